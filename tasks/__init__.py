@@ -1,0 +1,1 @@
+"""Seqio tasks. Each module registers its tasks when it is imported."""

@@ -1,0 +1,1 @@
+"""From a seqio task to batches: tokenised once into a store, then read by position."""

@@ -1,0 +1,43 @@
+"""What can end a run, and the exit code that each ending leaves."""
+
+
+class ValkyrieError(Exception):
+  """An ending that is not a bug: the message says what was found, expected and what to do."""
+
+  exit_code = 70
+
+
+class UsageError(ValkyrieError):
+  """The command line cannot be read."""
+
+  exit_code = 2
+
+
+class DataError(ValkyrieError):
+  """A document, shard or store is not what it should be."""
+
+  exit_code = 65
+
+
+class StorageError(ValkyrieError):
+  """A file system refused, or a checkpoint is not whole."""
+
+  exit_code = 74
+
+
+class Preempted(ValkyrieError):
+  """The run was asked to stop, and saved: run the same command again."""
+
+  exit_code = 75
+
+
+class Diverged(ValkyrieError):
+  """The numbers are no longer finite, and the budget for skipping steps is spent."""
+
+  exit_code = 76
+
+
+class ConfigurationError(ValkyrieError):
+  """The gin configuration is wrong, or does not fit this machine, data or checkpoint."""
+
+  exit_code = 78

@@ -1,0 +1,1 @@
+"""From a model to a train step: losses, truncated back-propagation, optimizer, curriculum."""

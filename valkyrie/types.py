@@ -1,0 +1,63 @@
+"""The words every room shares.
+
+Shape glossary, used in names and docstrings throughout:
+
+  B  rows of a batch          T  tokens of a chunk, or of any slice of time
+  N  chunks of a train step   C  tokens of a chunk (`chunk_size`)
+  D  model width              H  attention heads        J  key-value heads (J divides H)
+  K  width of a head          W  attention window       G  global keys (registers + document start)
+  P  stored S5 states         V  padded vocabulary      L  layers
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import chex
+
+Array = chex.Array
+Carry = Any  # a pytree whose leaves are [B, ...]
+Params = Any  # a pytree of float32 arrays, as Haiku's `init` returns it
+
+
+class Batch(NamedTuple):
+  """A rectangle of the token stream: every leaf is [B, T], rows are independent streams.
+
+  A row's next batch goes on where this one ends. Documents are told apart by two integers:
+
+  inputs: int32 token ids in [0, V).
+  targets: int32, the token that follows each input in its row, across chunk edges too.
+  weights: float32, 0 where there is nothing to learn: padding, and each document's last token
+    (its "next token" belongs to another document).
+  positions: int32, 0 exactly where a document starts, then counting up by one.
+  segment_ids: int32, 0 on padding; documents of a row count up from 1 for the whole run. Padding
+    stands at the end of a chunk only, and leaves every carry untouched.
+  """
+
+  inputs: Array
+  targets: Array
+  weights: Array
+  positions: Array
+  segment_ids: Array
+
+
+class SequenceMixer(Protocol):
+  """A Haiku module that mixes along time and carries what it must remember between chunks."""
+
+  def initial_carry(self, batch_size: int) -> Carry:
+    """The carry at a document start: pure, no parameters, every leaf [B, ...]."""
+    ...
+
+  def __call__(
+    self, x: Array, carry: Carry, *, positions: Array, segment_ids: Array
+  ) -> tuple[Array, Carry]:
+    """x [B, T, D] -> (y [B, T, D], the carry after the chunk's last token that is not padding)."""
+    ...
+
+
+class TaskFeed(Protocol):
+  """Tokens as a pure function of where in the rows one reads."""
+
+  vocabulary_size: int
+
+  def read(self, position: int, length: int) -> Batch:
+    """The batch [B, length] whose first token is each row's token number `position`."""
+    ...
