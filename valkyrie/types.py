@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import chex
 
 Array = chex.Array
+DType = Any  # what `jnp.dtype` accepts
 Carry = Any  # a pytree whose leaves are [B, ...]
 Params = Any  # a pytree of float32 arrays, as Haiku's `init` returns it
 
@@ -42,8 +43,15 @@ class Batch(NamedTuple):
 class SequenceMixer(Protocol):
   """A Haiku module that mixes along time and carries what it must remember between chunks."""
 
-  def initial_carry(self, batch_size: int) -> Carry:
-    """The carry at a document start: pure, no parameters, every leaf [B, ...]."""
+  def initial_carry(self, batch_size: int, dtype: DType) -> Carry:
+    """The carry at a document start: pure, no parameters, every leaf [B, ...].
+
+    `dtype` is the compute dtype; the state of a recurrence stays float32 whatever it is.
+    """
+    ...
+
+  def forward_flops(self, width: int) -> int:
+    """Operations a token costs in one forward pass at model width D, a multiply-add being two."""
     ...
 
   def __call__(

@@ -1,0 +1,53 @@
+"""One layer: pre-norm residual mixers in the order given, then a gated MLP."""
+
+from collections.abc import Callable, Sequence
+
+import gin
+import haiku as hk
+
+from valkyrie.models.layers import GatedMLP, RMSNorm
+from valkyrie.types import Array, Carry, DType, SequenceMixer
+
+
+@gin.configurable
+class Block(hk.Module):
+  """x += mixer(norm(x)) for each mixer, then x += mlp(norm(x))."""
+
+  def __init__(
+    self,
+    mixers: Sequence[Callable[[], SequenceMixer]],
+    mlp_width: int,
+    name: str | None = None,
+  ):
+    """Configures the layer.
+
+    Args:
+      mixers: the classes of the sequence mixers (`@S5` in gin, not `@S5()`), applied in this order.
+      mlp_width: hidden width of the gated MLP.
+      name: Haiku's.
+    """
+    super().__init__(name)
+    self.mixers = tuple(make() for make in mixers)
+    self.mlp = GatedMLP(mlp_width, name='mlp')
+
+  def initial_carry(self, batch_size: int, dtype: DType) -> tuple[Carry, ...]:
+    """One carry a mixer."""
+    return tuple(mixer.initial_carry(batch_size, dtype) for mixer in self.mixers)
+
+  def forward_flops(self, width: int) -> int:
+    """Operations a token costs in one forward pass."""
+    mixing = sum(mixer.forward_flops(width) for mixer in self.mixers)
+    return mixing + self.mlp.forward_flops(width)
+
+  def __call__(
+    self, x: Array, carry: tuple[Carry, ...], *, positions: Array, segment_ids: Array
+  ) -> tuple[Array, tuple[Carry, ...]]:
+    """x [B, T, D] and one carry a mixer -> the same, after this layer."""
+    after = []
+    for mixer, before in zip(self.mixers, carry, strict=True):
+      mixed, mixer_carry = mixer(
+        RMSNorm(name='mixer_norm')(x), before, positions=positions, segment_ids=segment_ids
+      )
+      x = x + mixed.astype(x.dtype)
+      after.append(mixer_carry)
+    return x + self.mlp(RMSNorm(name='mlp_norm')(x)), tuple(after)

@@ -1,0 +1,29 @@
+"""Full attention, to compare with: a window as wide as the longest document allowed."""
+
+import gin
+
+from valkyrie.models.longformer import LongformerAttention
+
+
+@gin.configurable
+class FullAttention(LongformerAttention):
+  """Causal attention to the whole of a document of at most `max_context` tokens.
+
+  It carries `max_context - 1` keys and its cost grows with them. A longer document would be cut
+  off unseen, so the data's edge refuses it (see `LanguageModel.max_context`).
+  """
+
+  def __init__(
+    self,
+    heads: int,
+    head_width: int,
+    max_context: int,
+    kv_heads: int | None = None,
+    slice_size: int = 128,
+    name: str | None = None,
+  ):
+    """As `LongformerAttention`; max_context: tokens a query may look back over, itself included."""
+    super().__init__(
+      heads, head_width, max_context - 1, kv_heads=kv_heads, slice_size=slice_size, name=name
+    )
+    self.max_context = max_context

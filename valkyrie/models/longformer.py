@@ -1,0 +1,103 @@
+"""Longformer attention for causal language models, as a sequence mixer."""
+
+import chex
+import gin
+import haiku as hk
+import jax.numpy as jnp
+
+from valkyrie.models import attention
+from valkyrie.models.attention import AttentionCarry
+from valkyrie.models.layers import Linear
+from valkyrie.types import Array, DType
+
+
+@gin.configurable
+class LongformerAttention(hk.Module):
+  """Sliding window, registers and document starts in one softmax; see `attention`."""
+
+  def __init__(
+    self,
+    heads: int,
+    head_width: int,
+    window: int,
+    kv_heads: int | None = None,
+    registers: int = 0,
+    document_start: int = 0,
+    slice_size: int = 128,
+    name: str | None = None,
+  ):
+    """Configures the mixer.
+
+    Args:
+      heads: H.
+      head_width: K, even, since rotary positions turn pairs.
+      window: W, how many tokens before itself a token sees.
+      kv_heads: J, dividing H; None means H.
+      registers: R, learned keys and values that every token reads.
+      document_start: g, the first tokens of a document, which all of its later tokens read.
+      slice_size: S, queries computed at once; memory grows with S x (W + S).
+      name: Haiku's.
+
+    Raises:
+      ValueError: where the heads cannot be formed.
+    """
+    super().__init__(name)
+    kv_heads = kv_heads or heads
+    if heads % kv_heads or head_width % 2:
+      raise ValueError(
+        f'LongformerAttention: heads={heads} must be a multiple of kv_heads={kv_heads}, and '
+        f'head_width={head_width} must be even.'
+      )
+    self.heads = heads
+    self.head_width = head_width
+    self.window = window
+    self.kv_heads = kv_heads
+    self.registers = registers
+    self.document_start = document_start
+    self.slice_size = slice_size
+
+  def initial_carry(self, batch_size: int, dtype: DType) -> AttentionCarry:
+    """An empty window, in the compute dtype: keys are stored as they were computed."""
+    return attention.empty_carry(
+      batch_size, self.window, self.document_start, self.kv_heads, self.head_width, dtype
+    )
+
+  def forward_flops(self, width: int) -> int:
+    """Projections, then scores and sums over the W + 1 + G keys that a token reads."""
+    read = self.window + 1 + self.registers + self.document_start
+    projections = 4 * width * (self.heads + self.kv_heads) * self.head_width
+    return projections + 4 * read * self.heads * self.head_width
+
+  def __call__(
+    self, x: Array, carry: AttentionCarry, *, positions: Array, segment_ids: Array
+  ) -> tuple[Array, AttentionCarry]:
+    """Mixes a chunk; see `types.SequenceMixer`."""
+    chex.assert_rank(x, 3)
+    chex.assert_shape(carry.keys, (x.shape[0], self.window, self.kv_heads, self.head_width))
+
+    def project(heads, name):
+      return Linear(heads * self.head_width, name=name)(x).reshape(
+        *x.shape[:2], heads, self.head_width
+      )
+
+    out, carry = attention.sliding_window_attention(
+      project(self.heads, 'query'),
+      project(self.kv_heads, 'key'),
+      project(self.kv_heads, 'value'),
+      carry,
+      positions=positions,
+      segment_ids=segment_ids,
+      registers=self._registers(),
+      slice_size=self.slice_size,
+    )
+    return Linear(x.shape[-1], name='out')(out.reshape(*x.shape[:2], -1)), carry
+
+  def _registers(self) -> tuple[Array, Array]:
+    shape = (self.registers, self.kv_heads, self.head_width)
+    if not self.registers:
+      return jnp.zeros(shape), jnp.zeros(shape)
+    init = hk.initializers.RandomNormal(1.0)
+    return (
+      hk.get_parameter('register_keys', shape, jnp.float32, init),
+      hk.get_parameter('register_values', shape, jnp.float32, init),
+    )

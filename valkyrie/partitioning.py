@@ -1,0 +1,174 @@
+"""Which device holds what: a mesh, rules from parameter paths to axes, and the jit that obeys them.
+
+Two ordered tables, both in gin. The first names the axes of a parameter by its path; the second
+says over which mesh axis a logical axis is split:
+
+    parameter_axes = (('mlp/.*/w$', ('layers', 'embed', 'mlp')), ...)
+    axis_rules     = (('batch', 'data'), ('embed', 'data'), ...)
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import contextvars
+import math
+import re
+from typing import Any
+
+import gin
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+
+from valkyrie.errors import ConfigurationError
+from valkyrie.types import Array, Batch
+
+Axes = tuple[str | None, ...]
+
+_current: contextvars.ContextVar['Partitioner | None'] = contextvars.ContextVar(
+  'partitioner', default=None
+)
+
+
+def constrain(x: Array, *axes: str | None) -> Array:
+  """Pins an activation to the layout of its logical axes; does nothing outside a partitioned jit."""
+  partitioner = _current.get()
+  if partitioner is None:
+    return x
+  return jax.lax.with_sharding_constraint(x, partitioner.sharding(axes))
+
+
+def path_of(key_path: Sequence[Any]) -> str:
+  """'params/model/embedding' for the key path of a leaf, as `jax.tree_util` gives it."""
+  return jax.tree_util.keystr(tuple(key_path), simple=True, separator='/')
+
+
+@gin.configurable
+class Partitioner:
+  """Lays a train state out over a mesh of devices."""
+
+  def __init__(
+    self,
+    mesh: Sequence[tuple[str, int]],
+    parameter_axes: Sequence[tuple[str, Axes]],
+    axis_rules: Sequence[tuple[str, str | None]],
+    devices: Sequence[jax.Device] | None = None,
+  ):
+    """Builds the mesh.
+
+    Args:
+      mesh: (axis name, devices along it), outermost first; -1 once takes all that are left.
+      parameter_axes: (regular expression, logical axes), the first match in a path counts.
+      axis_rules: (logical axis, mesh axis or None); an axis without a rule is not split.
+      devices: the devices to use; None means all of them.
+
+    Raises:
+      ConfigurationError: where the devices cannot form the mesh, or a rule names an unknown axis.
+    """
+    self.mesh = _make_mesh(mesh, jax.devices() if devices is None else devices)
+    self.parameter_axes = tuple((re.compile(pattern), axes) for pattern, axes in parameter_axes)
+    self.axis_rules = dict(axis_rules)
+    for logical, axis in self.axis_rules.items():
+      if axis is not None and axis not in self.mesh.axis_names:
+        raise ConfigurationError(
+          f'Partitioner.axis_rules splits {logical!r} over the mesh axis {axis!r}, but the mesh has '
+          f'the axes {self.mesh.axis_names}. Name one of them, or None to keep it whole.'
+        )
+
+  def sharding(self, axes: Sequence[str | None]) -> NamedSharding:
+    """The layout of an array with these logical axes."""
+    split = [self.axis_rules.get(axis) if axis else None for axis in axes]
+    return NamedSharding(self.mesh, PartitionSpec(*split))
+
+  def batch_sharding(self) -> NamedSharding:
+    """The layout of a batch's arrays [B, T]."""
+    return self.sharding(('batch', 'time'))
+
+  def check_batch(self, batch_size: int) -> None:
+    """Raises a ConfigurationError where the rows do not divide over the devices."""
+    axis = self.axis_rules.get('batch')
+    parts = self.mesh.shape[axis] if axis else 1
+    if batch_size % parts:
+      raise ConfigurationError(
+        f'batch_size={batch_size} rows cannot be divided over the {parts} devices of the mesh axis '
+        f'{axis!r}. The nearest that fit are {max(parts, batch_size // parts * parts)} and '
+        f'{(batch_size // parts + 1) * parts}.'
+      )
+
+  def logical_axes(self, path: str, shape: Sequence[int]) -> Axes:
+    """The logical axes of a leaf of the train state.
+
+    Raises:
+      ConfigurationError: where no rule matches, or the one that does has another rank.
+    """
+    if not shape:
+      return ()
+    if path.startswith('carry/'):
+      return ('layers', 'batch') + (None,) * (len(shape) - 2)
+    for pattern, axes in self.parameter_axes:
+      if pattern.search(path):
+        if len(axes) == len(shape):
+          return tuple(axes)
+        if path.startswith('optimizer_state/'):
+          return (None,) * len(shape)  # a factored moment, smaller than its parameter
+        raise ConfigurationError(
+          f'Partitioner.parameter_axes gives {path} the axes {axes}, but its shape is '
+          f'{tuple(shape)}. Give the rule {pattern.pattern!r} {len(shape)} axes.'
+        )
+    raise ConfigurationError(
+      f'Partitioner.parameter_axes has no rule for {path} of shape {tuple(shape)}. Add '
+      f"one, such as ('{path.rsplit('/', 1)[-1]}$', {(None,) * len(shape)})."
+    )
+
+  def state_shardings(self, abstract_state: Any) -> Any:
+    """The layout of every leaf of a train state, from its shapes."""
+
+    def of_leaf(key_path, leaf):
+      path = path_of(key_path)
+      sharding = self.sharding(self.logical_axes(path, leaf.shape))
+      for size, axis in zip(leaf.shape, sharding.spec, strict=True):
+        if axis is not None and size % self.mesh.shape[axis]:
+          raise ConfigurationError(
+            f'{path} of shape {tuple(leaf.shape)} cannot be split {sharding.spec}: {size} is not a '
+            f'multiple of the {self.mesh.shape[axis]} devices of {axis!r}.'
+          )
+      return sharding
+
+    return jax.tree_util.tree_map_with_path(of_leaf, abstract_state)
+
+  def place_batch(self, batch: Batch) -> Batch:
+    """Puts this process's rows on its devices, as part of the global batch."""
+    sharding = self.batch_sharding()
+    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)
+
+  def partition(self, fn: Callable, **jit_options: Any) -> Callable:
+    """`jax.jit` on this mesh, in which `constrain` knows these rules."""
+
+    def within(*args):
+      with self._as_current():
+        return fn(*args)
+
+    return jax.jit(within, **jit_options)
+
+  @contextlib.contextmanager
+  def _as_current(self) -> Iterator[None]:
+    token = _current.set(self)
+    try:
+      yield
+    finally:
+      _current.reset(token)
+
+
+def _make_mesh(axes: Sequence[tuple[str, int]], devices: Sequence[jax.Device]) -> Mesh:
+  names = [name for name, _ in axes]
+  sizes = [size for _, size in axes]
+  fixed = math.prod(size for size in sizes if size != -1)
+  if sizes.count(-1) == 1 and len(devices) % fixed == 0:
+    sizes[sizes.index(-1)] = len(devices) // fixed
+  if math.prod(sizes) != len(devices) or -1 in sizes:
+    wanted = ' x '.join(f'{name}={size}' for name, size in axes)
+    raise ConfigurationError(
+      f'The mesh {wanted} needs {fixed} devices, but this process sees {len(devices)} '
+      f'({devices[0].device_kind}). Run it where there are {fixed}, or choose a layout that fits, '
+      'such as gin/partition/data.gin, which takes whatever there is.'
+    )
+  return Mesh(np.asarray(devices).reshape(sizes), names)

@@ -1,0 +1,85 @@
+"""What a step reads, as a function of the step: chunk length, unroll and learning rate by phase."""
+
+from collections.abc import Sequence
+import dataclasses
+
+import gin
+import jax.numpy as jnp
+import numpy as np
+
+from valkyrie.errors import ConfigurationError
+from valkyrie.types import Array
+
+
+@gin.configurable
+@dataclasses.dataclass(frozen=True)
+class Phase:
+  """A stretch of training in which every step has one shape.
+
+  Attributes:
+    chunk_size: C, tokens that one forward call reads.
+    chunks: N, chunks of one optimizer step.
+    backprop_chunks: K, chunks through which the gradient flows; divides N.
+    steps: how many steps it lasts; None, for the last phase, means to the end.
+    learning_rate_scale: by which the schedule's learning rate is multiplied.
+  """
+
+  chunk_size: int
+  chunks: int
+  backprop_chunks: int
+  steps: int | None = None
+  learning_rate_scale: float = 1.0
+
+  def __post_init__(self):
+    for name in ('chunk_size', 'chunks', 'backprop_chunks'):
+      if getattr(self, name) < 1:
+        raise ConfigurationError(f'Phase.{name}={getattr(self, name)} must be at least 1.')
+    if self.chunks % self.backprop_chunks:
+      raise ConfigurationError(
+        f'backprop_chunks={self.backprop_chunks} must divide chunks={self.chunks}: the gradient '
+        'flows through groups of backprop_chunks consecutive chunks.'
+      )
+
+  @property
+  def tokens_per_row(self) -> int:
+    """N x C, tokens of every row that one step reads."""
+    return self.chunks * self.chunk_size
+
+
+@gin.configurable
+class Curriculum:
+  """Phases one after the other."""
+
+  def __init__(self, phases: Sequence[Phase]):
+    """Takes the phases in order; all but the last say how many steps they last."""
+    self.phases = tuple(phases)
+    lengths = [phase.steps for phase in self.phases]
+    if not lengths or None in lengths[:-1]:
+      raise ConfigurationError(
+        f'Curriculum.phases last {lengths} steps: name at least one phase, and give every phase '
+        'but the last its Phase.steps.'
+      )
+    self._starts = np.cumsum([0, *lengths[:-1]])
+
+  def index(self, step: int) -> int:
+    """The number, from 0, of the phase that `step` (from 0) belongs to."""
+    return int(np.searchsorted(self._starts, step, side='right')) - 1
+
+  def phase(self, step: int) -> Phase:
+    """The phase that `step` (from 0) belongs to."""
+    return self.phases[self.index(step)]
+
+  def position(self, step: int) -> int:
+    """Tokens of every row that the steps before `step` have read: the feed's position."""
+    index = self.index(step)
+    lengths = np.diff(self._starts)
+    whole = sum(
+      int(steps) * phase.tokens_per_row
+      for steps, phase in zip(lengths[:index], self.phases[:index], strict=True)
+    )
+    return whole + (step - int(self._starts[index])) * self.phases[index].tokens_per_row
+
+  def learning_rate_scale(self, step: Array) -> Array:
+    """The phase's factor on the learning rate, for a traced step."""
+    scales = jnp.asarray([phase.learning_rate_scale for phase in self.phases], jnp.float32)
+    return scales[jnp.searchsorted(jnp.asarray(self._starts), step, side='right') - 1]

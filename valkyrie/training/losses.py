@@ -1,0 +1,47 @@
+"""From features to logits and to the next token's cross-entropy, in float32."""
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from valkyrie.models.language_model import Features
+from valkyrie.types import Array
+
+# Logits held at once: beyond this many numbers the loss is computed in slices of time. 2^25 float32
+# are 128 MiB, where all logits of 8192 tokens of a 50k vocabulary would be 1.6 GiB.
+_LOGITS_AT_ONCE = 2**25
+
+
+def logits(features: Features, vocabulary_size: int) -> Array:
+  """The logits [B, T, V] float32; tokens that only pad the vocabulary get -1e30."""
+  unembedding = features.unembedding.astype(features.hidden.dtype)
+  scores = jnp.einsum(
+    'btd,vd->btv', features.hidden, unembedding, preferred_element_type=jnp.float32
+  )
+  exists = jnp.arange(unembedding.shape[0]) < vocabulary_size
+  return jnp.where(exists, scores, -1e30)
+
+
+def token_losses(features: Features, targets: Array, vocabulary_size: int) -> Array:
+  """-log p(target) in nats, float32 [B, T]."""
+  batch, time, _ = features.hidden.shape
+
+  def of_slice(hidden, targets):
+    scores = logits(Features(hidden, features.unembedding), vocabulary_size)
+    picked = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(scores, axis=-1) - picked
+
+  size = max(1, _LOGITS_AT_ONCE // (batch * features.unembedding.shape[0]))
+  if size >= time:
+    return of_slice(features.hidden, targets)
+
+  count = -(-time // size)
+
+  def slices(x):
+    padded = jnp.pad(x, ((0, 0), (0, count * size - time)) + ((0, 0),) * (x.ndim - 2))
+    return jnp.moveaxis(padded.reshape(batch, count, size, *x.shape[2:]), 1, 0)
+
+  losses = lax.map(
+    jax.checkpoint(lambda now: of_slice(*now)), (slices(features.hidden), slices(targets))
+  )
+  return jnp.moveaxis(losses, 0, 1).reshape(batch, count * size)[:, :time]

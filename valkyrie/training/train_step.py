@@ -1,0 +1,92 @@
+"""One optimizer step as a pure function of the train state and a batch."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from valkyrie.models.language_model import Model
+from valkyrie.training import tbptt
+from valkyrie.training.curriculum import Curriculum, Phase
+from valkyrie.training.optimizers import Optimizer
+from valkyrie.types import Array, Batch, Carry, Params
+
+
+class TrainState(NamedTuple):
+  """All that a run must remember, as one pytree of arrays.
+
+  step: int32, steps taken, refused ones included: it tells the feed's position.
+  params, optimizer_state: as Haiku and optax hold them.
+  carry: the memory of every row, from the last token that it has read.
+  skipped: int32, steps refused because a number was not finite.
+  """
+
+  step: Array
+  params: Params
+  optimizer_state: Any
+  carry: Carry
+  skipped: Array
+
+
+class StepMetrics(NamedTuple):
+  """What a step says of itself: float32 scalars on the device, not waited for."""
+
+  sums: tbptt.Sums
+  grad_norm: Array
+  learning_rate: Array
+  skipped: Array
+
+
+def initial_state(model: Model, optimizer: Optimizer, seed: int, batch_size: int) -> TrainState:
+  """The state before the first step; pure, so that it can be traced for its shapes."""
+  params, carry = model.init(jax.random.key(seed), batch_size)
+  zero = jnp.zeros((), jnp.int32)
+  return TrainState(zero, params, optimizer.init(params), carry, zero)
+
+
+def make_train_step(
+  model: Model, optimizer: Optimizer, curriculum: Curriculum, phase: Phase, *, remat: bool
+) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
+  """The step of one phase: (state, batch [B, N·C]) -> (state, metrics).
+
+  A step whose loss, gradient or carry is not finite is refused whole: parameters and optimizer keep
+  what they held before. Its tokens are gone all the same, so no carry, old or new, fits what comes
+  next, and every row starts from an empty one as at a document start.
+  """
+
+  def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+    gradient, carry, sums = tbptt.gradients(
+      model,
+      state.params,
+      state.carry,
+      batch,
+      chunk_size=phase.chunk_size,
+      backprop_chunks=phase.backprop_chunks,
+      remat=remat,
+    )
+    norm = optax.global_norm(gradient)
+    learning_rate = optimizer.learning_rate(state.step) * curriculum.learning_rate_scale(state.step)
+    params, optimizer_state = optimizer.update(
+      gradient, state.optimizer_state, state.params, learning_rate
+    )
+
+    healthy = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
+    for leaf in jax.tree.leaves(carry):
+      healthy &= jnp.all(jnp.isfinite(leaf))
+
+    # `where` and not a product with a flag: 0 x NaN is NaN.
+    def accept(new, old):
+      return jax.tree.map(lambda n, o: jnp.where(healthy, n, o), new, old)
+
+    state = TrainState(
+      step=state.step + 1,
+      params=accept(params, state.params),
+      optimizer_state=accept(optimizer_state, state.optimizer_state),
+      carry=accept(carry, jax.tree.map(jnp.zeros_like, carry)),
+      skipped=state.skipped + jnp.where(healthy, 0, 1),
+    )
+    return state, StepMetrics(sums, norm, learning_rate, state.skipped)
+
+  return train_step
