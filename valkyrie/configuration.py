@@ -11,17 +11,16 @@ import json
 import os
 import pathlib
 import tempfile
-import types
-import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gin
+from gin import config as gin_config
 
-from valkyrie import gin_reader
+from valkyrie import gin_checks, gin_reader
 from valkyrie.errors import ConfigurationError, StorageError
-from valkyrie.gin_reader import FLAG, Macro, Reference, Statement
-from valkyrie.suggestions import did_you_mean
+from valkyrie.gin_reader import Macro, Reference, Statement
+
 
 def load(
   files: Sequence[str],
@@ -45,18 +44,18 @@ def load(
     ConfigurationError: naming the flag, or the file and line, and what to write instead.
   """
   statements = gin_reader.read(files, flags, search_paths, allowed_imports)
-  check_macro_names(statements)
-  check_kinds_kept(statements)
+  gin_checks.check_macro_names(statements)
+  gin_checks.check_kinds_kept(statements)
   for room in rooms:
     importlib.import_module(room)
   for statement in statements:
     if statement.is_import:
       _import(statement)
-  effective = effective_bindings(statements)
-  check_values(effective)
-  for key, statement in effective.items():
-    gin.bind_parameter(key, _gin_value(statement.parsed.value))
+  effective = gin_checks.effective_bindings(statements)
+  gin_checks.check_values(effective)
   try:
+    for key, statement in effective.items():
+      gin.bind_parameter(key, _gin_value(statement.parsed.value))
     gin.finalize()
   except ValueError as error:
     raise ConfigurationError(f'gin refuses the configuration: {error}') from error
@@ -69,7 +68,7 @@ def check_call(function: Callable, *given: str) -> None:
   """
   bound = gin.get_bindings(function, resolve_references=False)
   name = inspect.unwrap(function).__name__
-  for parameter in required(parameters_of(function)):
+  for parameter in gin_checks.required(gin_checks.parameters_of(function)):
     if parameter not in bound and parameter not in given:
       raise ConfigurationError(
         f'{name}.{parameter} has no value: add `{name}.{parameter} = ...` to the gin file'
@@ -101,16 +100,17 @@ def save_operative(model_dir: str | os.PathLike) -> None:
 
 
 def _import(statement: Statement) -> None:
+  module = statement.parsed.module
   try:
-    gin.parse_config(statement.parsed.format())
+    importlib.import_module(module)
   except ModuleNotFoundError as error:
-    wanted = statement.parsed.module
-    if not f'{wanted}.'.startswith(f'{error.name}.'):
+    if not f'{module}.'.startswith(f'{error.name}.'):
       raise  # the package is there and misses one of its own: its traceback tells more
     raise ConfigurationError(
       f'{statement.where}: there is no module {error.name}: is it installed, or in the folder '
       'where this was started?'
     ) from error
+  gin.parse_config(statement.parsed.format())  # so that config.gin has the line
 
 
 def _gin_value(value: Any) -> Any:
@@ -120,9 +120,9 @@ def _gin_value(value: Any) -> Any:
   if isinstance(value, list | tuple):
     return type(value)(_gin_value(item) for item in value)
   if isinstance(value, Macro):
-    return gin.config.ParserDelegate().macro(value.name)
+    return gin_config.ParserDelegate().macro(value.name)
   if isinstance(value, Reference):
-    return gin.config.ParserDelegate().configurable_reference(value.name, value.evaluated)
+    return gin_config.ParserDelegate().configurable_reference(value.name, value.evaluated)
   return value
 
 
@@ -133,7 +133,7 @@ def _as_data(text: str) -> dict[str, Any]:
   macros = {item.name: item for item in bindings if item.is_macro}
 
   def plain(value):
-    value, _ = resolve(value, macros)
+    value, _ = gin_checks.resolve(value, macros)
     if isinstance(value, dict):
       return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -162,7 +162,9 @@ def _write(path: pathlib.Path, text: str) -> None:
       _replace(kept, old)
     _replace(path, text.encode())
   except OSError as error:
-    raise StorageError(f'{path} cannot be written: {error}: free space or pass another --model_dir')
+    raise StorageError(
+      f'{path} cannot be written: {error}: free space, or pass another --model_dir'
+    ) from error
 
 
 def _replace(path: pathlib.Path, data: bytes) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import gin
+from gin import config as gin_config
 
 from valkyrie.errors import ConfigurationError
 from valkyrie.gin_reader import FLAG, Macro, Reference, Statement
@@ -22,7 +23,7 @@ RUN_MACROS = frozenset({
   'eval_every', 'checkpoint_every', 'learning_rate', 'warmup_steps',
 })  # fmt: skip
 
-# (scope, complete selector, parameter), as gin keys them; a macro's is (name, 'gin.macro', 'value').
+# (scope, complete selector, parameter), as gin keys them; macros are (name, 'gin.macro', 'value').
 _Key = tuple[str, str, str]
 
 _KINDS = {
@@ -54,6 +55,7 @@ def _macros_in(value: Any) -> set[str]:
 
 
 def check_macro_names(statements: Sequence[Statement]) -> None:
+  """A flag's macro is one of the files', and a file's macro is read by something."""
   bindings = [statement for statement in statements if statement.is_binding]
   used = set().union(*(_macros_in(statement.parsed.value) for statement in bindings))
   defined = {item.name for item in bindings if item.is_macro and not item.is_flag}
@@ -66,7 +68,8 @@ def check_macro_names(statements: Sequence[Statement]) -> None:
       same = [binding for binding, parameter in parameters.items() if parameter == name]
       hint = f' Did you mean {same[0]}?' if same else did_you_mean(name, used | defined)
       raise ConfigurationError(
-        f'{statement.where}: no gin file defines or reads a macro {name!r}.{hint}'
+        f'{statement.where}: no gin file defines or reads a macro {name!r}.{hint} '
+        f'There are: {", ".join(sorted(used | defined))}.'
       )
     if not statement.is_flag and name not in RUN_MACROS:
       raise ConfigurationError(
@@ -116,9 +119,9 @@ def _as_integer(value: Any) -> str:
 # --- What the registered signatures tell.
 
 
-def _configurable(selector: str, where: str) -> gin.config.Configurable:
+def _configurable(selector: str, where: str) -> gin_config.Configurable:
   """What gin has registered under `selector`, which may leave out leading modules."""
-  registry = gin.config._REGISTRY  # gin has no public way to list what is registered
+  registry = gin_config._REGISTRY  # gin has no public way to list what is registered
   matches = registry.matching_selectors(selector)
   if not matches:
     known = {registry.minimal_selector(complete) for complete, _ in registry.items()}
@@ -134,31 +137,32 @@ def _configurable(selector: str, where: str) -> gin.config.Configurable:
 
 def parameters_of(function: Callable) -> dict[str, inspect.Parameter]:
   """The parameters that gin may bind, of a function or of what constructs a class."""
-  if inspect.isclass(function):
-    for base in inspect.getmro(function):
-      construct = base.__dict__.get('__init__') or base.__dict__.get('__new__')
-      if construct:
-        break
-    function = getattr(construct, '__func__', construct)  # __new__ is a staticmethod
-  else:
-    construct = None
-  function = inspect.unwrap(function)
-  try:
-    signature = inspect.signature(function, eval_str=True)
-  except (NameError, TypeError, AttributeError):  # an annotation of the type checker only
-    signature = inspect.signature(function)
-  parameters = dict(signature.parameters)
-  if construct:
-    del parameters[next(iter(parameters))]  # self, or __new__'s class
+  if not inspect.isclass(function):
+    return _signature(function)
+  # Not the class's own signature: a metaclass, as Haiku's, may hide it.
+  base = next(
+    base for base in inspect.getmro(function) if {'__init__', '__new__'} & vars(base).keys()
+  )
+  parameters = _signature(base.__init__ if '__init__' in vars(base) else base.__new__)
+  del parameters[next(iter(parameters))]  # self, or __new__'s class
   return parameters
 
 
+def _signature(function: Callable) -> dict[str, inspect.Parameter]:
+  function = inspect.unwrap(function)
+  try:
+    return dict(inspect.signature(function, eval_str=True).parameters)
+  except (NameError, TypeError, AttributeError):  # an annotation meant for the type checker only
+    return dict(inspect.signature(function).parameters)
+
+
 def required(parameters: dict[str, inspect.Parameter]) -> list[str]:
+  """The parameters that somebody must supply."""
   variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
   return [
     name
     for name, parameter in parameters.items()
-    if parameter.default in (inspect.Parameter.empty, gin.REQUIRED)
+    if (parameter.default is inspect.Parameter.empty or parameter.default is gin.REQUIRED)
     and parameter.kind not in variadic
   ]
 
@@ -178,9 +182,11 @@ def effective_bindings(statements: Sequence[Statement]) -> dict[_Key, Statement]
       continue
     parameters = parameters_of(configurable.wrapped)
     variadic = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())
-    allowed = configurable.allowlist or parameters
-    known = [name for name in allowed if name not in (configurable.denylist or ())]
-    if parsed.arg_name not in known and not (variadic and allowed is parameters):
+    denied = configurable.denylist or ()
+    known = [name for name in configurable.allowlist or parameters if name not in denied]
+    if variadic and not configurable.allowlist and parsed.arg_name not in denied:
+      known.append(parsed.arg_name)
+    if parsed.arg_name not in known:
       raise ConfigurationError(
         f'{statement.where}: {parsed.selector} has no parameter {parsed.arg_name!r} to bind.'
         f'{did_you_mean(parsed.arg_name, known)} It has: {", ".join(known)}.'
@@ -190,22 +196,23 @@ def effective_bindings(statements: Sequence[Statement]) -> dict[_Key, Statement]
 
 
 def check_values(effective: dict[_Key, Statement]) -> None:
-  macros = {key[0]: item for key, item in effective.items() if item.is_macro}
-  for (_, selector, parameter), statement in effective.items():
+  """References and macros lead somewhere, and literals are what the parameter's annotation says."""
+  macros = {key[0]: statement for key, statement in effective.items() if statement.is_macro}
+  read = set()
+  for (name, selector, parameter), statement in effective.items():
     for leaf in _walk(statement.parsed.value):
       if isinstance(leaf, Reference):
         _check_reference(leaf, statement.where, effective)
       elif isinstance(leaf, Macro):
         _check_macro(leaf.name, statement, macros)
-    resolve(statement.parsed.value, macros)
+    reached = _reached(statement.parsed.value, macros)
     if not statement.is_macro:
-      _check_annotation(statement, gin.config._REGISTRY[selector].wrapped, parameter, macros)
-  reached = set()
-  for statement in effective.values():
-    if not statement.is_macro:
-      reached |= _reached(statement.parsed.value, macros)
+      read |= reached
+      _check_annotation(statement, gin_config._REGISTRY[selector].wrapped, parameter, macros)
+    elif name in reached:
+      raise ConfigurationError(f'{statement.where}: %{name} is defined by itself: give it a value')
   for name, statement in macros.items():
-    if statement.is_flag and name not in reached:
+    if statement.is_flag and name not in read:
       raise ConfigurationError(
         f'{statement.where}: this would change nothing: no binding that is in force reads %{name}'
       )
@@ -242,7 +249,7 @@ def _check_macro(name: str, statement: Statement, macros: dict[str, Statement]) 
 
 def _constant(name: str) -> str | None:
   """The complete name of the gin constant that `%name` means, or None where it is a macro."""
-  matches = gin.config._CONSTANTS.matching_selectors(name)
+  matches = gin_config._CONSTANTS.matching_selectors(name)
   return matches[0] if matches else None
 
 
@@ -280,17 +287,10 @@ def _check_annotation(
 
 
 def resolve(value: Any, macros: dict[str, Statement]) -> tuple[Any, Statement | None]:
-  """What `%a` stands for where it is a literal in the end, and the statement that says so."""
-  source, seen = None, []
-  while isinstance(value, Macro) and value.name in macros:
-    if value.name in seen:
-      raise ConfigurationError(
-        f'{macros[value.name].where}: %{value.name} is defined by itself: '
-        + ' -> '.join((*seen, value.name))
-      )
-    seen.append(value.name)
+  """What `%a` stands for in the end, and the statement that says so."""
+  source, seen = None, set()
+  while isinstance(value, Macro) and value.name in macros and value.name not in seen:
+    seen.add(value.name)
     source = macros[value.name]
     value = source.parsed.value
   return value, source
-
-

@@ -167,9 +167,7 @@ def _read_file(
     number = min(error.lineno or 1, len(lines))
     line = lines[number - 1].strip()
     name, equals, value = line.partition('=')
-    problem = _explain(
-      error, value if equals else None, lambda right: f'{name.strip()} = {right}'
-    )
+    problem = _explain(error, value if equals else None, lambda right: f'{name.strip()} = {right}')
     raise ConfigurationError(f'{path}:{number}: {problem}\n  {line}') from None
   return statements
 
@@ -239,16 +237,15 @@ def _explain(error: SyntaxError, value: str | None, written: Callable[[str], str
   """What is wrong with the text after '=', and `written(right)` where the right one is known."""
   if value is not None:
     value = value.split('#')[0].strip()
+    right = _CONSTANTS.get(value.lower()) or _arithmetic(value)
     if not value:
       return 'a value is missing'
-    if (number := _arithmetic(value)) is not None:
-      return f'gin has no expressions: write {written(repr(number))}'
-    if value.lower() in _CONSTANTS:
-      return f'write {written(_CONSTANTS[value.lower()])}'
+    if right:
+      return f'{value} is not gin syntax: write {written(right)}'
     if re.fullmatch(r'[\w./~:+ -]+', value) and re.search(r'[^\W\d]|/', value):
       return f'strings need quotes: {written(json.dumps(value, ensure_ascii=False))}'
-    if re.search(r'\d\s*(\*|\+|-|/|<<)\s*\d', value):
-      return 'not gin syntax, which has no expressions: write the resulting number'
+    if re.search(r'\d\s*[-+*/<]+\s*\d', value):
+      return 'gin has no expressions: write the resulting number'
   if token := re.search(r"Failed to parse token '(.*)'", error.msg, re.DOTALL):
     return f'{token[1]} is not a value (strings need quotes, references @ and macros %)'
   return f'not gin syntax: {error.msg}'
@@ -266,11 +263,11 @@ _OPERATORS = {
 }
 
 
-def _arithmetic(value: str) -> int | float | None:
-  """8192 for '8*1024': the number to write in an expression's place, where it is an easy one."""
+def _arithmetic(value: str) -> str:
+  """'8192' for '8*1024': the number to write in an expression's place; '' for anything else."""
 
-  def number(node):
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+  def number(node) -> int | float:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
       return node.value
     if not isinstance(node, ast.BinOp) or type(node.op) not in _OPERATORS:
       raise ValueError
@@ -282,6 +279,6 @@ def _arithmetic(value: str) -> int | float | None:
 
   try:
     tree = ast.parse(value, mode='eval').body
-    return number(tree) if isinstance(tree, ast.BinOp) else None
+    return repr(number(tree)) if isinstance(tree, ast.BinOp) else ''
   except (SyntaxError, ValueError, ArithmeticError, TypeError):
-    return None
+    return ''

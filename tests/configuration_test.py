@@ -1,0 +1,329 @@
+"""Every way to get the configuration wrong has its message; what is right is locked and kept."""
+
+import json
+import pathlib
+import textwrap
+
+import gin
+import pytest
+
+from valkyrie import configuration, paths
+from valkyrie.errors import ConfigurationError, StorageError
+
+
+@gin.configurable
+class Gadget:
+  def __init__(self, size: int, rate: float = 0.1, name: str | None = None, parts=()):
+    self.size, self.rate, self.name, self.parts = size, rate, name, parts
+
+
+@gin.configurable(denylist=['model_dir'])
+def operate(model_dir, gadget, steps: 'int' = 3, **extra):
+  return gadget, steps, extra
+
+
+GOOD = """
+  seed = 0
+  size = 8
+  label = 'plain'
+  operate.gadget = @big/Gadget()
+  Gadget.size = %size
+  big/Gadget.name = %label
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+  """An empty current folder, and gin as new before and after."""
+  monkeypatch.chdir(tmp_path)
+  gin.clear_config(clear_constants=True)
+  yield tmp_path
+  gin.clear_config(clear_constants=True)
+
+
+def write(name, text):
+  path = pathlib.Path(name)
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(textwrap.dedent(text).lstrip('\n'), encoding='utf-8')
+  return name
+
+
+def load(text, *flags, **options):
+  configuration.load([write('a.gin', text)], flags, **options)
+
+
+def refusal(text, *flags, **options):
+  """The message, after checking that gin was left empty."""
+  with pytest.raises(ConfigurationError) as caught:
+    load(text, *flags, **options)
+  assert caught.value.exit_code == 78
+  assert gin.config_str() == ''
+  return str(caught.value)
+
+
+def test_binds_and_locks():
+  load(GOOD, '--gin.size=16', '--gin.operate.steps=5', '--gin.big/Gadget.rate=1')
+  gadget, steps, _ = operate(model_dir='x')
+  assert (gadget.size, gadget.rate, gadget.name, steps) == (16, 1, 'plain', 5)
+  with pytest.raises(RuntimeError, match='locked'):
+    gin.bind_parameter('Gadget.size', 1)
+
+
+def test_later_files_and_flags_override():
+  configuration.load([write('a.gin', GOOD), write('b.gin', 'size = 9')])
+  assert operate(model_dir='x')[0].size == 9
+  gin.clear_config()
+  configuration.load(['a.gin', 'b.gin'], ['--gin.size=10', '--gin.size=11'])
+  assert operate(model_dir='x')[0].size == 11
+
+
+def test_blocks_includes_nested_values_and_constants():
+  gin.constant('toys.PI', 3.5)
+  write('inner.gin', 'Gadget:\n  size = %size  # a comment\n  parts = [(%size, @Gadget)]\n')
+  load("""
+    size = 4
+    include 'inner.gin'
+    Gadget.rate = %PI
+    operate.gadget = @Gadget()
+  """)
+  gadget = operate(model_dir='x')[0]
+  assert gadget.parts[0][0] == 4
+  assert gadget.parts[0][1] is Gadget
+  assert gadget.rate == 3.5
+
+
+@pytest.mark.parametrize(
+  ('flag', 'expected'),
+  [
+    ('--gin.sizes=1', ['--gin.sizes=1', 'Did you mean size?']),
+    ('--gin.gadget=1', ["macro 'gadget'", 'Did you mean operate.gadget?']),
+    ('--gin.seed=1', ['would change nothing', '%seed']),
+    ('--gin.gadget.size=1', ["called 'gadget'", 'Did you mean Gadget?']),
+    ('--gin.Gadget.sise=1', ["no parameter 'sise'", 'Did you mean size?', 'size, rate']),
+    ('--gin.operate.model_dir="x"', ["no parameter 'model_dir'"]),
+    ('--gin.operate.gadget=@Gadgt()', ["called 'Gadgt'", 'Did you mean Gadget?']),
+    ('--gin.Gadget.name=abc', ['strings need quotes: --gin.Gadget.name=\'"abc"\'']),
+    ('--gin.Gadget.name=/data/x-1', ['--gin.Gadget.name=\'"/data/x-1"\'']),
+    ('--gin.Gadget.parts=[a, 1]', ['a is not a value', 'strings need quotes']),
+    ('--gin.size=8*1024', ['8*1024 is not gin syntax: write --gin.size=8192']),
+    ('--gin.size=2**3 + 1', ['write --gin.size=9']),
+    ('--gin.size=9**9**9', ['no expressions']),
+    ('--gin.Gadget.name=none', ['write --gin.Gadget.name=None']),
+    ('--gin.size="8"', ["a string ('8')", 'a.gin:2 has an integer (8)']),
+    ('--gin.size=1e3', ['a.gin:2 has an integer (8): write 1000']),
+    ('--gin.size=True', ['True or False (True)', 'a.gin:2 has an integer (8)']),
+    ('--gin.Gadget.rate="fast"', ['Gadget.rate takes a number', "a string ('fast')"]),
+    ('--gin.Gadget.size=None', ['Gadget.size takes an integer, not None']),
+    ('--gin.operate.steps=2.5', ['operate.steps takes an integer', '(2.5)']),
+    ('--gin.Gadget.name=%sizes', ['%sizes is read and defined nowhere', 'Did you mean size?']),
+    ('--gin.size=1\nimport os', ['is not a macro']),
+    ('--gin.size=', ['a value is missing']),
+    ('--gin.1x=3', ['not gin syntax']),
+  ],
+)
+def test_wrong_flags(flag, expected):
+  message = refusal(GOOD, flag)
+  assert message.startswith(flag)
+  for part in expected:
+    assert part in message
+
+
+@pytest.mark.parametrize(
+  ('line', 'expected'),
+  [
+    ('sizee = 3', ["reads the macro 'sizee'"]),
+    ('Gadget.sise = 3', ['Did you mean size?']),
+    ('Gadgets.size = 3', ['Did you mean Gadget?']),
+    ('Gadgets:\n  size = 3', ['Did you mean Gadget?']),
+    ('Gadget.rate = %speed', ['%speed is read and defined nowhere', '--gin.speed=VALUE']),
+    ('Gadget.size = %size', ['bound already at a.gin:5']),
+    ('size = 9', ['size is bound already at a.gin:2']),
+    ('Gadget.name = abc', ['strings need quotes: Gadget.name = "abc"', '\n  Gadget.name = abc']),
+    ('Gadget.rate = 3 * 2', ['write Gadget.rate = 6']),
+    ('Gadget.rate = "fast"', ["Gadget.rate takes a number, not a string ('fast')"]),
+    ('Gadget.name = %size', ['(from a.gin:2)', 'takes None or a string, not an integer (8)']),
+    ('Gadget.rate 3', ['not gin syntax']),
+    ('Gadget.parts = (1,', ['not gin syntax']),
+    ('Gadget.name = "abc', ['not gin syntax']),
+    ('Gadget.rate =', ['a value is missing']),
+    ('include "inner.gim"', ["no file 'inner.gim'", 'Did you mean inner.gin?']),
+    ('import os', ['may import valkyrie, not os', '--gin_allow_import=os']),
+    ('from os import path', ['not os.path', '--gin_allow_import=os']),
+    ('import valkyrie_evil', ['not valkyrie_evil']),
+    ('import valkyrie.no_such_room', ['no module valkyrie.no_such_room']),
+    ('from __gin__ import dynamic_registration', ['dynamic registration']),
+  ],
+)
+def test_wrong_lines(line, expected):
+  write('inner.gin', '')
+  message = refusal(textwrap.dedent(GOOD).lstrip('\n') + line + '\n')
+  assert message.startswith(('a.gin:7', 'a.gin:8'))  # 8: where an open bracket is missed
+  for part in expected:
+    assert part in message
+
+
+def test_required_macro_forgotten():
+  text = GOOD.replace('size = 8', 'size = %gin.REQUIRED')
+  assert refusal(text) == 'a.gin:2: size is required and has no value: pass --gin.size=VALUE'
+  load(text, '--gin.size=3')
+  assert operate(model_dir='x')[0].size == 3
+
+
+def test_what_gin_builds_has_all_it_needs():
+  message = refusal(GOOD.replace('Gadget.size = %size', 'Gadget.rate = %size'))
+  assert 'a.gin:4: @big/Gadget() cannot be built, since Gadget.size has no value' in message
+
+
+def test_run_mode_has_all_it_needs():
+  load('Gadget.size = 3')
+  with pytest.raises(ConfigurationError, match=r'operate\.gadget has no value'):
+    configuration.check_call(operate, 'model_dir')
+  configuration.check_call(operate, 'model_dir', 'gadget')
+
+
+@pytest.mark.parametrize('cycle', ['size = %label\nlabel = %size', 'size = [%size]\nlabel = %size'])
+def test_macro_defined_by_itself(cycle):
+  text = f'{cycle}\nGadget.size = %label\n'
+  assert 'is defined by itself' in refusal(text)
+
+
+def test_run_macros_may_stay_unread():
+  names = sorted(configuration.gin_checks.RUN_MACROS)
+  load('\n'.join(f'{name} = 1' for name in names))
+
+
+def test_circular_include():
+  write('b.gin', "include 'sub/../a.gin'")
+  write('sub/c.gin', '')
+  message = refusal("include 'b.gin'")
+  assert 'includes itself: a.gin -> b.gin -> sub/../a.gin' in message
+
+
+def test_wrong_encoding(folder):
+  (folder / 'b.gin').write_bytes('seed = 1\nGadget.name = "é"\n'.encode('latin-1'))
+  assert 'b.gin:2: byte 0xe9 is not UTF-8' in refusal("include 'b.gin'")
+  (folder / 'b.gin').write_bytes('\ufeffGadget.name = "é"\n'.encode())
+  load("include 'b.gin'")  # what Windows editors put first is fine
+  assert gin.query_parameter('Gadget.name') == 'é'
+
+
+def test_missing_file_lists_where_it_looked(folder):
+  write('shelf/tiny.gin', '')
+  with pytest.raises(ConfigurationError) as caught:
+    configuration.load(['tinny.gin'], search_paths=['shelf'])
+  message = str(caught.value)
+  assert message.startswith("--gin_file=tinny.gin: there is no file 'tinny.gin'")
+  assert str(folder / 'shelf') in message
+  assert 'Did you mean tiny.gin?' in message
+
+
+def test_search_paths_hold_for_includes():
+  write('shelf/part.gin', 'Gadget.rate = 2')
+  load("include 'part.gin'", search_paths=['elsewhere', 'shelf'])
+  assert gin.query_parameter('Gadget.rate') == 2
+
+
+def test_own_gin_files_are_found_from_any_folder(folder, monkeypatch):
+  monkeypatch.setattr(paths, 'GIN', folder / 'installed' / 'gin')
+  write('installed/gin/x.gin', "include 'gin/parts/y.gin'")
+  write('installed/gin/parts/y.gin', 'Gadget.size = 5')
+  monkeypatch.chdir('/')
+  configuration.load(['gin/x.gin'])
+  assert gin.query_parameter('Gadget.size') == 5
+
+
+def test_gin_folder_of_this_copy():
+  assert (paths.GIN / 'models').is_dir()
+  assert not (paths.GIN / '__init__.py').exists()
+
+
+def test_imports_of_included_files_are_checked():
+  write('b.gin', 'import os.path')
+  assert refusal("include 'b.gin'").startswith('b.gin:1: a gin file may import valkyrie, not')
+
+
+def test_allowed_package_registers_its_own(folder, monkeypatch):
+  monkeypatch.syspath_prepend(folder)
+  write('my_toys/__init__.py', '')
+  write('my_toys/parts.py', 'import gin\n@gin.configurable\ndef my_part(depth=1): return depth\n')
+  text = 'import my_toys.parts\nmy_part.depth = 3\noperate.gadget = @my_part()'
+  assert '--gin_allow_import=my_toys' in refusal(text)
+  load(text, allowed_imports=['my_toys'])
+  assert operate(model_dir='x')[0] == 3
+  assert 'import my_toys.parts' in gin.config_str()
+
+
+def test_nothing_is_imported_before_all_is_allowed(folder, monkeypatch):
+  monkeypatch.syspath_prepend(folder)
+  write('my_witness.py', 'open("imported", "w").close()')
+  refusal('import my_witness\nimport os', allowed_imports=['my_witness'])
+  assert not (folder / 'imported').exists()
+
+
+def test_missing_allowed_package():
+  message = refusal('import my_absent.parts', allowed_imports=['my_absent'])
+  assert message.startswith('a.gin:1: there is no module my_absent')
+  assert 'name of a package' in refusal('', allowed_imports=['./my_toys'])
+
+
+def test_saved_config_is_complete_and_says_the_same_again(folder):
+  load(GOOD, '--gin.size=16', '--gin.Gadget.parts=(1, "a", None, %label, {2: @Gadget})')
+  configuration.save('run')
+  text = (folder / 'run/config.gin').read_text()
+  data = json.loads((folder / 'run/config.json').read_text())
+  assert data['macros'] == {'seed': 0, 'size': 16, 'label': 'plain'}
+  assert data['bindings'] == {
+    'Gadget.parts': [1, 'a', None, 'plain', {'2': '@Gadget'}],
+    'Gadget.size': 16,
+    'big/Gadget.name': 'plain',
+    'operate.gadget': '@big/Gadget()',
+  }
+  gin.clear_config()
+  load(text)  # a copy elsewhere, since nothing is loaded from the run itself
+  assert gin.config_str() == text
+
+
+def test_operative_config_holds_defaults(folder):
+  load(GOOD)
+  operate(model_dir='x')
+  configuration.save_operative('run')
+  assert 'Gadget.rate = 0.1' in (folder / 'run/operative_config.gin').read_text()
+
+
+def test_earlier_config_is_kept(folder):
+  for size in (1, 1, 2, 3):
+    gin.clear_config()
+    load(GOOD, f'--gin.size={size}')
+    configuration.save('run')
+  sizes = {
+    path.name: json.loads(path.read_text())['macros']['size']
+    for path in (folder / 'run').glob('config.json*')
+  }
+  assert sizes == {'config.json': 3, 'config.json.1': 1, 'config.json.2': 2}
+  kept = sorted(path.name for path in (folder / 'run').iterdir() if 'gin' in path.name)
+  assert kept == ['config.gin', 'config.gin.1', 'config.gin.2']
+
+
+def test_folder_that_cannot_be_written(folder):
+  load(GOOD)
+  (folder / 'run').write_text('a file')
+  with pytest.raises(StorageError, match=r'config\.gin cannot be written.*--model_dir'):
+    configuration.save('run')
+
+
+@pytest.mark.parametrize('name', ['run/config.gin', 'run/train/deep.gin', 'link.gin'])
+def test_never_loads_from_a_run(folder, name):
+  load(GOOD)
+  configuration.save('run')
+  write('run/train/deep.gin', '')
+  (folder / 'link.gin').symlink_to(folder / 'run/config.gin')
+  gin.clear_config()
+  message = refusal(f"include '{name}'")
+  assert 'is the folder of a run' in message
+  assert 'the gin file that the run was started with' in message
+
+
+def test_checkpoints_mark_a_run(folder):
+  write('run/x.gin', '')
+  (folder / 'run/checkpoints').mkdir()
+  assert 'is the folder of a run' in refusal("include 'run/x.gin'")

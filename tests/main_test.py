@@ -1,0 +1,172 @@
+"""The process from outside: exit codes, one message, and nothing heavy imported too early."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from valkyrie import main
+from valkyrie.errors import UsageError
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+# A house with one room, so that what is seen here is main's doing.
+TOYS = """
+import gin
+from valkyrie.errors import Diverged
+
+@gin.configurable
+def train(model_dir, ending='well'):
+  print('train', model_dir, ending)
+  if ending == 'diverged':
+    raise Diverged('loss is nan at step 3')
+  if ending == 'bug':
+    raise ValueError('a bug')
+  if ending == 'interrupt':
+    raise KeyboardInterrupt
+
+@gin.configurable
+def infer(model_dir, prompt):
+  print('infer', repr(prompt))
+"""
+
+START = """
+import sys
+from valkyrie import main
+modes = {'train': ('toys', 'train'), 'infer': ('toys', 'infer')}
+sys.exit(main.main(sys.argv[1:], rooms=('toys',), run_modes=modes))
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+  (tmp_path / 'toys.py').write_text(TOYS)
+  (tmp_path / 'a.gin').write_text("train.ending = 'well'\n")
+
+  def run(*arguments, code=START, **options):
+    return subprocess.run(
+      [sys.executable, '-c', code, *arguments],
+      cwd=tmp_path,
+      env={**os.environ, 'PYTHONPATH': f'{ROOT}{os.pathsep}{tmp_path}', 'JAX_PLATFORMS': 'cpu'},
+      capture_output=True,
+      check=False,
+      timeout=120,
+      **{'input': b'', **options},
+    )
+
+  return run
+
+
+def test_trains(start):
+  done = start('--gin_file', 'a.gin', '--gin.train.ending="fine"', '--model_dir=here')
+  assert (done.returncode, done.stdout) == (0, b'train here fine\n')
+  assert done.stderr == b''
+
+
+def test_default_model_dir_is_said(start):
+  done = start('--gin_file=a.gin', '--gin_file=a.gin')
+  assert done.stdout == b'train runs/a-a well\n'
+  assert done.stderr == b'model_dir: runs/a-a (--model_dir=DIR for another)\n'
+
+
+@pytest.mark.parametrize(
+  ('ending', 'code', 'said'),
+  [
+    ('diverged', 76, b'valkyrie: loss is nan at step 3\n'),
+    ('interrupt', 130, b'valkyrie: interrupted\n'),
+  ],
+)
+def test_endings_have_their_code_and_no_traceback(start, ending, code, said):
+  done = start('--gin_file=a.gin', f'--gin.train.ending="{ending}"', '--model_dir=x')
+  assert (done.returncode, done.stderr) == (code, said)
+
+
+def test_bugs_show_their_traceback(start):
+  done = start('--gin_file=a.gin', '--gin.train.ending="bug"', '--model_dir=x')
+  assert done.returncode == 70
+  assert b'Traceback' in done.stderr
+  assert b'ValueError: a bug' in done.stderr
+
+
+def test_bad_configuration_is_one_message(start):
+  done = start('--gin_file=a.gin', '--gin.train.endings="well"')
+  assert done.returncode == 78
+  assert done.stdout == b''
+  assert done.stderr.startswith(b'valkyrie: --gin.train.endings="well": train has no parameter')
+  assert b'Traceback' not in done.stderr
+
+
+def test_infer_reads_prompt_or_standard_input(start):
+  arguments = ('--gin_file=a.gin', '--run_mode=infer', '--model_dir=x')
+  assert start(*arguments, '--prompt=').stdout == b"infer ''\n"
+  assert start(*arguments, input='dé\nf'.encode()).stdout == "infer 'dé\\nf'\n".encode()
+  broken = start(*arguments, input=b'\xff')
+  assert (broken.returncode, b'not UTF-8' in broken.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'expected'),
+  [
+    (['--gin_fil=x.gin'], 'Did you mean --gin_file?'),
+    (['--modeldir', 'x', '--gin_file=a'], 'Did you mean --model_dir?'),
+    (['stray', '--gin_file=a'], 'stray'),
+    ([], '--gin_file is missing'),
+    (['--gin_file'], 'expected one argument'),
+    (['--gin.size', '3', '--gin_file=a'], 'expected --gin.NAME=VALUE, with ='),
+    (['--gin.size=', '--gin_file=a'], 'expected --gin.NAME=VALUE'),
+    (['--run_mode=trian', '--gin_file=a'], "'trian'"),
+    (['--prompt=x', '--gin_file=a'], '--prompt is for --run_mode=infer'),
+  ],
+)
+def test_wrong_usage(arguments, expected):
+  with pytest.raises(UsageError) as caught:
+    main.parse_command_line(arguments)
+  assert expected in str(caught.value)
+
+
+def test_wrong_usage_exits_2(start):
+  done = start('--gin_fil=a.gin')
+  assert (done.returncode, done.stdout) == (2, b'')
+  assert done.stderr.startswith(b'valkyrie: --gin_fil=a.gin: there is no such flag.')
+
+
+def test_help_is_complete_and_imports_nothing_heavy(start):
+  code = """
+import sys
+from valkyrie import main
+try:
+  main.main(['--help'])
+finally:
+  print('HEAVY', {'jax', 'gin', 'haiku', 'numpy', 'tensorflow', 'absl'} & set(sys.modules))
+"""
+  done = start(code=code)
+  text = done.stdout.decode()
+  assert done.returncode == 0
+  assert 'HEAVY set()' in text
+  for flag in ('gin_file', 'gin.NAME=VALUE', 'gin_search_paths', 'gin_allow_import', 'model_dir',
+               'run_mode', 'prompt'):  # fmt: skip
+    assert f'--{flag}' in text
+  assert '--gin_file=gin/tiny_cpu.gin --model_dir=runs/tiny\n' in text
+
+
+@pytest.mark.parametrize('flag', ['--gin.S5.state_sise=3', '--gin.LanguageModle.x=3', '--gin.x=3'])
+def test_bad_gin_is_found_before_tensorflow_data_or_devices(start, flag):
+  code = """
+import sys
+from valkyrie import main
+code = main.main(sys.argv[1:])
+heavy = {'tensorflow', 'seqio', 'clu.metric_writers'} & set(sys.modules)
+devices = 'jax' in sys.modules and sys.modules['jax']._src.xla_bridge._backends
+print(heavy or devices or 'nothing heavy')
+sys.exit(code)
+"""
+  done = start('--gin_file=a.gin', flag, code=code)
+  assert (done.returncode, done.stdout) == (78, b'nothing heavy\n'), done.stderr.decode()
+
+
+def test_runs_as_a_module(start):
+  done = start(code='import runpy; runpy.run_module("valkyrie.main", run_name="__main__")')
+  assert done.returncode == 2
+  assert b'--gin_file is missing' in done.stderr

@@ -1,0 +1,217 @@
+"""Flags -> gin -> one run mode. Nothing configurable is defined here: `python -m` imports it twice.
+
+jax and gin are imported only after the flags are read, so that --help answers at once.
+"""
+
+import argparse
+import importlib
+import pathlib
+import re
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+
+from valkyrie.errors import UsageError, ValkyrieError
+from valkyrie.suggestions import did_you_mean
+
+# The modules that hold configurables. One that is not here cannot add any later: gin is locked.
+ROOMS = (
+  'valkyrie.models.language_model',
+  'valkyrie.models.block',
+  'valkyrie.models.s5',
+  'valkyrie.models.longformer',
+  'valkyrie.models.full_attention',
+  'valkyrie.training.curriculum',
+  'valkyrie.training.optimizers',
+  'valkyrie.partitioning',
+  'valkyrie.data.feed',
+  'valkyrie.checkpoints',
+  'valkyrie.monitoring.hooks',
+  'valkyrie.train',
+  'valkyrie.evaluate',
+  'valkyrie.infer',
+)
+
+# --run_mode -> (module, function).
+RUN_MODES = {
+  'train': ('valkyrie.train', 'train'),
+  'eval': ('valkyrie.evaluate', 'evaluate'),
+  'infer': ('valkyrie.infer', 'infer'),
+}
+
+_EXAMPLES = """
+examples:
+  python -m valkyrie.main --gin_file=gin/tiny_cpu.gin --model_dir=runs/tiny
+      train; the same line again resumes
+  python -m valkyrie.main --gin_file=gin/tiny_cpu.gin --model_dir=runs/tiny --gin.train_steps=500
+      ... with one macro of the gin file changed
+  python -m valkyrie.main --gin_file=gin/tiny_cpu.gin --gin_file=mine.gin --gin.S5.state_size=64
+      ... with a second file laid over the first, and one parameter bound
+  python -m valkyrie.main --gin_file=gin/tiny_cpu.gin --model_dir=runs/tiny --run_mode=eval
+  python -m valkyrie.main --gin_file=gin/tiny_cpu.gin --model_dir=runs/tiny --run_mode=infer \\
+      --prompt='def main():'
+  python -m valkyrie.main --gin_file=mine.gin --gin_allow_import=my_package
+      ... where mine.gin says `import my_package.mixers`
+
+values of --gin.NAME=VALUE are gin's: 8192, 1e-3, True, None, (1, 2), @S5, %chunk_size; strings
+need quotes that the shell leaves in place: --gin.task='"fineweb"'. There are no expressions. The
+last of several flags for one name counts.
+
+exit codes: 0 done; 2 usage; 65 bad data; 70 bug; 74 storage; 75 preempted and saved (run the same
+line again); 76 diverged; 78 bad configuration; 130 interrupted
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+  def error(self, message):
+    raise UsageError(f'{message}\nTry --help.')
+
+
+def _parser() -> _Parser:
+  parser = _Parser(
+    prog='python -m valkyrie.main',
+    usage='python -m valkyrie.main --gin_file=FILE [--gin.NAME=VALUE ...] [other flags]',
+    description='Trains, evaluates or runs the model that gin files describe.',
+    epilog=_EXAMPLES,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    allow_abbrev=False,
+  )
+  parser.add_argument(
+    '--gin_file',
+    action='append',
+    metavar='FILE',
+    help='a gin file; repeat to lay later ones over earlier ones. Files named gin/... are found '
+    'from any folder',
+  )
+  # Read by _split_gin_flags; it stands here for --help.
+  parser.add_argument(
+    '--gin.NAME=VALUE',
+    action='store_true',
+    help='set a macro (--gin.chunk_size=8192) or bind a parameter (--gin.S5.state_size=64); '
+    'repeatable',
+  )
+  parser.add_argument(
+    '--gin_search_paths',
+    action='append',
+    default=[],
+    metavar='DIRS',
+    help='folders, separated by commas, where gin files and their includes are looked for too',
+  )
+  parser.add_argument(
+    '--gin_allow_import',
+    action='append',
+    default=[],
+    metavar='PACKAGE',
+    help='a package of yours that gin files may import, and so run; repeatable',
+  )
+  parser.add_argument(
+    '--model_dir',
+    metavar='DIR',
+    help='where the run keeps its checkpoints and records (default: runs/ and the name of the '
+    'gin file, below the current folder)',
+  )
+  parser.add_argument(
+    '--run_mode', choices=tuple(RUN_MODES), default='train', help='default: train'
+  )
+  parser.add_argument(
+    '--prompt', metavar='TEXT', help='what infer continues (default: standard input)'
+  )
+  return parser
+
+
+def _split_gin_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+  """The arguments without --gin.NAME=VALUE, and those flags as they were typed."""
+  others, gin_flags = [], []
+  for argument in arguments:
+    if argument.startswith('--gin.'):
+      if not argument.removeprefix('--gin.').partition('=')[2]:
+        raise UsageError(f'{argument}: expected --gin.NAME=VALUE, with = and without spaces')
+      gin_flags.append(argument)
+    else:
+      others.append(argument)
+  return others, gin_flags
+
+
+def parse_command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+  """The flags, and the --gin.NAME=VALUE ones as they were typed.
+
+  Raises:
+    UsageError: a flag is unknown, misspelt, lacks its value or does not go with another.
+    SystemExit: after --help.
+  """
+  others, gin_flags = _split_gin_flags(arguments)
+  parser = _parser()
+  flags, unknown = parser.parse_known_args(others)
+  if unknown:
+    name = unknown[0].partition('=')[0]
+    known = [option for action in parser._actions for option in action.option_strings]
+    hint = did_you_mean(name, known)
+    raise UsageError(f'{unknown[0]}: there is no such flag.{hint} Try --help.')
+  if not flags.gin_file:
+    raise UsageError('--gin_file is missing: pass one, such as --gin_file=gin/tiny_cpu.gin')
+  if flags.prompt is not None and flags.run_mode != 'infer':
+    raise UsageError('--prompt is for --run_mode=infer')
+  return flags, gin_flags
+
+
+def _default_model_dir(gin_files: Sequence[str]) -> str:
+  name = '-'.join(pathlib.PurePath(file).stem for file in gin_files)
+  model_dir = str(pathlib.PurePath('runs', name))
+  print(f'model_dir: {model_dir} (--model_dir=DIR for another)', file=sys.stderr)
+  return model_dir
+
+
+def _read_prompt() -> str:
+  if sys.stdin.isatty():
+    print('Type the prompt, then Ctrl-D:', file=sys.stderr)
+  try:
+    return sys.stdin.buffer.read().decode()
+  except UnicodeDecodeError as error:
+    raise UsageError(f'standard input is not UTF-8: {error}') from None
+
+
+def run(
+  arguments: Sequence[str],
+  rooms: Sequence[str] = ROOMS,
+  run_modes: Mapping[str, tuple[str, str]] = RUN_MODES,
+) -> None:
+  """Does what the command line asks; every ending but success is an exception."""
+  flags, gin_flags = parse_command_line(arguments)
+  from valkyrie import configuration  # noqa: PLC0415, imports gin
+
+  configuration.load(
+    flags.gin_file,
+    gin_flags,
+    search_paths=[path for paths in flags.gin_search_paths for path in paths.split(',') if path],
+    allowed_imports=flags.gin_allow_import,
+    rooms=rooms,
+  )
+  module, name = run_modes[flags.run_mode]
+  function = getattr(importlib.import_module(module), name)
+  given = {'model_dir': flags.model_dir or _default_model_dir(flags.gin_file)}
+  if flags.run_mode == 'infer':
+    given['prompt'] = _read_prompt() if flags.prompt is None else flags.prompt
+  configuration.check_call(function, *given)
+  function(**given)
+
+
+def main(arguments: Sequence[str] | None = None, **kinds) -> int:
+  """The exit code of `run`; what went wrong is on standard error."""
+  try:
+    run(sys.argv[1:] if arguments is None else arguments, **kinds)
+    return 0
+  except ValkyrieError as error:
+    # gin adds such a line for every configurable that the error passes through.
+    message = re.sub(r'\n  In call to configurable .*', '', str(error))
+    print(f'valkyrie: {message}', file=sys.stderr)
+    return error.exit_code
+  except KeyboardInterrupt:
+    print('valkyrie: interrupted', file=sys.stderr)
+    return 130
+  except Exception:
+    traceback.print_exc()
+    return ValkyrieError.exit_code
+
+
+if __name__ == '__main__':
+  sys.exit(main())
