@@ -91,6 +91,8 @@ class CheckpointDirectory:
     if options.keep_period is not None:
       policies.append(preservation_policy.EveryNSteps(options.keep_period))
     with _as_storage_error(f'{self.directory} cannot be opened'):
+      if not read_only:
+        self.directory.mkdir(exist_ok=True)
       self._manager = ocp.CheckpointManager(
         self.directory,
         options=ocp.CheckpointManagerOptions(
@@ -181,7 +183,8 @@ class CheckpointDirectory:
   def wait(self) -> None:
     """Returns when no save is under way; raises StorageError where the last one failed."""
     with _as_storage_error(
-      f'The last save in {self.directory} failed, earlier steps are as before'
+      f'The last save in {self.directory} failed; the steps before it are as they were. Make room '
+      'there, or repair what is named here, and run the same command again'
     ):
       self._manager.wait_until_finished()
 
@@ -307,11 +310,14 @@ def _list(steps: list[int]) -> str:
 
 
 def _quiet_orbax() -> None:
-  """Keeps Orbax's dozen lines a save out of a run's log; warnings stay."""
+  """Lets only Orbax's warnings into a run's log.
+
+  It tells of each save in a dozen lines, and prints four stacks for an error that it also raises.
+  """
   logger = logging.getLogger('absl')
   if _is_worth_showing not in logger.filters:
     logger.addFilter(_is_worth_showing)
 
 
 def _is_worth_showing(record: logging.LogRecord) -> bool:
-  return record.levelno >= logging.WARNING or '/orbax/' not in record.pathname
+  return record.levelno == logging.WARNING or '/orbax/' not in record.pathname
