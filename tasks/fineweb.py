@@ -1,0 +1,112 @@
+"""FineWeb: web pages in parquet shards with its published columns (text, id, url, ...).
+
+The shards are read where `source` says:
+
+  /data/fineweb/sample/10BT            a directory (all *.parquet below it), a file, or a pattern
+  gs://bucket/fineweb/000_*.parquet    the same in a bucket (s3:// and hdfs:// too, by pyarrow)
+  hf://HuggingFaceFW/fineweb           streamed from Hugging Face (needs the package `datasets`);
+                                       hf://HuggingFaceFW/fineweb/sample-10BT for one configuration
+
+One document a page. The pages of one host make a sequence, and a host is in 'validation' as a
+whole, one in two hundred by the hash of its name.
+"""
+
+import hashlib
+import itertools
+import urllib.parse
+from collections.abc import Iterator
+from typing import Any, Self
+
+import seqio
+import tensorflow as tf
+
+from valkyrie.data.document_source import DocumentSource, TextDocument
+from valkyrie.data.parquet_shards import ParquetShards
+from valkyrie.errors import ConfigurationError, DataError
+
+COLUMNS = ('text', 'id', 'url')
+VALIDATION_ONE_IN = 200
+_STREAMED = 'hf://'
+
+
+class FineWebSource(DocumentSource):
+  """FineWeb's pages, from `location`."""
+
+  def __init__(self, location: str | None = None):
+    super().__init__(splits=('train', 'validation'))
+    self._location = location
+
+  def at(self, location: str) -> Self:
+    return type(self)(location)
+
+  def documents(self, split: str, shard: int, shards: int) -> Iterator[TextDocument]:
+    location = self._known_location()
+    if location.startswith(_STREAMED):
+      pages = itertools.islice(_stream(location), shard, None, shards)
+    else:
+      pages = ParquetShards(location, COLUMNS).rows(shard, shards)
+    for page in pages:
+      host = _host(page['url'])
+      if _split(host) == split:
+        yield TextDocument(page['text'] or '', sequence_key=host, name=page['id'] or '')
+
+  def describe(self, split: str) -> dict[str, Any]:
+    location = self._known_location()
+    description: dict[str, Any] = {'kind': 'fineweb', 'location': location}
+    if not location.startswith(_STREAMED):
+      description |= ParquetShards(location, COLUMNS).describe()
+    return description
+
+  def _known_location(self) -> str:
+    if self._location is None:
+      raise ConfigurationError(
+        'The task fineweb needs to know where its parquet shards are: bind TaskFeed.source = '
+        "'/data/fineweb' (a directory, a pattern, gs://... or hf://HuggingFaceFW/fineweb), or "
+        'pass --source to build_store.'
+      )
+    return self._location
+
+
+def _host(url: str | None) -> str:
+  try:
+    host = urllib.parse.urlsplit(url or '').hostname
+  except ValueError:  # such as an unclosed bracket, which crawls do contain
+    host = None
+  return host or url or ''
+
+
+def _split(host: str) -> str:
+  digest = hashlib.blake2b(host.encode('utf-8', errors='replace'), digest_size=8).digest()
+  return 'train' if int.from_bytes(digest, 'big') % VALIDATION_ONE_IN else 'validation'
+
+
+def _stream(location: str) -> Iterator[dict[str, Any]]:
+  try:
+    import datasets  # noqa: PLC0415  (an optional package)
+  except ImportError as error:
+    raise ConfigurationError(
+      f'The source {location} is streamed by the package datasets, which is not installed: '
+      'pip install datasets, or name a directory of parquet shards.'
+    ) from error
+  owner, _, rest = location.removeprefix(_STREAMED).partition('/')
+  name, _, configuration = rest.partition('/')
+  try:
+    pages = datasets.load_dataset(
+      f'{owner}/{name}', configuration or None, split='train', streaming=True
+    )
+    missing = [column for column in COLUMNS if column not in (pages.column_names or COLUMNS)]
+    if missing:
+      raise DataError(f'{location} has no column {", ".join(missing)}: it is not FineWeb.')
+    yield from pages
+  except (OSError, ValueError) as error:
+    raise DataError(f'Streaming {location} failed ({error}). Run again to go on.') from error
+
+
+seqio.TaskRegistry.add(
+  'fineweb',
+  source=FineWebSource(),
+  preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
+  output_features={
+    'targets': seqio.Feature(vocabulary=seqio.ByteVocabulary(), add_eos=True, dtype=tf.int32)
+  },
+)

@@ -1,0 +1,289 @@
+"""Tokenises a split of a seqio task into a token store.
+
+  python -m valkyrie.data.build_store --task=python_stdlib --split=train --output=DIR
+
+A killed build goes on where it stopped when the same command runs again. A large task is built by
+many processes that see one directory, each with its own `--shard`; whichever finishes last writes
+store.json:
+
+  python -m valkyrie.data.build_store --task=fineweb --source=gs://bucket/fineweb --split=train \\
+      --output=DIR --shards=512 --shard=17
+
+A task is found by its name: NAME is registered by the module valkyrie.tasks.NAME (up to the first
+'.' or '/' of NAME), and 'package.module:NAME' by that module. It must have a feature 'targets';
+'sequence_key' (a string) marks documents that belong together, and 'targets_pretokenized', which
+seqio's tokenize leaves, tells the bytes of text.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import json
+import os
+import pathlib
+import pkgutil
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from valkyrie.data import store_writer, token_store, vocabularies
+from valkyrie.data.vocabularies import Vocabulary
+from valkyrie.errors import ConfigurationError, DataError, ValkyrieError
+from valkyrie.suggestions import did_you_mean
+
+DEFAULT_SHARDS = 8
+
+
+def build(
+  task: str,
+  split: str,
+  vocabulary: Vocabulary,
+  output: pathlib.Path,
+  *,
+  source: str | None = None,
+  shards: int = DEFAULT_SHARDS,
+  shard: int | None = None,
+) -> dict[str, Any] | None:
+  """Builds the store, or one shard of it; store.json's content, or None while shards are missing.
+
+  Raises:
+    ConfigurationError: no such task or split, or it cannot be built as asked.
+    DataError: the task's source is not what it should be.
+  """
+  if (output / token_store.STORE_FILE).exists():
+    return token_store.read_information(output)
+  print(f'building {output}\nloading seqio and TensorFlow', file=sys.stderr, flush=True)
+  with _silenced():
+    import tensorflow as tf  # noqa: PLC0415
+
+    tf.constant(0)
+  reader = _TaskReader(task, split, vocabulary, source)
+  recipe = store_writer.Recipe(
+    task=task, split=split, vocabulary=vocabulary, source=reader.description, shards=shards
+  )
+  progress = _Progress(f'{task}/{split}', shards)
+  wanted = range(shards) if shard is None else [shard]
+  for number in wanted:
+    store_writer.write_shard(
+      output, recipe, number, lambda part: reader.documents(part, shards), progress.add
+    )
+    progress.end_shard(number)
+  return store_writer.finish(output, recipe)
+
+
+@contextlib.contextmanager
+def _silenced():
+  """TensorFlow's C++ reports at import that it finds no GPU, whatever its log level."""
+  sys.stderr.flush()
+  kept = os.dup(2)
+  with open(os.devnull, 'w') as nowhere:
+    os.dup2(nowhere.fileno(), 2)
+  try:
+    yield
+  finally:
+    os.dup2(kept, 2)
+    os.close(kept)
+
+
+class _TaskReader:
+  """A seqio task with another vocabulary swapped in."""
+
+  def __init__(self, task: str, split: str, vocabulary: Vocabulary, source: str | None):
+    import seqio  # noqa: PLC0415  (8 s and TensorFlow: only where a store is built)
+
+    from valkyrie.data.document_source import DocumentSource  # noqa: PLC0415
+    from valkyrie.data.seqio_vocabulary import SeqioVocabulary  # noqa: PLC0415
+
+    original = _find_task(task)
+    if split not in original.splits:
+      raise ConfigurationError(
+        f'The task {task} has no split {split!r}; it has {", ".join(original.splits)}.'
+      )
+    if 'targets' not in original.output_features:
+      raise ConfigurationError(
+        f"The task {task} has no feature 'targets' for a language model to read; it has "
+        f'{", ".join(original.output_features)}.'
+      )
+    task_source = original.source
+    self.description: dict[str, Any] = {'kind': str(task_source)}
+    self._source = None
+    if isinstance(task_source, DocumentSource):
+      task_source = task_source if source is None else task_source.at(source)
+      self.description = task_source.describe(split)
+      self._source = task_source
+    elif source is not None:
+      raise ConfigurationError(
+        f'The source {source!r} was named, but the task {task} is not a DocumentSource '
+        '(valkyrie.data.document_source) and cannot be read from elsewhere. Leave it out.'
+      )
+    swapped = SeqioVocabulary(vocabulary)
+    features = {
+      name: dataclasses.replace(feature, vocabulary=swapped)
+      for name, feature in original.output_features.items()
+    }
+    self._task = original.replace(source=task_source, output_features=features)
+    self._split = split
+    self._vocabulary = vocabulary
+    self._shard_info = seqio.ShardInfo
+
+  def documents(self, shard: int, shards: int) -> Iterator[store_writer.Document]:
+    import tensorflow as tf  # noqa: PLC0415
+
+    try:
+      dataset = self._task.get_dataset(
+        split=self._split,
+        shuffle=False,
+        shard_info=self._shard_info(shard, shards),
+        try_in_mem_cache=False,
+      )
+      for example in dataset.as_numpy_iterator():
+        yield self._document(example)
+    except tf.errors.OpError as error:
+      failure = self._source.failure if self._source is not None else None
+      raise failure or DataError(
+        f'Reading shard {shard} of {self._task.name} failed: {error.message}'
+      ) from error
+
+  def _document(self, example: dict[str, Any]) -> store_writer.Document:
+    tokens = example['targets']
+    if len(tokens) and tokens[-1] == self._vocabulary.eos_id:  # the store writes its own
+      tokens = tokens[:-1]
+    text = example.get('targets_pretokenized')
+    text_bytes = len(self._vocabulary.decode(tokens).encode()) if text is None else len(text)
+    key = example.get('sequence_key')
+    return store_writer.Document(
+      np.asarray(tokens), text_bytes, key.decode('utf-8', errors='replace') if key else None
+    )
+
+
+def _find_task(task: str) -> Any:
+  """The registered seqio.Task, after importing the module that registers it."""
+  import seqio  # noqa: PLC0415
+
+  module, colon, name = task.partition(':')
+  if not colon:
+    name = task
+    module = f'valkyrie.tasks.{task.replace("/", ".").split(".")[0]}'
+  try:
+    found = importlib.util.find_spec(module) is not None
+  except (ImportError, ValueError):
+    found = False
+  if not found:
+    tasks = importlib.import_module('valkyrie.tasks')
+    known = sorted(m.name for m in pkgutil.iter_modules(tasks.__path__))
+    raise ConfigurationError(
+      f'There is no module {module} to register the task {task!r}.{did_you_mean(task, known)} '
+      f"Tasks here: {', '.join(known)}; one of your own is 'package.module:NAME'."
+    )
+  importlib.import_module(module)
+  registered = seqio.TaskRegistry.names()
+  if name not in registered:
+    raise ConfigurationError(
+      f'The module {module} registers no seqio task {name!r}.{did_you_mean(name, registered)} '
+      '(A mixture has no end to store: name its tasks one by one.)'
+    )
+  return seqio.TaskRegistry.get(name)
+
+
+class _Progress:
+  """A line that rewrites itself on a terminal; elsewhere a plain line now and then."""
+
+  def __init__(self, name: str, shards: int):
+    self._name, self._shards = name, shards
+    self._documents = self._tokens = 0
+    self._begin = self._shown = time.monotonic()
+    self._terminal = sys.stderr.isatty()
+
+  def add(self, shard: int, document: store_writer.Document):
+    self._documents += 1
+    self._tokens += len(document.tokens)
+    now = time.monotonic()
+    if now - self._shown >= (0.2 if self._terminal else 10):
+      self._shown = now
+      self._show(shard, '\r' if self._terminal else '\n')
+
+  def end_shard(self, shard: int):
+    self._show(shard + 1, '\r' if self._terminal and shard + 1 < self._shards else '\n')
+
+  def _show(self, done: int, end: str):
+    bar = f'[{"#" * (20 * done // self._shards):20}] ' if self._terminal else ''
+    rate = self._tokens / max(time.monotonic() - self._begin, 1e-9)
+    print(
+      f'{self._name} {bar}{done} of {self._shards} shards, {self._documents:,} documents, '
+      f'{self._tokens:,} tokens, {rate:,.0f} tokens/s',
+      end=end,
+      file=sys.stderr,
+      flush=True,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(
+    prog='python -m valkyrie.data.build_store',
+    description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
+  add = parser.add_argument
+  add('--task', help='NAME, or package.module:NAME')
+  add('--split', default='train')
+  add('--vocabulary', default='bytes', help="'bytes', a .model file or a tokenizer.json")
+  add('--source', help='where the documents are, for tasks that read from a place')
+  add('--output', required=True, type=pathlib.Path, help="the store's directory")
+  add('--shards', type=int, default=DEFAULT_SHARDS, help='shards of the whole store')
+  add('--shard', type=int, help='build only this shard, from 0')
+  add('--verify', action='store_true', help='read every byte of the store in --output again')
+  add('--json', action='store_true', help='end with one line of JSON on standard output')
+  return parser
+
+
+def _run(arguments: argparse.Namespace) -> dict[str, Any] | None:
+  if arguments.verify:
+    return token_store.verify(arguments.output)
+  if arguments.task is None:
+    raise ConfigurationError('--task is missing: name the seqio task to build, or --verify.')
+  if arguments.shards < 1 or arguments.shard not in (None, *range(arguments.shards)):
+    raise ConfigurationError(
+      f'--shard={arguments.shard} of --shards={arguments.shards}: shards are numbered from 0, and '
+      'there must be at least one.'
+    )
+  return build(
+    arguments.task,
+    arguments.split,
+    vocabularies.load(arguments.vocabulary),
+    arguments.output.absolute(),
+    source=arguments.source,
+    shards=arguments.shards,
+    shard=arguments.shard,
+  )
+
+
+def main() -> int:
+  """The command line; the exit code is the error's, and its message goes to standard error."""
+  arguments = _parser().parse_args()
+  # Only tf.data is used: the accelerators are for training.
+  os.environ |= {'CUDA_VISIBLE_DEVICES': '', 'JAX_PLATFORMS': 'cpu'}
+  try:
+    information = _run(arguments)
+  except ValkyrieError as error:
+    if arguments.json:
+      print(json.dumps({'error': type(error).__name__, 'message': str(error)}))
+    else:
+      print(f'build_store: {error}', file=sys.stderr)
+    return error.exit_code
+  names = ('documents', 'tokens', 'text_bytes', 'skipped_empty', 'skipped_one_token', 'fingerprint')
+  report = {name: information[name] for name in names} if information else {}
+  if arguments.json:
+    print(json.dumps(report))
+  else:
+    state = ', '.join(f'{name} {value}' for name, value in report.items())
+    print(f'{arguments.output}: {state or "this shard is done, others are still missing"}')
+  return 0
+
+
+if __name__ == '__main__':
+  sys.exit(main())

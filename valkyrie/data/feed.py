@@ -1,0 +1,218 @@
+"""Batches of a task as a pure function of where in the rows one reads."""
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+import gin
+from valkyrie.data import vocabularies
+from valkyrie.data.rows import Epoch, Rows
+from valkyrie.data.store_location import build_if_missing, store_path
+from valkyrie.data.token_store import TokenStore
+from valkyrie.errors import ConfigurationError
+from valkyrie.types import Batch
+
+RESETS = ('document', 'sequence', 'never')
+# Rows that never reset count on; int32 positions stop counting here, far from overflow.
+LAST_POSITION = 2**30
+
+
+@gin.configurable
+class TaskFeed:
+  """B rows of a task's documents, each an endless (or `epochs` long) stream of tokens.
+
+  Attributes:
+    vocabulary: the codec, see `vocabularies`.
+    vocabulary_size: ids are in [0, vocabulary_size).
+    tokens_per_byte: stored tokens, EOS included, per byte of text, over the split.
+    fingerprint: hash of the store's content.
+    row_tokens: tokens of the longest row in one epoch.
+    store: the TokenStore.
+  """
+
+  def __init__(
+    self,
+    task: str,
+    split: str,
+    batch_size: int,
+    seed: int,
+    *,
+    vocabulary: str = 'bytes',
+    reset_at: str = 'document',
+    shuffle: bool = True,
+    epochs: int | None = None,
+    data_dir: str | None = None,
+    source: str | None = None,
+  ):
+    """Opens the task's token store, building it first where it is missing.
+
+    Args:
+      task: a seqio task by name: NAME is registered by valkyrie.tasks.NAME, and
+        'package.module:NAME' by that module.
+      split: of the task, such as 'train' or 'validation'.
+      batch_size: B, the number of rows; fixed for a run.
+      seed: of the order of documents, in [0, 2**32).
+      vocabulary: 'bytes', or the path of a SentencePiece .model or a tokenizer.json.
+      reset_at: where positions start again from 0, and the model forgets: at each 'document', at
+        each 'sequence' of related documents, or 'never'. Documents of a sequence stay together
+        unless it is 'document'.
+      shuffle: False reads in the store's order.
+      epochs: padding follows after so many; None is endless.
+      data_dir: holds the stores; default $XDG_CACHE_HOME/valkyrie or ~/.cache/valkyrie.
+      source: where the task's documents are, for tasks that read from a place (fineweb).
+
+    Raises:
+      ConfigurationError: an argument is not possible, or does not fit the store.
+      DataError: the store, or what it is built from, is not what it should be.
+    """
+    if reset_at not in RESETS:
+      raise ConfigurationError(f'reset_at is {reset_at!r}, expected one of {", ".join(RESETS)}.')
+    if not 0 <= seed < 2**32:
+      raise ConfigurationError(f'The seed of the feed is {seed}, expected 0 to 2**32 - 1.')
+    if batch_size < 1 or (epochs is not None and epochs < 1):
+      raise ConfigurationError(
+        f'batch_size {batch_size} and epochs {epochs} of the feed must be at least 1.'
+      )
+    self.vocabulary = vocabularies.load(vocabulary)
+    path = store_path(task, split, self.vocabulary, source, data_dir)
+    build_if_missing(path, task, split, vocabulary, source)
+    self.store = TokenStore.open(path, self.vocabulary)
+    keys = None if reset_at == 'document' else self.store.sequence_keys
+    self._rows = Rows(self.store.lengths, keys, batch_size, seed, shuffle)
+    if self._rows.units < batch_size:
+      unit = 'documents' if keys is None else 'sequences of documents'
+      raise ConfigurationError(
+        f'{task}/{split} has {self._rows.units} {unit}, fewer than batch_size {batch_size}: every '
+        'row needs one. Lower batch_size, or name a larger split.'
+      )
+    self.vocabulary_size = self.vocabulary.size
+    self.tokens_per_byte = self.store.tokens / self.store.text_bytes
+    self.fingerprint = self.store.fingerprint
+    self.row_tokens = int(self._rows.row_lengths.max())
+    self._batch_size = batch_size
+    self._reset_at = reset_at
+    self._epochs = epochs
+    self._latest_epoch: dict[int, tuple[int, Epoch]] = {}
+
+  def read(self, position: int, length: int, rows: Sequence[int] | None = None) -> Batch:
+    """The tokens [position, position + length) of each row: a pure function of its arguments.
+
+    Args:
+      position: tokens of each row that come before.
+      length: T.
+      rows: the rows wanted, by number, such as one host's range; None is all B.
+
+    Returns:
+      Batch of numpy arrays [rows, T].
+
+    Raises:
+      DataError: a token is outside the vocabulary.
+    """
+    rows = range(self._batch_size) if rows is None else rows
+    dtypes = {'weights': np.float32}
+    leaves = [np.zeros((len(rows), length), dtypes.get(f, np.int32)) for f in Batch._fields]
+    for i, row in enumerate(rows):
+      self._read_row(row, position, [leaf[i] for leaf in leaves])
+    return Batch(*leaves)
+
+  def _read_row(self, row: int, position: int, leaves: list[np.ndarray]):
+    """Fills the leaves [T] of one row's Batch, which are zero."""
+    inputs, targets, weights, positions, segment_ids = leaves
+    length = len(inputs)
+    wanted = length + 1  # the last target is one token ahead
+    if self._epochs is not None:
+      left = self._epochs * int(self._rows.row_lengths[row]) - position
+      wanted = max(0, min(wanted, left))
+    if not wanted:
+      return
+    documents, starts, ends, resets, segments = self._documents(row, position, position + wanted)
+    begins = np.maximum(starts, position)
+    counts = np.minimum(ends, position + wanted) - begins
+    tokens = self.store.read(documents, begins - starts, counts)
+    n = min(wanted, length)
+    inputs[:n] = tokens[:n]
+    targets[: wanted - 1] = tokens[1:]
+    weights[: wanted - 1] = 1
+    closing = ends - 1 - position
+    weights[closing[closing < n]] = 0
+    distance = np.arange(position, position + wanted) - np.repeat(resets, counts)
+    positions[:n] = np.minimum(distance, LAST_POSITION)[:n]
+    segment_ids[:n] = np.repeat(segments, counts)[:n]
+
+  def _documents(self, row: int, begin: int, end: int) -> list[np.ndarray]:
+    """The documents that cover tokens [begin, end) of a row.
+
+    Returns:
+      int64 arrays [documents]: number in the store; the row's tokens before its start, before its
+      end, and before the latest reset; its segment id.
+    """
+    row_length, row_units = int(self._rows.row_lengths[row]), int(self._rows.row_units[row])
+    parts = []
+    for number in range(begin // row_length, (end - 1) // row_length + 1):
+      epoch = self._epoch(row, number)
+      base = number * row_length
+      first = np.searchsorted(epoch.ends, begin - base, side='right')
+      last = np.searchsorted(epoch.ends, end - base, side='left') + 1
+      documents, ends, unit_starts, unit_numbers = (leaf[first:last] for leaf in epoch)
+      starts = base + ends - self.store.lengths[documents]
+      if self._reset_at == 'never':
+        resets, segments = np.zeros_like(starts), np.ones_like(starts)
+      else:
+        resets, segments = base + unit_starts, number * row_units + unit_numbers + 1
+      parts.append((documents, starts, base + ends, resets, segments))
+    return [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
+
+  def _epoch(self, row: int, number: int) -> Epoch:
+    kept = self._latest_epoch.get(row)
+    if kept is None or kept[0] != number:
+      kept = number, self._rows.epoch(row, number)
+      self._latest_epoch[row] = kept  # replaced whole: safe with a prefetching thread
+    return kept[1]
+
+
+def prefetch(
+  feed: TaskFeed,
+  spans: Iterable[tuple[int, int]],
+  depth: int = 2,
+  rows: Sequence[int] | None = None,
+) -> Iterator[Batch]:
+  """Reads (position, length) spans up to `depth` batches ahead, in a background thread.
+
+  What fails there is raised here, in its place. Closing the iterator ends the thread.
+  """
+  ready: queue.Queue = queue.Queue(maxsize=depth)
+  closed = threading.Event()
+
+  def put(item) -> bool:
+    while not closed.is_set():
+      try:
+        ready.put(item, timeout=0.1)
+        return True
+      except queue.Full:
+        continue
+    return False
+
+  def work():
+    try:
+      for position, length in spans:
+        if not put((feed.read(position, length, rows), None)):
+          return
+      put((None, None))
+    except BaseException as error:
+      put((None, error))
+
+  thread = threading.Thread(target=work, name='prefetch', daemon=True)
+  thread.start()
+  try:
+    while True:
+      batch, error = ready.get()
+      if error is not None:
+        raise error
+      if batch is None:
+        return
+      yield batch
+  finally:
+    closed.set()
+    thread.join()

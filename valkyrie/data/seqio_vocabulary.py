@@ -1,0 +1,48 @@
+"""One of our codecs as seqio knows vocabularies."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import seqio
+import tensorflow as tf
+
+from valkyrie.data.vocabularies import Vocabulary
+
+
+class SeqioVocabulary(seqio.Vocabulary):
+  """Encodes by the wrapped codec, inside tf.data too, so that both sides give the same ids."""
+
+  def __init__(self, vocabulary: Vocabulary):
+    super().__init__()
+    self._vocabulary = vocabulary
+
+  @property
+  def eos_id(self) -> int:
+    return self._vocabulary.eos_id
+
+  @property
+  def unk_id(self) -> None:
+    return None
+
+  @property
+  def _base_vocab_size(self) -> int:
+    return self._vocabulary.size
+
+  def _encode(self, s: str) -> Sequence[int]:
+    return self._vocabulary.encode(s)
+
+  def _decode(self, ids: Iterable[int]) -> str:
+    return self._vocabulary.decode(ids)
+
+  def _encode_tf(self, s: tf.Tensor) -> tf.Tensor:
+    def encode(text: bytes) -> np.ndarray:
+      return np.array(self._vocabulary.encode(text.decode('utf-8', errors='replace')), np.int32)
+
+    ids = tf.numpy_function(encode, [s], tf.int32)
+    ids.set_shape([None])
+    return ids
+
+  def _decode_tf(self, ids: tf.Tensor) -> tf.Tensor:
+    text = tf.numpy_function(lambda i: self._vocabulary.decode(i.tolist()), [ids], tf.string)
+    text.set_shape([])
+    return text

@@ -1,0 +1,271 @@
+"""Writes a token store shard by shard, so that a killed build goes on where it stopped.
+
+A shard is written to a temporary directory under a lock and renamed when whole; store.json comes
+last. Several builders may work on one store at once: each shard is built by one of them.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from valkyrie.data import token_store
+from valkyrie.data.token_store import SHARD_FILE, STORE_FILE
+from valkyrie.data.vocabularies import Vocabulary
+from valkyrie.errors import ConfigurationError, DataError, StorageError
+
+# A source of mostly empty documents is a broken source: refused once enough of it was seen.
+MOST_SKIPPED = 0.5
+_ENOUGH_TO_JUDGE = 1000
+
+
+class Document(NamedTuple):
+  """A tokenised document.
+
+  tokens: int [tokens], without EOS.
+  text_bytes: bytes of its text in UTF-8.
+  sequence_key: documents with one key belong together; None stands alone.
+  """
+
+  tokens: np.ndarray
+  text_bytes: int
+  sequence_key: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+  """What a store is made from: shards of another recipe are never mixed in."""
+
+  task: str
+  split: str
+  vocabulary: Vocabulary
+  source: dict[str, Any]
+  shards: int
+
+  def shard_name(self, shard: int) -> str:
+    return f'shard-{shard:05d}-of-{self.shards:05d}'
+
+  def information(self) -> dict[str, Any]:
+    return {
+      'format': token_store.FORMAT,
+      'task': self.task,
+      'split': self.split,
+      'source': self.source,
+      'vocabulary': {
+        'fingerprint': self.vocabulary.fingerprint,
+        'size': self.vocabulary.size,
+        'eos_id': self.vocabulary.eos_id,
+      },
+    }
+
+
+def write_store(
+  path: pathlib.Path,
+  recipe: Recipe,
+  documents: Callable[[int], Iterable[Document]],
+  on_document: Callable[[int, Document], None] = lambda shard, document: None,
+) -> dict[str, Any]:
+  """Writes every shard that is not there yet, then store.json; returns its content."""
+  for shard in range(recipe.shards):
+    write_shard(path, recipe, shard, documents, on_document)
+  information = finish(path, recipe)
+  assert information is not None, 'every shard was just written'
+  return information
+
+
+def write_shard(
+  path: pathlib.Path,
+  recipe: Recipe,
+  shard: int,
+  documents: Callable[[int], Iterable[Document]],
+  on_document: Callable[[int, Document], None] = lambda shard, document: None,
+):
+  """Writes shard number `shard` unless it is whole already.
+
+  Raises:
+    DataError: a token is outside the vocabulary, or most documents are empty.
+    ConfigurationError: the shard is there, but made from something else.
+    StorageError: the file system refused.
+  """
+  name = recipe.shard_name(shard)
+  with _storage(path), _locked(path / f'.{name}.lock'):
+    if (path / name).exists():
+      _read_shard(path, recipe, shard)
+      return
+    temporary = path / f'.{name}.tmp'
+    if temporary.exists():  # under the lock: its builder is dead
+      shutil.rmtree(temporary)
+    temporary.mkdir()
+    counts = _write_arrays(temporary, recipe, shard, documents(shard), on_document)
+    files = {
+      file.name: {'bytes': file.stat().st_size, 'sha256': token_store.file_sha256(file)}
+      for file in sorted(temporary.glob('*.npy'))
+    }
+    record = recipe.information() | {'name': name, 'files': files} | counts
+    _write_json(temporary / SHARD_FILE, record)
+    temporary.rename(path / name)
+
+
+def finish(path: pathlib.Path, recipe: Recipe) -> dict[str, Any] | None:
+  """Writes store.json and returns its content, or None while other shards are still missing."""
+  if not all((path / recipe.shard_name(i) / SHARD_FILE).exists() for i in range(recipe.shards)):
+    return None
+  shards = [_read_shard(path, recipe, i) for i in range(recipe.shards)]
+  totals = ('documents', 'tokens', 'text_bytes', 'skipped_empty', 'skipped_one_token')
+  information = recipe.information() | {key: sum(s[key] for s in shards) for key in totals}
+  skipped = information['skipped_empty'] + information['skipped_one_token']
+  _check_skipped(str(path), information['documents'], skipped)
+  if not information['documents']:
+    raise DataError(
+      f'The split {recipe.split!r} of the task {recipe.task!r} has no documents: '
+      'name another split or source.'
+    )
+  kept = ('name', 'documents', 'tokens', 'files')
+  information['shards'] = [{key: s[key] for key in kept} for s in shards]
+  content = [information['vocabulary'], [s['files'] for s in shards]]
+  information['fingerprint'] = hashlib.sha256(
+    json.dumps(content, sort_keys=True).encode()
+  ).hexdigest()
+  with _storage(path):
+    temporary = path / f'.{STORE_FILE}.{os.getpid()}.tmp'
+    _write_json(temporary, information)
+    temporary.replace(path / STORE_FILE)
+    for lock in path.glob('.shard-*.lock'):
+      lock.unlink(missing_ok=True)
+  return information
+
+
+def _write_arrays(
+  directory: pathlib.Path,
+  recipe: Recipe,
+  shard: int,
+  documents: Iterable[Document],
+  on_document: Callable[[int, Document], None],
+) -> dict[str, int]:
+  size, eos_id = recipe.vocabulary.size, recipe.vocabulary.eos_id
+  dtype = np.dtype(np.uint16 if size <= 2**16 else np.uint32)
+  offsets, hashes, keys = [0], [], []
+  text_bytes = skipped_empty = skipped_one_token = 0
+  with (directory / 'tokens.npy').open('wb') as stream:
+    _write_header(stream, dtype, 0)
+    for number, document in enumerate(documents):
+      on_document(shard, document)
+      if len(document.tokens) < 2:
+        skipped_empty += len(document.tokens) == 0
+        skipped_one_token += len(document.tokens) == 1
+        skipped = skipped_empty + skipped_one_token
+        if number >= _ENOUGH_TO_JUDGE:
+          _check_skipped(f'shard {shard}', len(keys), skipped)
+        continue
+      if document.tokens.max() >= size or document.tokens.min() < 0:
+        raise DataError(
+          f'Document {number} of shard {shard} of {recipe.task} holds a token outside the '
+          f'vocabulary: ids go from {document.tokens.min()} to {document.tokens.max()}, but '
+          f'{recipe.vocabulary.fingerprint} has {size}. Correct the task.'
+        )
+      content = np.append(document.tokens, eos_id).astype(dtype).tobytes()
+      stream.write(content)
+      offsets.append(offsets[-1] + len(document.tokens) + 1)
+      hashes.append(hashlib.blake2b(content, digest_size=16).digest())
+      keys.append(_key(document.sequence_key or f'\0{shard}/{number}'))
+      text_bytes += document.text_bytes
+    stream.seek(0)
+    _write_header(stream, dtype, offsets[-1])
+    _flush(stream)
+  _save(directory / 'offsets.npy', np.array(offsets, np.int64))
+  _save(directory / 'hashes.npy', np.frombuffer(b''.join(hashes), np.uint8).reshape(-1, 16))
+  _save(directory / 'keys.npy', np.array(keys, np.uint64))
+  return {
+    'documents': len(keys),
+    'tokens': offsets[-1],
+    'text_bytes': text_bytes,
+    'skipped_empty': skipped_empty,
+    'skipped_one_token': skipped_one_token,
+  }
+
+
+def _write_header(stream, dtype: np.dtype, length: int):
+  """A .npy header; numpy pads it so that the length can be written again when it is known."""
+  np.lib.format.write_array_header_1_0(
+    stream, {'descr': dtype.str, 'fortran_order': False, 'shape': (length,)}
+  )
+
+
+def _save(file: pathlib.Path, array: np.ndarray):
+  with file.open('wb') as stream:
+    np.lib.format.write_array(stream, array, allow_pickle=False)
+    _flush(stream)
+
+
+def _key(sequence_key: str) -> int:
+  digest = hashlib.blake2b(sequence_key.encode('utf-8', errors='replace'), digest_size=8).digest()
+  return int.from_bytes(digest, 'little')
+
+
+def _check_skipped(where: str, kept: int, skipped: int):
+  if skipped > MOST_SKIPPED * (kept + skipped):
+    raise DataError(
+      f'{skipped} of {kept + skipped} documents in {where} are empty or hold one token only, more '
+      f'than {MOST_SKIPPED:.0%}: the source is not what it should be. Check its text column or '
+      'files.'
+    )
+
+
+def _read_shard(path: pathlib.Path, recipe: Recipe, shard: int) -> dict[str, Any]:
+  """shard.json of a finished shard, refused unless it is whole and made by this recipe."""
+  name = recipe.shard_name(shard)
+  try:
+    record = json.loads((path / name / SHARD_FILE).read_text())
+    files = record['files']
+  except (OSError, ValueError, KeyError) as error:
+    raise DataError(
+      f'{path / name} has no readable {SHARD_FILE} ({error}). {token_store.REBUILD}'
+    ) from error
+  for file, recorded in files.items():
+    token_store.check_size(path / name / file, recorded['bytes'])
+  for key, expected in recipe.information().items():
+    if record.get(key) != expected:
+      raise ConfigurationError(
+        f'{path / name} was built from another {key}: found {record.get(key)}, expected '
+        f'{expected}. Name another output directory, or delete that one.'
+      )
+  return record
+
+
+def _write_json(file: pathlib.Path, content: dict[str, Any]):
+  with file.open('w') as stream:
+    json.dump(content, stream, indent=1, sort_keys=True)
+    _flush(stream)
+
+
+def _flush(stream):
+  stream.flush()
+  os.fsync(stream.fileno())
+
+
+@contextlib.contextmanager
+def _locked(file: pathlib.Path):
+  """Waits for other builders of this shard; the lock dies with its process."""
+  file.parent.mkdir(parents=True, exist_ok=True)
+  with file.open('w') as stream:
+    fcntl.flock(stream, fcntl.LOCK_EX)
+    yield
+
+
+@contextlib.contextmanager
+def _storage(path: pathlib.Path):
+  try:
+    yield
+  except OSError as error:
+    raise StorageError(
+      f'The token store {path} cannot be written ({error}). Free space there, or name another '
+      'directory; what is finished is kept.'
+    ) from error
