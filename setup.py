@@ -1,0 +1,45 @@
+"""Packaging: what Valkyrie needs, and how a wheel carries gin/ and tasks/ inside the package."""
+
+from setuptools import find_packages, setup
+
+setup(
+  name='valkyrie',
+  version='0.1.0',
+  description='Hybrid S5 and Longformer language models trained through very long sequences.',
+  license='Apache-2.0',
+  python_requires='>=3.11',
+  # In a clone gin/ and tasks/ stand at the top; installed, they are valkyrie/gin and valkyrie/tasks.
+  packages=[*find_packages(include=['valkyrie', 'valkyrie.*']), 'valkyrie.gin', 'valkyrie.tasks'],
+  package_dir={'valkyrie.gin': 'gin', 'valkyrie.tasks': 'tasks'},
+  package_data={'valkyrie.gin': ['**/*.gin']},
+  # Ranges say what should work; constraints/ pins, for each Python, what the tests ran on.
+  install_requires=[
+    'absl-py>=2.1',
+    'chex>=0.1.90',
+    'clu>=0.0.12',
+    'dm-haiku>=0.0.16',
+    'gin-config>=0.5.0',
+    'jax>=0.10,<0.13',  # 0.10 is the last for Python 3.11
+    'numpy>=2.0',
+    'optax>=0.2.5',
+    'orbax-checkpoint>=0.12,<0.13',
+    'pyarrow>=18',
+    'sentencepiece>=0.2',
+    'seqio>=0.0.20',
+    'tensorboard>=2.20',  # clu.metric_writers imports it without declaring it
+    'tensorflow>=2.20',
+  ],
+  extras_require={
+    'hf': ['datasets>=3', 'tokenizers>=0.21'],
+    'tpu': ['jax[tpu]'],  # brings the libtpu that this jax was built for
+    'cuda': ['jax[cuda13]'],
+    'test': [
+      'hypothesis>=6.100',
+      'pyright[nodejs]>=1.1.400',  # with node from the registry instead of a download at first run
+      'pytest>=8',
+      'pytest-xdist>=3.6',
+      'ruff>=0.17',
+      'tokenizers>=0.21',
+    ],
+  },
+)
