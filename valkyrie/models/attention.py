@@ -207,7 +207,6 @@ def sliding_window_attention(
   # chunk is given is taken from the tokens themselves.
   length = jnp.sum(segment_ids > 0, axis=1)
   recent = (
-    _last(window, old, new, length)
-    for old, new in zip(carry[:3], (k, v, segment_ids), strict=True)
+    _last(window, old, new, length) for old, new in zip(carry[:3], (k, v, segment_ids), strict=True)
   )
   return out, AttentionCarry(*recent, *after[3:])

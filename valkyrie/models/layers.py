@@ -4,7 +4,18 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from valkyrie.types import Array
+from valkyrie.types import Array, DType
+
+
+def matmul(x: Array, w: Array, out_dtype: DType | None = None) -> Array:
+  """x [..., D_in] @ w [D_in, D_out] in x's dtype, accumulated in float32 -> `out_dtype` or x's.
+
+  Leading axes are merged into one first: the gradient of w then contracts a single axis, which a
+  CPU's matrix product takes as it lies in memory, where it would first transpose the activations.
+  """
+  rows = x.reshape(-1, x.shape[-1])
+  out = jnp.matmul(rows, w.astype(x.dtype), preferred_element_type=out_dtype or x.dtype)
+  return out.reshape(*x.shape[:-1], w.shape[-1])
 
 
 class Linear(hk.Module):
@@ -17,8 +28,7 @@ class Linear(hk.Module):
   def __call__(self, x: Array) -> Array:
     fan_in = x.shape[-1]
     init = hk.initializers.TruncatedNormal(fan_in**-0.5)
-    w = hk.get_parameter('w', (fan_in, self.width), jnp.float32, init)
-    return x @ w.astype(x.dtype)
+    return matmul(x, hk.get_parameter('w', (fan_in, self.width), jnp.float32, init))
 
 
 class RMSNorm(hk.Module):
@@ -32,14 +42,14 @@ class RMSNorm(hk.Module):
 
 
 class GatedMLP(hk.Module):
-  """w_out(gelu(x w_gate) * x w_in) (Shazeer 2020, GEGLU)."""
+  """(silu(x w_gate) * x w_in) w_out (Shazeer 2020, SwiGLU)."""
 
   def __init__(self, width: int, name: str | None = None):
     super().__init__(name)
     self.width = width
 
   def __call__(self, x: Array) -> Array:
-    gate = jax.nn.gelu(Linear(self.width, name='gate')(x))
+    gate = jax.nn.silu(Linear(self.width, name='gate')(x))
     return Linear(x.shape[-1], name='out')(gate * Linear(self.width, name='in')(x))
 
   def forward_flops(self, width: int) -> int:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.models import scan
-from valkyrie.models.layers import Linear
+from valkyrie.models.layers import Linear, matmul
 from valkyrie.models.scan import Complex
 from valkyrie.models.ssm_init import block_diagonal, discretise, log_steps
 from valkyrie.types import Array, DType
@@ -51,13 +51,14 @@ def state_space(
   """
   decay, gain = discretise(system.eigenvalues, system.log_step, method=method)
   b_bar = gain.map(lambda part: part[:, None]) * system.b
-  into = jnp.concatenate(b_bar).astype(u.dtype)
-  driven = jnp.einsum('btd,pd->tbp', u, into, preferred_element_type=jnp.float32)
-  states = scan.diagonal_scan(decay, Complex(*jnp.split(driven, 2, -1)), initial, reset.T, form=form)
-  out_of = jnp.concatenate([2 * system.c.re, -2 * system.c.im], axis=1).astype(u.dtype)
-  pairs = jnp.concatenate(states, axis=-1).astype(u.dtype)
-  y = jnp.einsum('tbp,dp->btd', pairs, out_of, preferred_element_type=jnp.float32)
-  return y + system.d * u.astype(jnp.float32), states.map(lambda part: jnp.swapaxes(part, 0, 1))
+  driven = matmul(jnp.swapaxes(u, 0, 1), jnp.concatenate(b_bar).T, jnp.float32)
+  states = scan.diagonal_scan(
+    decay, Complex(*jnp.split(driven, 2, -1)), initial, reset.T, form=form
+  )
+  pairs = jnp.swapaxes(jnp.concatenate(states, axis=-1), 0, 1)
+  out_of = jnp.concatenate([2 * system.c.re, -2 * system.c.im], axis=1)
+  y = matmul(pairs.astype(u.dtype), out_of.T, jnp.float32)
+  return y + system.d * u.astype(jnp.float32), Complex(*jnp.split(pairs, 2, axis=-1))
 
 
 def _state_after(states: Complex, initial: Complex, length: Array) -> Complex:

@@ -28,9 +28,7 @@ class Complex(NamedTuple):
   im: Array
 
   def __mul__(self, other: 'Complex') -> 'Complex':
-    return Complex(
-      self.re * other.re - self.im * other.im, self.re * other.im + self.im * other.re
-    )
+    return Complex(self.re * other.re - self.im * other.im, self.re * other.im + self.im * other.re)
 
   def __add__(self, other: 'Complex') -> 'Complex':
     return Complex(self.re + other.re, self.im + other.im)

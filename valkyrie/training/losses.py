@@ -5,6 +5,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from valkyrie.models.language_model import Features
+from valkyrie.models.layers import matmul
 from valkyrie.types import Array
 
 # Logits held at once: beyond this many numbers the loss is computed in slices of time. 2^25 float32
@@ -14,11 +15,8 @@ _LOGITS_AT_ONCE = 2**25
 
 def logits(features: Features, vocabulary_size: int) -> Array:
   """The logits [B, T, V] float32; tokens that only pad the vocabulary get -1e30."""
-  unembedding = features.unembedding.astype(features.hidden.dtype)
-  scores = jnp.einsum(
-    'btd,vd->btv', features.hidden, unembedding, preferred_element_type=jnp.float32
-  )
-  exists = jnp.arange(unembedding.shape[0]) < vocabulary_size
+  scores = matmul(features.hidden, features.unembedding.T, jnp.float32)
+  exists = jnp.arange(scores.shape[-1]) < vocabulary_size
   return jnp.where(exists, scores, -1e30)
 
 

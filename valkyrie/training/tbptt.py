@@ -35,13 +35,9 @@ class Sums(NamedTuple):
   far: Array
 
 
-def chunk_sums(
-  model: Model, params: Params, carry: Carry, chunk: Batch
-) -> tuple[Sums, Carry]:
+def chunk_sums(model: Model, params: Params, carry: Carry, chunk: Batch) -> tuple[Sums, Carry]:
   """Reads one chunk [B, C] of every row -> (its sums, the carry after it)."""
-  features, carry = model.apply(
-    params, carry, chunk.inputs, chunk.positions, chunk.segment_ids
-  )
+  features, carry = model.apply(params, carry, chunk.inputs, chunk.positions, chunk.segment_ids)
   losses = token_losses(features, chunk.targets, model.vocabulary_size)
   far = chunk.weights * (chunk.positions > model.window)
   return Sums(jnp.sum(chunk.weights * losses), jnp.sum(chunk.weights), jnp.sum(far)), carry
@@ -49,9 +45,7 @@ def chunk_sums(
 
 def into_chunks(batch: Batch, chunk_size: int) -> Batch:
   """[B, N·C] -> [N, B, C]."""
-  return jax.tree.map(
-    lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, chunk_size), 1, 0), batch
-  )
+  return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, chunk_size), 1, 0), batch)
 
 
 def remat_scan(step: Callable, carry: Any, chunks: Any) -> tuple[Any, Any]:
