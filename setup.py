@@ -8,7 +8,7 @@ setup(
   description='Hybrid S5 and Longformer language models trained through very long sequences.',
   license='Apache-2.0',
   python_requires='>=3.11',
-  # In a clone gin/ and tasks/ stand at the top; installed, they are valkyrie/gin and valkyrie/tasks.
+  # In a clone gin/ and tasks/ stand at the top; a wheel carries them inside the package.
   packages=[*find_packages(include=['valkyrie', 'valkyrie.*']), 'valkyrie.gin', 'valkyrie.tasks'],
   package_dir={'valkyrie.gin': 'gin', 'valkyrie.tasks': 'tasks'},
   package_data={'valkyrie.gin': ['**/*.gin']},
