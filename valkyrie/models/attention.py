@@ -101,7 +101,7 @@ def _read(now: _Slice, carry: AttentionCarry, registers: tuple[Array, Array]) ->
   near = (ahead >= 0) & (ahead <= window)
   same = now.segment_ids[:, :, None] == documents[:, None, :]
   logits = scores(grouped(_rotate(now.q, cos[window:], sin[window:])), keys)
-  logits = jnp.where((near & same)[:, None, None], logits, _MASKED)
+  logits = jnp.where((near[None] & same)[:, None, None], logits, _MASKED)
 
   # The globals are read as if at distance W, and a document's first tokens only where the window
   # no longer reaches them: each key once.

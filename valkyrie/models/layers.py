@@ -32,13 +32,13 @@ class Linear(hk.Module):
 
 
 class RMSNorm(hk.Module):
-  """Root-mean-square normalisation (Zhang & Sennrich 2019, eq. 4), computed in float32."""
+  """Root-mean-square normalisation (Zhang & Sennrich 2019, eq. 4), of [B, T, D] in float32."""
 
   def __call__(self, x: Array) -> Array:
     scale = hk.get_parameter('scale', (x.shape[-1],), jnp.float32, jnp.ones)
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(mean_square + 1e-6) * scale).astype(x.dtype)
+    return (wide * jax.lax.rsqrt(mean_square + 1e-6) * scale[None, None]).astype(x.dtype)
 
 
 class GatedMLP(hk.Module):

@@ -58,7 +58,7 @@ def state_space(
   pairs = jnp.swapaxes(jnp.concatenate(states, axis=-1), 0, 1)
   out_of = jnp.concatenate([2 * system.c.re, -2 * system.c.im], axis=1)
   y = matmul(pairs.astype(u.dtype), out_of.T, jnp.float32)
-  return y + system.d * u.astype(jnp.float32), Complex(*jnp.split(pairs, 2, axis=-1))
+  return y + system.d[None, None] * u.astype(jnp.float32), Complex(*jnp.split(pairs, 2, axis=-1))
 
 
 def _state_after(states: Complex, initial: Complex, length: Array) -> Complex:

@@ -55,7 +55,7 @@ def _associative(decay: Complex, keep: Array, inputs: Complex, *, reverse: bool)
   def then(first, second):
     return second[0] * first[0], second[0] * first[1] + second[1]
 
-  decays = decay.map(lambda part: keep * part)
+  decays = decay.map(lambda part: keep * part[None])
   return lax.associative_scan(then, (decays, inputs), reverse=reverse)[1]
 
 
@@ -88,7 +88,7 @@ def _recurrence_backward(form, residuals, cotangent):
   later = jnp.concatenate([keep[1:], jnp.zeros_like(keep[:1])])
   adjoint = FORMS[form](decay.conj(), later, cotangent, reverse=True)
   products = states.map(lambda part: keep[1:] * part[:-1]).conj() * adjoint.map(lambda h: h[1:])
-  d_decay = products.map(lambda part: jnp.sum(part, axis=(0, 1)))
+  d_decay = products.map(lambda part: jnp.sum(part, axis=(0, 1))[None])
   return d_decay, jnp.zeros_like(keep), adjoint
 
 
@@ -111,6 +111,7 @@ def diagonal_scan(
     The states [T, B, P], x_1 to x_T.
   """
   keep = jnp.where(reset, 0.0, 1.0).astype(inputs.re.dtype)[..., None]
+  decay = decay.map(lambda part: part[None])
   # x_0 enters through the first input, so that every form continues a chunk by the same line.
   carried = (decay * initial).map(lambda part: keep[0] * part)
   inputs = Complex(inputs.re.at[0].add(carried.re), inputs.im.at[0].add(carried.im))

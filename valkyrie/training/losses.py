@@ -17,7 +17,7 @@ def logits(features: Features, vocabulary_size: int) -> Array:
   """The logits [B, T, V] float32; tokens that only pad the vocabulary get -1e30."""
   scores = matmul(features.hidden, features.unembedding.T, jnp.float32)
   exists = jnp.arange(scores.shape[-1]) < vocabulary_size
-  return jnp.where(exists, scores, -1e30)
+  return jnp.where(exists[None, None], scores, -1e30)
 
 
 def token_losses(features: Features, targets: Array, vocabulary_size: int) -> Array:

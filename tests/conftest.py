@@ -1,0 +1,25 @@
+"""Eight virtual devices on one CPU, and nothing that JAX would rather not do silently."""
+
+import os
+
+# Before jax is imported anywhere. A child process that a test starts inherits it.
+os.environ['XLA_FLAGS'] = (
+  os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=8'
+).strip()
+os.environ['JAX_PLATFORMS'] = 'cpu'
+
+import gin  # noqa: E402
+import haiku as hk  # noqa: E402
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update('jax_numpy_rank_promotion', 'raise')
+hk.experimental.check_jax_usage()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_gin():
+  """No test sees another's bindings."""
+  yield
+  with gin.unlock_config():
+    gin.clear_config(clear_constants=True)

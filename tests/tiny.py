@@ -1,0 +1,70 @@
+"""Small models and batches that the tests share."""
+
+import functools
+
+import jax
+import numpy as np
+
+from valkyrie.models import language_model
+from valkyrie.models.block import Block
+from valkyrie.models.longformer import LongformerAttention
+from valkyrie.models.s5 import S5
+from valkyrie.types import Batch
+
+VOCABULARY = 50
+WINDOW = 6
+
+attention = functools.partial(
+  LongformerAttention,
+  heads=4,
+  kv_heads=2,
+  head_width=8,
+  window=WINDOW,
+  registers=2,
+  document_start=2,
+  slice_size=4,
+)
+s5 = functools.partial(S5, state_size=8, blocks=2)
+
+
+def model(mixers=(attention, s5), layers=2, **options) -> language_model.Model:
+  """A hybrid of width 16 whose every part is in use."""
+  block = functools.partial(Block, mixers=mixers, mlp_width=24)
+  return language_model.transform(
+    functools.partial(
+      language_model.LanguageModel,
+      vocabulary_size=VOCABULARY,
+      d_model=16,
+      layers=layers,
+      pattern=(block,),
+      **options,
+    )
+  )
+
+
+def init(of: language_model.Model, rows: int):
+  """(params, carry), compiled: Haiku's init alone would run op by op."""
+  return jax.jit(of.init, static_argnums=1)(jax.random.key(0), rows)
+
+
+def batch(lengths, rows=2, seed=0, padding=0) -> Batch:
+  """Rows of documents of these lengths, then padding; numpy, [rows, sum(lengths) + padding]."""
+  random = np.random.default_rng(seed)
+  time = sum(lengths) + padding
+  positions = np.concatenate([np.arange(n) for n in (*lengths, padding)])
+  segments = np.repeat([*range(1, len(lengths) + 1), 0], [*lengths, padding])
+  last = np.append(segments[1:] != segments[:-1], False) | (segments == 0)
+  tokens = random.integers(0, VOCABULARY, (rows, time + 1))
+  tile = functools.partial(np.tile, reps=(rows, 1))
+  return Batch(
+    inputs=tokens[:, :-1].astype(np.int32),
+    targets=tokens[:, 1:].astype(np.int32),
+    weights=tile(np.where(last, 0, 1).astype(np.float32)),
+    positions=tile(np.where(segments == 0, 0, positions).astype(np.int32)),
+    segment_ids=tile(segments.astype(np.int32)),
+  )
+
+
+def cut(whole: Batch, begin: int, end: int) -> Batch:
+  """The tokens [begin, end) of every row."""
+  return jax.tree.map(lambda x: x[:, begin:end], whole)
