@@ -1,0 +1,303 @@
+"""What a run says of itself can be read back, also after a crash, a NaN or a full disk."""
+
+import errno
+import inspect
+import io
+import json
+import math
+import os
+import pty
+import resource
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+import numpy as np
+import pytest
+
+from valkyrie.errors import ConfigurationError, StorageError
+from valkyrie.monitoring import report
+from valkyrie.monitoring.hooks import Every
+from valkyrie.monitoring.metrics import speed_metrics, text_metrics
+from valkyrie.monitoring.progress import Progress, duration
+from valkyrie.monitoring.writers import JsonLines, RunWriter, create_writers
+
+
+def refuse_constant(name):
+  raise AssertionError(f'{name} is not JSON')
+
+
+def read_lines(path):
+  text = path.read_text()
+  assert text.endswith('\n')
+  return [json.loads(line, parse_constant=refuse_constant) for line in text.splitlines()]
+
+
+def called_at(steps, n, *, total_steps, start_step=0):
+  calls = []
+  every = Every(
+    n,
+    lambda step, state, metrics: calls.append(step),
+    total_steps=total_steps,
+    start_step=start_step,
+  )
+  for step in steps:
+    every(step, None, None)
+  return calls
+
+
+def test_every_calls_at_multiples_and_once_at_the_end():
+  assert called_at(range(1, 11), 4, total_steps=10) == [4, 8, 10]
+  assert called_at(range(1, 9), 4, total_steps=8) == [4, 8]
+  assert called_at([1, 2, 2, 3, 3], 10, total_steps=3) == [3]
+
+
+def test_every_survives_steps_that_skip_numbers():
+  assert called_at([3, 7, 8, 13, 23], 5, total_steps=22) == [7, 13, 23]
+
+
+def test_every_resumes_as_if_it_had_never_stopped():
+  assert called_at(range(5, 11), 4, total_steps=10, start_step=4) == [8, 10]
+  assert called_at([11], 4, total_steps=10, start_step=10) == []
+
+
+def test_every_zero_steps_is_refused():
+  with pytest.raises(ConfigurationError, match='every 0 steps'):
+    called_at([1], 0, total_steps=10)
+
+
+def test_text_metrics_count_bits():
+  metrics = text_metrics(jnp.float32(6 * math.log(2)), np.float32(3), tokens_per_byte=0.5)
+  assert metrics == pytest.approx(
+    {'loss': 2 * math.log(2), 'bits_per_token': 2, 'bits_per_byte': 1}, rel=1e-6
+  )
+  assert text_metrics(1.0, 1.0, None)['bits_per_byte'] is None
+  assert math.isnan(text_metrics(0.0, 0.0, None)['loss'])
+
+
+def test_speed_metrics_are_per_step_and_device():
+  known = {'tokens': 8000, 'steps': 4, 'seconds': 2.0, 'devices': 8}
+  assert speed_metrics(**known, flops_per_token=1e10, peak_flops=2e13) == {
+    'step_seconds': 0.5,
+    'tokens_per_second': 4000.0,
+    'tokens_per_second_per_device': 500.0,
+    'tflops_per_second_per_device': 5.0,
+    'mfu': 0.25,
+  }
+  unknown = speed_metrics(**known, flops_per_token=None, peak_flops=1.0)
+  assert unknown['mfu'] is unknown['tflops_per_second_per_device'] is None
+
+
+def test_json_lines_stay_json_and_are_only_ever_added_to(tmp_path):
+  path = tmp_path / 'deep' / 'metrics.jsonl'
+  lines = JsonLines(path)
+  lines.write({'step': 1, 'loss': math.nan, 'up': math.inf, 'down': -math.inf, 'mfu': None})
+  assert read_lines(path) == [
+    {'step': 1, 'loss': 'NaN', 'up': 'Infinity', 'down': '-Infinity', 'mfu': None}
+  ], 'a line can be read as soon as it is written'
+  lines.close()
+  with path.open('a') as torn:
+    torn.write('{"step": 2, "loss": ' + '1' * 5000)  # what a crash of the machine may leave
+  resumed = JsonLines(path)
+  resumed.write({'step': 2})
+  resumed.close()
+  assert [line['step'] for line in read_lines(path)] == [1, 2]
+
+
+def test_a_file_that_is_nothing_but_torn_starts_again(tmp_path):
+  path = tmp_path / 'metrics.jsonl'
+  path.write_text('{"st')
+  lines = JsonLines(path)
+  lines.write({'step': 1})
+  lines.close()
+  assert read_lines(path) == [{'step': 1}]
+
+
+def test_everything_written_is_read_back_by_tensorboard(tmp_path):
+  shown = []
+  with create_writers(
+    tmp_path, console=lambda step, numbers: shown.append((step, numbers))
+  ) as writer:
+    writer.write_scalars(3, {'loss': jnp.float32(0.5), 'skipped': np.int32(2), 'mfu': None})
+    # Nothing of that waits for CLU, whose import has only begun.
+    assert read_lines(tmp_path / 'metrics.jsonl') == [
+      {'step': 3, 'loss': 0.5, 'skipped': 2, 'mfu': None}
+    ]
+    assert shown == [(3, {'loss': 0.5, 'skipped': 2, 'mfu': None})]
+    writer.write_scalars(4, {'loss': math.nan})
+    writer.write_texts(4, {'sample': 'def main():'})
+    writer.write_histograms(4, {'w': np.arange(10.0)})
+    writer.write_images(4, {'image': np.zeros((1, 4, 4, 3))})
+    writer.write_hparams({'learning_rate': 0.1})
+
+  from clu.metric_writers import MetricWriter  # noqa: PLC0415 - TensorFlow, only here
+  from tensorboard.backend.event_processing import event_accumulator  # noqa: PLC0415
+  from tensorboard.util import tensor_util  # noqa: PLC0415
+
+  for name in MetricWriter.__abstractmethods__:
+    ours, theirs = (inspect.signature(getattr(cls, name)) for cls in (RunWriter, MetricWriter))
+    assert list(ours.parameters) == list(theirs.parameters)
+  events = event_accumulator.EventAccumulator(str(tmp_path / 'train'))
+  events.Reload()
+  tags = events.Tags()['tensors']
+  assert {'loss', 'skipped', 'sample', 'w', 'image'} <= set(tags)
+  assert 'mfu' not in tags
+  values = [
+    (e.step, tensor_util.make_ndarray(e.tensor_proto).item()) for e in events.Tensors('loss')
+  ]
+  assert values[0] == (3, 0.5)
+  assert values[1][0] == 4
+  assert math.isnan(values[1][1])
+
+
+def test_other_streams_write_in_their_own_directory(tmp_path):
+  with create_writers(tmp_path, name='eval') as writer:
+    writer.write_scalars(1, {'loss': 1.0})
+  assert read_lines(tmp_path / 'eval' / 'metrics.jsonl') == [{'step': 1, 'loss': 1.0}]
+  assert list((tmp_path / 'eval').glob('events.out.tfevents.*'))
+  assert not (tmp_path / 'metrics.jsonl').exists()
+
+
+def test_a_failing_tensorboard_surfaces_but_never_hides_the_first_error(tmp_path):
+  (tmp_path / 'train').write_text('a file where a directory should be')
+  writer = create_writers(tmp_path)
+  writer.write_scalars(1, {'loss': 1.0})
+  with pytest.raises(StorageError, match=r"TensorBoard's files cannot be written in .*train"):
+    writer.close()
+  assert read_lines(tmp_path / 'metrics.jsonl') == [{'step': 1, 'loss': 1.0}]
+  with pytest.raises(ZeroDivisionError) as error, create_writers(tmp_path):
+    raise ZeroDivisionError
+  assert 'TensorBoard' in error.value.__notes__[0]
+
+
+def test_a_full_disk_is_a_storage_error(tmp_path):
+  lines = JsonLines(tmp_path / 'metrics.jsonl')
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+  try:
+    with pytest.raises(StorageError, match=os.strerror(errno.EFBIG)):
+      for step in range(10):
+        lines.write({'step': step})
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    lines.close()
+
+
+def test_nothing_is_imported_before_a_writer_is_made():
+  script = """
+import sys
+from valkyrie.monitoring import hooks, metrics, progress, report, writers
+assert not {'tensorflow', 'clu.metric_writers', 'tensorboard'} & set(sys.modules)
+"""
+  subprocess.run([sys.executable, '-c', script], check=True)
+
+
+def test_a_missing_package_is_named_at_once(tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, 'tensorboard', None)
+  with pytest.raises(ConfigurationError, match='needs tensorboard, which'):
+    create_writers(tmp_path)
+  assert not os.listdir(tmp_path)
+
+
+def test_a_package_that_cannot_be_imported_surfaces(tmp_path):
+  (tmp_path / 'tensorflow.py').write_text('raise ImportError("no libstdc++")')
+  script = f"""
+from valkyrie.errors import ConfigurationError
+from valkyrie.monitoring.writers import create_writers
+writer = create_writers({str(tmp_path)!r})
+try:
+  writer.write_scalars(1, {{'loss': 1.0}})
+  writer.flush()
+except ConfigurationError as error:
+  print(error)
+"""
+  path = os.pathsep.join([str(tmp_path), os.getcwd()])
+  done = subprocess.run(
+    [sys.executable, '-c', script],
+    env={**os.environ, 'PYTHONPATH': path},
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  assert 'importing them failed: no libstdc++' in done.stdout
+  assert read_lines(tmp_path / 'metrics.jsonl')[0]['loss'] == 1.0
+
+
+METRICS = {
+  'loss': 1.25,
+  'bits_per_token': 1.8,
+  'bits_per_byte': 0.9,
+  'tokens_per_second': 8123.4,
+  'step_seconds': 2.0,
+}
+
+
+def test_progress_prints_plain_lines_where_nobody_watches():
+  stream = io.StringIO()
+  progress = Progress(100, stream)
+  progress.show(50, METRICS)
+  progress.say('evaluated')
+  progress.show(60, {'loss': math.nan, 'bits_per_token': math.nan, 'bits_per_byte': None})
+  progress.close()
+  assert stream.getvalue().splitlines() == [
+    'step 50/100 (50%): loss 1.2500, 0.900 bits per byte, 8,123 tokens/s, 1 min 40 s left',
+    'evaluated',
+    'step 60/100 (60%): loss nan, nan bits per token',
+  ]
+
+
+def test_progress_is_one_moving_line_on_a_terminal(monkeypatch):
+  monkeypatch.setenv('COLUMNS', '60')
+  reading_end, writing_end = pty.openpty()
+  with os.fdopen(writing_end, 'w') as terminal:
+    progress = Progress(100, terminal)
+    progress.show(25, METRICS)
+    progress.say('evaluated')
+    progress.close()
+  seen = os.read(reading_end, 10_000).decode()
+  os.close(reading_end)
+  bar = 'step 25/100 [#####...............]  25% | loss 1.2500 | 0.900 bits per byte'[:59]
+  clear = '\r\x1b[K'
+  assert seen == f'\r{bar}\x1b[K{clear}evaluated\r\n\r{bar}\x1b[K\r\n'
+
+
+def test_durations_are_read_at_a_glance():
+  assert [duration(s) for s in (0.4, 59.6, 185, 7620, 273600)] == [
+    '0 s',
+    '1 min 00 s',
+    '3 min 05 s',
+    '2 h 07 min',
+    '3 d 04 h',
+  ]
+
+
+def test_model_info_lists_every_parameter_and_adds_up():
+  mesh = Mesh(np.asarray(jax.devices()[:2]).reshape(2), ('data',))
+  shapes = {
+    'embed': jax.ShapeDtypeStruct((8, 4), jnp.float32),
+    'mlp': {'b': jax.ShapeDtypeStruct((4,), jnp.bfloat16)},
+  }
+  layouts = {
+    'embed': (('vocabulary', None), PartitionSpec('data')),
+    'mlp/b': ((None,), PartitionSpec()),
+  }
+  totals, _, *table = report.model_info(shapes, layouts, mesh).splitlines()
+  assert totals == (
+    '36 parameters in 2 arrays, 136 bytes (136 B), 72 bytes (72 B) on each of 2 devices '
+    '(mesh data=2)'
+  )
+  assert [row.split() for row in table[1:]] == [
+    ['embed', '(8,4)', 'float32', '(vocabulary,-)', '(data)', '128', '64'],
+    ['mlp/b', '(4)', 'bfloat16', '(-)', '()', '8', '8'],
+  ]
+
+
+def test_system_lines_name_versions_devices_and_memory():
+  text = '\n'.join(report.system_lines())
+  assert f'jax {jax.__version__}' in text
+  assert f'{len(jax.devices())} cpu devices' in text
+  assert 'processors' in text
+  assert 'available' in text
+  assert 'not installed' not in text

@@ -1,0 +1,138 @@
+"""What a run is made of and runs on: model_info.txt and the lines that a run begins with."""
+
+from collections.abc import Iterable, Mapping, Sequence
+import importlib.metadata
+import math
+import os
+import pathlib
+import platform
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+
+_PACKAGES = ('jax', 'jaxlib', 'dm-haiku', 'optax', 'orbax-checkpoint')
+
+Layouts = Mapping[str, tuple[Sequence[str | None], PartitionSpec]]
+
+
+def model_info(parameters: Any, layouts: Layouts, mesh: Mesh) -> str:
+  """A table of every parameter, and totals: the text of model_info.txt.
+
+  Args:
+    parameters: a pytree of jax.ShapeDtypeStruct, or of arrays.
+    layouts: for each path, as `jax.tree_util.keystr(path, simple=True, separator='/')` writes it,
+      its logical axes and the mesh axes over which they are split.
+    mesh: the devices.
+  """
+  rows = [('parameter', 'shape', 'dtype', 'logical axes', 'mesh axes', 'bytes', 'bytes a device')]
+  count = total = total_per_device = 0
+  for key_path, leaf in jax.tree_util.tree_leaves_with_path(parameters):
+    path = jax.tree_util.keystr(key_path, simple=True, separator='/')
+    axes, spec = layouts[path]
+    itemsize = np.dtype(leaf.dtype).itemsize
+    size = math.prod(leaf.shape) * itemsize
+    per_device = math.prod(NamedSharding(mesh, spec).shard_shape(leaf.shape)) * itemsize
+    rows.append(
+      (
+        path,
+        _tuple(leaf.shape),
+        str(np.dtype(leaf.dtype)),
+        _tuple(axes),
+        _tuple(tuple(spec)),
+        f'{size:,}',
+        f'{per_device:,}',
+      )
+    )
+    count += math.prod(leaf.shape)
+    total += size
+    total_per_device += per_device
+  mesh_axes = ', '.join(f'{name}={size}' for name, size in mesh.shape.items())
+  totals = (
+    f'{count:,} parameters in {len(rows) - 1} arrays, {total:,} bytes ({in_units(total)}), '
+    f'{total_per_device:,} bytes ({in_units(total_per_device)}) on each of {mesh.size} devices '
+    f'(mesh {mesh_axes})'
+  )
+  return f'{totals}\n\n{_table(rows)}\n'
+
+
+def system_lines() -> list[str]:
+  """What the run stands on, one fact a line: versions, devices, processors and memory."""
+  versions = [f'{name} {_version(name)}' for name in _PACKAGES]
+  devices = jax.devices()
+  lines = [
+    f'python {platform.python_version()}, {", ".join(versions)}',
+    f'{platform.platform()}, {_processors()} processors, {_memory()}',
+    f'{len(devices)} {devices[0].platform} devices ({devices[0].device_kind}), '
+    f'{jax.local_device_count()} of them here, process {jax.process_index()} of '
+    f'{jax.process_count()}',
+  ]
+  return lines + device_memory_lines()
+
+
+def device_memory_lines() -> list[str]:
+  """Memory in use, at most and in all, of each local device that keeps count (a CPU does not)."""
+  lines = []
+  for device in jax.local_devices():
+    stats = device.memory_stats()
+    if stats:
+      facts = [
+        f'{in_units(stats[key])} {name}'
+        for key, name in (
+          ('bytes_in_use', 'in use'),
+          ('peak_bytes_in_use', 'at most so far'),
+          ('bytes_limit', 'in all'),
+        )
+        if key in stats
+      ]
+      lines.append(f'memory of {device}: {", ".join(facts)}')
+  return lines
+
+
+def in_units(size: float) -> str:
+  """'512 B', '1.5 KiB', '2.3 GiB'."""
+  units = ('B', 'KiB', 'MiB', 'GiB', 'TiB')
+  power = min(len(units) - 1, max(0, int(math.log(size, 1024)))) if size else 0
+  return f'{size / 1024**power:.{1 if power else 0}f} {units[power]}'
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  numbers = len(widths) - 2  # the last two columns
+
+  def line(row):
+    cells = [
+      cell.rjust(width) if column >= numbers else cell.ljust(width)
+      for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ]
+    return '  '.join(cells)
+
+  return '\n'.join(map(line, rows))
+
+
+def _tuple(values: Iterable[Any]) -> str:
+  """'(layers,-,data+model)' for ('layers', None, ('data', 'model')): no spaces, to cut columns."""
+  texts = ['+'.join(v) if isinstance(v, tuple) else '-' if v is None else str(v) for v in values]
+  return f'({",".join(texts)})'
+
+
+def _version(package: str) -> str:
+  try:
+    return importlib.metadata.version(package)
+  except importlib.metadata.PackageNotFoundError:
+    return 'not installed'
+
+
+def _processors() -> int:
+  """Those that this process may use, which in a container are fewer than the machine has."""
+  return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
+
+
+def _memory() -> str:
+  total = in_units(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))
+  linux = pathlib.Path('/proc/meminfo')
+  if not linux.exists():
+    return f'{total} memory'
+  available = next(line for line in linux.read_text().splitlines() if 'MemAvailable' in line)
+  return f'{total} memory, {in_units(1024 * int(available.split()[1]))} available'
