@@ -8,10 +8,10 @@ os.environ['XLA_FLAGS'] = (
 ).strip()
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
-import gin  # noqa: E402
-import haiku as hk  # noqa: E402
-import jax  # noqa: E402
-import pytest  # noqa: E402
+import gin
+import haiku as hk
+import jax
+import pytest
 
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 hk.experimental.check_jax_usage()

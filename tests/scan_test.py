@@ -94,4 +94,6 @@ def test_gradient_is_that_of_the_equation(form):
     arguments = [pair(x, np.float64) for x in (decay, inputs, initial)]
     got = jax.grad(scanned, argnums=(0, 1, 2))(*arguments)
     expected = jax.grad(unrolled, argnums=(0, 1, 2))(*arguments)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), got, expected)
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), got, expected
+    )

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.types import Array, Batch
+from valkyrie.types import Array, Batch, Params
 
 Axes = tuple[str | None, ...]
 
@@ -50,15 +50,16 @@ class Partitioner:
     self,
     mesh: Sequence[tuple[str, int]],
     parameter_axes: Sequence[tuple[str, Axes]],
-    axis_rules: Sequence[tuple[str, str | None]],
+    axis_rules: Sequence[tuple[str, str | tuple[str, ...] | None]],
     devices: Sequence[jax.Device] | None = None,
   ):
     """Builds the mesh.
 
     Args:
-      mesh: (axis name, devices along it), outermost first; -1 once takes all that are left.
+      mesh: (axis name, devices along it), outermost first; -1 once takes all that are left. A mesh
+        of one device is always possible; any other takes all devices.
       parameter_axes: (regular expression, logical axes), the first match in a path counts.
-      axis_rules: (logical axis, mesh axis or None); an axis without a rule is not split.
+      axis_rules: (logical axis, mesh axis or axes); an axis without a rule is not split.
       devices: the devices to use; None means all of them.
 
     Raises:
@@ -67,11 +68,12 @@ class Partitioner:
     self.mesh = _make_mesh(mesh, jax.devices() if devices is None else devices)
     self.parameter_axes = tuple((re.compile(pattern), axes) for pattern, axes in parameter_axes)
     self.axis_rules = dict(axis_rules)
-    for logical, axis in self.axis_rules.items():
-      if axis is not None and axis not in self.mesh.axis_names:
+    for logical, axes in self.axis_rules.items():
+      unknown = set(_as_tuple(axes)) - set(self.mesh.axis_names)
+      if unknown:
         raise ConfigurationError(
-          f'Partitioner.axis_rules splits {logical!r} over the mesh axis {axis!r}, but the mesh has '
-          f'the axes {self.mesh.axis_names}. Name one of them, or None to keep it whole.'
+          f'Partitioner.axis_rules splits {logical!r} over {sorted(unknown)}, but the mesh has the '
+          f'axes {self.mesh.axis_names}. Name one of them, or leave the rule out.'
         )
 
   def sharding(self, axes: Sequence[str | None]) -> NamedSharding:
@@ -85,13 +87,12 @@ class Partitioner:
 
   def check_batch(self, batch_size: int) -> None:
     """Raises a ConfigurationError where the rows do not divide over the devices."""
-    axis = self.axis_rules.get('batch')
-    parts = self.mesh.shape[axis] if axis else 1
+    parts = self._parts(self.axis_rules.get('batch'))
     if batch_size % parts:
+      below, above = batch_size // parts * parts, (batch_size // parts + 1) * parts
       raise ConfigurationError(
-        f'batch_size={batch_size} rows cannot be divided over the {parts} devices of the mesh axis '
-        f'{axis!r}. The nearest that fit are {max(parts, batch_size // parts * parts)} and '
-        f'{(batch_size // parts + 1) * parts}.'
+        f'batch_size={batch_size} rows cannot be divided over {parts} devices. '
+        + (f'The nearest that can are {below} and {above}.' if below else f'Use {above}.')
       )
 
   def logical_axes(self, path: str, shape: Sequence[int]) -> Axes:
@@ -114,9 +115,10 @@ class Partitioner:
           f'Partitioner.parameter_axes gives {path} the axes {axes}, but its shape is '
           f'{tuple(shape)}. Give the rule {pattern.pattern!r} {len(shape)} axes.'
         )
+    name = path.rsplit('/', 1)[-1]
     raise ConfigurationError(
-      f'Partitioner.parameter_axes has no rule for {path} of shape {tuple(shape)}. Add '
-      f"one, such as ('{path.rsplit('/', 1)[-1]}$', {(None,) * len(shape)})."
+      f'Partitioner.parameter_axes has no rule for {path} of shape {tuple(shape)}. Add one, such as '
+      f"('{name}$', {(None,) * len(shape)}), which splits it nowhere."
     )
 
   def state_shardings(self, abstract_state: Any) -> Any:
@@ -125,20 +127,29 @@ class Partitioner:
     def of_leaf(key_path, leaf):
       path = path_of(key_path)
       sharding = self.sharding(self.logical_axes(path, leaf.shape))
-      for size, axis in zip(leaf.shape, sharding.spec, strict=True):
-        if axis is not None and size % self.mesh.shape[axis]:
+      for size, axes in zip(leaf.shape, sharding.spec, strict=True):
+        if size % self._parts(axes):
           raise ConfigurationError(
-            f'{path} of shape {tuple(leaf.shape)} cannot be split {sharding.spec}: {size} is not a '
-            f'multiple of the {self.mesh.shape[axis]} devices of {axis!r}.'
+            f'{path} of shape {tuple(leaf.shape)} cannot be split over {sharding.spec}: {size} is '
+            f'not a multiple of {self._parts(axes)} devices.'
           )
       return sharding
 
     return jax.tree_util.tree_map_with_path(of_leaf, abstract_state)
 
+  def layouts(self, params: Params) -> dict[str, tuple[Axes, PartitionSpec]]:
+    """For each parameter's path, its logical axes and the mesh axes over which they are split."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    axes = {path_of(path): self.logical_axes(path_of(path), leaf.shape) for path, leaf in leaves}
+    return {path: (names, self.sharding(names).spec) for path, names in axes.items()}
+
   def place_batch(self, batch: Batch) -> Batch:
     """Puts this process's rows on its devices, as part of the global batch."""
     sharding = self.batch_sharding()
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)
+
+  def _parts(self, axes: str | tuple[str, ...] | None) -> int:
+    return math.prod(self.mesh.shape[axis] for axis in _as_tuple(axes))
 
   def partition(self, fn: Callable, **jit_options: Any) -> Callable:
     """`jax.jit` on this mesh, in which `constrain` knows these rules."""
@@ -158,10 +169,16 @@ class Partitioner:
       _current.reset(token)
 
 
+def _as_tuple(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+  return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
 def _make_mesh(axes: Sequence[tuple[str, int]], devices: Sequence[jax.Device]) -> Mesh:
   names = [name for name, _ in axes]
   sizes = [size for _, size in axes]
   fixed = math.prod(size for size in sizes if size != -1)
+  if sizes == [1] * len(sizes):
+    devices = devices[:1]
   if sizes.count(-1) == 1 and len(devices) % fixed == 0:
     sizes[sizes.index(-1)] = len(devices) // fixed
   if math.prod(sizes) != len(devices) or -1 in sizes:

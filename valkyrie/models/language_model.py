@@ -150,7 +150,8 @@ class LanguageModel(hk.Module):
 class Model(NamedTuple):
   """A language model as pure functions, and what its surroundings need to know of it.
 
-  init: (rng, batch_size) -> (params, carry), the carry that of rows which have read nothing.
+  init: (rng, batch_size) -> (params, carry of rows that have read nothing).
+  initial_carry: batch_size -> that carry alone.
   apply: (params, carry, inputs, positions, segment_ids) -> (Features, carry).
   forward_flops: operations a token costs in one forward pass.
   window: how far its attention sees; what is further back is remembered or lost.
@@ -158,6 +159,7 @@ class Model(NamedTuple):
   """
 
   init: Callable[[Array, int], tuple[Params, Carry]]
+  initial_carry: Callable[[int], Carry]
   apply: Callable[..., tuple[Features, Carry]]
   vocabulary_size: int
   forward_flops: int
@@ -173,6 +175,12 @@ def transform(make: Callable[[], LanguageModel]) -> Model:
     one = jnp.ones((batch_size, 1), jnp.int32)
     return pure.init(rng, one, one, one)
 
+  def initial_carry(batch_size):
+    def fresh():
+      return make(name='model').initial_carry(batch_size)
+
+    return {'model': {'carry': hk.without_apply_rng(hk.transform(fresh)).apply({})}}
+
   def apply(params, carry, inputs, positions, segment_ids):
     return pure.apply(params, carry, None, inputs, positions, segment_ids)
 
@@ -183,4 +191,4 @@ def transform(make: Callable[[], LanguageModel]) -> Model:
     about.extend((m.vocabulary_size, m.forward_flops(), m.window(), m.max_context()))
 
   hk.transform(look).apply({}, None)
-  return Model(init, apply, *about)
+  return Model(init, initial_carry, apply, *about)

@@ -41,6 +41,11 @@ class Phase:
       )
 
   @property
+  def shape(self) -> tuple[int, int, int]:
+    """(C, N, K): phases of one shape share one compiled step."""
+    return self.chunk_size, self.chunks, self.backprop_chunks
+
+  @property
   def tokens_per_row(self) -> int:
     """N x C, tokens of every row that one step reads."""
     return self.chunks * self.chunk_size

@@ -84,7 +84,7 @@ def make_train_step(
       step=state.step + 1,
       params=accept(params, state.params),
       optimizer_state=accept(optimizer_state, state.optimizer_state),
-      carry=accept(carry, jax.tree.map(jnp.zeros_like, carry)),
+      carry=accept(carry, model.initial_carry(batch.inputs.shape[0])),
       skipped=state.skipped + jnp.where(healthy, 0, 1),
     )
     return state, StepMetrics(sums, norm, learning_rate, state.skipped)

@@ -1,0 +1,87 @@
+"""From what steps leave on the devices to what people and files are told, one step behind."""
+
+import time
+
+import jax
+
+from valkyrie.models.language_model import Model
+from valkyrie.monitoring import flops
+from valkyrie.monitoring.metrics import Metrics, speed_metrics, text_metrics
+from valkyrie.monitoring.writers import RunWriter
+from valkyrie.training.curriculum import Curriculum
+from valkyrie.training.train_step import StepMetrics
+
+
+class TrainingLog:
+  """Averages steps, and writes them when a later step is already under way.
+
+  Reading a number off a device waits for it. The numbers of a step that is due are therefore kept
+  until the next step has been dispatched, and the devices never wait for the log.
+  """
+
+  def __init__(
+    self,
+    writer: RunWriter,
+    model: Model,
+    curriculum: Curriculum,
+    *,
+    every: int,
+    batch_size: int,
+    tokens_per_byte: float | None,
+  ):
+    """Writes to `writer` whenever a multiple of `every` steps is done."""
+    self._writer = writer
+    self._flops = flops.train_flops_per_token(model.forward_flops)
+    self._curriculum = curriculum
+    self._every = every
+    self._batch_size = batch_size
+    self._tokens_per_byte = tokens_per_byte
+    self._steps: list[StepMetrics] = []
+    self._due: int | None = None
+    self._since = time.perf_counter()
+
+  def __call__(self, step: int, metrics: StepMetrics) -> None:
+    """Takes the metrics of step number `step`, counted from 1, just after it was dispatched."""
+    if self._due is not None:
+      self._write()
+    self._steps.append(metrics)
+    if step % self._every == 0:
+      self._due = step
+
+  def flush(self) -> None:
+    """Writes what is due, waiting for it."""
+    if self._due is not None:
+      self._write()
+
+  def restart_clock(self) -> None:
+    """Leaves out of the speed what has passed since the last line: it was not training."""
+    self._since = time.perf_counter()
+
+  def _write(self) -> None:
+    step, self._due = self._due, None
+    assert step is not None
+    steps, self._steps = jax.device_get(self._steps), []
+    now = time.perf_counter()
+    seconds, self._since = now - self._since, now
+    position = self._curriculum.position
+    tokens = self._batch_size * (position(step) - position(step - len(steps)))
+    weight = float(sum(s.sums.weight for s in steps))
+    device = jax.devices()[0]
+    scalars: Metrics = {
+      'tokens': self._batch_size * position(step),
+      **text_metrics(sum(float(s.sums.loss) for s in steps), weight, self._tokens_per_byte),
+      'grad_norm': float(steps[-1].grad_norm),
+      'learning_rate': float(steps[-1].learning_rate),
+      'beyond_window': float(sum(s.sums.far for s in steps)) / max(weight, 1.0),
+      **speed_metrics(
+        tokens=tokens,
+        steps=len(steps),
+        seconds=seconds,
+        devices=jax.device_count(),
+        flops_per_token=self._flops,
+        peak_flops=flops.peak_flops(device),
+      ),
+      'phase': self._curriculum.index(step - 1),
+      'skipped': int(steps[-1].skipped),
+    }
+    self._writer.write_scalars(step, scalars)
