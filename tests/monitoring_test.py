@@ -213,7 +213,7 @@ try:
 except ConfigurationError as error:
   print(error)
 """
-  path = os.pathsep.join([str(tmp_path), os.getcwd()])
+  path = os.pathsep.join([str(tmp_path), *sys.path])
   done = subprocess.run(
     [sys.executable, '-c', script],
     env={**os.environ, 'PYTHONPATH': path},

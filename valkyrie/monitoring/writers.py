@@ -5,7 +5,8 @@
 
 CLU's writers import TensorFlow, which takes seconds that no step waits for: a thread of its own
 imports them and writes to TensorBoard, in order, while metrics.jsonl and the console are written at
-once.
+once. Until it has, no other code of this process may import seqio or a part of TensorFlow: Python
+would find TensorFlow half there. (Token stores are built in a process of their own.)
 """
 
 from collections.abc import Callable, Iterator, Mapping
