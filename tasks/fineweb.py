@@ -11,11 +11,11 @@ One document a page. The pages of one host make a sequence, and a host is in 'va
 whole, one in two hundred by the hash of its name.
 """
 
+from collections.abc import Iterator
 import hashlib
 import itertools
-import urllib.parse
-from collections.abc import Iterator
 from typing import Any, Self
+import urllib.parse
 
 import seqio
 import tensorflow as tf

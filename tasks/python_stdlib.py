@@ -6,6 +6,7 @@ in 'validation' by the hash of its path, about one in twenty, so that it stays t
 Python version. Files of one top-level package or module make a sequence.
 """
 
+from collections.abc import Iterator
 import functools
 import hashlib
 import io
@@ -13,7 +14,6 @@ import pathlib
 import platform
 import sysconfig
 import tokenize
-from collections.abc import Iterator
 from typing import Any
 
 import seqio

@@ -16,6 +16,7 @@ seqio's tokenize leaves, tells the bytes of text.
 """
 
 import argparse
+from collections.abc import Iterator
 import contextlib
 import dataclasses
 import importlib
@@ -26,7 +27,6 @@ import pathlib
 import pkgutil
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -57,12 +57,13 @@ def build(
   """
   if (output / token_store.STORE_FILE).exists():
     return token_store.read_information(output)
+  module, name = _task_module(task)
   print(f'building {output}\nloading seqio and TensorFlow', file=sys.stderr, flush=True)
   with _silenced():
     import tensorflow as tf  # noqa: PLC0415
 
     tf.constant(0)
-  reader = _TaskReader(task, split, vocabulary, source)
+  reader = _TaskReader(_registered_task(module, name), split, vocabulary, source)
   recipe = store_writer.Recipe(
     task=task, split=split, vocabulary=vocabulary, source=reader.description, shards=shards
   )
@@ -93,13 +94,13 @@ def _silenced():
 class _TaskReader:
   """A seqio task with another vocabulary swapped in."""
 
-  def __init__(self, task: str, split: str, vocabulary: Vocabulary, source: str | None):
+  def __init__(self, original: Any, split: str, vocabulary: Vocabulary, source: str | None):
     import seqio  # noqa: PLC0415  (8 s and TensorFlow: only where a store is built)
 
     from valkyrie.data.document_source import DocumentSource  # noqa: PLC0415
     from valkyrie.data.seqio_vocabulary import SeqioVocabulary  # noqa: PLC0415
 
-    original = _find_task(task)
+    task = original.name
     if split not in original.splits:
       raise ConfigurationError(
         f'The task {task} has no split {split!r}; it has {", ".join(original.splits)}.'
@@ -161,10 +162,8 @@ class _TaskReader:
     )
 
 
-def _find_task(task: str) -> Any:
-  """The registered seqio.Task, after importing the module that registers it."""
-  import seqio  # noqa: PLC0415
-
+def _task_module(task: str) -> tuple[str, str]:
+  """The module that registers a task, and the task's name there."""
   module, colon, name = task.partition(':')
   if not colon:
     name = task
@@ -180,6 +179,13 @@ def _find_task(task: str) -> Any:
       f'There is no module {module} to register the task {task!r}.{did_you_mean(task, known)} '
       f"Tasks here: {', '.join(known)}; one of your own is 'package.module:NAME'."
     )
+  return module, name
+
+
+def _registered_task(module: str, name: str) -> Any:
+  """The seqio.Task of that name, after importing the module that registers it."""
+  import seqio  # noqa: PLC0415
+
   importlib.import_module(module)
   registered = seqio.TaskRegistry.names()
   if name not in registered:

@@ -1,12 +1,12 @@
 """Batches of a task as a pure function of where in the rows one reads."""
 
+from collections.abc import Iterable, Iterator, Sequence
 import queue
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-
-import numpy as np
 
 import gin
+import numpy as np
+
 from valkyrie.data import vocabularies
 from valkyrie.data.rows import Epoch, Rows
 from valkyrie.data.store_location import build_if_missing, store_path

@@ -1,9 +1,9 @@
 """Rows of parquet files in a directory or bucket, read one row group at a time."""
 
+from collections.abc import Iterator, Sequence
 import fnmatch
 import hashlib
 import posixpath
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -73,7 +73,9 @@ class ParquetShards:
 
   def _open(self, file: str) -> pyarrow.parquet.ParquetFile:
     try:
-      return pyarrow.parquet.ParquetFile(file, filesystem=self._filesystem)
+      return pyarrow.parquet.ParquetFile(
+        file, filesystem=self._filesystem, page_checksum_verification=True
+      )
     except FileNotFoundError as error:
       raise DataError(f'The parquet shard {file} is missing. {_REPAIR}') from error
     except (pa.ArrowException, OSError, ValueError) as error:

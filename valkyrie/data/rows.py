@@ -66,7 +66,7 @@ class Rows:
   def epoch(self, row: int, epoch: int) -> Epoch:
     """The documents of a row in the order of that epoch."""
     units = self._dealt[row]
-    units = units[self._order(len(units), [self._seed, row, epoch])]
+    units = units[self._order(len(units), [self._seed, row, epoch % 2**32])]
     counts = self._first[units + 1] - self._first[units]
     before = np.cumsum(counts) - counts
     unit_numbers = np.repeat(np.arange(len(units)), counts)

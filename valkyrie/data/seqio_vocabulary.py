@@ -35,14 +35,15 @@ class SeqioVocabulary(seqio.Vocabulary):
     return self._vocabulary.decode(ids)
 
   def _encode_tf(self, s: tf.Tensor) -> tf.Tensor:
-    def encode(text: bytes) -> np.ndarray:
-      return np.array(self._vocabulary.encode(text.decode('utf-8', errors='replace')), np.int32)
+    def encode(text: tf.Tensor) -> np.ndarray:
+      ids = self._vocabulary.encode(text.numpy().decode('utf-8', errors='replace'))
+      return np.array(ids, np.int32)
 
-    ids = tf.numpy_function(encode, [s], tf.int32)
+    ids = tf.py_function(encode, [s], tf.int32)
     ids.set_shape([None])
     return ids
 
   def _decode_tf(self, ids: tf.Tensor) -> tf.Tensor:
-    text = tf.numpy_function(lambda i: self._vocabulary.decode(i.tolist()), [ids], tf.string)
+    text = tf.py_function(lambda i: self._vocabulary.decode(i.numpy().tolist()), [ids], tf.string)
     text.set_shape([])
     return text

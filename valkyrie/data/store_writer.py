@@ -4,6 +4,7 @@ A shard is written to a temporary directory under a lock and renamed when whole;
 last. Several builders may work on one store at once: each shard is built by one of them.
 """
 
+from collections.abc import Callable, Iterable
 import contextlib
 import dataclasses
 import fcntl
@@ -12,8 +13,8 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
+import uuid
 
 import numpy as np
 
@@ -135,7 +136,7 @@ def finish(path: pathlib.Path, recipe: Recipe) -> dict[str, Any] | None:
     json.dumps(content, sort_keys=True).encode()
   ).hexdigest()
   with _storage(path):
-    temporary = path / f'.{STORE_FILE}.{os.getpid()}.tmp'
+    temporary = path / f'.{STORE_FILE}.{uuid.uuid4().hex}.tmp'
     _write_json(temporary, information)
     temporary.replace(path / STORE_FILE)
     for lock in path.glob('.shard-*.lock'):

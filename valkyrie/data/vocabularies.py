@@ -9,10 +9,10 @@
 No id is special beyond EOS: GPT-2 has no padding, and its id 0 is the ordinary token '!'.
 """
 
+from collections.abc import Iterable
 import hashlib
 import json
 import pathlib
-from collections.abc import Iterable
 from typing import Protocol
 
 from valkyrie.errors import ConfigurationError

@@ -1,0 +1,259 @@
+"""Rows are exact streams, however they are cut, and a pure function of where one reads."""
+
+import itertools
+import threading
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+
+from valkyrie.data import store_writer, vocabularies
+from valkyrie.data.feed import TaskFeed, prefetch
+from valkyrie.data.store_location import store_path
+from valkyrie.errors import ConfigurationError, DataError
+from valkyrie.types import Batch
+
+BYTES = vocabularies.ByteVocabulary()
+SHARDS, DOCUMENTS, ROWS, KEYS = 3, 31, 4, 9
+EOS = BYTES.eos_id
+
+
+def _document(number):
+  rng = np.random.RandomState(number)
+  return rng.randint(3, 259, rng.randint(2, 30))
+
+
+def _key(number):
+  return f'site{number % KEYS}'
+
+
+def _write(data_dir, documents=DOCUMENTS):
+  recipe = store_writer.Recipe('letters', 'train', BYTES, {}, SHARDS)
+  store_writer.write_store(
+    store_path('letters', 'train', BYTES, None, str(data_dir)),
+    recipe,
+    lambda shard: [
+      store_writer.Document(_document(i), len(_document(i)), _key(i))
+      for i in range(documents * shard // SHARDS, documents * (shard + 1) // SHARDS)
+    ],
+  )
+
+
+@pytest.fixture(scope='module')
+def data_dir(tmp_path_factory):
+  path = tmp_path_factory.mktemp('data')
+  _write(path)
+  return path
+
+
+def _feed(data_dir, seed=7, **options):
+  return TaskFeed('letters', 'train', ROWS, seed, data_dir=str(data_dir), **options)
+
+
+def _assert_equal(left: Batch, right: Batch):
+  for name, a, b in zip(Batch._fields, left, right, strict=True):
+    np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+def _pieces(inputs, starts):
+  """The stream of a row cut where `starts` is true, as tuples."""
+  cuts = np.flatnonzero(starts)
+  assert cuts[0] == 0
+  return [tuple(piece.tolist()) for piece in np.split(inputs, cuts[1:])]
+
+
+STORED = [(*_document(i).tolist(), EOS) for i in range(DOCUMENTS)]
+TOTAL = sum(len(document) for document in STORED)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+  lengths=st.lists(st.integers(1, 400), min_size=1, max_size=12),
+  begin=st.integers(0, 2000),
+  reset_at=st.sampled_from(['document', 'sequence', 'never']),
+  epochs=st.sampled_from([None, 1, 2]),
+)
+def test_cuts_change_nothing(data_dir, lengths, begin, reset_at, epochs):
+  feed = _feed(data_dir, reset_at=reset_at, epochs=epochs)
+  cuts = list(itertools.accumulate(lengths, initial=begin))
+  parts = [feed.read(at, length) for at, length in zip(cuts, lengths, strict=False)]
+  joined = Batch(*(np.concatenate(leaves, axis=1) for leaves in zip(*parts, strict=True)))
+  # A feed of its own, reading in one: what was read before leaves no trace.
+  _assert_equal(_feed(data_dir, reset_at=reset_at, epochs=epochs).read(begin, sum(lengths)), joined)
+
+
+def test_shapes_and_types(data_dir):
+  batch = _feed(data_dir).read(3, 50)
+  assert {leaf.shape for leaf in batch} == {(ROWS, 50)}
+  assert [leaf.dtype.name for leaf in batch] == ['int32', 'int32', 'float32', 'int32', 'int32']
+
+
+@pytest.mark.parametrize('reset_at', ['document', 'sequence'])
+def test_rows_cover_every_document_once_an_epoch(data_dir, reset_at):
+  feed = _feed(data_dir, reset_at=reset_at)
+  orders, dealt = [], []
+  for epoch in range(3):
+    seen = []
+    for row in range(ROWS):
+      tokens = int(feed._rows.row_lengths[row])
+      batch = feed.read(epoch * tokens, tokens, rows=[row])
+      after_eos = np.roll(batch.inputs[0] == EOS, 1)
+      seen.append(_pieces(batch.inputs[0], after_eos))
+    orders.append(seen)
+    dealt.append([sorted(row) for row in seen])
+    assert sorted(itertools.chain(*seen)) == sorted(STORED)
+  assert dealt[0] == dealt[1] == dealt[2]  # rows keep their documents
+  assert orders[0] != orders[1] != orders[2]  # in a new order each epoch
+
+
+@pytest.mark.parametrize('reset_at', ['document', 'sequence', 'never'])
+def test_targets_and_weights(data_dir, reset_at):
+  feed = _feed(data_dir, reset_at=reset_at)
+  batch, ahead = feed.read(0, 3 * TOTAL), feed.read(1, 3 * TOTAL)
+  np.testing.assert_array_equal(batch.targets, ahead.inputs)
+  np.testing.assert_array_equal(batch.weights, batch.inputs != EOS)
+
+
+def test_positions_start_again_at_each_document(data_dir):
+  batch = _feed(data_dir).read(0, 2 * TOTAL)
+  for inputs, positions in zip(batch.inputs, batch.positions, strict=True):
+    np.testing.assert_array_equal(
+      np.flatnonzero(positions == 0), [0, *(np.flatnonzero(inputs[:-1] == EOS) + 1)]
+    )
+    assert set(np.diff(positions)[positions[1:] > 0]) == {1}
+
+
+def test_sequences_hold_related_documents_in_order(data_dir):
+  feed = _feed(data_dir, reset_at='sequence')
+  expected = {
+    tuple(itertools.chain(*(STORED[i] for i in range(key, DOCUMENTS, KEYS)))) for key in range(KEYS)
+  }
+  found = []
+  for row in range(ROWS):
+    batch = feed.read(0, int(feed._rows.row_lengths[row]), rows=[row])
+    found += _pieces(batch.inputs[0], batch.positions[0] == 0)
+    assert set(np.diff(batch.positions[0])[batch.positions[0, 1:] > 0]) == {1}
+  assert len(found) == KEYS and set(found) == expected
+
+
+def test_never_resets_and_never_overflows(data_dir):
+  feed = _feed(data_dir, reset_at='never')
+  batch = feed.read(0, 2 * TOTAL)
+  np.testing.assert_array_equal(batch.positions[1], np.arange(2 * TOTAL))
+  assert set(batch.segment_ids.flat) == {1}
+  far = feed.read(2**30 - 2, 5)
+  assert far.positions[0].tolist() == [2**30 - 2, 2**30 - 1, 2**30, 2**30, 2**30]
+  assert (feed.read(2**40, 5).positions == 2**30).all()
+
+
+@pytest.mark.parametrize('reset_at', ['document', 'sequence'])
+def test_segments_count_on_over_epochs(data_dir, reset_at):
+  batch = _feed(data_dir, reset_at=reset_at).read(0, 3 * TOTAL)
+  np.testing.assert_array_equal(batch.segment_ids, np.cumsum(batch.positions == 0, axis=1))
+
+
+def test_padding_follows_the_last_epoch(data_dir):
+  feed = _feed(data_dir, epochs=1)
+  batch = feed.read(0, feed.row_tokens + 10)
+  tokens = (batch.segment_ids > 0).sum(axis=1)
+  assert tokens.sum() == TOTAL and tokens.max() == feed.row_tokens
+  assert batch.weights.sum() == TOTAL - DOCUMENTS
+  for row, end in enumerate(tokens):
+    assert batch.inputs[row, end - 1] == EOS
+    for leaf in batch:
+      assert not leaf[row, end:].any()
+  for leaf in feed.read(feed.row_tokens, 20):
+    assert not leaf.any()
+
+
+def test_rows_are_slices_of_the_batch(data_dir):
+  feed = _feed(data_dir)
+  whole = feed.read(100, 300)
+  for rows in (range(1, 3), [3, 0]):
+    _assert_equal(feed.read(100, 300, rows=rows), Batch(*(leaf[list(rows)] for leaf in whole)))
+
+
+def test_the_seed_decides(data_dir):
+  _assert_equal(_feed(data_dir, seed=7).read(0, 500), _feed(data_dir, seed=7).read(0, 500))
+  other = _feed(data_dir, seed=8).read(0, 500)
+  assert (other.inputs != _feed(data_dir, seed=7).read(0, 500).inputs).any()
+
+
+def test_without_shuffling_rows_keep_the_stores_order(data_dir):
+  feed = _feed(data_dir, shuffle=False, epochs=1)
+  batch = feed.read(0, feed.row_tokens)
+  for row in range(ROWS):
+    expected = list(itertools.chain(*STORED[row::ROWS]))
+    assert batch.inputs[row, : len(expected)].tolist() == expected
+
+
+def test_what_a_feed_tells(data_dir):
+  feed = _feed(data_dir)
+  assert feed.vocabulary_size == 259
+  assert feed.tokens_per_byte == TOTAL / (TOTAL - DOCUMENTS)
+  assert feed.fingerprint == _feed(data_dir, seed=1, reset_at='never').fingerprint
+
+
+@pytest.mark.parametrize(
+  ('options', 'said'),
+  [
+    ({'reset_at': 'line'}, "reset_at is 'line', expected one of document, sequence, never"),
+    ({'seed': -1}, 'seed of the feed is -1'),
+    ({'epochs': 0}, 'epochs 0'),
+    ({'vocabulary': 'words'}, "Unknown vocabulary 'words'"),
+  ],
+)
+def test_impossible_arguments(data_dir, options, said):
+  with pytest.raises(ConfigurationError, match=said):
+    _feed(data_dir, **options)
+
+
+@pytest.mark.parametrize(
+  ('reset_at', 'said'),
+  [('document', f'{DOCUMENTS} documents, fewer'), ('sequence', f'{KEYS} sequences of documents')],
+)
+def test_fewer_units_than_rows(data_dir, reset_at, said):
+  with pytest.raises(ConfigurationError, match=f'{said}.* batch_size {DOCUMENTS + 1}'):
+    TaskFeed('letters', 'train', DOCUMENTS + 1, 0, data_dir=str(data_dir), reset_at=reset_at)
+
+
+def test_a_build_that_fails_raises_its_error(tmp_path):
+  with pytest.raises(ConfigurationError, match='Did you mean python_stdlib'):
+    TaskFeed('python_stdlb', 'train', 1, 0, data_dir=str(tmp_path))
+
+
+def _threads():
+  return [thread for thread in threading.enumerate() if thread.name == 'prefetch']
+
+
+def test_prefetch_reads_the_spans_in_order(data_dir):
+  feed = _feed(data_dir)
+  spans = [(0, 5), (5, 7), (100, 3), (12, 9)]
+  ahead = list(prefetch(feed, spans, rows=[2]))
+  assert len(ahead) == len(spans)
+  for batch, span in zip(ahead, spans, strict=True):
+    _assert_equal(batch, feed.read(*span, rows=[2]))
+  assert not _threads()
+
+
+def test_prefetch_ends_when_closed(data_dir):
+  batches = prefetch(_feed(data_dir), ((i, 5) for i in itertools.count()))
+  next(batches)
+  assert _threads()
+  batches.close()
+  assert not _threads()
+
+
+def test_prefetch_raises_what_failed_after_what_did_not(tmp_path):
+  _write(tmp_path)
+  feed = _feed(tmp_path, shuffle=False)
+  file = feed.store.path / 'shard-00002-of-00003' / 'tokens.npy'
+  tokens = np.load(file, mmap_mode='r+')
+  tokens[-1] = 999
+  tokens.flush()
+  batches = prefetch(feed, [(0, 4), (0, TOTAL)])
+  next(batches)
+  with pytest.raises(DataError, match='token 999'):
+    next(batches)
+  assert not _threads()

@@ -1,0 +1,259 @@
+"""Real tasks become stores: the library's sources, parquet shards, and a user's own."""
+
+import collections
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from valkyrie.data import build_store, token_store, vocabularies
+from valkyrie.data.feed import TaskFeed
+from valkyrie.data.parquet_shards import ParquetShards
+from valkyrie.data.token_store import TokenStore
+from valkyrie.errors import ConfigurationError, DataError
+
+BYTES = vocabularies.ByteVocabulary()
+PAGES, PARQUET_FILES, HOSTS, SHARDS = 2000, 3, 1000, 12
+
+
+def _page(i):
+  text = f'Page {i}: ' + 'naïve café ' * (i % 7)
+  host = f'site{i % HOSTS}.org'
+  return {
+    **{'text': text, 'id': f'<urn:{i}>', 'dump': 'CC', 'url': f'https://{host}/{i}'},
+    **{'date': '2024', 'file_path': 's3://x', 'language': 'en', 'language_score': 0.9},
+    'token_count': len(text),
+  }
+
+
+def _write_pages(directory):
+  directory.mkdir()
+  for number in range(PARQUET_FILES):
+    pages = [_page(i) for i in range(number, PAGES, PARQUET_FILES)]
+    if number == 1:
+      pages += [{**pages[0], 'text': None}, {**pages[0], 'text': 'x', 'url': 'http://[broken'}]
+    table = pa.Table.from_pylist(pages)
+    pyarrow.parquet.write_table(table, directory / f'00{number}.parquet', row_group_size=50)
+
+
+@pytest.fixture(scope='module')
+def pages(tmp_path_factory):
+  directory = tmp_path_factory.mktemp('fineweb') / 'shards'
+  _write_pages(directory)
+  return directory
+
+
+@pytest.fixture(scope='module')
+def library(tmp_path_factory):
+  """The validation split as a run builds it on first use."""
+  options = {'data_dir': str(tmp_path_factory.mktemp('cache')), 'shuffle': False, 'epochs': 1}
+  return TaskFeed('python_stdlib', 'validation', 1, 0, **options)
+
+
+def _build(output, **options):
+  defaults = {'task': 'fineweb', 'split': 'train', 'vocabulary': BYTES, 'output': output}
+  return build_store.build(**(defaults | options))
+
+
+@pytest.fixture(scope='module')
+def whole(pages, tmp_path_factory):
+  """FineWeb's train split, built without a break."""
+  path = tmp_path_factory.mktemp('whole')
+  return path, _build(path, source=str(pages), shards=SHARDS)
+
+
+def test_the_library_is_read_as_it_stands(library):
+  information = library.store.information
+  root = pathlib.Path(sysconfig.get_paths()['stdlib'])
+  expected = []
+  for path in information['source']['files']:
+    content = (root / path).read_bytes()
+    if len(content) > 1:
+      expected += [*(np.frombuffer(content, np.uint8).astype(int) + 3).tolist(), BYTES.eos_id]
+  assert library.read(0, library.row_tokens).inputs[0].tolist() == expected
+  assert information['source']['python'].endswith(sys.version.split()[0])
+  assert len(information['source']['files_sha256']) == 64
+
+
+def test_the_library_leaves_out_what_some_installations_lack():
+  from valkyrie.tasks import python_stdlib  # noqa: PLC0415
+
+  source = python_stdlib.StandardLibrarySource()
+  files = {split: source.describe(split)['files'] for split in source.splits}
+  assert not set(files['train']) & set(files['validation'])
+  together = files['train'] + files['validation']
+  assert {'abc.py', 'asyncio/events.py', 'json/decoder.py'} <= set(together)
+  names = {part for path in together for part in path.split('/')}
+  assert not names & {'test', 'tests', 'idlelib', 'encodings', 'site-packages', '__pycache__'}
+  assert 0.02 < len(files['validation']) / len(together) < 0.1
+
+
+def test_sources_in_other_encodings(tmp_path):
+  from valkyrie.tasks import python_stdlib  # noqa: PLC0415
+
+  for content, text in [
+    ('# coding: latin-1\n# é'.encode('latin-1'), '# coding: latin-1\n# é'),
+    (b'# \xff\r\n', '# \ufffd\n'),
+    (b'# coding: no-such\n', '# coding: no-such\n'),
+  ]:
+    (tmp_path / 'a.py').write_bytes(content)
+    assert python_stdlib._text(tmp_path / 'a.py') == text
+
+
+def test_a_finished_store_needs_no_tensorflow(library):
+  program = f"""
+import sys
+from valkyrie.data.feed import TaskFeed
+TaskFeed('python_stdlib', 'validation', 1, 0, data_dir={str(library.store.path.parent)!r})
+loaded = {{'tensorflow', 'seqio'}} & set(sys.modules)
+assert not loaded, loaded
+"""
+  subprocess.run([sys.executable, '-c', program], check=True)
+
+
+def test_tasks_stand_in_seqios_registry(library):
+  import seqio  # noqa: PLC0415
+
+  from valkyrie.data.seqio_vocabulary import SeqioVocabulary  # noqa: PLC0415
+  from valkyrie.tasks import fineweb, python_stdlib  # noqa: F401, PLC0415
+
+  task = seqio.get_mixture_or_task('python_stdlib')
+  example = next(task.get_dataset(split='validation', shuffle=False).as_numpy_iterator())
+  first = int(library.store.lengths[0])
+  assert example['targets'].tolist() == library.read(0, first).inputs[0].tolist()
+  adapter = SeqioVocabulary(BYTES)
+  assert adapter.encode_tf('é!').numpy().tolist() == adapter.encode('é!') == BYTES.encode('é!')
+  assert adapter.decode_tf(np.array(BYTES.encode('é!'))).numpy().decode() == 'é!'
+  assert 'fineweb' in seqio.TaskRegistry.names()
+
+
+def test_fineweb_pages(pages, whole, tmp_path):
+  train_path, train = whole
+  validation = _build(tmp_path, source=f'{pages}/*.parquet', split='validation', shards=1)
+  assert train['documents'] + validation['documents'] == PAGES and validation['documents']
+  skipped = [(s['skipped_empty'], s['skipped_one_token']) for s in (train, validation)]
+  assert np.sum(skipped, axis=0).tolist() == [1, 1]
+  assert train['source']['files'] == PARQUET_FILES
+  texts, keys = [], []
+  for path in (train_path, tmp_path):
+    store = TokenStore.open(path, BYTES)
+    for number, length in enumerate(store.lengths):
+      ids = store.read(np.array([number]), np.array([0]), np.array([length]))
+      texts.append(BYTES.decode(ids))
+    keys.append(store.sequence_keys.tolist())
+  assert sorted(texts) == sorted(_page(i)['text'] for i in range(PAGES))
+  # A host's pages share a key, and stay in one split.
+  assert set(collections.Counter(keys[0]).values()) == {PAGES // HOSTS}
+  assert not set(keys[0]) & set(keys[1])
+
+
+def test_killed_builds_go_on(pages, whole, tmp_path):
+  command = [sys.executable, '-m', 'valkyrie.data.build_store', '--task=fineweb']
+  command += [
+    f'--source={pages}',
+    f'--output={tmp_path / "killed"}',
+    f'--shards={SHARDS}',
+    '--json',
+  ]
+  builder = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+  while not (tmp_path / 'killed' / 'shard-00001-of-00012').exists():
+    assert builder.poll() is None
+    time.sleep(0.001)
+  builder.send_signal(signal.SIGKILL)
+  builder.wait()
+  assert not (tmp_path / 'killed' / 'store.json').exists()
+  first = os.stat(tmp_path / 'killed' / 'shard-00000-of-00012' / 'tokens.npy')
+  done = subprocess.run(command, check=True, capture_output=True, text=True)
+  assert json.loads(done.stdout)['fingerprint'] == whole[1]['fingerprint']
+  assert token_store.verify(tmp_path / 'killed') == whole[1]
+  assert os.stat(tmp_path / 'killed' / 'shard-00000-of-00012' / 'tokens.npy') == first
+
+
+def test_shards_built_one_by_one_are_the_same_store(pages, whole, tmp_path):
+  options = {'source': str(pages), 'shards': SHARDS}
+  parts = [_build(tmp_path, shard=i, **options) for i in reversed(range(SHARDS))]
+  assert parts == [None] * (SHARDS - 1) + [whole[1]]
+
+
+def test_a_damaged_row_group_is_named(pages, tmp_path):
+  _write_pages(tmp_path / 'shards')
+  file = tmp_path / 'shards' / '002.parquet'
+  content = bytearray(file.read_bytes())
+  content[4000:4400] = bytes(400)
+  file.write_bytes(content)
+  with pytest.raises(DataError, match=r'002\.parquet is corrupt: its row group') as caught:
+    _build(tmp_path / 'store', source=str(tmp_path / 'shards'))
+  assert caught.value.exit_code == 65
+
+
+def test_bad_parquet_shards_are_named(pages, tmp_path):
+  def refused(said, location=tmp_path):
+    with pytest.raises(DataError, match=said):
+      ParquetShards(str(location), ('text', 'url'))
+
+  refused('no parquet shards at')
+  refused('cannot be listed', tmp_path / 'nowhere')
+  refused('cannot be listed', 'nosuch://bucket/path')
+  file = tmp_path / '000.parquet'
+  file.write_bytes(b'')
+  refused(r'000\.parquet is corrupt')
+  file.write_bytes((pages / '000.parquet').read_bytes()[:-20])
+  refused(r'000\.parquet is corrupt')
+  pyarrow.parquet.write_table(pa.table({'text': ['a'], 'id': ['b']}), file)
+  refused(r'000\.parquet has no column url; it has text, id')
+  pyarrow.parquet.write_table(pa.table({'text': pa.array([], pa.string()), 'url': []}), file)
+  refused(r'000\.parquet is empty')
+
+
+def test_fineweb_says_what_it_needs(tmp_path, monkeypatch):
+  with pytest.raises(ConfigurationError, match=r'needs to know where .* TaskFeed\.source'):
+    _build(tmp_path / 'a')
+  monkeypatch.setitem(sys.modules, 'datasets', None)
+  with pytest.raises(ConfigurationError, match='pip install datasets'):
+    _build(tmp_path / 'b', source='hf://HuggingFaceFW/fineweb')
+
+
+OWN_TASK = """
+import seqio
+import tensorflow as tf
+
+def words(split, shuffle_files):
+  return tf.data.Dataset.from_tensor_slices({'text': [f'{split} number {i}' for i in range(20)]})
+
+seqio.TaskRegistry.add(
+  'words',
+  source=seqio.FunctionDataSource(words, splits=['train']),
+  preprocessors=[
+    lambda dataset: dataset.map(lambda example: {'targets': example['text']}),
+    seqio.preprocessors.tokenize,
+  ],
+  output_features={'targets': seqio.Feature(seqio.PassThroughVocabulary(1), dtype=tf.int32)},
+)
+"""
+
+
+def test_a_users_own_task(tmp_path, monkeypatch):
+  (tmp_path / 'their_tasks.py').write_text(OWN_TASK)
+  monkeypatch.syspath_prepend(tmp_path)
+  information = _build(tmp_path / 'store', task='their_tasks:words')
+  assert (information['documents'], information['text_bytes']) == (20, 10 * 14 + 10 * 15)
+  store = TokenStore.open(tmp_path / 'store', BYTES)
+  assert len(set(store.sequence_keys.tolist())) == 20
+  for options, said in [
+    ({'task': 'their_tasks:word'}, 'registers no seqio task .word.* Did you mean words'),
+    ({'task': 'their_task:words'}, 'no module their_task'),
+    ({'task': 'their_tasks:words', 'split': 'test'}, "no split 'test'; it has train"),
+    ({'task': 'their_tasks:words', 'source': '/x'}, 'is not a DocumentSource'),
+    ({'task': 'python_stdlib', 'source': '/x'}, 'knows its own documents'),
+  ]:
+    with pytest.raises(ConfigurationError, match=said):
+      _build(tmp_path / 'bad', **options)

@@ -1,0 +1,185 @@
+"""A store gives back what was written, and names what is wrong with it."""
+
+import json
+import threading
+
+import numpy as np
+import pytest
+
+from valkyrie.data import store_writer, token_store, vocabularies
+from valkyrie.data.store_writer import Document, Recipe
+from valkyrie.data.token_store import TokenStore
+from valkyrie.errors import ConfigurationError, DataError
+
+BYTES = vocabularies.ByteVocabulary()
+LENGTHS = [5, 0, 2, 1, 300, 7, 40]
+SHARDS = 3
+
+
+def _documents(shard):
+  rng = np.random.RandomState(shard)
+  return [Document(rng.randint(3, 259, n), n, sequence_key=str(n % 2)) for n in LENGTHS]
+
+
+def _recipe(**changes):
+  kept = {'task': 't', 'split': 's', 'vocabulary': BYTES, 'source': {'a': 1}, 'shards': SHARDS}
+  return Recipe(**(kept | changes))
+
+
+@pytest.fixture
+def store(tmp_path):
+  store_writer.write_store(tmp_path / 'store', _recipe(), _documents)
+  return tmp_path / 'store'
+
+
+def test_documents_come_back_closed_by_eos(store):
+  opened = TokenStore.open(store, BYTES)
+  written = [d for shard in range(SHARDS) for d in _documents(shard) if len(d.tokens) > 1]
+  whole = [np.append(d.tokens, BYTES.eos_id) for d in written]
+  np.testing.assert_array_equal(opened.lengths, [len(d) for d in whole])
+  numbers = np.arange(len(whole))
+  read = opened.read(numbers, 0 * numbers, opened.lengths)
+  np.testing.assert_array_equal(read, np.concatenate(whole))
+  # The middles only, last document first.
+  read = opened.read(numbers[::-1], 0 * numbers + 1, opened.lengths[::-1] - 2)
+  np.testing.assert_array_equal(read, np.concatenate([d[1:-1] for d in whole[::-1]]))
+  assert len(set(opened.sequence_keys.tolist())) == 2
+  assert opened.sequence_keys[0] == opened.sequence_keys[3]  # of odd length, as written
+  assert opened.tokens == sum(len(d) for d in whole)
+
+
+def test_what_is_skipped_is_counted(store):
+  information = token_store.verify(store)
+  counts = {key: information[key] for key in ('documents', 'skipped_empty', 'skipped_one_token')}
+  assert counts == {'documents': 15, 'skipped_empty': 3, 'skipped_one_token': 3}
+  assert information['text_bytes'] == 3 * (5 + 2 + 300 + 7 + 40)
+
+
+def test_large_vocabularies_take_four_bytes(tmp_path):
+  class Large(vocabularies.ByteVocabulary):
+    size = 100_000
+
+  documents = [Document(np.array([99_999, 65_536]), 2)]
+  store_writer.write_store(tmp_path, _recipe(vocabulary=Large(), shards=1), lambda _: documents)
+  read = TokenStore.open(tmp_path, Large()).read(np.array([0]), np.array([0]), np.array([3]))
+  assert read.tolist() == [99_999, 65_536, 1]
+
+
+def test_unfinished_shards_are_built_again_and_finished_ones_kept(store, tmp_path):
+  expected = token_store.read_information(store)['fingerprint']
+  other = tmp_path / 'other'
+
+  def dies(shard):
+    yield from _documents(shard)[:5]
+    raise KeyboardInterrupt
+
+  store_writer.write_shard(other, _recipe(), 1, _documents)
+  finished = (other / 'shard-00001-of-00003' / 'tokens.npy').stat()
+  with pytest.raises(KeyboardInterrupt):
+    store_writer.write_shard(other, _recipe(), 0, dies)
+  assert store_writer.finish(other, _recipe()) is None
+  with pytest.raises(DataError, match='not a finished token store'):
+    TokenStore.open(other, BYTES)
+  assert store_writer.write_store(other, _recipe(), _documents)['fingerprint'] == expected
+  assert (other / 'shard-00001-of-00003' / 'tokens.npy').stat() == finished
+  assert not [file for file in other.iterdir() if file.name.startswith('.')]
+
+
+def test_two_builders_at_once(store, tmp_path):
+  found = []
+
+  def build():
+    found.append(store_writer.write_store(tmp_path / 'both', _recipe(), _documents))
+
+  threads = [threading.Thread(target=build) for _ in range(2)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  assert found == [token_store.verify(store)] * 2
+
+
+def test_shards_of_another_source_are_not_mixed_in(tmp_path):
+  store_writer.write_shard(tmp_path, _recipe(), 0, _documents)
+  with pytest.raises(ConfigurationError, match=r"another source: found \{'a': 1\}.*\{'a': 2\}"):
+    store_writer.write_store(tmp_path, _recipe(source={'a': 2}), _documents)
+
+
+@pytest.mark.parametrize('name', ['tokens.npy', 'offsets.npy', 'keys.npy'])
+def test_missing_empty_and_truncated_files_are_refused_by_name(store, name):
+  file = store / 'shard-00002-of-00003' / name
+  content = file.read_bytes()
+  file.write_bytes(content[:-1])
+  with pytest.raises(DataError, match=rf'shard-00002-of-00003/{name} is truncated'):
+    TokenStore.open(store, BYTES)
+  file.write_bytes(b'')
+  with pytest.raises(DataError, match=rf'shard-00002-of-00003/{name} is empty'):
+    TokenStore.open(store, BYTES)
+  file.unlink()
+  with pytest.raises(DataError, match=rf'lacks .*shard-00002-of-00003/{name}'):
+    TokenStore.open(store, BYTES)
+
+
+def test_a_flipped_bit_is_found_by_verify(store):
+  file = store / 'shard-00001-of-00003' / 'tokens.npy'
+  content = bytearray(file.read_bytes())
+  content[-9] ^= 1
+  file.write_bytes(content)
+  with pytest.raises(DataError, match=r'shard-00001-of-00003/tokens\.npy is corrupt'):
+    token_store.verify(store)
+
+
+def test_files_that_contradict_each_other_are_refused(store):
+  file = store / 'shard-00000-of-00003' / 'offsets.npy'
+  offsets = np.load(file)
+  offsets[2] = offsets[1]
+  np.save(file, offsets)
+  with pytest.raises(DataError, match='shard-00000-of-00003 contradicts itself'):
+    TokenStore.open(store, BYTES)
+
+
+def test_a_token_outside_the_vocabulary_is_placed(store):
+  tokens = np.load(store / 'shard-00001-of-00003' / 'tokens.npy', mmap_mode='r+')
+  tokens[12] = 259  # the third document kept begins after 6 + 3 tokens
+  tokens.flush()
+  opened = TokenStore.open(store, BYTES)
+  numbers = np.arange(15)
+  with pytest.raises(DataError, match='token 259 in shard-00001-of-00003, document 2') as caught:
+    opened.read(numbers, 0 * numbers, opened.lengths)
+  assert str(store) in str(caught.value)
+
+
+def test_a_token_outside_the_vocabulary_is_not_written(tmp_path):
+  with pytest.raises(DataError, match=r'Document 0 of shard 0.*ids go from 3 to 259'):
+    store_writer.write_store(tmp_path, _recipe(), lambda _: [Document(np.array([3, 259]), 2)])
+
+
+def test_another_vocabulary_is_refused(store):
+  other = vocabularies.ByteVocabulary()
+  other.fingerprint = 'sentencepiece-abc'
+  with pytest.raises(ConfigurationError, match=r'built with .*bytes .*asks for sentencepiece-abc'):
+    TokenStore.open(store, other)
+
+
+@pytest.mark.parametrize(
+  ('content', 'said'), [('{', 'cannot be read'), ('[]', 'format None'), ('{"format": "x"}', "'x'")]
+)
+def test_what_is_no_store_is_refused(store, content, said):
+  (store / 'store.json').write_text(content)
+  with pytest.raises(DataError, match=said):
+    TokenStore.open(store, BYTES)
+
+
+def test_mostly_empty_sources_are_refused(tmp_path):
+  empty = [Document(np.array([], np.int32), 0)] * 2 + [Document(np.array([5, 6]), 2)]
+  with pytest.raises(DataError, match=r'6 of 9 documents .* are empty'):
+    store_writer.write_store(tmp_path / 'a', _recipe(), lambda _: empty)
+  with pytest.raises(DataError, match='has no documents'):
+    store_writer.write_store(tmp_path / 'b', _recipe(), lambda _: [])
+
+
+def test_the_arrays_are_plain_npy(store):
+  recorded = json.loads((store / 'store.json').read_text())
+  for shard in recorded['shards']:
+    tokens = np.load(store / shard['name'] / 'tokens.npy')
+    assert tokens.dtype == np.uint16 and tokens.shape == (shard['tokens'],)

@@ -1,0 +1,111 @@
+"""Codecs give the ids they promise, and say what is wrong with a file."""
+
+import sys
+
+from hypothesis import given
+from hypothesis import strategies as st
+import pytest
+
+from valkyrie.data import vocabularies
+from valkyrie.errors import ConfigurationError
+
+TEXT = 'Wide! is the sea, and deep is the sea; 1 + 1 = 2.\n' * 8
+
+
+@given(st.text())
+def test_bytes_come_back(text):
+  codec = vocabularies.load('bytes')
+  ids = codec.encode(text)
+  assert codec.decode([*ids, codec.eos_id, 0]) == text
+  assert all(3 <= i < codec.size for i in ids)
+
+
+def test_half_a_character_is_replaced_not_dropped():
+  codec = vocabularies.load('bytes')
+  assert codec.decode(codec.encode('é')[:1]) == '\ufffd'
+
+
+def test_bytes_are_seqios():
+  import seqio  # noqa: PLC0415
+
+  theirs, ours = seqio.ByteVocabulary(), vocabularies.load('bytes')
+  assert (theirs.vocab_size, theirs.eos_id) == (ours.size, ours.eos_id)
+  text = 'naïve\x00 ½ 漢字 🙂\n'
+  assert theirs.encode(text) == ours.encode(text)
+
+
+def test_sentencepiece(tmp_path):
+  import sentencepiece  # noqa: PLC0415
+
+  (tmp_path / 'text').write_text(TEXT)
+  sentencepiece.SentencePieceTrainer.train(
+    input=str(tmp_path / 'text'), model_prefix=str(tmp_path / 'm'), vocab_size=24, minloglevel=2
+  )
+  codec = vocabularies.load(str(tmp_path / 'm.model'))
+  ids = codec.encode('deep is the sea')
+  assert codec.decode([*ids, codec.size + 5]) == 'deep is the sea'
+  assert (codec.size, codec.eos_id) == (24, 2)
+  assert codec.fingerprint.startswith('sentencepiece-')
+
+
+def _write_tokenizer(path):
+  """A byte-level BPE as GPT-2's: no padding, '!' is id 0, EOS comes last."""
+  tokenizers = pytest.importorskip('tokenizers')
+  tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  tokenizer.decoder = tokenizers.decoders.ByteLevel()
+  alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+  trainer = tokenizers.trainers.BpeTrainer(
+    vocab_size=270, initial_alphabet=alphabet, show_progress=False
+  )
+  tokenizer.train_from_iterator([TEXT], trainer)
+  tokenizer.add_special_tokens(['<|endoftext|>'])
+  tokenizer.save(str(path))
+
+
+def test_hugging_face_keeps_id_0_and_lets_no_text_write_an_eos(tmp_path):
+  _write_tokenizer(tmp_path / 'tokenizer.json')
+  codec = vocabularies.load(str(tmp_path / 'tokenizer.json'))
+  assert codec.encode('!') == [0]
+  assert codec.decode([0, 0]) == '!!'
+  assert codec.eos_id == codec.size - 1
+  ids = codec.encode('the sea <|endoftext|>')
+  assert codec.eos_id not in ids
+  assert codec.decode(ids) == 'the sea <|endoftext|>'
+
+
+def test_hugging_face_eos_is_what_the_file_beside_names(tmp_path):
+  _write_tokenizer(tmp_path / 'tokenizer.json')
+  config = tmp_path / 'tokenizer_config.json'
+  config.write_text('{"eos_token": {"content": "!"}}')
+  assert vocabularies.load(str(tmp_path / 'tokenizer.json')).eos_id == 0
+  config.write_text('{"eos_token": "<end>"}')
+  with pytest.raises(ConfigurationError, match='none of <end>'):
+    vocabularies.load(str(tmp_path / 'tokenizer.json'))
+
+
+def test_without_the_tokenizers_package(tmp_path, monkeypatch):
+  (tmp_path / 'tokenizer.json').write_text('{}')
+  monkeypatch.setitem(sys.modules, 'tokenizers', None)
+  with pytest.raises(ConfigurationError, match='pip install tokenizers'):
+    vocabularies.load(str(tmp_path / 'tokenizer.json'))
+
+
+@pytest.mark.parametrize('name', ['a.model', 'tokenizer.json'])
+@pytest.mark.parametrize(
+  ('content', 'said'), [(None, 'cannot be read'), (b'', 'is empty'), (b'no such thing', 'is not a')]
+)
+def test_bad_files_are_named(tmp_path, name, content, said):
+  if name == 'tokenizer.json':
+    pytest.importorskip('tokenizers')
+  file = tmp_path / name
+  if content is not None:
+    file.write_bytes(content)
+  with pytest.raises(ConfigurationError, match=said) as caught:
+    vocabularies.load(str(file))
+  assert str(file) in str(caught.value)
+
+
+def test_an_unknown_form_lists_the_known_ones():
+  with pytest.raises(ConfigurationError, match=r"'byte'.*'bytes'.*model.*tokenizer.json"):
+    vocabularies.load('byte')
