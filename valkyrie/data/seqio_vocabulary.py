@@ -36,7 +36,7 @@ class SeqioVocabulary(seqio.Vocabulary):
 
   def _encode_tf(self, s: tf.Tensor) -> tf.Tensor:
     def encode(text: tf.Tensor) -> np.ndarray:
-      ids = self._vocabulary.encode(text.numpy().decode('utf-8', errors='replace'))
+      ids = self._vocabulary.encode(bytes(text.numpy()).decode('utf-8', errors='replace'))
       return np.array(ids, np.int32)
 
     ids = tf.py_function(encode, [s], tf.int32)
