@@ -35,6 +35,7 @@ setup(
     'cuda': ['jax[cuda13]'],
     'test': [
       'hypothesis>=6.100',
+      'pre-commit>=4',
       'pyright[nodejs]>=1.1.400',  # with node from the registry instead of a download at first run
       'pytest>=8',
       'pytest-xdist>=3.6',
