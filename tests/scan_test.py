@@ -84,16 +84,13 @@ def test_gradient_is_that_of_the_equation(form):
       state, states = initial, []
       for t in range(inputs.re.shape[0]):
         keep = jnp.where(jnp.asarray(reset)[t], 0.0, 1.0)[:, None]
-        wide = decay.map(lambda part: jnp.broadcast_to(part, state.re.shape))
-        state = (wide * state).map(lambda part, keep=keep: keep * part) + inputs.map(
-          lambda part, t=t: part[t]
-        )
+        decayed = Complex(decay.re[None], decay.im[None]) * state
+        state = Complex(keep * decayed.re + inputs.re[t], keep * decayed.im + inputs.im[t])
         states.append(state)
       return loss_of(Complex(*map(jnp.stack, zip(*states, strict=True))))
 
     arguments = [pair(x, np.float64) for x in (decay, inputs, initial)]
     got = jax.grad(scanned, argnums=(0, 1, 2))(*arguments)
     expected = jax.grad(unrolled, argnums=(0, 1, 2))(*arguments)
-    jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), got, expected
-    )
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+      np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)

@@ -1,4 +1,4 @@
-"""Continues a text: the prompt is read in chunks, then token by token, by one and the same model."""
+"""Continues a text: the prompt is read in chunks, then token by token, by the same model."""
 
 from collections.abc import Callable, Iterator
 

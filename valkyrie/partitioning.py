@@ -30,7 +30,7 @@ _current: contextvars.ContextVar['Partitioner | None'] = contextvars.ContextVar(
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
-  """Pins an activation to the layout of its logical axes; does nothing outside a partitioned jit."""
+  """Pins an activation to the layout of its logical axes, inside a `Partitioner.partition`."""
   partitioner = _current.get()
   if partitioner is None:
     return x
@@ -117,8 +117,8 @@ class Partitioner:
         )
     name = path.rsplit('/', 1)[-1]
     raise ConfigurationError(
-      f'Partitioner.parameter_axes has no rule for {path} of shape {tuple(shape)}. Add one, such as '
-      f"('{name}$', {(None,) * len(shape)}), which splits it nowhere."
+      f'Partitioner.parameter_axes has no rule for {path} of shape {tuple(shape)}. Add one, such '
+      f"as ('{name}$', {(None,) * len(shape)}), which splits it nowhere."
     )
 
   def state_shardings(self, abstract_state: Any) -> Any:

@@ -55,17 +55,22 @@ def empty_carry(
   )
 
 
+def _wide(x: Array) -> DType:
+  """The dtype of logits, softmax and rotation: float32, or x's own where that is wider."""
+  return jnp.promote_types(x.dtype, jnp.float32)
+
+
 def _angles(length: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-  """cos and sin [length, K/2] of RoPE's angles at coordinates 0, 1, ...; exact, from float64."""
+  """cos and sin [length, K/2] of RoPE's angles at coordinates 0, 1, ..., in float64."""
   frequency = 10_000.0 ** -(np.arange(width // 2) / (width // 2))
   angle = np.arange(length)[:, None] * frequency
-  return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+  return np.cos(angle), np.sin(angle)
 
 
 def _rotate(x: Array, cos: np.ndarray, sin: np.ndarray) -> Array:
   """Rotates the halves of x [B, S, heads, K] by the angles of each position [S, K/2]."""
-  first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-  cos, sin = cos[None, :, None], sin[None, :, None]
+  first, second = jnp.split(x.astype(_wide(x)), 2, axis=-1)
+  cos, sin = (jnp.asarray(part[None, :, None], first.dtype) for part in (cos, sin))
   rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
   return rotated.astype(x.dtype)
 
@@ -90,7 +95,7 @@ def _read(now: _Slice, carry: AttentionCarry, registers: tuple[Array, Array]) ->
     return q.reshape(batch, size, kv_heads, heads // kv_heads, width)
 
   def scores(q, k):
-    logits = jnp.einsum('bsjgk,btjk->bjgst', q, k, preferred_element_type=jnp.float32)
+    logits = jnp.einsum('bsjgk,btjk->bjgst', q, k, preferred_element_type=_wide(q))
     return logits * width**-0.5
 
   # The window: query s stands at coordinate W + s and sees coordinates s to W + s of its document.
@@ -124,7 +129,7 @@ def _read(now: _Slice, carry: AttentionCarry, registers: tuple[Array, Array]) ->
   weights = jnp.exp(logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
   total = jnp.sum(weights, axis=-1)
   weights = weights.astype(values.dtype)
-  out = jnp.einsum('bjgst,btjk->bsjgk', weights, values, preferred_element_type=jnp.float32)
+  out = jnp.einsum('bjgst,btjk->bsjgk', weights, values, preferred_element_type=_wide(values))
   out = out / jnp.moveaxis(total, 3, 1)[..., None]
   return out.reshape(now.q.shape).astype(now.q.dtype)
 

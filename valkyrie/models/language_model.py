@@ -1,8 +1,8 @@
-"""The language model: embedding, stacked layers, norm. Memory passes from chunk to chunk in hk.State.
+"""The language model: embedding, stacked layers, norm, and memory from chunk to chunk in hk.State.
 
-Only `LanguageModel` touches `hk.State`: one pytree, `carry`, whose leaves are [repeats, B, ...]. The
-mixers below it take and return carries as values, since `hk.layer_stack` would otherwise store the
-state after the first call as the initial one.
+Only `LanguageModel` touches `hk.State`: one pytree, `carry`, whose leaves are [repeats, B, ...].
+The mixers below it take and return carries as values, since `hk.layer_stack` would otherwise store
+the state after the first call as the initial one.
 """
 
 from collections.abc import Callable, Sequence
@@ -65,7 +65,8 @@ class LanguageModel(hk.Module):
     self.repeats, left = divmod(layers, len(pattern))
     if left:
       raise ValueError(
-        f'LanguageModel: layers={layers} must be a multiple of the pattern of {len(pattern)} blocks.'
+        f'LanguageModel: layers={layers} must be a multiple of the {len(pattern)} blocks of '
+        'LanguageModel.pattern.'
       )
     self.vocabulary_size = vocabulary_size
     self.d_model = d_model
@@ -100,7 +101,7 @@ class LanguageModel(hk.Module):
     return Features(RMSNorm(name='final_norm')(x), embedding)
 
   def initial_carry(self, batch_size: int) -> Carry:
-    """The carry of rows that have read nothing: a tuple over the pattern, leaves [repeats, B, ...]."""
+    """The carry of rows that have read nothing: over the pattern, leaves [repeats, B, ...]."""
 
     def repeated(leaf):
       return jnp.broadcast_to(leaf, (self.repeats, *leaf.shape))
@@ -169,7 +170,11 @@ class Model(NamedTuple):
 
 def transform(make: Callable[[], LanguageModel]) -> Model:
   """Turns the module that `make` builds into pure functions; reads gin here, and when traced."""
-  pure = hk.transform_with_state(lambda *tokens: make(name='model')(*tokens))
+
+  def forward(inputs, positions, segment_ids):
+    return make(name='model')(inputs, positions, segment_ids)
+
+  pure = hk.transform_with_state(forward)
 
   def init(rng, batch_size):
     one = jnp.ones((batch_size, 1), jnp.int32)

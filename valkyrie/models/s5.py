@@ -51,14 +51,15 @@ def state_space(
   """
   decay, gain = discretise(system.eigenvalues, system.log_step, method=method)
   b_bar = gain.map(lambda part: part[:, None]) * system.b
-  driven = matmul(jnp.swapaxes(u, 0, 1), jnp.concatenate(b_bar).T, jnp.float32)
+  wide = jnp.promote_types(u.dtype, jnp.float32)
+  driven = matmul(jnp.swapaxes(u, 0, 1), jnp.concatenate(b_bar).T, wide)
   states = scan.diagonal_scan(
     decay, Complex(*jnp.split(driven, 2, -1)), initial, reset.T, form=form
   )
   pairs = jnp.swapaxes(jnp.concatenate(states, axis=-1), 0, 1)
   out_of = jnp.concatenate([2 * system.c.re, -2 * system.c.im], axis=1)
-  y = matmul(pairs.astype(u.dtype), out_of.T, jnp.float32)
-  return y + system.d[None, None] * u.astype(jnp.float32), Complex(*jnp.split(pairs, 2, axis=-1))
+  y = matmul(pairs.astype(u.dtype), out_of.T, wide)
+  return y + system.d[None, None] * u.astype(wide), Complex(*jnp.split(pairs, 2, axis=-1))
 
 
 def _state_after(states: Complex, initial: Complex, length: Array) -> Complex:
@@ -168,6 +169,7 @@ class S5(hk.Module):
       ),
     )
 
+  @hk.transparent
   def _activate(self, y: Array) -> Array:
     """The output variants of the S5 reference implementation."""
     width = y.shape[-1]

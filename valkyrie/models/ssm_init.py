@@ -1,4 +1,4 @@
-"""HiPPO-LegS initialisation and discretisation of a diagonal state space (arrays in, arrays out)."""
+"""HiPPO-LegS initialisation and discretisation of a diagonal state space: pure functions."""
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,8 @@ def hippo_legs_normal(size: int) -> tuple[np.ndarray, np.ndarray]:
   a = -(np.tril(np.outer(root, root), -1) + np.diag(n + 1))
   p = np.sqrt(n + 0.5)
   normal = a + np.outer(p, p)
-  # normal = -I/2 + a skew-symmetric matrix, and -i times a skew matrix is Hermitian: `eigh` is exact
-  # where a general eigenvalue routine is not.
+  # normal = -I/2 + a skew-symmetric matrix, and -i times a skew matrix is Hermitian: `eigh` is
+  # exact where a general eigenvalue routine is not.
   real = np.mean(np.diagonal(normal))
   imaginary, vectors = np.linalg.eigh(-1j * (normal - real * np.eye(size)))
   upper = imaginary > 0
