@@ -52,10 +52,9 @@ class FineWebSource(DocumentSource):
 
   def describe(self, split: str) -> dict[str, Any]:
     location = self._known_location()
-    description: dict[str, Any] = {'kind': 'fineweb', 'location': location}
-    if not location.startswith(_STREAMED):
-      description |= ParquetShards(location, COLUMNS).describe()
-    return description
+    if location.startswith(_STREAMED):
+      return {'kind': 'fineweb, streamed'}
+    return {'kind': 'fineweb'} | ParquetShards(location, COLUMNS).describe()
 
   def _known_location(self) -> str:
     if self._location is None:

@@ -25,8 +25,8 @@ from valkyrie.errors import DataError
 VALIDATION_PERCENT = 5
 _LEFT_OUT = {
   *('__phello__', '__pycache__', 'dist-packages', 'distutils', 'encodings', 'ensurepip'),
-  *('idlelib', 'lib-dynload', 'lib2to3', 'pydoc_data', 'site-packages', 'test', 'tests'),
-  *('tkinter', 'turtledemo'),
+  *('idlelib', 'lib-dynload', 'lib2to3', 'macholib', 'pydoc_data', 'site-packages', 'test'),
+  *('tests', 'tkinter', 'turtledemo'),
 }
 # Written by the build or by the distribution, so different from machine to machine.
 _LEFT_OUT_PREFIXES = ('_sysconfigdata', '_distutils_system_mod', 'sitecustomize', 'config-')

@@ -184,6 +184,13 @@ def test_shards_built_one_by_one_are_the_same_store(pages, whole, tmp_path):
   assert parts == [None] * (SHARDS - 1) + [whole[1]]
 
 
+def test_a_finished_store_is_not_taken_for_another(pages, whole):
+  assert _build(whole[0], source=str(pages)) == whole[1]
+  for options in ({'source': '/elsewhere'}, {'source': str(pages), 'split': 'validation'}):
+    with pytest.raises(ConfigurationError, match='holds another store'):
+      _build(whole[0], **options)
+
+
 def test_a_damaged_row_group_is_named(pages, tmp_path):
   _write_pages(tmp_path / 'shards')
   file = tmp_path / 'shards' / '002.parquet'

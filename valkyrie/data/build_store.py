@@ -56,7 +56,7 @@ def build(
     DataError: the task's source is not what it should be.
   """
   if (output / token_store.STORE_FILE).exists():
-    return token_store.read_information(output)
+    return _finished(output, task, split, vocabulary, source)
   module, name = _task_module(task)
   print(f'building {output}\nloading seqio and TensorFlow', file=sys.stderr, flush=True)
   with _silenced():
@@ -65,7 +65,11 @@ def build(
     tf.constant(0)
   reader = _TaskReader(_registered_task(module, name), split, vocabulary, source)
   recipe = store_writer.Recipe(
-    task=task, split=split, vocabulary=vocabulary, source=reader.description, shards=shards
+    task=task,
+    split=split,
+    vocabulary=vocabulary,
+    source=reader.description | {'location': source},
+    shards=shards,
   )
   progress = _Progress(f'{task}/{split}', shards)
   wanted = range(shards) if shard is None else [shard]
@@ -75,6 +79,22 @@ def build(
     )
     progress.end_shard(number)
   return store_writer.finish(output, recipe)
+
+
+def _finished(
+  output: pathlib.Path, task: str, split: str, vocabulary: Vocabulary, source: str | None
+) -> dict[str, Any]:
+  """store.json of a finished store, unless it is of something else than was asked for."""
+  information = token_store.read_information(output)
+  recorded = (information['vocabulary']['fingerprint'], information['source'].get('location'))
+  found = (information['task'], information['split'], *recorded)
+  asked = (task, split, vocabulary.fingerprint, source)
+  if found != asked:
+    raise ConfigurationError(
+      f'{output} holds another store (task, split, vocabulary, source): found {found}, asked for '
+      f'{asked}. Name another --output, or delete that directory.'
+    )
+  return information
 
 
 @contextlib.contextmanager
