@@ -16,9 +16,7 @@ seqio's tokenize leaves, tells the bytes of text.
 """
 
 import argparse
-from collections.abc import Iterator
 import contextlib
-import dataclasses
 import importlib
 import importlib.util
 import json
@@ -29,11 +27,9 @@ import sys
 import time
 from typing import Any
 
-import numpy as np
-
 from valkyrie.data import store_writer, token_store, vocabularies
 from valkyrie.data.vocabularies import Vocabulary
-from valkyrie.errors import ConfigurationError, DataError, ValkyrieError
+from valkyrie.errors import ConfigurationError, ValkyrieError
 from valkyrie.suggestions import did_you_mean
 
 DEFAULT_SHARDS = 8
@@ -60,10 +56,12 @@ def build(
   module, name = _task_module(task)
   print(f'building {output}\nloading seqio and TensorFlow', file=sys.stderr, flush=True)
   with _silenced():
-    import tensorflow as tf  # noqa: PLC0415
+    import tensorflow as tf  # noqa: PLC0415  (8 s: only where a store is built)
 
-    tf.constant(0)
-  reader = _TaskReader(_registered_task(module, name), split, vocabulary, source)
+    from valkyrie.data.task_reader import TaskReader  # noqa: PLC0415
+
+    tf.config.list_logical_devices()
+  reader = TaskReader(module, name, split, vocabulary, source)
   recipe = store_writer.Recipe(
     task=task,
     split=split,
@@ -99,7 +97,7 @@ def _finished(
 
 @contextlib.contextmanager
 def _silenced():
-  """TensorFlow's C++ reports at import that it finds no GPU, whatever its log level."""
+  """TensorFlow's C++ reports at its start that it finds no GPU, whatever its log level."""
   sys.stderr.flush()
   kept = os.dup(2)
   with open(os.devnull, 'w') as nowhere:
@@ -109,77 +107,6 @@ def _silenced():
   finally:
     os.dup2(kept, 2)
     os.close(kept)
-
-
-class _TaskReader:
-  """A seqio task with another vocabulary swapped in."""
-
-  def __init__(self, original: Any, split: str, vocabulary: Vocabulary, source: str | None):
-    import seqio  # noqa: PLC0415  (8 s and TensorFlow: only where a store is built)
-
-    from valkyrie.data.document_source import DocumentSource  # noqa: PLC0415
-    from valkyrie.data.seqio_vocabulary import SeqioVocabulary  # noqa: PLC0415
-
-    task = original.name
-    if split not in original.splits:
-      raise ConfigurationError(
-        f'The task {task} has no split {split!r}; it has {", ".join(original.splits)}.'
-      )
-    if 'targets' not in original.output_features:
-      raise ConfigurationError(
-        f"The task {task} has no feature 'targets' for a language model to read; it has "
-        f'{", ".join(original.output_features)}.'
-      )
-    task_source = original.source
-    self.description: dict[str, Any] = {'kind': str(task_source)}
-    self._source = None
-    if isinstance(task_source, DocumentSource):
-      task_source = task_source if source is None else task_source.at(source)
-      self.description = task_source.describe(split)
-      self._source = task_source
-    elif source is not None:
-      raise ConfigurationError(
-        f'The source {source!r} was named, but the task {task} is not a DocumentSource '
-        '(valkyrie.data.document_source) and cannot be read from elsewhere. Leave it out.'
-      )
-    swapped = SeqioVocabulary(vocabulary)
-    features = {
-      name: dataclasses.replace(feature, vocabulary=swapped)
-      for name, feature in original.output_features.items()
-    }
-    self._task = original.replace(source=task_source, output_features=features)
-    self._split = split
-    self._vocabulary = vocabulary
-    self._shard_info = seqio.ShardInfo
-
-  def documents(self, shard: int, shards: int) -> Iterator[store_writer.Document]:
-    import tensorflow as tf  # noqa: PLC0415
-
-    try:
-      dataset = self._task.get_dataset(
-        split=self._split,
-        shuffle=False,
-        shard_info=self._shard_info(shard, shards),
-        try_in_mem_cache=False,
-      )
-      for example in dataset.as_numpy_iterator():
-        yield self._document(example)
-    except tf.errors.OpError as error:
-      failure = self._source.failure if self._source is not None else None
-      raise failure or DataError(
-        f'Reading shard {shard} of {self._task.name} failed: {error.message}'
-      ) from error
-
-  def _document(self, example: dict[str, Any]) -> store_writer.Document:
-    tokens = example['targets']
-    if len(tokens) and tokens[-1] == self._vocabulary.eos_id:  # the store writes its own
-      tokens = tokens[:-1]
-    text = example.get('targets_pretokenized')
-    text_bytes = len(self._vocabulary.decode(tokens).encode()) if text is None else len(text)
-    key = example.get('sequence_key')
-    return store_writer.Document(
-      np.asarray(tokens), text_bytes, key.decode('utf-8', errors='replace') if key else None
-    )
 
 
 def _task_module(task: str) -> tuple[str, str]:
@@ -200,20 +127,6 @@ def _task_module(task: str) -> tuple[str, str]:
       f"Tasks here: {', '.join(known)}; one of your own is 'package.module:NAME'."
     )
   return module, name
-
-
-def _registered_task(module: str, name: str) -> Any:
-  """The seqio.Task of that name, after importing the module that registers it."""
-  import seqio  # noqa: PLC0415
-
-  importlib.import_module(module)
-  registered = seqio.TaskRegistry.names()
-  if name not in registered:
-    raise ConfigurationError(
-      f'The module {module} registers no seqio task {name!r}.{did_you_mean(name, registered)} '
-      '(A mixture has no end to store: name its tasks one by one.)'
-    )
-  return seqio.TaskRegistry.get(name)
 
 
 class _Progress:

@@ -1,0 +1,100 @@
+"""The tokenised documents of a seqio task, with a vocabulary of ours swapped in."""
+
+from collections.abc import Iterator
+import dataclasses
+import importlib
+from typing import Any
+
+import numpy as np
+import seqio
+import tensorflow as tf
+
+from valkyrie.data import store_writer
+from valkyrie.data.document_source import DocumentSource
+from valkyrie.data.seqio_vocabulary import SeqioVocabulary
+from valkyrie.data.vocabularies import Vocabulary
+from valkyrie.errors import ConfigurationError, DataError
+from valkyrie.suggestions import did_you_mean
+
+
+class TaskReader:
+  """One split of a seqio task; `description` says what its documents are from.
+
+  Raises:
+    ConfigurationError: the task is not registered, or cannot be read as asked.
+    DataError: its source is not what it should be.
+  """
+
+  def __init__(
+    self, module: str, task: str, split: str, vocabulary: Vocabulary, source: str | None
+  ):
+    original = _registered_task(module, task)
+    if split not in original.splits:
+      raise ConfigurationError(
+        f'The task {task} has no split {split!r}; it has {", ".join(original.splits)}.'
+      )
+    if 'targets' not in original.output_features:
+      raise ConfigurationError(
+        f"The task {task} has no feature 'targets' for a language model to read; it has "
+        f'{", ".join(original.output_features)}.'
+      )
+    task_source = original.source
+    self.description: dict[str, Any] = {'kind': str(task_source)}
+    self._source = None
+    if isinstance(task_source, DocumentSource):
+      task_source = task_source if source is None else task_source.at(source)
+      self.description = task_source.describe(split)
+      self._source = task_source
+    elif source is not None:
+      raise ConfigurationError(
+        f'The source {source!r} was named, but the task {task} is not a DocumentSource '
+        '(valkyrie.data.document_source) and cannot be read from elsewhere. Leave it out.'
+      )
+    swapped = SeqioVocabulary(vocabulary)
+    features = {
+      name: dataclasses.replace(feature, vocabulary=swapped)
+      for name, feature in original.output_features.items()
+    }
+    self._task = original.replace(source=task_source, output_features=features)
+    self._split = split
+    self._vocabulary = vocabulary
+
+  def documents(self, shard: int, shards: int) -> Iterator[store_writer.Document]:
+    """The documents of one of `shards` parts, tokenised; DataError where they cannot be read."""
+    try:
+      dataset = self._task.get_dataset(
+        split=self._split,
+        shuffle=False,
+        shard_info=seqio.ShardInfo(shard, shards),
+        try_in_mem_cache=False,
+      )
+      for example in dataset.as_numpy_iterator():
+        yield self._document(example)
+    except tf.errors.OpError as error:
+      failure = self._source.failure if self._source is not None else None
+      raise failure or DataError(
+        f'Reading shard {shard} of {self._task.name} failed: {error.message}'
+      ) from error
+
+  def _document(self, example: dict[str, Any]) -> store_writer.Document:
+    tokens = example['targets']
+    if len(tokens) and tokens[-1] == self._vocabulary.eos_id:  # the store writes its own
+      tokens = tokens[:-1]
+    text = example.get('targets_pretokenized')
+    text_bytes = len(self._vocabulary.decode(tokens).encode()) if text is None else len(text)
+    key = example.get('sequence_key')
+    return store_writer.Document(
+      np.asarray(tokens), text_bytes, key.decode('utf-8', errors='replace') if key else None
+    )
+
+
+def _registered_task(module: str, name: str) -> Any:
+  """The seqio.Task of that name, after importing the module that registers it."""
+  importlib.import_module(module)
+  registered = seqio.TaskRegistry.names()
+  if name not in registered:
+    raise ConfigurationError(
+      f'The module {module} registers no seqio task {name!r}.{did_you_mean(name, registered)} '
+      '(A mixture has no end to store: name its tasks one by one.)'
+    )
+  return seqio.TaskRegistry.get(name)
