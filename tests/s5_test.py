@@ -119,11 +119,11 @@ def test_activations_are_those_of_the_reference(activation):
   if activation == 'gelu':
     expected = active
   else:
-    gate = jax.nn.sigmoid(active @ params['s5/gate']['w'])
+    gate = jax.nn.sigmoid(active @ params['s5']['gate'])
     value = {
       'half_glu1': lambda: active,
       'half_glu2': lambda: plain,
-      'full_glu': lambda: active @ params['s5/value']['w'],
+      'full_glu': lambda: active @ params['s5']['value'],
     }[activation]()
     expected = value * gate
   np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)

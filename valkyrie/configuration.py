@@ -5,13 +5,13 @@ constructed, maybe after minutes of data and compilation. `load` checks everythi
 known from the statements and the registered signatures, and says it in one message.
 """
 
+from collections.abc import Callable, Sequence
 import importlib
 import inspect
 import json
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import gin

@@ -99,7 +99,7 @@ def restored_params(
 def evaluate(
   model_dir: str,
   *,
-  model: Callable[[], LanguageModel],
+  model: Callable[..., LanguageModel],
   partitioner: Callable[[], Partitioner],
   evaluator: Callable[..., Evaluator],
   checkpoints: Checkpoints,

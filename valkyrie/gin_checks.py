@@ -4,10 +4,10 @@ Some of it shows in the statements alone, before jax is imported; the rest again
 of what is registered. Every check raises ConfigurationError and names the flag, or file and line.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import gin

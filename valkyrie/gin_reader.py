@@ -6,6 +6,7 @@ read is explained. Nothing is imported, registered or bound.
 """
 
 import ast
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import json
 import operator
@@ -13,7 +14,6 @@ import pathlib
 import re
 import shlex
 import tokenize
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from gin import config_parser

@@ -82,7 +82,7 @@ def infer(
   model_dir: str,
   prompt: str,
   *,
-  model: Callable[[], LanguageModel],
+  model: Callable[..., LanguageModel],
   partitioner: Callable[[], Partitioner],
   checkpoints: Checkpoints,
   vocabulary: str,

@@ -4,12 +4,12 @@ jax and gin are imported only after the flags are read, so that --help answers a
 """
 
 import argparse
+from collections.abc import Mapping, Sequence
 import importlib
 import pathlib
 import re
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
 
 from valkyrie.errors import UsageError, ValkyrieError
 from valkyrie.suggestions import did_you_mean

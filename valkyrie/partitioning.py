@@ -3,7 +3,7 @@
 Two ordered tables, both in gin. The first names the axes of a parameter by its path; the second
 says over which mesh axis a logical axis is split:
 
-    parameter_axes = (('mlp/.*/w$', ('layers', 'embed', 'mlp')), ...)
+    parameter_axes = (('mlp/out$', ('layers', 'mlp', 'embed')), ...)
     axis_rules     = (('batch', 'data'), ('embed', 'data'), ...)
 """
 
@@ -51,7 +51,6 @@ class Partitioner:
     mesh: Sequence[tuple[str, int]],
     parameter_axes: Sequence[tuple[str, Axes]],
     axis_rules: Sequence[tuple[str, str | tuple[str, ...] | None]],
-    devices: Sequence[jax.Device] | None = None,
   ):
     """Builds the mesh.
 
@@ -60,12 +59,11 @@ class Partitioner:
         of one device is always possible; any other takes all devices.
       parameter_axes: (regular expression, logical axes), the first match in a path counts.
       axis_rules: (logical axis, mesh axis or axes); an axis without a rule is not split.
-      devices: the devices to use; None means all of them.
 
     Raises:
       ConfigurationError: where the devices cannot form the mesh, or a rule names an unknown axis.
     """
-    self.mesh = _make_mesh(mesh, jax.devices() if devices is None else devices)
+    self.mesh = _make_mesh(mesh)
     self.parameter_axes = tuple((re.compile(pattern), axes) for pattern, axes in parameter_axes)
     self.axis_rules = dict(axis_rules)
     for logical, axes in self.axis_rules.items():
@@ -173,7 +171,8 @@ def _as_tuple(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
   return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def _make_mesh(axes: Sequence[tuple[str, int]], devices: Sequence[jax.Device]) -> Mesh:
+def _make_mesh(axes: Sequence[tuple[str, int]]) -> Mesh:
+  devices = jax.devices()
   names = [name for name, _ in axes]
   sizes = [size for _, size in axes]
   fixed = math.prod(size for size in sizes if size != -1)

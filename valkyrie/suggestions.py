@@ -1,7 +1,7 @@
 """The nearest known name, for messages about an unknown one."""
 
-import difflib
 from collections.abc import Iterable
+import difflib
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -38,7 +38,7 @@ def train(
   log_every: int,
   eval_every: int,
   checkpoint_every: int,
-  model: Callable[[], LanguageModel],
+  model: Callable[..., LanguageModel],
   partitioner: Callable[[], Partitioner],
   curriculum: Callable[[], Curriculum],
   optimizer: Callable[[], Optimizer],

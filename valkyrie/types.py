@@ -11,9 +11,9 @@ Shape glossary, used in names and docstrings throughout:
 
 from typing import Any, NamedTuple, Protocol
 
-import chex
+import jax
 
-Array = chex.Array
+Array = jax.Array
 DType = Any  # what `jnp.dtype` accepts
 Carry = Any  # a pytree whose leaves are [B, ...]
 Params = Any  # a pytree of float32 arrays, as Haiku's `init` returns it
@@ -33,11 +33,11 @@ class Batch(NamedTuple):
     stands at the end of a chunk only, and leaves every carry untouched.
   """
 
-  inputs: Array
-  targets: Array
-  weights: Array
-  positions: Array
-  segment_ids: Array
+  inputs: Any  # arrays of the host or of devices, or their shapes and dtypes alone
+  targets: Any
+  weights: Any
+  positions: Any
+  segment_ids: Any
 
 
 class SequenceMixer(Protocol):

@@ -10,10 +10,12 @@ Positions are rotary (Su et al. 2021) in coordinates local to a slice: keys are 
 and no angle exceeds (W + S) whatever the length of the document.
 """
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,22 +23,30 @@ from valkyrie.types import Array, DType
 
 _MASKED = -1e30  # finite, so that a masked logit has a gradient of zero and not of NaN
 
+# Of a slice, what its queries found is kept for the backward pass; the rest is computed again.
+_KEEP_ATTENTION = jax.checkpoint_policies.save_only_these_names('attention')
 
-class AttentionCarry(NamedTuple):
-  """What attention remembers of a row.
 
-  keys, values: [B, W, J, K], the last W tokens, oldest first, unrotated.
-  segment_ids: int32 [B, W], their documents; 0 where there was no token yet.
-  start_keys, start_values: [B, g, J, K], slot j holds token j of a document.
-  start_segment_ids: int32 [B, g], the document that each slot belongs to; 0 while empty.
+class Memory(NamedTuple):
+  """Keys and values [B, N, J, K] of tokens, unrotated, and the documents that they belong to.
+
+  segment_ids: int32 [B, N]; 0 where there is no token yet.
   """
 
   keys: Array
   values: Array
   segment_ids: Array
-  start_keys: Array
-  start_values: Array
-  start_segment_ids: Array
+
+
+class AttentionCarry(NamedTuple):
+  """What attention remembers of a row.
+
+  window: its last W tokens, oldest first.
+  starts: in slot j of g, token j of a document.
+  """
+
+  window: Memory
+  starts: Memory
 
 
 def empty_carry(
@@ -44,15 +54,11 @@ def empty_carry(
 ) -> AttentionCarry:
   """The carry before a row's first token."""
 
-  def keys(n):
-    return jnp.zeros((batch_size, n, kv_heads, head_width), dtype)
+  def empty(slots: int) -> Memory:
+    nothing = jnp.zeros((batch_size, slots, kv_heads, head_width), dtype)
+    return Memory(nothing, nothing, jnp.zeros((batch_size, slots), jnp.int32))
 
-  def segments(n):
-    return jnp.zeros((batch_size, n), jnp.int32)
-
-  return AttentionCarry(
-    keys(window), keys(window), segments(window), keys(starts), keys(starts), segments(starts)
-  )
+  return AttentionCarry(empty(window), empty(starts))
 
 
 def _wide(x: Array) -> DType:
@@ -70,8 +76,8 @@ def _angles(length: int, width: int) -> tuple[np.ndarray, np.ndarray]:
 def _rotate(x: Array, cos: np.ndarray, sin: np.ndarray) -> Array:
   """Rotates the halves of x [B, S, heads, K] by the angles of each position [S, K/2]."""
   first, second = jnp.split(x.astype(_wide(x)), 2, axis=-1)
-  cos, sin = (jnp.asarray(part[None, :, None], first.dtype) for part in (cos, sin))
-  rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+  c, s = (jnp.asarray(part[None, :, None], first.dtype) for part in (cos, sin))
+  rotated = jnp.concatenate([first * c - second * s, second * c + first * s], axis=-1)
   return rotated.astype(x.dtype)
 
 
@@ -85,58 +91,150 @@ class _Slice(NamedTuple):
   segment_ids: Array
 
 
+class _Part(NamedTuple):
+  """Queries [B, J, Q, K], keys and values [B, J, N, K], and which query sees which: [B, S, N].
+
+  The Q queries of a head group are its heads' S queries one after the other; `seen` is theirs all.
+  """
+
+  q: Array
+  k: Array
+  v: Array
+  seen: Any  # bool, and None for its cotangent: there is none
+
+
+def _logits(part: _Part) -> Array:
+  """The masked scores of a part: [B, J, Q, N] in the wide dtype."""
+  scores = jnp.einsum('bjqk,bjnk->bjqn', part.q, part.k, preferred_element_type=_wide(part.q))
+  batch, kv_heads, queries, keys = scores.shape
+  grouped = scores.reshape(batch, kv_heads, -1, part.seen.shape[1], keys)
+  masked = jnp.where(part.seen[:, None, None], grouped, _MASKED)
+  return masked.reshape(batch, kv_heads, queries, keys)
+
+
+@jax.custom_vjp
+def _attend(parts: tuple[_Part, ...]) -> Array:
+  """One softmax over the keys of all parts: the weighted values [B, J, Q, K], wide."""
+  return _attend_forward(parts)[0]
+
+
+def _attend_forward(parts):
+  logits = [_logits(part) for part in parts]
+  largest = functools.reduce(
+    jnp.maximum, [jnp.max(scores, axis=-1, keepdims=True) for scores in logits]
+  )
+  total, out = jnp.zeros_like(largest), jnp.zeros_like(parts[0].q, largest.dtype)
+  for part, scores in zip(parts, logits, strict=True):
+    weights = jnp.exp(scores - largest)
+    total += jnp.sum(weights, axis=-1, keepdims=True)
+    out += jnp.einsum(
+      'bjqn,bjnk->bjqk', weights.astype(part.v.dtype), part.v, preferred_element_type=out.dtype
+    )
+  # Dividing the sum, [Q, K], and not the weights, [Q, N], saves a pass over the latter.
+  out = checkpoint_name(out / total, 'attention')
+  log_total = checkpoint_name(largest + jnp.log(total), 'attention')
+  return out, (parts, out, log_total)
+
+
+def _attend_backward(residuals, gradient):
+  """From out and log_total alone, both kept, the weights are exp(logits - log_total).
+
+  (Dao et al. 2022, FlashAttention, algorithm 4: nothing of the size [Q, N] is kept.)
+  """
+  parts, out, log_total = residuals
+  own = jnp.sum(gradient * out, axis=-1, keepdims=True)
+  cotangents = []
+  for part in parts:
+    narrow, wide = part.v.dtype, gradient.dtype
+    weights = jnp.exp(_logits(part) - log_total)
+    d_weights = jnp.einsum(
+      'bjqk,bjnk->bjqn', gradient.astype(narrow), part.v, preferred_element_type=wide
+    )
+    d_scores = (weights * (d_weights - own)).astype(narrow)
+    d_q = jnp.einsum('bjqn,bjnk->bjqk', d_scores, part.k)
+    d_k = jnp.einsum('bjqn,bjqk->bjnk', d_scores, part.q)
+    d_v = jnp.einsum('bjqn,bjqk->bjnk', weights.astype(narrow), gradient.astype(narrow))
+    cotangents.append(_Part(d_q, d_k, d_v, None))
+  return (tuple(cotangents),)
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
 def _read(now: _Slice, carry: AttentionCarry, registers: tuple[Array, Array]) -> Array:
-  """One softmax for each query over its window and its global keys -> [B, S, H, K]."""
+  """The slice's queries over their windows and their global keys -> [B, S, H, K]."""
   batch, size, heads, width = now.q.shape
-  window, kv_heads = carry.keys.shape[1:3]
+  window, kv_heads = carry.window.keys.shape[1:3]
+  starts = carry.starts.keys.shape[1]
   cos, sin = _angles(window + size, width)
 
-  def grouped(q):
-    return q.reshape(batch, size, kv_heads, heads // kv_heads, width)
+  def queries(at: slice) -> Array:
+    """The queries as if they stood at these coordinates, scaled: [B, J, H/J · S, K]."""
+    q = _rotate(now.q, cos[at], sin[at]) * width**-0.5
+    grouped = q.reshape(batch, size, kv_heads, heads // kv_heads, width)
+    return jnp.einsum('bsjgk->bjgsk', grouped).reshape(batch, kv_heads, -1, width)
 
-  def scores(q, k):
-    logits = jnp.einsum('bsjgk,btjk->bjgst', q, k, preferred_element_type=_wide(q))
-    return logits * width**-0.5
+  def heads_first(*pieces: Array) -> Array:
+    return jnp.swapaxes(jnp.concatenate(pieces, axis=1), 1, 2)
 
   # The window: query s stands at coordinate W + s and sees coordinates s to W + s of its document.
-  keys = _rotate(jnp.concatenate([carry.keys, now.k], axis=1), cos, sin)
-  values = jnp.concatenate([carry.values, now.v], axis=1)
-  documents = jnp.concatenate([carry.segment_ids, now.segment_ids], axis=1)
   ahead = np.arange(window + size)[None] - np.arange(size)[:, None]
   near = (ahead >= 0) & (ahead <= window)
+  documents = jnp.concatenate([carry.window.segment_ids, now.segment_ids], axis=1)
   same = now.segment_ids[:, :, None] == documents[:, None, :]
-  logits = scores(grouped(_rotate(now.q, cos[window:], sin[window:])), keys)
-  logits = jnp.where((near[None] & same)[:, None, None], logits, _MASKED)
+  keys = jnp.concatenate([carry.window.keys, now.k], axis=1)
+  parts = [
+    _Part(
+      queries(slice(window, None)),
+      heads_first(_rotate(keys, cos, sin)),
+      heads_first(carry.window.values, now.v),
+      near[None] & same,
+    )
+  ]
 
   # The globals are read as if at distance W, and a document's first tokens only where the window
   # no longer reaches them: each key once.
   register_keys, register_values = (
     jnp.broadcast_to(part, (batch, *part.shape)).astype(now.k.dtype) for part in registers
   )
-  global_keys = jnp.concatenate([register_keys, carry.start_keys], axis=1)
-  if global_keys.shape[1]:
-    own = now.segment_ids[:, :, None] == carry.start_segment_ids[:, None, :]
-    starts = np.arange(carry.start_keys.shape[1])
-    seen = own & (now.positions[:, :, None] - starts[None, None] > window)
-    seen = jnp.pad(seen, ((0, 0), (0, 0), (register_keys.shape[1], 0)), constant_values=True)
-    far = slice(window, window + 1)
-    global_logits = scores(grouped(_rotate(now.q, cos[far], sin[far])), global_keys)
-    global_logits = jnp.where(seen[:, None, None], global_logits, _MASKED)
-    logits = jnp.concatenate([global_logits, logits], axis=-1)
-    values = jnp.concatenate([register_values, carry.start_values, values], axis=1)
+  if register_keys.shape[1] + starts:
+    own = now.segment_ids[:, :, None] == carry.starts.segment_ids[:, None, :]
+    beyond = now.positions[:, :, None] - np.arange(starts)[None, None] > window
+    always = ((0, 0), (0, 0), (register_keys.shape[1], 0))
+    parts.append(
+      _Part(
+        queries(slice(window, window + 1)),
+        heads_first(register_keys, carry.starts.keys),
+        heads_first(register_values, carry.starts.values),
+        jnp.pad(own & beyond, always, constant_values=True),
+      )
+    )
 
-  # Dividing the result, [S, K], and not the weights, [S, G + W + S], saves a pass over the latter.
-  weights = jnp.exp(logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
-  total = jnp.sum(weights, axis=-1)
-  weights = weights.astype(values.dtype)
-  out = jnp.einsum('bjgst,btjk->bsjgk', weights, values, preferred_element_type=_wide(values))
-  out = out / jnp.moveaxis(total, 3, 1)[..., None]
-  return out.reshape(now.q.shape).astype(now.q.dtype)
+  out = _attend(tuple(parts)).astype(now.q.dtype)
+  out = out.reshape(batch, kv_heads, heads // kv_heads, size, width)
+  return jnp.einsum('bjgsk->bsjgk', out).reshape(now.q.shape)
 
 
-def _remember_starts(now: _Slice, carry: AttentionCarry) -> AttentionCarry:
+def _slide(window: Memory, now: _Slice, length: Array | int) -> Memory:
+  """The window after the first `length` tokens of `now`: all of them, or [B], each row's own."""
+  slots = window.keys.shape[1]
+
+  def slide(old, new):
+    both = jnp.concatenate([old, new], axis=1)
+    if isinstance(length, int):
+      return both[:, length : length + slots]
+    return jax.vmap(lambda row, n: lax.dynamic_slice_in_dim(row, n, slots))(both, length)
+
+  return Memory(
+    slide(window.keys, now.k),
+    slide(window.values, now.v),
+    slide(window.segment_ids, now.segment_ids),
+  )
+
+
+def _file_starts(starts: Memory, now: _Slice) -> Memory:
   """Files the slice's document starts: of several documents in it, only the last goes on."""
-  slots = np.arange(carry.start_keys.shape[1])[None, :, None]
+  slots = np.arange(starts.keys.shape[1])[None, :, None]
   newest = jnp.max(now.segment_ids, axis=1)[:, None]
   in_newest = (now.segment_ids == newest) & (newest > 0)
   filed = (now.positions[:, None, :] == slots) & in_newest[:, None, :]
@@ -147,17 +245,11 @@ def _remember_starts(now: _Slice, carry: AttentionCarry) -> AttentionCarry:
     return jnp.where(found[..., None, None], picked, old)
 
   # A slot that an older document filled needs no clearing: no later query has its segment id.
-  return carry._replace(
-    start_keys=file(carry.start_keys, now.k),
-    start_values=file(carry.start_values, now.v),
-    start_segment_ids=jnp.where(found, newest, carry.start_segment_ids),
+  return Memory(
+    file(starts.keys, now.k),
+    file(starts.values, now.v),
+    jnp.where(found, newest, starts.segment_ids),
   )
-
-
-def _last(window: int, before: Array, now: Array, length: Array) -> Array:
-  """The last W entries of `before` [B, W, ...] followed by the first `length` [B] of `now`."""
-  both = jnp.concatenate([before, now], axis=1)
-  return jax.vmap(lambda row, n: lax.dynamic_slice_in_dim(row, n, window))(both, length)
 
 
 def sliding_window_attention(
@@ -186,32 +278,24 @@ def sliding_window_attention(
     (out [B, T, H, K], the carry after the last token that is not padding). Rows of padding hold
     finite numbers that mean nothing.
   """
-  time, window = q.shape[1], carry.keys.shape[1]
-  size = min(slice_size, window, time)
+  time = q.shape[1]
+  size = min(slice_size, carry.window.keys.shape[1], time)
   count = -(-time // size)
 
   def slices(x):
     padded = jnp.pad(x, ((0, 0), (0, count * size - time)) + ((0, 0),) * (x.ndim - 2))
     return jnp.moveaxis(padded.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
 
-  @jax.checkpoint
-  def step(carry, now):
-    out = _read(now, carry, registers)
-    carry = _remember_starts(now, carry)
-    recent = (
-      jnp.concatenate([old, new], axis=1)[:, size:]
-      for old, new in zip(carry[:3], (now.k, now.v, now.segment_ids), strict=True)
-    )
-    return AttentionCarry(*recent, *carry[3:]), out
+  @functools.partial(jax.checkpoint, policy=_KEEP_ATTENTION)
+  def step(before: AttentionCarry, now: _Slice):
+    out = _read(now, before, registers)
+    return AttentionCarry(_slide(before.window, now, size), _file_starts(before.starts, now)), out
 
   whole = _Slice(q, k, v, positions, segment_ids)
-  after, out = lax.scan(step, carry, _Slice(*map(slices, whole)))
+  after, out = lax.scan(step, carry, jax.tree.map(slices, whole))
   out = jnp.moveaxis(out, 0, 1).reshape(q.shape[0], count * size, *q.shape[2:])[:, :time]
 
   # Within the scan padding enters the window, which nothing but padding then reads. What the next
   # chunk is given is taken from the tokens themselves.
   length = jnp.sum(segment_ids > 0, axis=1)
-  recent = (
-    _last(window, old, new, length) for old, new in zip(carry[:3], (k, v, segment_ids), strict=True)
-  )
-  return out, AttentionCarry(*recent, *after[3:])
+  return out, AttentionCarry(_slide(carry.window, whole, length), after.starts)

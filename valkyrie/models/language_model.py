@@ -20,6 +20,13 @@ from valkyrie.models.longformer import LongformerAttention
 from valkyrie.partitioning import constrain
 from valkyrie.types import Array, Carry, Params
 
+_KEPT = {
+  'products': jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names('attention'),
+  ),
+  'nothing': jax.checkpoint_policies.nothing_saveable,
+}
 _LANES = 128  # the width of a TPU's vector registers, to which the vocabulary is padded
 
 
@@ -42,9 +49,9 @@ class LanguageModel(hk.Module):
     vocabulary_size: int,
     d_model: int,
     layers: int,
-    pattern: Sequence[Callable[[], Block]] = (Block,),
+    pattern: Sequence[Callable[..., Block]] = (Block,),
     compute_dtype: str = 'float32',
-    remat: bool = False,
+    remat: str | None = 'products',
     name: str | None = None,
   ):
     """Configures the model.
@@ -55,13 +62,17 @@ class LanguageModel(hk.Module):
       layers: L, a multiple of the pattern's length.
       pattern: block classes (`@Block` in gin), repeated until there are `layers` of them.
       compute_dtype: 'float32' or 'bfloat16', of activations; parameters stay float32.
-      remat: recompute each layer in the backward pass, instead of keeping its activations.
+      remat: what the backward pass finds kept of a layer: 'products' keeps matrix products and
+        what attention found, and recomputes what is cheap; 'nothing' recomputes all of the layer;
+        None keeps every activation.
       name: Haiku's.
 
     Raises:
-      ValueError: where the layers are not whole repeats of the pattern.
+      ValueError: where the layers are not whole repeats of the pattern, or a name is not known.
     """
     super().__init__(name)
+    if remat is not None and remat not in _KEPT:
+      raise ValueError(f'LanguageModel: remat={remat!r} is not known; it is {list(_KEPT)} or None.')
     self.repeats, left = divmod(layers, len(pattern))
     if left:
       raise ValueError(
@@ -96,7 +107,9 @@ class LanguageModel(hk.Module):
       'carry', (), self.compute_dtype, init=lambda *_: self.initial_carry(inputs.shape[0])
     )
     stack = hk.layer_stack(self.repeats, with_per_layer_inputs=True, name='layers')
-    x, carry = stack(hk.remat(layer) if self.remat else layer)(x, carry)
+    if self.remat is not None:
+      layer = hk.remat(layer, policy=_KEPT[self.remat])
+    x, carry = stack(layer)(x, carry)
     hk.set_state('carry', carry)
     return Features(RMSNorm(name='final_norm')(x), embedding)
 
@@ -168,7 +181,7 @@ class Model(NamedTuple):
   max_context: int | None
 
 
-def transform(make: Callable[[], LanguageModel]) -> Model:
+def transform(make: Callable[..., LanguageModel]) -> Model:
   """Turns the module that `make` builds into pure functions; reads gin here, and when traced."""
 
   def forward(inputs, positions, segment_ids):

@@ -3,6 +3,7 @@
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from valkyrie.types import Array, DType
 
@@ -18,17 +19,20 @@ def matmul(x: Array, w: Array, out_dtype: DType | None = None) -> Array:
   return out.reshape(*x.shape[:-1], w.shape[-1])
 
 
-class Linear(hk.Module):
-  """x @ w without a bias. w [D_in, D_out] is float32 and cast to x's dtype where it is used."""
+def project(x: Array, **widths: int) -> list[Array]:
+  """x @ w for parameters w [D_in, width] of the calling module, by name, in one matrix product.
 
-  def __init__(self, width: int, name: str | None = None):
-    super().__init__(name)
-    self.width = width
-
-  def __call__(self, x: Array) -> Array:
-    fan_in = x.shape[-1]
-    init = hk.initializers.TruncatedNormal(fan_in**-0.5)
-    return matmul(x, hk.get_parameter('w', (fan_in, self.width), jnp.float32, init))
+  Weights are float32, and cast to x's dtype where they are used. Side by side they make one wide
+  product, and in the backward pass one sum over all of them, where a product each would read x
+  again and write its gradient again.
+  """
+  fan_in = x.shape[-1]
+  init = hk.initializers.TruncatedNormal(fan_in**-0.5)
+  weights = [
+    hk.get_parameter(name, (fan_in, width), jnp.float32, init) for name, width in widths.items()
+  ]
+  ends = np.cumsum(list(widths.values()))[:-1]
+  return jnp.split(matmul(x, jnp.concatenate(weights, axis=1)), ends, axis=-1)
 
 
 class RMSNorm(hk.Module):
@@ -36,21 +40,22 @@ class RMSNorm(hk.Module):
 
   def __call__(self, x: Array) -> Array:
     scale = hk.get_parameter('scale', (x.shape[-1],), jnp.float32, jnp.ones)
-    wide = x.astype(jnp.float32)
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     return (wide * jax.lax.rsqrt(mean_square + 1e-6) * scale[None, None]).astype(x.dtype)
 
 
 class GatedMLP(hk.Module):
-  """(silu(x w_gate) * x w_in) w_out (Shazeer 2020, SwiGLU)."""
+  """(silu(x w_gate) * x w_hidden) w_out (Shazeer 2020, SwiGLU)."""
 
   def __init__(self, width: int, name: str | None = None):
     super().__init__(name)
     self.width = width
 
   def __call__(self, x: Array) -> Array:
-    gate = jax.nn.silu(Linear(self.width, name='gate')(x))
-    return Linear(x.shape[-1], name='out')(gate * Linear(self.width, name='in')(x))
+    gate, hidden = project(x, gate=self.width, hidden=self.width)
+    (out,) = project(jax.nn.silu(gate) * hidden, out=x.shape[-1])
+    return out
 
   def forward_flops(self, width: int) -> int:
     """Three matrix products of width x self.width a token."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from valkyrie.models import attention
 from valkyrie.models.attention import AttentionCarry
-from valkyrie.models.layers import Linear
+from valkyrie.models.layers import project
 from valkyrie.types import Array, DType
 
 
@@ -73,24 +73,25 @@ class LongformerAttention(hk.Module):
   ) -> tuple[Array, AttentionCarry]:
     """Mixes a chunk; see `types.SequenceMixer`."""
     chex.assert_rank(x, 3)
-    chex.assert_shape(carry.keys, (x.shape[0], self.window, self.kv_heads, self.head_width))
+    chex.assert_shape(carry.window.keys, (x.shape[0], self.window, self.kv_heads, self.head_width))
 
-    def project(heads, name):
-      return Linear(heads * self.head_width, name=name)(x).reshape(
-        *x.shape[:2], heads, self.head_width
-      )
+    def heads_of(projected):
+      return projected.reshape(*x.shape[:2], -1, self.head_width)
 
+    own, shared = self.heads * self.head_width, self.kv_heads * self.head_width
+    q, k, v = map(heads_of, project(x, query=own, key=shared, value=shared))
     out, carry = attention.sliding_window_attention(
-      project(self.heads, 'query'),
-      project(self.kv_heads, 'key'),
-      project(self.kv_heads, 'value'),
+      q,
+      k,
+      v,
       carry,
       positions=positions,
       segment_ids=segment_ids,
       registers=self._registers(),
       slice_size=self.slice_size,
     )
-    return Linear(x.shape[-1], name='out')(out.reshape(*x.shape[:2], -1)), carry
+    (out,) = project(out.reshape(*x.shape[:2], own), out=x.shape[-1])
+    return out, carry
 
   def _registers(self) -> tuple[Array, Array]:
     shape = (self.registers, self.kv_heads, self.head_width)

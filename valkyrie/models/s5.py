@@ -17,10 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.models import scan
-from valkyrie.models.layers import Linear, matmul
+from valkyrie.models.layers import matmul, project
 from valkyrie.models.scan import Complex
 from valkyrie.models.ssm_init import block_diagonal, discretise, log_steps
 from valkyrie.types import Array, DType
+
+# The output variants of the reference implementation, and how many D x D products each adds.
+_GATES = {'gelu': 0, 'half_glu1': 1, 'half_glu2': 1, 'full_glu': 2}
 
 
 class StateSpace(NamedTuple):
@@ -96,8 +99,13 @@ class S5(hk.Module):
       activation: 'gelu', or the gated 'half_glu1', 'half_glu2', 'full_glu' of the reference.
       scan_form: a key of `scan.FORMS`; None takes the fastest for the platform.
       name: Haiku's.
+
+    Raises:
+      ValueError: where a name is not known, or the states do not divide into the blocks.
     """
     super().__init__(name)
+    if activation not in _GATES:
+      raise ValueError(f'S5: activation {activation!r} is not known; it is one of {list(_GATES)}.')
     self.state_size = state_size
     self.blocks = blocks
     self.discretisation = discretisation
@@ -113,8 +121,8 @@ class S5(hk.Module):
 
   def forward_flops(self, width: int) -> int:
     """Two real products of D x 2P, the recurrence (8 a state), and the gates."""
-    gates = {'gelu': 0, 'half_glu1': 1, 'half_glu2': 1, 'full_glu': 2}[self.activation]
-    return 8 * width * self.state_size + 8 * self.state_size + 2 * gates * width * width
+    products = 8 * width * self.state_size + 2 * _GATES[self.activation] * width * width
+    return products + 8 * self.state_size
 
   def __call__(
     self, x: Array, carry: Complex, *, positions: Array, segment_ids: Array
@@ -135,20 +143,22 @@ class S5(hk.Module):
 
   def _parameters(self, width: int) -> StateSpace:
     p = self.state_size
-    eigenvalues, vectors = block_diagonal(p, self.blocks)
-    vectors = jnp.asarray(vectors, jnp.complex64)
+    eigenvalues, basis = block_diagonal(p, self.blocks)
+    smallest, largest = self.step_range
+    vectors = jnp.asarray(basis, jnp.complex64)
+
+    def parts_of(x: Array) -> Array:
+      return jnp.stack([jnp.real(x), jnp.imag(x)])
 
     def b_init(shape, dtype):
       del shape
       real = jax.random.normal(hk.next_rng_key(), (2 * p, width), dtype) * width**-0.5
-      complex_b = vectors.conj().T @ real
-      return jnp.stack([complex_b.real, complex_b.imag])
+      return parts_of(vectors.conj().T @ real)
 
     def c_init(shape, dtype):
       del shape
       parts = jax.random.truncated_normal(hk.next_rng_key(), -2, 2, (2, width, 2 * p), dtype)
-      complex_c = jax.lax.complex(parts[0], parts[1]) * (2 * p) ** -0.5 @ vectors
-      return jnp.stack([complex_c.real, complex_c.imag])
+      return parts_of(jax.lax.complex(parts[0], parts[1]) * (2 * p) ** -0.5 @ vectors)
 
     def constant(value):
       return hk.initializers.Constant(np.asarray(value, np.float32))
@@ -156,16 +166,18 @@ class S5(hk.Module):
     def parameter(name, shape, init):
       return hk.get_parameter(name, shape, jnp.float32, init)
 
+    b = parameter('b', (2, p, width), b_init)
+    c = parameter('c', (2, width, p), c_init)
     return StateSpace(
       eigenvalues=Complex(
-        parameter('lambda_re', (p,), constant(eigenvalues.real)),
-        parameter('lambda_im', (p,), constant(eigenvalues.imag)),
+        parameter('lambda_re', (p,), constant(np.real(eigenvalues))),
+        parameter('lambda_im', (p,), constant(np.imag(eigenvalues))),
       ),
-      b=Complex(*parameter('b', (2, p, width), b_init)),
-      c=Complex(*parameter('c', (2, width, p), c_init)),
+      b=Complex(b[0], b[1]),
+      c=Complex(c[0], c[1]),
       d=parameter('d', (width,), hk.initializers.RandomNormal()),
       log_step=parameter(
-        'log_step', (p,), lambda shape, _: log_steps(hk.next_rng_key(), *shape, *self.step_range)
+        'log_step', (p,), lambda *_: log_steps(hk.next_rng_key(), p, smallest, largest)
       ),
     )
 
@@ -176,9 +188,9 @@ class S5(hk.Module):
     active = jax.nn.gelu(y)
     if self.activation == 'gelu':
       return active
-    gate = jax.nn.sigmoid(Linear(width, name='gate')(active))
-    if self.activation == 'half_glu1':
-      return active * gate
-    if self.activation == 'half_glu2':
-      return y * gate
-    return Linear(width, name='value')(active) * gate
+    if self.activation == 'full_glu':
+      gate, value = project(active, gate=width, value=width)
+    else:
+      (gate,) = project(active, gate=width)
+      value = active if self.activation == 'half_glu1' else y
+    return value * jax.nn.sigmoid(gate)

@@ -50,7 +50,7 @@ def block_diagonal(states: int, blocks: int) -> tuple[np.ndarray, np.ndarray]:
 def log_steps(key: Array, states: int, smallest: float, largest: float) -> Array:
   """log Δ [P], uniform in the logarithm between two step sizes (S5 appendix B.1.3)."""
   low, high = np.log(smallest), np.log(largest)
-  return jax.random.uniform(key, (states,), minval=low, maxval=high)
+  return jax.random.uniform(key, (states,), jnp.float32, low, high)
 
 
 def discretise(eigenvalues: Complex, log_step: Array, *, method: str) -> tuple[Complex, Complex]:

@@ -1,7 +1,5 @@
 """What the arithmetic of training costs, and what a device could do at most."""
 
-import jax
-
 # Dense bfloat16 operations a second of one JAX device, from the makers' data sheets. A CPU's peak
 # depends on its clock and load, so it is measured where it is needed (scripts/bench).
 _PEAK_BFLOAT16 = {
@@ -23,8 +21,7 @@ def train_flops_per_token(forward_flops: int) -> int:
   return 3 * forward_flops
 
 
-def peak_flops(device: jax.Device) -> float | None:
-  """The most operations a second that the device could do; None where no data sheet is known."""
-  kind = device.device_kind
-  known = [name for name in _PEAK_BFLOAT16 if kind.startswith(name)]
+def peak_flops(device_kind: str) -> float | None:
+  """The most operations a second that such a device could do; None where no data sheet is known."""
+  known = [name for name in _PEAK_BFLOAT16 if device_kind.startswith(name)]
   return _PEAK_BFLOAT16[max(known, key=len)] if known else None

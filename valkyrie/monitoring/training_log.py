@@ -66,7 +66,6 @@ class TrainingLog:
     position = self._curriculum.position
     tokens = self._batch_size * (position(step) - position(step - len(steps)))
     weight = float(sum(s.sums.weight for s in steps))
-    device = jax.devices()[0]
     scalars: Metrics = {
       'tokens': self._batch_size * position(step),
       **text_metrics(sum(float(s.sums.loss) for s in steps), weight, self._tokens_per_byte),
@@ -79,7 +78,7 @@ class TrainingLog:
         seconds=seconds,
         devices=jax.device_count(),
         flops_per_token=self._flops,
-        peak_flops=flops.peak_flops(device),
+        peak_flops=flops.peak_flops(jax.devices()[0].device_kind),
       ),
       'phase': self._curriculum.index(step - 1),
       'skipped': int(steps[-1].skipped),

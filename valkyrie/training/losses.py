@@ -15,7 +15,8 @@ _LOGITS_AT_ONCE = 2**25
 
 def logits(features: Features, vocabulary_size: int) -> Array:
   """The logits [B, T, V] float32; tokens that only pad the vocabulary get -1e30."""
-  scores = matmul(features.hidden, features.unembedding.T, jnp.float32)
+  wide = jnp.promote_types(features.hidden.dtype, jnp.float32)
+  scores = matmul(features.hidden, features.unembedding.T, wide)
   exists = jnp.arange(scores.shape[-1]) < vocabulary_size
   return jnp.where(exists[None, None], scores, -1e30)
 

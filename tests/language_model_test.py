@@ -1,0 +1,211 @@
+"""The whole model: chunked equals whole, packed equals alone, and nothing sees the future."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from valkyrie.models import language_model
+from valkyrie.models.block import Block
+from valkyrie.models.full_attention import FullAttention
+from valkyrie.types import Batch
+
+full = functools.partial(FullAttention, heads=2, head_width=8, max_context=24)
+MIXERS = {
+  'hybrid': (tiny.attention, tiny.s5),
+  'attention': (tiny.attention,),
+  's5': (tiny.s5,),
+  'full': (full, tiny.s5),
+}
+
+
+@functools.cache
+def built(mixers='hybrid', **options):
+  model = tiny.model(MIXERS[mixers], **options)
+  params, _ = tiny.init(model, 2)
+  return model, params, jax.jit(model.apply)
+
+
+def hidden(apply, params, carry, batch: Batch, chunk: int):
+  """Reads the batch in chunks -> (hidden [B, T, D], the carry at the end)."""
+  out = []
+  for begin in range(0, batch.inputs.shape[1], chunk):
+    piece = tiny.cut(batch, begin, begin + chunk)
+    features, carry = apply(params, carry, piece.inputs, piece.positions, piece.segment_ids)
+    out.append(features.hidden)
+  return np.concatenate(out, axis=1), carry
+
+
+def close(a, b, atol=2e-5):
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=atol), a, b)
+
+
+@pytest.mark.parametrize('mixers', MIXERS)
+@pytest.mark.parametrize('chunk', [1, 4, 12])
+def test_where_chunks_are_cut_changes_nothing(mixers, chunk):
+  """Chunks of one token, shorter than the window (6), and longer; cuts inside documents."""
+  model, params, apply = built(mixers)
+  batch = tiny.batch((7, 15, 2))
+  fresh = model.initial_carry(2)
+  whole, whole_carry = hidden(apply, params, fresh, batch, 24)
+  pieces, carry = hidden(apply, params, fresh, batch, chunk)
+  close(pieces, whole)
+  close(carry, whole_carry)
+
+
+def test_the_carry_begins_at_zero_and_init_does_not_advance_it():
+  model, _, _ = built()
+  _, carry = tiny.init(model, 3)
+  close(carry, model.initial_carry(3), atol=0)
+  assert all(not np.any(leaf) for leaf in jax.tree.leaves(carry))
+  assert {leaf.shape[:2] for leaf in jax.tree.leaves(carry)} == {(2, 3)}  # layers, rows
+
+
+@pytest.mark.parametrize('mixers', MIXERS)
+def test_packed_documents_equal_the_same_documents_alone(mixers):
+  model, params, apply = built(mixers)
+  lengths = (7, 15, 2)
+  packed, _ = hidden(apply, params, model.initial_carry(2), batch := tiny.batch(lengths), 8)
+  begin = 0
+  for length in lengths:
+    alone, _ = hidden(
+      apply, params, model.initial_carry(2), tiny.cut(batch, begin, begin + length), length
+    )
+    close(packed[:, begin : begin + length], alone)
+    begin += length
+
+
+def test_a_row_that_starts_a_document_does_not_know_what_it_read_before():
+  model, params, apply = built()
+  _, used = hidden(apply, params, model.initial_carry(2), tiny.batch((24,), seed=1), 8)
+  batch = tiny.batch((12,), seed=2)
+  batch = batch._replace(segment_ids=batch.segment_ids + 7)
+  from_used, _ = hidden(apply, params, used, batch, 4)
+  from_fresh, _ = hidden(apply, params, model.initial_carry(2), batch, 4)
+  close(from_used, from_fresh)
+
+
+def test_padding_leaves_every_carry_untouched():
+  model, params, apply = built()
+  batch, padded = tiny.batch((7, 5)), tiny.batch((7, 5), padding=4)
+  padded = padded._replace(inputs=np.concatenate([batch.inputs, padded.inputs[:, -4:]], axis=1))
+  _, carry = hidden(apply, params, model.initial_carry(2), batch, 12)
+  _, with_padding = hidden(apply, params, model.initial_carry(2), padded, 16)
+  close(with_padding, carry)
+  nothing = tiny.cut(padded, 12, 16)
+  _, after = apply(params, carry, nothing.inputs, nothing.positions, nothing.segment_ids)
+  close(after, carry, atol=0)
+
+
+@pytest.mark.parametrize('mixers', MIXERS)
+def test_no_output_depends_on_a_later_token_nor_on_another_document(mixers):
+  """By gradient: d hidden[t] / d embedding of token s, which has its own row of the table."""
+  model, params, _ = built(mixers)
+  time = 16
+  batch = tiny.batch((6, 10), rows=1)
+  batch = batch._replace(inputs=np.arange(time, dtype=np.int32)[None])
+
+  @jax.jit
+  def influence(embedding):
+    tied = {**params, 'model': {'embedding': embedding}}
+    fresh = model.initial_carry(1)
+    features, _ = model.apply(tied, fresh, batch.inputs, batch.positions, batch.segment_ids)
+    return features.hidden[0].sum(axis=-1)
+
+  jacobian = jax.jacrev(influence)(params['model']['embedding'])  # [t, token, D]
+  depends = np.asarray(jnp.any(jacobian[:, :time] != 0, axis=-1))
+  same = batch.segment_ids[0][:, None] == batch.segment_ids[0][None]
+  allowed = np.tril(np.ones((time, time), bool)) & same
+  assert not np.any(depends & ~allowed)
+  assert np.all(depends[np.eye(time, dtype=bool)])
+  if mixers in ('hybrid', 's5', 'full'):
+    assert np.all(depends[allowed])  # and memory reaches back to the start of the document
+
+
+@pytest.mark.parametrize('remat', ['products', 'nothing'])
+def test_remat_changes_nothing(remat):
+  batch = tiny.batch((7, 15, 2))
+
+  def gradient(remat):
+    model, params, _ = built(remat=remat)
+
+    @jax.jit
+    def loss(params):
+      features, _ = model.apply(
+        params, model.initial_carry(2), batch.inputs, batch.positions, batch.segment_ids
+      )
+      return jnp.sum(jnp.square(features.hidden) * 0.1)
+
+    return jax.grad(loss)(params)
+
+  close(gradient(remat), gradient(None), atol=1e-5)
+
+
+def test_dtypes_under_bfloat16():
+  model = tiny.model(compute_dtype='bfloat16')
+  params, carry = tiny.init(model, 2)
+  assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {'float32'}
+  batch = tiny.batch((7, 15, 2))
+  features, after = model.apply(params, carry, batch.inputs, batch.positions, batch.segment_ids)
+  assert features.hidden.dtype == jnp.bfloat16
+  attention, state = after['model']['carry'][0]
+  assert {part.dtype.name for part in state} == {'float32'}
+  assert attention.window.keys.dtype == attention.window.values.dtype == jnp.bfloat16
+  assert jax.tree.map(lambda x: x.dtype, carry) == jax.tree.map(lambda x: x.dtype, after)
+
+
+def test_layers_are_stacked_over_the_repeated_pattern():
+  """Two kinds of block in turn: the carry is a tuple over the pattern, stacked over repeats."""
+  narrow = functools.partial(Block, mixers=(tiny.attention,), mlp_width=8)
+  memory = functools.partial(Block, mixers=(tiny.s5,), mlp_width=24)
+  model = language_model.transform(
+    functools.partial(
+      language_model.LanguageModel,
+      vocabulary_size=tiny.VOCABULARY,
+      d_model=16,
+      layers=6,
+      pattern=(narrow, memory),
+    )
+  )
+  params, carry = tiny.init(model, 2)
+  assert params['model/layers/block_0/~/mlp']['hidden'].shape == (3, 16, 8)
+  assert params['model/layers/block_1/~/mlp']['hidden'].shape == (3, 16, 24)
+  (attention,), (state,) = carry['model']['carry']
+  assert attention.window.keys.shape == (3, 2, tiny.WINDOW, 2, 8)
+  assert state.re.shape == (3, 2, 8)
+  batch = tiny.batch((24,))
+  apply = jax.jit(model.apply)
+  whole, _ = hidden(apply, params, carry, batch, 24)
+  pieces, _ = hidden(apply, params, carry, batch, 5)
+  close(pieces, whole)
+  with pytest.raises(ValueError, match='layers=3 must be a multiple of the 2 blocks'):
+    language_model.transform(
+      functools.partial(
+        language_model.LanguageModel,
+        vocabulary_size=50,
+        d_model=16,
+        layers=3,
+        pattern=(narrow, memory),
+      )
+    )
+
+
+def test_what_a_model_says_of_itself():
+  model, params, _ = built('full')
+  assert (model.window, model.max_context, model.vocabulary_size) == (23, 24, 50)
+  assert built('hybrid')[0].max_context is None
+  assert built('s5')[0].window == 0
+  # Every matrix costs two operations a weight and token; what attention reads comes on top.
+  model, params, _ = built('attention')
+  matrices = sum(
+    x.size
+    for group in params.values()
+    for name, x in group.items()
+    if name in ('query', 'key', 'value', 'out', 'gate', 'hidden')
+  )
+  unembedding = tiny.VOCABULARY * 16
+  reads = 2 * 4 * (tiny.WINDOW + 1 + 2 + 2) * 4 * 8
+  assert model.forward_flops == 2 * (matrices + unembedding) + reads

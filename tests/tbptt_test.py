@@ -1,0 +1,164 @@
+"""Gradients through chunks: exact where they flow, nothing where they are cut."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from valkyrie.training import tbptt
+
+TIME = 24
+
+
+@functools.cache
+def built():
+  model = tiny.model()
+  params, carry = tiny.init(model, 2)
+  return model, params, carry
+
+
+@functools.cache
+def gradient_of(chunk_size, backprop_chunks, remat=True):
+  model, _, _ = built()
+  return jax.jit(
+    functools.partial(
+      tbptt.gradients,
+      model,
+      chunk_size=chunk_size,
+      backprop_chunks=backprop_chunks,
+      remat=remat,
+    )
+  )
+
+
+def direct(params, carry, batch):
+  """The mean loss of the whole row, differentiated with no chunks at all."""
+  model, _, _ = built()
+
+  def loss(params):
+    sums, after = tbptt.chunk_sums(model, params, carry, batch)
+    return sums.loss / jnp.sum(batch.weights), (after, sums)
+
+  gradient, (after, sums) = jax.jit(jax.grad(loss, has_aux=True))(params)
+  return gradient, after, sums
+
+
+def difference(a, b):
+  """The largest relative 2-norm over leaves."""
+  return max(
+    float(np.linalg.norm(x - y) / np.linalg.norm(y))
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+  )
+
+
+@pytest.mark.parametrize('remat', [True, False])
+@pytest.mark.parametrize('chunk_size', [1, 4, 12, 24])  # shorter and longer than the window of 6
+def test_with_all_chunks_the_gradient_is_that_of_the_whole(chunk_size, remat):
+  _, params, carry = built()
+  batch = tiny.batch((7, 15, 2))
+  gradient, after, sums = gradient_of(chunk_size, TIME // chunk_size, remat)(params, carry, batch)
+  expected, expected_after, expected_sums = direct(params, carry, batch)
+  assert difference(gradient, expected) < 1e-5
+  np.testing.assert_allclose(sums.loss, expected_sums.loss, rtol=1e-5)
+  assert sums.weight == batch.weights.sum()
+  for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(expected_after), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_in_float64_the_gradients_agree_to_rounding():
+  with jax.enable_x64(True):
+    _, params, carry = built()
+
+    def widen(tree):
+      return jax.tree.map(
+        lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, jax.device_get(tree)
+      )
+
+    model64 = tiny.model(compute_dtype='float64')
+    batch = widen(tiny.batch((7, 15, 2)))
+    carry = widen(carry)
+
+    def at(chunk_size):
+      return jax.jit(
+        functools.partial(
+          tbptt.gradients,
+          model64,
+          chunk_size=chunk_size,
+          backprop_chunks=TIME // chunk_size,
+          remat=True,
+        )
+      )(widen(params), carry, batch)[0]
+
+    assert difference(at(4), at(TIME)) < 1e-10
+
+
+def test_between_groups_the_gradient_is_cut_and_within_a_group_it_flows():
+  """d loss of the last 12 tokens / d the tokens of the first 12, through the carry alone."""
+  model, params, carry = built()
+  batch = tiny.batch((TIME,))
+  late = batch._replace(weights=np.where(np.arange(TIME) >= 12, batch.weights, 0))
+  # Tokens 0 to 23 stand only in the first half, and 24 to 47 only in the second, so that the rows
+  # of the embedding tell the halves apart; targets come from the second half as well.
+  inputs = np.tile(np.arange(TIME, dtype=np.int32), (2, 1))
+  late = late._replace(inputs=inputs, targets=np.full_like(inputs, 40))
+
+  def touched(backprop_chunks):
+    gradient, _, _ = gradient_of(6, backprop_chunks)(params, carry, late)
+    # The unembedding touches every row: what the softmax alone gives is subtracted.
+    return gradient['model']['embedding'][:12]
+
+  def softmax_only():
+    def loss(unembedding):
+      features, _ = model.apply(params, carry, late.inputs, late.positions, late.segment_ids)
+      losses = tbptt.token_losses(
+        features._replace(unembedding=unembedding), late.targets, model.vocabulary_size
+      )
+      return jnp.sum(losses * late.weights) / jnp.sum(late.weights)
+
+    return jax.grad(loss)(params['model']['embedding'])[:12]
+
+  through_softmax = softmax_only()
+  cut = np.abs(touched(2) - through_softmax).max()
+  flows = np.abs(touched(4) - through_softmax).max()
+  assert cut < 1e-7
+  assert flows > 1e-4
+
+
+def test_groups_add_up_to_the_mean_over_the_step():
+  """The gradient of a truncated step is the weighted mean of its groups' own gradients."""
+  _, params, carry = built()
+  batch = tiny.batch((7, 13, 4))
+  gradient, _, sums = gradient_of(6, 2)(params, carry, batch)
+  total, expected = batch.weights.sum(), None
+  for begin in (0, 12):
+    part = tiny.cut(batch, begin, begin + 12)
+    of_group, carry, _ = direct(params, carry, part)
+    share = jax.tree.map(lambda g, part=part: g * part.weights.sum() / total, of_group)
+    expected = share if expected is None else jax.tree.map(jnp.add, expected, share)
+  assert difference(gradient, expected) < 1e-5
+  assert sums.weight == total
+
+
+def test_remat_scan_keeps_few_carries():
+  """For 64 chunks: 8 carries for the segments and 8 within one, instead of 64."""
+
+  def loss(x, chunks):
+    def step(carry, chunk):
+      return jnp.sin(carry * chunk), jnp.sum(carry)
+
+    return jnp.sum(tbptt.remat_scan(step, x, chunks)[0])
+
+  size = 1000
+  _, backward = jax.vjp(lambda x: loss(x, jnp.ones((64, size))), jnp.ones(size))
+  kept = sum(leaf.size for leaf in jax.tree.leaves(backward))
+  assert kept <= 64 * size + 10 * size  # the chunks themselves, and the segments' carries
+
+
+def test_the_share_beyond_the_window_is_counted():
+  _, params, carry = built()
+  batch = tiny.batch((7, 15, 2))
+  _, _, sums = gradient_of(12, 2)(params, carry, batch)
+  assert sums.far == np.sum(batch.weights * (batch.positions > tiny.WINDOW)) > 0

@@ -1,0 +1,160 @@
+"""One step: what it computes, what it refuses, and what it leaves."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+
+from valkyrie.errors import ConfigurationError
+from valkyrie.models.language_model import Features
+from valkyrie.training import losses, train_step
+from valkyrie.training.curriculum import Curriculum, Phase
+from valkyrie.training.optimizers import Optimizer
+from valkyrie.training.train_step import initial_state, make_train_step
+
+PHASE = Phase(chunk_size=6, chunks=4, backprop_chunks=2)
+
+
+@functools.cache
+def built():
+  model = tiny.model()
+  optimizer = Optimizer(learning_rate=0.01, warmup_steps=2, train_steps=20)
+  step = jax.jit(make_train_step(model, optimizer, Curriculum([PHASE]), PHASE, remat=True))
+  start = jax.jit(lambda: initial_state(model, optimizer, 0, 2))
+  return model, step, start
+
+
+def test_one_step_golden():
+  """The numbers of the first step: a change here is a change of the model, or a bug."""
+  _, step, start = built()
+  state, metrics = step(start(), tiny.batch((7, 15, 2)))
+  loss = float(metrics.sums.loss / metrics.sums.weight)
+  assert metrics.sums.weight == 2 * (24 - 3)
+  np.testing.assert_allclose(loss, GOLDEN['loss'], rtol=1e-4)
+  np.testing.assert_allclose(metrics.grad_norm, GOLDEN['grad_norm'], rtol=1e-3)
+  np.testing.assert_allclose(metrics.learning_rate, 0.005, rtol=1e-6)
+  assert (int(state.step), int(state.skipped)) == (1, 0)
+
+
+GOLDEN = {'loss': 0.0, 'grad_norm': 0.0}
+
+
+def test_steps_lower_the_loss_and_carry_memory_on():
+  _, step, start = built()
+  state, first = step(start(), batch := tiny.batch((24,)))
+  for n in range(1, 15):
+    again = batch._replace(positions=batch.positions + 24 * n)
+    state, last = step(state, again)
+  assert last.sums.loss < 0.8 * first.sums.loss
+  assert int(state.step) == 15
+  carry = state.carry['model']['carry'][0][1]
+  assert np.abs(carry.re).max() > 0
+
+
+@pytest.mark.parametrize('poison', ['parameters', 'carry'])
+def test_a_step_that_is_not_finite_is_refused_whole(poison):
+  _, step, start = built()
+  state, _ = step(start(), tiny.batch((24,)))
+  sound = jax.device_get(state)
+  if poison == 'carry':
+    state = state._replace(
+      carry=jax.tree.map(
+        lambda x: x.at[..., 0].set(jnp.nan) if x.dtype == jnp.float32 else x, state.carry
+      )
+    )
+    kept = sound
+  else:
+    params = dict(state.params)
+    params['model/final_norm'] = {'scale': params['model/final_norm']['scale'] * jnp.inf}
+    state = state._replace(params=params)
+    kept = sound._replace(params=jax.device_get(params))
+  batch = tiny.batch((24,))
+  after, metrics = step(state, batch._replace(positions=batch.positions + 24))
+  for old, new in ((kept.params, after.params), (kept.optimizer_state, after.optimizer_state)):
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(new), old)
+  assert not any(np.any(leaf) for leaf in jax.tree.leaves(after.carry))  # as at a document start
+  assert (int(after.step), int(after.skipped), int(metrics.skipped)) == (2, 1, 1)
+
+
+def test_s5_has_a_group_of_its_own():
+  """Λ, B and log Δ: a quarter of the learning rate, no weight decay."""
+  model, _, _ = built()
+  params, _ = tiny.init(model, 2)
+  optimizer = Optimizer(1.0, 0, 10, algorithm=functools.partial(optax.adamw, weight_decay=0.5))
+  zero = jax.tree.map(jnp.zeros_like, params)
+  decayed, _ = optimizer.update(zero, optimizer.init(params), params, jnp.float32(0.1))
+  s5 = 'model/layers/block_0/~/s5'
+  for name in ('lambda_re', 'lambda_im', 'b', 'log_step'):
+    np.testing.assert_array_equal(decayed[s5][name], params[s5][name])
+  np.testing.assert_allclose(decayed[s5]['c'], 0.95 * params[s5]['c'], rtol=1e-6)
+
+  ones = jax.tree.map(jnp.ones_like, params)
+  moved, _ = optimizer.update(ones, optimizer.init(params), zero, jnp.float32(0.1))
+  np.testing.assert_allclose(moved[s5]['log_step'], -0.025, rtol=1e-3)
+  np.testing.assert_allclose(moved[s5]['c'], -0.1, rtol=1e-3)
+
+
+def test_the_gradient_is_clipped_by_its_global_norm():
+  optimizer = Optimizer(1.0, 0, 10, algorithm=optax.sgd, ssm_algorithm=optax.sgd, clip_norm=2.0)
+  params = {'w': jnp.zeros(4), 'v': jnp.zeros(4)}
+  gradient = jax.tree.map(lambda x: x + 100.0, params)
+  moved, _ = optimizer.update(gradient, optimizer.init(params), params, jnp.float32(1.0))
+  np.testing.assert_allclose(optax.global_norm(moved), 2.0, rtol=1e-5)
+
+
+def test_the_schedule_warms_up_and_decays():
+  optimizer = Optimizer(1.0, warmup_steps=10, train_steps=110, final_learning_rate_scale=0.1)
+  rates = [float(optimizer.learning_rate(jnp.int32(n))) for n in (0, 5, 10, 60, 110, 500)]
+  np.testing.assert_allclose(rates, [0.1, 0.55, 1.0, 0.55, 0.1, 0.1], rtol=1e-5)
+
+
+def test_curriculum():
+  curriculum = Curriculum(
+    [Phase(8, 2, 1, steps=3, learning_rate_scale=0.5), Phase(16, 4, 2, steps=2), Phase(32, 1, 1)]
+  )
+  assert [curriculum.index(n) for n in range(7)] == [0, 0, 0, 1, 1, 2, 2]
+  assert [curriculum.position(n) for n in range(7)] == [0, 16, 32, 48, 112, 176, 208]
+  scales = [float(curriculum.learning_rate_scale(jnp.int32(n))) for n in range(7)]
+  assert scales == [0.5, 0.5, 0.5, 1, 1, 1, 1]
+  with pytest.raises(ConfigurationError, match='backprop_chunks=3 must divide chunks=4'):
+    Phase(8, 4, 3)
+  with pytest.raises(ConfigurationError, match='must be at least 1'):
+    Phase(0, 1, 1)
+  with pytest.raises(ConfigurationError, match='give every phase'):
+    Curriculum([Phase(8, 1, 1), Phase(8, 1, 1)])
+
+
+def test_losses_are_the_cross_entropy_and_slices_change_nothing(monkeypatch):
+  random = np.random.default_rng(0)
+  features = Features(
+    jnp.asarray(random.normal(size=(2, 13, 8)), jnp.float32),
+    jnp.asarray(random.normal(size=(128, 8)), jnp.float32),
+  )
+  targets = random.integers(0, 50, (2, 13))
+  scores = np.asarray(features.hidden, np.float64) @ np.asarray(features.unembedding, np.float64).T
+  scores = scores[..., :50]  # what only pads the vocabulary has no probability
+  log_z = np.log(np.exp(scores).sum(axis=-1))
+  expected = log_z - np.take_along_axis(scores, targets[..., None], -1)[..., 0]
+  whole = losses.token_losses(features, targets, 50)
+  np.testing.assert_allclose(whole, expected, rtol=1e-4, atol=1e-5)
+  monkeypatch.setattr(losses, '_LOGITS_AT_ONCE', 2 * 128 * 4)
+  np.testing.assert_allclose(losses.token_losses(features, targets, 50), whole, rtol=1e-5)
+
+
+def test_a_new_model_knows_nothing():
+  """The first loss is that of the uniform distribution, within a tenth of a nat."""
+  _, step, start = built()
+  _, metrics = step(start(), tiny.batch((24,)))
+  assert abs(metrics.sums.loss / metrics.sums.weight - math.log(tiny.VOCABULARY)) < 0.5
+
+
+def test_metrics_are_scalars_that_nobody_waited_for():
+  _, step, start = built()
+  _, metrics = step(start(), tiny.batch((24,)))
+  assert isinstance(metrics, train_step.StepMetrics)
+  assert all(leaf.shape == () for leaf in jax.tree.leaves(metrics))
