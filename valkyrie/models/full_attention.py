@@ -24,6 +24,14 @@ class FullAttention(LongformerAttention):
   ):
     """As `LongformerAttention`; max_context: tokens a query may look back over, itself included."""
     super().__init__(
-      heads, head_width, max_context - 1, kv_heads=kv_heads, slice_size=slice_size, name=name
+      heads,
+      head_width,
+      max_context - 1,
+      kv_heads=kv_heads,
+      # Named, so that gin does not fill in what is bound for LongformerAttention.
+      registers=0,
+      document_start=0,
+      slice_size=slice_size,
+      name=name,
     )
     self.max_context = max_context
