@@ -21,7 +21,7 @@ setup(
     'gin-config>=0.5.0',
     'jax>=0.10,<0.13',  # 0.10 is the last for Python 3.11
     'numpy>=2.0',
-    'optax>=0.2.5',
+    'optax>=0.2.6',
     'orbax-checkpoint>=0.12,<0.13',
     'pyarrow>=18',
     'sentencepiece>=0.2',

@@ -66,7 +66,7 @@ def make_train_step(
       backprop_chunks=phase.backprop_chunks,
       remat=remat,
     )
-    norm = optax.global_norm(gradient)
+    norm = optax.tree.norm(gradient)
     learning_rate = optimizer.learning_rate(state.step) * curriculum.learning_rate_scale(state.step)
     params, optimizer_state = optimizer.update(
       gradient, state.optimizer_state, state.params, learning_rate
