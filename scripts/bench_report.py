@@ -1,0 +1,73 @@
+"""From the seconds that bench.py measured to numbers and a text for people."""
+
+from collections.abc import Iterable, Mapping, Sequence
+import statistics
+from typing import Any
+
+
+def spread(values: Iterable[float]) -> dict[str, float]:
+  """Smallest, median and largest."""
+  values = list(values)
+  return {'min': min(values), 'median': statistics.median(values), 'max': max(values)}
+
+
+def speeds(
+  seconds: Sequence[float], peaks: Sequence[float], tokens: int, flops_per_token: int
+) -> dict[str, dict[str, float]]:
+  """How fast steps of `tokens` tokens were, from the seconds and the peak of every turn."""
+  rates = [tokens * flops_per_token / s for s in seconds]
+  return {
+    'step_seconds': spread(seconds),
+    'tokens_per_second': spread(tokens / s for s in seconds),
+    'flops_per_second': spread(rates),
+    'share_of_peak': spread(rate / peak for rate, peak in zip(rates, peaks, strict=True)),
+  }
+
+
+def report(records: Sequence[Mapping[str, Any]]) -> str:
+  """The records, as `bench.py` also writes them to --json, as a text of lines."""
+  by_name = {record['name']: record for record in records}
+  machine, peak, loop = (by_name[name] for name in ('machine', 'peak', 'loop'))
+  size, dtype = peak['size'], peak['dtype']
+  variants = [record for record in records if 'forward' in record]
+  words = {term: text for record in variants for term, text in record['forward']['words'].items()}
+  lines = [
+    '',
+    f'{machine["device"]}, {machine["cpus"]} CPUs, Python {machine["python"]}, '
+    f'jax {machine["jax"]}. Train step of {machine["model"]}: 1 row x {machine["tokens"]} tokens, '
+    f'{dtype}, AdamW.',
+    f'{machine["repeats"]} turns of {machine["steps_together"]} steps each.',
+    '',
+    'Model operations of a token, a multiply-add being two, recomputation not counted:',
+    '  train = 3 x forward: each matrix product of the forward pass has two in the backward pass',
+    '  forward = layers x (sum of the terms of a layer) + unembedding',
+    *(f'    {term}: {text}' for term, text in words.items()),
+    '    unembedding: 2 x width x vocabulary.',
+    *(_sum_of(record) for record in variants),
+    '',
+    f'{"":40}{"min":>10}{"median":>10}{"max":>10}',
+    _row(f'{dtype} matmul peak, {size}^3', 'GFLOP/s', peak['flops_per_second'], 1e-9, '.1f'),
+  ]
+  for record in variants:
+    lines += [
+      _row(record['name'], 'tokens/s', record['tokens_per_second'], 1, '.0f'),
+      _row('', 'GFLOP/s', record['flops_per_second'], 1e-9, '.1f'),
+      _row('', '% of peak', record['share_of_peak'], 100, '.1f'),
+    ]
+  over = {key: ratio - 1 for key, ratio in loop['times_bare_step'].items()}
+  lines.append(_row('loop over bare step', '%', over, 100, '+.2f'))
+  return '\n'.join(lines)
+
+
+def _sum_of(record: Mapping[str, Any]) -> str:
+  forward = record['forward']
+  layer = ' + '.join(f'{term} {count}' for term, count in forward['layer'].items())
+  return (
+    f'  {record["name"]}: 3 x ({forward["repeats"]} x ({layer}) + unembedding '
+    f'{forward["unembedding"]}) = {record["train_flops_per_token"]}'
+  )
+
+
+def _row(name: str, unit: str, values: Mapping[str, float], scale: float, form: str) -> str:
+  numbers = ''.join(f'{scale * values[key]:{form}}'.rjust(10) for key in ('min', 'median', 'max'))
+  return f'{name:<30}{unit:<10}{numbers}'.rstrip()

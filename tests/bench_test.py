@@ -1,0 +1,52 @@
+"""scripts/bench: what it says adds up. How fast anything is, is not tested."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+VARIANTS = ['attention + S5', 'attention', 'S5', 'MLP only']
+# Runs bench.py as a script, on a machine that has none of what only data and logging need.
+BARE = """
+import runpy, sys
+for package in ('tensorflow', 'seqio', 'clu', 'orbax', 'tensorboard'):
+  sys.modules[package] = None
+sys.path.insert(0, 'scripts')
+runpy.run_path('scripts/bench.py', run_name='__main__')
+"""
+
+
+def test_bench_prints_operations_that_add_up_and_writes_every_number(tmp_path):
+  file = tmp_path / 'bench.jsonl'
+  command = [sys.executable, '-c', BARE, '--tokens=64', '--repeats=2', f'--json={file}']
+  environment = {**os.environ, 'XLA_FLAGS': '--xla_backend_optimization_level=0'}  # compiles sooner
+  done = subprocess.run(
+    command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True
+  )
+  assert done.returncode == 0, done.stderr
+  records = [json.loads(line) for line in file.read_text().splitlines()]
+  assert [record['name'] for record in records] == ['machine', 'peak', *VARIANTS, 'loop']
+  _, peak, *variants, loop = records
+
+  printed = dict(re.findall(r'^  ([^:\n]+): (3 x .*)$', done.stdout, re.MULTILINE))
+  for record in variants:
+    # Left as it is printed but for the names of the terms: 3 * (4 * (1 + 2) + 3) = 45.
+    said, total = printed[record['name']].split(' = ')
+    summed = eval(re.sub(r'[A-Za-z]\w+ ', '', said.replace(' x ', ' * ')))
+    assert summed == int(total) == record['train_flops_per_token']
+    assert record['train_flops_per_token'] == 3 * record['forward_flops_per_token']
+    assert all(term in done.stdout for term in record['forward']['words'].values())
+  both, attention, s5, neither = (record['parameters'] for record in variants)
+  assert both - neither == attention - neither + s5 - neither
+  assert min(attention, s5) > neither
+
+  spreads = [peak['flops_per_second'], loop['step_seconds'], loop['times_bare_step']]
+  for record in variants:
+    names = ('step_seconds', 'tokens_per_second', 'flops_per_second', 'share_of_peak')
+    spreads += [record[name] for name in names]
+    tokens = record['step_seconds']['min'] * record['tokens_per_second']['max']
+    assert round(tokens, 6) == 64
+  assert all(0 < s['min'] <= s['median'] <= s['max'] for s in spreads)
