@@ -48,12 +48,17 @@ class Evaluator:
     self._whole = -(-self._feed.row_tokens // chunk_size)
     self._quick = min(chunks or self._whole, self._whole)
     self._partitioner = partitioner
-    self._initial_carry = partitioner.partition(
-      lambda: model.initial_carry(batch_size), out_shardings=None
-    )
-    self._read = partitioner.partition(
-      lambda params, carry, chunk: chunk_sums(model, params, carry, chunk), donate_argnums=1
-    )
+    partitioner.check_batch(batch_size)
+
+    def initial_carry():
+      return model.initial_carry(batch_size)
+
+    def read(params, carry, chunk):
+      return chunk_sums(model, params, carry, chunk)
+
+    layout = partitioner.state_shardings({'carry': jax.eval_shape(initial_carry)})['carry']
+    self._initial_carry = partitioner.partition(initial_carry, out_shardings=layout)
+    self._read = partitioner.partition(read, donate_argnums=1, out_shardings=(None, layout))
 
   def __call__(self, params: Params, *, whole: bool) -> Metrics:
     """loss, bits_per_token and bits_per_byte over the whole split, or over its quick part."""

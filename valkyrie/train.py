@@ -73,11 +73,6 @@ def train(
   abstract = _abstract_state(functions, rule, layout, seed, batch_size)
 
   with checkpoints.open(model_dir) as saved:
-    is_first_process = jax.process_index() == 0
-    if is_first_process:
-      configuration.save(model_dir)
-      information = report.model_info(abstract.params, layout.layouts(abstract.params), layout.mesh)
-      pathlib.Path(model_dir, 'model_info.txt').write_text(information)
     progress = Progress(train_steps)
     for line in report.system_lines():
       progress.say(line)
@@ -86,22 +81,28 @@ def train(
     source = feed()
     _check_vocabulary(functions, source)
     measure = evaluator(functions, layout)
-    if is_first_process:
-      configuration.save_operative(model_dir)
 
     # State: initial, or where the run was left.
-    record = {
-      'seed': seed,
-      'batch_size': batch_size,
-      'store': source.fingerprint,
-      'vocabulary': source.vocabulary.fingerprint,
-    }
+    def record(step: int) -> dict[str, Any]:
+      return {
+        'seed': seed,
+        'batch_size': batch_size,
+        'store': source.fingerprint,
+        'vocabulary': source.vocabulary.fingerprint,
+        'position': phases.position(step),
+      }
+
     make_initial = layout.partition(
       lambda: initial_state(functions, rule, seed, batch_size),
       out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract),
     )
     state = _initial_or_restored(make_initial, abstract, saved, record)
     start = int(state.step)
+    if jax.process_index() == 0:
+      configuration.save(model_dir)
+      configuration.save_operative(model_dir)
+      information = report.model_info(abstract.params, layout.layouts(abstract.params), layout.mesh)
+      pathlib.Path(model_dir, 'model_info.txt').write_text(information)
     if start:
       progress.say(f'resuming after step {start} from {saved.directory}')
     if start >= train_steps:
@@ -130,7 +131,7 @@ def train(
 
       def save(step: int, state: TrainState, metrics: StepMetrics) -> None:
         del metrics
-        saved.save(step, state, record)
+        saved.save(step, state, record(step))
 
       def validate(step: int, state: TrainState, metrics: StepMetrics) -> None:
         del metrics
@@ -183,20 +184,22 @@ def _initial_or_restored(
   make_initial: Callable[[], TrainState],
   abstract: TrainState,
   saved: CheckpointDirectory,
-  record: dict[str, Any],
+  record: Callable[[int], dict[str, Any]],
 ) -> TrainState:
   """The newest checkpoint, after a look at what it was trained on; else the initial state."""
-  restored = saved.restore(abstract)
-  if restored is None:
+  found = saved.latest_record()
+  if found is None:
     return make_initial()
-  state, found = restored
-  for name, value in record.items():
+  for name, value in record(int(state.step)).items():
     if found.get(name) != value:
       raise ConfigurationError(
-        f'The checkpoints in {saved.directory} were trained with {name} = {found.get(name)!r}, but '
-        f'this run has {value!r}: it would not continue the same rows. Go back to what it was '
-        'trained with, or name another --model_dir.'
+        f'The checkpoint of step {int(state.step)} in {saved.directory} was trained with {name} = '
+        f'{found.get(name)!r}, but this run has {value!r}: its rows would not go on where they '
+        'ended. Go back to what it was trained with, or name another --model_dir.'
       )
+  restored = saved.restore(abstract)
+  assert restored is not None, 'its record was just read'
+  state, _ = restored
   return state
 
 
@@ -216,6 +219,11 @@ def _compile(
       rectangle, sharding = (batch_size, phase.tokens_per_row), layout.batch_sharding()
       integers = jax.ShapeDtypeStruct(rectangle, jnp.int32, sharding=sharding)
       floats = jax.ShapeDtypeStruct(rectangle, jnp.float32, sharding=sharding)
+      what = (
+        f'{phase.chunks} x {phase.chunk_size} tokens a row, gradient through '
+        f'{phase.backprop_chunks}'
+      )
+      progress.say(f'compiling a step of {what}')
       step = layout.partition(
         make_step(phase),
         donate_argnums=0,
@@ -223,10 +231,7 @@ def _compile(
       )
       batch = Batch(integers, integers, floats, integers, integers)
       compiled[phase.shape] = step.lower(abstract, batch).compile()
-      progress.say(
-        f'compiled {phase.chunks} x {phase.chunk_size} tokens a row, gradient through '
-        f'{phase.backprop_chunks}: {time.perf_counter() - began:.1f} s'
-      )
+      progress.say(f'compiled in {time.perf_counter() - began:.1f} s')
   return [compiled[phase.shape] for phase in curriculum.phases]
 
 

@@ -43,10 +43,10 @@ class LongformerAttention(hk.Module):
     """
     super().__init__(name)
     kv_heads = kv_heads or heads
-    if heads % kv_heads or head_width % 2:
+    if heads % kv_heads or head_width % 2 or window < 1:
       raise ValueError(
-        f'LongformerAttention: heads={heads} must be a multiple of kv_heads={kv_heads}, and '
-        f'head_width={head_width} must be even.'
+        f'LongformerAttention: heads={heads} must be a multiple of kv_heads={kv_heads}, '
+        f'head_width={head_width} even, and window={window} at least 1.'
       )
     self.heads = heads
     self.head_width = head_width
