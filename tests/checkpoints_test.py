@@ -35,7 +35,13 @@ def make_state(*axes):
     },
     'empty': {},
   }
-  carry = (jnp.full((2, 3), 0xDEADBEEF, jnp.uint32), None, (), [jnp.ones(2, jnp.complex64) * 1j])
+  carry = (
+    jnp.full((2, 3), 0xDEADBEEF, jnp.uint32),
+    None,
+    (),
+    [jnp.ones(2, jnp.complex64) * 1j],
+    jnp.zeros((2, 0, 3), jnp.bfloat16),  # as where no document start is kept
+  )
   return State(jnp.int32(7), layers, carry)
 
 
@@ -65,6 +71,7 @@ def test_state_and_record_come_back_bit_for_bit_in_their_types(tmp_path):
   with Checkpoints().open(tmp_path) as checkpoints:
     checkpoints.save(7, make_state(), record)
   with Checkpoints().open(tmp_path) as checkpoints:
+    assert checkpoints.latest_record() == record
     state, found = checkpoints.restore(abstract(make_state()))
   assert_same_bits(state, make_state())
   assert isinstance(state, State)

@@ -21,6 +21,7 @@ from typing import Any
 
 import gin
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
@@ -132,12 +133,28 @@ class CheckpointDirectory:
     with _as_storage_error(f'Step {step} could not be saved in {self.directory}'):
       saved = self._manager.save(
         step,
-        args=ocp.args.Composite(state=ocp.args.PyTreeSave(state), record=ocp.args.JsonSave(record)),
+        args=ocp.args.Composite(
+          state=ocp.args.PyTreeSave(_without_empty_arrays(state)), record=ocp.args.JsonSave(record)
+        ),
         force=True,  # when to save is the caller's decision
       )
       if not saved:
         raise OSError(errno.EIO, 'Orbax declined to save, and says no more')
     self._newest = step
+
+  def latest_record(self) -> dict[str, Any] | None:
+    """The record of the newest whole step alone; None where this run never saved one.
+
+    Raises:
+      StorageError: where it cannot be read.
+    """
+    step = self.latest_step()
+    if step is None:
+      return None
+    with _as_storage_error(f'The record in {self.directory / str(step)} cannot be read'):
+      self._manager.reload()
+      arguments = ocp.args.Composite(record=ocp.args.JsonRestore())
+      return self._manager.restore(step, args=arguments)['record']
 
   def restore(self, target: Any, partial: bool = False) -> tuple[Any, dict[str, Any]] | None:
     """Reads the newest whole step; None where this run never saved one.
@@ -165,20 +182,24 @@ class CheckpointDirectory:
     with _as_storage_error(unreadable):
       self._manager.reload()
       stored = self._manager.item_metadata(step)['state'].tree
-    _check_same_model(place, stored, target, partial)
+    item = _without_empty_arrays(target)
+    _check_same_model(place, stored, item, partial)
     with _as_storage_error(unreadable):
       restored = self._manager.restore(
         step,
         args=ocp.args.Composite(
           state=ocp.args.PyTreeRestore(
-            item=target,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+            item=item,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(item),
             partial_restore=partial,
           ),
           record=ocp.args.JsonRestore(),
         ),
       )
-    return restored['state'], restored['record']
+    state = jax.tree.map(
+      lambda leaf, found: found if leaf.size else jnp.zeros_like(leaf), target, restored['state']
+    )
+    return state, restored['record']
 
   def wait(self) -> None:
     """Returns when no save is under way; raises StorageError where the last one failed."""
@@ -261,6 +282,11 @@ def _set_aside(directory: pathlib.Path, steps: list[int], refuge: pathlib.Path) 
         goal = refuge / f'{step}.{copies}'
       (directory / str(step)).rename(goal)
       logging.warning('Step %d in %s is not whole; it was moved to %s', step, directory, goal)
+
+
+def _without_empty_arrays(tree: Any) -> Any:
+  """None in the place of arrays without elements, which Orbax refuses to save."""
+  return jax.tree.map(lambda leaf: leaf if leaf.size else None, tree)
 
 
 def _check_same_model(place: pathlib.Path, stored: Any, target: Any, partial: bool) -> None:

@@ -187,13 +187,13 @@ def _initial_or_restored(
   record: Callable[[int], dict[str, Any]],
 ) -> TrainState:
   """The newest checkpoint, after a look at what it was trained on; else the initial state."""
-  found = saved.latest_record()
-  if found is None:
+  step, found = saved.latest_step(), saved.latest_record()
+  if step is None or found is None:
     return make_initial()
-  for name, value in record(int(state.step)).items():
+  for name, value in record(step).items():
     if found.get(name) != value:
       raise ConfigurationError(
-        f'The checkpoint of step {int(state.step)} in {saved.directory} was trained with {name} = '
+        f'The checkpoint of step {step} in {saved.directory} was trained with {name} = '
         f'{found.get(name)!r}, but this run has {value!r}: its rows would not go on where they '
         'ended. Go back to what it was trained with, or name another --model_dir.'
       )
