@@ -89,6 +89,7 @@ class Trainer:
       out_shardings=(shardings, None),
     )
     self.step = step.lower(self.state, self.batch).compile()
+    self.state, _ = self.step(self.state, self.batch)  # the first touches its memory first
 
   @property
   def parameters(self) -> int:
@@ -243,8 +244,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
   whole = trainers[WHOLE]
   timers = {name: trainer.bare_steps for name, trainer in trainers.items()}
   timers = {'loop': Loop(whole).steps, **timers}  # beside WHOLE, with which it is compared
-  for timer in timers.values():
-    timer()
   seconds, peaks = take_turns(timers, matmul_peak(whole.compute_dtype), flags.repeats)
   for name, trainer in trainers.items():
     if skipped := int(trainer.state.skipped):
