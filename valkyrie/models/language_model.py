@@ -101,7 +101,7 @@ class LanguageModel(hk.Module):
 
     def layer(x, carry):
       x, carry = self._apply_blocks(x, carry, positions, segment_ids)
-      return constrain(x, 'batch', 'time', 'embed'), carry
+      return constrain(x, 'batch', 'time', 'activation'), carry
 
     carry = hk.get_state(
       'carry', (), self.compute_dtype, init=lambda *_: self.initial_carry(inputs.shape[0])
