@@ -26,5 +26,4 @@ hk.experimental.check_jax_usage()
 def _fresh_gin():
   """No test sees another's bindings."""
   yield
-  with gin.unlock_config():
-    gin.clear_config(clear_constants=True)
+  gin.clear_config(clear_constants=True)  # unlocks too, where `gin.unlock_config` would lock again

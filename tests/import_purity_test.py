@@ -1,0 +1,37 @@
+"""What a model, a step and a loop need is imported without TensorFlow, which takes seconds."""
+
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+names = [
+  'valkyrie.configuration', 'valkyrie.partitioning', 'valkyrie.data.feed', 'valkyrie.train',
+  'valkyrie.evaluate', 'valkyrie.infer',
+]
+for room in ('valkyrie.models', 'valkyrie.training'):
+  found = list(pkgutil.iter_modules(importlib.import_module(room).__path__, room + '.'))
+  assert found, room
+  names += [module.name for module in found]
+for name in names:
+  importlib.import_module(name)
+heavy = {'tensorflow', 'tensorflow_datasets', 'seqio', 'clu.metric_writers', 'torch'}
+print(sorted(heavy & set(sys.modules)))
+"""
+
+
+def test_nothing_heavy_is_imported():
+  done = subprocess.run(
+    [sys.executable, '-c', IMPORT_ALL], cwd=ROOT, capture_output=True, text=True, check=False
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stdout == '[]\n'
+
+
+def test_the_folder_of_gin_files_is_no_package():
+  """With an __init__.py, `import gin` from the clone would find it instead of gin itself."""
+  assert (ROOT / 'gin').is_dir()
+  assert not list((ROOT / 'gin').rglob('__init__.py'))

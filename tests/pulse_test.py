@@ -1,0 +1,194 @@
+"""A run from the command line: train, evaluate, infer, be killed, and resume bit for bit."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import tiny_run
+
+from valkyrie.gin_reader import WRITTEN_BY
+from valkyrie.infer import continuation
+from valkyrie.training.losses import logits
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+HASHES = '''
+"""Writes a hash of every train state, and dies where it is told to."""
+
+import hashlib
+import os
+import signal
+
+import gin
+import jax
+import numpy as np
+
+
+@gin.configurable
+class HashState:
+  def __init__(self, path, die_after=None):
+    self.path, self.die_after = path, die_after
+
+  def __call__(self, step, state, metrics):
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+      leaf = np.asarray(leaf)
+      digest.update(f'{path} {leaf.dtype} {leaf.shape}'.encode() + leaf.tobytes())
+    with open(self.path, 'a') as file:
+      print(step, digest.hexdigest(), file=file, flush=True)
+    if step == self.die_after:
+      os.kill(os.getpid(), signal.SIGKILL)
+'''
+
+FIELDS = {
+  'step', 'tokens', 'loss', 'bits_per_token', 'bits_per_byte', 'grad_norm', 'learning_rate',
+  'step_seconds', 'tokens_per_second', 'tokens_per_second_per_device',
+  'tflops_per_second_per_device', 'mfu', 'phase', 'skipped',
+}  # fmt: skip
+OF_THE_CLOCK = {
+  'step_seconds', 'tokens_per_second', 'tokens_per_second_per_device',
+  'tflops_per_second_per_device', 'mfu',
+}  # fmt: skip
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  path = tmp_path_factory.mktemp('pulse')
+  tiny_run.write_stores(path / 'data', 'letters', 'abcdefgh')
+  (path / 'state_hashes.py').write_text(HASHES)
+  more = 'import state_hashes\ntrain.hooks = (@HashState(),)'
+  (path / 'run.gin').write_text(tiny_run.gin_text(path / 'data', more=more))
+  return path
+
+
+@pytest.fixture(scope='module')
+def valkyrie(folder):
+  """Starts the command on model_dir `name`, or checks its end: (exit code, output, errors)."""
+
+  def start(name, *arguments):
+    command = [sys.executable, '-m', 'valkyrie.main', f'--gin_file={folder / "run.gin"}']
+    command += [f'--model_dir={folder / name}', '--gin_allow_import=state_hashes']
+    command += [f'--gin.HashState.path="{folder / name}.hashes"']
+    command += ['--gin.train_steps=6', '--gin.checkpoint_every=2', '--gin.eval_every=4', *arguments]
+    return subprocess.Popen(
+      command,
+      cwd=ROOT,
+      env={
+        **os.environ,
+        'PYTHONPATH': str(folder),
+        'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',  # six steps do not repay a good compilation
+      },
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+
+  return start
+
+
+def finished(process, code=0):
+  out, errors = process.communicate(timeout=300)
+  assert process.returncode == code, errors
+  return out, errors
+
+
+@pytest.fixture(scope='module')
+def runs(folder, valkyrie):
+  """(a run of 6 steps, one killed after step 5 and resumed, what the resumed one said)."""
+  whole, killed = valkyrie('whole'), valkyrie('killed', '--gin.HashState.die_after=5')
+  finished(whole)
+  finished(killed, -signal.SIGKILL)
+  _, said = finished(valkyrie('killed'))
+  return folder / 'whole', folder / 'killed', said
+
+
+def hashes(model_dir):
+  """[(step, hash)] in the order written."""
+  lines = pathlib.Path(f'{model_dir}.hashes').read_text().splitlines()
+  return [tuple(line.split()) for line in lines]
+
+
+def test_a_killed_run_resumes_bit_for_bit(runs):
+  whole, killed, said = runs
+  expected, found = hashes(whole), hashes(killed)
+  assert [step for step, _ in expected] == list('123456')
+  assert len(dict(expected)) == len(set(dict(expected).values()))
+  before, after = found[:5], found[5:]
+  # The save of step 4 was under way when the process died at step 5: whole, or step 2 counts.
+  assert after in (expected[4:], expected[2:])
+  assert before == expected[:5]
+  assert f'resuming after step {int(after[0][0]) - 1}' in said
+
+
+def test_a_resumed_run_reports_the_same_numbers(runs):
+  whole, killed = map(tiny_run.metrics, runs[:2])
+  assert list(whole) == list(killed) == list(range(1, 7))
+  for step, line in whole.items():
+    assert set(line) >= FIELDS
+    for name in set(line) - OF_THE_CLOCK:
+      assert killed[step][name] == line[name]
+  assert whole[6]['tokens'] == 6 * 8 * 32
+  assert tiny_run.metrics(runs[0], 'eval') == tiny_run.metrics(runs[1], 'eval')
+
+
+def test_what_a_run_leaves_behind(runs):
+  run, _, _ = runs
+  assert sorted(file.name for file in (run / 'checkpoints').iterdir()) == ['2', '4', '6']
+  assert 'chunk_size = 16' in (run / 'config.gin').read_text()
+  # What was constructed, with its defaults.
+  assert 'Checkpoints.keep = 3' in (run / 'operative_config.gin').read_text()
+  config = json.loads((run / 'config.json').read_text())
+  assert (config['written_by'], config['macros']['train_steps']) == (WRITTEN_BY, 6)
+  info = (run / 'model_info.txt').read_text()
+  assert 'model/embedding' in info and 'vocabulary' in info and 'float32' in info
+  for stream in ('train', 'eval'):
+    assert list((run / stream).glob('events.out.tfevents.*'))
+
+
+def test_evaluation_and_continuation_of_a_run(runs, valkyrie):
+  run, _, _ = runs
+  before = {file for file in run.rglob('*') if 'events' not in file.name}
+  prompt = 'abcdefgh' * 5 + 'a'  # two chunks and a half
+  arguments = ('--run_mode=infer', f'--prompt={prompt}', '--gin.infer.max_tokens=20')
+  evaluating, inferring = valkyrie('whole', '--run_mode=eval'), valkyrie('whole', *arguments)
+  out, _ = finished(evaluating)
+  loss = tiny_run.metrics(run, 'eval')[6]['loss']
+  assert out.startswith(f'step 6, validation: loss {loss:.4f}')
+  text, _ = finished(inferring)
+  assert text.startswith(prompt) and len(text) > len(prompt)
+  assert finished(valkyrie('whole', *arguments))[0] == text
+  assert {file for file in run.rglob('*') if 'events' not in file.name} == before
+
+
+def test_token_by_token_is_the_model_read_at_once():
+  model = tiny.model()
+  params, carry = tiny.init(model, 1)
+  prompt = np.random.default_rng(0).integers(0, tiny.VOCABULARY, 13).astype(np.int32)
+  made = continuation(model, params, prompt, chunk_size=5, temperature=0, seed=0)
+  text = np.append(prompt, [next(made) for _ in range(12)])
+  features, _ = jax.jit(model.apply)(
+    params, carry, text[None], np.arange(len(text))[None], np.ones((1, len(text)), np.int32)
+  )
+  likeliest = jnp.argmax(logits(features, tiny.VOCABULARY)[0], axis=-1)
+  np.testing.assert_array_equal(likeliest[len(prompt) - 1 : -1], text[len(prompt) :])
+
+
+def test_sampling_depends_on_the_seed_alone():
+  model = tiny.model()
+  params, _ = tiny.init(model, 1)
+  prompt = np.arange(7, dtype=np.int32)
+
+  def sample(seed):
+    made = continuation(model, params, prompt, chunk_size=4, temperature=1.0, seed=seed)
+    return [next(made) for _ in range(10)]
+
+  assert sample(1) == sample(1) != sample(2)

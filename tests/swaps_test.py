@@ -1,0 +1,241 @@
+"""Every part is exchanged by editing bindings only, and what does not fit together is refused."""
+
+import json
+import math
+import types
+
+import gin
+import jax
+import pytest
+import tiny_run
+
+from valkyrie import configuration, main, train
+from valkyrie.data.feed import TaskFeed
+from valkyrie.errors import ConfigurationError, DataError, StorageError
+
+NO_S5 = 'Block.mixers = (@LongformerAttention,)'
+FULL = """
+Block.mixers = (@FullAttention, @S5)
+FullAttention.heads = 2
+FullAttention.head_width = 8
+FullAttention.max_context = {}
+"""
+
+# What makes a program that compiles quickly: tests/pulse_test.py has all of it.
+QUICK = (
+  '--gin.train.remat=False',
+  '--gin.LanguageModel.remat=None',
+  '--gin.LongformerAttention.document_start=0',
+)
+
+# A mixer as a user would write it, in a package of their own.
+SMEAR = '''
+import gin
+import haiku as hk
+import jax.numpy as jnp
+
+
+@gin.configurable
+class Smear(hk.Module):
+  """Mixes a token with the one before it: y[t] = w * x[t - 1]."""
+
+  def __init__(self, scale=1.0, name=None):
+    super().__init__(name)
+    self.scale = scale
+
+  def initial_carry(self, batch_size, dtype):
+    return jnp.zeros((batch_size, 1, 16), dtype)
+
+  def forward_flops(self, width):
+    return 2 * width
+
+  def __call__(self, x, carry, *, positions, segment_ids):
+    weight = hk.get_parameter('weight', (x.shape[-1],), init=hk.initializers.Constant(self.scale))
+    before = jnp.concatenate([carry, x[:, :-1]], axis=1)
+    before = jnp.where((positions > 0)[..., None], before, 0)
+    length = jnp.sum(segment_ids > 0, axis=1)[:, None, None]
+    after = jnp.take_along_axis(jnp.concatenate([carry, x], axis=1), length, axis=1)
+    return before * weight[None, None], after
+'''
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _quick_compiler():
+  """These runs take two steps: compiling well costs more than it saves."""
+  jax.config.update('jax_disable_most_optimizations', True)
+  yield
+  jax.config.update('jax_disable_most_optimizations', False)
+
+
+@pytest.fixture(scope='module')
+def data_dir(tmp_path_factory):
+  path = tmp_path_factory.mktemp('data')
+  tiny_run.write_stores(path, 'letters', 'abcdefgh')
+  tiny_run.write_stores(path, 'digits', '0123456789')
+  return path
+
+
+@pytest.fixture(scope='module')
+def train_run(data_dir):
+  """Trains by a gin text as the command line would, in this process."""
+
+  def run(model_dir, *flags, allowed_imports=(), **options):
+    gin.clear_config(clear_constants=True)
+    file = model_dir.with_suffix('.gin')
+    file.write_text(tiny_run.gin_text(data_dir, **options))
+    flags = (*QUICK, *flags)
+    configuration.load([str(file)], flags, allowed_imports=allowed_imports, rooms=main.ROOMS)
+    train.train(model_dir=str(model_dir))
+    return model_dir
+
+  return run
+
+
+@pytest.fixture(scope='module')
+def base(train_run, tmp_path_factory):
+  """A run with nothing exchanged."""
+  return train_run(tmp_path_factory.mktemp('base') / 'run')
+
+
+def parameters(model_dir):
+  """The paths in model_info.txt."""
+  lines = (model_dir / 'model_info.txt').read_text().splitlines()
+  return {line.split()[0] for line in lines if line.startswith('model/')}
+
+
+def assert_trained(model_dir):
+  """Two steps with finite losses near that of 259 equally likely bytes, then both endings."""
+  lines = tiny_run.metrics(model_dir)
+  assert list(lines) == [1, 2]
+  assert all(abs(line['loss'] - math.log(259)) < 1 for line in lines.values())
+  assert all(line['grad_norm'] > 0 and line['skipped'] == 0 for line in lines.values())
+  assert math.isfinite(tiny_run.metrics(model_dir, 'eval')[2]['loss'])
+  assert (model_dir / 'checkpoints' / '2').is_dir()
+
+
+def contents(folder):
+  return {file: file.read_bytes() for file in folder.rglob('*') if file.is_file()}
+
+
+def test_nothing_exchanged(base):
+  assert_trained(base)
+  names = ' '.join(parameters(base))
+  assert 's5/lambda_re' in names and 'attention/register_keys' in names
+
+
+def test_no_s5(base, train_run, tmp_path):
+  run = train_run(tmp_path / 'run', more=NO_S5)
+  assert_trained(run)
+  removed = {name for name in parameters(base) if '/s5/' in name}
+  assert removed and not {name for name in parameters(run) if '/s5/' in name}
+  assert any('longformer_attention/query' in name for name in parameters(run))
+
+
+def test_full_attention(train_run, tmp_path):
+  run = train_run(tmp_path / 'run', more=FULL.format(tiny_run.LONGEST))
+  assert_trained(run)
+  names = ' '.join(parameters(run))
+  assert 'full_attention/query' in names and '/s5/' in names
+  assert 'longformer' not in names and 'register' not in names
+
+
+def test_full_attention_refuses_a_longer_document(train_run, tmp_path):
+  with pytest.raises(DataError, match=r'tokens or more.*at most 12 .*max_context') as caught:
+    train_run(tmp_path / 'run', more=FULL.format(12))
+  assert caught.value.exit_code == 65
+  assert int(str(caught.value).split(' tokens')[0].split()[-1]) > 12
+
+
+def test_optimizer(base, train_run, tmp_path):
+  run = train_run(tmp_path / 'run', '--gin.Optimizer.algorithm=@optax.lion')
+  assert_trained(run)
+  # The first loss is measured before the first update, the second shows the optimizer.
+  mine, theirs = tiny_run.metrics(run), tiny_run.metrics(base)
+  assert mine[1]['loss'] == theirs[1]['loss']
+  assert mine[2]['loss'] != theirs[2]['loss']
+
+
+def test_curriculum(base, train_run, tmp_path):
+  run = train_run(tmp_path / 'run', curriculum='short_then_long')
+  assert_trained(run)
+  assert [line['phase'] for line in tiny_run.metrics(run).values()] == [0, 1]
+  assert [line['phase'] for line in tiny_run.metrics(base).values()] == [0, 0]
+
+
+def test_partitioner(base, train_run, tmp_path):
+  run = train_run(tmp_path / 'run', partition='data')
+  assert_trained(run)
+  assert 'data=1' in (base / 'model_info.txt').read_text()
+  assert 'data=8' in (run / 'model_info.txt').read_text()
+  for mine, theirs in zip(*(tiny_run.metrics(r).values() for r in (run, base)), strict=True):
+    assert mine['loss'] == pytest.approx(theirs['loss'], rel=1e-5)
+
+
+def test_task(base, data_dir, train_run, tmp_path):
+  run = train_run(tmp_path / 'run', "--gin.task='digits'")
+  assert_trained(run)
+  for model_dir, task in ((run, 'digits'), (base, 'letters')):
+    record = json.loads((model_dir / 'checkpoints' / '2' / 'record' / 'metadata').read_text())
+    feed = TaskFeed(task, 'train', 8, 0, data_dir=str(data_dir))
+    assert record['store'] == feed.fingerprint
+
+
+def test_a_mixer_of_ones_own(train_run, tmp_path, monkeypatch):
+  package = tmp_path / 'their_mixers'
+  package.mkdir()
+  (package / '__init__.py').write_text('')
+  (package / 'smear.py').write_text(SMEAR)
+  monkeypatch.syspath_prepend(tmp_path)
+  more = """
+import their_mixers.smear
+Block.mixers = (@LongformerAttention, @Smear)
+Smear.scale = 0.5
+Partitioner.parameter_axes = (
+    ('embedding$', ('vocabulary', 'embed')),
+    ('final_norm/scale$', ('norm',)),
+    ('(scale|weight)$', ('layers', None)),
+    ('register', ('layers', None, None, None)),
+    ('.', ('layers', None, None)),
+)
+"""
+  run = train_run(tmp_path / 'run', more=more, allowed_imports=['their_mixers'])
+  assert_trained(run)
+  assert {name.split('/')[-2] for name in parameters(run) if name.endswith('weight')} == {'smear'}
+
+
+def test_a_vocabulary_larger_than_the_models(train_run, tmp_path):
+  with pytest.raises(ConfigurationError, match=r'259 tokens.*only 200.*vocabulary_size = 259'):
+    train_run(tmp_path / 'run', '--gin.LanguageModel.vocabulary_size=200')
+
+
+def test_a_model_dir_that_is_a_file(train_run, tmp_path):
+  (tmp_path / 'run').write_text('kept')
+  with pytest.raises(StorageError, match=r'run.*there is a file of that name') as caught:
+    train_run(tmp_path / 'run')
+  assert caught.value.exit_code == 74
+  assert (tmp_path / 'run').read_text() == 'kept'
+
+
+def test_a_checkpoint_of_another_model(base, train_run):
+  before = contents(base / 'checkpoints')
+  with pytest.raises(ConfigurationError, match=r'another model.*\n.*found .*expected '):
+    train_run(base, '--gin.LanguageModel.d_model=32')
+  assert contents(base / 'checkpoints') == before
+
+
+@pytest.mark.parametrize(
+  'change, named',
+  [('seed=1', 'seed = 0, but this run has 1'), ('batch_size=16', 'batch_size = 8')],
+)
+def test_a_resume_that_would_not_go_on(base, train_run, change, named):
+  before = contents(base / 'checkpoints')
+  with pytest.raises(ConfigurationError, match=named):
+    train_run(base, f'--gin.{change}')
+  assert contents(base / 'checkpoints') == before
+
+
+def test_a_store_of_another_tokenizer(train_run, tmp_path):
+  other = types.SimpleNamespace(size=259, eos_id=1, fingerprint='another')
+  tiny_run.write_stores(tmp_path, 'letters', 'abc', other)
+  with pytest.raises(ConfigurationError, match='another'):
+    train_run(tmp_path / 'run', f"--gin.TaskFeed.data_dir='{tmp_path}'")

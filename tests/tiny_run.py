@@ -1,0 +1,72 @@
+"""Whole runs of a few thousand parameters, from the real gin files, that the tests share."""
+
+import json
+import pathlib
+
+import numpy as np
+
+from valkyrie.data import store_writer, vocabularies
+from valkyrie.data.store_location import store_path
+
+BYTES = vocabularies.ByteVocabulary()
+LONGEST = 40  # tokens of a document, its EOS included
+
+
+def write_stores(data_dir: pathlib.Path, task: str, letters: str, vocabulary=BYTES) -> None:
+  """Stores of the task's splits, 'train' and 'validation', of 24 random documents each."""
+  for number, split in enumerate(('train', 'validation')):
+    random = np.random.default_rng(number)
+    lengths = [LONGEST - 1, *random.integers(12, LONGEST, 23)]
+    texts = [''.join(random.choice(list(letters), length)) for length in lengths]
+    store_writer.write_store(
+      store_path(task, split, BYTES, None, str(data_dir)),
+      store_writer.Recipe(task, split, vocabulary, {}, shards=1),
+      lambda shard, texts=texts: [
+        store_writer.Document(np.asarray(BYTES.encode(text)), len(text)) for text in texts
+      ],
+    )
+
+
+def gin_text(data_dir: pathlib.Path, partition='single', curriculum='constant', more='') -> str:
+  """What gin/tiny_cpu.gin is made of, shrunk by bindings, and `more`."""
+  return f"""
+seed = 0
+batch_size = 8
+chunk_size = 16
+chunks = 2
+backprop_chunks = 2
+train_steps = 2
+log_every = 1
+eval_every = 2
+checkpoint_every = 2
+learning_rate = 3e-3
+warmup_steps = 1
+{'short_steps = 1' if curriculum == 'short_then_long' else ''}
+
+include 'gin/run.gin'
+include 'gin/models/tiny.gin'
+include 'gin/partition/{partition}.gin'
+include 'gin/curriculum/{curriculum}.gin'
+include 'gin/data/python_stdlib.gin'
+
+task = 'letters'
+TaskFeed.data_dir = '{data_dir}'
+LanguageModel.d_model = 16
+LanguageModel.layers = 2
+Block.mlp_width = 24
+LongformerAttention.heads = 2
+LongformerAttention.head_width = 8
+LongformerAttention.window = 6
+LongformerAttention.registers = 2
+LongformerAttention.document_start = 2
+LongformerAttention.slice_size = 4
+S5.state_size = 8
+S5.blocks = 2
+{more}
+"""
+
+
+def metrics(model_dir: pathlib.Path, stream: str = '') -> dict[int, dict]:
+  """metrics.jsonl by step; where a step stands there twice, the later line counts."""
+  lines = (model_dir / stream / 'metrics.jsonl').read_text().splitlines()
+  return {line['step']: line for line in map(json.loads, lines)}
