@@ -58,13 +58,13 @@ class Curriculum:
   def __init__(self, phases: Sequence[Phase]):
     """Takes the phases in order; all but the last say how many steps they last."""
     self.phases = tuple(phases)
-    lengths = [phase.steps for phase in self.phases]
-    if not lengths or None in lengths[:-1]:
+    lengths = [phase.steps for phase in self.phases[:-1] if phase.steps is not None]
+    if not self.phases or len(lengths) < len(self.phases) - 1:
       raise ConfigurationError(
-        f'Curriculum.phases last {lengths} steps: name at least one phase, and give every phase '
-        'but the last its Phase.steps.'
+        f'Curriculum.phases last {[phase.steps for phase in self.phases]} steps: name at least one '
+        'phase, and give every phase but the last its Phase.steps.'
       )
-    self._starts = np.cumsum([0, *lengths[:-1]])
+    self._starts = np.cumsum([0, *lengths])
 
   def index(self, step: int) -> int:
     """The number, from 0, of the phase that `step` (from 0) belongs to."""
