@@ -38,7 +38,8 @@ def enough_devices(monkeypatch):
   def pretend():
     wanted = math.prod(size for _, size in gin.query_parameter('Partitioner.mesh'))
     if wanted > jax.device_count():
-      monkeypatch.setattr(jax, 'devices', lambda one=jax.devices()[:1]: one * wanted)
+      many = jax.devices()[:1] * wanted
+      monkeypatch.setattr(jax, 'devices', lambda: many)
 
   return pretend
 
@@ -66,7 +67,7 @@ def test_a_run_says_how_where_and_what(file):
   assert any(line.startswith('Expect') for line in lines)
   # Every macro first, so that what can be set is read in one place.
   macros = re.split(r'^include ', file.read_text(), flags=re.M)[0]
-  assert gin_checks.RUN_MACROS <= set(re.findall(r'^(\w+) = ', macros, re.M))
+  assert set(re.findall(r'^(\w+) = ', macros, re.M)) >= gin_checks.RUN_MACROS
 
 
 @pytest.mark.parametrize('file', RUNS, ids=name)
