@@ -119,6 +119,7 @@ class Loop:
       trainer.model,
       trainer.curriculum,
       every=STEPS,
+      total_steps=STEPS,
       batch_size=1,
       tokens_per_byte=1.0,
     )

@@ -125,6 +125,7 @@ def train(
         functions,
         phases,
         every=log_every,
+        total_steps=train_steps,
         batch_size=batch_size,
         tokens_per_byte=source.tokens_per_byte,
       )

@@ -26,14 +26,16 @@ class TrainingLog:
     curriculum: Curriculum,
     *,
     every: int,
+    total_steps: int,
     batch_size: int,
     tokens_per_byte: float | None,
   ):
-    """Writes to `writer` whenever a multiple of `every` steps is done."""
+    """Writes to `writer` whenever a multiple of `every` steps, or the last one, is done."""
     self._writer = writer
     self._flops = flops.train_flops_per_token(model.forward_flops)
     self._curriculum = curriculum
     self._every = every
+    self._total_steps = total_steps
     self._batch_size = batch_size
     self._tokens_per_byte = tokens_per_byte
     self._steps: list[StepMetrics] = []
@@ -45,7 +47,7 @@ class TrainingLog:
     if self._due is not None:
       self._write()
     self._steps.append(metrics)
-    if step % self._every == 0:
+    if step % self._every == 0 or step == self._total_steps:
       self._due = step
 
   def flush(self) -> None:
