@@ -185,7 +185,8 @@ def test_nothing_grows_with_the_square_of_time(differentiate):
   f = jax.grad(loss, argnums=(0, 1, 2)) if differentiate else loss
   sizes = list(intermediates(jax.make_jaxpr(f)(*arguments).jaxpr))
   assert HEADS * 16 * (window + 16) in sizes  # the logits of one slice were looked at
-  assert max(sizes) == time * HEADS * WIDTH  # and nothing is larger than the queries themselves
+  # Nothing is larger than the queries themselves and the masks of all slices: linear in time.
+  assert max(sizes) <= time * max(HEADS * WIDTH, window + 16)
 
 
 def dense(q, k, v, registers, positions, segments, window, starts):

@@ -23,9 +23,6 @@ from valkyrie.types import Array, DType
 
 _MASKED = -1e30  # finite, so that a masked logit has a gradient of zero and not of NaN
 
-# Of a slice, what its queries found is kept for the backward pass; the rest is computed again.
-_KEEP_ATTENTION = jax.checkpoint_policies.save_only_these_names('attention')
-
 
 class Memory(NamedTuple):
   """Keys and values [B, N, J, K] of tokens, unrotated, and the documents that they belong to.
@@ -286,7 +283,6 @@ def sliding_window_attention(
     padded = jnp.pad(x, ((0, 0), (0, count * size - time)) + ((0, 0),) * (x.ndim - 2))
     return jnp.moveaxis(padded.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
 
-  @functools.partial(jax.checkpoint, policy=_KEEP_ATTENTION)
   def step(before: AttentionCarry, now: _Slice):
     out = _read(now, before, registers)
     return AttentionCarry(_slide(before.window, now, size), _file_starts(before.starts, now)), out
