@@ -44,7 +44,6 @@ class Evaluator:
     """
     self._feed = feed()
     self._chunk_size = chunk_size
-    self._batch_size = batch_size
     self._whole = -(-self._feed.row_tokens // chunk_size)
     self._quick = min(chunks or self._whole, self._whole)
     self._partitioner = partitioner
