@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import numpy as np
 
+from valkyrie.models import slices
 from valkyrie.types import Array, DType
 
 _MASKED = -1e30  # finite, so that a masked logit has a gradient of zero and not of NaN
@@ -277,21 +278,15 @@ def sliding_window_attention(
   """
   time = q.shape[1]
   size = min(slice_size, carry.window.keys.shape[1], time)
-  count = -(-time // size)
-
-  def slices(x):
-    padded = jnp.pad(x, ((0, 0), (0, count * size - time)) + ((0, 0),) * (x.ndim - 2))
-    return jnp.moveaxis(padded.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
 
   def step(before: AttentionCarry, now: _Slice):
     out = _read(now, before, registers)
     return AttentionCarry(_slide(before.window, now, size), _file_starts(before.starts, now)), out
 
   whole = _Slice(q, k, v, positions, segment_ids)
-  after, out = lax.scan(step, carry, jax.tree.map(slices, whole))
-  out = jnp.moveaxis(out, 0, 1).reshape(q.shape[0], count * size, *q.shape[2:])[:, :time]
+  after, out = lax.scan(step, carry, jax.tree.map(lambda x: slices.cut(x, size), whole))
 
   # Within the scan padding enters the window, which nothing but padding then reads. What the next
   # chunk is given is taken from the tokens themselves.
   length = jnp.sum(segment_ids > 0, axis=1)
-  return out, AttentionCarry(_slide(carry.window, whole, length), after.starts)
+  return slices.join(out, time), AttentionCarry(_slide(carry.window, whole, length), after.starts)

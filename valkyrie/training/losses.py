@@ -4,6 +4,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from valkyrie.models import slices
 from valkyrie.models.language_model import Features
 from valkyrie.models.layers import matmul
 from valkyrie.types import Array
@@ -34,13 +35,8 @@ def token_losses(features: Features, targets: Array, vocabulary_size: int) -> Ar
   if size >= time:
     return of_slice(features.hidden, targets)
 
-  count = -(-time // size)
-
-  def slices(x):
-    padded = jnp.pad(x, ((0, 0), (0, count * size - time)) + ((0, 0),) * (x.ndim - 2))
-    return jnp.moveaxis(padded.reshape(batch, count, size, *x.shape[2:]), 1, 0)
-
   losses = lax.map(
-    jax.checkpoint(lambda now: of_slice(*now)), (slices(features.hidden), slices(targets))
+    jax.checkpoint(lambda now: of_slice(*now)),
+    (slices.cut(features.hidden, size), slices.cut(targets, size)),
   )
-  return jnp.moveaxis(losses, 0, 1).reshape(batch, count * size)[:, :time]
+  return slices.join(losses, time)
