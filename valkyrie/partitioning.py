@@ -16,8 +16,8 @@ from typing import Any
 
 import gin
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-import numpy as np
 
 from valkyrie.errors import ConfigurationError
 from valkyrie.types import Array, Batch, Params
@@ -27,6 +27,31 @@ Axes = tuple[str | None, ...]
 _current: contextvars.ContextVar['Partitioner | None'] = contextvars.ContextVar(
   'partitioner', default=None
 )
+_devices: contextvars.ContextVar[Sequence[jax.Device] | None] = contextvars.ContextVar(
+  'devices', default=None
+)
+
+
+@contextlib.contextmanager
+def on_devices(devices: Sequence[jax.Device]) -> Iterator[None]:
+  """Within it, a mesh is made of these devices, which may be those of a machine far away."""
+  token = _devices.set(tuple(devices))
+  try:
+    yield
+  finally:
+    _devices.reset(token)
+
+
+def all_devices() -> Sequence[jax.Device]:
+  """The devices that a mesh is made of: those of `on_devices`, or all that this process sees."""
+  devices = _devices.get()
+  return jax.devices() if devices is None else devices
+
+
+def platform() -> str:
+  """'cpu', 'gpu' or 'tpu': what a program is made for, wherever it is compiled."""
+  devices = _devices.get()
+  return jax.default_backend() if devices is None else devices[0].platform
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
@@ -174,7 +199,7 @@ def _as_tuple(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def _make_mesh(axes: Sequence[tuple[str, int]]) -> Mesh:
-  devices = jax.devices()
+  devices = all_devices()
   names = [name for name, _ in axes]
   sizes = [size for _, size in axes]
   fixed = math.prod(size for size in sizes if size != -1)
@@ -185,8 +210,9 @@ def _make_mesh(axes: Sequence[tuple[str, int]]) -> Mesh:
   if math.prod(sizes) != len(devices) or -1 in sizes:
     wanted = ' x '.join(f'{name}={size}' for name, size in axes)
     raise ConfigurationError(
-      f'The mesh {wanted} needs {fixed} devices, but this process sees {len(devices)} '
+      f'The mesh {wanted} needs {fixed} devices, but there are {len(devices)} '
       f'({devices[0].device_kind}). Run it where there are {fixed}, or choose a layout that fits, '
       'such as gin/partition/data.gin, which takes whatever there is.'
     )
-  return Mesh(np.asarray(devices).reshape(sizes), names)
+  # On a TPU each axis of the mesh lies along axes of the torus; elsewhere devices keep their order.
+  return Mesh(mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True), names)

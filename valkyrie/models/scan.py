@@ -18,6 +18,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from valkyrie.partitioning import platform
 from valkyrie.types import Array
 
 
@@ -63,8 +64,8 @@ FORMS = {'sequential': _sequential, 'associative': _associative}
 
 
 def default_form() -> str:
-  """The form that is fastest where this process computes."""
-  return 'sequential' if jax.default_backend() == 'cpu' else 'associative'
+  """The form that is fastest where the program will run."""
+  return 'sequential' if platform() == 'cpu' else 'associative'
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
