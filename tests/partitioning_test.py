@@ -110,7 +110,7 @@ def leaf(*shape):
       lambda: layout(mesh=(('data', 4), ('model', 4), ('time', 2))),
       r'data=4 x model=4 x time=2 needs 32 devices, but there are 8',
     ),
-    (lambda: layout(mesh=(('data', -1), ('model', 3))), r'data=-1 x model=3 .* sees 8'),
+    (lambda: layout(mesh=(('data', -1), ('model', 3))), r'data=-1 x model=3 .* there are 8'),
     (
       lambda: layout(axis_rules=(('embed', 'modle'),)),
       r"'embed' over \['modle'\], but the mesh has the axes \('data',\)",
