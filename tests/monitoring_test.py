@@ -161,6 +161,15 @@ def test_other_streams_write_in_their_own_directory(tmp_path):
   assert not (tmp_path / 'metrics.jsonl').exists()
 
 
+def test_without_tensorboard_there_are_lines_alone(tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, 'tensorboard', None)
+  with create_writers(tmp_path, tensorboard=False) as writer:
+    writer.write_scalars(1, {'loss': 1.0})
+    writer.flush()
+  assert read_lines(tmp_path / 'metrics.jsonl') == [{'step': 1, 'loss': 1.0}]
+  assert os.listdir(tmp_path) == ['metrics.jsonl']
+
+
 def test_a_failing_tensorboard_surfaces_but_never_hides_the_first_error(tmp_path):
   (tmp_path / 'train').write_text('a file where a directory should be')
   refusal = r"TensorBoard's files cannot be written in .*train"

@@ -28,7 +28,7 @@ import orbax.checkpoint as ocp
 
 from valkyrie.errors import ConfigurationError, Diverged, StorageError
 from valkyrie.monitoring import heartbeat
-from valkyrie.storage import steps
+from valkyrie.storage import manifest, steps
 from valkyrie.storage.model_dir import Lease, local_path, writable_directory
 from valkyrie.storage.state_check import check_same_model, not_finite
 
@@ -200,13 +200,35 @@ class CheckpointDirectory:
     with _as_storage_error(f'The record of step {self._newest} in {self.directory} cannot be read'):
       return self._read_record(self._newest)
 
-  def restore(self, target: Any, partial: bool = False) -> tuple[Any, dict[str, Any]] | None:
-    """Reads the newest whole step; None where this run never saved one.
+  def nearest_whole(self, goal: int) -> int | None:
+    """Step `goal`, else the first whole one after it, else the last one before; None without any.
+
+    Raises:
+      StorageError: no step that is there is whole.
+    """
+    self.wait()
+    with _as_storage_error(f'{self.directory} cannot be read'):
+      found = steps.find(self.directory)
+      damaged = {}
+      for step in sorted(found, key=lambda step: (step < goal, abs(step - goal))):
+        wrong = manifest.damage(self.directory / str(step), step)
+        if wrong is None:
+          return step
+        damaged[step] = wrong
+    if damaged:
+      raise StorageError(_none_is_whole(self.directory, damaged))
+    return None
+
+  def restore(
+    self, target: Any, partial: bool = False, step: int | None = None
+  ) -> tuple[Any, dict[str, Any]] | None:
+    """Reads the newest whole step, or `step`; None where this run never saved one.
 
     Args:
       target: what to expect: a pytree of jax.ShapeDtypeStruct with shardings, which may be other
         ones than the state was saved with.
       partial: `target` is a dict of some of the state's fields; the others stay unread.
+      step: one that was found whole; None is the newest.
 
     Returns:
       (state, record): the state in the structure of `target`, bit for bit as it was saved.
@@ -216,9 +238,10 @@ class CheckpointDirectory:
       StorageError: where the files cannot be read.
     """
     self.wait()
-    if self._newest is None:
+    step = self._newest if step is None else step
+    if step is None:
       return None
-    place = self.directory / str(self._newest)
+    place = self.directory / str(step)
     unreadable = f'{place} is what was saved, but cannot be read'
     with _as_storage_error(unreadable):
       metadata: Any = self._orbax.metadata(place / 'state').item_metadata
@@ -233,7 +256,7 @@ class CheckpointDirectory:
           partial_restore=partial,
         ),
       )
-      record = self._read_record(self._newest)
+      record = self._read_record(step)
     state = jax.tree.map(
       lambda leaf, found: found if leaf.size else jnp.zeros_like(leaf), target, restored
     )

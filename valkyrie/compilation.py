@@ -12,15 +12,21 @@ from valkyrie.monitoring.progress import Progress
 from valkyrie.partitioning import Partitioner
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
+from valkyrie.training.spikes import RecentLosses
 from valkyrie.training.train_step import TrainState, initial_state
 from valkyrie.types import Batch
 
 
 def abstract_state(
-  model: Model, optimizer: Optimizer, layout: Partitioner, seed: int, batch_size: int
+  model: Model,
+  optimizer: Optimizer,
+  layout: Partitioner,
+  seed: int,
+  batch_size: int,
+  recent: RecentLosses | None = None,
 ) -> TrainState:
   """The shapes, dtypes and layouts of a train state, with nothing computed."""
-  shapes = jax.eval_shape(lambda: initial_state(model, optimizer, seed, batch_size))
+  shapes = jax.eval_shape(lambda: initial_state(model, optimizer, seed, batch_size, recent))
   return jax.tree.map(
     lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
     shapes,

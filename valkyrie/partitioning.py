@@ -124,8 +124,8 @@ class Partitioner:
     Raises:
       ConfigurationError: where no rule matches, or the one that does has another rank.
     """
-    if not shape:
-      return ()
+    if not shape or path.startswith('recent/'):
+      return (None,) * len(shape)
     if '/planner/' in path and path.startswith('carry/'):
       return ('batch',) + (None,) * (len(shape) - 1)
     if path.startswith('carry/'):

@@ -18,7 +18,8 @@ _SHOWN = 10
 # Bindings that leave the numbers of a step as they are. `train_steps` may grow, which stretches the
 # learning rate's schedule; what is read is known by the fingerprints of store and vocabulary.
 _FREE = re.compile(
-  r'validation/|(Checkpoints|Preemption|RefusedSteps|Evaluator|evaluate|infer)\.|Optimizer\.train_steps$'
+  r'validation/|(Checkpoints|Preemption|RefusedSteps|Evaluator|evaluate|infer|create_writers)\.'
+  r'|Optimizer\.train_steps$'
   r'|train\.(train_steps|log_every|eval_every|checkpoint_every|hooks|evaluator|checkpoints|hunt_nan)$'
   r'|(.*/)?TaskFeed\.(data_dir|source|vocabulary)$'
 )

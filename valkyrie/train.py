@@ -9,25 +9,28 @@ from typing import Any
 import gin
 import jax
 
-from valkyrie import configuration, resume
+from valkyrie import configuration, fitting, resume
 from valkyrie.checkpoints import CheckpointDirectory, Checkpoints
 from valkyrie.compilation import abstract_state, compile_steps
 from valkyrie.data.feed import TaskFeed, prefetch
-from valkyrie.errors import ConfigurationError, DataError, Diverged, Preempted, StorageError
+from valkyrie.errors import DataError, Diverged, Preempted, StorageError
 from valkyrie.evaluate import Evaluator
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel, Model
 from valkyrie.monitoring import heartbeat, plot, report
 from valkyrie.monitoring.hooks import Every, Hook
 from valkyrie.monitoring.progress import Progress, describe
+from valkyrie.monitoring.refused_log import RefusedLog
 from valkyrie.monitoring.training_log import TrainingLog
 from valkyrie.monitoring.writers import create_writers
 from valkyrie.partitioning import Partitioner
 from valkyrie.preemption import Preemption
+from valkyrie.rewind import Rewind
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.divergence import RefusedSteps
 from valkyrie.training.nan_hunt import hunting
 from valkyrie.training.optimizers import Optimizer
+from valkyrie.training.spikes import LossSpikes
 from valkyrie.training.train_step import StepMetrics, TrainState, initial_state, make_train_step
 from valkyrie.types import Batch
 
@@ -54,6 +57,7 @@ def train(
   hunt_nan: bool = False,
   preemption: Callable[[], Preemption] = Preemption,
   refused_steps: Callable[..., RefusedSteps] = RefusedSteps,
+  loss_spikes: Callable[[], LossSpikes] = LossSpikes,
   allow_changed: Sequence[str] = (),
 ) -> None:
   """Trains until `train_steps` steps are done, from the newest checkpoint in model_dir if any.
@@ -72,6 +76,7 @@ def train(
       where its first number that is not finite appears.
     preemption: what to do when the process is asked to stop.
     refused_steps: how many steps may be refused before the run ends.
+    loss_spikes: what is done about a step whose loss stands out.
     allow_changed: of resume.KINDS, what may differ from the run that saved the checkpoint.
 
   Raises:
@@ -85,9 +90,9 @@ def train(
   layout.check_batch(batch_size)
   functions = language_model.transform(model)
   phases = curriculum()
-  _check_grain(functions, phases, layout)
-  rule = optimizer()
-  abstract = abstract_state(functions, rule, layout, seed, batch_size)
+  fitting.check_grain(functions, phases, layout)
+  rule, spikes = optimizer(), loss_spikes()
+  abstract = abstract_state(functions, rule, layout, seed, batch_size, spikes.initial())
 
   with preemption() as stop, checkpoints.open(model_dir) as saved:
     progress = Progress(train_steps)
@@ -96,7 +101,7 @@ def train(
 
     # Data.
     source = feed()
-    _check_vocabulary(functions, source)
+    fitting.check_vocabulary(functions, source)
     measure = evaluator(functions, layout)
 
     # State: initial, or where the run was left.
@@ -111,7 +116,7 @@ def train(
       }
 
     make_initial = layout.partition(
-      lambda: initial_state(functions, rule, seed, batch_size),
+      lambda: initial_state(functions, rule, seed, batch_size, spikes.initial()),
       out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract),
     )
     state = _restored(saved, abstract, record, allow_changed, progress)
@@ -131,7 +136,7 @@ def train(
 
     # Steps: every shape is compiled before the first is taken.
     def make_step(phase: Phase) -> Callable:
-      return make_train_step(functions, rule, phases, phase, seed=seed, remat=remat)
+      return make_train_step(functions, rule, phases, phase, seed=seed, remat=remat, spikes=spikes)
 
     steps = compile_steps(make_step, phases, layout, abstract, batch_size, progress, not hunt_nan)
     if hunt_nan:
@@ -141,9 +146,14 @@ def train(
         for step, phase in zip(steps, phases.phases, strict=True)
       ]
 
+    def documents(step: int) -> str:
+      length = phases.phase(step - 1).tokens_per_row
+      return source.describe(phases.position(step - 1), length)
+
     with (
       create_writers(model_dir, console=progress.show) as writer,
       create_writers(model_dir, name='eval') as eval_writer,
+      RefusedLog(model_dir, int(state.skipped), documents, progress.say) as refused_log,
     ):
       log = TrainingLog(
         writer,
@@ -188,11 +198,12 @@ def train(
         for n, hook in ((eval_every, validate), (checkpoint_every, save))
       ]
 
-      def documents(step: int) -> str:
-        length = phases.phase(step - 1).tokens_per_row
-        return source.describe(phases.position(step - 1), length)
-
       refused = refused_steps(int(state.skipped), documents)
+      rewind = Rewind(saved, abstract, make_initial, checkpoint_every, refused_log.rewound)
+
+      def look_back(step: int, metrics: StepMetrics) -> None:
+        refused_log(step, metrics)
+        refused(step, int(metrics.skipped))
 
       # Loop. A step is dispatched while the one before it runs, and at most two are under way: what
       # is read from the older one is there already.
@@ -210,13 +221,17 @@ def train(
             break
           state, metrics = steps[phases.index(step)](state, batch)
           done = step + 1
+          if spikes.action == 'rewind':
+            state = rewind(done, state, metrics)
           log(done, metrics)
           for hook in (*due, *hooks):
             hook(done, state, metrics)
           saved.check()
           if under_way is not None:
-            refused(done - 1, int(under_way.skipped))
+            look_back(done - 1, under_way)
           under_way = metrics
+        if under_way is not None:
+          look_back(done, under_way)
         log.flush()
       progress.close()
       if done < train_steps:
@@ -259,33 +274,6 @@ def _restored(
   restored = saved.restore(abstract)
   assert restored is not None, 'its record was just read'
   return restored[0]
-
-
-def _check_vocabulary(model: Model, feed: TaskFeed) -> None:
-  if feed.vocabulary_size > model.vocabulary_size:
-    raise ConfigurationError(
-      f"The feed's vocabulary has {feed.vocabulary_size} tokens, but the model has only "
-      f'{model.vocabulary_size}. Set LanguageModel.vocabulary_size = {feed.vocabulary_size}.'
-    )
-
-
-def _check_grain(model: Model, curriculum: Curriculum, layout: Partitioner) -> None:
-  grain = model.plan_block
-  if grain is None:
-    return
-  for size in [phase.chunk_size for phase in curriculum.phases if phase.planner]:
-    if size % grain:
-      below, above = size // grain * grain, (size // grain + 1) * grain
-      raise ConfigurationError(
-        f'chunk_size={size} is not a multiple of Planner.plan_block={grain}, as chunks of training '
-        'are. ' + (f'The nearest that are: {below} and {above}.' if below else f'Use {above}.')
-      )
-  if layout.axis_rules.get('time') is not None:
-    raise ConfigurationError(
-      f"Partitioner.axis_rules splits 'time' over {layout.axis_rules['time']!r}, but a planner "
-      'makes its plans one after the other. Choose a layout that keeps rows whole, or set '
-      'LanguageModel.planner = None.'
-    )
 
 
 def _batches(

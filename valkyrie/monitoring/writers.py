@@ -19,6 +19,7 @@ import os
 import pathlib
 from typing import Any, BinaryIO
 
+import gin
 import jax
 import numpy as np
 
@@ -27,8 +28,12 @@ from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError
 Console = Callable[[int, Mapping[str, Any]], None]
 
 
+@gin.configurable
 def create_writers(
-  model_dir: str | os.PathLike, name: str = 'train', console: Console | None = None
+  model_dir: str | os.PathLike,
+  name: str = 'train',
+  console: Console | None = None,
+  tensorboard: bool = True,
 ) -> 'RunWriter':
   """Starts importing CLU's writers, and returns at once with a writer that can be used.
 
@@ -37,45 +42,47 @@ def create_writers(
     name: of the stream. 'train' writes model_dir/metrics.jsonl and model_dir/train/; any other
       writes both in model_dir/name/.
     console: shows the scalars of a step to people, e.g. `Progress.show`; None shows nothing.
+    tensorboard: False writes no files for TensorBoard, and needs none of their packages.
 
   Raises:
     ConfigurationError: where the packages that TensorBoard's files need are not installed.
     StorageError: where metrics.jsonl cannot be opened.
   """
-  missing = [
-    package
-    for package in ('clu', 'tensorboard', 'tensorflow')
-    if importlib.util.find_spec(package) is None
-  ]
+  needed = ('clu', 'tensorboard', 'tensorflow') if tensorboard else ()
+  missing = [package for package in needed if importlib.util.find_spec(package) is None]
   if missing:
     raise ConfigurationError(
       f"Writing TensorBoard's files needs {', '.join(missing)}, which this Python does not have. "
-      'Install the packages that setup.py names.'
+      'Install the packages that setup.py names, or set create_writers.tensorboard = False.'
     )
   events = pathlib.Path(model_dir) / name
   lines = (pathlib.Path(model_dir) if name == 'train' else events) / 'metrics.jsonl'
   silent = jax.process_index() != 0
-  _quiet_tensorflow()
-  return RunWriter(events, lines, console, silent)
+  if tensorboard:
+    _quiet_tensorflow()
+  return RunWriter(events if tensorboard else None, lines, console, silent)
 
 
 class RunWriter:
   """CLU's MetricWriter: scalars go everywhere, everything else to TensorBoard.
 
-  Only the first process of a run writes (`silent` is for the others). A failure surfaces in the
-  next call; after `flush` or `close` everything is on disk. A context manager that closes.
+  Only the first process of a run writes (`silent` is for the others), and only lines where there is
+  no place for `events`. A failure surfaces in the next call; after `flush` or `close` everything is
+  on disk. A context manager that closes.
   """
 
   def __init__(
-    self, events: pathlib.Path, lines: pathlib.Path, console: Console | None, silent: bool
+    self, events: pathlib.Path | None, lines: pathlib.Path, console: Console | None, silent: bool
   ):
     self._events, self._console, self._silent = events, console, silent
     if silent:
       return
     self._lines = JsonLines(lines)
+    self._under_way: list[Future] = []
     self._thread = ThreadPoolExecutor(1, thread_name_prefix='tensorboard')
-    self._tensorboard = self._thread.submit(_import_tensorboard, events)
-    self._under_way: list[Future] = [self._tensorboard]
+    if events is not None:
+      self._tensorboard = self._thread.submit(_import_tensorboard, events)
+      self._under_way.append(self._tensorboard)
 
   def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
     """Writes numbers: Python's, numpy's or jax's (which are waited for); None where unknown."""
@@ -146,7 +153,7 @@ class RunWriter:
       error.add_note(str(failure))  # the first error is the one to see
 
   def _later(self, method: str, *args: Any, **kwargs: Any) -> None:
-    if self._silent:
+    if self._silent or self._events is None:
       return
     self._surface(wait=False)
 

@@ -34,7 +34,7 @@ def hunting(step: TrainStep, traceable: TrainStep) -> TrainStep:
 
   def step_or_hunt(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
     after, metrics = step(state, batch)
-    if int(metrics.skipped) > int(state.skipped):
+    if int(metrics.skipped) > int(state.skipped) and not bool(metrics.spiked):
       place = first_nonfinite(traceable, state, batch)
       raise Diverged(
         f'Step {int(state.step) + 1} gave numbers that are not finite. The first: '

@@ -11,6 +11,7 @@ from valkyrie.models.language_model import Model
 from valkyrie.training import tbptt
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
+from valkyrie.training.spikes import LossSpikes, RecentLosses, judge
 from valkyrie.types import Array, Batch, Carry, Params
 
 # Folded into the seed, so that dropout shares no key with what `initial_state` draws from it.
@@ -23,7 +24,8 @@ class TrainState(NamedTuple):
   step: int32, steps taken, refused ones included: it tells the feed's position.
   params, optimizer_state: as Haiku and optax hold them.
   carry: the memory of every row, from the last token that it has read.
-  skipped: int32, steps refused because a number was not finite.
+  skipped: int32, steps refused because a number was not finite or the loss a spike.
+  recent: what `spikes` compares the next loss with; None where nothing is.
   """
 
   step: Array
@@ -31,22 +33,33 @@ class TrainState(NamedTuple):
   optimizer_state: Any
   carry: Carry
   skipped: Array
+  recent: RecentLosses | None = None
 
 
 class StepMetrics(NamedTuple):
-  """What a step says of itself: float32 scalars on the device, not waited for."""
+  """What a step says of itself: scalars on the device, not waited for.
+
+  skipped: as in the TrainState after it; spiked: whether this step was refused for its loss.
+  """
 
   sums: tbptt.Sums
   grad_norm: Array
   learning_rate: Array
   skipped: Array
+  spiked: Array
 
 
-def initial_state(model: Model, optimizer: Optimizer, seed: int, batch_size: int) -> TrainState:
+def initial_state(
+  model: Model,
+  optimizer: Optimizer,
+  seed: int,
+  batch_size: int,
+  recent: RecentLosses | None = None,
+) -> TrainState:
   """The state before the first step; pure, so that it can be traced for its shapes."""
   params, carry = model.init(jax.random.key(seed), batch_size)
   zero = jnp.zeros((), jnp.int32)
-  return TrainState(zero, params, optimizer.init(params), carry, zero)
+  return TrainState(zero, params, optimizer.init(params), carry, zero, recent)
 
 
 def make_train_step(
@@ -57,12 +70,14 @@ def make_train_step(
   *,
   seed: int,
   remat: bool,
+  spikes: LossSpikes | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
   """The step of one phase: (state, batch [B, N·C]) -> (state, metrics).
 
-  A step whose loss, gradient or carry is not finite is refused whole: parameters and optimizer keep
-  what they held before. Its tokens are gone all the same, so no carry, old or new, fits what comes
-  next, and every row starts from an empty one as at a document start.
+  A step whose loss, gradient or carry is not finite, or whose loss is a spike, is refused whole:
+  parameters and optimizer keep what they held before. Its tokens are gone all the same, so no
+  carry, old or new, fits what comes next, and every row starts from an empty one as at a document
+  start.
 
   Dropout draws from the seed and the step alone: a resumed run draws what it would have drawn.
   """
@@ -91,6 +106,11 @@ def make_train_step(
     healthy = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
     for leaf in jax.tree.leaves(carry):
       healthy &= jnp.all(jnp.isfinite(leaf))
+    spiked, recent = jnp.zeros((), bool), state.recent
+    if spikes is not None and recent is not None:
+      loss = sums.loss / jnp.maximum(sums.weight, 1.0)
+      spiked, recent = judge(spikes, recent, loss)
+      healthy &= ~spiked
 
     # `where` and not a product with a flag: 0 x NaN is NaN.
     def accept(new, old):
@@ -102,7 +122,8 @@ def make_train_step(
       optimizer_state=accept(optimizer_state, state.optimizer_state),
       carry=accept(carry, model.initial_carry(batch.inputs.shape[0])),
       skipped=state.skipped + jnp.where(healthy, 0, 1),
+      recent=recent,
     )
-    return state, StepMetrics(sums, norm, learning_rate, state.skipped)
+    return state, StepMetrics(sums, norm, learning_rate, state.skipped, spiked)
 
   return train_step

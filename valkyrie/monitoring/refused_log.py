@@ -1,0 +1,70 @@
+"""model_dir/refused_steps.jsonl: each refused step, why, what it had read, where it led back to.
+
+    {"step": 412, "why": "loss spike", "loss": 9.1, "grad_norm": 3.0, "read": "these documents .."}
+    {"step": 412, "rewound_to": 400}
+
+As in metrics.jsonl, steps after the last checkpoint stand there again when they are done again.
+"""
+
+from collections.abc import Callable
+import os
+import pathlib
+from typing import Self
+
+import jax
+
+from valkyrie.monitoring.metrics import text_metrics
+from valkyrie.monitoring.writers import JsonLines
+from valkyrie.training.train_step import StepMetrics
+
+
+class RefusedLog:
+  """Writes the file; only the first process of a run does. A context manager that closes it."""
+
+  def __init__(
+    self,
+    model_dir: str | os.PathLike,
+    skipped: int,
+    describe: Callable[[int], str],
+    say: Callable[[str], None],
+  ):
+    """Opens the file.
+
+    Args:
+      model_dir: the directory of the run.
+      skipped: steps that were refused so far.
+      describe: says what a step has read, given its number counted from 1.
+      say: tells people.
+    """
+    self._skipped = skipped
+    self._describe = describe
+    self._say = say
+    writes = jax.process_index() == 0
+    self._lines = JsonLines(pathlib.Path(model_dir, 'refused_steps.jsonl')) if writes else None
+
+  def __call__(self, step: int, metrics: StepMetrics) -> None:
+    """Writes a line if `step`, counted from 1, was refused; waits for it.
+
+    Raises:
+      StorageError: the file cannot be written.
+    """
+    before, self._skipped = self._skipped, int(metrics.skipped)
+    if self._skipped > before and self._lines is not None:
+      why = 'loss spike' if bool(metrics.spiked) else 'not finite'
+      loss = text_metrics(float(metrics.sums.loss), float(metrics.sums.weight), None)['loss']
+      line = {'step': step, 'why': why, 'loss': loss, 'grad_norm': float(metrics.grad_norm)}
+      self._lines.write({**line, 'read': self._describe(step)})
+      self._say(f'step {step} is refused: {why} (loss {loss:.4g})')
+
+  def rewound(self, step: int, goal: int) -> None:
+    """Writes that parameters and optimizer went back from `step` to those of step `goal`."""
+    if self._lines is not None:
+      self._lines.write({'step': step, 'rewound_to': goal})
+    self._say(f'step {step} is a loss spike: going on with the parameters of step {goal}')
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *error: object) -> None:
+    if self._lines is not None:
+      self._lines.close()
