@@ -14,6 +14,7 @@ import tiny
 from valkyrie import configuration, main
 from valkyrie.errors import ConfigurationError
 from valkyrie.partitioning import Partitioner, constrain, path_of
+from valkyrie.training import spread
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.train_step import initial_state, make_train_step
@@ -23,16 +24,68 @@ LAYOUTS = sorted(
   for file in (pathlib.Path(__file__).parents[1] / 'gin' / 'partition').glob('*.gin')
   if file.stem != 'axes'
 )
+SPLIT = [name for name in LAYOUTS if name != 'single']
 ROWS = 8
-PHASE = Phase(chunk_size=6, chunks=2, backprop_chunks=2)
+PHASE = Phase(chunk_size=8, chunks=3, backprop_chunks=3)
+
+
+def layout_of(name, *bindings):
+  gin.clear_config()
+  configuration.load([f'gin/partition/{name}.gin'], bindings, rooms=main.ROOMS)
+  return Partitioner()
+
+
+def widen(tree, dtype):
+  def cast(x):
+    return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+  return jax.tree.map(cast, jax.device_get(tree))
+
+
+@functools.cache
+def gradients(name, dtype, *bindings):
+  """(gradient, carry, sums) of a step: documents end inside chunks, and the last one in padding."""
+  with jax.enable_x64(dtype == 'float64'):
+    layout = layout_of(name, *bindings)
+    model = tiny.model(compute_dtype=dtype)
+    params, carry = widen(tiny.init(model, ROWS), dtype)
+    batch = widen(tiny.batch((4, 3, 5, 7), rows=ROWS, padding=5), dtype)
+
+    def of(params, carry, batch):
+      return spread.gradients(
+        model, params, carry, batch, None, chunk_size=8, backprop_chunks=3, remat=True
+      )
+
+    state = {'params': params, 'carry': carry}
+    state = jax.device_put(state, layout.state_shardings(state))
+    found = layout.partition(of)(state['params'], state['carry'], layout.place_batch(batch))
+    return jax.device_get(found), layout
+
+
+def relative(a, b):
+  """The 2-norm of the difference over that of b, the largest over leaves."""
+  return max(
+    float(np.linalg.norm(x - y) / np.linalg.norm(y))
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+  )
+
+
+@pytest.mark.parametrize('dtype, tolerance', [('float32', 1e-5), ('float64', 1e-10)])
+@pytest.mark.parametrize('name', SPLIT)
+def test_a_layout_changes_no_loss_no_gradient_and_no_carry(name, dtype, tolerance):
+  (one, _), (many, layout) = gradients('single', dtype), gradients(name, dtype)
+  assert layout.mesh.size == 8
+  gradient, carry, sums = many
+  np.testing.assert_allclose(sums.loss, one[2].loss, rtol=tolerance)
+  assert (sums.weight, sums.far) == (one[2].weight, one[2].far)
+  assert relative(gradient, one[0]) <= tolerance
+  assert relative(carry, one[1]) <= tolerance
 
 
 @functools.cache
 def trained(name):
-  """(state, losses) after two steps over documents that end inside chunks, by gin's layout."""
-  gin.clear_config()
-  configuration.load([f'gin/partition/{name}.gin'], rooms=main.ROOMS)
-  layout = Partitioner()
+  """(state, losses) after two steps, by gin's layout."""
+  layout = layout_of(name)
   layout.check_batch(ROWS)
   model = tiny.model()
   # Adam divides a gradient by its own size, and so turns the last bit of one that is nearly zero
@@ -53,20 +106,19 @@ def trained(name):
   )
   losses = []
   for seed in range(2):
-    batch = layout.place_batch(tiny.batch((4, 3, 5), rows=ROWS, seed=seed))
+    batch = layout.place_batch(tiny.batch((4, 3, 5, 12), rows=ROWS, seed=seed))
     state, metrics = step(state, batch)
     losses.append(float(metrics.sums.loss / metrics.sums.weight))
   return state, losses, layout
 
 
 def test_the_layouts_that_a_machine_of_any_size_can_use():
-  assert {'single', 'data', 'fsdp'} <= set(LAYOUTS)
+  assert {'single', 'data', 'zero1', 'fsdp', 'tensor2d'} <= set(LAYOUTS)
 
 
-@pytest.mark.parametrize('name', [name for name in LAYOUTS if name != 'single'])
-def test_a_layout_changes_no_number(name):
-  (one, expected, _), (many, losses, layout) = trained('single'), trained(name)
-  assert layout.mesh.size == 8
+@pytest.mark.parametrize('name', ['zero1', 'fsdp'])
+def test_two_steps_end_where_one_device_ends(name):
+  (one, expected, _), (many, losses, _) = trained('single'), trained(name)
   np.testing.assert_allclose(losses, expected, rtol=1e-5)
   # Sums over rows are taken in another order: about 1e-7 of a gradient, times learning rate / eps.
   for field in ('params', 'carry'):
@@ -76,8 +128,9 @@ def test_a_layout_changes_no_number(name):
     )
 
 
-def test_fsdp_holds_an_eighth_of_what_it_splits():
-  state, _, layout = trained('fsdp')
+@pytest.mark.parametrize('name', ['zero1', 'fsdp'])
+def test_a_device_holds_an_eighth_of_what_is_split(name):
+  state, _, layout = trained(name)
   split = 0
   for tree in (state.params, state.optimizer_state):
     for key_path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -125,7 +178,7 @@ def leaf(*shape):
     ),
     (
       lambda: layout(
-        parameter_axes=(('w$', ('embed',)),), axis_rules=(('embed', 'data'),)
+        parameter_axes=(('w$', ('embed',)),), axis_rules=(('batch', 'data'), ('embed', 'data'))
       ).state_shardings(leaf(12)),
       r'params/w of shape \(12,\) cannot be split .* 12 is not a multiple of 8',
     ),

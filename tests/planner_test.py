@@ -254,7 +254,7 @@ def test_where_chunks_are_cut_changes_no_gradient():
           backprop_chunks=TIME // chunk_size,
           remat=False,
         )
-      )(widen(params), widen(carry), batch)
+      )(widen(params), widen(carry), batch, batch.weights.sum())
 
     expected, expected_carry, sums = at(TIME)
     assert sums.draft_loss > 0

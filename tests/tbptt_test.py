@@ -59,7 +59,9 @@ def difference(a, b):
 def test_with_all_chunks_the_gradient_is_that_of_the_whole(chunk_size, remat):
   _, params, carry = built()
   batch = tiny.batch((7, 15, 2))
-  gradient, after, sums = gradient_of(chunk_size, TIME // chunk_size, remat)(params, carry, batch)
+  gradient, after, sums = gradient_of(chunk_size, TIME // chunk_size, remat)(
+    params, carry, batch, batch.weights.sum()
+  )
   expected, expected_after, expected_sums = direct(params, carry, batch)
   assert difference(gradient, expected) < 1e-5
   np.testing.assert_allclose(sums.loss, expected_sums.loss, rtol=1e-5)
@@ -90,7 +92,7 @@ def test_in_float64_the_gradients_agree_to_rounding():
           backprop_chunks=TIME // chunk_size,
           remat=True,
         )
-      )(widen(params), carry, batch)[0]
+      )(widen(params), carry, batch, batch.weights.sum())[0]
 
     assert difference(at(4), at(TIME)) < 1e-10
 
@@ -106,7 +108,7 @@ def test_between_groups_the_gradient_is_cut_and_within_a_group_it_flows():
   late = late._replace(inputs=inputs, targets=np.full_like(inputs, 40))
 
   def touched(backprop_chunks):
-    gradient, _, _ = gradient_of(6, backprop_chunks)(params, carry, late)
+    gradient, _, _ = gradient_of(6, backprop_chunks)(params, carry, late, late.weights.sum())
     # The unembedding touches every row: what the softmax alone gives is subtracted.
     return gradient['model']['embedding'][:12]
 
@@ -131,7 +133,7 @@ def test_groups_add_up_to_the_mean_over_the_step():
   """The gradient of a truncated step is the weighted mean of its groups' own gradients."""
   _, params, carry = built()
   batch = tiny.batch((7, 13, 4))
-  gradient, _, sums = gradient_of(6, 2)(params, carry, batch)
+  gradient, _, sums = gradient_of(6, 2)(params, carry, batch, batch.weights.sum())
   total, expected = batch.weights.sum(), None
   for begin in (0, 12):
     part = tiny.cut(batch, begin, begin + 12)
@@ -150,7 +152,7 @@ def test_every_chunk_draws_its_own_dropout_and_draws_it_again_when_recomputed():
 
   def gradients(remat):
     of = functools.partial(tbptt.gradients, model, chunk_size=6, backprop_chunks=2, remat=remat)
-    return jax.jit(of)(params, carry, batch, rng)
+    return jax.jit(of)(params, carry, batch, batch.weights.sum(), rng)
 
   gradient, after, sums = gradients(remat=True)
   assert difference(gradient, gradients(remat=False)[0]) < 1e-5
@@ -164,23 +166,31 @@ def test_every_chunk_draws_its_own_dropout_and_draws_it_again_when_recomputed():
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_remat_scan_keeps_few_carries():
-  """For 64 chunks: 8 carries for the segments and 8 within one, instead of 64."""
+def test_of_many_chunks_few_carries_are_kept():
+  """For 64 chunks: 8 carries for the segments and 8 within one, instead of 64, and no gradients."""
+  size, count = 2**16, 64
 
-  def loss(x, chunks):
-    def step(carry, chunk):
-      return jnp.sin(carry * chunk), jnp.sum(carry)
+  def read(params, carry, chunk):
+    after = jnp.sin(carry * params[None] + chunk)
+    return jnp.sum(after), (after, tbptt.Sums(*[jnp.sum(after)] * 4))
 
-    return jnp.sum(tbptt.remat_scan(step, x, chunks)[0])
+  def memory(backprop):
+    def gradient(params, carry, chunks):
+      return backprop(read, params, carry, chunks, jnp.zeros_like(params))
 
-  size = 1000
-  _, backward = jax.vjp(lambda x: loss(x, jnp.ones((64, size))), jnp.ones(size))
-  kept = sum(leaf.size for leaf in jax.tree.leaves(backward))
-  assert kept <= 64 * size + 10 * size  # the chunks themselves, and the segments' carries
+    shapes = (jnp.ones(size), jnp.ones((1, size)), jnp.ones(count))
+    compiled = jax.jit(gradient).lower(*shapes).compile()
+    return compiled.memory_analysis().temp_size_in_bytes / (4 * size), compiled(*shapes)
+
+  recomputed, found = memory(tbptt._recomputed)
+  kept, expected = memory(tbptt._kept)
+  assert recomputed < 8 + 8 + 8 < count <= kept
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
 def test_the_share_beyond_the_window_is_counted():
   _, params, carry = built()
   batch = tiny.batch((7, 15, 2))
-  _, _, sums = gradient_of(12, 2)(params, carry, batch)
+  _, _, sums = gradient_of(12, 2)(params, carry, batch, batch.weights.sum())
   assert sums.far == np.sum(batch.weights * (batch.positions > tiny.WINDOW)) > 0

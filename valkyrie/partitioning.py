@@ -54,6 +54,11 @@ def platform() -> str:
   return jax.default_backend() if devices is None else devices[0].platform
 
 
+def current() -> 'Partitioner | None':
+  """The partitioner inside whose `partition` this is traced, if any."""
+  return _current.get()
+
+
 def constrain(x: Array, *axes: str | None) -> Array:
   """Pins an activation to the layout of its logical axes, inside a `Partitioner.partition`."""
   partitioner = _current.get()
@@ -76,6 +81,7 @@ class Partitioner:
     mesh: Sequence[tuple[str, int]],
     parameter_axes: Sequence[tuple[str, Axes]],
     axis_rules: Sequence[tuple[str, str | tuple[str, ...] | None]],
+    local: bool = True,
   ):
     """Builds the mesh.
 
@@ -84,11 +90,16 @@ class Partitioner:
         of one device is always possible; any other takes all devices.
       parameter_axes: (regular expression, logical axes), the first match in a path counts.
       axis_rules: (logical axis, mesh axis or axes); an axis without a rule is not split.
+      local: each device computes on its own, with all weights, which are gathered once a step; the
+        mesh splits rows ('batch') and chunks ('time'). False: the rules split every operation, and
+        XLA's partitioner moves what it needs when it needs it.
 
     Raises:
-      ConfigurationError: where the devices cannot form the mesh, or a rule names an unknown axis.
+      ConfigurationError: where the devices cannot form the mesh, or a rule names an unknown axis,
+        or one that such a layout cannot split.
     """
     self.mesh = _make_mesh(mesh)
+    self.local = local
     self.parameter_axes = tuple((re.compile(pattern), axes) for pattern, axes in parameter_axes)
     self.axis_rules = dict(axis_rules)
     for logical, axes in self.axis_rules.items():
@@ -98,6 +109,32 @@ class Partitioner:
           f'Partitioner.axis_rules splits {logical!r} over {sorted(unknown)}, but the mesh has the '
           f'axes {self.mesh.axis_names}. Name one of them, or leave the rule out.'
         )
+    self._check_local()
+
+  def _check_local(self) -> None:
+    rows, time = self.axes_of('batch'), self.axes_of('time')
+    if not self.local and time:
+      raise ConfigurationError(
+        f"Partitioner.axis_rules splits 'time' over {time}, which only a layout with "
+        'Partitioner.local = True can: XLA alone would gather every key of a chunk for attention. '
+        'See gin/partition/context.gin.'
+      )
+    if twice := set(rows) & set(time):
+      raise ConfigurationError(
+        f"Partitioner.axis_rules splits both 'batch' and 'time' over {sorted(twice)}: name each "
+        'mesh axis once.'
+      )
+    idle = [a for a, n in self.mesh.shape.items() if n > 1 and a not in (*rows, *time)]
+    if self.local and idle:
+      raise ConfigurationError(
+        f"Partitioner.axis_rules splits neither 'batch' nor 'time' over {idle} of the mesh "
+        f'{dict(self.mesh.shape)}, so those devices would all do the same. Name them in a rule, or '
+        'set Partitioner.local = False where the weights are split over them.'
+      )
+
+  def axes_of(self, logical: str) -> tuple[str, ...]:
+    """The mesh axes over which a logical axis is split, outermost first."""
+    return _as_tuple(self.axis_rules.get(logical))
 
   def sharding(self, axes: Sequence[str | None]) -> NamedSharding:
     """The layout of an array with these logical axes."""
@@ -105,12 +142,15 @@ class Partitioner:
     return NamedSharding(self.mesh, PartitionSpec(*split))
 
   def batch_sharding(self) -> NamedSharding:
-    """The layout of a batch's arrays [B, T]."""
-    return self.sharding(('batch', 'time'))
+    """The layout of a batch's arrays [B, N·C]: rows are split, and whole on what splits time.
+
+    A device's stretch of each chunk is not one stretch of the batch; it takes them where it reads.
+    """
+    return self.sharding(('batch', None))
 
   def check_batch(self, batch_size: int) -> None:
     """Raises a ConfigurationError where the rows do not divide over the devices."""
-    parts = self._parts(self.axis_rules.get('batch'))
+    parts = self._parts(self.axes_of('batch'))
     if batch_size % parts:
       below, above = batch_size // parts * parts, (batch_size // parts + 1) * parts
       raise ConfigurationError(
@@ -168,6 +208,28 @@ class Partitioner:
     axes = {path_of(path): self.logical_axes(path_of(path), leaf.shape) for path, leaf in leaves}
     return {path: (names, self.sharding(names).spec) for path, names in axes.items()}
 
+  def specs(self, name: str, tree: Any) -> Any:
+    """The mesh axes of each leaf of the field `name` of a train state, as PartitionSpecs."""
+    return jax.tree.map(lambda leaf: leaf.spec, self.state_shardings({name: tree})[name])
+
+  def whole(self, tree: Any) -> Any:
+    """Gathers a tree of traced arrays onto every device."""
+    return jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, PartitionSpec()))
+
+  def on_each_device(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """`fn` of what each device holds, which may speak to the others by the names of mesh axes."""
+
+    def within(*args):
+      token = _current.set(None)  # nothing is to be constrained there
+      try:
+        return fn(*args)
+      finally:
+        _current.reset(token)
+
+    return jax.shard_map(
+      within, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+
   def place_batch(self, batch: Batch) -> Batch:
     """Puts this process's rows on its devices, as part of the global batch."""
     sharding = self.batch_sharding()
@@ -209,9 +271,10 @@ def _make_mesh(axes: Sequence[tuple[str, int]]) -> Mesh:
     sizes[sizes.index(-1)] = len(devices) // fixed
   if math.prod(sizes) != len(devices) or -1 in sizes:
     wanted = ' x '.join(f'{name}={size}' for name, size in axes)
+    number = f'a multiple of {fixed}' if -1 in sizes else fixed
     raise ConfigurationError(
-      f'The mesh {wanted} needs {fixed} devices, but there are {len(devices)} '
-      f'({devices[0].device_kind}). Run it where there are {fixed}, or choose a layout that fits, '
+      f'The mesh {wanted} needs {number} devices, but there are {len(devices)} '
+      f'({devices[0].device_kind}). Run it where there are {number}, or choose a layout that fits, '
       'such as gin/partition/data.gin, which takes whatever there is.'
     )
   # On a TPU each axis of the mesh lies along axes of the torus; elsewhere devices keep their order.

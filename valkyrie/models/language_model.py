@@ -246,6 +246,8 @@ class Model(NamedTuple):
   apply: (params, carry, inputs, positions, segment_ids, rng=None, plan=True) -> (Features, carry).
     With an rng dropout is at work, which is for training alone. `plan`, which is not traced, says
     whether a planner takes part.
+  narrow: params -> a copy from which `apply` computes the same, with the matrices of the layers in
+    the compute dtype already: half as much to send and to hold.
   forward_flops: operations a token costs in one forward pass.
   window: how far its attention sees; what is further back is remembered or lost.
   max_context: the longest document it can read, or None.
@@ -256,6 +258,7 @@ class Model(NamedTuple):
   init: Callable[[Array, int], tuple[Params, Carry]]
   initial_carry: Callable[[int], Carry]
   apply: Callable[..., tuple[Features, Carry]]
+  narrow: Callable[[Params], Params]
   vocabulary_size: int
   forward_flops: int
   window: int
@@ -289,6 +292,11 @@ def transform(make: Callable[..., LanguageModel]) -> Model:
   def apply(params, carry, inputs, positions, segment_ids, rng=None, plan=True):
     return pure.apply(params, carry, rng, inputs, positions, segment_ids, plan)
 
+  def narrow(params):
+    # In the stack of layers a matrix has three axes. `layers.products` casts it where it is used;
+    # nothing else has three: norms and Λ have two, the B and C of S5, which stay wide, have four.
+    return jax.tree.map(lambda p: p.astype(dtype) if p.ndim == 3 else p, params)
+
   about = []
 
   def look():
@@ -296,6 +304,7 @@ def transform(make: Callable[..., LanguageModel]) -> Model:
     m.check_causal()
     about.extend((m.vocabulary_size, m.forward_flops(), m.window(), m.max_context()))
     about.extend((m.draws(), m.plan_block()))
+    return m.compute_dtype
 
-  hk.transform(look).apply({}, None)
-  return Model(init, initial_carry, apply, *about)
+  dtype = hk.transform(look).apply({}, None)
+  return Model(init, initial_carry, apply, narrow, *about)

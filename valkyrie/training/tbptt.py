@@ -11,7 +11,6 @@ of the whole step, which is known beforehand, so gradients add up without anothe
 """
 
 from collections.abc import Callable
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -66,32 +65,12 @@ def into_chunks(batch: Batch, chunk_size: int) -> Batch:
   return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, chunk_size), 1, 0), batch)
 
 
-def remat_scan(step: Callable, carry: Any, chunks: Any) -> tuple[Any, Any]:
-  """`lax.scan` that keeps about 2 sqrt(K) carries for the backward pass, and no activations.
-
-  Two levels: segments of chunks are recomputed from the carry at their start, and chunks within a
-  segment from the carry at theirs.
-  """
-  count = jax.tree.leaves(chunks)[0].shape[0]
-  if count == 1:
-    return lax.scan(step, carry, chunks)
-  inner = min(
-    (n for n in range(1, count + 1) if count % n == 0), key=lambda n: abs(math.log(n * n / count))
-  )
-  segments = jax.tree.map(lambda x: x.reshape(count // inner, inner, *x.shape[1:]), chunks)
-
-  def segment(carry, chunks):
-    return lax.scan(jax.checkpoint(step), carry, chunks)
-
-  carry, out = lax.scan(jax.checkpoint(segment), carry, segments)
-  return carry, jax.tree.map(lambda x: x.reshape(count, *x.shape[2:]), out)
-
-
 def gradients(
   model: Model,
   params: Params,
   carry: Carry,
   batch: Batch,
+  total: Array,
   rng: Array | None = None,
   *,
   chunk_size: int,
@@ -103,39 +82,125 @@ def gradients(
 
   Args:
     model: the pure functions of the model.
-    params: float32.
+    params: the parameters, or a copy of them in which some are in the compute dtype.
     carry: what the step before left.
     batch: [B, N·C].
+    total: float32, the weight of the whole step, by which the sum of losses is divided.
     rng: the key of the step, for dropout; None for none. Chunk number n draws from n folded in.
     chunk_size: C.
     backprop_chunks: K, dividing N.
-    remat: recompute chunks in the backward pass (see `remat_scan`), or keep their activations.
+    remat: recompute chunks in the backward pass (see `_recomputed`), or keep their activations.
     plan: whether a planner takes part.
 
   Returns:
     (gradients in float32, the carry after the last chunk, the sums over all chunks).
   """
-  total = jnp.maximum(jnp.sum(batch.weights), 1.0)
   chunks = into_chunks(batch, chunk_size)
   numbers = jnp.arange(chunks.inputs.shape[0])
   rngs = None if rng is None else jax.vmap(lambda n: jax.random.fold_in(rng, n))(numbers)
   groups = jax.tree.map(lambda x: x.reshape(-1, backprop_chunks, *x.shape[1:]), (chunks, rngs))
 
-  def group_loss(params, carry, chunks):
-    def read(carry, now):
-      chunk, rng = now
-      sums, carry = chunk_sums(model, params, carry, chunk, rng, plan=plan)
-      return carry, sums
-
-    carry, sums = (remat_scan if remat else lax.scan)(read, carry, chunks)
-    sums = jax.tree.map(jnp.sum, sums)
+  def read(params, carry, now):
+    """One chunk -> (its share of the loss, (the carry after it, its sums))."""
+    chunk, rng = now
+    sums, carry = chunk_sums(model, params, carry, chunk, rng, plan=plan)
     return (sums.loss + sums.draft_loss) / total, (carry, sums)
+
+  backprop = _recomputed if remat and backprop_chunks > 1 else _kept
 
   def accumulate(so_far, chunks):
     carry, gradient = so_far
-    (_, (carry, sums)), more = jax.value_and_grad(group_loss, has_aux=True)(params, carry, chunks)
-    return (carry, jax.tree.map(jnp.add, gradient, more)), sums
+    gradient, carry, sums = backprop(read, params, carry, chunks, gradient)
+    return (carry, gradient), sums
 
-  zeros = jax.tree.map(jnp.zeros_like, params)
-  (carry, gradient), sums = lax.scan(accumulate, (carry, zeros), groups)
+  (carry, gradient), sums = lax.scan(accumulate, (carry, _zeros(params)), groups)
   return gradient, carry, jax.tree.map(jnp.sum, sums)
+
+
+def _zeros(params: Params) -> Params:
+  """Where gradients are added up: never narrower than float32."""
+  return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params)
+
+
+def _add(sums: Params, more: Params) -> Params:
+  return jax.tree.map(lambda total, part: total + part.astype(total.dtype), sums, more)
+
+
+def _kept(
+  read: Callable, params: Params, carry: Carry, chunks: Any, gradient: Params
+) -> tuple[Params, Carry, Sums]:
+  """Adds a group's gradient to `gradient`; keeps what the backward pass of every chunk needs."""
+
+  def group_loss(params, carry):
+    def step(carry, chunk):
+      loss, (carry, sums) = read(params, carry, chunk)
+      return carry, (loss, sums)
+
+    carry, (losses, sums) = lax.scan(step, carry, chunks)
+    return jnp.sum(losses), (carry, jax.tree.map(jnp.sum, sums))
+
+  (_, (carry, sums)), more = jax.value_and_grad(group_loss, has_aux=True)(params, carry)
+  return _add(gradient, more), carry, sums
+
+
+def _recomputed(
+  read: Callable, params: Params, carry: Carry, chunks: Any, gradient: Params
+) -> tuple[Params, Carry, Sums]:
+  """The same from about 2 sqrt(K) carries, no activations, and one set of gradients.
+
+  The chunks form segments of about sqrt(K). Forwards, the carry at the start of each segment is
+  kept. Backwards, a segment's carries are computed again from the first, then each chunk from its
+  own, which hands the cotangent of its carry to the chunk before it. Written out, since the
+  derivative of nested loops would add up the gradient of the parameters once in each of them.
+  """
+  count = jax.tree.leaves(chunks)[0].shape[0]
+  length = min((n for n in range(1, count + 1) if count % n == 0), key=lambda n: n + count // n)
+  segments = jax.tree.map(lambda x: x.reshape(-1, length, *x.shape[1:]), chunks)
+
+  def forwards(carry, chunk):
+    _, (after, sums) = read(params, carry, chunk)
+    return after, (carry, sums)
+
+  def segment_forwards(first, segment):
+    after, (_, sums) = lax.scan(forwards, first, segment)
+    return after, (first, jax.tree.map(jnp.sum, sums))
+
+  carry, (firsts, sums) = lax.scan(segment_forwards, carry, segments)
+
+  def backwards(later, now):
+    d_after, gradient = later
+    before, chunk = now
+    floats, whole = _floats(before)
+
+    def of(params, floats):
+      loss, (after, _) = read(params, whole(floats), chunk)
+      return loss, _floats(after)[0]
+
+    (loss, _), pull_back = jax.vjp(of, params, floats)
+    d_params, d_before = pull_back((jnp.ones_like(loss), d_after))
+    return (d_before, _add(gradient, d_params)), None
+
+  def segment_backwards(later, now):
+    first, segment = now
+    _, (befores, _) = lax.scan(forwards, first, segment)
+    return lax.scan(backwards, later, (befores, segment), reverse=True)
+
+  nothing = [jnp.zeros_like(leaf) for leaf in _floats(carry)[0]]
+  (_, gradient), _ = lax.scan(
+    segment_backwards, (nothing, gradient), (firsts, segments), reverse=True
+  )
+  return gradient, carry, jax.tree.map(jnp.sum, sums)
+
+
+def _floats(carry: Carry) -> tuple[list[Array], Callable[[list[Array]], Carry]]:
+  """The leaves through which a gradient flows, and what puts others in their place."""
+  leaves, structure = jax.tree.flatten(carry)
+  flows = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
+
+  def whole(floats: list[Array]) -> Carry:
+    new = iter(floats)
+    return structure.unflatten(
+      next(new) if flow else leaf for flow, leaf in zip(flows, leaves, strict=True)
+    )
+
+  return [leaf for flow, leaf in zip(flows, leaves, strict=True) if flow], whole

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from valkyrie.models.language_model import Model
-from valkyrie.training import tbptt
+from valkyrie.training import spread, tbptt
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.spikes import LossSpikes, RecentLosses, judge
@@ -86,7 +86,7 @@ def make_train_step(
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _DROPOUT), step)
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-    gradient, carry, sums = tbptt.gradients(
+    gradient, carry, sums = spread.gradients(
       model,
       state.params,
       state.carry,

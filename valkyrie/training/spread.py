@@ -1,0 +1,83 @@
+"""The gradient of a step over many devices, each of which computes on its own.
+
+    weights                 gathered once a step, matrices in the compute dtype
+    rows, time              each device reads its own rows, and its own stretch of every chunk
+    gradients, float32      added up on each device, and reduced once a step to where the
+                            parameters are held
+
+Nothing that is as large as the parameters moves inside a loop. What XLA's partitioner would make of
+the same step moves gradients once a layer and chunk (`Partitioner.local` chooses).
+"""
+
+from collections.abc import Sequence
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from valkyrie import partitioning
+from valkyrie.models.language_model import Model
+from valkyrie.training import tbptt
+from valkyrie.types import Array, Batch, Carry, Params
+
+
+def gradients(
+  model: Model,
+  params: Params,
+  carry: Carry,
+  batch: Batch,
+  rng: Array | None,
+  *,
+  chunk_size: int,
+  **options,
+) -> tuple[Params, Carry, tbptt.Sums]:
+  """`tbptt.gradients` of a global batch [B, N·C], inside a `Partitioner.partition` or outside.
+
+  Args:
+    model, params, carry, batch, rng, chunk_size: see there, over all devices.
+    options: the others of its arguments.
+
+  Returns:
+    As it does, over all devices; gradients lie where the parameters do.
+  """
+  layout = partitioning.current()
+  if layout is None or not layout.local or layout.mesh.size == 1:
+    total = _at_least_one(jnp.sum(batch.weights))
+    return tbptt.gradients(
+      model, params, carry, batch, total, rng, chunk_size=chunk_size, **options
+    )
+  everywhere = layout.mesh.axis_names
+  shards, rows = layout.specs('params', params), layout.axes_of('batch')
+
+  def of_device(params, carry, batch, rng):
+    if rng is not None:
+      rng = jax.random.fold_in(rng, lax.axis_index(rows))
+    total = _at_least_one(lax.psum(jnp.sum(batch.weights), everywhere))
+    gradient, carry, sums = tbptt.gradients(
+      model, params, carry, batch, total, rng, chunk_size=chunk_size, **options
+    )
+    gradient = jax.tree.map(functools.partial(_reduced, over=everywhere), gradient, shards)
+    return gradient, carry, lax.psum(sums, everywhere)
+
+  carries, batches = layout.specs('carry', carry), layout.batch_sharding().spec
+  return layout.on_each_device(
+    of_device,
+    in_specs=(PartitionSpec(), carries, batches, PartitionSpec()),
+    out_specs=(shards, carries, PartitionSpec()),
+  )(layout.whole(model.narrow(params)), carry, batch, rng)
+
+
+def _at_least_one(weight: Array) -> Array:
+  """So that a step of padding alone has a gradient of zero, and not of NaN."""
+  return jnp.maximum(weight, 1.0)
+
+
+def _reduced(gradient: Array, shard: PartitionSpec, over: Sequence[str]) -> Array:
+  """The sum over all devices, of which each keeps the part that it holds of the parameter."""
+  for dimension, axes in enumerate(shard):
+    if axes is not None:
+      gradient = lax.psum_scatter(gradient, axes, scatter_dimension=dimension, tiled=True)
+      over = [axis for axis in over if axis not in (axes if isinstance(axes, tuple) else (axes,))]
+  return lax.psum(gradient, tuple(over)) if over else gradient
