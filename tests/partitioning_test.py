@@ -14,9 +14,10 @@ import tiny
 from valkyrie import configuration, main
 from valkyrie.errors import ConfigurationError
 from valkyrie.partitioning import Partitioner, constrain, path_of
-from valkyrie.training import spread
+from valkyrie.training import tbptt
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
+from valkyrie.training.spread import spread
 from valkyrie.training.train_step import initial_state, make_train_step
 
 LAYOUTS = sorted(
@@ -52,9 +53,8 @@ def gradients(name, dtype, *bindings):
     batch = widen(tiny.batch((4, 3, 5, 7), rows=ROWS, padding=5), dtype)
 
     def of(params, carry, batch):
-      return spread.gradients(
-        model, params, carry, batch, None, chunk_size=8, backprop_chunks=3, remat=True
-      )
+      compute = functools.partial(tbptt.gradients, model, backprop_chunks=3, remat=True)
+      return spread(compute, model, params, carry, batch, chunk_size=8, backwards=True)
 
     state = {'params': params, 'carry': carry}
     state = jax.device_put(state, layout.state_shardings(state))

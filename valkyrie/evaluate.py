@@ -23,6 +23,7 @@ from valkyrie.monitoring.progress import describe
 from valkyrie.monitoring.writers import create_writers
 from valkyrie.partitioning import Partitioner
 from valkyrie.training.losses import token_scores
+from valkyrie.training.spread import gathered, spread
 from valkyrie.types import Array, Batch, Carry, Params
 
 # What an evaluation can cut from the carry between chunks.
@@ -108,13 +109,19 @@ class Evaluator:
       return model.initial_carry(batch_size)
 
     def read(params, carry, chunk, cut, plan):
+      def of_device(params, carry, chunk, *_, **__):
+        scores, carry = chunk_scores(model, params, carry, chunk, plan=plan)
+        return (), carry, scores
+
       carry = cut_carry(carry, initial_carry(), cut)
-      return chunk_scores(model, params, carry, chunk, plan=plan)
+      size = chunk.inputs.shape[1]
+      return spread(of_device, model, params, carry, chunk, chunk_size=size, backwards=False)[1:]
 
     layout = partitioner.state_shardings({'carry': jax.eval_shape(initial_carry)})['carry']
     self._initial_carry = partitioner.partition(initial_carry, out_shardings=layout)
+    self._gather = partitioner.partition(lambda params: gathered(model, params))
     self._read = partitioner.partition(
-      read, donate_argnums=1, static_argnums=(3, 4), out_shardings=(None, layout)
+      read, donate_argnums=1, static_argnums=(3, 4), out_shardings=(layout, None)
     )
 
   def __call__(
@@ -145,12 +152,13 @@ class Evaluator:
     """
     chunks = self._whole if whole else self._quick
     spans = ((n * self._chunk_size, self._chunk_size) for n in range(chunks))
+    params = self._gather(params)
     carry, sums = self._initial_carry(), []
     for chunk in prefetch(self._feed, spans):
       if stop():
         raise Preempted('stopped in the middle of an evaluation, which was given up')
       batch = self._partitioner.place_batch(chunk)
-      of_chunk, carry = self._read(params, carry, batch, cut, plan)
+      carry, of_chunk = self._read(params, carry, batch, cut, plan)
       sums.append(of_chunk)
       jax.block_until_ready(sums[-2:-1])  # two chunks under way, as in training
     scores = jax.tree.map(lambda *parts: np.sum(parts, axis=0, dtype=float), *jax.device_get(sums))

@@ -1,4 +1,4 @@
-"""The gradient of a step over many devices, each of which computes on its own.
+"""A step over many devices, each of which computes on its own.
 
     weights                 gathered once a step, matrices in the compute dtype
     rows, time              each device reads its own rows, and its own stretch of every chunk
@@ -11,6 +11,7 @@ the same step moves gradients once a layer and chunk (`Partitioner.local` choose
 
 from collections.abc import Sequence
 import functools
+from typing import Any, Protocol
 
 import jax
 from jax import lax
@@ -19,45 +20,63 @@ from jax.sharding import PartitionSpec
 
 from valkyrie import partitioning
 from valkyrie.models.language_model import Model
-from valkyrie.training import tbptt
 from valkyrie.types import Array, Batch, Carry, Params
 
 
-def gradients(
+class Compute(Protocol):
+  """What is done on a device, with all weights and with what it holds of the rest."""
+
+  def __call__(
+    self,
+    params: Params,
+    carry: Carry,
+    batch: Batch,
+    total: Array,
+    rng: Array | None,
+    *,
+    chunk_size: int,
+  ) -> tuple[Params, Carry, Any]:
+    """-> (gradients or (), the carry after the batch, sums); see `tbptt.gradients`."""
+    ...
+
+
+def spread(
+  compute: Compute,
   model: Model,
   params: Params,
   carry: Carry,
   batch: Batch,
-  rng: Array | None,
+  rng: Array | None = None,
   *,
   chunk_size: int,
-  **options,
-) -> tuple[Params, Carry, tbptt.Sums]:
-  """`tbptt.gradients` of a global batch [B, N·C], inside a `Partitioner.partition` or outside.
+  backwards: bool,
+) -> tuple[Params, Carry, Any]:
+  """`compute` over the devices of the `Partitioner.partition` that this is traced in, if any.
 
   Args:
-    model, params, carry, batch, rng, chunk_size: see there, over all devices.
-    options: the others of its arguments.
+    compute: what one device does.
+    model: the pure functions of the model.
+    params, carry, rng, chunk_size: the arguments of `compute`, over all devices.
+    batch: [B, N·C].
+    backwards: whether it returns gradients.
 
   Returns:
-    As it does, over all devices; gradients lie where the parameters do.
+    What `compute` would return of the whole batch: gradients lie as the parameters do, sums are
+    those of all devices.
   """
   layout = partitioning.current()
   if layout is None or not layout.local or layout.mesh.size == 1:
     total = _at_least_one(jnp.sum(batch.weights))
-    return tbptt.gradients(
-      model, params, carry, batch, total, rng, chunk_size=chunk_size, **options
-    )
+    return compute(params, carry, batch, total, rng, chunk_size=chunk_size)
   everywhere = layout.mesh.axis_names
-  shards, rows = layout.specs('params', params), layout.axes_of('batch')
+  shards = layout.specs('params', params) if backwards else ()
+  rows = layout.axes_of('batch')
 
   def of_device(params, carry, batch, rng):
     if rng is not None:
       rng = jax.random.fold_in(rng, lax.axis_index(rows))
     total = _at_least_one(lax.psum(jnp.sum(batch.weights), everywhere))
-    gradient, carry, sums = tbptt.gradients(
-      model, params, carry, batch, total, rng, chunk_size=chunk_size, **options
-    )
+    gradient, carry, sums = compute(params, carry, batch, total, rng, chunk_size=chunk_size)
     gradient = jax.tree.map(functools.partial(_reduced, over=everywhere), gradient, shards)
     return gradient, carry, lax.psum(sums, everywhere)
 
@@ -66,7 +85,15 @@ def gradients(
     of_device,
     in_specs=(PartitionSpec(), carries, batches, PartitionSpec()),
     out_specs=(shards, carries, PartitionSpec()),
-  )(layout.whole(model.narrow(params)), carry, batch, rng)
+  )(gathered(model, params), carry, batch, rng)
+
+
+def gathered(model: Model, params: Params) -> Params:
+  """What each device computes with: all weights, wherever that is what the layout wants."""
+  layout = partitioning.current()
+  if layout is None or not layout.local:
+    return params
+  return layout.whole(model.narrow(params))
 
 
 def _at_least_one(weight: Array) -> Array:

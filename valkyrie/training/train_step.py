@@ -1,6 +1,7 @@
 """One optimizer step as a pure function of the train state and a batch."""
 
 from collections.abc import Callable
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -8,10 +9,11 @@ import jax.numpy as jnp
 import optax
 
 from valkyrie.models.language_model import Model
-from valkyrie.training import spread, tbptt
+from valkyrie.training import tbptt
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.spikes import LossSpikes, RecentLosses, judge
+from valkyrie.training.spread import spread
 from valkyrie.types import Array, Batch, Carry, Params
 
 # Folded into the seed, so that dropout shares no key with what `initial_state` draws from it.
@@ -85,17 +87,24 @@ def make_train_step(
   def dropout_key(step: Array) -> Array:
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _DROPOUT), step)
 
+  differentiate = functools.partial(
+    tbptt.gradients,
+    model,
+    backprop_chunks=phase.backprop_chunks,
+    remat=remat,
+    plan=phase.planner,
+  )
+
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-    gradient, carry, sums = spread.gradients(
+    gradient, carry, sums = spread(
+      differentiate,
       model,
       state.params,
       state.carry,
       batch,
       dropout_key(state.step) if model.draws else None,
       chunk_size=phase.chunk_size,
-      backprop_chunks=phase.backprop_chunks,
-      remat=remat,
-      plan=phase.planner,
+      backwards=True,
     )
     norm = optax.tree.norm(gradient)
     learning_rate = optimizer.learning_rate(state.step) * curriculum.learning_rate_scale(state.step)
