@@ -34,6 +34,28 @@ def abstract_state(
   )
 
 
+def trace_step(
+  step: Callable,
+  tokens_per_row: int,
+  layout: Partitioner,
+  abstract: TrainState,
+  batch_size: int,
+  donate: bool,
+) -> jax.stages.Traced:
+  """A step (state, batch [B, tokens_per_row]) -> (state, metrics) on the layout's devices, traced.
+
+  `donate`: the memory of the state that it is given becomes that of the state that it returns.
+  """
+  rectangle, sharding = (batch_size, tokens_per_row), layout.batch_sharding()
+  integers = jax.ShapeDtypeStruct(rectangle, jnp.int32, sharding=sharding)
+  floats = jax.ShapeDtypeStruct(rectangle, jnp.float32, sharding=sharding)
+  return layout.partition(
+    step,
+    donate_argnums=0 if donate else (),
+    out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), None),
+  ).trace(abstract, Batch(integers, integers, floats, integers, integers))
+
+
 def compile_steps(
   make_step: Callable[[Phase], Callable],
   curriculum: Curriculum,
@@ -59,20 +81,13 @@ def compile_steps(
     if phase.shape not in compiled:
       heartbeat.beat(phase='compile')
       began = time.perf_counter()
-      rectangle, sharding = (batch_size, phase.tokens_per_row), layout.batch_sharding()
-      integers = jax.ShapeDtypeStruct(rectangle, jnp.int32, sharding=sharding)
-      floats = jax.ShapeDtypeStruct(rectangle, jnp.float32, sharding=sharding)
       what = (
         f'{phase.chunks} x {phase.chunk_size} tokens a row, gradient through '
         f'{phase.backprop_chunks}'
       )
       progress.say(f'compiling a step of {what}')
-      step = layout.partition(
-        make_step(phase),
-        donate_argnums=0 if donate else (),
-        out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), None),
-      )
-      batch = Batch(integers, integers, floats, integers, integers)
-      compiled[phase.shape] = step.lower(abstract, batch).compile()
+      step = make_step(phase)
+      traced = trace_step(step, phase.tokens_per_row, layout, abstract, batch_size, donate)
+      compiled[phase.shape] = traced.lower().compile()
       progress.say(f'compiled in {time.perf_counter() - began:.1f} s')
   return [compiled[phase.shape] for phase in curriculum.phases]

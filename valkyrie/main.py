@@ -38,6 +38,7 @@ ROOMS = (
   'valkyrie.train',
   'valkyrie.evaluate',
   'valkyrie.infer',
+  'valkyrie.precompile',
 )
 
 # --run_mode -> (module, function).
@@ -45,6 +46,7 @@ RUN_MODES = {
   'train': ('valkyrie.train', 'train'),
   'eval': ('valkyrie.evaluate', 'evaluate'),
   'infer': ('valkyrie.infer', 'infer'),
+  'precompile': ('valkyrie.precompile', 'precompile'),
 }
 
 _EXAMPLES = """
@@ -58,6 +60,8 @@ examples:
   python -m valkyrie.main --gin_file=gin/tiny_cpu.gin --model_dir=runs/tiny --run_mode=eval
   python -m valkyrie.main --gin_file=gin/tiny_cpu.gin --model_dir=runs/tiny --run_mode=infer \\
       --prompt='def main():'
+  python -m valkyrie.main --gin_file=gin/v4_32.gin --run_mode=precompile --topology=v4:4x4x2
+      ask the TPU compiler what a run needs on 32 chips, from a machine without one
   python -m valkyrie.main --gin_file=mine.gin --gin_allow_import=my_package
       ... where mine.gin says `import my_package.mixers`
 
@@ -131,6 +135,12 @@ def _parser() -> _Parser:
   parser.add_argument(
     '--prompt', metavar='TEXT', help='what infer continues (default: standard input)'
   )
+  parser.add_argument(
+    '--topology',
+    metavar='CHIP:SHAPE',
+    help='the TPU slice that precompile compiles for, such as v4:4x4x2, on a machine without one '
+    '(default: the devices of this machine)',
+  )
   return parser
 
 
@@ -173,6 +183,8 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, li
     raise UsageError('--gin_file is missing: pass one, such as --gin_file=gin/tiny_cpu.gin')
   if flags.prompt is not None and flags.run_mode != 'infer':
     raise UsageError('--prompt is for --run_mode=infer')
+  if flags.topology is not None and flags.run_mode != 'precompile':
+    raise UsageError('--topology is for --run_mode=precompile')
   if flags.allow_changed is not None and flags.run_mode != 'train':
     raise UsageError('--allow_changed is for --run_mode=train')
   return flags, gin_flags
@@ -215,6 +227,8 @@ def run(
   given = {'model_dir': flags.model_dir or _default_model_dir(flags.gin_file)}
   if flags.run_mode == 'infer':
     given['prompt'] = _read_prompt() if flags.prompt is None else flags.prompt
+  if flags.topology is not None:
+    given['topology'] = flags.topology
   if flags.allow_changed is not None:
     given['allow_changed'] = flags.allow_changed
   configuration.check_call(function, *given)

@@ -27,13 +27,13 @@ Axes = tuple[str | None, ...]
 _current: contextvars.ContextVar['Partitioner | None'] = contextvars.ContextVar(
   'partitioner', default=None
 )
-_devices: contextvars.ContextVar[Sequence[jax.Device] | None] = contextvars.ContextVar(
+_devices: contextvars.ContextVar[Sequence[Any] | None] = contextvars.ContextVar(
   'devices', default=None
 )
 
 
 @contextlib.contextmanager
-def on_devices(devices: Sequence[jax.Device]) -> Iterator[None]:
+def on_devices(devices: Sequence[Any]) -> Iterator[None]:
   """Within it, a mesh is made of these devices, which may be those of a machine far away."""
   token = _devices.set(tuple(devices))
   try:
@@ -42,7 +42,7 @@ def on_devices(devices: Sequence[jax.Device]) -> Iterator[None]:
     _devices.reset(token)
 
 
-def all_devices() -> Sequence[jax.Device]:
+def all_devices() -> Sequence[Any]:
   """The devices that a mesh is made of: those of `on_devices`, or all that this process sees."""
   devices = _devices.get()
   return jax.devices() if devices is None else devices

@@ -1,0 +1,1 @@
+"""What a compiled step costs, read from the program itself before it ever runs."""

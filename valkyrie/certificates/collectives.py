@@ -1,0 +1,207 @@
+"""What a compiled program sends over the wires between chips, with its loops multiplied out.
+
+Bytes are those that one chip sends in a step, by the ring algorithms' count, which no algorithm
+undercuts; n is the number of chips in a group:
+
+  all-gather           (n-1)/n of its result
+  reduce-scatter       (n-1)/n of its operand
+  all-reduce           twice that: a reduce-scatter and an all-gather
+  all-to-all           (n-1)/n of its operand
+  collective-permute   its operand
+
+An operation that is split into a start and a done counts once. Where a program branches, the branch
+that sends least is taken for the usual one, and what the others send more stands apart as rare.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+import math
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+from valkyrie.certificates import hlo
+
+KINDS = (
+  'all-gather',
+  'all-reduce',
+  'reduce-scatter',
+  'all-to-all',
+  'collective-permute',
+  'collective-broadcast',
+  'ragged-all-to-all',
+)
+
+
+class Collective(NamedTuple):
+  """One instruction that sends.
+
+  kind: of `KINDS`.
+  operand_bytes: what each chip puts in, once.
+  bytes: what a chip sends, once.
+  times: how often it runs in a step.
+  in_loop: whether a loop holds it.
+  rare: whether it stands in a branch that is not the usual one.
+  groups: partitions [groups, n]; of a permutation, its (source, target) pairs [pairs, 2].
+  source: what the program called it, as jax names its operations.
+  """
+
+  kind: str
+  operand_bytes: int
+  bytes: float
+  times: int
+  in_loop: bool
+  rare: bool
+  groups: np.ndarray
+  source: str
+
+  @property
+  def group_size(self) -> int:
+    """n; of a permutation, 2."""
+    return self.groups.shape[1]
+
+
+def of_module(module: hlo.Module) -> list[Collective]:
+  """Every collective of a program, those in its loops and branches included."""
+  found: dict[str, list[Collective]] = {}
+
+  def within(computation: hlo.Computation) -> list[Collective]:
+    if computation.name not in found:
+      found[computation.name] = [
+        collective
+        for instruction in computation.instructions
+        for collective in of_instruction(computation, instruction)
+      ]
+    return found[computation.name]
+
+  def of_instruction(
+    computation: hlo.Computation, instruction: hlo.Instruction
+  ) -> Iterator[Collective]:
+    if instruction.opcode == 'while':
+      times = hlo.trip_count(module, computation, instruction)
+      for name in instruction.called('body') + instruction.called('condition'):
+        for collective in within(module.computations[name]):
+          repeated = collective.times * (1 if times is None else times)
+          yield collective._replace(times=repeated, in_loop=True)
+    elif instruction.opcode == 'conditional':
+      branches = [within(module.computations[name]) for name in hlo.branches(instruction)]
+      usual = min(range(len(branches)), key=lambda number: total(branches[number]))
+      for number, branch in enumerate(branches):
+        for collective in branch:
+          yield collective if number == usual else collective._replace(rare=True)
+    elif instruction.opcode.removesuffix('-start') in KINDS:
+      yield _read(module, computation, instruction)
+    elif instruction.opcode in ('call', 'fusion', 'async-start'):
+      for name in instruction.called('calls') + instruction.called('to_apply'):
+        yield from within(module.computations[name])
+
+  return [collective for collective in within(module.entry) if collective.bytes]
+
+
+def total(collectives: Sequence[Collective], *, rare: bool = False) -> float:
+  """Bytes that a chip sends in a step: in the usual branches, or what `rare` ones add."""
+  return sum(c.bytes * c.times for c in collectives if c.rare == rare)
+
+
+def by_kind(collectives: Sequence[Collective], *, rare: bool = False) -> dict[str, int]:
+  """`total` of each kind that there is."""
+  kinds = dict.fromkeys(c.kind for c in collectives if c.rare == rare)
+  return {
+    kind: round(total([c for c in collectives if c.kind == kind], rare=rare)) for kind in kinds
+  }
+
+
+def largest_in_loops(collectives: Sequence[Collective]) -> Collective | None:
+  """The one in a loop that sends most at a time; of a parameter's size, it is a mistake."""
+  inside = [c for c in collectives if c.in_loop]
+  return max(inside, key=lambda c: c.bytes, default=None)
+
+
+def _read(
+  module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction
+) -> Collective:
+  kind = instruction.opcode.removesuffix('-start')
+  size = sum(
+    array.bytes
+    for name in instruction.operands
+    for array in hlo.arrays(computation.by_name[name].shape)
+  )
+  if kind == 'collective-permute':
+    pairs = re.search(r'source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}', instruction.attributes)
+    numbers = re.findall(r'\{(\d+),(\d+)\}', pairs.group(1)) if pairs else []
+    groups = np.asarray(numbers, int).reshape(-1, 2)
+    moves = any(source != target for source, target in groups)
+    sent = float(size if moves else 0)
+  else:
+    groups = replica_groups(instruction.attributes, module.partitions)
+    n = groups.shape[1]
+    if kind == 'all-gather':
+      sent = float(size * (n - 1))
+    elif kind == 'all-reduce' and _is_scattered(computation, instruction):
+      kind, sent = 'reduce-scatter', size * (n - 1) / n
+    elif kind == 'collective-broadcast':
+      sent = float(size if n > 1 else 0)
+    else:
+      sent = (2 if kind == 'all-reduce' else 1) * size * (n - 1) / n
+  source = re.search(r'op_name="([^"]*)"', instruction.attributes)
+  return Collective(
+    kind, size, sent, 1, False, False, groups, source.group(1) if source else instruction.name
+  )
+
+
+def _is_scattered(computation: hlo.Computation, instruction: hlo.Instruction) -> bool:
+  """A TPU's reduce-scatter is a fusion of that name: an all-reduce of which one slice is kept."""
+  return computation.name.startswith('all-reduce-scatter')
+
+
+def replica_groups(attributes: str, partitions: int) -> np.ndarray:
+  """The partitions that take part together, [groups, n], from any of the ways to write them.
+
+  `{{0,1},{2,3}}`; `[2,2]<=[2,2]T(1,0)`, numbers in order, reshaped, transposed and reshaped;
+  `mesh['x'=2,'y'=2] {'y'}`, those that differ in the axes named. `{}` is all of them.
+
+  Raises:
+    ValueError: they are written in a way that this reader does not know.
+  """
+  text = attributes.partition('replica_groups=')[2]
+  if listed := re.match(r'\{((?:\{[\d,]*\},?)*)\}', text):
+    rows = [row.split(',') for row in re.findall(r'\{([\d,]+)\}', listed.group(1))]
+    return np.asarray(rows or [range(partitions)], int)
+  if iota := re.match(r'(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)', text):
+    return _iota(iota.group(1))
+  mesh = re.match(r'mesh\[([^\]]*)\](?:, *device_ids=\(?(\[[^)]*\))\)?)? *\{([^}]*)\}', text)
+  if mesh is None:
+    raise ValueError(f'replica groups written in an unknown way: {text[:120]!r}')
+  sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh.group(1))}
+  devices = np.arange(math.prod(sizes.values())) if mesh.group(2) is None else _iota(mesh.group(2))
+  return _over_axes(devices.reshape(-1), sizes, mesh.group(3))
+
+
+def _iota(text: str) -> np.ndarray:
+  sizes, dims, order = (
+    [int(number) for number in re.findall(r'\d+', part)]
+    for part in re.fullmatch(r'\[([^\]]*)\]<=\[([^\]]*)\](.*)', text).groups()  # type: ignore
+  )
+  numbers = np.arange(math.prod(dims)).reshape(dims)
+  return (numbers.transpose(order) if order else numbers).reshape(sizes)
+
+
+def _over_axes(devices: np.ndarray, sizes: Mapping[str, int], axes: str) -> np.ndarray:
+  """Groups over `'x','y':(2)4`: whole axes, or the 4 of an axis that lie within its first 2."""
+  shape, taken = [], []
+  parts = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes)
+  for name, size in sizes.items():
+    cuts = sorted(
+      (int(before or 1), int(count or size)) for own, before, count in parts if own == name
+    )
+    at = 1
+    for before, count in cuts:
+      shape += [before // at, count]
+      taken += [False, True]
+      at = before * count
+    shape.append(size // at)
+    taken.append(False)
+  grid = devices.reshape(shape)
+  order = [i for i, own in enumerate(taken) if not own] + [i for i, own in enumerate(taken) if own]
+  size = math.prod(s for s, own in zip(shape, taken, strict=True) if own)
+  return grid.transpose(order).reshape(-1, size)
