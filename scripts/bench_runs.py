@@ -35,17 +35,24 @@ class Forward(NamedTuple):
 
 
 class Trainer:
-  """The compiled train step of one variant: one row of one chunk, so that gradients are exact."""
+  """The compiled train step of one variant: one row, its gradient exact through all chunks."""
 
-  def __init__(self, mixers: Sequence[Callable], layout: Partitioner, tokens: int):
+  def __init__(
+    self,
+    mixers: Sequence[Callable],
+    layout: Partitioner,
+    tokens: int,
+    chunks: int = 1,
+    document: int = 1000,
+  ):
     block = functools.partial(Block, mixers=mixers)
     make = functools.partial(LanguageModel, pattern=(block,))
     self.model = language_model.transform(make)
     self.forward, self.compute_dtype = _look_at(make, block)
     self.layout = layout
-    phase = Phase(chunk_size=tokens, chunks=1, backprop_chunks=1)
+    phase = Phase(chunk_size=tokens // chunks, chunks=chunks, backprop_chunks=chunks)
     self.curriculum = Curriculum([phase])
-    self.feed = MemoryFeed(self.model.vocabulary_size)
+    self.feed = MemoryFeed(self.model.vocabulary_size, document)
     self.batch = layout.place_batch(self.feed.read(0, tokens))
     optimizer = Optimizer(learning_rate=1e-3, warmup_steps=10, train_steps=1000)
 
@@ -70,13 +77,13 @@ class Trainer:
   def flops_per_token(self) -> int:
     return flops.train_flops_per_token(self.model.forward_flops)
 
-  def bare_steps(self) -> float:
+  def bare_steps(self, steps: int = STEPS) -> float:
     """Seconds a step takes where one batch is read again and again, and nobody watches."""
     began = time.perf_counter()
-    for _ in range(STEPS):
+    for _ in range(steps):
       self.state, _ = self.step(self.state, self.batch)
     jax.block_until_ready(self.state)
-    return (time.perf_counter() - began) / STEPS
+    return (time.perf_counter() - began) / steps
 
 
 class Loop:
@@ -117,9 +124,10 @@ class Loop:
 
 
 class MemoryFeed:
-  """One row of documents of 1000 tokens, read from memory."""
+  """One row of documents of one length, read from memory."""
 
-  def __init__(self, vocabulary_size: int):
+  def __init__(self, vocabulary_size: int, document: int):
+    self._document = document
     self._tokens = np.random.default_rng(0).integers(0, vocabulary_size, 2**20, np.int32)
 
   def read(self, position: int, length: int, rows: None = None) -> Batch:
@@ -127,11 +135,11 @@ class MemoryFeed:
     del rows
     at = np.arange(position, position + length + 1)
     tokens = self._tokens[at % len(self._tokens)]
-    documents, positions = np.divmod(at[:-1], 1000)
+    documents, positions = np.divmod(at[:-1], self._document)
     return Batch(
       inputs=tokens[None, :-1],
       targets=tokens[None, 1:],
-      weights=(positions < 999).astype(np.float32)[None],
+      weights=(positions < self._document - 1).astype(np.float32)[None],
       positions=positions.astype(np.int32)[None],
       segment_ids=(documents + 1).astype(np.int32)[None],
     )

@@ -153,8 +153,7 @@ def _recomputed(
   own, which hands the cotangent of its carry to the chunk before it. Written out, since the
   derivative of nested loops would add up the gradient of the parameters once in each of them.
   """
-  count = jax.tree.leaves(chunks)[0].shape[0]
-  length = min((n for n in range(1, count + 1) if count % n == 0), key=lambda n: n + count // n)
+  length = segment_length(jax.tree.leaves(chunks)[0].shape[0])
   segments = jax.tree.map(lambda x: x.reshape(-1, length, *x.shape[1:]), chunks)
 
   def forwards(carry, chunk):
@@ -190,6 +189,11 @@ def _recomputed(
     segment_backwards, (nothing, gradient), (firsts, segments), reverse=True
   )
   return gradient, carry, jax.tree.map(jnp.sum, sums)
+
+
+def segment_length(count: int) -> int:
+  """The chunks of a segment, dividing `count`, with which the fewest carries are kept."""
+  return min((n for n in range(1, count + 1) if count % n == 0), key=lambda n: n + count // n)
 
 
 def _floats(carry: Carry) -> tuple[list[Array], Callable[[list[Array]], Carry]]:

@@ -1,0 +1,77 @@
+"""What a token costs in rows of different lengths: seconds, and memory beyond the carries.
+
+Every step is a whole one: forwards and backwards through all chunks of the row, with no cut, and
+the update. The lengths are timed in turns within one run.
+
+    PYTHONPATH=. python scripts/long_rows.py
+"""
+
+import argparse
+from collections.abc import Sequence
+import statistics
+
+from bench_runs import Trainer
+import jax
+
+from valkyrie import configuration
+from valkyrie.models.longformer import LongformerAttention
+from valkyrie.models.s5 import S5
+from valkyrie.partitioning import Partitioner
+from valkyrie.training import tbptt
+
+GIN_FILES = ('gin/models/tiny.gin', 'gin/partition/single.gin')
+ROOMS = ('valkyrie.models.language_model', 'valkyrie.models.block', 'valkyrie.partitioning')
+MIB = 2**20
+
+
+def carries_in_bytes(trainer: Trainer, chunks: int) -> int:
+  """What the carries take that a step keeps for its backward pass."""
+  one = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.state.carry))
+  length = tbptt.segment_length(chunks)
+  return (length + chunks // length) * one
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+  """Prints the table."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--tokens', type=int, nargs='+', default=[8192, 655360], help='of a row')
+  parser.add_argument('--chunk_size', type=int, default=2048)
+  parser.add_argument('--repeats', type=int, default=5)
+  flags = parser.parse_args(arguments)
+  configuration.load(GIN_FILES, rooms=ROOMS)
+
+  trainers, memory = {}, {}
+  for tokens in flags.tokens:
+    chunks = tokens // flags.chunk_size
+    trainers[tokens] = trainer = Trainer(
+      (LongformerAttention, S5), Partitioner(), tokens, chunks, document=tokens
+    )
+    temporary = trainer.step.memory_analysis().temp_size_in_bytes
+    memory[tokens] = temporary, carries_in_bytes(trainer, chunks)
+
+  seconds: dict[int, list[float]] = {tokens: [] for tokens in flags.tokens}
+  for _ in range(flags.repeats):
+    for tokens, trainer in trainers.items():
+      # A short row is read as often as makes up the longest, so that all see the same machine.
+      steps = max(1, max(flags.tokens) // tokens)
+      seconds[tokens].append(trainer.bare_steps(steps) / tokens)
+
+  print(
+    f'gin/models/tiny.gin, {trainer.parameters:,} parameters, one row, chunks of '
+    f'{flags.chunk_size}, exact gradients, median of {flags.repeats}:\n'
+  )
+  print(' tokens  µs a token  of the first  temporaries  of them carries  the rest  of the first')
+  first = flags.tokens[0]
+  for tokens in flags.tokens:
+    cost = statistics.median(seconds[tokens])
+    temporary, carries = memory[tokens]
+    rest = temporary - carries
+    print(
+      f'{tokens:7,} {1e6 * cost:11.1f} {cost / statistics.median(seconds[first]):13.3f}'
+      f' {temporary / MIB:8.1f} MiB {carries / MIB:12.1f} MiB {rest / MIB:5.1f} MiB'
+      f' {rest / (memory[first][0] - memory[first][1]):13.3f}'
+    )
+
+
+if __name__ == '__main__':
+  main()
