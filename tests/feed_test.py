@@ -304,3 +304,34 @@ def test_prefetch_raises_what_failed_after_what_did_not(tmp_path):
   with pytest.raises(DataError, match='token 999'):
     next(batches)
   assert not _threads()
+
+
+def test_damaged_documents_are_passed_over_within_a_budget(data_dir, tmp_path, caplog):
+  _write(tmp_path)
+  whole = _feed(tmp_path, shuffle=False).read(0, TOTAL)
+  path = _feed(tmp_path).store.path
+  tokens = np.load(path / 'shard-00000-of-00003' / 'tokens.npy', mmap_mode='r+')
+  lengths = np.load(path / 'shard-00000-of-00003' / 'offsets.npy')
+  tokens[lengths[0] : lengths[1] : 5] = 7  # rows 0 and 1 begin with these documents
+  tokens[lengths[1]] = 258
+  tokens.flush()
+  with pytest.raises(DataError, match=r'Row 0 reads 1 damaged .*: document 0 of shard-00000'):
+    _feed(tmp_path, shuffle=False).read(0, 5)
+  feed = _feed(tmp_path, shuffle=False, bad_documents=1)
+  expected = [leaf.copy() for leaf in whole]
+  for row in (0, 1):
+    length = int(feed.store.lengths[row])
+    again = range(0, TOTAL, int(feed._rows.row_lengths[row]))
+    for begin in again:
+      expected[0][row, begin : begin + length] = EOS
+      expected[1][row, max(begin - 1, 0) : begin + length - 1] = EOS
+      expected[2][row, begin : begin + length] = 0
+  for begin in (0, 3, 40):
+    found = feed.read(begin, 20)
+    _assert_equal(found, Batch(*(leaf[:, begin : begin + 20] for leaf in expected)))
+  assert caplog.text.count('Passing over document 0 of shard-00000-of-00003') == 1
+  tokens[lengths[4] + 1] ^= 1  # also of row 0
+  tokens.flush()
+  with pytest.raises(DataError, match='Row 0 reads 2 damaged documents at once'):
+    _feed(tmp_path, shuffle=False, bad_documents=1).read(0, TOTAL)
+  _feed(tmp_path, shuffle=False, bad_documents=2).read(0, TOTAL)

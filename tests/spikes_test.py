@@ -67,7 +67,7 @@ def test_a_spike_stands_out_among_the_latest_losses():
   random = np.random.default_rng(0)
   losses = random.normal(3.0, 0.1, 340).astype(np.float32)
   losses[[5, 70, 71, 170]] += 3  # the first comes before the window is full
-  losses[[80, 120]] = np.nan, np.inf
+  losses[[120, 169]] = np.inf, np.nan
   losses[240:] += 4  # a level that stays
   spikes = LossSpikes('skip', deviations=6.0, window=64)
   step = jax.jit(lambda recent, loss: judge(spikes, recent, loss))

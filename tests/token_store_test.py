@@ -129,24 +129,48 @@ def test_a_flipped_bit_is_found_by_verify(store):
     token_store.verify(store)
 
 
-def test_files_that_contradict_each_other_are_refused(store):
-  file = store / 'shard-00000-of-00003' / 'offsets.npy'
-  offsets = np.load(file)
-  offsets[2] = offsets[1]
-  np.save(file, offsets)
-  with pytest.raises(DataError, match='shard-00000-of-00003 contradicts itself'):
+@pytest.mark.parametrize('name', ['offsets.npy', 'hashes.npy', 'keys.npy'])
+def test_a_flipped_bit_beside_the_tokens_is_found_when_it_is_opened(store, name):
+  file = store / 'shard-00000-of-00003' / name
+  for place in (7, 60, 130, -3):
+    content = bytearray(file.read_bytes())
+    content[place] ^= 4
+    file.write_bytes(content)
+    with pytest.raises(DataError, match=rf'shard-00000-of-00003/{name} is corrupt'):
+      TokenStore.open(store, BYTES)
+    content[place] ^= 4
+    file.write_bytes(content)
+  TokenStore.open(store, BYTES)
+
+
+def test_a_header_that_lies_is_refused(store):
+  file = store / 'shard-00000-of-00003' / 'tokens.npy'
+  content = file.read_bytes()
+  file.write_bytes(content.replace(b'<u2', b'>u2'))
+  with pytest.raises(DataError, match=r'tokens\.npy is corrupt: it holds >u2'):
     TokenStore.open(store, BYTES)
 
 
-def test_a_token_outside_the_vocabulary_is_placed(store):
+def test_a_record_that_was_altered_is_refused(store):
+  text = (store / 'store.json').read_text()
+  digest = json.loads(text)['shards'][0]['files']['keys.npy']['sha256']
+  (store / 'store.json').write_text(text.replace(digest, digest[::-1]))
+  with pytest.raises(DataError, match=r'store\.json is corrupt'):
+    TokenStore.open(store, BYTES)
+
+
+@pytest.mark.parametrize(
+  ('token', 'said'), [(259, 'holds the token 259, but there are 259 ids'), (100, 'have the hash')]
+)
+def test_a_damaged_document_is_placed(store, token, said):
   tokens = np.load(store / 'shard-00001-of-00003' / 'tokens.npy', mmap_mode='r+')
-  tokens[12] = 259  # the third document kept begins after 6 + 3 tokens
+  tokens[12] = token  # the third document kept begins after 6 + 3 tokens
   tokens.flush()
   opened = TokenStore.open(store, BYTES)
-  numbers = np.arange(15)
-  with pytest.raises(DataError, match='token 259 in shard-00001-of-00003, document 2') as caught:
-    opened.read(numbers, 0 * numbers, opened.lengths)
-  assert str(store) in str(caught.value)
+  assert np.flatnonzero(opened.damaged(np.arange(15))).tolist() == [7]
+  place = f'document 2 of shard-00001-of-00003 in the token store {store}'
+  assert opened.damage(7).startswith(place) and said in opened.damage(7)
+  assert opened.damage(6) is None
 
 
 def test_a_token_outside_the_vocabulary_is_not_written(tmp_path):

@@ -1,6 +1,7 @@
 """Batches of a task as a pure function of where in the rows one reads."""
 
 from collections.abc import Iterable, Iterator, Sequence
+import logging
 import queue
 import threading
 
@@ -10,8 +11,8 @@ import numpy as np
 from valkyrie.data import vocabularies
 from valkyrie.data.rows import Epoch, Rows
 from valkyrie.data.store_location import build_if_missing, store_path
-from valkyrie.data.token_store import TokenStore
-from valkyrie.errors import ConfigurationError
+from valkyrie.data.token_store import REBUILD, TokenStore
+from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.types import Batch
 
 RESETS = ('document', 'sequence', 'never')
@@ -47,6 +48,7 @@ class TaskFeed:
     epochs: int | None = None,
     data_dir: str | None = None,
     source: str | None = None,
+    bad_documents: int = 0,
   ):
     """Opens the task's token store, building it first where it is missing.
 
@@ -64,6 +66,8 @@ class TaskFeed:
       epochs: padding follows after so many; None is endless.
       data_dir: holds the stores; default $XDG_CACHE_HOME/valkyrie or ~/.cache/valkyrie.
       source: where the task's documents are, for tasks that read from a place (fineweb).
+      bad_documents: damaged documents of one row that a `read` passes over: they are named, hold
+        nothing but EOS, and nothing is learnt of them.
 
     Raises:
       ConfigurationError: an argument is not possible, or does not fit the store.
@@ -73,9 +77,10 @@ class TaskFeed:
       raise ConfigurationError(f'reset_at is {reset_at!r}, expected one of {", ".join(RESETS)}.')
     if not 0 <= seed < 2**32:
       raise ConfigurationError(f'The seed of the feed is {seed}, expected 0 to 2**32 - 1.')
-    if batch_size < 1 or (epochs is not None and epochs < 1):
+    if batch_size < 1 or (epochs is not None and epochs < 1) or bad_documents < 0:
       raise ConfigurationError(
-        f'batch_size {batch_size} and epochs {epochs} of the feed must be at least 1.'
+        f'batch_size {batch_size} and epochs {epochs} of the feed must be at least 1, and '
+        f'TaskFeed.bad_documents {bad_documents} at least 0.'
       )
     self.vocabulary = vocabularies.load(vocabulary)
     path = store_path(task, split, self.vocabulary, source, data_dir)
@@ -97,6 +102,8 @@ class TaskFeed:
     self._batch_size = batch_size
     self._reset_at = reset_at
     self._epochs = epochs
+    self._bad_documents = bad_documents
+    self._named: set[int] = set()
     self._latest_epoch: dict[int, tuple[int, Epoch]] = {}
 
   def read(self, position: int, length: int, rows: Sequence[int] | None = None) -> Batch:
@@ -111,7 +118,7 @@ class TaskFeed:
       Batch of numpy arrays [rows, T].
 
     Raises:
-      DataError: a token is outside the vocabulary.
+      DataError: a row has more damaged documents than it may.
     """
     rows = range(self._batch_size) if rows is None else rows
     dtypes = {'weights': np.float32}
@@ -144,6 +151,10 @@ class TaskFeed:
     begins = np.maximum(starts, position)
     counts = np.minimum(ends, position + wanted) - begins
     tokens = self.store.read(documents, begins - starts, counts)
+    damaged = self.store.damaged(documents)
+    if damaged.any():
+      self._pass_over(row, sorted(set(documents[damaged].tolist())))
+      tokens[np.repeat(damaged, counts)] = self.vocabulary.eos_id
     n = min(wanted, length)
     inputs[:n] = tokens[:n]
     targets[: wanted - 1] = tokens[1:]
@@ -152,10 +163,26 @@ class TaskFeed:
     firsts, lasts = starts + prompts, ends - (prompts > 0)
     target = np.arange(position + 1, position + wanted + 1)
     counted = (target >= np.repeat(firsts, counts)) & (target < np.repeat(lasts, counts))
+    counted &= ~np.repeat(damaged, counts)
     weights[:n] = counted[:n]
     distance = np.arange(position, position + wanted) - np.repeat(resets, counts)
     positions[:n] = np.minimum(distance, LAST_POSITION)[:n]
     segment_ids[:n] = np.repeat(segments, counts)[:n]
+
+  def _pass_over(self, row: int, damaged: list[int]):
+    """Names the damaged documents that a row reads; refuses them where they are too many."""
+    names = [str(self.store.damage(document)) for document in damaged[:_SHOWN]]
+    if len(damaged) > self._bad_documents:
+      more = f'; and {len(damaged) - _SHOWN} more' if len(damaged) > _SHOWN else ''
+      raise DataError(
+        f'Row {row} reads {len(damaged)} damaged documents at once, and TaskFeed.bad_documents = '
+        f'{self._bad_documents} may be passed over: {"; ".join(names)}{more}. They were damaged '
+        f'after they were written. {REBUILD}'
+      )
+    for document, name in zip(damaged, names, strict=False):
+      if document not in self._named:
+        self._named.add(document)
+        logging.warning('Passing over %s', name)
 
   def _documents(self, row: int, begin: int, end: int) -> list[np.ndarray]:
     """The documents that cover tokens [begin, end) of a row.

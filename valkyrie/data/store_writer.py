@@ -133,10 +133,8 @@ def finish(path: pathlib.Path, recipe: Recipe) -> dict[str, Any] | None:
     )
   kept = ('name', 'documents', 'tokens', 'files')
   information['shards'] = [{key: s[key] for key in kept} for s in shards]
-  content = [information['vocabulary'], [s['files'] for s in shards]]
-  information['fingerprint'] = hashlib.sha256(
-    json.dumps(content, sort_keys=True).encode()
-  ).hexdigest()
+  files = [s['files'] for s in shards]
+  information['fingerprint'] = token_store.content_hash(information, files)
   with _storage(path):
     temporary = path / f'.{STORE_FILE}.{uuid.uuid4().hex}.tmp'
     _write_json(temporary, information)
@@ -154,10 +152,10 @@ def _write_arrays(
   on_document: Callable[[int, Document], None],
 ) -> dict[str, int]:
   size, eos_id = recipe.vocabulary.size, recipe.vocabulary.eos_id
-  dtype = np.dtype(np.uint16 if size <= 2**16 else np.uint32)
+  dtype = token_store.token_dtype(size)
   offsets, hashes, keys, prompts = [0], [], [], []
   text_bytes = skipped_empty = skipped_one_token = 0
-  with (directory / 'tokens.npy').open('wb') as stream:
+  with (directory / token_store.TOKENS_FILE).open('wb') as stream:
     _write_header(stream, dtype, 0)
     for number, document in enumerate(documents):
       on_document(shard, document)

@@ -27,8 +27,10 @@ from valkyrie.errors import ConfigurationError, DataError
 FORMAT = 'valkyrie-token-store-1'
 STORE_FILE = 'store.json'
 SHARD_FILE = 'shard.json'
+TOKENS_FILE = 'tokens.npy'
 PROMPTS_FILE = 'prompts.npy'
 REBUILD = 'Delete that directory and run again to build it anew.'
+_WHOLE, _DAMAGED = 1, 2
 
 
 class TokenStore:
@@ -53,7 +55,8 @@ class TokenStore:
     self._vocabulary_size: int = information['vocabulary']['size']
     names = [shard['name'] for shard in information['shards']]
     # A plain ndarray over the map: slicing np.memmap itself costs ten times as much.
-    self._tokens = [np.asarray(_load(path / name / 'tokens.npy', mapped=True)) for name in names]
+    self._tokens = [np.asarray(_load(path / name / TOKENS_FILE, mapped=True)) for name in names]
+    self._hashes = [_load(path / name / 'hashes.npy', mapped=True) for name in names]
     offsets = [_load(path / name / 'offsets.npy') for name in names]
     self._shard_names = names
     self._first_documents = np.cumsum([0] + [len(o) - 1 for o in offsets])
@@ -68,14 +71,15 @@ class TokenStore:
         for shard in information['shards']
       ]
     )
-    self._check_shapes(offsets)
+    self._checked = np.zeros(len(self.lengths), np.uint8)  # _WHOLE or _DAMAGED, once it was read
 
   @classmethod
   def open(cls, path: pathlib.Path, vocabulary: Vocabulary) -> 'TokenStore':
     """Opens a finished store and checks everything that does not need reading the tokens.
 
     Raises:
-      DataError: the store or a shard is unfinished, missing, empty, truncated or not a store.
+      DataError: the store or a shard is unfinished, missing, empty, truncated, altered or not a
+        store.
       ConfigurationError: it was built with another vocabulary.
     """
     information = read_information(path)
@@ -89,7 +93,11 @@ class TokenStore:
     for shard in information['shards']:
       for name, recorded in shard['files'].items():
         check_size(path / shard['name'] / name, recorded['bytes'])
-    return cls(path, information)
+        if name != TOKENS_FILE:  # which `damaged` checks document by document
+          check_content(path / shard['name'] / name, recorded['sha256'])
+    store = cls(path, information)
+    store._check_tokens()
+    return store
 
   def read(self, documents: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Slices of documents, end to end.
@@ -100,45 +108,62 @@ class TokenStore:
 
     Returns:
       int32 [sum(lengths)]
-
-    Raises:
-      DataError: a token is outside the vocabulary.
     """
-    shards = np.searchsorted(self._first_documents, documents, side='right') - 1
+    shards = self._shards(documents)
     begins = self._starts[documents] + begins
     ends = np.cumsum(lengths)
     out = np.empty(int(ends[-1]) if len(ends) else 0, np.int32)
     pieces = (shards, begins, begins + lengths, ends - lengths, ends)
     for shard, begin, end, to, to_end in zip(*(piece.tolist() for piece in pieces), strict=True):
       out[to:to_end] = self._tokens[shard][begin:end]
-    if len(out) and (out.max() >= self._vocabulary_size or out.min() < 0):
-      self._refuse_token(out, documents, ends)
     return out
 
-  def _refuse_token(self, tokens: np.ndarray, documents: np.ndarray, ends: np.ndarray):
-    wrong = int(np.argmax((tokens >= self._vocabulary_size) | (tokens < 0)))
-    document = int(documents[np.searchsorted(ends, wrong, side='right')])
-    shard = int(np.searchsorted(self._first_documents, document, side='right')) - 1
-    raise DataError(
-      f'The token store {self.path} holds the token {tokens[wrong]} in '
-      f'{self._shard_names[shard]}, document {document - self._first_documents[shard]}, but its '
-      f'vocabulary has {self._vocabulary_size} ids. The shard was damaged after it was written. '
-      + REBUILD
-    )
+  def damaged(self, documents: np.ndarray) -> np.ndarray:
+    """Which of these documents, int [documents], are not what was written: bool [documents].
 
-  def _check_shapes(self, offsets: list[np.ndarray]):
-    """Files of the right size that contradict each other are refused by name."""
-    for shard, tokens, shard_offsets in zip(
-      self.information['shards'], self._tokens, offsets, strict=True
-    ):
-      found = (len(tokens), len(shard_offsets) - 1, int(shard_offsets[0]), int(shard_offsets[-1]))
-      expected = (shard['tokens'], shard['documents'], 0, shard['tokens'])
-      if found != expected or (np.diff(shard_offsets) <= 0).any():
+    Each is read whole, and hashed, the first time that it is asked for.
+    """
+    for document in documents[self._checked[documents] == 0].tolist():
+      self._checked[document] = _WHOLE if self.damage(document) is None else _DAMAGED
+    return self._checked[documents] == _DAMAGED
+
+  def damage(self, document: int) -> str | None:
+    """What is wrong with a document, and where it stands; None if it is what was written."""
+    shard = int(self._shards(document))
+    number = document - int(self._first_documents[shard])
+    begin = int(self._starts[document])
+    tokens = self._tokens[shard][begin : begin + int(self.lengths[document])]
+    place = f'document {number} of {self._shard_names[shard]} in the token store {self.path}'
+    if tokens.max() >= self._vocabulary_size:
+      return f'{place} holds the token {tokens.max()}, but there are {self._vocabulary_size} ids'
+    digest = hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
+    if digest != self._hashes[shard][number].tobytes():
+      return f'{place} does not have the hash that it was written with'
+    return None
+
+  def _shards(self, documents: np.ndarray | int) -> np.ndarray:
+    return np.searchsorted(self._first_documents, documents, side='right') - 1
+
+  def _check_tokens(self):
+    """Refuses files of tokens whose header says something else than was written."""
+    dtype = token_dtype(self._vocabulary_size)
+    for shard, tokens in zip(self.information['shards'], self._tokens, strict=True):
+      if (tokens.dtype, tokens.shape) != (dtype, (shard['tokens'],)):
         raise DataError(
-          f'{self.path / shard["name"]} contradicts itself: it holds {found[0]} tokens in '
-          f'{found[1]} documents from {found[2]} to {found[3]}, but {STORE_FILE} records '
-          f'{expected[0]} tokens in {expected[1]} documents. ' + REBUILD
+          f'{self.path / shard["name"] / TOKENS_FILE} is corrupt: it holds {tokens.dtype} '
+          f'{list(tokens.shape)}, but {dtype} [{shard["tokens"]}] were written. {REBUILD}'
         )
+
+
+def token_dtype(vocabulary_size: int) -> np.dtype:
+  """The smallest integers that hold every token."""
+  return np.dtype(np.uint16 if vocabulary_size <= 2**16 else np.uint32)
+
+
+def content_hash(information: dict[str, Any], files: list[dict[str, Any]]) -> str:
+  """The fingerprint of a store: of its vocabulary, and of each shard's sizes and hashes."""
+  content = json.dumps([information['vocabulary'], files], sort_keys=True)
+  return hashlib.sha256(content.encode()).hexdigest()
 
 
 def read_information(path: pathlib.Path) -> dict[str, Any]:
@@ -156,6 +181,13 @@ def read_information(path: pathlib.Path) -> dict[str, Any]:
   found = information.get('format') if isinstance(information, dict) else None
   if found != FORMAT:
     raise DataError(f'{file} is of the format {found!r}, expected {FORMAT!r}. {REBUILD}')
+  try:
+    files = [shard['files'] for shard in information['shards']]
+    whole = information['fingerprint'] == content_hash(information, files)
+  except (KeyError, TypeError):
+    whole = False
+  if not whole:
+    raise DataError(f'{file} is corrupt: it is not what its fingerprint says. {REBUILD}')
   return information
 
 
@@ -175,6 +207,15 @@ def check_size(file: pathlib.Path, expected: int):
     )
 
 
+def check_content(file: pathlib.Path, expected: str):
+  """DataError naming the file unless it has the SHA-256 that it was written with."""
+  found = file_sha256(file)
+  if found != expected:
+    raise DataError(
+      f'{file} is corrupt: its SHA-256 is {found}, but {expected} was written. {REBUILD}'
+    )
+
+
 def verify(path: pathlib.Path) -> dict[str, Any]:
   """Reads every byte of a store again; store.json's content, or DataError naming a bad file."""
   information = read_information(path)
@@ -182,12 +223,7 @@ def verify(path: pathlib.Path) -> dict[str, Any]:
     for name, recorded in shard['files'].items():
       file = path / shard['name'] / name
       check_size(file, recorded['bytes'])
-      found = file_sha256(file)
-      if found != recorded['sha256']:
-        raise DataError(
-          f'{file} is corrupt: its SHA-256 is {found}, but {recorded["sha256"]} was written. '
-          + REBUILD
-        )
+      check_content(file, recorded['sha256'])
   return information
 
 
