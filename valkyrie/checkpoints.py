@@ -8,6 +8,9 @@
 Orbax writes and reads arrays, but does not see when a bit of them has changed, when a directory is
 empty, or when a stored dtype is not the one asked for. What is whole, which step counts and which
 ones stay is therefore decided here.
+
+Of several processes, which must see the same directory, each writes the parts of the arrays that
+its devices hold; the first does all else, and tells the others how that went.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,18 +21,21 @@ import json
 import logging
 import math
 import os
+import pathlib
 import shutil
 from typing import Any
 
 import gin
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
+from valkyrie import cluster
 from valkyrie.errors import ConfigurationError, Diverged, StorageError
 from valkyrie.monitoring import heartbeat
 from valkyrie.storage import manifest, steps
-from valkyrie.storage.model_dir import Lease, local_path, writable_directory
+from valkyrie.storage.model_dir import Lease, lease_holder, local_path, writable_directory
 from valkyrie.storage.state_check import check_same_model, not_finite
 
 
@@ -92,20 +98,40 @@ class CheckpointDirectory:
     self._lease = Lease(root) if self._writes_files else None
     _quiet_orbax()
     try:
-      with _as_storage_error(f'{self.directory} cannot be opened'):
-        self._newest, damaged = steps.newest_whole(self.directory)
-        if damaged and self._newest is None:
-          raise StorageError(_none_is_whole(self.directory, damaged))
-        if self._writes_files:
-          self.directory.mkdir(exist_ok=True)
-          steps.clear_litter(self.directory)
-          steps.set_aside(self.directory, damaged, root / 'set_aside')
+      newest = self._tidied(root) if jax.process_index() == 0 else None
+      of_first = cluster.exchange('checkpoints', json.dumps([newest, lease_holder(root)]))[0]
+      self._newest, holder = json.loads(of_first)
+      if not read_only and lease_holder(root) != holder:
+        raise StorageError(
+          f'Process {jax.process_index()} does not see in {root} what process 0 writes there. All '
+          'processes need the same directory: name a --model_dir on storage that they share.'
+        )
     except BaseException:
       self._release()
       raise
-    self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+    # Named, they wait for each other without a collective of the devices, which must be dispatched
+    # in the same order everywhere, and are not by a thread of its own.
+    processes = ocp.options.MultiprocessingOptions(
+      active_processes=set(range(jax.process_count())) if jax.process_count() > 1 else None
+    )
+    self._orbax = ocp.AsyncCheckpointer(
+      ocp.PyTreeCheckpointHandler(multiprocessing_options=processes),
+      multiprocessing_options=processes,
+    )
     self._thread = ThreadPoolExecutor(1, thread_name_prefix='commit')
     self._under_way: Future[None] | None = None
+
+  def _tidied(self, root: pathlib.Path) -> int | None:
+    """Reads every file of the newest step, and clears away what is not whole; the step that is."""
+    with _as_storage_error(f'{self.directory} cannot be opened'):
+      newest, damaged = steps.newest_whole(self.directory)
+      if damaged and newest is None:
+        raise StorageError(_none_is_whole(self.directory, damaged))
+      if self._writes_files:
+        self.directory.mkdir(exist_ok=True)
+        steps.clear_litter(self.directory)
+        steps.set_aside(self.directory, damaged, root / 'set_aside')
+    return newest
 
   def latest_step(self) -> int | None:
     """The newest step that is whole on disk; a save under way does not count yet."""
@@ -151,7 +177,7 @@ class CheckpointDirectory:
           steps.begin(self.directory, step)
         self._orbax.save(place / 'state', args=ocp.args.PyTreeSave(_without_empty_arrays(state)))
     except BaseException:
-      shutil.rmtree(place, ignore_errors=True)
+      self._clear(place)
       raise
     self._under_way = self._thread.submit(self._commit, step, record)
 
@@ -170,14 +196,19 @@ class CheckpointDirectory:
         (place / 'record.json').write_text(json.dumps(record, indent=2))
         steps.finish(self.directory, step)
     except BaseException:
-      shutil.rmtree(place, ignore_errors=True)
+      self._clear(place)
       raise
+    cluster.exchange('saved', str(step))  # no process counts a step that the first has not named
     self._newest = step
     heartbeat.beat(saved=step)
     if self._writes_files:
       saved = steps.find(self.directory)
       stay = self._options.kept(saved, self._validation_losses(saved))
       steps.delete(self.directory, [step for step in saved if step not in stay])
+
+  def _clear(self, place: pathlib.Path) -> None:
+    if self._writes_files:
+      shutil.rmtree(place, ignore_errors=True)
 
   def _validation_losses(self, saved: Sequence[int]) -> dict[int, float]:
     losses = {}
@@ -207,6 +238,10 @@ class CheckpointDirectory:
       StorageError: no step that is there is whole.
     """
     self.wait()
+    nearest = self._search(goal) if jax.process_index() == 0 else None
+    return json.loads(cluster.exchange('nearest', json.dumps(nearest))[0])
+
+  def _search(self, goal: int) -> int | None:
     with _as_storage_error(f'{self.directory} cannot be read'):
       found = steps.find(self.directory)
       damaged = {}
@@ -257,9 +292,7 @@ class CheckpointDirectory:
         ),
       )
       record = self._read_record(step)
-    state = jax.tree.map(
-      lambda leaf, found: found if leaf.size else jnp.zeros_like(leaf), target, restored
-    )
+    state = jax.tree.map(lambda leaf, found: found if leaf.size else _empty(leaf), target, restored)
     return state, record
 
   def check(self) -> None:
@@ -309,6 +342,13 @@ def _none_is_whole(directory: os.PathLike, damaged: Mapping[int, str]) -> str:
     f'{found}\nNothing was changed. Restore the directory from a copy, move it away to start '
     'afresh, or name another --model_dir.'
   )
+
+
+def _empty(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+  zeros = np.zeros(leaf.shape, leaf.dtype)
+  if leaf.sharding is None:
+    return jnp.asarray(zeros)
+  return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: zeros[index])
 
 
 def _without_empty_arrays(tree: Any) -> Any:

@@ -31,6 +31,12 @@ class Preempted(ValkyrieError):
   exit_code = 75
 
 
+class Unreachable(ValkyrieError):
+  """The other processes of the run are not there (yet): run the same command again."""
+
+  exit_code = 75
+
+
 class Diverged(ValkyrieError):
   """The numbers are no longer finite, and the budget for skipping steps is spent."""
 

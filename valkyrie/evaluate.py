@@ -103,6 +103,7 @@ class Evaluator:
     self._whole = -(-self._feed.row_tokens // chunk_size)
     self._quick = min(chunks or self._whole, self._whole)
     self._partitioner = partitioner
+    self._batch_size = batch_size
     partitioner.check_batch(batch_size)
 
     def initial_carry():
@@ -154,10 +155,11 @@ class Evaluator:
     spans = ((n * self._chunk_size, self._chunk_size) for n in range(chunks))
     params = self._gather(params)
     carry, sums = self._initial_carry(), []
-    for chunk in prefetch(self._feed, spans):
+    rows = self._partitioner.rows(self._batch_size)
+    for chunk in prefetch(self._feed, spans, rows=rows):
       if stop():
         raise Preempted('stopped in the middle of an evaluation, which was given up')
-      batch = self._partitioner.place_batch(chunk)
+      batch = self._partitioner.place_batch(chunk, self._batch_size)
       carry, of_chunk = self._read(params, carry, batch, cut, plan)
       sums.append(of_chunk)
       jax.block_until_ready(sums[-2:-1])  # two chunks under way, as in training
@@ -226,6 +228,7 @@ def evaluate(
     found[what] = metrics = measure(params, whole=True, cut=cut)
     with create_writers(model_dir, name='eval' if cut is None else f'eval_cut_{cut}') as writer:
       writer.write_scalars(step, metrics)
-    print(f'step {step}, {what}: ' + ', '.join(describe(metrics)))
+    if jax.process_index() == 0:
+      print(f'step {step}, {what}: ' + ', '.join(describe(metrics)))
   if jax.process_index() == 0:
     plot.write_loss_by_position(pathlib.Path(model_dir), found)

@@ -12,7 +12,8 @@ import signal
 import sys
 import traceback
 
-from valkyrie.errors import Preempted, UsageError, ValkyrieError
+from valkyrie import cluster
+from valkyrie.errors import ConfigurationError, Preempted, UsageError, ValkyrieError
 from valkyrie.resume import KINDS
 from valkyrie.suggestions import did_you_mean
 
@@ -65,12 +66,18 @@ examples:
   python -m valkyrie.main --gin_file=mine.gin --gin_allow_import=my_package
       ... where mine.gin says `import my_package.mixers`
 
+  python -m valkyrie.main --gin_file=mine.gin --processes=2 --process=0
+      ... one of two processes on this machine; the other says --process=1
+  python -m valkyrie.main --gin_file=gin/v4_32.gin --processes=auto
+      ... on each host of a TPU pod, or as each task of a SLURM job
+
 values of --gin.NAME=VALUE are gin's: 8192, 1e-3, True, None, (1, 2), @S5, %chunk_size; strings
 need quotes that the shell leaves in place: --gin.task='"fineweb"'. There are no expressions. The
 last of several flags for one name counts.
 
-exit codes: 0 done; 2 usage; 65 bad data; 70 bug; 74 storage; 75 preempted and saved (run the same
-line again); 76 diverged; 78 bad configuration; 130 interrupted, where nothing was to be saved
+exit codes: 0 done; 2 usage; 65 bad data; 70 bug; 74 storage; 75 preempted and saved, or the other
+processes are not there yet (run the same line again); 76 diverged; 78 bad configuration; 130
+interrupted, where nothing was to be saved
 """
 
 
@@ -141,6 +148,28 @@ def _parser() -> _Parser:
     help='the TPU slice that precompile compiles for, such as v4:4x4x2, on a machine without one '
     '(default: the devices of this machine)',
   )
+  parser.add_argument(
+    '--processes',
+    metavar='N',
+    help=f'how many processes train together; {cluster.DETECTED} where jax can detect it: TPU '
+    'pods, SLURM, Kubernetes, MPI (default: this one alone)',
+  )
+  parser.add_argument(
+    '--process', type=int, metavar='I', help='which of the processes this is, from 0'
+  )
+  parser.add_argument(
+    '--coordinator',
+    metavar='HOST:PORT',
+    help='where process 0 listens for the others; whoever reaches it can take part (default: '
+    f'{cluster.COORDINATOR}, which only this machine reaches)',
+  )
+  parser.add_argument(
+    '--join_seconds',
+    type=int,
+    default=300,
+    metavar='S',
+    help='how long to wait for the other processes (default: %(default)s)',
+  )
   return parser
 
 
@@ -187,6 +216,10 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, li
     raise UsageError('--topology is for --run_mode=precompile')
   if flags.allow_changed is not None and flags.run_mode != 'train':
     raise UsageError('--allow_changed is for --run_mode=train')
+  if flags.processes is None and (flags.process is not None or flags.coordinator is not None):
+    raise ConfigurationError('--process and --coordinator need --processes=N')
+  if flags.processes is not None and flags.run_mode not in ('train', 'eval'):
+    raise UsageError(f'--run_mode={flags.run_mode} is for one process: leave out --processes')
   return flags, gin_flags
 
 
@@ -222,6 +255,11 @@ def run(
     allowed_imports=flags.gin_allow_import,
     rooms=rooms,
   )
+  if flags.processes is not None:
+    from valkyrie.preemption import Preemption  # noqa: PLC0415, imports gin
+
+    with Preemption():
+      cluster.join(flags.coordinator, flags.processes, flags.process, flags.join_seconds)
   module, name = run_modes[flags.run_mode]
   function = getattr(importlib.import_module(module), name)
   given = {'model_dir': flags.model_dir or _default_model_dir(flags.gin_file)}
@@ -240,20 +278,27 @@ def main(arguments: Sequence[str] | None = None, **kinds) -> int:
   try:
     run(sys.argv[1:] if arguments is None else arguments, **kinds)
     return 0
-  except ValkyrieError as error:
+  except (Exception, KeyboardInterrupt) as error:
+    code = _explain(error)
+    if code == Preempted.exit_code:  # a second signal shall not change it
+      for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    cluster.end(code, error)
+    return code
+
+
+def _explain(error: BaseException) -> int:
+  """Says what went wrong, and returns the exit code for it."""
+  if isinstance(error, ValkyrieError):
     # gin adds such a line for every configurable that the error passes through.
     message = re.sub(r'\n  In call to configurable .*', '', str(error))
     print('\n'.join([f'valkyrie: {message}', *getattr(error, '__notes__', [])]), file=sys.stderr)
-    if isinstance(error, Preempted):  # a second signal shall not change the exit code
-      for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
     return error.exit_code
-  except KeyboardInterrupt:
+  if isinstance(error, KeyboardInterrupt):
     print('valkyrie: interrupted', file=sys.stderr)
     return 130
-  except Exception:
-    traceback.print_exc()
-    return ValkyrieError.exit_code
+  traceback.print_exception(error)
+  return ValkyrieError.exit_code
 
 
 if __name__ == '__main__':

@@ -230,10 +230,34 @@ class Partitioner:
       within, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
 
-  def place_batch(self, batch: Batch) -> Batch:
-    """Puts this process's rows on its devices, as part of the global batch."""
+  def rows(self, batch_size: int) -> list[int]:
+    """The rows, by number, of which a device of this process holds a part."""
+    parts = self.batch_sharding().addressable_devices_indices_map((batch_size, 1)).values()
+    return sorted({row for part in parts if part for row in range(batch_size)[part[0]]})
+
+  def place_batch(self, batch: Batch, batch_size: int | None = None) -> Batch:
+    """Puts on this process's devices what they hold of a batch.
+
+    Args:
+      batch: arrays of the host: `rows(batch_size)` of the batch, each in its whole length.
+      batch_size: B; None where `batch` is all of it.
+
+    Returns:
+      The batch [B, T], laid out over the devices of all processes.
+    """
     sharding = self.batch_sharding()
-    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)
+    held = None if batch_size is None else self.rows(batch_size)
+
+    def place(x):
+      def part(index):
+        of_device = range(shape[0])[index[0]]
+        first = of_device.start if held is None else held.index(of_device.start)
+        return x[first : first + len(of_device), index[1]]
+
+      shape = (len(x) if batch_size is None else batch_size, x.shape[1])
+      return jax.make_array_from_callback(shape, sharding, part)
+
+    return jax.tree.map(place, batch)
 
   def _parts(self, axes: str | tuple[str, ...] | None) -> int:
     return math.prod(self.mesh.shape[axis] for axis in _as_tuple(axes))

@@ -3,6 +3,11 @@
 Python runs signal handlers only between bytecodes of the main thread, which may spend minutes
 inside a compilation or a long step. What Python's own C handler does at once, in any thread, is to
 write to a file descriptor; a thread reads it here.
+
+Of several processes one is asked, and all stop, before the same dispatch. Each counts how often
+`requested` was called, which all do alike, and says how far it is; none goes on beyond that until
+the furthest of them is known, and all stop one call later. Threads say it: a main thread may be
+waiting for a step that the others have not dispatched yet.
 """
 
 from collections.abc import Callable
@@ -10,11 +15,13 @@ import os
 import signal
 import sys
 import threading
+import time
 import types
 from typing import Any
 
 import gin
 
+from valkyrie import cluster
 from valkyrie.errors import ConfigurationError, Preempted
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -38,20 +45,33 @@ class Preemption:
         f'Preemption.grace_seconds={grace_seconds} leaves no time to save; give more than 0.'
       )
     self._grace_seconds = grace_seconds
-    self._requested = threading.Event()
+    self._calls = 0
+    self._asked = False
+    self._last_call: int | None = None
+    self._agreed = threading.Event()
     self._over = threading.Event()
     self._lock = threading.Lock()
     self._newest: Callable[[], str] | None = None
     self._unwinding = False
 
   def ready(self, newest: Callable[[], str]) -> None:
-    """Promises to save from now on; `newest` says which checkpoint is the last, in a few words."""
+    """Promises to save from now on; `newest` says which checkpoint is the last, in a few words.
+
+    Returns when all processes have come so far.
+    """
+    cluster.exchange('ready', '')
     with self._lock:
       self._newest = newest
 
   def requested(self) -> bool:
-    """Whether the process is to stop; to be asked before each dispatch."""
-    return self._requested.is_set()
+    """Whether the process is to stop; to be asked before each dispatch, by all processes alike."""
+    with self._lock:
+      self._calls += 1
+      if not self._asked:
+        return False
+    self._agreed.wait()
+    assert self._last_call is not None
+    return self._calls > self._last_call
 
   def __enter__(self) -> 'Preemption':
     self._reader, self._writer = os.pipe()
@@ -84,10 +104,11 @@ class Preemption:
       if self._over.is_set():
         return
     name = signal.Signals(number).name
+    until = time.monotonic() + self._grace_seconds
     with self._lock:
-      started = self._newest is not None
-      if started:
-        self._requested.set()
+      started, calls = self._newest is not None, self._calls
+      self._asked = True
+    cluster.announce(Preempted.exit_code)
     if not started:
       if not self._over.wait(_TO_UNWIND):
         _end(_before_the_first_step(number))
@@ -97,7 +118,13 @@ class Preemption:
       file=sys.stderr,
       flush=True,
     )
-    if not self._over.wait(self._grace_seconds):
+    try:
+      told = cluster.exchange('stop', str(calls), self._grace_seconds)
+      self._last_call = max(map(int, told))
+      self._agreed.set()
+    except RuntimeError:
+      pass  # another process is lost, or as late as this one will be
+    if not self._over.wait(max(0.0, until - time.monotonic())):
       assert self._newest is not None
       _end(
         f'{name}: the running step and its save took longer than Preemption.grace_seconds = '
@@ -114,4 +141,5 @@ def _before_the_first_step(number: int) -> str:
 def _end(message: str) -> None:
   """Ends the process, whatever its other threads wait for."""
   print(f'valkyrie: {message}', file=sys.stderr, flush=True)
+  cluster.end(Preempted.exit_code)
   os._exit(Preempted.exit_code)

@@ -216,7 +216,7 @@ def train(
           saved.save_now(done, state, record(done))
 
       with _rescue(save_now):
-        for step, batch in _batches(source, functions, phases, layout, remaining):
+        for step, batch in _batches(source, functions, phases, layout, batch_size, remaining):
           if asked_to_stop():
             break
           state, metrics = steps[phases.index(step)](state, batch)
@@ -244,12 +244,17 @@ def train(
 
 @contextlib.contextmanager
 def _rescue(save_now: Callable[[], None]) -> Iterator[None]:
-  """Saves where an unforeseen error leaves something; that error stays the one to see."""
+  """Saves where an unforeseen error leaves something; that error stays the one to see.
+
+  One of several processes saves nothing: a save is made by all, and the others know of no error.
+  """
   try:
     yield
   except (Diverged, StorageError):
     raise
   except Exception as error:
+    if jax.process_count() > 1:
+      raise
     try:
       save_now()
       error.add_note('What was trained until then was saved.')
@@ -277,15 +282,21 @@ def _restored(
 
 
 def _batches(
-  feed: TaskFeed, model: Model, curriculum: Curriculum, layout: Partitioner, steps: range
+  feed: TaskFeed,
+  model: Model,
+  curriculum: Curriculum,
+  layout: Partitioner,
+  batch_size: int,
+  steps: range,
 ) -> Iterator[tuple[int, Batch]]:
   """(step, its batch on the devices) for each step, read ahead; refuses what a model would cut."""
   spans = ((curriculum.position(n), curriculum.phase(n).tokens_per_row) for n in steps)
-  for step, batch in zip(steps, prefetch(feed, spans), strict=True):
+  rows = layout.rows(batch_size)
+  for step, batch in zip(steps, prefetch(feed, spans, rows=rows), strict=True):
     longest = int(batch.positions.max()) + 1
     if model.max_context is not None and longest > model.max_context:
       raise DataError(
         f'Step {step} reads a document of {longest} tokens or more, but the model sees at most '
         f'{model.max_context} (FullAttention.max_context). Raise it, or use LongformerAttention.'
       )
-    yield step, layout.place_batch(batch)
+    yield step, layout.place_batch(batch, batch_size)

@@ -8,6 +8,8 @@ import tempfile
 
 from valkyrie.errors import StorageError
 
+_LOCK = 'trainer.lock'
+
 
 def local_path(path: str | os.PathLike) -> pathlib.Path:
   """The absolute path of --model_dir.
@@ -47,6 +49,14 @@ def writable_directory(path: str | os.PathLike) -> pathlib.Path:
   return directory
 
 
+def lease_holder(directory: pathlib.Path) -> str:
+  """Who holds the lease of a directory, or held it last; '' where nobody ever did."""
+  try:
+    return (directory / _LOCK).read_text()
+  except OSError:
+    return ''
+
+
 class Lease:
   """The right to write in a directory; the kernel takes it back when its holder dies.
 
@@ -61,7 +71,7 @@ class Lease:
     Raises:
       StorageError: another process holds it; it is named.
     """
-    path = directory / 'trainer.lock'
+    path = directory / _LOCK
     try:
       self._file = open(path, 'a+')  # noqa: SIM115, held until `release`
     except OSError as error:
@@ -79,6 +89,7 @@ class Lease:
     self._file.truncate(0)
     self._file.write(f'process {os.getpid()} on {socket.gethostname()}\n')
     self._file.flush()
+    os.fsync(self._file.fileno())  # where the directory is shared, the others see it from now on
 
   def release(self) -> None:
     """Gives the directory free."""

@@ -1,0 +1,48 @@
+"""One step's loss and gradient in every layout, by a process of several: what processes_test reads.
+
+    python two_processes.py COORDINATOR PROCESSES PROCESS FOLDER LAYOUT ...
+"""
+
+import pathlib
+import sys
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+import partitioning_test as layouts
+import tiny
+
+from valkyrie import cluster
+from valkyrie.training import spread
+
+
+def main(coordinator, processes, process, folder, *names):
+  cluster.join(coordinator, processes, int(process), 60)
+  model = tiny.model(compute_dtype='float32')
+  params, carry = jax.device_get(tiny.init(model, layouts.ROWS))
+  whole = layouts.batch('float32')
+
+  def of(params, carry, batch):
+    return spread.gradients(
+      model, params, carry, batch, None, chunk_size=8, backprop_chunks=3, remat=False
+    )
+
+  def placed(leaf, sharding):
+    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+
+  for name in names:
+    layout = layouts.layout_of(name)
+    state = {'params': params, 'carry': carry}
+    state = jax.tree.map(placed, state, layout.state_shardings(state))
+    rows = layout.rows(layouts.ROWS)
+    batch = layout.place_batch(jax.tree.map(lambda x: x[rows], whole), layouts.ROWS)  # noqa: B023
+    # What comes out is gathered on every device, for this process to read.
+    step = layout.partition(of, out_shardings=NamedSharding(layout.mesh, PartitionSpec()))
+    leaves = jax.device_get(jax.tree.leaves(step(state['params'], state['carry'], batch)))
+    if jax.process_index() == 0:
+      np.savez(pathlib.Path(folder, f'{name}.npz'), *leaves)
+    print(f'{name}: rows {rows[0]} to {rows[-1]}', flush=True)
+
+
+if __name__ == '__main__':
+  main(*sys.argv[1:])
