@@ -43,14 +43,18 @@ def widen(tree, dtype):
   return jax.tree.map(cast, jax.device_get(tree))
 
 
+def batch(dtype):
+  """Documents that end inside chunks, the last one in padding."""
+  return widen(tiny.batch((4, 3, 5, 7), rows=ROWS, padding=5), dtype)
+
+
 @functools.cache
 def gradients(name, dtype, *bindings):
-  """(gradient, carry, sums) of a step: documents end inside chunks, and the last one in padding."""
+  """(gradient, carry, sums) of a step."""
   with jax.enable_x64(dtype == 'float64'):
     layout = layout_of(name, *bindings)
     model = tiny.model(compute_dtype=dtype)
     params, carry = widen(tiny.init(model, ROWS), dtype)
-    batch = widen(tiny.batch((4, 3, 5, 7), rows=ROWS, padding=5), dtype)
 
     def of(params, carry, batch):
       compute = functools.partial(tbptt.gradients, model, backprop_chunks=3, remat=True)
@@ -58,7 +62,7 @@ def gradients(name, dtype, *bindings):
 
     state = {'params': params, 'carry': carry}
     state = jax.device_put(state, layout.state_shardings(state))
-    found = layout.partition(of)(state['params'], state['carry'], layout.place_batch(batch))
+    found = layout.partition(of)(state['params'], state['carry'], layout.place_batch(batch(dtype)))
     return jax.device_get(found), layout
 
 

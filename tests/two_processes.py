@@ -1,6 +1,6 @@
 """One step's loss and gradient in every layout, by a process of several: what processes_test reads.
 
-    python two_processes.py COORDINATOR PROCESSES PROCESS FOLDER LAYOUT ...
+python two_processes.py COORDINATOR PROCESSES PROCESS FOLDER LAYOUT ...
 """
 
 import pathlib

@@ -65,7 +65,6 @@ examples:
       ask the TPU compiler what a run needs on 32 chips, from a machine without one
   python -m valkyrie.main --gin_file=mine.gin --gin_allow_import=my_package
       ... where mine.gin says `import my_package.mixers`
-
   python -m valkyrie.main --gin_file=mine.gin --processes=2 --process=0
       ... one of two processes on this machine; the other says --process=1
   python -m valkyrie.main --gin_file=gin/v4_32.gin --processes=auto
