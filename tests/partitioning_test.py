@@ -48,6 +48,16 @@ def batch(dtype):
   return widen(tiny.batch((4, 3, 5, 7), rows=ROWS, padding=5), dtype)
 
 
+def of_step(model, remat=True):
+  """The pure function (params, carry, batch) -> (gradient, carry, sums)."""
+
+  def of(params, carry, batch):
+    compute = functools.partial(tbptt.gradients, model, backprop_chunks=3, remat=remat)
+    return spread(compute, model, params, carry, batch, chunk_size=8, backwards=True)
+
+  return of
+
+
 @functools.cache
 def gradients(name, dtype, *bindings):
   """(gradient, carry, sums) of a step."""
@@ -56,13 +66,10 @@ def gradients(name, dtype, *bindings):
     model = tiny.model(compute_dtype=dtype)
     params, carry = widen(tiny.init(model, ROWS), dtype)
 
-    def of(params, carry, batch):
-      compute = functools.partial(tbptt.gradients, model, backprop_chunks=3, remat=True)
-      return spread(compute, model, params, carry, batch, chunk_size=8, backwards=True)
-
     state = {'params': params, 'carry': carry}
     state = jax.device_put(state, layout.state_shardings(state))
-    found = layout.partition(of)(state['params'], state['carry'], layout.place_batch(batch(dtype)))
+    step = layout.partition(of_step(model))
+    found = step(state['params'], state['carry'], layout.place_batch(batch(dtype)))
     return jax.device_get(found), layout
 
 

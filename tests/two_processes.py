@@ -13,7 +13,6 @@ import partitioning_test as layouts
 import tiny
 
 from valkyrie import cluster
-from valkyrie.training import spread
 
 
 def main(coordinator, processes, process, folder, *names):
@@ -21,11 +20,6 @@ def main(coordinator, processes, process, folder, *names):
   model = tiny.model(compute_dtype='float32')
   params, carry = jax.device_get(tiny.init(model, layouts.ROWS))
   whole = layouts.batch('float32')
-
-  def of(params, carry, batch):
-    return spread.gradients(
-      model, params, carry, batch, None, chunk_size=8, backprop_chunks=3, remat=False
-    )
 
   def placed(leaf, sharding):
     return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
@@ -37,7 +31,9 @@ def main(coordinator, processes, process, folder, *names):
     rows = layout.rows(layouts.ROWS)
     batch = layout.place_batch(jax.tree.map(lambda x: x[rows], whole), layouts.ROWS)  # noqa: B023
     # What comes out is gathered on every device, for this process to read.
-    step = layout.partition(of, out_shardings=NamedSharding(layout.mesh, PartitionSpec()))
+    step = layout.partition(
+      layouts.of_step(model, remat=False), out_shardings=NamedSharding(layout.mesh, PartitionSpec())
+    )
     leaves = jax.device_get(jax.tree.leaves(step(state['params'], state['carry'], batch)))
     if jax.process_index() == 0:
       np.savez(pathlib.Path(folder, f'{name}.npz'), *leaves)
