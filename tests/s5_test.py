@@ -229,8 +229,10 @@ def test_dtypes_under_bfloat16():
     p['log_step'],
   )
   recurrence = state_space.discretised(system, method='zoh')
-  before, states = state_space.run(recurrence, u, zero(1), positions == 0, form='sequential')
-  of_float32 = (params, carry, recurrence, before, states)
+  before, after = state_space.run(
+    recurrence, u, zero(1), positions == 0, jnp.array([9]), form='sequential'
+  )
+  of_float32 = (params, carry, recurrence, before, after)
   assert {leaf.dtype.name for leaf in jax.tree.leaves(of_float32)} == {'float32'}
   assert y.dtype == jnp.bfloat16
 

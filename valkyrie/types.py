@@ -45,6 +45,9 @@ class SequenceMixer(Protocol):
 
   causal: whether no output depends on a later token. A mixer that is not carries nothing.
   dropout: the share of some of its values that it zeroes in training, see `layers.dropout`.
+
+  One that says `shards_of_time = True` can be given a piece of each chunk on a device, and asks the
+  others for what stands before it (see `models.time_shards`); any other is given whole rows.
   """
 
   @property

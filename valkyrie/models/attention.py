@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.models import dilation as dilated
-from valkyrie.models import rotary, slices
+from valkyrie.models import memory_shards, rotary, slices, time_shards
 from valkyrie.models.attention_memory import AttentionCarry, Memory, slide, starts_before
 from valkyrie.models.softmax import Dropout, Part, attend, keys_of, of_queries, queries_of
 from valkyrie.types import Array
@@ -197,6 +197,9 @@ def sliding_window_attention(
   """
   tokens = Memory(k, v, segment_ids)
   length = jnp.sum(segment_ids > 0, axis=1)  # padding leaves no trace in what is carried
+  after_chunk = None
+  if time_shards.axes():
+    carry, after_chunk = memory_shards.pass_on(carry, tokens, positions, length)
   group = q.shape[2] // k.shape[2]
   outs, starts = [], []
   for number, (dilation, run) in enumerate(dilated.runs(dilations)):
@@ -214,10 +217,13 @@ def sliding_window_attention(
     )
     outs.append(out)
     starts.append(started)
+  out = jnp.concatenate(outs, axis=2)
+  if after_chunk is not None:
+    return out, after_chunk
   after = Memory(
     jnp.concatenate([started.keys for started in starts], axis=2),
     jnp.concatenate([started.values for started in starts], axis=2),
     starts[0].segment_ids,
   )
   window = slide(carry.window, tokens, length)
-  return jnp.concatenate(outs, axis=2), AttentionCarry(window, after)
+  return out, AttentionCarry(window, after)

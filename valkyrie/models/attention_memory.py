@@ -65,12 +65,10 @@ def starts_before(starts: Memory, tokens: Memory, positions: Array, ends: Array)
   The document of the token before stands `position` further back: its first tokens are among the
   tokens given, or, where it is older than they are, in what was carried.
   """
-  slots = np.arange(starts.segment_ids.shape[1])[None, None]
-  last = jnp.maximum(ends - 1, 0)
-  position = jnp.take_along_axis(positions, last, axis=1)
-  at = (last - position)[..., None] + slots
-  carried = (at < 0) | (ends == 0)[..., None]
-  reached = slots <= position[..., None]
+  slots = starts.segment_ids.shape[1]
+  at, position = _first_tokens(positions, ends, slots)
+  carried = starts_carried(positions, ends, slots)
+  reached = np.arange(slots)[None, None] <= position[..., None]
 
   def pick(old, new):
     found = jax.vmap(lambda row, tokens: jnp.take(row, tokens, axis=0, mode='clip'))(new, at)
@@ -79,3 +77,16 @@ def starts_before(starts: Memory, tokens: Memory, positions: Array, ends: Array)
     return jnp.where(carried.reshape(shape), old[:, None], found)
 
   return jax.tree.map(pick, starts, tokens)
+
+
+def starts_carried(positions: Array, ends: Array, slots: int) -> Array:
+  """Which slots stand before each of the tokens `ends` [B, N] as they were carried: [B, N, g]."""
+  at, _ = _first_tokens(positions, ends, slots)
+  return (at < 0) | (ends == 0)[..., None]
+
+
+def _first_tokens(positions: Array, ends: Array, slots: int) -> tuple[Array, Array]:
+  """Of the document before each `ends`: where its first tokens are [B, N, g], and how far it is."""
+  last = jnp.maximum(ends - 1, 0)
+  position = jnp.take_along_axis(positions, last, axis=1)
+  return (last - position)[..., None] + np.arange(slots)[None, None], position

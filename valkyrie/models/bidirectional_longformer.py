@@ -24,6 +24,7 @@ class BidirectionalLongformer(hk.Module):
   """
 
   causal = False
+  shards_of_time = False
 
   def __init__(
     self,

@@ -10,8 +10,11 @@ class FullAttention(LongformerAttention):
   """Causal attention to the whole of a document of at most `max_context` tokens.
 
   It carries `max_context - 1` keys and its cost grows with them. A longer document would be cut
-  off unseen, so the data's edge refuses it (see `LanguageModel.max_context`).
+  off unseen, so the data's edge refuses it (see `LanguageModel.max_context`). What a device would
+  have to be passed is the whole document, so it takes no pieces of time.
   """
+
+  shards_of_time = False
 
   def __init__(
     self,

@@ -200,6 +200,14 @@ class LanguageModel(hk.Module):
     """Whether training draws random numbers: for dropout, in any mixer."""
     return any(self._of_mixers(lambda mixer: mixer.dropout > 0))
 
+  def whole_time(self) -> tuple[str, ...]:
+    """The parts that cannot work on pieces of time, each named once."""
+    mixers = self._of_mixers(
+      lambda mixer: (type(mixer).__name__, getattr(mixer, 'shards_of_time', False))
+    )
+    parts = [kind for kind, on_pieces in mixers if not on_pieces]
+    return tuple(dict.fromkeys(parts + ['Planner'] * (self.planner is not None)))
+
   def plan_block(self) -> int | None:
     """The planner's grain; None without one."""
     return None if self.planner is None else self.planner.plan_block
@@ -253,6 +261,7 @@ class Model(NamedTuple):
   max_context: the longest document it can read, or None.
   draws: whether it has any dropout; where not, training makes no keys.
   plan_block: the grain of its planner, or None.
+  whole_time: the parts that must have all of a row on one device, see `models.time_shards`.
   """
 
   init: Callable[[Array, int], tuple[Params, Carry]]
@@ -265,6 +274,7 @@ class Model(NamedTuple):
   max_context: int | None
   draws: bool
   plan_block: int | None
+  whole_time: tuple[str, ...]
 
 
 def transform(make: Callable[..., LanguageModel]) -> Model:
@@ -303,7 +313,7 @@ def transform(make: Callable[..., LanguageModel]) -> Model:
     m = make(name='model')
     m.check_causal()
     about.extend((m.vocabulary_size, m.forward_flops(), m.window(), m.max_context()))
-    about.extend((m.draws(), m.plan_block()))
+    about.extend((m.draws(), m.plan_block(), m.whole_time()))
     return m.compute_dtype
 
   dtype = hk.transform(look).apply({}, None)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from valkyrie.models import time_shards
 from valkyrie.types import Array, DType
 
 
@@ -50,15 +51,17 @@ def dropout(x: Array, rate: float, shared: Sequence[int] = ()) -> Array:
 
   Only where the transform was given an rng: in training. A step has a key, which each chunk of it
   folds its number into, and each layer and each call of this split: what is drawn depends on the
-  seed, the step and where chunks are cut, and on nothing else.
+  seed, the step and where chunks are cut, between chunks and between devices, and on nothing else.
 
   Args:
-    x: any shape.
+    x: [B, T, ...].
     rate: in [0, 1); at 0 no key is asked for.
     shared: axes along which one draw counts for all.
   """
   rng = hk.maybe_next_rng_key() if rate else None
-  return x if rng is None else hk.dropout(rng, rate, x, broadcast_dims=shared)
+  if rng is None:
+    return x
+  return hk.dropout(rng if 1 in shared else time_shards.apart(rng), rate, x, broadcast_dims=shared)
 
 
 class RMSNorm(hk.Module):

@@ -8,7 +8,7 @@ import haiku as hk
 import jax.numpy as jnp
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.models import attention, attention_memory
+from valkyrie.models import attention, attention_memory, time_shards
 from valkyrie.models.attention_memory import AttentionCarry
 from valkyrie.models.dilation import check_dilations
 from valkyrie.models.layers import project
@@ -30,6 +30,7 @@ class LongformerAttention(hk.Module):
   """Sliding window, registers and document starts in one softmax; see `attention`."""
 
   causal = True
+  shards_of_time = True
 
   def __init__(
     self,
@@ -110,7 +111,7 @@ class LongformerAttention(hk.Module):
       registers=self._registers(),
       slice_size=self.slice_size,
       dilations=self.dilations,
-      dropout=None if key is None else Dropout(key, self.dropout),
+      dropout=None if key is None else Dropout(time_shards.apart(key), self.dropout),
     )
     (out,) = project(out.reshape(*x.shape[:2], own), out=x.shape[-1])
     return out, carry

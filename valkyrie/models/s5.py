@@ -114,6 +114,7 @@ class S5(hk.Module):
     self.activation = activation
     self.dropout = dropout
     self.causal = not bidirectional
+    self.shards_of_time = self.causal
     self.scan_form = scan_form or scan.default_form()
     self._check()
 
@@ -165,7 +166,7 @@ class S5(hk.Module):
     chex.assert_rank(x, 3)
     initial = carry if isinstance(carry, Complex) else self._zero_state(x.shape[0])
     chex.assert_shape(initial, (x.shape[0], self.state_size))
-    y, states = state_space.run(
+    y, after = state_space.run(
       state_space.discretised(
         self._parameters(x.shape[-1]),
         method=self.discretisation,
@@ -175,6 +176,7 @@ class S5(hk.Module):
       x,
       initial,
       positions == 0,
+      jnp.sum(segment_ids > 0, axis=1),
       None if self.causal else _document_ends(positions, segment_ids),
       form=self.scan_form,
       conj_sym=self.conj_sym,
@@ -185,9 +187,7 @@ class S5(hk.Module):
       activation=self.activation,
       drop=lambda value: dropout(value, self.dropout, shared=(1,)),
     )
-    if not self.causal:
-      return y, ()
-    return y, state_space.state_after(states, initial, jnp.sum(segment_ids > 0, axis=1))
+    return y, after if self.causal else ()
 
   def _parameters(self, width: int) -> StateSpace:
     eigenvalues, basis = ssm_init.block_diagonal(

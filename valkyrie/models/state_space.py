@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from valkyrie.models import scan, ssm_init
+from valkyrie.models import chunk_scan, scan, ssm_init
 from valkyrie.models.layers import matmul
 from valkyrie.models.scan import Complex
 from valkyrie.types import Array
@@ -60,6 +60,7 @@ def run(
   u: Array,
   initial: Complex,
   starts: Array,
+  length: Array,
   ends: Array | None = None,
   *,
   form: str,
@@ -72,18 +73,19 @@ def run(
     u: inputs [B, T, D] in the compute dtype.
     initial: the state [B, P] before the first step.
     starts: bool [B, T], true where a document starts.
+    length: int32 [B], the steps before the padding at the chunk's end, which leaves no trace.
     ends: None, or bool [B, T], true where one ends. A second scan with the same Λ̄ and B̄ then reads
       the chunk backwards, from zero, and the last P columns of C read what it finds.
     form: a form of the scan, see `scan.FORMS`.
     conj_sym: the conjugates of the states are implied: y_t = 2 Re(C x_t), else Re(C x_t).
 
   Returns:
-    (y [B, T, D] float32, the states [B, T, P] float32 of the scan that reads forwards).
+    (y [B, T, D] float32, the state [B, P] float32 after the chunk, read forwards).
   """
   wide = jnp.promote_types(u.dtype, jnp.float32)
   driven = matmul(jnp.swapaxes(u, 0, 1), jnp.concatenate(system.b).T, wide)
   inputs = Complex(*jnp.split(driven, 2, -1))
-  states = scan.diagonal_scan(system.decay, inputs, initial, starts.T, form=form)
+  states, after = chunk_scan.scan_chunk(system.decay, inputs, initial, starts.T, length, form=form)
   if ends is not None:
     backwards = scan.diagonal_scan(
       system.decay,
@@ -97,19 +99,8 @@ def run(
   scale = 2 if conj_sym else 1
   out_of = scale * jnp.concatenate([system.c.re, -system.c.im], axis=1)
   y = matmul(pairs.astype(u.dtype), out_of.T, wide) + system.d[None, None] * u.astype(wide)
-  stored = initial.re.shape[1]
-  return y, Complex(*jnp.split(pairs, 2, axis=-1)).map(lambda part: part[..., :stored])
+  return y, after
 
 
 def _reverse(x: Array) -> Array:
   return jnp.flip(x, axis=0)
-
-
-def state_after(states: Complex, initial: Complex, length: Array) -> Complex:
-  """The state [B, P] after `length` [B] steps: padding at a chunk's end leaves no trace."""
-
-  def pick(part, first):
-    last = jnp.take_along_axis(part, jnp.maximum(length - 1, 0)[:, None, None], axis=1)[:, 0]
-    return jnp.where(length[:, None] > 0, last, first)
-
-  return Complex(pick(states.re, initial.re), pick(states.im, initial.im))

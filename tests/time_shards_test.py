@@ -1,0 +1,165 @@
+"""A model whose time is split over eight devices, against the same model on one."""
+
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+import numpy as np
+import pytest
+import tiny
+
+from valkyrie.models import time_shards
+
+ROWS, CHUNKS = 2, 3
+
+# name: (the mesh, the axes of rows, the axes of time)
+LAYOUTS = {
+  'time': ({'t': 8}, (), ('t',)),
+  'rows_and_time': ({'r': 2, 't': 4}, ('r',), ('t',)),
+  'two_axes': ({'x': 2, 'y': 4}, (), ('x', 'y')),
+}
+MODELS = {
+  'hybrid': {'mixers': (tiny.attention, tiny.s5)},
+  'dilated': {
+    'mixers': (functools.partial(tiny.attention, dilations=(1, 3), document_start=0, window=4),)
+  },
+  'dilated_starts': {
+    'mixers': (
+      functools.partial(tiny.attention, dilations=(3, 1), document_start=5),
+      functools.partial(tiny.s5, conj_sym=False, scan_form='associative', activation='full_glu'),
+    )
+  },
+}
+
+
+@functools.cache
+def built(name, wide):
+  model = tiny.model(compute_dtype='float64' if wide else 'float32', **MODELS[name])
+  params, _ = tiny.init(model, ROWS)
+  return model, widened(params, wide), widened(model.initial_carry(ROWS), wide)
+
+
+def widened(tree, wide):
+  if not wide:
+    return tree
+  return jax.tree.map(
+    lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, jax.device_get(tree)
+  )
+
+
+def stream(size, pieces, seed):
+  """Chunks [N, B, C] of two rows: documents that end anywhere, and padding of every extent.
+
+  Returns (inputs, positions, segment_ids).
+  """
+  random = np.random.default_rng(seed)
+  piece = size // pieces
+  whole_chunks = iter(random.permutation([0, 0, 1, piece, size - 1, size]))
+  positions, segment_ids = np.zeros((2, CHUNKS, ROWS, size), np.int32)
+  for row in range(ROWS):
+    position, segment = 10**7, 1
+    left = int(random.integers(1, 2 * size))  # tokens until the document ends
+    for chunk in range(CHUNKS):
+      for t in range(size - next(whole_chunks)):
+        if left == 0:
+          position, segment = 0, segment + 1
+          # Documents of one token, of one piece, and longer than a chunk.
+          left = int(random.choice([1, 2, piece, size // 2, 2 * size]))
+        positions[chunk, row, t], segment_ids[chunk, row, t] = position, segment
+        position, left = position + 1, left - 1
+  inputs = random.integers(0, tiny.VOCABULARY, positions.shape, np.int32)
+  return inputs, positions, segment_ids
+
+
+def read(model, params, carry, chunks, weights):
+  """Chunk after chunk -> (a loss, (what each token found, zero for padding, the carry))."""
+
+  @jax.checkpoint
+  def step(carry, now):
+    features, carry = model.apply(params, carry, *now)
+    return carry, jnp.where(now[2][..., None] > 0, features.hidden, 0)
+
+  carry, hidden = lax.scan(step, carry, chunks)
+  return jnp.sum(weights * hidden), (hidden, carry)
+
+
+@functools.cache
+def on_one_device(name, wide):
+  model, _, _ = built(name, wide)
+  return jax.jit(jax.value_and_grad(functools.partial(read, model), has_aux=True))
+
+
+@functools.cache
+def sharded(name, wide, layout):
+  """The same on eight devices, in one `shard_map`."""
+  model, _, _ = built(name, wide)
+  sizes, rows, time = LAYOUTS[layout]
+  mesh = Mesh(np.reshape(jax.devices(), tuple(sizes.values())), tuple(sizes))
+
+  def body(params, carry, chunks, weights):
+    # What the others hold of the carry must not matter, as long as it is finite.
+    others = lax.axis_index(time) > 0
+    carry = jax.tree.map(lambda x: jnp.where(others, jnp.full_like(x, 77), x), carry)
+    with time_shards.over(time):
+      (loss, (hidden, carry)), gradient = jax.value_and_grad(
+        functools.partial(read, model), has_aux=True
+      )(params, carry, chunks, weights)
+      carry = time_shards.settle(carry)
+    loss, gradient = lax.psum((loss, gradient), (*rows, *time))
+    return (loss, (hidden, jax.tree.map(lambda x: x[None], carry))), gradient
+
+  # The settled carry is given back by every device of time, to be compared.
+  whole, cut = PartitionSpec(), PartitionSpec(None, rows, time)
+  memory = PartitionSpec(None, rows)
+  return jax.jit(
+    jax.shard_map(
+      body,
+      mesh=mesh,
+      in_specs=(whole, memory, cut, cut),
+      out_specs=((whole, (cut, PartitionSpec(time, None, rows))), whole),
+      check_vma=False,
+    )
+  )
+
+
+def assert_pieces_equal_the_whole(name, layout, size, seed, wide):
+  _, params, carry = built(name, wide)
+  pieces = {'rows_and_time': 4}.get(layout, 8)
+  chunks = stream(size, pieces, seed)
+  weights = np.random.default_rng(seed).normal(size=(CHUNKS, ROWS, size, 16))
+  arguments = params, carry, chunks, widened(weights.astype(np.float32), wide)
+  (expected, (hidden, after)), gradient = on_one_device(name, wide)(*arguments)
+  (loss, (their_hidden, settled)), their_gradient = sharded(name, wide, layout)(*arguments)
+
+  exact = 1e-10 if wide else 1e-5
+  np.testing.assert_allclose(loss, expected, rtol=exact)
+  np.testing.assert_allclose(their_hidden, hidden, rtol=exact, atol=10 * exact)
+  for theirs, whole in zip(jax.tree.leaves(settled), jax.tree.leaves(after), strict=True):
+    assert theirs.shape == (pieces, *whole.shape) and theirs.dtype == whole.dtype
+    for one in theirs:
+      np.testing.assert_array_equal(one, theirs[0])
+      np.testing.assert_allclose(one, whole, rtol=exact, atol=10 * exact)
+  for theirs, whole in zip(jax.tree.leaves(their_gradient), jax.tree.leaves(gradient), strict=True):
+    assert np.linalg.norm(whole) > 0
+    assert np.linalg.norm(theirs - whole) <= exact * np.linalg.norm(whole)
+
+
+@pytest.mark.parametrize('seed', range(4))
+@pytest.mark.parametrize(
+  ('name', 'layout', 'size'),
+  [
+    ('hybrid', 'time', 64),  # pieces of 8, a window of 6
+    ('hybrid', 'two_axes', 16),  # pieces of 2: a window comes from three devices
+    ('dilated', 'rows_and_time', 48),  # pieces of 12, a window of 12
+    ('dilated_starts', 'rows_and_time', 12),  # a window of 18, longer than the chunk
+  ],
+)
+def test_values_carries_and_gradients_are_those_of_one_device(name, layout, size, seed):
+  with jax.enable_x64(True):
+    assert_pieces_equal_the_whole(name, layout, size, seed, wide=True)
+
+
+def test_in_float32():
+  assert_pieces_equal_the_whole('hybrid', 'time', 64, seed=0, wide=False)
