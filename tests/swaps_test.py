@@ -187,10 +187,23 @@ def test_a_chunk_that_ends_within_a_block(train_run, tmp_path):
   assert caught.value.exit_code == 78
 
 
-def test_a_layout_that_splits_time_refuses_a_planner(train_run, tmp_path):
-  more = PLANNER.format(8) + "Partitioner.axis_rules = (('time', 'data'),)"
-  with pytest.raises(ConfigurationError, match="splits 'time' over 'data', but a planner"):
-    train_run(tmp_path / 'run', more=more)
+SPLIT = "Partitioner.local = True\nPartitioner.axis_rules = (('time', 'data'),)"
+
+
+@pytest.mark.parametrize(
+  ('more', 'named'),
+  [
+    (PLANNER.format(8), 'Planner'),
+    (FULL.format(12), 'FullAttention'),
+    (PLANNER.format(8) + FULL.format(12), 'FullAttention and Planner'),
+  ],
+)
+def test_a_layout_that_splits_time_refuses_what_needs_all_of_it(train_run, tmp_path, more, named):
+  with pytest.raises(
+    ConfigurationError, match=rf"'time' over \('data',\), but {named} must"
+  ) as caught:
+    train_run(tmp_path / 'run', more=more + SPLIT)
+  assert caught.value.exit_code == 78
 
 
 def test_partitioner(base, train_run, tmp_path):

@@ -16,8 +16,8 @@ def check_vocabulary(model: Model, feed: TaskFeed) -> None:
     )
 
 
-def check_grain(model: Model, curriculum: Curriculum, layout: Partitioner) -> None:
-  """Raises a ConfigurationError where a planner's blocks are cut, by chunks or by the mesh."""
+def check_grain(model: Model, curriculum: Curriculum) -> None:
+  """Raises a ConfigurationError where chunks would cut a planner's blocks."""
   grain = model.plan_block
   if grain is None:
     return
@@ -28,9 +28,16 @@ def check_grain(model: Model, curriculum: Curriculum, layout: Partitioner) -> No
         f'chunk_size={size} is not a multiple of Planner.plan_block={grain}, as chunks of training '
         'are. ' + (f'The nearest that are: {below} and {above}.' if below else f'Use {above}.')
       )
-  if layout.axis_rules.get('time') is not None:
+
+
+def check_whole_time(model: Model, layout: Partitioner) -> None:
+  """Raises a ConfigurationError where time is split, but a part of the model needs all of it."""
+  axes = layout.axes_of('time')
+  if axes and model.whole_time:
     raise ConfigurationError(
-      f"Partitioner.axis_rules splits 'time' over {layout.axis_rules['time']!r}, but a planner "
-      'makes its plans one after the other. Choose a layout that keeps rows whole, or set '
+      f"Partitioner.axis_rules splits 'time' over {axes}, but {' and '.join(model.whole_time)} "
+      'must have all of a row on one device. Choose a layout that keeps rows whole, such as '
+      'gin/partition/zero1.gin, or a model of parts that work on pieces of time: '
+      'LongformerAttention, S5, or a mixer that says shards_of_time = True, in Block.mixers, and '
       'LanguageModel.planner = None.'
     )

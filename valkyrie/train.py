@@ -90,7 +90,8 @@ def train(
   layout.check_batch(batch_size)
   functions = language_model.transform(model)
   phases = curriculum()
-  fitting.check_grain(functions, phases, layout)
+  fitting.check_grain(functions, phases)
+  fitting.check_whole_time(functions, layout)
   rule, spikes = optimizer(), loss_spikes()
   abstract = abstract_state(functions, rule, layout, seed, batch_size, spikes.initial())
 
