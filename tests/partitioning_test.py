@@ -124,7 +124,7 @@ def trained(name):
 
 
 def test_the_layouts_that_a_machine_of_any_size_can_use():
-  assert {'single', 'data', 'zero1', 'fsdp', 'tensor2d'} <= set(LAYOUTS)
+  assert {'single', 'data', 'zero1', 'fsdp', 'tensor2d', 'context'} <= set(LAYOUTS)
 
 
 @pytest.mark.parametrize('name', ['zero1', 'fsdp'])

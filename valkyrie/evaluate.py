@@ -104,7 +104,7 @@ class Evaluator:
     self._quick = min(chunks or self._whole, self._whole)
     self._partitioner = partitioner
     self._batch_size = batch_size
-    partitioner.check_batch(batch_size)
+    partitioner.check_batch(batch_size, chunk_size)
 
     def initial_carry():
       return model.initial_carry(batch_size)

@@ -148,15 +148,20 @@ class Partitioner:
     """
     return self.sharding(('batch', None))
 
-  def check_batch(self, batch_size: int) -> None:
-    """Raises a ConfigurationError where the rows do not divide over the devices."""
-    parts = self._parts(self.axes_of('batch'))
-    if batch_size % parts:
-      below, above = batch_size // parts * parts, (batch_size // parts + 1) * parts
-      raise ConfigurationError(
-        f'batch_size={batch_size} rows cannot be divided over {parts} devices. '
-        + (f'The nearest that can are {below} and {above}.' if below else f'Use {above}.')
-      )
+  def check_batch(self, batch_size: int, *chunk_sizes: int) -> None:
+    """Raises a ConfigurationError where rows or chunks do not divide over the devices."""
+    for name, axis, sizes in (
+      ('batch_size', 'batch', (batch_size,)),
+      ('chunk_size', 'time', chunk_sizes),
+    ):
+      parts = self._parts(self.axes_of(axis))
+      for size in sizes:
+        if size % parts:
+          below, above = size // parts * parts, (size // parts + 1) * parts
+          raise ConfigurationError(
+            f'{name}={size} cannot be divided over {parts} devices. '
+            + (f'The nearest that can are {below} and {above}.' if below else f'Use {above}.')
+          )
 
   def logical_axes(self, path: str, shape: Sequence[int]) -> Axes:
     """The logical axes of a leaf of the train state.

@@ -87,9 +87,9 @@ def train(
 
   # Mesh and model. What is wrong with them is said before anything is read, written or compiled.
   layout = partitioner()
-  layout.check_batch(batch_size)
   functions = language_model.transform(model)
   phases = curriculum()
+  layout.check_batch(batch_size, *(phase.chunk_size for phase in phases.phases))
   fitting.check_grain(functions, phases)
   fitting.check_whole_time(functions, layout)
   rule, spikes = optimizer(), loss_spikes()

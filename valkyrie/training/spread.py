@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from valkyrie import partitioning
+from valkyrie.models import time_shards
 from valkyrie.models.language_model import Model
 from valkyrie.types import Array, Batch, Carry, Params
 
@@ -70,13 +71,16 @@ def spread(
     return compute(params, carry, batch, total, rng, chunk_size=chunk_size)
   everywhere = layout.mesh.axis_names
   shards = layout.specs('params', params) if backwards else ()
-  rows = layout.axes_of('batch')
+  rows, time = layout.axes_of('batch'), layout.axes_of('time')
 
   def of_device(params, carry, batch, rng):
-    if rng is not None:
+    if rng is not None and rows:
       rng = jax.random.fold_in(rng, lax.axis_index(rows))
-    total = _at_least_one(lax.psum(jnp.sum(batch.weights), everywhere))
-    gradient, carry, sums = compute(params, carry, batch, total, rng, chunk_size=chunk_size)
+    with time_shards.over(time):
+      batch, size = _pieces(batch, chunk_size)
+      total = _at_least_one(lax.psum(jnp.sum(batch.weights), everywhere))
+      gradient, carry, sums = compute(params, carry, batch, total, rng, chunk_size=size)
+      carry = time_shards.settle(carry)
     gradient = jax.tree.map(functools.partial(_reduced, over=everywhere), gradient, shards)
     return gradient, carry, lax.psum(sums, everywhere)
 
@@ -94,6 +98,20 @@ def gathered(model: Model, params: Params) -> Params:
   if layout is None or not layout.local:
     return params
   return layout.whole(model.narrow(params))
+
+
+def _pieces(batch: Batch, chunk_size: int) -> tuple[Batch, int]:
+  """This device's piece of each chunk of a batch [B, N·C], side by side, and how long one is."""
+  if not time_shards.axes():
+    return batch, chunk_size
+  size = chunk_size // time_shards.count()
+
+  def pieces(x):
+    cut = x.reshape(x.shape[0], -1, time_shards.count(), size)
+    own = lax.dynamic_index_in_dim(cut, time_shards.index(), axis=2, keepdims=False)
+    return own.reshape(x.shape[0], -1)
+
+  return jax.tree.map(pieces, batch), size
 
 
 def _at_least_one(weight: Array) -> Array:
