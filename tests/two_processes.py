@@ -3,8 +3,8 @@
 python two_processes.py COORDINATOR PROCESSES PROCESS FOLDER LAYOUT ...
 """
 
+import argparse
 import pathlib
-import sys
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -15,8 +15,16 @@ import tiny
 from valkyrie import cluster
 
 
-def main(coordinator, processes, process, folder, *names):
-  cluster.join(coordinator, processes, int(process), 60)
+def main():
+  parser = argparse.ArgumentParser()
+  parser.add_argument('folder')
+  parser.add_argument('names', nargs='+')
+  parser.add_argument('--coordinator')
+  parser.add_argument('--processes')
+  parser.add_argument('--process', type=int)
+  parser.add_argument('--join_seconds', type=int)
+  flags = parser.parse_args()
+  cluster.join(flags.coordinator, flags.processes, flags.process, flags.join_seconds)
   model = tiny.model(compute_dtype='float32')
   params, carry = jax.device_get(tiny.init(model, layouts.ROWS))
   whole = layouts.batch('float32')
@@ -24,7 +32,7 @@ def main(coordinator, processes, process, folder, *names):
   def placed(leaf, sharding):
     return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
 
-  for name in names:
+  for name in flags.names:
     layout = layouts.layout_of(name)
     state = {'params': params, 'carry': carry}
     state = jax.tree.map(placed, state, layout.state_shardings(state))
@@ -36,9 +44,9 @@ def main(coordinator, processes, process, folder, *names):
     )
     leaves = jax.device_get(jax.tree.leaves(step(state['params'], state['carry'], batch)))
     if jax.process_index() == 0:
-      np.savez(pathlib.Path(folder, f'{name}.npz'), *leaves)
+      np.savez(pathlib.Path(flags.folder, f'{name}.npz'), *leaves)
     print(f'{name}: rows {rows[0]} to {rows[-1]}', flush=True)
 
 
 if __name__ == '__main__':
-  main(*sys.argv[1:])
+  main()

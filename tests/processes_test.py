@@ -1,0 +1,242 @@
+"""Two processes of four devices train as one of eight: the same batches, numbers, stops and files.
+
+They meet on loopback. What happens to one of them, a hook does in it, for real.
+"""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import partitioning_test as layouts
+import pytest
+import tiny_run
+
+from valkyrie import main
+from valkyrie.errors import ConfigurationError
+
+ROOT = pathlib.Path(__file__).parents[1]
+BESIDE = '''
+"""Hashes what is read, and does something to a process where it is told to."""
+
+import hashlib
+import os
+import pathlib
+import signal
+import time
+
+import gin
+import jax
+from valkyrie.data.feed import TaskFeed
+from valkyrie.errors import DataError
+
+
+@gin.configurable
+class LoggedFeed(TaskFeed):
+  def read(self, position, length, rows=None):
+    batch = super().read(position, length, rows)
+    with open(os.environ['READ'], 'a') as file:
+      for number, row in enumerate(rows):
+        digest = hashlib.sha256(b''.join(leaf[number].tobytes() for leaf in batch))
+        print(position, row, digest.hexdigest(), file=file)
+    return batch
+
+
+@gin.configurable
+class Act:
+  """ACTS: what happens in each start of the run: step, process, what."""
+
+  def __init__(self):
+    acts = [act.split() for act in os.environ['ACTS'].split(',')]
+    starts = pathlib.Path(f'{os.environ["READ"]}.start.{jax.process_index()}')
+    with starts.open('a') as file:
+      file.write('.')
+    number = starts.stat().st_size - 1
+    self.step, self.process, self.what = acts[number] if number < len(acts) else ('0', '0', 'none')
+
+  def __call__(self, step, state, metrics):
+    if step != int(self.step) or jax.process_index() != int(self.process):
+      return
+    if self.what == 'ask':
+      os.kill(os.getpid(), signal.SIGTERM)
+      os.kill(os.getpid(), signal.SIGINT)
+    elif self.what == 'refuse':
+      raise DataError('a document that is not what it should be')
+    elif self.what == 'fail':
+      raise ValueError('a bug of the hook')
+    elif self.what == 'sleep':
+      time.sleep(1000)
+    else:
+      os.kill(os.getpid(), getattr(signal, self.what))
+'''
+FLAGS = (
+  '--gin.train_steps=8', '--gin.checkpoint_every=2', '--gin.eval_every=3',
+  '--gin.train.remat=False', '--gin.LanguageModel.remat=None',
+  '--gin.LongformerAttention.document_start=0', '--gin.create_writers.tensorboard=False',
+  '--gin_allow_import=beside',
+)  # fmt: skip
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  path = tmp_path_factory.mktemp('processes')
+  tiny_run.write_stores(path / 'data', 'letters', 'abcdefgh')
+  (path / 'beside.py').write_text(BESIDE)
+  more = 'import beside\ntrain.hooks = (@Act(),)\ntrain.feed = @train/LoggedFeed'
+  for name in ('fsdp', 'zero1'):
+    (path / f'{name}.gin').write_text(tiny_run.gin_text(path / 'data', name, more=more))
+  return path
+
+
+def free_address():
+  with socket.socket() as one:
+    one.bind(('127.0.0.1', 0))
+    return f'127.0.0.1:{one.getsockname()[1]}'
+
+
+def start(folder, count, *arguments, acts='0 0 none', command=(sys.executable,), read='read'):
+  """The processes of a run, of 8 devices together."""
+  address = free_address()
+  alone = '--xla_backend_optimization_level=0 --xla_force_host_platform_device_count'
+  return [
+    subprocess.Popen(
+      [*command, *arguments, *([f'--coordinator={address}', f'--process={process}',
+        f'--processes={count}', '--join_seconds=60'] if count > 1 else [])],
+      cwd=ROOT,
+      env={
+        **os.environ,
+        'PYTHONPATH': f'{ROOT}:{folder}',
+        'PYTHON': sys.executable,
+        'XLA_FLAGS': f'{alone}={8 // count}',
+        'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
+        'JAX_COMPILATION_CACHE_DIR': str(folder / 'cache'),
+        'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+        'ACTS': acts,
+        'READ': str(folder / read),
+      },
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+    for process in range(count)
+  ]  # fmt: skip
+
+
+def run(folder, gin_file, name, count=2, acts='0 0 none', supervisor=(), read='read'):
+  """[(exit code, what it said)] of the processes of a run in folder/name."""
+  arguments = ['-m', 'valkyrie.main', f'--gin_file={folder / gin_file}.gin', *FLAGS]
+  arguments += [f'--model_dir={folder / name}']
+  command = (*supervisor, sys.executable)
+  processes = start(folder, count, *arguments, acts=acts, command=command, read=read)
+  return [(process.returncode, said) for process in processes for said in process.communicate()[1:]]
+
+
+def steps(folder, name):
+  return sorted(int(path.name) for path in (folder / name / 'checkpoints').iterdir())
+
+
+def read(folder, name):
+  """{(position, row): hash} of what was read; what was read twice was the same."""
+  lines = [line.split() for line in (folder / name).read_text().splitlines()]
+  found = {(position, row): digest for position, row, digest in lines}
+  assert len(found) == len({tuple(line) for line in lines})
+  return found
+
+
+def test_two_processes_stop_together_and_one_goes_on_and_two_again(folder):
+  ((code, said),) = run(folder, 'fsdp', 'whole', 1, read='read_by_one')
+  assert code == 0, said
+
+  ended = run(folder, 'fsdp', 'shared', acts='3 1 ask')
+  for code, said in ended:
+    assert code == 75, said
+    assert 'handlers ready' in said
+  done = steps(folder, 'shared')[-1]
+  assert 3 <= done < 8
+  assert all(f'stopped after step {done} of 8' in said for _, said in ended)
+  assert 'SIGTERM' in ended[1][1] and 'process 1 is to stop' in ended[0][1]
+
+  ((code, said),) = run(folder, 'fsdp', 'shared', 1, acts=f'0 0 none,{done + 1} 0 ask')
+  assert code == 75 and f'resuming after step {done} from' in said, said
+  assert steps(folder, 'shared')[-1] > done
+
+  for code, said in run(folder, 'fsdp', 'shared'):
+    assert code == 0, said
+  assert steps(folder, 'shared')[-1] == 8
+
+  assert read(folder, 'read') == read(folder, 'read_by_one')
+  expected, found = (tiny_run.metrics(folder / name) for name in ('whole', 'shared'))
+  assert list(expected) == list(found) == list(range(1, 9))
+  for step in expected:
+    np.testing.assert_allclose(found[step]['loss'], expected[step]['loss'], rtol=1e-4)
+  evaluated = [tiny_run.metrics(folder / name, 'eval')[8]['loss'] for name in ('whole', 'shared')]
+  np.testing.assert_allclose(*evaluated, rtol=1e-4)
+
+
+def test_what_befalls_one_process_ends_both_and_they_start_again_where_that_helps(folder):
+  supervise = [str(ROOT / 'scripts' / 'supervise'), '--pause_seconds=0.1', '--step_seconds=5', '--']
+  acts = '3 1 SIGKILL,5 0 SIGSTOP,7 1 refuse'
+  ended = run(folder, 'zero1', 'faults', acts=acts, supervisor=supervise, read='read_amid_faults')
+  for code, said in ended:
+    assert code == 65, said
+  assert 'valkyrie: a document that is not what it should be' in ended[1][1]
+  assert 'valkyrie: process 1 ended with 65' in ended[0][1]
+  lines = (folder / 'faults' / 'supervise.jsonl').read_text().splitlines()
+  codes = [json.loads(line)['code'] for line in lines]
+  assert 137 in codes and 86 in codes and codes.count(65) == 2
+  assert set(codes) <= {65, 75, 86, 134, 137}
+
+
+def test_in_every_layout_two_processes_compute_what_one_device_does(folder):
+  arguments = (str(ROOT / 'tests' / 'two_processes.py'), str(folder), *layouts.SPLIT)
+  for process in start(folder, 2, *arguments):
+    _, said = process.communicate()
+    assert process.returncode == 0, said
+  expected = layouts.gradients('single', 'float32')[0]
+  for name in layouts.SPLIT:
+    with np.load(folder / f'{name}.npz') as file:
+      found = jax.tree.unflatten(jax.tree.structure(expected), list(file.values()))
+    gradient, carry, sums = found
+    np.testing.assert_allclose(sums.loss, expected[2].loss, rtol=1e-5)
+    assert (sums.weight, sums.far) == (expected[2].weight, expected[2].far)
+    assert layouts.relative(gradient, expected[0]) <= 1e-5
+    assert layouts.relative(carry, expected[1]) <= 1e-5
+
+
+@pytest.mark.parametrize(
+  'flags, message',
+  [
+    (['--process=1'], 'need --processes=N'),
+    (['--processes=2'], '--processes=2 and --process=None: expected how many'),
+    (['--processes=2', '--process=2'], '--process=2: expected how many .* counted from 0'),
+    (['--processes=x', '--process=0'], '--processes=x and'),
+    (['--processes=2', '--process=0', '--coordinator=here'], 'here: expected HOST:PORT'),
+    (['--processes=auto', '--process=1'], 'finds --coordinator and --process by itself'),
+  ],
+)
+def test_flags_that_do_not_fit_are_refused(flags, message):
+  with pytest.raises(ConfigurationError, match=message) as error:
+    main.run(['--gin_file=gin/tiny_cpu.gin', *flags])
+  assert error.value.exit_code == 78
+
+
+def test_a_process_whose_partners_do_not_come_says_so(folder):
+  (process,) = start(
+    folder,
+    1,
+    '-m',
+    'valkyrie.main',
+    f'--gin_file={folder / "fsdp"}.gin',
+    f'--model_dir={folder / "alone"}',
+    '--processes=2',
+    '--process=1',
+    f'--coordinator={free_address()}',
+    '--join_seconds=1',
+    *FLAGS,
+  )
+  said = process.communicate()[1]
+  assert process.returncode == 75
+  assert 'did not come together at 127.0.0.1' in said and '--join_seconds=1 are over' in said
