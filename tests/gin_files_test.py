@@ -109,6 +109,7 @@ def test_a_model_builds_and_every_layout_has_a_rule_for_each_parameter(file):
   assert features.hidden.shape == (8, 32, gin.query_parameter('LanguageModel.d_model'))
   assert jax.tree.map(shape, after) == jax.tree.map(shape, carry)
   for partition in PARTITIONS:
+    gin.clear_config()
     load(file, partition)
     Partitioner().state_shardings({'params': params, 'carry': carry})
 
