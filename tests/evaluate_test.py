@@ -107,6 +107,14 @@ def test_each_cut_makes_a_difference(evaluated):
   assert len({metrics['loss'] for metrics in found.values()}) == 1 + len(CUTS)
 
 
+def test_rows_and_time_split_over_devices_change_nothing(evaluated, feed):
+  found, model, params = evaluated
+  rules = (('batch', 'data'), ('time', 'time'))
+  layout = Partitioner((('data', 2), ('time', 4)), (), rules)
+  metrics = Evaluator(model, layout, feed, ROWS, CHUNK)(params, whole=True)
+  assert metrics == pytest.approx(found[None], rel=1e-5)
+
+
 def test_the_plot_shows_every_curve(tmp_path):
   curves = {
     'validation': {'loss': 1.0, 'loss_by_position/1': 2.0, 'loss_by_position/4': 1.0},
