@@ -2,19 +2,68 @@
 
 from collections.abc import Callable
 import time
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from valkyrie.models.language_model import Model
+from valkyrie import fitting
+from valkyrie.models import language_model
+from valkyrie.models.language_model import LanguageModel, Model
 from valkyrie.monitoring import heartbeat
 from valkyrie.monitoring.progress import Progress
 from valkyrie.partitioning import Partitioner
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
-from valkyrie.training.spikes import RecentLosses
-from valkyrie.training.train_step import TrainState, initial_state
+from valkyrie.training.spikes import LossSpikes, RecentLosses
+from valkyrie.training.train_step import TrainState, initial_state, make_train_step
 from valkyrie.types import Batch
+
+
+class Prepared(NamedTuple):
+  """The parts of a run that fit together, and the shapes and layouts of its train state.
+
+  make_step: the pure step of a phase: (state, batch [B, N·C]) -> (state, metrics).
+  """
+
+  layout: Partitioner
+  model: Model
+  curriculum: Curriculum
+  optimizer: Optimizer
+  spikes: LossSpikes
+  abstract: TrainState
+  make_step: Callable[[Phase], Callable]
+
+
+def prepare(
+  *,
+  seed: int,
+  batch_size: int,
+  model: Callable[..., LanguageModel],
+  partitioner: Callable[[], Partitioner],
+  curriculum: Callable[[], Curriculum],
+  optimizer: Callable[[], Optimizer],
+  loss_spikes: Callable[[], LossSpikes],
+  remat: bool,
+) -> Prepared:
+  """Makes the parts that `train` names, of which these are the arguments.
+
+  Raises:
+    ConfigurationError: what is wrong with them, before anything is read, written or compiled.
+  """
+  layout = partitioner()
+  functions = language_model.transform(model)
+  phases = curriculum()
+  layout.check_batch(batch_size, *(phase.chunk_size for phase in phases.phases))
+  fitting.check_grain(functions, phases)
+  fitting.check_whole_time(functions, layout)
+  rule, spikes = optimizer(), loss_spikes()
+
+  def make_step(phase: Phase) -> Callable:
+    return make_train_step(functions, rule, phases, phase, seed=seed, remat=remat, spikes=spikes)
+
+  abstract = abstract_state(functions, rule, layout, seed, batch_size, spikes.initial())
+  return Prepared(layout, functions, phases, rule, spikes, abstract, make_step)
 
 
 def abstract_state(

@@ -5,7 +5,9 @@ constructed, maybe after minutes of data and compilation. `load` checks everythi
 known from the statements and the registered signatures, and says it in one message.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import copy
 import importlib
 import inspect
 import json
@@ -60,6 +62,29 @@ def load(
     gin.finalize()
   except ValueError as error:
     raise ConfigurationError(f'gin refuses the configuration: {error}') from error
+
+
+@contextlib.contextmanager
+def overlaid(files: Sequence[str], flags: Sequence[str]) -> Iterator[None]:
+  """Within it, these gin files and flags lie over what `load` has loaded.
+
+  Raises:
+    ConfigurationError: as `load` does; what they bind must be there already, or have a default.
+  """
+  before = copy.copy(gin_config._CONFIG)
+  before = {key: copy.copy(bound) for key, bound in before.items()}
+  effective = gin_checks.effective_bindings(gin_reader.read(files, flags))
+  with gin.unlock_config():
+    for key, statement in effective.items():
+      scope, selector, _ = key
+      if selector == 'gin.macro' and (scope, selector) not in before:
+        raise ConfigurationError(f'{statement.where}: no gin file of this run defines %{scope}')
+      gin.bind_parameter(key, _gin_value(statement.parsed.value))
+  try:
+    yield
+  finally:
+    gin_config._CONFIG.clear()
+    gin_config._CONFIG.update(before)
 
 
 def check_call(function: Callable, *given: str) -> None:

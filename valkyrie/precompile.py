@@ -2,46 +2,61 @@
 
     python -m valkyrie.main --gin_file=gin/v4_32.gin --run_mode=precompile --topology=v4:4x4x2
 
-Nothing is allocated and no data is read: every phase's train step is compiled from shapes.
+Nothing is allocated and no data is read: the train step of every phase is compiled from shapes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import inspect
 import json
 import pathlib
+import re
 import time
 from typing import Any
 
 import gin
 import jax
 
-from valkyrie import partitioning
-from valkyrie.certificates import chips, collectives, hlo, topologies
-from valkyrie.compilation import abstract_state, trace_step
-from valkyrie.errors import StorageError
-from valkyrie.models import language_model
-from valkyrie.monitoring.report import in_units
+from valkyrie import configuration, partitioning, paths
+from valkyrie.certificates import certificate, chips, collectives, hlo, report, topologies
+from valkyrie.compilation import Prepared, prepare, trace_step
+from valkyrie.errors import ConfigurationError, StorageError
+from valkyrie.gin_reader import FLAG
 from valkyrie.train import train
-from valkyrie.training.train_step import make_train_step
+from valkyrie.training.curriculum import Phase
+
+Certificate = dict[str, Any]
 
 
 @gin.configurable
-def precompile(model_dir: str, topology: str | None = None) -> None:
+def precompile(
+  model_dir: str, topology: str | None = None, *, hbm_bytes: int | None = None
+) -> None:
   """Compiles the train step of every phase, and writes and prints what each one needs.
 
   Args:
     model_dir: where precompile.json goes.
     topology: a TPU slice, such as 'v4:4x4x2'; None means the devices of this machine.
+    hbm_bytes: memory that a program may have of each device; None takes what the chip offers.
 
   Raises:
-    ConfigurationError: where a step needs more memory than a chip has, with what would help.
+    ConfigurationError: a step needs more memory than that; the message says what helps.
   """
   devices = jax.devices() if topology is None else topologies.devices(topology)
-  with partitioning.on_devices(devices):
-    certificates = _certificates(topology)
+  chip = chips.of_kind(devices[0].device_kind)
+  offered = hbm_bytes or (chip and chip.hbm_bytes)
+
+  def ask(only: int | None = None) -> list[Certificate]:
+    with partitioning.on_devices(devices):
+      return _certificates(topology, offered, only)
+
+  certificates = ask()
   _write(pathlib.Path(model_dir) / 'precompile.json', certificates)
-  for certificate in certificates:
-    print(report(certificate))
+  for found in certificates:
+    print(report.text(found), flush=True)
+  over = [found for found in certificates if found['fits'] is False]
+  if over:
+    worst = max(over, key=lambda c: c['total_bytes'] or 0)
+    raise ConfigurationError(_advice(worst, lambda: ask(worst['phase'])[0]))
 
 
 def _settings() -> Mapping[str, Any]:
@@ -51,117 +66,125 @@ def _settings() -> Mapping[str, Any]:
   return {**defaults, **gin.get_bindings(train)}
 
 
-def _certificates(topology: str | None) -> list[dict[str, Any]]:
-  """One for each phase; phases of one shape have one program."""
+def _certificates(
+  topology: str | None, hbm_bytes: int | None, only: int | None
+) -> list[Certificate]:
+  """One for each phase, or of `only` that one; phases of one shape share a program."""
   settings = _settings()
-  rows, seed = settings['batch_size'], settings['seed']
-  layout = settings['partitioner']()
-  layout.check_batch(rows)
-  model = language_model.transform(settings['model'])
-  curriculum, optimizer = settings['curriculum'](), settings['optimizer']()
-  abstract = abstract_state(model, optimizer, layout, seed, rows)
-  done: dict[tuple, dict[str, Any]] = {}
-  for phase in curriculum.phases:
-    if phase.shape in done:
-      continue
-    step = make_train_step(model, optimizer, curriculum, phase, seed=seed, remat=settings['remat'])
-    traced = trace_step(
-      step, phase.tokens_per_row, layout, abstract, rows, not settings['hunt_nan']
-    )
-    began = time.perf_counter()
-    compiled = traced.lower().compile()
-    seconds = time.perf_counter() - began
-    done[phase.shape] = {
-      'topology': topology,
-      'device_kind': layout.mesh.devices.flat[0].device_kind,
-      'chips': layout.mesh.size,
-      'mesh': dict(layout.mesh.shape),
-      'layout': _layout(layout),
-      'rows': rows,
-      'chunk_size': phase.chunk_size,
-      'chunks': phase.chunks,
-      'backprop_chunks': phase.backprop_chunks,
-      'parameters': sum(leaf.size for leaf in jax.tree.leaves(abstract.params)),
-      **_memory(compiled, chips.of_kind(layout.mesh.devices.flat[0].device_kind)),
-      'compile_seconds': round(seconds, 1),
-      'flops_per_token': 3 * model.forward_flops,
-      **_traffic(hlo.parse(compiled.as_text() or '')),
-    }
-  return [{'phase': n, **done[phase.shape]} for n, phase in enumerate(curriculum.phases)]
+  run = prepare(**{name: settings[name] for name in inspect.signature(prepare).parameters})
+  rows, donate = settings['batch_size'], not settings['hunt_nan']
+  done: dict[tuple, Certificate] = {}
+  numbers = range(len(run.curriculum.phases)) if only is None else [only]
+  for phase in (run.curriculum.phases[number] for number in numbers):
+    if phase.shape not in done:
+      done[phase.shape] = _certificate(run, phase, rows, donate, topology, hbm_bytes)
+  return [{'phase': n, **done[run.curriculum.phases[n].shape]} for n in numbers]
 
 
-def _layout(layout: partitioning.Partitioner) -> str:
-  rules = [
-    f'{logical} over {axes if isinstance(axes, str) else "+".join(axes)}'
-    for logical, axes in layout.axis_rules.items()
-    if axes
-  ]
-  return ', '.join(rules) or 'one device'
-
-
-def _memory(compiled: jax.stages.Compiled, chip: chips.Chip | None) -> dict[str, Any]:
-  used = compiled.memory_analysis()
-  assert used is not None, 'CPUs, GPUs and TPUs all tell'
-  total = (
-    used.argument_size_in_bytes
-    + used.temp_size_in_bytes
-    + used.output_size_in_bytes
-    - used.alias_size_in_bytes
+def _certificate(
+  run: Prepared,
+  phase: Phase,
+  rows: int,
+  donate: bool,
+  topology: str | None,
+  hbm_bytes: int | None,
+) -> Certificate:
+  facts = certificate.describe(run, phase, rows, topology)
+  traced = trace_step(
+    run.make_step(phase), phase.tokens_per_row, run.layout, run.abstract, rows, donate
   )
-  return {
-    'argument_bytes': used.argument_size_in_bytes,
-    'temporary_bytes': used.temp_size_in_bytes,
-    'output_bytes': used.output_size_in_bytes,
-    'alias_bytes': used.alias_size_in_bytes,
-    'total_bytes': total,
-    'hbm_bytes': chip and chip.hbm_bytes,
-    'fits': chip and total <= chip.hbm_bytes,
-    'code_bytes': used.generated_code_size_in_bytes,
-  }
+  facts |= certificate.operations(traced, run, phase, rows)
+  began = time.perf_counter()
+  try:
+    compiled = traced.lower().compile()
+  except jax.errors.JaxRuntimeError as error:
+    refused = str(error).partition('\n')[0]
+    if 'RESOURCE_EXHAUSTED' not in refused:
+      raise
+    needed = re.search(r'\(([\d.]+)G\)', refused)
+    total = int(float(needed.group(1)) * chips.GIB) if needed else None
+    return facts | {
+      'total_bytes': total,
+      'hbm_bytes': hbm_bytes,
+      'fits': False,
+      'refused': refused,
+    }
+  facts['compile_seconds'] = round(time.perf_counter() - began, 1)
+  module = hlo.parse(compiled.as_text() or '')
+  facts |= certificate.memory(compiled, hbm_bytes) | certificate.program(module)
+  return facts | certificate.estimates(facts, collectives.of_module(module), run)
 
 
-def _traffic(module: hlo.Module) -> dict[str, Any]:
-  sent = collectives.of_module(module)
-  largest = collectives.largest_in_loops(sent)
-  return {
-    'instructions': sum(len(c.instructions) for c in module.computations.values()),
-    'collective_bytes': collectives.by_kind(sent),
-    'rare_collective_bytes': collectives.by_kind(sent, rare=True),
-    'largest_collective_in_loops': largest
-    and {
-      'kind': largest.kind,
-      'bytes': round(largest.bytes),
-      'times': largest.times,
-      'source': largest.source,
-    },
-  }
-
-
-def report(c: Mapping[str, Any]) -> str:
-  """A certificate for a person to read."""
-  sent = c['collective_bytes']
+def _advice(worst: Certificate, ask: Callable[[], Certificate]) -> str:
+  """What was too large, and what each change to the command makes of it, by compiling it."""
+  needs = report.gib(worst['total_bytes']) if worst['total_bytes'] else 'more'
   lines = [
-    f'phase {c["phase"]}: {c["rows"]} rows of {c["chunks"]} x {c["chunk_size"]:,} tokens, gradient '
-    f'through {c["backprop_chunks"]} chunks, on {c["chips"]} x {c["device_kind"]}, {c["layout"]}',
-    f'  memory of a chip: {in_units(c["total_bytes"])} (arguments {in_units(c["argument_bytes"])}, '
-    f'temporaries {in_units(c["temporary_bytes"])})'
-    + (f' of {in_units(c["hbm_bytes"])}' if c['hbm_bytes'] else ''),
-    f'  compiled in {c["compile_seconds"]} s: {c["instructions"]:,} instructions, '
-    f'{in_units(c["code_bytes"])} of code',
-    f'  a chip sends in a step: {in_units(sum(sent.values()))} '
-    f'({", ".join(f"{kind} {in_units(size)}" for kind, size in sent.items())})',
+    f'Phase {worst["phase"]} needs {needs} of a device that has {report.gib(worst["hbm_bytes"])}. '
+    'Tried, each compiled:'
   ]
-  if c['rare_collective_bytes']:
-    lines.append(f'  and in branches seldom taken: {c["rare_collective_bytes"]}')
-  if largest := c['largest_collective_in_loops']:
+  tried: list[tuple[str, Certificate]] = []
+  for files, flags in _changes(worst):
+    change = ' '.join([*(f'--gin_file={file}' for file in files), *flags])
+    try:
+      with configuration.overlaid(files, flags):
+        found = ask()
+    except ConfigurationError as error:
+      first = str(error).partition('\n')[0]
+      lines.append(f'  {change}: not possible: {first}')
+      continue
+    tried.append((change, found))
+    size = report.gib(found['total_bytes']) if found['total_bytes'] else 'more than there is'
+    speed = found.get('estimated_tokens_per_second_per_chip')
     lines.append(
-      f'  the largest in a loop: {largest["kind"]} of {in_units(largest["bytes"])}, '
-      f'{largest["times"]:,} times, {largest["source"]}'
+      f'  {change}: {size}, {"fits" if found["fits"] else "does not fit"}'
+      + (f', {speed:,.0f} tokens/s a chip by estimate' if speed else '')
     )
-  return '\n'.join(lines)
+    print(lines[-1].strip(), flush=True)
+  return '\n'.join([*lines, best(tried, worst)])
 
 
-def _write(path: pathlib.Path, certificates: Sequence[Mapping[str, Any]]) -> None:
+def best(tried: Sequence[tuple[str, Certificate]], before: Certificate) -> str:
+  """The change to make: the fastest of those that fit, else the one that needs least."""
+  fitting = [
+    (found.get('estimated_tokens_per_second_per_chip', 0.0), -found['total_bytes'], change)
+    for change, found in tried
+    if found['fits']
+  ]
+  if fitting:
+    return f'What helps most: add {max(fitting)[-1]}'
+  less = [
+    (found['total_bytes'], change)
+    for change, found in tried
+    if found['total_bytes'] and found['total_bytes'] < (before['total_bytes'] or float('inf'))
+  ]
+  if less:
+    size, change = min(less)
+    return f'None is enough alone. What helps most: add {change}, which leaves {report.gib(size)}'
+  return 'None helps. Take a smaller model, or more chips.'
+
+
+def _changes(worst: Certificate) -> list[tuple[list[str], list[str]]]:
+  """Gin files and flags to lay over the run's, one knob each."""
+  changes = []
+  if worst['chunk_size'] % 2 == 0:
+    halved = {
+      'chunk_size': worst['chunk_size'] // 2,
+      'chunks': 2 * worst['chunks'],
+      'backprop_chunks': 2 * worst['backprop_chunks'],
+    }
+    changes.append(([], [f'{FLAG}{name}={value}' for name, value in halved.items()]))
+  changes.append(([], [f"{FLAG}LanguageModel.remat='nothing'"]))
+  if worst['rows'] > 1:
+    changes.append(([], [f'{FLAG}batch_size={worst["rows"] // 2}']))
+  layouts = sorted((paths.GIN / 'partition').glob('*.gin'))
+  return changes + [
+    ([f'gin/partition/{path.name}'], [])
+    for path in layouts
+    if path.stem != 'axes' and (path.stem != 'single' or worst['chips'] == 1)
+  ]
+
+
+def _write(path: pathlib.Path, certificates: Sequence[Certificate]) -> None:
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(certificates, indent=2) + '\n')

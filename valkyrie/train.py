@@ -11,7 +11,7 @@ import jax
 
 from valkyrie import configuration, fitting, resume
 from valkyrie.checkpoints import CheckpointDirectory, Checkpoints
-from valkyrie.compilation import abstract_state, compile_steps
+from valkyrie.compilation import compile_steps, prepare
 from valkyrie.data.feed import TaskFeed, prefetch
 from valkyrie.errors import DataError, Diverged, Preempted, StorageError
 from valkyrie.evaluate import Evaluator
@@ -26,7 +26,7 @@ from valkyrie.monitoring.writers import create_writers
 from valkyrie.partitioning import Partitioner
 from valkyrie.preemption import Preemption
 from valkyrie.rewind import Rewind
-from valkyrie.training.curriculum import Curriculum, Phase
+from valkyrie.training.curriculum import Curriculum
 from valkyrie.training.divergence import RefusedSteps
 from valkyrie.training.nan_hunt import hunting
 from valkyrie.training.optimizers import Optimizer
@@ -86,14 +86,16 @@ def train(
   heartbeat.start(model_dir)
 
   # Mesh and model. What is wrong with them is said before anything is read, written or compiled.
-  layout = partitioner()
-  functions = language_model.transform(model)
-  phases = curriculum()
-  layout.check_batch(batch_size, *(phase.chunk_size for phase in phases.phases))
-  fitting.check_grain(functions, phases)
-  fitting.check_whole_time(functions, layout)
-  rule, spikes = optimizer(), loss_spikes()
-  abstract = abstract_state(functions, rule, layout, seed, batch_size, spikes.initial())
+  layout, functions, phases, rule, spikes, abstract, make_step = prepare(
+    seed=seed,
+    batch_size=batch_size,
+    model=model,
+    partitioner=partitioner,
+    curriculum=curriculum,
+    optimizer=optimizer,
+    loss_spikes=loss_spikes,
+    remat=remat,
+  )
 
   with preemption() as stop, checkpoints.open(model_dir) as saved:
     progress = Progress(train_steps)
@@ -136,9 +138,6 @@ def train(
     remaining = range(start, train_steps)
 
     # Steps: every shape is compiled before the first is taken.
-    def make_step(phase: Phase) -> Callable:
-      return make_train_step(functions, rule, phases, phase, seed=seed, remat=remat, spikes=spikes)
-
     steps = compile_steps(make_step, phases, layout, abstract, batch_size, progress, not hunt_nan)
     if hunt_nan:
       plain = language_model.transform(functools.partial(model, remat=None))

@@ -44,6 +44,7 @@ class Collective(NamedTuple):
   rare: whether it stands in a branch that is not the usual one.
   groups: partitions [groups, n]; of a permutation, its (source, target) pairs [pairs, 2].
   source: what the program called it, as jax names its operations.
+  dimensions: axes of the network that the compiler's algorithm uses at once, where it says so.
   """
 
   kind: str
@@ -54,6 +55,7 @@ class Collective(NamedTuple):
   rare: bool
   groups: np.ndarray
   source: str
+  dimensions: int | None = None
 
   @property
   def group_size(self) -> int:
@@ -144,8 +146,17 @@ def _read(
     else:
       sent = (2 if kind == 'all-reduce' else 1) * size * (n - 1) / n
   source = re.search(r'op_name="([^"]*)"', instruction.attributes)
+  algorithm = re.search(r'"(?:emitter|strategy)":"[^"]*?(\d)D', instruction.attributes)
   return Collective(
-    kind, size, sent, 1, False, False, groups, source.group(1) if source else instruction.name
+    kind,
+    operand_bytes=size,
+    bytes=sent,
+    times=1,
+    in_loop=False,
+    rare=False,
+    groups=groups,
+    source=source.group(1) if source else instruction.name,
+    dimensions=int(algorithm.group(1)) if algorithm else None,
   )
 
 

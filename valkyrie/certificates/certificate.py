@@ -1,0 +1,166 @@
+"""What one compiled train step needs and costs, as named numbers: an entry of precompile.json."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from valkyrie.certificates import (
+  chips,
+  collectives,
+  estimate,
+  hlo,
+  jaxpr_flops,
+  memory_traffic,
+  topologies,
+)
+from valkyrie.compilation import Prepared
+from valkyrie.monitoring.flops import peak_flops, train_flops_per_token
+from valkyrie.training import tbptt
+from valkyrie.training.curriculum import Phase
+from valkyrie.types import Batch
+
+
+def describe(run: Prepared, phase: Phase, rows: int, topology: str | None) -> dict[str, Any]:
+  """What is known before compiling: which step on which devices, and what it is for arithmetic."""
+  mesh = run.layout.mesh
+  return {
+    'topology': topology,
+    'device_kind': mesh.devices.flat[0].device_kind,
+    'chips': mesh.size,
+    'mesh': dict(mesh.shape),
+    'layout': _layout(run),
+    'rows': rows,
+    'chunk_size': phase.chunk_size,
+    'chunks': phase.chunks,
+    'backprop_chunks': phase.backprop_chunks,
+    'tokens_per_step': rows * phase.tokens_per_row,
+    'parameters': sum(leaf.size for leaf in jax.tree.leaves(run.abstract.params)),
+    'flops_per_token': train_flops_per_token(run.model.forward_flops),
+  }
+
+
+def operations(traced: jax.stages.Traced, run: Prepared, phase: Phase, rows: int) -> dict[str, Any]:
+  """Operations of matrix products, counted in what jax traced.
+
+  executed_flops: of a chip in a step, recomputation included.
+  recomputed_flops_per_token: of those, what is more than one forward pass and one backward pass of
+    twice as many.
+  """
+  done = jaxpr_flops.of_jaxpr(traced.jaxpr)
+  per_token = done.products / (rows * phase.tokens_per_row)
+  once = train_flops_per_token(_forward(run, phase)) / phase.chunk_size
+  return {
+    'executed_flops': done.products // run.layout.mesh.size,
+    'executed_flops_per_token': per_token,
+    'recomputed_flops_per_token': per_token - once,
+    'elementwise_per_token': done.elementwise / (rows * phase.tokens_per_row),
+    'loops_counted_once': done.loops_once,
+  }
+
+
+def memory(compiled: jax.stages.Compiled, hbm_bytes: int | None) -> dict[str, Any]:
+  """Bytes of a chip, and whether they fit.
+
+  total_bytes: arguments + temporaries + outputs - aliased.
+  hbm_bytes: what the chip offers; None where nobody knows.
+  """
+  used = compiled.memory_analysis()
+  assert used is not None, 'CPUs, GPUs and TPUs all tell'
+  total = (
+    used.argument_size_in_bytes
+    + used.temp_size_in_bytes
+    + used.output_size_in_bytes
+    - used.alias_size_in_bytes
+  )
+  return {
+    'argument_bytes': used.argument_size_in_bytes,
+    'temporary_bytes': used.temp_size_in_bytes,
+    'output_bytes': used.output_size_in_bytes,
+    'alias_bytes': used.alias_size_in_bytes,
+    'total_bytes': total,
+    'hbm_bytes': hbm_bytes,
+    'fits': None if hbm_bytes is None else total <= hbm_bytes,
+    'code_bytes': used.generated_code_size_in_bytes,
+  }
+
+
+def program(module: hlo.Module) -> dict[str, Any]:
+  """What the compiled program sends between chips and moves to and from their memory, in a step.
+
+  collective_bytes: of a chip, by kind; rare_collective_bytes: what seldom taken branches add.
+  """
+  sent = collectives.of_module(module)
+  moved = memory_traffic.of_module(module)
+  largest = collectives.largest_in_loops(sent)
+  most = sorted(moved, key=lambda m: -m.bytes * m.times)[:5]
+  return {
+    'instructions': sum(len(c.instructions) for c in module.computations.values()),
+    'collective_bytes': collectives.by_kind(sent),
+    'rare_collective_bytes': collectives.by_kind(sent, rare=True),
+    'largest_collective_in_loops': largest
+    and _shown(largest, ('kind', 'bytes', 'times', 'source')),
+    'hbm_traffic_bytes': memory_traffic.total(moved),
+    'largest_hbm_traffic': [_shown(m, ('bytes', 'times', 'source')) for m in most],
+  }
+
+
+def estimates(
+  facts: Mapping[str, Any], sent: Sequence[collectives.Collective], run: Prepared
+) -> dict[str, Any]:
+  """Seconds and shares of peak, of a TPU slice; see `estimate`. None of it was measured.
+
+  estimated_compute_seconds: operations at peak; estimated_memory_seconds: bytes at the memory's
+  rate; estimated_seconds: the longer of the two, and communication.
+  """
+  mesh, topology = run.layout.mesh, facts['topology']
+  chip, peak = chips.of_kind(facts['device_kind']), peak_flops(facts['device_kind'])
+  if topology is None or chip is None or peak is None:
+    return {}
+  name, sides = topologies.parse(topology)
+  network = estimate.torus(mesh, chips.wraps(name, sides), sides)
+  axes = estimate.by_mesh_axes(sent, mesh, network, chip)
+  compute = facts['executed_flops'] / peak
+  memory_seconds = facts['hbm_traffic_bytes'] / chip.hbm_bytes_per_second
+  seconds = max(compute, memory_seconds) + sum(axes.values())
+  tokens = facts['tokens_per_step'] / mesh.size / seconds
+  return {
+    'estimated_compute_seconds': compute,
+    'estimated_memory_seconds': memory_seconds,
+    'estimated_communication_seconds': sum(axes.values()),
+    'estimated_communication_seconds_by_axes': axes,
+    'estimated_seconds': seconds,
+    'estimated_tokens_per_second_per_chip': tokens,
+    'estimated_share_of_peak': tokens * facts['flops_per_token'] / peak,
+  }
+
+
+def _shown(record: Any, fields: Sequence[str]) -> dict[str, Any]:
+  return {field: getattr(record, field) for field in fields}
+
+
+def _layout(run: Prepared) -> str:
+  """'batch over data, embed over data': the axis rules."""
+  rules = [
+    f'{logical} over {"+".join(run.layout.axes_of(logical))}'
+    for logical in run.layout.axis_rules
+    if run.layout.axes_of(logical)
+  ]
+  return ', '.join(rules) or 'whole on one device'
+
+
+def _forward(run: Prepared, phase: Phase) -> int:
+  """Operations of one forward pass over a chunk of one row, the loss included."""
+  integers = jax.ShapeDtypeStruct((1, phase.chunk_size), jnp.int32)
+  floats = jax.ShapeDtypeStruct((1, phase.chunk_size), jnp.float32)
+  traced = jax.make_jaxpr(
+    lambda params, carry, chunk: tbptt.chunk_sums(
+      run.model, params, carry, chunk, plan=phase.planner
+    )
+  )(
+    run.abstract.params,
+    jax.eval_shape(lambda: run.model.initial_carry(1)),
+    Batch(integers, integers, floats, integers, integers),
+  )
+  return jaxpr_flops.of_jaxpr(traced).products

@@ -1,0 +1,99 @@
+"""How long a step would take on chips that nobody has rented yet: an estimate, and not measured.
+
+    seconds = max(operations / peak, bytes / rate of the main memory) + seconds of communication
+
+Communication is given the rates of links and hidden behind nothing; arithmetic is given its peak. A
+program can be slower than this, by as much as its kernels miss, and hardly faster.
+
+A collective over several axes of a torus uses the links of all of them at once, in both directions
+where an axis is closed to a ring and in one where it ends ("How to Scale Your Model",
+jax-ml.github.io/scaling-book/sharding), or those of as many axes as the compiler says that its
+algorithm has. A permutation takes as long as its busiest link, each pair taking the shortest way,
+one axis after the other.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jax.sharding import Mesh
+import numpy as np
+
+from valkyrie.certificates.chips import Chip
+from valkyrie.certificates.collectives import Collective
+
+
+class Torus(NamedTuple):
+  """Where the partitions of a program stand.
+
+  places: coordinates of each partition's chip, [partitions, axes].
+  rings: for each axis, whether it is closed; sides: how long it is.
+  """
+
+  places: np.ndarray
+  rings: tuple[bool, ...]
+  sides: tuple[int, ...]
+
+
+def torus(mesh: Mesh, rings: Sequence[bool], sides: Sequence[int]) -> Torus:
+  """The torus of a mesh of TPU devices, which stand in the order of its partitions."""
+  places = np.asarray([device.coords[: len(sides)] for device in mesh.devices.flat])
+  return Torus(places, tuple(rings), tuple(sides))
+
+
+def seconds(collective: Collective, network: Torus, chip: Chip) -> float:
+  """How long it takes, once."""
+  if collective.kind == 'collective-permute':
+    load = _busiest_link(collective.groups, network)
+    return load * collective.operand_bytes / chip.link_bytes_per_second
+  group = network.places[collective.groups[0]]
+  spans = [len(set(along)) for along in group.T]
+  links = {
+    axis: 2 if network.rings[axis] and span == network.sides[axis] else 1
+    for axis, span in enumerate(spans)
+    if span > 1
+  }
+  if not links:
+    return 0.0
+  if collective.kind.endswith('all-to-all'):
+    # Half of all that is sent crosses the middle of the longest axis, in each direction half of it.
+    longest = max(links, key=lambda axis: spans[axis] / links[axis])
+    rate = 4 * links[longest] * chip.link_bytes_per_second / spans[longest]
+    return collective.operand_bytes / rate
+  used = sorted(links.values(), reverse=True)[: collective.dimensions or len(links)]
+  return collective.bytes / (sum(used) * chip.link_bytes_per_second)
+
+
+def mesh_axes(collective: Collective, mesh: Mesh) -> tuple[str, ...]:
+  """The mesh axes that it crosses."""
+  group = np.stack(np.unravel_index(collective.groups, mesh.devices.shape))  # [axes, groups, n]
+  crossed = (group != group[..., :1]).any(axis=(1, 2))
+  return tuple(name for name, is_one in zip(mesh.axis_names, crossed, strict=True) if is_one)
+
+
+def by_mesh_axes(
+  collectives: Sequence[Collective], mesh: Mesh, network: Torus, chip: Chip
+) -> dict[str, float]:
+  """Seconds a step of what is not rare, by the mesh axes that it crosses: {'x+y': 0.1}."""
+  spent: dict[str, float] = {}
+  for collective in collectives:
+    if not collective.rare:
+      axes = '+'.join(mesh_axes(collective, mesh))
+      once = seconds(collective, network, chip)
+      spent[axes] = spent.get(axes, 0.0) + collective.times * once
+  return spent
+
+
+def _busiest_link(pairs: np.ndarray, network: Torus) -> int:
+  """How often a permutation's messages go over the link that most of them take."""
+  load: dict[tuple, int] = {}
+  for source, target in pairs:
+    at = [int(place) for place in network.places[source]]
+    for axis, goal in enumerate(int(place) for place in network.places[target]):
+      side, ring = network.sides[axis], network.rings[axis]
+      ahead = (goal - at[axis]) % side if ring else goal - at[axis]
+      step = -1 if ahead < 0 or (ring and 2 * ahead > side) else 1
+      while at[axis] != goal:
+        link = (*at, axis, step)
+        load[link] = load.get(link, 0) + 1
+        at[axis] = (at[axis] + step) % side if ring else at[axis] + step
+  return max(load.values(), default=0)
