@@ -1,5 +1,6 @@
 """What is damaged or half written is never used, never lost, and never a fresh start."""
 
+import contextlib
 import errno
 import os
 import shutil
@@ -216,3 +217,23 @@ def test_a_full_disk_is_seen_leaves_no_litter_and_the_next_save_succeeds(small_d
     checkpoints.wait()
     assert checkpoints.latest_step() == 2
   assert present(small_disk / 'run') == ['1', '2']
+
+
+@pytest.mark.parametrize('left', range(0, 24, 4))
+def test_a_disk_without_any_room_never_hides_the_first_error(small_disk, left):
+  """Where the save fails depends on how many KiB are left: at once, or behind the run's back."""
+  state = {'w': jnp.ones(1000)}
+  with pytest.raises(ZeroDivisionError), Checkpoints().open(small_disk / 'run') as checkpoints:
+    room = os.statvfs(small_disk)
+    (small_disk / 'ballast').write_bytes(bytes(room.f_bavail * room.f_frsize - 1024 * left))
+    with pytest.raises(StorageError):
+      checkpoints.save(1, state, {})
+      checkpoints.wait()
+    (small_disk / 'ballast').unlink()
+    checkpoints.save(2, state, {})
+    checkpoints.wait()
+    assert present(small_disk / 'run') == ['2']
+    (small_disk / 'ballast').write_bytes(bytes(room.f_bavail * room.f_frsize - 1024 * left - 65536))
+    with contextlib.suppress(StorageError):
+      checkpoints.save(3, {'w': jnp.arange(50_000.0)}, {})
+    raise ZeroDivisionError

@@ -207,6 +207,9 @@ class CheckpointDirectory:
       steps.delete(self.directory, [step for step in saved if step not in stay])
 
   def _clear(self, place: pathlib.Path) -> None:
+    # Orbax may still be writing there, and would raise again in whatever it does next.
+    with contextlib.suppress(Exception):
+      self._orbax.wait_until_finished()
     if self._writes_files:
       shutil.rmtree(place, ignore_errors=True)
 

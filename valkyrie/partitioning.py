@@ -16,10 +16,10 @@ from typing import Any
 
 import gin
 import jax
-from jax.experimental import mesh_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from valkyrie.errors import ConfigurationError
+from valkyrie.mesh import make_mesh
 from valkyrie.types import Array, Batch, Params
 
 Axes = tuple[str | None, ...]
@@ -98,9 +98,9 @@ class Partitioner:
       ConfigurationError: where the devices cannot form the mesh, or a rule names an unknown axis,
         or one that such a layout cannot split.
     """
-    self.mesh = _make_mesh(mesh)
+    self.mesh = make_mesh(mesh, all_devices())
     self.local = local
-    self.parameter_axes = tuple((re.compile(pattern), axes) for pattern, axes in parameter_axes)
+    self.parameter_axes = tuple((_expression(pattern), axes) for pattern, axes in parameter_axes)
     self.axis_rules = dict(axis_rules)
     for logical, axes in self.axis_rules.items():
       unknown = set(_as_tuple(axes)) - set(self.mesh.axis_names)
@@ -289,22 +289,10 @@ def _as_tuple(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
   return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def _make_mesh(axes: Sequence[tuple[str, int]]) -> Mesh:
-  devices = all_devices()
-  names = [name for name, _ in axes]
-  sizes = [size for _, size in axes]
-  fixed = math.prod(size for size in sizes if size != -1)
-  if sizes == [1] * len(sizes):
-    devices = devices[:1]
-  if sizes.count(-1) == 1 and len(devices) % fixed == 0:
-    sizes[sizes.index(-1)] = len(devices) // fixed
-  if math.prod(sizes) != len(devices) or -1 in sizes:
-    wanted = ' x '.join(f'{name}={size}' for name, size in axes)
-    number = f'a multiple of {fixed}' if -1 in sizes else fixed
+def _expression(pattern: str) -> re.Pattern[str]:
+  try:
+    return re.compile(pattern)
+  except re.error as error:
     raise ConfigurationError(
-      f'The mesh {wanted} needs {number} devices, but there are {len(devices)} '
-      f'({devices[0].device_kind}). Run it where there are {number}, or choose a layout that fits, '
-      'such as gin/partition/data.gin, which takes whatever there is.'
-    )
-  # On a TPU each axis of the mesh lies along axes of the torus; elsewhere devices keep their order.
-  return Mesh(mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True), names)
+      f'Partitioner.parameter_axes: {pattern!r} is no regular expression: {error}.'
+    ) from error

@@ -83,21 +83,23 @@ def train(
     ValkyrieError: of the kind that names what does not fit.
     Preempted: the process was asked to stop, and has saved.
   """
-  heartbeat.start(model_dir)
+  with contextlib.ExitStack() as opened:
+    stop = opened.enter_context(preemption())
+    heartbeat.start(model_dir)
 
-  # Mesh and model. What is wrong with them is said before anything is read, written or compiled.
-  layout, functions, phases, rule, spikes, abstract, make_step = prepare(
-    seed=seed,
-    batch_size=batch_size,
-    model=model,
-    partitioner=partitioner,
-    curriculum=curriculum,
-    optimizer=optimizer,
-    loss_spikes=loss_spikes,
-    remat=remat,
-  )
+    # Mesh and model. What is wrong with them is said before anything is read, written or compiled.
+    layout, functions, phases, rule, spikes, abstract, make_step = prepare(
+      seed=seed,
+      batch_size=batch_size,
+      model=model,
+      partitioner=partitioner,
+      curriculum=curriculum,
+      optimizer=optimizer,
+      loss_spikes=loss_spikes,
+      remat=remat,
+    )
 
-  with preemption() as stop, checkpoints.open(model_dir) as saved:
+    saved = opened.enter_context(checkpoints.open(model_dir))
     progress = Progress(train_steps)
     for line in report.system_lines():
       progress.say(line)

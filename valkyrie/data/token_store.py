@@ -235,5 +235,5 @@ def file_sha256(file: pathlib.Path) -> str:
 def _load(file: pathlib.Path, mapped: bool = False) -> np.ndarray:
   try:
     return np.load(file, mmap_mode='r' if mapped else None, allow_pickle=False)
-  except (OSError, ValueError) as error:
+  except Exception as error:  # numpy parses the header as Python, and fails in as many ways
     raise DataError(f'{file} is not an array that can be read ({error}). {REBUILD}') from error

@@ -6,6 +6,7 @@ import gin
 import haiku as hk
 
 from valkyrie.models.layers import GatedMLP, RMSNorm
+from valkyrie.models.sizes import check_sizes
 from valkyrie.types import Array, Carry, DType, SequenceMixer
 
 
@@ -27,6 +28,7 @@ class Block(hk.Module):
       name: Haiku's.
     """
     super().__init__(name)
+    check_sizes('Block', mlp_width=mlp_width)
     self.mixers = tuple(make() for make in mixers)
     self.mlp = GatedMLP(mlp_width, name='mlp')
 

@@ -20,6 +20,7 @@ from valkyrie.models.full_attention import FullAttention
 from valkyrie.models.layers import RMSNorm
 from valkyrie.models.longformer import LongformerAttention
 from valkyrie.models.planner import Drafts, Planner
+from valkyrie.models.sizes import check_sizes
 from valkyrie.partitioning import constrain
 from valkyrie.types import Array, Carry, Params
 
@@ -94,6 +95,8 @@ class LanguageModel(hk.Module):
         f'LanguageModel: compute_dtype={compute_dtype!r} is not known; it is one of '
         f'{list(_COMPUTE_DTYPES)}.'
       )
+    check_sizes('LanguageModel', vocabulary_size=vocabulary_size, d_model=d_model, unroll=unroll)
+    check_sizes('LanguageModel.pattern', blocks=len(pattern))
     self.repeats, left = divmod(layers, len(pattern))
     if left or layers < 1:
       raise ConfigurationError(

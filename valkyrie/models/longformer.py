@@ -12,12 +12,14 @@ from valkyrie.models import attention, attention_memory, time_shards
 from valkyrie.models.attention_memory import AttentionCarry
 from valkyrie.models.dilation import check_dilations
 from valkyrie.models.layers import project
+from valkyrie.models.sizes import check_sizes
 from valkyrie.models.softmax import Dropout
 from valkyrie.types import Array, DType
 
 
 def check_heads(of: str, heads: int, kv_heads: int, head_width: int, window: int) -> None:
   """Raises ConfigurationError, naming the module `of`, where the heads cannot be formed."""
+  check_sizes(of, heads=heads, kv_heads=kv_heads, head_width=head_width)
   if heads % kv_heads or head_width % 2 or window < 1:
     raise ConfigurationError(
       f'{of}: heads={heads} must be a multiple of kv_heads={kv_heads}, '
@@ -65,6 +67,8 @@ class LongformerAttention(hk.Module):
     super().__init__(name)
     kv_heads = kv_heads or heads
     check_heads('LongformerAttention', heads, kv_heads, head_width, window)
+    check_sizes('LongformerAttention', slice_size=slice_size)
+    check_sizes('LongformerAttention', 0, registers=registers, document_start=document_start)
     self.dilations = check_dilations(dilations, kv_heads, type(self).__name__)
     self.heads = heads
     self.head_width = head_width

@@ -28,6 +28,7 @@ from valkyrie.models import hrm, plan_blocks
 from valkyrie.models.hrm import Pace, Reasoner, State, Weights
 from valkyrie.models.layers import RMSNorm, matmul, project
 from valkyrie.models.plan_blocks import Plan
+from valkyrie.models.sizes import check_sizes
 from valkyrie.types import Array, DType
 
 
@@ -96,16 +97,8 @@ class Planner(hk.Module):
       ConfigurationError: where one of the counts is not positive.
     """
     super().__init__(name)
-    counts = {
-      'plan_block': plan_block,
-      'plan_tokens': plan_tokens,
-      'cycles': cycles,
-      'steps': steps,
-      'segments': segments,
-    }
-    for count, value in counts.items():
-      if value < 1:
-        raise ConfigurationError(f'Planner: {count}={value} must be at least 1.')
+    check_sizes('Planner', plan_block=plan_block, plan_tokens=plan_tokens, mlp_width=mlp_width)
+    check_sizes('Planner', head_width=head_width, cycles=cycles, steps=steps, segments=segments)
     self.plan_block = plan_block
     self.plan_tokens = plan_tokens
     self.mlp_width = mlp_width

@@ -1,0 +1,103 @@
+"""Parts of a run that fail: a feed and a mixer."""
+
+import hashlib
+import pathlib
+import time
+
+import gin
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from valkyrie.data.feed import TaskFeed
+
+_MARK = 10**6  # is added to the segment ids of a step whose numbers are to be spoilt
+
+
+def _stall():
+  time.sleep(1000)
+
+
+@gin.configurable
+class FaultyFeed(TaskFeed):
+  """A feed that fails once, at the step of `Act`, or in several steps.
+
+  what: 'stall' never comes back; 'nan' and 'inf' are the weights of the tokens of these steps, and
+  'mark' shows them to a Spoiler.
+  """
+
+  def __init__(self, what, *arguments, steps=(), **options):
+    super().__init__(*arguments, **options)
+    self._what, self._steps = what, steps
+    if what == 'stall':
+      self._once = pathlib.Path(gin.query_parameter('Act.once'))
+      self._steps = (gin.query_parameter('Act.at'),)
+
+  def read(self, position, length, rows=None):
+    batch = super().read(position, length, rows)
+    if position // length + 1 in self._steps:
+      if self._what == 'mark':
+        return batch._replace(segment_ids=batch.segment_ids + _MARK)
+      if self._what != 'stall':
+        return batch._replace(weights=batch.weights * np.float32(self._what))
+      if not self._once.exists():
+        self._once.touch()
+        _stall()
+    return batch
+
+
+@gin.configurable
+class HashingFeed(TaskFeed):
+  """A feed that appends `position hash` for each batch."""
+
+  def __init__(self, path, *arguments, **options):
+    super().__init__(*arguments, **options)
+    self._path = path
+
+  def read(self, position, length, rows=None):
+    batch = super().read(position, length, rows)
+    digest = hashlib.sha256(b''.join(leaf.tobytes() for leaf in batch)).hexdigest()
+    with open(self._path, 'a') as file:
+      print(position, digest, file=file, flush=True)
+    return batch
+
+
+@gin.configurable
+class Spoiler(hk.Module):
+  """A mixer that gives back what it is given, but for marked steps: there one place is spoilt.
+
+  place: 'loss' spoils what it gives back, 'gradient' that of it, 'carry' what it carries on.
+  """
+
+  causal = True
+  dropout = 0.0
+
+  def __init__(self, place, value, name=None):
+    super().__init__(name)
+    self._place, self._value = place, float(value)
+
+  def initial_carry(self, batch_size, dtype):
+    return jnp.zeros((batch_size, 1), jnp.float32)
+
+  def forward_flops(self, width):
+    return 0
+
+  def __call__(self, x, carry, *, positions, segment_ids):
+    here = segment_ids >= _MARK
+    if self._place == 'loss':
+      return jnp.where(here[..., None], self._value, x), carry
+    if self._place == 'gradient':
+      return _spoil_gradient(x, here[..., None], self._value), carry
+    return x, jnp.where(here[:, :1], self._value, carry)
+
+
+@jax.custom_vjp
+def _spoil_gradient(x, here, value):
+  return x
+
+
+_spoil_gradient.defvjp(
+  lambda x, here, value: (x, (here, value)),
+  lambda kept, gradient: (jnp.where(kept[0], kept[1], gradient), None, None),
+)

@@ -1,0 +1,280 @@
+"""Where faults are injected: runs of a tiny model from the command line, without TensorFlow."""
+
+from collections.abc import Iterator, Mapping
+import contextlib
+import itertools
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+from injections.table import Unavailable
+from valkyrie.data import store_writer, vocabularies
+from valkyrie.data.store_location import store_path
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+BYTES = vocabularies.ByteVocabulary()
+STEPS, ROWS, TOKENS = 24, 4, 32  # steps of a run, rows of a batch, tokens of a row in a step
+PATIENCE = 300.0  # seconds after which a run that should end by itself counts as hung
+
+GIN = """
+seed = 0
+batch_size = {rows}
+chunk_size = 16
+chunks = 2
+backprop_chunks = 2
+train_steps = {steps}
+log_every = 1
+eval_every = 1000
+checkpoint_every = 4
+learning_rate = 3e-3
+warmup_steps = 4
+
+include 'gin/run.gin'
+include 'gin/models/tiny.gin'
+include 'gin/partition/{partition}.gin'
+include 'gin/curriculum/constant.gin'
+include 'gin/data/python_stdlib.gin'
+
+import injections.commits
+import injections.faulty
+import injections.hooks
+
+task = 'letters'
+TaskFeed.data_dir = '{data}'
+train.hooks = (@HashState(), @Pace(), @Act())
+train.remat = False
+create_writers.tensorboard = False
+LanguageModel.remat = None
+LanguageModel.d_model = 16
+LanguageModel.layers = 1
+Block.mlp_width = 24
+LongformerAttention.heads = 2
+LongformerAttention.head_width = 8
+LongformerAttention.window = 6
+LongformerAttention.registers = 2
+LongformerAttention.document_start = 2
+LongformerAttention.slice_size = 4
+S5.state_size = 8
+S5.blocks = 2
+"""
+
+
+class Laboratory:
+  """A folder of runs that share a token store, gin files and compiled programs.
+
+  Attributes:
+    folder: of everything.
+    random: decides moments and places; of the seed on the command line.
+    rank_seconds: how long an undisturbed run takes, from its start to its end.
+  """
+
+  def __init__(self, folder: pathlib.Path, seed: int):
+    self.folder = folder
+    self.random = random.Random(seed)
+    self._runs = 0
+    write_store(folder / 'data', 'letters', 'train', texts('abcdefgh', 24, seed=0))
+    write_store(folder / 'data', 'letters', 'validation', texts('abcdefgh', 8, seed=1))
+    for partition in ('single', 'data', 'fsdp'):
+      (folder / f'{partition}.gin').write_text(
+        GIN.format(rows=ROWS, steps=STEPS, partition=partition, data=folder / 'data')
+      )
+    self.run('warm', steps=1)  # fills the cache of compiled programs
+    began = time.monotonic()
+    self.run('reference')
+    self.run_seconds = time.monotonic() - began
+    self.expected = dict(self.hashes('reference'))
+    assert list(self.expected) == list(range(1, STEPS + 1))
+
+  def new(self) -> str:
+    """The name of a run that does not exist yet."""
+    self._runs += 1
+    return f'run{self._runs}'
+
+  def command(self, name: str, *flags: str, partition: str = 'single') -> list[str]:
+    """The command line of run `name`."""
+    model_dir = [f'--model_dir={self.folder / name}']
+    if any(flag.startswith('--model_dir') for flag in flags):
+      model_dir = []
+    file = f'--gin_file={self.folder / partition}.gin'
+    command = [sys.executable, '-m', 'valkyrie.main', file, *self.flags(name), *model_dir]
+    return [*command, *flags]
+
+  def flags(self, name: str) -> list[str]:
+    """The flags without which the gin files of this laboratory are not whole."""
+    place = self.folder / name
+    return [
+      '--gin_allow_import=injections',
+      f'--gin.HashState.path="{place}.hashes"',
+      f'--gin.Act.once="{place}.acted"',
+    ]
+
+  def environment(self, devices: int = 1, **more: str) -> dict[str, str]:
+    """What the processes of a run find in their environment."""
+    flags = '--xla_backend_optimization_level=0'
+    return {
+      **os.environ,
+      'PYTHONPATH': f'{ROOT}{os.pathsep}{ROOT / "scripts"}',
+      'JAX_PLATFORMS': 'cpu',
+      'XLA_FLAGS': f'{flags} --xla_force_host_platform_device_count={devices}',
+      'JAX_COMPILATION_CACHE_DIR': str(self.folder / 'compiled'),
+      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+      'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
+      **more,
+    }
+
+  def start(
+    self,
+    name: str,
+    *flags: str,
+    partition: str = 'single',
+    devices: int = 1,
+    environment: Mapping[str, str] | None = None,
+    cwd: pathlib.Path = ROOT,
+    prefix: tuple[str, ...] = (),
+    **options,
+  ) -> subprocess.Popen:
+    """Starts run `name`, or its next life; what it says goes to NAME.log."""
+    with open(self.folder / f'{name}.log', 'ab') as log:
+      return subprocess.Popen(
+        [*prefix, *self.command(name, *flags, partition=partition)],
+        cwd=cwd,
+        env=self.environment(devices, **(environment or {})),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        **options,
+      )
+
+  def run(self, name: str, *flags: str, steps: int = STEPS, code: int = 0, **options) -> None:
+    """Runs `name` to its end, which must have this exit code."""
+    found = ended(self.start(name, f'--gin.train_steps={steps}', *flags, **options))
+    if found != code:
+      raise AssertionError(f'exit code {found}, expected {code}: {self.said(name)[-400:]}')
+
+  def said(self, name: str) -> str:
+    """What all lives of a run have said."""
+    return (self.folder / f'{name}.log').read_text(errors='replace')
+
+  def hashes(self, name: str) -> list[tuple[int, str]]:
+    """(step, hash of the train state after it), in the order in which they were done."""
+    path = self.folder / f'{name}.hashes'
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [(int(step), digest) for step, digest in map(str.split, lines)]
+
+  def difference(self, name: str, whole: bool = True) -> str | None:
+    """What differs from the run that nothing was done to; None if all steps are bit-identical."""
+    found = self.hashes(name)
+    for step, digest in found:
+      if self.expected.get(step) != digest:
+        return f'the state after step {step} is another one'
+    if whole and (missing := set(self.expected) - {step for step, _ in found}):
+      return f'steps {sorted(missing)} were never done'
+    return None
+
+  def done_again(self, name: str) -> int:
+    """The steps that the last life of a run had to repeat."""
+    steps = [step for step, _ in self.hashes(name)]
+    falls = [before + 1 - after for before, after in itertools.pairwise(steps)]
+    return max([fall for fall in falls if fall > 0] or [0])
+
+  def forget(self, name: str) -> None:
+    """Deletes a run."""
+    shutil.rmtree(self.folder / name, ignore_errors=True)
+    for path in self.folder.glob(f'{name}.*'):
+      if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+      else:
+        path.unlink()
+
+
+def ended(process: subprocess.Popen, within: float = PATIENCE) -> int:
+  """The exit code of a process that ends by itself; one that does not is killed."""
+  try:
+    return process.wait(within)
+  except subprocess.TimeoutExpired:
+    process.kill()
+    process.wait()
+    raise AssertionError(f'it did not end within {within:g} s') from None
+
+
+def wait_for(condition, process: subprocess.Popen, seconds: float = PATIENCE) -> bool:
+  """Waits until a condition holds; False where the process ended before."""
+  until = time.monotonic() + seconds
+  while not condition():
+    if process.poll() is not None:
+      return bool(condition())
+    if time.monotonic() > until:
+      process.kill()
+      raise AssertionError(f'what was waited for did not come within {seconds:g} s')
+    time.sleep(0.005)
+  return True
+
+
+def texts(letters: str, count: int, seed: int) -> list[str]:
+  """Random texts of 12 to 39 letters."""
+  generator = np.random.default_rng(seed)
+  return [''.join(generator.choice(list(letters), n)) for n in generator.integers(12, 40, count)]
+
+
+def write_store(data: pathlib.Path, task: str, split: str, documents: list[str]) -> pathlib.Path:
+  """A token store of these texts, in two shards."""
+  path = store_path(task, split, BYTES, None, str(data))
+  store_writer.write_store(
+    path,
+    store_writer.Recipe(task, split, BYTES, {}, shards=2),
+    lambda shard: [
+      store_writer.Document(np.asarray(BYTES.encode(text)), len(text))
+      for text in documents[shard::2]
+    ],
+  )
+  return path
+
+
+@contextlib.contextmanager
+def heartbeats() -> Iterator[tuple[int, 'Heartbeats']]:
+  """A pipe in which a run says what it is in the middle of: (its end for the run, ours)."""
+  reader, writer = os.pipe()
+  os.set_blocking(reader, False)
+  try:
+    yield writer, Heartbeats(reader)
+  finally:
+    os.close(reader)
+    os.close(writer)
+
+
+class Heartbeats:
+  """What has come through the pipe."""
+
+  def __init__(self, reader: int):
+    self._reader = reader
+    self._text = b''
+
+  def heard(self) -> list[dict]:
+    with contextlib.suppress(BlockingIOError):
+      self._text += os.read(self._reader, 65536)
+    return [json.loads(line) for line in self._text.split(b'\n')[:-1]]
+
+
+@contextlib.contextmanager
+def mounted(place: pathlib.Path, size: str = '8m') -> Iterator[pathlib.Path]:
+  """A file system of its own, in memory."""
+  place.mkdir()
+  mounting = ['mount', '-t', 'tmpfs', '-o', f'size={size}', 'tmpfs', str(place)]
+  done = subprocess.run(mounting, capture_output=True, text=True, check=False)
+  if done.returncode:
+    raise Unavailable(f'a file system cannot be mounted here: {done.stderr.strip()}')
+  try:
+    yield place
+  finally:
+    subprocess.run(['umount', '--lazy', str(place)], check=True)
+
+
+KILL, TERM, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT

@@ -1,0 +1,93 @@
+"""Another clock, time zone, locale or hash seed, and another mesh, than where the run began."""
+
+from collections.abc import Iterator
+import json
+import os
+
+import numpy as np
+
+from injections.laboratory import STEPS, Laboratory
+from injections.table import Trial, fault
+
+# Python imports it at its start. What is not Python keeps the machine's clock.
+CLOCK = """
+import os, time
+_offset, _time, _time_ns = int(os.environ.get('CLOCK_OFFSET', '0')), time.time, time.time_ns
+time.time = lambda: _time() + _offset
+time.time_ns = lambda: _time_ns() + _offset * 10**9
+"""
+DAY = 86400
+WORLDS = (
+  {'CLOCK_OFFSET': str(DAY)}, {'CLOCK_OFFSET': str(-DAY)},
+  {'TZ': 'Pacific/Kiritimati', 'LC_ALL': 'C'}, {'PYTHONHASHSEED': '1', 'LANG': 'tr_TR.UTF-8'},
+  {'TZ': 'America/St_Johns', 'PYTHONHASHSEED': '2'}, {'LC_ALL': 'POSIX', 'PYTHONUTF8': '0'},
+)  # fmt: skip
+
+
+@fault(
+  'the clock a day on or back, TZ, locale, PYTHONHASHSEED', 'goes on bit for bit', full=6, short=2
+)
+def another_world(lab: Laboratory, times: int) -> Iterator[Trial]:
+  clock = lab.folder / 'clock'
+  clock.mkdir()
+  (clock / 'sitecustomize.py').write_text(CLOCK)
+  path = f'{clock}{os.pathsep}{lab.environment()["PYTHONPATH"]}'
+  worlds = [{**world, 'PYTHONPATH': path} for world in WORLDS]
+  pairs = list(zip(worlds, [*worlds[1:], worlds[0]], strict=True))
+  for first, second in pairs[:: max(1, len(pairs) // times)][:times]:
+    name = lab.new()
+    lab.run(name, '--gin.Act.at=13', '--gin.Act.what="die"', code=-9, environment=first)
+    lab.run(name, environment=second)
+    names = [', '.join(f'{k}={v}' for k, v in w.items() if v != path) for w in (first, second)]
+    yield Trial(' then '.join(names), lab.difference(name))
+    lab.forget(name)
+
+
+@fault(
+  'another mesh: 1x2, then 2x1, then one device',
+  'the same batches, the loss within 1e-4',
+  full=2,
+  short=1,
+  unit='relative difference of the loss',
+)
+def another_mesh(lab: Laboratory, times: int) -> Iterator[Trial]:
+  rules = (
+    '--gin.Partitioner.axis_rules=(("batch", "data"), ("embed", "model"))',
+    '--gin.Partitioner.local=False',
+  )
+  meshes = [f'--gin.Partitioner.mesh=(("data", {n}), ("model", {2 // n}))' for n in (1, 2)]
+  allowed = '--allow_changed=mesh,configuration'
+  read = ('--gin.train.feed=@train/HashingFeed', '--gin.checkpoint_every=1')
+  whole = lab.new()
+  lab.run(whole, *read, f'--gin.HashingFeed.path="{lab.folder / whole}.batches"')
+  for number in range(times):
+    name = lab.new()
+    feed = (*read, f'--gin.HashingFeed.path="{lab.folder / name}.batches"')
+    last = STEPS
+    for step, mesh in zip((8, 16), meshes[:: -1 if number % 2 else 1], strict=True):
+      stop = (f'--gin.Act.at={step}', '--gin.Act.what="ask"')
+      stop += (f'--gin.Act.once="{lab.folder / name}.{step}"',)
+      lab.run(name, *feed, *stop, mesh, *rules, allowed, devices=2, code=75)
+    lab.run(name, *feed, allowed)
+    losses = [_losses(lab, run) for run in (whole, name)]
+    differences = [abs(losses[1][n] / losses[0][n] - 1) for n in range(1, last + 1)]
+    batches = [_batches(lab, run) for run in (whole, name)]
+    found = None if batches[0] == batches[1] else 'it read other batches'
+    if max(differences) > 1e-4:
+      found = f'the loss differs by {max(differences):.2g}'
+    yield Trial(f'{"2x1, 1x2" if number % 2 else "1x2, 2x1"}, 1', found, float(np.max(differences)))
+    lab.forget(name)
+  lab.forget(whole)
+
+
+def _losses(lab: Laboratory, name: str) -> dict[int, float]:
+  lines = (lab.folder / name / 'metrics.jsonl').read_text().splitlines()
+  return {line['step']: line['loss'] for line in map(json.loads, lines)}
+
+
+def _batches(lab: Laboratory, name: str) -> dict[str, set[str]]:
+  found: dict[str, set[str]] = {}
+  for line in (lab.folder / f'{name}.batches').read_text().splitlines():
+    position, digest = line.split()
+    found.setdefault(position, set()).add(digest)
+  return found
