@@ -65,13 +65,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
       if flags.json:
         with flags.json.open('a') as file:
           file.write(json.dumps(found) + '\n')
-  print(markdown(rows))
+  text, code = conclusion(rows, time.monotonic() - began)
+  print(text)
+  return code
+
+
+def conclusion(rows: Sequence[dict], seconds: float) -> tuple[str, int]:
+  """The table, what was broken, and the exit code."""
   injected, kept = (sum(row[name] for row in rows) for name in ('injected', 'kept'))
-  print(f'\n{kept} of {injected} kept, in {(time.monotonic() - began) / 60:.1f} minutes.')
-  for row in rows:
-    for line in row['broken']:
-      print(f'\nBROKEN, {row["fault"]}: {line}')
-  return int(kept < injected)
+  lines = [markdown(rows), f'\n{kept} of {injected} kept, in {seconds / 60:.1f} minutes.']
+  lines += [f'\nBROKEN, {row["fault"]}: {line}' for row in rows for line in row['broken']]
+  return '\n'.join(lines), int(kept < injected)
 
 
 def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -257,6 +257,7 @@ def test_a_mixer_that_reads_later_tokens_is_refused():
 @pytest.mark.parametrize(
   ('options', 'message'),
   [
+    ({'unroll': 0}, 'unroll=0 must be at least 1'),
     ({'layers': 0}, 'layers=0 must be a multiple of the 1 blocks .* and at least 1'),
     ({'remat': 'all'}, "remat='all' is not known"),
     ({'compute_dtype': 'half'}, "compute_dtype='half' is not known; it is one of"),

@@ -170,6 +170,14 @@ def leaf(*shape):
   [
     (lambda: layout().check_batch(12), r'batch_size=12 .* 8 devices.* are 8 and 16'),
     (lambda: layout().check_batch(3), r'batch_size=3 .* 8 devices.*Use 8'),
+    (lambda: layout().check_batch(-3), r'batch_size=-3 .* 8 devices.*Use 8'),
+    (
+      lambda: layout(mesh=(('data', 4), ('data', 2))),
+      r"'data', 2\)\) is no mesh: give each axis a",
+    ),
+    (lambda: layout(mesh=(('data', 0),)), r"\(\('data', 0\),\) is no mesh"),
+    (lambda: layout(mesh='data'), r"'data' is no mesh"),
+    (lambda: layout(parameter_axes=(('(', ('embed',)),)), r"'\(' is no regular expression"),
     (
       lambda: layout(mesh=(('data', 4), ('model', 4), ('time', 2))),
       r'data=4 x model=4 x time=2 needs 32 devices, but there are 8',

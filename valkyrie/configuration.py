@@ -19,7 +19,7 @@ from typing import Any
 import gin
 from gin import config as gin_config
 
-from valkyrie import gin_checks, gin_reader
+from valkyrie import gin_checks, gin_parts, gin_reader
 from valkyrie.errors import ConfigurationError, StorageError
 from valkyrie.gin_reader import Macro, Reference, Statement
 from valkyrie.redaction import redact
@@ -56,6 +56,7 @@ def load(
       _import(statement)
   effective = gin_checks.effective_bindings(statements)
   gin_checks.check_values(effective)
+  gin_parts.check_parts(effective)
   try:
     for key, statement in effective.items():
       gin.bind_parameter(key, _gin_value(statement.parsed.value))

@@ -156,8 +156,9 @@ class Partitioner:
     ):
       parts = self._parts(self.axes_of(axis))
       for size in sizes:
-        if size % parts:
-          below, above = size // parts * parts, (size // parts + 1) * parts
+        if size < 1 or size % parts:
+          below = max(size, 0) // parts * parts
+          above = below + parts
           raise ConfigurationError(
             f'{name}={size} cannot be divided over {parts} devices. '
             + (f'The nearest that can are {below} and {above}.' if below else f'Use {above}.')

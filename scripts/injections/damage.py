@@ -75,7 +75,7 @@ def lost_files(lab: Laboratory, times: int) -> Iterator[Trial]:
     file.write_bytes(whole)
 
 
-@fault('a damaged step, and the run goes on', f'{OLDER}, goes on bit for bit', full=5, short=1)
+@fault('a damaged step, and the run goes on', f'{OLDER}, goes on bit for bit', full=5)
 def goes_on(lab: Laboratory, times: int) -> Iterator[Trial]:
   for number in range(times):
     name = lab.new()

@@ -79,7 +79,7 @@ def lost_files(lab: Laboratory, times: int) -> Iterator[Trial]:
   'a shard missing, a token out of range, a document altered, in a run',
   'ends with 65, named',
   full=6,
-  short=2,
+  short=1,
 )
 def in_a_run(lab: Laboratory, times: int) -> Iterator[Trial]:
   for number in range(times):
@@ -111,7 +111,6 @@ def _alter(shard: pathlib.Path, place: int, token: int) -> None:
   'damaged documents within TaskFeed.bad_documents',
   'are passed over, as by a run that is killed',
   full=4,
-  short=1,
 )
 def passed_over(lab: Laboratory, times: int) -> Iterator[Trial]:
   for number in range(times):

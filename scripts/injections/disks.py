@@ -61,7 +61,7 @@ def read_only(lab: Laboratory, times: int) -> Iterator[Trial]:
     lab.forget(name)
 
 
-@fault('a relative and a symlinked model directory', 'the same run, bit for bit', full=4, short=1)
+@fault('a relative and a symlinked model directory', 'the same run, bit for bit', full=4)
 def other_names(lab: Laboratory, times: int) -> Iterator[Trial]:
   for number in range(times):
     name = lab.new()
@@ -79,7 +79,7 @@ def other_names(lab: Laboratory, times: int) -> Iterator[Trial]:
     lab.forget(name)
 
 
-@fault('a step directory that is a symlink', 'is refused with 74', full=2, short=1)
+@fault('a step directory that is a symlink', 'is refused with 74', full=2)
 def linked_step(lab: Laboratory, times: int) -> Iterator[Trial]:
   for _ in range(times):
     name = lab.new()

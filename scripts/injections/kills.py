@@ -37,7 +37,7 @@ def _judge(lab: Laboratory, name: str, what: str, code: int) -> Iterator[Trial]:
     yield Trial(what, found, lab.done_again(name))
 
 
-@fault('kill -9 at a random moment', BITS, full=30, short=2, unit=AGAIN)
+@fault('kill -9 at a random moment', BITS, full=30, short=1, unit=AGAIN)
 def at_random(lab: Laboratory, times: int) -> Iterator[Trial]:
   def kill(name):
     process = lab.start(name, '--gin.Pace.seconds=0.05')
@@ -52,7 +52,7 @@ def at_random(lab: Laboratory, times: int) -> Iterator[Trial]:
   return _lives(lab, times, kill)
 
 
-@fault('kill -9 inside a save', BITS, full=20, short=2, unit=AGAIN)
+@fault('kill -9 inside a save', BITS, full=20, short=1, unit=AGAIN)
 def inside_a_save(lab: Laboratory, times: int) -> Iterator[Trial]:
   def kill(name):
     with heartbeats() as (pipe, ours):
@@ -77,7 +77,7 @@ def inside_a_save(lab: Laboratory, times: int) -> Iterator[Trial]:
   return _lives(lab, times, kill)
 
 
-@fault('kill -9 in each phase of a commit and of its manifest', BITS, full=7, short=2, unit=AGAIN)
+@fault('kill -9 in each phase of a commit and of its manifest', BITS, full=7, short=1, unit=AGAIN)
 def in_each_phase(lab: Laboratory, times: int) -> Iterator[Trial]:
   for moment in list(MOMENTS)[:: max(1, len(MOMENTS) // times)][:times]:
     name = lab.new()

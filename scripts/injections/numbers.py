@@ -56,7 +56,7 @@ def not_finite(lab: Laboratory, times: int) -> Iterator[Trial]:
     lab.forget(name)
 
 
-@fault('numbers that stay infinite', 'ends with 76, names the documents', full=2, short=1)
+@fault('numbers that stay infinite', 'ends with 76, names the documents', full=2)
 def stays_infinite(lab: Laboratory, times: int) -> Iterator[Trial]:
   for number in range(times):
     name = lab.new()
@@ -71,9 +71,7 @@ def stays_infinite(lab: Laboratory, times: int) -> Iterator[Trial]:
     lab.forget(name)
 
 
-@fault(
-  'a loss spike', 'is skipped, as it is by a run that is killed in between', full=100, short=10
-)
+@fault('a loss spike', 'is skipped, as it is by a run that is killed in between', full=100)
 def spikes(lab: Laboratory, times: int) -> Iterator[Trial]:
   yield from _spikes(lab, times, 'skip')
 

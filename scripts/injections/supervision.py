@@ -67,7 +67,7 @@ def stalled(lab: Laboratory, times: int) -> Iterator[Trial]:
   yield from _hangs(lab, times, 'stall', *feed)
 
 
-@fault('kill -9, supervised', 'started again, bit for bit', full=4, short=1)
+@fault('kill -9, supervised', 'started again, bit for bit', full=4)
 def killed(lab: Laboratory, times: int) -> Iterator[Trial]:
   for _ in range(times):
     name = lab.new()
@@ -78,9 +78,7 @@ def killed(lab: Laboratory, times: int) -> Iterator[Trial]:
     lab.forget(name)
 
 
-@fault(
-  'an exception in the loop', 'is shown, saves, ends with 70, goes on bit for bit', full=5, short=1
-)
+@fault('an exception in the loop', 'is shown, saves, ends with 70, goes on bit for bit', full=5)
 def raised(lab: Laboratory, times: int) -> Iterator[Trial]:
   for _ in range(times):
     name = lab.new()

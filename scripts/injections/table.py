@@ -1,6 +1,6 @@
 """The rows of the table: what is injected, what is promised, and whether that was kept."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -60,7 +60,7 @@ def summary(row: Fault, trials: list[Trial], seconds: float) -> dict[str, Any]:
   }
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
   """The table."""
   names = ('fault', 'injected', 'promise', 'kept', 'worst')
   lines = ['| ' + ' | '.join(names) + ' |', '| --- ' * len(names) + '|']

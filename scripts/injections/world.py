@@ -25,7 +25,7 @@ WORLDS = (
 
 
 @fault(
-  'the clock a day on or back, TZ, locale, PYTHONHASHSEED', 'goes on bit for bit', full=6, short=2
+  'the clock a day on or back, TZ, locale, PYTHONHASHSEED', 'goes on bit for bit', full=6, short=1
 )
 def another_world(lab: Laboratory, times: int) -> Iterator[Trial]:
   clock = lab.folder / 'clock'

@@ -22,11 +22,7 @@ class Every:
 
   def __init__(self, n: int, hook: Hook, *, total_steps: int, start_step: int = 0):
     """Starts counting after `start_step`, the steps that were done before this process began."""
-    if n < 1:
-      raise ConfigurationError(
-        f'Something is to happen every {n} steps; give at least 1, or more than '
-        f'train_steps={total_steps} for once at the end.'
-      )
+    check_every(n)
     self._n, self._hook, self._total_steps, self._seen = n, hook, total_steps, start_step
 
   def __call__(self, step: int, state: Any, metrics: Any) -> None:
@@ -36,3 +32,12 @@ class Every:
     self._seen = max(self._seen, step)
     if passed or ended:
       self._hook(step, state, metrics)
+
+
+def check_every(n: int) -> None:
+  """Raises a ConfigurationError where something is to happen every n steps, and n is none."""
+  if n < 1:
+    raise ConfigurationError(
+      f'Something is to happen every {n} steps; give at least 1, or more than train_steps for once '
+      'at the end.'
+    )

@@ -6,6 +6,7 @@ import jax
 
 from valkyrie.models.language_model import Model
 from valkyrie.monitoring import flops
+from valkyrie.monitoring.hooks import check_every
 from valkyrie.monitoring.metrics import Metrics, speed_metrics, text_metrics
 from valkyrie.monitoring.writers import RunWriter
 from valkyrie.training.curriculum import Curriculum
@@ -31,6 +32,7 @@ class TrainingLog:
     tokens_per_byte: float | None,
   ):
     """Writes to `writer` whenever a multiple of `every` steps, or the last one, is done."""
+    check_every(every)
     self._writer = writer
     self._plans = model.plan_block is not None
     self._flops = flops.train_flops_per_token(model.forward_flops)
