@@ -16,6 +16,7 @@ import tiny_run
 from valkyrie import configuration, main, train
 from valkyrie.errors import Diverged, Preempted
 from valkyrie.monitoring import heartbeat
+from valkyrie.preemption import Preemption
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -121,6 +122,15 @@ def test_during_compilation_nothing_is_saved(flags, folder, tmp_path):
   assert 'handlers ready' not in said
   assert 'valkyrie: SIGTERM before the first step: nothing was saved. Run the same' in said
   assert checkpoints(tmp_path) == []
+
+
+def test_what_a_signal_in_start_up_is_turned_into_is_not_the_error_to_see():
+  with pytest.raises(Preempted, match='SIGTERM before the first step'), Preemption():
+    try:
+      os.kill(os.getpid(), signal.SIGTERM)
+      time.sleep(1)
+    except Preempted as error:  # as inspect.signature does, which jax calls when it traces
+      raise TypeError('unsupported callable') from error
 
 
 def builder_of(process):

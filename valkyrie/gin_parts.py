@@ -54,7 +54,8 @@ def _mismatch(value: Any, annotation: Any) -> str | None:
     return next(filter(None, (_mismatch(item, arguments[0]) for item in value)), None)
   if origin is collections.abc.Callable:
     return _no_maker(value, arguments[-1])
-  is_kind = inspect.isclass(annotation) and annotation not in _PLAIN and origin is None
+  plain = (*_PLAIN, inspect.Parameter.empty)
+  is_kind = inspect.isclass(annotation) and annotation not in plain and origin is None
   return _no_instance(value, annotation) if is_kind else None
 
 

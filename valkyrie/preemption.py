@@ -52,7 +52,7 @@ class Preemption:
     self._over = threading.Event()
     self._lock = threading.Lock()
     self._newest: Callable[[], str] | None = None
-    self._unwinding = False
+    self._unwinding: int | None = None  # the signal that ended the start-up
 
   def ready(self, newest: Callable[[], str]) -> None:
     """Promises to save from now on; `newest` says which checkpoint is the last, in a few words.
@@ -91,12 +91,15 @@ class Preemption:
     self._thread.join()
     os.close(self._reader)
     os.close(self._writer)
+    # Whatever code the signal fell into may have made another error of it.
+    if self._unwinding is not None and isinstance(error, Exception):
+      raise Preempted(_before_the_first_step(self._unwinding)) from error
 
   def _handle(self, number: int, frame: types.FrameType | None) -> None:
     """Runs in the main thread; what is to be done once `ready` was called, `_watch` does."""
     del frame
-    if self._newest is None and not self._unwinding:
-      self._unwinding = True
+    if self._newest is None and self._unwinding is None:
+      self._unwinding = number
       raise Preempted(_before_the_first_step(number))
 
   def _watch(self) -> None:
