@@ -1,5 +1,6 @@
 """What is saved comes back bit for bit; what is not whole, or not this model's, never does."""
 
+import json
 import os
 import resource
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 from valkyrie.checkpoints import Checkpoints
 from valkyrie.errors import ConfigurationError, Diverged, StorageError
+from valkyrie.monitoring import heartbeat
 
 
 class State(NamedTuple):
@@ -206,6 +208,21 @@ def test_what_is_not_finite_is_not_saved(tmp_path):
     with pytest.raises(Diverged, match=r'step 2 .* in carry/1/s5; .* is of step 1'):
       checkpoints.save(2, spoilt, {})
     checkpoints.save(2, state, {})
+
+
+def test_a_supervisor_hears_that_it_is_saving_only_while_the_run_waits_for_it(
+  tmp_path, monkeypatch
+):
+  reader, writer = os.pipe()
+  monkeypatch.setenv(heartbeat.VARIABLE, str(writer))
+  with Checkpoints().open(tmp_path) as checkpoints:
+    checkpoints.save(1, make_state(), {})
+    checkpoints.save_now(2, make_state(), {})
+  os.close(writer)
+  with open(reader) as lines:
+    heard = [line['phase'] for line in map(json.loads, lines) if 'phase' in line]
+  # The first goes on behind the run's back; then the run waits for it, and for the second.
+  assert heard == ['save', 'step', 'save', 'save']
 
 
 def test_orbax_stays_quiet_and_imports_no_tensorflow(tmp_path):

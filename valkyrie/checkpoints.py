@@ -154,6 +154,10 @@ class CheckpointDirectory:
       Diverged: where the state is not finite.
       StorageError: where this save cannot start, or the one before it failed on its way.
     """
+    self._begin(step, state, record)
+    heartbeat.beat(phase='step')  # what hangs from now on is no save
+
+  def _begin(self, step: int, state: Any, record: dict[str, Any]) -> None:
     if self._read_only:
       raise StorageError(f'{self.directory} was opened to read only; nothing was saved.')
     heartbeat.beat(phase='save')
@@ -185,8 +189,8 @@ class CheckpointDirectory:
     """Saves and waits until it is on disk, unless that step was saved already; raises as `save`."""
     self.wait()
     if self._newest != step:
-      self.save(step, state, record)
-      self.wait()
+      self._begin(step, state, record)
+      self._collect()
 
   def _commit(self, step: int, record: dict[str, Any]) -> None:
     place = steps.unfinished(self.directory, step)
@@ -301,10 +305,15 @@ class CheckpointDirectory:
   def check(self) -> None:
     """Raises StorageError where the save under way has failed; does not wait for it."""
     if self._under_way is not None and self._under_way.done():
-      self.wait()
+      self._collect()
 
   def wait(self) -> None:
     """Returns when no save is under way; raises StorageError, once, where the last one failed."""
+    if self._under_way is not None:
+      heartbeat.beat(phase='save')
+    self._collect()
+
+  def _collect(self) -> None:
     under_way, self._under_way = self._under_way, None
     if under_way is not None:
       with _as_storage_error(
