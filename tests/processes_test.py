@@ -195,6 +195,8 @@ def test_in_every_layout_two_processes_compute_what_one_device_does(folder):
   for process in start(folder, 2, *arguments):
     _, said = process.communicate()
     assert process.returncode == 0, said
+    assert said.count('disagreement:') == 1
+    assert 'In step 6, processes 0 and 1 read different tokens in row 5' in said
   expected = layouts.gradients('single', 'float32')[0]
   for name in layouts.SPLIT:
     with np.load(folder / f'{name}.npz') as file:

@@ -1,10 +1,13 @@
-"""One step's loss and gradient in every layout, by a process of several: what processes_test reads.
+"""What one of several processes computes and says, without a run: what processes_test reads.
+
+One step's loss and gradient in every layout, and what is found of a store that is not the same.
 
 python two_processes.py COORDINATOR PROCESSES PROCESS FOLDER LAYOUT ...
 """
 
 import argparse
 import pathlib
+import sys
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -13,6 +16,24 @@ import partitioning_test as layouts
 import tiny
 
 from valkyrie import cluster
+from valkyrie.agreement import Agreement
+from valkyrie.errors import DataError
+
+
+class Feed:
+  """Reads one batch, of which one row may differ."""
+
+  def __init__(self, whole):
+    self.whole, self.differs = whole, None
+
+  def read(self, position, length, rows):
+    batch = jax.tree.map(lambda x: x[list(rows)].copy(), self.whole)
+    if self.differs in rows:
+      batch.inputs[list(rows).index(self.differs), 3] += 1
+    return batch
+
+  def describe(self, position, length):
+    return 'the documents there'
 
 
 def main():
@@ -45,7 +66,16 @@ def main():
     leaves = jax.device_get(jax.tree.leaves(step(state['params'], state['carry'], batch)))
     if jax.process_index() == 0:
       np.savez(pathlib.Path(flags.folder, f'{name}.npz'), *leaves)
-    print(f'{name}: rows {rows[0]} to {rows[-1]}', flush=True)
+    cluster.exchange('done', name)
+
+  feed = Feed(whole)
+  rows = range(4 * flags.process, 4 * flags.process + 4)
+  for differs in (None, 5):
+    feed.differs = differs if flags.process == 1 else None
+    try:
+      Agreement(feed, rows, every=3)(6, 0, feed.read(0, 24, rows))
+    except DataError as error:
+      print(f'disagreement: {error}', file=sys.stderr)
 
 
 if __name__ == '__main__':

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.stages import Compiled
 
 from valkyrie import fitting
 from valkyrie.models import language_model
@@ -113,7 +114,7 @@ def compile_steps(
   batch_size: int,
   progress: Progress,
   donate: bool,
-) -> list[Callable]:
+) -> list[Compiled]:
   """The compiled step of each phase, before the first is taken; phases of one shape share theirs.
 
   Args:
@@ -125,7 +126,7 @@ def compile_steps(
     progress: is told of each compilation.
     donate: the memory of the state that a step is given becomes that of the state it returns.
   """
-  compiled: dict[tuple, Callable] = {}
+  compiled: dict[tuple, Compiled] = {}
   for phase in curriculum.phases:
     if phase.shape not in compiled:
       heartbeat.beat(phase='compile')

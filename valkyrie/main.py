@@ -32,6 +32,7 @@ ROOMS = (
   'valkyrie.training.spikes',
   'valkyrie.partitioning',
   'valkyrie.data.feed',
+  'valkyrie.agreement',
   'valkyrie.checkpoints',
   'valkyrie.preemption',
   'valkyrie.monitoring.hooks',

@@ -10,7 +10,7 @@ from typing import Any
 from valkyrie.errors import ConfigurationError
 
 # What --allow_changed may name.
-KINDS = ('configuration', 'position', 'store', 'vocabulary', 'mesh', 'versions')
+KINDS = ('configuration', 'position', 'store', 'vocabulary', 'mesh', 'versions', 'executable')
 
 _PACKAGES = ('jax', 'jaxlib', 'dm-haiku', 'optax', 'orbax-checkpoint', 'numpy')
 _SHOWN = 10
@@ -18,7 +18,7 @@ _SHOWN = 10
 # Bindings that leave the numbers of a step as they are. `train_steps` may grow, which stretches the
 # learning rate's schedule; what is read is known by the fingerprints of store and vocabulary.
 _FREE = re.compile(
-  r'validation/|(Checkpoints|Preemption|RefusedSteps|Evaluator|evaluate|infer|create_writers)\.'
+  r'validation/|(Checkpoints|Preemption|RefusedSteps|Evaluator|Agreement|evaluate|infer|create_writers)\.'
   r'|Optimizer\.train_steps$'
   r'|train\.(train_steps|log_every|eval_every|checkpoint_every|hooks|evaluator|checkpoints|hunt_nan)$'
   r'|(.*/)?TaskFeed\.(data_dir|source|vocabulary)$'
@@ -60,7 +60,11 @@ def check(
   Raises:
     ConfigurationError: naming everything that differs and is not.
   """
-  differences = {kind: _compare(found.get(kind), value) for kind, value in expected.items()}
+  differences = {
+    kind: _compare(found.get(kind), value)
+    for kind, value in expected.items()
+    if kind != 'executable' or value  # known only when all is compiled, see `check_executable`
+  }
   refused = [kind for kind in differences if differences[kind] and kind not in allowed]
   if refused:
     lines = [f'  {kind}: {line}' for kind in refused for line in differences[kind]]
@@ -72,6 +76,21 @@ def check(
       f'on all the same with --allow_changed={",".join(refused)}.'
     )
   return [f'{kind}: {line}' for kind in differences for line in differences[kind]]
+
+
+def check_executable(
+  found: Mapping[str, Any], programs: Mapping[str, str], allowed: Collection[str], place: str
+) -> None:
+  """Compares the programs of this run with those of the record `found`, where both have one.
+
+  All else agrees then, but for what no record holds: the compiler's flags, or the machine.
+
+  Raises:
+    ConfigurationError: as `check` does.
+  """
+  known = found.get('executable', {})
+  both = {name: programs[name] for name in programs if name in known}
+  check({'executable': {name: known[name] for name in both}}, {'executable': both}, allowed, place)
 
 
 def _compare(found: Any, expected: Any) -> list[str]:

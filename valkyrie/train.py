@@ -1,6 +1,6 @@
 """Training, read from top to bottom: mesh, model, data, state, steps, loop."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import functools
 import pathlib
@@ -9,14 +9,15 @@ from typing import Any
 import gin
 import jax
 
-from valkyrie import configuration, fitting, resume
+from valkyrie import configuration, executable, fitting, resume
+from valkyrie.batches import batches
 from valkyrie.checkpoints import CheckpointDirectory, Checkpoints
 from valkyrie.compilation import compile_steps, prepare
-from valkyrie.data.feed import TaskFeed, prefetch
-from valkyrie.errors import DataError, Diverged, Preempted, StorageError
+from valkyrie.data.feed import TaskFeed
+from valkyrie.errors import Diverged, Preempted, StorageError
 from valkyrie.evaluate import Evaluator
 from valkyrie.models import language_model
-from valkyrie.models.language_model import LanguageModel, Model
+from valkyrie.models.language_model import LanguageModel
 from valkyrie.monitoring import heartbeat, plot, report
 from valkyrie.monitoring.hooks import Every, Hook
 from valkyrie.monitoring.progress import Progress, describe
@@ -32,7 +33,6 @@ from valkyrie.training.nan_hunt import hunting
 from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.spikes import LossSpikes
 from valkyrie.training.train_step import StepMetrics, TrainState, initial_state, make_train_step
-from valkyrie.types import Batch
 
 
 @gin.configurable
@@ -110,6 +110,8 @@ def train(
     measure = evaluator(functions, layout)
 
     # State: initial, or where the run was left.
+    programs: dict[str, str] = {}
+
     def record(step: int) -> dict[str, Any]:
       return {
         'configuration': resume.computation(configuration.bindings()),
@@ -118,13 +120,14 @@ def train(
         'vocabulary': source.vocabulary.fingerprint,
         'mesh': {'axes': dict(layout.mesh.shape), 'device': jax.devices()[0].device_kind},
         'versions': resume.versions(),
+        'executable': programs,
       }
 
     make_initial = layout.partition(
       lambda: initial_state(functions, rule, seed, batch_size, spikes.initial()),
       out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract),
     )
-    state = _restored(saved, abstract, record, allow_changed, progress)
+    state, same = _restored(saved, abstract, record, allow_changed, progress)
     state = make_initial() if state is None else state
     start = int(state.step)
     if jax.process_index() == 0:
@@ -141,6 +144,8 @@ def train(
 
     # Steps: every shape is compiled before the first is taken.
     steps = compile_steps(make_step, phases, layout, abstract, batch_size, progress, not hunt_nan)
+    programs |= executable.fingerprints(steps, phases.phases, train_steps, donated=not hunt_nan)
+    resume.check_executable(same, programs, allow_changed, saved.describe_newest())
     if hunt_nan:
       plain = language_model.transform(functools.partial(model, remat=None))
       steps = [
@@ -218,7 +223,7 @@ def train(
           saved.save_now(done, state, record(done))
 
       with _rescue(save_now):
-        for step, batch in _batches(source, functions, phases, layout, batch_size, remaining):
+        for step, batch in batches(source, functions, phases, layout, batch_size, remaining):
           if asked_to_stop():
             break
           state, metrics = steps[phases.index(step)](state, batch)
@@ -271,34 +276,17 @@ def _restored(
   record: Callable[[int], dict[str, Any]],
   allow_changed: Sequence[str],
   progress: Progress,
-) -> TrainState | None:
-  """The newest checkpoint, after a look at what it was trained with; None where there is none."""
+) -> tuple[TrainState | None, Mapping[str, Any]]:
+  """The newest checkpoint, after a look at what it was trained with; None where there is none.
+
+  Beside it its record, or an empty one where something has changed since.
+  """
   step, found = saved.latest_step(), saved.latest_record()
   if step is None or found is None:
-    return None
-  for line in resume.check(found, record(step), allow_changed, saved.describe_newest()):
+    return None, {}
+  changed = resume.check(found, record(step), allow_changed, saved.describe_newest())
+  for line in changed:
     progress.say(f'changed since the checkpoint: {line}')
   restored = saved.restore(abstract)
   assert restored is not None, 'its record was just read'
-  return restored[0]
-
-
-def _batches(
-  feed: TaskFeed,
-  model: Model,
-  curriculum: Curriculum,
-  layout: Partitioner,
-  batch_size: int,
-  steps: range,
-) -> Iterator[tuple[int, Batch]]:
-  """(step, its batch on the devices) for each step, read ahead; refuses what a model would cut."""
-  spans = ((curriculum.position(n), curriculum.phase(n).tokens_per_row) for n in steps)
-  rows = layout.rows(batch_size)
-  for step, batch in zip(steps, prefetch(feed, spans, rows=rows), strict=True):
-    longest = int(batch.positions.max()) + 1
-    if model.max_context is not None and longest > model.max_context:
-      raise DataError(
-        f'Step {step} reads a document of {longest} tokens or more, but the model sees at most '
-        f'{model.max_context} (FullAttention.max_context). Raise it, or use LongformerAttention.'
-      )
-    yield step, layout.place_batch(batch, batch_size)
+  return restored[0], {} if changed else found

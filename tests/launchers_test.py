@@ -1,0 +1,83 @@
+"""What the launchers would run, from their dry runs: nothing is rented, and no cluster is asked."""
+
+import pathlib
+import shlex
+import subprocess
+
+import pytest
+
+from valkyrie import supervise
+from valkyrie.main import parse_command_line
+
+SCRIPTS = pathlib.Path(__file__).parents[1] / 'scripts'
+FLAGS = ['--gin_file=gin/v4_32.gin', '--model_dir=/mnt/a run', "--gin.task='fineweb'"]
+
+
+def dry_run(name, *arguments, **environment):
+  command = [SCRIPTS / name, '--dry_run', *arguments, '--', *FLAGS]
+  done = subprocess.run(
+    command,
+    capture_output=True,
+    text=True,
+    check=True,
+    env={'PATH': '/usr/bin:/bin', **environment},
+  )
+  assert not done.stderr
+  return done.stdout
+
+
+def check_run(words):
+  """A supervisor stands above each rank, which is given the flags as they were typed."""
+  at = words.index('scripts/supervise')
+  assert words[at - 1] != '&&' and words[at : at + 5] == [
+    'scripts/supervise', '--', 'python', '-m', 'valkyrie.main',
+  ]  # fmt: skip
+  flags, gin_flags = parse_command_line(words[at + 5 :])
+  assert (flags.processes, flags.model_dir) == ('auto', '/mnt/a run')
+  assert gin_flags == [FLAGS[-1]]
+
+
+def test_tpu_vm():
+  start, stop = (
+    shlex.split(line)
+    for line in dry_run('launch_tpu_vm', 'pod', 'us-central2-b', 'valkyrie').splitlines()
+    if not line.startswith('#')
+  )
+  for words in (start, stop):
+    assert words[:8] == [
+      'gcloud', 'compute', 'tpus', 'tpu-vm', 'ssh', 'pod', '--zone=us-central2-b', '--worker=all',
+    ]  # fmt: skip
+  command = start[8].removeprefix('--command=')
+  check_run(shlex.split(command))
+  # The shell's number, which is that of the supervisor from `exec` on, is what is sent the signal.
+  assert 'echo $$ > ~/.valkyrie.pid' in command and '&& exec scripts/supervise' in command
+  assert stop[8] == '--command=kill -TERM "$(cat ~/.valkyrie.pid)"'
+
+
+def test_gke():
+  words = shlex.split(dry_run('launch_gke', 'c', 'w', 'v4-64', 'image', XPK_FLAGS='--num-slices=2'))
+  assert words[:3] == ['xpk', 'workload', 'create']
+  options = dict(word.split('=', 1) for word in words[3:])
+  assert options['--cluster'] == 'c' and options['--num-slices'] == '2'
+  codes = options['--restart-on-exit-codes'].split(',')
+  assert tuple(map(int, codes)) == supervise.RETRYABLE
+  assert options['--command'].startswith('exec scripts/supervise')
+  check_run(shlex.split(options['--command']))
+
+
+def test_slurm(tmp_path):
+  text = dry_run('launch_slurm', '8', '4', SBATCH_FLAGS='--gpus-per-task=1')
+  (tmp_path / 'job').write_text(text)
+  subprocess.run(['bash', '-n', tmp_path / 'job'], check=True)
+  lines = text.splitlines()
+  asked = {line.removeprefix('#SBATCH ') for line in lines if line.startswith('#SBATCH')}
+  assert asked >= {'--nodes=8', '--ntasks-per-node=4', '--signal=TERM@60', '--gpus-per-task=1'}
+  words = shlex.split(lines[-1])
+  assert words[:3] == ['exec', 'srun', '--kill-on-bad-exit=0']
+  check_run(words)
+
+
+@pytest.mark.parametrize('name', ['launch_tpu_vm', 'launch_gke', 'launch_slurm'])
+def test_too_little_is_a_usage_error(name):
+  done = subprocess.run([SCRIPTS / name, '--dry_run'], capture_output=True, text=True, check=False)
+  assert done.returncode == 2 and f'scripts/{name}' in done.stderr

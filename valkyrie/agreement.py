@@ -1,0 +1,70 @@
+"""Whether the processes of a run read the same, though no two of them read the same rows."""
+
+from collections.abc import Sequence
+import hashlib
+import json
+
+import gin
+
+from valkyrie import cluster
+from valkyrie.data.feed import TaskFeed
+from valkyrie.errors import ConfigurationError, DataError
+from valkyrie.types import Batch
+
+
+@gin.configurable
+class Agreement:
+  """Compares hashes of what stands in each row, every so many steps; one process has nothing to do.
+
+  Then each process also reads the rows of the next one, and what two of them find in a row must be
+  the same. So a store that differs on one host is found out, and named.
+  """
+
+  def __init__(self, feed: TaskFeed, rows: Sequence[int], every: int = 100):
+    """Takes the feed, the rows that this process reads, and the steps from one look to the next."""
+    if every < 1:
+      raise ConfigurationError(f'Agreement.every={every} is not a number of steps; give 1 or more.')
+    self._feed = feed
+    self._every = every
+    held = [json.loads(text) for text in cluster.exchange('rows', json.dumps(list(rows)))]
+    self._rows = list(rows)
+    self._alone = len(held) == 1
+    others = held[(held.index(self._rows) + 1) % len(held)]
+    self._others = [row for row in others if row not in self._rows]
+
+  def __call__(self, step: int, position: int, batch: Batch) -> None:
+    """Looks at the batch of a step, whose first token is each row's token number `position`.
+
+    Raises:
+      DataError: in all processes, where two of them differ.
+    """
+    if self._alone or step % self._every:
+      return
+    hashes = _hashes(self._rows, batch)
+    if self._others:
+      length = batch.inputs.shape[1]
+      hashes |= _hashes(self._others, self._feed.read(position, length, self._others))
+    told = cluster.exchange('tokens', json.dumps({'step': step, 'rows': hashes}))
+    seen: dict[str, tuple[int, str]] = {}
+    for process, found in enumerate(map(json.loads, told)):
+      if found['step'] != step:
+        raise DataError(
+          f'Process {process} is at step {found["step"]} while another is at {step}: they do not '
+          'run the same command. Stop all of them, and start them with one.'
+        )
+      for row, digest in found['rows'].items():
+        first, expected = seen.setdefault(row, (process, digest))
+        if digest != expected:
+          raise DataError(
+            f'In step {step}, processes {first} and {process} read different tokens in row {row}, '
+            f'of {self._feed.describe(position, batch.inputs.shape[1])}. The token stores of their '
+            'hosts differ, or one is damaged: copy one to all of them.'
+          )
+
+
+def _hashes(rows: Sequence[int], batch: Batch) -> dict[str, str]:
+  """{row: hash of all that a batch holds of it}; JSON has no other names than texts."""
+  return {
+    str(row): hashlib.sha256(b''.join(leaf[number].tobytes() for leaf in batch)).hexdigest()
+    for number, row in enumerate(rows)
+  }
