@@ -184,10 +184,14 @@ def test_what_befalls_one_process_ends_both_and_they_start_again_where_that_help
     assert code == 65, said
   assert 'valkyrie: a document that is not what it should be' in ended[1][1]
   assert 'valkyrie: process 1 ended with 65' in ended[0][1]
-  lines = (folder / 'faults' / 'supervise.jsonl').read_text().splitlines()
-  codes = [json.loads(line)['code'] for line in lines]
-  assert 137 in codes and 86 in codes and codes.count(65) == 2
-  assert set(codes) <= {65, 75, 86, 134, 137}
+  lines = map(json.loads, (folder / 'faults' / 'supervise.jsonl').read_text().splitlines())
+  codes = {0: [], 1: []}
+  for line in lines:
+    codes[line['process']].append(line['code'])
+  # The other one is ended by its own deadline, or by jax when it hears of the loss.
+  assert 86 in codes[0] and codes[1][0] == 137
+  for of_one in codes.values():
+    assert of_one[-1] == 65 and set(of_one[:-1]) <= {75, 86, 134, 137} and len(of_one) >= 3
 
 
 def test_in_every_layout_two_processes_compute_what_one_device_does(folder):

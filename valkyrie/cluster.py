@@ -19,6 +19,7 @@ import time
 from typing import Any
 
 from valkyrie.errors import ConfigurationError, Preempted, Unreachable
+from valkyrie.monitoring import heartbeat
 
 COORDINATOR = '127.0.0.1:8476'  # unless another is named: nothing outside this machine can join
 DETECTED = 'auto'  # the number of processes where jax's cluster detection is to find it
@@ -26,8 +27,9 @@ DETECTED = 'auto'  # the number of processes where jax's cluster detection is to
 _HEARTBEAT = 20  # seconds after which jax misses a process that was killed or stopped
 _PATIENCE = 24 * 3600.0  # what waits longer has a supervisor, or jax's heartbeat, to end it
 _POLL = 0.5
-_LINGER = 3.0  # seconds in which the others can still hear what process 0 ends with
-_ENDING = 'valkyrie/ending/'
+_LINGER = 5.0  # seconds that process 0 waits for the others: with it goes what they talk through
+_ENDING = 'valkyrie/ending/'  # what a process is going to end with
+_GONE = 'valkyrie/gone/'  # what it ended with
 
 _client: Any = None
 _index = 0
@@ -90,6 +92,7 @@ def join(coordinator: str | None, processes: str, process: int | None, seconds: 
     late.cancel()
   _client = distributed.global_state.client
   _index, _count = distributed.global_state.process_id, distributed.global_state.num_processes
+  heartbeat.beat(process=_index)
   threading.Thread(target=_listen, name='cluster', daemon=True).start()
 
 
@@ -124,8 +127,7 @@ def exchange(name: str, text: str, seconds: float = _PATIENCE) -> list[str]:
 def announce(code: int) -> None:
   """Says what this process is going to end with; the others follow, each in its way."""
   if _client is not None:
-    with contextlib.suppress(RuntimeError):  # nobody is left to be told
-      _client.key_value_set(f'{_ENDING}{_index}', str(code), allow_overwrite=True)
+    _tell(_ENDING, code)
 
 
 def end(code: int, error: BaseException | None = None) -> None:
@@ -145,11 +147,13 @@ def end(code: int, error: BaseException | None = None) -> None:
     print('valkyrie: waiting whether another process is lost', file=sys.stderr, flush=True)
     time.sleep(_HEARTBEAT + 5)  # `_listen`, or jax, ends this process meanwhile if it is
   announce(code)
+  _tell(_GONE, code)
   until = time.monotonic() + _LINGER
-  while _index == 0 and time.monotonic() < until and len(_endings()) < _count:
+  while _index == 0 and time.monotonic() < until and len(_told(_GONE)) < _count:
     time.sleep(0.05)
-  sys.stdout.flush()
-  sys.stderr.flush()
+  for stream in (sys.stdout, sys.stderr):
+    with contextlib.suppress(OSError, ValueError):
+      stream.flush()
   os._exit(code)
 
 
@@ -181,10 +185,15 @@ def _checked(
   return address, int(processes)
 
 
-def _endings() -> dict[int, int]:
-  """{process: the code that it announced}."""
+def _tell(place: str, code: int) -> None:
+  with contextlib.suppress(RuntimeError):  # nobody is left to be told
+    _client.key_value_set(f'{place}{_index}', str(code), allow_overwrite=True)
+
+
+def _told(place: str) -> dict[int, int]:
+  """{process: the code that it told}."""
   try:
-    found = _client.key_value_dir_get(_ENDING)
+    found = _client.key_value_dir_get(place)
   except RuntimeError:
     return {}
   return {int(key.rpartition('/')[2]): int(code) for key, code in found}
@@ -194,15 +203,14 @@ def _listen() -> None:
   asked = False
   while True:
     time.sleep(_POLL)
-    endings = _endings()
+    endings = _told(_ENDING)
     asked = asked or _index in endings
     for process, code in endings.items():
       if process == _index:
         continue
       if code != Preempted.exit_code:
         print(f'valkyrie: process {process} ended with {code}', file=sys.stderr, flush=True)
-        announce(code)
-        os._exit(code)
+        end(code)
       # Without a handler the signal would leave another exit code: there soon is one.
       if not asked and callable(signal.getsignal(signal.SIGTERM)):
         asked = True

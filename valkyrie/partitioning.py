@@ -163,6 +163,12 @@ class Partitioner:
             f'{name}={size} cannot be divided over {parts} devices. '
             + (f'The nearest that can are {below} and {above}.' if below else f'Use {above}.')
           )
+    if jax.process_count() > 1 and not self.rows(batch_size):
+      raise ConfigurationError(
+        f'The mesh {dict(self.mesh.shape)} leaves process {jax.process_index()} of '
+        f'{jax.process_count()} without a device. Start fewer processes, or choose a layout that '
+        'takes all devices, such as gin/partition/zero1.gin.'
+      )
 
   def logical_axes(self, path: str, shape: Sequence[int]) -> Axes:
     """The logical axes of a leaf of the train state.

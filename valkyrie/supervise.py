@@ -39,6 +39,7 @@ class Heard:
   phase: str = 'start_up'
   step: int | None = None
   saved: int = -1
+  process: int | None = None  # which of several it is
   model_dir: str | None = None
 
   def update(self, facts: dict[str, Any]) -> None:

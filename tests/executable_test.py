@@ -1,0 +1,40 @@
+"""The fingerprint of a program is that of what it computes, and a resumed run must share it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from valkyrie import executable, resume
+from valkyrie.errors import ConfigurationError
+from valkyrie.training.curriculum import Phase
+
+
+def compiled(lines, constant, name='f'):
+  """A program from a source file that begins with so many empty lines."""
+  source = '\n' * lines + f'def {name}(x):\n  return jnp.tanh(x @ x).sum() + {constant}'
+  names = {'jnp': jnp}
+  exec(compile(source, f'file_{lines}.py', 'exec'), names)
+  return jax.jit(names[name]).lower(jnp.ones((8, 8))).compile()
+
+
+def test_only_what_is_computed_counts():
+  first, moved, other = compiled(0, 1.0), compiled(10, 1.0), compiled(0, 2.0)
+  assert first.as_text() != moved.as_text()
+  assert executable.fingerprint(first) == executable.fingerprint(moved)
+  assert executable.fingerprint(first) != executable.fingerprint(other)
+
+
+def test_another_program_for_the_same_steps_is_refused_by_name():
+  phases = [Phase(chunk_size=8, chunks=2, backprop_chunks=2)]
+
+  def programs(constant, train_steps=6):
+    return executable.fingerprints([compiled(0, constant)], phases, train_steps, donated=True)
+
+  saved = {'executable': programs(1.0)}
+  resume.check_executable(saved, programs(1.0), (), 'here')
+  resume.check_executable(saved, programs(2.0, train_steps=7), (), 'here')  # may always change
+  resume.check_executable({}, programs(2.0), (), 'here')
+  resume.check_executable(saved, programs(2.0), ('executable',), 'here')
+  with pytest.raises(ConfigurationError, match='executable: 2 x 8 tokens a row') as error:
+    resume.check_executable(saved, programs(2.0), (), 'here')
+  assert '--allow_changed=executable' in str(error.value)
