@@ -9,16 +9,18 @@ from valkyrie.errors import ConfigurationError
 from valkyrie.training.curriculum import Phase
 
 
-def compiled(lines, constant, name='f'):
-  """A program from a source file that begins with so many empty lines."""
-  source = '\n' * lines + f'def {name}(x):\n  return jnp.tanh(x @ x).sum() + {constant}'
+WHOLE = 'def f(x):\n  return jnp.tanh(x @ x).sum() + {}'
+DIVIDED = '\ndef g(x):\n  return jnp.tanh(x @ x).sum()\n\ndef f(x):\n  return g(x) + {}'
+
+
+def compiled(constant, source=WHOLE):
   names = {'jnp': jnp}
-  exec(compile(source, f'file_{lines}.py', 'exec'), names)
-  return jax.jit(names[name]).lower(jnp.ones((8, 8))).compile()
+  exec(compile(source.format(constant), 'some_file.py', 'exec'), names)
+  return jax.jit(names['f']).lower(jnp.ones((8, 8))).compile()
 
 
 def test_only_what_is_computed_counts():
-  first, moved, other = compiled(0, 1.0), compiled(10, 1.0), compiled(0, 2.0)
+  first, moved, other = compiled(1.0), compiled(1.0, DIVIDED), compiled(2.0)
   assert first.as_text() != moved.as_text()
   assert executable.fingerprint(first) == executable.fingerprint(moved)
   assert executable.fingerprint(first) != executable.fingerprint(other)
@@ -28,7 +30,7 @@ def test_another_program_for_the_same_steps_is_refused_by_name():
   phases = [Phase(chunk_size=8, chunks=2, backprop_chunks=2)]
 
   def programs(constant, train_steps=6):
-    return executable.fingerprints([compiled(0, constant)], phases, train_steps, donated=True)
+    return executable.fingerprints([compiled(constant)], phases, train_steps, donated=True)
 
   saved = {'executable': programs(1.0)}
   resume.check_executable(saved, programs(1.0), (), 'here')

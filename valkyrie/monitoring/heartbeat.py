@@ -26,7 +26,7 @@ def start(model_dir: str) -> None:
 
 
 def beat(**facts: str | int) -> None:
-  """Tells the supervisor the `phase` (of PHASES), the `step` that begins, or was `saved`, and such."""
+  """Tells the supervisor the `phase` (of PHASES), the `step` that begins, or was `saved`."""
   descriptor = os.environ.get(VARIABLE)
   if descriptor is not None:
     with contextlib.suppress(BrokenPipeError, BlockingIOError):
