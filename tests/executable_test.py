@@ -8,7 +8,6 @@ from valkyrie import executable, resume
 from valkyrie.errors import ConfigurationError
 from valkyrie.training.curriculum import Phase
 
-
 WHOLE = 'def f(x):\n  return jnp.tanh(x @ x).sum() + {}'
 DIVIDED = '\ndef g(x):\n  return jnp.tanh(x @ x).sum()\n\ndef f(x):\n  return g(x) + {}'
 
