@@ -6,6 +6,7 @@ They meet on loopback. What happens to one of them, a hook does in it, for real.
 import json
 import os
 import pathlib
+import shutil
 import socket
 import subprocess
 import sys
@@ -73,8 +74,11 @@ class Act:
     else:
       os.kill(os.getpid(), getattr(signal, self.what))
 '''
+# zero1 and context compute on each device, tensor2d lets XLA divide, and rows are in both processes.
+# data and fsdp are special cases of these; tests/two_processes.py takes any layout.
+LAYOUTS = ('zero1', 'context', 'tensor2d')
 FLAGS = (
-  '--gin.train_steps=8', '--gin.checkpoint_every=2', '--gin.eval_every=3',
+  '--gin.train_steps=8', '--gin.Checkpoints.keep=9', '--gin.checkpoint_every=2', '--gin.eval_every=3',
   '--gin.train.remat=False', '--gin.LanguageModel.remat=None',
   '--gin.LongformerAttention.document_start=0', '--gin.create_writers.tensorboard=False',
   '--gin_allow_import=beside',
@@ -146,31 +150,30 @@ def read(folder, name):
   return found
 
 
-def test_two_processes_stop_together_and_one_goes_on_and_two_again(folder):
+def test_two_processes_go_on_from_one_and_stop_together_and_one_goes_on_from_them(folder):
   ((code, said),) = run(folder, 'fsdp', 'whole', 1, read='read_by_one')
   assert code == 0, said
 
-  ended = run(folder, 'fsdp', 'shared', acts='3 1 ask')
+  # What the run of one process had after two steps.
+  shutil.copytree(folder / 'whole' / 'checkpoints' / '2', folder / 'shared' / 'checkpoints' / '2')
+  ended = run(folder, 'fsdp', 'shared', acts='4 1 ask')
   for code, said in ended:
     assert code == 75, said
-    assert 'handlers ready' in said
+    assert 'resuming after step 2 from' in said and 'handlers ready' in said
   done = steps(folder, 'shared')[-1]
-  assert 3 <= done < 8
+  assert 4 <= done < 8
   assert all(f'stopped after step {done} of 8' in said for _, said in ended)
-  assert 'SIGTERM' in ended[1][1] and 'process 1 is to stop' in ended[0][1]
+  assert 'SIGTERM: stopping' in ended[1][1] and 'process 1 is to stop' in ended[0][1]
 
-  ((code, said),) = run(folder, 'fsdp', 'shared', 1, acts=f'0 0 none,{done + 1} 0 ask')
-  assert code == 75 and f'resuming after step {done} from' in said, said
-  assert steps(folder, 'shared')[-1] > done
-
-  for code, said in run(folder, 'fsdp', 'shared'):
-    assert code == 0, said
+  ((code, said),) = run(folder, 'fsdp', 'shared', 1)
+  assert code == 0 and f'resuming after step {done} from' in said, said
   assert steps(folder, 'shared')[-1] == 8
 
-  assert read(folder, 'read') == read(folder, 'read_by_one')
+  expected = read(folder, 'read_by_one')
+  assert read(folder, 'read') == {at: expected[at] for at in expected if int(at[0]) >= 2 * 32}
   expected, found = (tiny_run.metrics(folder / name) for name in ('whole', 'shared'))
-  assert list(expected) == list(found) == list(range(1, 9))
-  for step in expected:
+  assert list(expected)[2:] == list(found) == list(range(3, 9))
+  for step in found:
     np.testing.assert_allclose(found[step]['loss'], expected[step]['loss'], rtol=1e-4)
   evaluated = [tiny_run.metrics(folder / name, 'eval')[8]['loss'] for name in ('whole', 'shared')]
   np.testing.assert_allclose(*evaluated, rtol=1e-4)
@@ -194,15 +197,15 @@ def test_what_befalls_one_process_ends_both_and_they_start_again_where_that_help
     assert of_one[-1] == 65 and set(of_one[:-1]) <= {75, 86, 134, 137} and len(of_one) >= 3
 
 
-def test_in_every_layout_two_processes_compute_what_one_device_does(folder):
-  arguments = (str(ROOT / 'tests' / 'two_processes.py'), str(folder), *layouts.SPLIT)
+def test_two_processes_compute_what_one_device_does(folder):
+  arguments = (str(ROOT / 'tests' / 'two_processes.py'), str(folder), *LAYOUTS)
   for process in start(folder, 2, *arguments):
     _, said = process.communicate()
     assert process.returncode == 0, said
     assert said.count('disagreement:') == 1
     assert 'In step 6, processes 0 and 1 read different tokens in row 5' in said
   expected = layouts.gradients('single', 'float32')[0]
-  for name in layouts.SPLIT:
+  for name in LAYOUTS:
     with np.load(folder / f'{name}.npz') as file:
       found = jax.tree.unflatten(jax.tree.structure(expected), list(file.values()))
     gradient, carry, sums = found
