@@ -74,11 +74,12 @@ class Act:
     else:
       os.kill(os.getpid(), getattr(signal, self.what))
 '''
-# zero1 and context compute on each device, tensor2d lets XLA divide, and rows are in both processes.
+# zero1 and context compute on each device; tensor2d lets XLA divide, and each process has all rows.
 # data and fsdp are special cases of these; tests/two_processes.py takes any layout.
 LAYOUTS = ('zero1', 'context', 'tensor2d')
 FLAGS = (
-  '--gin.train_steps=8', '--gin.Checkpoints.keep=9', '--gin.checkpoint_every=2', '--gin.eval_every=3',
+  '--gin.train_steps=8', '--gin.checkpoint_every=2', '--gin.Checkpoints.keep=9',
+  '--gin.eval_every=3',
   '--gin.train.remat=False', '--gin.LanguageModel.remat=None',
   '--gin.LongformerAttention.document_start=0', '--gin.create_writers.tensorboard=False',
   '--gin_allow_import=beside',
