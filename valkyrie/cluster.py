@@ -143,7 +143,7 @@ def end(code: int, error: BaseException | None = None) -> None:
   """
   if _client is None:
     return
-  if _is_of_jax(error):
+  if code != Preempted.exit_code and _is_of_jax(error):
     print('valkyrie: waiting whether another process is lost', file=sys.stderr, flush=True)
     time.sleep(_HEARTBEAT + 5)  # `_listen`, or jax, ends this process meanwhile if it is
   announce(code)
