@@ -53,17 +53,14 @@ def _read(
   batch, size, heads, width = now.q.shape
   length, kv_heads = near.keys.shape[1:3]
   cos, sin = rotary.angles(length, width, dilation)
-
-  def queries(at: slice) -> Array:
-    """The queries as if they stood at these coordinates, scaled: [B, J, H/J · S, K]."""
-    return queries_of(rotary.rotate(now.q, cos[at], sin[at]) * width**-0.5, kv_heads)
+  q = now.q * width**-0.5
 
   # The window: the queries stand at the last S coordinates, and see W back in their own document.
   steps = np.arange(length - size, length)[:, None] - np.arange(length)[None]
   same = now.segment_ids[:, :, None] == near.segment_ids[:, None, :]
   parts = [
     Part(
-      queries(slice(length - size, None)),
+      queries_of(rotary.rotate(q, cos[-size:], sin[-size:]), kv_heads),
       keys_of(rotary.rotate(near.keys, cos, sin)),
       keys_of(near.values),
       ((steps >= 0) & (steps <= window))[None] & same,
@@ -71,7 +68,8 @@ def _read(
   ]
 
   # The globals are read as if at the window's edge, and a document's first tokens only where the
-  # window does not show them: each key once.
+  # window does not show them: each key once. It is the keys that are turned, backwards: they are
+  # few, where no dilation leaves tokens out.
   register_keys, register_values = (
     jnp.broadcast_to(part, (batch, *part.shape)).astype(near.keys.dtype) for part in registers
   )
@@ -91,10 +89,12 @@ def _read(
       hidden |= (distance > 0) & (distance % dilation > 0)
     own = now.segment_ids[:, :, None] == starts.segment_ids[:, None, :]
     always = ((0, 0), (0, 0), (register_keys.shape[1], 0))
+    edge = cos[window : window + 1], -sin[window : window + 1]
+    keys = jnp.concatenate([register_keys, starts.keys], axis=1)
     parts.append(
       Part(
-        queries(slice(window, window + 1)),
-        keys_of(jnp.concatenate([register_keys, starts.keys], axis=1)),
+        queries_of(q, kv_heads),
+        keys_of(rotary.rotate(keys, *edge)),
         keys_of(jnp.concatenate([register_values, starts.values], axis=1)),
         jnp.pad(own & hidden, always, constant_values=True),
       )
