@@ -113,8 +113,20 @@ def gradients(
     gradient, carry, sums = backprop(read, params, carry, chunks, gradient)
     return (carry, gradient), sums
 
-  (carry, gradient), sums = lax.scan(accumulate, (carry, _zeros(params)), groups)
+  (carry, gradient), sums = _scan(accumulate, (carry, _zeros(params)), groups)
   return gradient, carry, jax.tree.map(jnp.sum, sums)
+
+
+def _scan(step: Callable, carry: Any, steps: Any) -> tuple[Any, Any]:
+  """`lax.scan`, but no loop where there is a single step.
+
+  XLA takes such a loop away too, but only after it could have seen that what the forward pass
+  stacks over the layers, the backward pass takes apart again.
+  """
+  if len(jax.tree.leaves(steps)[0]) > 1:
+    return lax.scan(step, carry, steps)
+  carry, out = step(carry, jax.tree.map(lambda x: x[0], steps))
+  return carry, jax.tree.map(lambda x: x[None], out)
 
 
 def _zeros(params: Params) -> Params:
@@ -136,7 +148,7 @@ def _kept(
       loss, (carry, sums) = read(params, carry, chunk)
       return carry, (loss, sums)
 
-    carry, (losses, sums) = lax.scan(step, carry, chunks)
+    carry, (losses, sums) = _scan(step, carry, chunks)
     return jnp.sum(losses), (carry, jax.tree.map(jnp.sum, sums))
 
   (_, (carry, sums)), more = jax.value_and_grad(group_loss, has_aux=True)(params, carry)
