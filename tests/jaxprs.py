@@ -7,13 +7,23 @@ from jax.extend import core
 import numpy as np
 
 
+def size(variable: core.Var) -> int:
+  """Its number of elements."""
+  return int(np.prod(variable.aval.shape, dtype=np.int64))
+
+
 def sizes(jaxpr: core.Jaxpr) -> Iterator[int]:
   """The number of elements of every value in a jaxpr, those inside its loops included."""
+  for equation in equations(jaxpr):
+    yield from map(size, equation.outvars)
+
+
+def equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+  """All of a jaxpr's, those inside its loops and branches once each."""
   for equation in jaxpr.eqns:
-    for variable in equation.outvars:
-      yield int(np.prod(variable.aval.shape, dtype=np.int64))
+    yield equation
     for inner in jax.tree.leaves(tuple(equation.params.values())):
       if isinstance(inner, core.ClosedJaxpr):
-        yield from sizes(inner.jaxpr)
+        yield from equations(inner.jaxpr)
       elif isinstance(inner, core.Jaxpr):
-        yield from sizes(inner)
+        yield from equations(inner)

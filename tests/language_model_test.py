@@ -273,6 +273,9 @@ def test_what_a_model_says_of_itself():
   assert (model.window, model.max_context, model.vocabulary_size) == (23, 24, 50)
   assert built('hybrid')[0].max_context is None
   assert built('s5')[0].window == 0
+  assert built('hybrid')[0].whole_time == ()
+  assert tiny.model((full, tiny.s5, full, Noise)).whole_time == ('FullAttention', 'Noise')
+  assert tiny.model(planner=tiny.planner).whole_time == ('Planner',)
   # Every matrix costs two operations a weight and token; what attention reads comes on top.
   model, params, _ = built('attention')
   matrices = sum(

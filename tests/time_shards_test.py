@@ -2,15 +2,20 @@
 
 import functools
 
+import haiku as hk
 import jax
 from jax import lax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
+import jaxprs
 import numpy as np
 import pytest
 import tiny
 
-from valkyrie.models import time_shards
+from valkyrie.models import attention_memory, chunk_scan, layers, time_shards
+from valkyrie.models.scan import Complex
+
+pytestmark = pytest.mark.usefixtures('quick_compiler')
 
 ROWS, CHUNKS = 2, 3
 
@@ -163,3 +168,107 @@ def test_values_carries_and_gradients_are_those_of_one_device(name, layout, size
 
 def test_in_float32():
   assert_pieces_equal_the_whole('hybrid', 'time', 64, seed=0, wide=False)
+
+
+def on_eight(f, *, out):
+  """f of each device's piece, in a `shard_map` over time alone; `out` is its dimension of time."""
+  mesh = Mesh(np.array(jax.devices()), ('t',))
+
+  def body(*args):
+    with time_shards.over(('t',)):
+      return f(*args)
+
+  specs = {'in_specs': PartitionSpec('t'), 'out_specs': PartitionSpec(*[None] * out, 't')}
+  return jax.jit(jax.shard_map(body, mesh=mesh, check_vma=False, **specs))
+
+
+def test_a_layer_sends_its_window_once_and_otherwise_little():
+  """Not the keys of a piece, of which a chunk has many; what padding takes stands in a branch."""
+  _, params, carry = built('hybrid', False)
+  arguments = params, carry, stream(64, 8, 0), np.zeros((CHUNKS, ROWS, 64, 16), np.float32)
+  traced = jax.make_jaxpr(sharded('hybrid', False, 'time'))(*arguments)
+  (body,) = [e for e in jaxprs.equations(traced.jaxpr) if e.primitive.name == 'scan'][:1]
+  sent = {'ppermute': [], 'all_gather': [], 'psum': []}
+  for equation in jaxprs.equations(body.params['jaxpr'].jaxpr):
+    if equation.primitive.name in sent:
+      sent[equation.primitive.name] += map(jaxprs.size, equation.invars)
+  ids, keys = ROWS * tiny.WINDOW, ROWS * tiny.WINDOW * 2 * 8
+  assert sorted(sent['ppermute']) == sorted(sent['psum']) == [ids, keys, keys]
+  # Lengths; document starts, their documents, and which were carried; a state, and a decay of it.
+  starts, state = ROWS * 2, ROWS * 8
+  assert sorted(sent['all_gather']) == sorted([ROWS, 2 * starts * 16, starts, starts, 4 * state])
+
+
+def test_settling_gives_every_device_what_the_first_holds_to_the_bit():
+  held = np.array([-0.0, 3e38, -1e-38, np.pi], np.float32)
+  carry = {
+    'float32': np.concatenate([held, np.random.default_rng(0).normal(size=28)]),
+    'bfloat16': jnp.asarray([0.1, -0.0, 3.0, 1e30] + [7.0] * 28, jnp.bfloat16),
+    'int32': np.arange(32, dtype=np.int32) - 2**30,
+  }
+  carry['float32'] = carry['float32'].astype(np.float32)
+  settled = on_eight(time_shards.settle, out=0)(carry)
+  for name, leaf in carry.items():
+    for piece in np.split(np.asarray(settled[name]), 8):
+      assert piece.tobytes() == np.asarray(leaf[:4]).tobytes(), name
+  assert time_shards.settle(carry) is carry  # where time is whole
+
+
+def test_a_long_chunk_is_as_exact_in_pieces():
+  """16k steps of states that last, in float32, against complex128."""
+  random = np.random.default_rng(0)
+  time, states = 2**14, 16
+  decay = (1 - 10 ** random.uniform(-5, -3, states)) * np.exp(1j * random.uniform(-3, 3, states))
+  decay = np.asarray(decay, np.complex64)
+  driven = random.normal(size=(2, time, 1, states)).astype(np.float32)
+
+  def run(re, im):
+    zero = jnp.zeros((1, states), jnp.float32)
+    found, _ = chunk_scan.scan_chunk(
+      Complex(decay.real, decay.imag),
+      Complex(re, im),
+      Complex(zero, zero),
+      jnp.zeros((len(re), 1), bool),
+      jnp.array([len(re)]),
+      form='sequential',
+    )
+    return found.re, found.im
+
+  x, expected = np.zeros(states, complex), []
+  for now in driven[0] + 1j * driven[1]:
+    x = decay.astype(complex) * x + now[0]
+    expected.append(x)
+  for way in (jax.jit(run), on_eight(run, out=0)):
+    re, im = way(*driven)
+    off = np.linalg.norm(np.asarray(re + 1j * im)[:, 0] - expected) / np.linalg.norm(expected)
+    assert off < 1e-5
+
+
+@pytest.mark.parametrize('shared', [(), (1,)])
+def test_dropout_draws_anew_on_each_device_but_where_one_draw_is_for_all_of_a_chunk(shared):
+  drop = hk.transform(lambda x: layers.dropout(x, 0.5, shared))
+
+  def draws(x):
+    return drop.apply({}, jax.random.key(0), x[None])
+
+  drawn = on_eight(draws, out=1)(np.ones((64, 16), np.float32))[0].reshape(8, -1)
+  assert len(np.unique(drawn, axis=0)) == (1 if shared else 8)
+
+
+def test_attention_draws_anew_on_each_device():
+  """Of tokens that are alike: documents of one token, which read themselves and the registers."""
+
+  def attend(x, carry):
+    return tiny.attention(dropout=0.5, document_start=0)(x, carry, **tokens)
+
+  mixer = hk.transform(attend)
+  carry = attention_memory.empty_carry(1, tiny.WINDOW, 0, 2, 8, jnp.float32)
+  tokens = {'positions': jnp.zeros((1, 8), jnp.int32), 'segment_ids': 1 + jnp.arange(8)[None]}
+  params = mixer.init(jax.random.key(0), np.ones((1, 8, 16), np.float32), carry)
+
+  def read(x):
+    out, _ = mixer.apply(params, jax.random.key(1), x[None], carry)
+    return out
+
+  out = on_eight(read, out=1)(np.ones((64, 16), np.float32))[0].reshape(8, -1)
+  assert len(np.unique(out, axis=0)) == 8

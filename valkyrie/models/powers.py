@@ -84,7 +84,11 @@ def _powers_of(base: Any, count: int) -> Any:
   """1, z, .., z^(count - 1) of a twofold complex z: leaves [P] -> [count, P]."""
   zero = jnp.zeros_like(base.re.high)
   one = Complex(_exactly(zero + 1), _exactly(zero))
-  factors = jax.tree.map(lambda x, z: jnp.stack([x] + [z] * (count - 1)), one, base)
+
+  def then_many(first, z):
+    return jnp.concatenate([first[None], jnp.broadcast_to(z, (count - 1, *z.shape))])
+
+  factors = jax.tree.map(then_many, one, base)
   return lax.associative_scan(lambda a, b: a * b, factors)
 
 

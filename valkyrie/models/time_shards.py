@@ -23,6 +23,7 @@ from typing import TypeVar
 
 import jax
 from jax import lax
+from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
 from valkyrie.types import Array, Carry
@@ -64,8 +65,13 @@ def from_left(tree: T) -> T:
 
 
 def all_of(tree: T) -> T:
-  """What every device holds, leaves [n, ...]: for small things."""
-  return jax.tree.map(lambda x: lax.all_gather(x, axes()), tree)
+  """What every device holds, leaves [n, ...]: for small things, which one dtype sends together."""
+  leaves, structure = jax.tree.flatten(tree)
+  gathered = {}
+  for dtype in dict.fromkeys(x.dtype for x in leaves):
+    together, apart = ravel_pytree([x for x in leaves if x.dtype == dtype])
+    gathered[dtype] = iter(jax.vmap(apart)(lax.all_gather(together, axes())))
+  return structure.unflatten(next(gathered[x.dtype]) for x in leaves)
 
 
 def before_and_after(piece: T, then: Callable[[T, T], T]) -> tuple[T, T]:
@@ -85,7 +91,7 @@ def before_and_after(piece: T, then: Callable[[T, T], T]) -> tuple[T, T]:
 
 
 def from_holder(tree: T, holds: Array) -> T:
-  """What the one device holds that `holds`, on every device, to the bit.
+  """What the one device holds that `holds`, on every device.
 
   Args:
     tree: leaves [B, ...].
@@ -94,15 +100,21 @@ def from_holder(tree: T, holds: Array) -> T:
 
   def of_leaf(x):
     its = holds.reshape(holds.shape + (1,) * (x.ndim - holds.ndim)) if holds.ndim else holds
-    # x + (-0) is x, its sign included, where it is 0.
-    return lax.psum(jnp.where(its, x, jnp.full_like(x, -0.0)), axes())
+    return lax.psum(jnp.where(its, x, jnp.zeros_like(x)), axes())
 
   return jax.tree.map(of_leaf, tree)
 
 
 def settle(carry: Carry) -> Carry:
-  """The carry that device 0 holds, on every device: when a step ends."""
-  return from_holder(carry, index() == 0) if axes() else carry
+  """The carry that device 0 holds, on every device, to the bit: when a step ends."""
+  if not axes():
+    return carry
+
+  def of_leaf(x):
+    bits = lax.bitcast_convert_type(x, f'uint{8 * x.dtype.itemsize}')  # a sum of floats loses -0
+    return lax.bitcast_convert_type(from_holder(bits, index() == 0), x.dtype)
+
+  return jax.tree.map(of_leaf, carry)
 
 
 def apart(key: Array) -> Array:
