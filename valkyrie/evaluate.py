@@ -110,8 +110,8 @@ class Evaluator:
       return model.initial_carry(batch_size)
 
     def read(params, carry, chunk, cut, plan):
-      def of_device(params, carry, chunk, *_, **__):
-        scores, carry = chunk_scores(model, params, carry, chunk, plan=plan)
+      def of_device(params, carry, batch, *_, **__):
+        scores, carry = chunk_scores(model, params, carry, batch, plan=plan)
         return (), carry, scores
 
       carry = cut_carry(carry, initial_carry(), cut)
