@@ -29,7 +29,11 @@ Certificate = dict[str, Any]
 
 @gin.configurable
 def precompile(
-  model_dir: str, topology: str | None = None, *, hbm_bytes: int | None = None
+  model_dir: str,
+  topology: str | None = None,
+  *,
+  hbm_bytes: int | None = None,
+  layouts: Sequence[str] | None = None,
 ) -> None:
   """Compiles the train step of every phase, and writes and prints what each one needs.
 
@@ -37,6 +41,7 @@ def precompile(
     model_dir: where precompile.json goes.
     topology: a TPU slice, such as 'v4:4x4x2'; None means the devices of this machine.
     hbm_bytes: memory that a program may have of each device; None takes what the chip offers.
+    layouts: gin files to try where a step needs more than that; None takes all of gin/partition.
 
   Raises:
     ConfigurationError: a step needs more memory than that; the message says what helps.
@@ -56,7 +61,7 @@ def precompile(
   over = [found for found in certificates if found['fits'] is False]
   if over:
     worst = max(over, key=lambda c: c['total_bytes'] or 0)
-    raise ConfigurationError(_advice(worst, lambda: ask(worst['phase'])[0]))
+    raise ConfigurationError(_advice(worst, layouts, lambda: ask(worst['phase'])[0]))
 
 
 def _settings() -> Mapping[str, Any]:
@@ -115,7 +120,9 @@ def _certificate(
   return facts | certificate.estimates(facts, collectives.of_module(module), run)
 
 
-def _advice(worst: Certificate, ask: Callable[[], Certificate]) -> str:
+def _advice(
+  worst: Certificate, layouts: Sequence[str] | None, ask: Callable[[], Certificate]
+) -> str:
   """What was too large, and what each change to the command makes of it, by compiling it."""
   needs = report.gib(worst['total_bytes']) if worst['total_bytes'] else 'more'
   lines = [
@@ -123,7 +130,7 @@ def _advice(worst: Certificate, ask: Callable[[], Certificate]) -> str:
     'Tried, each compiled:'
   ]
   tried: list[tuple[str, Certificate]] = []
-  for files, flags in _changes(worst):
+  for files, flags in _changes(worst, layouts):
     change = ' '.join([*(f'--gin_file={file}' for file in files), *flags])
     try:
       with configuration.overlaid(files, flags):
@@ -163,7 +170,9 @@ def best(tried: Sequence[tuple[str, Certificate]], before: Certificate) -> str:
   return 'None helps. Take a smaller model, or more chips.'
 
 
-def _changes(worst: Certificate) -> list[tuple[list[str], list[str]]]:
+def _changes(
+  worst: Certificate, layouts: Sequence[str] | None
+) -> list[tuple[list[str], list[str]]]:
   """Gin files and flags to lay over the run's, one knob each."""
   changes = []
   if worst['chunk_size'] % 2 == 0:
@@ -176,12 +185,11 @@ def _changes(worst: Certificate) -> list[tuple[list[str], list[str]]]:
   changes.append(([], [f"{FLAG}LanguageModel.remat='nothing'"]))
   if worst['rows'] > 1:
     changes.append(([], [f'{FLAG}batch_size={worst["rows"] // 2}']))
-  layouts = sorted((paths.GIN / 'partition').glob('*.gin'))
-  return changes + [
-    ([f'gin/partition/{path.name}'], [])
-    for path in layouts
-    if path.stem != 'axes' and (path.stem != 'single' or worst['chips'] == 1)
-  ]
+  if layouts is None:
+    known = sorted(path.stem for path in (paths.GIN / 'partition').glob('*.gin'))
+    left_out = ('axes', 'single') if worst['chips'] > 1 else ('axes',)
+    layouts = [f'gin/partition/{name}.gin' for name in known if name not in left_out]
+  return changes + [([layout], []) for layout in layouts]
 
 
 def _write(path: pathlib.Path, certificates: Sequence[Certificate]) -> None:

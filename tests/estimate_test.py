@@ -1,0 +1,85 @@
+"""Link rates along the axes of a torus, on collectives whose time can be said by hand."""
+
+import types
+
+import numpy as np
+import pytest
+
+from valkyrie.certificates import chips, estimate
+from valkyrie.certificates.collectives import Collective
+
+V4 = chips.CHIPS['v4']
+SIZE = 9_000_000_000  # at 45 GB/s, 0.2 s over one link
+
+
+def network(*sides, rings=None):
+  """Partitions in the order of their coordinates, the last axis fastest."""
+  places = np.stack(np.unravel_index(np.arange(np.prod(sides)), sides), axis=1)
+  return estimate.Torus(places, rings or (False,) * len(sides), sides)
+
+
+def collective(kind, groups, size=SIZE, dimensions=None):
+  groups = np.asarray(groups)
+  n = groups.shape[1]
+  sent = {'all-gather': size * (n - 1), 'all-reduce': 2 * size * (n - 1) / n}.get(kind, size)
+  return Collective(kind, size, sent, 1, False, False, groups, 'here', dimensions)
+
+
+LINE = [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+  'what, where, seconds',
+  [
+    # A line's end receives everything over its one link; a ring's every chip over two.
+    (collective('all-gather', LINE), network(4), 0.6),
+    (collective('all-gather', LINE), network(4, rings=(True,)), 0.3),
+    # Half of a longer ring is a line.
+    (collective('all-gather', LINE), network(8, rings=(True,)), 0.6),
+    # Three axes at once, or as many as the algorithm has.
+    (collective('all-reduce', [range(32)]), network(4, 4, 2), 0.4 * 31 / 32 / 3),
+    (collective('all-reduce', [range(32)], dimensions=1), network(4, 4, 2), 0.4 * 31 / 32),
+    (collective('all-reduce', [range(64)]), network(4, 4, 4, rings=(True,) * 3), 0.4 * 63 / 64 / 6),
+    # Of four chips each sends half of SIZE over the middle: twice SIZE over one link, if in both
+    # directions then SIZE.
+    (collective('all-to-all', LINE), network(4), 0.2),
+    (collective('all-to-all', LINE), network(4, rings=(True,)), 0.1),
+    # Neighbours do not meet; the way back along a line crosses no one's, and a jump of two does.
+    (collective('collective-permute', [[0, 1], [1, 2], [2, 3]]), network(4), 0.2),
+    (collective('collective-permute', [[0, 1], [1, 2], [2, 3], [3, 0]]), network(4), 0.2),
+    (collective('collective-permute', [[0, 2], [1, 3]]), network(4), 0.4),
+    (collective('collective-permute', [[3, 0]]), network(4, rings=(True,)), 0.2),
+    (collective('all-reduce', [[0]]), network(1), 0.0),
+  ],
+)
+def test_seconds(what, where, seconds):
+  assert estimate.seconds(what, where, V4) == pytest.approx(seconds)
+
+
+def test_the_axes_of_the_mesh_that_a_collective_crosses():
+  mesh = types.SimpleNamespace(devices=np.arange(8).reshape(2, 4), axis_names=('rows', 'time'))
+  along_time = collective('all-gather', [[0, 1, 2, 3], [4, 5, 6, 7]])
+  along_rows = collective('all-reduce', [[0, 4], [1, 5], [2, 6], [3, 7]])
+  halo = collective('collective-permute', [[0, 1], [1, 2], [2, 3], [4, 5]])
+  everywhere = collective('all-reduce', [range(8)])._replace(times=3)
+  assert estimate.mesh_axes(along_time, mesh) == ('time',)
+  assert estimate.mesh_axes(along_rows, mesh) == ('rows',)
+  assert estimate.mesh_axes(halo, mesh) == ('time',)
+  spent = estimate.by_mesh_axes(
+    [halo, everywhere, everywhere._replace(rare=True)], mesh, network(2, 4), V4
+  )
+  assert spent == pytest.approx({'time': 0.2, 'rows+time': 3 * 0.4 * 7 / 8 / 2})
+
+
+@pytest.mark.parametrize(
+  'chip, sides, rings',
+  [
+    ('v4', (4, 4, 2), (False, False, False)),
+    ('v4', (4, 4, 4), (True, True, True)),
+    ('v5p', (4, 8, 2), (False, False, False)),
+    ('v5e', (8, 16), (False, True)),
+    ('v6e', (16, 16), (True, True)),
+  ],
+)
+def test_which_slices_are_closed_to_rings(chip, sides, rings):
+  assert chips.wraps(chip, sides) == rings

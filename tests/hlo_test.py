@@ -1,0 +1,202 @@
+"""Programs whose loops and traffic are known, compiled for the eight devices of the tests."""
+
+import functools
+import pathlib
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+import pytest
+
+from valkyrie.certificates import collectives, hlo, memory_traffic
+
+ROWS, WIDTH = 16, 32
+LOCAL = ROWS * WIDTH * 4  # bytes of what each device holds
+
+
+@functools.cache
+def mesh(*sizes):
+  return Mesh(np.asarray(jax.devices()).reshape(sizes or (8,)), ('x', 'y')[: len(sizes) or 1])
+
+
+def compiled(f, *sizes):
+  """The program of `f` of one float32 [ROWS, WIDTH] on each device."""
+  spec = PartitionSpec(mesh(*sizes).axis_names)
+  sharding = NamedSharding(mesh(*sizes), spec)
+  whole = jax.ShapeDtypeStruct((8 * ROWS, WIDTH), jnp.float32, sharding=sharding)
+  mapped = jax.shard_map(f, mesh=mesh(*sizes), in_specs=spec, out_specs=spec, check_vma=False)
+  return hlo.parse(jax.jit(mapped).lower(whole).compile().as_text())
+
+
+def sent(f, *sizes):
+  return collectives.of_module(compiled(f, *sizes))
+
+
+def test_each_kind_by_the_count_of_a_ring():
+  def f(x):
+    gathered = lax.all_gather(x, 'x', tiled=True)
+    scattered = lax.psum_scatter(gathered * 2, 'x', tiled=True)
+    moved = lax.ppermute(scattered + 1, 'x', [(n, (n + 1) % 8) for n in range(8)])
+    mixed = lax.all_to_all(moved * 3, 'x', 0, 0, tiled=True)
+    return mixed + lax.psum(mixed * mixed, 'x')
+
+  assert collectives.by_kind(sent(f)) == {
+    'all-gather': 7 * LOCAL,
+    'reduce-scatter': 7 * LOCAL,
+    'collective-permute': LOCAL,
+    'all-to-all': 7 * LOCAL // 8,
+    'all-reduce': 2 * 7 * LOCAL // 8,
+  }
+
+
+def test_loops_within_loops_multiply():
+  def inner(x, _):
+    return lax.psum(jnp.sin(x), 'x') * 0.1, None
+
+  def outer(x, _):
+    x, _ = lax.scan(inner, x, length=5)
+    return lax.ppermute(x, 'x', [(n, n ^ 1) for n in range(8)]), None
+
+  def f(x):
+    return lax.psum(lax.scan(outer, x, length=3)[0], 'x')
+
+  found = sent(f)
+  times = {(c.kind, c.in_loop): c.times for c in found}
+  assert times == {
+    ('all-reduce', True): 15,
+    ('collective-permute', True): 3,
+    ('all-reduce', False): 1,
+  }
+  assert collectives.total(found) == 16 * 2 * 7 * LOCAL / 8 + 3 * LOCAL
+  assert collectives.largest_in_loops(found).kind == 'all-reduce'
+
+
+def test_nothing_in_loops_is_none():
+  assert collectives.largest_in_loops(sent(lambda x: lax.psum(x, 'x'))) is None
+
+
+def test_a_group_is_a_part_of_the_mesh():
+  def f(x):
+    return lax.psum(x, 'y') + lax.psum(jnp.sin(x), 'x')
+
+  found = sent(f, 2, 4)
+  assert sorted(c.groups.shape for c in found) == [(2, 4), (4, 2)]
+  for c in found:
+    rows = {tuple(row) for row in c.groups.tolist()}
+    expected = (
+      [(0, 1, 2, 3), (4, 5, 6, 7)] if c.group_size == 4 else [(0, 4), (1, 5), (2, 6), (3, 7)]
+    )
+    assert rows == set(expected)
+  assert collectives.total(found) == 2 * LOCAL * (3 / 4 + 1 / 2)
+
+
+def test_the_branch_that_sends_less_is_the_usual_one():
+  def f(x):
+    rare = lax.psum(x[0, 0], 'x') > 0
+    return lax.cond(
+      rare,
+      lambda x: lax.psum(x, 'x') + lax.ppermute(x, 'x', [(n, n ^ 1) for n in range(8)]),
+      lambda x: lax.ppermute(jnp.sin(x), 'x', [(n, n ^ 1) for n in range(8)]),
+      x,
+    )
+
+  found = sent(f)
+  assert collectives.by_kind(found) == {'all-reduce': 7, 'collective-permute': LOCAL}
+  assert collectives.by_kind(found, rare=True) == {
+    'all-reduce': 2 * 7 * LOCAL // 8,
+    'collective-permute': LOCAL,
+  }
+
+
+@pytest.mark.parametrize(
+  'written, expected',
+  [
+    ('{{0,1},{2,3}}', [[0, 1], [2, 3]]),
+    ('{}', [[0, 1, 2, 3]]),
+    ('[2,2]<=[4]', [[0, 1], [2, 3]]),
+    ('[2,2]<=[2,2]T(1,0)', [[0, 2], [1, 3]]),
+    ("mesh['a'=2,'b'=2] {'a'}", [[0, 2], [1, 3]]),
+    ("mesh['a'=2,'b'=2] {'a','b'}", [[0, 1, 2, 3]]),
+    ("mesh['a'=4] {'a':(2)2}", [[0, 1], [2, 3]]),
+    ("mesh['a'=4] {'a':(1)2}", [[0, 2], [1, 3]]),
+  ],
+)
+def test_every_way_to_write_groups(written, expected):
+  groups = collectives.replica_groups(f'channel_id=1, replica_groups={written}, other=1', 4)
+  assert groups.tolist() == expected
+
+
+def test_an_unknown_way_to_write_groups_is_refused():
+  with pytest.raises(ValueError, match='unknown way'):
+    collectives.replica_groups('replica_groups=?', 4)
+
+
+# As a TPU writes it: no note of how often a loop runs, a step of two, a start and its done, a
+# reduce-scatter as a fusion, layouts with tiles and other memories.
+TPU = (pathlib.Path(__file__).parent / 'tpu_program.hlo').read_text()
+
+
+def test_a_tpus_program():
+  module = hlo.parse(TPU)
+  loop = module.entry.by_name['loop']
+  assert hlo.trip_count(module, module.entry, loop) == 8
+  assert module.partitions == 4
+  size = 8 * 128 * 4
+  assert collectives.by_kind(collectives.of_module(module)) == {
+    'collective-permute': 8 * size,
+    'reduce-scatter': size * 3 // 4,
+  }
+
+
+def test_a_loop_of_unknown_length_is_said_to_be():
+  module = hlo.parse(TPU.replace('constant(16)', 'constant({16})'))
+  assert hlo.trip_count(module, module.entry, module.entry.by_name['loop']) is None
+
+
+@pytest.mark.parametrize(
+  'dtype, dims, layout, size, padded',
+  [
+    ('bf16', '8,128', '{1,0:T(8,128)(2,1)}', 2048, 2048),
+    ('bf16', '3,5', '{1,0:T(8,128)(2,1)}', 30, 2048),
+    ('f32', '36,16,24,64', '{3,1,2,0:T(8,128)}', 36 * 16 * 24 * 64 * 4, 36 * 16 * 24 * 128 * 4),
+    ('f32', '5,3', '{0,1}', 60, 60),
+    ('pred', '', '{:T(512)}', 1, 1),
+  ],
+)
+def test_sizes_with_and_without_tiles(dtype, dims, layout, size, padded):
+  line = f'ENTRY %m (p: {dtype}[{dims}]) -> {dtype}[{dims}] {{\n'
+  line += f'  ROOT %p = {dtype}[{dims}]{layout} parameter(0)\n}}\n'
+  shape = hlo.parse(line).entry.root.shape
+  assert (shape.bytes, shape.padded_bytes) == (size, padded)
+
+
+def test_memory_traffic_of_a_tpus_program():
+  """In the loop a slice into vector memory, what is sent, and a sum; around it a count."""
+  size, scalar = 8 * 128 * 4, 4
+  counter = 3 * scalar  # reads the number and the constant, writes the next number
+  in_loop = counter + size + 2 * size + size  # slice; send from and to memory; write of the sum
+  condition = 2 * scalar + 1
+  outside = 2 * scalar + size + 8 * 128 * 4  # copy; fusion: z, and two rows padded to a tile
+  movements = memory_traffic.of_module(hlo.parse(TPU))
+  assert memory_traffic.total(movements) == 8 * (in_loop + condition) + outside
+
+
+def test_memory_traffic_counts_slices_of_a_buffer_and_not_the_buffer():
+  """A scan that reads one row at a time of a large array, and writes one at a time of another."""
+  length, width = 64, 1024
+
+  def f(x):
+    return lax.scan(lambda state, row: (state + row, state * row), x[0], x)[1]
+
+  shape = jax.ShapeDtypeStruct((length, width), jnp.float32)
+  module = hlo.parse(jax.jit(f).lower(shape).compile().as_text())
+  whole = length * width * 4
+  # Each row is read for each of two results and written; all of it in every step would be 64.
+  assert 4 * whole <= memory_traffic.total(memory_traffic.of_module(module)) <= 12 * whole
+
+
+def test_text_that_is_no_program():
+  with pytest.raises(ValueError, match='ENTRY'):
+    hlo.parse('HloModule nothing\n')

@@ -1,0 +1,227 @@
+"""Certificates of a tiny run, and what is said where one cannot be had."""
+
+import fcntl
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import gin
+import pytest
+import tiny_run
+
+from valkyrie import configuration, main, precompile
+from valkyrie.certificates import topologies
+from valkyrie.errors import ConfigurationError
+
+pytestmark = pytest.mark.usefixtures('quick_compiler')
+
+ROOT = pathlib.Path(__file__).parents[1]
+NO_LIBTPU = importlib.util.find_spec('libtpu') is None
+needs_libtpu = pytest.mark.skipif(NO_LIBTPU, reason="needs libtpu: pip install '.[tpu]'")
+QUICK = (
+  '--gin.LanguageModel.remat=None',
+  '--gin.LongformerAttention.document_start=0',
+  '--gin.Block.mixers=(@S5,)',
+  '--gin.LanguageModel.vocabulary_size=384',  # nothing padded, which would be products more
+)
+
+
+def ask(model_dir, *flags, topology=None, **options):
+  """The certificates of a gin file whose data are nowhere."""
+  gin.clear_config(clear_constants=True)
+  file = model_dir.with_suffix('.gin')
+  file.write_text(tiny_run.gin_text(model_dir / 'no data', **options))
+  configuration.load([str(file)], (*QUICK, *flags), rooms=main.ROOMS)
+  precompile.precompile(str(model_dir), topology)
+  return json.loads((model_dir / 'precompile.json').read_text())
+
+
+@pytest.fixture(scope='module')
+def certificates(tmp_path_factory):
+  path = tmp_path_factory.mktemp('precompile') / 'run'
+  return ask(path, partition='zero1', curriculum='short_then_long')
+
+
+def test_every_phase_has_what_is_promised(certificates, tmp_path):
+  assert [c['phase'] for c in certificates] == [0, 1]
+  for c in certificates:
+    assert {
+      'topology',
+      'chips',
+      'parameters',
+      'argument_bytes',
+      'temporary_bytes',
+      'total_bytes',
+      'hbm_bytes',
+      'compile_seconds',
+      'flops_per_token',
+      'collective_bytes',
+      'layout',
+      'rows',
+      'fits',
+      'executed_flops',
+      'hbm_traffic_bytes',
+      'largest_collective_in_loops',
+      'instructions',
+      'code_bytes',
+    } <= c.keys()
+    assert (c['chips'], c['rows'], c['topology'], c['fits']) == (8, 8, None, None)
+    parts = c['argument_bytes'] + c['temporary_bytes'] + c['output_bytes'] - c['alias_bytes']
+    assert c['total_bytes'] == parts
+
+
+def test_zero1_sends_the_weights_once_and_the_gradients_once(certificates):
+  """Gathered: the seven other parts of every split parameter. Nothing of that size in a loop."""
+  for c in certificates:
+    sent, parameters = c['collective_bytes'], 4 * c['parameters']
+    assert 0.7 * parameters <= sent['all-gather'] <= parameters
+    reduced = sent.get('reduce-scatter', 0) + sent.get('all-reduce', 0)
+    assert 0.7 * parameters <= reduced <= 2 * parameters
+    assert (c['largest_collective_in_loops'] or {'bytes': 0})['bytes'] < parameters / 100
+
+
+def test_the_count_and_the_trace_agree(certificates):
+  """Without attention and remat, a forward pass and a backward pass of twice as much."""
+  for c in certificates:
+    once = c['executed_flops_per_token'] - c['recomputed_flops_per_token']
+    assert once == pytest.approx(c['flops_per_token'], rel=0.1)
+
+
+def test_too_large_for_the_memory_is_78_with_what_helps(tmp_path, capsys):
+  with pytest.raises(ConfigurationError) as caught:
+    ask(
+      tmp_path / 'run',
+      '--gin.precompile.hbm_bytes=1000',
+      '--gin.precompile.layouts=("gin/partition/data.gin", "gin/partition/zero1.gin")',
+      '--gin.LanguageModel.layers=1',
+      '--gin.chunks=1',
+      '--gin.backprop_chunks=1',
+    )
+  message = str(caught.value)
+  assert caught.value.exit_code == 78
+  assert 'of a device that has 0.00 GiB' in message
+  assert '--gin.chunk_size=8 --gin.chunks=2 --gin.backprop_chunks=2: ' in message
+  assert '--gin.batch_size=4: ' in message and 'gin/partition/zero1.gin: ' in message
+  assert 'None is enough alone. What helps most: add ' in message
+  (found,) = json.loads((tmp_path / 'run' / 'precompile.json').read_text())
+  assert found['fits'] is False
+  assert 'DOES NOT FIT' in capsys.readouterr().out
+
+
+def test_the_fastest_change_that_fits_is_the_best():
+  before = {'total_bytes': 100}
+  slow = ('slow', {'fits': True, 'total_bytes': 5, 'estimated_tokens_per_second_per_chip': 1.0})
+  fast = ('fast', {'fits': True, 'total_bytes': 9, 'estimated_tokens_per_second_per_chip': 2.0})
+  less = ('less', {'fits': False, 'total_bytes': 50})
+  more = ('more', {'fits': False, 'total_bytes': 150})
+  refused = ('refused', {'fits': False, 'total_bytes': None})
+  assert precompile.best([slow, fast, less], before).endswith('add fast')
+  assert 'add less, ' in precompile.best([refused, more, less], before)
+  assert 'None helps' in precompile.best([refused, more], before)
+
+
+def test_an_overlay_is_gone_afterwards(tmp_path):
+  file = tmp_path / 'run.gin'
+  file.write_text(tiny_run.gin_text(tmp_path))
+  configuration.load([str(file)], rooms=main.ROOMS)
+  before = gin.config_str()
+  with configuration.overlaid(['gin/partition/data.gin'], ['--gin.chunk_size=8']):
+    assert gin.query_parameter('%chunk_size') == 8
+    assert gin.query_parameter('Partitioner.mesh') == (('data', -1),)
+  assert gin.config_str() == before
+  with (
+    pytest.raises(ConfigurationError, match='no gin file of this run defines %chunk_sise'),
+    configuration.overlaid([], ['--gin.chunk_sise=8']),
+  ):
+    pass
+
+
+@pytest.mark.parametrize(
+  'name, message',
+  [
+    ('v9:4x4', "no chip 'v9'; there are v4, v5e, v5p, v6e"),
+    ('V4:4x4x2', "no chip 'V4'.*Did you mean v4"),
+    ('v4', 'expected the sides of the slice after v4:'),
+    ('v4:4x4x2x2', 'expected the sides'),
+    ('v4:3x3x3', r'nearest that exist: .*v4:4x4x2 \(32 chips\)'),
+    ('v5e:6x6', r'nearest that exist: .*v5e:8x4 \(32 chips\)'),
+    ('v6e:2x2x2', 'no slice of v6e has that shape'),
+    ('v4:16x16x16', r'nearest that exist: .*v4:8x8x8 \(512 chips\)'),
+  ],
+)
+def test_a_slice_that_does_not_exist(name, message):
+  with pytest.raises(ConfigurationError, match=message) as caught:
+    topologies.parse(name)
+  assert caught.value.exit_code == 78
+
+
+@pytest.mark.parametrize(
+  'name, sides',
+  [
+    ('v4:4x4x2', (4, 4, 2)),
+    ('v4:2x2x1', (2, 2, 1)),
+    ('v5p:8x8x8', (8, 8, 8)),
+    ('v6e:16x16', (16, 16)),
+  ],
+)
+def test_slices_that_exist(name, sides):
+  assert topologies.parse(name) == (name.partition(':')[0], sides)
+
+
+def child(code):
+  """A Python that has not loaded libtpu."""
+  environment = {name: value for name, value in os.environ.items() if name != 'TPU_LIBRARY_PATH'}
+  return subprocess.run(
+    [sys.executable, '-c', code],
+    cwd=ROOT,
+    env=environment,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+
+
+def test_without_libtpu_it_says_how_to_install_it():
+  done = child(
+    'import sys\n'
+    "sys.modules['libtpu'] = None\n"
+    'from valkyrie.certificates import topologies\n'
+    'from valkyrie.errors import ConfigurationError\n'
+    'try:\n'
+    "  topologies.devices('v4:2x2x1')\n"
+    'except ConfigurationError as error:\n'
+    '  print(error)\n'
+  )
+  assert "pip install 'valkyrie[tpu]'" in done.stdout, done.stderr
+
+
+@needs_libtpu
+def test_libtpus_lock_held_by_another(monkeypatch):
+  monkeypatch.setenv('ALLOW_MULTIPLE_LIBTPU_LOAD', '0')
+  with open('/tmp/libtpu_lockfile', 'a') as lock:
+    fcntl.lockf(lock, fcntl.LOCK_EX)
+    done = child("from valkyrie.certificates import topologies; topologies.devices('v4:2x2x1')")
+  assert 'ConfigurationError' in done.stderr and '/tmp/libtpu_lockfile is held by ' in done.stderr
+
+
+@needs_libtpu
+def test_a_program_for_a_tpu(tmp_path):
+  """The real TPU compiler, on the smallest slice: what the estimates need is there."""
+  done = child(
+    'import sys; sys.path.insert(0, "tests")\n'
+    'import pathlib, precompile_test\n'
+    f'path = pathlib.Path({str(tmp_path / "run")!r})\n'
+    "precompile_test.ask(path, '--gin.LanguageModel.layers=1', '--gin.chunks=1', "
+    "'--gin.backprop_chunks=1', partition='zero1', topology='v4:2x2x1')\n"
+  )
+  assert done.returncode == 0, done.stderr
+  (c,) = json.loads((tmp_path / 'run' / 'precompile.json').read_text())
+  assert (c['device_kind'], c['chips'], c['hbm_bytes']) == ('TPU v4', 4, int(30.75 * 2**30))
+  assert c['fits'] and c['collective_bytes']['all-gather'] > 0
+  longest = max(c['estimated_compute_seconds'], c['estimated_memory_seconds'])
+  communication = c['estimated_communication_seconds']
+  assert c['estimated_seconds'] == pytest.approx(longest + communication)
+  assert 0 < c['estimated_share_of_peak'] < 1
