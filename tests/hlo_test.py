@@ -143,6 +143,8 @@ def test_a_tpus_program():
   loop = module.entry.by_name['loop']
   assert hlo.trip_count(module, module.entry, loop) == 8
   assert module.partitions == 4
+  last = hlo.parse(TPU.replace('direction=LT', 'direction=LE'))  # 0, 2, .., 16
+  assert hlo.trip_count(last, last.entry, last.entry.by_name['loop']) == 9
   size = 8 * 128 * 4
   assert collectives.by_kind(collectives.of_module(module)) == {
     'collective-permute': 8 * size,

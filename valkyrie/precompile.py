@@ -10,6 +10,8 @@ import inspect
 import json
 import pathlib
 import re
+import shlex
+import sys
 import time
 from typing import Any
 
@@ -21,6 +23,7 @@ from valkyrie.certificates import certificate, chips, collectives, hlo, report, 
 from valkyrie.compilation import Prepared, prepare, trace_step
 from valkyrie.errors import ConfigurationError, StorageError
 from valkyrie.gin_reader import FLAG
+from valkyrie.redaction import redact
 from valkyrie.train import train
 from valkyrie.training.curriculum import Phase
 
@@ -54,7 +57,7 @@ def precompile(
     with partitioning.on_devices(devices):
       return _certificates(topology, offered, only)
 
-  certificates = ask()
+  certificates = [{'command': _command(), **found} for found in ask()]
   _write(pathlib.Path(model_dir) / 'precompile.json', certificates)
   for found in certificates:
     print(report.text(found), flush=True)
@@ -62,6 +65,18 @@ def precompile(
   if over:
     worst = max(over, key=lambda c: c['total_bytes'] or 0)
     raise ConfigurationError(_advice(worst, layouts, lambda: ask(worst['phase'])[0]))
+
+
+def _command() -> str:
+  """What was typed, without secrets."""
+
+  def shown(argument: str) -> str:
+    if not argument.startswith(FLAG):
+      return argument
+    name, _, value = argument.removeprefix(FLAG).partition('=')
+    return FLAG + redact(f'{name} = {value}').replace(' = ', '=', 1)
+
+  return shlex.join(['python', '-m', 'valkyrie.main', *map(shown, sys.argv[1:])])
 
 
 def _settings() -> Mapping[str, Any]:
