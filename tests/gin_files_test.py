@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from valkyrie import configuration, gin_checks, main, partitioning, train
+from valkyrie import configuration, gin_checks, main, mesh, train
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.partitioning import Partitioner
@@ -40,7 +40,7 @@ def as_many_devices():
     def pretend():
       wanted = math.prod(size for _, size in gin.query_parameter('Partitioner.mesh'))
       if wanted > 0:
-        within.enter_context(partitioning.on_devices(jax.devices()[:1] * wanted))
+        within.enter_context(mesh.on_devices(jax.devices()[:1] * wanted))
 
     yield pretend
 

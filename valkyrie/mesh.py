@@ -1,26 +1,49 @@
-"""A mesh of devices from the axes that gin names."""
+"""The devices that a program is for, and a mesh of them from the axes that gin names."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+import contextlib
+import contextvars
 import math
 from typing import Any
 
+import jax
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 from valkyrie.errors import ConfigurationError
 
+_devices: contextvars.ContextVar[Sequence[Any] | None] = contextvars.ContextVar(
+  'devices', default=None
+)
 
-def make_mesh(axes: Sequence[tuple[str, int]], devices: Sequence[Any]) -> Mesh:
-  """The mesh of these axes over the devices, or over the first one if each axis has one.
+
+@contextlib.contextmanager
+def on_devices(devices: Sequence[Any]) -> Iterator[None]:
+  """Within it, a mesh is made of these devices, which may be those of a machine far away."""
+  token = _devices.set(tuple(devices))
+  try:
+    yield
+  finally:
+    _devices.reset(token)
+
+
+def platform() -> str:
+  """'cpu', 'gpu' or 'tpu': what a program is made for, wherever it is compiled."""
+  devices = _devices.get()
+  return jax.default_backend() if devices is None else devices[0].platform
+
+
+def make_mesh(axes: Sequence[tuple[str, int]]) -> Mesh:
+  """The mesh of these axes over all devices, or over the first one if each axis has one.
 
   Args:
     axes: (axis name, devices along it), outermost first; -1 once takes all that are left.
-    devices: of jax.
 
   Raises:
     ConfigurationError: the axes are none, or need another number of devices.
   """
   _check_axes(axes)
+  devices = _devices.get() or jax.devices()
   names = [name for name, _ in axes]
   sizes = [size for _, size in axes]
   fixed = math.prod(size for size in sizes if size != -1)

@@ -27,31 +27,6 @@ Axes = tuple[str | None, ...]
 _current: contextvars.ContextVar['Partitioner | None'] = contextvars.ContextVar(
   'partitioner', default=None
 )
-_devices: contextvars.ContextVar[Sequence[Any] | None] = contextvars.ContextVar(
-  'devices', default=None
-)
-
-
-@contextlib.contextmanager
-def on_devices(devices: Sequence[Any]) -> Iterator[None]:
-  """Within it, a mesh is made of these devices, which may be those of a machine far away."""
-  token = _devices.set(tuple(devices))
-  try:
-    yield
-  finally:
-    _devices.reset(token)
-
-
-def all_devices() -> Sequence[Any]:
-  """The devices that a mesh is made of: those of `on_devices`, or all that this process sees."""
-  devices = _devices.get()
-  return jax.devices() if devices is None else devices
-
-
-def platform() -> str:
-  """'cpu', 'gpu' or 'tpu': what a program is made for, wherever it is compiled."""
-  devices = _devices.get()
-  return jax.default_backend() if devices is None else devices[0].platform
 
 
 def current() -> 'Partitioner | None':
@@ -98,7 +73,7 @@ class Partitioner:
       ConfigurationError: where the devices cannot form the mesh, or a rule names an unknown axis,
         or one that such a layout cannot split.
     """
-    self.mesh = make_mesh(mesh, all_devices())
+    self.mesh = make_mesh(mesh)
     self.local = local
     self.parameter_axes = tuple((_expression(pattern), axes) for pattern, axes in parameter_axes)
     self.axis_rules = dict(axis_rules)

@@ -18,7 +18,7 @@ from typing import Any
 import gin
 import jax
 
-from valkyrie import configuration, partitioning, paths
+from valkyrie import configuration, mesh, paths
 from valkyrie.certificates import certificate, chips, collectives, hlo, report, topologies
 from valkyrie.compilation import Prepared, prepare, trace_step
 from valkyrie.errors import ConfigurationError, StorageError
@@ -54,7 +54,7 @@ def precompile(
   offered = hbm_bytes or (chip and chip.hbm_bytes)
 
   def ask(only: int | None = None) -> list[Certificate]:
-    with partitioning.on_devices(devices):
+    with mesh.on_devices(devices):
       return _certificates(topology, offered, only)
 
   certificates = [{'command': _command(), **found} for found in ask()]

@@ -18,7 +18,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from valkyrie.partitioning import platform
+from valkyrie.mesh import platform
 from valkyrie.types import Array
 
 
