@@ -159,6 +159,29 @@ def test_dtypes_under_bfloat16():
   assert jax.tree.map(lambda x: x.dtype, carry) == jax.tree.map(lambda x: x.dtype, after)
 
 
+def test_the_narrow_copy_computes_the_same_and_s5_and_norms_stay_wide():
+  model = tiny.model(
+    (tiny.attention, functools.partial(tiny.s5, activation='full_glu')), compute_dtype='bfloat16'
+  )
+  params, carry = tiny.init(model, 2)
+  narrow = model.narrow(params)
+  kinds = {}
+  for module, group in narrow.items():
+    kinds.setdefault(module.rsplit('/', 1)[-1], {}).update({n: x.dtype for n, x in group.items()})
+  matrices = {'query', 'key', 'value', 'out', 'gate', 'hidden'}
+  for module, group in kinds.items():
+    for name, dtype in group.items():
+      assert dtype == (jnp.bfloat16 if name in matrices else jnp.float32), (module, name)
+  batch = tiny.batch((7, 15, 2))
+  read = jax.jit(model.apply)
+  for a, b in zip(
+    jax.tree.leaves(read(narrow, carry, batch.inputs, batch.positions, batch.segment_ids)),
+    jax.tree.leaves(read(params, carry, batch.inputs, batch.positions, batch.segment_ids)),
+    strict=True,
+  ):
+    np.testing.assert_array_equal(a, b)
+
+
 def test_layers_are_stacked_over_the_repeated_pattern():
   """Two kinds of block in turn: the carry is a tuple over the pattern, stacked over repeats."""
   narrow = functools.partial(Block, mixers=(tiny.attention,), mlp_width=8)

@@ -166,6 +166,22 @@ def test_every_chunk_draws_its_own_dropout_and_draws_it_again_when_recomputed():
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_gradients_of_a_narrow_copy_add_up_in_float32():
+  """Over 64 chunks: what a sum in bfloat16 would have lost, an eighth of it, is there."""
+
+  def read(params, carry, chunk):
+    loss = jnp.sum(params.astype(jnp.float32)) * chunk
+    return loss, (carry, tbptt.Sums(*[loss] * 4))
+
+  params = jnp.ones(3, jnp.bfloat16)
+  chunks = jnp.asarray([256.0] + [0.5] * 63)
+  for backprop in (tbptt._recomputed, tbptt._kept):
+    zeros = tbptt._zeros(params)
+    gradient, _, _ = backprop(read, params, jnp.zeros((1, 1)), chunks, zeros)
+    assert gradient.dtype == jnp.float32
+    np.testing.assert_array_equal(gradient, 256 + 63 / 2)
+
+
 def test_of_many_chunks_few_carries_are_kept():
   """For 64 chunks: 8 carries for the segments and 8 within one, instead of 64, and no gradients."""
   size, count = 2**16, 64

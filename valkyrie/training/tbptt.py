@@ -143,15 +143,18 @@ def _kept(
 ) -> tuple[Params, Carry, Sums]:
   """Adds a group's gradient to `gradient`; keeps what the backward pass of every chunk needs."""
 
-  def group_loss(params, carry):
+  def group_loss(wide, carry):
     def step(carry, chunk):
-      loss, (carry, sums) = read(params, carry, chunk)
+      # Cast in the loop, so that what the loop adds up is the gradient of what is wide.
+      narrow = jax.tree.map(lambda w, p: w.astype(p.dtype), wide, params)
+      loss, (carry, sums) = read(narrow, carry, chunk)
       return carry, (loss, sums)
 
     carry, (losses, sums) = _scan(step, carry, chunks)
     return jnp.sum(losses), (carry, jax.tree.map(jnp.sum, sums))
 
-  (_, (carry, sums)), more = jax.value_and_grad(group_loss, has_aux=True)(params, carry)
+  wide = jax.tree.map(lambda p: p.astype(jnp.promote_types(p.dtype, jnp.float32)), params)
+  (_, (carry, sums)), more = jax.value_and_grad(group_loss, has_aux=True)(wide, carry)
   return _add(gradient, more), carry, sums
 
 
