@@ -13,12 +13,11 @@ Of several processes, which must see the same directory, each writes the parts o
 its devices hold; the first does all else, and tells the others how that went.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 import contextlib
 import dataclasses
 import json
-import logging
 import math
 import os
 import pathlib
@@ -27,16 +26,14 @@ from typing import Any
 
 import gin
 import jax
-import jax.numpy as jnp
-import numpy as np
-import orbax.checkpoint as ocp
 
 from valkyrie import cluster
 from valkyrie.errors import ConfigurationError, Diverged, StorageError
 from valkyrie.monitoring import heartbeat
 from valkyrie.storage import manifest, steps
 from valkyrie.storage.model_dir import Lease, lease_holder, local_path, writable_directory
-from valkyrie.storage.state_check import check_same_model, not_finite
+from valkyrie.storage.state_check import not_finite
+from valkyrie.storage.state_files import StateFiles, as_storage_error
 
 
 @gin.configurable
@@ -96,7 +93,6 @@ class CheckpointDirectory:
     self._writes_files = not read_only and jax.process_index() == 0
     self._read_only = read_only
     self._lease = Lease(root) if self._writes_files else None
-    _quiet_orbax()
     try:
       newest = self._tidied(root) if jax.process_index() == 0 else None
       of_first = cluster.exchange('checkpoints', json.dumps([newest, lease_holder(root)]))[0]
@@ -109,21 +105,13 @@ class CheckpointDirectory:
     except BaseException:
       self._release()
       raise
-    # Named, they wait for each other without a collective of the devices, which must be dispatched
-    # in the same order everywhere, and are not by a thread of its own.
-    processes = ocp.options.MultiprocessingOptions(
-      active_processes=set(range(jax.process_count())) if jax.process_count() > 1 else None
-    )
-    self._orbax = ocp.AsyncCheckpointer(
-      ocp.PyTreeCheckpointHandler(multiprocessing_options=processes),
-      multiprocessing_options=processes,
-    )
+    self._files = StateFiles()
     self._thread = ThreadPoolExecutor(1, thread_name_prefix='commit')
     self._under_way: Future[None] | None = None
 
   def _tidied(self, root: pathlib.Path) -> int | None:
     """Reads every file of the newest step, and clears away what is not whole; the step that is."""
-    with _as_storage_error(f'{self.directory} cannot be opened'):
+    with as_storage_error(f'{self.directory} cannot be opened'):
       newest, damaged = steps.newest_whole(self.directory)
       if damaged and newest is None:
         raise StorageError(_none_is_whole(self.directory, damaged))
@@ -176,10 +164,10 @@ class CheckpointDirectory:
       )
     place = steps.unfinished(self.directory, step)
     try:
-      with _as_storage_error(f'Step {step} could not be saved in {self.directory}'):
+      with as_storage_error(f'Step {step} could not be saved in {self.directory}'):
         if self._writes_files:
           steps.begin(self.directory, step)
-        self._orbax.save(place / 'state', args=ocp.args.PyTreeSave(_without_empty_arrays(state)))
+        self._files.write(place / 'state', state)
     except BaseException:
       self._clear(place)
       raise
@@ -195,10 +183,12 @@ class CheckpointDirectory:
   def _commit(self, step: int, record: dict[str, Any]) -> None:
     place = steps.unfinished(self.directory, step)
     try:
-      self._orbax.wait_until_finished()
+      self._files.wait()
       if self._writes_files:
         (place / 'record.json').write_text(json.dumps(record, indent=2))
         steps.finish(self.directory, step)
+        with contextlib.suppress(OSError):  # a save that failed may have written on, and may still
+          steps.clear_litter(self.directory)
     except BaseException:
       self._clear(place)
       raise
@@ -213,7 +203,7 @@ class CheckpointDirectory:
   def _clear(self, place: pathlib.Path) -> None:
     # Orbax may still be writing there, and would raise again in whatever it does next.
     with contextlib.suppress(Exception):
-      self._orbax.wait_until_finished()
+      self._files.wait()
     if self._writes_files:
       shutil.rmtree(place, ignore_errors=True)
 
@@ -235,7 +225,7 @@ class CheckpointDirectory:
     """
     if self._newest is None:
       return None
-    with _as_storage_error(f'The record of step {self._newest} in {self.directory} cannot be read'):
+    with as_storage_error(f'The record of step {self._newest} in {self.directory} cannot be read'):
       return self._read_record(self._newest)
 
   def nearest_whole(self, goal: int) -> int | None:
@@ -249,7 +239,7 @@ class CheckpointDirectory:
     return json.loads(cluster.exchange('nearest', json.dumps(nearest))[0])
 
   def _search(self, goal: int) -> int | None:
-    with _as_storage_error(f'{self.directory} cannot be read'):
+    with as_storage_error(f'{self.directory} cannot be read'):
       found = steps.find(self.directory)
       damaged = {}
       for step in sorted(found, key=lambda step: (step < goal, abs(step - goal))):
@@ -284,23 +274,9 @@ class CheckpointDirectory:
     if step is None:
       return None
     place = self.directory / str(step)
-    unreadable = f'{place} is what was saved, but cannot be read'
-    with _as_storage_error(unreadable):
-      metadata: Any = self._orbax.metadata(place / 'state').item_metadata
-    item = _without_empty_arrays(target)
-    check_same_model(place, metadata.tree, item, partial)
-    with _as_storage_error(unreadable):
-      restored = self._orbax.restore(
-        place / 'state',
-        args=ocp.args.PyTreeRestore(
-          item=item,
-          restore_args=ocp.checkpoint_utils.construct_restore_args(item),
-          partial_restore=partial,
-        ),
-      )
-      record = self._read_record(step)
-    state = jax.tree.map(lambda leaf, found: found if leaf.size else _empty(leaf), target, restored)
-    return state, record
+    state = self._files.read(place / 'state', target, partial)
+    with as_storage_error(f'{place} is what was saved, but cannot be read'):
+      return state, self._read_record(step)
 
   def check(self) -> None:
     """Raises StorageError where the save under way has failed; does not wait for it."""
@@ -316,7 +292,7 @@ class CheckpointDirectory:
   def _collect(self) -> None:
     under_way, self._under_way = self._under_way, None
     if under_way is not None:
-      with _as_storage_error(
+      with as_storage_error(
         f'The last save in {self.directory} failed; the steps before it are as they were. Make '
         'room there, or repair what is named here, and run the same command again'
       ):
@@ -328,7 +304,7 @@ class CheckpointDirectory:
       self.wait()
     finally:
       self._thread.shutdown()
-      self._orbax.close()
+      self._files.close()
       self._release()
 
   def _release(self) -> None:
@@ -354,37 +330,3 @@ def _none_is_whole(directory: os.PathLike, damaged: Mapping[int, str]) -> str:
     f'{found}\nNothing was changed. Restore the directory from a copy, move it away to start '
     'afresh, or name another --model_dir.'
   )
-
-
-def _empty(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-  zeros = np.zeros(leaf.shape, leaf.dtype)
-  if leaf.sharding is None:
-    return jnp.asarray(zeros)
-  return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: zeros[index])
-
-
-def _without_empty_arrays(tree: Any) -> Any:
-  """None in the place of arrays without elements, which Orbax refuses to save."""
-  return jax.tree.map(lambda leaf: leaf if leaf.size else None, tree)
-
-
-@contextlib.contextmanager
-def _as_storage_error(message: str) -> Iterator[None]:
-  try:
-    yield
-  except (OSError, ValueError, RuntimeError) as error:  # tensorstore's errors are ValueErrors
-    raise StorageError(f'{message}: {error}') from error
-
-
-def _quiet_orbax() -> None:
-  """Lets only Orbax's warnings into a run's log.
-
-  It tells of each save in a dozen lines, and prints four stacks for an error that it also raises.
-  """
-  logger = logging.getLogger('absl')
-  if _is_worth_showing not in logger.filters:
-    logger.addFilter(_is_worth_showing)
-
-
-def _is_worth_showing(record: logging.LogRecord) -> bool:
-  return record.levelno == logging.WARNING or '/orbax/' not in record.pathname
