@@ -279,7 +279,10 @@ def test_a_checkpoint_of_another_model(base, train_run):
   [
     (['seed=1'], ['configuration: train.seed was 0, is 1', '--allow_changed=configuration']),
     (['chunks=4'], ['position: was 64, is 128', '--allow_changed=configuration,position']),
-    (['Partitioner.mesh=(("data", 8),)'], ["mesh: axes was {'data': 1}, is {'data': 8}"]),
+    (
+      ['Partitioner.mesh=(("data", 8),)', 'Partitioner.local=False'],
+      ["mesh: axes was {'data': 1}, is {'data': 8}"],
+    ),
     (["task='digits'"], ['store: was ']),
     (['TaskFeed.reset_at="never"'], ["TaskFeed.reset_at was not set, is 'never'"]),
   ],
