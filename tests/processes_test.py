@@ -180,22 +180,15 @@ def test_two_processes_go_on_from_one_and_stop_together_and_one_goes_on_from_the
   np.testing.assert_allclose(*evaluated, rtol=1e-4)
 
 
-def test_what_befalls_one_process_ends_both_and_they_start_again_where_that_helps(folder):
-  supervise = [str(ROOT / 'scripts' / 'supervise'), '--pause_seconds=0.1', '--step_seconds=5', '--']
-  acts = '3 1 SIGKILL,5 0 SIGSTOP,7 1 refuse'
-  ended = run(folder, 'zero1', 'faults', acts=acts, supervisor=supervise, read='read_amid_faults')
+def test_bad_data_of_one_process_end_both_with_their_code(folder):
+  supervise = [str(ROOT / 'scripts' / 'supervise'), '--pause_seconds=0.1', '--']
+  ended = run(folder, 'zero1', 'faults', acts='3 1 refuse', supervisor=supervise, read='read_amid')
   for code, said in ended:
     assert code == 65, said
   assert 'valkyrie: a document that is not what it should be' in ended[1][1]
   assert 'valkyrie: process 1 ended with 65' in ended[0][1]
   lines = map(json.loads, (folder / 'faults' / 'supervise.jsonl').read_text().splitlines())
-  codes = {0: [], 1: []}
-  for line in lines:
-    codes[line['process']].append(line['code'])
-  # The other one is ended by its own deadline, or by jax when it hears of the loss.
-  assert 86 in codes[0] and codes[1][0] == 137
-  for of_one in codes.values():
-    assert of_one[-1] == 65 and set(of_one[:-1]) <= {75, 86, 134, 137} and len(of_one) >= 3
+  assert sorted((line['process'], line['code']) for line in lines) == [(0, 65), (1, 65)]
 
 
 def test_two_processes_compute_what_one_device_does(folder):

@@ -18,6 +18,7 @@ from valkyrie.errors import Diverged, Preempted, StorageError
 from valkyrie.evaluate import Evaluator
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
+from valkyrie.models.sizes import check_sizes
 from valkyrie.monitoring import heartbeat, plot, report
 from valkyrie.monitoring.hooks import Every, Hook
 from valkyrie.monitoring.progress import Progress, describe
@@ -83,6 +84,7 @@ def train(
     ValkyrieError: of the kind that names what does not fit.
     Preempted: the process was asked to stop, and has saved.
   """
+  check_sizes('train', train_steps=train_steps)
   with contextlib.ExitStack() as opened:
     stop = opened.enter_context(preemption())
     heartbeat.start(model_dir)
