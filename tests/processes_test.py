@@ -28,7 +28,6 @@ import hashlib
 import os
 import pathlib
 import signal
-import time
 
 import gin
 import jax
@@ -67,12 +66,6 @@ class Act:
       os.kill(os.getpid(), signal.SIGINT)
     elif self.what == 'refuse':
       raise DataError('a document that is not what it should be')
-    elif self.what == 'fail':
-      raise ValueError('a bug of the hook')
-    elif self.what == 'sleep':
-      time.sleep(1000)
-    else:
-      os.kill(os.getpid(), getattr(signal, self.what))
 '''
 # zero1 and context compute on each device; tensor2d lets XLA divide, and each process has all rows.
 # data and fsdp are special cases of these; tests/two_processes.py takes any layout.

@@ -78,7 +78,7 @@ class Partitioner:
     self.parameter_axes = tuple((_expression(pattern), axes) for pattern, axes in parameter_axes)
     self.axis_rules = dict(axis_rules)
     for logical, axes in self.axis_rules.items():
-      unknown = set(_as_tuple(axes)) - set(self.mesh.axis_names)
+      unknown = set(as_tuple(axes)) - set(self.mesh.axis_names)
       if unknown:
         raise ConfigurationError(
           f'Partitioner.axis_rules splits {logical!r} over {sorted(unknown)}, but the mesh has the '
@@ -109,7 +109,7 @@ class Partitioner:
 
   def axes_of(self, logical: str) -> tuple[str, ...]:
     """The mesh axes over which a logical axis is split, outermost first."""
-    return _as_tuple(self.axis_rules.get(logical))
+    return as_tuple(self.axis_rules.get(logical))
 
   def sharding(self, axes: Sequence[str | None]) -> NamedSharding:
     """The layout of an array with these logical axes."""
@@ -247,7 +247,7 @@ class Partitioner:
     return jax.tree.map(place, batch)
 
   def _parts(self, axes: str | tuple[str, ...] | None) -> int:
-    return math.prod(self.mesh.shape[axis] for axis in _as_tuple(axes))
+    return math.prod(self.mesh.shape[axis] for axis in as_tuple(axes))
 
   def partition(self, fn: Callable, **jit_options: Any) -> Callable:
     """`jax.jit` on this mesh, in which `constrain` knows these rules."""
@@ -267,7 +267,8 @@ class Partitioner:
       _current.reset(token)
 
 
-def _as_tuple(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def as_tuple(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+  """The mesh axes that one entry of a PartitionSpec, or of a rule, names."""
   return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 
 

@@ -124,5 +124,5 @@ def _reduced(gradient: Array, shard: PartitionSpec, over: Sequence[str]) -> Arra
   for dimension, axes in enumerate(shard):
     if axes is not None:
       gradient = lax.psum_scatter(gradient, axes, scatter_dimension=dimension, tiled=True)
-      over = [axis for axis in over if axis not in (axes if isinstance(axes, tuple) else (axes,))]
+      over = [axis for axis in over if axis not in partitioning.as_tuple(axes)]
   return lax.psum(gradient, tuple(over)) if over else gradient
