@@ -22,6 +22,7 @@ from injections.table import FAULTS, Fault, Trial, Unavailable, markdown, summar
 # Each adds its rows to the table.
 MODULES = (
   'kills', 'signals', 'supervision', 'damage', 'disks', 'numbers', 'data', 'world', 'mistakes',
+  'pairs',
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import gin
 import pytest
 import tiny_run
 
-from valkyrie import configuration, main, train
+from valkyrie import cluster, configuration, main, train
 from valkyrie.errors import Diverged, Preempted
 from valkyrie.monitoring import heartbeat
 from valkyrie.preemption import Preemption
@@ -131,6 +131,25 @@ def test_what_a_signal_in_start_up_is_turned_into_is_not_the_error_to_see():
       time.sleep(1)
     except Preempted as error:  # as inspect.signature does, which jax calls when it traces
       raise TypeError('unsupported callable') from error
+
+
+@pytest.mark.parametrize('told', [['3', '5'], ['5', '3'], ['4', '5']])
+def test_all_go_on_to_where_the_furthest_of_them_is(monkeypatch, told):
+  calls = []
+
+  def exchange(name, text, *seconds):
+    calls.append((name, text, *seconds))
+    return told if name == 'stop' else ['']
+
+  monkeypatch.setattr(cluster, 'exchange', exchange)
+  with Preemption(grace_seconds=9.0) as stop:
+    stop.ready(lambda: '')
+    assert [stop.requested() for _ in range(3)] == [False] * 3
+    os.kill(os.getpid(), signal.SIGTERM)
+    while len(calls) < 2:  # asked of all, how far they are
+      time.sleep(0.01)
+    assert [stop.requested() for _ in range(4)] == [False, False, True, True]
+  assert calls == [('ready', ''), ('stop', '3', 9.0)]
 
 
 def builder_of(process):

@@ -49,17 +49,18 @@ class FaultyFeed(TaskFeed):
 
 @gin.configurable
 class HashingFeed(TaskFeed):
-  """A feed that appends `position hash` for each batch."""
+  """A feed that appends `position row hash` for each row of a batch."""
 
   def __init__(self, path, *arguments, **options):
     super().__init__(*arguments, **options)
     self._path = path
 
-  def read(self, position, length, rows=None):
+  def read(self, position, length, rows):
     batch = super().read(position, length, rows)
-    digest = hashlib.sha256(b''.join(leaf.tobytes() for leaf in batch)).hexdigest()
     with open(self._path, 'a') as file:
-      print(position, digest, file=file, flush=True)
+      for number, row in enumerate(rows):
+        digest = hashlib.sha256(b''.join(leaf[number].tobytes() for leaf in batch)).hexdigest()
+        print(position, row, digest, file=file, flush=True)
     return batch
 
 

@@ -14,6 +14,16 @@ import jax
 import numpy as np
 
 
+def _hash(tree):
+  """Of what this process holds of it."""
+  digest = hashlib.sha256()
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    digest.update(f'{path} {leaf.dtype} {leaf.shape}'.encode())
+    for shard in leaf.addressable_shards:
+      digest.update(f'{shard.index}'.encode() + np.asarray(shard.data).tobytes())
+  return digest.hexdigest()
+
+
 @gin.configurable
 class HashState:
   """Appends `step hash` for each train state."""
@@ -22,11 +32,8 @@ class HashState:
     self._path = path
 
   def __call__(self, step, state, metrics):
-    digest = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(jax.device_get(state)):
-      digest.update(f'{path} {leaf.dtype} {leaf.shape}'.encode() + np.asarray(leaf).tobytes())
     with open(self._path, 'a') as file:
-      print(step, digest.hexdigest(), file=file, flush=True)
+      print(step, _hash(state), file=file, flush=True)
 
 
 @gin.configurable
@@ -37,11 +44,12 @@ class HashLearnt:
     self._path = path
 
   def __call__(self, step, state, metrics):
-    leaves = jax.device_get(jax.tree.leaves((state.params, state.optimizer_state)))
-    learnt = hashlib.sha256(b''.join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()
-    empty = not any(np.any(leaf) for leaf in jax.device_get(jax.tree.leaves(state.carry)))
+    learnt = _hash((state.params, state.optimizer_state))
+    carries = [
+      shard.data for leaf in jax.tree.leaves(state.carry) for shard in leaf.addressable_shards
+    ]
     with open(self._path, 'a') as file:
-      print(json.dumps([step, learnt, empty]), file=file, flush=True)
+      print(json.dumps([step, learnt, not any(map(np.any, carries))]), file=file, flush=True)
 
 
 @gin.configurable

@@ -82,7 +82,7 @@ class Laboratory:
     self._runs = 0
     write_store(folder / 'data', 'letters', 'train', texts('abcdefgh', 24, seed=0))
     write_store(folder / 'data', 'letters', 'validation', texts('abcdefgh', 8, seed=1))
-    for partition in ('single', 'data', 'fsdp'):
+    for partition in ('single', 'zero1'):
       (folder / f'{partition}.gin').write_text(
         GIN.format(rows=ROWS, steps=STEPS, partition=partition, data=folder / 'data')
       )
@@ -169,13 +169,15 @@ class Laboratory:
     lines = path.read_text().splitlines() if path.exists() else []
     return [(int(step), digest) for step, digest in map(str.split, lines)]
 
-  def difference(self, name: str, whole: bool = True) -> str | None:
+  def difference(
+    self, name: str, whole: bool = True, expected: Mapping[int, str] | None = None
+  ) -> str | None:
     """What differs from the run that nothing was done to; None if all steps are bit-identical."""
-    found = self.hashes(name)
+    found, expected = self.hashes(name), expected or self.expected
     for step, digest in found:
-      if self.expected.get(step) != digest:
+      if expected.get(step) != digest:
         return f'the state after step {step} is another one'
-    if whole and (missing := set(self.expected) - {step for step, _ in found}):
+    if whole and (missing := set(expected) - {step for step, _ in found}):
       return f'steps {sorted(missing)} were never done'
     return None
 

@@ -2,23 +2,20 @@
 
 from collections.abc import Iterator
 import json
+import pathlib
 import shutil
 
 from injections.laboratory import ROWS, STEPS, TOKENS, Laboratory, write_store
 from injections.table import Trial, fault
 
 REFUSED = 'the step is refused, its rows remember nothing, the run goes on'
-_BAD = (5, 11, 12, 20)  # steps
+BAD = (5, 11, 12, 20)  # steps
 
 
-def _log(lab: Laboratory, name: str) -> list[dict]:
+def refused_log(lab: Laboratory, name: str) -> list[dict]:
+  """The lines of refused_steps.jsonl."""
   lines = (lab.folder / name / 'refused_steps.jsonl').read_text().splitlines()
   return [json.loads(line) for line in lines]
-
-
-def _learnt(lab: Laboratory, name: str) -> dict[int, list]:
-  lines = (lab.folder / f'{name}.learnt').read_text().splitlines()
-  return {step: rest for step, *rest in map(json.loads, lines)}
 
 
 @fault('NaN and infinity in loss, gradient, carry and data', REFUSED, full=32, short=4)
@@ -26,10 +23,10 @@ def not_finite(lab: Laboratory, times: int) -> Iterator[Trial]:
   ways = [
     (place, what) for place in ('data', 'carry', 'loss', 'gradient') for what in ('nan', 'inf')
   ]
-  per_run = len(_BAD)
+  per_run = len(BAD)
   for place, what in ways[:: max(1, len(ways) * per_run // times)][: max(1, times // per_run)]:
     name = lab.new()
-    steps = f'{list(_BAD)}'
+    steps = f'{list(BAD)}'
     if place == 'data':
       flags = ['--gin.train.feed=@train/FaultyFeed', f'--gin.FaultyFeed.what="{what}"']
       flags += [f'--gin.FaultyFeed.steps={steps}']
@@ -38,22 +35,32 @@ def not_finite(lab: Laboratory, times: int) -> Iterator[Trial]:
       flags += [f'--gin.Spoiler.place="{place}"', f'--gin.Spoiler.value="{what}"']
       flags += ['--gin.train.feed=@train/FaultyFeed', '--gin.FaultyFeed.what="mark"']
       flags += [f'--gin.FaultyFeed.steps={steps}']
-    learnt = lab.folder / f'{name}.learnt'
-    flags += [f'--gin.HashLearnt.path="{learnt}"', '--gin.train.hooks=(@HashLearnt(),)']
+    path = lab.folder / f'{name}.learnt'
+    flags += [f'--gin.HashLearnt.path="{path}"', '--gin.train.hooks=(@HashLearnt(),)']
     lab.run(name, *flags)
-    seen, refused = _learnt(lab, name), [line['step'] for line in _log(lab, name)]
-    for step in _BAD:
-      found = None
-      if refused != list(_BAD):
-        found = f'the steps {refused} were refused'
-      elif seen[step][0] != seen[step - 1][0]:
-        found = 'parameters or optimizer have changed'
-      elif not seen[step][1]:
-        found = 'a row remembers something'
-      elif step + 1 not in _BAD and seen[step + 1][0] == seen[step][0]:
-        found = 'the next step changed nothing'
+    refused = [line['step'] for line in refused_log(lab, name)]
+    for step in BAD:
+      found = wrong_at(step, learnt(path), refused)
       yield Trial(f'{what} in the {place} of step {step}', found)
     lab.forget(name)
+
+
+def learnt(path: pathlib.Path) -> dict[int, list]:
+  """What HashLearnt wrote, by steps."""
+  return {step: rest for step, *rest in map(json.loads, path.read_text().splitlines())}
+
+
+def wrong_at(step: int, seen: dict[int, list], refused: list[int]) -> str | None:
+  """What a step did that should have done nothing; None where all is as promised."""
+  if refused != list(BAD):
+    return f'the steps {refused} were refused'
+  if seen[step][0] != seen[step - 1][0]:
+    return 'parameters or optimizer have changed'
+  if not seen[step][1]:
+    return 'a row remembers something'
+  if step + 1 not in BAD and seen[step + 1][0] == seen[step][0]:
+    return 'the next step changed nothing'
+  return None
 
 
 @fault('numbers that stay infinite', 'ends with 76, names the documents', full=2)
@@ -82,28 +89,31 @@ def spikes_back(lab: Laboratory, times: int) -> Iterator[Trial]:
 
 
 def _spikes(lab: Laboratory, times: int, action: str) -> Iterator[Trial]:
-  every, first = 8, 24
-  expected = list(range(first, first + every * times, every))
-  steps = expected[-1] + 2
-  _noisy_store(lab, expected, steps)
-  flags = [
-    f'--gin.train_steps={steps}', '--gin.train/TaskFeed.task="noise"', '--gin.learning_rate=0.03',
-    f'--gin.LossSpikes.action="{action}"', '--gin.LossSpikes.window=6',
-    '--gin.LossSpikes.deviations=8.0', '--gin.RefusedSteps.allowed=90', '--gin.checkpoint_every=6',
-  ]  # fmt: skip
+  expected, flags = spiky(lab, times, action)
   whole, killed = lab.new(), lab.new()
-  lab.run(whole, *flags, steps=steps)
-  lab.run(
-    killed, *flags, f'--gin.Act.at={expected[0] + 3}', '--gin.Act.what="die"', steps=steps, code=-9
-  )
-  lab.run(killed, *flags, steps=steps)
-  refused = [line['step'] for line in _log(lab, whole) if 'why' in line]
+  lab.run(whole, *flags)
+  lab.run(killed, *flags, f'--gin.Act.at={expected[0] + 3}', '--gin.Act.what="die"', code=-9)
+  lab.run(killed, *flags)
+  refused = [line['step'] for line in refused_log(lab, whole) if 'why' in line]
   same = dict(lab.hashes(whole)) == dict(lab.hashes(killed))
   for step in expected:
     found = None if step in refused else 'was trained on'
     yield Trial(f'step {step}', found if same else 'the run that was killed decided otherwise')
   lab.forget(whole)
   lab.forget(killed)
+
+
+def spiky(lab: Laboratory, times: int, action: str) -> tuple[list[int], list[str]]:
+  """(the steps whose loss stands out, the flags of a run that meets them)."""
+  every, first = 8, 24
+  expected = list(range(first, first + every * times, every))
+  steps = expected[-1] + 2
+  _noisy_store(lab, expected, steps)
+  return expected, [
+    f'--gin.train_steps={steps}', '--gin.train/TaskFeed.task="noise"', '--gin.learning_rate=0.03',
+    f'--gin.LossSpikes.action="{action}"', '--gin.LossSpikes.window=6',
+    '--gin.LossSpikes.deviations=8.0', '--gin.RefusedSteps.allowed=90', '--gin.checkpoint_every=6',
+  ]  # fmt: skip
 
 
 def _noisy_store(lab: Laboratory, noisy: list[int], steps: int) -> None:

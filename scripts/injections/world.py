@@ -4,8 +4,6 @@ from collections.abc import Iterator
 import json
 import os
 
-import numpy as np
-
 from injections.laboratory import STEPS, Laboratory
 from injections.table import Trial, fault
 
@@ -63,21 +61,26 @@ def another_mesh(lab: Laboratory, times: int) -> Iterator[Trial]:
   for number in range(times):
     name = lab.new()
     feed = (*read, f'--gin.HashingFeed.path="{lab.folder / name}.batches"')
-    last = STEPS
     for step, mesh in zip((8, 16), meshes[:: -1 if number % 2 else 1], strict=True):
       stop = (f'--gin.Act.at={step}', '--gin.Act.what="ask"')
       stop += (f'--gin.Act.once="{lab.folder / name}.{step}"',)
       lab.run(name, *feed, *stop, mesh, *rules, allowed, devices=2, code=75)
     lab.run(name, *feed, allowed)
-    losses = [_losses(lab, run) for run in (whole, name)]
-    differences = [abs(losses[1][n] / losses[0][n] - 1) for n in range(1, last + 1)]
-    batches = [_batches(lab, run) for run in (whole, name)]
-    found = None if batches[0] == batches[1] else 'it read other batches'
-    if max(differences) > 1e-4:
-      found = f'the loss differs by {max(differences):.2g}'
-    yield Trial(f'{"2x1, 1x2" if number % 2 else "1x2, 2x1"}, 1', found, float(np.max(differences)))
+    found, difference = compared(lab, whole, name)
+    yield Trial(f'{"2x1, 1x2" if number % 2 else "1x2, 2x1"}, 1', found, difference)
     lab.forget(name)
   lab.forget(whole)
+
+
+def compared(lab: Laboratory, whole: str, name: str) -> tuple[str | None, float]:
+  """What is wrong with a run that others should equal but for rounding; the loss's difference."""
+  losses = [_losses(lab, run) for run in (whole, name)]
+  difference = max(abs(losses[1][step] / losses[0][step] - 1) for step in range(1, STEPS + 1))
+  batches = [_batches(lab, run) for run in (whole, name)]
+  found = None if batches[0] == batches[1] else 'it read other batches'
+  if difference > 1e-4:
+    found = f'the loss differs by {difference:.2g}'
+  return found, difference
 
 
 def _losses(lab: Laboratory, name: str) -> dict[int, float]:
@@ -85,9 +88,5 @@ def _losses(lab: Laboratory, name: str) -> dict[int, float]:
   return {line['step']: line['loss'] for line in map(json.loads, lines)}
 
 
-def _batches(lab: Laboratory, name: str) -> dict[str, set[str]]:
-  found: dict[str, set[str]] = {}
-  for line in (lab.folder / f'{name}.batches').read_text().splitlines():
-    position, digest = line.split()
-    found.setdefault(position, set()).add(digest)
-  return found
+def _batches(lab: Laboratory, name: str) -> set[str]:
+  return set((lab.folder / f'{name}.batches').read_text().splitlines())

@@ -1,0 +1,294 @@
+"""Two processes that train as one: what happens to one of them, and what both come to."""
+
+from collections.abc import Iterator, Sequence
+import functools
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+
+from injections.laboratory import INT, TERM, Laboratory, ended, heartbeats, wait_for
+from injections.numbers import BAD, REFUSED, learnt, refused_log, spiky, wrong_at
+from injections.table import Trial, fault
+from injections.world import compared
+
+BUG, PREEMPTED = 70, 75
+BOTH = (0, 1)
+DEADLINE = 5  # seconds in which a step must give a sign of life
+SUPERVISE = (
+  sys.executable, '-m', 'valkyrie.supervise', f'--step_seconds={DEADLINE}', '--pause_seconds=1',
+  '--',
+)  # fmt: skip
+NOTHING = ((), ())
+EVERY = '--gin.checkpoint_every=1'
+
+
+class Pair:
+  """A run of two processes, of each of which the hashes of what it holds are kept."""
+
+  def __init__(self, lab: Laboratory):
+    self.lab = lab
+    self.name = lab.new()
+
+  def start(
+    self, *flags: str, alone: Sequence[Sequence[str]] = NOTHING, each=({}, {}), prefix=()
+  ) -> list[subprocess.Popen]:
+    """Starts both, each on a core; `alone` are the flags of one of them, `each` its options."""
+    address = _free_address()
+    return [
+      self.lab.start(
+        self.of(process),
+        f'--model_dir={self.lab.folder / self.name}',
+        f'--coordinator={address}',
+        '--processes=2',
+        f'--process={process}',
+        '--join_seconds=60',
+        *flags,
+        *alone[process],
+        partition='zero1',
+        prefix=('taskset', '--cpu-list', str(process % (os.cpu_count() or 1)), *prefix),
+        **each[process],
+      )
+      for process in BOTH
+    ]
+
+  def run(self, *flags: str, **options) -> None:
+    """Runs both to their end."""
+    found = [ended(process) for process in self.start(*flags, **options)]
+    if any(found):
+      raise AssertionError(f'exit codes {found}, expected 0: {self.said()[-800:]}')
+
+  def of(self, process: int) -> str:
+    """The name of what one of the two leaves."""
+    return f'{self.name}.{process}'
+
+  def said(self, process: int | None = None) -> str:
+    """What one of them has said, or both."""
+    return ''.join(self.lab.said(self.of(n)) for n in (BOTH if process is None else [process]))
+
+  def difference(self, whole: bool = True) -> str | None:
+    """What differs from the pair that nothing was done to; None where nothing does."""
+    for process, expected in zip(BOTH, _expected(self.lab), strict=True):
+      if found := self.lab.difference(self.of(process), whole, expected):
+        return f'process {process}: {found}'
+    return None
+
+  def forget(self) -> None:
+    """Deletes what is left of it."""
+    self.lab.forget(self.name)
+
+
+def _free_address() -> str:
+  with socket.socket() as one:
+    one.bind(('127.0.0.1', 0))
+    return f'127.0.0.1:{one.getsockname()[1]}'
+
+
+@functools.cache
+def _expected(lab: Laboratory) -> list[dict[int, str]]:
+  pair = Pair(lab)
+  pair.run()
+  return [dict(lab.hashes(pair.of(process))) for process in BOTH]
+
+
+def _to_one(process: int, at: int, what: str) -> list[Sequence[str]]:
+  flags = [NOTHING[0], NOTHING[0]]
+  flags[process] = (f'--gin.Act.at={at}', f'--gin.Act.what="{what}"')
+  return flags
+
+
+def _supervised(lab: Laboratory, times: int, what: str) -> Iterator[Trial]:
+  _expected(lab)
+  for number in range(times):
+    pair, process, at = Pair(lab), number % 2, lab.random.randint(2, 20)
+    processes = pair.start(alone=_to_one(process, at, what), prefix=SUPERVISE)
+    acted = lab.folder / f'{pair.of(process)}.acted'
+    wait_for(acted.exists, processes[0])
+    began, reasons = time.monotonic(), lab.folder / pair.name / 'supervise.jsonl'
+
+    def gone(reasons=reasons):
+      lines = reasons.read_text().splitlines() if reasons.exists() else []
+      return {json.loads(line)['process'] for line in lines} == {0, 1}
+
+    wait_for(gone, processes[0])
+    seconds = time.monotonic() - began
+    codes = [ended(one) for one in processes]
+    ends = [json.loads(line) for line in reasons.read_text().splitlines()]
+    found = pair.difference()
+    if any(codes):
+      found = f'exit codes {codes}'
+    elif seconds > DEADLINE + 10:
+      found = f'both gone after {seconds:.1f} s'
+    told = ', '.join(f'{end["process"]}: {end["code"]}' for end in ends)
+    yield Trial(f'{what} of process {process} at step {at} ({told})', found, seconds)
+    pair.forget()
+
+
+_GONE = f's until both are gone, of {DEADLINE} + 10'
+
+
+@fault('two processes: kill -9 of one', 'both are started again, bit for bit', full=10, unit=_GONE)
+def killed(lab: Laboratory, times: int) -> Iterator[Trial]:
+  yield from _supervised(lab, times, 'die')
+
+
+@fault('two processes: SIGSTOP of one', 'both are started again, bit for bit', full=4, unit=_GONE)
+def stopped(lab: Laboratory, times: int) -> Iterator[Trial]:
+  yield from _supervised(lab, times, 'stop')
+
+
+@fault(
+  'two processes: a deadlock in one', 'both are started again, bit for bit', full=4, unit=_GONE
+)
+def deadlocked(lab: Laboratory, times: int) -> Iterator[Trial]:
+  yield from _supervised(lab, times, 'deadlock')
+
+
+@fault(
+  'two processes: an exception in one',
+  'both end with 70, saved is what was saved before',
+  full=4,
+)
+def raised(lab: Laboratory, times: int) -> Iterator[Trial]:
+  for number in range(times):
+    pair, process, at = Pair(lab), number % 2, lab.random.randint(2, 23)
+    alone = _to_one(process, at, 'fail')
+    codes = [ended(one) for one in pair.start(alone=alone, prefix=SUPERVISE)]
+    found = None if codes == [BUG, BUG] else f'exit codes {codes}'
+    if 'an injected bug' not in pair.said(process):
+      found = 'the exception was not shown'
+    pair.run(alone=alone)
+    yield Trial(f'in process {process} at step {at}', found or pair.difference())
+    pair.forget()
+
+
+@fault(
+  'two processes: SIGTERM or SIGINT to either, once or twice, in any phase',
+  'both save the same step, end with 75, go on bit for bit',
+  full=20,
+  short=1,
+  unit='s to the end of both',
+)
+def asked(lab: Laboratory, times: int) -> Iterator[Trial]:
+  _expected(lab)
+  phases = ['step', 'save', 'start_up', 'step', 'compile']
+  pair = Pair(lab)
+  for number in range(times):
+    process, phase = number % 2, phases[number % len(phases)]
+    signals = [(TERM,), (INT, TERM), (INT,), (TERM, TERM)][number // 2 % 4]
+    with heartbeats() as (pipe, ours):
+      heard = [{'environment': {'VALKYRIE_HEARTBEAT': str(pipe)}, 'pass_fds': (pipe,)}, {}]
+      processes = pair.start('--gin.Pace.seconds=0.05', '--gin.eval_every=5', each=heard)
+      beats = lab.random.randint(1, 8) if phase == 'step' else 1
+
+      def reached(ours=ours, phase=phase, beats=beats):
+        return sum(line.get('phase') == phase for line in ours.heard()) >= beats
+
+      wait_for(reached, processes[0])
+      time.sleep(lab.random.uniform(0, 0.1))
+      began = time.monotonic()
+      for one in signals:
+        processes[process].send_signal(one)
+        time.sleep(0.05)
+      codes = [ended(one) for one in processes]
+    what = f'{len(signals)} to process {process} in {phase}'
+    found = pair.difference(whole=codes == [0, 0])
+    if codes == [0, 0]:  # it was done before the signal came
+      pair.forget()
+      pair = Pair(lab)
+      yield Trial(f'{what}, at the end', found)
+      continue
+    saved = max(_steps(lab.folder / pair.name / 'checkpoints'), default=0)
+    done = [max(dict(lab.hashes(pair.of(n))), default=0) for n in BOTH]
+    if codes != [PREEMPTED, PREEMPTED]:
+      found = f'exit codes {codes}: {pair.said()[-400:]}'
+    elif found is None and done != [saved, saved]:
+      found = f'the steps {done} were done, and {saved} is saved'
+    yield Trial(what, found, time.monotonic() - began)
+  pair.run()
+  if found := pair.difference():
+    yield Trial('the end of it', found)
+  pair.forget()
+
+
+def _steps(checkpoints: pathlib.Path) -> list[int]:
+  return [int(path.name) for path in checkpoints.glob('*') if path.name.isdecimal()]
+
+
+@fault("two processes: NaN and infinity in one's data", REFUSED, full=16)
+def not_finite(lab: Laboratory, times: int) -> Iterator[Trial]:
+  for number in range(times // len(BAD)):
+    pair, process, what = Pair(lab), number % 2, ('nan', 'inf')[number // 2 % 2]
+    alone = [
+      [
+        f'--gin.HashLearnt.path="{lab.folder / pair.of(n)}.learnt"',
+        '--gin.train.hooks=(@HashLearnt(),)',
+      ]
+      for n in BOTH
+    ]
+    alone[process] += [
+      '--gin.train.feed=@train/FaultyFeed', f'--gin.FaultyFeed.what="{what}"',
+      f'--gin.FaultyFeed.steps={list(BAD)}',
+    ]  # fmt: skip
+    pair.run(alone=alone)
+    refused = [line['step'] for line in refused_log(lab, pair.name)]
+    for step in BAD:
+      ways = [wrong_at(step, learnt(lab.folder / f'{pair.of(n)}.learnt'), refused) for n in BOTH]
+      yield Trial(f'{what} of process {process} in step {step}', ways[0] or ways[1])
+    pair.forget()
+
+
+@fault(
+  'two processes: a loss spike, back to the last checkpoint, and kill -9 of one', 'the same', full=4
+)
+def spikes_back(lab: Laboratory, times: int) -> Iterator[Trial]:
+  expected, flags = spiky(lab, times, 'rewind')
+  whole, killed = Pair(lab), Pair(lab)
+  whole.run(*flags)
+  killed.run(*flags, alone=_to_one(1, expected[0] + 3, 'die'), prefix=SUPERVISE)
+  refused = [line['step'] for line in refused_log(lab, whole.name) if 'why' in line]
+  hashes = [[dict(lab.hashes(pair.of(n))) for n in BOTH] for pair in (whole, killed)]
+  for step in expected:
+    found = None if step in refused else 'was trained on'
+    same = hashes[0] == hashes[1]
+    yield Trial(f'step {step}', found if same else 'the pair that was killed decided otherwise')
+  whole.forget()
+  killed.forget()
+
+
+@fault(
+  'one process, then two, then one',
+  'the same batches, the loss within 1e-4',
+  full=2,
+  unit='relative difference of the loss',
+)
+def one_two_one(lab: Laboratory, times: int) -> Iterator[Trial]:
+  def read(name):
+    path = lab.folder / f'{name}.batches'
+    return ['--gin.train.feed=@train/HashingFeed', f'--gin.HashingFeed.path="{path}"', EVERY]
+
+  whole = lab.new()
+  lab.run(whole, *read(whole), partition='zero1', devices=2)
+  for number in range(times):
+    pair, (first, second) = Pair(lab), ((8, 16), (5, 20))[number % 2]
+    stops = [
+      [
+        f'--gin.Act.at={at}',
+        '--gin.Act.what="ask"',
+        f'--gin.Act.once="{lab.folder / pair.name}.{at}"',
+      ]
+      for at in (first, second)
+    ]
+    alone = {'partition': 'zero1', 'devices': 2}
+    lab.run(pair.name, *read(pair.name), *stops[0], **alone, code=PREEMPTED)
+    codes = [ended(one) for one in pair.start(*read(pair.name), alone=[NOTHING[0], stops[1]])]
+    lab.run(pair.name, *read(pair.name), **alone)
+    found, difference = compared(lab, whole, pair.name)
+    if codes != [PREEMPTED, PREEMPTED]:
+      found = f'exit codes {codes}'
+    yield Trial(f'two from step {first} to {second}', found, difference)
+    pair.forget()
+  lab.forget(whole)
