@@ -28,7 +28,7 @@ def write_stores(data_dir: pathlib.Path, task: str, letters: str, vocabulary=BYT
 
 
 def gin_text(data_dir: pathlib.Path, partition='single', curriculum='constant', more='') -> str:
-  """What gin/tiny_cpu.gin is made of, shrunk by bindings, and `more`."""
+  """What gin/tiny_cpu.gin is made of, with the toy model, and `more`."""
   return f"""
 seed = 0
 batch_size = 8
@@ -44,24 +44,13 @@ warmup_steps = 1
 {'short_steps = 1' if curriculum == 'short_then_long' else ''}
 
 include 'gin/run.gin'
-include 'gin/models/tiny.gin'
+include 'gin/models/toy.gin'
 include 'gin/partition/{partition}.gin'
 include 'gin/curriculum/{curriculum}.gin'
 include 'gin/data/python_stdlib.gin'
 
 task = 'letters'
 TaskFeed.data_dir = '{data_dir}'
-LanguageModel.d_model = 16
-LanguageModel.layers = 2
-Block.mlp_width = 24
-LongformerAttention.heads = 2
-LongformerAttention.head_width = 8
-LongformerAttention.window = 6
-LongformerAttention.registers = 2
-LongformerAttention.document_start = 2
-LongformerAttention.slice_size = 4
-S5.state_size = 8
-S5.blocks = 2
 {more}
 """
 

@@ -116,7 +116,7 @@ def all_damaged(lab: Laboratory, times: int) -> Iterator[Trial]:
 
 @fault(
   'a save and a restore in one process',
-  'no file, thread or step more, at most 64 KiB of memory',
+  'no file, thread or step more, and no memory but what tensorstore loses',
   full=100,
   short=20,
   unit='KiB of memory',
@@ -138,6 +138,8 @@ def without_end(lab: Laboratory, times: int) -> Iterator[Trial]:
         measured[step] = _in_use(run)
   began, now = measured[10], measured[times + 10]
   more = {name: now[name] - began[name] for name in now}
+  # Its Python bindings never free the lists in which they count bytes and describe arrays: some 55 a
+  # pair, which Orbax asks for.
   limits = {'files': 0, 'threads': 2, 'steps': 0, 'KiB': 64 * times + 4096}
   grown = [f'{name} +{more[name]}' for name in more if more[name] > limits[name]]
   for number in range(times - 1):

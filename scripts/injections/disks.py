@@ -99,7 +99,6 @@ def linked_step(lab: Laboratory, times: int) -> Iterator[Trial]:
   'a second trainer on the same directory',
   'is refused with 74, the first is not disturbed',
   full=3,
-  short=1,
 )
 def second_trainer(lab: Laboratory, times: int) -> Iterator[Trial]:
   for _ in range(times):

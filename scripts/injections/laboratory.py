@@ -38,7 +38,7 @@ learning_rate = 3e-3
 warmup_steps = 4
 
 include 'gin/run.gin'
-include 'gin/models/tiny.gin'
+include 'gin/models/toy.gin'
 include 'gin/partition/{partition}.gin'
 include 'gin/curriculum/constant.gin'
 include 'gin/data/python_stdlib.gin'
@@ -53,17 +53,7 @@ train.hooks = (@HashState(), @Pace(), @Act())
 train.remat = False
 create_writers.tensorboard = False
 LanguageModel.remat = None
-LanguageModel.d_model = 16
 LanguageModel.layers = 1
-Block.mlp_width = 24
-LongformerAttention.heads = 2
-LongformerAttention.head_width = 8
-LongformerAttention.window = 6
-LongformerAttention.registers = 2
-LongformerAttention.document_start = 2
-LongformerAttention.slice_size = 4
-S5.state_size = 8
-S5.blocks = 2
 """
 
 

@@ -169,7 +169,6 @@ def raised(lab: Laboratory, times: int) -> Iterator[Trial]:
   'two processes: SIGTERM or SIGINT to either, once or twice, in any phase',
   'both save the same step, end with 75, go on bit for bit',
   full=20,
-  short=1,
   unit='s to the end of both',
 )
 def asked(lab: Laboratory, times: int) -> Iterator[Trial]:

@@ -45,7 +45,6 @@ def another_world(lab: Laboratory, times: int) -> Iterator[Trial]:
   'another mesh: 1x2, then 2x1, then one device',
   'the same batches, the loss within 1e-4',
   full=2,
-  short=1,
   unit='relative difference of the loss',
 )
 def another_mesh(lab: Laboratory, times: int) -> Iterator[Trial]:
