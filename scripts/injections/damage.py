@@ -138,8 +138,8 @@ def without_end(lab: Laboratory, times: int) -> Iterator[Trial]:
         measured[step] = _in_use(run)
   began, now = measured[10], measured[times + 10]
   more = {name: now[name] - began[name] for name in now}
-  # Its Python bindings never free the lists in which they count bytes and describe arrays: some 55 a
-  # pair, which Orbax asks for.
+  # Its Python bindings never free the lists in which they count bytes and describe arrays, of which
+  # Orbax asks for some 55 a pair.
   limits = {'files': 0, 'threads': 2, 'steps': 0, 'KiB': 64 * times + 4096}
   grown = [f'{name} +{more[name]}' for name in more if more[name] > limits[name]]
   for number in range(times - 1):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+from injections.commits import MOMENTS
 from injections.laboratory import INT, TERM, Laboratory, ended, heartbeats, wait_for
 from injections.numbers import BAD, REFUSED, learnt, refused_log, spiky, wrong_at
 from injections.table import Trial, fault
@@ -95,16 +96,17 @@ def _expected(lab: Laboratory) -> list[dict[int, str]]:
 
 
 def _to_one(process: int, at: int, what: str) -> list[Sequence[str]]:
-  flags = [NOTHING[0], NOTHING[0]]
-  flags[process] = (f'--gin.Act.at={at}', f'--gin.Act.what="{what}"')
-  return flags
+  """Flags for each: one of them acts, and the other at no step."""
+  return [
+    (f'--gin.Act.at={at if one == process else 0}', f'--gin.Act.what="{what}"') for one in BOTH
+  ]
 
 
-def _supervised(lab: Laboratory, times: int, what: str) -> Iterator[Trial]:
+def _supervised(lab: Laboratory, times: int, what: str, *flags: str) -> Iterator[Trial]:
   _expected(lab)
   for number in range(times):
     pair, process, at = Pair(lab), number % 2, lab.random.randint(2, 20)
-    processes = pair.start(alone=_to_one(process, at, what), prefix=SUPERVISE)
+    processes = pair.start(*flags, alone=_to_one(process, at, what), prefix=SUPERVISE)
     acted = lab.folder / f'{pair.of(process)}.acted'
     wait_for(acted.exists, processes[0])
     began, reasons = time.monotonic(), lab.folder / pair.name / 'supervise.jsonl'
@@ -145,6 +147,38 @@ def stopped(lab: Laboratory, times: int) -> Iterator[Trial]:
 )
 def deadlocked(lab: Laboratory, times: int) -> Iterator[Trial]:
   yield from _supervised(lab, times, 'deadlock')
+
+
+@fault(
+  'two processes: a loader that stalls in one',
+  'both are started again, bit for bit',
+  full=4,
+  unit=_GONE,
+)
+def stalled(lab: Laboratory, times: int) -> Iterator[Trial]:
+  feed = ('--gin.train.feed=@train/FaultyFeed', '--gin.FaultyFeed.what="stall"')
+  yield from _supervised(lab, times, 'stall', *feed)
+
+
+@fault(
+  'two processes: kill -9 of the first in each phase of a commit and of its manifest',
+  'both are started again, bit for bit',
+  full=7,
+)
+def killed_in_a_commit(lab: Laboratory, times: int) -> Iterator[Trial]:
+  for moment in list(MOMENTS)[:times]:
+    pair = Pair(lab)
+    once = [lab.folder / f'{pair.of(process)}.died' for process in BOTH]
+    flags = (f'--gin.DieIn.moment="{moment}"', '--gin.train.hooks=(@DieIn(), @HashState(), @Act())')
+    alone = [(f'--gin.DieIn.once="{path}"',) for path in once]  # the second never commits
+    codes = [ended(one) for one in pair.start(*flags, alone=alone, prefix=SUPERVISE)]
+    found = pair.difference()
+    if any(codes):
+      found = f'exit codes {codes}'
+    elif 'exit code 137' not in pair.said(0):
+      found = 'it was never killed'
+    yield Trial(moment, found)
+    pair.forget()
 
 
 @fault(
