@@ -16,6 +16,7 @@ from typing import Any
 COMMAND = (
   *('-m', 'valkyrie.main', '--gin_file=gin/v4_32.gin'),
   *('--run_mode=precompile', '--topology=v4:4x4x2'),
+  f'--gin.precompile.hbm_bytes={2**40}',  # so that what would help is not tried
 )
 PROGRAMS = ((36, 10), (72, 10), (36, 160))  # layers, chunks; the first is what others stand beside
 

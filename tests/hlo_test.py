@@ -119,6 +119,9 @@ def test_the_branch_that_sends_less_is_the_usual_one():
     ('[2,2]<=[2,2]T(1,0)', [[0, 2], [1, 3]]),
     ("mesh['a'=2,'b'=2] {'a'}", [[0, 2], [1, 3]]),
     ("mesh['a'=2,'b'=2] {'a','b'}", [[0, 1, 2, 3]]),
+    ("mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", [[0, 2], [1, 3]]),
+    ("mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}", [[0, 1], [2, 3]]),
+    ("mesh['a'=2,'b'=2], device_ids=([4]) {'a'}", [[0, 2], [1, 3]]),
     ("mesh['a'=4] {'a':(2)2}", [[0, 1], [2, 3]]),
     ("mesh['a'=4] {'a':(1)2}", [[0, 2], [1, 3]]),
   ],
@@ -129,8 +132,9 @@ def test_every_way_to_write_groups(written, expected):
 
 
 def test_an_unknown_way_to_write_groups_is_refused():
-  with pytest.raises(ValueError, match='unknown way'):
-    collectives.replica_groups('replica_groups=?', 4)
+  for written in ('?', "mesh['a'=4], device_ids=(3,2,1,0) {'a'}"):
+    with pytest.raises(ValueError, match='unknown way'):
+      collectives.replica_groups(f'replica_groups={written}', 4)
 
 
 # As a TPU writes it: no note of how often a loop runs, a step of two, a start and its done, a

@@ -31,6 +31,7 @@ KINDS = (
   'collective-broadcast',
   'ragged-all-to-all',
 )
+_ORDER = r'\[([\d,]+)\](?:T\(([\d,]+)\))?'  # `[2,2,8]T(1,0,2)`: numbers reshaped and transposed
 
 
 class Collective(NamedTuple):
@@ -169,7 +170,8 @@ def replica_groups(attributes: str, partitions: int) -> np.ndarray:
   """The partitions that take part together, [groups, n], from any of the ways to write them.
 
   `{{0,1},{2,3}}`; `[2,2]<=[2,2]T(1,0)`, numbers in order, reshaped, transposed and reshaped;
-  `mesh['x'=2,'y'=2] {'y'}`, those that differ in the axes named. `{}` is all of them.
+  `mesh['x'=2,'y'=2], device_ids=([2,2]T(1,0)) {'y'}`, those that differ in the axes named, of
+  partitions in this order. `{}` is all of them.
 
   Raises:
     ValueError: they are written in a way that this reader does not know.
@@ -178,23 +180,25 @@ def replica_groups(attributes: str, partitions: int) -> np.ndarray:
   if listed := re.match(r'\{((?:\{[\d,]*\},?)*)\}', text):
     rows = [row.split(',') for row in re.findall(r'\{([\d,]+)\}', listed.group(1))]
     return np.asarray(rows or [range(partitions)], int)
-  if iota := re.match(r'(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)', text):
-    return _iota(iota.group(1))
-  mesh = re.match(r'mesh\[([^\]]*)\](?:, *device_ids=\(?(\[[^)]*\))\)?)? *\{([^}]*)\}', text)
+  if iota := re.match(rf'\[([\d,]+)\]<={_ORDER}', text):
+    sizes, dims, order = iota.groups()
+    return _in_order(dims, order).reshape(_integers(sizes))
+  mesh = re.match(rf'mesh\[([^\]]*)\](?:, *device_ids=\({_ORDER}\))? *\{{([^}}]*)\}}', text)
   if mesh is None:
     raise ValueError(f'replica groups written in an unknown way: {text[:120]!r}')
-  sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh.group(1))}
-  devices = np.arange(math.prod(sizes.values())) if mesh.group(2) is None else _iota(mesh.group(2))
-  return _over_axes(devices.reshape(-1), sizes, mesh.group(3))
+  axes, dims, order, over = mesh.groups()
+  sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
+  return _over_axes(_in_order(dims or str(math.prod(sizes.values())), order), sizes, over)
 
 
-def _iota(text: str) -> np.ndarray:
-  sizes, dims, order = (
-    [int(number) for number in re.findall(r'\d+', part)]
-    for part in re.fullmatch(r'\[([^\]]*)\]<=\[([^\]]*)\](.*)', text).groups()  # type: ignore
-  )
-  numbers = np.arange(math.prod(dims)).reshape(dims)
-  return (numbers.transpose(order) if order else numbers).reshape(sizes)
+def _integers(text: str) -> list[int]:
+  return [int(number) for number in text.split(',')]
+
+
+def _in_order(dims: str, order: str | None) -> np.ndarray:
+  """The numbers from 0 on, reshaped, transposed where there is an order, and flattened."""
+  numbers = np.arange(math.prod(_integers(dims))).reshape(_integers(dims))
+  return (numbers.transpose(_integers(order)) if order else numbers).reshape(-1)
 
 
 def _over_axes(devices: np.ndarray, sizes: Mapping[str, int], axes: str) -> np.ndarray:
