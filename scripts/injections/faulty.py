@@ -1,7 +1,9 @@
-"""Parts of a run that fail: a feed and a mixer."""
+"""Parts of a run that fail: feeds, an evaluator and a mixer."""
 
 import hashlib
+import os
 import pathlib
+import signal
 import time
 
 import gin
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.data.feed import TaskFeed
+from valkyrie.evaluate import Evaluator
 
 _MARK = 10**6  # is added to the segment ids of a step whose numbers are to be spoilt
 
@@ -62,6 +65,18 @@ class HashingFeed(TaskFeed):
         digest = hashlib.sha256(b''.join(leaf[number].tobytes() for leaf in batch)).hexdigest()
         print(position, row, digest, file=file, flush=True)
     return batch
+
+
+@gin.configurable
+class InterruptedEvaluator(Evaluator):
+  """Evaluates, and asks its own process to stop at the beginning of it, once."""
+
+  def __call__(self, *arguments, **options):
+    once = pathlib.Path(gin.query_parameter('Act.once'))
+    if not once.exists():
+      once.touch()
+      os.kill(os.getpid(), signal.SIGTERM)
+    return super().__call__(*arguments, **options)
 
 
 @gin.configurable

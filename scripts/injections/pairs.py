@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 import functools
 import json
 import os
-import pathlib
 import socket
 import subprocess
 import sys
@@ -234,21 +233,41 @@ def asked(lab: Laboratory, times: int) -> Iterator[Trial]:
       pair = Pair(lab)
       yield Trial(f'{what}, at the end', found)
       continue
-    saved = max(_steps(lab.folder / pair.name / 'checkpoints'), default=0)
-    done = [max(dict(lab.hashes(pair.of(n))), default=0) for n in BOTH]
-    if codes != [PREEMPTED, PREEMPTED]:
-      found = f'exit codes {codes}: {pair.said()[-400:]}'
-    elif found is None and done != [saved, saved]:
-      found = f'the steps {done} were done, and {saved} is saved'
-    yield Trial(what, found, time.monotonic() - began)
+    yield Trial(what, found or _not_together(pair, codes), time.monotonic() - began)
   pair.run()
   if found := pair.difference():
     yield Trial('the end of it', found)
   pair.forget()
 
 
-def _steps(checkpoints: pathlib.Path) -> list[int]:
-  return [int(path.name) for path in checkpoints.glob('*') if path.name.isdecimal()]
+def _not_together(pair: Pair, codes: Sequence[int]) -> str | None:
+  """What is wrong with how both stopped; None where both have saved the same step."""
+  places = (pair.lab.folder / pair.name / 'checkpoints').glob('*')
+  saved = max((int(place.name) for place in places if place.name.isdecimal()), default=0)
+  done = [max(dict(pair.lab.hashes(pair.of(n))), default=0) for n in BOTH]
+  if codes != [PREEMPTED, PREEMPTED]:
+    return f'exit codes {codes}: {pair.said()[-400:]}'
+  return None if done == [saved, saved] else f'steps {done} were done, and {saved} is saved'
+
+
+@fault(
+  'two processes: SIGTERM in an evaluation',
+  'both save the same step, end with 75, go on bit for bit',
+  full=4,
+)
+def asked_in_an_evaluation(lab: Laboratory, times: int) -> Iterator[Trial]:
+  _expected(lab)
+  for number in range(times):
+    pair, process, every = Pair(lab), number % 2, lab.random.choice((3, 5, 7, 9))
+    alone = [NOTHING[0], NOTHING[0]]
+    alone[process] = ('--gin.train.evaluator=@InterruptedEvaluator',)
+    processes = pair.start(f'--gin.eval_every={every}', alone=alone)
+    found = _not_together(pair, [ended(one) for one in processes])
+    if f'stopped after step {every} ' not in pair.said(1 - process):
+      found = 'it did not stop there'
+    pair.run()
+    yield Trial(f'in process {process}, after step {every}', found or pair.difference())
+    pair.forget()
 
 
 @fault("two processes: NaN and infinity in one's data", REFUSED, full=16)
