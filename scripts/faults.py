@@ -6,7 +6,6 @@ compiled programs. `--short` injects each fault a few times, and is part of the 
 
 import argparse
 from collections.abc import Sequence
-import contextlib
 import importlib
 import json
 import os
@@ -16,7 +15,7 @@ import tempfile
 import time
 import traceback
 
-from injections.laboratory import Laboratory
+from injections.laboratory import CORES, Laboratory, keep_to
 from injections.table import FAULTS, Fault, Trial, Unavailable, markdown, summary
 
 # Each adds its rows to the table.
@@ -49,8 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     importlib.import_module(f'injections.{module}')
   flags = _flags(arguments)
   os.environ['JAX_PLATFORMS'] = 'cpu'
-  with contextlib.suppress(AttributeError):  # macOS has no such call
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+  keep_to(CORES[0])
   rows = []
   with tempfile.TemporaryDirectory(prefix='faults-') as folder:
     began = time.monotonic()

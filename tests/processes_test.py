@@ -67,9 +67,6 @@ class Act:
     elif self.what == 'refuse':
       raise DataError('a document that is not what it should be')
 '''
-# zero1 and context compute on each device; tensor2d lets XLA divide, and each process has all rows.
-# data and fsdp are special cases of these; tests/two_processes.py takes any layout.
-LAYOUTS = ('zero1', 'context', 'tensor2d')
 FLAGS = (
   '--gin.train_steps=8', '--gin.checkpoint_every=2', '--gin.Checkpoints.keep=9',
   '--gin.eval_every=3',
@@ -185,14 +182,14 @@ def test_bad_data_of_one_process_end_both_with_their_code(folder):
 
 
 def test_two_processes_compute_what_one_device_does(folder):
-  arguments = (str(ROOT / 'tests' / 'two_processes.py'), str(folder), *LAYOUTS)
+  arguments = (str(ROOT / 'tests' / 'two_processes.py'), str(folder), *layouts.SPLIT)
   for process in start(folder, 2, *arguments):
     _, said = process.communicate()
     assert process.returncode == 0, said
     assert said.count('disagreement:') == 1
     assert 'In step 6, processes 0 and 1 read different tokens in row 5' in said
   expected = layouts.gradients('single', 'float32')[0]
-  for name in LAYOUTS:
+  for name in layouts.SPLIT:
     with np.load(folder / f'{name}.npz') as file:
       found = jax.tree.unflatten(jax.tree.structure(expected), list(file.values()))
     gradient, carry, sums = found

@@ -22,6 +22,7 @@ from valkyrie.data.store_location import store_path
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BYTES = vocabularies.ByteVocabulary()
 STEPS, ROWS, TOKENS = 24, 4, 32  # steps of a run, rows of a batch, tokens of a row in a step
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else [0]
 PATIENCE = 300.0  # seconds after which a run that should end by itself counts as hung
 
 GIN = """
@@ -185,6 +186,12 @@ class Laboratory:
         shutil.rmtree(path)
       else:
         path.unlink()
+
+
+def keep_to(core: int) -> None:
+  """This process, and those that it starts, run on one core; macOS has no such call."""
+  with contextlib.suppress(AttributeError):
+    os.sched_setaffinity(0, {core})
 
 
 def ended(process: subprocess.Popen, within: float = PATIENCE) -> int:

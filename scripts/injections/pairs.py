@@ -1,97 +1,18 @@
 """Two processes that train as one: what happens to one of them, and what both come to."""
 
 from collections.abc import Iterator, Sequence
-import functools
 import json
-import os
-import socket
-import subprocess
-import sys
 import time
 
 from injections.commits import MOMENTS
 from injections.laboratory import INT, TERM, Laboratory, ended, heartbeats, wait_for
 from injections.numbers import BAD, REFUSED, learnt, refused_log, spiky, wrong_at
+from injections.pair import BOTH, DEADLINE, NOTHING, Pair, expected
 from injections.table import Trial, fault
 from injections.world import compared
 
 BUG, PREEMPTED = 70, 75
-BOTH = (0, 1)
-DEADLINE = 5  # seconds in which a step must give a sign of life
-SUPERVISE = (
-  sys.executable, '-m', 'valkyrie.supervise', f'--step_seconds={DEADLINE}', '--pause_seconds=1',
-  '--',
-)  # fmt: skip
-NOTHING = ((), ())
-EVERY = '--gin.checkpoint_every=1'
-
-
-class Pair:
-  """A run of two processes, of each of which the hashes of what it holds are kept."""
-
-  def __init__(self, lab: Laboratory):
-    self.lab = lab
-    self.name = lab.new()
-
-  def start(
-    self, *flags: str, alone: Sequence[Sequence[str]] = NOTHING, each=({}, {}), prefix=()
-  ) -> list[subprocess.Popen]:
-    """Starts both, each on a core; `alone` are the flags of one of them, `each` its options."""
-    address = _free_address()
-    return [
-      self.lab.start(
-        self.of(process),
-        f'--model_dir={self.lab.folder / self.name}',
-        f'--coordinator={address}',
-        '--processes=2',
-        f'--process={process}',
-        '--join_seconds=60',
-        *flags,
-        *alone[process],
-        partition='zero1',
-        prefix=('taskset', '--cpu-list', str(process % (os.cpu_count() or 1)), *prefix),
-        **each[process],
-      )
-      for process in BOTH
-    ]
-
-  def run(self, *flags: str, **options) -> None:
-    """Runs both to their end."""
-    found = [ended(process) for process in self.start(*flags, **options)]
-    if any(found):
-      raise AssertionError(f'exit codes {found}, expected 0: {self.said()[-800:]}')
-
-  def of(self, process: int) -> str:
-    """The name of what one of the two leaves."""
-    return f'{self.name}.{process}'
-
-  def said(self, process: int | None = None) -> str:
-    """What one of them has said, or both."""
-    return ''.join(self.lab.said(self.of(n)) for n in (BOTH if process is None else [process]))
-
-  def difference(self, whole: bool = True) -> str | None:
-    """What differs from the pair that nothing was done to; None where nothing does."""
-    for process, expected in zip(BOTH, _expected(self.lab), strict=True):
-      if found := self.lab.difference(self.of(process), whole, expected):
-        return f'process {process}: {found}'
-    return None
-
-  def forget(self) -> None:
-    """Deletes what is left of it."""
-    self.lab.forget(self.name)
-
-
-def _free_address() -> str:
-  with socket.socket() as one:
-    one.bind(('127.0.0.1', 0))
-    return f'127.0.0.1:{one.getsockname()[1]}'
-
-
-@functools.cache
-def _expected(lab: Laboratory) -> list[dict[int, str]]:
-  pair = Pair(lab)
-  pair.run()
-  return [dict(lab.hashes(pair.of(process))) for process in BOTH]
+_EVERY = '--gin.checkpoint_every=1'
 
 
 def _to_one(process: int, at: int, what: str) -> list[Sequence[str]]:
@@ -102,10 +23,10 @@ def _to_one(process: int, at: int, what: str) -> list[Sequence[str]]:
 
 
 def _supervised(lab: Laboratory, times: int, what: str, *flags: str) -> Iterator[Trial]:
-  _expected(lab)
+  expected(lab)
   for number in range(times):
     pair, process, at = Pair(lab), number % 2, lab.random.randint(2, 20)
-    processes = pair.start(*flags, alone=_to_one(process, at, what), prefix=SUPERVISE)
+    processes = pair.start(*flags, alone=_to_one(process, at, what), supervised=True)
     acted = lab.folder / f'{pair.of(process)}.acted'
     wait_for(acted.exists, processes[0])
     began, reasons = time.monotonic(), lab.folder / pair.name / 'supervise.jsonl'
@@ -170,7 +91,7 @@ def killed_in_a_commit(lab: Laboratory, times: int) -> Iterator[Trial]:
     once = [lab.folder / f'{pair.of(process)}.died' for process in BOTH]
     flags = (f'--gin.DieIn.moment="{moment}"', '--gin.train.hooks=(@DieIn(), @HashState(), @Act())')
     alone = [(f'--gin.DieIn.once="{path}"',) for path in once]  # the second never commits
-    codes = [ended(one) for one in pair.start(*flags, alone=alone, prefix=SUPERVISE)]
+    codes = [ended(one) for one in pair.start(*flags, alone=alone, supervised=True)]
     found = pair.difference()
     if any(codes):
       found = f'exit codes {codes}'
@@ -189,7 +110,7 @@ def raised(lab: Laboratory, times: int) -> Iterator[Trial]:
   for number in range(times):
     pair, process, at = Pair(lab), number % 2, lab.random.randint(2, 23)
     alone = _to_one(process, at, 'fail')
-    codes = [ended(one) for one in pair.start(alone=alone, prefix=SUPERVISE)]
+    codes = [ended(one) for one in pair.start(alone=alone, supervised=True)]
     found = None if codes == [BUG, BUG] else f'exit codes {codes}'
     if 'an injected bug' not in pair.said(process):
       found = 'the exception was not shown'
@@ -205,7 +126,7 @@ def raised(lab: Laboratory, times: int) -> Iterator[Trial]:
   unit='s to the end of both',
 )
 def asked(lab: Laboratory, times: int) -> Iterator[Trial]:
-  _expected(lab)
+  expected(lab)
   phases = ['step', 'save', 'start_up', 'step', 'compile']
   pair = Pair(lab)
   for number in range(times):
@@ -256,7 +177,7 @@ def _not_together(pair: Pair, codes: Sequence[int]) -> str | None:
   full=4,
 )
 def asked_in_an_evaluation(lab: Laboratory, times: int) -> Iterator[Trial]:
-  _expected(lab)
+  expected(lab)
   for number in range(times):
     pair, process, every = Pair(lab), number % 2, lab.random.choice((3, 5, 7, 9))
     alone = [NOTHING[0], NOTHING[0]]
@@ -297,13 +218,13 @@ def not_finite(lab: Laboratory, times: int) -> Iterator[Trial]:
   'two processes: a loss spike, back to the last checkpoint, and kill -9 of one', 'the same', full=4
 )
 def spikes_back(lab: Laboratory, times: int) -> Iterator[Trial]:
-  expected, flags = spiky(lab, times, 'rewind')
+  spikes, flags = spiky(lab, times, 'rewind')
   whole, killed = Pair(lab), Pair(lab)
   whole.run(*flags)
-  killed.run(*flags, alone=_to_one(1, expected[0] + 3, 'die'), prefix=SUPERVISE)
+  killed.run(*flags, alone=_to_one(1, spikes[0] + 3, 'die'), supervised=True)
   refused = [line['step'] for line in refused_log(lab, whole.name) if 'why' in line]
   hashes = [[dict(lab.hashes(pair.of(n))) for n in BOTH] for pair in (whole, killed)]
-  for step in expected:
+  for step in spikes:
     found = None if step in refused else 'was trained on'
     same = hashes[0] == hashes[1]
     yield Trial(f'step {step}', found if same else 'the pair that was killed decided otherwise')
@@ -320,7 +241,7 @@ def spikes_back(lab: Laboratory, times: int) -> Iterator[Trial]:
 def one_two_one(lab: Laboratory, times: int) -> Iterator[Trial]:
   def read(name):
     path = lab.folder / f'{name}.batches'
-    return ['--gin.train.feed=@train/HashingFeed', f'--gin.HashingFeed.path="{path}"', EVERY]
+    return ['--gin.train.feed=@train/HashingFeed', f'--gin.HashingFeed.path="{path}"', _EVERY]
 
   whole = lab.new()
   lab.run(whole, *read(whole), partition='zero1', devices=2)
