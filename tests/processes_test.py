@@ -186,6 +186,9 @@ def test_two_processes_compute_what_one_device_does(folder):
   for process in start(folder, 2, *arguments):
     _, said = process.communicate()
     assert process.returncode == 0, said
+    assert said.count('otherwise:') == 1
+    assert 'Process 1 was not told what process 0 was:' in said
+    assert 'train.seed = 1, which is 0 in process 0' in said and 'TaskFeed.task' not in said
     assert said.count('disagreement:') == 1
     assert 'In step 6, processes 0 and 1 read different tokens in row 5' in said
   expected = layouts.gradients('single', 'float32')[0]

@@ -16,8 +16,8 @@ import partitioning_test as layouts
 import tiny
 
 from valkyrie import cluster
-from valkyrie.agreement import Agreement
-from valkyrie.errors import DataError
+from valkyrie.agreement import Agreement, agree_on_bindings
+from valkyrie.errors import ConfigurationError, DataError
 
 
 class Feed:
@@ -67,6 +67,12 @@ def main():
     if jax.process_index() == 0:
       np.savez(pathlib.Path(flags.folder, f'{name}.npz'), *leaves)
     cluster.exchange('done', name)
+
+  for seed in (0, flags.process):
+    try:
+      agree_on_bindings({'train.seed': seed, 'TaskFeed.task': 'letters'})
+    except ConfigurationError as error:
+      print(f'otherwise: {error}', file=sys.stderr)
 
   feed = Feed(whole)
   rows = range(4 * flags.process, 4 * flags.process + 4)

@@ -1,8 +1,9 @@
-"""Whether the processes of a run read the same, though no two of them read the same rows."""
+"""Whether the processes of a run were told the same, and read the same."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import hashlib
 import json
+from typing import Any
 
 import gin
 
@@ -10,6 +11,26 @@ from valkyrie import cluster
 from valkyrie.data.feed import TaskFeed
 from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.types import Batch
+
+
+def agree_on_bindings(bindings: Mapping[str, Any]) -> None:
+  """Compares the gin bindings of all processes.
+
+  Raises:
+    ConfigurationError: in all processes, naming what differs.
+  """
+  first, *others = [json.loads(t) for t in cluster.exchange('bindings', json.dumps(bindings))]
+  for process, told in enumerate(others, 1):
+    differences = [
+      f'  {name} = {told.get(name)!r}, which is {first.get(name)!r} in process 0'
+      for name in sorted({*first, *told})
+      if first.get(name) != told.get(name)
+    ]
+    if differences:
+      raise ConfigurationError(
+        f'Process {process} was not told what process 0 was:\n' + '\n'.join(differences) + '\n'
+        'Start all processes of a run with the same gin files and flags.'
+      )
 
 
 @gin.configurable

@@ -48,7 +48,7 @@ def fingerprints(
   for process, text in enumerate(told):
     if text != told[0]:
       raise ConfigurationError(
-        f'Processes 0 and {process} have compiled different programs from the same gin files. Give '
+        f'Processes 0 and {process} have compiled different programs from the same bindings. Give '
         'all hosts the same packages, XLA_FLAGS and kind of device.'
       )
   return found

@@ -10,6 +10,7 @@ import gin
 import jax
 
 from valkyrie import configuration, executable, fitting, resume
+from valkyrie.agreement import agree_on_bindings
 from valkyrie.batches import batches
 from valkyrie.checkpoints import CheckpointDirectory, Checkpoints
 from valkyrie.compilation import compile_steps, prepare
@@ -88,6 +89,7 @@ def train(
   with contextlib.ExitStack() as opened:
     stop = opened.enter_context(preemption())
     heartbeat.start(model_dir)
+    agree_on_bindings(resume.computation(configuration.bindings()))
 
     # Mesh and model. What is wrong with them is said before anything is read, written or compiled.
     layout, functions, phases, rule, spikes, abstract, make_step = prepare(

@@ -27,15 +27,16 @@ class FaultyFeed(TaskFeed):
   """A feed that fails once, at the step of `Act`, or in several steps.
 
   what: 'stall' never comes back; 'nan' and 'inf' are the weights of the tokens of these steps, and
-  'mark' shows them to a Spoiler.
+  'mark' shows them to a Spoiler. process: which of several fails.
   """
 
-  def __init__(self, what, *arguments, steps=(), **options):
+  def __init__(self, what, *arguments, steps=(), process=0, **options):
     super().__init__(*arguments, **options)
-    self._what, self._steps = what, steps
+    self._what = what
+    self._steps = steps if jax.process_index() == process else ()
     if what == 'stall':
       self._once = pathlib.Path(gin.query_parameter('Act.once'))
-      self._steps = (gin.query_parameter('Act.at'),)
+      self._steps = (gin.query_parameter('Act.at'),)  # of the process that is to act
 
   def read(self, position, length, rows=None):
     batch = super().read(position, length, rows)

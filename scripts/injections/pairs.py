@@ -16,7 +16,7 @@ _EVERY = '--gin.checkpoint_every=1'
 
 
 def _to_one(process: int, at: int, what: str) -> list[Sequence[str]]:
-  """Flags for each: one of them acts, and the other at no step."""
+  """Flags for each: one of them acts, and the other in no step."""
   return [
     (f'--gin.Act.at={at if one == process else 0}', f'--gin.Act.what="{what}"') for one in BOTH
   ]
@@ -195,21 +195,18 @@ def asked_in_an_evaluation(lab: Laboratory, times: int) -> Iterator[Trial]:
 def not_finite(lab: Laboratory, times: int) -> Iterator[Trial]:
   for number in range(times // len(BAD)):
     pair, process, what = Pair(lab), number % 2, ('nan', 'inf')[number // 2 % 2]
-    alone = [
-      [
-        f'--gin.HashLearnt.path="{lab.folder / pair.of(n)}.learnt"',
-        '--gin.train.hooks=(@HashLearnt(),)',
-      ]
-      for n in BOTH
-    ]
-    alone[process] += [
-      '--gin.train.feed=@train/FaultyFeed', f'--gin.FaultyFeed.what="{what}"',
+    paths = [lab.folder / f'{pair.of(n)}.learnt' for n in BOTH]
+    pair.run(
+      '--gin.train.feed=@train/FaultyFeed',
+      f'--gin.FaultyFeed.what="{what}"',
       f'--gin.FaultyFeed.steps={list(BAD)}',
-    ]  # fmt: skip
-    pair.run(alone=alone)
+      f'--gin.FaultyFeed.process={process}',
+      '--gin.train.hooks=(@HashLearnt(), @HashState(), @Act())',
+      alone=[(f'--gin.HashLearnt.path="{path}"',) for path in paths],
+    )
     refused = [line['step'] for line in refused_log(lab, pair.name)]
     for step in BAD:
-      ways = [wrong_at(step, learnt(lab.folder / f'{pair.of(n)}.learnt'), refused) for n in BOTH]
+      ways = [wrong_at(step, learnt(path), refused) for path in paths]
       yield Trial(f'{what} of process {process} in step {step}', ways[0] or ways[1])
     pair.forget()
 
