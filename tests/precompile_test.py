@@ -97,18 +97,39 @@ def test_too_large_for_the_memory_is_78_with_what_helps(tmp_path, capsys):
       '--gin.precompile.hbm_bytes=1000',
       '--gin.precompile.layouts=("gin/partition/data.gin", "gin/partition/zero1.gin")',
       '--gin.LanguageModel.layers=1',
+      '--gin.chunk_size=6',
       '--gin.chunks=1',
       '--gin.backprop_chunks=1',
     )
   message = str(caught.value)
   assert caught.value.exit_code == 78
   assert 'of a device that has 0.00 GiB' in message
-  assert '--gin.chunk_size=8 --gin.chunks=2 --gin.backprop_chunks=2: ' in message
+  assert '--gin.chunk_size=3 --gin.chunks=2 --gin.backprop_chunks=2: ' in message
   assert '--gin.batch_size=4: ' in message and 'gin/partition/zero1.gin: ' in message
   assert 'None is enough alone. What helps most: add ' in message
   (found,) = json.loads((tmp_path / 'run' / 'precompile.json').read_text())
   assert found['fits'] is False
   assert 'DOES NOT FIT' in capsys.readouterr().out
+
+
+def test_chunks_are_cut_until_they_fit(tmp_path):
+  file = tmp_path / 'run.gin'
+  file.write_text(tiny_run.gin_text(tmp_path))
+  configuration.load([str(file)], rooms=main.ROOMS)
+
+  def ask_for_a_byte_a_token():
+    size = gin.query_parameter('%chunk_size')
+    assert size * gin.query_parameter('%chunks') == size * gin.query_parameter('%backprop_chunks')
+    return {'fits': size <= 4, 'total_bytes': size}
+
+  worst = {'phase': 0, 'total_bytes': 16, 'hbm_bytes': 4, 'rows': 1, 'chips': 1}
+  worst |= {'chunk_size': 16, 'chunks': 2, 'backprop_chunks': 2}
+  said = precompile.advice(worst, [], ask_for_a_byte_a_token).splitlines()
+  fits = '--gin.chunk_size=4 --gin.chunks=8 --gin.backprop_chunks=8'
+  assert [line.strip().partition(':')[0] for line in said[1:-2]] == [
+    '--gin.chunk_size=8 --gin.chunks=4 --gin.backprop_chunks=4', fits,
+  ]  # fmt: skip
+  assert said[-1] == f'What helps most: add {fits}'
 
 
 def test_the_fastest_change_that_fits_is_the_best():

@@ -28,6 +28,7 @@ from valkyrie.train import train
 from valkyrie.training.curriculum import Phase
 
 Certificate = dict[str, Any]
+_PARTS = (2, 4, 8, 16)  # of a chunk that is too long
 
 
 @gin.configurable
@@ -64,7 +65,7 @@ def precompile(
   over = [found for found in certificates if found['fits'] is False]
   if over:
     worst = max(over, key=lambda c: c['total_bytes'] or 0)
-    raise ConfigurationError(_advice(worst, layouts, lambda: ask(worst['phase'])[0]))
+    raise ConfigurationError(advice(worst, layouts, lambda: ask(worst['phase'])[0]))
 
 
 def _command() -> str:
@@ -135,7 +136,7 @@ def _certificate(
   return facts | certificate.estimates(facts, collectives.of_module(module), run)
 
 
-def _advice(
+def advice(
   worst: Certificate, layouts: Sequence[str] | None, ask: Callable[[], Certificate]
 ) -> str:
   """What was too large, and what each change to the command makes of it, by compiling it."""
@@ -145,23 +146,26 @@ def _advice(
     'Tried, each compiled:'
   ]
   tried: list[tuple[str, Certificate]] = []
-  for files, flags in _changes(worst, layouts):
-    change = ' '.join([*(f'--gin_file={file}' for file in files), *flags])
-    try:
-      with configuration.overlaid(files, flags):
-        found = ask()
-    except ConfigurationError as error:
-      first = str(error).partition('\n')[0]
-      lines.append(f'  {change}: not possible: {first}')
-      continue
-    tried.append((change, found))
-    size = report.gib(found['total_bytes']) if found['total_bytes'] else 'more than there is'
-    speed = found.get('estimated_tokens_per_second_per_chip')
-    lines.append(
-      f'  {change}: {size}, {"fits" if found["fits"] else "does not fit"}'
-      + (f', {speed:,.0f} tokens/s a chip by estimate' if speed else '')
-    )
-    print(lines[-1].strip(), flush=True)
+  for knob in _knobs(worst, layouts):
+    for files, flags in knob:
+      change = ' '.join([*(f'--gin_file={file}' for file in files), *flags])
+      try:
+        with configuration.overlaid(files, flags):
+          found = ask()
+      except ConfigurationError as error:
+        first = str(error).partition('\n')[0]
+        lines.append(f'  {change}: not possible: {first}')
+        continue
+      tried.append((change, found))
+      size = report.gib(found['total_bytes']) if found['total_bytes'] else 'more than there is'
+      speed = found.get('estimated_tokens_per_second_per_chip')
+      lines.append(
+        f'  {change}: {size}, {"fits" if found["fits"] else "does not fit"}'
+        + (f', {speed:,.0f} tokens/s a chip by estimate' if speed else '')
+      )
+      print(lines[-1].strip(), flush=True)
+      if found['fits']:
+        break
   return '\n'.join([*lines, best(tried, worst)])
 
 
@@ -185,26 +189,31 @@ def best(tried: Sequence[tuple[str, Certificate]], before: Certificate) -> str:
   return 'None helps. Take a smaller model, or more chips.'
 
 
-def _changes(
+def _knobs(
   worst: Certificate, layouts: Sequence[str] | None
-) -> list[tuple[list[str], list[str]]]:
-  """Gin files and flags to lay over the run's, one knob each."""
-  changes = []
-  if worst['chunk_size'] % 2 == 0:
-    halved = {
-      'chunk_size': worst['chunk_size'] // 2,
-      'chunks': 2 * worst['chunks'],
-      'backprop_chunks': 2 * worst['backprop_chunks'],
-    }
-    changes.append(([], [f'{FLAG}{name}={value}' for name, value in halved.items()]))
-  changes.append(([], [f"{FLAG}LanguageModel.remat='nothing'"]))
+) -> list[list[tuple[list[str], list[str]]]]:
+  """Gin files and flags to lay over the run's: of each knob, from a small turn to a large one."""
+  knobs = [
+    [([], _shorter(worst, parts)) for parts in _PARTS if worst['chunk_size'] % parts == 0],
+    [([], [f"{FLAG}LanguageModel.remat='nothing'"])],
+  ]
   if worst['rows'] > 1:
-    changes.append(([], [f'{FLAG}batch_size={worst["rows"] // 2}']))
+    knobs.append([([], [f'{FLAG}batch_size={worst["rows"] // 2}'])])
   if layouts is None:
     known = sorted(path.stem for path in (paths.GIN / 'partition').glob('*.gin'))
     left_out = ('axes', 'single') if worst['chips'] > 1 else ('axes',)
     layouts = [f'gin/partition/{name}.gin' for name in known if name not in left_out]
-  return changes + [([layout], []) for layout in layouts]
+  return knobs + [[([layout], [])] for layout in layouts]
+
+
+def _shorter(worst: Certificate, parts: int) -> list[str]:
+  """Chunks of a part of their size, and as many more."""
+  sizes = {
+    'chunk_size': worst['chunk_size'] // parts,
+    'chunks': parts * worst['chunks'],
+    'backprop_chunks': parts * worst['backprop_chunks'],
+  }
+  return [f'{FLAG}{name}={value}' for name, value in sizes.items()]
 
 
 def _write(path: pathlib.Path, certificates: Sequence[Certificate]) -> None:
