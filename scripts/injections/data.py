@@ -31,7 +31,6 @@ def _read_all(path: pathlib.Path) -> np.ndarray:
 )
 def flipped_bit(lab: Laboratory, times: int) -> Iterator[Trial]:
   path = _store(lab)
-  information = read_information(path)
   files = sorted(file for file in path.rglob('*') if file.name not in ('shard.json',))
   files = [file for file in files if file.is_file()]
   for number in range(times):
@@ -43,8 +42,6 @@ def flipped_bit(lab: Laboratory, times: int) -> Iterator[Trial]:
     file.write_bytes(altered)
     try:
       found = None if _read_all(path).size else 'it was not found'
-      if found and read_information(path)['fingerprint'] != information['fingerprint']:
-        found = None  # the run which resumes is told so
     except DataError as error:
       named = str(file) in str(error) or file.parent.name in str(error) or file.name in str(error)
       found = None if named else f'the message is {error}'

@@ -134,10 +134,11 @@ def finish(path: pathlib.Path, recipe: Recipe) -> dict[str, Any] | None:
   kept = ('name', 'documents', 'tokens', 'files')
   information['shards'] = [{key: s[key] for key in kept} for s in shards]
   files = [s['files'] for s in shards]
-  information['fingerprint'] = token_store.content_hash(information, files)
+  information['fingerprint'] = token_store.content_hash([information['vocabulary'], files])
+  sealed = {**information, 'sha256': token_store.content_hash(information)}
   with _storage(path):
     temporary = path / f'.{STORE_FILE}.{uuid.uuid4().hex}.tmp'
-    _write_json(temporary, information)
+    _write_json(temporary, sealed)
     temporary.replace(path / STORE_FILE)
     for lock in path.glob('.shard-*.lock'):
       lock.unlink(missing_ok=True)

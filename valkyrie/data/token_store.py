@@ -1,6 +1,7 @@
 """The token store: a directory of tokenised documents, read at random by memory map.
 
-  store.json                      written last: what the store holds, and what it was made from
+  store.json                      written last: what the store holds, what it was made from, and
+                                  the SHA-256 of all that
   shard-00000-of-00008/
     tokens.npy     uint16 | uint32 [tokens]      documents end to end, each closed by an EOS
     offsets.npy    int64 [documents + 1]         where each document starts in tokens.npy
@@ -24,7 +25,7 @@ import numpy as np
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError, DataError
 
-FORMAT = 'valkyrie-token-store-1'
+FORMAT = 'valkyrie-token-store-2'
 STORE_FILE = 'store.json'
 SHARD_FILE = 'shard.json'
 TOKENS_FILE = 'tokens.npy'
@@ -160,10 +161,9 @@ def token_dtype(vocabulary_size: int) -> np.dtype:
   return np.dtype(np.uint16 if vocabulary_size <= 2**16 else np.uint32)
 
 
-def content_hash(information: dict[str, Any], files: list[dict[str, Any]]) -> str:
-  """The fingerprint of a store: of its vocabulary, and of each shard's sizes and hashes."""
-  content = json.dumps([information['vocabulary'], files], sort_keys=True)
-  return hashlib.sha256(content.encode()).hexdigest()
+def content_hash(content: Any) -> str:
+  """SHA-256 of what JSON can hold."""
+  return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_information(path: pathlib.Path) -> dict[str, Any]:
@@ -181,13 +181,8 @@ def read_information(path: pathlib.Path) -> dict[str, Any]:
   found = information.get('format') if isinstance(information, dict) else None
   if found != FORMAT:
     raise DataError(f'{file} is of the format {found!r}, expected {FORMAT!r}. {REBUILD}')
-  try:
-    files = [shard['files'] for shard in information['shards']]
-    whole = information['fingerprint'] == content_hash(information, files)
-  except (KeyError, TypeError):
-    whole = False
-  if not whole:
-    raise DataError(f'{file} is corrupt: it is not what its fingerprint says. {REBUILD}')
+  if information.pop('sha256', None) != content_hash(information):
+    raise DataError(f'{file} is corrupt: it is not what its SHA-256 says. {REBUILD}')
   return information
 
 
