@@ -88,7 +88,7 @@ def in_a_run(lab: Laboratory, times: int) -> Iterator[Trial]:
     if harm == 'shard':
       shutil.rmtree(shard)
     else:
-      _alter(shard, 5, 999 if harm == 'token' else 100)
+      alter(shard, 5, 999 if harm == 'token' else 100)
     code = ended(lab.start(name, f'--gin.TaskFeed.data_dir="{data}"'))
     found = None if code == BAD_DATA else f'exit code {code}: {lab.said(name)[-300:]}'
     names = (shard.name, str(store), '' if harm == 'shard' else 'document 0')
@@ -98,7 +98,8 @@ def in_a_run(lab: Laboratory, times: int) -> Iterator[Trial]:
     lab.forget(name)
 
 
-def _alter(shard: pathlib.Path, place: int, token: int) -> None:
+def alter(shard: pathlib.Path, place: int, token: int) -> None:
+  """Writes another token into a store, behind its back."""
   tokens = np.load(shard / 'tokens.npy', mmap_mode='r+')
   tokens[place] = token
   tokens.flush()
@@ -115,7 +116,7 @@ def passed_over(lab: Laboratory, times: int) -> Iterator[Trial]:
     data = lab.folder / f'{whole}.data'
     shutil.copytree(lab.folder / 'data', data)
     (store,) = data.glob('letters-train-*')
-    _alter(store / f'shard-0000{number % 2}-of-00002', 5 + number, 999)
+    alter(store / f'shard-0000{number % 2}-of-00002', 5 + number, 999)
     flags = (f'--gin.TaskFeed.data_dir="{data}"', '--gin.TaskFeed.bad_documents=1')
     lab.run(whole, *flags)
     lab.run(killed, *flags, '--gin.Act.at=15', '--gin.Act.what="die"', code=-9)

@@ -2,16 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 import json
+import shutil
 import time
 
 from injections.commits import MOMENTS
-from injections.laboratory import INT, TERM, Laboratory, ended, heartbeats, wait_for
+from injections.data import alter
+from injections.laboratory import INT, STEPS, TERM, Laboratory, ended, heartbeats, wait_for
 from injections.numbers import BAD, REFUSED, learnt, refused_log, spiky, wrong_at
 from injections.pair import BOTH, DEADLINE, NOTHING, Pair, expected
 from injections.table import Trial, fault
 from injections.world import compared
 
-BUG, PREEMPTED = 70, 75
+BAD_DATA, BUG, PREEMPTED, DIVERGED = 65, 70, 75, 76
 _EVERY = '--gin.checkpoint_every=1'
 
 
@@ -209,6 +211,57 @@ def not_finite(lab: Laboratory, times: int) -> Iterator[Trial]:
       ways = [wrong_at(step, learnt(path), refused) for path in paths]
       yield Trial(f'{what} of process {process} in step {step}', ways[0] or ways[1])
     pair.forget()
+
+
+@fault('two processes: numbers of one that stay infinite', 'both end with 76', full=2)
+def stays_infinite(lab: Laboratory, times: int) -> Iterator[Trial]:
+  for number in range(times):
+    pair, what = Pair(lab), ('nan', 'inf')[number % 2]
+    processes = pair.start(
+      '--gin.train.feed=@train/FaultyFeed',
+      f'--gin.FaultyFeed.what="{what}"',
+      f'--gin.FaultyFeed.steps={list(range(4, STEPS))}',
+      f'--gin.FaultyFeed.process={number % 2}',
+      '--gin.RefusedSteps.allowed=3',
+    )
+    codes = [ended(one) for one in processes]
+    found = None if codes == [DIVERGED, DIVERGED] else f'exit codes {codes}'
+    if 'these documents of' not in pair.said():
+      found = 'no document was named'
+    yield Trial(f'{what} of process {number % 2}', found)
+    pair.forget()
+
+
+@fault(
+  'two processes: a damaged document',
+  'is passed over as by one process, or both end with 65',
+  full=2,
+  unit='relative difference of the loss',
+)
+def damaged_document(lab: Laboratory, times: int) -> Iterator[Trial]:
+  for number in range(times):
+    whole, pair, refused = lab.new(), Pair(lab), Pair(lab)
+    data = lab.folder / f'{whole}.data'
+    shutil.copytree(lab.folder / 'data', data)
+    (store,) = data.glob('letters-train-*')
+    alter(store / f'shard-0000{number % 2}-of-00002', 5, 999)
+
+    def read(name, budget, data=data):
+      path = lab.folder / f'{name}.batches'
+      return [
+        '--gin.train.feed=@train/HashingFeed', f'--gin.HashingFeed.path="{path}"',
+        f'--gin.TaskFeed.data_dir="{data}"', f'--gin.TaskFeed.bad_documents={budget}',
+      ]  # fmt: skip
+
+    lab.run(whole, *read(whole, 1), partition='zero1', devices=2)
+    pair.run(*read(pair.name, 1))
+    found, difference = compared(lab, whole, pair.name)
+    codes = [ended(one) for one in refused.start(*read(refused.name, 0))]
+    if codes != [BAD_DATA, BAD_DATA]:
+      found = f'exit codes {codes}'
+    yield Trial(f'in shard {number % 2}', found, difference)
+    for name in (whole, pair.name, refused.name):
+      lab.forget(name)
 
 
 @fault(
