@@ -88,6 +88,8 @@ def valkyrie(folder):
         **os.environ,
         'PYTHONPATH': str(folder),
         'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',  # six steps do not repay a good compilation
+        'JAX_COMPILATION_CACHE_DIR': str(folder / 'compiled'),
+        'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
       },
       stdin=subprocess.DEVNULL,
       stdout=subprocess.PIPE,

@@ -37,7 +37,7 @@ def _judge(lab: Laboratory, name: str, what: str, code: int) -> Iterator[Trial]:
     yield Trial(what, found, lab.done_again(name))
 
 
-@fault('kill -9 at a random moment', BITS, full=30, short=1, unit=AGAIN)
+@fault('kill -9 at a random moment', BITS, full=30, unit=AGAIN)
 def at_random(lab: Laboratory, times: int) -> Iterator[Trial]:
   def kill(name):
     process = lab.start(name, '--gin.Pace.seconds=0.05')

@@ -14,7 +14,6 @@ PREEMPTED = 75
   'SIGTERM or SIGINT, once or twice, in any phase',
   'saves, ends with 75, goes on bit for bit',
   full=20,
-  short=2,
   unit='s to the end',
 )
 def in_any_phase(lab: Laboratory, times: int) -> Iterator[Trial]:
