@@ -1,6 +1,7 @@
 """Killed with SIGKILL: in a random moment, inside a save, in each phase of a commit."""
 
 from collections.abc import Iterator
+import functools
 import time
 
 from injections.commits import MOMENTS
@@ -55,19 +56,10 @@ def at_random(lab: Laboratory, times: int) -> Iterator[Trial]:
 @fault('kill -9 inside a save', BITS, full=20, short=1, unit=AGAIN)
 def inside_a_save(lab: Laboratory, times: int) -> Iterator[Trial]:
   def kill(name):
-    with heartbeats() as (pipe, ours):
-      process = lab.start(
-        name,
-        '--gin.Pace.seconds=0.02',
-        environment={'VALKYRIE_HEARTBEAT': str(pipe)},
-        pass_fds=(pipe,),
-      )
+    with heartbeats() as (told, ours):
+      process = lab.start(name, '--gin.Pace.seconds=0.02', **told)
       number = lab.random.randint(1, 3)
-
-      def saving():
-        return sum(line.get('phase') == 'save' for line in ours.heard()) >= number
-
-      wait_for(saving, process)
+      wait_for(functools.partial(ours.reached, 'save', number), process)
       seconds = lab.random.uniform(0, 0.15)
       time.sleep(seconds)
       process.send_signal(KILL)

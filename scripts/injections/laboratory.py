@@ -18,6 +18,8 @@ import numpy as np
 from injections.table import Unavailable
 from valkyrie.data import store_writer, vocabularies
 from valkyrie.data.store_location import store_path
+from valkyrie.monitoring.heartbeat import VARIABLE
+from valkyrie.storage import steps
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BYTES = vocabularies.ByteVocabulary()
@@ -178,6 +180,15 @@ class Laboratory:
     falls = [before + 1 - after for before, after in itertools.pairwise(steps)]
     return max([fall for fall in falls if fall > 0] or [0])
 
+  def endings(self, name: str) -> list[dict]:
+    """What the supervisors of a run have written of each of its lives that is over."""
+    path = self.folder / name / 'supervise.jsonl'
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+  def saved(self, name: str) -> list[int]:
+    """The steps that are saved, in order."""
+    return steps.find(self.folder / name / 'checkpoints')
+
   def forget(self, name: str) -> None:
     """Deletes a run."""
     shutil.rmtree(self.folder / name, ignore_errors=True)
@@ -238,12 +249,12 @@ def write_store(data: pathlib.Path, task: str, split: str, documents: list[str])
 
 
 @contextlib.contextmanager
-def heartbeats() -> Iterator[tuple[int, 'Heartbeats']]:
-  """A pipe in which a run says what it is in the middle of: (its end for the run, ours)."""
+def heartbeats() -> Iterator[tuple[dict, 'Heartbeats']]:
+  """A pipe in which a run says what it is in the middle of: (options to start the run, our end)."""
   reader, writer = os.pipe()
   os.set_blocking(reader, False)
   try:
-    yield writer, Heartbeats(reader)
+    yield {'environment': {VARIABLE: str(writer)}, 'pass_fds': (writer,)}, Heartbeats(reader)
   finally:
     os.close(reader)
     os.close(writer)
@@ -256,10 +267,12 @@ class Heartbeats:
     self._reader = reader
     self._text = b''
 
-  def heard(self) -> list[dict]:
+  def reached(self, phase: str, times: int) -> bool:
+    """Whether a phase was named so often."""
     with contextlib.suppress(BlockingIOError):
       self._text += os.read(self._reader, 65536)
-    return [json.loads(line) for line in self._text.split(b'\n')[:-1]]
+    lines = map(json.loads, self._text.split(b'\n')[:-1])
+    return sum(line.get('phase') == phase for line in lines) >= times
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Two processes that train as one: what happens to one of them, and what both come to."""
 
 from collections.abc import Iterator, Sequence
-import json
+import functools
 import shutil
 import time
 
@@ -31,22 +31,20 @@ def _supervised(lab: Laboratory, times: int, what: str, *flags: str) -> Iterator
     processes = pair.start(*flags, alone=_to_one(process, at, what), supervised=True)
     acted = lab.folder / f'{pair.of(process)}.acted'
     wait_for(acted.exists, processes[0])
-    began, reasons = time.monotonic(), lab.folder / pair.name / 'supervise.jsonl'
+    began = time.monotonic()
 
-    def gone(reasons=reasons):
-      lines = reasons.read_text().splitlines() if reasons.exists() else []
-      return {json.loads(line)['process'] for line in lines} == {0, 1}
+    def gone(name=pair.name):
+      return {end['process'] for end in lab.endings(name)} == {*BOTH}
 
     wait_for(gone, processes[0])
     seconds = time.monotonic() - began
     codes = [ended(one) for one in processes]
-    ends = [json.loads(line) for line in reasons.read_text().splitlines()]
     found = pair.difference()
     if any(codes):
       found = f'exit codes {codes}'
     elif seconds > DEADLINE + 10:
       found = f'both gone after {seconds:.1f} s'
-    told = ', '.join(f'{end["process"]}: {end["code"]}' for end in ends)
+    told = ', '.join(f'{end["process"]}: {end["code"]}' for end in lab.endings(pair.name))
     yield Trial(f'{what} of process {process} at step {at} ({told})', found, seconds)
     pair.forget()
 
@@ -134,15 +132,10 @@ def asked(lab: Laboratory, times: int) -> Iterator[Trial]:
   for number in range(times):
     process, phase = number % 2, phases[number % len(phases)]
     signals = [(TERM,), (INT, TERM), (INT,), (TERM, TERM)][number // 2 % 4]
-    with heartbeats() as (pipe, ours):
-      heard = [{'environment': {'VALKYRIE_HEARTBEAT': str(pipe)}, 'pass_fds': (pipe,)}, {}]
-      processes = pair.start('--gin.Pace.seconds=0.05', '--gin.eval_every=5', each=heard)
+    with heartbeats() as (told, ours):
+      processes = pair.start('--gin.Pace.seconds=0.05', '--gin.eval_every=5', each=[told, {}])
       beats = lab.random.randint(1, 8) if phase == 'step' else 1
-
-      def reached(ours=ours, phase=phase, beats=beats):
-        return sum(line.get('phase') == phase for line in ours.heard()) >= beats
-
-      wait_for(reached, processes[0])
+      wait_for(functools.partial(ours.reached, phase, beats), processes[0])
       time.sleep(lab.random.uniform(0, 0.1))
       began = time.monotonic()
       for one in signals:
@@ -165,8 +158,7 @@ def asked(lab: Laboratory, times: int) -> Iterator[Trial]:
 
 def _not_together(pair: Pair, codes: Sequence[int]) -> str | None:
   """What is wrong with how both stopped; None where both have saved the same step."""
-  places = (pair.lab.folder / pair.name / 'checkpoints').glob('*')
-  saved = max((int(place.name) for place in places if place.name.isdecimal()), default=0)
+  saved = max(pair.lab.saved(pair.name), default=0)
   done = [max(dict(pair.lab.hashes(pair.of(n))), default=0) for n in BOTH]
   if codes != [PREEMPTED, PREEMPTED]:
     return f'exit codes {codes}: {pair.said()[-400:]}'

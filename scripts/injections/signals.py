@@ -4,7 +4,7 @@ from collections.abc import Iterator
 import functools
 import time
 
-from injections.laboratory import INT, TERM, Heartbeats, Laboratory, ended, heartbeats, wait_for
+from injections.laboratory import INT, TERM, Laboratory, ended, heartbeats, wait_for
 from injections.table import Trial, fault
 
 PREEMPTED = 75
@@ -21,15 +21,10 @@ def in_any_phase(lab: Laboratory, times: int) -> Iterator[Trial]:
   name = lab.new()
   for number in range(times):
     phase, twice = phases[number % len(phases)], number % 2 == 1
-    with heartbeats() as (pipe, ours):
-      process = lab.start(
-        name,
-        '--gin.Pace.seconds=0.05',
-        environment={'VALKYRIE_HEARTBEAT': str(pipe)},
-        pass_fds=(pipe,),
-      )
+    with heartbeats() as (told, ours):
+      process = lab.start(name, '--gin.Pace.seconds=0.05', **told)
       beats = lab.random.randint(1, 4) if phase == 'step' else 1
-      reached = wait_for(functools.partial(_heard, ours, phase, beats), process)
+      reached = wait_for(functools.partial(ours.reached, phase, beats), process)
       time.sleep(lab.random.uniform(0, 0.1))
       began = time.monotonic()
       process.send_signal(TERM if number % 4 < 2 else INT)
@@ -44,7 +39,7 @@ def in_any_phase(lab: Laboratory, times: int) -> Iterator[Trial]:
       name = lab.new()
       yield Trial(f'{what}, at the end', found)
       continue
-    saved = sorted(int(path.name) for path in (lab.folder / name).glob('checkpoints/*'))
+    saved = lab.saved(name)
     done = [step for step, _ in lab.hashes(name)]
     if found is None and code != PREEMPTED:
       found = f'exit code {code}: {lab.said(name)[-300:]}'
@@ -55,10 +50,6 @@ def in_any_phase(lab: Laboratory, times: int) -> Iterator[Trial]:
   if (found := lab.difference(name)) or lab.done_again(name):
     yield Trial('the end of it', found or 'steps were done again')
   lab.forget(name)
-
-
-def _heard(ours: Heartbeats, phase: str, times: int) -> bool:
-  return sum(line.get('phase') == phase for line in ours.heard()) >= times
 
 
 @fault(

@@ -1,7 +1,7 @@
 """A run that raises, stops, deadlocks or waits for data, under scripts/supervise."""
 
 from collections.abc import Iterator
-import json
+import functools
 import pathlib
 import sys
 import time
@@ -25,11 +25,11 @@ def _hangs(lab: Laboratory, times: int, what: str, *flags: str) -> Iterator[Tria
       name, f'--gin.Act.at={at}', f'--gin.Act.what="{what}"', *flags, prefix=SUPERVISE
     )
     wait_for((lab.folder / f'{name}.acted').exists, process)
-    began, reasons = time.monotonic(), lab.folder / name / 'supervise.jsonl'
-    wait_for(reasons.exists, process)
+    began = time.monotonic()
+    wait_for(functools.partial(lab.endings, name), process)
     seconds = time.monotonic() - began
     code = ended(process)
-    ends = [json.loads(line)['code'] for line in reasons.read_text().splitlines()]
+    ends = [end['code'] for end in lab.endings(name)]
     found = lab.difference(name)
     if code or ends != [HANG, 0]:
       found = f'exit code {code} after {ends}'
