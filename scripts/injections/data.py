@@ -81,9 +81,7 @@ def lost_files(lab: Laboratory, times: int) -> Iterator[Trial]:
 def in_a_run(lab: Laboratory, times: int) -> Iterator[Trial]:
   for number in range(times):
     name, harm = lab.new(), ('token', 'shard', 'document')[number % 3]
-    data = lab.folder / f'{name}.data'
-    shutil.copytree(lab.folder / 'data', data)
-    (store,) = data.glob('letters-train-*')
+    data, store = copied(lab, name)
     shard = sorted(store.glob('shard-*'))[number % 2]
     if harm == 'shard':
       shutil.rmtree(shard)
@@ -96,6 +94,13 @@ def in_a_run(lab: Laboratory, times: int) -> Iterator[Trial]:
       found = f'it said {lab.said(name)[-300:]}'
     yield Trial(f'{harm} of {shard.name}', found)
     lab.forget(name)
+
+
+def copied(lab: Laboratory, name: str) -> tuple[pathlib.Path, pathlib.Path]:
+  """(a copy of the data for one run, the training store in it)."""
+  data = pathlib.Path(shutil.copytree(lab.folder / 'data', lab.folder / f'{name}.data'))
+  (store,) = data.glob('letters-train-*')
+  return data, store
 
 
 def alter(shard: pathlib.Path, place: int, token: int) -> None:
@@ -113,9 +118,7 @@ def alter(shard: pathlib.Path, place: int, token: int) -> None:
 def passed_over(lab: Laboratory, times: int) -> Iterator[Trial]:
   for number in range(times):
     whole, killed = lab.new(), lab.new()
-    data = lab.folder / f'{whole}.data'
-    shutil.copytree(lab.folder / 'data', data)
-    (store,) = data.glob('letters-train-*')
+    data, store = copied(lab, whole)
     alter(store / f'shard-0000{number % 2}-of-00002', 5 + number, 999)
     flags = (f'--gin.TaskFeed.data_dir="{data}"', '--gin.TaskFeed.bad_documents=1')
     lab.run(whole, *flags)

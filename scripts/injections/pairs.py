@@ -2,19 +2,17 @@
 
 from collections.abc import Iterator, Sequence
 import functools
-import shutil
 import time
 
 from injections.commits import MOMENTS
-from injections.data import alter
+from injections.data import alter, copied
 from injections.laboratory import INT, STEPS, TERM, Laboratory, ended, heartbeats, wait_for
 from injections.numbers import BAD, REFUSED, learnt, refused_log, spiky, wrong_at
 from injections.pair import BOTH, DEADLINE, NOTHING, Pair, expected
 from injections.table import Trial, fault
-from injections.world import compared
+from injections.world import compared, hashing, stopping
 
 BAD_DATA, BUG, PREEMPTED, DIVERGED = 65, 70, 75, 76
-_EVERY = '--gin.checkpoint_every=1'
 
 
 def _to_one(process: int, at: int, what: str) -> list[Sequence[str]]:
@@ -233,17 +231,15 @@ def stays_infinite(lab: Laboratory, times: int) -> Iterator[Trial]:
 def damaged_document(lab: Laboratory, times: int) -> Iterator[Trial]:
   for number in range(times):
     whole, pair, refused = lab.new(), Pair(lab), Pair(lab)
-    data = lab.folder / f'{whole}.data'
-    shutil.copytree(lab.folder / 'data', data)
-    (store,) = data.glob('letters-train-*')
+    data, store = copied(lab, whole)
     alter(store / f'shard-0000{number % 2}-of-00002', 5, 999)
 
     def read(name, budget, data=data):
-      path = lab.folder / f'{name}.batches'
       return [
-        '--gin.train.feed=@train/HashingFeed', f'--gin.HashingFeed.path="{path}"',
-        f'--gin.TaskFeed.data_dir="{data}"', f'--gin.TaskFeed.bad_documents={budget}',
-      ]  # fmt: skip
+        *hashing(lab, name),
+        f'--gin.TaskFeed.data_dir="{data}"',
+        f'--gin.TaskFeed.bad_documents={budget}',
+      ]
 
     lab.run(whole, *read(whole, 1), partition='zero1', devices=2)
     pair.run(*read(pair.name, 1))
@@ -282,21 +278,13 @@ def spikes_back(lab: Laboratory, times: int) -> Iterator[Trial]:
 )
 def one_two_one(lab: Laboratory, times: int) -> Iterator[Trial]:
   def read(name):
-    path = lab.folder / f'{name}.batches'
-    return ['--gin.train.feed=@train/HashingFeed', f'--gin.HashingFeed.path="{path}"', _EVERY]
+    return [*hashing(lab, name), '--gin.checkpoint_every=1']
 
   whole = lab.new()
   lab.run(whole, *read(whole), partition='zero1', devices=2)
   for number in range(times):
     pair, (first, second) = Pair(lab), ((8, 16), (5, 20))[number % 2]
-    stops = [
-      [
-        f'--gin.Act.at={at}',
-        '--gin.Act.what="ask"',
-        f'--gin.Act.once="{lab.folder / pair.name}.{at}"',
-      ]
-      for at in (first, second)
-    ]
+    stops = [stopping(lab, pair.name, at) for at in (first, second)]
     alone = {'partition': 'zero1', 'devices': 2}
     lab.run(pair.name, *read(pair.name), *stops[0], **alone, code=PREEMPTED)
     codes = [ended(one) for one in pair.start(*read(pair.name), alone=[NOTHING[0], stops[1]])]

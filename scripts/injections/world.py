@@ -54,21 +54,32 @@ def another_mesh(lab: Laboratory, times: int) -> Iterator[Trial]:
   )
   meshes = [f'--gin.Partitioner.mesh=(("data", {n}), ("model", {2 // n}))' for n in (1, 2)]
   allowed = '--allow_changed=mesh,configuration'
-  read = ('--gin.train.feed=@train/HashingFeed', '--gin.checkpoint_every=1')
+  every = '--gin.checkpoint_every=1'
   whole = lab.new()
-  lab.run(whole, *read, f'--gin.HashingFeed.path="{lab.folder / whole}.batches"')
+  lab.run(whole, *hashing(lab, whole), every)
   for number in range(times):
     name = lab.new()
-    feed = (*read, f'--gin.HashingFeed.path="{lab.folder / name}.batches"')
+    feed = (*hashing(lab, name), every)
     for step, mesh in zip((8, 16), meshes[:: -1 if number % 2 else 1], strict=True):
-      stop = (f'--gin.Act.at={step}', '--gin.Act.what="ask"')
-      stop += (f'--gin.Act.once="{lab.folder / name}.{step}"',)
+      stop = stopping(lab, name, step)
       lab.run(name, *feed, *stop, mesh, *rules, allowed, devices=2, code=75)
     lab.run(name, *feed, allowed)
     found, difference = compared(lab, whole, name)
     yield Trial(f'{"2x1, 1x2" if number % 2 else "1x2, 2x1"}, 1', found, difference)
     lab.forget(name)
   lab.forget(whole)
+
+
+def hashing(lab: Laboratory, name: str) -> list[str]:
+  """Flags of a run that keeps the hashes of what it reads, for `compared`."""
+  path = lab.folder / f'{name}.batches'
+  return ['--gin.train.feed=@train/HashingFeed', f'--gin.HashingFeed.path="{path}"']
+
+
+def stopping(lab: Laboratory, name: str, step: int) -> list[str]:
+  """Flags of a run that asks itself to stop at a step, once; it may stop at others as well."""
+  once = lab.folder / f'{name}.{step}'
+  return [f'--gin.Act.at={step}', '--gin.Act.what="ask"', f'--gin.Act.once="{once}"']
 
 
 def compared(lab: Laboratory, whole: str, name: str) -> tuple[str | None, float]:
