@@ -22,7 +22,8 @@ runpy.run_path('scripts/bench.py', run_name='__main__')
 def test_bench_prints_operations_that_add_up_and_writes_every_number(tmp_path):
   file = tmp_path / 'bench.jsonl'
   command = [sys.executable, '-c', BARE, '--tokens=64', '--repeats=2', f'--json={file}']
-  environment = {**os.environ, 'XLA_FLAGS': '--xla_backend_optimization_level=0'}  # compiles sooner
+  one_device = f'{os.environ["XLA_FLAGS"]} --xla_force_host_platform_device_count=1'
+  environment = {**os.environ, 'XLA_FLAGS': one_device}
   done = subprocess.run(
     command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True
   )

@@ -67,6 +67,7 @@ class Act:
     elif self.what == 'refuse':
       raise DataError('a document that is not what it should be')
 '''
+DEVICES = '--xla_force_host_platform_device_count'
 FLAGS = (
   '--gin.train_steps=8', '--gin.checkpoint_every=2', '--gin.Checkpoints.keep=9',
   '--gin.eval_every=3',
@@ -96,7 +97,6 @@ def free_address():
 def start(folder, count, *arguments, acts='0 0 none', command=(sys.executable,), read='read'):
   """The processes of a run, of 8 devices together."""
   address = free_address()
-  alone = '--xla_backend_optimization_level=0 --xla_force_host_platform_device_count'
   return [
     subprocess.Popen(
       [*command, *arguments, *([f'--coordinator={address}', f'--process={process}',
@@ -106,7 +106,7 @@ def start(folder, count, *arguments, acts='0 0 none', command=(sys.executable,),
         **os.environ,
         'PYTHONPATH': f'{ROOT}:{folder}',
         'PYTHON': sys.executable,
-        'XLA_FLAGS': f'{alone}={8 // count}',
+        'XLA_FLAGS': f'{os.environ["XLA_FLAGS"]} {DEVICES}={8 // count}',
         'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
         'JAX_COMPILATION_CACHE_DIR': str(folder / 'cache'),
         'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',

@@ -111,7 +111,8 @@ class Laboratory:
 
   def environment(self, devices: int = 1, **more: str) -> dict[str, str]:
     """What the processes of a run find in their environment."""
-    flags = '--xla_backend_optimization_level=0'
+    flags = '--xla_backend_optimization_level=0'  # as tests/conftest.py has them
+    flags += ' --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters'
     return {
       **os.environ,
       'PYTHONPATH': f'{ROOT}{os.pathsep}{ROOT / "scripts"}',
