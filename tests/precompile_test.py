@@ -13,7 +13,7 @@ import pytest
 import tiny_run
 
 from valkyrie import configuration, main, precompile
-from valkyrie.certificates import topologies
+from valkyrie.certificates import remedies, topologies
 from valkyrie.errors import ConfigurationError
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
@@ -95,7 +95,7 @@ def test_too_large_for_the_memory_is_78_with_what_helps(tmp_path, capsys):
     ask(
       tmp_path / 'run',
       '--gin.precompile.hbm_bytes=1000',
-      '--gin.precompile.layouts=("gin/partition/data.gin", "gin/partition/zero1.gin")',
+      '--gin.precompile.layouts=("gin/partition/single.gin", "gin/partition/zero1.gin")',
       '--gin.LanguageModel.layers=1',
       '--gin.chunk_size=6',
       '--gin.chunks=1',
@@ -106,6 +106,7 @@ def test_too_large_for_the_memory_is_78_with_what_helps(tmp_path, capsys):
   assert 'of a device that has 0.00 GiB' in message
   assert '--gin.chunk_size=3 --gin.chunks=2 --gin.backprop_chunks=2: ' in message
   assert '--gin.batch_size=4: ' in message and 'gin/partition/zero1.gin: ' in message
+  assert 'gin/partition/single.gin' not in message  # which it has
   assert 'None is enough alone. What helps most: add ' in message
   (found,) = json.loads((tmp_path / 'run' / 'precompile.json').read_text())
   assert found['fits'] is False
@@ -124,7 +125,7 @@ def test_chunks_are_cut_until_they_fit(tmp_path):
 
   worst = {'phase': 0, 'total_bytes': 16, 'hbm_bytes': 4, 'rows': 1, 'chips': 1}
   worst |= {'chunk_size': 16, 'chunks': 2, 'backprop_chunks': 2}
-  said = precompile.advice(worst, [], ask_for_a_byte_a_token).splitlines()
+  said = remedies.advice(worst, [], ask_for_a_byte_a_token).splitlines()
   fits = '--gin.chunk_size=4 --gin.chunks=8 --gin.backprop_chunks=8'
   assert [line.strip().partition(':')[0] for line in said[1:-2]] == [
     '--gin.chunk_size=8 --gin.chunks=4 --gin.backprop_chunks=4', fits,
@@ -139,9 +140,9 @@ def test_the_fastest_change_that_fits_is_the_best():
   less = ('less', {'fits': False, 'total_bytes': 50})
   more = ('more', {'fits': False, 'total_bytes': 150})
   refused = ('refused', {'fits': False, 'total_bytes': None})
-  assert precompile.best([slow, fast, less], before).endswith('add fast')
-  assert 'add less, ' in precompile.best([refused, more, less], before)
-  assert 'None helps' in precompile.best([refused, more], before)
+  assert remedies.best([slow, fast, less], before).endswith('add fast')
+  assert 'add less, ' in remedies.best([refused, more, less], before)
+  assert 'None helps' in remedies.best([refused, more], before)
 
 
 def test_an_overlay_is_gone_afterwards(tmp_path):

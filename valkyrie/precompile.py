@@ -5,7 +5,7 @@
 Nothing is allocated and no data is read: the train step of every phase is compiled from shapes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import inspect
 import json
 import pathlib
@@ -18,8 +18,8 @@ from typing import Any
 import gin
 import jax
 
-from valkyrie import configuration, mesh, paths
-from valkyrie.certificates import certificate, chips, collectives, hlo, report, topologies
+from valkyrie import mesh
+from valkyrie.certificates import certificate, chips, collectives, hlo, remedies, report, topologies
 from valkyrie.compilation import Prepared, prepare, trace_step
 from valkyrie.errors import ConfigurationError, StorageError
 from valkyrie.gin_reader import FLAG
@@ -28,7 +28,6 @@ from valkyrie.train import train
 from valkyrie.training.curriculum import Phase
 
 Certificate = dict[str, Any]
-_PARTS = (2, 4, 8, 16)  # of a chunk that is too long
 
 
 @gin.configurable
@@ -65,7 +64,7 @@ def precompile(
   over = [found for found in certificates if found['fits'] is False]
   if over:
     worst = max(over, key=lambda c: c['total_bytes'] or 0)
-    raise ConfigurationError(advice(worst, layouts, lambda: ask(worst['phase'])[0]))
+    raise ConfigurationError(remedies.advice(worst, layouts, lambda: ask(worst['phase'])[0]))
 
 
 def _command() -> str:
@@ -134,86 +133,6 @@ def _certificate(
   module = hlo.parse(compiled.as_text() or '')
   facts |= certificate.memory(compiled, hbm_bytes) | certificate.program(module)
   return facts | certificate.estimates(facts, collectives.of_module(module), run)
-
-
-def advice(
-  worst: Certificate, layouts: Sequence[str] | None, ask: Callable[[], Certificate]
-) -> str:
-  """What was too large, and what each change to the command makes of it, by compiling it."""
-  needs = report.gib(worst['total_bytes']) if worst['total_bytes'] else 'more'
-  lines = [
-    f'Phase {worst["phase"]} needs {needs} of a device that has {report.gib(worst["hbm_bytes"])}. '
-    'Tried, each compiled:'
-  ]
-  tried: list[tuple[str, Certificate]] = []
-  for knob in _knobs(worst, layouts):
-    for files, flags in knob:
-      change = ' '.join([*(f'--gin_file={file}' for file in files), *flags])
-      try:
-        with configuration.overlaid(files, flags):
-          found = ask()
-      except ConfigurationError as error:
-        first = str(error).partition('\n')[0]
-        lines.append(f'  {change}: not possible: {first}')
-        continue
-      tried.append((change, found))
-      size = report.gib(found['total_bytes']) if found['total_bytes'] else 'more than there is'
-      speed = found.get('estimated_tokens_per_second_per_chip')
-      lines.append(
-        f'  {change}: {size}, {"fits" if found["fits"] else "does not fit"}'
-        + (f', {speed:,.0f} tokens/s a chip by estimate' if speed else '')
-      )
-      print(lines[-1].strip(), flush=True)
-      if found['fits']:
-        break
-  return '\n'.join([*lines, best(tried, worst)])
-
-
-def best(tried: Sequence[tuple[str, Certificate]], before: Certificate) -> str:
-  """The change to make: the fastest of those that fit, else the one that needs least."""
-  fitting = [
-    (found.get('estimated_tokens_per_second_per_chip', 0.0), -found['total_bytes'], change)
-    for change, found in tried
-    if found['fits']
-  ]
-  if fitting:
-    return f'What helps most: add {max(fitting)[-1]}'
-  less = [
-    (found['total_bytes'], change)
-    for change, found in tried
-    if found['total_bytes'] and found['total_bytes'] < (before['total_bytes'] or float('inf'))
-  ]
-  if less:
-    size, change = min(less)
-    return f'None is enough alone. What helps most: add {change}, which leaves {report.gib(size)}'
-  return 'None helps. Take a smaller model, or more chips.'
-
-
-def _knobs(
-  worst: Certificate, layouts: Sequence[str] | None
-) -> list[list[tuple[list[str], list[str]]]]:
-  """Gin files and flags to lay over the run's: of each knob, from a small turn to a large one."""
-  knobs = [
-    [([], _shorter(worst, parts)) for parts in _PARTS if worst['chunk_size'] % parts == 0],
-    [([], [f"{FLAG}LanguageModel.remat='nothing'"])],
-  ]
-  if worst['rows'] > 1:
-    knobs.append([([], [f'{FLAG}batch_size={worst["rows"] // 2}'])])
-  if layouts is None:
-    known = sorted(path.stem for path in (paths.GIN / 'partition').glob('*.gin'))
-    left_out = ('axes', 'single') if worst['chips'] > 1 else ('axes',)
-    layouts = [f'gin/partition/{name}.gin' for name in known if name not in left_out]
-  return knobs + [[([layout], [])] for layout in layouts]
-
-
-def _shorter(worst: Certificate, parts: int) -> list[str]:
-  """Chunks of a part of their size, and as many more."""
-  sizes = {
-    'chunk_size': worst['chunk_size'] // parts,
-    'chunks': parts * worst['chunks'],
-    'backprop_chunks': parts * worst['backprop_chunks'],
-  }
-  return [f'{FLAG}{name}={value}' for name, value in sizes.items()]
 
 
 def _write(path: pathlib.Path, certificates: Sequence[Certificate]) -> None:
