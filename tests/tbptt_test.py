@@ -34,6 +34,7 @@ def gradient_of(chunk_size, backprop_chunks, remat=True):
   )
 
 
+@jax.jit
 def direct(params, carry, batch):
   """The mean loss of the whole row, differentiated with no chunks at all."""
   model, _, _ = built()
@@ -42,7 +43,7 @@ def direct(params, carry, batch):
     sums, after = tbptt.chunk_sums(model, params, carry, batch)
     return sums.loss / jnp.sum(batch.weights), (after, sums)
 
-  gradient, (after, sums) = jax.jit(jax.grad(loss, has_aux=True))(params)
+  gradient, (after, sums) = jax.grad(loss, has_aux=True)(params)
   return gradient, after, sums
 
 
@@ -54,8 +55,10 @@ def difference(a, b):
   )
 
 
-@pytest.mark.parametrize('remat', [True, False])
-@pytest.mark.parametrize('chunk_size', [1, 4, 12, 24])  # shorter and longer than the window of 6
+@pytest.mark.parametrize(
+  ('chunk_size', 'remat'),  # shorter and longer than the window of 6
+  [(1, True), (4, True), (4, False), (12, True), (24, False)],
+)
 def test_with_all_chunks_the_gradient_is_that_of_the_whole(chunk_size, remat):
   _, params, carry = built()
   batch = tiny.batch((7, 15, 2))
@@ -120,7 +123,7 @@ def test_between_groups_the_gradient_is_cut_and_within_a_group_it_flows():
       )
       return jnp.sum(losses * late.weights) / jnp.sum(late.weights)
 
-    return jax.grad(loss)(params['model']['embedding'])[:12]
+    return jax.jit(jax.grad(loss))(params['model']['embedding'])[:12]
 
   through_softmax = softmax_only()
   cut = np.abs(touched(2) - through_softmax).max()

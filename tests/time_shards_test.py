@@ -18,6 +18,7 @@ from valkyrie.models.scan import Complex
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 
 ROWS, CHUNKS = 2, 3
+EXACT = 1e-10  # in float64
 
 # name: (the mesh, the axes of rows, the axes of time)
 LAYOUTS = {
@@ -39,16 +40,20 @@ MODELS = {
 }
 
 
+@pytest.fixture
+def float64():
+  with jax.enable_x64(True):
+    yield
+
+
 @functools.cache
-def built(name, wide):
-  model = tiny.model(compute_dtype='float64' if wide else 'float32', **MODELS[name])
+def built(name):
+  model = tiny.model(compute_dtype='float64', **MODELS[name])
   params, _ = tiny.init(model, ROWS)
-  return model, widened(params, wide), widened(model.initial_carry(ROWS), wide)
+  return model, widened(params), widened(model.initial_carry(ROWS))
 
 
-def widened(tree, wide):
-  if not wide:
-    return tree
+def widened(tree):
   return jax.tree.map(
     lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, jax.device_get(tree)
   )
@@ -91,15 +96,15 @@ def read(model, params, carry, chunks, weights):
 
 
 @functools.cache
-def on_one_device(name, wide):
-  model, _, _ = built(name, wide)
+def on_one_device(name):
+  model, _, _ = built(name)
   return jax.jit(jax.value_and_grad(functools.partial(read, model), has_aux=True))
 
 
 @functools.cache
-def sharded(name, wide, layout):
+def sharded(name, layout):
   """The same on eight devices, in one `shard_map`."""
-  model, _, _ = built(name, wide)
+  model, _, _ = built(name)
   sizes, rows, time = LAYOUTS[layout]
   mesh = Mesh(np.reshape(jax.devices(), tuple(sizes.values())), tuple(sizes))
 
@@ -129,28 +134,6 @@ def sharded(name, wide, layout):
   )
 
 
-def assert_pieces_equal_the_whole(name, layout, size, seed, wide):
-  _, params, carry = built(name, wide)
-  pieces = {'rows_and_time': 4}.get(layout, 8)
-  chunks = stream(size, pieces, seed)
-  weights = np.random.default_rng(seed).normal(size=(CHUNKS, ROWS, size, 16))
-  arguments = params, carry, chunks, widened(weights.astype(np.float32), wide)
-  (expected, (hidden, after)), gradient = on_one_device(name, wide)(*arguments)
-  (loss, (their_hidden, settled)), their_gradient = sharded(name, wide, layout)(*arguments)
-
-  exact = 1e-10 if wide else 1e-5
-  np.testing.assert_allclose(loss, expected, rtol=exact)
-  np.testing.assert_allclose(their_hidden, hidden, rtol=exact, atol=10 * exact)
-  for theirs, whole in zip(jax.tree.leaves(settled), jax.tree.leaves(after), strict=True):
-    assert theirs.shape == (pieces, *whole.shape) and theirs.dtype == whole.dtype
-    for one in theirs:
-      np.testing.assert_array_equal(one, theirs[0])
-      np.testing.assert_allclose(one, whole, rtol=exact, atol=10 * exact)
-  for theirs, whole in zip(jax.tree.leaves(their_gradient), jax.tree.leaves(gradient), strict=True):
-    assert np.linalg.norm(whole) > 0
-    assert np.linalg.norm(theirs - whole) <= exact * np.linalg.norm(whole)
-
-
 @pytest.mark.parametrize('seed', range(4))
 @pytest.mark.parametrize(
   ('name', 'layout', 'size'),
@@ -161,13 +144,26 @@ def assert_pieces_equal_the_whole(name, layout, size, seed, wide):
     ('dilated_starts', 'rows_and_time', 12),  # a window of 18, longer than the chunk
   ],
 )
+@pytest.mark.usefixtures('float64')
 def test_values_carries_and_gradients_are_those_of_one_device(name, layout, size, seed):
-  with jax.enable_x64(True):
-    assert_pieces_equal_the_whole(name, layout, size, seed, wide=True)
+  _, params, carry = built(name)
+  pieces = {'rows_and_time': 4}.get(layout, 8)
+  chunks = stream(size, pieces, seed)
+  weights = np.random.default_rng(seed).normal(size=(CHUNKS, ROWS, size, 16))
+  arguments = params, carry, chunks, weights
+  (expected, (hidden, after)), gradient = on_one_device(name)(*arguments)
+  (loss, (their_hidden, settled)), their_gradient = sharded(name, layout)(*arguments)
 
-
-def test_in_float32():
-  assert_pieces_equal_the_whole('hybrid', 'time', 64, seed=0, wide=False)
+  np.testing.assert_allclose(loss, expected, rtol=EXACT)
+  np.testing.assert_allclose(their_hidden, hidden, rtol=EXACT, atol=10 * EXACT)
+  for theirs, whole in zip(jax.tree.leaves(settled), jax.tree.leaves(after), strict=True):
+    assert theirs.shape == (pieces, *whole.shape) and theirs.dtype == whole.dtype
+    for one in theirs:
+      np.testing.assert_array_equal(one, theirs[0])
+      np.testing.assert_allclose(one, whole, rtol=EXACT, atol=10 * EXACT)
+  for theirs, whole in zip(jax.tree.leaves(their_gradient), jax.tree.leaves(gradient), strict=True):
+    assert np.linalg.norm(whole) > 0
+    assert np.linalg.norm(theirs - whole) <= EXACT * np.linalg.norm(whole)
 
 
 def on_eight(f, *, out):
@@ -182,11 +178,12 @@ def on_eight(f, *, out):
   return jax.jit(jax.shard_map(body, mesh=mesh, check_vma=False, **specs))
 
 
+@pytest.mark.usefixtures('float64')
 def test_a_layer_sends_its_window_once_and_otherwise_little():
   """Not the keys of a piece, of which a chunk has many; what padding takes stands in a branch."""
-  _, params, carry = built('hybrid', False)
-  arguments = params, carry, stream(64, 8, 0), np.zeros((CHUNKS, ROWS, 64, 16), np.float32)
-  traced = jax.make_jaxpr(sharded('hybrid', False, 'time'))(*arguments)
+  _, params, carry = built('hybrid')
+  arguments = params, carry, stream(64, 8, 0), np.zeros((CHUNKS, ROWS, 64, 16))
+  traced = jax.make_jaxpr(sharded('hybrid', 'time'))(*arguments)
   (body,) = [e for e in jaxprs.equations(traced.jaxpr) if e.primitive.name == 'scan'][:1]
   sent = {'ppermute': [], 'all_gather': [], 'psum': []}
   for equation in jaxprs.equations(body.params['jaxpr'].jaxpr):

@@ -46,7 +46,7 @@ def main():
   parser.add_argument('--join_seconds', type=int)
   flags = parser.parse_args()
   cluster.join(flags.coordinator, flags.processes, flags.process, flags.join_seconds)
-  model = tiny.model(compute_dtype='float32')
+  model = tiny.model(compute_dtype='float32', remat=None)  # compiles sooner
   params, carry = jax.device_get(tiny.init(model, layouts.ROWS))
   whole = layouts.batch('float32')
 

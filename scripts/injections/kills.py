@@ -53,7 +53,7 @@ def at_random(lab: Laboratory, times: int) -> Iterator[Trial]:
   return _lives(lab, times, kill)
 
 
-@fault('kill -9 inside a save', BITS, full=20, short=1, unit=AGAIN)
+@fault('kill -9 inside a save', BITS, full=20, unit=AGAIN)
 def inside_a_save(lab: Laboratory, times: int) -> Iterator[Trial]:
   def kill(name):
     with heartbeats() as (told, ours):

@@ -90,7 +90,7 @@ def _attempt(arguments: list[str], log: str) -> None:
   sys.exit(main.main(arguments))
 
 
-@fault('a gin file with a mistake', 'ends with 78 or 2, says what is wrong', full=210, short=28)
+@fault('a gin file with a mistake', 'ends with 78 or 2, says what is wrong', full=210, short=7)
 def mistakes(lab: Laboratory, times: int) -> Iterator[Trial]:
   text = (lab.folder / 'single.gin').read_text()
   processes = multiprocessing.get_context('forkserver')
