@@ -82,7 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
   flags = parser.parse_args(arguments)
   chosen = [row_flags for row_flags in ROWS if flags.only in ' '.join(row_flags)]
   found = [(row_flags, certificate(row_flags)) for row_flags in chosen]
-  table = '\n'.join([HEAD, *(row(row_flags, c) for row_flags, c in found if c is not None)])
+  lines = [row(row_flags, c) for row_flags, c in found if c is not None]
+  compilers = ', '.join(sorted({c['compiler'] for _, c in found if c is not None}))
+  table = '\n'.join([HEAD, *lines, '', f'Compiled by {compilers}.'])
   print(table)
   if len(chosen) < len(ROWS) or any(c is None for _, c in found):
     return 0 if all(c is not None for _, c in found) else 1

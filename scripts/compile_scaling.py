@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   flags = parser.parse_args(arguments)
   # In turns, so that a machine that slows down does so for all alike.
   turns = [[compiled(*program) for program in PROGRAMS] for _ in range(flags.repeats)]
+  print(f'{turns[0][0]["compiler"]} for {turns[0][0]["topology"]}, median of {flags.repeats}')
   print('layers  chunks  instructions  of the first  code MB  of the first  seconds  of the first')
   first = None
   for (layers, chunks), certificates in zip(PROGRAMS, zip(*turns, strict=True), strict=True):

@@ -1,6 +1,7 @@
 """Certificates of a tiny run, and what is said where one cannot be had."""
 
 import fcntl
+from importlib import metadata
 import importlib.util
 import json
 import os
@@ -50,6 +51,7 @@ def test_every_phase_has_what_is_promised(certificates, tmp_path):
   for c in certificates:
     assert {
       'topology',
+      'compiler',
       'chips',
       'parameters',
       'argument_bytes',
@@ -69,6 +71,7 @@ def test_every_phase_has_what_is_promised(certificates, tmp_path):
       'code_bytes',
     } <= c.keys()
     assert (c['chips'], c['rows'], c['topology'], c['fits']) == (8, 8, None, None)
+    assert c['compiler'] == f'jaxlib {metadata.version("jaxlib")}'
     parts = c['argument_bytes'] + c['temporary_bytes'] + c['output_bytes'] - c['alias_bytes']
     assert c['total_bytes'] == parts
 
@@ -243,6 +246,7 @@ def test_a_program_for_a_tpu(tmp_path):
   (c,) = json.loads((tmp_path / 'run' / 'precompile.json').read_text())
   assert (c['device_kind'], c['chips'], c['hbm_bytes']) == ('TPU v4', 4, int(30.75 * 2**30))
   assert c['fits'] and c['collective_bytes']['all-gather'] > 0
+  assert c['compiler'] == f'libtpu {metadata.version("libtpu")}'
   longest = max(c['estimated_compute_seconds'], c['estimated_memory_seconds'])
   communication = c['estimated_communication_seconds']
   assert c['estimated_seconds'] == pytest.approx(longest + communication)

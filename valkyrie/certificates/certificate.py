@@ -27,6 +27,7 @@ def describe(run: Prepared, phase: Phase, rows: int, topology: str | None) -> di
   mesh = run.layout.mesh
   return {
     'topology': topology,
+    'compiler': topologies.compiler(topology),
     'device_kind': mesh.devices.flat[0].device_kind,
     'chips': mesh.size,
     'mesh': dict(mesh.shape),

@@ -19,8 +19,9 @@ def text(c: Mapping[str, Any]) -> str:
   lines += [
     f'  memory a chip       {gib(c["total_bytes"])}{offered}{verdict} (arguments '
     f'{gib(c["argument_bytes"])}, temporaries {gib(c["temporary_bytes"])})',
-    f'  program             {c["parameters"]:,} parameters; compiled in {c["compile_seconds"]} s: '
-    f'{c["instructions"]:,} instructions, {c["code_bytes"] / 1e6:.1f} MB of code',
+    f'  program             {c["parameters"]:,} parameters; {c["compiler"]}, in '
+    f'{c["compile_seconds"]} s: {c["instructions"]:,} instructions, '
+    f'{c["code_bytes"] / 1e6:.1f} MB of code',
     f'  GFLOP a token       {c["flops_per_token"] / 1e9:.3g} by count; the program does '
     f'{c["executed_flops_per_token"] / 1e9:.3g}, of which {once / 1e9:.3g} once and '
     f'{c["recomputed_flops_per_token"] / 1e9:.3g} again',

@@ -1,6 +1,7 @@
 """The devices of a TPU slice that is not here, by its name: 'v4:4x4x2', 'v6e:8x8'."""
 
 from collections.abc import Sequence
+from importlib import metadata
 import importlib.util
 import itertools
 import math
@@ -99,6 +100,19 @@ def devices(name: str) -> Sequence[Any]:
       f'ALLOW_MULTIPLE_LIBTPU_LOAD={os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"]}. Wait for it, or set '
       'ALLOW_MULTIPLE_LIBTPU_LOAD=1: compiling touches no chip of this machine.'
     ) from error
+
+
+def compiler(name: str | None) -> str:
+  """What compiles for a slice, once `devices` has been asked for it: 'libtpu 0.0.42.1'.
+
+  For the devices of this machine, None: 'jaxlib 0.10.2'.
+  """
+  if name is None:
+    return f'jaxlib {metadata.version("jaxlib")}'
+  used, installed = os.environ['TPU_LIBRARY_PATH'], importlib.util.find_spec('libtpu')
+  if installed and pathlib.Path(used).parent == pathlib.Path(installed.origin or '').parent:
+    return f'libtpu {metadata.version("libtpu")}'
+  return f'libtpu at {used}'
 
 
 def _holder() -> str:
