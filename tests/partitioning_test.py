@@ -44,8 +44,10 @@ def widen(tree, dtype):
 
 
 def batch(dtype):
-  """Documents that end inside chunks, the last one in padding; a row has nothing to learn."""
-  made = tiny.batch((4, 3, 5, 7), rows=ROWS, padding=5)
+  """Documents that end inside chunks, one of them in padding; a row has nothing to learn."""
+  padded, whole = tiny.batch((4, 3, 5), rows=ROWS, padding=4), tiny.batch((8,), rows=ROWS, seed=1)
+  whole = whole._replace(segment_ids=4 * whole.segment_ids)
+  made = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), padded, whole)
   weighed = np.where(np.arange(ROWS)[:, None] > 0, made.weights, 0)
   return widen(made._replace(weights=weighed), dtype)
 

@@ -16,6 +16,7 @@ import tiny_run
 from valkyrie import configuration, main, precompile
 from valkyrie.certificates import remedies, topologies
 from valkyrie.errors import ConfigurationError
+from valkyrie.partitioning import Partitioner
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 
@@ -98,18 +99,20 @@ def test_too_large_for_the_memory_is_78_with_what_helps(tmp_path, capsys):
     ask(
       tmp_path / 'run',
       '--gin.precompile.hbm_bytes=1000',
-      '--gin.precompile.layouts=("gin/partition/single.gin", "gin/partition/zero1.gin")',
+      '--gin.precompile.layouts=("gin/partition/data.gin", "gin/partition/zero1.gin")',
+      '--gin.Partitioner.mesh=(("data", 8),)',  # data.gin has -1, which are as many
       '--gin.LanguageModel.layers=1',
       '--gin.chunk_size=6',
       '--gin.chunks=1',
       '--gin.backprop_chunks=1',
+      partition='data',
     )
   message = str(caught.value)
   assert caught.value.exit_code == 78
   assert 'of a device that has 0.00 GiB' in message
   assert '--gin.chunk_size=3 --gin.chunks=2 --gin.backprop_chunks=2: ' in message
-  assert '--gin.batch_size=4: ' in message and 'gin/partition/zero1.gin: ' in message
-  assert 'gin/partition/single.gin' not in message  # which it has
+  assert '--gin.batch_size=4: not possible: batch_size=4 cannot be divided' in message
+  assert 'gin/partition/zero1.gin: ' in message and 'gin/partition/data.gin' not in message
   assert 'None is enough alone. What helps most: add ' in message
   (found,) = json.loads((tmp_path / 'run' / 'precompile.json').read_text())
   assert found['fits'] is False
@@ -128,7 +131,7 @@ def test_chunks_are_cut_until_they_fit(tmp_path):
 
   worst = {'phase': 0, 'total_bytes': 16, 'hbm_bytes': 4, 'rows': 1, 'chips': 1}
   worst |= {'chunk_size': 16, 'chunks': 2, 'backprop_chunks': 2}
-  said = remedies.advice(worst, [], ask_for_a_byte_a_token).splitlines()
+  said = remedies.advice(worst, [], ask_for_a_byte_a_token, Partitioner).splitlines()
   fits = '--gin.chunk_size=4 --gin.chunks=8 --gin.backprop_chunks=8'
   assert [line.strip().partition(':')[0] for line in said[1:-2]] == [
     '--gin.chunk_size=8 --gin.chunks=4 --gin.backprop_chunks=4', fits,

@@ -53,18 +53,21 @@ def precompile(
   chip = chips.of_kind(devices[0].device_kind)
   offered = hbm_bytes or (chip and chip.hbm_bytes)
 
-  def ask(only: int | None = None) -> list[Certificate]:
-    with mesh.on_devices(devices):
-      return _certificates(topology, offered, only)
-
-  certificates = [{'command': _command(), **found} for found in ask()]
-  _write(pathlib.Path(model_dir) / 'precompile.json', certificates)
-  for found in certificates:
-    print(report.text(found), flush=True)
-  over = [found for found in certificates if found['fits'] is False]
-  if over:
-    worst = max(over, key=lambda c: c['total_bytes'] or 0)
-    raise ConfigurationError(remedies.advice(worst, layouts, lambda: ask(worst['phase'])[0]))
+  with mesh.on_devices(devices):
+    certificates = [{'command': _command(), **found} for found in _certificates(topology, offered)]
+    _write(pathlib.Path(model_dir) / 'precompile.json', certificates)
+    for found in certificates:
+      print(report.text(found), flush=True)
+    over = [found for found in certificates if found['fits'] is False]
+    if over:
+      worst = max(over, key=lambda c: c['total_bytes'] or 0)
+      said = remedies.advice(
+        worst,
+        layouts,
+        ask=lambda: _certificates(topology, offered, worst['phase'])[0],
+        partitioner=_settings()['partitioner'],
+      )
+      raise ConfigurationError(said)
 
 
 def _command() -> str:
@@ -87,7 +90,7 @@ def _settings() -> Mapping[str, Any]:
 
 
 def _certificates(
-  topology: str | None, hbm_bytes: int | None, only: int | None
+  topology: str | None, hbm_bytes: int | None, only: int | None = None
 ) -> list[Certificate]:
   """One for each phase, or of `only` that one; phases of one shape share a program."""
   settings = _settings()

@@ -7,6 +7,7 @@ from valkyrie import configuration, paths
 from valkyrie.certificates.report import gib
 from valkyrie.errors import ConfigurationError
 from valkyrie.gin_reader import FLAG
+from valkyrie.partitioning import Partitioner
 
 _PARTS = (2, 4, 8, 16)  # of a chunk that is too long
 
@@ -22,7 +23,10 @@ class Change(NamedTuple):
 
 
 def advice(
-  worst: Mapping[str, Any], layouts: Sequence[str] | None, ask: Callable[[], Mapping[str, Any]]
+  worst: Mapping[str, Any],
+  layouts: Sequence[str] | None,
+  ask: Callable[[], Mapping[str, Any]],
+  partitioner: Callable[[], Partitioner],
 ) -> str:
   """What was too large, and what each change to the command makes of it.
 
@@ -30,6 +34,7 @@ def advice(
     worst: the certificate of the step that needs most.
     layouts: gin files of partitioners to try; None takes all of gin/partition that can serve.
     ask: the certificate of the same step under the bindings of the moment.
+    partitioner: the layout under the bindings of the moment.
   """
   needs = gib(worst['total_bytes']) if worst['total_bytes'] else 'more'
   lines = [
@@ -38,7 +43,7 @@ def advice(
   ]
   tried = []
   for knob in _knobs(worst, layouts):
-    for change, found in _turned(knob, ask):
+    for change, found in _turned(knob, ask, partitioner):
       lines.append(f'  {change}: {_told(found)}')
       print(lines[-1].strip(), flush=True)
       tried.append((change, found))
@@ -66,14 +71,16 @@ def best(tried: Sequence[tuple[Change, Mapping[str, Any]]], before: Mapping[str,
 
 
 def _turned(
-  knob: Sequence[Change], ask: Callable[[], Mapping[str, Any]]
+  knob: Sequence[Change],
+  ask: Callable[[], Mapping[str, Any]],
+  partitioner: Callable[[], Partitioner],
 ) -> Iterator[tuple[Change, Mapping[str, Any]]]:
   """Each change of a knob with what came of it, up to the first that fits."""
-  before = configuration.bindings()
+  before = _run(partitioner())
   for change in knob:
     try:
       with configuration.overlaid(change.files, change.flags):
-        if configuration.bindings() == before:
+        if _run(partitioner()) == before:
           continue  # nothing is changed: the run has that layout
         found = ask()
     except ConfigurationError as error:
@@ -82,6 +89,17 @@ def _turned(
     yield change, found
     if found['fits']:
       return
+
+
+def _run(layout: Partitioner) -> tuple[Any, ...]:
+  """What the bindings of the moment come to; those of a layout may be written in several ways."""
+  rules = {logical: layout.axes_of(logical) for logical in layout.axis_rules}
+  others = {
+    name: value
+    for name, value in configuration.bindings().items()
+    if not name.startswith('Partitioner.')
+  }
+  return others, dict(layout.mesh.shape), rules, layout.local
 
 
 def _told(found: Mapping[str, Any]) -> str:

@@ -66,8 +66,7 @@ def _pass_starts(
     return starts, starts
   ends = length[:, None]
   found = jax.tree.map(lambda x: x[:, 0], starts_before(starts, tokens, positions, ends))
-  # On device 0 nothing is left open: what was carried there is right.
-  carried = starts_carried(positions, ends, slots)[:, 0] & (time_shards.index() > 0)
+  carried = starts_carried(positions, ends, slots)[:, 0]
 
   def then(first, second):
     (earlier, were_carried), (later, are_carried) = first, second
