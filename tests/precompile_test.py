@@ -10,10 +10,11 @@ import subprocess
 import sys
 
 import gin
+import jax
 import pytest
 import tiny_run
 
-from valkyrie import configuration, main, precompile
+from valkyrie import configuration, main, mesh, precompile
 from valkyrie.certificates import remedies, topologies
 from valkyrie.errors import ConfigurationError
 from valkyrie.partitioning import Partitioner
@@ -131,7 +132,9 @@ def test_chunks_are_cut_until_they_fit(tmp_path):
 
   worst = {'phase': 0, 'total_bytes': 16, 'hbm_bytes': 4, 'rows': 1, 'chips': 1}
   worst |= {'chunk_size': 16, 'chunks': 2, 'backprop_chunks': 2}
-  said = remedies.advice(worst, [], ask_for_a_byte_a_token, Partitioner).splitlines()
+  same = ['gin/partition/data.gin']  # as there is one device
+  with mesh.on_devices(jax.devices()[:1]):
+    said = remedies.advice(worst, same, ask_for_a_byte_a_token, Partitioner).splitlines()
   fits = '--gin.chunk_size=4 --gin.chunks=8 --gin.backprop_chunks=8'
   assert [line.strip().partition(':')[0] for line in said[1:-2]] == [
     '--gin.chunk_size=8 --gin.chunks=4 --gin.backprop_chunks=4', fits,

@@ -81,7 +81,7 @@ def _turned(
     try:
       with configuration.overlaid(change.files, change.flags):
         if _run(partitioner()) == before:
-          continue  # nothing is changed: the run has that layout
+          continue  # nothing is changed: the layout is the same
         found = ask()
     except ConfigurationError as error:
       refused = str(error).partition('\n')[0]
@@ -93,12 +93,14 @@ def _turned(
 
 def _run(layout: Partitioner) -> tuple[Any, ...]:
   """What the bindings of the moment come to; those of a layout may be written in several ways."""
-  rules = {logical: layout.axes_of(logical) for logical in layout.axis_rules}
   others = {
     name: value
     for name, value in configuration.bindings().items()
     if not name.startswith('Partitioner.')
   }
+  if layout.mesh.size == 1:
+    return (others,)
+  rules = {logical: layout.axes_of(logical) for logical in layout.axis_rules}
   return others, dict(layout.mesh.shape), rules, layout.local
 
 
