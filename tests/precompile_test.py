@@ -130,7 +130,7 @@ def test_chunks_are_cut_until_they_fit(tmp_path):
     assert size * gin.query_parameter('%chunks') == size * gin.query_parameter('%backprop_chunks')
     return {'fits': size <= 4, 'total_bytes': size}
 
-  worst = {'phase': 0, 'total_bytes': 16, 'hbm_bytes': 4, 'rows': 1, 'chips': 1}
+  worst = {'phase': 0, 'total_bytes': 16, 'hbm_bytes': 4, 'rows': 1}
   worst |= {'chunk_size': 16, 'chunks': 2, 'backprop_chunks': 2}
   same = ['gin/partition/data.gin']  # as there is one device
   with mesh.on_devices(jax.devices()[:1]):

@@ -26,6 +26,11 @@ BYTES = vocabularies.ByteVocabulary()
 STEPS, ROWS, TOKENS = 24, 4, 32  # steps of a run, rows of a batch, tokens of a row in a step
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else [0]
 PATIENCE = 300.0  # seconds after which a run that should end by itself counts as hung
+# As tests/conftest.py has it, which says why.
+QUICK_COMPILER = (
+  '--xla_backend_optimization_level=0 '
+  '--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters'
+)
 
 GIN = """
 seed = 0
@@ -111,13 +116,11 @@ class Laboratory:
 
   def environment(self, devices: int = 1, **more: str) -> dict[str, str]:
     """What the processes of a run find in their environment."""
-    flags = '--xla_backend_optimization_level=0'  # as tests/conftest.py has them
-    flags += ' --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters'
     return {
       **os.environ,
       'PYTHONPATH': f'{ROOT}{os.pathsep}{ROOT / "scripts"}',
       'JAX_PLATFORMS': 'cpu',
-      'XLA_FLAGS': f'{flags} --xla_force_host_platform_device_count={devices}',
+      'XLA_FLAGS': f'{QUICK_COMPILER} --xla_force_host_platform_device_count={devices}',
       'JAX_COMPILATION_CACHE_DIR': str(self.folder / 'compiled'),
       'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
       'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',

@@ -123,8 +123,7 @@ def _knobs(worst: Mapping[str, Any], layouts: Sequence[str] | None) -> list[list
     knobs.append([Change(flags=[f'{FLAG}batch_size={worst["rows"] // 2}'])])
   if layouts is None:
     known = sorted(path.stem for path in (paths.GIN / 'partition').glob('*.gin'))
-    left_out = ('axes', 'single') if worst['chips'] > 1 else ('axes',)
-    layouts = [f'gin/partition/{name}.gin' for name in known if name not in left_out]
+    layouts = [f'gin/partition/{name}.gin' for name in known if name not in ('axes', 'single')]
   return knobs + [[Change(files=[layout])] for layout in layouts]
 
 
