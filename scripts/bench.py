@@ -23,10 +23,10 @@ from bench_runs import STEPS, Loop, Trainer
 import jax
 import jax.numpy as jnp
 
-from valkyrie import configuration
-from valkyrie.models.longformer import LongformerAttention
-from valkyrie.models.s5 import S5
-from valkyrie.partitioning import Partitioner
+from valkyrie.config.load import load_gin
+from valkyrie.models.attention.longformer import LongformerAttention
+from valkyrie.models.s5.layer import S5
+from valkyrie.sharding.partitioner import Partitioner
 
 GIN_FILES = ('gin/models/small.gin', 'gin/partition/single.gin')
 # What a block of each variant mixes with, before its MLP.
@@ -85,7 +85,7 @@ def _say(text: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
   """Measures, prints, and writes --json."""
   flags = _flags(arguments)
-  configuration.load(GIN_FILES)  # its configurables are registered by the imports above
+  load_gin(GIN_FILES)  # its configurables are registered by the imports above
   layout = Partitioner()
   trainers = {}
   for name, mixers in VARIANTS.items():

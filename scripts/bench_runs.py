@@ -15,7 +15,7 @@ from valkyrie.models.block import Block
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.monitoring import flops
 from valkyrie.monitoring.training_log import TrainingLog
-from valkyrie.partitioning import Partitioner
+from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.train_step import TrainState, initial_state, make_train_step

@@ -13,14 +13,18 @@ import statistics
 from bench_runs import Trainer
 import jax
 
-from valkyrie import configuration
-from valkyrie.models.longformer import LongformerAttention
-from valkyrie.models.s5 import S5
-from valkyrie.partitioning import Partitioner
+from valkyrie.config.load import load_gin
+from valkyrie.models.attention.longformer import LongformerAttention
+from valkyrie.models.s5.layer import S5
+from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training import tbptt
 
 GIN_FILES = ('gin/models/tiny.gin', 'gin/partition/single.gin')
-ROOMS = ('valkyrie.models.language_model', 'valkyrie.models.block', 'valkyrie.partitioning')
+MODULES = (
+  'valkyrie.models.language_model',
+  'valkyrie.models.block',
+  'valkyrie.sharding.partitioner',
+)
 MIB = 2**20
 
 
@@ -38,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument('--chunk_size', type=int, default=2048)
   parser.add_argument('--repeats', type=int, default=5)
   flags = parser.parse_args(arguments)
-  configuration.load(GIN_FILES, rooms=ROOMS)
+  load_gin(GIN_FILES, modules=MODULES)
 
   trainers, memory = {}, {}
   for tokens in flags.tokens:

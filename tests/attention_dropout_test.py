@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from valkyrie.models import attention, attention_memory
-from valkyrie.models import bidirectional_attention as bidirectional
-from valkyrie.models.bidirectional_attention import Projections
-from valkyrie.models.softmax import Dropout
+from valkyrie.models.attention import bidirectional_window, kv_cache, sliding_window
+from valkyrie.models.sliding_window.bidirectional_window import Projections
+from valkyrie.models.sliding_window.softmax import Dropout
 
 TIME, HEADS, RATE, FAR = 24, 3, 0.25, 5
 how = {'dilations': (1, 2, 1), 'slice_size': 8}
@@ -20,9 +19,9 @@ segments = jnp.ones((1, TIME), jnp.int32)
 
 def causal(q, k, v, dropout):
   registers = (k[0, :1], 0 * v[0, :1])
-  carry = attention_memory.empty_carry(1, 60, 2, HEADS, TIME, q.dtype)
+  carry = kv_cache.empty_carry(1, 60, 2, HEADS, TIME, q.dtype)
   positions = jnp.arange(TIME, dtype=jnp.int32)[None]
-  out, _ = attention.sliding_window_attention(
+  out, _ = sliding_window.sliding_window_attention(
     q,
     k,
     v,
@@ -38,9 +37,9 @@ def causal(q, k, v, dropout):
 
 def both_ways(q, k, v, dropout):
   local, at = Projections(q, k, v), jnp.array([[FAR, TIME]], jnp.int32)
-  return bidirectional.bidirectional_attention(
+  return bidirectional_window.bidirectional_attention(
     local,
-    local._replace(q=bidirectional.take(q, at)),
+    local._replace(q=bidirectional_window.take(q, at)),
     segment_ids=segments,
     designated=at,
     window=30,

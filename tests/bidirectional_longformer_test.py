@@ -11,7 +11,7 @@ import pytest
 import tiny
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.models.bidirectional_longformer import BidirectionalLongformer
+from valkyrie.models.attention.bidirectional_longformer import BidirectionalLongformer
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 6
 make = functools.partial(

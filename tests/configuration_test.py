@@ -7,7 +7,9 @@ import textwrap
 import gin
 import pytest
 
-from valkyrie import configuration, paths
+from valkyrie.config import check, paths
+from valkyrie.config.load import check_call, load_gin
+from valkyrie.config.record import bindings, write_configuration, write_operative_configuration
 from valkyrie.errors import ConfigurationError, StorageError
 
 
@@ -49,7 +51,7 @@ def write(name, text):
 
 
 def load(text, *flags, **options):
-  configuration.load([write('a.gin', text)], flags, **options)
+  load_gin([write('a.gin', text)], flags, **options)
 
 
 def refusal(text, *flags, **options):
@@ -70,10 +72,10 @@ def test_binds_and_locks():
 
 
 def test_later_files_and_flags_override():
-  configuration.load([write('a.gin', GOOD), write('b.gin', 'size = 9')])
+  load_gin([write('a.gin', GOOD), write('b.gin', 'size = 9')])
   assert operate(model_dir='x')[0].size == 9
   gin.clear_config()
-  configuration.load(['a.gin', 'b.gin'], ['--gin.size=10', '--gin.size=11'])
+  load_gin(['a.gin', 'b.gin'], ['--gin.size=10', '--gin.size=11'])
   assert operate(model_dir='x')[0].size == 11
 
 
@@ -177,8 +179,8 @@ def test_what_gin_builds_has_all_it_needs():
 def test_run_mode_has_all_it_needs():
   load('Gadget.size = 3')
   with pytest.raises(ConfigurationError, match=r'operate\.gadget has no value'):
-    configuration.check_call(operate, 'model_dir')
-  configuration.check_call(operate, 'model_dir', 'gadget')
+    check_call(operate, 'model_dir')
+  check_call(operate, 'model_dir', 'gadget')
 
 
 @pytest.mark.parametrize('cycle', ['size = %label\nlabel = %size', 'size = [%size]\nlabel = %size'])
@@ -188,7 +190,7 @@ def test_macro_defined_by_itself(cycle):
 
 
 def test_run_macros_may_stay_unread():
-  names = sorted(configuration.gin_checks.RUN_MACROS)
+  names = sorted(check.RUN_MACROS)
   load('\n'.join(f'{name} = 1' for name in names))
 
 
@@ -210,7 +212,7 @@ def test_wrong_encoding(folder):
 def test_missing_file_lists_where_it_looked(folder):
   write('shelf/tiny.gin', '')
   with pytest.raises(ConfigurationError) as caught:
-    configuration.load(['tinny.gin'], search_paths=['shelf'])
+    load_gin(['tinny.gin'], search_paths=['shelf'])
   message = str(caught.value)
   assert message.startswith("--gin_file=tinny.gin: there is no file 'tinny.gin'")
   assert str(folder / 'shelf') in message
@@ -228,7 +230,7 @@ def test_own_gin_files_are_found_from_any_folder(folder, monkeypatch):
   write('installed/gin/x.gin', "include 'gin/parts/y.gin'")
   write('installed/gin/parts/y.gin', 'Gadget.size = 5')
   monkeypatch.chdir('/')
-  configuration.load(['gin/x.gin'])
+  load_gin(['gin/x.gin'])
   assert gin.query_parameter('Gadget.size') == 5
 
 
@@ -268,7 +270,7 @@ def test_missing_allowed_package():
 
 def test_saved_config_is_complete_and_says_the_same_again(folder):
   load(GOOD, '--gin.size=16', '--gin.Gadget.parts=(1, "a", None, %label, {2: @Gadget})')
-  configuration.save('run')
+  write_configuration('run')
   text = (folder / 'run/config.gin').read_text()
   data = json.loads((folder / 'run/config.json').read_text())
   assert data['macros'] == {'seed': 0, 'size': 16, 'label': 'plain'}
@@ -297,23 +299,23 @@ def test_secrets_are_not_written_down(folder):
     operate.tokenizer = 'data/tokenizer.json'
   """)
   gin.get_configurable('operate')('run')
-  configuration.save('run')
-  configuration.save_operative('run')
+  write_configuration('run')
+  write_operative_configuration('run')
   for name in ('config.gin', 'operative_config.gin', 'config.json'):
     text = (folder / 'run' / name).read_text()
     assert 'swordfish' not in text
     assert 'https://(redacted)@host/data?x=1&(redacted)&y=2' in text
     assert 'data/tokenizer.json' in text
-  bindings = configuration.bindings()
-  assert bindings['small/Gadget.name'] == '(redacted)'
-  assert bindings['operate.api_key'] == ['(redacted)', {'(redacted)': '(redacted)'}]
-  assert bindings['operate.max_tokens'] == 4
+  found = bindings()
+  assert found['small/Gadget.name'] == '(redacted)'
+  assert found['operate.api_key'] == ['(redacted)', {'(redacted)': '(redacted)'}]
+  assert found['operate.max_tokens'] == 4
 
 
 def test_operative_config_holds_defaults(folder):
   load(GOOD)
   operate(model_dir='x')
-  configuration.save_operative('run')
+  write_operative_configuration('run')
   assert 'Gadget.rate = 0.1' in (folder / 'run/operative_config.gin').read_text()
 
 
@@ -321,7 +323,7 @@ def test_earlier_config_is_kept(folder):
   for size in (1, 1, 2, 3):
     gin.clear_config()
     load(GOOD, f'--gin.size={size}')
-    configuration.save('run')
+    write_configuration('run')
   sizes = {
     path.name: json.loads(path.read_text())['macros']['size']
     for path in (folder / 'run').glob('config.json*')
@@ -335,13 +337,13 @@ def test_folder_that_cannot_be_written(folder):
   load(GOOD)
   (folder / 'run').write_text('a file')
   with pytest.raises(StorageError, match=r'config\.gin cannot be written.*--model_dir'):
-    configuration.save('run')
+    write_configuration('run')
 
 
 @pytest.mark.parametrize('name', ['run/config.gin', 'run/train/deep.gin', 'link.gin'])
 def test_never_loads_from_a_run(folder, name):
   load(GOOD)
-  configuration.save('run')
+  write_configuration('run')
   write('run/train/deep.gin', '')
   (folder / 'link.gin').symlink_to(folder / 'run/config.gin')
   gin.clear_config()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from valkyrie.models.language_model import Features
-from valkyrie.models.planner import Drafts
+from valkyrie.models.planner.planner import Drafts
 from valkyrie.training.deep_supervision import draft_losses
 
 VOCABULARY = 50

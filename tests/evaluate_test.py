@@ -12,10 +12,10 @@ import tiny_run
 
 from valkyrie.data.feed import TaskFeed
 from valkyrie.errors import StorageError
-from valkyrie.evaluate import CUTS, Evaluator, chunk_scores
 from valkyrie.monitoring import plot
 from valkyrie.monitoring.metrics import BY_POSITION, position_metrics
-from valkyrie.partitioning import Partitioner
+from valkyrie.run.evaluate import CUTS, Evaluator, chunk_scores
+from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.losses import logits
 
 ROWS, CHUNK = 2, 8

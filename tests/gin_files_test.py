@@ -11,10 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from valkyrie import configuration, gin_checks, main, mesh, train
+from valkyrie import main
+from valkyrie.config import check
+from valkyrie.config.load import check_call, load_gin
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
-from valkyrie.partitioning import Partitioner
+from valkyrie.run import train
+from valkyrie.sharding import mesh
+from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.train_step import initial_state, make_train_step
 from valkyrie.types import Batch
 
@@ -29,7 +33,7 @@ def name(file):
 
 
 def load(*files, flags=()):
-  configuration.load([name(file) for file in files], flags, rooms=main.ROOMS)
+  load_gin([name(file) for file in files], flags, modules=main.CONFIGURABLE_MODULES)
 
 
 @pytest.fixture
@@ -68,14 +72,14 @@ def test_a_run_says_how_where_and_what(file):
   assert any(line.startswith('Expect') for line in lines)
   # Every macro first, so that what can be set is read in one place.
   macros = re.split(r'^include ', file.read_text(), flags=re.M)[0]
-  assert set(re.findall(r'^(\w+) = ', macros, re.M)) >= gin_checks.RUN_MACROS
+  assert set(re.findall(r'^(\w+) = ', macros, re.M)) >= check.RUN_MACROS
 
 
 @pytest.mark.parametrize('file', RUNS, ids=name)
 def test_a_run_builds_its_shapes(file, as_many_devices):
   load(file)
   as_many_devices()
-  configuration.check_call(train.train, 'model_dir')
+  check_call(train.train, 'model_dir')
   parts = gin.get_bindings(train.train)
   model = language_model.transform(parts['model'])
   optimizer, layout = parts['optimizer'](), parts['partitioner']()

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from valkyrie.models import hrm
-from valkyrie.models.hrm import Pace, Reasoner, State, Weights
+from valkyrie.models.planner import hrm
+from valkyrie.models.planner.hrm import Pace, Reasoner, State, Weights
 
 WIDTH, HIDDEN, TOKENS, HEADS = 8, 12, 3, 2
 

@@ -9,8 +9,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 names = [
-  'valkyrie.configuration', 'valkyrie.partitioning', 'valkyrie.data.feed', 'valkyrie.train',
-  'valkyrie.evaluate', 'valkyrie.infer',
+  'valkyrie.config.load', 'valkyrie.sharding.partitioner', 'valkyrie.data.feed', 
+  'valkyrie.run.train',  'valkyrie.run.evaluate', 'valkyrie.run.infer',
 ]
 for room in ('valkyrie.models', 'valkyrie.training'):
   found = list(pkgutil.iter_modules(importlib.import_module(room).__path__, room + '.'))

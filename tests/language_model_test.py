@@ -11,8 +11,8 @@ import tiny
 
 from valkyrie.errors import ConfigurationError
 from valkyrie.models import language_model, layers
+from valkyrie.models.attention.full import FullAttention
 from valkyrie.models.block import Block
-from valkyrie.models.full_attention import FullAttention
 from valkyrie.types import Batch
 
 full = functools.partial(FullAttention, heads=2, head_width=8, max_context=24)

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from valkyrie import supervise
+from valkyrie.distributed import supervisor
 from valkyrie.main import parse_command_line
 
 SCRIPTS = pathlib.Path(__file__).parents[1] / 'scripts'
@@ -60,7 +60,7 @@ def test_gke():
   options = dict(word.split('=', 1) for word in words[3:])
   assert options['--cluster'] == 'c' and options['--num-slices'] == '2'
   codes = options['--restart-on-exit-codes'].split(',')
-  assert tuple(map(int, codes)) == supervise.RETRYABLE
+  assert tuple(map(int, codes)) == supervisor.RETRYABLE
   assert options['--command'].startswith('exec scripts/supervise')
   check_run(shlex.split(options['--command']))
 

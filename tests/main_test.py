@@ -36,7 +36,7 @@ START = """
 import sys
 from valkyrie import main
 modes = {'train': ('toys', 'train'), 'infer': ('toys', 'infer')}
-sys.exit(main.main(sys.argv[1:], rooms=('toys',), run_modes=modes))
+sys.exit(main.main(sys.argv[1:], modules=('toys',), run_modes=modes))
 """
 
 

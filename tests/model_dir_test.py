@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
+from valkyrie.checkpoint.model_dir import Lease, writable_directory
 from valkyrie.errors import StorageError
-from valkyrie.storage.model_dir import Lease, writable_directory
 
 HOLD = """
 import pathlib, sys, time
-from valkyrie.storage.model_dir import Lease
+from valkyrie.checkpoint.model_dir import Lease
 lease = Lease(pathlib.Path(sys.argv[1]))
 print('held', flush=True)
 time.sleep(600)

@@ -8,8 +8,8 @@ import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 WHERE = """
-import valkyrie.paths, valkyrie.tasks
-print(valkyrie.tasks.__file__, valkyrie.paths.GIN)
+import valkyrie.config.paths, valkyrie.tasks
+print(valkyrie.tasks.__file__, valkyrie.config.paths.GIN)
 """
 
 

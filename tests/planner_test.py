@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.models.hrm import Pace, Reasoner, Weights
+from valkyrie.models.planner.hrm import Pace, Reasoner, Weights
 from valkyrie.training import tbptt
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from valkyrie.models.powers import powers
-from valkyrie.models.scan import Complex
+from valkyrie.models.s5.powers import powers
+from valkyrie.models.s5.scan import Complex
 
 
 def decays(dtype):

@@ -14,10 +14,13 @@ import jax
 import pytest
 import tiny_run
 
-from valkyrie import configuration, main, mesh, precompile
+from valkyrie import main
 from valkyrie.certificates import remedies, topologies
+from valkyrie.config.load import load_gin, override_gin
 from valkyrie.errors import ConfigurationError
-from valkyrie.partitioning import Partitioner
+from valkyrie.run import precompile
+from valkyrie.sharding import mesh
+from valkyrie.sharding.partitioner import Partitioner
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 
@@ -37,7 +40,7 @@ def ask(model_dir, *flags, topology=None, **options):
   gin.clear_config(clear_constants=True)
   file = model_dir.with_suffix('.gin')
   file.write_text(tiny_run.gin_text(model_dir / 'no data', **options))
-  configuration.load([str(file)], (*QUICK, *flags), rooms=main.ROOMS)
+  load_gin([str(file)], (*QUICK, *flags), modules=main.CONFIGURABLE_MODULES)
   precompile.precompile(str(model_dir), topology)
   return json.loads((model_dir / 'precompile.json').read_text())
 
@@ -123,7 +126,7 @@ def test_too_large_for_the_memory_is_78_with_what_helps(tmp_path, capsys):
 def test_chunks_are_cut_until_they_fit(tmp_path):
   file = tmp_path / 'run.gin'
   file.write_text(tiny_run.gin_text(tmp_path))
-  configuration.load([str(file)], rooms=main.ROOMS)
+  load_gin([str(file)], modules=main.CONFIGURABLE_MODULES)
 
   def ask_for_a_byte_a_token():
     size = gin.query_parameter('%chunk_size')
@@ -157,15 +160,15 @@ def test_the_fastest_change_that_fits_is_the_best():
 def test_an_overlay_is_gone_afterwards(tmp_path):
   file = tmp_path / 'run.gin'
   file.write_text(tiny_run.gin_text(tmp_path))
-  configuration.load([str(file)], rooms=main.ROOMS)
+  load_gin([str(file)], modules=main.CONFIGURABLE_MODULES)
   before = gin.config_str()
-  with configuration.overlaid(['gin/partition/data.gin'], ['--gin.chunk_size=8']):
+  with override_gin(['gin/partition/data.gin'], ['--gin.chunk_size=8']):
     assert gin.query_parameter('%chunk_size') == 8
     assert gin.query_parameter('Partitioner.mesh') == (('data', -1),)
   assert gin.config_str() == before
   with (
     pytest.raises(ConfigurationError, match='no gin file of this run defines %chunk_sise'),
-    configuration.overlaid([], ['--gin.chunk_sise=8']),
+    override_gin([], ['--gin.chunk_sise=8']),
   ):
     pass
 

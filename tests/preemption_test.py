@@ -13,10 +13,12 @@ import gin
 import pytest
 import tiny_run
 
-from valkyrie import cluster, configuration, main, train
+from valkyrie import main
+from valkyrie.config.load import load_gin
+from valkyrie.distributed import heartbeat, processes
+from valkyrie.distributed.preemption import Preemption
 from valkyrie.errors import Diverged, Preempted
-from valkyrie.monitoring import heartbeat
-from valkyrie.preemption import Preemption
+from valkyrie.run import train
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -29,7 +31,7 @@ import time
 
 import gin
 import jax.numpy as jnp
-from valkyrie.evaluate import Evaluator
+from valkyrie.run.evaluate import Evaluator
 
 
 @gin.configurable
@@ -88,7 +90,7 @@ def train_here(flags, folder, tmp_path, monkeypatch):
   def run(*more):
     gin.clear_config(clear_constants=True)
     file = str(tmp_path / 'run.gin')
-    configuration.load([file], [*flags, *more], allowed_imports=['acts'], rooms=main.ROOMS)
+    load_gin([file], [*flags, *more], allowed_imports=['acts'], modules=main.CONFIGURABLE_MODULES)
     train.train(model_dir=str(tmp_path / 'run'))
 
   return run
@@ -141,7 +143,7 @@ def test_all_go_on_to_where_the_furthest_of_them_is(monkeypatch, told):
     calls.append((name, text, *seconds))
     return told if name == 'stop' else ['']
 
-  monkeypatch.setattr(cluster, 'exchange', exchange)
+  monkeypatch.setattr(processes, 'exchange', exchange)
   with Preemption(grace_seconds=9.0) as stop:
     stop.ready(lambda: '')
     assert [stop.requested() for _ in range(3)] == [False] * 3

@@ -14,8 +14,8 @@ import pytest
 import tiny
 import tiny_run
 
-from valkyrie.gin_reader import WRITTEN_BY
-from valkyrie.infer import continuation
+from valkyrie.config.parse import WRITTEN_BY
+from valkyrie.run.infer import continuation
 from valkyrie.training.losses import logits
 
 ROOT = pathlib.Path(__file__).parents[1]

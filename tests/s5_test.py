@@ -12,8 +12,9 @@ import pytest
 import s5_reference
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.models import s5, scan, ssm_init, state_space
-from valkyrie.models.scan import Complex
+from valkyrie.models.s5 import init, scan, state_space
+from valkyrie.models.s5 import layer as s5
+from valkyrie.models.s5.scan import Complex
 
 WIDTH, STATES, BLOCKS = 12, 8, 2
 
@@ -178,7 +179,7 @@ def test_parameters_begin_as_the_options_say():
   params = layer.init(jax.random.key(0), inputs(1, 1), zero(1, 64), np.zeros((1, 1), np.int32))[
     's5'
   ]
-  eigenvalues, _ = ssm_init.block_diagonal(64, 4, conj_sym=False)
+  eigenvalues, _ = init.block_diagonal(64, 4, conj_sym=False)
   np.testing.assert_allclose(params['lambda_re'], eigenvalues.real, rtol=1e-6)
   np.testing.assert_allclose(params['lambda_im'], eigenvalues.imag, rtol=1e-6, atol=1e-6)
   np.testing.assert_allclose(np.exp(params['log_step']), 0.25, atol=0.051)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from valkyrie.models import scan
-from valkyrie.models.scan import Complex
+from valkyrie.models.s5 import scan
+from valkyrie.models.s5.scan import Complex
 
 
 def reference(decay, inputs, initial, reset):

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import tiny_run
 
-from valkyrie import configuration, main, train
+from valkyrie import main
+from valkyrie.config.load import load_gin
 from valkyrie.data import store_writer
 from valkyrie.data.store_location import store_path
 from valkyrie.errors import ConfigurationError, Preempted
+from valkyrie.run import train
 from valkyrie.training.spikes import LossSpikes, judge
 
 WATCH = '''
@@ -132,7 +134,7 @@ def train_here(folder, tmp_path, monkeypatch):
       '--gin.Block.mixers=(@S5,)', '--gin.create_writers.tensorboard=False', *more,
     ]  # fmt: skip
     files = [str(folder / 'run.gin')]
-    configuration.load(files, flags, allowed_imports=['watch'], rooms=main.ROOMS)
+    load_gin(files, flags, allowed_imports=['watch'], modules=main.CONFIGURABLE_MODULES)
     with contextlib.suppress(Preempted):
       train.train(model_dir=str(tmp_path / name))
     seen = [json.loads(line) for line in (tmp_path / f'{name}.json').read_text().splitlines()]

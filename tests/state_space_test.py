@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import s5_reference
 
-from valkyrie.models import chunk_scan, state_space
-from valkyrie.models.scan import Complex
-from valkyrie.models.state_space import StateSpace
+from valkyrie.models.s5 import chunk_scan, state_space
+from valkyrie.models.s5.scan import Complex
+from valkyrie.models.s5.state_space import StateSpace
 
 WIDTH, STATES = 5, 4
 POSITIONS = np.stack([np.r_[3:11, 0:1, 0:7], np.r_[0:16]]).astype(np.int32)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from valkyrie.checkpoints import Checkpoints
+from valkyrie.checkpoint.manager import Checkpoints
 from valkyrie.errors import StorageError
 
 NAMES = (
@@ -174,8 +174,8 @@ def test_a_kill_in_mid_save_leaves_what_was_whole(run, moment):
   script = f"""
 import os, signal
 import jax.numpy as jnp
-from valkyrie.checkpoints import Checkpoints
-from valkyrie.storage import steps
+from valkyrie.checkpoint.manager import Checkpoints
+from valkyrie.checkpoint import steps
 checkpoints = Checkpoints().open({str(run)!r})
 steps.{moment} = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 checkpoints.save(4, {{'w': jnp.arange(300, dtype=jnp.float32) * 4}}, {{'position': 4}})

@@ -9,9 +9,11 @@ import gin
 import pytest
 import tiny_run
 
-from valkyrie import configuration, main, train
+from valkyrie import main
+from valkyrie.config.load import load_gin
 from valkyrie.data.feed import TaskFeed
 from valkyrie.errors import ConfigurationError, DataError, Diverged, StorageError
+from valkyrie.run import train
 
 NO_S5 = 'Block.mixers = (@LongformerAttention,)'
 FULL = """
@@ -89,7 +91,7 @@ def train_run(data_dir):
     file = model_dir.with_suffix('.gin')
     file.write_text(tiny_run.gin_text(data_dir, **options))
     flags = (*QUICK, *flags)
-    configuration.load([str(file)], flags, allowed_imports=allowed_imports, rooms=main.ROOMS)
+    load_gin([str(file)], flags, allowed_imports=allowed_imports, modules=main.CONFIGURABLE_MODULES)
     train.train(model_dir=str(model_dir), allow_changed=allow_changed)
     return model_dir
 

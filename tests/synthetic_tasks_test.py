@@ -4,7 +4,8 @@ import gin
 import numpy as np
 import pytest
 
-from valkyrie import configuration, main
+from valkyrie import main
+from valkyrie.config.load import load_gin
 from valkyrie.data import vocabularies
 from valkyrie.data.feed import TaskFeed
 from valkyrie.models import language_model
@@ -144,7 +145,7 @@ def test_the_feed_weighs_the_answers_and_nothing_else(tmp_path):
 
 def test_the_passkey_run_needs_memory():
   """The key is out of attention's reach, in another chunk, and not among the document's first."""
-  configuration.load(['gin/passkey_cpu.gin'], rooms=main.ROOMS)
+  load_gin(['gin/passkey_cpu.gin'], modules=main.CONFIGURABLE_MODULES)
   distance = int(gin.query_parameter('task/macro.value').removeprefix('passkey.'))
   window = language_model.transform(LanguageModel).window
   layers = gin.query_parameter('LanguageModel.layers')

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 
 from valkyrie.models import language_model
+from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.block import Block
-from valkyrie.models.longformer import LongformerAttention
-from valkyrie.models.planner import Planner
-from valkyrie.models.s5 import S5
+from valkyrie.models.planner.planner import Planner
+from valkyrie.models.s5.layer import S5
 from valkyrie.types import Batch
 
 VOCABULARY = 50

@@ -15,8 +15,8 @@ import numpy as np
 import partitioning_test as layouts
 import tiny
 
-from valkyrie import cluster
-from valkyrie.agreement import Agreement, agree_on_bindings
+from valkyrie.distributed import processes
+from valkyrie.distributed.consistency import Agreement, agree_on_bindings
 from valkyrie.errors import ConfigurationError, DataError
 
 
@@ -45,7 +45,7 @@ def main():
   parser.add_argument('--process', type=int)
   parser.add_argument('--join_seconds', type=int)
   flags = parser.parse_args()
-  cluster.join(flags.coordinator, flags.processes, flags.process, flags.join_seconds)
+  processes.join(flags.coordinator, flags.processes, flags.process, flags.join_seconds)
   model = tiny.model(compute_dtype='float32', remat=None)  # compiles sooner
   params, carry = jax.device_get(tiny.init(model, layouts.ROWS))
   whole = layouts.batch('float32')
@@ -66,7 +66,7 @@ def main():
     leaves = jax.device_get(jax.tree.leaves(step(state['params'], state['carry'], batch)))
     if jax.process_index() == 0:
       np.savez(pathlib.Path(flags.folder, f'{name}.npz'), *leaves)
-    cluster.exchange('done', name)
+    processes.exchange('done', name)
 
   for seed in (0, flags.process):
     try:

@@ -1,4 +1,7 @@
-"""What can end a run, and the exit code that each ending leaves."""
+"""The errors that can end a run, with their exit codes."""
+
+from collections.abc import Iterator
+import contextlib
 
 
 class ValkyrieError(Exception):
@@ -47,3 +50,15 @@ class ConfigurationError(ValkyrieError):
   """The gin configuration is wrong, or does not fit this machine, data or checkpoint."""
 
   exit_code = 78
+
+
+@contextlib.contextmanager
+def storage_errors(
+  message: str, advice: str = '', also: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
+  """Raises StorageError('MESSAGE: reason. ADVICE') for an OSError, or one of `also`, inside."""
+  try:
+    yield
+  except (OSError, *also) as error:
+    reason = getattr(error, 'strerror', None) or str(error)
+    raise StorageError(f'{message}: {reason}' + (f'. {advice}' if advice else '')) from error

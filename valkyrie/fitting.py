@@ -3,7 +3,7 @@
 from valkyrie.data.feed import TaskFeed
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.language_model import Model
-from valkyrie.partitioning import Partitioner
+from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.curriculum import Curriculum
 
 

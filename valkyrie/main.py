@@ -12,43 +12,43 @@ import signal
 import sys
 import traceback
 
-from valkyrie import cluster
+from valkyrie.checkpoint.compatibility import KINDS
+from valkyrie.config.suggest import did_you_mean
+from valkyrie.distributed import processes
 from valkyrie.errors import ConfigurationError, Preempted, UsageError, ValkyrieError
-from valkyrie.resume import KINDS
-from valkyrie.suggestions import did_you_mean
 
 # The modules that hold configurables. One that is not here cannot add any later: gin is locked.
-ROOMS = (
+CONFIGURABLE_MODULES = (
   'valkyrie.models.language_model',
   'valkyrie.models.block',
-  'valkyrie.models.s5',
-  'valkyrie.models.longformer',
-  'valkyrie.models.bidirectional_longformer',
-  'valkyrie.models.full_attention',
-  'valkyrie.models.planner',
+  'valkyrie.models.s5.layer',
+  'valkyrie.models.attention.longformer',
+  'valkyrie.models.attention.bidirectional_longformer',
+  'valkyrie.models.attention.full',
+  'valkyrie.models.planner.planner',
   'valkyrie.training.curriculum',
   'valkyrie.training.optimizers',
   'valkyrie.training.divergence',
   'valkyrie.training.spikes',
-  'valkyrie.partitioning',
+  'valkyrie.sharding.partitioner',
   'valkyrie.data.feed',
-  'valkyrie.agreement',
-  'valkyrie.checkpoints',
-  'valkyrie.preemption',
+  'valkyrie.distributed.consistency',
+  'valkyrie.checkpoint.manager',
+  'valkyrie.distributed.preemption',
   'valkyrie.monitoring.hooks',
   'valkyrie.monitoring.writers',
-  'valkyrie.train',
-  'valkyrie.evaluate',
-  'valkyrie.infer',
-  'valkyrie.precompile',
+  'valkyrie.run.train',
+  'valkyrie.run.evaluate',
+  'valkyrie.run.infer',
+  'valkyrie.run.precompile',
 )
 
 # --run_mode -> (module, function).
 RUN_MODES = {
-  'train': ('valkyrie.train', 'train'),
-  'eval': ('valkyrie.evaluate', 'evaluate'),
-  'infer': ('valkyrie.infer', 'infer'),
-  'precompile': ('valkyrie.precompile', 'precompile'),
+  'train': ('valkyrie.run.train', 'train'),
+  'eval': ('valkyrie.run.evaluate', 'evaluate'),
+  'infer': ('valkyrie.run.infer', 'infer'),
+  'precompile': ('valkyrie.run.precompile', 'precompile'),
 }
 
 _EXAMPLES = """
@@ -151,7 +151,7 @@ def _parser() -> _Parser:
   parser.add_argument(
     '--processes',
     metavar='N',
-    help=f'how many processes train together; {cluster.DETECTED} where jax can detect it: TPU '
+    help=f'how many processes train together; {processes.DETECTED} where jax can detect it: TPU '
     'pods, SLURM, Kubernetes, MPI (default: this one alone)',
   )
   parser.add_argument(
@@ -161,7 +161,7 @@ def _parser() -> _Parser:
     '--coordinator',
     metavar='HOST:PORT',
     help='where process 0 listens for the others; whoever reaches it can take part (default: '
-    f'{cluster.COORDINATOR}, which only this machine reaches)',
+    f'{processes.COORDINATOR}, which only this machine reaches)',
   )
   parser.add_argument(
     '--join_seconds',
@@ -241,25 +241,25 @@ def _read_prompt() -> str:
 
 def run(
   arguments: Sequence[str],
-  rooms: Sequence[str] = ROOMS,
+  modules: Sequence[str] = CONFIGURABLE_MODULES,
   run_modes: Mapping[str, tuple[str, str]] = RUN_MODES,
 ) -> None:
   """Does what the command line asks; every ending but success is an exception."""
   flags, gin_flags = parse_command_line(arguments)
-  from valkyrie import configuration  # noqa: PLC0415, imports gin
+  from valkyrie.config.load import check_call, load_gin  # noqa: PLC0415, imports gin
 
-  configuration.load(
+  load_gin(
     flags.gin_file,
     gin_flags,
     search_paths=[path for paths in flags.gin_search_paths for path in paths.split(',') if path],
     allowed_imports=flags.gin_allow_import,
-    rooms=rooms,
+    modules=modules,
   )
   if flags.processes is not None:
-    from valkyrie.preemption import Preemption  # noqa: PLC0415, imports gin
+    from valkyrie.distributed.preemption import Preemption  # noqa: PLC0415, imports gin
 
     with Preemption():
-      cluster.join(flags.coordinator, flags.processes, flags.process, flags.join_seconds)
+      processes.join(flags.coordinator, flags.processes, flags.process, flags.join_seconds)
   module, name = run_modes[flags.run_mode]
   function = getattr(importlib.import_module(module), name)
   given = {'model_dir': flags.model_dir or _default_model_dir(flags.gin_file)}
@@ -269,7 +269,7 @@ def run(
     given['topology'] = flags.topology
   if flags.allow_changed is not None:
     given['allow_changed'] = flags.allow_changed
-  configuration.check_call(function, *given)
+  check_call(function, *given)
   function(**given)
 
 
@@ -283,7 +283,7 @@ def main(arguments: Sequence[str] | None = None, **kinds) -> int:
     if code == Preempted.exit_code:  # a second signal shall not change it
       for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    cluster.end(code, error)
+    processes.end(code, error)
     return code
 
 

@@ -47,7 +47,7 @@ class SequenceMixer(Protocol):
   dropout: the share of some of its values that it zeroes in training, see `layers.dropout`.
 
   One that says `shards_of_time = True` can be given a piece of each chunk on a device, and asks the
-  others for what stands before it (see `models.time_shards`); any other is given whole rows.
+  others for what stands before it (see `sequence_parallel`); any other is given whole rows.
   """
 
   @property

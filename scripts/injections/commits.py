@@ -6,7 +6,7 @@ import signal
 
 import gin
 
-from valkyrie.storage import manifest, steps
+from valkyrie.checkpoint import manifest, steps
 
 _write_manifest = manifest.write
 

@@ -12,7 +12,7 @@ import jax
 
 from injections.laboratory import Laboratory
 from injections.table import Trial, fault
-from valkyrie.checkpoints import Checkpoints
+from valkyrie.checkpoint.manager import Checkpoints
 from valkyrie.errors import StorageError
 
 OLDER = 'the step before is used, the damaged one is kept'

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.data.feed import TaskFeed
-from valkyrie.evaluate import Evaluator
+from valkyrie.run.evaluate import Evaluator
 
 _MARK = 10**6  # is added to the segment ids of a step whose numbers are to be spoilt
 

@@ -16,10 +16,10 @@ import time
 import numpy as np
 
 from injections.table import Unavailable
+from valkyrie.checkpoint import steps
 from valkyrie.data import store_writer, vocabularies
 from valkyrie.data.store_location import store_path
-from valkyrie.monitoring.heartbeat import VARIABLE
-from valkyrie.storage import steps
+from valkyrie.distributed.heartbeat import VARIABLE
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BYTES = vocabularies.ByteVocabulary()

@@ -94,7 +94,7 @@ def _attempt(arguments: list[str], log: str) -> None:
 def mistakes(lab: Laboratory, times: int) -> Iterator[Trial]:
   text = (lab.folder / 'single.gin').read_text()
   processes = multiprocessing.get_context('forkserver')
-  processes.set_forkserver_preload(['injections.mistakes', *main.ROOMS])
+  processes.set_forkserver_preload(['injections.mistakes', *main.CONFIGURABLE_MODULES])
   for number in range(times):
     what, mutated = mutate(text, number, lab.random)
     name, file = lab.new(), lab.folder / 'mistake.gin'

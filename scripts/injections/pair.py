@@ -12,7 +12,8 @@ BOTH = (0, 1)
 NOTHING = ((), ())  # for each of both
 DEADLINE = 5  # seconds in which a step of a supervised one must give a sign of life
 _SUPERVISE = (
-  sys.executable, '-m', 'valkyrie.supervise', f'--step_seconds={DEADLINE}', '--pause_seconds=1',
+  sys.executable, '-m', 'valkyrie.distributed.supervisor',
+  f'--step_seconds={DEADLINE}', '--pause_seconds=1',
   '--',
 )  # fmt: skip
 

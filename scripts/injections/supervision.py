@@ -12,7 +12,8 @@ from injections.table import Trial, fault
 HANG, BUG = 86, 70
 DEADLINE = 8  # seconds in which a step must give a sign of life
 SUPERVISE = (
-  sys.executable, '-m', 'valkyrie.supervise', f'--step_seconds={DEADLINE}', '--pause_seconds=0.1',
+  sys.executable, '-m', 'valkyrie.distributed.supervisor',
+  f'--step_seconds={DEADLINE}', '--pause_seconds=0.1',
   '--',
 )  # fmt: skip
 

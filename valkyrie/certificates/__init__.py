@@ -1,1 +1,1 @@
-"""What a compiled step costs, read from the program itself before it ever runs."""
+"""Memory, communication and time of a compiled step, read from its program."""

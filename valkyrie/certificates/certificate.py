@@ -15,10 +15,10 @@ from valkyrie.certificates import (
   memory_traffic,
   topologies,
 )
-from valkyrie.compilation import Prepared
 from valkyrie.monitoring.flops import peak_flops, train_flops_per_token
 from valkyrie.training import tbptt
 from valkyrie.training.curriculum import Phase
+from valkyrie.training.setup import Prepared
 from valkyrie.types import Batch
 
 

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from valkyrie import configuration, paths
 from valkyrie.certificates.report import gib
+from valkyrie.config import paths
+from valkyrie.config.load import override_gin
+from valkyrie.config.parse import FLAG
+from valkyrie.config.record import bindings
 from valkyrie.errors import ConfigurationError
-from valkyrie.gin_reader import FLAG
-from valkyrie.partitioning import Partitioner
+from valkyrie.sharding.partitioner import Partitioner
 
 _PARTS = (2, 4, 8, 16)  # of a chunk that is too long
 
@@ -79,7 +81,7 @@ def _turned(
   before = _run(partitioner())
   for change in knob:
     try:
-      with configuration.overlaid(change.files, change.flags):
+      with override_gin(change.files, change.flags):
         if _run(partitioner()) == before:
           continue  # nothing is changed: the layout is the same
         found = ask()
@@ -94,9 +96,7 @@ def _turned(
 def _run(layout: Partitioner) -> tuple[Any, ...]:
   """What the bindings of the moment come to; those of a layout may be written in several ways."""
   others = {
-    name: value
-    for name, value in configuration.bindings().items()
-    if not name.startswith('Partitioner.')
+    name: value for name, value in bindings().items() if not name.startswith('Partitioner.')
   }
   if layout.mesh.size == 1:
     return (others,)

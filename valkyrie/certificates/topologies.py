@@ -13,8 +13,8 @@ from typing import Any
 import jax
 
 from valkyrie.certificates.chips import CHIPS
+from valkyrie.config.suggest import did_you_mean
 from valkyrie.errors import ConfigurationError
-from valkyrie.suggestions import did_you_mean
 
 _LOCK = pathlib.Path('/tmp/libtpu_lockfile')
 _MOST_CHIPS = 512

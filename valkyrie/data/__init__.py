@@ -1,1 +1,1 @@
-"""From a seqio task to batches: tokenised once into a store, then read by position."""
+"""Tokenized documents on disk, and batches read from them by position."""

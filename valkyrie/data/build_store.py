@@ -28,10 +28,10 @@ import sys
 import time
 from typing import Any
 
+from valkyrie.config.suggest import did_you_mean
 from valkyrie.data import store_writer, token_store, vocabularies
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError, ValkyrieError
-from valkyrie.suggestions import did_you_mean
 
 DEFAULT_SHARDS = 8
 

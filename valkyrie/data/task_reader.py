@@ -9,12 +9,12 @@ import numpy as np
 import seqio
 import tensorflow as tf
 
+from valkyrie.config.suggest import did_you_mean
 from valkyrie.data import store_writer
 from valkyrie.data.document_source import DocumentSource
 from valkyrie.data.seqio_vocabulary import SeqioVocabulary
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError, DataError
-from valkyrie.suggestions import did_you_mean
 
 
 class TaskReader:

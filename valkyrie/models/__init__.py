@@ -1,1 +1,1 @@
-"""Haiku modules, and the pure functions of arrays that they are made of."""
+"""Haiku modules, and the pure functions of arrays below them."""

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 
 from valkyrie.errors import ConfigurationError
+from valkyrie.models.attention.full import FullAttention
+from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.block import Block
-from valkyrie.models.full_attention import FullAttention
 from valkyrie.models.layers import RMSNorm
-from valkyrie.models.longformer import LongformerAttention
-from valkyrie.models.planner import Drafts, Planner
+from valkyrie.models.planner.planner import Drafts, Planner
 from valkyrie.models.sizes import check_sizes
-from valkyrie.partitioning import constrain
+from valkyrie.sharding.partitioner import constrain
 from valkyrie.types import Array, Carry, Params
 
 _KEPT = {
@@ -264,7 +264,7 @@ class Model(NamedTuple):
   max_context: the longest document it can read, or None.
   draws: whether it has any dropout; where not, training makes no keys.
   plan_block: the grain of its planner, or None.
-  whole_time: the parts that must have all of a row on one device, see `models.time_shards`.
+  whole_time: the parts that must have all of a row on one device, see `sharding.sequence_parallel`.
   """
 
   init: Callable[[Array, int], tuple[Params, Carry]]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from valkyrie.models import time_shards
+from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array, DType
 
 
@@ -61,7 +61,9 @@ def dropout(x: Array, rate: float, shared: Sequence[int] = ()) -> Array:
   rng = hk.maybe_next_rng_key() if rate else None
   if rng is None:
     return x
-  return hk.dropout(rng if 1 in shared else time_shards.apart(rng), rate, x, broadcast_dims=shared)
+  return hk.dropout(
+    rng if 1 in shared else sequence_parallel.apart(rng), rate, x, broadcast_dims=shared
+  )
 
 
 class RMSNorm(hk.Module):

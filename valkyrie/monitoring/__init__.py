@@ -1,1 +1,1 @@
-"""What a run tells about itself: hooks, metrics, writers, reports."""
+"""Metrics, writers, progress and reports of a run."""

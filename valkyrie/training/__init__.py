@@ -1,1 +1,1 @@
-"""From a model to a train step: losses, truncated back-propagation, optimizer, curriculum."""
+"""Losses, gradients through chunks, optimizers, and the compiled train step."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from valkyrie.errors import Diverged
-from valkyrie.partitioning import path_of
+from valkyrie.sharding.partitioner import path_of
 from valkyrie.training.train_step import StepMetrics, TrainState
 from valkyrie.types import Array, Batch
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from valkyrie.partitioning import path_of
+from valkyrie.sharding.partitioner import path_of
 from valkyrie.types import Array, Params
 
 for _algorithm in (optax.adam, optax.adamw, optax.adafactor, optax.lamb, optax.lion, optax.sgd):

@@ -11,9 +11,9 @@ import optax
 from valkyrie.models.language_model import Model
 from valkyrie.training import tbptt
 from valkyrie.training.curriculum import Curriculum, Phase
+from valkyrie.training.data_parallel import spread
 from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.spikes import LossSpikes, RecentLosses, judge
-from valkyrie.training.spread import spread
 from valkyrie.types import Array, Batch, Carry, Params
 
 # Folded into the seed, so that dropout shares no key with what `initial_state` draws from it.

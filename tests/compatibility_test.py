@@ -1,0 +1,74 @@
+"""What a resumed run must share with the one that saved is compared, and named."""
+
+import pytest
+
+from valkyrie.checkpoint import compatibility
+from valkyrie.errors import ConfigurationError
+
+BINDINGS = {
+  'train.seed': 0,
+  'train.train_steps': 6,
+  'train.hunt_nan': True,
+  'train.log_every': 1,
+  'train.hooks': ['@Watch()', '@mine/Look()'],
+  'Watch.path': 'a',
+  'mine/Look.every': 2,
+  'Optimizer.train_steps': 6,
+  'Optimizer.learning_rate': 1e-3,
+  'Block.mixers': ['@S5'],
+  'S5.state_size': 8,
+  'Evaluator.chunks': 4,
+  'validation/TaskFeed.split': 'validation',
+  'train/TaskFeed.split': 'train',
+  'TaskFeed.data_dir': '/here',
+  'Checkpoints.keep': 3,
+}
+
+
+def test_what_only_looks_on_is_no_part_of_the_computation():
+  assert set(compatibility.computation(BINDINGS)) == {
+    'train.seed', 'Optimizer.learning_rate', 'Block.mixers', 'S5.state_size',
+    'train/TaskFeed.split',
+  }  # fmt: skip
+
+
+def record(**changes):
+  return {
+    'configuration': {'S5.blocks': 2, 'Block.mixers': ('@S5',)},
+    'position': 64,
+    'versions': {'jax': '1', 'numpy': '2'},
+    **changes,
+  }
+
+
+def test_the_same_is_the_same():
+  saved = {**record(), 'configuration': {'S5.blocks': 2, 'Block.mixers': ['@S5']}}
+  assert compatibility.check({**saved, 'validation_loss': 1.5}, record(), (), 'here') == []
+
+
+def test_every_difference_is_named_and_what_is_allowed_is_told():
+  now = record(position=128, versions={'jax': '3'}, configuration={'S5.blocks': 4})
+  with pytest.raises(ConfigurationError) as refusal:
+    compatibility.check(record(), now, ('versions',), 'runs/a/checkpoints/5')
+  message = str(refusal.value)
+  assert 'runs/a/checkpoints/5 is of a run that differs' in message
+  assert "configuration: Block.mixers was ('@S5',), is not set" in message
+  assert 'configuration: S5.blocks was 2, is 4' in message
+  assert 'position: was 64, is 128' in message
+  assert 'versions' not in message
+  assert '--allow_changed=configuration,position.' in message
+  assert compatibility.check(record(), now, compatibility.KINDS, 'here')[-2:] == [
+    "versions: jax was '1', is '3'",
+    "versions: numpy was '2', is not set",
+  ]
+
+
+def test_a_record_that_lacks_something_differs():
+  with pytest.raises(ConfigurationError, match='position: was None, is 64'):
+    compatibility.check({}, record(), (), 'here')
+
+
+def test_the_versions_are_those_of_this_process():
+  import jax  # noqa: PLC0415
+
+  assert compatibility.versions()['jax'] == jax.__version__

@@ -1,0 +1,241 @@
+"""What is saved comes back bit for bit; what is not whole, or not this model's, never does."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+import pytest
+
+from valkyrie.checkpoint.manager import Checkpoints
+from valkyrie.distributed import heartbeat
+from valkyrie.errors import ConfigurationError, Diverged, StorageError
+
+
+class State(NamedTuple):
+  step: Any
+  params: Any
+  carry: Any
+
+
+def sharding(*axes):
+  return NamedSharding(Mesh(np.asarray(jax.devices()), ('data',)), PartitionSpec(*axes))
+
+
+def make_state(*axes):
+  kernel = jnp.arange(64, dtype=jnp.float32).reshape(16, 4) / 3
+  layers = {
+    'model/~/block': {
+      'w': jax.device_put(kernel.at[0, :3].set([-0.0, 1e-45, 3e38]), sharding(*axes)),
+      'b': jax.device_put(jnp.linspace(-1, 1, 16, dtype=jnp.bfloat16), sharding(*axes)),
+    },
+    'empty': {},
+  }
+  carry = (
+    jnp.full((2, 3), 0xDEADBEEF, jnp.uint32),
+    None,
+    (),
+    [jnp.ones(2, jnp.complex64) * 1j],
+    jnp.zeros((2, 0, 3), jnp.bfloat16),  # as where no document start is kept
+  )
+  return State(jnp.int32(7), layers, carry)
+
+
+def abstract(state, *axes):
+  def of_leaf(leaf):
+    fits = axes if leaf.shape and leaf.shape[0] % 8 == 0 else ()
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding(*fits))
+
+  return jax.tree.map(of_leaf, state)
+
+
+def assert_same_bits(found, expected):
+  assert jax.tree.structure(found) == jax.tree.structure(expected)
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    assert a.dtype == b.dtype
+    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def save_steps(model_dir, *steps, state=None, **options):
+  with Checkpoints(**options).open(model_dir) as checkpoints:
+    for step in steps:
+      checkpoints.save(step, make_state() if state is None else state, {'position': step * 100})
+
+
+def test_state_and_record_come_back_bit_for_bit_in_their_types(tmp_path):
+  record = {'position': 2**40, 'phase': 1, 'versions': {'jax': '0.12'}, 'list': [1, 'é', None, 0.1]}
+  with Checkpoints().open(tmp_path) as checkpoints:
+    checkpoints.save(7, make_state(), record)
+  with Checkpoints().open(tmp_path) as checkpoints:
+    assert checkpoints.latest_record() == record
+    state, found = checkpoints.restore(abstract(make_state()))
+  assert_same_bits(state, make_state())
+  assert isinstance(state, State)
+  assert isinstance(state.carry, tuple)
+  assert found == record
+
+
+def test_restores_on_another_sharding(tmp_path):
+  save_steps(tmp_path, 1, state=make_state('data'))
+  with Checkpoints().open(tmp_path, read_only=True) as checkpoints:
+    whole, _ = checkpoints.restore(abstract(make_state()))
+    split, _ = checkpoints.restore(abstract(make_state(), 'data'))
+  assert_same_bits(whole, make_state())
+  assert_same_bits(split, make_state())
+  assert len(split.params['model/~/block']['w'].sharding.device_set) == len(jax.devices())
+  assert not split.params['model/~/block']['w'].sharding.is_fully_replicated
+
+
+def test_part_of_a_state_is_restored_alone(tmp_path):
+  save_steps(tmp_path, 5)
+  expected = abstract(make_state())
+  with Checkpoints().open(tmp_path, read_only=True) as checkpoints:
+    part, record = checkpoints.restore({'params': expected.params}, partial=True)
+    assert_same_bits(part, {'params': make_state().params})
+    assert record == {'position': 500}
+    smaller = {'model/~/block': {'w': expected.params['model/~/block']['w']}, 'empty': {}}
+    with pytest.raises(ConfigurationError, match='params/model/~/block/b: found bfloat16'):
+      checkpoints.restore({'params': smaller}, partial=True)
+
+
+def test_a_state_may_be_donated_while_it_is_being_saved(tmp_path):
+  state = {'w': jax.random.normal(jax.random.key(0), (512, 512))}
+  before = np.array(state['w'])
+  advance = jax.jit(lambda s: {'w': s['w'] * 0}, donate_argnums=0)
+  with Checkpoints().open(tmp_path) as checkpoints:
+    checkpoints.save(1, state, {})
+    jax.block_until_ready(advance(state))
+    restored, _ = checkpoints.restore(abstract({'w': jnp.zeros((512, 512))}))
+  np.testing.assert_array_equal(restored['w'], before)
+
+
+def test_nothing_saved_is_none_and_the_newest_steps_are_kept(tmp_path):
+  with Checkpoints().open(tmp_path) as checkpoints:
+    assert checkpoints.restore(abstract(make_state())) is None
+    assert checkpoints.latest_step() is None
+  save_steps(tmp_path, 1, 2, 4, 5, 6, keep=2, keep_period=4)
+  assert sorted(p.name for p in (tmp_path / 'checkpoints').iterdir()) == ['4', '5', '6']
+
+
+def test_the_best_by_validation_loss_are_kept(tmp_path):
+  losses = {1: 2.5, 2: 2.0, 3: None, 4: 2.2, 5: float('nan'), 6: 2.7}
+  with Checkpoints(keep=1, keep_best=2).open(tmp_path) as checkpoints:
+    for step, loss in losses.items():
+      checkpoints.save(step, make_state(), {'validation_loss': loss})
+  assert sorted(p.name for p in (tmp_path / 'checkpoints').iterdir()) == ['2', '4', '6']
+
+
+@pytest.mark.parametrize('step', [4, 5])
+def test_saving_backwards_is_refused(tmp_path, step):
+  with Checkpoints().open(tmp_path) as checkpoints:
+    checkpoints.save(5, make_state(), {'position': 1})
+    with pytest.raises(StorageError, match=f'Step {step} cannot be saved .* step 5 is there'):
+      checkpoints.save(step, make_state(), {'position': 2})
+    assert checkpoints.restore(abstract(make_state()))[1] == {'position': 1}
+
+
+def test_another_models_checkpoint_is_refused_by_name_and_kept(tmp_path):
+  save_steps(tmp_path, 1)
+  expected = abstract(make_state())
+  block = expected.params['model/~/block']
+  wider = jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=sharding())
+  cast = jax.ShapeDtypeStruct((16,), jnp.float32, sharding=sharding())
+  with Checkpoints().open(tmp_path) as checkpoints:
+    other = expected._replace(params={'model/~/block': {'w': wider, 'b': cast, 'scale': cast}})
+    with pytest.raises(ConfigurationError) as refusal:
+      checkpoints.restore(other)
+    message = str(refusal.value)
+    assert 'params/model/~/block/w: found float32[16, 4], expected float32[16, 8]' in message
+    assert 'params/model/~/block/b: found bfloat16[16], expected float32[16]' in message
+    assert 'params/model/~/block/scale: found nothing, expected float32[16]' in message
+    assert '--model_dir' in message
+    renamed = expected._replace(params={'model/~/other': block, 'empty': {}})
+    with pytest.raises(ConfigurationError, match='model/~/other/w: found nothing'):
+      checkpoints.restore(renamed)
+    state, _ = checkpoints.restore(expected)
+  assert_same_bits(state, make_state())
+
+
+def test_closing_never_hides_the_first_error(tmp_path):
+  state = {'w': jax.random.normal(jax.random.key(0), (256, 256))}
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  try:
+    with pytest.raises(ZeroDivisionError) as error, Checkpoints().open(tmp_path) as checkpoints:
+      resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+      checkpoints.save(1, state, {})
+      raise ZeroDivisionError
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+  assert 'The last save' in error.value.__notes__[0]
+
+
+def test_a_relative_path_is_made_absolute(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  with Checkpoints().open('runs/here') as checkpoints:
+    monkeypatch.chdir('/')
+    checkpoints.save(1, make_state(), {})
+  assert (tmp_path / 'runs' / 'here' / 'checkpoints' / '1' / 'state').is_dir()
+
+
+def test_opening_to_read_writes_nothing(tmp_path):
+  with Checkpoints().open(tmp_path / 'none', read_only=True) as checkpoints:
+    assert checkpoints.restore(abstract(make_state())) is None
+    with pytest.raises(StorageError, match='read only'):
+      checkpoints.save(1, make_state(), {})
+  assert not os.listdir(tmp_path)
+
+
+def test_options_that_keep_nothing_are_refused():
+  with pytest.raises(ConfigurationError, match='keep=0'):
+    Checkpoints(keep=0)
+  with pytest.raises(ConfigurationError, match='keep_period=0'):
+    Checkpoints(keep_period=0)
+  with pytest.raises(ConfigurationError, match='keep_best=-1'):
+    Checkpoints(keep_best=-1)
+
+
+def test_what_is_not_finite_is_not_saved(tmp_path):
+  state = make_state()
+  spoilt = state._replace(carry=([], {'s5': jnp.array([1, jnp.nan * 1j])}))
+  with Checkpoints().open(tmp_path) as checkpoints:
+    checkpoints.save(1, state, {})
+    with pytest.raises(Diverged, match=r'step 2 .* in carry/1/s5; .* is of step 1'):
+      checkpoints.save(2, spoilt, {})
+    checkpoints.save(2, state, {})
+
+
+def test_a_supervisor_hears_that_it_is_saving_only_while_the_run_waits_for_it(
+  tmp_path, monkeypatch
+):
+  reader, writer = os.pipe()
+  monkeypatch.setenv(heartbeat.VARIABLE, str(writer))
+  with Checkpoints().open(tmp_path) as checkpoints:
+    checkpoints.save(1, make_state(), {})
+    checkpoints.save_now(2, make_state(), {})
+  os.close(writer)
+  with open(reader) as lines:
+    heard = [line['phase'] for line in map(json.loads, lines) if 'phase' in line]
+  # The first goes on behind the run's back; then the run waits for it, and for the second.
+  assert heard == ['save', 'step', 'save', 'save']
+
+
+def test_orbax_stays_quiet_and_imports_no_tensorflow(tmp_path):
+  script = f"""
+import sys
+from absl import logging
+logging.set_verbosity(logging.INFO)
+import jax.numpy as jnp
+from valkyrie.checkpoint.manager import Checkpoints
+with Checkpoints().open({str(tmp_path)!r}) as checkpoints:
+  checkpoints.save(1, {{'w': jnp.ones(3)}}, {{}})
+  checkpoints.restore({{'w': jnp.ones(3)}})
+assert 'tensorflow' not in sys.modules
+"""
+  done = subprocess.run([sys.executable, '-c', script], capture_output=True, text=True, check=True)
+  assert done.stderr + done.stdout == ''

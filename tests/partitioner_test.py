@@ -1,0 +1,230 @@
+"""However a train step is laid out over devices, it computes what one device does."""
+
+import functools
+import pathlib
+
+import gin
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+
+from valkyrie import main
+from valkyrie.config.load import load_gin
+from valkyrie.errors import ConfigurationError
+from valkyrie.sharding.partitioner import Partitioner, constrain, path_of
+from valkyrie.training import tbptt
+from valkyrie.training.curriculum import Curriculum, Phase
+from valkyrie.training.data_parallel import spread
+from valkyrie.training.optimizers import Optimizer
+from valkyrie.training.train_step import initial_state, make_train_step
+
+LAYOUTS = sorted(
+  file.stem
+  for file in (pathlib.Path(__file__).parents[1] / 'gin' / 'partition').glob('*.gin')
+  if file.stem != 'axes'
+)
+SPLIT = [name for name in LAYOUTS if name != 'single']
+ROWS = 8
+PHASE = Phase(chunk_size=8, chunks=3, backprop_chunks=3)
+
+
+def layout_of(name, *bindings):
+  gin.clear_config()
+  load_gin([f'gin/partition/{name}.gin'], bindings, modules=main.CONFIGURABLE_MODULES)
+  return Partitioner()
+
+
+def widen(tree, dtype):
+  def cast(x):
+    return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+  return jax.tree.map(cast, jax.device_get(tree))
+
+
+def batch(dtype):
+  """Documents that end inside chunks, one of them in padding; a row has nothing to learn."""
+  padded, whole = tiny.batch((4, 3, 5), rows=ROWS, padding=4), tiny.batch((8,), rows=ROWS, seed=1)
+  whole = whole._replace(segment_ids=4 * whole.segment_ids)
+  made = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), padded, whole)
+  weighed = np.where(np.arange(ROWS)[:, None] > 0, made.weights, 0)
+  return widen(made._replace(weights=weighed), dtype)
+
+
+def of_step(model, remat=True):
+  """The pure function (params, carry, batch) -> (gradient, carry, sums)."""
+
+  def of(params, carry, batch):
+    compute = functools.partial(tbptt.gradients, model, backprop_chunks=3, remat=remat)
+    return spread(compute, model, params, carry, batch, chunk_size=8, backwards=True)
+
+  return of
+
+
+def assert_replicas_agree(tree):
+  """What several devices hold of one part of an array is the same."""
+  for leaf in jax.tree.leaves(tree):
+    parts = {}
+    for shard in leaf.addressable_shards:
+      part = parts.setdefault(str(shard.index), shard.data)
+      np.testing.assert_array_equal(shard.data, part)
+
+
+@functools.cache
+def gradients(name, dtype, *bindings):
+  """(gradient, carry, sums) of a step."""
+  with jax.enable_x64(dtype == 'float64'):
+    layout = layout_of(name, *bindings)
+    model = tiny.model(compute_dtype=dtype)
+    params, carry = widen(tiny.init(model, ROWS), dtype)
+    state = {'params': params, 'carry': carry}
+    state = jax.device_put(state, layout.state_shardings(state))
+    step = layout.partition(of_step(model))
+    found = step(state['params'], state['carry'], layout.place_batch(batch(dtype)))
+    assert_replicas_agree(found)
+    return jax.device_get(found), layout
+
+
+def relative(a, b):
+  """The 2-norm of the difference over that of b, the largest over leaves."""
+  return max(
+    float(np.linalg.norm(x - y) / np.linalg.norm(y))
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+  )
+
+
+@pytest.mark.parametrize('name', SPLIT)
+def test_a_layout_changes_no_loss_no_gradient_and_no_carry(name):
+  """In float64; in float32, and in two processes, it is in processes_test.py."""
+  (one, _), (many, layout) = gradients('single', 'float64'), gradients(name, 'float64')
+  assert layout.mesh.size == 8
+  gradient, carry, sums = many
+  np.testing.assert_allclose(sums.loss, one[2].loss, rtol=1e-10)
+  assert (sums.weight, sums.far) == (one[2].weight, one[2].far)
+  assert relative(gradient, one[0]) <= 1e-10
+  assert relative(carry, one[1]) <= 1e-10
+
+
+@functools.cache
+def trained(name):
+  """(state, losses) after two steps, by gin's layout."""
+  layout = layout_of(name)
+  layout.check_batch(ROWS)
+  model = tiny.model()
+  # Adam divides a gradient by its own size, and so turns the last bit of one that is nearly zero
+  # into a step of full length: with this epsilon it does not.
+  optimizer = Optimizer(
+    0.01, 0, 10, *(functools.partial(f, eps=1e-3) for f in (optax.adamw, optax.adam))
+  )
+
+  def start():
+    return initial_state(model, optimizer, 0, ROWS)
+
+  shardings = layout.state_shardings(jax.eval_shape(start))
+  # Made on one device: what is compared is the step.
+  state = jax.device_put(jax.jit(start)(), shardings)
+  step = layout.partition(
+    make_train_step(model, optimizer, Curriculum([PHASE]), PHASE, seed=0, remat=True),
+    out_shardings=(shardings, None),
+  )
+  losses = []
+  for seed in range(2):
+    batch = layout.place_batch(tiny.batch((4, 3, 5, 12), rows=ROWS, seed=seed))
+    state, metrics = step(state, batch)
+    losses.append(float(metrics.sums.loss / metrics.sums.weight))
+  return state, losses, layout
+
+
+def test_the_layouts_that_a_machine_of_any_size_can_use():
+  assert {'single', 'data', 'zero1', 'fsdp', 'tensor2d', 'context'} <= set(LAYOUTS)
+
+
+@pytest.mark.parametrize('name', ['zero1', 'fsdp'])
+def test_two_steps_end_where_one_device_ends(name):
+  (one, expected, _), (many, losses, _) = trained('single'), trained(name)
+  np.testing.assert_allclose(losses, expected, rtol=1e-5)
+  # Sums over rows are taken in another order: about 1e-7 of a gradient, times learning rate / eps.
+  for field in ('params', 'carry'):
+    jax.tree.map(
+      functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),
+      *(jax.device_get(getattr(state, field)) for state in (many, one)),
+    )
+
+
+@pytest.mark.parametrize('name', ['zero1', 'fsdp'])
+def test_a_device_holds_an_eighth_of_what_is_split(name):
+  state, _, layout = trained(name)
+  split = 0
+  for tree in (state.params, state.optimizer_state):
+    for key_path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+      shards = leaf.addressable_shards
+      assert len(shards) == 8
+      is_split = 'embed' in layout.logical_axes(path_of(key_path), leaf.shape)
+      assert {shard.data.nbytes for shard in shards} == {leaf.nbytes // (8 if is_split else 1)}
+      split += leaf.nbytes * is_split
+  total = sum(leaf.nbytes for leaf in jax.tree.leaves((state.params, state.optimizer_state)))
+  assert split > 0.8 * total
+  # The memory of a row stays with the row.
+  for leaf in jax.tree.leaves(state.carry):
+    assert leaf.addressable_shards[0].data.shape[1] == ROWS // 8
+
+
+def layout(mesh=(('data', 8),), parameter_axes=(), axis_rules=(('batch', 'data'),)):
+  return Partitioner(mesh, parameter_axes, axis_rules)
+
+
+def leaf(*shape):
+  return {'params': {'w': jax.ShapeDtypeStruct(shape, jnp.float32)}}
+
+
+@pytest.mark.parametrize(
+  'attempt, message',
+  [
+    (lambda: layout().check_batch(12), r'batch_size=12 .* 8 devices.* are 8 and 16'),
+    (lambda: layout().check_batch(3), r'batch_size=3 .* 8 devices.*Use 8'),
+    (lambda: layout().check_batch(-3), r'batch_size=-3 .* 8 devices.*Use 8'),
+    (
+      lambda: layout(mesh=(('data', 4), ('data', 2))),
+      r"'data', 2\)\) is no mesh: give each axis a",
+    ),
+    (lambda: layout(mesh=(('data', 0),)), r"\(\('data', 0\),\) is no mesh"),
+    (lambda: layout(mesh='data'), r"'data' is no mesh"),
+    (lambda: layout(parameter_axes=(('(', ('embed',)),)), r"'\(' is no regular expression"),
+    (
+      lambda: layout(mesh=(('data', 4), ('model', 4), ('time', 2))),
+      r'data=4 x model=4 x time=2 needs 32 devices, but there are 8',
+    ),
+    (lambda: layout(mesh=(('data', -1), ('model', 3))), r'data=-1 x model=3 .* there are 8'),
+    (
+      lambda: layout(axis_rules=(('embed', 'modle'),)),
+      r"'embed' over \['modle'\], but the mesh has the axes \('data',\)",
+    ),
+    (
+      lambda: layout().state_shardings(leaf(4, 5)),
+      r"no rule for params/w of shape \(4, 5\).*\('w\$', \(None, None\)\)",
+    ),
+    (
+      lambda: layout(parameter_axes=(('w$', ('embed',)),)).state_shardings(leaf(4, 5)),
+      r"params/w the axes \('embed',\), but its shape is \(4, 5\).*2 axes",
+    ),
+    (
+      lambda: layout(
+        parameter_axes=(('w$', ('embed',)),), axis_rules=(('batch', 'data'), ('embed', 'data'))
+      ).state_shardings(leaf(12)),
+      r'params/w of shape \(12,\) cannot be split .* 12 is not a multiple of 8',
+    ),
+  ],
+)
+def test_what_does_not_fit_is_refused_with_both_sides_named(attempt, message):
+  with pytest.raises(ConfigurationError, match=message) as caught:
+    attempt()
+  assert caught.value.exit_code == 78
+
+
+def test_constrain_pins_inside_a_partition_and_does_nothing_outside():
+  x = jnp.ones((8, 4))
+  assert constrain(x, 'batch', None) is x
+  pinned = layout().partition(lambda x: constrain(x, 'batch', None))(x)
+  assert pinned.addressable_shards[0].data.shape == (1, 4)

@@ -1,0 +1,44 @@
+"""The fingerprint of a program is that of what it computes, and a resumed run must share it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from valkyrie.checkpoint import compatibility
+from valkyrie.distributed import program_fingerprint
+from valkyrie.errors import ConfigurationError
+from valkyrie.training.curriculum import Phase
+
+WHOLE = 'def f(x):\n  return jnp.tanh(x @ x).sum() + {}'
+DIVIDED = '\ndef g(x):\n  return jnp.tanh(x @ x).sum()\n\ndef f(x):\n  return g(x) + {}'
+
+
+def compiled(constant, source=WHOLE):
+  names = {'jnp': jnp}
+  exec(compile(source.format(constant), 'some_file.py', 'exec'), names)
+  return jax.jit(names['f']).lower(jnp.ones((8, 8))).compile()
+
+
+def test_only_what_is_computed_counts():
+  first, moved, other = compiled(1.0), compiled(1.0, DIVIDED), compiled(2.0)
+  assert first.as_text() != moved.as_text()
+  assert program_fingerprint.fingerprint(first) == program_fingerprint.fingerprint(moved)
+  assert program_fingerprint.fingerprint(first) != program_fingerprint.fingerprint(other)
+
+
+def test_another_program_for_the_same_steps_is_refused_by_name():
+  phases = [Phase(chunk_size=8, chunks=2, backprop_chunks=2)]
+
+  def programs(constant, train_steps=6):
+    return program_fingerprint.fingerprints([compiled(constant)], phases, train_steps, donated=True)
+
+  saved = {'executable': programs(1.0)}
+  compatibility.check_executable(saved, programs(1.0), (), 'here')
+  compatibility.check_executable(
+    saved, programs(2.0, train_steps=7), (), 'here'
+  )  # may always change
+  compatibility.check_executable({}, programs(2.0), (), 'here')
+  compatibility.check_executable(saved, programs(2.0), ('executable',), 'here')
+  with pytest.raises(ConfigurationError, match='executable: 2 x 8 tokens a row') as error:
+    compatibility.check_executable(saved, programs(2.0), (), 'here')
+  assert '--allow_changed=executable' in str(error.value)

@@ -1,0 +1,50 @@
+"""A part in the place of another kind of part is refused, with the line and what belongs there."""
+
+import gin
+import pytest
+
+from valkyrie import main
+from valkyrie.config.load import load_gin
+from valkyrie.errors import ConfigurationError
+
+
+def load(binding):
+  gin.clear_config(clear_constants=True)
+  load_gin(['gin/tiny_cpu.gin'], [f'--gin.{binding}'], modules=main.CONFIGURABLE_MODULES)
+
+
+@pytest.mark.parametrize(
+  ('binding', 'expected'),
+  [
+    ('Block.mixers=@S5', 'several in brackets, such as (@S5,), not @S5'),
+    ('Block.mixers=(@S5, @Block)', 'something else than itself, not (@S5, @Block)'),
+    ('LanguageModel.pattern=(@S5,)', 'a Block, not (@S5,)'),
+    ('LanguageModel.planner=@S5', 'a Planner, not @S5'),
+    ('Optimizer.algorithm=@S5', 'a GradientTransformation, not @S5'),
+    ('train.feed=@validation/S5', 'a TaskFeed, not @validation/S5'),
+    ('train.hooks=(@S5(),)', 'no part of a model that is built: @S5, not (@S5(),)'),
+    ('train.hooks=(3,)', 'a Hook, such as @NAME(), not (3,)'),
+    ('train.checkpoints=@Checkpoints', 'a Checkpoints that is built: @Checkpoints(), not'),
+    ('train.checkpoints=3.5', 'a Checkpoints, such as @NAME(), not 3.5'),
+    ('train.model=3.5', 'a reference to a LanguageModel, not 3.5'),
+  ],
+)
+def test_another_kind_of_part_is_refused(binding, expected):
+  name = binding.partition('=')[0]
+  with pytest.raises(ConfigurationError) as refusal:
+    load(binding)
+  assert f'{name} takes {expected}' in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+  'binding',
+  [
+    'Block.mixers=(@FullAttention, @S5)',
+    'Optimizer.algorithm=@optax.lion',
+    'LanguageModel.planner=@Planner',
+    'LanguageModel.planner=None',
+    'LanguageModel.pattern=(@near/Block, @far/Block)',
+  ],
+)
+def test_what_fits_is_taken(binding):
+  load(binding)

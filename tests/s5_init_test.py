@@ -1,0 +1,142 @@
+"""HiPPO-LegS, what is drawn, and the discretisations, against dense matrices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.linalg
+
+from valkyrie.models.s5 import init
+from valkyrie.models.s5.scan import Complex
+
+
+def hippo_legs(size):
+  """Entry by entry (Gu et al. 2020, theorem 2): A_nk for n, k counted from 0."""
+  a = np.zeros((size, size))
+  for n in range(size):
+    for k in range(size):
+      if n > k:
+        a[n, k] = -np.sqrt((2 * n + 1) * (2 * k + 1))
+      elif n == k:
+        a[n, k] = -(n + 1)
+  return a
+
+
+def normal_part(size):
+  p = np.sqrt(np.arange(size) + 0.5)
+  return hippo_legs(size) + np.outer(p, p)
+
+
+@pytest.mark.parametrize('size', [1, 7, 16, 64])
+def test_eigenpairs_are_those_of_the_dense_matrix(size):
+  dense = normal_part(size)
+  eigenvalues, vectors = init.hippo_legs_normal(size)
+  np.testing.assert_allclose(vectors.conj().T @ vectors, np.eye(size), atol=1e-12)
+  np.testing.assert_allclose(dense @ vectors, vectors * eigenvalues, atol=1e-10 * size)
+  general = scipy.linalg.eigvals(dense)
+  general = general[np.argsort(general.imag)]
+  np.testing.assert_allclose(eigenvalues, general, atol=1e-10 * size)
+
+
+@pytest.mark.parametrize('conj_sym', [True, False])
+def test_blocks_are_copies_on_the_diagonal(conj_sym):
+  """With V the eigenvectors, V diag(λ) Vᴴ and its conjugate are the matrix of three blocks."""
+  states, blocks = 6, 3
+  eigenvalues, vectors = init.block_diagonal(states, blocks, conj_sym=conj_sym)
+  dense = scipy.linalg.block_diag(*[normal_part(4 if conj_sym else 2)] * blocks)
+  rebuilt = vectors * eigenvalues @ vectors.conj().T
+  np.testing.assert_allclose(2 * rebuilt.real if conj_sym else rebuilt, dense, atol=1e-12)
+  assert eigenvalues.shape == (states,)
+
+
+@pytest.mark.parametrize('conj_sym', [True, False])
+def test_b_is_a_real_matrix_in_the_basis_of_eigenvectors(conj_sym):
+  _, vectors = init.block_diagonal(64, 4, conj_sym=conj_sym)
+  b = init.input_matrix(jax.random.key(0), vectors, 300)
+  back = vectors @ (np.asarray(b.re, np.float64) + 1j * np.asarray(b.im, np.float64))
+  if conj_sym:
+    back = 2 * back.real
+  np.testing.assert_allclose(back.imag, 0, atol=1e-6)
+  published = jax.nn.initializers.lecun_normal()(jax.random.key(1), back.shape)
+  np.testing.assert_allclose(np.std(back), np.std(published), rtol=0.02)
+  np.testing.assert_allclose(np.abs(back).max(), np.abs(published).max(), rtol=0.02)
+
+
+def test_c_has_the_distributions_of_the_reference_implementation():
+  """As published: an array [D, N, 2] of real and imaginary parts, whose fan-in JAX works out."""
+  states, width = 64, 300
+  _, vectors = init.block_diagonal(states, 4, conj_sym=False)
+  lecun_normal, key = jax.nn.initializers.lecun_normal(), jax.random.key(1)
+  row = lecun_normal(key, (1, states, 2))
+  published = {
+    'trunc_standard_normal': np.stack(
+      [lecun_normal(k, row.shape) for k in jax.random.split(key, 100)]
+    ),
+    'lecun_normal': lecun_normal(key, (width, states, 2)),
+    'complex_normal': jax.nn.initializers.normal(0.5**0.5)(key, (width, states, 2)),
+  }
+  for method in init.OUTPUT_INITS:
+    drawn = init.output_matrix(jax.random.key(0), vectors, width, method=method)
+    c = np.asarray(drawn.re) + 1j * np.asarray(drawn.im)
+    if method != 'complex_normal':
+      c = c @ vectors.conj().T
+    expected = np.std(published[method])
+    np.testing.assert_allclose([np.std(c.real), np.std(c.imag)], expected, rtol=0.03)
+    if method != 'complex_normal':
+      limit = np.abs(published[method]).max()
+      np.testing.assert_allclose(np.abs(c.real).max(), limit, rtol=0.02)
+
+
+def test_under_conjugate_symmetry_c_has_a_column_for_each_stored_state():
+  _, vectors = init.block_diagonal(6, 3)
+  for method in init.OUTPUT_INITS:
+    c = init.output_matrix(jax.random.key(0), vectors, 5, method=method)
+    assert c.re.shape == c.im.shape == (5, 6)
+
+
+def discretised(eigenvalues, step, method):
+  found = init.discretise(
+    Complex(jnp.asarray(eigenvalues.real), jnp.asarray(eigenvalues.imag)),
+    jnp.full(eigenvalues.shape, step),
+    method=method,
+  )
+  return [np.asarray(z.re) + 1j * np.asarray(z.im) for z in found]
+
+
+@pytest.mark.parametrize('step', [0.007, 0.7])
+@pytest.mark.parametrize('method', ['zoh', 'bilinear'])
+def test_discretisations_are_those_of_the_dense_system(method, step):
+  """ZOH by the exponential of [[A, B], [0, 0]], the trapezoidal rule by solving for x_t."""
+  size = 8
+  a, b = normal_part(size), np.random.default_rng(0).normal(size=(size, 3))
+  if method == 'zoh':
+    augmented = np.zeros((size + 3, size + 3))
+    augmented[:size] = np.concatenate([a, b], axis=1)
+    a_bar, b_bar = np.split(scipy.linalg.expm(step * augmented)[:size], [size], axis=1)
+  else:
+    implicit = np.eye(size) - step * a / 2
+    a_bar = np.linalg.solve(implicit, np.eye(size) + step * a / 2)
+    b_bar = np.linalg.solve(implicit, step * b)
+  eigenvalues, vectors = init.hippo_legs_normal(size)
+  with jax.enable_x64(True):
+    decay, gain = discretised(eigenvalues, step, method)
+  np.testing.assert_allclose(vectors * decay @ vectors.conj().T, a_bar, atol=1e-12)
+  np.testing.assert_allclose(vectors * gain @ vectors.conj().T @ b, b_bar, atol=1e-12)
+
+
+def test_small_steps_keep_their_digits():
+  """In float32, exp(z) - 1 would lose all but three digits of the gain at Δ = 1e-5."""
+  _, gain = discretised(np.array([-0.5 + 3j], np.complex64), np.float32(1e-5), 'zoh')
+  np.testing.assert_allclose(gain.real, 1e-5 * (1 - 0.25e-5), rtol=3e-6)
+
+
+def test_clipped_eigenvalues_decay():
+  clipped = init.clip_eigenvalues(Complex(jnp.array([-0.5, -5e-5, 0.2]), jnp.arange(3.0)))
+  np.testing.assert_allclose(clipped.re, [-0.5, -1e-4, -1e-4])
+  np.testing.assert_array_equal(clipped.im, [0, 1, 2])
+
+
+def test_steps_lie_in_their_range():
+  steps = np.exp(init.log_steps(jax.random.key(0), 1000, 0.001, 0.1))
+  assert 0.001 <= steps.min() < 0.0012
+  assert 0.08 < steps.max() <= 0.1

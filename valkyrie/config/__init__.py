@@ -1,0 +1,1 @@
+"""Gin files and flags: parsed, checked, loaded and recorded."""

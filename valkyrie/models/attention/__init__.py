@@ -1,0 +1,1 @@
+"""Window attention, causal and bidirectional, with global tokens."""

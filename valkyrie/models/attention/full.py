@@ -1,0 +1,43 @@
+"""Full attention, to compare with: a window as wide as the longest document allowed."""
+
+import gin
+
+from valkyrie.models.attention.longformer import LongformerAttention
+
+
+@gin.configurable
+class FullAttention(LongformerAttention):
+  """Causal attention to the whole of a document of at most `max_context` tokens.
+
+  It carries `max_context - 1` keys and its cost grows with them. A longer document would be cut
+  off unseen, so the data's edge refuses it (see `LanguageModel.max_context`). What a device would
+  have to be passed is the whole document, so it takes no pieces of time.
+  """
+
+  shards_of_time = False
+
+  def __init__(
+    self,
+    heads: int,
+    head_width: int,
+    max_context: int,
+    kv_heads: int | None = None,
+    slice_size: int = 128,
+    dropout: float = 0.0,
+    name: str | None = None,
+  ):
+    """As `LongformerAttention`; max_context: tokens a query may look back over, itself included."""
+    super().__init__(
+      heads,
+      head_width,
+      max_context - 1,
+      kv_heads=kv_heads,
+      # Named, so that gin does not fill in what is bound for LongformerAttention.
+      registers=0,
+      document_start=0,
+      dilations=None,
+      slice_size=slice_size,
+      dropout=dropout,
+      name=name,
+    )
+    self.max_context = max_context

@@ -1,0 +1,142 @@
+"""Softmax attention of a slice of queries, over keys that come in a few parts.
+
+A part is what is scored alike: a window at the true distances, global tokens at one. All parts of a
+query share one softmax. The backward pass is written out, so that of a slice only what its queries
+found is kept; dropout is drawn again from its key.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+
+from valkyrie.models.attention import rotary
+from valkyrie.types import Array
+
+MASKED = -1e30  # finite, so that a masked logit has a gradient of zero and not of NaN
+
+
+class Dropout(NamedTuple):
+  """Leaves each attention weight out with probability `rate`, after the softmax."""
+
+  key: Array
+  rate: float
+
+  def of(self, part: Array | int) -> 'Dropout':
+    """The dropout of one part of what is read: drawn apart from all others."""
+    return Dropout(jax.random.fold_in(self.key, part), self.rate)
+
+  def __call__(self, weights: Array) -> Array:
+    kept = jax.random.bernoulli(self.key, 1 - self.rate, weights.shape)
+    return jnp.where(kept, weights / (1 - self.rate), 0)
+
+
+class Part(NamedTuple):
+  """Queries [B, J, Q, K], keys and values [B, J, N, K], and which query sees which: [B, S, N].
+
+  The Q queries of a head group are its heads' S queries one after the other; `seen` is theirs all.
+  """
+
+  q: Array
+  k: Array
+  v: Array
+  seen: Any  # bool, and None for its cotangent: there is none
+
+
+def queries_of(q: Array, kv_heads: int) -> Array:
+  """[B, S, H, K] -> [B, J, H/J · S, K], as a `Part` has its queries."""
+  batch, size, heads, width = q.shape
+  grouped = q.reshape(batch, size, kv_heads, heads // kv_heads, width)
+  return jnp.einsum('bsjgk->bjgsk', grouped).reshape(batch, kv_heads, -1, width)
+
+
+def keys_of(x: Array) -> Array:
+  """[B, N, J, K] -> [B, J, N, K], as a `Part` has its keys and values."""
+  return jnp.swapaxes(x, 1, 2)
+
+
+def of_queries(out: Array, heads: int) -> Array:
+  """[B, J, H/J · S, K] -> [B, S, H, K]: the inverse of `queries_of`."""
+  batch, kv_heads, queries, width = out.shape
+  group = heads // kv_heads
+  grouped = out.reshape(batch, kv_heads, group, queries // group, width)
+  return jnp.einsum('bjgsk->bsjgk', grouped).reshape(batch, queries // group, heads, width)
+
+
+def _logits(part: Part) -> Array:
+  """The masked scores of a part: [B, J, Q, N] in the wide dtype."""
+  scores = jnp.einsum('bjqk,bjnk->bjqn', part.q, part.k, preferred_element_type=rotary.wide(part.q))
+  batch, kv_heads, queries, keys = scores.shape
+  grouped = scores.reshape(batch, kv_heads, -1, part.seen.shape[1], keys)
+  masked = jnp.where(part.seen[:, None, None], grouped, MASKED)
+  return masked.reshape(batch, kv_heads, queries, keys)
+
+
+def _dropped(weights: Array, dropout: Dropout | None, part: int) -> Array:
+  return weights if dropout is None else dropout.of(part)(weights)
+
+
+@jax.custom_vjp
+def attend(parts: tuple[Part, ...], dropout: Dropout | None = None) -> tuple[Array, Array]:
+  """One softmax over the keys of all parts.
+
+  Returns:
+    (the weighted values [B, J, Q, K], the logarithm of what the softmax divided by [B, J, Q, 1]),
+    both wide. By the second the readings of several slices of keys are joined. Where a query sees
+    no key at all the first is finite and means nothing, and the second is about `MASKED`.
+  """
+  return _attend_forward(parts, dropout)[0]
+
+
+def _attend_forward(parts, dropout):
+  logits = [_logits(part) for part in parts]
+  largest = functools.reduce(
+    jnp.maximum, [jnp.max(scores, axis=-1, keepdims=True) for scores in logits]
+  )
+  total, out = jnp.zeros_like(largest), jnp.zeros_like(parts[0].q, largest.dtype)
+  for number, (part, scores) in enumerate(zip(parts, logits, strict=True)):
+    weights = jnp.exp(scores - largest)
+    total += jnp.sum(weights, axis=-1, keepdims=True)
+    weights = _dropped(weights, dropout, number).astype(part.v.dtype)
+    out += jnp.einsum('bjqn,bjnk->bjqk', weights, part.v, preferred_element_type=out.dtype)
+  # Dividing the sum, [Q, K], and not the weights, [Q, N], saves a pass over the latter.
+  out = checkpoint_name(out / total, 'attention')
+  log_total = checkpoint_name(largest + jnp.log(total), 'attention')
+  return (out, log_total), (parts, dropout, out, log_total)
+
+
+def _attend_backward(residuals, gradients):
+  """From out and log_total alone, both kept, the weights are exp(logits - log_total).
+
+  (Dao et al. 2022, FlashAttention, algorithm 4: nothing of the size [Q, N] is kept.)
+  """
+  parts, dropout, out, log_total = residuals
+  gradient, d_log_total = gradients
+  own = jnp.sum(gradient * out, axis=-1, keepdims=True) - d_log_total
+  cotangents = []
+  for number, part in enumerate(parts):
+    narrow, wide = part.v.dtype, gradient.dtype
+    weights = jnp.exp(_logits(part) - log_total)
+    d_weights = jnp.einsum(
+      'bjqk,bjnk->bjqn', gradient.astype(narrow), part.v, preferred_element_type=wide
+    )
+    d_scores = (weights * (_dropped(d_weights, dropout, number) - own)).astype(narrow)
+    weights = _dropped(weights, dropout, number).astype(narrow)
+    d_q = jnp.einsum('bjqn,bjnk->bjqk', d_scores, part.k)
+    d_k = _summed_over_queries(part.q, d_scores)
+    d_v = _summed_over_queries(gradient.astype(narrow), weights)
+    cotangents.append(Part(d_q, d_k, d_v, None))
+  return tuple(cotangents), None
+
+
+attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _summed_over_queries(x: Array, weights: Array) -> Array:
+  """x [B, J, Q, K], weights [B, J, Q, N] -> [B, J, N, K].
+
+  As [K, Q] @ [Q, N], so that a CPU transposes the small operand and not the weights.
+  """
+  return jnp.swapaxes(jnp.einsum('bjkq,bjqn->bjkn', jnp.swapaxes(x, 2, 3), weights), 2, 3)

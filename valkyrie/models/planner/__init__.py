@@ -1,0 +1,1 @@
+"""The planner: a hierarchical reasoning model over intervals of tokens."""

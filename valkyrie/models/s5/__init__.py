@@ -1,0 +1,1 @@
+"""The S5 state-space layer."""

@@ -1,0 +1,150 @@
+"""How S5's parameters begin, and how they become a recurrence: pure functions of arrays.
+
+Sources: Smith, Warrington & Linderman 2023 (S5), and the code published with it where it says more.
+N is the number of states before one of each conjugate pair is dropped, P of those that are stored.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from valkyrie.models.s5.scan import Complex
+from valkyrie.types import Array
+
+# The standard deviation of a standard normal distribution cut off at ±2.
+_TRUNCATED_DEVIATION = 0.87962566103423978
+
+
+def hippo_legs_normal(size: int) -> tuple[np.ndarray, np.ndarray]:
+  """The normal part of the HiPPO-LegS matrix, diagonalised (S5 appendix B.1.1).
+
+  A_LegS = A_normal - p pᵀ with p_n = sqrt(n + 1/2); A_normal = V diag(λ) Vᴴ. Computed in float64.
+
+  Returns:
+    (λ [size], V [size, size]) complex128, by rising imaginary part.
+  """
+  n = np.arange(size, dtype=np.float64)
+  root = np.sqrt(2 * n + 1)
+  a = -(np.tril(np.outer(root, root), -1) + np.diag(n + 1))
+  p = np.sqrt(n + 0.5)
+  normal = a + np.outer(p, p)
+  # normal = -I/2 + a skew-symmetric matrix, and -i times a skew matrix is Hermitian: `eigh` is
+  # exact where a general eigenvalue routine is not.
+  real = np.mean(np.diagonal(normal))
+  imaginary, vectors = np.linalg.eigh(-1j * (normal - real * np.eye(size)))
+  return real + 1j * imaginary, vectors
+
+
+def block_diagonal(
+  states: int, blocks: int, *, conj_sym: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
+  """HiPPO-LegS in J blocks on the diagonal (S5 section 4.3).
+
+  Args:
+    states: P, which J = `blocks` divides.
+    blocks: J.
+    conj_sym: store only the one of each conjugate pair whose imaginary part is positive.
+
+  Returns:
+    (λ [P], V [N, P]) complex128, with N = 2P under conjugate symmetry, else P.
+  """
+  size = states // blocks
+  if conj_sym:
+    eigenvalues, vectors = hippo_legs_normal(2 * size)
+    eigenvalues, vectors = eigenvalues[size:], vectors[:, size:]
+  else:
+    eigenvalues, vectors = hippo_legs_normal(size)
+  return np.tile(eigenvalues, blocks), np.kron(np.eye(blocks), vectors)
+
+
+def _lecun_normal(key: Array, shape: tuple[int, ...], fan_in: int) -> Array:
+  """Of variance 1 / fan_in, none beyond two standard deviations before the cut."""
+  deviation = fan_in**-0.5 / _TRUNCATED_DEVIATION
+  return deviation * jax.random.truncated_normal(key, -2, 2, shape, jnp.float32)
+
+
+def _rotated(basis: np.ndarray) -> Array:
+  return jnp.asarray(basis, jnp.complex64)
+
+
+def input_matrix(key: Array, basis: np.ndarray, width: int) -> Complex:
+  """B̃ = Vᴴ B [P, D] with B real, LeCun-normal with fan-in N (S5 appendix B.1.2).
+
+  Args:
+    key: of the draw.
+    basis: V [N, P].
+    width: D.
+  """
+  b = _rotated(basis).conj().T @ _lecun_normal(key, (basis.shape[0], width), basis.shape[0])
+  return Complex(b.real, b.imag)
+
+
+OUTPUT_INITS = ('trunc_standard_normal', 'lecun_normal', 'complex_normal')
+
+
+def output_matrix(key: Array, basis: np.ndarray, width: int, *, method: str) -> Complex:
+  """C̃ [D, P] (S5 appendix B.1.2), by the names of the reference implementation.
+
+  Args:
+    key: of the draw.
+    basis: V [N, P].
+    width: D.
+    method: 'complex_normal' draws C̃ itself, of variance 1. The others draw the parts of C [D, N],
+      and C̃ = C V: 'trunc_standard_normal' with fan-in N, a row at a time, and 'lecun_normal' with
+      fan-in D·N, of the array as a whole.
+  """
+  states, stored = basis.shape
+  if method == 'complex_normal':
+    parts = jax.random.normal(key, (2, width, stored), jnp.float32) * 0.5**0.5
+    return Complex(*parts)
+  fan_in = {'trunc_standard_normal': states, 'lecun_normal': width * states}[method]
+  c = jax.lax.complex(*_lecun_normal(key, (2, width, states), fan_in)) @ _rotated(basis)
+  return Complex(c.real, c.imag)
+
+
+def log_steps(key: Array, states: int, smallest: float, largest: float) -> Array:
+  """log Δ [P], uniform in the logarithm between two step sizes (S5 appendix B.1.3)."""
+  low, high = np.log(smallest), np.log(largest)
+  return jax.random.uniform(key, (states,), jnp.float32, low, high)
+
+
+def clip_eigenvalues(eigenvalues: Complex) -> Complex:
+  """Λ with real parts of at most -1e-4: a state then decays, however long the sequence.
+
+  (Gu et al. 2022, arXiv 2206.11893; the bound is that of the reference implementation.)
+  """
+  return Complex(jnp.minimum(eigenvalues.re, -1e-4), eigenvalues.im)
+
+
+def _zero_order_hold(eigenvalue: Array, step: Array) -> tuple[Array, Array]:
+  # expm1 keeps the digits that exp(z) - 1 loses for the small z of a small step.
+  growth = jnp.expm1(eigenvalue * step)
+  return growth + 1, growth / eigenvalue
+
+
+def _bilinear(eigenvalue: Array, step: Array) -> tuple[Array, Array]:
+  z = eigenvalue * step
+  inverse = 1 / (1 - z / 2)
+  # (1 + z/2)/(1 - z/2), which is near 1 for a small z and near -1 for a large one: adding what is
+  # between, the smaller the better, rounds the modulus once, and memory is as long as it says.
+  decay = jnp.where(jnp.abs(z) < 2, 1 + z * inverse, 2 * inverse - 1)
+  return decay, step * inverse
+
+
+DISCRETISATIONS = {'zoh': _zero_order_hold, 'bilinear': _bilinear}
+
+
+def discretise(eigenvalues: Complex, step: Array, *, method: str) -> tuple[Complex, Complex]:
+  """From continuous to discrete time: x' = Λx + Bu becomes x_t = Λ̄ x_{t-1} + g (B u)_t.
+
+  Args:
+    eigenvalues: Λ [P].
+    step: Δ [P].
+    method: 'zoh', Λ̄ = exp(ΛΔ) and g = (Λ̄ - 1)/Λ (S5 eq. 6), or 'bilinear',
+      Λ̄ = (1 + ΛΔ/2)/(1 - ΛΔ/2) and g = Δ/(1 - ΛΔ/2).
+
+  Returns:
+    (Λ̄ [P], the gain g [P] by which the rows of B are multiplied).
+  """
+  decay, gain = DISCRETISATIONS[method](jax.lax.complex(*eigenvalues), step)
+  return Complex(decay.real, decay.imag), Complex(gain.real, gain.imag)

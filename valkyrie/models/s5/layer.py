@@ -1,0 +1,231 @@
+"""S5: a diagonal state space that remembers, as a sequence mixer.
+
+Smith, Warrington & Linderman, ICLR 2023, with every option of the implementation published with
+it. The mathematics stands in `ssm_init`, `state_space` and `activate`, as functions of arrays.
+"""
+
+from collections.abc import Callable, Sequence
+
+import chex
+import gin
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from valkyrie.errors import ConfigurationError
+from valkyrie.models.layers import dropout, products, projections
+from valkyrie.models.s5 import init, scan, state_space
+from valkyrie.models.s5.scan import Complex
+from valkyrie.models.s5.state_space import StateSpace
+from valkyrie.types import Array, DType
+
+# The output variants of the reference implementation, and the D x D matrices that each learns.
+ACTIVATIONS = {
+  'gelu': (),
+  'half_glu1': ('gate',),
+  'half_glu2': ('gate',),
+  'full_glu': ('gate', 'value'),
+}
+
+
+def activate(
+  y: Array,
+  weights: Sequence[Array],
+  *,
+  activation: str,
+  drop: Callable[[Array], Array] = lambda x: x,
+) -> Array:
+  """The output variants of the reference implementation, its gates as in the paper: without bias.
+
+    gelu        g                                 g = drop(gelu(y))
+    half_glu1   drop(g ∘ σ(g W_gate))
+    half_glu2   drop(y ∘ σ(g W_gate))
+    full_glu    drop(g W_value ∘ σ(g W_gate))
+
+  Args:
+    y: [B, T, D].
+    weights: the matrices [D, D] that `ACTIVATIONS` names, in that order.
+    activation: a key of `ACTIVATIONS`.
+    drop: dropout of [B, T, D], which draws anew at each call.
+  """
+  active = drop(jax.nn.gelu(y))
+  if activation == 'gelu':
+    return active
+  gate, *projected = products(active, weights)
+  if activation == 'half_glu1':
+    value = active
+  elif activation == 'half_glu2':
+    value = y
+  else:
+    (value,) = projected
+  return drop(value * jax.nn.sigmoid(gate))
+
+
+@gin.configurable
+class S5(hk.Module):
+  """The S5 layer. Its carry is the state, `Complex` of [B, P] float32; bidirectional, nothing."""
+
+  def __init__(
+    self,
+    state_size: int,
+    blocks: int = 1,
+    conj_sym: bool = True,
+    discretisation: str = 'zoh',
+    step_range: tuple[float, float] = (0.001, 0.1),
+    step_rescale: float = 1.0,
+    clip_eigenvalues: bool = False,
+    output_init: str = 'trunc_standard_normal',
+    activation: str = 'gelu',
+    dropout: float = 0.0,
+    bidirectional: bool = False,
+    scan_form: str | None = None,
+    name: str | None = None,
+  ):
+    """Configures the layer.
+
+    Args:
+      state_size: P, stored complex states.
+      blocks: J, HiPPO-LegS blocks on the diagonal at initialisation; divides P.
+      conj_sym: store one state of each conjugate pair, and imply the other.
+      discretisation: 'zoh' or 'bilinear'.
+      step_range: the smallest and the largest step Δ at initialisation, in tokens.
+      step_rescale: multiplies Δ: 2 reads a signal at half the rate that the model was trained at.
+      clip_eigenvalues: keep the real parts of Λ below zero, so that no state can grow.
+      output_init: how C begins: 'trunc_standard_normal', 'lecun_normal' or 'complex_normal'.
+      activation: 'gelu', or the gated 'half_glu1', 'half_glu2' or 'full_glu'.
+      dropout: the share of channels zeroed in training, one draw for all tokens of a chunk.
+      bidirectional: a second scan reads each document from its end. Not for language models.
+      scan_form: a key of `scan.FORMS`; None takes the fastest for the platform.
+      name: Haiku's.
+
+    Raises:
+      ConfigurationError: where a name is not known, or a number is out of its range.
+    """
+    super().__init__(name)
+    self.state_size = state_size
+    self.blocks = blocks
+    self.conj_sym = conj_sym
+    self.discretisation = discretisation
+    self.step_range = step_range
+    self.step_rescale = step_rescale
+    self.clip_eigenvalues = clip_eigenvalues
+    self.output_init = output_init
+    self.activation = activation
+    self.dropout = dropout
+    self.causal = not bidirectional
+    self.shards_of_time = self.causal
+    self.scan_form = scan_form or scan.default_form()
+    self._check()
+
+  def _check(self) -> None:
+    for option, known in (
+      ('discretisation', init.DISCRETISATIONS),
+      ('output_init', init.OUTPUT_INITS),
+      ('activation', ACTIVATIONS),
+      ('scan_form', scan.FORMS),
+    ):
+      if (value := getattr(self, option)) not in known:
+        raise ConfigurationError(f'S5.{option}={value!r} is not known: it is one of {list(known)}.')
+    if self.state_size < 1 or self.blocks < 1 or self.state_size % self.blocks:
+      raise ConfigurationError(
+        f'S5.state_size={self.state_size} stored states cannot be divided into S5.blocks='
+        f'{self.blocks} HiPPO blocks of equal size: make it a multiple.'
+      )
+    smallest, largest = self.step_range
+    if not 0 < smallest <= largest:
+      raise ConfigurationError(
+        f'S5.step_range={self.step_range}: give the smallest step, above 0, and then the largest.'
+      )
+    if self.step_rescale <= 0:
+      raise ConfigurationError(
+        f'S5.step_rescale={self.step_rescale} must be above 0; 1 changes nothing.'
+      )
+    if not 0 <= self.dropout < 1:
+      raise ConfigurationError(f'S5.dropout={self.dropout} must be at least 0 and below 1.')
+
+  def initial_carry(self, batch_size: int, dtype: DType) -> Complex | tuple[()]:
+    """The zero state: float32 whatever the compute dtype, since rounding would accumulate."""
+    del dtype
+    return self._zero_state(batch_size) if self.causal else ()
+
+  def _zero_state(self, batch_size: int) -> Complex:
+    zero = jnp.zeros((batch_size, self.state_size), jnp.float32)
+    return Complex(zero, zero)
+
+  def forward_flops(self, width: int) -> int:
+    """Real products of B and C, D x 2P each, the recurrence (8 a state), and the gates."""
+    scans = 1 if self.causal else 2
+    gates = 2 * len(ACTIVATIONS[self.activation]) * width * width
+    return 4 * (1 + scans) * width * self.state_size + 8 * scans * self.state_size + gates
+
+  def __call__(
+    self, x: Array, carry: Complex | tuple[()], *, positions: Array, segment_ids: Array
+  ) -> tuple[Array, Complex | tuple[()]]:
+    """Mixes a chunk; see `types.SequenceMixer`."""
+    chex.assert_rank(x, 3)
+    initial = carry if isinstance(carry, Complex) else self._zero_state(x.shape[0])
+    chex.assert_shape(initial, (x.shape[0], self.state_size))
+    y, after = state_space.run(
+      state_space.discretised(
+        self._parameters(x.shape[-1]),
+        method=self.discretisation,
+        step_rescale=self.step_rescale,
+        clip_eigenvalues=self.clip_eigenvalues,
+      ),
+      x,
+      initial,
+      positions == 0,
+      jnp.sum(segment_ids > 0, axis=1),
+      None if self.causal else _document_ends(positions, segment_ids),
+      form=self.scan_form,
+      conj_sym=self.conj_sym,
+    )
+    y = activate(
+      y.astype(x.dtype),
+      projections(x.shape[-1], **dict.fromkeys(ACTIVATIONS[self.activation], x.shape[-1])),
+      activation=self.activation,
+      drop=lambda value: dropout(value, self.dropout, shared=(1,)),
+    )
+    return y, after if self.causal else ()
+
+  def _parameters(self, width: int) -> StateSpace:
+    eigenvalues, basis = init.block_diagonal(self.state_size, self.blocks, conj_sym=self.conj_sym)
+    smallest, largest = self.step_range
+
+    def b_init(*_):
+      return jnp.stack(init.input_matrix(hk.next_rng_key(), basis, width))
+
+    def c_init(*_):
+      scans = [
+        init.output_matrix(hk.next_rng_key(), basis, width, method=self.output_init)
+        for _ in range(1 if self.causal else 2)
+      ]
+      return jnp.concatenate([jnp.stack(c) for c in scans], axis=-1)
+
+    def log_step_init(*_):
+      return init.log_steps(hk.next_rng_key(), self.state_size, smallest, largest)
+
+    def constant(value):
+      return hk.initializers.Constant(np.asarray(value, np.float32))
+
+    def parameter(name, shape, init):
+      return hk.get_parameter(name, shape, jnp.float32, init)
+
+    p = self.state_size
+    return StateSpace(
+      eigenvalues=Complex(
+        parameter('lambda_re', (p,), constant(np.real(eigenvalues))),
+        parameter('lambda_im', (p,), constant(np.imag(eigenvalues))),
+      ),
+      b=Complex(*parameter('b', (2, p, width), b_init)),
+      c=Complex(*parameter('c', (2, width, p if self.causal else 2 * p), c_init)),
+      d=parameter('d', (width,), hk.initializers.RandomNormal()),
+      log_step=parameter('log_step', (p,), log_step_init),
+    )
+
+
+def _document_ends(positions: Array, segment_ids: Array) -> Array:
+  """True at each document's last token, that of the chunk, and before padding: bool [B, T]."""
+  next_is_another = (positions[:, 1:] == 0) | (segment_ids[:, 1:] == 0)
+  return jnp.pad(next_is_another, ((0, 0), (0, 1)), constant_values=True)

@@ -1,0 +1,1 @@
+"""The run modes: train, evaluate, infer and precompile."""

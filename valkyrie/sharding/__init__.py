@@ -1,0 +1,1 @@
+"""Meshes, logical axes and communication between devices."""
