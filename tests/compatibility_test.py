@@ -5,32 +5,6 @@ import pytest
 from valkyrie.checkpoint import compatibility
 from valkyrie.errors import ConfigurationError
 
-BINDINGS = {
-  'train.seed': 0,
-  'train.train_steps': 6,
-  'train.hunt_nan': True,
-  'train.log_every': 1,
-  'train.hooks': ['@Watch()', '@mine/Look()'],
-  'Watch.path': 'a',
-  'mine/Look.every': 2,
-  'Optimizer.train_steps': 6,
-  'Optimizer.learning_rate': 1e-3,
-  'Block.mixers': ['@S5'],
-  'S5.state_size': 8,
-  'Evaluator.chunks': 4,
-  'validation/TaskFeed.split': 'validation',
-  'train/TaskFeed.split': 'train',
-  'TaskFeed.data_dir': '/here',
-  'Checkpoints.keep': 3,
-}
-
-
-def test_what_only_looks_on_is_no_part_of_the_computation():
-  assert set(compatibility.computation(BINDINGS)) == {
-    'train.seed', 'Optimizer.learning_rate', 'Block.mixers', 'S5.state_size',
-    'train/TaskFeed.split',
-  }  # fmt: skip
-
 
 def record(**changes):
   return {

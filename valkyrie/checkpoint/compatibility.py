@@ -4,7 +4,6 @@ from collections.abc import Collection, Mapping
 from importlib import metadata
 import json
 import platform
-import re
 from typing import Any
 
 from valkyrie.errors import ConfigurationError
@@ -15,31 +14,12 @@ KINDS = ('configuration', 'position', 'store', 'vocabulary', 'mesh', 'versions',
 _PACKAGES = ('jax', 'jaxlib', 'dm-haiku', 'optax', 'orbax-checkpoint', 'numpy')
 _SHOWN = 10
 
-# Bindings that leave the numbers of a step as they are. `train_steps` may grow, which stretches the
-# learning rate's schedule; what is read is known by the fingerprints of store and vocabulary.
-_FREE = re.compile(
-  r'validation/|(Checkpoints|Preemption|RefusedSteps|Evaluator|Agreement|evaluate|infer|create_writers)\.'
-  r'|Optimizer\.train_steps$'
-  r'|train\.(train_steps|log_every|eval_every|checkpoint_every|hooks|evaluator|checkpoints|hunt_nan)$'
-  r'|(.*/)?TaskFeed\.(data_dir|source|vocabulary)$'
-)
-
 
 def versions() -> dict[str, str]:
   """Of Python and of the packages that decide what a step computes."""
   return {
     'python': platform.python_version(),
     **{package: metadata.version(package) for package in _PACKAGES},
-  }
-
-
-def computation(bindings: Mapping[str, Any]) -> dict[str, Any]:
-  """The bindings that change what a step computes; hooks, for one, only look on."""
-  hooks = re.findall(r'@([\w./]+)', str(bindings.get('train.hooks', '')))
-  return {
-    name: value
-    for name, value in bindings.items()
-    if not _FREE.match(name) and name.rpartition('.')[0] not in hooks
   }
 
 

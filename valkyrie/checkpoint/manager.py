@@ -31,10 +31,12 @@ from valkyrie.checkpoint import manifest, steps
 from valkyrie.checkpoint.model_dir import Lease, lease_holder, local_path, writable_directory
 from valkyrie.checkpoint.state_check import not_finite
 from valkyrie.checkpoint.state_files import StateFiles, as_storage_error
+from valkyrie.config.computation import may_change_on_resume
 from valkyrie.distributed import heartbeat, processes
 from valkyrie.errors import ConfigurationError, Diverged, StorageError
 
 
+@may_change_on_resume()
 @gin.configurable
 @dataclasses.dataclass(frozen=True)
 class Checkpoints:

@@ -39,19 +39,19 @@ _KINDS = {
 # --- What the statements alone can tell.
 
 
-def _walk(value: Any) -> Iterator[Any]:
+def leaves(value: Any) -> Iterator[Any]:
   """Every leaf of a gin value."""
   if isinstance(value, dict):
     value = [*value.keys(), *value.values()]
   if isinstance(value, list | tuple):
     for item in value:
-      yield from _walk(item)
+      yield from leaves(item)
   else:
     yield value
 
 
 def _macros_in(value: Any) -> set[str]:
-  return {leaf.name for leaf in _walk(value) if isinstance(leaf, Macro)}
+  return {leaf.name for leaf in leaves(value) if isinstance(leaf, Macro)}
 
 
 def check_macro_names(statements: Sequence[Statement]) -> None:
@@ -200,7 +200,7 @@ def check_values(effective: dict[_Key, Statement]) -> None:
   macros = {key[0]: statement for key, statement in effective.items() if statement.is_macro}
   read = set()
   for (name, selector, parameter), statement in effective.items():
-    for leaf in _walk(statement.parsed.value):
+    for leaf in leaves(statement.parsed.value):
       if isinstance(leaf, Reference):
         _check_reference(leaf, statement.where, effective)
       elif isinstance(leaf, Macro):

@@ -8,6 +8,7 @@ import threading
 import gin
 import numpy as np
 
+from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import vocabularies
 from valkyrie.data.rows import Epoch, Rows
 from valkyrie.data.store_location import build_if_missing, store_path
@@ -21,6 +22,8 @@ LAST_POSITION = 2**30
 _SHOWN = 8  # rows, and documents of each, that `describe` names
 
 
+# The fingerprints of store and vocabulary tell whether the tokens are the same.
+@may_change_on_resume('data_dir', 'source', 'vocabulary')
 @gin.configurable
 class TaskFeed:
   """B rows of a task's documents, each an endless (or `epochs` long) stream of tokens.

@@ -7,6 +7,7 @@ from typing import Any
 
 import gin
 
+from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data.feed import TaskFeed
 from valkyrie.distributed import processes
 from valkyrie.errors import ConfigurationError, DataError
@@ -33,6 +34,7 @@ def agree_on_bindings(bindings: Mapping[str, Any]) -> None:
       )
 
 
+@may_change_on_resume()
 @gin.configurable
 class Agreement:
   """Compares hashes of what stands in each row, every so many steps; one process has nothing to do.

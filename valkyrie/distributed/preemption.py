@@ -21,6 +21,7 @@ from typing import Any
 
 import gin
 
+from valkyrie.config.computation import may_change_on_resume
 from valkyrie.distributed import processes
 from valkyrie.errors import ConfigurationError, Preempted
 
@@ -28,6 +29,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _TO_UNWIND = 1.5  # seconds in which start-up may end in order, its child processes included
 
 
+@may_change_on_resume()
 @gin.configurable
 class Preemption:
   """Catches the signals while it is entered.

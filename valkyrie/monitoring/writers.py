@@ -23,11 +23,13 @@ import gin
 import jax
 import numpy as np
 
+from valkyrie.config.computation import may_change_on_resume
 from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError
 
 Console = Callable[[int, Mapping[str, Any]], None]
 
 
+@may_change_on_resume()
 @gin.configurable
 def create_writers(
   model_dir: str | os.PathLike,

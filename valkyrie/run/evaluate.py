@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.checkpoint.manager import Checkpoints
+from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data.feed import TaskFeed, prefetch
 from valkyrie.errors import ConfigurationError, Preempted
 from valkyrie.models import language_model
@@ -75,6 +76,7 @@ def cut_carry(carry: Carry, initial: Carry, cut: str | None) -> Carry:
   return initial if cut == 'all' else carry
 
 
+@may_change_on_resume()
 @gin.configurable
 class Evaluator:
   """Reads a split from its start, in rows and chunks of its own."""
@@ -197,6 +199,7 @@ def restored_params(
   return restored[0]['params'], step
 
 
+@may_change_on_resume()
 @gin.configurable
 def evaluate(
   model_dir: str,

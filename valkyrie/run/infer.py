@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.checkpoint.manager import Checkpoints
+from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import vocabularies
 from valkyrie.errors import ConfigurationError, UsageError
 from valkyrie.models import language_model
@@ -77,6 +78,7 @@ def continuation(
     position += 1
 
 
+@may_change_on_resume()
 @gin.configurable
 def infer(
   model_dir: str,

@@ -19,6 +19,7 @@ import gin
 import jax
 
 from valkyrie.certificates import certificate, chips, collectives, hlo, remedies, report, topologies
+from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.parse import FLAG
 from valkyrie.config.redact import redact
 from valkyrie.errors import ConfigurationError, StorageError
@@ -30,6 +31,7 @@ from valkyrie.training.setup import Prepared, prepare, trace_step
 Certificate = dict[str, Any]
 
 
+@may_change_on_resume()
 @gin.configurable
 def precompile(
   model_dir: str,

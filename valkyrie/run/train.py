@@ -12,6 +12,7 @@ import jax
 from valkyrie import fitting
 from valkyrie.checkpoint import compatibility
 from valkyrie.checkpoint.manager import CheckpointDirectory, Checkpoints
+from valkyrie.config.computation import computation, may_change_on_resume
 from valkyrie.config.record import bindings, write_configuration, write_operative_configuration
 from valkyrie.data.feed import TaskFeed
 from valkyrie.distributed import heartbeat, program_fingerprint
@@ -40,6 +41,10 @@ from valkyrie.training.spikes import LossSpikes
 from valkyrie.training.train_step import StepMetrics, TrainState, initial_state, make_train_step
 
 
+@may_change_on_resume(
+  'train_steps', 'log_every', 'eval_every', 'checkpoint_every', 'evaluator', 'checkpoints',
+  'hooks', 'hunt_nan', 'preemption', 'refused_steps',
+)  # fmt: skip
 @gin.configurable
 def train(
   model_dir: str,
@@ -92,7 +97,7 @@ def train(
   with contextlib.ExitStack() as opened:
     stop = opened.enter_context(preemption())
     heartbeat.start(model_dir)
-    agree_on_bindings(compatibility.computation(bindings()))
+    agree_on_bindings(computation(bindings()))
 
     # Mesh and model. What is wrong with them is said before anything is read, written or compiled.
     layout, functions, phases, rule, spikes, abstract, make_step = prepare(
@@ -121,7 +126,7 @@ def train(
 
     def record(step: int) -> dict[str, Any]:
       return {
-        'configuration': compatibility.computation(bindings()),
+        'configuration': computation(bindings()),
         'position': phases.position(step),
         'store': source.fingerprint,
         'vocabulary': source.vocabulary.fingerprint,

@@ -5,9 +5,11 @@ from collections.abc import Callable
 
 import gin
 
+from valkyrie.config.computation import may_change_on_resume
 from valkyrie.errors import ConfigurationError, Diverged
 
 
+@may_change_on_resume()
 @gin.configurable
 class RefusedSteps:
   """Ends a run in which more than `allowed` of any `window` consecutive steps were refused."""

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from valkyrie.config.computation import may_change_on_resume
 from valkyrie.sharding.partitioner import path_of
 from valkyrie.types import Array, Params
 
@@ -16,6 +17,7 @@ for _algorithm in (optax.adam, optax.adamw, optax.adafactor, optax.lamb, optax.l
   gin.external_configurable(_algorithm, module='optax')
 
 
+@may_change_on_resume('train_steps')  # the end of the learning rate's schedule
 @gin.configurable
 class Optimizer:
   """Clip by the global norm, direct by an optax algorithm, step by the learning rate."""

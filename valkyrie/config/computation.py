@@ -1,0 +1,82 @@
+"""The gin bindings that decide the computation of a training step.
+
+They are part of a checkpoint's record: a resumed run must have the same ones, and so must all
+processes of a run. Logging, evaluation and hooks do not belong to them.
+"""
+
+from collections.abc import Callable, Mapping
+import inspect
+from typing import Any, TypeVar
+
+from gin import config as gin_config
+
+from valkyrie.config.check import leaves, parameters_of
+
+_Configurable = TypeVar('_Configurable', bound=Callable)
+_DECLARED = '_may_change_on_resume'  # the attribute that holds the names
+
+
+def may_change_on_resume(*parameters: str) -> Callable[[_Configurable], _Configurable]:
+  """Declares parameters of a configurable that do not change the computation of a step.
+
+  A decorator, to be written above or below `@gin.configurable`. Subclasses inherit the declaration.
+
+  Args:
+    parameters: their names; without any, all parameters of the configurable.
+  """
+
+  def declare(configurable: _Configurable) -> _Configurable:
+    known = parameters_of(configurable).keys()
+    if unknown := set(parameters) - known:
+      raise ValueError(f'{configurable.__name__} has no parameter {", ".join(sorted(unknown))}.')
+    target = inspect.unwrap(configurable)  # which gin keeps in its registry
+    setattr(target, _DECLARED, {*getattr(target, _DECLARED, ()), *(parameters or known)})
+    return configurable
+
+  return declare
+
+
+def computation(bindings: Mapping[str, Any]) -> dict[str, Any]:
+  """The bindings that change the computation of a training step.
+
+  A binding `scope/Selector.parameter` is left out
+  - if the configurable declares the parameter with `may_change_on_resume`, or
+  - if the configurable is referenced, and all references to which the binding applies stand in
+    bindings that are left out: `train.hooks = (@MyHook(),)` frees every `MyHook.*`, and
+    `Evaluator.feed = @validation/TaskFeed` frees every `validation/TaskFeed.*`.
+
+  Args:
+    bindings: name -> value, as `record.bindings` returns them: references are strings, '@name'.
+  """
+  references = [
+    (name, *_scope_and_selector(leaf[1:].removesuffix('()')))
+    for name, value in bindings.items()
+    for leaf in leaves(value)
+    if isinstance(leaf, str) and leaf.startswith('@')
+  ]
+  left_out, referrers = set(), {}
+  for name in bindings:
+    configurable, _, parameter = name.rpartition('.')
+    scope, selector = _scope_and_selector(configurable)
+    if parameter in _declared(selector):
+      left_out.add(name)
+    referrers[name] = {
+      referrer
+      for referrer, its_scope, its_selector in references
+      if its_selector == selector and its_scope[: len(scope)] == scope
+    }
+  while more := {name for name, by in referrers.items() if by and by <= left_out} - left_out:
+    left_out |= more
+  return {name: value for name, value in bindings.items() if name not in left_out}
+
+
+def _scope_and_selector(name: str) -> tuple[list[str], str]:
+  """(['a', 'b'], the complete selector of X) for 'a/b/X'."""
+  *scope, selector = name.split('/')
+  matches = gin_config._REGISTRY.matching_selectors(selector)
+  return scope, matches[0] if len(matches) == 1 else selector
+
+
+def _declared(selector: str) -> set[str]:
+  registry = gin_config._REGISTRY
+  return getattr(registry[selector].wrapped, _DECLARED, set()) if selector in registry else set()
