@@ -5,10 +5,11 @@ import types
 import numpy as np
 import pytest
 
-from valkyrie.certificates import chips, estimate
+from valkyrie.certificates import estimate, topologies
 from valkyrie.certificates.collectives import Collective
+from valkyrie.monitoring import chips
 
-V4 = chips.CHIPS['v4']
+RATE = chips.TPUS['v4'].link_bytes_per_second
 SIZE = 9_000_000_000  # at 45 GB/s, 0.2 s over one link
 
 
@@ -53,7 +54,7 @@ LINE = [[0, 1, 2, 3]]
   ],
 )
 def test_seconds(what, where, seconds):
-  assert estimate.seconds(what, where, V4) == pytest.approx(seconds)
+  assert estimate.seconds(what, where, RATE) == pytest.approx(seconds)
 
 
 def test_the_axes_of_the_mesh_that_a_collective_crosses():
@@ -66,7 +67,7 @@ def test_the_axes_of_the_mesh_that_a_collective_crosses():
   assert estimate.mesh_axes(along_rows, mesh) == ('rows',)
   assert estimate.mesh_axes(halo, mesh) == ('time',)
   spent = estimate.by_mesh_axes(
-    [halo, everywhere, everywhere._replace(rare=True)], mesh, network(2, 4), V4
+    [halo, everywhere, everywhere._replace(rare=True)], mesh, network(2, 4), RATE
   )
   assert spent == pytest.approx({'time': 0.2, 'rows+time': 3 * 0.4 * 7 / 8 / 2})
 
@@ -82,4 +83,4 @@ def test_the_axes_of_the_mesh_that_a_collective_crosses():
   ],
 )
 def test_which_slices_are_closed_to_rings(chip, sides, rings):
-  assert chips.wraps(chip, sides) == rings
+  assert topologies.wraps(chip, sides) == rings

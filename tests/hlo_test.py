@@ -156,6 +156,19 @@ def test_a_tpus_program():
   }
 
 
+def test_an_instruction_on_several_lines():
+  """jax writes the metadata of a Pallas kernel, e.g. of splash attention, as indented JSON."""
+  kernel = """  %kernel = f32[8,128]{1,0:T(8,128)} custom-call(%z), frontend_attributes={k={
+"mesh_axes":"[]",
+"xprof_metadata":"{\\"block_q\\": 512}"
+}}, metadata={op_name="splash"}
+"""
+  module = hlo.parse(TPU.replace('  ROOT %scattered', kernel + '  ROOT %scattered'))
+  assert module.entry.by_name['kernel'].opcode == 'custom-call'
+  assert module.entry.root.name == 'scattered'
+  assert 'splash kernel' in [m.source for m in memory_traffic.of_module(module)]
+
+
 def test_a_loop_of_unknown_length_is_said_to_be():
   module = hlo.parse(TPU.replace('constant(16)', 'constant({16})'))
   assert hlo.trip_count(module, module.entry, module.entry.by_name['loop']) is None

@@ -11,6 +11,7 @@ import pty
 import resource
 import subprocess
 import sys
+import termios
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +20,12 @@ import numpy as np
 import pytest
 
 from valkyrie.errors import ConfigurationError, StorageError
-from valkyrie.monitoring import report
+from valkyrie.monitoring import chips, report
 from valkyrie.monitoring.hooks import Every
+from valkyrie.monitoring.json_lines import JsonLines
 from valkyrie.monitoring.metrics import speed_metrics, text_metrics
 from valkyrie.monitoring.progress import Progress, duration
-from valkyrie.monitoring.writers import JsonLines, RunWriter, create_writers
+from valkyrie.monitoring.writers import RunWriter, create_writers
 
 
 def refuse_constant(name):
@@ -89,6 +91,14 @@ def test_speed_metrics_are_per_step_and_device():
   }
   unknown = speed_metrics(**known, flops_per_token=None, peak_flops=1.0)
   assert unknown['mfu'] is unknown['tflops_per_second_per_device'] is None
+
+
+def test_chips_of_device_kinds():
+  assert chips.of_kind('TPU v5') is chips.TPUS['v5p']
+  assert chips.of_kind('TPU v5 lite') is chips.TPUS['v5e']
+  assert chips.of_kind('TPU v4 lite') is None
+  assert chips.peak_flops('NVIDIA H100 80GB HBM3') == 989e12
+  assert chips.peak_flops('cpu') is None
 
 
 def test_json_lines_stay_json_and_are_only_ever_added_to(tmp_path):
@@ -266,18 +276,21 @@ def read_to_the_end(terminal):
   return b''.join(pieces).decode()
 
 
-def test_progress_is_one_moving_line_on_a_terminal(monkeypatch):
-  monkeypatch.setenv('COLUMNS', '60')
+def test_progress_is_one_bar_on_a_terminal():
   reading_end, writing_end = pty.openpty()
-  with os.fdopen(writing_end, 'w') as terminal:
+  termios.tcsetwinsize(writing_end, (24, 60))
+  with os.fdopen(writing_end, 'w', encoding='utf-8') as terminal:
     progress = Progress(100, terminal)
     progress.show(25, METRICS)
     progress.say('evaluated')
     progress.close()
   seen = read_to_the_end(reading_end)
-  bar = 'step 25/100 [#####...............]  25% | loss 1.2500 | 0.900 bits per byte'[:59]
-  clear = '\r\x1b[K'
-  assert seen == f'\r{bar}\x1b[K{clear}evaluated\r\n\r{bar}\x1b[K\r\n'
+  blocks = '█' * 5 + ' ' * 15
+  bar = f'step 25/100 |{blocks}|  25%, loss 1.2500, 0.900 bits per byte'[:59]
+  before, after = seen.split('evaluated\r\n')
+  assert bar in before and before.endswith('\r'), 'the bar is cleared for the line'
+  assert before.replace(bar, '').strip() == f'step 25/100 |{blocks}|  25%'
+  assert after == f'\r{bar}\r{bar}\r\n'
 
 
 def test_durations_are_read_at_a_glance():
@@ -314,7 +327,7 @@ def test_model_info_lists_every_parameter_and_adds_up():
 def test_system_lines_name_versions_devices_and_memory():
   text = '\n'.join(report.system_lines())
   assert f'jax {jax.__version__}' in text
-  assert f'{len(jax.devices())} cpu devices' in text
+  assert 'devices: 8 x cpu (cpu), 8 of them local, process 0 of 1' in text
   assert 'processors' in text
   assert 'available' in text
   assert 'not installed' not in text

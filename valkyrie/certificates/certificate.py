@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from valkyrie.certificates import (
-  chips,
   collectives,
   estimate,
   hlo,
@@ -15,7 +14,8 @@ from valkyrie.certificates import (
   memory_traffic,
   topologies,
 )
-from valkyrie.monitoring.flops import peak_flops, train_flops_per_token
+from valkyrie.monitoring import chips
+from valkyrie.monitoring.metrics import train_flops_per_token
 from valkyrie.training import tbptt
 from valkyrie.training.curriculum import Phase
 from valkyrie.training.setup import Prepared
@@ -116,13 +116,14 @@ def estimates(
   rate; estimated_seconds: the longer of the two, and communication.
   """
   mesh, topology = run.layout.mesh, facts['topology']
-  chip, peak = chips.of_kind(facts['device_kind']), peak_flops(facts['device_kind'])
-  if topology is None or chip is None or peak is None:
+  if topology is None:
     return {}
   name, sides = topologies.parse(topology)
-  network = estimate.torus(mesh, chips.wraps(name, sides), sides)
-  axes = estimate.by_mesh_axes(sent, mesh, network, chip)
-  compute = facts['executed_flops'] / peak
+  chip = chips.TPUS[name]
+  assert chip.hbm_bytes_per_second and chip.link_bytes_per_second, chip
+  network = estimate.torus(mesh, topologies.wraps(name, sides), sides)
+  axes = estimate.by_mesh_axes(sent, mesh, network, chip.link_bytes_per_second)
+  compute = facts['executed_flops'] / chip.peak_flops
   memory_seconds = facts['hbm_traffic_bytes'] / chip.hbm_bytes_per_second
   seconds = max(compute, memory_seconds) + sum(axes.values())
   tokens = facts['tokens_per_step'] / mesh.size / seconds
@@ -133,7 +134,7 @@ def estimates(
     'estimated_communication_seconds_by_axes': axes,
     'estimated_seconds': seconds,
     'estimated_tokens_per_second_per_chip': tokens,
-    'estimated_share_of_peak': tokens * facts['flops_per_token'] / peak,
+    'estimated_share_of_peak': tokens * facts['flops_per_token'] / chip.peak_flops,
   }
 
 

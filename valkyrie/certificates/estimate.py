@@ -18,7 +18,6 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 import numpy as np
 
-from valkyrie.certificates.chips import Chip
 from valkyrie.certificates.collectives import Collective
 
 
@@ -40,11 +39,11 @@ def torus(mesh: Mesh, rings: Sequence[bool], sides: Sequence[int]) -> Torus:
   return Torus(places, tuple(rings), tuple(sides))
 
 
-def seconds(collective: Collective, network: Torus, chip: Chip) -> float:
+def seconds(collective: Collective, network: Torus, link_bytes_per_second: float) -> float:
   """How long it takes, once."""
   if collective.kind == 'collective-permute':
     load = _busiest_link(collective.groups, network)
-    return load * collective.operand_bytes / chip.link_bytes_per_second
+    return load * collective.operand_bytes / link_bytes_per_second
   group = network.places[collective.groups[0]]
   spans = [len(set(along)) for along in group.T]
   links = {
@@ -57,10 +56,10 @@ def seconds(collective: Collective, network: Torus, chip: Chip) -> float:
   if collective.kind.endswith('all-to-all'):
     # Half of all that is sent crosses the middle of the longest axis, in each direction half of it.
     longest = max(links, key=lambda axis: spans[axis] / links[axis])
-    rate = 4 * links[longest] * chip.link_bytes_per_second / spans[longest]
+    rate = 4 * links[longest] * link_bytes_per_second / spans[longest]
     return collective.operand_bytes / rate
   used = sorted(links.values(), reverse=True)[: collective.dimensions or len(links)]
-  return collective.bytes / (sum(used) * chip.link_bytes_per_second)
+  return collective.bytes / (sum(used) * link_bytes_per_second)
 
 
 def mesh_axes(collective: Collective, mesh: Mesh) -> tuple[str, ...]:
@@ -71,14 +70,14 @@ def mesh_axes(collective: Collective, mesh: Mesh) -> tuple[str, ...]:
 
 
 def by_mesh_axes(
-  collectives: Sequence[Collective], mesh: Mesh, network: Torus, chip: Chip
+  collectives: Sequence[Collective], mesh: Mesh, network: Torus, link_bytes_per_second: float
 ) -> dict[str, float]:
   """Seconds a step of what is not rare, by the mesh axes that it crosses: {'x+y': 0.1}."""
   spent: dict[str, float] = {}
   for collective in collectives:
     if not collective.rare:
       axes = '+'.join(mesh_axes(collective, mesh))
-      once = seconds(collective, network, chip)
+      once = seconds(collective, network, link_bytes_per_second)
       spent[axes] = spent.get(axes, 0.0) + collective.times * once
   return spent
 

@@ -112,6 +112,7 @@ class Module(NamedTuple):
 _HEADER = re.compile(r'(ENTRY )?%?([\w.-]+) \(.*\{$')
 _INSTRUCTION = re.compile(r'\s+(ROOT )?%?([\w.-]+) = ')
 _OPCODE = re.compile(r' ([a-z][\w-]*)\(')
+_END = re.compile(r'\}(, execution_thread=.*)?$')
 _ARRAY = re.compile(r'([a-z]\w*)\[([\d,<=]*)\](\{[^{}]*\})?')
 _COMMENT = re.compile(r'/\*.*?\*/')
 
@@ -123,16 +124,19 @@ def parse(text: str) -> Module:
     ValueError: a line is not what this reader knows.
   """
   computations: dict[str, Computation] = {}
-  name, instructions, entry = None, [], None
+  name, lines, entry = None, [], None
   for line in text.splitlines():
-    if line.startswith('}') and name is not None:
-      computations[name] = Computation(name, instructions)
+    if name is None:
+      if header := _HEADER.match(line):
+        name, lines = header.group(2), []
+        entry = name if header.group(1) else entry
+    elif _END.match(line):
+      computations[name] = Computation(name, list(map(_instruction, lines)))
       name = None
-    elif name is None and (header := _HEADER.match(line)):
-      name, instructions = header.group(2), []
-      entry = name if header.group(1) else entry
-    elif name is not None and line.strip():
-      instructions.append(_instruction(line))
+    elif lines and line[:1].strip():  # the metadata of a Pallas kernel is JSON of several lines
+      lines[-1] += line
+    elif line.strip():
+      lines.append(line)
   if entry is None:
     raise ValueError('the text holds no ENTRY computation')
   partitions = re.search(r'num_partitions=(\d+)', text[: text.index('\n')])

@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 
-from valkyrie.certificates.chips import CHIPS
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.errors import ConfigurationError
+from valkyrie.monitoring.chips import TPUS
 
 _LOCK = pathlib.Path('/tmp/libtpu_lockfile')
 _MOST_CHIPS = 512
@@ -43,10 +43,10 @@ def parse(name: str) -> tuple[str, tuple[int, ...]]:
     ConfigurationError: there is no such chip, or no slice of it of that shape.
   """
   chip, _, shape = name.partition(':')
-  if chip not in CHIPS:
+  if chip not in TPUS:
     raise ConfigurationError(
-      f'--topology={name}: there is no chip {chip!r}; there are {", ".join(CHIPS)}.'
-      f'{did_you_mean(chip, CHIPS)} Write it as in v4:4x4x2.'
+      f'--topology={name}: there is no chip {chip!r}; there are {", ".join(TPUS)}.'
+      f'{did_you_mean(chip, TPUS)} Write it as in v4:4x4x2.'
     )
   if not re.fullmatch(r'\d{1,4}(x\d{1,4}){1,2}', shape):
     raise ConfigurationError(
@@ -77,7 +77,7 @@ def devices(name: str) -> Sequence[Any]:
     )
   for variable, value in _ENVIRONMENT.items():
     os.environ.setdefault(variable, value)
-  cores = 2 if CHIPS[chip].axes == 3 else 1
+  cores = 2 if TPUS[chip].axes == 3 else 1
   os.environ.setdefault('TPU_ACCELERATOR_TYPE', f'{chip}-{cores * math.prod(sides)}')
   # Else JAX would look for chips on this machine as soon as a number is computed.
   jax.config.update('jax_platforms', 'cpu')
@@ -100,6 +100,20 @@ def devices(name: str) -> Sequence[Any]:
       f'ALLOW_MULTIPLE_LIBTPU_LOAD={os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"]}. Wait for it, or set '
       'ALLOW_MULTIPLE_LIBTPU_LOAD=1: compiling touches no chip of this machine.'
     ) from error
+
+
+def wraps(chip: str, sides: Sequence[int]) -> tuple[bool, ...]:
+  """Whether each axis of a slice is a ring, with a link from its end to its beginning.
+
+  A v4 or v5p slice consists of cubes of 4 x 4 x 4 chips whose faces are connected by optical
+  switches. It is a torus if every side is a multiple of 4; otherwise, as for 4 x 4 x 2, no axis is
+  a ring. An axis of v5e and v6e is a ring only if it spans a whole side of a pod, 16 chips.
+  (cloud.google.com/tpu/docs/v4; jax-ml.github.io/scaling-book/tpus; MaxText's
+  accelerator_to_spec_map.)
+  """
+  if TPUS[chip].axes == 3:
+    return (all(side % 4 == 0 for side in sides),) * len(sides)
+  return tuple(side == 16 for side in sides)
 
 
 def compiler(name: str | None) -> str:
@@ -130,7 +144,7 @@ def _holder() -> str:
 
 
 def _shapes(chip: str) -> tuple[tuple[int, ...], ...]:
-  return _SHAPES_3D + _CUBES if CHIPS[chip].axes == 3 else _SHAPES_2D
+  return _SHAPES_3D + _CUBES if TPUS[chip].axes == 3 else _SHAPES_2D
 
 
 def _text(sides: Sequence[int]) -> str:

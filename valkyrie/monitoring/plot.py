@@ -6,7 +6,7 @@ import pathlib
 
 from PIL import Image, ImageDraw, ImageFont
 
-from valkyrie.errors import StorageError
+from valkyrie.errors import storage_errors
 from valkyrie.monitoring.metrics import BY_POSITION, Metrics
 
 _WIDTH, _HEIGHT = 960, 540
@@ -22,12 +22,9 @@ def write_loss_by_position(model_dir: pathlib.Path, curves: Mapping[str, Metrics
   """
   points = {name: _points(metrics) for name, metrics in curves.items()}
   path = model_dir / 'loss_by_position.png'
-  try:
+  advice = 'Make room there, or name another --model_dir.'
+  with storage_errors(f'{path} cannot be written', advice):
     _draw(points).save(path)
-  except OSError as error:
-    raise StorageError(
-      f'{path} cannot be written: {error}. Make room there, or name another --model_dir.'
-    ) from error
 
 
 def _points(metrics: Metrics) -> list[tuple[int, float]]:

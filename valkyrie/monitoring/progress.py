@@ -1,64 +1,61 @@
-"""How a run is getting on, for a person: one moving line on a terminal, plain lines elsewhere."""
+"""Progress of a run for people: a bar on a terminal, plain lines elsewhere."""
 
 from collections.abc import Mapping
-import shutil
 import sys
 from typing import Any, TextIO
 
-_BAR = 20
+from tqdm import tqdm
+
+_BAR = 'step {n_fmt}/{total_fmt} |{bar:20}| {percentage:3.0f}%{postfix}'
 
 
 class Progress:
-  """Shows step, loss, bits, speed and the time left."""
+  """Shows the step, the loss, bits, the speed and the remaining time."""
 
   def __init__(self, total_steps: int, stream: TextIO | None = None):
-    """Writes to `stream`, which is standard error unless another is given."""
+    """Writes to `stream`, by default standard error."""
     self._total_steps = total_steps
     self._stream = sys.stderr if stream is None else stream
-    self._moves = self._stream.isatty()
-    self._line = ''
+    self._bar: tqdm | None = None
 
   def show(self, step: int, metrics: Mapping[str, Any]) -> None:
-    """Shows the metrics (numbers of the host) of the step that was done last."""
+    """Shows the metrics of the last step, as numbers of the host."""
     texts = describe(metrics)
     if metrics.get('step_seconds') is not None:
-      left = max(0, self._total_steps - step) * metrics['step_seconds']
-      texts.append(f'{duration(left)} left')
-    share = min(1.0, step / self._total_steps)
-    head = f'step {step}/{self._total_steps}'
-    if self._moves:
-      done = int(share * _BAR)
-      self._line = ' | '.join([f'{head} [{"#" * done}{"." * (_BAR - done)}] {share:4.0%}', *texts])
-      self._draw()
-    else:
-      self._print(f'{head} ({share:.0%}): ' + ', '.join(texts))
+      remaining = max(0, self._total_steps - step) * metrics['step_seconds']
+      texts.append(f'{duration(remaining)} left')
+    text = ', '.join(texts)
+    if not self._stream.isatty():
+      share = min(1.0, step / self._total_steps)
+      self.say(f'step {step}/{self._total_steps} ({share:.0%}): {text}')
+      return
+    if self._bar is None:
+      self._bar = tqdm(
+        total=self._total_steps,
+        initial=step,
+        file=self._stream,
+        bar_format=_BAR,
+        dynamic_ncols=True,
+      )
+    self._bar.n = step
+    self._bar.set_postfix_str(text)
 
   def say(self, text: str) -> None:
-    """Prints a line of its own, above the moving one where there is one."""
-    if self._line:
-      self._stream.write('\r\x1b[K')
-    self._print(text)
-    if self._line:
-      self._draw()
+    """Prints a line, above the bar if there is one."""
+    if self._bar is None:
+      print(text, file=self._stream, flush=True)
+    else:
+      self._bar.write(text, file=self._stream)
 
   def close(self) -> None:
-    """Ends the moving line, so that what comes next starts on a fresh one."""
-    if self._line:
-      self._print('')
-      self._line = ''
-
-  def _draw(self) -> None:
-    width = shutil.get_terminal_size().columns - 1
-    self._stream.write(f'\r{self._line[:width]}\x1b[K')
-    self._stream.flush()
-
-  def _print(self, text: str) -> None:
-    self._stream.write(text + '\n')
-    self._stream.flush()
+    """Ends the line of the bar."""
+    if self._bar is not None:
+      self._bar.close()
+      self._bar = None
 
 
 def describe(metrics: Mapping[str, Any]) -> list[str]:
-  """['loss 1.2345', '1.781 bits per byte', '8,123 tokens/s'], as far as they are known."""
+  """The known metrics as ['loss 1.2345', '1.781 bits per byte', '8,123 tokens/s']."""
   texts = []
   if metrics.get('loss') is not None:
     texts.append(f'loss {metrics["loss"]:.4f}')

@@ -13,8 +13,8 @@ from typing import Self
 
 import jax
 
+from valkyrie.monitoring.json_lines import JsonLines
 from valkyrie.monitoring.metrics import text_metrics
-from valkyrie.monitoring.writers import JsonLines
 from valkyrie.training.train_step import StepMetrics
 
 

@@ -12,6 +12,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
+from valkyrie.types import leaf_path
+
 _PACKAGES = ('jax', 'jaxlib', 'dm-haiku', 'optax', 'orbax-checkpoint')
 
 Layouts = Mapping[str, tuple[Sequence[str | None], PartitionSpec]]
@@ -22,14 +24,13 @@ def model_info(parameters: Any, layouts: Layouts, mesh: Mesh) -> str:
 
   Args:
     parameters: a pytree of jax.ShapeDtypeStruct, or of arrays.
-    layouts: for each path, as `jax.tree_util.keystr(path, simple=True, separator='/')` writes it,
-      its logical axes and the mesh axes over which they are split.
+    layouts: for each `leaf_path`, the logical axes and the mesh axes over which they are split.
     mesh: the devices.
   """
   rows = [('parameter', 'shape', 'dtype', 'logical axes', 'mesh axes', 'bytes', 'bytes a device')]
   count = total = total_per_device = 0
   for key_path, leaf in jax.tree_util.tree_leaves_with_path(parameters):
-    path = jax.tree_util.keystr(key_path, simple=True, separator='/')
+    path = leaf_path(key_path)
     axes, spec = layouts[path]
     itemsize = np.dtype(leaf.dtype).itemsize
     size = math.prod(leaf.shape) * itemsize
@@ -64,9 +65,9 @@ def system_lines() -> list[str]:
   lines = [
     f'python {platform.python_version()}, {", ".join(versions)}',
     f'{platform.platform()}, {_processors()} processors, {_memory()}',
-    f'{len(devices)} {devices[0].platform} devices ({devices[0].device_kind}), '
-    f'{jax.local_device_count()} of them here, process {jax.process_index()} of '
-    f'{jax.process_count()}',
+    f'{"device" if len(devices) == 1 else "devices"}: {len(devices)} x {devices[0].platform} '
+    f'({devices[0].device_kind}), {jax.local_device_count()} of them local, process '
+    f'{jax.process_index()} of {jax.process_count()}',
   ]
   return lines + device_memory_lines()
 

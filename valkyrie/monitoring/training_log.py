@@ -5,9 +5,14 @@ import time
 import jax
 
 from valkyrie.models.language_model import Model
-from valkyrie.monitoring import flops
+from valkyrie.monitoring import chips
 from valkyrie.monitoring.hooks import check_every
-from valkyrie.monitoring.metrics import Metrics, speed_metrics, text_metrics
+from valkyrie.monitoring.metrics import (
+  Metrics,
+  speed_metrics,
+  text_metrics,
+  train_flops_per_token,
+)
 from valkyrie.monitoring.writers import RunWriter
 from valkyrie.training.curriculum import Curriculum
 from valkyrie.training.train_step import StepMetrics
@@ -35,7 +40,7 @@ class TrainingLog:
     check_every(every)
     self._writer = writer
     self._plans = model.plan_block is not None
-    self._flops = flops.train_flops_per_token(model.forward_flops)
+    self._flops = train_flops_per_token(model.forward_flops)
     self._curriculum = curriculum
     self._every = every
     self._total_steps = total_steps
@@ -83,7 +88,7 @@ class TrainingLog:
         seconds=seconds,
         devices=jax.device_count(),
         flops_per_token=self._flops,
-        peak_flops=flops.peak_flops(jax.devices()[0].device_kind),
+        peak_flops=chips.peak_flops(jax.devices()[0].device_kind),
       ),
       'phase': self._curriculum.index(step - 1),
       'skipped': int(steps[-1].skipped),

@@ -9,22 +9,20 @@ once. Until it has, no other code of this process may import seqio or a part of 
 would find TensorFlow half there. (Token stores are built in a process of their own.)
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-import contextlib
 import importlib.util
-import json
-import math
 import os
 import pathlib
-from typing import Any, BinaryIO
+from typing import Any
 
 import gin
 import jax
 import numpy as np
 
 from valkyrie.config.computation import may_change_on_resume
-from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError
+from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError, storage_errors
+from valkyrie.monitoring.json_lines import JsonLines
 
 Console = Callable[[int, Mapping[str, Any]], None]
 
@@ -161,13 +159,10 @@ class RunWriter:
 
     def write():
       writer = self._tensorboard.result()
-      try:
+      message = f"TensorBoard's files in {self._events} cannot be written"
+      advice = 'Make room there, and run the same command again.'
+      with storage_errors(message, advice, also=(Exception,)):
         getattr(writer, method)(*args, **kwargs)
-      except Exception as error:
-        raise StorageError(
-          f"TensorBoard's files in {self._events} cannot be written: {error}. Make room there, and "
-          'run the same command again.'
-        ) from error
 
     self._under_way.append(self._thread.submit(write))
 
@@ -177,70 +172,8 @@ class RunWriter:
       self._under_way.pop(0).result()
 
 
-class JsonLines:
-  """A file of one JSON object a line, to which a resumed run appends.
-
-  Nothing is rewritten: the steps between the last checkpoint and a crash stand there twice, and the
-  later line counts. An unfinished last line, which only a crash of the machine leaves, is removed.
-  NaN and infinities, which JSON lacks, are the strings "NaN", "Infinity" and "-Infinity".
-  """
-
-  def __init__(self, path: pathlib.Path):
-    self._path = path
-    with self._as_storage_error():
-      path.parent.mkdir(parents=True, exist_ok=True)
-      self._file = path.open('a+b', buffering=0)
-      _remove_unfinished_line(self._file)
-
-  def write(self, fields: Mapping[str, int | float | str | None]) -> None:
-    """Appends one line, in one call to the system."""
-    line = json.dumps({key: _in_json(value) for key, value in fields.items()}, allow_nan=False)
-    with self._as_storage_error():
-      self._file.write(line.encode() + b'\n')
-
-  def sync(self) -> None:
-    """Returns when the lines are on disk."""
-    with self._as_storage_error():
-      os.fsync(self._file.fileno())
-
-  def close(self) -> None:
-    """Closes the file."""
-    self._file.close()
-
-  @contextlib.contextmanager
-  def _as_storage_error(self) -> Iterator[None]:
-    try:
-      yield
-    except OSError as error:
-      raise StorageError(
-        f'{self._path} cannot be written: {error.strerror}. Make room there, or name another '
-        '--model_dir, and run the same command again.'
-      ) from error
-
-
-def _remove_unfinished_line(file: BinaryIO) -> None:
-  end = file.seek(0, os.SEEK_END)
-  whole = end
-  while whole:
-    start = max(0, whole - 4096)
-    file.seek(start)
-    newline = file.read(whole - start).rfind(b'\n')
-    if newline >= 0:
-      whole = start + newline + 1
-      break
-    whole = start
-  if whole < end:
-    file.truncate(whole)
-
-
 def _number(value: Any) -> int | float | str | None:
   return value if value is None or isinstance(value, str) else np.asarray(value).item()
-
-
-def _in_json(value: int | float | str | None) -> int | float | str | None:
-  if isinstance(value, float) and not math.isfinite(value):
-    return 'NaN' if math.isnan(value) else 'Infinity' if value > 0 else '-Infinity'
-  return value
 
 
 def _quiet_tensorflow() -> None:

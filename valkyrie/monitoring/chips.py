@@ -1,0 +1,58 @@
+"""Data-sheet figures of accelerators."""
+
+from typing import NamedTuple
+
+GIB = 2**30
+
+
+class Chip(NamedTuple):
+  """One JAX device. For TPU v4 and v5p that is a chip with both of its cores.
+
+  The memory and network fields are None for GPUs, whose time is not estimated.
+
+  device_kind: JAX's name for the device, or the beginning of that name for a GPU.
+  peak_flops: dense bfloat16 FLOP/s.
+  hbm_bytes: memory that a program can use. The runtime keeps the rest.
+  hbm_bytes_per_second: bandwidth of that memory.
+  link_bytes_per_second: bandwidth of one link between neighbors, in one direction.
+  axes: dimensions of the network. A chip has a link to both of its neighbors along each.
+  """
+
+  device_kind: str
+  peak_flops: float
+  hbm_bytes: int | None = None
+  hbm_bytes_per_second: float | None = None
+  link_bytes_per_second: float | None = None
+  axes: int | None = None
+
+
+# FLOP/s: the vendors' data sheets.
+# Memory: the limit that the compiler names where a program does not fit ("Used 63.80G of 30.75G
+# hbm"), as public reports quote it (v4: github.com/erfanzar/EasyDeL/issues/166).
+# Bandwidths: "How to Scale Your Model", jax-ml.github.io/scaling-book/tpus. Its links are the rates
+# reached in practice, 10% below Google's data sheets (cloud.google.com/tpu/docs).
+TPUS = {
+  'v4': Chip('TPU v4', 275e12, int(30.75 * GIB), 1.2e12, 4.5e10, 3),
+  'v5e': Chip('TPU v5 lite', 197e12, int(15.75 * GIB), 8.1e11, 4.5e10, 2),
+  'v5p': Chip('TPU v5', 459e12, int(95.74 * GIB), 2.8e12, 9e10, 3),
+  'v6e': Chip('TPU v6 lite', 918e12, int(31.25 * GIB), 1.6e12, 9e10, 2),
+}
+GPUS = (Chip('NVIDIA A100', 312e12), Chip('NVIDIA H100', 989e12), Chip('NVIDIA H200', 989e12))
+
+
+def of_kind(device_kind: str) -> Chip | None:
+  """The chip of a JAX device kind, e.g. 'TPU v4' or 'NVIDIA H100 80GB HBM3'; None if unknown.
+
+  A CPU is unknown: its peak depends on clock and load, and scripts/bench measures it.
+  """
+  for chip in TPUS.values():
+    if chip.device_kind == device_kind:
+      return chip
+  matches = (chip for chip in GPUS if device_kind.startswith(chip.device_kind))
+  return max(matches, key=lambda chip: len(chip.device_kind), default=None)
+
+
+def peak_flops(device_kind: str) -> float | None:
+  """The dense bfloat16 peak of a JAX device kind, in FLOP/s; None if unknown."""
+  chip = of_kind(device_kind)
+  return None if chip is None else chip.peak_flops

@@ -1,0 +1,71 @@
+"""An append-only file of JSON lines."""
+
+from collections.abc import Mapping
+import json
+import math
+import os
+import pathlib
+from typing import BinaryIO
+
+from valkyrie.errors import storage_errors
+
+
+class JsonLines:
+  """A file with one JSON object per line, to which a resumed run appends.
+
+  No line is rewritten. After a crash, the steps since the last checkpoint appear twice, and the
+  later line counts. A crash of the machine can leave an incomplete last line, which is removed.
+  JSON has no NaN or infinities: they are the strings "NaN", "Infinity" and "-Infinity".
+  """
+
+  def __init__(self, path: pathlib.Path):
+    """Opens the file, and creates it and its directory if necessary.
+
+    Raises:
+      StorageError: the file cannot be written. So do `write` and `sync`.
+    """
+    self._path = path
+    with self._storage_errors():
+      path.parent.mkdir(parents=True, exist_ok=True)
+      self._file = path.open('a+b', buffering=0)
+      _remove_incomplete_line(self._file)
+
+  def write(self, fields: Mapping[str, int | float | str | None]) -> None:
+    """Appends a line, in one system call."""
+    line = json.dumps({key: _to_json(value) for key, value in fields.items()}, allow_nan=False)
+    with self._storage_errors():
+      self._file.write(line.encode() + b'\n')
+
+  def sync(self) -> None:
+    """Waits until all lines are on disk."""
+    with self._storage_errors():
+      os.fsync(self._file.fileno())
+
+  def close(self) -> None:
+    """Closes the file."""
+    self._file.close()
+
+  def _storage_errors(self):
+    advice = 'Make room there, or name another --model_dir, and run the same command again.'
+    return storage_errors(f'{self._path} cannot be written', advice)
+
+
+def _remove_incomplete_line(file: BinaryIO) -> None:
+  end = file.seek(0, os.SEEK_END)
+  complete = end
+  while complete:
+    start = max(0, complete - 4096)
+    file.seek(start)
+    newline = file.read(complete - start).rfind(b'\n')
+    if newline >= 0:
+      complete = start + newline + 1
+      break
+    complete = start
+  if complete < end:
+    file.truncate(complete)
+
+
+def _to_json(value: int | float | str | None) -> int | float | str | None:
+  if isinstance(value, float) and not math.isfinite(value):
+    return 'NaN' if math.isnan(value) else 'Infinity' if value > 0 else '-Infinity'
+  return value
