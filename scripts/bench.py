@@ -1,11 +1,11 @@
-"""Speed of the train step of gin/models/small.gin, of each mixer alone, and of the loop around it.
+"""Speed of the train step of gin/models/small.gin, of each mixer alone, and of the training loop.
 
-Needs jax, Haiku, optax and gin only, so that it also runs where there is little else:
+It needs only jax, Haiku, optax and gin:
 
     PYTHONPATH=. python scripts/bench.py
 
-Everything is timed in turns within one run, and in the opposite order every other turn: a machine
-that slows down does so for all alike. A share of the peak compares numbers of the same turn.
+All variants are timed in turns within one run, and every other turn reverses the order, so that a
+slowdown of the machine affects all alike. A share of the peak compares numbers of the same turn.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from valkyrie.models.s5.layer import S5
 from valkyrie.sharding.partitioner import Partitioner
 
 GIN_FILES = ('gin/models/small.gin', 'gin/partition/single.gin')
-# What a block of each variant mixes with, before its MLP.
+# The mixers in a block of each variant, before its MLP.
 VARIANTS = {
   'attention + S5': (LongformerAttention, S5),
   'attention': (LongformerAttention,),
@@ -41,7 +41,7 @@ MATRIX = 2048
 
 
 def matmul_peak(dtype: Any) -> Callable[[], float]:
-  """A function that measures operations a second of a MATRIX^3 product, the best of several."""
+  """A function that measures the operations per second of a MATRIX^3 product, the best of two."""
   key = jax.random.key(0)
   b = (jax.random.normal(key, (MATRIX, MATRIX)) * MATRIX**-0.5).astype(dtype)
   product = jax.jit(jnp.matmul)
@@ -61,7 +61,7 @@ def matmul_peak(dtype: Any) -> Callable[[], float]:
 def take_turns(
   timers: Mapping[str, Callable[[], float]], peak: Callable[[], float], repeats: int
 ) -> tuple[dict[str, list[float]], list[float]]:
-  """For each timer its seconds by turn, and by turn the best peak, measured between timers."""
+  """The seconds of each timer by turn, and the best peak of each turn, measured between timers."""
   seconds: dict[str, list[float]] = {name: [] for name in timers}
   peaks = []
   for turn in range(repeats):
@@ -83,9 +83,9 @@ def _say(text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-  """Measures, prints, and writes --json."""
+  """Measures, prints the report, and writes --json."""
   flags = _flags(arguments)
-  load_gin(GIN_FILES)  # its configurables are registered by the imports above
+  load_gin(GIN_FILES)  # the imports above register the configurables
   layout = Partitioner()
   trainers = {}
   for name, mixers in VARIANTS.items():
@@ -93,12 +93,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trainers[name] = Trainer(mixers, layout, flags.tokens)
   whole = trainers[WHOLE]
   timers = {name: trainer.bare_steps for name, trainer in trainers.items()}
-  timers = {'loop': Loop(whole).steps, **timers}  # beside WHOLE, with which it is compared
+  timers = {'loop': Loop(whole).steps, **timers}  # next to WHOLE, with which it is compared
   seconds, peaks = take_turns(timers, matmul_peak(whole.compute_dtype), flags.repeats)
   for name, trainer in trainers.items():
     if skipped := int(trainer.state.skipped):
       raise FloatingPointError(
-        f'{name}: {skipped} steps were not finite, so this measured nothing.'
+        f'{name}: {skipped} steps were not finite, so the measured times are meaningless.'
       )
 
   records = [
@@ -140,13 +140,13 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   parser.add_argument(
-    '--repeats', type=_positive, default=5, metavar='N', help='turns of measuring (default: 5)'
+    '--repeats', type=_positive, default=5, metavar='N', help='measuring turns (default: 5)'
   )
   parser.add_argument(
-    '--tokens', type=_positive, default=4096, metavar='N', help='of a step (default: 4096)'
+    '--tokens', type=_positive, default=4096, metavar='N', help='tokens per step (default: 4096)'
   )
   parser.add_argument(
-    '--json', type=pathlib.Path, metavar='FILE', help='also write one JSON object a line there'
+    '--json', type=pathlib.Path, metavar='FILE', help='also write one JSON object per line to FILE'
   )
   return parser.parse_args(arguments)
 
@@ -154,7 +154,7 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _positive(text: str) -> int:
   number = int(text)
   if number < 1:
-    raise argparse.ArgumentTypeError(f'{text} is not 1 or more')
+    raise argparse.ArgumentTypeError(f'{text} is less than 1')
   return number
 
 

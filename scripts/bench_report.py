@@ -1,4 +1,4 @@
-"""From the seconds that bench.py measured to numbers and a text for people."""
+"""Statistics and a printed report of the times measured by bench.py."""
 
 from collections.abc import Iterable, Mapping, Sequence
 import statistics
@@ -14,7 +14,7 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 def speeds(
   seconds: Sequence[float], peaks: Sequence[float], tokens: int, flops_per_token: int
 ) -> dict[str, dict[str, float]]:
-  """How fast steps of `tokens` tokens were, from the seconds and the peak of every turn."""
+  """Speeds of steps of `tokens` tokens, from the seconds per step and the peak of every turn."""
   rates = [tokens * flops_per_token / s for s in seconds]
   return {
     'step_seconds': spread(seconds),
@@ -25,7 +25,7 @@ def speeds(
 
 
 def report(records: Sequence[Mapping[str, Any]]) -> str:
-  """The records, as `bench.py` also writes them to --json, as a text of lines."""
+  """Formats the records, which `bench.py` also writes to --json, for printing."""
   by_name = {record['name']: record for record in records}
   machine, peak, loop = (by_name[name] for name in ('machine', 'peak', 'loop'))
   size, dtype = peak['size'], peak['dtype']
@@ -38,8 +38,8 @@ def report(records: Sequence[Mapping[str, Any]]) -> str:
     f'{dtype}, AdamW.',
     f'{machine["repeats"]} turns of {machine["steps_together"]} steps each.',
     '',
-    'Model operations of a token, a multiply-add being two, recomputation not counted:',
-    '  train = 3 x forward: each matrix product of the forward pass has two in the backward pass',
+    'Model operations per token; a multiply-add counts as two, recomputation as none:',
+    '  train = 3 x forward: the backward pass has two matrix products for each of the forward pass',
     '  forward = layers x (sum of the terms of a layer) + unembedding',
     *(f'    {term}: {text}' for term, text in words.items()),
     '    unembedding: 2 x width x vocabulary.',

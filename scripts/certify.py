@@ -1,4 +1,4 @@
-"""README's table of certified runs: each row is what `--run_mode=precompile` says of its command.
+"""README's table of certified runs: each row shows the certificate of one precompile command.
 
 PYTHONPATH=. python scripts/certify.py
 """
@@ -18,7 +18,7 @@ GIB, GB = 2**30, 1e9
 
 
 def run(gin_file: str, topology: str, chunks: int | None = None) -> list[str]:
-  """The flags of a row; `chunks` where it reads another number of them than its file says."""
+  """The flags of a row; `chunks` overrides the number of chunks in the gin file."""
   flags = [f'--gin_file=gin/{gin_file}.gin', f'--topology={topology}']
   if chunks is not None:
     flags += [f'--gin.chunks={chunks}', f'--gin.backprop_chunks={chunks}']
@@ -44,7 +44,7 @@ HEAD = (
 
 
 def certificate(flags: Sequence[str]) -> Mapping[str, Any] | None:
-  """The certificate of a row, made where it is not there yet; None where that failed."""
+  """The certificate of a row, compiled if there is none yet; None if that failed."""
   name = '_'.join(flag.partition('=')[2].removeprefix('gin/').replace(':', '_') for flag in flags)
   model_dir = FOLDER / name
   path = model_dir / 'precompile.json'
@@ -52,7 +52,7 @@ def certificate(flags: Sequence[str]) -> Mapping[str, Any] | None:
     command = [sys.executable, '-m', 'valkyrie.main', *flags]
     code = subprocess.call([*command, '--run_mode=precompile', f'--model_dir={model_dir}'])
     if not path.exists():
-      print(f'{" ".join(flags)} ended with {code}, and without a certificate', file=sys.stderr)
+      print(f'{" ".join(flags)} ended with {code} and wrote no certificate.', file=sys.stderr)
       return None
   (found,) = json.loads(path.read_text())
   return found
@@ -76,9 +76,9 @@ def row(flags: Sequence[str], c: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Writes the table into README.md, or, of some rows only, prints it."""
+  """Prints the table; writes it into README.md when it has all rows."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('--only', default='', help='rows whose command holds this text')
+  parser.add_argument('--only', default='', help='only rows whose command contains this text')
   flags = parser.parse_args(arguments)
   chosen = [row_flags for row_flags in ROWS if flags.only in ' '.join(row_flags)]
   found = [(row_flags, certificate(row_flags)) for row_flags in chosen]

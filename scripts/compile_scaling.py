@@ -1,6 +1,8 @@
-"""What twice the layers, or 16 times the chunks, do to the compiled step: nothing, if it is right.
+"""Size and compile time of the train step with twice the layers and with 16 times the chunks.
 
-PYTHONPATH=. python scripts/compile_scaling.py
+Neither should make the program larger: both are loops.
+
+    PYTHONPATH=. python scripts/compile_scaling.py
 """
 
 import argparse
@@ -16,13 +18,13 @@ from typing import Any
 COMMAND = (
   *('-m', 'valkyrie.main', '--gin_file=gin/v4_32.gin'),
   *('--run_mode=precompile', '--topology=v4:4x4x2'),
-  f'--gin.precompile.hbm_bytes={2**40}',  # so that what would help is not tried
+  f'--gin.precompile.hbm_bytes={2**40}',  # so that everything fits, and no remedy is compiled
 )
-PROGRAMS = ((36, 10), (72, 10), (36, 160))  # layers, chunks; the first is what others stand beside
+PROGRAMS = ((36, 10), (72, 10), (36, 160))  # layers, chunks; the first is the baseline
 
 
 def compiled(layers: int, chunks: int) -> Mapping[str, Any]:
-  """The certificate of gin/v4_32.gin so changed, compiled in a process of its own."""
+  """The certificate of gin/v4_32.gin with these sizes, compiled in a process of its own."""
   with tempfile.TemporaryDirectory() as model_dir:
     changed = (
       f'--gin.LanguageModel.layers={layers}',
@@ -38,9 +40,9 @@ def compiled(layers: int, chunks: int) -> Mapping[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints the table."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('--repeats', type=int, default=3, help='compilations of each program')
+  parser.add_argument('--repeats', type=int, default=3, help='times that each program is compiled')
   flags = parser.parse_args(arguments)
-  # In turns, so that a machine that slows down does so for all alike.
+  # In turns, so that a machine that slows down affects all programs alike.
   turns = [[compiled(*program) for program in PROGRAMS] for _ in range(flags.repeats)]
   print(f'{turns[0][0]["compiler"]} for {turns[0][0]["topology"]}, median of {flags.repeats}')
   print('layers  chunks  instructions  of the first  code MB  of the first  seconds  of the first')

@@ -1,7 +1,7 @@
-"""What a token costs in rows of different lengths: seconds, and memory beyond the carries.
+"""Cost per token in rows of different lengths: seconds, and memory beyond the carries.
 
-Every step is a whole one: forwards and backwards through all chunks of the row, with no cut, and
-the update. The lengths are timed in turns within one run.
+Every step runs forward and backward through all chunks of the row, without a cut in the gradient,
+and updates the parameters. The lengths are timed in turns within one run.
 
     PYTHONPATH=. python scripts/long_rows.py
 """
@@ -29,7 +29,7 @@ MIB = 2**20
 
 
 def carries_in_bytes(trainer: Trainer, chunks: int) -> int:
-  """What the carries take that a step keeps for its backward pass."""
+  """Bytes of the carries that a step keeps for its backward pass."""
   one = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.state.carry))
   length = tbptt.segment_length(chunks)
   return (length + chunks // length) * one
@@ -38,7 +38,9 @@ def carries_in_bytes(trainer: Trainer, chunks: int) -> int:
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints the table."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('--tokens', type=int, nargs='+', default=[8192, 655360], help='of a row')
+  parser.add_argument(
+    '--tokens', type=int, nargs='+', default=[8192, 655360], help='tokens of a row'
+  )
   parser.add_argument('--chunk_size', type=int, default=2048)
   parser.add_argument('--repeats', type=int, default=5)
   flags = parser.parse_args(arguments)
@@ -56,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   seconds: dict[int, list[float]] = {tokens: [] for tokens in flags.tokens}
   for _ in range(flags.repeats):
     for tokens, trainer in trainers.items():
-      # A short row is read as often as makes up the longest, so that all see the same machine.
+      # Short rows take more steps, so that every length reads equally many tokens in a turn.
       steps = max(1, max(flags.tokens) // tokens)
       seconds[tokens].append(trainer.bare_steps(steps) / tokens)
 
