@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from valkyrie.data import store_writer, vocabularies
-from valkyrie.data.feed import TaskFeed, prefetch
+from valkyrie.data.feed import TaskFeed
+from valkyrie.data.prefetch import prefetch
 from valkyrie.data.store_location import store_path
 from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.types import Batch
@@ -271,7 +272,7 @@ def test_a_build_that_fails_raises_its_error(tmp_path):
 
 
 def _threads():
-  return [thread for thread in threading.enumerate() if thread.name == 'prefetch']
+  return [thread for thread in threading.enumerate() if thread.name.startswith('prefetch')]
 
 
 def test_prefetch_reads_the_spans_in_order(data_dir):

@@ -1,9 +1,7 @@
 """Batches of a task as a pure function of where in the rows one reads."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 import logging
-import queue
-import threading
 
 import gin
 import numpy as np
@@ -216,49 +214,3 @@ class TaskFeed:
       kept = number, self._rows.epoch(row, number)
       self._latest_epoch[row] = kept  # replaced whole: safe with a prefetching thread
     return kept[1]
-
-
-def prefetch(
-  feed: TaskFeed,
-  spans: Iterable[tuple[int, int]],
-  depth: int = 2,
-  rows: Sequence[int] | None = None,
-) -> Iterator[Batch]:
-  """Reads (position, length) spans up to `depth` batches ahead, in a background thread.
-
-  What fails there is raised here, in its place. Closing the iterator ends the thread.
-  """
-  ready: queue.Queue = queue.Queue(maxsize=depth)
-  closed = threading.Event()
-
-  def put(item) -> bool:
-    while not closed.is_set():
-      try:
-        ready.put(item, timeout=0.1)
-        return True
-      except queue.Full:
-        continue
-    return False
-
-  def work():
-    try:
-      for position, length in spans:
-        if not put((feed.read(position, length, rows), None)):
-          return
-      put((None, None))
-    except BaseException as error:
-      put((None, error))
-
-  thread = threading.Thread(target=work, name='prefetch', daemon=True)
-  thread.start()
-  try:
-    while True:
-      batch, error = ready.get()
-      if error is not None:
-        raise error
-      if batch is None:
-        return
-      yield batch
-  finally:
-    closed.set()
-    thread.join()

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from valkyrie.data.feed import TaskFeed, prefetch
+from valkyrie.data.feed import TaskFeed
+from valkyrie.data.prefetch import prefetch
 from valkyrie.distributed.consistency import Agreement
 from valkyrie.errors import DataError
 from valkyrie.models.language_model import Model

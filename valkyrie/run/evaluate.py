@@ -13,7 +13,8 @@ import numpy as np
 
 from valkyrie.checkpoint.manager import Checkpoints
 from valkyrie.config.computation import may_change_on_resume
-from valkyrie.data.feed import TaskFeed, prefetch
+from valkyrie.data.feed import TaskFeed
+from valkyrie.data.prefetch import prefetch
 from valkyrie.errors import ConfigurationError, Preempted
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel, Model
