@@ -1,4 +1,4 @@
-"""A store gives back what was written, and names what is wrong with it."""
+"""Token stores: reading the written documents, and messages that name a damage."""
 
 import json
 import threading
@@ -32,7 +32,7 @@ def store(tmp_path):
   return tmp_path / 'store'
 
 
-def test_documents_come_back_closed_by_eos(store):
+def test_documents_are_read_as_written_with_a_final_eos(store):
   opened = TokenStore.open(store, BYTES)
   written = [d for shard in range(SHARDS) for d in _documents(shard) if len(d.tokens) > 1]
   whole = [np.append(d.tokens, BYTES.eos_id) for d in written]
@@ -40,7 +40,7 @@ def test_documents_come_back_closed_by_eos(store):
   numbers = np.arange(len(whole))
   read = opened.read(numbers, 0 * numbers, opened.lengths)
   np.testing.assert_array_equal(read, np.concatenate(whole))
-  # The middles only, last document first.
+  # Without first token and EOS, in reverse order.
   read = opened.read(numbers[::-1], 0 * numbers + 1, opened.lengths[::-1] - 2)
   np.testing.assert_array_equal(read, np.concatenate([d[1:-1] for d in whole[::-1]]))
   assert len(set(opened.sequence_keys.tolist())) == 2
@@ -48,14 +48,14 @@ def test_documents_come_back_closed_by_eos(store):
   assert opened.tokens == sum(len(d) for d in whole)
 
 
-def test_what_is_skipped_is_counted(store):
+def test_skipped_documents_are_counted(store):
   information = token_store.verify(store)
   counts = {key: information[key] for key in ('documents', 'skipped_empty', 'skipped_one_token')}
   assert counts == {'documents': 15, 'skipped_empty': 3, 'skipped_one_token': 3}
   assert information['text_bytes'] == 3 * (5 + 2 + 300 + 7 + 40)
 
 
-def test_large_vocabularies_take_four_bytes(tmp_path):
+def test_tokens_of_large_vocabularies_have_four_bytes(tmp_path):
   class Large(vocabularies.ByteVocabulary):
     size = 100_000
 
@@ -65,7 +65,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path):
   assert read.tolist() == [99_999, 65_536, 1]
 
 
-def test_unfinished_shards_are_built_again_and_finished_ones_kept(store, tmp_path):
+def test_a_continued_build_keeps_finished_shards_and_rebuilds_others(store, tmp_path):
   expected = token_store.read_information(store)['fingerprint']
   other = tmp_path / 'other'
 
@@ -85,7 +85,7 @@ def test_unfinished_shards_are_built_again_and_finished_ones_kept(store, tmp_pat
   assert not [file for file in other.iterdir() if file.name.startswith('.')]
 
 
-def test_two_builders_at_once(store, tmp_path):
+def test_two_builders_of_one_store_at_once(store, tmp_path):
   found = []
 
   def build():
@@ -106,7 +106,7 @@ def test_shards_of_another_source_are_not_mixed_in(tmp_path):
 
 
 @pytest.mark.parametrize('name', ['tokens.npy', 'offsets.npy', 'keys.npy'])
-def test_missing_empty_and_truncated_files_are_refused_by_name(store, name):
+def test_messages_name_missing_empty_and_truncated_files(store, name):
   file = store / 'shard-00002-of-00003' / name
   content = file.read_bytes()
   file.write_bytes(content[:-1])
@@ -120,7 +120,7 @@ def test_missing_empty_and_truncated_files_are_refused_by_name(store, name):
     TokenStore.open(store, BYTES)
 
 
-def test_a_flipped_bit_is_found_by_verify(store):
+def test_verify_finds_a_flipped_bit_of_the_tokens(store):
   file = store / 'shard-00001-of-00003' / 'tokens.npy'
   content = bytearray(file.read_bytes())
   content[-9] ^= 1
@@ -130,7 +130,7 @@ def test_a_flipped_bit_is_found_by_verify(store):
 
 
 @pytest.mark.parametrize('name', ['offsets.npy', 'hashes.npy', 'keys.npy'])
-def test_a_flipped_bit_beside_the_tokens_is_found_when_it_is_opened(store, name):
+def test_opening_a_store_finds_a_flipped_bit_beside_the_tokens(store, name):
   file = store / 'shard-00000-of-00003' / name
   for place in (7, 60, 130, -3):
     content = bytearray(file.read_bytes())
@@ -143,16 +143,16 @@ def test_a_flipped_bit_beside_the_tokens_is_found_when_it_is_opened(store, name)
   TokenStore.open(store, BYTES)
 
 
-def test_a_header_that_lies_is_refused(store):
+def test_a_header_with_another_dtype_is_refused(store):
   file = store / 'shard-00000-of-00003' / 'tokens.npy'
   content = file.read_bytes()
   file.write_bytes(content.replace(b'<u2', b'>u2'))
-  with pytest.raises(DataError, match=r'tokens\.npy is corrupt: it holds >u2'):
+  with pytest.raises(DataError, match=r'tokens\.npy is corrupt: it has >u2'):
     TokenStore.open(store, BYTES)
 
 
 @pytest.mark.parametrize('name', ['shards', 'text_bytes', 'split', 'fingerprint', 'sha256'])
-def test_a_record_that_was_altered_is_refused(store, name):
+def test_an_altered_store_json_is_refused(store, name):
   information = json.loads((store / 'store.json').read_text())
   information[name] = None
   (store / 'store.json').write_text(json.dumps(information))
@@ -161,21 +161,21 @@ def test_a_record_that_was_altered_is_refused(store, name):
 
 
 @pytest.mark.parametrize(
-  ('token', 'said'), [(259, 'holds the token 259, but there are 259 ids'), (100, 'have the hash')]
+  ('token', 'message'), [(259, 'has the token 259, but there are 259 ids'), (100, 'have the hash')]
 )
-def test_a_damaged_document_is_placed(store, token, said):
+def test_a_damaged_document_is_located(store, token, message):
   tokens = np.load(store / 'shard-00001-of-00003' / 'tokens.npy', mmap_mode='r+')
-  tokens[12] = token  # the third document kept begins after 6 + 3 tokens
+  tokens[12] = token  # of the third stored document, which begins after 6 + 3 tokens
   tokens.flush()
   opened = TokenStore.open(store, BYTES)
   assert np.flatnonzero(opened.damaged(np.arange(15))).tolist() == [7]
   place = f'document 2 of shard-00001-of-00003 in the token store {store}'
-  assert opened.damage(7).startswith(place) and said in opened.damage(7)
+  assert opened.damage(7).startswith(place) and message in opened.damage(7)
   assert opened.damage(6) is None
 
 
 def test_a_token_outside_the_vocabulary_is_not_written(tmp_path):
-  with pytest.raises(DataError, match=r'Document 0 of shard 0.*ids go from 3 to 259'):
+  with pytest.raises(DataError, match=r'Document 0 of shard 0.*token ids from 3 to 259'):
     store_writer.write_store(tmp_path, _recipe(), lambda _: [Document(np.array([3, 259]), 2)])
 
 
@@ -187,11 +187,11 @@ def test_another_vocabulary_is_refused(store):
 
 
 @pytest.mark.parametrize(
-  ('content', 'said'), [('{', 'cannot be read'), ('[]', 'format None'), ('{"format": "x"}', "'x'")]
+  ('content', 'message'), [('{', 'cannot be read'), ('[]', 'format None'), ('{"format": "x"}', "'x'")]
 )
-def test_what_is_no_store_is_refused(store, content, said):
+def test_an_invalid_store_json_is_refused(store, content, message):
   (store / 'store.json').write_text(content)
-  with pytest.raises(DataError, match=said):
+  with pytest.raises(DataError, match=message):
     TokenStore.open(store, BYTES)
 
 
@@ -203,7 +203,7 @@ def test_mostly_empty_sources_are_refused(tmp_path):
     store_writer.write_store(tmp_path / 'b', _recipe(), lambda _: [])
 
 
-def test_the_arrays_are_plain_npy(store):
+def test_tokens_are_plain_npy_files(store):
   recorded = json.loads((store / 'store.json').read_text())
   for shard in recorded['shards']:
     tokens = np.load(store / shard['name'] / 'tokens.npy')

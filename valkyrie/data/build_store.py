@@ -1,22 +1,21 @@
-"""Tokenises a split of a seqio task into a token store.
+"""Command line that tokenizes a split of a seqio task into a token store.
 
   python -m valkyrie.data.build_store --task=python_stdlib --split=train --output=DIR
 
-A killed build goes on where it stopped when the same command runs again. A large task is built by
-many processes that see one directory, each with its own `--shard`; whichever finishes last writes
-store.json:
+The same command continues a killed build. Many processes with a shared directory build a large
+task, each with its own `--shard`; the last one to finish writes store.json:
 
   python -m valkyrie.data.build_store --task=fineweb --source=gs://bucket/fineweb --split=train \\
       --output=DIR --shards=512 --shard=17
 
-A task is found by its name: NAME is registered by the module valkyrie.tasks.NAME (up to the first
-'.' or '/' of NAME), and 'package.module:NAME' by that module. It has a feature 'targets'. Where
-it has 'inputs' too, a document is a prompt and its answer, of which only the answer is learnt.
-'sequence_key' (a string) marks documents that belong together, and 'NAME_pretokenized', which
-seqio's tokenize leaves of a feature, tells the bytes of text.
+The module valkyrie.tasks.NAME registers a task NAME, NAME.X or NAME/X; 'package.module:NAME' names
+another module. A task has the feature 'targets'. With 'inputs' too, a document is a prompt and its
+answer, and only the answer is learned. 'sequence_key' (a string) is equal for documents that belong
+together, and 'FEATURE_pretokenized', which seqio's tokenize adds, gives the bytes of text.
 """
 
 import argparse
+from collections.abc import Callable, Iterator
 import contextlib
 import importlib
 import importlib.util
@@ -25,11 +24,13 @@ import os
 import pathlib
 import pkgutil
 import sys
-import time
 from typing import Any
+
+import tqdm
 
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.data import store_writer, token_store, vocabularies
+from valkyrie.data.store_writer import Document
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError, ValkyrieError
 
@@ -46,18 +47,18 @@ def build(
   shards: int = DEFAULT_SHARDS,
   shard: int | None = None,
 ) -> dict[str, Any] | None:
-  """Builds the store, or one shard of it; store.json's content, or None while shards are missing.
+  """Builds a store, or one shard of it; returns store.json, or None while shards are missing.
 
   Raises:
-    ConfigurationError: no such task or split, or it cannot be built as asked.
-    DataError: the task's source is not what it should be.
+    ConfigurationError: the task or split is unknown, or does not fit the other arguments.
+    DataError: the task's source is missing, damaged or empty.
   """
   if (output / token_store.STORE_FILE).exists():
     return _finished(output, task, split, vocabulary, source)
   module, name = _task_module(task)
   print(f'building {output}\nloading seqio and TensorFlow', file=sys.stderr, flush=True)
   with _silenced():
-    import tensorflow as tf  # noqa: PLC0415  (8 s: only where a store is built)
+    import tensorflow as tf  # noqa: PLC0415  (8 s, only to build a store)
 
     from valkyrie.data.task_reader import TaskReader  # noqa: PLC0415
 
@@ -70,39 +71,65 @@ def build(
     source=reader.description | {'location': source},
     shards=shards,
   )
-  progress = _Progress(f'{task}/{split}', shards)
-  wanted = range(shards) if shard is None else [shard]
-  for number in wanted:
-    store_writer.write_shard(
-      output, recipe, number, lambda part: reader.documents(part, shards), progress.add
-    )
-    progress.end_shard(number)
+  numbers = range(shards) if shard is None else [shard]
+  with tqdm.tqdm(
+    desc=f'{task}/{split}',
+    total=len(numbers),
+    unit='shard',
+    miniters=0,  # time alone decides when the line is rewritten
+    mininterval=0.2 if sys.stderr.isatty() else 10,
+  ) as progress:
+    documents = _counted(lambda part: reader.documents(part, shards), progress)
+    for number in numbers:
+      store_writer.write_shard(output, recipe, number, documents)
+      progress.update()
   return store_writer.finish(output, recipe)
+
+
+def _counted(
+  documents: Callable[[int], Iterator[Document]], progress: tqdm.tqdm
+) -> Callable[[int], Iterator[Document]]:
+  """Wraps `documents`: their number, tokens and tokens/s appear beside the progress."""
+  count = tokens = 0
+
+  def counted(shard: int) -> Iterator[Document]:
+    nonlocal count, tokens
+    for document in documents(shard):
+      count += 1
+      tokens += len(document.tokens)
+      rate = tokens / max(progress.format_dict['elapsed'], 1e-9)
+      progress.set_postfix_str(
+        f'{count:,} documents, {tokens:,} tokens, {rate:,.0f} tokens/s', refresh=False
+      )
+      progress.update(0)
+      yield document
+
+  return counted
 
 
 def _finished(
   output: pathlib.Path, task: str, split: str, vocabulary: Vocabulary, source: str | None
 ) -> dict[str, Any]:
-  """store.json of a finished store, unless it is of something else than was asked for."""
+  """Reads store.json of a finished store, which must have the requested task and source."""
   information = token_store.read_information(output)
   recorded = (information['vocabulary']['fingerprint'], information['source'].get('location'))
   found = (information['task'], information['split'], *recorded)
-  asked = (task, split, vocabulary.fingerprint, source)
-  if found != asked:
+  expected = (task, split, vocabulary.fingerprint, source)
+  if found != expected:
     raise ConfigurationError(
-      f'{output} holds another store (task, split, vocabulary, source): found {found}, asked for '
-      f'{asked}. Name another --output, or delete that directory.'
+      f'{output} holds another store (task, split, vocabulary, source): found {found}, expected '
+      f'{expected}. Use another --output, or delete that directory.'
     )
   return information
 
 
 @contextlib.contextmanager
 def _silenced():
-  """TensorFlow's C++ reports at its start that it finds no GPU, whatever its log level."""
+  """Discards standard error: TensorFlow reports a missing GPU there at every log level."""
   sys.stderr.flush()
   kept = os.dup(2)
-  with open(os.devnull, 'w') as nowhere:
-    os.dup2(nowhere.fileno(), 2)
+  with open(os.devnull, 'w') as null:
+    os.dup2(null.fileno(), 2)
   try:
     yield
   finally:
@@ -125,41 +152,9 @@ def _task_module(task: str) -> tuple[str, str]:
     known = sorted(m.name for m in pkgutil.iter_modules(tasks.__path__))
     raise ConfigurationError(
       f'There is no module {module} to register the task {task!r}.{did_you_mean(task, known)} '
-      f"Tasks here: {', '.join(known)}; one of your own is 'package.module:NAME'."
+      f"Use one of {', '.join(known)}, or 'package.module:NAME' for a task of your own."
     )
   return module, name
-
-
-class _Progress:
-  """A line that rewrites itself on a terminal; elsewhere a plain line now and then."""
-
-  def __init__(self, name: str, shards: int):
-    self._name, self._shards = name, shards
-    self._documents = self._tokens = 0
-    self._begin = self._shown = time.monotonic()
-    self._terminal = sys.stderr.isatty()
-
-  def add(self, shard: int, document: store_writer.Document):
-    self._documents += 1
-    self._tokens += len(document.tokens)
-    now = time.monotonic()
-    if now - self._shown >= (0.2 if self._terminal else 10):
-      self._shown = now
-      self._show(shard, '\r' if self._terminal else '\n')
-
-  def end_shard(self, shard: int):
-    self._show(shard + 1, '\r' if self._terminal and shard + 1 < self._shards else '\n')
-
-  def _show(self, done: int, end: str):
-    bar = f'[{"#" * (20 * done // self._shards):20}] ' if self._terminal else ''
-    rate = self._tokens / max(time.monotonic() - self._begin, 1e-9)
-    print(
-      f'{self._name} {bar}{done} of {self._shards} shards, {self._documents:,} documents, '
-      f'{self._tokens:,} tokens, {rate:,.0f} tokens/s',
-      end=end,
-      file=sys.stderr,
-      flush=True,
-    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -169,15 +164,15 @@ def _parser() -> argparse.ArgumentParser:
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   add = parser.add_argument
-  add('--task', help='NAME, or package.module:NAME')
-  add('--split', default='train')
-  add('--vocabulary', default='bytes', help="'bytes', a .model file or a tokenizer.json")
-  add('--source', help='where the documents are, for tasks that read from a place')
-  add('--output', required=True, type=pathlib.Path, help="the store's directory")
-  add('--shards', type=int, default=DEFAULT_SHARDS, help='shards of the whole store')
-  add('--shard', type=int, help='build only this shard, from 0')
-  add('--verify', action='store_true', help='read every byte of the store in --output again')
-  add('--json', action='store_true', help='end with one line of JSON on standard output')
+  add('--task', help='seqio task to build: NAME or package.module:NAME')
+  add('--split', default='train', help='split of the task (default: %(default)s)')
+  add('--vocabulary', default='bytes', help="'bytes' (default), a .model file or a tokenizer.json")
+  add('--source', help='location of the documents, for a task such as fineweb that needs one')
+  add('--output', required=True, type=pathlib.Path, help='directory of the store')
+  add('--shards', type=int, default=DEFAULT_SHARDS, help='number of shards (default: %(default)s)')
+  add('--shard', type=int, help='number, from 0, of the only shard to build (default: all)')
+  add('--verify', action='store_true', help='check every byte of the store in --output instead')
+  add('--json', action='store_true', help='print the result as one line of JSON')
   return parser
 
 
@@ -185,11 +180,11 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any] | None:
   if arguments.verify:
     return token_store.verify(arguments.output)
   if arguments.task is None:
-    raise ConfigurationError('--task is missing: name the seqio task to build, or --verify.')
+    raise ConfigurationError('--task is missing. Name the seqio task to build, or pass --verify.')
   if arguments.shards < 1 or arguments.shard not in (None, *range(arguments.shards)):
     raise ConfigurationError(
-      f'--shard={arguments.shard} of --shards={arguments.shards}: shards are numbered from 0, and '
-      'there must be at least one.'
+      f'--shard={arguments.shard} and --shards={arguments.shards} are out of range. Use 1 or more '
+      'shards, and a shard from 0 to --shards - 1.'
     )
   return build(
     arguments.task,
@@ -203,9 +198,9 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def main() -> int:
-  """The command line; the exit code is the error's, and its message goes to standard error."""
+  """Runs the command line; returns the exit code, and prints an error to standard error."""
   arguments = _parser().parse_args()
-  # Only tf.data is used: the accelerators are for training.
+  # Only tf.data is used, so that the accelerators stay free for training.
   os.environ |= {'CUDA_VISIBLE_DEVICES': '', 'JAX_PLATFORMS': 'cpu'}
   try:
     information = _run(arguments)
@@ -221,7 +216,7 @@ def main() -> int:
     print(json.dumps(report))
   else:
     state = ', '.join(f'{name} {value}' for name, value in report.items())
-    print(f'{arguments.output}: {state or "this shard is done, others are still missing"}')
+    print(f'{arguments.output}: {state or "this shard is finished, other shards are missing"}')
   return 0
 
 

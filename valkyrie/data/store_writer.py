@@ -1,7 +1,7 @@
-"""Writes a token store shard by shard, so that a killed build goes on where it stopped.
+"""Writer of token stores, shard by shard, so that a killed build can continue.
 
-A shard is written to a temporary directory under a lock and renamed when whole; store.json comes
-last. Several builders may work on one store at once: each shard is built by one of them.
+A shard is written to a temporary directory under a lock and renamed when it is complete; store.json
+comes last. Several builders may work on one store at once: each shard is built by one of them.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,20 +21,20 @@ import numpy as np
 from valkyrie.data import token_store
 from valkyrie.data.token_store import SHARD_FILE, STORE_FILE
 from valkyrie.data.vocabularies import Vocabulary
-from valkyrie.errors import ConfigurationError, DataError, StorageError
+from valkyrie.errors import ConfigurationError, DataError, storage_errors
 
-# A source of mostly empty documents is a broken source: refused once enough of it was seen.
-MOST_SKIPPED = 0.5
-_ENOUGH_TO_JUDGE = 1000
+# A source of mostly empty documents is broken. A shard is judged after so many documents.
+MAX_SKIPPED = 0.5
+_JUDGED_AFTER = 1000
 
 
 class Document(NamedTuple):
-  """A tokenised document.
+  """A tokenized document.
 
   tokens: int [tokens], without EOS.
   text_bytes: bytes of its text in UTF-8.
-  sequence_key: documents with one key belong together; None stands alone.
-  prompt_tokens: how many of the tokens, from the first, are given: the others are the answer.
+  sequence_key: equal for documents that belong together; None for a document on its own.
+  prompt_tokens: number of leading tokens that are the prompt; the others are the answer.
   """
 
   tokens: np.ndarray
@@ -45,7 +45,7 @@ class Document(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-  """What a store is made from: shards of another recipe are never mixed in."""
+  """The origin of a store: shards of different recipes are never mixed."""
 
   task: str
   split: str
@@ -71,35 +71,28 @@ class Recipe:
 
 
 def write_store(
-  path: pathlib.Path,
-  recipe: Recipe,
-  documents: Callable[[int], Iterable[Document]],
-  on_document: Callable[[int, Document], None] = lambda shard, document: None,
+  path: pathlib.Path, recipe: Recipe, documents: Callable[[int], Iterable[Document]]
 ) -> dict[str, Any]:
-  """Writes every shard that is not there yet, then store.json; returns its content."""
+  """Writes every missing shard, then store.json; returns its content."""
   for shard in range(recipe.shards):
-    write_shard(path, recipe, shard, documents, on_document)
+    write_shard(path, recipe, shard, documents)
   information = finish(path, recipe)
   assert information is not None, 'every shard was just written'
   return information
 
 
 def write_shard(
-  path: pathlib.Path,
-  recipe: Recipe,
-  shard: int,
-  documents: Callable[[int], Iterable[Document]],
-  on_document: Callable[[int, Document], None] = lambda shard, document: None,
+  path: pathlib.Path, recipe: Recipe, shard: int, documents: Callable[[int], Iterable[Document]]
 ):
-  """Writes shard number `shard` unless it is whole already.
+  """Writes the documents of shard number `shard`, unless it is complete already.
 
   Raises:
     DataError: a token is outside the vocabulary, or most documents are empty.
-    ConfigurationError: the shard is there, but made from something else.
-    StorageError: the file system refused.
+    ConfigurationError: the shard exists, but was built by another recipe.
+    StorageError: the file system refused a write.
   """
   name = recipe.shard_name(shard)
-  with _storage(path), _locked(path / f'.{name}.lock'):
+  with _write_errors(path), _locked(path / f'.{name}.lock'):
     if (path / name).exists():
       _read_shard(path, recipe, shard)
       return
@@ -107,7 +100,7 @@ def write_shard(
     if temporary.exists():  # under the lock: its builder is dead
       shutil.rmtree(temporary)
     temporary.mkdir()
-    counts = _write_arrays(temporary, recipe, shard, documents(shard), on_document)
+    counts = _write_arrays(temporary, recipe, shard, documents(shard))
     files = {
       file.name: {'bytes': file.stat().st_size, 'sha256': token_store.file_sha256(file)}
       for file in sorted(temporary.glob('*.npy'))
@@ -118,7 +111,7 @@ def write_shard(
 
 
 def finish(path: pathlib.Path, recipe: Recipe) -> dict[str, Any] | None:
-  """Writes store.json and returns its content, or None while other shards are still missing."""
+  """Writes store.json and returns its content, or None while other shards are missing."""
   if not all((path / recipe.shard_name(i) / SHARD_FILE).exists() for i in range(recipe.shards)):
     return None
   shards = [_read_shard(path, recipe, i) for i in range(recipe.shards)]
@@ -128,15 +121,15 @@ def finish(path: pathlib.Path, recipe: Recipe) -> dict[str, Any] | None:
   _check_skipped(str(path), information['documents'], skipped)
   if not information['documents']:
     raise DataError(
-      f'The split {recipe.split!r} of the task {recipe.task!r} has no documents: '
-      'name another split or source.'
+      f'The split {recipe.split!r} of the task {recipe.task!r} has no documents. '
+      'Use another split or source.'
     )
   kept = ('name', 'documents', 'tokens', 'files')
   information['shards'] = [{key: s[key] for key in kept} for s in shards]
   files = [s['files'] for s in shards]
   information['fingerprint'] = token_store.content_hash([information['vocabulary'], files])
   sealed = {**information, 'sha256': token_store.content_hash(information)}
-  with _storage(path):
+  with _write_errors(path):
     temporary = path / f'.{STORE_FILE}.{uuid.uuid4().hex}.tmp'
     _write_json(temporary, sealed)
     temporary.replace(path / STORE_FILE)
@@ -146,12 +139,9 @@ def finish(path: pathlib.Path, recipe: Recipe) -> dict[str, Any] | None:
 
 
 def _write_arrays(
-  directory: pathlib.Path,
-  recipe: Recipe,
-  shard: int,
-  documents: Iterable[Document],
-  on_document: Callable[[int, Document], None],
+  directory: pathlib.Path, recipe: Recipe, shard: int, documents: Iterable[Document]
 ) -> dict[str, int]:
+  """Writes the arrays of a shard and returns its counts."""
   size, eos_id = recipe.vocabulary.size, recipe.vocabulary.eos_id
   dtype = token_store.token_dtype(size)
   offsets, hashes, keys, prompts = [0], [], [], []
@@ -159,19 +149,19 @@ def _write_arrays(
   with (directory / token_store.TOKENS_FILE).open('wb') as stream:
     _write_header(stream, dtype, 0)
     for number, document in enumerate(documents):
-      on_document(shard, document)
       if len(document.tokens) < 2:
         skipped_empty += len(document.tokens) == 0
         skipped_one_token += len(document.tokens) == 1
         skipped = skipped_empty + skipped_one_token
-        if number >= _ENOUGH_TO_JUDGE:
+        if number >= _JUDGED_AFTER:
           _check_skipped(f'shard {shard}', len(keys), skipped)
         continue
       if document.tokens.max() >= size or document.tokens.min() < 0:
         raise DataError(
-          f'Document {number} of shard {shard} of {recipe.task} holds a token outside the '
-          f'vocabulary: ids go from {document.tokens.min()} to {document.tokens.max()}, but '
-          f'{recipe.vocabulary.fingerprint} has {size}. Correct the task.'
+          f'Document {number} of shard {shard} of {recipe.task} has token ids from '
+          f'{document.tokens.min()} to {document.tokens.max()}, but the vocabulary '
+          f'{recipe.vocabulary.fingerprint} has {size} ids, from 0. Remove the preprocessor of the '
+          'task that changes ids after tokenizing, or use a larger vocabulary.'
         )
       content = np.append(document.tokens, eos_id).astype(dtype).tobytes()
       stream.write(content)
@@ -198,7 +188,7 @@ def _write_arrays(
 
 
 def _write_header(stream, dtype: np.dtype, length: int):
-  """A .npy header; numpy pads it so that the length can be written again when it is known."""
+  """Writes a .npy header; numpy pads it, so that the final length overwrites the first one."""
   np.lib.format.write_array_header_1_0(
     stream, {'descr': dtype.str, 'fortran_order': False, 'shape': (length,)}
   )
@@ -215,17 +205,17 @@ def _key(sequence_key: str) -> int:
   return int.from_bytes(digest, 'little')
 
 
-def _check_skipped(where: str, kept: int, skipped: int):
-  if skipped > MOST_SKIPPED * (kept + skipped):
+def _check_skipped(place: str, kept: int, skipped: int):
+  if skipped > MAX_SKIPPED * (kept + skipped):
     raise DataError(
-      f'{skipped} of {kept + skipped} documents in {where} are empty or hold one token only, more '
-      f'than {MOST_SKIPPED:.0%}: the source is not what it should be. Check its text column or '
-      'files.'
+      f'{skipped} of {kept + skipped} documents in {place} are empty or have one token only, but '
+      f'at most {MAX_SKIPPED:.0%} may be skipped. Check the text column and the files of the '
+      'source.'
     )
 
 
 def _read_shard(path: pathlib.Path, recipe: Recipe, shard: int) -> dict[str, Any]:
-  """shard.json of a finished shard, refused unless it is whole and made by this recipe."""
+  """Reads shard.json of a finished shard, which must be complete and built by this recipe."""
   name = recipe.shard_name(shard)
   try:
     record = json.loads((path / name / SHARD_FILE).read_text())
@@ -235,12 +225,12 @@ def _read_shard(path: pathlib.Path, recipe: Recipe, shard: int) -> dict[str, Any
       f'{path / name} has no readable {SHARD_FILE} ({error}). {token_store.REBUILD}'
     ) from error
   for file, recorded in files.items():
-    token_store.check_size(path / name / file, recorded['bytes'])
+    token_store.check_file(path / name / file, recorded, content=False)
   for key, expected in recipe.information().items():
     if record.get(key) != expected:
       raise ConfigurationError(
-        f'{path / name} was built from another {key}: found {record.get(key)}, expected '
-        f'{expected}. Name another output directory, or delete that one.'
+        f'{path / name} was built with another {key}: found {record.get(key)}, expected '
+        f'{expected}. Use another output directory, or delete this store.'
       )
   return record
 
@@ -258,19 +248,15 @@ def _flush(stream):
 
 @contextlib.contextmanager
 def _locked(file: pathlib.Path):
-  """Waits for other builders of this shard; the lock dies with its process."""
+  """Waits for other builders of this shard; the lock is released when its process dies."""
   file.parent.mkdir(parents=True, exist_ok=True)
   with file.open('w') as stream:
     fcntl.flock(stream, fcntl.LOCK_EX)
     yield
 
 
-@contextlib.contextmanager
-def _storage(path: pathlib.Path):
-  try:
-    yield
-  except OSError as error:
-    raise StorageError(
-      f'The token store {path} cannot be written ({error}). Free space there, or name another '
-      'directory; what is finished is kept.'
-    ) from error
+def _write_errors(path: pathlib.Path):
+  return storage_errors(
+    f'The token store {path} cannot be written',
+    'Free space there, or use another directory. Finished shards are kept.',
+  )

@@ -1,18 +1,18 @@
-"""The token store: a directory of tokenised documents, read at random by memory map.
+"""Token store: a directory of tokenized documents with random access by memory map.
 
-  store.json                      written last: what the store holds, what it was made from, and
-                                  the SHA-256 of all that
+  store.json                      written last: the content and origin of the store, and the
+                                  SHA-256 of both
   shard-00000-of-00008/
-    tokens.npy     uint16 | uint32 [tokens]      documents end to end, each closed by an EOS
-    offsets.npy    int64 [documents + 1]         where each document starts in tokens.npy
+    tokens.npy     uint16 | uint32 [tokens]      concatenated documents, each with a final EOS
+    offsets.npy    int64 [documents + 1]         the start of each document in tokens.npy
     hashes.npy     uint8 [documents, 16]         BLAKE2b of each document's tokens
     keys.npy       uint64 [documents]            equal for the documents of one sequence
-    prompts.npy    int64 [documents]             tokens that are given, before the answer; no file
-                                                 where there are no prompts
+    prompts.npy    int64 [documents]             length of the prompt before each answer; absent
+                                                 in a shard without prompts
     shard.json                                   counts, and size and SHA-256 of these files
 
-Arrays are plain .npy files: any slice of a document of any length is one `memcpy`, and any numpy
-opens them. `store_writer` makes a store, `verify` reads every byte of one again.
+Arrays are plain .npy files, which any numpy opens; a slice of a document is one `memcpy`.
+`store_writer` writes a store, `verify` reads every byte of one again.
 """
 
 import hashlib
@@ -30,20 +30,20 @@ STORE_FILE = 'store.json'
 SHARD_FILE = 'shard.json'
 TOKENS_FILE = 'tokens.npy'
 PROMPTS_FILE = 'prompts.npy'
-REBUILD = 'Delete that directory and run again to build it anew.'
-_WHOLE, _DAMAGED = 1, 2
+REBUILD = "Delete the store's directory and run again to rebuild it."
+_INTACT, _DAMAGED = 1, 2
 
 
 class TokenStore:
-  """The documents of one split, numbered as they stand in the shards.
+  """The documents of one split, numbered in the order of the shards.
 
   Attributes:
     path: the store's directory.
     information: the content of store.json.
-    fingerprint: SHA-256 over the vocabulary and every shard's content.
+    fingerprint: SHA-256 of the vocabulary and every shard's content.
     lengths: int64 [documents], tokens of each document with its EOS.
     sequence_keys: uint64 [documents], equal for documents that belong together.
-    prompts: int64 [documents], how many tokens of each are its prompt: 0 where it has none.
+    prompts: int64 [documents], prompt tokens of each document; 0 without a prompt.
     tokens, text_bytes: ints, over all documents.
   """
 
@@ -55,7 +55,7 @@ class TokenStore:
     self.text_bytes: int = information['text_bytes']
     self._vocabulary_size: int = information['vocabulary']['size']
     names = [shard['name'] for shard in information['shards']]
-    # A plain ndarray over the map: slicing np.memmap itself costs ten times as much.
+    # Slicing an np.memmap costs ten times as much as slicing an ndarray that views it.
     self._tokens = [np.asarray(_load(path / name / TOKENS_FILE, mapped=True)) for name in names]
     self._hashes = [_load(path / name / 'hashes.npy', mapped=True) for name in names]
     offsets = [_load(path / name / 'offsets.npy') for name in names]
@@ -72,11 +72,11 @@ class TokenStore:
         for shard in information['shards']
       ]
     )
-    self._checked = np.zeros(len(self.lengths), np.uint8)  # _WHOLE or _DAMAGED, once it was read
+    self._checked = np.zeros(len(self.lengths), np.uint8)  # _INTACT or _DAMAGED once read
 
   @classmethod
   def open(cls, path: pathlib.Path, vocabulary: Vocabulary) -> 'TokenStore':
-    """Opens a finished store and checks everything that does not need reading the tokens.
+    """Opens a finished store and checks everything but the tokens, which `damaged` checks.
 
     Raises:
       DataError: the store or a shard is unfinished, missing, empty, truncated, altered or not a
@@ -89,23 +89,21 @@ class TokenStore:
       raise ConfigurationError(
         f'The token store {path} was built with the vocabulary {built["fingerprint"]} (EOS '
         f'{built["eos_id"]}), but the run asks for {vocabulary.fingerprint} (EOS '
-        f'{vocabulary.eos_id}). Name that vocabulary, or another data_dir.'
+        f'{vocabulary.eos_id}). Use that vocabulary or another TaskFeed.data_dir.'
       )
     for shard in information['shards']:
       for name, recorded in shard['files'].items():
-        check_size(path / shard['name'] / name, recorded['bytes'])
-        if name != TOKENS_FILE:  # which `damaged` checks document by document
-          check_content(path / shard['name'] / name, recorded['sha256'])
+        check_file(path / shard['name'] / name, recorded, content=name != TOKENS_FILE)
     store = cls(path, information)
     store._check_tokens()
     return store
 
   def read(self, documents: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Slices of documents, end to end.
+    """Reads slices of documents and concatenates them.
 
     Args:
-      documents, begins, lengths: int [pieces]; piece i is tokens begins[i] to begins[i] +
-        lengths[i] of that document.
+      documents, begins, lengths: int [slices]; slice i is the tokens [begins[i], begins[i] +
+        lengths[i]) of document documents[i].
 
     Returns:
       int32 [sum(lengths)]
@@ -114,111 +112,104 @@ class TokenStore:
     begins = self._starts[documents] + begins
     ends = np.cumsum(lengths)
     out = np.empty(int(ends[-1]) if len(ends) else 0, np.int32)
-    pieces = (shards, begins, begins + lengths, ends - lengths, ends)
-    for shard, begin, end, to, to_end in zip(*(piece.tolist() for piece in pieces), strict=True):
+    bounds = (shards, begins, begins + lengths, ends - lengths, ends)
+    for shard, begin, end, to, to_end in zip(*(bound.tolist() for bound in bounds), strict=True):
       out[to:to_end] = self._tokens[shard][begin:end]
     return out
 
   def damaged(self, documents: np.ndarray) -> np.ndarray:
-    """Which of these documents, int [documents], are not what was written: bool [documents].
+    """Compares documents, int [documents], with the hashes of their writer -> bool [documents].
 
-    Each is read whole, and hashed, the first time that it is asked for.
+    A document is read completely the first time that this method gets it; the result is kept.
     """
     for document in documents[self._checked[documents] == 0].tolist():
-      self._checked[document] = _WHOLE if self.damage(document) is None else _DAMAGED
+      self._checked[document] = _INTACT if self.damage(document) is None else _DAMAGED
     return self._checked[documents] == _DAMAGED
 
   def damage(self, document: int) -> str | None:
-    """What is wrong with a document, and where it stands; None if it is what was written."""
+    """The damage of a document and its place in the store, or None if it is intact."""
     shard = int(self._shards(document))
     number = document - int(self._first_documents[shard])
     begin = int(self._starts[document])
     tokens = self._tokens[shard][begin : begin + int(self.lengths[document])]
     place = f'document {number} of {self._shard_names[shard]} in the token store {self.path}'
     if tokens.max() >= self._vocabulary_size:
-      return f'{place} holds the token {tokens.max()}, but there are {self._vocabulary_size} ids'
+      return f'{place} has the token {tokens.max()}, but there are {self._vocabulary_size} ids'
     digest = hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
     if digest != self._hashes[shard][number].tobytes():
-      return f'{place} does not have the hash that it was written with'
+      return f'{place} does not have the hash recorded when it was written'
     return None
 
   def _shards(self, documents: np.ndarray | int) -> np.ndarray:
     return np.searchsorted(self._first_documents, documents, side='right') - 1
 
   def _check_tokens(self):
-    """Refuses files of tokens whose header says something else than was written."""
+    """Refuses token files whose header has another dtype or shape than recorded."""
     dtype = token_dtype(self._vocabulary_size)
     for shard, tokens in zip(self.information['shards'], self._tokens, strict=True):
       if (tokens.dtype, tokens.shape) != (dtype, (shard['tokens'],)):
         raise DataError(
-          f'{self.path / shard["name"] / TOKENS_FILE} is corrupt: it holds {tokens.dtype} '
-          f'{list(tokens.shape)}, but {dtype} [{shard["tokens"]}] were written. {REBUILD}'
+          f'{self.path / shard["name"] / TOKENS_FILE} is corrupt: it has {tokens.dtype} '
+          f'{list(tokens.shape)}, but {dtype} [{shard["tokens"]}] was written. {REBUILD}'
         )
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype:
-  """The smallest integers that hold every token."""
+  """The smallest unsigned dtype for every token id."""
   return np.dtype(np.uint16 if vocabulary_size <= 2**16 else np.uint32)
 
 
 def content_hash(content: Any) -> str:
-  """SHA-256 of what JSON can hold."""
+  """SHA-256 of a JSON value."""
   return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_information(path: pathlib.Path) -> dict[str, Any]:
-  """store.json as a dictionary; DataError where it is missing or not of this format."""
+  """Reads store.json; DataError if it is missing, corrupt or of another format."""
   file = path / STORE_FILE
   try:
     information = json.loads(file.read_text())
   except FileNotFoundError as error:
     raise DataError(
       f'{path} is not a finished token store: it has no {STORE_FILE}. Build it with '
-      'python -m valkyrie.data.build_store, which goes on where an earlier build stopped.'
+      'python -m valkyrie.data.build_store, which continues an earlier build.'
     ) from error
   except (OSError, ValueError) as error:
     raise DataError(f'{file} cannot be read ({error}). {REBUILD}') from error
   found = information.get('format') if isinstance(information, dict) else None
   if found != FORMAT:
-    raise DataError(f'{file} is of the format {found!r}, expected {FORMAT!r}. {REBUILD}')
+    raise DataError(f'{file} has the format {found!r}, expected {FORMAT!r}. {REBUILD}')
   if information.pop('sha256', None) != content_hash(information):
-    raise DataError(f'{file} is corrupt: it is not what its SHA-256 says. {REBUILD}')
+    raise DataError(f'{file} is corrupt: its content does not match its SHA-256. {REBUILD}')
   return information
 
 
-def check_size(file: pathlib.Path, expected: int):
-  """DataError naming the file unless it has the size that was recorded when it was written."""
+def check_file(file: pathlib.Path, recorded: dict[str, Any], *, content: bool = True):
+  """DataError naming the file unless it has its recorded size and, with `content`, SHA-256."""
+  expected = recorded['bytes']
   try:
     found = file.stat().st_size
   except OSError as error:
     raise DataError(
-      f'The token store lacks {file} ({error.strerror}), which should hold {expected} bytes. '
-      + REBUILD
+      f'The token store lacks {file} ({error.strerror}) of {expected} bytes. {REBUILD}'
     ) from error
   if found != expected:
     raise DataError(
-      f'{file} is {"empty" if not found else "truncated or altered"}: it holds {found} bytes, '
+      f'{file} is {"empty" if not found else "truncated or altered"}: it has {found} bytes, '
       f'but {expected} were written. {REBUILD}'
     )
-
-
-def check_content(file: pathlib.Path, expected: str):
-  """DataError naming the file unless it has the SHA-256 that it was written with."""
-  found = file_sha256(file)
-  if found != expected:
+  if content and (found := file_sha256(file)) != recorded['sha256']:
     raise DataError(
-      f'{file} is corrupt: its SHA-256 is {found}, but {expected} was written. {REBUILD}'
+      f'{file} is corrupt: its SHA-256 is {found}, but {recorded["sha256"]} was written. {REBUILD}'
     )
 
 
 def verify(path: pathlib.Path) -> dict[str, Any]:
-  """Reads every byte of a store again; store.json's content, or DataError naming a bad file."""
+  """Reads every byte of a store and returns store.json; DataError names a bad file."""
   information = read_information(path)
   for shard in information['shards']:
     for name, recorded in shard['files'].items():
-      file = path / shard['name'] / name
-      check_size(file, recorded['bytes'])
-      check_content(file, recorded['sha256'])
+      check_file(path / shard['name'] / name, recorded)
   return information
 
 
@@ -230,5 +221,5 @@ def file_sha256(file: pathlib.Path) -> str:
 def _load(file: pathlib.Path, mapped: bool = False) -> np.ndarray:
   try:
     return np.load(file, mmap_mode='r' if mapped else None, allow_pickle=False)
-  except Exception as error:  # numpy parses the header as Python, and fails in as many ways
-    raise DataError(f'{file} is not an array that can be read ({error}). {REBUILD}') from error
+  except Exception as error:  # numpy parses the header as Python and raises many types
+    raise DataError(f'{file} is not a readable array ({error}). {REBUILD}') from error
