@@ -78,7 +78,7 @@ def counted(**bound):
     'Preemption.grace_seconds=7.0',
     'RefusedSteps.allowed=7',
     'Evaluator.chunks=7',
-    'Agreement.every=7',
+    'TokenConsistency.every=7',
     'evaluate.cuts=("s5",)',
     'infer.temperature=0.5',
     'create_writers.tensorboard=False',

@@ -210,9 +210,7 @@ def test_what_is_not_finite_is_not_saved(tmp_path):
     checkpoints.save(2, state, {})
 
 
-def test_a_supervisor_hears_that_it_is_saving_only_while_the_run_waits_for_it(
-  tmp_path, monkeypatch
-):
+def test_the_stage_is_save_only_while_the_run_waits_for_a_save(tmp_path, monkeypatch):
   reader, writer = os.pipe()
   monkeypatch.setenv(heartbeat.VARIABLE, str(writer))
   with Checkpoints().open(tmp_path) as checkpoints:
@@ -220,9 +218,9 @@ def test_a_supervisor_hears_that_it_is_saving_only_while_the_run_waits_for_it(
     checkpoints.save_now(2, make_state(), {})
   os.close(writer)
   with open(reader) as lines:
-    heard = [line['phase'] for line in map(json.loads, lines) if 'phase' in line]
-  # The first goes on behind the run's back; then the run waits for it, and for the second.
-  assert heard == ['save', 'step', 'save', 'save']
+    stages = [line['stage'] for line in map(json.loads, lines) if 'stage' in line]
+  # The first save continues in the background; then the run waits for it, and for the second.
+  assert stages == ['save', 'step', 'save', 'save']
 
 
 def test_orbax_stays_quiet_and_imports_no_tensorflow(tmp_path):

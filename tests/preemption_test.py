@@ -1,4 +1,4 @@
-"""Asked to stop, a run stops in every phase, says what is saved, and leaves exit code 75."""
+"""A run that receives SIGTERM or SIGINT saves, reports its checkpoint, and ends with 75."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from valkyrie.run import train
 ROOT = pathlib.Path(__file__).parents[1]
 
 ACTS = '''
-"""Does something in a run where it is told to."""
+"""A hook and an evaluator that send a signal to their own process."""
 
 import os
 import signal
@@ -72,7 +72,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def flags(folder, tmp_path):
-  """The flags of a run of four steps in tmp_path/run, which saves nothing before the end."""
+  """The flags of a run of four steps in tmp_path/run, which saves only after the last one."""
   more = 'import acts\ntrain.hooks = (@Act(),)\nAct.at = 0\nAct.what = ""'
   (tmp_path / 'run.gin').write_text(tiny_run.gin_text(folder / 'data', more=more))
   return [
@@ -97,7 +97,7 @@ def train_here(flags, folder, tmp_path, monkeypatch):
 
 
 def start(flags, folder, tmp_path, *more):
-  """The same in a process of its own."""
+  """Trains in another process."""
   command = [sys.executable, '-m', 'valkyrie.main', f'--gin_file={tmp_path / "run.gin"}']
   command += [f'--model_dir={tmp_path / "run"}', '--gin_allow_import=acts', *flags, *more]
   return subprocess.Popen(
@@ -113,7 +113,7 @@ def checkpoints(tmp_path):
   return sorted(path.name for path in (tmp_path / 'run' / 'checkpoints').iterdir())
 
 
-def test_during_compilation_nothing_is_saved(flags, folder, tmp_path):
+def test_a_signal_during_compilation_saves_nothing(flags, folder, tmp_path):
   with start(flags, folder, tmp_path) as process:
     said = ''
     while 'compiling a step' not in said:
@@ -126,29 +126,29 @@ def test_during_compilation_nothing_is_saved(flags, folder, tmp_path):
   assert checkpoints(tmp_path) == []
 
 
-def test_what_a_signal_in_start_up_is_turned_into_is_not_the_error_to_see():
+def test_preempted_is_raised_even_if_start_up_replaces_it_by_another_error():
   with pytest.raises(Preempted, match='SIGTERM before the first step'), Preemption():
     try:
       os.kill(os.getpid(), signal.SIGTERM)
       time.sleep(1)
-    except Preempted as error:  # as inspect.signature does, which jax calls when it traces
+    except Preempted as error:  # like inspect.signature, which jax calls while it traces
       raise TypeError('unsupported callable') from error
 
 
-@pytest.mark.parametrize('told', [['3', '5'], ['5', '3'], ['4', '5']])
-def test_all_go_on_to_where_the_furthest_of_them_is(monkeypatch, told):
+@pytest.mark.parametrize('counts', [['3', '5'], ['5', '3'], ['4', '5']])
+def test_all_processes_stop_after_the_largest_number_of_calls(monkeypatch, counts):
   calls = []
 
   def exchange(name, text, *seconds):
     calls.append((name, text, *seconds))
-    return told if name == 'stop' else ['']
+    return counts if name == 'stop' else ['']
 
   monkeypatch.setattr(processes, 'exchange', exchange)
   with Preemption(grace_seconds=9.0) as stop:
     stop.ready(lambda: '')
     assert [stop.requested() for _ in range(3)] == [False] * 3
     os.kill(os.getpid(), signal.SIGTERM)
-    while len(calls) < 2:  # asked of all, how far they are
+    while len(calls) < 2:  # the exchange of the counts
       time.sleep(0.01)
     assert [stop.requested() for _ in range(4)] == [False, False, True, True]
   assert calls == [('ready', ''), ('stop', '3', 9.0)]
@@ -162,7 +162,7 @@ def builder_of(process):
   return None
 
 
-def test_while_a_store_is_built_its_builder_is_ended_too(flags, folder, tmp_path):
+def test_a_signal_while_a_store_is_built_ends_its_builder_too(flags, folder, tmp_path):
   elsewhere = ("--gin.task='python_stdlib'", f"--gin.TaskFeed.data_dir='{tmp_path}'")
   with start(flags, folder, tmp_path, *elsewhere) as process:
     while (builder := builder_of(process)) is None:
@@ -176,7 +176,7 @@ def test_while_a_store_is_built_its_builder_is_ended_too(flags, folder, tmp_path
     os.kill(builder, 0)
 
 
-def test_what_outlasts_the_grace_is_ended_and_the_newest_checkpoint_named(flags, folder, tmp_path):
+def test_a_step_longer_than_the_grace_is_ended_and_the_checkpoint_named(flags, folder, tmp_path):
   more = ('--gin.Act.at=3', '--gin.Act.what="hang"', '--gin.checkpoint_every=1')
   with start(flags, folder, tmp_path, *more, '--gin.Preemption.grace_seconds=0.5') as process:
     said = process.stderr.read()
@@ -186,7 +186,7 @@ def test_what_outlasts_the_grace_is_ended_and_the_newest_checkpoint_named(flags,
   assert named.group(1).removeprefix(f'{tmp_path}/run/checkpoints/') in ('2', '3')
 
 
-def test_during_an_evaluation_it_is_given_up_and_the_state_saved(train_here, tmp_path):
+def test_a_signal_during_an_evaluation_ends_it_and_saves_the_state(train_here, tmp_path):
   before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
   with pytest.raises(Preempted, match=r'stopped after step 2 of 4; .*run/checkpoints/2\.'):
     train_here('--gin.train.evaluator=@Interrupted', '--gin.eval_every=2')
@@ -195,29 +195,27 @@ def test_during_an_evaluation_it_is_given_up_and_the_state_saved(train_here, tmp
   assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
-def test_an_error_in_the_loop_is_shown_and_what_was_trained_is_saved(
-  train_here, tmp_path, monkeypatch
-):
+def test_after_an_error_in_the_loop_the_state_is_saved(train_here, tmp_path, monkeypatch):
   reader, writer = os.pipe()
   monkeypatch.setenv(heartbeat.VARIABLE, str(writer))
   with pytest.raises(ValueError, match='a bug of the hook') as error:
     train_here('--gin.Act.at=3', '--gin.Act.what="fail"')
   assert 'What was trained until then was saved.' in error.value.__notes__
   assert checkpoints(tmp_path) == ['3']
-  # What a supervisor has heard of it.
+  # The heartbeats that a supervisor has received.
   os.close(writer)
   with open(reader) as lines:
-    heard = [json.loads(line) for line in lines]
-  assert heard == [
-    {'phase': 'start_up', 'model_dir': str(tmp_path / 'run')},
-    {'phase': 'compile'},
-    *({'phase': 'step', 'step': step} for step in (1, 2, 3)),
-    {'phase': 'save'},
+    beats = [json.loads(line) for line in lines]
+  assert beats == [
+    {'stage': 'start_up', 'model_dir': str(tmp_path / 'run')},
+    {'stage': 'compile'},
+    *({'stage': 'step', 'step': step} for step in (1, 2, 3)),
+    {'stage': 'save'},
     {'saved': 3},
   ]
 
 
-def test_numbers_that_stay_infinite_end_the_run_and_name_the_documents(train_here, folder):
+def test_repeated_steps_that_are_not_finite_end_the_run_and_name_the_documents(train_here, folder):
   budget = ('--gin.RefusedSteps.allowed=1', '--gin.RefusedSteps.window=3')
   with pytest.raises(Diverged) as end:
     train_here('--gin.train_steps=6', '--gin.learning_rate=1e30', *budget)

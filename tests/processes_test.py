@@ -1,6 +1,6 @@
-"""Two processes of four devices train as one of eight: the same batches, numbers, stops and files.
+"""Runs of two processes with four devices each, compared with one process with eight devices.
 
-They meet on loopback. What happens to one of them, a hook does in it, for real.
+The processes connect through the loopback address. A hook in one of them injects a fault.
 """
 
 import json
@@ -13,7 +13,7 @@ import sys
 
 import jax
 import numpy as np
-import partitioning_test as layouts
+import partitioner_test as layouts
 import pytest
 import tiny_run
 
@@ -22,7 +22,7 @@ from valkyrie.errors import ConfigurationError
 
 ROOT = pathlib.Path(__file__).parents[1]
 BESIDE = '''
-"""Hashes what is read, and does something to a process where it is told to."""
+"""A feed that hashes its batches, and a hook that injects a fault into a process."""
 
 import hashlib
 import os
@@ -48,7 +48,7 @@ class LoggedFeed(TaskFeed):
 
 @gin.configurable
 class Act:
-  """ACTS: what happens in each start of the run: step, process, what."""
+  """Reads from ACTS, for each start of the run, a step, a process and an action."""
 
   def __init__(self):
     acts = [act.split() for act in os.environ['ACTS'].split(',')]
@@ -61,11 +61,11 @@ class Act:
   def __call__(self, step, state, metrics):
     if step != int(self.step) or jax.process_index() != int(self.process):
       return
-    if self.what == 'ask':
+    if self.what == 'stop':
       os.kill(os.getpid(), signal.SIGTERM)
       os.kill(os.getpid(), signal.SIGINT)
     elif self.what == 'refuse':
-      raise DataError('a document that is not what it should be')
+      raise DataError('a damaged document')
 '''
 DEVICES = '--xla_force_host_platform_device_count'
 FLAGS = (
@@ -95,7 +95,7 @@ def free_address():
 
 
 def start(folder, count, *arguments, acts='0 0 none', command=(sys.executable,), read='read'):
-  """The processes of a run, of 8 devices together."""
+  """Starts the processes of a run, with 8 devices together."""
   address = free_address()
   return [
     subprocess.Popen(
@@ -121,7 +121,7 @@ def start(folder, count, *arguments, acts='0 0 none', command=(sys.executable,),
 
 
 def run(folder, gin_file, name, count=2, acts='0 0 none', supervisor=(), read='read'):
-  """[(exit code, what it said)] of the processes of a run in folder/name."""
+  """[(exit code, standard error)] of the processes of a run in folder/name."""
   arguments = ['-m', 'valkyrie.main', f'--gin_file={folder / gin_file}.gin', *FLAGS]
   arguments += [f'--model_dir={folder / name}']
   command = (*supervisor, sys.executable)
@@ -134,27 +134,27 @@ def steps(folder, name):
 
 
 def read(folder, name):
-  """{(position, row): hash} of what was read; what was read twice was the same."""
+  """{(position, row): hash} of the tokens read; repeated reads have the same hash."""
   lines = [line.split() for line in (folder / name).read_text().splitlines()]
   found = {(position, row): digest for position, row, digest in lines}
   assert len(found) == len({tuple(line) for line in lines})
   return found
 
 
-def test_two_processes_go_on_from_one_and_stop_together_and_one_goes_on_from_them(folder):
+def test_two_processes_resume_a_run_of_one_and_one_process_resumes_a_run_of_two(folder):
   ((code, said),) = run(folder, 'fsdp', 'whole', 1, read='read_by_one')
   assert code == 0, said
 
-  # What the run of one process had after two steps.
+  # The checkpoint of the run of one process after two steps.
   shutil.copytree(folder / 'whole' / 'checkpoints' / '2', folder / 'shared' / 'checkpoints' / '2')
-  ended = run(folder, 'fsdp', 'shared', acts='4 1 ask')
+  ended = run(folder, 'fsdp', 'shared', acts='4 1 stop')
   for code, said in ended:
     assert code == 75, said
     assert 'resuming after step 2 from' in said and 'handlers ready' in said
   done = steps(folder, 'shared')[-1]
   assert 4 <= done < 8
   assert all(f'stopped after step {done} of 8' in said for _, said in ended)
-  assert 'SIGTERM: stopping' in ended[1][1] and 'process 1 is to stop' in ended[0][1]
+  assert 'SIGTERM: stopping' in ended[1][1] and 'process 1 is stopping' in ended[0][1]
 
   ((code, said),) = run(folder, 'fsdp', 'shared', 1)
   assert code == 0 and f'resuming after step {done} from' in said, said
@@ -170,26 +170,28 @@ def test_two_processes_go_on_from_one_and_stop_together_and_one_goes_on_from_the
   np.testing.assert_allclose(*evaluated, rtol=1e-4)
 
 
-def test_bad_data_of_one_process_end_both_with_their_code(folder):
+def test_a_data_error_of_one_process_ends_both_with_65(folder):
   supervise = [str(ROOT / 'scripts' / 'supervise'), '--pause_seconds=0.1', '--']
-  ended = run(folder, 'zero1', 'faults', acts='3 1 refuse', supervisor=supervise, read='read_amid')
+  ended = run(
+    folder, 'zero1', 'faults', acts='3 1 refuse', supervisor=supervise, read='read_in_faults'
+  )
   for code, said in ended:
     assert code == 65, said
-  assert 'valkyrie: a document that is not what it should be' in ended[1][1]
-  assert 'valkyrie: process 1 ended with 65' in ended[0][1]
+  assert 'valkyrie: a damaged document' in ended[1][1]
+  assert 'valkyrie: process 1 ended with exit code 65' in ended[0][1]
   lines = map(json.loads, (folder / 'faults' / 'supervise.jsonl').read_text().splitlines())
   assert sorted((line['process'], line['code']) for line in lines) == [(0, 65), (1, 65)]
 
 
-def test_two_processes_compute_what_one_device_does(folder):
+def test_two_processes_compute_the_gradient_of_one_device(folder):
   arguments = (str(ROOT / 'tests' / 'two_processes.py'), str(folder), *layouts.SPLIT)
   for process in start(folder, 2, *arguments):
     _, said = process.communicate()
     assert process.returncode == 0, said
-    assert said.count('otherwise:') == 1
-    assert 'Process 1 was not told what process 0 was:' in said
-    assert 'train.seed = 1, which is 0 in process 0' in said and 'TaskFeed.task' not in said
-    assert said.count('disagreement:') == 1
+    assert said.count('other bindings:') == 1
+    assert 'The gin bindings of process 1 differ from those of process 0:' in said
+    assert 'train.seed = 1, but 0 in process 0' in said and 'TaskFeed.task' not in said
+    assert said.count('other tokens:') == 1
     assert 'In step 6, processes 0 and 1 read different tokens in row 5' in said
   expected = layouts.gradients('single', 'float32')[0]
   for name in layouts.SPLIT:
@@ -206,20 +208,23 @@ def test_two_processes_compute_what_one_device_does(folder):
   'flags, message',
   [
     (['--process=1'], 'need --processes=N'),
-    (['--processes=2'], '--processes=2 and --process=None: expected how many'),
-    (['--processes=2', '--process=2'], '--process=2: expected how many .* counted from 0'),
+    (['--processes=2'], '--processes=2 and --process=None do not fit together'),
+    (['--processes=2', '--process=2'], '--process=2 do not fit together.* counted from 0'),
     (['--processes=x', '--process=0'], '--processes=x and'),
-    (['--processes=2', '--process=0', '--coordinator=here'], 'here: expected HOST:PORT'),
-    (['--processes=auto', '--process=1'], 'finds --coordinator and --process by itself'),
+    (
+      ['--processes=2', '--process=0', '--coordinator=here'],
+      '--coordinator=here is not an address. Use HOST:PORT',
+    ),
+    (['--processes=auto', '--process=1'], '--processes=auto detects --coordinator and --process'),
   ],
 )
-def test_flags_that_do_not_fit_are_refused(flags, message):
+def test_flags_that_do_not_fit_together_are_refused(flags, message):
   with pytest.raises(ConfigurationError, match=message) as error:
     main.run(['--gin_file=gin/tiny_cpu.gin', *flags])
   assert error.value.exit_code == 78
 
 
-def test_a_process_whose_partners_do_not_come_says_so(folder):
+def test_a_process_that_no_other_joins_ends_with_75(folder):
   (process,) = start(
     folder,
     1,
@@ -235,4 +240,4 @@ def test_a_process_whose_partners_do_not_come_says_so(folder):
   )
   said = process.communicate()[1]
   assert process.returncode == 75
-  assert 'did not come together at 127.0.0.1' in said and '--join_seconds=1 are over' in said
+  assert 'did not connect at 127.0.0.1' in said and '--join_seconds=1 have passed' in said

@@ -1,4 +1,4 @@
-"""The fingerprint of a program is that of what it computes, and a resumed run must share it."""
+"""Fingerprints of compiled programs, and their comparison on resume."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,7 @@ import pytest
 from valkyrie.checkpoint import compatibility
 from valkyrie.distributed import program_fingerprint
 from valkyrie.errors import ConfigurationError
+from valkyrie.run.train import program_name
 from valkyrie.training.curriculum import Phase
 
 WHOLE = 'def f(x):\n  return jnp.tanh(x @ x).sum() + {}'
@@ -19,24 +20,24 @@ def compiled(constant, source=WHOLE):
   return jax.jit(names['f']).lower(jnp.ones((8, 8))).compile()
 
 
-def test_only_what_is_computed_counts():
+def test_the_fingerprint_depends_on_the_computation_and_not_on_source_lines():
   first, moved, other = compiled(1.0), compiled(1.0, DIVIDED), compiled(2.0)
   assert first.as_text() != moved.as_text()
   assert program_fingerprint.fingerprint(first) == program_fingerprint.fingerprint(moved)
   assert program_fingerprint.fingerprint(first) != program_fingerprint.fingerprint(other)
 
 
-def test_another_program_for_the_same_steps_is_refused_by_name():
-  phases = [Phase(chunk_size=8, chunks=2, backprop_chunks=2)]
+def test_another_program_for_the_same_phase_is_refused_by_name():
+  phase = Phase(chunk_size=8, chunks=2, backprop_chunks=2)
 
   def programs(constant, train_steps=6):
-    return program_fingerprint.fingerprints([compiled(constant)], phases, train_steps, donated=True)
+    name = program_name(phase, train_steps, donated=True)
+    return program_fingerprint.fingerprints({name: compiled(constant)})
 
   saved = {'executable': programs(1.0)}
   compatibility.check_executable(saved, programs(1.0), (), 'here')
-  compatibility.check_executable(
-    saved, programs(2.0, train_steps=7), (), 'here'
-  )  # may always change
+  # The number of steps may always change.
+  compatibility.check_executable(saved, programs(2.0, train_steps=7), (), 'here')
   compatibility.check_executable({}, programs(2.0), (), 'here')
   compatibility.check_executable(saved, programs(2.0), ('executable',), 'here')
   with pytest.raises(ConfigurationError, match='executable: 2 x 8 tokens a row') as error:

@@ -1,4 +1,4 @@
-"""A run that hangs is ended with its stacks, and started again only where that helps."""
+"""The supervisor ends a hanging run with its stacks, and restarts a run after some exit codes."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-# Stands in for a training run: counts its starts, and does what its nth argument says.
+# A substitute for a training run: counts its starts, and performs the actions of its nth argument.
 RUN = """
 import os, pathlib, signal, sys, time
 from valkyrie.distributed import heartbeat
@@ -22,17 +22,17 @@ starts = len(list(folder.glob('start.*')))
 (folder / f'start.{starts}').touch()
 heartbeat.start(str(folder))
 
-def hang_in_a_place_with_a_name():
+def hang_in_a_named_function():
   time.sleep(1000)
 
 for word in sys.argv[2 + min(starts, len(sys.argv) - 3)].split():
   name, _, number = word.partition('=')
   if name in ('compile', 'step', 'save'):
-    heartbeat.beat(phase=name, **({'step': int(number)} if number else {}))
+    heartbeat.beat(stage=name, **({'step': int(number)} if number else {}))
   elif name == 'saved':
     heartbeat.beat(saved=int(number))
   elif name == 'hang':
-    hang_in_a_place_with_a_name()
+    hang_in_a_named_function()
   elif name == 'stop':
     os.kill(os.getpid(), signal.SIGSTOP)
   elif name == 'kill':
@@ -48,7 +48,7 @@ for word in sys.argv[2 + min(starts, len(sys.argv) - 3)].split():
 
 @pytest.fixture
 def supervise(tmp_path):
-  """Starts the supervisor on a run that does the given things at its starts."""
+  """Starts the supervisor on a run that performs the given actions, one text for each start."""
   (tmp_path / 'run.py').write_text(RUN)
 
   def start(*starts, flags=()):
@@ -74,12 +74,12 @@ def starts(tmp_path):
 
 
 @pytest.mark.parametrize('code', [0, 65, 70, 74, 76, 78])
-def test_other_endings_are_passed_on(supervise, tmp_path, code):
+def test_other_exit_codes_are_returned_without_a_restart(supervise, tmp_path, code):
   assert ended(supervise(f'compile step=1 {code}', '0'))[0] == code
   assert starts(tmp_path) == 1
 
 
-def test_it_starts_again_where_that_can_help(supervise, tmp_path):
+def test_a_run_is_restarted_after_the_retryable_exit_codes(supervise, tmp_path):
   code, said = ended(supervise('75', 'step=1 kill=6', 'saved=2 kill=9', '0'))
   assert (code, starts(tmp_path)) == (0, 4)
   for reason in ('exit code 75', 'exit code 134', 'exit code 137'):
@@ -89,32 +89,30 @@ def test_it_starts_again_where_that_can_help(supervise, tmp_path):
   assert [line['saved'] for line in lines] == [-1, -1, 2, 2]
 
 
-def test_it_gives_up_where_no_later_step_is_saved(supervise, tmp_path):
+def test_restarts_that_save_no_later_step_are_limited(supervise, tmp_path):
   code, _ = ended(supervise('saved=3 75', 'saved=5 75', 'saved=5 75', flags=['--restarts=2']))
-  assert (code, starts(tmp_path)) == (75, 4)  # two that saved later steps, two in vain
+  assert (code, starts(tmp_path)) == (75, 4)  # two saved later steps, two did not
 
 
 @pytest.mark.parametrize(
-  'doing, flag, reason',
+  'actions, flag, reason',
   [
-    ('hang', '--start_up_seconds=1', 'in start_up; allowed are --start_up_seconds=1'),
-    ('compile hang', '--compile_seconds=1', 'in compile; allowed'),
-    ('compile step=7 hang', '--step_seconds=1', 'in step 7; allowed'),
-    ('step=8 save stop', '--save_seconds=1', 'in save 8; allowed'),
+    ('hang', '--start_up_seconds=1', 'in start_up: the limit is --start_up_seconds=1'),
+    ('compile hang', '--compile_seconds=1', 'in compile: the limit'),
+    ('compile step=7 hang', '--step_seconds=1', 'in step 7: the limit'),
+    ('step=8 save stop', '--save_seconds=1', 'in save 8: the limit'),
   ],
 )
-def test_a_hang_is_ended_with_its_stacks_and_its_reason(supervise, tmp_path, doing, flag, reason):
-  code, said = ended(supervise(doing, flags=[flag, '--restarts=0']))
+def test_a_hang_is_ended_with_its_stacks_and_its_reason(supervise, tmp_path, actions, flag, reason):
+  code, said = ended(supervise(actions, flags=[flag, '--restarts=0']))
   assert (code, starts(tmp_path)) == (86, 1)
   assert reason in said
-  # A process that the kernel has stopped runs no Python.
-  assert ('hang_in_a_place_with_a_name' in said) == ('hang' in doing)
+  # A process that SIGSTOP has stopped runs no Python, and prints no stack.
+  assert ('hang_in_a_named_function' in said) == ('hang' in actions)
   assert reason in json.loads((tmp_path / 'supervise.jsonl').read_text())['reason']
 
 
-def test_a_supervisor_that_is_told_to_stop_tells_the_run_and_does_not_start_again(
-  supervise, tmp_path
-):
+def test_sigterm_is_forwarded_to_the_run_which_is_not_restarted(supervise, tmp_path):
   process = supervise('step=1 wait', '0')
   while not (tmp_path / 'waiting').exists():
     time.sleep(0.02)

@@ -1,6 +1,6 @@
-"""What one of several processes computes and says, without a run: what processes_test reads.
+"""One of the processes of processes_test: gradients in every layout, and consistency checks.
 
-One step's loss and gradient in every layout, and what is found of a store that is not the same.
+It writes the loss and the gradient of one step, and prints the errors of other bindings and tokens.
 
 python two_processes.py COORDINATOR PROCESSES PROCESS FOLDER LAYOUT ...
 """
@@ -12,16 +12,16 @@ import sys
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
-import partitioning_test as layouts
+import partitioner_test as layouts
 import tiny
 
 from valkyrie.distributed import processes
-from valkyrie.distributed.consistency import Agreement, agree_on_bindings
+from valkyrie.distributed.consistency import TokenConsistency, check_same_bindings
 from valkyrie.errors import ConfigurationError, DataError
 
 
 class Feed:
-  """Reads one batch, of which one row may differ."""
+  """A feed of one batch, in which one row may differ."""
 
   def __init__(self, whole):
     self.whole, self.differs = whole, None
@@ -59,7 +59,7 @@ def main():
     state = jax.tree.map(placed, state, layout.state_shardings(state))
     rows = layout.rows(layouts.ROWS)
     batch = layout.place_batch(jax.tree.map(lambda x: x[rows], whole), layouts.ROWS)  # noqa: B023
-    # What comes out is gathered on every device, for this process to read.
+    # The outputs are replicated, so that this process can read them.
     step = layout.partition(
       layouts.of_step(model, remat=False), out_shardings=NamedSharding(layout.mesh, PartitionSpec())
     )
@@ -70,18 +70,18 @@ def main():
 
   for seed in (0, flags.process):
     try:
-      agree_on_bindings({'train.seed': seed, 'TaskFeed.task': 'letters'})
+      check_same_bindings({'train.seed': seed, 'TaskFeed.task': 'letters'})
     except ConfigurationError as error:
-      print(f'otherwise: {error}', file=sys.stderr)
+      print(f'other bindings: {error}', file=sys.stderr)
 
   feed = Feed(whole)
   rows = range(4 * flags.process, 4 * flags.process + 4)
   for differs in (None, 5):
     feed.differs = differs if flags.process == 1 else None
     try:
-      Agreement(feed, rows, every=3)(6, 0, feed.read(0, 24, rows))
+      TokenConsistency(feed, rows, every=3)(6, 0, feed.read(0, 24, rows))
     except DataError as error:
-      print(f'disagreement: {error}', file=sys.stderr)
+      print(f'other tokens: {error}', file=sys.stderr)
 
 
 if __name__ == '__main__':

@@ -271,12 +271,12 @@ class Heartbeats:
     self._reader = reader
     self._text = b''
 
-  def reached(self, phase: str, times: int) -> bool:
-    """Whether a phase was named so often."""
+  def reached(self, stage: str, times: int) -> bool:
+    """Whether a stage was reported at least so many times."""
     with contextlib.suppress(BlockingIOError):
       self._text += os.read(self._reader, 65536)
     lines = map(json.loads, self._text.split(b'\n')[:-1])
-    return sum(line.get('phase') == phase for line in lines) >= times
+    return sum(line.get('stage') == stage for line in lines) >= times
 
 
 @contextlib.contextmanager

@@ -144,12 +144,12 @@ class CheckpointDirectory:
       StorageError: where this save cannot start, or the one before it failed on its way.
     """
     self._begin(step, state, record)
-    heartbeat.beat(phase='step')  # what hangs from now on is no save
+    heartbeat.beat(stage='step')  # what hangs from now on is no save
 
   def _begin(self, step: int, state: Any, record: dict[str, Any]) -> None:
     if self._read_only:
       raise StorageError(f'{self.directory} was opened to read only; nothing was saved.')
-    heartbeat.beat(phase='save')
+    heartbeat.beat(stage='save')
     self.wait()
     if self._newest is not None and step <= self._newest:
       raise StorageError(
@@ -287,7 +287,7 @@ class CheckpointDirectory:
   def wait(self) -> None:
     """Returns when no save is under way; raises StorageError, once, where the last one failed."""
     if self._under_way is not None:
-      heartbeat.beat(phase='save')
+      heartbeat.beat(stage='save')
     self._collect()
 
   def _collect(self) -> None:

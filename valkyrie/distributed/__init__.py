@@ -1,1 +1,1 @@
-"""Several processes as one run: joined, compared, stopped and supervised."""
+"""Runs of several processes: start-up, consistency checks, preemption and supervision."""

@@ -1,4 +1,4 @@
-"""Whether the processes of a run were told the same, and read the same."""
+"""Checks that all processes of a run have the same gin bindings and read the same tokens."""
 
 from collections.abc import Mapping, Sequence
 import hashlib
@@ -8,72 +8,74 @@ from typing import Any
 import gin
 
 from valkyrie.config.computation import may_change_on_resume
-from valkyrie.data.feed import TaskFeed
 from valkyrie.distributed import processes
 from valkyrie.errors import ConfigurationError, DataError
-from valkyrie.types import Batch
+from valkyrie.types import Batch, TaskFeed
 
 
-def agree_on_bindings(bindings: Mapping[str, Any]) -> None:
+def check_same_bindings(bindings: Mapping[str, Any]) -> None:
   """Compares the gin bindings of all processes.
 
   Raises:
-    ConfigurationError: in all processes, naming what differs.
+    ConfigurationError: in all processes, with the bindings that differ.
   """
-  first, *others = [json.loads(t) for t in processes.exchange('bindings', json.dumps(bindings))]
-  for process, told in enumerate(others, 1):
+  first, *others = map(json.loads, processes.exchange('bindings', json.dumps(bindings)))
+  for process, found in enumerate(others, 1):
     differences = [
-      f'  {name} = {told.get(name)!r}, which is {first.get(name)!r} in process 0'
-      for name in sorted({*first, *told})
-      if first.get(name) != told.get(name)
+      f'  {name} = {found.get(name)!r}, but {first.get(name)!r} in process 0'
+      for name in sorted({*first, *found})
+      if first.get(name) != found.get(name)
     ]
     if differences:
       raise ConfigurationError(
-        f'Process {process} was not told what process 0 was:\n' + '\n'.join(differences) + '\n'
-        'Start all processes of a run with the same gin files and flags.'
+        f'The gin bindings of process {process} differ from those of process 0:\n'
+        + '\n'.join(differences)
+        + '\nStart all processes of a run with the same gin files and flags.'
       )
 
 
 @may_change_on_resume()
 @gin.configurable
-class Agreement:
-  """Compares hashes of what stands in each row, every so many steps; one process has nothing to do.
+class TokenConsistency:
+  """Compares hashes of the tokens of each row between processes; finds a differing token store.
 
-  Then each process also reads the rows of the next one, and what two of them find in a row must be
-  the same. So a store that differs on one host is found out, and named.
+  In every `every`-th step each process also reads the rows of the next process, so that two
+  processes have read each row. A run of one process compares nothing.
   """
 
   def __init__(self, feed: TaskFeed, rows: Sequence[int], every: int = 100):
-    """Takes the feed, the rows that this process reads, and the steps from one look to the next."""
+    """Takes the feed, the numbers of the rows that this process reads, and a number of steps."""
     if every < 1:
-      raise ConfigurationError(f'Agreement.every={every} is not a number of steps; give 1 or more.')
+      raise ConfigurationError(
+        f'TokenConsistency.every={every} is not a number of steps. Use 1 or more.'
+      )
     self._feed = feed
     self._every = every
-    held = [json.loads(text) for text in processes.exchange('rows', json.dumps(list(rows)))]
+    rows_of = [json.loads(text) for text in processes.exchange('rows', json.dumps(list(rows)))]
     self._rows = list(rows)
-    self._alone = len(held) == 1
-    others = held[(held.index(self._rows) + 1) % len(held)]
-    self._others = [row for row in others if row not in self._rows]
+    self._is_alone = len(rows_of) == 1
+    rows_of_next = rows_of[(rows_of.index(self._rows) + 1) % len(rows_of)]
+    self._others = [row for row in rows_of_next if row not in self._rows]
 
   def __call__(self, step: int, position: int, batch: Batch) -> None:
-    """Looks at the batch of a step, whose first token is each row's token number `position`.
+    """Compares the batch of a step, whose first token is each row's token number `position`.
 
     Raises:
-      DataError: in all processes, where two of them differ.
+      DataError: in all processes, if two of them have read different tokens.
     """
-    if self._alone or step % self._every:
+    if self._is_alone or step % self._every:
       return
     hashes = _hashes(self._rows, batch)
     if self._others:
       length = batch.inputs.shape[1]
       hashes |= _hashes(self._others, self._feed.read(position, length, self._others))
-    told = processes.exchange('tokens', json.dumps({'step': step, 'rows': hashes}))
+    texts = processes.exchange('tokens', json.dumps({'step': step, 'rows': hashes}))
     seen: dict[str, tuple[int, str]] = {}
-    for process, found in enumerate(map(json.loads, told)):
+    for process, found in enumerate(map(json.loads, texts)):
       if found['step'] != step:
         raise DataError(
-          f'Process {process} is at step {found["step"]} while another is at {step}: they do not '
-          'run the same command. Stop all of them, and start them with one.'
+          f'Process {process} is at step {found["step"]}, but another process is at step {step}: '
+          'they do not run the same command. Stop all processes, and start them with one command.'
         )
       for row, digest in found['rows'].items():
         first, expected = seen.setdefault(row, (process, digest))
@@ -81,12 +83,12 @@ class Agreement:
           raise DataError(
             f'In step {step}, processes {first} and {process} read different tokens in row {row}, '
             f'of {self._feed.describe(position, batch.inputs.shape[1])}. The token stores of their '
-            'hosts differ, or one is damaged: copy one to all of them.'
+            'hosts differ, or one of them is damaged. Copy one store to all hosts.'
           )
 
 
 def _hashes(rows: Sequence[int], batch: Batch) -> dict[str, str]:
-  """{row: hash of all that a batch holds of it}; JSON has no other names than texts."""
+  """{row: hash of all its leaves}; the keys are strings, as in JSON."""
   return {
     str(row): hashlib.sha256(b''.join(leaf[number].tobytes() for leaf in batch)).hexdigest()
     for number, row in enumerate(rows)

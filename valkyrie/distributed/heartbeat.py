@@ -1,6 +1,6 @@
-"""Signs of life for a supervisor (`scripts/supervise`): a line for each, written to a pipe.
+"""Heartbeats of a run for its supervisor (`scripts/supervise`): lines of JSON in a pipe.
 
-Without a supervisor nothing is written. A supervisor that is gone or busy never holds up the run.
+Without a supervisor nothing is written. A supervisor that is busy or has ended never blocks a run.
 """
 
 import contextlib
@@ -9,24 +9,24 @@ import json
 import os
 import signal
 
-# Names the file descriptor in the environment.
+# The environment variable that holds the number of the file descriptor.
 VARIABLE = 'VALKYRIE_HEARTBEAT'
 
-# What a run can be in the middle of; each has a time that it may take.
-PHASES = ('start_up', 'compile', 'step', 'save')
+# The stages of a run; the supervisor has a time limit for the silence in each of them.
+STAGES = ('start_up', 'compile', 'step', 'save')
 
 # On this signal Python writes the stack of every thread to standard error.
 STACKS = signal.SIGUSR1
 
 
 def start(model_dir: str) -> None:
-  """Says that a run begins, and makes it answer `STACKS`."""
-  faulthandler.register(STACKS, file=2, all_threads=True)  # sys.stderr may have been exchanged
-  beat(phase='start_up', model_dir=os.path.abspath(model_dir))
+  """Reports the start of a run, and installs the handler of `STACKS`."""
+  faulthandler.register(STACKS, file=2, all_threads=True)  # sys.stderr may have been replaced
+  beat(stage='start_up', model_dir=os.path.abspath(model_dir))
 
 
 def beat(**facts: str | int) -> None:
-  """Tells the supervisor the `phase` (of PHASES), the `step` that begins, or was `saved`."""
+  """Reports fields of `supervisor.RunStatus`: the stage, the step that begins, the step saved."""
   descriptor = os.environ.get(VARIABLE)
   if descriptor is not None:
     with contextlib.suppress(BrokenPipeError, BlockingIOError):

@@ -1,13 +1,14 @@
-"""SIGTERM and SIGINT as a wish to stop between two steps, with a deadline.
+"""Preemption: SIGTERM or SIGINT stops a run between two steps, within a deadline.
 
-Python runs signal handlers only between bytecodes of the main thread, which may spend minutes
-inside a compilation or a long step. What Python's own C handler does at once, in any thread, is to
-write to a file descriptor; a thread reads it here.
+Python runs signal handlers only between bytecodes of the main thread, which may spend minutes in a
+compilation or a long step. Python's C handler, however, writes to a file descriptor at once, in any
+thread; a thread of this module reads from it.
 
-Of several processes one is asked, and all stop, before the same dispatch. Each counts how often
-`requested` was called, which all do alike, and says how far it is; none goes on beyond that until
-the furthest of them is known, and all stop one call later. Threads say it: a main thread may be
-waiting for a step that the others have not dispatched yet.
+If one of several processes receives the signal, all of them stop before the same dispatch. All
+processes call `requested` equally often, and each counts its calls. After a signal they exchange
+their counts: no process returns from a later call before the largest count is known, and all stop
+one call after it. A thread exchanges the counts, since the main thread may wait for a step that the
+other processes have not dispatched yet.
 """
 
 from collections.abc import Callable
@@ -26,50 +27,51 @@ from valkyrie.distributed import processes
 from valkyrie.errors import ConfigurationError, Preempted
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_TO_UNWIND = 1.5  # seconds in which start-up may end in order, its child processes included
+_START_UP_GRACE = 1.5  # seconds in which start-up may end in order, with its child processes
 
 
 @may_change_on_resume()
 @gin.configurable
 class Preemption:
-  """Catches the signals while it is entered.
+  """A context manager that handles the signals.
 
-  Until `ready` is called nothing new can be saved: a signal raises errors.Preempted in the main
-  thread, or ends the process where that thread runs no Python. From then on `requested` becomes
-  true instead, and the process ends by itself within `grace_seconds`, or is ended then. A second
-  signal changes nothing. The exit code is always that of errors.Preempted.
+  Before `ready` is called there is nothing to save: a signal raises errors.Preempted in the main
+  thread, or ends the process if that thread runs no Python. After `ready` a signal makes
+  `requested` return True, and the process is ended if it has not ended within `grace_seconds`. A
+  second signal changes nothing. The exit code is always that of errors.Preempted.
   """
 
   def __init__(self, grace_seconds: float = 25.0):
-    """Takes the time that the running step and its save may take; Kubernetes kills after 30 s."""
+    """Sets the time limit of the running step and its save; Kubernetes kills after 30 s."""
     if grace_seconds <= 0:
       raise ConfigurationError(
-        f'Preemption.grace_seconds={grace_seconds} leaves no time to save; give more than 0.'
+        f'Preemption.grace_seconds={grace_seconds} leaves no time to save. Use more than 0.'
       )
     self._grace_seconds = grace_seconds
     self._calls = 0
-    self._asked = False
+    self._signaled = False
     self._last_call: int | None = None
     self._agreed = threading.Event()
     self._over = threading.Event()
     self._lock = threading.Lock()
     self._newest: Callable[[], str] | None = None
-    self._unwinding: int | None = None  # the signal that ended the start-up
+    self._unwinding: int | None = None  # the signal that ended start-up
 
   def ready(self, newest: Callable[[], str]) -> None:
-    """Promises to save from now on; `newest` says which checkpoint is the last, in a few words.
+    """Marks the end of start-up, and waits for all processes.
 
-    Returns when all processes have come so far.
+    Args:
+      newest: returns a description of the newest checkpoint.
     """
     processes.exchange('ready', '')
     with self._lock:
       self._newest = newest
 
   def requested(self) -> bool:
-    """Whether the process is to stop; to be asked before each dispatch, by all processes alike."""
+    """Whether to stop; all processes must call it before each dispatch."""
     with self._lock:
       self._calls += 1
-      if not self._asked:
+      if not self._signaled:
         return False
     self._agreed.wait()
     assert self._last_call is not None
@@ -93,12 +95,12 @@ class Preemption:
     self._thread.join()
     os.close(self._reader)
     os.close(self._writer)
-    # Whatever code the signal fell into may have made another error of it.
+    # The code that the signal interrupted may have replaced Preempted by another error.
     if self._unwinding is not None and isinstance(error, Exception):
       raise Preempted(_before_the_first_step(self._unwinding)) from error
 
   def _handle(self, number: int, frame: types.FrameType | None) -> None:
-    """Runs in the main thread; what is to be done once `ready` was called, `_watch` does."""
+    """Ends start-up, in the main thread; after `ready`, `_watch` alone acts."""
     del frame
     if self._newest is None and self._unwinding is None:
       self._unwinding = number
@@ -112,10 +114,10 @@ class Preemption:
     until = time.monotonic() + self._grace_seconds
     with self._lock:
       started, calls = self._newest is not None, self._calls
-      self._asked = True
+      self._signaled = True
     processes.announce(Preempted.exit_code)
     if not started:
-      if not self._over.wait(_TO_UNWIND):
+      if not self._over.wait(_START_UP_GRACE):
         _end(_before_the_first_step(number))
       return
     print(
@@ -124,11 +126,11 @@ class Preemption:
       flush=True,
     )
     try:
-      told = processes.exchange('stop', str(calls), self._grace_seconds)
-      self._last_call = max(map(int, told))
+      counts = processes.exchange('stop', str(calls), self._grace_seconds)
+      self._last_call = max(map(int, counts))
       self._agreed.set()
     except RuntimeError:
-      pass  # another process is lost, or as late as this one will be
+      pass  # another process is lost, or misses its deadline too
     if not self._over.wait(max(0.0, until - time.monotonic())):
       assert self._newest is not None
       _end(
@@ -144,7 +146,7 @@ def _before_the_first_step(number: int) -> str:
 
 
 def _end(message: str) -> None:
-  """Ends the process, whatever its other threads wait for."""
-  print(f'valkyrie: {message}', file=sys.stderr, flush=True)
+  """Ends the process without waiting for its other threads."""
+  processes.say(message)
   processes.end(Preempted.exit_code)
   os._exit(Preempted.exit_code)

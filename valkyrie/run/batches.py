@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from valkyrie.data.feed import TaskFeed
 from valkyrie.data.prefetch import prefetch
-from valkyrie.distributed.consistency import Agreement
+from valkyrie.distributed.consistency import TokenConsistency
 from valkyrie.errors import DataError
 from valkyrie.models.language_model import Model
 from valkyrie.sharding.partitioner import Partitioner
@@ -26,7 +26,7 @@ def batches(
     DataError: the model would cut a document, or two processes read different tokens.
   """
   rows = layout.rows(batch_size)
-  agree = Agreement(feed, rows)
+  check_consistency = TokenConsistency(feed, rows)
   spans = ((curriculum.position(n), curriculum.phase(n).tokens_per_row) for n in steps)
   for step, batch in zip(steps, prefetch(feed, spans, rows=rows), strict=True):
     longest = int(batch.positions.max()) + 1
@@ -35,5 +35,5 @@ def batches(
         f'Step {step} reads a document of {longest} tokens or more, but the model sees at most '
         f'{model.max_context} (FullAttention.max_context). Raise it, or use LongformerAttention.'
       )
-    agree(step, curriculum.position(step), batch)
+    check_consistency(step, curriculum.position(step), batch)
     yield step, layout.place_batch(batch, batch_size)

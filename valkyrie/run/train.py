@@ -16,7 +16,7 @@ from valkyrie.config.computation import computation, may_change_on_resume
 from valkyrie.config.record import bindings, write_configuration, write_operative_configuration
 from valkyrie.data.feed import TaskFeed
 from valkyrie.distributed import heartbeat, program_fingerprint
-from valkyrie.distributed.consistency import agree_on_bindings
+from valkyrie.distributed.consistency import check_same_bindings
 from valkyrie.distributed.preemption import Preemption
 from valkyrie.errors import Diverged, Preempted, StorageError
 from valkyrie.models import language_model
@@ -32,7 +32,7 @@ from valkyrie.run.batches import batches
 from valkyrie.run.evaluate import Evaluator
 from valkyrie.run.rewind import Rewind
 from valkyrie.sharding.partitioner import Partitioner
-from valkyrie.training.curriculum import Curriculum
+from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.divergence import RefusedSteps
 from valkyrie.training.nan_hunt import hunting
 from valkyrie.training.optimizers import Optimizer
@@ -97,7 +97,7 @@ def train(
   with contextlib.ExitStack() as opened:
     stop = opened.enter_context(preemption())
     heartbeat.start(model_dir)
-    agree_on_bindings(computation(bindings()))
+    check_same_bindings(computation(bindings()))
 
     # Mesh and model. What is wrong with them is said before anything is read, written or compiled.
     layout, functions, phases, rule, spikes, abstract, make_step = prepare(
@@ -156,9 +156,8 @@ def train(
 
     # Steps: every shape is compiled before the first is taken.
     steps = compile_steps(make_step, phases, layout, abstract, batch_size, progress, not hunt_nan)
-    programs |= program_fingerprint.fingerprints(
-      steps, phases.phases, train_steps, donated=not hunt_nan
-    )
+    names = [program_name(phase, train_steps, donated=not hunt_nan) for phase in phases.phases]
+    programs |= program_fingerprint.fingerprints(dict(zip(names, steps, strict=True)))
     compatibility.check_executable(same, programs, allow_changed, saved.describe_newest())
     if hunt_nan:
       plain = language_model.transform(functools.partial(model, remat=None))
@@ -190,7 +189,7 @@ def train(
       validation_loss: dict[int, float | None] = {}
 
       def asked_to_stop() -> bool:
-        heartbeat.beat(phase='step', step=done + 1)
+        heartbeat.beat(stage='step', step=done + 1)
         return stop.requested()
 
       def save(step: int, state: TrainState, metrics: StepMetrics) -> None:
@@ -261,6 +260,19 @@ def train(
           f'stopped after step {done} of {train_steps}; the newest checkpoint is '
           f'{saved.describe_newest()}. Run the same command again to go on.'
         )
+
+
+def program_name(phase: Phase, train_steps: int, donated: bool) -> str:
+  """The name of a phase's program in the record of a checkpoint.
+
+  It holds everything that may change on resume and changes the program: the end of the learning
+  rate's schedule, the number of processes, and whether the state is donated.
+  """
+  kept = '' if donated else ', each state kept'
+  return (
+    f'{phase.chunks} x {phase.chunk_size} tokens a row, gradient through {phase.backprop_chunks}, '
+    f'planner {phase.planner}, of {train_steps} steps, {jax.process_count()} processes{kept}'
+  )
 
 
 @contextlib.contextmanager

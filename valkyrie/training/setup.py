@@ -129,7 +129,7 @@ def compile_steps(
   compiled: dict[tuple, Compiled] = {}
   for phase in curriculum.phases:
     if phase.shape not in compiled:
-      heartbeat.beat(phase='compile')
+      heartbeat.beat(stage='compile')
       began = time.perf_counter()
       what = (
         f'{phase.chunks} x {phase.chunk_size} tokens a row, gradient through '
