@@ -30,7 +30,6 @@ setup(
     'tensorboard>=2.20',  # clu.metric_writers imports it without declaring it
     'tensorflow>=2.20',
     'tqdm>=4.60',
-    'tqdm>=4.66',
   ],
   extras_require={
     'hf': ['datasets>=3', 'tokenizers>=0.21'],

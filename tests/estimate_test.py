@@ -1,4 +1,4 @@
-"""Link rates along the axes of a torus, on collectives whose time can be said by hand."""
+"""Time of collectives on a torus, calculated by hand."""
 
 import types
 
@@ -30,22 +30,21 @@ LINE = [[0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize(
-  'what, where, seconds',
+  'collective, network, seconds',
   [
-    # A line's end receives everything over its one link; a ring's every chip over two.
+    # The end of a line receives everything over one link; every chip of a ring over two.
     (collective('all-gather', LINE), network(4), 0.6),
     (collective('all-gather', LINE), network(4, rings=(True,)), 0.3),
-    # Half of a longer ring is a line.
+    # A part of a ring is a line.
     (collective('all-gather', LINE), network(8, rings=(True,)), 0.6),
-    # Three axes at once, or as many as the algorithm has.
+    # Three axes at once, or as many as the algorithm uses.
     (collective('all-reduce', [range(32)]), network(4, 4, 2), 0.4 * 31 / 32 / 3),
     (collective('all-reduce', [range(32)], dimensions=1), network(4, 4, 2), 0.4 * 31 / 32),
     (collective('all-reduce', [range(64)]), network(4, 4, 4, rings=(True,) * 3), 0.4 * 63 / 64 / 6),
-    # Of four chips each sends half of SIZE over the middle: twice SIZE over one link, if in both
-    # directions then SIZE.
+    # Each of four chips sends half of SIZE over the middle: SIZE over one link in each direction.
     (collective('all-to-all', LINE), network(4), 0.2),
     (collective('all-to-all', LINE), network(4, rings=(True,)), 0.1),
-    # Neighbours do not meet; the way back along a line crosses no one's, and a jump of two does.
+    # Messages to neighbors use different links, also one back along a line; jumps of two share one.
     (collective('collective-permute', [[0, 1], [1, 2], [2, 3]]), network(4), 0.2),
     (collective('collective-permute', [[0, 1], [1, 2], [2, 3], [3, 0]]), network(4), 0.2),
     (collective('collective-permute', [[0, 2], [1, 3]]), network(4), 0.4),
@@ -53,11 +52,11 @@ LINE = [[0, 1, 2, 3]]
     (collective('all-reduce', [[0]]), network(1), 0.0),
   ],
 )
-def test_seconds(what, where, seconds):
-  assert estimate.seconds(what, where, RATE) == pytest.approx(seconds)
+def test_seconds(collective, network, seconds):
+  assert estimate.seconds(collective, network, RATE) == pytest.approx(seconds)
 
 
-def test_the_axes_of_the_mesh_that_a_collective_crosses():
+def test_mesh_axes_of_collectives():
   mesh = types.SimpleNamespace(devices=np.arange(8).reshape(2, 4), axis_names=('rows', 'time'))
   along_time = collective('all-gather', [[0, 1, 2, 3], [4, 5, 6, 7]])
   along_rows = collective('all-reduce', [[0, 4], [1, 5], [2, 6], [3, 7]])
@@ -82,5 +81,5 @@ def test_the_axes_of_the_mesh_that_a_collective_crosses():
     ('v6e', (16, 16), (True, True)),
   ],
 )
-def test_which_slices_are_closed_to_rings(chip, sides, rings):
+def test_rings_of_slices(chip, sides, rings):
   assert topologies.wraps(chip, sides) == rings

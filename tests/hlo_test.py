@@ -1,4 +1,4 @@
-"""Programs whose loops and traffic are known, compiled for the eight devices of the tests."""
+"""Communication and memory traffic of programs for eight devices, counted by hand."""
 
 import functools
 import pathlib
@@ -13,7 +13,7 @@ import pytest
 from valkyrie.certificates import collectives, hlo, memory_traffic
 
 ROWS, WIDTH = 16, 32
-LOCAL = ROWS * WIDTH * 4  # bytes of what each device holds
+LOCAL = ROWS * WIDTH * 4  # bytes per device
 
 
 @functools.cache
@@ -22,7 +22,7 @@ def mesh(*sizes):
 
 
 def compiled(f, *sizes):
-  """The program of `f` of one float32 [ROWS, WIDTH] on each device."""
+  """The compiled program of `f`, whose argument is float32 [ROWS, WIDTH] on each device."""
   spec = PartitionSpec(mesh(*sizes).axis_names)
   sharding = NamedSharding(mesh(*sizes), spec)
   whole = jax.ShapeDtypeStruct((8 * ROWS, WIDTH), jnp.float32, sharding=sharding)
@@ -34,7 +34,7 @@ def sent(f, *sizes):
   return collectives.of_module(compiled(f, *sizes))
 
 
-def test_each_kind_by_the_count_of_a_ring():
+def test_bytes_of_each_kind_for_ring_algorithms():
   def f(x):
     gathered = lax.all_gather(x, 'x', tiled=True)
     scattered = lax.psum_scatter(gathered * 2, 'x', tiled=True)
@@ -51,7 +51,7 @@ def test_each_kind_by_the_count_of_a_ring():
   }
 
 
-def test_loops_within_loops_multiply():
+def test_nested_loops_multiply():
   def inner(x, _):
     return lax.psum(jnp.sin(x), 'x') * 0.1, None
 
@@ -73,11 +73,11 @@ def test_loops_within_loops_multiply():
   assert collectives.largest_in_loops(found).kind == 'all-reduce'
 
 
-def test_nothing_in_loops_is_none():
+def test_without_loops_no_collective_is_in_loops():
   assert collectives.largest_in_loops(sent(lambda x: lax.psum(x, 'x'))) is None
 
 
-def test_a_group_is_a_part_of_the_mesh():
+def test_groups_along_mesh_axes():
   def f(x):
     return lax.psum(x, 'y') + lax.psum(jnp.sin(x), 'x')
 
@@ -92,7 +92,7 @@ def test_a_group_is_a_part_of_the_mesh():
   assert collectives.total(found) == 2 * LOCAL * (3 / 4 + 1 / 2)
 
 
-def test_the_branch_that_sends_less_is_the_usual_one():
+def test_the_branch_that_sends_least_is_the_usual_one():
   def f(x):
     rare = lax.psum(x[0, 0], 'x') > 0
     return lax.cond(
@@ -126,23 +126,23 @@ def test_the_branch_that_sends_less_is_the_usual_one():
     ("mesh['a'=4] {'a':(1)2}", [[0, 2], [1, 3]]),
   ],
 )
-def test_every_way_to_write_groups(written, expected):
+def test_notations_of_replica_groups(written, expected):
   groups = collectives.replica_groups(f'channel_id=1, replica_groups={written}, other=1', 4)
   assert groups.tolist() == expected
 
 
-def test_an_unknown_way_to_write_groups_is_refused():
+def test_an_unknown_notation_of_replica_groups_is_refused():
   for written in ('?', "mesh['a'=4], device_ids=(3,2,1,0) {'a'}"):
-    with pytest.raises(ValueError, match='unknown way'):
+    with pytest.raises(ValueError, match='notation of the replica groups is unknown'):
       collectives.replica_groups(f'replica_groups={written}', 4)
 
 
-# As a TPU writes it: no note of how often a loop runs, a step of two, a start and its done, a
-# reduce-scatter as a fusion, layouts with tiles and other memories.
+# A program as libtpu prints it: a loop without a known trip count, with a counter step of two; a
+# start and its done; a reduce-scatter as a fusion; layouts with tiles and memory spaces.
 TPU = (pathlib.Path(__file__).parent / 'tpu_program.hlo').read_text()
 
 
-def test_a_tpus_program():
+def test_collectives_of_a_tpu_program():
   module = hlo.parse(TPU)
   loop = module.entry.by_name['loop']
   assert hlo.trip_count(module, module.entry, loop) == 8
@@ -169,7 +169,7 @@ def test_an_instruction_on_several_lines():
   assert 'splash kernel' in [m.source for m in memory_traffic.of_module(module)]
 
 
-def test_a_loop_of_unknown_length_is_said_to_be():
+def test_a_loop_of_unknown_length_has_no_trip_count():
   module = hlo.parse(TPU.replace('constant(16)', 'constant({16})'))
   assert hlo.trip_count(module, module.entry, module.entry.by_name['loop']) is None
 
@@ -191,19 +191,19 @@ def test_sizes_with_and_without_tiles(dtype, dims, layout, size, padded):
   assert (shape.bytes, shape.padded_bytes) == (size, padded)
 
 
-def test_memory_traffic_of_a_tpus_program():
-  """In the loop a slice into vector memory, what is sent, and a sum; around it a count."""
+def test_memory_traffic_of_a_tpu_program():
+  """The loop has a slice into vector memory, a permutation, a sum and a counter."""
   size, scalar = 8 * 128 * 4, 4
-  counter = 3 * scalar  # reads the number and the constant, writes the next number
-  in_loop = counter + size + 2 * size + size  # slice; send from and to memory; write of the sum
+  counter = 3 * scalar  # reads the counter and the constant, writes the counter
+  in_loop = counter + size + 2 * size + size  # counter, slice, permutation, write of the sum
   condition = 2 * scalar + 1
   outside = 2 * scalar + size + 8 * 128 * 4  # copy; fusion: z, and two rows padded to a tile
   movements = memory_traffic.of_module(hlo.parse(TPU))
   assert memory_traffic.total(movements) == 8 * (in_loop + condition) + outside
 
 
-def test_memory_traffic_counts_slices_of_a_buffer_and_not_the_buffer():
-  """A scan that reads one row at a time of a large array, and writes one at a time of another."""
+def test_memory_traffic_of_slices_of_a_buffer():
+  """A scan that reads a large array row by row, and writes another one row by row."""
   length, width = 64, 1024
 
   def f(x):
@@ -212,10 +212,10 @@ def test_memory_traffic_counts_slices_of_a_buffer_and_not_the_buffer():
   shape = jax.ShapeDtypeStruct((length, width), jnp.float32)
   module = hlo.parse(jax.jit(f).lower(shape).compile().as_text())
   whole = length * width * 4
-  # Each row is read for each of two results and written; all of it in every step would be 64.
+  # Two results read each row, and write one. With whole arrays per step the factor would be 64.
   assert 4 * whole <= memory_traffic.total(memory_traffic.of_module(module)) <= 12 * whole
 
 
-def test_text_that_is_no_program():
+def test_text_without_a_program_is_refused():
   with pytest.raises(ValueError, match='ENTRY'):
     hlo.parse('HloModule nothing\n')

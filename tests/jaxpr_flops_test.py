@@ -1,4 +1,4 @@
-"""Operations of functions whose products can be counted by hand."""
+"""Operations of functions, counted by hand."""
 
 import jax
 from jax import lax
@@ -27,7 +27,7 @@ def repeated(f, length):
 
 
 def loss(x):
-  """Two products of x: the gradient of each has two more."""
+  """Two products of x, whose gradients have two products each."""
   return jnp.sum(jnp.sin(x @ x) @ x)
 
 
@@ -49,7 +49,7 @@ def test_products(f, products):
   assert count(f).products == products * PRODUCT
 
 
-def test_what_is_recomputed_counts_again():
+def test_recomputed_products_count_again():
   def by_segments(x):
     return jnp.sum(repeated(jax.checkpoint(lambda s: jnp.sin(s @ x)), 5)(x))
 
@@ -61,7 +61,7 @@ def test_what_is_recomputed_counts_again():
   assert again == once + 5 * PRODUCT
 
 
-def test_each_device_of_a_shard_map_counts():
+def test_a_shard_map_counts_once_per_device():
   mesh = Mesh(np.asarray(jax.devices()).reshape(2, 4), ('a', 'b'))
 
   def f(x):
@@ -80,12 +80,12 @@ def test_a_convolution():
   assert count(f, signal, kernel).products == 2 * (3 * 6 * 6) * (2 * 5)
 
 
-def test_a_loop_of_unknown_length_counts_once_and_is_told():
+def test_a_loop_of_unknown_length_counts_once_and_is_reported():
   found = count(lambda x: lax.while_loop(lambda s: s[0, 0] < 1, product, x))
   assert (found.products, found.loops_once) == (PRODUCT, 1)
 
 
-def test_elementwise_is_counted_apart():
+def test_elementwise_operations_are_separate():
   found = count(repeated(lambda x: jnp.sum(jnp.exp(x) + 1, keepdims=True) * x, 3))
   assert found.products == 0
-  assert found.elementwise == 3 * 4 * N * N  # exp, +, the sum's reading, *
+  assert found.elementwise == 3 * 4 * N * N  # exp, +, the input of the sum, *

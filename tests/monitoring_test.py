@@ -1,4 +1,4 @@
-"""What a run says of itself can be read back, also after a crash, a NaN or a full disk."""
+"""Metrics, writers, progress and reports, also after a crash, a NaN or a full disk."""
 
 import contextlib
 import errno
@@ -51,22 +51,22 @@ def called_at(steps, n, *, total_steps, start_step=0):
   return calls
 
 
-def test_every_calls_at_multiples_and_once_at_the_end():
+def test_every_calls_at_multiples_and_at_the_end():
   assert called_at(range(1, 11), 4, total_steps=10) == [4, 8, 10]
   assert called_at(range(1, 9), 4, total_steps=8) == [4, 8]
   assert called_at([1, 2, 2, 3, 3], 10, total_steps=3) == [3]
 
 
-def test_every_survives_steps_that_skip_numbers():
+def test_every_with_gaps_in_the_step_numbers():
   assert called_at([3, 7, 8, 13, 23], 5, total_steps=22) == [7, 13, 23]
 
 
-def test_every_resumes_as_if_it_had_never_stopped():
+def test_every_after_a_resume():
   assert called_at(range(5, 11), 4, total_steps=10, start_step=4) == [8, 10]
   assert called_at([11], 4, total_steps=10, start_step=10) == []
 
 
-def test_every_zero_steps_is_refused():
+def test_an_interval_of_zero_steps_is_refused():
   with pytest.raises(ConfigurationError, match='every 0 steps'):
     called_at([1], 0, total_steps=10)
 
@@ -101,23 +101,23 @@ def test_chips_of_device_kinds():
   assert chips.peak_flops('cpu') is None
 
 
-def test_json_lines_stay_json_and_are_only_ever_added_to(tmp_path):
+def test_json_lines_are_valid_json_and_only_appended_to(tmp_path):
   path = tmp_path / 'deep' / 'metrics.jsonl'
   lines = JsonLines(path)
   lines.write({'step': 1, 'loss': math.nan, 'up': math.inf, 'down': -math.inf, 'mfu': None})
   assert read_lines(path) == [
     {'step': 1, 'loss': 'NaN', 'up': 'Infinity', 'down': '-Infinity', 'mfu': None}
-  ], 'a line can be read as soon as it is written'
+  ], 'each line is written immediately'
   lines.close()
   with path.open('a') as torn:
-    torn.write('{"step": 2, "loss": ' + '1' * 5000)  # what a crash of the machine may leave
+    torn.write('{"step": 2, "loss": ' + '1' * 5000)  # as after a crash of the machine
   resumed = JsonLines(path)
   resumed.write({'step': 2})
   resumed.close()
   assert [line['step'] for line in read_lines(path)] == [1, 2]
 
 
-def test_a_file_that_is_nothing_but_torn_starts_again(tmp_path):
+def test_a_file_with_only_an_incomplete_line_is_emptied(tmp_path):
   path = tmp_path / 'metrics.jsonl'
   path.write_text('{"st')
   lines = JsonLines(path)
@@ -126,13 +126,13 @@ def test_a_file_that_is_nothing_but_torn_starts_again(tmp_path):
   assert read_lines(path) == [{'step': 1}]
 
 
-def test_everything_written_is_read_back_by_tensorboard(tmp_path):
+def test_tensorboard_reads_everything_written(tmp_path):
   shown = []
   with create_writers(
     tmp_path, console=lambda step, numbers: shown.append((step, numbers))
   ) as writer:
     writer.write_scalars(3, {'loss': jnp.float32(0.5), 'skipped': np.int32(2), 'mfu': None})
-    # Nothing of that waits for CLU, whose import has only begun.
+    # Neither waits for the import of CLU, which has only begun.
     assert read_lines(tmp_path / 'metrics.jsonl') == [
       {'step': 3, 'loss': 0.5, 'skipped': 2, 'mfu': None}
     ]
@@ -163,7 +163,7 @@ def test_everything_written_is_read_back_by_tensorboard(tmp_path):
   assert math.isnan(values[1][1])
 
 
-def test_other_streams_write_in_their_own_directory(tmp_path):
+def test_other_streams_have_their_own_directory(tmp_path):
   with create_writers(tmp_path, name='eval') as writer:
     writer.write_scalars(1, {'loss': 1.0})
   assert read_lines(tmp_path / 'eval' / 'metrics.jsonl') == [{'step': 1, 'loss': 1.0}]
@@ -171,7 +171,7 @@ def test_other_streams_write_in_their_own_directory(tmp_path):
   assert not (tmp_path / 'metrics.jsonl').exists()
 
 
-def test_without_tensorboard_there_are_lines_alone(tmp_path, monkeypatch):
+def test_without_tensorboard_only_json_lines_are_written(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, 'tensorboard', None)
   with create_writers(tmp_path, tensorboard=False) as writer:
     writer.write_scalars(1, {'loss': 1.0})
@@ -180,9 +180,9 @@ def test_without_tensorboard_there_are_lines_alone(tmp_path, monkeypatch):
   assert os.listdir(tmp_path) == ['metrics.jsonl']
 
 
-def test_a_failing_tensorboard_surfaces_but_never_hides_the_first_error(tmp_path):
+def test_a_failure_of_tensorboard_is_raised_and_never_hides_the_first_error(tmp_path):
   (tmp_path / 'train').write_text('a file where a directory should be')
-  refusal = r"TensorBoard's files cannot be written in .*train"
+  refusal = r'TensorBoard event files in .*train cannot be written'
   with pytest.raises(StorageError, match=refusal), create_writers(tmp_path) as writer:
     writer.write_scalars(1, {'loss': 1.0})
   assert read_lines(tmp_path / 'metrics.jsonl') == [{'step': 1, 'loss': 1.0}]
@@ -204,7 +204,7 @@ def test_a_full_disk_is_a_storage_error(tmp_path):
     lines.close()
 
 
-def test_nothing_is_imported_before_a_writer_is_made():
+def test_tensorflow_is_imported_only_by_a_writer():
   script = """
 import sys
 from valkyrie.monitoring import hooks, metrics, progress, report, writers
@@ -213,14 +213,14 @@ assert not {'tensorflow', 'clu.metric_writers', 'tensorboard'} & set(sys.modules
   subprocess.run([sys.executable, '-c', script], check=True)
 
 
-def test_a_missing_package_is_named_at_once(tmp_path, monkeypatch):
+def test_a_missing_package_is_named_immediately(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, 'tensorboard', None)
-  with pytest.raises(ConfigurationError, match='needs tensorboard, which'):
+  with pytest.raises(ConfigurationError, match='need tensorboard, which'):
     create_writers(tmp_path)
   assert not os.listdir(tmp_path)
 
 
-def test_a_package_that_cannot_be_imported_surfaces(tmp_path):
+def test_a_package_that_cannot_be_imported_is_reported(tmp_path):
   (tmp_path / 'tensorflow.py').write_text('raise ImportError("no libstdc++")')
   script = f"""
 from valkyrie.errors import ConfigurationError
@@ -253,7 +253,7 @@ METRICS = {
 }
 
 
-def test_progress_prints_plain_lines_where_nobody_watches():
+def test_progress_is_plain_lines_without_a_terminal():
   stream = io.StringIO()
   progress = Progress(100, stream)
   progress.show(50, METRICS)
@@ -267,9 +267,9 @@ def test_progress_prints_plain_lines_where_nobody_watches():
   ]
 
 
-def read_to_the_end(terminal):
+def read_all(terminal):
   pieces = []
-  with contextlib.suppress(OSError):  # how Linux says that nobody holds the other end
+  with contextlib.suppress(OSError):  # Linux raises it when the other end is closed
     while piece := os.read(terminal, 1000):
       pieces.append(piece)
   os.close(terminal)
@@ -284,7 +284,7 @@ def test_progress_is_one_bar_on_a_terminal():
     progress.show(25, METRICS)
     progress.say('evaluated')
     progress.close()
-  seen = read_to_the_end(reading_end)
+  seen = read_all(reading_end)
   blocks = '█' * 5 + ' ' * 15
   bar = f'step 25/100 |{blocks}|  25%, loss 1.2500, 0.900 bits per byte'[:59]
   before, after = seen.split('evaluated\r\n')
@@ -293,7 +293,7 @@ def test_progress_is_one_bar_on_a_terminal():
   assert after == f'\r{bar}\r{bar}\r\n'
 
 
-def test_durations_are_read_at_a_glance():
+def test_durations_have_two_units():
   assert [duration(s) for s in (0.4, 59.6, 185, 7620, 273600)] == [
     '0 s',
     '1 min 00 s',
@@ -303,7 +303,7 @@ def test_durations_are_read_at_a_glance():
   ]
 
 
-def test_model_info_lists_every_parameter_and_adds_up():
+def test_model_info_has_every_parameter_and_totals():
   mesh = Mesh(np.asarray(jax.devices()[:2]).reshape(2), ('data',))
   shapes = {
     'embed': jax.ShapeDtypeStruct((8, 4), jnp.float32),

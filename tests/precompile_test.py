@@ -1,4 +1,4 @@
-"""Certificates of a tiny run, and what is said where one cannot be had."""
+"""Certificates of a tiny run, changes that reduce its memory, and names of TPU slices."""
 
 import fcntl
 from importlib import metadata
@@ -31,12 +31,12 @@ QUICK = (
   '--gin.LanguageModel.remat=None',
   '--gin.LongformerAttention.document_start=0',
   '--gin.Block.mixers=(@S5,)',
-  '--gin.LanguageModel.vocabulary_size=384',  # nothing padded, which would be products more
+  '--gin.LanguageModel.vocabulary_size=384',  # without padding, which would add products
 )
 
 
 def ask(model_dir, *flags, topology=None, **options):
-  """The certificates of a gin file whose data are nowhere."""
+  """The certificates of a gin file whose data do not exist."""
   gin.clear_config(clear_constants=True)
   file = model_dir.with_suffix('.gin')
   file.write_text(tiny_run.gin_text(model_dir / 'no data', **options))
@@ -51,7 +51,7 @@ def certificates(tmp_path_factory):
   return ask(path, partition='zero1', curriculum='short_then_long')
 
 
-def test_every_phase_has_what_is_promised(certificates, tmp_path):
+def test_every_phase_has_all_fields(certificates):
   assert [c['phase'] for c in certificates] == [0, 1]
   for c in certificates:
     assert {
@@ -81,8 +81,8 @@ def test_every_phase_has_what_is_promised(certificates, tmp_path):
     assert c['total_bytes'] == parts
 
 
-def test_zero1_sends_the_weights_once_and_the_gradients_once(certificates):
-  """Gathered: the seven other parts of every split parameter. Nothing of that size in a loop."""
+def test_zero1_sends_weights_and_gradients_once_per_step(certificates):
+  """A device gathers the 7/8 of each parameter that it lacks. No loop sends as much."""
   for c in certificates:
     sent, parameters = c['collective_bytes'], 4 * c['parameters']
     assert 0.7 * parameters <= sent['all-gather'] <= parameters
@@ -91,20 +91,20 @@ def test_zero1_sends_the_weights_once_and_the_gradients_once(certificates):
     assert (c['largest_collective_in_loops'] or {'bytes': 0})['bytes'] < parameters / 100
 
 
-def test_the_count_and_the_trace_agree(certificates):
-  """Without attention and remat, a forward pass and a backward pass of twice as much."""
+def test_forward_flops_agree_with_the_traced_products(certificates):
+  """Without attention and remat, the backward pass has twice the products of the forward pass."""
   for c in certificates:
     once = c['executed_flops_per_token'] - c['recomputed_flops_per_token']
     assert once == pytest.approx(c['flops_per_token'], rel=0.1)
 
 
-def test_too_large_for_the_memory_is_78_with_what_helps(tmp_path, capsys):
+def test_a_step_that_does_not_fit_ends_with_78_and_a_recommendation(tmp_path, capsys):
   with pytest.raises(ConfigurationError) as caught:
     ask(
       tmp_path / 'run',
       '--gin.precompile.hbm_bytes=1000',
       '--gin.precompile.layouts=("gin/partition/data.gin", "gin/partition/zero1.gin")',
-      '--gin.Partitioner.mesh=(("data", 8),)',  # data.gin has -1, which are as many
+      '--gin.Partitioner.mesh=(("data", 8),)',  # data.gin has -1, which is the same
       '--gin.LanguageModel.layers=1',
       '--gin.chunk_size=6',
       '--gin.chunks=1',
@@ -113,39 +113,39 @@ def test_too_large_for_the_memory_is_78_with_what_helps(tmp_path, capsys):
     )
   message = str(caught.value)
   assert caught.value.exit_code == 78
-  assert 'of a device that has 0.00 GiB' in message
+  assert 'per device. A device has 0.00 GiB' in message
   assert '--gin.chunk_size=3 --gin.chunks=2 --gin.backprop_chunks=2: ' in message
   assert '--gin.batch_size=4: not possible: batch_size=4 cannot be divided' in message
   assert 'gin/partition/zero1.gin: ' in message and 'gin/partition/data.gin' not in message
-  assert 'None is enough alone. What helps most: add ' in message
+  assert 'No single change is enough. Recommended: add ' in message
   (found,) = json.loads((tmp_path / 'run' / 'precompile.json').read_text())
   assert found['fits'] is False
   assert 'DOES NOT FIT' in capsys.readouterr().out
 
 
-def test_chunks_are_cut_until_they_fit(tmp_path):
+def test_chunks_are_shortened_until_the_step_fits(tmp_path):
   file = tmp_path / 'run.gin'
   file.write_text(tiny_run.gin_text(tmp_path))
   load_gin([str(file)], modules=main.CONFIGURABLE_MODULES)
 
-  def ask_for_a_byte_a_token():
+  def one_byte_per_token():
     size = gin.query_parameter('%chunk_size')
     assert size * gin.query_parameter('%chunks') == size * gin.query_parameter('%backprop_chunks')
     return {'fits': size <= 4, 'total_bytes': size}
 
   worst = {'phase': 0, 'total_bytes': 16, 'hbm_bytes': 4, 'rows': 1}
   worst |= {'chunk_size': 16, 'chunks': 2, 'backprop_chunks': 2}
-  same = ['gin/partition/data.gin']  # as there is one device
+  same = ['gin/partition/data.gin']  # the same layout on one device
   with mesh.on_devices(jax.devices()[:1]):
-    said = remedies.advice(worst, same, ask_for_a_byte_a_token, Partitioner).splitlines()
+    said = remedies.advice(worst, same, one_byte_per_token, Partitioner).splitlines()
   fits = '--gin.chunk_size=4 --gin.chunks=8 --gin.backprop_chunks=8'
   assert [line.strip().partition(':')[0] for line in said[1:-2]] == [
     '--gin.chunk_size=8 --gin.chunks=4 --gin.backprop_chunks=4', fits,
   ]  # fmt: skip
-  assert said[-1] == f'What helps most: add {fits}'
+  assert said[-1] == f'Recommended: add {fits}'
 
 
-def test_the_fastest_change_that_fits_is_the_best():
+def test_the_fastest_change_that_fits_is_recommended():
   before = {'total_bytes': 100}
   slow = ('slow', {'fits': True, 'total_bytes': 5, 'estimated_tokens_per_second_per_chip': 1.0})
   fast = ('fast', {'fits': True, 'total_bytes': 9, 'estimated_tokens_per_second_per_chip': 2.0})
@@ -154,10 +154,10 @@ def test_the_fastest_change_that_fits_is_the_best():
   refused = ('refused', {'fits': False, 'total_bytes': None})
   assert remedies.best([slow, fast, less], before).endswith('add fast')
   assert 'add less, ' in remedies.best([refused, more, less], before)
-  assert 'None helps' in remedies.best([refused, more], before)
+  assert 'No change reduces it' in remedies.best([refused, more], before)
 
 
-def test_an_overlay_is_gone_afterwards(tmp_path):
+def test_override_gin_restores_the_configuration(tmp_path):
   file = tmp_path / 'run.gin'
   file.write_text(tiny_run.gin_text(tmp_path))
   load_gin([str(file)], modules=main.CONFIGURABLE_MODULES)
@@ -176,17 +176,17 @@ def test_an_overlay_is_gone_afterwards(tmp_path):
 @pytest.mark.parametrize(
   'name, message',
   [
-    ('v9:4x4', "no chip 'v9'; there are v4, v5e, v5p, v6e"),
-    ('V4:4x4x2', "no chip 'V4'.*Did you mean v4"),
-    ('v4', 'expected the sides of the slice after v4:'),
-    ('v4:4x4x2x2', 'expected the sides'),
-    ('v4:3x3x3', r'nearest that exist: .*v4:4x4x2 \(32 chips\)'),
-    ('v5e:6x6', r'nearest that exist: .*v5e:8x4 \(32 chips\)'),
-    ('v6e:2x2x2', 'no slice of v6e has that shape'),
-    ('v4:16x16x16', r'nearest that exist: .*v4:8x8x8 \(512 chips\)'),
+    ('v9:4x4', "chip 'v9' is unknown. Use one of v4, v5e, v5p, v6e"),
+    ('V4:4x4x2', "chip 'V4' is unknown.*Did you mean v4"),
+    ('v4', 'the sides of the slice are missing or invalid. Write them as in v4:'),
+    ('v4:4x4x2x2', 'the sides of the slice are missing or invalid'),
+    ('v4:3x3x3', r'one of the nearest: .*v4:4x4x2 \(32 chips\)'),
+    ('v5e:6x6', r'one of the nearest: .*v5e:8x4 \(32 chips\)'),
+    ('v6e:2x2x2', 'v6e has no slice of this shape'),
+    ('v4:16x16x16', r'one of the nearest: .*v4:8x8x8 \(512 chips\)'),
   ],
 )
-def test_a_slice_that_does_not_exist(name, message):
+def test_slices_that_do_not_exist_are_refused(name, message):
   with pytest.raises(ConfigurationError, match=message) as caught:
     topologies.parse(name)
   assert caught.value.exit_code == 78
@@ -201,12 +201,12 @@ def test_a_slice_that_does_not_exist(name, message):
     ('v6e:16x16', (16, 16)),
   ],
 )
-def test_slices_that_exist(name, sides):
+def test_names_of_slices_are_parsed(name, sides):
   assert topologies.parse(name) == (name.partition(':')[0], sides)
 
 
 def child(code):
-  """A Python that has not loaded libtpu."""
+  """Runs code in a Python process that has not loaded libtpu."""
   environment = {name: value for name, value in os.environ.items() if name != 'TPU_LIBRARY_PATH'}
   return subprocess.run(
     [sys.executable, '-c', code],
@@ -218,7 +218,7 @@ def child(code):
   )
 
 
-def test_without_libtpu_it_says_how_to_install_it():
+def test_a_missing_libtpu_is_reported_with_its_installation():
   done = child(
     'import sys\n'
     "sys.modules['libtpu'] = None\n"
@@ -233,7 +233,7 @@ def test_without_libtpu_it_says_how_to_install_it():
 
 
 @needs_libtpu
-def test_libtpus_lock_held_by_another(monkeypatch):
+def test_a_lock_of_libtpu_is_reported_with_its_holder(monkeypatch):
   monkeypatch.setenv('ALLOW_MULTIPLE_LIBTPU_LOAD', '0')
   with open('/tmp/libtpu_lockfile', 'a') as lock:
     fcntl.lockf(lock, fcntl.LOCK_EX)
@@ -242,8 +242,8 @@ def test_libtpus_lock_held_by_another(monkeypatch):
 
 
 @needs_libtpu
-def test_a_program_for_a_tpu(tmp_path):
-  """The real TPU compiler, on the smallest slice: what the estimates need is there."""
+def test_the_certificate_of_a_tpu_slice(tmp_path):
+  """The TPU compiler, on a small slice, gives all that the estimates need."""
   done = child(
     'import sys; sys.path.insert(0, "tests")\n'
     'import pathlib, precompile_test\n'

@@ -1,4 +1,4 @@
-"""What one compiled train step needs and costs, as named numbers: an entry of precompile.json."""
+"""Certificate of a compiled train step: an entry of precompile.json."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ from valkyrie.types import Batch
 
 
 def describe(run: Prepared, phase: Phase, rows: int, topology: str | None) -> dict[str, Any]:
-  """What is known before compiling: which step on which devices, and what it is for arithmetic."""
+  """The facts known before compiling: the step, the devices and the operations of the model."""
   mesh = run.layout.mesh
   return {
     'topology': topology,
@@ -43,11 +43,11 @@ def describe(run: Prepared, phase: Phase, rows: int, topology: str | None) -> di
 
 
 def operations(traced: jax.stages.Traced, run: Prepared, phase: Phase, rows: int) -> dict[str, Any]:
-  """Operations of matrix products, counted in what jax traced.
+  """Operations of the traced step.
 
-  executed_flops: of a chip in a step, recomputation included.
-  recomputed_flops_per_token: of those, what is more than one forward pass and one backward pass of
-    twice as many.
+  executed_flops: matrix products per chip and step, including recomputation.
+  recomputed_flops_per_token: matrix products beyond one forward pass and one backward pass, which
+    has twice those of the forward pass.
   """
   done = jaxpr_flops.of_jaxpr(traced.jaxpr)
   per_token = done.products / (rows * phase.tokens_per_row)
@@ -62,13 +62,14 @@ def operations(traced: jax.stages.Traced, run: Prepared, phase: Phase, rows: int
 
 
 def memory(compiled: jax.stages.Compiled, hbm_bytes: int | None) -> dict[str, Any]:
-  """Bytes of a chip, and whether they fit.
+  """Memory per chip.
 
   total_bytes: arguments + temporaries + outputs - aliased.
-  hbm_bytes: what the chip offers; None where nobody knows.
+  hbm_bytes: memory that a program can use; None if unknown.
+  fits: whether total_bytes <= hbm_bytes; None if unknown.
   """
   used = compiled.memory_analysis()
-  assert used is not None, 'CPUs, GPUs and TPUs all tell'
+  assert used is not None, 'CPUs, GPUs and TPUs have a memory analysis'
   total = (
     used.argument_size_in_bytes
     + used.temp_size_in_bytes
@@ -88,9 +89,10 @@ def memory(compiled: jax.stages.Compiled, hbm_bytes: int | None) -> dict[str, An
 
 
 def program(module: hlo.Module) -> dict[str, Any]:
-  """What the compiled program sends between chips and moves to and from their memory, in a step.
+  """Size, communication and HBM traffic of the compiled program, per chip and step.
 
-  collective_bytes: of a chip, by kind; rare_collective_bytes: what seldom taken branches add.
+  collective_bytes: bytes sent, by kind.
+  rare_collective_bytes: bytes that rarely taken branches add.
   """
   sent = collectives.of_module(module)
   moved = memory_traffic.of_module(module)
@@ -110,10 +112,11 @@ def program(module: hlo.Module) -> dict[str, Any]:
 def estimates(
   facts: Mapping[str, Any], sent: Sequence[collectives.Collective], run: Prepared
 ) -> dict[str, Any]:
-  """Seconds and shares of peak, of a TPU slice; see `estimate`. None of it was measured.
+  """Estimated time and share of peak on a TPU slice, see `estimate`. Nothing is measured.
 
-  estimated_compute_seconds: operations at peak; estimated_memory_seconds: bytes at the memory's
-  rate; estimated_seconds: the longer of the two, and communication.
+  estimated_compute_seconds: operations / peak FLOP/s.
+  estimated_memory_seconds: bytes / HBM bandwidth.
+  estimated_seconds: the larger of the two, plus communication.
   """
   mesh, topology = run.layout.mesh, facts['topology']
   if topology is None:
@@ -143,7 +146,7 @@ def _shown(record: Any, fields: Sequence[str]) -> dict[str, Any]:
 
 
 def _layout(run: Prepared) -> str:
-  """'batch over data, embed over data': the axis rules."""
+  """The axis rules, as 'batch over data, embed over data'."""
   rules = [
     f'{logical} over {"+".join(run.layout.axes_of(logical))}'
     for logical in run.layout.axis_rules
@@ -153,7 +156,7 @@ def _layout(run: Prepared) -> str:
 
 
 def _forward(run: Prepared, phase: Phase) -> int:
-  """Operations of one forward pass over a chunk of one row, the loss included."""
+  """Operations of one forward pass over a chunk of one row, including the loss."""
   integers = jax.ShapeDtypeStruct((1, phase.chunk_size), jnp.int32)
   floats = jax.ShapeDtypeStruct((1, phase.chunk_size), jnp.float32)
   traced = jax.make_jaxpr(

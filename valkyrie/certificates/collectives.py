@@ -1,7 +1,7 @@
-"""What a compiled program sends over the wires between chips, with its loops multiplied out.
+"""Bytes that a compiled program sends between chips, with its loops multiplied out.
 
-Bytes are those that one chip sends in a step, by the ring algorithms' count, which no algorithm
-undercuts; n is the number of chips in a group:
+Bytes are counted per chip and step for ring algorithms, which send the least possible; n is the
+number of chips in a group:
 
   all-gather           (n-1)/n of its result
   reduce-scatter       (n-1)/n of its operand
@@ -9,8 +9,8 @@ undercuts; n is the number of chips in a group:
   all-to-all           (n-1)/n of its operand
   collective-permute   its operand
 
-An operation that is split into a start and a done counts once. Where a program branches, the branch
-that sends least is taken for the usual one, and what the others send more stands apart as rare.
+An operation that is split into a start and a done counts once. Of the branches of a conditional,
+the one that sends least counts as the usual one. The collectives of the others are marked as rare.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,21 +31,21 @@ KINDS = (
   'collective-broadcast',
   'ragged-all-to-all',
 )
-_ORDER = r'\[([\d,]+)\](?:T\(([\d,]+)\))?'  # `[2,2,8]T(1,0,2)`: numbers reshaped and transposed
+_ORDER = r'\[([\d,]+)\](?:T\(([\d,]+)\))?'  # `[2,2,8]T(1,0,2)`: reshape and transpose
 
 
 class Collective(NamedTuple):
-  """One instruction that sends.
+  """An instruction that sends data.
 
-  kind: of `KINDS`.
-  operand_bytes: what each chip puts in, once.
-  bytes: what a chip sends, once.
-  times: how often it runs in a step.
-  in_loop: whether a loop holds it.
-  rare: whether it stands in a branch that is not the usual one.
-  groups: partitions [groups, n]; of a permutation, its (source, target) pairs [pairs, 2].
-  source: what the program called it, as jax names its operations.
-  dimensions: axes of the network that the compiler's algorithm uses at once, where it says so.
+  kind: one of `KINDS`.
+  operand_bytes: bytes of a chip's operands.
+  bytes: bytes that a chip sends in one execution.
+  times: executions per step.
+  in_loop: whether it is inside a loop.
+  rare: whether it is in a branch that is not the usual one.
+  groups: partitions [groups, n]; for a permutation, its (source, target) pairs [pairs, 2].
+  source: the operation's name in jax.
+  dimensions: number of network axes that the compiler's algorithm uses at once; None if unknown.
   """
 
   kind: str
@@ -60,12 +60,12 @@ class Collective(NamedTuple):
 
   @property
   def group_size(self) -> int:
-    """n; of a permutation, 2."""
+    """n; for a permutation, 2."""
     return self.groups.shape[1]
 
 
 def of_module(module: hlo.Module) -> list[Collective]:
-  """Every collective of a program, those in its loops and branches included."""
+  """All collectives of a program, including those in its loops and branches."""
   found: dict[str, list[Collective]] = {}
 
   def within(computation: hlo.Computation) -> list[Collective]:
@@ -102,12 +102,12 @@ def of_module(module: hlo.Module) -> list[Collective]:
 
 
 def total(collectives: Sequence[Collective], *, rare: bool = False) -> float:
-  """Bytes that a chip sends in a step: in the usual branches, or what `rare` ones add."""
+  """Bytes that a chip sends per step in the usual branches, or with `rare` in the other ones."""
   return sum(c.bytes * c.times for c in collectives if c.rare == rare)
 
 
 def by_kind(collectives: Sequence[Collective], *, rare: bool = False) -> dict[str, int]:
-  """`total` of each kind that there is."""
+  """The `total` of each kind of collective."""
   kinds = dict.fromkeys(c.kind for c in collectives if c.rare == rare)
   return {
     kind: round(total([c for c in collectives if c.kind == kind], rare=rare)) for kind in kinds
@@ -115,7 +115,7 @@ def by_kind(collectives: Sequence[Collective], *, rare: bool = False) -> dict[st
 
 
 def largest_in_loops(collectives: Sequence[Collective]) -> Collective | None:
-  """The one in a loop that sends most at a time; of a parameter's size, it is a mistake."""
+  """The largest collective in a loop. If it has the size of a parameter, the layout is wrong."""
   inside = [c for c in collectives if c.in_loop]
   return max(inside, key=lambda c: c.bytes, default=None)
 
@@ -140,7 +140,8 @@ def _read(
     n = groups.shape[1]
     if kind == 'all-gather':
       sent = float(size * (n - 1))
-    elif kind == 'all-reduce' and _is_scattered(computation, instruction):
+    elif kind == 'all-reduce' and computation.name.startswith('all-reduce-scatter'):
+      # On TPUs a reduce-scatter is a fusion of this name: an all-reduce and a slice of its result.
       kind, sent = 'reduce-scatter', size * (n - 1) / n
     elif kind == 'collective-broadcast':
       sent = float(size if n > 1 else 0)
@@ -161,20 +162,16 @@ def _read(
   )
 
 
-def _is_scattered(computation: hlo.Computation, instruction: hlo.Instruction) -> bool:
-  """A TPU's reduce-scatter is a fusion of that name: an all-reduce of which one slice is kept."""
-  return computation.name.startswith('all-reduce-scatter')
-
-
 def replica_groups(attributes: str, partitions: int) -> np.ndarray:
-  """The partitions that take part together, [groups, n], from any of the ways to write them.
+  """The groups of partitions that communicate, [groups, n], from any of their notations.
 
-  `{{0,1},{2,3}}`; `[2,2]<=[2,2]T(1,0)`, numbers in order, reshaped, transposed and reshaped;
-  `mesh['x'=2,'y'=2], device_ids=([2,2]T(1,0)) {'y'}`, those that differ in the axes named, of
-  partitions in this order. `{}` is all of them.
+  `{{0,1},{2,3}}` is a list, and `{}` is one group of all partitions. `[2,2]<=[2,2]T(1,0)` is the
+  numbers in order, reshaped, transposed and reshaped. In `mesh['x'=2,'y'=2],
+  device_ids=([2,2]T(1,0)) {'y'}`, a group has the partitions, in this order on the mesh, that
+  differ only along the named axes.
 
   Raises:
-    ValueError: they are written in a way that this reader does not know.
+    ValueError: the notation is unknown.
   """
   text = attributes.partition('replica_groups=')[2]
   if listed := re.match(r'\{((?:\{[\d,]*\},?)*)\}', text):
@@ -185,7 +182,7 @@ def replica_groups(attributes: str, partitions: int) -> np.ndarray:
     return _in_order(dims, order).reshape(_integers(sizes))
   mesh = re.match(rf'mesh\[([^\]]*)\](?:, *device_ids=\({_ORDER}\))? *\{{([^}}]*)\}}', text)
   if mesh is None:
-    raise ValueError(f'replica groups written in an unknown way: {text[:120]!r}')
+    raise ValueError(f'The notation of the replica groups is unknown: {text[:120]!r}.')
   axes, dims, order, over = mesh.groups()
   sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
   return _over_axes(_in_order(dims or str(math.prod(sizes.values())), order), sizes, over)
@@ -196,13 +193,13 @@ def _integers(text: str) -> list[int]:
 
 
 def _in_order(dims: str, order: str | None) -> np.ndarray:
-  """The numbers from 0 on, reshaped, transposed where there is an order, and flattened."""
+  """The numbers from 0 on, reshaped, transposed if `order` is given, and flattened."""
   numbers = np.arange(math.prod(_integers(dims))).reshape(_integers(dims))
   return (numbers.transpose(_integers(order)) if order else numbers).reshape(-1)
 
 
 def _over_axes(devices: np.ndarray, sizes: Mapping[str, int], axes: str) -> np.ndarray:
-  """Groups over `'x','y':(2)4`: whole axes, or the 4 of an axis that lie within its first 2."""
+  """Groups over axes such as `'x','y':(2)4`: all of x, and the factor 4 of y after a factor 2."""
   shape, taken = [], []
   parts = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes)
   for name, size in sizes.items():

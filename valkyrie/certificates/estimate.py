@@ -1,15 +1,15 @@
-"""How long a step would take on chips that nobody has rented yet: an estimate, and not measured.
+"""Estimated time of a step on a TPU slice. It is not a measurement.
 
-    seconds = max(operations / peak, bytes / rate of the main memory) + seconds of communication
+    seconds = max(operations / peak, bytes / HBM bandwidth) + seconds of communication
 
-Communication is given the rates of links and hidden behind nothing; arithmetic is given its peak. A
-program can be slower than this, by as much as its kernels miss, and hardly faster.
+The estimate assumes peak FLOP/s, full link bandwidth, and no overlap of communication with other
+work. Kernels below the peak make a program slower than that; hardly anything makes it faster.
 
 A collective over several axes of a torus uses the links of all of them at once, in both directions
-where an axis is closed to a ring and in one where it ends ("How to Scale Your Model",
-jax-ml.github.io/scaling-book/sharding), or those of as many axes as the compiler says that its
-algorithm has. A permutation takes as long as its busiest link, each pair taking the shortest way,
-one axis after the other.
+along a ring and in one direction along a line ("How to Scale Your Model",
+jax-ml.github.io/scaling-book/sharding), or the links of fewer axes if the compiler reports an
+algorithm with fewer dimensions. A permutation takes as long as its busiest link; each message takes
+the shortest route, one axis after the other.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,11 @@ from valkyrie.certificates.collectives import Collective
 
 
 class Torus(NamedTuple):
-  """Where the partitions of a program stand.
+  """The positions of a program's partitions in the network.
 
   places: coordinates of each partition's chip, [partitions, axes].
-  rings: for each axis, whether it is closed; sides: how long it is.
+  rings: whether each axis is a ring.
+  sides: length of each axis, in chips.
   """
 
   places: np.ndarray
@@ -34,13 +35,13 @@ class Torus(NamedTuple):
 
 
 def torus(mesh: Mesh, rings: Sequence[bool], sides: Sequence[int]) -> Torus:
-  """The torus of a mesh of TPU devices, which stand in the order of its partitions."""
+  """The torus of a mesh of TPU devices, whose order is that of the partitions."""
   places = np.asarray([device.coords[: len(sides)] for device in mesh.devices.flat])
   return Torus(places, tuple(rings), tuple(sides))
 
 
 def seconds(collective: Collective, network: Torus, link_bytes_per_second: float) -> float:
-  """How long it takes, once."""
+  """Time of one execution of a collective."""
   if collective.kind == 'collective-permute':
     load = _busiest_link(collective.groups, network)
     return load * collective.operand_bytes / link_bytes_per_second
@@ -54,7 +55,7 @@ def seconds(collective: Collective, network: Torus, link_bytes_per_second: float
   if not links:
     return 0.0
   if collective.kind.endswith('all-to-all'):
-    # Half of all that is sent crosses the middle of the longest axis, in each direction half of it.
+    # Half of the bytes cross the middle of the longest axis, one half of them in each direction.
     longest = max(links, key=lambda axis: spans[axis] / links[axis])
     rate = 4 * links[longest] * link_bytes_per_second / spans[longest]
     return collective.operand_bytes / rate
@@ -63,7 +64,7 @@ def seconds(collective: Collective, network: Torus, link_bytes_per_second: float
 
 
 def mesh_axes(collective: Collective, mesh: Mesh) -> tuple[str, ...]:
-  """The mesh axes that it crosses."""
+  """The mesh axes that a collective crosses."""
   group = np.stack(np.unravel_index(collective.groups, mesh.devices.shape))  # [axes, groups, n]
   crossed = (group != group[..., :1]).any(axis=(1, 2))
   return tuple(name for name, is_one in zip(mesh.axis_names, crossed, strict=True) if is_one)
@@ -72,7 +73,7 @@ def mesh_axes(collective: Collective, mesh: Mesh) -> tuple[str, ...]:
 def by_mesh_axes(
   collectives: Sequence[Collective], mesh: Mesh, network: Torus, link_bytes_per_second: float
 ) -> dict[str, float]:
-  """Seconds a step of what is not rare, by the mesh axes that it crosses: {'x+y': 0.1}."""
+  """Seconds per step by the mesh axes crossed, e.g. {'x+y': 0.1}, without rare collectives."""
   spent: dict[str, float] = {}
   for collective in collectives:
     if not collective.rare:
@@ -83,7 +84,7 @@ def by_mesh_axes(
 
 
 def _busiest_link(pairs: np.ndarray, network: Torus) -> int:
-  """How often a permutation's messages go over the link that most of them take."""
+  """The number of messages of a permutation on its busiest link."""
   load: dict[tuple, int] = {}
   for source, target in pairs:
     at = [int(place) for place in network.places[source]]

@@ -1,7 +1,7 @@
-"""The text of an optimised XLA program as computations, instructions and shapes.
+"""Parser for the text of an optimized XLA program: computations, instructions, shapes, loops.
 
-`jax.stages.Compiled.as_text()` is all that XLA shows of a program, so it is read here: as much of
-its grammar as it takes to follow data through loops, and to say how often a loop runs.
+`jax.stages.Compiled.as_text()` is the only public form of the program. The parser knows the part of
+its grammar that is necessary to follow data through loops and to count the iterations of a loop.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,17 +10,18 @@ import math
 import re
 from typing import NamedTuple
 
-# Bits of a number; float8 types have several spellings. Tokens and opaque values take no memory.
+# Bits of a value of the types without a size in their name. Tokens and opaque values have no bits.
 _BITS = {'pred': 8, 'token': 0, 'opaque': 0}
 
 
 class ArrayShape(NamedTuple):
   """`bf16[8,128]{1,0:T(8,128)(2,1)S(3)}`.
 
-  dtype, dims: what it holds.
-  minor_to_major: the dimensions from the one that lies closest together outwards.
-  tile: the first tile of the layout, over the most minor dimensions; () where there is none.
-  space: the memory that holds it: 0 is the device's main memory.
+  dtype: element type.
+  dims: sizes of the dimensions.
+  minor_to_major: the dimensions in the order of the layout, the contiguous one first.
+  tile: the first tile of the layout, over the most minor dimensions; () without tiles.
+  space: the memory space; 0 is the device's main memory.
   """
 
   dtype: str
@@ -31,12 +32,12 @@ class ArrayShape(NamedTuple):
 
   @property
   def bytes(self) -> int:
-    """Bytes of the numbers."""
+    """Bytes without padding."""
     return math.prod(self.dims) * _bits(self.dtype) // 8
 
   @property
   def padded_bytes(self) -> int:
-    """Bytes that it takes, its most minor dimensions rounded up to whole tiles."""
+    """Bytes in memory, with the most minor dimensions rounded up to whole tiles."""
     dims = [self.dims[number] for number in self.minor_to_major]
     for place, tile in enumerate(reversed(self.tile)):
       if place < len(dims):
@@ -48,7 +49,7 @@ Shape = ArrayShape | tuple['Shape', ...]
 
 
 def arrays(shape: Shape) -> Iterator[ArrayShape]:
-  """The arrays of a shape, those inside tuples included."""
+  """The arrays of a shape, including those inside tuples."""
   if isinstance(shape, ArrayShape):
     yield shape
   else:
@@ -57,7 +58,7 @@ def arrays(shape: Shape) -> Iterator[ArrayShape]:
 
 
 class Instruction(NamedTuple):
-  """`%name = shape opcode(%operands), attributes`; `literal` is all that its brackets hold."""
+  """`%name = shape opcode(%operands), attributes`; `literal` is the text inside the brackets."""
 
   name: str
   shape: Shape
@@ -68,13 +69,13 @@ class Instruction(NamedTuple):
   is_root: bool
 
   def called(self, attribute: str) -> list[str]:
-    """The computations that an attribute names: body=%x, branch_computations={%a, %b}."""
+    """The computations of an attribute such as body=%x or branch_computations={%a, %b}."""
     found = re.search(rf'\b{attribute}=(\{{[^}}]*\}}|%?[\w.-]+)', self.attributes)
     return re.findall(r'[\w.-]+', found.group(1)) if found else []
 
 
 class Computation:
-  """Instructions in the order in which they run."""
+  """A list of instructions, in execution order."""
 
   def __init__(self, name: str, instructions: list[Instruction]):
     self.name = name
@@ -83,17 +84,17 @@ class Computation:
 
   @functools.cached_property
   def root(self) -> Instruction:
-    """What the computation returns."""
+    """The instruction whose value the computation returns."""
     return next(i for i in self.instructions if i.is_root)
 
   @functools.cached_property
   def parameters(self) -> dict[int, Instruction]:
-    """Parameters by their number."""
+    """The parameters by number."""
     return {int(i.literal): i for i in self.instructions if i.opcode == 'parameter'}
 
   @functools.cached_property
   def users(self) -> dict[str, list[Instruction]]:
-    """Who reads what, by the name of what is read."""
+    """The instructions that read a value, by the name of the value."""
     users: dict[str, list[Instruction]] = {}
     for instruction in self.instructions:
       for name in dict.fromkeys(instruction.operands):
@@ -102,7 +103,7 @@ class Computation:
 
 
 class Module(NamedTuple):
-  """A whole program for one of `partitions` devices."""
+  """The program of one of `partitions` devices."""
 
   entry: Computation
   computations: Mapping[str, Computation]
@@ -118,10 +119,10 @@ _COMMENT = re.compile(r'/\*.*?\*/')
 
 
 def parse(text: str) -> Module:
-  """The program that `as_text()` shows.
+  """Parses the output of `as_text()`.
 
   Raises:
-    ValueError: a line is not what this reader knows.
+    ValueError: the syntax of a line is unknown.
   """
   computations: dict[str, Computation] = {}
   name, lines, entry = None, [], None
@@ -138,7 +139,7 @@ def parse(text: str) -> Module:
     elif line.strip():
       lines.append(line)
   if entry is None:
-    raise ValueError('the text holds no ENTRY computation')
+    raise ValueError('The text has no ENTRY computation.')
   partitions = re.search(r'num_partitions=(\d+)', text[: text.index('\n')])
   return Module(computations[entry], computations, int(partitions.group(1)) if partitions else 1)
 
@@ -146,11 +147,11 @@ def parse(text: str) -> Module:
 def _instruction(line: str) -> Instruction:
   head = _INSTRUCTION.match(line)
   if head is None:
-    raise ValueError(f'not an instruction: {line[:200]!r}')
+    raise ValueError(f'Expected an instruction, found {line[:200]!r}.')
   shape, at = _shape(line, head.end())
   opcode = _OPCODE.match(line, at)
   if opcode is None:
-    raise ValueError(f'no opcode: {line[:200]!r}')
+    raise ValueError(f'Expected an opcode in {line[:200]!r}.')
   end = _closing(line, opcode.end() - 1)
   inside = line[opcode.end() : end]
   operands = tuple(re.findall(r'%([\w.-]+)', inside))
@@ -160,21 +161,21 @@ def _instruction(line: str) -> Instruction:
 
 
 def _closing(line: str, at: int) -> int:
-  """Where the bracket that opens at `at` is closed."""
+  """The index of the bracket that closes the one at `at`."""
   depth = 0
   for mark in re.compile(r'[(){}]|"(?:[^"\\]|\\.)*"').finditer(line, at):
     depth += {'(': 1, '{': 1, ')': -1, '}': -1}.get(mark.group(), 0)
     if depth == 0:
       return mark.start()
-  raise ValueError(f'a bracket is not closed: {line[:200]!r}')
+  raise ValueError(f'Expected a closing bracket in {line[:200]!r}.')
 
 
 def _shape(line: str, at: int) -> tuple[Shape, int]:
-  """The shape that stands at `at`, and where it ends."""
+  """The shape at index `at`, and the index after it."""
   if line[at] != '(':
     found = _ARRAY.match(line, at)
     if found is None:
-      raise ValueError(f'not a shape: {line[at : at + 80]!r}')
+      raise ValueError(f'Expected a shape, found {line[at : at + 80]!r}.')
     return _array(*found.groups()), found.end()
   parts: list[Shape] = []
   at += 1
@@ -212,31 +213,31 @@ def _bits(dtype: str) -> int:
     return _BITS[dtype]
   digits = re.search(r'\d+', dtype)
   if digits is None:
-    raise ValueError(f'an unknown type of number: {dtype}')
+    raise ValueError(f'The element type {dtype} is unknown.')
   return int(digits.group())
 
 
 def branches(conditional: Instruction) -> list[str]:
-  """The computations of which a `conditional` runs one."""
+  """The computations of the branches of a `conditional`."""
   either = conditional.called('true_computation') + conditional.called('false_computation')
   return conditional.called('branch_computations') or either
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-  """How often the body of a `while` of this computation runs; None where the text does not say.
+  """The number of iterations of a `while` of this computation; None if the text does not show it.
 
-  XLA notes it on some platforms. Else the loop is taken for one that counts: its condition
-  compares an element of what is carried with a constant, and the body adds a constant to it.
+  XLA writes it on some platforms. Otherwise the loop must have a counter: its condition compares an
+  element of the carry with a constant, and its body adds a constant to that element.
   """
-  noted = re.search(r'known_trip_count.{1,4}n":"(\d+)"', loop.attributes)
-  if noted:
-    return int(noted.group(1))
+  known = re.search(r'known_trip_count.{1,4}n":"(\d+)"', loop.attributes)
+  if known:
+    return int(known.group(1))
   (condition,), (body,) = loop.called('condition'), loop.called('body')
   test = _compared(module, module.computations[condition])
   if test is None:
     return None
   index, direction, limit = test
-  start = _constant(computation, _element(computation, loop.operands[0], index))
+  start = _constant(_element(computation, loop.operands[0], index))
   step = _step(module, module.computations[body], index)
   if start is None or not step:
     return None
@@ -247,9 +248,9 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
 
 def _compared(module: Module, condition: Computation) -> tuple[int, str, int] | None:
-  """(element of what is carried, direction, constant) of the comparison that a condition makes."""
+  """(index of the carry's element, direction, constant) of the comparison of a condition."""
   root, inner, given = condition.root, condition, {}
-  while root.opcode == 'fusion':  # some platforms wrap even one comparison
+  while root.opcode == 'fusion':  # some platforms wrap a single comparison
     (called,) = root.called('calls')
     given = {n: _follow(inner, name) for n, name in enumerate(root.operands)}
     inner = module.computations[called]
@@ -265,10 +266,9 @@ def _compared(module: Module, condition: Computation) -> tuple[int, str, int] | 
     sides.append(side)
   way = direction.group(1)
   for (counter, limit), said in ((sides, way), (sides[::-1], _MIRRORED[way])):
-    if counter is None or limit is None or counter.opcode != 'get-tuple-element':
-      continue
-    if limit.opcode == 'constant' and re.fullmatch(r'-?\d+', limit.literal):
-      return _index(counter), said, int(limit.literal)
+    constant = _constant(limit)
+    if counter is not None and counter.opcode == 'get-tuple-element' and constant is not None:
+      return _index(counter), said, constant
   return None
 
 
@@ -285,7 +285,7 @@ _SAME_VALUE = (
 
 
 def _follow(computation: Computation, name: str) -> Instruction | None:
-  """What a value is a copy of."""
+  """The value itself, or the value of which it is a copy."""
   found = computation.by_name.get(name)
   while found is not None and found.opcode in _SAME_VALUE and found.operands:
     found = computation.by_name.get(found.operands[0])
@@ -299,21 +299,21 @@ def _index(element: Instruction) -> int:
 
 
 def _element(computation: Computation, name: str, index: int) -> Instruction | None:
-  """Element `index` of a tuple, where the text shows how the tuple is made."""
+  """Element `index` of a tuple; None if the value is not a `tuple` instruction."""
   made = _follow(computation, name)
   if made is None or made.opcode != 'tuple':
     return None
   return _follow(computation, made.operands[index])
 
 
-def _constant(computation: Computation, value: Instruction | None) -> int | None:
+def _constant(value: Instruction | None) -> int | None:
   if value is not None and value.opcode == 'constant' and re.fullmatch(r'-?\d+', value.literal):
     return int(value.literal)
   return None
 
 
 def _step(module: Module, body: Computation, index: int) -> int | None:
-  """By how much a body moves element `index` of what is carried."""
+  """The constant that a body adds to element `index` of the carry; None if it does not."""
   after = _element(body, body.root.name, index)
   if after is None:
     return None
@@ -332,7 +332,7 @@ def _step(module: Module, body: Computation, index: int) -> int | None:
   for name in root.operands:
     value = _follow(inner, name)
     value = given.get(value.name, value) if value is not None else None
-    if (constant := _constant(inner, value)) is not None:
+    if (constant := _constant(value)) is not None:
       moved = constant if root.opcode == 'add' else -constant
     elif value is None or value.opcode != 'get-tuple-element' or _index(value) != index:
       return None

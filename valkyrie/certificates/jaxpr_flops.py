@@ -1,8 +1,8 @@
-"""Operations that a traced function does, with its loops multiplied out.
+"""Operations of a traced function, with its loops multiplied out.
 
-XLA's own `cost_analysis` counts the body of a loop once. A jaxpr says how long every scan is, so
-here a product inside of scans counts as often as it is done, and one that the backward pass
-recomputes counts again: it is work that is executed, though not work that the model is.
+XLA's `cost_analysis` counts the body of a loop once. A jaxpr has the length of every scan, so a
+product inside scans is counted as often as it is executed. Products that the backward pass
+recomputes are counted again.
 """
 
 from collections.abc import Iterator
@@ -12,25 +12,17 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-# One operation for each number that they make. What only moves numbers is not work.
-_ELEMENTWISE = """
+# One operation per element of the output. Primitives that only move data count nothing.
+_ARITHMETIC = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh ceil clamp cos cosh cumlogsumexp cummax
 cummin cumprod cumsum digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow
 is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or pow rem round rsqrt
 select_n sign sin sinh sqrt square sub tan tanh xor
 """
-# One for each number that they read.
-_REDUCTIONS = (
-  'argmax',
-  'argmin',
-  'reduce_and',
-  'reduce_max',
-  'reduce_min',
-  'reduce_or',
-  'reduce_prod',
-  'reduce_sum',
-)
-
+# One operation per element of the input.
+_REDUCTIONS = """
+argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
+"""
 
 _Closed = core.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 _Jaxpr = core.Jaxpr | _Closed
@@ -39,9 +31,9 @@ _Jaxpr = core.Jaxpr | _Closed
 class Operations(NamedTuple):
   """Sums over all devices.
 
-  products: multiplications and additions of matrix products and convolutions, two for each pair.
-  elementwise: one for each number that arithmetic makes or a reduction reads.
-  loops_once: loops of a length that is known only when they run, which are counted once.
+  products: operations of matrix products and convolutions; a multiply-add is two.
+  elementwise: elements that elementwise arithmetic writes or a reduction reads.
+  loops_once: number of loops whose length is unknown before they run. Their body is counted once.
   """
 
   products: int = 0
@@ -49,7 +41,7 @@ class Operations(NamedTuple):
   loops_once: int = 0
 
   def plus(self, other: 'Operations', times: int = 1) -> 'Operations':
-    """This, and `times` times the other."""
+    """The sum of these operations and `times` times the other ones."""
     return Operations(
       self.products + times * other.products,
       self.elementwise + times * other.elementwise,
@@ -60,10 +52,10 @@ class Operations(NamedTuple):
 def of_jaxpr(jaxpr: Any) -> Operations:
   """The operations of a jaxpr.
 
-  Scans count with their length, a `cond` as its largest branch, a `shard_map` once for each device
-  of the mesh axes that it is over, and a Pallas kernel once for each step of its grid. Outside of a
-  `shard_map` shapes are those of the whole program: what XLA's partitioner would do more than once
-  is not seen here.
+  The body of a scan is multiplied by its length, that of a `shard_map` by the number of devices of
+  its mesh axes, and a Pallas kernel by the steps of its grid. A `cond` counts as its largest
+  branch. Outside a `shard_map` shapes are global: operations that XLA's partitioner replicates are
+  counted once.
   """
   total = Operations()
   for equation in (jaxpr.jaxpr if isinstance(jaxpr, _Closed) else jaxpr).eqns:
@@ -75,9 +67,10 @@ def _of_equation(equation: core.JaxprEqn) -> Operations:
   name, params = equation.primitive.name, equation.params
   if name in _PRODUCTS:
     return Operations(products=_PRODUCTS[name](equation))
-  if name in _ARITHMETIC or name in _REDUCTIONS:
-    counted = equation.outvars if name in _ARITHMETIC else equation.invars
-    return Operations(elementwise=sum(map(_count, counted)))
+  if name in _ARITHMETIC.split():
+    return Operations(elementwise=sum(map(_count, equation.outvars)))
+  if name in _REDUCTIONS.split():
+    return Operations(elementwise=sum(map(_count, equation.invars)))
   if name == 'cond':
     branches = [of_jaxpr(branch) for branch in params['branches']]
     return max(branches, key=lambda branch: (branch.products, branch.elementwise))
@@ -88,7 +81,7 @@ def _of_equation(equation: core.JaxprEqn) -> Operations:
 
 
 def _times(name: str, params: dict[str, Any]) -> int:
-  """How often, on all devices together, an equation does what its jaxpr says."""
+  """The number of executions of an equation's jaxpr, over all devices."""
   if name == 'scan':
     return params['length']
   if name == 'shard_map':
@@ -99,10 +92,9 @@ def _times(name: str, params: dict[str, Any]) -> int:
 
 
 def _jaxprs(params: dict[str, Any]) -> Iterator[Any]:
-  """The jaxprs of an equation that are run: that of a `jit`, the cond and the body of a `while`.
+  """The jaxprs that an equation executes: that of a `jit`, the cond and the body of a `while`.
 
-  A custom derivative rule holds its function as it was and, until it is differentiated, a rule that
-  is not a jaxpr.
+  An equation with a custom derivative has the jaxpr of its function; the rule is not a jaxpr.
   """
   for leaf in jax.tree.leaves(list(params.values()), is_leaf=lambda x: isinstance(x, _Jaxpr)):
     if isinstance(leaf, _Jaxpr):
@@ -120,11 +112,10 @@ def _dot_general(equation: core.JaxprEqn) -> int:
 
 
 def _convolution(equation: core.JaxprEqn) -> int:
-  """Every number of the output reads the whole kernel of its channel, padding included."""
+  """Each output element reads the whole kernel of its channel, padding included."""
   (out,), kernel = equation.outvars, equation.invars[1].aval.shape  # type: ignore
   channels = kernel[equation.params['dimension_numbers'].rhs_spec[0]]
   return 2 * _count(out) * math.prod(kernel) // channels
 
 
-_ARITHMETIC = frozenset(_ELEMENTWISE.split())
 _PRODUCTS = {'dot_general': _dot_general, 'conv_general_dilated': _convolution}

@@ -1,13 +1,12 @@
-"""Bytes that a compiled program moves to and from a chip's main memory, loops multiplied out.
+"""Bytes that a compiled program reads from and writes to a chip's HBM, with loops multiplied out.
 
-Each instruction of the schedule reads its operands and writes its results, once; what happens in a
-fusion stays on the chip. Not counted is what the layout places in another memory than the main one
-(`S(1)`: the vector memory of a TPU's core, `S(3)`: a v4's common memory), what is only another name
-for the same bytes, and, of a buffer that is sliced or updated in place, all but the slice.
+Each instruction of the schedule reads its operands and writes its results, once; the intermediate
+values of a fusion stay on the chip. The count excludes arrays in other memory spaces (`S(1)` is the
+vector memory of a TPU core, `S(3)` the common memory of a v4) and instructions that only rename
+bytes. A buffer that is sliced or updated in place counts with the bytes of the slice.
 
-It is an estimate from the program's text, and not a measurement. A product that is too large for
-the chip may read an operand several times, so it may move more; where a cache holds an operand, as
-on CPUs and GPUs, it may move less.
+The count is an estimate from the program's text, not a measurement. A large product may read an
+operand several times and move more; a cache, as on CPUs and GPUs, may reduce the traffic.
 """
 
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from typing import NamedTuple
 
 from valkyrie.certificates import hlo
 
-# These make no bytes move: they name, wait, or are counted where they started.
+# No traffic: these name a value, wait, or end an operation that was counted at its start.
 _FREE = (
   'parameter',
   'constant',
@@ -36,10 +35,11 @@ _SAME_BYTES = ('bitcast', 'optimization-barrier')
 
 
 class Movement(NamedTuple):
-  """One instruction that moves.
+  """An instruction that reads or writes HBM.
 
-  bytes: read and written, once; times: how often it runs in a step.
-  source: what the program called it, as jax names its operations, and the instruction.
+  bytes: bytes read and written in one execution.
+  times: executions per step.
+  source: the operation's name in jax and the name of the instruction.
   """
 
   bytes: int
@@ -48,7 +48,7 @@ class Movement(NamedTuple):
 
 
 def of_module(module: hlo.Module) -> list[Movement]:
-  """Every instruction that moves something; of branches, those of the one that moves least."""
+  """All instructions with HBM traffic; of a conditional, those of the branch with the least."""
   found: dict[str, list[Movement]] = {}
 
   def within(name: str) -> list[Movement]:
@@ -80,7 +80,7 @@ def of_module(module: hlo.Module) -> list[Movement]:
 
 
 def total(movements: list[Movement]) -> int:
-  """Bytes in a step."""
+  """Bytes per step."""
   return sum(m.bytes * m.times for m in movements)
 
 
@@ -95,38 +95,38 @@ def _moved(module: hlo.Module, computation: hlo.Computation, instruction: hlo.In
     read = sum(
       _read_inside(module, inner, inner.parameters[number])
       for number, operand in enumerate(operands)
-      if _in_memory(operand)
+      if _in_hbm(operand)
     )
     return read + _written(inner, shape)
-  # Where it comes from, where it goes, and how much it is.
+  # `start` is the operand that is read, `made` the value that is written: `_size(made)` bytes each.
   start, made = (operands or [()])[0], shape
-  if opcode == 'copy-start':  # (destination, source, a semaphore)
+  if opcode == 'copy-start':  # (destination, source, semaphore)
     made = next(hlo.arrays(shape))
-  elif opcode == 'slice-start':  # ((source), destination, a semaphore)
+  elif opcode == 'slice-start':  # ((source), destination, semaphore)
     made = list(hlo.arrays(shape))[1]
   elif opcode in ('dynamic-update-slice', 'scatter'):
     start = made = operands[1 if opcode == 'dynamic-update-slice' else -1]
-    made_bytes = _size(made) if _in_memory(shape) else 0
-    return _in_memory(start) + (2 if opcode == 'scatter' else 1) * made_bytes
-  elif opcode.endswith('-start'):  # it repeats the operands; the largest part is what it makes
-    made = max(hlo.arrays(shape), key=_in_memory)
-    return sum(map(_in_memory, operands)) + _in_memory(made)
+    made_bytes = _size(made) if _in_hbm(shape) else 0
+    return _in_hbm(start) + (2 if opcode == 'scatter' else 1) * made_bytes
+  elif opcode.endswith('-start'):  # repeats the operands; the result is the largest part
+    made = max(hlo.arrays(shape), key=_in_hbm)
+    return sum(map(_in_hbm, operands)) + _in_hbm(made)
   elif opcode not in _SLICES:
-    return sum(map(_in_memory, operands)) + _in_memory(shape)
-  return (_size(made) if _in_memory(start) else 0) + _in_memory(made)
+    return sum(map(_in_hbm, operands)) + _in_hbm(shape)
+  return (_size(made) if _in_hbm(start) else 0) + _in_hbm(made)
 
 
 def _size(shape: hlo.Shape) -> int:
   return sum(array.padded_bytes for array in hlo.arrays(shape))
 
 
-def _in_memory(shape: hlo.Shape) -> int:
-  """Bytes of a shape that lie in the main memory."""
+def _in_hbm(shape: hlo.Shape) -> int:
+  """Bytes of a shape in HBM."""
   return sum(array.padded_bytes for array in hlo.arrays(shape) if array.space == 0)
 
 
 def _read_inside(module: hlo.Module, fusion: hlo.Computation, value: hlo.Instruction) -> int:
-  """What a fusion reads of one of its parameters: slices, where nothing wants it whole."""
+  """Bytes that a fusion reads of a parameter: its slices, if no instruction reads all of it."""
   whole, read = _size(value.shape), 0
   for user in fusion.users.get(value.name, ()):
     if user.opcode in _SAME_BYTES:
@@ -146,7 +146,7 @@ def _read_inside(module: hlo.Module, fusion: hlo.Computation, value: hlo.Instruc
 
 
 def _written(fusion: hlo.Computation, shape: hlo.Shape) -> int:
-  """What a fusion writes: of a buffer that it updates in place, the update."""
+  """Bytes that a fusion writes; for a buffer that it updates in place, those of the update."""
   if not isinstance(shape, hlo.ArrayShape) and fusion.root.opcode == 'tuple':
     parts = [fusion.by_name[name] for name in fusion.root.operands]
     return sum(_written_as(fusion, made, part) for made, part in zip(parts, shape, strict=True))
@@ -154,10 +154,10 @@ def _written(fusion: hlo.Computation, shape: hlo.Shape) -> int:
 
 
 def _written_as(fusion: hlo.Computation, made: hlo.Instruction, shape: hlo.Shape) -> int:
-  if not _in_memory(shape):
+  if not _in_hbm(shape):
     return 0
   while made.opcode in _SAME_BYTES:
     made = fusion.by_name[made.operands[0]]
   if made.opcode == 'dynamic-update-slice':
     return _size(fusion.by_name[made.operands[1]].shape)
-  return _in_memory(shape)
+  return _in_hbm(shape)

@@ -1,4 +1,4 @@
-"""What helps where a step needs more memory than there is: each change is compiled, not guessed."""
+"""Changes that reduce the memory of a step that does not fit. Each of them is compiled."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,11 +11,11 @@ from valkyrie.config.record import bindings
 from valkyrie.errors import ConfigurationError
 from valkyrie.sharding.partitioner import Partitioner
 
-_PARTS = (2, 4, 8, 16)  # of a chunk that is too long
+_PARTS = (2, 4, 8, 16)  # into which a chunk that is too long is divided
 
 
 class Change(NamedTuple):
-  """Gin files and flags to lay over the run's."""
+  """Gin files and flags to add to those of the run."""
 
   files: Sequence[str] = ()
   flags: Sequence[str] = ()
@@ -30,37 +30,37 @@ def advice(
   ask: Callable[[], Mapping[str, Any]],
   partitioner: Callable[[], Partitioner],
 ) -> str:
-  """What was too large, and what each change to the command makes of it.
+  """A report of the memory of the step, the effect of each change, and the change to make.
 
   Args:
-    worst: the certificate of the step that needs most.
-    layouts: gin files of partitioners to try; None takes all of gin/partition that can serve.
-    ask: the certificate of the same step under the bindings of the moment.
-    partitioner: the layout under the bindings of the moment.
+    worst: the certificate of the step with the largest memory.
+    layouts: gin files of partitioners to try; None is those of gin/partition for several devices.
+    ask: returns the certificate of the same step under the current bindings.
+    partitioner: returns the layout under the current bindings.
   """
-  needs = gib(worst['total_bytes']) if worst['total_bytes'] else 'more'
+  needs = gib(worst['total_bytes']) if worst['total_bytes'] else 'more memory'
   lines = [
-    f'Phase {worst["phase"]} needs {needs} of a device that has {gib(worst["hbm_bytes"])}. '
-    'Tried, each compiled:'
+    f'Phase {worst["phase"]} needs {needs} per device. A device has {gib(worst["hbm_bytes"])}. '
+    'These changes were compiled:'
   ]
   tried = []
   for knob in _knobs(worst, layouts):
-    for change, found in _turned(knob, ask, partitioner):
-      lines.append(f'  {change}: {_told(found)}')
+    for change, found in _compiled(knob, ask, partitioner):
+      lines.append(f'  {change}: {_outcome(found)}')
       print(lines[-1].strip(), flush=True)
       tried.append((change, found))
   return '\n'.join([*lines, best(tried, worst)])
 
 
 def best(tried: Sequence[tuple[Change, Mapping[str, Any]]], before: Mapping[str, Any]) -> str:
-  """The change to make: the fastest of those that fit, else the one that needs least."""
+  """The fastest change that fits, or else the one with the smallest memory."""
   fitting = [
     (found.get('estimated_tokens_per_second_per_chip', 0.0), -found['total_bytes'], str(change))
     for change, found in tried
     if found['fits']
   ]
   if fitting:
-    return f'What helps most: add {max(fitting)[-1]}'
+    return f'Recommended: add {max(fitting)[-1]}'
   less = [
     (found['total_bytes'], str(change))
     for change, found in tried
@@ -68,22 +68,22 @@ def best(tried: Sequence[tuple[Change, Mapping[str, Any]]], before: Mapping[str,
   ]
   if less:
     size, change = min(less)
-    return f'None is enough alone. What helps most: add {change}, which leaves {gib(size)}'
-  return 'None helps. Take a smaller model, or more chips.'
+    return f'No single change is enough. Recommended: add {change}, which reduces it to {gib(size)}'
+  return 'No change reduces it. Use a smaller model or more chips.'
 
 
-def _turned(
+def _compiled(
   knob: Sequence[Change],
   ask: Callable[[], Mapping[str, Any]],
   partitioner: Callable[[], Partitioner],
 ) -> Iterator[tuple[Change, Mapping[str, Any]]]:
-  """Each change of a knob with what came of it, up to the first that fits."""
+  """Compiles the changes of a knob up to the first that fits, and yields them with the result."""
   before = _run(partitioner())
   for change in knob:
     try:
       with override_gin(change.files, change.flags):
         if _run(partitioner()) == before:
-          continue  # nothing is changed: the layout is the same
+          continue  # the same layout
         found = ask()
     except ConfigurationError as error:
       refused = str(error).partition('\n')[0]
@@ -94,7 +94,7 @@ def _turned(
 
 
 def _run(layout: Partitioner) -> tuple[Any, ...]:
-  """What the bindings of the moment come to; those of a layout may be written in several ways."""
+  """The current bindings, with the resolved layout: several bindings can give the same layout."""
   others = {
     name: value for name, value in bindings().items() if not name.startswith('Partitioner.')
   }
@@ -104,17 +104,17 @@ def _run(layout: Partitioner) -> tuple[Any, ...]:
   return others, dict(layout.mesh.shape), rules, layout.local
 
 
-def _told(found: Mapping[str, Any]) -> str:
+def _outcome(found: Mapping[str, Any]) -> str:
   if 'not_possible' in found:
     return f'not possible: {found["not_possible"]}'
-  size = gib(found['total_bytes']) if found['total_bytes'] else 'more than there is'
+  size = gib(found['total_bytes']) if found['total_bytes'] else 'more than a device has'
   speed = found.get('estimated_tokens_per_second_per_chip')
-  by_estimate = f', {speed:,.0f} tokens/s a chip by estimate' if speed else ''
+  by_estimate = f', estimated {speed:,.0f} tokens/s per chip' if speed else ''
   return f'{size}, {"fits" if found["fits"] else "does not fit"}{by_estimate}'
 
 
 def _knobs(worst: Mapping[str, Any], layouts: Sequence[str] | None) -> list[list[Change]]:
-  """The changes of each knob, from a small turn to a large one."""
+  """The changes of each knob, in ascending order of their effect."""
   knobs = [
     [_shorter(worst, parts) for parts in _PARTS if worst['chunk_size'] % parts == 0],
     [Change(flags=[f"{FLAG}LanguageModel.remat='nothing'"])],
@@ -128,7 +128,7 @@ def _knobs(worst: Mapping[str, Any], layouts: Sequence[str] | None) -> list[list
 
 
 def _shorter(worst: Mapping[str, Any], parts: int) -> Change:
-  """Chunks of a part of their size, and as many more."""
+  """Divides the chunk size by `parts`, and multiplies the number of chunks by it."""
   sizes = {
     'chunk_size': worst['chunk_size'] // parts,
     'chunks': parts * worst['chunks'],

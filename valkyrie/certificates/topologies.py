@@ -1,4 +1,4 @@
-"""The devices of a TPU slice that is not here, by its name: 'v4:4x4x2', 'v6e:8x8'."""
+"""TPU slices by name, such as 'v4:4x4x2' and 'v6e:8x8', and devices to compile for them."""
 
 from collections.abc import Sequence
 from importlib import metadata
@@ -19,8 +19,8 @@ from valkyrie.monitoring.chips import TPUS
 _LOCK = pathlib.Path('/tmp/libtpu_lockfile')
 _MOST_CHIPS = 512
 
-# The slices of a pod that Google lends, their sides in rising order: cloud.google.com/tpu/docs. Of
-# v4 and v5p those of whole cubes of 4 x 4 x 4 come to these.
+# The slices that Google offers, with their sides in ascending order: cloud.google.com/tpu/docs. For
+# v4 and v5p, `_CUBES` are those that consist of whole cubes of 4 x 4 x 4 chips.
 _SHAPES_2D = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _SHAPES_3D = ((1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 _CUBES = tuple(
@@ -29,57 +29,56 @@ _CUBES = tuple(
   if math.prod(sides) <= _MOST_CHIPS
 )
 _ENVIRONMENT = {
-  'TPU_SKIP_MDS_QUERY': '1',  # ask no metadata server which machine this is
+  'TPU_SKIP_MDS_QUERY': '1',  # do not ask the metadata server for the type of this machine
   'TPU_WORKER_HOSTNAMES': 'localhost',
-  # The lock is for the chips of this machine, which compiling for others does not touch.
+  # The lock protects the chips of this machine, which a compilation does not use.
   'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
 }
 
 
 def parse(name: str) -> tuple[str, tuple[int, ...]]:
-  """('v4', (4, 4, 2)) of 'v4:4x4x2'.
+  """Parses 'v4:4x4x2' as ('v4', (4, 4, 2)).
 
   Raises:
-    ConfigurationError: there is no such chip, or no slice of it of that shape.
+    ConfigurationError: the chip or the shape of the slice does not exist.
   """
   chip, _, shape = name.partition(':')
   if chip not in TPUS:
     raise ConfigurationError(
-      f'--topology={name}: there is no chip {chip!r}; there are {", ".join(TPUS)}.'
-      f'{did_you_mean(chip, TPUS)} Write it as in v4:4x4x2.'
+      f'--topology={name}: the chip {chip!r} is unknown. Use one of {", ".join(TPUS)}, as in '
+      f'v4:4x4x2.{did_you_mean(chip, TPUS)}'
     )
   if not re.fullmatch(r'\d{1,4}(x\d{1,4}){1,2}', shape):
     raise ConfigurationError(
-      f'--topology={name}: expected the sides of the slice after {chip}:, as in '
+      f'--topology={name}: the sides of the slice are missing or invalid. Write them as in '
       f'{chip}:{_text(_shapes(chip)[2])}.'
     )
   sides = tuple(int(side) for side in shape.split('x'))
   if tuple(sorted(sides)) not in _shapes(chip) or (len(sides) == 3 and (sides[0] | sides[1]) % 2):
     raise ConfigurationError(
-      f'--topology={name}: no slice of {chip} has that shape. The nearest that exist: '
+      f'--topology={name}: {chip} has no slice of this shape. Use one of the nearest: '
       f'{", ".join(_nearest(chip, sides))}.'
     )
   return chip, sides
 
 
 def devices(name: str) -> Sequence[Any]:
-  """One device a chip, for compiling; nothing can run on them.
+  """The devices of a slice, one per chip. They can be compiled for, but run nothing.
 
   Raises:
-    ConfigurationError: the name is not that of a slice, or libtpu, which compiles for it, is
-      missing or kept from us.
+    ConfigurationError: the slice does not exist, or its compiler, libtpu, is missing or in use.
   """
   chip, sides = parse(name)
   if importlib.util.find_spec('libtpu') is None and 'TPU_LIBRARY_PATH' not in os.environ:
     raise ConfigurationError(
-      f"--topology={name}: libtpu, the TPUs' compiler, is not installed here. It needs no TPU: "
-      "pip install 'valkyrie[tpu]'"
+      f'--topology={name}: libtpu, the compiler for TPUs, is not installed. Install it, also on a '
+      "machine without TPUs: pip install 'valkyrie[tpu]'"
     )
   for variable, value in _ENVIRONMENT.items():
     os.environ.setdefault(variable, value)
   cores = 2 if TPUS[chip].axes == 3 else 1
   os.environ.setdefault('TPU_ACCELERATOR_TYPE', f'{chip}-{cores * math.prod(sides)}')
-  # Else JAX would look for chips on this machine as soon as a number is computed.
+  # Otherwise the first computation would make JAX search for chips on this machine.
   jax.config.update('jax_platforms', 'cpu')
   from jax.experimental import topologies  # noqa: PLC0415, after the variables that it reads
 
@@ -89,7 +88,7 @@ def devices(name: str) -> Sequence[Any]:
       topology_name=name,
       num_slices=1,
       chips_per_host_bounds=(1, 1, 1) if math.prod(sides) == 1 else (2, 2, 1),
-      # The two cores of a v4 or v5p chip as one device, which others have anyway.
+      # One device per chip: v4 and v5p chips have two cores.
       **({'chip_config_name': 'megacore'} if cores == 2 else {}),
     ).devices
   except jax.errors.JaxRuntimeError as error:
@@ -98,7 +97,7 @@ def devices(name: str) -> Sequence[Any]:
     raise ConfigurationError(
       f'--topology={name}: libtpu is in use: {_LOCK} is held by {_holder()}, and '
       f'ALLOW_MULTIPLE_LIBTPU_LOAD={os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"]}. Wait for it, or set '
-      'ALLOW_MULTIPLE_LIBTPU_LOAD=1: compiling touches no chip of this machine.'
+      'ALLOW_MULTIPLE_LIBTPU_LOAD=1: compiling uses no chip of this machine.'
     ) from error
 
 
@@ -117,9 +116,9 @@ def wraps(chip: str, sides: Sequence[int]) -> tuple[bool, ...]:
 
 
 def compiler(name: str | None) -> str:
-  """What compiles for a slice, once `devices` has been asked for it: 'libtpu 0.0.42.1'.
+  """The name and version of the compiler for a slice, after a call of `devices`: 'libtpu 0.0.42.1'.
 
-  For the devices of this machine, None: 'jaxlib 0.10.2'.
+  None is the devices of this machine: 'jaxlib 0.10.2'.
   """
   if name is None:
     return f'jaxlib {metadata.version("jaxlib")}'
@@ -130,7 +129,7 @@ def compiler(name: str | None) -> str:
 
 
 def _holder() -> str:
-  """'process 123 (python -m ...)', as far as Linux tells."""
+  """The holder of the lock, as 'process 123 (python -m ...)' where Linux shows it."""
   try:
     inode = _LOCK.stat().st_ino
     for line in pathlib.Path('/proc/locks').read_text().splitlines():
@@ -152,7 +151,7 @@ def _text(sides: Sequence[int]) -> str:
 
 
 def _nearest(chip: str, sides: Sequence[int]) -> list[str]:
-  """The slices whose number of chips is nearest, at most three, fewer chips first."""
+  """At most three slices with the nearest numbers of chips, the smallest first."""
   chips = math.prod(sides)
 
   def distance(shape):

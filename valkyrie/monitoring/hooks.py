@@ -1,4 +1,4 @@
-"""What happens every so many steps: logging, evaluation, checkpoints."""
+"""Periodic actions of a run: logging, evaluation, checkpoints."""
 
 from typing import Any, Protocol
 
@@ -6,22 +6,22 @@ from valkyrie.errors import ConfigurationError
 
 
 class Hook(Protocol):
-  """Called after a step; `step` counts the steps that are done, so the first call has step 1."""
+  """An action after a step. `step` counts completed steps: it is 1 after the first one."""
 
   def __call__(self, step: int, state: Any, metrics: Any) -> None:
-    """Reads the state and metrics of a step, both still on the devices, and changes neither."""
+    """Reads the state and metrics of a step from the devices, and changes neither."""
     ...
 
 
 class Every:
-  """A hook that calls another one whenever a multiple of n was reached or passed since last time.
+  """A hook that calls another hook when a multiple of n was reached or passed since its last call.
 
-  Steps may skip numbers, as they do where a call covers several. The last step of the run always
-  counts, once, and a resumed run does what an uninterrupted one would have done.
+  Step numbers may have gaps, e.g. where one call covers several steps. The last step of the run
+  always counts, once. A resumed run makes the same calls as an uninterrupted one.
   """
 
   def __init__(self, n: int, hook: Hook, *, total_steps: int, start_step: int = 0):
-    """Starts counting after `start_step`, the steps that were done before this process began."""
+    """Starts to count after `start_step`, the number of steps completed by earlier processes."""
     check_every(n)
     self._n, self._hook, self._total_steps, self._seen = n, hook, total_steps, start_step
 
@@ -35,9 +35,9 @@ class Every:
 
 
 def check_every(n: int) -> None:
-  """Raises a ConfigurationError where something is to happen every n steps, and n is none."""
+  """Raises a ConfigurationError if n is not a valid number of steps between two calls."""
   if n < 1:
     raise ConfigurationError(
-      f'Something is to happen every {n} steps; give at least 1, or more than train_steps for once '
-      'at the end.'
+      f'An interval is set to every {n} steps. Use at least 1, or more than train_steps for one '
+      'call at the end.'
     )

@@ -1,6 +1,7 @@
 """An append-only file of JSON lines."""
 
 from collections.abc import Mapping
+import functools
 import json
 import math
 import os
@@ -19,12 +20,10 @@ class JsonLines:
   """
 
   def __init__(self, path: pathlib.Path):
-    """Opens the file, and creates it and its directory if necessary.
-
-    Raises:
-      StorageError: the file cannot be written. So do `write` and `sync`.
-    """
-    self._path = path
+    """Opens the file. Like `write` and `sync`, raises StorageError if it cannot be written."""
+    message = f'{path} cannot be written'
+    advice = 'Make room there, or name another --model_dir, and run the same command again.'
+    self._storage_errors = functools.partial(storage_errors, message, advice)
     with self._storage_errors():
       path.parent.mkdir(parents=True, exist_ok=True)
       self._file = path.open('a+b', buffering=0)
@@ -44,10 +43,6 @@ class JsonLines:
   def close(self) -> None:
     """Closes the file."""
     self._file.close()
-
-  def _storage_errors(self):
-    advice = 'Make room there, or name another --model_dir, and run the same command again.'
-    return storage_errors(f'{self._path} cannot be written', advice)
 
 
 def _remove_incomplete_line(file: BinaryIO) -> None:

@@ -1,4 +1,4 @@
-"""How the loss falls with what came before: loss_by_position.png in a run's directory."""
+"""Plot of the loss over the position in the document: loss_by_position.png of a run."""
 
 from collections.abc import Mapping
 import math
@@ -11,14 +11,14 @@ from valkyrie.monitoring.metrics import BY_POSITION, Metrics
 
 _WIDTH, _HEIGHT = 960, 540
 _LEFT, _RIGHT, _TOP, _BOTTOM = 80, 30, 90, 70  # margins, in pixels
-COLOURS = ('#1f5fa8', '#d1622b', '#2f8f4e', '#8a4fa3')
+COLORS = ('#1f5fa8', '#d1622b', '#2f8f4e', '#8a4fa3')
 
 
 def write_loss_by_position(model_dir: pathlib.Path, curves: Mapping[str, Metrics]) -> None:
-  """Draws the metrics loss_by_position/P, one curve a name, over P on a logarithmic axis.
+  """Draws the metrics loss_by_position/P over P on a logarithmic axis, one curve per name.
 
   Raises:
-    StorageError: the picture cannot be written.
+    StorageError: the image cannot be written.
   """
   points = {name: _points(metrics) for name, metrics in curves.items()}
   path = model_dir / 'loss_by_position.png'
@@ -28,7 +28,7 @@ def write_loss_by_position(model_dir: pathlib.Path, curves: Mapping[str, Metrics
 
 
 def _points(metrics: Metrics) -> list[tuple[int, float]]:
-  """(k, loss) for the bins from 2^k on, as far as the loss is finite."""
+  """(k, loss) for each bin, from position 2^k on, whose loss is finite."""
   found = (
     (int(name.removeprefix(BY_POSITION)).bit_length() - 1, loss)
     for name, loss in metrics.items()
@@ -42,7 +42,8 @@ def _draw(curves: Mapping[str, list[tuple[int, float]]]) -> Image.Image:
   draw, font = ImageDraw.Draw(image), ImageFont.load_default(16)
   every = [point for points in curves.values() for point in points]
   bins = range(min((k for k, _ in every), default=0), max((k for k, _ in every), default=0) + 1)
-  step = 10.0 ** math.floor(math.log10(highest)) / 2 if (highest := _highest(every)) else 1.0
+  highest = max((loss for _, loss in every), default=0.0)
+  step = 10.0 ** math.floor(math.log10(highest)) / 2 if highest else 1.0
   ticks = max(1, math.ceil(highest / step))
 
   def x(k: float) -> float:
@@ -58,19 +59,15 @@ def _draw(curves: Mapping[str, list[tuple[int, float]]]) -> Image.Image:
   for k in bins:
     draw.text((x(k), _HEIGHT - _BOTTOM + 8), f'{2**k}', fill='black', font=font, anchor='mt')
   middle = (_LEFT + _WIDTH - _RIGHT) / 2
-  text = 'position in the document, from here to twice as far'
+  text = 'position in the document, from P to 2 P - 1'
   draw.text((middle, _HEIGHT - 12), text, fill='black', font=font, anchor='ms')
-  draw.text((_LEFT, 12), 'loss, nats a token', fill='black', font=font, anchor='lt')
-  for number, (name, points) in enumerate(curves.items()):
-    colour = COLOURS[number % len(COLOURS)]
+  draw.text((_LEFT, 12), 'loss, nats per token', fill='black', font=font, anchor='lt')
+  for index, (name, points) in enumerate(curves.items()):
+    color = COLORS[index % len(COLORS)]
     pixels = [(x(k), y(loss)) for k, loss in points]
-    draw.line(pixels, fill=colour, width=3)
+    draw.line(pixels, fill=color, width=3)
     for pixel in pixels:
-      draw.circle(pixel, 5, fill=colour)
-    above = 12 + 20 * number
-    draw.text((_WIDTH - _RIGHT, above), name, fill=colour, font=font, anchor='rt')
+      draw.circle(pixel, 5, fill=color)
+    above = 12 + 20 * index
+    draw.text((_WIDTH - _RIGHT, above), name, fill=color, font=font, anchor='rt')
   return image
-
-
-def _highest(points: list[tuple[int, float]]) -> float:
-  return max((loss for _, loss in points), default=0.0)

@@ -1,9 +1,10 @@
-"""model_dir/refused_steps.jsonl: each refused step, why, what it had read, where it led back to.
+"""Log of the refused steps: model_dir/refused_steps.jsonl.
 
     {"step": 412, "why": "loss spike", "loss": 9.1, "grad_norm": 3.0, "read": "these documents .."}
     {"step": 412, "rewound_to": 400}
 
-As in metrics.jsonl, steps after the last checkpoint stand there again when they are done again.
+Each line has the reason and the documents read, or the step whose parameters a rewind restored. As
+in metrics.jsonl, steps that are repeated after a crash appear again.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from valkyrie.training.train_step import StepMetrics
 
 
 class RefusedLog:
-  """Writes the file; only the first process of a run does. A context manager that closes it."""
+  """Writes the file, in the first process of a run only. A context manager that closes it."""
 
   def __init__(
     self,
@@ -32,9 +33,9 @@ class RefusedLog:
 
     Args:
       model_dir: the directory of the run.
-      skipped: steps that were refused so far.
-      describe: says what a step has read, given its number counted from 1.
-      say: tells people.
+      skipped: number of steps refused so far.
+      describe: names the documents of a step, given its number, counted from 1.
+      say: prints a line on the console.
     """
     self._skipped = skipped
     self._describe = describe
@@ -43,7 +44,7 @@ class RefusedLog:
     self._lines = JsonLines(pathlib.Path(model_dir, 'refused_steps.jsonl')) if writes else None
 
   def __call__(self, step: int, metrics: StepMetrics) -> None:
-    """Writes a line if `step`, counted from 1, was refused; waits for it.
+    """Waits for `step`, counted from 1, and writes a line if it was refused.
 
     Raises:
       StorageError: the file cannot be written.
@@ -57,10 +58,10 @@ class RefusedLog:
       self._say(f'step {step} is refused: {why} (loss {loss:.4g})')
 
   def rewound(self, step: int, goal: int) -> None:
-    """Writes that parameters and optimizer went back from `step` to those of step `goal`."""
+    """Writes that step `step` was rewound to the parameters and optimizer of step `goal`."""
     if self._lines is not None:
       self._lines.write({'step': step, 'rewound_to': goal})
-    self._say(f'step {step} is a loss spike: going on with the parameters of step {goal}')
+    self._say(f'step {step} is a loss spike: continuing with the parameters of step {goal}')
 
   def __enter__(self) -> Self:
     return self

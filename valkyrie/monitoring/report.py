@@ -1,4 +1,4 @@
-"""What a run is made of and runs on: model_info.txt and the lines that a run begins with."""
+"""Description of the model and the system: model_info.txt and the first lines of a run."""
 
 from collections.abc import Iterable, Mapping, Sequence
 import importlib.metadata
@@ -20,14 +20,14 @@ Layouts = Mapping[str, tuple[Sequence[str | None], PartitionSpec]]
 
 
 def model_info(parameters: Any, layouts: Layouts, mesh: Mesh) -> str:
-  """A table of every parameter, and totals: the text of model_info.txt.
+  """The text of model_info.txt: totals and a table of all parameters.
 
   Args:
     parameters: a pytree of jax.ShapeDtypeStruct, or of arrays.
     layouts: for each `leaf_path`, the logical axes and the mesh axes over which they are split.
-    mesh: the devices.
+    mesh: the mesh of the run.
   """
-  rows = [('parameter', 'shape', 'dtype', 'logical axes', 'mesh axes', 'bytes', 'bytes a device')]
+  rows = [('parameter', 'shape', 'dtype', 'logical axes', 'mesh axes', 'bytes', 'bytes per device')]
   count = total = total_per_device = 0
   for key_path, leaf in jax.tree_util.tree_leaves_with_path(parameters):
     path = leaf_path(key_path)
@@ -59,7 +59,7 @@ def model_info(parameters: Any, layouts: Layouts, mesh: Mesh) -> str:
 
 
 def system_lines() -> list[str]:
-  """What the run stands on, one fact a line: versions, devices, processors and memory."""
+  """Lines with the versions, devices, processors and memory of this process."""
   versions = [f'{name} {_version(name)}' for name in _PACKAGES]
   devices = jax.devices()
   lines = [
@@ -73,7 +73,7 @@ def system_lines() -> list[str]:
 
 
 def device_memory_lines() -> list[str]:
-  """Memory in use, at most and in all, of each local device that keeps count (a CPU does not)."""
+  """Memory of each local device that reports it: in use, peak and limit. A CPU does not."""
   lines = []
   for device in jax.local_devices():
     stats = device.memory_stats()
@@ -82,8 +82,8 @@ def device_memory_lines() -> list[str]:
         f'{in_units(stats[key])} {name}'
         for key, name in (
           ('bytes_in_use', 'in use'),
-          ('peak_bytes_in_use', 'at most so far'),
-          ('bytes_limit', 'in all'),
+          ('peak_bytes_in_use', 'peak'),
+          ('bytes_limit', 'limit'),
         )
         if key in stats
       ]
@@ -113,7 +113,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _tuple(values: Iterable[Any]) -> str:
-  """'(layers,-,data+model)' for ('layers', None, ('data', 'model')): no spaces, to cut columns."""
+  """'(layers,-,data+model)' for ('layers', None, ('data', 'model')), without spaces for `cut`."""
   texts = ['+'.join(v) if isinstance(v, tuple) else '-' if v is None else str(v) for v in values]
   return f'({",".join(texts)})'
 
@@ -126,7 +126,7 @@ def _version(package: str) -> str:
 
 
 def _processors() -> int:
-  """Those that this process may use, which in a container are fewer than the machine has."""
+  """The processors that this process may use; in a container they can be fewer than exist."""
   return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
 
 

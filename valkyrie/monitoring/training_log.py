@@ -1,4 +1,4 @@
-"""From what steps leave on the devices to what people and files are told, one step behind."""
+"""Log of training metrics, one step behind the devices."""
 
 import time
 
@@ -19,10 +19,10 @@ from valkyrie.training.train_step import StepMetrics
 
 
 class TrainingLog:
-  """Averages steps, and writes them when a later step is already under way.
+  """Averages the metrics of steps, and writes them while a later step is running.
 
-  Reading a number off a device waits for it. The numbers of a step that is due are therefore kept
-  until the next step has been dispatched, and the devices never wait for the log.
+  Reading a number from a device waits for the device. The log therefore reads the metrics of a step
+  only after the next step was dispatched, and the devices never wait for the log.
   """
 
   def __init__(
@@ -36,7 +36,7 @@ class TrainingLog:
     batch_size: int,
     tokens_per_byte: float | None,
   ):
-    """Writes to `writer` whenever a multiple of `every` steps, or the last one, is done."""
+    """Writes to `writer` after every multiple of `every` steps and after the last step."""
     check_every(every)
     self._writer = writer
     self._plans = model.plan_block is not None
@@ -51,7 +51,7 @@ class TrainingLog:
     self._since = time.perf_counter()
 
   def __call__(self, step: int, metrics: StepMetrics) -> None:
-    """Takes the metrics of step number `step`, counted from 1, just after it was dispatched."""
+    """Takes the metrics of step `step`, counted from 1, directly after its dispatch."""
     if self._due is not None:
       self._write()
     self._steps.append(metrics)
@@ -59,12 +59,12 @@ class TrainingLog:
       self._due = step
 
   def flush(self) -> None:
-    """Writes what is due, waiting for it."""
+    """Waits for the metrics that are due, and writes them."""
     if self._due is not None:
       self._write()
 
   def restart_clock(self) -> None:
-    """Leaves out of the speed what has passed since the last line: it was not training."""
+    """Excludes the time since the last line, which was not training, from the speed."""
     self._since = time.perf_counter()
 
   def _write(self) -> None:

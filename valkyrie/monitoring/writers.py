@@ -1,12 +1,12 @@
-"""Where a run's numbers go: metrics.jsonl, TensorBoard and the console, through CLU's interface.
+"""Writers of metrics to metrics.jsonl, TensorBoard and the console, with CLU's interface.
 
-    model_dir/metrics.jsonl    one JSON object a line, from training
-    model_dir/train/           TensorBoard's files, written by CLU
+    model_dir/metrics.jsonl    one JSON object per line, from training
+    model_dir/train/           TensorBoard event files, written by CLU
 
-CLU's writers import TensorFlow, which takes seconds that no step waits for: a thread of its own
-imports them and writes to TensorBoard, in order, while metrics.jsonl and the console are written at
-once. Until it has, no other code of this process may import seqio or a part of TensorFlow: Python
-would find TensorFlow half there. (Token stores are built in a process of their own.)
+CLU's writers import TensorFlow, which takes seconds. A thread imports them and writes to
+TensorBoard, in order, while metrics.jsonl and the console are written immediately. Until the import
+is complete, no other code of this process may import seqio or a part of TensorFlow, which would
+find a partially imported module. (Another process builds the token stores.)
 """
 
 from collections.abc import Callable, Mapping
@@ -35,25 +35,25 @@ def create_writers(
   console: Console | None = None,
   tensorboard: bool = True,
 ) -> 'RunWriter':
-  """Starts importing CLU's writers, and returns at once with a writer that can be used.
+  """Returns a writer that can be used immediately, and starts to import CLU's writers.
 
   Args:
     model_dir: the directory of the run.
-    name: of the stream. 'train' writes model_dir/metrics.jsonl and model_dir/train/; any other
-      writes both in model_dir/name/.
-    console: shows the scalars of a step to people, e.g. `Progress.show`; None shows nothing.
-    tensorboard: False writes no files for TensorBoard, and needs none of their packages.
+    name: name of the stream. 'train' writes model_dir/metrics.jsonl and model_dir/train/; any other
+      name writes both in model_dir/name/.
+    console: prints the scalars of a step, e.g. `Progress.show`; None prints nothing.
+    tensorboard: whether to write TensorBoard event files, which need TensorFlow.
 
   Raises:
-    ConfigurationError: where the packages that TensorBoard's files need are not installed.
-    StorageError: where metrics.jsonl cannot be opened.
+    ConfigurationError: the packages for TensorBoard event files are not installed.
+    StorageError: metrics.jsonl cannot be opened.
   """
   needed = ('clu', 'tensorboard', 'tensorflow') if tensorboard else ()
   missing = [package for package in needed if importlib.util.find_spec(package) is None]
   if missing:
     raise ConfigurationError(
-      f"Writing TensorBoard's files needs {', '.join(missing)}, which this Python does not have. "
-      'Install the packages that setup.py names, or set create_writers.tensorboard = False.'
+      f'TensorBoard event files need {", ".join(missing)}, which this Python does not have. '
+      'Install the packages of setup.py, or set create_writers.tensorboard = False.'
     )
   events = pathlib.Path(model_dir) / name
   lines = (pathlib.Path(model_dir) if name == 'train' else events) / 'metrics.jsonl'
@@ -64,11 +64,11 @@ def create_writers(
 
 
 class RunWriter:
-  """CLU's MetricWriter: scalars go everywhere, everything else to TensorBoard.
+  """A CLU MetricWriter of scalars to all three outputs, and of everything else to TensorBoard.
 
-  Only the first process of a run writes (`silent` is for the others), and only lines where there is
-  no place for `events`. A failure surfaces in the next call; after `flush` or `close` everything is
-  on disk. A context manager that closes.
+  Only the first process of a run writes; `silent` is for the others. With `events` None there is no
+  TensorBoard output. A failure in the thread is raised by the next call. After `flush` or `close`
+  everything is on disk. A context manager that closes.
   """
 
   def __init__(
@@ -78,14 +78,14 @@ class RunWriter:
     if silent:
       return
     self._lines = JsonLines(lines)
-    self._under_way: list[Future] = []
+    self._pending: list[Future] = []
     self._thread = ThreadPoolExecutor(1, thread_name_prefix='tensorboard')
     if events is not None:
       self._tensorboard = self._thread.submit(_import_tensorboard, events)
-      self._under_way.append(self._tensorboard)
+      self._pending.append(self._tensorboard)
 
   def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
-    """Writes numbers: Python's, numpy's or jax's (which are waited for); None where unknown."""
+    """Writes numbers of Python, numpy or jax (waiting for these); None is an unknown value."""
     if self._silent:
       return
     numbers = {key: _number(value) for key, value in scalars.items()}
@@ -93,50 +93,50 @@ class RunWriter:
     if self._console is not None:
       self._console(step, numbers)
     known = {key: value for key, value in numbers.items() if isinstance(value, int | float)}
-    self._later('write_scalars', step, known)
+    self._submit('write_scalars', step, known)
 
   def write_summaries(self, step, values, metadata=None) -> None:
     """Writes raw tensors to TensorBoard."""
-    self._later('write_summaries', step, values, metadata)
+    self._submit('write_summaries', step, values, metadata)
 
   def write_images(self, step, images) -> None:
     """Writes images [N, H, W, C] to TensorBoard."""
-    self._later('write_images', step, images)
+    self._submit('write_images', step, images)
 
   def write_videos(self, step, videos) -> None:
-    """Hands videos to CLU, whose TensorBoard writer leaves them out with a warning."""
-    self._later('write_videos', step, videos)
+    """Passes videos to CLU, whose TensorBoard writer skips them with a warning."""
+    self._submit('write_videos', step, videos)
 
   def write_audios(self, step, audios, *, sample_rate) -> None:
     """Writes audio [N, T, C] to TensorBoard."""
-    self._later('write_audios', step, audios, sample_rate=sample_rate)
+    self._submit('write_audios', step, audios, sample_rate=sample_rate)
 
   def write_texts(self, step, texts) -> None:
     """Writes texts to TensorBoard."""
-    self._later('write_texts', step, texts)
+    self._submit('write_texts', step, texts)
 
   def write_histograms(self, step, arrays, num_buckets=None) -> None:
     """Writes histograms to TensorBoard."""
-    self._later('write_histograms', step, arrays, num_buckets)
+    self._submit('write_histograms', step, arrays, num_buckets)
 
   def write_hparams(self, hparams) -> None:
-    """Writes hyper-parameters to TensorBoard, once."""
-    self._later('write_hparams', hparams)
+    """Writes hyperparameters to TensorBoard, once."""
+    self._submit('write_hparams', hparams)
 
   def flush(self) -> None:
-    """Waits until everything that was written is on disk."""
+    """Waits until everything is on disk."""
     if not self._silent:
       self._lines.sync()
-      self._later('flush')
-      self._surface(wait=True)
+      self._submit('flush')
+      self._raise_failures(wait=True)
 
   def close(self) -> None:
     """Flushes and closes; the writer cannot be used afterwards."""
     if not self._silent:
       try:
         self.flush()
-        self._later('close')
-        self._surface(wait=True)
+        self._submit('close')
+        self._raise_failures(wait=True)
       finally:
         self._lines.close()
         self._thread.shutdown()
@@ -150,26 +150,26 @@ class RunWriter:
     except ValkyrieError as failure:
       if error is None:
         raise
-      error.add_note(str(failure))  # the first error is the one to see
+      error.add_note(str(failure))  # the first error is the one to report
 
-  def _later(self, method: str, *args: Any, **kwargs: Any) -> None:
+  def _submit(self, method: str, *args: Any, **kwargs: Any) -> None:
     if self._silent or self._events is None:
       return
-    self._surface(wait=False)
+    self._raise_failures(wait=False)
 
     def write():
       writer = self._tensorboard.result()
-      message = f"TensorBoard's files in {self._events} cannot be written"
+      message = f'TensorBoard event files in {self._events} cannot be written'
       advice = 'Make room there, and run the same command again.'
       with storage_errors(message, advice, also=(Exception,)):
         getattr(writer, method)(*args, **kwargs)
 
-    self._under_way.append(self._thread.submit(write))
+    self._pending.append(self._thread.submit(write))
 
-  def _surface(self, wait: bool) -> None:
-    """Raises the first failure among the calls that are done, or, with `wait`, among all."""
-    while self._under_way and (wait or self._under_way[0].done()):
-      self._under_way.pop(0).result()
+  def _raise_failures(self, wait: bool) -> None:
+    """Raises the first failure of the completed calls, or, with `wait`, of all calls."""
+    while self._pending and (wait or self._pending[0].done()):
+      self._pending.pop(0).result()
 
 
 def _number(value: Any) -> int | float | str | None:
@@ -177,31 +177,31 @@ def _number(value: Any) -> int | float | str | None:
 
 
 def _quiet_tensorflow() -> None:
-  """Leaves out what TensorFlow prints about CUDA and oneDNN, though it only writes numbers here.
+  """Suppresses TensorFlow's messages about CUDA and oneDNN, which do not matter here.
 
-  Called before its thread starts, since changing the environment under running threads is not safe,
-  and after jax began, which has read its own log level by then and keeps it.
+  To be called before the thread starts, because changing the environment under running threads is
+  not safe, and after the start of jax, which reads its log level from the same variable.
   """
   os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'
   os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')
 
 
 def _import_tensorboard(events: pathlib.Path) -> Any:
-  """CLU's writer of TensorBoard's files; runs in the writer's thread."""
+  """CLU's writer of TensorBoard event files. Runs in the thread of the writer."""
   try:
-    import tensorflow as tf  # noqa: PLC0415 - seconds, which only this thread waits for
+    import tensorflow as tf  # noqa: PLC0415 - takes seconds
 
-    for kind in ('GPU', 'TPU'):  # TensorFlow would take the devices' memory away from jax
+    for kind in ('GPU', 'TPU'):  # else TensorFlow would allocate their memory
       tf.config.set_visible_devices([], kind)
     from clu import metric_writers  # noqa: PLC0415
 
     return metric_writers.SummaryWriter(str(events))
   except ImportError as error:
     raise ConfigurationError(
-      f"Writing TensorBoard's files needs clu, tensorboard and tensorflow, and importing them "
-      f'failed: {error}. Install again the packages that setup.py names.'
+      'TensorBoard event files need clu, tensorboard and tensorflow, and importing them failed: '
+      f'{error}. Reinstall the packages of setup.py.'
     ) from error
   except Exception as error:
     raise StorageError(
-      f"TensorBoard's files cannot be written in {events}: {error}. Name another --model_dir."
+      f'TensorBoard event files in {events} cannot be written: {error}. Name another --model_dir.'
     ) from error
