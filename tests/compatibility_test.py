@@ -1,4 +1,4 @@
-"""What a resumed run must share with the one that saved is compared, and named."""
+"""The comparison of a checkpoint's record with that of the resuming run."""
 
 import pytest
 
@@ -15,17 +15,17 @@ def record(**changes):
   }
 
 
-def test_the_same_is_the_same():
+def test_equal_records_have_no_difference():
   saved = {**record(), 'configuration': {'S5.blocks': 2, 'Block.mixers': ['@S5']}}
   assert compatibility.check({**saved, 'validation_loss': 1.5}, record(), (), 'here') == []
 
 
-def test_every_difference_is_named_and_what_is_allowed_is_told():
+def test_differences_are_refused_by_name_and_allowed_ones_are_returned():
   now = record(position=128, versions={'jax': '3'}, configuration={'S5.blocks': 4})
   with pytest.raises(ConfigurationError) as refusal:
     compatibility.check(record(), now, ('versions',), 'runs/a/checkpoints/5')
   message = str(refusal.value)
-  assert 'runs/a/checkpoints/5 is of a run that differs' in message
+  assert 'runs/a/checkpoints/5 was saved by a run that differs' in message
   assert "configuration: Block.mixers was ('@S5',), is not set" in message
   assert 'configuration: S5.blocks was 2, is 4' in message
   assert 'position: was 64, is 128' in message
@@ -37,7 +37,7 @@ def test_every_difference_is_named_and_what_is_allowed_is_told():
   ]
 
 
-def test_a_record_that_lacks_something_differs():
+def test_a_record_without_a_kind_differs():
   with pytest.raises(ConfigurationError, match='position: was None, is 64'):
     compatibility.check({}, record(), (), 'here')
 

@@ -1,4 +1,4 @@
-"""What is saved comes back bit for bit; what is not whole, or not this model's, never does."""
+"""Saves and restores of a train state: the same bits, the retention policy, and refusals."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def make_state(*axes):
     None,
     (),
     [jnp.ones(2, jnp.complex64) * 1j],
-    jnp.zeros((2, 0, 3), jnp.bfloat16),  # as where no document start is kept
+    jnp.zeros((2, 0, 3), jnp.bfloat16),  # like a carry without document starts
   )
   return State(jnp.int32(7), layers, carry)
 
@@ -68,7 +68,7 @@ def save_steps(model_dir, *steps, state=None, **options):
       checkpoints.save(step, make_state() if state is None else state, {'position': step * 100})
 
 
-def test_state_and_record_come_back_bit_for_bit_in_their_types(tmp_path):
+def test_state_and_record_are_restored_bit_for_bit_in_their_types(tmp_path):
   record = {'position': 2**40, 'phase': 1, 'versions': {'jax': '0.12'}, 'list': [1, 'é', None, 0.1]}
   with Checkpoints().open(tmp_path) as checkpoints:
     checkpoints.save(7, make_state(), record)
@@ -81,7 +81,7 @@ def test_state_and_record_come_back_bit_for_bit_in_their_types(tmp_path):
   assert found == record
 
 
-def test_restores_on_another_sharding(tmp_path):
+def test_a_state_is_restored_in_another_sharding(tmp_path):
   save_steps(tmp_path, 1, state=make_state('data'))
   with Checkpoints().open(tmp_path, read_only=True) as checkpoints:
     whole, _ = checkpoints.restore(abstract(make_state()))
@@ -92,7 +92,7 @@ def test_restores_on_another_sharding(tmp_path):
   assert not split.params['model/~/block']['w'].sharding.is_fully_replicated
 
 
-def test_part_of_a_state_is_restored_alone(tmp_path):
+def test_a_part_of_a_state_is_restored(tmp_path):
   save_steps(tmp_path, 5)
   expected = abstract(make_state())
   with Checkpoints().open(tmp_path, read_only=True) as checkpoints:
@@ -115,7 +115,7 @@ def test_a_state_may_be_donated_while_it_is_being_saved(tmp_path):
   np.testing.assert_array_equal(restored['w'], before)
 
 
-def test_nothing_saved_is_none_and_the_newest_steps_are_kept(tmp_path):
+def test_the_newest_steps_and_multiples_of_the_period_are_kept(tmp_path):
   with Checkpoints().open(tmp_path) as checkpoints:
     assert checkpoints.restore(abstract(make_state())) is None
     assert checkpoints.latest_step() is None
@@ -123,7 +123,7 @@ def test_nothing_saved_is_none_and_the_newest_steps_are_kept(tmp_path):
   assert sorted(p.name for p in (tmp_path / 'checkpoints').iterdir()) == ['4', '5', '6']
 
 
-def test_the_best_by_validation_loss_are_kept(tmp_path):
+def test_the_steps_of_the_lowest_validation_loss_are_kept(tmp_path):
   losses = {1: 2.5, 2: 2.0, 3: None, 4: 2.2, 5: float('nan'), 6: 2.7}
   with Checkpoints(keep=1, keep_best=2).open(tmp_path) as checkpoints:
     for step, loss in losses.items():
@@ -132,7 +132,7 @@ def test_the_best_by_validation_loss_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize('step', [4, 5])
-def test_saving_backwards_is_refused(tmp_path, step):
+def test_a_step_that_is_not_later_is_refused(tmp_path, step):
   with Checkpoints().open(tmp_path) as checkpoints:
     checkpoints.save(5, make_state(), {'position': 1})
     with pytest.raises(StorageError, match=f'Step {step} cannot be saved .* step 5 is there'):
@@ -140,7 +140,7 @@ def test_saving_backwards_is_refused(tmp_path, step):
     assert checkpoints.restore(abstract(make_state()))[1] == {'position': 1}
 
 
-def test_another_models_checkpoint_is_refused_by_name_and_kept(tmp_path):
+def test_a_checkpoint_of_another_model_is_refused_with_its_leaves_and_kept(tmp_path):
   save_steps(tmp_path, 1)
   expected = abstract(make_state())
   block = expected.params['model/~/block']
@@ -162,7 +162,7 @@ def test_another_models_checkpoint_is_refused_by_name_and_kept(tmp_path):
   assert_same_bits(state, make_state())
 
 
-def test_closing_never_hides_the_first_error(tmp_path):
+def test_an_error_of_closing_does_not_hide_the_first_error(tmp_path):
   state = {'w': jax.random.normal(jax.random.key(0), (256, 256))}
   limits = resource.getrlimit(resource.RLIMIT_FSIZE)
   try:
@@ -183,15 +183,15 @@ def test_a_relative_path_is_made_absolute(tmp_path, monkeypatch):
   assert (tmp_path / 'runs' / 'here' / 'checkpoints' / '1' / 'state').is_dir()
 
 
-def test_opening_to_read_writes_nothing(tmp_path):
+def test_opening_read_only_writes_nothing(tmp_path):
   with Checkpoints().open(tmp_path / 'none', read_only=True) as checkpoints:
     assert checkpoints.restore(abstract(make_state())) is None
-    with pytest.raises(StorageError, match='read only'):
+    with pytest.raises(StorageError, match='read-only'):
       checkpoints.save(1, make_state(), {})
   assert not os.listdir(tmp_path)
 
 
-def test_options_that_keep_nothing_are_refused():
+def test_impossible_retention_policies_are_refused():
   with pytest.raises(ConfigurationError, match='keep=0'):
     Checkpoints(keep=0)
   with pytest.raises(ConfigurationError, match='keep_period=0'):
@@ -200,13 +200,13 @@ def test_options_that_keep_nothing_are_refused():
     Checkpoints(keep_best=-1)
 
 
-def test_what_is_not_finite_is_not_saved(tmp_path):
+def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
   state = make_state()
-  spoilt = state._replace(carry=([], {'s5': jnp.array([1, jnp.nan * 1j])}))
+  infinite = state._replace(carry=([], {'s5': jnp.array([1, jnp.nan * 1j])}))
   with Checkpoints().open(tmp_path) as checkpoints:
     checkpoints.save(1, state, {})
-    with pytest.raises(Diverged, match=r'step 2 .* in carry/1/s5; .* is of step 1'):
-      checkpoints.save(2, spoilt, {})
+    with pytest.raises(Diverged, match=r'step 2 .* in carry/1/s5\. .* is step 1'):
+      checkpoints.save(2, infinite, {})
     checkpoints.save(2, state, {})
 
 
@@ -223,7 +223,7 @@ def test_the_stage_is_save_only_while_the_run_waits_for_a_save(tmp_path, monkeyp
   assert stages == ['save', 'step', 'save', 'save']
 
 
-def test_orbax_stays_quiet_and_imports_no_tensorflow(tmp_path):
+def test_orbax_logs_nothing_and_imports_no_tensorflow(tmp_path):
   script = f"""
 import sys
 from absl import logging

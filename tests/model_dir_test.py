@@ -1,4 +1,4 @@
-"""The directory of a run can be written, and belongs to one trainer as long as that one lives."""
+"""The directory of a run: its write test, and the lock of its trainer."""
 
 import os
 import signal
@@ -8,35 +8,35 @@ import sys
 
 import pytest
 
-from valkyrie.checkpoint.model_dir import Lease, writable_directory
+from valkyrie.checkpoint.model_dir import TrainerLock, writable_directory
 from valkyrie.errors import StorageError
 
 HOLD = """
 import pathlib, sys, time
-from valkyrie.checkpoint.model_dir import Lease
-lease = Lease(pathlib.Path(sys.argv[1]))
-print('held', flush=True)
+from valkyrie.checkpoint.model_dir import TrainerLock
+lock = TrainerLock(pathlib.Path(sys.argv[1]))
+print('locked', flush=True)
 time.sleep(600)
 """
 
 
-def test_a_lease_stops_a_second_trainer_and_ends_with_its_holder(tmp_path):
+def test_a_lock_stops_a_second_trainer_and_ends_with_its_holder(tmp_path):
   command = [sys.executable, '-c', HOLD, str(tmp_path)]
   with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
-    assert holder.stdout.readline() == 'held\n'
+    assert holder.stdout.readline() == 'locked\n'
     with pytest.raises(StorageError) as refusal:
-      Lease(tmp_path)
+      TrainerLock(tmp_path)
     assert refusal.value.exit_code == 74
     assert f'process {holder.pid} on {socket.gethostname()}' in str(refusal.value)
     holder.send_signal(signal.SIGKILL)
-  lease = Lease(tmp_path)
+  lock = TrainerLock(tmp_path)
   with pytest.raises(StorageError, match=f'process {os.getpid()} on'):
-    Lease(tmp_path)
-  lease.release()
-  Lease(tmp_path).release()
+    TrainerLock(tmp_path)
+  lock.release()
+  TrainerLock(tmp_path).release()
 
 
-def test_a_directory_that_cannot_be_written_says_so(tmp_path):
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
   file = tmp_path / 'file'
   file.write_text('precious')
   for model_dir in (file, file / 'below', '/proc/nowhere', 'gs://bucket/run'):

@@ -1,4 +1,4 @@
-"""What is damaged or half written is never used, never lost, and never a fresh start."""
+"""Damaged and unfinished steps: never used, never deleted, and never a reason to start afresh."""
 
 import contextlib
 import errno
@@ -32,7 +32,7 @@ def target():
 
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory):
-  """A run of the steps 1, 2 and 3, to be copied."""
+  """A run with the steps 1, 2 and 3, to copy."""
   path = tmp_path_factory.mktemp('saved') / 'run'
   with Checkpoints().open(path) as checkpoints:
     for step in (1, 2, 3):
@@ -49,8 +49,8 @@ def present(run, folder='checkpoints'):
   return sorted(path.name for path in (run / folder).iterdir())
 
 
-def assert_goes_on_after(run, step):
-  """`step` is what is read, by a reader and by a trainer, and the next save follows it."""
+def assert_continues_after(run, step):
+  """Asserts that a reader and a trainer restore `step`, and that the next save follows it."""
   for read_only in (True, False):
     with Checkpoints().open(run, read_only=read_only) as checkpoints:
       assert checkpoints.latest_step() == step
@@ -84,16 +84,16 @@ def test_one_flipped_bit_is_found(run, name):
     assert checkpoints.latest_step() == 3
 
 
-def test_a_damaged_step_is_moved_aside_and_the_one_before_goes_on(run, caplog):
+def test_a_damaged_step_is_set_aside_and_the_run_continues_from_the_one_before(run, caplog):
   flip(next((run / 'checkpoints' / '3' / 'state' / 'd').iterdir()), 50)
   damaged = {p.name: p.read_bytes() for p in (run / 'checkpoints' / '3').rglob('*') if p.is_file()}
-  assert_goes_on_after(run, 2)
+  assert_continues_after(run, 2)
   kept = {p.name: p.read_bytes() for p in (run / 'set_aside' / '3').rglob('*') if p.is_file()}
   assert kept == damaged
-  assert 'is not what was saved' in caplog.text
-  # Step 3 exists again: another one of its number finds a place beside it.
+  assert 'has changed since it was saved' in caplog.text
+  # Step 3 exists again: the second damaged one gets a name beside the first.
   flip(run / 'checkpoints' / '3' / 'record.json', 50)
-  assert_goes_on_after(run, 2)
+  assert_continues_after(run, 2)
   assert present(run, 'set_aside') == ['3', '3.1']
 
 
@@ -107,51 +107,51 @@ def empty(step):
   step.mkdir()
 
 
-def lead_elsewhere(step):
+def replace_by_a_link(step):
   (step / 'record.json').rename(step.parent.parent / 'record.json')
   (step / 'record.json').symlink_to(step.parent.parent / 'record.json')
 
 
-def take_the_name_of_another(step):
+def replace_by_another_step(step):
   shutil.rmtree(step)
   shutil.copytree(step.parent / '1', step)
 
 
 @pytest.mark.parametrize(
-  'harm',
+  'damage',
   [
-    cut, empty, lead_elsewhere, take_the_name_of_another,
+    cut, empty, replace_by_a_link, replace_by_another_step,
     lambda step: (step / 'manifest.sha256').unlink(),
     lambda step: (step / 'manifest.sha256').write_text(''),
     lambda step: (step / 'state' / 'manifest.ocdbt').unlink(),
     lambda step: shutil.rmtree(step / 'state'),
   ],
 )  # fmt: skip
-def test_what_is_cut_missing_or_elsewhere_is_found(run, harm):
-  harm(run / 'checkpoints' / '3')
-  assert_goes_on_after(run, 2)
+def test_cut_missing_and_replaced_files_are_found(run, damage):
+  damage(run / 'checkpoints' / '3')
+  assert_continues_after(run, 2)
   assert present(run, 'set_aside') == ['3']
 
 
-def test_two_damaged_steps(run):
+def test_two_damaged_steps_are_set_aside(run):
   empty(run / 'checkpoints' / '2')
   cut(run / 'checkpoints' / '3')
-  assert_goes_on_after(run, 1)
+  assert_continues_after(run, 1)
   assert present(run, 'set_aside') == ['2', '3']
 
 
 @pytest.mark.parametrize('read_only', [True, False])
-def test_damaged_steps_alone_are_never_a_fresh_start(run, read_only):
+def test_a_run_does_not_start_afresh_if_all_steps_are_damaged(run, read_only):
   for step in (1, 2, 3):
     cut(run / 'checkpoints' / str(step))
-  with pytest.raises(StorageError, match='none of them is whole') as refusal:
+  with pytest.raises(StorageError, match=r'All steps in .* are damaged') as refusal:
     Checkpoints().open(run, read_only=read_only)
   assert refusal.value.exit_code == 74
   assert 'step 2: state/d/' in str(refusal.value)
   assert present(run) == ['1', '2', '3'] and not (run / 'set_aside').exists()
 
 
-def test_a_step_that_is_a_link_is_refused(run, tmp_path):
+def test_a_step_that_is_a_symbolic_link_is_refused(run, tmp_path):
   (run / 'checkpoints' / '3').rename(tmp_path / 'elsewhere')
   (run / 'checkpoints' / '3').symlink_to(tmp_path / 'elsewhere')
   for read_only in (True, False):
@@ -160,7 +160,7 @@ def test_a_step_that_is_a_link_is_refused(run, tmp_path):
 
 
 @pytest.mark.skipif(not shutil.which('sha256sum'), reason='needs sha256sum')
-def test_the_manifest_is_one_that_sha256sum_checks(run):
+def test_sha256sum_checks_the_manifest(run):
   place = run / 'checkpoints' / '3'
   check = ['sha256sum', '--strict', '--quiet', '--check', 'manifest.sha256']
   assert subprocess.run(check, cwd=place, check=False).returncode == 0
@@ -169,8 +169,8 @@ def test_the_manifest_is_one_that_sha256sum_checks(run):
 
 
 @pytest.mark.parametrize('moment', ['manifest.write', 'manifest.sync_directory', 'shutil.rmtree'])
-def test_a_kill_in_mid_save_leaves_what_was_whole(run, moment):
-  """Dies before it hashes, when the manifest is written, and while an old step is deleted."""
+def test_a_kill_during_a_save_leaves_the_steps_before(run, moment):
+  """Kills before the manifest, after the manifest, and while an old step is deleted."""
   script = f"""
 import os, signal
 import jax.numpy as jnp
@@ -182,8 +182,8 @@ checkpoints.save(4, {{'w': jnp.arange(300, dtype=jnp.float32) * 4}}, {{'position
 checkpoints.wait()
 """
   assert subprocess.run([sys.executable, '-c', script], check=False).returncode == -9
-  assert any('.' in name for name in present(run)), 'nothing was half done'
-  assert_goes_on_after(run, 4 if 'rmtree' in moment else 3)
+  assert any('.' in name for name in present(run)), 'no unfinished step was left'
+  assert_continues_after(run, 4 if 'rmtree' in moment else 3)
   assert all(name.isdecimal() for name in present(run))
   assert not (run / 'set_aside').exists()
 
@@ -200,7 +200,7 @@ def small_disk(tmp_path):
   subprocess.run(['umount', '--lazy', disk], check=True)
 
 
-def test_a_full_disk_is_seen_leaves_no_litter_and_the_next_save_succeeds(small_disk):
+def test_a_save_on_a_full_disk_fails_leaves_no_files_and_the_next_save_succeeds(small_disk):
   random = np.random.default_rng(0)  # noise does not compress
   small, large = ({'w': jnp.asarray(random.normal(size=n * 100_000))} for n in (1, 20))
   with Checkpoints().open(small_disk / 'run') as checkpoints:
@@ -220,8 +220,8 @@ def test_a_full_disk_is_seen_leaves_no_litter_and_the_next_save_succeeds(small_d
 
 
 @pytest.mark.parametrize('left', range(0, 24, 4))
-def test_a_disk_without_any_room_never_hides_the_first_error(small_disk, left):
-  """Where the save fails depends on how many KiB are left: at once, or behind the run's back."""
+def test_a_full_disk_does_not_hide_the_first_error(small_disk, left):
+  """Depending on the KiB that are left, the save fails at once or in the background."""
   state = {'w': jnp.ones(1000)}
   with pytest.raises(ZeroDivisionError), Checkpoints().open(small_disk / 'run') as checkpoints:
     room = os.statvfs(small_disk)

@@ -9,6 +9,7 @@ Shape glossary, used in names and docstrings throughout:
   P  stored S5 states         V  padded vocabulary      L  layers
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -82,3 +83,8 @@ class TaskFeed(Protocol):
   def read(self, position: int, length: int) -> Batch:
     """The batch [B, length] whose first token is each row's token number `position`."""
     ...
+
+
+def leaf_path(key_path: Sequence[Any]) -> str:
+  """'params/model/embedding' for the key path of a leaf, as `jax.tree_util` gives it."""
+  return jax.tree_util.keystr(tuple(key_path), simple=True, separator='/')

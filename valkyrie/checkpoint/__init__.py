@@ -1,1 +1,1 @@
-"""Checkpoints on disk: written whole, verified, restored."""
+"""Checkpoints on disk: atomic saves, verification and restores."""

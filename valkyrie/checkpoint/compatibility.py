@@ -1,4 +1,4 @@
-"""What a resumed run must share with the one that saved: else it is another run, and says so."""
+"""The comparison of a checkpoint's record with the run that resumes from it."""
 
 from collections.abc import Collection, Mapping
 from importlib import metadata
@@ -8,7 +8,7 @@ from typing import Any
 
 from valkyrie.errors import ConfigurationError
 
-# What --allow_changed may name.
+# The kinds of differences that --allow_changed accepts.
 KINDS = ('configuration', 'position', 'store', 'vocabulary', 'mesh', 'versions', 'executable')
 
 _PACKAGES = ('jax', 'jaxlib', 'dm-haiku', 'optax', 'orbax-checkpoint', 'numpy')
@@ -16,7 +16,7 @@ _SHOWN = 10
 
 
 def versions() -> dict[str, str]:
-  """Of Python and of the packages that decide what a step computes."""
+  """The versions of Python and of the packages that decide the computation of a step."""
   return {
     'python': platform.python_version(),
     **{package: metadata.version(package) for package in _PACKAGES},
@@ -26,24 +26,24 @@ def versions() -> dict[str, str]:
 def check(
   found: Mapping[str, Any], expected: Mapping[str, Any], allowed: Collection[str], place: str
 ) -> list[str]:
-  """Compares a saved record with that of the run which is to go on from it.
+  """Compares the record of a checkpoint with that of the run that resumes from it.
 
   Args:
     found: the record of the checkpoint.
-    expected: of this run, by KINDS; each a value, or a dict of named ones.
+    expected: the record of this run: {kind: a value, or a dict of named values}.
     allowed: the KINDS that may differ.
-    place: of the checkpoint.
+    place: the path of the checkpoint.
 
   Returns:
-    What differs and is allowed to, a line each.
+    The allowed differences, a line each.
 
   Raises:
-    ConfigurationError: naming everything that differs and is not.
+    ConfigurationError: with all differences that are not allowed.
   """
   differences = {
     kind: _compare(found.get(kind), value)
     for kind, value in expected.items()
-    if kind != 'executable' or value  # known only when all is compiled, see `check_executable`
+    if kind != 'executable' or value  # unknown before compilation, see `check_executable`
   }
   refused = [kind for kind in differences if differences[kind] and kind not in allowed]
   if refused:
@@ -51,9 +51,9 @@ def check(
     if len(lines) > _SHOWN:
       lines[_SHOWN:] = [f'  and {len(lines) - _SHOWN} more']
     raise ConfigurationError(
-      f'{place} is of a run that differs from this one:\n' + '\n'.join(lines) + '\n'
-      'Nothing was changed. Go back to what it was trained with, name another --model_dir, or go '
-      f'on all the same with --allow_changed={",".join(refused)}.'
+      f'{place} was saved by a run that differs from this one:\n' + '\n'.join(lines) + '\n'
+      'Nothing was changed. Use the earlier values, name another --model_dir, or continue anyway '
+      f'with --allow_changed={",".join(refused)}.'
     )
   return [f'{kind}: {line}' for kind in differences for line in differences[kind]]
 
@@ -61,12 +61,12 @@ def check(
 def check_executable(
   found: Mapping[str, Any], programs: Mapping[str, str], allowed: Collection[str], place: str
 ) -> None:
-  """Compares the programs of this run with those of the record `found`, where both have one.
+  """Compares the fingerprints of the programs that the record `found` and this run have in common.
 
-  All else agrees then, but for what no record holds: the compiler's flags, or the machine.
+  It finds differences that no record contains: the compiler's flags, or the machine.
 
   Raises:
-    ConfigurationError: as `check` does.
+    ConfigurationError: like `check`.
   """
   known = found.get('executable', {})
   both = {name: programs[name] for name in programs if name in known}
@@ -74,7 +74,7 @@ def check_executable(
 
 
 def _compare(found: Any, expected: Any) -> list[str]:
-  expected = json.loads(json.dumps(expected))  # as it comes back: tuples are lists
+  expected = json.loads(json.dumps(expected))  # as the record was: tuples become lists
   if not isinstance(found, dict) or not isinstance(expected, dict):
     return [] if found == expected else [f'was {found!r}, is {expected!r}']
   nothing = object()

@@ -1,16 +1,15 @@
-"""Checkpoints: what a run has learned and where it stood, kept on disk by Orbax.
+"""Checkpoints of a run: saves in the background, verified steps, and a retention policy.
 
     model_dir/checkpoints/<step>/state             the train state, every leaf in its own dtype
     model_dir/checkpoints/<step>/record.json       feed position, fingerprints, phase, versions
-    model_dir/checkpoints/<step>/manifest.sha256   the hash of every file; without it nothing counts
-    model_dir/set_aside/<step>                     steps that were found damaged
+    model_dir/checkpoints/<step>/manifest.sha256   hashes of all files; a step without it is damaged
+    model_dir/set_aside/<step>                     damaged steps
 
-Orbax writes and reads arrays, but does not see when a bit of them has changed, when a directory is
-empty, or when a stored dtype is not the one asked for. What is whole, which step counts and which
-ones stay is therefore decided here.
+Orbax writes and reads the arrays, but does not detect a changed bit, an empty directory or another
+dtype. This module therefore verifies steps, and selects the steps to read and to keep.
 
-Of several processes, which must see the same directory, each writes the parts of the arrays that
-its devices hold; the first does all else, and tells the others how that went.
+Several processes must see the same directory. Each writes the shards of its devices; process 0
+writes all other files, and sends the others its result.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,25 +26,30 @@ from typing import Any
 import gin
 import jax
 
-from valkyrie.checkpoint import manifest, steps
-from valkyrie.checkpoint.model_dir import Lease, lease_holder, local_path, writable_directory
+from valkyrie.checkpoint import steps
+from valkyrie.checkpoint.model_dir import (
+  TrainerLock,
+  local_path,
+  lock_holder,
+  writable_directory,
+)
 from valkyrie.checkpoint.state_check import not_finite
-from valkyrie.checkpoint.state_files import StateFiles, as_storage_error
+from valkyrie.checkpoint.state_files import TENSORSTORE_ERRORS, StateFiles
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.distributed import heartbeat, processes
-from valkyrie.errors import ConfigurationError, Diverged, StorageError
+from valkyrie.errors import ConfigurationError, Diverged, StorageError, storage_errors
 
 
 @may_change_on_resume()
 @gin.configurable
 @dataclasses.dataclass(frozen=True)
 class Checkpoints:
-  """Which checkpoints of a run stay; the others are deleted once a newer one is whole.
+  """The retention policy of a run's checkpoints; others are deleted after the next save.
 
   Attributes:
-    keep: the newest steps stay, so many.
-    keep_period: steps that are a multiple of it stay; None means none do for that.
-    keep_best: the steps with the lowest validation loss stay, so many, where one was measured.
+    keep: number of newest steps to keep.
+    keep_period: steps that are a multiple of it are kept; None keeps none of them.
+    keep_best: number of steps with the lowest validation loss to keep.
   """
 
   keep: int = 3
@@ -54,38 +58,38 @@ class Checkpoints:
 
   def __post_init__(self):
     if self.keep < 1:
-      raise ConfigurationError(f'Checkpoints.keep={self.keep} would keep nothing; give 1 or more.')
+      raise ConfigurationError(f'Checkpoints.keep={self.keep} would keep no step. Use 1 or more.')
     if self.keep_period is not None and self.keep_period < 1:
       raise ConfigurationError(
-        f'Checkpoints.keep_period={self.keep_period} is not a number of steps; give 1 or more.'
+        f'Checkpoints.keep_period={self.keep_period} is not a number of steps. Use 1 or more.'
       )
     if self.keep_best < 0:
       raise ConfigurationError(
-        f'Checkpoints.keep_best={self.keep_best} is negative; give 0 or more.'
+        f'Checkpoints.keep_best={self.keep_best} is negative. Use 0 or more.'
       )
 
   def kept(self, saved: Sequence[int], losses: Mapping[int, float]) -> set[int]:
-    """Those of the `saved` steps that stay; `losses` has the validation loss of some of them."""
+    """The steps to keep, of `saved`; `losses` has the validation loss of some of them."""
     newest = sorted(saved)[-self.keep :]
     best = sorted(losses, key=lambda step: (losses[step], step))[: self.keep_best]
     periodic = [step for step in saved if self.keep_period and step % self.keep_period == 0]
     return {*newest, *best, *periodic}
 
   def open(self, model_dir: str | os.PathLike, read_only: bool = False) -> 'CheckpointDirectory':
-    """Opens the checkpoints of a run; call it before anything compiles.
+    """Opens the checkpoints of a run; call it before compilation, since it may fail.
 
     Args:
-      model_dir: the directory of the run; made, absolute, tried out and locked unless `read_only`.
+      model_dir: the directory of the run; made, tested and locked unless `read_only`.
       read_only: for evaluation and inference: nothing on disk is changed.
 
     Raises:
-      StorageError: where model_dir cannot be used, or holds steps of which none is whole.
+      StorageError: model_dir cannot be used, or all its steps are damaged.
     """
     return CheckpointDirectory(model_dir, self, read_only)
 
 
 class CheckpointDirectory:
-  """The checkpoints of one run. A context manager, which waits for the save under way."""
+  """The checkpoints of one run. A context manager, which waits for the running save."""
 
   def __init__(self, model_dir: str | os.PathLike, options: Checkpoints, read_only: bool):
     root = local_path(model_dir) if read_only else writable_directory(model_dir)
@@ -93,29 +97,28 @@ class CheckpointDirectory:
     self._options = options
     self._writes_files = not read_only and jax.process_index() == 0
     self._read_only = read_only
-    self._lease = Lease(root) if self._writes_files else None
+    self._lock = TrainerLock(root) if self._writes_files else None
     try:
-      newest = self._tidied(root) if jax.process_index() == 0 else None
-      of_first = processes.exchange('checkpoints', json.dumps([newest, lease_holder(root)]))[0]
+      newest = self._recover(root) if jax.process_index() == 0 else None
+      of_first = processes.exchange('checkpoints', json.dumps([newest, lock_holder(root)]))[0]
       self._newest, holder = json.loads(of_first)
-      if not read_only and lease_holder(root) != holder:
+      if not read_only and lock_holder(root) != holder:
         raise StorageError(
-          f'Process {jax.process_index()} does not see in {root} what process 0 writes there. All '
-          'processes need the same directory: name a --model_dir on storage that they share.'
+          f'Process {jax.process_index()} does not see the files of process 0 in {root}. All '
+          'processes need the same directory. Name a --model_dir on storage that they share.'
         )
     except BaseException:
       self._release()
       raise
     self._files = StateFiles()
     self._thread = ThreadPoolExecutor(1, thread_name_prefix='commit')
-    self._under_way: Future[None] | None = None
+    self._running_save: Future[None] | None = None
 
-  def _tidied(self, root: pathlib.Path) -> int | None:
-    """Reads every file of the newest step, and clears away what is not whole; the step that is."""
-    with as_storage_error(f'{self.directory} cannot be opened'):
-      newest, damaged = steps.newest_whole(self.directory)
-      if damaged and newest is None:
-        raise StorageError(_none_is_whole(self.directory, damaged))
+  def _recover(self, root: pathlib.Path) -> int | None:
+    """Finds the newest valid step, sets later ones aside, and deletes unfinished ones."""
+    with storage_errors(f'{self.directory} cannot be opened', also=TENSORSTORE_ERRORS):
+      found = steps.find(self.directory)
+      newest, damaged = steps.first_valid(self.directory, reversed(found))
       if self._writes_files:
         self.directory.mkdir(exist_ok=True)
         steps.clear_litter(self.directory)
@@ -123,59 +126,58 @@ class CheckpointDirectory:
     return newest
 
   def latest_step(self) -> int | None:
-    """The newest step that is whole on disk; a save under way does not count yet."""
+    """The newest valid step on disk; a running save does not count yet."""
     return self._newest
 
   def describe_newest(self) -> str:
-    """The newest step that is whole on disk, in words."""
-    return f'{self.directory / str(self._newest)}' if self._newest is not None else 'none yet'
+    """The path of the newest valid step, for messages."""
+    return str(self.directory / str(self._newest)) if self._newest is not None else 'none yet'
 
   def save(self, step: int, state: Any, record: dict[str, Any]) -> None:
-    """Copies the state off the devices, then writes and hashes it behind the caller's back.
+    """Copies the state to the host, then writes and hashes it in the background.
 
     Args:
-      step: of the train state; must be later than every one saved before.
+      step: the number of the train state; must be larger than every saved one.
       state: a pytree of jax arrays; may be donated as soon as this returns.
-      record: what else a resumed run needs to know, as JSON can hold it. 'validation_loss' is
-        what `Checkpoints.keep_best` compares.
+      record: JSON values for a resumed run. `Checkpoints.keep_best` compares 'validation_loss'.
 
     Raises:
-      Diverged: where the state is not finite.
-      StorageError: where this save cannot start, or the one before it failed on its way.
+      Diverged: the state is not finite.
+      StorageError: this save cannot start, or the one before it has failed.
     """
     self._begin(step, state, record)
-    heartbeat.beat(stage='step')  # what hangs from now on is no save
+    heartbeat.beat(stage='step')  # the run no longer waits for the save
 
   def _begin(self, step: int, state: Any, record: dict[str, Any]) -> None:
     if self._read_only:
-      raise StorageError(f'{self.directory} was opened to read only; nothing was saved.')
+      raise StorageError(f'{self.directory} was opened read-only. Nothing was saved.')
     heartbeat.beat(stage='save')
     self.wait()
     if self._newest is not None and step <= self._newest:
       raise StorageError(
         f'Step {step} cannot be saved in {self.directory}: step {self._newest} is there already, '
-        'and a run only goes forward. Nothing was written. To train again from an earlier step, '
-        'move the later ones out of the directory, or name another --model_dir.'
+        'and the steps of a run only increase. Nothing was written. To train again from an earlier '
+        'step, move the later ones out of the directory, or name another --model_dir.'
       )
-    if spoilt := not_finite(state):
+    if paths := not_finite(state):
       raise Diverged(
-        f'The state after step {step} holds numbers that are not finite, in '
-        f'{", ".join(spoilt[:5])}; it was not saved. The newest checkpoint is of step '
-        f'{self._newest}.'
+        f'The state after step {step} is not finite in {", ".join(paths[:5])}. It was not saved. '
+        f'The newest checkpoint is step {self._newest}.'
       )
     place = steps.unfinished(self.directory, step)
     try:
-      with as_storage_error(f'Step {step} could not be saved in {self.directory}'):
+      message = f'Step {step} could not be saved in {self.directory}'
+      with storage_errors(message, also=TENSORSTORE_ERRORS):
         if self._writes_files:
           steps.begin(self.directory, step)
         self._files.write(place / 'state', state)
     except BaseException:
       self._clear(place)
       raise
-    self._under_way = self._thread.submit(self._commit, step, record)
+    self._running_save = self._thread.submit(self._commit, step, record)
 
   def save_now(self, step: int, state: Any, record: dict[str, Any]) -> None:
-    """Saves and waits until it is on disk, unless that step was saved already; raises as `save`."""
+    """Saves a step, unless it is saved, and waits until it is on disk; raises as `save` does."""
     self.wait()
     if self._newest != step:
       self._begin(step, state, record)
@@ -188,12 +190,12 @@ class CheckpointDirectory:
       if self._writes_files:
         (place / 'record.json').write_text(json.dumps(record, indent=2))
         steps.finish(self.directory, step)
-        with contextlib.suppress(OSError):  # a save that failed may have written on, and may still
+        with contextlib.suppress(OSError):  # a failed save may have left files, or write them now
           steps.clear_litter(self.directory)
     except BaseException:
       self._clear(place)
       raise
-    processes.exchange('saved', str(step))  # no process counts a step that the first has not named
+    processes.exchange('saved', str(step))  # the step counts after process 0 has renamed it
     self._newest = step
     heartbeat.beat(saved=step)
     if self._writes_files:
@@ -202,7 +204,7 @@ class CheckpointDirectory:
       steps.delete(self.directory, [step for step in saved if step not in stay])
 
   def _clear(self, place: pathlib.Path) -> None:
-    # Orbax may still be writing there, and would raise again in whatever it does next.
+    # Orbax may still write there; without the wait its error would appear in its next call.
     with contextlib.suppress(Exception):
       self._files.wait()
     if self._writes_files:
@@ -211,7 +213,7 @@ class CheckpointDirectory:
   def _validation_losses(self, saved: Sequence[int]) -> dict[int, float]:
     losses = {}
     for step in saved:
-      with contextlib.suppress(OSError, ValueError):  # damaged since: it is not among the best
+      with contextlib.suppress(OSError, ValueError):  # a record that was damaged meanwhile
         losses[step] = self._read_record(step).get('validation_loss')
     return {step: loss for step, loss in losses.items() if loss is not None and math.isfinite(loss)}
 
@@ -219,56 +221,51 @@ class CheckpointDirectory:
     return json.loads((self.directory / str(step) / 'record.json').read_text())
 
   def latest_record(self) -> dict[str, Any] | None:
-    """The record of the newest whole step alone; None where this run never saved one.
+    """The record of the newest valid step; None if there is no step.
 
     Raises:
-      StorageError: where it cannot be read.
+      StorageError: it cannot be read.
     """
     if self._newest is None:
       return None
-    with as_storage_error(f'The record of step {self._newest} in {self.directory} cannot be read'):
+    message = f'The record of step {self._newest} in {self.directory} cannot be read'
+    with storage_errors(message, also=TENSORSTORE_ERRORS):
       return self._read_record(self._newest)
 
-  def nearest_whole(self, goal: int) -> int | None:
-    """Step `goal`, else the first whole one after it, else the last one before; None without any.
+  def nearest_valid(self, goal: int) -> int | None:
+    """Step `goal`, or else the first valid one after it, or else the last one before it.
+
+    Returns:
+      None if there is no step.
 
     Raises:
-      StorageError: no step that is there is whole.
+      StorageError: all steps are damaged.
     """
     self.wait()
-    nearest = self._search(goal) if jax.process_index() == 0 else None
+    nearest = None
+    if jax.process_index() == 0:
+      with storage_errors(f'{self.directory} cannot be read', also=TENSORSTORE_ERRORS):
+        found = steps.find(self.directory)
+        order = sorted(found, key=lambda step: (step < goal, abs(step - goal)))
+        nearest, _ = steps.first_valid(self.directory, order)
     return json.loads(processes.exchange('nearest', json.dumps(nearest))[0])
-
-  def _search(self, goal: int) -> int | None:
-    with as_storage_error(f'{self.directory} cannot be read'):
-      found = steps.find(self.directory)
-      damaged = {}
-      for step in sorted(found, key=lambda step: (step < goal, abs(step - goal))):
-        wrong = manifest.damage(self.directory / str(step), step)
-        if wrong is None:
-          return step
-        damaged[step] = wrong
-    if damaged:
-      raise StorageError(_none_is_whole(self.directory, damaged))
-    return None
 
   def restore(
     self, target: Any, partial: bool = False, step: int | None = None
   ) -> tuple[Any, dict[str, Any]] | None:
-    """Reads the newest whole step, or `step`; None where this run never saved one.
+    """Reads the newest valid step, or `step`; returns None if there is no step.
 
     Args:
-      target: what to expect: a pytree of jax.ShapeDtypeStruct with shardings, which may be other
-        ones than the state was saved with.
-      partial: `target` is a dict of some of the state's fields; the others stay unread.
-      step: one that was found whole; None is the newest.
+      target: a pytree of jax.ShapeDtypeStruct; its shardings may differ from those of the save.
+      partial: `target` is a dict of some fields of the state; the others are not read.
+      step: a valid step; None is the newest.
 
     Returns:
-      (state, record): the state in the structure of `target`, bit for bit as it was saved.
+      (state, record): the state bit for bit, in the structure of `target`.
 
     Raises:
-      ConfigurationError: where names, shapes or dtypes differ: a checkpoint of another model.
-      StorageError: where the files cannot be read.
+      ConfigurationError: names, shapes or dtypes differ: a checkpoint of another model.
+      StorageError: the files cannot be read.
     """
     self.wait()
     step = self._newest if step is None else step
@@ -276,31 +273,33 @@ class CheckpointDirectory:
       return None
     place = self.directory / str(step)
     state = self._files.read(place / 'state', target, partial)
-    with as_storage_error(f'{place} is what was saved, but cannot be read'):
+    message = f'{place} matches its manifest, but cannot be read'
+    with storage_errors(message, also=TENSORSTORE_ERRORS):
       return state, self._read_record(step)
 
   def check(self) -> None:
-    """Raises StorageError where the save under way has failed; does not wait for it."""
-    if self._under_way is not None and self._under_way.done():
+    """Raises StorageError if the running save has failed; does not wait for it."""
+    if self._running_save is not None and self._running_save.done():
       self._collect()
 
   def wait(self) -> None:
-    """Returns when no save is under way; raises StorageError, once, where the last one failed."""
-    if self._under_way is not None:
+    """Waits for the running save; raises StorageError, once, if it has failed."""
+    if self._running_save is not None:
       heartbeat.beat(stage='save')
     self._collect()
 
   def _collect(self) -> None:
-    under_way, self._under_way = self._under_way, None
-    if under_way is not None:
-      with as_storage_error(
-        f'The last save in {self.directory} failed; the steps before it are as they were. Make '
-        'room there, or repair what is named here, and run the same command again'
+    save, self._running_save = self._running_save, None
+    if save is not None:
+      with storage_errors(
+        f'The last save in {self.directory} failed, and the steps before it are unchanged',
+        'Make room there, or repair the cause, and run the same command again.',
+        also=TENSORSTORE_ERRORS,
       ):
-        under_way.result()
+        save.result()
 
   def close(self) -> None:
-    """Waits for the save under way and gives the directory free; raises as `wait` does."""
+    """Waits for the running save and frees the lock; raises as `wait` does."""
     try:
       self.wait()
     finally:
@@ -309,8 +308,8 @@ class CheckpointDirectory:
       self._release()
 
   def _release(self) -> None:
-    if self._lease is not None:
-      self._lease.release()
+    if self._lock is not None:
+      self._lock.release()
 
   def __enter__(self) -> 'CheckpointDirectory':
     return self
@@ -321,13 +320,4 @@ class CheckpointDirectory:
     except StorageError as failure:
       if error is None:
         raise
-      error.add_note(str(failure))  # the first error is the one to see
-
-
-def _none_is_whole(directory: os.PathLike, damaged: Mapping[int, str]) -> str:
-  found = '\n'.join(f'  step {step}: {wrong}' for step, wrong in damaged.items())
-  return (
-    f'{directory} holds steps, but none of them is whole, so there is nothing to go on from:\n'
-    f'{found}\nNothing was changed. Restore the directory from a copy, move it away to start '
-    'afresh, or name another --model_dir.'
-  )
+      error.add_note(str(failure))  # the first error is the cause

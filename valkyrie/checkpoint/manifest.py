@@ -19,7 +19,7 @@ _READERS = 4  # threads: hashing releases Python's lock
 
 
 def write(place: pathlib.Path, step: int) -> None:
-  """Hashes the files below `place` and writes their manifest; all of it is on disk afterwards."""
+  """Hashes the files below `place`, writes their manifest, and flushes all of them to disk."""
   names = sorted(
     path.relative_to(place).as_posix() for path in place.rglob('*') if not path.is_dir()
   )
@@ -35,10 +35,10 @@ def write(place: pathlib.Path, step: int) -> None:
 
 
 def damage(place: pathlib.Path, step: int) -> str | None:
-  """What is wrong with the files of a step, each of which is read once; None if they are whole.
+  """Reads every file of a step once; returns the first damage, or None if the step is valid.
 
   Raises:
-    OSError: a file is there but cannot be read, which says nothing of what it holds.
+    OSError: a file exists but cannot be read, so that its content is unknown.
   """
   try:
     text = (place / NAME).read_bytes()
@@ -48,22 +48,22 @@ def damage(place: pathlib.Path, step: int) -> str | None:
   if not lines or _seal(b''.join(lines[:-1])) != lines[-1]:
     return f'{NAME} is damaged'
   if lines[0] != f'# step {step}\n'.encode():
-    return f'{NAME} is of another step'
+    return f'{NAME} belongs to another step'
   expected = [line.decode().rstrip('\n').split('  ', 1) for line in lines[1:-1]]
   root = place.resolve()
   for _, name in expected:
-    # A link, or a name with `..`, would lead elsewhere.
+    # A symbolic link, or a name with `..`, would leave the directory.
     if not (place / name).is_file() or (place / name).resolve() != root / name:
       return f'{name} is missing'
   found = _hashes((place / name for _, name in expected), sync=False)
   for (digest, name), actual in zip(expected, found, strict=True):
     if actual != digest:
-      return f'{name} is not what was saved'
+      return f'{name} has changed since it was saved'
   return None
 
 
 def sync_directory(path: pathlib.Path) -> None:
-  """Puts on disk which files a directory holds."""
+  """Flushes the list of a directory's files to disk."""
   descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
   try:
     os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""What a train state must be before it is saved, and when it is read: finite, and of this model."""
+"""Checks of a train state: finite before a save, and of the same model before a restore."""
 
 import pathlib
 from typing import Any
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.errors import ConfigurationError
+from valkyrie.types import leaf_path
 
 _DIFFERENCES_SHOWN = 5
 
@@ -15,7 +16,7 @@ _DIFFERENCES_SHOWN = 5
 def not_finite(state: Any) -> list[str]:
   """The paths of the leaves that hold an infinity or a NaN; waits for the state."""
   leaves = {
-    jax.tree_util.keystr(path, simple=True, separator='/'): leaf
+    leaf_path(path): leaf
     for path, leaf in jax.tree_util.tree_leaves_with_path(state)
     if jnp.issubdtype(leaf.dtype, jnp.inexact)
   }
@@ -29,16 +30,16 @@ def _are_finite(leaves):
 
 
 def check_same_model(place: pathlib.Path, stored: Any, target: Any, partial: bool) -> None:
-  """Compares what a step holds with what is expected of it: names, shapes and dtypes.
+  """Compares the names, shapes and dtypes of a stored state with the expected ones.
 
   Args:
-    place: of the step.
-    stored: a pytree of the metadata of the arrays there.
+    place: the directory of the step.
+    stored: a pytree of the metadata of the stored arrays.
     target: a pytree of jax.ShapeDtypeStruct.
     partial: `target` is a dict of some fields of the state; only they are compared.
 
   Raises:
-    ConfigurationError: naming the leaves that differ.
+    ConfigurationError: with the leaves that differ.
   """
   if partial:
     stored = {field: tree for field, tree in stored.items() if field in target}
@@ -53,21 +54,18 @@ def check_same_model(place: pathlib.Path, stored: Any, target: Any, partial: boo
   if len(different) > len(lines):
     lines.append(f'  and {len(different) - len(lines)} more')
   raise ConfigurationError(
-    f'{place} is a checkpoint of another model; these leaves differ:\n' + '\n'.join(lines) + '\n'
-    'Nothing was changed. Use another --model_dir, or the gin file that it was trained with.'
+    f'{place} is a checkpoint of another model. These leaves differ:\n' + '\n'.join(lines) + '\n'
+    'Nothing was changed. Use another --model_dir, or the gin file of the checkpoint.'
   )
 
 
 def _describe(tree: Any) -> dict[str, str]:
-  """{'params/mlp/w': 'float32[4, 8]', ...}, a container that holds no array being 'empty'."""
+  """{'params/mlp/w': 'float32[4, 8]', ...}; a container without arrays is 'empty'."""
 
   def is_empty(node):
     return node is None or (isinstance(node, dict | list | tuple) and not node)
 
-  leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_empty)[0]
   return {
-    jax.tree_util.keystr(path, simple=True, separator='/'): 'empty'
-    if is_empty(leaf)
-    else f'{np.dtype(leaf.dtype).name}{list(leaf.shape)}'
-    for path, leaf in leaves
+    leaf_path(path): 'empty' if is_empty(leaf) else f'{np.dtype(leaf.dtype).name}{list(leaf.shape)}'
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_empty)[0]
   }

@@ -1,7 +1,5 @@
-"""A train state as files: what Orbax writes and reads, and what it would not say."""
+"""Files of a train state, written and read by Orbax."""
 
-from collections.abc import Iterator
-import contextlib
 import logging
 import pathlib
 from typing import Any
@@ -12,25 +10,18 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from valkyrie.checkpoint.state_check import check_same_model
-from valkyrie.errors import StorageError
+from valkyrie.errors import storage_errors
 
-
-@contextlib.contextmanager
-def as_storage_error(message: str) -> Iterator[None]:
-  """What goes wrong with files within it is a StorageError that begins with this message."""
-  try:
-    yield
-  except (OSError, ValueError, RuntimeError) as error:  # tensorstore's errors are ValueErrors
-    raise StorageError(f'{message}: {error}') from error
+TENSORSTORE_ERRORS = (ValueError, RuntimeError)
 
 
 class StateFiles:
-  """Writes one state at a time in the background; each process writes what its devices hold."""
+  """Writes one state at a time in the background; each process writes the shards of its devices."""
 
   def __init__(self):
     _quiet_orbax()
-    # Named, processes wait for each other without a collective of the devices, which must be
-    # dispatched in the same order everywhere, and are not by a thread of its own.
+    # With named processes Orbax uses no collective of the devices as its barrier. Collectives must
+    # be dispatched in the same order by all processes, which a separate thread cannot guarantee.
     processes = ocp.options.MultiprocessingOptions(
       active_processes=set(range(jax.process_count())) if jax.process_count() > 1 else None
     )
@@ -40,32 +31,31 @@ class StateFiles:
     )
 
   def write(self, place: pathlib.Path, state: Any) -> None:
-    """Copies a pytree of jax arrays off the devices, and begins to write it."""
+    """Copies a pytree of jax arrays to the host, and starts to write it."""
     self._orbax.save(place, args=ocp.args.PyTreeSave(_without_empty_arrays(state)))
 
   def wait(self) -> None:
-    """Returns when all is written; raises what went wrong with it."""
+    """Waits until the state is written; raises the error of the write."""
     self._orbax.wait_until_finished()
 
   def read(self, place: pathlib.Path, target: Any, partial: bool) -> Any:
-    """The state that was written, bit for bit, in the structure of `target`.
+    """Reads a state bit for bit, in the structure of `target`.
 
     Args:
-      place: where it was written.
-      target: a pytree of jax.ShapeDtypeStruct with shardings, which may be other ones than it was
-        written with.
-      partial: `target` is a dict of some of the state's fields; the others stay unread.
+      place: the directory of the state.
+      target: a pytree of jax.ShapeDtypeStruct; its shardings may differ from those of the save.
+      partial: `target` is a dict of some fields of the state; the others are not read.
 
     Raises:
-      ConfigurationError: where names, shapes or dtypes differ: a state of another model.
-      StorageError: where the files cannot be read.
+      ConfigurationError: names, shapes or dtypes differ: the state is of another model.
+      StorageError: the files cannot be read.
     """
-    unreadable = f'{place} is what was saved, but cannot be read'
-    with as_storage_error(unreadable):
+    message = f'{place} matches its manifest, but cannot be read'
+    with storage_errors(message, also=TENSORSTORE_ERRORS):
       metadata: Any = self._orbax.metadata(place).item_metadata
     item = _without_empty_arrays(target)
     check_same_model(place.parent, metadata.tree, item, partial)
-    with as_storage_error(unreadable):
+    with storage_errors(message, also=TENSORSTORE_ERRORS):
       restored = self._orbax.restore(
         place,
         args=ocp.args.PyTreeRestore(
@@ -77,12 +67,12 @@ class StateFiles:
     return jax.tree.map(lambda leaf, found: found if leaf.size else _empty(leaf), target, restored)
 
   def close(self) -> None:
-    """Ends the threads of it."""
+    """Ends the threads of Orbax."""
     self._orbax.close()
 
 
 def _without_empty_arrays(tree: Any) -> Any:
-  """None in the place of arrays without elements, which Orbax refuses to save."""
+  """Replaces arrays without elements, which Orbax refuses to save, by None."""
   return jax.tree.map(lambda leaf: leaf if leaf.size else None, tree)
 
 
@@ -94,14 +84,14 @@ def _empty(leaf: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _quiet_orbax() -> None:
-  """Lets only Orbax's warnings into a run's log.
+  """Hides all of Orbax's log messages except warnings.
 
-  It tells of each save in a dozen lines, and prints four stacks for an error that it also raises.
+  Orbax logs a dozen lines for each save, and four stacks for an error that it also raises.
   """
   logger = logging.getLogger('absl')
-  if _is_worth_showing not in logger.filters:
-    logger.addFilter(_is_worth_showing)
+  if _is_shown not in logger.filters:
+    logger.addFilter(_is_shown)
 
 
-def _is_worth_showing(record: logging.LogRecord) -> bool:
+def _is_shown(record: logging.LogRecord) -> bool:
   return record.levelno == logging.WARNING or '/orbax/' not in record.pathname

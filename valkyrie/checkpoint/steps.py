@@ -1,8 +1,8 @@
-"""The steps of a run on disk: directories named by numbers, which appear and vanish as a whole.
+"""The steps of a run on disk: numbered directories that appear and disappear as a whole.
 
-checkpoints/400/              whole, as far as its manifest is true
-checkpoints/500.unfinished/   a save under way, or what a crash left of one
-checkpoints/100.deleted/      a step that makes room
+checkpoints/400/              a saved step, valid if its files match its manifest
+checkpoints/500.unfinished/   a running save, or the remainder of one after a crash
+checkpoints/100.deleted/      a step that is being deleted
 set_aside/300/                a damaged step: moved, never deleted
 """
 
@@ -16,7 +16,7 @@ from valkyrie.errors import StorageError
 
 
 def find(directory: pathlib.Path) -> list[int]:
-  """The steps in a directory, which need not exist, in order; whether they are whole is not asked.
+  """The steps of a directory in order, valid or damaged; the directory need not exist.
 
   Raises:
     StorageError: a step is a symbolic link.
@@ -26,38 +26,52 @@ def find(directory: pathlib.Path) -> list[int]:
     if place.name.isdecimal() and place.name == str(int(place.name)):
       if place.is_symlink():
         raise StorageError(
-          f'{place} is a symbolic link, and a step is read only from its own directory. Put the '
-          'step itself there, or remove the link.'
+          f'{place} is a symbolic link, but a step must be a directory. Move the step itself '
+          'there, or remove the link.'
         )
       steps.append(int(place.name))
   return sorted(steps)
 
 
-def newest_whole(directory: pathlib.Path) -> tuple[int | None, dict[int, str]]:
-  """(the newest step that is whole, what is wrong with each later one)."""
+def first_valid(directory: pathlib.Path, order: Iterable[int]) -> tuple[int | None, dict[int, str]]:
+  """Reads steps in the given order until one is valid.
+
+  Returns:
+    The valid step, or None if there are no steps; and {step: damage} of the steps before it.
+
+  Raises:
+    StorageError: all steps are damaged.
+  """
   damaged = {}
-  for step in reversed(find(directory)):
-    wrong = manifest.damage(directory / str(step), step)
-    if wrong is None:
+  for step in order:
+    damage = manifest.damage(directory / str(step), step)
+    if damage is None:
       return step, damaged
-    damaged[step] = wrong
-  return None, damaged
+    damaged[step] = damage
+  if damaged:
+    lines = '\n'.join(f'  step {step}: {damage}' for step, damage in damaged.items())
+    raise StorageError(
+      f'All steps in {directory} are damaged, so that the run cannot continue from any:\n{lines}\n'
+      'Nothing was changed. Restore the directory from a copy, move it away to start from step 0, '
+      'or name another --model_dir.'
+    )
+  return None, {}
 
 
-def set_aside(directory: pathlib.Path, damaged: dict[int, str], refuge: pathlib.Path) -> None:
-  """Moves damaged steps to `refuge`, beside what is there already."""
-  for step, wrong in damaged.items():
-    refuge.mkdir(exist_ok=True)
-    goal, copies = refuge / str(step), 0
-    while goal.exists():
+def set_aside(directory: pathlib.Path, damaged: dict[int, str], target: pathlib.Path) -> None:
+  """Moves damaged steps to the directory `target`, beside earlier ones of the same number."""
+  for step, damage in damaged.items():
+    target.mkdir(exist_ok=True)
+    place, copies = target / str(step), 0
+    while place.exists():
       copies += 1
-      goal = refuge / f'{step}.{copies}'
-    (directory / str(step)).rename(goal)
-    logging.warning('Step %d in %s is not whole: %s. Moved to %s', step, directory, wrong, goal)
+      place = target / f'{step}.{copies}'
+    (directory / str(step)).rename(place)
+    logging.warning('Step %d in %s is damaged: %s. Moved to %s', step, directory, damage, place)
 
 
 def unfinished(directory: pathlib.Path, step: int) -> pathlib.Path:
-  """Where a step is written until it is whole."""
+  """The directory of a step while it is being written."""
   return directory / f'{step}.unfinished'
 
 
@@ -70,7 +84,7 @@ def begin(directory: pathlib.Path, step: int) -> None:
 
 
 def finish(directory: pathlib.Path, step: int) -> None:
-  """Gives the unfinished step its manifest, then its name: what has the name is whole."""
+  """Writes the manifest of an unfinished step, then gives the directory its final name."""
   place = unfinished(directory, step)
   manifest.write(place, step)
   place.rename(directory / str(step))
@@ -78,14 +92,13 @@ def finish(directory: pathlib.Path, step: int) -> None:
 
 
 def delete(directory: pathlib.Path, steps: Iterable[int]) -> None:
-  """Deletes steps, none of which is ever seen in part."""
+  """Deletes steps; renames each first, so that no partial step has a step's name."""
   for step in steps:
-    going = (directory / str(step)).rename(directory / f'{step}.deleted')
-    shutil.rmtree(going)
+    shutil.rmtree((directory / str(step)).rename(directory / f'{step}.deleted'))
 
 
 def clear_litter(directory: pathlib.Path) -> None:
-  """Deletes what a crash left of saves and deletions."""
+  """Deletes the remainders of saves and deletions that a crash has interrupted."""
   for place in directory.iterdir():
     number, _, ending = place.name.partition('.')
     if number.isdecimal() and ending in ('unfinished', 'deleted'):

@@ -42,7 +42,7 @@ class Rewind:
     for leaf in jax.tree.leaves((state.params, state.optimizer_state)):
       leaf.delete()  # or there would be no room for two of them
     due = (step - 1) // self._every * self._every
-    found = self._saved.nearest_whole(due) if due else None
+    found = self._saved.nearest_valid(due) if due else None
     if found is None:
       initial = self._make_initial()
       params, optimizer_state = initial.params, initial.optimizer_state
