@@ -1,1 +1,1 @@
-"""Tokenized documents on disk, and batches read from them by position."""
+"""Tokenized documents on disk, and batches of them by position."""

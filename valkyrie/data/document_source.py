@@ -1,7 +1,8 @@
-"""A seqio source of whole documents that can be sharded at will, described and re-located."""
+"""Seqio sources of whole documents, with any number of shards, a description and a location."""
 
 import abc
 from collections.abc import Iterator
+import hashlib
 from typing import Any, NamedTuple, Self
 
 import seqio
@@ -11,9 +12,9 @@ from valkyrie.errors import ConfigurationError, ValkyrieError
 
 
 class TextDocument(NamedTuple):
-  """A document: documents with one `sequence_key` belong together, in the order they come.
+  """A document. Documents with the same `sequence_key` belong together, in the order of the source.
 
-  A task with a feature 'inputs' puts the `prompt` before the text, which is then the answer to it.
+  A task with a feature 'inputs' puts the `prompt` before the text, which is then its answer.
   """
 
   text: str
@@ -23,11 +24,10 @@ class TextDocument(NamedTuple):
 
 
 class DocumentSource(seqio.DataSource, abc.ABC):
-  """Yields {'inputs': prompt, 'targets': text, 'sequence_key', 'name'}, all scalar tf.string.
+  """Source of examples {'inputs': prompt, 'targets': text, 'sequence_key', 'name'}: tf.string [].
 
   Attributes:
-    failure: the error that ended the latest reading, if one did; tf.data itself tells only its
-      message.
+    failure: the error that ended the latest read, or None; tf.data passes on only its message.
   """
 
   def __init__(self, splits: tuple[str, ...]):
@@ -36,17 +36,17 @@ class DocumentSource(seqio.DataSource, abc.ABC):
 
   @abc.abstractmethod
   def documents(self, split: str, shard: int, shards: int) -> Iterator[TextDocument]:
-    """The documents of one of `shards` parts; together the parts hold each document once."""
+    """The documents of one of `shards` parts; each document is in exactly one part."""
 
   @abc.abstractmethod
   def describe(self, split: str) -> dict[str, Any]:
-    """What the documents are from, for the store's records; refuses a source that is not whole."""
+    """The origin of the documents, for store.json; raises DataError if the source is damaged."""
 
   def at(self, location: str) -> Self:
-    """This source, reading from `location`."""
+    """This source with its documents at `location`."""
     raise ConfigurationError(
-      f'{type(self).__name__} knows its own documents, but the source {location!r} was named for '
-      'it. Leave the source out.'
+      f'{type(self).__name__} has its own documents, but got the source {location!r}. '
+      'Remove TaskFeed.source or --source.'
     )
 
   @property
@@ -64,23 +64,36 @@ class DocumentSource(seqio.DataSource, abc.ABC):
     shard_info: seqio.ShardInfo | None = None,
     **unused,
   ) -> tf.data.Dataset:
-    """The documents in a fixed order: the feed shuffles, by position, not here."""
+    """The documents in a fixed order: `shuffle` is ignored, since the feed shuffles."""
     shard = shard_info or seqio.ShardInfo(index=0, num_shards=1)
+    names = ('targets', 'sequence_key', 'name', 'inputs')  # in the order of TextDocument
 
     def examples():
       try:
         for document in self.documents(split, shard.index, shard.num_shards):
-          yield {
-            'inputs': document.prompt.encode('utf-8', errors='replace'),
-            'targets': document.text.encode('utf-8', errors='replace'),
-            'sequence_key': document.sequence_key.encode('utf-8', errors='replace'),
-            'name': document.name.encode('utf-8', errors='replace'),
-          }
+          values = (value.encode('utf-8', errors='replace') for value in document)
+          yield dict(zip(names, values, strict=True))
       except ValkyrieError as error:
         self.failure = error
         raise
 
-    names = ('inputs', 'targets', 'sequence_key', 'name')
     return tf.data.Dataset.from_generator(
       examples, output_signature={name: tf.TensorSpec((), tf.string) for name in names}
     )
+
+
+def register(name: str, source: DocumentSource, *, prompts: bool = False) -> None:
+  """Registers a seqio task of bytes: text and EOS or, with `prompts`, prompts and answers."""
+  feature = seqio.Feature(seqio.ByteVocabulary(), add_eos=not prompts, dtype=tf.int32)
+  seqio.TaskRegistry.add(
+    name,
+    source=source,  # pyright: ignore[reportArgumentType]  (seqio's class breaks its own Protocol)
+    preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
+    output_features=dict.fromkeys(('inputs', 'targets') if prompts else ('targets',), feature),
+  )
+
+
+def stable_hash(text: str) -> int:
+  """A 64-bit hash that is the same on every machine, for splits."""
+  digest = hashlib.blake2b(text.encode('utf-8', errors='replace'), digest_size=8).digest()
+  return int.from_bytes(digest, 'big')

@@ -1,4 +1,4 @@
-"""Batches of a task as a pure function of where in the rows one reads."""
+"""Batches of a task, as a pure function of the position in the rows."""
 
 from collections.abc import Sequence
 import logging
@@ -15,22 +15,22 @@ from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.types import Batch
 
 RESETS = ('document', 'sequence', 'never')
-# Rows that never reset count on; int32 positions stop counting here, far from overflow.
-LAST_POSITION = 2**30
-_SHOWN = 8  # rows, and documents of each, that `describe` names
+# Positions of rows that never reset stop here, far below the overflow of int32.
+MAX_POSITION = 2**30
+_MAX_NAMED = 8  # rows, and documents of each row, in a message
 
 
 # The fingerprints of store and vocabulary tell whether the tokens are the same.
 @may_change_on_resume('data_dir', 'source', 'vocabulary')
 @gin.configurable
 class TaskFeed:
-  """B rows of a task's documents, each an endless (or `epochs` long) stream of tokens.
+  """B rows of a task's documents, each a stream of tokens: endless, or of `epochs` epochs.
 
   Attributes:
     vocabulary: the codec, see `vocabularies`.
     vocabulary_size: ids are in [0, vocabulary_size).
-    tokens_per_byte: stored tokens, EOS included, per byte of text, over the split; None where
-      documents have prompts, since the bits of their answers are not those of the text.
+    tokens_per_byte: stored tokens, EOS included, per byte of text of the split; None if documents
+      have prompts, since the bits of the answers are not the bits of the text.
     fingerprint: hash of the store's content.
     row_tokens: tokens of the longest row in one epoch.
     store: the TokenStore.
@@ -51,37 +51,39 @@ class TaskFeed:
     source: str | None = None,
     bad_documents: int = 0,
   ):
-    """Opens the task's token store, building it first where it is missing.
+    """Opens the task's token store, and builds it first if it is missing.
 
     Args:
-      task: a seqio task by name: NAME is registered by valkyrie.tasks.NAME, and
-        'package.module:NAME' by that module.
-      split: of the task, such as 'train' or 'validation'.
+      task: name of a seqio task: valkyrie.tasks.NAME registers NAME, and package.module registers
+        'package.module:NAME'.
+      split: split of the task, such as 'train' or 'validation'.
       batch_size: B, the number of rows; fixed for a run.
-      seed: of the order of documents, in [0, 2**32).
+      seed: seed of the order of documents, in [0, 2**32).
       vocabulary: 'bytes', or the path of a SentencePiece .model or a tokenizer.json.
-      reset_at: where positions start again from 0, and the model forgets: at each 'document', at
-        each 'sequence' of related documents, or 'never'. Documents of a sequence stay together
-        unless it is 'document'.
+      reset_at: positions restart at 0, and the carry is reset, at each 'document', at each
+        'sequence' of related documents, or 'never'. With 'sequence' and 'never' the documents of a
+        sequence stay together.
       shuffle: False reads in the store's order.
-      epochs: padding follows after so many; None is endless.
-      data_dir: holds the stores; default $XDG_CACHE_HOME/valkyrie or ~/.cache/valkyrie.
-      source: where the task's documents are, for tasks that read from a place (fineweb).
-      bad_documents: damaged documents of one row that a `read` passes over: they are named, hold
-        nothing but EOS, and nothing is learnt of them.
+      epochs: number of epochs before padding; None is endless.
+      data_dir: directory of the stores; default $XDG_CACHE_HOME/valkyrie or ~/.cache/valkyrie.
+      source: location of the documents, for tasks that need one (fineweb).
+      bad_documents: number of damaged documents of a row that one `read` passes over: they are
+        logged, read as EOS only, and have weight 0.
 
     Raises:
-      ConfigurationError: an argument is not possible, or does not fit the store.
-      DataError: the store, or what it is built from, is not what it should be.
+      ConfigurationError: an argument is out of range, or does not fit the store.
+      DataError: the store or its source is missing or damaged.
     """
     if reset_at not in RESETS:
-      raise ConfigurationError(f'reset_at is {reset_at!r}, expected one of {", ".join(RESETS)}.')
+      raise ConfigurationError(
+        f'TaskFeed.reset_at={reset_at!r} is unknown. Use one of {", ".join(RESETS)}.'
+      )
     if not 0 <= seed < 2**32:
-      raise ConfigurationError(f'The seed of the feed is {seed}, expected 0 to 2**32 - 1.')
+      raise ConfigurationError(f'TaskFeed.seed={seed} is out of range. Use 0 to 2**32 - 1.')
     if batch_size < 1 or (epochs is not None and epochs < 1) or bad_documents < 0:
       raise ConfigurationError(
-        f'batch_size {batch_size} and epochs {epochs} of the feed must be at least 1, and '
-        f'TaskFeed.bad_documents {bad_documents} at least 0.'
+        f'TaskFeed has batch_size={batch_size}, epochs={epochs} and bad_documents={bad_documents}. '
+        'Use a batch_size and epochs of 1 or more, and bad_documents of 0 or more.'
       )
     self.vocabulary = vocabularies.load(vocabulary)
     path = store_path(task, split, self.vocabulary, source, data_dir)
@@ -92,34 +94,34 @@ class TaskFeed:
     if self._rows.units < batch_size:
       unit = 'documents' if keys is None else 'sequences of documents'
       raise ConfigurationError(
-        f'{task}/{split} has {self._rows.units} {unit}, fewer than batch_size {batch_size}: every '
-        'row needs one. Lower batch_size, or name a larger split.'
+        f'{task}/{split} has {self._rows.units} {unit}, fewer than batch_size={batch_size}, but '
+        'each row needs one. Lower batch_size, or use a larger split.'
       )
     self.vocabulary_size = self.vocabulary.size
-    answered = bool(self.store.prompts.any())
-    self.tokens_per_byte = None if answered else self.store.tokens / self.store.text_bytes
+    has_prompts = bool(self.store.prompts.any())
+    self.tokens_per_byte = None if has_prompts else self.store.tokens / self.store.text_bytes
     self.fingerprint = self.store.fingerprint
     self.row_tokens = int(self._rows.row_lengths.max())
     self._batch_size = batch_size
     self._reset_at = reset_at
     self._epochs = epochs
     self._bad_documents = bad_documents
-    self._named: set[int] = set()
+    self._reported: set[int] = set()
     self._latest_epoch: dict[int, tuple[int, Epoch]] = {}
 
   def read(self, position: int, length: int, rows: Sequence[int] | None = None) -> Batch:
-    """The tokens [position, position + length) of each row: a pure function of its arguments.
+    """Reads the tokens [position, position + length) of each row: a pure function.
 
     Args:
-      position: tokens of each row that come before.
+      position: number of each row's first token to read.
       length: T.
-      rows: the rows wanted, by number, such as one host's range; None is all B.
+      rows: numbers of the rows to read, such as the rows of one host; None is all B.
 
     Returns:
       Batch of numpy arrays [rows, T].
 
     Raises:
-      DataError: a row has more damaged documents than it may.
+      DataError: a row has more than `bad_documents` damaged documents.
     """
     rows = range(self._batch_size) if rows is None else rows
     dtypes = {'weights': np.float32}
@@ -129,23 +131,23 @@ class TaskFeed:
     return Batch(*leaves)
 
   def describe(self, position: int, length: int) -> str:
-    """Names the documents that the rows read in [position, position + length), by their numbers."""
+    """Names the documents of the tokens [position, position + length) of all rows by number."""
     rows = []
     for row in range(self._batch_size):
       numbers = self._documents(row, position, position + length)[0].tolist()
-      more = ', ...' if len(numbers) > _SHOWN else ''
-      rows.append(f'row {row}: {", ".join(map(str, numbers[:_SHOWN]))}{more}')
-    more = '; ...' if len(rows) > _SHOWN else ''
-    return f'these documents of {self.store.path}: {"; ".join(rows[:_SHOWN])}{more}'
+      more = ', ...' if len(numbers) > _MAX_NAMED else ''
+      rows.append(f'row {row}: {", ".join(map(str, numbers[:_MAX_NAMED]))}{more}')
+    more = '; ...' if len(rows) > _MAX_NAMED else ''
+    return f'these documents of {self.store.path}: {"; ".join(rows[:_MAX_NAMED])}{more}'
 
   def _read_row(self, row: int, position: int, leaves: list[np.ndarray]):
-    """Fills the leaves [T] of one row's Batch, which are zero."""
+    """Fills the leaves [T], zero so far, of one row's Batch."""
     inputs, targets, weights, positions, segment_ids = leaves
     length = len(inputs)
     wanted = length + 1  # the last target is one token ahead
     if self._epochs is not None:
-      left = self._epochs * int(self._rows.row_lengths[row]) - position
-      wanted = max(0, min(wanted, left))
+      remaining = self._epochs * int(self._rows.row_lengths[row]) - position
+      wanted = max(0, min(wanted, remaining))
     if not wanted:
       return
     documents, starts, ends, resets, segments = self._documents(row, position, position + wanted)
@@ -154,12 +156,12 @@ class TaskFeed:
     tokens = self.store.read(documents, begins - starts, counts)
     damaged = self.store.damaged(documents)
     if damaged.any():
-      self._pass_over(row, sorted(set(documents[damaged].tolist())))
+      self._report_damaged(row, sorted(set(documents[damaged].tolist())))
       tokens[np.repeat(damaged, counts)] = self.vocabulary.eos_id
     n = min(wanted, length)
     inputs[:n] = tokens[:n]
     targets[: wanted - 1] = tokens[1:]
-    # What a prompt asks for is the answer alone, and not that it ends.
+    # In a document with a prompt only the answer counts, without its EOS.
     prompts = self.store.prompts[documents]
     firsts, lasts = starts + prompts, ends - (prompts > 0)
     target = np.arange(position + 1, position + wanted + 1)
@@ -167,30 +169,30 @@ class TaskFeed:
     counted &= ~np.repeat(damaged, counts)
     weights[:n] = counted[:n]
     distance = np.arange(position, position + wanted) - np.repeat(resets, counts)
-    positions[:n] = np.minimum(distance, LAST_POSITION)[:n]
+    positions[:n] = np.minimum(distance, MAX_POSITION)[:n]
     segment_ids[:n] = np.repeat(segments, counts)[:n]
 
-  def _pass_over(self, row: int, damaged: list[int]):
-    """Names the damaged documents that a row reads; refuses them where they are too many."""
-    names = [str(self.store.damage(document)) for document in damaged[:_SHOWN]]
+  def _report_damaged(self, row: int, damaged: list[int]):
+    """Logs the damaged documents of a row; raises DataError if they are too many."""
+    names = [str(self.store.damage(document)) for document in damaged[:_MAX_NAMED]]
     if len(damaged) > self._bad_documents:
-      more = f'; and {len(damaged) - _SHOWN} more' if len(damaged) > _SHOWN else ''
+      more = f'; and {len(damaged) - _MAX_NAMED} more' if len(damaged) > _MAX_NAMED else ''
       raise DataError(
-        f'Row {row} reads {len(damaged)} damaged documents at once, and TaskFeed.bad_documents = '
-        f'{self._bad_documents} may be passed over: {"; ".join(names)}{more}. They were damaged '
-        f'after they were written. {REBUILD}'
+        f'Row {row} reads {len(damaged)} damaged documents at once, but the limit is '
+        f'TaskFeed.bad_documents={self._bad_documents}: {"; ".join(names)}{more}. They were '
+        f'damaged after they were written. {REBUILD}'
       )
     for document, name in zip(damaged, names, strict=False):
-      if document not in self._named:
-        self._named.add(document)
+      if document not in self._reported:
+        self._reported.add(document)
         logging.warning('Passing over %s', name)
 
   def _documents(self, row: int, begin: int, end: int) -> list[np.ndarray]:
-    """The documents that cover tokens [begin, end) of a row.
+    """The documents of the tokens [begin, end) of a row.
 
     Returns:
-      int64 arrays [documents]: number in the store; the row's tokens before its start, before its
-      end, and before the latest reset; its segment id.
+      int64 arrays [documents]: numbers in the store; the row's token offsets of their starts, of
+      their ends and of their latest resets; their segment ids.
     """
     row_length, row_units = int(self._rows.row_lengths[row]), int(self._rows.row_units[row])
     parts = []
@@ -209,8 +211,8 @@ class TaskFeed:
     return [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
 
   def _epoch(self, row: int, number: int) -> Epoch:
-    kept = self._latest_epoch.get(row)
-    if kept is None or kept[0] != number:
-      kept = number, self._rows.epoch(row, number)
-      self._latest_epoch[row] = kept  # replaced whole: safe with a prefetching thread
-    return kept[1]
+    latest = self._latest_epoch.get(row)
+    if latest is None or latest[0] != number:
+      latest = number, self._rows.epoch(row, number)
+      self._latest_epoch[row] = latest  # one assignment: safe with a prefetching thread
+    return latest[1]

@@ -1,4 +1,4 @@
-"""Rows of parquet files in a directory or bucket, read one row group at a time."""
+"""Rows of parquet files in a directory or bucket, by row group."""
 
 from collections.abc import Iterator, Sequence
 import fnmatch
@@ -14,10 +14,10 @@ from valkyrie.errors import DataError
 
 
 class ParquetShards:
-  """The *.parquet files at `location`, in the order of their names, every one checked.
+  """The *.parquet files at `location`, sorted by name, with checked footers.
 
   Raises:
-    DataError: there are none, or one is corrupt, empty or lacks a column: by name.
+    DataError: there are no files, or the named file is corrupt, empty or lacks a column.
   """
 
   def __init__(self, location: str, columns: Sequence[str]):
@@ -25,14 +25,15 @@ class ParquetShards:
 
     Args:
       location: a file, a directory (all *.parquet below it) or a pattern of file names; local, or
-        a URI that pyarrow knows (gs://, s3://, hdfs://).
-      columns: those wanted; others are never read.
+        a URI that pyarrow supports (gs://, s3://, hdfs://).
+      columns: the columns to read; others are never read.
     """
     self._columns = list(columns)
     self._filesystem, self._files = _files(location)
     if not self._files:
       raise DataError(
-        f'There are no parquet shards at {location}: expected *.parquet files. Correct the source.'
+        f'There are no parquet shards at {location}. Use a file, a directory or a pattern of '
+        '*.parquet files as the source.'
       )
     self._groups: list[tuple[str, int]] = []
     self._rows = 0
@@ -50,7 +51,7 @@ class ParquetShards:
       self._groups += [(file, group) for group in range(footer.num_row_groups)]
 
   def rows(self, shard: int, shards: int) -> Iterator[dict[str, Any]]:
-    """The rows of every `shards`-th row group, from number `shard` on, as dictionaries."""
+    """The rows, as dictionaries, of the row groups `shard`, `shard + shards`, ..."""
     for file, group in self._groups[shard::shards]:
       try:
         table = self._open(file).read_row_group(group, columns=self._columns)
@@ -63,7 +64,7 @@ class ParquetShards:
         ) from error
 
   def describe(self) -> dict[str, Any]:
-    """Which files, for the records."""
+    """The number and the hash of the files, and the number of rows, for store.json."""
     names = '\n'.join(self._files)
     return {
       'files': len(self._files),
@@ -84,7 +85,7 @@ class ParquetShards:
       ) from error
 
 
-_REPAIR = 'Fetch it again, or leave it out of the source.'
+_REPAIR = 'Download the file again, or exclude it from the source.'
 
 
 def _files(location: str) -> tuple[pyarrow.fs.FileSystem, list[str]]:
@@ -102,7 +103,9 @@ def _files(location: str) -> tuple[pyarrow.fs.FileSystem, list[str]]:
     selector = pyarrow.fs.FileSelector(path or '.', recursive=pattern == '*.parquet')
     listed = filesystem.get_file_info(selector)
   except (pa.ArrowException, OSError, ValueError) as error:
-    raise DataError(f'The source {location} cannot be listed ({error}). Correct it.') from error
+    raise DataError(
+      f'The source {location} cannot be listed ({error}). Check its path and its permissions.'
+    ) from error
   return filesystem, sorted(
     info.path
     for info in listed

@@ -1,4 +1,4 @@
-"""One of our codecs as seqio knows vocabularies."""
+"""Adapter of `Vocabulary` to the vocabulary class of seqio."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,7 +10,7 @@ from valkyrie.data.vocabularies import Vocabulary
 
 
 class SeqioVocabulary(seqio.Vocabulary):
-  """Encodes by the wrapped codec, inside tf.data too, so that both sides give the same ids."""
+  """Encodes by the wrapped vocabulary, inside tf.data too, so that the ids are the same."""
 
   def __init__(self, vocabulary: Vocabulary):
     super().__init__()

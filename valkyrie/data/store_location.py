@@ -1,6 +1,6 @@
-"""Where a run's token store lives, and building it on first use in a process of its own.
+"""Location of a run's token store, and its build on first use in a separate process.
 
-The process apart keeps TensorFlow (seconds and hundreds of megabytes) out of training.
+The separate process keeps TensorFlow (seconds and hundreds of megabytes) out of training.
 """
 
 import hashlib
@@ -20,10 +20,10 @@ from valkyrie.data.vocabularies import Vocabulary
 def store_path(
   task: str, split: str, vocabulary: Vocabulary, source: str | None, data_dir: str | None
 ) -> pathlib.Path:
-  """The store's directory: <data_dir>/<task>-<split>-<vocabulary>-<where its documents are from>.
+  """The store's directory: <data_dir>/<task>-<split>-<vocabulary>-<origin of the documents>.
 
-  A task without a `source` draws on what this Python brings along (python_stdlib: its library), so
-  its store is named after the Python version; a source is the same for every Python.
+  The documents of a task without a `source` may depend on the Python version (python_stdlib), so
+  the version is their origin; otherwise the origin is a hash of the source.
   """
   if data_dir is None:
     cache = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
@@ -44,17 +44,17 @@ def build_if_missing(
 ):
   """Runs `python -m valkyrie.data.build_store` unless the store is finished.
 
-  Its progress goes to this process's standard error.
+  Its progress goes to standard error.
 
   Raises:
-    ValkyrieError: what ended the build, with its message and exit code.
+    ValkyrieError: the error of the build, with its class, message and exit code.
   """
   if (path / STORE_FILE).exists():
     return
   command = [sys.executable, '-m', 'valkyrie.data.build_store', '--json']
   command += [f'--task={task}', f'--split={split}', f'--vocabulary={vocabulary}']
   command += [f'--output={path}'] + ([f'--source={source}'] if source is not None else [])
-  # The child finds the packages, a user's own too, where this process found them.
+  # The child process searches packages, such as a user's own, where this process does.
   environment = os.environ | {
     'PYTHONPATH': os.pathsep.join(entry or os.getcwd() for entry in sys.path)
   }
@@ -67,8 +67,8 @@ def build_if_missing(
     error_class = getattr(errors, report['error'])
   except (IndexError, ValueError, KeyError, AttributeError):
     raise errors.DataError(
-      f'Building the token store {path} ended with exit code {done.returncode}; its last words '
-      'are above. What it finished is kept: run again to go on, or run by itself:\n  '
+      f'Building the token store {path} ended with exit code {done.returncode}; its output is '
+      'above. Finished shards are kept. Run again to continue, or build the store by itself:\n  '
       + ' '.join(command[:3] + command[4:])
     ) from None
   raise error_class(report['message'])

@@ -1,4 +1,4 @@
-"""The tokenised documents of a seqio task, with a vocabulary of ours swapped in."""
+"""Tokenized documents of a seqio task, with its vocabulary replaced by a given one."""
 
 from collections.abc import Iterator
 import dataclasses
@@ -18,11 +18,12 @@ from valkyrie.errors import ConfigurationError, DataError
 
 
 class TaskReader:
-  """One split of a seqio task; `description` says what its documents are from.
+  """One split of a seqio task; `description` is the origin of its documents.
 
   Raises:
-    ConfigurationError: the task is not registered, or cannot be read as asked.
-    DataError: its source is not what it should be.
+    ConfigurationError: the task is not registered, or lacks the split or the feature 'targets', or
+      a source was given to a task without a location.
+    DataError: the source is damaged.
   """
 
   def __init__(
@@ -31,12 +32,12 @@ class TaskReader:
     original = _registered_task(module, task)
     if split not in original.splits:
       raise ConfigurationError(
-        f'The task {task} has no split {split!r}; it has {", ".join(original.splits)}.'
+        f'The task {task} has no split {split!r}. Use one of {", ".join(original.splits)}.'
       )
     if 'targets' not in original.output_features:
       raise ConfigurationError(
-        f"The task {task} has no feature 'targets' for a language model to read; it has "
-        f'{", ".join(original.output_features)}.'
+        f"The task {task} has no feature 'targets', only {', '.join(original.output_features)}. "
+        "Rename the feature of the text to 'targets'."
       )
     task_source = original.source
     self.description: dict[str, Any] = {'kind': str(task_source)}
@@ -47,12 +48,12 @@ class TaskReader:
       self._source = task_source
     elif source is not None:
       raise ConfigurationError(
-        f'The source {source!r} was named, but the task {task} is not a DocumentSource '
-        '(valkyrie.data.document_source) and cannot be read from elsewhere. Leave it out.'
+        f'The source of the task {task} is not a DocumentSource (valkyrie.data.document_source) '
+        f'and has no other location, but got {source!r}. Remove TaskFeed.source or --source.'
       )
-    swapped = SeqioVocabulary(vocabulary)
+    adapter = SeqioVocabulary(vocabulary)
     features = {
-      name: dataclasses.replace(feature, vocabulary=swapped)
+      name: dataclasses.replace(feature, vocabulary=adapter)
       for name, feature in original.output_features.items()
     }
     self._task = original.replace(source=task_source, output_features=features)
@@ -60,7 +61,7 @@ class TaskReader:
     self._vocabulary = vocabulary
 
   def documents(self, shard: int, shards: int) -> Iterator[store_writer.Document]:
-    """The documents of one of `shards` parts, tokenised; DataError where they cannot be read."""
+    """The tokenized documents of one of `shards` parts; DataError if a read fails."""
     try:
       dataset = self._task.get_dataset(
         split=self._split,
@@ -79,7 +80,7 @@ class TaskReader:
   def _document(self, example: dict[str, Any]) -> store_writer.Document:
     prompt = example['inputs'] if 'inputs' in self._task.output_features else np.empty(0, np.int32)
     answer = example['targets']
-    if len(answer) and answer[-1] == self._vocabulary.eos_id:  # the store writes its own
+    if len(answer) and answer[-1] == self._vocabulary.eos_id:  # the store adds it
       answer = answer[:-1]
     key = example.get('sequence_key')
     return store_writer.Document(
@@ -95,12 +96,12 @@ class TaskReader:
 
 
 def _registered_task(module: str, name: str) -> Any:
-  """The seqio.Task of that name, after importing the module that registers it."""
+  """Imports the module and returns the seqio.Task that it registers."""
   importlib.import_module(module)
   registered = seqio.TaskRegistry.names()
   if name not in registered:
     raise ConfigurationError(
       f'The module {module} registers no seqio task {name!r}.{did_you_mean(name, registered)} '
-      '(A mixture has no end to store: name its tasks one by one.)'
+      'A mixture is endless and cannot be stored. Name its tasks one by one.'
     )
   return seqio.TaskRegistry.get(name)

@@ -1,4 +1,4 @@
-"""Text to token ids and back, without TensorFlow.
+"""Vocabularies: text to token ids and back, without TensorFlow.
 
 `load` takes one of three specifications:
 
@@ -6,7 +6,7 @@
   'path/to/NAME.model'        a SentencePiece model
   'path/to/tokenizer.json'    a Hugging Face tokenizer (needs the package `tokenizers`)
 
-No id is special beyond EOS: GPT-2 has no padding, and its id 0 is the ordinary token '!'.
+Only EOS is special: GPT-2 has no padding, and its id 0 is the ordinary token '!'.
 """
 
 from collections.abc import Iterable
@@ -17,12 +17,12 @@ from typing import Protocol
 
 from valkyrie.errors import ConfigurationError
 
-# Where tokenizer_config.json does not say which token closes a document, the names in use.
+# Usual names of the EOS token, for a tokenizer_config.json that does not name it.
 _EOS_NAMES = ('<|endoftext|>', '</s>', '<eos>', '<|end_of_text|>', '<|eot_id|>', '<|im_end|>')
 
 
 class Vocabulary(Protocol):
-  """A codec. Ids are in [0, size); `encode` adds no EOS; `fingerprint` tells codecs apart."""
+  """A codec. Ids are in [0, size); `encode` adds no EOS; `fingerprint` identifies the codec."""
 
   size: int
   eos_id: int
@@ -34,7 +34,7 @@ class Vocabulary(Protocol):
 
 
 class ByteVocabulary:
-  """UTF-8 bytes, shifted by the three special ids. Source: ByT5, https://arxiv.org/abs/2105.13626"""
+  """UTF-8 bytes, shifted by the three special ids: ByT5, https://arxiv.org/abs/2105.13626."""
 
   size = 259
   eos_id = 1
@@ -45,7 +45,7 @@ class ByteVocabulary:
     return [byte + self._specials for byte in text.encode('utf-8', errors='replace')]
 
   def decode(self, ids: Iterable[int]) -> str:
-    """The text; special ids say nothing, and bytes that are no UTF-8 become U+FFFD."""
+    """The text, without special ids, and with U+FFFD for bytes that are not UTF-8."""
     kept = bytes(i - self._specials for i in ids if self._specials <= i < self.size)
     return kept.decode('utf-8', errors='replace')
 
@@ -63,14 +63,14 @@ class SentencePieceVocabulary:
     except (RuntimeError, OSError) as error:
       raise ConfigurationError(
         f'The vocabulary {path} is not a SentencePiece model ({error}). '
-        'Name a .model file as spm_train writes it.'
+        'Use a .model file that spm_train wrote.'
       ) from error
     self.size = self._processor.GetPieceSize()
     self.eos_id = self._processor.eos_id()
     if self.eos_id < 0:
       raise ConfigurationError(
-        f'The SentencePiece model {path} has no end-of-sentence piece, which must close each '
-        'document. Train it with an eos_id.'
+        f'The SentencePiece model {path} has no end-of-sentence piece, which each document needs '
+        'as its last token. Train it with an eos_id.'
       )
     self.fingerprint = f'sentencepiece-{hashlib.sha256(content).hexdigest()}'
 
@@ -82,7 +82,7 @@ class SentencePieceVocabulary:
 
 
 class HuggingFaceVocabulary:
-  """A Hugging Face tokenizer.json; EOS is what tokenizer_config.json beside it names, if any."""
+  """A Hugging Face tokenizer.json; the tokenizer_config.json beside it may name the EOS."""
 
   def __init__(self, path: pathlib.Path):
     content = _content(path)
@@ -90,16 +90,17 @@ class HuggingFaceVocabulary:
       import tokenizers  # noqa: PLC0415  (an optional package)
     except ImportError as error:
       raise ConfigurationError(
-        f'The vocabulary {path} needs the package tokenizers, which is not installed: '
-        "pip install tokenizers, or use vocabulary = 'bytes'."
+        f'The vocabulary {path} needs the package tokenizers, which is not installed. '
+        "Run pip install tokenizers, or use vocabulary = 'bytes'."
       ) from error
     try:
       self._tokenizer = tokenizers.Tokenizer.from_str(content.decode('utf-8'))
     except Exception as error:  # tokenizers raises bare Exception
       raise ConfigurationError(
-        f'The vocabulary {path} is not a Hugging Face tokenizer.json ({error}).'
+        f'The vocabulary {path} is not a Hugging Face tokenizer.json ({error}). '
+        'Use a file that the save method of tokenizers wrote.'
       ) from error
-    # The text of a document must not be able to write an EOS into the stream.
+    # The text of a document must never encode to an EOS.
     self._tokenizer.encode_special_tokens = True
     ids = self._tokenizer.get_vocab(with_added_tokens=True)
     self.size = max(ids.values()) + 1
@@ -114,10 +115,10 @@ class HuggingFaceVocabulary:
 
 
 def load(specification: str) -> Vocabulary:
-  """The codec that `specification` names (see the module's head).
+  """Loads the vocabulary of a specification, see the module's docstring.
 
   Raises:
-    ConfigurationError: no such form, or the file is missing or not what its name says.
+    ConfigurationError: the specification is unknown, or its file is missing or invalid.
   """
   if specification == 'bytes':
     return ByteVocabulary()
@@ -127,7 +128,7 @@ def load(specification: str) -> Vocabulary:
   if path.suffix == '.json':
     return HuggingFaceVocabulary(path)
   raise ConfigurationError(
-    f"Unknown vocabulary {specification!r}: expected 'bytes', the path of a SentencePiece "
+    f"The vocabulary {specification!r} is unknown. Use 'bytes', the path of a SentencePiece "
     '.model file, or the path of a Hugging Face tokenizer.json.'
   )
 
@@ -137,10 +138,10 @@ def _content(path: pathlib.Path) -> bytes:
     content = path.read_bytes()
   except OSError as error:
     raise ConfigurationError(
-      f'The vocabulary file {path} cannot be read ({error.strerror}).'
+      f'The vocabulary file {path} cannot be read ({error.strerror}). Check its path.'
     ) from error
   if not content:
-    raise ConfigurationError(f'The vocabulary file {path} is empty.')
+    raise ConfigurationError(f'The vocabulary file {path} is empty. Copy or download it again.')
   return content
 
 
@@ -151,13 +152,15 @@ def _eos_name(path: pathlib.Path, ids: dict[str, int]) -> str:
     try:
       named = json.loads(beside.read_text()).get('eos_token')
     except (ValueError, AttributeError) as error:
-      raise ConfigurationError(f'{beside} is not a tokenizer configuration ({error}).') from error
+      raise ConfigurationError(
+        f'{beside} is not a tokenizer configuration ({error}). Copy or download it again.'
+      ) from error
     if named is not None:
       names = [named['content'] if isinstance(named, dict) else named]
   found = [name for name in names if name in ids]
   if not found:
     raise ConfigurationError(
-      f'The vocabulary {path} has none of {", ".join(names)} to close a document with. '
+      f'The vocabulary {path} has none of {", ".join(names)} as the last token of a document. '
       f'Name its end-of-text token as "eos_token" in {beside}.'
     )
   return found[0]
