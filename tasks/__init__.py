@@ -1,1 +1,1 @@
-"""Seqio tasks. Each module registers its tasks when it is imported."""
+"""Seqio tasks. The import of a module registers its tasks."""

@@ -1,26 +1,22 @@
 """FineWeb: web pages in parquet shards with its published columns (text, id, url, ...).
 
-The shards are read where `source` says:
+The location of the shards is the `source`:
 
   /data/fineweb/sample/10BT            a directory (all *.parquet below it), a file, or a pattern
   gs://bucket/fineweb/000_*.parquet    the same in a bucket (s3:// and hdfs:// too, by pyarrow)
-  hf://HuggingFaceFW/fineweb           streamed from Hugging Face (needs the package `datasets`);
+  hf://HuggingFaceFW/fineweb           a stream from Hugging Face (needs the package `datasets`);
                                        hf://HuggingFaceFW/fineweb/sample-10BT for one configuration
 
-One document a page. The pages of one host make a sequence, and a host is in 'validation' as a
-whole, one in two hundred by the hash of its name.
+A page is a document. The pages of one host are a sequence. All pages of a host are in the same
+split: the hash of its name puts one host of 200 into 'validation'.
 """
 
 from collections.abc import Iterator
-import hashlib
 import itertools
 from typing import Any, Self
 import urllib.parse
 
-import seqio
-import tensorflow as tf
-
-from valkyrie.data.document_source import DocumentSource, TextDocument
+from valkyrie.data.document_source import DocumentSource, TextDocument, register, stable_hash
 from valkyrie.data.parquet_shards import ParquetShards
 from valkyrie.errors import ConfigurationError, DataError
 
@@ -30,7 +26,7 @@ _STREAMED = 'hf://'
 
 
 class FineWebSource(DocumentSource):
-  """FineWeb's pages, from `location`."""
+  """The pages of FineWeb at `location`."""
 
   def __init__(self, location: str | None = None):
     super().__init__(splits=('train', 'validation'))
@@ -59,7 +55,7 @@ class FineWebSource(DocumentSource):
   def _known_location(self) -> str:
     if self._location is None:
       raise ConfigurationError(
-        'The task fineweb needs to know where its parquet shards are: bind TaskFeed.source = '
+        'The task fineweb needs the location of its parquet shards. Bind TaskFeed.source = '
         "'/data/fineweb' (a directory, a pattern, gs://... or hf://HuggingFaceFW/fineweb), or "
         'pass --source to build_store.'
       )
@@ -69,14 +65,13 @@ class FineWebSource(DocumentSource):
 def _host(url: str | None) -> str:
   try:
     host = urllib.parse.urlsplit(url or '').hostname
-  except ValueError:  # such as an unclosed bracket, which crawls do contain
+  except ValueError:  # crawls contain invalid hosts, such as an unclosed bracket
     host = None
   return host or url or ''
 
 
 def _split(host: str) -> str:
-  digest = hashlib.blake2b(host.encode('utf-8', errors='replace'), digest_size=8).digest()
-  return 'train' if int.from_bytes(digest, 'big') % VALIDATION_ONE_IN else 'validation'
+  return 'train' if stable_hash(host) % VALIDATION_ONE_IN else 'validation'
 
 
 def _stream(location: str) -> Iterator[dict[str, Any]]:
@@ -84,8 +79,8 @@ def _stream(location: str) -> Iterator[dict[str, Any]]:
     import datasets  # noqa: PLC0415  (an optional package)
   except ImportError as error:
     raise ConfigurationError(
-      f'The source {location} is streamed by the package datasets, which is not installed: '
-      'pip install datasets, or name a directory of parquet shards.'
+      f'The source {location} needs the package datasets, which is not installed. '
+      'Run pip install datasets, or use a directory of parquet shards.'
     ) from error
   owner, _, rest = location.removeprefix(_STREAMED).partition('/')
   name, _, configuration = rest.partition('/')
@@ -95,17 +90,13 @@ def _stream(location: str) -> Iterator[dict[str, Any]]:
     )
     missing = [column for column in COLUMNS if column not in (pages.column_names or COLUMNS)]
     if missing:
-      raise DataError(f'{location} has no column {", ".join(missing)}: it is not FineWeb.')
+      raise DataError(
+        f'{location} has no column {", ".join(missing)}, so it is not FineWeb. Use '
+        'hf://HuggingFaceFW/fineweb or a data set with the columns text, id and url.'
+      )
     yield from pages
   except (OSError, ValueError) as error:
-    raise DataError(f'Streaming {location} failed ({error}). Run again to go on.') from error
+    raise DataError(f'Streaming {location} failed ({error}). Run again to continue.') from error
 
 
-seqio.TaskRegistry.add(
-  'fineweb',
-  source=FineWebSource(),
-  preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
-  output_features={
-    'targets': seqio.Feature(vocabulary=seqio.ByteVocabulary(), add_eos=True, dtype=tf.int32)
-  },
-)
+register('fineweb', FineWebSource())

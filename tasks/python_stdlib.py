@@ -1,9 +1,9 @@
-"""The running Python's own standard library sources: real text that every machine has.
+"""Sources of the running Python's standard library: real text that every machine has.
 
-One document a file, as text with its line ends made '\\n'. Left out is what some installations
-lack (tests, idlelib, tkinter, distutils, ...) or write themselves, and encodings' tables. A file is
-in 'validation' by the hash of its path, about one in twenty, so that it stays there in every
-Python version. Files of one top-level package or module make a sequence.
+A file is a document, as text with '\\n' line ends. Excluded are files that some installations lack
+(tests, idlelib, tkinter, distutils, ...) or generate, and the tables of encodings. The hash of its
+path puts about one file of twenty into 'validation', the same in every Python version. The files of
+one top-level package or module are a sequence.
 """
 
 from collections.abc import Iterator
@@ -16,24 +16,21 @@ import sysconfig
 import tokenize
 from typing import Any
 
-import seqio
-import tensorflow as tf
-
-from valkyrie.data.document_source import DocumentSource, TextDocument
+from valkyrie.data.document_source import DocumentSource, TextDocument, register, stable_hash
 from valkyrie.errors import DataError
 
 VALIDATION_PERCENT = 5
-_LEFT_OUT = {
+_EXCLUDED = {
   *('__phello__', '__pycache__', 'dist-packages', 'distutils', 'encodings', 'ensurepip'),
   *('idlelib', 'lib-dynload', 'lib2to3', 'macholib', 'pydoc_data', 'site-packages', 'test'),
   *('tests', 'tkinter', 'turtledemo'),
 }
-# Written by the build or by the distribution, so different from machine to machine.
-_LEFT_OUT_PREFIXES = ('_sysconfigdata', '_distutils_system_mod', 'sitecustomize', 'config-')
+# Files of the build or of the distribution, which differ between machines.
+_EXCLUDED_PREFIXES = ('_sysconfigdata', '_distutils_system_mod', 'sitecustomize', 'config-')
 
 
 class StandardLibrarySource(DocumentSource):
-  """The library's .py files in the order of their paths."""
+  """The .py files of the library, sorted by path."""
 
   def __init__(self):
     super().__init__(splits=('train', 'validation'))
@@ -64,28 +61,29 @@ def _paths(split: str) -> list[str]:
   kept = [path for path in paths if _is_kept(path) and _split(path) == split]
   if not kept:
     raise DataError(
-      f'The standard library at {root} holds no source files for {split!r}: this Python comes '
-      'without them. Use another Python, or another task.'
+      f'The standard library at {root} has no source files for {split!r}. '
+      'Use a Python that includes them, or another task.'
     )
   return kept
 
 
 def _is_kept(path: str) -> bool:
   parts = path.split('/')
-  return not any(part in _LEFT_OUT or part.startswith(_LEFT_OUT_PREFIXES) for part in parts)
+  return not any(part in _EXCLUDED or part.startswith(_EXCLUDED_PREFIXES) for part in parts)
 
 
 def _split(path: str) -> str:
-  digest = hashlib.blake2b(path.encode(), digest_size=8).digest()
-  return 'validation' if int.from_bytes(digest, 'big') % 100 < VALIDATION_PERCENT else 'train'
+  return 'validation' if stable_hash(path) % 100 < VALIDATION_PERCENT else 'train'
 
 
 def _text(file: pathlib.Path) -> str:
-  """The source text, in the encoding that the file declares, or as UTF-8 with replacements."""
+  """The text of a file in its declared encoding, or in UTF-8 with replacement characters."""
   try:
     content = file.read_bytes()
   except OSError as error:
-    raise DataError(f'The library file {file} cannot be read ({error.strerror}).') from error
+    raise DataError(
+      f'The library file {file} cannot be read ({error.strerror}). Check its permissions.'
+    ) from error
   try:
     encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
     text = content.decode(encoding)
@@ -94,11 +92,4 @@ def _text(file: pathlib.Path) -> str:
   return text.replace('\r\n', '\n')
 
 
-seqio.TaskRegistry.add(
-  'python_stdlib',
-  source=StandardLibrarySource(),
-  preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
-  output_features={
-    'targets': seqio.Feature(vocabulary=seqio.ByteVocabulary(), add_eos=True, dtype=tf.int32)
-  },
-)
+register('python_stdlib', StandardLibrarySource())

@@ -1,10 +1,10 @@
-"""Selective copying: digits strewn among letters, to be repeated in their order.
+"""Selective copying: digits at random places among letters, to repeat in their order.
 
-  wqpgzlhakudvvwzo ab4kpw1qzz...e7x ? -> 4 1 ... 7        (without the blanks)
+  wqpgzlhakudvvwzo ab4kpw1qzz...e7x ? -> 4 1 ... 7        (without the spaces)
 
-The digits stand anywhere in the last DISTANCE tokens before the question, so that what is to be
-remembered is told from noise by what it is and not by where it stands. Guessing is right one time
-in ten. After Arjovsky et al. 2016, in the form of Gu & Dao 2023 (Mamba, section 4.1.1).
+The digits are anywhere in the last DISTANCE tokens before the question, so that a model recognizes
+them by their content and not by their position. A random digit is right one time in ten. After
+Arjovsky et al. 2016, in the form of Gu & Dao 2023 (Mamba, section 4.1.1).
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from valkyrie.data.generated_source import (
   DIGITS,
   NOISE,
   Problem,
-  lead,
+  leading_noise,
   register_over_distances,
   symbols,
 )
@@ -28,7 +28,7 @@ def selective_copy(random: np.random.RandomState, distance: int) -> Problem:
   places = np.sort(random.permutation(distance)[:COPIED])
   for place, digit in zip(places, answer, strict=True):
     field[place] = digit
-  return Problem(f'{lead(random)}{"".join(field)}?', answer)
+  return Problem(f'{leading_noise(random)}{"".join(field)}?', answer)
 
 
 register_over_distances('selective_copy', COPIED, selective_copy)
