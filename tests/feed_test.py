@@ -1,4 +1,4 @@
-"""Rows are exact streams, however they are cut, and a pure function of where one reads."""
+"""Rows: exact streams, independent of cuts, and pure functions of the position."""
 
 import itertools
 import re
@@ -59,7 +59,7 @@ def _assert_equal(left: Batch, right: Batch):
 
 
 def _pieces(inputs, starts):
-  """The stream of a row cut where `starts` is true, as tuples."""
+  """The pieces of a row's stream, cut at every true element of `starts`, as tuples."""
   cuts = np.flatnonzero(starts)
   assert cuts[0] == 0
   return [tuple(piece.tolist()) for piece in np.split(inputs, cuts[1:])]
@@ -76,16 +76,16 @@ TOTAL = sum(len(document) for document in STORED)
   reset_at=st.sampled_from(['document', 'sequence', 'never']),
   epochs=st.sampled_from([None, 1, 2]),
 )
-def test_cuts_change_nothing(data_dir, lengths, begin, reset_at, epochs):
+def test_cuts_do_not_change_the_stream(data_dir, lengths, begin, reset_at, epochs):
   feed = _feed(data_dir, reset_at=reset_at, epochs=epochs)
   cuts = list(itertools.accumulate(lengths, initial=begin))
   parts = [feed.read(at, length) for at, length in zip(cuts, lengths, strict=False)]
   joined = Batch(*(np.concatenate(leaves, axis=1) for leaves in zip(*parts, strict=True)))
-  # A feed of its own, reading in one: what was read before leaves no trace.
+  # A new feed reads all in one call: earlier reads change nothing.
   _assert_equal(_feed(data_dir, reset_at=reset_at, epochs=epochs).read(begin, sum(lengths)), joined)
 
 
-def test_the_documents_that_are_read_are_named(data_dir):
+def test_describe_names_the_documents_of_a_read(data_dir):
   feed = _feed(data_dir)
   text = feed.describe(100, 30)
   assert str(data_dir) in text
@@ -98,7 +98,7 @@ def test_the_documents_that_are_read_are_named(data_dir):
     assert any(begin + 30 > len(joined) - len(documents[-1]) for begin in begins)
 
 
-def test_shapes_and_types(data_dir):
+def test_shapes_and_dtypes(data_dir):
   batch = _feed(data_dir).read(3, 50)
   assert {leaf.shape for leaf in batch} == {(ROWS, 50)}
   assert [leaf.dtype.name for leaf in batch] == ['int32', 'int32', 'float32', 'int32', 'int32']
@@ -132,20 +132,20 @@ def test_targets_and_weights(data_dir, reset_at):
 
 @pytest.fixture(scope='module')
 def prompted(tmp_path_factory):
-  """The same documents; some begin with a prompt, and those of the last shard do not."""
+  """The same documents; some begin with a prompt, but none of the last shard."""
   path = tmp_path_factory.mktemp('prompted')
   _write(path, prompt=lambda i: i % 3 if i < 20 else 0)
   return path
 
 
-def test_of_a_prompt_and_its_answer_only_the_answer_counts(prompted):
+def test_of_a_prompt_and_its_answer_only_the_answer_has_weights(prompted):
   feed = _feed(prompted, shuffle=False, epochs=2)
   whole = feed.read(0, 2 * feed.row_tokens)
   for row in range(ROWS):
     expected = []
     for i in range(row, DOCUMENTS, ROWS):
       prompt, answer = (i % 3 if i < 20 else 0), len(STORED[i]) - 1
-      # A weight stands where the token before the one that counts does.
+      # The weight is at the position before the token that counts.
       counted = [prompt <= at < answer or (not prompt and at == answer) for at in range(answer + 1)]
       expected += [*counted[1:], False]
     found = whole.weights[row, : 2 * len(expected)]
@@ -156,14 +156,14 @@ def test_of_a_prompt_and_its_answer_only_the_answer_counts(prompted):
   np.testing.assert_array_equal(joined[:, : feed.row_tokens], whole.weights[:, : feed.row_tokens])
 
 
-def test_a_store_of_answers_has_no_bits_per_byte(data_dir, prompted):
+def test_a_store_with_prompts_has_no_bits_per_byte(data_dir, prompted):
   plain, asked = _feed(data_dir), _feed(prompted)
   assert plain.tokens_per_byte and asked.tokens_per_byte is None
   assert plain.store.fingerprint != asked.store.fingerprint
   np.testing.assert_array_equal(plain.read(0, 500).inputs, asked.read(0, 500).inputs)
 
 
-def test_positions_start_again_at_each_document(data_dir):
+def test_positions_restart_at_each_document(data_dir):
   batch = _feed(data_dir).read(0, 2 * TOTAL)
   for inputs, positions in zip(batch.inputs, batch.positions, strict=True):
     np.testing.assert_array_equal(
@@ -172,7 +172,7 @@ def test_positions_start_again_at_each_document(data_dir):
     assert set(np.diff(positions)[positions[1:] > 0]) == {1}
 
 
-def test_sequences_hold_related_documents_in_order(data_dir):
+def test_sequences_are_related_documents_in_order(data_dir):
   feed = _feed(data_dir, reset_at='sequence')
   expected = {
     tuple(itertools.chain(*(STORED[i] for i in range(key, DOCUMENTS, KEYS)))) for key in range(KEYS)
@@ -185,7 +185,7 @@ def test_sequences_hold_related_documents_in_order(data_dir):
   assert len(found) == KEYS and set(found) == expected
 
 
-def test_never_resets_and_never_overflows(data_dir):
+def test_positions_without_resets_do_not_overflow(data_dir):
   feed = _feed(data_dir, reset_at='never')
   batch = feed.read(0, 2 * TOTAL)
   np.testing.assert_array_equal(batch.positions[1], np.arange(2 * TOTAL))
@@ -196,7 +196,7 @@ def test_never_resets_and_never_overflows(data_dir):
 
 
 @pytest.mark.parametrize('reset_at', ['document', 'sequence'])
-def test_segments_count_on_over_epochs(data_dir, reset_at):
+def test_segment_ids_increase_across_epochs(data_dir, reset_at):
   batch = _feed(data_dir, reset_at=reset_at).read(0, 3 * TOTAL)
   np.testing.assert_array_equal(batch.segment_ids, np.cumsum(batch.positions == 0, axis=1))
 
@@ -215,20 +215,20 @@ def test_padding_follows_the_last_epoch(data_dir):
     assert not leaf.any()
 
 
-def test_rows_are_slices_of_the_batch(data_dir):
+def test_a_read_of_some_rows_is_a_slice_of_the_batch(data_dir):
   feed = _feed(data_dir)
   whole = feed.read(100, 300)
   for rows in (range(1, 3), [3, 0]):
     _assert_equal(feed.read(100, 300, rows=rows), Batch(*(leaf[list(rows)] for leaf in whole)))
 
 
-def test_the_seed_decides(data_dir):
+def test_the_order_depends_on_the_seed(data_dir):
   _assert_equal(_feed(data_dir, seed=7).read(0, 500), _feed(data_dir, seed=7).read(0, 500))
   other = _feed(data_dir, seed=8).read(0, 500)
   assert (other.inputs != _feed(data_dir, seed=7).read(0, 500).inputs).any()
 
 
-def test_without_shuffling_rows_keep_the_stores_order(data_dir):
+def test_rows_without_shuffling_have_the_order_of_the_store(data_dir):
   feed = _feed(data_dir, shuffle=False, epochs=1)
   batch = feed.read(0, feed.row_tokens)
   for row in range(ROWS):
@@ -236,7 +236,7 @@ def test_without_shuffling_rows_keep_the_stores_order(data_dir):
     assert batch.inputs[row, : len(expected)].tolist() == expected
 
 
-def test_what_a_feed_tells(data_dir):
+def test_attributes_of_a_feed(data_dir):
   feed = _feed(data_dir)
   assert feed.vocabulary_size == 259
   assert feed.tokens_per_byte == TOTAL / (TOTAL - DOCUMENTS)
@@ -244,29 +244,29 @@ def test_what_a_feed_tells(data_dir):
 
 
 @pytest.mark.parametrize(
-  ('options', 'said'),
+  ('options', 'message'),
   [
-    ({'reset_at': 'line'}, "reset_at is 'line', expected one of document, sequence, never"),
-    ({'seed': -1}, 'seed of the feed is -1'),
-    ({'epochs': 0}, 'epochs 0'),
-    ({'vocabulary': 'words'}, "Unknown vocabulary 'words'"),
+    ({'reset_at': 'line'}, "reset_at='line' is unknown. Use one of document, sequence, never"),
+    ({'seed': -1}, 'TaskFeed.seed=-1 is out of range'),
+    ({'epochs': 0}, 'epochs=0'),
+    ({'vocabulary': 'words'}, "The vocabulary 'words' is unknown"),
   ],
 )
-def test_impossible_arguments(data_dir, options, said):
-  with pytest.raises(ConfigurationError, match=said):
+def test_invalid_arguments(data_dir, options, message):
+  with pytest.raises(ConfigurationError, match=message):
     _feed(data_dir, **options)
 
 
 @pytest.mark.parametrize(
-  ('reset_at', 'said'),
+  ('reset_at', 'message'),
   [('document', f'{DOCUMENTS} documents, fewer'), ('sequence', f'{KEYS} sequences of documents')],
 )
-def test_fewer_units_than_rows(data_dir, reset_at, said):
-  with pytest.raises(ConfigurationError, match=f'{said}.* batch_size {DOCUMENTS + 1}'):
+def test_fewer_units_than_rows(data_dir, reset_at, message):
+  with pytest.raises(ConfigurationError, match=f'{message}.* batch_size={DOCUMENTS + 1}'):
     TaskFeed('letters', 'train', DOCUMENTS + 1, 0, data_dir=str(data_dir), reset_at=reset_at)
 
 
-def test_a_build_that_fails_raises_its_error(tmp_path):
+def test_a_failed_build_raises_its_error(tmp_path):
   with pytest.raises(ConfigurationError, match='Did you mean python_stdlib'):
     TaskFeed('python_stdlb', 'train', 1, 0, data_dir=str(tmp_path))
 
@@ -293,7 +293,7 @@ def test_prefetch_ends_when_closed(data_dir):
   assert not _threads()
 
 
-def test_prefetch_raises_what_failed_after_what_did_not(tmp_path):
+def test_prefetch_raises_an_error_in_place_of_its_batch(tmp_path):
   _write(tmp_path)
   feed = _feed(tmp_path, shuffle=False)
   file = feed.store.path / 'shard-00002-of-00003' / 'tokens.npy'
@@ -313,8 +313,8 @@ def test_damaged_documents_are_passed_over_within_a_budget(data_dir, tmp_path, c
   path = _feed(tmp_path).store.path
   tokens = np.load(path / 'shard-00000-of-00003' / 'tokens.npy', mmap_mode='r+')
   lengths = np.load(path / 'shard-00000-of-00003' / 'offsets.npy')
-  tokens[lengths[0] : lengths[1] : 5] = 7  # rows 0 and 1 begin with these documents
-  tokens[lengths[1]] = 258
+  tokens[lengths[0] : lengths[1] : 5] = 7  # in the first document of row 0
+  tokens[lengths[1]] = 258  # in the first document of row 1
   tokens.flush()
   with pytest.raises(DataError, match=r'Row 0 reads 1 damaged .*: document 0 of shard-00000'):
     _feed(tmp_path, shuffle=False).read(0, 5)
@@ -331,7 +331,7 @@ def test_damaged_documents_are_passed_over_within_a_budget(data_dir, tmp_path, c
     found = feed.read(begin, 20)
     _assert_equal(found, Batch(*(leaf[:, begin : begin + 20] for leaf in expected)))
   assert caplog.text.count('Passing over document 0 of shard-00000-of-00003') == 1
-  tokens[lengths[4] + 1] ^= 1  # also of row 0
+  tokens[lengths[4] + 1] ^= 1  # in the second document of row 0
   tokens.flush()
   with pytest.raises(DataError, match='Row 0 reads 2 damaged documents at once'):
     _feed(tmp_path, shuffle=False, bad_documents=1).read(0, TOTAL)

@@ -1,4 +1,4 @@
-"""Made-up tasks ask what they say, at the distance they say, and only the answer counts."""
+"""Generated tasks: their answers, their distances, and weights on the answers only."""
 
 import gin
 import numpy as np
@@ -20,7 +20,7 @@ def problems(make, *arguments):
 
 
 @pytest.mark.parametrize('distance', DISTANCES)
-def test_a_passkey_stands_exactly_its_distance_before_the_answer(distance):
+def test_the_passkey_is_exactly_its_distance_before_the_answer(distance):
   from valkyrie.tasks.passkey import KEY, passkey  # noqa: PLC0415, TensorFlow
 
   for prompt, answer in problems(passkey, distance):
@@ -35,7 +35,7 @@ def test_a_passkey_stands_exactly_its_distance_before_the_answer(distance):
 
 
 @pytest.mark.parametrize('distance', DISTANCES)
-def test_a_value_stands_exactly_its_distance_before_the_answer(distance):
+def test_the_value_is_exactly_its_distance_before_the_answer(distance):
   from valkyrie.tasks.key_value import PAIRS, key_value  # noqa: PLC0415
 
   places = set()
@@ -54,7 +54,7 @@ def test_a_value_stands_exactly_its_distance_before_the_answer(distance):
 
 
 @pytest.mark.parametrize('distance', DISTANCES)
-def test_what_is_copied_are_the_digits_of_the_last_tokens(distance):
+def test_the_answer_is_the_digits_of_the_last_tokens(distance):
   from valkyrie.tasks.selective_copy import COPIED, selective_copy  # noqa: PLC0415
 
   first = []
@@ -67,7 +67,7 @@ def test_what_is_copied_are_the_digits_of_the_last_tokens(distance):
 
 
 def evaluated(symbols):
-  """The value of a ListOps expression, by a stack and numpy instead of a tree."""
+  """(value, depth) of a ListOps expression, by a stack and numpy instead of recursion."""
   operations = {
     '[MIN': np.min,
     '[MAX': np.max,
@@ -89,7 +89,7 @@ def evaluated(symbols):
   return value, deepest
 
 
-def test_listops_are_worth_their_answer():
+def test_listops_answers_are_the_values_of_their_expressions():
   from valkyrie.tasks.listops import listops  # noqa: PLC0415
 
   found = problems(listops)
@@ -105,7 +105,7 @@ def test_listops_are_worth_their_answer():
   assert len({answer for _, answer in found}) >= 8
 
 
-def test_a_split_is_the_same_however_it_is_sharded_and_whenever():
+def test_a_split_is_reproducible_and_independent_of_shards():
   import seqio  # noqa: PLC0415
 
   from valkyrie.tasks import passkey  # noqa: F401, PLC0415
@@ -117,7 +117,7 @@ def test_a_split_is_the_same_however_it_is_sharded_and_whenever():
   assert whole[7].prompt == GOLDEN[0] and whole[7].text == GOLDEN[1]
   others = [d.prompt for split in source.splits[1:] for d in source.documents(split, 0, 1)]
   assert len({d.prompt for d in whole} | {*others}) == 1024 + 128 + 128
-  # From side by side to the whole distance, as often near as far on a logarithmic scale.
+  # From adjacent to the whole distance, log-uniformly.
   distances = np.array([len(d.prompt) - d.prompt.find(d.text) for d in whole])
   assert distances.min() < 6 and 12_000 < distances.max() <= 16384
   assert 0.4 < (distances < 3 * (16384 / 3) ** 0.5).mean() < 0.6
@@ -126,7 +126,7 @@ def test_a_split_is_the_same_however_it_is_sharded_and_whenever():
 GOLDEN = ('cxeinekxspgvaowhdjlibkmseyfmlbs59?', '59')
 
 
-def test_the_feed_weighs_the_answers_and_nothing_else(tmp_path):
+def test_only_the_answers_have_weights(tmp_path):
   options = {'data_dir': str(tmp_path), 'shuffle': False, 'epochs': 1}
   feed = TaskFeed('passkey.1024', 'validation', 2, 0, **options)
   batch = feed.read(0, feed.row_tokens)
@@ -137,14 +137,14 @@ def test_the_feed_weighs_the_answers_and_nothing_else(tmp_path):
   assert asked.sum() == 128
   answers = np.char.isdigit(text(batch.targets)) & expected
   np.testing.assert_array_equal(answers, expected)
-  # Each answer is what the input was 1024 tokens before, in its own document.
+  # Each answer is the input 1024 tokens earlier, in the same document.
   rows, times = np.nonzero(expected)
   np.testing.assert_array_equal(batch.inputs[rows, times + 1 - 1024], batch.targets[rows, times])
   assert (batch.positions[rows, times] >= 1024).all()
 
 
 def test_the_passkey_run_needs_memory():
-  """The key is out of attention's reach, in another chunk, and not among the document's first."""
+  """The key is beyond the attention window, in another chunk, and not in the document start."""
   load_gin(['gin/passkey_cpu.gin'], modules=main.CONFIGURABLE_MODULES)
   distance = int(gin.query_parameter('task/macro.value').removeprefix('passkey.'))
   window = language_model.transform(LanguageModel).window

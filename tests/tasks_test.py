@@ -1,4 +1,4 @@
-"""Real tasks become stores: the library's sources, parquet shards, and a user's own."""
+"""Stores of real tasks: the standard library, FineWeb's parquet shards, and a user's own task."""
 
 import collections
 import json
@@ -54,7 +54,7 @@ def pages(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def library(tmp_path_factory):
-  """The validation split as a run builds it on first use."""
+  """The validation split, built by a feed on first use."""
   options = {'data_dir': str(tmp_path_factory.mktemp('cache')), 'shuffle': False, 'epochs': 1}
   return TaskFeed('python_stdlib', 'validation', 1, 0, **options)
 
@@ -66,12 +66,12 @@ def _build(output, **options):
 
 @pytest.fixture(scope='module')
 def whole(pages, tmp_path_factory):
-  """FineWeb's train split, built without a break."""
+  """FineWeb's train split, built in one go."""
   path = tmp_path_factory.mktemp('whole')
   return path, _build(path, source=str(pages), shards=SHARDS)
 
 
-def test_the_library_is_read_as_it_stands(library):
+def test_the_store_of_the_library_has_the_bytes_of_its_files(library):
   information = library.store.information
   root = pathlib.Path(sysconfig.get_paths()['stdlib'])
   expected = []
@@ -84,7 +84,7 @@ def test_the_library_is_read_as_it_stands(library):
   assert len(information['source']['files_sha256']) == 64
 
 
-def test_the_library_leaves_out_what_some_installations_lack():
+def test_the_library_excludes_files_that_some_installations_lack():
   from valkyrie.tasks import python_stdlib  # noqa: PLC0415
 
   source = python_stdlib.StandardLibrarySource()
@@ -97,7 +97,7 @@ def test_the_library_leaves_out_what_some_installations_lack():
   assert 0.02 < len(files['validation']) / len(together) < 0.1
 
 
-def test_sources_in_other_encodings(tmp_path):
+def test_library_files_in_other_encodings(tmp_path):
   from valkyrie.tasks import python_stdlib  # noqa: PLC0415
 
   for content, text in [
@@ -120,7 +120,7 @@ assert not loaded, loaded
   subprocess.run([sys.executable, '-c', program], check=True)
 
 
-def test_tasks_stand_in_seqios_registry(library):
+def test_tasks_are_in_the_seqio_registry(library):
   import seqio  # noqa: PLC0415
 
   from valkyrie.data.seqio_vocabulary import SeqioVocabulary  # noqa: PLC0415
@@ -151,12 +151,12 @@ def test_fineweb_pages(pages, whole, tmp_path):
       texts.append(BYTES.decode(ids))
     keys.append(store.sequence_keys.tolist())
   assert sorted(texts) == sorted(_page(i)['text'] for i in range(PAGES))
-  # A host's pages share a key, and stay in one split.
+  # The pages of a host have one key and are in one split.
   assert set(collections.Counter(keys[0]).values()) == {PAGES // HOSTS}
   assert not set(keys[0]) & set(keys[1])
 
 
-def test_killed_builds_go_on(pages, whole, tmp_path):
+def test_a_killed_build_continues(pages, whole, tmp_path):
   command = [sys.executable, '-m', 'valkyrie.data.build_store', '--task=fineweb']
   command += [
     f'--source={pages}',
@@ -178,20 +178,20 @@ def test_killed_builds_go_on(pages, whole, tmp_path):
   assert os.stat(tmp_path / 'killed' / 'shard-00000-of-00012' / 'tokens.npy') == first
 
 
-def test_shards_built_one_by_one_are_the_same_store(pages, whole, tmp_path):
+def test_shards_built_separately_are_the_same_store(pages, whole, tmp_path):
   options = {'source': str(pages), 'shards': SHARDS}
   parts = [_build(tmp_path, shard=i, **options) for i in reversed(range(SHARDS))]
   assert parts == [None] * (SHARDS - 1) + [whole[1]]
 
 
-def test_a_finished_store_is_not_taken_for_another(pages, whole):
+def test_a_finished_store_of_another_task_is_refused(pages, whole):
   assert _build(whole[0], source=str(pages)) == whole[1]
   for options in ({'source': '/elsewhere'}, {'source': str(pages), 'split': 'validation'}):
     with pytest.raises(ConfigurationError, match='holds another store'):
       _build(whole[0], **options)
 
 
-def test_a_damaged_row_group_is_named(pages, tmp_path):
+def test_the_message_names_a_damaged_row_group(pages, tmp_path):
   _write_pages(tmp_path / 'shards')
   file = tmp_path / 'shards' / '002.parquet'
   content = bytearray(file.read_bytes())
@@ -202,9 +202,9 @@ def test_a_damaged_row_group_is_named(pages, tmp_path):
   assert caught.value.exit_code == 65
 
 
-def test_bad_parquet_shards_are_named(pages, tmp_path):
-  def refused(said, location=tmp_path):
-    with pytest.raises(DataError, match=said):
+def test_messages_name_bad_parquet_shards(pages, tmp_path):
+  def refused(message, location=tmp_path):
+    with pytest.raises(DataError, match=message):
       ParquetShards(str(location), ('text', 'url'))
 
   refused('no parquet shards at')
@@ -221,8 +221,8 @@ def test_bad_parquet_shards_are_named(pages, tmp_path):
   refused(r'000\.parquet is empty')
 
 
-def test_fineweb_says_what_it_needs(tmp_path, monkeypatch):
-  with pytest.raises(ConfigurationError, match=r'needs to know where .* TaskFeed\.source'):
+def test_messages_about_a_missing_location_and_a_missing_package(tmp_path, monkeypatch):
+  with pytest.raises(ConfigurationError, match=r'needs the location .* TaskFeed\.source'):
     _build(tmp_path / 'a')
   monkeypatch.setitem(sys.modules, 'datasets', None)
   with pytest.raises(ConfigurationError, match='pip install datasets'):
@@ -255,12 +255,12 @@ def test_a_users_own_task(tmp_path, monkeypatch):
   assert (information['documents'], information['text_bytes']) == (20, 10 * 14 + 10 * 15)
   store = TokenStore.open(tmp_path / 'store', BYTES)
   assert len(set(store.sequence_keys.tolist())) == 20
-  for options, said in [
+  for options, message in [
     ({'task': 'their_tasks:word'}, 'registers no seqio task .word.* Did you mean words'),
     ({'task': 'their_task:words'}, 'no module their_task'),
-    ({'task': 'their_tasks:words', 'split': 'test'}, "no split 'test'; it has train"),
+    ({'task': 'their_tasks:words', 'split': 'test'}, "no split 'test'. Use one of train"),
     ({'task': 'their_tasks:words', 'source': '/x'}, 'is not a DocumentSource'),
-    ({'task': 'python_stdlib', 'source': '/x'}, 'knows its own documents'),
+    ({'task': 'python_stdlib', 'source': '/x'}, 'has its own documents'),
   ]:
-    with pytest.raises(ConfigurationError, match=said):
+    with pytest.raises(ConfigurationError, match=message):
       _build(tmp_path / 'bad', **options)

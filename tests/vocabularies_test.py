@@ -1,4 +1,4 @@
-"""Codecs give the ids they promise, and say what is wrong with a file."""
+"""Vocabularies: their ids, and messages about invalid files."""
 
 import sys
 
@@ -11,23 +11,23 @@ from valkyrie.errors import ConfigurationError
 
 TEXT = 'Wide! is the sea, and deep is the sea; 1 + 1 = 2.\n' * 8
 
-WITHOUT_HF = "tokenizers comes with pip install '.[hf]' or '.[test]' alone"
+WITHOUT_HF = "only pip install '.[hf]' or '.[test]' installs tokenizers"
 
 
 @given(st.text())
-def test_bytes_come_back(text):
+def test_bytes_decode_to_the_same_text(text):
   codec = vocabularies.load('bytes')
   ids = codec.encode(text)
   assert codec.decode([*ids, codec.eos_id, 0]) == text
   assert all(3 <= i < codec.size for i in ids)
 
 
-def test_half_a_character_is_replaced_not_dropped():
+def test_an_incomplete_character_is_replaced_not_dropped():
   codec = vocabularies.load('bytes')
   assert codec.decode(codec.encode('é')[:1]) == '\ufffd'
 
 
-def test_bytes_are_seqios():
+def test_byte_ids_are_those_of_seqio():
   import seqio  # noqa: PLC0415
 
   theirs, ours = seqio.ByteVocabulary(), vocabularies.load('bytes')
@@ -51,7 +51,7 @@ def test_sentencepiece(tmp_path):
 
 
 def _write_tokenizer(path):
-  """A byte-level BPE as GPT-2's: no padding, '!' is id 0, EOS comes last."""
+  """A byte-level BPE as GPT-2's: no padding, id 0 is '!', the last id is EOS."""
   tokenizers = pytest.importorskip('tokenizers', reason=WITHOUT_HF)
   tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
   tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -65,7 +65,7 @@ def _write_tokenizer(path):
   tokenizer.save(str(path))
 
 
-def test_hugging_face_keeps_id_0_and_lets_no_text_write_an_eos(tmp_path):
+def test_hugging_face_keeps_id_0_and_encodes_no_text_to_eos(tmp_path):
   _write_tokenizer(tmp_path / 'tokenizer.json')
   codec = vocabularies.load(str(tmp_path / 'tokenizer.json'))
   assert codec.encode('!') == [0]
@@ -76,7 +76,7 @@ def test_hugging_face_keeps_id_0_and_lets_no_text_write_an_eos(tmp_path):
   assert codec.decode(ids) == 'the sea <|endoftext|>'
 
 
-def test_hugging_face_eos_is_what_the_file_beside_names(tmp_path):
+def test_hugging_face_eos_is_named_by_tokenizer_config(tmp_path):
   _write_tokenizer(tmp_path / 'tokenizer.json')
   config = tmp_path / 'tokenizer_config.json'
   config.write_text('{"eos_token": {"content": "!"}}')
@@ -86,7 +86,7 @@ def test_hugging_face_eos_is_what_the_file_beside_names(tmp_path):
     vocabularies.load(str(tmp_path / 'tokenizer.json'))
 
 
-def test_without_the_tokenizers_package(tmp_path, monkeypatch):
+def test_a_missing_tokenizers_package(tmp_path, monkeypatch):
   (tmp_path / 'tokenizer.json').write_text('{}')
   monkeypatch.setitem(sys.modules, 'tokenizers', None)
   with pytest.raises(ConfigurationError, match='pip install tokenizers'):
@@ -95,19 +95,20 @@ def test_without_the_tokenizers_package(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('name', ['a.model', 'tokenizer.json'])
 @pytest.mark.parametrize(
-  ('content', 'said'), [(None, 'cannot be read'), (b'', 'is empty'), (b'no such thing', 'is not a')]
+  ('content', 'message'),
+  [(None, 'cannot be read'), (b'', 'is empty'), (b'no such thing', 'is not a')],
 )
-def test_bad_files_are_named(tmp_path, name, content, said):
+def test_messages_name_bad_files(tmp_path, name, content, message):
   if name == 'tokenizer.json':
     pytest.importorskip('tokenizers', reason=WITHOUT_HF)
   file = tmp_path / name
   if content is not None:
     file.write_bytes(content)
-  with pytest.raises(ConfigurationError, match=said) as caught:
+  with pytest.raises(ConfigurationError, match=message) as caught:
     vocabularies.load(str(file))
   assert str(file) in str(caught.value)
 
 
-def test_an_unknown_form_lists_the_known_ones():
+def test_the_message_about_an_unknown_vocabulary_lists_the_known_forms():
   with pytest.raises(ConfigurationError, match=r"'byte'.*'bytes'.*model.*tokenizer.json"):
     vocabularies.load('byte')
