@@ -118,7 +118,7 @@ class TokenStore:
     return out
 
   def damaged(self, documents: np.ndarray) -> np.ndarray:
-    """Compares documents, int [documents], with the hashes of their writer -> bool [documents].
+    """Checks documents, int [documents], by their hashes -> bool [documents], True if damaged.
 
     A document is read completely the first time that this method gets it; the result is kept.
     """
