@@ -1,4 +1,4 @@
-"""What the benchmark times: the train step of a variant of the model, and the loop around it."""
+"""Workloads of the benchmarks: the train step of a model variant, and the training loop."""
 
 from collections.abc import Callable, Mapping, Sequence
 import functools
@@ -9,11 +9,11 @@ import haiku as hk
 import jax
 import numpy as np
 
-from valkyrie.data.feed import prefetch
+from valkyrie.data.prefetch import prefetch
 from valkyrie.models import language_model
 from valkyrie.models.block import Block
 from valkyrie.models.language_model import LanguageModel
-from valkyrie.monitoring import flops
+from valkyrie.monitoring.metrics import train_flops_per_token
 from valkyrie.monitoring.training_log import TrainingLog
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.curriculum import Curriculum, Phase
@@ -21,12 +21,15 @@ from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.train_step import TrainState, initial_state, make_train_step
 from valkyrie.types import Batch
 
-# Steps that are timed together. The loop writes its log once in so many.
+# Steps that are timed together; the loop writes its log once in as many.
 STEPS = 10
 
 
 class Forward(NamedTuple):
-  """The operations of one token's forward pass: repeats x (terms of a layer) + unembedding."""
+  """Operations of the forward pass per token: repeats x (terms of a layer) + unembedding.
+
+  words: the explanation of each term of `layer`.
+  """
 
   repeats: int
   layer: dict[str, int]
@@ -35,7 +38,7 @@ class Forward(NamedTuple):
 
 
 class Trainer:
-  """The compiled train step of one variant: one row, its gradient exact through all chunks."""
+  """The compiled train step of one variant: one row, with the exact gradient through all chunks."""
 
   def __init__(
     self,
@@ -67,7 +70,7 @@ class Trainer:
       out_shardings=(shardings, None),
     )
     self.step = step.lower(self.state, self.batch).compile()
-    self.state, _ = self.step(self.state, self.batch)  # the first touches its memory first
+    self.state, _ = self.step(self.state, self.batch)  # untimed: it allocates the memory
 
   @property
   def parameters(self) -> int:
@@ -75,10 +78,10 @@ class Trainer:
 
   @property
   def flops_per_token(self) -> int:
-    return flops.train_flops_per_token(self.model.forward_flops)
+    return train_flops_per_token(self.model.forward_flops)
 
   def bare_steps(self, steps: int = STEPS) -> float:
-    """Seconds a step takes where one batch is read again and again, and nobody watches."""
+    """Seconds per step on one repeated batch, without data loading and logging."""
     began = time.perf_counter()
     for _ in range(steps):
       self.state, _ = self.step(self.state, self.batch)
@@ -87,7 +90,7 @@ class Trainer:
 
 
 class Loop:
-  """The loop of valkyrie/train.py around a trainer's step."""
+  """The loop of valkyrie/run/train.py around a trainer's step."""
 
   def __init__(self, trainer: Trainer):
     self._trainer = trainer
@@ -103,7 +106,7 @@ class Loop:
     )
 
   def steps(self) -> float:
-    """Seconds a step takes in the loop, the start and the end of its reading ahead included."""
+    """Seconds per step in the loop, including the start and the end of prefetching."""
     trainer, log = self._trainer, self._log
     began = time.perf_counter()
     numbers = range(self._done, self._done + STEPS)
@@ -124,7 +127,7 @@ class Loop:
 
 
 class MemoryFeed:
-  """One row of documents of one length, read from memory."""
+  """One row of random documents of equal length, held in memory."""
 
   def __init__(self, vocabulary_size: int, document: int):
     self._document = document
@@ -146,7 +149,7 @@ class MemoryFeed:
 
 
 class NullWriter:
-  """Takes what the log writes, and keeps nothing."""
+  """A writer that discards its scalars."""
 
   def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
     del step, scalars
@@ -155,7 +158,7 @@ class NullWriter:
 def _look_at(
   make: Callable[..., LanguageModel], block: Callable[..., Block]
 ) -> tuple[Forward, Any]:
-  """The terms of the forward pass, each from the module that it belongs to, and the dtype."""
+  """The terms of the forward pass, each from its own module, and the compute dtype."""
   found = []
 
   def look():
