@@ -1,5 +1,7 @@
 """The bindings that a resumed run must share, by declarations and references."""
 
+import importlib
+
 import gin
 import pytest
 
@@ -8,6 +10,9 @@ from valkyrie.config.computation import computation, may_change_on_resume
 from valkyrie.config.load import load_gin
 from valkyrie.config.record import bindings
 from valkyrie.data.feed import TaskFeed
+
+for module in main.CONFIGURABLE_MODULES:
+  importlib.import_module(module)
 
 
 @gin.configurable

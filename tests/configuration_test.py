@@ -1,4 +1,4 @@
-"""Every way to get the configuration wrong has its message; what is right is locked and kept."""
+"""Messages for every mistake in a configuration, and the files of a correct one."""
 
 import json
 import pathlib
@@ -55,7 +55,7 @@ def load(text, *flags, **options):
 
 
 def refusal(text, *flags, **options):
-  """The message, after checking that gin was left empty."""
+  """The error message, after a check that gin is still empty."""
   with pytest.raises(ConfigurationError) as caught:
     load(text, *flags, **options)
   assert caught.value.exit_code == 78
@@ -99,27 +99,27 @@ def test_blocks_includes_nested_values_and_constants():
   [
     ('--gin.sizes=1', ['--gin.sizes=1', 'Did you mean size?']),
     ('--gin.gadget=1', ["macro 'gadget'", 'Did you mean operate.gadget?']),
-    ('--gin.seed=1', ['would change nothing', '%seed']),
-    ('--gin.gadget.size=1', ["called 'gadget'", 'Did you mean Gadget?']),
+    ('--gin.seed=1', ['has no effect', '%seed']),
+    ('--gin.gadget.size=1', ["no configurable 'gadget'", 'Did you mean Gadget?']),
     ('--gin.Gadget.sise=1', ["no parameter 'sise'", 'Did you mean size?', 'size, rate']),
     ('--gin.operate.model_dir="x"', ["no parameter 'model_dir'"]),
-    ('--gin.operate.gadget=@Gadgt()', ["called 'Gadgt'", 'Did you mean Gadget?']),
-    ('--gin.Gadget.name=abc', ['strings need quotes: --gin.Gadget.name=\'"abc"\'']),
+    ('--gin.operate.gadget=@Gadgt()', ["no configurable 'Gadgt'", 'Did you mean Gadget?']),
+    ('--gin.Gadget.name=abc', ['strings need quotes. Write --gin.Gadget.name=\'"abc"\'']),
     ('--gin.Gadget.name=/data/x-1', ['--gin.Gadget.name=\'"/data/x-1"\'']),
     ('--gin.Gadget.parts=[a, 1]', ['a is not a value', 'strings need quotes']),
-    ('--gin.size=8*1024', ['8*1024 is not gin syntax: write --gin.size=8192']),
-    ('--gin.size=2**3 + 1', ['write --gin.size=9']),
+    ('--gin.size=8*1024', ['8*1024 is not gin syntax. Write --gin.size=8192']),
+    ('--gin.size=2**3 + 1', ['Write --gin.size=9']),
     ('--gin.size=9**9**9', ['no expressions']),
-    ('--gin.Gadget.name=none', ['write --gin.Gadget.name=None']),
+    ('--gin.Gadget.name=none', ['Write --gin.Gadget.name=None']),
     ('--gin.size="8"', ["a string ('8')", 'a.gin:2 has an integer (8)']),
-    ('--gin.size=1e3', ['a.gin:2 has an integer (8): write 1000']),
+    ('--gin.size=1e3', ['a.gin:2 has an integer (8). Write 1000']),
     ('--gin.size=True', ['True or False (True)', 'a.gin:2 has an integer (8)']),
     ('--gin.Gadget.rate="fast"', ['Gadget.rate takes a number', "a string ('fast')"]),
     ('--gin.Gadget.size=None', ['Gadget.size takes an integer, not None']),
     ('--gin.operate.steps=2.5', ['operate.steps takes an integer', '(2.5)']),
-    ('--gin.Gadget.name=%sizes', ['%sizes is read and defined nowhere', 'Did you mean size?']),
-    ('--gin.size=1\nimport os', ['is not a macro']),
-    ('--gin.size=', ['a value is missing']),
+    ('--gin.Gadget.name=%sizes', ['no statement defines %sizes', 'Did you mean size?']),
+    ('--gin.size=1\nimport os', ['is neither a macro']),
+    ('--gin.size=', ['the value is missing']),
     ('--gin.1x=3', ['not gin syntax']),
   ],
 )
@@ -137,17 +137,20 @@ def test_wrong_flags(flag, expected):
     ('Gadget.sise = 3', ['Did you mean size?']),
     ('Gadgets.size = 3', ['Did you mean Gadget?']),
     ('Gadgets:\n  size = 3', ['Did you mean Gadget?']),
-    ('Gadget.rate = %speed', ['%speed is read and defined nowhere', '--gin.speed=VALUE']),
-    ('Gadget.size = %size', ['bound already at a.gin:5']),
-    ('size = 9', ['size is bound already at a.gin:2']),
-    ('Gadget.name = abc', ['strings need quotes: Gadget.name = "abc"', '\n  Gadget.name = abc']),
-    ('Gadget.rate = 3 * 2', ['write Gadget.rate = 6']),
+    ('Gadget.rate = %speed', ['no statement defines %speed', '--gin.speed=VALUE']),
+    ('Gadget.size = %size', ['already bound at a.gin:5']),
+    ('size = 9', ['size is already bound at a.gin:2']),
+    (
+      'Gadget.name = abc',
+      ['strings need quotes. Write Gadget.name = "abc"', '\n  Gadget.name = abc'],
+    ),
+    ('Gadget.rate = 3 * 2', ['Write Gadget.rate = 6']),
     ('Gadget.rate = "fast"', ["Gadget.rate takes a number, not a string ('fast')"]),
     ('Gadget.name = %size', ['(from a.gin:2)', 'takes None or a string, not an integer (8)']),
     ('Gadget.rate 3', ['not gin syntax']),
     ('Gadget.parts = (1,', ['not gin syntax']),
     ('Gadget.name = "abc', ['not gin syntax']),
-    ('Gadget.rate =', ['a value is missing']),
+    ('Gadget.rate =', ['the value is missing']),
     ('include "inner.gim"', ["no file 'inner.gim'", 'Did you mean inner.gin?']),
     ('import os', ['may import valkyrie, not os', '--gin_allow_import=os']),
     ('from os import path', ['not os.path', '--gin_allow_import=os']),
@@ -166,17 +169,17 @@ def test_wrong_lines(line, expected):
 
 def test_required_macro_forgotten():
   text = GOOD.replace('size = 8', 'size = %gin.REQUIRED')
-  assert refusal(text) == 'a.gin:2: size is required and has no value: pass --gin.size=VALUE'
+  assert refusal(text) == 'a.gin:2: size is required and has no value. Pass --gin.size=VALUE.'
   load(text, '--gin.size=3')
   assert operate(model_dir='x')[0].size == 3
 
 
-def test_what_gin_builds_has_all_it_needs():
+def test_a_configurable_that_gin_builds_needs_all_arguments():
   message = refusal(GOOD.replace('Gadget.size = %size', 'Gadget.rate = %size'))
   assert 'a.gin:4: @big/Gadget() cannot be built, since Gadget.size has no value' in message
 
 
-def test_run_mode_has_all_it_needs():
+def test_a_run_mode_needs_all_arguments():
   load('Gadget.size = 3')
   with pytest.raises(ConfigurationError, match=r'operate\.gadget has no value'):
     check_call(operate, 'model_dir')
@@ -184,12 +187,12 @@ def test_run_mode_has_all_it_needs():
 
 
 @pytest.mark.parametrize('cycle', ['size = %label\nlabel = %size', 'size = [%size]\nlabel = %size'])
-def test_macro_defined_by_itself(cycle):
+def test_a_macro_defined_by_itself_is_refused(cycle):
   text = f'{cycle}\nGadget.size = %label\n'
   assert 'is defined by itself' in refusal(text)
 
 
-def test_run_macros_may_stay_unread():
+def test_run_macros_may_be_unread():
   names = sorted(check.RUN_MACROS)
   load('\n'.join(f'{name} = 1' for name in names))
 
@@ -198,18 +201,18 @@ def test_circular_include():
   write('b.gin', "include 'sub/../a.gin'")
   write('sub/c.gin', '')
   message = refusal("include 'b.gin'")
-  assert 'includes itself: a.gin -> b.gin -> sub/../a.gin' in message
+  assert 'includes itself: a.gin -> b.gin -> sub/../a.gin.' in message
 
 
 def test_wrong_encoding(folder):
   (folder / 'b.gin').write_bytes('seed = 1\nGadget.name = "é"\n'.encode('latin-1'))
   assert 'b.gin:2: byte 0xe9 is not UTF-8' in refusal("include 'b.gin'")
   (folder / 'b.gin').write_bytes('\ufeffGadget.name = "é"\n'.encode())
-  load("include 'b.gin'")  # what Windows editors put first is fine
+  load("include 'b.gin'")  # with the byte order mark of Windows editors
   assert gin.query_parameter('Gadget.name') == 'é'
 
 
-def test_missing_file_lists_where_it_looked(folder):
+def test_a_missing_file_is_reported_with_the_searched_folders(folder):
   write('shelf/tiny.gin', '')
   with pytest.raises(ConfigurationError) as caught:
     load_gin(['tinny.gin'], search_paths=['shelf'])
@@ -219,13 +222,13 @@ def test_missing_file_lists_where_it_looked(folder):
   assert 'Did you mean tiny.gin?' in message
 
 
-def test_search_paths_hold_for_includes():
+def test_includes_are_found_in_search_paths():
   write('shelf/part.gin', 'Gadget.rate = 2')
   load("include 'part.gin'", search_paths=['elsewhere', 'shelf'])
   assert gin.query_parameter('Gadget.rate') == 2
 
 
-def test_own_gin_files_are_found_from_any_folder(folder, monkeypatch):
+def test_shipped_gin_files_are_found_from_any_folder(folder, monkeypatch):
   monkeypatch.setattr(paths, 'GIN', folder / 'installed' / 'gin')
   write('installed/gin/x.gin', "include 'gin/parts/y.gin'")
   write('installed/gin/parts/y.gin', 'Gadget.size = 5')
@@ -234,7 +237,7 @@ def test_own_gin_files_are_found_from_any_folder(folder, monkeypatch):
   assert gin.query_parameter('Gadget.size') == 5
 
 
-def test_gin_folder_of_this_copy():
+def test_the_gin_folder_exists():
   assert (paths.GIN / 'models').is_dir()
   assert not (paths.GIN / '__init__.py').exists()
 
@@ -244,7 +247,7 @@ def test_imports_of_included_files_are_checked():
   assert refusal("include 'b.gin'").startswith('b.gin:1: a gin file may import valkyrie, not')
 
 
-def test_allowed_package_registers_its_own(folder, monkeypatch):
+def test_an_allowed_package_registers_its_configurables(folder, monkeypatch):
   monkeypatch.syspath_prepend(folder)
   write('my_toys/__init__.py', '')
   write('my_toys/parts.py', 'import gin\n@gin.configurable\ndef my_part(depth=1): return depth\n')
@@ -255,20 +258,20 @@ def test_allowed_package_registers_its_own(folder, monkeypatch):
   assert 'import my_toys.parts' in gin.config_str()
 
 
-def test_nothing_is_imported_before_all_is_allowed(folder, monkeypatch):
+def test_nothing_is_imported_if_one_import_is_not_allowed(folder, monkeypatch):
   monkeypatch.syspath_prepend(folder)
   write('my_witness.py', 'open("imported", "w").close()')
   refusal('import my_witness\nimport os', allowed_imports=['my_witness'])
   assert not (folder / 'imported').exists()
 
 
-def test_missing_allowed_package():
+def test_a_missing_package_is_reported():
   message = refusal('import my_absent.parts', allowed_imports=['my_absent'])
   assert message.startswith('a.gin:1: there is no module my_absent')
-  assert 'name of a package' in refusal('', allowed_imports=['./my_toys'])
+  assert 'not the name of a package' in refusal('', allowed_imports=['./my_toys'])
 
 
-def test_saved_config_is_complete_and_says_the_same_again(folder):
+def test_the_saved_configuration_is_complete_and_loads_again(folder):
   load(GOOD, '--gin.size=16', '--gin.Gadget.parts=(1, "a", None, %label, {2: @Gadget})')
   write_configuration('run')
   text = (folder / 'run/config.gin').read_text()
@@ -281,11 +284,11 @@ def test_saved_config_is_complete_and_says_the_same_again(folder):
     'operate.gadget': '@big/Gadget()',
   }
   gin.clear_config()
-  load(text)  # a copy elsewhere, since nothing is loaded from the run itself
+  load(text)  # from a copy, since no gin file is loaded from a run
   assert gin.config_str() == text
 
 
-def test_secrets_are_not_written_down(folder):
+def test_secrets_are_not_written(folder):
   load(f"""
     hf_token = 'swordfish'
     {GOOD}
@@ -312,14 +315,14 @@ def test_secrets_are_not_written_down(folder):
   assert found['operate.max_tokens'] == 4
 
 
-def test_operative_config_holds_defaults(folder):
+def test_the_operative_configuration_has_defaults(folder):
   load(GOOD)
   operate(model_dir='x')
   write_operative_configuration('run')
   assert 'Gadget.rate = 0.1' in (folder / 'run/operative_config.gin').read_text()
 
 
-def test_earlier_config_is_kept(folder):
+def test_earlier_configurations_are_kept(folder):
   for size in (1, 1, 2, 3):
     gin.clear_config()
     load(GOOD, f'--gin.size={size}')
@@ -333,7 +336,7 @@ def test_earlier_config_is_kept(folder):
   assert kept == ['config.gin', 'config.gin.1', 'config.gin.2']
 
 
-def test_folder_that_cannot_be_written(folder):
+def test_a_folder_that_cannot_be_written_is_a_storage_error(folder):
   load(GOOD)
   (folder / 'run').write_text('a file')
   with pytest.raises(StorageError, match=r'config\.gin cannot be written.*--model_dir'):
@@ -341,7 +344,7 @@ def test_folder_that_cannot_be_written(folder):
 
 
 @pytest.mark.parametrize('name', ['run/config.gin', 'run/train/deep.gin', 'link.gin'])
-def test_never_loads_from_a_run(folder, name):
+def test_gin_files_in_the_folder_of_a_run_are_refused(folder, name):
   load(GOOD)
   write_configuration('run')
   write('run/train/deep.gin', '')
@@ -349,10 +352,10 @@ def test_never_loads_from_a_run(folder, name):
   gin.clear_config()
   message = refusal(f"include '{name}'")
   assert 'is the folder of a run' in message
-  assert 'the gin file that the run was started with' in message
+  assert 'the gin file of the command that started the run' in message
 
 
-def test_checkpoints_mark_a_run(folder):
+def test_a_folder_with_checkpoints_is_a_run(folder):
   write('run/x.gin', '')
   (folder / 'run/checkpoints').mkdir()
   assert 'is the folder of a run' in refusal("include 'run/x.gin'")

@@ -1,1 +1,1 @@
-"""Gin files and flags: parsed, checked, loaded and recorded."""
+"""Gin files and flags: parsing, checks, loading and records."""

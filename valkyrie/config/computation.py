@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from gin import config as gin_config
 
-from valkyrie.config.check import leaves, parameters_of
+from valkyrie.config.parse import leaves
+from valkyrie.config.registry import matching, parameters_of
 
 _Configurable = TypeVar('_Configurable', bound=Callable)
 _DECLARED = '_may_change_on_resume'  # the attribute that holds the names
@@ -73,7 +74,7 @@ def computation(bindings: Mapping[str, Any]) -> dict[str, Any]:
 def _scope_and_selector(name: str) -> tuple[list[str], str]:
   """(['a', 'b'], the complete selector of X) for 'a/b/X'."""
   *scope, selector = name.split('/')
-  matches = gin_config._REGISTRY.matching_selectors(selector)
+  matches = matching(selector)
   return scope, matches[0] if len(matches) == 1 else selector
 
 

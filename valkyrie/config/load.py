@@ -1,8 +1,8 @@
-"""From gin files and `--gin.NAME=VALUE` flags to a locked gin configuration, strictly.
+"""Strict loading of gin files and `--gin.NAME=VALUE` flags.
 
-gin lets a misspelt or unused macro pass, and finds a forgotten value only when something is
-constructed, maybe after minutes of data and compilation. `load_gin` checks everything that can be
-known from the statements and the registered signatures, and says it in one message.
+gin accepts misspelled and unused macros, and reports a missing value only at construction, possibly
+after minutes of data processing and compilation. `load_gin` first checks all statements against the
+registered signatures.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +15,9 @@ from typing import Any
 import gin
 from gin import config as gin_config
 
-from valkyrie.config import check, parse, references
+from valkyrie.config import check, parse, value_types
 from valkyrie.config.parse import Macro, Reference, Statement
+from valkyrie.config.registry import parameters_of, required
 from valkyrie.errors import ConfigurationError
 
 
@@ -32,40 +33,39 @@ def load_gin(
 
   Args:
     files: gin files; later ones override earlier ones. `gin/x.gin` is found from any folder.
-    flags: '--gin.NAME=VALUE' as typed; the last one of a name counts.
-    search_paths: folders where files and includes are looked for, after the current one.
+    flags: '--gin.NAME=VALUE' arguments; the last one of a name counts.
+    search_paths: folders to search for files and includes, after the current folder.
     allowed_imports: packages that gin files may import besides valkyrie.
-    modules: those that hold configurables. They are imported here: none can be added once gin is
-      locked.
+    modules: the modules of configurables, which must be imported before gin is locked.
 
   Raises:
-    ConfigurationError: naming the flag, or the file and line, and what to write instead.
+    ConfigurationError: with the flag, or the file and line, and a correction.
   """
   statements = parse.read(files, flags, search_paths, allowed_imports)
   check.check_macro_names(statements)
-  check.check_kinds_kept(statements)
+  value_types.check_flag_types(statements)
   for module in modules:
     importlib.import_module(module)
   for statement in statements:
     if statement.is_import:
       _import(statement)
   effective = check.effective_bindings(statements)
-  check.check_values(effective)
-  references.check_parts(effective)
+  check.check_references(effective)
+  value_types.check_parameter_types(effective)
   try:
     for key, statement in effective.items():
       gin.bind_parameter(key, _gin_value(statement.parsed.value))
     gin.finalize()
   except ValueError as error:
-    raise ConfigurationError(f'gin refuses the configuration: {error}') from error
+    raise ConfigurationError(f'gin does not accept the configuration: {error}') from error
 
 
 @contextlib.contextmanager
 def override_gin(files: Sequence[str], flags: Sequence[str]) -> Iterator[None]:
-  """Within it, these gin files and flags lie over what `load_gin` has loaded.
+  """A context in which gin files and flags override the configuration of `load_gin`.
 
   Raises:
-    ConfigurationError: as `load_gin` does; what they bind must be there already, or have a default.
+    ConfigurationError: like `load_gin`; a macro must exist already.
   """
   before = copy.copy(gin_config._CONFIG)
   before = {key: copy.copy(bound) for key, bound in before.items()}
@@ -74,7 +74,7 @@ def override_gin(files: Sequence[str], flags: Sequence[str]) -> Iterator[None]:
     for key, statement in effective.items():
       scope, selector, _ = key
       if selector == 'gin.macro' and (scope, selector) not in before:
-        raise ConfigurationError(f'{statement.where}: no gin file of this run defines %{scope}')
+        raise ConfigurationError(f'{statement.where}: no gin file of this run defines %{scope}.')
       gin.bind_parameter(key, _gin_value(statement.parsed.value))
   try:
     yield
@@ -84,16 +84,17 @@ def override_gin(files: Sequence[str], flags: Sequence[str]) -> Iterator[None]:
 
 
 def check_call(function: Callable, *given: str) -> None:
-  """Raises ConfigurationError unless gin or the caller, who gives `given`, supplies every argument.
+  """Checks that every parameter of a run mode is bound, has a default, or is `given`.
 
-  For a run mode before it is called; what gin itself constructs (`@X()`) is checked by `load_gin`.
+  Raises:
+    ConfigurationError: with the name of the parameter.
   """
   bound = gin.get_bindings(function, resolve_references=False)
   name = inspect.unwrap(function).__name__
-  for parameter in check.required(check.parameters_of(function)):
+  for parameter in required(parameters_of(function)):
     if parameter not in bound and parameter not in given:
       raise ConfigurationError(
-        f'{name}.{parameter} has no value: add `{name}.{parameter} = ...` to the gin file'
+        f'{name}.{parameter} has no value. Add `{name}.{parameter} = ...` to the gin file.'
       )
 
 
@@ -103,16 +104,16 @@ def _import(statement: Statement) -> None:
     importlib.import_module(module)
   except ModuleNotFoundError as error:
     if not f'{module}.'.startswith(f'{error.name}.'):
-      raise  # the package is there and misses one of its own: its traceback tells more
+      raise  # the module exists, but one of its own imports fails: the traceback shows it
     raise ConfigurationError(
-      f'{statement.where}: there is no module {error.name}: is it installed, or in the folder '
-      'where this was started?'
+      f'{statement.where}: there is no module {error.name}. Install it, or start the command in '
+      'the folder that contains it.'
     ) from error
-  gin.parse_config(statement.parsed.format())  # so that config.gin has the line
+  gin.parse_config(statement.parsed.format())  # which adds the line to config.gin
 
 
 def _gin_value(value: Any) -> Any:
-  """`value` with gin's own references in the place of ours."""
+  """Replaces `Macro` and `Reference` by gin's own references."""
   if isinstance(value, dict):
     return {_gin_value(key): _gin_value(item) for key, item in value.items()}
   if isinstance(value, list | tuple):

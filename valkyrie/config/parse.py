@@ -1,17 +1,14 @@
-"""gin files and flags as a list of statements, before gin acts on any of them.
+"""A parser of gin files and flags into statements, without any effect on gin.
 
-gin itself imports whatever a file asks for while it is still reading it. Here its own parser only
-reads: includes are found and expanded, imports are held against the allow-list, and what cannot be
-read is explained. Nothing is imported, registered or bound.
+gin itself imports the modules that a file names while it still reads the file. Here gin's parser
+only reads: includes are expanded, imports are checked against the allow-list, and syntax errors are
+explained. Nothing is imported, registered or bound.
 """
 
-import ast
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import json
-import operator
 import pathlib
-import re
 import shlex
 import tokenize
 from typing import Any, NamedTuple
@@ -20,15 +17,16 @@ from gin import config_parser
 
 from valkyrie.config import paths
 from valkyrie.config.suggest import did_you_mean
+from valkyrie.config.syntax_hints import explain
 from valkyrie.errors import ConfigurationError
 
-WRITTEN_BY = 'valkyrie'  # config.json says so, and its folder is known as a run by it
+WRITTEN_BY = 'valkyrie'  # in config.json, which identifies the folder of a run
 FLAG = '--gin.'
 
 
 @dataclasses.dataclass(frozen=True)
 class Macro:
-  """`%name` where a value stands."""
+  """A value `%name`."""
 
   name: str
 
@@ -38,7 +36,7 @@ class Macro:
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-  """`@scope/name`, or `@scope/name()` where evaluated."""
+  """A value `@scope/name`, or `@scope/name()` if evaluated."""
 
   name: str
   evaluated: bool
@@ -48,9 +46,9 @@ class Reference:
 
 
 class Statement(NamedTuple):
-  """One statement of gin's parser, whose values hold `Macro`s and `Reference`s.
+  """One statement of gin's parser; its value contains `Macro` and `Reference`.
 
-  where: 'gin/tiny_cpu.gin:12', or the flag as it was typed.
+  where: 'gin/tiny_cpu.gin:12', or the flag of the command line.
   parsed: a BindingStatement (a macro's has no arg_name), BlockDeclaration or ImportStatement.
   """
 
@@ -75,9 +73,35 @@ class Statement(NamedTuple):
 
   @property
   def name(self) -> str:
-    """What is bound, as it was written: `chunk_size` or `scope/S5.state_size`."""
+    """The bound name as written: `chunk_size` or `scope/S5.state_size`."""
     selector = '/'.join(filter(None, (self.parsed.scope, self.parsed.selector)))
     return selector if self.is_macro else f'{selector}.{self.parsed.arg_name}'
+
+
+def leaves(value: Any) -> Iterator[Any]:
+  """All leaves of a value, of which lists, tuples and dicts are the inner nodes."""
+  if isinstance(value, dict):
+    value = [*value.keys(), *value.values()]
+  if isinstance(value, list | tuple):
+    for item in value:
+      yield from leaves(item)
+  else:
+    yield value
+
+
+def macros_in(value: Any) -> set[str]:
+  """The names of the macros in a value."""
+  return {leaf.name for leaf in leaves(value) if isinstance(leaf, Macro)}
+
+
+def resolve(value: Any, macros: Mapping[str, Statement]) -> tuple[Any, Statement | None]:
+  """The value of a macro, and the statement that defines it; any other value and None."""
+  source, seen = None, set()
+  while isinstance(value, Macro) and value.name in macros and value.name not in seen:
+    seen.add(value.name)
+    source = macros[value.name]
+    value = source.parsed.value
+  return value, source
 
 
 class _Delegate(config_parser.ParserDelegate):
@@ -92,7 +116,7 @@ def parse(text: str) -> Iterator[Any]:
   """The statements of a gin text.
 
   Raises:
-    SyntaxError: with the line number, whatever the tokenizer or the parser met.
+    SyntaxError: of the tokenizer or the parser, with the line number.
   """
   try:
     yield from config_parser.ConfigParser(text, _Delegate())
@@ -107,16 +131,16 @@ def read(
   search_paths: Sequence[str] = (),
   allowed_imports: Sequence[str] = (),
 ) -> list[Statement]:
-  """Every statement of `files` with their includes, then of `flags` ('--gin.NAME=VALUE'), in order.
+  """The statements of `files` with their includes, then of `flags` ('--gin.NAME=VALUE'), in order.
 
   Raises:
     ConfigurationError: a file is missing, unreadable, includes itself, lies in the folder of a run,
-      binds something twice or imports what it may not; or something is not gin syntax.
+      binds a name twice, imports a module that is not allowed, or has a syntax error.
   """
   for package in allowed_imports:
     if not all(part.isidentifier() for part in package.split('.')):
       raise ConfigurationError(
-        f'--gin_allow_import={package}: expected the name of a package as `import` knows it'
+        f'--gin_allow_import={package} is not the name of a package. Write it as in `import`.'
       )
   statements = []
   for name in files:
@@ -127,13 +151,13 @@ def read(
 
 def _read_flag(flag: str) -> Statement:
   name, _, value = flag.removeprefix(FLAG).partition('=')
-  problem = 'the name before = is not a macro, or a configurable and its parameter'
+  problem = 'the name before = is neither a macro nor a configurable with its parameter'
   try:
     parsed = list(parse(f'{name} = {value}'))
     if len(parsed) == 1 and isinstance(parsed[0], config_parser.BindingStatement):
       return Statement(flag, parsed[0])
   except SyntaxError as error:
-    problem = _explain(error, value, lambda right: f'{FLAG}{name}={shlex.quote(right)}')
+    problem = explain(error, value, lambda right: f'{FLAG}{name}={shlex.quote(right)}')
   raise ConfigurationError(f'{flag}: {problem}')
 
 
@@ -142,7 +166,7 @@ def _read_file(
 ) -> list[Statement]:
   if path.resolve() in [other.resolve() for other in above]:
     chain = ' -> '.join(str(other) for other in (*above, path))
-    raise ConfigurationError(f'{path}: includes itself: {chain}')
+    raise ConfigurationError(f'{path} includes itself: {chain}. Remove one of the includes.')
   text = _text(path)
   statements: list[Statement] = []
   first: dict[str, str] = {}
@@ -159,7 +183,7 @@ def _read_file(
         earlier = first.setdefault(statement.name, statement.where)
         if earlier != statement.where:
           raise ConfigurationError(
-            f'{statement.where}: {statement.name} is bound already at {earlier}: keep one of them'
+            f'{statement.where}: {statement.name} is already bound at {earlier}. Keep one of them.'
           )
       statements.append(statement)
   except SyntaxError as error:
@@ -167,7 +191,7 @@ def _read_file(
     number = min(error.lineno or 1, len(lines))
     line = lines[number - 1].strip()
     name, equals, value = line.partition('=')
-    problem = _explain(error, value if equals else None, lambda right: f'{name.strip()} = {right}')
+    problem = explain(error, value if equals else None, lambda right: f'{name.strip()} = {right}')
     raise ConfigurationError(f'{path}:{number}: {problem}\n  {line}') from None
   return statements
 
@@ -177,19 +201,19 @@ def _text(path: pathlib.Path) -> str:
     near = folder in (path.absolute().parent, path.resolve().parent)
     if (near and (folder / 'checkpoints').is_dir()) or _is_run(folder):
       raise ConfigurationError(
-        f'{path}: {folder} is the folder of a run, and gin is never loaded from there, since gin '
-        'files can run code: give the gin file that the run was started with'
+        f'{path}: {folder} is the folder of a run, from which no gin file is loaded, since gin '
+        'files can run code. Pass the gin file of the command that started the run.'
       )
   try:
     data = path.read_bytes()
   except OSError as error:
-    raise ConfigurationError(f'{path}: cannot be read: {error.strerror}') from error
+    raise ConfigurationError(f'{path} cannot be read: {error.strerror}.') from error
   try:
     return data.decode('utf-8-sig')
   except UnicodeDecodeError as error:
     line = data.count(b'\n', 0, error.start) + 1
     raise ConfigurationError(
-      f'{path}:{line}: byte {data[error.start]:#04x} is not UTF-8: save the file as UTF-8'
+      f'{path}:{line}: byte {data[error.start]:#04x} is not UTF-8. Save the file as UTF-8.'
     ) from None
 
 
@@ -202,7 +226,7 @@ def _is_run(folder: pathlib.Path) -> bool:
 
 
 def _find(name: str, search_paths: Sequence[str], where: str) -> pathlib.Path:
-  # gin/x.gin is found below paths.GIN from any folder, as an installed wheel needs.
+  # gin/x.gin is found below paths.GIN from any folder, which an installed wheel needs.
   folders = [pathlib.Path(), *map(pathlib.Path, search_paths), paths.GIN.parent]
   candidates = [folder / pathlib.Path(name).expanduser() for folder in folders]
   for path in candidates:
@@ -213,9 +237,9 @@ def _find(name: str, search_paths: Sequence[str], where: str) -> pathlib.Path:
     str(wanted.parent / path.name) for other in candidates for path in other.parent.glob('*.gin')
   ]
   known += [str(path.relative_to(paths.GIN.parent)) for path in paths.GIN.rglob('*.gin')]
-  looked = ', '.join(dict.fromkeys(str(folder.absolute()) for folder in folders))
+  searched = ', '.join(dict.fromkeys(str(folder.absolute()) for folder in folders))
   raise ConfigurationError(
-    f'{where}: there is no file {name!r}; looked below {looked}.{did_you_mean(name, known)}'
+    f'{where}: there is no file {name!r} below {searched}.{did_you_mean(name, known)}'
   )
 
 
@@ -223,62 +247,11 @@ def _check_import(statement: Statement, allowed: Sequence[str]) -> None:
   module = statement.parsed.module
   if module.startswith('__gin__'):
     raise ConfigurationError(
-      f'{statement.where}: dynamic registration would make any function configurable, and is '
-      'refused: decorate what you need with @gin.configurable, and leave this line out'
+      f'{statement.where}: dynamic registration is not allowed, since it makes every function '
+      'configurable. Leave this line out, and decorate your functions with @gin.configurable.'
     )
   if not any(f'{module}.'.startswith(f'{package}.') for package in allowed):
     raise ConfigurationError(
-      f'{statement.where}: a gin file may import {", ".join(allowed)}, not {module}: if you trust '
-      f'that package, pass --gin_allow_import={module.split(".")[0]}'
+      f'{statement.where}: a gin file may import {", ".join(allowed)}, not {module}. If you trust '
+      f'that package, pass --gin_allow_import={module.split(".")[0]}.'
     )
-
-
-def _explain(error: SyntaxError, value: str | None, written: Callable[[str], str]) -> str:
-  """What is wrong with the text after '=', and `written(right)` where the right one is known."""
-  if value is not None:
-    value = value.split('#')[0].strip()
-    right = _CONSTANTS.get(value.lower()) or _arithmetic(value)
-    if not value:
-      return 'a value is missing'
-    if right:
-      return f'{value} is not gin syntax: write {written(right)}'
-    if re.fullmatch(r'[\w./~:+ -]+', value) and re.search(r'[^\W\d]|/', value):
-      return f'strings need quotes: {written(json.dumps(value, ensure_ascii=False))}'
-    if re.search(r'\d\s*[-+*/<]+\s*\d', value):
-      return 'gin has no expressions: write the resulting number'
-  if token := re.search(r"Failed to parse token '(.*)'", error.msg, re.DOTALL):
-    return f'{token[1]} is not a value (strings need quotes, references @ and macros %)'
-  return f'not gin syntax: {error.msg}'
-
-
-_CONSTANTS = {'true': 'True', 'false': 'False', 'none': 'None', 'null': 'None'}
-_OPERATORS = {
-  ast.Add: operator.add,
-  ast.Sub: operator.sub,
-  ast.Mult: operator.mul,
-  ast.Div: operator.truediv,
-  ast.FloorDiv: operator.floordiv,
-  ast.Pow: operator.pow,
-  ast.LShift: operator.lshift,
-}
-
-
-def _arithmetic(value: str) -> str:
-  """'8192' for '8*1024': the number to write in an expression's place; '' for anything else."""
-
-  def number(node) -> int | float:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-      return node.value
-    if not isinstance(node, ast.BinOp) or type(node.op) not in _OPERATORS:
-      raise ValueError
-    left, right = number(node.left), number(node.right)
-    grows = isinstance(node.op, ast.Pow | ast.LShift)
-    if max(abs(left), abs(right)) > 2**64 or (grows and abs(right) > 64):
-      raise ValueError
-    return _OPERATORS[type(node.op)](left, right)
-
-  try:
-    tree = ast.parse(value, mode='eval').body
-    return repr(number(tree)) if isinstance(tree, ast.BinOp) else ''
-  except (SyntaxError, ValueError, ArithmeticError, TypeError):
-    return ''

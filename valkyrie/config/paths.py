@@ -1,4 +1,4 @@
-"""Where the gin files are: beside this package in a clone, inside it in a wheel."""
+"""The folder of the gin files: beside this package in a clone, inside it in a wheel."""
 
 import pathlib
 

@@ -1,10 +1,10 @@
-"""The loaded configuration as data, and the files that a run keeps of it.
+"""The loaded configuration as data, and its files in the directory of a run.
 
     model_dir/config.gin             the parsed statements
     model_dir/config.json            the same as data, macros resolved
-    model_dir/operative_config.gin   what was constructed, with its defaults
+    model_dir/operative_config.gin   the constructed configurables, with their defaults
 
-Secrets are left out of all three.
+All three are written without secrets.
 """
 
 import json
@@ -15,23 +15,21 @@ from typing import Any
 
 import gin
 
-from valkyrie.config import check, parse
+from valkyrie.config import parse
 from valkyrie.config.parse import Statement
 from valkyrie.config.redact import redact
-from valkyrie.errors import StorageError
+from valkyrie.errors import storage_errors
 
 
 def bindings() -> dict[str, Any]:
-  """What is bound, by name, as JSON can hold it: macros resolved, references as '@name'."""
+  """{name: value} of all bindings, as JSON values: macros resolved, references as '@name'."""
   return _as_data(redact(gin.config_str()))['bindings']
 
 
 def write_configuration(model_dir: str | os.PathLike) -> None:
-  """Writes config.gin (what was parsed) and config.json (the same as data, macros resolved).
+  """Writes config.gin and config.json; keeps other earlier versions as NAME.1, NAME.2, ...
 
-  Secrets are left out of both.
-  A file that is there with other content is kept as NAME.1, NAME.2, ... To be called by one
-  process only.
+  Only one process may call it.
 
   Raises:
     StorageError: the folder cannot be written.
@@ -43,7 +41,7 @@ def write_configuration(model_dir: str | os.PathLike) -> None:
 
 
 def write_operative_configuration(model_dir: str | os.PathLike) -> None:
-  """Writes operative_config.gin: what has been constructed so far, with its defaults.
+  """Writes operative_config.gin, with the configurables that have been constructed so far.
 
   Raises:
     StorageError: the folder cannot be written.
@@ -52,13 +50,13 @@ def write_operative_configuration(model_dir: str | os.PathLike) -> None:
 
 
 def _as_data(text: str) -> dict[str, Any]:
-  """config.json: imports, macros and bindings of a gin text; references stand as '@name'."""
+  """The imports, macros and bindings of a gin text, as config.json holds them."""
   statements = [Statement('config.gin', parsed) for parsed in parse.parse(text)]
   bindings = [item for item in statements if item.is_binding]
   macros = {item.name: item for item in bindings if item.is_macro}
 
   def plain(value):
-    value, _ = check.resolve(value, macros)
+    value, _ = parse.resolve(value, macros)
     if isinstance(value, dict):
       return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -75,7 +73,7 @@ def _as_data(text: str) -> dict[str, Any]:
 
 
 def _write(path: pathlib.Path, text: str) -> None:
-  try:
+  with storage_errors(f'{path} cannot be written', 'Make room, or pass another --model_dir.'):
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
       old = path.read_bytes()
@@ -86,19 +84,15 @@ def _write(path: pathlib.Path, text: str) -> None:
         number += 1
       _replace(kept, old)
     _replace(path, text.encode())
-  except OSError as error:
-    raise StorageError(
-      f'{path} cannot be written: {error}: free space, or pass another --model_dir'
-    ) from error
 
 
 def _replace(path: pathlib.Path, data: bytes) -> None:
-  """Writes `path` whole or not at all."""
+  """Writes a file atomically."""
   handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f'.{path.name}.')
   try:
     with os.fdopen(handle, 'wb') as file:
       file.write(data)
-    os.chmod(temporary, 0o644)  # mkstemp's 0600 would hide it from the run's other readers
+    os.chmod(temporary, 0o644)  # mkstemp's 0600 would hide it from other users
     os.replace(temporary, path)
   except BaseException:
     os.unlink(temporary)

@@ -1,4 +1,4 @@
-"""What must not be written beside a run: passwords, keys and access tokens in gin bindings."""
+"""Removal of passwords, keys and access tokens from gin texts."""
 
 import re
 
@@ -7,20 +7,20 @@ REDACTED = '(redacted)'
 _SECRET_NAME = re.compile(
   r'(?i:passw(or)?d|secret|credential|(api|access|private|signing)_?key|(access|auth|hf|api)_?token)'
 )
-# A statement of gin's own output: later lines of it are indented or close a bracket.
+# A statement of gin's own output, whose later lines are indented or close a bracket.
 _STATEMENT = re.compile(r'^([\w./]+)( = )(.*(?:\n(?:[ \t]+|[\])}]).*)*)', re.MULTILINE)
 _PIECE = r"""('([^'\\\n]|\\.)*'|"([^"\\\n]|\\.)*")"""
-_STRING = re.compile(rf'{_PIECE}(\s+{_PIECE})*')  # gin writes long ones in pieces
+_STRING = re.compile(rf'{_PIECE}(\s+{_PIECE})*')  # gin splits long strings
 _SECRET_IN_VALUE = re.compile(
-  r"(?<=://)[^/@\s'\"]+(?=@)"  # user:password of an address
-  r"|(?<=[?&])[\w-]*(?:signature|sig|token|key)=[^&\s'\"]+"  # of a signed address
-  r'|\b(?:hf_|ghp_|sk-|AKIA)[A-Za-z0-9_-]{16,}',  # tokens that say whose they are
+  r"(?<=://)[^/@\s'\"]+(?=@)"  # user:password of a URL
+  r"|(?<=[?&])[\w-]*(?:signature|sig|token|key)=[^&\s'\"]+"  # of a signed URL
+  r'|\b(?:hf_|ghp_|sk-|AKIA)[A-Za-z0-9_-]{16,}',  # tokens with a known prefix
   re.IGNORECASE,
 )
 
 
 def redact(text: str) -> str:
-  """A gin text without the strings that its names, or they themselves, tell to be secrets."""
+  """Replaces strings that are secrets by their own form, or by the name that they are bound to."""
 
   def statement(match: re.Match) -> str:
     name, equals, value = match.groups()

@@ -1,4 +1,4 @@
-"""A part in the place of another kind of part is refused, with the line and what belongs there."""
+"""Configurables that do not fit the annotation of their parameter are refused."""
 
 import gin
 import pytest
@@ -17,19 +17,22 @@ def load(binding):
   ('binding', 'expected'),
   [
     ('Block.mixers=@S5', 'several in brackets, such as (@S5,), not @S5'),
-    ('Block.mixers=(@S5, @Block)', 'something else than itself, not (@S5, @Block)'),
+    ('Block.mixers=(@S5, @Block)', 'another part than itself, not (@S5, @Block)'),
     ('LanguageModel.pattern=(@S5,)', 'a Block, not (@S5,)'),
     ('LanguageModel.planner=@S5', 'a Planner, not @S5'),
     ('Optimizer.algorithm=@S5', 'a GradientTransformation, not @S5'),
     ('train.feed=@validation/S5', 'a TaskFeed, not @validation/S5'),
-    ('train.hooks=(@S5(),)', 'no part of a model that is built: @S5, not (@S5(),)'),
+    ('train.hooks=(@S5(),)', 'no instance of a Haiku module (write @S5), not (@S5(),)'),
     ('train.hooks=(3,)', 'a Hook, such as @NAME(), not (3,)'),
-    ('train.checkpoints=@Checkpoints', 'a Checkpoints that is built: @Checkpoints(), not'),
-    ('train.checkpoints=3.5', 'a Checkpoints, such as @NAME(), not 3.5'),
-    ('train.model=3.5', 'a reference to a LanguageModel, not 3.5'),
+    (
+      'train.checkpoints=@Checkpoints',
+      'an instance of Checkpoints (write @Checkpoints())',
+    ),
+    ('train.checkpoints=3.5', 'a Checkpoints, such as @NAME(), not a number (3.5)'),
+    ('train.model=3.5', 'a reference to a LanguageModel, not a number (3.5)'),
   ],
 )
-def test_another_kind_of_part_is_refused(binding, expected):
+def test_a_part_of_another_type_is_refused(binding, expected):
   name = binding.partition('=')[0]
   with pytest.raises(ConfigurationError) as refusal:
     load(binding)
@@ -46,5 +49,5 @@ def test_another_kind_of_part_is_refused(binding, expected):
     'LanguageModel.pattern=(@near/Block, @far/Block)',
   ],
 )
-def test_what_fits_is_taken(binding):
+def test_a_part_that_fits_is_accepted(binding):
   load(binding)

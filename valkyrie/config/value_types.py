@@ -1,0 +1,166 @@
+"""Checks of the types of gin values: of flags against files, of bindings against annotations.
+
+An annotation is a literal type, a class, a protocol, or a callable that returns one of these; other
+mismatches raise an error at construction. Every check raises ConfigurationError, with the flag, or
+the file and line.
+"""
+
+import collections.abc
+from collections.abc import Sequence
+import inspect
+import types
+import typing
+from typing import Any
+
+from gin import config as gin_config
+import haiku as hk
+
+from valkyrie.config.check import Effective, effective_macros
+from valkyrie.config.parse import Macro, Reference, Statement, resolve
+from valkyrie.config.registry import find, matching, parameters_of
+from valkyrie.errors import ConfigurationError
+
+_LITERALS = {bool: 'True or False', int: 'an integer', float: 'a number', str: 'a string'}
+
+
+def check_flag_types(statements: Sequence[Statement]) -> None:
+  """Checks that the value of a flag has the type of the file's value."""
+  earlier: dict[str, Statement] = {}
+  for statement in statements:
+    if not statement.is_binding:
+      continue
+    before = earlier.get(statement.name)
+    value = statement.parsed.value
+    if statement.is_flag and before and not _fits(value, {_type(before.parsed.value)}):
+      raise ConfigurationError(
+        f'{statement.where} is {_shown(value)}, but {before.where} has '
+        f'{_shown(before.parsed.value)}.{_as_integer(value)}'
+      )
+    if _type(value):
+      earlier[statement.name] = statement
+
+
+def check_parameter_types(effective: Effective) -> None:
+  """Checks that each value fits the annotation of its parameter."""
+  macros = effective_macros(effective)
+  for (scope, selector, name), statement in effective.items():
+    parameter = None
+    if not statement.is_macro:
+      parameter = parameters_of(gin_config._REGISTRY[selector].wrapped).get(name)
+    if parameter is None:  # a macro, or one of **kwargs
+      continue
+    value, source = resolve(statement.parsed.value, macros)
+    expected = _mismatch(value, parameter)
+    parts = value if isinstance(value, list | tuple) else [value]
+    if expected is None and not scope and any(_refers_to(part, selector) for part in parts):
+      expected = 'another part than itself'
+    if expected is not None:
+      where = statement.where + (f' (from {source.where})' if source else '')
+      raise ConfigurationError(
+        f'{where}: {statement.name} takes {expected}, not {_shown(value)}.{_as_integer(value)}'
+      )
+
+
+def _refers_to(value: Any, selector: str) -> bool:
+  """Whether a value is a reference without scope to this complete selector."""
+  is_unscoped = isinstance(value, Reference) and '/' not in value.name
+  return is_unscoped and matching(value.name) == [selector]
+
+
+def _type(value: Any) -> type | None:
+  """The type of a literal, list or dict; None for a reference, a macro or None."""
+  found = list if isinstance(value, tuple) else type(value)
+  return found if found in {*_LITERALS, list, dict} else None
+
+
+def _fits(value: Any, expected: set[type | None]) -> bool:
+  found = _type(value)
+  return found is None or bool({found, None} & expected) or (found is int and float in expected)
+
+
+def _shown(value: Any) -> str:
+  """A value as gin writes it; a literal with its type."""
+  return f'{_LITERALS[type(value)]} ({value!r})' if type(value) in _LITERALS else _text(value)
+
+
+def _text(value: Any) -> str:
+  if isinstance(value, list | tuple):
+    items = ', '.join(map(_text, value))
+    return f'({items},)' if len(value) == 1 else f'({items})'
+  return str(value) if isinstance(value, Reference | Macro) else repr(value)
+
+
+def _as_integer(value: Any) -> str:
+  return f' Write {int(value)}.' if isinstance(value, float) and value.is_integer() else ''
+
+
+def _mismatch(value: Any, parameter: inspect.Parameter) -> str | None:
+  """The expected type of a parameter's value; None if the value may fit."""
+  options = set(_options(parameter.annotation))
+  if not options <= {*_LITERALS, types.NoneType}:
+    is_known = value is not None and not isinstance(value, Macro)
+    return _part_mismatch(value, parameter.annotation) if is_known else None
+  optional = types.NoneType in options or parameter.default is None
+  if _fits(value, options - {types.NoneType}) and (value is not None or optional):
+    return None
+  return ' or '.join(_LITERALS.get(option, 'None') for option in sorted(options, key=str))
+
+
+def _options(annotation: Any) -> tuple[Any, ...]:
+  """The members of a union, or the annotation itself."""
+  is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+  return typing.get_args(annotation) if is_union else (annotation,)
+
+
+def _part_mismatch(value: Any, annotation: Any) -> str | None:
+  """The expected part, or parts in brackets; None if the value may fit."""
+  options = _options(annotation)
+  if len(options) > 1:
+    found = [_part_mismatch(value, option) for option in options if option is not types.NoneType]
+    return None if None in found else ' or '.join(filter(None, found))
+  origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+  if origin in (collections.abc.Sequence, list):
+    if not isinstance(value, list | tuple):
+      return f'several in brackets, such as ({_text(value)},)'
+    return next(filter(None, (_part_mismatch(item, arguments[0]) for item in value)), None)
+  if origin is collections.abc.Callable:
+    return _callable_mismatch(value, arguments[-1])
+  is_part = inspect.isclass(annotation) and annotation not in {*_LITERALS, inspect.Parameter.empty}
+  return _instance_mismatch(value, annotation) if is_part and origin is None else None
+
+
+def _callable_mismatch(value: Any, returned: Any) -> str | None:
+  """The expected reference, for a parameter that takes a callable of a type."""
+  if isinstance(value, Reference):
+    return None if value.evaluated else _class_mismatch(value, returned)
+  name = getattr(returned, '__name__', 'function')
+  return f'a reference to a {name}' if type(value) in _LITERALS else None
+
+
+def _instance_mismatch(value: Any, expected: type) -> str | None:
+  """The expected instance, for a parameter that takes one of a type."""
+  if not isinstance(value, Reference):
+    is_ours = expected.__module__.startswith('valkyrie.')
+    is_literal = type(value) in _LITERALS
+    return f'a {expected.__name__}, such as @NAME()' if is_ours and is_literal else None
+  if value.evaluated:
+    return _class_mismatch(value, expected)
+  if inspect.isclass(find(value.name).wrapped):
+    return f'an instance of {expected.__name__} (write {value}())'
+  return None
+
+
+def _class_mismatch(value: Reference, expected: Any) -> str | None:
+  """The expected type, for a reference to a class; a protocol needs the same methods."""
+  target = find(value.name).wrapped
+  if value.evaluated and inspect.isclass(target) and issubclass(target, hk.Module):
+    return f'no instance of a Haiku module (write {str(value).removesuffix("()")})'
+  if not inspect.isclass(expected) or not inspect.isclass(target):
+    return None
+  if getattr(expected, '_is_protocol', False):
+    methods = [name for name, member in vars(expected).items() if inspect.isfunction(member)]
+    public = [name for name in methods if not name.startswith('_') or name == '__call__']
+    fits = all(hasattr(target, name) for name in public)
+  else:
+    fits = issubclass(target, expected)
+  return None if fits else f'a {expected.__name__}'
