@@ -1,4 +1,4 @@
-"""What the launchers would run, from their dry runs: nothing is rented, and no cluster is asked."""
+"""The commands of the launchers, from their dry runs, without a cluster."""
 
 import pathlib
 import shlex
@@ -27,7 +27,7 @@ def dry_run(name, *arguments, **environment):
 
 
 def check_run(words):
-  """A supervisor stands above each rank, which is given the flags as they were typed."""
+  """Checks that each rank has a supervisor, and gets the flags of the command line."""
   at = words.index('scripts/supervise')
   assert words[at - 1] != '&&' and words[at : at + 5] == [
     'scripts/supervise', '--', 'python', '-m', 'valkyrie.main',
@@ -37,7 +37,7 @@ def check_run(words):
   assert gin_flags == [FLAGS[-1]]
 
 
-def test_tpu_vm():
+def test_the_tpu_vm_launcher_starts_and_stops_all_hosts():
   start, stop = (
     shlex.split(line)
     for line in dry_run('launch_tpu_vm', 'pod', 'us-central2-b', 'valkyrie').splitlines()
@@ -49,12 +49,12 @@ def test_tpu_vm():
     ]  # fmt: skip
   command = start[8].removeprefix('--command=')
   check_run(shlex.split(command))
-  # The shell's number, which is that of the supervisor from `exec` on, is what is sent the signal.
+  # The signal goes to the process number of the shell, which `exec` replaces by the supervisor.
   assert 'echo $$ > ~/.valkyrie.pid' in command and '&& exec scripts/supervise' in command
   assert stop[8] == '--command=kill -TERM "$(cat ~/.valkyrie.pid)"'
 
 
-def test_gke():
+def test_the_gke_launcher_restarts_after_the_retryable_exit_codes():
   words = shlex.split(dry_run('launch_gke', 'c', 'w', 'v4-64', 'image', XPK_FLAGS='--num-slices=2'))
   assert words[:3] == ['xpk', 'workload', 'create']
   options = dict(word.split('=', 1) for word in words[3:])
@@ -65,19 +65,19 @@ def test_gke():
   check_run(shlex.split(options['--command']))
 
 
-def test_slurm(tmp_path):
+def test_the_slurm_launcher_writes_a_job(tmp_path):
   text = dry_run('launch_slurm', '8', '4', SBATCH_FLAGS='--gpus-per-task=1')
   (tmp_path / 'job').write_text(text)
   subprocess.run(['bash', '-n', tmp_path / 'job'], check=True)
   lines = text.splitlines()
-  asked = {line.removeprefix('#SBATCH ') for line in lines if line.startswith('#SBATCH')}
-  assert asked >= {'--nodes=8', '--ntasks-per-node=4', '--signal=TERM@60', '--gpus-per-task=1'}
+  options = {line.removeprefix('#SBATCH ') for line in lines if line.startswith('#SBATCH')}
+  assert options >= {'--nodes=8', '--ntasks-per-node=4', '--signal=TERM@60', '--gpus-per-task=1'}
   words = shlex.split(lines[-1])
   assert words[:3] == ['exec', 'srun', '--kill-on-bad-exit=0']
   check_run(words)
 
 
 @pytest.mark.parametrize('name', ['launch_tpu_vm', 'launch_gke', 'launch_slurm'])
-def test_too_little_is_a_usage_error(name):
+def test_missing_arguments_are_a_usage_error(name):
   done = subprocess.run([SCRIPTS / name, '--dry_run'], capture_output=True, text=True, check=False)
   assert done.returncode == 2 and f'scripts/{name}' in done.stderr

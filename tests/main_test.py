@@ -1,4 +1,4 @@
-"""The process from outside: exit codes, one message, and nothing heavy imported too early."""
+"""The command line: exit codes, messages, and no early import of large packages."""
 
 import os
 import pathlib
@@ -12,8 +12,8 @@ from valkyrie.errors import UsageError
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-# A house with one room, so that what is seen here is main's doing.
-TOYS = """
+# A module with two run modes, to test main alone.
+RUN_MODES = """
 import gin
 from valkyrie.errors import Diverged
 
@@ -42,7 +42,7 @@ sys.exit(main.main(sys.argv[1:], modules=('toys',), run_modes=modes))
 
 @pytest.fixture
 def start(tmp_path):
-  (tmp_path / 'toys.py').write_text(TOYS)
+  (tmp_path / 'toys.py').write_text(RUN_MODES)
   (tmp_path / 'a.gin').write_text("train.ending = 'well'\n")
 
   def run(*arguments, code=START, **options):
@@ -59,38 +59,38 @@ def start(tmp_path):
   return run
 
 
-def test_trains(start):
+def test_the_run_mode_gets_its_arguments(start):
   done = start('--gin_file', 'a.gin', '--gin.train.ending="fine"', '--model_dir=here')
   assert (done.returncode, done.stdout) == (0, b'train here fine\n')
   assert done.stderr == b''
 
 
-def test_default_model_dir_is_said(start):
+def test_the_default_model_dir_is_printed(start):
   done = start('--gin_file=a.gin', '--gin_file=a.gin')
   assert done.stdout == b'train runs/a-a well\n'
   assert done.stderr == b'model_dir: runs/a-a (--model_dir=DIR for another)\n'
 
 
 @pytest.mark.parametrize(
-  ('ending', 'code', 'said'),
+  ('ending', 'code', 'message'),
   [
     ('diverged', 76, b'valkyrie: loss is nan at step 3\n'),
     ('interrupt', 130, b'valkyrie: interrupted\n'),
   ],
 )
-def test_endings_have_their_code_and_no_traceback(start, ending, code, said):
+def test_errors_have_their_exit_code_and_no_traceback(start, ending, code, message):
   done = start('--gin_file=a.gin', f'--gin.train.ending="{ending}"', '--model_dir=x')
-  assert (done.returncode, done.stderr) == (code, said)
+  assert (done.returncode, done.stderr) == (code, message)
 
 
-def test_bugs_show_their_traceback(start):
+def test_bugs_print_their_traceback(start):
   done = start('--gin_file=a.gin', '--gin.train.ending="bug"', '--model_dir=x')
   assert done.returncode == 70
   assert b'Traceback' in done.stderr
   assert b'ValueError: a bug' in done.stderr
 
 
-def test_bad_configuration_is_one_message(start):
+def test_a_bad_configuration_prints_one_message(start):
   done = start('--gin_file=a.gin', '--gin.train.endings="well"')
   assert done.returncode == 78
   assert done.stdout == b''
@@ -98,7 +98,7 @@ def test_bad_configuration_is_one_message(start):
   assert b'Traceback' not in done.stderr
 
 
-def test_infer_reads_prompt_or_standard_input(start):
+def test_infer_reads_the_prompt_or_standard_input(start):
   arguments = ('--gin_file=a.gin', '--run_mode=infer', '--model_dir=x')
   assert start(*arguments, '--prompt=').stdout == b"infer ''\n"
   assert start(*arguments, input='dé\nf'.encode()).stdout == "infer 'dé\\nf'\n".encode()
@@ -120,7 +120,7 @@ def test_infer_reads_prompt_or_standard_input(start):
     (['--prompt=x', '--gin_file=a'], '--prompt is for --run_mode=infer'),
   ],
 )
-def test_wrong_usage(arguments, expected):
+def test_wrong_usage_has_a_hint(arguments, expected):
   with pytest.raises(UsageError) as caught:
     main.parse_command_line(arguments)
   assert expected in str(caught.value)
@@ -132,7 +132,7 @@ def test_wrong_usage_exits_2(start):
   assert done.stderr.startswith(b'valkyrie: --gin_fil=a.gin: there is no such flag.')
 
 
-def test_help_is_complete_and_imports_nothing_heavy(start):
+def test_help_is_complete_and_imports_no_large_package(start):
   code = """
 import sys
 from valkyrie import main
@@ -152,7 +152,7 @@ finally:
 
 
 @pytest.mark.parametrize('flag', ['--gin.S5.state_sise=3', '--gin.LanguageModle.x=3', '--gin.x=3'])
-def test_bad_gin_is_found_before_tensorflow_data_or_devices(start, flag):
+def test_a_bad_configuration_ends_before_tensorflow_data_and_devices(start, flag):
   code = """
 import sys
 from valkyrie import main
@@ -166,7 +166,7 @@ sys.exit(code)
   assert (done.returncode, done.stdout) == (78, b'nothing heavy\n'), done.stderr.decode()
 
 
-def test_runs_as_a_module(start):
+def test_main_runs_as_a_module(start):
   done = start(code='import runpy; runpy.run_module("valkyrie.main", run_name="__main__")')
   assert done.returncode == 2
   assert b'--gin_file is missing' in done.stderr

@@ -31,7 +31,7 @@ import time
 
 import gin
 import jax.numpy as jnp
-from valkyrie.run.evaluate import Evaluator
+from valkyrie.run.evaluator import Evaluator
 
 
 @gin.configurable
@@ -77,7 +77,7 @@ def flags(folder, tmp_path):
   (tmp_path / 'run.gin').write_text(tiny_run.gin_text(folder / 'data', more=more))
   return [
     '--gin.train_steps=4', '--gin.checkpoint_every=4', '--gin.eval_every=4',
-    '--gin.train.remat=False', '--gin.LanguageModel.remat=None',
+    '--gin.StepSettings.remat_chunks=False', '--gin.LanguageModel.remat_policy=None',
     '--gin.LongformerAttention.document_start=0',
   ]  # fmt: skip
 
@@ -200,7 +200,7 @@ def test_after_an_error_in_the_loop_the_state_is_saved(train_here, tmp_path, mon
   monkeypatch.setenv(heartbeat.VARIABLE, str(writer))
   with pytest.raises(ValueError, match='a bug of the hook') as error:
     train_here('--gin.Act.at=3', '--gin.Act.what="fail"')
-  assert 'What was trained until then was saved.' in error.value.__notes__
+  assert 'The state before the error was saved.' in error.value.__notes__
   assert checkpoints(tmp_path) == ['3']
   # The heartbeats that a supervisor has received.
   os.close(writer)

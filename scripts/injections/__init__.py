@@ -1,1 +1,1 @@
-"""Faults that scripts/faults.py injects: a module for each kind of them."""
+"""Faults that scripts/faults.py injects, with a module for each group."""

@@ -1,4 +1,4 @@
-"""A run that kills itself in a phase of a commit."""
+"""A hook that kills its run at a point of a commit."""
 
 import os
 import pathlib
@@ -17,7 +17,7 @@ def _half_a_manifest(place, step):
   os.truncate(place / manifest.NAME, size // 2)
 
 
-def _is_of_all_steps(directory):
+def _is_of_the_run(directory):
   return directory.name == 'checkpoints'
 
 
@@ -28,36 +28,36 @@ def _half_of_a_step(place):
   return True
 
 
-# The phases of a commit: at which step, in the place of which function, and what is done before the
-# process dies; where that is False it lives on.
+# Points of a commit: (step, module, function that is replaced, action before the kill). The process
+# is not killed if the action returns False.
 MOMENTS = {
   'before the arrays': (8, steps, 'begin', lambda *_: True),
   'before the manifest': (8, manifest, 'write', lambda *_: True),
   'with half a manifest': (8, manifest, 'write', _half_a_manifest),
   'with a manifest and no number': (8, manifest, 'write', _write_manifest),
-  'with a number that is not flushed': (8, manifest, 'sync_directory', _is_of_all_steps),
-  'before an old step goes': (16, steps, 'delete', lambda *_: True),
-  'with an old step half gone': (16, steps.shutil, 'rmtree', _half_of_a_step),
+  'before the new number is flushed': (8, manifest, 'sync_directory', _is_of_the_run),
+  'before an old step is deleted': (16, steps, 'delete', lambda *_: True),
+  'while an old step is deleted': (16, steps.shutil, 'rmtree', _half_of_a_step),
 }
 
 
 @gin.configurable
-class DieIn:
-  """Kills the process in a phase of a commit."""
+class KillIn:
+  """Kills the process at a point of a commit, unless the file `once` exists."""
 
   def __init__(self, moment, once):
     self._once = pathlib.Path(once)
-    self._at, self._place, self._name, self._last = MOMENTS[moment]
+    self._at, self._module, self._name, self._prepare = MOMENTS[moment]
 
   def __call__(self, step, state, metrics):
     if step != self._at - 1 or self._once.exists():
       return
     self._once.touch()
-    original = getattr(self._place, self._name)
+    original = getattr(self._module, self._name)
 
-    def die(*args, **kwargs):
-      if self._last(*args) is False:
+    def kill(*args, **kwargs):
+      if self._prepare(*args) is False:
         return original(*args, **kwargs)
       os.kill(os.getpid(), signal.SIGKILL)
 
-    setattr(self._place, self._name, die)
+    setattr(self._module, self._name, kill)

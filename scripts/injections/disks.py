@@ -1,115 +1,120 @@
-"""Disks that are full or cannot be written, and directories that are not what they seem."""
+"""Full and read-only disks, and other names of directories."""
 
 from collections.abc import Iterator
 import os
 import pathlib
 import subprocess
 
-from injections.laboratory import Laboratory, ended, mounted, wait_for
+from injections.harness import Harness, ended, mounted, wait_for
 from injections.table import Trial, fault
 
 STORAGE = 74
 
 
 @fault(
-  'a full disk, freed later', 'ends with 74, leaves no litter, goes on bit for bit', full=5, short=1
+  'a full disk, freed later',
+  'ends with 74, leaves no files, continues bit for bit',
+  full=5,
+  short=1,
 )
-def full_disk(lab: Laboratory, times: int) -> Iterator[Trial]:
+def full_disk(harness: Harness, times: int) -> Iterator[Trial]:
   for number in range(times):
-    name = lab.new()
-    with mounted(lab.folder / f'{name}.disk') as disk:
+    name = harness.new()
+    with mounted(harness.folder / f'{name}.disk') as disk:
       run = f'--model_dir={disk / "run"}'
-      lab.run(name, run, '--gin.Act.at=14', '--gin.Act.what="die"', code=-9)
+      harness.run(name, run, '--gin.Act.at=14', '--gin.Act.action="kill"', code=-9)
       room = os.statvfs(disk)
       ballast = room.f_bavail * room.f_frsize - 4096 * (number + 1)
       (disk / 'ballast').write_bytes(bytes(ballast))
       before = {path.name for path in (disk / 'run' / 'checkpoints').iterdir()}
-      code = ended(lab.start(name, run))
+      code = ended(harness.start(name, run))
       after = {path.name for path in (disk / 'run' / 'checkpoints').iterdir()}
-      found = None if code == STORAGE else f'exit code {code}: {lab.said(name)[-300:]}'
-      if found is None and not after <= before | {path for path in before if path.isdecimal()}:
-        found = f'{after - before} were left'
+      failure = None if code == STORAGE else f'exit code {code}: {harness.said(name)[-300:]}'
+      if failure is None and not after <= before | {path for path in before if path.isdecimal()}:
+        failure = f'{after - before} were left'
       (disk / 'ballast').unlink()
-      lab.run(name, run)
-      yield Trial(f'{4 * (number + 1)} KiB left', found or lab.difference(name))
-    lab.forget(name)
+      harness.run(name, run)
+      yield Trial(f'{4 * (number + 1)} KiB left', failure or harness.difference(name))
+    harness.forget(name)
 
 
 @fault(
-  'a disk mounted to read only',
-  'ends with 74 before it compiles, goes on afterwards',
+  'a disk remounted read-only',
+  'ends with 74 before compilation, continues afterwards',
   full=2,
   short=1,
 )
-def read_only(lab: Laboratory, times: int) -> Iterator[Trial]:
+def read_only(harness: Harness, times: int) -> Iterator[Trial]:
   for _ in range(times):
-    name = lab.new()
-    with mounted(lab.folder / f'{name}.disk') as disk:
+    name = harness.new()
+    with mounted(harness.folder / f'{name}.disk') as disk:
       run = f'--model_dir={disk / "run"}'
-      lab.run(name, run, '--gin.Act.at=10', '--gin.Act.what="die"', code=-9)
+      harness.run(name, run, '--gin.Act.at=10', '--gin.Act.action="kill"', code=-9)
       remount = ['mount', '-o', 'remount,ro', str(disk)]
       subprocess.run(remount, check=True)
-      said = len(lab.said(name))
-      code = ended(lab.start(name, run))
-      words = lab.said(name)[said:]
-      found = None if code == STORAGE and 'Read-only file system' in words else f'{code}: {words}'
+      said = len(harness.said(name))
+      code = ended(harness.start(name, run))
+      words = harness.said(name)[said:]
+      failure = None if code == STORAGE and 'Read-only file system' in words else f'{code}: {words}'
       if 'compiling' in words:
-        found = 'it compiled first'
+        failure = 'it compiled before it ended'
       subprocess.run([*remount[:2], 'remount,rw', str(disk)], check=True)
-      lab.run(name, run)
-      yield Trial('after step 10', found or lab.difference(name))
-    lab.forget(name)
+      harness.run(name, run)
+      yield Trial('after step 10', failure or harness.difference(name))
+    harness.forget(name)
 
 
 @fault('a relative and a symlinked model directory', 'the same run, bit for bit', full=4)
-def other_names(lab: Laboratory, times: int) -> Iterator[Trial]:
+def other_names(harness: Harness, times: int) -> Iterator[Trial]:
   for number in range(times):
-    name = lab.new()
-    link = lab.folder / f'{name}.link'
+    name = harness.new()
+    link = harness.folder / f'{name}.link'
     link.symlink_to(name)
-    ways = [('--model_dir=' + name, lab.folder), (f'--model_dir={link}', pathlib.Path('/'))]
+    ways = [('--model_dir=' + name, harness.folder), (f'--model_dir={link}', pathlib.Path('/'))]
     first, second = ways if number % 2 == 0 else ways[::-1]
-    (lab.folder / name).mkdir()
-    lab.run(name, first[0], '--gin.Act.at=13', '--gin.Act.what="die"', code=-9, cwd=first[1])
-    lab.run(name, second[0], cwd=second[1])
-    found = lab.difference(name)
-    if not lab.done_again(name) <= 8:
-      found = found or 'it started afresh'
-    yield Trial(f'{first[0]}, then {second[0]}', found)
-    lab.forget(name)
+    (harness.folder / name).mkdir()
+    harness.run(name, first[0], '--gin.Act.at=13', '--gin.Act.action="kill"', code=-9, cwd=first[1])
+    harness.run(name, second[0], cwd=second[1])
+    failure = harness.difference(name)
+    if not harness.repeated(name) <= 8:
+      failure = failure or 'it started again from step 0'
+    yield Trial(f'{first[0]}, then {second[0]}', failure)
+    harness.forget(name)
 
 
 @fault('a step directory that is a symlink', 'is refused with 74', full=2)
-def linked_step(lab: Laboratory, times: int) -> Iterator[Trial]:
+def linked_step(harness: Harness, times: int) -> Iterator[Trial]:
   for _ in range(times):
-    name = lab.new()
-    lab.run(name, '--gin.Act.at=13', '--gin.Act.what="die"', code=-9)
-    step = max((lab.folder / name / 'checkpoints').glob('[0-9]'), key=lambda path: int(path.name))
-    step.rename(lab.folder / f'{name}.elsewhere')
-    step.symlink_to(lab.folder / f'{name}.elsewhere')
-    code = ended(lab.start(name))
-    found = None if 'is a symbolic link' in lab.said(name) else 'no word of it'
-    yield Trial(step.name, found if code == STORAGE else f'exit code {code}')
+    name = harness.new()
+    harness.run(name, '--gin.Act.at=13', '--gin.Act.action="kill"', code=-9)
+    step = max(
+      (harness.folder / name / 'checkpoints').glob('[0-9]'), key=lambda path: int(path.name)
+    )
+    step.rename(harness.folder / f'{name}.elsewhere')
+    step.symlink_to(harness.folder / f'{name}.elsewhere')
+    code = ended(harness.start(name))
+    failure = None if 'is a symbolic link' in harness.said(name) else 'the link was not reported'
+    yield Trial(step.name, failure if code == STORAGE else f'exit code {code}')
     step.unlink()
-    (lab.folder / f'{name}.elsewhere').rename(step)
-    lab.forget(name)
+    (harness.folder / f'{name}.elsewhere').rename(step)
+    harness.forget(name)
 
 
 @fault(
   'a second trainer on the same directory',
-  'is refused with 74, the first is not disturbed',
+  'is refused with 74, the first one is not disturbed',
   full=3,
 )
-def second_trainer(lab: Laboratory, times: int) -> Iterator[Trial]:
+def second_trainer(harness: Harness, times: int) -> Iterator[Trial]:
   for _ in range(times):
-    name = lab.new()
-    first = lab.start(name, '--gin.Pace.seconds=0.3')
-    wait_for(lambda name=name: len(lab.hashes(name)) > 1, first)
-    second = ended(lab.start(name, f'--gin.HashState.path="{lab.folder / name}.second"'))
-    found = None if second == STORAGE else f'exit code {second}'
-    if found is None and f'process {first.pid} on' not in lab.said(name):
-      found = 'the first was not named'
-    if (code := ended(first)) and found is None:
-      found = f'the first ended with {code}'
-    yield Trial('while it trains', found or lab.difference(name))
-    lab.forget(name)
+    name = harness.new()
+    first = harness.start(name, '--gin.Pace.seconds=0.3')
+    wait_for(lambda name=name: len(harness.hashes(name)) > 1, first)
+    second = ended(harness.start(name, f'--gin.HashState.path="{harness.folder / name}.second"'))
+    failure = None if second == STORAGE else f'exit code {second}'
+    if failure is None and f'process {first.pid} on' not in harness.said(name):
+      failure = 'the first one was not named'
+    if (code := ended(first)) and failure is None:
+      failure = f'the first one ended with {code}'
+    yield Trial('while it trains', failure or harness.difference(name))
+    harness.forget(name)

@@ -1,4 +1,4 @@
-"""Parts of a run that fail: feeds, an evaluator and a mixer."""
+"""Faulty configurables of a run: feeds, an evaluator and a mixer."""
 
 import hashlib
 import os
@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.data.feed import TaskFeed
-from valkyrie.run.evaluate import Evaluator
+from valkyrie.run.evaluator import Evaluator
 
-_MARK = 10**6  # is added to the segment ids of a step whose numbers are to be spoilt
+_MARK = 10**6  # added to the segment ids of the steps in which NonFinite acts
 
 
 def _stall():
@@ -24,27 +24,27 @@ def _stall():
 
 @gin.configurable
 class FaultyFeed(TaskFeed):
-  """A feed that fails once, at the step of `Act`, or in several steps.
+  """A feed with a fault in the given steps of one process.
 
-  what: 'stall' never comes back; 'nan' and 'inf' are the weights of the tokens of these steps, and
-  'mark' shows them to a Spoiler. process: which of several fails.
+  fault: 'stall' never returns, once, at the step of `Act`; 'nan' and 'inf' are the weights of all
+  tokens; 'mark' marks the tokens for `NonFinite`.
   """
 
-  def __init__(self, what, *arguments, steps=(), process=0, **options):
+  def __init__(self, fault, *arguments, steps=(), process=0, **options):
     super().__init__(*arguments, **options)
-    self._what = what
+    self._fault = fault
     self._steps = steps if jax.process_index() == process else ()
-    if what == 'stall':
+    if fault == 'stall':
       self._once = pathlib.Path(gin.query_parameter('Act.once'))
-      self._steps = (gin.query_parameter('Act.at'),)  # of the process that is to act
+      self._steps = (gin.query_parameter('Act.at'),)  # that of this process
 
   def read(self, position, length, rows=None):
     batch = super().read(position, length, rows)
     if position // length + 1 in self._steps:
-      if self._what == 'mark':
+      if self._fault == 'mark':
         return batch._replace(segment_ids=batch.segment_ids + _MARK)
-      if self._what != 'stall':
-        return batch._replace(weights=batch.weights * np.float32(self._what))
+      if self._fault != 'stall':
+        return batch._replace(weights=batch.weights * np.float32(self._fault))
       if not self._once.exists():
         self._once.touch()
         _stall()
@@ -70,7 +70,7 @@ class HashingFeed(TaskFeed):
 
 @gin.configurable
 class InterruptedEvaluator(Evaluator):
-  """Evaluates, and asks its own process to stop at the beginning of it, once."""
+  """An evaluator that sends SIGTERM to its own process once, at its first evaluation."""
 
   def __call__(self, *arguments, **options):
     once = pathlib.Path(gin.query_parameter('Act.once'))
@@ -81,10 +81,10 @@ class InterruptedEvaluator(Evaluator):
 
 
 @gin.configurable
-class Spoiler(hk.Module):
-  """A mixer that gives back what it is given, but for marked steps: there one place is spoilt.
+class NonFinite(hk.Module):
+  """An identity mixer; in marked steps one of its values is not finite.
 
-  place: 'loss' spoils what it gives back, 'gradient' that of it, 'carry' what it carries on.
+  place: 'loss' replaces the output, 'gradient' the gradient of the input, 'carry' the carry.
   """
 
   causal = True
@@ -105,16 +105,16 @@ class Spoiler(hk.Module):
     if self._place == 'loss':
       return jnp.where(here[..., None], self._value, x), carry
     if self._place == 'gradient':
-      return _spoil_gradient(x, here[..., None], self._value), carry
+      return _replace_gradient(x, here[..., None], self._value), carry
     return x, jnp.where(here[:, :1], self._value, carry)
 
 
 @jax.custom_vjp
-def _spoil_gradient(x, here, value):
+def _replace_gradient(x, here, value):
   return x
 
 
-_spoil_gradient.defvjp(
+_replace_gradient.defvjp(
   lambda x, here, value: (x, (here, value)),
   lambda kept, gradient: (jnp.where(kept[0], kept[1], gradient), None, None),
 )

@@ -1,4 +1,4 @@
-"""Hooks of a run: hashes of its states, the length of its steps, and what fails in one of them."""
+"""Hooks of a run: hashes of its states, a minimal step time, and faults in a step."""
 
 import contextlib
 import hashlib
@@ -15,7 +15,7 @@ import numpy as np
 
 
 def _hash(tree):
-  """Of what this process holds of it."""
+  """A hash of the shards of this process."""
   digest = hashlib.sha256()
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
     digest.update(f'{path} {leaf.dtype} {leaf.shape}'.encode())
@@ -37,24 +37,24 @@ class HashState:
 
 
 @gin.configurable
-class HashLearnt:
-  """Appends [step, hash of parameters and optimizer, whether the carry is empty]."""
+class HashParameters:
+  """Appends [step, hash of parameters and optimizer state, whether the carry is zero]."""
 
   def __init__(self, path):
     self._path = path
 
   def __call__(self, step, state, metrics):
-    learnt = _hash((state.params, state.optimizer_state))
+    digest = _hash((state.params, state.optimizer_state))
     carries = [
       shard.data for leaf in jax.tree.leaves(state.carry) for shard in leaf.addressable_shards
     ]
     with open(self._path, 'a') as file:
-      print(json.dumps([step, learnt, not any(map(np.any, carries))]), file=file, flush=True)
+      print(json.dumps([step, digest, not any(map(np.any, carries))]), file=file, flush=True)
 
 
 @gin.configurable
 class Pace:
-  """Gives each step a length, so that there is a moment in which something can happen to it."""
+  """Makes each step longer, so that a fault can be injected during it."""
 
   def __init__(self, seconds=0.0):
     self._seconds = seconds
@@ -77,17 +77,17 @@ def _deadlock():
   lock.acquire()
 
 
-def _die():
+def _kill():
   os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _ask():
+def _terminate():
   os.kill(os.getpid(), signal.SIGTERM)
 
 
-_DEEDS = {
-  'ask': _ask,
-  'die': _die,
+_ACTIONS = {
+  'terminate': _terminate,
+  'kill': _kill,
   'fail': _fail,
   'stop': _stop,
   'deadlock': _deadlock,
@@ -96,21 +96,21 @@ _DEEDS = {
 
 @gin.configurable
 class Act:
-  """Does something at a step, unless the file `once` says that it was done.
+  """Performs an action at a step, unless the file `once` exists, and makes that file.
 
-  'fail to save' fills the disk first, whose root is the path of `once` without its ending.
+  The action 'fail to save' first fills the disk at the path of `once` without its suffix.
   """
 
-  def __init__(self, once, at=None, what='fail'):
-    self._once, self._at, self._what = pathlib.Path(once), at, what
+  def __init__(self, once, at=None, action='fail'):
+    self._once, self._at, self._action = pathlib.Path(once), at, action
 
   def __call__(self, step, state, metrics):
     if step == self._at and not self._once.exists():
       self._once.touch()
-      if self._what == 'fail to save':
+      if self._action == 'fail to save':
         _fill(self._once.with_suffix(''))
         _fail()
-      _DEEDS[self._what]()
+      _ACTIONS[self._action]()
 
 
 def _fill(disk):

@@ -1,20 +1,20 @@
-"""Killed with SIGKILL: in a random moment, inside a save, in each phase of a commit."""
+"""Kills with SIGKILL: at random moments, during saves, and at each point of a commit."""
 
 from collections.abc import Iterator
 import functools
 import time
 
 from injections.commits import MOMENTS
-from injections.laboratory import KILL, Laboratory, ended, heartbeats, wait_for
+from injections.harness import KILL, Harness, ended, heartbeats, wait_for
 from injections.table import Trial, fault
 
-BITS = 'goes on bit for bit'
-AGAIN = 'steps done again'
+BITS = 'continues bit for bit'
+REPEATED = 'steps repeated'
 
 
-def _lives(lab: Laboratory, times: int, kill) -> Iterator[Trial]:
-  """Kills the lives of runs; each next one must go on as the one before would have."""
-  name, killed = lab.new(), 0
+def _kills(harness: Harness, times: int, kill) -> Iterator[Trial]:
+  """Kills a run again and again; each new process must continue it bit for bit."""
+  name, killed = harness.new(), 0
   while killed < times:
     process, what = kill(name)
     if process.returncode == -KILL:
@@ -22,27 +22,27 @@ def _lives(lab: Laboratory, times: int, kill) -> Iterator[Trial]:
     elif process.returncode != 0:
       yield Trial(what, f'exit code {process.returncode}')
       return
-    yield from _judge(lab, name, what, process.returncode)
+    yield from _judge(harness, name, what, process.returncode)
     if process.returncode == 0:
-      lab.forget(name)
-      name = lab.new()
-  lab.run(name)
-  if found := lab.difference(name):
-    yield Trial('the end of it', found)
-  lab.forget(name)
+      harness.forget(name)
+      name = harness.new()
+  harness.run(name)
+  if failure := harness.difference(name):
+    yield Trial('at the end', failure)
+  harness.forget(name)
 
 
-def _judge(lab: Laboratory, name: str, what: str, code: int) -> Iterator[Trial]:
-  found = lab.difference(name, whole=code == 0)
-  if code == -KILL or found:
-    yield Trial(what, found, lab.done_again(name))
+def _judge(harness: Harness, name: str, what: str, code: int) -> Iterator[Trial]:
+  failure = harness.difference(name, whole=code == 0)
+  if code == -KILL or failure:
+    yield Trial(what, failure, harness.repeated(name))
 
 
-@fault('kill -9 at a random moment', BITS, full=30, unit=AGAIN)
-def at_random(lab: Laboratory, times: int) -> Iterator[Trial]:
+@fault('kill -9 at a random moment', BITS, full=30, unit=REPEATED)
+def at_random(harness: Harness, times: int) -> Iterator[Trial]:
   def kill(name):
-    process = lab.start(name, '--gin.Pace.seconds=0.05')
-    seconds = lab.random.uniform(0.2, lab.run_seconds + 24 * 0.05)
+    process = harness.start(name, '--gin.Pace.seconds=0.05')
+    seconds = harness.random.uniform(0.2, harness.run_seconds + 24 * 0.05)
     until = time.monotonic() + seconds
     while process.poll() is None and time.monotonic() < until:
       time.sleep(0.005)
@@ -50,38 +50,40 @@ def at_random(lab: Laboratory, times: int) -> Iterator[Trial]:
     process.wait()
     return process, f'{seconds:.2f} s after a start'
 
-  return _lives(lab, times, kill)
+  return _kills(harness, times, kill)
 
 
-@fault('kill -9 inside a save', BITS, full=20, unit=AGAIN)
-def inside_a_save(lab: Laboratory, times: int) -> Iterator[Trial]:
+@fault('kill -9 during a save', BITS, full=20, unit=REPEATED)
+def during_a_save(harness: Harness, times: int) -> Iterator[Trial]:
   def kill(name):
-    with heartbeats() as (told, ours):
-      process = lab.start(name, '--gin.Pace.seconds=0.02', **told)
-      number = lab.random.randint(1, 3)
-      wait_for(functools.partial(ours.reached, 'save', number), process)
-      seconds = lab.random.uniform(0, 0.15)
+    with heartbeats() as (options, beats):
+      process = harness.start(name, '--gin.Pace.seconds=0.02', **options)
+      number = harness.random.randint(1, 3)
+      wait_for(functools.partial(beats.reached, 'save', number), process)
+      seconds = harness.random.uniform(0, 0.15)
       time.sleep(seconds)
       process.send_signal(KILL)
       process.wait()
-    return process, f'{seconds:.3f} s after save {number} of a life began'
+    return process, f'{seconds:.3f} s after the start of save {number} of a process'
 
-  return _lives(lab, times, kill)
+  return _kills(harness, times, kill)
 
 
-@fault('kill -9 in each phase of a commit and of its manifest', BITS, full=7, short=1, unit=AGAIN)
-def in_each_phase(lab: Laboratory, times: int) -> Iterator[Trial]:
+@fault(
+  'kill -9 at each point of a commit and of its manifest', BITS, full=7, short=1, unit=REPEATED
+)
+def at_each_point(harness: Harness, times: int) -> Iterator[Trial]:
   for moment in list(MOMENTS)[:: max(1, len(MOMENTS) // times)][:times]:
-    name = lab.new()
+    name = harness.new()
     flags = [
-      f'--gin.DieIn.moment="{moment}"',
-      f'--gin.DieIn.once="{lab.folder / name}.died"',
-      '--gin.train.hooks=(@DieIn(), @HashState())',
+      f'--gin.KillIn.moment="{moment}"',
+      f'--gin.KillIn.once="{harness.folder / name}.killed"',
+      '--gin.train.hooks=(@KillIn(), @HashState())',
     ]
-    code = ended(lab.start(name, *flags))
-    found = None if code == -KILL else f'exit code {code}: it was never killed'
-    if found is None:
-      lab.run(name, *flags)
-      found = lab.difference(name)
-    yield Trial(moment, found, lab.done_again(name))
-    lab.forget(name)
+    code = ended(harness.start(name, *flags))
+    failure = None if code == -KILL else f'exit code {code}: it was never killed'
+    if failure is None:
+      harness.run(name, *flags)
+      failure = harness.difference(name)
+    yield Trial(moment, failure, harness.repeated(name))
+    harness.forget(name)

@@ -1,4 +1,4 @@
-"""Gin files with a mistake in them."""
+"""Gin files with a random mistake."""
 
 from collections.abc import Iterator
 import multiprocessing
@@ -7,7 +7,7 @@ import random
 import re
 import sys
 
-from injections.laboratory import Laboratory
+from injections.harness import Harness
 from injections.table import Trial, fault
 from valkyrie import main
 
@@ -16,18 +16,18 @@ SIZES = (
   'batch_size', 'chunk_size', 'chunks', 'backprop_chunks', 'log_every', 'checkpoint_every',
   'train_steps', 'LanguageModel.d_model', 'LanguageModel.layers', 'Block.mlp_width',
   'LongformerAttention.heads', 'LongformerAttention.head_width', 'LongformerAttention.slice_size',
-  'S5.state_size', 'S5.blocks',
+  'S5.state_size', 'S5.hippo_blocks',
 )  # fmt: skip
-# What is possible alone, but does not fit the rest.
+# Values that are valid alone, but do not fit the rest of the file.
 MISFITS = (
-  ('backprop_chunks', '3'), ('LongformerAttention.kv_heads', '3'), ('S5.blocks', '3'),
+  ('backprop_chunks', '3'), ('LongformerAttention.kv_heads', '3'), ('S5.hippo_blocks', '3'),
   ('LanguageModel.vocabulary_size', '100'), ('LanguageModel.layers', '0'), ('seed', '-1'),
   ('Partitioner.mesh', '(("data", 3),)'), ('Partitioner.mesh', '(("data", 0),)'),
   ('Partitioner.mesh', '(("data", -1), ("model", -1))'),
   ('Partitioner.mesh', '(("data", 1), ("data", 1))'), ('Partitioner.mesh', '(("data", "one"),)'),
   ('Partitioner.mesh', '"data"'), ('Partitioner.axis_rules', '(("embed", "modle"),)'),
   ('Partitioner.parameter_axes', '()'), ('Partitioner.parameter_axes', '(("(", ("embed",)),)'),
-  ('train.loss_spikes', '@S5'), ('LossSpikes.action', '"ignore"'), ('Checkpoints.keep', '0'),
+  ('StepSettings.loss_spikes', '@S5'), ('LossSpikes.action', '"ignore"'), ('Checkpoints.keep', '0'),
   ('RefusedSteps.allowed', '-1'), ('Preemption.grace_seconds', '-1.0'),
   ('TaskFeed.reset_at', '"line"'), ('vocabulary', '"words"'), ('Block.mixers', '(@Block,)'),
   ('Block.mixers', '@S5'), ('LanguageModel.pattern', '()'), ('LanguageModel.compute_dtype', '"f8"'),
@@ -41,7 +41,7 @@ def _typo(word: str, at: random.Random) -> str:
 
 
 def mutate(text: str, number: int, at: random.Random) -> tuple[str, str]:
-  """(what was done, the text with one mistake in it)."""
+  """(the changed line, the text with one mistake)."""
   lines = text.splitlines()
   bound = [n for n, line in enumerate(lines) if re.match(r'[\w./]+ = ', line)]
   n = at.choice(bound)
@@ -84,28 +84,28 @@ def mutate(text: str, number: int, at: random.Random) -> tuple[str, str]:
 
 
 def _attempt(arguments: list[str], log: str) -> None:
-  """Runs the command in a process that was forked with all imports done, and keeps its words."""
+  """Runs the command in a forked process that has all imports, and writes its output to a file."""
   with open(log, 'w') as file:
     os.dup2(file.fileno(), 2)
   sys.exit(main.main(arguments))
 
 
-@fault('a gin file with a mistake', 'ends with 78 or 2, says what is wrong', full=210, short=7)
-def mistakes(lab: Laboratory, times: int) -> Iterator[Trial]:
-  text = (lab.folder / 'single.gin').read_text()
+@fault('a gin file with a mistake', 'ends with 78 or 2, explains the mistake', full=210, short=7)
+def mistakes(harness: Harness, times: int) -> Iterator[Trial]:
+  text = (harness.folder / 'single.gin').read_text()
   processes = multiprocessing.get_context('forkserver')
   processes.set_forkserver_preload(['injections.mistakes', *main.CONFIGURABLE_MODULES])
   for number in range(times):
-    what, mutated = mutate(text, number, lab.random)
-    name, file = lab.new(), lab.folder / 'mistake.gin'
+    what, mutated = mutate(text, number, harness.random)
+    name, file = harness.new(), harness.folder / 'mistake.gin'
     file.write_text(mutated)
-    arguments = [f'--gin_file={file}', f'--model_dir={lab.folder / name}', *lab.flags(name)]
-    log = lab.folder / f'{name}.log'
+    arguments = [f'--gin_file={file}', f'--model_dir={harness.folder / name}', *harness.flags(name)]
+    log = harness.folder / f'{name}.log'
     process = processes.Process(target=_attempt, args=(arguments, str(log)))
     process.start()
     process.join()
-    found = None
-    if process.exitcode not in REFUSED or 'valkyrie: ' not in lab.said(name):
-      found = f'exit code {process.exitcode}: {lab.said(name)[-300:]}'
-    yield Trial(what, found)
-    lab.forget(name)
+    failure = None
+    if process.exitcode not in REFUSED or 'valkyrie: ' not in harness.said(name):
+      failure = f'exit code {process.exitcode}: {harness.said(name)[-300:]}'
+    yield Trial(what, failure)
+    harness.forget(name)

@@ -1,114 +1,118 @@
-"""NaN, infinities and spikes: in the loss, the gradient, the carry and the data."""
+"""NaN, infinities and loss spikes, in the loss, the gradient, the carry and the data."""
 
 from collections.abc import Iterator
 import json
 import pathlib
 import shutil
 
-from injections.laboratory import ROWS, STEPS, TOKENS, Laboratory, write_store
+from injections.harness import ROWS, STEPS, TOKENS, Harness, write_store
 from injections.table import Trial, fault
 
-REFUSED = 'the step is refused, its rows remember nothing, the run goes on'
+REFUSED = 'refuses the step, clears its carry, continues'
 BAD = (5, 11, 12, 20)  # steps
 
 
-def refused_log(lab: Laboratory, name: str) -> list[dict]:
+def refused_log(harness: Harness, name: str) -> list[dict]:
   """The lines of refused_steps.jsonl."""
-  lines = (lab.folder / name / 'refused_steps.jsonl').read_text().splitlines()
+  lines = (harness.folder / name / 'refused_steps.jsonl').read_text().splitlines()
   return [json.loads(line) for line in lines]
 
 
 @fault('NaN and infinity in loss, gradient, carry and data', REFUSED, full=32, short=4)
-def not_finite(lab: Laboratory, times: int) -> Iterator[Trial]:
+def not_finite(harness: Harness, times: int) -> Iterator[Trial]:
   ways = [
-    (place, what) for place in ('data', 'carry', 'loss', 'gradient') for what in ('nan', 'inf')
+    (place, value) for place in ('data', 'carry', 'loss', 'gradient') for value in ('nan', 'inf')
   ]
   per_run = len(BAD)
-  for place, what in ways[:: max(1, len(ways) * per_run // times)][: max(1, times // per_run)]:
-    name = lab.new()
+  for place, value in ways[:: max(1, len(ways) * per_run // times)][: max(1, times // per_run)]:
+    name = harness.new()
     steps = f'{list(BAD)}'
     if place == 'data':
-      flags = ['--gin.train.feed=@train/FaultyFeed', f'--gin.FaultyFeed.what="{what}"']
+      flags = ['--gin.train.feed=@train/FaultyFeed', f'--gin.FaultyFeed.fault="{value}"']
       flags += [f'--gin.FaultyFeed.steps={steps}']
     else:
-      flags = ['--gin.Block.mixers=(@S5, @Spoiler)']
-      flags += [f'--gin.Spoiler.place="{place}"', f'--gin.Spoiler.value="{what}"']
-      flags += ['--gin.train.feed=@train/FaultyFeed', '--gin.FaultyFeed.what="mark"']
+      flags = ['--gin.Block.mixers=(@S5, @NonFinite)']
+      flags += [f'--gin.NonFinite.place="{place}"', f'--gin.NonFinite.value="{value}"']
+      flags += ['--gin.train.feed=@train/FaultyFeed', '--gin.FaultyFeed.fault="mark"']
       flags += [f'--gin.FaultyFeed.steps={steps}']
-    path = lab.folder / f'{name}.learnt'
-    flags += [f'--gin.HashLearnt.path="{path}"', '--gin.train.hooks=(@HashLearnt(),)']
-    lab.run(name, *flags)
-    refused = [line['step'] for line in refused_log(lab, name)]
+    path = harness.folder / f'{name}.parameters'
+    flags += [f'--gin.HashParameters.path="{path}"', '--gin.train.hooks=(@HashParameters(),)']
+    harness.run(name, *flags)
+    refused = [line['step'] for line in refused_log(harness, name)]
     for step in BAD:
-      found = wrong_at(step, learnt(path), refused)
-      yield Trial(f'{what} in the {place} of step {step}', found)
-    lab.forget(name)
+      failure = failure_at(step, parameter_hashes(path), refused)
+      yield Trial(f'{value} in the {place} of step {step}', failure)
+    harness.forget(name)
 
 
-def learnt(path: pathlib.Path) -> dict[int, list]:
-  """What HashLearnt wrote, by steps."""
+def parameter_hashes(path: pathlib.Path) -> dict[int, list]:
+  """The lines of HashParameters, by step."""
   return {step: rest for step, *rest in map(json.loads, path.read_text().splitlines())}
 
 
-def wrong_at(step: int, seen: dict[int, list], refused: list[int]) -> str | None:
-  """What a step did that should have done nothing; None where all is as promised."""
+def failure_at(step: int, seen: dict[int, list], refused: list[int]) -> str | None:
+  """The unexpected change of a refused step; None if it has changed nothing."""
   if refused != list(BAD):
-    return f'the steps {refused} were refused'
+    return f'steps {refused} were refused'
   if seen[step][0] != seen[step - 1][0]:
-    return 'parameters or optimizer have changed'
+    return 'parameters or optimizer state have changed'
   if not seen[step][1]:
-    return 'a row remembers something'
+    return 'a carry was not cleared'
   if step + 1 not in BAD and seen[step + 1][0] == seen[step][0]:
     return 'the next step changed nothing'
   return None
 
 
-@fault('numbers that stay infinite', 'ends with 76, names the documents', full=2)
-def stays_infinite(lab: Laboratory, times: int) -> Iterator[Trial]:
+@fault('values that stay NaN or infinite', 'ends with 76, names the documents', full=2)
+def stays_infinite(harness: Harness, times: int) -> Iterator[Trial]:
   for number in range(times):
-    name = lab.new()
-    flags = [f'--gin.FaultyFeed.what="{("nan", "inf")[number % 2]}"']
+    name = harness.new()
+    flags = [f'--gin.FaultyFeed.fault="{("nan", "inf")[number % 2]}"']
     flags += [
       '--gin.FaultyFeed.steps=' + str(list(range(4, STEPS))),
       '--gin.RefusedSteps.allowed=3',
     ]
-    lab.run(name, '--gin.train.feed=@train/FaultyFeed', *flags, code=76)
-    found = None if 'these documents of' in lab.said(name) else 'no document was named'
-    yield Trial('from step 4 on', found)
-    lab.forget(name)
+    harness.run(name, '--gin.train.feed=@train/FaultyFeed', *flags, code=76)
+    failure = None if 'these documents of' in harness.said(name) else 'no document was named'
+    yield Trial('from step 4 on', failure)
+    harness.forget(name)
 
 
-@fault('a loss spike', 'is skipped, as it is by a run that is killed in between', full=100)
-def spikes(lab: Laboratory, times: int) -> Iterator[Trial]:
-  yield from _spikes(lab, times, 'skip')
+@fault('a loss spike', 'is skipped, also by a run that is killed in between', full=100)
+def spikes(harness: Harness, times: int) -> Iterator[Trial]:
+  yield from _spikes(harness, times, 'skip')
 
 
-@fault('a loss spike, and back to the last checkpoint', 'the same', full=30)
-def spikes_back(lab: Laboratory, times: int) -> Iterator[Trial]:
-  yield from _spikes(lab, times, 'rewind')
+@fault(
+  'a loss spike, with a rewind to the last checkpoint',
+  'is skipped, also by a run that is killed in between',
+  full=30,
+)
+def rewound_spikes(harness: Harness, times: int) -> Iterator[Trial]:
+  yield from _spikes(harness, times, 'rewind')
 
 
-def _spikes(lab: Laboratory, times: int, action: str) -> Iterator[Trial]:
-  expected, flags = spiky(lab, times, action)
-  whole, killed = lab.new(), lab.new()
-  lab.run(whole, *flags)
-  lab.run(killed, *flags, f'--gin.Act.at={expected[0] + 3}', '--gin.Act.what="die"', code=-9)
-  lab.run(killed, *flags)
-  refused = [line['step'] for line in refused_log(lab, whole) if 'why' in line]
-  same = dict(lab.hashes(whole)) == dict(lab.hashes(killed))
+def _spikes(harness: Harness, times: int, action: str) -> Iterator[Trial]:
+  expected, flags = spiky(harness, times, action)
+  whole, killed = harness.new(), harness.new()
+  harness.run(whole, *flags)
+  harness.run(killed, *flags, f'--gin.Act.at={expected[0] + 3}', '--gin.Act.action="kill"', code=-9)
+  harness.run(killed, *flags)
+  refused = [line['step'] for line in refused_log(harness, whole) if 'why' in line]
+  same = dict(harness.hashes(whole)) == dict(harness.hashes(killed))
   for step in expected:
-    found = None if step in refused else 'was trained on'
-    yield Trial(f'step {step}', found if same else 'the run that was killed decided otherwise')
-  lab.forget(whole)
-  lab.forget(killed)
+    failure = None if step in refused else 'was trained on'
+    yield Trial(f'step {step}', failure if same else 'the killed run has other states')
+  harness.forget(whole)
+  harness.forget(killed)
 
 
-def spiky(lab: Laboratory, times: int, action: str) -> tuple[list[int], list[str]]:
-  """(the steps whose loss stands out, the flags of a run that meets them)."""
+def spiky(harness: Harness, times: int, action: str) -> tuple[list[int], list[str]]:
+  """(the steps with a loss spike, the flags of their run)."""
   every, first = 8, 24
   expected = list(range(first, first + every * times, every))
   steps = expected[-1] + 2
-  _noisy_store(lab, expected, steps)
+  _noisy_store(harness, expected, steps)
   return expected, [
     f'--gin.train_steps={steps}', '--gin.train/TaskFeed.task="noise"', '--gin.learning_rate=0.03',
     f'--gin.LossSpikes.action="{action}"', '--gin.LossSpikes.window=6',
@@ -116,15 +120,15 @@ def spiky(lab: Laboratory, times: int, action: str) -> tuple[list[int], list[str
   ]  # fmt: skip
 
 
-def _noisy_store(lab: Laboratory, noisy: list[int], steps: int) -> None:
-  """Each row a long text of two letters, in which these steps read others."""
+def _noisy_store(harness: Harness, noisy: list[int], steps: int) -> None:
+  """Writes a store: each row is a long text of two letters, except in the noisy steps."""
   letters = []
   for _ in range(ROWS):
-    text = lab.random.choices('ab', k=(steps + 1) * TOKENS)
+    text = harness.random.choices('ab', k=(steps + 1) * TOKENS)
     for step in noisy:
       first = (step - 1) * TOKENS + 1  # the step before predicts its first token
-      text[first : first + TOKENS - 1] = lab.random.choices('ghijklmnopqrstuvw', k=TOKENS - 1)
+      text[first : first + TOKENS - 1] = harness.random.choices('ghijklmnopqrstuvw', k=TOKENS - 1)
     letters.append(''.join(text))
-  for path in (lab.folder / 'data').glob('noise-*'):
+  for path in (harness.folder / 'data').glob('noise-*'):
     shutil.rmtree(path)
-  write_store(lab.folder / 'data', 'noise', 'train', letters)
+  write_store(harness.folder / 'data', 'noise', 'train', letters)

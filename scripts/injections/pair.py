@@ -1,4 +1,4 @@
-"""Two processes that train as one, each on a core."""
+"""Runs of two processes, each on its own core."""
 
 from collections.abc import Sequence
 import functools
@@ -6,11 +6,11 @@ import socket
 import subprocess
 import sys
 
-from injections.laboratory import CORES, Laboratory, ended, keep_to
+from injections.harness import CORES, Harness, ended, keep_to
 
 BOTH = (0, 1)
-NOTHING = ((), ())  # for each of both
-DEADLINE = 5  # seconds in which a step of a supervised one must give a sign of life
+NO_FLAGS = ((), ())  # of each process
+DEADLINE = 5  # seconds between heartbeats in a step, under a supervisor
 _SUPERVISE = (
   sys.executable, '-m', 'valkyrie.distributed.supervisor',
   f'--step_seconds={DEADLINE}', '--pause_seconds=1',
@@ -19,25 +19,32 @@ _SUPERVISE = (
 
 
 class Pair:
-  """A run of two processes, of each of which the hashes of what it holds are kept."""
+  """A run of two processes, with the hashes of the shards of each."""
 
-  def __init__(self, lab: Laboratory):
-    self.lab = lab
-    self.name = lab.new()
+  def __init__(self, harness: Harness):
+    self.harness = harness
+    self.name = harness.new()
 
   def start(
     self,
     *flags: str,
-    alone: Sequence[Sequence[str]] = NOTHING,
+    alone: Sequence[Sequence[str]] = NO_FLAGS,
     each: Sequence[dict] = ({}, {}),
     supervised: bool = False,
   ) -> list[subprocess.Popen]:
-    """Starts both: with flags for both and `alone` for each, and options `each`."""
+    """Starts both processes.
+
+    Args:
+      flags: flags of both.
+      alone: flags of each.
+      each: options of `Harness.start` of each.
+      supervised: whether each has a supervisor.
+    """
     address = _free_address()
     return [
-      self.lab.start(
+      self.harness.start(
         self.of(process),
-        f'--model_dir={self.lab.folder / self.name}',
+        f'--model_dir={self.harness.folder / self.name}',
         f'--coordinator={address}',
         '--processes=2',
         f'--process={process}',
@@ -53,29 +60,29 @@ class Pair:
     ]
 
   def run(self, *flags: str, **options) -> None:
-    """Runs both to their end."""
-    found = [ended(process) for process in self.start(*flags, **options)]
-    if any(found):
-      raise AssertionError(f'exit codes {found}, expected 0: {self.said()[-800:]}')
+    """Runs both processes to their end."""
+    codes = [ended(process) for process in self.start(*flags, **options)]
+    if any(codes):
+      raise AssertionError(f'exit codes {codes}, expected 0: {self.said()[-800:]}')
 
   def of(self, process: int) -> str:
-    """The name of what one of the two leaves."""
+    """The name of the files of a process."""
     return f'{self.name}.{process}'
 
   def said(self, process: int | None = None) -> str:
-    """What one of them has said, or both."""
-    return ''.join(self.lab.said(self.of(n)) for n in (BOTH if process is None else [process]))
+    """The output of one process, or of both."""
+    return ''.join(self.harness.said(self.of(n)) for n in (BOTH if process is None else [process]))
 
   def difference(self, whole: bool = True) -> str | None:
-    """What differs from the pair that nothing was done to; None where nothing does."""
-    for process, hashes in zip(BOTH, expected(self.lab), strict=True):
-      if found := self.lab.difference(self.of(process), whole, hashes):
-        return f'process {process}: {found}'
+    """The first difference from an undisturbed pair; None if all states are bit-identical."""
+    for process, hashes in zip(BOTH, expected(self.harness), strict=True):
+      if failure := self.harness.difference(self.of(process), whole, hashes):
+        return f'process {process}: {failure}'
     return None
 
   def forget(self) -> None:
-    """Deletes what is left of it."""
-    self.lab.forget(self.name)
+    """Deletes the files of the pair."""
+    self.harness.forget(self.name)
 
 
 def _free_address() -> str:
@@ -85,8 +92,8 @@ def _free_address() -> str:
 
 
 @functools.cache
-def expected(lab: Laboratory) -> list[dict[int, str]]:
-  """Of each of a pair that nothing was done to, {step: hash}."""
-  pair = Pair(lab)
+def expected(harness: Harness) -> list[dict[int, str]]:
+  """{step: hash} of each process of an undisturbed pair."""
+  pair = Pair(harness)
   pair.run()
-  return [dict(lab.hashes(pair.of(process))) for process in BOTH]
+  return [dict(harness.hashes(pair.of(process))) for process in BOTH]

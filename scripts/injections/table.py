@@ -1,4 +1,4 @@
-"""The rows of the table: what is injected, what is promised, and whether that was kept."""
+"""The table of faults: a row has a fault, its promise, and the number of kept promises."""
 
 from collections.abc import Callable, Iterator, Sequence
 import dataclasses
@@ -8,22 +8,23 @@ from typing import Any, NamedTuple
 class Trial(NamedTuple):
   """One injection.
 
-  what: was done, such as 'killed 1.31 s after its start'; found: what happened instead of what is
-  promised, None where the promise was kept; cost: in the unit of the row.
+  what: the injection, such as '1.31 s after a start'.
+  failure: the reason why the promise was not kept; None if it was kept.
+  cost: a number in the unit of the row.
   """
 
   what: str
-  found: str | None = None
+  failure: str | None = None
   cost: float | None = None
 
 
 class Unavailable(Exception):
-  """This machine cannot inject such a fault; the message says why."""
+  """This machine cannot inject the fault, with the reason as the message."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-  """A row: `inject(laboratory, times)` yields a Trial for each injection."""
+  """A row of the table; `inject(harness, times)` yields a Trial for each injection."""
 
   name: str
   promise: str
@@ -37,7 +38,7 @@ FAULTS: list[Fault] = []
 
 
 def fault(name: str, promise: str, *, full: int, short: int = 0, unit: str = '') -> Callable:
-  """Adds the row of a function; `short` and `full` say how often each form of the table injects."""
+  """Registers a function as a row, with its numbers of injections in both forms of the table."""
 
   def register(inject: Callable) -> Callable:
     FAULTS.append(Fault(name, promise, inject, full, short, unit))
@@ -47,21 +48,21 @@ def fault(name: str, promise: str, *, full: int, short: int = 0, unit: str = '')
 
 
 def summary(row: Fault, trials: list[Trial], seconds: float) -> dict[str, Any]:
-  """The numbers of a row."""
+  """The results of a row."""
   costs = [trial.cost for trial in trials if trial.cost is not None]
   return {
     'fault': row.name,
     'injected': len(trials),
     'promise': row.promise,
-    'kept': sum(trial.found is None for trial in trials),
+    'kept': sum(trial.failure is None for trial in trials),
     'worst': f'{max(costs):.3g} {row.unit}' if costs else '',
     'seconds': round(seconds, 1),
-    'broken': [f'{trial.what}: {trial.found}' for trial in trials if trial.found is not None],
+    'broken': [f'{trial.what}: {trial.failure}' for trial in trials if trial.failure is not None],
   }
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-  """The table."""
+  """The table in Markdown."""
   names = ('fault', 'injected', 'promise', 'kept', 'worst')
   lines = ['| ' + ' | '.join(names) + ' |', '| --- ' * len(names) + '|']
   for row in rows:

@@ -1,4 +1,4 @@
-"""Where faults are injected: runs of a tiny model from the command line, without TensorFlow."""
+"""The harness of fault injection: command line runs of a tiny model, without TensorFlow."""
 
 from collections.abc import Iterator, Mapping
 import contextlib
@@ -25,8 +25,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 BYTES = vocabularies.ByteVocabulary()
 STEPS, ROWS, TOKENS = 24, 4, 32  # steps of a run, rows of a batch, tokens of a row in a step
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else [0]
-PATIENCE = 300.0  # seconds after which a run that should end by itself counts as hung
-# As tests/conftest.py has it, which says why.
+PATIENCE = 300.0  # seconds after which a run that should end counts as hanging
+# The flags of tests/conftest.py, which gives the reason.
 QUICK_COMPILER = (
   '--xla_backend_optimization_level=0 '
   '--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters'
@@ -58,20 +58,21 @@ import injections.hooks
 task = 'letters'
 TaskFeed.data_dir = '{data}'
 train.hooks = (@HashState(), @Pace(), @Act())
-train.remat = False
+StepSettings.remat_chunks = False
 create_writers.tensorboard = False
-LanguageModel.remat = None
+LanguageModel.remat_policy = None
 LanguageModel.layers = 1
 """
 
 
-class Laboratory:
+class Harness:
   """A folder of runs that share a token store, gin files and compiled programs.
 
   Attributes:
-    folder: of everything.
-    random: decides moments and places; of the seed on the command line.
-    rank_seconds: how long an undisturbed run takes, from its start to its end.
+    folder: the folder.
+    random: the generator of random moments and places, with the seed of the command line.
+    run_seconds: duration of an undisturbed run.
+    expected: {step: hash of the train state} of an undisturbed run.
   """
 
   def __init__(self, folder: pathlib.Path, seed: int):
@@ -84,7 +85,7 @@ class Laboratory:
       (folder / f'{partition}.gin').write_text(
         GIN.format(rows=ROWS, steps=STEPS, partition=partition, data=folder / 'data')
       )
-    self.run('warm', steps=1)  # fills the cache of compiled programs
+    self.run('warm-up', steps=1)  # fills the cache of compiled programs
     began = time.monotonic()
     self.run('reference')
     self.run_seconds = time.monotonic() - began
@@ -92,7 +93,7 @@ class Laboratory:
     assert list(self.expected) == list(range(1, STEPS + 1))
 
   def new(self) -> str:
-    """The name of a run that does not exist yet."""
+    """A new name of a run."""
     self._runs += 1
     return f'run{self._runs}'
 
@@ -106,7 +107,7 @@ class Laboratory:
     return [*command, *flags]
 
   def flags(self, name: str) -> list[str]:
-    """The flags without which the gin files of this laboratory are not whole."""
+    """The flags that the gin files of this harness need."""
     place = self.folder / name
     return [
       '--gin_allow_import=injections',
@@ -115,7 +116,7 @@ class Laboratory:
     ]
 
   def environment(self, devices: int = 1, **more: str) -> dict[str, str]:
-    """What the processes of a run find in their environment."""
+    """The environment of the processes of a run."""
     return {
       **os.environ,
       'PYTHONPATH': f'{ROOT}{os.pathsep}{ROOT / "scripts"}',
@@ -138,7 +139,7 @@ class Laboratory:
     prefix: tuple[str, ...] = (),
     **options,
   ) -> subprocess.Popen:
-    """Starts run `name`, or its next life; what it says goes to NAME.log."""
+    """Starts or resumes run `name`, and appends its output to NAME.log."""
     with open(self.folder / f'{name}.log', 'ab') as log:
       return subprocess.Popen(
         [*prefix, *self.command(name, *flags, partition=partition)],
@@ -151,17 +152,17 @@ class Laboratory:
       )
 
   def run(self, name: str, *flags: str, steps: int = STEPS, code: int = 0, **options) -> None:
-    """Runs `name` to its end, which must have this exit code."""
-    found = ended(self.start(name, f'--gin.train_steps={steps}', *flags, **options))
-    if found != code:
-      raise AssertionError(f'exit code {found}, expected {code}: {self.said(name)[-400:]}')
+    """Runs `name` to its end, and checks its exit code."""
+    actual = ended(self.start(name, f'--gin.train_steps={steps}', *flags, **options))
+    if actual != code:
+      raise AssertionError(f'exit code {actual}, expected {code}: {self.said(name)[-400:]}')
 
   def said(self, name: str) -> str:
-    """What all lives of a run have said."""
+    """The output of all processes of a run."""
     return (self.folder / f'{name}.log').read_text(errors='replace')
 
   def hashes(self, name: str) -> list[tuple[int, str]]:
-    """(step, hash of the train state after it), in the order in which they were done."""
+    """(step, hash of the train state after it), in the order of execution."""
     path = self.folder / f'{name}.hashes'
     lines = path.read_text().splitlines() if path.exists() else []
     return [(int(step), digest) for step, digest in map(str.split, lines)]
@@ -169,28 +170,28 @@ class Laboratory:
   def difference(
     self, name: str, whole: bool = True, expected: Mapping[int, str] | None = None
   ) -> str | None:
-    """What differs from the run that nothing was done to; None if all steps are bit-identical."""
+    """The first difference from an undisturbed run; None if all states are bit-identical."""
     found, expected = self.hashes(name), expected or self.expected
     for step, digest in found:
       if expected.get(step) != digest:
-        return f'the state after step {step} is another one'
+        return f'the state after step {step} differs'
     if whole and (missing := set(expected) - {step for step, _ in found}):
-      return f'steps {sorted(missing)} were never done'
+      return f'steps {sorted(missing)} are missing'
     return None
 
-  def done_again(self, name: str) -> int:
-    """The steps that the last life of a run had to repeat."""
+  def repeated(self, name: str) -> int:
+    """The largest number of steps that a resumed run has repeated."""
     steps = [step for step, _ in self.hashes(name)]
     falls = [before + 1 - after for before, after in itertools.pairwise(steps)]
     return max([fall for fall in falls if fall > 0] or [0])
 
   def endings(self, name: str) -> list[dict]:
-    """What the supervisors of a run have written of each of its lives that is over."""
+    """The lines that the supervisors of a run have written, one for each ended process."""
     path = self.folder / name / 'supervise.jsonl'
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
   def saved(self, name: str) -> list[int]:
-    """The steps that are saved, in order."""
+    """The saved steps in order."""
     return steps.find(self.folder / name / 'checkpoints')
 
   def forget(self, name: str) -> None:
@@ -204,30 +205,30 @@ class Laboratory:
 
 
 def keep_to(core: int) -> None:
-  """This process, and those that it starts, run on one core; macOS has no such call."""
+  """Binds this process and its children to one core, except on macOS."""
   with contextlib.suppress(AttributeError):
     os.sched_setaffinity(0, {core})
 
 
 def ended(process: subprocess.Popen, within: float = PATIENCE) -> int:
-  """The exit code of a process that ends by itself; one that does not is killed."""
+  """Waits for the end of a process, and returns its exit code; kills it after the time limit."""
   try:
     return process.wait(within)
   except subprocess.TimeoutExpired:
     process.kill()
     process.wait()
-    raise AssertionError(f'it did not end within {within:g} s') from None
+    raise AssertionError(f'the process did not end within {within:g} s') from None
 
 
 def wait_for(condition, process: subprocess.Popen, seconds: float = PATIENCE) -> bool:
-  """Waits until a condition holds; False where the process ended before."""
+  """Waits until a condition holds; False if the process ends before."""
   until = time.monotonic() + seconds
   while not condition():
     if process.poll() is not None:
       return bool(condition())
     if time.monotonic() > until:
       process.kill()
-      raise AssertionError(f'what was waited for did not come within {seconds:g} s')
+      raise AssertionError(f'the condition did not hold within {seconds:g} s')
     time.sleep(0.005)
   return True
 
@@ -254,7 +255,7 @@ def write_store(data: pathlib.Path, task: str, split: str, documents: list[str])
 
 @contextlib.contextmanager
 def heartbeats() -> Iterator[tuple[dict, 'Heartbeats']]:
-  """A pipe in which a run says what it is in the middle of: (options to start the run, our end)."""
+  """A pipe for the heartbeats of a run: (options of its start, the reading end)."""
   reader, writer = os.pipe()
   os.set_blocking(reader, False)
   try:
@@ -265,7 +266,7 @@ def heartbeats() -> Iterator[tuple[dict, 'Heartbeats']]:
 
 
 class Heartbeats:
-  """What has come through the pipe."""
+  """The reading end of a pipe of heartbeats."""
 
   def __init__(self, reader: int):
     self._reader = reader
@@ -281,7 +282,7 @@ class Heartbeats:
 
 @contextlib.contextmanager
 def mounted(place: pathlib.Path, size: str = '8m') -> Iterator[pathlib.Path]:
-  """A file system of its own, in memory."""
+  """A temporary file system in memory."""
   place.mkdir()
   mounting = ['mount', '-t', 'tmpfs', '-o', f'size={size}', 'tmpfs', str(place)]
   done = subprocess.run(mounting, capture_output=True, text=True, check=False)
