@@ -147,7 +147,7 @@ def test_the_passkey_run_needs_memory():
   """The key is beyond the attention window, in another chunk, and not in the document start."""
   load_gin(['gin/passkey_cpu.gin'], modules=main.CONFIGURABLE_MODULES)
   distance = int(gin.query_parameter('task/macro.value').removeprefix('passkey.'))
-  window = language_model.transform(LanguageModel).window
+  window = language_model.transform(LanguageModel).about.window
   layers = gin.query_parameter('LanguageModel.layers')
   assert distance >= 8 * window
   assert layers * window < distance
