@@ -61,7 +61,7 @@ class LocalFeed(TaskFeed):
 def counted(**bound):
   """The bindings that count, of these and of one that always does; names have __ for a dot."""
   bound = {name.replace('__', '.'): value for name, value in bound.items()}
-  return set(computation({'train.seed': 0, **bound})) - {'train.seed'}
+  return set(computation({'StepSettings.seed': 0, **bound})) - {'StepSettings.seed'}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def counted(**bound):
     'train.evaluator=@quick/Evaluator',
     'train.checkpoints=@few/Checkpoints()',
     'train.hooks=(@Watch(), [@Tool()])',
-    'train.hunt_nan=True',
+    'StepSettings.hunt_nan=True',
     'train_steps=7',
     'log_every=7',
     'eval_every=7',
@@ -100,14 +100,14 @@ def test_bindings_that_may_change(flag):
 @pytest.mark.parametrize(
   ('flag', 'names'),
   [
-    ('train.seed=7', {'train.seed'}),
+    ('StepSettings.seed=7', {'StepSettings.seed'}),
     ('learning_rate=7.0', {'Optimizer.learning_rate'}),
     ('Block.mixers=(@S5,)', {'Block.mixers'}),
     ('S5.state_size=64', {'S5.state_size'}),
     ('LossSpikes.window=7', {'LossSpikes.window'}),
     ('train/TaskFeed.split="test"', {'train/TaskFeed.split'}),
     ('TaskFeed.reset_at="never"', {'TaskFeed.reset_at'}),
-    ('train.remat=True', {'train.remat'}),
+    ('StepSettings.remat_chunks=True', {'StepSettings.remat_chunks'}),
   ],
 )
 def test_bindings_that_must_not_change(flag, names):

@@ -117,7 +117,7 @@ def test_infer_reads_the_prompt_or_standard_input(start):
     (['--gin.size', '3', '--gin_file=a'], 'expected --gin.NAME=VALUE, with ='),
     (['--gin.size=', '--gin_file=a'], 'expected --gin.NAME=VALUE'),
     (['--run_mode=trian', '--gin_file=a'], "'trian'"),
-    (['--prompt=x', '--gin_file=a'], '--prompt is for --run_mode=infer'),
+    (['--prompt=x', '--gin_file=a'], '--prompt needs --run_mode=infer'),
   ],
 )
 def test_wrong_usage_has_a_hint(arguments, expected):
@@ -129,7 +129,7 @@ def test_wrong_usage_has_a_hint(arguments, expected):
 def test_wrong_usage_exits_2(start):
   done = start('--gin_fil=a.gin')
   assert (done.returncode, done.stdout) == (2, b'')
-  assert done.stderr.startswith(b'valkyrie: --gin_fil=a.gin: there is no such flag.')
+  assert done.stderr.startswith(b'valkyrie: --gin_fil=a.gin: unknown flag.')
 
 
 def test_help_is_complete_and_imports_no_large_package(start):

@@ -71,7 +71,7 @@ DEVICES = '--xla_force_host_platform_device_count'
 FLAGS = (
   '--gin.train_steps=8', '--gin.checkpoint_every=2', '--gin.Checkpoints.keep=9',
   '--gin.eval_every=3',
-  '--gin.train.remat=False', '--gin.LanguageModel.remat=None',
+  '--gin.StepSettings.remat_chunks=False', '--gin.LanguageModel.remat_policy=None',
   '--gin.LongformerAttention.document_start=0', '--gin.create_writers.tensorboard=False',
   '--gin_allow_import=beside',
 )  # fmt: skip
@@ -190,7 +190,7 @@ def test_two_processes_compute_the_gradient_of_one_device(folder):
     assert process.returncode == 0, said
     assert said.count('other bindings:') == 1
     assert 'The gin bindings of process 1 differ from those of process 0:' in said
-    assert 'train.seed = 1, but 0 in process 0' in said and 'TaskFeed.task' not in said
+    assert 'StepSettings.seed = 1, but 0 in process 0' in said and 'TaskFeed.task' not in said
     assert said.count('other tokens:') == 1
     assert 'In step 6, processes 0 and 1 read different tokens in row 5' in said
   expected = layouts.gradients('single', 'float32')[0]
@@ -199,7 +199,7 @@ def test_two_processes_compute_the_gradient_of_one_device(folder):
       found = jax.tree.unflatten(jax.tree.structure(expected), list(file.values()))
     gradient, carry, sums = found
     np.testing.assert_allclose(sums.loss, expected[2].loss, rtol=1e-5)
-    assert (sums.weight, sums.far) == (expected[2].weight, expected[2].far)
+    assert (sums.weight, sums.beyond_window) == (expected[2].weight, expected[2].beyond_window)
     assert layouts.relative(gradient, expected[0]) <= 1e-5
     assert layouts.relative(carry, expected[1]) <= 1e-5
 

@@ -7,7 +7,7 @@ import pytest
 from valkyrie.checkpoint import compatibility
 from valkyrie.distributed import program_fingerprint
 from valkyrie.errors import ConfigurationError
-from valkyrie.run.train import program_name
+from valkyrie.run import trainer
 from valkyrie.training.curriculum import Phase
 
 WHOLE = 'def f(x):\n  return jnp.tanh(x @ x).sum() + {}'
@@ -31,7 +31,7 @@ def test_another_program_for_the_same_phase_is_refused_by_name():
   phase = Phase(chunk_size=8, chunks=2, backprop_chunks=2)
 
   def programs(constant, train_steps=6):
-    name = program_name(phase, train_steps, donated=True)
+    name = trainer._program_name(phase, train_steps, hunt_nan=False)
     return program_fingerprint.fingerprints({name: compiled(constant)})
 
   saved = {'executable': programs(1.0)}
@@ -40,6 +40,6 @@ def test_another_program_for_the_same_phase_is_refused_by_name():
   compatibility.check_executable(saved, programs(2.0, train_steps=7), (), 'here')
   compatibility.check_executable({}, programs(2.0), (), 'here')
   compatibility.check_executable(saved, programs(2.0), ('executable',), 'here')
-  with pytest.raises(ConfigurationError, match='executable: 2 x 8 tokens a row') as error:
+  with pytest.raises(ConfigurationError, match='executable: 2 x 8 tokens per row') as error:
     compatibility.check_executable(saved, programs(2.0), (), 'here')
   assert '--allow_changed=executable' in str(error.value)

@@ -46,7 +46,7 @@ def main():
   parser.add_argument('--join_seconds', type=int)
   flags = parser.parse_args()
   processes.join(flags.coordinator, flags.processes, flags.process, flags.join_seconds)
-  model = tiny.model(compute_dtype='float32', remat=None)  # compiles sooner
+  model = tiny.model(compute_dtype='float32', remat_policy=None)  # compiles sooner
   params, carry = jax.device_get(tiny.init(model, layouts.ROWS))
   whole = layouts.batch('float32')
 
@@ -56,12 +56,13 @@ def main():
   for name in flags.names:
     layout = layouts.layout_of(name)
     state = {'params': params, 'carry': carry}
-    state = jax.tree.map(placed, state, layout.state_shardings(state))
-    rows = layout.rows(layouts.ROWS)
+    state = jax.tree.map(placed, state, tiny.shardings(layout, model, params, carry))
+    rows = layout.local_rows(layouts.ROWS)
     batch = layout.place_batch(jax.tree.map(lambda x: x[rows], whole), layouts.ROWS)  # noqa: B023
     # The outputs are replicated, so that this process can read them.
-    step = layout.partition(
-      layouts.of_step(model, remat=False), out_shardings=NamedSharding(layout.mesh, PartitionSpec())
+    step = layout.jit(
+      layouts.of_step(model, remat_chunks=False),
+      out_shardings=NamedSharding(layout.mesh, PartitionSpec()),
     )
     leaves = jax.device_get(jax.tree.leaves(step(state['params'], state['carry'], batch)))
     if jax.process_index() == 0:
@@ -70,7 +71,7 @@ def main():
 
   for seed in (0, flags.process):
     try:
-      check_same_bindings({'train.seed': seed, 'TaskFeed.task': 'letters'})
+      check_same_bindings({'StepSettings.seed': seed, 'TaskFeed.task': 'letters'})
     except ConfigurationError as error:
       print(f'other bindings: {error}', file=sys.stderr)
 

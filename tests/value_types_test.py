@@ -20,6 +20,7 @@ def load(binding):
     ('Block.mixers=(@S5, @Block)', 'another part than itself, not (@S5, @Block)'),
     ('LanguageModel.pattern=(@S5,)', 'a Block, not (@S5,)'),
     ('LanguageModel.planner=@S5', 'a Planner, not @S5'),
+    ('Block.mixers=(@Planner,)', 'a SequenceMixer, not (@Planner,)'),
     ('Optimizer.algorithm=@S5', 'a GradientTransformation, not @S5'),
     ('train.feed=@validation/S5', 'a TaskFeed, not @validation/S5'),
     ('train.hooks=(@S5(),)', 'no instance of a Haiku module (write @S5), not (@S5(),)'),
@@ -29,7 +30,7 @@ def load(binding):
       'an instance of Checkpoints (write @Checkpoints())',
     ),
     ('train.checkpoints=3.5', 'a Checkpoints, such as @NAME(), not a number (3.5)'),
-    ('train.model=3.5', 'a reference to a LanguageModel, not a number (3.5)'),
+    ('StepSettings.model=3.5', 'a reference to a LanguageModel, not a number (3.5)'),
   ],
 )
 def test_a_part_of_another_type_is_refused(binding, expected):

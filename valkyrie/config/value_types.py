@@ -151,16 +151,30 @@ def _instance_mismatch(value: Any, expected: type) -> str | None:
 
 
 def _class_mismatch(value: Reference, expected: Any) -> str | None:
-  """The expected type, for a reference to a class; a protocol needs the same methods."""
+  """The expected type, for a reference to a class; a protocol needs methods with its arguments."""
   target = find(value.name).wrapped
   if value.evaluated and inspect.isclass(target) and issubclass(target, hk.Module):
     return f'no instance of a Haiku module (write {str(value).removesuffix("()")})'
   if not inspect.isclass(expected) or not inspect.isclass(target):
     return None
   if getattr(expected, '_is_protocol', False):
-    methods = [name for name, member in vars(expected).items() if inspect.isfunction(member)]
-    public = [name for name in methods if not name.startswith('_') or name == '__call__']
-    fits = all(hasattr(target, name) for name in public)
+    fits = all(
+      _accepts_arguments(getattr(target, name, None), member)
+      for name, member in vars(expected).items()
+      if inspect.isfunction(member) and (not name.startswith('_') or name == '__call__')
+    )
   else:
     fits = issubclass(target, expected)
   return None if fits else f'a {expected.__name__}'
+
+
+def _accepts_arguments(method: Any, other: types.FunctionType) -> bool:
+  """Whether a method can be called with all arguments of another one, `self` included."""
+  parameters = inspect.signature(other).parameters.values()
+  keywords = [item.name for item in parameters if item.kind is inspect.Parameter.KEYWORD_ONLY]
+  try:
+    arguments = [None] * (len(parameters) - len(keywords))
+    inspect.signature(method).bind(*arguments, **dict.fromkeys(keywords))
+  except TypeError:  # no method, or one with other parameters
+    return False
+  return True
