@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         'name': name,
         'parameters': trainer.parameters,
         'forward': trainer.forward._asdict(),
-        'forward_flops_per_token': trainer.model.forward_flops,
+        'forward_flops_per_token': trainer.model.about.forward_flops,
         'train_flops_per_token': trainer.flops_per_token,
         **speeds(seconds[name], peaks, flags.tokens, trainer.flops_per_token),
       }

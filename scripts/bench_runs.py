@@ -13,12 +13,11 @@ from valkyrie.data.prefetch import prefetch
 from valkyrie.models import language_model
 from valkyrie.models.block import Block
 from valkyrie.models.language_model import LanguageModel
-from valkyrie.monitoring.metrics import train_flops_per_token
 from valkyrie.monitoring.training_log import TrainingLog
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
-from valkyrie.training.train_step import TrainState, initial_state, make_train_step
+from valkyrie.training.setup import Setup, StepSettings
 from valkyrie.types import Batch
 
 # Steps that are timed together; the loop writes its log once in as many.
@@ -55,21 +54,20 @@ class Trainer:
     self.layout = layout
     phase = Phase(chunk_size=tokens // chunks, chunks=chunks, backprop_chunks=chunks)
     self.curriculum = Curriculum([phase])
-    self.feed = MemoryFeed(self.model.vocabulary_size, document)
+    self.feed = MemoryFeed(self.model.about.vocabulary_size, document)
     self.batch = layout.place_batch(self.feed.read(0, tokens))
-    optimizer = Optimizer(learning_rate=1e-3, warmup_steps=10, train_steps=1000)
-
-    def start():
-      return initial_state(self.model, optimizer, 0, 1)
-
-    shardings = layout.state_shardings(jax.eval_shape(start))
-    self.state: TrainState = layout.partition(start, out_shardings=shardings)()
-    step = layout.partition(
-      make_train_step(self.model, optimizer, self.curriculum, phase, seed=0, remat=True),
-      donate_argnums=0,
-      out_shardings=(shardings, None),
+    setup = Setup(
+      StepSettings(
+        seed=0,
+        batch_size=1,
+        model=make,
+        partitioner=lambda: layout,
+        curriculum=lambda: self.curriculum,
+        optimizer=lambda: Optimizer(learning_rate=1e-3, warmup_steps=10, train_steps=1000),
+      )
     )
-    self.step = step.lower(self.state, self.batch).compile()
+    self.state = setup.initial_state()
+    self.step = setup.trace(phase).lower().compile()
     self.state, _ = self.step(self.state, self.batch)  # untimed: it allocates the memory
 
   @property
@@ -78,7 +76,7 @@ class Trainer:
 
   @property
   def flops_per_token(self) -> int:
-    return train_flops_per_token(self.model.forward_flops)
+    return self.model.about.train_flops_per_token
 
   def bare_steps(self, steps: int = STEPS) -> float:
     """Seconds per step on one repeated batch, without data loading and logging."""
@@ -166,7 +164,7 @@ def _look_at(
     parts = {type(part).__name__: part for part in (*layer.mixers, layer.mlp)}
     terms = {name: part.forward_flops(model.d_model) for name, part in parts.items()}
     words = {name: part.forward_flops.__doc__ for name, part in parts.items()}
-    unembedding = 2 * model.d_model * model.vocabulary_size
+    unembedding = 2 * model.d_model * model.about.vocabulary_size
     found.append((Forward(model.repeats, terms, words, unembedding), model.compute_dtype))
 
   hk.transform(look).apply({}, None)

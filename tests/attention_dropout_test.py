@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from valkyrie.models.attention import bidirectional_window, kv_cache, sliding_window
-from valkyrie.models.sliding_window.bidirectional_window import Projections
-from valkyrie.models.sliding_window.softmax import Dropout
+from valkyrie.models.attention.bidirectional_window import Projections
+from valkyrie.models.attention.softmax import Dropout
 
 TIME, HEADS, RATE, FAR = 24, 3, 0.25, 5
 how = {'dilations': (1, 2, 1), 'slice_size': 8}
@@ -41,7 +41,7 @@ def both_ways(q, k, v, dropout):
     local,
     local._replace(q=bidirectional_window.take(q, at)),
     segment_ids=segments,
-    designated=at,
+    global_tokens=at,
     window=30,
     dropout=dropout,
     **how,

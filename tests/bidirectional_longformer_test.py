@@ -22,7 +22,7 @@ make = functools.partial(
   kv_heads=KV_HEADS,
   dilations=(1, 2),
   document_start=2,
-  max_designated=3,
+  max_global_tokens=3,
   slice_size=8,
 )
 
@@ -56,7 +56,7 @@ def test_equals_the_definition_from_its_parameters():
     projections('query', 'key', 'value'),
     projections('global_query', 'global_key', 'global_value'),
     batch.segment_ids,
-    designated=starts & (np.cumsum(starts, axis=1) <= 3),
+    global_tokens=starts & (np.cumsum(starts, axis=1) <= 3),
     window=3,
     dilations=(1, 2),
   )
@@ -75,7 +75,7 @@ def test_equals_the_definition_from_its_parameters():
 
 def test_without_document_starts_there_are_no_global_projections():
   batch = tiny.batch((12,))
-  mixer = transformed(document_start=0, max_designated=None)
+  mixer = transformed(document_start=0, max_global_tokens=None)
   x = jnp.ones((2, 12, 16))
   shapes = jax.eval_shape(mixer.init, jax.random.key(0), x, batch.positions, batch.segment_ids)
   (params,) = shapes.values()
@@ -86,7 +86,5 @@ def test_what_does_not_fit_is_refused():
   with pytest.raises(ConfigurationError, match='BidirectionalLongformer'):
     tiny.model((make,))
   for wrong in ({'dilations': (1,)}, {'dilations': (1, 0)}, {'heads': 3}, {'head_width': 5}):
-    with pytest.raises(
-      ConfigurationError, match=f'BidirectionalLongformer: .*{next(iter(wrong))}='
-    ):
+    with pytest.raises(ConfigurationError, match=f'BidirectionalLongformer.*{next(iter(wrong))}='):
       hk.transform(lambda wrong=wrong: make(**wrong)).init(None)

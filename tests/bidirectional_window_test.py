@@ -24,7 +24,7 @@ compiled = jax.jit(
 
 
 def problem(lengths, seed=0, rows=2, time=TIME):
-  """Documents of these lengths, padding after them, and tokens designated at random."""
+  """Documents of these lengths, padding after them, and tokens global_tokens at random."""
   random = np.random.default_rng(seed)
 
   def projections():
@@ -45,12 +45,12 @@ def problem(lengths, seed=0, rows=2, time=TIME):
 
 
 def run(p, dtype=np.float64, limit=LIMIT, **how):
-  designated = bidirectional_window.first_designated(jnp.asarray(p['mask']), limit)
-  q = bidirectional_window.take(jnp.asarray(p['from_global'].q), designated)
+  global_tokens = bidirectional_window.first_positions(jnp.asarray(p['mask']), limit)
+  q = bidirectional_window.take(jnp.asarray(p['from_global'].q), global_tokens)
   cast = functools.partial(jnp.asarray, dtype=dtype)
   local, from_global = jax.tree.map(cast, (p['local'], p['from_global']._replace(q=q)))
   return compiled(
-    local, from_global, segment_ids=jnp.asarray(p['segments']), designated=designated, **how
+    local, from_global, segment_ids=jnp.asarray(p['segments']), global_tokens=global_tokens, **how
   )
 
 
@@ -104,7 +104,7 @@ def test_the_gradient_is_that_of_the_definition():
     return np.sum(reference({**p, **there}, **how) * weights)
 
   with jax.enable_x64(True):
-    at = bidirectional_window.first_designated(jnp.asarray(p['mask']), LIMIT)
+    at = bidirectional_window.first_positions(jnp.asarray(p['mask']), LIMIT)
 
     def computed(local, from_global):
       q = bidirectional_window.take(from_global.q, at)
@@ -112,7 +112,7 @@ def test_the_gradient_is_that_of_the_definition():
         local,
         from_global._replace(q=q),
         segment_ids=jnp.asarray(p['segments']),
-        designated=at,
+        global_tokens=at,
         slice_size=8,
         **how,
       )
@@ -140,7 +140,7 @@ def test_nothing_grows_with_the_square_of_time(differentiate):
       local,
       from_global,
       segment_ids=jnp.ones((1, time), jnp.int32),
-      designated=jnp.arange(limit)[None],
+      global_tokens=jnp.arange(limit)[None],
       window=8,
       dilations=(1, 2),
       slice_size=16,

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from valkyrie.models.language_model import Features
-from valkyrie.models.planner.planner import Drafts
 from valkyrie.training.deep_supervision import draft_losses
+from valkyrie.types import Drafts, Features
 
 VOCABULARY = 50
 

@@ -19,11 +19,11 @@ def attend(logits, seen):
   return weights / np.where(total > 0, total, 1)
 
 
-def bidirectional(local, from_global, segments, designated, window, dilations):
-  """Longformer as published: a window on both sides, and designated tokens that see everything.
+def bidirectional(local, from_global, segments, global_tokens, window, dilations):
+  """Longformer as published: a window on both sides, and global_tokens tokens that see everything.
 
-  local, from_global: (q [B, T, H, K], k and v [B, T, J, K]) each. designated: bool [B, T].
-  A designated token that the window does not show is read as if at the window's edge.
+  local, from_global: (q [B, T, H, K], k and v [B, T, J, K]) each. global_tokens: bool [B, T].
+  A global_tokens token that the window does not show is read as if at the window's edge.
   """
   out = np.zeros_like(local[0])
   batch, time, heads, _ = out.shape
@@ -36,10 +36,10 @@ def bidirectional(local, from_global, segments, designated, window, dilations):
       shown = (np.abs(distance) <= reach) & (distance % dilations[j] == 0)
       q, k, v = local[0][b, :, h], local[1][b, :, j], local[2][b, :, j]
       away = np.where(shown, distance, np.sign(distance) * reach)
-      near = attend(scores(q, k, away), same & (shown | designated[b][None])) @ v
+      near = attend(scores(q, k, away), same & (shown | global_tokens[b][None])) @ v
       q, k, v = from_global[0][b, :, h], from_global[1][b, :, j], from_global[2][b, :, j]
       everything = attend(scores(q, k, np.clip(distance, -reach, reach)), same) @ v
-      out[b, :, h] = np.where(designated[b][:, None], everything, near)
+      out[b, :, h] = np.where(global_tokens[b][:, None], everything, near)
   return out
 
 

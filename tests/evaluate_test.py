@@ -14,7 +14,7 @@ from valkyrie.data.feed import TaskFeed
 from valkyrie.errors import StorageError
 from valkyrie.monitoring import plot
 from valkyrie.monitoring.metrics import BY_POSITION, position_metrics
-from valkyrie.run.evaluate import CUTS, Evaluator, chunk_scores
+from valkyrie.run.evaluator import CUTS, Evaluator, chunk_scores
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.losses import logits
 
@@ -25,7 +25,7 @@ ROWS, CHUNK = 2, 8
 def read(model, params, carry, batch):
   """(logits [B, T, V], the carry after), of the tokens that exist."""
   features, carry = model.apply(params, carry, batch.inputs, batch.positions, batch.segment_ids)
-  return logits(features, model.vocabulary_size)[..., : model.vocabulary_size], carry
+  return logits(features, model.about.vocabulary_size)[..., : model.about.vocabulary_size], carry
 
 
 def reference(scores, batch):
@@ -110,7 +110,7 @@ def test_each_cut_makes_a_difference(evaluated):
 def test_rows_and_time_split_over_devices_change_nothing(evaluated, feed):
   found, model, params = evaluated
   rules = (('batch', 'data'), ('time', 'time'))
-  layout = Partitioner((('data', 2), ('time', 4)), (), rules)
+  layout = Partitioner((('data', 2), ('time', 4)), rules)
   metrics = Evaluator(model, layout, feed, ROWS, CHUNK)(params, whole=True)
   assert metrics == pytest.approx(found[None], rel=1e-5)
 

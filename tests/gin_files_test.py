@@ -1,4 +1,4 @@
-"""Every gin file that is shipped parses strictly and builds its shapes, with nothing allocated."""
+"""All shipped gin files load strictly and build their shapes, without allocating arrays."""
 
 import contextlib
 import math
@@ -8,8 +8,10 @@ import re
 import gin
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 import numpy as np
 import pytest
+import tiny
 
 from valkyrie import main
 from valkyrie.config import check
@@ -19,13 +21,13 @@ from valkyrie.models.language_model import LanguageModel
 from valkyrie.run import train
 from valkyrie.sharding import mesh
 from valkyrie.sharding.partitioner import Partitioner
-from valkyrie.training.train_step import initial_state, make_train_step
+from valkyrie.training.setup import Setup, StepSettings
 from valkyrie.types import Batch
 
 FOLDER = pathlib.Path(__file__).parents[1] / 'gin'
 RUNS = sorted(file for file in FOLDER.glob('**/*.gin') if "'gin/run.gin'" in file.read_text())
 MODELS = [file for file in sorted(FOLDER.glob('models/*.gin')) if file.stem != 'hybrid']
-PARTITIONS = [file for file in sorted(FOLDER.glob('partition/*.gin')) if file.stem != 'axes']
+PARTITIONS = [file for file in sorted(FOLDER.glob('partition/*.gin'))]
 
 
 def name(file):
@@ -37,16 +39,16 @@ def load(*files, flags=()):
 
 
 @pytest.fixture
-def as_many_devices():
-  """Call it: there are as many devices as the mesh is for, since only shapes are asked."""
+def enough_devices():
+  """A function that makes the devices of the mesh out of one device, for shapes alone."""
   with contextlib.ExitStack() as within:
 
-    def pretend():
+    def repeat_device():
       wanted = math.prod(size for _, size in gin.query_parameter('Partitioner.mesh'))
       if wanted > 0:
-        within.enter_context(mesh.on_devices(jax.devices()[:1] * wanted))
+        within.enter_context(mesh.target_devices(jax.devices()[:1] * wanted))
 
-    yield pretend
+    yield repeat_device
 
 
 def count(tree):
@@ -57,12 +59,12 @@ def shape(leaf):
   return leaf.shape, leaf.dtype
 
 
-def test_there_is_a_run():
+def test_the_gin_files_are_found():
   assert RUNS and MODELS and PARTITIONS
 
 
 @pytest.mark.parametrize('file', RUNS, ids=name)
-def test_a_run_says_how_where_and_what(file):
+def test_a_run_has_its_command_hardware_and_result_in_its_head(file):
   comment = re.match(r'(#.*\n)+', file.read_text())
   assert comment
   lines = [line.lstrip('# ') for line in comment[0].splitlines()]
@@ -70,40 +72,31 @@ def test_a_run_says_how_where_and_what(file):
   assert any(line.startswith('python -m valkyrie.main') for line in lines)
   assert any(line.startswith('For:') for line in lines)
   assert any(line.startswith('Expect') for line in lines)
-  # Every macro first, so that what can be set is read in one place.
+  # The macros come first, in one place.
   macros = re.split(r'^include ', file.read_text(), flags=re.M)[0]
   assert set(re.findall(r'^(\w+) = ', macros, re.M)) >= check.RUN_MACROS
 
 
 @pytest.mark.parametrize('file', RUNS, ids=name)
-def test_a_run_builds_its_shapes(file, as_many_devices):
+def test_a_run_builds_its_shapes(file, enough_devices):
   load(file)
-  as_many_devices()
+  enough_devices()
   check_call(train.train, 'model_dir')
-  parts = gin.get_bindings(train.train)
-  model = language_model.transform(parts['model'])
-  optimizer, layout = parts['optimizer'](), parts['partitioner']()
-  batch_size = parts['batch_size']
-  phases = parts['curriculum']().phases
-  layout.check_batch(batch_size, *(phase.chunk_size for phase in phases))
-  state = jax.eval_shape(lambda: initial_state(model, optimizer, parts['seed'], batch_size))
-  shardings = layout.state_shardings(state)
-  assert jax.tree.structure(shardings) == jax.tree.structure(state)
-  assert count(state.params) > 0
+  setup = Setup(StepSettings())
+  state = setup.state
+  assert {type(leaf.sharding) for leaf in jax.tree.leaves(state)} == {NamedSharding}
+  assert count(state.params) > 0 and not setup.undeclared_parameters()
   assert count(state.optimizer_state) >= count(state.params)
-  curriculum = parts['curriculum']()
-  for phase in set(curriculum.phases):
-    rectangle = (batch_size, phase.tokens_per_row)
+  for phase in set(setup.curriculum.phases):
+    rectangle = (setup.settings.batch_size, phase.tokens_per_row)
     integers, floats = (jax.ShapeDtypeStruct(rectangle, t) for t in (jnp.int32, jnp.float32))
-    step = layout.partition(
-      make_train_step(model, optimizer, curriculum, phase, seed=0, remat=True)
-    )
+    step = setup.partitioner.jit(setup.train_step(phase))
     after, _ = jax.eval_shape(step, state, Batch(integers, integers, floats, integers, integers))
     assert jax.tree.map(shape, after) == jax.tree.map(shape, state)
 
 
 @pytest.mark.parametrize('file', MODELS, ids=name)
-def test_a_model_builds_and_every_layout_has_a_rule_for_each_parameter(file):
+def test_a_model_builds_and_every_parameter_declares_its_axes(file):
   load(file)
   model = language_model.transform(LanguageModel)
   params, carry = jax.eval_shape(lambda: model.init(jax.random.key(0), 8))
@@ -115,7 +108,9 @@ def test_a_model_builds_and_every_layout_has_a_rule_for_each_parameter(file):
   for partition in PARTITIONS:
     gin.clear_config()
     load(file, partition)
-    Partitioner().state_shardings({'params': params, 'carry': carry})
+    tiny.shardings(Partitioner(), model, params, carry)
+  declared = [p.axes for group in model.parameters().values() for p in group.values()]
+  assert None not in declared
 
 
 def test_valkyrie_1b_has_1_27_billion_parameters():

@@ -131,7 +131,7 @@ def test_remat_changes_nothing():
   batch = tiny.batch((7, 15, 2))
 
   def gradient(remat):
-    model, params, _ = built(remat=remat)
+    model, params, _ = built(remat_policy=remat)
 
     def loss(params):
       features, _ = model.apply(
@@ -159,23 +159,40 @@ def test_dtypes_under_bfloat16():
   assert jax.tree.map(lambda x: x.dtype, carry) == jax.tree.map(lambda x: x.dtype, after)
 
 
-def test_the_narrow_copy_computes_the_same_and_s5_and_norms_stay_wide():
-  model = tiny.model(
-    (tiny.attention, functools.partial(tiny.s5, activation='full_glu')), compute_dtype='bfloat16'
-  )
+class Decay(hk.Module):
+  """A mixer with a float32 matrix that must stay float32, as Mamba's A_log, and with a cast one."""
+
+  causal = True
+  dropout = 0.0
+
+  def initial_carry(self, batch_size, dtype):
+    return ()
+
+  def forward_flops(self, width):
+    return 0
+
+  def __call__(self, x, carry, *, positions, segment_ids):
+    init = hk.initializers.RandomNormal(1.0)
+    a_log = hk.get_parameter('a_log', (x.shape[-1], 4), jnp.float32, init)
+    scale = jnp.exp(jnp.sum(jnp.sin(a_log), axis=1) / 3)
+    (mixed,) = layers.project(x, (None, None), mixed=16)
+    (wide,) = layers.project(mixed.astype(jnp.float32) * scale[None, None], (None, None), wide=16)
+    return wide.astype(x.dtype), carry
+
+
+def test_the_cast_copy_computes_the_same_and_all_other_parameters_stay_float32():
+  s5 = functools.partial(tiny.s5, activation='full_glu')
+  model = tiny.model((tiny.attention, s5, Decay), compute_dtype='bfloat16')
   params, carry = tiny.init(model, 2)
-  narrow = model.narrow(params)
-  kinds = {}
-  for module, group in narrow.items():
-    kinds.setdefault(module.rsplit('/', 1)[-1], {}).update({n: x.dtype for n, x in group.items()})
-  matrices = {'query', 'key', 'value', 'out', 'gate', 'hidden'}
-  for module, group in kinds.items():
-    for name, dtype in group.items():
-      assert dtype == (jnp.bfloat16 if name in matrices else jnp.float32), (module, name)
+  copy = model.cast(params)
+  cast = {'query', 'key', 'value', 'out', 'gate', 'hidden', 'mixed'}
+  for module, group in copy.items():
+    for name, leaf in group.items():
+      assert leaf.dtype == (jnp.bfloat16 if name in cast else jnp.float32), (module, name)
   batch = tiny.batch((7, 15, 2))
   read = jax.jit(model.apply)
   for a, b in zip(
-    jax.tree.leaves(read(narrow, carry, batch.inputs, batch.positions, batch.segment_ids)),
+    jax.tree.leaves(read(copy, carry, batch.inputs, batch.positions, batch.segment_ids)),
     jax.tree.leaves(read(params, carry, batch.inputs, batch.positions, batch.segment_ids)),
     strict=True,
   ):
@@ -237,9 +254,9 @@ class Noise(hk.Module):
 
 @pytest.mark.parametrize('remat', ['nothing', None])
 def test_dropout_draws_for_each_layer_and_row_and_only_with_an_rng(remat):
-  model = tiny.model((Noise,), remat=remat)
-  assert model.draws
-  assert not built()[0].draws
+  model = tiny.model((Noise,), remat_policy=remat)
+  assert model.about.has_dropout
+  assert not built()[0].about.has_dropout
   params, fresh = tiny.init(model, 2)
   batch = tiny.batch((24,))
 
@@ -282,23 +299,26 @@ def test_a_mixer_that_reads_later_tokens_is_refused():
   [
     ({'unroll': 0}, 'unroll=0 must be at least 1'),
     ({'layers': 0}, 'layers=0 must be a multiple of the 1 blocks .* and at least 1'),
-    ({'remat': 'all'}, "remat='all' is not known"),
-    ({'compute_dtype': 'half'}, "compute_dtype='half' is not known; it is one of"),
+    ({'remat_policy': 'all'}, "remat_policy='all' is unknown. Use one of"),
+    ({'compute_dtype': 'half'}, "compute_dtype='half' is unknown. Use one of"),
   ],
 )
 def test_options_that_cannot_be_are_refused(options, message):
-  with pytest.raises(ConfigurationError, match=f'LanguageModel: {message}'):
+  with pytest.raises(ConfigurationError, match=rf'LanguageModel\.{message}'):
     tiny.model(**options)
 
 
-def test_what_a_model_says_of_itself():
+def test_the_description_of_a_model():
   model, params, _ = built('full')
-  assert (model.window, model.max_context, model.vocabulary_size) == (23, 24, 50)
-  assert built('hybrid')[0].max_context is None
-  assert built('s5')[0].window == 0
-  assert built('hybrid')[0].whole_time == ()
-  assert tiny.model((full, tiny.s5, full, Noise)).whole_time == ('FullAttention', 'Noise')
-  assert tiny.model(planner=tiny.planner).whole_time == ('Planner',)
+  assert (model.about.window, model.about.max_context, model.about.vocabulary_size) == (23, 24, 50)
+  assert built('hybrid')[0].about.max_context is None
+  assert built('s5')[0].about.window == 0
+  assert built('hybrid')[0].about.needs_whole_rows == ()
+  assert tiny.model((full, tiny.s5, full, Noise)).about.needs_whole_rows == (
+    'FullAttention',
+    'Noise',
+  )
+  assert tiny.model(planner=tiny.planner).about.needs_whole_rows == ('Planner',)
   # Every matrix costs two operations a weight and token; what attention reads comes on top.
   model, params, _ = built('attention')
   matrices = sum(
@@ -309,4 +329,4 @@ def test_what_a_model_says_of_itself():
   )
   unembedding = tiny.VOCABULARY * 16
   reads = 2 * 4 * (tiny.WINDOW + 1 + 2 + 2) * 4 * 8
-  assert model.forward_flops == 2 * (matrices + unembedding) + reads
+  assert model.about.forward_flops == 2 * (matrices + unembedding) + reads

@@ -61,11 +61,11 @@ def hunted_step(spoil):
   optimizer = Optimizer(learning_rate=1e-2, warmup_steps=1, train_steps=10)
 
   def step_of(model, remat):
-    return make_train_step(model, optimizer, curriculum, phase, seed=0, remat=remat)
+    return make_train_step(model, optimizer, curriculum, phase, seed=0, remat_chunks=remat)
 
   model = tiny.model(mixers)
   state = jax.jit(lambda: initial_state(model, optimizer, 0, 2))()
-  traceable = step_of(tiny.model(mixers, remat=None), remat=False)
+  traceable = step_of(tiny.model(mixers, remat_policy=None), remat=False)
   return nan_hunt.hunting(jax.jit(step_of(model, remat=True)), traceable), traceable, state
 
 
@@ -74,15 +74,15 @@ def hunted_step(spoil):
   # Position 9 is in the second chunk, whose layers are the calls 3 and 4. Forward, its first layer
   # comes first; backward, its second, where the gradient flows from the mixer into its norm.
   [
-    (overflow, 'the output of block_0/spoiler, in its call number 3 of'),
-    (_only_backward, 'the gradient of the output of block_0/mixer_norm_1, in its call number 4 of'),
+    (overflow, 'the output of block_0/spoiler, in call 3 of'),
+    (_only_backward, 'the gradient of the output of block_0/mixer_norm_1, in call 4 of'),
   ],
 )
 def test_the_first_module_is_named(spoil, place):
   step, _, state = hunted_step(spoil)
   healthy, metrics = step(state, tiny.batch([8, 8]))  # no document has a position 9
   assert int(healthy.step) == 1 and int(metrics.skipped) == 0
-  with pytest.raises(Diverged, match=f'Step 2 gave .*: {place} the step'):
+  with pytest.raises(Diverged, match=f'Step 2 has .*: {place} the step'):
     step(healthy, tiny.batch([8 * CHUNKS]))
 
 

@@ -14,17 +14,15 @@ import tiny
 from valkyrie import main
 from valkyrie.config.load import load_gin
 from valkyrie.errors import ConfigurationError
-from valkyrie.sharding.partitioner import Partitioner, constrain, path_of
+from valkyrie.sharding.partitioner import Partitioner, constrain
 from valkyrie.training import tbptt
 from valkyrie.training.curriculum import Curriculum, Phase
-from valkyrie.training.data_parallel import spread
+from valkyrie.training.data_parallel import shard_map_step
 from valkyrie.training.optimizers import Optimizer
-from valkyrie.training.train_step import initial_state, make_train_step
+from valkyrie.training.train_step import initial_state, make_train_step, state_axes
 
 LAYOUTS = sorted(
-  file.stem
-  for file in (pathlib.Path(__file__).parents[1] / 'gin' / 'partition').glob('*.gin')
-  if file.stem != 'axes'
+  file.stem for file in (pathlib.Path(__file__).parents[1] / 'gin' / 'partition').glob('*.gin')
 )
 SPLIT = [name for name in LAYOUTS if name != 'single']
 ROWS = 8
@@ -53,12 +51,14 @@ def batch(dtype):
   return widen(made._replace(weights=weighed), dtype)
 
 
-def of_step(model, remat=True):
+def of_step(model, remat_chunks=True):
   """The pure function (params, carry, batch) -> (gradient, carry, sums)."""
 
   def of(params, carry, batch):
-    compute = functools.partial(tbptt.gradients, model, backprop_chunks=3, remat=remat)
-    return spread(compute, model, params, carry, batch, chunk_size=8, backwards=True)
+    compute = functools.partial(
+      tbptt.gradients, model, backprop_chunks=3, remat_chunks=remat_chunks
+    )
+    return shard_map_step(compute, model, params, carry, batch, chunk_size=8, backward=True)
 
   return of
 
@@ -80,8 +80,8 @@ def gradients(name, dtype, *bindings):
     model = tiny.model(compute_dtype=dtype)
     params, carry = widen(tiny.init(model, ROWS), dtype)
     state = {'params': params, 'carry': carry}
-    state = jax.device_put(state, layout.state_shardings(state))
-    step = layout.partition(of_step(model))
+    state = jax.device_put(state, tiny.shardings(layout, model, params, carry))
+    step = layout.jit(of_step(model))
     found = step(state['params'], state['carry'], layout.place_batch(batch(dtype)))
     assert_replicas_agree(found)
     return jax.device_get(found), layout
@@ -102,7 +102,7 @@ def test_a_layout_changes_no_loss_no_gradient_and_no_carry(name):
   assert layout.mesh.size == 8
   gradient, carry, sums = many
   np.testing.assert_allclose(sums.loss, one[2].loss, rtol=1e-10)
-  assert (sums.weight, sums.far) == (one[2].weight, one[2].far)
+  assert (sums.weight, sums.beyond_window) == (one[2].weight, one[2].beyond_window)
   assert relative(gradient, one[0]) <= 1e-10
   assert relative(carry, one[1]) <= 1e-10
 
@@ -122,11 +122,11 @@ def trained(name):
   def start():
     return initial_state(model, optimizer, 0, ROWS)
 
-  shardings = layout.state_shardings(jax.eval_shape(start))
+  shardings = tiny.state_shardings(layout, model, optimizer, jax.eval_shape(start))
   # Made on one device: what is compared is the step.
   state = jax.device_put(jax.jit(start)(), shardings)
-  step = layout.partition(
-    make_train_step(model, optimizer, Curriculum([PHASE]), PHASE, seed=0, remat=True),
+  step = layout.jit(
+    make_train_step(model, optimizer, Curriculum([PHASE]), PHASE, seed=0, remat_chunks=True),
     out_shardings=(shardings, None),
   )
   losses = []
@@ -134,7 +134,7 @@ def trained(name):
     batch = layout.place_batch(tiny.batch((4, 3, 5, 12), rows=ROWS, seed=seed))
     state, metrics = step(state, batch)
     losses.append(float(metrics.sums.loss / metrics.sums.weight))
-  return state, losses, layout
+  return state, losses, model, optimizer, layout
 
 
 def test_the_layouts_that_a_machine_of_any_size_can_use():
@@ -143,7 +143,7 @@ def test_the_layouts_that_a_machine_of_any_size_can_use():
 
 @pytest.mark.parametrize('name', ['zero1', 'fsdp'])
 def test_two_steps_end_where_one_device_ends(name):
-  (one, expected, _), (many, losses, _) = trained('single'), trained(name)
+  (one, expected, *_), (many, losses, *_) = trained('single'), trained(name)
   np.testing.assert_allclose(losses, expected, rtol=1e-5)
   # Sums over rows are taken in another order: about 1e-7 of a gradient, times learning rate / eps.
   for field in ('params', 'carry'):
@@ -155,13 +155,15 @@ def test_two_steps_end_where_one_device_ends(name):
 
 @pytest.mark.parametrize('name', ['zero1', 'fsdp'])
 def test_a_device_holds_an_eighth_of_what_is_split(name):
-  state, _, layout = trained(name)
+  state, _, model, optimizer, layout = trained(name)
+  axes = state_axes(model, optimizer, layout, state)
   split = 0
-  for tree in (state.params, state.optimizer_state):
-    for key_path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+  for field in ('params', 'optimizer_state'):
+    leaves, structure = jax.tree.flatten(getattr(state, field))
+    for leaf, names in zip(leaves, structure.flatten_up_to(getattr(axes, field)), strict=True):
       shards = leaf.addressable_shards
       assert len(shards) == 8
-      is_split = 'embed' in layout.logical_axes(path_of(key_path), leaf.shape)
+      is_split = 'embed' in names
       assert {shard.data.nbytes for shard in shards} == {leaf.nbytes // (8 if is_split else 1)}
       split += leaf.nbytes * is_split
   total = sum(leaf.nbytes for leaf in jax.tree.leaves((state.params, state.optimizer_state)))
@@ -172,47 +174,50 @@ def test_a_device_holds_an_eighth_of_what_is_split(name):
 
 
 def layout(mesh=(('data', 8),), parameter_axes=(), axis_rules=(('batch', 'data'),)):
-  return Partitioner(mesh, parameter_axes, axis_rules)
+  return Partitioner(mesh, axis_rules, parameter_axes)
 
 
 def leaf(*shape):
   return {'params': {'w': jax.ShapeDtypeStruct(shape, jnp.float32)}}
 
 
+def test_a_rule_replaces_the_declared_axes_and_without_either_a_parameter_is_not_split():
+  ruled = layout(parameter_axes=(('w$', (None, 'embed')),))
+  assert ruled.parameter_axes('params/a/w', ('embed', None), (4, 5)) == (None, 'embed')
+  assert ruled.parameter_axes('params/a/v', ('embed', None), (4, 5)) == ('embed', None)
+  assert ruled.parameter_axes('params/a/v', None, (4, 5)) == (None, None)
+
+
 @pytest.mark.parametrize(
   'attempt, message',
   [
-    (lambda: layout().check_batch(12), r'batch_size=12 .* 8 devices.* are 8 and 16'),
-    (lambda: layout().check_batch(3), r'batch_size=3 .* 8 devices.*Use 8'),
-    (lambda: layout().check_batch(-3), r'batch_size=-3 .* 8 devices.*Use 8'),
+    (lambda: layout().check_batch(12), r'batch_size=12 does not divide .* 8 devices. Use 8 or 16'),
+    (lambda: layout().check_batch(3), r'batch_size=3 .* 8 devices. Use 8'),
+    (lambda: layout().check_batch(-3), r'batch_size=-3 must be at least 1. Use 8'),
     (
       lambda: layout(mesh=(('data', 4), ('data', 2))),
-      r"'data', 2\)\) is no mesh: give each axis a",
+      r"'data', 2\)\) is not a mesh. Give each axis a",
     ),
-    (lambda: layout(mesh=(('data', 0),)), r"\(\('data', 0\),\) is no mesh"),
-    (lambda: layout(mesh='data'), r"'data' is no mesh"),
-    (lambda: layout(parameter_axes=(('(', ('embed',)),)), r"'\(' is no regular expression"),
+    (lambda: layout(mesh=(('data', 0),)), r"\(\('data', 0\),\) is not a mesh"),
+    (lambda: layout(mesh='data'), r"'data' is not a mesh"),
+    (lambda: layout(parameter_axes=(('(', ('embed',)),)), r"'\(' is not a regular expression"),
     (
       lambda: layout(mesh=(('data', 4), ('model', 4), ('time', 2))),
-      r'data=4 x model=4 x time=2 needs 32 devices, but there are 8',
+      r'data=4 x model=4 x time=2 needs 32 devices, but this process sees 8',
     ),
-    (lambda: layout(mesh=(('data', -1), ('model', 3))), r'data=-1 x model=3 .* there are 8'),
+    (lambda: layout(mesh=(('data', -1), ('model', 3))), r'data=-1 x model=3 .* sees 8'),
     (
       lambda: layout(axis_rules=(('embed', 'modle'),)),
       r"'embed' over \['modle'\], but the mesh has the axes \('data',\)",
     ),
     (
-      lambda: layout().state_shardings(leaf(4, 5)),
-      r"no rule for params/w of shape \(4, 5\).*\('w\$', \(None, None\)\)",
-    ),
-    (
-      lambda: layout(parameter_axes=(('w$', ('embed',)),)).state_shardings(leaf(4, 5)),
+      lambda: layout(parameter_axes=(('w$', ('embed',)),)).parameter_axes('params/w', None, (4, 5)),
       r"params/w the axes \('embed',\), but its shape is \(4, 5\).*2 axes",
     ),
     (
-      lambda: layout(
-        parameter_axes=(('w$', ('embed',)),), axis_rules=(('batch', 'data'), ('embed', 'data'))
-      ).state_shardings(leaf(12)),
+      lambda: layout(axis_rules=(('batch', 'data'), ('embed', 'data'))).shardings(
+        leaf(12), {'params': {'w': ('embed',)}}
+      ),
       r'params/w of shape \(12,\) cannot be split .* 12 is not a multiple of 8',
     ),
   ],
@@ -226,5 +231,5 @@ def test_what_does_not_fit_is_refused_with_both_sides_named(attempt, message):
 def test_constrain_pins_inside_a_partition_and_does_nothing_outside():
   x = jnp.ones((8, 4))
   assert constrain(x, 'batch', None) is x
-  pinned = layout().partition(lambda x: constrain(x, 'batch', None))(x)
+  pinned = layout().jit(lambda x: constrain(x, 'batch', None))(x)
   assert pinned.addressable_shards[0].data.shape == (1, 4)

@@ -64,7 +64,7 @@ def reference(params, x, positions, segment_ids):
   """One row, token by token, in float64: (out [T, D], drafts [T, M, D], values [T, M, 2])."""
   p = params['planner']
   options = planner.keywords
-  grain, segments = options['plan_block'], options['segments']
+  grain, segments = options['plan_interval'], options['segments']
   pace = Pace(segments, 2, 2, HEADS)
   weights = Weights(
     slow=Reasoner(*(p[f'slow_{name}'] for name in Reasoner._fields)),
@@ -176,7 +176,7 @@ def test_however_documents_end_and_chunks_are_cut_it_equals_the_loop_over_tokens
   batch = jax.tree.map(lambda *leaves: np.concatenate(leaves), *rows)
   x = np.random.default_rng(seed).normal(size=(2, TIME, WIDTH))
   found = in_pieces(x, batch, chunks)
-  stands = batch.positions >= tiny.GRAIN
+  stands = batch.positions >= tiny.INTERVAL
   np.testing.assert_array_equal(found[3], np.where(stands, 0.1, 0))
   _, params, _ = alone()
   for row in range(2):
@@ -212,7 +212,7 @@ def test_a_token_depends_on_the_blocks_before_its_own_and_on_nothing_else():
   lengths, time = (11, 2, 15), 28
   batch = tiny.batch(lengths, rows=1)
   tokens = np.arange(time, dtype=np.int32)  # each has its own row of the table
-  block, document = batch.positions[0] // tiny.GRAIN, batch.segment_ids[0]
+  block, document = batch.positions[0] // tiny.INTERVAL, batch.segment_ids[0]
   same = document[:, None] == document[None]
   itself = np.eye(time, dtype=bool)
 
@@ -242,7 +242,7 @@ def test_a_token_depends_on_the_blocks_before_its_own_and_on_nothing_else():
 def test_where_chunks_are_cut_changes_no_gradient():
   """In float64, and at chunks that are no multiple of the grain (4)."""
   with jax.enable_x64(True):
-    model, params, carry = built(compute_dtype='float64', remat=None)
+    model, params, carry = built(compute_dtype='float64', remat_policy=None)
     batch = widen(tiny.batch((7, 15, 2)))
 
     def at(chunk_size):
@@ -252,7 +252,7 @@ def test_where_chunks_are_cut_changes_no_gradient():
           model,
           chunk_size=chunk_size,
           backprop_chunks=TIME // chunk_size,
-          remat=False,
+          remat_chunks=False,
         )
       )(widen(params), widen(carry), batch, batch.weights.sum())
 
@@ -299,7 +299,7 @@ def test_a_phase_without_it_leaves_its_parameters_and_moments_as_they_are():
   assert on.shape != off.shape
   steps = {
     phase: jax.jit(
-      make_train_step(model, optimizer, Curriculum([phase]), phase, seed=0, remat=False)
+      make_train_step(model, optimizer, Curriculum([phase]), phase, seed=0, remat_chunks=False)
     )
     for phase in (on, off)
   }
@@ -345,7 +345,7 @@ def test_dtypes_under_bfloat16():
   )
   assert jax.tree.map(lambda x: x.dtype, carry) == jax.tree.map(lambda x: x.dtype, after)
   of_planner = after['model']['planner']
-  assert of_planner.block.dtype == features.hidden.dtype == jnp.bfloat16
+  assert of_planner.tokens.dtype == features.hidden.dtype == jnp.bfloat16
   assert {x.dtype.name for x in jax.tree.leaves((of_planner.state, of_planner.plan))} == {'float32'}
 
 
@@ -360,5 +360,5 @@ def test_what_cannot_be_built(options, message):
   with pytest.raises(ConfigurationError, match=message):
     model = tiny.model((), planner=functools.partial(tiny.planner, **options))
     jax.eval_shape(lambda: model.init(jax.random.key(0), 1))
-  with pytest.raises(ConfigurationError, match='a planner stands between two'):
+  with pytest.raises(ConfigurationError, match='a planner needs repeats below and above it'):
     tiny.model((), layers=1, planner=tiny.planner)

@@ -22,10 +22,11 @@ def losses(compute_dtype):
   phase = Phase(chunk_size=16, chunks=2, backprop_chunks=2)
   curriculum = Curriculum([phase])
   optimizer = Optimizer(learning_rate=1e-2, warmup_steps=10, train_steps=STEPS)
-  model = tiny.model(compute_dtype=compute_dtype, remat=None)
+  model = tiny.model(compute_dtype=compute_dtype, remat_policy=None)
   state = jax.jit(lambda: initial_state(model, optimizer, 0, 8))()
   step = jax.jit(
-    make_train_step(model, optimizer, curriculum, phase, seed=0, remat=False), donate_argnums=0
+    make_train_step(model, optimizer, curriculum, phase, seed=0, remat_chunks=False),
+    donate_argnums=0,
   )
   random = np.random.default_rng(0)
   found = []

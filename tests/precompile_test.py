@@ -28,7 +28,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 NO_LIBTPU = importlib.util.find_spec('libtpu') is None
 needs_libtpu = pytest.mark.skipif(NO_LIBTPU, reason="needs libtpu: pip install '.[tpu]'")
 QUICK = (
-  '--gin.LanguageModel.remat=None',
+  '--gin.LanguageModel.remat_policy=None',
   '--gin.LongformerAttention.document_start=0',
   '--gin.Block.mixers=(@S5,)',
   '--gin.LanguageModel.vocabulary_size=384',  # without padding, which would add products
@@ -136,7 +136,7 @@ def test_chunks_are_shortened_until_the_step_fits(tmp_path):
   worst = {'phase': 0, 'total_bytes': 16, 'hbm_bytes': 4, 'rows': 1}
   worst |= {'chunk_size': 16, 'chunks': 2, 'backprop_chunks': 2}
   same = ['gin/partition/data.gin']  # the same layout on one device
-  with mesh.on_devices(jax.devices()[:1]):
+  with mesh.target_devices(jax.devices()[:1]):
     said = remedies.advice(worst, same, one_byte_per_token, Partitioner).splitlines()
   fits = '--gin.chunk_size=4 --gin.chunks=8 --gin.backprop_chunks=8'
   assert [line.strip().partition(':')[0] for line in said[1:-2]] == [

@@ -1,4 +1,4 @@
-"""HiPPO-LegS, what is drawn, and the discretisations, against dense matrices."""
+"""HiPPO-LegS, what is drawn, and the discretizations, against dense matrices."""
 
 import jax
 import jax.numpy as jnp
@@ -94,8 +94,8 @@ def test_under_conjugate_symmetry_c_has_a_column_for_each_stored_state():
     assert c.re.shape == c.im.shape == (5, 6)
 
 
-def discretised(eigenvalues, step, method):
-  found = init.discretise(
+def discretized(eigenvalues, step, method):
+  found = init.discretize(
     Complex(jnp.asarray(eigenvalues.real), jnp.asarray(eigenvalues.imag)),
     jnp.full(eigenvalues.shape, step),
     method=method,
@@ -105,7 +105,7 @@ def discretised(eigenvalues, step, method):
 
 @pytest.mark.parametrize('step', [0.007, 0.7])
 @pytest.mark.parametrize('method', ['zoh', 'bilinear'])
-def test_discretisations_are_those_of_the_dense_system(method, step):
+def test_discretizations_are_those_of_the_dense_system(method, step):
   """ZOH by the exponential of [[A, B], [0, 0]], the trapezoidal rule by solving for x_t."""
   size = 8
   a, b = normal_part(size), np.random.default_rng(0).normal(size=(size, 3))
@@ -119,14 +119,14 @@ def test_discretisations_are_those_of_the_dense_system(method, step):
     b_bar = np.linalg.solve(implicit, step * b)
   eigenvalues, vectors = init.hippo_legs_normal(size)
   with jax.enable_x64(True):
-    decay, gain = discretised(eigenvalues, step, method)
+    decay, gain = discretized(eigenvalues, step, method)
   np.testing.assert_allclose(vectors * decay @ vectors.conj().T, a_bar, atol=1e-12)
   np.testing.assert_allclose(vectors * gain @ vectors.conj().T @ b, b_bar, atol=1e-12)
 
 
 def test_small_steps_keep_their_digits():
   """In float32, exp(z) - 1 would lose all but three digits of the gain at Δ = 1e-5."""
-  _, gain = discretised(np.array([-0.5 + 3j], np.complex64), np.float32(1e-5), 'zoh')
+  _, gain = discretized(np.array([-0.5 + 3j], np.complex64), np.float32(1e-5), 'zoh')
   np.testing.assert_allclose(gain.real, 1e-5 * (1 - 0.25e-5), rtol=3e-6)
 
 

@@ -17,7 +17,7 @@ def system_of(parameters):
   }
 
 
-def discretised(eigenvalues, step, method):
+def discretized(eigenvalues, step, method):
   """(Λ̄, the gain of B)."""
   if method == 'zoh':
     decay = np.exp(eigenvalues * step)
@@ -48,7 +48,7 @@ def layer(
   eigenvalues = system['eigenvalues']
   if clip:
     eigenvalues = np.minimum(eigenvalues.real, -1e-4) + 1j * eigenvalues.imag
-  decay, gain = discretised(eigenvalues, step_rescale * np.exp(system['log_step']), method)
+  decay, gain = discretized(eigenvalues, step_rescale * np.exp(system['log_step']), method)
   b_bar = gain[:, None] * system['b']
   y, last = np.zeros(u.shape), []
   for row in range(len(u)):

@@ -20,11 +20,11 @@ WIDTH, STATES, BLOCKS = 12, 8, 2
 
 
 @functools.cache
-def build(states=STATES, blocks=BLOCKS, **options):
+def build(states=STATES, hippo_blocks=BLOCKS, **options):
   """(init, apply) of a layer, compiled."""
 
   def f(x, carry, positions, segment_ids=None):
-    layer = s5.S5(states, blocks=blocks, **{'step_range': (0.01, 0.1), **options})
+    layer = s5.S5(states, hippo_blocks=hippo_blocks, **{'step_range': (0.01, 0.1), **options})
     if segment_ids is None:
       segment_ids = jnp.ones_like(positions)
     return layer(x, carry, positions=positions, segment_ids=segment_ids)
@@ -65,7 +65,7 @@ def test_16k_steps_in_float32_against_float64(method, form):
   states = 64
   u, positions = inputs(1, 16384), np.arange(5, 16389, dtype=np.int32)[None]
   x0 = np.random.default_rng(1).normal(size=(2, 1, states)).astype(np.float32)
-  layer = build(states, discretisation=method, step_range=(0.001, 0.1), scan_form=form)
+  layer = build(states, discretization=method, step_range=(0.001, 0.1), scan_form=form)
   carry = Complex(jnp.asarray(x0[0]), jnp.asarray(x0[1]))
   params = build(states).init(jax.random.key(0), u[:, :4], carry, positions[:, :4])
   y, after = layer.apply(params, None, u, carry, positions)
@@ -229,8 +229,8 @@ def test_dtypes_under_bfloat16():
     p['d'],
     p['log_step'],
   )
-  recurrence = state_space.discretised(system, method='zoh')
-  before, after = state_space.run(
+  recurrence = state_space.discretized(system, method='zoh')
+  before, after = state_space.read(
     recurrence, u, zero(1), positions == 0, jnp.array([9]), form='sequential'
   )
   of_float32 = (params, carry, recurrence, before, after)
@@ -241,11 +241,11 @@ def test_dtypes_under_bfloat16():
 @pytest.mark.parametrize(
   ('options', 'message'),
   [
-    ({'discretisation': 'foh'}, r"S5.discretisation='foh' is not known.*'zoh', 'bilinear'"),
-    ({'output_init': 'hippo'}, "S5.output_init='hippo' is not known"),
-    ({'activation': 'relu'}, "S5.activation='relu' is not known"),
-    ({'scan_form': 'fft'}, "S5.scan_form='fft' is not known"),
-    ({'blocks': 5}, 'S5.state_size=8 stored states cannot be divided into S5.blocks=5'),
+    ({'discretization': 'foh'}, r"S5.discretization='foh' is unknown.*'zoh', 'bilinear'"),
+    ({'output_init': 'hippo'}, "S5.output_init='hippo' is unknown"),
+    ({'activation': 'relu'}, "S5.activation='relu' is unknown"),
+    ({'scan_form': 'fft'}, "S5.scan_form='fft' is unknown"),
+    ({'hippo_blocks': 5}, 'S5.state_size=8 must be a positive multiple of S5.hippo_blocks=5'),
     ({'step_range': (0.1, 0.01)}, 'S5.step_range='),
     ({'step_rescale': 0.0}, 'S5.step_rescale=0.0 must be above 0'),
     ({'dropout': 1.0}, 'S5.dropout=1.0 must be at least 0 and below 1'),

@@ -14,7 +14,7 @@ import tiny
 
 from valkyrie.models import layers
 from valkyrie.models.attention import kv_cache
-from valkyrie.models.s5 import chunk_scan
+from valkyrie.models.s5 import sharded_scan
 from valkyrie.models.s5.scan import Complex
 from valkyrie.sharding import sequence_parallel
 
@@ -115,11 +115,11 @@ def sharded(name, layout):
     # What the others hold of the carry must not matter, as long as it is finite.
     others = lax.axis_index(time) > 0
     carry = jax.tree.map(lambda x: jnp.where(others, jnp.full_like(x, 77), x), carry)
-    with sequence_parallel.over(time):
+    with sequence_parallel.split_over(time):
       (loss, (hidden, carry)), gradient = jax.value_and_grad(
         functools.partial(read, model), has_aux=True
       )(params, carry, chunks, weights)
-      carry = sequence_parallel.settle(carry)
+      carry = sequence_parallel.broadcast_carry(carry)
     loss, gradient = lax.psum((loss, gradient), (*rows, *time))
     return (loss, (hidden, jax.tree.map(lambda x: x[None], carry))), gradient
 
@@ -174,7 +174,7 @@ def on_eight(f, *, out):
   mesh = Mesh(np.array(jax.devices()), ('t',))
 
   def body(*args):
-    with sequence_parallel.over(('t',)):
+    with sequence_parallel.split_over(('t',)):
       return f(*args)
 
   specs = {'in_specs': PartitionSpec('t'), 'out_specs': PartitionSpec(*[None] * out, 't')}
@@ -207,11 +207,11 @@ def test_settling_gives_every_device_what_the_first_holds_to_the_bit():
     'int32': np.arange(32, dtype=np.int32) - 2**30,
   }
   carry['float32'] = carry['float32'].astype(np.float32)
-  settled = on_eight(sequence_parallel.settle, out=0)(carry)
+  settled = on_eight(sequence_parallel.broadcast_carry, out=0)(carry)
   for name, leaf in carry.items():
     for piece in np.split(np.asarray(settled[name]), 8):
       assert piece.tobytes() == np.asarray(leaf[:4]).tobytes(), name
-  assert sequence_parallel.settle(carry) is carry  # where time is whole
+  assert sequence_parallel.broadcast_carry(carry) is carry  # where time is whole
 
 
 def test_a_long_chunk_is_as_exact_in_pieces():
@@ -224,7 +224,7 @@ def test_a_long_chunk_is_as_exact_in_pieces():
 
   def run(re, im):
     zero = jnp.zeros((1, states), jnp.float32)
-    found, _ = chunk_scan.scan_chunk(
+    found, _ = sharded_scan.scan_chunk(
       Complex(decay.real, decay.imag),
       Complex(re, im),
       Complex(zero, zero),

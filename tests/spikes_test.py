@@ -15,7 +15,7 @@ from valkyrie.data import store_writer
 from valkyrie.data.store_location import store_path
 from valkyrie.errors import ConfigurationError, Preempted
 from valkyrie.run import train
-from valkyrie.training.spikes import LossSpikes, judge
+from valkyrie.training.spikes import LossSpikes, detect
 
 WATCH = '''
 """Writes hashes of what a state holds, and asks for an end where it is told to."""
@@ -72,7 +72,7 @@ def test_a_spike_stands_out_among_the_latest_losses():
   losses[[120, 169]] = np.inf, np.nan
   losses[240:] += 4  # a level that stays
   spikes = LossSpikes('skip', deviations=6.0, window=64)
-  step = jax.jit(lambda recent, loss: judge(spikes, recent, loss))
+  step = jax.jit(lambda recent, loss: detect(spikes, recent, loss))
   recent, found = spikes.initial(), []
   for loss in losses:
     spiked, recent = step(recent, loss)
@@ -130,8 +130,9 @@ def train_here(folder, tmp_path, monkeypatch):
     flags = [
       f"--gin.Watch.path='{tmp_path / name}.json'", '--gin.train_steps=12',
       '--gin.learning_rate=0.03', '--gin.eval_every=100', '--gin.checkpoint_every=3',
-      '--gin.train.remat=False', '--gin.LanguageModel.remat=None', '--gin.LanguageModel.layers=1',
-      '--gin.Block.mixers=(@S5,)', '--gin.create_writers.tensorboard=False', *more,
+      '--gin.StepSettings.remat_chunks=False', '--gin.LanguageModel.remat_policy=None',
+      '--gin.LanguageModel.layers=1', '--gin.Block.mixers=(@S5,)',
+      '--gin.create_writers.tensorboard=False', *more,
     ]  # fmt: skip
     files = [str(folder / 'run.gin')]
     load_gin(files, flags, allowed_imports=['watch'], modules=main.CONFIGURABLE_MODULES)

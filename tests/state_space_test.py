@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import s5_reference
 
-from valkyrie.models.s5 import chunk_scan, state_space
+from valkyrie.models.s5 import sharded_scan, state_space
 from valkyrie.models.s5.scan import Complex
 from valkyrie.models.s5.state_space import StateSpace
 
@@ -53,10 +53,10 @@ def run(
   starts = jnp.asarray(positions) == 0
   # The last document is cut off: it is read backwards from zero all the same.
   ends = jnp.concatenate([starts[:, 1:], jnp.zeros_like(starts[:, :1])], axis=1)
-  recurrence = state_space.discretised(
+  recurrence = state_space.discretized(
     system, method=method, step_rescale=step_rescale, clip_eigenvalues=clip
   )
-  return state_space.run(
+  return state_space.read(
     recurrence,
     u,
     initial,
@@ -147,6 +147,6 @@ def _compiled():
 def test_the_state_after_a_padded_chunk():
   states = Complex(*np.arange(2 * 3 * 2 * 1, dtype=np.float32).reshape(2, 3, 2, 1))
   initial = Complex(jnp.full((2, 1), -1.0), jnp.full((2, 1), -2.0))
-  after = chunk_scan.state_after(states, initial, jnp.array([2, 0]))
+  after = sharded_scan.state_after(states, initial, jnp.array([2, 0]))
   np.testing.assert_array_equal(after.re, [[2], [-1]])
   np.testing.assert_array_equal(after.im, [[8], [-2]])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import types
 
@@ -24,7 +25,7 @@ FullAttention.max_context = {}
 """
 PLANNER = """
 LanguageModel.planner = @Planner
-Planner.plan_block = {}
+Planner.plan_interval = {}
 Planner.plan_tokens = 2
 Planner.mlp_width = 24
 Planner.head_width = 8
@@ -32,8 +33,8 @@ Planner.head_width = 8
 
 # What makes a program that compiles quickly: tests/pulse_test.py has all of it.
 QUICK = (
-  '--gin.train.remat=False',
-  '--gin.LanguageModel.remat=None',
+  '--gin.StepSettings.remat_chunks=False',
+  '--gin.LanguageModel.remat_policy=None',
   '--gin.LongformerAttention.document_start=0',
 )
 
@@ -183,13 +184,13 @@ def test_planner(base, train_run, tmp_path):
 
 def test_a_chunk_that_ends_within_a_block(train_run, tmp_path):
   with pytest.raises(
-    ConfigurationError, match=r'chunk_size=16 .*plan_block=6.* 12 and 18'
+    ConfigurationError, match=r'chunk_size=16 .*plan_interval=6.* 12 or 18'
   ) as caught:
     train_run(tmp_path / 'run', more=PLANNER.format(6))
   assert caught.value.exit_code == 78
 
 
-SPLIT = "Partitioner.local = True\nPartitioner.axis_rules = (('time', 'data'),)"
+SPLIT = "Partitioner.manual = True\nPartitioner.axis_rules = (('time', 'data'),)"
 
 
 @pytest.mark.parametrize(
@@ -218,8 +219,8 @@ def test_partitioner(base, train_run, tmp_path):
 
 
 def test_the_hunt_for_a_nan_names_a_module(train_run, tmp_path):
-  with pytest.raises(Diverged, match=r'Step 2 gave .* The first: the output of \w+'):
-    train_run(tmp_path / 'run', '--gin.train.hunt_nan=True', '--gin.learning_rate=1e30')
+  with pytest.raises(Diverged, match=r'Step 2 has .* The first: the output of \w+'):
+    train_run(tmp_path / 'run', '--gin.StepSettings.hunt_nan=True', '--gin.learning_rate=1e30')
 
 
 def test_task(base, data_dir, train_run, tmp_path):
@@ -231,7 +232,7 @@ def test_task(base, data_dir, train_run, tmp_path):
     assert record['store'] == feed.fingerprint
 
 
-def test_a_mixer_of_ones_own(train_run, tmp_path, monkeypatch):
+def test_a_mixer_of_ones_own(train_run, tmp_path, monkeypatch, capsys):
   package = tmp_path / 'their_mixers'
   package.mkdir()
   (package / '__init__.py').write_text('')
@@ -241,16 +242,12 @@ def test_a_mixer_of_ones_own(train_run, tmp_path, monkeypatch):
 import their_mixers.smear
 Block.mixers = (@LongformerAttention, @Smear)
 Smear.scale = 0.5
-Partitioner.parameter_axes = (
-    ('embedding$', ('vocabulary', 'embed')),
-    ('final_norm/scale$', ('norm',)),
-    ('(scale|weight)$', ('layers', None)),
-    ('register', ('layers', None, None, None)),
-    ('.', ('layers', None, None)),
-)
 """
-  run = train_run(tmp_path / 'run', more=more, allowed_imports=['their_mixers'])
+  run = train_run(tmp_path / 'run', more=more, allowed_imports=['their_mixers'], partition='zero1')
   assert_trained(run)
+  said = capsys.readouterr().err
+  assert re.search(r'params/model/.*/smear/weight is replicated .* declares no axes', said)
+  assert said.count('is replicated') == 1
   assert {name.split('/')[-2] for name in parameters(run) if name.endswith('weight')} == {'smear'}
 
 
@@ -279,10 +276,10 @@ def test_a_checkpoint_of_another_model(base, train_run):
 @pytest.mark.parametrize(
   'changes, named',
   [
-    (['seed=1'], ['configuration: train.seed was 0, is 1', '--allow_changed=configuration']),
+    (['seed=1'], ['configuration: StepSettings.seed was 0, is 1', '--allow_changed=configuration']),
     (['chunks=4'], ['position: was 64, is 128', '--allow_changed=configuration,position']),
     (
-      ['Partitioner.mesh=(("data", 8),)', 'Partitioner.local=False'],
+      ['Partitioner.mesh=(("data", 8),)', 'Partitioner.manual=False'],
       ["mesh: axes was {'data': 1}, is {'data': 8}"],
     ),
     (["task='digits'"], ['store: was ']),

@@ -29,7 +29,7 @@ def gradient_of(chunk_size, backprop_chunks, remat=True):
       model,
       chunk_size=chunk_size,
       backprop_chunks=backprop_chunks,
-      remat=remat,
+      remat_chunks=remat,
     )
   )
 
@@ -93,7 +93,7 @@ def test_in_float64_the_gradients_agree_to_rounding():
           model64,
           chunk_size=chunk_size,
           backprop_chunks=TIME // chunk_size,
-          remat=True,
+          remat_chunks=True,
         )
       )(widen(params), carry, batch, batch.weights.sum())[0]
 
@@ -119,7 +119,7 @@ def test_between_groups_the_gradient_is_cut_and_within_a_group_it_flows():
     def loss(unembedding):
       features, _ = model.apply(params, carry, late.inputs, late.positions, late.segment_ids)
       losses = tbptt.token_losses(
-        features._replace(unembedding=unembedding), late.targets, model.vocabulary_size
+        features._replace(unembedding=unembedding), late.targets, model.about.vocabulary_size
       )
       return jnp.sum(losses * late.weights) / jnp.sum(late.weights)
 
@@ -154,7 +154,9 @@ def test_every_chunk_draws_its_own_dropout_and_draws_it_again_when_recomputed():
   batch, rng = tiny.batch((TIME,)), jax.random.key(0)
 
   def gradients(remat):
-    of = functools.partial(tbptt.gradients, model, chunk_size=6, backprop_chunks=2, remat=remat)
+    of = functools.partial(
+      tbptt.gradients, model, chunk_size=6, backprop_chunks=2, remat_chunks=remat
+    )
     return jax.jit(of)(params, carry, batch, batch.weights.sum(), rng)
 
   gradient, after, sums = gradients(remat=True)
@@ -178,7 +180,7 @@ def test_gradients_of_a_narrow_copy_add_up_in_float32():
 
   params = jnp.ones(3, jnp.bfloat16)
   chunks = jnp.asarray([256.0] + [0.5] * 63)
-  for backprop in (tbptt._recomputed, tbptt._kept):
+  for backprop in (tbptt._add_recomputed, tbptt._add_saved):
     zeros = tbptt._zeros(params)
     gradient, _, _ = backprop(read, params, jnp.zeros((1, 1)), chunks, zeros)
     assert gradient.dtype == jnp.float32
@@ -201,8 +203,8 @@ def test_of_many_chunks_few_carries_are_kept():
     compiled = jax.jit(gradient).lower(*shapes).compile()
     return compiled.memory_analysis().temp_size_in_bytes / (4 * size), compiled(*shapes)
 
-  recomputed, found = memory(tbptt._recomputed)
-  kept, expected = memory(tbptt._kept)
+  recomputed, found = memory(tbptt._add_recomputed)
+  kept, expected = memory(tbptt._add_saved)
   assert recomputed < 8 + 8 + 8 < count <= kept
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5)
@@ -212,4 +214,4 @@ def test_the_share_beyond_the_window_is_counted():
   _, params, carry = built()
   batch = tiny.batch((7, 15, 2))
   _, _, sums = gradient_of(12, 2)(params, carry, batch, batch.weights.sum())
-  assert sums.far == np.sum(batch.weights * (batch.positions > tiny.WINDOW)) > 0
+  assert sums.beyond_window == np.sum(batch.weights * (batch.positions > tiny.WINDOW)) > 0

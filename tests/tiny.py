@@ -10,6 +10,7 @@ from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.block import Block
 from valkyrie.models.planner.planner import Planner
 from valkyrie.models.s5.layer import S5
+from valkyrie.training.train_step import state_axes
 from valkyrie.types import Batch
 
 VOCABULARY = 50
@@ -25,10 +26,10 @@ attention = functools.partial(
   document_start=2,
   slice_size=4,
 )
-s5 = functools.partial(S5, state_size=8, blocks=2)
-GRAIN = 4
+s5 = functools.partial(S5, state_size=8, hippo_blocks=2)
+INTERVAL = 4
 planner = functools.partial(
-  Planner, plan_block=GRAIN, plan_tokens=3, mlp_width=24, head_width=8, segments=3
+  Planner, plan_interval=INTERVAL, plan_tokens=3, mlp_width=24, head_width=8, segments=3
 )
 
 
@@ -50,6 +51,19 @@ def model(mixers=(attention, s5), layers=2, **options) -> language_model.Model:
 def init(of: language_model.Model, rows: int):
   """(params, carry), compiled: Haiku's init alone would run op by op."""
   return jax.jit(of.init, static_argnums=1)(jax.random.key(0), rows)
+
+
+def shardings(partitioner, model, params, carry):
+  """The shardings of {'params', 'carry'}."""
+  return {
+    'params': partitioner.shardings(params, model.parameter_axes(partitioner.parameter_axes)),
+    'carry': partitioner.shardings(carry, model.carry_axes(carry)),
+  }
+
+
+def state_shardings(partitioner, model, optimizer, shapes):
+  """The shardings of a train state."""
+  return partitioner.shardings(shapes, state_axes(model, optimizer, partitioner, shapes))
 
 
 def batch(lengths, rows=2, seed=0, padding=0) -> Batch:

@@ -11,11 +11,11 @@ import pytest
 import tiny
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.models.language_model import Features
 from valkyrie.training import losses, train_step
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.train_step import initial_state, make_train_step
+from valkyrie.types import Features
 
 PHASE = Phase(chunk_size=6, chunks=4, backprop_chunks=2)
 
@@ -24,7 +24,9 @@ PHASE = Phase(chunk_size=6, chunks=4, backprop_chunks=2)
 def built():
   model = tiny.model()
   optimizer = Optimizer(learning_rate=0.01, warmup_steps=2, train_steps=20)
-  step = jax.jit(make_train_step(model, optimizer, Curriculum([PHASE]), PHASE, seed=0, remat=True))
+  step = jax.jit(
+    make_train_step(model, optimizer, Curriculum([PHASE]), PHASE, seed=0, remat_chunks=True)
+  )
   start = jax.jit(lambda: initial_state(model, optimizer, 0, 2))
   return model, step, start
 
@@ -85,7 +87,7 @@ def dropping_step(seed=0):
   """(a step of a layer of S5 with dropout, its initial state)."""
   model = tiny.model((functools.partial(tiny.s5, dropout=0.5),), layers=1)
   optimizer = Optimizer(learning_rate=0.01, warmup_steps=2, train_steps=20)
-  step = make_train_step(model, optimizer, Curriculum([PHASE]), PHASE, seed=seed, remat=True)
+  step = make_train_step(model, optimizer, Curriculum([PHASE]), PHASE, seed=seed, remat_chunks=True)
   return step, jax.jit(lambda: initial_state(model, optimizer, 0, 2))()
 
 
@@ -118,15 +120,15 @@ def test_s5_has_a_group_of_its_own():
   model, _, _ = built()
   params, _ = tiny.init(model, 2)
   optimizer = Optimizer(1.0, 0, 10, algorithm=functools.partial(optax.adamw, weight_decay=0.5))
-  zero = jax.tree.map(jnp.zeros_like, params)
-  decayed, _ = optimizer.update(zero, optimizer.init(params), params, jnp.float32(0.1))
+  zero, none = jax.tree.map(jnp.zeros_like, params), model.in_planner(params)
+  decayed, _ = optimizer.update(zero, optimizer.init(params, none), params, jnp.float32(0.1), none)
   s5 = 'model/layers/block_0/~/s5'
   for name in ('lambda_re', 'lambda_im', 'b', 'log_step'):
     np.testing.assert_array_equal(decayed[s5][name], params[s5][name])
   np.testing.assert_allclose(decayed[s5]['c'], 0.95 * params[s5]['c'], rtol=1e-6)
 
   ones = jax.tree.map(jnp.ones_like, params)
-  moved, _ = optimizer.update(ones, optimizer.init(params), zero, jnp.float32(0.1))
+  moved, _ = optimizer.update(ones, optimizer.init(params, none), zero, jnp.float32(0.1), none)
   np.testing.assert_allclose(moved[s5]['log_step'], -0.025, rtol=1e-3)
   np.testing.assert_allclose(moved[s5]['c'], -0.1, rtol=1e-3)
 
@@ -134,8 +136,10 @@ def test_s5_has_a_group_of_its_own():
 def test_the_gradient_is_clipped_by_its_global_norm():
   optimizer = Optimizer(1.0, 0, 10, algorithm=optax.sgd, ssm_algorithm=optax.sgd, clip_norm=2.0)
   params = {'w': jnp.zeros(4), 'v': jnp.zeros(4)}
-  gradient = jax.tree.map(lambda x: x + 100.0, params)
-  moved, _ = optimizer.update(gradient, optimizer.init(params), params, jnp.float32(1.0))
+  gradient, none = jax.tree.map(lambda x: x + 100.0, params), {'w': False, 'v': False}
+  moved, _ = optimizer.update(
+    gradient, optimizer.init(params, none), params, jnp.float32(1.0), none
+  )
   np.testing.assert_allclose(optax.tree.norm(moved), 2.0, rtol=1e-5)
 
 
@@ -157,7 +161,7 @@ def test_curriculum():
     Phase(8, 4, 3)
   with pytest.raises(ConfigurationError, match='must be at least 1'):
     Phase(0, 1, 1)
-  with pytest.raises(ConfigurationError, match='give every phase'):
+  with pytest.raises(ConfigurationError, match=r'Phase\.steps to every phase but the last'):
     Curriculum([Phase(8, 1, 1), Phase(8, 1, 1)])
 
 

@@ -36,7 +36,7 @@ def test_each_block_of_the_pattern_has_the_window_bound_in_its_scope(tmp_path):
   (near,), (far,) = carry['model']['carry']
   assert near.window.keys.shape == (2, 2, 3, 2, 8)
   assert far.window.keys.shape == (2, 2, 12, 2, 8)
-  assert model.window == 12 and model.draws
+  assert model.about.window == 12 and model.about.has_dropout
 
   batch, apply = tiny.batch((9, 15)), jax.jit(model.apply)
   batch_of = batch.inputs, batch.positions, batch.segment_ids

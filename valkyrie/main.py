@@ -1,6 +1,7 @@
-"""Flags -> gin -> one run mode. Nothing configurable is defined here: `python -m` imports it twice.
+"""The command line: flags, gin configuration, one run mode.
 
-jax and gin are imported only after the flags are read, so that --help answers at once.
+Nothing configurable is defined here, since `python -m` imports this module twice. jax and gin are
+imported only after the flags are parsed, so that --help is fast.
 """
 
 import argparse
@@ -17,26 +18,27 @@ from valkyrie.config.suggest import did_you_mean
 from valkyrie.distributed import processes
 from valkyrie.errors import ConfigurationError, Preempted, UsageError, ValkyrieError
 
-# The modules that hold configurables. One that is not here cannot add any later: gin is locked.
+# The modules of the configurables. They are imported before gin is locked; none can follow later.
 CONFIGURABLE_MODULES = (
   'valkyrie.models.language_model',
   'valkyrie.models.block',
   'valkyrie.models.s5.layer',
   'valkyrie.models.attention.longformer',
-  'valkyrie.models.attention.bidirectional_longformer',
   'valkyrie.models.attention.full',
+  'valkyrie.models.attention.bidirectional_longformer',
   'valkyrie.models.planner.planner',
+  'valkyrie.sharding.partitioner',
   'valkyrie.training.curriculum',
   'valkyrie.training.optimizers',
-  'valkyrie.training.divergence',
   'valkyrie.training.spikes',
-  'valkyrie.sharding.partitioner',
+  'valkyrie.training.divergence',
+  'valkyrie.training.setup',
   'valkyrie.data.feed',
   'valkyrie.distributed.consistency',
-  'valkyrie.checkpoint.manager',
   'valkyrie.distributed.preemption',
-  'valkyrie.monitoring.hooks',
+  'valkyrie.checkpoint.manager',
   'valkyrie.monitoring.writers',
+  'valkyrie.run.evaluator',
   'valkyrie.run.train',
   'valkyrie.run.evaluate',
   'valkyrie.run.infer',
@@ -54,30 +56,30 @@ RUN_MODES = {
 _EXAMPLES = """
 examples:
   python -m valkyrie.main --gin_file=gin/tiny_cpu.gin --model_dir=runs/tiny
-      train; the same line again resumes
+      train; the same command again resumes
   python -m valkyrie.main --gin_file=gin/tiny_cpu.gin --model_dir=runs/tiny --gin.train_steps=500
       ... with one macro of the gin file changed
   python -m valkyrie.main --gin_file=gin/tiny_cpu.gin --gin_file=mine.gin --gin.S5.state_size=64
-      ... with a second file laid over the first, and one parameter bound
+      ... with a second file over the first, and one parameter bound
   python -m valkyrie.main --gin_file=gin/tiny_cpu.gin --model_dir=runs/tiny --run_mode=eval
   python -m valkyrie.main --gin_file=gin/tiny_cpu.gin --model_dir=runs/tiny --run_mode=infer \\
       --prompt='def main():'
   python -m valkyrie.main --gin_file=gin/v4_32.gin --run_mode=precompile --topology=v4:4x4x2
-      ask the TPU compiler what a run needs on 32 chips, from a machine without one
+      compile a run for 32 TPU chips on a machine without one; print its memory and time
   python -m valkyrie.main --gin_file=mine.gin --gin_allow_import=my_package
       ... where mine.gin says `import my_package.mixers`
   python -m valkyrie.main --gin_file=mine.gin --processes=2 --process=0
-      ... one of two processes on this machine; the other says --process=1
+      ... one of two processes on this machine; the other one has --process=1
   python -m valkyrie.main --gin_file=gin/v4_32.gin --processes=auto
       ... on each host of a TPU pod, or as each task of a SLURM job
 
 values of --gin.NAME=VALUE are gin's: 8192, 1e-3, True, None, (1, 2), @S5, %chunk_size; strings
-need quotes that the shell leaves in place: --gin.task='"fineweb"'. There are no expressions. The
-last of several flags for one name counts.
+need quotes inside the shell's: --gin.task='"fineweb"'. There are no expressions. The
+last of several flags for one name wins.
 
 exit codes: 0 done; 2 usage; 65 bad data; 70 bug; 74 storage; 75 preempted and saved, or the other
-processes are not there yet (run the same line again); 76 diverged; 78 bad configuration; 130
-interrupted, where nothing was to be saved
+processes did not join yet (run the same command again); 76 diverged; 78 bad configuration; 130
+interrupted with nothing to save
 """
 
 
@@ -99,10 +101,10 @@ def _parser() -> _Parser:
     '--gin_file',
     action='append',
     metavar='FILE',
-    help='a gin file; repeat to lay later ones over earlier ones. Files named gin/... are found '
+    help='a gin file; repeatable, later ones override earlier ones. Files named gin/... are found '
     'from any folder',
   )
-  # Read by _split_gin_flags; it stands here for --help.
+  # Parsed by _split_gin_flags; listed here for --help.
   parser.add_argument(
     '--gin.NAME=VALUE',
     action='store_true',
@@ -114,20 +116,19 @@ def _parser() -> _Parser:
     action='append',
     default=[],
     metavar='DIRS',
-    help='folders, separated by commas, where gin files and their includes are looked for too',
+    help='folders, separated by commas, to search for gin files and includes',
   )
   parser.add_argument(
     '--gin_allow_import',
     action='append',
     default=[],
     metavar='PACKAGE',
-    help='a package of yours that gin files may import, and so run; repeatable',
+    help='a package of yours that gin files may import, and thereby execute; repeatable',
   )
   parser.add_argument(
     '--model_dir',
     metavar='DIR',
-    help='where the run keeps its checkpoints and records (default: runs/ and the name of the '
-    'gin file, below the current folder)',
+    help='the directory of the run (default: runs/NAME of the gin file, below the current folder)',
   )
   parser.add_argument(
     '--run_mode', choices=tuple(RUN_MODES), default='train', help='default: train'
@@ -136,11 +137,11 @@ def _parser() -> _Parser:
     '--allow_changed',
     type=_kinds,
     metavar='KINDS',
-    help='what may differ from the run that saved the checkpoint, separated by commas: '
-    f'{", ".join(KINDS)} (default: nothing)',
+    help='accepted differences to the run that saved the checkpoint, separated by commas: '
+    f'{", ".join(KINDS)} (default: none)',
   )
   parser.add_argument(
-    '--prompt', metavar='TEXT', help='what infer continues (default: standard input)'
+    '--prompt', metavar='TEXT', help='the text that infer continues (default: standard input)'
   )
   parser.add_argument(
     '--topology',
@@ -151,24 +152,22 @@ def _parser() -> _Parser:
   parser.add_argument(
     '--processes',
     metavar='N',
-    help=f'how many processes train together; {processes.DETECTED} where jax can detect it: TPU '
-    'pods, SLURM, Kubernetes, MPI (default: this one alone)',
+    help=f'the number of processes of the run; {processes.DETECTED} if jax can detect it: TPU '
+    'pods, SLURM, Kubernetes, MPI (default: this process alone)',
   )
-  parser.add_argument(
-    '--process', type=int, metavar='I', help='which of the processes this is, from 0'
-  )
+  parser.add_argument('--process', type=int, metavar='I', help='the number of this process, from 0')
   parser.add_argument(
     '--coordinator',
     metavar='HOST:PORT',
-    help='where process 0 listens for the others; whoever reaches it can take part (default: '
-    f'{processes.COORDINATOR}, which only this machine reaches)',
+    help='the address at which process 0 listens; anyone who reaches it can join (default: '
+    f'{processes.COORDINATOR}, reachable from this machine only)',
   )
   parser.add_argument(
     '--join_seconds',
     type=int,
     default=300,
     metavar='S',
-    help='how long to wait for the other processes (default: %(default)s)',
+    help='seconds to wait for the other processes (default: %(default)s)',
   )
   return parser
 
@@ -176,7 +175,7 @@ def _parser() -> _Parser:
 def _kinds(text: str) -> tuple[str, ...]:
   for kind in text.split(','):
     if kind not in KINDS:
-      raise argparse.ArgumentTypeError(f'{kind!r} is none of {", ".join(KINDS)}')
+      raise argparse.ArgumentTypeError(f'{kind!r} is not one of {", ".join(KINDS)}')
   return tuple(text.split(','))
 
 
@@ -197,7 +196,7 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, li
   """The flags, and the --gin.NAME=VALUE ones as they were typed.
 
   Raises:
-    UsageError: a flag is unknown, misspelt, lacks its value or does not go with another.
+    UsageError: a flag is unknown, misspelled, lacks its value or conflicts with another.
     SystemExit: after --help.
   """
   others, gin_flags = _split_gin_flags(arguments)
@@ -207,19 +206,19 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, li
     name = unknown[0].partition('=')[0]
     known = [option for action in parser._actions for option in action.option_strings]
     hint = did_you_mean(name, known)
-    raise UsageError(f'{unknown[0]}: there is no such flag.{hint} Try --help.')
+    raise UsageError(f'{unknown[0]}: unknown flag.{hint} Try --help.')
   if not flags.gin_file:
     raise UsageError('--gin_file is missing: pass one, such as --gin_file=gin/tiny_cpu.gin')
   if flags.prompt is not None and flags.run_mode != 'infer':
-    raise UsageError('--prompt is for --run_mode=infer')
+    raise UsageError('--prompt needs --run_mode=infer')
   if flags.topology is not None and flags.run_mode != 'precompile':
-    raise UsageError('--topology is for --run_mode=precompile')
+    raise UsageError('--topology needs --run_mode=precompile')
   if flags.allow_changed is not None and flags.run_mode != 'train':
-    raise UsageError('--allow_changed is for --run_mode=train')
+    raise UsageError('--allow_changed needs --run_mode=train')
   if flags.processes is None and (flags.process is not None or flags.coordinator is not None):
     raise ConfigurationError('--process and --coordinator need --processes=N')
   if flags.processes is not None and flags.run_mode not in ('train', 'eval'):
-    raise UsageError(f'--run_mode={flags.run_mode} is for one process: leave out --processes')
+    raise UsageError(f'--run_mode={flags.run_mode} runs in one process: remove --processes')
   return flags, gin_flags
 
 
@@ -244,7 +243,7 @@ def run(
   modules: Sequence[str] = CONFIGURABLE_MODULES,
   run_modes: Mapping[str, tuple[str, str]] = RUN_MODES,
 ) -> None:
-  """Does what the command line asks; every ending but success is an exception."""
+  """Runs the mode that the command line selects; every ending but success is an exception."""
   flags, gin_flags = parse_command_line(arguments)
   from valkyrie.config.load import check_call, load_gin  # noqa: PLC0415, imports gin
 
@@ -274,13 +273,13 @@ def run(
 
 
 def main(arguments: Sequence[str] | None = None, **kinds) -> int:
-  """The exit code of `run`; what went wrong is on standard error."""
+  """The exit code of `run`; errors are printed on standard error."""
   try:
     run(sys.argv[1:] if arguments is None else arguments, **kinds)
     return 0
   except (Exception, KeyboardInterrupt) as error:
     code = _explain(error)
-    if code == Preempted.exit_code:  # a second signal shall not change it
+    if code == Preempted.exit_code:  # a second signal must not change it
       for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     processes.end(code, error)
@@ -288,9 +287,9 @@ def main(arguments: Sequence[str] | None = None, **kinds) -> int:
 
 
 def _explain(error: BaseException) -> int:
-  """Says what went wrong, and returns the exit code for it."""
+  """Prints the error, and returns its exit code."""
   if isinstance(error, ValkyrieError):
-    # gin adds such a line for every configurable that the error passes through.
+    # gin adds this line for every configurable that the error passes through.
     message = re.sub(r'\n  In call to configurable .*', '', str(error))
     print('\n'.join([f'valkyrie: {message}', *getattr(error, '__notes__', [])]), file=sys.stderr)
     return error.exit_code

@@ -1,6 +1,6 @@
-"""The words every room shares.
+"""Shared types and the shape glossary.
 
-Shape glossary, used in names and docstrings throughout:
+Letters of shapes, in names and docstrings throughout:
 
   B  rows of a batch          T  tokens of a chunk, or of any slice of time
   N  chunks of a train step   C  tokens of a chunk (`chunk_size`)
@@ -15,22 +15,23 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 Array = jax.Array
-DType = Any  # what `jnp.dtype` accepts
+DType = Any  # anything that `jnp.dtype` accepts
 Carry = Any  # a pytree whose leaves are [B, ...]
 Params = Any  # a pytree of float32 arrays, as Haiku's `init` returns it
+Axes = tuple[str | None, ...]  # a logical axis for each dimension; None is never split
 
 
 class Batch(NamedTuple):
   """A rectangle of the token stream: every leaf is [B, T], rows are independent streams.
 
-  A row's next batch goes on where this one ends. Documents are told apart by two integers:
+  A row's next batch continues where this one ends. Two integers tell documents apart:
 
   inputs: int32 token ids in [0, V).
   targets: int32, the token that follows each input in its row, across chunk edges too.
-  weights: float32, 0 where there is nothing to learn: padding, each document's last token (its
-    "next token" belongs to another document), and all but the answer where a task has prompts.
+  weights: float32, 0 at padding, at each document's last token (its next token belongs to another
+    document), and at all but the answer where a task has prompts.
   positions: int32, 0 exactly where a document starts, then counting up by one.
-  segment_ids: int32, 0 on padding; documents of a row count up from 1 for the whole run. Padding
+  segment_ids: int32, 0 at padding; documents of a row count up from 1 for the whole run. Padding
     stands at the end of a chunk only, and leaves every carry untouched.
   """
 
@@ -42,13 +43,17 @@ class Batch(NamedTuple):
 
 
 class SequenceMixer(Protocol):
-  """A Haiku module that mixes along time and carries what it must remember between chunks.
+  """A Haiku module that mixes along time and carries its memory between chunks.
 
-  causal: whether no output depends on a later token. A mixer that is not carries nothing.
-  dropout: the share of some of its values that it zeroes in training, see `layers.dropout`.
+  causal: whether no output depends on a later token. A bidirectional mixer carries nothing.
+  dropout: the share of values that it zeroes in training, see `layers.dropout`.
 
-  One that says `shards_of_time = True` can be given a piece of each chunk on a device, and asks the
-  others for what stands before it (see `sequence_parallel`); any other is given whole rows.
+  Optional attributes, with the value that a mixer without them has:
+
+  sequence_parallel (False): the mixer accepts a device's piece of each chunk and communicates with
+    the other devices (see `sharding.sequence_parallel`). Other mixers get whole rows.
+  reach (0): the largest distance at which its attention window sees a token.
+  max_context (None): the longest document that it can read.
   """
 
   @property
@@ -60,12 +65,12 @@ class SequenceMixer(Protocol):
   def initial_carry(self, batch_size: int, dtype: DType) -> Carry:
     """The carry at a document start: pure, no parameters, every leaf [B, ...].
 
-    `dtype` is the compute dtype; the state of a recurrence stays float32 whatever it is.
+    `dtype` is the compute dtype; the state of a recurrence stays float32 under any of them.
     """
     ...
 
   def forward_flops(self, width: int) -> int:
-    """Operations a token costs in one forward pass at model width D, a multiply-add being two."""
+    """Operations of one token in a forward pass at model width D; a multiply-add is two."""
     ...
 
   def __call__(
@@ -75,13 +80,76 @@ class SequenceMixer(Protocol):
     ...
 
 
+class Drafts(NamedTuple):
+  """Predictions from each segment of a planner alone; training adds their losses.
+
+  hidden: [M, B, T, D], to be unembedded as `Features.hidden` is.
+  values: [M, B, T, 2] float32, logits: the value of halting at this segment, and of continuing.
+  weights: [B, T] float32, of a token's losses; 0 without a plan.
+  """
+
+  hidden: Array
+  values: Array
+  weights: Array
+
+
+class Features(NamedTuple):
+  """The output of a language model; logits are hidden @ unembedding.T.
+
+  hidden: [B, T, D] in the compute dtype; unembedding: [V, D] float32, V padded to lanes.
+  drafts: of a planner, for the same tokens; None without one.
+  """
+
+  hidden: Array
+  unembedding: Array
+  drafts: Drafts | None = None
+
+
+class Planner(Protocol):
+  """A Haiku module between the lower and the upper layers that plans over intervals of tokens."""
+
+  @property
+  def plan_interval(self) -> int: ...
+
+  def initial_carry(self, batch_size: int, width: int, dtype: DType) -> Carry:
+    """The carry of rows at a document start, at model width D: every leaf [B, ...]."""
+    ...
+
+  def forward_flops(self, width: int) -> int:
+    """Operations of one token in a forward pass at model width D."""
+    ...
+
+  def __call__(
+    self, x: Array, carry: Carry, *, positions: Array, segment_ids: Array
+  ) -> tuple[Array, Carry, Drafts]:
+    """x [B, T, D] -> (the addition to the residual stream [B, T, D], the carry, the drafts)."""
+    ...
+
+
 class TaskFeed(Protocol):
-  """Tokens as a pure function of where in the rows one reads."""
+  """Tokens as a pure function of the position in the rows.
 
+  vocabulary: the codec, with a `fingerprint`; vocabulary_size: ids are in [0, vocabulary_size).
+  tokens_per_byte: of the text; None if the split does not have one.
+  fingerprint: a hash of the content.
+  row_tokens: tokens of the longest row in one epoch.
+  """
+
+  vocabulary: Any
   vocabulary_size: int
+  tokens_per_byte: float | None
+  fingerprint: str
+  row_tokens: int
 
-  def read(self, position: int, length: int) -> Batch:
-    """The batch [B, length] whose first token is each row's token number `position`."""
+  def read(self, position: int, length: int, rows: Sequence[int] | None = None) -> Batch:
+    """The batch [rows, length] whose first token is each row's token number `position`.
+
+    `rows` are the numbers of the wanted rows; None is all B.
+    """
+    ...
+
+  def describe(self, position: int, length: int) -> str:
+    """Names the documents of the tokens [position, position + length) of all rows."""
     ...
 
 

@@ -15,34 +15,33 @@ from valkyrie.certificates import (
   topologies,
 )
 from valkyrie.monitoring import chips
-from valkyrie.monitoring.metrics import train_flops_per_token
 from valkyrie.training import tbptt
 from valkyrie.training.curriculum import Phase
-from valkyrie.training.setup import Prepared
+from valkyrie.training.setup import Setup
 from valkyrie.types import Batch
 
 
-def describe(run: Prepared, phase: Phase, rows: int, topology: str | None) -> dict[str, Any]:
+def describe(setup: Setup, phase: Phase, topology: str | None) -> dict[str, Any]:
   """The facts known before compiling: the step, the devices and the operations of the model."""
-  mesh = run.layout.mesh
+  mesh, rows = setup.partitioner.mesh, setup.settings.batch_size
   return {
     'topology': topology,
     'compiler': topologies.compiler(topology),
     'device_kind': mesh.devices.flat[0].device_kind,
     'chips': mesh.size,
     'mesh': dict(mesh.shape),
-    'layout': _layout(run),
+    'layout': _layout(setup),
     'rows': rows,
     'chunk_size': phase.chunk_size,
     'chunks': phase.chunks,
     'backprop_chunks': phase.backprop_chunks,
     'tokens_per_step': rows * phase.tokens_per_row,
-    'parameters': sum(leaf.size for leaf in jax.tree.leaves(run.abstract.params)),
-    'flops_per_token': train_flops_per_token(run.model.forward_flops),
+    'parameters': sum(leaf.size for leaf in jax.tree.leaves(setup.state.params)),
+    'flops_per_token': setup.model.about.train_flops_per_token,
   }
 
 
-def operations(traced: jax.stages.Traced, run: Prepared, phase: Phase, rows: int) -> dict[str, Any]:
+def operations(traced: jax.stages.Traced, setup: Setup, phase: Phase) -> dict[str, Any]:
   """Operations of the traced step.
 
   executed_flops: matrix products per chip and step, including recomputation.
@@ -50,13 +49,14 @@ def operations(traced: jax.stages.Traced, run: Prepared, phase: Phase, rows: int
     has twice those of the forward pass.
   """
   done = jaxpr_flops.of_jaxpr(traced.jaxpr)
-  per_token = done.products / (rows * phase.tokens_per_row)
-  once = train_flops_per_token(_forward(run, phase)) / phase.chunk_size
+  tokens = setup.settings.batch_size * phase.tokens_per_row
+  per_token = done.products / tokens
+  once = 3 * _forward(setup, phase) / phase.chunk_size
   return {
-    'executed_flops': done.products // run.layout.mesh.size,
+    'executed_flops': done.products // setup.partitioner.mesh.size,
     'executed_flops_per_token': per_token,
     'recomputed_flops_per_token': per_token - once,
-    'elementwise_per_token': done.elementwise / (rows * phase.tokens_per_row),
+    'elementwise_per_token': done.elementwise / tokens,
     'loops_counted_once': done.loops_once,
   }
 
@@ -110,7 +110,7 @@ def program(module: hlo.Module) -> dict[str, Any]:
 
 
 def estimates(
-  facts: Mapping[str, Any], sent: Sequence[collectives.Collective], run: Prepared
+  facts: Mapping[str, Any], sent: Sequence[collectives.Collective], setup: Setup
 ) -> dict[str, Any]:
   """Estimated time and share of peak on a TPU slice, see `estimate`. Nothing is measured.
 
@@ -118,7 +118,7 @@ def estimates(
   estimated_memory_seconds: bytes / HBM bandwidth.
   estimated_seconds: the larger of the two, plus communication.
   """
-  mesh, topology = run.layout.mesh, facts['topology']
+  mesh, topology = setup.partitioner.mesh, facts['topology']
   if topology is None:
     return {}
   name, sides = topologies.parse(topology)
@@ -145,27 +145,27 @@ def _shown(record: Any, fields: Sequence[str]) -> dict[str, Any]:
   return {field: getattr(record, field) for field in fields}
 
 
-def _layout(run: Prepared) -> str:
+def _layout(setup: Setup) -> str:
   """The axis rules, as 'batch over data, embed over data'."""
   rules = [
-    f'{logical} over {"+".join(run.layout.axes_of(logical))}'
-    for logical in run.layout.axis_rules
-    if run.layout.axes_of(logical)
+    f'{logical} over {"+".join(setup.partitioner.axes_of(logical))}'
+    for logical in setup.partitioner.axis_rules
+    if setup.partitioner.axes_of(logical)
   ]
   return ', '.join(rules) or 'whole on one device'
 
 
-def _forward(run: Prepared, phase: Phase) -> int:
+def _forward(setup: Setup, phase: Phase) -> int:
   """Operations of one forward pass over a chunk of one row, including the loss."""
   integers = jax.ShapeDtypeStruct((1, phase.chunk_size), jnp.int32)
   floats = jax.ShapeDtypeStruct((1, phase.chunk_size), jnp.float32)
   traced = jax.make_jaxpr(
     lambda params, carry, chunk: tbptt.chunk_sums(
-      run.model, params, carry, chunk, plan=phase.planner
+      setup.model, params, carry, chunk, plan=phase.planner
     )
   )(
-    run.abstract.params,
-    jax.eval_shape(lambda: run.model.initial_carry(1)),
+    setup.state.params,
+    jax.eval_shape(lambda: setup.model.initial_carry(1)),
     Batch(integers, integers, floats, integers, integers),
   )
   return jaxpr_flops.of_jaxpr(traced).products

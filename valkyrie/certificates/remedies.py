@@ -101,7 +101,7 @@ def _run(layout: Partitioner) -> tuple[Any, ...]:
   if layout.mesh.size == 1:
     return (others,)
   rules = {logical: layout.axes_of(logical) for logical in layout.axis_rules}
-  return others, dict(layout.mesh.shape), rules, layout.local
+  return others, dict(layout.mesh.shape), rules, layout.manual
 
 
 def _outcome(found: Mapping[str, Any]) -> str:
@@ -117,13 +117,13 @@ def _knobs(worst: Mapping[str, Any], layouts: Sequence[str] | None) -> list[list
   """The changes of each knob, in ascending order of their effect."""
   knobs = [
     [_shorter(worst, parts) for parts in _PARTS if worst['chunk_size'] % parts == 0],
-    [Change(flags=[f"{FLAG}LanguageModel.remat='nothing'"])],
+    [Change(flags=[f"{FLAG}LanguageModel.remat_policy='nothing'"])],
   ]
   if worst['rows'] > 1:
     knobs.append([Change(flags=[f'{FLAG}batch_size={worst["rows"] // 2}'])])
   if layouts is None:
     known = sorted(path.stem for path in (paths.GIN / 'partition').glob('*.gin'))
-    layouts = [f'gin/partition/{name}.gin' for name in known if name not in ('axes', 'single')]
+    layouts = [f'gin/partition/{name}.gin' for name in known if name != 'single']
   return knobs + [[Change(files=[layout])] for layout in layouts]
 
 

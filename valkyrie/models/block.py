@@ -1,12 +1,11 @@
-"""One layer: pre-norm residual mixers in the order given, then a gated MLP."""
+"""One layer: pre-norm residual mixers in the given order, then a gated MLP."""
 
 from collections.abc import Callable, Sequence
 
 import gin
 import haiku as hk
 
-from valkyrie.models.layers import GatedMLP, RMSNorm
-from valkyrie.models.sizes import check_sizes
+from valkyrie.models.layers import GatedMLP, RMSNorm, check_sizes
 from valkyrie.types import Array, Carry, DType, SequenceMixer
 
 
@@ -33,18 +32,18 @@ class Block(hk.Module):
     self.mlp = GatedMLP(mlp_width, name='mlp')
 
   def initial_carry(self, batch_size: int, dtype: DType) -> tuple[Carry, ...]:
-    """One carry a mixer."""
+    """The carry of each mixer at a document start."""
     return tuple(mixer.initial_carry(batch_size, dtype) for mixer in self.mixers)
 
   def forward_flops(self, width: int) -> int:
-    """Operations a token costs in one forward pass."""
+    """Operations of one token in a forward pass."""
     mixing = sum(mixer.forward_flops(width) for mixer in self.mixers)
     return mixing + self.mlp.forward_flops(width)
 
   def __call__(
     self, x: Array, carry: tuple[Carry, ...], *, positions: Array, segment_ids: Array
   ) -> tuple[Array, tuple[Carry, ...]]:
-    """x [B, T, D] and one carry a mixer -> the same, after this layer."""
+    """x [B, T, D] and the carry of each mixer -> the same, after this layer."""
     after = []
     for mixer, before in zip(self.mixers, carry, strict=True):
       mixed, mixer_carry = mixer(

@@ -1,12 +1,13 @@
-"""The language model: embedding, stacked layers, norm, and memory from chunk to chunk in hk.State.
+"""Language model: embedding, stacked layers, norm, and a carry from chunk to chunk in hk.State.
 
-Only `LanguageModel` touches `hk.State`: one pytree, `carry`, whose leaves are [repeats, B, ...]; a
-planner, which stands between the layers' halves, adds its own and divides that of the layers.
-The mixers below it take and return carries as values, since `hk.layer_stack` would otherwise store
-the state after the first call as the initial one.
+Only `LanguageModel` touches `hk.State`. It holds one pytree, `carry`, whose leaves are
+[repeats, B, ...]; a planner, between the lower and the upper layers, adds its own carry and splits
+that of the layers. Mixers take and return carries as values: `hk.layer_stack` would store the state
+after the first call as the initial one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+import functools
 from typing import Any, NamedTuple
 
 import gin
@@ -15,36 +16,53 @@ import jax
 import jax.numpy as jnp
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.models.attention.full import FullAttention
-from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.block import Block
-from valkyrie.models.layers import RMSNorm
-from valkyrie.models.planner.planner import Drafts, Planner
-from valkyrie.models.sizes import check_sizes
+from valkyrie.models.layers import Parameter, RMSNorm, check_sizes, declared, parameter
 from valkyrie.sharding.partitioner import constrain
-from valkyrie.types import Array, Carry, Params
+from valkyrie.types import Array, Axes, Carry, DType, Features, Params, Planner
 
-_KEPT = {
+_REMAT_POLICIES = {
   'products': jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     jax.checkpoint_policies.save_only_these_names('attention'),
   ),
   'nothing': jax.checkpoint_policies.nothing_saveable,
 }
-_COMPUTE_DTYPES = ('float32', 'bfloat16', 'float64')  # float64 for tests, where JAX is told so
-_LANES = 128  # the width of a TPU's vector registers, to which the vocabulary is padded
+_COMPUTE_DTYPES = ('float32', 'bfloat16', 'float64')  # float64 for tests, with jax_enable_x64
+_LANES = 128  # the width of a TPU's vector registers; the vocabulary is padded to a multiple
 
 
-class Features(NamedTuple):
-  """What the loss and the sampler turn into logits: hidden @ unembedding.T.
+class Description(NamedTuple):
+  """Facts about a model that its surroundings need.
 
-  hidden: [B, T, D] in the compute dtype; unembedding: [V, D] float32, V padded to lanes.
-  drafts: what a planner said of the same tokens, for training to add losses to; None without one.
+  vocabulary_size: the tokens that exist.
+  compute_dtype: of activations.
+  forward_flops: operations of one token in a forward pass, the unembedding included.
+  window: the largest distance at which any attention window sees a token; 0 without one.
+  max_context: the longest document that every mixer can read; None without a bound.
+  has_dropout: whether any mixer draws random numbers in training.
+  plan_interval: of the planner; None without one.
+  planner_module: the Haiku name of the planner; None without one.
+  needs_whole_rows: the kinds of parts that accept no pieces of time.
   """
 
-  hidden: Array
-  unembedding: Array
-  drafts: Drafts | None = None
+  vocabulary_size: int
+  compute_dtype: DType
+  forward_flops: int
+  window: int
+  max_context: int | None
+  has_dropout: bool
+  plan_interval: int | None
+  planner_module: str | None
+  needs_whole_rows: tuple[str, ...]
+
+  @property
+  def train_flops_per_token(self) -> int:
+    """Forward and backward: each product of the forward pass has two in the backward pass.
+
+    Recomputation is not counted: it belongs to the layout, not to the model.
+    """
+    return 3 * self.forward_flops
 
 
 @gin.configurable
@@ -59,7 +77,7 @@ class LanguageModel(hk.Module):
     pattern: Sequence[Callable[..., Block]] = (Block,),
     planner: Callable[..., Planner] | None = None,
     compute_dtype: str = 'float32',
-    remat: str | None = 'products',
+    remat_policy: str | None = 'products',
     unroll: int = 1,
     name: str | None = None,
   ):
@@ -70,107 +88,106 @@ class LanguageModel(hk.Module):
       d_model: D.
       layers: L, a multiple of the pattern's length.
       pattern: block classes (`@Block` in gin), repeated until there are `layers` of them.
-      planner: a class (`@Planner` in gin): its plans are made of what the lower half of the
-        repeats found, and read before the upper half; None builds nothing.
+      planner: a class (`@Planner` in gin). It reads the output of the lower half of the repeats,
+        and the upper half reads its plans; None builds nothing.
       compute_dtype: 'float32' or 'bfloat16', of activations; parameters stay float32.
-      remat: what the backward pass finds kept of a layer: 'products' keeps matrix products and
-        what attention found, and recomputes what is cheap; 'nothing' recomputes all of the layer;
-        None keeps every activation.
-      unroll: repeats of the pattern that are compiled one after the other, in a loop over the
-        rest. A loop copies what the backward pass needs in and out of stacked arrays; few layers
-        on a CPU gain by doing without, and many would take long to compile.
+      remat_policy: the activations of a layer that are saved for the backward pass: 'products'
+        saves matrix products and attention outputs, and recomputes the rest; 'nothing' recomputes
+        all; None saves all.
+      unroll: repeats of the pattern that are compiled one after the other, inside a loop over the
+        rest. A loop copies the saved activations into and out of stacked arrays: a few layers on a
+        CPU run faster without it, many would compile slowly.
       name: Haiku's.
 
     Raises:
-      ConfigurationError: where the layers are not whole repeats of the pattern, a name is not
-        known, or a planner has no layers above it.
+      ConfigurationError: the layers are not whole repeats of the pattern, a name is unknown, or a
+        planner has no layers above it.
     """
     super().__init__(name)
-    if remat is not None and remat not in _KEPT:
+    if remat_policy is not None and remat_policy not in _REMAT_POLICIES:
       raise ConfigurationError(
-        f'LanguageModel: remat={remat!r} is not known; it is {list(_KEPT)} or None.'
+        f'LanguageModel.remat_policy={remat_policy!r} is unknown. Use one of '
+        f'{list(_REMAT_POLICIES)}, or None.'
       )
     if compute_dtype not in _COMPUTE_DTYPES:
       raise ConfigurationError(
-        f'LanguageModel: compute_dtype={compute_dtype!r} is not known; it is one of '
+        f'LanguageModel.compute_dtype={compute_dtype!r} is unknown. Use one of '
         f'{list(_COMPUTE_DTYPES)}.'
       )
     check_sizes('LanguageModel', vocabulary_size=vocabulary_size, d_model=d_model, unroll=unroll)
-    check_sizes('LanguageModel.pattern', blocks=len(pattern))
+    check_sizes('LanguageModel.pattern', length=len(pattern))
     self.repeats, left = divmod(layers, len(pattern))
     if left or layers < 1:
       raise ConfigurationError(
-        f'LanguageModel: layers={layers} must be a multiple of the {len(pattern)} blocks of '
+        f'LanguageModel.layers={layers} must be a multiple of the {len(pattern)} blocks of '
         'LanguageModel.pattern, and at least 1.'
       )
     if planner is not None and self.repeats < 2:
       raise ConfigurationError(
-        f'LanguageModel: layers={layers} are one repeat of the {len(pattern)} blocks of '
-        'LanguageModel.pattern, but a planner stands between two. Have twice as many layers.'
+        f'LanguageModel.layers={layers} is one repeat of the {len(pattern)} blocks of '
+        'LanguageModel.pattern, but a planner needs repeats below and above it. Double the layers.'
       )
     self.vocabulary_size = vocabulary_size
     self.d_model = d_model
     self.pattern = tuple(pattern)
     self.compute_dtype = jnp.dtype(compute_dtype)
-    self.remat = remat
+    self.remat_policy = remat_policy
     self.unroll = unroll
-    self.planner = None if planner is None else planner(name='planner')
+    self.planner: Any = None if planner is None else planner(name='planner')
     self.upper_repeats = 0 if planner is None else self.repeats // 2
 
   def __call__(
     self, inputs: Array, positions: Array, segment_ids: Array, *, plan: bool = True
   ) -> Features:
-    """Reads one chunk of every row, and moves the carry in `hk.State` past it.
+    """Reads one chunk of every row, and advances the carry in `hk.State`.
 
     Args:
       inputs, positions, segment_ids: int32 [B, T], see `types.Batch`.
-      plan: False passes over the planner, and leaves it the carry of a document start.
+      plan: False skips the planner, and resets its carry to that of a document start.
 
     Returns:
       The features of every position.
     """
     rows = -(-self.vocabulary_size // _LANES) * _LANES
     init = hk.initializers.RandomNormal(self.d_model**-0.5)
-    embedding = hk.get_parameter('embedding', (rows, self.d_model), jnp.float32, init)
+    embedding = parameter('embedding', (rows, self.d_model), init, axes=('vocabulary', 'embed'))
     x = embedding[inputs].astype(self.compute_dtype)
+    fresh = self.initial_carry(inputs.shape[0])
 
     def layer(x, carry):
       x, carry = self._apply_blocks(x, carry, positions, segment_ids)
       return constrain(x, 'batch', 'time', 'activation'), carry
 
-    if self.remat is not None:
-      layer = hk.remat(layer, policy=_KEPT[self.remat])
-    fresh = self.initial_carry(inputs.shape[0])
+    if self.remat_policy is not None:
+      layer = hk.remat(layer, policy=_REMAT_POLICIES[self.remat_policy])
 
-    def remembered(memory: str) -> Carry:
-      return hk.get_state(memory, (), self.compute_dtype, init=lambda *_: fresh[memory])
-
-    def through(layers, repeats, memory, x):
-      stack = hk.layer_stack(repeats, with_per_layer_inputs=True, unroll=self.unroll, name=layers)
-      x, after = stack(layer)(x, remembered(memory))
-      hk.set_state(memory, after)
+    def stack(x, name, repeats, memory):
+      layers = hk.layer_stack(repeats, with_per_layer_inputs=True, unroll=self.unroll, name=name)
+      x, carry = layers(layer)(x, _carried(memory, fresh))
+      hk.set_state(memory, carry)
       return x
 
-    x, drafts = through('layers', self.repeats - self.upper_repeats, 'carry', x), None
+    x = stack(x, 'layers', self.repeats - self.upper_repeats, 'carry')
+    drafts = None
     if self.planner is not None:
-      after = fresh['planner']
+      carry = fresh['planner']
       if plan:
-        read, after, drafts = self.planner(
-          x, remembered('planner'), positions=positions, segment_ids=segment_ids
+        planned, carry, drafts = self.planner(
+          x, _carried('planner', fresh), positions=positions, segment_ids=segment_ids
         )
-        x += read
-      hk.set_state('planner', after)
-      x = through('upper_layers', self.upper_repeats, 'upper_carry', x)
+        x += planned
+      hk.set_state('planner', carry)
+      x = stack(x, 'upper_layers', self.upper_repeats, 'upper_carry')
     return Features(RMSNorm(name='final_norm')(x), embedding, drafts)
 
   def initial_carry(self, batch_size: int) -> dict[str, Any]:
-    """What `hk.State` holds of rows that have read nothing.
+    """The content of `hk.State` for rows that have read nothing.
 
     Returns:
-      'carry': over the pattern, leaves [repeats, B, ...]. With a planner it is of the layers below
-      it; then 'planner' is its own carry, and 'upper_carry' that of the layers above it.
+      'carry': a tuple over the pattern, leaves [repeats, B, ...]. With a planner it belongs to the
+      layers below; 'planner' is then its own carry, and 'upper_carry' that of the layers above.
     """
-    carries = self._of_blocks(
+    carries = self._inspect(
       lambda blocks: tuple(b.initial_carry(batch_size, self.compute_dtype) for b in blocks)
     )
 
@@ -185,49 +202,37 @@ class LanguageModel(hk.Module):
       'upper_carry': repeated(self.upper_repeats),
     }
 
-  def forward_flops(self) -> int:
-    """Operations a token costs in one forward pass, the unembedding included."""
-    layers = self._of_blocks(lambda blocks: sum(b.forward_flops(self.d_model) for b in blocks))
-    planner = 0 if self.planner is None else self.planner.forward_flops(self.d_model)
-    return self.repeats * layers + planner + 2 * self.d_model * self.vocabulary_size
+  def describe(self) -> Description:
+    """The facts about this model.
 
-  def window(self) -> int:
-    """How far back any token of a window is, in the whole pattern; 0 where nothing attends."""
-    return max(self._of_mixers(lambda mixer: mixer.reach, LongformerAttention), default=0)
-
-  def max_context(self) -> int | None:
-    """The longest document that every mixer can read; None where nothing bounds it."""
-    return min(self._of_mixers(lambda mixer: mixer.max_context, FullAttention), default=None)
-
-  def draws(self) -> bool:
-    """Whether training draws random numbers: for dropout, in any mixer."""
-    return any(self._of_mixers(lambda mixer: mixer.dropout > 0))
-
-  def whole_time(self) -> tuple[str, ...]:
-    """The parts that cannot work on pieces of time, each named once."""
-    mixers = self._of_mixers(
-      lambda mixer: (type(mixer).__name__, getattr(mixer, 'shards_of_time', False))
-    )
-    parts = [kind for kind, on_pieces in mixers if not on_pieces]
-    return tuple(dict.fromkeys(parts + ['Planner'] * (self.planner is not None)))
-
-  def plan_block(self) -> int | None:
-    """The planner's grain; None without one."""
-    return None if self.planner is None else self.planner.plan_block
-
-  def check_causal(self) -> None:
-    """Raises ConfigurationError where a mixer would read the tokens that are to be predicted."""
-    mixers = self._of_mixers(lambda mixer: (type(mixer).__name__, mixer.causal))
-    for kind in [kind for kind, causal in mixers if not causal]:
-      raise ConfigurationError(
-        f'A language model predicts each token from those before it, but its mixer {kind} also '
-        f'reads those after it. Put one in its place in Block.mixers that reads one way, such as '
-        'LongformerAttention, or S5 with S5.bidirectional = False.'
-      )
-
-  def _of_mixers(self, ask: Callable[[Any], Any], kind: type = object) -> list[Any]:
-    return self._of_blocks(
-      lambda blocks: [ask(m) for block in blocks for m in block.mixers if isinstance(m, kind)]
+    Raises:
+      ConfigurationError: a mixer reads the tokens that are to be predicted.
+    """
+    layer_flops = self._inspect(lambda blocks: sum(b.forward_flops(self.d_model) for b in blocks))
+    mixers = self._inspect(lambda blocks: [mixer for block in blocks for mixer in block.mixers])
+    for mixer in mixers:
+      if not mixer.causal:
+        raise ConfigurationError(
+          f'A language model predicts each token from those before it, but its mixer '
+          f'{type(mixer).__name__} also reads those after it. Use a causal mixer in Block.mixers, '
+          'such as LongformerAttention, or S5 with S5.bidirectional = False.'
+        )
+    planner, flops = self.planner, self.repeats * layer_flops
+    contexts = [getattr(mixer, 'max_context', None) for mixer in mixers]
+    whole = [type(m).__name__ for m in mixers if not getattr(m, 'sequence_parallel', False)]
+    if planner is not None:
+      flops += planner.forward_flops(self.d_model)
+      whole.append(type(planner).__name__)
+    return Description(
+      vocabulary_size=self.vocabulary_size,
+      compute_dtype=self.compute_dtype,
+      forward_flops=flops + 2 * self.d_model * self.vocabulary_size,
+      window=max((getattr(mixer, 'reach', 0) for mixer in mixers), default=0),
+      max_context=min((c for c in contexts if c is not None), default=None),
+      has_dropout=any(mixer.dropout > 0 for mixer in mixers),
+      plan_interval=None if planner is None else planner.plan_interval,
+      planner_module=None if planner is None else planner.module_name,
+      needs_whole_rows=tuple(dict.fromkeys(whole)),
     )
 
   @hk.transparent
@@ -242,49 +247,82 @@ class LanguageModel(hk.Module):
       after.append(block_carry)
     return x, tuple(after)
 
-  def _of_blocks(self, ask: Callable[[list[Block]], Any]) -> Any:
-    """Asks the blocks something that needs no parameters, leaving no trace in this transform."""
-    answer = []
-    hk.transform(lambda: answer.append(ask(self._blocks()))).apply({}, None)
-    return answer[0]
+  def _inspect(self, ask: Callable[[list[Block]], Any]) -> Any:
+    """The answer of blocks to a question that needs no parameters, outside this transform."""
+    return hk.transform(lambda: ask(self._blocks())).apply({}, None)
+
+
+def _carried(memory: str, fresh: Mapping[str, Carry]) -> Carry:
+  """The carry `memory` in `hk.State`, which starts as in `fresh`."""
+  return hk.get_state(memory, (), init=lambda *_: fresh[memory])
 
 
 class Model(NamedTuple):
-  """A language model as pure functions, and what its surroundings need to know of it.
+  """A language model as pure functions.
 
   init: (rng, batch_size) -> (params, carry of rows that have read nothing).
   initial_carry: batch_size -> that carry alone.
   apply: (params, carry, inputs, positions, segment_ids, rng=None, plan=True) -> (Features, carry).
-    With an rng dropout is at work, which is for training alone. `plan`, which is not traced, says
-    whether a planner takes part.
-  narrow: params -> a copy from which `apply` computes the same, with the matrices of the layers in
-    the compute dtype already: half as much to send and to hold.
-  forward_flops: operations a token costs in one forward pass.
-  window: how far its attention sees; what is further back is remembered or lost.
-  max_context: the longest document it can read, or None.
-  draws: whether it has any dropout; where not, training makes no keys.
-  plan_block: the grain of its planner, or None.
-  whole_time: the parts that must have all of a row on one device, see `sharding.sequence_parallel`.
+    With an rng, dropout acts, which is for training alone. `plan` is static, and says whether a
+    planner takes part.
+  parameters: () -> {module: {name: Parameter}}.
+  about: facts about it.
   """
 
   init: Callable[[Array, int], tuple[Params, Carry]]
   initial_carry: Callable[[int], Carry]
   apply: Callable[..., tuple[Features, Carry]]
-  narrow: Callable[[Params], Params]
-  vocabulary_size: int
-  forward_flops: int
-  window: int
-  max_context: int | None
-  draws: bool
-  plan_block: int | None
-  whole_time: tuple[str, ...]
+  parameters: Callable[[], Mapping[str, Mapping[str, Parameter]]]
+  about: Description
+
+  def cast(self, params: Params) -> Params:
+    """A copy of the parameters, each in the dtype to which every use casts it.
+
+    `apply` computes the same from it; in bfloat16 it is half as large to send and to hold.
+    """
+    known = self.parameters()
+
+    def cast(leaf, dtype):
+      return leaf if dtype is None else leaf.astype(dtype)
+
+    return {
+      module: {name: cast(leaf, known[module][name].cast) for name, leaf in group.items()}
+      for module, group in params.items()
+    }
+
+  def in_planner(self, params: Params) -> Any:
+    """A pytree like params: whether each parameter belongs to the planner."""
+    planner = self.about.planner_module
+
+    def inside(module: str) -> bool:
+      return planner is not None and f'{module}/'.startswith(f'{planner}/')
+
+    return {module: dict.fromkeys(names, inside(module)) for module, names in params.items()}
+
+  def carry_axes(self, carry: Carry) -> Any:
+    """The logical axes of each leaf of a carry."""
+
+    def of(memory, tree):
+      lead = ('batch',) if memory == 'planner' else ('layers', 'batch')
+      return jax.tree.map(lambda leaf: lead + (None,) * (leaf.ndim - len(lead)), tree)
+
+    return {'model': {memory: of(memory, tree) for memory, tree in carry['model'].items()}}
+
+  def parameter_axes(self, resolve: Callable[[str, Axes | None, tuple[int, ...]], Axes]) -> Any:
+    """The logical axes of each parameter, after `resolve(path, declared axes, shape)`."""
+    return {
+      module: {
+        name: resolve(f'params/{module}/{name}', p.axes, p.shape.shape) for name, p in group.items()
+      }
+      for module, group in self.parameters().items()
+    }
 
 
 def transform(make: Callable[..., LanguageModel]) -> Model:
-  """Turns the module that `make` builds into pure functions; reads gin here, and when traced.
+  """The module that `make` builds as pure functions; reads gin here, and when traced.
 
   Raises:
-    ConfigurationError: where a mixer is not causal.
+    ConfigurationError: a mixer is not causal.
   """
 
   def forward(inputs, positions, segment_ids, plan=True):
@@ -305,19 +343,9 @@ def transform(make: Callable[..., LanguageModel]) -> Model:
   def apply(params, carry, inputs, positions, segment_ids, rng=None, plan=True):
     return pure.apply(params, carry, rng, inputs, positions, segment_ids, plan)
 
-  def narrow(params):
-    # In the stack of layers a matrix has three axes. `layers.products` casts it where it is used;
-    # nothing else has three: norms and Λ have two, the B and C of S5, which stay wide, have four.
-    return jax.tree.map(lambda p: p.astype(dtype) if p.ndim == 3 else p, params)
+  @functools.cache
+  def parameters():
+    return declared(lambda: init(jax.random.key(0), 1)[0])
 
-  about = []
-
-  def look():
-    m = make(name='model')
-    m.check_causal()
-    about.extend((m.vocabulary_size, m.forward_flops(), m.window(), m.max_context()))
-    about.extend((m.draws(), m.plan_block(), m.whole_time()))
-    return m.compute_dtype
-
-  dtype = hk.transform(look).apply({}, None)
-  return Model(init, initial_carry, apply, narrow, *about)
+  about = hk.transform(lambda: make(name='model').describe()).apply({}, None)
+  return Model(init, initial_carry, apply, parameters, about)

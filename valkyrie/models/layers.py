@@ -1,21 +1,91 @@
-"""The plain layers: parameters in float32, arithmetic in the dtype of what comes in."""
+"""Parameters with declared axes, and the plain layers made of them.
 
-from collections.abc import Sequence
+Parameters are float32; arithmetic is in the dtype of the input. A module makes a parameter by
+`parameter`, which declares its logical axes and the dtype to which every use casts it. `declared`
+collects the declarations of a model, so that neither a layout nor a cast copy needs a table of
+paths. A parameter made by `hk.get_parameter` alone declares nothing: it is never split and never
+cast.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import contextvars
+from typing import NamedTuple
 
 import haiku as hk
+from haiku.experimental import current_name
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from valkyrie.errors import ConfigurationError
 from valkyrie.sharding import sequence_parallel
-from valkyrie.types import Array, DType
+from valkyrie.types import Array, Axes, DType, Params
+
+_made: contextvars.ContextVar[dict[tuple[str, str], tuple[Axes, DType | None]] | None]
+_made = contextvars.ContextVar('made', default=None)
+
+
+class Parameter(NamedTuple):
+  """One parameter of a model.
+
+  shape: its shape and dtype.
+  axes: its logical axes, that of the layer stack included; None where its module declares none.
+  cast: the dtype to which every use casts it: a copy in that dtype computes the same. None if it is
+    used in float32.
+  """
+
+  shape: jax.ShapeDtypeStruct
+  axes: Axes | None
+  cast: DType | None
+
+
+def parameter(
+  name: str, shape: tuple[int, ...], init: Callable, *, axes: Axes, cast: DType | None = None
+) -> Array:
+  """A float32 parameter of the calling module.
+
+  Args:
+    name: of the parameter, within the module.
+    shape: its shape.
+    init: a Haiku initializer.
+    axes: the logical axis of each dimension; None is never split.
+    cast: the dtype to which every use casts it; None if it is used in float32.
+  """
+  made = _made.get()
+  if made is not None:
+    made[current_name(), name] = axes, cast
+  return hk.get_parameter(name, shape, jnp.float32, init)
+
+
+def declared(init: Callable[[], Params]) -> Mapping[str, Mapping[str, Parameter]]:
+  """The parameters that `init` makes, {module: {name: Parameter}}; nothing is computed."""
+
+  def trace():
+    made = {}
+    _made.set(made)
+    return made, jax.eval_shape(init)
+
+  made, shapes = contextvars.Context().run(trace)  # no mesh of the caller applies
+
+  def find(module: str, name: str, leaf: jax.ShapeDtypeStruct) -> Parameter:
+    # Inside a layer stack, Haiku names modules relative to it.
+    known = [m for m, n in made if n == name and f'/{module}'.endswith(f'/{m}')]
+    if not known:
+      return Parameter(leaf, None, None)
+    axes, cast = made[max(known, key=len), name]
+    return Parameter(leaf, ('layers',) * (len(leaf.shape) - len(axes)) + axes, cast)
+
+  return {
+    module: {name: find(module, name, leaf) for name, leaf in leaves.items()}
+    for module, leaves in shapes.items()
+  }
 
 
 def matmul(x: Array, w: Array, out_dtype: DType | None = None) -> Array:
   """x [..., D_in] @ w [D_in, D_out] in x's dtype, accumulated in float32 -> `out_dtype` or x's.
 
-  Leading axes are merged into one first: the gradient of w then contracts a single axis, which a
-  CPU's matrix product takes as it lies in memory, where it would first transpose the activations.
+  Leading axes are merged first: the gradient of w then contracts a single axis. A CPU's matrix
+  product reads that as it lies in memory, and would otherwise transpose the activations.
   """
   rows = x.reshape(-1, x.shape[-1])
   out = jnp.matmul(rows, w.astype(x.dtype), preferred_element_type=out_dtype or x.dtype)
@@ -23,54 +93,55 @@ def matmul(x: Array, w: Array, out_dtype: DType | None = None) -> Array:
 
 
 def products(x: Array, weights: Sequence[Array]) -> list[Array]:
-  """x [..., D_in] @ w for each of the float32 weights w [D_in, width], in one matrix product.
+  """x [..., D_in] @ w for each weight w [D_in, width], in one matrix product.
 
-  Weights are cast to x's dtype where they are used. Side by side they make one wide product, and in
-  the backward pass one sum over all of them, where a product each would read x again and write its
-  gradient again.
+  Each weight is cast to x's dtype. Side by side they make one wide product, with one sum in the
+  backward pass; a product for each would read x again and write its gradient again.
   """
   ends = np.cumsum([w.shape[1] for w in weights])[:-1]
   return jnp.split(matmul(x, jnp.concatenate(weights, axis=1)), ends, axis=-1)
 
 
-def projections(fan_in: int, **widths: int) -> list[Array]:
-  """Parameters w [D_in, width] of the calling module, by name, float32."""
+def projections(x: Array, axes: Axes, **widths: int) -> list[Array]:
+  """Float32 matrices [D_in, width] of the calling module, by name, for products with x."""
+  fan_in = x.shape[-1]
   init = hk.initializers.TruncatedNormal(fan_in**-0.5)
   return [
-    hk.get_parameter(name, (fan_in, width), jnp.float32, init) for name, width in widths.items()
+    parameter(name, (fan_in, width), init, axes=axes, cast=x.dtype)
+    for name, width in widths.items()
   ]
 
 
-def project(x: Array, **widths: int) -> list[Array]:
+def project(x: Array, axes: Axes, **widths: int) -> list[Array]:
   """`products` of x and the calling module's `projections`."""
-  return products(x, projections(x.shape[-1], **widths))
+  return products(x, projections(x, axes, **widths))
 
 
 def dropout(x: Array, rate: float, shared: Sequence[int] = ()) -> Array:
   """x with a share `rate` of its values zeroed, the others scaled up (Srivastava et al. 2014).
 
-  Only where the transform was given an rng: in training. A step has a key, which each chunk of it
-  folds its number into, and each layer and each call of this split: what is drawn depends on the
-  seed, the step and where chunks are cut, between chunks and between devices, and on nothing else.
+  It acts only where the transform has an rng: in training. A step has a key; each chunk folds in
+  its number, and each layer and each call splits the result. A draw depends on the seed, the step
+  and the cuts between chunks and between devices, and on nothing else.
 
   Args:
     x: [B, T, ...].
-    rate: in [0, 1); at 0 no key is asked for.
+    rate: in [0, 1); at 0 no key is drawn.
     shared: axes along which one draw counts for all.
   """
   rng = hk.maybe_next_rng_key() if rate else None
   if rng is None:
     return x
-  return hk.dropout(
-    rng if 1 in shared else sequence_parallel.apart(rng), rate, x, broadcast_dims=shared
-  )
+  if 1 not in shared:
+    rng = sequence_parallel.fold_in_shard(rng)
+  return hk.dropout(rng, rate, x, broadcast_dims=shared)
 
 
 class RMSNorm(hk.Module):
-  """Root-mean-square normalisation (Zhang & Sennrich 2019, eq. 4), of [B, T, D] in float32."""
+  """Root-mean-square normalization (Zhang & Sennrich 2019, eq. 4), of [B, T, D] in float32."""
 
   def __call__(self, x: Array) -> Array:
-    scale = hk.get_parameter('scale', (x.shape[-1],), jnp.float32, jnp.ones)
+    scale = parameter('scale', (x.shape[-1],), jnp.ones, axes=('norm',))
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     return (wide * jax.lax.rsqrt(mean_square + 1e-6) * scale[None, None]).astype(x.dtype)
@@ -84,10 +155,20 @@ class GatedMLP(hk.Module):
     self.width = width
 
   def __call__(self, x: Array) -> Array:
-    gate, hidden = project(x, gate=self.width, hidden=self.width)
-    (out,) = project(jax.nn.silu(gate) * hidden, out=x.shape[-1])
+    gate, hidden = project(x, ('embed', 'mlp'), gate=self.width, hidden=self.width)
+    (out,) = project(jax.nn.silu(gate) * hidden, ('mlp', 'embed'), out=x.shape[-1])
     return out
 
   def forward_flops(self, width: int) -> int:
-    """Three matrix products of width x self.width a token."""
+    """Three matrix products of width x self.width for each token."""
     return 6 * width * self.width
+
+
+def check_sizes(owner: str, least: int = 1, /, **sizes: int) -> None:
+  """Raises a ConfigurationError, naming the module `owner`, for a size smaller than `least`.
+
+  A negative size would fail late, with an unclear message.
+  """
+  for name, size in sizes.items():
+    if size < least:
+      raise ConfigurationError(f'{owner}.{name}={size} must be at least {least}.')

@@ -1,4 +1,4 @@
-"""Time cut into slices of one length, for loops that hold a few slices at once."""
+"""Slices of time of one length, for loops that process a few slices at once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from valkyrie.types import Array
 
-# Logits of as many slices as stay below this are computed at once: 2^22 float32 are 16 MiB. Fewer
-# would cost more in dispatching small operations, more would fall out of the caches.
+# The logits computed at once: 2^22 float32 are 16 MiB. Fewer would cost more in dispatching small
+# operations, more would not fit in caches.
 LOGITS_AT_ONCE = 2**22
 
 
@@ -22,24 +22,24 @@ def cut(x: Array, size: int) -> Array:
   return jnp.moveaxis(padded.reshape(batch, count, size, *rest), 1, 0)
 
 
-def overlapping(x: Array, size: int, blocks: int) -> Array:
-  """[B, (N + blocks - 1) x size, ...] -> [N, B, blocks x size, ...], each `size` after the last.
+def overlapping(x: Array, size: int, width: int) -> Array:
+  """[B, (N + width - 1) x size, ...] -> [N, B, width x size, ...], each `size` after the last.
 
-  Views side by side, so that what reads them needs no loop that hands them on.
+  The slices overlap in memory of their own, so that their reader needs no sequential loop.
   """
   one = cut(x, size)
-  count = one.shape[0] - blocks + 1
-  return jnp.concatenate([one[j : j + count] for j in range(blocks)], axis=2)
+  count = one.shape[0] - width + 1
+  return jnp.concatenate([one[j : j + count] for j in range(width)], axis=2)
 
 
 def join(slices: Array, time: int) -> Array:
-  """[N, B, size, ...] -> [B, time, ...]: the inverse of `cut`, without what filled the end."""
+  """[N, B, size, ...] -> [B, time, ...]: the inverse of `cut`, without the padding."""
   count, batch, size, *rest = slices.shape
   return jnp.moveaxis(slices, 0, 1).reshape(batch, count * size, *rest)[:, :time]
 
 
-def for_each(read: Callable[[Any], Any], slices: Any, logits: int) -> Any:
-  """`read` of each slice, leaves [N, ...] -> [N, ...], where reading one takes so many logits."""
+def for_each(fn: Callable[[Any], Any], slices: Any, logits: int) -> Any:
+  """`fn` of each slice, leaves [N, ...] -> [N, ...]; one slice needs `logits` logits."""
   count = jax.tree.leaves(slices)[0].shape[0]
   at_once = max(1, LOGITS_AT_ONCE // logits)
-  return lax.map(read, slices, batch_size=min(at_once, count))
+  return lax.map(fn, slices, batch_size=min(at_once, count))

@@ -41,15 +41,6 @@ def position_metrics(loss_sums: Sequence[float], weight_sums: Sequence[float]) -
   return {f'{BY_POSITION}{2**k}': float(loss / weight) for k, (loss, weight) in bins if weight}
 
 
-def train_flops_per_token(forward_flops: int) -> int:
-  """FLOPs per token of a forward and a backward pass, from those of the forward pass.
-
-  The backward pass has two products for each product of the forward pass. Recomputation is not
-  counted, because it depends on the layout and not on the model.
-  """
-  return 3 * forward_flops
-
-
 def speed_metrics(
   *,
   tokens: int,

@@ -1,6 +1,6 @@
 """Description of the model and the system: model_info.txt and the first lines of a run."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 import importlib.metadata
 import math
 import os
@@ -9,39 +9,35 @@ import platform
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
 from valkyrie.types import leaf_path
 
 _PACKAGES = ('jax', 'jaxlib', 'dm-haiku', 'optax', 'orbax-checkpoint')
 
-Layouts = Mapping[str, tuple[Sequence[str | None], PartitionSpec]]
 
-
-def model_info(parameters: Any, layouts: Layouts, mesh: Mesh) -> str:
+def model_info(parameters: Any, axes: Any) -> str:
   """The text of model_info.txt: totals and a table of all parameters.
 
   Args:
-    parameters: a pytree of jax.ShapeDtypeStruct, or of arrays.
-    layouts: for each `leaf_path`, the logical axes and the mesh axes over which they are split.
-    mesh: the mesh of the run.
+    parameters: a pytree of jax.ShapeDtypeStruct, or of arrays, with shardings of one mesh.
+    axes: the logical axes of each, in the same structure.
   """
   rows = [('parameter', 'shape', 'dtype', 'logical axes', 'mesh axes', 'bytes', 'bytes per device')]
   count = total = total_per_device = 0
-  for key_path, leaf in jax.tree_util.tree_leaves_with_path(parameters):
-    path = leaf_path(key_path)
-    axes, spec = layouts[path]
+  leaves = jax.tree_util.tree_leaves_with_path(parameters)
+  axes_of_leaves = jax.tree.structure(parameters).flatten_up_to(axes)
+  for (key_path, leaf), names in zip(leaves, axes_of_leaves, strict=True):
     itemsize = np.dtype(leaf.dtype).itemsize
     size = math.prod(leaf.shape) * itemsize
-    per_device = math.prod(NamedSharding(mesh, spec).shard_shape(leaf.shape)) * itemsize
+    per_device = math.prod(leaf.sharding.shard_shape(leaf.shape)) * itemsize
     rows.append(
       (
-        path,
+        leaf_path(key_path),
         _tuple(leaf.shape),
         str(np.dtype(leaf.dtype)),
-        _tuple(axes),
-        _tuple(tuple(spec)),
+        _tuple(names),
+        _tuple(tuple(leaf.sharding.spec)),
         f'{size:,}',
         f'{per_device:,}',
       )
@@ -49,6 +45,7 @@ def model_info(parameters: Any, layouts: Layouts, mesh: Mesh) -> str:
     count += math.prod(leaf.shape)
     total += size
     total_per_device += per_device
+  mesh = leaves[0][1].sharding.mesh
   mesh_axes = ', '.join(f'{name}={size}' for name, size in mesh.shape.items())
   totals = (
     f'{count:,} parameters in {len(rows) - 1} arrays, {total:,} bytes ({in_units(total)}), '

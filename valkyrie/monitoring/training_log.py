@@ -11,7 +11,6 @@ from valkyrie.monitoring.metrics import (
   Metrics,
   speed_metrics,
   text_metrics,
-  train_flops_per_token,
 )
 from valkyrie.monitoring.writers import RunWriter
 from valkyrie.training.curriculum import Curriculum
@@ -39,8 +38,8 @@ class TrainingLog:
     """Writes to `writer` after every multiple of `every` steps and after the last step."""
     check_every(every)
     self._writer = writer
-    self._plans = model.plan_block is not None
-    self._flops = train_flops_per_token(model.forward_flops)
+    self._plans = model.about.plan_interval is not None
+    self._flops = model.about.train_flops_per_token
     self._curriculum = curriculum
     self._every = every
     self._total_steps = total_steps
@@ -81,7 +80,7 @@ class TrainingLog:
       **text_metrics(sum(float(s.sums.loss) for s in steps), weight, self._tokens_per_byte),
       'grad_norm': float(steps[-1].grad_norm),
       'learning_rate': float(steps[-1].learning_rate),
-      'beyond_window': float(sum(s.sums.far for s in steps)) / max(weight, 1.0),
+      'beyond_window': float(sum(s.sums.beyond_window for s in steps)) / max(weight, 1.0),
       **speed_metrics(
         tokens=tokens,
         steps=len(steps),

@@ -1,4 +1,4 @@
-"""Continues a text: the prompt is read in chunks, then token by token, by the same model."""
+"""The run mode `infer`: continuation of a prompt, read in chunks and continued token by token."""
 
 from collections.abc import Callable, Iterator
 
@@ -12,11 +12,11 @@ from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import vocabularies
 from valkyrie.errors import ConfigurationError, UsageError
 from valkyrie.models import language_model
-from valkyrie.models.language_model import Features, LanguageModel, Model
+from valkyrie.models.language_model import LanguageModel, Model
 from valkyrie.run.evaluate import restored_params
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.losses import logits
-from valkyrie.types import Array, Params
+from valkyrie.types import Array, Features, Params
 
 
 def continuation(
@@ -28,9 +28,9 @@ def continuation(
   temperature: float,
   seed: int,
 ) -> Iterator[int]:
-  """Yields the tokens that follow a prompt, without end.
+  """Yields the tokens after a prompt, without end.
 
-  The prompt is one document. Its last chunk is padded, which leaves the carry as it is; a token is
+  The prompt is one document. Its last chunk is padded, which does not change the carry; a token is
   a chunk of length 1.
 
   Args:
@@ -38,13 +38,14 @@ def continuation(
     params: its parameters.
     prompt: token ids [T], at least one.
     chunk_size: tokens of the prompt that one call reads.
-    temperature: 0 takes the likeliest token; else logits are divided by it and sampled.
-    seed: of the sampling; token number n depends on it, on n, and on what stands before.
+    temperature: 0 takes the token with the largest logit; else logits are divided by it and
+      sampled.
+    seed: of the sampling; token number n depends on it, on n, and on the tokens before.
   """
 
   def choose(features: Features, last: Array, position: Array) -> Array:
     hidden = jnp.take_along_axis(features.hidden, last[None, None, None], axis=1)
-    scores = logits(Features(hidden, features.unembedding), model.vocabulary_size)[0, 0]
+    scores = logits(Features(hidden, features.unembedding), model.about.vocabulary_size)[0, 0]
     if temperature == 0:
       return jnp.argmax(scores).astype(jnp.int32)
     key = jax.random.fold_in(jax.random.key(seed), position)
@@ -93,30 +94,30 @@ def infer(
   max_tokens: int = 256,
   temperature: float = 0.0,
 ) -> None:
-  """Prints the prompt and what a run's newest checkpoint makes of it, as it is made.
+  """Prints the prompt and its continuation by a run's newest checkpoint, token by token.
 
   Args:
-    model_dir: the run.
-    prompt: the text to go on from; at least one token.
+    model_dir: the directory of the run.
+    prompt: the text to continue; at least one token.
     model: the class of the model.
-    partitioner: the class of the layout, of one device.
-    checkpoints: how the run keeps its checkpoints.
+    partitioner: the class of the partitioner, of one device.
+    checkpoints: the checkpoints that the run keeps.
     vocabulary: 'bytes', or the path of a SentencePiece .model or a tokenizer.json.
     chunk_size: tokens of the prompt that one call reads.
     seed: of the sampling.
-    max_tokens: where to end, if no document end comes first.
+    max_tokens: the most tokens, if the document does not end before.
     temperature: 0 is greedy.
 
   Raises:
-    UsageError: where the prompt is empty.
-    ConfigurationError: where the prompt is longer than the model can read.
+    UsageError: the prompt is empty.
+    ConfigurationError: the prompt is longer than the model can read.
   """
   codec = vocabularies.load(vocabulary)
   functions = language_model.transform(model)
   tokens = np.asarray(codec.encode(prompt), np.int32)
   if not len(tokens):
-    raise UsageError('The prompt is empty. Give --prompt=TEXT, or a text on standard input.')
-  longest = functions.max_context
+    raise UsageError('The prompt is empty. Pass --prompt=TEXT, or a text on standard input.')
+  longest = functions.about.max_context
   if longest is not None and len(tokens) + max_tokens > longest:
     raise ConfigurationError(
       f'The prompt of {len(tokens)} tokens and infer.max_tokens={max_tokens} together exceed the '
@@ -126,16 +127,16 @@ def infer(
 
   print(prompt, end='', flush=True)
   made: list[int] = []
-  shown = ''
+  printed = ''
   for token in continuation(
     functions, params, tokens, chunk_size=chunk_size, temperature=temperature, seed=seed
   ):
     if token == codec.eos_id or len(made) == max_tokens:
       break
     made.append(token)
-    # A character may take several tokens: what ends in an unfinished one is shown once it is whole.
+    # A character may need several tokens: an unfinished one is printed once it is complete.
     text = codec.decode(made)
     if not text.endswith('\N{REPLACEMENT CHARACTER}'):
-      print(text[len(shown) :], end='', flush=True)
-      shown = text
+      print(text[len(printed) :], end='', flush=True)
+      printed = text
   print()

@@ -1,12 +1,11 @@
-"""What a run would need, asked of the real compiler before any chip is there.
+"""The run mode `precompile`: the memory, communication and time of a run, from the compiler alone.
 
     python -m valkyrie.main --gin_file=gin/v4_32.gin --run_mode=precompile --topology=v4:4x4x2
 
 Nothing is allocated and no data is read: the train step of every phase is compiled from shapes.
 """
 
-from collections.abc import Mapping, Sequence
-import inspect
+from collections.abc import Callable, Sequence
 import json
 import pathlib
 import re
@@ -18,15 +17,15 @@ from typing import Any
 import gin
 import jax
 
-from valkyrie.certificates import certificate, chips, collectives, hlo, remedies, report, topologies
+from valkyrie.certificates import certificate, collectives, hlo, remedies, report, topologies
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.parse import FLAG
 from valkyrie.config.redact import redact
-from valkyrie.errors import ConfigurationError, StorageError
-from valkyrie.run.train import train
+from valkyrie.errors import ConfigurationError, storage_errors
+from valkyrie.monitoring import chips
 from valkyrie.sharding import mesh
 from valkyrie.training.curriculum import Phase
-from valkyrie.training.setup import Prepared, prepare, trace_step
+from valkyrie.training.setup import Setup, StepSettings
 
 Certificate = dict[str, Any]
 
@@ -37,43 +36,60 @@ def precompile(
   model_dir: str,
   topology: str | None = None,
   *,
+  settings: Callable[[], StepSettings],
   hbm_bytes: int | None = None,
   layouts: Sequence[str] | None = None,
 ) -> None:
-  """Compiles the train step of every phase, and writes and prints what each one needs.
+  """Compiles the train step of every phase; writes and prints a certificate of each.
 
   Args:
-    model_dir: where precompile.json goes.
+    model_dir: the directory of precompile.json.
     topology: a TPU slice, such as 'v4:4x4x2'; None means the devices of this machine.
-    hbm_bytes: memory that a program may have of each device; None takes what the chip offers.
-    layouts: gin files to try where a step needs more than that; None takes all of gin/partition.
+    settings: the class of the settings that decide the compiled steps.
+    hbm_bytes: the memory of a device that a program may use; None takes that of the chip.
+    layouts: gin files of partitioners to try if a step needs more; None takes all of gin/partition.
 
   Raises:
-    ConfigurationError: a step needs more memory than that; the message says what helps.
+    ConfigurationError: a step needs more memory; the message recommends a change.
   """
   devices = jax.devices() if topology is None else topologies.devices(topology)
   chip = chips.of_kind(devices[0].device_kind)
   offered = hbm_bytes or (chip and chip.hbm_bytes)
 
-  with mesh.on_devices(devices):
-    certificates = [{'command': _command(), **found} for found in _certificates(topology, offered)]
-    _write(pathlib.Path(model_dir) / 'precompile.json', certificates)
-    for found in certificates:
+  def certificates(only: int | None = None) -> list[Certificate]:
+    """One for each phase, or for phase `only`; phases of one shape share a program."""
+    setup = Setup(settings())
+    phases = setup.curriculum.phases
+    numbers = range(len(phases)) if only is None else [only]
+    found: dict[tuple, Certificate] = {}
+    for phase in (phases[number] for number in numbers):
+      if phase.shape not in found:
+        found[phase.shape] = _certificate(setup, phase, topology, offered)
+    return [{'phase': number, **found[phases[number].shape]} for number in numbers]
+
+  with mesh.target_devices(devices):
+    all_found = [{'command': _command(), **found} for found in certificates()]
+    path = pathlib.Path(model_dir) / 'precompile.json'
+    with storage_errors(f'{path} cannot be written', 'Pass another --model_dir.'):
+      path.parent.mkdir(parents=True, exist_ok=True)
+      path.write_text(json.dumps(all_found, indent=2) + '\n')
+    for found in all_found:
       print(report.text(found), flush=True)
-    over = [found for found in certificates if found['fits'] is False]
+    over = [found for found in all_found if found['fits'] is False]
     if over:
       worst = max(over, key=lambda c: c['total_bytes'] or 0)
-      said = remedies.advice(
-        worst,
-        layouts,
-        ask=lambda: _certificates(topology, offered, worst['phase'])[0],
-        partitioner=_settings()['partitioner'],
+      raise ConfigurationError(
+        remedies.advice(
+          worst,
+          layouts,
+          ask=lambda: certificates(worst['phase'])[0],
+          partitioner=lambda: settings().partitioner(),
+        )
       )
-      raise ConfigurationError(said)
 
 
 def _command() -> str:
-  """What was typed, without secrets."""
+  """The command line without secrets."""
 
   def shown(argument: str) -> str:
     if not argument.startswith(FLAG):
@@ -84,41 +100,12 @@ def _command() -> str:
   return shlex.join(['python', '-m', 'valkyrie.main', *map(shown, sys.argv[1:])])
 
 
-def _settings() -> Mapping[str, Any]:
-  """What `train` would be called with."""
-  signature = inspect.signature(inspect.unwrap(train)).parameters
-  defaults = {n: p.default for n, p in signature.items() if p.default is not p.empty}
-  return {**defaults, **gin.get_bindings(train)}
-
-
-def _certificates(
-  topology: str | None, hbm_bytes: int | None, only: int | None = None
-) -> list[Certificate]:
-  """One for each phase, or of `only` that one; phases of one shape share a program."""
-  settings = _settings()
-  run = prepare(**{name: settings[name] for name in inspect.signature(prepare).parameters})
-  rows, donate = settings['batch_size'], not settings['hunt_nan']
-  done: dict[tuple, Certificate] = {}
-  numbers = range(len(run.curriculum.phases)) if only is None else [only]
-  for phase in (run.curriculum.phases[number] for number in numbers):
-    if phase.shape not in done:
-      done[phase.shape] = _certificate(run, phase, rows, donate, topology, hbm_bytes)
-  return [{'phase': n, **done[run.curriculum.phases[n].shape]} for n in numbers]
-
-
 def _certificate(
-  run: Prepared,
-  phase: Phase,
-  rows: int,
-  donate: bool,
-  topology: str | None,
-  hbm_bytes: int | None,
+  setup: Setup, phase: Phase, topology: str | None, hbm_bytes: int | None
 ) -> Certificate:
-  facts = certificate.describe(run, phase, rows, topology)
-  traced = trace_step(
-    run.make_step(phase), phase.tokens_per_row, run.layout, run.abstract, rows, donate
-  )
-  facts |= certificate.operations(traced, run, phase, rows)
+  facts = certificate.describe(setup, phase, topology)
+  traced = setup.trace(phase)
+  facts |= certificate.operations(traced, setup, phase)
   began = time.perf_counter()
   try:
     compiled = traced.lower().compile()
@@ -137,12 +124,4 @@ def _certificate(
   facts['compile_seconds'] = round(time.perf_counter() - began, 1)
   module = hlo.parse(compiled.as_text() or '')
   facts |= certificate.memory(compiled, hbm_bytes) | certificate.program(module)
-  return facts | certificate.estimates(facts, collectives.of_module(module), run)
-
-
-def _write(path: pathlib.Path, certificates: Sequence[Certificate]) -> None:
-  try:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(certificates, indent=2) + '\n')
-  except OSError as error:
-    raise StorageError(f'{path} cannot be written: {error}: pass another --model_dir') from error
+  return facts | certificate.estimates(facts, collectives.of_module(module), setup)

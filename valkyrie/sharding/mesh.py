@@ -1,4 +1,4 @@
-"""The devices that a program is for, and a mesh of them from the axes that gin names."""
+"""The target devices of a program, and a mesh over them."""
 
 from collections.abc import Iterator, Sequence
 import contextlib
@@ -18,8 +18,8 @@ _devices: contextvars.ContextVar[Sequence[Any] | None] = contextvars.ContextVar(
 
 
 @contextlib.contextmanager
-def on_devices(devices: Sequence[Any]) -> Iterator[None]:
-  """Within it, a mesh is made of these devices, which may be those of a machine far away."""
+def target_devices(devices: Sequence[Any]) -> Iterator[None]:
+  """Inside, meshes consist of these devices, which need not be attached to this machine."""
   token = _devices.set(tuple(devices))
   try:
     yield
@@ -28,19 +28,19 @@ def on_devices(devices: Sequence[Any]) -> Iterator[None]:
 
 
 def platform() -> str:
-  """'cpu', 'gpu' or 'tpu': what a program is made for, wherever it is compiled."""
+  """'cpu', 'gpu' or 'tpu': the platform of the target devices."""
   devices = _devices.get()
   return jax.default_backend() if devices is None else devices[0].platform
 
 
 def make_mesh(axes: Sequence[tuple[str, int]]) -> Mesh:
-  """The mesh of these axes over all devices, or over the first one if each axis has one.
+  """The mesh of these axes over all devices, or over the first one if every axis has size 1.
 
   Args:
-    axes: (axis name, devices along it), outermost first; -1 once takes all that are left.
+    axes: (axis name, size), outermost first; one size may be -1, for all remaining devices.
 
   Raises:
-    ConfigurationError: the axes are none, or need another number of devices.
+    ConfigurationError: the axes are malformed, or need another number of devices.
   """
   _check_axes(axes)
   devices = _devices.get() or jax.devices()
@@ -55,16 +55,16 @@ def make_mesh(axes: Sequence[tuple[str, int]]) -> Mesh:
     wanted = ' x '.join(f'{name}={size}' for name, size in axes)
     number = f'a multiple of {fixed}' if -1 in sizes else fixed
     raise ConfigurationError(
-      f'The mesh {wanted} needs {number} devices, but there are {len(devices)} '
-      f'({devices[0].device_kind}). Run it where there are {number}, or choose a layout that fits, '
-      'such as gin/partition/data.gin, which takes whatever there is.'
+      f'The mesh {wanted} needs {number} devices, but this process sees {len(devices)} '
+      f'({devices[0].device_kind}). Run on {number} devices, or include a layout that fits, such '
+      'as gin/partition/data.gin, which takes any number.'
     )
-  # On a TPU each axis of the mesh lies along axes of the torus; elsewhere devices keep their order.
+  # On a TPU, each mesh axis follows axes of the torus; elsewhere, devices keep their order.
   return Mesh(mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True), names)
 
 
 def _check_axes(axes: Any) -> None:
-  """XLA ends the process where two axes have one name."""
+  """Refuses malformed axes; XLA would abort the process if two of them had one name."""
 
   def is_axis(axis):
     match axis:
@@ -75,6 +75,6 @@ def _check_axes(axes: Any) -> None:
   whole = isinstance(axes, tuple | list) and all(is_axis(axis) for axis in axes)
   if not whole or len({name for name, _ in axes}) < len(axes):
     raise ConfigurationError(
-      f'Partitioner.mesh = {axes!r} is no mesh: give each axis a name of its own and its devices, '
-      "which are at least 1, or -1 for all that are left; such as (('data', -1),)."
+      f'Partitioner.mesh = {axes!r} is not a mesh. Give each axis a unique name and a size, which '
+      "is at least 1, or -1 for all remaining devices; for example (('data', -1),)."
     )

@@ -1,14 +1,16 @@
-"""Which device holds what: a mesh, rules from parameter paths to axes, and the jit that obeys them.
+"""Partitioner: a mesh, rules from logical axes to mesh axes, and the jit that obeys them.
 
-Two ordered tables, both in gin. The first names the axes of a parameter by its path; the second
-says over which mesh axis a logical axis is split:
+Every array of a train state has logical axes, which its module declares (see `models.layers`).
+Two ordered tables in gin decide over which mesh axes they are split:
 
-    parameter_axes = (('mlp/out$', ('layers', 'mlp', 'embed')), ...)
     axis_rules     = (('batch', 'data'), ('embed', 'data'), ...)
+    parameter_axes = (('my_mixer/weight$', ('layers', 'embed')), ...)
+
+The first maps a logical axis to mesh axes. The second replaces the declared axes of the parameters
+whose paths match; it is needed only for modules that declare none.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-import contextlib
+from collections.abc import Callable, Sequence
 import contextvars
 import math
 import re
@@ -20,91 +22,85 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from valkyrie.errors import ConfigurationError
 from valkyrie.sharding.mesh import make_mesh
-from valkyrie.types import Array, Batch, Params
-
-Axes = tuple[str | None, ...]
+from valkyrie.types import Array, Axes, Batch, leaf_path
 
 _current: contextvars.ContextVar['Partitioner | None'] = contextvars.ContextVar(
   'partitioner', default=None
 )
 
 
-def current() -> 'Partitioner | None':
-  """The partitioner inside whose `partition` this is traced, if any."""
+def current_partitioner() -> 'Partitioner | None':
+  """The partitioner whose `jit` traces the caller, if any."""
   return _current.get()
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
-  """Pins an activation to the layout of its logical axes, inside a `Partitioner.partition`."""
+  """Constrains an activation to the sharding of its logical axes, inside a `Partitioner.jit`."""
   partitioner = _current.get()
   if partitioner is None:
     return x
   return jax.lax.with_sharding_constraint(x, partitioner.sharding(axes))
 
 
-def path_of(key_path: Sequence[Any]) -> str:
-  """'params/model/embedding' for the key path of a leaf, as `jax.tree_util` gives it."""
-  return jax.tree_util.keystr(tuple(key_path), simple=True, separator='/')
-
-
 @gin.configurable
 class Partitioner:
-  """Lays a train state out over a mesh of devices."""
+  """The sharding of a train state over a mesh of devices."""
 
   def __init__(
     self,
     mesh: Sequence[tuple[str, int]],
-    parameter_axes: Sequence[tuple[str, Axes]],
-    axis_rules: Sequence[tuple[str, str | tuple[str, ...] | None]],
-    local: bool = True,
+    axis_rules: Sequence[tuple[str, str | tuple[str, ...] | None]] = (),
+    parameter_axes: Sequence[tuple[str, Axes]] = (),
+    manual: bool = True,
   ):
     """Builds the mesh.
 
     Args:
-      mesh: (axis name, devices along it), outermost first; -1 once takes all that are left. A mesh
-        of one device is always possible; any other takes all devices.
-      parameter_axes: (regular expression, logical axes), the first match in a path counts.
+      mesh: (axis name, size), outermost first; one size may be -1, for all remaining devices. A
+        mesh of one device fits everywhere; any other takes all devices.
       axis_rules: (logical axis, mesh axis or axes); an axis without a rule is not split.
-      local: each device computes on its own, with all weights, which are gathered once a step; the
-        mesh splits rows ('batch') and chunks ('time'). False: the rules split every operation, and
-        XLA's partitioner moves what it needs when it needs it.
+      parameter_axes: (regular expression, logical axes); the first match in a parameter's path
+        replaces the axes that its module declares.
+      manual: all mesh axes are manual: the step is one `shard_map`, in which each device computes
+        with all weights, gathered once a step. The rules then split rows ('batch') and chunks
+        ('time'). False: XLA's partitioner splits every operation by the rules, and inserts the
+        communication.
 
     Raises:
-      ConfigurationError: where the devices cannot form the mesh, or a rule names an unknown axis,
-        or one that such a layout cannot split.
+      ConfigurationError: the devices cannot form the mesh, or a rule names an unknown axis or one
+        that such a layout cannot split.
     """
     self.mesh = make_mesh(mesh)
-    self.local = local
-    self.parameter_axes = tuple((_expression(pattern), axes) for pattern, axes in parameter_axes)
+    self.manual = manual
     self.axis_rules = dict(axis_rules)
+    self._parameter_axes = tuple((_expression(pattern), axes) for pattern, axes in parameter_axes)
     for logical, axes in self.axis_rules.items():
       unknown = set(as_tuple(axes)) - set(self.mesh.axis_names)
       if unknown:
         raise ConfigurationError(
           f'Partitioner.axis_rules splits {logical!r} over {sorted(unknown)}, but the mesh has the '
-          f'axes {self.mesh.axis_names}. Name one of them, or leave the rule out.'
+          f'axes {self.mesh.axis_names}. Name one of them, or remove the rule.'
         )
-    self._check_local()
+    self._check_manual()
 
-  def _check_local(self) -> None:
+  def _check_manual(self) -> None:
     rows, time = self.axes_of('batch'), self.axes_of('time')
-    if not self.local and time:
+    if not self.manual and time:
       raise ConfigurationError(
-        f"Partitioner.axis_rules splits 'time' over {time}, which only a layout with "
-        'Partitioner.local = True can: XLA alone would gather every key of a chunk for attention. '
-        'See gin/partition/context.gin.'
+        f"Partitioner.axis_rules splits 'time' over {time}, which needs Partitioner.manual = True: "
+        'XLA alone would gather every key of a chunk for attention. See gin/partition/context.gin.'
       )
-    if twice := set(rows) & set(time):
+    if shared := set(rows) & set(time):
       raise ConfigurationError(
-        f"Partitioner.axis_rules splits both 'batch' and 'time' over {sorted(twice)}: name each "
+        f"Partitioner.axis_rules splits both 'batch' and 'time' over {sorted(shared)}. Name each "
         'mesh axis once.'
       )
     idle = [a for a, n in self.mesh.shape.items() if n > 1 and a not in (*rows, *time)]
-    if self.local and idle:
+    if self.manual and idle:
       raise ConfigurationError(
         f"Partitioner.axis_rules splits neither 'batch' nor 'time' over {idle} of the mesh "
-        f'{dict(self.mesh.shape)}, so those devices would all do the same. Name them in a rule, or '
-        'set Partitioner.local = False where the weights are split over them.'
+        f'{dict(self.mesh.shape)}, so the devices along it would repeat the same work. Name it in '
+        'a rule, or set Partitioner.manual = False if weights are split over it.'
       )
 
   def axes_of(self, logical: str) -> tuple[str, ...]:
@@ -112,128 +108,99 @@ class Partitioner:
     return as_tuple(self.axis_rules.get(logical))
 
   def sharding(self, axes: Sequence[str | None]) -> NamedSharding:
-    """The layout of an array with these logical axes."""
+    """The sharding of an array with these logical axes."""
     split = [self.axis_rules.get(axis) if axis else None for axis in axes]
     return NamedSharding(self.mesh, PartitionSpec(*split))
 
-  def batch_sharding(self) -> NamedSharding:
-    """The layout of a batch's arrays [B, N·C]: rows are split, and whole on what splits time.
+  def shardings(self, shapes: Any, axes: Any) -> Any:
+    """The sharding of every leaf of a pytree.
 
-    A device's stretch of each chunk is not one stretch of the batch; it takes them where it reads.
+    Args:
+      shapes: a pytree of arrays, or of their shapes.
+      axes: the logical axes of each leaf, in the same structure.
+
+    Raises:
+      ConfigurationError: a dimension does not divide over the devices of its mesh axes.
+    """
+
+    def of_leaf(key_path, leaf, axes):
+      sharding = self.sharding(axes)
+      for size, split in zip(leaf.shape, sharding.spec, strict=True):
+        if size % self._parts(split):
+          raise ConfigurationError(
+            f'{leaf_path(key_path)} of shape {tuple(leaf.shape)} cannot be split over '
+            f'{sharding.spec}: {size} is not a multiple of {self._parts(split)} devices. Change '
+            'the size, or Partitioner.axis_rules.'
+          )
+      return sharding
+
+    return jax.tree_util.tree_map_with_path(of_leaf, shapes, axes)
+
+  def parameter_axes(self, path: str, declared: Axes | None, shape: Sequence[int]) -> Axes:
+    """The logical axes of a parameter: of the first matching rule, else the declared ones.
+
+    A parameter without either is not split.
+
+    Raises:
+      ConfigurationError: the matching rule has another rank than the parameter.
+    """
+    for pattern, axes in self._parameter_axes:
+      if pattern.search(path):
+        if len(axes) != len(shape):
+          raise ConfigurationError(
+            f'Partitioner.parameter_axes gives {path} the axes {axes}, but its shape is '
+            f'{tuple(shape)}. Give the rule {pattern.pattern!r} {len(shape)} axes.'
+          )
+        return tuple(axes)
+    return (None,) * len(shape) if declared is None else declared
+
+  def batch_sharding(self) -> NamedSharding:
+    """The sharding of a batch's arrays [B, N·C]: by rows, whole along mesh axes that split time.
+
+    A device's pieces of the chunks are not contiguous in a row; the step slices them.
     """
     return self.sharding(('batch', None))
 
   def check_batch(self, batch_size: int, *chunk_sizes: int) -> None:
-    """Raises a ConfigurationError where rows or chunks do not divide over the devices."""
+    """Raises a ConfigurationError if rows or chunks do not divide over the devices."""
     for name, axis, sizes in (
       ('batch_size', 'batch', (batch_size,)),
       ('chunk_size', 'time', chunk_sizes),
     ):
       parts = self._parts(self.axes_of(axis))
       for size in sizes:
-        if size < 1 or size % parts:
-          below = max(size, 0) // parts * parts
-          above = below + parts
+        if size < 1:
+          raise ConfigurationError(f'{name}={size} must be at least 1. Use {parts}.')
+        if size % parts:
+          below = size // parts * parts
+          nearest = f'{below} or {below + parts}' if below else f'{parts}'
           raise ConfigurationError(
-            f'{name}={size} cannot be divided over {parts} devices. '
-            + (f'The nearest that can are {below} and {above}.' if below else f'Use {above}.')
+            f'{name}={size} does not divide over {parts} devices. Use {nearest}.'
           )
-    if jax.process_count() > 1 and not self.rows(batch_size):
+    if jax.process_count() > 1 and not self.local_rows(batch_size):
       raise ConfigurationError(
         f'The mesh {dict(self.mesh.shape)} leaves process {jax.process_index()} of '
-        f'{jax.process_count()} without a device. Start fewer processes, or choose a layout that '
+        f'{jax.process_count()} without a device. Start fewer processes, or include a layout that '
         'takes all devices, such as gin/partition/zero1.gin.'
       )
 
-  def logical_axes(self, path: str, shape: Sequence[int]) -> Axes:
-    """The logical axes of a leaf of the train state.
-
-    Raises:
-      ConfigurationError: where no rule matches, or the one that does has another rank.
-    """
-    if not shape or path.startswith('recent/'):
-      return (None,) * len(shape)
-    if '/planner/' in path and path.startswith('carry/'):
-      return ('batch',) + (None,) * (len(shape) - 1)
-    if path.startswith('carry/'):
-      return ('layers', 'batch') + (None,) * (len(shape) - 2)
-    for pattern, axes in self.parameter_axes:
-      if pattern.search(path):
-        if len(axes) == len(shape):
-          return tuple(axes)
-        if path.startswith('optimizer_state/'):
-          return (None,) * len(shape)  # a factored moment, smaller than its parameter
-        raise ConfigurationError(
-          f'Partitioner.parameter_axes gives {path} the axes {axes}, but its shape is '
-          f'{tuple(shape)}. Give the rule {pattern.pattern!r} {len(shape)} axes.'
-        )
-    name = path.rsplit('/', 1)[-1]
-    raise ConfigurationError(
-      f'Partitioner.parameter_axes has no rule for {path} of shape {tuple(shape)}. Add one, such '
-      f"as ('{name}$', {(None,) * len(shape)}), which splits it nowhere."
-    )
-
-  def state_shardings(self, abstract_state: Any) -> Any:
-    """The layout of every leaf of a train state, from its shapes."""
-
-    def of_leaf(key_path, leaf):
-      path = path_of(key_path)
-      sharding = self.sharding(self.logical_axes(path, leaf.shape))
-      for size, axes in zip(leaf.shape, sharding.spec, strict=True):
-        if size % self._parts(axes):
-          raise ConfigurationError(
-            f'{path} of shape {tuple(leaf.shape)} cannot be split over {sharding.spec}: {size} is '
-            f'not a multiple of {self._parts(axes)} devices.'
-          )
-      return sharding
-
-    return jax.tree_util.tree_map_with_path(of_leaf, abstract_state)
-
-  def layouts(self, params: Params) -> dict[str, tuple[Axes, PartitionSpec]]:
-    """For each parameter's path, its logical axes and the mesh axes over which they are split."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    axes = {path_of(path): self.logical_axes(path_of(path), leaf.shape) for path, leaf in leaves}
-    return {path: (names, self.sharding(names).spec) for path, names in axes.items()}
-
-  def specs(self, name: str, tree: Any) -> Any:
-    """The mesh axes of each leaf of the field `name` of a train state, as PartitionSpecs."""
-    return jax.tree.map(lambda leaf: leaf.spec, self.state_shardings({name: tree})[name])
-
-  def whole(self, tree: Any) -> Any:
-    """Gathers a tree of traced arrays onto every device."""
-    return jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, PartitionSpec()))
-
-  def on_each_device(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """`fn` of what each device holds, which may speak to the others by the names of mesh axes."""
-
-    def within(*args):
-      token = _current.set(None)  # nothing is to be constrained there
-      try:
-        return fn(*args)
-      finally:
-        _current.reset(token)
-
-    return jax.shard_map(
-      within, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )
-
-  def rows(self, batch_size: int) -> list[int]:
-    """The rows, by number, of which a device of this process holds a part."""
+  def local_rows(self, batch_size: int) -> list[int]:
+    """The numbers of the rows of which a device of this process holds a part."""
     parts = self.batch_sharding().addressable_devices_indices_map((batch_size, 1)).values()
     return sorted({row for part in parts if part for row in range(batch_size)[part[0]]})
 
   def place_batch(self, batch: Batch, batch_size: int | None = None) -> Batch:
-    """Puts on this process's devices what they hold of a batch.
+    """Copies a batch to the devices of this process.
 
     Args:
-      batch: arrays of the host: `rows(batch_size)` of the batch, each in its whole length.
-      batch_size: B; None where `batch` is all of it.
+      batch: arrays of the host: the rows `local_rows(batch_size)`, each in its whole length.
+      batch_size: B; None if `batch` has all rows.
 
     Returns:
-      The batch [B, T], laid out over the devices of all processes.
+      The batch [B, T], sharded over the devices of all processes.
     """
     sharding = self.batch_sharding()
-    held = None if batch_size is None else self.rows(batch_size)
+    held = None if batch_size is None else self.local_rows(batch_size)
 
     def place(x):
       def part(index):
@@ -246,25 +213,22 @@ class Partitioner:
 
     return jax.tree.map(place, batch)
 
+  def jit(self, fn: Callable, **options: Any) -> Callable:
+    """`jax.jit` on this mesh, inside which `constrain` applies these rules."""
+    return jax.jit(_under(self, fn), **options)
+
+  def shard_map(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """`jax.shard_map` over all mesh axes, inside which `constrain` does nothing."""
+    return jax.shard_map(
+      _under(None, fn), mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+
+  def replicate(self, tree: Any) -> Any:
+    """Gathers a pytree of traced arrays onto every device."""
+    return jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, PartitionSpec()))
+
   def _parts(self, axes: str | tuple[str, ...] | None) -> int:
     return math.prod(self.mesh.shape[axis] for axis in as_tuple(axes))
-
-  def partition(self, fn: Callable, **jit_options: Any) -> Callable:
-    """`jax.jit` on this mesh, in which `constrain` knows these rules."""
-
-    def within(*args):
-      with self._as_current():
-        return fn(*args)
-
-    return jax.jit(within, **jit_options)
-
-  @contextlib.contextmanager
-  def _as_current(self) -> Iterator[None]:
-    token = _current.set(self)
-    try:
-      yield
-    finally:
-      _current.reset(token)
 
 
 def as_tuple(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -272,10 +236,23 @@ def as_tuple(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
   return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 
 
+def _under(partitioner: Partitioner | None, fn: Callable) -> Callable:
+  """`fn`, traced with this partitioner as the current one."""
+
+  def within(*args):
+    token = _current.set(partitioner)
+    try:
+      return fn(*args)
+    finally:
+      _current.reset(token)
+
+  return within
+
+
 def _expression(pattern: str) -> re.Pattern[str]:
   try:
     return re.compile(pattern)
   except re.error as error:
     raise ConfigurationError(
-      f'Partitioner.parameter_axes: {pattern!r} is no regular expression: {error}.'
+      f'Partitioner.parameter_axes: {pattern!r} is not a regular expression: {error}. Correct it.'
     ) from error

@@ -1,19 +1,20 @@
-"""Time split over devices: what the mixers ask of each other's devices.
+"""Sequence parallelism: the time axis of a chunk split over devices.
 
-Within `over(axes)`, in the body of a `jax.shard_map`, a chunk [B, C] is cut into n pieces of C / n
-tokens, and device i, counted along the axes, has piece i. A mixer computes what it would of the
-whole chunk, gradients included, from its piece and from what the devices before it pass on:
+Inside `split_over(axes)`, in the body of a `jax.shard_map`, a chunk [B, C] is cut into n pieces of
+C / n tokens, and device i, counted along the axes, holds piece i. A mixer computes its part of the
+whole chunk's result, gradients included, from its piece and from two kinds of messages:
 
-  a window    the last W keys and values go one device to the right (`from_left`)
-  a state     what each piece makes of it is gathered and composed (`before_and_after`)
+  window attention   the last W keys and values go one device to the right (`shift_right`)
+  a recurrence       each piece's effect on the state is gathered and composed
+                     (`device_prefix_scan`)
 
-What the last device would pass on is the carry after the chunk, and goes to device 0. So the carry
-that a mixer is given and the carry that it returns are right on device 0 alone, finite on the
-others; `settle` hands them round when a step ends.
+The last device's message is the carry after the chunk, and goes to device 0. A mixer's carry is
+therefore correct on device 0 alone, and finite on the others; `broadcast_carry` copies it to all at
+the end of a step.
 
-Gradients are taken inside the body: each device differentiates its own share of the loss, and what
-is replicated, as parameters are, has a gradient that is summed over the devices afterwards. The
-`shard_map` is one with check_vma=False.
+Gradients are taken inside the body: each device differentiates its own share of the loss, and the
+gradients of replicated parameters are summed over the devices afterwards. The `shard_map` is one
+with check_vma=False.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,7 @@ _axes: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar('time_ax
 
 
 @contextlib.contextmanager
-def over(axes: Sequence[str]) -> Iterator[None]:
+def split_over(axes: Sequence[str]) -> Iterator[None]:
   """While tracing: time is split over these mesh axes, outermost first; over none, it is whole."""
   token = _axes.set(tuple(axes))
   try:
@@ -44,79 +45,79 @@ def over(axes: Sequence[str]) -> Iterator[None]:
 
 
 def axes() -> tuple[str, ...]:
-  """The mesh axes over which time is split; empty where all of it is here."""
+  """The mesh axes over which time is split; empty where it is whole."""
   return _axes.get()
 
 
-def count() -> int:
-  """n, the pieces of a chunk."""
+def size() -> int:
+  """n, the number of pieces of a chunk."""
   return lax.axis_size(axes())
 
 
 def index() -> Array:
-  """i, the piece that this device has: int32 scalar."""
+  """i, the number of this device's piece: int32 scalar."""
   return lax.axis_index(axes())
 
 
-def from_left(tree: T) -> T:
-  """What the device to the left holds; on device 0, what the last one does."""
-  ring = [(i, (i + 1) % count()) for i in range(count())]
+def shift_right(tree: T) -> T:
+  """The tree of the device to the left; on device 0, that of the last device."""
+  ring = [(i, (i + 1) % size()) for i in range(size())]
   return jax.tree.map(lambda x: lax.ppermute(x, axes(), ring), tree)
 
 
-def all_of(tree: T) -> T:
-  """What every device holds, leaves [n, ...]: for small things, which one dtype sends together."""
+def all_gather(tree: T) -> T:
+  """The trees of all devices, leaves [n, ...]: for small trees, one message for each dtype."""
   leaves, structure = jax.tree.flatten(tree)
   gathered = {}
   for dtype in dict.fromkeys(x.dtype for x in leaves):
-    together, apart = ravel_pytree([x for x in leaves if x.dtype == dtype])
-    gathered[dtype] = iter(jax.vmap(apart)(lax.all_gather(together, axes())))
+    flat, unravel = ravel_pytree([x for x in leaves if x.dtype == dtype])
+    gathered[dtype] = iter(jax.vmap(unravel)(lax.all_gather(flat, axes())))
   return structure.unflatten(next(gathered[x.dtype]) for x in leaves)
 
 
-def before_and_after(piece: T, then: Callable[[T, T], T]) -> tuple[T, T]:
-  """(what the pieces to the left of this one make together, what all of them make).
+def device_prefix_scan(piece: T, then: Callable[[T, T], T]) -> tuple[T, T]:
+  """(the composition of the pieces to the left of this one, the composition of all pieces).
 
   Args:
-    piece: what this device's piece does, a small pytree.
-    then: of leaves [m, ...], what the first does and then the second; associative.
+    piece: the effect of this device's piece, a small pytree.
+    then: the associative composition of two effects, of leaves [m, ...]: first one, then the other.
 
   Returns:
-    Pytrees like `piece`. On device 0, which has no piece to its left, the first means nothing.
+    Pytrees like `piece`. Device 0 has no piece to its left; its first result is meaningless.
   """
-  together = lax.associative_scan(then, all_of(piece))
+  composed = lax.associative_scan(then, all_gather(piece))
   left = jnp.maximum(index() - 1, 0)
-  before = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, left, keepdims=False), together)
-  return before, jax.tree.map(lambda x: x[-1], together)
+  before = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, left, keepdims=False), composed)
+  return before, jax.tree.map(lambda x: x[-1], composed)
 
 
-def from_holder(tree: T, holds: Array) -> T:
-  """What the one device holds that `holds`, on every device.
+def broadcast_from(tree: T, is_source: Array) -> T:
+  """The tree of the one source device, on every device.
 
   Args:
     tree: leaves [B, ...].
-    holds: bool, a scalar, or [B] where each row has a device of its own.
+    is_source: bool, a scalar, or [B] where each row has a source of its own.
   """
 
-  def of_leaf(x):
-    its = holds.reshape(holds.shape + (1,) * (x.ndim - holds.ndim)) if holds.ndim else holds
-    return lax.psum(jnp.where(its, x, jnp.zeros_like(x)), axes())
+  def broadcast(x):
+    mask = jnp.expand_dims(is_source, range(1, x.ndim)) if is_source.ndim else is_source
+    return lax.psum(jnp.where(mask, x, jnp.zeros_like(x)), axes())
 
-  return jax.tree.map(of_leaf, tree)
+  return jax.tree.map(broadcast, tree)
 
 
-def settle(carry: Carry) -> Carry:
-  """The carry that device 0 holds, on every device, to the bit: when a step ends."""
+def broadcast_carry(carry: Carry) -> Carry:
+  """Device 0's carry on every device, bit for bit."""
   if not axes():
     return carry
 
-  def of_leaf(x):
+  def broadcast(x):
     bits = lax.bitcast_convert_type(x, f'uint{8 * x.dtype.itemsize}')  # a sum of floats loses -0
-    return lax.bitcast_convert_type(from_holder(bits, index() == 0), x.dtype)
+    return lax.bitcast_convert_type(broadcast_from(bits, index() == 0), x.dtype)
 
-  return jax.tree.map(of_leaf, carry)
+  return jax.tree.map(broadcast, carry)
 
 
-def apart(key: Array) -> Array:
-  """A key for draws that differ from device to device, as they differ from token to token."""
+def fold_in_shard(key: Array) -> Array:
+  """A random key that differs between the devices that share a chunk."""
   return jax.random.fold_in(key, index()) if axes() else key

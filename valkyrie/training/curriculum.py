@@ -1,4 +1,4 @@
-"""What a step reads, as a function of the step: chunk length, unroll and learning rate by phase."""
+"""Curriculum: phases of chunk length, unroll and learning rate, as a function of the step."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -14,15 +14,15 @@ from valkyrie.types import Array
 @gin.configurable
 @dataclasses.dataclass(frozen=True)
 class Phase:
-  """A stretch of training in which every step has one shape.
+  """A run of steps of one shape.
 
   Attributes:
     chunk_size: C, tokens that one forward call reads.
     chunks: N, chunks of one optimizer step.
-    backprop_chunks: K, chunks through which the gradient flows; divides N.
-    steps: how many steps it lasts; None, for the last phase, means to the end.
-    learning_rate_scale: by which the schedule's learning rate is multiplied.
-    planner: whether a planner that the model has takes part; else its parameters stay as they are.
+    backprop_chunks: consecutive chunks through which the gradient flows; divides N.
+    steps: its number of steps; None, for the last phase, means to the end.
+    learning_rate_scale: a factor on the schedule's learning rate.
+    planner: whether the model's planner takes part; if not, its parameters do not change.
   """
 
   chunk_size: int
@@ -44,12 +44,12 @@ class Phase:
 
   @property
   def shape(self) -> tuple[int, int, int, bool]:
-    """(C, N, K, planner): phases of one shape share one compiled step."""
+    """(C, N, backprop_chunks, planner): phases of one shape share one compiled step."""
     return self.chunk_size, self.chunks, self.backprop_chunks, self.planner
 
   @property
   def tokens_per_row(self) -> int:
-    """N x C, tokens of every row that one step reads."""
+    """N x C, tokens of a row that one step reads."""
     return self.chunks * self.chunk_size
 
 
@@ -58,26 +58,26 @@ class Curriculum:
   """Phases one after the other."""
 
   def __init__(self, phases: Sequence[Phase]):
-    """Takes the phases in order; all but the last say how many steps they last."""
+    """Takes the phases in order; all but the last have a number of steps."""
     self.phases = tuple(phases)
     lengths = [phase.steps for phase in self.phases[:-1] if phase.steps is not None]
     if not self.phases or len(lengths) < len(self.phases) - 1:
       raise ConfigurationError(
-        f'Curriculum.phases last {[phase.steps for phase in self.phases]} steps: name at least one '
-        'phase, and give every phase but the last its Phase.steps.'
+        f'Curriculum.phases have {[phase.steps for phase in self.phases]} steps. Give at least one '
+        'phase, and Phase.steps to every phase but the last.'
       )
     self._starts = np.cumsum([0, *lengths])
 
   def index(self, step: int) -> int:
-    """The number, from 0, of the phase that `step` (from 0) belongs to."""
+    """The index, from 0, of the phase of `step` (from 0)."""
     return int(np.searchsorted(self._starts, step, side='right')) - 1
 
   def phase(self, step: int) -> Phase:
-    """The phase that `step` (from 0) belongs to."""
+    """The phase of `step` (from 0)."""
     return self.phases[self.index(step)]
 
   def position(self, step: int) -> int:
-    """Tokens of every row that the steps before `step` have read: the feed's position."""
+    """Tokens of a row that the steps before `step` read: the feed's position."""
     index = self.index(step)
     lengths = np.diff(self._starts)
     whole = sum(

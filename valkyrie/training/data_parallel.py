@@ -1,12 +1,12 @@
-"""A step over many devices, each of which computes on its own.
+"""A step over many devices under `shard_map`, each of which computes with all weights.
 
-    weights                 gathered once a step, matrices in the compute dtype
-    rows, time              each device reads its own rows, and its own stretch of every chunk
-    gradients, float32      added up on each device, and reduced once a step to where the
-                            parameters are held
+    weights                 gathered once a step, cast parameters in the compute dtype
+    rows, time              each device reads its own rows, and its own piece of every chunk
+    gradients, float32      accumulated on each device, and reduce-scattered once a step to the
+                            sharding of the parameters
 
-Nothing that is as large as the parameters moves inside a loop. What XLA's partitioner would make of
-the same step moves gradients once a layer and chunk (`Partitioner.local` chooses).
+No message inside a loop is as large as a parameter. XLA's partitioner would reduce the gradients of
+the same step once for each layer and chunk (`Partitioner.manual` chooses).
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from valkyrie.models.language_model import Model
-from valkyrie.sharding import partitioner, sequence_parallel
+from valkyrie.sharding import sequence_parallel
+from valkyrie.sharding.partitioner import as_tuple, current_partitioner
 from valkyrie.types import Array, Batch, Carry, Params
 
 
 class Compute(Protocol):
-  """What is done on a device, with all weights and with what it holds of the rest."""
+  """The computation of one device, with all weights and its part of the other arguments."""
 
   def __call__(
     self,
@@ -40,7 +41,7 @@ class Compute(Protocol):
     ...
 
 
-def spread(
+def shard_map_step(
   compute: Compute,
   model: Model,
   params: Params,
@@ -49,64 +50,68 @@ def spread(
   rng: Array | None = None,
   *,
   chunk_size: int,
-  backwards: bool,
+  backward: bool,
 ) -> tuple[Params, Carry, Any]:
-  """`compute` over the devices of the `Partitioner.partition` that this is traced in, if any.
+  """`compute` over the devices of the current partitioner, if any.
 
   Args:
-    compute: what one device does.
+    compute: the computation of one device.
     model: the pure functions of the model.
     params, carry, rng, chunk_size: the arguments of `compute`, over all devices.
     batch: [B, N·C].
-    backwards: whether it returns gradients.
+    backward: whether it returns gradients.
 
   Returns:
-    What `compute` would return of the whole batch: gradients lie as the parameters do, sums are
-    those of all devices.
+    The result of `compute` for the whole batch: gradients with the sharding of the parameters, and
+    the sums of all devices.
   """
-  layout = partitioner.current()
-  if layout is None or not layout.local or layout.mesh.size == 1:
+  partitioner = current_partitioner()
+  if partitioner is None or not partitioner.manual or partitioner.mesh.size == 1:
     total = _at_least_one(jnp.sum(batch.weights))
     return compute(params, carry, batch, total, rng, chunk_size=chunk_size)
-  everywhere = layout.mesh.axis_names
-  shards = layout.specs('params', params) if backwards else ()
-  rows, time = layout.axes_of('batch'), layout.axes_of('time')
+  everywhere = partitioner.mesh.axis_names
+  rows, time = partitioner.axes_of('batch'), partitioner.axes_of('time')
+
+  def specs(tree, axes):
+    return jax.tree.map(lambda leaf: leaf.spec, partitioner.shardings(tree, axes))
+
+  shards = specs(params, model.parameter_axes(partitioner.parameter_axes)) if backward else ()
 
   def of_device(params, carry, batch, rng):
     if rng is not None and rows:
       rng = jax.random.fold_in(rng, lax.axis_index(rows))
-    with sequence_parallel.over(time):
-      batch, size = _pieces(batch, chunk_size)
+    with sequence_parallel.split_over(time):
+      batch, size = _local_pieces(batch, chunk_size)
       total = _at_least_one(lax.psum(jnp.sum(batch.weights), everywhere))
       gradient, carry, sums = compute(params, carry, batch, total, rng, chunk_size=size)
-      carry = sequence_parallel.settle(carry)
-    gradient = jax.tree.map(functools.partial(_reduced, over=everywhere), gradient, shards)
+      carry = sequence_parallel.broadcast_carry(carry)
+    gradient = jax.tree.map(functools.partial(_reduce_scatter, over=everywhere), gradient, shards)
     return gradient, carry, lax.psum(sums, everywhere)
 
-  carries, batches = layout.specs('carry', carry), layout.batch_sharding().spec
-  return layout.on_each_device(
+  carries, batches = specs(carry, model.carry_axes(carry)), partitioner.batch_sharding().spec
+  return partitioner.shard_map(
     of_device,
     in_specs=(PartitionSpec(), carries, batches, PartitionSpec()),
     out_specs=(shards, carries, PartitionSpec()),
-  )(gathered(model, params), carry, batch, rng)
+  )(gather_params(model, params), carry, batch, rng)
 
 
-def gathered(model: Model, params: Params) -> Params:
-  """What each device computes with: all weights, wherever that is what the layout wants."""
-  layout = partitioner.current()
-  if layout is None or not layout.local:
+def gather_params(model: Model, params: Params) -> Params:
+  """The weights that each device computes with: replicated and cast under a manual layout."""
+  partitioner = current_partitioner()
+  if partitioner is None or not partitioner.manual:
     return params
-  return layout.whole(model.narrow(params))
+  return partitioner.replicate(model.cast(params))
 
 
-def _pieces(batch: Batch, chunk_size: int) -> tuple[Batch, int]:
-  """This device's piece of each chunk of a batch [B, N·C], side by side, and how long one is."""
+def _local_pieces(batch: Batch, chunk_size: int) -> tuple[Batch, int]:
+  """This device's piece of each chunk of a batch [B, N·C], joined, and the size of a piece."""
   if not sequence_parallel.axes():
     return batch, chunk_size
-  size = chunk_size // sequence_parallel.count()
+  size = chunk_size // sequence_parallel.size()
 
   def pieces(x):
-    cut = x.reshape(x.shape[0], -1, sequence_parallel.count(), size)
+    cut = x.reshape(x.shape[0], -1, sequence_parallel.size(), size)
     own = lax.dynamic_index_in_dim(cut, sequence_parallel.index(), axis=2, keepdims=False)
     return own.reshape(x.shape[0], -1)
 
@@ -114,14 +119,14 @@ def _pieces(batch: Batch, chunk_size: int) -> tuple[Batch, int]:
 
 
 def _at_least_one(weight: Array) -> Array:
-  """So that a step of padding alone has a gradient of zero, and not of NaN."""
+  """The weight, or 1 for a step of padding alone, whose gradient is then zero instead of NaN."""
   return jnp.maximum(weight, 1.0)
 
 
-def _reduced(gradient: Array, shard: PartitionSpec, over: Sequence[str]) -> Array:
-  """The sum over all devices, of which each keeps the part that it holds of the parameter."""
+def _reduce_scatter(gradient: Array, shard: PartitionSpec, over: Sequence[str]) -> Array:
+  """The sum over all devices, of which each keeps its shard of the parameter."""
   for dimension, axes in enumerate(shard):
     if axes is not None:
       gradient = lax.psum_scatter(gradient, axes, scatter_dimension=dimension, tiled=True)
-      over = [axis for axis in over if axis not in partitioner.as_tuple(axes)]
+      over = [axis for axis in over if axis not in as_tuple(axes)]
   return lax.psum(gradient, tuple(over)) if over else gradient

@@ -1,4 +1,4 @@
-"""When the steps that are refused for numbers that are not finite have become too many."""
+"""The budget of refused steps."""
 
 from collections import deque
 from collections.abc import Callable
@@ -21,31 +21,30 @@ class RefusedSteps:
 
     Args:
       skipped: steps that were refused so far.
-      describe: says what a step has read, given its number counted from 1.
-      allowed: refused steps that are put up with.
-      window: among so many.
+      describe: names the documents of a step, given its number counted from 1.
+      allowed: the most refused steps in the window.
+      window: consecutive steps.
     """
     if not 0 <= allowed < window:
       raise ConfigurationError(
-        f'RefusedSteps.allowed={allowed} of RefusedSteps.window={window} steps can never be '
-        'passed, or always is; give 0 <= allowed < window.'
+        f'RefusedSteps.allowed={allowed} must be at least 0 and below RefusedSteps.window={window}.'
       )
     self._describe = describe
     self._allowed = allowed
     self._counts = deque([skipped], maxlen=window + 1)
 
   def __call__(self, step: int, skipped: int) -> None:
-    """Counts step number `step`, after which `skipped` steps have been refused in all.
+    """Counts step number `step`; `skipped` is the number of all refused steps after it.
 
     Raises:
-      Diverged: the budget is spent; names the documents that this step has read.
+      Diverged: the budget is exceeded; names the documents of this step.
     """
     self._counts.append(skipped)
     refused = skipped - self._counts[0]
     if refused > self._allowed:
       raise Diverged(
-        f'{refused} of the last {len(self._counts) - 1} steps gave numbers that are not finite, '
-        f'and RefusedSteps.allowed = {self._allowed}. The last was step {step}, which read '
-        f'{self._describe(step)}. The checkpoints are from before, or hold the parameters as they '
-        'were before those steps. Lower learning_rate, or look at these documents.'
+        f'{refused} of the last {len(self._counts) - 1} steps were refused, more than '
+        f'RefusedSteps.allowed={self._allowed}. The last was step {step}, which read '
+        f'{self._describe(step)}. No checkpoint contains an update of a refused step. Lower '
+        'learning_rate, or look at these documents.'
       )

@@ -1,21 +1,20 @@
-"""From features to logits and to the next token's cross-entropy, in float32."""
+"""Logits and next-token cross-entropy of a model's features, in float32."""
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
 from valkyrie.models import slices
-from valkyrie.models.language_model import Features
 from valkyrie.models.layers import matmul
-from valkyrie.types import Array
+from valkyrie.types import Array, Features
 
-# Logits held at once: beyond this many numbers the loss is computed in slices of time. 2^25 float32
-# are 128 MiB, where all logits of 8192 tokens of a 50k vocabulary would be 1.6 GiB.
+# The logits held at once; the loss of more is computed in slices of time. 2^25 float32 are 128 MiB,
+# all logits of 8192 tokens of a 50k vocabulary would be 1.6 GiB.
 _LOGITS_AT_ONCE = 2**25
 
 
 def logits(features: Features, vocabulary_size: int) -> Array:
-  """The logits [B, T, V] float32; tokens that only pad the vocabulary get -1e30."""
+  """The logits [B, T, V] float32; -1e30 at the padding of the vocabulary."""
   wide = jnp.promote_types(features.hidden.dtype, jnp.float32)
   scores = matmul(features.hidden, features.unembedding.T, wide)
   exists = jnp.arange(scores.shape[-1]) < vocabulary_size
@@ -28,7 +27,7 @@ def token_losses(features: Features, targets: Array, vocabulary_size: int) -> Ar
 
 
 def token_scores(features: Features, targets: Array, vocabulary_size: int) -> tuple[Array, Array]:
-  """-log p(target) in nats, float32 [B, T], and whether it is the likeliest token, bool [B, T]."""
+  """-log p(target) in nats, float32 [B, T], and whether it has the largest logit, bool [B, T]."""
   batch, time, _ = features.hidden.shape
 
   def of_slice(hidden, targets):

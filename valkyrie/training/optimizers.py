@@ -1,6 +1,6 @@
-"""Any optax algorithm, with a group of its own for the S5 parameters, clipping and a schedule."""
+"""Optimizer: any optax algorithm, with a group for the S5 parameters, clipping and a schedule."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import re
 from typing import Any
 
@@ -10,15 +10,16 @@ import jax.numpy as jnp
 import optax
 
 from valkyrie.config.computation import may_change_on_resume
-from valkyrie.sharding.partitioner import path_of
-from valkyrie.types import Array, Params
+from valkyrie.types import Array, Axes, Params, leaf_path
 
 for _algorithm in (optax.adam, optax.adamw, optax.adafactor, optax.lamb, optax.lion, optax.sgd):
   gin.external_configurable(_algorithm, module='optax')
 
+_PLANNER = 'planner'
 
-@may_change_on_resume('train_steps')  # the end of the learning rate's schedule
+
 @gin.configurable
+@may_change_on_resume('train_steps')  # it stretches the schedule
 class Optimizer:
   """Clip by the global norm, direct by an optax algorithm, step by the learning rate."""
 
@@ -43,19 +44,19 @@ class Optimizer:
       algorithm: an optax optimizer that takes `learning_rate`.
       ssm_algorithm: the same for Λ, B and log Δ of S5; the paper gives them no weight decay and a
         smaller learning rate (S5 appendix B.1.3 and table 11), so the default decays nothing.
-      ssm_pattern: a regular expression that finds those parameters by their paths.
+      ssm_pattern: a regular expression that matches the paths of those parameters.
       ssm_learning_rate_scale: their share of the learning rate.
       final_learning_rate_scale: the share of the peak at which the cosine ends.
-      clip_norm: the largest global norm of the gradient that passes whole.
+      clip_norm: the largest global norm of the gradient that is not scaled down.
     """
     self._ssm_pattern = re.compile(ssm_pattern)
     self._clip_norm = clip_norm
-    # A learning rate of 1 makes the algorithms give directions; the step scales them, so that one
-    # number, the one that is logged, is the learning rate. A planner may begin to learn later than
-    # the rest, and what corrects for few steps must count its own.
+    # With a learning rate of 1 the algorithms return directions; the step scales them, so that the
+    # logged number is the learning rate. A planner may start later than the rest, and Adam's bias
+    # correction must count its own steps.
     self._groups = {
       'rest': algorithm(learning_rate=1.0),
-      'planner': algorithm(learning_rate=1.0),
+      _PLANNER: algorithm(learning_rate=1.0),
       'ssm': optax.chain(ssm_algorithm(learning_rate=1.0), optax.scale(ssm_learning_rate_scale)),
     }
     self._schedule = optax.warmup_cosine_decay_schedule(
@@ -70,9 +71,9 @@ class Optimizer:
     """The schedule's learning rate at a step, counted from 0."""
     return jnp.asarray(self._schedule(step), jnp.float32)
 
-  def init(self, params: Params) -> Any:
-    """The state before the first step."""
-    return self._direction(params).init(params)
+  def init(self, params: Params, in_planner: Any) -> Any:
+    """The state before the first step; `in_planner` is a pytree of bools like params."""
+    return self._direction(params, in_planner).init(params)
 
   def update(
     self,
@@ -80,36 +81,52 @@ class Optimizer:
     state: Any,
     params: Params,
     learning_rate: Array,
+    in_planner: Any,
     *,
     plan: bool = True,
   ) -> tuple[Params, Any]:
     """One step: (gradients, state, params) -> (params, state).
 
-    Without `plan`, whatever belongs to a planner is passed through: decay and momentum would move
-    it where its gradient is zero, too.
+    Without `plan`, the planner's parameters and their state stay the same: decay and momentum would
+    change them at a gradient of zero, too.
     """
-    directions, after = self._direction(params).update(gradients, state, params)
+    after: Any
+    directions, after = self._direction(params, in_planner).update(gradients, state, params)
     updates = jax.tree.map(lambda d: learning_rate * d, directions)
-    moved = optax.apply_updates(params, updates), after
-    if plan:
-      return moved
-    return jax.tree_util.tree_map_with_path(
-      lambda path, new, old: old if _of_planner(path) else new, moved, (params, state)
-    )
+    moved = optax.apply_updates(params, updates)
+    if plan or _PLANNER not in after[1].inner_states:
+      return moved, after
+    moved = jax.tree.map(lambda keep, old, new: old if keep else new, in_planner, params, moved)
+    kept = {_PLANNER: state[1].inner_states[_PLANNER]}
+    groups = after[1]._replace(inner_states={**after[1].inner_states, **kept})
+    return moved, (after[0], groups)
 
-  def _direction(self, params: Params) -> optax.GradientTransformation:
+  def state_axes(self, state: Any, params: Params, axes: Any) -> Any:
+    """The logical axes of each leaf of the state: a moment has those of its parameter.
+
+    Args:
+      state: the shapes of the optimizer's state.
+      params: the shapes of the parameters.
+      axes: the logical axes of each parameter, a pytree like params.
+    """
+
+    def of_leaf(path, leaf) -> Axes:
+      module, name = (getattr(key, 'key', None) for key in (None, None, *path)[-2:])
+      parameter = params.get(module, {}).get(name)
+      if parameter is not None and parameter.shape == leaf.shape:
+        return axes[module][name]
+      return (None,) * leaf.ndim  # a count, or a factored moment
+
+    return jax.tree_util.tree_map_with_path(of_leaf, state)
+
+  def _direction(self, params: Params, in_planner: Any) -> optax.GradientTransformation:
     """Clipping, then each group's algorithm; a group without parameters has no state."""
 
-    def group(path, _):
-      if _of_planner(path):
-        return 'planner'
-      return 'ssm' if self._ssm_pattern.search(path_of(path)) else 'rest'
+    def group(path, _, planner):
+      if planner:
+        return _PLANNER
+      return 'ssm' if self._ssm_pattern.search(leaf_path(path)) else 'rest'
 
-    labels = jax.tree_util.tree_map_with_path(group, params)
+    labels = jax.tree_util.tree_map_with_path(group, params, in_planner)
     groups = {name: self._groups[name] for name in sorted(set(jax.tree.leaves(labels)))}
     return optax.chain(optax.clip_by_global_norm(self._clip_norm), optax.partition(groups, labels))
-
-
-def _of_planner(path: Sequence[Any]) -> bool:
-  """Whether a leaf of the parameters, or of their optimizer's state, belongs to a planner."""
-  return '/planner/' in path_of(path)

@@ -1,143 +1,166 @@
-"""What is known of a run before a number of it is computed: shapes, layouts, compiled steps."""
+"""The parts of a run, checked to fit together, and their train steps on the mesh."""
 
 from collections.abc import Callable
-import time
-from typing import NamedTuple
+import dataclasses
+import functools
 
+import gin
 import jax
 import jax.numpy as jnp
-from jax.stages import Compiled
 
-from valkyrie import fitting
-from valkyrie.distributed import heartbeat
+from valkyrie.config.computation import may_change_on_resume
+from valkyrie.errors import ConfigurationError
 from valkyrie.models import language_model
-from valkyrie.models.language_model import LanguageModel, Model
-from valkyrie.monitoring.progress import Progress
+from valkyrie.models.language_model import LanguageModel
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
-from valkyrie.training.spikes import LossSpikes, RecentLosses
-from valkyrie.training.train_step import TrainState, initial_state, make_train_step
-from valkyrie.types import Batch
+from valkyrie.training.spikes import LossSpikes
+from valkyrie.training.train_step import TrainState, initial_state, make_train_step, state_axes
+from valkyrie.types import Batch, TaskFeed
 
 
-class Prepared(NamedTuple):
-  """The parts of a run that fit together, and the shapes and layouts of its train state.
+@gin.configurable
+@may_change_on_resume('hunt_nan')
+@dataclasses.dataclass(frozen=True)
+class StepSettings:
+  """The settings that decide the compiled train steps.
 
-  make_step: the pure step of a phase: (state, batch [B, N·C]) -> (state, metrics).
+  Attributes:
+    seed: of the parameters and of dropout.
+    batch_size: B, rows; fixed for the run, since every row has a carry.
+    model, partitioner, curriculum, optimizer, loss_spikes: the classes of the parts.
+    remat_chunks: recompute chunks in the backward pass; False saves their activations.
+    hunt_nan: wait for every step, and end at the first refused one with the name of the module
+      where its first non-finite number appears.
   """
 
-  layout: Partitioner
-  model: Model
-  curriculum: Curriculum
-  optimizer: Optimizer
-  spikes: LossSpikes
-  abstract: TrainState
-  make_step: Callable[[Phase], Callable]
+  seed: int
+  batch_size: int
+  model: Callable[..., LanguageModel]
+  partitioner: Callable[[], Partitioner]
+  curriculum: Callable[[], Curriculum]
+  optimizer: Callable[[], Optimizer]
+  loss_spikes: Callable[[], LossSpikes] = LossSpikes
+  remat_chunks: bool = True
+  hunt_nan: bool = False
 
 
-def prepare(
-  *,
-  seed: int,
-  batch_size: int,
-  model: Callable[..., LanguageModel],
-  partitioner: Callable[[], Partitioner],
-  curriculum: Callable[[], Curriculum],
-  optimizer: Callable[[], Optimizer],
-  loss_spikes: Callable[[], LossSpikes],
-  remat: bool,
-) -> Prepared:
-  """Makes the parts that `train` names, of which these are the arguments.
+class Setup:
+  """The parts of a run, and the shapes and shardings of its train state.
 
-  Raises:
-    ConfigurationError: what is wrong with them, before anything is read, written or compiled.
+  Attributes:
+    settings: the settings.
+    model, partitioner, curriculum, optimizer, loss_spikes: the parts.
+    state: the shapes, dtypes and shardings of the TrainState.
   """
-  layout = partitioner()
-  functions = language_model.transform(model)
-  phases = curriculum()
-  layout.check_batch(batch_size, *(phase.chunk_size for phase in phases.phases))
-  fitting.check_grain(functions, phases)
-  fitting.check_whole_time(functions, layout)
-  rule, spikes = optimizer(), loss_spikes()
 
-  def make_step(phase: Phase) -> Callable:
-    return make_train_step(functions, rule, phases, phase, seed=seed, remat=remat, spikes=spikes)
+  def __init__(self, settings: StepSettings):
+    """Makes the parts; nothing is read, written or compiled.
 
-  abstract = abstract_state(functions, rule, layout, seed, batch_size, spikes.initial())
-  return Prepared(layout, functions, phases, rule, spikes, abstract, make_step)
+    Raises:
+      ConfigurationError: the parts do not fit together.
+    """
+    self.settings = settings
+    self.partitioner = settings.partitioner()
+    self.model = language_model.transform(settings.model)
+    self.curriculum = settings.curriculum()
+    self._check_chunks()
+    self._check_time_axis()
+    self.optimizer, self.loss_spikes = settings.optimizer(), settings.loss_spikes()
+    shapes = jax.eval_shape(self._initial_state)
+    axes = state_axes(self.model, self.optimizer, self.partitioner, shapes)
+    self.state: TrainState = jax.tree.map(
+      lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+      shapes,
+      self.partitioner.shardings(shapes, axes),
+    )
 
+  def initial_state(self) -> TrainState:
+    """The state before the first step, on the mesh."""
+    return self.partitioner.jit(self._initial_state, out_shardings=self._state_shardings())()
 
-def abstract_state(
-  model: Model,
-  optimizer: Optimizer,
-  layout: Partitioner,
-  seed: int,
-  batch_size: int,
-  recent: RecentLosses | None = None,
-) -> TrainState:
-  """The shapes, dtypes and layouts of a train state, with nothing computed."""
-  shapes = jax.eval_shape(lambda: initial_state(model, optimizer, seed, batch_size, recent))
-  return jax.tree.map(
-    lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-    shapes,
-    layout.state_shardings(shapes),
-  )
+  def train_step(self, phase: Phase, *, remat: bool = True) -> Callable:
+    """The pure step of a phase: (state, batch [B, N·C]) -> (state, metrics).
 
+    With `remat` False nothing is recomputed, so that it can run operation by operation.
+    """
+    plain = functools.partial(self.settings.model, remat_policy=None)
+    return make_train_step(
+      self.model if remat else language_model.transform(plain),
+      self.optimizer,
+      self.curriculum,
+      phase,
+      seed=self.settings.seed,
+      remat_chunks=remat and self.settings.remat_chunks,
+      spikes=self.loss_spikes,
+    )
 
-def trace_step(
-  step: Callable,
-  tokens_per_row: int,
-  layout: Partitioner,
-  abstract: TrainState,
-  batch_size: int,
-  donate: bool,
-) -> jax.stages.Traced:
-  """A step (state, batch [B, tokens_per_row]) -> (state, metrics) on the layout's devices, traced.
+  def trace(self, phase: Phase) -> jax.stages.Traced:
+    """The step of a phase on the mesh, traced.
 
-  `donate`: the memory of the state that it is given becomes that of the state that it returns.
-  """
-  rectangle, sharding = (batch_size, tokens_per_row), layout.batch_sharding()
-  integers = jax.ShapeDtypeStruct(rectangle, jnp.int32, sharding=sharding)
-  floats = jax.ShapeDtypeStruct(rectangle, jnp.float32, sharding=sharding)
-  return layout.partition(
-    step,
-    donate_argnums=0 if donate else (),
-    out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), None),
-  ).trace(abstract, Batch(integers, integers, floats, integers, integers))
+    It donates the memory of its state, unless `hunt_nan` needs the state after a refused step.
+    """
+    rectangle = (self.settings.batch_size, phase.tokens_per_row)
+    sharding = self.partitioner.batch_sharding()
+    integers = jax.ShapeDtypeStruct(rectangle, jnp.int32, sharding=sharding)
+    floats = jax.ShapeDtypeStruct(rectangle, jnp.float32, sharding=sharding)
+    return self.partitioner.jit(
+      self.train_step(phase),
+      donate_argnums=() if self.settings.hunt_nan else 0,
+      out_shardings=(self._state_shardings(), None),
+    ).trace(self.state, Batch(integers, integers, floats, integers, integers))
 
-
-def compile_steps(
-  make_step: Callable[[Phase], Callable],
-  curriculum: Curriculum,
-  layout: Partitioner,
-  abstract: TrainState,
-  batch_size: int,
-  progress: Progress,
-  donate: bool,
-) -> list[Compiled]:
-  """The compiled step of each phase, before the first is taken; phases of one shape share theirs.
-
-  Args:
-    make_step: the pure step of a phase: (state, batch [B, N·C]) -> (state, metrics).
-    curriculum: the phases.
-    layout: the devices.
-    abstract: what `abstract_state` says of the state.
-    batch_size: B.
-    progress: is told of each compilation.
-    donate: the memory of the state that a step is given becomes that of the state it returns.
-  """
-  compiled: dict[tuple, Compiled] = {}
-  for phase in curriculum.phases:
-    if phase.shape not in compiled:
-      heartbeat.beat(stage='compile')
-      began = time.perf_counter()
-      what = (
-        f'{phase.chunks} x {phase.chunk_size} tokens a row, gradient through '
-        f'{phase.backprop_chunks}'
+  def check_feed(self, feed: TaskFeed) -> None:
+    """Raises a ConfigurationError if the feed has tokens without an embedding in the model."""
+    known = self.model.about.vocabulary_size
+    if feed.vocabulary_size > known:
+      raise ConfigurationError(
+        f"The feed's vocabulary has {feed.vocabulary_size} tokens, but the model has only {known}. "
+        f'Set LanguageModel.vocabulary_size = {feed.vocabulary_size}.'
       )
-      progress.say(f'compiling a step of {what}')
-      step = make_step(phase)
-      traced = trace_step(step, phase.tokens_per_row, layout, abstract, batch_size, donate)
-      compiled[phase.shape] = traced.lower().compile()
-      progress.say(f'compiled in {time.perf_counter() - began:.1f} s')
-  return [compiled[phase.shape] for phase in curriculum.phases]
+
+  def undeclared_parameters(self) -> list[str]:
+    """The paths of the parameters that no module and no rule gives axes: they are replicated."""
+    undeclared = []
+
+    def note(path, declared, shape):
+      axes = self.partitioner.parameter_axes(path, declared, shape)
+      if declared is None and not any(axes) and self.partitioner.mesh.size > 1:
+        undeclared.append(path)
+      return axes
+
+    self.model.parameter_axes(note)
+    return undeclared
+
+  def _initial_state(self) -> TrainState:
+    settings = self.settings
+    recent = self.loss_spikes.initial()
+    return initial_state(self.model, self.optimizer, settings.seed, settings.batch_size, recent)
+
+  def _state_shardings(self) -> TrainState:
+    return jax.tree.map(lambda leaf: leaf.sharding, self.state)
+
+  def _check_chunks(self) -> None:
+    phases = self.curriculum.phases
+    self.partitioner.check_batch(self.settings.batch_size, *(phase.chunk_size for phase in phases))
+    interval = self.model.about.plan_interval
+    for size in [phase.chunk_size for phase in phases if phase.planner and interval]:
+      if interval and size % interval:
+        below = size // interval * interval
+        nearest = f'{below} or {below + interval}' if below else f'{interval}'
+        raise ConfigurationError(
+          f'chunk_size={size} is not a multiple of Planner.plan_interval={interval}, as training '
+          f'chunks must be. Use {nearest}.'
+        )
+
+  def _check_time_axis(self) -> None:
+    axes, parts = self.partitioner.axes_of('time'), self.model.about.needs_whole_rows
+    if axes and parts:
+      raise ConfigurationError(
+        f"Partitioner.axis_rules splits 'time' over {axes}, but {' and '.join(parts)} must have "
+        'whole rows on one device. Include a layout that keeps rows whole, such as '
+        'gin/partition/zero1.gin, or use mixers that support sequence parallelism '
+        '(LongformerAttention, S5, or your own with sequence_parallel = True) and '
+        'LanguageModel.planner = None.'
+      )

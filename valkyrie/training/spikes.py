@@ -1,4 +1,4 @@
-"""Losses that stand out from those of the steps before them, and what is done about such a step."""
+"""Loss spikes: their detection on the devices, and the treatment of their steps."""
 
 import dataclasses
 from typing import NamedTuple
@@ -16,7 +16,7 @@ class RecentLosses(NamedTuple):
   """The losses of the latest steps, as a ring; part of the train state.
 
   losses: float32 [window], nats a token; refused steps are among them, those of NaN are not.
-  count: int32, losses that were ever written.
+  count: int32, losses written so far.
   """
 
   losses: Array
@@ -26,20 +26,20 @@ class RecentLosses(NamedTuple):
 @gin.configurable
 @dataclasses.dataclass(frozen=True)
 class LossSpikes:
-  """When a loss is a spike, and what becomes of its step.
+  """The definition of a spike, and the treatment of its step.
 
   A spike lies more than `deviations` standard deviations above the mean of the last `window` losses
-  (the rule of OLMo-core's SkipStepOptimizer); nothing is one before so many were seen. Refused
-  losses count among them, so a level that stays is accepted after about window / deviations^2
-  steps. The train state alone decides, on the devices: a resumed run decides as it would have.
+  (the rule of OLMo-core's SkipStepOptimizer); none is detected before `window` losses exist.
+  Refused losses count among them, so a lasting level is accepted after about window / deviations^2
+  steps. The decision depends on the train state alone, so a resumed run decides alike.
 
   Attributes:
-    action: 'accept' trains on. 'skip' refuses the step like one whose numbers are not finite.
-      'rewind' also takes parameters and optimizer back to the last checkpoint that was due, while
-      the data go on behind the spike (PaLM, Chowdhery et al. 2022, section 5.1); it waits for every
-      step.
-    deviations: how far a loss must stand out.
-    window: the losses that it is compared with.
+    action: 'accept' ignores spikes. 'skip' refuses the step as one with non-finite numbers.
+      'rewind' also restores parameters and optimizer from the last checkpoint that was due, while
+      the data continue after the spike (PaLM, Chowdhery et al. 2022, section 5.1); it waits for
+      every step.
+    deviations: the threshold, in standard deviations.
+    window: the number of losses before that a loss is compared with.
   """
 
   action: str = 'accept'
@@ -49,23 +49,23 @@ class LossSpikes:
   def __post_init__(self):
     if self.action not in ACTIONS:
       raise ConfigurationError(
-        f'LossSpikes.action is {self.action!r}, expected one of {", ".join(ACTIONS)}.'
+        f'LossSpikes.action={self.action!r} is unknown. Use one of {", ".join(ACTIONS)}.'
       )
     if self.deviations <= 0 or self.window < 2:
       raise ConfigurationError(
-        f'LossSpikes.deviations={self.deviations} and LossSpikes.window={self.window} say of no '
-        'loss that it stands out; give more than 0, and a window of at least 2.'
+        f'LossSpikes.deviations={self.deviations} must be above 0, and LossSpikes.window='
+        f'{self.window} at least 2.'
       )
 
   def initial(self) -> RecentLosses | None:
-    """No losses yet; None where none are to be kept."""
+    """No losses yet; None if none are kept."""
     if self.action == 'accept':
       return None
     return RecentLosses(jnp.zeros(self.window, jnp.float32), jnp.zeros((), jnp.int32))
 
 
-def judge(spikes: LossSpikes, recent: RecentLosses, loss: Array) -> tuple[Array, RecentLosses]:
-  """Whether a step's loss is a spike, and the losses with this one among them, if it is finite."""
+def detect(spikes: LossSpikes, recent: RecentLosses, loss: Array) -> tuple[Array, RecentLosses]:
+  """(whether a step's loss is a spike, the losses with this one added if it is finite)."""
   losses, count = recent
   mean, deviation = jnp.mean(losses), jnp.std(losses)
   spiked = (count >= spikes.window) & (loss > mean + spikes.deviations * deviation)

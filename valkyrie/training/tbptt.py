@@ -1,13 +1,13 @@
-"""Truncated back-propagation through time over chunks of a row.
+"""Truncated backpropagation through time over the chunks of a row.
 
-A step reads N chunks of C tokens. The carry passes through all of them; the gradient passes through
-groups of K consecutive chunks and is cut between groups:
+A step reads N chunks of C tokens. The carry passes through all of them. The gradient passes through
+groups of `backprop_chunks` consecutive chunks, and is cut between groups:
 
-    carry -> [chunk chunk .. K] -> | -> [chunk chunk .. K] -> | -> ... -> carry of the next step
-              gradient flows      cut
+    carry -> [chunk, chunk, ...] -> | -> [chunk, chunk, ...] -> | -> ... -> carry of the next step
+              gradient flows       cut
 
-With K = N the gradient of the step is exact. Each group contributes its loss divided by the weight
-of the whole step, which is known beforehand, so gradients add up without another pass.
+One group of all N chunks gives the exact gradient of the step. Each group contributes its loss
+divided by the weight of the whole step, which is known beforehand, so gradients add up in one pass.
 """
 
 from collections.abc import Callable
@@ -26,13 +26,13 @@ from valkyrie.types import Array, Batch, Carry, Params
 class Sums(NamedTuple):
   """Sums over tokens, float32 scalars: they add up over chunks, steps and hosts.
 
-  loss: weighted nats; weight: of the tokens; far: weight of the tokens with more than a window of
-  their document behind them; draft_loss: what training adds to the loss of a model with a planner.
+  loss: weighted nats; weight: of the tokens; beyond_window: weight of the tokens with more than a
+  window of their document before them; draft_loss: the planner's addition to the loss.
   """
 
   loss: Array
   weight: Array
-  far: Array
+  beyond_window: Array
   draft_loss: Array
 
 
@@ -49,18 +49,18 @@ def chunk_sums(
   features, carry = model.apply(
     params, carry, chunk.inputs, chunk.positions, chunk.segment_ids, rng, plan
   )
-  losses = token_losses(features, chunk.targets, model.vocabulary_size)
-  drafts = draft_losses(features, chunk.targets, model.vocabulary_size)
-  far = chunk.weights * (chunk.positions > model.window)
+  losses = token_losses(features, chunk.targets, model.about.vocabulary_size)
+  drafts = draft_losses(features, chunk.targets, model.about.vocabulary_size)
+  beyond = chunk.weights * (chunk.positions > model.about.window)
   return Sums(
     loss=jnp.sum(chunk.weights * losses),
     weight=jnp.sum(chunk.weights),
-    far=jnp.sum(far),
+    beyond_window=jnp.sum(beyond),
     draft_loss=jnp.sum(chunk.weights * drafts),
   ), carry
 
 
-def into_chunks(batch: Batch, chunk_size: int) -> Batch:
+def split_chunks(batch: Batch, chunk_size: int) -> Batch:
   """[B, N·C] -> [N, B, C]."""
   return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, chunk_size), 1, 0), batch)
 
@@ -75,27 +75,28 @@ def gradients(
   *,
   chunk_size: int,
   backprop_chunks: int,
-  remat: bool,
+  remat_chunks: bool,
   plan: bool = True,
 ) -> tuple[Params, Carry, Sums]:
   """The gradient of the step's mean loss, cut between groups of `backprop_chunks` chunks.
 
   Args:
     model: the pure functions of the model.
-    params: the parameters, or a copy of them in which some are in the compute dtype.
-    carry: what the step before left.
+    params: the parameters, or a copy of them with some in the compute dtype.
+    carry: the carry of the step before.
     batch: [B, N·C].
     total: float32, the weight of the whole step, by which the sum of losses is divided.
-    rng: the key of the step, for dropout; None for none. Chunk number n draws from n folded in.
+    rng: the key of the step, for dropout; None for none. Chunk number n folds in n.
     chunk_size: C.
-    backprop_chunks: K, dividing N.
-    remat: recompute chunks in the backward pass (see `_recomputed`), or keep their activations.
+    backprop_chunks: the chunks of a group, dividing N.
+    remat_chunks: recompute chunks in the backward pass (see `_add_recomputed`), or save their
+      activations.
     plan: whether a planner takes part.
 
   Returns:
     (gradients in float32, the carry after the last chunk, the sums over all chunks).
   """
-  chunks = into_chunks(batch, chunk_size)
+  chunks = split_chunks(batch, chunk_size)
   numbers = jnp.arange(chunks.inputs.shape[0])
   rngs = None if rng is None else jax.vmap(lambda n: jax.random.fold_in(rng, n))(numbers)
   groups = jax.tree.map(lambda x: x.reshape(-1, backprop_chunks, *x.shape[1:]), (chunks, rngs))
@@ -106,11 +107,11 @@ def gradients(
     sums, carry = chunk_sums(model, params, carry, chunk, rng, plan=plan)
     return (sums.loss + sums.draft_loss) / total, (carry, sums)
 
-  backprop = _recomputed if remat and backprop_chunks > 1 else _kept
+  add_gradient = _add_recomputed if remat_chunks and backprop_chunks > 1 else _add_saved
 
   def accumulate(so_far, chunks):
     carry, gradient = so_far
-    gradient, carry, sums = backprop(read, params, carry, chunks, gradient)
+    gradient, carry, sums = add_gradient(read, params, carry, chunks, gradient)
     return (carry, gradient), sums
 
   (carry, gradient), sums = _scan(accumulate, (carry, _zeros(params)), groups)
@@ -118,10 +119,10 @@ def gradients(
 
 
 def _scan(step: Callable, carry: Any, steps: Any) -> tuple[Any, Any]:
-  """`lax.scan`, but no loop where there is a single step.
+  """`lax.scan`, without a loop for a single step.
 
-  XLA takes such a loop away too, but only after it could have seen that what the forward pass
-  stacks over the layers, the backward pass takes apart again.
+  XLA removes such a loop too, but too late to see that the backward pass unstacks the activations
+  that the forward pass stacks over the layers.
   """
   if len(jax.tree.leaves(steps)[0]) > 1:
     return lax.scan(step, carry, steps)
@@ -130,7 +131,7 @@ def _scan(step: Callable, carry: Any, steps: Any) -> tuple[Any, Any]:
 
 
 def _zeros(params: Params) -> Params:
-  """Where gradients are added up: never narrower than float32."""
+  """The accumulators of gradients: never narrower than float32."""
   return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params)
 
 
@@ -138,14 +139,14 @@ def _add(sums: Params, more: Params) -> Params:
   return jax.tree.map(lambda total, part: total + part.astype(total.dtype), sums, more)
 
 
-def _kept(
+def _add_saved(
   read: Callable, params: Params, carry: Carry, chunks: Any, gradient: Params
 ) -> tuple[Params, Carry, Sums]:
-  """Adds a group's gradient to `gradient`; keeps what the backward pass of every chunk needs."""
+  """Adds a group's gradient to `gradient`; saves the activations of every chunk."""
 
   def group_loss(wide, carry):
     def step(carry, chunk):
-      # Cast in the loop, so that what the loop adds up is the gradient of what is wide.
+      # Cast inside the loop, so that the loop accumulates the gradient of the wide parameters.
       narrow = jax.tree.map(lambda w, p: w.astype(p.dtype), wide, params)
       loss, (carry, sums) = read(narrow, carry, chunk)
       return carry, (loss, sums)
@@ -158,15 +159,15 @@ def _kept(
   return _add(gradient, more), carry, sums
 
 
-def _recomputed(
+def _add_recomputed(
   read: Callable, params: Params, carry: Carry, chunks: Any, gradient: Params
 ) -> tuple[Params, Carry, Sums]:
-  """The same from about 2 sqrt(K) carries, no activations, and one set of gradients.
+  """The same from about 2 sqrt(K) carries of K chunks, no activations, and one set of gradients.
 
-  The chunks form segments of about sqrt(K). Forwards, the carry at the start of each segment is
-  kept. Backwards, a segment's carries are computed again from the first, then each chunk from its
-  own, which hands the cotangent of its carry to the chunk before it. Written out, since the
-  derivative of nested loops would add up the gradient of the parameters once in each of them.
+  The chunks form segments of about sqrt(K). The forward pass saves the carry before each segment.
+  The backward pass recomputes the carries of a segment from its first, then each chunk from its own
+  carry, and passes the carry's cotangent to the chunk before it. The loops are written out: the
+  derivative of nested loops would accumulate the parameters' gradient once in each loop.
   """
   length = segment_length(jax.tree.leaves(chunks)[0].shape[0])
   segments = jax.tree.map(lambda x: x.reshape(-1, length, *x.shape[1:]), chunks)
@@ -184,10 +185,10 @@ def _recomputed(
   def backwards(later, now):
     d_after, gradient = later
     before, chunk = now
-    floats, whole = _floats(before)
+    floats, rebuild = _floats(before)
 
     def of(params, floats):
-      loss, (after, _) = read(params, whole(floats), chunk)
+      loss, (after, _) = read(params, rebuild(floats), chunk)
       return loss, _floats(after)[0]
 
     (loss, _), pull_back = jax.vjp(of, params, floats)
@@ -199,27 +200,25 @@ def _recomputed(
     _, (befores, _) = lax.scan(forwards, first, segment)
     return lax.scan(backwards, later, (befores, segment), reverse=True)
 
-  nothing = [jnp.zeros_like(leaf) for leaf in _floats(carry)[0]]
-  (_, gradient), _ = lax.scan(
-    segment_backwards, (nothing, gradient), (firsts, segments), reverse=True
-  )
+  zero = [jnp.zeros_like(leaf) for leaf in _floats(carry)[0]]
+  (_, gradient), _ = lax.scan(segment_backwards, (zero, gradient), (firsts, segments), reverse=True)
   return gradient, carry, jax.tree.map(jnp.sum, sums)
 
 
 def segment_length(count: int) -> int:
-  """The chunks of a segment, dividing `count`, with which the fewest carries are kept."""
+  """The chunks of a segment, dividing `count`, that minimize the saved carries."""
   return min((n for n in range(1, count + 1) if count % n == 0), key=lambda n: n + count // n)
 
 
 def _floats(carry: Carry) -> tuple[list[Array], Callable[[list[Array]], Carry]]:
-  """The leaves through which a gradient flows, and what puts others in their place."""
+  """The leaves with a gradient, and the function that replaces them in the carry."""
   leaves, structure = jax.tree.flatten(carry)
   flows = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
 
-  def whole(floats: list[Array]) -> Carry:
+  def rebuild(floats: list[Array]) -> Carry:
     new = iter(floats)
     return structure.unflatten(
       next(new) if flow else leaf for flow, leaf in zip(flows, leaves, strict=True)
     )
 
-  return [leaf for flow, leaf in zip(flows, leaves, strict=True) if flow], whole
+  return [leaf for flow, leaf in zip(flows, leaves, strict=True) if flow], rebuild

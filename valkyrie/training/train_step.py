@@ -1,4 +1,4 @@
-"""One optimizer step as a pure function of the train state and a batch."""
+"""One optimizer step, as a pure function of the train state and a batch."""
 
 from collections.abc import Callable
 import functools
@@ -9,25 +9,26 @@ import jax.numpy as jnp
 import optax
 
 from valkyrie.models.language_model import Model
+from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training import tbptt
 from valkyrie.training.curriculum import Curriculum, Phase
-from valkyrie.training.data_parallel import spread
+from valkyrie.training.data_parallel import shard_map_step
 from valkyrie.training.optimizers import Optimizer
-from valkyrie.training.spikes import LossSpikes, RecentLosses, judge
+from valkyrie.training.spikes import LossSpikes, RecentLosses, detect
 from valkyrie.types import Array, Batch, Carry, Params
 
-# Folded into the seed, so that dropout shares no key with what `initial_state` draws from it.
+# Folded into the seed: dropout shares no key with `initial_state`.
 _DROPOUT = 0x64726F70
 
 
 class TrainState(NamedTuple):
-  """All that a run must remember, as one pytree of arrays.
+  """The whole state of a run, as one pytree of arrays.
 
-  step: int32, steps taken, refused ones included: it tells the feed's position.
+  step: int32, steps taken, refused ones included: it determines the feed's position.
   params, optimizer_state: as Haiku and optax hold them.
-  carry: the memory of every row, from the last token that it has read.
-  skipped: int32, steps refused because a number was not finite or the loss a spike.
-  recent: what `spikes` compares the next loss with; None where nothing is.
+  carry: of every row, after the last token that it has read.
+  skipped: int32, steps refused for a non-finite number or a loss spike.
+  recent: the losses that `spikes` compares the next one with; None without.
   """
 
   step: Array
@@ -39,7 +40,7 @@ class TrainState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-  """What a step says of itself: scalars on the device, not waited for.
+  """Scalars of a step, on the devices.
 
   skipped: as in the TrainState after it; spiked: whether this step was refused for its loss.
   """
@@ -61,7 +62,24 @@ def initial_state(
   """The state before the first step; pure, so that it can be traced for its shapes."""
   params, carry = model.init(jax.random.key(seed), batch_size)
   zero = jnp.zeros((), jnp.int32)
-  return TrainState(zero, params, optimizer.init(params), carry, zero, recent)
+  moments = optimizer.init(params, model.in_planner(params))
+  return TrainState(zero, params, moments, carry, zero, recent)
+
+
+def state_axes(
+  model: Model, optimizer: Optimizer, partitioner: Partitioner, shapes: TrainState
+) -> TrainState:
+  """The logical axes of every leaf of a train state."""
+  params = model.parameter_axes(partitioner.parameter_axes)
+  scalar: Any = ()
+  return TrainState(
+    step=scalar,
+    params=params,
+    optimizer_state=optimizer.state_axes(shapes.optimizer_state, shapes.params, params),
+    carry=model.carry_axes(shapes.carry),
+    skipped=scalar,
+    recent=jax.tree.map(lambda leaf: (None,) * leaf.ndim, shapes.recent),
+  )
 
 
 def make_train_step(
@@ -71,17 +89,16 @@ def make_train_step(
   phase: Phase,
   *,
   seed: int,
-  remat: bool,
+  remat_chunks: bool,
   spikes: LossSpikes | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
   """The step of one phase: (state, batch [B, N·C]) -> (state, metrics).
 
   A step whose loss, gradient or carry is not finite, or whose loss is a spike, is refused whole:
-  parameters and optimizer keep what they held before. Its tokens are gone all the same, so no
-  carry, old or new, fits what comes next, and every row starts from an empty one as at a document
-  start.
+  parameters and optimizer state do not change. The feed moves on, so no carry, old or new, precedes
+  the next tokens: every row starts from an empty carry, as at a document start.
 
-  Dropout draws from the seed and the step alone: a resumed run draws what it would have drawn.
+  Dropout depends on the seed and the step alone, so a resumed run draws the same numbers.
   """
 
   def dropout_key(step: Array) -> Array:
@@ -91,25 +108,30 @@ def make_train_step(
     tbptt.gradients,
     model,
     backprop_chunks=phase.backprop_chunks,
-    remat=remat,
+    remat_chunks=remat_chunks,
     plan=phase.planner,
   )
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-    gradient, carry, sums = spread(
+    gradient, carry, sums = shard_map_step(
       differentiate,
       model,
       state.params,
       state.carry,
       batch,
-      dropout_key(state.step) if model.draws else None,
+      dropout_key(state.step) if model.about.has_dropout else None,
       chunk_size=phase.chunk_size,
-      backwards=True,
+      backward=True,
     )
     norm = optax.tree.norm(gradient)
     learning_rate = optimizer.learning_rate(state.step) * curriculum.learning_rate_scale(state.step)
     params, optimizer_state = optimizer.update(
-      gradient, state.optimizer_state, state.params, learning_rate, plan=phase.planner
+      gradient,
+      state.optimizer_state,
+      state.params,
+      learning_rate,
+      model.in_planner(state.params),
+      plan=phase.planner,
     )
 
     healthy = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
@@ -118,10 +140,10 @@ def make_train_step(
     spiked, recent = jnp.zeros((), bool), state.recent
     if spikes is not None and recent is not None:
       loss = sums.loss / jnp.maximum(sums.weight, 1.0)
-      spiked, recent = judge(spikes, recent, loss)
+      spiked, recent = detect(spikes, recent, loss)
       healthy &= ~spiked
 
-    # `where` and not a product with a flag: 0 x NaN is NaN.
+    # `where` instead of a product with a flag: 0 x NaN is NaN.
     def accept(new, old):
       return jax.tree.map(lambda n, o: jnp.where(healthy, n, o), new, old)
 

@@ -1,4 +1,4 @@
-"""Full attention, to compare with: a window as wide as the longest document allowed."""
+"""Full attention, for comparison: a window as wide as the longest document allowed."""
 
 import gin
 
@@ -9,12 +9,12 @@ from valkyrie.models.attention.longformer import LongformerAttention
 class FullAttention(LongformerAttention):
   """Causal attention to the whole of a document of at most `max_context` tokens.
 
-  It carries `max_context - 1` keys and its cost grows with them. A longer document would be cut
-  off unseen, so the data's edge refuses it (see `LanguageModel.max_context`). What a device would
-  have to be passed is the whole document, so it takes no pieces of time.
+  It carries `max_context - 1` keys, and its cost grows with them. The data pipeline refuses a
+  longer document, which the window would truncate. Devices would have to exchange the whole
+  document, so it accepts no pieces of time.
   """
 
-  shards_of_time = False
+  sequence_parallel = False
 
   def __init__(
     self,
@@ -26,13 +26,13 @@ class FullAttention(LongformerAttention):
     dropout: float = 0.0,
     name: str | None = None,
   ):
-    """As `LongformerAttention`; max_context: tokens a query may look back over, itself included."""
+    """As `LongformerAttention`; max_context: the tokens that a query sees, itself included."""
     super().__init__(
       heads,
       head_width,
       max_context - 1,
       kv_heads=kv_heads,
-      # Named, so that gin does not fill in what is bound for LongformerAttention.
+      # Named, so that gin does not fill in the bindings of LongformerAttention.
       registers=0,
       document_start=0,
       dilations=None,

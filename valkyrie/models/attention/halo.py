@@ -1,9 +1,9 @@
-"""What attention remembers, passed from device to device where time is split (see `time_shards`).
+"""The halo exchange of window attention under sequence parallelism.
 
-A piece of time is to attention what a chunk is: it reads the tokens before it from a carry. The
-window of that carry is the last W tokens of the device to the left, and what the last device would
-pass on is the carry after the chunk: one permutation along the ring is both. Where a piece is
-shorter than the window, what came from the left is passed on with it, as often as it takes.
+A device's piece of a chunk reads the tokens before it from a carry, as a chunk does. The window of
+that carry is the last W tokens of the device to the left; the last device's window is the carry
+after the chunk. One permutation along the ring delivers both. If a piece is shorter than the
+window, each device forwards the tokens that it received, as often as the window needs.
 """
 
 import jax
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from valkyrie.models.attention.kv_cache import (
   AttentionCarry,
-  Memory,
-  slide,
+  KVCache,
+  slide_window,
   starts_before,
   starts_carried,
 )
@@ -21,48 +21,47 @@ from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array
 
 
-def pass_on(
-  carry: AttentionCarry, tokens: Memory, positions: Array, length: Array
+def exchange(
+  carry: AttentionCarry, tokens: KVCache, positions: Array, length: Array
 ) -> tuple[AttentionCarry, AttentionCarry]:
   """(the carry before this device's piece, the carry after the chunk).
 
   Args:
-    carry: that before the chunk, right on device 0; and so is what is returned for after it.
-    tokens: those of the piece.
+    carry: the carry before the chunk, correct on device 0, as is the returned carry after it.
+    tokens: keys and values of the piece.
     positions: int32 [B, T], within the document.
     length: int32 [B], the tokens of the piece that are not padding.
   """
-  windows = _pass_windows(carry.window, tokens, length)
-  starts = _pass_starts(carry.starts, tokens, positions, length)
+  windows = _exchange_windows(carry.window, tokens, length)
+  starts = _exchange_starts(carry.starts, tokens, positions, length)
   before, after = map(AttentionCarry, windows, starts)
   return before, after
 
 
-def _pass_windows(window: Memory, tokens: Memory, length: Array) -> tuple[Memory, Memory]:
+def _exchange_windows(window: KVCache, tokens: KVCache, length: Array) -> tuple[KVCache, KVCache]:
   slots, time = window.segment_ids.shape[1], tokens.segment_ids.shape[1]
   before = after = window
-  for _ in range(min(-(-slots // time), sequence_parallel.count())):
+  for _ in range(min(-(-slots // time), sequence_parallel.size())):
     last = jax.tree.map(lambda x, new: jnp.concatenate([x, new], axis=1)[:, time:], before, tokens)
-    after = sequence_parallel.from_left(last)
-    before = _on_first(window, after)
+    after = sequence_parallel.shift_right(last)
+    before = _select_first(window, after)
 
-  # Padding ends a chunk, so no token needs a window from behind it: only the carry does. It is then
-  # what stands after a row's last token, wherever that is.
-  lengths = sequence_parallel.all_of(length)
-  holder = jnp.maximum(jnp.sum(lengths > 0, axis=0) - 1, 0)
-  after = lax.cond(
-    jnp.any(lengths < time),
-    lambda: sequence_parallel.from_holder(
-      slide(before, tokens, length), sequence_parallel.index() == holder
-    ),
-    lambda: after,
-  )
+  # Padding ends a chunk, so only the carry can lie behind it: the window after a row's last token,
+  # on whichever device that is.
+  lengths = sequence_parallel.all_gather(length)
+  source = jnp.maximum(jnp.sum(lengths > 0, axis=0) - 1, 0)
+
+  def from_last_token():
+    ended = slide_window(before, tokens, length)
+    return sequence_parallel.broadcast_from(ended, sequence_parallel.index() == source)
+
+  after = lax.cond(jnp.any(lengths < time), from_last_token, lambda: after)
   return before, after
 
 
-def _pass_starts(
-  starts: Memory, tokens: Memory, positions: Array, length: Array
-) -> tuple[Memory, Memory]:
+def _exchange_starts(
+  starts: KVCache, tokens: KVCache, positions: Array, length: Array
+) -> tuple[KVCache, KVCache]:
   slots = starts.segment_ids.shape[1]
   if not slots:
     return starts, starts
@@ -78,11 +77,11 @@ def _pass_starts(
 
     return jax.tree.map(pick, earlier, later), were_carried & are_carried
 
-  (before, _), (after, _) = sequence_parallel.before_and_after((found, carried), then)
-  return _on_first(starts, before), after
+  (before, _), (after, _) = sequence_parallel.device_prefix_scan((found, carried), then)
+  return _select_first(starts, before), after
 
 
-def _on_first(first: Memory, others: Memory) -> Memory:
-  """`first` on device 0, `others` on the others."""
+def _select_first(first: KVCache, others: KVCache) -> KVCache:
+  """`first` on device 0, `others` on the other devices."""
   is_first = sequence_parallel.index() == 0
   return jax.tree.map(lambda a, b: jnp.where(is_first, a, b), first, others)

@@ -1,4 +1,4 @@
-"""What causal attention remembers of a row from chunk to chunk: bounded, and unrotated."""
+"""The carry of causal attention: bounded KV caches of unrotated keys."""
 
 from typing import NamedTuple
 
@@ -10,30 +10,30 @@ import numpy as np
 from valkyrie.types import Array, DType
 
 
-class Memory(NamedTuple):
-  """Keys and values [B, N, J, K] of tokens, unrotated, and the documents that they belong to.
+class KVCache(NamedTuple):
+  """Keys and values [B, N, J, K] of N tokens, unrotated, and the documents that they belong to.
 
-  segment_ids: int32 [B, N]; 0 where there is no token yet.
+  segment_ids: int32 [B, N]; 0 in an empty slot.
   """
 
   keys: Array
   values: Array
   segment_ids: Array
 
-  def of(self, heads: slice) -> 'Memory':
-    """What some of the heads remember."""
-    return Memory(self.keys[:, :, heads], self.values[:, :, heads], self.segment_ids)
+  def of_heads(self, heads: slice) -> 'KVCache':
+    """The cache of some of the heads."""
+    return KVCache(self.keys[:, :, heads], self.values[:, :, heads], self.segment_ids)
 
 
 class AttentionCarry(NamedTuple):
-  """What attention remembers of a row.
+  """The carry of a row.
 
   window: its last tokens, oldest first: W times the largest dilation of them.
-  starts: in slot j of g, token j of a document.
+  starts: slot j of g holds token j of the current document.
   """
 
-  window: Memory
-  starts: Memory
+  window: KVCache
+  starts: KVCache
 
 
 def empty_carry(
@@ -41,29 +41,29 @@ def empty_carry(
 ) -> AttentionCarry:
   """The carry before a row's first token."""
 
-  def empty(slots: int) -> Memory:
-    nothing = jnp.zeros((batch_size, slots, kv_heads, head_width), dtype)
-    return Memory(nothing, nothing, jnp.zeros((batch_size, slots), jnp.int32))
+  def empty(slots: int) -> KVCache:
+    zeros = jnp.zeros((batch_size, slots, kv_heads, head_width), dtype)
+    return KVCache(zeros, zeros, jnp.zeros((batch_size, slots), jnp.int32))
 
   return AttentionCarry(empty(window), empty(starts))
 
 
-def slide(window: Memory, tokens: Memory, length: Array) -> Memory:
+def slide_window(window: KVCache, tokens: KVCache, length: Array) -> KVCache:
   """The window after the first `length` [B] of the tokens."""
   slots = window.segment_ids.shape[1]
 
-  def move(old, new):
+  def slide(old, new):
     both = jnp.concatenate([old, new], axis=1)
     return jax.vmap(lambda row, n: lax.dynamic_slice_in_dim(row, n, slots))(both, length)
 
-  return jax.tree.map(move, window, tokens)
+  return jax.tree.map(slide, window, tokens)
 
 
-def starts_before(starts: Memory, tokens: Memory, positions: Array, ends: Array) -> Memory:
+def starts_before(starts: KVCache, tokens: KVCache, positions: Array, ends: Array) -> KVCache:
   """The document starts as they stand before each of the tokens `ends` [B, N]: [B, N, g, ...].
 
-  The document of the token before stands `position` further back: its first tokens are among the
-  tokens given, or, where it is older than they are, in what was carried.
+  The document of the token before starts `position` tokens further back. Its first tokens are
+  among the given tokens, or in the carried starts if the document is older than the chunk.
   """
   slots = starts.segment_ids.shape[1]
   at, position = _first_tokens(positions, ends, slots)
@@ -80,13 +80,13 @@ def starts_before(starts: Memory, tokens: Memory, positions: Array, ends: Array)
 
 
 def starts_carried(positions: Array, ends: Array, slots: int) -> Array:
-  """Which slots stand before each of the tokens `ends` [B, N] as they were carried: [B, N, g]."""
+  """The slots that are still the carried ones before each of the tokens `ends`: bool [B, N, g]."""
   at, _ = _first_tokens(positions, ends, slots)
   return (at < 0) | (ends == 0)[..., None]
 
 
 def _first_tokens(positions: Array, ends: Array, slots: int) -> tuple[Array, Array]:
-  """Of the document before each `ends`: where its first tokens are [B, N, g], and how far it is."""
+  """(indices [B, N, g] of the first tokens of the document before each of `ends`, its position)."""
   last = jnp.maximum(ends - 1, 0)
   position = jnp.take_along_axis(positions, last, axis=1)
   return (last - position)[..., None] + np.arange(slots)[None, None], position

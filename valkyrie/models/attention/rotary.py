@@ -1,7 +1,7 @@
-"""Rotary positions (Su et al. 2021, RoFormer) at coordinates local to whatever is read at once.
+"""Rotary positions (Su et al. 2021, RoFormer) at coordinates local to a slice.
 
-A score depends on the distance of two tokens alone, so their coordinates may count from anywhere:
-no angle grows with the length of a document, and none loses precision.
+A score depends on the distance of two tokens alone, so coordinates may count from anywhere. No
+angle grows with the length of a document, and none loses precision.
 """
 
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from valkyrie.types import Array, DType
 
 
 def wide(x: Array) -> DType:
-  """The dtype of rotation, logits and softmax: float32, or x's own where that is wider."""
+  """The dtype of rotation, logits and softmax: float32, or x's own if that is wider."""
   return jnp.promote_types(x.dtype, jnp.float32)
 
 
@@ -29,11 +29,11 @@ def rotate(x: Array, cos: Array | np.ndarray, sin: Array | np.ndarray) -> Array:
   """
   first, second = jnp.split(x.astype(wide(x)), 2, axis=-1)
 
-  def beside(part):
-    rows = part.shape[0] if part.ndim == 3 else 1
+  def broadcast(angle):
+    rows = angle.shape[0] if angle.ndim == 3 else 1
     heads = (1,) * (x.ndim - 3)
-    return jnp.asarray(part, first.dtype).reshape(rows, part.shape[-2], *heads, part.shape[-1])
+    return jnp.asarray(angle, first.dtype).reshape(rows, angle.shape[-2], *heads, angle.shape[-1])
 
-  c, s = beside(cos), beside(sin)
+  c, s = broadcast(cos), broadcast(sin)
   rotated = jnp.concatenate([first * c - second * s, second * c + first * s], axis=-1)
   return rotated.astype(x.dtype)

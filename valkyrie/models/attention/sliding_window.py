@@ -1,14 +1,14 @@
-"""Sliding-window attention in slices of time (Longformer, Beltagy et al. 2020).
+"""Causal sliding-window attention in slices of time (Longformer, Beltagy et al. 2020).
 
-A slice of S queries reads its own S keys, the slices before it that its windows reach into, and G
+A slice of S queries reads its own S keys, the earlier slices within reach of its windows, and G
 global keys: learned registers, and the first tokens of the query's own document. The slices before
-a chunk's first come from the carry, so cost and memory are linear in time, a chunk of one token is
-decoding, and where chunks are cut changes nothing.
+a chunk's first one come from the carry. So cost and memory are linear in time, a chunk of one token
+is a decoding step, and the cuts between chunks change nothing.
 
 Arrays in, arrays out. q [B, T, H, K]; k, v [B, T, J, K] with J dividing H (grouped queries).
 Positions are rotary (Su et al. 2021) in coordinates local to a slice: keys are carried unrotated,
-and no angle exceeds (W + 2 S) whatever the length of the document. A head of dilation d sees the
-distances d, 2d, ..., Wd: its phases of time are rows of their own.
+and no angle exceeds (W + 2 S) at any length of the document. A head of dilation d sees the
+distances d, 2d, ..., Wd: each residue of time modulo d is a row of its own.
 """
 
 from collections.abc import Sequence
@@ -20,95 +20,134 @@ import numpy as np
 
 from valkyrie.models import slices
 from valkyrie.models.attention import halo, rotary
-from valkyrie.models.attention.dilation import interleaved, phases, runs
-from valkyrie.models.attention.kv_cache import AttentionCarry, Memory, slide, starts_before
-from valkyrie.models.attention.softmax import Dropout, Part, attend, keys_of, of_queries, queries_of
+from valkyrie.models.attention.dilation import merge_residues, runs, split_residues
+from valkyrie.models.attention.kv_cache import (
+  AttentionCarry,
+  KVCache,
+  slide_window,
+  starts_before,
+)
+from valkyrie.models.attention.softmax import (
+  Dropout,
+  Part,
+  attend,
+  group_keys,
+  group_queries,
+  ungroup_queries,
+)
 from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array
 
+Angles = tuple[np.ndarray, np.ndarray]
 
-class _Queries(NamedTuple):
-  """Those of a slice of S tokens [B, S, H, K], and where in which document they stand [B, S]."""
+
+class Queries(NamedTuple):
+  """The queries of S tokens [B, S, H, K], and the tokens' positions and documents [B, S]."""
 
   q: Array
   positions: Array
   segment_ids: Array
 
 
-def _read(
-  now: _Queries,
-  near: Memory,
-  starts: Memory,
-  between: tuple[Memory, Array] | None,
-  dropout: Dropout | None,
-  *,
-  registers: tuple[Array, Array],
-  window: int,
-  dilation: int,
-) -> Array:
-  """The slice's queries over their windows and their global keys -> [B, S, H, K].
+class Slice(NamedTuple):
+  """The queries of a slice, and the keys and values that they read.
 
-  near: the slice's own tokens, last, and those of the slices before it that its windows reach into.
+  near: the slice's own tokens, last, and the tokens before it within reach of its windows.
   starts: the document's first tokens as they stand before the slice.
-  between: where a dilated window leaves tokens out, all of the slice, and their positions.
+  skipped: for a dilated window, which skips tokens: all tokens of the slice, and their positions.
+  dropout: of the slice's attention weights.
   """
-  batch, size, heads, width = now.q.shape
-  length, kv_heads = near.keys.shape[1:3]
-  cos, sin = rotary.angles(length, width, dilation)
-  q = now.q * width**-0.5
 
-  # The window: the queries stand at the last S coordinates, and see W back in their own document.
+  queries: Queries
+  near: KVCache
+  starts: KVCache
+  skipped: tuple[KVCache, Array] | None
+  dropout: Dropout | None
+
+
+def window_mask(queries: Queries, near: KVCache, window: int) -> Array:
+  """Whether a key is at most W steps before the query, in its document: bool [B, S, N]."""
+  size, length = queries.segment_ids.shape[1], near.segment_ids.shape[1]
   steps = np.arange(length - size, length)[:, None] - np.arange(length)[None]
-  same = now.segment_ids[:, :, None] == near.segment_ids[:, None, :]
-  parts = [
-    Part(
-      queries_of(rotary.rotate(q, cos[-size:], sin[-size:]), kv_heads),
-      keys_of(rotary.rotate(near.keys, cos, sin)),
-      keys_of(near.values),
-      ((steps >= 0) & (steps <= window))[None] & same,
-    )
-  ]
+  same = queries.segment_ids[:, :, None] == near.segment_ids[:, None, :]
+  return same & ((steps >= 0) & (steps <= window))[None]
 
-  # The globals are read as if at the window's edge, and a document's first tokens only where the
-  # window does not show them: each key once. It is the keys that are turned, backwards: they are
-  # few, where no dilation leaves tokens out.
-  register_keys, register_values = (
-    jnp.broadcast_to(part, (batch, *part.shape)).astype(near.keys.dtype) for part in registers
+
+def start_mask(
+  queries: Queries, starts: KVCache, distance: Array, window: int, dilation: int
+) -> Array:
+  """Whether a start of the query's document is outside its window: bool [B, S, N].
+
+  distance: int32 [B, S, N], from each start to the query.
+  """
+  outside = distance > window * dilation
+  if dilation > 1:
+    outside |= (distance > 0) & (distance % dilation > 0)
+  return outside & (queries.segment_ids[:, :, None] == starts.segment_ids[:, None, :])
+
+
+def _window_part(now: Slice, angles: Angles, window: int) -> Part:
+  """The queries, at the last S coordinates, and the keys of their windows."""
+  size, kv_heads = now.queries.q.shape[1], now.near.keys.shape[2]
+  cos, sin = angles
+  return Part(
+    group_queries(rotary.rotate(now.queries.q, cos[-size:], sin[-size:]), kv_heads),
+    group_keys(rotary.rotate(now.near.keys, cos, sin)),
+    group_keys(now.near.values),
+    window_mask(now.queries, now.near, window),
   )
-  slots = starts.keys.shape[1]
-  if register_keys.shape[1] + slots:
-    distance = now.positions[:, :, None] - np.arange(slots)[None, None]
-    if between is not None:
-      inside, positions = between
-      first = jnp.where(positions < slots, inside.segment_ids, 0)
-      starts = jax.tree.map(
-        lambda *x: jnp.concatenate(x, axis=1), starts, inside._replace(segment_ids=first)
-      )
-      away = now.positions[:, :, None] - positions[:, None, :]
-      distance = jnp.concatenate([distance, away], axis=2)
-    hidden = distance > window * dilation
-    if dilation > 1:
-      hidden |= (distance > 0) & (distance % dilation > 0)
-    own = now.segment_ids[:, :, None] == starts.segment_ids[:, None, :]
-    always = ((0, 0), (0, 0), (register_keys.shape[1], 0))
-    edge = cos[window : window + 1], -sin[window : window + 1]
-    keys = jnp.concatenate([register_keys, starts.keys], axis=1)
-    parts.append(
-      Part(
-        queries_of(q, kv_heads),
-        keys_of(rotary.rotate(keys, *edge)),
-        keys_of(jnp.concatenate([register_values, starts.values], axis=1)),
-        jnp.pad(own & hidden, always, constant_values=True),
-      )
+
+
+def _global_part(
+  now: Slice, angles: Angles, registers: tuple[Array, Array], window: int, dilation: int
+) -> Part | None:
+  """The registers and the document starts outside the window, all at the window's edge.
+
+  The keys are rotated backwards instead of the queries forwards: without dilation they are few.
+  """
+  queries, starts = now.queries, now.starts
+  slots, count = starts.keys.shape[1], registers[0].shape[0]
+  if not count + slots:
+    return None
+  distance = queries.positions[:, :, None] - np.arange(slots)[None, None]
+  if now.skipped is not None:
+    inside, positions = now.skipped
+    first = jnp.where(positions < slots, inside.segment_ids, 0)
+    starts = jax.tree.map(
+      lambda *x: jnp.concatenate(x, axis=1), starts, inside._replace(segment_ids=first)
     )
+    from_inside = queries.positions[:, :, None] - positions[:, None, :]
+    distance = jnp.concatenate([distance, from_inside], axis=2)
+  visible = start_mask(queries, starts, distance, window, dilation)
+  batch, kv_heads = queries.q.shape[0], starts.keys.shape[2]
+  register_keys, register_values = (
+    jnp.broadcast_to(part, (batch, *part.shape)).astype(starts.keys.dtype) for part in registers
+  )
+  keys = jnp.concatenate([register_keys, starts.keys], axis=1)
+  cos, sin = angles
+  edge = cos[window : window + 1], -sin[window : window + 1]
+  return Part(
+    group_queries(queries.q, kv_heads),
+    group_keys(rotary.rotate(keys, *edge)),
+    group_keys(jnp.concatenate([register_values, starts.values], axis=1)),
+    jnp.pad(visible, ((0, 0), (0, 0), (count, 0)), constant_values=True),
+  )
 
-  out, _ = attend(tuple(parts), dropout)
-  return of_queries(out.astype(now.q.dtype), heads)
+
+def _attend_slice(now: Slice, registers: tuple[Array, Array], window: int, dilation: int) -> Array:
+  """The slice's queries over their windows and their global keys -> [B, S, H, K]."""
+  q = now.queries.q
+  now = now._replace(queries=now.queries._replace(q=q * q.shape[-1] ** -0.5))
+  angles = rotary.angles(now.near.keys.shape[1], q.shape[-1], dilation)
+  near = _window_part(now, angles, window)
+  far = _global_part(now, angles, registers, window, dilation)
+  out, _ = attend((near,) if far is None else (near, far), now.dropout)
+  return ungroup_queries(out.astype(q.dtype), q.shape[2])
 
 
-def _read_heads(
+def _attend_heads(
   q: Array,
-  tokens: Memory,
+  tokens: KVCache,
   length: Array,
   carry: AttentionCarry,
   positions: Array,
@@ -118,51 +157,51 @@ def _read_heads(
   dilation: int,
   slice_size: int,
   dropout: Dropout | None,
-) -> tuple[Array, Memory]:
+) -> tuple[Array, KVCache]:
   """Heads of one dilation over a chunk: (out [B, T, H, K], the document starts after `length` [B]).
 
-  The phases of a dilated window are rows of their own. A slice of each is S steps, S · d tokens.
+  Each residue of time is a row of its own, and a slice of it has S steps, S · d tokens.
   """
   (batch, time, heads, _), slots = q.shape, carry.starts.segment_ids.shape[1]
   size = max(1, min(slice_size // dilation, window, -(-time // dilation)))
 
   def sliced(x):
-    return slices.cut(phases(x, dilation), size)
+    return slices.cut(split_residues(x, dilation), size)
 
   def with_reach(old, new):
-    """Each slice and the whole slices before it that a window can reach into."""
-    old = phases(old[:, old.shape[1] - window * dilation :], dilation)
+    """Each slice with the whole slices before it within reach of a window."""
+    old = split_residues(old[:, old.shape[1] - window * dilation :], dilation)
     back = -(-window // size)
-    nothing = jnp.zeros((old.shape[0], back * size - window, *old.shape[2:]), old.dtype)
-    row = jnp.concatenate([nothing, old, phases(new, dilation)], axis=1)
+    padding = jnp.zeros((old.shape[0], back * size - window, *old.shape[2:]), old.dtype)
+    row = jnp.concatenate([padding, old, split_residues(new, dilation)], axis=1)
     return slices.overlapping(row, size, back + 1)
 
-  now = jax.tree.map(sliced, _Queries(q, positions, tokens.segment_ids))
+  queries = jax.tree.map(sliced, Queries(q, positions, tokens.segment_ids))
   near = jax.tree.map(with_reach, carry.window, tokens)
-  count = now.q.shape[0]
+  count = queries.q.shape[0]
   begins = jnp.broadcast_to(size * dilation * jnp.arange(count)[None], (batch, count))
   ends = jnp.concatenate([begins, length[:, None]], axis=1)
   starts = starts_before(carry.starts, tokens, positions, ends)
 
-  def for_each_phase(x):
+  def for_each_residue(x):
     return jnp.repeat(x, dilation, axis=1) if dilation > 1 else x
 
-  before = jax.tree.map(lambda x: for_each_phase(jnp.moveaxis(x[:, :-1], 1, 0)), starts)
+  before = jax.tree.map(lambda x: for_each_residue(jnp.moveaxis(x[:, :-1], 1, 0)), starts)
   after = jax.tree.map(lambda x: x[:, -1], starts)
-  between = None
+  skipped = None
   if dilation > 1 and slots:
-    between = jax.tree.map(
-      lambda x: for_each_phase(slices.cut(x, size * dilation)), (tokens, positions)
+    skipped = jax.tree.map(
+      lambda x: for_each_residue(slices.cut(x, size * dilation)), (tokens, positions)
     )
   draws = None if dropout is None else jax.vmap(dropout.of)(jnp.arange(count))
 
   out = slices.for_each(
-    lambda one: _read(*one, registers=registers, window=window, dilation=dilation),
-    (now, near, before, between, draws),
+    lambda one: _attend_slice(one, registers, window, dilation),
+    Slice(queries, near, before, skipped, draws),
     logits=batch * dilation * heads * size * near.keys.shape[2],
   )
   steps = slices.join(out, -(-time // dilation))
-  return interleaved(steps, dilation, time), after
+  return merge_residues(steps, dilation, time), after
 
 
 def sliding_window_attention(
@@ -178,38 +217,38 @@ def sliding_window_attention(
   dilations: Sequence[int],
   dropout: Dropout | None = None,
 ) -> tuple[Array, AttentionCarry]:
-  """Causal attention to a token's own document: itself, the W before it, and the globals.
+  """Causal attention of a token to its own document: itself, the W tokens before it, the globals.
 
   Args:
     q: [B, T, H, K]; k, v: [B, T, J, K]; all unrotated.
-    carry: what the chunk before left, of which the window is W times the largest dilation; W and
-      g are read off its shapes.
+    carry: the carry of the chunk before, whose window is W times the largest dilation; W and g are
+      read off its shapes.
     positions: int32 [B, T], within the document.
-    segment_ids: int32 [B, T], 0 on padding, which stands at the end.
+    segment_ids: int32 [B, T], 0 at padding, which stands at the end.
     registers: learned keys and values, each [R, J, K], that every query reads.
-    slice_size: S, queries that share one set of keys; at most W, so that a document which starts
-      inside a slice is still wholly inside the window of the slice's last query. Where S divides
-      W, no key is read for nothing.
+    slice_size: S, queries that share one set of keys. It is reduced to W, so that a document which
+      starts inside a slice is wholly inside the window of the slice's last query. If S divides W,
+      every key read is visible to some query.
     dilations: d of each of the J key-value heads.
     dropout: of attention weights; None for none.
 
   Returns:
     (out [B, T, H, K], the carry after the last token that is not padding). Rows of padding hold
-    finite numbers that mean nothing.
+    finite, meaningless numbers.
   """
-  tokens = Memory(k, v, segment_ids)
-  length = jnp.sum(segment_ids > 0, axis=1)  # padding leaves no trace in what is carried
+  tokens = KVCache(k, v, segment_ids)
+  length = jnp.sum(segment_ids > 0, axis=1)  # padding does not enter the carry
   after_chunk = None
   if sequence_parallel.axes():
-    carry, after_chunk = halo.pass_on(carry, tokens, positions, length)
+    carry, after_chunk = halo.exchange(carry, tokens, positions, length)
   group = q.shape[2] // k.shape[2]
   outs, starts = [], []
   for number, (dilation, run) in enumerate(runs(dilations)):
-    out, started = _read_heads(
+    out, started = _attend_heads(
       q[:, :, group * run.start : group * run.stop],
-      tokens.of(run),
+      tokens.of_heads(run),
       length,
-      AttentionCarry(carry.window.of(run), carry.starts.of(run)),
+      AttentionCarry(carry.window.of_heads(run), carry.starts.of_heads(run)),
       positions,
       (registers[0][:, run], registers[1][:, run]),
       window=carry.window.segment_ids.shape[1] // max(dilations),
@@ -222,10 +261,9 @@ def sliding_window_attention(
   out = jnp.concatenate(outs, axis=2)
   if after_chunk is not None:
     return out, after_chunk
-  after = Memory(
+  after = KVCache(
     jnp.concatenate([started.keys for started in starts], axis=2),
     jnp.concatenate([started.values for started in starts], axis=2),
     starts[0].segment_ids,
   )
-  window = slide(carry.window, tokens, length)
-  return out, AttentionCarry(window, after)
+  return out, AttentionCarry(slide_window(carry.window, tokens, length), after)

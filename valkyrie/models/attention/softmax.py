@@ -1,8 +1,8 @@
-"""Softmax attention of a slice of queries, over keys that come in a few parts.
+"""Softmax attention of a slice of queries, over keys in several parts.
 
-A part is what is scored alike: a window at the true distances, global tokens at one. All parts of a
-query share one softmax. The backward pass is written out, so that of a slice only what its queries
-found is kept; dropout is drawn again from its key.
+The keys of a part are scored alike: a window at its true distances, global tokens at one distance.
+All parts of a query share one softmax. The backward pass is written out and keeps only the outputs
+of a slice; it draws dropout again from its key.
 """
 
 import functools
@@ -19,13 +19,13 @@ MASKED = -1e30  # finite, so that a masked logit has a gradient of zero and not 
 
 
 class Dropout(NamedTuple):
-  """Leaves each attention weight out with probability `rate`, after the softmax."""
+  """Zeroes each attention weight with probability `rate`, after the softmax."""
 
   key: Array
   rate: float
 
   def of(self, part: Array | int) -> 'Dropout':
-    """The dropout of one part of what is read: drawn apart from all others."""
+    """The dropout of one part of the keys, or of one slice: independent of the others."""
     return Dropout(jax.random.fold_in(self.key, part), self.rate)
 
   def __call__(self, weights: Array) -> Array:
@@ -34,31 +34,32 @@ class Dropout(NamedTuple):
 
 
 class Part(NamedTuple):
-  """Queries [B, J, Q, K], keys and values [B, J, N, K], and which query sees which: [B, S, N].
+  """Queries [B, J, Q, K], keys and values [B, J, N, K], and the mask [B, S, N] of visible keys.
 
-  The Q queries of a head group are its heads' S queries one after the other; `seen` is theirs all.
+  The Q queries of a head group are the S queries of its first head, then those of the next; one
+  mask serves all its heads.
   """
 
   q: Array
   k: Array
   v: Array
-  seen: Any  # bool, and None for its cotangent: there is none
+  mask: Any  # bool; None in a cotangent
 
 
-def queries_of(q: Array, kv_heads: int) -> Array:
-  """[B, S, H, K] -> [B, J, H/J · S, K], as a `Part` has its queries."""
+def group_queries(q: Array, kv_heads: int) -> Array:
+  """[B, S, H, K] -> [B, J, H/J · S, K], the layout of queries in a `Part`."""
   batch, size, heads, width = q.shape
   grouped = q.reshape(batch, size, kv_heads, heads // kv_heads, width)
   return jnp.einsum('bsjgk->bjgsk', grouped).reshape(batch, kv_heads, -1, width)
 
 
-def keys_of(x: Array) -> Array:
-  """[B, N, J, K] -> [B, J, N, K], as a `Part` has its keys and values."""
+def group_keys(x: Array) -> Array:
+  """[B, N, J, K] -> [B, J, N, K], the layout of keys and values in a `Part`."""
   return jnp.swapaxes(x, 1, 2)
 
 
-def of_queries(out: Array, heads: int) -> Array:
-  """[B, J, H/J · S, K] -> [B, S, H, K]: the inverse of `queries_of`."""
+def ungroup_queries(out: Array, heads: int) -> Array:
+  """[B, J, H/J · S, K] -> [B, S, H, K]: the inverse of `group_queries`."""
   batch, kv_heads, queries, width = out.shape
   group = heads // kv_heads
   grouped = out.reshape(batch, kv_heads, group, queries // group, width)
@@ -69,8 +70,8 @@ def _logits(part: Part) -> Array:
   """The masked scores of a part: [B, J, Q, N] in the wide dtype."""
   scores = jnp.einsum('bjqk,bjnk->bjqn', part.q, part.k, preferred_element_type=rotary.wide(part.q))
   batch, kv_heads, queries, keys = scores.shape
-  grouped = scores.reshape(batch, kv_heads, -1, part.seen.shape[1], keys)
-  masked = jnp.where(part.seen[:, None, None], grouped, MASKED)
+  grouped = scores.reshape(batch, kv_heads, -1, part.mask.shape[1], keys)
+  masked = jnp.where(part.mask[:, None, None], grouped, MASKED)
   return masked.reshape(batch, kv_heads, queries, keys)
 
 
@@ -83,9 +84,9 @@ def attend(parts: tuple[Part, ...], dropout: Dropout | None = None) -> tuple[Arr
   """One softmax over the keys of all parts.
 
   Returns:
-    (the weighted values [B, J, Q, K], the logarithm of what the softmax divided by [B, J, Q, 1]),
-    both wide. By the second the readings of several slices of keys are joined. Where a query sees
-    no key at all the first is finite and means nothing, and the second is about `MASKED`.
+    (the weighted values [B, J, Q, K], the logarithm of the softmax's denominator [B, J, Q, 1]),
+    both wide. The second joins the outputs of several slices of keys. For a query that sees no key
+    the first is finite and meaningless, and the second is about `MASKED`.
   """
   return _attend_forward(parts, dropout)[0]
 
@@ -101,16 +102,16 @@ def _attend_forward(parts, dropout):
     total += jnp.sum(weights, axis=-1, keepdims=True)
     weights = _dropped(weights, dropout, number).astype(part.v.dtype)
     out += jnp.einsum('bjqn,bjnk->bjqk', weights, part.v, preferred_element_type=out.dtype)
-  # Dividing the sum, [Q, K], and not the weights, [Q, N], saves a pass over the latter.
+  # Dividing the sum [Q, K] instead of the weights [Q, N] saves a pass over the latter.
   out = checkpoint_name(out / total, 'attention')
   log_total = checkpoint_name(largest + jnp.log(total), 'attention')
   return (out, log_total), (parts, dropout, out, log_total)
 
 
 def _attend_backward(residuals, gradients):
-  """From out and log_total alone, both kept, the weights are exp(logits - log_total).
+  """Recomputes the weights as exp(logits - log_total).
 
-  (Dao et al. 2022, FlashAttention, algorithm 4: nothing of the size [Q, N] is kept.)
+  Nothing of the size [Q, N] is kept (Dao et al. 2022, FlashAttention, algorithm 4).
   """
   parts, dropout, out, log_total = residuals
   gradient, d_log_total = gradients
@@ -125,8 +126,8 @@ def _attend_backward(residuals, gradients):
     d_scores = (weights * (_dropped(d_weights, dropout, number) - own)).astype(narrow)
     weights = _dropped(weights, dropout, number).astype(narrow)
     d_q = jnp.einsum('bjqn,bjnk->bjqk', d_scores, part.k)
-    d_k = _summed_over_queries(part.q, d_scores)
-    d_v = _summed_over_queries(gradient.astype(narrow), weights)
+    d_k = _sum_over_queries(part.q, d_scores)
+    d_v = _sum_over_queries(gradient.astype(narrow), weights)
     cotangents.append(Part(d_q, d_k, d_v, None))
   return tuple(cotangents), None
 
@@ -134,7 +135,7 @@ def _attend_backward(residuals, gradients):
 attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _summed_over_queries(x: Array, weights: Array) -> Array:
+def _sum_over_queries(x: Array, weights: Array) -> Array:
   """x [B, J, Q, K], weights [B, J, Q, N] -> [B, J, N, K].
 
   As [K, Q] @ [Q, N], so that a CPU transposes the small operand and not the weights.

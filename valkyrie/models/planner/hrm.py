@@ -1,14 +1,14 @@
 """The recurrence of the Hierarchical Reasoning Model (Wang et al. 2025, arXiv 2506.21734).
 
-Two modules of different pace think about an input x̃ that stands still:
+Two modules of different speed process a constant input x̃:
 
     z_L <- f_L(z_L + z_H + x̃)        at every step
     z_H <- f_H(z_H + z_L)             at every T-th step
 
-N times T steps are a segment. Of these only the last fast and the last slow step have a gradient,
-as if what they start from were a fixed point (section 2, "Approximate gradient"; figure 4). M
-segments follow one another, and no gradient passes between them ("Deep supervision"). Each offers
-its z_H as a plan, and a head says of each whether to halt there ("Adaptive computational time").
+N times T steps are a segment. Only its last fast and its last slow step have a gradient, as if they
+started from a fixed point (section 2, "Approximate gradient"; figure 4). M segments follow one
+another, without a gradient between them ("Deep supervision"). The z_H of each segment is a plan,
+and a head decides after which segment to halt ("Adaptive computational time").
 
 Arrays in, arrays out. Weights are in the dtype of the arithmetic; states stay in float32.
 """
@@ -52,7 +52,7 @@ class State(NamedTuple):
 
 
 class Pace(NamedTuple):
-  """How long is thought, and with how many attention heads."""
+  """The lengths of the recurrence, and its number of attention heads."""
 
   segments: int  # M
   cycles: int  # N
@@ -69,7 +69,7 @@ def _normed(x: Array) -> Array:
 
 
 def _reason(module: Reasoner, z: Array, given: Array, heads: int) -> Array:
-  """f(z + given) [B, P, D]: self-attention, then a gated MLP, each with its norm behind it."""
+  """f(z + given) [B, P, D]: self-attention, then a gated MLP, each followed by a norm."""
   x = z + given
   batch, tokens, width = x.shape
 
@@ -85,16 +85,16 @@ def _reason(module: Reasoner, z: Array, given: Array, heads: int) -> Array:
 
 
 def think(weights: Weights, state: State, given: Array, pace: Pace) -> State:
-  """One segment: N·T fast and N slow steps, of which the last of each has a gradient.
+  """One segment: N·T fast and N slow steps; the last of each has a gradient.
 
   Args:
     weights: of both modules.
-    state: [B, P, D], where the segment starts; no gradient reaches it.
+    state: [B, P, D], before the segment; no gradient reaches it.
     given: x̃ [B, P, D] float32.
     pace: N, T and H.
 
   Returns:
-    The state after it.
+    The state after the segment.
   """
 
   def fast_step(weights, state, given):
@@ -103,13 +103,13 @@ def think(weights: Weights, state: State, given: Array, pace: Pace) -> State:
   def slow_step(weights, state):
     return state._replace(slow=_reason(weights.slow, state.slow, state.fast, pace.heads))
 
-  still, state, shown = lax.stop_gradient((weights, state, given))
+  fixed, state, shown = lax.stop_gradient((weights, state, given))
 
   def fast_steps(count, state):
-    return lax.fori_loop(0, count, lambda _, state: fast_step(still, state, shown), state)
+    return lax.fori_loop(0, count, lambda _, state: fast_step(fixed, state, shown), state)
 
   def cycle(_, state):
-    return slow_step(still, fast_steps(pace.steps, state))
+    return slow_step(fixed, fast_steps(pace.steps, state))
 
   state = lax.fori_loop(0, pace.cycles - 1, cycle, state)
   state = fast_steps(pace.steps - 1, state)
@@ -117,17 +117,17 @@ def think(weights: Weights, state: State, given: Array, pace: Pace) -> State:
 
 
 def deliberate(weights: Weights, state: State, given: Array, pace: Pace) -> tuple[State, Array]:
-  """M segments, each from where the one before it ended.
+  """M segments, each from the last state of the one before.
 
   Args:
     weights: of both modules and of the halting head.
-    state: [B, P, D], where the first one starts.
+    state: [B, P, D], before the first segment.
     given: x̃ [B, P, D] float32.
     pace: M, N, T and H.
 
   Returns:
     (the states after each segment [B, M, P, D], the logits of the values of halting there and of
-    going on [B, M, 2]).
+    continuing [B, M, 2]).
   """
 
   def segment(state, _):
@@ -136,14 +136,14 @@ def deliberate(weights: Weights, state: State, given: Array, pace: Pace) -> tupl
 
   _, states = lax.scan(segment, state, length=pace.segments)
   states = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), states)
-  # The head reads the first token of the plan, as that of the authors' code does.
+  # The head reads the first token of the plan, as in the authors' code.
   return states, _product(states.slow[:, :, 0], weights.halt) + weights.halt_bias[None, None]
 
 
 def halting_segment(values: Array) -> Array:
-  """The segment that stands, int32 [...], counted from 0, for the values [..., M, 2].
+  """The segment to halt after, int32 [...] from 0, for the values [..., M, 2].
 
-  It is the first one in which halting is worth more than going on; the last, if there is none.
+  It is the first one whose value of halting exceeds that of continuing, else the last.
   """
   halts = values[..., 0] > values[..., 1]
   return jnp.argmax(halts.at[..., -1].set(True), axis=-1)

@@ -1,7 +1,7 @@
-"""How S5's parameters begin, and how they become a recurrence: pure functions of arrays.
+"""Initialization and discretization of S5's parameters: pure functions of arrays.
 
-Sources: Smith, Warrington & Linderman 2023 (S5), and the code published with it where it says more.
-N is the number of states before one of each conjugate pair is dropped, P of those that are stored.
+Sources: Smith, Warrington & Linderman 2023 (S5), and its published code for details that the paper
+leaves out. N counts the states before one of each conjugate pair is dropped, P the stored ones.
 """
 
 import jax
@@ -11,17 +11,17 @@ import numpy as np
 from valkyrie.models.s5.scan import Complex
 from valkyrie.types import Array
 
-# The standard deviation of a standard normal distribution cut off at ±2.
+# The standard deviation of a standard normal distribution truncated at ±2.
 _TRUNCATED_DEVIATION = 0.87962566103423978
 
 
 def hippo_legs_normal(size: int) -> tuple[np.ndarray, np.ndarray]:
-  """The normal part of the HiPPO-LegS matrix, diagonalised (S5 appendix B.1.1).
+  """The normal part of the HiPPO-LegS matrix, diagonalized (S5 appendix B.1.1).
 
   A_LegS = A_normal - p pᵀ with p_n = sqrt(n + 1/2); A_normal = V diag(λ) Vᴴ. Computed in float64.
 
   Returns:
-    (λ [size], V [size, size]) complex128, by rising imaginary part.
+    (λ [size], V [size, size]) complex128, in ascending order of the imaginary part.
   """
   n = np.arange(size, dtype=np.float64)
   root = np.sqrt(2 * n + 1)
@@ -29,7 +29,7 @@ def hippo_legs_normal(size: int) -> tuple[np.ndarray, np.ndarray]:
   p = np.sqrt(n + 0.5)
   normal = a + np.outer(p, p)
   # normal = -I/2 + a skew-symmetric matrix, and -i times a skew matrix is Hermitian: `eigh` is
-  # exact where a general eigenvalue routine is not.
+  # exact, a general eigenvalue routine is not.
   real = np.mean(np.diagonal(normal))
   imaginary, vectors = np.linalg.eigh(-1j * (normal - real * np.eye(size)))
   return real + 1j * imaginary, vectors
@@ -43,7 +43,7 @@ def block_diagonal(
   Args:
     states: P, which J = `blocks` divides.
     blocks: J.
-    conj_sym: store only the one of each conjugate pair whose imaginary part is positive.
+    conj_sym: keep only the eigenvalue of each conjugate pair with a positive imaginary part.
 
   Returns:
     (λ [P], V [N, P]) complex128, with N = 2P under conjugate symmetry, else P.
@@ -58,7 +58,7 @@ def block_diagonal(
 
 
 def _lecun_normal(key: Array, shape: tuple[int, ...], fan_in: int) -> Array:
-  """Of variance 1 / fan_in, none beyond two standard deviations before the cut."""
+  """Truncated normal numbers of variance 1 / fan_in, cut at two standard deviations."""
   deviation = fan_in**-0.5 / _TRUNCATED_DEVIATION
   return deviation * jax.random.truncated_normal(key, -2, 2, shape, jnp.float32)
 
@@ -83,15 +83,14 @@ OUTPUT_INITS = ('trunc_standard_normal', 'lecun_normal', 'complex_normal')
 
 
 def output_matrix(key: Array, basis: np.ndarray, width: int, *, method: str) -> Complex:
-  """C̃ [D, P] (S5 appendix B.1.2), by the names of the reference implementation.
+  """C̃ [D, P] (S5 appendix B.1.2), with the method names of the reference implementation.
 
   Args:
     key: of the draw.
     basis: V [N, P].
     width: D.
-    method: 'complex_normal' draws C̃ itself, of variance 1. The others draw the parts of C [D, N],
-      and C̃ = C V: 'trunc_standard_normal' with fan-in N, a row at a time, and 'lecun_normal' with
-      fan-in D·N, of the array as a whole.
+    method: 'complex_normal' draws C̃ directly, with variance 1. The others draw C [D, N], and
+      C̃ = C V: 'trunc_standard_normal' with fan-in N, and 'lecun_normal' with fan-in D·N.
   """
   states, stored = basis.shape
   if method == 'complex_normal':
@@ -109,15 +108,15 @@ def log_steps(key: Array, states: int, smallest: float, largest: float) -> Array
 
 
 def clip_eigenvalues(eigenvalues: Complex) -> Complex:
-  """Λ with real parts of at most -1e-4: a state then decays, however long the sequence.
+  """Λ with real parts of at most -1e-4: every state then decays.
 
-  (Gu et al. 2022, arXiv 2206.11893; the bound is that of the reference implementation.)
+  (Gu et al. 2022, arXiv 2206.11893, with the bound of the reference implementation.)
   """
   return Complex(jnp.minimum(eigenvalues.re, -1e-4), eigenvalues.im)
 
 
 def _zero_order_hold(eigenvalue: Array, step: Array) -> tuple[Array, Array]:
-  # expm1 keeps the digits that exp(z) - 1 loses for the small z of a small step.
+  # expm1 keeps the digits that exp(z) - 1 loses for small z.
   growth = jnp.expm1(eigenvalue * step)
   return growth + 1, growth / eigenvalue
 
@@ -125,16 +124,16 @@ def _zero_order_hold(eigenvalue: Array, step: Array) -> tuple[Array, Array]:
 def _bilinear(eigenvalue: Array, step: Array) -> tuple[Array, Array]:
   z = eigenvalue * step
   inverse = 1 / (1 - z / 2)
-  # (1 + z/2)/(1 - z/2), which is near 1 for a small z and near -1 for a large one: adding what is
-  # between, the smaller the better, rounds the modulus once, and memory is as long as it says.
+  # (1 + z/2)/(1 - z/2) is near 1 for small z and near -1 for large z. Adding the small difference
+  # from either rounds the modulus once, so the time constant is accurate.
   decay = jnp.where(jnp.abs(z) < 2, 1 + z * inverse, 2 * inverse - 1)
   return decay, step * inverse
 
 
-DISCRETISATIONS = {'zoh': _zero_order_hold, 'bilinear': _bilinear}
+DISCRETIZATIONS = {'zoh': _zero_order_hold, 'bilinear': _bilinear}
 
 
-def discretise(eigenvalues: Complex, step: Array, *, method: str) -> tuple[Complex, Complex]:
+def discretize(eigenvalues: Complex, step: Array, *, method: str) -> tuple[Complex, Complex]:
   """From continuous to discrete time: x' = Λx + Bu becomes x_t = Λ̄ x_{t-1} + g (B u)_t.
 
   Args:
@@ -144,7 +143,7 @@ def discretise(eigenvalues: Complex, step: Array, *, method: str) -> tuple[Compl
       Λ̄ = (1 + ΛΔ/2)/(1 - ΛΔ/2) and g = Δ/(1 - ΛΔ/2).
 
   Returns:
-    (Λ̄ [P], the gain g [P] by which the rows of B are multiplied).
+    (Λ̄ [P], the gain g [P] of the rows of B).
   """
-  decay, gain = DISCRETISATIONS[method](jax.lax.complex(*eigenvalues), step)
+  decay, gain = DISCRETIZATIONS[method](jax.lax.complex(*eigenvalues), step)
   return Complex(decay.real, decay.imag), Complex(gain.real, gain.imag)

@@ -1,10 +1,11 @@
-"""S5: a diagonal state space that remembers, as a sequence mixer.
+"""S5, a diagonal state-space layer, as a sequence mixer.
 
-Smith, Warrington & Linderman, ICLR 2023, with every option of the implementation published with
-it. The mathematics stands in `ssm_init`, `state_space` and `activate`, as functions of arrays.
+Smith, Warrington & Linderman, ICLR 2023, with every option of the published implementation. The
+mathematics is in `init`, `state_space` and `activate`, as functions of arrays.
 """
 
 from collections.abc import Callable, Sequence
+import dataclasses
 
 import chex
 import gin
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.models.layers import dropout, products, projections
+from valkyrie.models.layers import dropout, parameter, products, projections
 from valkyrie.models.s5 import init, scan, state_space
 from valkyrie.models.s5.scan import Complex
 from valkyrie.models.s5.state_space import StateSpace
@@ -36,7 +37,7 @@ def activate(
   activation: str,
   drop: Callable[[Array], Array] = lambda x: x,
 ) -> Array:
-  """The output variants of the reference implementation, its gates as in the paper: without bias.
+  """The output variants of the reference implementation; gates have no bias, as in the paper.
 
     gelu        g                                 g = drop(gelu(y))
     half_glu1   drop(g ∘ σ(g W_gate))
@@ -47,7 +48,7 @@ def activate(
     y: [B, T, D].
     weights: the matrices [D, D] that `ACTIVATIONS` names, in that order.
     activation: a key of `ACTIVATIONS`.
-    drop: dropout of [B, T, D], which draws anew at each call.
+    drop: dropout of [B, T, D], with a new draw at each call.
   """
   active = drop(jax.nn.gelu(y))
   if activation == 'gelu':
@@ -63,74 +64,60 @@ def activate(
 
 
 @gin.configurable
+@dataclasses.dataclass(eq=False)
 class S5(hk.Module):
-  """The S5 layer. Its carry is the state, `Complex` of [B, P] float32; bidirectional, nothing."""
+  """The S5 layer. Its carry is the state, `Complex` of [B, P] float32; bidirectional, nothing.
 
-  def __init__(
-    self,
-    state_size: int,
-    blocks: int = 1,
-    conj_sym: bool = True,
-    discretisation: str = 'zoh',
-    step_range: tuple[float, float] = (0.001, 0.1),
-    step_rescale: float = 1.0,
-    clip_eigenvalues: bool = False,
-    output_init: str = 'trunc_standard_normal',
-    activation: str = 'gelu',
-    dropout: float = 0.0,
-    bidirectional: bool = False,
-    scan_form: str | None = None,
-    name: str | None = None,
-  ):
-    """Configures the layer.
+  Attributes:
+    state_size: P, stored complex states.
+    hippo_blocks: J, HiPPO-LegS blocks on the diagonal at initialization; divides P.
+    conj_sym: store one state of each conjugate pair, and imply the other.
+    discretization: 'zoh' or 'bilinear'.
+    step_range: the smallest and the largest step Δ at initialization, in tokens.
+    step_rescale: a factor on Δ: 2 reads a signal sampled at half the rate of training.
+    clip_eigenvalues: keep the real parts of Λ below zero, so that no state can grow.
+    output_init: the initialization of C: 'trunc_standard_normal', 'lecun_normal' or
+      'complex_normal'.
+    activation: 'gelu', or the gated 'half_glu1', 'half_glu2' or 'full_glu'.
+    dropout: the share of channels zeroed in training, with one draw for all tokens of a chunk.
+    bidirectional: a second scan reads each document from its end. Not for language models.
+    scan_form: a key of `scan.FORMS`; None takes the fastest for the platform.
+    name: Haiku's.
 
-    Args:
-      state_size: P, stored complex states.
-      blocks: J, HiPPO-LegS blocks on the diagonal at initialisation; divides P.
-      conj_sym: store one state of each conjugate pair, and imply the other.
-      discretisation: 'zoh' or 'bilinear'.
-      step_range: the smallest and the largest step Δ at initialisation, in tokens.
-      step_rescale: multiplies Δ: 2 reads a signal at half the rate that the model was trained at.
-      clip_eigenvalues: keep the real parts of Λ below zero, so that no state can grow.
-      output_init: how C begins: 'trunc_standard_normal', 'lecun_normal' or 'complex_normal'.
-      activation: 'gelu', or the gated 'half_glu1', 'half_glu2' or 'full_glu'.
-      dropout: the share of channels zeroed in training, one draw for all tokens of a chunk.
-      bidirectional: a second scan reads each document from its end. Not for language models.
-      scan_form: a key of `scan.FORMS`; None takes the fastest for the platform.
-      name: Haiku's.
+  Raises:
+    ConfigurationError: a name is unknown, or a number is out of its range.
+  """
 
-    Raises:
-      ConfigurationError: where a name is not known, or a number is out of its range.
-    """
-    super().__init__(name)
-    self.state_size = state_size
-    self.blocks = blocks
-    self.conj_sym = conj_sym
-    self.discretisation = discretisation
-    self.step_range = step_range
-    self.step_rescale = step_rescale
-    self.clip_eigenvalues = clip_eigenvalues
-    self.output_init = output_init
-    self.activation = activation
-    self.dropout = dropout
-    self.causal = not bidirectional
-    self.shards_of_time = self.causal
-    self.scan_form = scan_form or scan.default_form()
-    self._check()
+  state_size: int
+  hippo_blocks: int = 1
+  conj_sym: bool = True
+  discretization: str = 'zoh'
+  step_range: tuple[float, float] = (0.001, 0.1)
+  step_rescale: float = 1.0
+  clip_eigenvalues: bool = False
+  output_init: str = 'trunc_standard_normal'
+  activation: str = 'gelu'
+  dropout: float = 0.0
+  bidirectional: bool = False
+  scan_form: str | None = None
+  name: str | None = None
 
-  def _check(self) -> None:
-    for option, known in (
-      ('discretisation', init.DISCRETISATIONS),
-      ('output_init', init.OUTPUT_INITS),
-      ('activation', ACTIVATIONS),
-      ('scan_form', scan.FORMS),
+  def __post_init__(self):
+    super().__post_init__()
+    self.causal = self.sequence_parallel = not self.bidirectional
+    self._form = self.scan_form or scan.default_form()
+    for option, value, known in (
+      ('discretization', self.discretization, init.DISCRETIZATIONS),
+      ('output_init', self.output_init, init.OUTPUT_INITS),
+      ('activation', self.activation, ACTIVATIONS),
+      ('scan_form', self._form, scan.FORMS),
     ):
-      if (value := getattr(self, option)) not in known:
-        raise ConfigurationError(f'S5.{option}={value!r} is not known: it is one of {list(known)}.')
-    if self.state_size < 1 or self.blocks < 1 or self.state_size % self.blocks:
+      if value not in known:
+        raise ConfigurationError(f'S5.{option}={value!r} is unknown. Use one of {list(known)}.')
+    if self.state_size < 1 or self.hippo_blocks < 1 or self.state_size % self.hippo_blocks:
       raise ConfigurationError(
-        f'S5.state_size={self.state_size} stored states cannot be divided into S5.blocks='
-        f'{self.blocks} HiPPO blocks of equal size: make it a multiple.'
+        f'S5.state_size={self.state_size} must be a positive multiple of S5.hippo_blocks='
+        f'{self.hippo_blocks}: HiPPO blocks have equal sizes.'
       )
     smallest, largest = self.step_range
     if not 0 < smallest <= largest:
@@ -138,14 +125,12 @@ class S5(hk.Module):
         f'S5.step_range={self.step_range}: give the smallest step, above 0, and then the largest.'
       )
     if self.step_rescale <= 0:
-      raise ConfigurationError(
-        f'S5.step_rescale={self.step_rescale} must be above 0; 1 changes nothing.'
-      )
+      raise ConfigurationError(f'S5.step_rescale={self.step_rescale} must be above 0.')
     if not 0 <= self.dropout < 1:
       raise ConfigurationError(f'S5.dropout={self.dropout} must be at least 0 and below 1.')
 
   def initial_carry(self, batch_size: int, dtype: DType) -> Complex | tuple[()]:
-    """The zero state: float32 whatever the compute dtype, since rounding would accumulate."""
+    """The zero state: float32 under any compute dtype, since rounding would accumulate."""
     del dtype
     return self._zero_state(batch_size) if self.causal else ()
 
@@ -154,7 +139,7 @@ class S5(hk.Module):
     return Complex(zero, zero)
 
   def forward_flops(self, width: int) -> int:
-    """Real products of B and C, D x 2P each, the recurrence (8 a state), and the gates."""
+    """Real products of B and C, D x 2P each, the recurrence (8 for each state), and the gates."""
     scans = 1 if self.causal else 2
     gates = 2 * len(ACTIVATIONS[self.activation]) * width * width
     return 4 * (1 + scans) * width * self.state_size + 8 * scans * self.state_size + gates
@@ -166,10 +151,11 @@ class S5(hk.Module):
     chex.assert_rank(x, 3)
     initial = carry if isinstance(carry, Complex) else self._zero_state(x.shape[0])
     chex.assert_shape(initial, (x.shape[0], self.state_size))
-    y, after = state_space.run(
-      state_space.discretised(
-        self._parameters(x.shape[-1]),
-        method=self.discretisation,
+    width = x.shape[-1]
+    y, after = state_space.read(
+      state_space.discretized(
+        self._parameters(width),
+        method=self.discretization,
         step_rescale=self.step_rescale,
         clip_eigenvalues=self.clip_eigenvalues,
       ),
@@ -178,19 +164,21 @@ class S5(hk.Module):
       positions == 0,
       jnp.sum(segment_ids > 0, axis=1),
       None if self.causal else _document_ends(positions, segment_ids),
-      form=self.scan_form,
+      form=self._form,
       conj_sym=self.conj_sym,
     )
     y = activate(
       y.astype(x.dtype),
-      projections(x.shape[-1], **dict.fromkeys(ACTIVATIONS[self.activation], x.shape[-1])),
+      projections(x, ('embed', None), **dict.fromkeys(ACTIVATIONS[self.activation], width)),
       activation=self.activation,
       drop=lambda value: dropout(value, self.dropout, shared=(1,)),
     )
     return y, after if self.causal else ()
 
   def _parameters(self, width: int) -> StateSpace:
-    eigenvalues, basis = init.block_diagonal(self.state_size, self.blocks, conj_sym=self.conj_sym)
+    eigenvalues, basis = init.block_diagonal(
+      self.state_size, self.hippo_blocks, conj_sym=self.conj_sym
+    )
     smallest, largest = self.step_range
 
     def b_init(*_):
@@ -209,23 +197,24 @@ class S5(hk.Module):
     def constant(value):
       return hk.initializers.Constant(np.asarray(value, np.float32))
 
-    def parameter(name, shape, init):
-      return hk.get_parameter(name, shape, jnp.float32, init)
-
-    p = self.state_size
+    p, state = self.state_size, ('state',)
     return StateSpace(
       eigenvalues=Complex(
-        parameter('lambda_re', (p,), constant(np.real(eigenvalues))),
-        parameter('lambda_im', (p,), constant(np.imag(eigenvalues))),
+        parameter('lambda_re', (p,), constant(np.real(eigenvalues)), axes=state),
+        parameter('lambda_im', (p,), constant(np.imag(eigenvalues)), axes=state),
       ),
-      b=Complex(*parameter('b', (2, p, width), b_init)),
-      c=Complex(*parameter('c', (2, width, p if self.causal else 2 * p), c_init)),
-      d=parameter('d', (width,), hk.initializers.RandomNormal()),
-      log_step=parameter('log_step', (p,), log_step_init),
+      b=Complex(*parameter('b', (2, p, width), b_init, axes=(None, 'state', 'embed'))),
+      c=Complex(
+        *parameter(
+          'c', (2, width, p if self.causal else 2 * p), c_init, axes=(None, 'embed', 'state')
+        )
+      ),
+      d=parameter('d', (width,), hk.initializers.RandomNormal(), axes=('norm',)),
+      log_step=parameter('log_step', (p,), log_step_init, axes=state),
     )
 
 
 def _document_ends(positions: Array, segment_ids: Array) -> Array:
-  """True at each document's last token, that of the chunk, and before padding: bool [B, T]."""
+  """True at the last token of a document, of the chunk, and before padding: bool [B, T]."""
   next_is_another = (positions[:, 1:] == 0) | (segment_ids[:, 1:] == 0)
   return jnp.pad(next_is_another, ((0, 0), (0, 1)), constant_values=True)

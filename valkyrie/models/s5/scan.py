@@ -1,12 +1,11 @@
-"""The diagonal linear recurrence, the one loop of every state-space layer.
+"""The diagonal linear recurrence, the only loop of a state-space layer.
 
     x_t = keep_t · Λ̄ · x_{t-1} + b_t        keep_t = 0 where a document starts, else 1
 
-The state is complex and is held as a pair (re, im) of float32 arrays: on a CPU, pairs run at twice
-the speed of complex64 and are exact to the same bit. Each form below computes the same function,
-and differs only in the order of its arithmetic:
+The complex state is a pair (re, im) of float32 arrays: on a CPU, pairs run at twice the speed of
+complex64 and give the same bits. The forms compute one function in different orders of arithmetic:
 
-  sequential    one step after the other; work O(T), the most accurate; the fastest on a CPU
+  sequential    one step after the other; the most accurate, and the fastest on a CPU
   associative   a parallel prefix of depth O(log T); for TPUs and GPUs
 """
 
@@ -38,7 +37,7 @@ class Complex(NamedTuple):
     return Complex(self.re, -self.im)
 
   def map(self, f: Callable[[Array], Array]) -> 'Complex':
-    """f applied to each part: for what does not tell them apart, such as a reshape."""
+    """f applied to each part."""
     return Complex(f(self.re), f(self.im))
 
 
@@ -64,7 +63,7 @@ FORMS = {'sequential': _sequential, 'associative': _associative}
 
 
 def default_form() -> str:
-  """The form that is fastest where the program will run."""
+  """The fastest form on the platform of the target devices."""
   return 'sequential' if platform() == 'cpu' else 'associative'
 
 
@@ -79,11 +78,10 @@ def _recurrence_forward(form, decay, keep, inputs):
 
 
 def _recurrence_backward(form, residuals, cotangent):
-  """The adjoint of a linear recurrence is the same recurrence run backwards in time.
+  """The adjoint of a linear recurrence: the same recurrence, backwards in time.
 
-  With g the cotangent of the states and h_t = g_t + keep_{t+1} conj(Λ̄) h_{t+1}: the cotangent of
-  b_t is h_t, that of Λ̄ is the sum over t of keep_t conj(x_{t-1}) h_t. Nothing but the states
-  themselves is kept for it.
+  With g the cotangent of the states and h_t = g_t + keep_{t+1} conj(Λ̄) h_{t+1}, the cotangent of
+  b_t is h_t, and that of Λ̄ is the sum over t of keep_t conj(x_{t-1}) h_t. Only the states are kept.
   """
   decay, keep, states = residuals
   later = jnp.concatenate([keep[1:], jnp.zeros_like(keep[:1])])
@@ -99,13 +97,13 @@ _recurrence.defvjp(_recurrence_forward, _recurrence_backward)
 def diagonal_scan(
   decay: Complex, inputs: Complex, initial: Complex, reset: Array, *, form: str
 ) -> Complex:
-  """Runs x_t = keep_t Λ̄ x_{t-1} + b_t from a given state.
+  """Computes x_t = keep_t Λ̄ x_{t-1} + b_t from a given state.
 
   Args:
     decay: Λ̄ [P], the same at every step.
     inputs: b [T, B, P], time first.
     initial: x_0 [B, P], the state before the first step.
-    reset: bool [T, B], true where the step starts afresh from zero.
+    reset: bool [T, B], true where the state before the step is replaced by zero.
     form: a key of `FORMS`.
 
   Returns:
@@ -113,7 +111,17 @@ def diagonal_scan(
   """
   keep = jnp.where(reset, 0.0, 1.0).astype(inputs.re.dtype)[..., None]
   decay = decay.map(lambda part: part[None])
-  # x_0 enters through the first input, so that every form continues a chunk by the same line.
+  # x_0 enters through the first input: every form continues a chunk by this line.
   carried = (decay * initial).map(lambda part: keep[0] * part)
   inputs = Complex(inputs.re.at[0].add(carried.re), inputs.im.at[0].add(carried.im))
   return _recurrence(form, decay, keep, inputs)
+
+
+def state_after(states: Complex, initial: Complex, length: Array) -> Complex:
+  """The state [B, P] after `length` [B] of the states [T, B, P]; `initial` after none."""
+
+  def pick(part, first):
+    last = jnp.take_along_axis(part, jnp.maximum(length - 1, 0)[None, :, None], axis=0)[0]
+    return jnp.where(length[:, None] > 0, last, first)
+
+  return Complex(pick(states.re, initial.re), pick(states.im, initial.im))

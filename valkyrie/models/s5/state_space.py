@@ -1,10 +1,10 @@
-"""A diagonal linear state space over a chunk: pure functions, two matrix products around a scan.
+"""A diagonal linear state space over a chunk: two matrix products around a scan.
 
-    x_t = Λ̄ x_{t-1} + B̄ u_t              a state per row, complex, kept as pairs of float32
-    y_t = 2 Re(C x_t) + D ∘ u_t           the factor 2 stands for the conjugate states not stored
+    x_t = Λ̄ x_{t-1} + B̄ u_t              complex state of each row, as pairs of float32
+    y_t = 2 Re(C x_t) + D ∘ u_t           the factor 2 accounts for the implied conjugate states
 
-A chunk starts from the state that the last chunk ended with, and a document from zero: both are
-one line of the scan, so where chunks are cut changes nothing.
+A chunk starts from the last state of the chunk before, and a document from zero. Both are one line
+of the scan, so the cuts between chunks change nothing.
 """
 
 from typing import NamedTuple
@@ -12,17 +12,18 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from valkyrie.models.layers import matmul
-from valkyrie.models.s5 import chunk_scan, init, scan
+from valkyrie.models.s5 import init, scan, sharded_scan
 from valkyrie.models.s5.scan import Complex
+from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array
 
 
 class StateSpace(NamedTuple):
-  """The continuous system x' = Λx + Bu as it is learnt, float32. P stored states, D channels."""
+  """The learned continuous system x' = Λx + Bu, float32. P stored states, D channels."""
 
   eigenvalues: Complex  # Λ [P]
   b: Complex  # B [P, D]
-  c: Complex  # C [D, P], or [D, 2P] where a second scan reads backwards
+  c: Complex  # C [D, P], or [D, 2P] with a second, backward scan
   d: Array  # D [D]
   log_step: Array  # log Δ [P]
 
@@ -36,26 +37,26 @@ class Recurrence(NamedTuple):
   d: Array
 
 
-def discretised(
+def discretized(
   system: StateSpace, *, method: str, step_rescale: float = 1.0, clip_eigenvalues: bool = False
 ) -> Recurrence:
-  """The recurrence whose step is Δ.
+  """The recurrence with step Δ.
 
   Args:
     system: the parameters.
-    method: see `init.discretise`.
-    step_rescale: by which every Δ is multiplied: 2 for a signal sampled at half the rate.
+    method: see `init.discretize`.
+    step_rescale: a factor on every Δ: 2 for a signal sampled at half the rate.
     clip_eigenvalues: see `init.clip_eigenvalues`.
   """
   eigenvalues = system.eigenvalues
   if clip_eigenvalues:
     eigenvalues = init.clip_eigenvalues(eigenvalues)
   step = step_rescale * jnp.exp(system.log_step)
-  decay, gain = init.discretise(eigenvalues, step, method=method)
+  decay, gain = init.discretize(eigenvalues, step, method=method)
   return Recurrence(decay, gain.map(lambda part: part[:, None]) * system.b, system.c, system.d)
 
 
-def run(
+def read(
   system: Recurrence,
   u: Array,
   initial: Complex,
@@ -72,20 +73,20 @@ def run(
     system: the recurrence.
     u: inputs [B, T, D] in the compute dtype.
     initial: the state [B, P] before the first step.
-    starts: bool [B, T], true where a document starts.
-    length: int32 [B], the steps before the padding at the chunk's end, which leaves no trace.
-    ends: None, or bool [B, T], true where one ends. A second scan with the same Λ̄ and B̄ then reads
-      the chunk backwards, from zero, and the last P columns of C read what it finds.
+    starts: bool [B, T], true at the first token of a document.
+    length: int32 [B], the steps before the padding, which does not change the state.
+    ends: None, or bool [B, T], true at the last token of a document. A second scan with the same Λ̄
+      and B̄ then reads the chunk backwards, from zero; the last P columns of C read its states.
     form: a form of the scan, see `scan.FORMS`.
     conj_sym: the conjugates of the states are implied: y_t = 2 Re(C x_t), else Re(C x_t).
 
   Returns:
-    (y [B, T, D] float32, the state [B, P] float32 after the chunk, read forwards).
+    (y [B, T, D] float32, the state [B, P] float32 after the forward scan).
   """
   wide = jnp.promote_types(u.dtype, jnp.float32)
   driven = matmul(jnp.swapaxes(u, 0, 1), jnp.concatenate(system.b).T, wide)
   inputs = Complex(*jnp.split(driven, 2, -1))
-  states, after = chunk_scan.scan_chunk(system.decay, inputs, initial, starts.T, length, form=form)
+  states, after = scan_chunk(system.decay, inputs, initial, starts.T, length, form=form)
   if ends is not None:
     backwards = scan.diagonal_scan(
       system.decay,
@@ -97,9 +98,31 @@ def run(
     states = Complex(*(jnp.concatenate(p, axis=-1) for p in zip(states, backwards, strict=True)))
   pairs = jnp.swapaxes(jnp.concatenate(states, axis=-1), 0, 1)
   scale = 2 if conj_sym else 1
-  out_of = scale * jnp.concatenate([system.c.re, -system.c.im], axis=1)
-  y = matmul(pairs.astype(u.dtype), out_of.T, wide) + system.d[None, None] * u.astype(wide)
+  readout = scale * jnp.concatenate([system.c.re, -system.c.im], axis=1)
+  y = matmul(pairs.astype(u.dtype), readout.T, wide) + system.d[None, None] * u.astype(wide)
   return y, after
+
+
+def scan_chunk(
+  decay: Complex, inputs: Complex, carry: Complex, reset: Array, length: Array, *, form: str
+) -> tuple[Complex, Complex]:
+  """`scan.diagonal_scan` over a chunk, or over this device's piece of one.
+
+  Args:
+    decay: Λ̄ [P].
+    inputs: [T, B, P].
+    carry: the state [B, P] before the chunk.
+    reset: bool [T, B], true where the state before the step is replaced by zero.
+    length: int32 [B], the steps before the padding.
+    form: a key of `scan.FORMS`.
+
+  Returns:
+    (the states [T, B, P], the state [B, P] after `length` steps).
+  """
+  if sequence_parallel.axes():
+    return sharded_scan.scan_piece(decay, inputs, carry, reset, length, form=form)
+  states = scan.diagonal_scan(decay, inputs, carry, reset, form=form)
+  return states, scan.state_after(states, carry, length)
 
 
 def _reverse(x: Array) -> Array:

@@ -1,8 +1,8 @@
-"""Blocks of tokens, the plans made of them, and how the tokens of the next block read a plan.
+"""Intervals of tokens, the plans made from them, and the attention of tokens to a plan.
 
-Arrays in, arrays out. A block of `grain` tokens is whole at each position of its document that is
-grain - 1 modulo grain. So in any `grain` consecutive tokens of a row at most one becomes whole, and
-in T tokens at most ceil(T / grain): every shape is known, wherever documents start.
+Arrays in, arrays out. An interval of `length` tokens ends at each position of its document that is
+length - 1 modulo length. So any `length` consecutive tokens of a row hold at most one end, and T
+tokens at most ceil(T / length): every shape is static, at any starts of documents.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from valkyrie.types import Array
 
 
 class Plan(NamedTuple):
-  """What M segments of thought made of a block, float32.
+  """The M segments of a plan, float32.
 
   tokens: [..., M, P, D]; values: [..., M, 2], see `hrm.deliberate`.
   """
@@ -28,20 +28,20 @@ class Plan(NamedTuple):
   values: Array
 
 
-def completions(positions: Array, segment_ids: Array, grain: int) -> tuple[Array, Array]:
-  """Where blocks become whole.
+def interval_ends(positions: Array, segment_ids: Array, length: int) -> tuple[Array, Array]:
+  """The ends of intervals.
 
   Returns:
-    (the indices of their last tokens [B, ceil(T / grain)], ascending, then T where there are no
-    more, the number of blocks that are whole before each token [B, T]).
+    (the indices of their last tokens [B, ceil(T / length)], ascending and filled with T, the number
+    of intervals that ended before each token [B, T]).
   """
   time = positions.shape[1]
-  whole = (positions % grain == grain - 1) & (segment_ids > 0)
-  ends = jnp.sort(jnp.where(whole, np.arange(time)[None], time), axis=1)
-  return ends[:, : -(-time // grain)], jnp.cumsum(whole, axis=1) - whole
+  is_end = (positions % length == length - 1) & (segment_ids > 0)
+  ends = jnp.sort(jnp.where(is_end, np.arange(time)[None], time), axis=1)
+  return ends[:, : -(-time // length)], jnp.cumsum(is_end, axis=1) - is_end
 
 
-def plan_blocks(
+def make_plans(
   weights: Weights,
   before: tuple[State, Plan],
   given: Array,
@@ -49,26 +49,27 @@ def plan_blocks(
   first: Array,
   pace: Pace,
 ) -> tuple[State, Plan]:
-  """Thinks over n blocks in turn.
+  """Runs the recurrence over n intervals in turn.
 
   Args:
     weights: of the recurrence.
-    before: the state where it starts, and the plan that stands, of the block before.
-    given: the blocks summed up, [B, n, P, D] float32.
-    whole: bool [B, n], false where a row has fewer than n: such a block changes nothing.
+    before: the state and the plan after the interval before.
+    given: summaries of the intervals, [B, n, P, D] float32.
+    whole: bool [B, n], false at the missing intervals of a row that has fewer than n; they change
+      nothing.
     first: bool [B, n], whether it is the first of its document, before which the state is zero.
     pace: of the recurrence.
 
   Returns:
-    (the state after them, the plan that stood and theirs with leaves [B, 1 + n, ...]).
+    (the state after them, the plan before them and theirs with leaves [B, 1 + n, ...]).
   """
 
   def turn(before, now):
     given, whole, first = now
     state = jax.tree.map(lambda x: jnp.where(first[:, None, None], jnp.zeros_like(x), x), before[0])
     states, values = hrm.deliberate(weights, state, given, pace)
-    stands = hrm.halting_segment(values)[:, None, None, None]
-    state = jax.tree.map(lambda x: jnp.take_along_axis(x, stands, axis=1)[:, 0], states)
+    halted = hrm.halting_segment(values)[:, None, None, None]
+    state = jax.tree.map(lambda x: jnp.take_along_axis(x, halted, axis=1)[:, 0], states)
 
     def if_whole(new, old):
       return jnp.where(whole.reshape(-1, *[1] * (new.ndim - 1)), new, old)
@@ -86,21 +87,21 @@ def plan_blocks(
   return state, plans
 
 
-def read_plans(q: Array, keys: Array, values: Array, number: Array, grain: int) -> Array:
-  """Each token's attention to the tokens of its plan, for each segment: cost linear in time.
+def read_plans(q: Array, keys: Array, values: Array, number: Array, length: int) -> Array:
+  """Each token's attention to the tokens of its plan, for each segment; linear cost in time.
 
   Args:
     q: [B, T, H, K].
     keys: [B, n, M, P, H, K], of n plans; values: the same.
-    number: int32 [B, T], which of the n plans a token reads; it does not fall, and in any `grain`
-      consecutive tokens it rises at most once, by one.
-    grain: the block's length.
+    number: int32 [B, T], the index of the plan that a token reads; it never falls, and in any
+      `length` consecutive tokens it rises at most once, by one.
+    length: of an interval.
 
   Returns:
     [B, T, M, H, K].
   """
   time = q.shape[1]
-  size = min(grain, time)
+  size = min(length, time)
   q, number = slices.cut(q, size), slices.cut(number, size)  # [N, B, S, ...]
   first = number[:, :, 0]
   both = jnp.minimum(jnp.stack([first, first + 1], axis=-1), keys.shape[1] - 1)

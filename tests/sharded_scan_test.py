@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from valkyrie.models.s5.powers import powers
 from valkyrie.models.s5.scan import Complex
+from valkyrie.models.s5.sharded_scan import powers
 
 
 def decays(dtype):
@@ -28,7 +28,7 @@ def test_every_power_is_right_to_a_few_roundings(dtype, highest):
   some = np.r_[: min(highest, 600), np.linspace(0, highest - 1, 300, dtype=int)]
   with jax.enable_x64(dtype == np.float64):
     table = jax.jit(powers, static_argnums=1)(decay, highest)
-    everything = table.grown(one, highest)
+    everything = table.times(one, highest)
     found = exact(everything)[some, 0], exact(table.at(some)), exact(table.at(np.array([highest])))
   assert everything.re.dtype == dtype
   for powers_found, exponents in zip(found, (some, some, np.array([highest])), strict=True):
@@ -51,7 +51,7 @@ def test_the_gradient_in_float64():
     @jax.jit
     def loss(decay):
       table = powers(decay, time)
-      grown, passed = table.grown(x, time), table.at(lengths)
+      grown, passed = table.times(x, time), table.at(lengths)
       return jnp.sum((weights * grown).re) + jnp.sum((to_x * passed).re)
 
     gradient = jax.grad(loss)(decay)

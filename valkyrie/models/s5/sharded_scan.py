@@ -1,0 +1,167 @@
+"""The recurrence over a chunk under sequence parallelism.
+
+Each device scans its piece from zero. The effect of a piece on the state x before it is
+x -> Λ̄^T x + s, with s its last state: one decay and one state for each device, gathered and
+composed by all. The state that enters a piece then grows through it by powers of Λ̄, up to the
+first document that starts there.
+
+In float32, Λ̄^t by repeated products accumulates up to t roundings, and exp(t log Λ̄) as many. The
+powers here are accurate to a few roundings at any t: products are made in twofold precision, as
+unevaluated sums of two floats (Dekker 1971), in two small tables of √T powers, and each power is
+one product of two entries. `scripts/power_errors` compares them with the running product of a scan.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from valkyrie.models.s5.scan import Complex, diagonal_scan, state_after
+from valkyrie.sharding import sequence_parallel
+from valkyrie.types import Array
+
+
+class _Piece(NamedTuple):
+  """The effect of a piece of time on the state x before it, decay · x + state; [B, P] each."""
+
+  decay: Complex
+  state: Complex
+
+
+def _then(first: _Piece, second: _Piece) -> _Piece:
+  return _Piece(second.decay * first.decay, second.decay * first.state + second.state)
+
+
+def scan_piece(
+  decay: Complex, inputs: Complex, carry: Complex, reset: Array, length: Array, *, form: str
+) -> tuple[Complex, Complex]:
+  """This device's part of `state_space.scan_chunk`; `carry` is correct on device 0."""
+  time, is_first = reset.shape[0], sequence_parallel.index() == 0
+  steps = np.arange(time)[:, None]
+  known = carry.map(lambda part: jnp.where(is_first, part, 0))
+  states = diagonal_scan(decay, inputs, known, reset, form=form)
+
+  table = powers(decay, time)
+  survives = jnp.min(jnp.where(reset, steps, time), axis=0)  # steps before the first reset
+  passes = (survives >= length)[:, None]
+  through = table.at(length).map(lambda part: jnp.where(passes, part, 0))
+  before, after = sequence_parallel.device_prefix_scan(
+    _Piece(through, state_after(states, known, length)), _then
+  )
+
+  entering = before.state.map(lambda part: jnp.where(is_first, 0, part))
+  grown = table.times(decay.map(lambda part: part[None]) * entering, time)
+  lives = (steps < survives[None])[..., None]
+  return states + grown.map(lambda part: jnp.where(lives, part, 0)), after.state
+
+
+class Powers(NamedTuple):
+  """Tables: Λ̄^r for r < q, [q, P], and Λ̄^(qk), [m, P]; Λ̄^(qk + r) is one product."""
+
+  fine: Complex
+  coarse: Complex
+
+  def at(self, exponents: Array) -> Complex:
+    """Λ̄ to these powers, int32 [B] -> [B, P]."""
+    k, r = jnp.divmod(exponents, self.fine.re.shape[0])
+    return self.coarse.map(lambda part: part[k]) * self.fine.map(lambda part: part[r])
+
+  def times(self, x: Complex, count: int) -> Complex:
+    """Λ̄^t x for t < count: [B, P] -> [count, B, P]."""
+    fine = self.fine.map(lambda part: part[:, None]) * x.map(lambda part: part[None])
+    grown = self.coarse.map(lambda part: part[:, None, None]) * fine.map(lambda part: part[None])
+    return grown.map(lambda part: part.reshape(-1, *part.shape[2:])[:count])
+
+
+def powers(decay: Complex, highest: int) -> Powers:
+  """The tables for the powers 0 to `highest` of a decay [P]; differentiable."""
+  size = 1 << (highest.bit_length() + 1) // 2
+  return _tables(size, highest // size + 1, decay)
+
+
+class _Twofold(NamedTuple):
+  """high + low, where low is the rounding error of high."""
+
+  high: Array
+  low: Array
+
+  def __mul__(self, other: '_Twofold') -> '_Twofold':
+    product = self.high * other.high
+    (a, a_rest), (b, b_rest) = _halves(self.high), _halves(other.high)
+    lost = ((a * b - product) + a * b_rest + a_rest * b) + a_rest * b_rest
+    return _Twofold(product, lost + (self.high * other.low + self.low * other.high)).normalized()
+
+  def __add__(self, other: '_Twofold') -> '_Twofold':
+    total = self.high + other.high
+    added = total - self.high
+    lost = (self.high - (total - added)) + (other.high - added)
+    return _Twofold(total, lost + (self.low + other.low)).normalized()
+
+  def __sub__(self, other: '_Twofold') -> '_Twofold':
+    return self + _Twofold(-other.high, -other.low)
+
+  def normalized(self) -> '_Twofold':
+    high = self.high + self.low
+    return _Twofold(high, self.low - (high - self.high))
+
+
+def _exactly(x: Array) -> Any:  # used in a `Complex`, whose parts only multiply and add
+  return _Twofold(x, jnp.zeros_like(x))
+
+
+def _halves(x: Array) -> tuple[Array, Array]:
+  """x as a sum of two numbers of half its bits each, whose products are exact."""
+  info = jnp.finfo(x.dtype)
+  first = lax.reduce_precision(x, info.nexp, (info.nmant - 1) // 2)
+  return first, x - first
+
+
+def _powers_of(base: Any, count: int) -> Any:
+  """1, z, .., z^(count - 1) of a twofold complex z: leaves [P] -> [count, P]."""
+  zero = jnp.zeros_like(base.re.high)
+  one = Complex(_exactly(zero + 1), _exactly(zero))
+
+  def repeat(first, z):
+    return jnp.concatenate([first[None], jnp.broadcast_to(z, (count - 1, *z.shape))])
+
+  factors = jax.tree.map(repeat, one, base)
+  return lax.associative_scan(lambda a, b: a * b, factors)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _tables(size: int, count: int, decay: Complex) -> Powers:
+  fine = _powers_of(decay.map(_exactly), size + 1)
+  coarse = _powers_of(jax.tree.map(lambda part: part[-1], fine), count)
+  return Powers(fine.map(lambda part: part.high[:-1]), coarse.map(lambda part: part.high))
+
+
+def _tables_forward(size, count, decay):
+  tables = _tables(size, count, decay)
+  return tables, tables
+
+
+def _tables_backward(size, count, tables, cotangent):
+  """d Λ̄^n = n Λ̄^(n - 1) dΛ̄; the tables hold all factors but the last."""
+
+  def pull_back(lower, exponents, g):
+    n = jnp.asarray(exponents, g.re.dtype)[:, None]
+    return (lower.conj() * g).map(lambda part: jnp.sum(n * part, axis=0))
+
+  last = tables.fine.map(lambda part: part[-1:])
+  fine = pull_back(
+    tables.fine.map(lambda part: part[:-1]),
+    jnp.arange(1, size),
+    cotangent.fine.map(lambda part: part[1:]),
+  )
+  coarse = pull_back(
+    tables.coarse.map(lambda part: part[:-1]) * last,
+    size * jnp.arange(1, count),
+    cotangent.coarse.map(lambda part: part[1:]),
+  )
+  return (fine + coarse,)
+
+
+_tables.defvjp(_tables_forward, _tables_backward)

@@ -1,0 +1,212 @@
+"""A training run in progress: its state, its compiled steps, and its checkpoints."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+import contextlib
+import time
+from typing import Any
+
+import jax
+
+from valkyrie.checkpoint import compatibility
+from valkyrie.checkpoint.manager import CheckpointDirectory
+from valkyrie.config.computation import computation
+from valkyrie.config.record import bindings
+from valkyrie.distributed import heartbeat, program_fingerprint
+from valkyrie.errors import Diverged, StorageError
+from valkyrie.training.curriculum import Phase
+from valkyrie.training.nan_hunt import hunting
+from valkyrie.training.setup import Setup
+from valkyrie.training.train_step import StepMetrics, TrainState
+from valkyrie.types import Batch, TaskFeed
+
+
+class Trainer:
+  """Restores, advances and saves the state of a run.
+
+  Attributes:
+    state: the train state, on the devices.
+    step: the number of steps done.
+    start: the number of steps done before this process began.
+  """
+
+  def __init__(
+    self,
+    setup: Setup,
+    feed: TaskFeed,
+    directory: CheckpointDirectory,
+    *,
+    allow_changed: Collection[str],
+    say: Callable[[str], None],
+  ):
+    """Restores the newest checkpoint, or makes the initial state.
+
+    Args:
+      setup: the parts of the run.
+      feed: the tokens of training.
+      directory: the checkpoints of the run.
+      allow_changed: of compatibility.KINDS, the differences to the saved run that are accepted.
+      say: prints a line on the console.
+
+    Raises:
+      ConfigurationError: the newest checkpoint belongs to a run that differs from this one.
+    """
+    self._setup, self._feed, self._directory, self._say = setup, feed, directory, say
+    self._allow_changed = allow_changed
+    self._programs: Mapping[str, str] = {}
+    self._saved_programs: Mapping[str, str] = {}
+    self._steps: list[Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]] = []
+    restored = self._restored()
+    self.state = setup.initial_state() if restored is None else restored
+    self.step = self.start = int(self.state.step)
+
+  def compile(self, train_steps: int) -> None:
+    """Compiles the step of every phase, before the first is taken; one for each shape.
+
+    Raises:
+      ConfigurationError: the programs differ between processes, or from those of the checkpoint.
+    """
+    phases = self._setup.curriculum.phases
+    compiled: dict[tuple, jax.stages.Compiled] = {}
+    for phase in phases:
+      if phase.shape not in compiled:
+        heartbeat.beat(stage='compile')
+        began = time.perf_counter()
+        self._say(f'compiling a step of {_shape_text(phase)}')
+        compiled[phase.shape] = self._setup.trace(phase).lower().compile()
+        self._say(f'compiled in {time.perf_counter() - began:.1f} s')
+    hunt_nan = self._setup.settings.hunt_nan
+    self._programs = program_fingerprint.fingerprints(
+      {_program_name(phase, train_steps, hunt_nan): compiled[phase.shape] for phase in phases}
+    )
+    compatibility.check_executable(
+      {'executable': self._saved_programs},
+      self._programs,
+      self._allow_changed,
+      self._directory.describe_newest(),
+    )
+    self._steps = [compiled[phase.shape] for phase in phases]
+    if hunt_nan:
+      self._steps = [
+        hunting(step, self._setup.train_step(phase, remat=False))
+        for step, phase in zip(self._steps, phases, strict=True)
+      ]
+
+  def take_step(self, batch: Batch) -> StepMetrics:
+    """Dispatches the next step, and returns its metrics without waiting for them."""
+    step = self._steps[self._setup.curriculum.index(self.step)]
+    self.state, metrics = step(self.state, batch)
+    self.step += 1
+    return metrics
+
+  def documents(self, step: int) -> str:
+    """Names the documents that step number `step`, counted from 1, reads."""
+    curriculum = self._setup.curriculum
+    length = curriculum.phase(step - 1).tokens_per_row
+    return self._feed.describe(curriculum.position(step - 1), length)
+
+  def save(self, validation_loss: float | None = None) -> None:
+    """Saves the state in the background; `validation_loss` is that of this step, if measured."""
+    record = {**self._record(), 'validation_loss': validation_loss}
+    self._directory.save(self.step, self.state, record)
+
+  def save_now(self) -> None:
+    """Saves the state and waits, unless no step was taken or it is saved already."""
+    if self.step > self.start:
+      self._directory.save_now(self.step, self.state, self._record())
+
+  @contextlib.contextmanager
+  def saving_on_error(self) -> Iterator[None]:
+    """Saves the state after an unforeseen error inside, which stays the one that is raised.
+
+    With several processes nothing is saved: all of them make a save, and the others see no error.
+    """
+    try:
+      yield
+    except (Diverged, StorageError):
+      raise
+    except Exception as error:
+      if jax.process_count() > 1:
+        raise
+      try:
+        self.save_now()
+        error.add_note('The state before the error was saved.')
+      except Exception as second:
+        error.add_note(f'The steps since the last checkpoint could not be saved: {second}')
+      raise
+
+  def rewind(self, checkpoint_every: int) -> int:
+    """Restores parameters and optimizer of the last checkpoint that was due; returns its step.
+
+    That checkpoint precedes the last step; without one, the initial state counts. So interruptions
+    of the run change nothing. The step, and with it the feed's position and the learning rate, and
+    the empty carries of the refused step stay.
+
+    Raises:
+      StorageError: there are checkpoints, but none is readable.
+    """
+    for leaf in jax.tree.leaves((self.state.params, self.state.optimizer_state)):
+      leaf.delete()  # two of them would not fit in memory
+    due = (self.step - 1) // checkpoint_every * checkpoint_every
+    found = self._directory.nearest_valid(due) if due else None
+    if found is None:
+      initial = self._setup.initial_state()
+      fields = {'params': initial.params, 'optimizer_state': initial.optimizer_state}
+    else:
+      shapes = self._setup.state
+      target = {'params': shapes.params, 'optimizer_state': shapes.optimizer_state}
+      restored = self._directory.restore(target, partial=True, step=found)
+      assert restored is not None, 'the step was just found'
+      fields = restored[0]
+    self.state = self.state._replace(**fields)
+    return found or 0
+
+  def _restored(self) -> TrainState | None:
+    """The state of the newest checkpoint, after the comparison of its record; None without one."""
+    found = self._directory.latest_record()
+    if found is None:
+      return None
+    newest = self._directory.describe_newest()
+    self.step = self._directory.latest_step() or 0
+    changed = compatibility.check(found, self._record(), self._allow_changed, newest)
+    for line in changed:
+      self._say(f'changed since the checkpoint: {line}')
+    if not changed:  # only the compiler's flags and the machine can then change the programs
+      self._saved_programs = found.get('executable', {})
+    restored = self._directory.restore(self._setup.state)
+    assert restored is not None, 'its record was just read'
+    self._say(f'resuming after step {self.step} from {self._directory.directory}')
+    return restored[0]
+
+  def _record(self) -> dict[str, Any]:
+    """The facts that a resumed run must share with this one, by compatibility.KINDS."""
+    return {
+      'configuration': computation(bindings()),
+      'position': self._setup.curriculum.position(self.step),
+      'store': self._feed.fingerprint,
+      'vocabulary': self._feed.vocabulary.fingerprint,
+      'mesh': {
+        'axes': dict(self._setup.partitioner.mesh.shape),
+        'device': jax.devices()[0].device_kind,
+      },
+      'versions': compatibility.versions(),
+      'executable': self._programs,
+    }
+
+
+def _shape_text(phase: Phase) -> str:
+  return (
+    f'{phase.chunks} x {phase.chunk_size} tokens per row, gradient through {phase.backprop_chunks}'
+  )
+
+
+def _program_name(phase: Phase, train_steps: int, hunt_nan: bool) -> str:
+  """The name of a phase's program in a checkpoint's record.
+
+  It contains everything that may change on resume and changes the program: the end of the learning
+  rate's schedule, the number of processes, and whether the state is donated.
+  """
+  kept = ', state not donated' if hunt_nan else ''
+  return (
+    f'{_shape_text(phase)}, planner {phase.planner}, of {train_steps} steps, '
+    f'{jax.process_count()} processes{kept}'
+  )
