@@ -1,7 +1,7 @@
 """Checkpoints of a run: saves in the background, verified steps, and a retention policy.
 
     model_dir/checkpoints/<step>/state             the train state, every leaf in its own dtype
-    model_dir/checkpoints/<step>/record.json       feed position, fingerprints, phase, versions
+    model_dir/checkpoints/<step>/record.json       configuration, feed position, mesh, versions, ...
     model_dir/checkpoints/<step>/manifest.sha256   hashes of all files; a step without it is damaged
     model_dir/set_aside/<step>                     damaged steps
 

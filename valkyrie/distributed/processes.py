@@ -5,7 +5,7 @@ The processes exchange texts through the key-value store of jax's coordination s
 the devices wait for a lost process. A run of one process exchanges nothing and does not import jax.
 
 A process announces its exit code before it ends. The other processes read it within half a second:
-75 (stop and save) is sent to them as a SIGTERM, and any other code ends them at once with the same
+on 75 (stop and save) each sends itself a SIGTERM, and on any other code it ends at once with that
 code. If a process dies without an announcement, jax's own heartbeat aborts the others (134).
 """
 
