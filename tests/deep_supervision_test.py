@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from valkyrie.models.features import Drafts, Features
 from valkyrie.training.deep_supervision import draft_losses
-from valkyrie.types import Drafts, Features
 
 VOCABULARY = 50
 

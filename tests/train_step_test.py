@@ -11,11 +11,11 @@ import pytest
 import tiny
 
 from valkyrie.errors import ConfigurationError
+from valkyrie.models.features import Features
 from valkyrie.training import losses, train_step
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.train_step import initial_state, make_train_step
-from valkyrie.types import Features
 
 PHASE = Phase(chunk_size=6, chunks=4, backprop_chunks=2)
 

@@ -61,4 +61,7 @@ def storage_errors(
     yield
   except (OSError, *also) as error:
     reason = getattr(error, 'strerror', None) or str(error)
+    file = getattr(error, 'filename', None)
+    if file is not None and str(file) not in message:
+      reason += f' ({file})'
     raise StorageError(f'{message}: {reason}' + (f'. {advice}' if advice else '')) from error

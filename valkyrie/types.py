@@ -65,7 +65,7 @@ class SequenceMixer(Protocol):
   def initial_carry(self, batch_size: int, dtype: DType) -> Carry:
     """The carry at a document start: pure, no parameters, every leaf [B, ...].
 
-    `dtype` is the compute dtype; the state of a recurrence stays float32 under any of them.
+    `dtype` is the compute dtype; the state of a recurrence stays float32.
     """
     ...
 
@@ -80,59 +80,12 @@ class SequenceMixer(Protocol):
     ...
 
 
-class Drafts(NamedTuple):
-  """Predictions from each segment of a planner alone; training adds their losses.
-
-  hidden: [M, B, T, D], to be unembedded as `Features.hidden` is.
-  values: [M, B, T, 2] float32, logits: the value of halting at this segment, and of continuing.
-  weights: [B, T] float32, of a token's losses; 0 without a plan.
-  """
-
-  hidden: Array
-  values: Array
-  weights: Array
-
-
-class Features(NamedTuple):
-  """The output of a language model; logits are hidden @ unembedding.T.
-
-  hidden: [B, T, D] in the compute dtype; unembedding: [V, D] float32, V padded to lanes.
-  drafts: of a planner, for the same tokens; None without one.
-  """
-
-  hidden: Array
-  unembedding: Array
-  drafts: Drafts | None = None
-
-
-class Planner(Protocol):
-  """A Haiku module between the lower and the upper layers that plans over intervals of tokens."""
-
-  @property
-  def plan_interval(self) -> int: ...
-
-  def initial_carry(self, batch_size: int, width: int, dtype: DType) -> Carry:
-    """The carry of rows at a document start, at model width D: every leaf [B, ...]."""
-    ...
-
-  def forward_flops(self, width: int) -> int:
-    """Operations of one token in a forward pass at model width D."""
-    ...
-
-  def __call__(
-    self, x: Array, carry: Carry, *, positions: Array, segment_ids: Array
-  ) -> tuple[Array, Carry, Drafts]:
-    """x [B, T, D] -> (the addition to the residual stream [B, T, D], the carry, the drafts)."""
-    ...
-
-
 class TaskFeed(Protocol):
   """Tokens as a pure function of the position in the rows.
 
-  vocabulary: the codec, with a `fingerprint`; vocabulary_size: ids are in [0, vocabulary_size).
-  tokens_per_byte: of the text; None if the split does not have one.
-  fingerprint: a hash of the content.
-  row_tokens: tokens of the longest row in one epoch.
+  vocabulary: the codec; vocabulary_size: ids are in [0, vocabulary_size).
+  tokens_per_byte: of the text, if defined; fingerprint: a hash of the content.
+  row_tokens: of the longest row in one epoch.
   """
 
   vocabulary: Any

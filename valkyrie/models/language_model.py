@@ -17,9 +17,11 @@ import jax.numpy as jnp
 
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.block import Block
-from valkyrie.models.layers import Parameter, RMSNorm, check_sizes, declared, parameter
+from valkyrie.models.declarations import Parameter, declared
+from valkyrie.models.features import Features, Planner
+from valkyrie.models.layers import RMSNorm, check_sizes, parameter
 from valkyrie.sharding.partitioner import constrain
-from valkyrie.types import Array, Axes, Carry, DType, Features, Params, Planner
+from valkyrie.types import Array, Axes, Carry, DType, Params
 
 _REMAT_POLICIES = {
   'products': jax.checkpoint_policies.save_from_both_policies(

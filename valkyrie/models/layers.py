@@ -1,15 +1,13 @@
 """Parameters with declared axes, and the plain layers made of them.
 
 Parameters are float32; arithmetic is in the dtype of the input. A module makes a parameter by
-`parameter`, which declares its logical axes and the dtype to which every use casts it. `declared`
-collects the declarations of a model, so that neither a layout nor a cast copy needs a table of
-paths. A parameter made by `hk.get_parameter` alone declares nothing: it is never split and never
-cast.
+`parameter`, which declares its logical axes and the dtype to which every use casts it, so that
+neither a layout nor a cast copy needs a table of paths. A parameter made by `hk.get_parameter`
+alone declares nothing: it is never split and never cast.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 import contextvars
-from typing import NamedTuple
 
 import haiku as hk
 from haiku.experimental import current_name
@@ -19,24 +17,11 @@ import numpy as np
 
 from valkyrie.errors import ConfigurationError
 from valkyrie.sharding import sequence_parallel
-from valkyrie.types import Array, Axes, DType, Params
+from valkyrie.types import Array, Axes, DType
 
-_made: contextvars.ContextVar[dict[tuple[str, str], tuple[Axes, DType | None]] | None]
-_made = contextvars.ContextVar('made', default=None)
-
-
-class Parameter(NamedTuple):
-  """One parameter of a model.
-
-  shape: its shape and dtype.
-  axes: its logical axes, that of the layer stack included; None where its module declares none.
-  cast: the dtype to which every use casts it: a copy in that dtype computes the same. None if it is
-    used in float32.
-  """
-
-  shape: jax.ShapeDtypeStruct
-  axes: Axes | None
-  cast: DType | None
+# {(module, parameter): (axes, cast)} of the parameters made so far, inside `declarations.declared`.
+recorded: contextvars.ContextVar[dict[tuple[str, str], tuple[Axes, DType | None]] | None]
+recorded = contextvars.ContextVar('recorded', default=None)
 
 
 def parameter(
@@ -51,34 +36,10 @@ def parameter(
     axes: the logical axis of each dimension; None is never split.
     cast: the dtype to which every use casts it; None if it is used in float32.
   """
-  made = _made.get()
-  if made is not None:
-    made[current_name(), name] = axes, cast
+  record = recorded.get()
+  if record is not None:
+    record[current_name(), name] = axes, cast
   return hk.get_parameter(name, shape, jnp.float32, init)
-
-
-def declared(init: Callable[[], Params]) -> Mapping[str, Mapping[str, Parameter]]:
-  """The parameters that `init` makes, {module: {name: Parameter}}; nothing is computed."""
-
-  def trace():
-    made = {}
-    _made.set(made)
-    return made, jax.eval_shape(init)
-
-  made, shapes = contextvars.Context().run(trace)  # no mesh of the caller applies
-
-  def find(module: str, name: str, leaf: jax.ShapeDtypeStruct) -> Parameter:
-    # Inside a layer stack, Haiku names modules relative to it.
-    known = [m for m, n in made if n == name and f'/{module}'.endswith(f'/{m}')]
-    if not known:
-      return Parameter(leaf, None, None)
-    axes, cast = made[max(known, key=len), name]
-    return Parameter(leaf, ('layers',) * (len(leaf.shape) - len(axes)) + axes, cast)
-
-  return {
-    module: {name: find(module, name, leaf) for name, leaf in leaves.items()}
-    for module, leaves in shapes.items()
-  }
 
 
 def matmul(x: Array, w: Array, out_dtype: DType | None = None) -> Array:

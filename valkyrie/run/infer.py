@@ -12,11 +12,12 @@ from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import vocabularies
 from valkyrie.errors import ConfigurationError, UsageError
 from valkyrie.models import language_model
+from valkyrie.models.features import Features
 from valkyrie.models.language_model import LanguageModel, Model
 from valkyrie.run.evaluate import restored_params
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.losses import logits
-from valkyrie.types import Array, Features, Params
+from valkyrie.types import Array, Params
 
 
 def continuation(

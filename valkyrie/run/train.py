@@ -129,11 +129,11 @@ def train(
       evaluate,
       setup.curriculum,
       train_steps,
-      model_dir=model_dir,
-      log=log,
-      writer=eval_writer,
-      should_stop=should_stop,
-      say=progress.say,
+      model_dir,
+      log,
+      eval_writer,
+      should_stop,
+      progress.say,
     )
 
     def save(step: int, state: TrainState, metrics: StepMetrics) -> None:

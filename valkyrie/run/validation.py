@@ -1,6 +1,7 @@
 """Validation during training: a quick evaluation every so many steps, a whole one at the end."""
 
 from collections.abc import Callable
+import dataclasses
 import pathlib
 
 import jax
@@ -15,6 +16,7 @@ from valkyrie.training.curriculum import Curriculum
 from valkyrie.training.train_step import StepMetrics, TrainState
 
 
+@dataclasses.dataclass
 class Validation:
   """A hook that evaluates the state; an evaluation in progress ends when the run is to stop.
 
@@ -23,37 +25,30 @@ class Validation:
       split, and its loss compares with no other.
   """
 
-  def __init__(
-    self,
-    evaluator: Evaluator,
-    curriculum: Curriculum,
-    train_steps: int,
-    *,
-    model_dir: str,
-    log: TrainingLog,
-    writer: RunWriter,
-    should_stop: Callable[[], bool],
-    say: Callable[[str], None],
-  ):
-    self.losses: dict[int, float | None] = {}
-    self._evaluator, self._curriculum, self._train_steps = evaluator, curriculum, train_steps
-    self._model_dir, self._log, self._writer = pathlib.Path(model_dir), log, writer
-    self._should_stop, self._say = should_stop, say
+  evaluator: Evaluator
+  curriculum: Curriculum
+  train_steps: int
+  model_dir: str
+  log: TrainingLog
+  writer: RunWriter
+  should_stop: Callable[[], bool]
+  say: Callable[[str], None]
+  losses: dict[int, float | None] = dataclasses.field(default_factory=dict)
 
   def __call__(self, step: int, state: TrainState, metrics: StepMetrics) -> None:
     """Evaluates the state after `step`, counted from 1."""
     del metrics
-    self._log.flush()
-    is_last = step == self._train_steps
-    plan = self._curriculum.phase(step - 1).planner
+    self.log.flush()
+    is_last = step == self.train_steps
+    plan = self.curriculum.phase(step - 1).planner
     try:
-      found = self._evaluator(state.params, whole=is_last, plan=plan, stop=self._should_stop)
+      found = self.evaluator(state.params, whole=is_last, plan=plan, stop=self.should_stop)
     except Preempted:
       return
     if not is_last:
       self.losses[step] = found['loss']
-    self._writer.write_scalars(step, found)
+    self.writer.write_scalars(step, found)
     if jax.process_index() == 0:
-      plot.write_loss_by_position(self._model_dir, {'validation': found})
-    self._say(f'step {step}, validation: ' + ', '.join(describe(found)))
-    self._log.restart_clock()
+      plot.write_loss_by_position(pathlib.Path(self.model_dir), {'validation': found})
+    self.say(f'step {step}, validation: ' + ', '.join(describe(found)))
+    self.log.restart_clock()

@@ -1,36 +1,14 @@
-"""The target devices of a program, and a mesh over them."""
+"""A mesh over the target devices."""
 
-from collections.abc import Iterator, Sequence
-import contextlib
-import contextvars
+from collections.abc import Sequence
 import math
 from typing import Any
 
-import jax
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 from valkyrie.errors import ConfigurationError
-
-_devices: contextvars.ContextVar[Sequence[Any] | None] = contextvars.ContextVar(
-  'devices', default=None
-)
-
-
-@contextlib.contextmanager
-def target_devices(devices: Sequence[Any]) -> Iterator[None]:
-  """Inside, meshes consist of these devices, which need not be attached to this machine."""
-  token = _devices.set(tuple(devices))
-  try:
-    yield
-  finally:
-    _devices.reset(token)
-
-
-def platform() -> str:
-  """'cpu', 'gpu' or 'tpu': the platform of the target devices."""
-  devices = _devices.get()
-  return jax.default_backend() if devices is None else devices[0].platform
+from valkyrie.sharding.target import current_devices
 
 
 def make_mesh(axes: Sequence[tuple[str, int]]) -> Mesh:
@@ -43,7 +21,7 @@ def make_mesh(axes: Sequence[tuple[str, int]]) -> Mesh:
     ConfigurationError: the axes are malformed, or need another number of devices.
   """
   _check_axes(axes)
-  devices = _devices.get() or jax.devices()
+  devices = current_devices()
   names = [name for name, _ in axes]
   sizes = [size for _, size in axes]
   fixed = math.prod(size for size in sizes if size != -1)

@@ -17,8 +17,9 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from valkyrie.models.features import Features
 from valkyrie.training.losses import token_scores
-from valkyrie.types import Array, Features
+from valkyrie.types import Array
 
 
 def _cross_entropy(logit: Array, target: Array) -> Array:

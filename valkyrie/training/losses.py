@@ -5,8 +5,9 @@ from jax import lax
 import jax.numpy as jnp
 
 from valkyrie.models import slices
+from valkyrie.models.features import Features
 from valkyrie.models.layers import matmul
-from valkyrie.types import Array, Features
+from valkyrie.types import Array
 
 # The logits held at once; the loss of more is computed in slices of time. 2^25 float32 are 128 MiB,
 # all logits of 8192 tokens of a 50k vocabulary would be 1.6 GiB.

@@ -10,13 +10,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from valkyrie.models.attention.kv_cache import (
-  AttentionCarry,
-  KVCache,
-  slide_window,
-  starts_before,
-  starts_carried,
-)
+from valkyrie.models.attention import kv_cache
+from valkyrie.models.attention.kv_cache import AttentionCarry, KVCache
 from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array
 
@@ -52,7 +47,7 @@ def _exchange_windows(window: KVCache, tokens: KVCache, length: Array) -> tuple[
   source = jnp.maximum(jnp.sum(lengths > 0, axis=0) - 1, 0)
 
   def from_last_token():
-    ended = slide_window(before, tokens, length)
+    ended = kv_cache.slide_window(before, tokens, length)
     return sequence_parallel.broadcast_from(ended, sequence_parallel.index() == source)
 
   after = lax.cond(jnp.any(lengths < time), from_last_token, lambda: after)
@@ -66,8 +61,8 @@ def _exchange_starts(
   if not slots:
     return starts, starts
   ends = length[:, None]
-  found = jax.tree.map(lambda x: x[:, 0], starts_before(starts, tokens, positions, ends))
-  carried = starts_carried(positions, ends, slots)[:, 0]
+  found = jax.tree.map(lambda x: x[:, 0], kv_cache.starts_before(starts, tokens, positions, ends))
+  carried = kv_cache.starts_carried(positions, ends, slots)[:, 0]
 
   def then(first, second):
     (earlier, were_carried), (later, are_carried) = first, second

@@ -19,22 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.models import slices
-from valkyrie.models.attention import halo, rotary
+from valkyrie.models.attention import halo, rotary, softmax
 from valkyrie.models.attention.dilation import merge_residues, runs, split_residues
-from valkyrie.models.attention.kv_cache import (
-  AttentionCarry,
-  KVCache,
-  slide_window,
-  starts_before,
-)
-from valkyrie.models.attention.softmax import (
-  Dropout,
-  Part,
-  attend,
-  group_keys,
-  group_queries,
-  ungroup_queries,
-)
+from valkyrie.models.attention.kv_cache import AttentionCarry, KVCache, slide_window, starts_before
+from valkyrie.models.attention.softmax import Dropout, Part
 from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array
 
@@ -91,9 +79,9 @@ def _window_part(now: Slice, angles: Angles, window: int) -> Part:
   size, kv_heads = now.queries.q.shape[1], now.near.keys.shape[2]
   cos, sin = angles
   return Part(
-    group_queries(rotary.rotate(now.queries.q, cos[-size:], sin[-size:]), kv_heads),
-    group_keys(rotary.rotate(now.near.keys, cos, sin)),
-    group_keys(now.near.values),
+    softmax.group_queries(rotary.rotate(now.queries.q, cos[-size:], sin[-size:]), kv_heads),
+    softmax.group_keys(rotary.rotate(now.near.keys, cos, sin)),
+    softmax.group_keys(now.near.values),
     window_mask(now.queries, now.near, window),
   )
 
@@ -127,9 +115,9 @@ def _global_part(
   cos, sin = angles
   edge = cos[window : window + 1], -sin[window : window + 1]
   return Part(
-    group_queries(queries.q, kv_heads),
-    group_keys(rotary.rotate(keys, *edge)),
-    group_keys(jnp.concatenate([register_values, starts.values], axis=1)),
+    softmax.group_queries(queries.q, kv_heads),
+    softmax.group_keys(rotary.rotate(keys, *edge)),
+    softmax.group_keys(jnp.concatenate([register_values, starts.values], axis=1)),
     jnp.pad(visible, ((0, 0), (0, 0), (count, 0)), constant_values=True),
   )
 
@@ -141,8 +129,8 @@ def _attend_slice(now: Slice, registers: tuple[Array, Array], window: int, dilat
   angles = rotary.angles(now.near.keys.shape[1], q.shape[-1], dilation)
   near = _window_part(now, angles, window)
   far = _global_part(now, angles, registers, window, dilation)
-  out, _ = attend((near,) if far is None else (near, far), now.dropout)
-  return ungroup_queries(out.astype(q.dtype), q.shape[2])
+  out, _ = softmax.attend((near,) if far is None else (near, far), now.dropout)
+  return softmax.ungroup_queries(out.astype(q.dtype), q.shape[2])
 
 
 def _attend_heads(

@@ -24,11 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.errors import ConfigurationError
+from valkyrie.models.features import Drafts
 from valkyrie.models.layers import RMSNorm, check_sizes, matmul, parameter, project
 from valkyrie.models.planner import hrm, intervals
 from valkyrie.models.planner.hrm import Pace, Reasoner, State, Weights
 from valkyrie.models.planner.intervals import Plan
-from valkyrie.types import Array, Drafts, DType
+from valkyrie.types import Array, DType
 
 
 class PlannerCarry(NamedTuple):

@@ -108,16 +108,8 @@ def scan_chunk(
 ) -> tuple[Complex, Complex]:
   """`scan.diagonal_scan` over a chunk, or over this device's piece of one.
 
-  Args:
-    decay: Λ̄ [P].
-    inputs: [T, B, P].
-    carry: the state [B, P] before the chunk.
-    reset: bool [T, B], true where the state before the step is replaced by zero.
-    length: int32 [B], the steps before the padding.
-    form: a key of `scan.FORMS`.
-
   Returns:
-    (the states [T, B, P], the state [B, P] after `length` steps).
+    (the states [T, B, P], the state [B, P] after `length` [B] steps, before the padding).
   """
   if sequence_parallel.axes():
     return sharded_scan.scan_piece(decay, inputs, carry, reset, length, form=form)

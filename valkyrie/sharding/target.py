@@ -1,0 +1,32 @@
+"""The target devices of a program, which need not be attached to this machine."""
+
+from collections.abc import Iterator, Sequence
+import contextlib
+import contextvars
+from typing import Any
+
+import jax
+
+_devices: contextvars.ContextVar[Sequence[Any] | None] = contextvars.ContextVar(
+  'devices', default=None
+)
+
+
+@contextlib.contextmanager
+def target_devices(devices: Sequence[Any]) -> Iterator[None]:
+  """Inside, programs and meshes are for these devices."""
+  token = _devices.set(tuple(devices))
+  try:
+    yield
+  finally:
+    _devices.reset(token)
+
+
+def current_devices() -> Sequence[Any]:
+  """The target devices: those of this machine outside `target_devices`."""
+  return _devices.get() or jax.devices()
+
+
+def platform() -> str:
+  """'cpu', 'gpu' or 'tpu': the platform of the target devices."""
+  return current_devices()[0].platform
