@@ -157,15 +157,13 @@ def _look_at(
   make: Callable[..., LanguageModel], block: Callable[..., Block]
 ) -> tuple[Forward, Any]:
   """The terms of the forward pass, each from its own module, and the compute dtype."""
-  found = []
 
   def look():
     model, layer = make(name='model'), block(name='block')
     parts = {type(part).__name__: part for part in (*layer.mixers, layer.mlp)}
     terms = {name: part.forward_flops(model.d_model) for name, part in parts.items()}
     words = {name: part.forward_flops.__doc__ for name, part in parts.items()}
-    unembedding = 2 * model.d_model * model.about.vocabulary_size
-    found.append((Forward(model.repeats, terms, words, unembedding), model.compute_dtype))
+    unembedding = 2 * model.d_model * model.vocabulary_size
+    return Forward(model.repeats, terms, words, unembedding), model.compute_dtype
 
-  hk.transform(look).apply({}, None)
-  return found[0]
+  return hk.transform(look).apply({}, None)

@@ -16,7 +16,7 @@ for module in main.CONFIGURABLE_MODULES:
 
 
 @gin.configurable
-class Watch:
+class Observer:
   def __init__(self, path='', tool=None):
     self.path, self.tool = path, tool
 
@@ -73,7 +73,7 @@ def counted(**bound):
     'train.refused_steps=@RefusedSteps',
     'train.evaluator=@quick/Evaluator',
     'train.checkpoints=@few/Checkpoints()',
-    'train.hooks=(@Watch(), [@Tool()])',
+    'train.hooks=(@Observer(), [@Tool()])',
     'StepSettings.hunt_nan=True',
     'train_steps=7',
     'log_every=7',
@@ -147,7 +147,7 @@ def test_a_declaration_names_parameters_that_exist():
 
 
 def test_a_configurable_that_only_hooks_reference_is_left_out():
-  hooks = {'train__hooks': ['@Watch()', '@mine/Watch()'], 'Watch__tool': '@Tool()'}
+  hooks = {'train__hooks': ['@Observer()', '@mine/Observer()'], 'Observer__tool': '@Tool()'}
   assert counted(**hooks, Watch__path='a', **{'mine/Watch__path': 'b'}, Tool__size=3) == set()
 
 

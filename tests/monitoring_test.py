@@ -15,7 +15,7 @@ import termios
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
@@ -305,15 +305,13 @@ def test_durations_have_two_units():
 
 def test_model_info_has_every_parameter_and_totals():
   mesh = Mesh(np.asarray(jax.devices()[:2]).reshape(2), ('data',))
+  split, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (('data',), ()))
   shapes = {
-    'embed': jax.ShapeDtypeStruct((8, 4), jnp.float32),
-    'mlp': {'b': jax.ShapeDtypeStruct((4,), jnp.bfloat16)},
+    'embed': jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=split),
+    'mlp': {'b': jax.ShapeDtypeStruct((4,), jnp.bfloat16, sharding=whole)},
   }
-  layouts = {
-    'embed': (('vocabulary', None), PartitionSpec('data')),
-    'mlp/b': ((None,), PartitionSpec()),
-  }
-  totals, _, *table = report.model_info(shapes, layouts, mesh).splitlines()
+  axes = {'embed': ('vocabulary', None), 'mlp': {'b': (None,)}}
+  totals, _, *table = report.model_info(shapes, axes).splitlines()
   assert totals == (
     '36 parameters in 2 arrays, 136 bytes (136 B), 72 bytes (72 B) on each of 2 devices '
     '(mesh data=2)'

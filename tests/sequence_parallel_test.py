@@ -224,7 +224,7 @@ def test_a_long_chunk_is_as_exact_in_pieces():
 
   def run(re, im):
     zero = jnp.zeros((1, states), jnp.float32)
-    found, _ = sharded_scan.scan_chunk(
+    found, _ = sharded_scan.scan_piece(
       Complex(decay.real, decay.imag),
       Complex(re, im),
       Complex(zero, zero),

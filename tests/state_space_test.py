@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import s5_reference
 
-from valkyrie.models.s5 import sharded_scan, state_space
+from valkyrie.models.s5 import scan, state_space
 from valkyrie.models.s5.scan import Complex
 from valkyrie.models.s5.state_space import StateSpace
 
@@ -147,6 +147,6 @@ def _compiled():
 def test_the_state_after_a_padded_chunk():
   states = Complex(*np.arange(2 * 3 * 2 * 1, dtype=np.float32).reshape(2, 3, 2, 1))
   initial = Complex(jnp.full((2, 1), -1.0), jnp.full((2, 1), -2.0))
-  after = sharded_scan.state_after(states, initial, jnp.array([2, 0]))
+  after = scan.state_after(states, initial, jnp.array([2, 0]))
   np.testing.assert_array_equal(after.re, [[2], [-1]])
   np.testing.assert_array_equal(after.im, [[8], [-2]])

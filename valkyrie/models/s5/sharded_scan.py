@@ -38,7 +38,11 @@ def _then(first: _Piece, second: _Piece) -> _Piece:
 def scan_piece(
   decay: Complex, inputs: Complex, carry: Complex, reset: Array, length: Array, *, form: str
 ) -> tuple[Complex, Complex]:
-  """This device's part of `state_space.scan_chunk`; `carry` is correct on device 0."""
+  """(the states of this device's piece [T, B, P], the state [B, P] after the chunk).
+
+  The arguments are those of `scan.diagonal_scan`, with `length` int32 [B] steps before the padding.
+  `carry`, the state before the chunk, is correct on device 0, and so is the state after it.
+  """
   time, is_first = reset.shape[0], sequence_parallel.index() == 0
   steps = np.arange(time)[:, None]
   known = carry.map(lambda part: jnp.where(is_first, part, 0))

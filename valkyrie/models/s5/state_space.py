@@ -67,7 +67,7 @@ def read(
   form: str,
   conj_sym: bool = True,
 ) -> tuple[Array, Complex]:
-  """Reads a chunk.
+  """Reads a chunk, or this device's piece of one.
 
   Args:
     system: the recurrence.
@@ -86,7 +86,13 @@ def read(
   wide = jnp.promote_types(u.dtype, jnp.float32)
   driven = matmul(jnp.swapaxes(u, 0, 1), jnp.concatenate(system.b).T, wide)
   inputs = Complex(*jnp.split(driven, 2, -1))
-  states, after = scan_chunk(system.decay, inputs, initial, starts.T, length, form=form)
+  if sequence_parallel.axes():
+    states, after = sharded_scan.scan_piece(
+      system.decay, inputs, initial, starts.T, length, form=form
+    )
+  else:
+    states = scan.diagonal_scan(system.decay, inputs, initial, starts.T, form=form)
+    after = scan.state_after(states, initial, length)
   if ends is not None:
     backwards = scan.diagonal_scan(
       system.decay,
@@ -101,20 +107,6 @@ def read(
   readout = scale * jnp.concatenate([system.c.re, -system.c.im], axis=1)
   y = matmul(pairs.astype(u.dtype), readout.T, wide) + system.d[None, None] * u.astype(wide)
   return y, after
-
-
-def scan_chunk(
-  decay: Complex, inputs: Complex, carry: Complex, reset: Array, length: Array, *, form: str
-) -> tuple[Complex, Complex]:
-  """`scan.diagonal_scan` over a chunk, or over this device's piece of one.
-
-  Returns:
-    (the states [T, B, P], the state [B, P] after `length` [B] steps, before the padding).
-  """
-  if sequence_parallel.axes():
-    return sharded_scan.scan_piece(decay, inputs, carry, reset, length, form=form)
-  states = scan.diagonal_scan(decay, inputs, carry, reset, form=form)
-  return states, scan.state_after(states, carry, length)
 
 
 def _reverse(x: Array) -> Array:
