@@ -94,6 +94,7 @@ def test_blocks_includes_nested_values_and_constants():
   assert gadget.rate == 3.5
 
 
+@pytest.mark.invariant(15)
 @pytest.mark.parametrize(
   ('flag', 'expected'),
   [

@@ -107,6 +107,7 @@ def test_each_cut_makes_a_difference(evaluated):
   assert len({metrics['loss'] for metrics in found.values()}) == 1 + len(CUTS)
 
 
+@pytest.mark.invariant(6)
 def test_rows_and_time_split_over_devices_change_nothing(evaluated, feed):
   found, model, params = evaluated
   rules = (('batch', 'data'), ('time', 'time'))

@@ -6,6 +6,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 ROOT = pathlib.Path(__file__).parents[1]
 
 
@@ -18,6 +20,7 @@ def faults(*arguments):
   )
 
 
+@pytest.mark.invariant(15)
 def test_all_promises_of_the_short_table_are_kept(tmp_path):
   file = tmp_path / 'rows.jsonl'
   done = faults('--short', f'--json={file}')

@@ -69,6 +69,7 @@ STORED = [(*_document(i).tolist(), EOS) for i in range(DOCUMENTS)]
 TOTAL = sum(len(document) for document in STORED)
 
 
+@pytest.mark.invariant(9)
 @settings(max_examples=100, deadline=None)
 @given(
   lengths=st.lists(st.integers(1, 400), min_size=1, max_size=12),
@@ -215,6 +216,7 @@ def test_padding_follows_the_last_epoch(data_dir):
     assert not leaf.any()
 
 
+@pytest.mark.invariant(9)
 def test_a_read_of_some_rows_is_a_slice_of_the_batch(data_dir):
   feed = _feed(data_dir)
   whole = feed.read(100, 300)

@@ -45,6 +45,7 @@ def close(a, b, atol=2e-5):
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=atol), a, b)
 
 
+@pytest.mark.invariant(1)
 @pytest.mark.parametrize('mixers', MIXERS)
 @pytest.mark.parametrize('chunk', [1, 4, 12])
 def test_where_chunks_are_cut_changes_nothing(mixers, chunk):
@@ -66,6 +67,7 @@ def test_the_carry_begins_at_zero_and_init_does_not_advance_it():
   assert {leaf.shape[:2] for leaf in jax.tree.leaves(carry)} == {(2, 3)}  # layers, rows
 
 
+@pytest.mark.invariant(3)
 @pytest.mark.parametrize('mixers', MIXERS)
 def test_packed_documents_equal_the_same_documents_alone(mixers):
   model, params, apply = built(mixers)
@@ -80,6 +82,7 @@ def test_packed_documents_equal_the_same_documents_alone(mixers):
     begin += length
 
 
+@pytest.mark.invariant(3)
 def test_a_row_that_starts_a_document_does_not_know_what_it_read_before():
   model, params, apply = built()
   _, used = hidden(apply, params, model.initial_carry(2), tiny.batch((24,), seed=1), 8)
@@ -90,6 +93,7 @@ def test_a_row_that_starts_a_document_does_not_know_what_it_read_before():
   close(from_used, from_fresh)
 
 
+@pytest.mark.invariant(4)
 def test_padding_leaves_every_carry_untouched():
   model, params, apply = built()
   batch, padded = tiny.batch((7, 5)), tiny.batch((7, 5), padding=4)
@@ -102,6 +106,7 @@ def test_padding_leaves_every_carry_untouched():
   close(after, carry, atol=0)
 
 
+@pytest.mark.invariant(2)
 @pytest.mark.parametrize('mixers', MIXERS)
 def test_no_output_depends_on_a_later_token_nor_on_another_document(mixers):
   """By gradient: d hidden[t] / d embedding of token s, which has its own row of the table."""
@@ -146,6 +151,7 @@ def test_remat_changes_nothing():
     close(gradient(remat), expected, atol=1e-5)
 
 
+@pytest.mark.invariant(8)
 def test_dtypes_under_bfloat16():
   model = tiny.model(compute_dtype='bfloat16')
   params, carry = tiny.init(model, 2)
@@ -180,6 +186,7 @@ class Decay(hk.Module):
     return wide.astype(x.dtype), carry
 
 
+@pytest.mark.invariant(7)
 def test_the_cast_copy_computes_the_same_and_all_other_parameters_stay_float32():
   s5 = functools.partial(tiny.s5, activation='full_glu')
   model = tiny.model((tiny.attention, s5, Decay), compute_dtype='bfloat16')

@@ -6,8 +6,8 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import pytest
+import tiny
 
-from tests import tiny
 from valkyrie.errors import Diverged
 from valkyrie.training import nan_hunt
 from valkyrie.training.curriculum import Curriculum, Phase

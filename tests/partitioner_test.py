@@ -95,6 +95,7 @@ def relative(a, b):
   )
 
 
+@pytest.mark.invariant(6)
 @pytest.mark.parametrize('name', SPLIT)
 def test_a_layout_changes_no_loss_no_gradient_and_no_carry(name):
   """In float64; in float32, and in two processes, it is in processes_test.py."""

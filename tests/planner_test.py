@@ -202,6 +202,7 @@ def built(mixers=(), **options):
   return model, awake(params), carry
 
 
+@pytest.mark.invariant(2)
 def test_a_token_depends_on_the_blocks_before_its_own_and_on_nothing_else():
   """In a model whose only way from token to token is the planner; documents start in mid-chunk.
 
@@ -239,6 +240,7 @@ def test_a_token_depends_on_the_blocks_before_its_own_and_on_nothing_else():
   np.testing.assert_array_equal(depends, itself | same & (block[None] == block[:, None] - 1))
 
 
+@pytest.mark.invariant(1)
 def test_where_chunks_are_cut_changes_no_gradient():
   """In float64, and at chunks that are no multiple of the grain (4)."""
   with jax.enable_x64(True):
@@ -337,6 +339,7 @@ def test_decoding_token_by_token_equals_reading_at_once():
     np.testing.assert_allclose(features.hidden[:, 0], whole.hidden[:, t], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.invariant(8)
 def test_dtypes_under_bfloat16():
   model, params, carry = built(compute_dtype='bfloat16')
   batch = tiny.batch((7, 15, 2))

@@ -4,8 +4,9 @@ import functools
 
 import jax
 import numpy as np
+import pytest
+import tiny
 
-from tests import tiny
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.train_step import initial_state, make_train_step
@@ -39,6 +40,7 @@ def losses(compute_dtype):
   return np.asarray(jax.device_get(found))
 
 
+@pytest.mark.invariant(8)
 def test_bfloat16_stays_with_float32_for_200_steps():
   wide, narrow = (losses(dtype).reshape(-1, 20).mean(1) for dtype in ('float32', 'bfloat16'))
   assert wide[-1] < 0.5 * wide[0]  # there was something to learn, and it was learnt

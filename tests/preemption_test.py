@@ -135,6 +135,7 @@ def test_preempted_is_raised_even_if_start_up_replaces_it_by_another_error():
       raise TypeError('unsupported callable') from error
 
 
+@pytest.mark.invariant(14)
 @pytest.mark.parametrize('counts', [['3', '5'], ['5', '3'], ['4', '5']])
 def test_all_processes_stop_after_the_largest_number_of_calls(monkeypatch, counts):
   calls = []

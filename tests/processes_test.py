@@ -141,6 +141,7 @@ def read(folder, name):
   return found
 
 
+@pytest.mark.invariant(10)
 def test_two_processes_resume_a_run_of_one_and_one_process_resumes_a_run_of_two(folder):
   ((code, said),) = run(folder, 'fsdp', 'whole', 1, read='read_by_one')
   assert code == 0, said
@@ -170,6 +171,7 @@ def test_two_processes_resume_a_run_of_one_and_one_process_resumes_a_run_of_two(
   np.testing.assert_allclose(*evaluated, rtol=1e-4)
 
 
+@pytest.mark.invariant(14)
 def test_a_data_error_of_one_process_ends_both_with_65(folder):
   supervise = [str(ROOT / 'scripts' / 'supervise'), '--pause_seconds=0.1', '--']
   ended = run(
@@ -183,6 +185,7 @@ def test_a_data_error_of_one_process_ends_both_with_65(folder):
   assert sorted((line['process'], line['code']) for line in lines) == [(0, 65), (1, 65)]
 
 
+@pytest.mark.invariant(6)
 def test_two_processes_compute_the_gradient_of_one_device(folder):
   arguments = (str(ROOT / 'tests' / 'two_processes.py'), str(folder), *layouts.SPLIT)
   for process in start(folder, 2, *arguments):

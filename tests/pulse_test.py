@@ -123,6 +123,7 @@ def hashes(model_dir):
   return [tuple(line.split()) for line in lines]
 
 
+@pytest.mark.invariant(10)
 def test_a_killed_run_resumes_bit_for_bit(runs):
   whole, killed, said = runs
   expected, found = hashes(whole), hashes(killed)
@@ -135,6 +136,7 @@ def test_a_killed_run_resumes_bit_for_bit(runs):
   assert f'resuming after step {int(after[0][0]) - 1}' in said
 
 
+@pytest.mark.invariant(10)
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_bit_for_bit(runs, folder, valkyrie):
   _, said = finished(valkyrie('asked', '--gin.HashState.ask_after=4'), 75)
   assert said.index('handlers ready') < said.index('SIGTERM: stopping after the running step')

@@ -99,6 +99,7 @@ def test_activations_are_those_of_the_reference_implementation(activation):
   np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.invariant(1)
 @hypothesis.given(
   lengths=st.lists(st.sampled_from((1, 3, 8)), min_size=1, max_size=4),
   documents=st.lists(st.integers(1, 12), min_size=1, max_size=4),
@@ -213,6 +214,7 @@ def test_a_draw_of_dropout_holds_for_all_tokens_of_a_chunk():
   jax.tree.map(np.testing.assert_array_equal, carry, plain_carry)
 
 
+@pytest.mark.invariant(8)
 def test_dtypes_under_bfloat16():
   u = jnp.ones((1, 9, WIDTH), jnp.bfloat16)
   positions = jnp.arange(9)[None]

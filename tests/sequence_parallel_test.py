@@ -137,6 +137,7 @@ def sharded(name, layout):
   )
 
 
+@pytest.mark.invariant(6)
 @pytest.mark.parametrize('seed', range(4))
 @pytest.mark.parametrize(
   ('name', 'layout', 'size'),

@@ -79,6 +79,7 @@ def assert_matches(p, window, starts, dilations=PLAIN, dtype=np.float64, **how):
   assert np.all(np.isfinite(out))
 
 
+@pytest.mark.invariant(1)
 @pytest.mark.parametrize('dilations', [PLAIN, (1, 3)])
 @pytest.mark.parametrize('cuts', [(), (5, 10), (1, 2, 3), (30,), tuple(range(1, 33))])
 def test_equals_the_definition_however_it_is_cut(cuts, dilations):
@@ -107,6 +108,7 @@ def test_equals_the_definition(lengths, seed, chunk, registers, **how):
   assert_matches(p, cuts=tuple(range(chunk, time, chunk)), **how)
 
 
+@pytest.mark.invariant(4)
 def test_padding_leaves_the_carry_as_it_was():
   whole, padded = problem((9,)), problem((9,), padding=6)
   for name in 'qkv':
@@ -153,6 +155,7 @@ def test_float32_far_into_a_document_is_as_exact_as_at_its_start():
   np.testing.assert_array_equal(at_start, far_in)
 
 
+@pytest.mark.invariant(12)
 @pytest.mark.parametrize('differentiate', [False, True])
 def test_nothing_grows_with_the_square_of_time(differentiate):
   time, window = 2**16, 16

@@ -69,6 +69,7 @@ def flip(path, place):
   path.write_bytes(data)
 
 
+@pytest.mark.invariant(11)
 @pytest.mark.parametrize('name', NAMES)
 def test_one_flipped_bit_is_found(run, name):
   files = list((run / 'checkpoints' / '3').glob(name))
@@ -117,6 +118,7 @@ def replace_by_another_step(step):
   shutil.copytree(step.parent / '1', step)
 
 
+@pytest.mark.invariant(11)
 @pytest.mark.parametrize(
   'damage',
   [
@@ -168,6 +170,7 @@ def test_sha256sum_checks_the_manifest(run):
   assert subprocess.run(check, cwd=place, check=False).returncode == 1
 
 
+@pytest.mark.invariant(11)
 @pytest.mark.parametrize('moment', ['manifest.write', 'manifest.sync_directory', 'shutil.rmtree'])
 def test_a_kill_during_a_save_leaves_the_steps_before(run, moment):
   """Kills before the manifest, after the manifest, and while an old step is deleted."""

@@ -264,6 +264,7 @@ def test_a_model_dir_that_is_a_file(train_run, tmp_path):
   assert (tmp_path / 'run').read_text() == 'kept'
 
 
+@pytest.mark.invariant(15)
 def test_a_checkpoint_of_another_model(base, train_run):
   before = contents(base / 'checkpoints')
   with pytest.raises(ConfigurationError, match=r'LanguageModel\.d_model was 16, is 32'):

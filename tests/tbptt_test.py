@@ -55,6 +55,7 @@ def difference(a, b):
   )
 
 
+@pytest.mark.invariant(1)
 @pytest.mark.parametrize(
   ('chunk_size', 'remat'),  # shorter and longer than the window of 6
   [(1, True), (4, True), (4, False), (12, True), (24, False)],
@@ -187,6 +188,7 @@ def test_gradients_of_a_narrow_copy_add_up_in_float32():
     np.testing.assert_array_equal(gradient, 256 + 63 / 2)
 
 
+@pytest.mark.invariant(12)
 def test_of_many_chunks_few_carries_are_kept():
   """For 64 chunks: 8 carries for the segments and 8 within one, instead of 64, and no gradients."""
   size, count = 2**16, 64

@@ -58,6 +58,7 @@ def test_steps_lower_the_loss_and_carry_memory_on():
   assert np.abs(carry.re).max() > 0
 
 
+@pytest.mark.invariant(5)
 @pytest.mark.parametrize('poison', ['parameters', 'carry'])
 def test_a_step_that_is_not_finite_is_refused_whole(poison):
   _, step, start = built()

@@ -45,8 +45,8 @@ def parameter(
 def matmul(x: Array, w: Array, out_dtype: DType | None = None) -> Array:
   """x [..., D_in] @ w [D_in, D_out] in x's dtype, accumulated in float32 -> `out_dtype` or x's.
 
-  Leading axes are merged first: the gradient of w then contracts a single axis, for which a CPU does
-  not transpose the activations.
+  Leading axes are merged first: the gradient of w then contracts a single axis, for which a CPU
+  does not transpose the activations.
   """
   rows = x.reshape(-1, x.shape[-1])
   out = jnp.matmul(rows, w.astype(x.dtype), preferred_element_type=out_dtype or x.dtype)
@@ -81,8 +81,8 @@ def project(x: Array, axes: Axes, **widths: int) -> list[Array]:
 def dropout(x: Array, rate: float, shared: Sequence[int] = ()) -> Array:
   """x with a share `rate` of its values zeroed, the others scaled up (Srivastava et al. 2014).
 
-  It acts only if the transform has an rng, in training. A draw depends on the seed, the step, and the
-  cuts between chunks and between devices.
+  It acts only if the transform has an rng, in training. A draw depends on the seed, the step, and
+  the cuts between chunks and between devices.
 
   Args:
     x: [B, T, ...].
