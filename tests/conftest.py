@@ -3,7 +3,7 @@
 import os
 
 # Before jax is imported anywhere. A child process that a test starts inherits it.
-# Compiling is most of what the suite costs; optimising, and writing each fusion in MLIR, are most
+# Compiling is most of what the suite costs; optimizing, and writing each fusion in MLIR, are most
 # of compiling. (XLA of jax 0.12 has no other way to write a fusion and passes over that option.)
 os.environ['XLA_FLAGS'] = ' '.join(
   [

@@ -123,8 +123,8 @@ def test_the_plot_shows_every_curve(tmp_path):
   }
   plot.write_loss_by_position(tmp_path, curves)
   image = Image.open(tmp_path / 'loss_by_position.png').convert('RGB')
-  colours = {colour for _, colour in image.getcolors(2**24) or ()}
-  assert {ImageColor.getrgb(colour) for colour in plot.COLORS[:2]} <= colours
+  colors = {color for _, color in image.getcolors(2**24) or ()}
+  assert {ImageColor.getrgb(color) for color in plot.COLORS[:2]} <= colors
   plot.write_loss_by_position(tmp_path, {'validation': {'loss': math.nan}})  # nothing to show
   with pytest.raises(StorageError, match=r'loss_by_position\.png cannot be written'):
     plot.write_loss_by_position(tmp_path / 'nowhere', curves)

@@ -38,18 +38,18 @@ def _pure():
 
 
 def awake(params, seed=9):
-  """Parameters as if learnt: none is zero, and every segment is halted at somewhere.
+  """Parameters as if learned: none is zero, and every segment is halted at somewhere.
 
   Those of the recurrence move little, since it would else blow up what differs in the last bit.
   """
   random = np.random.default_rng(seed)
 
-  def learnt(name, x):
+  def learned(name, x):
     noise = random.normal(size=x.shape) * (0.15 if name[:4] in ('slow', 'fast') else 0.5)
     return np.asarray(x) + noise.astype(x.dtype)
 
   return {
-    module: {name: learnt(name, x) for name, x in leaves.items()} if 'planner' in module else leaves
+    module: {name: learned(name, x) for name, x in leaves.items()} if 'planner' in module else leaves
     for module, leaves in params.items()
   }
 

@@ -43,6 +43,6 @@ def losses(compute_dtype):
 @pytest.mark.invariant(8)
 def test_bfloat16_stays_with_float32_for_200_steps():
   wide, narrow = (losses(dtype).reshape(-1, 20).mean(1) for dtype in ('float32', 'bfloat16'))
-  assert wide[-1] < 0.5 * wide[0]  # there was something to learn, and it was learnt
+  assert wide[-1] < 0.5 * wide[0]  # there was something to learn, and it was learned
   assert not np.array_equal(wide, narrow)  # bfloat16 was really at work
   np.testing.assert_allclose(narrow, wide, rtol=TOLERANCE)

@@ -40,10 +40,10 @@ class Watch:
       leaves = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
       return hashlib.sha256(b''.join(leaves)).hexdigest()
 
-    learnt = digest((state.params, state.optimizer_state))
+    learned = digest((state.params, state.optimizer_state))
     empty = not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(state.carry))
     with open(self.path, 'a') as file:
-      print(json.dumps([step, learnt, empty, digest(state)]), file=file)
+      print(json.dumps([step, learned, empty, digest(state)]), file=file)
     if step == self.stop_at:
       os.kill(os.getpid(), signal.SIGTERM)
 '''
@@ -147,9 +147,9 @@ def train_here(folder, tmp_path, monkeypatch):
 
 def test_a_spike_that_is_skipped_changes_nothing_but_what_is_remembered(train_here, folder):
   seen, log = train_here('skip', "--gin.LossSpikes.action='skip'")
-  learnt = {step: hashes for step, (hashes, _, _) in seen.items()}
-  assert learnt[SPIKE] == learnt[SPIKE - 1]
-  assert len(set(learnt.values())) == 11
+  learned = {step: hashes for step, (hashes, _, _) in seen.items()}
+  assert learned[SPIKE] == learned[SPIKE - 1]
+  assert len(set(learned.values())) == 11
   assert [step for step, (_, empty, _) in seen.items() if empty] == [SPIKE]
   (line,) = log
   assert (line['step'], line['why']) == (SPIKE, 'loss spike')
@@ -159,9 +159,9 @@ def test_a_spike_that_is_skipped_changes_nothing_but_what_is_remembered(train_he
 def test_a_spike_leads_back_to_the_checkpoint_that_was_due_however_often_the_run_stops(train_here):
   rewind = "--gin.LossSpikes.action='rewind'"
   seen, log = train_here('whole', rewind)
-  learnt = {step: hashes for step, (hashes, _, _) in seen.items()}
-  assert learnt[SPIKE] == learnt[6]
-  assert len(set(learnt.values())) == 11
+  learned = {step: hashes for step, (hashes, _, _) in seen.items()}
+  assert learned[SPIKE] == learned[6]
+  assert len(set(learned.values())) == 11
   assert log[0] == {'step': SPIKE, 'rewound_to': 6}
   assert (log[1]['step'], log[1]['why'], len(log)) == (SPIKE, 'loss spike', 2)
   before, _ = train_here('stopped', rewind, '--gin.Watch.stop_at=7')

@@ -5,7 +5,7 @@ import contextlib
 
 
 class ValkyrieError(Exception):
-  """An ending that is not a bug: the message says what was found, expected and what to do."""
+  """An ending that is not a bug: the message gives the finding, the expectation and the remedy."""
 
   exit_code = 70
 
@@ -17,7 +17,7 @@ class UsageError(ValkyrieError):
 
 
 class DataError(ValkyrieError):
-  """A document, shard or store is not what it should be."""
+  """A document, shard or store is missing, damaged or of another kind."""
 
   exit_code = 65
 

@@ -162,9 +162,9 @@ def _add_saved(
 def _add_recomputed(
   read: Callable, params: Params, carry: Carry, chunks: Any, gradient: Params
 ) -> tuple[Params, Carry, Sums]:
-  """The same from about 2 sqrt(K) carries of K chunks, no activations, and one set of gradients.
+  """The same from about 2 sqrt(n) carries of n chunks, no activations, and one set of gradients.
 
-  The chunks form segments of about sqrt(K). The forward pass saves the carry before each segment.
+  The chunks form segments of about sqrt(n). The forward pass saves the carry before each segment.
   The backward pass recomputes the carries of a segment from its first, then each chunk from its own
   carry, and passes the carry's cotangent to the chunk before it. The loops are written out: the
   derivative of nested loops would accumulate the parameters' gradient once in each loop.
