@@ -42,4 +42,7 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
   for model_dir in (file, file / 'below', '/proc/nowhere', 'gs://bucket/run'):
     with pytest.raises(StorageError, match=f'--model_dir={model_dir}'):
       writable_directory(model_dir)
+  for model_dir in (file, file / 'below'):
+    with pytest.raises(StorageError, match='there is a file of that name, or above it'):
+      writable_directory(model_dir)
   assert file.read_text() == 'precious'

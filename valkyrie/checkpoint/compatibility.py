@@ -17,10 +17,8 @@ _SHOWN = 10
 
 def versions() -> dict[str, str]:
   """The versions of Python and of the packages that decide the computation of a step."""
-  return {
-    'python': platform.python_version(),
-    **{package: metadata.version(package) for package in _PACKAGES},
-  }
+  of_packages = {package: metadata.version(package) for package in _PACKAGES}
+  return {'python': platform.python_version()} | of_packages
 
 
 def check(
@@ -61,12 +59,9 @@ def check(
 def check_executable(
   found: Mapping[str, Any], programs: Mapping[str, str], allowed: Collection[str], place: str
 ) -> None:
-  """Compares the fingerprints of the programs that the record `found` and this run have in common.
+  """Like `check`, for the fingerprints of the programs that record and run have in common.
 
   It finds differences that no record contains: the compiler's flags, or the machine.
-
-  Raises:
-    ConfigurationError: like `check`.
   """
   known = found.get('executable', {})
   both = {name: programs[name] for name in programs if name in known}

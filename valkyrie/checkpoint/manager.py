@@ -12,7 +12,7 @@ Several processes must see the same directory. Each writes the shards of its dev
 writes all other files, and sends the others its result.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 import contextlib
 import dataclasses
@@ -27,17 +27,12 @@ import gin
 import jax
 
 from valkyrie.checkpoint import steps
-from valkyrie.checkpoint.model_dir import (
-  TrainerLock,
-  local_path,
-  lock_holder,
-  writable_directory,
-)
+from valkyrie.checkpoint.model_dir import TrainerLock, local_path, lock_holder, writable_directory
 from valkyrie.checkpoint.state_check import not_finite
-from valkyrie.checkpoint.state_files import TENSORSTORE_ERRORS, StateFiles
+from valkyrie.checkpoint.state_files import StateFiles, checkpoint_errors
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.distributed import heartbeat, processes
-from valkyrie.errors import ConfigurationError, Diverged, StorageError, storage_errors
+from valkyrie.errors import ConfigurationError, Diverged, StorageError
 
 
 @may_change_on_resume()
@@ -57,15 +52,12 @@ class Checkpoints:
   keep_best: int = 0
 
   def __post_init__(self):
-    if self.keep < 1:
-      raise ConfigurationError(f'Checkpoints.keep={self.keep} would keep no step. Use 1 or more.')
-    if self.keep_period is not None and self.keep_period < 1:
+    bad_period = self.keep_period is not None and self.keep_period < 1
+    if self.keep < 1 or bad_period or self.keep_best < 0:
       raise ConfigurationError(
-        f'Checkpoints.keep_period={self.keep_period} is not a number of steps. Use 1 or more.'
-      )
-    if self.keep_best < 0:
-      raise ConfigurationError(
-        f'Checkpoints.keep_best={self.keep_best} is negative. Use 0 or more.'
+        f'Checkpoints has keep={self.keep}, keep_period={self.keep_period} and '
+        f'keep_best={self.keep_best}. Use a keep and keep_period of 1 or more, and a keep_best of '
+        '0 or more.'
       )
 
   def kept(self, saved: Sequence[int], losses: Mapping[int, float]) -> set[int]:
@@ -97,8 +89,10 @@ class CheckpointDirectory:
     self._options = options
     self._writes_files = not read_only and jax.process_index() == 0
     self._read_only = read_only
-    self._lock = TrainerLock(root) if self._writes_files else None
-    try:
+    self._running_save: Future[None] | None = None
+    with contextlib.ExitStack() as stack:  # frees the lock if an error follows
+      if self._writes_files:
+        stack.callback(TrainerLock(root).release)
       newest = self._recover(root) if jax.process_index() == 0 else None
       of_first = processes.exchange('checkpoints', json.dumps([newest, lock_holder(root)]))[0]
       self._newest, holder = json.loads(of_first)
@@ -107,18 +101,15 @@ class CheckpointDirectory:
           f'Process {jax.process_index()} does not see the files of process 0 in {root}. All '
           'processes need the same directory. Name a --model_dir on storage that they share.'
         )
-    except BaseException:
-      self._release()
-      raise
-    self._files = StateFiles()
-    self._thread = ThreadPoolExecutor(1, thread_name_prefix='commit')
-    self._running_save: Future[None] | None = None
+      self._files = StateFiles()
+      stack.callback(self._files.close)
+      self._thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix='commit'))
+      self._resources = stack.pop_all()
 
   def _recover(self, root: pathlib.Path) -> int | None:
     """Finds the newest valid step, sets later ones aside, and deletes unfinished ones."""
-    with storage_errors(f'{self.directory} cannot be opened', also=TENSORSTORE_ERRORS):
-      found = steps.find(self.directory)
-      newest, damaged = steps.first_valid(self.directory, reversed(found))
+    with checkpoint_errors(f'{self.directory} cannot be opened'):
+      newest, damaged = steps.first_valid(self.directory, reversed(steps.find(self.directory)))
       if self._writes_files:
         self.directory.mkdir(exist_ok=True)
         steps.clear_litter(self.directory)
@@ -164,16 +155,11 @@ class CheckpointDirectory:
         f'The state after step {step} is not finite in {", ".join(paths[:5])}. It was not saved. '
         f'The newest checkpoint is step {self._newest}.'
       )
-    place = steps.unfinished(self.directory, step)
-    try:
-      message = f'Step {step} could not be saved in {self.directory}'
-      with storage_errors(message, also=TENSORSTORE_ERRORS):
-        if self._writes_files:
-          steps.begin(self.directory, step)
-        self._files.write(place / 'state', state)
-    except BaseException:
-      self._clear(place)
-      raise
+    message = f'Step {step} could not be saved in {self.directory}'
+    with checkpoint_errors(message), self._unfinished(step) as place:
+      if self._writes_files:
+        steps.begin(self.directory, step)
+      self._files.write(place / 'state', state)
     self._running_save = self._thread.submit(self._commit, step, record)
 
   def save_now(self, step: int, state: Any, record: dict[str, Any]) -> None:
@@ -184,17 +170,13 @@ class CheckpointDirectory:
       self._collect()
 
   def _commit(self, step: int, record: dict[str, Any]) -> None:
-    place = steps.unfinished(self.directory, step)
-    try:
+    with self._unfinished(step) as place:
       self._files.wait()
       if self._writes_files:
         (place / 'record.json').write_text(json.dumps(record, indent=2))
         steps.finish(self.directory, step)
         with contextlib.suppress(OSError):  # a failed save may have left files, or write them now
           steps.clear_litter(self.directory)
-    except BaseException:
-      self._clear(place)
-      raise
     processes.exchange('saved', str(step))  # the step counts after process 0 has renamed it
     self._newest = step
     heartbeat.beat(saved=step)
@@ -203,48 +185,44 @@ class CheckpointDirectory:
       stay = self._options.kept(saved, self._validation_losses(saved))
       steps.delete(self.directory, [step for step in saved if step not in stay])
 
-  def _clear(self, place: pathlib.Path) -> None:
-    # Orbax may still write there; without the wait its error would appear in its next call.
-    with contextlib.suppress(Exception):
-      self._files.wait()
-    if self._writes_files:
-      shutil.rmtree(place, ignore_errors=True)
+  @contextlib.contextmanager
+  def _unfinished(self, step: int) -> Iterator[pathlib.Path]:
+    """The directory of a step that is being written; an error deletes it."""
+    place = steps.unfinished(self.directory, step)
+    try:
+      yield place
+    except BaseException:
+      # Orbax may still write there; without the wait its error would appear in its next call.
+      with contextlib.suppress(Exception):
+        self._files.wait()
+      if self._writes_files:
+        shutil.rmtree(place, ignore_errors=True)
+      raise
 
   def _validation_losses(self, saved: Sequence[int]) -> dict[int, float]:
     losses = {}
     for step in saved:
-      with contextlib.suppress(OSError, ValueError):  # a record that was damaged meanwhile
+      with contextlib.suppress(StorageError):  # a record that was damaged meanwhile
         losses[step] = self._read_record(step).get('validation_loss')
     return {step: loss for step, loss in losses.items() if loss is not None and math.isfinite(loss)}
 
   def _read_record(self, step: int) -> dict[str, Any]:
-    return json.loads((self.directory / str(step) / 'record.json').read_text())
+    with checkpoint_errors(f'The record of step {step} in {self.directory} cannot be read'):
+      return json.loads((self.directory / str(step) / 'record.json').read_text())
 
   def latest_record(self) -> dict[str, Any] | None:
-    """The record of the newest valid step; None if there is no step.
-
-    Raises:
-      StorageError: it cannot be read.
-    """
-    if self._newest is None:
-      return None
-    message = f'The record of step {self._newest} in {self.directory} cannot be read'
-    with storage_errors(message, also=TENSORSTORE_ERRORS):
-      return self._read_record(self._newest)
+    """The record of the newest valid step, or None; raises StorageError if it cannot be read."""
+    return None if self._newest is None else self._read_record(self._newest)
 
   def nearest_valid(self, goal: int) -> int | None:
     """Step `goal`, or else the first valid one after it, or else the last one before it.
 
-    Returns:
-      None if there is no step.
-
-    Raises:
-      StorageError: all steps are damaged.
+    None if there is no step; raises StorageError if all steps are damaged.
     """
     self.wait()
     nearest = None
     if jax.process_index() == 0:
-      with storage_errors(f'{self.directory} cannot be read', also=TENSORSTORE_ERRORS):
+      with checkpoint_errors(f'{self.directory} cannot be read'):
         found = steps.find(self.directory)
         order = sorted(found, key=lambda step: (step < goal, abs(step - goal)))
         nearest, _ = steps.first_valid(self.directory, order)
@@ -271,11 +249,8 @@ class CheckpointDirectory:
     step = self._newest if step is None else step
     if step is None:
       return None
-    place = self.directory / str(step)
-    state = self._files.read(place / 'state', target, partial)
-    message = f'{place} matches its manifest, but cannot be read'
-    with storage_errors(message, also=TENSORSTORE_ERRORS):
-      return state, self._read_record(step)
+    state = self._files.read(self.directory / str(step) / 'state', target, partial)
+    return state, self._read_record(step)
 
   def check(self) -> None:
     """Raises StorageError if the running save has failed; does not wait for it."""
@@ -291,25 +266,16 @@ class CheckpointDirectory:
   def _collect(self) -> None:
     save, self._running_save = self._running_save, None
     if save is not None:
-      with storage_errors(
+      with checkpoint_errors(
         f'The last save in {self.directory} failed, and the steps before it are unchanged',
         'Make room there, or repair the cause, and run the same command again.',
-        also=TENSORSTORE_ERRORS,
       ):
         save.result()
 
   def close(self) -> None:
     """Waits for the running save and frees the lock; raises as `wait` does."""
-    try:
+    with self._resources:
       self.wait()
-    finally:
-      self._thread.shutdown()
-      self._files.close()
-      self._release()
-
-  def _release(self) -> None:
-    if self._lock is not None:
-      self._lock.release()
 
   def __enter__(self) -> 'CheckpointDirectory':
     return self

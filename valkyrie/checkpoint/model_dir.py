@@ -12,11 +12,7 @@ _LOCK = 'trainer.lock'
 
 
 def local_path(path: str | os.PathLike) -> pathlib.Path:
-  """The absolute path of --model_dir.
-
-  Raises:
-    StorageError: it is the address of a bucket.
-  """
+  """The absolute path of --model_dir; raises StorageError for the address of a bucket."""
   if '://' in os.fspath(path):
     raise StorageError(
       f'--model_dir={os.fspath(path)} is the address of a bucket, but a run needs a directory. '
@@ -36,7 +32,10 @@ def writable_directory(path: str | os.PathLike) -> pathlib.Path:
     f'--model_dir={os.fspath(path)} is not a directory that can be written ({directory})',
     'Nothing was changed. Name another --model_dir, or make room there.',
   ):
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+      directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+      raise OSError('there is a file of that name, or above it') from error
     with tempfile.TemporaryFile(dir=directory) as trial:
       trial.write(bytes(4096))
       trial.flush()
@@ -58,23 +57,20 @@ class TrainerLock:
   Its file, `trainer.lock`, stays and names the last holder. Hosts that share the directory over a
   network see each other's locks only if the file system supports them: NFS does, FUSE mounts of
   buckets do not.
+
+  Raises:
+    StorageError: another process holds it; the message names that process.
   """
 
   def __init__(self, directory: pathlib.Path):
-    """Takes the lock.
-
-    Raises:
-      StorageError: another process holds it; the message names that process.
-    """
     path = directory / _LOCK
     with storage_errors(f'{path} cannot be opened'):
       self._file = open(path, 'a+')  # noqa: SIM115, held until `release`
     try:
       fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-      self._file.seek(0)
-      holder = self._file.read().strip() or 'another process'
       self._file.close()
+      holder = lock_holder(directory).strip() or 'another process'
       raise StorageError(
         f'{holder} is training in {directory}, and two trainers would overwrite each other. Wait '
         'for it or stop it, or name another --model_dir.'

@@ -10,7 +10,7 @@ import numpy as np
 from valkyrie.errors import ConfigurationError
 from valkyrie.types import leaf_path
 
-_DIFFERENCES_SHOWN = 5
+_SHOWN = 5
 
 
 def not_finite(state: Any) -> list[str]:
@@ -30,16 +30,12 @@ def _are_finite(leaves):
 
 
 def check_same_model(place: pathlib.Path, stored: Any, target: Any, partial: bool) -> None:
-  """Compares the names, shapes and dtypes of a stored state with the expected ones.
+  """Raises ConfigurationError if names, shapes or dtypes of leaves differ; the message shows them.
 
   Args:
     place: the directory of the step.
     stored: a pytree of the metadata of the stored arrays.
-    target: a pytree of jax.ShapeDtypeStruct.
-    partial: `target` is a dict of some fields of the state; only they are compared.
-
-  Raises:
-    ConfigurationError: with the leaves that differ.
+    target, partial: as in `CheckpointDirectory.restore`.
   """
   if partial:
     stored = {field: tree for field, tree in stored.items() if field in target}
@@ -49,10 +45,10 @@ def check_same_model(place: pathlib.Path, stored: Any, target: Any, partial: boo
     return
   lines = [
     f'  {path}: found {found.get(path, "nothing")}, expected {expected.get(path, "nothing")}'
-    for path in different[:_DIFFERENCES_SHOWN]
+    for path in different
   ]
-  if len(different) > len(lines):
-    lines.append(f'  and {len(different) - len(lines)} more')
+  if len(lines) > _SHOWN:
+    lines[_SHOWN:] = [f'  and {len(lines) - _SHOWN} more']
   raise ConfigurationError(
     f'{place} is a checkpoint of another model. These leaves differ:\n' + '\n'.join(lines) + '\n'
     'Nothing was changed. Use another --model_dir, or the gin file of the checkpoint.'

@@ -1,25 +1,26 @@
 """Files of a train state, written and read by Orbax."""
 
+import functools
 import logging
 import pathlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 
 from valkyrie.checkpoint.state_check import check_same_model
 from valkyrie.errors import storage_errors
 
-TENSORSTORE_ERRORS = (ValueError, RuntimeError)
+# Tensorstore reports errors of files as ValueError and RuntimeError.
+checkpoint_errors = functools.partial(storage_errors, also=(ValueError, RuntimeError))
 
 
 class StateFiles:
   """Writes one state at a time in the background; each process writes the shards of its devices."""
 
   def __init__(self):
-    _quiet_orbax()
+    logging.getLogger('absl').addFilter(_is_shown)
     # With named processes Orbax uses no collective of the devices as its barrier. Collectives must
     # be dispatched in the same order by all processes, which a separate thread cannot guarantee.
     processes = ocp.options.MultiprocessingOptions(
@@ -39,32 +40,19 @@ class StateFiles:
     self._orbax.wait_until_finished()
 
   def read(self, place: pathlib.Path, target: Any, partial: bool) -> Any:
-    """Reads a state bit for bit, in the structure of `target`.
-
-    Args:
-      place: the directory of the state.
-      target: a pytree of jax.ShapeDtypeStruct; its shardings may differ from those of the save.
-      partial: `target` is a dict of some fields of the state; the others are not read.
-
-    Raises:
-      ConfigurationError: names, shapes or dtypes differ: the state is of another model.
-      StorageError: the files cannot be read.
-    """
-    message = f'{place} matches its manifest, but cannot be read'
-    with storage_errors(message, also=TENSORSTORE_ERRORS):
+    """Reads the state in the directory `place`; otherwise like `CheckpointDirectory.restore`."""
+    with checkpoint_errors(f'{place} matches its manifest, but cannot be read'):
       metadata: Any = self._orbax.metadata(place).item_metadata
-    item = _without_empty_arrays(target)
-    check_same_model(place.parent, metadata.tree, item, partial)
-    with storage_errors(message, also=TENSORSTORE_ERRORS):
-      restored = self._orbax.restore(
-        place,
-        args=ocp.args.PyTreeRestore(
-          item=item,
-          restore_args=ocp.checkpoint_utils.construct_restore_args(item),
-          partial_restore=partial,
-        ),
-      )
-    return jax.tree.map(lambda leaf, found: found if leaf.size else _empty(leaf), target, restored)
+      item = _without_empty_arrays(target)
+      check_same_model(place.parent, metadata.tree, item, partial)
+      restore_args = ocp.checkpoint_utils.construct_restore_args(item)
+      args = ocp.args.PyTreeRestore(item, restore_args=restore_args, partial_restore=partial)
+      restored = self._orbax.restore(place, args=args)
+
+    def with_empty_arrays(leaf: jax.ShapeDtypeStruct, found: Any) -> Any:
+      return found if leaf.size else jnp.zeros_like(leaf, device=leaf.sharding)
+
+    return jax.tree.map(with_empty_arrays, target, restored)
 
   def close(self) -> None:
     """Ends the threads of Orbax."""
@@ -76,22 +64,9 @@ def _without_empty_arrays(tree: Any) -> Any:
   return jax.tree.map(lambda leaf: leaf if leaf.size else None, tree)
 
 
-def _empty(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-  zeros = np.zeros(leaf.shape, leaf.dtype)
-  if leaf.sharding is None:
-    return jnp.asarray(zeros)
-  return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: zeros[index])
-
-
-def _quiet_orbax() -> None:
-  """Hides all of Orbax's log messages except warnings.
+def _is_shown(record: logging.LogRecord) -> bool:
+  """False for all of Orbax's log messages except warnings.
 
   Orbax logs a dozen lines for each save, and four stacks for an error that it also raises.
   """
-  logger = logging.getLogger('absl')
-  if _is_shown not in logger.filters:
-    logger.addFilter(_is_shown)
-
-
-def _is_shown(record: logging.LogRecord) -> bool:
   return record.levelno == logging.WARNING or '/orbax/' not in record.pathname

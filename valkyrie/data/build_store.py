@@ -15,7 +15,7 @@ together, and 'FEATURE_pretokenized', which seqio's tokenize adds, gives the byt
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 import contextlib
 import importlib
 import importlib.util
@@ -64,37 +64,15 @@ def build(
 
     tf.config.list_logical_devices()
   reader = TaskReader(module, name, split, vocabulary, source)
-  recipe = store_writer.Recipe(
-    task=task,
-    split=split,
-    vocabulary=vocabulary,
-    source=reader.description | {'location': source},
-    shards=shards,
-  )
+  origin = reader.description | {'location': source}
+  recipe = store_writer.Recipe(task, split, vocabulary, origin, shards)
   numbers = range(shards) if shard is None else [shard]
-  with tqdm.tqdm(
-    desc=f'{task}/{split}',
-    total=len(numbers),
-    unit='shard',
-    miniters=0,  # time alone decides when the line is rewritten
-    mininterval=0.2 if sys.stderr.isatty() else 10,
-  ) as progress:
-    documents = _counted(lambda part: reader.documents(part, shards), progress)
-    for number in numbers:
-      store_writer.write_shard(output, recipe, number, documents)
-      progress.update()
-  return store_writer.finish(output, recipe)
-
-
-def _counted(
-  documents: Callable[[int], Iterator[Document]], progress: tqdm.tqdm
-) -> Callable[[int], Iterator[Document]]:
-  """Wraps `documents`: their number, tokens and tokens/s appear beside the progress."""
   count = tokens = 0
 
-  def counted(shard: int) -> Iterator[Document]:
+  def documents(number: int) -> Iterator[Document]:
+    """A shard's documents; the totals and the tokens/s so far appear beside the progress."""
     nonlocal count, tokens
-    for document in documents(shard):
+    for document in reader.documents(number, shards):
       count += 1
       tokens += len(document.tokens)
       rate = tokens / max(progress.format_dict['elapsed'], 1e-9)
@@ -104,7 +82,17 @@ def _counted(
       progress.update(0)
       yield document
 
-  return counted
+  with tqdm.tqdm(
+    desc=f'{task}/{split}',
+    total=len(numbers),
+    unit='shard',
+    miniters=0,  # time alone decides when the line is rewritten
+    mininterval=0.2 if sys.stderr.isatty() else 10,
+  ) as progress:
+    for number in numbers:
+      store_writer.write_shard(output, recipe, number, documents)
+      progress.update()
+  return store_writer.finish(output, recipe)
 
 
 def _finished(
@@ -210,7 +198,7 @@ def main() -> int:
     else:
       print(f'build_store: {error}', file=sys.stderr)
     return error.exit_code
-  names = ('documents', 'tokens', 'text_bytes', 'skipped_empty', 'skipped_one_token', 'fingerprint')
+  names = (*store_writer.COUNTS, 'fingerprint')
   report = {name: information[name] for name in names} if information else {}
   if arguments.json:
     print(json.dumps(report))

@@ -26,14 +26,7 @@ _MAX_NAMED = 8  # rows, and documents of each row, in a message
 class TaskFeed:
   """B rows of a task's documents, each a stream of tokens: endless, or of `epochs` epochs.
 
-  Attributes:
-    vocabulary: the codec, see `vocabularies`.
-    vocabulary_size: ids are in [0, vocabulary_size).
-    tokens_per_byte: stored tokens, EOS included, per byte of text of the split; None if documents
-      have prompts, since the bits of the answers are not the bits of the text.
-    fingerprint: hash of the store's content.
-    row_tokens: tokens of the longest row in one epoch.
-    store: the TokenStore.
+  Its attributes are those of `types.TaskFeed`, and `store`, the TokenStore.
   """
 
   def __init__(
@@ -98,6 +91,7 @@ class TaskFeed:
         'each row needs one. Lower batch_size, or use a larger split.'
       )
     self.vocabulary_size = self.vocabulary.size
+    # With prompts the bits of the answers are not the bits of the text. Tokens include EOS.
     has_prompts = bool(self.store.prompts.any())
     self.tokens_per_byte = None if has_prompts else self.store.tokens / self.store.text_bytes
     self.fingerprint = self.store.fingerprint
@@ -110,15 +104,10 @@ class TaskFeed:
     self._latest_epoch: dict[int, tuple[int, Epoch]] = {}
 
   def read(self, position: int, length: int, rows: Sequence[int] | None = None) -> Batch:
-    """Reads the tokens [position, position + length) of each row: a pure function.
-
-    Args:
-      position: number of each row's first token to read.
-      length: T.
-      rows: numbers of the rows to read, such as the rows of one host; None is all B.
+    """Reads the tokens [position, position + length) of `rows`, such as the rows of one host.
 
     Returns:
-      Batch of numpy arrays [rows, T].
+      Batch of numpy arrays [rows, length].
 
     Raises:
       DataError: a row has more than `bad_documents` damaged documents.

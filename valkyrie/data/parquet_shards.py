@@ -16,18 +16,16 @@ from valkyrie.errors import DataError
 class ParquetShards:
   """The *.parquet files at `location`, sorted by name, with checked footers.
 
+  Args:
+    location: a file, a directory (all *.parquet below it) or a pattern of file names; local, or a
+      URI that pyarrow supports (gs://, s3://, hdfs://).
+    columns: the columns to read; others are never read.
+
   Raises:
     DataError: there are no files, or the named file is corrupt, empty or lacks a column.
   """
 
   def __init__(self, location: str, columns: Sequence[str]):
-    """Lists the files and reads their footers.
-
-    Args:
-      location: a file, a directory (all *.parquet below it) or a pattern of file names; local, or
-        a URI that pyarrow supports (gs://, s3://, hdfs://).
-      columns: the columns to read; others are never read.
-    """
     self._columns = list(columns)
     self._filesystem, self._files = _files(location)
     if not self._files:
@@ -41,11 +39,11 @@ class ParquetShards:
       footer = self._open(file).metadata
       if not footer.num_rows:
         raise DataError(f'The parquet shard {file} is empty: it has no rows. {_REPAIR}')
-      missing = sorted(set(columns) - set(footer.schema.to_arrow_schema().names))
-      if missing:
+      names = footer.schema.to_arrow_schema().names
+      if missing := sorted(set(columns) - set(names)):
         raise DataError(
           f'The parquet shard {file} has no column {", ".join(missing)}; it has '
-          f'{", ".join(footer.schema.to_arrow_schema().names)}. {_REPAIR}'
+          f'{", ".join(names)}. {_REPAIR}'
         )
       self._rows += footer.num_rows
       self._groups += [(file, group) for group in range(footer.num_row_groups)]
@@ -65,10 +63,9 @@ class ParquetShards:
 
   def describe(self) -> dict[str, Any]:
     """The number and the hash of the files, and the number of rows, for store.json."""
-    names = '\n'.join(self._files)
     return {
       'files': len(self._files),
-      'files_sha256': hashlib.sha256(names.encode()).hexdigest(),
+      'files_sha256': hashlib.sha256('\n'.join(self._files).encode()).hexdigest(),
       'rows': self._rows,
     }
 

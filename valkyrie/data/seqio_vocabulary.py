@@ -39,11 +39,8 @@ class SeqioVocabulary(seqio.Vocabulary):
       ids = self._vocabulary.encode(bytes(text.numpy()).decode('utf-8', errors='replace'))
       return np.array(ids, np.int32)
 
-    ids = tf.py_function(encode, [s], tf.int32)
-    ids.set_shape([None])
-    return ids
+    return tf.ensure_shape(tf.py_function(encode, [s], tf.int32), [None])
 
   def _decode_tf(self, ids: tf.Tensor) -> tf.Tensor:
     text = tf.py_function(lambda i: self._vocabulary.decode(i.numpy().tolist()), [ids], tf.string)
-    text.set_shape([])
-    return text
+    return tf.ensure_shape(text, [])

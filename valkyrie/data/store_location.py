@@ -28,11 +28,9 @@ def store_path(
   if data_dir is None:
     cache = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
     data_dir = f'{cache}/valkyrie'
-  origin = (
-    f'python{platform.python_version()}'
-    if source is None
-    else hashlib.sha256(source.encode()).hexdigest()[:8]
-  )
+  origin = f'python{platform.python_version()}'
+  if source is not None:
+    origin = hashlib.sha256(source.encode()).hexdigest()[:8]
   kind, _, digest = vocabulary.fingerprint.partition('-')
   words = [task, split, kind, digest[:8], origin]
   name = '-'.join(re.sub(r'[^\w.]+', '_', word) for word in words if word)
@@ -44,10 +42,7 @@ def build_if_missing(
 ):
   """Runs `python -m valkyrie.data.build_store` unless the store is finished.
 
-  Its progress goes to standard error.
-
-  Raises:
-    ValkyrieError: the error of the build, with its class, message and exit code.
+  Its progress goes to standard error. Its ValkyrieError, with class and message, is raised here.
   """
   if (path / STORE_FILE).exists():
     return
@@ -61,9 +56,8 @@ def build_if_missing(
   done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False)
   if done.returncode == 0:
     return
-  lines = done.stdout.splitlines()
   try:
-    report = json.loads(lines[-1])
+    report = json.loads(done.stdout.splitlines()[-1])
     error_class = getattr(errors, report['error'])
   except (IndexError, ValueError, KeyError, AttributeError):
     raise errors.DataError(

@@ -4,7 +4,7 @@ A shard is written to a temporary directory under a lock and renamed when it is 
 comes last. Several builders may work on one store at once: each shard is built by one of them.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
 import dataclasses
 import fcntl
@@ -13,7 +13,7 @@ import json
 import os
 import pathlib
 import shutil
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 import uuid
 
 import numpy as np
@@ -23,6 +23,7 @@ from valkyrie.data.token_store import SHARD_FILE, STORE_FILE
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError, DataError, storage_errors
 
+COUNTS = ('documents', 'tokens', 'text_bytes', 'skipped_empty', 'skipped_one_token')
 # A source of mostly empty documents is broken. A shard is judged after so many documents.
 MAX_SKIPPED = 0.5
 _JUDGED_AFTER = 1000
@@ -115,10 +116,8 @@ def finish(path: pathlib.Path, recipe: Recipe) -> dict[str, Any] | None:
   if not all((path / recipe.shard_name(i) / SHARD_FILE).exists() for i in range(recipe.shards)):
     return None
   shards = [_read_shard(path, recipe, i) for i in range(recipe.shards)]
-  totals = ('documents', 'tokens', 'text_bytes', 'skipped_empty', 'skipped_one_token')
-  information = recipe.information() | {key: sum(s[key] for s in shards) for key in totals}
-  skipped = information['skipped_empty'] + information['skipped_one_token']
-  _check_skipped(str(path), information['documents'], skipped)
+  information = recipe.information() | {key: sum(s[key] for s in shards) for key in COUNTS}
+  _check_skipped(str(path), information)
   if not information['documents']:
     raise DataError(
       f'The split {recipe.split!r} of the task {recipe.task!r} has no documents. '
@@ -128,10 +127,9 @@ def finish(path: pathlib.Path, recipe: Recipe) -> dict[str, Any] | None:
   information['shards'] = [{key: s[key] for key in kept} for s in shards]
   files = [s['files'] for s in shards]
   information['fingerprint'] = token_store.content_hash([information['vocabulary'], files])
-  sealed = {**information, 'sha256': token_store.content_hash(information)}
   with _write_errors(path):
     temporary = path / f'.{STORE_FILE}.{uuid.uuid4().hex}.tmp'
-    _write_json(temporary, sealed)
+    _write_json(temporary, information | {'sha256': token_store.content_hash(information)})
     temporary.replace(path / STORE_FILE)
     for lock in path.glob('.shard-*.lock'):
       lock.unlink(missing_ok=True)
@@ -144,17 +142,15 @@ def _write_arrays(
   """Writes the arrays of a shard and returns its counts."""
   size, eos_id = recipe.vocabulary.size, recipe.vocabulary.eos_id
   dtype = token_store.token_dtype(size)
-  offsets, hashes, keys, prompts = [0], [], [], []
-  text_bytes = skipped_empty = skipped_one_token = 0
-  with (directory / token_store.TOKENS_FILE).open('wb') as stream:
+  offsets, hashes, keys, prompts = [0], bytearray(), bytearray(), []
+  counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
+  with _flushed(directory / token_store.TOKENS_FILE) as stream:
     _write_header(stream, dtype, 0)
     for number, document in enumerate(documents):
       if len(document.tokens) < 2:
-        skipped_empty += len(document.tokens) == 0
-        skipped_one_token += len(document.tokens) == 1
-        skipped = skipped_empty + skipped_one_token
+        counts['skipped_one_token' if len(document.tokens) else 'skipped_empty'] += 1
         if number >= _JUDGED_AFTER:
-          _check_skipped(f'shard {shard}', len(keys), skipped)
+          _check_skipped(f'shard {shard}', counts)
         continue
       if document.tokens.max() >= size or document.tokens.min() < 0:
         raise DataError(
@@ -166,49 +162,41 @@ def _write_arrays(
       content = np.append(document.tokens, eos_id).astype(dtype).tobytes()
       stream.write(content)
       offsets.append(offsets[-1] + len(document.tokens) + 1)
-      hashes.append(hashlib.blake2b(content, digest_size=16).digest())
-      keys.append(_key(document.sequence_key or f'\0{shard}/{number}'))
+      hashes += hashlib.blake2b(content, digest_size=16).digest()
+      key = (document.sequence_key or f'\0{shard}/{number}').encode('utf-8', errors='replace')
+      keys += hashlib.blake2b(key, digest_size=8).digest()
       prompts.append(document.prompt_tokens)
-      text_bytes += document.text_bytes
+      counts['documents'] += 1
+      counts['text_bytes'] += document.text_bytes
+    counts['tokens'] = offsets[-1]
     stream.seek(0)
-    _write_header(stream, dtype, offsets[-1])
-    _flush(stream)
-  _save(directory / 'offsets.npy', np.array(offsets, np.int64))
-  _save(directory / 'hashes.npy', np.frombuffer(b''.join(hashes), np.uint8).reshape(-1, 16))
-  _save(directory / 'keys.npy', np.array(keys, np.uint64))
-  if any(prompts):
-    _save(directory / token_store.PROMPTS_FILE, np.array(prompts, np.int64))
-  return {
-    'documents': len(keys),
-    'tokens': offsets[-1],
-    'text_bytes': text_bytes,
-    'skipped_empty': skipped_empty,
-    'skipped_one_token': skipped_one_token,
+    _write_header(stream, dtype, counts['tokens'])
+  arrays = {
+    'offsets.npy': np.array(offsets, np.int64),
+    'hashes.npy': np.frombuffer(hashes, np.uint8).reshape(-1, 16),
+    'keys.npy': np.frombuffer(keys, '<u8'),
   }
+  if any(prompts):
+    arrays[token_store.PROMPTS_FILE] = np.array(prompts, np.int64)
+  for name, array in arrays.items():
+    with _flushed(directory / name) as stream:
+      np.save(stream, array)
+  return counts
 
 
-def _write_header(stream, dtype: np.dtype, length: int):
+def _write_header(stream: BinaryIO, dtype: np.dtype, length: int):
   """Writes a .npy header; numpy pads it, so that the final length overwrites the first one."""
   np.lib.format.write_array_header_1_0(
     stream, {'descr': dtype.str, 'fortran_order': False, 'shape': (length,)}
   )
 
 
-def _save(file: pathlib.Path, array: np.ndarray):
-  with file.open('wb') as stream:
-    np.lib.format.write_array(stream, array, allow_pickle=False)
-    _flush(stream)
-
-
-def _key(sequence_key: str) -> int:
-  digest = hashlib.blake2b(sequence_key.encode('utf-8', errors='replace'), digest_size=8).digest()
-  return int.from_bytes(digest, 'little')
-
-
-def _check_skipped(place: str, kept: int, skipped: int):
-  if skipped > MAX_SKIPPED * (kept + skipped):
+def _check_skipped(place: str, counts: Mapping[str, int]):
+  skipped = counts['skipped_empty'] + counts['skipped_one_token']
+  total = counts['documents'] + skipped
+  if skipped > MAX_SKIPPED * total:
     raise DataError(
-      f'{skipped} of {kept + skipped} documents in {place} are empty or have one token only, but '
+      f'{skipped} of {total} documents in {place} are empty or have one token only, but '
       f'at most {MAX_SKIPPED:.0%} may be skipped. Check the text column and the files of the '
       'source.'
     )
@@ -236,14 +224,17 @@ def _read_shard(path: pathlib.Path, recipe: Recipe, shard: int) -> dict[str, Any
 
 
 def _write_json(file: pathlib.Path, content: dict[str, Any]):
-  with file.open('w') as stream:
-    json.dump(content, stream, indent=1, sort_keys=True)
-    _flush(stream)
+  with _flushed(file) as stream:
+    stream.write(json.dumps(content, indent=1, sort_keys=True).encode())
 
 
-def _flush(stream):
-  stream.flush()
-  os.fsync(stream.fileno())
+@contextlib.contextmanager
+def _flushed(file: pathlib.Path) -> Iterator[BinaryIO]:
+  """Opens a new file, and flushes it to disk before it is closed."""
+  with file.open('wb') as stream:
+    yield stream
+    stream.flush()
+    os.fsync(stream.fileno())
 
 
 @contextlib.contextmanager

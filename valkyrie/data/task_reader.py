@@ -29,7 +29,14 @@ class TaskReader:
   def __init__(
     self, module: str, task: str, split: str, vocabulary: Vocabulary, source: str | None
   ):
-    original = _registered_task(module, task)
+    importlib.import_module(module)
+    registered = seqio.TaskRegistry.names()
+    if task not in registered:
+      raise ConfigurationError(
+        f'The module {module} registers no seqio task {task!r}.{did_you_mean(task, registered)} '
+        'A mixture is endless and cannot be stored. Name its tasks one by one.'
+      )
+    original: Any = seqio.TaskRegistry.get(task)
     if split not in original.splits:
       raise ConfigurationError(
         f'The task {task} has no split {split!r}. Use one of {", ".join(original.splits)}.'
@@ -41,11 +48,9 @@ class TaskReader:
       )
     task_source = original.source
     self.description: dict[str, Any] = {'kind': str(task_source)}
-    self._source = None
     if isinstance(task_source, DocumentSource):
       task_source = task_source if source is None else task_source.at(source)
       self.description = task_source.describe(split)
-      self._source = task_source
     elif source is not None:
       raise ConfigurationError(
         f'The source of the task {task} is not a DocumentSource (valkyrie.data.document_source) '
@@ -72,8 +77,7 @@ class TaskReader:
       for example in dataset.as_numpy_iterator():
         yield self._document(example)
     except tf.errors.OpError as error:
-      failure = self._source.failure if self._source is not None else None
-      raise failure or DataError(
+      raise getattr(self._task.source, 'failure', None) or DataError(
         f'Reading shard {shard} of {self._task.name} failed: {error.message}'
       ) from error
 
@@ -93,15 +97,3 @@ class TaskReader:
   def _text_bytes(self, example: dict[str, Any], feature: str, tokens: np.ndarray) -> int:
     text = example.get(f'{feature}_pretokenized')
     return len(self._vocabulary.decode(tokens).encode()) if text is None else len(text)
-
-
-def _registered_task(module: str, name: str) -> Any:
-  """Imports the module and returns the seqio.Task that it registers."""
-  importlib.import_module(module)
-  registered = seqio.TaskRegistry.names()
-  if name not in registered:
-    raise ConfigurationError(
-      f'The module {module} registers no seqio task {name!r}.{did_you_mean(name, registered)} '
-      'A mixture is endless and cannot be stored. Name its tasks one by one.'
-    )
-  return seqio.TaskRegistry.get(name)

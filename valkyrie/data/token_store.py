@@ -54,25 +54,23 @@ class TokenStore:
     self.tokens: int = information['tokens']
     self.text_bytes: int = information['text_bytes']
     self._vocabulary_size: int = information['vocabulary']['size']
-    names = [shard['name'] for shard in information['shards']]
-    # Slicing an np.memmap costs ten times as much as slicing an ndarray that views it.
-    self._tokens = [np.asarray(_load(path / name / TOKENS_FILE, mapped=True)) for name in names]
-    self._hashes = [_load(path / name / 'hashes.npy', mapped=True) for name in names]
-    offsets = [_load(path / name / 'offsets.npy') for name in names]
-    self._shard_names = names
+    self._shards = information['shards']
+    self._tokens = [_load(path, shard, TOKENS_FILE, mapped=True) for shard in self._shards]
+    self._hashes = [_load(path, shard, 'hashes.npy', mapped=True) for shard in self._shards]
+    offsets = [_load(path, shard, 'offsets.npy') for shard in self._shards]
     self._first_documents = np.cumsum([0] + [len(o) - 1 for o in offsets])
     self._starts = np.concatenate([o[:-1] for o in offsets])
     self.lengths = np.concatenate([np.diff(o) for o in offsets])
-    self.sequence_keys = np.concatenate([_load(path / name / 'keys.npy') for name in names])
-    self.prompts = np.concatenate(
-      [
-        _load(path / shard['name'] / PROMPTS_FILE)
-        if PROMPTS_FILE in shard['files']
-        else np.zeros(shard['documents'], np.int64)
-        for shard in information['shards']
-      ]
-    )
+    self.sequence_keys = np.concatenate([_load(path, shard, 'keys.npy') for shard in self._shards])
+    self.prompts = np.concatenate([_load(path, shard, PROMPTS_FILE) for shard in self._shards])
     self._checked = np.zeros(len(self.lengths), np.uint8)  # _INTACT or _DAMAGED once read
+    dtype = token_dtype(self._vocabulary_size)
+    for shard, tokens in zip(self._shards, self._tokens, strict=True):
+      if (tokens.dtype, tokens.shape) != (dtype, (shard['tokens'],)):
+        raise DataError(
+          f'{path / shard["name"] / TOKENS_FILE} is corrupt: it has {tokens.dtype} '
+          f'{list(tokens.shape)}, but {dtype} [{shard["tokens"]}] was written. {REBUILD}'
+        )
 
   @classmethod
   def open(cls, path: pathlib.Path, vocabulary: Vocabulary) -> 'TokenStore':
@@ -94,9 +92,7 @@ class TokenStore:
     for shard in information['shards']:
       for name, recorded in shard['files'].items():
         check_file(path / shard['name'] / name, recorded, content=name != TOKENS_FILE)
-    store = cls(path, information)
-    store._check_tokens()
-    return store
+    return cls(path, information)
 
   def read(self, documents: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Reads slices of documents and concatenates them.
@@ -108,14 +104,12 @@ class TokenStore:
     Returns:
       int32 [sum(lengths)]
     """
-    shards = self._shards(documents)
     begins = self._starts[documents] + begins
-    ends = np.cumsum(lengths)
-    out = np.empty(int(ends[-1]) if len(ends) else 0, np.int32)
-    bounds = (shards, begins, begins + lengths, ends - lengths, ends)
-    for shard, begin, end, to, to_end in zip(*(bound.tolist() for bound in bounds), strict=True):
-      out[to:to_end] = self._tokens[shard][begin:end]
-    return out
+    bounds = (self._shards_of(documents), begins, begins + lengths)
+    pieces = [np.empty(0, np.int32)]
+    for shard, begin, end in zip(*(bound.tolist() for bound in bounds), strict=True):
+      pieces.append(self._tokens[shard][begin:end])
+    return np.concatenate(pieces, dtype=np.int32, casting='unsafe')
 
   def damaged(self, documents: np.ndarray) -> np.ndarray:
     """Checks documents, int [documents], by their hashes -> bool [documents], True if damaged.
@@ -128,11 +122,11 @@ class TokenStore:
 
   def damage(self, document: int) -> str | None:
     """The damage of a document and its place in the store, or None if it is intact."""
-    shard = int(self._shards(document))
+    shard = int(self._shards_of(document))
     number = document - int(self._first_documents[shard])
     begin = int(self._starts[document])
     tokens = self._tokens[shard][begin : begin + int(self.lengths[document])]
-    place = f'document {number} of {self._shard_names[shard]} in the token store {self.path}'
+    place = f'document {number} of {self._shards[shard]["name"]} in the token store {self.path}'
     if tokens.max() >= self._vocabulary_size:
       return f'{place} has the token {tokens.max()}, but there are {self._vocabulary_size} ids'
     digest = hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
@@ -140,18 +134,8 @@ class TokenStore:
       return f'{place} does not have the hash recorded when it was written'
     return None
 
-  def _shards(self, documents: np.ndarray | int) -> np.ndarray:
+  def _shards_of(self, documents: np.ndarray | int) -> np.ndarray:
     return np.searchsorted(self._first_documents, documents, side='right') - 1
-
-  def _check_tokens(self):
-    """Refuses token files whose header has another dtype or shape than recorded."""
-    dtype = token_dtype(self._vocabulary_size)
-    for shard, tokens in zip(self.information['shards'], self._tokens, strict=True):
-      if (tokens.dtype, tokens.shape) != (dtype, (shard['tokens'],)):
-        raise DataError(
-          f'{self.path / shard["name"] / TOKENS_FILE} is corrupt: it has {tokens.dtype} '
-          f'{list(tokens.shape)}, but {dtype} [{shard["tokens"]}] was written. {REBUILD}'
-        )
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype:
@@ -218,8 +202,15 @@ def file_sha256(file: pathlib.Path) -> str:
     return hashlib.file_digest(stream, 'sha256').hexdigest()
 
 
-def _load(file: pathlib.Path, mapped: bool = False) -> np.ndarray:
+def _load(
+  path: pathlib.Path, shard: dict[str, Any], name: str, *, mapped: bool = False
+) -> np.ndarray:
+  """Reads an array of a shard, of which `shard` is the entry in store.json."""
+  if name == PROMPTS_FILE and name not in shard['files']:
+    return np.zeros(shard['documents'], np.int64)
+  file = path / shard['name'] / name
   try:
-    return np.load(file, mmap_mode='r' if mapped else None, allow_pickle=False)
+    # Slicing an np.memmap costs ten times as much as slicing an ndarray that views it.
+    return np.asarray(np.load(file, mmap_mode='r' if mapped else None, allow_pickle=False))
   except Exception as error:  # numpy parses the header as Python and raises many types
     raise DataError(f'{file} is not a readable array ({error}). {REBUILD}') from error

@@ -53,10 +53,9 @@ class ByteVocabulary:
 class SentencePieceVocabulary:
   """A SentencePiece .model file."""
 
-  def __init__(self, path: pathlib.Path):
+  def __init__(self, path: pathlib.Path, content: bytes):
     import sentencepiece  # noqa: PLC0415  (the byte vocabulary needs no package)
 
-    content = _content(path)
     self._processor = sentencepiece.SentencePieceProcessor()
     try:
       self._processor.LoadFromSerializedProto(content)
@@ -84,8 +83,7 @@ class SentencePieceVocabulary:
 class HuggingFaceVocabulary:
   """A Hugging Face tokenizer.json; the tokenizer_config.json beside it may name the EOS."""
 
-  def __init__(self, path: pathlib.Path):
-    content = _content(path)
+  def __init__(self, path: pathlib.Path, content: bytes):
     try:
       import tokenizers  # noqa: PLC0415  (an optional package)
     except ImportError as error:
@@ -114,6 +112,9 @@ class HuggingFaceVocabulary:
     return self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.size])
 
 
+_CODECS = {'.model': SentencePieceVocabulary, '.json': HuggingFaceVocabulary}
+
+
 def load(specification: str) -> Vocabulary:
   """Loads the vocabulary of a specification, see the module's docstring.
 
@@ -123,17 +124,11 @@ def load(specification: str) -> Vocabulary:
   if specification == 'bytes':
     return ByteVocabulary()
   path = pathlib.Path(specification).expanduser()
-  if path.suffix == '.model':
-    return SentencePieceVocabulary(path)
-  if path.suffix == '.json':
-    return HuggingFaceVocabulary(path)
-  raise ConfigurationError(
-    f"The vocabulary {specification!r} is unknown. Use 'bytes', the path of a SentencePiece "
-    '.model file, or the path of a Hugging Face tokenizer.json.'
-  )
-
-
-def _content(path: pathlib.Path) -> bytes:
+  if path.suffix not in _CODECS:
+    raise ConfigurationError(
+      f"The vocabulary {specification!r} is unknown. Use 'bytes', the path of a SentencePiece "
+      '.model file, or the path of a Hugging Face tokenizer.json.'
+    )
   try:
     content = path.read_bytes()
   except OSError as error:
@@ -142,7 +137,7 @@ def _content(path: pathlib.Path) -> bytes:
     ) from error
   if not content:
     raise ConfigurationError(f'The vocabulary file {path} is empty. Copy or download it again.')
-  return content
+  return _CODECS[path.suffix](path, content)
 
 
 def _eos_name(path: pathlib.Path, ids: dict[str, int]) -> str:
