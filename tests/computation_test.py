@@ -148,7 +148,7 @@ def test_a_declaration_names_parameters_that_exist():
 
 def test_a_configurable_that_only_hooks_reference_is_left_out():
   hooks = {'train__hooks': ['@Observer()', '@mine/Observer()'], 'Observer__tool': '@Tool()'}
-  assert counted(**hooks, Watch__path='a', **{'mine/Watch__path': 'b'}, Tool__size=3) == set()
+  assert counted(**hooks, Observer__path='a', **{'mine/Observer__path': 'b'}, Tool__size=3) == set()
 
 
 def test_a_configurable_that_nothing_references_counts():
