@@ -125,10 +125,7 @@ class GatedMLP(hk.Module):
 
 
 def check_sizes(owner: str, least: int = 1, /, **sizes: int) -> None:
-  """Raises a ConfigurationError, naming the module `owner`, for a size smaller than `least`.
-
-  A negative size would fail late, with an unclear message.
-  """
+  """Raises a ConfigurationError, naming the module `owner`, for a size smaller than `least`."""
   for name, size in sizes.items():
     if size < least:
       raise ConfigurationError(f'{owner}.{name}={size} must be at least {least}.')

@@ -63,10 +63,6 @@ def _lecun_normal(key: Array, shape: tuple[int, ...], fan_in: int) -> Array:
   return deviation * jax.random.truncated_normal(key, -2, 2, shape, jnp.float32)
 
 
-def _rotated(basis: np.ndarray) -> Array:
-  return jnp.asarray(basis, jnp.complex64)
-
-
 def input_matrix(key: Array, basis: np.ndarray, width: int) -> Complex:
   """B̃ = Vᴴ B [P, D] with B real, LeCun-normal with fan-in N (S5 appendix B.1.2).
 
@@ -75,7 +71,8 @@ def input_matrix(key: Array, basis: np.ndarray, width: int) -> Complex:
     basis: V [N, P].
     width: D.
   """
-  b = _rotated(basis).conj().T @ _lecun_normal(key, (basis.shape[0], width), basis.shape[0])
+  b = jnp.asarray(basis, jnp.complex64).conj().T
+  b = b @ _lecun_normal(key, (basis.shape[0], width), basis.shape[0])
   return Complex(b.real, b.imag)
 
 
@@ -97,7 +94,8 @@ def output_matrix(key: Array, basis: np.ndarray, width: int, *, method: str) -> 
     parts = jax.random.normal(key, (2, width, stored), jnp.float32) * 0.5**0.5
     return Complex(*parts)
   fan_in = {'trunc_standard_normal': states, 'lecun_normal': width * states}[method]
-  c = jax.lax.complex(*_lecun_normal(key, (2, width, states), fan_in)) @ _rotated(basis)
+  c = jax.lax.complex(*_lecun_normal(key, (2, width, states), fan_in))
+  c = c @ jnp.asarray(basis, jnp.complex64)
   return Complex(c.real, c.imag)
 
 
