@@ -1,5 +1,6 @@
 """Time of collectives on a torus, calculated by hand."""
 
+import dataclasses
 import types
 
 import numpy as np
@@ -23,7 +24,14 @@ def collective(kind, groups, size=SIZE, dimensions=None):
   groups = np.asarray(groups)
   n = groups.shape[1]
   sent = {'all-gather': size * (n - 1), 'all-reduce': 2 * size * (n - 1) / n}.get(kind, size)
-  return Collective(kind, size, sent, 1, False, False, groups, 'here', dimensions)
+  return Collective(
+    kind=kind,
+    operand_bytes=size,
+    bytes=sent,
+    groups=groups,
+    source='here',
+    dimensions=dimensions,
+  )
 
 
 LINE = [[0, 1, 2, 3]]
@@ -61,13 +69,12 @@ def test_mesh_axes_of_collectives():
   along_time = collective('all-gather', [[0, 1, 2, 3], [4, 5, 6, 7]])
   along_rows = collective('all-reduce', [[0, 4], [1, 5], [2, 6], [3, 7]])
   halo = collective('collective-permute', [[0, 1], [1, 2], [2, 3], [4, 5]])
-  everywhere = collective('all-reduce', [range(8)])._replace(times=3)
+  everywhere = dataclasses.replace(collective('all-reduce', [range(8)]), times=3)
   assert estimate.mesh_axes(along_time, mesh) == ('time',)
   assert estimate.mesh_axes(along_rows, mesh) == ('rows',)
   assert estimate.mesh_axes(halo, mesh) == ('time',)
-  spent = estimate.by_mesh_axes(
-    [halo, everywhere, everywhere._replace(rare=True)], mesh, network(2, 4), RATE
-  )
+  rare = dataclasses.replace(everywhere, rare=True)
+  spent = estimate.by_mesh_axes([halo, everywhere, rare], mesh, network(2, 4), RATE)
   assert spent == pytest.approx({'time': 0.2, 'rows+time': 3 * 0.4 * 7 / 8 / 2})
 
 

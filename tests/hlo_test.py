@@ -69,7 +69,7 @@ def test_nested_loops_multiply():
     ('collective-permute', True): 3,
     ('all-reduce', False): 1,
   }
-  assert collectives.total(found) == 16 * 2 * 7 * LOCAL / 8 + 3 * LOCAL
+  assert hlo.total(found) == 16 * 2 * 7 * LOCAL / 8 + 3 * LOCAL
   assert collectives.largest_in_loops(found).kind == 'all-reduce'
 
 
@@ -89,7 +89,7 @@ def test_groups_along_mesh_axes():
       [(0, 1, 2, 3), (4, 5, 6, 7)] if c.group_size == 4 else [(0, 4), (1, 5), (2, 6), (3, 7)]
     )
     assert rows == set(expected)
-  assert collectives.total(found) == 2 * LOCAL * (3 / 4 + 1 / 2)
+  assert hlo.total(found) == 2 * LOCAL * (3 / 4 + 1 / 2)
 
 
 def test_the_branch_that_sends_least_is_the_usual_one():
@@ -187,7 +187,7 @@ def test_a_loop_of_unknown_length_has_no_trip_count():
 def test_sizes_with_and_without_tiles(dtype, dims, layout, size, padded):
   line = f'ENTRY %m (p: {dtype}[{dims}]) -> {dtype}[{dims}] {{\n'
   line += f'  ROOT %p = {dtype}[{dims}]{layout} parameter(0)\n}}\n'
-  shape = hlo.parse(line).entry.root.shape
+  (shape,) = hlo.parse(line).entry.root.arrays
   assert (shape.bytes, shape.padded_bytes) == (size, padded)
 
 
@@ -199,7 +199,7 @@ def test_memory_traffic_of_a_tpu_program():
   condition = 2 * scalar + 1
   outside = 2 * scalar + size + 8 * 128 * 4  # copy; fusion: z, and two rows padded to a tile
   movements = memory_traffic.of_module(hlo.parse(TPU))
-  assert memory_traffic.total(movements) == 8 * (in_loop + condition) + outside
+  assert hlo.total(movements) == 8 * (in_loop + condition) + outside
 
 
 def test_memory_traffic_of_slices_of_a_buffer():
@@ -213,7 +213,7 @@ def test_memory_traffic_of_slices_of_a_buffer():
   module = hlo.parse(jax.jit(f).lower(shape).compile().as_text())
   whole = length * width * 4
   # Two results read each row, and write one. With whole arrays per step the factor would be 64.
-  assert 4 * whole <= memory_traffic.total(memory_traffic.of_module(module)) <= 12 * whole
+  assert 4 * whole <= hlo.total(memory_traffic.of_module(module)) <= 12 * whole
 
 
 def test_text_without_a_program_is_refused():

@@ -24,7 +24,7 @@ from valkyrie.monitoring import chips, report
 from valkyrie.monitoring.hooks import Every
 from valkyrie.monitoring.json_lines import JsonLines
 from valkyrie.monitoring.metrics import speed_metrics, text_metrics
-from valkyrie.monitoring.progress import Progress, duration
+from valkyrie.monitoring.progress import Progress
 from valkyrie.monitoring.writers import RunWriter, create_writers
 
 
@@ -259,11 +259,13 @@ def test_progress_is_plain_lines_without_a_terminal():
   progress.show(50, METRICS)
   progress.say('evaluated')
   progress.show(60, {'loss': math.nan, 'bits_per_token': math.nan, 'bits_per_byte': None})
+  progress.show(75, {'accuracy': 0.5, 'step_seconds': 605.0})
   progress.close()
   assert stream.getvalue().splitlines() == [
-    'step 50/100 (50%): loss 1.2500, 0.900 bits per byte, 8,123 tokens/s, 1 min 40 s left',
+    'step 50/100 (50%): loss 1.2500, 0.900 bits per byte, 8,123 tokens/s, 01:40 left',
     'evaluated',
     'step 60/100 (60%): loss nan, nan bits per token',
+    'step 75/100 (75%): accuracy 50.00%, 4:12:05 left',
   ]
 
 
@@ -291,16 +293,6 @@ def test_progress_is_one_bar_on_a_terminal():
   assert bar in before and before.endswith('\r'), 'the bar is cleared for the line'
   assert before.replace(bar, '').strip() == f'step 25/100 |{blocks}|  25%'
   assert after == f'\r{bar}\r{bar}\r\n'
-
-
-def test_durations_have_two_units():
-  assert [duration(s) for s in (0.4, 59.6, 185, 7620, 273600)] == [
-    '0 s',
-    '1 min 00 s',
-    '3 min 05 s',
-    '2 h 07 min',
-    '3 d 04 h',
-  ]
 
 
 def test_model_info_has_every_parameter_and_totals():

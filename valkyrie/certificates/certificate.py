@@ -1,10 +1,12 @@
 """Certificate of a compiled train step: an entry of precompile.json."""
 
 from collections.abc import Mapping, Sequence
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from valkyrie.certificates import (
   collectives,
@@ -70,16 +72,14 @@ def memory(compiled: jax.stages.Compiled, hbm_bytes: int | None) -> dict[str, An
   """
   used = compiled.memory_analysis()
   assert used is not None, 'CPUs, GPUs and TPUs have a memory analysis'
-  total = (
-    used.argument_size_in_bytes
-    + used.temp_size_in_bytes
-    + used.output_size_in_bytes
-    - used.alias_size_in_bytes
-  )
-  return {
+  sizes = {
     'argument_bytes': used.argument_size_in_bytes,
     'temporary_bytes': used.temp_size_in_bytes,
     'output_bytes': used.output_size_in_bytes,
+  }
+  total = sum(sizes.values()) - used.alias_size_in_bytes
+  return {
+    **sizes,
     'alias_bytes': used.alias_size_in_bytes,
     'total_bytes': total,
     'hbm_bytes': hbm_bytes,
@@ -104,7 +104,7 @@ def program(module: hlo.Module) -> dict[str, Any]:
     'rare_collective_bytes': collectives.by_kind(sent, rare=True),
     'largest_collective_in_loops': largest
     and _shown(largest, ('kind', 'bytes', 'times', 'source')),
-    'hbm_traffic_bytes': memory_traffic.total(moved),
+    'hbm_traffic_bytes': hlo.total(moved),
     'largest_hbm_traffic': [_shown(m, ('bytes', 'times', 'source')) for m in most],
   }
 
@@ -124,7 +124,8 @@ def estimates(
   name, sides = topologies.parse(topology)
   chip = chips.TPUS[name]
   assert chip.hbm_bytes_per_second and chip.link_bytes_per_second, chip
-  network = estimate.torus(mesh, topologies.wraps(name, sides), sides)
+  places = np.asarray([device.coords[: len(sides)] for device in mesh.devices.flat])
+  network = estimate.Torus(places, topologies.wraps(name, sides), sides)
   axes = estimate.by_mesh_axes(sent, mesh, network, chip.link_bytes_per_second)
   compute = facts['executed_flops'] / chip.peak_flops
   memory_seconds = facts['hbm_traffic_bytes'] / chip.hbm_bytes_per_second
@@ -159,11 +160,8 @@ def _forward(setup: Setup, phase: Phase) -> int:
   """Operations of one forward pass over a chunk of one row, including the loss."""
   integers = jax.ShapeDtypeStruct((1, phase.chunk_size), jnp.int32)
   floats = jax.ShapeDtypeStruct((1, phase.chunk_size), jnp.float32)
-  traced = jax.make_jaxpr(
-    lambda params, carry, chunk: tbptt.chunk_sums(
-      setup.model, params, carry, chunk, plan=phase.planner
-    )
-  )(
+  forward = functools.partial(tbptt.chunk_sums, setup.model, plan=phase.planner)
+  traced = jax.make_jaxpr(forward)(
     setup.state.params,
     jax.eval_shape(lambda: setup.model.initial_carry(1)),
     Batch(integers, integers, floats, integers, integers),

@@ -9,14 +9,14 @@ number of chips in a group:
   all-to-all           (n-1)/n of its operand
   collective-permute   its operand
 
-An operation that is split into a start and a done counts once. Of the branches of a conditional,
-the one that sends least counts as the usual one. The collectives of the others are marked as rare.
+An operation that is split into a start and a done counts once.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+import dataclasses
+import functools
 import math
 import re
-from typing import NamedTuple
 
 import numpy as np
 
@@ -34,28 +34,19 @@ KINDS = (
 _ORDER = r'\[([\d,]+)\](?:T\(([\d,]+)\))?'  # `[2,2,8]T(1,0,2)`: reshape and transpose
 
 
-class Collective(NamedTuple):
-  """An instruction that sends data.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collective(hlo.Transfer):
+  """An instruction whose `bytes` a chip sends.
 
   kind: one of `KINDS`.
   operand_bytes: bytes of a chip's operands.
-  bytes: bytes that a chip sends in one execution.
-  times: executions per step.
-  in_loop: whether it is inside a loop.
-  rare: whether it is in a branch that is not the usual one.
   groups: partitions [groups, n]; for a permutation, its (source, target) pairs [pairs, 2].
-  source: the operation's name in jax.
   dimensions: number of network axes that the compiler's algorithm uses at once; None if unknown.
   """
 
   kind: str
   operand_bytes: int
-  bytes: float
-  times: int
-  in_loop: bool
-  rare: bool
   groups: np.ndarray
-  source: str
   dimensions: int | None = None
 
   @property
@@ -65,74 +56,34 @@ class Collective(NamedTuple):
 
 
 def of_module(module: hlo.Module) -> list[Collective]:
-  """All collectives of a program, including those in its loops and branches."""
-  found: dict[str, list[Collective]] = {}
-
-  def within(computation: hlo.Computation) -> list[Collective]:
-    if computation.name not in found:
-      found[computation.name] = [
-        collective
-        for instruction in computation.instructions
-        for collective in of_instruction(computation, instruction)
-      ]
-    return found[computation.name]
-
-  def of_instruction(
-    computation: hlo.Computation, instruction: hlo.Instruction
-  ) -> Iterator[Collective]:
-    if instruction.opcode == 'while':
-      times = hlo.trip_count(module, computation, instruction)
-      for name in instruction.called('body') + instruction.called('condition'):
-        for collective in within(module.computations[name]):
-          repeated = collective.times * (1 if times is None else times)
-          yield collective._replace(times=repeated, in_loop=True)
-    elif instruction.opcode == 'conditional':
-      branches = [within(module.computations[name]) for name in hlo.branches(instruction)]
-      usual = min(range(len(branches)), key=lambda number: total(branches[number]))
-      for number, branch in enumerate(branches):
-        for collective in branch:
-          yield collective if number == usual else collective._replace(rare=True)
-    elif instruction.opcode.removesuffix('-start') in KINDS:
-      yield _read(module, computation, instruction)
-    elif instruction.opcode in ('call', 'fusion', 'async-start'):
-      for name in instruction.called('calls') + instruction.called('to_apply'):
-        yield from within(module.computations[name])
-
-  return [collective for collective in within(module.entry) if collective.bytes]
-
-
-def total(collectives: Sequence[Collective], *, rare: bool = False) -> float:
-  """Bytes that a chip sends per step in the usual branches, or with `rare` in the other ones."""
-  return sum(c.bytes * c.times for c in collectives if c.rare == rare)
+  """All collectives; of the branches of a conditional, the one that sends least is the usual one."""
+  return hlo.transfers(module, functools.partial(_read, module))
 
 
 def by_kind(collectives: Sequence[Collective], *, rare: bool = False) -> dict[str, int]:
-  """The `total` of each kind of collective."""
+  """The `hlo.total` of each kind of collective."""
   kinds = dict.fromkeys(c.kind for c in collectives if c.rare == rare)
   return {
-    kind: round(total([c for c in collectives if c.kind == kind], rare=rare)) for kind in kinds
+    kind: round(hlo.total((c for c in collectives if c.kind == kind), rare=rare)) for kind in kinds
   }
 
 
 def largest_in_loops(collectives: Sequence[Collective]) -> Collective | None:
   """The largest collective in a loop. If it has the size of a parameter, the layout is wrong."""
-  inside = [c for c in collectives if c.in_loop]
-  return max(inside, key=lambda c: c.bytes, default=None)
+  return max((c for c in collectives if c.in_loop), key=lambda c: c.bytes, default=None)
 
 
 def _read(
   module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction
-) -> Collective:
+) -> Collective | None:
   kind = instruction.opcode.removesuffix('-start')
-  size = sum(
-    array.bytes
-    for name in instruction.operands
-    for array in hlo.arrays(computation.by_name[name].shape)
-  )
+  if kind not in KINDS:
+    return None
+  operands = [computation.by_name[name] for name in instruction.operands]
+  size = sum(array.bytes for operand in operands for array in operand.arrays)
   if kind == 'collective-permute':
-    pairs = re.search(r'source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}', instruction.attributes)
-    numbers = re.findall(r'\{(\d+),(\d+)\}', pairs.group(1)) if pairs else []
-    groups = np.asarray(numbers, int).reshape(-1, 2)
+    pairs = instruction.find(r'source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}')
+    groups = np.asarray(re.findall(r'\{(\d+),(\d+)\}', pairs), int).reshape(-1, 2)
     moves = any(source != target for source, target in groups)
     sent = float(size if moves else 0)
   else:
@@ -147,18 +98,14 @@ def _read(
       sent = float(size if n > 1 else 0)
     else:
       sent = (2 if kind == 'all-reduce' else 1) * size * (n - 1) / n
-  source = re.search(r'op_name="([^"]*)"', instruction.attributes)
-  algorithm = re.search(r'"(?:emitter|strategy)":"[^"]*?(\d)D', instruction.attributes)
+  dimensions = instruction.find(r'"(?:emitter|strategy)":"[^"]*?(\d)D')
   return Collective(
-    kind,
+    kind=kind,
     operand_bytes=size,
     bytes=sent,
-    times=1,
-    in_loop=False,
-    rare=False,
     groups=groups,
-    source=source.group(1) if source else instruction.name,
-    dimensions=int(algorithm.group(1)) if algorithm else None,
+    source=instruction.op_name or instruction.name,
+    dimensions=int(dimensions) if dimensions else None,
   )
 
 
@@ -200,20 +147,13 @@ def _in_order(dims: str, order: str | None) -> np.ndarray:
 
 def _over_axes(devices: np.ndarray, sizes: Mapping[str, int], axes: str) -> np.ndarray:
   """Groups over axes such as `'x','y':(2)4`: all of x, and the factor 4 of y after a factor 2."""
-  shape, taken = [], []
+  places = np.arange(devices.size)
+  first, n, stride = places, 1, devices.size  # first: the place of the first device of the group
   parts = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes)
   for name, size in sizes.items():
-    cuts = sorted(
-      (int(before or 1), int(count or size)) for own, before, count in parts if own == name
-    )
-    at = 1
-    for before, count in cuts:
-      shape += [before // at, count]
-      taken += [False, True]
-      at = before * count
-    shape.append(size // at)
-    taken.append(False)
-  grid = devices.reshape(shape)
-  order = [i for i, own in enumerate(taken) if not own] + [i for i, own in enumerate(taken) if own]
-  size = math.prod(s for s, own in zip(shape, taken, strict=True) if own)
-  return grid.transpose(order).reshape(-1, size)
+    for before, count in ((int(b or 1), int(c or size)) for own, b, c in parts if own == name):
+      step = stride // (before * count)
+      first = first - step * (places // step % count)
+      n *= count
+    stride //= size
+  return devices[np.argsort(first, stable=True)].reshape(-1, n)

@@ -12,6 +12,7 @@ algorithm with fewer dimensions. A permutation takes as long as its busiest link
 the shortest route, one axis after the other.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,9 +23,9 @@ from valkyrie.certificates.collectives import Collective
 
 
 class Torus(NamedTuple):
-  """The positions of a program's partitions in the network.
+  """The network of a slice, and the positions of a program's partitions in it.
 
-  places: coordinates of each partition's chip, [partitions, axes].
+  places: coordinates of each partition's chip, [partitions, axes], in the order of the mesh.
   rings: whether each axis is a ring.
   sides: length of each axis, in chips.
   """
@@ -32,12 +33,6 @@ class Torus(NamedTuple):
   places: np.ndarray
   rings: tuple[bool, ...]
   sides: tuple[int, ...]
-
-
-def torus(mesh: Mesh, rings: Sequence[bool], sides: Sequence[int]) -> Torus:
-  """The torus of a mesh of TPU devices, whose order is that of the partitions."""
-  places = np.asarray([device.coords[: len(sides)] for device in mesh.devices.flat])
-  return Torus(places, tuple(rings), tuple(sides))
 
 
 def seconds(collective: Collective, network: Torus, link_bytes_per_second: float) -> float:
@@ -74,18 +69,17 @@ def by_mesh_axes(
   collectives: Sequence[Collective], mesh: Mesh, network: Torus, link_bytes_per_second: float
 ) -> dict[str, float]:
   """Seconds per step by the mesh axes crossed, e.g. {'x+y': 0.1}, without rare collectives."""
-  spent: dict[str, float] = {}
+  spent: dict[str, float] = defaultdict(float)
   for collective in collectives:
     if not collective.rare:
-      axes = '+'.join(mesh_axes(collective, mesh))
       once = seconds(collective, network, link_bytes_per_second)
-      spent[axes] = spent.get(axes, 0.0) + collective.times * once
+      spent['+'.join(mesh_axes(collective, mesh))] += collective.times * once
   return spent
 
 
 def _busiest_link(pairs: np.ndarray, network: Torus) -> int:
   """The number of messages of a permutation on its busiest link."""
-  load: dict[tuple, int] = {}
+  load = Counter()
   for source, target in pairs:
     at = [int(place) for place in network.places[source]]
     for axis, goal in enumerate(int(place) for place in network.places[target]):
@@ -93,7 +87,6 @@ def _busiest_link(pairs: np.ndarray, network: Torus) -> int:
       ahead = (goal - at[axis]) % side if ring else goal - at[axis]
       step = -1 if ahead < 0 or (ring and 2 * ahead > side) else 1
       while at[axis] != goal:
-        link = (*at, axis, step)
-        load[link] = load.get(link, 0) + 1
+        load[(*at, axis, step)] += 1
         at[axis] = (at[axis] + step) % side if ring else at[axis] + step
   return max(load.values(), default=0)

@@ -1,14 +1,15 @@
-"""Parser for the text of an optimized XLA program: computations, instructions, shapes, loops.
+"""Parser for the text of an optimized XLA program, and sums over its loops, branches and calls.
 
 `jax.stages.Compiled.as_text()` is the only public form of the program. The parser knows the part of
 its grammar that is necessary to follow data through loops and to count the iterations of a loop.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+import dataclasses
 import functools
 import math
 import re
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 # Bits of a value of the types without a size in their name. Tokens and opaque values have no bits.
 _BITS = {'pred': 8, 'token': 0, 'opaque': 0}
@@ -39,39 +40,39 @@ class ArrayShape(NamedTuple):
   def padded_bytes(self) -> int:
     """Bytes in memory, with the most minor dimensions rounded up to whole tiles."""
     dims = [self.dims[number] for number in self.minor_to_major]
-    for place, tile in enumerate(reversed(self.tile)):
-      if place < len(dims):
-        dims[place] = -(-dims[place] // tile) * tile
-    return (math.prod(dims) if dims else 1) * _bits(self.dtype) // 8
+    for place, tile in enumerate(self.tile[::-1][: len(dims)]):
+      dims[place] = -(-dims[place] // tile) * tile
+    return math.prod(dims) * _bits(self.dtype) // 8
 
 
-Shape = ArrayShape | tuple['Shape', ...]
-
-
-def arrays(shape: Shape) -> Iterator[ArrayShape]:
-  """The arrays of a shape, including those inside tuples."""
-  if isinstance(shape, ArrayShape):
-    yield shape
-  else:
-    for part in shape:
-      yield from arrays(part)
+Arrays = tuple[ArrayShape, ...]  # of a value, those inside nested tuples included
 
 
 class Instruction(NamedTuple):
-  """`%name = shape opcode(%operands), attributes`; `literal` is the text inside the brackets."""
+  """`%name = arrays opcode(%operands), attributes`; `literal` is the text inside the brackets."""
 
   name: str
-  shape: Shape
+  arrays: Arrays
   opcode: str
   operands: tuple[str, ...]
   literal: str
   attributes: str
   is_root: bool
 
-  def called(self, attribute: str) -> list[str]:
-    """The computations of an attribute such as body=%x or branch_computations={%a, %b}."""
-    found = re.search(rf'\b{attribute}=(\{{[^}}]*\}}|%?[\w.-]+)', self.attributes)
-    return re.findall(r'[\w.-]+', found.group(1)) if found else []
+  def find(self, pattern: str) -> str:
+    """The first group of a regular expression in the attributes, or ''."""
+    found = re.search(pattern, self.attributes)
+    return found.group(1) if found else ''
+
+  def called(self, *attributes: str) -> list[str]:
+    """The computations of attributes such as body=%x or branch_computations={%a, %b}."""
+    values = [self.find(rf'\b{name}=(\{{[^}}]*\}}|%?[\w.-]+)') for name in attributes]
+    return re.findall(r'[\w.-]+', ' '.join(values))
+
+  @property
+  def op_name(self) -> str:
+    """The operation's name in jax, or ''."""
+    return self.find(r'op_name="([^"]*)"')
 
 
 class Computation:
@@ -110,12 +111,12 @@ class Module(NamedTuple):
   partitions: int
 
 
-_HEADER = re.compile(r'(ENTRY )?%?([\w.-]+) \(.*\{$')
+_COMPUTATION = re.compile(
+  r'^(ENTRY )?%?([\w.-]+) \(.*\{\n((?:.*\n)*?)\}(?:, execution_thread=.*)?$', re.MULTILINE
+)
 _INSTRUCTION = re.compile(r'\s+(ROOT )?%?([\w.-]+) = ')
 _OPCODE = re.compile(r' ([a-z][\w-]*)\(')
-_END = re.compile(r'\}(, execution_thread=.*)?$')
 _ARRAY = re.compile(r'([a-z]\w*)\[([\d,<=]*)\](\{[^{}]*\})?')
-_COMMENT = re.compile(r'/\*.*?\*/')
 
 
 def parse(text: str) -> Module:
@@ -125,22 +126,15 @@ def parse(text: str) -> Module:
     ValueError: the syntax of a line is unknown.
   """
   computations: dict[str, Computation] = {}
-  name, lines, entry = None, [], None
-  for line in text.splitlines():
-    if name is None:
-      if header := _HEADER.match(line):
-        name, lines = header.group(2), []
-        entry = name if header.group(1) else entry
-    elif _END.match(line):
-      computations[name] = Computation(name, list(map(_instruction, lines)))
-      name = None
-    elif lines and line[:1].strip():  # the metadata of a Pallas kernel is JSON of several lines
-      lines[-1] += line
-    elif line.strip():
-      lines.append(line)
+  entry = None
+  for is_entry, name, body in _COMPUTATION.findall(text):
+    # A line without indent continues the line before: the metadata of a Pallas kernel is JSON.
+    lines = re.sub(r'\n(?=\S)', '', body).splitlines()
+    computations[name] = Computation(name, [_instruction(line) for line in lines if line.strip()])
+    entry = name if is_entry else entry
   if entry is None:
     raise ValueError('The text has no ENTRY computation.')
-  partitions = re.search(r'num_partitions=(\d+)', text[: text.index('\n')])
+  partitions = re.match(r'.*num_partitions=(\d+)', text)
   return Module(computations[entry], computations, int(partitions.group(1)) if partitions else 1)
 
 
@@ -148,7 +142,7 @@ def _instruction(line: str) -> Instruction:
   head = _INSTRUCTION.match(line)
   if head is None:
     raise ValueError(f'Expected an instruction, found {line[:200]!r}.')
-  shape, at = _shape(line, head.end())
+  arrays, at = _arrays(line, head.end())
   opcode = _OPCODE.match(line, at)
   if opcode is None:
     raise ValueError(f'Expected an opcode in {line[:200]!r}.')
@@ -156,7 +150,7 @@ def _instruction(line: str) -> Instruction:
   inside = line[opcode.end() : end]
   operands = tuple(re.findall(r'%([\w.-]+)', inside))
   return Instruction(
-    head.group(2), shape, opcode.group(1), operands, inside, line[end + 1 :], bool(head.group(1))
+    head.group(2), arrays, opcode.group(1), operands, inside, line[end + 1 :], bool(head.group(1))
   )
 
 
@@ -170,29 +164,20 @@ def _closing(line: str, at: int) -> int:
   raise ValueError(f'Expected a closing bracket in {line[:200]!r}.')
 
 
-def _shape(line: str, at: int) -> tuple[Shape, int]:
-  """The shape at index `at`, and the index after it."""
-  if line[at] != '(':
-    found = _ARRAY.match(line, at)
-    if found is None:
-      raise ValueError(f'Expected a shape, found {line[at : at + 80]!r}.')
-    return _array(*found.groups()), found.end()
-  parts: list[Shape] = []
-  at += 1
-  while line[at] != ')':
-    comment = _COMMENT.match(line, at)
-    if comment:
-      at = comment.end()
-    elif line[at] in ', ':
-      at += 1
-    else:
-      part, at = _shape(line, at)
-      parts.append(part)
-  return tuple(parts), at + 1
+def _arrays(line: str, at: int) -> tuple[Arrays, int]:
+  """The arrays of the shape at index `at`, which may be a tuple, and the index after it."""
+  single = _ARRAY.match(line, at)
+  if single is None and line[at] != '(':
+    raise ValueError(f'Expected a shape, found {line[at : at + 80]!r}.')
+  end = single.end() if single else _closing(line, at) + 1
+  found = _ARRAY.findall(line, at, end)
+  if len(found) != line.count('[', at, end):
+    raise ValueError(f'Expected a tuple of arrays, found {line[at:end]!r}.')
+  return tuple(_array(*array) for array in found), end
 
 
 @functools.cache
-def _array(dtype: str, dims: str, layout: str | None) -> ArrayShape:
+def _array(dtype: str, dims: str, layout: str) -> ArrayShape:
   sizes = tuple(int(size.strip('<=')) for size in dims.split(',') if size)
   order, _, rest = (layout or '{}')[1:-1].partition(':')
   minor_to_major = tuple(int(number) for number in order.split(',') if number)
@@ -217,59 +202,72 @@ def _bits(dtype: str) -> int:
   return int(digits.group())
 
 
-def branches(conditional: Instruction) -> list[str]:
-  """The computations of the branches of a `conditional`."""
-  either = conditional.called('true_computation') + conditional.called('false_computation')
-  return conditional.called('branch_computations') or either
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Transfer:
+  """An instruction that moves data.
 
-
-def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-  """The number of iterations of a `while` of this computation; None if the text does not show it.
-
-  XLA writes it on some platforms. Otherwise the loop must have a counter: its condition compares an
-  element of the carry with a constant, and its body adds a constant to that element.
+  bytes: bytes moved in one execution.
+  source: the operation's name in jax.
+  times: executions per step.
+  in_loop: whether it is inside a loop.
+  rare: whether it is in a branch that is not the usual one.
   """
-  known = re.search(r'known_trip_count.{1,4}n":"(\d+)"', loop.attributes)
-  if known:
-    return int(known.group(1))
-  (condition,), (body,) = loop.called('condition'), loop.called('body')
-  test = _compared(module, module.computations[condition])
-  if test is None:
-    return None
-  index, direction, limit = test
-  start = _constant(_element(computation, loop.operands[0], index))
-  step = _step(module, module.computations[body], index)
-  if start is None or not step:
-    return None
-  distance = (limit - start) * (1 if step > 0 else -1)
-  if direction in ('LE', 'GE'):
-    distance += 1
-  return max(0, -(-distance // abs(step)))
+
+  bytes: float
+  source: str
+  times: int = 1
+  in_loop: bool = False
+  rare: bool = False
 
 
-def _compared(module: Module, condition: Computation) -> tuple[int, str, int] | None:
-  """(index of the carry's element, direction, constant) of the comparison of a condition."""
-  root, inner, given = condition.root, condition, {}
-  while root.opcode == 'fusion':  # some platforms wrap a single comparison
-    (called,) = root.called('calls')
-    given = {n: _follow(inner, name) for n, name in enumerate(root.operands)}
-    inner = module.computations[called]
-    root = inner.root
-  direction = re.search(r'direction=(\w\w)', root.attributes)
-  if root.opcode != 'compare' or direction is None or direction.group(1) not in _MIRRORED:
-    return None
-  sides = []
-  for name in root.operands:
-    side = _follow(inner, name)
-    if side is not None and side.opcode == 'parameter' and given:
-      side = given[int(side.literal)]
-    sides.append(side)
-  way = direction.group(1)
-  for (counter, limit), said in ((sides, way), (sides[::-1], _MIRRORED[way])):
-    constant = _constant(limit)
-    if counter is not None and counter.opcode == 'get-tuple-element' and constant is not None:
-      return _index(counter), said, constant
-  return None
+_Transfer = TypeVar('_Transfer', bound=Transfer)
+
+
+def transfers(
+  module: Module, read: Callable[[Computation, Instruction], _Transfer | None]
+) -> list[_Transfer]:
+  """All transfers of a program, including those in its loops, branches and calls.
+
+  Of the branches of a conditional, the one that moves least is the usual one. The body of a loop
+  without a known trip count counts once.
+
+  Args:
+    module: the program.
+    read: returns the transfer of an instruction; None for those of the computations that it calls.
+  """
+
+  @functools.cache
+  def within(name: str) -> list[_Transfer]:
+    computation = module.computations[name]
+    parts = [part for i in computation.instructions for part in of_one(computation, i)]
+    return [part for part in parts if part.bytes]
+
+  def of_one(computation: Computation, instruction: Instruction) -> Iterator[_Transfer]:
+    if instruction.opcode == 'while':
+      trips = trip_count(module, computation, instruction)
+      for name in instruction.called('body', 'condition'):
+        for part in within(name):
+          times = part.times * (1 if trips is None else trips)
+          yield dataclasses.replace(part, times=times, in_loop=True)
+    elif instruction.opcode == 'conditional':
+      names = ('branch_computations', 'true_computation', 'false_computation')
+      branches = [within(name) for name in instruction.called(*names)]
+      usual = min(range(len(branches)), key=lambda number: total(branches[number]))
+      for number, branch in enumerate(branches):
+        for part in branch:
+          yield part if number == usual else dataclasses.replace(part, rare=True)
+    elif (one := read(computation, instruction)) is not None:
+      yield one
+    elif instruction.opcode in ('call', 'fusion', 'async-start'):
+      for name in instruction.called('calls', 'to_apply'):
+        yield from within(name)
+
+  return within(module.entry.name)
+
+
+def total(found: Iterable[Transfer], *, rare: bool = False) -> float:
+  """Bytes per step in the usual branches, or with `rare` in the other ones."""
+  return sum(t.bytes * t.times for t in found if t.rare == rare)
 
 
 _MIRRORED = {'LT': 'GT', 'GT': 'LT', 'LE': 'GE', 'GE': 'LE', 'NE': 'NE'}
@@ -284,56 +282,93 @@ _SAME_VALUE = (
 )
 
 
-def _follow(computation: Computation, name: str) -> Instruction | None:
-  """The value itself, or the value of which it is a copy."""
-  found = computation.by_name.get(name)
-  while found is not None and found.opcode in _SAME_VALUE and found.operands:
-    found = computation.by_name.get(found.operands[0])
-  return found
+def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
+  """The number of iterations of a `while` of this computation; None if the text does not show it.
 
-
-def _index(element: Instruction) -> int:
-  found = re.search(r'index=(\d+)', element.attributes)
-  assert found is not None, element
-  return int(found.group(1))
-
-
-def _element(computation: Computation, name: str, index: int) -> Instruction | None:
-  """Element `index` of a tuple; None if the value is not a `tuple` instruction."""
-  made = _follow(computation, name)
-  if made is None or made.opcode != 'tuple':
+  XLA writes it on some platforms. Otherwise the loop must have a counter: its condition compares an
+  element of the carry with a constant, and its body adds a constant to that element.
+  """
+  if known := loop.find(r'known_trip_count.{1,4}n":"(\d+)"'):
+    return int(known)
+  condition, body = (module.computations[name] for name in loop.called('condition', 'body'))
+  test = _comparison(module, condition)
+  if test is None:
     return None
-  return _follow(computation, made.operands[index])
+  index, direction, limit = test
+  start = _constant(_element(module, _Value(computation, loop.operands[0]), index)[0])
+  step = _step(module, body, index)
+  if start is None or not step:
+    return None
+  distance = (limit - start) * (1 if step > 0 else -1)
+  if direction in ('LE', 'GE'):
+    distance += 1
+  return max(0, -(-distance // abs(step)))
 
 
-def _constant(value: Instruction | None) -> int | None:
-  if value is not None and value.opcode == 'constant' and re.fullmatch(r'-?\d+', value.literal):
-    return int(value.literal)
+class _Value(NamedTuple):
+  """A value of a computation; `arguments` are those of the fusion that the computation is."""
+
+  computation: Computation
+  name: str
+  arguments: tuple['_Value', ...] = ()
+
+
+def _resolve(module: Module, value: _Value) -> tuple[Instruction, tuple[_Value, ...]]:
+  """The instruction that computes a value, behind copies and inside fusions, and its operands."""
+  while True:
+    computation, name, arguments = value
+    made = computation.by_name[name]
+    operands = tuple(_Value(computation, operand, arguments) for operand in made.operands)
+    if made.opcode in _SAME_VALUE:
+      value = operands[0]
+    elif made.opcode == 'fusion':
+      inner = module.computations[made.called('calls')[0]]
+      value = _Value(inner, inner.root.name, operands)
+    elif made.opcode == 'parameter' and arguments:
+      value = arguments[int(made.literal)]
+    else:
+      return made, operands
+
+
+def _element(module: Module, value: _Value, index: int) -> tuple[Instruction, tuple[_Value, ...]]:
+  """Resolves element `index` of a `tuple` instruction, or the value itself if it is not one."""
+  made, elements = _resolve(module, value)
+  return _resolve(module, elements[index]) if made.opcode == 'tuple' else (made, elements)
+
+
+def _comparison(module: Module, condition: Computation) -> tuple[int, str, int] | None:
+  """(index of the carry's element, direction, constant) of the comparison of a condition."""
+  test, operands = _resolve(module, _Value(condition, condition.root.name))
+  direction = test.find(r'direction=(\w\w)')
+  if test.opcode != 'compare' or direction not in _MIRRORED:
+    return None
+  left, right = (_resolve(module, operand)[0] for operand in operands)
+  for counter, limit, way in ((left, right, direction), (right, left, _MIRRORED[direction])):
+    index, constant = _index(counter), _constant(limit)
+    if index is not None and constant is not None:
+      return index, way, constant
   return None
 
 
 def _step(module: Module, body: Computation, index: int) -> int | None:
   """The constant that a body adds to element `index` of the carry; None if it does not."""
-  after = _element(body, body.root.name, index)
-  if after is None:
+  after, operands = _element(module, _Value(body, body.root.name), index)
+  if after.opcode not in ('add', 'subtract'):
     return None
-  if after.opcode == 'fusion':
-    (called,) = after.called('calls')
-    inner = module.computations[called]
-    root = inner.root
-    given = {
-      parameter.name: _follow(body, after.operands[n]) for n, parameter in inner.parameters.items()
-    }
-  else:
-    inner, root, given = body, after, {}
-  if root.opcode not in ('add', 'subtract'):
+  counter, added = (_resolve(module, operand)[0] for operand in operands)
+  if after.opcode == 'add' and counter.opcode == 'constant':
+    counter, added = added, counter
+  constant = _constant(added)
+  if constant is None or _index(counter) != index:
     return None
-  moved = None
-  for name in root.operands:
-    value = _follow(inner, name)
-    value = given.get(value.name, value) if value is not None else None
-    if (constant := _constant(value)) is not None:
-      moved = constant if root.opcode == 'add' else -constant
-    elif value is None or value.opcode != 'get-tuple-element' or _index(value) != index:
-      return None
-  return moved
+  return constant if after.opcode == 'add' else -constant
+
+
+def _index(value: Instruction) -> int | None:
+  """The index of an element of a tuple; None for any other value."""
+  return int(value.find(r'index=(\d+)')) if value.opcode == 'get-tuple-element' else None
+
+
+def _constant(value: Instruction) -> int | None:
+  is_integer = value.opcode == 'constant' and re.fullmatch(r'-?\d+', value.literal)
+  return int(value.literal) if is_integer else None

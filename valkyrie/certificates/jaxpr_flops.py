@@ -5,7 +5,6 @@ product inside scans is counted as often as it is executed. Products that the ba
 recomputes are counted again.
 """
 
-from collections.abc import Iterator
 import math
 from typing import Any, NamedTuple
 
@@ -74,10 +73,13 @@ def _of_equation(equation: core.JaxprEqn) -> Operations:
   if name == 'cond':
     branches = [of_jaxpr(branch) for branch in params['branches']]
     return max(branches, key=lambda branch: (branch.products, branch.elementwise))
-  inner = Operations(loops_once=int(name == 'while'))
-  for jaxpr in _jaxprs(params):
-    inner = inner.plus(of_jaxpr(jaxpr))
-  return Operations().plus(inner, _times(name, params))
+  # The jaxpr of a `jit`, the cond and the body of a `while`; of an equation with a custom
+  # derivative, that of its function. The rule is not a jaxpr.
+  total = Operations(loops_once=int(name == 'while'))
+  for jaxpr in jax.tree.leaves(list(params.values()), is_leaf=lambda x: isinstance(x, _Jaxpr)):
+    if isinstance(jaxpr, _Jaxpr):
+      total = total.plus(of_jaxpr(jaxpr), _times(name, params))
+  return total
 
 
 def _times(name: str, params: dict[str, Any]) -> int:
@@ -89,16 +91,6 @@ def _times(name: str, params: dict[str, Any]) -> int:
   if name == 'pallas_call':
     return math.prod(params['grid_mapping'].grid)
   return 1
-
-
-def _jaxprs(params: dict[str, Any]) -> Iterator[Any]:
-  """The jaxprs that an equation executes: that of a `jit`, the cond and the body of a `while`.
-
-  An equation with a custom derivative has the jaxpr of its function; the rule is not a jaxpr.
-  """
-  for leaf in jax.tree.leaves(list(params.values()), is_leaf=lambda x: isinstance(x, _Jaxpr)):
-    if isinstance(leaf, _Jaxpr):
-      yield leaf
 
 
 def _count(variable: Any) -> int:

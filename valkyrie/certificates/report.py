@@ -15,7 +15,6 @@ def text(c: Mapping[str, Any]) -> str:
   offered = f' of {gib(c["hbm_bytes"])}' if c['hbm_bytes'] else ''
   verdict = {True: ': fits', False: ': DOES NOT FIT', None: ''}[c['fits']]
   once = c['executed_flops_per_token'] - c['recomputed_flops_per_token']
-  sent = c['collective_bytes']
   lines += [
     f'  memory per chip     {gib(c["total_bytes"])}{offered}{verdict} (arguments '
     f'{gib(c["argument_bytes"])}, temporaries {gib(c["temporary_bytes"])})',
@@ -26,7 +25,7 @@ def text(c: Mapping[str, Any]) -> str:
     f'{c["executed_flops_per_token"] / 1e9:.3g}: {once / 1e9:.3g} once and '
     f'{c["recomputed_flops_per_token"] / 1e9:.3g} recomputed',
     f'  memory traffic      {c["hbm_traffic_bytes"] / 1e12:.3g} TB per chip and step',
-    f'  bytes sent          {_sizes(sent)} per chip and step',
+    f'  bytes sent          {_sizes(c["collective_bytes"])} per chip and step',
   ]
   if c['rare_collective_bytes']:
     lines.append(f'  in rare branches    {_sizes(c["rare_collective_bytes"])} more')

@@ -152,12 +152,9 @@ def _text(sides: Sequence[int]) -> str:
 
 def _nearest(chip: str, sides: Sequence[int]) -> list[str]:
   """At most three slices with the nearest numbers of chips, the smallest first."""
-  chips = math.prod(sides)
-
-  def distance(shape):
-    return abs(math.log(math.prod(shape) / max(chips, 1)))
-
-  nearest = sorted(sorted(_shapes(chip), key=distance)[:3], key=math.prod)
+  chips = max(math.prod(sides), 1)
+  shapes = sorted(_shapes(chip), key=lambda shape: abs(math.log(math.prod(shape) / chips)))
   return [
-    f'{chip}:{_text(sorted(shape, reverse=True))} ({math.prod(shape)} chips)' for shape in nearest
+    f'{chip}:{_text(sorted(shape, reverse=True))} ({math.prod(shape)} chips)'
+    for shape in sorted(shapes[:3], key=math.prod)
   ]

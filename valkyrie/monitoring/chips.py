@@ -45,11 +45,9 @@ def of_kind(device_kind: str) -> Chip | None:
 
   A CPU is unknown: its peak depends on clock and load, and scripts/bench measures it.
   """
-  for chip in TPUS.values():
-    if chip.device_kind == device_kind:
-      return chip
-  matches = (chip for chip in GPUS if device_kind.startswith(chip.device_kind))
-  return max(matches, key=lambda chip: len(chip.device_kind), default=None)
+  found = [chip for chip in TPUS.values() if chip.device_kind == device_kind]
+  found += [chip for chip in GPUS if device_kind.startswith(chip.device_kind)]
+  return found[0] if found else None
 
 
 def peak_flops(device_kind: str) -> float | None:

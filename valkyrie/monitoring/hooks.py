@@ -10,7 +10,6 @@ class Hook(Protocol):
 
   def __call__(self, step: int, state: Any, metrics: Any) -> None:
     """Reads the state and metrics of a step from the devices, and changes neither."""
-    ...
 
 
 class Every:
@@ -26,7 +25,6 @@ class Every:
     self._n, self._hook, self._total_steps, self._seen = n, hook, total_steps, start_step
 
   def __call__(self, step: int, state: Any, metrics: Any) -> None:
-    """Calls the hook if it is due."""
     passed = step // self._n > self._seen // self._n
     ended = self._seen < self._total_steps <= step
     self._seen = max(self._seen, step)

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import pathlib
-from typing import BinaryIO
 
 from valkyrie.errors import storage_errors
 
@@ -27,7 +26,11 @@ class JsonLines:
     with self._storage_errors():
       path.parent.mkdir(parents=True, exist_ok=True)
       self._file = path.open('a+b', buffering=0)
-      _remove_incomplete_line(self._file)
+      self._file.seek(0)
+      content = self._file.read()
+      complete = content.rfind(b'\n') + 1
+      if complete < len(content):
+        self._file.truncate(complete)
 
   def write(self, fields: Mapping[str, int | float | str | None]) -> None:
     """Appends a line, in one system call."""
@@ -41,23 +44,7 @@ class JsonLines:
       os.fsync(self._file.fileno())
 
   def close(self) -> None:
-    """Closes the file."""
     self._file.close()
-
-
-def _remove_incomplete_line(file: BinaryIO) -> None:
-  end = file.seek(0, os.SEEK_END)
-  complete = end
-  while complete:
-    start = max(0, complete - 4096)
-    file.seek(start)
-    newline = file.read(complete - start).rfind(b'\n')
-    if newline >= 0:
-      complete = start + newline + 1
-      break
-    complete = start
-  if complete < end:
-    file.truncate(complete)
 
 
 def _to_json(value: int | float | str | None) -> int | float | str | None:

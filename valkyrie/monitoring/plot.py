@@ -29,12 +29,11 @@ def write_loss_by_position(model_dir: pathlib.Path, curves: Mapping[str, Metrics
 
 def _points(metrics: Metrics) -> list[tuple[int, float]]:
   """(k, loss) for each bin, from position 2^k on, whose loss is finite."""
-  found = (
+  return sorted(
     (int(name.removeprefix(BY_POSITION)).bit_length() - 1, loss)
     for name, loss in metrics.items()
     if name.startswith(BY_POSITION) and loss is not None and math.isfinite(loss)
   )
-  return sorted(found)
 
 
 def _draw(curves: Mapping[str, list[tuple[int, float]]]) -> Image.Image:

@@ -23,7 +23,7 @@ class Progress:
     texts = describe(metrics)
     if metrics.get('step_seconds') is not None:
       remaining = max(0, self._total_steps - step) * metrics['step_seconds']
-      texts.append(f'{duration(remaining)} left')
+      texts.append(f'{tqdm.format_interval(remaining)} left')
     text = ', '.join(texts)
     if not self._stream.isatty():
       share = min(1.0, step / self._total_steps)
@@ -56,24 +56,12 @@ class Progress:
 
 def describe(metrics: Mapping[str, Any]) -> list[str]:
   """The known metrics as ['loss 1.2345', '1.781 bits per byte', '8,123 tokens/s']."""
-  texts = []
-  if metrics.get('loss') is not None:
-    texts.append(f'loss {metrics["loss"]:.4f}')
-  if metrics.get('bits_per_byte') is not None:
-    texts.append(f'{metrics["bits_per_byte"]:.3f} bits per byte')
-  elif metrics.get('bits_per_token') is not None:
-    texts.append(f'{metrics["bits_per_token"]:.3f} bits per token')
-  if metrics.get('accuracy') is not None:
-    texts.append(f'accuracy {metrics["accuracy"]:.2%}')
-  if metrics.get('tokens_per_second') is not None:
-    texts.append(f'{metrics["tokens_per_second"]:,.0f} tokens/s')
-  return texts
-
-
-def duration(seconds: float) -> str:
-  """'45 s', '3 min 05 s', '2 h 07 min', '3 d 04 h'."""
-  whole = round(seconds)
-  for name, unit, smaller, size in (('d', 86400, 'h', 3600), ('h', 3600, 'min', 60)):
-    if whole >= unit:
-      return f'{whole // unit} {name} {whole % unit // size:02d} {smaller}'
-  return f'{whole // 60} min {whole % 60:02d} s' if whole >= 60 else f'{whole} s'
+  known = {name: value for name, value in metrics.items() if value is not None}
+  bits = 'bits_per_byte' if 'bits_per_byte' in known else 'bits_per_token'
+  texts = {
+    'loss': 'loss {:.4f}',
+    bits: '{:.3f} ' + bits.replace('_', ' '),
+    'accuracy': 'accuracy {:.2%}',
+    'tokens_per_second': '{:,.0f} tokens/s',
+  }
+  return [text.format(known[name]) for name, text in texts.items() if name in known]

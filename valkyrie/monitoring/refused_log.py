@@ -8,6 +8,7 @@ in metrics.jsonl, steps that are repeated after a crash appear again.
 """
 
 from collections.abc import Callable
+import dataclasses
 import os
 import pathlib
 from typing import Self
@@ -19,29 +20,25 @@ from valkyrie.monitoring.metrics import text_metrics
 from valkyrie.training.train_step import StepMetrics
 
 
+@dataclasses.dataclass
 class RefusedLog:
-  """Writes the file, in the first process of a run only. A context manager that closes it."""
+  """Writes the file, in the first process of a run only. A context manager that closes it.
 
-  def __init__(
-    self,
-    model_dir: str | os.PathLike,
-    skipped: int,
-    describe: Callable[[int], str],
-    say: Callable[[str], None],
-  ):
-    """Opens the file.
+  Attributes:
+    model_dir: the directory of the run.
+    skipped: number of steps refused so far.
+    describe: names the documents of a step, given its number, counted from 1.
+    say: prints a line on the console.
+  """
 
-    Args:
-      model_dir: the directory of the run.
-      skipped: number of steps refused so far.
-      describe: names the documents of a step, given its number, counted from 1.
-      say: prints a line on the console.
-    """
-    self._skipped = skipped
-    self._describe = describe
-    self._say = say
+  model_dir: str | os.PathLike
+  skipped: int
+  describe: Callable[[int], str]
+  say: Callable[[str], None]
+
+  def __post_init__(self):
     writes = jax.process_index() == 0
-    self._lines = JsonLines(pathlib.Path(model_dir, 'refused_steps.jsonl')) if writes else None
+    self._lines = JsonLines(pathlib.Path(self.model_dir, 'refused_steps.jsonl')) if writes else None
 
   def __call__(self, step: int, metrics: StepMetrics) -> None:
     """Waits for `step`, counted from 1, and writes a line if it was refused.
@@ -49,19 +46,19 @@ class RefusedLog:
     Raises:
       StorageError: the file cannot be written.
     """
-    before, self._skipped = self._skipped, int(metrics.skipped)
-    if self._skipped > before and self._lines is not None:
+    before, self.skipped = self.skipped, int(metrics.skipped)
+    if self.skipped > before and self._lines is not None:
       why = 'loss spike' if bool(metrics.spiked) else 'not finite'
       loss = text_metrics(float(metrics.sums.loss), float(metrics.sums.weight), None)['loss']
       line = {'step': step, 'why': why, 'loss': loss, 'grad_norm': float(metrics.grad_norm)}
-      self._lines.write({**line, 'read': self._describe(step)})
-      self._say(f'step {step} is refused: {why} (loss {loss:.4g})')
+      self._lines.write({**line, 'read': self.describe(step)})
+      self.say(f'step {step} is refused: {why} (loss {loss:.4g})')
 
   def rewound(self, step: int, goal: int) -> None:
     """Writes that step `step` was rewound to the parameters and optimizer of step `goal`."""
     if self._lines is not None:
       self._lines.write({'step': step, 'rewound_to': goal})
-    self._say(f'step {step} is a loss spike: continuing with the parameters of step {goal}')
+    self.say(f'step {step} is a loss spike: continuing with the parameters of step {goal}')
 
   def __enter__(self) -> Self:
     return self

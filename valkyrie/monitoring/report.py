@@ -59,31 +59,24 @@ def system_lines() -> list[str]:
   """Lines with the versions, devices, processors and memory of this process."""
   versions = [f'{name} {_version(name)}' for name in _PACKAGES]
   devices = jax.devices()
-  lines = [
+  return [
     f'python {platform.python_version()}, {", ".join(versions)}',
     f'{platform.platform()}, {_processors()} processors, {_memory()}',
     f'{"device" if len(devices) == 1 else "devices"}: {len(devices)} x {devices[0].platform} '
     f'({devices[0].device_kind}), {jax.local_device_count()} of them local, process '
     f'{jax.process_index()} of {jax.process_count()}',
+    *device_memory_lines(),
   ]
-  return lines + device_memory_lines()
 
 
 def device_memory_lines() -> list[str]:
   """Memory of each local device that reports it: in use, peak and limit. A CPU does not."""
+  names = {'bytes_in_use': 'in use', 'peak_bytes_in_use': 'peak', 'bytes_limit': 'limit'}
   lines = []
   for device in jax.local_devices():
-    stats = device.memory_stats()
-    if stats:
-      facts = [
-        f'{in_units(stats[key])} {name}'
-        for key, name in (
-          ('bytes_in_use', 'in use'),
-          ('peak_bytes_in_use', 'peak'),
-          ('bytes_limit', 'limit'),
-        )
-        if key in stats
-      ]
+    stats = device.memory_stats() or {}
+    facts = [f'{in_units(stats[key])} {name}' for key, name in names.items() if key in stats]
+    if facts:
       lines.append(f'memory of {device}: {", ".join(facts)}')
   return lines
 
@@ -97,16 +90,9 @@ def in_units(size: float) -> str:
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-  numbers = len(widths) - 2  # the last two columns
-
-  def line(row):
-    cells = [
-      cell.rjust(width) if column >= numbers else cell.ljust(width)
-      for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-    ]
-    return '  '.join(cells)
-
-  return '\n'.join(map(line, rows))
+  sides = ['<'] * (len(widths) - 2) + ['>'] * 2  # the last two columns are numbers
+  template = '  '.join(f'{{:{side}{width}}}' for side, width in zip(sides, widths, strict=True))
+  return '\n'.join(template.format(*row) for row in rows)
 
 
 def _tuple(values: Iterable[Any]) -> str:

@@ -1,5 +1,6 @@
 """Log of training metrics, one step behind the devices."""
 
+import dataclasses
 import time
 
 import jax
@@ -7,77 +8,64 @@ import jax
 from valkyrie.models.language_model import Model
 from valkyrie.monitoring import chips
 from valkyrie.monitoring.hooks import check_every
-from valkyrie.monitoring.metrics import (
-  Metrics,
-  speed_metrics,
-  text_metrics,
-)
+from valkyrie.monitoring.metrics import Metrics, speed_metrics, text_metrics
 from valkyrie.monitoring.writers import RunWriter
 from valkyrie.training.curriculum import Curriculum
 from valkyrie.training.train_step import StepMetrics
 
 
+@dataclasses.dataclass
 class TrainingLog:
   """Averages the metrics of steps, and writes them while a later step is running.
 
   Reading a number from a device waits for the device. The log therefore reads the metrics of a step
   only after the next step was dispatched, and the devices never wait for the log.
+
+  Attributes:
+    every: steps between two lines; the last step has one too.
+    tokens_per_byte: as in `text_metrics`.
   """
 
-  def __init__(
-    self,
-    writer: RunWriter,
-    model: Model,
-    curriculum: Curriculum,
-    *,
-    every: int,
-    total_steps: int,
-    batch_size: int,
-    tokens_per_byte: float | None,
-  ):
-    """Writes to `writer` after every multiple of `every` steps and after the last step."""
-    check_every(every)
-    self._writer = writer
-    self._plans = model.about.plan_interval is not None
-    self._flops = model.about.train_flops_per_token
-    self._curriculum = curriculum
-    self._every = every
-    self._total_steps = total_steps
-    self._batch_size = batch_size
-    self._tokens_per_byte = tokens_per_byte
+  writer: RunWriter
+  model: Model
+  curriculum: Curriculum
+  _: dataclasses.KW_ONLY
+  every: int
+  total_steps: int
+  batch_size: int
+  tokens_per_byte: float | None
+
+  def __post_init__(self):
+    check_every(self.every)
     self._steps: list[StepMetrics] = []
     self._due: int | None = None
     self._since = time.perf_counter()
 
   def __call__(self, step: int, metrics: StepMetrics) -> None:
     """Takes the metrics of step `step`, counted from 1, directly after its dispatch."""
-    if self._due is not None:
-      self._write()
+    self.flush()
     self._steps.append(metrics)
-    if step % self._every == 0 or step == self._total_steps:
+    if step % self.every == 0 or step == self.total_steps:
       self._due = step
-
-  def flush(self) -> None:
-    """Waits for the metrics that are due, and writes them."""
-    if self._due is not None:
-      self._write()
 
   def restart_clock(self) -> None:
     """Excludes the time since the last line, which was not training, from the speed."""
     self._since = time.perf_counter()
 
-  def _write(self) -> None:
+  def flush(self) -> None:
+    """Waits for the metrics that are due, and writes them."""
     step, self._due = self._due, None
-    assert step is not None
+    if step is None:
+      return
     steps, self._steps = jax.device_get(self._steps), []
     now = time.perf_counter()
     seconds, self._since = now - self._since, now
-    position = self._curriculum.position
-    tokens = self._batch_size * (position(step) - position(step - len(steps)))
+    position = self.curriculum.position
+    tokens = self.batch_size * (position(step) - position(step - len(steps)))
     weight = float(sum(s.sums.weight for s in steps))
     scalars: Metrics = {
-      'tokens': self._batch_size * position(step),
-      **text_metrics(sum(float(s.sums.loss) for s in steps), weight, self._tokens_per_byte),
+      'tokens': self.batch_size * position(step),
+      **text_metrics(sum(float(s.sums.loss) for s in steps), weight, self.tokens_per_byte),
       'grad_norm': float(steps[-1].grad_norm),
       'learning_rate': float(steps[-1].learning_rate),
       'beyond_window': float(sum(s.sums.beyond_window for s in steps)) / max(weight, 1.0),
@@ -86,12 +74,12 @@ class TrainingLog:
         steps=len(steps),
         seconds=seconds,
         devices=jax.device_count(),
-        flops_per_token=self._flops,
+        flops_per_token=self.model.about.train_flops_per_token,
         peak_flops=chips.peak_flops(jax.devices()[0].device_kind),
       ),
-      'phase': self._curriculum.index(step - 1),
+      'phase': self.curriculum.index(step - 1),
       'skipped': int(steps[-1].skipped),
     }
-    if self._plans:
+    if self.model.about.plan_interval is not None:
       scalars['draft_loss'] = float(sum(s.sums.draft_loss for s in steps)) / max(weight, 1.0)
-    self._writer.write_scalars(step, scalars)
+    self.writer.write_scalars(step, scalars)

@@ -55,29 +55,28 @@ def create_writers(
       f'TensorBoard event files need {", ".join(missing)}, which this Python does not have. '
       'Install the packages of setup.py, or set create_writers.tensorboard = False.'
     )
-  events = pathlib.Path(model_dir) / name
-  lines = (pathlib.Path(model_dir) if name == 'train' else events) / 'metrics.jsonl'
-  silent = jax.process_index() != 0
   if tensorboard:
     _quiet_tensorflow()
-  return RunWriter(events if tensorboard else None, lines, console, silent)
+  if jax.process_index() != 0:
+    return RunWriter(None, None, None)
+  events = pathlib.Path(model_dir) / name
+  lines = (pathlib.Path(model_dir) if name == 'train' else events) / 'metrics.jsonl'
+  return RunWriter(events if tensorboard else None, lines, console)
 
 
 class RunWriter:
   """A CLU MetricWriter of scalars to all three outputs, and of everything else to TensorBoard.
 
-  Only the first process of a run writes; `silent` is for the others. With `events` None there is no
-  TensorBoard output. A failure in the thread is raised by the next call. After `flush` or `close`
-  everything is on disk. A context manager that closes.
+  An output that is None is left out: all of them in the processes of a run that are not the first.
+  A failure in the thread is raised by the next call. After `flush` or `close` everything is on
+  disk. A context manager that closes.
   """
 
   def __init__(
-    self, events: pathlib.Path | None, lines: pathlib.Path, console: Console | None, silent: bool
+    self, events: pathlib.Path | None, lines: pathlib.Path | None, console: Console | None
   ):
-    self._events, self._console, self._silent = events, console, silent
-    if silent:
-      return
-    self._lines = JsonLines(lines)
+    self._events, self._console = events, console
+    self._lines = None if lines is None else JsonLines(lines)
     self._pending: list[Future] = []
     self._thread = ThreadPoolExecutor(1, thread_name_prefix='tensorboard')
     if events is not None:
@@ -86,7 +85,7 @@ class RunWriter:
 
   def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
     """Writes numbers of Python, numpy or jax (waiting for these); None is an unknown value."""
-    if self._silent:
+    if self._lines is None:
       return
     numbers = {key: _number(value) for key, value in scalars.items()}
     self._lines.write({'step': int(step), **numbers})
@@ -112,11 +111,9 @@ class RunWriter:
     self._submit('write_audios', step, audios, sample_rate=sample_rate)
 
   def write_texts(self, step, texts) -> None:
-    """Writes texts to TensorBoard."""
     self._submit('write_texts', step, texts)
 
   def write_histograms(self, step, arrays, num_buckets=None) -> None:
-    """Writes histograms to TensorBoard."""
     self._submit('write_histograms', step, arrays, num_buckets)
 
   def write_hparams(self, hparams) -> None:
@@ -124,15 +121,14 @@ class RunWriter:
     self._submit('write_hparams', hparams)
 
   def flush(self) -> None:
-    """Waits until everything is on disk."""
-    if not self._silent:
+    if self._lines is not None:
       self._lines.sync()
       self._submit('flush')
       self._raise_failures(wait=True)
 
   def close(self) -> None:
     """Flushes and closes; the writer cannot be used afterwards."""
-    if not self._silent:
+    if self._lines is not None:
       try:
         self.flush()
         self._submit('close')
@@ -153,7 +149,7 @@ class RunWriter:
       error.add_note(str(failure))  # the first error is the one to report
 
   def _submit(self, method: str, *args: Any, **kwargs: Any) -> None:
-    if self._silent or self._events is None:
+    if self._events is None:
       return
     self._raise_failures(wait=False)
 
