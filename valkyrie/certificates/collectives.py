@@ -56,7 +56,7 @@ class Collective(hlo.Transfer):
 
 
 def of_module(module: hlo.Module) -> list[Collective]:
-  """All collectives; of the branches of a conditional, the one that sends least is the usual one."""
+  """All collectives. Of a conditional, the branch that sends least is the usual one."""
   return hlo.transfers(module, functools.partial(_read, module))
 
 
