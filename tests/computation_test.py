@@ -161,6 +161,17 @@ def test_a_configurable_that_the_model_references_as_well_counts():
   assert counted(train__hooks=['@Tool()'], Tool__size=3, **model) == names
 
 
+@pytest.mark.parametrize('name', ['LossSpikes.window', 'Block.mlp_width'])
+def test_a_default_in_code_that_hooks_reference_as_well_counts(name):
+  bound = {'train.hooks': ['@LossSpikes', '@Block'], name: 3}
+  assert counted(**bound) == {name}
+
+
+def test_a_default_in_code_that_a_binding_replaces_is_no_reference():
+  bound = {'train.hooks': ['@LossSpikes'], 'StepSettings.loss_spikes': None}
+  assert counted(**bound, LossSpikes__window=3) == {'StepSettings.loss_spikes'}
+
+
 def test_scopes_decide_which_references_a_binding_applies_to():
   references = {'train__hooks': ['@a/b/Tool()'], 'LanguageModel__planner': '@c/Tool'}
   bound = {f'{scope}Tool__size': 3 for scope in ('', 'a/', 'a/b/', 'b/', 'c/')}

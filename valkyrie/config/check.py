@@ -9,8 +9,8 @@ import inspect
 
 from gin import config as gin_config
 
-from valkyrie.config.parse import FLAG, Macro, Reference, Statement, leaves, macros_in
-from valkyrie.config.registry import find, parameters_of, required
+from valkyrie.config.parse import FLAG, Macro, Reference, Statement, leaves, macros_in, macros_of
+from valkyrie.config.registry import find, missing, parameters_of
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.errors import ConfigurationError
 
@@ -25,18 +25,17 @@ RUN_MACROS = frozenset({
 Effective = dict[tuple[str, str, str], Statement]
 
 
-def check_macro_names(statements: Sequence[Statement]) -> None:
+def check_macro_names(bindings: Sequence[Statement]) -> None:
   """Checks that files define the macros of flags, and that bindings read the macros of files."""
-  bindings = [statement for statement in statements if statement.is_binding]
-  used = set().union(*(macros_in(statement.parsed.value) for statement in bindings))
+  macros = macros_of(bindings)
+  used = set().union(*(macros_in(item.parsed.value, macros) for item in bindings))
   defined = {item.name for item in bindings if item.is_macro and not item.is_flag}
-  parameters = {item.name: item.parsed.arg_name for item in bindings if not item.is_macro}
   for statement in bindings:
     name = statement.name
     if not statement.is_macro or name in used:
       continue
     if statement.is_flag and name not in defined:
-      same = [binding for binding, parameter in parameters.items() if parameter == name]
+      same = [item.name for item in bindings if item.parsed.arg_name == name]
       hint = f' Did you mean {same[0]}?' if same else did_you_mean(name, used | defined)
       raise ConfigurationError(
         f'{statement.where}: no gin file defines or reads a macro {name!r}.{hint} '
@@ -77,14 +76,9 @@ def effective_bindings(statements: Sequence[Statement]) -> Effective:
   return effective
 
 
-def effective_macros(effective: Effective) -> dict[str, Statement]:
-  """The statements that define the macros, by name."""
-  return {key[0]: statement for key, statement in effective.items() if statement.is_macro}
-
-
 def check_references(effective: Effective) -> None:
   """Checks that all references and macros are defined, and that all macros of flags are read."""
-  macros = effective_macros(effective)
+  macros = macros_of(effective.values())
   read = set()
   for statement in effective.values():
     for leaf in leaves(statement.parsed.value):
@@ -92,10 +86,10 @@ def check_references(effective: Effective) -> None:
         _check_reference(leaf, statement.where, effective)
       elif isinstance(leaf, Macro):
         _check_macro(leaf.name, statement, macros)
-    reached = _reached(statement, macros)
+    its_macros = macros_in(statement.parsed.value, macros)
     if not statement.is_macro:
-      read |= reached
-    elif statement.name in reached:
+      read |= its_macros
+    elif statement.name in its_macros:
       raise ConfigurationError(
         f'{statement.where}: the macro %{statement.name} is defined by itself. Give it a value.'
       )
@@ -112,13 +106,12 @@ def _check_reference(leaf: Reference, where: str, effective: Effective) -> None:
     return
   # A surrounding scope may supply the value too, so a binding in any scope is enough.
   bound = {parameter for _, selector, parameter in effective if selector == configurable.selector}
-  for parameter in required(parameters_of(configurable.wrapped)):
-    if parameter not in bound:
-      binding = f'{leaf.name.rsplit("/", 1)[-1]}.{parameter}'
-      raise ConfigurationError(
-        f'{where}: {leaf} cannot be built, since {binding} has no value. Add `{binding} = ...` to '
-        'the gin file.'
-      )
+  for parameter in missing(configurable.wrapped, bound):
+    binding = f'{leaf.name.rsplit("/", 1)[-1]}.{parameter}'
+    raise ConfigurationError(
+      f'{where}: {leaf} cannot be built, since {binding} has no value. Add `{binding} = ...` to '
+      'the gin file.'
+    )
 
 
 def _check_macro(name: str, statement: Statement, macros: dict[str, Statement]) -> None:
@@ -133,14 +126,3 @@ def _check_macro(name: str, statement: Statement, macros: dict[str, Statement]) 
       f'{statement.where}: no statement defines %{name}. Add `{name} = ...` to the gin file, or '
       f'pass {FLAG}{name}=VALUE.{did_you_mean(name, macros)}'
     )
-
-
-def _reached(statement: Statement, macros: dict[str, Statement]) -> set[str]:
-  """The macros that a statement reads, and the macros that these read."""
-  reached, waiting = set(), macros_in(statement.parsed.value)
-  while waiting:
-    name = waiting.pop()
-    reached.add(name)
-    if name in macros:
-      waiting |= macros_in(macros[name].parsed.value) - reached
-  return reached

@@ -4,14 +4,14 @@ They are part of a checkpoint's record: a resumed run must have the same ones, a
 processes of a run. Logging, evaluation and hooks do not belong to them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 import inspect
 from typing import Any, TypeVar
 
 from gin import config as gin_config
 
 from valkyrie.config.parse import leaves
-from valkyrie.config.registry import matching, parameters_of
+from valkyrie.config.registry import parameters_of
 
 _Configurable = TypeVar('_Configurable', bound=Callable)
 _DECLARED = '_may_change_on_resume'  # the attribute that holds the names
@@ -45,21 +45,25 @@ def computation(bindings: Mapping[str, Any]) -> dict[str, Any]:
   - if the configurable is referenced, and all references to which the binding applies stand in
     bindings that are left out: `train.hooks = (@MyHook(),)` frees every `MyHook.*`, and
     `Evaluator.feed = @validation/TaskFeed` frees every `validation/TaskFeed.*`.
+  A default in code counts as a reference too, if its parameter is not bound.
 
   Args:
     bindings: name -> value, as `record.bindings` returns them: references are strings, '@name'.
   """
+  registry = gin_config._REGISTRY
+  bound = {**_default_references(), **bindings}
   references = [
     (name, *_scope_and_selector(leaf[1:].removesuffix('()')))
-    for name, value in bindings.items()
+    for name, value in bound.items()
     for leaf in leaves(value)
     if isinstance(leaf, str) and leaf.startswith('@')
   ]
   left_out, referrers = set(), {}
-  for name in bindings:
+  for name in bound:
     configurable, _, parameter = name.rpartition('.')
     scope, selector = _scope_and_selector(configurable)
-    if parameter in _declared(selector):
+    wrapped = registry[selector].wrapped if selector in registry else None
+    if parameter in getattr(wrapped, _DECLARED, ()):
       left_out.add(name)
     referrers[name] = {
       referrer
@@ -71,13 +75,21 @@ def computation(bindings: Mapping[str, Any]) -> dict[str, Any]:
   return {name: value for name, value in bindings.items() if name not in left_out}
 
 
+def _default_references() -> dict[str, list[str]]:
+  """{parameter: references to the configurables in its default}, in the form of bindings."""
+  registry, found = gin_config._REGISTRY, {}
+  for selector, configurable in registry.items():
+    for name, parameter in parameters_of(configurable.wrapped).items():
+      found[f'{registry.minimal_selector(selector)}.{name}'] = [
+        f'@{part.selector}'
+        for leaf in leaves(parameter.default)
+        if isinstance(leaf, Hashable) and (part := gin_config._inverse_lookup(leaf))
+      ]
+  return found
+
+
 def _scope_and_selector(name: str) -> tuple[list[str], str]:
   """(['a', 'b'], the complete selector of X) for 'a/b/X'."""
   *scope, selector = name.split('/')
-  matches = matching(selector)
+  matches = gin_config._REGISTRY.matching_selectors(selector)
   return scope, matches[0] if len(matches) == 1 else selector
-
-
-def _declared(selector: str) -> set[str]:
-  registry = gin_config._REGISTRY
-  return getattr(registry[selector].wrapped, _DECLARED, set()) if selector in registry else set()

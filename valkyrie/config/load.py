@@ -7,17 +7,14 @@ registered signatures.
 
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
-import copy
 import importlib
 import inspect
-from typing import Any
 
 import gin
 from gin import config as gin_config
 
 from valkyrie.config import check, parse, value_types
-from valkyrie.config.parse import Macro, Reference, Statement
-from valkyrie.config.registry import parameters_of, required
+from valkyrie.config.registry import missing
 from valkyrie.errors import ConfigurationError
 
 
@@ -42,8 +39,9 @@ def load_gin(
     ConfigurationError: with the flag, or the file and line, and a correction.
   """
   statements = parse.read(files, flags, search_paths, allowed_imports)
-  check.check_macro_names(statements)
-  value_types.check_flag_types(statements)
+  bindings = [statement for statement in statements if statement.is_binding]
+  check.check_macro_names(bindings)
+  value_types.check_flag_types(bindings)
   for module in modules:
     importlib.import_module(module)
   for statement in statements:
@@ -53,10 +51,9 @@ def load_gin(
   check.check_references(effective)
   value_types.check_parameter_types(effective)
   try:
-    for key, statement in effective.items():
-      gin.bind_parameter(key, _gin_value(statement.parsed.value))
+    _bind(effective)
     gin.finalize()
-  except ValueError as error:
+  except (SyntaxError, ValueError) as error:
     raise ConfigurationError(f'gin does not accept the configuration: {error}') from error
 
 
@@ -67,16 +64,14 @@ def override_gin(files: Sequence[str], flags: Sequence[str]) -> Iterator[None]:
   Raises:
     ConfigurationError: like `load_gin`; a macro must exist already.
   """
-  before = copy.copy(gin_config._CONFIG)
-  before = {key: copy.copy(bound) for key, bound in before.items()}
+  before = {key: dict(bound) for key, bound in gin_config._CONFIG.items()}
   effective = check.effective_bindings(parse.read(files, flags))
-  with gin.unlock_config():
-    for key, statement in effective.items():
-      scope, selector, _ = key
-      if selector == 'gin.macro' and (scope, selector) not in before:
-        raise ConfigurationError(f'{statement.where}: no gin file of this run defines %{scope}.')
-      gin.bind_parameter(key, _gin_value(statement.parsed.value))
+  for name, statement in parse.macros_of(effective.values()).items():
+    if (name, 'gin.macro') not in before:
+      raise ConfigurationError(f'{statement.where}: no gin file of this run defines %{name}.')
   try:
+    with gin.unlock_config():
+      _bind(effective)
     yield
   finally:
     gin_config._CONFIG.clear()
@@ -84,21 +79,14 @@ def override_gin(files: Sequence[str], flags: Sequence[str]) -> Iterator[None]:
 
 
 def check_call(function: Callable, *given: str) -> None:
-  """Checks that every parameter of a run mode is bound, has a default, or is `given`.
-
-  Raises:
-    ConfigurationError: with the name of the parameter.
-  """
+  """Raises ConfigurationError if a parameter is not bound, not `given`, and has no default."""
   bound = gin.get_bindings(function, resolve_references=False)
-  name = inspect.unwrap(function).__name__
-  for parameter in required(parameters_of(function)):
-    if parameter not in bound and parameter not in given:
-      raise ConfigurationError(
-        f'{name}.{parameter} has no value. Add `{name}.{parameter} = ...` to the gin file.'
-      )
+  for parameter in missing(function, {*bound, *given}):
+    name = f'{inspect.unwrap(function).__name__}.{parameter}'
+    raise ConfigurationError(f'{name} has no value. Add `{name} = ...` to the gin file.')
 
 
-def _import(statement: Statement) -> None:
+def _import(statement: parse.Statement) -> None:
   module = statement.parsed.module
   try:
     importlib.import_module(module)
@@ -112,14 +100,7 @@ def _import(statement: Statement) -> None:
   gin.parse_config(statement.parsed.format())  # which adds the line to config.gin
 
 
-def _gin_value(value: Any) -> Any:
-  """Replaces `Macro` and `Reference` by gin's own references."""
-  if isinstance(value, dict):
-    return {_gin_value(key): _gin_value(item) for key, item in value.items()}
-  if isinstance(value, list | tuple):
-    return type(value)(_gin_value(item) for item in value)
-  if isinstance(value, Macro):
-    return gin_config.ParserDelegate().macro(value.name)
-  if isinstance(value, Reference):
-    return gin_config.ParserDelegate().configurable_reference(value.name, value.evaluated)
-  return value
+def _bind(effective: check.Effective) -> None:
+  for key, statement in effective.items():
+    # gin's own parser replaces the macros and references by gin's.
+    gin.bind_parameter(key, gin_config.parse_value(repr(statement.parsed.value)))

@@ -5,7 +5,7 @@ only reads: includes are expanded, imports are checked against the allow-list, a
 explained. Nothing is imported, registered or bound.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import json
 import pathlib
@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from gin import config_parser
 
 from valkyrie.config import paths
-from valkyrie.config.suggest import did_you_mean
-from valkyrie.config.syntax_hints import explain
+from valkyrie.config.suggest import did_you_mean, explain
 from valkyrie.errors import ConfigurationError
 
 WRITTEN_BY = 'valkyrie'  # in config.json, which identifies the folder of a run
@@ -30,7 +29,7 @@ class Macro:
 
   name: str
 
-  def __str__(self):
+  def __repr__(self):
     return f'%{self.name}'
 
 
@@ -41,19 +40,15 @@ class Reference:
   name: str
   evaluated: bool
 
-  def __str__(self):
+  def __repr__(self):
     return f'@{self.name}()' if self.evaluated else f'@{self.name}'
 
 
 class Statement(NamedTuple):
-  """One statement of gin's parser; its value contains `Macro` and `Reference`.
+  """One statement of gin's parser; its value contains `Macro` and `Reference`."""
 
-  where: 'gin/tiny_cpu.gin:12', or the flag of the command line.
-  parsed: a BindingStatement (a macro's has no arg_name), BlockDeclaration or ImportStatement.
-  """
-
-  where: str
-  parsed: Any
+  where: str  # 'gin/tiny_cpu.gin:12', or the flag of the command line
+  parsed: Any  # a BindingStatement (a macro's has no arg_name), BlockDeclaration or ImportStatement
 
   @property
   def is_flag(self) -> bool:
@@ -89,9 +84,19 @@ def leaves(value: Any) -> Iterator[Any]:
     yield value
 
 
-def macros_in(value: Any) -> set[str]:
-  """The names of the macros in a value."""
-  return {leaf.name for leaf in leaves(value) if isinstance(leaf, Macro)}
+def macros_of(statements: Iterable[Statement]) -> dict[str, Statement]:
+  """The last statement that defines each macro, by name."""
+  return {item.name: item for item in statements if item.is_macro}
+
+
+def macros_in(value: Any, macros: Mapping[str, Statement]) -> set[str]:
+  """The names of the macros in a value, and in the values of these."""
+  found, values = set(), [value]
+  while values:
+    new = {leaf.name for leaf in leaves(values) if isinstance(leaf, Macro)} - found
+    found |= new
+    values = [macros[name].parsed.value for name in new & macros.keys()]
+  return found
 
 
 def resolve(value: Any, macros: Mapping[str, Statement]) -> tuple[Any, Statement | None]:
@@ -105,11 +110,8 @@ def resolve(value: Any, macros: Mapping[str, Statement]) -> tuple[Any, Statement
 
 
 class _Delegate(config_parser.ParserDelegate):
-  def configurable_reference(self, scoped_configurable_name, evaluate):
-    return Reference(scoped_configurable_name, evaluate)
-
-  def macro(self, macro_name):
-    return Macro(macro_name)
+  configurable_reference: Any = Reference
+  macro: Any = Macro
 
 
 def parse(text: str) -> Iterator[Any]:
@@ -144,8 +146,8 @@ def read(
       )
   statements = []
   for name in files:
-    path = _find(name, search_paths, f'--gin_file={name}')
-    statements += _read_file(path, search_paths, ('valkyrie', *allowed_imports), ())
+    where = f'--gin_file={name}'
+    statements += _read_file(name, where, search_paths, ('valkyrie', *allowed_imports))
   return statements + [_read_flag(flag) for flag in flags]
 
 
@@ -162,8 +164,9 @@ def _read_flag(flag: str) -> Statement:
 
 
 def _read_file(
-  path: pathlib.Path, search_paths: Sequence[str], allowed: Sequence[str], above: tuple
+  name: str, where: str, search_paths: Sequence[str], allowed: Sequence[str], above: tuple = ()
 ) -> list[Statement]:
+  path = _find(name, where, search_paths)
   if path.resolve() in [other.resolve() for other in above]:
     chain = ' -> '.join(str(other) for other in (*above, path))
     raise ConfigurationError(f'{path} includes itself: {chain}. Remove one of the includes.')
@@ -174,8 +177,8 @@ def _read_file(
     for parsed in parse(text):
       statement = Statement(f'{path}:{parsed.location.line_num}', parsed)
       if isinstance(parsed, config_parser.IncludeStatement):
-        included = _find(parsed.filename, search_paths, f'{statement.where}: include')
-        statements += _read_file(included, search_paths, allowed, (*above, path))
+        where = f'{statement.where}: include'
+        statements += _read_file(parsed.filename, where, search_paths, allowed, (*above, path))
         continue
       if statement.is_import:
         _check_import(statement, allowed)
@@ -205,15 +208,13 @@ def _text(path: pathlib.Path) -> str:
         'files can run code. Pass the gin file of the command that started the run.'
       )
   try:
-    data = path.read_bytes()
+    return path.read_text('utf-8-sig')
   except OSError as error:
     raise ConfigurationError(f'{path} cannot be read: {error.strerror}.') from error
-  try:
-    return data.decode('utf-8-sig')
   except UnicodeDecodeError as error:
-    line = data.count(b'\n', 0, error.start) + 1
+    line, byte = error.object.count(b'\n', 0, error.start) + 1, error.object[error.start]
     raise ConfigurationError(
-      f'{path}:{line}: byte {data[error.start]:#04x} is not UTF-8. Save the file as UTF-8.'
+      f'{path}:{line}: byte {byte:#04x} is not UTF-8. Save the file as UTF-8.'
     ) from None
 
 
@@ -225,7 +226,7 @@ def _is_run(folder: pathlib.Path) -> bool:
   return isinstance(config, dict) and config.get('written_by') == WRITTEN_BY
 
 
-def _find(name: str, search_paths: Sequence[str], where: str) -> pathlib.Path:
+def _find(name: str, where: str, search_paths: Sequence[str]) -> pathlib.Path:
   # gin/x.gin is found below paths.GIN from any folder, which an installed wheel needs.
   folders = [pathlib.Path(), *map(pathlib.Path, search_paths), paths.GIN.parent]
   candidates = [folder / pathlib.Path(name).expanduser() for folder in folders]

@@ -4,13 +4,13 @@
     model_dir/config.json            the same as data, macros resolved
     model_dir/operative_config.gin   the constructed configurables, with their defaults
 
-All three are written without secrets.
+All three are written by one process, without secrets. StorageError is raised if the folder cannot
+be written.
 """
 
 import json
 import os
 import pathlib
-import tempfile
 from typing import Any
 
 import gin
@@ -27,13 +27,7 @@ def bindings() -> dict[str, Any]:
 
 
 def write_configuration(model_dir: str | os.PathLike) -> None:
-  """Writes config.gin and config.json; keeps other earlier versions as NAME.1, NAME.2, ...
-
-  Only one process may call it.
-
-  Raises:
-    StorageError: the folder cannot be written.
-  """
+  """Writes config.gin and config.json; keeps other earlier versions as NAME.1, NAME.2, ..."""
   text = redact(gin.config_str())
   _write(pathlib.Path(model_dir) / 'config.gin', text)
   data = json.dumps(_as_data(text), indent=2, ensure_ascii=False)
@@ -41,19 +35,15 @@ def write_configuration(model_dir: str | os.PathLike) -> None:
 
 
 def write_operative_configuration(model_dir: str | os.PathLike) -> None:
-  """Writes operative_config.gin, with the configurables that have been constructed so far.
-
-  Raises:
-    StorageError: the folder cannot be written.
-  """
+  """Writes operative_config.gin, with the configurables that have been constructed so far."""
   _write(pathlib.Path(model_dir) / 'operative_config.gin', redact(gin.operative_config_str()))
 
 
 def _as_data(text: str) -> dict[str, Any]:
   """The imports, macros and bindings of a gin text, as config.json holds them."""
   statements = [Statement('config.gin', parsed) for parsed in parse.parse(text)]
-  bindings = [item for item in statements if item.is_binding]
-  macros = {item.name: item for item in bindings if item.is_macro}
+  macros = parse.macros_of(statements)
+  others = [item for item in statements if item.is_binding and not item.is_macro]
 
   def plain(value):
     value, _ = parse.resolve(value, macros)
@@ -61,14 +51,13 @@ def _as_data(text: str) -> dict[str, Any]:
       return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
       return [plain(item) for item in value]
-    known = value is None or isinstance(value, bool | int | float | str)
-    return value if known else str(value)
+    return value if isinstance(value, int | float | str | None) else str(value)
 
   return {
     'written_by': parse.WRITTEN_BY,
     'imports': [item.parsed.format() for item in statements if item.is_import],
     'macros': {name: plain(item.parsed.value) for name, item in macros.items()},
-    'bindings': {item.name: plain(item.parsed.value) for item in bindings if not item.is_macro},
+    'bindings': {item.name: plain(item.parsed.value) for item in others},
   }
 
 
@@ -88,12 +77,6 @@ def _write(path: pathlib.Path, text: str) -> None:
 
 def _replace(path: pathlib.Path, data: bytes) -> None:
   """Writes a file atomically."""
-  handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f'.{path.name}.')
-  try:
-    with os.fdopen(handle, 'wb') as file:
-      file.write(data)
-    os.chmod(temporary, 0o644)  # mkstemp's 0600 would hide it from other users
-    os.replace(temporary, path)
-  except BaseException:
-    os.unlink(temporary)
-    raise
+  temporary = path.with_name(f'.{path.name}.new')
+  temporary.write_bytes(data)
+  temporary.replace(path)

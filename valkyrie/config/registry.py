@@ -1,7 +1,8 @@
 """gin's registry of configurables, and the parameters of a configurable."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 import inspect
+from typing import Any
 
 import gin
 from gin import config as gin_config
@@ -10,19 +11,15 @@ from valkyrie.config.suggest import did_you_mean
 from valkyrie.errors import ConfigurationError
 
 
-def matching(name: str) -> list[str]:
-  """The complete selectors that 'scope/selector' may mean; it may leave out leading modules."""
-  return gin_config._REGISTRY.matching_selectors(name.rsplit('/', 1)[-1])
-
-
 def find(name: str, where: str = '') -> gin_config.Configurable:
-  """The configurable of 'scope/selector'.
+  """The configurable of 'scope/selector', which may leave out leading modules.
 
   Raises:
     ConfigurationError: the name is unknown or ambiguous; the message begins with `where`.
   """
-  registry, matches = gin_config._REGISTRY, matching(name)
+  registry = gin_config._REGISTRY
   selector = name.rsplit('/', 1)[-1]
+  matches = registry.matching_selectors(selector)
   if not matches:
     known = {registry.minimal_selector(complete) for complete, _ in registry.items()}
     raise ConfigurationError(
@@ -37,31 +34,27 @@ def find(name: str, where: str = '') -> gin_config.Configurable:
 
 def parameters_of(function: Callable) -> dict[str, inspect.Parameter]:
   """The parameters that gin may bind, of a function or of the constructor of a class."""
-  if not inspect.isclass(function):
-    return _signature(function)
+  is_class = inspect.isclass(function)
   # A metaclass, such as Haiku's, may hide the signature of the class itself.
-  base = next(
-    base for base in inspect.getmro(function) if {'__init__', '__new__'} & vars(base).keys()
-  )
-  parameters = _signature(base.__init__ if '__init__' in vars(base) else base.__new__)
-  del parameters[next(iter(parameters))]  # self, or __new__'s class
-  return parameters
-
-
-def _signature(function: Callable) -> dict[str, inspect.Parameter]:
-  function = inspect.unwrap(function)
+  callee: Any = gin_config._find_class_construction_fn(function) if is_class else function
+  function = inspect.unwrap(callee)
   try:
-    return dict(inspect.signature(function, eval_str=True).parameters)
+    signature = inspect.signature(function, eval_str=True)
   except (NameError, TypeError, AttributeError):  # an annotation for the type checker only
-    return dict(inspect.signature(function).parameters)
+    signature = inspect.signature(function)
+  except ValueError:  # a builtin without a signature
+    return {}
+  parameters = list(signature.parameters.items())
+  return dict(parameters[1:] if is_class else parameters)  # without self, or __new__'s class
 
 
-def required(parameters: dict[str, inspect.Parameter]) -> list[str]:
-  """The names of the parameters without a default."""
+def missing(function: Callable, given: Collection[str]) -> list[str]:
+  """The names of the parameters that have no default and are not `given`."""
   variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
   return [
     name
-    for name, parameter in parameters.items()
+    for name, parameter in parameters_of(function).items()
     if (parameter.default is inspect.Parameter.empty or parameter.default is gin.REQUIRED)
     and parameter.kind not in variadic
+    and name not in given
   ]

@@ -1,8 +1,7 @@
 """Checks of the types of gin values: of flags against files, of bindings against annotations.
 
 An annotation is a literal type, a class, a protocol, or a callable that returns one of these; other
-mismatches raise an error at construction. Every check raises ConfigurationError, with the flag, or
-the file and line.
+mismatches raise an error at construction. Every check raises ConfigurationError, like `check`.
 """
 
 import collections.abc
@@ -15,20 +14,18 @@ from typing import Any
 from gin import config as gin_config
 import haiku as hk
 
-from valkyrie.config.check import Effective, effective_macros
-from valkyrie.config.parse import Macro, Reference, Statement, resolve
-from valkyrie.config.registry import find, matching, parameters_of
+from valkyrie.config.check import Effective
+from valkyrie.config.parse import Macro, Reference, Statement, macros_of, resolve
+from valkyrie.config.registry import find, parameters_of
 from valkyrie.errors import ConfigurationError
 
 _LITERALS = {bool: 'True or False', int: 'an integer', float: 'a number', str: 'a string'}
 
 
-def check_flag_types(statements: Sequence[Statement]) -> None:
+def check_flag_types(bindings: Sequence[Statement]) -> None:
   """Checks that the value of a flag has the type of the file's value."""
   earlier: dict[str, Statement] = {}
-  for statement in statements:
-    if not statement.is_binding:
-      continue
+  for statement in bindings:
     before = earlier.get(statement.name)
     value = statement.parsed.value
     if statement.is_flag and before and not _fits(value, {_type(before.parsed.value)}):
@@ -42,29 +39,22 @@ def check_flag_types(statements: Sequence[Statement]) -> None:
 
 def check_parameter_types(effective: Effective) -> None:
   """Checks that each value fits the annotation of its parameter."""
-  macros = effective_macros(effective)
+  macros = macros_of(effective.values())
   for (scope, selector, name), statement in effective.items():
-    parameter = None
-    if not statement.is_macro:
-      parameter = parameters_of(gin_config._REGISTRY[selector].wrapped).get(name)
-    if parameter is None:  # a macro, or one of **kwargs
+    parameter = parameters_of(gin_config._REGISTRY[selector].wrapped).get(name)
+    if parameter is None:  # one of **kwargs
       continue
     value, source = resolve(statement.parsed.value, macros)
     expected = _mismatch(value, parameter)
     parts = value if isinstance(value, list | tuple) else [value]
-    if expected is None and not scope and any(_refers_to(part, selector) for part in parts):
+    unscoped = [p.name for p in parts if isinstance(p, Reference) and '/' not in p.name]
+    if expected is None and not scope and selector in [find(name).selector for name in unscoped]:
       expected = 'another part than itself'
     if expected is not None:
       where = statement.where + (f' (from {source.where})' if source else '')
       raise ConfigurationError(
         f'{where}: {statement.name} takes {expected}, not {_shown(value)}.{_as_integer(value)}'
       )
-
-
-def _refers_to(value: Any, selector: str) -> bool:
-  """Whether a value is a reference without scope to this complete selector."""
-  is_unscoped = isinstance(value, Reference) and '/' not in value.name
-  return is_unscoped and matching(value.name) == [selector]
 
 
 def _type(value: Any) -> type | None:
@@ -75,19 +65,12 @@ def _type(value: Any) -> type | None:
 
 def _fits(value: Any, expected: set[type | None]) -> bool:
   found = _type(value)
-  return found is None or bool({found, None} & expected) or (found is int and float in expected)
+  return found is None or found in expected or (found is int and float in expected)
 
 
 def _shown(value: Any) -> str:
   """A value as gin writes it; a literal with its type."""
-  return f'{_LITERALS[type(value)]} ({value!r})' if type(value) in _LITERALS else _text(value)
-
-
-def _text(value: Any) -> str:
-  if isinstance(value, list | tuple):
-    items = ', '.join(map(_text, value))
-    return f'({items},)' if len(value) == 1 else f'({items})'
-  return str(value) if isinstance(value, Reference | Macro) else repr(value)
+  return f'{_LITERALS[type(value)]} ({value!r})' if type(value) in _LITERALS else repr(value)
 
 
 def _as_integer(value: Any) -> str:
@@ -121,7 +104,7 @@ def _part_mismatch(value: Any, annotation: Any) -> str | None:
   origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
   if origin in (collections.abc.Sequence, list):
     if not isinstance(value, list | tuple):
-      return f'several in brackets, such as ({_text(value)},)'
+      return f'several in brackets, such as ({value!r},)'
     return next(filter(None, (_part_mismatch(item, arguments[0]) for item in value)), None)
   if origin is collections.abc.Callable:
     return _callable_mismatch(value, arguments[-1])

@@ -51,8 +51,8 @@ class TokenConsistency:
       )
     self._feed = feed
     self._every = every
-    rows_of = [json.loads(text) for text in processes.exchange('rows', json.dumps(list(rows)))]
     self._rows = list(rows)
+    rows_of = [json.loads(text) for text in processes.exchange('rows', json.dumps(self._rows))]
     self._is_alone = len(rows_of) == 1
     rows_of_next = rows_of[(rows_of.index(self._rows) + 1) % len(rows_of)]
     self._others = [row for row in rows_of_next if row not in self._rows]

@@ -12,9 +12,6 @@ import signal
 # The environment variable that holds the number of the file descriptor.
 VARIABLE = 'VALKYRIE_HEARTBEAT'
 
-# The stages of a run; the supervisor has a time limit for the silence in each of them.
-STAGES = ('start_up', 'compile', 'step', 'save')
-
 # On this signal Python writes the stack of every thread to standard error.
 STACKS = signal.SIGUSR1
 

@@ -12,6 +12,8 @@ other processes have not dispatched yet.
 """
 
 from collections.abc import Callable
+import concurrent.futures
+import contextlib
 import os
 import signal
 import sys
@@ -50,19 +52,14 @@ class Preemption:
     self._grace_seconds = grace_seconds
     self._calls = 0
     self._signaled = False
-    self._last_call: int | None = None
-    self._agreed = threading.Event()
+    self._last_call: concurrent.futures.Future[int] = concurrent.futures.Future()
     self._over = threading.Event()
     self._lock = threading.Lock()
     self._newest: Callable[[], str] | None = None
     self._unwinding: int | None = None  # the signal that ended start-up
 
   def ready(self, newest: Callable[[], str]) -> None:
-    """Marks the end of start-up, and waits for all processes.
-
-    Args:
-      newest: returns a description of the newest checkpoint.
-    """
+    """Waits for the end of start-up in all processes; `newest` describes the newest checkpoint."""
     processes.exchange('ready', '')
     with self._lock:
       self._newest = newest
@@ -73,9 +70,7 @@ class Preemption:
       self._calls += 1
       if not self._signaled:
         return False
-    self._agreed.wait()
-    assert self._last_call is not None
-    return self._calls > self._last_call
+    return self._calls > self._last_call.result()
 
   def __enter__(self) -> 'Preemption':
     self._reader, self._writer = os.pipe()
@@ -101,7 +96,6 @@ class Preemption:
 
   def _handle(self, number: int, frame: types.FrameType | None) -> None:
     """Ends start-up, in the main thread; after `ready`, `_watch` alone acts."""
-    del frame
     if self._newest is None and self._unwinding is None:
       self._unwinding = number
       raise Preempted(_before_the_first_step(number))
@@ -113,40 +107,25 @@ class Preemption:
     name = signal.Signals(number).name
     until = time.monotonic() + self._grace_seconds
     with self._lock:
-      started, calls = self._newest is not None, self._calls
+      newest, calls = self._newest, self._calls
       self._signaled = True
     processes.announce(Preempted.exit_code)
-    if not started:
+    if newest is None:
       if not self._over.wait(_START_UP_GRACE):
-        _end(_before_the_first_step(number))
+        processes.abort(_before_the_first_step(number))
       return
-    print(
-      f'{name}: stopping after the running step (at most {self._grace_seconds:g} s)',
-      file=sys.stderr,
-      flush=True,
-    )
-    try:
+    message = f'{name}: stopping after the running step (at most {self._grace_seconds:g} s)'
+    print(message, file=sys.stderr, flush=True)
+    with contextlib.suppress(RuntimeError):  # another process is lost, or misses its deadline too
       counts = processes.exchange('stop', str(calls), self._grace_seconds)
-      self._last_call = max(map(int, counts))
-      self._agreed.set()
-    except RuntimeError:
-      pass  # another process is lost, or misses its deadline too
+      self._last_call.set_result(max(map(int, counts)))
     if not self._over.wait(max(0.0, until - time.monotonic())):
-      assert self._newest is not None
-      _end(
+      processes.abort(
         f'{name}: the running step and its save took longer than Preemption.grace_seconds = '
-        f'{self._grace_seconds:g}; the newest checkpoint is {self._newest()}. Run the same command '
-        'again.'
+        f'{self._grace_seconds:g}; the newest checkpoint is {newest()}. Run the same command again.'
       )
 
 
 def _before_the_first_step(number: int) -> str:
   name = signal.Signals(number).name
   return f'{name} before the first step: nothing was saved. Run the same command again.'
-
-
-def _end(message: str) -> None:
-  """Ends the process without waiting for its other threads."""
-  processes.say(message)
-  processes.end(Preempted.exit_code)
-  os._exit(Preempted.exit_code)

@@ -65,8 +65,7 @@ def join(coordinator: str | None, processes: str, process: int | None, seconds: 
   )
   # At its own time limit jax would abort with a C++ stack.
   late = f'--join_seconds={seconds} have passed'
-  timer = threading.Timer(seconds, _give_up, [failure.format(late)])
-  timer.daemon = True
+  timer = threading.Timer(seconds, abort, [failure.format(late)])
   timer.start()
   try:
     jax.distributed.initialize(
@@ -78,14 +77,15 @@ def join(coordinator: str | None, processes: str, process: int | None, seconds: 
       initialization_timeout=seconds + 60,
       heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
     )
-  except jax.errors.JaxRuntimeError as error:
-    raise Unreachable(failure.format(_first_line(error))) from error
   except (ValueError, TypeError, RuntimeError) as error:
+    reason = str(error).partition('\n')[0]
+    if isinstance(error, jax.errors.JaxRuntimeError):
+      raise Unreachable(failure.format(reason)) from error
     if address is not None:
       raise
     raise ConfigurationError(
-      f'--processes={DETECTED} found no cluster: {_first_line(error)} jax detects TPU pods, SLURM, '
-      'Kubernetes and MPI. Elsewhere pass --coordinator=HOST:PORT, --processes=N and --process=I.'
+      f'--processes={DETECTED} found no cluster: {reason} jax detects TPU pods, SLURM, Kubernetes '
+      'and MPI. Elsewhere pass --coordinator=HOST:PORT, --processes=N and --process=I.'
     ) from error
   finally:
     timer.cancel()
@@ -161,9 +161,11 @@ def say(message: str) -> None:
   print(f'valkyrie: {message}', file=sys.stderr, flush=True)
 
 
-def _give_up(message: str) -> None:
+def abort(message: str) -> None:
+  """Exits with 75 after a message, from any thread; the other processes save and stop."""
   say(message)
-  os._exit(Unreachable.exit_code)
+  end(Preempted.exit_code)
+  os._exit(Preempted.exit_code)
 
 
 def _checked(
@@ -198,11 +200,10 @@ def _publish(place: str, code: int) -> None:
 
 def _published(place: str) -> dict[int, int]:
   """{process: its exit code}."""
-  try:
+  with contextlib.suppress(RuntimeError):  # process 0 has ended
     found = _client.key_value_dir_get(place)
-  except RuntimeError:
-    return {}
-  return {int(key.rpartition('/')[2]): int(code) for key, code in found}
+    return {int(key.rpartition('/')[2]): int(code) for key, code in found}
+  return {}
 
 
 def _listen() -> None:
@@ -211,10 +212,9 @@ def _listen() -> None:
   while True:
     time.sleep(_POLL_SECONDS)
     endings = _published(_ENDING)
-    stopping = stopping or _index in endings
+    if endings.pop(_index, None) is not None:  # this process is ending
+      stopping = True
     for process, code in endings.items():
-      if process == _index:
-        continue
       if code != Preempted.exit_code:
         say(f'process {process} ended with exit code {code}, and this process ends with it')
         end(code)
@@ -228,12 +228,6 @@ def _listen() -> None:
 def _is_of_jax(error: BaseException | None) -> bool:
   import jax  # noqa: PLC0415
 
-  while error is not None:
-    if isinstance(error, jax.errors.JaxRuntimeError):
-      return True
+  while error is not None and not isinstance(error, jax.errors.JaxRuntimeError):
     error = error.__cause__ or error.__context__
-  return False
-
-
-def _first_line(error: Exception) -> str:
-  return str(error).partition('\n')[0]
+  return error is not None

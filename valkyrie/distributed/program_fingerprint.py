@@ -18,11 +18,9 @@ _METADATA = re.compile(r', metadata=\{(?:"[^"]*"|[^{}"])*\}')
 
 def fingerprint(compiled: Compiled) -> str:
   """A hash of the optimized program, independent of its source lines."""
-  lines = (line for line in (compiled.as_text() or '').splitlines() if _PROGRAM.match(line))
-  digest = hashlib.sha256()
-  for line in lines:
-    digest.update(_METADATA.sub('', line).encode() + b'\n')
-  return digest.hexdigest()
+  lines = (compiled.as_text() or '').splitlines()
+  program = (_METADATA.sub('', line) + '\n' for line in lines if _PROGRAM.match(line))
+  return hashlib.sha256(''.join(program).encode()).hexdigest()
 
 
 def fingerprints(programs: Mapping[str, Compiled]) -> dict[str, str]:

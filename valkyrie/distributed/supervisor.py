@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Sequence
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import pathlib
@@ -21,12 +22,13 @@ import sys
 import time
 from typing import Any
 
-from valkyrie.distributed.heartbeat import STACKS, STAGES, VARIABLE
+from valkyrie.distributed.heartbeat import STACKS, VARIABLE
 
 HANG = 86  # the exit code of a run that was ended for its silence
 # Preempted, hung, aborted by a library, killed (by the kernel or with its machine).
 RETRYABLE = (75, HANG, 128 + signal.SIGABRT, 128 + signal.SIGKILL)
 
+# The stages of a run, with the longest silence between two heartbeats.
 _DEFAULT_SECONDS = {'start_up': 1800, 'compile': 3600, 'step': 900, 'save': 1800}
 _SECONDS_FOR_STACKS = 2.0
 _LONGEST_PAUSE = 300.0
@@ -36,33 +38,23 @@ _LONGEST_PAUSE = 300.0
 class RunStatus:
   """The status of a run, as its heartbeats report it."""
 
-  stage: str = 'start_up'  # one of heartbeat.STAGES
+  stage: str = 'start_up'  # a key of _DEFAULT_SECONDS
   step: int | None = None  # the step that began last
   saved: int = -1  # the newest saved step
   process: int | None = None  # the number of the process, in a run of several
   model_dir: str | None = None
 
 
+@dataclasses.dataclass
 class Supervisor:
   """Runs a command until it succeeds, fails for good, or was restarted too often in vain."""
 
-  def __init__(
-    self, command: Sequence[str], seconds: dict[str, float], restarts: int, pause: float
-  ):
-    """Configures the supervisor.
-
-    Args:
-      command: the program and its arguments.
-      seconds: for each of STAGES, the longest silence between two heartbeats.
-      restarts: the largest number of consecutive restarts that save no later step.
-      pause: seconds before the first restart, doubled for each further one without progress.
-    """
-    self._command = list(command)
-    self._seconds = seconds
-    self._restarts = restarts
-    self._pause = pause
-    self._child: subprocess.Popen | None = None
-    self._stopping = False
+  command: Sequence[str]  # the program and its arguments
+  seconds: dict[str, float]  # for each stage, the longest silence between two heartbeats
+  restarts: int  # the largest number of consecutive restarts that save no later step
+  pause: float  # seconds before the first restart, doubled for each further one without progress
+  _child: subprocess.Popen | None = dataclasses.field(default=None, init=False)
+  _stopping: bool = dataclasses.field(default=False, init=False)
 
   def run(self) -> int:
     """Runs the command, and returns the exit code of the last run."""
@@ -73,85 +65,77 @@ class Supervisor:
       code, reason = self._run_once(status)
       if status.saved > newest:
         newest, in_vain = status.saved, 0
-      again = code in RETRYABLE and not self._stopping and in_vain < self._restarts
+      again = code in RETRYABLE and not self._stopping and in_vain < self.restarts
       self._report(status, code, reason, again)
       if not again:
         return code
-      until = time.monotonic() + min(self._pause * 2**in_vain, _LONGEST_PAUSE)
+      until = time.monotonic() + min(self.pause * 2**in_vain, _LONGEST_PAUSE)
       in_vain += 1
       while time.monotonic() < until:
         if self._stopping:
           return code
-        time.sleep(min(0.1, self._pause))
+        time.sleep(min(0.1, self.pause))
 
   def _run_once(self, status: RunStatus) -> tuple[int, str]:
     """Runs the command once; returns its exit code and the reason of its end."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    self._child = subprocess.Popen(
-      self._command,
+    child = self._child = subprocess.Popen(
+      self.command,
       env={**os.environ, VARIABLE: str(writer)},
       pass_fds=(writer,),
       start_new_session=True,  # so that all its processes can be killed
     )
     os.close(writer)
     if self._stopping:  # a signal came while the command was started
-      self._child.send_signal(signal.SIGTERM)
-    try:
-      reason = self._watch(self._child, reader, status)
-    finally:
-      os.close(reader)
+      child.send_signal(signal.SIGTERM)
+    with open(reader, 'rb', buffering=0) as pipe:
+      reason = self._watch(child, pipe, status)
     if reason is not None:
-      self._kill(self._child)
+      child.send_signal(STACKS)
+      time.sleep(_SECONDS_FOR_STACKS)
+      with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+      child.wait()
       return HANG, reason
-    code = self._child.wait()
+    code = child.wait()
     code = 128 - code if code < 0 else code
     return code, f'exit code {code}'
 
-  def _watch(self, child: subprocess.Popen, reader: int, status: RunStatus) -> str | None:
+  def _watch(self, child: subprocess.Popen, pipe: io.FileIO, status: RunStatus) -> str | None:
     """Returns None when the child has ended, or the reason why it counts as hanging."""
     status.stage, status.step, rest, last = 'start_up', None, b'', time.monotonic()
     while True:
       ended = child.poll() is not None
-      if select.select([reader], [], [], 0.0 if ended else 0.2)[0]:
-        data = os.read(reader, 65536)
-        if data:
-          *lines, rest = (rest + data).split(b'\n')
-          for line in lines:
-            vars(status).update(json.loads(line))
-          last = time.monotonic()
-          continue
+      readable, _, _ = select.select([pipe], [], [], 0.0 if ended else 0.2)
+      if readable and (data := pipe.read(65536)):
+        *lines, rest = (rest + data).split(b'\n')
+        for line in lines:
+          vars(status).update(json.loads(line))
+        last = time.monotonic()
+        continue
       if ended:
         return None
       silent = time.monotonic() - last
-      stage, limit = status.stage, self._seconds[status.stage]
+      limit = self.seconds[status.stage]
       if silent > limit:
-        step = '' if status.step is None else f' {status.step}'
-        flag = f'--{stage}_seconds={limit:g}'
-        return f'no heartbeat for {silent:.0f} s in {stage}{step}: the limit is {flag}'
-
-  def _kill(self, child: subprocess.Popen) -> None:
-    child.send_signal(STACKS)
-    time.sleep(_SECONDS_FOR_STACKS)
-    with contextlib.suppress(ProcessLookupError):
-      os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
+        stage = status.stage if status.step is None else f'{status.stage} {status.step}'
+        flag = f'--{status.stage}_seconds={limit:g}'
+        return f'no heartbeat for {silent:.0f} s in {stage}: the limit is {flag}'
 
   def _report(self, status: RunStatus, code: int, reason: str, again: bool) -> None:
     action = 'restarting' if again else 'ending'
-    print(
-      f'supervise: {reason}; last saved step {status.saved}; {action}', file=sys.stderr, flush=True
-    )
+    message = f'supervise: {reason}; last saved step {status.saved}; {action}'
+    print(message, file=sys.stderr, flush=True)
     if status.model_dir is not None:
       line = {'time': time.time(), 'code': code, 'reason': reason, **dataclasses.asdict(status)}
       with open(pathlib.Path(status.model_dir, 'supervise.jsonl'), 'a') as file:
         file.write(json.dumps(line) + '\n')
 
   def _forward(self, number: int, frame: Any) -> None:
-    del frame
     self._stopping = True
-    if self._child is not None and self._child.poll() is None:
-      self._child.send_signal(number)
+    if self._child is not None:
+      self._child.send_signal(number)  # which does nothing if the child has ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -163,11 +147,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     formatter_class=argparse.RawDescriptionHelpFormatter,
     allow_abbrev=False,
   )
-  for stage in STAGES:
+  for stage, default in _DEFAULT_SECONDS.items():
     parser.add_argument(
       f'--{stage}_seconds',
       type=float,
-      default=_DEFAULT_SECONDS[stage],
+      default=default,
       metavar='S',
       help=f'longest silence in the stage {stage} (default: %(default)s)',
     )
@@ -187,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   )
   parser.add_argument('command', nargs='+', metavar='COMMAND', help='training command, after --')
   flags = parser.parse_args(arguments)
-  seconds = {stage: getattr(flags, f'{stage}_seconds') for stage in STAGES}
+  seconds = {stage: getattr(flags, f'{stage}_seconds') for stage in _DEFAULT_SECONDS}
   return Supervisor(flags.command, seconds, flags.restarts, flags.pause_seconds).run()
 
 
