@@ -49,7 +49,7 @@ def awake(params, seed=9):
     return np.asarray(x) + noise.astype(x.dtype)
 
   return {
-    module: {name: learned(name, x) for name, x in leaves.items()} if 'planner' in module else leaves
+    module: {name: learned(name, x) if 'planner' in module else x for name, x in leaves.items()}
     for module, leaves in params.items()
   }
 

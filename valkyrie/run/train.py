@@ -93,7 +93,7 @@ def train(
     evaluate = evaluator(setup.model, setup.partitioner)
 
     # State: initial, or of the newest checkpoint.
-    trainer = Trainer(setup, tokens, directory, allow_changed=allow_changed, say=progress.say)
+    trainer = Trainer(setup, tokens, directory, stop, allow_changed, progress.say)
     if jax.process_index() == 0:
       _write_description(model_dir, setup)
     if trainer.step >= train_steps:
@@ -121,10 +121,6 @@ def train(
     )
     check_budget = refused_steps(skipped, trainer.documents)
 
-    def should_stop() -> bool:
-      heartbeat.beat(stage='step', step=trainer.step + 1)
-      return stop.requested()
-
     validate = Validation(
       evaluate,
       setup.curriculum,
@@ -132,7 +128,7 @@ def train(
       model_dir,
       log,
       eval_writer,
-      should_stop,
+      trainer.should_stop,
       progress.say,
     )
 
@@ -140,10 +136,10 @@ def train(
       del state, metrics
       trainer.save(validate.losses.get(step))
 
-    def every(n: int, hook: Hook) -> Every:
-      return Every(n, hook, total_steps=train_steps, start_step=trainer.start)
-
-    periodic = (every(eval_every, validate), every(checkpoint_every, save))
+    periodic = [
+      Every(n, hook, total_steps=train_steps, start_step=trainer.start)
+      for n, hook in ((eval_every, validate), (checkpoint_every, save))
+    ]
 
     def check_refused(step: int, metrics: StepMetrics) -> None:
       refused_log(step, metrics)
@@ -157,7 +153,7 @@ def train(
     in_flight: StepMetrics | None = None
     with trainer.saving_on_error():
       for batch in batches(tokens, setup, range(trainer.step, train_steps)):
-        if should_stop():
+        if trainer.should_stop():
           break
         metrics = trainer.take_step(batch)
         if setup.loss_spikes.action == 'rewind' and bool(metrics.spiked):

@@ -12,6 +12,7 @@ from valkyrie.checkpoint.manager import CheckpointDirectory
 from valkyrie.config.computation import computation
 from valkyrie.config.record import bindings
 from valkyrie.distributed import heartbeat, program_fingerprint
+from valkyrie.distributed.preemption import Preemption
 from valkyrie.errors import Diverged, StorageError
 from valkyrie.training.curriculum import Phase
 from valkyrie.training.nan_hunt import hunting
@@ -34,7 +35,7 @@ class Trainer:
     setup: Setup,
     feed: TaskFeed,
     directory: CheckpointDirectory,
-    *,
+    stop: Preemption,
     allow_changed: Collection[str],
     say: Callable[[str], None],
   ):
@@ -44,6 +45,7 @@ class Trainer:
       setup: the parts of the run.
       feed: the tokens of training.
       directory: the checkpoints of the run.
+      stop: the requests to stop.
       allow_changed: of compatibility.KINDS, the differences to the saved run that are accepted.
       say: prints a line on the console.
 
@@ -51,7 +53,7 @@ class Trainer:
       ConfigurationError: the newest checkpoint belongs to a run that differs from this one.
     """
     self._setup, self._feed, self._directory, self._say = setup, feed, directory, say
-    self._allow_changed = allow_changed
+    self._stop, self._allow_changed = stop, allow_changed
     self._programs: Mapping[str, str] = {}
     self._saved_programs: Mapping[str, str] = {}
     self._steps: list[Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]] = []
@@ -97,6 +99,11 @@ class Trainer:
     self.state, metrics = step(self.state, batch)
     self.step += 1
     return metrics
+
+  def should_stop(self) -> bool:
+    """Whether the run is to stop; called before each dispatch, by all processes alike."""
+    heartbeat.beat(stage='step', step=self.step + 1)
+    return self._stop.requested()
 
   def documents(self, step: int) -> str:
     """Names the documents that step number `step`, counted from 1, reads."""

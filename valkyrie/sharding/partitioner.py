@@ -254,5 +254,6 @@ def _expression(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern)
   except re.error as error:
     raise ConfigurationError(
-      f'Partitioner.parameter_axes: {pattern!r} is not a regular expression: {error}. Correct it.'
+      f'Partitioner.parameter_axes: {pattern!r} is not a regular expression: {error}. '
+      'Change the pattern.'
     ) from error
