@@ -14,7 +14,7 @@ import tiny
 
 from valkyrie.models import layers
 from valkyrie.models.attention import kv_cache
-from valkyrie.models.s5 import sharded_scan
+from valkyrie.models.s5 import scan, sharded_scan
 from valkyrie.models.s5.scan import Complex
 from valkyrie.sharding import sequence_parallel
 
@@ -225,14 +225,16 @@ def test_a_long_chunk_is_as_exact_in_pieces():
 
   def run(re, im):
     zero = jnp.zeros((1, states), jnp.float32)
-    found, _ = sharded_scan.scan_piece(
+    arrays = (
       Complex(decay.real, decay.imag),
       Complex(re, im),
       Complex(zero, zero),
       jnp.zeros((len(re), 1), bool),
-      jnp.array([len(re)]),
-      form='sequential',
     )
+    if sequence_parallel.axes():
+      found, _ = sharded_scan.scan_piece(*arrays, jnp.array([len(re)]), form='sequential')
+    else:
+      found = scan.diagonal_scan(*arrays, form='sequential')
     return found.re, found.im
 
   x, expected = np.zeros(states, complex), []
