@@ -68,7 +68,8 @@ def outcome(mutant: Mutant) -> str:
 
 def run_tests(test: str, select: str) -> tuple[int, str]:
   """Runs tests in the copy of this thread; returns pytest's exit code, and its last line."""
-  arguments = ['-x', '-q', '-p', 'no:xdist', f'tests/{test}.py', '-k', select]
+  arguments = ['-x', '-q', '-p', 'no:xdist', '--hypothesis-profile=first_failure']
+  arguments += [f'tests/{test}.py', '-k', select]
   command = [sys.executable, '-m', 'pytest', *arguments]
   environment = {**os.environ, 'PYTHONPATH': str(_worker.folder)}
   done = subprocess.run(
@@ -101,13 +102,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tempfile.TemporaryDirectory(prefix='mutants-') as place,
     ThreadPoolExecutor(flags.workers, initializer=_copy_clone, initargs=(place,)) as pool,
   ):
-    failing = set()
-    for test, (code, summary) in zip(tests, pool.map(run_tests, tests, selections), strict=True):
-      if code:
-        failing.add(test)
-        print(f'{test} fails without its mutants, which are not run ({summary})', flush=True)
-    caught, run = Counter(), [m for m in mutants if m.test not in failing]
-    for mutant, found in zip(run, pool.map(outcome, run), strict=True):
+    unchanged = zip(tests, pool.map(run_tests, tests, selections), strict=True)
+    if failing := [f'  {test}: {summary}\n' for test, (code, summary) in unchanged if code]:
+      parser.exit(1, 'Repair these tests, which fail without a mutant:\n' + ''.join(failing))
+    caught = Counter()
+    for mutant, found in zip(mutants, pool.map(outcome, mutants), strict=True):
       print(f'{found}: {mutant}', flush=True)
       caught[mutant.section] += found == 'caught'
   for section, number in Counter(m.section for m in mutants).items():

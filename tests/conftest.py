@@ -17,11 +17,14 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 
 import gin
 import haiku as hk
+import hypothesis
 import jax
 import pytest
 
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 hk.experimental.check_jax_usage()
+# For scripts/mutants: the search for the smallest failing example takes minutes.
+hypothesis.settings.register_profile('first_failure', phases=[hypothesis.Phase.generate])
 
 
 @pytest.fixture(autouse=True)
