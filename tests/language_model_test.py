@@ -13,6 +13,7 @@ from valkyrie.errors import ConfigurationError
 from valkyrie.models import language_model, layers
 from valkyrie.models.attention.full import FullAttention
 from valkyrie.models.block import Block
+from valkyrie.models.declarations import declared
 from valkyrie.types import Batch
 
 full = functools.partial(FullAttention, heads=2, head_width=8, max_context=24)
@@ -204,6 +205,30 @@ def test_the_cast_copy_computes_the_same_and_all_other_parameters_stay_float32()
     strict=True,
   ):
     np.testing.assert_array_equal(a, b)
+
+
+class Named(hk.Module):
+  """A parameter with one axis of the given name."""
+
+  def __call__(self, axis):
+    return layers.parameter('weight', (4,), jnp.ones, axes=(axis,))
+
+
+def test_a_declaration_belongs_to_its_innermost_module():
+  """A module inside a stack has the name of one outside; a plain parameter declares nothing."""
+
+  def nested():
+    with hk.name_scope('outer'):
+      return Named('inner')('b')
+
+  def f():
+    hk.get_parameter('plain', (2,), init=jnp.ones)
+    return Named('inner')('a') + nested()
+
+  made = declared(lambda: hk.transform(f).init(None))
+  axes = {module: group['weight'].axes for module, group in made.items() if 'weight' in group}
+  assert axes == {'inner': ('a',), 'outer/inner': ('b',)}
+  assert made['~']['plain'].axes is None and made['~']['plain'].cast is None
 
 
 def test_layers_are_stacked_over_the_repeated_pattern():

@@ -15,7 +15,8 @@ from valkyrie.models.s5.scan import Complex
 from valkyrie.models.s5.state_space import StateSpace
 
 WIDTH, STATES = 5, 4
-POSITIONS = np.stack([np.r_[3:11, 0:1, 0:7], np.r_[0:16]]).astype(np.int32)
+# Read backwards, the documents end elsewhere.
+POSITIONS = np.stack([np.r_[3:10, 0:1, 0:8], np.r_[0:16]]).astype(np.int32)
 PAIRED = {'method': 'zoh', 'conj_sym': True, 'step_rescale': 1.0, 'clip': False}
 UNPAIRED = {'method': 'bilinear', 'conj_sym': False, 'step_rescale': 2.0, 'clip': True}
 
