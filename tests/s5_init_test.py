@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import scipy.linalg
 
+from valkyrie.models.recurrence.scan import Complex
 from valkyrie.models.s5 import init
-from valkyrie.models.s5.scan import Complex
+from valkyrie.models.s5.discretization import discretize
 
 
 def hippo_legs(size):
@@ -95,12 +96,14 @@ def test_under_conjugate_symmetry_c_has_a_column_for_each_stored_state():
 
 
 def discretized(eigenvalues, step, method):
-  found = init.discretize(
+  growth, gain = discretize(
     Complex(jnp.asarray(eigenvalues.real), jnp.asarray(eigenvalues.imag)),
     jnp.full(eigenvalues.shape, step),
     method=method,
   )
-  return [np.asarray(z.re) + 1j * np.asarray(z.im) for z in found]
+  gain = gain if isinstance(gain, Complex) else Complex(gain, 0 * gain)
+  decay, gain = (np.asarray(z.re) + 1j * np.asarray(z.im) for z in (growth, gain))
+  return 1 + decay, gain
 
 
 @pytest.mark.parametrize('step', [0.007, 0.7])
@@ -130,13 +133,27 @@ def test_small_steps_keep_their_digits():
   np.testing.assert_allclose(gain.real, 1e-5 * (1 - 0.25e-5), rtol=3e-6)
 
 
+def test_normalized_states_are_as_large_as_their_inputs():
+  """For white inputs or for a constant one, whichever makes them larger, at any time constant."""
+  eigenvalues = np.array([-0.5 + 3j, -0.5 + 40j, -2.0, -0.5 + 4000j])
+  with jax.enable_x64(True):
+    for step in (1e-7, 1e-3, 0.5):
+      decay, gain = discretized(eigenvalues, step, 'normalized')
+      np.testing.assert_allclose(decay, np.exp(eigenvalues * step), rtol=1e-12)
+      energy = np.abs(gain) ** 2 / -np.expm1(2 * eigenvalues.real * step)
+      mean = np.abs(gain / np.expm1(eigenvalues * step))
+      np.testing.assert_allclose(np.maximum(energy, mean**2), 1, rtol=1e-9)
+
+
 def test_clipped_eigenvalues_decay():
   clipped = init.clip_eigenvalues(Complex(jnp.array([-0.5, -5e-5, 0.2]), jnp.arange(3.0)))
   np.testing.assert_allclose(clipped.re, [-0.5, -1e-4, -1e-4])
   np.testing.assert_array_equal(clipped.im, [0, 1, 2])
 
 
-def test_steps_lie_in_their_range():
-  steps = np.exp(init.log_steps(jax.random.key(0), 1000, 0.001, 0.1))
-  assert 0.001 <= steps.min() < 0.0012
-  assert 0.08 < steps.max() <= 0.1
+def test_time_constants_spread_from_the_shortest_to_the_longest():
+  rates = np.full(1000, 0.5)
+  constants = np.exp(-init.log_steps(jax.random.key(0), rates, 20.0, 2e6)) / rates
+  assert 20 <= constants.min() < 21
+  assert 1.9e6 < constants.max() <= 2e6 * (1 + 1e-6)
+  np.testing.assert_allclose(np.median(constants), (20 * 2e6) ** 0.5, rtol=0.4)

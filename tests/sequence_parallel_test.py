@@ -14,8 +14,8 @@ import tiny
 
 from valkyrie.models import layers
 from valkyrie.models.attention import kv_cache
-from valkyrie.models.s5 import scan, sharded_scan
-from valkyrie.models.s5.scan import Complex
+from valkyrie.models.recurrence import scan, sharded_scan
+from valkyrie.models.recurrence.scan import Complex
 from valkyrie.sharding import sequence_parallel
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
@@ -220,13 +220,13 @@ def test_a_long_chunk_is_as_exact_in_pieces():
   random = np.random.default_rng(0)
   time, states = 2**14, 16
   decay = (1 - 10 ** random.uniform(-5, -3, states)) * np.exp(1j * random.uniform(-3, 3, states))
-  decay = np.asarray(decay, np.complex64)
+  growth = np.asarray(decay - 1, np.complex64)
   driven = random.normal(size=(2, time, 1, states)).astype(np.float32)
 
   def run(re, im):
     zero = jnp.zeros((1, states), jnp.float32)
     arrays = (
-      Complex(decay.real, decay.imag),
+      Complex(growth.real, growth.imag),
       Complex(re, im),
       Complex(zero, zero),
       jnp.zeros((len(re), 1), bool),
@@ -239,7 +239,7 @@ def test_a_long_chunk_is_as_exact_in_pieces():
 
   x, expected = np.zeros(states, complex), []
   for now in driven[0] + 1j * driven[1]:
-    x = decay.astype(complex) * x + now[0]
+    x = x + growth.astype(complex) * x + now[0]
     expected.append(x)
   for way in (jax.jit(run), on_eight(run, out=0)):
     re, im = way(*driven)

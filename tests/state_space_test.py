@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import s5_reference
 
-from valkyrie.models.s5 import scan, state_space
-from valkyrie.models.s5.scan import Complex
+from valkyrie.models.recurrence import scan
+from valkyrie.models.recurrence.scan import Complex
+from valkyrie.models.s5 import state_space
 from valkyrie.models.s5.state_space import StateSpace
 
 WIDTH, STATES = 5, 4

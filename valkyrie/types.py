@@ -53,6 +53,7 @@ class SequenceMixer(Protocol):
   sequence_parallel (False): the mixer accepts a device's piece of each chunk and communicates with
     the other devices (see `sharding.sequence_parallel`). Other mixers get whole rows.
   reach (0): the largest distance at which its attention window sees a token.
+  horizon (None): the longest time constant of its state at initialization, in tokens.
   max_context (None): the longest document that it can read.
   """
 

@@ -41,6 +41,8 @@ class Description(NamedTuple):
   compute_dtype: of activations.
   forward_flops: operations of one token in a forward pass, the unembedding included.
   window: the largest distance at which any attention window sees a token; 0 without one.
+  horizon: the longest time constant of any mixer's state at initialization, in tokens; None without
+    a recurrence.
   max_context: the longest document that every mixer can read; None without a bound.
   has_dropout: whether any mixer draws random numbers in training.
   plan_interval: of the planner; None without one.
@@ -52,6 +54,7 @@ class Description(NamedTuple):
   compute_dtype: DType
   forward_flops: int
   window: int
+  horizon: float | None
   max_context: int | None
   has_dropout: bool
   plan_interval: int | None
@@ -78,6 +81,7 @@ class LanguageModel(hk.Module):
     layers: int,
     pattern: Sequence[Callable[..., Block]] = (Block,),
     planner: Callable[..., Planner] | None = None,
+    embedding_scale: float | None = None,
     compute_dtype: str = 'float32',
     remat_policy: str | None = 'products',
     unroll: int = 1,
@@ -92,6 +96,8 @@ class LanguageModel(hk.Module):
       pattern: block classes (`@Block` in gin), repeated until there are `layers` of them.
       planner: a class (`@Planner` in gin). It reads the output of the lower half of the repeats,
         and the upper half reads its plans; None builds nothing.
+      embedding_scale: a factor on the embeddings of the inputs. None takes sqrt(D), with which they
+        enter with variance 1, as in Griffin and Gemma.
       compute_dtype: 'float32' or 'bfloat16', of activations; parameters stay float32.
       remat_policy: the activations of a layer that are saved for the backward pass: 'products'
         saves matrix products and attention outputs, and recomputes the rest; 'nothing' recomputes
@@ -132,6 +138,7 @@ class LanguageModel(hk.Module):
     self.vocabulary_size = vocabulary_size
     self.d_model = d_model
     self.pattern = tuple(pattern)
+    self.embedding_scale = d_model**0.5 if embedding_scale is None else embedding_scale
     self.compute_dtype = jnp.dtype(compute_dtype)
     self.remat_policy = remat_policy
     self.unroll = unroll
@@ -153,7 +160,7 @@ class LanguageModel(hk.Module):
     rows = -(-self.vocabulary_size // _LANES) * _LANES
     init = hk.initializers.RandomNormal(self.d_model**-0.5)
     embedding = parameter('embedding', (rows, self.d_model), init, axes=('vocabulary', 'embed'))
-    x = embedding[inputs].astype(self.compute_dtype)
+    x = (self.embedding_scale * embedding[inputs]).astype(self.compute_dtype)
     fresh = self.initial_carry(inputs.shape[0])
 
     def layer(x, carry):
@@ -221,6 +228,7 @@ class LanguageModel(hk.Module):
         )
     planner, flops = self.planner, self.repeats * layer_flops
     contexts = [getattr(mixer, 'max_context', None) for mixer in mixers]
+    horizons = [getattr(mixer, 'horizon', None) for mixer in mixers]
     whole = [type(m).__name__ for m in mixers if not getattr(m, 'sequence_parallel', False)]
     if planner is not None:
       flops += planner.forward_flops(self.d_model)
@@ -230,6 +238,7 @@ class LanguageModel(hk.Module):
       compute_dtype=self.compute_dtype,
       forward_flops=flops + 2 * self.d_model * self.vocabulary_size,
       window=max((getattr(mixer, 'reach', 0) for mixer in mixers), default=0),
+      horizon=max((h for h in horizons if h is not None), default=None),
       max_context=min((c for c in contexts if c is not None), default=None),
       has_dropout=any(mixer.dropout > 0 for mixer in mixers),
       plan_interval=None if planner is None else planner.plan_interval,
@@ -292,14 +301,24 @@ class Model(NamedTuple):
       for module, group in params.items()
     }
 
-  def in_planner(self, params: Params) -> Any:
-    """A pytree like params: whether each parameter belongs to the planner."""
-    planner = self.about.planner_module
+  def kinds(self, params: Params) -> Any:
+    """A pytree like params of what an optimizer distinguishes.
 
-    def inside(module: str) -> bool:
-      return planner is not None and f'{module}/'.startswith(f'{planner}/')
+    Each leaf is 'matrix' or 'vector', by the dimensions of the parameter in its own layer, or
+    'planner matrix' or 'planner vector'.
+    """
+    known, planner = self.parameters(), self.about.planner_module
 
-    return {module: dict.fromkeys(names, inside(module)) for module, names in params.items()}
+    def kind(module: str, name: str) -> str:
+      shape, axes, _ = known[module][name]
+      stacked = 'layers/' in module if axes is None else 'layers' in axes
+      shape_of_layer = 'matrix' if len(shape.shape) - stacked > 1 else 'vector'
+      in_planner = planner is not None and f'{module}/'.startswith(f'{planner}/')
+      return f'planner {shape_of_layer}' if in_planner else shape_of_layer
+
+    return {
+      module: {name: kind(module, name) for name in names} for module, names in params.items()
+    }
 
   def carry_axes(self, carry: Carry) -> Any:
     """The logical axes of each leaf of a carry."""

@@ -1,4 +1,4 @@
-"""Initialization and discretization of S5's parameters: pure functions of arrays.
+"""Initialization of S5's parameters: pure functions of arrays.
 
 Sources: Smith, Warrington & Linderman 2023 (S5), and its published code for details that the paper
 leaves out. N counts the states before one of each conjugate pair is dropped, P the stored ones.
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from valkyrie.models.s5.scan import Complex
+from valkyrie.models.recurrence.scan import Complex
 from valkyrie.types import Array
 
 # The standard deviation of a standard normal distribution truncated at ±2.
@@ -99,10 +99,17 @@ def output_matrix(key: Array, basis: np.ndarray, width: int, *, method: str) -> 
   return Complex(c.real, c.imag)
 
 
-def log_steps(key: Array, states: int, smallest: float, largest: float) -> Array:
-  """log Δ [P], uniform in the logarithm between two step sizes (S5 appendix B.1.3)."""
-  low, high = np.log(smallest), np.log(largest)
-  return jax.random.uniform(key, (states,), jnp.float32, low, high)
+def log_steps(key: Array, rates: np.ndarray, shortest: float, longest: float) -> Array:
+  """log Δ [P] with time constants 1 / (rate · Δ) uniform in the logarithm (S5 appendix B.1.3).
+
+  Args:
+    key: of the draw.
+    rates: -Re Λ [P], above zero.
+    shortest, longest: time constants, in tokens.
+  """
+  low, high = np.log(shortest), np.log(longest)
+  drawn = jax.random.uniform(key, rates.shape, jnp.float32, low, high)
+  return -drawn - np.float32(np.log(rates))
 
 
 def clip_eigenvalues(eigenvalues: Complex) -> Complex:
@@ -111,37 +118,3 @@ def clip_eigenvalues(eigenvalues: Complex) -> Complex:
   (Gu et al. 2022, arXiv 2206.11893, with the bound of the reference implementation.)
   """
   return Complex(jnp.minimum(eigenvalues.re, -1e-4), eigenvalues.im)
-
-
-def _zero_order_hold(eigenvalue: Array, step: Array) -> tuple[Array, Array]:
-  # expm1 keeps the digits that exp(z) - 1 loses for small z.
-  growth = jnp.expm1(eigenvalue * step)
-  return growth + 1, growth / eigenvalue
-
-
-def _bilinear(eigenvalue: Array, step: Array) -> tuple[Array, Array]:
-  z = eigenvalue * step
-  inverse = 1 / (1 - z / 2)
-  # (1 + z/2)/(1 - z/2) is near 1 for small z and near -1 for large z. Adding the small difference
-  # from either rounds the modulus once, so the time constant is accurate.
-  decay = jnp.where(jnp.abs(z) < 2, 1 + z * inverse, 2 * inverse - 1)
-  return decay, step * inverse
-
-
-DISCRETIZATIONS = {'zoh': _zero_order_hold, 'bilinear': _bilinear}
-
-
-def discretize(eigenvalues: Complex, step: Array, *, method: str) -> tuple[Complex, Complex]:
-  """From continuous to discrete time: x' = Λx + Bu becomes x_t = Λ̄ x_{t-1} + g (B u)_t.
-
-  Args:
-    eigenvalues: Λ [P].
-    step: Δ [P].
-    method: 'zoh', Λ̄ = exp(ΛΔ) and g = (Λ̄ - 1)/Λ (S5 eq. 6), or 'bilinear',
-      Λ̄ = (1 + ΛΔ/2)/(1 - ΛΔ/2) and g = Δ/(1 - ΛΔ/2).
-
-  Returns:
-    (Λ̄ [P], the gain g [P] of the rows of B).
-  """
-  decay, gain = DISCRETIZATIONS[method](jax.lax.complex(*eigenvalues), step)
-  return Complex(decay.real, decay.imag), Complex(gain.real, gain.imag)

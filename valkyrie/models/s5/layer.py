@@ -1,7 +1,9 @@
 """S5, a diagonal state-space layer, as a sequence mixer.
 
-Smith, Warrington & Linderman, ICLR 2023, with every option of the published implementation. The
-mathematics is in `init`, `state_space` and `activate`, as functions of arrays.
+Smith, Warrington & Linderman, ICLR 2023, with every option of the published implementation, and
+with three of later work: normalized inputs, a horizon of any length, and steps that depend on the
+input. The mathematics is in `init`, `discretization`, `state_space` and `activate`, as functions of
+arrays.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,14 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.models.layers import dropout, parameter, products, projections
-from valkyrie.models.s5 import init, scan, state_space
-from valkyrie.models.s5.scan import Complex
+from valkyrie.models.layers import dropout, matmul, parameter, products, projections
+from valkyrie.models.recurrence import scan
+from valkyrie.models.recurrence.scan import Complex
+from valkyrie.models.recurrence.time_constants import check_time_constants
+from valkyrie.models.s5 import init, state_space
+from valkyrie.models.s5.discretization import DISCRETIZATIONS
 from valkyrie.models.s5.state_space import StateSpace
 from valkyrie.types import Array, DType
 
-# The output variants of the reference implementation, and the D x D matrices that each learns.
+# The output variants, and the D x D matrices that each learns.
 ACTIVATIONS = {
+  'linear': (),
   'gelu': (),
   'half_glu1': ('gate',),
   'half_glu2': ('gate',),
@@ -39,6 +45,7 @@ def activate(
 ) -> Array:
   """The output variants of the reference implementation; gates have no bias, as in the paper.
 
+    linear      drop(y)                           none of theirs: for a layer with a gate around it
     gelu        g                                 g = drop(gelu(y))
     half_glu1   drop(g ∘ σ(g W_gate))
     half_glu2   drop(y ∘ σ(g W_gate))
@@ -50,6 +57,8 @@ def activate(
     activation: a key of `ACTIVATIONS`.
     drop: dropout of [B, T, D], with a new draw at each call.
   """
+  if activation == 'linear':
+    return drop(y)
   active = drop(jax.nn.gelu(y))
   if activation == 'gelu':
     return active
@@ -72,8 +81,12 @@ class S5(hk.Module):
     state_size: P, stored complex states.
     hippo_blocks: J, HiPPO-LegS blocks on the diagonal at initialization; divides P.
     conj_sym: store one state of each conjugate pair, and imply the other.
-    discretization: 'zoh' or 'bilinear'.
-    step_range: the smallest and the largest step Δ at initialization, in tokens.
+    discretization: 'zoh' or 'bilinear' as published, or 'normalized', see `discretization`. The
+      last learns log(-Re Λ), so that every state decays; the others learn Re Λ.
+    horizon: the longest time constant at initialization, in tokens: how far the layer remembers.
+    shortest: the shortest one. They spread evenly in the logarithm; 20 and 2000 are the published
+      steps of 0.1 and 0.001.
+    selective: every state's step depends on the input, see `state_space.discretized`.
     step_rescale: a factor on Δ: 2 reads a signal sampled at half the rate of training.
     clip_eigenvalues: keep the real parts of Λ below zero, so that no state can grow.
     output_init: the initialization of C: 'trunc_standard_normal', 'lecun_normal' or
@@ -92,7 +105,9 @@ class S5(hk.Module):
   hippo_blocks: int = 1
   conj_sym: bool = True
   discretization: str = 'zoh'
-  step_range: tuple[float, float] = (0.001, 0.1)
+  horizon: float = 2000.0
+  shortest: float = 20.0
+  selective: bool = False
   step_rescale: float = 1.0
   clip_eigenvalues: bool = False
   output_init: str = 'trunc_standard_normal'
@@ -107,7 +122,7 @@ class S5(hk.Module):
     self.causal = self.sequence_parallel = not self.bidirectional
     self._form = self.scan_form or scan.default_form()
     for option, value, known in (
-      ('discretization', self.discretization, init.DISCRETIZATIONS),
+      ('discretization', self.discretization, DISCRETIZATIONS),
       ('output_init', self.output_init, init.OUTPUT_INITS),
       ('activation', self.activation, ACTIVATIONS),
       ('scan_form', self._form, scan.FORMS),
@@ -119,11 +134,7 @@ class S5(hk.Module):
         f'S5.state_size={self.state_size} must be a positive multiple of S5.hippo_blocks='
         f'{self.hippo_blocks}: HiPPO blocks have equal sizes.'
       )
-    smallest, largest = self.step_range
-    if not 0 < smallest <= largest:
-      raise ConfigurationError(
-        f'S5.step_range={self.step_range}: give the smallest step, above 0, and then the largest.'
-      )
+    check_time_constants('S5', self.shortest, self.horizon)
     if self.step_rescale <= 0:
       raise ConfigurationError(f'S5.step_rescale={self.step_rescale} must be above 0.')
     if not 0 <= self.dropout < 1:
@@ -142,6 +153,7 @@ class S5(hk.Module):
     """Real products of B and C, D x 2P each, the recurrence (8 for each state), and the gates."""
     scans = 1 if self.causal else 2
     gates = 2 * len(ACTIVATIONS[self.activation]) * width * width
+    gates += 2 * width * self.state_size if self.selective else 0
     return 4 * (1 + scans) * width * self.state_size + 8 * scans * self.state_size + gates
 
   def __call__(
@@ -158,6 +170,7 @@ class S5(hk.Module):
         method=self.discretization,
         step_rescale=self.step_rescale,
         clip_eigenvalues=self.clip_eigenvalues,
+        log_factor=self._log_factor(x) if self.selective else None,
       ),
       x,
       initial,
@@ -175,11 +188,16 @@ class S5(hk.Module):
     )
     return y, after if self.causal else ()
 
+  def _log_factor(self, x: Array) -> Array:
+    """What each token of x [B, T, D] adds to log Δ, before the softplus: float32 [T, B, P]."""
+    shape = (x.shape[-1], self.state_size)
+    weights = parameter('step', shape, jnp.zeros, axes=('embed', 'state'), cast=x.dtype)
+    return matmul(jnp.swapaxes(x, 0, 1), weights, jnp.promote_types(x.dtype, jnp.float32))
+
   def _parameters(self, width: int) -> StateSpace:
     eigenvalues, basis = init.block_diagonal(
       self.state_size, self.hippo_blocks, conj_sym=self.conj_sym
     )
-    smallest, largest = self.step_range
 
     def b_init(*_):
       return jnp.stack(init.input_matrix(hk.next_rng_key(), basis, width))
@@ -192,16 +210,21 @@ class S5(hk.Module):
       return jnp.concatenate([jnp.stack(c) for c in scans], axis=-1)
 
     def log_step_init(*_):
-      return init.log_steps(hk.next_rng_key(), self.state_size, smallest, largest)
+      rates = -np.real(eigenvalues)
+      return init.log_steps(hk.next_rng_key(), rates, self.shortest, self.horizon)
 
     def constant(value):
       return hk.initializers.Constant(np.asarray(value, np.float32))
 
     p, state = self.state_size, ('state',)
+    if self.discretization == 'normalized':
+      log_rate = parameter('log_rate', (p,), constant(np.log(-np.real(eigenvalues))), axes=state)
+      real_part = -jnp.exp(log_rate)
+    else:
+      real_part = parameter('lambda_re', (p,), constant(np.real(eigenvalues)), axes=state)
     return StateSpace(
       eigenvalues=Complex(
-        parameter('lambda_re', (p,), constant(np.real(eigenvalues)), axes=state),
-        parameter('lambda_im', (p,), constant(np.imag(eigenvalues)), axes=state),
+        real_part, parameter('lambda_im', (p,), constant(np.imag(eigenvalues)), axes=state)
       ),
       b=Complex(*parameter('b', (2, p, width), b_init, axes=(None, 'state', 'embed'))),
       c=Complex(

@@ -1,6 +1,6 @@
 """A diagonal linear state space over a chunk: two matrix products around a scan.
 
-    x_t = Λ̄ x_{t-1} + B̄ u_t              complex state of each row, as pairs of float32
+    x_t = Λ̄ x_{t-1} + γ ∘ (B u_t)         complex state of each row, as pairs of float32
     y_t = 2 Re(C x_t) + D ∘ u_t           the factor 2 accounts for the implied conjugate states
 
 A chunk starts from the last state of the chunk before, and a document from zero. Both are one line
@@ -9,11 +9,14 @@ of the scan, so the cuts between chunks change nothing.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from valkyrie.models.layers import matmul
-from valkyrie.models.s5 import init, scan, sharded_scan
-from valkyrie.models.s5.scan import Complex
+from valkyrie.models.recurrence import scan, sharded_scan
+from valkyrie.models.recurrence.scan import Complex, Number
+from valkyrie.models.s5 import init
+from valkyrie.models.s5.discretization import discretize
 from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array
 
@@ -29,31 +32,43 @@ class StateSpace(NamedTuple):
 
 
 class Recurrence(NamedTuple):
-  """The discrete system, float32."""
+  """The discrete system, float32: 1 + growth is Λ̄."""
 
-  decay: Complex  # Λ̄ [P]
-  b: Complex  # B̄ [P, D]
+  growth: Complex  # [P], or [T, B, P] where steps depend on the input
+  gain: Number  # γ, of the same shape
+  b: Complex
   c: Complex
   d: Array
 
 
 def discretized(
-  system: StateSpace, *, method: str, step_rescale: float = 1.0, clip_eigenvalues: bool = False
+  system: StateSpace,
+  *,
+  method: str,
+  step_rescale: float = 1.0,
+  clip_eigenvalues: bool = False,
+  log_factor: Array | None = None,
 ) -> Recurrence:
   """The recurrence with step Δ.
 
   Args:
     system: the parameters.
-    method: see `init.discretize`.
+    method: see `discretization`.
     step_rescale: a factor on every Δ: 2 for a signal sampled at half the rate.
     clip_eigenvalues: see `init.clip_eigenvalues`.
+    log_factor: s [T, B, P], if every step depends on its input: Δ_t = log(1 + Δ exp(s_t)), which is
+      the softplus of Mamba (Gu & Dao 2023, section 3.5), and Δ exp(s_t) where that is small.
   """
-  eigenvalues = system.eigenvalues
+  eigenvalues, log_step = system.eigenvalues, system.log_step
   if clip_eigenvalues:
     eigenvalues = init.clip_eigenvalues(eigenvalues)
-  step = step_rescale * jnp.exp(system.log_step)
-  decay, gain = init.discretize(eigenvalues, step, method=method)
-  return Recurrence(decay, gain.map(lambda part: part[:, None]) * system.b, system.c, system.d)
+  if log_factor is None:
+    step = jnp.exp(log_step)
+  else:
+    step = jax.nn.softplus(log_step[None, None] + log_factor)
+    eigenvalues = eigenvalues.map(lambda part: part[None, None])
+  growth, gain = discretize(eigenvalues, step_rescale * step, method=method)
+  return Recurrence(growth, gain, system.b, system.c, system.d)
 
 
 def read(
@@ -84,18 +99,24 @@ def read(
     (y [B, T, D] float32, the state [B, P] float32 after the forward scan).
   """
   wide = jnp.promote_types(u.dtype, jnp.float32)
-  driven = matmul(jnp.swapaxes(u, 0, 1), jnp.concatenate(system.b).T, wide)
+  b, gain = system.b, system.gain
+  varies = system.growth.re.ndim > 1
+  if not varies:
+    b = _scaled(jax.tree.map(lambda part: part[:, None], gain), b)
+  driven = matmul(jnp.swapaxes(u, 0, 1), jnp.concatenate(b).T, wide)
   inputs = Complex(*jnp.split(driven, 2, -1))
+  if varies:
+    inputs = _scaled(gain, inputs)
   if sequence_parallel.axes():
     states, after = sharded_scan.scan_piece(
-      system.decay, inputs, initial, starts.T, length, form=form
+      system.growth, inputs, initial, starts.T, length, form=form
     )
   else:
-    states = scan.diagonal_scan(system.decay, inputs, initial, starts.T, form=form)
+    states = scan.diagonal_scan(system.growth, inputs, initial, starts.T, form=form)
     after = scan.state_after(states, initial, length)
   if ends is not None:
     backwards = scan.diagonal_scan(
-      system.decay,
+      system.growth.map(_reverse) if varies else system.growth,
       inputs.map(_reverse),
       initial.map(jnp.zeros_like),
       _reverse(ends.T),
@@ -107,6 +128,10 @@ def read(
   readout = scale * jnp.concatenate([system.c.re, -system.c.im], axis=1)
   y = matmul(pairs.astype(u.dtype), readout.T, wide) + system.d[None, None] * u.astype(wide)
   return y, after
+
+
+def _scaled(gain: Number, z: Complex) -> Complex:
+  return gain * z if isinstance(gain, Complex) else z.map(lambda part: gain * part)
 
 
 def _reverse(x: Array) -> Array:

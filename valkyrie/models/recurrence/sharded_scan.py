@@ -1,14 +1,16 @@
 """The recurrence over a chunk under sequence parallelism.
 
 Each device scans its piece from zero. The effect of a piece on the state x before it is
-x -> Λ̄^T x + s, with s its last state: one decay and one state for each device, gathered and
-composed by all. The state that enters a piece then grows through it by powers of Λ̄, up to the
-first document that starts there.
+x -> p x + s, with p the product of its decays and s its last state: two small arrays for each
+device, gathered and composed by all. The state that enters a piece then grows through it by the
+products of its decays, up to the first document that starts there.
 
-In float32, Λ̄^t by repeated products accumulates up to t roundings, and exp(t log Λ̄) as many. The
-powers here are accurate to a few roundings at any t: products are made in twofold precision, as
-unevaluated sums of two floats (Dekker 1971), in two small tables of √T powers, and each power is
-one product of two entries. `scripts/power_errors` compares them with the running product of a scan.
+Decays that differ from step to step take the running product of a scan. Where all are Λ̄, tables of
+powers are more exact. In float32, Λ̄^t by repeated products accumulates up to t roundings, and
+exp(t log Λ̄) as many. The powers here are accurate to a few roundings at any t: products are made in
+twofold precision, as unevaluated sums of two floats (Dekker 1971), in two small tables of √T
+powers, and each power is one product of two entries. `scripts/power_errors` compares them with the
+running product of a scan.
 """
 
 import functools
@@ -19,7 +21,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from valkyrie.models.s5.scan import Complex, diagonal_scan, state_after
+from valkyrie.models.recurrence.scan import Complex, Number, diagonal_scan, state_after
 from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array
 
@@ -27,8 +29,8 @@ from valkyrie.types import Array
 class _Piece(NamedTuple):
   """The effect of a piece of time on the state x before it, decay · x + state; [B, P] each."""
 
-  decay: Complex
-  state: Complex
+  decay: Number
+  state: Number
 
 
 def _then(first: _Piece, second: _Piece) -> _Piece:
@@ -36,30 +38,55 @@ def _then(first: _Piece, second: _Piece) -> _Piece:
 
 
 def scan_piece(
-  decay: Complex, inputs: Complex, carry: Complex, reset: Array, length: Array, *, form: str
-) -> tuple[Complex, Complex]:
+  growth: Number, inputs: Number, carry: Number, reset: Array, length: Array, *, form: str
+) -> tuple[Number, Number]:
   """(the states of this device's piece [T, B, P], the state [B, P] after the chunk).
 
   The arguments are those of `scan.diagonal_scan`, with `length` int32 [B] steps before the padding.
-  `carry`, the state before the chunk, is correct on device 0, and so is the state after it.
+  `carry`, the state before the chunk, is correct on device 0, and so is the state after it. A
+  growth [P], the same at every step, must be complex.
   """
-  time, is_first = reset.shape[0], sequence_parallel.index() == 0
-  steps = np.arange(time)[:, None]
-  known = carry.map(lambda part: jnp.where(is_first, part, 0))
-  states = diagonal_scan(decay, inputs, known, reset, form=form)
-
-  table = powers(decay, time)
-  survives = jnp.min(jnp.where(reset, steps, time), axis=0)  # steps before the first reset
-  passes = (survives >= length)[:, None]
-  through = table.at(length).map(lambda part: jnp.where(passes, part, 0))
+  is_first = sequence_parallel.index() == 0
+  known = jax.tree.map(lambda part: jnp.where(is_first, part, 0), carry)
+  states = diagonal_scan(growth, inputs, known, reset, form=form)
+  product = _powers if jax.tree.leaves(growth)[0].ndim == 1 else _running_product
+  through, grow = product(growth, known, reset, length, form)
   before, after = sequence_parallel.device_prefix_scan(
     _Piece(through, state_after(states, known, length)), _then
   )
+  entering = jax.tree.map(lambda part: jnp.where(is_first, 0, part), before.state)
+  return states + grow(entering), after.state
 
-  entering = before.state.map(lambda part: jnp.where(is_first, 0, part))
-  grown = table.times(decay.map(lambda part: part[None]) * entering, time)
+
+def _running_product(growth, state, reset, length, form):
+  """(the product of the decays up to `length`, a function that multiplies x by all up to each)."""
+  zero = jax.tree.map(jnp.zeros_like, growth)
+  one = jax.tree.map(jnp.ones_like, state)
+  if isinstance(one, Complex):
+    one = Complex(one.re, jnp.zeros_like(one.im))
+  products = diagonal_scan(growth, zero, one, reset, form=form)
+
+  def grow(x):
+    return products * jax.tree.map(lambda part: part[None], x)
+
+  return state_after(products, one, length), grow
+
+
+def _powers(growth, state, reset, length, form):
+  """The same where every decay is 1 + growth, by tables."""
+  del state, form
+  time = reset.shape[0]
+  steps = np.arange(time)[:, None]
+  table = powers(growth, time)
+  survives = jnp.min(jnp.where(reset, steps, time), axis=0)  # steps before the first reset
+  passes = (survives >= length)[:, None]
   lives = (steps < survives[None])[..., None]
-  return states + grown.map(lambda part: jnp.where(lives, part, 0)), after.state
+
+  def grow(x):
+    once = growth.map(lambda part: part[None]) * x + x
+    return table.times(once, time).map(lambda part: jnp.where(lives, part, 0))
+
+  return table.at(length).map(lambda part: jnp.where(passes, part, 0)), grow
 
 
 class Powers(NamedTuple):
@@ -80,10 +107,10 @@ class Powers(NamedTuple):
     return grown.map(lambda part: part.reshape(-1, *part.shape[2:])[:count])
 
 
-def powers(decay: Complex, highest: int) -> Powers:
-  """The tables for the powers 0 to `highest` of a decay [P]; differentiable."""
+def powers(growth: Complex, highest: int) -> Powers:
+  """The tables for the powers 0 to `highest` of the decay 1 + growth [P]; differentiable."""
   size = 1 << (highest.bit_length() + 1) // 2
-  return _tables(size, highest // size + 1, decay)
+  return _tables(size, highest // size + 1, growth)
 
 
 class _Twofold(NamedTuple):
@@ -136,14 +163,17 @@ def _powers_of(base: Any, count: int) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _tables(size: int, count: int, decay: Complex) -> Powers:
-  fine = _powers_of(decay.map(_exactly), size + 1)
+def _tables(size: int, count: int, growth: Complex) -> Powers:
+  # Behind a barrier, since XLA would fold (1 + g) - 1 to g.
+  one = _exactly(lax.optimization_barrier(jnp.ones_like(growth.re)))
+  decay = Complex(one + _exactly(growth.re), _exactly(growth.im))
+  fine = _powers_of(decay, size + 1)
   coarse = _powers_of(jax.tree.map(lambda part: part[-1], fine), count)
   return Powers(fine.map(lambda part: part.high[:-1]), coarse.map(lambda part: part.high))
 
 
-def _tables_forward(size, count, decay):
-  tables = _tables(size, count, decay)
+def _tables_forward(size, count, growth):
+  tables = _tables(size, count, growth)
   return tables, tables
 
 

@@ -1,0 +1,1 @@
+"""Recurrent sequence mixers and the scans that they share."""

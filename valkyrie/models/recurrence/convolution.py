@@ -1,0 +1,83 @@
+"""A causal convolution over the last few tokens of a document, one filter for each channel."""
+
+from typing import NamedTuple
+
+import chex
+import haiku as hk
+import jax.numpy as jnp
+
+from valkyrie.models.layers import check_sizes, parameter
+from valkyrie.sharding import sequence_parallel
+from valkyrie.types import Array, DType
+
+
+class Tail(NamedTuple):
+  """The last tokens before a chunk, as far as a convolution reads: [B, taps - 1, W]."""
+
+  inputs: Array
+
+
+class CausalConvolution(hk.Module):
+  """y_t = Σ_k w_k ∘ x_{t-k} for k < taps, within a document; its carry is a `Tail`."""
+
+  def __init__(self, taps: int = 4, name: str | None = None):
+    super().__init__(name)
+    check_sizes('CausalConvolution', taps=taps)
+    self.taps = taps
+
+  def initial_carry(self, batch_size: int, width: int, dtype: DType) -> Tail:
+    """Zeros for a width of W; no document reads them."""
+    return Tail(jnp.zeros((batch_size, self.taps - 1, width), dtype))
+
+  def forward_flops(self, width: int) -> int:
+    """A product and a sum for each tap and channel."""
+    return 2 * self.taps * width
+
+  def __call__(
+    self, x: Array, carry: Tail, *, positions: Array, segment_ids: Array
+  ) -> tuple[Array, Tail]:
+    """x [B, T, W] -> (y [B, T, W], the tail after the chunk)."""
+    batch, time, width = x.shape
+    chex.assert_shape(carry.inputs, (batch, self.taps - 1, width))
+    init = hk.initializers.RandomUniform(-(self.taps**-0.5), self.taps**-0.5)
+    filters = parameter('filters', (self.taps, width), init, axes=(None, None), cast=x.dtype)
+    before, after = _tails(carry.inputs, x, jnp.sum(segment_ids > 0, axis=1))
+    extended = jnp.concatenate([before, x], axis=1)
+    y = jnp.zeros_like(x)
+    for lag, filter_ in enumerate(filters.astype(x.dtype)):
+      start = self.taps - 1 - lag
+      shifted = extended[:, start : start + time]
+      y += filter_[None, None] * jnp.where(positions[..., None] >= lag, shifted, 0)
+    return y, Tail(after)
+
+
+def _tails(carried: Array, x: Array, length: Array) -> tuple[Array, Array]:
+  """(the tail before this device's piece, the tail after the chunk), each [B, K, W].
+
+  Args:
+    carried: the tail before the chunk; correct on device 0, as is the tail after it.
+    x: [B, T, W], the piece.
+    length: int32 [B], the tokens of the piece that are not padding.
+  """
+  slots = carried.shape[1]
+  ended = _last(carried, x, length, slots)
+  if not sequence_parallel.axes():
+    return carried, ended
+
+  def then(first, second):
+    (earlier, filled), (later, added) = first, second
+    place = added[..., None] + jnp.arange(slots)[None, None]
+    shifted = jnp.take_along_axis(earlier, jnp.minimum(place, slots - 1)[..., None], axis=2)
+    merged = jnp.where((place < slots)[..., None], shifted, later)
+    return merged, jnp.minimum(filled + added, slots)
+
+  # A piece fills the last slots with its own tokens; only device 0 knows those before them.
+  filled = jnp.minimum(length, slots)
+  (before, _), (after, _) = sequence_parallel.device_prefix_scan((ended, filled), then)
+  return jnp.where(sequence_parallel.index() == 0, carried, before), after
+
+
+def _last(before: Array, x: Array, length: Array, slots: int) -> Array:
+  """The last `slots` tokens of `before`, which holds as many, and of x up to `length` [B]."""
+  index = length[:, None] + jnp.arange(slots)[None]
+  return jnp.take_along_axis(jnp.concatenate([before, x], axis=1), index[..., None], axis=1)

@@ -1,0 +1,217 @@
+"""The gated delta rule over slices of time, as functions of arrays.
+
+    S_t = α_t (I - β_t k_t k_tᵀ) S_{t-1} + β_t k_t v_tᵀ          S [K, V] of each head
+    y_t = S_tᵀ q_t
+
+A token decays the memory, erases a share β of the value stored at its key, and stores its own:
+Yang, Kautz & Hatamizadeh 2024 (Gated DeltaNet), section 3.1. In a slice of Q tokens (section 3.3,
+the WY form by the UT transform of Joffrain et al. 2006), every token stores u_t at k_t, and
+
+    (I + L) U = β (V - e K S_0)            L_ij = β_i D_ij k_i·k_j for j < i
+    Y = e Q S_0 + (D ∘ Q Kᵀ) U             D_ij = α_{j+1} .. α_i      e_i = α_1 .. α_i
+
+where S_0 is the state before the slice. With I + L inverted once, the state after the slice is an
+affine function of S_0, S_0 + E S_0 + B. Only that runs slice after slice; all else is products over
+all slices at once. E, like the growth of `scan`, is small where memories are long, so neither the
+decay of a slice nor a product of low precision rounds the state away.
+
+A document that starts inside a slice is a mask on D, e and E: no decay of zero has a logarithm.
+"""
+
+from typing import NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from valkyrie.sharding import sequence_parallel
+from valkyrie.types import Array
+
+_HIGHEST = lax.Precision.HIGHEST
+_ROWS = 16  # of a block that is inverted by substitution
+
+
+def gated_delta_rule(
+  q: Array,
+  k: Array,
+  v: Array,
+  log_decay: Array,
+  beta: Array,
+  initial: Array,
+  reset: Array,
+  *,
+  slice_size: int,
+) -> tuple[Array, Array]:
+  """Reads a chunk, or this device's piece of one.
+
+  A token with log α = 0, β = 0 and no reset changes no state: padding is given in this way.
+
+  Args:
+    q: [B, T, H, K], float32 like all that follow.
+    k: [B, T, H, K], of length 1.
+    v: [B, T, H, V].
+    log_decay: log α <= 0 [B, T, H].
+    beta: [B, T, H], in [0, 1].
+    initial: [B, H, K, V], the state before the chunk; correct on device 0.
+    reset: bool [B, T], true where the state before the token is replaced by zero.
+    slice_size: Q, a power of two; a shorter chunk is one slice.
+
+  Returns:
+    (y [B, T, H, V], the state after the chunk, correct on device 0).
+  """
+  time = q.shape[1]
+  size = min(slice_size, 1 << (time - 1).bit_length())
+  q, k, v, log_decay, beta, reset = (
+    _slices(x, size) for x in (q, k, v, log_decay, beta, reset[..., None])
+  )
+  decays = _decays(log_decay, reset)
+  values, across = v.shape[-1], jnp.swapaxes(k, -1, -2)
+
+  lower = jnp.tril(beta[..., None] * decays.within * (k @ across), -1)
+  right = jnp.concatenate([v, decays.entering[..., None] * k], axis=-1)
+  solved = unit_lower_inverse(lower) @ (beta[..., None] * right)
+  stored = jnp.swapaxes(decays.within[..., -1, :, None] * k, -1, -2) @ solved
+  identity = jnp.eye(k.shape[-1], dtype=k.dtype)[None, None, None]
+  change = decays.growth[..., None, None] * identity - stored[..., values:]
+  states, after = _states(change, stored[..., :values], initial.astype(v.dtype))
+
+  u = solved[..., :values] - solved[..., values:] @ states
+  y = (decays.entering[..., None] * q) @ states + (decays.within * (q @ across)) @ u
+  return _whole(y)[:, :time], after
+
+
+def _slices(x: Array, size: int) -> Array:
+  """[B, T, H, ...] -> [N, B, H, Q, ...], with zeros after the last token."""
+  padding = [(0, 0)] * x.ndim
+  padding[1] = 0, -x.shape[1] % size
+  x = jnp.pad(x, padding)
+  x = x.reshape(x.shape[0], -1, size, *x.shape[2:])
+  return jnp.transpose(x, (1, 0, 3, 2, *range(4, x.ndim)))
+
+
+def _whole(x: Array) -> Array:
+  """The inverse of `_slices`, with the padding."""
+  x = jnp.transpose(x, (1, 0, 3, 2, *range(4, x.ndim)))
+  return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+class _Decays(NamedTuple):
+  """Products of decays in each slice, 0 across the start of a document."""
+
+  within: Array  # D [N, B, H, Q, Q]: from after the second token to the first one
+  entering: Array  # e [N, B, H, Q]: from before the slice
+  growth: Array  # [N, B, H]: that of the whole slice, less 1
+
+
+def _decays(log_decay: Array, reset: Array) -> _Decays:
+  """Of log α [N, B, H, Q] and resets [N, B, 1, Q].
+
+  Every exponent is a sum of logarithms, none a difference of two sums: those would lose the digits
+  of a weak decay behind a strong one, and could be above zero.
+  """
+  log_decay = jnp.where(reset, 0, log_decay)  # no decay crosses a start
+  document = jnp.cumsum(reset, axis=-1)
+  size = log_decay.shape[-1]
+  causal = np.tril(np.ones((size, size), bool))
+  sums = jnp.einsum(
+    '...ik,kj->...ij',
+    jnp.where(causal[None, None, None], log_decay[..., None, :], 0),
+    np.tril(np.ones((size, size), log_decay.dtype), -1),
+    precision=_HIGHEST,
+  )
+  total = jnp.cumsum(log_decay, axis=-1)
+  seen = causal[None, None, None] & (document[..., None] == document[..., None, :])
+  return _Decays(
+    jnp.where(seen, jnp.exp(sums), 0),
+    jnp.where(document == 0, jnp.exp(total), 0),
+    jnp.where(document[..., -1] == 0, jnp.expm1(total[..., -1]), -1),
+  )
+
+
+class _Effect(NamedTuple):
+  """The effect of a span of time on the state S before it, S + change S + state."""
+
+  change: Array  # [..., K, K]
+  state: Array  # [..., K, V]
+
+
+def _then(first: _Effect, second: _Effect) -> _Effect:
+  return _Effect(
+    first.change + second.change + second.change @ first.change,
+    first.state + second.state + second.change @ first.state,
+  )
+
+
+def _states(change: Array, inputs: Array, initial: Array) -> tuple[Array, Array]:
+  """(the state before each slice [N, B, H, K, V], the state after the chunk).
+
+  Args:
+    change: E [N, B, H, K, K].
+    inputs: B [N, B, H, K, V].
+    initial: [B, H, K, V], correct on device 0, as is the state after the chunk.
+  """
+
+  def step(state, effect):
+    return state + (effect.change @ state + effect.state), state
+
+  if not sequence_parallel.axes():
+    after, states = lax.scan(step, initial, _Effect(change, inputs))
+    return states, after
+
+  # The changes of the slices compose by the recurrence of the state: side by side with it.
+  is_first = sequence_parallel.index() == 0
+  known = jnp.concatenate([jnp.where(is_first, initial, 0), jnp.zeros_like(change[0])], axis=-1)
+  effects = _Effect(change, jnp.concatenate([inputs, change], axis=-1))
+  after, states = lax.scan(step, known, effects)
+
+  def effect(joined):
+    values = inputs.shape[-1]
+    return _Effect(joined[..., values:], joined[..., :values])
+
+  before, ended = sequence_parallel.device_prefix_scan(effect(after), _then)
+  entering = jnp.where(is_first, 0, before.state)[None]
+  reached = effect(states)
+  return reached.state + entering + reached.change @ entering, ended.state
+
+
+@jax.custom_vjp
+def unit_lower_inverse(lower: Array) -> Array:
+  """(I + L)⁻¹ of a strictly lower triangular L [..., Q, Q], where Q is a power of two.
+
+  Blocks on the diagonal are inverted by substitution, all at once, and joined in pairs by products.
+  On a CPU this takes a quarter of the time of a triangular solve, and its gradient is two products.
+  An accelerator's default precision would add its rounding at every join.
+
+      [A   ]⁻¹   [ A⁻¹             ]
+      [C  D]   = [-D⁻¹ C A⁻¹   D⁻¹ ]
+  """
+  size = lower.shape[-1]
+  if size <= _ROWS:
+
+    def substitute(row, inverse):
+      known = jnp.einsum('...j,...jk->...k', lower[..., row, :], inverse, precision=_HIGHEST)
+      return inverse.at[..., row, :].add(-known)
+
+    identity = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape)
+    return lax.fori_loop(1, size, substitute, identity)
+  half = size // 2
+  blocks = jnp.stack([lower[..., :half, :half], lower[..., half:, half:]])
+  first, second = unit_lower_inverse(blocks)
+  corner = jnp.matmul(second, lower[..., half:, :half], precision=_HIGHEST)
+  corner = jnp.matmul(corner, first, precision=_HIGHEST)
+  return jnp.block([[first, jnp.zeros_like(first)], [-corner, second]])
+
+
+def _inverse_forward(lower):
+  inverse = unit_lower_inverse(lower)
+  return inverse, inverse
+
+
+def _inverse_backward(inverse, cotangent):
+  """d(I + L)⁻¹ = -(I + L)⁻¹ dL (I + L)⁻¹."""
+  transposed = jnp.swapaxes(inverse, -1, -2)
+  return (jnp.tril(-transposed @ cotangent @ transposed, -1),)
+
+
+unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)

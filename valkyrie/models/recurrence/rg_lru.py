@@ -1,0 +1,164 @@
+"""The real-gated linear recurrent unit, RG-LRU (De et al. 2024, Griffin, section 2.4).
+
+    r_t = σ(W_a x_t + b_a)                           i_t = σ(W_x x_t + b_x)
+    log a_t = -c softplus(Λ) r_t                     c = 8
+    h_t = a_t h_{t-1} + sqrt(1 - a_t²) (i_t ∘ x_t)
+
+The state and the decays are real, one for each channel. W_a and W_x are block-diagonal. At the
+first token of a document, h_t = i_t ∘ x_t, as in google-deepmind/recurrentgemma: the factor
+sqrt(1 - a²) keeps the variance of a sum that has gone on for long, and a document starts without.
+
+It is made for `GatedRecurrence`, which brings the projections, the convolution and the gate.
+"""
+
+import math
+
+import chex
+import gin
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+from valkyrie.errors import ConfigurationError
+from valkyrie.models.layers import check_sizes, parameter
+from valkyrie.models.recurrence import scan, sharded_scan
+from valkyrie.models.recurrence.time_constants import check_time_constants, inverse_softplus
+from valkyrie.sharding import sequence_parallel
+from valkyrie.types import Array, DType
+
+_C = 8.0
+SPREADS = ('decay', 'log')
+
+
+@gin.configurable
+class RGLRU(hk.Module):
+  """The RG-LRU. Its carry is the state, [B, W] float32."""
+
+  def __init__(
+    self,
+    width: int,
+    heads: int,
+    shortest: float = -2 / math.log(0.9),
+    horizon: float = -2 / math.log(0.999),
+    spread: str = 'decay',
+    scan_form: str | None = None,
+    name: str | None = None,
+  ):
+    """Configures the recurrence.
+
+    A time constant is meant at r = 1/2, where the gate starts on average: a = exp(-1/τ), and the
+    a^c of the paper, which is a_t at r = 1, is exp(-2/τ). An open gate halves the time constant,
+    and a closed one makes it infinite.
+
+    Args:
+      width: W, of the input and of the state.
+      heads: the blocks of W_a and W_x; divides W.
+      shortest: the shortest time constant at initialization, in tokens.
+      horizon: the longest one. The defaults, 19 and 1999 tokens, are the published range of a^c,
+        0.9 to 0.999.
+      spread: 'decay': a^c is uniform in the range, as published, so that half of all time constants
+        are below 2 `shortest`. 'log': they spread evenly in the logarithm, for a long horizon.
+      scan_form: a key of `scan.FORMS`; None takes the fastest for the platform.
+      name: Haiku's.
+
+    Raises:
+      ConfigurationError: a name is unknown, or a number is out of its range.
+    """
+    super().__init__(name)
+    check_sizes('RGLRU', width=width, heads=heads)
+    if width % heads:
+      raise ConfigurationError(
+        f'RGLRU.width={width} must be a multiple of RGLRU.heads={heads}: the blocks of the gates '
+        'have equal sizes.'
+      )
+    check_time_constants('RGLRU', shortest, horizon)
+    form = scan_form or scan.default_form()
+    for option, value, known in (('spread', spread, SPREADS), ('scan_form', form, scan.FORMS)):
+      if value not in known:
+        raise ConfigurationError(f'RGLRU.{option}={value!r} is unknown. Use one of {list(known)}.')
+    self.causal = self.sequence_parallel = True
+    self.dropout = 0.0
+    self.horizon = horizon
+    self._width = width
+    self._heads = heads
+    self._rates = 1 / shortest, 1 / horizon
+    self._spread = spread
+    self._form = form
+
+  def initial_carry(self, batch_size: int, dtype: DType) -> Array:
+    """The zero state: float32 under any compute dtype, since rounding would accumulate."""
+    del dtype
+    return jnp.zeros((batch_size, self._width), jnp.float32)
+
+  def forward_flops(self, width: int) -> int:
+    """Two block-diagonal products, two gated inputs, and the recurrence (2)."""
+    return 4 * width * width // self._heads + 4 * width
+
+  def __call__(
+    self, x: Array, carry: Array, *, positions: Array, segment_ids: Array
+  ) -> tuple[Array, Array]:
+    """Mixes a chunk x [B, T, W]; see `types.SequenceMixer`."""
+    chex.assert_shape(carry, (x.shape[0], self._width))
+    if x.shape[-1] != self._width:
+      raise ConfigurationError(
+        f'RGLRU.width={self._width} differs from its input, of width {x.shape[-1]}. Set it to '
+        'that, which is GatedRecurrence.width inside a GatedRecurrence.'
+      )
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    reset, length = (positions == 0).T, jnp.sum(segment_ids > 0, axis=1)
+    x_over_time = jnp.swapaxes(x, 0, 1)
+    recurrence_gate, input_gate = self._gates(x_over_time, wide)
+    rate = parameter('lambda', (self._width,), self._lambda_init, axes=('state',))
+    log_decay = -_C * jax.nn.softplus(rate)[None, None] * recurrence_gate
+    inputs = gain(log_decay, reset) * input_gate * x_over_time.astype(wide)
+    growth = jnp.expm1(log_decay)
+    if sequence_parallel.axes():
+      states, after = sharded_scan.scan_piece(growth, inputs, carry, reset, length, form=self._form)
+    else:
+      states = scan.diagonal_scan(growth, inputs, carry, reset, form=self._form)
+      after = scan.state_after(states, carry, length)
+    return jnp.swapaxes(states, 0, 1).astype(x.dtype), after
+
+  def _gates(self, x: Array, wide: DType) -> list[Array]:
+    """r and i of x [T, B, W], both [T, B, W] in the dtype `wide`."""
+    block = self._width // self._heads
+    init = hk.initializers.RandomNormal(block**-0.5)
+
+    def learned(name):
+      weights = parameter(
+        f'{name}_gate', (self._heads, block, block), init, axes=('heads', None, None), cast=x.dtype
+      )
+      return weights, parameter(f'{name}_bias', (self._width,), jnp.zeros, axes=('state',))
+
+    (recurrence, recurrence_bias), (input_, input_bias) = learned('recurrence'), learned('input')
+    weights = jnp.concatenate([recurrence, input_], axis=2).astype(x.dtype).astype(wide)
+    blocks = x.reshape(-1, self._heads, block).astype(wide)
+    driven = jnp.einsum('nhi,hij->nhj', blocks, weights)
+    return [
+      jax.nn.sigmoid(part.reshape(x.shape) + bias[None, None])
+      for part, bias in zip(
+        jnp.split(driven, 2, axis=-1), (recurrence_bias, input_bias), strict=True
+      )
+    ]
+
+  def _lambda_init(self, shape, dtype) -> Array:
+    """Λ where c softplus(Λ) / 2 is the reciprocal of a time constant in the range."""
+    uniform = jax.random.uniform(hk.next_rng_key(), shape, dtype)
+    fastest, slowest = self._rates
+    if self._spread == 'log':
+      rate = slowest * (fastest / slowest) ** uniform
+    else:
+      # a^c = exp(-2 rate) is uniform: by its distance to 1, which keeps the digits of slow ones.
+      low, high = -math.expm1(-2 * slowest), -math.expm1(-2 * fastest)
+      rate = -jnp.log1p(-(low + (high - low) * uniform)) / 2
+    return inverse_softplus(2 * rate / _C)
+
+
+def gain(log_decay: Array, reset: Array) -> Array:
+  """sqrt(1 - a²) of log a [T, B, W], and 1 where reset [T, B].
+
+  The published code bounds the slope of the root by 1000, which is reached at time constants of
+  millions of tokens. Here a closed gate, r = 0 in float32, gets a slope of 0 instead of NaN.
+  """
+  squared = jnp.maximum(-jnp.expm1(2 * log_decay), 1e-30)
+  return jnp.where(reset[..., None], 1.0, jnp.sqrt(squared))
