@@ -33,6 +33,7 @@ setup(
   ],
   extras_require={
     'hf': ['datasets>=3', 'tokenizers>=0.21'],
+    'learn': ['torch>=2.6', 'transformers>=5'],  # the peers of scripts/learn
     'tpu': ['jax[tpu]'],  # brings the libtpu that this jax was built for
     'cuda': ['jax[cuda13]'],
     'test': [

@@ -7,7 +7,7 @@ model that never sees short distances hardly learns the task. The split 'near_an
 distances of the training split, for the evaluation of a trained model.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 import zlib
 
@@ -28,12 +28,13 @@ class Problem(NamedTuple):
   answer: str
 
 
-# RandomState's stream is frozen, so that every machine generates the same problems.
-Generate = Callable[[np.random.RandomState], Problem]
+# RandomState's stream is frozen, so that every machine generates the same problems. A sequence of
+# problems is one stream of documents, for `TaskFeed.reset_at = 'sequence'`.
+Generate = Callable[[np.random.RandomState], Problem | Sequence[Problem]]
 
 
 class GeneratedSource(DocumentSource):
-  """Generated problems: {split: (number of problems, function that generates one)}."""
+  """Generated problems: {split: (number of problems or streams, function that generates one)}."""
 
   def __init__(self, name: str, problems: Mapping[str, tuple[int, Generate]]):
     super().__init__(splits=tuple(problems))
@@ -44,8 +45,9 @@ class GeneratedSource(DocumentSource):
     count, generate = self._problems[split]
     seed = zlib.crc32(f'{self._name}/{split}'.encode())
     for number in range(count * shard // shards, count * (shard + 1) // shards):
-      problem = generate(np.random.RandomState([seed, number]))
-      yield TextDocument(problem.answer, str(number), str(number), prompt=problem.prompt)
+      problems = generate(np.random.RandomState([seed, number]))
+      for problem in [problems] if isinstance(problems, Problem) else problems:
+        yield TextDocument(problem.answer, str(number), str(number), prompt=problem.prompt)
 
   def num_input_examples(self, split: str) -> int:
     return self._problems[split][0]

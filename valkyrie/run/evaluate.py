@@ -63,7 +63,7 @@ def evaluate(
     model_dir: the directory of the run.
     model, partitioner, evaluator: the classes of the parts.
     checkpoints: the checkpoints that the run keeps.
-    cuts: parts of the carry, 's5' or 'all'. For each, one more evaluation resets it before every
+    cuts: parts of the carry, 'state' or 'all'. For each, one more evaluation resets it before every
       chunk, and writes to model_dir/eval_cut_NAME.
   """
   for cut in cuts:

@@ -13,8 +13,9 @@ import numpy as np
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data.prefetch import prefetch
 from valkyrie.errors import Preempted
+from valkyrie.models.attention.kv_cache import AttentionCarry
 from valkyrie.models.language_model import Model
-from valkyrie.models.s5.scan import Complex
+from valkyrie.models.recurrence.convolution import Tail
 from valkyrie.monitoring.metrics import Metrics, position_metrics, text_metrics
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.data_parallel import gather_params, shard_map_step
@@ -22,7 +23,7 @@ from valkyrie.training.losses import token_scores
 from valkyrie.types import Array, Batch, Carry, Params, TaskFeed
 
 # The parts of the carry that an evaluation can cut between chunks.
-CUTS = ('s5', 'all')
+CUTS = ('state', 'all')
 _BINS = 31  # powers of two below the largest int32 position
 
 
@@ -59,13 +60,18 @@ def chunk_scores(
 
 
 def cut_carry(carry: Carry, initial: Carry, cut: str | None) -> Carry:
-  """The carry with its S5 states ('s5'), 'all' of it or none of it (None) reset to `initial`."""
-  if cut == 's5':
+  """The carry with its recurrent 'state', 'all' of it or none of it (None) reset to `initial`.
+
+  The caches of attention and the tails of convolutions stay with 'state': they hold a bounded
+  number of tokens. A planner's carry is reset with the states of the layers.
+  """
+
+  def holds_tokens(part: Carry) -> bool:
+    return isinstance(part, AttentionCarry | Tail)
+
+  if cut == 'state':
     return jax.tree.map(
-      lambda now, start: start if isinstance(now, Complex) else now,
-      carry,
-      initial,
-      is_leaf=lambda part: isinstance(part, Complex),
+      lambda now, start: now if holds_tokens(now) else start, carry, initial, is_leaf=holds_tokens
     )
   return initial if cut == 'all' else carry
 
@@ -138,8 +144,8 @@ class Evaluator:
     Args:
       params: the parameters.
       whole: read the whole split, or its quick part.
-      cut: the part of the carry that is reset before every chunk: 's5' for the S5 states, or 'all'.
-        The increase of the loss shows the use of that memory.
+      cut: the part of the carry that is reset before every chunk: 'state' for the recurrent states,
+        or 'all'. The increase of the loss shows the use of that memory.
       plan: whether a planner takes part, as in the phase of training.
       stop: called before each chunk; True abandons the evaluation.
 

@@ -88,6 +88,8 @@ def train(
         f'{path} is replicated on every device: its module declares no axes, and '
         'Partitioner.parameter_axes has no rule for it'
       )
+    if forgetful := setup.short_horizon():
+      progress.say(f'warning: {forgetful}')
     tokens = feed()
     setup.check_feed(tokens)
     evaluate = evaluator(setup.model, setup.partitioner)

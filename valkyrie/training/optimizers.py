@@ -15,7 +15,7 @@ from valkyrie.types import Array, Axes, Params, leaf_path
 for _algorithm in (optax.adam, optax.adamw, optax.adafactor, optax.lamb, optax.lion, optax.sgd):
   gin.external_configurable(_algorithm, module='optax')
 
-_PLANNER = 'planner'
+_PLANNER = 'planner '  # the beginning of the kinds of a planner's parameters
 
 
 @gin.configurable
@@ -29,8 +29,8 @@ class Optimizer:
     warmup_steps: int,
     train_steps: int,
     algorithm: Callable[..., optax.GradientTransformation] = optax.adamw,
-    ssm_algorithm: Callable[..., optax.GradientTransformation] = optax.adam,
-    ssm_pattern: str = r'/(lambda_re|lambda_im|b|log_step)$',
+    vector_algorithm: Callable[..., optax.GradientTransformation] = optax.adam,
+    ssm_pattern: str = r'/(lambda|lambda_re|lambda_im|log_rate|b|log_step|step_bias)$',
     ssm_learning_rate_scale: float = 0.25,
     final_learning_rate_scale: float = 0.1,
     clip_norm: float = 1.0,
@@ -41,10 +41,12 @@ class Optimizer:
       learning_rate: the peak.
       warmup_steps: steps of linear warm-up.
       train_steps: the step at which the cosine ends.
-      algorithm: an optax optimizer that takes `learning_rate`.
-      ssm_algorithm: the same for Λ, B and log Δ of S5; the paper gives them no weight decay and a
-        smaller learning rate (S5 appendix B.1.3 and table 11), so the default decays nothing.
-      ssm_pattern: a regular expression that matches the paths of those parameters.
+      algorithm: an optax optimizer that takes `learning_rate`, for matrices.
+      vector_algorithm: the same for norm scales, biases and other vectors, which common practice
+        does not decay, and for Λ, B and log Δ of S5. The default decays nothing.
+      ssm_pattern: a regular expression that matches the paths of the latter, and of the rates and
+        steps of other recurrences. The paper gives them no weight decay and a smaller learning rate
+        (S5 appendix B.1.3 and table 11).
       ssm_learning_rate_scale: their share of the learning rate.
       final_learning_rate_scale: the share of the peak at which the cosine ends.
       clip_norm: the largest global norm of the gradient that is not scaled down.
@@ -55,10 +57,12 @@ class Optimizer:
     # logged number is the learning rate. A planner may start later than the rest, and Adam's bias
     # correction must count its own steps.
     self._groups = {
-      'rest': algorithm(learning_rate=1.0),
-      _PLANNER: algorithm(learning_rate=1.0),
-      'ssm': optax.chain(ssm_algorithm(learning_rate=1.0), optax.scale(ssm_learning_rate_scale)),
+      f'{owner}{kind}': make(learning_rate=1.0)
+      for owner in ('', _PLANNER)
+      for kind, make in (('matrix', algorithm), ('vector', vector_algorithm))
     }
+    ssm = vector_algorithm(learning_rate=1.0)
+    self._groups['ssm'] = optax.chain(ssm, optax.scale(ssm_learning_rate_scale))
     self._schedule = optax.warmup_cosine_decay_schedule(
       init_value=learning_rate / max(warmup_steps, 1),
       peak_value=learning_rate,
@@ -71,9 +75,9 @@ class Optimizer:
     """The schedule's learning rate at a step, counted from 0."""
     return jnp.asarray(self._schedule(step), jnp.float32)
 
-  def init(self, params: Params, in_planner: Any) -> Any:
-    """The state before the first step; `in_planner` is a pytree of bools like params."""
-    return self._direction(params, in_planner).init(params)
+  def init(self, params: Params, kinds: Any) -> Any:
+    """The state before the first step; `kinds` is a pytree like params, see `Model.kinds`."""
+    return self._direction(params, kinds).init(params)
 
   def update(
     self,
@@ -81,7 +85,7 @@ class Optimizer:
     state: Any,
     params: Params,
     learning_rate: Array,
-    in_planner: Any,
+    kinds: Any,
     *,
     plan: bool = True,
   ) -> tuple[Params, Any]:
@@ -91,13 +95,17 @@ class Optimizer:
     change them at a gradient of zero, too.
     """
     after: Any
-    directions, after = self._direction(params, in_planner).update(gradients, state, params)
+    directions, after = self._direction(params, kinds).update(gradients, state, params)
     updates = jax.tree.map(lambda d: learning_rate * d, directions)
     moved = optax.apply_updates(params, updates)
-    if plan or _PLANNER not in after[1].inner_states:
+    kept = {name: of for name, of in state[1].inner_states.items() if name.startswith(_PLANNER)}
+    if plan or not kept:
       return moved, after
-    moved = jax.tree.map(lambda keep, old, new: old if keep else new, in_planner, params, moved)
-    kept = {_PLANNER: state[1].inner_states[_PLANNER]}
+
+    def keep(kind, old, new):
+      return old if kind.startswith(_PLANNER) else new
+
+    moved = jax.tree.map(keep, kinds, params, moved)
     groups = after[1]._replace(inner_states={**after[1].inner_states, **kept})
     return moved, (after[0], groups)
 
@@ -119,14 +127,13 @@ class Optimizer:
 
     return jax.tree_util.tree_map_with_path(of_leaf, state)
 
-  def _direction(self, params: Params, in_planner: Any) -> optax.GradientTransformation:
+  def _direction(self, params: Params, kinds: Any) -> optax.GradientTransformation:
     """Clipping, then each group's algorithm; a group without parameters has no state."""
 
-    def group(path, _, planner):
-      if planner:
-        return _PLANNER
-      return 'ssm' if self._ssm_pattern.search(leaf_path(path)) else 'rest'
+    def group(path, _, kind):
+      in_ssm = not kind.startswith(_PLANNER) and self._ssm_pattern.search(leaf_path(path))
+      return 'ssm' if in_ssm else kind
 
-    labels = jax.tree_util.tree_map_with_path(group, params, in_planner)
+    labels = jax.tree_util.tree_map_with_path(group, params, kinds)
     groups = {name: self._groups[name] for name in sorted(set(jax.tree.leaves(labels)))}
     return optax.chain(optax.clip_by_global_norm(self._clip_norm), optax.partition(groups, labels))

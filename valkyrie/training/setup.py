@@ -120,6 +120,18 @@ class Setup:
         f'Set LanguageModel.vocabulary_size = {feed.vocabulary_size}.'
       )
 
+  def short_horizon(self) -> str | None:
+    """A warning, if the recurrences forget within the tokens that a step reads of a row."""
+    horizon = self.model.about.horizon
+    row = max(phase.tokens_per_row for phase in self.curriculum.phases)
+    if horizon is None or horizon >= row:
+      return None
+    return (
+      f'a step reads {row:,} tokens of each row, but no recurrence has a time constant above '
+      f'{horizon:,.0f} tokens at initialization. To remember the row, set the horizon of the mixer '
+      f'(such as S5.horizon) to {row} or more'
+    )
+
   def undeclared_parameters(self) -> list[str]:
     """The paths of the parameters that no module and no rule gives axes: they are replicated."""
     undeclared = []

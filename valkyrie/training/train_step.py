@@ -62,7 +62,7 @@ def initial_state(
   """The state before the first step; pure, so that it can be traced for its shapes."""
   params, carry = model.init(jax.random.key(seed), batch_size)
   zero = jnp.zeros((), jnp.int32)
-  moments = optimizer.init(params, model.in_planner(params))
+  moments = optimizer.init(params, model.kinds(params))
   return TrainState(zero, params, moments, carry, zero, recent)
 
 
@@ -130,7 +130,7 @@ def make_train_step(
       state.optimizer_state,
       state.params,
       learning_rate,
-      model.in_planner(state.params),
+      model.kinds(state.params),
       plan=phase.planner,
     )
 
