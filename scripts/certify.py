@@ -88,8 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
   print(table)
   if len(chosen) < len(ROWS) or any(c is None for _, c in found):
     return 0 if all(c is not None for _, c in found) else 1
-  before, _, rest = README.read_text().jit(BEGIN)
-  _, _, after = rest.jit(END)
+  before, _, rest = README.read_text().partition(BEGIN)
+  _, _, after = rest.partition(END)
   README.write_text(f'{before}{BEGIN}\n{table}\n{END}{after}')
   return 0
 
