@@ -84,7 +84,7 @@ def counted(**bound):
     'RefusedSteps.allowed=7',
     'Evaluator.chunks=7',
     'TokenConsistency.every=7',
-    'evaluate.cuts=("s5",)',
+    'evaluate.cuts=("state",)',
     'infer.temperature=0.5',
     'create_writers.tensorboard=False',
     'TaskFeed.data_dir="/elsewhere"',

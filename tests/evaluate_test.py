@@ -12,6 +12,7 @@ import tiny_run
 
 from valkyrie.data.feed import TaskFeed
 from valkyrie.errors import StorageError
+from valkyrie.models.recurrence.gated import GatedRecurrence
 from valkyrie.monitoring import plot
 from valkyrie.monitoring.metrics import BY_POSITION, position_metrics
 from valkyrie.run.evaluator import CUTS, Evaluator, chunk_scores
@@ -19,6 +20,7 @@ from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.losses import logits
 
 ROWS, CHUNK = 2, 8
+gated_s5 = functools.partial(GatedRecurrence, tiny.s5, width=12)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -70,7 +72,7 @@ def feed(tmp_path_factory):
 @pytest.fixture(scope='module')
 def evaluated(feed):
   """The metrics of each cut, the model and its parameters."""
-  model = tiny.model()
+  model = tiny.model(mixers=(tiny.attention, gated_s5))
   params, _ = tiny.init(model, ROWS)
   evaluator = Evaluator(model, Partitioner((('data', 1),), (), ()), feed, ROWS, CHUNK)
   found = {cut: evaluator(params, whole=True, cut=cut) for cut in (None, *CUTS)}
@@ -86,9 +88,9 @@ def test_what_is_cut_starts_anew_in_each_chunk(evaluated, feed, cut):
     chunk = feed().read(position, CHUNK)
     if cut == 'all':
       carry = initial
-    if cut == 's5':  # the second mixer of the one block of the pattern
-      ((attends, _),), ((_, forgets),) = (c['model']['carry'] for c in (carry, initial))
-      carry = {'model': {'carry': ((attends, forgets),)}}
+    if cut == 'state':  # neither the keys of attention nor the tail of the convolution
+      ((attends, gated),), ((_, fresh),) = (c['model']['carry'] for c in (carry, initial))
+      carry = {'model': {'carry': ((attends, gated._replace(state=fresh.state)),)}}
     scores, carry = read(model, params, carry, chunk)
     parts.append(reference(scores, chunk))
   loss, weight, right = (sum(column) for column in zip(*parts, strict=True))

@@ -179,18 +179,18 @@ def test_evaluation_and_continuation_of_a_run(runs, valkyrie):
   before = {file for file in run.rglob('*') if 'events' not in file.name}
   prompt = 'abcdefgh' * 5 + 'a'  # two chunks and a half
   arguments = ('--run_mode=infer', f'--prompt={prompt}', '--gin.infer.max_tokens=20')
-  evaluating = valkyrie('whole', '--run_mode=eval', '--gin.evaluate.cuts=("s5",)')
+  evaluating = valkyrie('whole', '--run_mode=eval', '--gin.evaluate.cuts=("state",)')
   inferring = valkyrie('whole', *arguments)
   out, _ = finished(evaluating)
   loss = tiny_run.metrics(run, 'eval')[6]['loss']
   assert out.startswith(f'step 6, validation: loss {loss:.4f}')
-  loss = tiny_run.metrics(run, 'eval_cut_s5')[6]['loss']
-  assert f'\nstep 6, validation, s5 carry cut between chunks: loss {loss:.4f}' in out
+  loss = tiny_run.metrics(run, 'eval_cut_state')[6]['loss']
+  assert f'\nstep 6, validation, state carry cut between chunks: loss {loss:.4f}' in out
   text, _ = finished(inferring)
   assert text.startswith(prompt) and len(text) > len(prompt)
   assert finished(valkyrie('whole', *arguments))[0] == text
   after = {file for file in run.rglob('*') if 'events' not in file.name}
-  assert after - before == {run / 'eval_cut_s5', run / 'eval_cut_s5' / 'metrics.jsonl'}
+  assert after - before == {run / 'eval_cut_state', run / 'eval_cut_state' / 'metrics.jsonl'}
 
 
 def test_token_by_token_is_the_model_read_at_once():

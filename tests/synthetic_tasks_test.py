@@ -153,4 +153,4 @@ def test_the_passkey_run_needs_memory():
   assert layers * window < distance
   assert gin.query_parameter('chunk_size/macro.value') < distance
   assert gin.query_parameter('LongformerAttention.document_start') <= 16
-  assert gin.query_parameter('evaluate.cuts') == ('s5', 'all')
+  assert gin.query_parameter('evaluate.cuts') == ('state', 'all')

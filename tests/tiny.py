@@ -2,6 +2,7 @@
 
 import functools
 
+import haiku as hk
 import jax
 import numpy as np
 
@@ -31,6 +32,26 @@ INTERVAL = 4
 planner = functools.partial(
   Planner, plan_interval=INTERVAL, plan_tokens=3, mlp_width=24, head_width=8, segments=3
 )
+
+
+def mixer(make):
+  """(init, apply) of the mixer that `make` builds, compiled."""
+
+  def f(x, carry, positions, segment_ids):
+    return make()(x, carry, positions=positions, segment_ids=segment_ids)
+
+  pure = hk.without_apply_rng(hk.transform(f))
+  return hk.Transformed(jax.jit(pure.init), jax.jit(pure.apply))
+
+
+def documents(random, rows, time):
+  """(positions, segment_ids) of random documents of a few tokens, the first begun before."""
+  positions = np.zeros((rows, time), np.int32)
+  for row in range(rows):
+    position = 7
+    for t in range(time):
+      positions[row, t] = position = 0 if random.random() < 0.25 else position + 1
+  return positions, 1 + np.cumsum(positions == 0, axis=1, dtype=np.int32)
 
 
 def model(mixers=(attention, s5), layers=2, **options) -> language_model.Model:

@@ -1,0 +1,299 @@
+"""Gated DeltaNet against its equations in float64, one token after the other."""
+
+import functools
+
+import haiku as hk
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+import numpy as np
+import pytest
+import tiny
+
+from valkyrie.errors import ConfigurationError
+from valkyrie.models.recurrence import delta_rule
+from valkyrie.models.recurrence.convolution import Tail
+from valkyrie.models.recurrence.gated_delta import DeltaCarry, GatedDeltaNet
+from valkyrie.sharding import sequence_parallel
+
+pytestmark = pytest.mark.usefixtures('quick_compiler')
+
+WIDTH, HEADS, KEYS, VALUES, TAPS = 6, 2, 4, 3, 3
+MIXED = HEADS * (2 * KEYS + VALUES)
+
+
+def layer(**options):
+  sizes = {'heads': HEADS, 'key_width': KEYS, 'value_width': VALUES, 'taps': TAPS, 'slice_size': 4}
+  return GatedDeltaNet(**{**sizes, **options})
+
+
+@functools.cache
+def build(**options):
+  return tiny.mixer(functools.partial(layer, **options))
+
+
+def stream(time, rows=2, seed=0):
+  """(x, carry, positions, segment_ids): documents of 1 to 6 tokens, the first begun before."""
+  random = np.random.default_rng(seed)
+  positions, segment_ids = tiny.documents(random, rows, time)
+  carry = DeltaCarry(
+    Tail(random.normal(size=(rows, TAPS - 1, MIXED))),
+    random.normal(size=(rows, HEADS, KEYS, VALUES)),
+  )
+  return random.normal(size=(rows, time, WIDTH)), carry, positions, segment_ids
+
+
+def drawn(params, seed=3):
+  """Parameters of every size, in float64."""
+  random = np.random.default_rng(seed)
+  return jax.tree.map(lambda p: random.normal(size=p.shape) * (1 if p.ndim == 1 else 0.7), params)
+
+
+def parameters(**options):
+  x, carry, *where = stream(1)
+  return drawn(build(**options).init(jax.random.key(0), x, carry, *where))
+
+
+def sigmoid(x):
+  return 1 / (1 + np.exp(-x))
+
+
+def by_token(params, x, carry, positions):
+  """The equations, for one token, row and head at a time."""
+  own = params['gated_delta_net']
+  filters = params['gated_delta_net/~/causal_convolution']['filters']
+  scale = params['gated_delta_net/norm']['scale']
+  tail, state = np.array(carry.tail.inputs), np.array(carry.state)
+  y = np.zeros_like(x)
+  for row, t in np.ndindex(x.shape[:2]):
+    now = x[row, t]
+    if positions[row, t] == 0:
+      state[row] = 0
+    mixed = np.concatenate([now @ own[name] for name in ('query', 'key', 'value')])
+    recent = [*tail[row], mixed]
+    taps = min(TAPS, positions[row, t] + 1)
+    convolved = sum(filters[lag] * recent[-1 - lag] for lag in range(taps))
+    tail[row] = recent[1:]
+    convolved = convolved * sigmoid(convolved)
+    queries, keys, values = np.split(convolved, (HEADS * KEYS, 2 * HEADS * KEYS))
+    gates, read = now @ own['gate'], []
+    for head in range(HEADS):
+      q, k = (part.reshape(HEADS, KEYS)[head] for part in (queries, keys))
+      q, k = (part / np.sqrt(part @ part + 1e-6) for part in (q, k))
+      v, gate = (part.reshape(HEADS, VALUES)[head] for part in (values, gates))
+      beta = sigmoid(now @ own['beta'])[head]
+      step = np.log1p(np.exp(now @ own['step'] + own['step_bias']))[head]
+      decayed = np.exp(-np.exp(own['log_rate'][head]) * step) * state[row, head]
+      state[row, head] = decayed + beta * np.outer(k, v - k @ decayed)
+      out = q @ state[row, head] / np.sqrt(KEYS)
+      out = out / np.sqrt(np.mean(out**2) + 1e-6) * scale
+      read.append(out * gate * sigmoid(gate))
+    y[row, t] = np.concatenate(read) @ own['out']
+  return y, DeltaCarry(Tail(tail), state)
+
+
+@pytest.mark.parametrize(('time', 'slice_size'), [(1, 4), (3, 4), (13, 1), (13, 4), (13, 32)])
+def test_values_are_those_of_the_equations(time, slice_size):
+  x, carry, positions, segment_ids = stream(time, seed=time)
+  params = parameters()
+  with jax.enable_x64(True):
+    found = build(slice_size=slice_size).apply(params, x, carry, positions, segment_ids)
+  expected = by_token(params, x, carry, positions)
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-9), found, expected)
+
+
+def test_the_gradient_is_that_of_the_equations():
+  """Along random directions of parameters, inputs and carry, by central differences."""
+  x, carry, positions, segment_ids = stream(11)
+  point = parameters(), x, carry
+  random = np.random.default_rng(5)
+  weights = jax.tree.map(lambda a: random.normal(size=a.shape), (x, carry))
+
+  def weighted(out):
+    return sum(jnp.sum(w * o) for w, o in zip(*map(jax.tree.leaves, (weights, out)), strict=True))
+
+  def at(step, direction):
+    moved = jax.tree.map(lambda a, d: a + step * d, point, direction)
+    return weighted(by_token(*moved, positions))
+
+  with jax.enable_x64(True):
+    gradient = jax.jit(
+      jax.grad(lambda *a: weighted(build().apply(*a, positions, segment_ids)), argnums=(0, 1, 2))
+    )(*point)
+    for _ in range(5):
+      direction = jax.tree.map(lambda a: random.normal(size=a.shape), point)
+      slope = (
+        np.dot([at(step, direction) for step in (-2e-5, -1e-5, 1e-5, 2e-5)], [1, -8, 8, -1]) / 12e-5
+      )
+      along = sum(
+        np.sum(g * d) for g, d in zip(*map(jax.tree.leaves, (gradient, direction)), strict=True)
+      )
+      np.testing.assert_allclose(along, slope, rtol=1e-6)
+
+
+def rule_inputs(rows, time, decay, seed=0, keys=8, values=5):
+  """Arguments of `gated_delta_rule`, float64, with log α about -`decay`."""
+  random = np.random.default_rng(seed)
+  q, k = random.normal(size=(2, rows, time, HEADS, keys))
+  k /= np.linalg.norm(k, axis=-1, keepdims=True)
+  v = random.normal(size=(rows, time, HEADS, values))
+  log_decay = -decay * random.uniform(0.5, 1.5, (rows, time, HEADS))
+  beta = random.uniform(0, 1, (rows, time, HEADS))
+  return q, k, v, log_decay, beta, random.normal(size=(rows, HEADS, keys, values))
+
+
+def rule_by_token(q, k, v, log_decay, beta, state, reset):
+  y = np.zeros_like(v)
+  for t in range(q.shape[1]):
+    state = np.where(reset[:, t, None, None, None], 0, state)
+    state = np.exp(log_decay[:, t, :, None, None]) * state
+    missing = beta[:, t, :, None] * (v[:, t] - np.einsum('bhk,bhkv->bhv', k[:, t], state))
+    state = state + np.einsum('bhk,bhv->bhkv', k[:, t], missing)
+    y[:, t] = np.einsum('bhk,bhkv->bhv', q[:, t], state)
+  return y, state
+
+
+in_slices_of_64 = jax.jit(functools.partial(delta_rule.gated_delta_rule, slice_size=64))
+
+
+def test_long_memories_in_float32():
+  """8192 tokens of time constants of 10^6, almost none of which erases: a decay that was rounded to
+  float32 once a token would be wrong by 3% of itself, and the state by 2e-4."""
+  *rest, beta, state = rule_inputs(1, 8192, 1e-6)
+  arguments = *rest, 1e-4 * beta, state
+  reset = np.zeros((1, 8192), bool)
+  expected, after = rule_by_token(*arguments, reset)
+  y, found = in_slices_of_64(*(a.astype(np.float32) for a in arguments), reset)
+  assert y.dtype == found.dtype == np.float32
+  assert np.linalg.norm(found - after) < 3e-6 * np.linalg.norm(after)
+  assert np.linalg.norm(y - expected) < 3e-6 * np.linalg.norm(expected)
+
+
+def test_a_weak_decay_behind_a_strong_one_keeps_its_digits():
+  q, k, v, log_decay, beta, state = rule_inputs(1, 64, 1e-2)
+  log_decay[:, ::7] = -5000
+  reset = np.zeros((1, 64), bool)
+  reset[:, 40] = True
+  arguments = q, k, v, log_decay, beta, state
+  expected, after = rule_by_token(*arguments, reset)
+  y, found = in_slices_of_64(*(a.astype(np.float32) for a in arguments), reset)
+  np.testing.assert_allclose(y, expected, rtol=0, atol=3e-6)
+  np.testing.assert_allclose(found, after, rtol=0, atol=3e-6)
+
+
+def test_gradients_are_finite_where_decays_underflow():
+  """Also where a document starts at every second token, and for equal keys that erase all."""
+  q, k, v, log_decay, beta, state = rule_inputs(2, 16, 1e4)
+  k[:] = k[:, :1]
+  log_decay[1, ::2], beta[:] = 0, 1
+  reset = np.zeros((2, 16), bool)
+  reset[0, ::2] = True
+
+  def loss(*arguments):
+    y, after = delta_rule.gated_delta_rule(*arguments, reset, slice_size=8)
+    return jnp.sum(y**2) + jnp.sum(after**2)
+
+  arguments = [jnp.asarray(a, jnp.float32) for a in (q, k, v, log_decay, beta, state)]
+  for gradient in jax.jit(jax.grad(loss, argnums=range(6)))(*arguments):
+    assert np.all(np.isfinite(gradient))
+
+
+@pytest.mark.invariant(6)
+def test_pieces_of_a_chunk_on_eight_devices():
+  """Values, the carry after the chunk, and gradients, in pieces of 6 tokens: slices of 4, and 2."""
+  random = np.random.default_rng(0)
+  *arrays, state = rule_inputs(2, 48, 0.05)
+  reset = random.random((2, 48)) < [[0.02], [0.3]]
+  lengths = np.array([48, 29])
+  real = np.arange(48)[None] < lengths[:, None]
+  arrays[3], arrays[4] = (np.where(real[..., None], a, 0) for a in arrays[3:])
+  reset &= real
+  weights = random.normal(size=arrays[2].shape), random.normal(size=state.shape)
+
+  def loss(arrays, state, weights, reset):
+    y, after = delta_rule.gated_delta_rule(*arrays, state, reset, slice_size=4)
+    counts = sequence_parallel.index() == 0 if sequence_parallel.axes() else True
+    total = jnp.sum(weights[0] * y) + jnp.where(counts, jnp.sum(weights[1] * after), 0)
+    return total, (y, after)
+
+  def body(arrays, state, weights, reset):
+    state = jnp.where(lax.axis_index('t') > 0, 77, state)
+    with sequence_parallel.split_over(('t',)):
+      (_, (y, after)), gradient = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
+        arrays, state, weights, reset
+      )
+    return y, after[None], (gradient[0], lax.psum(gradient[1], 't'))
+
+  with jax.enable_x64(True):
+    cut, whole = PartitionSpec(None, 't'), PartitionSpec()
+    y, after, gradient = jax.jit(
+      jax.shard_map(
+        body,
+        mesh=Mesh(np.array(jax.devices()), ('t',)),
+        in_specs=(cut, whole, (cut, whole), cut),
+        out_specs=(cut, PartitionSpec('t'), (cut, whole)),
+        check_vma=False,
+      )
+    )(arrays, state, weights, reset)
+    (_, expected), expected_gradient = jax.jit(
+      jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    )(arrays, state, weights, reset)
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-10),
+    ((y, after[0]), gradient),
+    (expected, expected_gradient),
+  )
+
+
+def test_the_inverse_of_the_worst_triangle():
+  """Equal keys that erase all: the powers of L reach 10^18, its inverse has entries of 1."""
+  lower = np.tril(np.ones((64, 64), np.float32), -1)
+  inverse = np.eye(64) - np.eye(64, k=-1)
+  np.testing.assert_allclose(jax.jit(delta_rule.unit_lower_inverse)(lower), inverse, atol=1e-6)
+
+
+def test_steps_at_initialization():
+  own = build(heads=512, shortest=10.0, horizon=1e6).init(
+    jax.random.key(0),
+    np.zeros((1, 1, WIDTH)),
+    DeltaCarry(Tail(np.zeros((1, 2, 512 * 11))), np.zeros((1, 512, KEYS, VALUES))),
+    *np.ones((2, 1, 1), np.int32),
+  )['gated_delta_net']
+  constants = -np.log(np.log1p(np.exp(np.float64(own['step_bias']))))
+  assert np.log(10) <= constants.min() < np.log(11)
+  assert np.log(0.9e6) < constants.max() <= np.log(1.00001e6)
+  np.testing.assert_allclose(np.median(constants), np.log(1e7) / 2, rtol=0.1)
+  rates = np.exp(own['log_rate'])
+  assert 0.999 < rates.min() < 1.1
+  assert 15 < rates.max() < 16.001
+
+
+@pytest.mark.invariant(8)
+def test_dtypes_under_bfloat16():
+  x, carry, *where = stream(5)
+  params = jax.tree.map(lambda p: p.astype(np.float32), parameters())
+  carry = DeltaCarry(
+    Tail(jnp.asarray(carry.tail.inputs, jnp.bfloat16)), carry.state.astype(np.float32)
+  )
+  y, after = build().apply(params, jnp.asarray(x, jnp.bfloat16), carry, *where)
+  assert (y.dtype, after.tail.inputs.dtype) == (jnp.bfloat16, jnp.bfloat16)
+  assert after.state.dtype == jnp.float32
+  expected, (_, state) = by_token(params, x, carry, where[0])
+  assert np.linalg.norm(np.asarray(y, np.float64) - expected) < 3e-2 * np.linalg.norm(expected)
+  assert np.linalg.norm(after.state - state) < 1e-2 * np.linalg.norm(state)
+
+
+@pytest.mark.parametrize(
+  ('options', 'message'),
+  [
+    ({'heads': 0}, 'GatedDeltaNet.heads=0 must be at least 1'),
+    ({'slice_size': 48}, 'GatedDeltaNet.slice_size=48 must be a power of two'),
+    ({'horizon': 1.0}, r'GatedDeltaNet.shortest=10 and GatedDeltaNet.horizon=1:'),
+    ({'largest_rate': 0.5}, r'GatedDeltaNet.largest_rate=0.5 must be at least 1'),
+    ({'shortest': 0.0}, 'GatedDeltaNet.shortest=0 '),
+  ],
+)
+def test_options_that_cannot_be_are_refused_when_the_layer_is_made(options, message):
+  with pytest.raises(ConfigurationError, match=message):
+    hk.transform(lambda: layer(**options)).init(None)

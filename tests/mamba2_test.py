@@ -1,0 +1,227 @@
+"""Mamba-2 against its equations in float64, one token after the other, and against transformers."""
+
+import functools
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from valkyrie.errors import ConfigurationError
+from valkyrie.models.recurrence.convolution import Tail
+from valkyrie.models.recurrence.mamba2 import Mamba2, Mamba2Carry
+
+pytestmark = pytest.mark.usefixtures('quick_compiler')
+
+WIDTH, HEADS, HEAD_WIDTH, STATES, TAPS = 6, 3, 4, 5, 4
+INNER = HEADS * HEAD_WIDTH
+CONVOLVED = INNER + 2 * STATES
+
+
+def layer(**options):
+  sizes = {'heads': HEADS, 'head_width': HEAD_WIDTH, 'state_size': STATES, 'slice_size': 4}
+  return Mamba2(**{**sizes, **options})
+
+
+@functools.cache
+def build(**options):
+  return tiny.mixer(functools.partial(layer, **options))
+
+
+def zero(rows):
+  state = np.zeros((rows, HEADS, STATES, HEAD_WIDTH), np.float32)
+  return Mamba2Carry(Tail(np.zeros((rows, TAPS - 1, CONVOLVED), np.float32)), state)
+
+
+def initial(width=WIDTH, **options):
+  one = np.ones((1, 1), np.int32)
+  return build(**options).init(jax.random.key(0), np.ones((1, 1, width)), zero(1), one, one)
+
+
+def drawn():
+  """(params, x [2, 13, D], a carry, positions): in float64, of every size."""
+  random = np.random.default_rng(0)
+  params = jax.tree.map(lambda leaf: random.normal(size=leaf.shape), initial())
+  carry = jax.tree.map(lambda leaf: random.normal(size=leaf.shape), zero(2))
+  positions = np.stack([np.r_[7:9, 0:1, 0:10], np.r_[0:13]]).astype(np.int32)
+  return params, random.normal(size=(2, 13, WIDTH)), carry, positions
+
+
+def silu(x):
+  return x / (1 + np.exp(-x))
+
+
+def by_token(params, x, carry, positions):
+  """The equations, for one token, row and head at a time."""
+  own = params['mamba2']
+  filters = params['mamba2/~/causal_convolution']['filters']
+  scale = params['mamba2/rms_norm']['scale']
+  tail, state = np.array(carry.tail.inputs), np.array(carry.state)
+  y = np.zeros_like(x)
+  for row, t in np.ndindex(x.shape[:2]):
+    now = x[row, t]
+    recent = np.stack([*tail[row], now @ own['xbc']])
+    tail[row] = recent[1:]
+    taps = min(TAPS, positions[row, t] + 1)
+    convolved = silu(sum(filters[lag] * recent[-1 - lag] for lag in range(taps)))
+    inner, b, c = np.split(convolved, [INNER, INNER + STATES])
+    steps = np.log1p(np.exp(now @ own['dt'] + own['step_bias']))
+    out = np.zeros((HEADS, HEAD_WIDTH))
+    for head, value in enumerate(inner.reshape(HEADS, HEAD_WIDTH)):
+      decay = np.exp(-np.exp(own['log_rate'][head]) * steps[head]) if positions[row, t] else 0
+      state[row, head] = decay * state[row, head] + steps[head] * np.outer(b, value)
+      out[head] = c @ state[row, head] + own['skip'][head] * value
+    gated = out.ravel() * silu(now @ own['z'])
+    y[row, t] = gated / np.sqrt(np.mean(gated**2) + 1e-6) * scale @ own['out']
+  return y, Mamba2Carry(Tail(tail), state)
+
+
+@pytest.mark.parametrize('slice_size', [1, 4, 64])
+def test_values_are_those_of_the_equations(slice_size):
+  params, x, carry, positions = drawn()
+  with jax.enable_x64(True):
+    mixer = build(slice_size=slice_size)
+    found = mixer.apply(params, x, carry, positions, np.ones_like(positions))
+  expected = by_token(params, x, carry, positions)
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-9), found, expected)
+
+
+def test_the_gradient_is_that_of_the_equations():
+  """Along random directions of parameters, inputs and carry, by central differences."""
+  *point, positions = drawn()
+  random = np.random.default_rng(1)
+  weights = jax.tree.map(lambda leaf: random.normal(size=leaf.shape), (point[1], point[2]))
+
+  def loss(out):
+    return sum(jnp.sum(w * o) for w, o in zip(*map(jax.tree.leaves, (weights, out)), strict=True))
+
+  def at(shift, direction):
+    moved = jax.tree.map(lambda leaf, d: leaf + shift * d, point, direction)
+    return float(loss(by_token(*moved, positions)))
+
+  with jax.enable_x64(True):
+    mixer, ones = build(), np.ones_like(positions)
+    gradient = jax.grad(lambda point: loss(mixer.apply(*point, positions, ones)))(point)
+    for _ in range(3):
+      direction = jax.tree.map(lambda leaf: random.normal(size=leaf.shape) / 10, point)
+      values = [at(shift, direction) for shift in (-2e-3, -1e-3, 1e-3, 2e-3)]
+      slope = np.dot(values, [1, -8, 8, -1]) / 12e-3
+      products = jax.tree.map(lambda g, d: np.sum(g * d), gradient, direction)
+      np.testing.assert_allclose(sum(jax.tree.leaves(products)), slope, rtol=1e-9)
+
+
+def test_it_computes_what_transformers_computes():
+  """Its block with one group, and without a bias in the convolution."""
+  reason = 'a comparison with transformers needs torch and transformers'
+  torch = pytest.importorskip('torch', reason=reason)
+  modeling = pytest.importorskip('transformers.models.mamba2.modeling_mamba2', reason=reason)
+  config = modeling.Mamba2Config(
+    num_heads=HEADS,
+    head_dim=HEAD_WIDTH,
+    hidden_size=WIDTH,
+    state_size=STATES,
+    n_groups=1,
+    num_hidden_layers=1,
+    use_conv_bias=False,
+    layer_norm_epsilon=1e-6,
+    chunk_size=8,
+  )
+  theirs = modeling.Mamba2Mixer(config, layer_idx=0)
+  params, x, _, _ = drawn()
+  own, filters = params['mamba2'], params['mamba2/~/causal_convolution']['filters']
+  weights = {
+    'in_proj.weight': np.concatenate([own[name] for name in ('z', 'xbc', 'dt')], axis=1).T,
+    'conv1d.weight': filters[::-1].T[:, None],
+    'A_log': own['log_rate'],
+    'dt_bias': own['step_bias'],
+    'D': own['skip'],
+    'norm.weight': params['mamba2/rms_norm']['scale'],
+    'out_proj.weight': own['out'].T,
+  }
+  theirs.load_state_dict({name: torch.tensor(w.copy()) for name, w in weights.items()})
+  with torch.no_grad():
+    expected = theirs(torch.tensor(x, dtype=torch.float32)).numpy()
+  positions = np.tile(np.arange(13, dtype=np.int32), (2, 1))
+  y, _ = build().apply(
+    *jax.tree.map(np.float32, (params, x, zero(2))), positions, np.ones_like(positions)
+  )
+  np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+
+
+def begun(**options):
+  """(the rates exp(log_rate), the steps Δ) of 4,000 heads at initialization."""
+  sizes = {'heads': 4000, 'head_width': 1, 'state_size': 1}
+
+  def f():
+    mixer, one = layer(**sizes, **options), jnp.ones((1, 1), jnp.int32)
+    carry = mixer.initial_carry(1, jnp.float32)
+    return mixer(jnp.ones((1, 1, 1)), carry, positions=one, segment_ids=one)
+
+  own = jax.jit(hk.transform(f).init)(jax.random.key(0))['mamba2']
+  assert np.all(own['skip'] == 1)
+  return np.exp(np.float64(own['log_rate'])), np.log1p(np.exp(np.float64(own['step_bias'])))
+
+
+def test_rates_and_steps_begin_as_published():
+  """Rates uniform in (1, 16), and steps uniform in the logarithm, in (0.001, 0.1)."""
+  rates, steps = begun()
+  for found, low, high in ((rates, 1, 16), (np.log(steps), np.log(0.001), np.log(0.1))):
+    evenly = np.linspace(low, high, len(found))
+    np.testing.assert_allclose(np.sort(found), evenly, atol=0.03 * (high - low))
+
+
+def test_time_constants_lie_between_the_shortest_and_the_horizon():
+  rates, steps = begun(shortest=100.0, horizon=1e7, largest_rate=1.0)
+  constants = 1 / (rates * steps)
+  assert 100 * 0.999 < constants.min() < 110 and 9e6 < constants.max() < 1e7 * 1.001
+
+
+def test_a_state_of_a_long_time_constant_lasts():
+  """4,096 tokens of a state that decays by 1e-7 a token, in float32."""
+  params = jax.tree.map(np.array, initial())
+  params['mamba2']['log_rate'][:], params['mamba2']['step_bias'][:] = 0, np.log(1e-7)
+  params['mamba2']['dt'][:] = 0
+  params['mamba2']['xbc'][:] = 0
+  carry = zero(1)._replace(state=np.ones((1, HEADS, STATES, HEAD_WIDTH), np.float32))
+  positions = np.arange(1, 4097, dtype=np.int32)[None]
+  x = np.ones((1, 4096, WIDTH), np.float32)
+  _, after = build(slice_size=64).apply(params, x, carry, positions, np.ones_like(positions))
+  np.testing.assert_allclose(np.log(np.float64(after.state)), -4096e-7, rtol=0.01)
+
+
+def test_gradients_are_finite_under_any_decay():
+  """Steps of 0 to 1e4, between which documents start, in float32."""
+  params, x, carry, positions = jax.tree.map(np.float32, drawn())
+  params['mamba2']['dt'] *= 1e3
+  positions = positions.astype(np.int32)
+  ones = np.ones_like(positions)
+
+  def loss(*point):
+    y, after = build().apply(*point, positions, ones)
+    return jnp.sum(y) + jnp.sum(after.state)
+
+  for leaf in jax.tree.leaves(jax.grad(loss, argnums=(0, 1, 2))(params, x, carry)):
+    assert np.all(np.isfinite(leaf))
+
+
+def test_operations_are_counted():
+  counted = []
+  hk.transform(lambda: counted.append(layer().forward_flops(WIDTH))).init(None)
+  weights = WIDTH * (2 * INNER + CONVOLVED + HEADS)
+  # The taps; B and C, to and from the state; the scores of a slice, and its values.
+  mixing = TAPS * CONVOLVED + 2 * STATES * INNER + 4 * (STATES + INNER)
+  assert counted == [2 * (weights + mixing)]
+
+
+def test_options_that_cannot_be_are_refused():
+  for options, message in (
+    ({'heads': 0}, 'Mamba2.heads=0 must be at least 1'),
+    ({'slice_size': 0}, 'Mamba2.slice_size=0 must be at least 1'),
+    ({'shortest': 30, 'horizon': 20}, 'Mamba2.shortest=30 and Mamba2.horizon=20'),
+    ({'shortest': 0}, 'Mamba2.shortest=0 and'),
+    ({'largest_rate': 0.5}, 'Mamba2.largest_rate=0.5 must be at least 1'),
+  ):
+    with pytest.raises(ConfigurationError, match=message):
+      hk.transform(lambda options=options: layer(**options)).init(None)

@@ -1,0 +1,162 @@
+"""Recall at length: the streams of the task, the runs of scripts/recall, and its measurement."""
+
+import pathlib
+import re
+import string
+import types
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from valkyrie import main
+from valkyrie.config.load import load_gin
+from valkyrie.data.feed import TaskFeed
+from valkyrie.data.vocabularies import ByteVocabulary
+from valkyrie.models.features import Features
+from valkyrie.models.recurrence.convolution import Tail
+from valkyrie.training.setup import Setup, StepSettings
+
+pytestmark = pytest.mark.usefixtures('quick_compiler')
+ROOT = pathlib.Path(__file__).parents[1]
+MIXERS = sorted((ROOT / 'gin' / 'models' / 'recall').glob('*.gin'))
+FIRST_KEY, MARK, QUESTION = ByteVocabulary().encode('A!?')
+
+
+@pytest.fixture
+def script(monkeypatch):
+  monkeypatch.syspath_prepend(ROOT / 'scripts')
+  import recall  # noqa: PLC0415
+
+  return recall
+
+
+@pytest.mark.parametrize('pairs', [1, 4, 16])
+@pytest.mark.parametrize('distance', [8, 501])
+def test_a_stream_asks_for_each_marked_key_and_has_unmarked_look_alikes(pairs, distance):
+  from valkyrie.tasks.recall import recall  # noqa: PLC0415, TensorFlow
+
+  orders, lookalikes = set(), []
+  for n in range(20):
+    problems = recall(np.random.RandomState([0, n]), pairs, distance)
+    prompt, *others = [problem.prompt for problem in problems]
+    written = dict(re.findall('!([A-Z])([0-9])', prompt))
+    assert len(written) == len(problems) == pairs
+    # The marked pairs come first, then the distance, then the questions.
+    context, question = prompt[: 3 * pairs + distance], prompt[3 * pairs + distance :]
+    assert context.rfind('!') == 3 * (pairs - 1) and '?' not in context
+    asked = [text.removeprefix('?') for text in (question, *others)]
+    assert sorted(asked) == sorted(written) and all(len(key) == 1 for key in asked)
+    assert [written[key] for key in asked] == [problem.answer for problem in problems]
+    orders.add(tuple(list(written).index(key) for key in asked))
+    between = context[3 * pairs :]
+    found = re.findall('[A-Z][0-9]', between)
+    assert re.sub('[A-Z][0-9]', '', between).strip(string.ascii_lowercase) == ''
+    lookalikes += [(key in written, written.get(key) == value) for key, value in found]
+  assert len(orders) >= min(pairs, 10)
+  if distance > 100:
+    assert 0.1 < 2 * len(lookalikes) / (20 * distance) < 0.15
+    same_key, same_value = np.mean(lookalikes, axis=0)
+    assert same_key == pytest.approx(pairs / 26, abs=0.1)
+    assert 0 < same_value < 0.2 * max(same_key, 0.1)
+
+
+def test_only_the_answers_have_weights_and_a_stream_shares_its_positions(tmp_path):
+  options = {'reset_at': 'sequence', 'shuffle': False, 'epochs': 1, 'data_dir': str(tmp_path)}
+  feed = TaskFeed('recall', 'validation', 2, 0, **options)
+  batch = feed.read(0, feed.row_tokens)
+  text = np.vectorize(lambda token: chr(max(0, token - 3)))
+  inputs = text(batch.inputs)
+  asked = (np.roll(inputs, 1, axis=1) == '?') & np.char.isupper(inputs)
+  np.testing.assert_array_equal(batch.weights, asked)
+  assert np.char.isdigit(text(batch.targets)[asked]).all()
+  starts = (batch.positions == 0) & (batch.segment_ids > 0)
+  assert starts.sum() == 128 < asked.sum()
+  assert (inputs[starts] == '!').all()
+  assert 3000 < batch.positions[asked].max() < 8192
+
+
+def test_most_training_streams_are_short():
+  import seqio  # noqa: PLC0415
+
+  from valkyrie.tasks import recall  # noqa: F401, PLC0415
+
+  source = seqio.TaskRegistry.get('recall').source
+  documents = [*source.documents('train', 0, 64)]
+  first = {document.sequence_key: len(document.prompt) for document in reversed(documents)}
+  pairs = np.array([sum(d.sequence_key == key for d in documents) for key in first])
+  distances = np.array([*first.values()]) - 3 * pairs - 2
+  assert len(first) == 512 and {*pairs} == {1, 4, 16}
+  assert distances.min() == 8 and 10 <= np.median(distances) <= 22 and distances.max() > 500
+
+
+@pytest.mark.parametrize('file', MIXERS, ids=lambda file: file.stem)
+def test_every_mixer_of_the_script_builds_a_train_step(file):
+  load_gin(['gin/recall_cpu.gin', str(file)], modules=main.CONFIGURABLE_MODULES)
+  setup = Setup(StepSettings())
+  phase = setup.curriculum.phases[0]
+  assert phase.tokens_per_row <= 8192
+  setup.trace(phase)
+
+
+def remembers_marked_values(vocabulary_size=259):
+  """A model without parameters: its state is the value of every marked key."""
+
+  def read(values, token, two):
+    before, last = two
+    marked = (before == MARK) & (last >= FIRST_KEY) & (last < FIRST_KEY + 26)
+    values = jnp.where(marked, values.at[last - FIRST_KEY].set(token), values)
+    answer = jnp.where(last == QUESTION, values[jnp.clip(token - FIRST_KEY, 0, 25)], 0)
+    return values, answer, jnp.stack([last, token])
+
+  def apply(params, carry, inputs, positions, segment_ids):
+    del params, positions, segment_ids
+
+    def step(carry, tokens):
+      values, answers, two = jax.vmap(read)(carry['values'], tokens, carry['tail'].inputs)
+      return {'values': values, 'tail': Tail(two)}, answers
+
+    carry, answers = lax.scan(step, carry, inputs.T)
+    return Features(jax.nn.one_hot(answers.T, vocabulary_size), jnp.eye(vocabulary_size)), carry
+
+  def initial_carry(rows):
+    zeros = jnp.zeros((rows, 26), jnp.int32)
+    return {'values': zeros, 'tail': Tail(jnp.zeros((rows, 2), jnp.int32))}
+
+  about = types.SimpleNamespace(vocabulary_size=vocabulary_size, window=0)
+  return types.SimpleNamespace(apply=apply, initial_carry=initial_carry, about=about)
+
+
+@pytest.mark.parametrize(('cut', 'accuracy'), [(None, 1.0), ('state', 0.0)])
+def test_a_model_that_remembers_is_right_until_its_state_is_cut(script, cut, accuracy):
+  streams = script.Streams(300, {1: 2, 4: 1, 16: 1})
+  assert streams.length == 16 * 3 + 300 + 16 * 4
+  found = script.measure(remembers_marked_values(), {}, streams, 32, cut)
+  assert found == {1: accuracy, 4: accuracy, 16: accuracy}
+
+
+def test_an_answer_within_the_chunk_of_its_pair_survives_the_cut(script):
+  streams = script.Streams(8, {1: 3})
+  assert script.measure(remembers_marked_values(), {}, streams, 64, 'state') == {1: 1.0}
+
+
+def test_the_table_has_a_row_for_each_mixer_and_number_of_keys(script):
+  records = [
+    {'mixer': mixer, 'distance': distance, 'cut': cut, 'accuracy': {'1': a, '4': 0.5, '16': 0.25}}
+    for mixer in ('s5', 'mamba2')
+    for distance in (2**20, 2**14)
+    for cut, a in ((None, 1.0), ('state', 0.104))
+    if (mixer, distance, cut) != ('mamba2', 2**20, 'state')
+  ]
+  assert script.table(records).splitlines() == [
+    '| mixer | keys | 16,384 | cut | 1,048,576 | cut |',
+    '| --- | --- | --- | --- | --- | --- |',
+    '| s5 | 1 | 100% | 10% | 100% | 10% |',
+    '| s5 | 4 | 50% | 50% | 50% | 50% |',
+    '| s5 | 16 | 25% | 25% | 25% | 25% |',
+    '| mamba2 | 1 | 100% | 10% | 100% |  |',
+    '| mamba2 | 4 | 50% | 50% | 50% |  |',
+    '| mamba2 | 16 | 25% | 25% | 25% |  |',
+  ]
