@@ -24,6 +24,7 @@ import os
 import pathlib
 import pkgutil
 import sys
+import threading
 from typing import Any
 
 import tqdm
@@ -32,7 +33,7 @@ from valkyrie.config.suggest import did_you_mean
 from valkyrie.data import store_writer, token_store, vocabularies
 from valkyrie.data.store_writer import Document
 from valkyrie.data.vocabularies import Vocabulary
-from valkyrie.errors import ConfigurationError, ValkyrieError
+from valkyrie.errors import ConfigurationError, Preempted, ValkyrieError
 
 DEFAULT_SHARDS = 8
 
@@ -161,6 +162,7 @@ def _parser() -> argparse.ArgumentParser:
   add('--shard', type=int, help='number, from 0, of the only shard to build (default: all)')
   add('--verify', action='store_true', help='check every byte of the store in --output instead')
   add('--json', action='store_true', help='print the result as one line of JSON')
+  add('--while-open', action='store_true', help='end when standard input is closed')
   return parser
 
 
@@ -185,9 +187,18 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any] | None:
   )
 
 
+def _end_with_the_caller() -> None:
+  """Ends this process when its standard input is closed, as the system does after `kill -9`."""
+  while os.read(0, 1):
+    pass
+  os._exit(Preempted.exit_code)
+
+
 def main() -> int:
   """Runs the command line; returns the exit code, and prints an error to standard error."""
   arguments = _parser().parse_args()
+  if arguments.while_open:
+    threading.Thread(target=_end_with_the_caller, daemon=True).start()
   # Only tf.data is used, so that the accelerators stay free for training.
   os.environ |= {'CUDA_VISIBLE_DEVICES': '', 'JAX_PLATFORMS': 'cpu'}
   try:

@@ -43,17 +43,26 @@ def build_if_missing(
   """Runs `python -m valkyrie.data.build_store` unless the store is finished.
 
   Its progress goes to standard error. Its ValkyrieError, with class and message, is raised here.
+  It ends with this process, however this one ends: its standard input is a pipe that nobody writes
+  to, and that the system closes.
   """
   if (path / STORE_FILE).exists():
     return
-  command = [sys.executable, '-m', 'valkyrie.data.build_store', '--json']
+  command = [sys.executable, '-m', 'valkyrie.data.build_store', '--json', '--while-open']
   command += [f'--task={task}', f'--split={split}', f'--vocabulary={vocabulary}']
   command += [f'--output={path}'] + ([f'--source={source}'] if source is not None else [])
   # The child process searches packages, such as a user's own, where this process does.
   environment = os.environ | {
     'PYTHONPATH': os.pathsep.join(entry or os.getcwd() for entry in sys.path)
   }
-  done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False)
+  reader, writer = os.pipe()
+  try:
+    done = subprocess.run(
+      command, stdin=reader, stdout=subprocess.PIPE, text=True, env=environment, check=False
+    )
+  finally:
+    os.close(reader)
+    os.close(writer)
   if done.returncode == 0:
     return
   try:
@@ -63,6 +72,6 @@ def build_if_missing(
     raise errors.DataError(
       f'Building the token store {path} ended with exit code {done.returncode}; its output is '
       'above. Finished shards are kept. Run again to continue, or build the store by itself:\n  '
-      + ' '.join(command[:3] + command[4:])
+      + ' '.join(command[:3] + command[5:])
     ) from None
   raise error_class(report['message'])
