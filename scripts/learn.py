@@ -3,17 +3,18 @@
 All train on the bytes of Python's standard library, on the same cores, with the same tokens per
 step, and validate on the same bytes. There are two tables: after the same seconds of training
 (startup, compilation and validation not counted), and after the same tokens; and a third, of the
-loss by position in the document. Each model trains with every learning rate of --rates and the
-first of --seeds, and then with the other seeds at the rate that validates best.
+loss by position in the document. Each model trains for the seconds with every learning rate of
+--rates and the first of --seeds, then with the other seeds at the rate that validates best, and
+last for the tokens with all seeds at that rate.
 
 For a budget in seconds the schedule must know its end, so the steps of each model are timed first,
 and give the number of steps of all its trials; the table has the seconds that they really took.
 
-The defaults are 80 trials of 8 models. On two cores 40 of them train for 150 s (100 minutes), the
-others for 30 to 160 s (0.4 million tokens, 60 minutes), and each needs about 40 s for startup,
-compilation and validation (60 minutes): less than 4 hours. The result of each trial is a file below
---results, with its settings, and the same command continues after any interruption. tables.md there
-has the tables of the models done so far.
+The defaults are 64 trials of 8 models. On two cores 40 of them train for 90 s (60 minutes), the
+others for 20 to 100 s (0.25 million tokens, 20 minutes), and each needs about 40 s for startup,
+compilation and validation (45 minutes). The result of each trial is a file below --results, with
+its settings, and the same command continues after any interruption. tables.md there has the tables
+of the models done so far.
 """
 
 import argparse
@@ -35,7 +36,6 @@ RUN = '--gin_file=gin/tiny_cpu.gin'
 PEERS = ('llama-torch', 'mamba2-torch')
 OVERHEAD = 50.0  # expected seconds of a trial besides training, before the first
 _SPEED_STEPS = 1000  # over which the phases of a model are averaged
-BUDGETS = ('seconds', 'tokens')
 SETTINGS = ('seconds', 'tokens', 'batch', 'scored', 'threads')  # one results directory has one each
 
 Start = Callable[[Trial, pathlib.Path], None]
@@ -80,9 +80,10 @@ class Comparison:
     self._overheads: list[float] = []
     first, *others = flags.seeds
     self._slots = [Slot(model, SPEED, flags.rates[0], first) for model in models]
-    for budget in BUDGETS:  # all models take turns, so that slow hours of the machine affect all
-      self._slots += [Slot(m, budget, rate, first) for rate in flags.rates for m in models]
-      self._slots += [Slot(m, budget, None, seed) for seed in others for m in models]
+    # All models take turns, so that slow hours of the machine affect all.
+    self._slots += [Slot(m, 'seconds', rate, first) for rate in flags.rates for m in models]
+    self._slots += [Slot(m, 'seconds', None, seed) for seed in others for m in models]
+    self._slots += [Slot(m, 'tokens', None, seed) for seed in flags.seeds for m in models]
 
   def run(self) -> None:
     """Runs the trials without a result."""
@@ -118,7 +119,7 @@ class Comparison:
     if slot.budget != SPEED:
       steps = max(1, round(self._seconds(slot) / self._of(slot, SPEED)[0]['step_seconds']))
     if rate is None:
-      rate = learn_tables.best_rate(self._of(slot, slot.budget), flags.seeds[0])
+      rate = learn_tables.best_rate(self._of(slot, 'seconds'), flags.seeds[0])
     gin = self._models[slot.model]
     return Trial(slot.model, slot.budget, rate, slot.seed, steps, flags.batch, flags.scored, gin)
 
@@ -202,8 +203,8 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
 
   add('results', pathlib.Path, pathlib.Path('runs/learn'), 'directory of the results')
   add('only', _list(str), None, 'models, separated by commas')
-  add('seconds', _positive(float), 150.0, 'seconds of training for the first table')
-  add('tokens', _positive(int), 400_000, 'tokens of training for the second table')
+  add('seconds', _positive(float), 90.0, 'seconds of training for the first table')
+  add('tokens', _positive(int), 250_000, 'tokens of training for the second table')
   add('rates', _list(_positive(float)), (1.5e-3, 3e-3, 6e-3), 'learning rates to try')
   add('seeds', _list(int), (0, 1, 2), 'seeds; the first one tries the rates')
   add('batch', _positive(int), 1024, 'tokens of a step, of every model')

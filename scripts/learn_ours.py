@@ -78,14 +78,15 @@ def measure(trial: Trial) -> dict[str, Any]:
   """The seconds of a step, a mean over the steps of all phases."""
   run = Run(trial)
   batch = next(batches(run.feed, run.setup, range(1)))
-  state = run.setup.initial_state()
+  state, before = run.setup.initial_state(), None
   seconds = {}
   for shape, compiled in run.compile().items():
 
     def step(compiled=compiled):
-      nonlocal state
-      state, _ = compiled(state, batch)
-      jax.block_until_ready(state)
+      nonlocal state, before
+      state, metrics = compiled(state, batch)
+      jax.block_until_ready(before)  # as in `train`
+      before = metrics
 
     seconds[shape] = learn_trial.step_seconds(step)
   phases = map(run.setup.curriculum.phase, range(trial.steps))

@@ -40,9 +40,9 @@ _SHARED = {
 
 
 def llama() -> nn.Module:
-  """1.8 million parameters. The width of the MLP is 8/3 of the model's, as Llama's."""
+  """2.3 million parameters. The width of the MLP is 8/3 of the model's, as Llama's."""
   config = transformers.LlamaConfig(
-    num_hidden_layers=4,
+    num_hidden_layers=5,
     num_attention_heads=3,
     intermediate_size=512,
     max_position_embeddings=WINDOW,
@@ -52,12 +52,12 @@ def llama() -> nn.Module:
 
 
 def mamba2() -> nn.Module:
-  """2.0 million parameters. State, expansion and head width are those of the paper's models.
+  """2.3 million parameters. State, expansion and head width are those of the paper's models.
 
   Without a GPU the library computes in plain torch; chunks of 64 were the fastest of 32 to 256.
   """
   config = transformers.Mamba2Config(
-    num_hidden_layers=7,
+    num_hidden_layers=8,
     num_heads=6,
     head_dim=64,
     state_size=128,

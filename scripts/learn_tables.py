@@ -27,7 +27,7 @@ def tables(results: Sequence[Result], rates: Sequence[float], seeds: Sequence[in
   """
   parts = []
   for budget, title in TITLES.items():
-    finals = finished([r for r in results if r['budget'] == budget], rates, seeds)
+    finals = finished(results, budget, rates, seeds)
     if finals:
       parts += [f'## {title}', '', *_ranking(finals, rates), '']
       if budget == 'seconds':
@@ -36,16 +36,17 @@ def tables(results: Sequence[Result], rates: Sequence[float], seeds: Sequence[in
 
 
 def finished(
-  results: Sequence[Result], rates: Sequence[float], seeds: Sequence[int]
+  results: Sequence[Result], budget: str, rates: Sequence[float], seeds: Sequence[int]
 ) -> dict[str, list[Result]]:
   """The trials at each model's best rate, one for each seed, of models with all their trials."""
   finals = {}
   for model in dict.fromkeys(result['model'] for result in results):
-    own = {(r['rate'], r['seed']): r for r in results if r['model'] == model and r['rate'] in rates}
-    if all((rate, seeds[0]) in own for rate in rates):
-      best = best_rate(list(own.values()), seeds[0])
-      if all((best, seed) in own for seed in seeds):
-        finals[model] = [own[best, seed] for seed in seeds]
+    own = {(r['budget'], r['rate'], r['seed']): r for r in results if r['model'] == model}
+    tried = [own.get(('seconds', rate, seeds[0])) for rate in rates]
+    if None not in tried:
+      best = best_rate(tried, seeds[0])
+      if all((budget, best, seed) in own for seed in seeds):
+        finals[model] = [own[budget, best, seed] for seed in seeds]
   return finals
 
 
@@ -76,7 +77,8 @@ def _ranking(finals: Mapping[str, Sequence[Result]], rates: Sequence[float]) -> 
     '',
     f'{trials[0]["scored"]:,} bytes of {len(trials[0]["documents"])} validation documents, each '
     f'with {learn_validation.CONTEXT} or more bytes before it. Each model: the best of '
-    f'{len(rates)} learning rates, then mean and range of {len(trials)} seeds.',
+    f'{len(rates)} learning rates, tried for the same seconds, then mean and range of '
+    f'{len(trials)} seeds.',
   ]
   if at_edge:
     lines += ['', '\\* The lowest or the highest rate that was tried.']

@@ -153,6 +153,8 @@ def test_tables_have_the_mean_and_range_at_the_best_of_three_rates(tmp_path):
     for model, trials in bits.items()
     for (rate, seed), value in trials.items()
   ]
+  results += [made_up(tmp_path, 'good', 'tokens', 3e-3, seed, 2.6) for seed in (0, 1, 2)]
+  results += [made_up(tmp_path, 'bad', 'tokens', 1e-3, seed, 2.0) for seed in (0, 1)]
   lines = learn_tables.tables(results, rates=(1e-3, 3e-3, 9e-3), seeds=(0, 1, 2)).splitlines()
   good = '| good | 2.00 M | 0.003 | 0.41 M | 2,731 | 150 | 2.300 | 2.200 to 2.400 |'
   bad = '| bad | 2.00 M | 0.001 * | 0.41 M | 2,731 | 150 | 3.033 | 3.000 to 3.100 |'
@@ -160,14 +162,16 @@ def test_tables_have_the_mean_and_range_at_the_best_of_three_rates(tmp_path):
   assert not any('unfinished' in line for line in lines)
   by_position = ' | '.join(['2.300'] * 5)
   assert f'| good | whole documents | {by_position} |' in lines
-  assert 'The same tokens' not in '\n'.join(lines)
+  at_equal_tokens = lines[lines.index('## The same tokens') :]
+  assert [line.split(' | ')[6] for line in at_equal_tokens if line.startswith('| good')] == ['2.600']
+  assert not any('bad' in line for line in at_equal_tokens)
 
 
 def test_trials_of_other_settings_are_refused(tmp_path, capsys):
   arguments = [f'--results={tmp_path}', '--only=hybrid', '--threads=1']
   learn_trial.write(
     tmp_path / 'settings.json',
-    json.dumps({'seconds': 5.0, 'tokens': 400_000, 'batch': 1024, 'scored': 9, 'threads': 1}),
+    json.dumps({'seconds': 5.0, 'tokens': 250_000, 'batch': 1024, 'scored': 9, 'threads': 1}),
   )
   assert learn.main(arguments) == 2
   assert 'trials with --seconds=5.0 --scored=9.' in capsys.readouterr().err
@@ -188,5 +192,5 @@ def test_a_model_whose_trial_fails_is_left_out(tmp_path, capsys):
   comparison = learn.Comparison(flags, {'broken': (), 'sound': ()}, start)
   comparison.run()
   assert comparison.failed == ['broken']
-  assert len(comparison.results) == 1 + 2 * 3
+  assert len(comparison.results) == 1 + 3 + 2
   assert capsys.readouterr().err.count('broken failed') == 1
