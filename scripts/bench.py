@@ -1,8 +1,11 @@
-"""Speed of the train step of gin/models/small.gin, of each mixer alone, and of the training loop.
+"""Speed of a model's train step, of each of its parts, and of the training loop.
 
 It needs only jax, Haiku, optax and gin:
 
     PYTHONPATH=. python scripts/bench.py
+
+A variant has one kind of the model's blocks in all layers; one variant has no mixers. The step's
+time by part follows from them: a layer's mixers cost the difference to the variant without any.
 
 All variants are timed in turns within one run, and every other turn reverses the order, so that a
 slowdown of the machine affects all alike. A share of the peak compares numbers of the same turn.
@@ -18,25 +21,24 @@ import sys
 import time
 from typing import Any
 
-from bench_report import report, speeds, spread
-from bench_runs import STEPS, Loop, Trainer
+from bench_report import parts, report, speeds, spread
+from bench_runs import NO_MIXERS, STEPS, WHOLE, Loop, Trainer, variants
 import jax
 import jax.numpy as jnp
 
 from valkyrie.config.load import load_gin
-from valkyrie.models.attention.longformer import LongformerAttention
-from valkyrie.models.s5.layer import S5
 from valkyrie.sharding.partitioner import Partitioner
 
-GIN_FILES = ('gin/models/small.gin', 'gin/partition/single.gin')
-# The mixers in a block of each variant, before its MLP.
-VARIANTS = {
-  'attention + S5': (LongformerAttention, S5),
-  'attention': (LongformerAttention,),
-  'S5': (S5,),
-  'MLP only': (),
-}
-WHOLE = 'attention + S5'
+LAYOUT = 'gin/partition/single.gin'
+# What the models' files bind.
+MODULES = (
+  'valkyrie.models.attention.longformer',
+  'valkyrie.models.recurrence.gated',
+  'valkyrie.models.recurrence.gated_delta',
+  'valkyrie.models.recurrence.mamba2',
+  'valkyrie.models.recurrence.rg_lru',
+  'valkyrie.models.s5.layer',
+)
 MATRIX = 2048
 
 
@@ -84,13 +86,13 @@ def _say(text: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
   """Measures, prints the report, and writes --json."""
-  flags = _flags(arguments)
-  load_gin(GIN_FILES)  # the imports above register the configurables
+  flags, gin_flags = _flags(arguments)
+  load_gin([flags.gin_file, LAYOUT], gin_flags, modules=MODULES)
   layout = Partitioner()
   trainers = {}
-  for name, mixers in VARIANTS.items():
+  for name, pattern in variants().items():
     _say(f'compiling {name}')
-    trainers[name] = Trainer(mixers, layout, flags.tokens)
+    trainers[name] = Trainer(pattern, layout, flags.tokens, rows=flags.rows)
   whole = trainers[WHOLE]
   timers = {name: trainer.bare_steps for name, trainer in trainers.items()}
   timers = {'loop': Loop(whole).steps, **timers}  # next to WHOLE, with which it is compared
@@ -116,10 +118,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         'forward': trainer.forward._asdict(),
         'forward_flops_per_token': trainer.model.about.forward_flops,
         'train_flops_per_token': trainer.flops_per_token,
-        **speeds(seconds[name], peaks, flags.tokens, trainer.flops_per_token),
+        **speeds(seconds[name], peaks, flags.rows * flags.tokens, trainer.flops_per_token),
       }
       for name, trainer in trainers.items()
     ),
+    {'name': 'parts', 'seconds': parts(seconds, whole.blocks, WHOLE, NO_MIXERS)},
     {
       'name': 'loop',
       'step_seconds': spread(seconds['loop']),
@@ -133,22 +136,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags.json.write_text(''.join(json.dumps(record) + '\n' for record in records))
 
 
-def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _flags(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
   parser = argparse.ArgumentParser(
     prog='scripts/bench',
     description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
-  parser.add_argument(
-    '--repeats', type=_positive, default=5, metavar='N', help='measuring turns (default: 5)'
-  )
-  parser.add_argument(
-    '--tokens', type=_positive, default=4096, metavar='N', help='tokens per step (default: 4096)'
-  )
+  add = parser.add_argument
+  add('--gin_file', default='gin/models/tiny.gin', metavar='F', help='model (default: %(default)s)')
+  add('--rows', type=_positive, default=16, metavar='N', help='of a step (default: %(default)s)')
+  add('--tokens', type=_positive, default=64, metavar='N', help='of a row (default: %(default)s)')
+  add('--repeats', type=_positive, default=5, metavar='N', help='turns (default: %(default)s)')
   parser.add_argument(
     '--json', type=pathlib.Path, metavar='FILE', help='also write one JSON object per line to FILE'
   )
-  return parser.parse_args(arguments)
+  flags, others = parser.parse_known_args(arguments)
+  gin_flags = [flag for flag in others if flag.startswith('--gin.')]
+  if len(gin_flags) < len(others):
+    parser.error(f'unknown: {" ".join(flag for flag in others if flag not in gin_flags)}')
+  return flags, gin_flags
 
 
 def _positive(text: str) -> int:
@@ -162,12 +168,13 @@ def _machine(flags: argparse.Namespace) -> dict[str, Any]:
   device = jax.devices()[0]
   return {
     'name': 'machine',
-    'model': GIN_FILES[0],
+    'model': flags.gin_file,
     'device': device.device_kind,
     'platform': device.platform,
     'cpus': os.cpu_count(),
     'python': platform.python_version(),
     'jax': jax.__version__,
+    'rows': flags.rows,
     'tokens': flags.tokens,
     'repeats': flags.repeats,
     'steps_together': STEPS,

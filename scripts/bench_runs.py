@@ -1,5 +1,6 @@
 """Workloads of the benchmarks: the train step of a model variant, and the training loop."""
 
+import collections
 from collections.abc import Callable, Mapping, Sequence
 import functools
 import time
@@ -24,42 +25,62 @@ from valkyrie.types import Batch
 STEPS = 10
 
 
-class Forward(NamedTuple):
-  """Operations of the forward pass per token: repeats x (terms of a layer) + unembedding.
+WHOLE, NO_MIXERS = 'the model', 'no mixers'
 
-  words: the explanation of each term of `layer`.
+
+class Forward(NamedTuple):
+  """Operations of the forward pass per token: repeats x (terms of the pattern) + unembedding.
+
+  words: the explanation of each kind of term.
   """
 
   repeats: int
-  layer: dict[str, int]
+  terms: list[tuple[str, int]]
   words: dict[str, str]
   unembedding: int
 
 
+def variants() -> dict[str, tuple[Callable[..., Block], ...]]:
+  """The patterns to compare: the model's own, each of its blocks alone, and a block of the MLP."""
+
+  def look():
+    return LanguageModel(name='model').pattern
+
+  pattern = hk.transform(look).apply({}, None)
+  alone = {name: (block,) for name, block in zip(_names(pattern), pattern, strict=True)}
+  no_mixers = functools.partial(pattern[0], mixers=())
+  return {WHOLE: pattern, **(alone if len(alone) > 1 else {}), NO_MIXERS: (no_mixers,)}
+
+
 class Trainer:
-  """The compiled train step of one variant: one row, with the exact gradient through all chunks."""
+  """The compiled train step of one variant, with the exact gradient through all chunks.
+
+  Attributes:
+    blocks: {name of a block's mixers: the number of its layers}.
+  """
 
   def __init__(
     self,
-    mixers: Sequence[Callable],
+    pattern: Sequence[Callable[..., Block]],
     layout: Partitioner,
     tokens: int,
+    rows: int = 1,
     chunks: int = 1,
     document: int = 1000,
   ):
-    block = functools.partial(Block, mixers=mixers)
-    make = functools.partial(LanguageModel, pattern=(block,))
+    make = functools.partial(LanguageModel, pattern=pattern)
     self.model = language_model.transform(make)
-    self.forward, self.compute_dtype = _look_at(make, block)
+    self.forward, self.compute_dtype = _look_at(make)
+    self.blocks = collections.Counter(self.forward.repeats * _names(pattern))
     self.layout = layout
     phase = Phase(chunk_size=tokens // chunks, chunks=chunks, backprop_chunks=chunks)
     self.curriculum = Curriculum([phase])
-    self.feed = MemoryFeed(self.model.about.vocabulary_size, document)
+    self.feed = MemoryFeed(self.model.about.vocabulary_size, document, rows)
     self.batch = layout.place_batch(self.feed.read(0, tokens))
     setup = Setup(
       StepSettings(
         seed=0,
-        batch_size=1,
+        batch_size=rows,
         model=make,
         partitioner=lambda: layout,
         curriculum=lambda: self.curriculum,
@@ -99,7 +120,7 @@ class Loop:
       trainer.curriculum,
       every=STEPS,
       total_steps=STEPS,
-      batch_size=1,
+      batch_size=trainer.feed.rows,
       tokens_per_byte=1.0,
     )
 
@@ -125,24 +146,26 @@ class Loop:
 
 
 class MemoryFeed:
-  """One row of random documents of equal length, held in memory."""
+  """Rows of random documents of equal length, held in memory."""
 
-  def __init__(self, vocabulary_size: int, document: int):
+  def __init__(self, vocabulary_size: int, document: int, rows: int):
+    self.rows = rows
     self._document = document
     self._tokens = np.random.default_rng(0).integers(0, vocabulary_size, 2**20, np.int32)
 
   def read(self, position: int, length: int, rows: None = None) -> Batch:
-    """The tokens [position, position + length) of the row, as numpy arrays [1, length]."""
+    """The tokens [position, position + length) of every row, as numpy arrays [rows, length]."""
     del rows
-    at = np.arange(position, position + length + 1)
+    starts = position + len(self._tokens) // self.rows * np.arange(self.rows)
+    at = starts[:, None] + np.arange(length + 1)
     tokens = self._tokens[at % len(self._tokens)]
-    documents, positions = np.divmod(at[:-1], self._document)
+    documents, positions = np.divmod(at[:, :-1], self._document)
     return Batch(
-      inputs=tokens[None, :-1],
-      targets=tokens[None, 1:],
-      weights=(positions < self._document - 1).astype(np.float32)[None],
-      positions=positions.astype(np.int32)[None],
-      segment_ids=(documents + 1).astype(np.int32)[None],
+      inputs=tokens[:, :-1],
+      targets=tokens[:, 1:],
+      weights=(positions < self._document - 1).astype(np.float32),
+      positions=positions.astype(np.int32),
+      segment_ids=(documents + 1).astype(np.int32),
     )
 
 
@@ -153,16 +176,24 @@ class NullWriter:
     del step, scalars
 
 
-def _look_at(
-  make: Callable[..., LanguageModel], block: Callable[..., Block]
-) -> tuple[Forward, Any]:
+def _names(pattern: Sequence[Callable[..., Block]]) -> list[str]:
+  """The names of each block's mixers."""
+
+  def look():
+    return [' + '.join(type(m).__name__ for m in make(name='block').mixers) for make in pattern]
+
+  return hk.transform(look).apply({}, None)
+
+
+def _look_at(make: Callable[..., LanguageModel]) -> tuple[Forward, Any]:
   """The terms of the forward pass, each from its own module, and the compute dtype."""
 
   def look():
-    model, layer = make(name='model'), block(name='block')
-    parts = {type(part).__name__: part for part in (*layer.mixers, layer.mlp)}
-    terms = {name: part.forward_flops(model.d_model) for name, part in parts.items()}
-    words = {name: part.forward_flops.__doc__ for name, part in parts.items()}
+    model = make(name='model')
+    blocks = [block(name='block') for block in model.pattern]
+    parts = [part for block in blocks for part in (*block.mixers, block.mlp)]
+    terms = [(type(part).__name__, part.forward_flops(model.d_model)) for part in parts]
+    words = {type(part).__name__: part.forward_flops.__doc__ for part in parts}
     unembedding = 2 * model.d_model * model.vocabulary_size
     return Forward(model.repeats, terms, words, unembedding), model.compute_dtype
 

@@ -10,6 +10,9 @@ last for the tokens with all seeds at that rate.
 For a budget in seconds the schedule must know its end, so the steps of each model are timed first,
 and give the number of steps of all its trials; the table has the seconds that they really took.
 
+With --screen the models are variants of the shipped one (learn_variants.py), and there is one
+table: after the same tokens, at each variant's best rate.
+
 The defaults are 64 trials of 8 models. On two cores 40 of them train for 90 s (60 minutes), the
 others for 20 to 100 s (0.25 million tokens, 20 minutes), and each needs about 40 s for startup,
 compilation and validation (45 minutes). The result of each trial is a file below --results, with
@@ -29,26 +32,33 @@ import time
 from typing import Any, NamedTuple
 
 import learn_tables
-from learn_trial import ROOT, SPEED, Processes, Trial, write
+from learn_trial import ROOT, SPEED, Processes, Trial, Variant, write
 from learn_validation import WINDOW
+from learn_variants import RUN, VARIANTS
 
-RUN = '--gin_file=gin/tiny_cpu.gin'
 PEERS = ('llama-torch', 'mamba2-torch')
 OVERHEAD = 50.0  # expected seconds of a trial besides training, before the first
 _SPEED_STEPS = 1000  # over which the phases of a model are averaged
-SETTINGS = ('seconds', 'tokens', 'batch', 'scored', 'threads')  # one results directory has one each
+SETTINGS = (
+  'screen',
+  'seconds',
+  'tokens',
+  'batch',
+  'scored',
+  'threads',
+)  # one results directory has one each
 
 Start = Callable[[Trial, pathlib.Path], None]
 
 
-def ours() -> dict[str, tuple[str, ...]]:
-  """The arguments of valkyrie.main for each of our models; one for each file of mixers/."""
+def ours() -> dict[str, Variant]:
+  """Our models, by name; one for each file of mixers/."""
   mixers = sorted((ROOT / 'gin/models/mixers').glob('*.gin'))
   return {
-    'hybrid': (RUN,),
-    'attention': (RUN, '--gin.recurrent/Block.mixers=(@LongformerAttention,)'),
-    's5': (RUN, '--gin.local/Block.mixers=(@GatedRecurrence,)'),
-    **{file.stem: (RUN, f'--gin_file={file.relative_to(ROOT)}') for file in mixers},
+    'hybrid': Variant((RUN,)),
+    'attention': VARIANTS['attention alone'],
+    's5': VARIANTS['S5 alone'],
+    **{file.stem: Variant((RUN, f'--gin_file={file.relative_to(ROOT)}')) for file in mixers},
   }
 
 
@@ -69,8 +79,8 @@ class Comparison:
     failed: models with a trial that failed; their further trials are left out.
   """
 
-  def __init__(self, flags: argparse.Namespace, models: dict[str, tuple[str, ...]], start: Start):
-    """Takes the settings, the gin arguments of each model (none for peers), and `start`.
+  def __init__(self, flags: argparse.Namespace, models: dict[str, Variant], start: Start):
+    """Takes the settings, the models (an empty variant for a peer), and `start`.
 
     start: runs a trial, and writes its result to the file; RuntimeError if it fails.
     """
@@ -79,11 +89,13 @@ class Comparison:
     self.failed: list[str] = []
     self._overheads: list[float] = []
     first, *others = flags.seeds
+    self._budgets = ('tokens',) if flags.screen else ('seconds', 'tokens')
+    search, *also = self._budgets
     self._slots = [Slot(model, SPEED, flags.rates[0], first) for model in models]
     # All models take turns, so that slow hours of the machine affect all.
-    self._slots += [Slot(m, 'seconds', rate, first) for rate in flags.rates for m in models]
-    self._slots += [Slot(m, 'seconds', None, seed) for seed in others for m in models]
-    self._slots += [Slot(m, 'tokens', None, seed) for seed in flags.seeds for m in models]
+    self._slots += [Slot(m, search, rate, first) for rate in flags.rates for m in models]
+    self._slots += [Slot(m, search, None, seed) for seed in others for m in models]
+    self._slots += [Slot(m, b, None, seed) for b in also for seed in flags.seeds for m in models]
 
   def run(self) -> None:
     """Runs the trials without a result."""
@@ -108,7 +120,8 @@ class Comparison:
 
   def tables(self) -> str:
     """The tables of the models with all their trials."""
-    return learn_tables.tables(self.results, self._flags.rates, self._flags.seeds)
+    flags = self._flags
+    return learn_tables.tables(self.results, self._budgets, flags.rates, flags.seeds)
 
   def _of(self, slot: Slot, budget: str) -> list[dict[str, Any]]:
     return [r for r in self.results if (r['model'], r['budget']) == (slot.model, budget)]
@@ -119,9 +132,9 @@ class Comparison:
     if slot.budget != SPEED:
       steps = max(1, round(self._seconds(slot) / self._of(slot, SPEED)[0]['step_seconds']))
     if rate is None:
-      rate = learn_tables.best_rate(self._of(slot, 'seconds'), flags.seeds[0])
-    gin = self._models[slot.model]
-    return Trial(slot.model, slot.budget, rate, slot.seed, steps, flags.batch, flags.scored, gin)
+      rate = learn_tables.best_rate(self._of(slot, self._budgets[0]), flags.seeds[0])
+    model = self._models[slot.model]
+    return Trial(slot.model, slot.budget, rate, slot.seed, steps, flags.batch, flags.scored, *model)
 
   def _seconds(self, slot: Slot) -> float:
     """The expected seconds of training."""
@@ -147,19 +160,19 @@ class Comparison:
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the comparison, and prints the tables -> the exit code."""
   flags = _flags(arguments)
-  models = {**ours(), **dict.fromkeys(PEERS, ())}
+  models = VARIANTS if flags.screen else {**ours(), **dict.fromkeys(PEERS, Variant())}
   for name in flags.only or ():
     if name not in models:
       _say(f'--only={name} is unknown. Use names of {", ".join(models)}, separated by commas.')
       return 2
-  chosen = {name: gin for name, gin in models.items() if not flags.only or name in flags.only}
+  chosen = {name: of for name, of in models.items() if not flags.only or name in flags.only}
   missing = [name for name in ('torch', 'transformers') if not importlib.util.find_spec(name)]
   if missing and not chosen.keys().isdisjoint(PEERS):
     _say(
       f'{" and ".join(missing)} not found, but {" and ".join(PEERS)} need torch and transformers: '
       "they are left out. To compare with them, run: pip install -e '.[learn]'"
     )
-    chosen = {name: gin for name, gin in chosen.items() if name not in PEERS}
+    chosen = {name: of for name, of in chosen.items() if name not in PEERS}
   if not chosen:
     return 2
   if problem := _other_settings(flags):
@@ -202,6 +215,7 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(f'--{name}', type=kind, default=default, metavar=name[0].upper(), help=text)
 
   add('results', pathlib.Path, pathlib.Path('runs/learn'), 'directory of the results')
+  parser.add_argument('--screen', action='store_true', help='compare variants of the shipped model')
   add('only', _list(str), None, 'models, separated by commas')
   add('seconds', _positive(float), 90.0, 'seconds of training for the first table')
   add('tokens', _positive(int), 250_000, 'tokens of training for the second table')

@@ -31,37 +31,40 @@ from valkyrie.types import Params
 READ_ROWS, READ_CHUNK = 4, 512  # of a validation; the cuts between chunks change nothing
 
 
+def settings_of(trial: Trial) -> StepSettings:
+  """The settings of its step. Loads the gin files, for which gin must be empty."""
+  flags, gin_flags = main.parse_command_line(trial.gin)
+  load_gin(flags.gin_file, gin_flags, modules=main.CONFIGURABLE_MODULES)
+  settings: StepSettings = gin.get_configurable(StepSettings)()
+  curriculum = settings.curriculum()
+  optimizer: Any = settings.optimizer
+  shipped = gin.get_bindings('Optimizer')
+  share = trial.steps / shipped['train_steps']
+  phases = [
+    phase if phase.steps is None else dataclasses.replace(phase, steps=round(share * phase.steps))
+    for phase in curriculum.phases
+  ]
+  return dataclasses.replace(
+    settings,
+    seed=trial.seed,
+    batch_size=_rows(curriculum, trial.batch),
+    curriculum=lambda: Curriculum(phases),
+    optimizer=functools.partial(
+      optimizer,
+      learning_rate=trial.rate,
+      warmup_steps=round(share * shipped['warmup_steps']),
+      train_steps=trial.steps,
+    ),
+  )
+
+
 class Run:
   """The setup and the feed of a trial."""
 
   def __init__(self, trial: Trial):
-    """Loads the gin files, for which the process must be fresh."""
-    flags, gin_flags = main.parse_command_line(trial.gin)
-    load_gin(flags.gin_file, gin_flags, modules=main.CONFIGURABLE_MODULES)
-    settings: StepSettings = gin.get_configurable(StepSettings)()
-    curriculum = settings.curriculum()
-    optimizer: Any = settings.optimizer
-    rows = _rows(curriculum, trial.batch)
-    shipped = gin.get_bindings('Optimizer')
-    share = trial.steps / shipped['train_steps']
-    phases = [
-      phase if phase.steps is None else dataclasses.replace(phase, steps=round(share * phase.steps))
-      for phase in curriculum.phases
-    ]
-    settings = dataclasses.replace(
-      settings,
-      seed=trial.seed,
-      batch_size=rows,
-      curriculum=lambda: Curriculum(phases),
-      optimizer=functools.partial(
-        optimizer,
-        learning_rate=trial.rate,
-        warmup_steps=round(share * shipped['warmup_steps']),
-        train_steps=trial.steps,
-      ),
-    )
+    settings = settings_of(trial)
     self.setup = Setup(settings)
-    self.feed = self.open_feed('train', batch_size=rows, seed=trial.seed)
+    self.feed = self.open_feed('train', batch_size=settings.batch_size, seed=trial.seed)
     self.setup.check_feed(self.feed)
 
   def open_feed(self, split: str, **settings) -> TaskFeed:
@@ -99,6 +102,7 @@ def train(trial: Trial) -> dict[str, Any]:
   run = Run(trial)
   setup, steps = run.setup, run.compile()
   state = setup.initial_state()
+  state = state._replace(params=with_outputs_scaled(state.params, trial.output_scale))
   jax.block_until_ready(state)
   ready = time.perf_counter()
   losses, before = [], None
@@ -156,6 +160,13 @@ def read(
     for row, number in enumerate(numbers):
       nats[number] = joined[row, : len(documents[number]) - 1]
   return nats
+
+
+def with_outputs_scaled(params: Params, scale: float) -> Params:
+  return {
+    module: {name: scale * leaf if name == 'out' else leaf for name, leaf in leaves.items()}
+    for module, leaves in params.items()
+  }
 
 
 def _rows(curriculum: Curriculum, batch: int) -> int:

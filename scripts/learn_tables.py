@@ -17,32 +17,42 @@ def best_rate(results: Sequence[Result], seed: int) -> float:
   return min(of_seed, key=_bits)['rate']
 
 
-def tables(results: Sequence[Result], rates: Sequence[float], seeds: Sequence[int]) -> str:
+def tables(
+  results: Sequence[Result], budgets: Sequence[str], rates: Sequence[float], seeds: Sequence[int]
+) -> str:
   """All tables in Markdown, of the models with all their trials.
 
   Args:
-    results: of the trials of both budgets.
+    results: of the trials.
+    budgets: the keys of TITLES that get a table; the rates were tried with the first.
     rates: the learning rates that were tried with the first seed.
     seeds: the seeds that were tried at the best rate.
   """
   parts = []
-  for budget, title in TITLES.items():
-    finals = finished(results, budget, rates, seeds)
+  for budget in budgets:
+    finals = finished(results, (budgets[0], budget), rates, seeds)
     if finals:
-      parts += [f'## {title}', '', *_ranking(finals, rates), '']
+      parts += [f'## {TITLES[budget]}', '', *_ranking(finals, rates), '']
       if budget == 'seconds':
         parts += ['## Bits per byte by position', '', *_by_position(finals), '']
   return '\n'.join(parts)
 
 
 def finished(
-  results: Sequence[Result], budget: str, rates: Sequence[float], seeds: Sequence[int]
+  results: Sequence[Result],
+  budgets: tuple[str, str],
+  rates: Sequence[float],
+  seeds: Sequence[int],
 ) -> dict[str, list[Result]]:
-  """The trials at each model's best rate, one for each seed, of models with all their trials."""
+  """The trials at each model's best rate, one for each seed, of models with all their trials.
+
+  budgets: that with which the rates were tried, and that of the trials.
+  """
+  search, budget = budgets
   finals = {}
   for model in dict.fromkeys(result['model'] for result in results):
     own = {(r['budget'], r['rate'], r['seed']): r for r in results if r['model'] == model}
-    tried = [own.get(('seconds', rate, seeds[0])) for rate in rates]
+    tried = [own.get((search, rate, seeds[0])) for rate in rates]
     if None not in tried:
       best = best_rate(tried, seeds[0])
       if all((budget, best, seed) in own for seed in seeds):
@@ -77,8 +87,7 @@ def _ranking(finals: Mapping[str, Sequence[Result]], rates: Sequence[float]) -> 
     '',
     f'{trials[0]["scored"]:,} bytes of {len(trials[0]["documents"])} validation documents, each '
     f'with {learn_validation.CONTEXT} or more bytes before it. Each model: the best of '
-    f'{len(rates)} learning rates, tried for the same seconds, then mean and range of '
-    f'{len(trials)} seeds.',
+    f'{len(rates)} learning rates, then mean and range of {len(trials)} seeds.',
   ]
   if at_edge:
     lines += ['', '\\* The lowest or the highest rate that was tried.']

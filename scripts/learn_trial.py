@@ -9,11 +9,23 @@ import pathlib
 import subprocess
 import sys
 import time
+from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # A trial of this budget trains nothing: it measures the seconds of a step.
 SPEED = 'speed'
 _MEASURED_SECONDS, _MEASURED_STEPS = 8, 3  # at least
+
+
+class Variant(NamedTuple):
+  """One of our models.
+
+  gin: arguments of valkyrie.main.
+  output_scale: a factor on the initial matrices named `out`, which write to the residual stream.
+  """
+
+  gin: tuple[str, ...] = ()
+  output_scale: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +40,7 @@ class Trial:
     steps: optimizer steps.
     batch: tokens of a step.
     scored: bytes of the validation sample.
-    gin: arguments of valkyrie.main that select one of our models; empty for the peers.
+    gin, output_scale: of one of our models, see Variant.
   """
 
   model: str
@@ -39,11 +51,12 @@ class Trial:
   batch: int
   scored: int
   gin: tuple[str, ...] = ()
+  output_scale: float = 1.0
 
   def file(self, results: pathlib.Path) -> pathlib.Path:
     """The file of its result."""
     settings = '' if self.budget == SPEED else f'_rate{self.rate:g}_seed{self.seed}'
-    return results / self.budget / f'{self.model}{settings}.json'
+    return results / self.budget / f'{self.model.replace("/", "_")}{settings}.json'
 
   def to_json(self) -> str:
     return json.dumps(dataclasses.asdict(self))

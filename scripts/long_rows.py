@@ -10,20 +10,18 @@ import argparse
 from collections.abc import Sequence
 import statistics
 
-from bench_runs import Trainer
+from bench_runs import WHOLE, Trainer, variants
 import jax
 
 from valkyrie.config.load import load_gin
-from valkyrie.models.attention.longformer import LongformerAttention
-from valkyrie.models.s5.layer import S5
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training import tbptt
 
 GIN_FILES = ('gin/models/tiny.gin', 'gin/partition/single.gin')
 MODULES = (
-  'valkyrie.models.language_model',
-  'valkyrie.models.block',
-  'valkyrie.sharding.partitioner',
+  'valkyrie.models.attention.longformer',
+  'valkyrie.models.recurrence.gated',
+  'valkyrie.models.s5.layer',
 )
 MIB = 2**20
 
@@ -50,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   for tokens in flags.tokens:
     chunks = tokens // flags.chunk_size
     trainers[tokens] = trainer = Trainer(
-      (LongformerAttention, S5), Partitioner(), tokens, chunks, document=tokens
+      variants()[WHOLE], Partitioner(), tokens, chunks=chunks, document=tokens
     )
     temporary = trainer.step.memory_analysis().temp_size_in_bytes
     memory[tokens] = temporary, carries_in_bytes(trainer, chunks)

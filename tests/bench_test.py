@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-VARIANTS = ['attention + S5', 'attention', 'S5', 'MLP only']
+VARIANTS = ['the model', 'GatedRecurrence', 'LongformerAttention', 'no mixers']
 # Runs bench.py as a script, on a machine that has none of what only data and logging need.
 BARE = """
 import runpy, sys
@@ -21,7 +21,7 @@ runpy.run_path('scripts/bench.py', run_name='__main__')
 
 def test_bench_prints_operations_that_add_up_and_writes_every_number(tmp_path):
   file = tmp_path / 'bench.jsonl'
-  command = [sys.executable, '-c', BARE, '--tokens=64', '--repeats=2', f'--json={file}']
+  command = [sys.executable, '-c', BARE, '--rows=2', '--tokens=32', '--repeats=2', f'--json={file}']
   one_device = f'{os.environ["XLA_FLAGS"]} --xla_force_host_platform_device_count=1'
   environment = {**os.environ, 'XLA_FLAGS': one_device}
   done = subprocess.run(
@@ -29,20 +29,23 @@ def test_bench_prints_operations_that_add_up_and_writes_every_number(tmp_path):
   )
   assert done.returncode == 0, done.stderr
   records = [json.loads(line) for line in file.read_text().splitlines()]
-  assert [record['name'] for record in records] == ['machine', 'peak', *VARIANTS, 'loop']
-  _, peak, *variants, loop = records
+  assert [record['name'] for record in records] == ['machine', 'peak', *VARIANTS, 'parts', 'loop']
+  _, peak, *variants, parts, loop = records
 
   printed = dict(re.findall(r'^  ([^:\n]+): (3 x .*)$', done.stdout, re.MULTILINE))
   for record in variants:
-    # Left as it is printed but for the names of the terms: 3 * (4 * (1 + 2) + 3) = 45.
+    # Left as it is printed but for the names of the terms: 3 * (2 * (1 + 2) + 3) = 27.
     said, total = printed[record['name']].split(' = ')
     summed = eval(re.sub(r'[A-Za-z]\w+ ', '', said.replace(' x ', ' * ')))
     assert summed == int(total) == record['train_flops_per_token']
     assert record['train_flops_per_token'] == 3 * record['forward_flops_per_token']
     assert all(term in done.stdout for term in record['forward']['words'].values())
-  both, attention, s5, neither = (record['parameters'] for record in variants)
-  assert both - neither == attention - neither + s5 - neither
-  assert min(attention, s5) > neither
+  both, recurrent, attention, neither = (record['parameters'] for record in variants)
+  assert 3 * (both - neither) == 2 * (recurrent - neither) + attention - neither
+  assert min(attention, recurrent) > neither
+  names = ['GatedRecurrence, 4 of 6 layers', 'LongformerAttention, 2 of 6 layers', 'the rest']
+  assert list(parts['seconds']) == names
+  assert all(name in done.stdout for name in names)
 
   spreads = [peak['flops_per_second'], loop['step_seconds'], loop['times_bare_step']]
   for record in variants:

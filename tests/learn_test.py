@@ -25,6 +25,7 @@ import learn_ours
 import learn_tables
 import learn_trial
 import learn_validation
+import learn_variants
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 LENGTHS = (900, 300, 513, 1600, 512, 1024)  # bytes of the documents of a store
@@ -93,7 +94,14 @@ def test_a_trial_of_ours_writes_its_file_and_is_not_run_again(tmp_path):
   toy = tmp_path / 'toy.gin'
   toy.write_text(tiny_run.gin_text(tmp_path, curriculum='short_then_long'))
   flags = argparse.Namespace(
-    results=tmp_path, rates=(3e-3,), seeds=(7,), seconds=2.0, tokens=256, batch=64, scored=1000
+    results=tmp_path,
+    rates=(3e-3,),
+    seeds=(7,),
+    screen=False,
+    seconds=2.0,
+    tokens=256,
+    batch=64,
+    scored=1000,
   )
   started = []
 
@@ -103,7 +111,7 @@ def test_a_trial_of_ours_writes_its_file_and_is_not_run_again(tmp_path):
       return learn_trial.run(trial, learn_ours.measure, learn_ours.train, file)
     return made_up(tmp_path, trial.model, trial.budget, trial.rate, trial.seed, 2.0)
 
-  models = {'toy': (f'--gin_file={toy}',)}
+  models = {'toy': learn_trial.Variant((f'--gin_file={toy}',))}
   comparison = learn.Comparison(flags, models, start)
   comparison.run()
   assert started == [('speed', 3e-3, 7, 1000), ('seconds', 3e-3, 7, 4), ('tokens', 3e-3, 7, 4)]
@@ -155,7 +163,9 @@ def test_tables_have_the_mean_and_range_at_the_best_of_three_rates(tmp_path):
   ]
   results += [made_up(tmp_path, 'good', 'tokens', 3e-3, seed, 2.6) for seed in (0, 1, 2)]
   results += [made_up(tmp_path, 'bad', 'tokens', 1e-3, seed, 2.0) for seed in (0, 1)]
-  lines = learn_tables.tables(results, rates=(1e-3, 3e-3, 9e-3), seeds=(0, 1, 2)).splitlines()
+  lines = learn_tables.tables(
+    results, ('seconds', 'tokens'), rates=(1e-3, 3e-3, 9e-3), seeds=(0, 1, 2)
+  ).splitlines()
   good = '| good | 2.00 M | 0.003 | 0.41 M | 2,731 | 150 | 2.300 | 2.200 to 2.400 |'
   bad = '| bad | 2.00 M | 0.001 * | 0.41 M | 2,731 | 150 | 3.033 | 3.000 to 3.100 |'
   assert lines.index(bad) == lines.index(good) + 1
@@ -172,7 +182,9 @@ def test_trials_of_other_settings_are_refused(tmp_path, capsys):
   arguments = [f'--results={tmp_path}', '--only=hybrid', '--threads=1']
   learn_trial.write(
     tmp_path / 'settings.json',
-    json.dumps({'seconds': 5.0, 'tokens': 250_000, 'batch': 1024, 'scored': 9, 'threads': 1}),
+    json.dumps(
+      {'screen': False, 'seconds': 5.0, 'tokens': 250_000, 'batch': 1024, 'scored': 9, 'threads': 1}
+    ),
   )
   assert learn.main(arguments) == 2
   assert 'trials with --seconds=5.0 --scored=9.' in capsys.readouterr().err
@@ -182,7 +194,14 @@ def test_trials_of_other_settings_are_refused(tmp_path, capsys):
 
 def test_a_model_whose_trial_fails_is_left_out(tmp_path, capsys):
   flags = argparse.Namespace(
-    results=tmp_path, rates=(1e-3, 2e-3), seeds=(0, 1), seconds=1.0, tokens=64, batch=64, scored=9
+    results=tmp_path,
+    rates=(1e-3, 2e-3),
+    seeds=(0, 1),
+    screen=False,
+    seconds=1.0,
+    tokens=64,
+    batch=64,
+    scored=9,
   )
 
   def start(trial, file):
@@ -190,8 +209,54 @@ def test_a_model_whose_trial_fails_is_left_out(tmp_path, capsys):
       raise RuntimeError('exit code 1')
     made_up(tmp_path, trial.model, trial.budget, trial.rate, trial.seed, 2.0 - trial.rate)
 
-  comparison = learn.Comparison(flags, {'broken': (), 'sound': ()}, start)
+  comparison = learn.Comparison(
+    flags, dict.fromkeys(('broken', 'sound'), learn_trial.Variant()), start
+  )
   comparison.run()
   assert comparison.failed == ['broken']
   assert len(comparison.results) == 1 + 3 + 2
   assert capsys.readouterr().err.count('broken failed') == 1
+
+
+def test_a_screening_tries_every_rate_with_the_tokens(tmp_path):
+  flags = argparse.Namespace(
+    results=tmp_path,
+    rates=(1e-3, 2e-3),
+    seeds=(0, 1),
+    screen=True,
+    seconds=1.0,
+    tokens=64,
+    batch=64,
+    scored=9,
+  )
+  started = []
+
+  def start(trial, file):
+    started.append((trial.budget, trial.rate, trial.seed, trial.output_scale))
+    made_up(tmp_path, trial.model, trial.budget, trial.rate, trial.seed, 2.0 + trial.rate)
+
+  comparison = learn.Comparison(flags, {'a/b': learn_trial.Variant((), 0.5)}, start)
+  comparison.run()
+  assert started[1:] == [
+    ('tokens', 1e-3, 0, 0.5),
+    ('tokens', 2e-3, 0, 0.5),
+    ('tokens', 1e-3, 1, 0.5),
+  ]
+  assert '| a/b | 2.00 M | 0.001 * |' in comparison.tables()
+
+
+@pytest.mark.parametrize('name', learn_variants.VARIANTS)
+def test_every_variant_reads_the_tokens_of_a_step(name):
+  trial = learn_trial.Trial(name, 'tokens', 3e-3, 0, 2, 1024, 9, *learn_variants.VARIANTS[name])
+  settings = learn_ours.settings_of(trial)
+  model = language_model.transform(settings.model)
+  (phase,) = settings.curriculum().phases
+  assert settings.batch_size * phase.tokens_per_row == 1024
+  assert model.about.forward_flops > 0
+
+
+def test_the_output_scale_changes_only_what_writes_to_the_stream():
+  params = {'block/mlp': {'out': np.ones(2), 'gate': np.ones(2)}, 'norm': {'scale': np.ones(2)}}
+  scaled = learn_ours.with_outputs_scaled(params, 0.5)
+  expected = {'block/mlp': {'out': 0.5, 'gate': 1.0}, 'norm': {'scale': 1.0}}
+  assert jax.tree.map(lambda leaf: float(leaf[0]), scaled) == expected
