@@ -28,12 +28,12 @@ def run(gin_file: str, topology: str, chunks: int | None = None) -> list[str]:
 ROWS = (
   run('v4_32', 'v4:4x4x2', 1),
   run('v4_32', 'v4:4x4x2', 8),
-  run('v4_32', 'v4:4x4x2'),
+  run('v4_32', 'v4:4x4x2', 80),
   run('v4_32', 'v4:4x4x2', 1280),
   run('v4_32_context', 'v4:4x4x2'),
   run('v4_32_context', 'v4:4x4x2', 80),
-  run('v4_32_fsdp', 'v4:4x4x2'),
-  run('v4_32_tensor2d', 'v4:4x4x2'),
+  run('v4_32_fsdp', 'v4:4x4x2', 80),
+  run('v4_32_tensor2d', 'v4:4x4x2', 80),
   run('v4_8', 'v4:2x2x1'),
 )
 HEAD = (

@@ -1,12 +1,12 @@
 """ListOps: nested operations on digits (Nangia & Bowman 2018), with Long Range Arena's lengths.
 
-  [MAX 2 9 [MIN 4 7 ] 0 ]= -> 9
+  X29N47]0]= -> 9        MAX(2, 9, MIN(4, 7), 0)
 
 The grammar is the published one: an expression is a digit with probability 3/4, and otherwise one
 of four operations on 2 to 10 expressions, with at most 10 levels. Only expressions of more than 500
-and fewer than 2000 symbols are kept (Tay et al. 2021, Long Range Arena, section 2.2.1). Symbols are
-separated by spaces; the tokens are bytes. The most common answer is right less than one time in
-five.
+and fewer than 2000 symbols are kept, 96,000 for training and 2,000 for each test (Tay et al. 2021,
+Long Range Arena, section 2.2.1). A symbol is one byte: X, N, D and S open a maximum, a minimum, a
+median and a sum modulo 10. The most common answer is right less than one time in five.
 """
 
 import numpy as np
@@ -26,10 +26,10 @@ def _median(values: list[int]) -> int:
 
 
 OPERATIONS = {
-  '[MIN': min,
-  '[MAX': max,
-  '[MED': _median,
-  '[SM': lambda values: sum(values) % 10,
+  'N': min,
+  'X': max,
+  'D': _median,
+  'S': lambda values: sum(values) % 10,
 }
 
 
@@ -40,7 +40,7 @@ def listops(random: np.random.RandomState) -> Problem:
   while not MIN_SYMBOLS < len(expression) < MAX_SYMBOLS:
     expression = []
     value = _expand(random, 1, expression)
-  return Problem(f'{" ".join(expression)}=', str(value))
+  return Problem(f'{"".join(expression)}=', str(value))
 
 
 def _expand(random: np.random.RandomState, depth: int, expression: list[str]) -> int:
@@ -57,4 +57,6 @@ def _expand(random: np.random.RandomState, depth: int, expression: list[str]) ->
   return OPERATIONS[name](values)
 
 
-register('listops', {'train': (5000, listops), 'validation': (500, listops)})
+register(
+  'listops', {'train': (96000, listops), 'validation': (2000, listops), 'test': (2000, listops)}
+)

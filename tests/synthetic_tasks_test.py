@@ -69,10 +69,10 @@ def test_the_answer_is_the_digits_of_the_last_tokens(distance):
 def evaluated(symbols):
   """(value, depth) of a ListOps expression, by a stack and numpy instead of recursion."""
   operations = {
-    '[MIN': np.min,
-    '[MAX': np.max,
-    '[MED': lambda values: int(np.median(values)),
-    '[SM': lambda values: np.sum(values) % 10,
+    'N': np.min,
+    'X': np.max,
+    'D': lambda values: int(np.median(values)),
+    'S': lambda values: np.sum(values) % 10,
   }
   stack, deepest = [[]], 0
   for symbol in symbols:
@@ -96,7 +96,7 @@ def test_listops_answers_are_the_values_of_their_expressions():
   deepest = []
   for prompt, answer in found:
     assert prompt.endswith('=')
-    symbols = prompt[:-1].split(' ')
+    symbols = prompt[:-1]
     assert 500 < len(symbols) < 2000
     value, depth = evaluated(symbols)
     assert str(value) == answer
