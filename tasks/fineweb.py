@@ -1,8 +1,8 @@
-"""FineWeb: web pages in parquet shards with its published columns (text, id, url, ...).
+"""FineWeb: web pages in files with its published columns (text, id, url, ...).
 
-The location of the shards is the `source`:
+The location of the files is the `source`, see `valkyrie.tasks.text`:
 
-  /data/fineweb/sample/10BT            a directory (all *.parquet below it), a file, or a pattern
+  /data/fineweb/sample/10BT            a folder (all *.parquet below it), a file, or a pattern
   gs://bucket/fineweb/000_*.parquet    the same in a bucket (s3:// and hdfs:// too, by pyarrow)
   hf://HuggingFaceFW/fineweb           a stream from Hugging Face (needs the package `datasets`);
                                        hf://HuggingFaceFW/fineweb/sample-10BT for one configuration
@@ -17,7 +17,8 @@ from typing import Any, Self
 import urllib.parse
 
 from valkyrie.data.document_source import DocumentSource, TextDocument, register, stable_hash
-from valkyrie.data.parquet_shards import ParquetShards
+from valkyrie.data.records import Records
+from valkyrie.data.source_files import SourceFiles
 from valkyrie.errors import ConfigurationError, DataError
 
 COLUMNS = ('text', 'id', 'url')
@@ -32,7 +33,9 @@ class FineWebSource(DocumentSource):
     super().__init__(splits=('train', 'validation'))
     self._location = location
 
-  def at(self, location: str) -> Self:
+  def at(self, location: str | None, **options: str) -> Self:
+    if options:
+      raise ConfigurationError(f'The task fineweb has no options, but got {", ".join(options)}.')
     return type(self)(location)
 
   def documents(self, split: str, shard: int, shards: int) -> Iterator[TextDocument]:
@@ -40,7 +43,7 @@ class FineWebSource(DocumentSource):
     if location.startswith(_STREAMED):
       pages = itertools.islice(_stream(location), shard, None, shards)
     else:
-      pages = ParquetShards(location, COLUMNS).rows(shard, shards)
+      pages = Records(location, COLUMNS).rows(shard, shards)
     for page in pages:
       host = _host(page['url'])
       if _split(host) == split:
@@ -50,7 +53,11 @@ class FineWebSource(DocumentSource):
     location = self._known_location()
     if location.startswith(_STREAMED):
       return {'kind': 'fineweb, streamed'}
-    return {'kind': 'fineweb'} | ParquetShards(location, COLUMNS).describe()
+    return {'kind': 'fineweb'} | Records(location, COLUMNS).describe()
+
+  def files(self, split: str) -> SourceFiles | None:
+    location = self._known_location()
+    return None if location.startswith(_STREAMED) else Records(location, COLUMNS).files
 
   def _known_location(self) -> str:
     if self._location is None:

@@ -17,7 +17,7 @@ import pytest
 
 from valkyrie.data import build_store, token_store, vocabularies
 from valkyrie.data.feed import TaskFeed
-from valkyrie.data.parquet_shards import ParquetShards
+from valkyrie.data.records import Records
 from valkyrie.data.token_store import TokenStore
 from valkyrie.errors import ConfigurationError, DataError
 
@@ -197,7 +197,7 @@ def test_the_message_names_a_damaged_row_group(pages, tmp_path):
   content = bytearray(file.read_bytes())
   content[4000:4400] = bytes(400)
   file.write_bytes(content)
-  with pytest.raises(DataError, match=r'002\.parquet is corrupt: its row group') as caught:
+  with pytest.raises(DataError, match=r'002\.parquet is corrupt: it cannot be read') as caught:
     _build(tmp_path / 'store', source=str(tmp_path / 'shards'))
   assert caught.value.exit_code == 65
 
@@ -205,14 +205,14 @@ def test_the_message_names_a_damaged_row_group(pages, tmp_path):
 def test_messages_name_bad_parquet_shards(pages, tmp_path):
   def refused(message, location=tmp_path):
     with pytest.raises(DataError, match=message):
-      ParquetShards(str(location), ('text', 'url'))
+      Records(str(location), ('text', 'url'))
 
-  refused('no parquet shards at')
+  refused('no files of a known format')
   refused('cannot be listed', tmp_path / 'nowhere')
   refused('cannot be listed', 'nosuch://bucket/path')
   file = tmp_path / '000.parquet'
   file.write_bytes(b'')
-  refused(r'000\.parquet is corrupt')
+  refused(r'000\.parquet is empty')
   file.write_bytes((pages / '000.parquet').read_bytes()[:-20])
   refused(r'000\.parquet is corrupt')
   pyarrow.parquet.write_table(pa.table({'text': ['a'], 'id': ['b']}), file)

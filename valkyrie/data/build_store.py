@@ -15,7 +15,7 @@ together, and 'FEATURE_pretokenized', which seqio's tokenize adds, gives the byt
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 import contextlib
 import importlib
 import importlib.util
@@ -23,6 +23,7 @@ import json
 import os
 import pathlib
 import pkgutil
+import shutil
 import sys
 import threading
 from typing import Any
@@ -30,7 +31,8 @@ from typing import Any
 import tqdm
 
 from valkyrie.config.suggest import did_you_mean
-from valkyrie.data import store_writer, token_store, vocabularies
+from valkyrie.data import provenance, store_writer, token_store, vocabularies
+from valkyrie.data.store_location import NO_OPTIONS, Options, located
 from valkyrie.data.store_writer import Document
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError, Preempted, ValkyrieError
@@ -45,17 +47,26 @@ def build(
   output: pathlib.Path,
   *,
   source: str | None = None,
+  options: Options = NO_OPTIONS,
   shards: int = DEFAULT_SHARDS,
   shard: int | None = None,
+  rebuild: bool = False,
 ) -> dict[str, Any] | None:
   """Builds a store, or one shard of it; returns store.json, or None while shards are missing.
+
+  With `rebuild` a store that is there is removed first.
 
   Raises:
     ConfigurationError: the task or split is unknown, or does not fit the other arguments.
     DataError: the task's source is missing, damaged or empty.
   """
+  source = located(source)
   if (output / token_store.STORE_FILE).exists():
-    return _finished(output, task, split, vocabulary, source)
+    found = _finished(output, task, split, vocabulary, source, options)
+    if not rebuild:
+      provenance.check(output, found, 'run the same command with --rebuild.')
+      return found
+    shutil.rmtree(output)
   module, name = _task_module(task)
   print(f'building {output}\nloading seqio and TensorFlow', file=sys.stderr, flush=True)
   with _silenced():
@@ -64,8 +75,8 @@ def build(
     from valkyrie.data.task_reader import TaskReader  # noqa: PLC0415
 
     tf.config.list_logical_devices()
-  reader = TaskReader(module, name, split, vocabulary, source)
-  origin = reader.description | {'location': source}
+  reader = TaskReader(module, name, split, vocabulary, source, options)
+  origin = reader.description | {'location': source, 'options': dict(options)}
   recipe = store_writer.Recipe(task, split, vocabulary, origin, shards)
   numbers = range(shards) if shard is None else [shard]
   count = tokens = 0
@@ -93,21 +104,27 @@ def build(
     for number in numbers:
       store_writer.write_shard(output, recipe, number, documents)
       progress.update()
-  return store_writer.finish(output, recipe)
+  return store_writer.finish(output, recipe, reader.origin)
 
 
 def _finished(
-  output: pathlib.Path, task: str, split: str, vocabulary: Vocabulary, source: str | None
+  output: pathlib.Path,
+  task: str,
+  split: str,
+  vocabulary: Vocabulary,
+  source: str | None,
+  options: Mapping[str, str],
 ) -> dict[str, Any]:
   """Reads store.json of a finished store, which must have the requested task and source."""
   information = token_store.read_information(output)
-  recorded = (information['vocabulary']['fingerprint'], information['source'].get('location'))
-  found = (information['task'], information['split'], *recorded)
-  expected = (task, split, vocabulary.fingerprint, source)
+  origin = information['source']
+  recorded = (information['vocabulary']['fingerprint'], origin.get('location'))
+  found = (information['task'], information['split'], *recorded, origin.get('options', {}))
+  expected = (task, split, vocabulary.fingerprint, source, dict(options))
   if found != expected:
     raise ConfigurationError(
-      f'{output} holds another store (task, split, vocabulary, source): found {found}, expected '
-      f'{expected}. Use another --output, or delete that directory.'
+      f'{output} holds another store (task, split, vocabulary, source, options): found {found}, '
+      f'expected {expected}. Use another --output, or delete that directory.'
     )
   return information
 
@@ -158,6 +175,8 @@ def _parser() -> argparse.ArgumentParser:
   add('--vocabulary', default='bytes', help="'bytes' (default), a .model file or a tokenizer.json")
   add('--source', help='location of the documents, for a task such as fineweb that needs one')
   add('--output', required=True, type=pathlib.Path, help='directory of the store')
+  add('--option', action='append', default=[], metavar='NAME=VALUE', help='of the source')
+  add('--rebuild', action='store_true', help='remove the store in --output first')
   add('--shards', type=int, default=DEFAULT_SHARDS, help='number of shards (default: %(default)s)')
   add('--shard', type=int, help='number, from 0, of the only shard to build (default: all)')
   add('--verify', action='store_true', help='check every byte of the store in --output instead')
@@ -182,9 +201,18 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any] | None:
     vocabularies.load(arguments.vocabulary),
     arguments.output.absolute(),
     source=arguments.source,
+    options=dict(_option(text) for text in arguments.option),
+    rebuild=arguments.rebuild,
     shards=arguments.shards,
     shard=arguments.shard,
   )
+
+
+def _option(text: str) -> tuple[str, str]:
+  name, equals, value = text.partition('=')
+  if not equals:
+    raise ConfigurationError(f'--option={text} has no value. Write --option=NAME=VALUE.')
+  return name, value
 
 
 def _end_with_the_caller() -> None:

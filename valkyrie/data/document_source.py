@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Self
 import seqio
 import tensorflow as tf
 
+from valkyrie.data.source_files import SourceFiles
 from valkyrie.errors import ConfigurationError, ValkyrieError
 
 
@@ -42,11 +43,18 @@ class DocumentSource(seqio.DataSource, abc.ABC):
   def describe(self, split: str) -> dict[str, Any]:
     """The origin of the documents, for store.json; raises DataError if the source is damaged."""
 
-  def at(self, location: str) -> Self:
-    """This source with its documents at `location`."""
+  def files(self, split: str) -> SourceFiles | None:
+    """The files that the documents are read from; None if there are none to compare."""
+    del split
+
+  def at(self, location: str | None, **options: str) -> Self:
+    """This source with its documents at `location`, and with options of its own."""
+    given = ' and '.join(
+      [f'the source {location!r}'] * (location is not None) + [f'the option {n}' for n in options]
+    )
     raise ConfigurationError(
-      f'{type(self).__name__} has its own documents, but got the source {location!r}. '
-      'Remove TaskFeed.source or --source.'
+      f'{type(self).__name__} has its own documents, but got {given}. Remove TaskFeed.source and '
+      'TaskFeed.options, or --source and --option.'
     )
 
   @property

@@ -1,7 +1,8 @@
 """Batches of a task, as a pure function of the position in the rows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import logging
+from typing import Any
 
 import gin
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import vocabularies
 from valkyrie.data.rows import Epoch, Rows
-from valkyrie.data.store_location import build_if_missing, store_path
+from valkyrie.data.store_location import build_if_missing, located, store_path
 from valkyrie.data.token_store import REBUILD, TokenStore
 from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.types import Batch
@@ -21,7 +22,7 @@ _MAX_NAMED = 8  # rows, and documents of each row, in a message
 
 
 # The fingerprints of store and vocabulary tell whether the tokens are the same.
-@may_change_on_resume('data_dir', 'source', 'vocabulary')
+@may_change_on_resume('data_dir', 'source', 'options', 'vocabulary')
 @gin.configurable
 class TaskFeed:
   """B rows of a task's documents, each a stream of tokens: endless, or of `epochs` epochs.
@@ -42,6 +43,7 @@ class TaskFeed:
     epochs: int | None = None,
     data_dir: str | None = None,
     source: str | None = None,
+    options: Mapping[str, Any] | None = None,
     bad_documents: int = 0,
   ):
     """Opens the task's token store, and builds it first if it is missing.
@@ -58,8 +60,10 @@ class TaskFeed:
         sequence stay together.
       shuffle: False reads in the store's order.
       epochs: number of epochs before padding; None is endless.
-      data_dir: directory of the stores; default $XDG_CACHE_HOME/valkyrie or ~/.cache/valkyrie.
-      source: location of the documents, for tasks that need one (fineweb).
+      data_dir: directory of the stores; default $VALKYRIE_CACHE, $XDG_CACHE_HOME/valkyrie or
+        ~/.cache/valkyrie.
+      source: location of the documents, for tasks that need one (text, fineweb).
+      options: of the task's source; those that are None are left out.
       bad_documents: number of damaged documents of a row that one `read` passes over: they are
         logged, read as EOS only, and have weight 0.
 
@@ -79,8 +83,10 @@ class TaskFeed:
         'Use a batch_size and epochs of 1 or more, and bad_documents of 0 or more.'
       )
     self.vocabulary = vocabularies.load(vocabulary)
-    path = store_path(task, split, self.vocabulary, source, data_dir)
-    build_if_missing(path, task, split, vocabulary, source)
+    source = located(source)
+    given = {name: str(value) for name, value in (options or {}).items() if value is not None}
+    path = store_path(task, split, self.vocabulary, source, data_dir, given)
+    build_if_missing(path, task, split, vocabulary, source, given)
     self.store = TokenStore.open(path, self.vocabulary)
     keys = None if reset_at == 'document' else self.store.sequence_keys
     self._rows = Rows(self.store.lengths, keys, batch_size, seed, shuffle)

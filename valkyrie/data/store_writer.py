@@ -111,8 +111,13 @@ def write_shard(
     temporary.rename(path / name)
 
 
-def finish(path: pathlib.Path, recipe: Recipe) -> dict[str, Any] | None:
-  """Writes store.json and returns its content, or None while other shards are missing."""
+def finish(
+  path: pathlib.Path, recipe: Recipe, origin: Callable[[], dict[str, Any] | None] = lambda: None
+) -> dict[str, Any] | None:
+  """Writes store.json and returns its content, or None while other shards are missing.
+
+  origin: returns the record of the files of the source, see `provenance`.
+  """
   if not all((path / recipe.shard_name(i) / SHARD_FILE).exists() for i in range(recipe.shards)):
     return None
   shards = [_read_shard(path, recipe, i) for i in range(recipe.shards)]
@@ -121,11 +126,12 @@ def finish(path: pathlib.Path, recipe: Recipe) -> dict[str, Any] | None:
   if not information['documents']:
     raise DataError(
       f'The split {recipe.split!r} of the task {recipe.task!r} has no documents. '
-      'Use another split or source.'
+      'Use another split or source, or hold out a larger share of it.'
     )
   kept = ('name', 'documents', 'tokens', 'files')
   information['shards'] = [{key: s[key] for key in kept} for s in shards]
   files = [s['files'] for s in shards]
+  information['origin'] = origin()
   information['fingerprint'] = token_store.content_hash([information['vocabulary'], files])
   with _write_errors(path):
     temporary = path / f'.{STORE_FILE}.{uuid.uuid4().hex}.tmp'

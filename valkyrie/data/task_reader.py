@@ -1,6 +1,6 @@
 """Tokenized documents of a seqio task, with its vocabulary replaced by a given one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 import dataclasses
 import importlib
 from typing import Any
@@ -10,7 +10,7 @@ import seqio
 import tensorflow as tf
 
 from valkyrie.config.suggest import did_you_mean
-from valkyrie.data import store_writer
+from valkyrie.data import provenance, store_writer
 from valkyrie.data.document_source import DocumentSource
 from valkyrie.data.seqio_vocabulary import SeqioVocabulary
 from valkyrie.data.vocabularies import Vocabulary
@@ -27,7 +27,13 @@ class TaskReader:
   """
 
   def __init__(
-    self, module: str, task: str, split: str, vocabulary: Vocabulary, source: str | None
+    self,
+    module: str,
+    task: str,
+    split: str,
+    vocabulary: Vocabulary,
+    source: str | None,
+    options: Mapping[str, str],
   ):
     importlib.import_module(module)
     registered = seqio.TaskRegistry.names()
@@ -49,13 +55,16 @@ class TaskReader:
     task_source = original.source
     self.description: dict[str, Any] = {'kind': str(task_source)}
     if isinstance(task_source, DocumentSource):
-      task_source = task_source if source is None else task_source.at(source)
+      if source is not None or options:
+        task_source = task_source.at(source, **options)
       self.description = task_source.describe(split)
-    elif source is not None:
+    elif source is not None or options:
       raise ConfigurationError(
         f'The source of the task {task} is not a DocumentSource (valkyrie.data.document_source) '
-        f'and has no other location, but got {source!r}. Remove TaskFeed.source or --source.'
+        f'and has neither another location nor options, but got {source!r} and {dict(options)}. '
+        'Remove TaskFeed.source and TaskFeed.options, or --source and --option.'
       )
+    self._source = task_source
     adapter = SeqioVocabulary(vocabulary)
     features = {
       name: dataclasses.replace(feature, vocabulary=adapter)
@@ -64,6 +73,12 @@ class TaskReader:
     self._task = original.replace(source=task_source, output_features=features)
     self._split = split
     self._vocabulary = vocabulary
+
+  def origin(self) -> dict[str, Any] | None:
+    """The record of the source's files, see `provenance`; None if it has none."""
+    source = self._source
+    files = source.files(self._split) if isinstance(source, DocumentSource) else None
+    return files and provenance.record(files)
 
   def documents(self, shard: int, shards: int) -> Iterator[store_writer.Document]:
     """The tokenized documents of one of `shards` parts; DataError if a read fails."""

@@ -1,0 +1,127 @@
+"""Text of your own: files, folders and patterns of .txt, .md, .jsonl, .parquet and .arrow.
+
+Every format may be compressed as .gz or .zst. A plain text is a document; elsewhere a row is one.
+The folder that Hugging Face's `save_to_disk` writes is read as it is. The `source` is a path or a
+URI that pyarrow supports (gs://, s3://, hdfs://), see `valkyrie.data.source_files`; the options are
+
+  column      the column of the text (default: text)
+  held_out    the validation split: a share of the documents, such as 0.005, by the hash of their
+              content, so that a document stays in its split when files are added; or the location
+              of other files, with which all documents of the source are for training
+  cut         the bytes above which a document is cut into several, at line ends (default: never);
+              they stay together with TaskFeed.reset_at = 'sequence'
+"""
+
+from collections.abc import Iterator
+from typing import Any, Self
+
+from valkyrie.data.document_source import DocumentSource, TextDocument, register, stable_hash
+from valkyrie.data.records import Records
+from valkyrie.data.source_files import SourceFiles
+from valkyrie.errors import ConfigurationError
+
+_HASHES = 2**64
+
+
+class TextSource(DocumentSource):
+  """The documents of the files at `location`."""
+
+  def __init__(
+    self,
+    location: str | None = None,
+    column: str = 'text',
+    held_out: str = '0.005',
+    cut: str | None = None,
+  ):
+    super().__init__(splits=('train', 'validation'))
+    self._location = location
+    self._column = column
+    self._share = _share_of(held_out)
+    self._elsewhere = held_out if self._share is None else None
+    self._cut = cut and _size_of(cut)
+
+  def at(self, location: str | None, **options: str) -> Self:
+    known = ('column', 'cut', 'held_out')
+    if unknown := [name for name in options if name not in known]:
+      raise ConfigurationError(
+        f'The task text has no option {", ".join(unknown)}. It has {", ".join(known)}.'
+      )
+    return type(self)(location, **options)
+
+  def documents(self, split: str, shard: int, shards: int) -> Iterator[TextDocument]:
+    for row in self._records(split).rows(shard, shards):
+      text = row[self._column]
+      if text is not None and not isinstance(text, str):
+        raise ConfigurationError(
+          f'The column {self._column} of {self._location} has {text!r:.40}, but a text was '
+          'expected. Name the column of the text: --gin.text_column=\'"NAME"\'.'
+        )
+      pieces = _pieces(text or '', self._cut) if self._cut else [text or '']
+      key = '' if len(pieces) == 1 else f'{stable_hash(text or "")}'
+      for piece in pieces:
+        if self._is_in(split, piece):
+          yield TextDocument(piece, key, name='')
+
+  def describe(self, split: str) -> dict[str, Any]:
+    return {'kind': 'text', 'column': self._column} | self._records(split).describe()
+
+  def files(self, split: str) -> SourceFiles:
+    return self._records(split).files
+
+  def _records(self, split: str) -> Records:
+    location = self._location
+    if location is None:
+      raise ConfigurationError(
+        'The task text needs the location of its files: --gin.text=\'"/data/my_text"\', '
+        'TaskFeed.source, or --source of build_store.'
+      )
+    if split == 'validation' and self._elsewhere is not None:
+      location = self._elsewhere
+    return Records(location, [self._column])
+
+  def _is_in(self, split: str, text: str) -> bool:
+    if self._share is None:
+      return True
+    return (stable_hash(text) < self._share * _HASHES) == (split == 'validation')
+
+
+def _pieces(text: str, size: int) -> list[str]:
+  """A text in pieces of at most `size` bytes, cut at line ends where a line fits in."""
+  pieces: list[list[str]] = [[]]
+  used = 0
+  for line in text.splitlines(keepends=True):
+    length = len(line.encode())
+    if used + length > size:
+      pieces.append([])
+      used = 0
+    if length > size:
+      step = max(1, size // 4)  # characters, of at most 4 bytes
+      pieces += [[line[at : at + step]] for at in range(0, len(line), step)]
+      length = size
+    else:
+      pieces[-1].append(line)
+    used += length
+  return [''.join(lines) for lines in pieces if lines] or ['']
+
+
+def _size_of(cut: str) -> int:
+  if not cut.isdigit() or int(cut) < 1:
+    raise ConfigurationError(f'cut={cut} must be a number of bytes, 1 or more.')
+  return int(cut)
+
+
+def _share_of(held_out: str) -> float | None:
+  """The share of documents to hold out; None if it is a location."""
+  try:
+    share = float(held_out)
+  except ValueError:
+    return None
+  if not 0 < share < 1:
+    raise ConfigurationError(
+      f'held_out={held_out} must be a share above 0 and below 1, such as 0.005, or the location of '
+      'other files.'
+    )
+  return share
+
+
+register('text', TextSource())

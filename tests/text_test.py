@@ -1,0 +1,251 @@
+"""Text of a user's own: formats, columns, held-out documents, and sources that change."""
+
+import gzip
+import itertools
+import json
+import logging
+import os
+import pathlib
+import shlex
+import sys
+
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+
+from valkyrie.data import build_store, provenance
+from valkyrie.data.feed import TaskFeed
+from valkyrie.data.records import Records
+from valkyrie.data.source_files import SourceFiles
+from valkyrie.errors import ConfigurationError, DataError
+
+TEXTS = [f'Text {number}: naïve café. ' * (1 + number % 3) for number in range(24)]
+
+
+def json_lines(texts, column='text'):
+  return ''.join(json.dumps({'id': n, column: t}) + '\n' for n, t in enumerate(texts)).encode()
+
+
+def parquet(texts, column='text'):
+  sink = pa.BufferOutputStream()
+  table = pa.table({'id': list(range(len(texts))), column: texts})
+  pyarrow.parquet.write_table(table, sink, row_group_size=5)
+  return sink.getvalue().to_pybytes()
+
+
+def arrow(texts, column='text'):
+  sink = pa.BufferOutputStream()
+  table = pa.table({'id': list(range(len(texts))), column: texts})
+  with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+    writer.write_table(table, max_chunksize=5)
+  return sink.getvalue().to_pybytes()
+
+
+WRITERS = {'.jsonl': json_lines, '.parquet': parquet, '.arrow': arrow}
+COMPRESSORS = {
+  '': bytes,
+  '.gz': gzip.compress,
+  '.zst': lambda content: pa.compress(content, codec='zstd', asbytes=True),
+}
+
+
+@pytest.mark.parametrize('compression', COMPRESSORS)
+@pytest.mark.parametrize('kind', WRITERS)
+def test_every_format_has_each_row_in_exactly_one_part(tmp_path, kind, compression):
+  content = COMPRESSORS[compression](WRITERS[kind](TEXTS, 'body'))
+  (tmp_path / f'a{kind}{compression}').write_bytes(content)
+  records = Records(str(tmp_path), ['body'])
+  for parts in (1, 4):
+    found = [row['body'] for part in range(parts) for row in records.rows(part, parts)]
+    assert sorted(found) == sorted(TEXTS)
+  assert [row['body'] for row in records.rows(0, 1)] == TEXTS
+
+
+def test_a_plain_text_is_a_document(tmp_path):
+  (tmp_path / 'deep').mkdir()
+  for name, text in (('b.txt', 'zwei'), ('deep/a.md', 'eins'), ('c.txt', 'drei')):
+    (tmp_path / name).write_text(text)
+  (tmp_path / 'd.txt.gz').write_bytes(gzip.compress(b'vier'))
+  (tmp_path / 'image.png').write_bytes(b'\xff')
+  (tmp_path / '.hidden.txt').write_text('no')
+  assert [row['text'] for row in Records(str(tmp_path), ['text']).rows(0, 1)] == [
+    'zwei',
+    'drei',
+    'vier',
+    'eins',
+  ]
+
+
+@pytest.mark.parametrize(
+  ('pattern', 'found'),
+  [
+    ('*.txt', ['a.txt', 'b.txt']),
+    ('**/*.txt', ['a.txt', 'b.txt', 'x/c.txt', 'x/y/d.txt']),
+    ('x/*', ['x/c.txt']),
+    ('?.txt', ['a.txt', 'b.txt']),
+    ('[!a].txt', ['b.txt']),
+    ('x/y/d.txt', ['x/y/d.txt']),
+    ('', ['a.txt', 'b.txt', 'x/c.txt', 'x/y/d.txt']),
+  ],
+)
+def test_a_location_is_a_file_a_folder_or_a_pattern(tmp_path, pattern, found):
+  for name in ('a.txt', 'b.txt', 'x/c.txt', 'x/y/d.txt', 'x/y/e.png'):
+    (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+    (tmp_path / name).write_text('text')
+  listed = SourceFiles(str(tmp_path / pattern))
+  assert [str(pathlib.Path(f.path).relative_to(tmp_path)) for f in listed.files] == found
+
+
+@pytest.mark.parametrize(
+  ('name', 'content', 'said'),
+  [
+    ('a.jsonl', b'{"text": "a"}\n{"text": "b', 'Line 2 of .*a.jsonl is not JSON'),
+    ('a.jsonl', b'["text"]\n', 'Line 1 of .*a.jsonl is not a JSON object'),
+    ('a.jsonl', b'{"id": 1, "content": "a"}\n', 'no column text; it has id, content'),
+    ('a.parquet', parquet(TEXTS, 'content'), 'no column text; it has id, content'),
+    ('a.parquet', parquet(TEXTS)[:-50], 'a.parquet is corrupt'),
+    ('a.arrow', arrow(TEXTS, 'content'), 'no column text; it has id, content'),
+    ('a.arrow', arrow(TEXTS)[:400], 'a.arrow is corrupt'),
+    ('a.txt', b'caf\xe9', 'not UTF-8: byte 3 is 0xe9'),
+    ('a.txt', b'', 'a.txt is empty'),
+    ('a.txt.gz', gzip.compress(b'text')[:-9], 'a.txt.gz is corrupt'),
+    ('a.png', b'image', 'no files of a known format'),
+    ('dataset_dict.json', b'{}', 'several splits; name one of them'),
+  ],
+  ids=itertools.count(),
+)
+def test_bad_files_are_named(tmp_path, name, content, said):
+  (tmp_path / name).write_bytes(content)
+  with pytest.raises(DataError, match=said):
+    list(Records(str(tmp_path), ['text']).rows(0, 1))
+
+
+def test_a_missing_folder_is_named(tmp_path):
+  with pytest.raises(DataError, match='nowhere cannot be listed'):
+    Records(str(tmp_path / 'nowhere'), ['text'])
+
+
+def test_a_column_of_plain_text_is_refused(tmp_path):
+  (tmp_path / 'a.txt').write_text('text')
+  with pytest.raises(DataError, match='no column body; it has text'):
+    Records(str(tmp_path), ['body'])
+
+
+def documents(source, split):
+  return [document.text for document in source.documents(split, 0, 1)]
+
+
+def test_a_document_stays_in_its_split_when_files_are_added(tmp_path):
+  from valkyrie.tasks.text import TextSource  # noqa: PLC0415
+
+  (tmp_path / 'a.jsonl').write_bytes(json_lines(TEXTS))
+  source = TextSource(str(tmp_path), held_out='0.3')
+  before = documents(source, 'validation')
+  assert 2 < len(before) < 14
+  assert sorted(before + documents(source, 'train')) == sorted(TEXTS)
+  more = [f'Other {number}' for number in range(30)]
+  (tmp_path / '0.jsonl').write_bytes(json_lines(more))
+  after = documents(source, 'validation')
+  assert set(before) == set(after) & set(TEXTS) and len(after) > len(before)
+
+
+def test_held_out_text_in_another_folder(tmp_path):
+  from valkyrie.tasks.text import TextSource  # noqa: PLC0415
+
+  for name, texts in (('train', TEXTS[:20]), ('test', TEXTS[20:])):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / 'a.jsonl').write_bytes(json_lines(texts))
+  source = TextSource(str(tmp_path / 'train'), held_out=str(tmp_path / 'test'))
+  assert documents(source, 'train') == TEXTS[:20]
+  assert documents(source, 'validation') == TEXTS[20:]
+  assert [f.path for f in source.files('validation').files] == [str(tmp_path / 'test/a.jsonl')]
+
+
+def test_long_documents_are_cut_at_line_ends(tmp_path):
+  from valkyrie.tasks.text import TextSource  # noqa: PLC0415
+
+  lines = [f'Zeile {number} mit ä\n' for number in range(9)]
+  (tmp_path / 'a.txt').write_text(''.join(lines) + 'x' * 50)
+  (tmp_path / 'b.txt').write_text('short')
+  source = TextSource(str(tmp_path), held_out='1e-9', cut='40')
+  found = list(source.documents('train', 0, 1))
+  pieces, short = found[:-1], found[-1]
+  assert ''.join(piece.text for piece in pieces) == ''.join(lines) + 'x' * 50
+  assert [piece.text for piece in pieces[:4]] == [''.join(lines[n : n + 2]) for n in (0, 2, 4, 6)]
+  assert all(len(piece.text.encode()) <= 40 for piece in pieces)  # a long line is cut inside
+  assert len({piece.sequence_key for piece in pieces}) == 1  # and stays together
+  assert (short.text, short.sequence_key) == ('short', '')
+
+
+@pytest.mark.parametrize('held_out', ['0', '1.5', '-0.1'])
+def test_an_impossible_share_is_refused(held_out):
+  from valkyrie.tasks.text import TextSource  # noqa: PLC0415
+
+  with pytest.raises(ConfigurationError, match=f'held_out={held_out} must be a share above 0'):
+    TextSource('/data', held_out=held_out)
+
+
+def test_unknown_options_are_refused():
+  import seqio  # noqa: PLC0415
+
+  from valkyrie.tasks import fineweb, passkey, text  # noqa: F401, PLC0415
+
+  with pytest.raises(ConfigurationError, match=r'no option colum\. It has column, cut, held_out'):
+    seqio.TaskRegistry.get('text').source.at('/data', colum='a')
+  with pytest.raises(ConfigurationError, match='task fineweb has no options, but got column'):
+    seqio.TaskRegistry.get('fineweb').source.at('/data', column='a')
+  with pytest.raises(ConfigurationError, match='its own documents, but got the option column'):
+    seqio.TaskRegistry.get('passkey.64').source.at(None, column='a')
+
+
+def test_a_changed_source_is_refused_and_a_touched_one_is_not(tmp_path, caplog, monkeypatch):
+  folder = tmp_path / 'text'
+  folder.mkdir()
+  for number, text in enumerate(TEXTS):
+    (folder / f'{number:02}.txt').write_text(text)
+  options = {'held_out': 0.3, 'column': 'text'}
+  data_dir = str(tmp_path / 'stores')
+
+  def feed():
+    return TaskFeed('text', 'train', 1, 0, source=str(folder), options=options, data_dir=data_dir)
+
+  first = feed()
+  kept = [text for text in TEXTS if text.encode() in _content(first)]
+  assert len(kept) == len(first.store.lengths) and 10 < len(kept) < 24
+
+  os.utime(folder / '03.txt', (1, 1))
+  assert feed().fingerprint == first.fingerprint  # the same content
+
+  (folder / '03.txt').write_text(TEXTS[3].replace('T', 't'))  # the same size
+  (folder / '24.txt').write_text('one more')
+  (folder / '05.txt').unlink()
+  with pytest.raises(DataError) as refused:
+    feed()
+  said = str(refused.value)
+  assert '1 new: 24.txt; 1 gone: 05.txt; 1 changed: 03.txt' in said
+  (command,) = [line for line in said.splitlines() if line.strip().endswith('--rebuild')]
+  monkeypatch.setattr(sys, 'argv', shlex.split(command)[2:])
+  assert build_store.main() == 0
+  assert feed().fingerprint != first.fingerprint
+
+  folder.rename(tmp_path / 'elsewhere')
+  with caplog.at_level(logging.WARNING):
+    feed()
+  assert 'was not compared with its source' in caplog.text
+
+
+def _content(feed):
+  tokens = feed.read(0, feed.row_tokens).inputs[0]
+  return bytes(int(token) - 3 if token > 2 else 0 for token in tokens)
+
+
+def test_a_bucket_has_no_hashes_and_a_new_time_counts_there(tmp_path):
+  (tmp_path / 'a.txt').write_text('text')
+  recorded = provenance.record(SourceFiles(f'file://{tmp_path}'))
+  assert [entry[3] for entry in recorded['files']] == [None]
+  information = {'origin': recorded}
+  provenance.check(tmp_path, information, 'run this')
+  os.utime(tmp_path / 'a.txt', (1, 1))
+  with pytest.raises(DataError, match=r'1 changed: a\.txt.* run this'):
+    provenance.check(tmp_path, information, 'run this')

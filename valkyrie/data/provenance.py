@@ -1,0 +1,82 @@
+"""The files that a store was made from, compared with those that are there now.
+
+Content decides. A file of the same size but another time of change is hashed, if its hash is known:
+those of local files are, and those in buckets are not.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import hashlib
+import logging
+import os
+import pathlib
+from typing import Any
+
+from valkyrie.data.source_files import SourceFile, SourceFiles
+from valkyrie.errors import DataError
+
+_MAX_NAMED = 5
+
+
+def record(files: SourceFiles) -> dict[str, Any]:
+  """The location of the files, and [name, size, time of change, hash] of each, for store.json."""
+  return {
+    'location': files.location,
+    'files': [[files.name(f), f.size, f.modified, _hash(files, f)] for f in files.files],
+  }
+
+
+def check(path: pathlib.Path, information: Mapping[str, Any], rebuild: str) -> None:
+  """Raises a DataError if the source of a store has changed; `rebuild`: how to make it again.
+
+  A store without its source is as good as ever, and a warning says that it was not compared.
+  """
+  recorded = information.get('origin')
+  if recorded is None:
+    return
+  try:
+    files = SourceFiles(recorded['location'])
+  except DataError as error:
+    logging.warning('The token store %s was not compared with its source: %s', path, error)
+    return
+  now = {files.name(file): file for file in files.files}
+  before = {name: (size, modified, known) for name, size, modified, known in recorded['files']}
+  changes = {
+    'new': sorted(now.keys() - before.keys()),
+    'gone': sorted(before.keys() - now.keys()),
+    'changed': sorted(
+      name
+      for name in now.keys() & before.keys()
+      if _differs(*before[name], now[name], lambda name=name: _hash(files, now[name]))
+    ),
+  }
+  if any(changes.values()):
+    found = '; '.join(
+      f'{len(names)} {word}: {_some(names)}' for word, names in changes.items() if names
+    )
+    raise DataError(
+      f'The token store {path} was made from other files than {recorded["location"]} has now '
+      f'({found}). To make it again from these, {rebuild}'
+    )
+
+
+def _differs(
+  size: int, modified: int, known: str | None, now: SourceFile, hashed: Callable[[], str | None]
+) -> bool:
+  if size != now.size:
+    return True
+  if modified == now.modified:
+    return False
+  return known is None or known != hashed()
+
+
+def _hash(files: SourceFiles, file: SourceFile) -> str | None:
+  """BLAKE2b of a local file's bytes as they lie on disk; None in a bucket."""
+  if '://' in files.location or not os.path.isfile(file.path):
+    return None
+  with open(file.path, 'rb') as stream:
+    return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _some(names: Sequence[str]) -> str:
+  more = f' and {len(names) - _MAX_NAMED} more' if len(names) > _MAX_NAMED else ''
+  return ', '.join(names[:_MAX_NAMED]) + more

@@ -1,0 +1,151 @@
+"""Rows of text files: plain text, JSON lines, parquet, and Hugging Face's arrow folders."""
+
+from collections.abc import Iterator, Sequence
+import hashlib
+import json
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet
+
+from valkyrie.data.source_files import SourceFile, SourceFiles, format_of
+from valkyrie.errors import DataError
+
+_REPAIR = 'Mend the file, fetch it again, or leave it out of the source.'
+_ROWS_AT_ONCE = 1024
+Row = dict[str, Any]
+
+
+class Records:
+  """The rows of all files at a location, whatever their formats.
+
+  A plain text is one row with the column `text`. Parts are made of files, of row groups of parquet,
+  of batches of arrow, and of the lines of JSON lines.
+
+  Args:
+    location: see `SourceFiles`.
+    columns: the columns to read; others are never read.
+
+  Raises:
+    DataError: there are no files, or the named file is corrupt, empty or lacks a column.
+  """
+
+  def __init__(self, location: str, columns: Sequence[str]):
+    self._columns = list(columns)
+    self.files = SourceFiles(location)
+    self._groups: list[tuple[SourceFile, int]] = []  # row groups of parquet; -1 is a whole file
+    for file in self.files.files:
+      kind = format_of(file.path)
+      if not file.size:
+        raise DataError(f'{file.path} is empty. {_REPAIR}')
+      if kind in ('.txt', '.md') and self._columns != ['text']:
+        self._missing(file.path, ['text'])
+      if kind == '.parquet':
+        self._groups += [(file, group) for group in range(self._row_groups(file))]
+      else:
+        self._groups.append((file, -1))
+
+  def rows(self, part: int, parts: int) -> Iterator[Row]:
+    """The rows of one of `parts` parts; each row is in exactly one of them."""
+    for number, (file, group) in enumerate(self._groups):
+      kind = format_of(file.path)
+      if kind == '.jsonl':  # may be one large file: its lines take turns
+        yield from self._guarded(file, self._lines(file, part, parts))
+      elif kind == '.arrow':
+        yield from self._guarded(file, self._batches(file, part, parts))
+      elif number % parts == part:
+        read = self._group(file, group) if kind == '.parquet' else self._text(file)
+        yield from self._guarded(file, read)
+
+  def describe(self) -> dict[str, Any]:
+    """The number and the hash of the files' names, for store.json."""
+    names = '\n'.join(map(self.files.name, self.files.files))
+    return {
+      'files': len(self.files.files),
+      'files_sha256': hashlib.sha256(names.encode()).hexdigest(),
+    }
+
+  def _row_groups(self, file: SourceFile) -> int:
+    (footer,) = self._guarded(file, (self._parquet(f).metadata for f in [file]))
+    if not footer.num_rows:
+      raise DataError(f'{file.path} is empty: it has no rows. {_REPAIR}')
+    self._missing(file.path, footer.schema.to_arrow_schema().names)
+    return footer.num_row_groups
+
+  def _parquet(self, file: SourceFile) -> pyarrow.parquet.ParquetFile:
+    return pyarrow.parquet.ParquetFile(
+      self.files.open_at_random(file), page_checksum_verification=True
+    )
+
+  def _group(self, file: SourceFile, group: int) -> Iterator[Row]:
+    table = self._parquet(file).read_row_group(group, columns=self._columns)
+    for batch in table.to_batches(max_chunksize=_ROWS_AT_ONCE):
+      yield from batch.to_pylist()
+
+  def _batches(self, file: SourceFile, part: int, parts: int) -> Iterator[Row]:
+    with self.files.open(file) as stream, pyarrow.ipc.open_stream(stream) as reader:
+      self._missing(file.path, reader.schema.names)
+      for number, batch in enumerate(reader):
+        if number % parts == part:
+          yield from batch.select(self._columns).to_pylist()
+
+  def _text(self, file: SourceFile) -> Iterator[Row]:
+    with self.files.open(file) as stream:
+      yield {'text': stream.read().decode()}
+
+  def _lines(self, file: SourceFile, part: int, parts: int) -> Iterator[Row]:
+    with self.files.open(file) as stream:
+      for number, line in enumerate(_split_lines(stream)):
+        if number % parts != part or not line.strip():
+          continue
+        try:
+          row = json.loads(line)
+        except ValueError as error:
+          raise DataError(
+            f'Line {number + 1} of {file.path} is not JSON ({error}): it begins with '
+            f'{line[:40]!r}. {_REPAIR}'
+          ) from error
+        if not isinstance(row, dict):
+          raise DataError(
+            f'Line {number + 1} of {file.path} is not a JSON object: it begins with '
+            f'{line[:40]!r}. Each line must be an object such as {{"text": "..."}}.'
+          )
+        self._missing(f'Line {number + 1} of {file.path}', list(row))
+        yield {column: row[column] for column in self._columns}
+
+  def _missing(self, place: str, names: Sequence[str]) -> None:
+    """Raises a DataError if a column is not among the names."""
+    if missing := [column for column in self._columns if column not in names]:
+      raise DataError(
+        f'{place} has no column {", ".join(missing)}; it has {", ".join(names)}. Name the column '
+        'of the text: --gin.text_column=\'"NAME"\', or --option=column=NAME of build_store.'
+      )
+
+  def _guarded(self, file: SourceFile, rows: Iterator[Any]) -> Iterator[Any]:
+    """Names the file of an error."""
+    try:
+      yield from rows
+    except UnicodeDecodeError as error:
+      raise DataError(
+        f'{file.path} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}. '
+        'Convert it, for instance with iconv, or leave it out of the source.'
+      ) from error
+    except FileNotFoundError as error:
+      raise DataError(f'{file.path} is missing. {_REPAIR}') from error
+    except (pa.ArrowException, OSError, ValueError) as error:
+      raise DataError(f'{file.path} is corrupt: it cannot be read ({error}). {_REPAIR}') from error
+
+
+def _split_lines(stream: Any) -> Iterator[bytes]:
+  """The lines of a pyarrow stream, which has none of its own where it is compressed."""
+  line: list[bytes] = []
+  while block := stream.read(2**20):
+    first, *others = block.split(b'\n')
+    line.append(first)
+    if others:
+      yield b''.join(line)
+      yield from others[:-1]
+      line = others[-1:]
+  if any(line):
+    yield b''.join(line)

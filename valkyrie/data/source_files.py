@@ -1,0 +1,139 @@
+"""The files of a text source: found by a path, a folder or a pattern, here or in a bucket."""
+
+from collections.abc import Sequence
+import fnmatch
+import os
+import posixpath
+import re
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.fs
+
+from valkyrie.errors import DataError
+
+# Suffixes of the formats that `records` reads, and of a compression around them.
+FORMATS = ('.txt', '.md', '.jsonl', '.parquet', '.arrow')
+COMPRESSIONS = {'.gz': 'gzip', '.zst': 'zstd'}
+_WILDCARDS = re.compile(r'[*?[]')
+
+
+class SourceFile(NamedTuple):
+  """A file: its path in its file system, its bytes, and its time of change in nanoseconds."""
+
+  path: str
+  size: int
+  modified: int
+
+
+class SourceFiles:
+  """The files at a location, sorted by path.
+
+  A folder stands for all files of known formats below it but hidden ones, and but the caches that
+  Hugging Face's `datasets` writes. In a pattern `*` stops at a slash, and `**` does not.
+
+  Attributes:
+    location: as given.
+    root: the folder of the listing, to which paths in messages and hashes are relative.
+    files: the files.
+
+  Raises:
+    DataError: there are no files, or they cannot be listed.
+  """
+
+  def __init__(self, location: str, formats: Sequence[str] = FORMATS):
+    """Lists `location`: a local path, or a URI that pyarrow supports (gs://, s3://, hdfs://)."""
+    self.location = location
+    try:
+      self._filesystem, path = filesystem_of(location)
+      self.root, self.files = self._listed(path, formats)
+    except (pa.ArrowException, OSError, ValueError) as error:
+      raise DataError(
+        f'The source {location} cannot be listed ({error}). Check its path and its permissions.'
+      ) from error
+    if not self.files:
+      raise DataError(
+        f'The source {location} has no files of a known format. Found nothing that ends with '
+        f'{", ".join(formats)}, also compressed as {" or ".join(COMPRESSIONS)}. Name a file, a '
+        'folder or a pattern of such files.'
+      )
+
+  def name(self, file: SourceFile) -> str:
+    """The path of a file relative to the root."""
+    return posixpath.relpath(file.path, self.root)
+
+  def open(self, file: SourceFile) -> Any:
+    """A pyarrow stream of the content, decompressed."""
+    compression = COMPRESSIONS.get(posixpath.splitext(file.path)[1])
+    return self._filesystem.open_input_stream(file.path, compression=compression)
+
+  def open_at_random(self, file: SourceFile) -> Any:
+    """A pyarrow file with random access; a compressed one is read into memory."""
+    if posixpath.splitext(file.path)[1] in COMPRESSIONS:
+      return pa.BufferReader(self.open(file).read())
+    return self._filesystem.open_input_file(file.path)
+
+  def _listed(self, path: str, formats: Sequence[str]) -> tuple[str, list[SourceFile]]:
+    wildcard = _WILDCARDS.search(path)
+    if wildcard:
+      root = posixpath.dirname(path[: wildcard.start()])
+      pattern = _regex(path)
+    else:
+      root, pattern = path, None
+      found = self._filesystem.get_file_info(path)
+      if found.type == pyarrow.fs.FileType.File:
+        return posixpath.dirname(path), [_file(found)]
+    selector = pyarrow.fs.FileSelector(root or '.', recursive=True)
+    infos = [
+      info
+      for info in self._filesystem.get_file_info(selector)
+      if info.type == pyarrow.fs.FileType.File
+    ]
+    if pattern:
+      chosen = [info for info in infos if pattern.fullmatch(posixpath.normpath(info.path))]
+    else:
+      self._check_one_split(root, infos)
+      chosen = [info for info in infos if _is_text(posixpath.relpath(info.path, root), formats)]
+    return root or '.', sorted(map(_file, chosen))
+
+  def _check_one_split(self, root: str, infos: Sequence[Any]) -> None:
+    """Hugging Face's folder of several splits would mix them."""
+    if any(info.path == posixpath.join(root, 'dataset_dict.json') for info in infos):
+      parts = [posixpath.relpath(info.path, root).partition('/') for info in infos]
+      splits = sorted({folder for folder, slash, _ in parts if slash})
+      raise ValueError(f'it holds several splits; name one of them: {", ".join(splits)}')
+
+
+def filesystem_of(location: str) -> tuple[Any, str]:
+  """The file system of a location, and its path there."""
+  if '://' in location:
+    return pyarrow.fs.FileSystem.from_uri(location)
+  return pyarrow.fs.LocalFileSystem(), os.path.abspath(os.path.expanduser(location))
+
+
+def format_of(path: str) -> str:
+  """The suffix of a file's format, below that of a compression."""
+  stem, suffix = posixpath.splitext(path)
+  return posixpath.splitext(stem)[1] if suffix in COMPRESSIONS else suffix
+
+
+def _is_text(name: str, formats: Sequence[str]) -> bool:
+  hidden = any(part.startswith('.') for part in name.split('/'))
+  cache = fnmatch.fnmatch(posixpath.basename(name), 'cache-*.arrow')
+  return format_of(name) in formats and not hidden and not cache
+
+
+def _file(info: Any) -> SourceFile:
+  return SourceFile(info.path, info.size, info.mtime_ns or 0)
+
+
+def _regex(pattern: str) -> re.Pattern:
+  """The paths that a pattern matches: `**` any, `*` and `?` all but a slash."""
+  parts = re.split(r'(\*\*/|\*\*|\*|\?|\[[^]]*\])', posixpath.normpath(pattern))
+  known = {'**/': '(?:.*/)?', '**': '.*', '*': '[^/]*', '?': '[^/]'}
+  return re.compile(
+    ''.join(
+      known.get(part) or (part.replace('[!', '[^') if part[:1] == '[' else re.escape(part))
+      for part in parts
+    )
+  )
