@@ -1,8 +1,9 @@
 """A recurrence behind a short convolution, beside a gate: the recurrent block of Griffin.
 
-    y = W_out (silu(W_gate x) ∘ recurrence(silu(convolution(W_in x))))
+    y = W_out (silu(W_gate x) ∘ recurrence(f(convolution(W_in x))))
 
-De et al. 2024 (Griffin), figure 2; Gu & Dao 2023 (Mamba) wrap theirs in the same way. The
+De et al. 2024 (Griffin), figure 2, where f changes nothing; in Gu & Dao 2023 (Mamba) it is silu,
+and its output has a mean, which a long memory adds up. The
 convolution tells the recurrence which tokens stand together, and the gate what to read of it.
 """
 
@@ -13,9 +14,13 @@ import gin
 import haiku as hk
 import jax
 
+from valkyrie.errors import ConfigurationError
 from valkyrie.models.layers import check_sizes, project
 from valkyrie.models.recurrence.convolution import CausalConvolution, Tail
 from valkyrie.types import Array, Carry, DType, SequenceMixer
+
+
+ACTIVATIONS = {'silu': jax.nn.silu, 'linear': lambda x: x}
 
 
 class GatedCarry(NamedTuple):
@@ -34,6 +39,7 @@ class GatedRecurrence(hk.Module):
     recurrence: Callable[[], SequenceMixer],
     width: int,
     taps: int = 4,
+    activation: str = 'silu',
     name: str | None = None,
   ):
     """Configures the mixer.
@@ -42,11 +48,17 @@ class GatedRecurrence(hk.Module):
       recurrence: the class of the mixer inside (`@S5` in gin).
       width: W, of the convolution, the recurrence and the gate.
       taps: tokens that the convolution reads.
+      activation: f, 'silu' or 'linear'.
       name: Haiku's.
     """
     super().__init__(name)
     check_sizes('GatedRecurrence', width=width, taps=taps)
+    if activation not in ACTIVATIONS:
+      raise ConfigurationError(
+        f'GatedRecurrence.activation={activation!r} is unknown. Use one of {list(ACTIVATIONS)}.'
+      )
     self.width = width
+    self.activate = ACTIVATIONS[activation]
     self.recurrence = recurrence()
     self.convolution = CausalConvolution(taps)
     self.causal = self.recurrence.causal
@@ -73,6 +85,6 @@ class GatedRecurrence(hk.Module):
     where = {'positions': positions, 'segment_ids': segment_ids}
     inner, gate = project(x, ('embed', 'mlp'), inner=self.width, gate=self.width)
     convolved, tail = self.convolution(inner, carry.tail, **where)
-    mixed, state = self.recurrence(jax.nn.silu(convolved), carry.state, **where)
+    mixed, state = self.recurrence(self.activate(convolved), carry.state, **where)
     (out,) = project(mixed * jax.nn.silu(gate), ('mlp', 'embed'), out=x.shape[-1])
     return out, GatedCarry(tail, state)
