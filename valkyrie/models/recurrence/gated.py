@@ -19,7 +19,6 @@ from valkyrie.models.layers import check_sizes, project
 from valkyrie.models.recurrence.convolution import CausalConvolution, Tail
 from valkyrie.types import Array, Carry, DType, SequenceMixer
 
-
 ACTIVATIONS = {'silu': jax.nn.silu, 'linear': lambda x: x}
 
 
