@@ -219,7 +219,7 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
   add('only', _list(str), None, 'models, separated by commas')
   add('seconds', _positive(float), 90.0, 'seconds of training for the first table')
   add('tokens', _positive(int), 250_000, 'tokens of training for the second table')
-  add('rates', _list(_positive(float)), (1.5e-3, 3e-3, 6e-3), 'learning rates to try')
+  add('rates', _list(_positive(float)), (7.5e-4, 1.5e-3, 3e-3), 'learning rates to try')
   add('seeds', _list(int), (0, 1, 2), 'seeds; the first one tries the rates')
   add('batch', _positive(int), 1024, 'tokens of a step, of every model')
   add('scored', _positive(int), 100_000, 'bytes of the validation sample')

@@ -106,7 +106,7 @@ def _by_position(finals: Mapping[str, Sequence[Result]]) -> list[str]:
       for result in of_reading:
         full = [d['by_position'] for d in result['documents'] if d['bytes'] == longest]
         count = len(full)
-        per_seed.append([sum(d[k] for d in full) / (2**k * math.log(2)) for k in bins if full])
+        per_seed.append([_mean(d[k] for d in full) / (2**k * math.log(2)) for k in bins if full])
       means = [f'{_mean(values):.3f}' for values in zip(*per_seed, strict=True)]
       rows.append([model, reading, *means])
   if not count:

@@ -39,6 +39,7 @@ VARIANTS = {
   'published layer (half_glu1), no gate': _gin(
     "S5.activation='half_glu1'", 'recurrent/Block.mixers=(@S5,)'
   ),
+  'silu after the convolution': _gin("GatedRecurrence.activation='silu'"),
   'gelu inside the gate': _gin("S5.activation='gelu'"),
   # The state.
   'selective': _gin('S5.selective=True'),

@@ -135,7 +135,7 @@ def test_a_trial_of_ours_writes_its_file_and_is_not_run_again(tmp_path):
 def made_up(results, model, budget, rate, seed, bits):
   """Writes the result of a trial that never ran."""
   trial = learn_trial.Trial(model, budget, rate, seed, 100, 4096, 1000)
-  nats = [np.full(n - 1, bits * math.log(2)) for n in (700, 16384)]
+  nats = [np.full(n - 1, bits * math.log(2)) for n in (700, 16384, 16384)]
   result = {
     **learn_trial.dataclasses.asdict(trial),
     'parameters': 2_000_000,

@@ -38,7 +38,7 @@ class GatedRecurrence(hk.Module):
     recurrence: Callable[[], SequenceMixer],
     width: int,
     taps: int = 4,
-    activation: str = 'silu',
+    activation: str = 'linear',
     name: str | None = None,
   ):
     """Configures the mixer.
@@ -47,7 +47,7 @@ class GatedRecurrence(hk.Module):
       recurrence: the class of the mixer inside (`@S5` in gin).
       width: W, of the convolution, the recurrence and the gate.
       taps: tokens that the convolution reads.
-      activation: f, 'silu' or 'linear'.
+      activation: f, 'linear' or 'silu'.
       name: Haiku's.
     """
     super().__init__(name)
