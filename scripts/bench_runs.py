@@ -23,9 +23,7 @@ from valkyrie.types import Batch
 
 # Steps that are timed together; the loop writes its log once in as many.
 STEPS = 10
-
-
-WHOLE, NO_MIXERS = 'the model', 'no mixers'
+WHOLE, NO_MIXERS = 'the model', 'no mixers'  # names of variants
 
 
 class Forward(NamedTuple):

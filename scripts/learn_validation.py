@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from valkyrie.data.store_location import build_if_missing, store_path
+from valkyrie.data import store_location
 from valkyrie.data.token_store import TokenStore
 from valkyrie.data.vocabularies import ByteVocabulary
 
@@ -32,9 +32,7 @@ class Window(NamedTuple):
 
 def open_store(split: str) -> TokenStore:
   """The bytes of python_stdlib, the task of gin/data/python_stdlib.gin, built if missing."""
-  path = store_path('python_stdlib', split, VOCABULARY, None, None)
-  build_if_missing(path, 'python_stdlib', split, 'bytes', None)
-  return TokenStore.open(path, VOCABULARY)
+  return store_location.open_store('python_stdlib', split, 'bytes', VOCABULARY)
 
 
 def sample(store: TokenStore, scored: int) -> list[np.ndarray]:

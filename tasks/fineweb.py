@@ -22,6 +22,7 @@ from valkyrie.data.source_files import SourceFiles
 from valkyrie.errors import ConfigurationError, DataError
 
 COLUMNS = ('text', 'id', 'url')
+FORMATS = ('.parquet',)  # a downloaded folder has a README.md as well
 VALIDATION_ONE_IN = 200
 _STREAMED = 'hf://'
 
@@ -43,7 +44,7 @@ class FineWebSource(DocumentSource):
     if location.startswith(_STREAMED):
       pages = itertools.islice(_stream(location), shard, None, shards)
     else:
-      pages = Records(location, COLUMNS).rows(shard, shards)
+      pages = Records(location, COLUMNS, FORMATS).rows(shard, shards)
     for page in pages:
       host = _host(page['url'])
       if _split(host) == split:
@@ -53,11 +54,11 @@ class FineWebSource(DocumentSource):
     location = self._known_location()
     if location.startswith(_STREAMED):
       return {'kind': 'fineweb, streamed'}
-    return {'kind': 'fineweb'} | Records(location, COLUMNS).describe()
+    return {'kind': 'fineweb'} | Records(location, COLUMNS, FORMATS).describe()
 
   def files(self, split: str) -> SourceFiles | None:
     location = self._known_location()
-    return None if location.startswith(_STREAMED) else Records(location, COLUMNS).files
+    return None if location.startswith(_STREAMED) else SourceFiles(location, FORMATS)
 
   def _known_location(self) -> str:
     if self._location is None:

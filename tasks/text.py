@@ -66,9 +66,12 @@ class TextSource(DocumentSource):
     return {'kind': 'text', 'column': self._column} | self._records(split).describe()
 
   def files(self, split: str) -> SourceFiles:
-    return self._records(split).files
+    return SourceFiles(self._location_of(split))
 
   def _records(self, split: str) -> Records:
+    return Records(self._location_of(split), [self._column])
+
+  def _location_of(self, split: str) -> str:
     location = self._location
     if location is None:
       raise ConfigurationError(
@@ -76,8 +79,8 @@ class TextSource(DocumentSource):
         'TaskFeed.source, or --source of build_store.'
       )
     if split == 'validation' and self._elsewhere is not None:
-      location = self._elsewhere
-    return Records(location, [self._column])
+      return self._elsewhere
+    return location
 
   def _is_in(self, split: str, text: str) -> bool:
     if self._share is None:

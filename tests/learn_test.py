@@ -88,21 +88,18 @@ def test_a_summary_counts_the_bytes_with_context():
   assert last['by_position'] == pytest.approx([*early, *(2**k * bits for k in range(9, 14))])
 
 
+def settings(results, **changed):
+  """The flags of a comparison."""
+  common = {'results': results, 'seeds': (0, 1), 'screen': False, 'seconds': 1.0, 'tokens': 64}
+  return argparse.Namespace(**{**common, 'batch': 64, 'scored': 9, **changed})
+
+
 def test_a_trial_of_ours_writes_its_file_and_is_not_run_again(tmp_path):
   for split in ('train', 'validation'):
     write_store(tmp_path, split)
   toy = tmp_path / 'toy.gin'
   toy.write_text(tiny_run.gin_text(tmp_path, curriculum='short_then_long'))
-  flags = argparse.Namespace(
-    results=tmp_path,
-    rates=(3e-3,),
-    seeds=(7,),
-    screen=False,
-    seconds=2.0,
-    tokens=256,
-    batch=64,
-    scored=1000,
-  )
+  flags = settings(tmp_path, rates=(3e-3,), seeds=(7,), seconds=2.0, tokens=256, scored=1000)
   started = []
 
   def start(trial, file):
@@ -193,16 +190,7 @@ def test_trials_of_other_settings_are_refused(tmp_path, capsys):
 
 
 def test_a_model_whose_trial_fails_is_left_out(tmp_path, capsys):
-  flags = argparse.Namespace(
-    results=tmp_path,
-    rates=(1e-3, 2e-3),
-    seeds=(0, 1),
-    screen=False,
-    seconds=1.0,
-    tokens=64,
-    batch=64,
-    scored=9,
-  )
+  flags = settings(tmp_path, rates=(1e-3, 2e-3))
 
   def start(trial, file):
     if trial.model == 'broken':
@@ -219,16 +207,7 @@ def test_a_model_whose_trial_fails_is_left_out(tmp_path, capsys):
 
 
 def test_a_screening_tries_every_rate_with_the_tokens(tmp_path):
-  flags = argparse.Namespace(
-    results=tmp_path,
-    rates=(1e-3, 2e-3),
-    seeds=(0, 1),
-    screen=True,
-    seconds=1.0,
-    tokens=64,
-    batch=64,
-    scored=9,
-  )
+  flags = settings(tmp_path, rates=(1e-3, 2e-3), screen=True)
   started = []
 
   def start(trial, file):

@@ -156,11 +156,14 @@ def test_all_processes_stop_after_the_largest_number_of_calls(monkeypatch, count
 
 
 def builder_of(process):
-  """The process that builds a token store for a run; None before there is one."""
-  for pid in pathlib.Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text().split():
-    if 'build_store' in pathlib.Path(f'/proc/{pid}/cmdline').read_text():
-      return int(pid)
-  return None
+  """Waits for the process that builds a token store for a run, and returns its number."""
+  children = pathlib.Path(f'/proc/{process.pid}/task/{process.pid}/children')
+  while True:
+    for pid in children.read_text().split():
+      if 'build_store' in pathlib.Path(f'/proc/{pid}/cmdline').read_text():
+        return int(pid)
+    assert process.poll() is None, process.stderr.read()
+    time.sleep(0.02)
 
 
 def is_running(pid):
@@ -174,9 +177,7 @@ def is_running(pid):
 def test_a_signal_while_a_store_is_built_ends_its_builder_too(flags, folder, tmp_path):
   elsewhere = ("--gin.task='python_stdlib'", f"--gin.TaskFeed.data_dir='{tmp_path}'")
   with start(flags, folder, tmp_path, *elsewhere) as process:
-    while (builder := builder_of(process)) is None:
-      assert process.poll() is None, process.stderr.read()
-      time.sleep(0.02)
+    builder = builder_of(process)
     process.send_signal(signal.SIGINT)
     said = process.stderr.read()
   assert process.returncode == 75, said
@@ -188,9 +189,7 @@ def test_a_signal_while_a_store_is_built_ends_its_builder_too(flags, folder, tmp
 def test_a_killed_run_ends_the_builder_of_its_store(flags, folder, tmp_path):
   elsewhere = ("--gin.task='python_stdlib'", f"--gin.TaskFeed.data_dir='{tmp_path}'")
   with start(flags, folder, tmp_path, *elsewhere) as process:
-    while (builder := builder_of(process)) is None:
-      assert process.poll() is None, process.stderr.read()
-      time.sleep(0.02)
+    builder = builder_of(process)
     process.kill()
     while is_running(builder):
       time.sleep(0.02)

@@ -96,15 +96,7 @@ def test_the_gradient_is_that_of_the_equations():
     gradient = jax.jit(
       jax.grad(lambda *a: weighted(*build().apply(*a, positions, segment_ids)), argnums=(0, 1, 2))
     )(*point)
-    for _ in range(5):
-      direction = jax.tree.map(lambda a: random.normal(size=a.shape), point)
-      slope = (
-        np.dot([at(step, direction) for step in (-2e-5, -1e-5, 1e-5, 2e-5)], [1, -8, 8, -1]) / 12e-5
-      )
-      along = sum(
-        np.sum(g * d) for g, d in zip(*map(jax.tree.leaves, (gradient, direction)), strict=True)
-      )
-      np.testing.assert_allclose(along, slope, rtol=1e-6)
+    tiny.check_slopes(gradient, point, at, random)
 
 
 @pytest.mark.parametrize('form', scan.FORMS)

@@ -132,6 +132,26 @@ def test_a_column_of_plain_text_is_refused(tmp_path):
     Records(str(tmp_path), ['body'])
 
 
+def test_a_named_file_of_another_format_is_plain_text(tmp_path):
+  (tmp_path / 'book').write_text('text')
+  assert list(Records(str(tmp_path / 'book'), ['text']).rows(0, 1)) == [{'text': 'text'}]
+  with pytest.raises(DataError, match='no column body; it has text'):
+    Records(str(tmp_path / 'book'), ['body'])
+
+
+def test_a_downloaded_fineweb_has_a_readme_too(tmp_path):
+  from valkyrie.tasks.fineweb import FineWebSource  # noqa: PLC0415
+
+  (tmp_path / 'README.md').write_text('a data card')
+  table = pa.table({'text': ['page'], 'id': ['1'], 'url': ['https://a.org/1']})
+  pyarrow.parquet.write_table(table, tmp_path / '0.parquet')
+  source = FineWebSource(str(tmp_path))
+  found = [text for split in source.splits for text in documents(source, split)]
+  assert found == ['page']
+  information = {'origin': json.loads(json.dumps(provenance.record(source.files('train'))))}
+  provenance.check(tmp_path, information, '')
+
+
 def documents(source, split):
   return [document.text for document in source.documents(split, 0, 1)]
 

@@ -108,3 +108,19 @@ def batch(lengths, rows=2, seed=0, padding=0) -> Batch:
 def cut(whole: Batch, begin: int, end: int) -> Batch:
   """The tokens [begin, end) of every row."""
   return jax.tree.map(lambda x: x[:, begin:end], whole)
+
+
+def check_slopes(gradient, point, at, random):
+  """Compares a gradient at `point` with differences of fourth order along five directions.
+
+  `at(step, direction)` is the function at point + step x direction, in float64.
+  """
+  for _ in range(5):
+    direction = jax.tree.map(lambda a: random.normal(size=a.shape), point)
+    slope = (
+      np.dot([at(step, direction) for step in (-2e-5, -1e-5, 1e-5, 2e-5)], [1, -8, 8, -1]) / 12e-5
+    )
+    along = sum(
+      np.sum(g * d) for g, d in zip(*map(jax.tree.leaves, (gradient, direction)), strict=True)
+    )
+    np.testing.assert_allclose(along, slope, rtol=1e-6)

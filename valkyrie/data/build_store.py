@@ -15,7 +15,7 @@ together, and 'FEATURE_pretokenized', which seqio's tokenize adds, gives the byt
 """
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 import contextlib
 import importlib
 import importlib.util
@@ -113,7 +113,7 @@ def _finished(
   split: str,
   vocabulary: Vocabulary,
   source: str | None,
-  options: Mapping[str, str],
+  options: Options,
 ) -> dict[str, Any]:
   """Reads store.json of a finished store, which must have the requested task and source."""
   information = token_store.read_information(output)

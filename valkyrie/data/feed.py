@@ -10,8 +10,8 @@ import numpy as np
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import vocabularies
 from valkyrie.data.rows import Epoch, Rows
-from valkyrie.data.store_location import build_if_missing, located, store_path
-from valkyrie.data.token_store import REBUILD, TokenStore
+from valkyrie.data.store_location import open_store
+from valkyrie.data.token_store import REBUILD
 from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.types import Batch
 
@@ -83,11 +83,8 @@ class TaskFeed:
         'Use a batch_size and epochs of 1 or more, and bad_documents of 0 or more.'
       )
     self.vocabulary = vocabularies.load(vocabulary)
-    source = located(source)
     given = {name: str(value) for name, value in (options or {}).items() if value is not None}
-    path = store_path(task, split, self.vocabulary, source, data_dir, given)
-    build_if_missing(path, task, split, vocabulary, source, given)
-    self.store = TokenStore.open(path, self.vocabulary)
+    self.store = open_store(task, split, vocabulary, self.vocabulary, source, data_dir, given)
     keys = None if reset_at == 'document' else self.store.sequence_keys
     self._rows = Rows(self.store.lengths, keys, batch_size, seed, shuffle)
     if self._rows.units < batch_size:

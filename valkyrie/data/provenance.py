@@ -18,9 +18,10 @@ _MAX_NAMED = 5
 
 
 def record(files: SourceFiles) -> dict[str, Any]:
-  """The location of the files, and [name, size, time of change, hash] of each, for store.json."""
+  """How the files were found, and [name, size, time of change, hash] of each, for store.json."""
   return {
     'location': files.location,
+    'formats': list(files.formats),
     'files': [[files.name(f), f.size, f.modified, _hash(files, f)] for f in files.files],
   }
 
@@ -34,7 +35,7 @@ def check(path: pathlib.Path, information: Mapping[str, Any], rebuild: str) -> N
   if recorded is None:
     return
   try:
-    files = SourceFiles(recorded['location'])
+    files = SourceFiles(recorded['location'], recorded['formats'])
   except DataError as error:
     logging.warning('The token store %s was not compared with its source: %s', path, error)
     return

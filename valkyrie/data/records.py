@@ -9,10 +9,11 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet
 
-from valkyrie.data.source_files import SourceFile, SourceFiles, format_of
+from valkyrie.data.source_files import FORMATS, SourceFile, SourceFiles, format_of
 from valkyrie.errors import DataError
 
 _REPAIR = 'Mend the file, fetch it again, or leave it out of the source.'
+_OF_ROWS = ('.jsonl', '.parquet', '.arrow')
 _ROWS_AT_ONCE = 1024
 Row = dict[str, Any]
 
@@ -24,27 +25,28 @@ class Records:
   of batches of arrow, and of the lines of JSON lines.
 
   Args:
-    location: see `SourceFiles`.
+    location, formats: see `SourceFiles`. A file of another format, which only its own name or a
+      pattern can choose, is a plain text.
     columns: the columns to read; others are never read.
 
   Raises:
     DataError: there are no files, or the named file is corrupt, empty or lacks a column.
   """
 
-  def __init__(self, location: str, columns: Sequence[str]):
+  def __init__(self, location: str, columns: Sequence[str], formats: Sequence[str] = FORMATS):
     self._columns = list(columns)
-    self.files = SourceFiles(location)
+    self.files = SourceFiles(location, formats)
     self._groups: list[tuple[SourceFile, int]] = []  # row groups of parquet; -1 is a whole file
     for file in self.files.files:
       kind = format_of(file.path)
       if not file.size:
         raise DataError(f'{file.path} is empty. {_REPAIR}')
-      if kind in ('.txt', '.md') and self._columns != ['text']:
-        self._missing(file.path, ['text'])
       if kind == '.parquet':
         self._groups += [(file, group) for group in range(self._row_groups(file))]
-      else:
-        self._groups.append((file, -1))
+        continue
+      if kind not in _OF_ROWS:
+        self._missing(file.path, ['text'])
+      self._groups.append((file, -1))
 
   def rows(self, part: int, parts: int) -> Iterator[Row]:
     """The rows of one of `parts` parts; each row is in exactly one of them."""
@@ -59,12 +61,10 @@ class Records:
         yield from self._guarded(file, read)
 
   def describe(self) -> dict[str, Any]:
-    """The number and the hash of the files' names, for store.json."""
-    names = '\n'.join(map(self.files.name, self.files.files))
-    return {
-      'files': len(self.files.files),
-      'files_sha256': hashlib.sha256(names.encode()).hexdigest(),
-    }
+    """The number of the files, and the hash of their names and sizes, for store.json."""
+    files = self.files.files
+    listing = '\n'.join(f'{self.files.name(file)} {file.size}' for file in files)
+    return {'files': len(files), 'files_sha256': hashlib.sha256(listing.encode()).hexdigest()}
 
   def _row_groups(self, file: SourceFile) -> int:
     (footer,) = self._guarded(file, (self._parquet(f).metadata for f in [file]))
@@ -118,8 +118,8 @@ class Records:
     """Raises a DataError if a column is not among the names."""
     if missing := [column for column in self._columns if column not in names]:
       raise DataError(
-        f'{place} has no column {", ".join(missing)}; it has {", ".join(names)}. Name the column '
-        'of the text: --gin.text_column=\'"NAME"\', or --option=column=NAME of build_store.'
+        f'{place} has no column {", ".join(missing)}; it has {", ".join(names)}. The task text '
+        'reads any column: --gin.text_column=\'"NAME"\', or --option=column=NAME of build_store.'
       )
 
   def _guarded(self, file: SourceFile, rows: Iterator[Any]) -> Iterator[Any]:

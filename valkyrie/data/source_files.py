@@ -33,7 +33,7 @@ class SourceFiles:
   Hugging Face's `datasets` writes. In a pattern `*` stops at a slash, and `**` does not.
 
   Attributes:
-    location: as given.
+    location, formats: as given.
     root: the folder of the listing, to which paths in messages and hashes are relative.
     files: the files.
 
@@ -43,10 +43,10 @@ class SourceFiles:
 
   def __init__(self, location: str, formats: Sequence[str] = FORMATS):
     """Lists `location`: a local path, or a URI that pyarrow supports (gs://, s3://, hdfs://)."""
-    self.location = location
+    self.location, self.formats = location, tuple(formats)
     try:
       self._filesystem, path = filesystem_of(location)
-      self.root, self.files = self._listed(path, formats)
+      self.root, self.files = self._listed(path)
     except (pa.ArrowException, OSError, ValueError) as error:
       raise DataError(
         f'The source {location} cannot be listed ({error}). Check its path and its permissions.'
@@ -54,8 +54,8 @@ class SourceFiles:
     if not self.files:
       raise DataError(
         f'The source {location} has no files of a known format. Found nothing that ends with '
-        f'{", ".join(formats)}, also compressed as {" or ".join(COMPRESSIONS)}. Name a file, a '
-        'folder or a pattern of such files.'
+        f'{", ".join(self.formats)}, also compressed as {" or ".join(COMPRESSIONS)}. Name a '
+        'file, a folder or a pattern of such files.'
       )
 
   def name(self, file: SourceFile) -> str:
@@ -73,7 +73,7 @@ class SourceFiles:
       return pa.BufferReader(self.open(file).read())
     return self._filesystem.open_input_file(file.path)
 
-  def _listed(self, path: str, formats: Sequence[str]) -> tuple[str, list[SourceFile]]:
+  def _listed(self, path: str) -> tuple[str, list[SourceFile]]:
     wildcard = _WILDCARDS.search(path)
     if wildcard:
       root = posixpath.dirname(path[: wildcard.start()])
@@ -93,8 +93,14 @@ class SourceFiles:
       chosen = [info for info in infos if pattern.fullmatch(posixpath.normpath(info.path))]
     else:
       self._check_one_split(root, infos)
-      chosen = [info for info in infos if _is_text(posixpath.relpath(info.path, root), formats)]
+      chosen = [info for info in infos if self._is_wanted(posixpath.relpath(info.path, root))]
     return root or '.', sorted(map(_file, chosen))
+
+  def _is_wanted(self, name: str) -> bool:
+    """Whether a file of a folder is read."""
+    hidden = any(part.startswith('.') for part in name.split('/'))
+    cache = fnmatch.fnmatch(posixpath.basename(name), 'cache-*.arrow')
+    return format_of(name) in self.formats and not hidden and not cache
 
   def _check_one_split(self, root: str, infos: Sequence[Any]) -> None:
     """Hugging Face's folder of several splits would mix them."""
@@ -115,12 +121,6 @@ def format_of(path: str) -> str:
   """The suffix of a file's format, below that of a compression."""
   stem, suffix = posixpath.splitext(path)
   return posixpath.splitext(stem)[1] if suffix in COMPRESSIONS else suffix
-
-
-def _is_text(name: str, formats: Sequence[str]) -> bool:
-  hidden = any(part.startswith('.') for part in name.split('/'))
-  cache = fnmatch.fnmatch(posixpath.basename(name), 'cache-*.arrow')
-  return format_of(name) in formats and not hidden and not cache
 
 
 def _file(info: Any) -> SourceFile:

@@ -3,7 +3,7 @@
 The separate process keeps TensorFlow (seconds and hundreds of megabytes) out of training.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import hashlib
 import json
 import os
@@ -16,8 +16,7 @@ import sys
 import types
 
 from valkyrie import errors
-from valkyrie.data import token_store
-from valkyrie.data.token_store import STORE_FILE
+from valkyrie.data.token_store import STORE_FILE, TokenStore
 from valkyrie.data.vocabularies import Vocabulary
 
 Options = Mapping[str, str]
@@ -59,33 +58,50 @@ def located(source: str | None) -> str | None:
   return os.path.abspath(os.path.expanduser(source))
 
 
-def build_if_missing(
-  path: pathlib.Path,
+def open_store(
   task: str,
   split: str,
   vocabulary: str,
-  source: str | None,
+  codec: Vocabulary,
+  source: str | None = None,
+  data_dir: str | None = None,
   options: Options = NO_OPTIONS,
-):
-  """Runs `python -m valkyrie.data.build_store` unless the store is finished.
+) -> TokenStore:
+  """Opens the store of these documents, and builds it first if it is missing.
 
-  A finished one must have the source that is there now. The builder's progress goes to standard
-  error. Its ValkyrieError, with class and message, is raised here.
-  It ends with this process, however this one ends: its standard input is a pipe that nobody writes
-  to, and that the system closes.
+  Args:
+    task, split, source, data_dir: see `data.feed.TaskFeed`.
+    vocabulary, codec: the specification of the vocabulary, and what `vocabularies.load` made of it.
+    options: of the task's source.
+
+  Raises:
+    ConfigurationError, DataError: of the builder or of `TokenStore.open`; or the files of the
+      source are no longer those that the store was made from.
   """
+  source = located(source)
+  path = store_path(task, split, codec, source, data_dir, options)
   recipe = [f'--task={task}', f'--split={split}', f'--vocabulary={vocabulary}', f'--output={path}']
   recipe += [f'--source={source}'] if source is not None else []
   recipe += [f'--option={name}={value}' for name, value in options.items()]
-  if (path / STORE_FILE).exists():
-    command = ['python', '-m', 'valkyrie.data.build_store', *recipe, '--rebuild']
-    rebuild = f'run:\n  {shlex.join(command)}'
-    information = token_store.read_information(path)
-    if information.get('origin') is not None:
-      from valkyrie.data import provenance  # noqa: PLC0415  (pyarrow, only for files)
+  if not (path / STORE_FILE).exists():
+    _build(path, recipe)
+    return TokenStore.open(path, codec)
+  store = TokenStore.open(path, codec)
+  if store.information.get('origin') is not None:
+    from valkyrie.data import provenance  # noqa: PLC0415  (pyarrow, only for files)
 
-      provenance.check(path, information, rebuild)
-    return
+    command = ['python', '-m', 'valkyrie.data.build_store', *recipe, '--rebuild']
+    provenance.check(path, store.information, f'run:\n  {shlex.join(command)}')
+  return store
+
+
+def _build(path: pathlib.Path, recipe: Sequence[str]) -> None:
+  """Runs `python -m valkyrie.data.build_store`.
+
+  Its progress goes to standard error. Its ValkyrieError, with class and message, is raised here.
+  It ends with this process, however this one ends: its standard input is a pipe that nobody writes
+  to, and that the system closes.
+  """
   command = [sys.executable, '-m', 'valkyrie.data.build_store', '--json', '--while-open', *recipe]
   # The child process searches packages, such as a user's own, where this process does.
   environment = os.environ | {
