@@ -10,8 +10,9 @@ last for the tokens with all seeds at that rate.
 For a budget in seconds the schedule must know its end, so the steps of each model are timed first,
 and give the number of steps of all its trials; the table has the seconds that they really took.
 
-With --screen the models are variants of the shipped one (learn_variants.py), and there is one
-table: after the same tokens, at each variant's best rate.
+With --budgets=tokens there is only the second table, each model at its best rate by tokens. Speed
+has no part in it, so several commands may share the machine, each with its own models in --only and
+its own --results. With --screen the models are variants of the shipped one (learn_variants.py).
 
 The defaults are 64 trials of 8 models. On two cores 40 of them train for 90 s (60 minutes), the
 others for 20 to 100 s (0.25 million tokens, 20 minutes), and each needs about 40 s for startup,
@@ -41,6 +42,7 @@ OVERHEAD = 50.0  # expected seconds of a trial besides training, before the firs
 _SPEED_STEPS = 1000  # over which the phases of a model are averaged
 SETTINGS = (
   'screen',
+  'budgets',
   'seconds',
   'tokens',
   'batch',
@@ -89,9 +91,9 @@ class Comparison:
     self.failed: list[str] = []
     self._overheads: list[float] = []
     first, *others = flags.seeds
-    self._budgets = ('tokens',) if flags.screen else ('seconds', 'tokens')
-    search, *also = self._budgets
-    self._slots = [Slot(model, SPEED, flags.rates[0], first) for model in models]
+    search, *also = flags.budgets
+    timed = models if 'seconds' in flags.budgets else ()
+    self._slots = [Slot(model, SPEED, flags.rates[0], first) for model in timed]
     # All models take turns, so that slow hours of the machine affect all.
     self._slots += [Slot(m, search, rate, first) for rate in flags.rates for m in models]
     self._slots += [Slot(m, search, None, seed) for seed in others for m in models]
@@ -121,7 +123,7 @@ class Comparison:
   def tables(self) -> str:
     """The tables of the models with all their trials."""
     flags = self._flags
-    return learn_tables.tables(self.results, self._budgets, flags.rates, flags.seeds)
+    return learn_tables.tables(self.results, flags.budgets, flags.rates, flags.seeds)
 
   def _of(self, slot: Slot, budget: str) -> list[dict[str, Any]]:
     return [r for r in self.results if (r['model'], r['budget']) == (slot.model, budget)]
@@ -129,10 +131,12 @@ class Comparison:
   def _trial(self, slot: Slot) -> Trial:
     flags, rate = self._flags, slot.rate
     steps = _SPEED_STEPS
-    if slot.budget != SPEED:
-      steps = max(1, round(self._seconds(slot) / self._of(slot, SPEED)[0]['step_seconds']))
+    if slot.budget == 'tokens':
+      steps = max(1, flags.tokens // flags.batch)
+    elif slot.budget == 'seconds':
+      steps = max(1, round(flags.seconds / self._of(slot, SPEED)[0]['step_seconds']))
     if rate is None:
-      rate = learn_tables.best_rate(self._of(slot, self._budgets[0]), flags.seeds[0])
+      rate = learn_tables.best_rate(self._of(slot, flags.budgets[0]), flags.seeds[0])
     model = self._models[slot.model]
     return Trial(slot.model, slot.budget, rate, slot.seed, steps, flags.batch, flags.scored, *model)
 
@@ -140,10 +144,13 @@ class Comparison:
     """The expected seconds of training."""
     if slot.budget == 'seconds':
       return self._flags.seconds
-    return self._flags.tokens / self._flags.batch * self._of(slot, SPEED)[0]['step_seconds']
+    if timed := self._of(slot, SPEED):
+      return self._flags.tokens / self._flags.batch * timed[0]['step_seconds']
+    done = self._of(slot, slot.budget) or [r for r in self.results if r['budget'] == slot.budget]
+    return statistics.fmean(r['seconds'] for r in done) if done else self._flags.seconds
 
   def _announce(self, number: int, trial: Trial) -> None:
-    """Says which trial starts, and how long the rest takes once all speeds are known."""
+    """Says which trial starts, and how long the rest takes once speeds are known."""
     what = 'seconds of a step'
     if trial.budget != SPEED:
       overhead = statistics.fmean(self._overheads) if self._overheads else OVERHEAD
@@ -191,13 +198,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _other_settings(flags: argparse.Namespace) -> str | None:
   """A message if --results has trials of other settings."""
   file = flags.results / 'settings.json'
-  expected = {name: getattr(flags, name) for name in SETTINGS}
+  expected = {name: getattr(flags, name) for name in SETTINGS} | {'budgets': list(flags.budgets)}
   if not file.exists():
     write(file, json.dumps(expected, indent=1))
   found = json.loads(file.read_text())
   if found == expected:
     return None
-  others = ' '.join(f'--{name}={found[name]}' for name in SETTINGS if found[name] != expected[name])
+  shown = {**found, 'budgets': ','.join(found['budgets'])}
+  others = ' '.join(f'--{name}={shown[name]}' for name in SETTINGS if found[name] != expected[name])
   return f'{flags.results} has trials with {others}. Use the same settings, or another --results.'
 
 
@@ -210,13 +218,14 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
   )
 
   def add(name, kind, default, text):
-    shown = ','.join(f'{v:g}' for v in default) if isinstance(default, tuple) else default
+    shown = ','.join(map(str, default)) if isinstance(default, tuple) else default
     text = f'{text} (default: {"all" if default is None else shown})'
     parser.add_argument(f'--{name}', type=kind, default=default, metavar=name[0].upper(), help=text)
 
   add('results', pathlib.Path, pathlib.Path('runs/learn'), 'directory of the results')
   parser.add_argument('--screen', action='store_true', help='compare variants of the shipped model')
   add('only', _list(str), None, 'models, separated by commas')
+  add('budgets', _list(str), ('seconds', 'tokens'), 'the tables; the first one tries the rates')
   add('seconds', _positive(float), 90.0, 'seconds of training for the first table')
   add('tokens', _positive(int), 250_000, 'tokens of training for the second table')
   add('rates', _list(_positive(float)), (7.5e-4, 1.5e-3, 3e-3), 'learning rates to try')
@@ -225,6 +234,8 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
   add('scored', _positive(int), 100_000, 'bytes of the validation sample')
   add('threads', _positive(int), _cores(), 'threads of a trial')
   flags = parser.parse_args(arguments)
+  if unknown := set(flags.budgets) - learn_tables.TITLES.keys():
+    parser.error(f'--budgets has {", ".join(unknown)}. Use {", ".join(learn_tables.TITLES)}.')
   if flags.batch % WINDOW:
     parser.error(f'--batch={flags.batch} is not a multiple of {WINDOW}, the row of the peers.')
   return flags

@@ -33,7 +33,7 @@ def tables(
     finals = finished(results, (budgets[0], budget), rates, seeds)
     if finals:
       parts += [f'## {TITLES[budget]}', '', *_ranking(finals, rates), '']
-      if budget == 'seconds':
+      if budget == budgets[0]:
         parts += ['## Bits per byte by position', '', *_by_position(finals), '']
   return '\n'.join(parts)
 

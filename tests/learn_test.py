@@ -90,8 +90,16 @@ def test_a_summary_counts_the_bytes_with_context():
 
 def settings(results, **changed):
   """The flags of a comparison."""
-  common = {'results': results, 'seeds': (0, 1), 'screen': False, 'seconds': 1.0, 'tokens': 64}
-  return argparse.Namespace(**{**common, 'batch': 64, 'scored': 9, **changed})
+  common = {
+    'results': results,
+    'budgets': ('seconds', 'tokens'),
+    'seeds': (0, 1),
+    'seconds': 1.0,
+    'tokens': 64,
+    'batch': 64,
+    'scored': 9,
+  }
+  return argparse.Namespace(**{**common, **changed})
 
 
 def test_a_trial_of_ours_writes_its_file_and_is_not_run_again(tmp_path):
@@ -180,11 +188,22 @@ def test_trials_of_other_settings_are_refused(tmp_path, capsys):
   learn_trial.write(
     tmp_path / 'settings.json',
     json.dumps(
-      {'screen': False, 'seconds': 5.0, 'tokens': 250_000, 'batch': 1024, 'scored': 9, 'threads': 1}
+      {
+        'screen': False,
+        'budgets': ['tokens'],
+        'seconds': 5.0,
+        'tokens': 250_000,
+        'batch': 1024,
+        'scored': 9,
+        'threads': 1,
+      }
     ),
   )
   assert learn.main(arguments) == 2
-  assert 'trials with --seconds=5.0 --scored=9.' in capsys.readouterr().err
+  assert 'trials with --budgets=tokens --seconds=5.0 --scored=9.' in capsys.readouterr().err
+  with pytest.raises(SystemExit):
+    learn.main(['--budgets=minutes'])
+  assert 'minutes. Use seconds, tokens.' in capsys.readouterr().err
   assert learn.main(['--only=nothing']) == 2
   assert 'hybrid, attention, s5' in capsys.readouterr().err
 
@@ -206,8 +225,8 @@ def test_a_model_whose_trial_fails_is_left_out(tmp_path, capsys):
   assert capsys.readouterr().err.count('broken failed') == 1
 
 
-def test_a_screening_tries_every_rate_with_the_tokens(tmp_path):
-  flags = settings(tmp_path, rates=(1e-3, 2e-3), screen=True)
+def test_a_comparison_by_tokens_tries_every_rate_with_the_tokens(tmp_path):
+  flags = settings(tmp_path, rates=(1e-3, 2e-3), budgets=('tokens',))
   started = []
 
   def start(trial, file):
@@ -216,7 +235,7 @@ def test_a_screening_tries_every_rate_with_the_tokens(tmp_path):
 
   comparison = learn.Comparison(flags, {'a/b': learn_trial.Variant((), 0.5)}, start)
   comparison.run()
-  assert started[1:] == [
+  assert started == [
     ('tokens', 1e-3, 0, 0.5),
     ('tokens', 2e-3, 0, 0.5),
     ('tokens', 1e-3, 1, 0.5),
