@@ -25,7 +25,7 @@ from valkyrie.models.language_model import Model
 from valkyrie.run.batches import batches
 from valkyrie.training.curriculum import Curriculum
 from valkyrie.training.losses import token_losses
-from valkyrie.training.setup import Setup, StepSettings
+from valkyrie.training.setup import Setup, StepSettings, check_vocabulary
 from valkyrie.types import Params
 
 READ_ROWS, READ_CHUNK = 4, 512  # of a validation; the cuts between chunks change nothing
@@ -65,7 +65,7 @@ class Run:
     settings = settings_of(trial)
     self.setup = Setup(settings)
     self.feed = self.open_feed('train', batch_size=settings.batch_size, seed=trial.seed)
-    self.setup.check_feed(self.feed)
+    check_vocabulary(self.setup.model, self.feed)
 
   def open_feed(self, split: str, **settings) -> TaskFeed:
     with gin.config_scope(split):

@@ -177,7 +177,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     gin.clear_config(clear_constants=True)
     load_gin([RUN, file], gin_flags, modules=command_line.CONFIGURABLE_MODULES)
     model = language_model.transform(LanguageModel)
-    params, _ = restored_params(model, Partitioner(), Checkpoints(), str(flags.runs / mixer))
+    params, _ = restored_params(
+      model, Partitioner(), Checkpoints(), str(flags.runs / mixer), ByteVocabulary()
+    )
     for distance, cut in missing:
       began = time.monotonic()
       streams = Streams(distance, dict(zip(PAIRS, flags.streams, strict=True)))

@@ -64,9 +64,15 @@ def test_positions_without_targets_have_no_metric():
 def feed(tmp_path_factory):
   path = tmp_path_factory.mktemp('data')
   tiny_run.write_stores(path, 'letters', '$%&*')  # bytes within the tiny model's vocabulary
-  return lambda: TaskFeed(
-    'letters', 'validation', ROWS, 0, shuffle=False, epochs=1, data_dir=str(path)
-  )
+
+  def make():
+    tokens = TaskFeed(
+      'letters', 'validation', ROWS, 0, shuffle=False, epochs=1, data_dir=str(path)
+    )
+    tokens.vocabulary_size = tiny.VOCABULARY
+    return tokens
+
+  return make
 
 
 @pytest.fixture(scope='module')

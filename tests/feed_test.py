@@ -50,7 +50,8 @@ def data_dir(tmp_path_factory):
 
 
 def _feed(data_dir, seed=7, **options):
-  return TaskFeed('letters', 'train', ROWS, seed, data_dir=str(data_dir), **options)
+  options = {'batch_size': ROWS, 'data_dir': str(data_dir), **options}
+  return TaskFeed('letters', 'train', seed=seed, **options)
 
 
 def _assert_equal(left: Batch, right: Batch):
@@ -265,12 +266,12 @@ def test_invalid_arguments(data_dir, options, message):
 )
 def test_fewer_units_than_rows(data_dir, reset_at, message):
   with pytest.raises(ConfigurationError, match=f'{message}.* batch_size={DOCUMENTS + 1}'):
-    TaskFeed('letters', 'train', DOCUMENTS + 1, 0, data_dir=str(data_dir), reset_at=reset_at)
+    _feed(data_dir, batch_size=DOCUMENTS + 1, reset_at=reset_at).read(0, 1)
 
 
 def test_a_failed_build_raises_its_error(tmp_path):
   with pytest.raises(ConfigurationError, match='Did you mean python_stdlib'):
-    TaskFeed('python_stdlb', 'train', 1, 0, data_dir=str(tmp_path))
+    TaskFeed('python_stdlb', 'train', 1, 0, data_dir=str(tmp_path)).read(0, 1)
 
 
 def _threads():

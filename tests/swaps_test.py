@@ -14,7 +14,7 @@ from valkyrie import main
 from valkyrie.config.load import load_gin
 from valkyrie.data.feed import TaskFeed
 from valkyrie.errors import ConfigurationError, DataError, Diverged, StorageError
-from valkyrie.run import train
+from valkyrie.run import evaluate, infer, train
 
 NO_S5 = 'Block.mixers = (@LongformerAttention,)'
 FULL = """
@@ -254,6 +254,43 @@ Smear.scale = 0.5
 def test_a_vocabulary_larger_than_the_models(train_run, tmp_path):
   with pytest.raises(ConfigurationError, match=r'259 tokens.*only 200.*vocabulary_size = 259'):
     train_run(tmp_path / 'run', '--gin.LanguageModel.vocabulary_size=200')
+
+
+def test_a_feed_that_ends_before_the_last_step(train_run, tmp_path, capsys):
+  more = 'train/TaskFeed.epochs = 1'
+  steps = [*range(1, 4)]  # of 32 tokens, in rows of at most 97
+  run = train_run(tmp_path / 'run', '--gin.train_steps=3', more=more)
+  assert list(tiny_run.metrics(run)) == steps
+  assert '3 steps read 96 tokens of each row' in capsys.readouterr().err
+  with pytest.raises(ConfigurationError, match=r'longest row, in step 4.*Set train_steps=4, or'):
+    train_run(run, '--gin.train_steps=5', more=more)
+
+
+def test_the_size_of_a_tokenizer(train_run, tmp_path):
+  folder, tokenizer, stores = tmp_path / 'text', tmp_path / 'tokenizer.json', tmp_path / 'stores'
+  folder.mkdir()
+  for number in range(40):
+    (folder / f'{number}.txt').write_text(f'{number} {tiny_run.TEXT}')
+  tiny_run.write_tokenizer(tokenizer)
+  more = f"""
+include 'gin/data/text.gin'
+text = '{folder}'
+held_out = 0.5
+vocabulary = '{tokenizer}'
+"""
+  flags = (f"--gin.TaskFeed.data_dir='{stores}'",)
+  with pytest.raises(ConfigurationError, match=r'271 tokens, but .*only 270.*vocabulary_size = 271'):
+    train_run(tmp_path / 'run', '--gin.LanguageModel.vocabulary_size=270', *flags, more=more)
+  assert not stores.exists()
+
+  run = train_run(tmp_path / 'run', *flags, more=more)
+  assert_trained(run)
+  for mode, given in ((evaluate.evaluate, {}), (infer.infer, {'prompt': 'deep'})):
+    gin.clear_config(clear_constants=True)
+    other = (*QUICK, *flags, "--gin.vocabulary='bytes'")
+    load_gin([str(tmp_path / 'run.gin')], other, modules=main.CONFIGURABLE_MODULES)
+    with pytest.raises(ConfigurationError, match=r'trained with the vocabulary huggingface-.*bytes'):
+      mode(model_dir=str(run), **given)
 
 
 def test_a_model_dir_that_is_a_file(train_run, tmp_path):

@@ -4,11 +4,14 @@ import json
 import pathlib
 
 import numpy as np
+import pytest
 
 from valkyrie.data import store_writer, vocabularies
 from valkyrie.data.store_location import store_path
 
 BYTES = vocabularies.ByteVocabulary()
+TEXT = 'Wide! is the sea, and deep is the sea; 1 + 1 = 2.\n' * 8
+WITHOUT_HF = "only pip install '.[hf]' or '.[test]' installs tokenizers"
 LONGEST = 40  # tokens of a document, its EOS included
 
 
@@ -25,6 +28,21 @@ def write_stores(data_dir: pathlib.Path, task: str, letters: str, vocabulary=BYT
         store_writer.Document(np.asarray(BYTES.encode(text)), len(text)) for text in texts
       ],
     )
+
+
+def write_tokenizer(path: pathlib.Path) -> None:
+  """A byte-level BPE as GPT-2's: no padding, id 0 is '!', the last id is EOS."""
+  tokenizers = pytest.importorskip('tokenizers', reason=WITHOUT_HF)
+  tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  tokenizer.decoder = tokenizers.decoders.ByteLevel()
+  alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+  trainer = tokenizers.trainers.BpeTrainer(
+    vocab_size=270, initial_alphabet=alphabet, show_progress=False
+  )
+  tokenizer.train_from_iterator([TEXT], trainer)
+  tokenizer.add_special_tokens(['<|endoftext|>'])
+  tokenizer.save(str(path))
 
 
 def gin_text(data_dir: pathlib.Path, partition='single', curriculum='constant', more='') -> str:

@@ -5,13 +5,12 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 import pytest
+import tiny_run
 
 from valkyrie.data import vocabularies
 from valkyrie.errors import ConfigurationError
 
-TEXT = 'Wide! is the sea, and deep is the sea; 1 + 1 = 2.\n' * 8
-
-WITHOUT_HF = "only pip install '.[hf]' or '.[test]' installs tokenizers"
+TEXT = tiny_run.TEXT
 
 
 @given(st.text())
@@ -50,23 +49,8 @@ def test_sentencepiece(tmp_path):
   assert codec.fingerprint.startswith('sentencepiece-')
 
 
-def _write_tokenizer(path):
-  """A byte-level BPE as GPT-2's: no padding, id 0 is '!', the last id is EOS."""
-  tokenizers = pytest.importorskip('tokenizers', reason=WITHOUT_HF)
-  tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-  tokenizer.decoder = tokenizers.decoders.ByteLevel()
-  alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-  trainer = tokenizers.trainers.BpeTrainer(
-    vocab_size=270, initial_alphabet=alphabet, show_progress=False
-  )
-  tokenizer.train_from_iterator([TEXT], trainer)
-  tokenizer.add_special_tokens(['<|endoftext|>'])
-  tokenizer.save(str(path))
-
-
 def test_hugging_face_keeps_id_0_and_encodes_no_text_to_eos(tmp_path):
-  _write_tokenizer(tmp_path / 'tokenizer.json')
+  tiny_run.write_tokenizer(tmp_path / 'tokenizer.json')
   codec = vocabularies.load(str(tmp_path / 'tokenizer.json'))
   assert codec.encode('!') == [0]
   assert codec.decode([0, 0]) == '!!'
@@ -77,7 +61,7 @@ def test_hugging_face_keeps_id_0_and_encodes_no_text_to_eos(tmp_path):
 
 
 def test_hugging_face_eos_is_named_by_tokenizer_config(tmp_path):
-  _write_tokenizer(tmp_path / 'tokenizer.json')
+  tiny_run.write_tokenizer(tmp_path / 'tokenizer.json')
   config = tmp_path / 'tokenizer_config.json'
   config.write_text('{"eos_token": {"content": "!"}}')
   assert vocabularies.load(str(tmp_path / 'tokenizer.json')).eos_id == 0
@@ -100,7 +84,7 @@ def test_a_missing_tokenizers_package(tmp_path, monkeypatch):
 )
 def test_messages_name_bad_files(tmp_path, name, content, message):
   if name == 'tokenizer.json':
-    pytest.importorskip('tokenizers', reason=WITHOUT_HF)
+    pytest.importorskip('tokenizers', reason=tiny_run.WITHOUT_HF)
   file = tmp_path / name
   if content is not None:
     file.write_bytes(content)

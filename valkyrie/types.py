@@ -87,13 +87,25 @@ class TaskFeed(Protocol):
   vocabulary: the codec; vocabulary_size: ids are in [0, vocabulary_size).
   tokens_per_byte: of the text, if defined; fingerprint: a hash of the content.
   row_tokens: of the longest row in one epoch.
+  row_end: tokens after which all rows are padding; None if the feed is endless.
+
+  The vocabulary is known at once; the other attributes may have to read the data first.
   """
 
   vocabulary: Any
   vocabulary_size: int
-  tokens_per_byte: float | None
-  fingerprint: str
-  row_tokens: int
+
+  @property
+  def tokens_per_byte(self) -> float | None: ...
+
+  @property
+  def fingerprint(self) -> str: ...
+
+  @property
+  def row_tokens(self) -> int: ...
+
+  @property
+  def row_end(self) -> int | None: ...
 
   def read(self, position: int, length: int, rows: Sequence[int] | None = None) -> Batch:
     """The batch [rows, length] whose first token is each row's token number `position`.

@@ -1,6 +1,7 @@
 """Batches of a task, as a pure function of the position in the rows."""
 
 from collections.abc import Mapping, Sequence
+import functools
 import logging
 from typing import Any
 
@@ -11,7 +12,7 @@ from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import vocabularies
 from valkyrie.data.rows import Epoch, Rows
 from valkyrie.data.store_location import open_store
-from valkyrie.data.token_store import REBUILD
+from valkyrie.data.token_store import REBUILD, TokenStore
 from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.types import Batch
 
@@ -27,7 +28,7 @@ _MAX_NAMED = 8  # rows, and documents of each row, in a message
 class TaskFeed:
   """B rows of a task's documents, each a stream of tokens: endless, or of `epochs` epochs.
 
-  Its attributes are those of `types.TaskFeed`, and `store`, the TokenStore.
+  Its attributes are those of `types.TaskFeed`, and `store`.
   """
 
   def __init__(
@@ -46,7 +47,7 @@ class TaskFeed:
     options: Mapping[str, Any] | None = None,
     bad_documents: int = 0,
   ):
-    """Opens the task's token store, and builds it first if it is missing.
+    """Loads the vocabulary. The first use of the tokens opens the store, or builds it.
 
     Args:
       task: name of a seqio task: valkyrie.tasks.NAME registers NAME, and package.module registers
@@ -59,7 +60,7 @@ class TaskFeed:
         'sequence' of related documents, or 'never'. With 'sequence' and 'never' the documents of a
         sequence stay together.
       shuffle: False reads in the store's order.
-      epochs: number of epochs before padding; None is endless.
+      epochs: number of epochs after which the feed ends; None is endless.
       data_dir: directory of the stores; default $VALKYRIE_CACHE, $XDG_CACHE_HOME/valkyrie or
         ~/.cache/valkyrie.
       source: location of the documents, for tasks that need one (text, fineweb).
@@ -68,8 +69,8 @@ class TaskFeed:
         logged, read as EOS only, and have weight 0.
 
     Raises:
-      ConfigurationError: an argument is out of range, or does not fit the store.
-      DataError: the store or its source is missing or damaged.
+      ConfigurationError: an argument is out of range, or does not fit the store (at first use).
+      DataError: the store or its source is missing or damaged (at first use).
     """
     if reset_at not in RESETS:
       raise ConfigurationError(
@@ -83,28 +84,57 @@ class TaskFeed:
         'Use a batch_size and epochs of 1 or more, and bad_documents of 0 or more.'
       )
     self.vocabulary = vocabularies.load(vocabulary)
-    given = {name: str(value) for name, value in (options or {}).items() if value is not None}
-    self.store = open_store(task, split, vocabulary, self.vocabulary, source, data_dir, given)
-    keys = None if reset_at == 'document' else self.store.sequence_keys
-    self._rows = Rows(self.store.lengths, keys, batch_size, seed, shuffle)
-    if self._rows.units < batch_size:
-      unit = 'documents' if keys is None else 'sequences of documents'
-      raise ConfigurationError(
-        f'{task}/{split} has {self._rows.units} {unit}, fewer than batch_size={batch_size}, but '
-        'each row needs one. Lower batch_size, or use a larger split.'
-      )
     self.vocabulary_size = self.vocabulary.size
-    # With prompts the bits of the answers are not the bits of the text. Tokens include EOS.
-    has_prompts = bool(self.store.prompts.any())
-    self.tokens_per_byte = None if has_prompts else self.store.tokens / self.store.text_bytes
-    self.fingerprint = self.store.fingerprint
-    self.row_tokens = int(self._rows.row_lengths.max())
+    given = {name: str(value) for name, value in (options or {}).items() if value is not None}
+    self._open = functools.partial(
+      open_store, task, split, vocabulary, self.vocabulary, source, data_dir, given
+    )
+    self._name = f'{task}/{split}'
     self._batch_size = batch_size
+    self._seed = seed
+    self._shuffle = shuffle
     self._reset_at = reset_at
     self._epochs = epochs
     self._bad_documents = bad_documents
     self._reported: set[int] = set()
     self._latest_epoch: dict[int, tuple[int, Epoch]] = {}
+
+  @functools.cached_property
+  def store(self) -> TokenStore:
+    """The token store."""
+    return self._open()
+
+  @functools.cached_property
+  def _rows(self) -> Rows:
+    keys = None if self._reset_at == 'document' else self.store.sequence_keys
+    rows = Rows(self.store.lengths, keys, self._batch_size, self._seed, self._shuffle)
+    if rows.units < self._batch_size:
+      unit = 'documents' if keys is None else 'sequences of documents'
+      raise ConfigurationError(
+        f'{self._name} has {rows.units} {unit}, fewer than batch_size={self._batch_size}, but '
+        'each row needs one. Lower batch_size, or use a larger split.'
+      )
+    return rows
+
+  @property
+  def fingerprint(self) -> str:
+    """The hash of the store's content."""
+    return self.store.fingerprint
+
+  @property
+  def tokens_per_byte(self) -> float | None:
+    """Of the text, EOS included; None with prompts, whose answers are not the text."""
+    return None if self.store.prompts.any() else self.store.tokens / self.store.text_bytes
+
+  @property
+  def row_tokens(self) -> int:
+    """Tokens of the longest row in one epoch."""
+    return int(self._rows.row_lengths.max())
+
+  @property
+  def row_end(self) -> int | None:
+    """Tokens after which all rows are padding; None if the feed is endless."""
+    return None if self._epochs is None else self._epochs * self.row_tokens
 
   def read(self, position: int, length: int, rows: Sequence[int] | None = None) -> Batch:
     """Reads the tokens [position, position + length) of `rows`, such as the rows of one host.

@@ -10,11 +10,15 @@ Only EOS is special: GPT-2 has no padding, and its id 0 is the ordinary token '!
 """
 
 from collections.abc import Iterable
+import functools
 import hashlib
 import json
 import pathlib
 from typing import Protocol
 
+import gin
+
+from valkyrie.config.computation import may_change_on_resume
 from valkyrie.errors import ConfigurationError
 
 # Usual names of the EOS token, for a tokenizer_config.json that does not name it.
@@ -138,6 +142,14 @@ def load(specification: str) -> Vocabulary:
   if not content:
     raise ConfigurationError(f'The vocabulary file {path} is empty. Copy or download it again.')
   return _CODECS[path.suffix](path, content)
+
+
+@may_change_on_resume('vocabulary')  # the fingerprint tells
+@gin.configurable
+@functools.cache  # a large tokenizer.json takes a second, and every trace of the model asks
+def vocabulary_size(vocabulary: str) -> int:
+  """The number of tokens of a vocabulary, for `LanguageModel.vocabulary_size` in gin files."""
+  return load(vocabulary).size
 
 
 def _eos_name(path: pathlib.Path, ids: dict[str, int]) -> str:

@@ -8,6 +8,7 @@ import jax
 
 from valkyrie.checkpoint.manager import Checkpoints
 from valkyrie.config.computation import may_change_on_resume
+from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel, Model
@@ -20,12 +21,16 @@ from valkyrie.types import Params
 
 
 def restored_params(
-  model: Model, partitioner: Partitioner, checkpoints: Checkpoints, model_dir: str
+  model: Model,
+  partitioner: Partitioner,
+  checkpoints: Checkpoints,
+  model_dir: str,
+  vocabulary: Vocabulary,
 ) -> tuple[Params, int]:
   """The parameters of a run's newest checkpoint, and its step.
 
   Raises:
-    ConfigurationError: the run has no checkpoint, or one of another model.
+    ConfigurationError: the run has no checkpoint, or one of another model or vocabulary.
   """
   shapes = {
     module: {name: p.shape for name, p in group.items()}
@@ -38,11 +43,19 @@ def restored_params(
   )
   with checkpoints.open(model_dir, read_only=True) as directory:
     step = directory.latest_step()
+    record = directory.latest_record()
+    if record is None or step is None:
+      raise ConfigurationError(
+        f'{model_dir} contains no checkpoint. Train there first, or pass the --model_dir of a run.'
+      )
+    if record['vocabulary'] != vocabulary.fingerprint:
+      raise ConfigurationError(
+        f'{model_dir} was trained with the vocabulary {record["vocabulary"]}, but '
+        f'{vocabulary.fingerprint} is given: its ids mean other texts. Bind the vocabulary that '
+        f'{model_dir}/config.gin names.'
+      )
     restored = directory.restore({'params': target}, partial=True)
-  if restored is None or step is None:
-    raise ConfigurationError(
-      f'{model_dir} contains no checkpoint. Train there first, or pass the --model_dir of a run.'
-    )
+    assert restored is not None, 'its record was just read'
   return restored[0]['params'], step
 
 
@@ -70,8 +83,8 @@ def evaluate(
     if cut not in CUTS:
       raise ConfigurationError(f'evaluate.cuts contains {cut!r}. Use {CUTS}.')
   functions, mesh = language_model.transform(model), partitioner()
-  params, step = restored_params(functions, mesh, checkpoints, model_dir)
   measure = evaluator(functions, mesh)
+  params, step = restored_params(functions, mesh, checkpoints, model_dir, measure.vocabulary)
   found = {}
   for cut in (None, *cuts):
     title = 'validation' if cut is None else f'validation, {cut} carry cut between chunks'

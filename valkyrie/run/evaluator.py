@@ -20,6 +20,7 @@ from valkyrie.monitoring.metrics import Metrics, position_metrics, text_metrics
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.data_parallel import gather_params, shard_map_step
 from valkyrie.training.losses import token_scores
+from valkyrie.training.setup import check_vocabulary
 from valkyrie.types import Array, Batch, Carry, Params, TaskFeed
 
 # The parts of the carry that an evaluation can cut between chunks.
@@ -79,7 +80,11 @@ def cut_carry(carry: Carry, initial: Carry, cut: str | None) -> Carry:
 @may_change_on_resume()
 @gin.configurable
 class Evaluator:
-  """Reads a split from its start, with rows and chunks of its own."""
+  """Reads a split from its start, with rows and chunks of its own.
+
+  Attributes:
+    vocabulary: that of the split.
+  """
 
   def __init__(
     self,
@@ -90,7 +95,7 @@ class Evaluator:
     chunk_size: int,
     chunks: int | None = None,
   ):
-    """Opens the split.
+    """Configures the evaluation; `open`, or the first call, opens the split.
 
     Args:
       model: the pure functions of the model.
@@ -101,9 +106,10 @@ class Evaluator:
       chunks: chunks of each row that a quick evaluation reads; None reads all.
     """
     self._feed = feed()
+    check_vocabulary(model, self._feed)
+    self.vocabulary = self._feed.vocabulary
     self._chunk_size = chunk_size
-    self._whole = -(-self._feed.row_tokens // chunk_size)
-    self._quick = min(chunks or self._whole, self._whole)
+    self._quick = chunks
     self._partitioner = partitioner
     self._batch_size = batch_size
     partitioner.check_batch(batch_size, chunk_size)
@@ -129,6 +135,10 @@ class Evaluator:
     self._read = partitioner.jit(
       read, donate_argnums=1, static_argnums=(3, 4), out_shardings=(shardings, None)
     )
+
+  def open(self) -> int:
+    """Opens the split's store, and builds it if it is missing -> the chunks of its longest row."""
+    return -(-self._feed.row_tokens // self._chunk_size)
 
   def __call__(
     self,
@@ -156,7 +166,9 @@ class Evaluator:
     Raises:
       Preempted: `stop` returned True.
     """
-    chunks = self._whole if whole else self._quick
+    chunks = self.open()
+    if not whole:
+      chunks = min(self._quick or chunks, chunks)
     spans = ((n * self._chunk_size, self._chunk_size) for n in range(chunks))
     params = self._gather(params)
     carry, sums = self._initial_carry(), []

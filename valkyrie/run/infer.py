@@ -111,7 +111,8 @@ def infer(
 
   Raises:
     UsageError: the prompt is empty.
-    ConfigurationError: the prompt is longer than the model can read.
+    ConfigurationError: the prompt is longer than the model can read, or the vocabulary is not that
+      of the run.
   """
   codec = vocabularies.load(vocabulary)
   functions = language_model.transform(model)
@@ -124,7 +125,7 @@ def infer(
       f'The prompt of {len(tokens)} tokens and infer.max_tokens={max_tokens} together exceed the '
       f'{longest} tokens that this model can read (FullAttention.max_context). Shorten either.'
     )
-  params, _ = restored_params(functions, partitioner(), checkpoints, model_dir)
+  params, _ = restored_params(functions, partitioner(), checkpoints, model_dir, codec)
 
   print(prompt, end='', flush=True)
   made: list[int] = []

@@ -26,7 +26,7 @@ from valkyrie.run.evaluator import Evaluator
 from valkyrie.run.trainer import Trainer
 from valkyrie.run.validation import Validation
 from valkyrie.training.divergence import RefusedSteps
-from valkyrie.training.setup import Setup, StepSettings
+from valkyrie.training.setup import Setup, StepSettings, check_vocabulary
 from valkyrie.training.train_step import StepMetrics, TrainState
 from valkyrie.types import TaskFeed
 
@@ -91,8 +91,10 @@ def train(
     if forgetful := setup.short_horizon():
       progress.say(f'warning: {forgetful}')
     tokens = feed()
-    setup.check_feed(tokens)
+    check_vocabulary(setup.model, tokens)
+    progress.say(setup.reading(tokens, train_steps))
     evaluate = evaluator(setup.model, setup.partitioner)
+    evaluate.open()
 
     # State: initial, or of the newest checkpoint.
     trainer = Trainer(setup, tokens, directory, stop, allow_changed, progress.say)

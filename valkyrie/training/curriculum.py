@@ -86,6 +86,13 @@ class Curriculum:
     )
     return whole + (step - int(self._starts[index])) * self.phases[index].tokens_per_row
 
+  def steps_before(self, position: int) -> int:
+    """The number of steps that begin before a position of the rows, 1 or more."""
+    starts = [self.position(int(start)) for start in self._starts]
+    index = int(np.searchsorted(starts, position, side='left')) - 1
+    size = self.phases[index].tokens_per_row
+    return int(self._starts[index]) - (starts[index] - position) // size
+
   def learning_rate_scale(self, step: Array) -> Array:
     """The phase's factor on the learning rate, for a traced step."""
     scales = jnp.asarray([phase.learning_rate_scale for phase in self.phases], jnp.float32)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.errors import ConfigurationError
 from valkyrie.models import language_model
-from valkyrie.models.language_model import LanguageModel
+from valkyrie.models.language_model import LanguageModel, Model
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
@@ -111,14 +111,18 @@ class Setup:
       out_shardings=(self._state_shardings(), None),
     ).trace(self.state, Batch(integers, integers, floats, integers, integers))
 
-  def check_feed(self, feed: TaskFeed) -> None:
-    """Raises a ConfigurationError if the feed has tokens without an embedding in the model."""
-    known = self.model.about.vocabulary_size
-    if feed.vocabulary_size > known:
+  def reading(self, feed: TaskFeed, train_steps: int) -> str:
+    """Says how many epochs the run reads; raises a ConfigurationError if the feed ends before."""
+    tokens, end = self.curriculum.position(train_steps), feed.row_end
+    if end is not None and self.curriculum.position(train_steps - 1) >= end:
+      steps = self.curriculum.steps_before(end)
       raise ConfigurationError(
-        f"The feed's vocabulary has {feed.vocabulary_size} tokens, but the model has only {known}. "
-        f'Set LanguageModel.vocabulary_size = {feed.vocabulary_size}.'
+        f'The feed ends after {end:,} tokens of its longest row, in step {steps}, but '
+        f'train_steps={train_steps}. Set train_steps={steps}, or more TaskFeed.epochs (None '
+        'repeats without end).'
       )
+    epochs = tokens / feed.row_tokens
+    return f'{train_steps} steps read {tokens:,} tokens of each row: {epochs:.3g} epochs'
 
   def short_horizon(self) -> str | None:
     """A warning, if the recurrences forget within the tokens that a step reads of a row."""
@@ -176,3 +180,13 @@ class Setup:
         '(LongformerAttention, S5, or your own with sequence_parallel = True) and '
         'LanguageModel.planner = None.'
       )
+
+
+def check_vocabulary(model: Model, feed: TaskFeed) -> None:
+  """Raises a ConfigurationError if the feed has tokens without an embedding in the model."""
+  known = model.about.vocabulary_size
+  if feed.vocabulary_size > known:
+    raise ConfigurationError(
+      f"The feed's vocabulary has {feed.vocabulary_size} tokens, but the model has only {known}. "
+      f'Set LanguageModel.vocabulary_size = {feed.vocabulary_size}.'
+    )
