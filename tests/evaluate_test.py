@@ -66,9 +66,7 @@ def feed(tmp_path_factory):
   tiny_run.write_stores(path, 'letters', '$%&*')  # bytes within the tiny model's vocabulary
 
   def make():
-    tokens = TaskFeed(
-      'letters', 'validation', ROWS, 0, shuffle=False, epochs=1, data_dir=str(path)
-    )
+    tokens = TaskFeed('letters', 'validation', ROWS, 0, shuffle=False, epochs=1, data_dir=str(path))
     tokens.vocabulary_size = tiny.VOCABULARY
     return tokens
 

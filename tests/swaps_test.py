@@ -279,7 +279,9 @@ held_out = 0.5
 vocabulary = '{tokenizer}'
 """
   flags = (f"--gin.TaskFeed.data_dir='{stores}'",)
-  with pytest.raises(ConfigurationError, match=r'271 tokens, but .*only 270.*vocabulary_size = 271'):
+  with pytest.raises(
+    ConfigurationError, match=r'271 tokens, but .*only 270.*vocabulary_size = 271'
+  ):
     train_run(tmp_path / 'run', '--gin.LanguageModel.vocabulary_size=270', *flags, more=more)
   assert not stores.exists()
 
@@ -289,7 +291,9 @@ vocabulary = '{tokenizer}'
     gin.clear_config(clear_constants=True)
     other = (*QUICK, *flags, "--gin.vocabulary='bytes'")
     load_gin([str(tmp_path / 'run.gin')], other, modules=main.CONFIGURABLE_MODULES)
-    with pytest.raises(ConfigurationError, match=r'trained with the vocabulary huggingface-.*bytes'):
+    with pytest.raises(
+      ConfigurationError, match=r'trained with the vocabulary huggingface-.*bytes'
+    ):
       mode(model_dir=str(run), **given)
 
 
