@@ -10,6 +10,7 @@ import numpy as np
 
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import vocabularies
+from valkyrie.data.mixed_rows import Units
 from valkyrie.data.rows import Epoch, Rows
 from valkyrie.data.store_location import open_store
 from valkyrie.data.token_store import REBUILD, TokenStore
@@ -28,7 +29,7 @@ _MAX_NAMED = 8  # rows, and documents of each row, in a message
 class TaskFeed:
   """B rows of a task's documents, each a stream of tokens: endless, or of `epochs` epochs.
 
-  Its attributes are those of `types.TaskFeed`, and `store`.
+  Its attributes are those of `types.TaskFeed`, the arguments batch_size and reset_at, and `store`.
   """
 
   def __init__(
@@ -90,10 +91,10 @@ class TaskFeed:
       open_store, task, split, vocabulary, self.vocabulary, source, data_dir, given
     )
     self._name = f'{task}/{split}'
-    self._batch_size = batch_size
+    self.batch_size = batch_size
+    self.reset_at = reset_at
     self._seed = seed
     self._shuffle = shuffle
-    self._reset_at = reset_at
     self._epochs = epochs
     self._bad_documents = bad_documents
     self._reported: set[int] = set()
@@ -106,12 +107,12 @@ class TaskFeed:
 
   @functools.cached_property
   def _rows(self) -> Rows:
-    keys = None if self._reset_at == 'document' else self.store.sequence_keys
-    rows = Rows(self.store.lengths, keys, self._batch_size, self._seed, self._shuffle)
-    if rows.units < self._batch_size:
+    keys = None if self.reset_at == 'document' else self.store.sequence_keys
+    rows = Rows(self.store.lengths, keys, self.batch_size, self._seed, self._shuffle)
+    if rows.units < self.batch_size:
       unit = 'documents' if keys is None else 'sequences of documents'
       raise ConfigurationError(
-        f'{self._name} has {rows.units} {unit}, fewer than batch_size={self._batch_size}, but '
+        f'{self._name} has {rows.units} {unit}, fewer than batch_size={self.batch_size}, but '
         'each row needs one. Lower batch_size, or use a larger split.'
       )
     return rows
@@ -131,6 +132,29 @@ class TaskFeed:
     """Tokens of the longest row in one epoch."""
     return int(self._rows.row_lengths.max())
 
+  def units(self, row: int, begin: int, end: int) -> Units:
+    """The units of a row that begin in [begin, end); see `mixed_rows.Source`."""
+    size, count = int(self._rows.row_lengths[row]), int(self._rows.row_units[row])
+    if (last := self.end(row)) is not None:
+      end = min(end, last)
+    parts = [Units(*np.zeros((3, 0), np.int64))]
+    for number in range(begin // size, -(-end // size)):
+      epoch = self._epoch(row, number)
+      starts = epoch.unit_starts[np.diff(epoch.unit_numbers, prepend=-1) > 0]
+      lengths = np.diff(starts, append=size)
+      first, last_one = np.searchsorted(starts, (begin - number * size, end - number * size))
+      part = Units(starts + number * size, lengths, number * count + np.arange(count))
+      parts.append(Units(*(leaf[first:last_one] for leaf in part)))
+    return Units(*map(np.concatenate, zip(*parts, strict=True)))
+
+  def longest_unit(self, row: int) -> int:
+    """Tokens of the longest unit of a row."""
+    return int(self._rows.longest_units[row])
+
+  def end(self, row: int) -> int | None:
+    """Tokens of a row; None if it is endless."""
+    return None if self._epochs is None else self._epochs * int(self._rows.row_lengths[row])
+
   @property
   def row_end(self) -> int | None:
     """Tokens after which all rows are padding; None if the feed is endless."""
@@ -145,7 +169,7 @@ class TaskFeed:
     Raises:
       DataError: a row has more than `bad_documents` damaged documents.
     """
-    rows = range(self._batch_size) if rows is None else rows
+    rows = range(self.batch_size) if rows is None else rows
     dtypes = {'weights': np.float32}
     leaves = [np.zeros((len(rows), length), dtypes.get(f, np.int32)) for f in Batch._fields]
     for i, row in enumerate(rows):
@@ -154,13 +178,16 @@ class TaskFeed:
 
   def describe(self, position: int, length: int) -> str:
     """Names the documents of the tokens [position, position + length) of all rows by number."""
-    rows = []
-    for row in range(self._batch_size):
-      numbers = self._documents(row, position, position + length)[0].tolist()
-      more = ', ...' if len(numbers) > _MAX_NAMED else ''
-      rows.append(f'row {row}: {", ".join(map(str, numbers[:_MAX_NAMED]))}{more}')
+    end = position + length
+    rows = [f'row {r}: {self.documents(r, position, end)}' for r in range(self.batch_size)]
     more = '; ...' if len(rows) > _MAX_NAMED else ''
     return f'these documents of {self.store.path}: {"; ".join(rows[:_MAX_NAMED])}{more}'
+
+  def documents(self, row: int, begin: int, end: int) -> str:
+    """The numbers in the store of the documents of the tokens [begin, end) of a row."""
+    numbers = self._documents(row, begin, end)[0].tolist()
+    more = ', ...' if len(numbers) > _MAX_NAMED else ''
+    return ', '.join(map(str, numbers[:_MAX_NAMED])) + more
 
   def _read_row(self, row: int, position: int, leaves: list[np.ndarray]):
     """Fills the leaves [T], zero so far, of one row's Batch."""
@@ -225,7 +252,7 @@ class TaskFeed:
       last = np.searchsorted(epoch.ends, end - base, side='left') + 1
       documents, ends, unit_starts, unit_numbers = (leaf[first:last] for leaf in epoch)
       starts = base + ends - self.store.lengths[documents]
-      if self._reset_at == 'never':
+      if self.reset_at == 'never':
         resets, segments = np.zeros_like(starts), np.ones_like(starts)
       else:
         resets, segments = base + unit_starts, number * row_units + unit_numbers + 1

@@ -40,6 +40,7 @@ class Rows:
     units: number of units in the store.
     row_lengths: int64 [B], tokens of each row in one epoch.
     row_units: int64 [B], units of each row.
+    longest_units: int64 [B], tokens of the longest unit of each row.
   """
 
   def __init__(
@@ -65,6 +66,7 @@ class Rows:
     unit_lengths = np.add.reduceat(lengths[self._members], self._firsts)
     self.row_lengths = np.array([unit_lengths[units].sum() for units in self._units_of_row])
     self.row_units = np.array([len(units) for units in self._units_of_row])
+    self.longest_units = np.array([unit_lengths[u].max(initial=0) for u in self._units_of_row])
 
   def epoch(self, row: int, epoch: int) -> Epoch:
     """The documents of a row in the order of one epoch."""

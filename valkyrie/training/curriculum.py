@@ -86,12 +86,17 @@ class Curriculum:
     )
     return whole + (step - int(self._starts[index])) * self.phases[index].tokens_per_row
 
+  @property
+  def begins(self) -> list[int]:
+    """The position at which each phase begins."""
+    return [self.position(int(start)) for start in self._starts]
+
   def steps_before(self, position: int) -> int:
     """The number of steps that begin before a position of the rows, 1 or more."""
-    starts = [self.position(int(start)) for start in self._starts]
-    index = int(np.searchsorted(starts, position, side='left')) - 1
+    begins = self.begins
+    index = int(np.searchsorted(begins, position, side='left')) - 1
     size = self.phases[index].tokens_per_row
-    return int(self._starts[index]) - (starts[index] - position) // size
+    return int(self._starts[index]) - (begins[index] - position) // size
 
   def learning_rate_scale(self, step: Array) -> Array:
     """The phase's factor on the learning rate, for a traced step."""

@@ -1,0 +1,212 @@
+"""Mixtures: shares of tokens, whole units, any cut of the stream, changing weights, and ends."""
+
+import itertools
+import types
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+
+from valkyrie.data import store_writer, vocabularies
+from valkyrie.data.feed import TaskFeed
+from valkyrie.data.mixture import Mixture
+from valkyrie.data.store_location import store_path
+from valkyrie.errors import ConfigurationError
+from valkyrie.types import Batch
+
+ROWS = 2
+BYTES = vocabularies.ByteVocabulary()
+LETTERS = {'web': 'w', 'code': 'c', 'books': 'b'}  # each document is a number and these
+LONGEST = {'web': 30, 'code': 15, 'books': 90}
+ALL = {name: {'task': name} for name in LETTERS}
+
+
+@pytest.fixture(scope='module')
+def data_dir(tmp_path_factory):
+  path = tmp_path_factory.mktemp('data')
+  for name, letter in LETTERS.items():
+    random = np.random.default_rng(ord(letter))
+    lengths = [LONGEST[name], *random.integers(4, LONGEST[name], 20)]
+    texts = [f'{number}{letter * length}' for number, length in enumerate(lengths)]
+    store_writer.write_store(
+      store_path(name, 'train', BYTES, None, str(path)),
+      store_writer.Recipe(name, 'train', BYTES, {}, shards=1),
+      lambda shard, texts=texts: [
+        store_writer.Document(np.asarray(BYTES.encode(text)), len(text)) for text in texts
+      ],
+    )
+  return path
+
+
+@pytest.fixture(scope='module')
+def mixture(data_dir):
+  def make(weights, sources=None, begins=None, **options):
+    def feed(**given):
+      options_of_all = {'split': 'train', 'batch_size': ROWS, 'seed': 3, 'data_dir': str(data_dir)}
+      return TaskFeed(**{**options_of_all, **options, **given})
+
+    phases = None if begins is None else lambda: types.SimpleNamespace(begins=begins)
+    return Mixture(sources or ALL, weights, phases, feed)
+
+  return make
+
+
+def documents(batch: Batch, row: int) -> list[str]:
+  """The texts of a row's segments, in order; each has one segment id and its own positions."""
+  ids = batch.segment_ids[row]
+  assert (np.diff(ids[ids > 0]) >= 0).all() and set(np.diff(ids[ids > 0])) <= {0, 1}
+  texts = []
+  for segment in np.unique(ids[ids > 0]):
+    at = ids == segment
+    assert (np.diff(batch.positions[row][at]) == 1).all()
+    texts.append(BYTES.decode(batch.inputs[row][at].tolist()))
+  return texts
+
+
+def source_of(text: str) -> str:
+  return next(name for name, letter in LETTERS.items() if letter in text)
+
+
+WEIGHTS = {'web': 6, 'code': 1, 'books': 3}
+
+
+def test_every_source_has_its_share_at_every_place(mixture):
+  feed = mixture(WEIGHTS)
+  batch = feed.read(0, 20_000)
+  bound = sum(longest + 3 for longest in LONGEST.values())
+  for row in range(ROWS):
+    texts = documents(batch, row)
+    counts = dict.fromkeys(LETTERS, 0)
+    for text in texts:
+      counts[source_of(text)] += len(text) + 1
+      total = sum(counts.values())
+      for name, weight in WEIGHTS.items():
+        assert abs(counts[name] - weight / 10 * total) < bound
+    assert batch.positions[row][0] == 0 and total > 19_000
+  progress = feed.progress(20_000)
+  assert sum(progress[f'tokens/{name}'] for name in LETTERS) == ROWS * 20_000
+  assert progress['tokens/web'] == pytest.approx(0.6 * ROWS * 20_000, rel=0.01)
+  web = feed.sources['web'].store.tokens
+  assert progress['epochs/web'] == progress['tokens/web'] / web
+
+
+def test_each_source_has_its_own_order(mixture):
+  """The documents of a source come as in its feed alone, whole, with targets and weights."""
+  feed = mixture(WEIGHTS)
+  batch, ahead = feed.read(0, 5000), feed.read(1, 5000)
+  np.testing.assert_array_equal(batch.targets, ahead.inputs)
+  np.testing.assert_array_equal(batch.weights, batch.inputs != BYTES.eos_id)
+  for row in range(ROWS):
+    texts = documents(batch, row)[:-1]
+    for name in LETTERS:
+      own = [text for text in texts if source_of(text) == name]
+      alone = documents(feed.sources[name].read(0, 5000), row)
+      assert len(own) > 5 and own == alone[: len(own)]
+
+
+STAGES = [
+  {'weights': WEIGHTS},
+  {'weights': [{'web': 1}, {'code': 1, 'books': 1}, WEIGHTS], 'begins': [0, 700, 1900]},
+  {'weights': WEIGHTS, 'sources': {**ALL, 'code': {'task': 'code', 'epochs': 2}}},
+  {
+    'weights': [WEIGHTS, {'books': 5, 'code': 1}],
+    'begins': [0, 160],
+    'sources': {name: {'task': name, 'epochs': 1} for name in LETTERS},
+  },
+]
+
+
+@pytest.mark.parametrize('options', STAGES)
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=8), begin=st.integers(0, 3000))
+def test_cuts_do_not_change_the_stream(mixture, options, lengths, begin):
+  feed = mixture(**options)
+  cuts = list(itertools.accumulate(lengths, initial=begin))
+  parts = [feed.read(at, length) for at, length in zip(cuts, lengths, strict=False)]
+  whole = mixture(**options).read(begin, sum(lengths))
+  for name, leaves, expected in zip(Batch._fields, zip(*parts, strict=True), whole, strict=True):
+    np.testing.assert_array_equal(np.concatenate(leaves, axis=1), expected, err_msg=name)
+
+
+def test_far_positions_are_read_without_those_before(mixture):
+  feed = mixture(WEIGHTS)
+  batch = feed.read(10**9, 400)
+  assert all(len(documents(batch, row)) > 5 for row in range(ROWS))
+  share = feed.progress(10**9)['tokens/web'] / (ROWS * 10**9)
+  assert share == pytest.approx(0.6, abs=1e-6)
+  np.testing.assert_array_equal(feed.read(10**9 + 100, 300).inputs, batch.inputs[:, 100:])
+
+
+def test_weights_change_with_the_phase(mixture):
+  feed = mixture([{'web': 1}, {'code': 3, 'books': 1}], begins=[0, 1000])
+  batch = feed.read(0, 20_000)
+  for row in range(ROWS):
+    texts = documents(batch, row)
+    sources = [source_of(text) for text in texts]
+    first = sources.index('code' if 'code' in sources else 'books')
+    before = sum(len(text) + 1 for text in texts[:first])
+    assert set(sources[:first]) == {'web'} and 'web' not in sources[first + 1 :]
+    assert 1000 <= before < 1000 + LONGEST['web'] + 3
+    code = sum(len(text) + 1 for text in texts if source_of(text) == 'code')
+    assert code / (20_000 - before) == pytest.approx(0.75, abs=0.01)
+  assert feed.row_end is None
+
+
+def test_the_share_of_a_source_that_ends_goes_to_the_others(mixture):
+  feed = mixture(WEIGHTS, sources={**ALL, 'code': {'task': 'code', 'epochs': 2}})
+  assert feed.row_end is None
+  batch = feed.read(0, 30_000)
+  code = feed.sources['code'].store
+  texts = [text for row in range(ROWS) for text in documents(batch, row)[:-1]]
+  of_code = [text for text in texts if source_of(text) == 'code']
+  assert len(of_code) == 2 * len(code.lengths) and len(set(of_code)) == len(code.lengths)
+  assert feed.progress(30_000)['epochs/code'] == 2
+  web = feed.progress(30_000)['tokens/web'] - feed.progress(20_000)['tokens/web']
+  assert web / (ROWS * 10_000) == pytest.approx(6 / 9, abs=0.01)
+
+
+def test_a_mixture_of_sources_that_end_is_each_of_them_once(mixture):
+  sources = {name: {'task': name, 'epochs': 1} for name in LETTERS}
+  feed = mixture(WEIGHTS, sources=sources)
+  end = feed.row_end
+  batch = feed.read(0, end + 50)
+  texts = [text for row in range(ROWS) for text in documents(batch, row)]
+  total = sum(source.store.tokens for source in feed.sources.values())
+  assert len(texts) == len(set(texts)) == sum(len(f.store.lengths) for f in feed.sources.values())
+  assert int((batch.segment_ids > 0).sum()) == total
+  for leaf in feed.read(end, 20):
+    assert not leaf.any()
+  assert batch.segment_ids[:, end - 1].any()
+
+
+def test_attributes(mixture, data_dir):
+  feed = mixture({'web': 1, 'code': 1})
+  ratios = [feed.sources[name].tokens_per_byte for name in ('web', 'code')]
+  assert feed.tokens_per_byte == pytest.approx(2 / sum(1 / ratio for ratio in ratios))
+  assert feed.weights == {'web': 0.5, 'code': 0.5, 'books': 0}
+  assert feed.fingerprint == mixture({'code': 2, 'web': 2}).fingerprint
+  assert feed.fingerprint != mixture({'web': 2, 'code': 1}).fingerprint
+  assert mixture([{'web': 1}, {'code': 1}], begins=[0, 9]).tokens_per_byte is None
+  said = feed.describe(100, 60)
+  assert f'web is {data_dir}' in said and 'row 1: ' in said
+
+
+@pytest.mark.parametrize(
+  ('options', 'message'),
+  [
+    ({'weights': {'web': 0, 'code': 0}}, r"'code': 0.*one of them above 0"),
+    ({'weights': {'web': -1, 'code': 2}}, 'numbers of 0 or more'),
+    ({'weights': {'web': '1'}}, 'numbers of 0 or more'),
+    ({'weights': {'wiki': 1}}, 'names wiki, but Mixture.sources has web, code, books'),
+    ({'weights': [{'web': 1}, {'code': 1}]}, 'of 2 phases, but the curriculum has 1'),
+    ({'weights': {'web': 1}, 'reset_at': 'never'}, "reset_at of 'document' or 'sequence'"),
+    (
+      {'weights': {'web': 1}, 'sources': {**ALL, 'code': {'task': 'code', 'batch_size': 1}}},
+      'share batch_size, but code has 1 and web has 2',
+    ),
+  ],
+)
+def test_what_does_not_fit(mixture, options, message):
+  with pytest.raises(ConfigurationError, match=message):
+    mixture(**options)

@@ -1,0 +1,216 @@
+"""Batches of several sources by weight, as a pure function of the position in the rows."""
+
+from collections.abc import Callable, Mapping, Sequence
+import functools
+import hashlib
+import json
+import math
+from typing import Any, NamedTuple
+
+import gin
+import numpy as np
+
+from valkyrie.data.feed import TaskFeed
+from valkyrie.data.mixed_rows import MixedRow
+from valkyrie.errors import ConfigurationError
+from valkyrie.types import Batch
+
+Weights = Mapping[str, float]
+_MAX_NAMED = 8  # rows, and stretches of each row, in a message
+
+
+class _Span(NamedTuple):
+  """A stretch of a row from one source.
+
+  start, length: tokens of the row before it, and its own.
+  source: the number of the source; place: tokens of its stream before the stretch.
+  before: units of the other sources before it.
+  """
+
+  start: int
+  length: int
+  source: int
+  place: int
+  before: int
+
+
+@gin.configurable
+class Mixture:
+  """B rows, each of the documents of several sources; see `mixed_rows` for their order.
+
+  Its attributes are those of `types.TaskFeed`, and
+
+    sources: the TaskFeed of each source, by name.
+    weights: the share of tokens of each source; in the last phase, if it changes.
+  """
+
+  def __init__(
+    self,
+    sources: Mapping[str, str | Mapping[str, Any]],
+    weights: Weights | Sequence[Weights],
+    phases: Callable[[], Any] | None = None,
+    feed: Callable[..., TaskFeed] = TaskFeed,
+  ):
+    """Makes the feed of each source. The first use of the tokens opens their stores.
+
+    Args:
+      sources: arguments of `feed` by the name of the source, over those that gin binds; a string
+        stands for {'source': string}. With {'epochs': N} a source ends after N epochs, and its
+        share goes to the others.
+      weights: numbers in the ratio of the tokens, by the name of the source; or several of these,
+        one for each phase of the curriculum. A source that is not named has none.
+      phases: the class of the curriculum, with several weights.
+      feed: the class of the feeds.
+
+    Raises:
+      ConfigurationError: the arguments do not fit together.
+    """
+    of_phases = [weights] if isinstance(weights, Mapping) else list(weights)
+    for of_phase in of_phases:
+      _check(sources, of_phase)
+    begins = [0] if phases is None else phases().begins
+    if len(of_phases) == 1:
+      begins = [0]
+    if len(begins) != len(of_phases):
+      raise ConfigurationError(
+        f'Mixture.weights has the weights of {len(of_phases)} phases, but the curriculum has '
+        f'{len(begins)}. Give one set of weights, or one for each phase, with '
+        'Mixture.phases = @Curriculum.'
+      )
+    self.sources = {
+      name: feed(**({'source': given} if isinstance(given, str) else given))
+      for name, given in sources.items()
+    }
+    self._feeds = list(self.sources.values())
+    shares = [_shares(list(sources), of_phase) for of_phase in of_phases]
+    self.weights = dict(zip(sources, shares[-1], strict=True))
+    self._constant = len(of_phases) == 1
+    self._changes = list(zip(begins, shares, strict=True))
+    first = self._feeds[0]
+    for name, other in self.sources.items():
+      for option in ('batch_size', 'reset_at'):
+        if getattr(other, option) != getattr(first, option):
+          raise ConfigurationError(
+            f'The sources of a mixture share {option}, but {name} has {getattr(other, option)!r} '
+            f'and {next(iter(sources))} has {getattr(first, option)!r}.'
+          )
+      if other.vocabulary.fingerprint != first.vocabulary.fingerprint:
+        raise ConfigurationError(
+          f'The sources of a mixture share the vocabulary, but {name} has '
+          f'{other.vocabulary.fingerprint} and {next(iter(sources))} has '
+          f'{first.vocabulary.fingerprint}.'
+        )
+    if first.reset_at == 'never':
+      raise ConfigurationError(
+        "A mixture needs TaskFeed.reset_at of 'document' or 'sequence': without resets, the memory "
+        'of one source would run on in another.'
+      )
+    self.vocabulary = first.vocabulary
+    self.vocabulary_size = first.vocabulary_size
+
+  @property
+  def fingerprint(self) -> str:
+    """The hash of the sources' content and of the weights."""
+    content = [[n, feed.fingerprint] for n, feed in self.sources.items()], self._changes
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+  @property
+  def tokens_per_byte(self) -> float | None:
+    """Of the text; None if it is of one source, or if the weights change."""
+    each = [(w, self.sources[name].tokens_per_byte) for name, w in self.weights.items() if w]
+    if not self._constant or any(ratio is None for _, ratio in each):
+      return None
+    return 1 / sum(weight / ratio for weight, ratio in each if ratio is not None)
+
+  @property
+  def row_tokens(self) -> int:
+    """Tokens of the longest row until every source with a weight has been read once."""
+    return max(
+      math.ceil(feed.row_tokens / self.weights[name])
+      for name, feed in self.sources.items()
+      if self.weights[name]
+    )
+
+  @functools.cached_property
+  def row_end(self) -> int | None:
+    """Tokens after which all rows are padding; None if the feed is endless."""
+    ends = [row.end for row in self._rows]
+    return None if None in ends else max(end for end in ends if end is not None)
+
+  @functools.cached_property
+  def _rows(self) -> list[MixedRow]:
+    return [MixedRow(self._feeds, row, self._changes) for row in range(self._feeds[0].batch_size)]
+
+  def progress(self, position: int) -> dict[str, float]:
+    """Tokens and epochs of each source before a position, over all rows."""
+    places = np.array([row.places(position) for row in self._rows])
+    found = {}
+    for name, feed, read in zip(self.sources, self._feeds, places.sum(axis=0), strict=True):
+      found |= {f'tokens/{name}': int(read), f'epochs/{name}': read / feed.store.tokens}
+    return found
+
+  def read(self, position: int, length: int, rows: Sequence[int] | None = None) -> Batch:
+    """Reads the tokens [position, position + length) of `rows`; see `TaskFeed.read`."""
+    rows = range(len(self._rows)) if rows is None else rows
+    parts = [self._read_row(row, position, length) for row in rows]
+    return Batch(*(np.concatenate(leaves) for leaves in zip(*parts, strict=True)))
+
+  def describe(self, position: int, length: int) -> str:
+    """Names the documents of the tokens [position, position + length) of all rows by number."""
+    rows = []
+    for row in range(len(self._rows))[:_MAX_NAMED]:
+      spans = self._spans(row, position, position + length)[:_MAX_NAMED]
+      named = [
+        f'{list(self.sources)[span.source]} '
+        + self._feeds[span.source].documents(row, span.place, span.place + span.length)
+        for span in spans
+      ]
+      rows.append(f'row {row}: {", ".join(named)}')
+    stores = ', '.join(f'{name} is {feed.store.path}' for name, feed in self.sources.items())
+    return f'these documents, of which the first are named ({stores}): {"; ".join(rows)}'
+
+  def _read_row(self, row: int, position: int, length: int) -> Batch:
+    """One row, [1, length]."""
+    leaves = Batch(*(np.zeros((1, length + 1), d) for d in ('i4', 'i4', 'f4', 'i4', 'i4')))
+    for start, size, source, place, before in self._spans(row, position, position + length + 1):
+      part = self._feeds[source].read(place, size, rows=[row])
+      part = part._replace(segment_ids=part.segment_ids.astype(np.int64) + before)
+      for leaf, values in zip(leaves, part, strict=True):
+        leaf[:, start - position : start - position + size] = values
+    leaves = leaves._replace(targets=np.roll(leaves.inputs, -1))  # across sources too
+    return Batch(*(leaf[:, :length] for leaf in leaves))
+
+  def _spans(self, row: int, begin: int, end: int) -> list[_Span]:
+    """What the tokens [begin, end) of a row are, in order."""
+    spans: list[_Span] = []
+    for piece in self._rows[row].pieces(begin, end):
+      first, last = max(begin, piece.start), min(end, piece.start + piece.length)
+      latest = spans[-1] if spans else None
+      if latest and latest.source == piece.source:
+        spans[-1] = latest._replace(length=last - latest.start)
+        continue
+      place = int(piece.places[piece.source]) + first - piece.start
+      before = int(piece.units.sum() - piece.units[piece.source])
+      spans.append(_Span(first, last - first, piece.source, place, before))
+    return spans
+
+
+def _check(sources: Mapping[str, Any], weights: Weights) -> None:
+  unknown = [name for name in weights if name not in sources]
+  if unknown or not sources:
+    raise ConfigurationError(
+      f'Mixture.weights names {", ".join(unknown) or "no source"}, but Mixture.sources has '
+      f'{", ".join(sources) or "none"}.'
+    )
+  wrong = {
+    n: w for n, w in weights.items() if not isinstance(w, int | float) or not 0 <= w < math.inf
+  }
+  if wrong or not sum(weights.values()):
+    raise ConfigurationError(
+      f'Mixture.weights has {dict(weights)}. Use numbers of 0 or more, one of them above 0: the '
+      'tokens of the sources will be in their ratio.'
+    )
+
+
+def _shares(names: Sequence[str], weights: Weights) -> list[float]:
+  return [weights.get(name, 0) / sum(weights.values()) for name in names]
