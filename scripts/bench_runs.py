@@ -119,7 +119,7 @@ class Loop:
       every=STEPS,
       total_steps=STEPS,
       batch_size=trainer.feed.rows,
-      tokens_per_byte=1.0,
+      feed=trainer.feed,
     )
 
   def steps(self) -> float:
@@ -146,10 +146,15 @@ class Loop:
 class MemoryFeed:
   """Rows of random documents of equal length, held in memory."""
 
+  tokens_per_byte = 1.0
+
   def __init__(self, vocabulary_size: int, document: int, rows: int):
     self.rows = rows
     self._document = document
     self._tokens = np.random.default_rng(0).integers(0, vocabulary_size, 2**20, np.int32)
+
+  def progress(self, position: int) -> dict[str, float]:
+    return {'epochs': position * self.rows / len(self._tokens)}
 
   def read(self, position: int, length: int, rows: None = None) -> Batch:
     """The tokens [position, position + length) of every row, as numpy arrays [rows, length]."""

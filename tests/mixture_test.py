@@ -47,7 +47,7 @@ def mixture(data_dir):
       return TaskFeed(**{**options_of_all, **options, **given})
 
     phases = None if begins is None else lambda: types.SimpleNamespace(begins=begins)
-    return Mixture(sources or ALL, weights, phases, feed)
+    return Mixture(sources or ALL, weights, feed, phases)
 
   return make
 

@@ -232,6 +232,37 @@ def test_task(base, data_dir, train_run, tmp_path):
     assert record['store'] == feed.fingerprint
 
 
+MIXTURE = """
+include 'gin/data/mixture.gin'
+sources = {'words': {'task': 'letters'}, 'numbers': {'task': 'digits'}}
+weights = {'words': 3, 'numbers': 1}
+"""
+
+
+def test_a_mixture(train_run, data_dir, tmp_path, capsys):
+  run = train_run(tmp_path / 'run', more=MIXTURE)
+  assert_trained(run)
+  assert re.search(r'[\d.]+ epochs of words, [\d.]+ epochs of numbers', capsys.readouterr().err)
+  (_, last), found = tiny_run.metrics(run).values(), tiny_run.metrics(run, 'eval')[2]
+  assert last['tokens/words'] + last['tokens/numbers'] == last['tokens'] == 8 * 64
+  losses = [found['loss/words'], found['loss/numbers']]
+  assert found['loss'] == pytest.approx(0.75 * losses[0] + 0.25 * losses[1])
+  # Each is the loss of the source alone.
+  gin.clear_config(clear_constants=True)
+  flags = (*QUICK, "--gin.task='digits'")
+  (tmp_path / 'alone.gin').write_text(tiny_run.gin_text(data_dir))
+  load_gin([str(tmp_path / 'alone.gin')], flags, modules=main.CONFIGURABLE_MODULES)
+  shutil.copytree(run / 'checkpoints', tmp_path / 'alone' / 'checkpoints')
+  evaluate.evaluate(model_dir=str(tmp_path / 'alone'))
+  assert tiny_run.metrics(tmp_path / 'alone', 'eval')[2]['loss'] == losses[1]
+
+  with pytest.raises(ConfigurationError, match=r'Mixture\.weights was .*numbers.* is '):
+    train_run(run, '--gin.train_steps=3', "--gin.weights={'words': 1, 'numbers': 1}", more=MIXTURE)
+  train_run(run, '--gin.train_steps=3', '--gin.validation/TaskFeed.shuffle=True', more=MIXTURE)
+  whole = train_run(tmp_path / 'whole', '--gin.train_steps=3', more=MIXTURE)
+  assert tiny_run.metrics(whole)[3]['loss'] == tiny_run.metrics(run)[3]['loss']
+
+
 def test_a_mixer_of_ones_own(train_run, tmp_path, monkeypatch, capsys):
   package = tmp_path / 'their_mixers'
   package.mkdir()

@@ -38,6 +38,7 @@ CONFIGURABLE_MODULES = (
   'valkyrie.training.divergence',
   'valkyrie.training.setup',
   'valkyrie.data.feed',
+  'valkyrie.data.mixture',
   'valkyrie.distributed.consistency',
   'valkyrie.distributed.preemption',
   'valkyrie.checkpoint.manager',

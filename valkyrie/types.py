@@ -9,7 +9,7 @@ Letters of shapes, in names and docstrings throughout:
   P  stored S5 states         V  padded vocabulary      L  layers
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -89,6 +89,9 @@ class TaskFeed(Protocol):
   row_tokens: of the longest row in one epoch.
   row_end: tokens after which all rows are padding; None if the feed is endless.
 
+  A feed of several sources also has `sources`, a mapping of names to feeds, and `weights`, the
+  share of each. They are evaluated one by one.
+
   The vocabulary is known at once; the other attributes may have to read the data first.
   """
 
@@ -112,6 +115,10 @@ class TaskFeed(Protocol):
 
     `rows` are the numbers of the wanted rows; None is all B.
     """
+    ...
+
+  def progress(self, position: int) -> Mapping[str, float]:
+    """What was read before a position: 'epochs'; of several sources, 'tokens/NAME' and others."""
     ...
 
   def describe(self, position: int, length: int) -> str:

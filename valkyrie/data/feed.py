@@ -160,6 +160,12 @@ class TaskFeed:
     """Tokens after which all rows are padding; None if the feed is endless."""
     return None if self._epochs is None else self._epochs * self.row_tokens
 
+  def progress(self, position: int) -> dict[str, float]:
+    """The epochs before a position, over all rows."""
+    ends = [self.end(row) for row in range(self.batch_size)]
+    read = sum(position if end is None else min(position, end) for end in ends)
+    return {'epochs': read / self.store.tokens}
+
   def read(self, position: int, length: int, rows: Sequence[int] | None = None) -> Batch:
     """Reads the tokens [position, position + length) of `rows`, such as the rows of one host.
 

@@ -164,8 +164,8 @@ class MixedRow:
 
   def _pieces(self, stage: _Stage, begin: int, end: int) -> list[Piece]:
     """The units of a stage that have tokens in [begin, end)."""
-    taking_part = np.flatnonzero(stage.weights)
-    if not len(taking_part):
+    taking_part = np.flatnonzero(stage.weights).tolist()
+    if not taking_part:
       return []
     longest = sum(self._sources[number].longest_unit(self._row) for number in taking_part)
     low = max(0, begin - stage.begin - longest - 1)

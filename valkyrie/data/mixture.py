@@ -48,8 +48,8 @@ class Mixture:
     self,
     sources: Mapping[str, str | Mapping[str, Any]],
     weights: Weights | Sequence[Weights],
+    feed: Callable[..., TaskFeed],
     phases: Callable[[], Any] | None = None,
-    feed: Callable[..., TaskFeed] = TaskFeed,
   ):
     """Makes the feed of each source. The first use of the tokens opens their stores.
 
@@ -59,8 +59,8 @@ class Mixture:
         share goes to the others.
       weights: numbers in the ratio of the tokens, by the name of the source; or several of these,
         one for each phase of the curriculum. A source that is not named has none.
-      phases: the class of the curriculum, with several weights.
       feed: the class of the feeds.
+      phases: the class of the curriculum, with several weights.
 
     Raises:
       ConfigurationError: the arguments do not fit together.
@@ -117,10 +117,8 @@ class Mixture:
   @property
   def tokens_per_byte(self) -> float | None:
     """Of the text; None if it is of one source, or if the weights change."""
-    each = [(w, self.sources[name].tokens_per_byte) for name, w in self.weights.items() if w]
-    if not self._constant or any(ratio is None for _, ratio in each):
-      return None
-    return 1 / sum(weight / ratio for weight, ratio in each if ratio is not None)
+    ratios = {name: feed.tokens_per_byte for name, feed in self.sources.items()}
+    return mean_tokens_per_byte(self.weights, ratios) if self._constant else None
 
   @property
   def row_tokens(self) -> int:
@@ -193,6 +191,17 @@ class Mixture:
       before = int(piece.units.sum() - piece.units[piece.source])
       spans.append(_Span(first, last - first, piece.source, place, before))
     return spans
+
+
+def mean_tokens_per_byte(weights: Weights, ratios: Mapping[str, float | None]) -> float | None:
+  """Tokens per byte of a text whose tokens come from sources by weight; None if one has none."""
+  bytes_per_token = 0.0
+  for name, weight in weights.items():
+    ratio = ratios[name]
+    if weight and ratio is None:
+      return None
+    bytes_per_token += weight / ratio if ratio else 0.0
+  return 1 / bytes_per_token
 
 
 def _check(sources: Mapping[str, Any], weights: Weights) -> None:

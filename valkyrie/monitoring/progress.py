@@ -55,7 +55,10 @@ class Progress:
 
 
 def describe(metrics: Mapping[str, Any]) -> list[str]:
-  """The known metrics as ['loss 1.2345', '1.781 bits per byte', '8,123 tokens/s']."""
+  """The known metrics as ['loss 1.2345', '1.781 bits per byte', '8,123 tokens/s'].
+
+  The losses of the sources of a mixture follow, as 'web 1.2345'.
+  """
   known = {name: value for name, value in metrics.items() if value is not None}
   bits = 'bits_per_byte' if 'bits_per_byte' in known else 'bits_per_token'
   texts = {
@@ -64,4 +67,6 @@ def describe(metrics: Mapping[str, Any]) -> list[str]:
     'accuracy': 'accuracy {:.2%}',
     'tokens_per_second': '{:,.0f} tokens/s',
   }
-  return [text.format(known[name]) for name, text in texts.items() if name in known]
+  said = [text.format(known[name]) for name, text in texts.items() if name in known]
+  sources = [name for name in known if name.startswith('loss/')]
+  return said + [f'{name.removeprefix("loss/")} {known[name]:.4f}' for name in sources]

@@ -12,6 +12,7 @@ from valkyrie.monitoring.metrics import Metrics, speed_metrics, text_metrics
 from valkyrie.monitoring.writers import RunWriter
 from valkyrie.training.curriculum import Curriculum
 from valkyrie.training.train_step import StepMetrics
+from valkyrie.types import TaskFeed
 
 
 @dataclasses.dataclass
@@ -23,7 +24,7 @@ class TrainingLog:
 
   Attributes:
     every: steps between two lines; the last step has one too.
-    tokens_per_byte: as in `text_metrics`.
+    feed: the tokens of training.
   """
 
   writer: RunWriter
@@ -33,7 +34,7 @@ class TrainingLog:
   every: int
   total_steps: int
   batch_size: int
-  tokens_per_byte: float | None
+  feed: TaskFeed
 
   def __post_init__(self):
     check_every(self.every)
@@ -65,7 +66,8 @@ class TrainingLog:
     weight = float(sum(s.sums.weight for s in steps))
     scalars: Metrics = {
       'tokens': self.batch_size * position(step),
-      **text_metrics(sum(float(s.sums.loss) for s in steps), weight, self.tokens_per_byte),
+      **self.feed.progress(position(step)),
+      **text_metrics(sum(float(s.sums.loss) for s in steps), weight, self.feed.tokens_per_byte),
       'grad_norm': float(steps[-1].grad_norm),
       'learning_rate': float(steps[-1].learning_rate),
       'beyond_window': float(sum(s.sums.beyond_window for s in steps)) / max(weight, 1.0),

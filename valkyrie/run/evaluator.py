@@ -1,8 +1,8 @@
 """Evaluation of a split: the chunks and carries of training, without gradients."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import gin
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.config.computation import may_change_on_resume
+from valkyrie.data.mixture import mean_tokens_per_byte
 from valkyrie.data.prefetch import prefetch
 from valkyrie.errors import Preempted
 from valkyrie.models.attention.kv_cache import AttentionCarry
@@ -25,6 +26,8 @@ from valkyrie.types import Array, Batch, Carry, Params, TaskFeed
 
 # The parts of the carry that an evaluation can cut between chunks.
 CUTS = ('state', 'all')
+# The metrics that each source of a mixture has, too.
+_OF_SOURCES = ('loss', 'bits_per_token', 'bits_per_byte', 'accuracy')
 _BINS = 31  # powers of two below the largest int32 position
 
 
@@ -105,9 +108,12 @@ class Evaluator:
       chunk_size: tokens of one forward call.
       chunks: chunks of each row that a quick evaluation reads; None reads all.
     """
-    self._feed = feed()
-    check_vocabulary(model, self._feed)
-    self.vocabulary = self._feed.vocabulary
+    tokens = feed()
+    check_vocabulary(model, tokens)
+    self.vocabulary = tokens.vocabulary
+    # A mixture is evaluated source by source.
+    self._sources: Mapping[str, TaskFeed] = getattr(tokens, 'sources', {'': tokens})
+    self._weights: Mapping[str, float] = getattr(tokens, 'weights', {'': 1.0})
     self._chunk_size = chunk_size
     self._quick = chunks
     self._partitioner = partitioner
@@ -136,9 +142,14 @@ class Evaluator:
       read, donate_argnums=1, static_argnums=(3, 4), out_shardings=(shardings, None)
     )
 
-  def open(self) -> int:
-    """Opens the split's store, and builds it if it is missing -> the chunks of its longest row."""
-    return -(-self._feed.row_tokens // self._chunk_size)
+  def open(self) -> None:
+    """Opens the stores of the split, and builds those that are missing."""
+    for feed in self._sources.values():
+      self._chunks(feed)
+
+  def _chunks(self, feed: TaskFeed) -> int:
+    """The chunks of the longest row."""
+    return -(-feed.row_tokens // self._chunk_size)
 
   def __call__(
     self,
@@ -161,29 +172,64 @@ class Evaluator:
 
     Returns:
       loss, bits_per_token, bits_per_byte; accuracy, the share of targets with the largest logit;
-      loss_by_position/P, the loss of the targets at positions P to 2 P - 1 of a document.
+      loss_by_position/P, the loss of the targets at positions P to 2 P - 1 of a document. Of a
+      mixture these are means by its weights, and loss/NAME and others are those of each source.
 
     Raises:
       Preempted: `stop` returned True.
     """
-    chunks = self.open()
+    params = self._gather(params)
+    scores = {
+      name: self._scores(params, feed, whole, cut, plan, stop)
+      for name, feed in self._sources.items()
+    }
+    ratios = {name: feed.tokens_per_byte for name, feed in self._sources.items()}
+    if len(scores) == 1:
+      (only,), (ratio,) = scores.values(), ratios.values()
+      return _metrics(only, ratio)
+    shares = {name: self._weights[name] / scores[name].weight.sum() for name in scores}
+    mean = jax.tree.map(
+      lambda *parts: sum(
+        share * part for share, part in zip(shares.values(), parts, strict=True) if share
+      ),
+      *scores.values(),
+    )
+    found = _metrics(mean, mean_tokens_per_byte(self._weights, ratios))
+    for name, of_source in scores.items():
+      metrics = _metrics(of_source, ratios[name])
+      found |= {f'{metric}/{name}': metrics[metric] for metric in _OF_SOURCES}
+    return found
+
+  def _scores(
+    self,
+    params: Params,
+    feed: TaskFeed,
+    whole: bool,
+    cut: str | None,
+    plan: bool,
+    stop: Callable[[], bool],
+  ) -> Scores:
+    """Reads a feed -> its scores on the host, float64."""
+    chunks = self._chunks(feed)
     if not whole:
       chunks = min(self._quick or chunks, chunks)
     spans = ((n * self._chunk_size, self._chunk_size) for n in range(chunks))
-    params = self._gather(params)
     carry, sums = self._initial_carry(), []
     rows = self._partitioner.local_rows(self._batch_size)
-    for chunk in prefetch(self._feed, spans, rows=rows):
+    for chunk in prefetch(feed, spans, rows=rows):
       if stop():
         raise Preempted('stopped during an evaluation, which was abandoned')
       batch = self._partitioner.place_batch(chunk, self._batch_size)
       carry, scores = self._read(params, carry, batch, cut, plan)
       sums.append(scores)
       jax.block_until_ready(sums[-2:-1])  # two chunks in flight, as in training
-    total = jax.tree.map(lambda *parts: np.sum(parts, axis=0, dtype=float), *jax.device_get(sums))
-    loss, weight = total.loss.sum(), total.weight.sum()
-    return {
-      **text_metrics(loss, weight, self._feed.tokens_per_byte),
-      'accuracy': total.right / weight if weight else math.nan,
-      **position_metrics(total.loss, total.weight),
-    }
+    return jax.tree.map(lambda *parts: np.sum(parts, axis=0, dtype=float), *jax.device_get(sums))
+
+
+def _metrics(scores: Any, tokens_per_byte: float | None) -> Metrics:
+  loss, weight = scores.loss.sum(), scores.weight.sum()
+  return {
+    **text_metrics(float(loss), float(weight), tokens_per_byte),
+    'accuracy': float(scores.right / weight) if weight else math.nan,
+    **position_metrics(scores.loss, scores.weight),
+  }

@@ -121,7 +121,7 @@ def train(
       every=log_every,
       total_steps=train_steps,
       batch_size=setup.settings.batch_size,
-      tokens_per_byte=tokens.tokens_per_byte,
+      feed=tokens,
     )
     check_budget = refused_steps(skipped, trainer.documents)
 

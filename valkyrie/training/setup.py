@@ -121,8 +121,12 @@ class Setup:
         f'train_steps={train_steps}. Set train_steps={steps}, or more TaskFeed.epochs (None '
         'repeats without end).'
       )
-    epochs = tokens / feed.row_tokens
-    return f'{train_steps} steps read {tokens:,} tokens of each row: {epochs:.3g} epochs'
+    epochs = [
+      f'{value:.3g} {name.replace("/", " of ")}'
+      for name, value in feed.progress(tokens).items()
+      if name.startswith('epochs')
+    ]
+    return f'{train_steps} steps read {tokens:,} tokens of each row: {", ".join(epochs)}'
 
   def short_horizon(self) -> str | None:
     """A warning, if the recurrences forget within the tokens that a step reads of a row."""
