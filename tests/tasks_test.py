@@ -1,6 +1,7 @@
 """Stores of real tasks: the standard library, FineWeb's parquet shards, and a user's own task."""
 
 import collections
+import itertools
 import json
 import os
 import pathlib
@@ -15,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from valkyrie.data import build_store, token_store, vocabularies
+from valkyrie.data import document_source, store_builder, task_reader, token_store, vocabularies
 from valkyrie.data.feed import TaskFeed
 from valkyrie.data.records import Records
 from valkyrie.data.token_store import TokenStore
@@ -61,7 +62,8 @@ def library(tmp_path_factory):
 
 def _build(output, **options):
   defaults = {'task': 'fineweb', 'split': 'train', 'vocabulary': BYTES, 'output': output}
-  return build_store.build(**(defaults | options))
+  how = {name: options.pop(name) for name in ('shard', 'processes') if name in options}
+  return store_builder.build(store_builder.Order(**(defaults | options)), **how)
 
 
 @pytest.fixture(scope='module')
@@ -156,32 +158,122 @@ def test_fineweb_pages(pages, whole, tmp_path):
   assert not set(keys[0]) & set(keys[1])
 
 
-def test_a_killed_build_continues(pages, whole, tmp_path):
-  command = [sys.executable, '-m', 'valkyrie.data.build_store', '--task=fineweb']
-  command += [
-    f'--source={pages}',
-    f'--output={tmp_path / "killed"}',
-    f'--shards={SHARDS}',
-    '--json',
-  ]
+WAITING = """
+import pathlib
+import time
+
+from valkyrie.data import document_source
+
+
+class Waiting(document_source.DocumentSource):
+  def documents(self, split, shard, shards):
+    while shard > 1 and not pathlib.Path({go!r}).exists():
+      time.sleep(0.01)
+    for number in range(250):
+      yield document_source.TextDocument(f'{{(7 * shard + number) % 999}} is a text', '', '')
+
+  def describe(self, split):
+    return {{'kind': 'waiting'}}
+
+
+document_source.register('waiting', Waiting(('train',)))
+"""
+
+
+@pytest.mark.parametrize('processes', [1, 2])
+def test_a_killed_build_continues(tmp_path, monkeypatch, processes):
+  (tmp_path / 'waiting_tasks.py').write_text(WAITING.format(go=str(tmp_path / 'go')))
+  monkeypatch.setenv('PYTHONPATH', str(tmp_path), prepend=os.pathsep)
+  monkeypatch.syspath_prepend(tmp_path)
+  command = [sys.executable, '-m', 'valkyrie.data.build_store', '--task=waiting_tasks:waiting']
+  command += [f'--output={tmp_path / "killed"}', '--json', f'--processes={processes}']
   builder = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-  while not (tmp_path / 'killed' / 'shard-00001-of-00012').exists():
+  names = [tmp_path / 'killed' / f'shard-0000{shard}-of-00008' for shard in (0, 1)]
+  while not all(name.exists() for name in names):
     assert builder.poll() is None
-    time.sleep(0.001)
+    time.sleep(0.01)
   builder.send_signal(signal.SIGKILL)
   builder.wait()
-  assert not (tmp_path / 'killed' / 'store.json').exists()
-  first = os.stat(tmp_path / 'killed' / 'shard-00000-of-00012' / 'tokens.npy')
+  first = os.stat(names[0] / 'tokens.npy')
+  (tmp_path / 'go').touch()
+  # A process that outlived the builder would keep the lock of its shard.
   done = subprocess.run(command, check=True, capture_output=True, text=True)
-  assert json.loads(done.stdout)['fingerprint'] == whole[1]['fingerprint']
-  assert token_store.verify(tmp_path / 'killed') == whole[1]
-  assert os.stat(tmp_path / 'killed' / 'shard-00000-of-00012' / 'tokens.npy') == first
+  whole = _build(tmp_path / 'whole', task='waiting_tasks:waiting')
+  assert json.loads(done.stdout)['fingerprint'] == whole['fingerprint']
+  assert token_store.verify(tmp_path / 'killed') == whole
+  assert os.stat(names[0] / 'tokens.npy') == first
 
 
 def test_shards_built_separately_are_the_same_store(pages, whole, tmp_path):
   options = {'source': str(pages), 'shards': SHARDS}
   parts = [_build(tmp_path, shard=i, **options) for i in reversed(range(SHARDS))]
   assert parts == [None] * (SHARDS - 1) + [whole[1]]
+
+
+def test_an_error_in_one_of_several_processes(pages, tmp_path):
+  with pytest.raises(DataError, match=r'no files of a known format'):
+    _build(tmp_path / 'store', source=str(tmp_path), processes=2)
+  _write_pages(tmp_path / 'shards')
+  file = tmp_path / 'shards' / '002.parquet'
+  content = bytearray(file.read_bytes())
+  content[4000:4400] = bytes(400)
+  file.write_bytes(content)
+  with pytest.raises(DataError, match=r'002\.parquet is corrupt'):
+    _build(tmp_path / 'store', source=str(tmp_path / 'shards'), processes=2)
+
+
+def test_of_equal_documents_the_first_stays(tmp_path, monkeypatch):
+  (tmp_path / 'waiting_tasks.py').write_text(WAITING.format(go=str(tmp_path)))
+  monkeypatch.setenv('PYTHONPATH', str(tmp_path), prepend=os.pathsep)
+  monkeypatch.syspath_prepend(tmp_path)
+  whole = _build(tmp_path / 'whole', task='waiting_tasks:waiting', shards=4)
+  unique = _build(tmp_path / 'unique', task='waiting_tasks:waiting', shards=4, unique=True)
+  stores = [TokenStore.open(tmp_path / name, BYTES) for name in ('whole', 'unique')]
+
+  def texts(store):
+    zero = np.zeros(1, int)
+    read = (store.read(zero + n, zero, store.lengths[n : n + 1]) for n in range(len(store.lengths)))
+    return [BYTES.decode(tokens) for tokens in read]
+
+  every, kept = map(texts, stores)
+  assert len(every) == 4 * 250 and kept == list(dict.fromkeys(every))
+  assert stores[1].tokens == stores[1].lengths.sum() < stores[0].tokens
+  assert unique['duplicates']['documents'] == len(every) - len(kept)
+  assert sum(unique['lengths'].values()) == len(kept)
+  assert unique['fingerprint'] != whole['fingerprint']
+  assert not stores[1].damaged(np.arange(len(kept))).any()
+  with pytest.raises(ConfigurationError, match='holds another store'):
+    _build(tmp_path / 'whole', task='waiting_tasks:waiting', shards=4, unique=True)
+  file = tmp_path / 'unique' / 'duplicates.npy'
+  file.write_bytes(file.read_bytes()[:-8] + bytes(8))
+  with pytest.raises(DataError, match=r'duplicates\.npy is corrupt'):
+    TokenStore.open(tmp_path / 'unique', BYTES)
+
+
+@pytest.mark.parametrize('task', ['python_stdlib', 'recall'])
+def test_documents_are_those_of_the_seqio_task(task, monkeypatch):
+  """Sources of documents are read without tf.data, which must not change them."""
+  monkeypatch.setattr('valkyrie.data.document_source._PIECE', 2000)
+  reader = task_reader.TaskReader(f'valkyrie.tasks.{task}', task, 'validation', BYTES, None, {})
+  found = [*itertools.islice(reader.documents(3, 40), 30)]
+  monkeypatch.setattr(task_reader, 'PREPROCESSORS', ())
+  expected = [*itertools.islice(reader.documents(3, 40), 30)]
+  assert len(found) == len(expected) > 0
+  for ours, theirs in zip(found, expected, strict=True):
+    tokens = ours.tokens
+    if not isinstance(tokens, np.ndarray):
+      pieces = [*tokens]
+      assert len(pieces) > 1
+      tokens = np.concatenate(pieces)
+    np.testing.assert_array_equal(tokens, theirs.tokens)
+    assert ours[1:] == theirs[1:]
+
+
+def test_a_long_text_is_tokenized_in_pieces_that_end_with_lines(monkeypatch):
+  monkeypatch.setattr(document_source, '_PIECE', 10)
+  assert [*document_source.pieces('')] == []
+  assert [*document_source.pieces('one\ntwo\nthree\nx')] == ['one\ntwo\n', 'three\nx']
+  assert [*document_source.pieces('a' * 25)] == ['a' * 10, 'a' * 10, 'a' * 5]
 
 
 def test_a_finished_store_of_another_task_is_refused(pages, whole):

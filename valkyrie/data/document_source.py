@@ -11,6 +11,8 @@ import tensorflow as tf
 from valkyrie.data.source_files import SourceFiles
 from valkyrie.errors import ConfigurationError, ValkyrieError
 
+_PIECE = 2**22  # characters
+
 
 class TextDocument(NamedTuple):
   """A document. Documents with the same `sequence_key` belong together, in the order of the source.
@@ -90,18 +92,35 @@ class DocumentSource(seqio.DataSource, abc.ABC):
     )
 
 
+# Of a task that `register` made: `task_reader` then reads its source without tf.data.
+PREPROCESSORS = (seqio.preprocessors.tokenize, seqio.preprocessors.append_eos)
+
+
 def register(name: str, source: DocumentSource, *, prompts: bool = False) -> None:
   """Registers a seqio task of bytes: text and EOS or, with `prompts`, prompts and answers."""
   feature = seqio.Feature(seqio.ByteVocabulary(), add_eos=not prompts, dtype=tf.int32)
   seqio.TaskRegistry.add(
     name,
     source=source,  # pyright: ignore[reportArgumentType]  (seqio's class breaks its own Protocol)
-    preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
+    preprocessors=PREPROCESSORS,
     output_features=dict.fromkeys(('inputs', 'targets') if prompts else ('targets',), feature),
   )
 
 
 def stable_hash(text: str) -> int:
   """A 64-bit hash that is the same on every machine, for splits."""
-  digest = hashlib.blake2b(text.encode('utf-8', errors='replace'), digest_size=8).digest()
-  return int.from_bytes(digest, 'big')
+  digest = hashlib.blake2b(digest_size=8)
+  for piece in pieces(text):
+    digest.update(piece.encode('utf-8', errors='replace'))
+  return int.from_bytes(digest.digest(), 'big')
+
+
+def pieces(text: str) -> Iterator[str]:
+  """A text in pieces of at most 4 million characters, each to a line end if it has one."""
+  begin = 0
+  while begin < len(text):
+    end = begin + _PIECE
+    if end < len(text):
+      end = text.rfind('\n', begin, end) + 1 or end
+    yield text[begin:end]
+    begin = end

@@ -46,6 +46,7 @@ class TaskFeed:
     data_dir: str | None = None,
     source: str | None = None,
     options: Mapping[str, Any] | None = None,
+    unique: bool = False,
     bad_documents: int = 0,
   ):
     """Loads the vocabulary. The first use of the tokens opens the store, or builds it.
@@ -66,6 +67,7 @@ class TaskFeed:
         ~/.cache/valkyrie.
       source: location of the documents, for tasks that need one (text, fineweb).
       options: of the task's source; those that are None are left out.
+      unique: of documents with equal tokens only the first counts.
       bad_documents: number of damaged documents of a row that one `read` passes over: they are
         logged, read as EOS only, and have weight 0.
 
@@ -88,7 +90,7 @@ class TaskFeed:
     self.vocabulary_size = self.vocabulary.size
     given = {name: str(value) for name, value in (options or {}).items() if value is not None}
     self._open = functools.partial(
-      open_store, task, split, vocabulary, self.vocabulary, source, data_dir, given
+      open_store, task, split, vocabulary, self.vocabulary, source, data_dir, given, unique
     )
     self._name = f'{task}/{split}'
     self.batch_size = batch_size
@@ -125,7 +127,7 @@ class TaskFeed:
   @property
   def tokens_per_byte(self) -> float | None:
     """Of the text, EOS included; None with prompts, whose answers are not the text."""
-    return None if self.store.prompts.any() else self.store.tokens / self.store.text_bytes
+    return None if self.store.prompts.any() else self.store.tokens_per_byte
 
   @property
   def row_tokens(self) -> int:

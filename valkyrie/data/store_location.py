@@ -30,6 +30,7 @@ def store_path(
   source: str | None,
   data_dir: str | None,
   options: Options = NO_OPTIONS,
+  unique: bool = False,
 ) -> pathlib.Path:
   """The store's directory: <data_dir>/<task>-<split>-<vocabulary>-<origin of the documents>.
 
@@ -46,7 +47,7 @@ def store_path(
     named = f'{source} {json.dumps(options, sort_keys=True)}' if options else source
     origin = hashlib.sha256(named.encode()).hexdigest()[:8]
   kind, _, digest = vocabulary.fingerprint.partition('-')
-  words = [task, split, kind, digest[:8], origin]
+  words = [task, split, kind, digest[:8], origin, 'unique' if unique else '']
   name = '-'.join(re.sub(r'[^\w.]+', '_', word) for word in words if word)
   return pathlib.Path(data_dir).expanduser().absolute() / name
 
@@ -66,11 +67,12 @@ def open_store(
   source: str | None = None,
   data_dir: str | None = None,
   options: Options = NO_OPTIONS,
+  unique: bool = False,
 ) -> TokenStore:
   """Opens the store of these documents, and builds it first if it is missing.
 
   Args:
-    task, split, source, data_dir: see `data.feed.TaskFeed`.
+    task, split, source, data_dir, unique: see `data.feed.TaskFeed`.
     vocabulary, codec: the specification of the vocabulary, and what `vocabularies.load` made of it.
     options: of the task's source.
 
@@ -79,10 +81,11 @@ def open_store(
       source are no longer those that the store was made from.
   """
   source = located(source)
-  path = store_path(task, split, codec, source, data_dir, options)
+  path = store_path(task, split, codec, source, data_dir, options, unique)
   recipe = [f'--task={task}', f'--split={split}', f'--vocabulary={vocabulary}', f'--output={path}']
   recipe += [f'--source={source}'] if source is not None else []
   recipe += [f'--option={name}={value}' for name, value in options.items()]
+  recipe += ['--unique'] if unique else []
   if not (path / STORE_FILE).exists():
     _build(path, recipe)
     return TokenStore.open(path, codec)

@@ -4,11 +4,12 @@ A shard is written to a temporary directory under a lock and renamed when it is 
 comes last. Several builders may work on one store at once: each shard is built by one of them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -27,18 +28,20 @@ COUNTS = ('documents', 'tokens', 'text_bytes', 'skipped_empty', 'skipped_one_tok
 # A source of mostly empty documents is broken. A shard is judged after so many documents.
 MAX_SKIPPED = 0.5
 _JUDGED_AFTER = 1000
+_REPORTED = 100  # documents between two reports
+Report = Callable[[int, int], None]
 
 
 class Document(NamedTuple):
   """A tokenized document.
 
-  tokens: int [tokens], without EOS.
+  tokens: int [tokens], without EOS; or, for a long document, such pieces one after the other.
   text_bytes: bytes of its text in UTF-8.
   sequence_key: equal for documents that belong together; None for a document on its own.
   prompt_tokens: number of leading tokens that are the prompt; the others are the answer.
   """
 
-  tokens: np.ndarray
+  tokens: np.ndarray | Iterable[np.ndarray]
   text_bytes: int
   sequence_key: str | None = None
   prompt_tokens: int = 0
@@ -46,13 +49,17 @@ class Document(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-  """The origin of a store: shards of different recipes are never mixed."""
+  """The origin of a store: shards of different recipes are never mixed.
+
+  With `unique`, of documents with equal tokens only the first counts, in the order of the shards.
+  """
 
   task: str
   split: str
   vocabulary: Vocabulary
   source: dict[str, Any]
   shards: int
+  unique: bool = False
 
   def shard_name(self, shard: int) -> str:
     return f'shard-{shard:05d}-of-{self.shards:05d}'
@@ -63,6 +70,7 @@ class Recipe:
       'task': self.task,
       'split': self.split,
       'source': self.source,
+      'unique': self.unique,
       'vocabulary': {
         'fingerprint': self.vocabulary.fingerprint,
         'size': self.vocabulary.size,
@@ -83,9 +91,15 @@ def write_store(
 
 
 def write_shard(
-  path: pathlib.Path, recipe: Recipe, shard: int, documents: Callable[[int], Iterable[Document]]
+  path: pathlib.Path,
+  recipe: Recipe,
+  shard: int,
+  documents: Callable[[int], Iterable[Document]],
+  report: Report = lambda documents, tokens: None,
 ):
   """Writes the documents of shard number `shard`, unless it is complete already.
+
+  `report` gets the numbers of documents and tokens that were written since its last call.
 
   Raises:
     DataError: a token is outside the vocabulary, or most documents are empty.
@@ -101,7 +115,7 @@ def write_shard(
     if temporary.exists():  # under the lock: its builder is dead
       shutil.rmtree(temporary)
     temporary.mkdir()
-    counts = _write_arrays(temporary, recipe, shard, documents(shard))
+    counts = _write_arrays(temporary, recipe, shard, documents(shard), report)
     files = {
       file.name: {'bytes': file.stat().st_size, 'sha256': token_store.file_sha256(file)}
       for file in sorted(temporary.glob('*.npy'))
@@ -132,8 +146,14 @@ def finish(
   information['shards'] = [{key: s[key] for key in kept} for s in shards]
   files = [s['files'] for s in shards]
   information['origin'] = origin()
-  information['fingerprint'] = token_store.content_hash([information['vocabulary'], files])
   with _write_errors(path):
+    stays = np.ones(information['documents'], bool)
+    if recipe.unique:
+      stays = _first_of_equals(path, information['shards'])
+      information['duplicates'] = _write_duplicates(path, np.flatnonzero(~stays))
+      files.append(information['duplicates'])
+    information['fingerprint'] = token_store.content_hash([information['vocabulary'], files])
+    information['lengths'] = _histogram(path, information['shards'], stays)
     temporary = path / f'.{STORE_FILE}.{uuid.uuid4().hex}.tmp'
     _write_json(temporary, information | {'sha256': token_store.content_hash(information)})
     temporary.replace(path / STORE_FILE)
@@ -142,8 +162,44 @@ def finish(
   return information
 
 
+def _first_of_equals(path: pathlib.Path, shards: Sequence[Mapping[str, Any]]) -> np.ndarray:
+  """Whether each document is the first with its tokens: bool [documents]."""
+  hashes = [np.load(path / shard['name'] / 'hashes.npy') for shard in shards]
+  pairs = np.concatenate(hashes).view(np.uint64)
+  order = np.lexsort((pairs[:, 1], pairs[:, 0]))  # stable: equals stay in their order
+  stays = np.ones(len(pairs), bool)
+  stays[order[1:]] = (pairs[order[1:]] != pairs[order[:-1]]).any(axis=1)
+  return stays
+
+
+def _write_duplicates(path: pathlib.Path, numbers: np.ndarray) -> dict[str, Any]:
+  """Writes the numbers of the documents that do not count -> their entry in store.json."""
+  file = path / token_store.DUPLICATES_FILE
+  with _flushed(file) as stream:
+    np.save(stream, numbers)
+  return {
+    'documents': len(numbers),
+    'bytes': file.stat().st_size,
+    'sha256': token_store.file_sha256(file),
+  }
+
+
+def _histogram(
+  path: pathlib.Path, shards: Sequence[Mapping[str, Any]], stays: np.ndarray
+) -> dict[str, int]:
+  """{2^k: number of documents with 2^k to 2^(k+1) - 1 tokens}."""
+  offsets = [np.load(path / shard['name'] / 'offsets.npy') for shard in shards]
+  lengths = np.concatenate([np.diff(of_shard) for of_shard in offsets])[stays]
+  powers, counts = np.unique(np.log2(lengths).astype(int), return_counts=True)
+  return {str(2**power): int(count) for power, count in zip(powers.tolist(), counts, strict=True)}
+
+
 def _write_arrays(
-  directory: pathlib.Path, recipe: Recipe, shard: int, documents: Iterable[Document]
+  directory: pathlib.Path,
+  recipe: Recipe,
+  shard: int,
+  documents: Iterable[Document],
+  report: Report,
 ) -> dict[str, int]:
   """Writes the arrays of a shard and returns its counts."""
   size, eos_id = recipe.vocabulary.size, recipe.vocabulary.eos_id
@@ -153,28 +209,37 @@ def _write_arrays(
   with _flushed(directory / token_store.TOKENS_FILE) as stream:
     _write_header(stream, dtype, 0)
     for number, document in enumerate(documents):
-      if len(document.tokens) < 2:
+      if isinstance(document.tokens, np.ndarray) and len(document.tokens) < 2:
         counts['skipped_one_token' if len(document.tokens) else 'skipped_empty'] += 1
         if number >= _JUDGED_AFTER:
           _check_skipped(f'shard {shard}', counts)
         continue
-      if document.tokens.max() >= size or document.tokens.min() < 0:
-        raise DataError(
-          f'Document {number} of shard {shard} of {recipe.task} has token ids from '
-          f'{document.tokens.min()} to {document.tokens.max()}, but the vocabulary '
-          f'{recipe.vocabulary.fingerprint} has {size} ids, from 0. Remove the preprocessor of the '
-          'task that changes ids after tokenizing, or use a larger vocabulary.'
-        )
-      content = np.append(document.tokens, eos_id).astype(dtype).tobytes()
-      stream.write(content)
-      offsets.append(offsets[-1] + len(document.tokens) + 1)
-      hashes += hashlib.blake2b(content, digest_size=16).digest()
+      pieces = [document.tokens] if isinstance(document.tokens, np.ndarray) else document.tokens
+      digest, length = hashlib.blake2b(digest_size=16), 0
+      for piece in itertools.chain(pieces, [np.array([eos_id])]):
+        if piece.max(initial=0) >= size or piece.min(initial=0) < 0:
+          raise DataError(
+            f'Document {number} of shard {shard} of {recipe.task} has token ids from '
+            f'{piece.min()} to {piece.max()}, but the vocabulary {recipe.vocabulary.fingerprint} '
+            f'has {size} ids, from 0. Remove the preprocessor of the task that changes ids after '
+            'tokenizing, or use a larger vocabulary.'
+          )
+        content = piece.astype(dtype).tobytes()
+        stream.write(content)
+        digest.update(content)
+        length += len(piece)
+      offsets.append(offsets[-1] + length)
+      hashes += digest.digest()
       key = (document.sequence_key or f'\0{shard}/{number}').encode('utf-8', errors='replace')
       keys += hashlib.blake2b(key, digest_size=8).digest()
       prompts.append(document.prompt_tokens)
       counts['documents'] += 1
       counts['text_bytes'] += document.text_bytes
+      if counts['documents'] % _REPORTED == 0:
+        report(_REPORTED, offsets[-1] - offsets[-1 - _REPORTED])
     counts['tokens'] = offsets[-1]
+    rest = counts['documents'] % _REPORTED
+    report(rest, offsets[-1] - offsets[-1 - rest])
     stream.seek(0)
     _write_header(stream, dtype, counts['tokens'])
   arrays = {

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.data import provenance, store_writer
-from valkyrie.data.document_source import DocumentSource
+from valkyrie.data.document_source import PREPROCESSORS, DocumentSource, TextDocument, pieces
 from valkyrie.data.seqio_vocabulary import SeqioVocabulary
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError, DataError
@@ -82,6 +82,11 @@ class TaskReader:
 
   def documents(self, shard: int, shards: int) -> Iterator[store_writer.Document]:
     """The tokenized documents of one of `shards` parts; DataError if a read fails."""
+    source = self._source
+    if isinstance(source, DocumentSource) and tuple(self._task.preprocessors) == PREPROCESSORS:
+      for document in source.documents(self._split, shard, shards):
+        yield self._tokenized(document)
+      return
     try:
       dataset = self._task.get_dataset(
         split=self._split,
@@ -95,6 +100,20 @@ class TaskReader:
       raise getattr(self._task.source, 'failure', None) or DataError(
         f'Reading shard {shard} of {self._task.name} failed: {error.message}'
       ) from error
+
+  def _tokenized(self, document: TextDocument) -> store_writer.Document:
+    """What the preprocessors would make of it; a long text is tokenized in pieces."""
+    prompt = [*pieces(document.prompt)] if 'inputs' in self._task.output_features else []
+    text = [*prompt, *pieces(document.text)]
+    tokens = map(self._vocabulary.ids, text)
+    if len(text) <= 1 + len(prompt):
+      tokens = np.concatenate([np.empty(0, np.int32), *tokens])
+    return store_writer.Document(
+      tokens,
+      sum(len(piece.encode('utf-8', errors='replace')) for piece in text),
+      document.sequence_key or None,
+      sum(len(self._vocabulary.ids(piece)) for piece in prompt),
+    )
 
   def _document(self, example: dict[str, Any]) -> store_writer.Document:
     prompt = example['inputs'] if 'inputs' in self._task.output_features else np.empty(0, np.int32)

@@ -10,6 +10,8 @@
     prompts.npy    int64 [documents]             length of the prompt before each answer; absent
                                                  in a shard without prompts
     shard.json                                   counts, and size and SHA-256 of these files
+  duplicates.npy                  int64, the numbers of the documents that do not count; only in a
+                                  store without duplicates
 
 Arrays are plain .npy files, which any numpy opens; a slice of a document is one `memcpy`.
 `store_writer` writes a store, `verify` reads every byte of one again.
@@ -25,11 +27,12 @@ import numpy as np
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError, DataError
 
-FORMAT = 'valkyrie-token-store-2'
+FORMAT = 'valkyrie-token-store-3'
 STORE_FILE = 'store.json'
 SHARD_FILE = 'shard.json'
 TOKENS_FILE = 'tokens.npy'
 PROMPTS_FILE = 'prompts.npy'
+DUPLICATES_FILE = 'duplicates.npy'
 REBUILD = "Delete the store's directory and run again to rebuild it."
 _INTACT, _DAMAGED = 1, 2
 
@@ -44,25 +47,32 @@ class TokenStore:
     lengths: int64 [documents], tokens of each document with its EOS.
     sequence_keys: uint64 [documents], equal for documents that belong together.
     prompts: int64 [documents], prompt tokens of each document; 0 without a prompt.
-    tokens, text_bytes: ints, over all documents.
+    tokens: of all documents.
+    tokens_per_byte: of their text.
   """
 
   def __init__(self, path: pathlib.Path, information: dict[str, Any]):
     self.path = path
     self.information = information
     self.fingerprint: str = information['fingerprint']
-    self.tokens: int = information['tokens']
-    self.text_bytes: int = information['text_bytes']
+    self.tokens_per_byte: float = information['tokens'] / information['text_bytes']
     self._vocabulary_size: int = information['vocabulary']['size']
     self._shards = information['shards']
     self._tokens = [_load(path, shard, TOKENS_FILE, mapped=True) for shard in self._shards]
     self._hashes = [_load(path, shard, 'hashes.npy', mapped=True) for shard in self._shards]
     offsets = [_load(path, shard, 'offsets.npy') for shard in self._shards]
     self._first_documents = np.cumsum([0] + [len(o) - 1 for o in offsets])
-    self._starts = np.concatenate([o[:-1] for o in offsets])
-    self.lengths = np.concatenate([np.diff(o) for o in offsets])
-    self.sequence_keys = np.concatenate([_load(path, shard, 'keys.npy') for shard in self._shards])
-    self.prompts = np.concatenate([_load(path, shard, PROMPTS_FILE) for shard in self._shards])
+    counts = np.ones(self._first_documents[-1], bool)
+    if 'duplicates' in information:
+      counts[_load_array(path / DUPLICATES_FILE)] = False
+    self._numbers = np.flatnonzero(counts)  # of the documents that count, among all
+    keys = [_load(path, shard, 'keys.npy') for shard in self._shards]
+    prompts = [_load(path, shard, PROMPTS_FILE) for shard in self._shards]
+    self._starts = np.concatenate([o[:-1] for o in offsets])[counts]
+    self.lengths = np.concatenate([np.diff(o) for o in offsets])[counts]
+    self.sequence_keys = np.concatenate(keys)[counts]
+    self.prompts = np.concatenate(prompts)[counts]
+    self.tokens = int(self.lengths.sum())
     self._checked = np.zeros(len(self.lengths), np.uint8)  # _INTACT or _DAMAGED once read
     dtype = token_dtype(self._vocabulary_size)
     for shard, tokens in zip(self._shards, self._tokens, strict=True):
@@ -92,6 +102,8 @@ class TokenStore:
     for shard in information['shards']:
       for name, recorded in shard['files'].items():
         check_file(path / shard['name'] / name, recorded, content=name != TOKENS_FILE)
+    if 'duplicates' in information:
+      check_file(path / DUPLICATES_FILE, information['duplicates'])
     return cls(path, information)
 
   def read(self, documents: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -123,7 +135,7 @@ class TokenStore:
   def damage(self, document: int) -> str | None:
     """The damage of a document and its place in the store, or None if it is intact."""
     shard = int(self._shards_of(document))
-    number = document - int(self._first_documents[shard])
+    number = int(self._numbers[document] - self._first_documents[shard])
     begin = int(self._starts[document])
     tokens = self._tokens[shard][begin : begin + int(self.lengths[document])]
     place = f'document {number} of {self._shards[shard]["name"]} in the token store {self.path}'
@@ -135,7 +147,7 @@ class TokenStore:
     return None
 
   def _shards_of(self, documents: np.ndarray | int) -> np.ndarray:
-    return np.searchsorted(self._first_documents, documents, side='right') - 1
+    return np.searchsorted(self._first_documents, self._numbers[documents], side='right') - 1
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype:
@@ -194,6 +206,8 @@ def verify(path: pathlib.Path) -> dict[str, Any]:
   for shard in information['shards']:
     for name, recorded in shard['files'].items():
       check_file(path / shard['name'] / name, recorded)
+  if 'duplicates' in information:
+    check_file(path / DUPLICATES_FILE, information['duplicates'])
   return information
 
 
@@ -208,7 +222,10 @@ def _load(
   """Reads an array of a shard, of which `shard` is the entry in store.json."""
   if name == PROMPTS_FILE and name not in shard['files']:
     return np.zeros(shard['documents'], np.int64)
-  file = path / shard['name'] / name
+  return _load_array(path / shard['name'] / name, mapped=mapped)
+
+
+def _load_array(file: pathlib.Path, *, mapped: bool = False) -> np.ndarray:
   try:
     # Slicing an np.memmap costs ten times as much as slicing an ndarray that views it.
     return np.asarray(np.load(file, mmap_mode='r' if mapped else None, allow_pickle=False))

@@ -17,6 +17,7 @@ import pathlib
 from typing import Protocol
 
 import gin
+import numpy as np
 
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.errors import ConfigurationError
@@ -26,13 +27,18 @@ _EOS_NAMES = ('<|endoftext|>', '</s>', '<eos>', '<|end_of_text|>', '<|eot_id|>',
 
 
 class Vocabulary(Protocol):
-  """A codec. Ids are in [0, size); `encode` adds no EOS; `fingerprint` identifies the codec."""
+  """A codec. Ids are in [0, size); `encode` adds no EOS; `fingerprint` identifies the codec.
+
+  `ids` is `encode` as an int32 array [tokens], where that can be faster.
+  """
 
   size: int
   eos_id: int
   fingerprint: str
 
   def encode(self, text: str) -> list[int]: ...
+
+  def ids(self, text: str) -> np.ndarray: ...
 
   def decode(self, ids: Iterable[int]) -> str: ...
 
@@ -46,7 +52,11 @@ class ByteVocabulary:
   _specials = 3
 
   def encode(self, text: str) -> list[int]:
-    return [byte + self._specials for byte in text.encode('utf-8', errors='replace')]
+    return self.ids(text).tolist()
+
+  def ids(self, text: str) -> np.ndarray:
+    content = np.frombuffer(text.encode('utf-8', errors='replace'), np.uint8)
+    return content.astype(np.int32) + self._specials
 
   def decode(self, ids: Iterable[int]) -> str:
     """The text, without special ids, and with U+FFFD for bytes that are not UTF-8."""
@@ -80,6 +90,9 @@ class SentencePieceVocabulary:
   def encode(self, text: str) -> list[int]:
     return self._processor.EncodeAsIds(text)
 
+  def ids(self, text: str) -> np.ndarray:
+    return np.asarray(self.encode(text), np.int32)
+
   def decode(self, ids: Iterable[int]) -> str:
     return self._processor.DecodeIds([int(i) for i in ids if 0 <= i < self.size])
 
@@ -111,6 +124,9 @@ class HuggingFaceVocabulary:
 
   def encode(self, text: str) -> list[int]:
     return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+  def ids(self, text: str) -> np.ndarray:
+    return np.asarray(self.encode(text), np.int32)
 
   def decode(self, ids: Iterable[int]) -> str:
     return self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.size])

@@ -1,0 +1,269 @@
+"""The build of a token store, by one process or by several that share its shards.
+
+A shard is the work of one process, and its content does not depend on which: any number of
+processes makes the same store.
+"""
+
+from collections.abc import Iterable
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import multiprocessing
+import multiprocessing.connection
+import os
+import pathlib
+import pkgutil
+import shutil
+import sys
+import threading
+from typing import Any
+
+import tqdm
+
+from valkyrie.config.suggest import did_you_mean
+from valkyrie.data import provenance, store_writer, token_store
+from valkyrie.data.store_location import Options, located
+from valkyrie.data.store_writer import Report
+from valkyrie.data.vocabularies import Vocabulary
+from valkyrie.errors import ConfigurationError, DataError, Preempted, ValkyrieError
+
+DEFAULT_SHARDS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+  """A store to build: the arguments of `build`."""
+
+  task: str
+  split: str
+  vocabulary: Vocabulary
+  output: pathlib.Path
+  source: str | None = None
+  options: Options = dataclasses.field(default_factory=dict)
+  shards: int = DEFAULT_SHARDS
+  unique: bool = False
+
+
+def build(
+  order: Order, *, shard: int | None = None, processes: int = 1, rebuild: bool = False
+) -> dict[str, Any] | None:
+  """Builds a store, or one shard of it; returns store.json, or None while shards are missing.
+
+  Args:
+    order: the store.
+    shard: the number of the only shard to build; None builds all.
+    processes: the number of processes; it does not change the store.
+    rebuild: remove a store that is there first.
+
+  Raises:
+    ConfigurationError: the task or split is unknown, or does not fit the other arguments.
+    DataError: the task's source is missing, damaged or empty.
+  """
+  order = dataclasses.replace(order, source=located(order.source))
+  if (order.output / token_store.STORE_FILE).exists():
+    found = _finished(order)
+    if not rebuild:
+      provenance.check(order.output, found, 'run the same command with --rebuild.')
+      return found
+    shutil.rmtree(order.output)
+  print(f'building {order.output}\nloading seqio and TensorFlow', file=sys.stderr, flush=True)
+  bench = _Bench(order)
+  numbers = range(order.shards) if shard is None else [shard]
+  with _Progress(f'{order.task}/{order.split}', len(numbers)) as progress:
+    if processes == 1:
+      for number in numbers:
+        bench.build(number, progress.read)
+        progress.finished()
+    else:
+      _in_processes(order, numbers, min(processes, len(numbers)), progress)
+  return store_writer.finish(order.output, bench.recipe, bench.reader.origin)
+
+
+class _Bench:
+  """All that a process needs to build shards; loads TensorFlow."""
+
+  def __init__(self, order: Order):
+    module, name = task_module(order.task)
+    with _silenced():
+      import tensorflow as tf  # noqa: PLC0415  (8 s, only to build a store)
+
+      from valkyrie.data.task_reader import TaskReader  # noqa: PLC0415
+
+      tf.config.list_logical_devices()
+    self._order = order
+    self.reader = TaskReader(
+      module, name, order.split, order.vocabulary, order.source, order.options
+    )
+    origin = self.reader.description | {'location': order.source, 'options': dict(order.options)}
+    self.recipe = store_writer.Recipe(
+      order.task, order.split, order.vocabulary, origin, order.shards, order.unique
+    )
+
+  def build(self, number: int, report: Report) -> None:
+    """Builds a shard, unless it is there."""
+    store_writer.write_shard(
+      self._order.output,
+      self.recipe,
+      number,
+      lambda shard: self.reader.documents(shard, self._order.shards),
+      report,
+    )
+
+
+class _Progress:
+  """A line of progress, with the documents and tokens of all processes."""
+
+  def __init__(self, title: str, shards: int):
+    self._documents = self._tokens = 0
+    self._bar = tqdm.tqdm(
+      desc=title,
+      total=shards,
+      unit='shard',
+      miniters=0,  # time alone decides when the line is rewritten
+      mininterval=0.2 if sys.stderr.isatty() else 10,
+    )
+
+  def __enter__(self) -> '_Progress':
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._bar.close()
+
+  def read(self, documents: int, tokens: int) -> None:
+    self._documents += documents
+    self._tokens += tokens
+    seconds = max(self._bar.format_dict['elapsed'], 1e-9)
+    self._bar.set_postfix_str(
+      f'{self._documents:,} documents, {self._documents / seconds:,.0f} documents/s, '
+      f'{self._tokens:,} tokens, {self._tokens / seconds:,.0f} tokens/s',
+      refresh=False,
+    )
+    self._bar.update(0)
+
+  def finished(self) -> None:
+    self._bar.update()
+
+
+def _in_processes(order: Order, numbers: Iterable[int], count: int, progress: _Progress) -> None:
+  """Builds shards in `count` processes; raises the first error of one, after the end of all."""
+  context = multiprocessing.get_context('spawn')
+  waiting = context.SimpleQueue()
+  for number in numbers:
+    waiting.put(number)
+  for _ in range(count):
+    waiting.put(None)
+  readers, processes = [], []
+  try:
+    for _ in range(count):
+      reader, writer = context.Pipe(duplex=False)
+      process = context.Process(target=_work, args=(order, waiting, writer), daemon=True)
+      process.start()
+      processes.append(process)
+      writer.close()
+      readers.append(reader)
+    while readers:
+      for ready in multiprocessing.connection.wait(readers):
+        reader: Any = ready
+        try:
+          message = reader.recv()
+        except EOFError:
+          raise DataError(
+            'A process that built shards has died, perhaps of too little memory. Finished shards '
+            'are kept. Run the same command again, with fewer --processes.'
+          ) from None
+        if isinstance(message, ValkyrieError):
+          raise message
+        if message is None:
+          readers.remove(reader)
+        elif message == ():
+          progress.finished()
+        else:
+          progress.read(*message)
+  finally:
+    for process in processes:
+      process.terminate()
+      process.join()
+
+
+def _work(order: Order, waiting: Any, writer: Any) -> None:
+  """The main function of a process: builds the shards that wait, and sends what it has done."""
+  threading.Thread(target=_end_with_the_parent, daemon=True).start()
+  try:
+    bench = _Bench(order)
+    while (number := waiting.get()) is not None:
+      bench.build(number, lambda *read: writer.send(read))
+      writer.send(())
+    writer.send(None)
+  except ValkyrieError as error:
+    writer.send(error)
+
+
+def _end_with_the_parent() -> None:
+  """Ends this process when its parent does, by whatever means."""
+  parent = multiprocessing.parent_process()
+  assert parent is not None
+  multiprocessing.connection.wait([parent.sentinel])
+  os._exit(Preempted.exit_code)
+
+
+def _finished(order: Order) -> dict[str, Any]:
+  """Reads store.json of a finished store, which must have the requested task and source."""
+  information = token_store.read_information(order.output)
+  origin = information['source']
+  recorded = (information['vocabulary']['fingerprint'], origin.get('location'))
+  found = (
+    information['task'],
+    information['split'],
+    *recorded,
+    origin.get('options', {}),
+    information['unique'],
+  )
+  expected = (
+    order.task,
+    order.split,
+    order.vocabulary.fingerprint,
+    order.source,
+    dict(order.options),
+    order.unique,
+  )
+  if found != expected:
+    raise ConfigurationError(
+      f'{order.output} holds another store (task, split, vocabulary, source, options, unique): '
+      f'found {found}, expected {expected}. Use another --output, or delete that directory.'
+    )
+  return information
+
+
+@contextlib.contextmanager
+def _silenced():
+  """Discards standard error: TensorFlow reports a missing GPU there at every log level."""
+  sys.stderr.flush()
+  kept = os.dup(2)
+  with open(os.devnull, 'w') as null:
+    os.dup2(null.fileno(), 2)
+  try:
+    yield
+  finally:
+    os.dup2(kept, 2)
+    os.close(kept)
+
+
+def task_module(task: str) -> tuple[str, str]:
+  """The module that registers a task, and the task's name there."""
+  module, colon, name = task.partition(':')
+  if not colon:
+    name = task
+    module = f'valkyrie.tasks.{task.replace("/", ".").split(".")[0]}'
+  try:
+    found = importlib.util.find_spec(module) is not None
+  except (ImportError, ValueError):
+    found = False
+  if not found:
+    tasks = importlib.import_module('valkyrie.tasks')
+    known = sorted(m.name for m in pkgutil.iter_modules(tasks.__path__))
+    raise ConfigurationError(
+      f'There is no module {module} to register the task {task!r}.{did_you_mean(task, known)} '
+      f"Use one of {', '.join(known)}, or 'package.module:NAME' for a task of your own."
+    )
+  return module, name
