@@ -16,6 +16,7 @@ together, and 'FEATURE_pretokenized', which seqio's tokenize adds, gives the byt
 """
 
 import argparse
+from collections.abc import Mapping
 import json
 import os
 import pathlib
@@ -130,14 +131,33 @@ def main() -> int:
     else:
       print(f'build_store: {error}', file=sys.stderr)
     return error.exit_code
-  names = (*store_writer.COUNTS, 'fingerprint')
-  report = {name: information[name] for name in names} if information else {}
   if arguments.json:
-    print(json.dumps(report))
+    names = (*store_writer.COUNTS, 'fingerprint')
+    print(json.dumps({name: information[name] for name in names} if information else {}))
+  elif information is None:
+    print(f'{arguments.output}: this shard is finished, other shards are missing')
   else:
-    state = ', '.join(f'{name} {value}' for name, value in report.items())
-    print(f'{arguments.output}: {state or "this shard is finished, other shards are missing"}')
+    print('\n'.join([str(arguments.output), *_statistics(information)]))
   return 0
+
+
+def _statistics(information: Mapping[str, Any]) -> list[str]:
+  """Lines about a finished store for people."""
+  documents, tokens = information['documents'], information['tokens']
+  ratio = information['text_bytes'] / tokens
+  lines = [f'{documents:,} documents, {tokens:,} tokens, {ratio:.2f} bytes of text a token']
+  if skipped := information['skipped_empty'] + information['skipped_one_token']:
+    lines.append(f'{skipped:,} documents of no token or one were left out')
+  if 'duplicates' in information:
+    duplicates = information['duplicates']['documents']
+    documents -= duplicates
+    lines.append(f'{duplicates:,} documents equal an earlier one, and do not count')
+  lengths = sorted((int(begin), count) for begin, count in information['lengths'].items())
+  lines += [
+    f'{begin:>12,} to {2 * begin - 1:>12,} tokens: {count:,} documents, {count / documents:.1%}'
+    for begin, count in lengths
+  ]
+  return [*lines, f'fingerprint {information["fingerprint"]}']
 
 
 if __name__ == '__main__':
