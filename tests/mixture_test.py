@@ -47,7 +47,7 @@ def mixture(data_dir):
       return TaskFeed(**{**options_of_all, **options, **given})
 
     phases = None if begins is None else lambda: types.SimpleNamespace(begins=begins)
-    return Mixture(sources or ALL, weights, feed, phases)
+    return Mixture(sources or ALL, weights, feed=feed, phases=phases)
 
   return make
 
@@ -192,9 +192,34 @@ def test_attributes(mixture, data_dir):
   assert f'web is {data_dir}' in said and 'row 1: ' in said
 
 
+SEQIO_MIXTURE = """
+import seqio
+from valkyrie.tasks import key_value, passkey
+
+seqio.MixtureRegistry.add('both', [('key_value.64', 3), ('passkey.64', 1.5)])
+"""
+
+
+def test_a_seqio_mixture(tmp_path, monkeypatch):
+  (tmp_path / 'their_mixtures.py').write_text(SEQIO_MIXTURE)
+  monkeypatch.syspath_prepend(tmp_path)
+  made = []
+
+  def feed(**given):
+    made.append(given)
+    return TaskFeed(**given, split='train', batch_size=1, seed=0, data_dir=str(tmp_path))
+
+  found = Mixture('their_mixtures:both', feed=feed)
+  assert made == [{'task': 'their_mixtures:key_value.64'}, {'task': 'their_mixtures:passkey.64'}]
+  assert [*found.weights.values()] == pytest.approx([2 / 3, 1 / 3])
+  with pytest.raises(ConfigurationError, match=r'no seqio mixture .bot.* Did you mean both'):
+    Mixture('their_mixtures:bot', feed=feed)
+
+
 @pytest.mark.parametrize(
   ('options', 'message'),
   [
+    ({'weights': None}, r'Mixture\.weights has no value\. Give each of web, code, books a number'),
     ({'weights': {'web': 0, 'code': 0}}, r"'code': 0.*one of them above 0"),
     ({'weights': {'web': -1, 'code': 2}}, 'numbers of 0 or more'),
     ({'weights': {'web': '1'}}, 'numbers of 0 or more'),

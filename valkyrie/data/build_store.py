@@ -55,6 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     help='number of shards (default: %(default)s)',
   )
   add('--shard', type=int, help='number, from 0, of the only shard to build (default: all)')
+  add(
+    '--mixture', help='print the tasks and rates of a seqio Mixture, package.module:NAME, instead'
+  )
   add('--verify', action='store_true', help='check every byte of the store in --output instead')
   add('--json', action='store_true', help='print the result as one line of JSON')
   add('--while-open', action='store_true', help='end when standard input is closed')
@@ -62,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(arguments: argparse.Namespace) -> dict[str, Any] | None:
+  """Builds or verifies; returns store.json, or None while shards are missing."""
   if arguments.verify:
     if arguments.output is None:
       raise ConfigurationError('--verify needs --output, the directory of the store.')
@@ -124,6 +128,9 @@ def main() -> int:
   # Only tf.data is used, so that the accelerators stay free for training.
   os.environ |= {'CUDA_VISIBLE_DEVICES': '', 'JAX_PLATFORMS': 'cpu'}
   try:
+    if arguments.mixture is not None:
+      print(json.dumps(store_builder.rates(arguments.mixture)))
+      return 0
     information = _run(arguments)
   except ValkyrieError as error:
     if arguments.json:

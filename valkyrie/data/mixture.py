@@ -12,6 +12,7 @@ import numpy as np
 
 from valkyrie.data.feed import TaskFeed
 from valkyrie.data.mixed_rows import MixedRow
+from valkyrie.data.store_location import mixture
 from valkyrie.errors import ConfigurationError
 from valkyrie.types import Batch
 
@@ -46,8 +47,9 @@ class Mixture:
 
   def __init__(
     self,
-    sources: Mapping[str, str | Mapping[str, Any]],
-    weights: Weights | Sequence[Weights],
+    sources: str | Mapping[str, str | Mapping[str, Any]],
+    weights: Weights | Sequence[Weights] | None = None,
+    *,
     feed: Callable[..., TaskFeed],
     phases: Callable[[], Any] | None = None,
   ):
@@ -56,15 +58,26 @@ class Mixture:
     Args:
       sources: arguments of `feed` by the name of the source, over those that gin binds; a string
         stands for {'source': string}. With {'epochs': N} a source ends after N epochs, and its
-        share goes to the others.
+        share goes to the others. Or the name of a seqio Mixture, 'package.module:NAME', whose
+        tasks are the sources.
       weights: numbers in the ratio of the tokens, by the name of the source; or several of these,
-        one for each phase of the curriculum. A source that is not named has none.
+        one for each phase of the curriculum. A source that is not named has none. None takes the
+        rates of the seqio Mixture.
       feed: the class of the feeds.
       phases: the class of the curriculum, with several weights.
 
     Raises:
       ConfigurationError: the arguments do not fit together.
     """
+    if isinstance(sources, str):
+      rates = mixture(sources)
+      weights = rates if weights is None else weights
+      sources = {task: {'task': task} for task in rates}
+    if weights is None:
+      raise ConfigurationError(
+        f'Mixture.weights has no value. Give each of {", ".join(sources)} a number: the tokens '
+        'will be in their ratio.'
+      )
     of_phases = [weights] if isinstance(weights, Mapping) else list(weights)
     for of_phase in of_phases:
       _check(sources, of_phase)

@@ -80,11 +80,31 @@ def build(
   return store_writer.finish(order.output, bench.recipe, bench.reader.origin)
 
 
+def rates(mixture: str) -> dict[str, float]:
+  """{task, as `Order.task` names it: rate} of a seqio Mixture 'package.module:NAME'.
+
+  Raises:
+    ConfigurationError: there is no such mixture.
+  """
+  module, name = _task_module(mixture)
+  with _silenced():
+    import seqio  # noqa: PLC0415  (TensorFlow, 8 s)
+
+    importlib.import_module(module)
+  registered = list(seqio.MixtureRegistry.names())
+  if name not in registered:
+    raise ConfigurationError(
+      f'The module {module} registers no seqio mixture {name!r}.{did_you_mean(name, registered)}'
+    )
+  found: Any = seqio.MixtureRegistry.get(name)
+  return {f'{module}:{task.name}': float(found.get_rate(task)) for task in found.tasks}
+
+
 class _Bench:
   """All that a process needs to build shards; loads TensorFlow."""
 
   def __init__(self, order: Order):
-    module, name = task_module(order.task)
+    module, name = _task_module(order.task)
     with _silenced():
       import tensorflow as tf  # noqa: PLC0415  (8 s, only to build a store)
 
@@ -249,7 +269,7 @@ def _silenced():
     os.close(kept)
 
 
-def task_module(task: str) -> tuple[str, str]:
+def _task_module(task: str) -> tuple[str, str]:
   """The module that registers a task, and the task's name there."""
   module, colon, name = task.partition(':')
   if not colon:

@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import sys
 import types
+from typing import Any
 
 from valkyrie import errors
 from valkyrie.data.token_store import STORE_FILE, TokenStore
@@ -87,7 +88,7 @@ def open_store(
   recipe += [f'--option={name}={value}' for name, value in options.items()]
   recipe += ['--unique'] if unique else []
   if not (path / STORE_FILE).exists():
-    _build(path, recipe)
+    _builder(recipe, f'Building the token store {path}')
     return TokenStore.open(path, codec)
   store = TokenStore.open(path, codec)
   if store.information.get('origin') is not None:
@@ -98,14 +99,30 @@ def open_store(
   return store
 
 
-def _build(path: pathlib.Path, recipe: Sequence[str]) -> None:
-  """Runs `python -m valkyrie.data.build_store`.
+def mixture(name: str) -> dict[str, float]:
+  """{task, as `TaskFeed.task` names it: rate} of a seqio Mixture 'package.module:NAME'.
+
+  Raises:
+    ConfigurationError: there is no such mixture.
+  """
+  return _builder([f'--mixture={name}'], f'Reading the seqio mixture {name}')
+
+
+def _builder(arguments: Sequence[str], task: str) -> Any:
+  """Runs `python -m valkyrie.data.build_store` -> its report.
 
   Its progress goes to standard error. Its ValkyrieError, with class and message, is raised here.
   It ends with this process, however this one ends: its standard input is a pipe that nobody writes
   to, and that the system closes.
   """
-  command = [sys.executable, '-m', 'valkyrie.data.build_store', '--json', '--while-open', *recipe]
+  command = [
+    sys.executable,
+    '-m',
+    'valkyrie.data.build_store',
+    '--json',
+    '--while-open',
+    *arguments,
+  ]
   # The child process searches packages, such as a user's own, where this process does.
   environment = os.environ | {
     'PYTHONPATH': os.pathsep.join(entry or os.getcwd() for entry in sys.path)
@@ -118,15 +135,15 @@ def _build(path: pathlib.Path, recipe: Sequence[str]) -> None:
   finally:
     os.close(reader)
     os.close(writer)
-  if done.returncode == 0:
-    return
   try:
     report = json.loads(done.stdout.splitlines()[-1])
+    if done.returncode == 0:
+      return report
     error_class = getattr(errors, report['error'])
   except (IndexError, ValueError, KeyError, AttributeError):
     raise errors.DataError(
-      f'Building the token store {path} ended with exit code {done.returncode}; its output is '
-      'above. Finished shards are kept. Run again to continue, or build the store by itself:\n  '
+      f'{task} ended with exit code {done.returncode}; its output is above. '
+      'Finished shards are kept. Run again to continue, or run this by itself:\n  '
       + ' '.join(command[:3] + command[5:])
     ) from None
   raise error_class(report['message'])
