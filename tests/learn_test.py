@@ -245,6 +245,7 @@ def test_a_comparison_by_tokens_tries_every_rate_with_the_tokens(tmp_path):
 
 @pytest.mark.parametrize('name', learn_variants.VARIANTS)
 def test_every_variant_reads_the_tokens_of_a_step(name):
+  assert ',' not in name  # which separates the names of --only
   trial = learn_trial.Trial(name, 'tokens', 3e-3, 0, 2, 1024, 9, *learn_variants.VARIANTS[name])
   settings = learn_ours.settings_of(trial)
   model = language_model.transform(settings.model)
