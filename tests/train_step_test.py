@@ -11,6 +11,7 @@ import pytest
 import tiny
 
 from valkyrie.errors import ConfigurationError
+from valkyrie.models.declarations import Kind
 from valkyrie.models.features import Features
 from valkyrie.training import losses, train_step
 from valkyrie.training.curriculum import Curriculum, Phase
@@ -145,7 +146,7 @@ def test_the_groups_of_s5_and_of_vectors():
 def test_the_gradient_is_clipped_by_its_global_norm():
   optimizer = Optimizer(1.0, 0, 10, algorithm=optax.sgd, vector_algorithm=optax.sgd, clip_norm=2.0)
   params = {'w': jnp.zeros(4), 'v': jnp.zeros(4)}
-  gradient, kinds = jax.tree.map(lambda x: x + 100.0, params), {'w': 'matrix', 'v': 'vector'}
+  gradient, kinds = jax.tree.map(lambda x: x + 100.0, params), {'w': Kind(True), 'v': Kind(False)}
   moved, _ = optimizer.update(
     gradient, optimizer.init(params, kinds), params, jnp.float32(1.0), kinds
   )

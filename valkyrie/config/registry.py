@@ -1,6 +1,7 @@
 """gin's registry of configurables, and the parameters of a configurable."""
 
 from collections.abc import Callable, Collection
+import importlib
 import inspect
 from typing import Any
 
@@ -19,7 +20,7 @@ def find(name: str, where: str = '') -> gin_config.Configurable:
   """
   registry = gin_config._REGISTRY
   selector = name.rsplit('/', 1)[-1]
-  matches = registry.matching_selectors(selector)
+  matches = registry.matching_selectors(selector) or _of_optax(selector)
   if not matches:
     known = {registry.minimal_selector(complete) for complete, _ in registry.items()}
     raise ConfigurationError(
@@ -30,6 +31,21 @@ def find(name: str, where: str = '') -> gin_config.Configurable:
       f'{where}: {selector!r} is ambiguous. Write one of {", ".join(sorted(matches))}.'
     )
   return registry[matches[0]]
+
+
+def _of_optax(selector: str) -> list[str]:
+  """Registers a function of optax by its dotted name -> [the name]; [] if there is none."""
+  if not selector.startswith('optax.'):
+    return []
+  module, _, name = selector.rpartition('.')
+  try:
+    found = getattr(importlib.import_module(module), name)
+  except (ImportError, AttributeError):
+    return []
+  if not callable(found):
+    return []
+  gin.external_configurable(found, name=name, module=module)
+  return [selector]
 
 
 def parameters_of(function: Callable) -> dict[str, inspect.Parameter]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 import contextvars
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -22,6 +23,20 @@ class Parameter(NamedTuple):
   shape: jax.ShapeDtypeStruct
   axes: Axes | None
   cast: DType | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+  """What an optimizer distinguishes.
+
+  is_matrix: whether the parameter has several dimensions in its own layer.
+  stacked: its leading dimensions that are layers.
+  in_planner: whether a planner has it.
+  """
+
+  is_matrix: bool
+  stacked: int = 0
+  in_planner: bool = False
 
 
 def declared(init: Callable[[], Params]) -> Mapping[str, Mapping[str, Parameter]]:

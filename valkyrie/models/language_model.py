@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.block import Block
-from valkyrie.models.declarations import Parameter, declared
+from valkyrie.models.declarations import Kind, Parameter, declared
 from valkyrie.models.features import Features, Planner
 from valkyrie.models.layers import RMSNorm, check_sizes, parameter
 from valkyrie.sharding.partitioner import constrain
@@ -302,19 +302,14 @@ class Model(NamedTuple):
     }
 
   def kinds(self, params: Params) -> Any:
-    """A pytree like params of what an optimizer distinguishes.
-
-    Each leaf is 'matrix' or 'vector', by the dimensions of the parameter in its own layer, or
-    'planner matrix' or 'planner vector'.
-    """
+    """A pytree like params of `declarations.Kind`, which an optimizer distinguishes."""
     known, planner = self.parameters(), self.about.planner_module
 
-    def kind(module: str, name: str) -> str:
+    def kind(module: str, name: str) -> Kind:
       shape, axes, _ = known[module][name]
-      stacked = 'layers/' in module if axes is None else 'layers' in axes
-      shape_of_layer = 'matrix' if len(shape.shape) - stacked > 1 else 'vector'
+      stacked = int('layers/' in module) if axes is None else axes.count('layers')
       in_planner = planner is not None and f'{module}/'.startswith(f'{planner}/')
-      return f'planner {shape_of_layer}' if in_planner else shape_of_layer
+      return Kind(len(shape.shape) - stacked > 1, stacked, in_planner)
 
     return {
       module: {name: kind(module, name) for name in names} for module, names in params.items()

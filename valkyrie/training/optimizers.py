@@ -1,6 +1,7 @@
-"""Optimizer: any optax algorithm, with a group for the S5 parameters, clipping and a schedule."""
+"""Optimizer: algorithms of optax by group of parameters, clipping and a schedule."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
+import dataclasses
 import re
 from typing import Any
 
@@ -10,29 +11,74 @@ import jax.numpy as jnp
 import optax
 
 from valkyrie.config.computation import may_change_on_resume
+from valkyrie.errors import ConfigurationError
+from valkyrie.training.algorithms import Algorithm, acts_on_layers, per_layer
+from valkyrie.training.schedules import Schedule
+from valkyrie.training.schedules import schedule as make_schedule
 from valkyrie.types import Array, Axes, Params, leaf_path
 
-for _algorithm in (optax.adam, optax.adamw, optax.adafactor, optax.lamb, optax.lion, optax.sgd):
-  gin.external_configurable(_algorithm, module='optax')
+_PLANNER = 'planner '  # the beginning of the names of groups with a planner's parameters
 
-_PLANNER = 'planner '  # the beginning of the kinds of a planner's parameters
+
+@gin.configurable
+@dataclasses.dataclass(frozen=True)
+class Group:
+  """Parameters that learn in their own way.
+
+  Attributes:
+    pattern: a regular expression that is found in their paths, as in model_info.txt. A parameter
+      belongs to the first group that it matches.
+    learning_rate_scale: a factor on the learning rate; 0 freezes them, and they have no moments.
+    decay: False takes the optimizer's algorithm for vectors, which decays nothing, for all of them.
+    algorithm: one of their own.
+  """
+
+  pattern: str
+  learning_rate_scale: float = 1.0
+  decay: bool = True
+  algorithm: Algorithm | None = None
+
+  def __post_init__(self):
+    try:
+      re.compile(self.pattern)
+    except re.error as error:
+      raise ConfigurationError(
+        f'Group.pattern={self.pattern!r} is not a regular expression ({error}).'
+      ) from error
+    if self.learning_rate_scale < 0:
+      raise ConfigurationError(
+        f'Group.learning_rate_scale={self.learning_rate_scale} must be 0 or more; 0 freezes.'
+      )
+
+
+@gin.configurable
+def recurrence_group(
+  pattern: str = r'/(lambda|lambda_re|lambda_im|log_rate|b|log_step|step_bias)$',
+  learning_rate_scale: float = 0.25,
+) -> Group:
+  """Λ, B and log Δ of S5, and the rates and steps of other recurrences.
+
+  The paper gives them no weight decay and a smaller learning rate (S5, appendix B.1.3, table 11).
+  """
+  return Group(pattern, learning_rate_scale, decay=False)
 
 
 @gin.configurable
 @may_change_on_resume('train_steps')  # it stretches the schedule
 class Optimizer:
-  """Clip by the global norm, direct by an optax algorithm, step by the learning rate."""
+  """Clip by the global norm, direct by algorithms of optax, step by the learning rate."""
 
   def __init__(
     self,
     learning_rate: float,
     warmup_steps: int,
     train_steps: int,
-    algorithm: Callable[..., optax.GradientTransformation] = optax.adamw,
-    vector_algorithm: Callable[..., optax.GradientTransformation] = optax.adam,
-    ssm_pattern: str = r'/(lambda|lambda_re|lambda_im|log_rate|b|log_step|step_bias)$',
-    ssm_learning_rate_scale: float = 0.25,
+    algorithm: Algorithm = optax.adamw,
+    vector_algorithm: Algorithm = optax.adam,
+    groups: Sequence[Group] | None = None,
+    schedule: str | Schedule = 'cosine',
     final_learning_rate_scale: float = 0.1,
+    cooldown: float = 0.2,
     clip_norm: float = 1.0,
   ):
     """Configures the optimizer.
@@ -40,36 +86,37 @@ class Optimizer:
     Args:
       learning_rate: the peak.
       warmup_steps: steps of linear warm-up.
-      train_steps: the step at which the cosine ends.
-      algorithm: an optax optimizer that takes `learning_rate`, for matrices.
+      train_steps: the step at which the schedule ends.
+      algorithm: an optimizer of optax that takes `learning_rate`, for matrices. It may act on whole
+        parameters, as Muon does: every layer is one.
       vector_algorithm: the same for norm scales, biases and other vectors, which common practice
-        does not decay, and for Λ, B and log Δ of S5. The default decays nothing.
-      ssm_pattern: a regular expression that matches the paths of the latter, and of the rates and
-        steps of other recurrences. The paper gives them no weight decay and a smaller learning rate
-        (S5 appendix B.1.3 and table 11).
-      ssm_learning_rate_scale: their share of the learning rate.
-      final_learning_rate_scale: the share of the peak at which the cosine ends.
+        does not decay. The default decays nothing.
+      groups: parameters with a way of their own; default `recurrence_group`.
+      schedule: the shape after the warm-up, see `schedules.schedule`.
+      final_learning_rate_scale: the share of the peak at which it ends.
+      cooldown: the share of the steps in which 'wsd' decays.
       clip_norm: the largest global norm of the gradient that is not scaled down.
+
+    Raises:
+      ConfigurationError: an algorithm needs more than gradients and parameters, or a number is out
+        of its range.
     """
-    self._ssm_pattern = re.compile(ssm_pattern)
-    self._clip_norm = clip_norm
-    # With a learning rate of 1 the algorithms return directions; the step scales them, so that the
-    # logged number is the learning rate. A planner may start later than the rest, and Adam's bias
-    # correction must count its own steps.
-    self._groups = {
-      f'{owner}{kind}': make(learning_rate=1.0)
-      for owner in ('', _PLANNER)
-      for kind, make in (('matrix', algorithm), ('vector', vector_algorithm))
+    groups = (recurrence_group(),) if groups is None else groups
+    self._groups, self._clip_norm = tuple(groups), clip_norm
+    self._algorithms = {True: algorithm, False: vector_algorithm}
+    self._acts_on_layers = {
+      made: acts_on_layers(made)
+      for made in (algorithm, vector_algorithm, *(group.algorithm for group in groups))
+      if made is not None
     }
-    ssm = vector_algorithm(learning_rate=1.0)
-    self._groups['ssm'] = optax.chain(ssm, optax.scale(ssm_learning_rate_scale))
-    self._schedule = optax.warmup_cosine_decay_schedule(
-      init_value=learning_rate / max(warmup_steps, 1),
-      peak_value=learning_rate,
+    share = make_schedule(
+      schedule,
       warmup_steps=warmup_steps,
-      decay_steps=max(train_steps, warmup_steps + 1),
-      end_value=learning_rate * final_learning_rate_scale,
+      train_steps=train_steps,
+      final=final_learning_rate_scale,
+      cooldown=cooldown,
     )
+    self._schedule = lambda step: learning_rate * share(step)
 
   def learning_rate(self, step: Array) -> Array:
     """The schedule's learning rate at a step, counted from 0."""
@@ -103,7 +150,7 @@ class Optimizer:
       return moved, after
 
     def keep(kind, old, new):
-      return old if kind.startswith(_PLANNER) else new
+      return old if kind.in_planner else new
 
     moved = jax.tree.map(keep, kinds, params, moved)
     groups = after[1]._replace(inner_states={**after[1].inner_states, **kept})
@@ -129,11 +176,47 @@ class Optimizer:
 
   def _direction(self, params: Params, kinds: Any) -> optax.GradientTransformation:
     """Clipping, then each group's algorithm; a group without parameters has no state."""
+    made: dict[str, optax.GradientTransformation] = {}
 
-    def group(path, _, kind):
-      in_ssm = not kind.startswith(_PLANNER) and self._ssm_pattern.search(leaf_path(path))
-      return 'ssm' if in_ssm else kind
+    def label(path, leaf, kind):
+      name, transformation = self._of_leaf(leaf_path(path), leaf, kind)
+      made[name] = transformation
+      return name
 
-    labels = jax.tree_util.tree_map_with_path(group, params, kinds)
-    groups = {name: self._groups[name] for name in sorted(set(jax.tree.leaves(labels)))}
-    return optax.chain(optax.clip_by_global_norm(self._clip_norm), optax.partition(groups, labels))
+    labels = jax.tree_util.tree_map_with_path(label, params, kinds)
+    return optax.chain(
+      optax.clip_by_global_norm(self._clip_norm),
+      optax.partition(dict(sorted(made.items())), labels),
+    )
+
+  def _of_leaf(self, path: str, leaf: Any, kind: Any) -> tuple[str, optax.GradientTransformation]:
+    """The name of a parameter's group, and its algorithm.
+
+    A planner may start later than the rest, and Adam's bias correction must count its own steps, so
+    its parameters are groups of their own. So are stacks of other numbers of layers, for algorithms
+    that act on each layer.
+    """
+    number, group = next(
+      ((n, g) for n, g in enumerate(self._groups) if re.search(g.pattern, path)),
+      (None, Group('')),
+    )
+    decays = kind.is_matrix and group.decay
+    name = 'matrix' if decays else 'vector'
+    if number is not None:
+      name = f'{name} of group {number}'
+    if kind.in_planner:
+      name = f'{_PLANNER}{name}'
+    if not group.learning_rate_scale:
+      return f'{name}, frozen', optax.set_to_zero()
+    algorithm = group.algorithm or self._algorithms[decays]
+    # With a learning rate of 1 the algorithms return directions; the step scales them, so that the
+    # logged number is the learning rate.
+    transformation = algorithm(learning_rate=1.0)
+    if self._acts_on_layers[algorithm]:
+      layers = leaf.shape[: kind.stacked]
+      for _ in layers:
+        transformation = per_layer(transformation)
+      name += ''.join(f', {count} layers' for count in layers)
+    if group.learning_rate_scale != 1:
+      transformation = optax.chain(transformation, optax.scale(group.learning_rate_scale))
+    return name, transformation

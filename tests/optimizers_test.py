@@ -1,0 +1,172 @@
+"""Optimizers: any algorithm of optax on stacked layers, groups, schedules, and what is refused."""
+
+import math
+
+import gin
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+
+from valkyrie.config.load import load_gin
+from valkyrie.errors import ConfigurationError
+from valkyrie.models.declarations import Kind
+from valkyrie.training.algorithms import acts_on_layers
+from valkyrie.training.optimizers import Group, Optimizer, recurrence_group
+
+LAYERS = 3
+SHAPES = {'w': (LAYERS, 8, 6), 'v': (LAYERS, 6), 'embedding': (10, 8), 'norm': (8,)}
+KINDS = {
+  'w': Kind(True, stacked=1),
+  'v': Kind(False, stacked=1),
+  'embedding': Kind(True),
+  'norm': Kind(False),
+}
+
+
+def draw(seed, scale=1.0):
+  random = np.random.default_rng(seed)
+  return {n: jnp.asarray(scale * random.normal(size=s), jnp.float32) for n, s in SHAPES.items()}
+
+
+def trained(optimizer, params, kinds, gradients):
+  state = optimizer.init(params, kinds)
+
+  @jax.jit
+  def step(params, state, gradient):
+    return optimizer.update(gradient, state, params, jnp.float32(0.1), kinds)
+
+  for gradient in gradients:
+    params, state = step(params, state, gradient)
+  return params, state
+
+
+def split(tree):
+  """The same parameters, each layer of a stack on its own."""
+  return {
+    f'{name}{n}' if KINDS[name].stacked else name: layer
+    for name, leaf in tree.items()
+    for n, layer in enumerate(leaf if KINDS[name].stacked else [leaf])
+  }
+
+
+@pytest.mark.parametrize(
+  'algorithm',
+  [optax.adamw, optax.lamb, optax.adafactor, optax.contrib.muon, optax.contrib.prodigy, optax.adan],
+  ids=lambda algorithm: algorithm.__name__,
+)
+def test_stacked_layers_learn_as_layers_on_their_own(algorithm):
+  optimizer = Optimizer(0.1, 0, 10, algorithm, algorithm, clip_norm=math.inf)
+  params, gradients = draw(0), [draw(seed, 3.0) for seed in range(1, 5)]
+  found, _ = trained(optimizer, params, KINDS, gradients)
+  kinds = {name: Kind(leaf.ndim > 1) for name, leaf in split(params).items()}
+  expected, _ = trained(optimizer, split(params), kinds, [*map(split, gradients)])
+  for name, leaf in split(found).items():
+    np.testing.assert_allclose(leaf, expected[name], rtol=2e-4, atol=1e-5, err_msg=name)
+
+
+def test_which_algorithms_act_on_layers():
+  assert [acts_on_layers(a) for a in (optax.nadam, optax.yogi, optax.contrib.prodigy)] == [
+    False
+  ] * 3
+  assert [acts_on_layers(a) for a in (optax.lamb, optax.contrib.muon)] == [True] * 2
+
+
+@pytest.mark.parametrize(
+  ('algorithm', 'message'),
+  [
+    (optax.lbfgs, 'needs more than gradients and parameters'),
+    (optax.contrib.momo_adam, 'needs more than gradients and parameters'),
+    (optax.polyak_sgd, 'cannot be made with a learning_rate alone'),
+    (optax.contrib.schedule_free_adamw, 'other parameters than those to be evaluated'),
+  ],
+)
+def test_algorithms_that_are_refused(algorithm, message):
+  with pytest.raises(ConfigurationError, match=message):
+    Optimizer(0.1, 0, 10, algorithm)
+
+
+def test_groups():
+  groups = (
+    Group('^embedding$', learning_rate_scale=0.0),
+    Group('^w$', learning_rate_scale=0.5, algorithm=optax.sgd),
+    Group('', decay=False),
+  )
+  optimizer = Optimizer(0.1, 0, 10, optax.adamw, optax.adam, groups, clip_norm=math.inf)
+  params, gradients = draw(0), [draw(1)]
+  moved, state = trained(optimizer, params, KINDS, gradients)
+  np.testing.assert_array_equal(moved['embedding'], params['embedding'])
+  np.testing.assert_allclose(moved['w'], params['w'] - 0.05 * gradients[0]['w'], rtol=1e-5)
+  expected = params['v'] - 0.1 * jnp.sign(gradients[0]['v'])
+  np.testing.assert_allclose(moved['v'], expected, rtol=1e-4)
+  shapes = [leaf.shape for leaf in jax.tree.leaves(state)]
+  assert SHAPES['embedding'] not in shapes and SHAPES['w'] not in shapes  # no moments
+  assert shapes.count(SHAPES['v']) == shapes.count(SHAPES['norm']) == 2
+
+
+def test_a_group_of_recurrences():
+  group = recurrence_group()
+  assert (group.learning_rate_scale, group.decay) == (0.25, False)
+  with pytest.raises(ConfigurationError, match='not a regular expression'):
+    Group('(')
+  with pytest.raises(ConfigurationError, match='must be 0 or more'):
+    Group('a', learning_rate_scale=-1.0)
+
+
+def rates(**options):
+  optimizer = Optimizer(2.0, warmup_steps=10, train_steps=110, **options)
+  return [float(optimizer.learning_rate(jnp.int32(n))) / 2 for n in (0, 5, 10, 60, 90, 100, 110)]
+
+
+@pytest.mark.parametrize(
+  ('options', 'expected'),
+  [
+    ({'schedule': 'constant'}, [0.1, 0.55, 1, 1, 1, 1, 1]),
+    ({'schedule': 'linear'}, [0.1, 0.55, 1, 0.55, 0.28, 0.19, 0.1]),
+    (
+      {'schedule': 'inverse_sqrt'},
+      [0.1, 0.55, 1, *(math.sqrt(10 / n) for n in (60, 90, 100, 110))],
+    ),
+    ({'schedule': 'wsd'}, [0.1, 0.55, 1, 1, 1 - 0.9 * 2 / 22, 1 - 0.9 * 12 / 22, 0.1]),
+    (
+      {'schedule': optax.polynomial_schedule(1.0, 0.0, 2, 100)},
+      [0.1, 0.55, 1, 0.25, 0.04, 0.01, 0],
+    ),
+  ],
+)
+def test_schedules(options, expected):
+  np.testing.assert_allclose(rates(**options), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_schedules_that_are_refused():
+  with pytest.raises(ConfigurationError, match=r"'cosin' is unknown\. Use one of constant, linear"):
+    rates(schedule='cosin')
+  with pytest.raises(ConfigurationError, match='cooldown=0'):
+    rates(schedule='wsd', cooldown=0)
+
+
+def test_gin_files_name_any_function_of_optax(tmp_path):
+  file = tmp_path / 'a.gin'
+  file.write_text("""
+Optimizer.learning_rate = 1.0
+Optimizer.warmup_steps = 0
+Optimizer.train_steps = 9
+Optimizer.algorithm = @optax.contrib.muon
+optax.contrib.muon.beta = 0.5
+Optimizer.vector_algorithm = @optax.nadam
+Optimizer.schedule = @optax.polynomial_schedule()
+optax.polynomial_schedule.init_value = 1.0
+optax.polynomial_schedule.end_value = 0.0
+optax.polynomial_schedule.power = 1
+optax.polynomial_schedule.transition_steps = 8
+""")
+  gin.clear_config(clear_constants=True)
+  load_gin([str(file)], modules=['valkyrie.training.optimizers'])
+  optimizer = gin.get_configurable(Optimizer)()
+  assert float(optimizer.learning_rate(jnp.int32(2))) == 0.75
+  file.write_text('Optimizer.algorithm = @optax.nadamn')
+  with pytest.raises(ConfigurationError, match=r"no configurable 'optax\.nadamn'"):
+    load_gin([str(file)], modules=['valkyrie.training.optimizers'])
+  gin.clear_config(clear_constants=True)

@@ -1,0 +1,67 @@
+"""Learning-rate schedules: a warm-up, and then one of several shapes, as a share of the peak."""
+
+import jax.numpy as jnp
+import optax
+
+from valkyrie.errors import ConfigurationError
+
+Schedule = optax.Schedule
+SHAPES = ('constant', 'linear', 'cosine', 'inverse_sqrt', 'wsd')
+
+
+def schedule(
+  shape: str | Schedule,
+  *,
+  warmup_steps: int,
+  train_steps: int,
+  final: float,
+  cooldown: float,
+) -> Schedule:
+  """The share of the peak at a step, counted from 0.
+
+  The warm-up is linear, from 1 / warmup_steps to 1. After it,
+
+    constant       1
+    linear         to `final` at train_steps
+    cosine         to `final` at train_steps (Loshchilov & Hutter 2017)
+    inverse_sqrt   sqrt(warmup_steps / step) (Vaswani et al. 2017)
+    wsd            1, then linear to `final` over the last share `cooldown` of train_steps (warm-up,
+                   stable, decay: Hu et al. 2024, MiniCPM)
+
+  or a function, such as one of optax, of the steps since the end of the warm-up.
+
+  Raises:
+    ConfigurationError: the name is unknown, or `cooldown` is not a share.
+  """
+  decay_steps = max(train_steps - warmup_steps, 1)
+  if callable(shape):
+    after = shape
+  elif shape == 'constant':
+    after = optax.constant_schedule(1.0)
+  elif shape == 'linear':
+    after = optax.linear_schedule(1.0, final, decay_steps)
+  elif shape == 'cosine':
+    after = optax.cosine_decay_schedule(1.0, decay_steps, final)
+  elif shape == 'inverse_sqrt':
+    after = _inverse_square_root(max(warmup_steps, 1))
+  elif shape == 'wsd':
+    if not 0 < cooldown <= 1:
+      raise ConfigurationError(
+        f'Optimizer.cooldown={cooldown} must be above 0 and at most 1: the share of train_steps at '
+        'the end in which the learning rate decays.'
+      )
+    steps = min(max(round(cooldown * train_steps), 1), decay_steps)
+    after = optax.linear_schedule(1.0, final, steps, decay_steps - steps)
+  else:
+    raise ConfigurationError(
+      f'Optimizer.schedule={shape!r} is unknown. Use one of {", ".join(SHAPES)}, or a reference to '
+      'a schedule of optax, such as @optax.polynomial_schedule().'
+    )
+  if not warmup_steps:
+    return after
+  rising = optax.linear_schedule(1 / warmup_steps, 1.0, warmup_steps)
+  return optax.join_schedules([rising, after], [warmup_steps])
+
+
+def _inverse_square_root(begin: int) -> Schedule:
+  return lambda step: jnp.sqrt(begin / (begin + step))
