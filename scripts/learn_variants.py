@@ -56,6 +56,7 @@ VARIANTS = {
     'optax.adamw.weight_decay=0.0001', 'optax.adamw.b2=0.999', 'optax.adam.b2=0.999'
   ),
   'decay on all parameters': _gin('Optimizer.vector_algorithm=@optax.adamw'),
+  'Muon': Variant((RUN, '--gin_file=gin/optimizers/muon.gin')),
   '4 rows of 256 tokens': _gin('chunk_size=256', 'batch_size=4'),
   '1 row of 1024 tokens': _gin('chunk_size=1024', 'batch_size=1'),
   # The width, for the rule that transfers a learning rate.

@@ -1,7 +1,7 @@
 """The examples of docs/ run as printed, in a folder of a user's own.
 
-Of a page, in order: a block ```python FILE is written to FILE, ```python runs and its last line
-asserts the outcome, and ```bash is run by the shell.
+Of a page, in order: a block with the name of a file is written to it, ```python runs and its last
+line asserts the outcome, and ```bash is run by the shell.
 """
 
 import ast
@@ -16,12 +16,12 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / 'docs').glob('*.md'))
-BLOCK = re.compile(r'^```(python|bash)(?: (\S+))?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r'^```(python|bash|gin)(?: (\S+))?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 BLOCKS = {page.stem: BLOCK.findall(page.read_text()) for page in PAGES}
 
 
 def test_pages_have_examples():
-  assert {'encoder', 'data'} <= {page for page, blocks in BLOCKS.items() if blocks}
+  assert {'encoder', 'data', 'optimizers'} <= {page for page, blocks in BLOCKS.items() if blocks}
   assert all(block.count('\n') < 50 for blocks in BLOCKS.values() for *_, block in blocks)
 
 

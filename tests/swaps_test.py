@@ -154,8 +154,11 @@ def test_full_attention_refuses_a_longer_document(train_run, tmp_path):
   assert int(str(caught.value).split(' tokens')[0].split()[-1]) > 12
 
 
-def test_optimizer(base, train_run, tmp_path):
-  run = train_run(tmp_path / 'run', '--gin.Optimizer.algorithm=@optax.lion')
+@pytest.mark.parametrize(
+  'more', ['Optimizer.algorithm = @optax.adabelief', "include 'gin/optimizers/muon.gin'"]
+)
+def test_optimizer(base, train_run, tmp_path, more):
+  run = train_run(tmp_path / 'run', partition='zero1', more=more)
   assert_trained(run)
   # The first loss is measured before the first update, the second shows the optimizer.
   mine, theirs = tiny_run.metrics(run), tiny_run.metrics(base)
