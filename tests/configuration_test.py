@@ -205,6 +205,14 @@ def test_circular_include():
   assert 'includes itself: a.gin -> b.gin -> sub/../a.gin.' in message
 
 
+def test_a_line_above_an_include_that_binds_the_same_is_not_lost():
+  write('b.gin', "include 'c.gin'")
+  write('c.gin', 'size = 3\nGadget.size = %size')
+  message = refusal("size = 4\ninclude 'b.gin'")
+  assert 'a.gin:1: size would be lost: c.gin:1, which is included below it' in message
+  load("include 'b.gin'\nsize = 4")
+
+
 def test_wrong_encoding(folder):
   (folder / 'b.gin').write_bytes('seed = 1\nGadget.name = "é"\n'.encode('latin-1'))
   assert 'b.gin:2: byte 0xe9 is not UTF-8' in refusal("include 'b.gin'")

@@ -284,6 +284,18 @@ Smear.scale = 0.5
   assert said.count('is replicated') == 1
   assert {name.split('/')[-2] for name in parameters(run) if name.endswith('weight')} == {'smear'}
 
+  (package / 'wrong.py').write_text(
+    SMEAR.replace('class Smear', 'class Unbound').replace('scale=1.0', 'scale')
+    + SMEAR.replace('class Smear', 'class Lacking').replace('  dropout = 0.0\n', '')
+  )
+  for mixer, message in (
+    ('Unbound', r'@Unbound cannot be built, since Unbound\.scale has no value'),
+    ('Lacking', 'The mixer Lacking has no attribute dropout'),
+  ):
+    more = f'import their_mixers.wrong\nBlock.mixers = (@{mixer},)'
+    with pytest.raises(ConfigurationError, match=message):
+      train_run(tmp_path / 'wrong', more=more, allowed_imports=['their_mixers'])
+
 
 def test_a_vocabulary_larger_than_the_models(train_run, tmp_path):
   with pytest.raises(ConfigurationError, match=r'259 tokens.*only 200.*vocabulary_size = 259'):

@@ -43,7 +43,7 @@ def test_a_part_of_another_type_is_refused(binding, expected):
 @pytest.mark.parametrize(
   'binding',
   [
-    'Block.mixers=(@FullAttention, @S5)',
+    'Block.mixers=(@LongformerAttention, @S5)',
     'Optimizer.algorithm=@optax.lion',
     'LanguageModel.planner=@Planner',
     'LanguageModel.planner=None',

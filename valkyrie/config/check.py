@@ -101,9 +101,14 @@ def check_references(effective: Effective) -> None:
 
 
 def _check_reference(leaf: Reference, where: str, effective: Effective) -> None:
+  find(leaf.name, where)
+  if leaf.evaluated:
+    check_buildable(leaf, where, effective)
+
+
+def check_buildable(leaf: Reference, where: str, effective: Effective) -> None:
+  """Checks that all that a part needs is bound, for one that is made without further arguments."""
   configurable = find(leaf.name, where)
-  if not leaf.evaluated:
-    return
   # A surrounding scope may supply the value too, so a binding in any scope is enough.
   bound = {parameter for _, selector, parameter in effective if selector == configurable.selector}
   for parameter in missing(configurable.wrapped, bound):

@@ -137,7 +137,8 @@ def read(
 
   Raises:
     ConfigurationError: a file is missing, unreadable, includes itself, lies in the folder of a run,
-      binds a name twice, imports a module that is not allowed, or has a syntax error.
+      binds a name twice or above an include that binds it, imports a module that is not allowed, or
+      has a syntax error.
   """
   for package in allowed_imports:
     if not all(part.isidentifier() for part in package.split('.')):
@@ -178,7 +179,9 @@ def _read_file(
       statement = Statement(f'{path}:{parsed.location.line_num}', parsed)
       if isinstance(parsed, config_parser.IncludeStatement):
         where = f'{statement.where}: include'
-        statements += _read_file(parsed.filename, where, search_paths, allowed, (*above, path))
+        included = _read_file(parsed.filename, where, search_paths, allowed, (*above, path))
+        _check_not_lost(first, included)
+        statements += included
         continue
       if statement.is_import:
         _check_import(statement, allowed)
@@ -197,6 +200,16 @@ def _read_file(
     problem = explain(error, value if equals else None, lambda right: f'{name.strip()} = {right}')
     raise ConfigurationError(f'{path}:{number}: {problem}\n  {line}') from None
   return statements
+
+
+def _check_not_lost(first: Mapping[str, str], included: Sequence[Statement]) -> None:
+  """Raises an error if an included file binds a name that stands above the include."""
+  for statement in included:
+    if statement.is_binding and statement.name in first:
+      raise ConfigurationError(
+        f'{first[statement.name]}: {statement.name} would be lost: {statement.where}, which is '
+        'included below it, binds it again. Move this line below the include.'
+      )
 
 
 def _text(path: pathlib.Path) -> str:

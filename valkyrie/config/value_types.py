@@ -14,7 +14,7 @@ from typing import Any
 from gin import config as gin_config
 import haiku as hk
 
-from valkyrie.config.check import Effective
+from valkyrie.config.check import Effective, check_buildable
 from valkyrie.config.parse import Macro, Reference, Statement, macros_of, resolve
 from valkyrie.config.registry import find, parameters_of
 from valkyrie.errors import ConfigurationError
@@ -55,6 +55,21 @@ def check_parameter_types(effective: Effective) -> None:
       raise ConfigurationError(
         f'{where}: {statement.name} takes {expected}, not {_shown(value)}.{_as_integer(value)}'
       )
+    if _makes_parts(parameter.annotation):
+      for part in parts:
+        if isinstance(part, Reference):
+          check_buildable(part, statement.where, effective)
+
+
+def _makes_parts(annotation: Any) -> bool:
+  """Whether the parameter is a callable without arguments, or a sequence of these."""
+  for option in _options(annotation):
+    origin, arguments = typing.get_origin(option), typing.get_args(option)
+    if origin is collections.abc.Callable and arguments[0] == []:
+      return True
+    if origin in (collections.abc.Sequence, list) and _makes_parts(arguments[0]):
+      return True
+  return False
 
 
 def _type(value: Any) -> type | None:

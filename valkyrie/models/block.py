@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import gin
 import haiku as hk
 
+from valkyrie.errors import ConfigurationError
 from valkyrie.models.layers import GatedMLP, RMSNorm, check_sizes
 from valkyrie.types import Array, Carry, DType, SequenceMixer
 
@@ -25,10 +26,20 @@ class Block(hk.Module):
       mixers: the classes of the sequence mixers (`@S5` in gin, not `@S5()`), applied in this order.
       mlp_width: hidden width of the gated MLP.
       name: Haiku's.
+
+    Raises:
+      ConfigurationError: a mixer lacks an attribute.
     """
     super().__init__(name)
     check_sizes('Block', mlp_width=mlp_width)
     self.mixers = tuple(make() for make in mixers)
+    for mixer in self.mixers:
+      for attribute in ('causal', 'dropout'):
+        if not hasattr(mixer, attribute):
+          raise ConfigurationError(
+            f'The mixer {type(mixer).__name__} has no attribute {attribute}. Give it all that '
+            'valkyrie.types.SequenceMixer lists.'
+          )
     self.mlp = GatedMLP(mlp_width, name='mlp')
 
   def initial_carry(self, batch_size: int, dtype: DType) -> tuple[Carry, ...]:
