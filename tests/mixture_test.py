@@ -117,6 +117,7 @@ STAGES = [
 ]
 
 
+@pytest.mark.invariant(9)
 @pytest.mark.parametrize('options', STAGES)
 @settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=8), begin=st.integers(0, 3000))
