@@ -1,5 +1,6 @@
 """Every part is exchanged by editing bindings only, and what does not fit together is refused."""
 
+import functools
 import json
 import math
 import re
@@ -87,12 +88,18 @@ def data_dir(tmp_path_factory):
 def train_run(data_dir):
   """Trains by a gin text as the command line would, in this process."""
 
-  def run(model_dir, *flags, allowed_imports=(), allow_changed=(), **options):
+  def run(model_dir, *flags, data='', allowed_imports=(), allow_changed=(), **options):
     gin.clear_config(clear_constants=True)
-    file = model_dir.with_suffix('.gin')
+    file, other = model_dir.with_suffix('.gin'), model_dir.with_suffix('.data.gin')
     file.write_text(tiny_run.gin_text(data_dir, **options))
+    other.write_text(data)
     flags = (*QUICK, *flags)
-    load_gin([str(file)], flags, allowed_imports=allowed_imports, modules=main.CONFIGURABLE_MODULES)
+    load_gin(
+      [str(file), str(other)],
+      flags,
+      allowed_imports=allowed_imports,
+      modules=main.CONFIGURABLE_MODULES,
+    )
     train.train(model_dir=str(model_dir), allow_changed=allow_changed)
     return model_dir
 
@@ -239,11 +246,13 @@ MIXTURE = """
 include 'gin/data/mixture.gin'
 sources = {'words': {'task': 'letters'}, 'numbers': {'task': 'digits'}}
 weights = {'words': 3, 'numbers': 1}
+Optimizer.schedule = 'constant'  # another number of steps is the same program
 """
 
 
 def test_a_mixture(train_run, data_dir, tmp_path, capsys):
-  run = train_run(tmp_path / 'run', more=MIXTURE)
+  train_mixture = functools.partial(train_run, data=MIXTURE)
+  run = train_mixture(tmp_path / 'run')
   assert_trained(run)
   assert re.search(r'[\d.]+ epochs of words, [\d.]+ epochs of numbers', capsys.readouterr().err)
   (_, last), found = tiny_run.metrics(run).values(), tiny_run.metrics(run, 'eval')[2]
@@ -260,9 +269,9 @@ def test_a_mixture(train_run, data_dir, tmp_path, capsys):
   assert tiny_run.metrics(tmp_path / 'alone', 'eval')[2]['loss'] == losses[1]
 
   with pytest.raises(ConfigurationError, match=r'Mixture\.weights was .*numbers.* is '):
-    train_run(run, '--gin.train_steps=3', "--gin.weights={'words': 1, 'numbers': 1}", more=MIXTURE)
-  train_run(run, '--gin.train_steps=3', '--gin.validation/TaskFeed.shuffle=True', more=MIXTURE)
-  whole = train_run(tmp_path / 'whole', '--gin.train_steps=3', more=MIXTURE)
+    train_mixture(run, '--gin.train_steps=3', "--gin.weights={'words': 1, 'numbers': 1}")
+  train_mixture(run, '--gin.train_steps=3', '--gin.validation/TaskFeed.shuffle=True')
+  whole = train_mixture(tmp_path / 'whole', '--gin.train_steps=3')
   assert tiny_run.metrics(whole)[3]['loss'] == tiny_run.metrics(run)[3]['loss']
 
 
@@ -318,7 +327,7 @@ def test_the_size_of_a_tokenizer(train_run, tmp_path):
   for number in range(40):
     (folder / f'{number}.txt').write_text(f'{number} {tiny_run.TEXT}')
   tiny_run.write_tokenizer(tokenizer)
-  more = f"""
+  data = f"""
 include 'gin/data/text.gin'
 text = '{folder}'
 held_out = 0.5
@@ -328,15 +337,16 @@ vocabulary = '{tokenizer}'
   with pytest.raises(
     ConfigurationError, match=r'271 tokens, but .*only 270.*vocabulary_size = 271'
   ):
-    train_run(tmp_path / 'run', '--gin.LanguageModel.vocabulary_size=270', *flags, more=more)
+    train_run(tmp_path / 'run', '--gin.LanguageModel.vocabulary_size=270', *flags, data=data)
   assert not stores.exists()
 
-  run = train_run(tmp_path / 'run', *flags, more=more)
+  run = train_run(tmp_path / 'run', *flags, data=data)
   assert_trained(run)
   for mode, given in ((evaluate.evaluate, {}), (infer.infer, {'prompt': 'deep'})):
     gin.clear_config(clear_constants=True)
+    files = [str(tmp_path / name) for name in ('run.gin', 'run.data.gin')]
     other = (*QUICK, *flags, "--gin.vocabulary='bytes'")
-    load_gin([str(tmp_path / 'run.gin')], other, modules=main.CONFIGURABLE_MODULES)
+    load_gin(files, other, modules=main.CONFIGURABLE_MODULES)
     with pytest.raises(
       ConfigurationError, match=r'trained with the vocabulary huggingface-.*bytes'
     ):

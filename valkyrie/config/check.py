@@ -108,10 +108,13 @@ def _check_reference(leaf: Reference, where: str, effective: Effective) -> None:
 
 def check_buildable(leaf: Reference, where: str, effective: Effective) -> None:
   """Checks that all that a part needs is bound, for one that is made without further arguments."""
-  configurable = find(leaf.name, where)
-  # A surrounding scope may supply the value too, so a binding in any scope is enough.
-  bound = {parameter for _, selector, parameter in effective if selector == configurable.selector}
-  for parameter in missing(configurable.wrapped, bound):
+  part = find(leaf.name, where).wrapped
+  # The bindings of a base class count for its subclasses. A surrounding scope may supply the value
+  # too, so a binding in any scope is enough.
+  classes = inspect.getmro(part) if inspect.isclass(part) else (part,)
+  selectors = {name for name, known in gin_config._REGISTRY.items() if known.wrapped in classes}
+  bound = {parameter for _, selector, parameter in effective if selector in selectors}
+  for parameter in missing(part, bound):
     binding = f'{leaf.name.rsplit("/", 1)[-1]}.{parameter}'
     raise ConfigurationError(
       f'{where}: {leaf} cannot be built, since {binding} has no value. Add `{binding} = ...` to '
