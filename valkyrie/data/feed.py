@@ -142,11 +142,12 @@ class TaskFeed:
     parts = [Units(*np.zeros((3, 0), np.int64))]
     for number in range(begin // size, -(-end // size)):
       epoch = self._epoch(row, number)
-      starts = epoch.unit_starts[np.diff(epoch.unit_numbers, prepend=-1) > 0]
-      lengths = np.diff(starts, append=size)
-      first, last_one = np.searchsorted(starts, (begin - number * size, end - number * size))
-      part = Units(starts + number * size, lengths, number * count + np.arange(count))
-      parts.append(Units(*(leaf[first:last_one] for leaf in part)))
+      base, of_documents = number * size, epoch.unit_starts
+      window = slice(*np.searchsorted(of_documents, (begin - base, end - base)))
+      starts, at = np.unique(of_documents[window], return_index=True)
+      following = of_documents[window.stop] if window.stop < len(of_documents) else size
+      numbers = number * count + epoch.unit_numbers[window][at]
+      parts.append(Units(base + starts, np.diff(starts, append=following), numbers))
     return Units(*map(np.concatenate, zip(*parts, strict=True)))
 
   def longest_unit(self, row: int) -> int:

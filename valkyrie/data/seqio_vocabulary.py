@@ -36,8 +36,7 @@ class SeqioVocabulary(seqio.Vocabulary):
 
   def _encode_tf(self, s: tf.Tensor) -> tf.Tensor:
     def encode(text: tf.Tensor) -> np.ndarray:
-      ids = self._vocabulary.encode(bytes(text.numpy()).decode('utf-8', errors='replace'))
-      return np.array(ids, np.int32)
+      return self._vocabulary.ids(bytes(text.numpy()).decode('utf-8', errors='replace'))
 
     return tf.ensure_shape(tf.py_function(encode, [s], tf.int32), [None])
 

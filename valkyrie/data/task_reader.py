@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 import dataclasses
 import importlib
+import itertools
 from typing import Any
 
 import numpy as np
@@ -103,16 +104,17 @@ class TaskReader:
 
   def _tokenized(self, document: TextDocument) -> store_writer.Document:
     """What the preprocessors would make of it; a long text is tokenized in pieces."""
-    prompt = [*pieces(document.prompt)] if 'inputs' in self._task.output_features else []
-    text = [*prompt, *pieces(document.text)]
-    tokens = map(self._vocabulary.ids, text)
-    if len(text) <= 1 + len(prompt):
+    asked = [*pieces(document.prompt)] if 'inputs' in self._task.output_features else []
+    answer = [*pieces(document.text)]
+    prompt = [self._vocabulary.ids(piece) for piece in asked]
+    tokens = itertools.chain(prompt, map(self._vocabulary.ids, answer))
+    if len(answer) <= 1:
       tokens = np.concatenate([np.empty(0, np.int32), *tokens])
     return store_writer.Document(
       tokens,
-      sum(len(piece.encode('utf-8', errors='replace')) for piece in text),
+      sum(len(piece.encode('utf-8', errors='replace')) for piece in [*asked, *answer]),
       document.sequence_key or None,
-      sum(len(self._vocabulary.ids(piece)) for piece in prompt),
+      sum(map(len, prompt)),
     )
 
   def _document(self, example: dict[str, Any]) -> store_writer.Document:

@@ -62,10 +62,11 @@ class TokenStore:
     self._hashes = [_load(path, shard, 'hashes.npy', mapped=True) for shard in self._shards]
     offsets = [_load(path, shard, 'offsets.npy') for shard in self._shards]
     self._first_documents = np.cumsum([0] + [len(o) - 1 for o in offsets])
-    counts = np.ones(self._first_documents[-1], bool)
+    counts: slice | np.ndarray = slice(None)
+    self._numbers: np.ndarray | None = None  # of the documents that count, if not all do
     if 'duplicates' in information:
-      counts[_load_array(path / DUPLICATES_FILE)] = False
-    self._numbers = np.flatnonzero(counts)  # of the documents that count, among all
+      numbers = np.arange(self._first_documents[-1])
+      counts = self._numbers = np.delete(numbers, _load_array(path / DUPLICATES_FILE))
     keys = [_load(path, shard, 'keys.npy') for shard in self._shards]
     prompts = [_load(path, shard, PROMPTS_FILE) for shard in self._shards]
     self._starts = np.concatenate([o[:-1] for o in offsets])[counts]
@@ -135,7 +136,7 @@ class TokenStore:
   def damage(self, document: int) -> str | None:
     """The damage of a document and its place in the store, or None if it is intact."""
     shard = int(self._shards_of(document))
-    number = int(self._numbers[document] - self._first_documents[shard])
+    number = int(self._stored(document) - self._first_documents[shard])
     begin = int(self._starts[document])
     tokens = self._tokens[shard][begin : begin + int(self.lengths[document])]
     place = f'document {number} of {self._shards[shard]["name"]} in the token store {self.path}'
@@ -147,7 +148,11 @@ class TokenStore:
     return None
 
   def _shards_of(self, documents: np.ndarray | int) -> np.ndarray:
-    return np.searchsorted(self._first_documents, self._numbers[documents], side='right') - 1
+    return np.searchsorted(self._first_documents, self._stored(documents), side='right') - 1
+
+  def _stored(self, documents: np.ndarray | int) -> np.ndarray | int:
+    """The numbers of documents among all that were stored."""
+    return documents if self._numbers is None else self._numbers[documents]
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype:

@@ -38,7 +38,8 @@ class Vocabulary(Protocol):
 
   def encode(self, text: str) -> list[int]: ...
 
-  def ids(self, text: str) -> np.ndarray: ...
+  def ids(self, text: str) -> np.ndarray:
+    return np.asarray(self.encode(text), np.int32)
 
   def decode(self, ids: Iterable[int]) -> str: ...
 
@@ -64,7 +65,7 @@ class ByteVocabulary:
     return kept.decode('utf-8', errors='replace')
 
 
-class SentencePieceVocabulary:
+class SentencePieceVocabulary(Vocabulary):
   """A SentencePiece .model file."""
 
   def __init__(self, path: pathlib.Path, content: bytes):
@@ -90,14 +91,11 @@ class SentencePieceVocabulary:
   def encode(self, text: str) -> list[int]:
     return self._processor.EncodeAsIds(text)
 
-  def ids(self, text: str) -> np.ndarray:
-    return np.asarray(self.encode(text), np.int32)
-
   def decode(self, ids: Iterable[int]) -> str:
     return self._processor.DecodeIds([int(i) for i in ids if 0 <= i < self.size])
 
 
-class HuggingFaceVocabulary:
+class HuggingFaceVocabulary(Vocabulary):
   """A Hugging Face tokenizer.json; the tokenizer_config.json beside it may name the EOS."""
 
   def __init__(self, path: pathlib.Path, content: bytes):
@@ -124,9 +122,6 @@ class HuggingFaceVocabulary:
 
   def encode(self, text: str) -> list[int]:
     return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-  def ids(self, text: str) -> np.ndarray:
-    return np.asarray(self.encode(text), np.int32)
 
   def decode(self, ids: Iterable[int]) -> str:
     return self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.size])
