@@ -58,4 +58,11 @@ def _near_and_far(random: np.random.RandomState) -> list[Problem]:
   return recall(random, random.choice(PAIRS), int(distance))
 
 
-register('recall', {'train': (2**15, _most_near), 'validation': (2**7, _near_and_far)})
+register(
+  'recall',
+  {
+    'train': (2**15, _most_near),
+    'train_far': (2**14, _near_and_far),
+    'validation': (2**7, _near_and_far),
+  },
+)

@@ -59,7 +59,11 @@ def sigmoid(x):
   return 1 / (1 + np.exp(-x))
 
 
-def by_token(params, x, carry, positions):
+def hard(x):
+  return np.clip(x / 4 + 0.5, 0, 1)
+
+
+def by_token(params, x, carry, positions, write=sigmoid):
   """The equations, for one token, row and head at a time."""
   own = params['gated_delta_net']
   filters = params['gated_delta_net/~/causal_convolution']['filters']
@@ -82,7 +86,7 @@ def by_token(params, x, carry, positions):
       q, k = (part.reshape(HEADS, KEYS)[head] for part in (queries, keys))
       q, k = (part / np.sqrt(part @ part + 1e-6) for part in (q, k))
       v, gate = (part.reshape(HEADS, VALUES)[head] for part in (values, gates))
-      beta = sigmoid(now @ own['beta'])[head]
+      beta = write(now @ own['beta'])[head]
       step = np.log1p(np.exp(now @ own['step'] + own['step_bias']))[head]
       decayed = np.exp(-np.exp(own['log_rate'][head]) * step) * state[row, head]
       state[row, head] = decayed + beta * np.outer(k, v - k @ decayed)
@@ -100,6 +104,17 @@ def test_values_are_those_of_the_equations(time, slice_size):
   with jax.enable_x64(True):
     found = build(slice_size=slice_size).apply(params, x, carry, positions, segment_ids)
   expected = by_token(params, x, carry, positions)
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-9), found, expected)
+
+
+def test_a_hard_gate_writes_nothing_at_all():
+  x, carry, positions, segment_ids = stream(40)
+  params = drawn(build(write_gate='hard').init(jax.random.key(0), x, carry, positions, segment_ids))
+  closed = hard(x @ params['gated_delta_net']['beta']) == 0
+  assert 0.2 < closed.mean() < 0.5
+  with jax.enable_x64(True):
+    found = build(write_gate='hard').apply(params, x, carry, positions, segment_ids)
+  expected = by_token(params, x, carry, positions, hard)
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-9), found, expected)
 
 
@@ -284,6 +299,7 @@ def test_dtypes_under_bfloat16():
     ({'horizon': 1.0}, r'GatedDeltaNet.shortest=10 and GatedDeltaNet.horizon=1:'),
     ({'largest_rate': 0.5}, r'GatedDeltaNet.largest_rate=0.5 must be at least 1'),
     ({'shortest': 0.0}, 'GatedDeltaNet.shortest=0 '),
+    ({'write_gate': 'relu'}, "write_gate='relu' is unknown. Use one of .'sigmoid', 'hard'."),
   ],
 )
 def test_options_that_cannot_be_are_refused_when_the_layer_is_made(options, message):

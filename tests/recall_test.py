@@ -5,6 +5,7 @@ import re
 import string
 import types
 
+import gin
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -90,6 +91,20 @@ def test_most_training_streams_are_short():
   distances = np.array([*first.values()]) - 3 * pairs - 2
   assert len(first) == 512 and {*pairs} == {1, 4, 16}
   assert distances.min() == 8 and 10 <= np.median(distances) <= 22 and distances.max() > 500
+
+
+def test_the_second_phase_reads_streams_of_all_lengths_alike(tmp_path):
+  flags = [f"--gin.TaskFeed.data_dir='{tmp_path}'", '--gin.near/Phase.steps=2']
+  load_gin(['gin/recall_cpu.gin'], flags, modules=main.CONFIGURABLE_MODULES)
+  feed = gin.get_configurable('Mixture')()
+  begin = 2 * 4 * 256
+  near, far = feed.read(0, begin), feed.read(begin + 8192, 20 * begin)
+
+  def share(batch):
+    return batch.weights.sum() / batch.weights.size
+
+  assert share(near) > 5 * share(far) > 0
+  assert far.positions.max() > 6000
 
 
 @pytest.mark.parametrize('file', MIXERS, ids=lambda file: file.stem)

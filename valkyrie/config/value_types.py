@@ -153,7 +153,7 @@ def _class_mismatch(value: Reference, expected: Any) -> str | None:
   target = find(value.name).wrapped
   if value.evaluated and inspect.isclass(target) and issubclass(target, hk.Module):
     return f'no instance of a Haiku module (write {str(value).removesuffix("()")})'
-  if not inspect.isclass(expected) or not inspect.isclass(target):
+  if expected is Any or not (inspect.isclass(expected) and inspect.isclass(target)):
     return None
   if getattr(expected, '_is_protocol', False):
     fits = all(

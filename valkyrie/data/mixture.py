@@ -5,7 +5,7 @@ import functools
 import hashlib
 import json
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import gin
 import numpy as np
@@ -18,6 +18,16 @@ from valkyrie.types import Batch
 
 Weights = Mapping[str, float]
 _MAX_NAMED = 8  # rows, and stretches of each row, in a message
+
+
+class Phases(Protocol):
+  """A curriculum.
+
+  begins: the position at which each of its phases begins, in tokens of a row.
+  """
+
+  @property
+  def begins(self) -> Sequence[int]: ...
 
 
 class _Span(NamedTuple):
@@ -51,7 +61,7 @@ class Mixture:
     weights: Weights | Sequence[Weights] | None = None,
     *,
     feed: Callable[..., TaskFeed],
-    phases: Callable[[], Any] | None = None,
+    phases: Callable[[], Phases] | None = None,
   ):
     """Makes the feed of each source. The first use of the tokens opens their stores.
 

@@ -39,6 +39,12 @@ class DeltaCarry(NamedTuple):
   state: Array
 
 
+WRITE_GATES = {
+  'sigmoid': jax.nn.sigmoid,
+  'hard': lambda x: jnp.clip(x / 4 + 0.5, 0, 1),  # the slope of the sigmoid at 0
+}
+
+
 @gin.configurable
 class GatedDeltaNet(hk.Module):
   """The Gated DeltaNet layer; see the module."""
@@ -53,6 +59,7 @@ class GatedDeltaNet(hk.Module):
     shortest: float = 10.0,
     horizon: float = 1000.0,
     largest_rate: float = 16.0,
+    write_gate: str = 'sigmoid',
     name: str | None = None,
   ):
     """Configures the mixer.
@@ -68,6 +75,8 @@ class GatedDeltaNet(hk.Module):
         steps of 0.1 and 0.001.
       largest_rate: the rates exp(log_rate) spread evenly from 1 to it, as in Mamba-2. A head's time
         constant is 1 / (step exp(log_rate)); at 1, all lie between `shortest` and `horizon`.
+      write_gate: β, 'sigmoid' as published, or 'hard', min(max(1/2 + x/4, 0), 1). At a hard 0 a
+        head holds what it has exactly, through any number of tokens.
       name: Haiku's.
 
     Raises:
@@ -87,6 +96,11 @@ class GatedDeltaNet(hk.Module):
         f'GatedDeltaNet.slice_size={slice_size} must be a power of two. Use 64.'
       )
     check_time_constants('GatedDeltaNet', shortest, horizon, largest_rate)
+    if write_gate not in WRITE_GATES:
+      raise ConfigurationError(
+        f'GatedDeltaNet.write_gate={write_gate!r} is unknown. Use one of {list(WRITE_GATES)}.'
+      )
+    self._write_gate = WRITE_GATES[write_gate]
     self.causal = self.sequence_parallel = True
     self.dropout = 0.0
     self.horizon = horizon
@@ -157,7 +171,7 @@ class GatedDeltaNet(hk.Module):
     wide = jnp.promote_types(x.dtype, jnp.float32)
     step, beta = jnp.split(matmul(x, jnp.concatenate(weights, axis=1), wide), 2, axis=-1)
     step = jax.nn.softplus(step + step_bias[None, None])
-    return -jnp.exp(log_rate)[None, None] * step, jax.nn.sigmoid(beta)
+    return -jnp.exp(log_rate)[None, None] * step, self._write_gate(beta)
 
 
 def _unit(x: Array, length: float = 1.0) -> Array:
