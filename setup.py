@@ -25,6 +25,7 @@ setup(
     'orbax-checkpoint>=0.12,<0.13',
     'pillow>=10.4',
     'pyarrow>=18',
+    'safetensors>=0.6',
     'sentencepiece>=0.2',
     'seqio>=0.0.20',
     'tensorboard>=2.20',  # clu.metric_writers imports it without declaring it

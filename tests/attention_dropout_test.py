@@ -10,10 +10,11 @@ import pytest
 
 from valkyrie.models.attention import bidirectional_window, kv_cache, sliding_window
 from valkyrie.models.attention.bidirectional_window import Projections
+from valkyrie.models.attention.rotary import Rotary
 from valkyrie.models.attention.softmax import Dropout
 
 TIME, HEADS, RATE, FAR = 24, 3, 0.25, 5
-how = {'dilations': (1, 2, 1), 'slice_size': 8}
+how = {'dilations': (1, 2, 1), 'slice_size': 8, 'rotary': Rotary()}
 segments = jnp.ones((1, TIME), jnp.int32)
 
 

@@ -14,13 +14,12 @@ import pytest
 from valkyrie.models import slices
 from valkyrie.models.attention import bidirectional_window
 from valkyrie.models.attention.bidirectional_window import Projections
+from valkyrie.models.attention.rotary import Rotary
 
 HEADS, KV_HEADS, WIDTH, TIME, LIMIT = 4, 2, 6, 26, 5
 
-compiled = jax.jit(
-  bidirectional_window.bidirectional_attention,
-  static_argnames=('window', 'dilations', 'slice_size'),
-)
+attention = functools.partial(bidirectional_window.bidirectional_attention, rotary=Rotary())
+compiled = jax.jit(attention, static_argnames=('window', 'dilations', 'slice_size'))
 
 
 def problem(lengths, seed=0, rows=2, time=TIME):
@@ -108,7 +107,7 @@ def test_the_gradient_is_that_of_the_definition():
 
     def computed(local, from_global):
       q = bidirectional_window.take(from_global.q, at)
-      out = bidirectional_window.bidirectional_attention(
+      out = attention(
         local,
         from_global._replace(q=q),
         segment_ids=jnp.asarray(p['segments']),
@@ -136,7 +135,7 @@ def test_nothing_grows_with_the_square_of_time(differentiate):
   ones = Projections(*(jnp.ones((1, time, n, WIDTH)) for n in (HEADS, KV_HEADS, KV_HEADS)))
 
   def loss(local, from_global):
-    out = bidirectional_window.bidirectional_attention(
+    out = attention(
       local,
       from_global,
       segment_ids=jnp.ones((1, time), jnp.int32),

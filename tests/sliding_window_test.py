@@ -1,5 +1,7 @@
 """Window attention against a dense masked softmax in float64, however it is cut."""
 
+import functools
+
 import dense_attention
 import hypothesis
 from hypothesis import strategies as st
@@ -11,13 +13,13 @@ import pytest
 
 from valkyrie.models import slices
 from valkyrie.models.attention import kv_cache, sliding_window
+from valkyrie.models.attention.rotary import Rotary
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 6
 PLAIN = (1,) * KV_HEADS
 
-compiled = jax.jit(
-  sliding_window.sliding_window_attention, static_argnames=('slice_size', 'dilations')
-)
+attention = functools.partial(sliding_window.sliding_window_attention, rotary=Rotary())
+compiled = jax.jit(attention, static_argnames=('slice_size', 'dilations'))
 
 
 def problem(lengths, padding=0, registers=2, seed=0, rows=2):
@@ -162,7 +164,7 @@ def test_nothing_grows_with_the_square_of_time(differentiate):
 
   def loss(q, k, v):
     zeros = jnp.zeros((1, time), jnp.int32)
-    out, _ = sliding_window.sliding_window_attention(
+    out, _ = attention(
       q,
       k,
       v,

@@ -21,6 +21,8 @@ from valkyrie.errors import ConfigurationError, Preempted, UsageError, ValkyrieE
 # The modules of the configurables. They are imported before gin is locked; none can follow later.
 CONFIGURABLE_MODULES = (
   'valkyrie.models.language_model',
+  'valkyrie.models.layers',
+  'valkyrie.models.attention.rotary',
   'valkyrie.models.block',
   'valkyrie.models.s5.layer',
   'valkyrie.models.recurrence.gated',
@@ -43,6 +45,7 @@ CONFIGURABLE_MODULES = (
   'valkyrie.distributed.preemption',
   'valkyrie.checkpoint.manager',
   'valkyrie.monitoring.writers',
+  'valkyrie.weights.initial',
   'valkyrie.run.evaluator',
   'valkyrie.run.train',
   'valkyrie.run.evaluate',

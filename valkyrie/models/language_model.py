@@ -82,6 +82,7 @@ class LanguageModel(hk.Module):
     pattern: Sequence[Callable[..., Block]] = (Block,),
     planner: Callable[..., Planner] | None = None,
     embedding_scale: float | None = None,
+    tied: bool = True,
     compute_dtype: str = 'float32',
     remat_policy: str | None = 'products',
     unroll: int = 1,
@@ -98,6 +99,7 @@ class LanguageModel(hk.Module):
         and the upper half reads its plans; None builds nothing.
       embedding_scale: a factor on the embeddings of the inputs. None takes sqrt(D), with which they
         enter with variance 1, as in Griffin and Gemma.
+      tied: logits are products with the embedding; False learns another matrix, `unembedding`.
       compute_dtype: 'float32' or 'bfloat16', of activations; parameters stay float32.
       remat_policy: the activations of a layer that are saved for the backward pass: 'products'
         saves matrix products and attention outputs, and recomputes the rest; 'nothing' recomputes
@@ -139,6 +141,7 @@ class LanguageModel(hk.Module):
     self.d_model = d_model
     self.pattern = tuple(pattern)
     self.embedding_scale = d_model**0.5 if embedding_scale is None else embedding_scale
+    self.tied = tied
     self.compute_dtype = jnp.dtype(compute_dtype)
     self.remat_policy = remat_policy
     self.unroll = unroll
@@ -158,8 +161,13 @@ class LanguageModel(hk.Module):
       The features of every position.
     """
     rows = -(-self.vocabulary_size // _LANES) * _LANES
-    init = hk.initializers.RandomNormal(self.d_model**-0.5)
-    embedding = parameter('embedding', (rows, self.d_model), init, axes=('vocabulary', 'embed'))
+
+    def table(name):
+      init = hk.initializers.RandomNormal(self.d_model**-0.5)
+      return parameter(name, (rows, self.d_model), init, axes=('vocabulary', 'embed'))
+
+    embedding = table('embedding')
+    unembedding = embedding if self.tied else table('unembedding')
     x = (self.embedding_scale * embedding[inputs]).astype(self.compute_dtype)
     fresh = self.initial_carry(inputs.shape[0])
 
@@ -187,7 +195,7 @@ class LanguageModel(hk.Module):
         x += planned
       hk.set_state('planner', carry)
       x = stack(x, 'upper_layers', self.upper_repeats, 'upper_carry')
-    return Features(RMSNorm(name='final_norm')(x), embedding, drafts)
+    return Features(RMSNorm(name='final_norm')(x), unembedding, drafts)
 
   def initial_carry(self, batch_size: int) -> dict[str, Any]:
     """The content of `hk.State` for rows that have read nothing.
@@ -196,7 +204,7 @@ class LanguageModel(hk.Module):
       'carry': a tuple over the pattern, leaves [repeats, B, ...]. With a planner it belongs to the
       layers below; 'planner' is then its own carry, and 'upper_carry' that of the layers above.
     """
-    carries = self._inspect(
+    carries = self.inspect(
       lambda blocks: tuple(b.initial_carry(batch_size, self.compute_dtype) for b in blocks)
     )
 
@@ -217,8 +225,8 @@ class LanguageModel(hk.Module):
     Raises:
       ConfigurationError: a mixer reads the tokens that are to be predicted.
     """
-    layer_flops = self._inspect(lambda blocks: sum(b.forward_flops(self.d_model) for b in blocks))
-    mixers = self._inspect(lambda blocks: [mixer for block in blocks for mixer in block.mixers])
+    layer_flops = self.inspect(lambda blocks: sum(b.forward_flops(self.d_model) for b in blocks))
+    mixers = self.inspect(lambda blocks: [mixer for block in blocks for mixer in block.mixers])
     for mixer in mixers:
       if not mixer.causal:
         raise ConfigurationError(
@@ -258,7 +266,7 @@ class LanguageModel(hk.Module):
       after.append(block_carry)
     return x, tuple(after)
 
-  def _inspect(self, ask: Callable[[list[Block]], Any]) -> Any:
+  def inspect(self, ask: Callable[[list[Block]], Any]) -> Any:
     """The answer of blocks to a question that needs no parameters, outside this transform."""
     return hk.transform(lambda: ask(self._blocks())).apply({}, None)
 

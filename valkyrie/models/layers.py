@@ -9,6 +9,7 @@ alone declares nothing: it is never split and never cast.
 from collections.abc import Callable, Sequence
 import contextvars
 
+import gin
 import haiku as hk
 from haiku.experimental import current_name
 import jax
@@ -97,14 +98,20 @@ def dropout(x: Array, rate: float, shared: Sequence[int] = ()) -> Array:
   return hk.dropout(rng, rate, x, broadcast_dims=shared)
 
 
+@gin.configurable
 class RMSNorm(hk.Module):
   """Root-mean-square normalization (Zhang & Sennrich 2019, eq. 4), of [B, T, D] in float32."""
+
+  def __init__(self, epsilon: float = 1e-6, name: str | None = None):
+    """epsilon: added to the mean square."""
+    super().__init__(name)
+    self.epsilon = epsilon
 
   def __call__(self, x: Array) -> Array:
     scale = parameter('scale', (x.shape[-1],), jnp.ones, axes=('norm',))
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(mean_square + 1e-6) * scale[None, None]).astype(x.dtype)
+    return (wide * jax.lax.rsqrt(mean_square + self.epsilon) * scale[None, None]).astype(x.dtype)
 
 
 class GatedMLP(hk.Module):

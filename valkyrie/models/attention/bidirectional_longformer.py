@@ -78,6 +78,7 @@ class BidirectionalLongformer(WindowAttention):
       window=self.window,
       dilations=heads.dilations,
       slice_size=self.slice_size,
+      rotary=self._rotary,
       dropout=self._dropout(),
     )
     return self._project_out(out, x.shape[-1]), carry

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.models import slices
-from valkyrie.models.attention import rotary
 from valkyrie.models.attention.dilation import merge_residues, runs, split_residues
+from valkyrie.models.attention.rotary import Rotary, rotate, wide
 from valkyrie.models.attention.softmax import (
   Dropout,
   Part,
@@ -58,6 +58,7 @@ def bidirectional_attention(
   window: int,
   dilations: Sequence[int],
   slice_size: int,
+  rotary: Rotary,
   dropout: Dropout | None = None,
 ) -> Array:
   """Attention of every token of a row to its own document.
@@ -71,6 +72,7 @@ def bidirectional_attention(
       distances d, 2d, ..., Wd.
     dilations: d of each of the J key-value heads.
     slice_size: S, the queries, or the keys of global queries, that are scored at once.
+    rotary: the frequencies of the positions.
     dropout: of attention weights; None for none.
 
   Returns:
@@ -84,7 +86,7 @@ def bidirectional_attention(
       Projections(part.q[:, :, queries], part.k[:, :, run], part.v[:, :, run])
       for part in (local, from_global)
     )
-    geometry = _Geometry(window, dilation, slice_size)
+    geometry = _Geometry(window, dilation, slice_size, rotary)
     windows, documents = (dropout and dropout.of(2 * number + part) for part in (0, 1))
     out = _attend_windows(mine, segment_ids, global_tokens, geometry, windows)
     if global_tokens.shape[1]:
@@ -95,11 +97,12 @@ def bidirectional_attention(
 
 
 class _Geometry(NamedTuple):
-  """The windows of heads that share a dilation: W, d and S."""
+  """The windows of heads that share a dilation: W, d, S, and the frequencies of positions."""
 
   window: int
   dilation: int
   slice_size: int
+  rotary: Rotary
 
 
 class _Tokens(NamedTuple):
@@ -169,11 +172,11 @@ def _attend_slice(
   """
   (_, size, heads, width), (_, length, kv_heads, _) = q.shape, near.k.shape
   reach, first = geometry.window * geometry.dilation, (length - size) // 2
-  cos, sin = rotary.angles(length, width, geometry.dilation)
+  cos, sin = geometry.rotary.angles(length, width, geometry.dilation)
   q = q * width**-0.5
 
   def rotated(x, where):
-    return rotary.rotate(x, cos[where], sin[where])
+    return rotate(x, cos[where], sin[where])
 
   steps = np.arange(first, first + size)[:, None] - np.arange(length)[None]
   same = segment_ids[:, :, None] == near.segment_ids[:, None]
@@ -217,11 +220,11 @@ def _attend_documents(
   (batch, chosen, heads, width), kv_heads = from_global.q.shape, from_global.k.shape[2]
   reach, size = geometry.window * geometry.dilation, min(geometry.slice_size, segment_ids.shape[1])
   q, own = from_global.q * width**-0.5, take(segment_ids, global_tokens)
-  cos, sin = rotary.angles(2 * reach + size, width)
-  tables = [jnp.asarray(table, rotary.wide(q)) for table in (cos, sin)]
+  cos, sin = geometry.rotary.angles(2 * reach + size, width)
+  tables = [jnp.asarray(table, wide(q)) for table in (cos, sin)]
 
   def rotated(x, where):
-    return rotary.rotate(x, cos[where], sin[where])
+    return rotate(x, cos[where], sin[where])
 
   def attend_slice(now):
     k, v, documents, number = now
@@ -236,7 +239,7 @@ def _attend_documents(
       Part(group_queries(queries, kv_heads), group_keys(keys), group_keys(v), visible & where)
       for queries, keys, where in (
         (
-          rotary.rotate(q, *(table[row] for table in tables)),
+          rotate(q, *(table[row] for table in tables)),
           rotated(k, inside),
           jnp.abs(ahead) <= reach,
         ),

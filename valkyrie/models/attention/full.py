@@ -1,8 +1,11 @@
 """Full attention, for comparison: a window as wide as the longest document allowed."""
 
+from collections.abc import Callable
+
 import gin
 
 from valkyrie.models.attention.longformer import LongformerAttention
+from valkyrie.models.attention.rotary import Rotary
 
 
 @gin.configurable
@@ -24,6 +27,7 @@ class FullAttention(LongformerAttention):
     kv_heads: int | None = None,
     slice_size: int = 128,
     dropout: float = 0.0,
+    rotary: Callable[[], Rotary] = Rotary,
     name: str | None = None,
   ):
     """As `LongformerAttention`; max_context: the tokens that a query sees, itself included."""
@@ -38,6 +42,7 @@ class FullAttention(LongformerAttention):
       dilations=None,
       slice_size=slice_size,
       dropout=dropout,
+      rotary=rotary,
       name=name,
     )
     self.max_context = max_context

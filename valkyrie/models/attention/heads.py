@@ -1,12 +1,13 @@
 """The base of both Longformer mixers: heads with windows over time."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 from typing import NamedTuple
 
 import haiku as hk
 
 from valkyrie.errors import ConfigurationError
+from valkyrie.models.attention.rotary import Rotary
 from valkyrie.models.attention.softmax import Dropout
 from valkyrie.models.layers import check_sizes, project
 from valkyrie.sharding import sequence_parallel
@@ -53,6 +54,7 @@ class WindowAttention(hk.Module):
     document_start: g, the first tokens of a document, which are global.
     slice_size: S, queries computed at once.
     dropout: the share of attention weights zeroed in training.
+    rotary: the class of the frequencies of positions (`Rotary.base = 500000.0` in gin).
     name: Haiku's.
 
   Raises:
@@ -67,6 +69,7 @@ class WindowAttention(hk.Module):
   document_start: int = 0
   slice_size: int = 128
   dropout: float = 0.0
+  rotary: Callable[[], Rotary] = Rotary
   name: str | None = None
 
   def __post_init__(self):
@@ -86,6 +89,7 @@ class WindowAttention(hk.Module):
         f'{owner}.dilations={dilations}: give one integer of at least 1 for each of the '
         f'kv_heads={kv_heads}.'
       )
+    self._rotary = self.rotary()
     self._heads = Heads(self.heads, kv_heads, self.head_width, dilations)
 
   @hk.transparent

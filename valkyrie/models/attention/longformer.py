@@ -68,6 +68,7 @@ class LongformerAttention(WindowAttention):
       segment_ids=segment_ids,
       registers=self._registers(),
       slice_size=self.slice_size,
+      rotary=self._rotary,
       dilations=heads.dilations,
       dropout=dropout,
     )

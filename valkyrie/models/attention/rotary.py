@@ -4,22 +4,60 @@ A score depends on the distance of two tokens alone, so coordinates may count fr
 angle grows with the length of a document, and none loses precision.
 """
 
+import dataclasses
+
+import gin
 import jax.numpy as jnp
 import numpy as np
 
+from valkyrie.errors import ConfigurationError
 from valkyrie.types import Array, DType
+
+
+@gin.configurable
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+  """The frequencies of the pairs of channels.
+
+  Attributes:
+    base: pair number i of K/2 turns by base^(-2i / K) radians a token. Llama 3 has 500,000.
+    factor: how much more slowly the slowest pairs turn, to read documents longer than those of
+      training (Llama 3.1, rope_type 'llama3'); 1 for none.
+    original_context: tokens of the documents in training. Pairs that turn at most `low_turns` times
+      in them are slowed by the whole factor, those that turn `high_turns` times or more by none.
+    low_turns, high_turns: low_freq_factor and high_freq_factor of the published configuration.
+  """
+
+  base: float = 10_000.0
+  factor: float = 1.0
+  original_context: int = 8192
+  low_turns: float = 1.0
+  high_turns: float = 4.0
+
+  def __post_init__(self):
+    if self.base <= 1 or self.factor < 1 or not 0 < self.low_turns < self.high_turns:
+      raise ConfigurationError(
+        f'Rotary has base={self.base:g}, factor={self.factor:g}, low_turns={self.low_turns:g} and '
+        f'high_turns={self.high_turns:g}. Use a base above 1, a factor of 1 or more, and low_turns '
+        'above 0 and below high_turns.'
+      )
+
+  def frequencies(self, width: int) -> np.ndarray:
+    """Radians a token, [K/2] in float64."""
+    plain = self.base ** -(np.arange(width // 2) / (width // 2))
+    turns = self.original_context * plain / (2 * np.pi)
+    kept = np.clip((turns - self.low_turns) / (self.high_turns - self.low_turns), 0, 1)
+    return plain * (kept + (1 - kept) / self.factor)
+
+  def angles(self, length: int, width: int, step: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin [length, K/2] of the angles at coordinates 0, step, 2 step, ..., in float64."""
+    angle = step * np.arange(length)[:, None] * self.frequencies(width)
+    return np.cos(angle), np.sin(angle)
 
 
 def wide(x: Array) -> DType:
   """The dtype of rotation, logits and softmax: float32, or x's own if that is wider."""
   return jnp.promote_types(x.dtype, jnp.float32)
-
-
-def angles(length: int, width: int, step: int = 1) -> tuple[np.ndarray, np.ndarray]:
-  """cos and sin [length, K/2] of the angles at coordinates 0, step, 2 step, ..., in float64."""
-  frequency = 10_000.0 ** -(np.arange(width // 2) / (width // 2))
-  angle = step * np.arange(length)[:, None] * frequency
-  return np.cos(angle), np.sin(angle)
 
 
 def rotate(x: Array, cos: Array | np.ndarray, sin: Array | np.ndarray) -> Array:

@@ -19,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.models import slices
-from valkyrie.models.attention import halo, rotary, softmax
+from valkyrie.models.attention import halo, softmax
 from valkyrie.models.attention.dilation import merge_residues, runs, split_residues
 from valkyrie.models.attention.kv_cache import AttentionCarry, KVCache, slide_window, starts_before
+from valkyrie.models.attention.rotary import Rotary, rotate
 from valkyrie.models.attention.softmax import Dropout, Part
 from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array
@@ -79,8 +80,8 @@ def _window_part(now: Slice, angles: Angles, window: int) -> Part:
   size, kv_heads = now.queries.q.shape[1], now.near.keys.shape[2]
   cos, sin = angles
   return Part(
-    softmax.group_queries(rotary.rotate(now.queries.q, cos[-size:], sin[-size:]), kv_heads),
-    softmax.group_keys(rotary.rotate(now.near.keys, cos, sin)),
+    softmax.group_queries(rotate(now.queries.q, cos[-size:], sin[-size:]), kv_heads),
+    softmax.group_keys(rotate(now.near.keys, cos, sin)),
     softmax.group_keys(now.near.values),
     window_mask(now.queries, now.near, window),
   )
@@ -116,13 +117,15 @@ def _global_part(
   edge = cos[window : window + 1], -sin[window : window + 1]
   return Part(
     softmax.group_queries(queries.q, kv_heads),
-    softmax.group_keys(rotary.rotate(keys, *edge)),
+    softmax.group_keys(rotate(keys, *edge)),
     softmax.group_keys(jnp.concatenate([register_values, starts.values], axis=1)),
     jnp.pad(visible, ((0, 0), (0, 0), (count, 0)), constant_values=True),
   )
 
 
-def _attend_slice(now: Slice, registers: tuple[Array, Array], window: int, dilation: int) -> Array:
+def _attend_slice(
+  now: Slice, registers: tuple[Array, Array], window: int, dilation: int, rotary: Rotary
+) -> Array:
   """The slice's queries over their windows and their global keys -> [B, S, H, K]."""
   q = now.queries.q
   now = now._replace(queries=now.queries._replace(q=q * q.shape[-1] ** -0.5))
@@ -144,6 +147,7 @@ def _attend_heads(
   window: int,
   dilation: int,
   slice_size: int,
+  rotary: Rotary,
   dropout: Dropout | None,
 ) -> tuple[Array, KVCache]:
   """Heads of one dilation over a chunk: (out [B, T, H, K], the document starts after `length` [B]).
@@ -184,7 +188,7 @@ def _attend_heads(
   draws = None if dropout is None else jax.vmap(dropout.of)(jnp.arange(count))
 
   out = slices.for_each(
-    lambda one: _attend_slice(one, registers, window, dilation),
+    lambda one: _attend_slice(one, registers, window, dilation, rotary),
     Slice(queries, near, before, skipped, draws),
     logits=batch * dilation * heads * size * near.keys.shape[2],
   )
@@ -203,6 +207,7 @@ def sliding_window_attention(
   registers: tuple[Array, Array],
   slice_size: int,
   dilations: Sequence[int],
+  rotary: Rotary,
   dropout: Dropout | None = None,
 ) -> tuple[Array, AttentionCarry]:
   """Causal attention of a token to its own document: itself, the W tokens before it, the globals.
@@ -218,6 +223,7 @@ def sliding_window_attention(
       starts inside a slice is wholly inside the window of the slice's last query. If S divides W,
       every key read is visible to some query.
     dilations: d of each of the J key-value heads.
+    rotary: the frequencies of the positions.
     dropout: of attention weights; None for none.
 
   Returns:
@@ -242,6 +248,7 @@ def sliding_window_attention(
       window=carry.window.segment_ids.shape[1] // max(dilations),
       dilation=dilation,
       slice_size=slice_size,
+      rotary=rotary,
       dropout=dropout and dropout.of(number),
     )
     outs.append(out)

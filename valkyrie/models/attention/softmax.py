@@ -12,7 +12,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from valkyrie.models.attention import rotary
+from valkyrie.models.attention.rotary import wide
 from valkyrie.types import Array
 
 MASKED = -1e30  # finite, so that a masked logit has a gradient of zero and not of NaN
@@ -68,7 +68,7 @@ def ungroup_queries(out: Array, heads: int) -> Array:
 
 def _logits(part: Part) -> Array:
   """The masked scores of a part: [B, J, Q, N] in the wide dtype."""
-  scores = jnp.einsum('bjqk,bjnk->bjqn', part.q, part.k, preferred_element_type=rotary.wide(part.q))
+  scores = jnp.einsum('bjqk,bjnk->bjqn', part.q, part.k, preferred_element_type=wide(part.q))
   batch, kv_heads, queries, keys = scores.shape
   grouped = scores.reshape(batch, kv_heads, -1, part.mask.shape[1], keys)
   masked = jnp.where(part.mask[:, None, None], grouped, MASKED)
