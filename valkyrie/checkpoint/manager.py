@@ -252,6 +252,18 @@ class CheckpointDirectory:
     state = self._files.read(self.directory / str(step) / 'state', target, partial)
     return state, self._read_record(step)
 
+  def newest_params(self) -> tuple[dict[str, Any], Any]:
+    """The record and the parameters of the newest valid step, on the host: {module: {name: array}}.
+
+    Raises:
+      ConfigurationError: there is no step.
+      StorageError: the files cannot be read.
+    """
+    record = self.latest_record()
+    if record is None:
+      raise ConfigurationError(f'{self.directory} has no checkpoint. Train there first.')
+    return record, self._files.read_params(self.directory / str(self._newest) / 'state')
+
   def check(self) -> None:
     """Raises StorageError if the running save has failed; does not wait for it."""
     if self._running_save is not None and self._running_save.done():

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
 from valkyrie.checkpoint.state_check import check_same_model
@@ -53,6 +54,15 @@ class StateFiles:
       return found if leaf.size else jnp.zeros_like(leaf, device=leaf.sharding)
 
     return jax.tree.map(with_empty_arrays, target, restored)
+
+  def read_params(self, place: pathlib.Path) -> Any:
+    """Reads the parameters of a state, of whatever model, to the host."""
+    with checkpoint_errors(f'{place} matches its manifest, but cannot be read'):
+      metadata: Any = self._orbax.metadata(place).item_metadata
+      shapes = {'params': metadata.tree['params']}
+      to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
+      args = ocp.args.PyTreeRestore(shapes, restore_args=to_host, partial_restore=True)
+      return self._orbax.restore(place, args=args)['params']
 
   def close(self) -> None:
     """Ends the threads of Orbax."""

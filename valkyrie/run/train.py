@@ -23,6 +23,7 @@ from valkyrie.monitoring.training_log import TrainingLog
 from valkyrie.monitoring.writers import create_writers
 from valkyrie.run.batches import batches
 from valkyrie.run.evaluator import Evaluator
+from valkyrie.run.initial_state import InitialState
 from valkyrie.run.trainer import Trainer
 from valkyrie.run.validation import Validation
 from valkyrie.training.divergence import RefusedSteps
@@ -47,6 +48,7 @@ def train(
   checkpoint_every: int,
   evaluator: Callable[..., Evaluator],
   checkpoints: Checkpoints,
+  initial_weights: str | None = None,
   hooks: Sequence[Hook] = (),
   preemption: Callable[[], Preemption] = Preemption,
   refused_steps: Callable[..., RefusedSteps] = RefusedSteps,
@@ -62,6 +64,7 @@ def train(
     log_every, eval_every, checkpoint_every: steps between these; the last step does all three.
     evaluator: the class of the evaluator.
     checkpoints: the checkpoints to keep.
+    initial_weights: the source of the first weights, see `InitialWeights`; None initializes them.
     hooks: called after every step, besides the run's own.
     preemption: the reaction to a request to stop.
     refused_steps: the budget of refused steps.
@@ -97,7 +100,9 @@ def train(
     evaluate.open()
 
     # State: initial, or of the newest checkpoint.
-    trainer = Trainer(setup, tokens, directory, stop, allow_changed, progress.say)
+    initial = InitialState(setup, tokens.vocabulary.fingerprint, initial_weights, progress.say)
+    trainer = Trainer(setup, tokens, directory, stop, allow_changed, initial, progress.say)
+    initial.check(evaluate, trainer.state, trainer.should_stop)
     if jax.process_index() == 0:
       _write_description(model_dir, setup)
     if trainer.step >= train_steps:

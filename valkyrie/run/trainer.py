@@ -37,6 +37,7 @@ class Trainer:
     directory: CheckpointDirectory,
     stop: Preemption,
     allow_changed: Collection[str],
+    initial_state: Callable[[], TrainState],
     say: Callable[[str], None],
   ):
     """Restores the newest checkpoint, or makes the initial state.
@@ -47,6 +48,7 @@ class Trainer:
       directory: the checkpoints of the run.
       stop: the requests to stop.
       allow_changed: of compatibility.KINDS, the differences to the saved run that are accepted.
+      initial_state: makes the state before the first step.
       say: prints a line on the console.
 
     Raises:
@@ -54,11 +56,12 @@ class Trainer:
     """
     self._setup, self._feed, self._directory, self._say = setup, feed, directory, say
     self._stop, self._allow_changed = stop, allow_changed
+    self._initial_state = initial_state
     self._programs: Mapping[str, str] = {}
     self._saved_programs: Mapping[str, str] = {}
     self._steps: list[Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]] = []
     restored = self._restored()
-    self.state = setup.initial_state() if restored is None else restored
+    self.state = initial_state() if restored is None else restored
     self.step = self.start = int(self.state.step)
 
   def compile(self, train_steps: int) -> None:
@@ -156,7 +159,7 @@ class Trainer:
     due = (self.step - 1) // checkpoint_every * checkpoint_every
     found = self._directory.nearest_valid(due) if due else None
     if found is None:
-      initial = self._setup.initial_state()
+      initial = self._initial_state()
       fields = {'params': initial.params, 'optimizer_state': initial.optimizer_state}
     else:
       shapes = self._setup.state

@@ -1,0 +1,323 @@
+"""Weights of another run, or of other programs, as the first weights of a run."""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import itertools
+import pathlib
+import re
+from typing import NamedTuple
+
+import gin
+import haiku as hk
+import jax
+import numpy as np
+
+from valkyrie.checkpoint.manager import Checkpoints
+from valkyrie.errors import ConfigurationError
+from valkyrie.models.attention.heads import WindowAttention
+from valkyrie.models.language_model import LanguageModel, Model
+from valkyrie.models.layers import RMSNorm
+from valkyrie.types import Array, Params
+from valkyrie.weights import huggingface, names, tensor_files
+from valkyrie.weights.tensor_files import Tensor
+
+FRESH, ZERO = 'fresh', 'zero'
+_TABLES = ('embedding', 'unembedding')  # one row for each token
+_SHOWN = 8  # tensors in a message
+
+
+class Source(NamedTuple):
+  """Tensors to load.
+
+  vocabulary: the fingerprint of the tokenizer; None if it is not known.
+  config: of a Hugging Face model; None for others.
+  """
+
+  tensors: Mapping[str, Tensor]
+  vocabulary: str | None = None
+  config: Mapping | None = None
+
+
+def open_source(path: str) -> Source:
+  """The tensors of a run, of a safetensors file, or of a folder of safetensors files.
+
+  Raises:
+    ConfigurationError: there are none, or of a model that Valkyrie does not compute.
+    StorageError: a file cannot be read.
+  """
+  place = pathlib.Path(path)
+  if (place / 'checkpoints').is_dir():
+    with Checkpoints().open(path, read_only=True) as directory:
+      record, params = directory.newest_params()
+    return Source(_of_run(params), record['vocabulary'])
+  config = huggingface.configuration(place)
+  tensors = tensor_files.in_files(place)
+  return Source(tensors if config is None else huggingface.renamed(tensors), config=config)
+
+
+def _of_run(params: Params) -> dict[str, Tensor]:
+  return {
+    tensor: tensor_files.in_memory(array[number] if leaf.stacked else array)
+    for leaf in names.leaves(params)
+    for array in [params[leaf.module][leaf.name]]
+    for number, tensor in enumerate(leaf.tensors)
+  }
+
+
+@gin.configurable
+@dataclasses.dataclass(frozen=True)
+class InitialWeights:
+  """The choice of a tensor for each of the model's, by the names of `weights.names`.
+
+  Attributes:
+    source: the directory of a run, whose newest checkpoint is read; a safetensors file or a folder
+      with such files; or a folder of Hugging Face's Llama or Mistral.
+    rules: (pattern, tensor), of which the first whose regular expression is found in the name
+      counts: 'fresh' for the model's own initialization, 'zero', or the name of the tensor in the
+      source, in which \\1 stands for a group of the pattern. Without a rule, it has the same name.
+    partial: tensors that the source lacks are new: outputs (`out`) are zero, so that a new layer or
+      mixer adds nothing at first; others, and tokens that the source lacks, are initialized.
+  """
+
+  source: str
+  rules: Sequence[tuple[str, str]] = ()
+  partial: bool = False
+
+  def __post_init__(self):
+    for rule in self.rules:
+      try:
+        pattern, _ = rule
+        re.compile(pattern)
+      except (TypeError, ValueError, re.error) as error:
+        raise ConfigurationError(
+          f'InitialWeights.rules contains {rule!r} ({error}). Use pairs of a regular expression '
+          "and of 'fresh', 'zero' or the name of a tensor."
+        ) from error
+
+  def load(
+    self,
+    model: Model,
+    make: Callable[..., LanguageModel],
+    params: Params,
+    vocabulary: str,
+    say: Callable[[str], None],
+  ) -> tuple[Params, bool]:
+    """Replaces parameters, which are deleted one by one, with the tensors of the source.
+
+    Each device reads its own part of a tensor in a file.
+
+    Args:
+      model: the pure functions of the model.
+      make: its class.
+      params: the initial parameters, on the mesh.
+      vocabulary: the fingerprint of the tokenizer.
+      say: prints a line.
+
+    Returns:
+      The parameters on the same mesh, and whether all of them are of the source.
+
+    Raises:
+      ConfigurationError: a tensor is missing or has another shape, or the source is of a model with
+        other settings or of another tokenizer.
+    """
+    source = open_source(self.source)
+    leaves = names.leaves(params)
+    chosen = self._chosen(leaves, source.tensors, model.about.vocabulary_size)
+    self._check(source, make, vocabulary, chosen)
+    for line in self._report(source, chosen):
+      say(line)
+    loaded: dict[str, dict[str, Array]] = {module: dict(group) for module, group in params.items()}
+    for leaf in leaves:
+      of_leaf = [chosen[name] for name in leaf.tensors]
+      if any(choice != FRESH for choice in of_leaf):
+        before = params[leaf.module][leaf.name]
+        tensors = [source.tensors.get(choice, choice) for choice in of_leaf]
+        loaded[leaf.module][leaf.name] = _filled(before, tensors, leaf.stacked)
+        before.delete()
+    return loaded, not {FRESH, ZERO} & set(chosen.values())
+
+  def _chosen(
+    self, leaves: Sequence[names.Leaf], tensors: Mapping[str, Tensor], tokens: int
+  ) -> dict[str, str]:
+    """{tensor of the model: FRESH, ZERO or the tensor of the source}, checked."""
+    chosen, missing, misfits = {}, [], []
+    for leaf in leaves:
+      shape = leaf.shape[leaf.stacked :]
+      for name in leaf.tensors:
+        choice = self._choice(name)
+        if choice in (FRESH, ZERO):
+          pass
+        elif choice not in tensors:
+          missing.append(name)
+          choice = ZERO if name.endswith('.out') else FRESH
+        else:
+          found = tensors[choice].shape
+          rows = tokens if name in _TABLES and not self.partial else 1
+          fits = found == shape
+          if name in _TABLES:
+            fits = found[1:] == shape[1:] and rows <= found[0] <= shape[0]
+          if not fits:
+            misfits.append(f'{choice}: found {list(found)}, expected {list(shape)}')
+        chosen[name] = choice
+    if misfits:
+      raise ConfigurationError(
+        f'{self.source} is of another model. These tensors have other shapes:\n'
+        f'{_lines(misfits)}\nBind the sizes of that model, or leave tensors out with '
+        "InitialWeights.rules = (('NAME', 'fresh'),)."
+      )
+    if missing and not self.partial:
+      unused = sorted(tensors.keys() - set(chosen.values()))
+      raise ConfigurationError(
+        f'{self.source} lacks {len(missing)} of the {len(chosen)} tensors of the model:\n'
+        f'{_lines(missing)}\n'
+        + (f'It has these, which the model lacks:\n{_lines(unused)}\n' if unused else '')
+        + 'Set InitialWeights.partial = True to begin with new ones, or name the tensors to take '
+        'in InitialWeights.rules.'
+      )
+    return chosen
+
+  def _choice(self, name: str) -> str:
+    for pattern, choice in self.rules:
+      if match := re.search(pattern, name):
+        return choice if choice in (FRESH, ZERO) else match.expand(choice)
+    return name
+
+  def _check(
+    self,
+    source: Source,
+    make: Callable[..., LanguageModel],
+    vocabulary: str,
+    chosen: Mapping[str, str],
+  ) -> None:
+    """Compares what shapes do not tell."""
+    reads_tokens = chosen['embedding'] in source.tensors
+    if reads_tokens and source.vocabulary not in (None, vocabulary):
+      raise ConfigurationError(
+        f'{self.source} was trained with the vocabulary {source.vocabulary}, but {vocabulary} is '
+        'given: its ids mean other texts. Bind that vocabulary, or begin with new embeddings: '
+        "InitialWeights.rules = (('embedding$', 'fresh'),)."
+      )
+    if source.config is None:
+      return
+    expected, found = huggingface.bindings(source.config), _settings(make)
+    lines = [
+      f'{name} = {expected[name]!r}  # the model has {has!r}'
+      for name, has in found.items()
+      if expected.get(name, has) != has
+    ]
+    if lines:
+      raise ConfigurationError(
+        f'{self.source}/config.json differs from the model. Bind:\n' + _lines(lines)
+      )
+
+  def _report(self, source: Source, chosen: Mapping[str, str]) -> list[str]:
+    kinds = {ZERO: 'new, zero', FRESH: 'new, initialized'}
+    groups: dict[str, list[str]] = {kind: [] for kind in kinds.values()}
+    for name, choice in chosen.items():
+      if choice in kinds:
+        groups[kinds[choice]].append(name)
+    unused = source.tensors.keys() - set(chosen.values())
+    used = sum(choice not in kinds for choice in chosen.values())
+    return [
+      f'loaded {used} of the {len(chosen)} tensors of the model from {self.source}',
+      *(f'{kind}: {_over_layers(group)}' for kind, group in groups.items() if group),
+      *([f'not loaded from there: {_over_layers(sorted(unused))}'] if unused else []),
+    ]
+
+
+def check_loss(loss: float, tokens: int, complete: bool) -> str:
+  """Says how good loaded weights are, by their validation loss.
+
+  Raises:
+    ConfigurationError: all weights were loaded, and the loss is not clearly below that of a guess.
+  """
+  guess = float(np.log(tokens))
+  found = f'the validation loss of the loaded weights is {loss:.4f}'
+  if loss < 0.9 * guess:
+    return found
+  problem = f'{found}, not clearly below the {guess:.4f} of a guess'
+  if not complete:
+    return f'warning: {problem}; some weights are new'
+  raise ConfigurationError(
+    f'{problem[0].upper()}{problem[1:]}. They may be of another model or tokenizer, or damaged. '
+    'Compare the configuration and the vocabulary with those of the source.'
+  )
+
+
+def _settings(make: Callable[..., LanguageModel]) -> dict[str, object]:
+  """The settings of a model that shapes do not tell, as bindings."""
+
+  def ask():
+    model = make(name='model')
+    found = {
+      'LanguageModel.tied': model.tied,
+      'LanguageModel.embedding_scale': model.embedding_scale,
+      'RMSNorm.epsilon': RMSNorm().epsilon,
+    }
+    for mixer in model.inspect(lambda blocks: [m for block in blocks for m in block.mixers]):
+      if isinstance(mixer, WindowAttention):
+        owner, rotary = type(mixer).__name__, mixer.rotary()
+        found |= {f'{owner}.heads': mixer.heads, f'{owner}.head_width': mixer.head_width}
+        found |= {'Rotary.base': rotary.base, 'Rotary.factor': rotary.factor}
+    return found
+
+  return hk.transform(ask).apply({}, None)
+
+
+def _filled(before: Array, tensors: Sequence[Tensor | str], stacked: bool) -> Array:
+  """The array of these tensors, one for each layer of a stack; a string is FRESH or ZERO."""
+  kept = {_place(shard.index, before.shape): shard.data for shard in before.addressable_shards}
+
+  def of_device(index: tuple[slice, ...] | None) -> np.ndarray:
+    assert index is not None, 'JAX passes the place of each shard'
+    block = np.array(kept[_place(index, before.shape)])
+    layers, inside = (index[0], index[1:]) if stacked else (slice(None), index)
+    parts = block if stacked else [block]
+    for part, tensor in zip(parts, tensors[layers], strict=True):
+      if tensor == ZERO:
+        part[...] = 0
+      elif isinstance(tensor, Tensor):
+        _fill(part, tensor, inside)
+    return block
+
+  return jax.make_array_from_callback(before.shape, before.sharding, of_device)
+
+
+def _fill(part: np.ndarray, tensor: Tensor, index: tuple[slice, ...]) -> None:
+  """Copies the part of a tensor; the rows that it lacks stay."""
+  if not index:
+    part[...] = tensor.read(())
+    return
+  first = index[0].start or 0
+  rows = min(len(part), tensor.shape[0] - first)
+  if rows > 0:
+    part[:rows] = tensor.read((slice(first, first + rows), *index[1:]))
+
+
+def _place(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+  return tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
+
+
+def _over_layers(tensors: Sequence[str]) -> str:
+  """Names in short: 'layers.0-3.mlp.out' stands for four."""
+  found: dict[tuple[str, str], list[int]] = {}
+  for name in tensors:
+    layer = re.fullmatch(r'layers\.(\d+)\.(.+)', name)
+    key = ('layers.', f'.{layer[2]}') if layer else (name, '')
+    found.setdefault(key, []).append(int(layer[1]) if layer else 0)
+
+  def ranges(layers: list[int]) -> str:
+    runs = []
+    for _, run in itertools.groupby(enumerate(sorted(layers)), lambda one: one[1] - one[0]):
+      numbers = [number for _, number in run]
+      runs.append(str(numbers[0]) + (f'-{numbers[-1]}' if len(numbers) > 1 else ''))
+    return ','.join(runs)
+
+  texts = [a + (ranges(n) if b else '') + b for (a, b), n in found.items()]
+  more = [f'and {len(texts) - _SHOWN} more'] if len(texts) > _SHOWN else []
+  return ', '.join(texts[:_SHOWN] + more)
+
+
+def _lines(texts: Sequence[str]) -> str:
+  more = [f'and {len(texts) - _SHOWN} more'] if len(texts) > _SHOWN else []
+  return '\n'.join(f'  {text}' for text in [*texts[:_SHOWN], *more])

@@ -1,0 +1,81 @@
+"""Tensors by name: in safetensors files, read slice by slice, and in memory."""
+
+from collections.abc import Callable
+import json
+import pathlib
+from typing import Any, NamedTuple
+
+import numpy as np
+import safetensors
+
+from valkyrie.errors import ConfigurationError, StorageError
+
+SUFFIX = '.safetensors'
+
+
+class Tensor(NamedTuple):
+  """A tensor that is not read yet.
+
+  shape: its shape.
+  read: index, a slice for each dimension -> that part, in the dtype in which it is stored.
+  """
+
+  shape: tuple[int, ...]
+  read: Callable[[tuple[slice, ...]], np.ndarray]
+
+
+def in_memory(array: np.ndarray) -> Tensor:
+  """An array as a tensor."""
+  return Tensor(array.shape, array.__getitem__)
+
+
+def transposed(tensor: Tensor) -> Tensor:
+  """A matrix with its dimensions exchanged."""
+  return Tensor(tensor.shape[::-1], lambda index: tensor.read(index[::-1]).T)
+
+
+def in_files(path: pathlib.Path) -> dict[str, Tensor]:
+  """The tensors of a safetensors file, or of those of a folder: of its index, if it has one.
+
+  Raises:
+    ConfigurationError: there are no weights.
+    StorageError: a file is missing, or not whole.
+  """
+  files, named_by = _files(path)
+  tensors: dict[str, Tensor] = {}
+  for file in files:
+    try:
+      opened: Any = safetensors.safe_open(file, 'numpy')
+    except FileNotFoundError:
+      raise StorageError(
+        f'{named_by} names {file.name}, which is not there. Fetch all files of these weights.'
+      ) from None
+    except (OSError, safetensors.SafetensorError) as error:
+      raise StorageError(
+        f'{file} is not a whole safetensors file ({error}). Fetch it again.'
+      ) from error
+    for name in opened.keys():  # noqa: SIM118, it is no mapping
+      tensors[name] = _in_file(opened, name)
+  return tensors
+
+
+def _files(path: pathlib.Path) -> tuple[list[pathlib.Path], pathlib.Path]:
+  """The files with tensors, and the file or folder that names them."""
+  if path.suffix == SUFFIX:
+    return [path], path.parent
+  indexes = sorted(path.glob(f'*{SUFFIX}.index.json'))
+  files = sorted(path.glob(f'*{SUFFIX}'))
+  if indexes:
+    names = json.loads(indexes[0].read_text())['weight_map'].values()
+    return sorted({path / name for name in names}), indexes[0]
+  if not files:
+    raise ConfigurationError(
+      f'{path} has no {SUFFIX} file and no checkpoints. Name the directory of a run, a {SUFFIX} '
+      'file, or a folder with such files.'
+    )
+  return files, path
+
+
+def _in_file(file: Any, name: str) -> Tensor:
+  part = file.get_slice(name)
+  return Tensor(tuple(part.get_shape()), part.__getitem__)
