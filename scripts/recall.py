@@ -98,8 +98,8 @@ def measure(
   @jax.jit
   def scoring(params, carry, chunk):
     features, carry = read(params, carry, chunk)
-    _, right = token_scores(features, chunk.targets, model.about.vocabulary_size)
-    return jnp.sum(chunk.weights * right, axis=1), carry
+    scores = token_scores(features, chunk.targets, model.about.vocabulary_size)
+    return jnp.sum(chunk.weights * scores.right, axis=1), carry
 
   begins = [*range(0, streams.length, chunk_size)]
   if cut is not None:

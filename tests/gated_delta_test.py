@@ -60,7 +60,7 @@ def sigmoid(x):
 
 
 def hard(x):
-  return np.clip(x / 4 + 0.5, 0, 1)
+  return np.clip(x + 0.5, 0, 1)
 
 
 def by_token(params, x, carry, positions, write=sigmoid):

@@ -119,10 +119,10 @@ def test_between_groups_the_gradient_is_cut_and_within_a_group_it_flows():
   def softmax_only():
     def loss(unembedding):
       features, _ = model.apply(params, carry, late.inputs, late.positions, late.segment_ids)
-      losses = tbptt.token_losses(
+      scores = tbptt.token_scores(
         features._replace(unembedding=unembedding), late.targets, model.about.vocabulary_size
       )
-      return jnp.sum(losses * late.weights) / jnp.sum(late.weights)
+      return jnp.sum(scores.loss * late.weights) / jnp.sum(late.weights)
 
     return jax.jit(jax.grad(loss))(params['model']['embedding'])[:12]
 
@@ -177,12 +177,12 @@ def test_gradients_of_a_narrow_copy_add_up_in_float32():
 
   def read(params, carry, chunk):
     loss = jnp.sum(params.astype(jnp.float32)) * chunk
-    return loss, (carry, tbptt.Sums(*[loss] * 4))
+    return loss, (carry, tbptt.Sums(*[loss] * 5))
 
   params = jnp.ones(3, jnp.bfloat16)
   chunks = jnp.asarray([256.0] + [0.5] * 63)
   for backprop in (tbptt._add_recomputed, tbptt._add_saved):
-    zeros = tbptt._zeros(params)
+    zeros = tbptt.zero_gradients(params)
     gradient, _, _ = backprop(read, params, jnp.zeros((1, 1)), chunks, zeros)
     assert gradient.dtype == jnp.float32
     np.testing.assert_array_equal(gradient, 256 + 63 / 2)
@@ -195,7 +195,7 @@ def test_of_many_chunks_few_carries_are_kept():
 
   def read(params, carry, chunk):
     after = jnp.sin(carry * params[None] + chunk)
-    return jnp.sum(after), (after, tbptt.Sums(*[jnp.sum(after)] * 4))
+    return jnp.sum(after), (after, tbptt.Sums(*[jnp.sum(after)] * 5))
 
   def memory(backprop):
     def gradient(params, carry, chunks):

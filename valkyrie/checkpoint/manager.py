@@ -252,8 +252,17 @@ class CheckpointDirectory:
     state = self._files.read(self.directory / str(step) / 'state', target, partial)
     return state, self._read_record(step)
 
+  def evaluated_field(self) -> str:
+    """The field of the newest valid step that evaluations use: 'average', or 'params' without."""
+    return 'average' if 'average' in self._files.fields(self._newest_state()) else 'params'
+
+  def _newest_state(self) -> pathlib.Path:
+    return self.directory / str(self._newest) / 'state'
+
   def newest_params(self) -> tuple[dict[str, Any], Any]:
-    """The record and the parameters of the newest valid step, on the host: {module: {name: array}}.
+    """The record of the newest valid step, and the parameters that evaluations use.
+
+    They are {module: {name: array}}, on the host.
 
     Raises:
       ConfigurationError: there is no step.
@@ -262,7 +271,7 @@ class CheckpointDirectory:
     record = self.latest_record()
     if record is None:
       raise ConfigurationError(f'{self.directory} has no checkpoint. Train there first.')
-    return record, self._files.read_params(self.directory / str(self._newest) / 'state')
+    return record, self._files.read_to_host(self._newest_state(), self.evaluated_field())
 
   def check(self) -> None:
     """Raises StorageError if the running save has failed; does not wait for it."""

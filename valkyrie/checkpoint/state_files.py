@@ -43,9 +43,8 @@ class StateFiles:
   def read(self, place: pathlib.Path, target: Any, partial: bool) -> Any:
     """Reads the state in the directory `place`; otherwise like `CheckpointDirectory.restore`."""
     with checkpoint_errors(f'{place} matches its manifest, but cannot be read'):
-      metadata: Any = self._orbax.metadata(place).item_metadata
       item = _without_empty_arrays(target)
-      check_same_model(place.parent, metadata.tree, item, partial)
+      check_same_model(place.parent, self._stored(place), item, partial)
       restore_args = ocp.checkpoint_utils.construct_restore_args(item)
       args = ocp.args.PyTreeRestore(item, restore_args=restore_args, partial_restore=partial)
       restored = self._orbax.restore(place, args=args)
@@ -55,14 +54,23 @@ class StateFiles:
 
     return jax.tree.map(with_empty_arrays, target, restored)
 
-  def read_params(self, place: pathlib.Path) -> Any:
-    """Reads the parameters of a state, of whatever model, to the host."""
+  def fields(self, place: pathlib.Path) -> set[str]:
+    """The fields of a state that have arrays."""
+    return {name for name, tree in self._stored(place).items() if jax.tree.leaves(tree)}
+
+  def read_to_host(self, place: pathlib.Path, field: str) -> Any:
+    """Reads a field of a state, of whatever model, to the host."""
+    shapes = {field: self._stored(place)[field]}
     with checkpoint_errors(f'{place} matches its manifest, but cannot be read'):
-      metadata: Any = self._orbax.metadata(place).item_metadata
-      shapes = {'params': metadata.tree['params']}
       to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
       args = ocp.args.PyTreeRestore(shapes, restore_args=to_host, partial_restore=True)
-      return self._orbax.restore(place, args=args)['params']
+      return self._orbax.restore(place, args=args)[field]
+
+  def _stored(self, place: pathlib.Path) -> Any:
+    """The metadata of the stored arrays."""
+    with checkpoint_errors(f'{place} matches its manifest, but cannot be read'):
+      metadata: Any = self._orbax.metadata(place).item_metadata
+      return metadata.tree
 
   def close(self) -> None:
     """Ends the threads of Orbax."""

@@ -27,7 +27,7 @@ def restored_params(
   model_dir: str,
   vocabulary: Vocabulary,
 ) -> tuple[Params, int]:
-  """The parameters of a run's newest checkpoint, and its step.
+  """The parameters of a run's newest checkpoint, averaged if it has an average, and its step.
 
   Raises:
     ConfigurationError: the run has no checkpoint, or one of another model or vocabulary.
@@ -54,9 +54,10 @@ def restored_params(
         f'{vocabulary.fingerprint} is given: its ids mean other texts. Bind the vocabulary that '
         f'{model_dir}/config.gin names.'
       )
-    restored = directory.restore({'params': target}, partial=True)
+    field = directory.evaluated_field()
+    restored = directory.restore({field: target}, partial=True)
     assert restored is not None, 'its record was just read'
-  return restored[0]['params'], step
+  return restored[0][field], step
 
 
 @may_change_on_resume()

@@ -51,7 +51,7 @@ def chunk_scores(
   features, carry = model.apply(
     params, carry, chunk.inputs, chunk.positions, chunk.segment_ids, plan=plan
   )
-  losses, right = token_scores(features, chunk.targets, model.about.vocabulary_size)
+  found = token_scores(features, chunk.targets, model.about.vocabulary_size)
   floor_log2 = 31 - lax.clz(chunk.positions + 1)  # a target is one position after its input
   in_bin = floor_log2[..., None] == jnp.arange(_BINS)[None, None]
 
@@ -59,8 +59,8 @@ def chunk_scores(
     return jnp.sum(jnp.where(in_bin, values[..., None], 0.0), axis=(0, 1))
 
   weights = chunk.weights
-  scores = Scores(by_position(weights * losses), by_position(weights), jnp.sum(weights * right))
-  return scores, carry
+  by_loss, right = by_position(weights * found.loss), jnp.sum(weights * found.right)
+  return Scores(by_loss, by_position(weights), right), carry
 
 
 def cut_carry(carry: Carry, initial: Carry, cut: str | None) -> Carry:

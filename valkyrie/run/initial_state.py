@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
+
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.training.setup import Setup
 from valkyrie.training.train_step import TrainState
@@ -25,13 +28,14 @@ class InitialState:
     params, self._complete = self._weights.load(
       self._setup.model, self._setup.settings.model, state.params, self._vocabulary, self._say
     )
-    return state._replace(params=params)
+    average = None if state.average is None else jax.tree.map(jnp.copy, params)
+    return state._replace(params=params, average=average)
 
   def check(self, evaluate: Evaluator, state: TrainState, stop: Callable[[], bool]) -> None:
     """Evaluates loaded weights once, and says their loss; raises as `check_loss` does."""
     if self._complete is None:
       return
     plan = self._setup.curriculum.phase(0).planner
-    loss = evaluate(state.params, whole=False, plan=plan, stop=stop)['loss']
+    loss = evaluate(state.evaluated, whole=False, plan=plan, stop=stop)['loss']
     if loss is not None:
       self._say(check_loss(loss, self._setup.model.about.vocabulary_size, self._complete))

@@ -17,6 +17,7 @@ from valkyrie.errors import Preempted
 from valkyrie.models.layers import check_sizes
 from valkyrie.monitoring import report
 from valkyrie.monitoring.hooks import Every, Hook
+from valkyrie.monitoring.profile import Profile
 from valkyrie.monitoring.progress import Progress
 from valkyrie.monitoring.refused_log import RefusedLog
 from valkyrie.monitoring.training_log import TrainingLog
@@ -35,7 +36,7 @@ from valkyrie.types import TaskFeed
 @gin.configurable
 @may_change_on_resume(
   'train_steps', 'log_every', 'eval_every', 'checkpoint_every', 'evaluator', 'checkpoints',
-  'hooks', 'preemption', 'refused_steps',
+  'hooks', 'preemption', 'refused_steps', 'patience', 'profile_steps',
 )  # fmt: skip
 def train(
   model_dir: str,
@@ -49,6 +50,8 @@ def train(
   evaluator: Callable[..., Evaluator],
   checkpoints: Checkpoints,
   initial_weights: str | None = None,
+  patience: int | None = None,
+  profile_steps: tuple[int, int] | None = None,
   hooks: Sequence[Hook] = (),
   preemption: Callable[[], Preemption] = Preemption,
   refused_steps: Callable[..., RefusedSteps] = RefusedSteps,
@@ -65,6 +68,8 @@ def train(
     evaluator: the class of the evaluator.
     checkpoints: the checkpoints to keep.
     initial_weights: the source of the first weights, see `InitialWeights`; None initializes them.
+    patience: evaluations without a lower validation loss after which the run ends; None for none.
+    profile_steps: the first and the last step to profile, into model_dir/profile.
     hooks: called after every step, besides the run's own.
     preemption: the reaction to a request to stop.
     refused_steps: the budget of refused steps.
@@ -74,8 +79,10 @@ def train(
     ValkyrieError: of the kind that names the misfit.
     Preempted: the process was asked to stop, and has saved.
   """
-  check_sizes('train', train_steps=train_steps)
+  check_sizes('train', train_steps=train_steps, patience=1 if patience is None else patience)
+  profile = Profile(model_dir, profile_steps)
   with contextlib.ExitStack() as stack:
+    stack.callback(profile.close)
     stop = stack.enter_context(preemption())
     heartbeat.start(model_dir)
     check_same_bindings(computation(bindings()))
@@ -84,15 +91,8 @@ def train(
     setup = Setup(settings())
     directory = stack.enter_context(checkpoints.open(model_dir))
     progress = Progress(train_steps)
-    for line in report.system_lines():
+    for line in (*report.system_lines(), *setup.remarks()):
       progress.say(line)
-    for path in setup.undeclared_parameters():
-      progress.say(
-        f'{path} is replicated on every device: its module declares no axes, and '
-        'Partitioner.parameter_axes has no rule for it'
-      )
-    if forgetful := setup.short_horizon():
-      progress.say(f'warning: {forgetful}')
     tokens = feed()
     check_vocabulary(setup.model, tokens)
     progress.say(setup.reading(tokens, train_steps))
@@ -105,8 +105,8 @@ def train(
     initial.check(evaluate, trainer.state, trainer.should_stop)
     if jax.process_index() == 0:
       _write_description(model_dir, setup)
-    if trainer.step >= train_steps:
-      progress.say(f'nothing to do: train_steps={train_steps} are done')
+    if done := _done(trainer, train_steps, patience):
+      progress.say(f'nothing to do: {done}')
       return
 
     # Steps. Every shape is compiled before the first step is taken.
@@ -139,7 +139,12 @@ def train(
       eval_writer,
       trainer.should_stop,
       progress.say,
+      lowest=trainer.lowest,
     )
+
+    def validated(step: int, state: TrainState, metrics: StepMetrics) -> None:
+      validate(step, state, metrics)
+      trainer.lowest = validate.lowest
 
     def save(step: int, state: TrainState, metrics: StepMetrics) -> None:
       del state, metrics
@@ -147,7 +152,7 @@ def train(
 
     periodic = [
       Every(n, hook, total_steps=train_steps, start_step=trainer.start)
-      for n, hook in ((eval_every, validate), (checkpoint_every, save))
+      for n, hook in ((eval_every, validated), (checkpoint_every, save))
     ]
 
     def check_refused(step: int, metrics: StepMetrics) -> None:
@@ -162,9 +167,10 @@ def train(
     in_flight: StepMetrics | None = None
     with trainer.saving_on_error():
       for batch in batches(tokens, setup, range(trainer.step, train_steps)):
-        if trainer.should_stop():
+        if _done(trainer, train_steps, patience) or trainer.should_stop():
           break
-        metrics = trainer.take_step(batch)
+        with profile.step(trainer.step + 1):
+          metrics = trainer.take_step(batch)
         if setup.loss_spikes.action == 'rewind' and bool(metrics.spiked):
           refused_log.rewound(trainer.step, trainer.rewind(checkpoint_every))
         log(trainer.step, metrics)
@@ -180,10 +186,20 @@ def train(
     progress.close()
     if trainer.step < train_steps:
       trainer.save_now()
+      if done := _done(trainer, train_steps, patience):
+        progress.say(done)
+        return
       raise Preempted(
         f'stopped after step {trainer.step} of {train_steps}; the newest checkpoint is '
         f'{directory.describe_newest()}. Run the same command again to continue.'
       )
+
+
+def _done(trainer: Trainer, train_steps: int, patience: int | None) -> str | None:
+  """Why no step is left; None if one is."""
+  if trainer.step >= train_steps:
+    return f'train_steps={train_steps} are done'
+  return trainer.lowest and trainer.lowest.stops(patience)
 
 
 def _write_description(model_dir: str, setup: Setup) -> None:

@@ -14,6 +14,7 @@ from valkyrie.config.record import bindings
 from valkyrie.distributed import heartbeat, program_fingerprint
 from valkyrie.distributed.preemption import Preemption
 from valkyrie.errors import Diverged, StorageError
+from valkyrie.run.validation import Lowest
 from valkyrie.training.curriculum import Phase
 from valkyrie.training.nan_hunt import hunting
 from valkyrie.training.setup import Setup
@@ -28,6 +29,7 @@ class Trainer:
     state: the train state, on the devices.
     step: the number of steps done.
     start: the number of steps done before this process began.
+    lowest: the lowest validation loss, which checkpoints record.
   """
 
   def __init__(
@@ -59,6 +61,7 @@ class Trainer:
     self._initial_state = initial_state
     self._programs: Mapping[str, str] = {}
     self._saved_programs: Mapping[str, str] = {}
+    self.lowest: Lowest | None = None
     self._steps: list[Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]] = []
     restored = self._restored()
     self.state = initial_state() if restored is None else restored
@@ -116,13 +119,13 @@ class Trainer:
 
   def save(self, validation_loss: float | None = None) -> None:
     """Saves the state in the background; `validation_loss` is that of this step, if measured."""
-    record = {**self._record(), 'validation_loss': validation_loss}
+    record = {**self._record(), 'lowest': self.lowest, 'validation_loss': validation_loss}
     self._directory.save(self.step, self.state, record)
 
   def save_now(self) -> None:
     """Saves the state and waits, unless no step was taken or it is saved already."""
     if self.step > self.start:
-      self._directory.save_now(self.step, self.state, self._record())
+      self._directory.save_now(self.step, self.state, {**self._record(), 'lowest': self.lowest})
 
   @contextlib.contextmanager
   def saving_on_error(self) -> Iterator[None]:
@@ -145,7 +148,7 @@ class Trainer:
       raise
 
   def rewind(self, checkpoint_every: int) -> int:
-    """Restores parameters and optimizer of the last checkpoint that was due; returns its step.
+    """Restores parameters, average and optimizer of the last checkpoint due; returns its step.
 
     That checkpoint precedes the last step; without one, the initial state counts. So interruptions
     of the run change nothing. The step, and with it the feed's position and the learning rate, and
@@ -154,16 +157,16 @@ class Trainer:
     Raises:
       StorageError: there are checkpoints, but none is readable.
     """
-    for leaf in jax.tree.leaves((self.state.params, self.state.optimizer_state)):
+    names = ('params', 'optimizer_state', *(['average'] if self.state.average is not None else []))
+    for leaf in jax.tree.leaves([getattr(self.state, name) for name in names]):
       leaf.delete()  # two of them would not fit in memory
     due = (self.step - 1) // checkpoint_every * checkpoint_every
     found = self._directory.nearest_valid(due) if due else None
     if found is None:
       initial = self._initial_state()
-      fields = {'params': initial.params, 'optimizer_state': initial.optimizer_state}
+      fields = {name: getattr(initial, name) for name in names}
     else:
-      shapes = self._setup.state
-      target = {'params': shapes.params, 'optimizer_state': shapes.optimizer_state}
+      target = {name: getattr(self._setup.state, name) for name in names}
       restored = self._directory.restore(target, partial=True, step=found)
       assert restored is not None, 'the step was just found'
       fields = restored[0]
@@ -176,6 +179,7 @@ class Trainer:
     if found is None:
       return None
     newest = self._directory.describe_newest()
+    self.lowest = Lowest(*found['lowest']) if found.get('lowest') else None
     self.step = self._directory.latest_step() or 0
     changed = compatibility.check(found, self._record(), self._allow_changed, newest)
     for line in changed:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 import dataclasses
 import pathlib
+from typing import NamedTuple
 
 import jax
 
@@ -16,6 +17,23 @@ from valkyrie.training.curriculum import Curriculum
 from valkyrie.training.train_step import StepMetrics, TrainState
 
 
+class Lowest(NamedTuple):
+  """The lowest validation loss of a run, after `step`, and the evaluations since then."""
+
+  step: int
+  loss: float
+  since: int = 0
+
+  def stops(self, patience: int | None) -> str | None:
+    """Why the run ends, if `patience` evaluations have found no lower loss."""
+    if patience is None or self.since < patience:
+      return None
+    return (
+      f'stopped early: {self.since} evaluations found no lower loss than {self.loss:.4f}, after '
+      f'step {self.step} (train.patience={patience})'
+    )
+
+
 @dataclasses.dataclass
 class Validation:
   """A hook that evaluates the state; an evaluation in progress ends when the run is to stop.
@@ -23,6 +41,7 @@ class Validation:
   Attributes:
     losses: the loss of each step whose quick part was evaluated. The last step reads the whole
       split, and its loss compares with no other.
+    lowest: of these losses and those before a resume; None before the first.
   """
 
   evaluator: Evaluator
@@ -34,6 +53,7 @@ class Validation:
   should_stop: Callable[[], bool]
   say: Callable[[str], None]
   losses: dict[int, float | None] = dataclasses.field(default_factory=dict)
+  lowest: Lowest | None = None
 
   def __call__(self, step: int, state: TrainState, metrics: StepMetrics) -> None:
     """Evaluates the state after `step`, counted from 1."""
@@ -42,13 +62,22 @@ class Validation:
     is_last = step == self.train_steps
     plan = self.curriculum.phase(step - 1).planner
     try:
-      found = self.evaluator(state.params, whole=is_last, plan=plan, stop=self.should_stop)
+      found = self.evaluator(state.evaluated, whole=is_last, plan=plan, stop=self.should_stop)
     except Preempted:
       return
     if not is_last:
       self.losses[step] = found['loss']
+      self._compare(step, found['loss'])
     self.writer.write_scalars(step, found)
     if jax.process_index() == 0:
       plot.write_loss_by_position(pathlib.Path(self.model_dir), {'validation': found})
     self.say(f'step {step}, validation: ' + ', '.join(describe(found)))
     self.log.restart_clock()
+
+  def _compare(self, step: int, loss: float | None) -> None:
+    if loss is None:
+      return
+    if self.lowest is None or loss < self.lowest.loss:
+      self.lowest = Lowest(step, loss)
+    else:
+      self.lowest = self.lowest._replace(since=self.lowest.since + 1)

@@ -126,11 +126,12 @@ class Partitioner:
     def of_leaf(key_path, leaf, axes):
       sharding = self.sharding(axes)
       for size, split in zip(leaf.shape, sharding.spec, strict=True):
-        if size % self._parts(split):
+        parts = math.prod(self.mesh.shape[name] for name in as_tuple(split))
+        if size % parts:
           raise ConfigurationError(
             f'{leaf_path(key_path)} of shape {tuple(leaf.shape)} cannot be split over '
-            f'{sharding.spec}: {size} is not a multiple of {self._parts(split)} devices. Change '
-            'the size, or Partitioner.axis_rules.'
+            f'{sharding.spec}: {size} is not a multiple of {parts} devices. Change the '
+            'size, or Partitioner.axis_rules.'
           )
       return sharding
 
@@ -161,13 +162,17 @@ class Partitioner:
     """
     return self.sharding(('batch', None))
 
+  def parts_of(self, axis: str) -> int:
+    """The parts into which a logical axis is split."""
+    return math.prod(self.mesh.shape[name] for name in as_tuple(self.axes_of(axis)))
+
   def check_batch(self, batch_size: int, *chunk_sizes: int) -> None:
     """Raises a ConfigurationError if rows or chunks do not divide over the devices."""
     for name, axis, sizes in (
       ('batch_size', 'batch', (batch_size,)),
       ('chunk_size', 'time', chunk_sizes),
     ):
-      parts = self._parts(self.axes_of(axis))
+      parts = self.parts_of(axis)
       for size in sizes:
         if size < 1:
           raise ConfigurationError(f'{name}={size} must be at least 1. Use {parts}.')
@@ -226,9 +231,6 @@ class Partitioner:
   def replicate(self, tree: Any) -> Any:
     """Gathers a pytree of traced arrays onto every device."""
     return jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, PartitionSpec()))
-
-  def _parts(self, axes: str | tuple[str, ...] | None) -> int:
-    return math.prod(self.mesh.shape[axis] for axis in as_tuple(axes))
 
 
 def as_tuple(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -36,7 +36,8 @@ def draft_losses(features: Features, targets: Array, vocabulary_size: int) -> Ar
     token_scores(Features(hidden, features.unembedding), targets, vocabulary_size)
     for hidden in drafts.hidden
   ]
-  losses, right = map(jnp.stack, zip(*scores, strict=True))
+  losses = jnp.stack([score.loss for score in scores])
+  right = jnp.stack([score.right for score in scores])
   halt, proceed = drafts.values[..., 0], drafts.values[..., 1]
   offers = jnp.concatenate([jnp.maximum(halt, proceed)[:-1], halt[-1:]])
   total = jnp.sum(losses + _cross_entropy(halt, right), axis=0)

@@ -1,5 +1,7 @@
 """Logits and next-token cross-entropy of a model's features, in float32."""
 
+from typing import NamedTuple
+
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -14,6 +16,19 @@ from valkyrie.types import Array
 _LOGITS_AT_ONCE = 2**25
 
 
+class TokenScores(NamedTuple):
+  """What a prediction is worth, [B, T] each.
+
+  loss: -log p(target) in nats, float32.
+  right: whether the target has the largest logit, bool.
+  log_normalizer: the logarithm of the sum of exp(logit), float32.
+  """
+
+  loss: Array
+  right: Array
+  log_normalizer: Array
+
+
 def logits(features: Features, vocabulary_size: int) -> Array:
   """The logits [B, T, V] float32; -1e30 at the padding of the vocabulary."""
   wide = jnp.promote_types(features.hidden.dtype, jnp.float32)
@@ -24,17 +39,19 @@ def logits(features: Features, vocabulary_size: int) -> Array:
 
 def token_losses(features: Features, targets: Array, vocabulary_size: int) -> Array:
   """-log p(target) in nats, float32 [B, T]."""
-  return token_scores(features, targets, vocabulary_size)[0]
+  return token_scores(features, targets, vocabulary_size).loss
 
 
-def token_scores(features: Features, targets: Array, vocabulary_size: int) -> tuple[Array, Array]:
-  """-log p(target) in nats, float32 [B, T], and whether it has the largest logit, bool [B, T]."""
+def token_scores(features: Features, targets: Array, vocabulary_size: int) -> TokenScores:
+  """The scores of the predictions of targets [B, T]."""
   batch, time, _ = features.hidden.shape
 
   def of_slice(hidden, targets):
     scores = logits(Features(hidden, features.unembedding), vocabulary_size)
     picked = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(scores, axis=-1) - picked, jnp.argmax(scores, axis=-1) == targets
+    log_normalizer = jax.nn.logsumexp(scores, axis=-1)
+    right = jnp.argmax(scores, axis=-1) == targets
+    return TokenScores(log_normalizer - picked, right, log_normalizer)
 
   size = max(1, _LOGITS_AT_ONCE // (batch * features.unembedding.shape[0]))
   if size >= time:
@@ -44,5 +61,4 @@ def token_scores(features: Features, targets: Array, vocabulary_size: int) -> tu
     jax.checkpoint(lambda now: of_slice(*now)),
     (slices.cut(features.hidden, size), slices.cut(targets, size)),
   )
-  losses, right = (slices.join(part, time) for part in scores)
-  return losses, right
+  return TokenScores(*(slices.join(part, time) for part in scores))

@@ -12,6 +12,7 @@ from valkyrie.config.computation import may_change_on_resume
 from valkyrie.errors import ConfigurationError
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel, Model
+from valkyrie.models.layers import check_sizes
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
@@ -33,6 +34,11 @@ class StepSettings:
     remat_chunks: recompute chunks in the backward pass; False saves their activations.
     hunt_nan: wait for every step, and end at the first refused one with the name of the module
       where its first non-finite number appears.
+    z_loss: a factor on the mean squared logarithm of the softmax's normalizer, which is added to
+      the loss and keeps logits from drifting (PaLM, Chowdhery et al. 2022, has 1e-4).
+    micro_batches: groups into which each device's rows are split; their gradients add up.
+    average_decay: of an exponential moving average of the parameters, such as 0.999, which
+      evaluations and generation then use; None keeps none.
   """
 
   seed: int
@@ -44,6 +50,18 @@ class StepSettings:
   loss_spikes: Callable[[], LossSpikes] = LossSpikes
   remat_chunks: bool = True
   hunt_nan: bool = False
+  z_loss: float = 0.0
+  micro_batches: int = 1
+  average_decay: float | None = None
+
+  def __post_init__(self):
+    check_sizes('StepSettings', batch_size=self.batch_size, micro_batches=self.micro_batches)
+    if self.z_loss < 0:
+      raise ConfigurationError(f'StepSettings.z_loss={self.z_loss} must be 0 or more.')
+    if self.average_decay is not None and not 0 < self.average_decay < 1:
+      raise ConfigurationError(
+        f'StepSettings.average_decay={self.average_decay} must be above 0 and below 1.'
+      )
 
 
 class Setup:
@@ -94,6 +112,9 @@ class Setup:
       seed=self.settings.seed,
       remat_chunks=remat and self.settings.remat_chunks,
       spikes=self.loss_spikes,
+      z_loss=self.settings.z_loss,
+      micro_batches=self.settings.micro_batches,
+      average_decay=self.settings.average_decay,
     )
 
   def trace(self, phase: Phase) -> jax.stages.Traced:
@@ -128,6 +149,16 @@ class Setup:
     ]
     return f'{train_steps} steps read {tokens:,} tokens of each row: {", ".join(epochs)}'
 
+  def remarks(self) -> list[str]:
+    """What a run says about its configuration before it starts."""
+    undeclared = [
+      f'{path} is replicated on every device: its module declares no axes, and '
+      'Partitioner.parameter_axes has no rule for it'
+      for path in self.undeclared_parameters()
+    ]
+    forgetful = self.short_horizon()
+    return [*undeclared, *([f'warning: {forgetful}'] if forgetful else [])]
+
   def short_horizon(self) -> str | None:
     """A warning, if the recurrences forget within the tokens that a step reads of a row."""
     horizon = self.model.about.horizon
@@ -156,7 +187,14 @@ class Setup:
   def _initial_state(self) -> TrainState:
     settings = self.settings
     recent = self.loss_spikes.initial()
-    return initial_state(self.model, self.optimizer, settings.seed, settings.batch_size, recent)
+    return initial_state(
+      self.model,
+      self.optimizer,
+      settings.seed,
+      settings.batch_size,
+      recent,
+      with_average=settings.average_decay is not None,
+    )
 
   def _state_shardings(self) -> TrainState:
     return jax.tree.map(lambda leaf: leaf.sharding, self.state)
@@ -164,6 +202,12 @@ class Setup:
   def _check_chunks(self) -> None:
     phases = self.curriculum.phases
     self.partitioner.check_batch(self.settings.batch_size, *(phase.chunk_size for phase in phases))
+    rows = self.settings.batch_size // self.partitioner.parts_of('batch')
+    if rows % self.settings.micro_batches:
+      raise ConfigurationError(
+        f'StepSettings.micro_batches={self.settings.micro_batches} does not divide the {rows} rows '
+        'of each device.'
+      )
     interval = self.model.about.plan_interval
     for size in [phase.chunk_size for phase in phases if phase.planner and interval]:
       if interval and size % interval:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from valkyrie.models.language_model import Model
 from valkyrie.training.deep_supervision import draft_losses
-from valkyrie.training.losses import token_losses
+from valkyrie.training.losses import token_scores
 from valkyrie.types import Array, Batch, Carry, Params
 
 
@@ -27,13 +27,15 @@ class Sums(NamedTuple):
   """Sums over tokens, float32 scalars: they add up over chunks, steps and hosts.
 
   loss: weighted nats; weight: of the tokens; beyond_window: weight of the tokens with more than a
-  window of their document before them; draft_loss: the planner's addition to the loss.
+  window of their document before them; draft_loss: the planner's addition to the loss; z_loss: the
+  sum of the squared logarithms of the normalizers.
   """
 
   loss: Array
   weight: Array
   beyond_window: Array
   draft_loss: Array
+  z_loss: Array
 
 
 def chunk_sums(
@@ -49,14 +51,15 @@ def chunk_sums(
   features, carry = model.apply(
     params, carry, chunk.inputs, chunk.positions, chunk.segment_ids, rng, plan
   )
-  losses = token_losses(features, chunk.targets, model.about.vocabulary_size)
+  scores = token_scores(features, chunk.targets, model.about.vocabulary_size)
   drafts = draft_losses(features, chunk.targets, model.about.vocabulary_size)
   beyond = chunk.weights * (chunk.positions > model.about.window)
   return Sums(
-    loss=jnp.sum(chunk.weights * losses),
+    loss=jnp.sum(chunk.weights * scores.loss),
     weight=jnp.sum(chunk.weights),
     beyond_window=jnp.sum(beyond),
     draft_loss=jnp.sum(chunk.weights * drafts),
+    z_loss=jnp.sum(chunk.weights * jnp.square(scores.log_normalizer)),
   ), carry
 
 
@@ -76,6 +79,7 @@ def gradients(
   chunk_size: int,
   backprop_chunks: int,
   remat_chunks: bool,
+  z_loss: float = 0.0,
   plan: bool = True,
 ) -> tuple[Params, Carry, Sums]:
   """The gradient of the step's mean loss, cut between groups of `backprop_chunks` chunks.
@@ -91,6 +95,7 @@ def gradients(
     backprop_chunks: the chunks of a group, dividing N.
     remat_chunks: recompute chunks in the backward pass (see `_add_recomputed`), or save their
       activations.
+    z_loss: the factor of `Sums.z_loss` in the loss.
     plan: whether a planner takes part.
 
   Returns:
@@ -105,7 +110,10 @@ def gradients(
     """One chunk -> (its share of the loss, (the carry after it, its sums))."""
     chunk, rng = now
     sums, carry = chunk_sums(model, params, carry, chunk, rng, plan=plan)
-    return (sums.loss + sums.draft_loss) / total, (carry, sums)
+    loss = sums.loss + sums.draft_loss
+    if z_loss:
+      loss += z_loss * sums.z_loss
+    return loss / total, (carry, sums)
 
   add_gradient = _add_recomputed if remat_chunks and backprop_chunks > 1 else _add_saved
 
@@ -114,7 +122,7 @@ def gradients(
     gradient, carry, sums = add_gradient(read, params, carry, chunks, gradient)
     return (carry, gradient), sums
 
-  (carry, gradient), sums = _scan(accumulate, (carry, _zeros(params)), groups)
+  (carry, gradient), sums = _scan(accumulate, (carry, zero_gradients(params)), groups)
   return gradient, carry, jax.tree.map(jnp.sum, sums)
 
 
@@ -130,7 +138,7 @@ def _scan(step: Callable, carry: Any, steps: Any) -> tuple[Any, Any]:
   return carry, jax.tree.map(lambda x: x[None], out)
 
 
-def _zeros(params: Params) -> Params:
+def zero_gradients(params: Params) -> Params:
   """The accumulators of gradients: never narrower than float32."""
   return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params)
 

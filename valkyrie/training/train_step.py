@@ -13,6 +13,7 @@ from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training import tbptt
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.data_parallel import shard_map_step
+from valkyrie.training.micro_batches import in_micro_batches
 from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.spikes import LossSpikes, RecentLosses, detect
 from valkyrie.types import Array, Batch, Carry, Params
@@ -29,6 +30,7 @@ class TrainState(NamedTuple):
   carry: of every row, after the last token that it has read.
   skipped: int32, steps refused for a non-finite number or a loss spike.
   recent: the losses that `spikes` compares the next one with; None without.
+  average: of the parameters over the steps; None without.
   """
 
   step: Array
@@ -37,6 +39,12 @@ class TrainState(NamedTuple):
   carry: Carry
   skipped: Array
   recent: RecentLosses | None = None
+  average: Params | None = None
+
+  @property
+  def evaluated(self) -> Params:
+    """The parameters that evaluations and generation use: the average, if there is one."""
+    return self.params if self.average is None else self.average
 
 
 class StepMetrics(NamedTuple):
@@ -58,12 +66,15 @@ def initial_state(
   seed: int,
   batch_size: int,
   recent: RecentLosses | None = None,
+  *,
+  with_average: bool = False,
 ) -> TrainState:
   """The state before the first step; pure, so that it can be traced for its shapes."""
   params, carry = model.init(jax.random.key(seed), batch_size)
   zero = jnp.zeros((), jnp.int32)
   moments = optimizer.init(params, model.kinds(params))
-  return TrainState(zero, params, moments, carry, zero, recent)
+  average = jax.tree.map(jnp.copy, params) if with_average else None
+  return TrainState(zero, params, moments, carry, zero, recent, average)
 
 
 def state_axes(
@@ -79,6 +90,7 @@ def state_axes(
     carry=model.carry_axes(shapes.carry),
     skipped=scalar,
     recent=jax.tree.map(lambda leaf: (None,) * leaf.ndim, shapes.recent),
+    average=None if shapes.average is None else params,
   )
 
 
@@ -91,6 +103,9 @@ def make_train_step(
   seed: int,
   remat_chunks: bool,
   spikes: LossSpikes | None = None,
+  z_loss: float = 0.0,
+  micro_batches: int = 1,
+  average_decay: float | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
   """The step of one phase: (state, batch [B, N·C]) -> (state, metrics).
 
@@ -109,8 +124,10 @@ def make_train_step(
     model,
     backprop_chunks=phase.backprop_chunks,
     remat_chunks=remat_chunks,
+    z_loss=z_loss,
     plan=phase.planner,
   )
+  differentiate = in_micro_batches(differentiate, model, micro_batches)
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
     gradient, carry, sums = shard_map_step(
@@ -154,7 +171,21 @@ def make_train_step(
       carry=accept(carry, model.initial_carry(batch.inputs.shape[0])),
       skipped=state.skipped + jnp.where(healthy, 0, 1),
       recent=recent,
+      average=state.average,
     )
+    if average_decay is not None:
+      state = state._replace(average=_averaged(state, average_decay))
     return state, StepMetrics(sums, norm, learning_rate, state.skipped, spiked)
 
   return train_step
+
+
+def _averaged(state: TrainState, decay: float) -> Params:
+  """The exponential moving average after a step; a refused step moves it by nothing new.
+
+  The decay begins at 2/11 and rises to its value, (1 + n) / (10 + n) after n steps: the average
+  soon forgets the initialization (as TensorFlow's ExponentialMovingAverage).
+  """
+  steps = state.step.astype(jnp.float32)
+  share = jnp.minimum(decay, (1 + steps) / (10 + steps))
+  return jax.tree.map(lambda a, p: share * a + (1 - share) * p, state.average, state.params)

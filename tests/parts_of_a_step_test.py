@@ -1,0 +1,125 @@
+"""Options of a step: micro-batches, z-loss and the average of the parameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from valkyrie.errors import ConfigurationError
+from valkyrie.sharding.partitioner import Partitioner
+from valkyrie.training import tbptt
+from valkyrie.training.curriculum import Curriculum, Phase
+from valkyrie.training.optimizers import Optimizer
+from valkyrie.training.setup import StepSettings
+from valkyrie.training.train_step import initial_state, make_train_step
+
+PHASE = Phase(chunk_size=6, chunks=4, backprop_chunks=2)
+ROWS = 4
+
+
+def built(model=None, batch_size=ROWS, **options):
+  """(state, compiled step)."""
+  model = model or tiny.model()
+  optimizer = Optimizer(learning_rate=0.01, warmup_steps=2, train_steps=20)
+  curriculum = Curriculum([PHASE])
+  step = make_train_step(model, optimizer, curriculum, PHASE, seed=0, remat_chunks=True, **options)
+  with_average = 'average_decay' in options
+  make = jax.jit(lambda: initial_state(model, optimizer, 0, batch_size, with_average=with_average))
+  return make(), step
+
+
+def rows():
+  """Rows of different documents."""
+  parts = [tiny.batch(lengths, rows=1, seed=n)
+           for n, lengths in enumerate([(7, 15, 2), (24,), (3, 21), (12, 12)])]  # fmt: skip
+  return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+
+
+def test_micro_batches_are_the_whole_batch_in_float64():
+  with jax.enable_x64(True):
+    found = {}
+    model = tiny.model(compute_dtype='float64', planner=tiny.planner)
+    for count in (1, 2, 4):
+      state, step = built(model, micro_batches=count)
+      wide = jax.tree.map(
+        lambda x: jnp.asarray(x, jnp.float64) if x.dtype == jnp.float32 else x, state
+      )
+      found[count] = jax.jit(step)(wide, rows())
+    for count in (2, 4):
+      for name, close in (('params', 1e-12), ('carry', 1e-12)):
+        jax.tree.map(
+          lambda a, b, close=close: np.testing.assert_allclose(a, b, atol=close, rtol=1e-9),
+          getattr(found[count][0], name),
+          getattr(found[1][0], name),
+        )
+      np.testing.assert_allclose(found[count][1].sums, found[1][1].sums, rtol=1e-12)
+
+
+def test_micro_batches_over_devices():
+  mesh = Partitioner((('data', 4), ('time', 2)), (('batch', 'data'), ('time', 'time')))
+  batch = jax.tree.map(lambda x: np.tile(x, (2, 1)), rows())
+  results = []
+  for count in (1, 2):
+    state, step = built(micro_batches=count, batch_size=8)
+    results.append(mesh.jit(step)(state, batch)[0].params)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), *results)
+
+
+def test_the_z_loss_pulls_the_normalizers_to_one():
+  model = tiny.model()
+  params, carry = tiny.init(model, ROWS)
+  batch = rows()
+
+  def of(z_loss):
+    return tbptt.gradients(
+      model, params, carry, batch, batch.weights.sum(), chunk_size=6, backprop_chunks=4,
+      remat_chunks=False, z_loss=z_loss,
+    )  # fmt: skip
+
+  plain, _, sums = of(0.0)
+  with_z, _, same = of(0.1)
+  np.testing.assert_allclose(sums.loss, same.loss, rtol=1e-6)
+  along = jax.tree.map(lambda a, b: a - b, with_z, plain)
+
+  def z(params):
+    found = tbptt.chunk_sums(model, params, carry, batch)[0]
+    return 0.1 * found.z_loss / found.weight
+
+  expected = jax.grad(z)(params)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), along, expected)
+
+
+def test_the_average_follows_the_parameters_and_ignores_refused_steps():
+  state, step = built(average_decay=0.5)
+  step = jax.jit(step)
+  jax.tree.map(np.testing.assert_array_equal, state.average, state.params)
+  assert state.evaluated is state.average
+  expected = state.average
+  for n in range(1, 9):
+    state, _ = step(state, rows())
+    share = min(0.5, (1 + n) / (10 + n))
+    expected = jax.tree.map(
+      lambda a, p, share=share: share * a + (1 - share) * p, expected, state.params
+    )
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state.average, expected)
+  broken = rows()._replace(weights=np.full((ROWS, 24), np.nan, np.float32))
+  after, _ = step(state, broken)
+  jax.tree.map(np.testing.assert_array_equal, after.params, state.params)
+  assert int(after.skipped) == 1 and all(
+    np.isfinite(leaf).all() for leaf in jax.tree.leaves(after.average)
+  )
+
+
+@pytest.mark.parametrize(
+  ('options', 'message'),
+  [
+    ({'z_loss': -1.0}, r'StepSettings\.z_loss=-1\.0 must be 0 or more'),
+    ({'average_decay': 1.0}, r'average_decay=1\.0 must be above 0 and below 1'),
+    ({'micro_batches': 0}, r'StepSettings\.micro_batches=0 must be at least 1'),
+  ],
+)
+def test_numbers_out_of_range(options, message):
+  parts = dict.fromkeys(('model', 'partitioner', 'curriculum', 'optimizer'))
+  with pytest.raises(ConfigurationError, match=message):
+    StepSettings(seed=0, batch_size=2, **parts, **options)

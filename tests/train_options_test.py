@@ -1,0 +1,82 @@
+"""Options of a run: early stopping, a profile, and the average of the parameters."""
+
+import json
+
+import gin
+import numpy as np
+import pytest
+import tiny_run
+
+from valkyrie import main
+from valkyrie.checkpoint.manager import Checkpoints
+from valkyrie.errors import ConfigurationError
+from valkyrie.run.validation import Lowest
+
+pytestmark = pytest.mark.usefixtures('quick_compiler')
+
+
+@pytest.fixture
+def start(tmp_path, capsys):
+  """Starts a run in a process -> (exit code, what it said)."""
+  tiny_run.write_stores(tmp_path / 'data', 'letters', 'abc')
+  (tmp_path / 'run.gin').write_text(tiny_run.gin_text(tmp_path / 'data'))
+
+  def run(*flags):
+    gin.clear_config(clear_constants=True)
+    capsys.readouterr()
+    code = main.main(
+      [f'--gin_file={tmp_path / "run.gin"}', f'--model_dir={tmp_path / "run"}', *flags]
+    )
+    said = capsys.readouterr()
+    return code, said.out + said.err
+
+  return run
+
+
+def test_a_run_ends_when_validation_no_longer_improves_and_stays_ended(start, tmp_path):
+  # The learning rate is too small to change a loss.
+  flags = ['--gin.learning_rate=1e-30', '--gin.train_steps=9', '--gin.eval_every=1']
+  code, said = start(*flags, '--gin.train.patience=2')
+  assert code == 0
+  assert 'stopped early: 2 evaluations found no lower loss than ' in said
+  assert sorted(tiny_run.metrics(tmp_path / 'run')) == [1, 2, 3]
+  with Checkpoints().open(tmp_path / 'run', read_only=True) as directory:
+    assert directory.latest_step() == 3
+    record = directory.latest_record()
+  assert record['lowest'][0] == 1 and record['lowest'][2] == 2
+  code, said = start(*flags, '--gin.train.patience=2')
+  assert code == 0 and 'nothing to do: stopped early' in said
+  # More patience: the run goes on, and counts the evaluations before.
+  code, said = start(*flags, '--gin.train.patience=3')
+  assert code == 0 and 'stopped early: 3 evaluations' in said
+  assert sorted(tiny_run.metrics(tmp_path / 'run')) == [1, 2, 3, 4]
+
+
+def test_patience_begins_anew_with_a_lower_loss():
+  lowest = Lowest(3, 1.0, 4)
+  assert lowest.stops(None) is None and lowest.stops(5) is None
+  assert 'after step 3' in lowest.stops(4)
+
+
+def test_chosen_steps_are_profiled(start, tmp_path):
+  code, _ = start('--gin.train_steps=3', '--gin.train.profile_steps=(2, 3)')
+  assert code == 0
+  assert list((tmp_path / 'run' / 'profile').rglob('*.xplane.pb'))
+  code, said = start('--gin.train.profile_steps=(3, 2)')
+  assert code == ConfigurationError.exit_code and 'train.profile_steps=(3, 2)' in said
+
+
+def test_evaluation_reads_the_average(start, tmp_path):
+  flags = ['--gin.StepSettings.average_decay=0.9', '--gin.train_steps=4', '--gin.learning_rate=0.1',
+           '--gin.eval_every=4']  # fmt: skip
+  code, _ = start(*flags)
+  assert code == 0
+  with Checkpoints().open(tmp_path / 'run', read_only=True) as directory:
+    assert directory.evaluated_field() == 'average'
+    _, average = directory.newest_params()
+  trained = json.loads((tmp_path / 'run' / 'eval' / 'metrics.jsonl').read_text().splitlines()[-1])
+  code, _ = start(*flags, '--run_mode=eval')
+  assert code == 0
+  again = json.loads((tmp_path / 'run' / 'eval' / 'metrics.jsonl').read_text().splitlines()[-1])
+  assert again['loss'] == pytest.approx(trained['loss'], rel=1e-5)
+  assert np.isfinite(average['model']['embedding']).all()
