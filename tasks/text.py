@@ -12,7 +12,7 @@ URI that pyarrow supports (gs://, s3://, hdfs://), see `valkyrie.data.source_fil
               they stay together with TaskFeed.reset_at = 'sequence'
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 from valkyrie.data.document_source import DocumentSource, TextDocument, register, stable_hash
@@ -25,6 +25,8 @@ _HASHES = 2**64
 
 class TextSource(DocumentSource):
   """The documents of the files at `location`."""
+
+  OPTIONS: tuple[str, ...] = ('column', 'cut', 'held_out')
 
   def __init__(
     self,
@@ -41,41 +43,49 @@ class TextSource(DocumentSource):
     self._cut = cut and _size_of(cut)
 
   def at(self, location: str | None, **options: str) -> Self:
-    known = ('column', 'cut', 'held_out')
-    if unknown := [name for name in options if name not in known]:
+    if unknown := [name for name in options if name not in self.OPTIONS]:
       raise ConfigurationError(
-        f'The task text has no option {", ".join(unknown)}. It has {", ".join(known)}.'
+        f'This source has no option {", ".join(unknown)}. It has {", ".join(self.OPTIONS)}.'
       )
     return type(self)(location, **options)
 
   def documents(self, split: str, shard: int, shards: int) -> Iterator[TextDocument]:
-    for row in self._records(split).rows(shard, shards):
-      text = row[self._column]
-      if text is not None and not isinstance(text, str):
-        raise ConfigurationError(
-          f'The column {self._column} of {self._location} has {text!r:.40}, but a text was '
-          'expected. Name the column of the text: --gin.text_column=\'"NAME"\'.'
-        )
-      pieces = _pieces(text or '', self._cut) if self._cut else [text or '']
-      key = '' if len(pieces) == 1 else f'{stable_hash(text or "")}'
+    for text, *_ in self._rows(split, [self._column], shard, shards):
+      pieces = _pieces(text, self._cut) if self._cut else [text]
+      key = '' if len(pieces) == 1 else f'{stable_hash(text)}'
       for piece in pieces:
         if self._is_in(split, piece):
           yield TextDocument(piece, key, name='')
 
   def describe(self, split: str) -> dict[str, Any]:
-    return {'kind': 'text', 'column': self._column} | self._records(split).describe()
+    return {'kind': 'text', 'column': self._column} | self._records(
+      split, [self._column]
+    ).describe()
 
   def files(self, split: str) -> SourceFiles:
     return SourceFiles(self._location_of(split))
 
-  def _records(self, split: str) -> Records:
-    return Records(self._location_of(split), [self._column])
+  def _rows(
+    self, split: str, columns: Sequence[str], shard: int, shards: int
+  ) -> Iterator[list[str]]:
+    """The texts of these columns, of every row of a shard."""
+    for row in self._records(split, columns).rows(shard, shards):
+      for column in columns:
+        if row[column] is not None and not isinstance(row[column], str):
+          raise ConfigurationError(
+            f'The column {column} of {self._location} has {row[column]!r:.40}, but a text was '
+            'expected. Name the column of the text: --gin.text_column=\'"NAME"\'.'
+          )
+      yield [row[column] or '' for column in columns]
+
+  def _records(self, split: str, columns: Sequence[str]) -> Records:
+    return Records(self._location_of(split), columns)
 
   def _location_of(self, split: str) -> str:
     location = self._location
     if location is None:
       raise ConfigurationError(
-        'The task text needs the location of its files: --gin.text=\'"/data/my_text"\', '
+        'This task needs the location of its files: --gin.text=\'"/data/my_text"\', '
         'TaskFeed.source, or --source of build_store.'
       )
     if split == 'validation' and self._elsewhere is not None:

@@ -22,6 +22,7 @@ from valkyrie.errors import ConfigurationError, Preempted, UsageError, ValkyrieE
 CONFIGURABLE_MODULES = (
   'valkyrie.models.language_model',
   'valkyrie.models.layers',
+  'valkyrie.models.lora',
   'valkyrie.models.attention.rotary',
   'valkyrie.models.block',
   'valkyrie.models.s5.layer',

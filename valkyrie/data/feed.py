@@ -47,6 +47,7 @@ class TaskFeed:
     source: str | None = None,
     options: Mapping[str, Any] | None = None,
     unique: bool = False,
+    learn_eos: bool = False,
     bad_documents: int = 0,
   ):
     """Loads the vocabulary. The first use of the tokens opens the store, or builds it.
@@ -68,6 +69,7 @@ class TaskFeed:
       source: location of the documents, for tasks that need one (text, fineweb).
       options: of the task's source; those that are None are left out.
       unique: of documents with equal tokens only the first counts.
+      learn_eos: the EOS after an answer has weight, too; without a prompt it always has.
       bad_documents: number of damaged documents of a row that one `read` passes over: they are
         logged, read as EOS only, and have weight 0.
 
@@ -98,6 +100,7 @@ class TaskFeed:
     self._seed = seed
     self._shuffle = shuffle
     self._epochs = epochs
+    self._learn_eos = learn_eos
     self._bad_documents = bad_documents
     self._reported: set[int] = set()
     self._latest_epoch: dict[int, tuple[int, Epoch]] = {}
@@ -219,9 +222,9 @@ class TaskFeed:
     n = min(wanted, length)
     inputs[:n] = tokens[:n]
     targets[: wanted - 1] = tokens[1:]
-    # In a document with a prompt only the answer counts, without its EOS.
+    # In a document with a prompt only the answer counts.
     prompts = self.store.prompts[documents]
-    firsts, lasts = starts + prompts, ends - (prompts > 0)
+    firsts, lasts = starts + prompts, ends if self._learn_eos else ends - (prompts > 0)
     target = np.arange(position + 1, position + wanted + 1)
     counted = (target >= np.repeat(firsts, counts)) & (target < np.repeat(lasts, counts))
     counted &= ~np.repeat(damaged, counts)

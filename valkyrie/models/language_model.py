@@ -20,6 +20,7 @@ from valkyrie.models.block import Block
 from valkyrie.models.declarations import Kind, Parameter, declared
 from valkyrie.models.features import Features, Planner
 from valkyrie.models.layers import RMSNorm, check_sizes, parameter
+from valkyrie.models.lora import Lora, adapted
 from valkyrie.sharding.partitioner import constrain
 from valkyrie.types import Array, Axes, Carry, DType, Params
 
@@ -83,6 +84,7 @@ class LanguageModel(hk.Module):
     planner: Callable[..., Planner] | None = None,
     embedding_scale: float | None = None,
     tied: bool = True,
+    lora: Callable[[], Lora] | None = None,
     compute_dtype: str = 'float32',
     remat_policy: str | None = 'products',
     unroll: int = 1,
@@ -100,6 +102,7 @@ class LanguageModel(hk.Module):
       embedding_scale: a factor on the embeddings of the inputs. None takes sqrt(D), with which they
         enter with variance 1, as in Griffin and Gemma.
       tied: logits are products with the embedding; False learns another matrix, `unembedding`.
+      lora: the class of the adapters (`@Lora` in gin); None for none.
       compute_dtype: 'float32' or 'bfloat16', of activations; parameters stay float32.
       remat_policy: the activations of a layer that are saved for the backward pass: 'products'
         saves matrix products and attention outputs, and recomputes the rest; 'nothing' recomputes
@@ -142,6 +145,7 @@ class LanguageModel(hk.Module):
     self.pattern = tuple(pattern)
     self.embedding_scale = d_model**0.5 if embedding_scale is None else embedding_scale
     self.tied = tied
+    self.lora = None if lora is None else lora()
     self.compute_dtype = jnp.dtype(compute_dtype)
     self.remat_policy = remat_policy
     self.unroll = unroll
@@ -160,6 +164,11 @@ class LanguageModel(hk.Module):
     Returns:
       The features of every position.
     """
+    with adapted(self.lora):
+      return self._read(inputs, positions, segment_ids, plan=plan)
+
+  @hk.transparent
+  def _read(self, inputs: Array, positions: Array, segment_ids: Array, *, plan: bool) -> Features:
     rows = -(-self.vocabulary_size // _LANES) * _LANES
 
     def table(name):

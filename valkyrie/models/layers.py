@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.errors import ConfigurationError
+from valkyrie.models.lora import adapted, adapters
 from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array, Axes, DType
 
@@ -40,7 +41,18 @@ def parameter(
   record = recorded.get()
   if record is not None:
     record[current_name(), name] = axes, cast
-  return hk.get_parameter(name, shape, jnp.float32, init)
+  whole = hk.get_parameter(name, shape, jnp.float32, init)
+  lora = adapters.get()
+  if lora is None or cast is None or len(shape) != 2 or not lora.fits(f'{current_name()}/{name}'):
+    return whole
+  # Every use casts the sum, so a cast copy of the parts must give the same one.
+  inputs, outputs = axes
+  down_shape, up_shape = (shape[0], lora.rank), (lora.rank, shape[1])
+  with adapted(None):
+    normal = hk.initializers.RandomNormal(shape[0] ** -0.5)
+    down = parameter(f'{name}_lora_a', down_shape, normal, axes=(inputs, None), cast=cast)
+    up = parameter(f'{name}_lora_b', up_shape, jnp.zeros, axes=(None, outputs), cast=cast)
+  return whole.astype(cast) + down.astype(cast) @ up.astype(cast)
 
 
 def matmul(x: Array, w: Array, out_dtype: DType | None = None) -> Array:

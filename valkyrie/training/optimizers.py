@@ -156,6 +156,20 @@ class Optimizer:
     groups = after[1]._replace(inner_states={**after[1].inner_states, **kept})
     return moved, (after[0], groups)
 
+  def frozen(self, params: Params) -> Any:
+    """Whether each parameter belongs to a group that does not learn, a pytree of bools."""
+
+    def is_frozen(path, _):
+      group = self._group(leaf_path(path))[1]
+      return not group.learning_rate_scale
+
+    return jax.tree_util.tree_map_with_path(is_frozen, params)
+
+  def _group(self, path: str) -> tuple[int | None, Group]:
+    """The number of the first group that a path matches, and the group."""
+    found = ((n, g) for n, g in enumerate(self._groups) if re.search(g.pattern, path))
+    return next(found, (None, Group('')))
+
   def state_axes(self, state: Any, params: Params, axes: Any) -> Any:
     """The logical axes of each leaf of the state: a moment has those of its parameter.
 
@@ -196,10 +210,7 @@ class Optimizer:
     its parameters are groups of their own. So are stacks of other numbers of layers, for algorithms
     that act on each layer.
     """
-    number, group = next(
-      ((n, g) for n, g in enumerate(self._groups) if re.search(g.pattern, path)),
-      (None, Group('')),
-    )
+    number, group = self._group(path)
     decays = kind.is_matrix and group.decay
     name = 'matrix' if decays else 'vector'
     if number is not None:

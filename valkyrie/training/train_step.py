@@ -113,15 +113,22 @@ def make_train_step(
   parameters and optimizer state do not change. The feed moves on, so no carry, old or new, precedes
   the next tokens: every row starts from an empty carry, as at a document start.
 
+  Frozen parameters get no gradient, so that they do not count in its norm.
+
   Dropout depends on the seed and the step alone, so a resumed run draws the same numbers.
   """
 
   def dropout_key(step: Array) -> Array:
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _DROPOUT), step)
 
+  def apply(params, *arguments, **options):
+    frozen = optimizer.frozen(params)
+    learned = jax.tree.map(lambda p, f: jax.lax.stop_gradient(p) if f else p, params, frozen)
+    return model.apply(learned, *arguments, **options)
+
   differentiate = functools.partial(
     tbptt.gradients,
-    model,
+    model._replace(apply=apply),
     backprop_chunks=phase.backprop_chunks,
     remat_chunks=remat_chunks,
     z_loss=z_loss,

@@ -122,6 +122,8 @@ class InitialWeights:
     """
     source = open_source(self.source)
     leaves = names.leaves(params)
+    if not any(tensor_files.is_adapter(name) for leaf in leaves for name in leaf.tensors):
+      source = source._replace(tensors=tensor_files.merged(source.tensors))
     chosen = self._chosen(leaves, source.tensors, model.about.vocabulary_size)
     self._check(source, make, vocabulary, chosen)
     for line in self._report(source, chosen):

@@ -1,6 +1,6 @@
 """Tensors by name: in safetensors files, read slice by slice, and in memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import json
 import pathlib
 from typing import Any, NamedTuple
@@ -32,6 +32,31 @@ def in_memory(array: np.ndarray) -> Tensor:
 def transposed(tensor: Tensor) -> Tensor:
   """A matrix with its dimensions exchanged."""
   return Tensor(tensor.shape[::-1], lambda index: tensor.read(index[::-1]).T)
+
+
+def is_adapter(name: str) -> bool:
+  """Whether a tensor is part of a low-rank adapter, see `models.lora`."""
+  return name.endswith(('_lora_a', '_lora_b'))
+
+
+def merged(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+  """The tensors with adapters added to their matrices."""
+
+  def with_adapter(whole: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+      rows, columns = index
+      every = slice(None)
+      return whole.read(index) + down.read((rows, every)) @ up.read((every, columns))
+
+    return Tensor(whole.shape, read)
+
+  return {
+    name: with_adapter(tensor, tensors[f'{name}_lora_a'], tensors[f'{name}_lora_b'])
+    if f'{name}_lora_a' in tensors
+    else tensor
+    for name, tensor in tensors.items()
+    if not is_adapter(name)
+  }
 
 
 def in_files(path: pathlib.Path) -> dict[str, Tensor]:

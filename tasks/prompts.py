@@ -1,0 +1,41 @@
+"""Prompts and answers of your own, of which only the answers are learned.
+
+The files are those of the task text: .jsonl, .parquet and .arrow, also compressed. The options are
+
+  prompt      the column of the prompt (default: prompt)
+  answer      the column of the answer (default: answer)
+  held_out    the validation split, as in the task text
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from valkyrie.data.document_source import TextDocument, register
+from valkyrie.tasks.text import TextSource
+
+
+class PromptSource(TextSource):
+  """The prompts and answers in the files at `location`."""
+
+  OPTIONS = ('prompt', 'answer', 'held_out')
+
+  def __init__(
+    self,
+    location: str | None = None,
+    prompt: str = 'prompt',
+    answer: str = 'answer',
+    held_out: str = '0.01',
+  ):
+    super().__init__(location, answer, held_out)
+    self._both = [prompt, answer]
+
+  def documents(self, split: str, shard: int, shards: int) -> Iterator[TextDocument]:
+    for prompt, answer in self._rows(split, self._both, shard, shards):
+      if self._is_in(split, prompt + answer):
+        yield TextDocument(answer, '', name='', prompt=prompt)
+
+  def describe(self, split: str) -> dict[str, Any]:
+    return {'kind': 'prompts', 'columns': self._both} | self._records(split, self._both).describe()
+
+
+register('prompts', PromptSource(), prompts=True)

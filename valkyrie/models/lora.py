@@ -1,0 +1,56 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021): a matrix W becomes W + A B, of which A and B learn."""
+
+from collections.abc import Iterator
+import contextlib
+import contextvars
+import dataclasses
+import re
+
+import gin
+
+from valkyrie.errors import ConfigurationError
+
+
+@gin.configurable
+@dataclasses.dataclass(frozen=True)
+class Lora:
+  """The matrices with an adapter, and its size.
+
+  A [inputs, rank] begins at random and B [rank, outputs] at zero, so an adapter changes nothing at
+  first. There is no further factor: the learning rate of B does what it would do.
+
+  Attributes:
+    pattern: a regular expression that is found in the paths of matrices, as in model_info.txt.
+    rank: of the adapters.
+  """
+
+  pattern: str = r'attention/(query|key|value|out)$'
+  rank: int = 8
+
+  def __post_init__(self):
+    if self.rank < 1:
+      raise ConfigurationError(f'Lora.rank={self.rank} must be at least 1.')
+    try:
+      re.compile(self.pattern)
+    except re.error as error:
+      raise ConfigurationError(
+        f'Lora.pattern={self.pattern!r} is not a regular expression ({error}).'
+      ) from error
+
+  def fits(self, path: str) -> bool:
+    """Whether the matrix at a path has an adapter."""
+    return re.search(self.pattern, path) is not None
+
+
+# Of the model whose parameters are being made, see `layers.parameter`.
+adapters: contextvars.ContextVar[Lora | None] = contextvars.ContextVar('adapters', default=None)
+
+
+@contextlib.contextmanager
+def adapted(lora: Lora | None) -> Iterator[None]:
+  """Gives adapters to the matrices that are made inside."""
+  token = adapters.set(lora)
+  try:
+    yield
+  finally:
+    adapters.reset(token)
