@@ -35,6 +35,7 @@ setup(
   extras_require={
     'hf': ['datasets>=3', 'tokenizers>=0.21'],
     'learn': ['torch>=2.6', 'transformers>=5'],  # the peers of scripts/learn
+    'trackers': ['wandb>=0.19', 'trackio>=0.3'],
     'tpu': ['jax[tpu]'],  # brings the libtpu that this jax was built for
     'cuda': ['jax[cuda13]'],
     'test': [

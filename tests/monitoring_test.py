@@ -129,7 +129,7 @@ def test_a_file_with_only_an_incomplete_line_is_emptied(tmp_path):
 def test_tensorboard_reads_everything_written(tmp_path):
   shown = []
   with create_writers(
-    tmp_path, console=lambda step, numbers: shown.append((step, numbers))
+    tmp_path, also=[lambda step, numbers: shown.append((step, numbers))]
   ) as writer:
     writer.write_scalars(3, {'loss': jnp.float32(0.5), 'skipped': np.int32(2), 'mfu': None})
     # Neither waits for the import of CLU, which has only begun.

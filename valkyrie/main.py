@@ -46,6 +46,7 @@ CONFIGURABLE_MODULES = (
   'valkyrie.distributed.preemption',
   'valkyrie.checkpoint.manager',
   'valkyrie.monitoring.writers',
+  'valkyrie.monitoring.trackers',
   'valkyrie.weights.initial',
   'valkyrie.run.evaluator',
   'valkyrie.run.train',

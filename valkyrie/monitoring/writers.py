@@ -9,7 +9,7 @@ is complete, no other code of this process may import seqio or a part of TensorF
 find a partially imported module. (Another process builds the token stores.)
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 import importlib.util
 import os
@@ -24,7 +24,7 @@ from valkyrie.config.computation import may_change_on_resume
 from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError, storage_errors
 from valkyrie.monitoring.json_lines import JsonLines
 
-Console = Callable[[int, Mapping[str, Any]], None]
+Show = Callable[[int, Mapping[str, Any]], None]
 
 
 @may_change_on_resume()
@@ -32,7 +32,7 @@ Console = Callable[[int, Mapping[str, Any]], None]
 def create_writers(
   model_dir: str | os.PathLike,
   name: str = 'train',
-  console: Console | None = None,
+  also: Sequence[Show] = (),
   tensorboard: bool = True,
 ) -> 'RunWriter':
   """Returns a writer that can be used immediately, and starts to import CLU's writers.
@@ -41,7 +41,7 @@ def create_writers(
     model_dir: the directory of the run.
     name: name of the stream. 'train' writes model_dir/metrics.jsonl and model_dir/train/; any other
       name writes both in model_dir/name/.
-    console: prints the scalars of a step, e.g. `Progress.show`; None prints nothing.
+    also: called with the scalars of each step, such as `Progress.show`.
     tensorboard: whether to write TensorBoard event files, which need TensorFlow.
 
   Raises:
@@ -58,24 +58,22 @@ def create_writers(
   if tensorboard:
     _quiet_tensorflow()
   if jax.process_index() != 0:
-    return RunWriter(None, None, None)
+    return RunWriter(None, None, ())
   events = pathlib.Path(model_dir) / name
   lines = (pathlib.Path(model_dir) if name == 'train' else events) / 'metrics.jsonl'
-  return RunWriter(events if tensorboard else None, lines, console)
+  return RunWriter(events if tensorboard else None, lines, also)
 
 
 class RunWriter:
-  """A CLU MetricWriter of scalars to all three outputs, and of everything else to TensorBoard.
+  """A CLU MetricWriter of scalars to all outputs, and of everything else to TensorBoard.
 
-  An output that is None is left out: all of them in the processes of a run that are not the first.
+  A path that is None is left out: all outputs in the processes of a run that are not the first.
   A failure in the thread is raised by the next call. After `flush` or `close` everything is on
   disk. A context manager that closes.
   """
 
-  def __init__(
-    self, events: pathlib.Path | None, lines: pathlib.Path | None, console: Console | None
-  ):
-    self._events, self._console = events, console
+  def __init__(self, events: pathlib.Path | None, lines: pathlib.Path | None, also: Sequence[Show]):
+    self._events, self._also = events, tuple(also)
     self._lines = None if lines is None else JsonLines(lines)
     self._pending: list[Future] = []
     self._thread = ThreadPoolExecutor(1, thread_name_prefix='tensorboard')
@@ -89,8 +87,8 @@ class RunWriter:
       return
     numbers = {key: _number(value) for key, value in scalars.items()}
     self._lines.write({'step': int(step), **numbers})
-    if self._console is not None:
-      self._console(step, numbers)
+    for show in self._also:
+      show(step, numbers)
     known = {key: value for key, value in numbers.items() if isinstance(value, int | float)}
     self._submit('write_scalars', step, known)
 

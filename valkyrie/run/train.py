@@ -20,6 +20,7 @@ from valkyrie.monitoring.hooks import Every, Hook
 from valkyrie.monitoring.profile import Profile
 from valkyrie.monitoring.progress import Progress
 from valkyrie.monitoring.refused_log import RefusedLog
+from valkyrie.monitoring.trackers import Tracker, Tracking
 from valkyrie.monitoring.training_log import TrainingLog
 from valkyrie.monitoring.writers import create_writers
 from valkyrie.run.batches import batches
@@ -36,7 +37,7 @@ from valkyrie.types import TaskFeed
 @gin.configurable
 @may_change_on_resume(
   'train_steps', 'log_every', 'eval_every', 'checkpoint_every', 'evaluator', 'checkpoints',
-  'hooks', 'preemption', 'refused_steps', 'patience', 'profile_steps',
+  'hooks', 'preemption', 'refused_steps', 'patience', 'profile_steps', 'trackers',
 )  # fmt: skip
 def train(
   model_dir: str,
@@ -53,6 +54,7 @@ def train(
   patience: int | None = None,
   profile_steps: tuple[int, int] | None = None,
   hooks: Sequence[Hook] = (),
+  trackers: Sequence[Tracker] = (),
   preemption: Callable[[], Preemption] = Preemption,
   refused_steps: Callable[..., RefusedSteps] = RefusedSteps,
   allow_changed: Sequence[str] = (),
@@ -71,6 +73,7 @@ def train(
     patience: evaluations without a lower validation loss after which the run ends; None for none.
     profile_steps: the first and the last step to profile, into model_dir/profile.
     hooks: called after every step, besides the run's own.
+    trackers: receive the numbers that are logged.
     preemption: the reaction to a request to stop.
     refused_steps: the budget of refused steps.
     allow_changed: of compatibility.KINDS, the accepted differences to the run that saved.
@@ -117,8 +120,14 @@ def train(
     refused_log = stack.enter_context(
       RefusedLog(model_dir, skipped, trainer.documents, progress.say)
     )
-    eval_writer = stack.enter_context(create_writers(model_dir, name='eval'))
-    writer = stack.enter_context(create_writers(model_dir, console=progress.show))
+    tracking = Tracking(trackers, model_dir, trainer.start, progress.say)
+    stack.callback(tracking.close)
+    eval_writer = stack.enter_context(
+      create_writers(model_dir, name='eval', also=[tracking.stream('eval')])
+    )
+    writer = stack.enter_context(
+      create_writers(model_dir, also=[progress.show, tracking.stream('train')])
+    )
     log = TrainingLog(
       writer,
       setup.model,

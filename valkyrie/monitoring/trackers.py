@@ -1,0 +1,192 @@
+"""Trackers: where else the numbers of a run go, such as Weights & Biases and Trackio."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+import importlib
+import os
+import pathlib
+from typing import Any, NamedTuple, Protocol
+import uuid
+
+import gin
+import jax
+
+from valkyrie.config.computation import may_change_on_resume
+from valkyrie.config.record import bindings
+from valkyrie.errors import ConfigurationError, storage_errors
+
+Numbers = Mapping[str, Any]
+
+
+class Run(NamedTuple):
+  """What a tracker knows of a run.
+
+  model_dir: its directory.
+  id: a name that stays with the directory, also when the run is resumed.
+  step: the steps done before.
+  configuration: the gin bindings, without secrets.
+  """
+
+  model_dir: str
+  id: str
+  step: int
+  configuration: Mapping[str, Any]
+
+
+class Tracker(Protocol):
+  """Receives the numbers of a run, in order, in a thread of process 0."""
+
+  def start(self, run: Run) -> None:
+    """Called once, before the first step of this process."""
+    ...
+
+  def write(self, stream: str, step: int, numbers: Numbers) -> None:
+    """Numbers of the host after a step: of 'train', or of an evaluation, 'eval'.
+
+    After a resume, steps since the last checkpoint come again.
+    """
+    ...
+
+  def end(self) -> None:
+    """Called once, however the run ends."""
+    ...
+
+
+class Tracking:
+  """Calls trackers in a thread, so that none of them delays a step.
+
+  A tracker that fails is reported and left out: it never ends a run.
+  """
+
+  def __init__(
+    self, trackers: Sequence[Tracker], model_dir: str, step: int, say: Callable[[str], None]
+  ):
+    """Starts the trackers, in process 0."""
+    self._say = say
+    self._active = list(trackers) if jax.process_index() == 0 else []
+    self._thread = ThreadPoolExecutor(1, thread_name_prefix='trackers')
+    if self._active:
+      run = Run(model_dir, _id(pathlib.Path(model_dir)), step, bindings())
+      self._call('start', run)
+
+  def stream(self, name: str) -> Callable[[int, Numbers], None]:
+    """A function that passes numbers on as this stream."""
+    return lambda step, numbers: self._call('write', name, step, dict(numbers))
+
+  def close(self) -> None:
+    """Ends the trackers, and waits for them."""
+    self._call('end')
+    self._thread.shutdown()
+
+  def _call(self, method: str, *arguments: Any) -> None:
+    def call():
+      for tracker in list(self._active):
+        try:
+          getattr(tracker, method)(*arguments)
+        except Exception as error:
+          self._active.remove(tracker)
+          self._say(
+            f'warning: the tracker {type(tracker).__name__} failed in {method} and is left out '
+            f'from now on: {type(error).__name__}: {error}'
+          )
+
+    if self._active:
+      self._thread.submit(call)
+
+
+def _id(model_dir: pathlib.Path) -> str:
+  """The content of model_dir/tracking_id, which is made at first."""
+  file = model_dir / 'tracking_id'
+  with storage_errors(f'{file} cannot be used', 'Make room, or pass another --model_dir.'):
+    if not file.exists():
+      file.write_text(uuid.uuid4().hex)
+    return file.read_text().strip()
+
+
+@may_change_on_resume()
+@gin.configurable
+class WeightsAndBiases:
+  """A tracker that writes to Weights & Biases; needs pip install wandb."""
+
+  def __init__(
+    self,
+    project: str,
+    name: str | None = None,
+    entity: str | None = None,
+    mode: str | None = None,
+  ):
+    """Takes arguments of wandb.init.
+
+    Args:
+      project, entity: where the run appears.
+      name: of the run; None takes that of its directory.
+      mode: 'online', 'offline' or 'disabled'; None lets wandb decide.
+    """
+    self._options = {'project': project, 'entity': entity, 'mode': mode}
+    self._name = name
+    self._wandb = _imported('wandb')
+
+  def start(self, run: Run) -> None:
+    """See `Tracker`."""
+    self._run = self._wandb.init(
+      **self._options,
+      name=self._name or _name(run),
+      id=run.id,
+      resume='allow',
+      dir=run.model_dir,
+      config=dict(run.configuration),
+    )
+    # Steps come again after a resume; wandb's own counter would refuse them.
+    self._run.define_metric('*', step_metric='step')
+
+  def write(self, stream: str, step: int, numbers: Numbers) -> None:
+    """See `Tracker`."""
+    self._run.log({'step': step, **{f'{stream}/{name}': n for name, n in numbers.items()}})
+
+  def end(self) -> None:
+    """See `Tracker`."""
+    self._run.finish()
+
+
+@may_change_on_resume()
+@gin.configurable
+class Trackio:
+  """A tracker that writes to Trackio, on this machine or in a Space; needs pip install trackio."""
+
+  def __init__(self, project: str, name: str | None = None, space_id: str | None = None):
+    """Takes arguments of trackio.init; a `name` of None takes that of the run's directory."""
+    self._options = {'project': project, 'space_id': space_id}
+    self._name = name
+    self._trackio = _imported('trackio')
+
+  def start(self, run: Run) -> None:
+    """See `Tracker`."""
+    self._run = self._trackio.init(
+      **self._options,
+      name=self._name or _name(run),
+      resume='allow',
+      config=dict(run.configuration),
+      embed=False,
+    )
+
+  def write(self, stream: str, step: int, numbers: Numbers) -> None:
+    """See `Tracker`."""
+    self._run.log({f'{stream}/{name}': n for name, n in numbers.items()}, step=step)
+
+  def end(self) -> None:
+    """See `Tracker`."""
+    self._run.finish()
+
+
+def _name(run: Run) -> str:
+  return os.path.basename(os.path.abspath(run.model_dir))
+
+
+def _imported(package: str) -> Any:
+  try:
+    return importlib.import_module(package)
+  except ImportError as error:
+    raise ConfigurationError(
+      f'train.trackers needs the package {package}, which this Python does not have ({error}). '
+      f'Install it: pip install {package}'
+    ) from error
