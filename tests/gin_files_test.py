@@ -26,6 +26,7 @@ from valkyrie.sharding import target
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.setup import Setup, StepSettings
 from valkyrie.types import Batch
+from valkyrie.weights import huggingface
 
 FOLDER = pathlib.Path(__file__).parents[1] / 'gin'
 RUNS = sorted(file for file in FOLDER.glob('**/*.gin') if "'gin/run.gin'" in file.read_text())
@@ -153,10 +154,35 @@ def test_a_model_builds_and_every_parameter_declares_its_axes(file):
   assert None not in declared
 
 
-def test_valkyrie_1b_has_1_25_billion_parameters():
-  load(FOLDER / 'models' / 'valkyrie_1b.gin')
+@pytest.mark.parametrize(
+  ('model', 'least', 'most'),
+  [
+    ('valkyrie_1b', 1.24e9, 1.26e9),
+    ('llama3_8b', 8_030_261_248, 8_030_261_248),
+    ('decoder_1b', 1_104_218_112, 1_104_218_112),
+  ],
+)
+def test_large_models_have_their_parameters(model, least, most):
+  load(FOLDER / 'models' / f'{model}.gin')
   params, _ = jax.eval_shape(
     lambda: language_model.transform(LanguageModel).init(jax.random.key(0), 1)
   )
-  assert 1.24e9 < count(params) < 1.26e9
+  assert least <= count(params) <= most
   assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
+
+
+def test_the_large_llama_is_that_of_its_configuration():
+  config = {
+    'model_type': 'llama', 'vocab_size': 128256, 'hidden_size': 4096, 'num_hidden_layers': 32,
+    'intermediate_size': 14336, 'num_attention_heads': 32, 'num_key_value_heads': 8,
+    'max_position_embeddings': 131072, 'rms_norm_eps': 1e-5, 'rope_theta': 500000.0,
+    'tie_word_embeddings': False,
+    'rope_scaling': {
+      'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
+      'original_max_position_embeddings': 8192,
+    },
+  }  # fmt: skip
+  load(FOLDER / 'models' / 'llama3_8b.gin')
+  for binding, value in huggingface.bindings(config).items():
+    if not binding.endswith(('_turns', 'max_context')):  # defaults, and a choice
+      assert gin.query_parameter(binding) == value, binding
