@@ -80,3 +80,24 @@ def test_evaluation_reads_the_average(start, tmp_path):
   again = json.loads((tmp_path / 'run' / 'eval' / 'metrics.jsonl').read_text().splitlines()[-1])
   assert again['loss'] == pytest.approx(trained['loss'], rel=1e-5)
   assert np.isfinite(average['model']['embedding']).all()
+
+
+def test_long_unrolls_change_the_gradient_and_resume_where_they_were(start, tmp_path):
+  cut, rare = '--gin.backprop_chunks=1', '--gin.Phase.long_every=2'
+  others = ['--gin.checkpoint_every=1', "--gin.Optimizer.schedule='constant'", cut]
+  long = [*others, rare, '--gin.Phase.long_backprop_chunks=2']
+  found = {}
+  for name, flags in (
+    ('whole', [*long, '--gin.train_steps=4']),
+    ('short', [*others, '--gin.train_steps=4']),
+  ):
+    code, _ = start(*flags)
+    assert code == 0
+    found[name] = tiny_run.metrics(tmp_path / 'run')
+    (tmp_path / 'run').rename(tmp_path / name)
+  norms = {name: [found[name][step]['grad_norm'] for step in (1, 2)] for name in found}
+  assert norms['whole'][0] == norms['short'][0] and norms['whole'][1] != norms['short'][1]
+  code, _ = start(*long, '--gin.train_steps=3')
+  code, said = start(*long, '--gin.train_steps=4')
+  assert code == 0 and 'resuming after step 3' in said
+  assert tiny_run.metrics(tmp_path / 'run')[4]['loss'] == found['whole'][4]['loss']

@@ -169,10 +169,23 @@ def test_curriculum():
   assert scales == [0.5, 0.5, 0.5, 1, 1, 1, 1]
   with pytest.raises(ConfigurationError, match='backprop_chunks=3 must divide chunks=4'):
     Phase(8, 4, 3)
+  for long in ((2, None), (None, 4), (0, 4), (2, 2), (2, 3)):
+    with pytest.raises(ConfigurationError, match='Phase has long_every='):
+      Phase(8, 4, 2, long_every=long[0], long_backprop_chunks=long[1])
   with pytest.raises(ConfigurationError, match='must be at least 1'):
     Phase(0, 1, 1)
   with pytest.raises(ConfigurationError, match=r'Phase\.steps to every phase but the last'):
     Curriculum([Phase(8, 1, 1), Phase(8, 1, 1)])
+
+
+def test_long_unrolls_come_every_so_many_steps_of_their_phase():
+  rare = Phase(8, 4, 1, steps=5, long_every=3, long_backprop_chunks=4)
+  curriculum = Curriculum([rare, Phase(8, 4, 2, long_every=1, long_backprop_chunks=4)])
+  assert [curriculum.phase(n).backprop_chunks for n in range(8)] == [1, 1, 4, 1, 1, 4, 4, 4]
+  assert [curriculum.position(n) for n in range(4)] == [0, 32, 64, 96]  # as without
+  assert {form.shape for form in curriculum.forms} == {
+    (8, 4, 1, True), (8, 4, 2, True), (8, 4, 4, True)
+  }  # fmt: skip
 
 
 def test_losses_are_the_cross_entropy_and_slices_change_nothing(monkeypatch):

@@ -59,7 +59,7 @@ def precompile(
   def certificates(only: int | None = None) -> list[Certificate]:
     """One for each phase, or for phase `only`; phases of one shape share a program."""
     setup = Setup(settings())
-    phases = setup.curriculum.phases
+    phases = setup.curriculum.forms
     numbers = range(len(phases)) if only is None else [only]
     found: dict[tuple, Certificate] = {}
     for phase in (phases[number] for number in numbers):

@@ -62,7 +62,7 @@ class Trainer:
     self._programs: Mapping[str, str] = {}
     self._saved_programs: Mapping[str, str] = {}
     self.lowest: Lowest | None = None
-    self._steps: list[Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]] = []
+    self._steps: dict[tuple, Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]] = {}
     restored = self._restored()
     self.state = initial_state() if restored is None else restored
     self.step = self.start = int(self.state.step)
@@ -73,7 +73,7 @@ class Trainer:
     Raises:
       ConfigurationError: the programs differ between processes, or from those of the checkpoint.
     """
-    phases = self._setup.curriculum.phases
+    phases = self._setup.curriculum.forms
     compiled: dict[tuple, jax.stages.Compiled] = {}
     for phase in phases:
       if phase.shape not in compiled:
@@ -92,16 +92,16 @@ class Trainer:
       self._allow_changed,
       self._directory.describe_newest(),
     )
-    self._steps = [compiled[phase.shape] for phase in phases]
+    self._steps = dict(compiled)
     if hunt_nan:
-      self._steps = [
-        hunting(step, self._setup.train_step(phase, remat=False))
-        for step, phase in zip(self._steps, phases, strict=True)
-      ]
+      self._steps = {
+        phase.shape: hunting(compiled[phase.shape], self._setup.train_step(phase, remat=False))
+        for phase in phases
+      }
 
   def take_step(self, batch: Batch) -> StepMetrics:
     """Dispatches the next step, and returns its metrics without waiting for them."""
-    step = self._steps[self._setup.curriculum.index(self.step)]
+    step = self._steps[self._setup.curriculum.phase(self.step).shape]
     self.state, metrics = step(self.state, batch)
     self.step += 1
     return metrics

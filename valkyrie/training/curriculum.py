@@ -23,6 +23,9 @@ class Phase:
     steps: its number of steps; None, for the last phase, means to the end.
     learning_rate_scale: a factor on the schedule's learning rate.
     planner: whether the model's planner takes part; if not, its parameters do not change.
+    long_every: every so many steps of the phase, the gradient flows through `long_backprop_chunks`
+      chunks instead: rare steps teach what lies farther back than the others see. None for never.
+    long_backprop_chunks: divides N, and is more than `backprop_chunks`.
   """
 
   chunk_size: int
@@ -31,6 +34,8 @@ class Phase:
   steps: int | None = None
   learning_rate_scale: float = 1.0
   planner: bool = True
+  long_every: int | None = None
+  long_backprop_chunks: int | None = None
 
   def __post_init__(self):
     for name in ('chunk_size', 'chunks', 'backprop_chunks'):
@@ -41,6 +46,24 @@ class Phase:
         f'backprop_chunks={self.backprop_chunks} must divide chunks={self.chunks}: the gradient '
         'flows through groups of backprop_chunks consecutive chunks.'
       )
+    every, longer = self.long_every, self.long_backprop_chunks
+    if (every, longer) == (None, None):
+      return
+    fits = longer is not None and longer > self.backprop_chunks and self.chunks % longer == 0
+    if every is None or every < 1 or not fits:
+      raise ConfigurationError(
+        f'Phase has long_every={every} and long_backprop_chunks={longer}. Give both: every 1 or '
+        f'more steps, the gradient flows through more than backprop_chunks={self.backprop_chunks} '
+        f'chunks, of which a whole number makes chunks={self.chunks}.'
+      )
+
+  @property
+  def long(self) -> 'Phase':
+    """The steps with the longer gradient."""
+    longer = self.long_backprop_chunks or self.backprop_chunks
+    return dataclasses.replace(
+      self, backprop_chunks=longer, long_every=None, long_backprop_chunks=None
+    )
 
   @property
   def shape(self) -> tuple[int, int, int, bool]:
@@ -73,8 +96,16 @@ class Curriculum:
     return int(np.searchsorted(self._starts, step, side='right')) - 1
 
   def phase(self, step: int) -> Phase:
-    """The phase of `step` (from 0)."""
-    return self.phases[self.index(step)]
+    """The phase of `step` (from 0), or its `long` form where that is due."""
+    index = self.index(step)
+    phase = self.phases[index]
+    number = step - int(self._starts[index]) + 1
+    return phase.long if phase.long_every and number % phase.long_every == 0 else phase
+
+  @property
+  def forms(self) -> list[Phase]:
+    """All that `phase` returns: the phases and their long forms."""
+    return [*self.phases, *(phase.long for phase in self.phases if phase.long_every)]
 
   def position(self, step: int) -> int:
     """Tokens of a row that the steps before `step` read: the feed's position."""
