@@ -23,7 +23,7 @@ BLOCKS = {page.stem: BLOCK.findall(page.read_text()) for page in PAGES}
 
 
 def test_pages_have_examples():
-  assert {'encoder', 'data', 'optimizers', 'finetune'} <= {
+  assert {'encoder', 'data', 'optimizers', 'finetune', 'hooks', 'mixers', 'layouts'} <= {
     page for page, blocks in BLOCKS.items() if blocks
   }
   assert all(block.count('\n') < 50 for blocks in BLOCKS.values() for *_, block in blocks)
