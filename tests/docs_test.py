@@ -5,6 +5,7 @@ line asserts the outcome, and ```bash is run by the shell.
 """
 
 import ast
+import importlib
 import json
 import os
 import pathlib
@@ -15,6 +16,9 @@ import sys
 import llama_reference
 import pytest
 from safetensors.numpy import save_file
+
+from valkyrie import main
+from valkyrie.config import check, registry
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / 'docs').glob('*.md'))
@@ -27,6 +31,27 @@ def test_pages_have_examples():
     page for page, blocks in BLOCKS.items() if blocks
   }
   assert all(block.count('\n') < 50 for blocks in BLOCKS.values() for *_, block in blocks)
+
+
+def test_tables_from_other_trainers_name_what_exists():
+  """Bindings, macros of a run, flags and files in the right column."""
+  for module in main.CONFIGURABLE_MODULES:
+    importlib.import_module(module)
+  macros = check.RUN_MACROS | {'text', 'text_column', 'vocabulary'}
+  found = 0
+  for page in ('from_t5x', 'from_maxtext', 'from_levanter'):
+    for line in re.findall(r'^\| `.*', (ROOT / 'docs' / f'{page}.md').read_text(), re.M):
+      for span in re.findall(r'`([^`]+)`', line.strip('| ').rpartition(' | ')[2]):
+        found += 1
+        name = span.partition(' =')[0]
+        if span.startswith('gin/'):
+          assert (ROOT / span).exists(), line
+        elif re.fullmatch(r'(optax\.)?\w+\.\w+', name) and not name.endswith('.jsonl'):
+          selector, _, parameter = name.rpartition('.')
+          assert parameter in registry.parameters_of(registry.find(selector).wrapped), line
+        elif re.fullmatch(r'[a-z_]+', span):
+          assert span in macros, line
+  assert found > 90
 
 
 @pytest.mark.parametrize('page', [page for page, blocks in BLOCKS.items() if blocks])
