@@ -167,9 +167,10 @@ def test_full_attention_refuses_a_longer_document(train_run, tmp_path):
 def test_optimizer(base, train_run, tmp_path, more):
   run = train_run(tmp_path / 'run', partition='zero1', more=more)
   assert_trained(run)
-  # The first loss is measured before the first update, the second shows the optimizer.
+  # The first loss is measured before the first update, the second shows the optimizer. The layouts
+  # differ, and with them the order of sums.
   mine, theirs = tiny_run.metrics(run), tiny_run.metrics(base)
-  assert mine[1]['loss'] == theirs[1]['loss']
+  assert mine[1]['loss'] == pytest.approx(theirs[1]['loss'], rel=1e-6)
   assert mine[2]['loss'] != theirs[2]['loss']
 
 
