@@ -270,8 +270,25 @@ def test_missing_and_damaged_files_are_named(tmp_path):
   shard.unlink()
   with pytest.raises(StorageError, match=r'index.json names model-00002-of-00002.safetensors'):
     initial.open_source(str(tmp_path / 'hf'))
+  (tmp_path / 'hf' / 'model.safetensors.index.json').write_text('{half')
+  with pytest.raises(StorageError, match=r'index\.json cannot be read'):
+    initial.open_source(str(tmp_path / 'hf'))
+  (tmp_path / 'empty').mkdir()
   with pytest.raises(ConfigurationError, match=r'has no .safetensors file and no checkpoints'):
-    initial.open_source(str(tmp_path / 'nothing'))
+    initial.open_source(str(tmp_path / 'empty'))
+  with pytest.raises(ConfigurationError, match='nothing are not there'):
+    InitialWeights(str(tmp_path / 'nothing'))
+
+
+def test_a_damaged_configuration_is_named(tmp_path, capsys):
+  for text, message in (
+    ('{half', 'cannot be read'),
+    ('[]', 'a JSON object was expected'),
+    ('{"model_type": "llama"}', 'lacks vocab_size, hidden_size'),
+  ):
+    (tmp_path / 'config.json').write_text(text)
+    assert huggingface.main([str(tmp_path)]) in (74, 78)
+    assert message in capsys.readouterr().err
 
 
 def test_a_tensor_of_another_shape_is_named(tmp_path):
@@ -286,7 +303,7 @@ def test_a_tensor_of_another_shape_is_named(tmp_path):
 @pytest.mark.parametrize('rules', [(('(', 'fresh'),), ('embedding',), ((1, 'fresh'),)])
 def test_rules_are_pairs_of_a_regular_expression_and_a_name(rules):
   with pytest.raises(ConfigurationError, match=r'InitialWeights.rules contains'):
-    InitialWeights('somewhere', rules=rules)
+    InitialWeights('.', rules=rules)
 
 
 def test_a_loss_like_a_guess_ends_the_run_where_every_weight_was_loaded():

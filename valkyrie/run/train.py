@@ -98,12 +98,12 @@ def train(
       progress.say(line)
     tokens = feed()
     check_vocabulary(setup.model, tokens)
+    initial = InitialState(setup, tokens.vocabulary.fingerprint, initial_weights, progress.say)
     progress.say(setup.reading(tokens, train_steps))
     evaluate = evaluator(setup.model, setup.partitioner)
     evaluate.open()
 
     # State: initial, or of the newest checkpoint.
-    initial = InitialState(setup, tokens.vocabulary.fingerprint, initial_weights, progress.say)
     trainer = Trainer(setup, tokens, directory, stop, allow_changed, initial, progress.say)
     initial.check(evaluate, trainer.state, trainer.should_stop)
     if jax.process_index() == 0:

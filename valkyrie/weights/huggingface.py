@@ -6,16 +6,23 @@ prints the model of a folder. A Mistral is a Llama with a window.
 """
 
 from collections.abc import Mapping, Sequence
-import json
 import pathlib
 import re
 import sys
 from typing import Any
 
 from valkyrie.errors import ConfigurationError, ValkyrieError
-from valkyrie.weights.tensor_files import Tensor, transposed
+from valkyrie.weights.tensor_files import Tensor, read_json, transposed
 
 _TYPES = ('llama', 'mistral')
+_SIZES = (
+  'vocab_size',
+  'hidden_size',
+  'intermediate_size',
+  'num_hidden_layers',
+  'num_attention_heads',
+  'max_position_embeddings',
+)
 _IN_LAYER = {
   'input_layernorm.weight': 'mixer_norm.scale',
   'post_attention_layernorm.weight': 'mlp_norm.scale',
@@ -43,11 +50,15 @@ def configuration(folder: pathlib.Path) -> dict[str, Any] | None:
   file = folder / 'config.json'
   if not file.is_file():
     return None
-  found = json.loads(file.read_text())
+  found = read_json(file)
   kind = found.get('model_type')
   if kind not in _TYPES:
     raise ConfigurationError(
       f'{file} is of a model of type {kind!r}. Valkyrie reads {" and ".join(_TYPES)}.'
+    )
+  if missing := [name for name in _SIZES if name not in found]:
+    raise ConfigurationError(
+      f'{file} lacks {", ".join(missing)}, which a Llama has. Fetch it again.'
     )
   for name in ('attention_bias', 'mlp_bias'):
     if found.get(name):

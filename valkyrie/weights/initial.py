@@ -84,6 +84,11 @@ class InitialWeights:
   partial: bool = False
 
   def __post_init__(self):
+    if not pathlib.Path(self.source).exists():
+      raise ConfigurationError(
+        f'The weights {self.source} are not there. Name the directory of a run, a safetensors '
+        'file, or a folder with such files.'
+      )
     for rule in self.rules:
       try:
         pattern, _ = rule

@@ -84,6 +84,17 @@ def in_files(path: pathlib.Path) -> dict[str, Tensor]:
   return tensors
 
 
+def read_json(file: pathlib.Path) -> dict[str, Any]:
+  """The object in a file; raises a StorageError if it has none."""
+  try:
+    found = json.loads(file.read_text())
+  except (OSError, ValueError) as error:
+    raise StorageError(f'{file} cannot be read ({error}). Fetch it again.') from error
+  if not isinstance(found, dict):
+    raise StorageError(f'{file} has {found!r:.40}, but a JSON object was expected. Fetch it again.')
+  return found
+
+
 def _files(path: pathlib.Path) -> tuple[list[pathlib.Path], pathlib.Path]:
   """The files with tensors, and the file or folder that names them."""
   if path.suffix == SUFFIX:
@@ -91,8 +102,8 @@ def _files(path: pathlib.Path) -> tuple[list[pathlib.Path], pathlib.Path]:
   indexes = sorted(path.glob(f'*{SUFFIX}.index.json'))
   files = sorted(path.glob(f'*{SUFFIX}'))
   if indexes:
-    names = json.loads(indexes[0].read_text())['weight_map'].values()
-    return sorted({path / name for name in names}), indexes[0]
+    names = read_json(indexes[0]).get('weight_map', {})
+    return sorted({path / name for name in names.values()}), indexes[0]
   if not files:
     raise ConfigurationError(
       f'{path} has no {SUFFIX} file and no checkpoints. Name the directory of a run, a {SUFFIX} '
