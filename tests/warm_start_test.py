@@ -1,6 +1,7 @@
 """Runs that begin with the weights of another run."""
 
 import pathlib
+import shutil
 
 import gin
 import numpy as np
@@ -38,7 +39,9 @@ def tensors(run):
 
 
 def test_a_run_begins_where_another_ended_and_resumes_from_its_own(trained, tmp_path, capsys):
-  file, source = trained
+  file, original = trained
+  source = tmp_path / 'source'
+  shutil.copytree(original, source)
   flags = [f"--gin.train.initial_weights='{source}'", '--gin.train_steps=1',
            '--gin.checkpoint_every=1', '--gin.learning_rate=1e-9']  # fmt: skip
   capsys.readouterr()
@@ -53,6 +56,7 @@ def test_a_run_begins_where_another_ended_and_resumes_from_its_own(trained, tmp_
     np.testing.assert_allclose(after[name], value, atol=1e-7, err_msg=name)
   with Checkpoints().open(tmp_path / 'next', read_only=True) as directory:
     assert directory.latest_step() == 1
+  shutil.rmtree(source)  # a resumed run no longer needs it
   assert start(file, tmp_path / 'next', *flags, '--gin.train_steps=2') == 0
   said = capsys.readouterr()
   assert 'resuming after step 1' in said.out + said.err

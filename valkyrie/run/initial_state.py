@@ -20,6 +20,11 @@ class InitialState:
     self._weights = None if source is None else InitialWeights(source)
     self._complete: bool | None = None  # whether all weights were loaded; None if none were
 
+  def check_source(self) -> None:
+    """Raises a ConfigurationError if weights are to be loaded that are not there."""
+    if self._weights is not None:
+      self._weights.check_source()
+
   def __call__(self) -> TrainState:
     """The state on the mesh; raises as `InitialWeights.load` does."""
     state = self._setup.initial_state()

@@ -99,6 +99,8 @@ def train(
     tokens = feed()
     check_vocabulary(setup.model, tokens)
     initial = InitialState(setup, tokens.vocabulary.fingerprint, initial_weights, progress.say)
+    if directory.latest_step() is None:  # a resumed run no longer needs them
+      initial.check_source()
     progress.say(setup.reading(tokens, train_steps))
     evaluate = evaluator(setup.model, setup.partitioner)
     evaluate.open()

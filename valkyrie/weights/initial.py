@@ -84,11 +84,6 @@ class InitialWeights:
   partial: bool = False
 
   def __post_init__(self):
-    if not pathlib.Path(self.source).exists():
-      raise ConfigurationError(
-        f'The weights {self.source} are not there. Name the directory of a run, a safetensors '
-        'file, or a folder with such files.'
-      )
     for rule in self.rules:
       try:
         pattern, _ = rule
@@ -98,6 +93,14 @@ class InitialWeights:
           f'InitialWeights.rules contains {rule!r} ({error}). Use pairs of a regular expression '
           "and of 'fresh', 'zero' or the name of a tensor."
         ) from error
+
+  def check_source(self) -> None:
+    """Raises a ConfigurationError if the source is not there, before anything is read."""
+    if not pathlib.Path(self.source).exists():
+      raise ConfigurationError(
+        f'The weights {self.source} are not there. Name the directory of a run, a safetensors '
+        'file, or a folder with such files.'
+      )
 
   def load(
     self,
