@@ -18,6 +18,7 @@ from valkyrie.monitoring.training_log import TrainingLog
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
+from valkyrie.training.reading import Reading
 from valkyrie.training.setup import Setup, StepSettings
 from valkyrie.types import Batch
 
@@ -115,11 +116,9 @@ class Loop:
     self._log = TrainingLog(
       NullWriter(),
       trainer.model,
-      trainer.curriculum,
+      Reading(trainer.curriculum, trainer.feed, trainer.feed.rows),
       every=STEPS,
       total_steps=STEPS,
-      batch_size=trainer.feed.rows,
-      feed=trainer.feed,
     )
 
   def steps(self) -> float:

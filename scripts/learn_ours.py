@@ -25,6 +25,7 @@ from valkyrie.models.language_model import Model
 from valkyrie.run.batches import batches
 from valkyrie.training.curriculum import Curriculum
 from valkyrie.training.losses import token_losses
+from valkyrie.training.reading import Reading
 from valkyrie.training.setup import Setup, StepSettings, check_vocabulary
 from valkyrie.types import Params
 
@@ -59,13 +60,14 @@ def settings_of(trial: Trial) -> StepSettings:
 
 
 class Run:
-  """The setup and the feed of a trial."""
+  """The setup of a trial, and what it reads."""
 
   def __init__(self, trial: Trial):
     settings = settings_of(trial)
     self.setup = Setup(settings)
-    self.feed = self.open_feed('train', batch_size=settings.batch_size, seed=trial.seed)
-    check_vocabulary(self.setup.model, self.feed)
+    feed = self.open_feed('train', batch_size=settings.batch_size, seed=trial.seed)
+    check_vocabulary(self.setup.model, feed)
+    self.reading = Reading(self.setup.curriculum, feed, settings.batch_size)
 
   def open_feed(self, split: str, **settings) -> TaskFeed:
     with gin.config_scope(split):
@@ -80,7 +82,7 @@ class Run:
 def measure(trial: Trial) -> dict[str, Any]:
   """The seconds of a step, a mean over the steps of all phases."""
   run = Run(trial)
-  batch = next(batches(run.feed, run.setup, range(1)))
+  batch = next(batches(run.reading, run.setup, range(1)))
   state, before = run.setup.initial_state(), None
   seconds = {}
   for shape, compiled in run.compile().items():
@@ -106,7 +108,7 @@ def train(trial: Trial) -> dict[str, Any]:
   jax.block_until_ready(state)
   ready = time.perf_counter()
   losses, before = [], None
-  for number, batch in enumerate(batches(run.feed, setup, range(trial.steps))):
+  for number, batch in enumerate(batches(run.reading, setup, range(trial.steps))):
     state, metrics = steps[setup.curriculum.phase(number).shape](state, batch)
     jax.block_until_ready(before)  # two steps in flight, as in valkyrie.run.train
     before = metrics

@@ -9,7 +9,7 @@ from valkyrie.errors import ConfigurationError
 def record(**changes):
   return {
     'configuration': {'S5.hippo_blocks': 2, 'Block.mixers': ('@S5',)},
-    'position': 64,
+    'rows': 64,
     'versions': {'jax': '1', 'numpy': '2'},
     **changes,
   }
@@ -21,16 +21,16 @@ def test_equal_records_have_no_difference():
 
 
 def test_differences_are_refused_by_name_and_allowed_ones_are_returned():
-  now = record(position=128, versions={'jax': '3'}, configuration={'S5.hippo_blocks': 4})
+  now = record(rows=128, versions={'jax': '3'}, configuration={'S5.hippo_blocks': 4})
   with pytest.raises(ConfigurationError) as refusal:
     compatibility.check(record(), now, ('versions',), 'runs/a/checkpoints/5')
   message = str(refusal.value)
   assert 'runs/a/checkpoints/5 was saved by a run that differs' in message
   assert "configuration: Block.mixers was ('@S5',), is not set" in message
   assert 'configuration: S5.hippo_blocks was 2, is 4' in message
-  assert 'position: was 64, is 128' in message
+  assert 'rows: was 64, is 128' in message
   assert 'versions' not in message
-  assert '--allow_changed=configuration,position.' in message
+  assert '--allow_changed=configuration,rows.' in message
   assert compatibility.check(record(), now, compatibility.KINDS, 'here')[-2:] == [
     "versions: jax was '1', is '3'",
     "versions: numpy was '2', is not set",

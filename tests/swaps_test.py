@@ -376,7 +376,8 @@ def test_a_checkpoint_of_another_model(base, train_run):
   'changes, named',
   [
     (['seed=1'], ['configuration: StepSettings.seed was 0, is 1', '--allow_changed=configuration']),
-    (['chunks=4'], ['position: was 64, is 128', '--allow_changed=configuration,position']),
+    (['chunks=4'], ['Phase.chunks was 2, is 4', '--allow_changed=configuration.']),
+    (['batch_size=4'], ['rows: was 8, is 4', '--allow_changed=rows.']),
     (
       ['Partitioner.mesh=(("data", 8),)', 'Partitioner.manual=False'],
       ["mesh: axes was {'data': 1}, is {'data': 8}"],
@@ -402,6 +403,33 @@ def test_a_resume_with_more_steps_and_what_is_allowed_to_change(base, train_run,
   assert 'changed since the checkpoint: configuration: Optimizer.learning_rate was 0.003' in said
   assert 'eval_every' not in said and 'train_steps' not in said
   assert list(tiny_run.metrics(run)) == [1, 2, 3]
+
+
+@pytest.mark.invariant(10)
+def test_a_resume_with_other_rows_and_then_with_other_chunks(base, train_run, tmp_path, capsys):
+  run = shutil.copytree(base, tmp_path / 'run')
+  tokens = tiny_run.metrics(run)[2]['tokens']
+  more = ('--gin.batch_size=4', '--gin.checkpoint_every=1', '--gin.train_steps=4')
+  train_run(run, *more, allow_changed=('rows',))
+  said = capsys.readouterr().err
+  assert 'changed since the checkpoint: rows: was 8, is 4' in said
+  assert 'dealt over 4 rows anew, instead of 8, and carries begin empty: ' in said
+  whole = tiny_run.metrics(run)
+  assert [whole[step]['tokens'] for step in (3, 4)] == [tokens * 5 // 4, tokens * 6 // 4]
+
+  # The last step again, from the checkpoint before it: the same step, and not another deal.
+  shutil.rmtree(run / 'checkpoints' / '4')
+  train_run(run, *more)
+  said = capsys.readouterr().err
+  assert 'resuming after step 3' in said and 'dealt' not in said
+  again = tiny_run.metrics(run)
+  for name in ('loss', 'grad_norm', 'tokens', 'epochs'):
+    assert again[4][name] == whole[4][name]
+
+  more = ('--gin.batch_size=4', '--gin.chunk_size=32', '--gin.train_steps=5')
+  train_run(run, *more, allow_changed=('configuration',))
+  assert 'each row is read on from its token 128' in capsys.readouterr().err
+  assert tiny_run.metrics(run)[5]['tokens'] == tokens * 8 // 4
 
 
 def test_a_store_of_another_tokenizer(train_run, tmp_path):

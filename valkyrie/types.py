@@ -121,6 +121,17 @@ class TaskFeed(Protocol):
     """What was read before a position: 'epochs'; of several sources, 'tokens/NAME' and others."""
     ...
 
+  def dealt(self, number: int, rows: int, begin: int) -> 'TaskFeed':
+    """The documents dealt over other rows, in another order for each `number`; 0 is the first deal.
+
+    Its position 0 is token `begin` of each row of the run.
+    """
+    ...
+
+  def unfinished(self, position: int) -> int:
+    """Tokens before a position that belong to unfinished epochs, over all rows."""
+    ...
+
   def describe(self, position: int, length: int) -> str:
     """Names the documents of the tokens [position, position + length) of all rows."""
     ...

@@ -9,7 +9,7 @@ from typing import Any
 from valkyrie.errors import ConfigurationError
 
 # The kinds of differences that --allow_changed accepts.
-KINDS = ('configuration', 'position', 'store', 'vocabulary', 'mesh', 'versions', 'executable')
+KINDS = ('configuration', 'rows', 'store', 'vocabulary', 'mesh', 'versions', 'executable')
 
 _PACKAGES = ('jax', 'jaxlib', 'dm-haiku', 'optax', 'orbax-checkpoint', 'numpy')
 _SHOWN = 10

@@ -1,6 +1,7 @@
 """Batches of a task, as a pure function of the position in the rows."""
 
 from collections.abc import Mapping, Sequence
+import copy
 import functools
 import logging
 from typing import Any
@@ -23,8 +24,9 @@ MAX_POSITION = 2**30
 _MAX_NAMED = 8  # rows, and documents of each row, in a message
 
 
-# The fingerprints of store and vocabulary tell whether the tokens are the same.
-@may_change_on_resume('data_dir', 'source', 'options', 'vocabulary')
+# The fingerprints of store and vocabulary tell whether the tokens are the same, and a checkpoint
+# records the rows.
+@may_change_on_resume('data_dir', 'source', 'options', 'vocabulary', 'batch_size')
 @gin.configurable
 class TaskFeed:
   """B rows of a task's documents, each a stream of tokens: endless, or of `epochs` epochs.
@@ -56,7 +58,7 @@ class TaskFeed:
       task: name of a seqio task: valkyrie.tasks.NAME registers NAME, and package.module registers
         'package.module:NAME'.
       split: split of the task, such as 'train' or 'validation'.
-      batch_size: B, the number of rows; fixed for a run.
+      batch_size: B, the number of rows.
       seed: seed of the order of documents, in [0, 2**32).
       vocabulary: 'bytes', or the path of a SentencePiece .model or a tokenizer.json.
       reset_at: positions restart at 0, and the carry is reset, at each 'document', at each
@@ -97,7 +99,7 @@ class TaskFeed:
     self._name = f'{task}/{split}'
     self.batch_size = batch_size
     self.reset_at = reset_at
-    self._seed = seed
+    self._seeds = [seed]
     self._shuffle = shuffle
     self._epochs = epochs
     self._learn_eos = learn_eos
@@ -113,7 +115,7 @@ class TaskFeed:
   @functools.cached_property
   def _rows(self) -> Rows:
     keys = None if self.reset_at == 'document' else self.store.sequence_keys
-    rows = Rows(self.store.lengths, keys, self.batch_size, self._seed, self._shuffle)
+    rows = Rows(self.store.lengths, keys, self.batch_size, self._seeds, self._shuffle)
     if rows.units < self.batch_size:
       unit = 'documents' if keys is None else 'sequences of documents'
       raise ConfigurationError(
@@ -139,7 +141,7 @@ class TaskFeed:
 
   def units(self, row: int, begin: int, end: int) -> Units:
     """The units of a row that begin in [begin, end); see `mixed_rows.Source`."""
-    size, count = int(self._rows.row_lengths[row]), int(self._rows.row_units[row])
+    size, count = self.row_length(row), int(self._rows.row_units[row])
     if (last := self.end(row)) is not None:
       end = min(end, last)
     parts = [Units(*np.zeros((3, 0), np.int64))]
@@ -153,18 +155,45 @@ class TaskFeed:
       parts.append(Units(base + starts, np.diff(starts, append=following), numbers))
     return Units(*map(np.concatenate, zip(*parts, strict=True)))
 
+  def row_length(self, row: int) -> int:
+    """Tokens of a row in one epoch."""
+    return int(self._rows.row_lengths[row])
+
   def longest_unit(self, row: int) -> int:
     """Tokens of the longest unit of a row."""
     return int(self._rows.longest_units[row])
 
   def end(self, row: int) -> int | None:
     """Tokens of a row; None if it is endless."""
-    return None if self._epochs is None else self._epochs * int(self._rows.row_lengths[row])
+    return None if self._epochs is None else self._epochs * self.row_length(row)
 
   @property
   def row_end(self) -> int | None:
     """Tokens after which all rows are padding; None if the feed is endless."""
     return None if self._epochs is None else self._epochs * self.row_tokens
+
+  def dealt(self, number: int, rows: int, begin: int) -> 'TaskFeed':
+    """Deal `number` of the store over other rows; see `types.TaskFeed`.
+
+    Raises:
+      ConfigurationError: the feed has `epochs`, of which a part was read.
+    """
+    del begin  # an endless feed is the same from any position of the run on
+    if self._epochs is not None:
+      raise ConfigurationError(
+        f'{self._name} has TaskFeed.epochs={self._epochs}, which end in one deal of its documents. '
+        'Keep the number of rows, or set TaskFeed.epochs = None.'
+      )
+    dealt = copy.copy(self)
+    dealt.__dict__.pop('_rows', None)
+    dealt.batch_size, dealt._latest_epoch = rows, {}
+    if number:  # the first deal has the seed alone
+      dealt._seeds = [*self._seeds, number]
+    return dealt
+
+  def unfinished(self, position: int) -> int:
+    """Tokens before a position that belong to unfinished epochs, over all rows."""
+    return int(np.sum(position % self._rows.row_lengths))
 
   def progress(self, position: int) -> dict[str, float]:
     """The epochs before a position, over all rows."""
@@ -207,7 +236,7 @@ class TaskFeed:
     length = len(inputs)
     wanted = length + 1  # the last target is one token ahead
     if self._epochs is not None:
-      remaining = self._epochs * int(self._rows.row_lengths[row]) - position
+      remaining = self._epochs * self.row_length(row) - position
       wanted = max(0, min(wanted, remaining))
     if not wanted:
       return
@@ -255,7 +284,7 @@ class TaskFeed:
       int64 arrays [documents]: numbers in the store; the row's token offsets of their starts, of
       their ends and of their latest resets; their segment ids.
     """
-    row_length, row_units = int(self._rows.row_lengths[row]), int(self._rows.row_units[row])
+    row_length, row_units = self.row_length(row), int(self._rows.row_units[row])
     parts = []
     for number in range(begin // row_length, (end - 1) // row_length + 1):
       epoch = self._epoch(row, number)

@@ -1,6 +1,7 @@
 """Batches of several sources by weight, as a pure function of the position in the rows."""
 
 from collections.abc import Callable, Mapping, Sequence
+import copy
 import functools
 import hashlib
 import json
@@ -105,6 +106,7 @@ class Mixture:
       for name, given in sources.items()
     }
     self._feeds = list(self.sources.values())
+    self._begin = 0
     shares = [_shares(list(sources), of_phase) for of_phase in of_phases]
     self.weights = dict(zip(sources, shares[-1], strict=True))
     self._constant = len(of_phases) == 1
@@ -160,7 +162,25 @@ class Mixture:
 
   @functools.cached_property
   def _rows(self) -> list[MixedRow]:
-    return [MixedRow(self._feeds, row, self._changes) for row in range(self._feeds[0].batch_size)]
+    changes = [(position - self._begin, shares) for position, shares in self._changes]
+    return [MixedRow(self._feeds, row, changes) for row in range(self._feeds[0].batch_size)]
+
+  def dealt(self, number: int, rows: int, begin: int) -> 'Mixture':
+    """Deal `number` of every source over other rows; see `types.TaskFeed`."""
+    dealt = copy.copy(self)
+    for cached in ('_rows', 'row_end'):
+      dealt.__dict__.pop(cached, None)
+    dealt.sources = {name: feed.dealt(number, rows, 0) for name, feed in self.sources.items()}
+    dealt._feeds, dealt._begin = list(dealt.sources.values()), begin
+    return dealt
+
+  def unfinished(self, position: int) -> int:
+    """Tokens before a position that belong to unfinished epochs of the sources, over all rows."""
+    return sum(
+      int(place % feed.row_length(row))
+      for row, mixed in enumerate(self._rows)
+      for feed, place in zip(self._feeds, mixed.places(position), strict=True)
+    )
 
   def progress(self, position: int) -> dict[str, float]:
     """Tokens and epochs of each source before a position, over all rows."""

@@ -33,7 +33,7 @@ class Rows:
     lengths: int [documents], tokens of each document.
     keys: [documents], equal for the documents of a unit; None makes each document a unit.
     rows: B.
-    seed: any int in [0, 2**32).
+    seeds: ints in [0, 2**32).
     shuffle: False keeps the store's order.
 
   Attributes:
@@ -44,10 +44,10 @@ class Rows:
   """
 
   def __init__(
-    self, lengths: np.ndarray, keys: np.ndarray | None, rows: int, seed: int, shuffle: bool
+    self, lengths: np.ndarray, keys: np.ndarray | None, rows: int, seeds: list[int], shuffle: bool
   ):
     self._lengths = lengths
-    self._seed = seed
+    self._seeds = seeds
     self._shuffle = shuffle
     if keys is None:
       self._members, counts = np.arange(len(lengths)), np.ones(len(lengths), np.int64)
@@ -61,7 +61,7 @@ class Rows:
     self._firsts = np.cumsum(counts) - counts
     self._counts = counts
     self.units = len(counts)
-    order = self._order(self.units, [seed])
+    order = self._order(self.units, seeds)
     self._units_of_row = [order[row::rows] for row in range(rows)]
     unit_lengths = np.add.reduceat(lengths[self._members], self._firsts)
     self.row_lengths = np.array([unit_lengths[units].sum() for units in self._units_of_row])
@@ -71,7 +71,7 @@ class Rows:
   def epoch(self, row: int, epoch: int) -> Epoch:
     """The documents of a row in the order of one epoch."""
     units = self._units_of_row[row]
-    units = units[self._order(len(units), [self._seed, row, epoch % 2**32])]
+    units = units[self._order(len(units), [*self._seeds, row, epoch % 2**32])]
     counts = self._counts[units]
     before = np.cumsum(counts) - counts
     unit_numbers = np.repeat(np.arange(len(units)), counts)
@@ -81,6 +81,6 @@ class Rows:
     starts = ends - self._lengths[documents]
     return Epoch(documents, ends, starts[before][unit_numbers], unit_numbers)
 
-  def _order(self, count: int, seed: list[int]) -> np.ndarray:
+  def _order(self, count: int, seeds: list[int]) -> np.ndarray:
     # RandomState's stream is frozen; newer numpy generators may change between versions.
-    return np.random.RandomState(seed).permutation(count) if self._shuffle else np.arange(count)
+    return np.random.RandomState(seeds).permutation(count) if self._shuffle else np.arange(count)

@@ -10,9 +10,8 @@ from valkyrie.monitoring import chips
 from valkyrie.monitoring.hooks import check_every
 from valkyrie.monitoring.metrics import Metrics, speed_metrics, text_metrics
 from valkyrie.monitoring.writers import RunWriter
-from valkyrie.training.curriculum import Curriculum
+from valkyrie.training.reading import Reading
 from valkyrie.training.train_step import StepMetrics
-from valkyrie.types import TaskFeed
 
 
 @dataclasses.dataclass
@@ -24,17 +23,14 @@ class TrainingLog:
 
   Attributes:
     every: steps between two lines; the last step has one too.
-    feed: the tokens of training.
   """
 
   writer: RunWriter
   model: Model
-  curriculum: Curriculum
+  reading: Reading
   _: dataclasses.KW_ONLY
   every: int
   total_steps: int
-  batch_size: int
-  feed: TaskFeed
 
   def __post_init__(self):
     check_every(self.every)
@@ -61,25 +57,26 @@ class TrainingLog:
     steps, self._steps = jax.device_get(self._steps), []
     now = time.perf_counter()
     seconds, self._since = now - self._since, now
-    position = self.curriculum.position
-    tokens = self.batch_size * (position(step) - position(step - len(steps)))
+    read = self.reading.tokens
     weight = float(sum(s.sums.weight for s in steps))
     scalars: Metrics = {
-      'tokens': self.batch_size * position(step),
-      **self.feed.progress(position(step)),
-      **text_metrics(sum(float(s.sums.loss) for s in steps), weight, self.feed.tokens_per_byte),
+      'tokens': read(step),
+      **self.reading.progress(step),
+      **text_metrics(
+        sum(float(s.sums.loss) for s in steps), weight, self.reading.feed.tokens_per_byte
+      ),
       'grad_norm': float(steps[-1].grad_norm),
       'learning_rate': float(steps[-1].learning_rate),
       'beyond_window': float(sum(s.sums.beyond_window for s in steps)) / max(weight, 1.0),
       **speed_metrics(
-        tokens=tokens,
+        tokens=read(step) - read(step - len(steps)),
         steps=len(steps),
         seconds=seconds,
         devices=jax.device_count(),
         flops_per_token=self.model.about.train_flops_per_token,
         peak_flops=chips.peak_flops(jax.devices()[0].device_kind),
       ),
-      'phase': self.curriculum.index(step - 1),
+      'phase': self.reading.curriculum.index(step - 1),
       'skipped': int(steps[-1].skipped),
     }
     if self.model.about.plan_interval is not None:

@@ -101,12 +101,12 @@ def train(
     initial = InitialState(setup, tokens.vocabulary.fingerprint, initial_weights, progress.say)
     if directory.latest_step() is None:  # a resumed run no longer needs them
       initial.check_source()
-    progress.say(setup.reading(tokens, train_steps))
     evaluate = evaluator(setup.model, setup.partitioner)
     evaluate.open()
 
     # State: initial, or of the newest checkpoint.
     trainer = Trainer(setup, tokens, directory, stop, allow_changed, initial, progress.say)
+    progress.say(trainer.reading.plan(train_steps))
     initial.check(evaluate, trainer.state, trainer.should_stop)
     if jax.process_index() == 0:
       _write_description(model_dir, setup)
@@ -133,11 +133,9 @@ def train(
     log = TrainingLog(
       writer,
       setup.model,
-      setup.curriculum,
+      trainer.reading,
       every=log_every,
       total_steps=train_steps,
-      batch_size=setup.settings.batch_size,
-      feed=tokens,
     )
     check_budget = refused_steps(skipped, trainer.documents)
 
@@ -177,7 +175,7 @@ def train(
     log.restart_clock()
     in_flight: StepMetrics | None = None
     with trainer.saving_on_error():
-      for batch in batches(tokens, setup, range(trainer.step, train_steps)):
+      for batch in batches(trainer.reading, setup, range(trainer.step, train_steps)):
         if _done(trainer, train_steps, patience) or trainer.should_stop():
           break
         with profile.step(trainer.step + 1):

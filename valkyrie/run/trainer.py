@@ -17,6 +17,7 @@ from valkyrie.errors import Diverged, StorageError
 from valkyrie.run.validation import Lowest
 from valkyrie.training.curriculum import Phase
 from valkyrie.training.nan_hunt import hunting
+from valkyrie.training.reading import Reading
 from valkyrie.training.setup import Setup
 from valkyrie.training.train_step import StepMetrics, TrainState
 from valkyrie.types import Batch, TaskFeed
@@ -29,6 +30,7 @@ class Trainer:
     state: the train state, on the devices.
     step: the number of steps done.
     start: the number of steps done before this process began.
+    reading: what each step reads.
     lowest: the lowest validation loss, which checkpoints record.
   """
 
@@ -57,6 +59,7 @@ class Trainer:
       ConfigurationError: the newest checkpoint belongs to a run that differs from this one.
     """
     self._setup, self._feed, self._directory, self._say = setup, feed, directory, say
+    self.reading = Reading(setup.curriculum, feed, setup.settings.batch_size)
     self._stop, self._allow_changed = stop, allow_changed
     self._initial_state = initial_state
     self._programs: Mapping[str, str] = {}
@@ -113,19 +116,17 @@ class Trainer:
 
   def documents(self, step: int) -> str:
     """Names the documents that step number `step`, counted from 1, reads."""
-    curriculum = self._setup.curriculum
-    length = curriculum.phase(step - 1).tokens_per_row
-    return self._feed.describe(curriculum.position(step - 1), length)
+    return self.reading.describe(step - 1)
 
   def save(self, validation_loss: float | None = None) -> None:
     """Saves the state in the background; `validation_loss` is that of this step, if measured."""
-    record = {**self._record(), 'lowest': self.lowest, 'validation_loss': validation_loss}
+    record = {**self._record(), 'validation_loss': validation_loss}
     self._directory.save(self.step, self.state, record)
 
   def save_now(self) -> None:
     """Saves the state and waits, unless no step was taken or it is saved already."""
     if self.step > self.start:
-      self._directory.save_now(self.step, self.state, {**self._record(), 'lowest': self.lowest})
+      self._directory.save_now(self.step, self.state, self._record())
 
   @contextlib.contextmanager
   def saving_on_error(self) -> Iterator[None]:
@@ -181,21 +182,39 @@ class Trainer:
     newest = self._directory.describe_newest()
     self.lowest = Lowest(*found['lowest']) if found.get('lowest') else None
     self.step = self._directory.latest_step() or 0
-    changed = compatibility.check(found, self._record(), self._allow_changed, newest)
+    changed = compatibility.check(found, self._facts(), self._allow_changed, newest)
     for line in changed:
       self._say(f'changed since the checkpoint: {line}')
     if not changed:  # only the compiler's flags and the machine can then change the programs
       self._saved_programs = found.get('executable', {})
-    restored = self._directory.restore(self._setup.state)
-    assert restored is not None, 'its record was just read'
+    settings = self._setup.settings
+    self.reading = Reading(
+      self._setup.curriculum,
+      self._feed,
+      settings.batch_size,
+      step=self.step,
+      position=found['position'],
+      stretches=found['stretches'],
+    )
+    if change := self.reading.change(self.step):
+      self._say(change)
     self._say(f'resuming after step {self.step} from {self._directory.directory}')
+    if found['rows'] == settings.batch_size:
+      return self._restore(self._setup.state)
+    fields = self._setup.state._asdict()
+    del fields['carry']
+    return TrainState(carry=self._setup.initial_carry(), **self._restore(fields, partial=True))
+
+  def _restore(self, target: Any, *, partial: bool = False) -> Any:
+    restored = self._directory.restore(target, partial)
+    assert restored is not None, 'its record was just read'
     return restored[0]
 
-  def _record(self) -> dict[str, Any]:
-    """The facts that a resumed run must share with this one, by compatibility.KINDS."""
+  def _facts(self) -> dict[str, Any]:
+    """What a resumed run must share with this one, by compatibility.KINDS."""
     return {
       'configuration': computation(bindings()),
-      'position': self._setup.curriculum.position(self.step),
+      'rows': self._setup.settings.batch_size,
       'store': self._feed.fingerprint,
       'vocabulary': self._feed.vocabulary.fingerprint,
       'mesh': {
@@ -204,6 +223,15 @@ class Trainer:
       },
       'versions': compatibility.versions(),
       'executable': self._programs,
+    }
+
+  def _record(self) -> dict[str, Any]:
+    """The record of a checkpoint: the facts, and where a resumed run continues."""
+    return {
+      **self._facts(),
+      'position': self.reading.position(self.step),
+      'stretches': self.reading.stretches,
+      'lowest': self.lowest,
     }
 
 

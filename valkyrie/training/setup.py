@@ -18,18 +18,18 @@ from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.spikes import LossSpikes
 from valkyrie.training.train_step import TrainState, initial_state, make_train_step, state_axes
-from valkyrie.types import Batch, TaskFeed
+from valkyrie.types import Batch, Carry, TaskFeed
 
 
 @gin.configurable
-@may_change_on_resume('hunt_nan')
+@may_change_on_resume('batch_size', 'hunt_nan')  # a checkpoint records the rows
 @dataclasses.dataclass(frozen=True)
 class StepSettings:
   """The settings that decide the compiled train steps.
 
   Attributes:
     seed: of the parameters and of dropout.
-    batch_size: B, rows; fixed for the run, since every row has a carry.
+    batch_size: B, rows, each with a carry.
     model, partitioner, curriculum, optimizer, loss_spikes: the classes of the parts.
     remat_chunks: recompute chunks in the backward pass; False saves their activations.
     hunt_nan: wait for every step, and end at the first refused one with the name of the module
@@ -98,6 +98,11 @@ class Setup:
     """The state before the first step, on the mesh."""
     return self.partitioner.jit(self._initial_state, out_shardings=self._state_shardings())()
 
+  def initial_carry(self) -> Carry:
+    """The empty carry of all rows, on the mesh."""
+    shardings = self._state_shardings().carry
+    return self.partitioner.jit(lambda: self._initial_state().carry, out_shardings=shardings)()
+
   def train_step(self, phase: Phase, *, remat: bool = True) -> Callable:
     """The pure step of a phase: (state, batch [B, N·C]) -> (state, metrics).
 
@@ -131,23 +136,6 @@ class Setup:
       donate_argnums=() if self.settings.hunt_nan else 0,
       out_shardings=(self._state_shardings(), None),
     ).trace(self.state, Batch(integers, integers, floats, integers, integers))
-
-  def reading(self, feed: TaskFeed, train_steps: int) -> str:
-    """Says how many epochs the run reads; raises a ConfigurationError if the feed ends before."""
-    tokens, end = self.curriculum.position(train_steps), feed.row_end
-    if end is not None and self.curriculum.position(train_steps - 1) >= end:
-      steps = self.curriculum.steps_before(end)
-      raise ConfigurationError(
-        f'The feed ends after {end:,} tokens of its longest row, in step {steps}, but '
-        f'train_steps={train_steps}. Set train_steps={steps}, or more TaskFeed.epochs (None '
-        'repeats without end).'
-      )
-    epochs = [
-      f'{value:.3g} {name.replace("/", " of ")}'
-      for name, value in feed.progress(tokens).items()
-      if name.startswith('epochs')
-    ]
-    return f'{train_steps} steps read {tokens:,} tokens of each row: {", ".join(epochs)}'
 
   def remarks(self) -> list[str]:
     """What a run says about its configuration before it starts."""

@@ -1,0 +1,140 @@
+"""What each step of a run reads, also after a resume with other rows or other chunks.
+
+The tokens of a step are a pure function of its number and of the stretches of the run. A stretch
+ends where a run resumes with another number of rows or another curriculum; a checkpoint records
+them all. With other rows, the documents are dealt over the rows anew; with another curriculum, each
+row is read on from where it was.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from valkyrie.errors import ConfigurationError
+from valkyrie.training.curriculum import Curriculum
+from valkyrie.types import TaskFeed
+
+
+class Stretch(NamedTuple):
+  """The steps from `step` on, which have the same rows and the same curriculum.
+
+  position: tokens of each row that the steps before it read; rows: B.
+  """
+
+  step: int
+  position: int
+  rows: int
+
+
+class Reading:
+  """The positions of steps in a feed.
+
+  Attributes:
+    curriculum: of the steps that follow.
+    feed: the tokens of the newest deal; `place` has the position of a step in it.
+    stretches: of the run; a checkpoint records them.
+  """
+
+  def __init__(
+    self,
+    curriculum: Curriculum,
+    feed: TaskFeed,
+    rows: int,
+    *,
+    step: int = 0,
+    position: int = 0,
+    stretches: Sequence[Sequence[int]] = (),
+  ):
+    """Continues the reading of a checkpoint, or begins a new one.
+
+    Args:
+      curriculum: see the attribute.
+      feed: with `rows` rows.
+      rows: B.
+      step, position, stretches: the checkpoint's; a new stretch begins if rows or position differ.
+
+    Raises:
+      ConfigurationError: the rows differ, and the feed ends after some epochs.
+    """
+    self.curriculum = curriculum
+    self.stretches = [Stretch(*found) for found in stretches] or [Stretch(0, 0, rows)]
+    if self.stretches[-1].rows != rows or self.position(step) != position:
+      self.stretches.append(Stretch(step, position, rows))
+    # (position, feed) of each deal
+    self._deals = [(0, feed)]
+    changes = [
+      (now.position, now.rows)
+      for before, now in zip(self.stretches, self.stretches[1:], strict=False)
+      if before.rows != now.rows
+    ]
+    if changes:
+      dealt = [(0, self.stretches[0].rows), *changes]
+      self._deals = [
+        (begin, feed.dealt(number, rows, begin)) for number, (begin, rows) in enumerate(dealt)
+      ]
+    self._begin, self.feed = self._deals[-1]
+
+  def position(self, step: int) -> int:
+    """Tokens of each row that the steps before `step` read, over all stretches."""
+    latest = self.stretches[-1]
+    of_curriculum = self.curriculum.position
+    return latest.position + of_curriculum(step) - of_curriculum(latest.step)
+
+  def place(self, step: int) -> int:
+    """The position in `feed` at which `step` (from 0) reads."""
+    return self.position(step) - self._begin
+
+  def tokens(self, step: int) -> int:
+    """Tokens that all rows read before `step`."""
+    ends = [*(stretch.position for stretch in self.stretches[1:]), self.position(step)]
+    return sum(
+      (end - stretch.position) * stretch.rows
+      for stretch, end in zip(self.stretches, ends, strict=True)
+    )
+
+  def progress(self, step: int) -> Mapping[str, float]:
+    """The feed's `progress` before `step`, over all deals."""
+    ends = [*(begin for begin, _ in self._deals[1:]), self.position(step)]
+    found = [
+      feed.progress(end - begin) for (begin, feed), end in zip(self._deals, ends, strict=True)
+    ]
+    return {name: sum(of_deal[name] for of_deal in found) for name in found[0]}
+
+  def describe(self, step: int) -> str:
+    """Names the documents that `step` (from 0) reads."""
+    return self.feed.describe(self.place(step), self.curriculum.phase(step).tokens_per_row)
+
+  def plan(self, train_steps: int) -> str:
+    """Says how many epochs the run reads; raises a ConfigurationError if the feed ends before."""
+    end = self.feed.row_end
+    if end is not None and self.place(train_steps - 1) >= end:
+      in_curriculum = end + self.curriculum.position(train_steps) - self.place(train_steps)
+      steps = self.curriculum.steps_before(in_curriculum)
+      raise ConfigurationError(
+        f'The feed ends after {end:,} tokens of its longest row, in step {steps}, but '
+        f'train_steps={train_steps}. Set train_steps={steps}, or more TaskFeed.epochs (None '
+        'repeats without end).'
+      )
+    epochs = [
+      f'{value:.3g} {name.replace("/", " of ")}'
+      for name, value in self.progress(train_steps).items()
+      if name.startswith('epochs')
+    ]
+    tokens = self.position(train_steps)
+    return f'{train_steps} steps read {tokens:,} tokens of each row: {", ".join(epochs)}'
+
+  def change(self, step: int) -> str | None:
+    """Says what a resume after `step` steps changes in what is read; None if nothing."""
+    if len(self.stretches) == 1 or self.stretches[-1].step != step:
+      return None
+    before, now = self.stretches[-2:]
+    if before.rows == now.rows:
+      return f'each row is read on from its token {now.position:,}'
+    return (
+      f'the documents are dealt over {now.rows} rows anew, instead of {before.rows}, and carries '
+      f'begin empty: {self._read_again():,} tokens of the unfinished epoch are read again'
+    )
+
+  def _read_again(self) -> int:
+    """Tokens that the deal before the newest one read of an epoch that it did not finish."""
+    (begin, feed), (end, _) = self._deals[-2:]
+    return feed.unfinished(end - begin)
