@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 import tiny
 
 from valkyrie.config.load import load_gin
+from valkyrie.data.vocabularies import fingerprint
 from valkyrie.errors import ConfigurationError, StorageError
 from valkyrie.main import CONFIGURABLE_MODULES
 from valkyrie.models import language_model
@@ -55,11 +56,11 @@ def model_of(config, tmp_path, *flags):
   return language_model.transform(LanguageModel)
 
 
-def loaded(source, model, make=LanguageModel, **options):
+def loaded(source, model, make=LanguageModel, vocabulary='bytes', **options):
   """(parameters, complete, lines) of a source."""
   lines = []
   weights = InitialWeights(str(source), **options)
-  params, complete = weights.load(model, make, tiny.init(model, 1)[0], 'bytes', lines.append)
+  params, complete = weights.load(model, make, tiny.init(model, 1)[0], vocabulary, lines.append)
   return params, complete, lines
 
 
@@ -185,6 +186,16 @@ def test_a_hybrid_of_a_llama_begins_with_its_logits_inside_the_window(tmp_path):
   # A token inside the first window sees the whole document, as do all below it.
   np.testing.assert_allclose(found[: window + 1], expected[: window + 1], atol=1e-5, rtol=1e-5)
   assert np.abs(found[20:] - expected[20:]).max() > 0.01
+
+
+def test_the_vocabulary_is_that_of_the_folder(tmp_path):
+  config, _ = write_llama(tmp_path / 'hf')
+  model = model_of(config, tmp_path)
+  file = tmp_path / 'hf' / 'tokenizer.model'
+  file.write_bytes(b'pieces')
+  with pytest.raises(ConfigurationError, match=r'vocabulary sentencepiece-.* but bytes is given'):
+    loaded(tmp_path / 'hf', model)
+  assert loaded(tmp_path / 'hf', model, vocabulary=fingerprint(file, b'pieces'))[1]
 
 
 def test_more_layers_and_more_tokens_add_nothing_at_first(tmp_path):

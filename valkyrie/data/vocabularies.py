@@ -86,7 +86,6 @@ class SentencePieceVocabulary(Vocabulary):
         f'The SentencePiece model {path} has no end-of-sentence piece, which each document needs '
         'as its last token. Train it with an eos_id.'
       )
-    self.fingerprint = f'sentencepiece-{hashlib.sha256(content).hexdigest()}'
 
   def encode(self, text: str) -> list[int]:
     return self._processor.EncodeAsIds(text)
@@ -118,7 +117,6 @@ class HuggingFaceVocabulary(Vocabulary):
     ids = self._tokenizer.get_vocab(with_added_tokens=True)
     self.size = max(ids.values()) + 1
     self.eos_id = ids[_eos_name(path, ids)]
-    self.fingerprint = f'huggingface-{hashlib.sha256(content).hexdigest()}'
 
   def encode(self, text: str) -> list[int]:
     return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -128,6 +126,12 @@ class HuggingFaceVocabulary(Vocabulary):
 
 
 _CODECS = {'.model': SentencePieceVocabulary, '.json': HuggingFaceVocabulary}
+_KINDS = {'.model': 'sentencepiece', '.json': 'huggingface'}
+
+
+def fingerprint(path: pathlib.Path, content: bytes) -> str:
+  """The fingerprint of a vocabulary file's codec."""
+  return f'{_KINDS[path.suffix]}-{hashlib.sha256(content).hexdigest()}'
 
 
 def load(specification: str) -> Vocabulary:
@@ -152,7 +156,9 @@ def load(specification: str) -> Vocabulary:
     ) from error
   if not content:
     raise ConfigurationError(f'The vocabulary file {path} is empty. Copy or download it again.')
-  return _CODECS[path.suffix](path, content)
+  vocabulary = _CODECS[path.suffix](path, content)
+  vocabulary.fingerprint = fingerprint(path, content)
+  return vocabulary
 
 
 @may_change_on_resume('vocabulary')  # the fingerprint tells

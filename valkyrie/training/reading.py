@@ -1,4 +1,4 @@
-"""What each step of a run reads, also after a resume with other rows or other chunks.
+"""Tokens of each step of a run, also after a resume with other rows or other chunks.
 
 The tokens of a step are a pure function of its number and of the stretches of the run. A stretch
 ends where a run resumes with another number of rows or another curriculum; a checkpoint records

@@ -11,7 +11,8 @@ import re
 import sys
 from typing import Any
 
-from valkyrie.errors import ConfigurationError, ValkyrieError
+from valkyrie.data.vocabularies import fingerprint
+from valkyrie.errors import ConfigurationError, ValkyrieError, storage_errors
 from valkyrie.weights.tensor_files import Tensor, read_json, transposed
 
 _TYPES = ('llama', 'mistral')
@@ -68,6 +69,13 @@ def configuration(folder: pathlib.Path) -> dict[str, Any] | None:
       f'{file} has hidden_act: {found["hidden_act"]!r}, but Valkyrie has silu alone.'
     )
   return found
+
+
+def vocabularies(folder: pathlib.Path) -> list[str]:
+  """The fingerprints of the tokenizer's files in a folder."""
+  files = [folder / 'tokenizer.json', folder / 'tokenizer.model']
+  with storage_errors(f'The tokenizer in {folder} cannot be read'):
+    return [fingerprint(file, file.read_bytes()) for file in files if file.is_file()]
 
 
 def bindings(config: Mapping[str, Any]) -> dict[str, Any]:

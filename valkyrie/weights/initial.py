@@ -29,12 +29,12 @@ _SHOWN = 8  # tensors in a message
 class Source(NamedTuple):
   """Tensors to load.
 
-  vocabulary: the fingerprint of the tokenizer; None if it is not known.
+  vocabularies: the fingerprints of the tokenizer's files; none if it is not known.
   config: of a Hugging Face model; None for others.
   """
 
   tensors: Mapping[str, Tensor]
-  vocabulary: str | None = None
+  vocabularies: Sequence[str] = ()
   config: Mapping | None = None
 
 
@@ -49,10 +49,12 @@ def open_source(path: str) -> Source:
   if (place / 'checkpoints').is_dir():
     with Checkpoints().open(path, read_only=True) as directory:
       record, params = directory.newest_params()
-    return Source(_of_run(params), record['vocabulary'])
+    return Source(_of_run(params), [record['vocabulary']])
   config = huggingface.configuration(place)
   tensors = tensor_files.in_files(place)
-  return Source(tensors if config is None else huggingface.renamed(tensors), config=config)
+  if config is None:
+    return Source(tensors)
+  return Source(huggingface.renamed(tensors), huggingface.vocabularies(place), config)
 
 
 def _of_run(params: Params) -> dict[str, Tensor]:
@@ -201,11 +203,11 @@ class InitialWeights:
   ) -> None:
     """Compares what shapes do not tell."""
     reads_tokens = chosen['embedding'] in source.tensors
-    if reads_tokens and source.vocabulary not in (None, vocabulary):
+    if reads_tokens and source.vocabularies and vocabulary not in source.vocabularies:
       raise ConfigurationError(
-        f'{self.source} was trained with the vocabulary {source.vocabulary}, but {vocabulary} is '
-        'given: its ids mean other texts. Bind that vocabulary, or begin with new embeddings: '
-        "InitialWeights.rules = (('embedding$', 'fresh'),)."
+        f'{self.source} was trained with the vocabulary {" or ".join(source.vocabularies)}, but '
+        f'{vocabulary} is given: its ids mean other texts. Bind that vocabulary, or begin with '
+        "new embeddings: InitialWeights.rules = (('embedding$', 'fresh'),)."
       )
     if source.config is None:
       return
