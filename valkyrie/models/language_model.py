@@ -19,7 +19,7 @@ from valkyrie.errors import ConfigurationError
 from valkyrie.models.block import Block
 from valkyrie.models.declarations import Kind, Parameter, declared
 from valkyrie.models.features import Features, Planner
-from valkyrie.models.layers import RMSNorm, check_sizes, parameter
+from valkyrie.models.layers import RMSNorm, check_sizes, parameter, stored_as
 from valkyrie.models.lora import Lora, adapted
 from valkyrie.sharding.partitioner import constrain
 from valkyrie.types import Array, Axes, Carry, DType, Params
@@ -86,6 +86,7 @@ class LanguageModel(hk.Module):
     tied: bool = True,
     lora: Callable[[], Lora] | None = None,
     compute_dtype: str = 'float32',
+    parameter_dtype: str = 'float32',
     remat_policy: str | None = 'products',
     unroll: int = 1,
     name: str | None = None,
@@ -103,7 +104,10 @@ class LanguageModel(hk.Module):
         enter with variance 1, as in Griffin and Gemma.
       tied: logits are products with the embedding; False learns another matrix, `unembedding`.
       lora: the class of the adapters (`@Lora` in gin); None for none.
-      compute_dtype: 'float32' or 'bfloat16', of activations; parameters stay float32.
+      compute_dtype: 'float32' or 'bfloat16', of activations.
+      parameter_dtype: 'float32', or 'bfloat16' if that is the compute_dtype: half of the memory for
+        the parameters that every use casts. Updates are rounded to it at random. Norm scales,
+        embeddings and the recurrences' rates stay float32.
       remat_policy: the activations of a layer that are saved for the backward pass: 'products'
         saves matrix products and attention outputs, and recomputes the rest; 'nothing' recomputes
         all; None saves all.
@@ -127,6 +131,11 @@ class LanguageModel(hk.Module):
         f'LanguageModel.compute_dtype={compute_dtype!r} is unknown. Use one of '
         f'{list(_COMPUTE_DTYPES)}.'
       )
+    if parameter_dtype not in ('float32', compute_dtype):
+      raise ConfigurationError(
+        f'LanguageModel.parameter_dtype={parameter_dtype!r} with compute_dtype={compute_dtype!r}: '
+        "use 'float32', or 'bfloat16' for both."
+      )
     check_sizes('LanguageModel', vocabulary_size=vocabulary_size, d_model=d_model, unroll=unroll)
     check_sizes('LanguageModel.pattern', length=len(pattern))
     self.repeats, left = divmod(layers, len(pattern))
@@ -147,6 +156,7 @@ class LanguageModel(hk.Module):
     self.tied = tied
     self.lora = None if lora is None else lora()
     self.compute_dtype = jnp.dtype(compute_dtype)
+    self.parameter_dtype = jnp.dtype(parameter_dtype)
     self.remat_policy = remat_policy
     self.unroll = unroll
     self.planner: Any = None if planner is None else planner(name='planner')
@@ -164,7 +174,7 @@ class LanguageModel(hk.Module):
     Returns:
       The features of every position.
     """
-    with adapted(self.lora):
+    with adapted(self.lora), stored_as(self.parameter_dtype):
       return self._read(inputs, positions, segment_ids, plan=plan)
 
   @hk.transparent

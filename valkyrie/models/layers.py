@@ -1,12 +1,14 @@
 """Parameters with declared axes, and the plain layers made of them.
 
-Parameters are float32; arithmetic is in the dtype of the input. A module makes a parameter by
-`parameter`, which declares its logical axes and the dtype to which every use casts it, so that
-neither a layout nor a cast copy needs a table of paths. A parameter made by `hk.get_parameter`
-alone declares nothing: it is never split and never cast.
+Parameters are float32, unless the model stores those that every use casts in bfloat16; arithmetic
+is in the dtype of the input. A module makes a parameter by `parameter`, which declares its logical
+axes and the dtype to which every use casts it, so that neither a layout nor a cast copy needs a
+table of paths. A parameter made by `hk.get_parameter` alone declares nothing: it is never split and
+never cast.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
 import contextvars
 
 import gin
@@ -26,10 +28,24 @@ recorded: contextvars.ContextVar[dict[tuple[str, str], tuple[Axes, DType | None]
 recorded = contextvars.ContextVar('recorded', default=None)
 
 
+# The dtype of the parameters that every use casts; set by the model that is being made.
+storage: contextvars.ContextVar[DType] = contextvars.ContextVar('storage', default=jnp.float32)
+
+
+@contextlib.contextmanager
+def stored_as(dtype: DType) -> Iterator[None]:
+  """Stores the parameters that are made inside, and that every use casts, in this dtype."""
+  token = storage.set(dtype)
+  try:
+    yield
+  finally:
+    storage.reset(token)
+
+
 def parameter(
   name: str, shape: tuple[int, ...], init: Callable, *, axes: Axes, cast: DType | None = None
 ) -> Array:
-  """A float32 parameter of the calling module.
+  """A parameter of the calling module: float32, or in `storage` if it is cast.
 
   Args:
     name: of the parameter, within the module.
@@ -41,7 +57,8 @@ def parameter(
   record = recorded.get()
   if record is not None:
     record[current_name(), name] = axes, cast
-  whole = hk.get_parameter(name, shape, jnp.float32, init)
+  dtype = jnp.float32 if cast is None else storage.get()
+  whole = hk.get_parameter(name, shape, dtype, lambda *_: init(shape, jnp.float32).astype(dtype))
   lora = adapters.get()
   if lora is None or cast is None or len(shape) != 2 or not lora.fits(f'{current_name()}/{name}'):
     return whole

@@ -87,6 +87,7 @@ class Setup:
     self._check_time_axis()
     self.optimizer, self.loss_spikes = settings.optimizer(), settings.loss_spikes()
     shapes = jax.eval_shape(self._initial_state)
+    self._check_average(shapes)
     axes = state_axes(self.model, self.optimizer, self.partitioner, shapes)
     self.state: TrainState = jax.tree.map(
       lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -205,6 +206,14 @@ class Setup:
           f'chunk_size={size} is not a multiple of Planner.plan_interval={interval}, as training '
           f'chunks must be. Use {nearest}.'
         )
+
+  def _check_average(self, shapes: TrainState) -> None:
+    decay = self.settings.average_decay
+    if decay is not None and any(p.dtype == jnp.bfloat16 for p in jax.tree.leaves(shapes.params)):
+      raise ConfigurationError(
+        f'StepSettings.average_decay={decay} moves an average by less than the last digit of '
+        "bfloat16. Set LanguageModel.parameter_dtype = 'float32', or average_decay = None."
+      )
 
   def _check_time_axis(self) -> None:
     axes, parts = self.partitioner.axes_of('time'), self.model.about.needs_whole_rows

@@ -10,7 +10,7 @@ import optax
 
 from valkyrie.models.language_model import Model
 from valkyrie.sharding.partitioner import Partitioner
-from valkyrie.training import tbptt
+from valkyrie.training import rounding, tbptt
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.data_parallel import shard_map_step
 from valkyrie.training.micro_batches import in_micro_batches
@@ -18,8 +18,8 @@ from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.spikes import LossSpikes, RecentLosses, detect
 from valkyrie.types import Array, Batch, Carry, Params
 
-# Folded into the seed: dropout shares no key with `initial_state`.
-_DROPOUT = 0x64726F70
+# Folded into the seed: dropout and rounding share no key with `initial_state`.
+_DROPOUT, _ROUNDING = 0x64726F70, 0x726F756E
 
 
 class TrainState(NamedTuple):
@@ -72,7 +72,7 @@ def initial_state(
   """The state before the first step; pure, so that it can be traced for its shapes."""
   params, carry = model.init(jax.random.key(seed), batch_size)
   zero = jnp.zeros((), jnp.int32)
-  moments = optimizer.init(params, model.kinds(params))
+  moments = optimizer.init(rounding.wide(params), model.kinds(params))
   average = jax.tree.map(jnp.copy, params) if with_average else None
   return TrainState(zero, params, moments, carry, zero, recent, average)
 
@@ -115,11 +115,12 @@ def make_train_step(
 
   Frozen parameters get no gradient, so that they do not count in its norm.
 
-  Dropout depends on the seed and the step alone, so a resumed run draws the same numbers.
+  Dropout and rounding depend on the seed and the step alone, so a resumed run draws the same
+  numbers.
   """
 
-  def dropout_key(step: Array) -> Array:
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _DROPOUT), step)
+  def key_of(use: int, step: Array) -> Array:
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), use), step)
 
   def apply(params, *arguments, **options):
     frozen = optimizer.frozen(params)
@@ -143,7 +144,7 @@ def make_train_step(
       state.params,
       state.carry,
       batch,
-      dropout_key(state.step) if model.about.has_dropout else None,
+      key_of(_DROPOUT, state.step) if model.about.has_dropout else None,
       chunk_size=phase.chunk_size,
       backward=True,
     )
@@ -152,11 +153,12 @@ def make_train_step(
     params, optimizer_state = optimizer.update(
       gradient,
       state.optimizer_state,
-      state.params,
+      rounding.wide(state.params),
       learning_rate,
       model.kinds(state.params),
       plan=phase.planner,
     )
+    params = rounding.stored(params, state.params, lambda: key_of(_ROUNDING, state.step))
 
     healthy = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
     for leaf in jax.tree.leaves(carry):

@@ -1,0 +1,41 @@
+"""Updates of parameters that are stored in bfloat16."""
+
+from collections.abc import Callable
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from valkyrie.types import Array, Params
+
+
+def wide(params: Params) -> Params:
+  """The parameters in float32, or wider."""
+  return jax.tree.map(lambda p: p.astype(jnp.promote_types(p.dtype, jnp.float32)), params)
+
+
+def stored(updated: Params, params: Params, make_key: Callable[[], Array]) -> Params:
+  """Updated parameters in the dtypes of `params`.
+
+  To bfloat16 they are rounded up or down at random, with the nearer neighbor more likely, so that
+  the expected value is exact: most updates are smaller than half of a bfloat16's last digit, and
+  rounding to the nearest would lose them (Gupta et al. 2015, arXiv 1502.02551).
+  """
+  dtypes = [leaf.dtype for leaf in jax.tree.leaves(params)]
+  if jnp.bfloat16 not in dtypes:
+    return updated
+  leaves, structure = jax.tree.flatten(updated)
+  key = make_key()
+  rounded = [
+    _at_random(leaf, jax.random.fold_in(key, number)) if dtype == jnp.bfloat16 else leaf
+    for number, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True))
+  ]
+  return structure.unflatten(rounded)
+
+
+def _at_random(x: Array, key: Array) -> Array:
+  """float32 -> bfloat16: the upper half of the bits, after a random number below them is added."""
+  bits = lax.bitcast_convert_type(x, jnp.uint32)
+  bits += jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+  upper = lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
+  return upper.astype(jnp.bfloat16)
