@@ -22,6 +22,7 @@ MIXERS = {
   'attention': (tiny.attention,),
   's5': (tiny.s5,),
   'full': (full, tiny.s5),
+  'full alone': (full,),
 }
 
 
@@ -40,6 +41,24 @@ def hidden(apply, params, carry, batch: Batch, chunk: int):
     features, carry = apply(params, carry, piece.inputs, piece.positions, piece.segment_ids)
     out.append(features.hidden)
   return np.concatenate(out, axis=1), carry
+
+
+def test_full_attention_without_a_carry_reads_each_chunk_alone():
+  batch = tiny.batch((7, 15, 2))
+  carried, params, apply = built('full alone')
+  alone = tiny.model((functools.partial(full, carried=False, slice_size=5),))
+  read = jax.jit(alone.apply)
+  fresh = carried.initial_carry(2)
+  assert not jax.tree.leaves(alone.initial_carry(2)) and not alone.about.carried
+  assert alone.about.forward_flops < carried.about.forward_flops
+  whole, _ = hidden(apply, params, fresh, batch, 24)
+  close(hidden(read, params, alone.initial_carry(2), batch, 24)[0], whole)
+  for begin in (0, 12):  # the second chunk begins inside a document
+    piece = tiny.cut(batch, begin, begin + 12)
+    expected, _ = hidden(apply, params, fresh, piece, 12)
+    close(hidden(read, params, alone.initial_carry(2), piece, 12)[0], expected)
+  with pytest.raises(ConfigurationError, match=r'25 tokens.*max_context=24'):
+    hidden(alone.apply, params, alone.initial_carry(2), tiny.batch((25,)), 25)
 
 
 def close(a, b, atol=2e-5):

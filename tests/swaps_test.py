@@ -161,6 +161,16 @@ def test_full_attention_refuses_a_longer_document(train_run, tmp_path):
   assert int(str(caught.value).split(' tokens')[0].split()[-1]) > 12
 
 
+def test_full_attention_without_a_carry(train_run, tmp_path):
+  more = FULL.format(16).replace(', @S5)', ',)') + 'FullAttention.carried = False\n'
+  run = train_run(tmp_path / 'run', more=more)
+  assert_trained(run)  # also documents longer than a chunk, 16 tokens
+  train_run(run, '--gin.train_steps=3', more=more)
+  assert 3 in tiny_run.metrics(run)
+  with pytest.raises(ConfigurationError, match='carried is False'):
+    infer.infer(str(run), 'abc')
+
+
 @pytest.mark.parametrize(
   'more', ['Optimizer.algorithm = @optax.adabelief', "include 'gin/optimizers/muon.gin'"]
 )

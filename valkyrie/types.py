@@ -55,6 +55,7 @@ class SequenceMixer(Protocol):
   reach (0): the largest distance at which its attention window sees a token.
   horizon (None): the longest time constant of its state at initialization, in tokens.
   max_context (None): the longest document that it can read.
+  carried (True): whether chunks pass on what they read; False if each is read alone.
   """
 
   @property

@@ -45,6 +45,7 @@ class Description(NamedTuple):
   horizon: the longest time constant of any mixer's state at initialization, in tokens; None without
     a recurrence.
   max_context: the longest document that every mixer can read; None without a bound.
+  carried: False if a mixer reads every chunk alone, as `FullAttention` can.
   has_dropout: whether any mixer draws random numbers in training.
   plan_interval: of the planner; None without one.
   planner_module: the Haiku name of the planner; None without one.
@@ -57,6 +58,7 @@ class Description(NamedTuple):
   window: int
   horizon: float | None
   max_context: int | None
+  carried: bool
   has_dropout: bool
   plan_interval: int | None
   planner_module: str | None
@@ -267,6 +269,7 @@ class LanguageModel(hk.Module):
       window=max((getattr(mixer, 'reach', 0) for mixer in mixers), default=0),
       horizon=max((h for h in horizons if h is not None), default=None),
       max_context=min((c for c in contexts if c is not None), default=None),
+      carried=all(getattr(mixer, 'carried', True) for mixer in mixers),
       has_dropout=any(mixer.dropout > 0 for mixer in mixers),
       plan_interval=None if planner is None else planner.plan_interval,
       planner_module=None if planner is None else planner.module_name,

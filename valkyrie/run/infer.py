@@ -119,6 +119,11 @@ def infer(
   tokens = np.asarray(codec.encode(prompt), np.int32)
   if not len(tokens):
     raise UsageError('The prompt is empty. Pass --prompt=TEXT, or a text on standard input.')
+  if not functions.about.carried:
+    raise ConfigurationError(
+      'FullAttention.carried is False: the model reads each chunk alone, and cannot continue a '
+      'text. Bind FullAttention.carried = True; the parameters stay the same.'
+    )
   longest = functions.about.max_context
   if longest is not None and len(tokens) + max_tokens > longest:
     raise ConfigurationError(
