@@ -91,7 +91,8 @@ def test_a_run_builds_its_shapes(file, enough_devices):
   assert {type(leaf.sharding) for leaf in jax.tree.leaves(state)} == {NamedSharding}
   assert count(state.params) > 0 and not setup.undeclared_parameters()
   assert setup.short_horizon() is None
-  assert count(state.optimizer_state) >= count(state.params)
+  moments = count(state.optimizer_state)
+  assert moments == 0 if 'sgd' in file.stem else moments >= count(state.params)
   for phase in set(setup.curriculum.phases):
     rectangle = (setup.settings.batch_size, phase.tokens_per_row)
     integers, floats = (jax.ShapeDtypeStruct(rectangle, t) for t in (jnp.int32, jnp.float32))
