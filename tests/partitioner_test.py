@@ -201,7 +201,10 @@ def test_a_rule_replaces_the_declared_axes_and_without_either_a_parameter_is_not
     ),
     (lambda: layout(mesh=(('data', 0),)), r"\(\('data', 0\),\) is not a mesh"),
     (lambda: layout(mesh='data'), r"'data' is not a mesh"),
-    (lambda: layout(parameter_axes=(('(', ('embed',)),)), r"'\(' is not a regular expression"),
+    (
+      lambda: layout(parameter_axes=(('(', ('embed',)),)),
+      r"'\(', which is not a regular expression",
+    ),
     (
       lambda: layout(mesh=(('data', 4), ('model', 4), ('time', 2))),
       r'data=4 x model=4 x time=2 needs 32 devices, but this process sees 8',

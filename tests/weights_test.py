@@ -313,7 +313,7 @@ def test_a_tensor_of_another_shape_is_named(tmp_path):
 
 @pytest.mark.parametrize('rules', [(('(', 'fresh'),), ('embedding',), ((1, 'fresh'),)])
 def test_rules_are_pairs_of_a_regular_expression_and_a_name(rules):
-  with pytest.raises(ConfigurationError, match=r'InitialWeights.rules contains'):
+  with pytest.raises(ConfigurationError, match=r'InitialWeights.rules (contains|has)'):
     InitialWeights('.', rules=rules)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import contextlib
+import re
 
 
 class ValkyrieError(Exception):
@@ -65,3 +66,13 @@ def storage_errors(
     if file is not None and str(file) not in message:
       reason += f' ({file})'
     raise StorageError(f'{message}: {reason}' + (f'. {advice}' if advice else '')) from error
+
+
+def regular_expression(name: str, pattern: str) -> re.Pattern[str]:
+  """The compiled pattern of the setting `name`; raises a ConfigurationError if it is none."""
+  try:
+    return re.compile(pattern)
+  except (TypeError, re.error) as error:
+    raise ConfigurationError(
+      f'{name} has {pattern!r}, which is not a regular expression ({error}). Change the pattern.'
+    ) from error

@@ -8,7 +8,7 @@ import re
 
 import gin
 
-from valkyrie.errors import ConfigurationError
+from valkyrie.errors import ConfigurationError, regular_expression
 
 
 @gin.configurable
@@ -30,12 +30,7 @@ class Lora:
   def __post_init__(self):
     if self.rank < 1:
       raise ConfigurationError(f'Lora.rank={self.rank} must be at least 1.')
-    try:
-      re.compile(self.pattern)
-    except re.error as error:
-      raise ConfigurationError(
-        f'Lora.pattern={self.pattern!r} is not a regular expression ({error}).'
-      ) from error
+    regular_expression('Lora.pattern', self.pattern)
 
   def fits(self, path: str) -> bool:
     """Whether the matrix at a path has an adapter."""

@@ -13,14 +13,13 @@ whose paths match; it is needed only for modules that declare none.
 from collections.abc import Callable, Sequence
 import contextvars
 import math
-import re
 from typing import Any
 
 import gin
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from valkyrie.errors import ConfigurationError
+from valkyrie.errors import ConfigurationError, regular_expression
 from valkyrie.sharding.mesh import make_mesh
 from valkyrie.types import Array, Axes, Batch, leaf_path
 
@@ -73,7 +72,10 @@ class Partitioner:
     self.mesh = make_mesh(mesh)
     self.manual = manual
     self.axis_rules = dict(axis_rules)
-    self._parameter_axes = tuple((_expression(pattern), axes) for pattern, axes in parameter_axes)
+    self._parameter_axes = tuple(
+      (regular_expression('Partitioner.parameter_axes', pattern), axes)
+      for pattern, axes in parameter_axes
+    )
     for logical, axes in self.axis_rules.items():
       unknown = set(as_tuple(axes)) - set(self.mesh.axis_names)
       if unknown:
@@ -249,13 +251,3 @@ def _under(partitioner: Partitioner | None, fn: Callable) -> Callable:
       _current.reset(token)
 
   return within
-
-
-def _expression(pattern: str) -> re.Pattern[str]:
-  try:
-    return re.compile(pattern)
-  except re.error as error:
-    raise ConfigurationError(
-      f'Partitioner.parameter_axes: {pattern!r} is not a regular expression: {error}. '
-      'Change the pattern.'
-    ) from error

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from valkyrie.config.computation import may_change_on_resume
-from valkyrie.errors import ConfigurationError
+from valkyrie.errors import ConfigurationError, regular_expression
 from valkyrie.training.algorithms import Algorithm, acts_on_layers, per_layer
 from valkyrie.training.schedules import Schedule
 from valkyrie.training.schedules import schedule as make_schedule
@@ -39,12 +39,7 @@ class Group:
   algorithm: Algorithm | None = None
 
   def __post_init__(self):
-    try:
-      re.compile(self.pattern)
-    except re.error as error:
-      raise ConfigurationError(
-        f'Group.pattern={self.pattern!r} is not a regular expression ({error}).'
-      ) from error
+    regular_expression('Group.pattern', self.pattern)
     if self.learning_rate_scale < 0:
       raise ConfigurationError(
         f'Group.learning_rate_scale={self.learning_rate_scale} must be 0 or more; 0 freezes.'

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from valkyrie.checkpoint.manager import Checkpoints
-from valkyrie.errors import ConfigurationError
+from valkyrie.errors import ConfigurationError, regular_expression
 from valkyrie.models.attention.heads import WindowAttention
 from valkyrie.models.language_model import LanguageModel, Model
 from valkyrie.models.layers import RMSNorm
@@ -89,12 +89,12 @@ class InitialWeights:
     for rule in self.rules:
       try:
         pattern, _ = rule
-        re.compile(pattern)
-      except (TypeError, ValueError, re.error) as error:
+      except (TypeError, ValueError) as error:
         raise ConfigurationError(
-          f'InitialWeights.rules contains {rule!r} ({error}). Use pairs of a regular expression '
-          "and of 'fresh', 'zero' or the name of a tensor."
+          f'InitialWeights.rules contains {rule!r}. Use pairs of a regular expression and of '
+          "'fresh', 'zero' or the name of a tensor."
         ) from error
+      regular_expression('InitialWeights.rules', pattern)
 
   def check_source(self) -> None:
     """Raises a ConfigurationError if the source is not there, before anything is read."""
