@@ -118,7 +118,7 @@ def test_without_dropout_a_step_makes_no_keys():
 
 
 def test_the_groups_of_s5_and_of_vectors():
-  """Λ, B and log Δ: a quarter of the learning rate, no weight decay. Vectors: no weight decay."""
+  """Λ, B, log Δ: a quarter of the learning rate, no weight decay. Vectors, embedding: no decay."""
   model, _, _ = built()
   params, _ = tiny.init(model, 2)
   optimizer = Optimizer(1.0, 0, 10, algorithm=functools.partial(optax.adamw, weight_decay=0.5))
@@ -129,10 +129,10 @@ def test_the_groups_of_s5_and_of_vectors():
   for name in ('lambda_re', 'lambda_im', 'b', 'log_step'):
     np.testing.assert_array_equal(decayed[s5][name], params[s5][name])
   np.testing.assert_allclose(decayed[s5]['c'], 0.95 * params[s5]['c'], rtol=1e-6)
-  for module, names in params.items():  # nor has any other vector
+  for module, names in params.items():  # nor has any other vector, or the embedding
     for name, leaf in names.items():
       own = leaf.ndim - module.startswith('model/layers/')
-      if own == 1:
+      if own == 1 or name == 'embedding':
         np.testing.assert_array_equal(decayed[module][name], leaf)
       elif not module.endswith('/s5'):
         np.testing.assert_allclose(decayed[module][name], 0.95 * leaf, rtol=1e-6)

@@ -29,7 +29,8 @@ class Parameter(NamedTuple):
 class Kind:
   """What an optimizer distinguishes.
 
-  is_matrix: whether the parameter has several dimensions in its own layer.
+  is_matrix: whether the parameter has several dimensions in its own layer, and is no table with a
+    vector for each token, of which a step touches a few.
   stacked: its leading dimensions that are layers.
   in_planner: whether a planner has it.
   """

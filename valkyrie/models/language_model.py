@@ -339,7 +339,8 @@ class Model(NamedTuple):
       shape, axes, _ = known[module][name]
       stacked = int('layers/' in module) if axes is None else axes.count('layers')
       in_planner = planner is not None and f'{module}/'.startswith(f'{planner}/')
-      return Kind(len(shape.shape) - stacked > 1, stacked, in_planner)
+      is_table = axes is not None and 'vocabulary' in axes
+      return Kind(len(shape.shape) - stacked > 1 and not is_table, stacked, in_planner)
 
     return {
       module: {name: kind(module, name) for name in names} for module, names in params.items()
