@@ -33,6 +33,8 @@ setup(
     'tqdm>=4.60',
   ],
   extras_require={
+    # Beam excludes protobuf 7, without which a newer sentencepiece cannot be imported.
+    'beam': ['apache-beam>=2.77', 'sentencepiece<0.2.3'],
     'hf': ['datasets>=3', 'tokenizers>=0.21'],
     'learn': ['torch>=2.6', 'transformers>=5'],  # the peers of scripts/learn
     'trackers': ['wandb>=0.19', 'trackio>=0.3'],

@@ -8,7 +8,6 @@ The files are those of the task text: .jsonl, .parquet and .arrow, also compress
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 from valkyrie.data.document_source import TextDocument, register
 from valkyrie.tasks.text import TextSource
@@ -26,16 +25,13 @@ class PromptSource(TextSource):
     answer: str = 'answer',
     held_out: str = '0.01',
   ):
-    super().__init__(location, answer, held_out)
-    self._both = [prompt, answer]
+    super().__init__(location, held_out=held_out)
+    self._columns = [prompt, answer]
 
   def documents(self, split: str, shard: int, shards: int) -> Iterator[TextDocument]:
-    for prompt, answer in self._rows(split, self._both, shard, shards):
+    for prompt, answer in self._rows(split, shard, shards):
       if self._is_in(split, prompt + answer):
         yield TextDocument(answer, '', name='', prompt=prompt)
-
-  def describe(self, split: str) -> dict[str, Any]:
-    return {'kind': 'prompts', 'columns': self._both} | self._records(split, self._both).describe()
 
 
 register('prompts', PromptSource(), prompts=True)

@@ -1,8 +1,9 @@
 """Text of your own: files, folders and patterns of .txt, .md, .jsonl, .parquet and .arrow.
 
 Every format may be compressed as .gz or .zst. A plain text is a document; elsewhere a row is one.
-The folder that Hugging Face's `save_to_disk` writes is read as it is. The `source` is a path or a
-URI that pyarrow supports (gs://, s3://, hdfs://), see `valkyrie.data.source_files`; the options are
+The folder that Hugging Face's `save_to_disk` writes is read as it is. The `source` is a path, a URI
+that pyarrow supports (gs://, s3://, hdfs://), see `valkyrie.data.source_files`, or a data set of
+Hugging Face to stream (hf://), see `valkyrie.data.streamed_records`. The options are
 
   column      the column of the text (default: text)
   held_out    the validation split: a share of the documents, such as 0.005, by the hash of their
@@ -10,14 +11,18 @@ URI that pyarrow supports (gs://, s3://, hdfs://), see `valkyrie.data.source_fil
               of other files, with which all documents of the source are for training
   cut         the bytes above which a document is cut into several, at line ends (default: never);
               they stay together with TaskFeed.reset_at = 'sequence'
+  together    a column (default: none): documents with the same text there, or with addresses of
+              the same host, are a sequence, and in the same split
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Self
+import urllib.parse
 
 from valkyrie.data.document_source import DocumentSource, TextDocument, register, stable_hash
 from valkyrie.data.records import Records
-from valkyrie.data.source_files import SourceFiles
+from valkyrie.data.source_files import FORMATS, SourceFiles
+from valkyrie.data.streamed_records import STREAMED, StreamedRecords
 from valkyrie.errors import ConfigurationError
 
 _HASHES = 2**64
@@ -26,7 +31,8 @@ _HASHES = 2**64
 class TextSource(DocumentSource):
   """The documents of the files at `location`."""
 
-  OPTIONS: tuple[str, ...] = ('column', 'cut', 'held_out')
+  FORMATS = FORMATS
+  OPTIONS: tuple[str, ...] = ('column', 'cut', 'held_out', 'together')
 
   def __init__(
     self,
@@ -34,10 +40,11 @@ class TextSource(DocumentSource):
     column: str = 'text',
     held_out: str = '0.005',
     cut: str | None = None,
+    together: str | None = None,
   ):
     super().__init__(splits=('train', 'validation'))
     self._location = location
-    self._column = column
+    self._columns = [column] if together is None else [column, together]
     self._share = _share_of(held_out)
     self._elsewhere = held_out if self._share is None else None
     self._cut = cut and _size_of(cut)
@@ -50,36 +57,37 @@ class TextSource(DocumentSource):
     return type(self)(location, **options)
 
   def documents(self, split: str, shard: int, shards: int) -> Iterator[TextDocument]:
-    for text, *_ in self._rows(split, [self._column], shard, shards):
+    for text, *others in self._rows(split, shard, shards):
       pieces = _pieces(text, self._cut) if self._cut else [text]
-      key = '' if len(pieces) == 1 else f'{stable_hash(text)}'
+      group = _host(others[0]) if others else ''
+      key = group or ('' if len(pieces) == 1 else f'{stable_hash(text)}')
       for piece in pieces:
-        if self._is_in(split, piece):
+        if self._is_in(split, group or piece):
           yield TextDocument(piece, key, name='')
 
   def describe(self, split: str) -> dict[str, Any]:
-    return {'kind': 'text', 'column': self._column} | self._records(
-      split, [self._column]
-    ).describe()
+    return {'kind': 'text', 'columns': self._columns} | self._records(split).describe()
 
-  def files(self, split: str) -> SourceFiles:
-    return SourceFiles(self._location_of(split))
+  def files(self, split: str) -> SourceFiles | None:
+    location = self._location_of(split)
+    return None if location.startswith(STREAMED) else SourceFiles(location, self.FORMATS)
 
-  def _rows(
-    self, split: str, columns: Sequence[str], shard: int, shards: int
-  ) -> Iterator[list[str]]:
-    """The texts of these columns, of every row of a shard."""
-    for row in self._records(split, columns).rows(shard, shards):
-      for column in columns:
+  def _rows(self, split: str, shard: int, shards: int) -> Iterator[list[str]]:
+    """The texts of the columns, of every row of a shard."""
+    for row in self._records(split).rows(shard, shards):
+      for column in self._columns:
         if row[column] is not None and not isinstance(row[column], str):
           raise ConfigurationError(
             f'The column {column} of {self._location} has {row[column]!r:.40}, but a text was '
-            'expected. Name the column of the text: --gin.text_column=\'"NAME"\'.'
+            'expected. Name a column of text: --gin.text_column=\'"NAME"\'.'
           )
-      yield [row[column] or '' for column in columns]
+      yield [row[column] or '' for column in self._columns]
 
-  def _records(self, split: str, columns: Sequence[str]) -> Records:
-    return Records(self._location_of(split), columns)
+  def _records(self, split: str) -> Records | StreamedRecords:
+    location = self._location_of(split)
+    if location.startswith(STREAMED):
+      return StreamedRecords(location, self._columns)
+    return Records(location, self._columns, self.FORMATS)
 
   def _location_of(self, split: str) -> str:
     location = self._location
@@ -115,6 +123,14 @@ def _pieces(text: str, size: int) -> list[str]:
       pieces[-1].append(line)
     used += length
   return [''.join(lines) for lines in pieces if lines] or ['']
+
+
+def _host(text: str) -> str:
+  """The host of an address; another text as it is."""
+  try:
+    return urllib.parse.urlsplit(text).hostname or text
+  except ValueError:  # crawls have invalid hosts, such as an unclosed bracket
+    return text
 
 
 def _size_of(cut: str) -> int:

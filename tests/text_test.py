@@ -1,5 +1,6 @@
 """Text of a user's own: formats, columns, held-out documents, and sources that change."""
 
+import collections
 import gzip
 import itertools
 import json
@@ -198,6 +199,39 @@ def test_long_documents_are_cut_at_line_ends(tmp_path):
   assert (short.text, short.sequence_key) == ('short', '')
 
 
+def test_documents_with_the_same_text_in_a_column_are_together(tmp_path):
+  from valkyrie.tasks.text import TextSource  # noqa: PLC0415
+
+  places = ['https://a.org/1', 'http://a.org:80/2', 'a book', 'https://[b', '', None]
+  rows = [{'text': f'{n}', 'place': place} for n, place in enumerate(places * 9)]
+  (tmp_path / 'a.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+  source = TextSource(str(tmp_path), held_out='0.3', together='place')
+  keys = {
+    split: collections.Counter(d.sequence_key for d in source.documents(split, 0, 1))
+    for split in source.splits
+  }
+  train, validation = keys['train'], keys['validation']
+  assert train + validation == {'a.org': 18, 'a book': 9, 'https://[b': 9, '': 18}
+  assert train.keys() & validation.keys() == {''}  # alone, each in a split by its own hash
+
+
+def test_a_streamed_data_set(tmp_path, monkeypatch):
+  pytest.importorskip('datasets', reason="only pip install '.[hf]' installs datasets")
+  from valkyrie.tasks.fineweb import FineWebSource  # noqa: PLC0415
+
+  folder = tmp_path / 'owner' / 'pages'
+  folder.mkdir(parents=True)
+  monkeypatch.chdir(tmp_path)
+  rows = {'text': TEXTS, 'url': [f'https://a.org/{n}' for n in range(len(TEXTS))]}
+  pyarrow.parquet.write_table(pa.table(rows), folder / 'train.parquet')
+  source = FineWebSource('hf://owner/pages')
+  parts = [source.documents(split, part, 2) for split in source.splits for part in range(2)]
+  assert [d.text for part in parts for d in part] == TEXTS[::2] + TEXTS[1::2]
+  assert source.files('train') is None
+  with pytest.raises(DataError, match=r'hf://owner/pages has no column body; it has text, url'):
+    next(source.at('hf://owner/pages', column='body').documents('train', 0, 1))
+
+
 @pytest.mark.parametrize('held_out', ['0', '1.5', '-0.1'])
 def test_an_impossible_share_is_refused(held_out):
   from valkyrie.tasks.text import TextSource  # noqa: PLC0415
@@ -213,8 +247,8 @@ def test_unknown_options_are_refused():
 
   with pytest.raises(ConfigurationError, match=r'no option colum\. It has column, cut, held_out'):
     seqio.TaskRegistry.get('text').source.at('/data', colum='a')
-  with pytest.raises(ConfigurationError, match='task fineweb has no options, but got column'):
-    seqio.TaskRegistry.get('fineweb').source.at('/data', column='a')
+  with pytest.raises(ConfigurationError, match=r'no option url\. It has column, cut, held_out'):
+    seqio.TaskRegistry.get('fineweb').source.at('/data', url='a')
   with pytest.raises(ConfigurationError, match='its own documents, but got the option column'):
     seqio.TaskRegistry.get('passkey.64').source.at(None, column='a')
 

@@ -9,6 +9,10 @@ store.json:
   python -m valkyrie.data.build_store --task=fineweb --source=gs://bucket/fineweb --split=train \\
       --output=DIR --shards=512 --shard=17
 
+Apache Beam builds the shards by its workers. Its options follow --beam, at the end:
+
+  python -m valkyrie.data.build_store ... --beam --runner=FlinkRunner --flink_master=HOST:PORT
+
 The module valkyrie.tasks.NAME registers a task NAME, NAME.X or NAME/X; 'package.module:NAME' names
 another module. A task has the feature 'targets'. With 'inputs' too, a document is a prompt and its
 answer, and only the answer is learned. 'sequence_key' (a string) is equal for documents that belong
@@ -61,6 +65,12 @@ def _parser() -> argparse.ArgumentParser:
   add('--verify', action='store_true', help='check every byte of the store in --output instead')
   add('--json', action='store_true', help='print the result as one line of JSON')
   add('--while-open', action='store_true', help='end when standard input is closed')
+  add(
+    '--beam',
+    nargs=argparse.REMAINDER,
+    metavar='OPTION',
+    help='build the shards by Apache Beam; all that follows are its options, such as --runner=NAME',
+  )
   return parser
 
 
@@ -79,6 +89,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any] | None:
     )
   if arguments.processes < 1:
     raise ConfigurationError(f'--processes={arguments.processes} must be 1 or more.')
+  beam_store = None if arguments.beam is None else _beam_store(arguments)
   vocabulary = vocabularies.load(arguments.vocabulary)
   source, options = located(arguments.source), dict(_option(text) for text in arguments.option)
   if arguments.output is None:
@@ -101,9 +112,35 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any] | None:
     shards=arguments.shards,
     unique=arguments.unique,
   )
+  if beam_store:
+    return beam_store.build(order, arguments.beam, rebuild=arguments.rebuild)
   return store_builder.build(
     order, shard=arguments.shard, processes=arguments.processes, rebuild=arguments.rebuild
   )
+
+
+def _beam_store(arguments: argparse.Namespace) -> Any:
+  """The module `beam_store`, if Apache Beam is installed and the options fit it."""
+  if arguments.shard is not None or arguments.processes != 1:
+    raise ConfigurationError(
+      f'--beam builds all shards by its own workers, but got --shard={arguments.shard} and '
+      f'--processes={arguments.processes}. Remove both. Options of the runner give the number of '
+      'workers, such as --direct_num_workers=2.'
+    )
+  _, of_beam = _parser().parse_known_args(arguments.beam)
+  if misplaced := [option for option in arguments.beam if option not in of_beam]:
+    raise ConfigurationError(
+      f'Found {" ".join(misplaced)} after --beam, but only options of Apache Beam are expected '
+      'there. Write it before --beam.'
+    )
+  try:
+    from valkyrie.data import beam_store  # noqa: PLC0415  (an optional package)
+  except ImportError as error:
+    raise ConfigurationError(
+      f'--beam needs Apache Beam, which this Python does not have ({error}). Install it into an '
+      "environment of its own: pip install 'valkyrie[beam]'"
+    ) from error
+  return beam_store
 
 
 def _option(text: str) -> tuple[str, str]:

@@ -45,7 +45,7 @@ class Records:
         self._groups += [(file, group) for group in range(self._row_groups(file))]
         continue
       if kind not in _OF_ROWS:
-        self._missing(file.path, ['text'])
+        check_columns(self._columns, ['text'], file.path)
       self._groups.append((file, -1))
 
   def rows(self, part: int, parts: int) -> Iterator[Row]:
@@ -70,7 +70,7 @@ class Records:
     (footer,) = self._guarded(file, (self._parquet(f).metadata for f in [file]))
     if not footer.num_rows:
       raise DataError(f'{file.path} is empty: it has no rows. {_REPAIR}')
-    self._missing(file.path, footer.schema.to_arrow_schema().names)
+    check_columns(self._columns, footer.schema.to_arrow_schema().names, file.path)
     return footer.num_row_groups
 
   def _parquet(self, file: SourceFile) -> pyarrow.parquet.ParquetFile:
@@ -85,7 +85,7 @@ class Records:
 
   def _batches(self, file: SourceFile, part: int, parts: int) -> Iterator[Row]:
     with self.files.open(file) as stream, pyarrow.ipc.open_stream(stream) as reader:
-      self._missing(file.path, reader.schema.names)
+      check_columns(self._columns, reader.schema.names, file.path)
       for number, batch in enumerate(reader):
         if number % parts == part:
           yield from batch.select(self._columns).to_pylist()
@@ -111,16 +111,8 @@ class Records:
             f'Line {number + 1} of {file.path} is not a JSON object: it begins with '
             f'{line[:40]!r}. Each line must be an object such as {{"text": "..."}}.'
           )
-        self._missing(f'Line {number + 1} of {file.path}', list(row))
+        check_columns(self._columns, list(row), f'Line {number + 1} of {file.path}')
         yield {column: row[column] for column in self._columns}
-
-  def _missing(self, place: str, names: Sequence[str]) -> None:
-    """Raises a DataError if a column is not among the names."""
-    if missing := [column for column in self._columns if column not in names]:
-      raise DataError(
-        f'{place} has no column {", ".join(missing)}; it has {", ".join(names)}. The task text '
-        'reads any column: --gin.text_column=\'"NAME"\', or --option=column=NAME of build_store.'
-      )
 
   def _guarded(self, file: SourceFile, rows: Iterator[Any]) -> Iterator[Any]:
     """Names the file of an error."""
@@ -135,6 +127,15 @@ class Records:
       raise DataError(f'{file.path} is missing. {_REPAIR}') from error
     except (pa.ArrowException, OSError, ValueError) as error:
       raise DataError(f'{file.path} is corrupt: it cannot be read ({error}). {_REPAIR}') from error
+
+
+def check_columns(columns: Sequence[str], names: Sequence[str], place: str) -> None:
+  """Raises a DataError if a column is not among the names of a place."""
+  if missing := [column for column in columns if column not in names]:
+    raise DataError(
+      f'{place} has no column {", ".join(missing)}; it has {", ".join(names)}. The task text '
+      'reads any column: --gin.text_column=\'"NAME"\', or --option=column=NAME of build_store.'
+    )
 
 
 def _split_lines(stream: Any) -> Iterator[bytes]:

@@ -1,10 +1,10 @@
 """The build of a token store, by one process or by several that share its shards.
 
 A shard is the work of one process, and its content does not depend on which: any number of
-processes makes the same store.
+processes makes the same store, and so do workers on other machines (`beam_store`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 import contextlib
 import dataclasses
 import importlib
@@ -46,7 +46,12 @@ class Order:
 
 
 def build(
-  order: Order, *, shard: int | None = None, processes: int = 1, rebuild: bool = False
+  order: Order,
+  *,
+  shard: int | None = None,
+  processes: int = 1,
+  rebuild: bool = False,
+  build_shards: Callable[[Sequence[int]], None] | None = None,
 ) -> dict[str, Any] | None:
   """Builds a store, or one shard of it; returns store.json, or None while shards are missing.
 
@@ -55,6 +60,7 @@ def build(
     shard: the number of the only shard to build; None builds all.
     processes: the number of processes; it does not change the store.
     rebuild: remove a store that is there first.
+    build_shards: builds the shards with these numbers, in place of processes of this machine.
 
   Raises:
     ConfigurationError: the task or split is unknown, or does not fit the other arguments.
@@ -68,15 +74,18 @@ def build(
       return found
     shutil.rmtree(order.output)
   print(f'building {order.output}\nloading seqio and TensorFlow', file=sys.stderr, flush=True)
-  bench = _Bench(order)
+  bench = Bench(order)
   numbers = range(order.shards) if shard is None else [shard]
-  with _Progress(f'{order.task}/{order.split}', len(numbers)) as progress:
-    if processes == 1:
-      for number in numbers:
-        bench.build(number, progress.read)
-        progress.finished()
-    else:
-      _in_processes(order, numbers, min(processes, len(numbers)), progress)
+  if build_shards:
+    build_shards(numbers)
+  else:
+    with _Progress(f'{order.task}/{order.split}', len(numbers)) as progress:
+      if processes == 1:
+        for number in numbers:
+          bench.build(number, progress.read)
+          progress.finished()
+      else:
+        _in_processes(order, numbers, min(processes, len(numbers)), progress)
   return store_writer.finish(order.output, bench.recipe, bench.reader.origin)
 
 
@@ -100,7 +109,7 @@ def rates(mixture: str) -> dict[str, float]:
   return {f'{module}:{task.name}': float(found.get_rate(task)) for task in found.tasks}
 
 
-class _Bench:
+class Bench:
   """All that a process needs to build shards; loads TensorFlow."""
 
   def __init__(self, order: Order):
@@ -210,7 +219,7 @@ def _work(order: Order, waiting: Any, writer: Any) -> None:
   """The main function of a process: builds the shards that wait, and sends what it has done."""
   threading.Thread(target=_end_with_the_parent, daemon=True).start()
   try:
-    bench = _Bench(order)
+    bench = Bench(order)
     while (number := waiting.get()) is not None:
       bench.build(number, lambda *read: writer.send(read))
       writer.send(())

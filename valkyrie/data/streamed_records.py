@@ -1,0 +1,46 @@
+"""Rows of a data set that Hugging Face streams: hf://OWNER/NAME, or hf://OWNER/NAME/CONFIGURATION."""
+
+from collections.abc import Iterator, Sequence
+import itertools
+from typing import Any
+
+from valkyrie.data.records import Row, check_columns
+from valkyrie.errors import ConfigurationError, DataError
+
+STREAMED = 'hf://'
+
+
+class StreamedRecords:
+  """The rows of the split 'train', of which the columns are checked; see `Records`."""
+
+  def __init__(self, location: str, columns: Sequence[str]):
+    self._location, self._columns = location, columns
+
+  def rows(self, part: int, parts: int) -> Iterator[Row]:
+    """The rows of one of `parts` parts. Every part streams all rows."""
+    return itertools.islice(self._all(), part, None, parts)
+
+  def describe(self) -> dict[str, Any]:
+    """For store.json: the files are not known."""
+    return {'streamed': True}
+
+  def _all(self) -> Iterator[Row]:
+    try:
+      import datasets  # noqa: PLC0415  (an optional package)  # pyright: ignore
+    except ImportError as error:
+      raise ConfigurationError(
+        f'The source {self._location} needs the package datasets, which is not installed. '
+        'Run pip install datasets, or use a directory of parquet shards.'
+      ) from error
+    owner, _, rest = self._location.removeprefix(STREAMED).partition('/')
+    name, _, configuration = rest.partition('/')
+    try:
+      for row in datasets.load_dataset(
+        f'{owner}/{name}', configuration or None, split='train', streaming=True
+      ):
+        check_columns(self._columns, list(row), self._location)
+        yield row
+    except (OSError, ValueError) as error:
+      raise DataError(
+        f'Streaming {self._location} failed ({error}). Run again to continue.'
+      ) from error
