@@ -118,28 +118,6 @@ def test_a_hard_gate_writes_nothing_at_all():
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-9), found, expected)
 
 
-def test_the_noise_of_the_gate_acts_in_training_alone():
-  """A gate that is closed by more than the noise stays closed."""
-  x, *_ = stream(40)
-
-  def written(noise, key):
-    make = functools.partial(layer, write_gate='hard', write_noise=noise)
-    pure = hk.transform(lambda x: make()._rates(x)[1])
-    params = pure.init(jax.random.key(0), x)
-    module = params['gated_delta_net']
-    params = {'gated_delta_net': {**module, 'beta': 2 * module['beta']}}
-    return np.asarray(pure.apply(params, key, x)), 2 * x @ module['beta']
-
-  key = jax.random.key(1)
-  plain, logits = written(0.0, key)
-  np.testing.assert_array_equal(written(0.5, None)[0], plain)
-  noisy, _ = written(0.5, key)
-  assert (noisy != plain).any() and not noisy[logits < -1].any()
-  assert np.abs(noisy - plain).max() <= 0.5 + 1e-6
-  near = (logits > -1) & (logits < -0.5)  # closed, and opened by noise
-  assert not plain[near].any() and noisy[near].any()
-
-
 def test_the_gradient_is_that_of_the_equations():
   """Along random directions of parameters, inputs and carry, by central differences."""
   x, carry, positions, segment_ids = stream(11)
@@ -321,7 +299,6 @@ def test_dtypes_under_bfloat16():
     ({'horizon': 1.0}, r'GatedDeltaNet.shortest=10 and GatedDeltaNet.horizon=1:'),
     ({'largest_rate': 0.5}, r'GatedDeltaNet.largest_rate=0.5 must be at least 1'),
     ({'shortest': 0.0}, 'GatedDeltaNet.shortest=0 '),
-    ({'write_noise': -1.0}, 'GatedDeltaNet.write_noise=-1.0 must be 0 or more'),
     ({'write_gate': 'relu'}, "write_gate='relu' is unknown. Use one of .'sigmoid', 'hard'."),
   ],
 )

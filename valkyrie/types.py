@@ -46,8 +46,7 @@ class SequenceMixer(Protocol):
   """A Haiku module that mixes along time and carries its memory between chunks.
 
   causal: whether no output depends on a later token. A bidirectional mixer carries nothing.
-  dropout: the share of values that it zeroes in training, see `layers.dropout`; above 0, a training
-    step has random numbers for the mixer.
+  dropout: the share of values that it zeroes in training, see `layers.dropout`.
 
   Optional attributes, with the value that a mixer without them has:
 

@@ -29,7 +29,6 @@ from valkyrie.models.layers import (
 from valkyrie.models.recurrence.convolution import CausalConvolution, Tail
 from valkyrie.models.recurrence.delta_rule import gated_delta_rule
 from valkyrie.models.recurrence.time_constants import check_time_constants, rates_and_steps
-from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array, DType
 
 
@@ -61,7 +60,6 @@ class GatedDeltaNet(hk.Module):
     horizon: float = 1000.0,
     largest_rate: float = 16.0,
     write_gate: str = 'sigmoid',
-    write_noise: float = 0.0,
     name: str | None = None,
   ):
     """Configures the mixer.
@@ -79,9 +77,6 @@ class GatedDeltaNet(hk.Module):
         constant is 1 / (step exp(log_rate)); at 1, all lie between `shortest` and `horizon`.
       write_gate: β, 'sigmoid' as published, or 'hard', min(max(1/2 + x, 0), 1). At a hard 0 a
         head holds what it has exactly, through any number of tokens.
-      write_noise: in training, x gets a random number between -write_noise and it. A gate then
-        learns to close with a margin (Kaiser & Sutskever 2016, Neural GPUs learn algorithms, have
-        noise and such gates).
       name: Haiku's.
 
     Raises:
@@ -101,15 +96,13 @@ class GatedDeltaNet(hk.Module):
         f'GatedDeltaNet.slice_size={slice_size} must be a power of two. Use 64.'
       )
     check_time_constants('GatedDeltaNet', shortest, horizon, largest_rate)
-    if write_noise < 0:
-      raise ConfigurationError(f'GatedDeltaNet.write_noise={write_noise} must be 0 or more.')
     if write_gate not in WRITE_GATES:
       raise ConfigurationError(
         f'GatedDeltaNet.write_gate={write_gate!r} is unknown. Use one of {list(WRITE_GATES)}.'
       )
     self._write_gate = WRITE_GATES[write_gate]
     self.causal = self.sequence_parallel = True
-    self.dropout = self._write_noise = write_noise  # both draw random numbers in training
+    self.dropout = 0.0
     self.horizon = horizon
     self._heads = heads
     self._keys = key_width
@@ -178,10 +171,6 @@ class GatedDeltaNet(hk.Module):
     wide = jnp.promote_types(x.dtype, jnp.float32)
     step, beta = jnp.split(matmul(x, jnp.concatenate(weights, axis=1), wide), 2, axis=-1)
     step = jax.nn.softplus(step + step_bias[None, None])
-    key = hk.maybe_next_rng_key() if self._write_noise else None
-    if key is not None:
-      key = sequence_parallel.fold_in_shard(key)
-      beta += self._write_noise * jax.random.uniform(key, beta.shape, beta.dtype, -1, 1)
     return -jnp.exp(log_rate)[None, None] * step, self._write_gate(beta)
 
 
