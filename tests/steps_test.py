@@ -54,8 +54,8 @@ def assert_continues_after(run, step):
   for read_only in (True, False):
     with Checkpoints().open(run, read_only=read_only) as checkpoints:
       assert checkpoints.latest_step() == step
-      state, record = checkpoints.restore(target())
-      assert record == {'position': step}
+      state = checkpoints.restore(target())
+      assert checkpoints.latest_record() == {'position': step}
       np.testing.assert_array_equal(state['w'], weights(step)['w'])
       if not read_only:
         checkpoints.save(step + 1, weights(step + 1), {'position': step + 1})

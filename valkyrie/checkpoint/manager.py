@@ -228,36 +228,36 @@ class CheckpointDirectory:
         nearest, _ = steps.first_valid(self.directory, order)
     return json.loads(processes.exchange('nearest', json.dumps(nearest))[0])
 
-  def restore(
-    self, target: Any, partial: bool = False, step: int | None = None
-  ) -> tuple[Any, dict[str, Any]] | None:
-    """Reads the newest valid step, or `step`; returns None if there is no step.
+  def restore(self, target: Any, partial: bool = False, step: int | None = None) -> Any:
+    """Reads the newest valid step, or `step`: the state bit for bit, in the structure of `target`.
 
     Args:
       target: a pytree of jax.ShapeDtypeStruct; its shardings may differ from those of the save.
       partial: `target` is a dict of some fields of the state; the others are not read.
       step: a valid step; None is the newest.
 
-    Returns:
-      (state, record): the state bit for bit, in the structure of `target`.
-
     Raises:
-      ConfigurationError: names, shapes or dtypes differ: a checkpoint of another model.
+      ConfigurationError: there is no step, or names, shapes or dtypes differ: a checkpoint of
+        another model.
       StorageError: the files cannot be read.
     """
     self.wait()
+    return self._files.read(self._place_of_state(step), target, partial)
+
+  def restore_evaluated(self, target: Any) -> Any:
+    """Reads the parameters that evaluations use: the average, if there is one; as `restore`."""
+    self.wait()
+    field = self._evaluated_field()
+    return self.restore({field: target}, partial=True)[field]
+
+  def _evaluated_field(self) -> str:
+    return 'average' if 'average' in self._files.fields(self._place_of_state()) else 'params'
+
+  def _place_of_state(self, step: int | None = None) -> pathlib.Path:
     step = self._newest if step is None else step
     if step is None:
-      return None
-    state = self._files.read(self.directory / str(step) / 'state', target, partial)
-    return state, self._read_record(step)
-
-  def evaluated_field(self) -> str:
-    """The field of the newest valid step that evaluations use: 'average', or 'params' without."""
-    return 'average' if 'average' in self._files.fields(self._newest_state()) else 'params'
-
-  def _newest_state(self) -> pathlib.Path:
-    return self.directory / str(self._newest) / 'state'
+      raise ConfigurationError(f'{self.directory} has no checkpoint. Train there first.')
+    return self.directory / str(step) / 'state'
 
   def newest_params(self) -> tuple[dict[str, Any], Any]:
     """The record of the newest valid step, and the parameters that evaluations use.
@@ -268,10 +268,9 @@ class CheckpointDirectory:
       ConfigurationError: there is no step.
       StorageError: the files cannot be read.
     """
-    record = self.latest_record()
-    if record is None:
-      raise ConfigurationError(f'{self.directory} has no checkpoint. Train there first.')
-    return record, self._files.read_to_host(self._newest_state(), self.evaluated_field())
+    place, record = self._place_of_state(), self.latest_record()
+    assert record is not None, 'there is a step'
+    return record, self._files.read_to_host(place, self._evaluated_field())
 
   def check(self) -> None:
     """Raises StorageError if the running save has failed; does not wait for it."""

@@ -42,8 +42,7 @@ def restored_params(
     partitioner.shardings(shapes, model.parameter_axes(partitioner.parameter_axes)),
   )
   with checkpoints.open(model_dir, read_only=True) as directory:
-    step = directory.latest_step()
-    record = directory.latest_record()
+    step, record = directory.latest_step(), directory.latest_record()
     if record is None or step is None:
       raise ConfigurationError(
         f'{model_dir} contains no checkpoint. Train there first, or pass the --model_dir of a run.'
@@ -54,10 +53,7 @@ def restored_params(
         f'{vocabulary.fingerprint} is given: its ids mean other texts. Bind the vocabulary that '
         f'{model_dir}/config.gin names.'
       )
-    field = directory.evaluated_field()
-    restored = directory.restore({field: target}, partial=True)
-    assert restored is not None, 'its record was just read'
-  return restored[0][field], step
+    return directory.restore_evaluated(target), step
 
 
 @may_change_on_resume()

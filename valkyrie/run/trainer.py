@@ -168,9 +168,7 @@ class Trainer:
       fields = {name: getattr(initial, name) for name in names}
     else:
       target = {name: getattr(self._setup.state, name) for name in names}
-      restored = self._directory.restore(target, partial=True, step=found)
-      assert restored is not None, 'the step was just found'
-      fields = restored[0]
+      fields = self._directory.restore(target, partial=True, step=found)
     self.state = self.state._replace(**fields)
     return found or 0
 
@@ -200,15 +198,12 @@ class Trainer:
       self._say(change)
     self._say(f'resuming after step {self.step} from {self._directory.directory}')
     if found['rows'] == settings.batch_size:
-      return self._restore(self._setup.state)
+      return self._directory.restore(self._setup.state)
     fields = self._setup.state._asdict()
     del fields['carry']
-    return TrainState(carry=self._setup.initial_carry(), **self._restore(fields, partial=True))
-
-  def _restore(self, target: Any, *, partial: bool = False) -> Any:
-    restored = self._directory.restore(target, partial)
-    assert restored is not None, 'its record was just read'
-    return restored[0]
+    return TrainState(
+      carry=self._setup.initial_carry(), **self._directory.restore(fields, partial=True)
+    )
 
   def _facts(self) -> dict[str, Any]:
     """What a resumed run must share with this one, by compatibility.KINDS."""
