@@ -122,6 +122,11 @@ def test_blocks_includes_nested_values_and_constants():
     ('--gin.size=1\nimport os', ['is neither a macro']),
     ('--gin.size=', ['the value is missing']),
     ('--gin.1x=3', ['not gin syntax']),
+    ('--gin.nowhere/Gadget.size=3', ['has no effect', 'no binding refers to a @nowhere/Gadget']),
+    (
+      '--gin.operate.gadget=@optax.adamx',
+      ["no configurable 'optax.adamx'", 'Did you mean optax.ada'],
+    ),
   ],
 )
 def test_wrong_flags(flag, expected):
@@ -301,7 +306,7 @@ def test_secrets_are_not_written(folder):
   load(f"""
     hf_token = 'swordfish'
     {GOOD}
-    small/Gadget.name = %hf_token
+    Gadget.name = %hf_token
     operate.api_key = ('swordfish', {{
         'swordfish':
             'it is a swordfish of a considerable length, which gin writes on a line of its own'}})
@@ -319,7 +324,7 @@ def test_secrets_are_not_written(folder):
     assert 'https://(redacted)@host/data?x=1&(redacted)&y=2' in text
     assert 'data/tokenizer.json' in text
   found = bindings()
-  assert found['small/Gadget.name'] == '(redacted)'
+  assert found['Gadget.name'] == '(redacted)'
   assert found['operate.api_key'] == ['(redacted)', {'(redacted)': '(redacted)'}]
   assert found['operate.max_tokens'] == 4
 

@@ -128,3 +128,9 @@ def test_a_cast_copy_computes_the_same():
 def test_bad_adapters_are_refused(options, message):
   with pytest.raises(ConfigurationError, match=message):
     Lora(**options)
+
+
+def test_a_pattern_without_matrices_is_refused():
+  model = tiny.model(lora=functools.partial(Lora, pattern='qerry$'))
+  with pytest.raises(ConfigurationError, match=r"pattern='qerry\$' is found in none of the"):
+    model.parameters()

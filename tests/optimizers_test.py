@@ -106,6 +106,14 @@ def test_groups():
   assert shapes.count(SHAPES['v']) == shapes.count(SHAPES['norm']) == 2
 
 
+def test_a_group_without_parameters_is_refused():
+  groups = [recurrence_group(), Group('^embeding$')]  # the first may be empty
+  with pytest.raises(ConfigurationError, match=r"pattern='\^embeding\$' is found in none of the"):
+    Optimizer(1.0, 0, 10, groups=groups).init(
+      {'embedding': jnp.zeros((2, 2))}, {'embedding': Kind(True)}
+    )
+
+
 def test_a_group_of_recurrences():
   group = recurrence_group()
   assert (group.learning_rate_scale, group.decay) == (0.25, False)
@@ -145,6 +153,10 @@ def test_schedules_that_are_refused():
     rates(schedule='cosin')
   with pytest.raises(ConfigurationError, match='cooldown=0'):
     rates(schedule='wsd', cooldown=0)
+  with pytest.raises(ConfigurationError, match=r'needs parentheses: @polynomial_schedule\(\)'):
+    rates(schedule=optax.polynomial_schedule)
+  with pytest.raises(ConfigurationError, match=r'an array of shape \(3,\) of a step'):
+    rates(schedule=lambda step: jnp.zeros(3) + step)
 
 
 def test_gin_files_name_any_function_of_optax(tmp_path):

@@ -19,10 +19,10 @@ def load(binding):
     ('Block.mixers=@S5', 'several in brackets, such as (@S5,), not @S5'),
     ('Block.mixers=(@S5, @Block)', 'another part than itself, not (@S5, @Block)'),
     ('LanguageModel.pattern=(@S5,)', 'a Block, not (@S5,)'),
-    ('LanguageModel.planner=@S5', 'a Planner, not @S5'),
-    ('Block.mixers=(@Planner,)', 'a SequenceMixer, not (@Planner,)'),
+    ('LanguageModel.planner=@S5', 'a Planner (S5 has no '),
+    ('Block.mixers=(@Planner,)', 'a SequenceMixer (Planner has no '),
     ('Optimizer.algorithm=@S5', 'a GradientTransformation, not @S5'),
-    ('train.feed=@validation/S5', 'a TaskFeed, not @validation/S5'),
+    ('train.feed=@validation/S5', 'a TaskFeed (S5 has no '),
     ('train.hooks=(@S5(),)', 'no instance of a Haiku module (write @S5), not (@S5(),)'),
     ('train.hooks=(3,)', 'a Hook, such as @NAME(), not (3,)'),
     (

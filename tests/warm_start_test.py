@@ -70,6 +70,10 @@ def test_weights_no_better_than_a_guess_are_refused(trained, tmp_path, capsys):
   flag = f"--gin.train.initial_weights='{source}'"
   assert start(tmp_path / 'run.gin', tmp_path / 'next', flag) == ConfigurationError.exit_code
   assert 'not clearly below the 5.5568 of a guess' in capsys.readouterr().err
+  accepted = '--gin.InitialWeights.any_loss=True'
+  assert start(tmp_path / 'run.gin', tmp_path / 'next', flag, accepted) == 0
+  said = capsys.readouterr()
+  assert 'warning: the validation loss of the loaded weights is' in said.out + said.err
 
 
 def test_weights_of_another_tokenizer_are_refused_unless_embeddings_are_new(

@@ -317,11 +317,17 @@ def test_rules_are_pairs_of_a_regular_expression_and_a_name(rules):
     InitialWeights('.', rules=rules)
 
 
+def test_a_rule_for_no_tensor_is_refused(tmp_path):
+  config, _ = write_llama(tmp_path / 'hf')
+  with pytest.raises(ConfigurationError, match="'embeding', which is found in no name of the"):
+    loaded(tmp_path / 'hf', model_of(config, tmp_path), rules=[('embeding', 'fresh')])
+
+
 def test_a_loss_like_a_guess_ends_the_run_where_every_weight_was_loaded():
-  assert 'is 1.0000' in initial.check_loss(1.0, 50, complete=True)
-  assert initial.check_loss(3.9, 50, complete=False).startswith('warning: ')
+  assert 'is 1.0000' in initial.check_loss(1.0, 50, strict=True)
+  assert initial.check_loss(3.9, 50, strict=False).startswith('warning: ')
   with pytest.raises(ConfigurationError, match=r'not clearly below the 3.9120 of a guess'):
-    initial.check_loss(3.9, 50, complete=True)
+    initial.check_loss(3.9, 50, strict=True)
 
 
 def test_the_gin_file_of_a_folder_is_printed(tmp_path, capsys):

@@ -76,6 +76,26 @@ def effective_bindings(statements: Sequence[Statement]) -> Effective:
   return effective
 
 
+def check_scopes(bindings: Sequence[Statement]) -> None:
+  """Checks that each scope of a binding is one of a reference, also of one that was overridden."""
+  known = {
+    scope
+    for statement in bindings
+    for leaf in leaves(statement.parsed.value)
+    if isinstance(leaf, Reference)
+    for scope in leaf.name.split('/')[:-1]
+  }
+  for statement in bindings:
+    scopes = [] if statement.is_macro else (statement.parsed.scope or '').split('/')
+    for scope in filter(None, scopes):
+      if scope not in known:
+        raise ConfigurationError(
+          f'{statement.where}: {statement.name} has no effect, since no binding refers to a '
+          f'@{scope}/{statement.parsed.selector}.{did_you_mean(scope, known)} The scopes are '
+          f'{", ".join(sorted(known)) or "none"}.'
+        )
+
+
 def check_references(effective: Effective) -> None:
   """Checks that all references and macros are defined, and that all macros of flags are read."""
   macros = macros_of(effective.values())

@@ -48,6 +48,7 @@ def load_gin(
     if statement.is_import:
       _import(statement)
   effective = check.effective_bindings(statements)
+  check.check_scopes(bindings)
   check.check_references(effective)
   value_types.check_parameter_types(effective)
   try:

@@ -7,6 +7,7 @@ from typing import Any
 
 import gin
 from gin import config as gin_config
+import optax
 
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.errors import ConfigurationError
@@ -23,6 +24,7 @@ def find(name: str, where: str = '') -> gin_config.Configurable:
   matches = registry.matching_selectors(selector) or _of_optax(selector)
   if not matches:
     known = {registry.minimal_selector(complete) for complete, _ in registry.items()}
+    known |= {f'optax.{n}' for n in dir(optax)} | {f'optax.contrib.{n}' for n in dir(optax.contrib)}
     raise ConfigurationError(
       f'{where}: there is no configurable {selector!r}.{did_you_mean(selector, known)}'
     )

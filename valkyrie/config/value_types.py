@@ -156,14 +156,16 @@ def _class_mismatch(value: Reference, expected: Any) -> str | None:
   if expected is Any or not (inspect.isclass(expected) and inspect.isclass(target)):
     return None
   if getattr(expected, '_is_protocol', False):
-    fits = all(
-      _accepts_arguments(getattr(target, name, None), member)
+    unfit = [
+      name
       for name, member in vars(expected).items()
-      if inspect.isfunction(member) and (not name.startswith('_') or name == '__call__')
-    )
-  else:
-    fits = issubclass(target, expected)
-  return None if fits else f'a {expected.__name__}'
+      if inspect.isfunction(member)
+      and (not name.startswith('_') or name == '__call__')
+      and not _accepts_arguments(getattr(target, name, None), member)
+    ]
+    lack = f' ({target.__name__} has no {", ".join(unfit)} with its arguments)'
+    return f'a {expected.__name__}{lack}' if unfit else None
+  return None if issubclass(target, expected) else f'a {expected.__name__}'
 
 
 def _accepts_arguments(method: Any, other: types.FunctionType) -> bool:

@@ -29,10 +29,18 @@ def record(files: SourceFiles) -> dict[str, Any]:
 def check(path: pathlib.Path, information: Mapping[str, Any], rebuild: str) -> None:
   """Raises a DataError if the source of a store has changed; `rebuild`: how to make it again.
 
-  A store without its source is as good as ever, and a warning says that it was not compared.
+  A store without its source is as good as ever, and a warning says that it was not compared. So it
+  does of a task in another package, if that names no files.
   """
   recorded = information.get('origin')
   if recorded is None:
+    if ':' in information['task']:
+      logging.warning(
+        'The token store %s was not compared with its source: the task names no files (see '
+        'DocumentSource.files). If the task or its data have changed, %s',
+        path,
+        rebuild,
+      )
     return
   try:
     files = SourceFiles(recorded['location'], recorded['formats'])

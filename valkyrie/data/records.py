@@ -133,8 +133,9 @@ def check_columns(columns: Sequence[str], names: Sequence[str], place: str) -> N
   """Raises a DataError if a column is not among the names of a place."""
   if missing := [column for column in columns if column not in names]:
     raise DataError(
-      f'{place} has no column {", ".join(missing)}; it has {", ".join(names)}. The task text '
-      'reads any column: --gin.text_column=\'"NAME"\', or --option=column=NAME of build_store.'
+      f'{place} has no column {", ".join(missing)}; it has {", ".join(names)}. Name the one to '
+      'read: text_column in gin (prompt_column and answer_column of prompts), or '
+      '--option=column=NAME of build_store.'
     )
 
 

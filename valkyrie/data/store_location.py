@@ -91,7 +91,7 @@ def open_store(
     _builder(recipe, f'Building the token store {path}')
     return TokenStore.open(path, codec)
   store = TokenStore.open(path, codec)
-  if store.information.get('origin') is not None:
+  if store.information.get('origin') is not None or ':' in task:
     from valkyrie.data import provenance  # noqa: PLC0415  (pyarrow, only for files)
 
     command = ['python', '-m', 'valkyrie.data.build_store', *recipe, '--rebuild']

@@ -392,7 +392,15 @@ def transform(make: Callable[..., LanguageModel]) -> Model:
 
   @functools.cache
   def parameters():
-    return declared(lambda: init(jax.random.key(0), 1)[0])
+    made = declared(lambda: init(jax.random.key(0), 1)[0])
+    lora = hk.transform(lambda: make(name='model').lora).apply({}, None)
+    matrices = [f'{m}/{n}' for m, group in made.items() for n, p in group.items() if p.cast]
+    if lora is not None and not any(path.endswith('_lora_a') for path in matrices):
+      raise ConfigurationError(
+        f'Lora.pattern={lora.pattern!r} is found in none of the {len(matrices)} paths of matrices, '
+        f'such as {", ".join(matrices[:3])}. Correct it, or set LanguageModel.lora = None.'
+      )
+    return made
 
   about = hk.transform(lambda: make(name='model').describe()).apply({}, None)
   return Model(init, initial_carry, apply, parameters, about)

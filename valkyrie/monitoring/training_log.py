@@ -1,5 +1,6 @@
 """Log of training metrics, one step behind the devices."""
 
+from collections.abc import Mapping
 import dataclasses
 import time
 
@@ -36,6 +37,7 @@ class TrainingLog:
     check_every(self.every)
     self._steps: list[StepMetrics] = []
     self._due: int | None = None
+    self._noted: dict[str, float] = {}
     self._since = time.perf_counter()
 
   def __call__(self, step: int, metrics: StepMetrics) -> None:
@@ -44,6 +46,10 @@ class TrainingLog:
     self._steps.append(metrics)
     if step % self.every == 0 or step == self.total_steps:
       self._due = step
+
+  def note(self, numbers: Mapping[str, float] | None) -> None:
+    """Adds the numbers of a hook to the next line, as 'hooks/NAME'."""
+    self._noted |= {f'hooks/{name}': float(value) for name, value in (numbers or {}).items()}
 
   def restart_clock(self) -> None:
     """Excludes the time since the last line, which was not training, from the speed."""
@@ -81,4 +87,5 @@ class TrainingLog:
     }
     if self.model.about.plan_interval is not None:
       scalars['draft_loss'] = float(sum(s.sums.draft_loss for s in steps)) / max(weight, 1.0)
-    self.writer.write_scalars(step, scalars)
+    self.writer.write_scalars(step, {**scalars, **self._noted})
+    self._noted = {}

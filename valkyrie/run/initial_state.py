@@ -38,9 +38,10 @@ class InitialState:
 
   def check(self, evaluate: Evaluator, state: TrainState, stop: Callable[[], bool]) -> None:
     """Evaluates loaded weights once, and says their loss; raises as `check_loss` does."""
-    if self._complete is None:
+    if self._weights is None or self._complete is None:
       return
     plan = self._setup.curriculum.phase(0).planner
     loss = evaluate(state.evaluated, whole=False, plan=plan, stop=stop)['loss']
     if loss is not None:
-      self._say(check_loss(loss, self._setup.model.about.vocabulary_size, self._complete))
+      strict = self._complete and not self._weights.any_loss
+      self._say(check_loss(loss, self._setup.model.about.vocabulary_size, strict))

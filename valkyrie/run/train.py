@@ -72,7 +72,7 @@ def train(
     initial_weights: the source of the first weights, see `InitialWeights`; None initializes them.
     patience: evaluations without a lower validation loss after which the run ends; None for none.
     profile_steps: the first and the last step to profile, into model_dir/profile.
-    hooks: called after every step, besides the run's own.
+    hooks: called after every step, besides the run's own; their numbers are logged.
     trackers: receive the numbers that are logged.
     preemption: the reaction to a request to stop.
     refused_steps: the budget of refused steps.
@@ -184,7 +184,7 @@ def train(
           refused_log.rewound(trainer.step, trainer.rewind(checkpoint_every))
         log(trainer.step, metrics)
         for hook in (*periodic, *hooks):
-          hook(trainer.step, trainer.state, metrics)
+          log.note(hook(trainer.step, trainer.state, metrics))
         directory.check()
         if in_flight is not None:
           check_refused(trainer.step - 1, in_flight)

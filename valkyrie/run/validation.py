@@ -71,7 +71,8 @@ class Validation:
     self.writer.write_scalars(step, found)
     if jax.process_index() == 0:
       plot.write_loss_by_position(pathlib.Path(self.model_dir), {'validation': found})
-    self.say(f'step {step}, validation: ' + ', '.join(describe(found)))
+    split = 'the whole validation split' if is_last else 'validation'
+    self.say(f'step {step}, {split}: ' + ', '.join(describe(found)))
     self.log.restart_clock()
 
   def _compare(self, step: int, loss: float | None) -> None:

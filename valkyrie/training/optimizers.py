@@ -31,12 +31,14 @@ class Group:
     learning_rate_scale: a factor on the learning rate; 0 freezes them, and they have no moments.
     decay: False takes the optimizer's algorithm for vectors, which decays nothing, for all of them.
     algorithm: one of their own.
+    may_be_empty: whether a model without such parameters is accepted.
   """
 
   pattern: str
   learning_rate_scale: float = 1.0
   decay: bool = True
   algorithm: Algorithm | None = None
+  may_be_empty: bool = False
 
   def __post_init__(self):
     regular_expression('Group.pattern', self.pattern)
@@ -55,7 +57,7 @@ def recurrence_group(
 
   The paper gives them no weight decay and a smaller learning rate (S5, appendix B.1.3, table 11).
   """
-  return Group(pattern, learning_rate_scale, decay=False)
+  return Group(pattern, learning_rate_scale, decay=False, may_be_empty=True)
 
 
 @gin.configurable
@@ -118,7 +120,12 @@ class Optimizer:
     return jnp.asarray(self._schedule(step), jnp.float32)
 
   def init(self, params: Params, kinds: Any) -> Any:
-    """The state before the first step; `kinds` is a pytree like params, see `Model.kinds`."""
+    """The state before the first step; `kinds` is a pytree like params, see `Model.kinds`.
+
+    Raises:
+      ConfigurationError: a group has no parameters.
+    """
+    self._check_groups(params)
     return self._direction(params, kinds).init(params)
 
   def update(
@@ -159,6 +166,16 @@ class Optimizer:
       return not group.learning_rate_scale
 
     return jax.tree_util.tree_map_with_path(is_frozen, params)
+
+  def _check_groups(self, params: Params) -> None:
+    paths = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    for group in self._groups:
+      if not group.may_be_empty and not any(re.search(group.pattern, path) for path in paths):
+        raise ConfigurationError(
+          f'Group.pattern={group.pattern!r} is found in none of the {len(paths)} paths of '
+          f'parameters, such as {", ".join(paths[:3])}. Correct it, or leave the group out; '
+          'model_info.txt of a run lists all paths.'
+        )
 
   def _group(self, path: str) -> tuple[int | None, Group]:
     """The number of the first group that a path matches, and the group."""

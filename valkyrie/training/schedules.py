@@ -1,5 +1,6 @@
 """Learning-rate schedules: a warm-up, and then one of several shapes, as a share of the peak."""
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -35,7 +36,7 @@ def schedule(
   """
   decay_steps = max(train_steps - warmup_steps, 1)
   if callable(shape):
-    after = shape
+    after = _checked(shape)
   elif shape == 'constant':
     after = optax.constant_schedule(1.0)
   elif shape == 'linear':
@@ -61,6 +62,25 @@ def schedule(
     return after
   rising = optax.linear_schedule(1 / warmup_steps, 1.0, warmup_steps)
   return optax.join_schedules([rising, after], [warmup_steps])
+
+
+def _checked(after: Schedule) -> Schedule:
+  """The function, if it makes a number of a step."""
+  name = getattr(after, '__name__', type(after).__name__)
+  try:
+    share = jax.eval_shape(after, jax.ShapeDtypeStruct((), jnp.int32))
+    fits = share.shape == ()
+  except (TypeError, AttributeError, ValueError) as error:
+    raise ConfigurationError(
+      f'Optimizer.schedule, {name}, makes no number of a step ({error}). A reference to a function '
+      f'that makes a schedule needs parentheses: @{name}().'
+    ) from error
+  if not fits:
+    raise ConfigurationError(
+      f'Optimizer.schedule, {name}, makes an array of shape {share.shape} of a step, but a number '
+      'was expected: the share of the peak.'
+    )
+  return after
 
 
 def _inverse_square_root(begin: int) -> Schedule:

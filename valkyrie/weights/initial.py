@@ -79,11 +79,14 @@ class InitialWeights:
       source, in which \\1 stands for a group of the pattern. Without a rule, it has the same name.
     partial: tensors that the source lacks are new: outputs (`out`) are zero, so that a new layer or
       mixer adds nothing at first; others, and tokens that the source lacks, are initialized.
+    any_loss: accept weights whose validation loss is like that of a guess, as on a task that is new
+      to them.
   """
 
   source: str
   rules: Sequence[tuple[str, str]] = ()
   partial: bool = False
+  any_loss: bool = False
 
   def __post_init__(self):
     for rule in self.rules:
@@ -134,8 +137,9 @@ class InitialWeights:
     leaves = names.leaves(params)
     if not any(tensor_files.is_adapter(name) for leaf in leaves for name in leaf.tensors):
       source = source._replace(tensors=tensor_files.merged(source.tensors))
+    self._check_vocabulary(source, vocabulary)
     chosen = self._chosen(leaves, source.tensors, model.about.vocabulary_size)
-    self._check(source, make, vocabulary, chosen)
+    self._check_settings(source, make)
     for line in self._report(source, chosen):
       say(line)
     loaded: dict[str, dict[str, Array]] = {module: dict(group) for module, group in params.items()}
@@ -153,6 +157,14 @@ class InitialWeights:
   ) -> dict[str, str]:
     """{tensor of the model: FRESH, ZERO or the tensor of the source}, checked."""
     chosen, missing, misfits = {}, [], []
+    all_names = [name for leaf in leaves for name in leaf.tensors]
+    for pattern, _ in self.rules:
+      if not any(re.search(pattern, name) for name in all_names):
+        raise ConfigurationError(
+          f'InitialWeights.rules has {pattern!r}, which is found in no name of the '
+          f'{len(all_names)} tensors of the model, such as {", ".join(all_names[:3])}. Correct it, '
+          'or leave the rule out.'
+        )
     for leaf in leaves:
       shape = leaf.shape[leaf.stacked :]
       for name in leaf.tensors:
@@ -194,21 +206,17 @@ class InitialWeights:
         return choice if choice in (FRESH, ZERO) else match.expand(choice)
     return name
 
-  def _check(
-    self,
-    source: Source,
-    make: Callable[..., LanguageModel],
-    vocabulary: str,
-    chosen: Mapping[str, str],
-  ) -> None:
-    """Compares what shapes do not tell."""
-    reads_tokens = chosen['embedding'] in source.tensors
+  def _check_vocabulary(self, source: Source, vocabulary: str) -> None:
+    reads_tokens = self._choice('embedding') in source.tensors
     if reads_tokens and source.vocabularies and vocabulary not in source.vocabularies:
       raise ConfigurationError(
         f'{self.source} was trained with the vocabulary {" or ".join(source.vocabularies)}, but '
         f'{vocabulary} is given: its ids mean other texts. Bind that vocabulary, or begin with '
         "new embeddings: InitialWeights.rules = (('embedding$', 'fresh'),)."
       )
+
+  def _check_settings(self, source: Source, make: Callable[..., LanguageModel]) -> None:
+    """Compares what shapes do not tell."""
     if source.config is None:
       return
     expected, found = huggingface.bindings(source.config), _settings(make)
@@ -237,22 +245,23 @@ class InitialWeights:
     ]
 
 
-def check_loss(loss: float, tokens: int, complete: bool) -> str:
+def check_loss(loss: float, tokens: int, strict: bool) -> str:
   """Says how good loaded weights are, by their validation loss.
 
   Raises:
-    ConfigurationError: all weights were loaded, and the loss is not clearly below that of a guess.
+    ConfigurationError: with `strict`, the loss is not clearly below that of a guess.
   """
   guess = float(np.log(tokens))
   found = f'the validation loss of the loaded weights is {loss:.4f}'
   if loss < 0.9 * guess:
     return found
   problem = f'{found}, not clearly below the {guess:.4f} of a guess'
-  if not complete:
-    return f'warning: {problem}; some weights are new'
+  if not strict:
+    return f'warning: {problem}'
   raise ConfigurationError(
     f'{problem[0].upper()}{problem[1:]}. They may be of another model or tokenizer, or damaged. '
-    'Compare the configuration and the vocabulary with those of the source.'
+    'Compare the configuration and the vocabulary with those of the source. If the task is only '
+    'new to them, set InitialWeights.any_loss = True.'
   )
 
 
