@@ -19,26 +19,29 @@ from valkyrie.data.generated_source import DIGITS, NOISE, Problem, register, sym
 KEYS = string.ascii_uppercase
 PAIRS = (1, 4, 16)  # marked pairs of a stream
 _SHARES = (4 / 7, 2 / 7, 1 / 7)  # of the streams in training: one pair is the first to be learned
+SHARE = 1 / 8  # of the tokens of a distance belong to pairs without a mark
 NEAREST, FARTHEST = 8, 8000  # distances in the splits
 _LETTERS, _KEYS, _DIGITS = (np.frombuffer(s.encode(), np.uint8) for s in (NOISE, KEYS, DIGITS))
 
 
-def filler(random: np.random.RandomState, length: int) -> str:
-  """`length` letters, among which one token in eight belongs to a pair without a mark."""
+def filler(random: np.random.RandomState, length: int, share: float = SHARE) -> str:
+  """`length` letters, of which this share belongs to pairs without a mark."""
   text = _LETTERS[random.randint(len(_LETTERS), size=length)]
   # Pairs begin at even places, so that they do not overlap, and a letter or a pair precedes each.
-  keys = 2 * np.flatnonzero(random.randint(8, size=length // 2) == 0)
+  keys = 2 * np.flatnonzero(random.uniform(size=length // 2) < share)
   text[keys] = _KEYS[random.randint(len(_KEYS), size=len(keys))]
   text[keys + 1] = _DIGITS[random.randint(len(_DIGITS), size=len(keys))]
   return text.tobytes().decode()
 
 
-def recall(random: np.random.RandomState, pairs: int, distance: int) -> list[Problem]:
+def recall(
+  random: np.random.RandomState, pairs: int, distance: int, share: float = SHARE
+) -> list[Problem]:
   """A stream: the first prompt holds the pairs and all tokens between them and the questions."""
   keys = random.permutation(list(KEYS))[:pairs]
   values = symbols(random, DIGITS, pairs)
   marked = ''.join(f'!{key}{value}' for key, value in zip(keys, values, strict=True))
-  context = marked + filler(random, distance)
+  context = marked + filler(random, distance, share)
   asked = random.permutation(pairs)
   return [
     Problem(f'{context if first else ""}?{keys[i]}', values[i])
@@ -58,11 +61,18 @@ def _near_and_far(random: np.random.RandomState) -> list[Problem]:
   return recall(random, random.choice(PAIRS), int(distance))
 
 
+def _crowded(random: np.random.RandomState) -> list[Problem]:
+  """As `_near_and_far`, with up to eight times as many pairs without a mark."""
+  distance = np.exp(random.uniform(np.log(NEAREST), np.log(FARTHEST)))
+  share = np.exp(random.uniform(np.log(SHARE), 0))
+  return recall(random, random.choice(PAIRS), int(distance), share)
+
+
 register(
   'recall',
   {
     'train': (2**15, _most_near),
-    'train_far': (2**14, _near_and_far),
+    'train_far': (2**14, _crowded),
     'validation': (2**7, _near_and_far),
   },
 )

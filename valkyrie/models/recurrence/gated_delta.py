@@ -41,7 +41,7 @@ class DeltaCarry(NamedTuple):
 
 WRITE_GATES = {
   'sigmoid': jax.nn.sigmoid,
-  'hard': lambda x: jnp.clip(x + 0.5, 0, 1),
+  'hard': lambda x: jnp.clip(2 * x - 0.5, 0, 1),
 }
 
 
@@ -75,8 +75,8 @@ class GatedDeltaNet(hk.Module):
         steps of 0.1 and 0.001.
       largest_rate: the rates exp(log_rate) spread evenly from 1 to it, as in Mamba-2. A head's time
         constant is 1 / (step exp(log_rate)); at 1, all lie between `shortest` and `horizon`.
-      write_gate: β, 'sigmoid' as published, or 'hard', min(max(1/2 + x, 0), 1). At a hard 0 a
-        head holds what it has exactly, through any number of tokens.
+      write_gate: β, 'sigmoid' as published, or 'hard', min(max(2 x - 1/2, 0), 1). At a hard 0 a
+        head holds what it has exactly, through any number of tokens; weight decay closes it.
       name: Haiku's.
 
     Raises:
