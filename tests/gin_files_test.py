@@ -101,6 +101,26 @@ def test_a_run_builds_its_shapes(file, enough_devices):
     assert jax.tree.map(shape, after) == jax.tree.map(shape, state)
 
 
+def test_a_run_says_how_many_parameters_learn():
+  load(FOLDER / 'tiny_cpu.gin', FOLDER / 'optimizers' / 'lora.gin')
+  setup = Setup(StepSettings())
+  (said,) = setup.remarks()
+  learned, total = re.fullmatch(r'([\d,]+) of ([\d,]+) parameters learn; groups .*', said).groups()
+  adapters = {
+    f'{module}/{name}': leaf.size
+    for module, group in setup.state.params.items()
+    for name, leaf in group.items()
+    if name.endswith(('_lora_a', '_lora_b'))
+  }
+  assert adapters and int(learned.replace(',', '')) == sum(adapters.values())
+  assert int(total.replace(',', '')) == count(setup.state.params)
+
+
+def test_a_run_in_which_all_learn_says_nothing():
+  load(FOLDER / 'tiny_cpu.gin')
+  assert Setup(StepSettings()).remarks() == []
+
+
 def test_a_horizon_shorter_than_the_rows_is_told():
   load(FOLDER / 'tiny_cpu.gin', flags=['--gin.S5.horizon=50', '--gin.chunks=2'])
   assert re.fullmatch(

@@ -146,7 +146,20 @@ class Setup:
       for path in self.undeclared_parameters()
     ]
     forgetful = self.short_horizon()
-    return [*undeclared, *([f'warning: {forgetful}'] if forgetful else [])]
+    warnings = [f'warning: {forgetful}'] if forgetful else []
+    return [*undeclared, *warnings, *self._frozen()]
+
+  def _frozen(self) -> list[str]:
+    """How many parameters learn, if some do not."""
+    params = self.state.params
+    sizes = jax.tree.map(lambda leaf: leaf.size, params)
+    learned = jax.tree.map(
+      lambda n, frozen: 0 if frozen else n, sizes, self.optimizer.frozen(params)
+    )
+    count, total = sum(jax.tree.leaves(learned)), sum(jax.tree.leaves(sizes))
+    if count == total:
+      return []
+    return [f'{count:,} of {total:,} parameters learn; groups with a learning rate of 0 are frozen']
 
   def short_horizon(self) -> str | None:
     """A warning, if the recurrences forget within the tokens that a step reads of a row."""
