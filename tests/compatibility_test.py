@@ -38,7 +38,7 @@ def test_differences_are_refused_by_name_and_allowed_ones_are_returned():
 
 
 def test_a_record_without_a_kind_differs():
-  with pytest.raises(ConfigurationError, match='position: was None, is 64'):
+  with pytest.raises(ConfigurationError, match='rows: was None, is 64'):
     compatibility.check({}, record(), (), 'here')
 
 
