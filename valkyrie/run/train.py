@@ -183,7 +183,7 @@ def train(
         if setup.loss_spikes.action == 'rewind' and bool(metrics.spiked):
           refused_log.rewound(trainer.step, trainer.rewind(checkpoint_every))
         log(trainer.step, metrics)
-        for hook in (*periodic, *hooks):
+        for hook in (*hooks, *periodic):  # an evaluation writes the line of this step
           log.note(hook(trainer.step, trainer.state, metrics))
         directory.check()
         if in_flight is not None:
