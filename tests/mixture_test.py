@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 import numpy as np
 import pytest
+import tiny_run
 
-from valkyrie.data import store_writer, vocabularies
+from valkyrie.data import vocabularies
 from valkyrie.data.feed import TaskFeed
 from valkyrie.data.mixture import Mixture
-from valkyrie.data.store_location import store_path
 from valkyrie.errors import ConfigurationError
 from valkyrie.types import Batch
 
@@ -29,13 +29,7 @@ def data_dir(tmp_path_factory):
     random = np.random.default_rng(ord(letter))
     lengths = [LONGEST[name], *random.integers(4, LONGEST[name], 20)]
     texts = [f'{number}{letter * length}' for number, length in enumerate(lengths)]
-    store_writer.write_store(
-      store_path(name, 'train', BYTES, None, str(path)),
-      store_writer.Recipe(name, 'train', BYTES, {}, shards=1),
-      lambda shard, texts=texts: [
-        store_writer.Document(np.asarray(BYTES.encode(text)), len(text)) for text in texts
-      ],
-    )
+    tiny_run.write_store(path, name, 'train', texts)
   return path
 
 

@@ -4,11 +4,11 @@ import types
 
 import numpy as np
 import pytest
+import tiny_run
 
-from valkyrie.data import store_writer, vocabularies
+from valkyrie.data import vocabularies
 from valkyrie.data.feed import TaskFeed
 from valkyrie.data.mixture import Mixture
-from valkyrie.data.store_location import store_path
 from valkyrie.errors import ConfigurationError
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.reading import Reading, Stretch
@@ -27,13 +27,7 @@ LONGER = Curriculum([Phase(chunk_size=16, chunks=2, backprop_chunks=2)])
 def data_dir(tmp_path_factory):
   path = tmp_path_factory.mktemp('data')
   for name, texts in TEXTS.items():
-    store_writer.write_store(
-      store_path(name, 'train', BYTES, None, str(path)),
-      store_writer.Recipe(name, 'train', BYTES, {}, shards=1),
-      lambda shard, texts=texts: [
-        store_writer.Document(np.asarray(BYTES.encode(text)), len(text)) for text in texts
-      ],
-    )
+    tiny_run.write_store(path, name, 'train', texts)
   return path
 
 

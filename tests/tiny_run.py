@@ -21,13 +21,18 @@ def write_stores(data_dir: pathlib.Path, task: str, letters: str, vocabulary=BYT
     random = np.random.default_rng(number)
     lengths = [LONGEST - 1, *random.integers(12, LONGEST, 23)]
     texts = [''.join(random.choice(list(letters), length)) for length in lengths]
-    store_writer.write_store(
-      store_path(task, split, BYTES, None, str(data_dir)),
-      store_writer.Recipe(task, split, vocabulary, {}, shards=1),
-      lambda shard, texts=texts: [
-        store_writer.Document(np.asarray(BYTES.encode(text)), len(text)) for text in texts
-      ],
-    )
+    write_store(data_dir, task, split, texts, vocabulary)
+
+
+def write_store(data_dir: pathlib.Path, task: str, split: str, texts, vocabulary=BYTES) -> None:
+  """The store of a split with these texts, by bytes."""
+  store_writer.write_store(
+    store_path(task, split, BYTES, None, str(data_dir)),
+    store_writer.Recipe(task, split, vocabulary, {}, shards=1),
+    lambda shard: [
+      store_writer.Document(np.asarray(BYTES.encode(text)), len(text)) for text in texts
+    ],
+  )
 
 
 def write_tokenizer(path: pathlib.Path) -> None:

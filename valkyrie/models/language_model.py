@@ -18,11 +18,12 @@ import jax.numpy as jnp
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.block import Block
 from valkyrie.models.declarations import Kind, Parameter, declared
+from valkyrie.models.description import Description
 from valkyrie.models.features import Features, Planner
 from valkyrie.models.layers import RMSNorm, check_sizes, parameter, stored_as
 from valkyrie.models.lora import Lora, adapted
 from valkyrie.sharding.partitioner import constrain
-from valkyrie.types import Array, Axes, Carry, DType, Params
+from valkyrie.types import Array, Axes, Carry, Params
 
 _REMAT_POLICIES = {
   'products': jax.checkpoint_policies.save_from_both_policies(
@@ -33,44 +34,6 @@ _REMAT_POLICIES = {
 }
 _COMPUTE_DTYPES = ('float32', 'bfloat16', 'float64')  # float64 for tests, with jax_enable_x64
 _LANES = 128  # the width of a TPU's vector registers; the vocabulary is padded to a multiple
-
-
-class Description(NamedTuple):
-  """Facts about a model that its surroundings need.
-
-  vocabulary_size: the tokens that exist.
-  compute_dtype: of activations.
-  forward_flops: operations of one token in a forward pass, the unembedding included.
-  window: the largest distance at which any attention window sees a token; 0 without one.
-  horizon: the longest time constant of any mixer's state at initialization, in tokens; None without
-    a recurrence.
-  max_context: the longest document that every mixer can read; None without a bound.
-  carried: False if a mixer reads every chunk alone, as `FullAttention` can.
-  has_dropout: whether any mixer draws random numbers in training.
-  plan_interval: of the planner; None without one.
-  planner_module: the Haiku name of the planner; None without one.
-  needs_whole_rows: the kinds of parts that accept no pieces of time.
-  """
-
-  vocabulary_size: int
-  compute_dtype: DType
-  forward_flops: int
-  window: int
-  horizon: float | None
-  max_context: int | None
-  carried: bool
-  has_dropout: bool
-  plan_interval: int | None
-  planner_module: str | None
-  needs_whole_rows: tuple[str, ...]
-
-  @property
-  def train_flops_per_token(self) -> int:
-    """Forward and backward: each product of the forward pass has two in the backward pass.
-
-    Recomputation is not counted: it belongs to the layout, not to the model.
-    """
-    return 3 * self.forward_flops
 
 
 @gin.configurable
@@ -394,12 +357,8 @@ def transform(make: Callable[..., LanguageModel]) -> Model:
   def parameters():
     made = declared(lambda: init(jax.random.key(0), 1)[0])
     lora = hk.transform(lambda: make(name='model').lora).apply({}, None)
-    matrices = [f'{m}/{n}' for m, group in made.items() for n, p in group.items() if p.cast]
-    if lora is not None and not any(path.endswith('_lora_a') for path in matrices):
-      raise ConfigurationError(
-        f'Lora.pattern={lora.pattern!r} is found in none of the {len(matrices)} paths of matrices, '
-        f'such as {", ".join(matrices[:3])}. Correct it, or set LanguageModel.lora = None.'
-      )
+    if lora is not None:
+      lora.check([f'{m}/{n}' for m, group in made.items() for n, p in group.items() if p.cast])
     return made
 
   about = hk.transform(lambda: make(name='model').describe()).apply({}, None)

@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA, Hu et al. 2021): a matrix W becomes W + A B, of which A and B learn."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import contextlib
 import contextvars
 import dataclasses
@@ -35,6 +35,14 @@ class Lora:
   def fits(self, path: str) -> bool:
     """Whether the matrix at a path has an adapter."""
     return re.search(self.pattern, path) is not None
+
+  def check(self, matrices: Sequence[str]) -> None:
+    """Raises a ConfigurationError if no adapter is among these paths, of all matrices."""
+    if not any(path.endswith('_lora_a') for path in matrices):
+      raise ConfigurationError(
+        f'Lora.pattern={self.pattern!r} is found in none of the {len(matrices)} paths of matrices, '
+        f'such as {", ".join(matrices[:3])}. Correct it, or set LanguageModel.lora = None.'
+      )
 
 
 # Of the model whose parameters are being made, see `layers.parameter`.
