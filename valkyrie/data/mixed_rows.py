@@ -1,13 +1,14 @@
 """Order of several sources in a row, as pure arithmetic: fair queueing by tokens.
 
 Every source has a stream of units for the row, see `rows`; a unit is never cut. Where a source has
-weight w, a unit that begins after c tokens of its stream has the time c / w. The row reads the
-units of all sources in the order of their times, so that at any place every source has had its
-share of the tokens, to within a unit (Demers, Keshav & Shenker 1989).
+weight w and delay d, a unit that begins after c tokens of its stream has the time (c + d) / w. The
+row reads the units of all sources in the order of their times, so that at any place every source
+has had its share of the tokens, to within a unit (Demers, Keshav & Shenker 1989). The delay is a
+random part of the first unit: without it all rows would read the same source at the same time.
 
-Weights add up to 1. So the units before a time have at least that many tokens, and at most those of
-one unit of each source more. Any position is therefore found from the units of a window, whose
-length does not depend on the position.
+Weights add up to 1. So the units before a time have that many tokens, to within one unit of each
+source. Any position is therefore found from the units of a window, whose length does not depend on
+the position.
 
 Weights change at given positions, and where a source ends. A new stage begins at the next unit
 there, and its times count from its start.
@@ -63,12 +64,14 @@ class _Stage(NamedTuple):
   """A stretch of a row with constant weights [sources], which are 0 for those that take no part.
 
   begin: tokens of the mixed row before it; places, units: as in `Piece`.
+  delays: tokens, float [sources].
   """
 
   begin: int
   places: np.ndarray
   units: np.ndarray
   weights: np.ndarray
+  delays: np.ndarray
 
 
 class MixedRow:
@@ -87,6 +90,8 @@ class MixedRow:
     """
     self._sources, self._row, self._changes = sources, row, changes
     self._ends = [source.end(row) for source in sources]
+    # RandomState's stream is frozen.
+    self._phases = 1 - np.random.RandomState(row).uniform(size=len(sources))
     nothing = np.zeros(len(sources), np.int64)
     self._stages = [self._stage(nothing, nothing)]
 
@@ -135,7 +140,13 @@ class MixedRow:
       end is not None and place >= end for place, end in zip(places, self._ends, strict=True)
     ]
     weights = np.where(ended, 0.0, weights)
-    return _Stage(begin, places, units, weights / weights.sum() if weights.any() else weights)
+    delays = np.zeros(len(weights))
+    for number in np.flatnonzero(weights).tolist():
+      place = int(places[number])
+      (first, *_) = self._sources[number].units(self._row, place, place + 1).lengths
+      delays[number] = self._phases[number] * first
+    shares = weights / weights.sum() if weights.any() else weights
+    return _Stage(begin, places, units, shares, delays)
 
   def _following(self, stage: _Stage) -> _Stage | None:
     """The stage after one: where the next weights begin, or the first source ends."""
@@ -168,8 +179,8 @@ class MixedRow:
     if not taking_part:
       return []
     longest = sum(self._sources[number].longest_unit(self._row) for number in taking_part)
-    low = max(0, begin - stage.begin - longest - 1)
-    window = self._window(stage, low, end - stage.begin + 1)
+    low = max(0, begin - stage.begin - 2 * longest - 1)
+    window = self._window(stage, low, end - stage.begin + longest + 1)
     return [p for p in window if p.start < end and p.start + p.length > begin]
 
   def _window(self, stage: _Stage, low: float, high: float) -> list[Piece]:
@@ -178,8 +189,9 @@ class MixedRow:
     times, numbers, lengths = [], [], []
     for number in np.flatnonzero(stage.weights).tolist():
       source, weight = self._sources[number], stage.weights[number]
-      first = int(stage.places[number]) + math.floor(low * weight) - 1
-      last = int(stage.places[number]) + math.ceil(high * weight) + 2
+      start = int(stage.places[number]) - stage.delays[number]
+      first = math.floor(start + low * weight) - 1
+      last = math.ceil(start + high * weight) + 2
       found = source.units(
         self._row,
         max(int(stage.places[number]), first),
@@ -207,4 +219,5 @@ class MixedRow:
     ]
 
   def _times(self, stage: _Stage, number: int, units: Units) -> np.ndarray:
-    return (units.starts - stage.places[number]) / stage.weights[number]
+    after = units.starts - stage.places[number] + stage.delays[number]
+    return after / stage.weights[number]
