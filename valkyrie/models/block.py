@@ -7,6 +7,7 @@ import haiku as hk
 
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.layers import GatedMLP, RMSNorm, check_sizes
+from valkyrie.models.mixer_check import check_result
 from valkyrie.types import Array, Carry, DType, SequenceMixer
 
 
@@ -54,12 +55,17 @@ class Block(hk.Module):
   def __call__(
     self, x: Array, carry: tuple[Carry, ...], *, positions: Array, segment_ids: Array
   ) -> tuple[Array, tuple[Carry, ...]]:
-    """x [B, T, D] and the carry of each mixer -> the same, after this layer."""
+    """x [B, T, D] and the carry of each mixer -> the same, after this layer.
+
+    Raises:
+      ConfigurationError: a mixer's outputs or carry have another form than its inputs.
+    """
     after = []
     for mixer, before in zip(self.mixers, carry, strict=True):
       mixed, mixer_carry = mixer(
         RMSNorm(name='mixer_norm')(x), before, positions=positions, segment_ids=segment_ids
       )
+      check_result(type(mixer).__name__, x, before, mixed, mixer_carry)
       x = x + mixed.astype(x.dtype)
       after.append(mixer_carry)
     return x + self.mlp(RMSNorm(name='mlp_norm')(x)), tuple(after)

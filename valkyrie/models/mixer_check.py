@@ -1,0 +1,117 @@
+"""Check of a sequence mixer: the rules that make chunks, packed documents and rows exact."""
+
+from collections.abc import Callable
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from valkyrie.errors import ConfigurationError
+from valkyrie.types import Array, Carry, SequenceMixer
+
+_ROWS, _TIME, _CUT, _START = 2, 16, 7, 11  # the second document starts inside the second chunk
+
+
+def check_result(name: str, x: Array, before: Carry, y: Array, after: Carry) -> None:
+  """Raises a ConfigurationError if a mixer's outputs or carry have another form than its inputs."""
+  if jnp.shape(y) != x.shape:
+    raise ConfigurationError(
+      f'The mixer {name} returned outputs of shape {jnp.shape(y)} for inputs of shape {x.shape}. '
+      'Return the shape of the inputs.'
+    )
+  found, expected = (
+    jax.tree.map(lambda leaf: f'{jnp.result_type(leaf)}{list(jnp.shape(leaf))}', carry)
+    for carry in (after, before)
+  )
+  if found != expected:
+    raise ConfigurationError(
+      f'The mixer {name} returned the carry {found}, but took {expected}. Return the same tree, '
+      'with the same shapes and dtypes: that of initial_carry.'
+    )
+
+
+def check_mixer(make: Callable[[], SequenceMixer], width: int, tolerance: float = 1e-4) -> None:
+  """Runs a causal mixer on 16 random tokens of two rows, with random parameters, in float32.
+
+  Args:
+    make: the class of the mixer, or a function that makes it with its options.
+    width: D, of the inputs.
+    tolerance: the difference of two results that count as equal, relative to the outputs' size.
+
+  Raises:
+    ConfigurationError: the mixer breaks a rule of `valkyrie.types.SequenceMixer`; the message says
+      which.
+  """
+  name = getattr(make, '__name__', repr(make))
+
+  def initial_carry(rows: int) -> Carry:
+    return hk.transform(lambda: make().initial_carry(rows, jnp.float32)).apply({}, None)
+
+  mixer = hk.without_apply_rng(
+    hk.transform(
+      lambda x, carry, positions, segment_ids: make()(
+        x, carry, positions=positions, segment_ids=segment_ids
+      )
+    )
+  )
+  random = np.random.default_rng(0)
+
+  def moved(leaf: Any) -> np.ndarray:
+    """Away from its first value: one that is zero at first would hide what the mixer does."""
+    return np.asarray(leaf) + 0.1 * random.normal(size=leaf.shape).astype(leaf.dtype)
+
+  x = random.normal(size=(_ROWS, _TIME, width)).astype(np.float32)
+  at = np.tile(np.r_[0:_START, 0 : _TIME - _START].astype(np.int32), (_ROWS, 1))
+  segments = np.ones_like(at) + (np.arange(_TIME) >= _START).astype(np.int32)
+  fresh = initial_carry(_ROWS)
+  params = jax.tree.map(moved, mixer.init(jax.random.key(0), x, fresh, at, segments))
+  run = jax.jit(mixer.apply)
+
+  def over(x, carry, begin=0, end=_TIME, segments=segments):
+    """(outputs, the carry after) of the tokens [begin, end)."""
+    return run(params, x[:, begin:end], carry, at[:, begin:end], segments[:, begin:end])
+
+  whole, after = over(x, fresh)
+  check_result(name, jnp.asarray(x), fresh, whole, after)
+  if not np.isfinite(whole).all():
+    raise ConfigurationError(f'The outputs of {name} are not finite.')
+  size = max(float(np.abs(whole).max()), 1e-6)
+
+  def compare(found: Any, expected: Any, rule: str) -> None:
+    difference = float(np.abs(found - expected).max())
+    if not difference <= tolerance * size:
+      raise ConfigurationError(f'{name}: {rule}. The values differ by {difference:.3g}.')
+
+  later = x.copy()
+  later[:, _CUT:] += random.normal(size=later[:, _CUT:].shape)
+  compare(
+    over(later, fresh)[0][:, :_CUT],
+    whole[:, :_CUT],
+    'an output depends on a later token. Use those before it alone',
+  )
+  other = x.copy()
+  other[1] += 1
+  compare(
+    over(other, fresh)[0][0], whole[0], 'a row depends on another one. Keep axis 0 of x apart'
+  )
+  first, carry = over(x, fresh, 0, _CUT)
+  second, _ = over(x, carry, _CUT)
+  compare(
+    np.concatenate([first, second], axis=1),
+    whole,
+    f'a row cut into chunks of {_CUT} and {_TIME - _CUT} tokens gives other outputs than the whole '
+    'row. Pass on what later tokens need in the carry',
+  )
+  compare(
+    over(x, fresh, _START)[0],
+    whole[:, _START:],
+    'a document depends on the one before it. Start anew where positions is 0',
+  )
+  _, carry = over(x, fresh, segments=np.where(np.arange(_TIME) < _CUT, segments, 0))
+  compare(
+    over(x, carry, _CUT)[0],
+    second,
+    'padding changes the carry. Leave it as it was where segment_ids is 0',
+  )
