@@ -366,7 +366,7 @@ def test_gin_files_in_the_folder_of_a_run_are_refused(folder, name):
   gin.clear_config()
   message = refusal(f"include '{name}'")
   assert 'is the folder of a run' in message
-  assert 'the gin file of the command that started the run' in message
+  assert 'Leave --gin_file out: the run opens with its own configuration' in message
 
 
 def test_a_folder_with_checkpoints_is_a_run(folder):

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
-from valkyrie.checkpoint.manager import Checkpoints
+from valkyrie.checkpoint.manager import Checkpoints, open_to_read
 from valkyrie.distributed import heartbeat
 from valkyrie.errors import ConfigurationError, Diverged, StorageError
 
@@ -82,7 +82,7 @@ def test_state_and_record_are_restored_bit_for_bit_in_their_types(tmp_path):
 
 def test_a_state_is_restored_in_another_sharding(tmp_path):
   save_steps(tmp_path, 1, state=make_state('data'))
-  with Checkpoints().open(tmp_path, read_only=True) as checkpoints:
+  with open_to_read(tmp_path) as checkpoints:
     whole = checkpoints.restore(abstract(make_state()))
     split = checkpoints.restore(abstract(make_state(), 'data'))
   assert_same_bits(whole, make_state())
@@ -94,7 +94,7 @@ def test_a_state_is_restored_in_another_sharding(tmp_path):
 def test_a_part_of_a_state_is_restored(tmp_path):
   save_steps(tmp_path, 5)
   expected = abstract(make_state())
-  with Checkpoints().open(tmp_path, read_only=True) as checkpoints:
+  with open_to_read(tmp_path) as checkpoints:
     part = checkpoints.restore({'params': expected.params}, partial=True)
     assert_same_bits(part, {'params': make_state().params})
     evaluated = checkpoints.restore_evaluated(expected.params)
@@ -185,7 +185,7 @@ def test_a_relative_path_is_made_absolute(tmp_path, monkeypatch):
 
 
 def test_opening_read_only_writes_nothing(tmp_path):
-  with Checkpoints().open(tmp_path / 'none', read_only=True) as checkpoints:
+  with open_to_read(tmp_path / 'none') as checkpoints:
     assert checkpoints.latest_step() is None
     with pytest.raises(StorageError, match='read-only'):
       checkpoints.save(1, make_state(), {})

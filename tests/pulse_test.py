@@ -7,16 +7,10 @@ import signal
 import subprocess
 import sys
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-import tiny
 import tiny_run
 
 from valkyrie.config.parse import WRITTEN_BY
-from valkyrie.run.infer import continuation
-from valkyrie.training.losses import logits
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -191,28 +185,3 @@ def test_evaluation_and_continuation_of_a_run(runs, valkyrie):
   assert finished(valkyrie('whole', *arguments))[0] == text
   after = {file for file in run.rglob('*') if 'events' not in file.name}
   assert after - before == {run / 'eval_cut_state', run / 'eval_cut_state' / 'metrics.jsonl'}
-
-
-def test_token_by_token_is_the_model_read_at_once():
-  model = tiny.model()
-  params, carry = tiny.init(model, 1)
-  prompt = np.random.default_rng(0).integers(0, tiny.VOCABULARY, 13).astype(np.int32)
-  made = continuation(model, params, prompt, chunk_size=5, temperature=0, seed=0)
-  text = np.append(prompt, [next(made) for _ in range(12)])
-  features, _ = jax.jit(model.apply)(
-    params, carry, text[None], np.arange(len(text))[None], np.ones((1, len(text)), np.int32)
-  )
-  likeliest = jnp.argmax(logits(features, tiny.VOCABULARY)[0], axis=-1)
-  np.testing.assert_array_equal(likeliest[len(prompt) - 1 : -1], text[len(prompt) :])
-
-
-def test_sampling_depends_on_the_seed_alone():
-  model = tiny.model()
-  params, _ = tiny.init(model, 1)
-  prompt = np.arange(7, dtype=np.int32)
-
-  def sample(seed):
-    made = continuation(model, params, prompt, chunk_size=4, temperature=1.0, seed=seed)
-    return [next(made) for _ in range(10)]
-
-  assert sample(1) == sample(1) != sample(2)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from valkyrie.checkpoint.manager import Checkpoints
+from valkyrie.checkpoint.manager import Checkpoints, open_to_read
 from valkyrie.errors import StorageError
 
 NAMES = (
@@ -52,14 +52,14 @@ def present(run, folder='checkpoints'):
 def assert_continues_after(run, step):
   """Asserts that a reader and a trainer restore `step`, and that the next save follows it."""
   for read_only in (True, False):
-    with Checkpoints().open(run, read_only=read_only) as checkpoints:
+    with open_to_read(run) if read_only else Checkpoints().open(run) as checkpoints:
       assert checkpoints.latest_step() == step
       state = checkpoints.restore(target())
       assert checkpoints.latest_record() == {'position': step}
       np.testing.assert_array_equal(state['w'], weights(step)['w'])
       if not read_only:
         checkpoints.save(step + 1, weights(step + 1), {'position': step + 1})
-  with Checkpoints().open(run, read_only=True) as checkpoints:
+  with open_to_read(run) as checkpoints:
     assert checkpoints.latest_step() == step + 1
 
 
@@ -78,10 +78,10 @@ def test_one_flipped_bit_is_found(run, name):
     whole = file.read_bytes()
     for place in (0, 35, 71, 99):
       flip(file, place)
-      with Checkpoints().open(run, read_only=True) as checkpoints:
+      with open_to_read(run) as checkpoints:
         assert checkpoints.latest_step() == 2
       file.write_bytes(whole)
-  with Checkpoints().open(run, read_only=True) as checkpoints:
+  with open_to_read(run) as checkpoints:
     assert checkpoints.latest_step() == 3
 
 
@@ -142,12 +142,12 @@ def test_two_damaged_steps_are_set_aside(run):
   assert present(run, 'set_aside') == ['2', '3']
 
 
-@pytest.mark.parametrize('read_only', [True, False])
-def test_a_run_does_not_start_afresh_if_all_steps_are_damaged(run, read_only):
+@pytest.mark.parametrize('open_run', [open_to_read, Checkpoints().open])
+def test_a_run_does_not_start_afresh_if_all_steps_are_damaged(run, open_run):
   for step in (1, 2, 3):
     cut(run / 'checkpoints' / str(step))
   with pytest.raises(StorageError, match=r'All steps in .* are damaged') as refusal:
-    Checkpoints().open(run, read_only=read_only)
+    open_run(run)
   assert refusal.value.exit_code == 74
   assert 'step 2: state/d/' in str(refusal.value)
   assert present(run) == ['1', '2', '3'] and not (run / 'set_aside').exists()
@@ -156,9 +156,9 @@ def test_a_run_does_not_start_afresh_if_all_steps_are_damaged(run, read_only):
 def test_a_step_that_is_a_symbolic_link_is_refused(run, tmp_path):
   (run / 'checkpoints' / '3').rename(tmp_path / 'elsewhere')
   (run / 'checkpoints' / '3').symlink_to(tmp_path / 'elsewhere')
-  for read_only in (True, False):
+  for open_run in (open_to_read, Checkpoints().open):
     with pytest.raises(StorageError, match='3 is a symbolic link'):
-      Checkpoints().open(run, read_only=read_only)
+      open_run(run)
 
 
 @pytest.mark.skipif(not shutil.which('sha256sum'), reason='needs sha256sum')

@@ -8,7 +8,7 @@ import pytest
 import tiny_run
 
 from valkyrie import main
-from valkyrie.checkpoint.manager import Checkpoints
+from valkyrie.checkpoint.manager import open_to_read
 from valkyrie.errors import ConfigurationError
 from valkyrie.run.validation import Lowest
 
@@ -40,7 +40,7 @@ def test_a_run_ends_when_validation_no_longer_improves_and_stays_ended(start, tm
   assert code == 0
   assert 'stopped early: 2 evaluations found no lower loss than ' in said
   assert sorted(tiny_run.metrics(tmp_path / 'run')) == [1, 2, 3]
-  with Checkpoints().open(tmp_path / 'run', read_only=True) as directory:
+  with open_to_read(tmp_path / 'run') as directory:
     assert directory.latest_step() == 3
     record = directory.latest_record()
   assert record['lowest'][0] == 1 and record['lowest'][2] == 2
@@ -71,7 +71,7 @@ def test_evaluation_reads_the_average(start, tmp_path):
            '--gin.eval_every=4']  # fmt: skip
   code, _ = start(*flags)
   assert code == 0
-  with Checkpoints().open(tmp_path / 'run', read_only=True) as directory:
+  with open_to_read(tmp_path / 'run') as directory:
     _, average = directory.newest_params()
   trained = json.loads((tmp_path / 'run' / 'eval' / 'metrics.jsonl').read_text().splitlines()[-1])
   code, _ = start(*flags, '--run_mode=eval')

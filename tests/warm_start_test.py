@@ -9,7 +9,7 @@ import pytest
 import tiny_run
 
 from valkyrie import main
-from valkyrie.checkpoint.manager import Checkpoints
+from valkyrie.checkpoint.manager import open_to_read
 from valkyrie.errors import ConfigurationError
 from valkyrie.weights.initial import open_source
 
@@ -54,7 +54,7 @@ def test_a_run_begins_where_another_ended_and_resumes_from_its_own(trained, tmp_
   before, after = tensors(source), tensors(tmp_path / 'next')
   for name, value in before.items():
     np.testing.assert_allclose(after[name], value, atol=1e-7, err_msg=name)
-  with Checkpoints().open(tmp_path / 'next', read_only=True) as directory:
+  with open_to_read(tmp_path / 'next') as directory:
     assert directory.latest_step() == 1
   shutil.rmtree(source)  # a resumed run no longer needs it
   assert start(file, tmp_path / 'next', *flags, '--gin.train_steps=2') == 0

@@ -1,8 +1,24 @@
 """Valkyrie: hybrid language models trained through very long sequences."""
 
+import importlib
 import pathlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+  from valkyrie.inference.loaded import load as load
+  from valkyrie.inference.sampling import Sampling as Sampling
 
 # In a clone, gin/ and tasks/ stand beside this package; a wheel carries them inside it. Either way
 # they have the same names: `valkyrie.tasks.fineweb`, and the folder `valkyrie.config.paths.GIN`.
 if not (pathlib.Path(__file__).parent / 'tasks').is_dir():
   __path__.append(str(pathlib.Path(__file__).parents[1]))
+
+
+_PUBLIC = {'load': 'valkyrie.inference.loaded', 'Sampling': 'valkyrie.inference.sampling'}
+
+
+def __getattr__(name: str) -> Any:
+  """`valkyrie.load` and `valkyrie.Sampling`: jax and gin are imported when they are used."""
+  if name not in _PUBLIC:
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+  return getattr(importlib.import_module(_PUBLIC[name]), name)

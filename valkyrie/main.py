@@ -48,6 +48,7 @@ CONFIGURABLE_MODULES = (
   'valkyrie.monitoring.writers',
   'valkyrie.monitoring.trackers',
   'valkyrie.weights.initial',
+  'valkyrie.inference.loaded',
   'valkyrie.run.evaluator',
   'valkyrie.run.train',
   'valkyrie.run.evaluate',
@@ -63,6 +64,16 @@ RUN_MODES = {
   'precompile': ('valkyrie.run.precompile', 'precompile'),
 }
 
+# Flags that are arguments of some run modes.
+_FLAGS_OF_MODES = {
+  'prompt': ('infer',),
+  'prompts': ('infer',),
+  'output': ('infer',),
+  'step': ('eval', 'infer'),
+  'topology': ('precompile',),
+  'allow_changed': ('train',),
+}
+
 _EXAMPLES = """
 examples:
   python -m valkyrie.main --gin_file=gin/tiny_cpu.gin --model_dir=runs/tiny
@@ -71,9 +82,11 @@ examples:
       ... with one macro of the gin file changed
   python -m valkyrie.main --gin_file=gin/tiny_cpu.gin --gin_file=mine.gin --gin.S5.state_size=64
       ... with a second file over the first, and one parameter bound
-  python -m valkyrie.main --gin_file=gin/tiny_cpu.gin --model_dir=runs/tiny --run_mode=eval
-  python -m valkyrie.main --gin_file=gin/tiny_cpu.gin --model_dir=runs/tiny --run_mode=infer \\
-      --prompt='def main():'
+  python -m valkyrie.main --model_dir=runs/tiny --run_mode=eval --step=best
+      a run opens itself: without --gin_file its own configuration counts, flags over it
+  python -m valkyrie.main --model_dir=runs/tiny --run_mode=infer --prompt='def main():'
+  python -m valkyrie.main --model_dir=runs/tiny --run_mode=infer --prompts=mine.jsonl \\
+      --output=answers.jsonl --gin.infer.samples=4 --gin.infer.temperature=0.8
   python -m valkyrie.main --gin_file=gin/v4_32.gin --run_mode=precompile --topology=v4:4x4x2
       compile a run for 32 TPU chips on a machine without one; print its memory and time
   python -m valkyrie.main --gin_file=mine.gin --gin_allow_import=my_package
@@ -100,8 +113,8 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> _Parser:
   parser = _Parser(
-    prog='python -m valkyrie.main',
-    usage='python -m valkyrie.main --gin_file=FILE [--gin.NAME=VALUE ...] [other flags]',
+    prog='valkyrie',
+    usage='valkyrie {--gin_file=FILE | --model_dir=RUN} [--gin.NAME=VALUE ...] [other flags]',
     description='Trains, evaluates or runs the model that gin files describe.',
     epilog=_EXAMPLES,
     formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -112,7 +125,7 @@ def _parser() -> _Parser:
     action='append',
     metavar='FILE',
     help='a gin file; repeatable, later ones override earlier ones. Files named gin/... are found '
-    'from any folder',
+    'from any folder. Without one, the configuration that the run in --model_dir has recorded',
   )
   # Parsed by _split_gin_flags; listed here for --help.
   parser.add_argument(
@@ -152,6 +165,19 @@ def _parser() -> _Parser:
   )
   parser.add_argument(
     '--prompt', metavar='TEXT', help='the text that infer continues (default: standard input)'
+  )
+  parser.add_argument(
+    '--prompts',
+    metavar='FILE',
+    help='prompts for infer: JSON lines with the field "prompt" (.jsonl), or one on each line',
+  )
+  parser.add_argument(
+    '--output', metavar='FILE', help='a new file for the JSON lines of infer (default: printed)'
+  )
+  parser.add_argument(
+    '--step',
+    metavar='N',
+    help="the checkpoint that eval and infer read: a number, 'latest' or 'best' (default: latest)",
   )
   parser.add_argument(
     '--topology',
@@ -217,14 +243,16 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, li
     known = [option for action in parser._actions for option in action.option_strings]
     hint = did_you_mean(name, known)
     raise UsageError(f'{unknown[0]}: unknown flag.{hint} Try --help.')
-  if not flags.gin_file:
-    raise UsageError('--gin_file is missing: pass one, such as --gin_file=gin/tiny_cpu.gin')
-  if flags.prompt is not None and flags.run_mode != 'infer':
-    raise UsageError('--prompt needs --run_mode=infer')
-  if flags.topology is not None and flags.run_mode != 'precompile':
-    raise UsageError('--topology needs --run_mode=precompile')
-  if flags.allow_changed is not None and flags.run_mode != 'train':
-    raise UsageError('--allow_changed needs --run_mode=train')
+  if not flags.gin_file and not flags.model_dir:
+    raise UsageError(
+      '--gin_file is missing: pass one, such as --gin_file=gin/tiny_cpu.gin, or the --model_dir of '
+      'a run'
+    )
+  for name, modes in _FLAGS_OF_MODES.items():
+    if getattr(flags, name) is not None and flags.run_mode not in modes:
+      raise UsageError(f'--{name} needs --run_mode={" or ".join(modes)}')
+  if flags.prompt is not None and flags.prompts is not None:
+    raise UsageError('--prompt and --prompts exclude each other')
   if flags.processes is None and (flags.process is not None or flags.coordinator is not None):
     raise ConfigurationError('--process and --coordinator need --processes=N')
   if flags.processes is not None and flags.run_mode not in ('train', 'eval'):
@@ -258,8 +286,9 @@ def run(
   from valkyrie.config.load import check_call, load_gin  # noqa: PLC0415, imports gin
 
   load_gin(
-    flags.gin_file,
+    flags.gin_file or (),
     gin_flags,
+    run=None if flags.gin_file else flags.model_dir,
     search_paths=[path for paths in flags.gin_search_paths for path in paths.split(',') if path],
     allowed_imports=flags.gin_allow_import,
     modules=modules,
@@ -272,12 +301,9 @@ def run(
   module, name = run_modes[flags.run_mode]
   function = getattr(importlib.import_module(module), name)
   given = {'model_dir': flags.model_dir or _default_model_dir(flags.gin_file)}
-  if flags.run_mode == 'infer':
-    given['prompt'] = _read_prompt() if flags.prompt is None else flags.prompt
-  if flags.topology is not None:
-    given['topology'] = flags.topology
-  if flags.allow_changed is not None:
-    given['allow_changed'] = flags.allow_changed
+  given |= {n: getattr(flags, n) for n in _FLAGS_OF_MODES if getattr(flags, n) is not None}
+  if flags.run_mode == 'infer' and not {'prompt', 'prompts'} & given.keys():
+    given['prompt'] = _read_prompt()
   check_call(function, *given)
   function(**given)
 

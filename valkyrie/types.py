@@ -67,7 +67,7 @@ class SequenceMixer(Protocol):
   def initial_carry(self, batch_size: int, dtype: DType) -> Carry:
     """The carry at a document start: pure, no parameters, every leaf [B, ...].
 
-    `dtype` is the compute dtype; the state of a recurrence stays float32.
+    `dtype` is the compute dtype; the state of a recurrence is float32 or wider.
     """
     ...
 

@@ -12,7 +12,7 @@ import jax
 
 from injections.harness import Harness
 from injections.table import Trial, fault
-from valkyrie.checkpoint.manager import Checkpoints
+from valkyrie.checkpoint.manager import Checkpoints, open_to_read
 from valkyrie.errors import StorageError
 
 OLDER = 'uses the step before, keeps the damaged one'
@@ -22,8 +22,8 @@ def _files(step: pathlib.Path) -> list[pathlib.Path]:
   return sorted(path for path in step.rglob('*') if path.is_file())
 
 
-def _newest(run: pathlib.Path, read_only: bool = True) -> int | None:
-  with Checkpoints().open(run, read_only=read_only) as checkpoints:
+def _newest(run: pathlib.Path) -> int | None:
+  with open_to_read(run) as checkpoints:
     return checkpoints.latest_step()
 
 
@@ -109,7 +109,8 @@ def all_damaged(harness: Harness, times: int) -> Iterator[Trial]:
       _cut(harness.random.choice([file for file in _files(step) if file.stat().st_size]))
     before = {path: path.read_bytes() for path in _files(run / 'checkpoints')}
     try:
-      failure = f'step {_newest(run, read_only=False)} was used'
+      with Checkpoints().open(run) as checkpoints:
+        failure = f'step {checkpoints.latest_step()} was used'
     except StorageError:
       after = {path: path.read_bytes() for path in _files(run / 'checkpoints')}
       failure = None if after == before else 'files were changed'

@@ -34,6 +34,8 @@ from valkyrie.config.computation import may_change_on_resume
 from valkyrie.distributed import heartbeat, processes
 from valkyrie.errors import ConfigurationError, Diverged, StorageError
 
+LATEST, BEST = 'latest', 'best'  # steps to read, beside numbers
+
 
 @may_change_on_resume()
 @gin.configurable
@@ -67,23 +69,41 @@ class Checkpoints:
     periodic = [step for step in saved if self.keep_period and step % self.keep_period == 0]
     return {*newest, *best, *periodic}
 
-  def open(self, model_dir: str | os.PathLike, read_only: bool = False) -> 'CheckpointDirectory':
+  def open(self, model_dir: str | os.PathLike) -> 'CheckpointDirectory':
     """Opens the checkpoints of a run; call it before compilation, since it may fail.
 
     Args:
-      model_dir: the directory of the run; made, tested and locked unless `read_only`.
-      read_only: for evaluation and inference: nothing on disk is changed.
+      model_dir: the directory of the run; made, tested and locked.
 
     Raises:
       StorageError: model_dir cannot be used, or all its steps are damaged.
     """
-    return CheckpointDirectory(model_dir, self, read_only)
+    return CheckpointDirectory(model_dir, self, None)
+
+
+def open_to_read(model_dir: str | os.PathLike, step: str = LATEST) -> 'CheckpointDirectory':
+  """Opens a run for evaluation and inference: nothing on disk is changed.
+
+  Args:
+    model_dir: the directory of the run.
+    step: the number of a step, which is then taken for the newest; 'latest'; or 'best', the step
+      with the lowest validation loss of those that are kept.
+
+  Raises:
+    ConfigurationError: the run has no such step.
+    StorageError: the step, or every step, is damaged.
+  """
+  if step not in (LATEST, BEST) and not step.isdecimal():
+    raise ConfigurationError(f"The step is {step!r}. Use a number, '{LATEST}' or '{BEST}'.")
+  return CheckpointDirectory(model_dir, Checkpoints(), step)
 
 
 class CheckpointDirectory:
   """The checkpoints of one run. A context manager, which waits for the running save."""
 
-  def __init__(self, model_dir: str | os.PathLike, options: Checkpoints, read_only: bool):
+  def __init__(self, model_dir: str | os.PathLike, options: Checkpoints, step: str | None):
+    """Opens a run to write, or to read a step; see `Checkpoints.open` and `open_to_read`."""
+    read_only = step is not None
     root = local_path(model_dir) if read_only else writable_directory(model_dir)
     self.directory = root / 'checkpoints'
     self._options = options
@@ -93,7 +113,7 @@ class CheckpointDirectory:
     with contextlib.ExitStack() as stack:  # frees the lock if an error follows
       if self._writes_files:
         stack.callback(TrainerLock(root).release)
-      newest = self._recover(root) if jax.process_index() == 0 else None
+      newest = self._recover(root, step) if jax.process_index() == 0 else None
       of_first = processes.exchange('checkpoints', json.dumps([newest, lock_holder(root)]))[0]
       self._newest, holder = json.loads(of_first)
       if not read_only and lock_holder(root) != holder:
@@ -106,15 +126,31 @@ class CheckpointDirectory:
       self._thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix='commit'))
       self._resources = stack.pop_all()
 
-  def _recover(self, root: pathlib.Path) -> int | None:
-    """Finds the newest valid step, sets later ones aside, and deletes unfinished ones."""
+  def _recover(self, root: pathlib.Path, step: str | None) -> int | None:
+    """Finds the newest valid step, or that to read; sets others aside, deletes unfinished ones."""
     with checkpoint_errors(f'{self.directory} cannot be opened'):
-      newest, damaged = steps.first_valid(self.directory, reversed(steps.find(self.directory)))
+      order = self._to_read(step, steps.find(self.directory))
+      newest, damaged = steps.first_valid(self.directory, order)
       if self._writes_files:
         self.directory.mkdir(exist_ok=True)
         steps.clear_litter(self.directory)
         steps.set_aside(self.directory, damaged, root / 'set_aside')
     return newest
+
+  def _to_read(self, step: str | None, found: list[int]) -> list[int]:
+    """The steps in the order in which they are preferred."""
+    if step in (None, LATEST):
+      return found[::-1]
+    losses = self._validation_losses(found)
+    chosen = sorted(losses, key=lambda saved: (losses[saved], saved))
+    if step != BEST:
+      chosen = [saved for saved in found if str(saved) == step]
+    if not chosen:
+      missing = 'step with a validation loss' if step == BEST else f'step {step}'
+      raise ConfigurationError(
+        f'{self.directory} has no {missing}. It has {", ".join(map(str, found)) or "no steps"}.'
+      )
+    return chosen
 
   def latest_step(self) -> int | None:
     """The newest valid step on disk; a running save does not count yet."""

@@ -41,7 +41,7 @@ def check_macro_names(bindings: Sequence[Statement]) -> None:
         f'{statement.where}: no gin file defines or reads a macro {name!r}.{hint} '
         f'The macros are {", ".join(sorted(used | defined))}.'
       )
-    if not statement.is_flag and name not in RUN_MACROS:
+    if not statement.is_flag and not statement.recorded and name not in RUN_MACROS:
       raise ConfigurationError(
         f'{statement.where}: no binding reads the macro {name!r}. Use it as %{name}, or remove it.'
         + did_you_mean(name, (used | RUN_MACROS) - defined)
@@ -86,7 +86,9 @@ def check_scopes(bindings: Sequence[Statement]) -> None:
     for scope in leaf.name.split('/')[:-1]
   }
   for statement in bindings:
-    scopes = [] if statement.is_macro else (statement.parsed.scope or '').split('/')
+    if statement.is_macro or statement.recorded:
+      continue
+    scopes = (statement.parsed.scope or '').split('/')
     for scope in filter(None, scopes):
       if scope not in known:
         raise ConfigurationError(

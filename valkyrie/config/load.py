@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import importlib
 import inspect
+import os
 
 import gin
 from gin import config as gin_config
 
-from valkyrie.config import check, parse, value_types
+from valkyrie.config import check, parse, recorded, value_types
 from valkyrie.config.registry import missing
 from valkyrie.errors import ConfigurationError
 
@@ -22,15 +23,17 @@ def load_gin(
   files: Sequence[str],
   flags: Sequence[str] = (),
   *,
+  run: str | os.PathLike | None = None,
   search_paths: Sequence[str] = (),
   allowed_imports: Sequence[str] = (),
   modules: Sequence[str] = (),
 ) -> None:
-  """Parses `files`, then `flags`, and locks gin.
+  """Parses the configuration of a run, if one is named, `files`, then `flags`, and locks gin.
 
   Args:
     files: gin files; later ones override earlier ones. `gin/x.gin` is found from any folder.
     flags: '--gin.NAME=VALUE' arguments; the last one of a name counts.
+    run: the directory of a run, whose recorded configuration comes first.
     search_paths: folders to search for files and includes, after the current folder.
     allowed_imports: packages that gin files may import besides valkyrie.
     modules: the modules of configurables, which must be imported before gin is locked.
@@ -39,6 +42,8 @@ def load_gin(
     ConfigurationError: with the flag, or the file and line, and a correction.
   """
   statements = parse.read(files, flags, search_paths, allowed_imports)
+  if run is not None:
+    statements = recorded.read(run, allowed_imports) + statements
   bindings = [statement for statement in statements if statement.is_binding]
   check.check_macro_names(bindings)
   value_types.check_flag_types(bindings)
@@ -49,6 +54,7 @@ def load_gin(
       _import(statement)
   effective = check.effective_bindings(statements)
   check.check_scopes(bindings)
+  recorded.check_secrets(effective)
   check.check_references(effective)
   value_types.check_parameter_types(effective)
   try:

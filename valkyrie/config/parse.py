@@ -49,6 +49,7 @@ class Statement(NamedTuple):
 
   where: str  # 'gin/tiny_cpu.gin:12', or the flag of the command line
   parsed: Any  # a BindingStatement (a macro's has no arg_name), BlockDeclaration or ImportStatement
+  recorded: bool = False  # by a run, without the statements that others had overridden
 
   @property
   def is_flag(self) -> bool:
@@ -140,16 +141,21 @@ def read(
       binds a name twice or above an include that binds it, imports a module that is not allowed, or
       has a syntax error.
   """
+  statements = []
+  for name in files:
+    where = f'--gin_file={name}'
+    statements += _read_file(name, where, search_paths, importable(allowed_imports))
+  return statements + [_read_flag(flag) for flag in flags]
+
+
+def importable(allowed_imports: Sequence[str]) -> tuple[str, ...]:
+  """The packages that gin may import; raises a ConfigurationError if one is not a name."""
   for package in allowed_imports:
     if not all(part.isidentifier() for part in package.split('.')):
       raise ConfigurationError(
         f'--gin_allow_import={package} is not the name of a package. Write it as in `import`.'
       )
-  statements = []
-  for name in files:
-    where = f'--gin_file={name}'
-    statements += _read_file(name, where, search_paths, ('valkyrie', *allowed_imports))
-  return statements + [_read_flag(flag) for flag in flags]
+  return ('valkyrie', *allowed_imports)
 
 
 def _read_flag(flag: str) -> Statement:
@@ -184,7 +190,7 @@ def _read_file(
         statements += included
         continue
       if statement.is_import:
-        _check_import(statement, allowed)
+        check_import(statement, allowed)
       if statement.is_binding:
         earlier = first.setdefault(statement.name, statement.where)
         if earlier != statement.where:
@@ -218,7 +224,7 @@ def _text(path: pathlib.Path) -> str:
     if (near and (folder / 'checkpoints').is_dir()) or _is_run(folder):
       raise ConfigurationError(
         f'{path}: {folder} is the folder of a run, from which no gin file is loaded, since gin '
-        'files can run code. Pass the gin file of the command that started the run.'
+        'files can run code. Leave --gin_file out: the run opens with its own configuration.'
       )
   try:
     return path.read_text('utf-8-sig')
@@ -257,7 +263,8 @@ def _find(name: str, where: str, search_paths: Sequence[str]) -> pathlib.Path:
   )
 
 
-def _check_import(statement: Statement, allowed: Sequence[str]) -> None:
+def check_import(statement: Statement, allowed: Sequence[str]) -> None:
+  """Raises a ConfigurationError if a statement imports a package that is not allowed."""
   module = statement.parsed.module
   if module.startswith('__gin__'):
     raise ConfigurationError(

@@ -1,6 +1,6 @@
 """Evaluation of a split: the chunks and carries of training, without gradients."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import math
 from typing import Any, NamedTuple
 
@@ -172,17 +172,26 @@ class Evaluator:
 
     Returns:
       loss, bits_per_token, bits_per_byte; accuracy, the share of targets with the largest logit;
-      loss_by_position/P, the loss of the targets at positions P to 2 P - 1 of a document. Of a
-      mixture these are means by its weights, and loss/NAME and others are those of each source.
+      loss_by_position/P, the loss of the targets at positions P to 2 P - 1 of a document; of the
+      whole split also quick_loss, that of its quick part. Of a mixture these are means by its
+      weights, and loss/NAME and others are those of each source.
 
     Raises:
       Preempted: `stop` returned True.
     """
     params = self._gather(params)
-    scores = {
+    chunks = {
       name: self._scores(params, feed, whole, cut, plan, stop)
       for name, feed in self._sources.items()
     }
+    found = self._metrics({name: _sum(parts) for name, parts in chunks.items()})
+    if whole and self._quick is not None:
+      quick = self._metrics({name: _sum(parts[: self._quick]) for name, parts in chunks.items()})
+      found['quick_loss'] = quick['loss']
+    return found
+
+  def _metrics(self, scores: Mapping[str, Scores]) -> Metrics:
+    """The metrics of the sums of each source."""
     ratios = {name: feed.tokens_per_byte for name, feed in self._sources.items()}
     if len(scores) == 1:
       (only,), (ratio,) = scores.values(), ratios.values()
@@ -208,8 +217,8 @@ class Evaluator:
     cut: str | None,
     plan: bool,
     stop: Callable[[], bool],
-  ) -> Scores:
-    """Reads a feed -> its scores on the host, float64."""
+  ) -> list[Scores]:
+    """Reads a feed -> the scores of its chunks, on the host."""
     chunks = self._chunks(feed)
     if not whole:
       chunks = min(self._quick or chunks, chunks)
@@ -223,7 +232,12 @@ class Evaluator:
       carry, scores = self._read(params, carry, batch, cut, plan)
       sums.append(scores)
       jax.block_until_ready(sums[-2:-1])  # two chunks in flight, as in training
-    return jax.tree.map(lambda *parts: np.sum(parts, axis=0, dtype=float), *jax.device_get(sums))
+    return jax.device_get(sums)
+
+
+def _sum(parts: Sequence[Scores]) -> Scores:
+  """The sum of the scores of chunks, float64."""
+  return jax.tree.map(lambda *leaves: np.sum(leaves, axis=0, dtype=float), *parts)
 
 
 def _metrics(scores: Any, tokens_per_byte: float | None) -> Metrics:

@@ -39,8 +39,8 @@ class Validation:
   """A hook that evaluates the state; an evaluation in progress ends when the run is to stop.
 
   Attributes:
-    losses: the loss of each step whose quick part was evaluated. The last step reads the whole
-      split, and its loss compares with no other.
+    losses: the loss of the quick part of the split after each step that was evaluated. The last
+      step reads the whole split, too.
     lowest: of these losses and those before a resume; None before the first.
   """
 
@@ -65,9 +65,8 @@ class Validation:
       found = self.evaluator(state.evaluated, whole=is_last, plan=plan, stop=self.should_stop)
     except Preempted:
       return
-    if not is_last:
-      self.losses[step] = found['loss']
-      self._compare(step, found['loss'])
+    self.losses[step] = loss = found.get('quick_loss', found['loss'])
+    self._compare(step, loss)
     self.writer.write_scalars(step, found)
     if jax.process_index() == 0:
       plot.write_loss_by_position(pathlib.Path(self.model_dir), {'validation': found})

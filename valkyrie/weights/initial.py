@@ -12,7 +12,7 @@ import haiku as hk
 import jax
 import numpy as np
 
-from valkyrie.checkpoint.manager import Checkpoints
+from valkyrie.checkpoint.manager import open_to_read
 from valkyrie.errors import ConfigurationError, regular_expression
 from valkyrie.models.attention.heads import WindowAttention
 from valkyrie.models.language_model import LanguageModel, Model
@@ -47,7 +47,7 @@ def open_source(path: str) -> Source:
   """
   place = pathlib.Path(path)
   if (place / 'checkpoints').is_dir():
-    with Checkpoints().open(path, read_only=True) as directory:
+    with open_to_read(path) as directory:
       record, params = directory.newest_params()
     return Source(_of_run(params), [record['vocabulary']])
   config = huggingface.configuration(place)

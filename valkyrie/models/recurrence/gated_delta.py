@@ -114,10 +114,10 @@ class GatedDeltaNet(hk.Module):
     self._mixed_width = heads * (2 * key_width + value_width)
 
   def initial_carry(self, batch_size: int, dtype: DType) -> DeltaCarry:
-    """The carry of the convolution, and the zero state: float32 under any compute dtype."""
+    """The carry of the convolution, and the zero state: float32 or wider."""
     tail = self._convolution.initial_carry(batch_size, self._mixed_width, dtype)
     shape = (batch_size, self._heads, self._keys, self._values)
-    return DeltaCarry(tail, jnp.zeros(shape, jnp.float32))
+    return DeltaCarry(tail, jnp.zeros(shape, jnp.promote_types(dtype, jnp.float32)))
 
   def forward_flops(self, width: int) -> int:
     """The products with weights, the convolution, and the products of whole slices."""

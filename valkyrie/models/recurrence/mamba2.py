@@ -77,8 +77,9 @@ class Mamba2(hk.Module):
     self.convolution = CausalConvolution(self.taps)
 
   def initial_carry(self, batch_size: int, dtype: DType) -> Mamba2Carry:
-    """Zeros; the state is float32 under any compute dtype, since rounding would accumulate."""
-    state = jnp.zeros((batch_size, self.heads, self.state_size, self.head_width), jnp.float32)
+    """Zeros; the state is float32 or wider, since rounding would accumulate."""
+    shape = (batch_size, self.heads, self.state_size, self.head_width)
+    state = jnp.zeros(shape, jnp.promote_types(dtype, jnp.float32))
     return Mamba2Carry(self.convolution.initial_carry(batch_size, self._convolved, dtype), state)
 
   def forward_flops(self, width: int) -> int:

@@ -86,9 +86,8 @@ class RGLRU(hk.Module):
     self._form = form
 
   def initial_carry(self, batch_size: int, dtype: DType) -> Array:
-    """The zero state: float32 under any compute dtype, since rounding would accumulate."""
-    del dtype
-    return jnp.zeros((batch_size, self._width), jnp.float32)
+    """The zero state: float32 or wider, since rounding would accumulate."""
+    return jnp.zeros((batch_size, self._width), jnp.promote_types(dtype, jnp.float32))
 
   def forward_flops(self, width: int) -> int:
     """Two block-diagonal products, two gated inputs, and the recurrence (2)."""

@@ -141,12 +141,11 @@ class S5(hk.Module):
       raise ConfigurationError(f'S5.dropout={self.dropout} must be at least 0 and below 1.')
 
   def initial_carry(self, batch_size: int, dtype: DType) -> Complex | tuple[()]:
-    """The zero state: float32 under any compute dtype, since rounding would accumulate."""
-    del dtype
-    return self._zero_state(batch_size) if self.causal else ()
+    """The zero state: float32 or wider, since rounding would accumulate."""
+    return self._zero_state(batch_size, dtype) if self.causal else ()
 
-  def _zero_state(self, batch_size: int) -> Complex:
-    zero = jnp.zeros((batch_size, self.state_size), jnp.float32)
+  def _zero_state(self, batch_size: int, dtype: DType) -> Complex:
+    zero = jnp.zeros((batch_size, self.state_size), jnp.promote_types(dtype, jnp.float32))
     return Complex(zero, zero)
 
   def forward_flops(self, width: int) -> int:
@@ -161,7 +160,7 @@ class S5(hk.Module):
   ) -> tuple[Array, Complex | tuple[()]]:
     """Mixes a chunk; see `types.SequenceMixer`."""
     chex.assert_rank(x, 3)
-    initial = carry if isinstance(carry, Complex) else self._zero_state(x.shape[0])
+    initial = carry if isinstance(carry, Complex) else self._zero_state(x.shape[0], x.dtype)
     chex.assert_shape(initial, (x.shape[0], self.state_size))
     width = x.shape[-1]
     y, after = state_space.read(

@@ -1,0 +1,248 @@
+"""Texts read, scored and continued by a model, against the model read at once."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import tiny_run
+
+from valkyrie.data.vocabularies import ByteVocabulary, load
+from valkyrie.errors import ConfigurationError, StorageError, UsageError
+from valkyrie.inference.continuation import Continuation
+from valkyrie.inference.loaded import LoadedModel
+from valkyrie.inference.sampling import Sampling
+from valkyrie.models.attention.full import FullAttention
+from valkyrie.training.losses import logits
+
+pytestmark = pytest.mark.usefixtures('quick_compiler')
+
+full = functools.partial(FullAttention, heads=2, head_width=8, max_context=48)
+MIXERS = {
+  'hybrid': (tiny.attention, tiny.s5),
+  'full': (full,),
+}
+
+
+class Letters:
+  """Token n is a letter; the last token is EOS."""
+
+  size, eos_id, fingerprint = tiny.VOCABULARY, tiny.VOCABULARY - 1, 'letters'
+
+  def encode(self, text):
+    return [ord(letter) - ord('A') for letter in text]
+
+  def ids(self, text):
+    return np.array(self.encode(text), np.int32)
+
+  def decode(self, ids):
+    return ''.join(chr(int(number) + ord('A')) for number in ids)
+
+
+def text(length, seed=0):
+  return Letters().decode(np.random.default_rng(seed).integers(0, tiny.VOCABULARY - 1, length))
+
+
+@functools.cache
+def built(mixers='hybrid', **options):
+  model = tiny.model(MIXERS[mixers], **options)
+  params, _ = tiny.init(model, 1)
+  place = {'model_dir': '', 'step': 1, 'chunk_size': 16}
+  return LoadedModel(model, params, Letters(), **place)
+
+
+def at_once(loaded, tokens):
+  """The logits of a document, [T, V]."""
+  length = len(tokens)
+  features, _ = jax.jit(loaded.model.apply)(
+    loaded.params,
+    loaded.model.initial_carry(1),
+    np.asarray(tokens)[None],
+    np.arange(length)[None],
+    np.ones((1, length), np.int32),
+  )
+  return logits(features, tiny.VOCABULARY)[0]
+
+
+@pytest.mark.parametrize('mixers', MIXERS)
+def test_greedy_tokens_are_the_likeliest_of_the_model_read_at_once(mixers):
+  """In float64, of prompts of different lengths in one batch: less than a chunk, and more."""
+  with jax.enable_x64(True):
+    loaded = built(mixers, compute_dtype='float64')
+    prompts = [text(1), text(21, 1), text(16, 2)]
+    found = loaded.generate(prompts, max_tokens=20, batch_size=3)
+    for prompt, made in zip(prompts, found, strict=True):
+      tokens = [*loaded.tokenizer.encode(prompt), *made.tokens]
+      likeliest = jnp.argmax(at_once(loaded, tokens), axis=-1)
+      np.testing.assert_array_equal(likeliest[len(prompt) - 1 : -1], made.tokens)
+      assert made.ended == ('length' if len(made.tokens) == 20 else 'eos')
+      assert made.text == loaded.tokenizer.decode(made.tokens)
+
+
+@pytest.mark.parametrize('mixers', MIXERS)
+def test_scores_are_those_of_the_model_read_at_once(mixers):
+  loaded = built(mixers)
+  texts = [text(3), text(37, 1), text(16, 2)]
+  for found in loaded.score(texts, batch_size=2):
+    expected = jax.nn.log_softmax(at_once(loaded, found.tokens), axis=-1)
+    picked = np.take_along_axis(expected[:-1], found.tokens[1:, None], axis=1)[:, 0]
+    np.testing.assert_allclose(found.log_probs[1:], picked, rtol=1e-4, atol=1e-4)
+    assert np.isnan(found.log_probs[0])
+    assert found.log_prob == pytest.approx(float(picked.sum()), rel=1e-4)
+    np.testing.assert_array_equal(found.greedy[1:], expected[:-1].argmax(-1) == found.tokens[1:])
+  other = jax.tree.map(lambda leaf: 2 * leaf, loaded.params)
+  (doubled,) = loaded.score(texts[0], params=other)
+  assert abs(doubled.log_prob - loaded.score(texts[0])[0].log_prob) > 1e-3
+
+
+def test_a_long_text_is_read_once(tmp_path):
+  loaded = built()
+  begin, end = text(25), text(9, 1)
+  carry = loaded.read(begin[10:], loaded.read(begin[:10]))
+  (whole,) = loaded.score(begin + end)
+  for _ in range(2):  # the carry stays valid
+    first, second = loaded.score([end, end[:4]], carry)
+    np.testing.assert_allclose(first.log_probs, whole.log_probs[25:], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(second.log_probs, whole.log_probs[25:29], rtol=1e-4, atol=1e-5)
+  alone = loaded.generate(begin + end, max_tokens=8)
+  assert loaded.generate(end, carry, max_tokens=8) == alone
+  assert ''.join(loaded.stream(end, carry, max_tokens=8)) == alone[0].text
+  after = loaded.read(end, carry)
+  assert loaded.generate('', after, max_tokens=8) == alone
+
+
+def test_samples_depend_on_their_numbers_alone():
+  loaded = built()
+  prompts = [text(5), text(9, 1), text(5)]
+  options = {'max_tokens': 10, 'sampling': Sampling(temperature=1.0)}
+  found = loaded.generate(prompts, samples=2, seed=1, **options)
+  assert [(made.prompt, made.sample) for made in found] == [
+    (prompt, sample) for prompt in range(3) for sample in range(2)
+  ]
+  assert len({tuple(made.tokens) for made in found}) == 6
+  assert loaded.generate(prompts, samples=2, seed=1, batch_size=1, **options) == found
+  assert loaded.generate(prompts[1:], samples=2, seed=1, first=1, **options) == found[2:]
+  assert loaded.generate(prompts, samples=2, seed=2, **options) != found
+
+
+def test_what_cannot_be_continued_is_refused():
+  with pytest.raises(UsageError, match='The prompt is empty'):
+    built().generate(['A', ''])
+  with pytest.raises(ConfigurationError, match=r'49 tokens.* exceeds the 48'):
+    built('full').generate(text(29), max_tokens=20)
+  with pytest.raises(ConfigurationError, match=r'top_p=0 must be a number above 0'):
+    Sampling(top_p=0)
+
+
+LOGITS = np.log([[0.5, 0.25, 0.15, 0.06, 0.04]]).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+  ('options', 'possible'),
+  [
+    ({}, {0}),
+    ({'temperature': 1.0}, {0, 1, 2, 3, 4}),
+    ({'temperature': 1.0, 'top_k': 2}, {0, 1}),
+    ({'temperature': 1.0, 'top_k': 9}, {0, 1, 2, 3, 4}),
+    ({'temperature': 1.0, 'top_p': 0.7}, {0, 1}),
+    ({'temperature': 1.0, 'top_p': 0.76}, {0, 1, 2}),
+    ({'temperature': 1.0, 'top_p': 0.3}, {0}),
+    ({'temperature': 1.0, 'min_p': 0.29}, {0, 1, 2}),
+    ({'temperature': 0.5, 'min_p': 0.26}, {0}),  # after the temperature
+    ({'repetition_penalty': 3.0}, {1}),  # of token 0, which is in the text
+  ],
+)
+def test_sampling_takes_what_its_rules_leave(options, possible):
+  draws = 400
+  keys = jax.random.split(jax.random.key(0), draws)
+  seen = np.zeros((1, 5), bool)
+  seen[0, 0] = True
+  many = [np.repeat(each, draws, axis=0) for each in (LOGITS, seen)]
+  found = Sampling(**options).choose(*map(jnp.asarray, many), keys)
+  assert set(found.tolist()) == possible
+
+
+def test_shares_of_samples_are_the_probabilities():
+  draws = 20_000
+  keys = jax.random.split(jax.random.key(1), draws)
+  found = Sampling(temperature=1.0, top_k=3).choose(
+    jnp.repeat(jnp.asarray(LOGITS), draws, axis=0), jnp.zeros(()), keys
+  )
+  shares = np.bincount(found, minlength=5) / draws
+  np.testing.assert_allclose(shares, np.array([0.5, 0.25, 0.15, 0, 0]) / 0.9, atol=0.015)
+
+
+def test_a_repetition_penalty_counts_the_prompt_and_what_was_made():
+  loaded = built()
+  (made,) = loaded.generate(text(5), max_tokens=12, sampling=Sampling(repetition_penalty=1e9))
+  assert len({*loaded.tokenizer.encode(text(5)), *made.tokens}) == 5 + len(made.tokens)
+
+
+def grow(vocabulary, tokens, stop=()):
+  """(the pieces, the text, why it ended)."""
+  growing = Continuation(vocabulary, stop)
+  pieces = []
+  for token in tokens:
+    if growing.ended is None:
+      pieces.append(growing.add(token))
+  if growing.ended is None:
+    pieces.append(growing.end())
+  assert ''.join(pieces) == growing.text
+  return pieces, growing.text, growing.ended
+
+
+def test_characters_come_whole():
+  bytes_ = ByteVocabulary()
+  pieces, whole, ended = grow(bytes_, bytes_.encode('aé€😀b'))
+  assert (whole, ended) == ('aé€😀b', 'length')
+  assert [piece for piece in pieces if piece] == ['a', 'é', '€', '😀', 'b']
+  _, broken, _ = grow(bytes_, [3 + 0xF0, *bytes_.encode('x' * 9)])
+  assert broken == '\N{REPLACEMENT CHARACTER}' + 'x' * 9
+
+
+def test_a_continuation_ends_at_eos_or_before_a_stop_string():
+  bytes_ = ByteVocabulary()
+  tokens = [*bytes_.encode('one END'), bytes_.eos_id]
+  assert grow(bytes_, tokens)[1:] == ('one END', 'eos')
+  assert grow(bytes_, tokens, ['END.'])[1:] == ('one END', 'eos')
+  pieces, *found = grow(bytes_, tokens, ['x', ' END'])
+  assert found == ['one', 'stop'] and pieces[3] == ''  # ' ' may begin the stop string
+
+
+def test_text_of_a_tokenizer_is_the_text_decoded_at_once(tmp_path):
+  tiny_run.write_tokenizer(tmp_path / 'tokenizer.json')
+  vocabulary = load(str(tmp_path / 'tokenizer.json'))
+  whole = 'deep roots, Grüße 😀 ' + tiny_run.TEXT
+  assert grow(vocabulary, vocabulary.encode(whole))[1] == whole
+  decoded = []
+  growing = Continuation(types.SimpleNamespace(
+    eos_id=-1, decode=lambda ids: decoded.append(len(ids)) or vocabulary.decode(ids)
+  ))  # fmt: skip
+  for token in vocabulary.encode(whole * 20):
+    growing.add(token)
+  assert growing.text and max(decoded) < 20
+
+
+def test_carries_in_files(tmp_path):
+  loaded = built()
+  run = tmp_path / 'run' / 'checkpoints' / '1'
+  run.mkdir(parents=True)
+  (run / 'manifest.sha256').write_text('weights')
+  of_run = LoadedModel(
+    loaded.model, loaded.params, Letters(), model_dir=str(tmp_path / 'run'), step=1, chunk_size=16
+  )
+  carry = of_run.read(text(25))
+  of_run.save_carry(tmp_path / 'long.safetensors', carry)
+  again = of_run.load_carry(tmp_path / 'long.safetensors')
+  jax.tree.map(np.testing.assert_array_equal, again, carry)
+  assert of_run.generate('A', again, max_tokens=5) == of_run.generate('A', carry, max_tokens=5)
+  with pytest.raises(StorageError, match='is there already'):
+    of_run.save_carry(tmp_path / 'long.safetensors', carry)
+  with pytest.raises(StorageError, match='is not a whole file'):
+    of_run.load_carry(tmp_path / 'missing')
+  (run / 'manifest.sha256').write_text('others')
+  with pytest.raises(ConfigurationError, match='was made by other weights'):
+    of_run.load_carry(tmp_path / 'long.safetensors')

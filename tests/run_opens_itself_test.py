@@ -1,0 +1,173 @@
+"""A run opens by its own configuration: from the command line and from Python, with its steps."""
+
+import json
+
+import gin
+from gin import config as gin_config
+import numpy as np
+import pytest
+import tiny_run
+
+import valkyrie
+from valkyrie import main
+
+pytestmark = pytest.mark.usefixtures('quick_compiler')
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  """A narrow run of 4 steps, and a wide one with another window."""
+  folder = tmp_path_factory.mktemp('runs')
+  tiny_run.write_stores(folder / 'data', 'letters', 'abc')
+  (folder / 'run.gin').write_text(tiny_run.gin_text(folder / 'data'))
+  flags = ['--gin.checkpoint_every=1', '--gin.eval_every=2', '--gin.Checkpoints.keep=9']
+  for name, more in (
+    ('narrow', ['--gin.learning_rate=1.0', '--gin.train_steps=4']),
+    ('wide', ['--gin.LanguageModel.d_model=32', '--gin.LongformerAttention.window=5']),
+  ):
+    gin.clear_config(clear_constants=True)
+    arguments = [f'--gin_file={folder / "run.gin"}', f'--model_dir={folder / name}']
+    assert main.main([*arguments, *flags, *more]) == 0
+  return folder
+
+
+@pytest.fixture
+def start(capsys):
+  """Runs the command line -> (exit code, output, errors)."""
+
+  def run(*arguments):
+    gin.clear_config(clear_constants=True)
+    capsys.readouterr()
+    code = main.main([str(argument) for argument in arguments])
+    return code, *capsys.readouterr()
+
+  return run
+
+
+def test_a_run_is_evaluated_and_continued_without_its_flags(folder, start):
+  run = f'--model_dir={folder / "wide"}'
+  code, out, _ = start(run, '--run_mode=eval')
+  assert code == 0
+  loss = tiny_run.metrics(folder / 'wide', 'eval')[2]['loss']
+  assert out.startswith(f'step 2, validation: loss {loss:.4f}')
+  code, out, _ = start(run, '--run_mode=infer', '--prompt=abc', '--gin.infer.max_tokens=3')
+  assert code == 0 and out.startswith('abc')
+
+
+def test_steps_are_chosen(folder, start):
+  run = f'--model_dir={folder / "narrow"}'
+  losses = {
+    step: line['loss'] for step, line in tiny_run.metrics(folder / 'narrow', 'eval').items()
+  }
+  for step, expected in ((1, 1), ('best', min(losses, key=losses.get)), ('latest', 4)):
+    code, out, _ = start(run, '--run_mode=eval', f'--step={step}')
+    assert code == 0 and out.startswith(f'step {expected}, validation')
+  code, _, errors = start(run, '--run_mode=eval', '--step=7')
+  assert code == 78 and 'has no step 7. It has 1, 2, 3, 4.' in errors
+  code, _, errors = start(run, '--run_mode=infer', '--step=first', '--prompt=a')
+  assert code == 78 and "The step is 'first'. Use a number, 'latest' or 'best'." in errors
+  assert start(run, '--step=2')[0] == 2  # of training
+
+
+def test_a_run_goes_on_without_its_flags(folder, start):
+  code, _, errors = start(f'--model_dir={folder / "wide"}', '--gin.train_steps=3')
+  assert code == 0 and 'resuming after step 2' in errors
+  assert 3 in tiny_run.metrics(folder / 'wide')
+
+
+def test_prompts_from_a_file_become_lines(folder, start, tmp_path):
+  prompts, output = tmp_path / 'prompts.jsonl', tmp_path / 'out.jsonl'
+  prompts.write_text('{"prompt": "ab"}\n\n{"prompt": "é\\n"}\n')
+  flags = [f'--model_dir={folder / "narrow"}', '--run_mode=infer', f'--prompts={prompts}']
+  flags += ['--gin.infer.samples=2', '--gin.infer.max_tokens=4', '--gin.infer.temperature=1.0']
+  code, printed, _ = start(*flags)
+  assert code == 0
+  assert start(*flags, f'--output={output}')[0] == 0
+  assert output.read_text() == printed
+  lines = [json.loads(line) for line in printed.splitlines()]
+  assert [(line['prompt'], line['sample']) for line in lines] == [
+    (prompt, sample) for prompt in ('ab', 'é\n') for sample in (0, 1)
+  ]
+  assert all(line['tokens'] == 4 for line in lines if line['ended'] == 'length')
+  code, _, errors = start(*flags, f'--output={output}')
+  assert code == 74 and f'{output} is there already' in errors
+  prompts.write_text('{"prompt": "ab"}\n{"text": "ab"}\n')
+  code, _, errors = start(*flags)
+  assert code == 65 and 'prompts.jsonl:2: a JSON object with the field "prompt"' in errors
+  code, _, errors = start(*flags[:2], '--prompts=none.txt')
+  assert code == 65 and 'none.txt cannot be read' in errors
+  assert start(*flags, '--prompt=a')[0] == 2
+
+
+def test_two_runs_are_open_at_once_and_gin_is_as_it_was(folder):
+  gin.clear_config(clear_constants=True)
+  gin.parse_config('LanguageModel.d_model = 7')
+  before = gin.config_str()
+  narrow, wide = valkyrie.load(folder / 'narrow'), valkyrie.load(folder / 'wide', step=2)
+  assert (gin.config_str(), gin.config_is_locked()) == (before, False)
+  for length in (3, 40):  # each length is traced after both were loaded
+    text = 'abc' * length
+    for run, width in ((narrow, 16), (wide, 32)):
+      assert run.params['model']['embedding'].shape[1] == width
+      (found,) = run.score(text)
+      assert np.isfinite(found.log_prob) and len(found.tokens) == 3 * length
+      assert run.generate(text, max_tokens=2)[0].ended
+  assert (gin.config_str(), gin.config_is_locked()) == (before, False)
+  assert not gin_config._OPERATIVE_CONFIG
+  assert narrow.tokenizer.decode(narrow.tokenizer.encode('abc')) == 'abc'
+  assert (narrow.step, wide.step) == (4, 2)
+
+
+@pytest.fixture
+def rewritten(folder, tmp_path):
+  """A directory with a changed record of the narrow run's configuration."""
+
+  def rewrite(change):
+    data = json.loads((folder / 'narrow' / 'config.json').read_text())
+    change(data)
+    (tmp_path / 'config.json').write_text(json.dumps(data))
+    return f'--model_dir={tmp_path}'
+
+  return rewrite
+
+
+def test_a_secret_is_asked_for_by_name(rewritten, start):
+  def with_secret(data):
+    data['statements']['TaskFeed.source'] = "'https://(redacted)@host/x'"
+
+  flags = [rewritten(with_secret), '--run_mode=eval']
+  code, _, errors = start(*flags)
+  assert code == 78
+  assert (
+    'TaskFeed.source was not recorded, since it is a secret. Pass --gin.TaskFeed.source=VALUE.'
+    in errors
+  )
+  code, _, errors = start(*flags, '--gin.TaskFeed.source=None')
+  assert 'contains no checkpoint' in errors
+
+
+@pytest.mark.parametrize(
+  ('change', 'said'),
+  [
+    ({'imports': ['import os']}, 'a gin file may import valkyrie, not os'),
+    ({'imports': ['x = 1']}, 'is another statement'),
+    ({'statements': {'x': "1\nimport os"}}, 'is not the record of a configuration'),
+    ({'statements': {'x': "1\ninclude 'a'"}}, 'is not the record of a configuration'),
+    ({'statements': {'import os': ''}}, 'is not the record of a configuration'),
+    ({'statements': {'S5.nothing': '1'}}, "S5 has no parameter 'nothing'"),
+    ({'statements': {'x': 1}, 'written_by': 'me'}, "it was written by 'me'"),
+    ({'statements': []}, 'is not the record of a configuration'),
+    ({'statements': {'train.train_steps': '__import__("os")'}}, 'is not the record'),
+  ],
+)  # fmt: skip
+def test_a_record_that_was_changed_runs_no_code(rewritten, start, change, said):
+  code, _, errors = start(rewritten(lambda data: data.update(change)), '--run_mode=eval')
+  assert code == 78 and said in errors and 'Traceback' not in errors
+
+
+def test_a_directory_without_a_run(start, tmp_path):
+  code, _, errors = start(f'--model_dir={tmp_path}', '--run_mode=eval')
+  assert code == 78 and f'{tmp_path} is not the directory of a run' in errors
+  (tmp_path / 'config.json').write_text('{')
+  code, _, errors = start(f'--model_dir={tmp_path}', '--run_mode=eval')
+  assert code == 78 and 'config.json cannot be read' in errors

@@ -1,0 +1,1 @@
+"""Trained models at work: texts read, scored and continued."""

@@ -1,0 +1,177 @@
+"""Rows of tokens, read in chunks by a trained model: what it knows after them, and their scores."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from valkyrie.errors import ConfigurationError
+from valkyrie.models.features import Features
+from valkyrie.models.language_model import Model
+from valkyrie.training.losses import logits, token_scores
+from valkyrie.types import Array, Carry, Params
+
+_SMALLEST = 16  # tokens of a chunk, but for single tokens: each size is compiled once
+
+
+class TextCarry(NamedTuple):
+  """What a model knows of the text that it has read, for B rows.
+
+  carry: of the model.
+  position: int32 [B], tokens read.
+  hidden: [B, D], the features of the last token, from which the next one is predicted.
+  """
+
+  carry: Carry
+  position: Array
+  hidden: Array
+
+
+class TokenScores(NamedTuple):
+  """Predictions of the tokens of a row, [T] each.
+
+  log_probs: log p(token | those before it) in nats, float32; NaN for a document's first token.
+  greedy: whether the token has the largest logit.
+  """
+
+  log_probs: np.ndarray
+  greedy: np.ndarray
+
+
+class Reader:
+  """Reads documents. Rows may have different lengths: padding changes no carry."""
+
+  def __init__(self, model: Model, chunk_size: int):
+    """Takes the pure functions of a model, and the most tokens of a row that one call reads.
+
+    Raises:
+      ConfigurationError: the model reads each chunk alone.
+    """
+    if not model.about.carried:
+      raise ConfigurationError(
+        'FullAttention.carried is False: the model reads each chunk alone, and cannot continue a '
+        'text. Bind FullAttention.carried = True; the parameters stay the same.'
+      )
+    self._model = model
+    self._chunk_size = chunk_size
+    self._read = jax.jit(self.advance, donate_argnums=1)
+    self._score = jax.jit(self._scored, donate_argnums=1)
+
+  def fresh(self, rows: int) -> TextCarry:
+    """Rows that have read nothing."""
+    features, _ = jax.eval_shape(
+      self._model.apply, self._shapes(), self._model.initial_carry(rows), *[_ones(rows)] * 3
+    )
+    hidden = jnp.zeros((rows, features.hidden.shape[-1]), features.hidden.dtype)
+    return TextCarry(self._model.initial_carry(rows), jnp.zeros(rows, jnp.int32), hidden)
+
+  def read(self, params: Params, carry: TextCarry, rows: Sequence[np.ndarray]) -> TextCarry:
+    """Reads more tokens of every row, int [T of the row] each; `carry` stays valid.
+
+    Raises:
+      ConfigurationError: a row is longer than the model can read.
+    """
+    for tokens, lengths in self._chunks(carry, rows):
+      carry = self._read(params, _own(carry), tokens, lengths)
+    return carry
+
+  def score(
+    self, params: Params, carry: TextCarry, rows: Sequence[np.ndarray]
+  ) -> tuple[list[TokenScores], TextCarry]:
+    """The same, and the scores of the tokens of each row."""
+    known = np.asarray(carry.position) > 0
+    found: list[list[TokenScores]] = [[] for _ in rows]
+    for tokens, lengths in self._chunks(carry, rows):
+      scores, carry = self._score(params, _own(carry), tokens, lengths)
+      for row, (log_probs, greedy) in enumerate(zip(*map(np.asarray, scores), strict=True)):
+        found[row].append(TokenScores(log_probs[: lengths[row]], greedy[: lengths[row]]))
+    whole = []
+    for row, parts in enumerate(found):
+      log_probs = np.concatenate([np.zeros(0, np.float32), *(part.log_probs for part in parts)])
+      if len(log_probs) and not known[row]:
+        log_probs[0] = np.nan
+      greedy = np.concatenate([np.zeros(0, bool), *(part.greedy for part in parts)])
+      whole.append(TokenScores(log_probs, greedy))
+    return whole, carry
+
+  def advance(self, params: Params, carry: TextCarry, tokens: Array, lengths: Array) -> TextCarry:
+    """Reads `lengths` [B] of the tokens [B, T]; pure."""
+    return self._apply(params, carry, tokens, lengths)[1]
+
+  def next_logits(self, params: Params, carry: TextCarry) -> Array:
+    """The logits of the next token, float32 [B, vocabulary size]; pure."""
+    features = Features(carry.hidden[:, None], _unembedding(params))
+    size = self._model.about.vocabulary_size
+    return logits(features, size)[:, 0, :size]
+
+  def check_length(self, tokens: int) -> None:
+    """Raises a ConfigurationError if a text is longer than the model can read."""
+    longest = self._model.about.max_context
+    if longest is not None and tokens > longest:
+      raise ConfigurationError(
+        f'The text of {tokens} tokens, with those to be made, exceeds the {longest} that this '
+        'model can read (FullAttention.max_context). Shorten it.'
+      )
+
+  def _apply(
+    self, params: Params, carry: TextCarry, tokens: Array, lengths: Array
+  ) -> tuple[Features, TextCarry]:
+    index = jnp.arange(tokens.shape[1])[None]
+    real = index < lengths[:, None]
+    features, after = self._model.apply(
+      params,
+      carry.carry,
+      tokens,
+      jnp.where(real, carry.position[:, None] + index, 0),
+      real.astype(jnp.int32),
+    )
+    last = jnp.maximum(lengths - 1, 0)[:, None, None]
+    hidden = jnp.take_along_axis(features.hidden, last, axis=1)[:, 0]
+    hidden = jnp.where(lengths[:, None] > 0, hidden, carry.hidden)
+    return features, TextCarry(after, carry.position + lengths, hidden)
+
+  def _scored(
+    self, params: Params, carry: TextCarry, tokens: Array, lengths: Array
+  ) -> tuple[tuple[Array, Array], TextCarry]:
+    features, after = self._apply(params, carry, tokens, lengths)
+    before = jnp.concatenate([carry.hidden[:, None], features.hidden[:, :-1]], axis=1)
+    size = self._model.about.vocabulary_size
+    found = token_scores(Features(before, features.unembedding), tokens, size)
+    return (-found.loss, found.right), after
+
+  def _chunks(
+    self, carry: TextCarry, rows: Sequence[np.ndarray]
+  ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(tokens [B, T], real tokens of each row [B]) of each chunk."""
+    lengths = np.array([len(row) for row in rows])
+    self.check_length(int((np.asarray(carry.position) + lengths).max(initial=0)))
+    longest = int(lengths.max(initial=0))
+    for start in range(0, longest, self._chunk_size):
+      here = np.clip(lengths - start, 0, self._chunk_size).astype(np.int32)
+      size = min(self._chunk_size, max(_SMALLEST, 1 << int(here.max() - 1).bit_length()))
+      tokens = np.zeros((len(rows), size), np.int32)
+      for row, (whole, real) in enumerate(zip(rows, here, strict=True)):
+        tokens[row, :real] = whole[start : start + real]
+      yield tokens, here
+
+  def _shapes(self) -> Params:
+    return {
+      module: {name: parameter.shape for name, parameter in group.items()}
+      for module, group in self._model.parameters().items()
+    }
+
+
+def _ones(rows: int) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct((rows, 1), jnp.int32)
+
+
+def _own(carry: TextCarry) -> TextCarry:
+  """A copy, which a call may overwrite."""
+  return jax.tree.map(jnp.copy, carry)
+
+
+def _unembedding(params: Params) -> Array:
+  tables = params['model']
+  return tables.get('unembedding', tables['embedding'])

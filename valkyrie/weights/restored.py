@@ -1,0 +1,53 @@
+"""The parameters of a run, read from a checkpoint into the layout of a partitioner."""
+
+import jax
+
+from valkyrie.checkpoint.manager import LATEST, open_to_read
+from valkyrie.data.vocabularies import Vocabulary
+from valkyrie.errors import ConfigurationError
+from valkyrie.models.language_model import Model
+from valkyrie.sharding.partitioner import Partitioner
+from valkyrie.types import Params
+
+
+def restored_params(
+  model: Model,
+  partitioner: Partitioner,
+  model_dir: str,
+  vocabulary: Vocabulary,
+  step: str = LATEST,
+) -> tuple[Params, int]:
+  """The parameters of a step of a run, averaged if it has an average, and its number.
+
+  Args:
+    model: the pure functions of the model.
+    partitioner: the mesh.
+    model_dir: the directory of the run.
+    vocabulary: that of the text; the run must have the same.
+    step: a number, 'latest' or 'best', see `checkpoint.manager.open_to_read`.
+
+  Raises:
+    ConfigurationError: the run has no such step, or one of another model or vocabulary.
+  """
+  shapes = {
+    module: {name: p.shape for name, p in group.items()}
+    for module, group in model.parameters().items()
+  }
+  target = jax.tree.map(
+    lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+    shapes,
+    partitioner.shardings(shapes, model.parameter_axes(partitioner.parameter_axes)),
+  )
+  with open_to_read(model_dir, step) as directory:
+    number, record = directory.latest_step(), directory.latest_record()
+    if record is None or number is None:
+      raise ConfigurationError(
+        f'{model_dir} contains no checkpoint. Train there first, or pass the --model_dir of a run.'
+      )
+    if record['vocabulary'] != vocabulary.fingerprint:
+      raise ConfigurationError(
+        f'{model_dir} was trained with the vocabulary {record["vocabulary"]}, but '
+        f'{vocabulary.fingerprint} is given: its ids mean other texts. Bind the vocabulary that '
+        f'{model_dir}/config.gin names.'
+      )
+    return directory.restore_evaluated(target), number
