@@ -53,6 +53,7 @@ CONFIGURABLE_MODULES = (
   'valkyrie.run.train',
   'valkyrie.run.evaluate',
   'valkyrie.run.infer',
+  'valkyrie.run.export',
   'valkyrie.run.precompile',
 )
 
@@ -61,6 +62,7 @@ RUN_MODES = {
   'train': ('valkyrie.run.train', 'train'),
   'eval': ('valkyrie.run.evaluate', 'evaluate'),
   'infer': ('valkyrie.run.infer', 'infer'),
+  'export': ('valkyrie.run.export', 'export'),
   'precompile': ('valkyrie.run.precompile', 'precompile'),
 }
 
@@ -68,8 +70,8 @@ RUN_MODES = {
 _FLAGS_OF_MODES = {
   'prompt': ('infer',),
   'prompts': ('infer',),
-  'output': ('infer',),
-  'step': ('eval', 'infer'),
+  'output': ('infer', 'export'),
+  'step': ('eval', 'infer', 'export'),
   'topology': ('precompile',),
   'allow_changed': ('train',),
 }
@@ -87,6 +89,8 @@ examples:
   python -m valkyrie.main --model_dir=runs/tiny --run_mode=infer --prompt='def main():'
   python -m valkyrie.main --model_dir=runs/tiny --run_mode=infer --prompts=mine.jsonl \\
       --output=answers.jsonl --gin.infer.samples=4 --gin.infer.temperature=0.8
+  python -m valkyrie.main --model_dir=runs/tiny --run_mode=export --output=exported
+      the model for other programs: safetensors, configuration and tokenizer
   python -m valkyrie.main --gin_file=gin/v4_32.gin --run_mode=precompile --topology=v4:4x4x2
       compile a run for 32 TPU chips on a machine without one; print its memory and time
   python -m valkyrie.main --gin_file=mine.gin --gin_allow_import=my_package
@@ -172,12 +176,15 @@ def _parser() -> _Parser:
     help='prompts for infer: JSON lines with the field "prompt" (.jsonl), or one on each line',
   )
   parser.add_argument(
-    '--output', metavar='FILE', help='a new file for the JSON lines of infer (default: printed)'
+    '--output',
+    metavar='PATH',
+    help='a new file for the JSON lines of infer (default: printed), or a new folder for export',
   )
   parser.add_argument(
     '--step',
     metavar='N',
-    help="the checkpoint that eval and infer read: a number, 'latest' or 'best' (default: latest)",
+    help='the checkpoint that eval, infer and export read: a number, latest or best (default: '
+    'latest)',
   )
   parser.add_argument(
     '--topology',
@@ -251,6 +258,8 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, li
   for name, modes in _FLAGS_OF_MODES.items():
     if getattr(flags, name) is not None and flags.run_mode not in modes:
       raise UsageError(f'--{name} needs --run_mode={" or ".join(modes)}')
+  if flags.run_mode == 'export' and flags.output is None:
+    raise UsageError('--run_mode=export needs --output=FOLDER')
   if flags.prompt is not None and flags.prompts is not None:
     raise UsageError('--prompt and --prompts exclude each other')
   if flags.processes is None and (flags.process is not None or flags.coordinator is not None):

@@ -24,7 +24,7 @@ _SIZES = (
   'num_attention_heads',
   'max_position_embeddings',
 )
-_IN_LAYER = {
+IN_LAYER = {
   'input_layernorm.weight': 'mixer_norm.scale',
   'post_attention_layernorm.weight': 'mlp_norm.scale',
   'self_attn.q_proj.weight': 'attention.query',
@@ -35,7 +35,7 @@ _IN_LAYER = {
   'mlp.up_proj.weight': 'mlp.hidden',
   'mlp.down_proj.weight': 'mlp.out',
 }
-_OUTSIDE = {
+OUTSIDE = {
   'model.embed_tokens.weight': 'embedding',
   'model.norm.weight': 'final_norm.scale',
   'lm_head.weight': 'unembedding',
@@ -139,7 +139,7 @@ def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
   found = {}
   for name, tensor in tensors.items():
     layer = re.fullmatch(r'model\.layers\.(\d+)\.(.+)', name)
-    ours = _IN_LAYER.get(layer[2]) if layer else _OUTSIDE.get(name)
+    ours = IN_LAYER.get(layer[2]) if layer else OUTSIDE.get(name)
     if ours is None:
       found[name] = tensor  # a model without it does not ask for it
     elif layer:

@@ -18,7 +18,7 @@ from valkyrie.models.attention.heads import WindowAttention
 from valkyrie.models.language_model import LanguageModel, Model
 from valkyrie.models.layers import RMSNorm
 from valkyrie.types import Array, Params
-from valkyrie.weights import huggingface, names, tensor_files
+from valkyrie.weights import exported, huggingface, names, tensor_files
 from valkyrie.weights.tensor_files import Tensor
 
 FRESH, ZERO = 'fresh', 'zero'
@@ -49,21 +49,16 @@ def open_source(path: str) -> Source:
   if (place / 'checkpoints').is_dir():
     with open_to_read(path) as directory:
       record, params = directory.newest_params()
-    return Source(_of_run(params), [record['vocabulary']])
+    tensors = {name: tensor_files.in_memory(a) for name, a in names.tensors(params).items()}
+    return Source(tensors, [record['vocabulary']])
+  vocabulary = exported.vocabulary_of(place)
+  if vocabulary is not None:
+    return Source(tensor_files.in_files(place), [vocabulary])
   config = huggingface.configuration(place)
   tensors = tensor_files.in_files(place)
   if config is None:
     return Source(tensors)
   return Source(huggingface.renamed(tensors), huggingface.vocabularies(place), config)
-
-
-def _of_run(params: Params) -> dict[str, Tensor]:
-  return {
-    tensor: tensor_files.in_memory(array[number] if leaf.stacked else array)
-    for leaf in names.leaves(params)
-    for array in [params[leaf.module][leaf.name]]
-    for number, tensor in enumerate(leaf.tensors)
-  }
 
 
 @gin.configurable
@@ -73,7 +68,7 @@ class InitialWeights:
 
   Attributes:
     source: the directory of a run, whose newest checkpoint is read; a safetensors file or a folder
-      with such files; or a folder of Hugging Face's Llama or Mistral.
+      with such files, as an export has; or a folder of Hugging Face's Llama or Mistral.
     rules: (pattern, tensor), of which the first whose regular expression is found in the name
       counts: 'fresh' for the model's own initialization, 'zero', or the name of the tensor in the
       source, in which \\1 stands for a group of the pattern. Without a rule, it has the same name.

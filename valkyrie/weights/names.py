@@ -57,6 +57,16 @@ def leaves(params: Mapping[str, Mapping[str, Any]]) -> list[Leaf]:
   return [leaf(*one) for one in found]
 
 
+def tensors(params: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+  """The arrays of a model by the names of its tensors, one for each layer."""
+  return {
+    tensor: array[number] if leaf.stacked else array
+    for leaf in leaves(params)
+    for array in [params[leaf.module][leaf.name]]
+    for number, tensor in enumerate(leaf.tensors)
+  }
+
+
 def _plain(module: str, name: str) -> str:
   path = [*filter(None, module.replace('/~', '').split('/')), name]
   return _ATTENTION.sub('attention', '.'.join(path))

@@ -1,0 +1,152 @@
+"""Exported models: read back with the same logits, and computed by other programs."""
+
+import json
+
+import gin
+import jax
+import jax.numpy as jnp
+import llama_reference
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+import tiny_run
+
+import valkyrie
+from valkyrie import main
+
+pytestmark = pytest.mark.usefixtures('quick_compiler')
+
+LLAMA = """
+LanguageModel.pattern = (@Block,)
+Block.mixers = (@FullAttention,)
+FullAttention.heads = 4
+FullAttention.kv_heads = 2
+FullAttention.head_width = 8
+FullAttention.max_context = 128
+"""
+LORA = """
+LanguageModel.lora = @Lora
+Lora.rank = 2
+Lora.pattern = 'mlp'
+"""
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+  """Trains two steps with more gin -> a function that runs a mode on it: (code, errors)."""
+  tiny_run.write_stores(tmp_path / 'data', 'letters', 'abc')
+
+  def start(*flags):
+    gin.clear_config(clear_constants=True)
+    capsys.readouterr()
+    code = main.main([f'--model_dir={tmp_path / "run"}', *flags])
+    return code, capsys.readouterr().err
+
+  def train(more='', *flags):
+    (tmp_path / 'run.gin').write_text(tiny_run.gin_text(tmp_path / 'data', more=more))
+    code, said = start(f'--gin_file={tmp_path / "run.gin"}', '--gin.learning_rate=0.1', *flags)
+    assert code == 0, said
+    return start
+
+  return train
+
+
+@pytest.mark.parametrize('more', ['', LORA])
+def test_an_export_is_read_back_bit_for_bit(run, tmp_path, more):
+  start = run(more)
+  code, said = start('--run_mode=export', f'--output={tmp_path / "out"}')
+  assert code == 0, said
+  config = json.loads((tmp_path / 'out' / 'config.json').read_text())
+  arrays = load_file(tmp_path / 'out' / 'model.safetensors')
+  assert config['format'] == 'valkyrie' and config['step'] == 2 and config['eos_id'] == 1
+  assert config['parameters'] == sum(array.size for array in arrays.values())
+  assert config['model']['LanguageModel.d_model'] == 16
+  assert not any(name.startswith(('TaskFeed', 'train.', 'optax')) for name in config['model'])
+  assert arrays['embedding'].shape == (259, 16) and not any('lora' in name for name in arrays)
+  assert f'{config["parameters"]:,} parameters' in (tmp_path / 'out' / 'README.md').read_text()
+
+  plain = '\nLanguageModel.lora = None\n' if more else ''
+  (tmp_path / 'back.gin').write_text(tiny_run.gin_text(tmp_path / 'data', more=plain))
+  back = [f'--gin.train.initial_weights="{tmp_path / "out"}"', '--gin.train_steps=1']
+  back += ['--gin.InitialWeights.any_loss=True', '--gin.learning_rate=1e-30']
+  back += ['--gin.Optimizer.algorithm=@optax.sgd']
+  gin.clear_config(clear_constants=True)
+  arguments = [f'--gin_file={tmp_path / "back.gin"}', f'--model_dir={tmp_path / "back"}']
+  assert main.main([*arguments, *back]) == 0
+  first, second = (
+    valkyrie.load(tmp_path / name).score('abcab')[0].log_probs for name in ('run', 'back')
+  )
+  if more:  # adapters are merged in float32
+    np.testing.assert_allclose(first, second, rtol=1e-4, atol=1e-5)
+  else:
+    np.testing.assert_array_equal(first, second)
+
+  code, said = start('--run_mode=export', f'--output={tmp_path / "out"}')
+  assert code == 74 and f'{tmp_path / "out"} is there already' in said
+
+
+@pytest.mark.parametrize(
+  'more',
+  [
+    '',
+    'LanguageModel.tied = False',
+    'LanguageModel.embedding_scale = 1.0',
+    'Rotary.factor = 4.0\nRotary.original_context = 32',
+  ],
+)
+def test_a_decoder_is_a_llama(run, tmp_path, more):
+  """Computed from the equations of Llama in float64."""
+  start = run(LLAMA + more)
+  flags = ('--run_mode=export', '--gin.export.form="huggingface"')
+  code, said = start(*flags, f'--output={tmp_path / "out"}')
+  assert code == 0, said
+  config = json.loads((tmp_path / 'out' / 'config.json').read_text())
+  arrays = load_file(tmp_path / 'out' / 'model.safetensors')
+  assert config['architectures'] == ['LlamaForCausalLM'] and config['vocab_size'] == 259
+  tied = more == 'LanguageModel.embedding_scale = 1.0'
+  assert config['tie_word_embeddings'] == tied == ('lm_head.weight' not in arrays)
+  loaded = valkyrie.load(tmp_path / 'run')
+  tokens = loaded.tokenizer.ids('abcabcaacb' * 4)
+  expected = llama_reference.logits(config, arrays, tokens)
+  features, _ = jax.jit(loaded.model.apply)(
+    loaded.params,
+    loaded.model.initial_carry(1),
+    tokens[None],
+    np.arange(len(tokens))[None],
+    np.ones((1, len(tokens)), np.int32),
+  )
+  found = jnp.matmul(features.hidden[0], features.unembedding[:259].T, precision='highest')
+  np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_hybrid_is_no_llama(run, tmp_path):
+  start = run()
+  flags = ('--run_mode=export', f'--output={tmp_path / "out"}')
+  code, said = start(*flags, '--gin.export.form="huggingface"')
+  assert code == 78 and 'no Llama or Mistral: a layer has another mixer' in said
+  code, said = start(*flags, '--gin.export.form="onnx"')
+  assert code == 78 and "export.form='onnx' is unknown" in said
+  assert start('--run_mode=export')[0] == 2
+  assert not (tmp_path / 'out').exists()
+
+
+def test_a_tokenizer_goes_with_the_model(run, tmp_path):
+  tiny_run.write_tokenizer(tmp_path / 'mine.json')
+  (tmp_path / 'tokenizer_config.json').write_text('{"eos_token": "<|endoftext|>"}')
+  folder = tmp_path / 'text'
+  folder.mkdir()
+  for number in range(40):
+    (folder / f'{number}.txt').write_text(f'{number} {tiny_run.TEXT}')
+  data = f"""
+include 'gin/data/text.gin'
+text = '{folder}'
+held_out = 0.5
+vocabulary = '{tmp_path / 'mine.json'}'
+TaskFeed.data_dir = '{tmp_path / 'stores'}'
+"""
+  (tmp_path / 'data.gin').write_text(data)
+  start = run('', f'--gin_file={tmp_path / "data.gin"}')
+  code, said = start('--run_mode=export', f'--output={tmp_path / "out"}')
+  assert code == 0, said
+  assert (tmp_path / 'out' / 'tokenizer.json').read_bytes() == (tmp_path / 'mine.json').read_bytes()
+  assert (tmp_path / 'out' / 'tokenizer_config.json').exists()
