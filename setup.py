@@ -1,17 +1,29 @@
 """Packaging: what Valkyrie needs, and how a wheel carries gin/ and tasks/ inside the package."""
 
+import pathlib
+
 from setuptools import find_packages, setup
 
 setup(
   name='valkyrie',
   version='0.1.0',
   description='Hybrid S5 and Longformer language models trained through very long sequences.',
+  long_description=(pathlib.Path(__file__).parent / 'README.md').read_text(),
+  long_description_content_type='text/markdown',
   license='Apache-2.0',
   python_requires='>=3.11',
   # In a clone gin/ and tasks/ stand at the top; a wheel carries them inside the package.
   packages=[*find_packages(include=['valkyrie', 'valkyrie.*']), 'valkyrie.gin', 'valkyrie.tasks'],
   package_dir={'valkyrie.gin': 'gin', 'valkyrie.tasks': 'tasks'},
-  package_data={'valkyrie.gin': ['**/*.gin']},
+  package_data={'valkyrie': ['py.typed'], 'valkyrie.gin': ['**/*.gin']},
+  entry_points={
+    'console_scripts': [
+      'valkyrie = valkyrie.main:main',
+      'valkyrie-build-store = valkyrie.data.build_store:main',
+      'valkyrie-supervise = valkyrie.distributed.supervisor:main',
+    ]
+  },
+  scripts=['scripts/launch_gke', 'scripts/launch_slurm', 'scripts/launch_tpu_vm'],
   # Ranges say what should work; constraints/ pins, for each Python, what the tests ran on.
   install_requires=[
     'absl-py>=2.1',

@@ -28,9 +28,9 @@ def dry_run(name, *arguments, **environment):
 
 def check_run(words):
   """Checks that each rank has a supervisor, and gets the flags of the command line."""
-  at = words.index('scripts/supervise')
-  assert words[at - 1] != '&&' and words[at : at + 5] == [
-    'scripts/supervise', '--', 'python', '-m', 'valkyrie.main',
+  at = words.index('valkyrie.distributed.supervisor')
+  assert words[at - 3] != '&&' and words[at - 2 : at + 5] == [
+    'python', '-m', 'valkyrie.distributed.supervisor', '--', 'python', '-m', 'valkyrie.main',
   ]  # fmt: skip
   flags, gin_flags = parse_command_line(words[at + 5 :])
   assert (flags.processes, flags.model_dir) == ('auto', '/mnt/a run')
@@ -50,7 +50,10 @@ def test_the_tpu_vm_launcher_starts_and_stops_all_hosts():
   command = start[8].removeprefix('--command=')
   check_run(shlex.split(command))
   # The signal goes to the process number of the shell, which `exec` replaces by the supervisor.
-  assert 'echo $$ > ~/.valkyrie.pid' in command and '&& exec scripts/supervise' in command
+  assert (
+    'echo $$ > ~/.valkyrie.pid' in command
+    and '&& exec python -m valkyrie.distributed.supervisor' in command
+  )
   assert stop[8] == '--command=kill -TERM "$(cat ~/.valkyrie.pid)"'
 
 
@@ -61,7 +64,7 @@ def test_the_gke_launcher_restarts_after_the_retryable_exit_codes():
   assert options['--cluster'] == 'c' and options['--num-slices'] == '2'
   codes = options['--restart-on-exit-codes'].split(',')
   assert tuple(map(int, codes)) == supervisor.RETRYABLE
-  assert options['--command'].startswith('exec scripts/supervise')
+  assert options['--command'].startswith('exec python -m valkyrie.distributed')
   check_run(shlex.split(options['--command']))
 
 

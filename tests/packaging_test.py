@@ -1,6 +1,7 @@
 """A wheel is as whole as a clone."""
 
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -22,8 +23,9 @@ def test_a_wheel_carries_the_gin_files_and_the_tasks_inside_the_package(tmp_path
   clone, installed = tmp_path / 'clone', tmp_path / 'installed'
   for folder in ('valkyrie', 'gin', 'tasks'):
     shutil.copytree(ROOT / folder, clone / folder)
-  for file in ('setup.py', 'pyproject.toml', 'LICENSE'):
+  for file in ('setup.py', 'pyproject.toml', 'LICENSE', 'README.md', 'MANIFEST.in'):
     shutil.copy(ROOT / file, clone)
+  shutil.copytree(ROOT / 'scripts', clone / 'scripts')
   build = [sys.executable, '-m', 'pip', 'wheel', '--no-deps', '--no-build-isolation']
   subprocess.run([*build, f'--wheel-dir={tmp_path}', clone], check=True, capture_output=True)
   (wheel,) = tmp_path.glob('valkyrie-*.whl')
@@ -42,3 +44,15 @@ def test_a_wheel_carries_the_gin_files_and_the_tasks_inside_the_package(tmp_path
     text=True,
   )
   assert found.stdout.split() == [str(inside / 'tasks/__init__.py'), str(inside / 'gin')]
+
+  assert (inside / 'py.typed').exists()
+  (about,) = installed.glob('valkyrie-*.dist-info')
+  assert '# Valkyrie' in (about / 'METADATA').read_text()
+  commands = (about / 'entry_points.txt').read_text()
+  for command, module in re.findall(r'^(\S+) = ([\w.]+):main$', commands, re.M):
+    ask = [sys.executable, '-c', f"from {module} import main; main(['--help'])"]
+    environment = {'PYTHONPATH': str(installed)}
+    found = subprocess.run(ask, env=environment, capture_output=True, text=True, check=True)
+    assert f'usage: {command} ' in found.stdout
+  launchers = {file.name for file in (ROOT / 'scripts').glob('launch_*')}
+  assert {file.name for file in installed.glob('valkyrie-*.data/scripts/*')} == launchers

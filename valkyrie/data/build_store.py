@@ -20,7 +20,7 @@ together, and 'FEATURE_pretokenized', which seqio's tokenize adds, gives the byt
 """
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import json
 import os
 import pathlib
@@ -35,7 +35,7 @@ from valkyrie.errors import ConfigurationError, Preempted, ValkyrieError
 
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
-    prog='python -m valkyrie.data.build_store',
+    prog='valkyrie-build-store',
     description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
@@ -157,9 +157,9 @@ def _end_with_the_caller() -> None:
   os._exit(Preempted.exit_code)
 
 
-def main() -> int:
+def main(line: Sequence[str] | None = None) -> int:
   """Runs the command line; returns the exit code, and prints an error to standard error."""
-  arguments = _parser().parse_args()
+  arguments = _parser().parse_args(line)
   if arguments.while_open:
     threading.Thread(target=_end_with_the_caller, daemon=True).start()
   # Only tf.data is used, so that the accelerators stay free for training.

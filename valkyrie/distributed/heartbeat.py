@@ -1,4 +1,4 @@
-"""Heartbeats of a run for its supervisor (`scripts/supervise`): lines of JSON in a pipe.
+"""Heartbeats of a run for its supervisor (`valkyrie-supervise`): lines of JSON in a pipe.
 
 Without a supervisor nothing is written. A supervisor that is busy or has ended never blocks a run.
 """

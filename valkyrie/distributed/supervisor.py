@@ -1,6 +1,6 @@
 """A supervisor of a training command: it ends a hanging run and restarts it after some exit codes.
 
-    scripts/supervise --step_seconds=300 -- python -m valkyrie.main --gin_file=... --model_dir=...
+    valkyrie-supervise --step_seconds=300 -- python -m valkyrie.main --gin_file=... --model_dir=...
 
 A run reports its stage through a pipe (`distributed/heartbeat.py`). When a run is silent for longer
 than the limit of its stage, the supervisor prints its Python stacks, kills all its processes, and
@@ -141,8 +141,8 @@ class Supervisor:
 def main(arguments: Sequence[str] | None = None) -> int:
   """Supervises the command of the command line, and returns its exit code."""
   parser = argparse.ArgumentParser(
-    prog='scripts/supervise',
-    usage='scripts/supervise [flags] -- COMMAND ...',
+    prog='valkyrie-supervise',
+    usage='valkyrie-supervise [flags] -- COMMAND ...',
     description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
     allow_abbrev=False,
