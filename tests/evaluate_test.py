@@ -122,6 +122,21 @@ def test_rows_and_time_split_over_devices_change_nothing(evaluated, feed):
   assert metrics == pytest.approx(found[None], rel=1e-5)
 
 
+def test_the_axis_of_the_plot_shows_a_difference_of_a_twentieth(tmp_path):
+  losses = {'a': 2.0, 'b': 1.95, 'c': 1.5}
+  curves = {
+    name: {'loss_by_position/1': 9.0, 'loss_by_position/16': loss} for name, loss in losses.items()
+  }
+  plot.write_loss_by_position(tmp_path, curves, 'mine')
+  image = np.asarray(Image.open(tmp_path / 'loss_by_position_mine.png').convert('RGB'))
+
+  def height(color):
+    return (image == ImageColor.getrgb(color)).all(-1)[:, -120:].nonzero()[0].max()
+
+  first, second, third = map(height, plot.COLORS[:3])
+  assert second - first > 20 and third - second > 200
+
+
 def test_the_plot_shows_every_curve(tmp_path):
   curves = {
     'validation': {'loss': 1.0, 'loss_by_position/1': 2.0, 'loss_by_position/4': 1.0},

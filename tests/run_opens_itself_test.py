@@ -69,6 +69,36 @@ def test_steps_are_chosen(folder, start):
   assert start(run, '--step=2')[0] == 2  # of training
 
 
+def test_a_follower_reads_every_step_until_the_last(folder, start):
+  run = f'--model_dir={folder / "narrow"}'
+  (folder / 'narrow' / 'eval_whole').mkdir()
+  (folder / 'narrow' / 'eval_whole' / 'metrics.jsonl').write_text('{"step": 2, "loss": 1.0}\n')
+  code, out, _ = start(run, '--run_mode=eval', '--follow')
+  assert code == 0
+  assert [line.split(',')[0] for line in out.splitlines()] == ['step 1', 'step 3', 'step 4']
+  assert sorted(tiny_run.metrics(folder / 'narrow', 'eval_whole')) == [1, 2, 3, 4]
+  assert start(run, '--run_mode=eval', '--follow', '--step=1')[0] == 2
+
+
+def test_other_data_has_a_name_of_its_own(folder, start):
+  run, other = f'--model_dir={folder / "narrow"}', '--gin.validation/TaskFeed.split="train"'
+  own = (folder / 'narrow' / 'eval' / 'metrics.jsonl').read_text()
+  picture = (folder / 'narrow' / 'loss_by_position.png').read_bytes()
+  code, _, errors = start(run, '--run_mode=eval', other)
+  assert code == 78 and 'eval has evaluations of other data' in errors
+  code, _, _ = start(run, '--run_mode=eval', other, '--gin.evaluate.name="train"')
+  assert code == 0
+  assert (folder / 'narrow' / 'eval' / 'metrics.jsonl').read_text() == own
+  assert (folder / 'narrow' / 'loss_by_position.png').read_bytes() == picture
+  assert (folder / 'narrow' / 'loss_by_position_train.png').exists()
+  found = tiny_run.metrics(folder / 'narrow', 'eval_train')[4]
+  assert found['perplexity'] == pytest.approx(np.exp(found['loss']))
+  code, _, errors = start(run, '--run_mode=eval', '--gin.evaluate.name="train"')
+  assert code == 78 and 'eval_train has evaluations of other data' in errors
+  code, _, errors = start(run, '--run_mode=eval', '--gin.evaluate.name="a/b"')
+  assert code == 78 and "evaluate.name='a/b' is part of a file name" in errors
+
+
 def test_a_run_goes_on_without_its_flags(folder, start):
   code, _, errors = start(f'--model_dir={folder / "wide"}', '--gin.train_steps=3')
   assert code == 0 and 'resuming after step 2' in errors

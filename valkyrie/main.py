@@ -72,6 +72,7 @@ _FLAGS_OF_MODES = {
   'prompts': ('infer',),
   'output': ('infer', 'export'),
   'step': ('eval', 'infer', 'export'),
+  'follow': ('eval',),
   'topology': ('precompile',),
   'allow_changed': ('train',),
 }
@@ -187,6 +188,12 @@ def _parser() -> _Parser:
     'latest)',
   )
   parser.add_argument(
+    '--follow',
+    action='store_true',
+    default=None,
+    help='eval reads every checkpoint of a run as it is committed, until the last one',
+  )
+  parser.add_argument(
     '--topology',
     metavar='CHIP:SHAPE',
     help='the TPU slice that precompile compiles for, such as v4:4x4x2, on a machine without one '
@@ -258,6 +265,8 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, li
   for name, modes in _FLAGS_OF_MODES.items():
     if getattr(flags, name) is not None and flags.run_mode not in modes:
       raise UsageError(f'--{name} needs --run_mode={" or ".join(modes)}')
+  if flags.follow and (flags.step is not None or flags.processes is not None):
+    raise UsageError('--follow reads every step in one process: remove --step and --processes')
   if flags.run_mode == 'export' and flags.output is None:
     raise UsageError('--run_mode=export needs --output=FOLDER')
   if flags.prompt is not None and flags.prompts is not None:

@@ -1,6 +1,10 @@
-"""Plot of the loss over the position in the document: loss_by_position.png of a run."""
+"""Plot of the loss over the position in the document: loss_by_position.png of a run.
 
-from collections.abc import Mapping
+The axis is chosen for the differences between positions and curves. The first positions of a
+document, which have little context, are cut off at its top.
+"""
+
+from collections.abc import Mapping, Sequence
 import math
 import pathlib
 
@@ -11,17 +15,26 @@ from valkyrie.monitoring.metrics import BY_POSITION, Metrics
 
 _WIDTH, _HEIGHT = 960, 540
 _LEFT, _RIGHT, _TOP, _BOTTOM = 80, 30, 90, 70  # margins, in pixels
+_WITH_CONTEXT = 4  # the bin from position 16 on
+_TICKS = 8
 COLORS = ('#1f5fa8', '#d1622b', '#2f8f4e', '#8a4fa3')
 
 
-def write_loss_by_position(model_dir: pathlib.Path, curves: Mapping[str, Metrics]) -> None:
+def write_loss_by_position(
+  model_dir: pathlib.Path, curves: Mapping[str, Metrics], name: str = ''
+) -> None:
   """Draws the metrics loss_by_position/P over P on a logarithmic axis, one curve per name.
+
+  Args:
+    model_dir: the directory of the run.
+    curves: the metrics of each curve, by its name.
+    name: of the data, for the name of the file: loss_by_position_NAME.png.
 
   Raises:
     StorageError: the image cannot be written.
   """
   points = {name: _points(metrics) for name, metrics in curves.items()}
-  path = model_dir / 'loss_by_position.png'
+  path = model_dir / f'loss_by_position{name and "_"}{name}.png'
   advice = 'Make room there, or name another --model_dir.'
   with storage_errors(f'{path} cannot be written', advice):
     _draw(points).save(path)
@@ -41,17 +54,16 @@ def _draw(curves: Mapping[str, list[tuple[int, float]]]) -> Image.Image:
   draw, font = ImageDraw.Draw(image), ImageFont.load_default(16)
   every = [point for points in curves.values() for point in points]
   bins = range(min((k for k, _ in every), default=0), max((k for k, _ in every), default=0) + 1)
-  highest = max((loss for _, loss in every), default=0.0)
-  step = 10.0 ** math.floor(math.log10(highest)) / 2 if highest else 1.0
-  ticks = max(1, math.ceil(highest / step))
+  ticks, step = _axis([loss for k, loss in every if k >= min(_WITH_CONTEXT, bins[-1])])
 
   def x(k: float) -> float:
     return _LEFT + (k - bins[0] + 0.5) / len(bins) * (_WIDTH - _LEFT - _RIGHT)
 
   def y(loss: float) -> float:
-    return _HEIGHT - _BOTTOM - loss / (ticks * step) * (_HEIGHT - _TOP - _BOTTOM)
+    share = (loss / step - ticks[0]) / (ticks[-1] - ticks[0])
+    return _HEIGHT - _BOTTOM - min(share, 1.0) * (_HEIGHT - _TOP - _BOTTOM)
 
-  for tick in range(ticks + 1):
+  for tick in ticks:
     at = y(tick * step)
     draw.line([(_LEFT, at), (_WIDTH - _RIGHT, at)], fill='#dddddd')
     draw.text((_LEFT - 8, at), f'{tick * step:g}', fill='black', font=font, anchor='rm')
@@ -70,3 +82,13 @@ def _draw(curves: Mapping[str, list[tuple[int, float]]]) -> Image.Image:
     above = 12 + 20 * index
     draw.text((_WIDTH - _RIGHT, above), name, fill=color, font=font, anchor='rt')
   return image
+
+
+def _axis(losses: Sequence[float]) -> tuple[range, float]:
+  """(the ticks as multiples of a step, the step): 1, 2 or 5 times a power of ten."""
+  low, high = min(losses, default=0.0), max(losses, default=1.0)
+  finest = max(high - low, 0.1) / _TICKS
+  power = 10.0 ** math.floor(math.log10(finest))
+  step = power * next(factor for factor in (1, 2, 5, 10) if factor * power >= finest * 0.999)
+  first, last = math.floor(low / step), math.ceil(high / step)
+  return range(first, max(last, first + 1) + 1), step

@@ -1,22 +1,29 @@
 """The run mode `eval`: a run's checkpoint on the whole validation split."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+import json
 import pathlib
+import sys
+import time
 
 import gin
 import jax
 
+from valkyrie.checkpoint import steps
 from valkyrie.checkpoint.manager import LATEST
 from valkyrie.config.computation import may_change_on_resume
-from valkyrie.errors import ConfigurationError
+from valkyrie.errors import ConfigurationError, ValkyrieError
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.monitoring import plot
 from valkyrie.monitoring.progress import describe
 from valkyrie.monitoring.writers import create_writers
+from valkyrie.run import evaluated_data
 from valkyrie.run.evaluator import CUTS, Evaluator
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.weights.restored import restored_params
+
+_PAUSE_SECONDS = 2.0  # between two looks of a follower
 
 
 @may_change_on_resume()
@@ -27,31 +34,82 @@ def evaluate(
   model: Callable[..., LanguageModel],
   partitioner: Callable[[], Partitioner],
   evaluator: Callable[..., Evaluator],
+  last_step: int,
   cuts: Sequence[str] = (),
+  name: str = '',
   step: str = LATEST,
+  follow: bool = False,
 ) -> None:
   """Evaluates a run's checkpoint on the whole validation split; writes and prints metrics.
 
   Args:
     model_dir: the directory of the run.
     model, partitioner, evaluator: the classes of the parts.
+    last_step: of the run, at which a follower ends.
     cuts: parts of the carry, 'state' or 'all'. For each, one more evaluation resets it before every
       chunk, and writes to model_dir/eval_cut_NAME.
+    name: of other data than that of the run's own evaluations: metrics go to model_dir/eval_NAME
+      and eval_NAME_cut_CUT, the picture to loss_by_position_NAME.png.
     step: of the checkpoint: a number, 'latest' or 'best'.
+    follow: evaluate every checkpoint that has no evaluation yet, and those to come, as they are
+      committed. Without a name, the metrics go to model_dir/eval_whole.
+
+  Raises:
+    ConfigurationError: there is no such step, or the numbers would mix with those of other data.
   """
   for cut in cuts:
     if cut not in CUTS:
       raise ConfigurationError(f'evaluate.cuts contains {cut!r}. Use {CUTS}.')
+  if not all(letter.isalnum() or letter in '._-' for letter in name):
+    raise ConfigurationError(
+      f'evaluate.name={name!r} is part of a file name. Use letters, digits, dots and dashes.'
+    )
+  name = name or ('whole' if follow else '')
+  stream = f'eval{name and "_"}{name}'
   functions, mesh = language_model.transform(model), partitioner()
   measure = evaluator(functions, mesh)
-  params, number = restored_params(functions, mesh, model_dir, measure.vocabulary, step)
-  found = {}
-  for cut in (None, *cuts):
-    title = 'validation' if cut is None else f'validation, {cut} carry cut between chunks'
-    found[title] = metrics = measure(params, whole=True, cut=cut)
-    with create_writers(model_dir, name='eval' if cut is None else f'eval_cut_{cut}') as writer:
-      writer.write_scalars(number, metrics)
+
+  def of_step(step: str) -> None:
+    params, number = restored_params(functions, mesh, model_dir, measure.vocabulary, step)
+    evaluated_data.check(model_dir, stream, measure.fingerprints)
+    evaluated_data.record(model_dir, stream, measure.fingerprints)
+    found = {}
+    for cut in (None, *cuts):
+      title = 'validation' if cut is None else f'validation, {cut} carry cut between chunks'
+      found[title] = metrics = measure(params, whole=True, cut=cut)
+      with create_writers(
+        model_dir, name=stream if cut is None else f'{stream}_cut_{cut}'
+      ) as writer:
+        writer.write_scalars(number, metrics)
+      if jax.process_index() == 0:
+        print(f'step {number}, {title}: ' + ', '.join(describe(metrics)), flush=True)
     if jax.process_index() == 0:
-      print(f'step {number}, {title}: ' + ', '.join(describe(metrics)))
-  if jax.process_index() == 0:
-    plot.write_loss_by_position(pathlib.Path(model_dir), found)
+      plot.write_loss_by_position(pathlib.Path(model_dir), found, name)
+
+  if not follow:
+    of_step(step)
+    return
+  for number in _committed(pathlib.Path(model_dir), stream, last_step):
+    try:
+      of_step(str(number))
+    except ValkyrieError:
+      if number in steps.find(pathlib.Path(model_dir, 'checkpoints')):
+        raise
+      print(f'step {number} was deleted before it was read (Checkpoints.keep)', file=sys.stderr)
+
+
+def _committed(model_dir: pathlib.Path, stream: str, last: int) -> Iterator[int]:
+  """Yields the steps without a line in the stream, as they appear, up to the last one."""
+  try:
+    lines = (model_dir / stream / 'metrics.jsonl').read_text().splitlines()
+  except FileNotFoundError:
+    lines = []
+  done = {json.loads(line)['step'] for line in lines}
+  while True:
+    for number in steps.find(model_dir / 'checkpoints'):
+      if number not in done:
+        done.add(number)
+        yield number
+    if max(done, default=0) >= last:
+      return
+    time.sleep(_PAUSE_SECONDS)

@@ -28,6 +28,7 @@ from valkyrie.types import Array, Batch, Carry, Params, TaskFeed
 CUTS = ('state', 'all')
 # The metrics that each source of a mixture has, too.
 _OF_SOURCES = ('loss', 'bits_per_token', 'bits_per_byte', 'accuracy')
+_LARGEST_EXPONENT = 700  # of a float
 _BINS = 31  # powers of two below the largest int32 position
 
 
@@ -147,6 +148,11 @@ class Evaluator:
     for feed in self._sources.values():
       self._chunks(feed)
 
+  @property
+  def fingerprints(self) -> dict[str, str]:
+    """The hash of the content of each source, by its name; '' for a single one."""
+    return {name: feed.fingerprint for name, feed in self._sources.items()}
+
   def _chunks(self, feed: TaskFeed) -> int:
     """The chunks of the longest row."""
     return -(-feed.row_tokens // self._chunk_size)
@@ -171,10 +177,10 @@ class Evaluator:
       stop: called before each chunk; True abandons the evaluation.
 
     Returns:
-      loss, bits_per_token, bits_per_byte; accuracy, the share of targets with the largest logit;
-      loss_by_position/P, the loss of the targets at positions P to 2 P - 1 of a document; of the
-      whole split also quick_loss, that of its quick part. Of a mixture these are means by its
-      weights, and loss/NAME and others are those of each source.
+      loss, bits_per_token, bits_per_byte, perplexity; accuracy, the share of targets with the
+      largest logit; loss_by_position/P, the loss of the targets at positions P to 2 P - 1 of a
+      document; of the whole split also quick_loss, that of its quick part. Of a mixture these are
+      means by its weights, and loss/NAME and others are those of each source.
 
     Raises:
       Preempted: `stop` returned True.
@@ -244,6 +250,7 @@ def _metrics(scores: Any, tokens_per_byte: float | None) -> Metrics:
   loss, weight = scores.loss.sum(), scores.weight.sum()
   return {
     **text_metrics(float(loss), float(weight), tokens_per_byte),
+    'perplexity': math.exp(min(loss / weight, _LARGEST_EXPONENT)) if weight else math.nan,
     'accuracy': float(scores.right / weight) if weight else math.nan,
     **position_metrics(scores.loss, scores.weight),
   }

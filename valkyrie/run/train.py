@@ -1,6 +1,7 @@
 """The run mode `train`: parts, state, compiled steps, hooks, loop."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 import contextlib
 import pathlib
 
@@ -23,6 +24,7 @@ from valkyrie.monitoring.refused_log import RefusedLog
 from valkyrie.monitoring.trackers import Tracker, Tracking
 from valkyrie.monitoring.training_log import TrainingLog
 from valkyrie.monitoring.writers import create_writers
+from valkyrie.run import evaluated_data
 from valkyrie.run.batches import batches
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.run.initial_state import InitialState
@@ -103,6 +105,7 @@ def train(
       initial.check_source()
     evaluate = evaluator(setup.model, setup.partitioner)
     evaluate.open()
+    evaluated_data.record(model_dir, 'eval', evaluate.fingerprints)
 
     # State: initial, or of the newest checkpoint.
     trainer = Trainer(setup, tokens, directory, stop, allow_changed, initial, progress.say)
@@ -148,8 +151,10 @@ def train(
       eval_writer,
       trainer.should_stop,
       progress.say,
+      stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix='plot')),
       lowest=trainer.lowest,
     )
+    stack.callback(validate.check_picture)
 
     def validated(step: int, state: TrainState, metrics: StepMetrics) -> None:
       validate(step, state, metrics)

@@ -1,6 +1,7 @@
 """Validation during training: a quick evaluation every so many steps, a whole one at the end."""
 
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 import dataclasses
 import pathlib
 from typing import NamedTuple
@@ -39,6 +40,7 @@ class Validation:
   """A hook that evaluates the state; an evaluation in progress ends when the run is to stop.
 
   Attributes:
+    drawing: the thread that draws the picture.
     losses: the loss of the quick part of the split after each step that was evaluated. The last
       step reads the whole split, too.
     lowest: of these losses and those before a resume; None before the first.
@@ -52,8 +54,10 @@ class Validation:
   writer: RunWriter
   should_stop: Callable[[], bool]
   say: Callable[[str], None]
+  drawing: Executor
   losses: dict[int, float | None] = dataclasses.field(default_factory=dict)
   lowest: Lowest | None = None
+  _picture: Future[None] | None = None
 
   def __call__(self, step: int, state: TrainState, metrics: StepMetrics) -> None:
     """Evaluates the state after `step`, counted from 1."""
@@ -69,10 +73,19 @@ class Validation:
     self._compare(step, loss)
     self.writer.write_scalars(step, found)
     if jax.process_index() == 0:
-      plot.write_loss_by_position(pathlib.Path(self.model_dir), {'validation': found})
+      self.check_picture()
+      self._picture = self.drawing.submit(
+        plot.write_loss_by_position, pathlib.Path(self.model_dir), {'validation': found}
+      )
     split = 'the whole validation split' if is_last else 'validation'
     self.say(f'step {step}, {split}: ' + ', '.join(describe(found)))
     self.log.restart_clock()
+
+  def check_picture(self) -> None:
+    """Waits for the picture that is being drawn; raises a StorageError if it cannot be written."""
+    if self._picture is not None:
+      picture, self._picture = self._picture, None
+      picture.result()
 
   def _compare(self, step: int, loss: float | None) -> None:
     if loss is None:
