@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -182,6 +183,15 @@ def test_a_relative_path_is_made_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir('/')
     checkpoints.save(1, make_state(), {})
   assert (tmp_path / 'runs' / 'here' / 'checkpoints' / '1' / 'state').is_dir()
+
+
+def test_a_save_says_its_size_and_how_long_the_run_waited(tmp_path):
+  lines = []
+  with Checkpoints().open(tmp_path, lines.append) as checkpoints:
+    checkpoints.save(1, make_state(), {})
+  (line,) = lines
+  found = re.fullmatch(r'saved step 1: ([0-9.]+) MiB in ([0-9.]+) s, of which .* ([0-9.]+) s', line)
+  assert found and float(found[3]) <= float(found[2]) + 0.1
 
 
 def test_opening_read_only_writes_nothing(tmp_path):

@@ -250,6 +250,10 @@ METRICS = {
   'bits_per_byte': 0.9,
   'tokens_per_second': 8123.4,
   'step_seconds': 2.0,
+  'grad_norm': 0.5123,
+  'learning_rate': 3e-4,
+  'tflops_per_second_per_device': 0.06172,
+  'mfu': None,
 }
 
 
@@ -262,7 +266,8 @@ def test_progress_is_plain_lines_without_a_terminal():
   progress.show(75, {'accuracy': 0.5, 'step_seconds': 605.0})
   progress.close()
   assert stream.getvalue().splitlines() == [
-    'step 50/100 (50%): loss 1.2500, 0.900 bits per byte, 8,123 tokens/s, 01:40 left',
+    'step 50/100 (50%): loss 1.2500, 0.900 bits per byte, 8,123 tokens/s, '
+    '0.0617 TFLOP/s per device, gradient 0.512, learning rate 0.0003, 01:40 left',
     'evaluated',
     'step 60/100 (60%): loss nan, nan bits per token',
     'step 75/100 (75%): accuracy 50.00%, 4:12:05 left',

@@ -12,7 +12,7 @@ Several processes must see the same directory. Each writes the shards of its dev
 writes all other files, and sends the others its result.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 import contextlib
 import dataclasses
@@ -21,6 +21,7 @@ import math
 import os
 import pathlib
 import shutil
+import time
 from typing import Any
 
 import gin
@@ -69,16 +70,19 @@ class Checkpoints:
     periodic = [step for step in saved if self.keep_period and step % self.keep_period == 0]
     return {*newest, *best, *periodic}
 
-  def open(self, model_dir: str | os.PathLike) -> 'CheckpointDirectory':
+  def open(
+    self, model_dir: str | os.PathLike, say: Callable[[str], None] = lambda text: None
+  ) -> 'CheckpointDirectory':
     """Opens the checkpoints of a run; call it before compilation, since it may fail.
 
     Args:
       model_dir: the directory of the run; made, tested and locked.
+      say: prints a line after each save, from a thread.
 
     Raises:
       StorageError: model_dir cannot be used, or all its steps are damaged.
     """
-    return CheckpointDirectory(model_dir, self, None)
+    return CheckpointDirectory(model_dir, self, None, say)
 
 
 def open_to_read(model_dir: str | os.PathLike, step: str = LATEST) -> 'CheckpointDirectory':
@@ -95,14 +99,21 @@ def open_to_read(model_dir: str | os.PathLike, step: str = LATEST) -> 'Checkpoin
   """
   if step not in (LATEST, BEST) and not step.isdecimal():
     raise ConfigurationError(f"The step is {step!r}. Use a number, '{LATEST}' or '{BEST}'.")
-  return CheckpointDirectory(model_dir, Checkpoints(), step)
+  return CheckpointDirectory(model_dir, Checkpoints(), step, lambda text: None)
 
 
 class CheckpointDirectory:
   """The checkpoints of one run. A context manager, which waits for the running save."""
 
-  def __init__(self, model_dir: str | os.PathLike, options: Checkpoints, step: str | None):
+  def __init__(
+    self,
+    model_dir: str | os.PathLike,
+    options: Checkpoints,
+    step: str | None,
+    say: Callable[[str], None],
+  ):
     """Opens a run to write, or to read a step; see `Checkpoints.open` and `open_to_read`."""
+    self._say = say
     read_only = step is not None
     root = local_path(model_dir) if read_only else writable_directory(model_dir)
     self.directory = root / 'checkpoints'
@@ -179,6 +190,7 @@ class CheckpointDirectory:
     if self._read_only:
       raise StorageError(f'{self.directory} was opened read-only. Nothing was saved.')
     heartbeat.beat(stage='save')
+    began = time.perf_counter()
     self.wait()
     if self._newest is not None and step <= self._newest:
       raise StorageError(
@@ -196,7 +208,8 @@ class CheckpointDirectory:
       if self._writes_files:
         steps.begin(self.directory, step)
       self._files.write(place / 'state', state)
-    self._running_save = self._thread.submit(self._commit, step, record)
+    waited = time.perf_counter() - began
+    self._running_save = self._thread.submit(self._commit, step, record, began, waited)
 
   def save_now(self, step: int, state: Any, record: dict[str, Any]) -> None:
     """Saves a step, unless it is saved, and waits until it is on disk; raises as `save` does."""
@@ -205,7 +218,7 @@ class CheckpointDirectory:
       self._begin(step, state, record)
       self._collect()
 
-  def _commit(self, step: int, record: dict[str, Any]) -> None:
+  def _commit(self, step: int, record: dict[str, Any], began: float, waited: float) -> None:
     with self._unfinished(step) as place:
       self._files.wait()
       if self._writes_files:
@@ -217,6 +230,11 @@ class CheckpointDirectory:
     self._newest = step
     heartbeat.beat(saved=step)
     if self._writes_files:
+      size = sum(file.stat().st_size for file in (self.directory / str(step)).rglob('*'))
+      self._say(
+        f'saved step {step}: {size / 2**20:,.1f} MiB in {time.perf_counter() - began:.1f} s, of '
+        f'which the run waited {waited:.2f} s'
+      )
       saved = steps.find(self.directory)
       stay = self._options.kept(saved, self._validation_losses(saved))
       steps.delete(self.directory, [step for step in saved if step not in stay])

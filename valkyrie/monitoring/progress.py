@@ -66,6 +66,10 @@ def describe(metrics: Mapping[str, Any]) -> list[str]:
     bits: '{:.3f} ' + bits.replace('_', ' '),
     'accuracy': 'accuracy {:.2%}',
     'tokens_per_second': '{:,.0f} tokens/s',
+    'tflops_per_second_per_device': '{:.3g} TFLOP/s per device',
+    'mfu': '{:.1%} of peak',
+    'grad_norm': 'gradient {:.3g}',
+    'learning_rate': 'learning rate {:.2g}',
   }
   said = [text.format(known[name]) for name, text in texts.items() if name in known]
   sources = [name for name in known if name.startswith('loss/')]

@@ -81,6 +81,18 @@ def device_memory_lines() -> list[str]:
   return lines
 
 
+def program_memory(program: jax.stages.Compiled) -> str:
+  """The memory that a compiled step takes on each device."""
+  found: Any = program.memory_analysis()
+  if found is None:
+    return 'the backend does not say how much memory the program takes'
+  new = found.output_size_in_bytes - found.alias_size_in_bytes
+  return (
+    f'on each device {in_units(found.argument_size_in_bytes)} for the state and the batch, '
+    f'{in_units(found.temp_size_in_bytes)} for temporaries, {in_units(new)} for new outputs'
+  )
+
+
 def in_units(size: float) -> str:
   """'512 B', '1.5 KiB', '2.3 GiB'."""
   units = ('B', 'KiB', 'MiB', 'GiB', 'TiB')

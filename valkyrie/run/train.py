@@ -94,8 +94,8 @@ def train(
 
     # Parts. A misfit is found before anything is read, written or compiled.
     setup = Setup(settings())
-    directory = stack.enter_context(checkpoints.open(model_dir))
     progress = Progress(train_steps)
+    directory = stack.enter_context(checkpoints.open(model_dir, progress.say))
     for line in (*report.system_lines(), *setup.remarks()):
       progress.say(line)
     tokens = feed()

@@ -14,6 +14,7 @@ from valkyrie.config.record import bindings
 from valkyrie.distributed import heartbeat, program_fingerprint
 from valkyrie.distributed.preemption import Preemption
 from valkyrie.errors import Diverged, StorageError
+from valkyrie.monitoring import report
 from valkyrie.run.validation import Lowest
 from valkyrie.training.curriculum import Phase
 from valkyrie.training.nan_hunt import hunting
@@ -84,7 +85,8 @@ class Trainer:
         began = time.perf_counter()
         self._say(f'compiling a step of {_shape_text(phase)}')
         compiled[phase.shape] = self._setup.trace(phase).lower().compile()
-        self._say(f'compiled in {time.perf_counter() - began:.1f} s')
+        seconds = time.perf_counter() - began
+        self._say(f'compiled in {seconds:.1f} s; {report.program_memory(compiled[phase.shape])}')
     hunt_nan = self._setup.settings.hunt_nan
     self._programs = program_fingerprint.fingerprints(
       {_program_name(phase, train_steps, hunt_nan): compiled[phase.shape] for phase in phases}

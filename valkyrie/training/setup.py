@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.errors import ConfigurationError
 from valkyrie.models import language_model
+from valkyrie.models.declarations import Kind
 from valkyrie.models.language_model import LanguageModel, Model
 from valkyrie.models.layers import check_sizes
 from valkyrie.sharding.partitioner import Partitioner
@@ -147,7 +148,23 @@ class Setup:
     ]
     forgetful = self.short_horizon()
     warnings = [f'warning: {forgetful}'] if forgetful else []
-    return [*undeclared, *warnings, *self._frozen()]
+    return [self._sizes(), *undeclared, *warnings, *self._frozen()]
+
+  def _sizes(self) -> str:
+    """The parameters by group, the dtypes and the mesh."""
+    params = self.state.params
+    sizes = [leaf.size for leaf in jax.tree.leaves(params)]
+    kinds = jax.tree.leaves(self.model.kinds(params), is_leaf=lambda kind: isinstance(kind, Kind))
+    matrices = sum(size for size, kind in zip(sizes, kinds, strict=True) if kind.is_matrix)
+    tables = sum(
+      leaf.size for name, leaf in params['model'].items() if name in ('embedding', 'unembedding')
+    )
+    dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params)})
+    mesh = ', '.join(f'{axis}={size}' for axis, size in self.partitioner.mesh.shape.items())
+    return (
+      f'{sum(sizes):,} parameters ({tables:,} of tokens, {matrices:,} in matrices) in '
+      f'{" and ".join(dtypes)}, computed in {self.model.about.compute_dtype}; mesh {mesh}'
+    )
 
   def _frozen(self) -> list[str]:
     """How many parameters learn, if some do not."""
