@@ -14,6 +14,7 @@ os.environ['XLA_FLAGS'] = ' '.join(
   ]
 ).strip()
 os.environ['JAX_PLATFORMS'] = 'cpu'
+os.environ['JAX_ENABLE_COMPILATION_CACHE'] = 'false'  # a test compiles what it tests
 
 import gin
 import haiku as hk

@@ -316,6 +316,11 @@ def run(
 
     with Preemption():
       processes.join(flags.coordinator, flags.processes, flags.process, flags.join_seconds)
+  if flags.run_mode != 'precompile':
+    from valkyrie.distributed import compilation_cache  # noqa: PLC0415, imports jax
+
+    if problem := compilation_cache.enable():
+      print(problem, file=sys.stderr)
   module, name = run_modes[flags.run_mode]
   function = getattr(importlib.import_module(module), name)
   given = {'model_dir': flags.model_dir or _default_model_dir(flags.gin_file)}

@@ -17,6 +17,7 @@ import types
 from typing import Any
 
 from valkyrie import errors
+from valkyrie.config import paths
 from valkyrie.data.token_store import STORE_FILE, TokenStore
 from valkyrie.data.vocabularies import Vocabulary
 
@@ -38,11 +39,6 @@ def store_path(
   The documents of a task without a `source` may depend on the Python version (python_stdlib), so
   the version is their origin; otherwise the origin is a hash of the source and the options.
   """
-  if data_dir is None:
-    data_dir = os.environ.get('VALKYRIE_CACHE')
-  if data_dir is None:
-    cache = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
-    data_dir = f'{cache}/valkyrie'
   origin = f'python{platform.python_version()}'
   if source is not None:
     named = f'{source} {json.dumps(options, sort_keys=True)}' if options else source
@@ -50,7 +46,8 @@ def store_path(
   kind, _, digest = vocabulary.fingerprint.partition('-')
   words = [task, split, kind, digest[:8], origin, 'unique' if unique else '']
   name = '-'.join(re.sub(r'[^\w.]+', '_', word) for word in words if word)
-  return pathlib.Path(data_dir).expanduser().absolute() / name
+  root = paths.cache() if data_dir is None else pathlib.Path(data_dir)
+  return root.expanduser().absolute() / name
 
 
 def located(source: str | None) -> str | None:

@@ -11,7 +11,7 @@ from valkyrie.checkpoint import compatibility
 from valkyrie.checkpoint.manager import CheckpointDirectory
 from valkyrie.config.computation import computation
 from valkyrie.config.record import bindings
-from valkyrie.distributed import heartbeat, program_fingerprint
+from valkyrie.distributed import compilation_cache, heartbeat, program_fingerprint
 from valkyrie.distributed.preemption import Preemption
 from valkyrie.errors import Diverged, StorageError
 from valkyrie.monitoring import report
@@ -87,6 +87,7 @@ class Trainer:
         compiled[phase.shape] = self._setup.trace(phase).lower().compile()
         seconds = time.perf_counter() - began
         self._say(f'compiled in {seconds:.1f} s; {report.program_memory(compiled[phase.shape])}')
+    compilation_cache.seal()
     hunt_nan = self._setup.settings.hunt_nan
     self._programs = program_fingerprint.fingerprints(
       {_program_name(phase, train_steps, hunt_nan): compiled[phase.shape] for phase in phases}

@@ -1,0 +1,103 @@
+"""Compiled programs of earlier runs, kept beside the token stores by jax's compilation cache.
+
+    CACHE/compiled/KEY/*-cache          a program; KEY stands for the processor and jaxlib
+    CACHE/compiled/KEY/*-cache.sha256   its hash
+
+A program is code. So the directory is readable by its owner alone, one of another owner is not
+used, and a program whose hash differs, or has none, is deleted before jax can read it.
+"""
+
+import atexit
+import contextlib
+import hashlib
+import os
+import pathlib
+import platform
+from typing import Any
+
+import jax
+import jaxlib.version
+
+from valkyrie.config import paths
+
+_MAX_BYTES = 2**30  # of all programs; the oldest are deleted
+_LEAST_SECONDS = 0.2  # of a compilation that is worth a file
+_SUFFIX = '.sha256'
+_jax: Any = jax.config  # whose options have no types
+
+
+def enable() -> str | None:
+  """Lets jax read and write programs below `paths.cache()`.
+
+  JAX_COMPILATION_CACHE_DIR names another one, which is used as it is.
+  JAX_ENABLE_COMPILATION_CACHE=false uses none.
+
+  Returns:
+    Why nothing is kept, as a line for people; None if all is well.
+  """
+  if _jax.jax_compilation_cache_dir or not _jax.jax_enable_compilation_cache:
+    return None
+  directory = paths.cache() / 'compiled' / _key()
+  try:
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for place in (directory.parent, directory):
+      found = place.lstat()
+      if found.st_uid != os.geteuid() or place.is_symlink():
+        return f'compiled programs are not kept: {place} belongs to another user'
+      if found.st_mode & 0o077:
+        place.chmod(0o700)
+    _clean(directory)
+  except OSError as error:
+    return f'compiled programs are not kept: {directory}: {error.strerror}'
+  _jax.update('jax_compilation_cache_dir', str(directory))
+  _jax.update('jax_persistent_cache_min_compile_time_secs', _LEAST_SECONDS)
+  atexit.register(seal)
+  return None
+
+
+def seal() -> None:
+  """Writes the hashes of the programs that were compiled since; an unsealed one is not used."""
+  directory = _jax.jax_compilation_cache_dir
+  if not directory or pathlib.Path(directory).name != _key():
+    return
+  with contextlib.suppress(OSError):  # of a full disk: the programs are compiled again
+    for program in pathlib.Path(directory).glob('*-cache'):
+      hash_file = _hash_file(program)
+      if not hash_file.exists():
+        hash_file.write_text(_hash(program))
+
+
+def _clean(directory: pathlib.Path) -> None:
+  """Deletes programs that changed since they were sealed, and the oldest of too many."""
+  total = 0
+  for _, size, program in sorted(map(_age_and_size, directory.glob('*-cache'))):
+    total += size
+    hash_file = _hash_file(program)
+    with contextlib.suppress(FileNotFoundError):  # another process deletes it, too
+      if total <= _MAX_BYTES and hash_file.read_text() == _hash(program):
+        continue
+    for file in (program, hash_file):
+      file.unlink(missing_ok=True)
+
+
+def _age_and_size(program: pathlib.Path) -> tuple[float, int, pathlib.Path]:
+  found = program.stat()
+  return -found.st_mtime, found.st_size, program
+
+
+def _hash_file(program: pathlib.Path) -> pathlib.Path:
+  return program.with_name(program.name + _SUFFIX)
+
+
+def _hash(program: pathlib.Path) -> str:
+  return hashlib.sha256(program.read_bytes()).hexdigest()
+
+
+def _key() -> str:
+  """A program for one processor may crash on another, which has fewer instructions."""
+  processor = platform.machine() + platform.processor()
+  with contextlib.suppress(OSError):
+    lines = pathlib.Path('/proc/cpuinfo').read_text().splitlines()
+    wanted = ('flags', 'model name', 'Features')
+    processor += ''.join(sorted({line for line in lines if line.startswith(wanted)}))
+  return hashlib.sha256(f'{jaxlib.version.__version__} {processor}'.encode()).hexdigest()[:16]
