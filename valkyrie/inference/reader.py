@@ -61,10 +61,8 @@ class Reader:
 
   def fresh(self, rows: int) -> TextCarry:
     """Rows that have read nothing."""
-    features, _ = jax.eval_shape(
-      self._model.apply, self._shapes(), self._model.initial_carry(rows), *[_ones(rows)] * 3
-    )
-    hidden = jnp.zeros((rows, features.hidden.shape[-1]), features.hidden.dtype)
+    width = self._model.parameters()['model']['embedding'].shape.shape[-1]
+    hidden = jnp.zeros((rows, width), self._model.about.compute_dtype)
     return TextCarry(self._model.initial_carry(rows), jnp.zeros(rows, jnp.int32), hidden)
 
   def read(self, params: Params, carry: TextCarry, rows: Sequence[np.ndarray]) -> TextCarry:
@@ -73,8 +71,9 @@ class Reader:
     Raises:
       ConfigurationError: a row is longer than the model can read.
     """
+    carry = _own(carry)
     for tokens, lengths in self._chunks(carry, rows):
-      carry = self._read(params, _own(carry), tokens, lengths)
+      carry = self._read(params, carry, tokens, lengths)
     return carry
 
   def score(
@@ -83,8 +82,9 @@ class Reader:
     """The same, and the scores of the tokens of each row."""
     known = np.asarray(carry.position) > 0
     found: list[list[TokenScores]] = [[] for _ in rows]
+    carry = _own(carry)
     for tokens, lengths in self._chunks(carry, rows):
-      scores, carry = self._score(params, _own(carry), tokens, lengths)
+      scores, carry = self._score(params, carry, tokens, lengths)
       for row, (log_probs, greedy) in enumerate(zip(*map(np.asarray, scores), strict=True)):
         found[row].append(TokenScores(log_probs[: lengths[row]], greedy[: lengths[row]]))
     whole = []
@@ -156,19 +156,9 @@ class Reader:
         tokens[row, :real] = whole[start : start + real]
       yield tokens, here
 
-  def _shapes(self) -> Params:
-    return {
-      module: {name: parameter.shape for name, parameter in group.items()}
-      for module, group in self._model.parameters().items()
-    }
-
-
-def _ones(rows: int) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct((rows, 1), jnp.int32)
-
 
 def _own(carry: TextCarry) -> TextCarry:
-  """A copy, which a call may overwrite."""
+  """A copy, which the calls may overwrite."""
   return jax.tree.map(jnp.copy, carry)
 
 

@@ -1,6 +1,7 @@
 """Evaluation of a split: the chunks and carries of training, without gradients."""
 
 from collections.abc import Callable, Mapping, Sequence
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -190,15 +191,34 @@ class Evaluator:
       name: self._scores(params, feed, whole, cut, plan, stop)
       for name, feed in self._sources.items()
     }
-    found = self._metrics({name: _sum(parts) for name, parts in chunks.items()})
-    if whole and self._quick is not None:
-      quick = self._metrics({name: _sum(parts[: self._quick]) for name, parts in chunks.items()})
-      found['quick_loss'] = quick['loss']
+    quick = {name: _sum(parts[: self._quick]) for name, parts in chunks.items()}
+    if not whole:
+      return self._metrics(quick, self._quick_ratios)
+    ratios = {name: feed.tokens_per_byte for name, feed in self._sources.items()}
+    found = self._metrics({name: _sum(parts) for name, parts in chunks.items()}, ratios)
+    if self._quick is not None:
+      found['quick_loss'] = self._metrics(quick, ratios)['loss']
     return found
 
-  def _metrics(self, scores: Mapping[str, Scores]) -> Metrics:
-    """The metrics of the sums of each source."""
-    ratios = {name: feed.tokens_per_byte for name, feed in self._sources.items()}
+  @functools.cached_property
+  def _quick_ratios(self) -> dict[str, float | None]:
+    """Tokens per byte of the quick part of each source."""
+    return {name: self._quick_ratio(feed) for name, feed in self._sources.items()}
+
+  def _quick_ratio(self, feed: TaskFeed) -> float | None:
+    if self._quick is None or feed.tokens_per_byte is None:
+      return feed.tokens_per_byte
+    tokens = text_bytes = 0
+    for number in range(min(self._quick, self._chunks(feed))):
+      batch = feed.read(number * self._chunk_size, self._chunk_size)
+      for ids, segments in zip(batch.inputs, batch.segment_ids, strict=True):
+        read = ids[segments > 0].tolist()
+        tokens += len(read)
+        text_bytes += len(feed.vocabulary.decode(read).encode())
+    return tokens / text_bytes if text_bytes else None
+
+  def _metrics(self, scores: Mapping[str, Scores], ratios: Mapping[str, float | None]) -> Metrics:
+    """The metrics of the sums of each source, and of its tokens per byte."""
     if len(scores) == 1:
       (only,), (ratio,) = scores.values(), ratios.values()
       return _metrics(only, ratio)
