@@ -95,6 +95,21 @@ def test_examples(page, tmp_path):
       command, cwd=tmp_path, env=environment, check=False, capture_output=True, text=True
     )
     assert done.returncode == 0, block + done.stderr
+  notebook = ROOT / 'docs' / f'{page}.ipynb'
+  if notebook.exists():  # in the folder in which the page has trained
+    cells = [
+      cell for cell in json.loads(notebook.read_text())['cells'] if cell['cell_type'] == 'code'
+    ]
+    done = subprocess.run(
+      [sys.executable, '-c', '\n'.join(''.join(cell['source']) for cell in cells)],
+      cwd=tmp_path,
+      env=environment,
+      check=False,
+      capture_output=True,
+      text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert 'bits' in done.stdout and 'layer 5' in done.stdout
 
 
 def _write_llama(folder):

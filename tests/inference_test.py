@@ -114,6 +114,25 @@ def test_a_long_text_is_read_once(tmp_path):
   assert loaded.generate('', after, max_tokens=8) == alone
 
 
+@pytest.mark.parametrize('options', [{}, {'planner': tiny.planner, 'layers': 4}])
+def test_activations_of_every_layer_add_up_to_the_stream(options):
+  loaded = built(**options)
+  layers = options.get('layers', 2)
+  found = loaded.activations(text(21), ('stream', 'mlp', 'mixers'))
+  assert {kind: value.shape for kind, value in found.items()} == dict.fromkeys(
+    ('stream', 'mlp', 'mixers'), (layers, 21, 16)
+  )
+  added = found['mixers'] + found['mlp']
+  np.testing.assert_allclose(
+    found['stream'][0] + added[1], found['stream'][1], rtol=1e-4, atol=1e-5
+  )
+  begin = loaded.read(text(21)[:7])
+  rest = loaded.activations(text(21)[7:], ('stream',), begin)
+  np.testing.assert_allclose(rest['stream'], found['stream'][:, 7:], rtol=1e-4, atol=1e-5)
+  with pytest.raises(ConfigurationError, match="no activations of the kind 'heads'"):
+    loaded.activations('A', ('heads',))
+
+
 def test_samples_depend_on_their_numbers_alone():
   loaded = built()
   prompts = [text(5), text(9, 1), text(5)]

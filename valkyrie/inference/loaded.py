@@ -141,6 +141,30 @@ class LoadedModel:
       ]
     return found
 
+  def activations(
+    self,
+    text: str,
+    kinds: Sequence[str] = ('stream',),
+    carry: TextCarry | None = None,
+    *,
+    params: Params | None = None,
+  ) -> dict[str, np.ndarray]:
+    """Intermediate values of each token: {kind: [layers, T, D]}.
+
+    Args:
+      text: a document, or, with a carry, what follows the text that it has read.
+      kinds: 'mixers' and 'mlp', which a layer adds to the residual stream, and 'stream' after it.
+      carry: of `read`.
+      params: other parameters of the same model.
+    """
+    found, _ = self._reader.activations(
+      self.params if params is None else params,
+      self._begun(carry, 1),
+      self.tokenizer.ids(text),
+      kinds,
+    )
+    return found
+
   def generate(
     self,
     prompts: str | Sequence[str],

@@ -1,6 +1,6 @@
 """Rows of tokens, read in chunks by a trained model: what it knows after them, and their scores."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.errors import ConfigurationError
+from valkyrie.models import activations
 from valkyrie.models.features import Features
 from valkyrie.models.language_model import Model
 from valkyrie.training.losses import logits, token_scores
@@ -29,7 +30,7 @@ class TextCarry(NamedTuple):
   hidden: Array
 
 
-class TokenScores(NamedTuple):
+class RowScores(NamedTuple):
   """Predictions of the tokens of a row, [T] each.
 
   log_probs: log p(token | those before it) in nats, float32; NaN for a document's first token.
@@ -58,6 +59,7 @@ class Reader:
     self._chunk_size = chunk_size
     self._read = jax.jit(self.advance, donate_argnums=1)
     self._score = jax.jit(self._scored, donate_argnums=1)
+    self._show = jax.jit(self._shown, static_argnums=0, donate_argnums=2)
 
   def fresh(self, rows: int) -> TextCarry:
     """Rows that have read nothing."""
@@ -78,23 +80,38 @@ class Reader:
 
   def score(
     self, params: Params, carry: TextCarry, rows: Sequence[np.ndarray]
-  ) -> tuple[list[TokenScores], TextCarry]:
+  ) -> tuple[list[RowScores], TextCarry]:
     """The same, and the scores of the tokens of each row."""
     known = np.asarray(carry.position) > 0
-    found: list[list[TokenScores]] = [[] for _ in rows]
+    found: list[list[RowScores]] = [[] for _ in rows]
     carry = _own(carry)
     for tokens, lengths in self._chunks(carry, rows):
       scores, carry = self._score(params, carry, tokens, lengths)
       for row, (log_probs, greedy) in enumerate(zip(*map(np.asarray, scores), strict=True)):
-        found[row].append(TokenScores(log_probs[: lengths[row]], greedy[: lengths[row]]))
+        found[row].append(RowScores(log_probs[: lengths[row]], greedy[: lengths[row]]))
     whole = []
     for row, parts in enumerate(found):
       log_probs = np.concatenate([np.zeros(0, np.float32), *(part.log_probs for part in parts)])
       if len(log_probs) and not known[row]:
         log_probs[0] = np.nan
       greedy = np.concatenate([np.zeros(0, bool), *(part.greedy for part in parts)])
-      whole.append(TokenScores(log_probs, greedy))
+      whole.append(RowScores(log_probs, greedy))
     return whole, carry
+
+  def activations(
+    self, params: Params, carry: TextCarry, tokens: np.ndarray, kinds: Sequence[str]
+  ) -> tuple[dict[str, np.ndarray], TextCarry]:
+    """Reads a row -> ({kind: [layers, T, D]}, the carry after); see `models.activations`.
+
+    Raises:
+      ConfigurationError: a kind is unknown, or the row is too long.
+    """
+    parts: list[dict[str, np.ndarray]] = []
+    carry = _own(carry)
+    for piece, lengths in self._chunks(carry, [tokens]):
+      found, carry = self._show(tuple(kinds), params, carry, piece, lengths)
+      parts.append({kind: np.asarray(found[kind][:, 0, : lengths[0]]) for kind in kinds})
+    return {kind: np.concatenate([p[kind] for p in parts], axis=1) for kind in kinds}, carry
 
   def advance(self, params: Params, carry: TextCarry, tokens: Array, lengths: Array) -> TextCarry:
     """Reads `lengths` [B] of the tokens [B, T]; pure."""
@@ -131,6 +148,13 @@ class Reader:
     hidden = jnp.take_along_axis(features.hidden, last, axis=1)[:, 0]
     hidden = jnp.where(lengths[:, None] > 0, hidden, carry.hidden)
     return features, TextCarry(after, carry.position + lengths, hidden)
+
+  def _shown(
+    self, kinds: tuple[str, ...], params: Params, carry: TextCarry, tokens: Array, lengths: Array
+  ) -> tuple[Mapping[str, Array], TextCarry]:
+    with activations.wanted(kinds):
+      features, after = self._apply(params, carry, tokens, lengths)
+    return features.activations or {}, after
 
   def _scored(
     self, params: Params, carry: TextCarry, tokens: Array, lengths: Array

@@ -6,6 +6,7 @@ import gin
 import haiku as hk
 
 from valkyrie.errors import ConfigurationError
+from valkyrie.models import activations
 from valkyrie.models.layers import GatedMLP, RMSNorm, check_sizes
 from valkyrie.models.mixer_check import check_result
 from valkyrie.types import Array, Carry, DType, SequenceMixer
@@ -60,7 +61,7 @@ class Block(hk.Module):
     Raises:
       ConfigurationError: a mixer's outputs or carry have another form than its inputs.
     """
-    after = []
+    begun, after = x, []
     for mixer, before in zip(self.mixers, carry, strict=True):
       mixed, mixer_carry = mixer(
         RMSNorm(name='mixer_norm')(x), before, positions=positions, segment_ids=segment_ids
@@ -68,4 +69,9 @@ class Block(hk.Module):
       check_result(type(mixer).__name__, x, before, mixed, mixer_carry)
       x = x + mixed.astype(x.dtype)
       after.append(mixer_carry)
-    return x + self.mlp(RMSNorm(name='mlp_norm')(x)), tuple(after)
+    between, of_mlp = x, self.mlp(RMSNorm(name='mlp_norm')(x))
+    x = between + of_mlp
+    activations.record('mixers', lambda: between - begun)
+    activations.record('mlp', lambda: of_mlp)
+    activations.record('stream', lambda: x)
+    return x, tuple(after)

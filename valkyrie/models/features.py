@@ -1,5 +1,6 @@
 """Features of a language model, and the protocol of a planner between its layers."""
 
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from valkyrie.types import Array, Carry, DType
@@ -23,11 +24,13 @@ class Features(NamedTuple):
 
   hidden: [B, T, D] in the compute dtype; unembedding: [V, D] float32, V padded to lanes.
   drafts: of a planner, for the same tokens; None without one.
+  activations: {kind: [layers, B, T, D]} of the kinds that `models.activations.wanted` asks for.
   """
 
   hidden: Array
   unembedding: Array
   drafts: Drafts | None = None
+  activations: Mapping[str, Array] | None = None
 
 
 class Planner(Protocol):

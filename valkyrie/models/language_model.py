@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from valkyrie.errors import ConfigurationError
+from valkyrie.models import activations
 from valkyrie.models.block import Block
 from valkyrie.models.declarations import Kind, Parameter, declared
 from valkyrie.models.description import Description
@@ -156,19 +157,20 @@ class LanguageModel(hk.Module):
     fresh = self.initial_carry(inputs.shape[0])
 
     def layer(x, carry):
-      x, carry = self._apply_blocks(x, carry, positions, segment_ids)
-      return constrain(x, 'batch', 'time', 'activation'), carry
+      with activations.recorded() as values:
+        x, carry = self._apply_blocks(x, carry, positions, segment_ids)
+      return constrain(x, 'batch', 'time', 'activation'), (carry, values)
 
     if self.remat_policy is not None:
       layer = hk.remat(layer, policy=_REMAT_POLICIES[self.remat_policy])
 
     def stack(x, name, repeats, memory):
       layers = hk.layer_stack(repeats, with_per_layer_inputs=True, unroll=self.unroll, name=name)
-      x, carry = layers(layer)(x, _carried(memory, fresh))
+      x, (carry, values) = layers(layer)(x, _carried(memory, fresh))
       hk.set_state(memory, carry)
-      return x
+      return x, {kind: _by_layer(blocks) for kind, blocks in values.items()}
 
-    x = stack(x, 'layers', self.repeats - self.upper_repeats, 'carry')
+    x, values = stack(x, 'layers', self.repeats - self.upper_repeats, 'carry')
     drafts = None
     if self.planner is not None:
       carry = fresh['planner']
@@ -178,8 +180,9 @@ class LanguageModel(hk.Module):
         )
         x += planned
       hk.set_state('planner', carry)
-      x = stack(x, 'upper_layers', self.upper_repeats, 'upper_carry')
-    return Features(RMSNorm(name='final_norm')(x), unembedding, drafts)
+      x, above = stack(x, 'upper_layers', self.upper_repeats, 'upper_carry')
+      values = {kind: jnp.concatenate([values[kind], above[kind]]) for kind in values}
+    return Features(RMSNorm(name='final_norm')(x), unembedding, drafts, values or None)
 
   def initial_carry(self, batch_size: int) -> dict[str, Any]:
     """The content of `hk.State` for rows that have read nothing.
@@ -254,6 +257,12 @@ class LanguageModel(hk.Module):
   def inspect(self, ask: Callable[[list[Block]], Any]) -> Any:
     """The answer of blocks to a question that needs no parameters, outside this transform."""
     return hk.transform(lambda: ask(self._blocks())).apply({}, None)
+
+
+def _by_layer(blocks: Sequence[Array]) -> Array:
+  """[repeats, ...] of each block of the pattern -> [layers, ...]."""
+  stacked = jnp.stack(blocks, axis=1)
+  return stacked.reshape(-1, *stacked.shape[2:])
 
 
 def _carried(memory: str, fresh: Mapping[str, Carry]) -> Carry:
