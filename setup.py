@@ -20,6 +20,7 @@ setup(
     'console_scripts': [
       'valkyrie = valkyrie.main:main',
       'valkyrie-build-store = valkyrie.data.build_store:main',
+      'valkyrie-report = valkyrie.monitoring.html_report:main',
       'valkyrie-supervise = valkyrie.distributed.supervisor:main',
     ]
   },

@@ -1,0 +1,124 @@
+"""The page about runs: whole, self-contained, and with the numbers of the runs."""
+
+import html.parser
+import itertools
+import json
+import math
+
+import pytest
+
+from valkyrie.monitoring import html_report, line_chart
+from valkyrie.monitoring.line_chart import Curve, chart, short, ticks
+
+
+class Page(html.parser.HTMLParser):
+  """The tags that are open, the texts, and what would be fetched or run."""
+
+  def __init__(self, text):
+    super().__init__()
+    self.open, self.texts, self.outside, self.seen = [], [], [], []
+    self.feed(text)
+    self.close()
+
+  def handle_starttag(self, tag, attrs):
+    self.seen.append(tag)
+    if tag not in ('meta', 'line', 'polyline', 'circle'):
+      self.open.append(tag)
+    self.outside += [value for name, value in attrs if name in ('src', 'href')]
+
+  def handle_startendtag(self, tag, attrs):
+    self.seen.append(tag)
+
+  def handle_endtag(self, tag):
+    assert self.open.pop() == tag
+
+  def handle_data(self, data):
+    self.texts.append(data)
+
+
+@pytest.fixture
+def run(tmp_path):
+  """Writes the files of a run."""
+
+  def write(name, rate, offset=0.0):
+    folder = tmp_path / name
+    (folder / 'eval').mkdir(parents=True)
+    lines = [
+      {
+        'step': step,
+        'tokens': 100 * step,
+        'loss': 3 / step + offset,
+        'grad_norm': None,
+        'learning_rate': rate,
+        'step_seconds': 0.5,
+        'tokens_per_second': 200.0,
+        'tokens_per_second_per_device': 200.0,
+        'tflops_per_second_per_device': 1e-6,
+        'mfu': None,
+      }
+      for step in range(2, 41, 2)
+    ]
+    evaluations = [
+      {
+        'step': step,
+        'loss': 2.0 + offset,
+        'loss_by_position/1': 4.0,
+        'loss_by_position/2': math.nan,
+      }
+      for step in (11, 40)
+    ]
+    evaluations[-1] |= {'loss': 9.0, 'quick_loss': 1.5 + offset, 'bits_per_byte': 1.25}
+    for path, found in (('metrics', lines), ('eval/metrics', evaluations)):
+      (folder / f'{path}.jsonl').write_text('\n'.join(map(json.dumps, found)))
+    (folder / 'refused_steps.jsonl').write_text('{"step": 7, "reason": "a <NaN> & more"}\n')
+    bindings = {'Optimizer.learning_rate': rate, 'S5.state_size': 8}
+    (folder / 'config.json').write_text(json.dumps({'bindings': bindings}))
+    (folder / 'model_info.txt').write_text('1,234 parameters\n\ntable')
+    return folder
+
+  return write
+
+
+def test_a_page_of_two_runs(run, tmp_path, capsys):
+  output = tmp_path / 'report.html'
+  arguments = [str(run('first', 0.1)), str(run('second', 0.2, 0.5)), f'--output={output}']
+  assert html_report.main(arguments) == 0
+  text = output.read_text()
+  page = Page(text)
+  assert not page.open and not page.outside and 'script' not in page.seen and 'http' not in text
+  assert page.seen.count('svg') == page.seen.count('figcaption') == 9
+  said = ' '.join(page.texts)
+  for expected in ('first', 'second', '1,234 parameters', '1.25', 'a <NaN> & more', 'Speed'):
+    assert expected in said
+  assert '1 bindings differ, 1 are the same.' in said
+  assert text.count('<tr class="differs">') == 1
+  assert 'Gradient norm' not in said  # no run has one
+  assert html_report.main(arguments) == 74 and 'is there already' in capsys.readouterr().err
+  assert html_report.main([str(tmp_path)]) == 78
+
+
+def test_costs_and_evaluations_between_lines(run):
+  found = html_report.read_run(run('first', 0.1))
+  last = found.lines[-1]
+  assert (last['seconds'], last['flops']) == (20.0, pytest.approx(4000 * 1e6 / 200))
+  drawn = html_report._curves([found], 'evaluations', *html_report._VALIDATION, ('tokens', 't'))
+  assert 'first 1.5</span>' in drawn  # of the quick part, as those before it
+  assert drawn.count(' ', drawn.index('points="'), drawn.index('" fill="none"')) == 1
+
+
+@pytest.mark.parametrize(('low', 'high'), [(0, 1), (1.93, 2.01), (5, 5), (-3, 7e9), (0, 0)])
+def test_ticks_enclose_the_range_at_equal_steps(low, high):
+  found = ticks(low, high)
+  assert found[0] <= low <= high <= found[-1] + 1e-9 * abs(high) and 2 <= len(found) <= 8
+  steps = [b - a for a, b in itertools.pairwise(found)]
+  assert max(steps) == pytest.approx(min(steps))
+
+
+def test_long_curves_are_thinned_and_short_ones_drawn():
+  assert chart('t', 'x', 'y', [Curve('empty', [])]) == ''
+  points = [(float(x), 1.0) for x in range(5000)]
+  assert (
+    len(line_chart._thinned(points)) <= 400 and line_chart._thinned(points)[-1] == points[-1][:2]
+  )
+  assert '<circle' in chart('t', 'x', 'y', [Curve('one', [(1.0, 2.0)])])
+  assert [*map(short, (0.12345, 1234, 12_345, 4.56e6))] == ['0.1235', '1234', '12.3k', '4.56M']

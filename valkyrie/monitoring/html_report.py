@@ -1,0 +1,265 @@
+"""One page about one or more runs, in a file of its own: curves, losses by position, differences.
+
+    scripts/report runs/tiny runs/other --output=report.html
+
+The page needs no network and no script. It follows the light or dark setting of the reader's
+system, and every curve is named in words, with its last value.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+import html
+import json
+import math
+import pathlib
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError, storage_errors
+from valkyrie.monitoring.line_chart import Curve, chart
+from valkyrie.monitoring.metrics import BY_POSITION
+
+_STYLE = """
+:root { color-scheme: light dark;
+  --text: #1b1b1b; --page: #ffffff; --line: #c8c8c8; --mark: #fff0c2;
+  --c0: #1f5fa8; --c1: #b3491a; --c2: #22733d; --c3: #7a3d94; --c4: #8a6500; --c5: #00707a; }
+@media (prefers-color-scheme: dark) { :root { --text: #e8e8e8; --page: #16181c; --line: #4a4d52;
+  --mark: #4d431f; --c0: #7db4f0; --c1: #f09a6c; --c2: #7fd19b; --c3: #cf9be3; --c4: #e3c15c;
+  --c5: #5fd0da; } }
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page);
+  max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
+figure { display: inline-block; width: 34rem; max-width: 100%; margin: 0 1rem 1.5rem 0; }
+svg { width: 100%; height: auto; } svg text { fill: var(--text); font-size: 12px; }
+table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto; }
+th, td { border-bottom: 1px solid var(--line); padding: .2rem .8rem; text-align: left; }
+td.number { text-align: right; font-variant-numeric: tabular-nums; }
+tr.differs td { background: var(--mark); }
+"""
+# (metric, title, unit) of the curves.
+_VALIDATION = ('loss', 'Validation loss', 'nats per token')
+_TRAINING = (
+  ('loss', 'Training loss', 'nats per token'),
+  ('grad_norm', 'Gradient norm', ''),
+  ('learning_rate', 'Learning rate', ''),
+  ('tokens_per_second', 'Speed', 'tokens/s'),
+  ('mfu', 'Share of the peak', ''),
+)
+_AXES = (('tokens', 'tokens'), ('seconds', 'seconds of training'), ('flops', 'FLOPs of the model'))
+_RESULTS = ('step', 'tokens', 'loss', 'bits_per_byte', 'tokens_per_second', 'mfu')
+
+
+class Run(NamedTuple):
+  """What a run has recorded.
+
+  name: of its directory.
+  lines, evaluations: of metrics.jsonl and eval/metrics.jsonl; `lines` also have seconds and flops.
+  refused: of refused_steps.jsonl.
+  bindings: {name: value} of its configuration.
+  about: the first line of model_info.txt.
+  """
+
+  name: str
+  lines: list[dict[str, Any]]
+  evaluations: list[dict[str, Any]]
+  refused: list[dict[str, Any]]
+  bindings: Mapping[str, Any]
+  about: str
+
+
+def read_run(model_dir: pathlib.Path) -> Run:
+  """Reads the files of a run.
+
+  Raises:
+    ConfigurationError: the directory has no metrics.
+    StorageError: a file cannot be read.
+  """
+  if not (model_dir / 'metrics.jsonl').exists():
+    raise ConfigurationError(f'{model_dir} has no metrics.jsonl. Name the directory of a run.')
+  with storage_errors(f'{model_dir} cannot be read', also=(ValueError,)):
+    lines = _with_costs(_lines(model_dir / 'metrics.jsonl'))
+    config = model_dir / 'config.json'
+    info = model_dir / 'model_info.txt'
+    return Run(
+      model_dir.resolve().name,
+      lines,
+      _lines(model_dir / 'eval' / 'metrics.jsonl'),
+      _lines(model_dir / 'refused_steps.jsonl'),
+      json.loads(config.read_text())['bindings'] if config.exists() else {},
+      info.read_text().partition('\n')[0] if info.exists() else '',
+    )
+
+
+def page(runs: Sequence[Run]) -> str:
+  """The text of the page."""
+  title = ', '.join(run.name for run in runs)
+  parts = [
+    f'<h1>{html.escape(title)}</h1>',
+    _table(
+      ('run', 'model', *_RESULTS),
+      [(run.name, run.about, *(_last(run).get(name) for name in _RESULTS)) for run in runs],
+    ),
+    '<h2>Validation</h2>',
+    *(
+      _curves(runs, 'evaluations', 'loss', 'Validation loss', 'nats per token', axis)
+      for axis in _AXES
+    ),
+    _by_position(runs),
+    '<h2>Training</h2>',
+    *(_curves(runs, 'lines', *metric, _AXES[0]) for metric in _TRAINING),
+    *(_curves(runs, 'lines', *_TRAINING[0], axis) for axis in _AXES[1:]),
+    _refused(runs),
+    '<h2>Configuration</h2>',
+    _differences(runs),
+  ]
+  body = '\n'.join(part for part in parts if part)
+  return (
+    '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+    '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+    f'<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n'
+    f'<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n'
+  )
+
+
+def _lines(path: pathlib.Path) -> list[dict[str, Any]]:
+  """The lines of a file by step, the later one of two; none without the file."""
+  if not path.exists():
+    return []
+  by_step = {line['step']: line for line in map(json.loads, path.read_text().splitlines())}
+  return [by_step[step] for step in sorted(by_step)]
+
+
+def _with_costs(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+  """The lines with the seconds and FLOPs until then."""
+  seconds, step, found = 0.0, 0, []
+  for line in lines:
+    seconds += (line.get('step_seconds') or 0.0) * (line['step'] - step)
+    step = line['step']
+    flops = None
+    speed, rate = line.get('tokens_per_second_per_device'), line.get('tflops_per_second_per_device')
+    if speed and rate:
+      flops = 1e12 * rate / speed * line['tokens']
+    found.append({**line, 'seconds': seconds, 'flops': flops})
+  return found
+
+
+def _last(run: Run) -> dict[str, Any]:
+  """The results of a run: validation, if there is one, over the last step of training."""
+  training = run.lines[-1] if run.lines else {}
+  validation = run.evaluations[-1] if run.evaluations else {}
+  return {**training, **{k: v for k, v in validation.items() if k in ('loss', 'bits_per_byte')}}
+
+
+def _curves(
+  runs: Sequence[Run],
+  stream: str,
+  metric: str,
+  title: str,
+  unit: str,
+  axis: tuple[str, str],
+) -> str:
+  """A chart of a metric of all runs that have it."""
+  curves = []
+  for run in runs:
+    known = [line for line in run.lines if _is_number(line.get(axis[0]))]
+    points = [
+      # An evaluation may come between two lines of training.
+      (
+        float(np.interp(line['step'], *_columns(known, axis[0]))),
+        line.get(f'quick_{metric}', value),
+      )
+      for line in (getattr(run, stream) if known else ())
+      if _is_number(value := line.get(metric))
+    ]
+    curves.append(Curve(run.name, points))
+  return chart(f'{title} over {axis[1]}', axis[1], unit, curves)
+
+
+def _columns(lines: Sequence[Mapping[str, Any]], axis: str) -> tuple[list[float], list[float]]:
+  """The steps of some lines and their values of an axis, from zero on."""
+  return [0, *(line['step'] for line in lines)], [0.0, *(line[axis] for line in lines)]
+
+
+def _by_position(runs: Sequence[Run]) -> str:
+  curves = []
+  for run in runs:
+    last = run.evaluations[-1] if run.evaluations else {}
+    points = [
+      (int(name.removeprefix(BY_POSITION)), value)
+      for name, value in last.items()
+      if name.startswith(BY_POSITION) and _is_number(value)
+    ]
+    curves.append(Curve(run.name, sorted(points)))
+  title = 'Loss by position in the document, from P to 2 P - 1'
+  return chart(title, 'position', 'nats per token', curves, logarithmic=True)
+
+
+def _refused(runs: Sequence[Run]) -> str:
+  rows = [
+    (run.name, line['step'], line.get('reason', '')) for run in runs for line in run.refused[:50]
+  ]
+  return '<h3>Refused steps</h3>\n' + _table(('run', 'step', 'reason'), rows) if rows else ''
+
+
+def _differences(runs: Sequence[Run]) -> str:
+  """All bindings, those that differ first and marked."""
+  names = sorted({name for run in runs for name in run.bindings})
+  rows = [(name, *(json.dumps(run.bindings.get(name)) for run in runs)) for name in names]
+  differ = [row for row in rows if len({*row[1:]}) > 1]
+  same = [row for row in rows if len({*row[1:]}) == 1]
+  header = ('binding', *(run.name for run in runs))
+  if len(runs) == 1:
+    return _table(header, rows)
+  return (
+    f'<p>{len(differ)} bindings differ, {len(same)} are the same.</p>\n'
+    + _table(header, differ, marked=True)
+    + f'<details><summary>The same in all runs</summary>\n{_table(header, same)}</details>'
+  )
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[Any]], marked: bool = False) -> str:
+  head = ''.join(f'<th scope="col">{html.escape(name)}</th>' for name in header)
+  row_start = '<tr class="differs">' if marked else '<tr>'
+  body = '\n'.join(row_start + ''.join(map(_cell, row)) + '</tr>' for row in rows)
+  return f'<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>\n'
+
+
+def _cell(value: Any) -> str:
+  if _is_number(value):
+    text = f'{value:,}' if isinstance(value, int) else f'{value:,.4g}'
+    return f'<td class="number">{text}</td>'
+  return f'<td>{"" if value is None else html.escape(str(value))}</td>'
+
+
+def _is_number(value: Any) -> bool:
+  return isinstance(value, int | float) and math.isfinite(value)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Writes the page; returns the exit code."""
+  parser = argparse.ArgumentParser(
+    prog='valkyrie-report',
+    description='Writes one page about one or more runs.',
+    allow_abbrev=False,
+  )
+  parser.add_argument('runs', nargs='+', type=pathlib.Path, metavar='RUN', help='its directory')
+  parser.add_argument(
+    '--output', type=pathlib.Path, default=pathlib.Path('report.html'), help='default: %(default)s'
+  )
+  flags = parser.parse_args(arguments)
+  try:
+    text = page([read_run(run) for run in flags.runs])
+    if flags.output.exists():
+      raise StorageError(f'{flags.output} is there already. Name another --output.')
+    with storage_errors(f'{flags.output} cannot be written', 'Name another --output.'):
+      flags.output.write_text(text, encoding='utf-8')
+  except ValkyrieError as error:
+    print(f'valkyrie: {error}', file=sys.stderr)
+    return error.exit_code
+  print(flags.output)
+  return 0
+
+
+if __name__ == '__main__':
+  sys.exit(main())
