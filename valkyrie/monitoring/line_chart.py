@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 _WIDTH, _HEIGHT = 560, 320
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 44  # margins
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 34, 12, 44  # margins
 _MOST_POINTS = 400  # of a curve; more are averaged
 COLORS = 6  # --c0 to --c5 in the style of the page
 _DASHES = ('', '6 3', '2 3')  # so that colors are not all that tells curves apart
@@ -48,8 +48,9 @@ def chart(
   for tick in x_ticks:
     value = 2**tick if logarithmic else tick
     x, _ = place(value, y_ticks[0])
+    name = f'{value:,.0f}' if logarithmic else short(value)
     parts.append(
-      f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{short(value)}</text>'
+      f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{name}</text>'
     )
   middle = (_LEFT + _WIDTH - _RIGHT) / 2
   parts.append(
