@@ -153,10 +153,11 @@ def test_tensorboard_reads_everything_written(tmp_path):
   events = event_accumulator.EventAccumulator(str(tmp_path / 'train'))
   events.Reload()
   tags = events.Tags()['tensors']
-  assert {'loss', 'skipped', 'sample', 'w', 'image'} <= set(tags)
-  assert 'mfu' not in tags
+  assert {'learning/loss', 'learning/skipped', 'sample', 'w', 'image'} <= set(tags)
+  assert 'throughput/mfu' not in tags
   values = [
-    (e.step, tensor_util.make_ndarray(e.tensor_proto).item()) for e in events.Tensors('loss')
+    (e.step, tensor_util.make_ndarray(e.tensor_proto).item())
+    for e in events.Tensors('learning/loss')
   ]
   assert values[0] == (3, 0.5)
   assert values[1][0] == 4

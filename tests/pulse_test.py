@@ -165,8 +165,15 @@ def test_what_a_run_leaves_behind(runs):
   assert (run / 'loss_by_position.png').stat().st_size
   info = (run / 'model_info.txt').read_text()
   assert 'model/embedding' in info and 'vocabulary' in info and 'float32' in info
-  for stream in ('train', 'eval'):
-    assert list((run / stream).glob('events.out.tfevents.*'))
+  from tensorboard.backend.event_processing import event_accumulator  # noqa: PLC0415 - TensorFlow
+
+  for stream, expected in (
+    ('train', {'learning/loss', 'throughput/tokens_per_second', 'configuration'}),
+    ('eval', {'validation/loss', 'validation/loss_by_position'}),
+  ):
+    events = event_accumulator.EventAccumulator(str(run / stream))
+    events.Reload()
+    assert expected <= set(events.Tags()['tensors'])
 
 
 def test_evaluation_and_continuation_of_a_run(runs, valkyrie):

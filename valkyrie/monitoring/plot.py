@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import math
 import pathlib
 
+import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from valkyrie.errors import storage_errors
@@ -22,13 +23,16 @@ COLORS = ('#1f5fa8', '#d1622b', '#2f8f4e', '#8a4fa3')
 
 def write_loss_by_position(
   model_dir: pathlib.Path, curves: Mapping[str, Metrics], name: str = ''
-) -> None:
+) -> np.ndarray:
   """Draws the metrics loss_by_position/P over P on a logarithmic axis, one curve per name.
 
   Args:
     model_dir: the directory of the run.
     curves: the metrics of each curve, by its name.
     name: of the data, for the name of the file: loss_by_position_NAME.png.
+
+  Returns:
+    The picture, uint8 [height, width, 3].
 
   Raises:
     StorageError: the image cannot be written.
@@ -37,7 +41,9 @@ def write_loss_by_position(
   path = model_dir / f'loss_by_position{name and "_"}{name}.png'
   advice = 'Make room there, or name another --model_dir.'
   with storage_errors(f'{path} cannot be written', advice):
-    _draw(points).save(path)
+    image = _draw(points)
+    image.save(path)
+  return np.asarray(image)
 
 
 def _points(metrics: Metrics) -> list[tuple[int, float]]:

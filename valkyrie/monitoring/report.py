@@ -1,6 +1,6 @@
 """Description of the model and the system: model_info.txt and the first lines of a run."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import importlib.metadata
 import math
 import os
@@ -91,6 +91,12 @@ def program_memory(program: jax.stages.Compiled) -> str:
     f'on each device {in_units(found.argument_size_in_bytes)} for the state and the batch, '
     f'{in_units(found.temp_size_in_bytes)} for temporaries, {in_units(new)} for new outputs'
   )
+
+
+def as_markdown(bindings: Mapping[str, Any]) -> str:
+  """A table of bindings, for TensorBoard."""
+  rows = [f'| `{name}` | `{value}` |' for name, value in sorted(bindings.items())]
+  return '\n'.join(['| binding | value |', '| --- | --- |', *rows])
 
 
 def in_units(size: float) -> str:

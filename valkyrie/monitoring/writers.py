@@ -3,6 +3,8 @@
     model_dir/metrics.jsonl    one JSON object per line, from training
     model_dir/train/           TensorBoard event files, written by CLU
 
+TensorBoard groups the numbers: learning/, throughput/ and hooks/, and validation/ of evaluations.
+
 CLU's writers import TensorFlow, which takes seconds. A thread imports them and writes to
 TensorBoard, in order, while metrics.jsonl and the console are written immediately. Until the import
 is complete, no other code of this process may import seqio or a part of TensorFlow, which would
@@ -25,6 +27,7 @@ from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError, sto
 from valkyrie.monitoring.json_lines import JsonLines
 
 Show = Callable[[int, Mapping[str, Any]], None]
+_THROUGHPUT = ('step_seconds', 'tokens_per_second', 'tflops_per_second', 'mfu')
 
 
 @may_change_on_resume()
@@ -89,7 +92,9 @@ class RunWriter:
     self._lines.write({'step': int(step), **numbers})
     for show in self._also:
       show(step, numbers)
-    known = {key: value for key, value in numbers.items() if isinstance(value, int | float)}
+    known = {
+      self._tag(key): value for key, value in numbers.items() if isinstance(value, int | float)
+    }
     self._submit('write_scalars', step, known)
 
   def write_summaries(self, step, values, metadata=None) -> None:
@@ -145,6 +150,14 @@ class RunWriter:
       if error is None:
         raise
       error.add_note(str(failure))  # the first error is the one to report
+
+  def _tag(self, name: str) -> str:
+    """The name of a number in TensorBoard, behind that of its group."""
+    if self._events is None or name.startswith('hooks/'):
+      return name
+    if self._events.name != 'train':
+      return f'validation/{name}'
+    return f'{"throughput" if name.startswith(_THROUGHPUT) else "learning"}/{name}'
 
   def _submit(self, method: str, *args: Any, **kwargs: Any) -> None:
     if self._events is None:

@@ -7,6 +7,7 @@ import pathlib
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from valkyrie.errors import Preempted
 from valkyrie.monitoring import plot
@@ -57,7 +58,7 @@ class Validation:
   drawing: Executor
   losses: dict[int, float | None] = dataclasses.field(default_factory=dict)
   lowest: Lowest | None = None
-  _picture: Future[None] | None = None
+  _picture: tuple[int, Future[np.ndarray]] | None = None
 
   def __call__(self, step: int, state: TrainState, metrics: StepMetrics) -> None:
     """Evaluates the state after `step`, counted from 1."""
@@ -74,8 +75,11 @@ class Validation:
     self.writer.write_scalars(step, found)
     if jax.process_index() == 0:
       self.check_picture()
-      self._picture = self.drawing.submit(
-        plot.write_loss_by_position, pathlib.Path(self.model_dir), {'validation': found}
+      self._picture = (
+        step,
+        self.drawing.submit(
+          plot.write_loss_by_position, pathlib.Path(self.model_dir), {'validation': found}
+        ),
       )
     split = 'the whole validation split' if is_last else 'validation'
     self.say(f'step {step}, {split}: ' + ', '.join(describe(found)))
@@ -84,8 +88,8 @@ class Validation:
   def check_picture(self) -> None:
     """Waits for the picture that is being drawn; raises a StorageError if it cannot be written."""
     if self._picture is not None:
-      picture, self._picture = self._picture, None
-      picture.result()
+      (step, picture), self._picture = self._picture, None
+      self.writer.write_images(step, {'validation/loss_by_position': picture.result()[None]})
 
   def _compare(self, step: int, loss: float | None) -> None:
     if loss is None:
