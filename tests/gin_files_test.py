@@ -104,7 +104,7 @@ def test_a_run_builds_its_shapes(file, enough_devices):
 def test_a_run_says_how_many_parameters_learn():
   load(FOLDER / 'tiny_cpu.gin', FOLDER / 'optimizers' / 'lora.gin')
   setup = Setup(StepSettings())
-  (said,) = setup.remarks()
+  sizes, said = setup.remarks()
   learned, total = re.fullmatch(r'([\d,]+) of ([\d,]+) parameters learn; groups .*', said).groups()
   adapters = {
     f'{module}/{name}': leaf.size
@@ -114,11 +114,19 @@ def test_a_run_says_how_many_parameters_learn():
   }
   assert adapters and int(learned.replace(',', '')) == sum(adapters.values())
   assert int(total.replace(',', '')) == count(setup.state.params)
+  assert sizes.startswith(f'{total} parameters (')
 
 
-def test_a_run_in_which_all_learn_says_nothing():
+def test_a_run_says_its_sizes_dtypes_and_mesh():
   load(FOLDER / 'tiny_cpu.gin')
-  assert Setup(StepSettings()).remarks() == []
+  setup = Setup(StepSettings())
+  (said,) = setup.remarks()
+  tokens = setup.state.params['model']['embedding'].size
+  assert re.fullmatch(
+    rf'{count(setup.state.params):,} parameters \({tokens:,} of tokens, [\d,]+ in matrices\) in '
+    'float32, computed in float32; mesh data=1',
+    said,
+  )
 
 
 def test_a_horizon_shorter_than_the_rows_is_told():
