@@ -94,13 +94,14 @@ class Llama:
 
     @torch.inference_mode()
     def timed(count: int) -> float:
-      cache.crop(tokens)
       token = torch.zeros((1, 1), dtype=torch.long)
       began = time.perf_counter()
       for _ in range(count):
         scores = self._model(input_ids=token, past_key_values=cache, use_cache=True).logits
         token = scores[:, -1:].argmax(-1)
-      return time.perf_counter() - began
+      spent = time.perf_counter() - began
+      cache.crop(-count)  # for the next turn
+      return spent
 
     return timed, kept
 
