@@ -38,7 +38,7 @@ def test_pages_have_examples():
     'use',
     'export',
   } <= {page for page, blocks in BLOCKS.items() if blocks}
-  assert all(block.count('\n') < 64 for blocks in BLOCKS.values() for *_, block in blocks)
+  assert all(block.count('\n') < 50 for blocks in BLOCKS.values() for *_, block in blocks)
 
 
 def test_tables_from_other_trainers_name_what_exists():

@@ -152,9 +152,10 @@ class CheckpointDirectory:
     """The steps in the order in which they are preferred."""
     if step in (None, LATEST):
       return found[::-1]
-    losses = self._validation_losses(found)
-    chosen = sorted(losses, key=lambda saved: (losses[saved], saved))
-    if step != BEST:
+    if step == BEST:
+      losses = self._validation_losses(found)
+      chosen = sorted(losses, key=lambda saved: (losses[saved], saved))
+    else:
       chosen = [saved for saved in found if str(saved) == step]
     if not chosen:
       missing = 'step with a validation loss' if step == BEST else f'step {step}'

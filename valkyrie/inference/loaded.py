@@ -134,7 +134,7 @@ class LoadedModel:
     for first in range(0, len(texts), batch_size):
       rows = [self.tokenizer.ids(text) for text in texts[first : first + batch_size]]
       begun = self._begun(carry, len(rows))
-      scores, _ = self._reader.score(params, begun, rows)
+      scores = self._reader.score(params, begun, rows)
       found += [
         TextScore(text, row, *score)
         for text, row, score in zip(texts[first:], rows, scores, strict=False)
@@ -157,13 +157,12 @@ class LoadedModel:
       carry: of `read`.
       params: other parameters of the same model.
     """
-    found, _ = self._reader.activations(
+    return self._reader.activations(
       self.params if params is None else params,
       self._begun(carry, 1),
       self.tokenizer.ids(text),
       kinds,
     )
-    return found
 
   def generate(
     self,

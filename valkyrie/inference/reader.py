@@ -78,10 +78,8 @@ class Reader:
       carry = self._read(params, carry, tokens, lengths)
     return carry
 
-  def score(
-    self, params: Params, carry: TextCarry, rows: Sequence[np.ndarray]
-  ) -> tuple[list[RowScores], TextCarry]:
-    """The same, and the scores of the tokens of each row."""
+  def score(self, params: Params, carry: TextCarry, rows: Sequence[np.ndarray]) -> list[RowScores]:
+    """The same -> the scores of the tokens of each row."""
     known = np.asarray(carry.position) > 0
     found: list[list[RowScores]] = [[] for _ in rows]
     carry = _own(carry)
@@ -96,12 +94,12 @@ class Reader:
         log_probs[0] = np.nan
       greedy = np.concatenate([np.zeros(0, bool), *(part.greedy for part in parts)])
       whole.append(RowScores(log_probs, greedy))
-    return whole, carry
+    return whole
 
   def activations(
     self, params: Params, carry: TextCarry, tokens: np.ndarray, kinds: Sequence[str]
-  ) -> tuple[dict[str, np.ndarray], TextCarry]:
-    """Reads a row -> ({kind: [layers, T, D]}, the carry after); see `models.activations`.
+  ) -> dict[str, np.ndarray]:
+    """Reads a row -> {kind: [layers, T, D]}; see `models.activations`.
 
     Raises:
       ConfigurationError: a kind is unknown, or the row is too long.
@@ -111,7 +109,7 @@ class Reader:
     for piece, lengths in self._chunks(carry, [tokens]):
       found, carry = self._show(tuple(kinds), params, carry, piece, lengths)
       parts.append({kind: np.asarray(found[kind][:, 0, : lengths[0]]) for kind in kinds})
-    return {kind: np.concatenate([p[kind] for p in parts], axis=1) for kind in kinds}, carry
+    return {kind: np.concatenate([p[kind] for p in parts], axis=1) for kind in kinds}
 
   def advance(self, params: Params, carry: TextCarry, tokens: Array, lengths: Array) -> TextCarry:
     """Reads `lengths` [B] of the tokens [B, T]; pure."""

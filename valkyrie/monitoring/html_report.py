@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError, storage_errors
+from valkyrie.monitoring.json_lines import by_step
 from valkyrie.monitoring.line_chart import Curve, chart
 from valkyrie.monitoring.metrics import BY_POSITION
 
@@ -78,14 +79,14 @@ def read_run(model_dir: pathlib.Path) -> Run:
   if not (model_dir / 'metrics.jsonl').exists():
     raise ConfigurationError(f'{model_dir} has no metrics.jsonl. Name the directory of a run.')
   with storage_errors(f'{model_dir} cannot be read', also=(ValueError,)):
-    lines = _with_costs(_lines(model_dir / 'metrics.jsonl'))
+    lines = _with_costs([*by_step(model_dir / 'metrics.jsonl').values()])
     config = model_dir / 'config.json'
     info = model_dir / 'model_info.txt'
     return Run(
       model_dir.resolve().name,
       lines,
-      _lines(model_dir / 'eval' / 'metrics.jsonl'),
-      _lines(model_dir / 'refused_steps.jsonl'),
+      [*by_step(model_dir / 'eval' / 'metrics.jsonl').values()],
+      [*by_step(model_dir / 'refused_steps.jsonl').values()],
       json.loads(config.read_text())['bindings'] if config.exists() else {},
       info.read_text().partition('\n')[0] if info.exists() else '',
     )
@@ -120,14 +121,6 @@ def page(runs: Sequence[Run]) -> str:
     f'<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n'
     f'<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n'
   )
-
-
-def _lines(path: pathlib.Path) -> list[dict[str, Any]]:
-  """The lines of a file by step, the later one of two; none without the file."""
-  if not path.exists():
-    return []
-  by_step = {line['step']: line for line in map(json.loads, path.read_text().splitlines())}
-  return [by_step[step] for step in sorted(by_step)]
 
 
 def _with_costs(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -6,8 +6,17 @@ import json
 import math
 import os
 import pathlib
+from typing import Any
 
 from valkyrie.errors import storage_errors
+
+
+def by_step(path: pathlib.Path) -> dict[int, dict[str, Any]]:
+  """The lines of a file by their step, in the order of the steps; none without the file."""
+  if not path.exists():
+    return {}
+  lines = {line['step']: line for line in map(json.loads, path.read_text().splitlines())}
+  return dict(sorted(lines.items()))
 
 
 class JsonLines:

@@ -79,9 +79,12 @@ def chart(
   )
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-  """Round numbers that enclose a range, at steps of 1, 2 or 5 times a power of ten."""
-  span = (high - low) or abs(high) or 1.0
+def ticks(low: float, high: float, count: int = 5, least: float = 0.0) -> list[float]:
+  """Round numbers that enclose a range, at steps of 1, 2 or 5 times a power of ten.
+
+  The steps are so large that `count` of them, or a few more, cover the range, and also `least`.
+  """
+  span = max(high - low, least) or abs(high) or 1.0
   power = 10.0 ** math.floor(math.log10(span / count))
   step = power * next(f for f in (1, 2, 5, 10) if f * power >= 0.999 * span / count)
   first, last = math.floor(low / step), math.ceil(high / step)

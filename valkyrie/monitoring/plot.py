@@ -4,7 +4,7 @@ The axis is chosen for the differences between positions and curves. The first p
 document, which have little context, are cut off at its top.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import math
 import pathlib
 
@@ -12,12 +12,13 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from valkyrie.errors import storage_errors
+from valkyrie.monitoring.line_chart import ticks
 from valkyrie.monitoring.metrics import BY_POSITION, Metrics
 
 _WIDTH, _HEIGHT = 960, 540
 _LEFT, _RIGHT, _TOP, _BOTTOM = 80, 30, 90, 70  # margins, in pixels
 _WITH_CONTEXT = 4  # the bin from position 16 on
-_TICKS = 8
+_TICKS, _LEAST = 8, 0.1  # steps of the axis, and the nats that they cover at least
 COLORS = ('#1f5fa8', '#d1622b', '#2f8f4e', '#8a4fa3')
 
 
@@ -60,19 +61,20 @@ def _draw(curves: Mapping[str, list[tuple[int, float]]]) -> Image.Image:
   draw, font = ImageDraw.Draw(image), ImageFont.load_default(16)
   every = [point for points in curves.values() for point in points]
   bins = range(min((k for k, _ in every), default=0), max((k for k, _ in every), default=0) + 1)
-  ticks, step = _axis([loss for k, loss in every if k >= min(_WITH_CONTEXT, bins[-1])])
+  shown = [loss for k, loss in every if k >= min(_WITH_CONTEXT, bins[-1])]
+  marks = ticks(min(shown, default=0.0), max(shown, default=1.0), _TICKS, _LEAST)
 
   def x(k: float) -> float:
     return _LEFT + (k - bins[0] + 0.5) / len(bins) * (_WIDTH - _LEFT - _RIGHT)
 
   def y(loss: float) -> float:
-    share = (loss / step - ticks[0]) / (ticks[-1] - ticks[0])
+    share = (loss - marks[0]) / (marks[-1] - marks[0])
     return _HEIGHT - _BOTTOM - min(share, 1.0) * (_HEIGHT - _TOP - _BOTTOM)
 
-  for tick in ticks:
-    at = y(tick * step)
+  for tick in marks:
+    at = y(tick)
     draw.line([(_LEFT, at), (_WIDTH - _RIGHT, at)], fill='#dddddd')
-    draw.text((_LEFT - 8, at), f'{tick * step:g}', fill='black', font=font, anchor='rm')
+    draw.text((_LEFT - 8, at), f'{tick:g}', fill='black', font=font, anchor='rm')
   for k in bins:
     draw.text((x(k), _HEIGHT - _BOTTOM + 8), f'{2**k}', fill='black', font=font, anchor='mt')
   middle = (_LEFT + _WIDTH - _RIGHT) / 2
@@ -88,13 +90,3 @@ def _draw(curves: Mapping[str, list[tuple[int, float]]]) -> Image.Image:
     above = 12 + 20 * index
     draw.text((_WIDTH - _RIGHT, above), name, fill=color, font=font, anchor='rt')
   return image
-
-
-def _axis(losses: Sequence[float]) -> tuple[range, float]:
-  """(the ticks as multiples of a step, the step): 1, 2 or 5 times a power of ten."""
-  low, high = min(losses, default=0.0), max(losses, default=1.0)
-  finest = max(high - low, 0.1) / _TICKS
-  power = 10.0 ** math.floor(math.log10(finest))
-  step = power * next(factor for factor in (1, 2, 5, 10) if factor * power >= finest * 0.999)
-  first, last = math.floor(low / step), math.ceil(high / step)
-  return range(first, max(last, first + 1) + 1), step

@@ -1,7 +1,6 @@
 """The run mode `eval`: a run's checkpoint on the whole validation split."""
 
 from collections.abc import Callable, Iterator, Sequence
-import json
 import pathlib
 import sys
 import time
@@ -16,6 +15,7 @@ from valkyrie.errors import ConfigurationError, ValkyrieError
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.monitoring import plot
+from valkyrie.monitoring.json_lines import by_step
 from valkyrie.monitoring.progress import describe
 from valkyrie.monitoring.writers import create_writers
 from valkyrie.run import evaluated_data
@@ -100,11 +100,7 @@ def evaluate(
 
 def _committed(model_dir: pathlib.Path, stream: str, last: int) -> Iterator[int]:
   """Yields the steps without a line in the stream, as they appear, up to the last one."""
-  try:
-    lines = (model_dir / stream / 'metrics.jsonl').read_text().splitlines()
-  except FileNotFoundError:
-    lines = []
-  done = {json.loads(line)['step'] for line in lines}
+  done = set(by_step(model_dir / stream / 'metrics.jsonl'))
   while True:
     for number in steps.find(model_dir / 'checkpoints'):
       if number not in done:

@@ -133,10 +133,9 @@ def train(
     writer = stack.enter_context(
       create_writers(model_dir, also=[progress.show, tracking.stream('train')])
     )
-    writer.write_texts(trainer.start, {'configuration': report.as_markdown(bindings())})
-    writer.write_hparams(
-      {name: value for name, value in bindings().items() if isinstance(value, int | float | str)}
-    )
+    bound = bindings()
+    writer.write_texts(trainer.start, {'configuration': report.as_markdown(bound)})
+    writer.write_hparams({n: v for n, v in bound.items() if isinstance(v, int | float | str)})
     log = TrainingLog(
       writer,
       setup.model,

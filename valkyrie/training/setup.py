@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.errors import ConfigurationError
 from valkyrie.models import language_model
-from valkyrie.models.declarations import Kind
 from valkyrie.models.language_model import LanguageModel, Model
 from valkyrie.models.layers import check_sizes
 from valkyrie.sharding.partitioner import Partitioner
@@ -154,7 +153,7 @@ class Setup:
     """The parameters by group, the dtypes and the mesh."""
     params = self.state.params
     sizes = [leaf.size for leaf in jax.tree.leaves(params)]
-    kinds = jax.tree.leaves(self.model.kinds(params), is_leaf=lambda kind: isinstance(kind, Kind))
+    kinds = jax.tree.leaves(self.model.kinds(params))
     matrices = sum(size for size, kind in zip(sizes, kinds, strict=True) if kind.is_matrix)
     tables = sum(
       leaf.size for name, leaf in params['model'].items() if name in ('embedding', 'unembedding')
