@@ -11,7 +11,7 @@ import tiny
 import tiny_run
 
 from valkyrie.data.feed import TaskFeed
-from valkyrie.errors import StorageError
+from valkyrie.errors import ConfigurationError, StorageError
 from valkyrie.models.recurrence.gated import GatedRecurrence
 from valkyrie.monitoring import plot
 from valkyrie.monitoring.metrics import BY_POSITION, position_metrics
@@ -55,6 +55,22 @@ def test_scores_are_sums_over_the_targets_by_their_position():
   assert found.right == right
 
 
+def late(scores, chunk):
+  """The loss of the targets from position 8 on."""
+  return scores.loss, chunk.weights * (chunk.positions >= 7)
+
+
+def test_a_metric_without_weights_is_refused():
+  model = tiny.model()
+  params, carry = tiny.init(model, ROWS)
+
+  def confident(scores, chunk):
+    return scores.loss < 1
+
+  with pytest.raises(ConfigurationError, match=r'confident, which returned \(2, .* pair'):
+    chunk_scores(model, params, carry, tiny.batch((9, 1, 21)), metrics=(confident,))
+
+
 def test_positions_without_targets_have_no_metric():
   found = position_metrics([6.0, 0.0, 3.0], [2.0, 0.0, 4.0])
   assert found == {'loss_by_position/1': 3.0, 'loss_by_position/4': 0.75}
@@ -78,7 +94,9 @@ def evaluated(feed):
   """The metrics of each cut, the model and its parameters."""
   model = tiny.model(mixers=(tiny.attention, gated_s5))
   params, _ = tiny.init(model, ROWS)
-  evaluator = Evaluator(model, Partitioner((('data', 1),), (), ()), feed, ROWS, CHUNK)
+  evaluator = Evaluator(
+    model, Partitioner((('data', 1),), (), ()), feed, ROWS, CHUNK, metrics=(late,)
+  )
   found = {cut: evaluator(params, whole=True, cut=cut) for cut in (None, *CUTS)}
   return found, model, params
 
@@ -101,6 +119,7 @@ def test_what_is_cut_starts_anew_in_each_chunk(evaluated, feed, cut):
   metrics = found[cut]
   assert metrics['loss'] == pytest.approx(loss.sum() / weight.sum(), rel=1e-5)
   assert metrics['accuracy'] == right / weight.sum()
+  assert metrics['metrics/late'] == pytest.approx(loss[3:].sum() / weight[3:].sum(), rel=1e-5)
   by_position = {name: value for name, value in metrics.items() if name.startswith(BY_POSITION)}
   assert by_position == pytest.approx(position_metrics(loss, weight), rel=1e-5)
   # Weighted by how many targets each stands for, they are the mean loss.
@@ -118,7 +137,7 @@ def test_rows_and_time_split_over_devices_change_nothing(evaluated, feed):
   found, model, params = evaluated
   rules = (('batch', 'data'), ('time', 'time'))
   layout = Partitioner((('data', 2), ('time', 4)), rules)
-  metrics = Evaluator(model, layout, feed, ROWS, CHUNK)(params, whole=True)
+  metrics = Evaluator(model, layout, feed, ROWS, CHUNK, metrics=(late,))(params, whole=True)
   assert metrics == pytest.approx(found[None], rel=1e-5)
 
 

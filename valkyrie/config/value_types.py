@@ -83,6 +83,13 @@ def _fits(value: Any, expected: set[type | None]) -> bool:
   return found is None or found in expected or (found is int and float in expected)
 
 
+def _is_part(value: Any) -> bool:
+  """Whether a value is a function or an instance of a class, and so no literal."""
+  if not isinstance(value, Reference):
+    return False
+  return not value.evaluated or inspect.isclass(find(value.name).wrapped)
+
+
 def _shown(value: Any) -> str:
   """A value as gin writes it; a literal with its type."""
   return f'{_LITERALS[type(value)]} ({value!r})' if type(value) in _LITERALS else repr(value)
@@ -99,7 +106,8 @@ def _mismatch(value: Any, parameter: inspect.Parameter) -> str | None:
     is_known = value is not None and not isinstance(value, Macro)
     return _part_mismatch(value, parameter.annotation) if is_known else None
   optional = types.NoneType in options or parameter.default is None
-  if _fits(value, options - {types.NoneType}) and (value is not None or optional):
+  fits = _fits(value, options - {types.NoneType}) and not _is_part(value)
+  if fits and (value is not None or optional):
     return None
   return ' or '.join(_LITERALS.get(option, 'None') for option in sorted(options, key=str))
 

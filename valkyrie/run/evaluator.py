@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import gin
 import jax
@@ -14,14 +14,14 @@ import numpy as np
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data.mixture import mean_tokens_per_byte
 from valkyrie.data.prefetch import prefetch
-from valkyrie.errors import Preempted
+from valkyrie.errors import ConfigurationError, Preempted
 from valkyrie.models.attention.kv_cache import AttentionCarry
 from valkyrie.models.language_model import Model
 from valkyrie.models.recurrence.convolution import Tail
 from valkyrie.monitoring.metrics import Metrics, position_metrics, text_metrics
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.data_parallel import gather_params, shard_map_step
-from valkyrie.training.losses import token_scores
+from valkyrie.training.losses import TokenScores, token_scores
 from valkyrie.training.setup import check_vocabulary
 from valkyrie.types import Array, Batch, Carry, Params, TaskFeed
 
@@ -33,21 +33,39 @@ _LARGEST_EXPONENT = 700  # of a float
 _BINS = 31  # powers of two below the largest int32 position
 
 
+class TokenMetric(Protocol):
+  """A metric of one's own, the mean of a value of each target: a function with a name."""
+
+  __name__: str
+
+  def __call__(self, scores: TokenScores, chunk: Batch) -> tuple[Array, Array]:
+    """The values and the weights of the targets, [B, C] each, from their scores."""
+    ...
+
+
 class Scores(NamedTuple):
   """Sums over tokens, float32: they add up over chunks.
 
   loss, weight: [_BINS], the weighted nats and the weight of the targets at the positions 2^k to
     2^(k+1) - 1 of their document; position 0, a document's first token, is never a target.
   right: the weight of the targets with the largest logit.
+  metrics: {name: (weighted values, their weight)} of the metrics of one's own.
   """
 
   loss: Array
   weight: Array
   right: Array
+  metrics: dict[str, tuple[Array, Array]]
 
 
 def chunk_scores(
-  model: Model, params: Params, carry: Carry, chunk: Batch, *, plan: bool = True
+  model: Model,
+  params: Params,
+  carry: Carry,
+  chunk: Batch,
+  *,
+  plan: bool = True,
+  metrics: Sequence[TokenMetric] = (),
 ) -> tuple[Scores, Carry]:
   """Reads one chunk [B, C] of every row -> (its scores, the carry after it)."""
   features, carry = model.apply(
@@ -62,7 +80,21 @@ def chunk_scores(
 
   weights = chunk.weights
   by_loss, right = by_position(weights * found.loss), jnp.sum(weights * found.right)
-  return Scores(by_loss, by_position(weights), right), carry
+  own = {metric.__name__: _sums(metric, found, chunk) for metric in metrics}
+  return Scores(by_loss, by_position(weights), right, own), carry
+
+
+def _sums(metric: TokenMetric, scores: TokenScores, chunk: Batch) -> tuple[Array, Array]:
+  """The sum of the weighted values of a metric, and of their weights."""
+  found: Any = metric(scores, chunk)
+  shape = chunk.targets.shape
+  if not isinstance(found, tuple) or [jnp.shape(part) for part in found] != [shape, shape]:
+    raise ConfigurationError(
+      f'Evaluator.metrics has {metric.__name__}, which returned {jax.tree.map(jnp.shape, found)}. '
+      f'It has to return a pair: the values and the weights of the targets, {shape} each.'
+    )
+  values, weights = found
+  return jnp.sum(values * weights, dtype=jnp.float32), jnp.sum(weights, dtype=jnp.float32)
 
 
 def cut_carry(carry: Carry, initial: Carry, cut: str | None) -> Carry:
@@ -99,6 +131,7 @@ class Evaluator:
     batch_size: int,
     chunk_size: int,
     chunks: int | None = None,
+    metrics: Sequence[TokenMetric] = (),
   ):
     """Configures the evaluation; `open`, or the first call, opens the split.
 
@@ -109,6 +142,7 @@ class Evaluator:
       batch_size: rows of the split.
       chunk_size: tokens of one forward call.
       chunks: chunks of each row that a quick evaluation reads; None reads all.
+      metrics: metrics of one's own.
     """
     tokens = feed()
     check_vocabulary(model, tokens)
@@ -127,7 +161,7 @@ class Evaluator:
 
     def read(params, carry, chunk, cut, plan):
       def of_device(params, carry, batch, *_, **__):
-        scores, carry = chunk_scores(model, params, carry, batch, plan=plan)
+        scores, carry = chunk_scores(model, params, carry, batch, plan=plan, metrics=metrics)
         return (), carry, scores
 
       carry = cut_carry(carry, initial_carry(), cut)
@@ -180,8 +214,9 @@ class Evaluator:
     Returns:
       loss, bits_per_token, bits_per_byte, perplexity; accuracy, the share of targets with the
       largest logit; loss_by_position/P, the loss of the targets at positions P to 2 P - 1 of a
-      document; of the whole split also quick_loss, that of its quick part. Of a mixture these are
-      means by its weights, and loss/NAME and others are those of each source.
+      document; metrics/NAME, a metric of one's own; of the whole split also quick_loss, that of its
+      quick part. Of a mixture these are means by its weights, and loss/NAME and others are those of
+      each source.
 
     Raises:
       Preempted: `stop` returned True.
@@ -232,7 +267,8 @@ class Evaluator:
     found = _metrics(mean, mean_tokens_per_byte(self._weights, ratios))
     for name, of_source in scores.items():
       metrics = _metrics(of_source, ratios[name])
-      found |= {f'{metric}/{name}': metrics[metric] for metric in _OF_SOURCES}
+      names = [*_OF_SOURCES, *(f'metrics/{own}' for own in of_source.metrics)]
+      found |= {f'{metric}/{name}': metrics[metric] for metric in names}
     return found
 
   def _scores(
@@ -272,5 +308,9 @@ def _metrics(scores: Any, tokens_per_byte: float | None) -> Metrics:
     **text_metrics(float(loss), float(weight), tokens_per_byte),
     'perplexity': math.exp(min(loss / weight, _LARGEST_EXPONENT)) if weight else math.nan,
     'accuracy': float(scores.right / weight) if weight else math.nan,
+    **{
+      f'metrics/{name}': float(total / of) if of else math.nan
+      for name, (total, of) in scores.metrics.items()
+    },
     **position_metrics(scores.loss, scores.weight),
   }
