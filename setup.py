@@ -20,6 +20,7 @@ setup(
     'console_scripts': [
       'valkyrie = valkyrie.main:main',
       'valkyrie-build-store = valkyrie.data.build_store:main',
+      'valkyrie-lm-eval = valkyrie.inference.harness:main',
       'valkyrie-report = valkyrie.monitoring.html_report:main',
       'valkyrie-supervise = valkyrie.distributed.supervisor:main',
     ]
@@ -49,6 +50,7 @@ setup(
     # Beam excludes protobuf 7, without which a newer sentencepiece cannot be imported.
     'beam': ['apache-beam>=2.77', 'sentencepiece<0.2.3'],
     'hf': ['datasets>=3', 'tokenizers>=0.21'],
+    'lm-eval': ['lm-eval>=0.4.13'],  # EleutherAI's lm-evaluation-harness
     'learn': ['torch>=2.6', 'transformers>=5'],  # the peers of scripts/learn
     'trackers': ['wandb>=0.19', 'trackio>=0.3'],
     'tpu': ['jax[tpu]'],  # brings the libtpu that this jax was built for

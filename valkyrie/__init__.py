@@ -5,7 +5,7 @@ import pathlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-  from valkyrie.inference.loaded import load as load
+  from valkyrie.inference.opened import load as load
   from valkyrie.inference.sampling import Sampling as Sampling
 
 # In a clone, gin/ and tasks/ stand beside this package; a wheel carries them inside it. Either way
@@ -14,7 +14,7 @@ if not (pathlib.Path(__file__).parent / 'tasks').is_dir():
   __path__.append(str(pathlib.Path(__file__).parents[1]))
 
 
-_PUBLIC = {'load': 'valkyrie.inference.loaded', 'Sampling': 'valkyrie.inference.sampling'}
+_PUBLIC = {'load': 'valkyrie.inference.opened', 'Sampling': 'valkyrie.inference.sampling'}
 
 
 def __getattr__(name: str) -> Any:

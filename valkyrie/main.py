@@ -48,7 +48,7 @@ CONFIGURABLE_MODULES = (
   'valkyrie.monitoring.writers',
   'valkyrie.monitoring.trackers',
   'valkyrie.weights.initial',
-  'valkyrie.inference.loaded',
+  'valkyrie.inference.opened',
   'valkyrie.run.evaluator',
   'valkyrie.run.train',
   'valkyrie.run.evaluate',

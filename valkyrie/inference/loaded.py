@@ -1,46 +1,37 @@
 """A trained model in Python: texts are scored, continued and read by it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import hashlib
 import os
 import pathlib
 from typing import NamedTuple
 
-import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from valkyrie.checkpoint.manager import LATEST
-from valkyrie.config.apart import Configuration
-from valkyrie.config.computation import may_change_on_resume
-from valkyrie.config.load import check_call, load_gin
-from valkyrie.data import vocabularies
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import UsageError
 from valkyrie.inference import carry_files
 from valkyrie.inference.continuation import LENGTH, Continuation
 from valkyrie.inference.generation import Generator
-from valkyrie.inference.reader import Reader, TextCarry
+from valkyrie.inference.reader import Reader, RowScores, TextCarry
 from valkyrie.inference.sampling import GREEDY, Sampling
-from valkyrie.main import CONFIGURABLE_MODULES
-from valkyrie.models import language_model
-from valkyrie.models.language_model import LanguageModel, Model
-from valkyrie.sharding.partitioner import Partitioner
+from valkyrie.models.language_model import Model
 from valkyrie.types import Params
-from valkyrie.weights.restored import restored_params
+
+Text = str | np.ndarray  # or its tokens
 
 
 class TextScore(NamedTuple):
   """How well a model predicts a text.
 
-  text: the text; tokens: its ids, int32 [T].
+  tokens: the ids of the text, int32 [T].
   log_probs: log p(token | those before it) in nats, float32 [T]; NaN for the first token of a
     document, which nothing predicts.
   greedy: bool [T], whether the token is the most likely one.
   """
 
-  text: str
   tokens: np.ndarray
   log_probs: np.ndarray
   greedy: np.ndarray
@@ -92,12 +83,23 @@ class LoadedModel:
     self._reader = Reader(model, chunk_size)
     self._generator = Generator(self._reader)
 
-  def read(self, text: str, carry: TextCarry | None = None) -> TextCarry:
-    """Reads a text, after the one of `carry` if it is given -> the carry after it.
+  def read(self, texts: Text | Sequence[Text], carry: TextCarry | None = None) -> TextCarry:
+    """Reads texts, after those of `carry` if it is given -> the carry after them, a row for each.
 
-    Its size does not depend on the length of the text, unless the model has full attention.
+    Its size does not depend on the length of the texts, unless the model has full attention.
     """
-    return self._reader.read(self.params, self._begun(carry, 1), [self.tokenizer.ids(text)])
+    rows = self._tokens(texts)
+    return self._reader.read(self.params, self._begun(carry, range(len(rows))), rows)
+
+  def rows(self, carry: TextCarry, numbers: Sequence[int]) -> TextCarry:
+    """Some rows of a carry, in this order; a row may be taken several times."""
+    index = np.asarray(numbers)
+    inside = jax.tree.map(
+      lambda leaf, axes: jnp.take(leaf, index, axis=axes.index('batch')),
+      carry.carry,
+      self.model.carry_axes(carry.carry),
+    )
+    return TextCarry(inside, carry.position[index], carry.hidden[index])
 
   def save_carry(self, path: str | os.PathLike, carry: TextCarry) -> None:
     """Writes a carry to a new file; raises a StorageError if it cannot."""
@@ -114,7 +116,7 @@ class LoadedModel:
 
   def score(
     self,
-    texts: str | Sequence[str],
+    texts: Text | Sequence[Text],
     carry: TextCarry | None = None,
     *,
     params: Params | None = None,
@@ -123,23 +125,19 @@ class LoadedModel:
     """The log-probabilities of each token of some texts.
 
     Args:
-      texts: documents, or, with a carry, what follows the text that it has read.
-      carry: of `read`.
+      texts: documents, or, with a carry, what follows the texts that it has read.
+      carry: of `read`; its only row counts for all texts.
       params: other parameters of the same model.
       batch_size: texts that are read at the same time.
     """
-    texts = [texts] if isinstance(texts, str) else list(texts)
+    rows = self._tokens(texts)
     params = self.params if params is None else params
-    found = []
-    for first in range(0, len(texts), batch_size):
-      rows = [self.tokenizer.ids(text) for text in texts[first : first + batch_size]]
-      begun = self._begun(carry, len(rows))
-      scores = self._reader.score(params, begun, rows)
-      found += [
-        TextScore(text, row, *score)
-        for text, row, score in zip(texts[first:], rows, scores, strict=False)
-      ]
-    return found
+    scores: list[RowScores] = []
+    for first in range(0, len(rows), batch_size):
+      batch = rows[first : first + batch_size]
+      begun = self._begun(carry, range(first, first + len(batch)))
+      scores += self._reader.score(params, begun, batch)
+    return [TextScore(row, *score) for row, score in zip(rows, scores, strict=True)]
 
   def activations(
     self,
@@ -159,7 +157,7 @@ class LoadedModel:
     """
     return self._reader.activations(
       self.params if params is None else params,
-      self._begun(carry, 1),
+      self._begun(carry, range(1)),
       self.tokenizer.ids(text),
       kinds,
     )
@@ -239,13 +237,13 @@ class LoadedModel:
     tokens = [self.tokenizer.ids(prompts[prompt]) for prompt in own]
     if carry is None and not all(map(len, tokens)):
       raise UsageError('The prompt is empty. Pass --prompt=TEXT, or a text on standard input.')
-    begun = self._begun(carry, len(own))
+    begun = self._begun(carry, [0] * len(own))
     self._reader.check_length(int(begun.position.max()) + max(map(len, tokens)) + max_tokens)
     begun = self._reader.read(self.params, begun, tokens)
     of_row = [own.index(prompt) for prompt, _ in rows]
     steps = self._generator.tokens(
       self.params,
-      self._rows(begun, of_row),
+      self.rows(begun, of_row),
       [tokens[number] for number in of_row],
       sampling,
       seed=seed,
@@ -262,18 +260,15 @@ class LoadedModel:
       if text.ended is None:
         yield row, text.end(LENGTH)
 
-  def _begun(self, carry: TextCarry | None, rows: int) -> TextCarry:
-    return self._reader.fresh(rows) if carry is None else self._rows(carry, [0] * rows)
+  def _tokens(self, texts: Text | Sequence[Text]) -> list[np.ndarray]:
+    several = [texts] if isinstance(texts, str | np.ndarray) else texts
+    return [self.tokenizer.ids(text) if isinstance(text, str) else text for text in several]
 
-  def _rows(self, carry: TextCarry, rows: Sequence[int]) -> TextCarry:
-    """Some rows of a carry."""
-    index = np.asarray(rows)
-    inside = jax.tree.map(
-      lambda leaf, axes: jnp.take(leaf, index, axis=axes.index('batch')),
-      carry.carry,
-      self.model.carry_axes(carry.carry),
-    )
-    return TextCarry(inside, carry.position[index], carry.hidden[index])
+  def _begun(self, carry: TextCarry | None, rows: Sequence[int]) -> TextCarry:
+    """These rows of a carry, or its only one for each; fresh ones without a carry."""
+    if carry is None:
+      return self._reader.fresh(len(rows))
+    return self.rows(carry, rows if len(carry.position) > 1 else [0] * len(rows))
 
   def _weights(self) -> str:
     """The fingerprint of the step."""
@@ -283,87 +278,3 @@ class LoadedModel:
 
 def _number(prompt: int, sample: int) -> int:
   return (sample << 20 | prompt) % 2**32
-
-
-@may_change_on_resume()
-@gin.configurable
-def open_run(
-  model_dir: str,
-  step: str = LATEST,
-  configuration: Configuration | None = None,
-  *,
-  model: Callable[..., LanguageModel],
-  vocabulary: str,
-  chunk_size: int,
-) -> LoadedModel:
-  """The model of a run, on one device.
-
-  Args:
-    model_dir: the directory of the run.
-    step: a number, 'latest' or 'best', see `checkpoint.manager.open_to_read`.
-    configuration: under which the model is traced; None for that of the process.
-    model: the class of the model.
-    vocabulary: 'bytes', or the path of a SentencePiece .model or a tokenizer.json.
-    chunk_size: the most tokens of a row that are read at once.
-
-  Raises:
-    ConfigurationError: the run has no such step, or is of another model or vocabulary.
-  """
-  functions = language_model.transform(model)
-  if configuration is not None:
-    functions = _traced_in(configuration, functions)
-  tokenizer = vocabularies.load(vocabulary)
-  one_device = Partitioner((('data', 1),), (), (), manual=True)
-  params, number = restored_params(functions, one_device, model_dir, tokenizer, step)
-  return LoadedModel(
-    functions, params, tokenizer, model_dir=model_dir, step=number, chunk_size=chunk_size
-  )
-
-
-def load(
-  model_dir: str | os.PathLike,
-  step: str | int = LATEST,
-  *,
-  bindings: Sequence[str] = (),
-  allow_import: Sequence[str] = (),
-) -> LoadedModel:
-  """Opens a run by its own configuration, on one device. Any number of runs can be open.
-
-  Args:
-    model_dir: the directory of the run.
-    step: the number of a step, 'latest' or 'best', the one with the lowest validation loss.
-    bindings: over those of the run, as on the command line: 'open_run.chunk_size=512'.
-    allow_import: packages of yours that the configuration may import, and thereby execute.
-
-  Raises:
-    ConfigurationError: there is no such run or step, or its configuration cannot be loaded.
-    StorageError: the files cannot be read.
-  """
-  flags = [f'--gin.{binding}' for binding in bindings]
-  configuration = Configuration(
-    lambda: load_gin(
-      [], flags, run=model_dir, allowed_imports=allow_import, modules=CONFIGURABLE_MODULES
-    )
-  )
-  with configuration.installed():
-    check_call(open_run, 'model_dir', 'step', 'configuration')
-    opened: Callable[..., LoadedModel] = open_run  # gin gives the other arguments
-    return opened(os.fspath(model_dir), str(step), configuration)
-
-
-def _traced_in(configuration: Configuration, model: Model) -> Model:
-  """The functions, which read gin when they are traced, under one configuration."""
-
-  def inside(function: Callable) -> Callable:
-    def call(*args, **kwargs):
-      with configuration.installed():
-        return function(*args, **kwargs)
-
-    return call
-
-  return model._replace(
-    init=inside(model.init),
-    initial_carry=inside(model.initial_carry),
-    apply=inside(model.apply),
-    parameters=inside(model.parameters),
-  )

@@ -1,0 +1,210 @@
+"""Answers to the questions of the lm-evaluation-harness; with the package, its own tasks, too.
+
+.venv/bin/python -m pip install lm-eval
+.venv/bin/python -m pytest tests/harness_test.py
+"""
+
+import json
+import math
+
+from letters import Letters, built, text
+import numpy as np
+import pytest
+import tiny
+
+from valkyrie.errors import ConfigurationError
+from valkyrie.inference import harness
+from valkyrie.inference.harness import Answers
+
+pytestmark = pytest.mark.usefixtures('quick_compiler')
+
+
+def answers(loaded, batch_size=2):
+  said = []
+  return Answers(loaded, batch_size, said.append), said
+
+
+@pytest.mark.parametrize('batch_size', [1, 3, 16])
+def test_a_continuation_has_its_part_of_the_score_of_the_whole_text(batch_size):
+  loaded = built()
+  contexts = [text(21), text(3, 1), text(40, 2)]
+  questions = [(c, text(n, n)) for c in contexts for n in (1, 9, 20)]
+  questions.append((text(9, 5), ''))
+  ask, said = answers(loaded, batch_size)
+  found = ask.log_likelihoods(questions)
+  for (context, continuation), (log_prob, greedy) in zip(questions, found, strict=True):
+    (whole,) = loaded.score(context + continuation)
+    part = slice(len(context), None)
+    assert log_prob == pytest.approx(float(whole.log_probs[part].sum()), rel=1e-4, abs=1e-5)
+    assert greedy == whole.greedy[part].all()
+  assert not said
+
+
+def test_a_greedy_continuation_is_named_so():
+  loaded = built()
+  prompt = text(12)
+  made = loaded.generate(prompt, max_tokens=5)[0].text
+  other = made[:-1] + ('A' if made[-1] != 'A' else 'B')
+  ask, _ = answers(loaded)
+  assert [greedy for _, greedy in ask.log_likelihoods([(prompt, made), (prompt, other)])] == [
+    True,
+    False,
+  ]
+
+
+def test_the_first_token_of_a_document_costs_that_of_a_guess():
+  loaded = built()
+  ask, _ = answers(loaded)
+  texts = [text(30), text(4, 1), text(1, 2)]
+  expected = [one.log_prob - math.log(tiny.VOCABULARY) for one in loaded.score(texts)]
+  assert ask.rolling(texts) == pytest.approx(expected, rel=1e-5)
+  found = ask.log_likelihoods([('', one) for one in texts])
+  assert [log_prob for log_prob, _ in found] == pytest.approx(expected, rel=1e-5)
+
+
+class Merging(Letters):
+  """'AB' is one token, and a word begins with its space."""
+
+  def encode(self, letters):
+    merged = letters.replace('AB', '\x01').replace(' C', '\x02')
+    return [{'\x01': 30, '\x02': 31}.get(one, ord(one) - ord('A')) for one in merged]
+
+
+@pytest.mark.parametrize(
+  ('context', 'continuation', 'of_context'), [('DA', 'BE', 1), ('D ', 'CE', 1), ('DE', 'AB', 2)]
+)
+def test_a_token_across_the_edge_belongs_to_the_continuation(
+  monkeypatch, context, continuation, of_context
+):
+  loaded = built()
+  monkeypatch.setattr(loaded, 'tokenizer', Merging())
+  ask, _ = answers(loaded)
+  ((log_prob, _),) = ask.log_likelihoods([(context, continuation)])
+  (whole,) = loaded.score(context + continuation)
+  assert log_prob == pytest.approx(float(whole.log_probs[of_context:].sum()), rel=1e-4)
+
+
+def test_generations_follow_the_settings_of_each():
+  loaded = built()
+  prompts = [text(5), text(19, 1), text(8, 2)]
+  whole = [one.text for one in loaded.generate(prompts, max_tokens=12)]
+  stop = whole[1][3]
+  settings = [
+    {'max_gen_toks': 12},
+    {'max_gen_toks': 12, 'until': stop},
+    {'max_gen_toks': 12, 'until': [], 'do_sample': False, 'temperature': 0.9},
+  ]
+  ask, _ = answers(loaded)
+  found = ask.continuations(list(zip(prompts, settings, strict=True)))
+  assert found == [whole[0], whole[1][: whole[1].index(stop)], whole[2]]
+  sampled = {'max_gen_toks': 12, 'do_sample': True, 'temperature': 2.0}
+  assert ask.continuations([(prompts[0], sampled)]) != [whole[0]]
+  with pytest.raises(ConfigurationError, match=r'the setting num_beams\. Expected are until'):
+    ask.continuations([(prompts[0], {'num_beams': 2})])
+
+
+def test_a_context_longer_than_the_model_loses_its_beginning():
+  loaded = built('full')
+  context, end = text(60), text(6, 1)
+  ask, said = answers(loaded)
+  ((log_prob, _),) = ask.log_likelihoods([(context, end)])
+  (whole,) = loaded.score((context + end)[-48:])
+  assert log_prob == pytest.approx(float(whole.log_probs[-6:].sum()), rel=1e-4)
+  assert said[0].startswith('1 contexts were longer than the 48 tokens')
+  made = ask.continuations([(context, {'max_gen_toks': 8})])
+  assert made == [loaded.generate(context[-40:], max_tokens=8)[0].text]
+  assert len(said) == 2
+  with pytest.raises(ConfigurationError, match='has 49 tokens, too many for the 48'):
+    ask.log_likelihoods([('A', text(49))])
+
+
+def test_without_the_package_the_command_names_it(monkeypatch, capsys):
+  def missing(name):
+    raise ModuleNotFoundError(name=name)
+
+  monkeypatch.setattr(harness.importlib, 'import_module', missing)
+  assert harness.main() == ConfigurationError.exit_code
+  assert "pip install 'valkyrie[lm-eval]'" in capsys.readouterr().err
+
+
+def write_task(folder, name, rows, **settings):
+  """A task of the harness over a local file."""
+  (folder / f'{name}.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+  settings = {
+    'task': name,
+    'dataset_path': 'json',
+    'dataset_kwargs': {'data_files': {'test': str(folder / f'{name}.jsonl')}},
+    'test_split': 'test',
+    **settings,
+  }
+  (folder / f'{name}.yaml').write_text(json.dumps(settings))
+
+
+def test_the_harness_reads_its_tasks_from_local_files(tmp_path, monkeypatch):
+  evaluator = pytest.importorskip('lm_eval.evaluator', reason='needs lm-eval')
+  from lm_eval.tasks import TaskManager  # noqa: PLC0415
+
+  from valkyrie.inference import harness_model  # noqa: PLC0415
+
+  monkeypatch.setenv('HF_DATASETS_CACHE', str(tmp_path / 'cache'))
+  loaded = built()
+  choices = [[text(6, n), text(3, n + 1), text(9, n + 2)] for n in range(0, 12, 3)]
+  rows = [
+    {'ctx': text(12, n), 'endings': endings, 'label': n % 3} for n, endings in enumerate(choices)
+  ]
+  write_task(
+    tmp_path,
+    'endings',
+    rows,
+    output_type='multiple_choice',
+    doc_to_text='{{ctx}}',
+    doc_to_target='{{label}}',
+    doc_to_choice='{{endings}}',
+    target_delimiter='',
+    metric_list=[{'metric': 'acc'}],
+  )
+  write_task(
+    tmp_path,
+    'documents',
+    [{'page': text(30, n)} for n in range(3)],
+    output_type='loglikelihood_rolling',
+    doc_to_text='',
+    doc_to_target='{{page}}',
+    metric_list=[{'metric': 'bits_per_byte'}],
+  )
+  made = [one.text for one in loaded.generate([text(9, n) for n in range(3)], max_tokens=5)]
+  write_task(
+    tmp_path,
+    'answers',
+    [{'question': text(9, n), 'answer': made[n] if n else 'no'} for n in range(3)],
+    output_type='generate_until',
+    doc_to_text='{{question}}',
+    doc_to_target='{{answer}}',
+    generation_kwargs={'until': ['\n'], 'max_gen_toks': 5, 'do_sample': False},
+    metric_list=[{'metric': 'exact_match'}],
+  )
+  monkeypatch.setattr(harness_model, 'load', lambda *_, **__: loaded)
+  results = evaluator.simple_evaluate(
+    model=harness_model.HarnessModel('run', batch_size='3'),
+    tasks=['endings', 'documents', 'answers'],
+    task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+    bootstrap_iters=0,
+  )['results']
+  right = 0
+  for row in rows:
+    scores = [loaded.score(row['ctx'] + one)[0].log_probs[12:].sum() for one in row['endings']]
+    right += int(np.argmax(scores)) == row['label']
+  assert results['endings']['acc,none'] == right / len(rows)
+  nats = -sum(answers(loaded)[0].rolling([text(30, n) for n in range(3)]))
+  assert results['documents']['bits_per_byte,none'] == pytest.approx(nats / 90 / math.log(2))
+  assert results['answers']['exact_match,none'] == pytest.approx(2 / 3)
+
+
+def test_arguments_of_the_model_are_checked():
+  pytest.importorskip('lm_eval', reason='needs lm-eval')
+  from valkyrie.inference.harness_model import HarnessModel  # noqa: PLC0415
+
+  with pytest.raises(ConfigurationError, match=r'--model_args has dtype\. Expected are model_dir'):
+    HarnessModel('run', dtype='float16')
+  with pytest.raises(ConfigurationError, match='--batch_size is auto'):
+    HarnessModel('run', batch_size='auto')

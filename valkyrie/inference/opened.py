@@ -1,0 +1,102 @@
+"""Opens the model of a run: by its own configuration, or by that of the process."""
+
+from collections.abc import Callable, Sequence
+import os
+
+import gin
+
+from valkyrie.checkpoint.manager import LATEST
+from valkyrie.config.apart import Configuration
+from valkyrie.config.computation import may_change_on_resume
+from valkyrie.config.load import check_call, load_gin
+from valkyrie.data import vocabularies
+from valkyrie.inference.loaded import LoadedModel
+from valkyrie.main import CONFIGURABLE_MODULES
+from valkyrie.models import language_model
+from valkyrie.models.language_model import LanguageModel, Model
+from valkyrie.sharding.partitioner import Partitioner
+from valkyrie.weights.restored import restored_params
+
+
+@may_change_on_resume()
+@gin.configurable
+def open_run(
+  model_dir: str,
+  step: str = LATEST,
+  configuration: Configuration | None = None,
+  *,
+  model: Callable[..., LanguageModel],
+  vocabulary: str,
+  chunk_size: int,
+) -> LoadedModel:
+  """The model of a run, on one device.
+
+  Args:
+    model_dir: the directory of the run.
+    step: a number, 'latest' or 'best', see `checkpoint.manager.open_to_read`.
+    configuration: under which the model is traced; None for that of the process.
+    model: the class of the model.
+    vocabulary: 'bytes', or the path of a SentencePiece .model or a tokenizer.json.
+    chunk_size: the most tokens of a row that are read at once.
+
+  Raises:
+    ConfigurationError: the run has no such step, or is of another model or vocabulary.
+  """
+  functions = language_model.transform(model)
+  if configuration is not None:
+    functions = _traced_in(configuration, functions)
+  tokenizer = vocabularies.load(vocabulary)
+  one_device = Partitioner((('data', 1),), (), (), manual=True)
+  params, number = restored_params(functions, one_device, model_dir, tokenizer, step)
+  return LoadedModel(
+    functions, params, tokenizer, model_dir=model_dir, step=number, chunk_size=chunk_size
+  )
+
+
+def load(
+  model_dir: str | os.PathLike,
+  step: str | int = LATEST,
+  *,
+  bindings: Sequence[str] = (),
+  allow_import: Sequence[str] = (),
+) -> LoadedModel:
+  """Opens a run by its own configuration, on one device. Any number of runs can be open.
+
+  Args:
+    model_dir: the directory of the run.
+    step: the number of a step, 'latest' or 'best', the one with the lowest validation loss.
+    bindings: over those of the run, as on the command line: 'open_run.chunk_size=512'.
+    allow_import: packages of yours that the configuration may import, and thereby execute.
+
+  Raises:
+    ConfigurationError: there is no such run or step, or its configuration cannot be loaded.
+    StorageError: the files cannot be read.
+  """
+  flags = [f'--gin.{binding}' for binding in bindings]
+  configuration = Configuration(
+    lambda: load_gin(
+      [], flags, run=model_dir, allowed_imports=allow_import, modules=CONFIGURABLE_MODULES
+    )
+  )
+  with configuration.installed():
+    check_call(open_run, 'model_dir', 'step', 'configuration')
+    opened: Callable[..., LoadedModel] = open_run  # gin gives the other arguments
+    return opened(os.fspath(model_dir), str(step), configuration)
+
+
+def _traced_in(configuration: Configuration, model: Model) -> Model:
+  """The functions, which read gin when they are traced, under one configuration."""
+
+  def inside(function: Callable) -> Callable:
+    def call(*args, **kwargs):
+      with configuration.installed():
+        return function(*args, **kwargs)
+
+    return call
+
+  return model._replace(
+    init=inside(model.init),
+    initial_carry=inside(model.initial_carry),
+    apply=inside(model.apply),
+    parameters=inside(model.parameters),
+  )
