@@ -28,9 +28,9 @@ from valkyrie.checkpoint.manager import Checkpoints
 from valkyrie.config.load import load_gin
 from valkyrie.data.vocabularies import ByteVocabulary
 from valkyrie.models import language_model
+from valkyrie.models.carry_cuts import cut_carry
 from valkyrie.models.language_model import LanguageModel, Model
 from valkyrie.run.evaluate import restored_params
-from valkyrie.run.evaluator import cut_carry
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.losses import token_scores
 from valkyrie.types import Batch, Params

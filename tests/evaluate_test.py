@@ -12,10 +12,11 @@ import tiny_run
 
 from valkyrie.data.feed import TaskFeed
 from valkyrie.errors import ConfigurationError, StorageError
+from valkyrie.models.carry_cuts import CUTS
 from valkyrie.models.recurrence.gated import GatedRecurrence
 from valkyrie.monitoring import plot
 from valkyrie.monitoring.metrics import BY_POSITION, position_metrics
-from valkyrie.run.evaluator import CUTS, Evaluator, chunk_scores
+from valkyrie.run.evaluator import Evaluator, chunk_scores
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.losses import logits
 

@@ -15,6 +15,7 @@ from valkyrie.errors import ConfigurationError, StorageError, UsageError
 from valkyrie.inference.continuation import Continuation
 from valkyrie.inference.loaded import LoadedModel
 from valkyrie.inference.sampling import Sampling
+from valkyrie.models.carry_cuts import CUTS, cut_carry
 from valkyrie.training.losses import logits
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
@@ -78,6 +79,34 @@ def test_a_long_text_is_read_once(tmp_path):
   assert ''.join(loaded.stream(end, carry, max_tokens=8)) == alone[0].text
   after = loaded.read(end, carry)
   assert loaded.generate('', after, max_tokens=8) == alone
+
+
+@pytest.mark.parametrize('cut', CUTS)
+def test_a_cut_sets_the_memory_back_before_every_chunk(cut):
+  loaded = built()
+  whole, carry = text(40), None
+  for begin in range(0, 40, 16):  # the model's chunks
+    if carry is not None:
+      fresh = loaded.model.initial_carry(1)
+      carry = carry._replace(carry=cut_carry(carry.carry, fresh, cut))
+    carry = loaded.read(whole[begin : begin + 16], carry)
+  found = loaded.read(whole, cut=cut)
+  for left, right in zip(jax.tree.leaves(found), jax.tree.leaves(carry), strict=True):
+    np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-6)
+  uncut = loaded.read(whole)
+  assert not np.array_equal(found.hidden, uncut.hidden)
+
+
+def test_prompts_follow_the_rows_of_a_carry():
+  loaded = built()
+  contexts, prompts = [text(9), text(30, 1), text(4, 2)], [text(3, 3), text(8, 4), '']
+  carry = loaded.read(contexts)
+  found = loaded.generate(prompts, carry, max_tokens=6, first=5, batch_size=2)
+  whole = loaded.generate([a + b for a, b in zip(contexts, prompts, strict=True)], max_tokens=6)
+  assert [one.text for one in found] == [one.text for one in whole]
+  assert [one.prompt for one in found] == [5, 6, 7]
+  last = loaded.generate(prompts[1], loaded.rows(carry, [1]), max_tokens=6)
+  assert last[0].text == whole[1].text
 
 
 @pytest.mark.parametrize('options', [{}, {'planner': tiny.planner, 'layers': 4}])

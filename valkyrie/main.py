@@ -53,6 +53,7 @@ CONFIGURABLE_MODULES = (
   'valkyrie.run.train',
   'valkyrie.run.evaluate',
   'valkyrie.run.infer',
+  'valkyrie.run.long_context',
   'valkyrie.run.export',
   'valkyrie.run.precompile',
 )
@@ -62,6 +63,7 @@ RUN_MODES = {
   'train': ('valkyrie.run.train', 'train'),
   'eval': ('valkyrie.run.evaluate', 'evaluate'),
   'infer': ('valkyrie.run.infer', 'infer'),
+  'long_context': ('valkyrie.run.long_context', 'long_context'),
   'export': ('valkyrie.run.export', 'export'),
   'precompile': ('valkyrie.run.precompile', 'precompile'),
 }
@@ -71,7 +73,7 @@ _FLAGS_OF_MODES = {
   'prompt': ('infer',),
   'prompts': ('infer',),
   'output': ('infer', 'export'),
-  'step': ('eval', 'infer', 'export'),
+  'step': ('eval', 'infer', 'long_context', 'export'),
   'follow': ('eval',),
   'topology': ('precompile',),
   'allow_changed': ('train',),
@@ -90,6 +92,8 @@ examples:
   python -m valkyrie.main --model_dir=runs/tiny --run_mode=infer --prompt='def main():'
   python -m valkyrie.main --model_dir=runs/tiny --run_mode=infer --prompts=mine.jsonl \\
       --output=answers.jsonl --gin.infer.samples=4 --gin.infer.temperature=0.8
+  python -m valkyrie.main --model_dir=runs/tiny --run_mode=long_context
+      needles, variables, pairs: right answers by length and depth
   python -m valkyrie.main --model_dir=runs/tiny --run_mode=export --output=exported
       the model for other programs: safetensors, configuration and tokenizer
   python -m valkyrie.main --gin_file=gin/v4_32.gin --run_mode=precompile --topology=v4:4x4x2
@@ -184,8 +188,8 @@ def _parser() -> _Parser:
   parser.add_argument(
     '--step',
     metavar='N',
-    help='the checkpoint that eval, infer and export read: a number, latest or best (default: '
-    'latest)',
+    help='the checkpoint that eval, infer, long_context and export read: a number, latest or best '
+    '(default: latest)',
   )
   parser.add_argument(
     '--follow',

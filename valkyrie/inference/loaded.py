@@ -83,13 +83,20 @@ class LoadedModel:
     self._reader = Reader(model, chunk_size)
     self._generator = Generator(self._reader)
 
-  def read(self, texts: Text | Sequence[Text], carry: TextCarry | None = None) -> TextCarry:
+  def read(
+    self,
+    texts: Text | Sequence[Text],
+    carry: TextCarry | None = None,
+    *,
+    cut: str | None = None,
+  ) -> TextCarry:
     """Reads texts, after those of `carry` if it is given -> the carry after them, a row for each.
 
-    Its size does not depend on the length of the texts, unless the model has full attention.
+    Its size does not depend on the length of the texts, unless the model has full attention. `cut`
+    sets a part of it back before every chunk: 'state', that of recurrences, or 'all'.
     """
     rows = self._tokens(texts)
-    return self._reader.read(self.params, self._begun(carry, range(len(rows))), rows)
+    return self._reader.read(self.params, self._begun(carry, range(len(rows))), rows, cut)
 
   def rows(self, carry: TextCarry, numbers: Sequence[int]) -> TextCarry:
     """Some rows of a carry, in this order; a row may be taken several times."""
@@ -178,7 +185,7 @@ class LoadedModel:
     """Continues prompts.
 
     Args:
-      prompts: texts; with a carry they follow what it has read, and may be empty.
+      prompts: texts; with a carry they follow the texts that it has read, and may be empty.
       carry: of `read`.
       max_tokens: the most tokens of a continuation, if the document does not end before.
       samples: continuations of each prompt.
@@ -237,7 +244,7 @@ class LoadedModel:
     tokens = [self.tokenizer.ids(prompts[prompt]) for prompt in own]
     if carry is None and not all(map(len, tokens)):
       raise UsageError('The prompt is empty. Pass --prompt=TEXT, or a text on standard input.')
-    begun = self._begun(carry, [0] * len(own))
+    begun = self._begun(carry, [number - min(prompts) for number in own])
     self._reader.check_length(int(begun.position.max()) + max(map(len, tokens)) + max_tokens)
     begun = self._reader.read(self.params, begun, tokens)
     of_row = [own.index(prompt) for prompt, _ in rows]

@@ -9,6 +9,7 @@ import numpy as np
 
 from valkyrie.errors import ConfigurationError
 from valkyrie.models import activations
+from valkyrie.models.carry_cuts import cut_carry
 from valkyrie.models.features import Features
 from valkyrie.models.language_model import Model
 from valkyrie.training.losses import logits, token_scores
@@ -57,7 +58,7 @@ class Reader:
       )
     self._model = model
     self._chunk_size = chunk_size
-    self._read = jax.jit(self.advance, donate_argnums=1)
+    self._read = jax.jit(self._advanced, static_argnums=0, donate_argnums=2)
     self._score = jax.jit(self._scored, donate_argnums=1)
     self._show = jax.jit(self._shown, static_argnums=0, donate_argnums=2)
 
@@ -67,15 +68,19 @@ class Reader:
     hidden = jnp.zeros((rows, width), self._model.about.compute_dtype)
     return TextCarry(self._model.initial_carry(rows), jnp.zeros(rows, jnp.int32), hidden)
 
-  def read(self, params: Params, carry: TextCarry, rows: Sequence[np.ndarray]) -> TextCarry:
+  def read(
+    self, params: Params, carry: TextCarry, rows: Sequence[np.ndarray], cut: str | None = None
+  ) -> TextCarry:
     """Reads more tokens of every row, int [T of the row] each; `carry` stays valid.
+
+    `cut` is a part of the carry that is set back before every chunk, see `models.carry_cuts`.
 
     Raises:
       ConfigurationError: a row is longer than the model can read.
     """
     carry = _own(carry)
     for tokens, lengths in self._chunks(carry, rows):
-      carry = self._read(params, carry, tokens, lengths)
+      carry = self._read(cut, params, carry, tokens, lengths)
     return carry
 
   def score(self, params: Params, carry: TextCarry, rows: Sequence[np.ndarray]) -> list[RowScores]:
@@ -114,6 +119,14 @@ class Reader:
   def advance(self, params: Params, carry: TextCarry, tokens: Array, lengths: Array) -> TextCarry:
     """Reads `lengths` [B] of the tokens [B, T]; pure."""
     return self._apply(params, carry, tokens, lengths)[1]
+
+  def _advanced(
+    self, cut: str | None, params: Params, carry: TextCarry, tokens: Array, lengths: Array
+  ) -> TextCarry:
+    fresh = self._model.initial_carry(len(tokens))
+    return self.advance(
+      params, carry._replace(carry=cut_carry(carry.carry, fresh, cut)), tokens, lengths
+    )
 
   def next_logits(self, params: Params, carry: TextCarry) -> Array:
     """The logits of the next token, float32 [B, vocabulary size]; pure."""

@@ -11,12 +11,14 @@ from typing import Any
 from valkyrie.errors import storage_errors
 
 
+def read(path: pathlib.Path) -> list[dict[str, Any]]:
+  """The lines of a file; none without the file."""
+  return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 def by_step(path: pathlib.Path) -> dict[int, dict[str, Any]]:
-  """The lines of a file by their step, in the order of the steps; none without the file."""
-  if not path.exists():
-    return {}
-  lines = {line['step']: line for line in map(json.loads, path.read_text().splitlines())}
-  return dict(sorted(lines.items()))
+  """The lines of a file by their step, in the order of the steps."""
+  return dict(sorted({line['step']: line for line in read(path)}.items()))
 
 
 class JsonLines:

@@ -13,13 +13,14 @@ from valkyrie.checkpoint.manager import LATEST
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.errors import ConfigurationError, ValkyrieError
 from valkyrie.models import language_model
+from valkyrie.models.carry_cuts import check_cuts
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.monitoring import plot
 from valkyrie.monitoring.json_lines import by_step
 from valkyrie.monitoring.progress import describe
 from valkyrie.monitoring.writers import create_writers
 from valkyrie.run import evaluated_data
-from valkyrie.run.evaluator import CUTS, Evaluator
+from valkyrie.run.evaluator import Evaluator
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.weights.restored import restored_params
 
@@ -57,9 +58,7 @@ def evaluate(
   Raises:
     ConfigurationError: there is no such step, or the numbers would mix with those of other data.
   """
-  for cut in cuts:
-    if cut not in CUTS:
-      raise ConfigurationError(f'evaluate.cuts contains {cut!r}. Use {CUTS}.')
+  check_cuts('evaluate.cuts', cuts)
   if not all(letter.isalnum() or letter in '._-' for letter in name):
     raise ConfigurationError(
       f'evaluate.name={name!r} is part of a file name. Use letters, digits, dots and dashes.'

@@ -15,9 +15,8 @@ from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data.mixture import mean_tokens_per_byte
 from valkyrie.data.prefetch import prefetch
 from valkyrie.errors import ConfigurationError, Preempted
-from valkyrie.models.attention.kv_cache import AttentionCarry
+from valkyrie.models.carry_cuts import cut_carry
 from valkyrie.models.language_model import Model
-from valkyrie.models.recurrence.convolution import Tail
 from valkyrie.monitoring.metrics import Metrics, position_metrics, text_metrics
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.data_parallel import gather_params, shard_map_step
@@ -25,8 +24,6 @@ from valkyrie.training.losses import TokenScores, token_scores
 from valkyrie.training.setup import check_vocabulary
 from valkyrie.types import Array, Batch, Carry, Params, TaskFeed
 
-# The parts of the carry that an evaluation can cut between chunks.
-CUTS = ('state', 'all')
 # The metrics that each source of a mixture has, too.
 _OF_SOURCES = ('loss', 'bits_per_token', 'bits_per_byte', 'accuracy')
 _LARGEST_EXPONENT = 700  # of a float
@@ -95,23 +92,6 @@ def _sums(metric: TokenMetric, scores: TokenScores, chunk: Batch) -> tuple[Array
     )
   values, weights = found
   return jnp.sum(values * weights, dtype=jnp.float32), jnp.sum(weights, dtype=jnp.float32)
-
-
-def cut_carry(carry: Carry, initial: Carry, cut: str | None) -> Carry:
-  """The carry with its recurrent 'state', 'all' of it or none of it (None) reset to `initial`.
-
-  The caches of attention and the tails of convolutions stay with 'state': they hold a bounded
-  number of tokens. A planner's carry is reset with the states of the layers.
-  """
-
-  def holds_tokens(part: Carry) -> bool:
-    return isinstance(part, AttentionCarry | Tail)
-
-  if cut == 'state':
-    return jax.tree.map(
-      lambda now, start: now if holds_tokens(now) else start, carry, initial, is_leaf=holds_tokens
-    )
-  return initial if cut == 'all' else carry
 
 
 @may_change_on_resume()

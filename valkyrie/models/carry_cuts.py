@@ -1,0 +1,37 @@
+"""Parts of a carry set back to their beginning, to measure what memory is worth."""
+
+from collections.abc import Sequence
+
+import jax
+
+from valkyrie.errors import ConfigurationError
+from valkyrie.models.attention.kv_cache import AttentionCarry
+from valkyrie.models.recurrence.convolution import Tail
+from valkyrie.types import Carry
+
+# The parts that can be cut between chunks.
+CUTS = ('state', 'all')
+
+
+def check_cuts(name: str, cuts: Sequence[str]) -> None:
+  """Raises a ConfigurationError if the binding `name` holds another cut than these."""
+  for cut in cuts:
+    if cut not in CUTS:
+      raise ConfigurationError(f'{name} contains {cut!r}. Use {CUTS}.')
+
+
+def cut_carry(carry: Carry, initial: Carry, cut: str | None) -> Carry:
+  """The carry with its recurrent 'state', 'all' of it or none of it (None) reset to `initial`.
+
+  The caches of attention and the tails of convolutions stay with 'state': they hold a bounded
+  number of tokens. A planner's carry is reset with the states of the layers.
+  """
+
+  def holds_tokens(part: Carry) -> bool:
+    return isinstance(part, AttentionCarry | Tail)
+
+  if cut == 'state':
+    return jax.tree.map(
+      lambda now, start: now if holds_tokens(now) else start, carry, initial, is_leaf=holds_tokens
+    )
+  return initial if cut == 'all' else carry

@@ -1,0 +1,215 @@
+"""The run mode `long_context`: answers by length and depth, with the memory and without it.
+
+Each measurement is a line of RUN/long_context/results.jsonl, and is not repeated; each suite has a
+heat map there.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+import pathlib
+from typing import NamedTuple
+import zlib
+
+import gin
+
+from valkyrie.checkpoint.manager import LATEST
+from valkyrie.config.computation import may_change_on_resume
+from valkyrie.config.suggest import did_you_mean
+from valkyrie.errors import ConfigurationError, DataError
+from valkyrie.inference.loaded import LoadedModel
+from valkyrie.models.carry_cuts import check_cuts
+from valkyrie.monitoring import heat_map, json_lines
+from valkyrie.monitoring.json_lines import JsonLines
+from valkyrie.suites import babilong, mqar, ruler  # noqa: F401, they register theirs
+from valkyrie.suites.problem import SUITES, Problem, TooShortError, fitted, sentences_of
+
+_TEXTS = ('.txt', '.md')
+
+
+class _Cell(NamedTuple):
+  """One measurement. `depth` is None if the places are random, `cut` if the carry is whole."""
+
+  suite: str
+  length: int
+  depth: float | None
+  cut: str | None
+
+  def __str__(self) -> str:
+    depth = '' if self.depth is None else f', depth {self.depth:.0%}'
+    cut = '' if self.cut is None else f', {self.cut} cut'
+    return f'{self.suite}, {self.length:,} tokens{depth}{cut}'
+
+
+@may_change_on_resume()
+@gin.configurable
+def long_context(
+  model_dir: str,
+  step: str = LATEST,
+  *,
+  opened: Callable[..., LoadedModel],
+  seed: int,
+  suites: Sequence[str] | None = None,
+  lengths: Sequence[int] = (4096, 16384, 65536),
+  depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
+  samples: int = 4,
+  cuts: Sequence[str] = (),
+  text: str | None = None,
+  batch_size: int = 4,
+) -> None:
+  """Asks a run's checkpoint about long contexts; prints and writes the share of right answers.
+
+  Args:
+    model_dir: the directory of the run.
+    step: of the checkpoint: a number, 'latest' or 'best'.
+    opened: opens the run.
+    seed: of the problems.
+    suites: names of `valkyrie.suites`; None for all, without a text all that need none.
+    lengths: tokens of a problem with its answer, at most.
+    depths: places of the facts, from 0 to 1.
+    samples: problems of each length and depth.
+    cuts: parts of the carry, 'state' or 'all': for each, the same is measured with this part set
+      back before every chunk of the context.
+    text: files, a folder or a pattern of .txt and .md, in which facts are hidden.
+    batch_size: contexts, and then questions, that are read at the same time.
+
+  Raises:
+    ConfigurationError: a suite is unknown, needs a text, or fits no length; or there is no such
+      step.
+    DataError: the text cannot be read.
+  """
+  check_cuts('long_context.cuts', cuts)
+  names = _chosen(suites, text)
+  sentences = _sentences(text)
+  run = opened(model_dir, step)
+  folder = pathlib.Path(model_dir, 'long_context')
+  folder.mkdir(exist_ok=True)
+  about = {
+    'step': run.step,
+    'samples': samples,
+    'seed': seed,
+    'text': zlib.crc32('\n'.join(sentences).encode()),
+  }
+  results = JsonLines(folder / 'results.jsonl')
+  scores = {
+    _Cell(*(line[field] for field in _Cell._fields)): line['score']
+    for line in json_lines.read(folder / 'results.jsonl')
+    if about.items() <= line.items()
+  }
+  for name in names:
+    for cell in _cells(name, lengths, depths, cuts):
+      if cell in scores:
+        continue
+      try:
+        problems = _problems(run, cell, samples, seed, sentences)
+      except TooShortError as error:
+        print(f'{error} It is left out.', flush=True)
+        continue
+      scores[cell] = _score(run, cell, problems, batch_size)
+      results.write({**cell._asdict(), 'score': scores[cell], **about})
+      print(f'{cell}: {scores[cell]:.1%}', flush=True)
+    _draw(folder, name, run.step, scores, lengths, cuts)
+  if not scores:
+    raise ConfigurationError('No suite has a problem of long_context.lengths. Choose larger ones.')
+
+
+def _chosen(suites: Sequence[str] | None, text: str | None) -> list[str]:
+  """The names of the suites."""
+  if suites is None:
+    return [name for name, suite in SUITES.items() if text is not None or not suite.needs_text]
+  for name in suites:
+    if name not in SUITES:
+      raise ConfigurationError(
+        f'long_context.suites contains {name!r}.{did_you_mean(name, [*SUITES])} There are '
+        f'{", ".join(SUITES)}.'
+      )
+    if text is None and SUITES[name].needs_text:
+      raise ConfigurationError(
+        f'{name} hides facts in a text. Name one by long_context.text: .txt or .md files.'
+      )
+  return [*suites]
+
+
+def _sentences(text: str | None) -> list[str]:
+  if text is None:
+    return []
+  from valkyrie.data.source_files import SourceFiles  # noqa: PLC0415, pyarrow
+
+  files = SourceFiles(text, _TEXTS)
+  try:
+    whole = '\n'.join(files.open(file).read().decode() for file in files.files)
+  except (OSError, ValueError) as error:
+    raise DataError(f'The text {text} cannot be read ({error}). UTF-8 is expected.') from error
+  return sentences_of(whole)
+
+
+def _cells(
+  name: str, lengths: Sequence[int], depths: Sequence[float], cuts: Sequence[str]
+) -> Iterator[_Cell]:
+  places = depths if SUITES[name].has_depth else (None,)
+  for length, depth, cut in itertools.product(lengths, places, (None, *cuts)):
+    yield _Cell(name, length, depth, cut)
+
+
+def _problems(
+  run: LoadedModel, cell: _Cell, samples: int, seed: int, sentences: Sequence[str]
+) -> list[Problem]:
+  def tokens(text: str) -> int:
+    return len(run.tokenizer.ids(text))
+
+  name, length, depth, _ = cell
+  place = zlib.crc32(f'{name}, {length}, {depth}'.encode())
+  return [
+    fitted(name, length, depth, sentences, tokens, (seed, place, number))
+    for number in range(samples)
+  ]
+
+
+def _score(run: LoadedModel, cell: _Cell, problems: Sequence[Problem], batch_size: int) -> float:
+  """The mean score of all questions."""
+  suite, found = SUITES[cell.suite], []
+  for first in range(0, len(problems), batch_size):
+    batch = problems[first : first + batch_size]
+    carry = run.read([problem.context for problem in batch], cut=cell.cut)
+    asked = [(row, question) for row, one in enumerate(batch) for question in one.questions]
+    for begin in range(0, len(asked), batch_size):
+      part = asked[begin : begin + batch_size]
+      answers = run.generate(
+        [question.text for _, question in part],
+        run.rows(carry, [row for row, _ in part]),
+        max_tokens=suite.max_tokens,
+        batch_size=batch_size,
+      )
+      found += [
+        suite.score(answer.text, question)
+        for answer, (_, question) in zip(answers, part, strict=True)
+      ]
+  return sum(found) / len(found)
+
+
+def _draw(
+  folder: pathlib.Path,
+  name: str,
+  step: int,
+  scores: Mapping[_Cell, float],
+  lengths: Sequence[int],
+  cuts: Sequence[str],
+) -> None:
+  """The heat map of a suite, with a panel for each cut."""
+  cells = [cell for cell in scores if cell.suite == name and cell.length in lengths]
+  if not cells:
+    return
+
+  def panel(cut: str | None) -> heat_map.Grid:
+    chosen = [cell for cell in cells if cell.cut == cut]
+    return {(f'{cell.length:,}', _depth(cell)): scores[cell] for cell in chosen}
+
+  panels = {'memory' if cut is None else f'{cut} cut': panel(cut) for cut in (None, *cuts)}
+  columns = dict.fromkeys(f'{cell.length:,}' for cell in sorted(cells, key=lambda c: c.length))
+  rows = dict.fromkeys(_depth(cell) for cell in sorted(cells, key=lambda c: c.depth or 0))
+  title = f'{name}, step {step}: right answers by tokens and depth'
+  heat_map.write(folder / f'{name}.png', title, panels, [*columns], [*rows])
+  print(folder / f'{name}.png', flush=True)
+
+
+def _depth(cell: _Cell) -> str:
+  return 'random' if cell.depth is None else f'{cell.depth:.0%}'
