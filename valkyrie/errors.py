@@ -53,6 +53,11 @@ class ConfigurationError(ValkyrieError):
   exit_code = 78
 
 
+def message_of(error: ValkyrieError) -> str:
+  """The message without the lines that gin adds for every configurable that the error passes."""
+  return re.sub(r'\n  In call to configurable .*', '', str(error))
+
+
 @contextlib.contextmanager
 def storage_errors(
   message: str, advice: str = '', also: tuple[type[Exception], ...] = ()

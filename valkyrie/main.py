@@ -8,7 +8,6 @@ import argparse
 from collections.abc import Mapping, Sequence
 import importlib
 import pathlib
-import re
 import signal
 import sys
 import traceback
@@ -16,7 +15,7 @@ import traceback
 from valkyrie.checkpoint.compatibility import KINDS
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.distributed import processes
-from valkyrie.errors import ConfigurationError, Preempted, UsageError, ValkyrieError
+from valkyrie.errors import ConfigurationError, Preempted, UsageError, ValkyrieError, message_of
 
 # The modules of the configurables. They are imported before gin is locked; none can follow later.
 CONFIGURABLE_MODULES = (
@@ -352,9 +351,10 @@ def main(arguments: Sequence[str] | None = None, **kinds) -> int:
 def _explain(error: BaseException) -> int:
   """Prints the error, and returns its exit code."""
   if isinstance(error, ValkyrieError):
-    # gin adds this line for every configurable that the error passes through.
-    message = re.sub(r'\n  In call to configurable .*', '', str(error))
-    print('\n'.join([f'valkyrie: {message}', *getattr(error, '__notes__', [])]), file=sys.stderr)
+    print(
+      '\n'.join([f'valkyrie: {message_of(error)}', *getattr(error, '__notes__', [])]),
+      file=sys.stderr,
+    )
     return error.exit_code
   if isinstance(error, KeyboardInterrupt):
     print('valkyrie: interrupted', file=sys.stderr)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from valkyrie.errors import ConfigurationError, ValkyrieError
+from valkyrie.errors import ConfigurationError, ValkyrieError, message_of
 from valkyrie.inference.loaded import LoadedModel
 from valkyrie.inference.sampling import Sampling
 
@@ -158,7 +158,7 @@ def main() -> int | None:
   try:
     return command.cli_evaluate()
   except ValkyrieError as error:
-    print(f'valkyrie: {error}', file=sys.stderr)
+    print(f'valkyrie: {message_of(error)}', file=sys.stderr)
     return error.exit_code
 
 
