@@ -7,11 +7,14 @@ import io
 import json
 import math
 import os
+import pathlib
 import pty
+import re
 import resource
 import subprocess
 import sys
 import termios
+import time
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +23,7 @@ import numpy as np
 import pytest
 
 from valkyrie.errors import ConfigurationError, StorageError
-from valkyrie.monitoring import chips, report
+from valkyrie.monitoring import chips, memory, report
 from valkyrie.monitoring.hooks import Every
 from valkyrie.monitoring.json_lines import JsonLines
 from valkyrie.monitoring.metrics import speed_metrics, text_metrics
@@ -273,6 +276,48 @@ def test_progress_is_plain_lines_without_a_terminal():
     'step 60/100 (60%): loss nan, nan bits per token',
     'step 75/100 (75%): accuracy 50.00%, 4:12:05 left',
   ]
+
+
+def test_all_lines_go_to_the_log_with_their_time(tmp_path):
+  stream = io.StringIO()
+  for quiet in (False, True):
+    progress = Progress(100, stream, quiet=quiet)
+    progress.say('first')  # before the directory of the run is there
+    progress.log_to(tmp_path / 'log.txt')
+    progress.show(50, {'loss': 1.25})
+    progress.say('evaluated', 'saved')
+  lines = (tmp_path / 'log.txt').read_text().splitlines()
+  said = ['first', 'step 50/100 (50%): loss 1.2500', 'evaluated', 'saved']
+  assert [line[20:] for line in lines] == 2 * said
+  for line in lines:
+    time.strptime(line[:19], '%Y-%m-%d %H:%M:%S')
+  assert stream.getvalue().splitlines() == said  # nothing of the quiet one
+
+
+def test_a_log_that_cannot_be_written_ends_no_run(tmp_path):
+  stream = io.StringIO()
+  progress = Progress(100, stream)
+  progress.log_to(tmp_path / 'nowhere' / 'log.txt')
+  progress.say('goes on')
+  first, second = stream.getvalue().splitlines()
+  assert first.endswith('log.txt cannot be written (No such file or directory)')
+  assert second == 'goes on'
+  full = Progress(100, stream)
+  full.log_to(pathlib.Path('/dev/full'))
+  full.say('one', 'two')
+  said = stream.getvalue().splitlines()[2:]
+  assert 'the log /dev/full cannot be written (No space left on device), and ends here' in said
+  assert {'one', 'two'} <= {*said} and len(said) == 3
+
+
+def test_memory_is_told_in_bytes_and_in_lines():
+  before = memory.host_peak()
+  block = np.ones(2**26, np.uint8)
+  assert memory.host_peak() >= block.nbytes and memory.host_peak() >= before > 2**20
+  assert re.fullmatch(
+    r'memory of this process: [\d.]+ [MG]iB in use, [\d.]+ [MG]iB peak', memory.lines()[0]
+  )
+  assert memory.device_peak() is None  # a CPU does not say
 
 
 def read_all(terminal):

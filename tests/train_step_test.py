@@ -40,11 +40,15 @@ def test_one_step_golden():
   assert metrics.sums.weight == 2 * (24 - 2)  # two documents end inside each of two rows
   np.testing.assert_allclose(loss, GOLDEN['loss'], rtol=1e-4)
   np.testing.assert_allclose(metrics.grad_norm, GOLDEN['grad_norm'], rtol=1e-3)
+  assert sorted(metrics.part_norms) == PARTS
+  squares = sum(float(norm) ** 2 for norm in metrics.part_norms.values())
+  np.testing.assert_allclose(squares, float(metrics.grad_norm) ** 2, rtol=1e-5)
   np.testing.assert_allclose(metrics.learning_rate, 0.005, rtol=1e-6)
   assert (int(state.step), int(state.skipped)) == (1, 0)
 
 
 GOLDEN = {'loss': 4.60735, 'grad_norm': 1.34969}
+PARTS = ['embedding', 'longformer_attention', 'mlp', 'norms', 's5']
 
 
 def test_steps_lower_the_loss_and_carry_memory_on():

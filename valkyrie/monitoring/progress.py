@@ -1,7 +1,9 @@
-"""Progress of a run for people: a bar on a terminal, plain lines elsewhere."""
+"""Progress of a run for people: a bar on a terminal, plain lines elsewhere, and a log file."""
 
 from collections.abc import Mapping
+import pathlib
 import sys
+import time
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -12,11 +14,29 @@ _BAR = 'step {n_fmt}/{total_fmt} |{bar:20}| {percentage:3.0f}%{postfix}'
 class Progress:
   """Shows the step, the loss, bits, the speed and the remaining time."""
 
-  def __init__(self, total_steps: int, stream: TextIO | None = None):
-    """Writes to `stream`, by default standard error."""
+  def __init__(self, total_steps: int, stream: TextIO | None = None, *, quiet: bool = False):
+    """Writes to `stream`, by default standard error, or with `quiet` to the log file alone."""
     self._total_steps = total_steps
     self._stream = sys.stderr if stream is None else stream
+    self._quiet = quiet
     self._bar: tqdm | None = None
+    self._log: TextIO | None = None
+    self._said: list[str] | None = []  # before the log is open
+
+  def log_to(self, path: pathlib.Path | None) -> None:
+    """Appends all lines, also those before, with their time to a file; None keeps none.
+
+    A file that cannot be written is named once, and ends no run.
+    """
+    said, self._said = self._said, None
+    if path is None:
+      return
+    try:
+      self._log = path.open('a', buffering=1, encoding='utf-8')
+    except OSError as error:
+      self.say(f'the log {path} cannot be written ({error.strerror})')
+    for line in said or ():
+      self._append(line)
 
   def show(self, step: int, metrics: Mapping[str, Any]) -> None:
     """Shows the metrics of the last step, as numbers of the host."""
@@ -25,10 +45,11 @@ class Progress:
       remaining = max(0, self._total_steps - step) * metrics['step_seconds']
       texts.append(f'{tqdm.format_interval(remaining)} left')
     text = ', '.join(texts)
-    if not self._stream.isatty():
-      share = min(1.0, step / self._total_steps)
-      self.say(f'step {step}/{self._total_steps} ({share:.0%}): {text}')
+    line = f'step {step}/{self._total_steps} ({min(1.0, step / self._total_steps):.0%}): {text}'
+    if self._quiet or not self._stream.isatty():
+      self.say(line)
       return
+    self._write(line)
     if self._bar is None:
       self._bar = tqdm(
         total=self._total_steps,
@@ -40,18 +61,39 @@ class Progress:
     self._bar.n = step
     self._bar.set_postfix_str(text)
 
-  def say(self, text: str) -> None:
-    """Prints a line, above the bar if there is one."""
-    if self._bar is None:
-      print(text, file=self._stream, flush=True)
-    else:
-      self._bar.write(text, file=self._stream)
+  def say(self, *lines: str) -> None:
+    """Prints lines, above the bar if there is one."""
+    for line in lines:
+      self._write(line)
+      if self._quiet:
+        continue
+      if self._bar is None:
+        print(line, file=self._stream, flush=True)
+      else:
+        self._bar.write(line, file=self._stream)
 
   def close(self) -> None:
     """Ends the line of the bar."""
     if self._bar is not None:
       self._bar.close()
       self._bar = None
+
+  def _write(self, text: str) -> None:
+    """Appends a line to the log."""
+    line = f'{time.strftime("%Y-%m-%d %H:%M:%S")} {text}\n'
+    if self._said is not None:
+      self._said.append(line)
+    else:
+      self._append(line)
+
+  def _append(self, line: str) -> None:
+    if self._log is None:
+      return
+    try:
+      self._log.write(line)
+    except OSError as error:
+      log, self._log = self._log, None
+      self.say(f'the log {log.name} cannot be written ({error.strerror}), and ends here')
 
 
 def describe(metrics: Mapping[str, Any]) -> list[str]:

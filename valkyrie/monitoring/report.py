@@ -4,13 +4,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import importlib.metadata
 import math
 import os
-import pathlib
 import platform
 from typing import Any
 
 import jax
 import numpy as np
 
+from valkyrie.monitoring.memory import in_units, of_machine
 from valkyrie.types import leaf_path
 
 _PACKAGES = ('jax', 'jaxlib', 'dm-haiku', 'optax', 'orbax-checkpoint')
@@ -61,49 +61,17 @@ def system_lines() -> list[str]:
   devices = jax.devices()
   return [
     f'python {platform.python_version()}, {", ".join(versions)}',
-    f'{platform.platform()}, {_processors()} processors, {_memory()}',
+    f'{platform.platform()}, {_processors()} processors, {of_machine()}',
     f'{"device" if len(devices) == 1 else "devices"}: {len(devices)} x {devices[0].platform} '
     f'({devices[0].device_kind}), {jax.local_device_count()} of them local, process '
     f'{jax.process_index()} of {jax.process_count()}',
-    *device_memory_lines(),
   ]
-
-
-def device_memory_lines() -> list[str]:
-  """Memory of each local device that reports it: in use, peak and limit. A CPU does not."""
-  names = {'bytes_in_use': 'in use', 'peak_bytes_in_use': 'peak', 'bytes_limit': 'limit'}
-  lines = []
-  for device in jax.local_devices():
-    stats = device.memory_stats() or {}
-    facts = [f'{in_units(stats[key])} {name}' for key, name in names.items() if key in stats]
-    if facts:
-      lines.append(f'memory of {device}: {", ".join(facts)}')
-  return lines
-
-
-def program_memory(program: jax.stages.Compiled) -> str:
-  """The memory that a compiled step takes on each device."""
-  found: Any = program.memory_analysis()
-  if found is None:
-    return 'the backend does not say how much memory the program takes'
-  new = found.output_size_in_bytes - found.alias_size_in_bytes
-  return (
-    f'on each device {in_units(found.argument_size_in_bytes)} for the state and the batch, '
-    f'{in_units(found.temp_size_in_bytes)} for temporaries, {in_units(new)} for new outputs'
-  )
 
 
 def as_markdown(bindings: Mapping[str, Any]) -> str:
   """A table of bindings, for TensorBoard."""
   rows = [f'| `{name}` | `{value}` |' for name, value in sorted(bindings.items())]
   return '\n'.join(['| binding | value |', '| --- | --- |', *rows])
-
-
-def in_units(size: float) -> str:
-  """'512 B', '1.5 KiB', '2.3 GiB'."""
-  units = ('B', 'KiB', 'MiB', 'GiB', 'TiB')
-  power = min(len(units) - 1, max(0, int(math.log(size, 1024)))) if size else 0
-  return f'{size / 1024**power:.{1 if power else 0}f} {units[power]}'
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
@@ -129,12 +97,3 @@ def _version(package: str) -> str:
 def _processors() -> int:
   """The processors that this process may use; in a container they can be fewer than exist."""
   return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-
-
-def _memory() -> str:
-  total = in_units(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))
-  linux = pathlib.Path('/proc/meminfo')
-  if not linux.exists():
-    return f'{total} memory'
-  available = next(line for line in linux.read_text().splitlines() if 'MemAvailable' in line)
-  return f'{total} memory, {in_units(1024 * int(available.split()[1]))} available'

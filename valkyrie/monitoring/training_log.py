@@ -7,7 +7,7 @@ import time
 import jax
 
 from valkyrie.models.language_model import Model
-from valkyrie.monitoring import chips
+from valkyrie.monitoring import chips, memory
 from valkyrie.monitoring.hooks import check_every
 from valkyrie.monitoring.metrics import Metrics, speed_metrics, text_metrics
 from valkyrie.monitoring.writers import RunWriter
@@ -72,6 +72,7 @@ class TrainingLog:
         sum(float(s.sums.loss) for s in steps), weight, self.reading.feed.tokens_per_byte
       ),
       'grad_norm': float(steps[-1].grad_norm),
+      **{f'grad_norm/{part}': float(norm) for part, norm in steps[-1].part_norms.items()},
       'learning_rate': float(steps[-1].learning_rate),
       'beyond_window': float(sum(s.sums.beyond_window for s in steps)) / max(weight, 1.0),
       **speed_metrics(
@@ -84,6 +85,8 @@ class TrainingLog:
       ),
       'phase': self.reading.curriculum.index(step - 1),
       'skipped': int(steps[-1].skipped),
+      'host_memory_peak': memory.host_peak(),
+      'device_memory_peak': memory.device_peak(),
     }
     if self.model.about.plan_interval is not None:
       scalars['draft_loss'] = float(sum(s.sums.draft_loss for s in steps)) / max(weight, 1.0)

@@ -3,7 +3,8 @@
     model_dir/metrics.jsonl    one JSON object per line, from training
     model_dir/train/           TensorBoard event files, written by CLU
 
-TensorBoard groups the numbers: learning/, throughput/ and hooks/, and validation/ of evaluations.
+TensorBoard groups the numbers: learning/, throughput/, memory/ and hooks/, and validation/ of
+evaluations.
 
 CLU's writers import TensorFlow, which takes seconds. A thread imports them and writes to
 TensorBoard, in order, while metrics.jsonl and the console are written immediately. Until the import
@@ -27,7 +28,10 @@ from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError, sto
 from valkyrie.monitoring.json_lines import JsonLines
 
 Show = Callable[[int, Mapping[str, Any]], None]
-_THROUGHPUT = ('step_seconds', 'tokens_per_second', 'tflops_per_second', 'mfu')
+_GROUPS = {
+  'throughput': ('step_seconds', 'tokens_per_second', 'tflops_per_second', 'mfu'),
+  'memory': ('host_memory', 'device_memory'),
+}
 
 
 @may_change_on_resume()
@@ -157,7 +161,8 @@ class RunWriter:
       return name
     if self._events.name != 'train':
       return f'validation/{name}'
-    return f'{"throughput" if name.startswith(_THROUGHPUT) else "learning"}/{name}'
+    group = next((g for g, names in _GROUPS.items() if name.startswith(names)), 'learning')
+    return f'{group}/{name}'
 
   def _submit(self, method: str, *args: Any, **kwargs: Any) -> None:
     if self._events is None:

@@ -16,7 +16,7 @@ from valkyrie.distributed.consistency import check_same_bindings
 from valkyrie.distributed.preemption import Preemption
 from valkyrie.errors import Preempted
 from valkyrie.models.layers import check_sizes
-from valkyrie.monitoring import report
+from valkyrie.monitoring import memory, report
 from valkyrie.monitoring.hooks import Every, Hook
 from valkyrie.monitoring.profile import Profile
 from valkyrie.monitoring.progress import Progress
@@ -40,6 +40,7 @@ from valkyrie.types import TaskFeed
 @may_change_on_resume(
   'train_steps', 'log_every', 'eval_every', 'checkpoint_every', 'evaluator', 'checkpoints',
   'hooks', 'preemption', 'refused_steps', 'patience', 'profile_steps', 'trackers',
+  'quiet',
 )  # fmt: skip
 def train(
   model_dir: str,
@@ -60,6 +61,7 @@ def train(
   preemption: Callable[[], Preemption] = Preemption,
   refused_steps: Callable[..., RefusedSteps] = RefusedSteps,
   allow_changed: Sequence[str] = (),
+  quiet: bool = False,
 ) -> None:
   """Trains until `train_steps` steps are done, from the newest checkpoint in model_dir if any.
 
@@ -79,6 +81,7 @@ def train(
     preemption: the reaction to a request to stop.
     refused_steps: the budget of refused steps.
     allow_changed: of compatibility.KINDS, the accepted differences to the run that saved.
+    quiet: print errors alone. All lines go to model_dir/log.txt, too.
 
   Raises:
     ValkyrieError: of the kind that names the misfit.
@@ -94,10 +97,10 @@ def train(
 
     # Parts. A misfit is found before anything is read, written or compiled.
     setup = Setup(settings())
-    progress = Progress(train_steps)
+    progress = Progress(train_steps, quiet=quiet)
     directory = stack.enter_context(checkpoints.open(model_dir, progress.say))
-    for line in (*report.system_lines(), *setup.remarks()):
-      progress.say(line)
+    progress.log_to(pathlib.Path(model_dir, 'log.txt') if jax.process_index() == 0 else None)
+    progress.say(*report.system_lines(), *setup.remarks())
     tokens = feed()
     check_vocabulary(setup.model, tokens)
     initial = InitialState(setup, tokens.vocabulary.fingerprint, initial_weights, progress.say)
@@ -109,7 +112,7 @@ def train(
 
     # State: initial, or of the newest checkpoint.
     trainer = Trainer(setup, tokens, directory, stop, allow_changed, initial, progress.say)
-    progress.say(trainer.reading.plan(train_steps))
+    progress.say(*memory.lines(), trainer.reading.plan(train_steps))
     initial.check(evaluate, trainer.state, trainer.should_stop)
     if jax.process_index() == 0:
       _write_description(model_dir, setup)
@@ -201,6 +204,7 @@ def train(
         check_refused(trainer.step, in_flight)
       log.flush()
     progress.close()
+    progress.say(*memory.lines())
     if trainer.step < train_steps:
       trainer.save_now()
       if done := _done(trainer, train_steps, patience):

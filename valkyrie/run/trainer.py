@@ -14,7 +14,7 @@ from valkyrie.config.record import bindings
 from valkyrie.distributed import compilation_cache, heartbeat, program_fingerprint
 from valkyrie.distributed.preemption import Preemption
 from valkyrie.errors import Diverged, StorageError
-from valkyrie.monitoring import report
+from valkyrie.monitoring import memory
 from valkyrie.run.validation import Lowest
 from valkyrie.training.curriculum import Phase
 from valkyrie.training.nan_hunt import hunting
@@ -86,7 +86,7 @@ class Trainer:
         self._say(f'compiling a step of {_shape_text(phase)}')
         compiled[phase.shape] = self._setup.trace(phase).lower().compile()
         seconds = time.perf_counter() - began
-        self._say(f'compiled in {seconds:.1f} s; {report.program_memory(compiled[phase.shape])}')
+        self._say(f'compiled in {seconds:.1f} s; {memory.of_program(compiled[phase.shape])}')
     compilation_cache.seal()
     hunt_nan = self._setup.settings.hunt_nan
     self._programs = program_fingerprint.fingerprints(

@@ -13,6 +13,7 @@ from valkyrie.errors import ConfigurationError
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel, Model
 from valkyrie.models.layers import check_sizes
+from valkyrie.models.parts import sums_of_parts
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
@@ -150,18 +151,15 @@ class Setup:
     return [self._sizes(), *undeclared, *warnings, *self._frozen()]
 
   def _sizes(self) -> str:
-    """The parameters by group, the dtypes and the mesh."""
+    """The parameters by part, the dtypes and the mesh."""
     params = self.state.params
-    sizes = [leaf.size for leaf in jax.tree.leaves(params)]
-    kinds = jax.tree.leaves(self.model.kinds(params))
-    matrices = sum(size for size, kind in zip(sizes, kinds, strict=True) if kind.is_matrix)
-    tables = sum(
-      leaf.size for name, leaf in params['model'].items() if name in ('embedding', 'unembedding')
-    )
+    parts = sums_of_parts(params, lambda leaf: leaf.size)
+    by_size = sorted(parts.items(), key=lambda item: -item[1])
+    listed = ', '.join(f'{part} {size:,}' for part, size in by_size)
     dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params)})
     mesh = ', '.join(f'{axis}={size}' for axis, size in self.partitioner.mesh.shape.items())
     return (
-      f'{sum(sizes):,} parameters ({tables:,} of tokens, {matrices:,} in matrices) in '
+      f'{sum(parts.values()):,} parameters ({listed}) in '
       f'{" and ".join(dtypes)}, computed in {self.model.about.compute_dtype}; mesh {mesh}'
     )
 

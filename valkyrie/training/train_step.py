@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from valkyrie.models.language_model import Model
+from valkyrie.models.parts import sums_of_parts
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training import rounding, tbptt
 from valkyrie.training.curriculum import Curriculum, Phase
@@ -50,11 +51,13 @@ class TrainState(NamedTuple):
 class StepMetrics(NamedTuple):
   """Scalars of a step, on the devices.
 
+  part_norms: the norm of the gradient of each part, see `models.parts`.
   skipped: as in the TrainState after it; spiked: whether this step was refused for its loss.
   """
 
   sums: tbptt.Sums
   grad_norm: Array
+  part_norms: dict[str, Array]
   learning_rate: Array
   skipped: Array
   spiked: Array
@@ -149,6 +152,8 @@ def make_train_step(
       backward=True,
     )
     norm = optax.tree.norm(gradient)
+    squares = sums_of_parts(gradient, lambda leaf: jnp.sum(jnp.square(leaf)))
+    part_norms = {part: jnp.sqrt(total) for part, total in squares.items()}
     learning_rate = optimizer.learning_rate(state.step) * curriculum.learning_rate_scale(state.step)
     params, optimizer_state = optimizer.update(
       gradient,
@@ -184,7 +189,7 @@ def make_train_step(
     )
     if average_decay is not None:
       state = state._replace(average=_averaged(state, average_decay))
-    return state, StepMetrics(sums, norm, learning_rate, state.skipped, spiked)
+    return state, StepMetrics(sums, norm, part_norms, learning_rate, state.skipped, spiked)
 
   return train_step
 

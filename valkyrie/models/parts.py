@@ -1,0 +1,30 @@
+"""Names of the parts of a model, over which sizes and gradients are summed up."""
+
+from collections.abc import Callable
+import re
+from typing import Any
+
+from valkyrie.types import Params
+
+
+def part_of(module: str, name: str) -> str:
+  """The part of a parameter: 'embedding', 'norms', 'mlp', or the name of its mixer or planner.
+
+  Args:
+    module: Haiku's name of the module, such as 'model/layers/block_0/~/gated_recurrence/~/s5'.
+    name: of the parameter.
+  """
+  names = [re.sub(r'_\d+$', '', part) for part in module.split('/')]
+  if '~' in names:
+    return names[names.index('~') + 1]
+  return 'norms' if names[-1].endswith('norm') else name if len(names) == 1 else names[-1]
+
+
+def sums_of_parts(params: Params, measure: Callable[..., Any]) -> dict[str, Any]:
+  """{part: the sum of `measure` of its parameters}."""
+  found: dict[str, Any] = {}
+  for module, parameters in params.items():
+    for name, value in parameters.items():
+      part, size = part_of(module, name), measure(value)
+      found[part] = found[part] + size if part in found else size
+  return dict(sorted(found.items()))

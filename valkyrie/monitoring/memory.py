@@ -1,0 +1,70 @@
+"""Memory of this machine, of this process and of its devices."""
+
+import math
+import os
+import pathlib
+import resource
+import sys
+from typing import Any
+
+import jax
+
+_PEAK, _NOW, _LIMIT = 'peak_bytes_in_use', 'bytes_in_use', 'bytes_limit'
+
+
+def host_peak() -> int:
+  """The most memory that this process has held, in bytes."""
+  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  return peak if sys.platform == 'darwin' else 1024 * peak  # elsewhere in KiB
+
+
+def device_peak() -> int | None:
+  """The most memory that a local device has held, in bytes; None if it does not say, as a CPU."""
+  stats = [device.memory_stats() or {} for device in jax.local_devices()]
+  return max((found[_PEAK] for found in stats if _PEAK in found), default=None)
+
+
+def lines() -> list[str]:
+  """The memory of the process now and at its peak, and of each local device that reports it."""
+  resident = pathlib.Path('/proc/self/statm')
+  now = ''
+  if resident.exists():
+    pages = int(resident.read_text().split()[1])
+    now = f'{in_units(pages * os.sysconf("SC_PAGE_SIZE"))} in use, '
+  found = [f'memory of this process: {now}{in_units(host_peak())} peak']
+  names = {_NOW: 'in use', _PEAK: 'peak', _LIMIT: 'limit'}
+  for device in jax.local_devices():
+    stats = device.memory_stats() or {}
+    facts = [f'{in_units(stats[key])} {name}' for key, name in names.items() if key in stats]
+    if facts:
+      found.append(f'memory of {device}: {", ".join(facts)}')
+  return found
+
+
+def of_program(program: jax.stages.Compiled) -> str:
+  """The memory that a compiled step takes on each device."""
+  found: Any = program.memory_analysis()
+  if found is None:
+    return 'the backend does not say how much memory the program takes'
+  new = found.output_size_in_bytes - found.alias_size_in_bytes
+  return (
+    f'on each device {in_units(found.argument_size_in_bytes)} for the state and the batch, '
+    f'{in_units(found.temp_size_in_bytes)} for temporaries, {in_units(new)} for new outputs'
+  )
+
+
+def of_machine() -> str:
+  """The memory of the machine, and how much of it is available."""
+  total = in_units(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))
+  linux = pathlib.Path('/proc/meminfo')
+  if not linux.exists():
+    return f'{total} memory'
+  available = next(line for line in linux.read_text().splitlines() if 'MemAvailable' in line)
+  return f'{total} memory, {in_units(1024 * int(available.split()[1]))} available'
+
+
+def in_units(size: float) -> str:
+  """'512 B', '1.5 KiB', '2.3 GiB'."""
+  units = ('B', 'KiB', 'MiB', 'GiB', 'TiB')
+  power = min(len(units) - 1, max(0, int(math.log(size, 1024)))) if size else 0
+  return f'{size / 1024**power:.{1 if power else 0}f} {units[power]}'
