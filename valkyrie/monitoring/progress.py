@@ -18,7 +18,7 @@ class Progress:
     """Writes to `stream`, by default standard error, or with `quiet` to the log file alone."""
     self._total_steps = total_steps
     self._stream = sys.stderr if stream is None else stream
-    self._quiet = quiet
+    self._quiet, self._is_terminal = quiet, self._stream.isatty()
     self._bar: tqdm | None = None
     self._log: TextIO | None = None
     self._said: list[str] | None = []  # before the log is open
@@ -46,7 +46,7 @@ class Progress:
       texts.append(f'{tqdm.format_interval(remaining)} left')
     text = ', '.join(texts)
     line = f'step {step}/{self._total_steps} ({min(1.0, step / self._total_steps):.0%}): {text}'
-    if self._quiet or not self._stream.isatty():
+    if self._quiet or not self._is_terminal:
       self.say(line)
       return
     self._write(line)

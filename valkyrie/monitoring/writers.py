@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import importlib.util
 import os
 import pathlib
+import threading
 from typing import Any
 
 import gin
@@ -26,6 +27,9 @@ import numpy as np
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError, storage_errors
 from valkyrie.monitoring.json_lines import JsonLines
+from valkyrie.monitoring.native_messages import without_noise
+
+_IMPORT = threading.Lock()  # of TensorFlow, by the writers of a run
 
 Show = Callable[[int, Mapping[str, Any]], None]
 _GROUPS = {
@@ -201,13 +205,14 @@ def _quiet_tensorflow() -> None:
 def _import_tensorboard(events: pathlib.Path) -> Any:
   """CLU's writer of TensorBoard event files. Runs in the thread of the writer."""
   try:
-    import tensorflow as tf  # noqa: PLC0415 - takes seconds
+    with _IMPORT, without_noise():
+      import tensorflow as tf  # noqa: PLC0415 - takes seconds
 
-    for kind in ('GPU', 'TPU'):  # else TensorFlow would allocate their memory
-      tf.config.set_visible_devices([], kind)
-    from clu import metric_writers  # noqa: PLC0415
+      for kind in ('GPU', 'TPU'):  # else TensorFlow would allocate their memory
+        tf.config.set_visible_devices([], kind)
+      from clu import metric_writers  # noqa: PLC0415
 
-    return metric_writers.SummaryWriter(str(events))
+      return metric_writers.SummaryWriter(str(events))
   except ImportError as error:
     raise ConfigurationError(
       'TensorBoard event files need clu, tensorboard and tensorflow, and importing them failed: '
