@@ -48,6 +48,7 @@ CONFIGURABLE_MODULES = (
   'valkyrie.monitoring.trackers',
   'valkyrie.weights.initial',
   'valkyrie.inference.opened',
+  'valkyrie.inference.text_samples',
   'valkyrie.run.evaluator',
   'valkyrie.run.train',
   'valkyrie.run.evaluate',

@@ -9,10 +9,11 @@ from valkyrie.errors import ConfigurationError
 class Hook(Protocol):
   """An action after a step. `step` counts completed steps: it is 1 after the first one."""
 
-  def __call__(self, step: int, state: Any, metrics: Any) -> Mapping[str, float] | None:
+  def __call__(self, step: int, state: Any, metrics: Any) -> Mapping[str, float | str] | None:
     """Reads the state and metrics of a step from the devices, and changes neither.
 
-    The numbers that it returns are logged with the next line of training, as 'hooks/NAME'.
+    The numbers and texts that it returns are logged with the next line of training, as
+    'hooks/NAME'.
     """
 
 

@@ -27,11 +27,11 @@ def device_peak() -> int | None:
 def lines() -> list[str]:
   """The memory of the process now and at its peak, and of each local device that reports it."""
   resident = pathlib.Path('/proc/self/statm')
-  now = ''
+  now, peak = '', host_peak()
   if resident.exists():
-    pages = int(resident.read_text().split()[1])
-    now = f'{in_units(pages * os.sysconf("SC_PAGE_SIZE"))} in use, '
-  found = [f'memory of this process: {now}{in_units(host_peak())} peak']
+    size = int(resident.read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE')
+    now, peak = f'{in_units(size)} in use, ', max(size, peak)
+  found = [f'memory of this process: {now}{in_units(peak)} peak']
   names = {_NOW: 'in use', _PEAK: 'peak', _LIMIT: 'limit'}
   for device in jax.local_devices():
     stats = device.memory_stats() or {}

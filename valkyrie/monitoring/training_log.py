@@ -37,7 +37,7 @@ class TrainingLog:
     check_every(self.every)
     self._steps: list[StepMetrics] = []
     self._due: int | None = None
-    self._noted: dict[str, float] = {}
+    self._noted: dict[str, float | str] = {}
     self._since = time.perf_counter()
 
   def __call__(self, step: int, metrics: StepMetrics) -> None:
@@ -47,9 +47,12 @@ class TrainingLog:
     if step % self.every == 0 or step == self.total_steps:
       self._due = step
 
-  def note(self, numbers: Mapping[str, float] | None) -> None:
-    """Adds the numbers of a hook to the next line, as 'hooks/NAME'."""
-    self._noted |= {f'hooks/{name}': float(value) for name, value in (numbers or {}).items()}
+  def note(self, found: Mapping[str, float | str] | None) -> None:
+    """Adds the numbers and texts of a hook to the next line, as 'hooks/NAME'."""
+    self._noted |= {
+      f'hooks/{name}': value if isinstance(value, str) else float(value)
+      for name, value in (found or {}).items()
+    }
 
   def restart_clock(self) -> None:
     """Excludes the time since the last line, which was not training, from the speed."""
@@ -91,4 +94,6 @@ class TrainingLog:
     if self.model.about.plan_interval is not None:
       scalars['draft_loss'] = float(sum(s.sums.draft_loss for s in steps)) / max(weight, 1.0)
     self.writer.write_scalars(step, {**scalars, **self._noted})
+    if texts := {name: value for name, value in self._noted.items() if isinstance(value, str)}:
+      self.writer.write_texts(step, texts)
     self._noted = {}

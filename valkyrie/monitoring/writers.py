@@ -93,16 +93,18 @@ class RunWriter:
       self._pending.append(self._tensorboard)
 
   def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
-    """Writes numbers of Python, numpy or jax (waiting for these); None is an unknown value."""
+    """Writes numbers of Python, numpy or jax (waiting for these); None is an unknown value.
+
+    Texts go to the JSON lines alone.
+    """
     if self._lines is None:
       return
     numbers = {key: _number(value) for key, value in scalars.items()}
     self._lines.write({'step': int(step), **numbers})
+    numbers = {key: value for key, value in numbers.items() if not isinstance(value, str)}
     for show in self._also:
       show(step, numbers)
-    known = {
-      self._tag(key): value for key, value in numbers.items() if isinstance(value, int | float)
-    }
+    known = {self._tag(key): value for key, value in numbers.items() if value is not None}
     self._submit('write_scalars', step, known)
 
   def write_summaries(self, step, values, metadata=None) -> None:
