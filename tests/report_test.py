@@ -55,9 +55,12 @@ def run(tmp_path):
         'tokens_per_second_per_device': 200.0,
         'tflops_per_second_per_device': 1e-6,
         'mfu': None,
+        'host_memory_peak': 2**30 + step,
+        'phase': step // 21,
       }
       for step in range(2, 41, 2)
     ]
+    lines[-1] |= {'hooks/sample_1': 'def <b>', 'hooks/loss': 0.5}
     evaluations = [
       {
         'step': step,
@@ -67,7 +70,7 @@ def run(tmp_path):
       }
       for step in (11, 40)
     ]
-    evaluations[-1] |= {'loss': 9.0, 'quick_loss': 1.5 + offset, 'bits_per_byte': 1.25}
+    evaluations[-1] |= {'loss': 9.0 + offset, 'quick_loss': 1.5 + offset, 'bits_per_byte': 1.25}
     for path, found in (('metrics', lines), ('eval/metrics', evaluations)):
       (folder / f'{path}.jsonl').write_text('\n'.join(map(json.dumps, found)))
     (folder / 'refused_steps.jsonl').write_text('{"step": 7, "reason": "a <NaN> & more"}\n')
@@ -86,10 +89,16 @@ def test_a_page_of_two_runs(run, tmp_path, capsys):
   text = output.read_text()
   page = Page(text)
   assert not page.open and not page.outside and 'script' not in page.seen and 'http' not in text
-  assert page.seen.count('svg') == page.seen.count('figcaption') == 9
+  assert page.seen.count('svg') == page.seen.count('figcaption') == 10
   said = ' '.join(page.texts)
   for expected in ('first', 'second', '1,234 parameters', '1.25', 'a <NaN> & more', 'Speed'):
     assert expected in said
+  assert '9.5 (+0.5, worse)' in said and '200 (+0)' in said
+  assert text.count('class="number worse"') == 1 and 'class="number better"' not in text
+  assert page.texts.count('def <b>') == 2 and page.texts.count('first, step 40') == 1
+  phases = said.partition('tokens until then')[2].split()
+  assert phases[:5] == ['first', '0', '2', '20', '2,000']
+  assert phases[5:10] == ['first', '1', '22', '40', '4,000']
   assert '1 bindings differ, 1 are the same.' in said
   assert text.count('<tr class="differs">') == 1
   assert 'Gradient norm' not in said  # no run has one

@@ -25,9 +25,11 @@ from valkyrie.monitoring.metrics import BY_POSITION
 _STYLE = """
 :root { color-scheme: light dark;
   --text: #1b1b1b; --page: #ffffff; --line: #c8c8c8; --mark: #fff0c2;
+  --better: #d8f0dd; --worse: #fbdcd3;
   --c0: #1f5fa8; --c1: #b3491a; --c2: #22733d; --c3: #7a3d94; --c4: #8a6500; --c5: #00707a; }
 @media (prefers-color-scheme: dark) { :root { --text: #e8e8e8; --page: #16181c; --line: #4a4d52;
-  --mark: #4d431f; --c0: #7db4f0; --c1: #f09a6c; --c2: #7fd19b; --c3: #cf9be3; --c4: #e3c15c;
+  --mark: #4d431f; --better: #1f4a2b; --worse: #5a2a1c;
+  --c0: #7db4f0; --c1: #f09a6c; --c2: #7fd19b; --c3: #cf9be3; --c4: #e3c15c;
   --c5: #5fd0da; } }
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page);
   max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
@@ -37,6 +39,9 @@ table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: a
 th, td { border-bottom: 1px solid var(--line); padding: .2rem .8rem; text-align: left; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; }
 tr.differs td { background: var(--mark); }
+td.better { background: var(--better); } td.worse { background: var(--worse); }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; border-left: 3px solid var(--line);
+  padding-left: .8rem; }
 """
 # (metric, title, unit) of the curves.
 _VALIDATION = ('loss', 'Validation loss', 'nats per token')
@@ -46,9 +51,14 @@ _TRAINING = (
   ('learning_rate', 'Learning rate', ''),
   ('tokens_per_second', 'Speed', 'tokens/s'),
   ('mfu', 'Share of the peak', ''),
+  ('host_memory_peak', 'Memory of the process, its peak', 'bytes'),
+  ('device_memory_peak', 'Memory of a device, its peak', 'bytes'),
 )
 _AXES = (('tokens', 'tokens'), ('seconds', 'seconds of training'), ('flops', 'FLOPs of the model'))
-_RESULTS = ('step', 'tokens', 'loss', 'bits_per_byte', 'tokens_per_second', 'mfu')
+_RESULTS = ('step', 'tokens', 'loss', 'bits_per_byte', 'accuracy', 'tokens_per_second', 'mfu')
+# The results that are better when lower (-1) or higher (1).
+_DIRECTION = {'loss': -1, 'bits_per_byte': -1, 'accuracy': 1, 'tokens_per_second': 1, 'mfu': 1}
+_SAMPLES = 3  # steps whose samples are shown
 
 
 class Run(NamedTuple):
@@ -58,7 +68,7 @@ class Run(NamedTuple):
   lines, evaluations: of metrics.jsonl and eval/metrics.jsonl; `lines` also have seconds and flops.
   refused: of refused_steps.jsonl.
   bindings: {name: value} of its configuration.
-  about: the first line of model_info.txt.
+  about: the number of parameters, of model_info.txt.
   """
 
   name: str
@@ -88,7 +98,7 @@ def read_run(model_dir: pathlib.Path) -> Run:
       [*by_step(model_dir / 'eval' / 'metrics.jsonl').values()],
       [*by_step(model_dir / 'refused_steps.jsonl').values()],
       json.loads(config.read_text())['bindings'] if config.exists() else {},
-      info.read_text().partition('\n')[0] if info.exists() else '',
+      info.read_text().partition(' in ')[0] if info.exists() else '',
     )
 
 
@@ -97,10 +107,7 @@ def page(runs: Sequence[Run]) -> str:
   title = ', '.join(run.name for run in runs)
   parts = [
     f'<h1>{html.escape(title)}</h1>',
-    _table(
-      ('run', 'model', *_RESULTS),
-      [(run.name, run.about, *(_last(run).get(name) for name in _RESULTS)) for run in runs],
-    ),
+    _results(runs),
     '<h2>Validation</h2>',
     *(
       _curves(runs, 'evaluations', 'loss', 'Validation loss', 'nats per token', axis)
@@ -110,7 +117,9 @@ def page(runs: Sequence[Run]) -> str:
     '<h2>Training</h2>',
     *(_curves(runs, 'lines', *metric, _AXES[0]) for metric in _TRAINING),
     *(_curves(runs, 'lines', *_TRAINING[0], axis) for axis in _AXES[1:]),
+    _phases(runs),
     _refused(runs),
+    _samples(runs),
     '<h2>Configuration</h2>',
     _differences(runs),
   ]
@@ -141,7 +150,65 @@ def _last(run: Run) -> dict[str, Any]:
   """The results of a run: validation, if there is one, over the last step of training."""
   training = run.lines[-1] if run.lines else {}
   validation = run.evaluations[-1] if run.evaluations else {}
-  return {**training, **{k: v for k, v in validation.items() if k in ('loss', 'bits_per_byte')}}
+  of_validation = ('loss', 'bits_per_byte', 'accuracy')
+  return {**training, **{k: v for k, v in validation.items() if k in of_validation}}
+
+
+def _results(runs: Sequence[Run]) -> str:
+  """The results, and how those of later runs differ from the first."""
+  first, *others = [_last(run) for run in runs]
+  rows: list[Sequence[Any]] = [('model', *(run.about for run in runs))]
+  for name in _RESULTS:
+    if any(_is_number(found.get(name)) for found in (first, *others)):
+      compared = [_Compared(name, found.get(name), first.get(name)) for found in others]
+      rows.append((name, first.get(name), *compared))
+  return _table(('', *(run.name for run in runs)), rows)
+
+
+class _Compared(NamedTuple):
+  """A result beside that of the first run."""
+
+  name: str
+  value: Any
+  of_first: Any
+
+  def cell(self) -> str:
+    if not (_is_number(self.value) and _is_number(self.of_first) and self.name in _DIRECTION):
+      return _cell(self.value)
+    change = self.value - self.of_first
+    side = _DIRECTION[self.name] * change
+    kind = 'better' if side > 0 else 'worse' if side < 0 else ''
+    text = f'{self.value:,.4g} ({change:+,.2g}{kind and ", "}{kind})'
+    return f'<td class="number {kind}">{text}</td>'
+
+
+def _phases(runs: Sequence[Run]) -> str:
+  """The steps of each phase of the runs that have several."""
+  rows = []
+  for run in runs:
+    phases: dict[int, list[dict[str, Any]]] = {}
+    for line in run.lines:
+      if 'phase' in line:
+        phases.setdefault(line['phase'], []).append(line)
+    for phase, lines in phases.items() if len(phases) > 1 else ():
+      rows.append((run.name, phase, lines[0]['step'], lines[-1]['step'], lines[-1]['tokens']))
+  header = ('run', 'phase', 'first line at step', 'last line at step', 'tokens until then')
+  return '<h3>Phases</h3>\n' + _table(header, rows) if rows else ''
+
+
+def _samples(runs: Sequence[Run]) -> str:
+  """The last texts that hooks have logged."""
+  parts = []
+  for run in runs:
+    said = [(line['step'], texts) for line in run.lines if (texts := _texts(line))]
+    for step, texts in said[-_SAMPLES:]:
+      parts.append(f'<h4>{html.escape(run.name)}, step {step}</h4>')
+      parts += [f'<pre>{html.escape(text)}</pre>' for text in texts]
+  return '\n'.join(['<h3>Samples</h3>', *parts]) if parts else ''
+
+
+def _texts(line: Mapping[str, Any]) -> list[str]:
+  return [v for name, v in line.items() if name.startswith('hooks/') and isinstance(v, str)]
 
 
 def _curves(
@@ -219,6 +286,8 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[Any]], marked: bool = 
 
 
 def _cell(value: Any) -> str:
+  if isinstance(value, _Compared):
+    return value.cell()
   if _is_number(value):
     text = f'{value:,}' if isinstance(value, int) else f'{value:,.4g}'
     return f'<td class="number">{text}</td>'
