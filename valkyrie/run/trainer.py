@@ -82,11 +82,13 @@ class Trainer:
     for phase in phases:
       if phase.shape not in compiled:
         heartbeat.beat(stage='compile')
-        began = time.perf_counter()
         self._say(f'compiling a step of {_shape_text(phase)}')
-        compiled[phase.shape] = self._setup.trace(phase).lower().compile()
-        seconds = time.perf_counter() - began
-        self._say(f'compiled in {seconds:.1f} s; {memory.of_program(compiled[phase.shape])}')
+        began = time.perf_counter()
+        lowered = self._setup.trace(phase).lower()
+        traced = time.perf_counter()
+        compiled[phase.shape] = lowered.compile()
+        times = f'{traced - began:.1f} s, compiled in {time.perf_counter() - traced:.1f} s'
+        self._say(f'traced in {times}; {memory.of_program(compiled[phase.shape])}')
     compilation_cache.seal()
     hunt_nan = self._setup.settings.hunt_nan
     self._programs = program_fingerprint.fingerprints(
