@@ -24,16 +24,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie import main as command_line
-from valkyrie.checkpoint.manager import Checkpoints
 from valkyrie.config.load import load_gin
 from valkyrie.data.vocabularies import ByteVocabulary
 from valkyrie.models import language_model
 from valkyrie.models.carry_cuts import cut_carry
 from valkyrie.models.language_model import LanguageModel, Model
-from valkyrie.run.evaluate import restored_params
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.losses import token_scores
 from valkyrie.types import Batch, Params
+from valkyrie.weights.restored import restored_params
 
 RUN = 'gin/recall_cpu.gin'
 PAIRS = (1, 4, 16)  # keys at a time
@@ -177,9 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     gin.clear_config(clear_constants=True)
     load_gin([RUN, file], gin_flags, modules=command_line.CONFIGURABLE_MODULES)
     model = language_model.transform(LanguageModel)
-    params, _ = restored_params(
-      model, Partitioner(), Checkpoints(), str(flags.runs / mixer), ByteVocabulary()
-    )
+    params, _ = restored_params(model, Partitioner(), str(flags.runs / mixer), ByteVocabulary())
     for distance, cut in missing:
       began = time.monotonic()
       streams = Streams(distance, dict(zip(PAIRS, flags.streams, strict=True)))

@@ -246,7 +246,12 @@ def test_carries_in_files(tmp_path):
   run.mkdir(parents=True)
   (run / 'manifest.sha256').write_text('weights')
   of_run = LoadedModel(
-    loaded.model, loaded.params, Letters(), model_dir=str(tmp_path / 'run'), step=1, chunk_size=16
+    loaded.model,
+    loaded.params,
+    Letters(),
+    model_dir=str(tmp_path / 'run'),
+    steps=(1,),
+    chunk_size=16,
   )
   carry = of_run.read(text(25))
   of_run.save_carry(tmp_path / 'long.safetensors', carry)

@@ -38,5 +38,5 @@ def text(length, seed=0):
 def built(mixers='hybrid', **options):
   model = tiny.model(MIXERS[mixers], **options)
   params, _ = tiny.init(model, 1)
-  place = {'model_dir': '', 'step': 1, 'chunk_size': 16}
+  place = {'model_dir': '', 'steps': (1,), 'chunk_size': 16}
   return LoadedModel(model, params, Letters(), **place)

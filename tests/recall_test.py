@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from valkyrie import main
+from valkyrie.checkpoint.manager import Checkpoints
 from valkyrie.config.load import load_gin
 from valkyrie.data.feed import TaskFeed
 from valkyrie.data.vocabularies import ByteVocabulary
@@ -175,3 +176,26 @@ def test_the_table_has_a_row_for_each_mixer_and_number_of_keys(script):
     '| mamba2 | 4 | 50% | 50% | 50% |  |',
     '| mamba2 | 16 | 25% | 25% | 25% |  |',
   ]
+
+
+def test_a_trained_model_is_measured_once_at_each_distance(script, tmp_path, monkeypatch, capsys):
+  """The training writes the initial parameters; the rest of the script is the real one."""
+  flags = ['--gin.LanguageModel.d_model=16', '--gin.Block.mlp_width=16']
+
+  def train(file, model_dir, gin_flags):
+    gin.clear_config(clear_constants=True)
+    load_gin([script.RUN, file], gin_flags, modules=main.CONFIGURABLE_MODULES)
+    state = Setup(StepSettings()).initial_state()
+    with Checkpoints().open(model_dir) as checkpoints:
+      checkpoints.save(1, state, {'vocabulary': ByteVocabulary.fingerprint})
+
+  monkeypatch.chdir(ROOT)
+  monkeypatch.setattr(script, 'train', train)
+  arguments = ['--mixers', 'gin/models/recall/s5.gin', f'--runs={tmp_path}', '--streams']
+  arguments += ['1', '1', '1', '--chunk_size=32', *flags, '--distances', '40']
+  script.main(arguments)
+  assert '| s5 | 16 |' in capsys.readouterr().out
+  lines = (tmp_path / 'results.jsonl').read_text().splitlines()
+  assert len(lines) == 2  # whole, and with the states cut
+  script.main(arguments)
+  assert (tmp_path / 'results.jsonl').read_text().splitlines() == lines

@@ -4,6 +4,7 @@ import json
 
 import gin
 from gin import config as gin_config
+import jax
 import numpy as np
 import pytest
 import tiny_run
@@ -67,6 +68,27 @@ def test_steps_are_chosen(folder, start):
   code, _, errors = start(run, '--run_mode=infer', '--step=first', '--prompt=a')
   assert code == 78 and "The step is 'first'. Use a number, 'latest' or 'best'." in errors
   assert start(run, '--step=2')[0] == 2  # of training
+
+
+def test_several_steps_stand_for_their_mean(folder, start):
+  run = folder / 'narrow'
+  opened = {step: valkyrie.load(run, step) for step in ('2', '4', '2,4')}
+  assert opened['2,4'].steps == (2, 4)
+
+  def check(mean, *parts):
+    np.testing.assert_allclose(mean, np.mean(parts, axis=0, dtype=float), rtol=1e-6, atol=1e-7)
+    assert mean.dtype == parts[0].dtype
+
+  jax.tree.map(check, opened['2,4'].params, opened['2'].params, opened['4'].params)
+  scores = [one.score('a text')[0].log_prob for one in opened.values()]
+  assert len({*scores}) == 3
+  arguments = (f'--model_dir={run}', '--run_mode=eval', '--step=2,4')
+  code, _, errors = start(*arguments)
+  assert code == 78 and 'The mean of the steps 2,4 is no step of the run' in errors
+  assert start(*arguments, '--gin.evaluate.name="mean"')[0] == 0
+  assert tiny_run.metrics(run, 'eval_mean')[4]['loss'] > 0
+  code, _, errors = start(*arguments[:2], '--step=2,2', '--gin.evaluate.name="twice"')
+  assert code == 78 and 'The steps 2,2 name one twice' in errors
 
 
 def test_a_follower_reads_every_step_until_the_last(folder, start):
@@ -145,7 +167,7 @@ def test_two_runs_are_open_at_once_and_gin_is_as_it_was(folder):
   assert (gin.config_str(), gin.config_is_locked()) == (before, False)
   assert not gin_config._OPERATIVE_CONFIG
   assert narrow.tokenizer.decode(narrow.tokenizer.encode('abc')) == 'abc'
-  assert (narrow.step, wide.step) == (4, 2)
+  assert (narrow.steps, wide.steps) == ((4,), (2,))
 
 
 @pytest.fixture

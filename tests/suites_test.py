@@ -180,7 +180,7 @@ def test_a_suite_keeps_its_name():
 class Searching:
   """A model that finds the value of a needle or a pair in what it has read."""
 
-  tokenizer, step = ByteVocabulary(), 7
+  tokenizer, steps = ByteVocabulary(), (7,)
 
   def __init__(self):
     self.asked = 0

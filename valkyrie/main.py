@@ -188,8 +188,8 @@ def _parser() -> _Parser:
   parser.add_argument(
     '--step',
     metavar='N',
-    help='the checkpoint that eval, infer, long_context and export read: a number, latest or best '
-    '(default: latest)',
+    help='the checkpoint that eval, infer, long_context and export read: a number, latest or best, '
+    'or numbers separated by commas, for the mean of their parameters (default: latest)',
   )
   parser.add_argument(
     '--follow',

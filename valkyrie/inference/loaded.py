@@ -64,7 +64,7 @@ class LoadedModel:
     model: pure functions, such as model.apply(params, carry, inputs, positions, segment_ids).
     params: {module: {name: array}}, the average where the run has one.
     tokenizer: encode, decode, eos_id, size.
-    model_dir, step: the run, and the step of its checkpoint.
+    model_dir, steps: the run, and its checkpoints whose mean the parameters are, mostly one.
   """
 
   def __init__(
@@ -74,12 +74,12 @@ class LoadedModel:
     tokenizer: Vocabulary,
     *,
     model_dir: str,
-    step: int,
+    steps: tuple[int, ...],
     chunk_size: int,
   ):
     """Takes the attributes, and the most tokens of a row that are read at once."""
     self.model, self.params, self.tokenizer = model, params, tokenizer
-    self.model_dir, self.step = model_dir, step
+    self.model_dir, self.steps = model_dir, steps
     self._reader = Reader(model, chunk_size)
     self._generator = Generator(self._reader)
 
@@ -278,9 +278,10 @@ class LoadedModel:
     return self.rows(carry, rows if len(carry.position) > 1 else [0] * len(rows))
 
   def _weights(self) -> str:
-    """The fingerprint of the step."""
-    manifest = pathlib.Path(self.model_dir, 'checkpoints', str(self.step), 'manifest.sha256')
-    return hashlib.sha256(manifest.read_bytes()).hexdigest()
+    """The fingerprint of the steps."""
+    folder = pathlib.Path(self.model_dir, 'checkpoints')
+    manifests = [folder / str(step) / 'manifest.sha256' for step in self.steps]
+    return hashlib.sha256(b''.join(file.read_bytes() for file in manifests)).hexdigest()
 
 
 def _number(prompt: int, sample: int) -> int:

@@ -33,7 +33,7 @@ def open_run(
 
   Args:
     model_dir: the directory of the run.
-    step: a number, 'latest' or 'best', see `checkpoint.manager.open_to_read`.
+    step: a number, several ones, 'latest' or 'best', see `weights.restored`.
     configuration: under which the model is traced; None for that of the process.
     model: the class of the model.
     vocabulary: 'bytes', or the path of a SentencePiece .model or a tokenizer.json.
@@ -47,9 +47,9 @@ def open_run(
     functions = _traced_in(configuration, functions)
   tokenizer = vocabularies.load(vocabulary)
   one_device = Partitioner((('data', 1),), (), (), manual=True)
-  params, number = restored_params(functions, one_device, model_dir, tokenizer, step)
+  params, steps = restored_params(functions, one_device, model_dir, tokenizer, step)
   return LoadedModel(
-    functions, params, tokenizer, model_dir=model_dir, step=number, chunk_size=chunk_size
+    functions, params, tokenizer, model_dir=model_dir, steps=steps, chunk_size=chunk_size
   )
 
 
@@ -64,7 +64,8 @@ def load(
 
   Args:
     model_dir: the directory of the run.
-    step: the number of a step, 'latest' or 'best', the one with the lowest validation loss.
+    step: the number of a step, 'latest', 'best' (the one with the lowest validation loss), or
+      numbers separated by commas for the mean of their parameters.
     bindings: over those of the run, as on the command line: 'open_run.chunk_size=512'.
     allow_import: packages of yours that the configuration may import, and thereby execute.
 

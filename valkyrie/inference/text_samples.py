@@ -55,7 +55,7 @@ class TextSamples:
     self._options = {'max_tokens': max_tokens, 'sampling': Sampling(temperature=temperature)}
     functions, tokenizer = language_model.transform(model), vocabularies.load(vocabulary)
     self._loaded = LoadedModel(
-      functions, {}, tokenizer, model_dir='', step=0, chunk_size=chunk_size
+      functions, {}, tokenizer, model_dir='', steps=(), chunk_size=chunk_size
     )
 
   def __call__(self, step: int, state: Any, metrics: Any) -> Mapping[str, str] | None:

@@ -51,7 +51,7 @@ def evaluate(
       chunk, and writes to model_dir/eval_cut_NAME.
     name: of other data than that of the run's own evaluations: metrics go to model_dir/eval_NAME
       and eval_NAME_cut_CUT, the picture to loss_by_position_NAME.png.
-    step: of the checkpoint: a number, 'latest' or 'best'.
+    step: of the checkpoint, see `weights.restored`; the mean of several needs a `name`.
     follow: evaluate every checkpoint that has no evaluation yet, and those to come, as they are
       committed. Without a name, the metrics go to model_dir/eval_whole.
 
@@ -63,13 +63,19 @@ def evaluate(
     raise ConfigurationError(
       f'evaluate.name={name!r} is part of a file name. Use letters, digits, dots and dashes.'
     )
+  if ',' in step and not name:
+    raise ConfigurationError(
+      f'The mean of the steps {step} is no step of the run: its numbers would mix with those of '
+      "the run. Name them by evaluate.name, such as 'mean'."
+    )
   name = name or ('whole' if follow else '')
   stream = f'eval{name and "_"}{name}'
   functions, mesh = language_model.transform(model), partitioner()
   measure = evaluator(functions, mesh)
 
   def of_step(step: str) -> None:
-    params, number = restored_params(functions, mesh, model_dir, measure.vocabulary, step)
+    params, numbers = restored_params(functions, mesh, model_dir, measure.vocabulary, step)
+    number = max(numbers)
     evaluated_data.check(model_dir, stream, measure.fingerprints)
     evaluated_data.record(model_dir, stream, measure.fingerprints)
     found = {}

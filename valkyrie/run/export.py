@@ -51,7 +51,7 @@ def export(
   Args:
     model_dir: the directory of the run.
     output: the folder.
-    step: of the checkpoint: a number, 'latest' or 'best'.
+    step: of the checkpoint, or several whose mean is exported, see `weights.restored`.
     opened: opens the run.
     model: the class of the model.
     vocabulary: 'bytes', or the path of the tokenizer's file.
@@ -66,12 +66,13 @@ def export(
     raise ConfigurationError(f'export.form={form!r} is unknown. Use one of {", ".join(FORMS)}.')
   theirs = to_huggingface.configuration(model) if form == 'huggingface' else None
   loaded = opened(model_dir, step)
+  steps = ', '.join(map(str, loaded.steps))
   arrays = exported.tensors(loaded.params, loaded.model.about.vocabulary_size)
   count = sum(array.size for array in arrays.values())
   if theirs is None:
     config: dict[str, Any] = {
       'format': exported.FORMAT,
-      'step': loaded.step,
+      'steps': [*loaded.steps],
       'parameters': count,
       'vocabulary': loaded.tokenizer.fingerprint,
       'vocabulary_size': loaded.model.about.vocabulary_size,
@@ -87,13 +88,13 @@ def export(
   card = _CARD.format(
     name=pathlib.Path(model_dir).resolve().name,
     parameters=count,
-    step=loaded.step,
+    step=steps,
     tensors=words[0],
     config=words[1],
     use=_USE[form],
   )
   exported.write(pathlib.Path(output), arrays, config, card, vocabulary)
-  print(f'step {loaded.step}: {count:,} parameters in {output}')
+  print(f'step {steps}: {count:,} parameters in {output}')
 
 
 def _of_model(bindings: dict[str, Any]) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def infer(
     prompt: a text to continue.
     prompts: a file instead: JSON lines with the field `prompt` (.jsonl), or one on each line.
     output: a new file for the JSON lines; None is standard output.
-    step: of the checkpoint: a number, 'latest' or 'best'.
+    step: of the checkpoint, see `weights.restored`.
     opened: opens the run.
     seed: of the samples.
     max_tokens: the most tokens of a continuation, if the document does not end before.

@@ -60,7 +60,7 @@ def long_context(
 
   Args:
     model_dir: the directory of the run.
-    step: of the checkpoint: a number, 'latest' or 'best'.
+    step: of the checkpoint, see `weights.restored`.
     opened: opens the run.
     seed: of the problems.
     suites: names of `valkyrie.suites`; None for all, without a text all that need none.
@@ -81,10 +81,11 @@ def long_context(
   names = _chosen(suites, text)
   sentences = _sentences(text)
   run = opened(model_dir, step)
+  steps = ', '.join(map(str, run.steps))
   folder = pathlib.Path(model_dir, 'long_context')
   folder.mkdir(exist_ok=True)
   about = {
-    'step': run.step,
+    'step': steps,
     'samples': samples,
     'seed': seed,
     'text': zlib.crc32('\n'.join(sentences).encode()),
@@ -107,7 +108,7 @@ def long_context(
       scores[cell] = _score(run, cell, problems, batch_size)
       results.write({**cell._asdict(), 'score': scores[cell], **about})
       print(f'{cell}: {scores[cell]:.1%}', flush=True)
-    _draw(folder, name, run.step, scores, lengths, cuts)
+    _draw(folder, name, steps, scores, lengths, cuts)
   if not scores:
     raise ConfigurationError('No suite has a problem of long_context.lengths. Choose larger ones.')
 
@@ -189,7 +190,7 @@ def _score(run: LoadedModel, cell: _Cell, problems: Sequence[Problem], batch_siz
 def _draw(
   folder: pathlib.Path,
   name: str,
-  step: int,
+  steps: str,
   scores: Mapping[_Cell, float],
   lengths: Sequence[int],
   cuts: Sequence[str],
@@ -206,7 +207,7 @@ def _draw(
   panels = {'memory' if cut is None else f'{cut} cut': panel(cut) for cut in (None, *cuts)}
   columns = dict.fromkeys(f'{cell.length:,}' for cell in sorted(cells, key=lambda c: c.length))
   rows = dict.fromkeys(_depth(cell) for cell in sorted(cells, key=lambda c: c.depth or 0))
-  title = f'{name}, step {step}: right answers by tokens and depth'
+  title = f'{name}, step {steps}: right answers by tokens and depth'
   heat_map.write(folder / f'{name}.png', title, panels, [*columns], [*rows])
   print(folder / f'{name}.png', flush=True)
 

@@ -1,7 +1,7 @@
 """A folder with a model for other programs: tensors, configuration, tokenizer and a model card.
 
     FOLDER/model.safetensors   the tensors by the names of `names`, matrices as [inputs, outputs]
-    FOLDER/config.json         `model`: the bindings of its parts; sizes, vocabulary, run and step
+    FOLDER/config.json         `model`: the bindings of its parts; sizes, vocabulary, run and steps
     FOLDER/README.md           the model card
     FOLDER/tokenizer.json      or tokenizer.model, as the run had it; nothing for bytes
 

@@ -1,4 +1,4 @@
-"""The parameters of a run, read from a checkpoint into the layout of a partitioner."""
+"""The parameters of a run, read from checkpoints into the layout of a partitioner."""
 
 import jax
 
@@ -16,15 +16,18 @@ def restored_params(
   model_dir: str,
   vocabulary: Vocabulary,
   step: str = LATEST,
-) -> tuple[Params, int]:
-  """The parameters of a step of a run, averaged if it has an average, and its number.
+) -> tuple[Params, tuple[int, ...]]:
+  """The parameters of a step of a run, or the mean of those of several, and their numbers.
+
+  A run with an average of its parameters has the average in each step.
 
   Args:
     model: the pure functions of the model.
     partitioner: the mesh.
     model_dir: the directory of the run.
     vocabulary: that of the text; the run must have the same.
-    step: a number, 'latest' or 'best', see `checkpoint.manager.open_to_read`.
+    step: a number, 'latest' or 'best', see `checkpoint.manager.open_to_read`; or several numbers
+      separated by commas, whose parameters have the mean of their values.
 
   Raises:
     ConfigurationError: the run has no such step, or one of another model or vocabulary.
@@ -38,6 +41,24 @@ def restored_params(
     shapes,
     partitioner.shardings(shapes, model.parameter_axes(partitioner.parameter_axes)),
   )
+  steps = step.split(',')
+  if len({*steps}) < len(steps):
+    raise ConfigurationError(f'The steps {step} name one twice. Name different ones.')
+  total, numbers = None, []
+  for one in steps:
+    params, number = _restored(model_dir, vocabulary, one, target)
+    wide = params if len(steps) == 1 else jax.tree.map(lambda leaf: leaf.astype('float32'), params)
+    total = wide if total is None else jax.tree.map(jax.numpy.add, total, wide)
+    numbers.append(number)
+  if len(steps) > 1:
+    total = jax.tree.map(lambda leaf, like: (leaf / len(steps)).astype(like.dtype), total, target)
+  assert total is not None
+  return total, tuple(numbers)
+
+
+def _restored(
+  model_dir: str, vocabulary: Vocabulary, step: str, target: Params
+) -> tuple[Params, int]:
   with open_to_read(model_dir, step) as directory:
     number, record = directory.latest_step(), directory.latest_record()
     if record is None or number is None:
