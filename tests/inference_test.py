@@ -126,6 +126,8 @@ def test_activations_of_every_layer_add_up_to_the_stream(options):
   np.testing.assert_allclose(rest['stream'], found['stream'][:, 7:], rtol=1e-4, atol=1e-5)
   with pytest.raises(ConfigurationError, match="no activations of the kind 'heads'"):
     loaded.activations('A', ('heads',))
+  with pytest.raises(UsageError, match='The text is empty'):
+    loaded.activations('')
 
 
 def test_samples_depend_on_their_numbers_alone():

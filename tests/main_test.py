@@ -104,6 +104,8 @@ def test_infer_reads_the_prompt_or_standard_input(start):
   assert start(*arguments, input='dé\nf'.encode()).stdout == "infer 'dé\\nf'\n".encode()
   broken = start(*arguments, input=b'\xff')
   assert (broken.returncode, b'not UTF-8' in broken.stderr) == (2, True)
+  broken = start(*arguments, b'--prompt=a\xff')
+  assert (broken.returncode, b'--prompt is not UTF-8' in broken.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(

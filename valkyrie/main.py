@@ -7,6 +7,7 @@ imported only after the flags are parsed, so that --help is fast.
 import argparse
 from collections.abc import Mapping, Sequence
 import importlib
+import os
 import pathlib
 import signal
 import sys
@@ -289,13 +290,15 @@ def _default_model_dir(gin_files: Sequence[str]) -> str:
   return model_dir
 
 
-def _read_prompt() -> str:
-  if sys.stdin.isatty():
+def _read_prompt(typed: str | None) -> str:
+  """The prompt of the command line, or else of standard input."""
+  if typed is None and sys.stdin.isatty():
     print('Type the prompt, then Ctrl-D:', file=sys.stderr)
   try:
-    return sys.stdin.buffer.read().decode()
+    return (sys.stdin.buffer.read() if typed is None else os.fsencode(typed)).decode()
   except UnicodeDecodeError as error:
-    raise UsageError(f'standard input is not UTF-8: {error}') from None
+    place = 'standard input' if typed is None else '--prompt'
+    raise UsageError(f'{place} is not UTF-8: {error}') from None
 
 
 def run(
@@ -329,8 +332,8 @@ def run(
   function = getattr(importlib.import_module(module), name)
   given = {'model_dir': flags.model_dir or _default_model_dir(flags.gin_file)}
   given |= {n: getattr(flags, n) for n in _FLAGS_OF_MODES if getattr(flags, n) is not None}
-  if flags.run_mode == 'infer' and not {'prompt', 'prompts'} & given.keys():
-    given['prompt'] = _read_prompt()
+  if flags.run_mode == 'infer' and 'prompts' not in given:
+    given['prompt'] = _read_prompt(flags.prompt)
   check_call(function, *given)
   function(**given)
 

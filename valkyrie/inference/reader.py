@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from valkyrie.errors import ConfigurationError
+from valkyrie.errors import ConfigurationError, UsageError
 from valkyrie.models import activations
 from valkyrie.models.carry_cuts import cut_carry
 from valkyrie.models.features import Features
@@ -108,7 +108,10 @@ class Reader:
 
     Raises:
       ConfigurationError: a kind is unknown, or the row is too long.
+      UsageError: the row is empty.
     """
+    if not len(tokens):
+      raise UsageError('The text is empty, and has no activations.')
     parts: list[dict[str, np.ndarray]] = []
     carry = _own(carry)
     for piece, lengths in self._chunks(carry, [tokens]):
