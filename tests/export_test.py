@@ -13,6 +13,7 @@ import tiny_run
 
 import valkyrie
 from valkyrie import main
+from valkyrie.data import vocabularies
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 
@@ -150,3 +151,9 @@ TaskFeed.data_dir = '{tmp_path / 'stores'}'
   assert code == 0, said
   assert (tmp_path / 'out' / 'tokenizer.json').read_bytes() == (tmp_path / 'mine.json').read_bytes()
   assert (tmp_path / 'out' / 'tokenizer_config.json').exists()
+
+  # The run has kept it, too, and moves with it.
+  fingerprint = vocabularies.load(str(tmp_path / 'mine.json')).fingerprint
+  (tmp_path / 'mine.json').unlink()
+  moved = (tmp_path / 'run').rename(tmp_path / 'moved')
+  assert valkyrie.load(moved).tokenizer.fingerprint == fingerprint

@@ -7,6 +7,8 @@ _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 
 GIN = _PACKAGE / 'gin' if (_PACKAGE / 'gin').is_dir() else _PACKAGE.parent / 'gin'
 
+TOKENIZER = 'tokenizer'  # of a run or an export, before the suffix of its kind
+
 
 def cache() -> pathlib.Path:
   """The folder of token stores and compiled programs."""

@@ -8,6 +8,7 @@ import pathlib
 from valkyrie.config import parse
 from valkyrie.config.check import Effective
 from valkyrie.config.parse import FLAG, Statement, leaves
+from valkyrie.config.paths import TOKENIZER
 from valkyrie.config.redact import REDACTED
 from valkyrie.errors import ConfigurationError
 
@@ -39,8 +40,8 @@ def read(model_dir: str | os.PathLike, allowed_imports: Sequence[str] = ()) -> l
     if data['written_by'] != parse.WRITTEN_BY:
       raise ValueError(f'it was written by {data["written_by"]!r}')
     imports = [_statement(path, line) for line in data['imports']]
-    bound = data['statements'].items()
-    bindings = [_statement(path, f'{name} = {value}', name) for name, value in bound]
+    bound = {**data['statements'], **_kept_tokenizer(path.parent)}
+    bindings = [_statement(path, f'{name} = {value}', name) for name, value in bound.items()]
   except (KeyError, TypeError, AttributeError, ValueError, SyntaxError) as error:
     raise ConfigurationError(
       f'{path} is not the record of a configuration ({type(error).__name__}: {error}). Restore it, '
@@ -49,6 +50,15 @@ def read(model_dir: str | os.PathLike, allowed_imports: Sequence[str] = ()) -> l
   for statement in imports:
     parse.check_import(statement, parse.importable(allowed_imports))
   return imports + bindings
+
+
+def _kept_tokenizer(model_dir: pathlib.Path) -> dict[str, str]:
+  """The binding of the tokenizer that the run has kept, if it has one: it moves with the run."""
+  for suffix in ('.json', '.model'):
+    file = model_dir / f'{TOKENIZER}{suffix}'
+    if file.is_file():
+      return {'vocabulary': repr(str(file))}
+  return {}
 
 
 def _statement(path: pathlib.Path, line: str, name: str | None = None) -> Statement:

@@ -14,14 +14,17 @@ import functools
 import hashlib
 import json
 import pathlib
+import shutil
 from typing import Protocol
 
 import gin
 import numpy as np
 
 from valkyrie.config.computation import may_change_on_resume
-from valkyrie.errors import ConfigurationError
+from valkyrie.config.paths import TOKENIZER
+from valkyrie.errors import ConfigurationError, storage_errors
 
+_CONFIGURATION = 'tokenizer_config.json'
 # Usual names of the EOS token, for a tokenizer_config.json that does not name it.
 _EOS_NAMES = ('<|endoftext|>', '</s>', '<eos>', '<|end_of_text|>', '<|eot_id|>', '<|im_end|>')
 
@@ -29,12 +32,14 @@ _EOS_NAMES = ('<|endoftext|>', '</s>', '<eos>', '<|end_of_text|>', '<|eot_id|>',
 class Vocabulary(Protocol):
   """A codec. Ids are in [0, size); `encode` adds no EOS; `fingerprint` identifies the codec.
 
-  `ids` is `encode` as an int32 array [tokens], where that can be faster.
+  `ids` is `encode` as an int32 array [tokens], where that can be faster. `file` holds the codec;
+  bytes have none.
   """
 
   size: int
   eos_id: int
   fingerprint: str
+  file: pathlib.Path | None
 
   def encode(self, text: str) -> list[int]: ...
 
@@ -50,6 +55,7 @@ class ByteVocabulary:
   size = 259
   eos_id = 1
   fingerprint = 'bytes'
+  file: pathlib.Path | None = None
   _specials = 3
 
   def encode(self, text: str) -> list[int]:
@@ -157,8 +163,22 @@ def load(specification: str) -> Vocabulary:
   if not content:
     raise ConfigurationError(f'The vocabulary file {path} is empty. Copy or download it again.')
   vocabulary = _CODECS[path.suffix](path, content)
-  vocabulary.fingerprint = fingerprint(path, content)
+  vocabulary.fingerprint, vocabulary.file = fingerprint(path, content), path
   return vocabulary
+
+
+def copy(vocabulary: Vocabulary, folder: pathlib.Path) -> None:
+  """Copies the files of a vocabulary to FOLDER/tokenizer.json or .model, if it has any.
+
+  Files that are there stay. Raises a StorageError if the folder cannot be written.
+  """
+  if vocabulary.file is None:
+    return
+  kept, beside = TOKENIZER + vocabulary.file.suffix, vocabulary.file.with_name(_CONFIGURATION)
+  with storage_errors(f'{folder} cannot be written', 'Make room there.'):
+    for file, name in ((vocabulary.file, kept), (beside, beside.name)):
+      if file.is_file() and not (folder / name).exists():
+        shutil.copyfile(file, folder / name)
 
 
 @may_change_on_resume('vocabulary')  # the fingerprint tells
@@ -171,7 +191,7 @@ def vocabulary_size(vocabulary: str) -> int:
 
 def _eos_name(path: pathlib.Path, ids: dict[str, int]) -> str:
   names = list(_EOS_NAMES)
-  beside = path.with_name('tokenizer_config.json')
+  beside = path.with_name(_CONFIGURATION)
   if beside.is_file():
     try:
       named = json.loads(beside.read_text()).get('eos_token')

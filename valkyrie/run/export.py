@@ -43,7 +43,6 @@ def export(
   *,
   opened: Callable[..., LoadedModel],
   model: Callable[..., LanguageModel],
-  vocabulary: str,
   form: str = 'valkyrie',
 ) -> None:
   """Writes the model of a checkpoint to a new folder, see `weights.exported`.
@@ -54,7 +53,6 @@ def export(
     step: of the checkpoint, or several whose mean is exported, see `weights.restored`.
     opened: opens the run.
     model: the class of the model.
-    vocabulary: 'bytes', or the path of the tokenizer's file.
     form: 'valkyrie', or 'huggingface' for a model of full attention (Llama) or of a window
       (Mistral) alone.
 
@@ -93,7 +91,7 @@ def export(
     config=words[1],
     use=_USE[form],
   )
-  exported.write(pathlib.Path(output), arrays, config, card, vocabulary)
+  exported.write(pathlib.Path(output), arrays, config, card, loaded.tokenizer)
   print(f'step {steps}: {count:,} parameters in {output}')
 
 

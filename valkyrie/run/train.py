@@ -11,6 +11,7 @@ import jax
 from valkyrie.checkpoint.manager import Checkpoints
 from valkyrie.config.computation import computation, may_change_on_resume
 from valkyrie.config.record import bindings, write_configuration, write_operative_configuration
+from valkyrie.data import vocabularies
 from valkyrie.distributed import heartbeat
 from valkyrie.distributed.consistency import check_same_bindings
 from valkyrie.distributed.preemption import Preemption
@@ -116,6 +117,7 @@ def train(
     initial.check(evaluate, trainer.state, trainer.should_stop)
     if jax.process_index() == 0:
       _write_description(model_dir, setup)
+      vocabularies.copy(tokens.vocabulary, pathlib.Path(model_dir))
     if done := _done(trainer, train_steps, patience):
       progress.say(f'nothing to do: {done}')
       return

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from valkyrie.data import vocabularies
+from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import StorageError, storage_errors
 from valkyrie.types import Params
 from valkyrie.weights import names, tensor_files
@@ -42,7 +44,7 @@ def write(
   arrays: Mapping[str, np.ndarray],
   config: Mapping[str, Any],
   card: str,
-  vocabulary: str,
+  tokenizer: Vocabulary,
 ) -> None:
   """Writes a new folder, which appears as a whole.
 
@@ -51,7 +53,7 @@ def write(
     arrays: the tensors by name.
     config: the content of config.json.
     card: the content of README.md.
-    vocabulary: 'bytes', or the path of the tokenizer's file.
+    tokenizer: of the model.
 
   Raises:
     StorageError: the folder is there already, or cannot be written.
@@ -69,8 +71,7 @@ def write(
     )
     (unfinished / 'config.json').write_text(json.dumps(config, indent=2) + '\n')
     (unfinished / 'README.md').write_text(card)
-    if vocabulary != 'bytes':
-      _copy_tokenizer(pathlib.Path(vocabulary).expanduser(), unfinished)
+    vocabularies.copy(tokenizer, unfinished)
     unfinished.rename(folder)
 
 
@@ -85,10 +86,3 @@ def vocabulary_of(folder: pathlib.Path) -> str | None:
     return None
   found = tensor_files.read_json(file)
   return str(found.get('vocabulary')) if found.get('format') == FORMAT else None
-
-
-def _copy_tokenizer(file: pathlib.Path, folder: pathlib.Path) -> None:
-  shutil.copyfile(file, folder / f'tokenizer{file.suffix}')
-  beside = file.with_name('tokenizer_config.json')
-  if beside.is_file():
-    shutil.copyfile(beside, folder / beside.name)
