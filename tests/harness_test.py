@@ -17,6 +17,7 @@ from valkyrie.inference import harness
 from valkyrie.inference.harness_answers import Answers
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
+REASON = "only pip install '.[lm-eval]' installs lm_eval"
 
 
 def answers(loaded, batch_size=2):
@@ -141,7 +142,7 @@ def write_task(folder, name, rows, **settings):
 
 
 def test_the_harness_reads_its_tasks_from_local_files(tmp_path, monkeypatch):
-  evaluator = pytest.importorskip('lm_eval.evaluator', reason='needs lm-eval')
+  evaluator = pytest.importorskip('lm_eval.evaluator', reason=REASON)
   from lm_eval.tasks import TaskManager  # noqa: PLC0415
 
   from valkyrie.inference import harness_model  # noqa: PLC0415
@@ -201,7 +202,7 @@ def test_the_harness_reads_its_tasks_from_local_files(tmp_path, monkeypatch):
 
 
 def test_arguments_of_the_model_are_checked():
-  pytest.importorskip('lm_eval', reason='needs lm-eval')
+  pytest.importorskip('lm_eval', reason=REASON)
   from valkyrie.inference.harness_model import HarnessModel  # noqa: PLC0415
 
   with pytest.raises(ConfigurationError, match=r'--model_args has dtype\. Expected are model_dir'):
