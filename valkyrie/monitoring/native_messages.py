@@ -5,6 +5,7 @@ import contextlib
 import os
 import re
 import select
+import sys
 import threading
 
 # The information that TensorFlow prints while it is imported, before its log level counts.
@@ -17,8 +18,16 @@ _IDLE_SECONDS = 0.1  # after which an unfinished line, as of a progress bar, is 
 
 @contextlib.contextmanager
 def without_noise() -> Iterator[None]:
-  """Drops this information from standard error, and passes on all other lines."""
+  """Drops this information from standard error, and passes on all other lines.
+
+  Python's own messages do not take the detour through the thread that passes lines on: it may lose
+  the last of them when another thread ends the process.
+  """
   real = os.dup(2)
+  python = sys.stderr
+  if python is sys.__stderr__:
+    # Stays open: what is imported meanwhile may keep it.
+    sys.stderr = open(os.dup(2), 'w', buffering=1, errors='backslashreplace')  # noqa: SIM115
   source, sink = os.pipe()
   os.dup2(sink, 2)
   os.close(sink)
@@ -26,6 +35,7 @@ def without_noise() -> Iterator[None]:
   try:
     yield
   finally:
+    sys.stderr = python
     os.dup2(real, 2)  # closes the last end of the pipe, which ends the thread
 
 

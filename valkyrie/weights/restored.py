@@ -1,12 +1,14 @@
 """The parameters of a run, read from checkpoints into the layout of a partitioner."""
 
 import jax
+import jax.numpy as jnp
 
 from valkyrie.checkpoint.manager import LATEST, open_to_read
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.language_model import Model
 from valkyrie.sharding.partitioner import Partitioner
+from valkyrie.training import rounding
 from valkyrie.types import Params
 
 
@@ -44,16 +46,16 @@ def restored_params(
   steps = step.split(',')
   if len({*steps}) < len(steps):
     raise ConfigurationError(f'The steps {step} name one twice. Name different ones.')
-  total, numbers = None, []
-  for one in steps:
+  total, first = _restored(model_dir, vocabulary, steps[0], target)
+  if len(steps) == 1:
+    return total, (first,)
+  total, numbers = rounding.wide(total), [first]
+  for one in steps[1:]:
     params, number = _restored(model_dir, vocabulary, one, target)
-    wide = params if len(steps) == 1 else jax.tree.map(lambda leaf: leaf.astype('float32'), params)
-    total = wide if total is None else jax.tree.map(jax.numpy.add, total, wide)
+    total = jax.tree.map(jnp.add, total, rounding.wide(params))
     numbers.append(number)
-  if len(steps) > 1:
-    total = jax.tree.map(lambda leaf, like: (leaf / len(steps)).astype(like.dtype), total, target)
-  assert total is not None
-  return total, tuple(numbers)
+  mean = jax.tree.map(lambda leaf, like: (leaf / len(steps)).astype(like.dtype), total, target)
+  return mean, tuple(numbers)
 
 
 def _restored(
