@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import socket
 import stat
 import subprocess
 import sys
@@ -21,6 +22,36 @@ jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
 x = jnp.ones((8, 8))
 jax.jit(lambda x: jnp.tanh(x @ x) + jnp.linalg.inv(x + jnp.eye(8)))(x).block_until_ready()
 print(hits.count('/jax/compilation_cache/cache_hits'))
+"""
+
+SCRIPT_OF_TWO = """
+import sys
+import jax
+import jax.numpy as jnp
+from valkyrie.distributed import compilation_cache, processes
+from valkyrie.distributed.program_fingerprint import fingerprint
+
+address, process, may_compile = sys.argv[1:]
+processes.join(address, '2', int(process), 60)
+assert compilation_cache.enable() is None
+compilation_cache._LEAST_SECONDS = 0
+mesh = jax.make_mesh((2,), ('rows',), (jax.sharding.AxisType.Auto,))
+split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('rows'))
+x = jax.make_array_from_callback((8, 8), split, lambda at: jnp.arange(64.0).reshape(8, 8)[at])
+step = jax.jit(lambda x: (jnp.tanh(x) * 2, x.sum()), donate_argnums=0)
+lowered = step.lower(x)
+if may_compile == 'no':
+  lowered.compile = None
+try:
+  program = compilation_cache.compiled(lowered, mesh.devices.flatten().tolist())
+except TypeError:
+  program = step
+new, total = program(x)
+where = 'compiled anew' if program is step else fingerprint(program)
+print(where, float(total), float(new.addressable_data(0).sum()), x.is_deleted())
+compilation_cache.seal()
+processes.exchange('done', '')
+processes.end(0)
 """
 
 
@@ -101,3 +132,35 @@ def test_a_directory_of_another_user_is_not_used(start, tmp_path):
   os.chown(programs(tmp_path)[0].parent, 12345, -1)
   said, hits = start()
   assert hits == 0 and said.endswith('belongs to another user')
+
+
+def test_the_programs_of_other_processes_are_kept_too(tmp_path):
+  def start(may_compile):
+    with socket.socket() as one:
+      one.bind(('127.0.0.1', 0))
+      address = f'127.0.0.1:{one.getsockname()[1]}'
+    flags = os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=1'
+    environment = {'JAX_ENABLE_COMPILATION_CACHE': 'true', 'VALKYRIE_CACHE': str(tmp_path)}
+    both = [
+      subprocess.Popen(
+        [sys.executable, '-c', SCRIPT_OF_TWO, address, str(process), may_compile[process]],
+        env={**os.environ, 'XLA_FLAGS': flags, **environment},
+        cwd=pathlib.Path(__file__).parents[1],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+      )
+      for process in range(2)
+    ]
+    said = [process.communicate() for process in both]
+    # Above it stands a line of the library that connects the processes.
+    return [text.splitlines()[-1] for text, _ in said], [errors for _, errors in said]
+
+  first, errors = start(('yes', 'yes'))
+  assert all(line.split()[1] == '2016.0' and line.endswith('True') for line in first), errors
+  (kept,) = tmp_path.glob('compiled/*/process-*-cache')
+  second, errors = start(('yes', 'no'))
+  assert second == first, errors
+  kept.write_bytes(kept.read_bytes()[:-1])
+  second, errors = start(('yes', 'no'))
+  assert 'compiled anew' in second[1], errors

@@ -1,6 +1,7 @@
 """Compiled programs of earlier runs, kept beside the token stores by jax's compilation cache.
 
     CACHE/compiled/KEY/*-cache          a program; KEY stands for the processor and jaxlib
+    CACHE/compiled/KEY/process-*-cache  one of a process for which jax keeps none: not process 0
     CACHE/compiled/KEY/*-cache.sha256   its hash
 
 A program is code. So the directory is readable by its owner alone, one of another owner is not
@@ -8,14 +9,18 @@ used, and a program whose hash differs, or has none, is deleted before jax can r
 """
 
 import atexit
+from collections.abc import Sequence
 import contextlib
 import hashlib
 import os
 import pathlib
+import pickle
 import platform
+import time
 from typing import Any
 
 import jax
+from jax.experimental import serialize_executable
 import jaxlib.version
 
 from valkyrie.config import paths
@@ -55,16 +60,55 @@ def enable() -> str | None:
   return None
 
 
+def compiled(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> jax.stages.Compiled:
+  """`lowered.compile()` for these devices, or the program that an earlier run made of it.
+
+  jax writes the programs of process 0 alone, and its names for those of the others may differ.
+  """
+  directory = _directory()
+  if directory is None or jax.process_index() == 0:
+    return lowered.compile()
+  file = directory / f'process-{_name(lowered, devices)}-cache'
+  try:
+    return serialize_executable.deserialize_and_load(
+      file.read_bytes(), lowered.in_tree, lowered.out_tree, execution_devices=devices
+    )
+  except (OSError, ValueError, RuntimeError, pickle.UnpicklingError):  # none, or of another jax
+    began = time.monotonic()
+    program = lowered.compile()
+  if time.monotonic() - began > _LEAST_SECONDS:
+    # A backend without serialized programs, or a full disk: it is compiled again the next time.
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+      unfinished = file.with_name(f'{file.name}.{os.getpid()}')
+      unfinished.write_bytes(serialize_executable.serialize(program)[0])
+      unfinished.replace(file)
+  return program
+
+
 def seal() -> None:
   """Writes the hashes of the programs that were compiled since; an unsealed one is not used."""
-  directory = _jax.jax_compilation_cache_dir
-  if not directory or pathlib.Path(directory).name != _key():
+  if (directory := _directory()) is None:
     return
   with contextlib.suppress(OSError):  # of a full disk: the programs are compiled again
-    for program in pathlib.Path(directory).glob('*-cache'):
+    for program in directory.glob('*-cache'):
       hash_file = _hash_file(program)
       if not hash_file.exists():
         hash_file.write_text(_hash(program))
+
+
+def _directory() -> pathlib.Path | None:
+  """The directory that `enable` chose; None if it chose none."""
+  directory = _jax.jax_compilation_cache_dir
+  return pathlib.Path(directory) if directory and directory.endswith(_key()) else None
+
+
+def _name(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> str:
+  """Stands for all that a program depends on, beside `_key`."""
+  flags = [os.environ.get(name) for name in ('XLA_FLAGS', 'LIBTPU_INIT_ARGS')]
+  places = [(device.id, device.process_index, device.device_kind) for device in devices]
+  version = devices[0].client.platform_version
+  settings = f'{jax.__version__} {version} {jax.process_index()} {places} {flags}'
+  return hashlib.sha256(f'{settings}\n{lowered.as_text()}'.encode()).hexdigest()
 
 
 def _clean(directory: pathlib.Path) -> None:

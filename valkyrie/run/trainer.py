@@ -79,6 +79,7 @@ class Trainer:
     """
     phases = self._setup.curriculum.forms
     compiled: dict[tuple, jax.stages.Compiled] = {}
+    devices = self._setup.partitioner.mesh.devices.flatten().tolist()
     for phase in phases:
       if phase.shape not in compiled:
         heartbeat.beat(stage='compile')
@@ -86,7 +87,7 @@ class Trainer:
         began = time.perf_counter()
         lowered = self._setup.trace(phase).lower()
         traced = time.perf_counter()
-        compiled[phase.shape] = lowered.compile()
+        compiled[phase.shape] = compilation_cache.compiled(lowered, devices)
         times = f'{traced - began:.1f} s, compiled in {time.perf_counter() - traced:.1f} s'
         self._say(f'traced in {times}; {memory.of_program(compiled[phase.shape])}')
     compilation_cache.seal()
