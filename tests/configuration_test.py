@@ -185,6 +185,25 @@ def test_a_configurable_that_gin_builds_needs_all_arguments():
   assert 'a.gin:4: @big/Gadget() cannot be built, since Gadget.size has no value' in message
 
 
+@gin.configurable
+class Inheriting(Gadget):
+  """A gadget with the same constructor."""
+
+
+@gin.configurable
+class Rebuilding(Gadget):
+  def __init__(self, size):
+    super().__init__(size)
+
+
+def test_a_binding_of_a_base_class_counts_where_its_constructor_does():
+  load('operate.gadget = @Inheriting()\nGadget.size = 3\n')
+  assert operate(model_dir='x')[0].size == 3
+  gin.clear_config()
+  message = refusal('operate.gadget = @Rebuilding()\nGadget.size = 3\n')
+  assert '@Rebuilding() cannot be built, since Rebuilding.size has no value' in message
+
+
 def test_a_run_mode_needs_all_arguments():
   load('Gadget.size = 3')
   with pytest.raises(ConfigurationError, match=r'operate\.gadget has no value'):
@@ -299,7 +318,7 @@ def test_the_saved_configuration_is_complete_and_loads_again(folder):
   }
   gin.clear_config()
   load(text)  # from a copy, since no gin file is loaded from a run
-  assert gin.config_str() == text
+  assert text.endswith(f'\n\n{gin.config_str()}')
 
 
 def test_secrets_are_not_written(folder):

@@ -1,6 +1,9 @@
 """A run opens by its own configuration: from the command line and from Python, with its steps."""
 
 import json
+import shutil
+import subprocess
+import sys
 
 import gin
 from gin import config as gin_config
@@ -125,6 +128,22 @@ def test_a_run_goes_on_without_its_flags(folder, start):
   code, _, errors = start(f'--model_dir={folder / "wide"}', '--gin.train_steps=3')
   assert code == 0 and 'resuming after step 2' in errors
   assert 3 in tiny_run.metrics(folder / 'wide')
+
+
+def test_the_configuration_of_a_run_begins_another_one(folder, tmp_path):
+  copied = tmp_path / 'mine.gin'
+  shutil.copy(folder / 'wide' / 'config.gin', copied)
+  # In a new process, in which gin knows no names of optax yet.
+  script = """
+import sys, gin
+from valkyrie import main
+from valkyrie.config.load import load_gin
+load_gin([sys.argv[1]], [], modules=main.CONFIGURABLE_MODULES)
+print(gin.config_str(), end='')
+"""
+  command = [sys.executable, '-c', script, str(copied)]
+  loaded = subprocess.run(command, check=False, capture_output=True, text=True)
+  assert loaded.stdout and copied.read_text().endswith(loaded.stdout), loaded.stderr
 
 
 def test_prompts_from_a_file_become_lines(folder, start, tmp_path):

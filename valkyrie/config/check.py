@@ -10,7 +10,7 @@ import inspect
 from gin import config as gin_config
 
 from valkyrie.config.parse import FLAG, Macro, Reference, Statement, leaves, macros_in, macros_of
-from valkyrie.config.registry import find, missing, parameters_of
+from valkyrie.config.registry import constructor, find, missing, parameters_of
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.errors import ConfigurationError
 
@@ -131,10 +131,15 @@ def _check_reference(leaf: Reference, where: str, effective: Effective) -> None:
 def check_buildable(leaf: Reference, where: str, effective: Effective) -> None:
   """Checks that all that a part needs is bound, for one that is made without further arguments."""
   part = find(leaf.name, where).wrapped
-  # The bindings of a base class count for its subclasses. A surrounding scope may supply the value
-  # too, so a binding in any scope is enough.
+  # The bindings of a base class count for subclasses that inherit its constructor. A surrounding
+  # scope may supply the value too, so a binding in any scope is enough.
   classes = inspect.getmro(part) if inspect.isclass(part) else (part,)
-  selectors = {name for name, known in gin_config._REGISTRY.items() if known.wrapped in classes}
+  made = constructor(part)
+  selectors = {
+    name
+    for name, known in gin_config._REGISTRY.items()
+    if known.wrapped in classes and constructor(known.wrapped) is made
+  }
   bound = {parameter for _, selector, parameter in effective if selector in selectors}
   for parameter in missing(part, bound):
     binding = f'{leaf.name.rsplit("/", 1)[-1]}.{parameter}'

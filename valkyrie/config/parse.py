@@ -20,6 +20,7 @@ from valkyrie.config.suggest import did_you_mean, explain
 from valkyrie.errors import ConfigurationError
 
 WRITTEN_BY = 'valkyrie'  # in config.json, which identifies the folder of a run
+RECORDED = '# All bindings of a run that were in force.\n'  # the first line of config.gin
 FLAG = '--gin.'
 
 
@@ -182,9 +183,10 @@ def _read_file(
   first: dict[str, str] = {}
   try:
     for parsed in parse(text):
-      statement = Statement(f'{path}:{parsed.location.line_num}', parsed)
+      line = f'{path}:{parsed.location.line_num}'
+      statement = Statement(line, parsed, recorded=text.startswith(RECORDED))
       if isinstance(parsed, config_parser.IncludeStatement):
-        where = f'{statement.where}: include'
+        where = f'{line}: include'
         included = _read_file(parsed.filename, where, search_paths, allowed, (*above, path))
         _check_not_lost(first, included)
         statements += included
@@ -192,10 +194,10 @@ def _read_file(
       if statement.is_import:
         check_import(statement, allowed)
       if statement.is_binding:
-        earlier = first.setdefault(statement.name, statement.where)
-        if earlier != statement.where:
+        earlier = first.setdefault(statement.name, line)
+        if earlier != line:
           raise ConfigurationError(
-            f'{statement.where}: {statement.name} is already bound at {earlier}. Keep one of them.'
+            f'{line}: {statement.name} is already bound at {earlier}. Keep one of them.'
           )
       statements.append(statement)
   except SyntaxError as error:
@@ -224,7 +226,8 @@ def _text(path: pathlib.Path) -> str:
     if (near and (folder / 'checkpoints').is_dir()) or _is_run(folder):
       raise ConfigurationError(
         f'{path}: {folder} is the folder of a run, from which no gin file is loaded, since gin '
-        'files can run code. Leave --gin_file out: the run opens with its own configuration.'
+        'files can run code. Leave --gin_file out: the run opens with its own configuration. For '
+        'another run with it, read the file and copy it to another folder.'
       )
   try:
     return path.read_text('utf-8-sig')

@@ -1,6 +1,6 @@
 """The loaded configuration as data, and its files in the directory of a run.
 
-    model_dir/config.gin             the parsed statements
+    model_dir/config.gin             the parsed statements; a copy elsewhere begins another run
     model_dir/config.json            the same as data: literals, and values with macros resolved
     model_dir/operative_config.gin   the constructed configurables, with their defaults
 
@@ -16,9 +16,8 @@ from typing import Any
 import gin
 
 from valkyrie.config import parse
-from valkyrie.config.parse import Reference, Statement
+from valkyrie.config.parse import Statement
 from valkyrie.config.redact import redact
-from valkyrie.config.registry import find
 from valkyrie.errors import storage_errors
 
 
@@ -30,7 +29,7 @@ def bindings() -> dict[str, Any]:
 def write_configuration(model_dir: str | os.PathLike) -> None:
   """Writes config.gin and config.json; keeps other earlier versions as NAME.1, NAME.2, ..."""
   text = redact(gin.config_str())
-  _write(pathlib.Path(model_dir) / 'config.gin', text)
+  _write(pathlib.Path(model_dir) / 'config.gin', parse.RECORDED + '\n' + text)
   data = json.dumps(_as_data(text), indent=2, ensure_ascii=False)
   _write(pathlib.Path(model_dir) / 'config.json', data + '\n')
 
@@ -58,37 +57,9 @@ def _as_data(text: str) -> dict[str, Any]:
     'written_by': parse.WRITTEN_BY,
     'imports': [item.parsed.format() for item in statements if item.is_import],
     'macros': {name: plain(item.parsed.value) for name, item in macros.items()},
-    'statements': {
-      item.name if item.is_macro else _bound(item.name): repr(_completed(item.parsed.value))
-      for item in statements
-      if item.is_binding
-    },
+    'statements': {item.name: repr(item.parsed.value) for item in statements if item.is_binding},
     'bindings': {item.name: plain(item.parsed.value) for item in others},
   }
-
-
-def _complete(name: str) -> str:
-  """A name in gin's text as another process finds it: optax registers at the first use."""
-  scope, slash, selector = name.rpartition('/')
-  complete = find(selector).selector
-  return scope + slash + (complete if complete.startswith('optax.') else selector)
-
-
-def _bound(name: str) -> str:
-  """The same for the name of a binding."""
-  selector, _, parameter = name.rpartition('.')
-  return f'{_complete(selector)}.{parameter}'
-
-
-def _completed(value: Any) -> Any:
-  """A value with the names of its references complete."""
-  if isinstance(value, dict):
-    return {key: _completed(item) for key, item in value.items()}
-  if isinstance(value, list | tuple):
-    return type(value)(_completed(item) for item in value)
-  return (
-    Reference(_complete(value.name), value.evaluated) if isinstance(value, Reference) else value
-  )
 
 
 def _write(path: pathlib.Path, text: str) -> None:

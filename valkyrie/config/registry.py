@@ -36,26 +36,33 @@ def find(name: str, where: str = '') -> gin_config.Configurable:
 
 
 def _of_optax(selector: str) -> list[str]:
-  """Registers a function of optax by its dotted name -> [the name]; [] if there is none."""
-  if not selector.startswith('optax.'):
-    return []
-  module, _, name = selector.rpartition('.')
-  try:
-    found = getattr(importlib.import_module(module), name)
-  except (ImportError, AttributeError):
-    return []
-  if not callable(found):
-    return []
-  gin.external_configurable(found, name=name, module=module)
-  return [selector]
+  """Registers a function of optax by its name, with its module or alone -> [its dotted name].
+
+  Returns [] if optax has no such function. gin writes the name alone (record.write_configuration).
+  """
+  name = selector.rpartition('.')[2]
+  for module in ('optax', 'optax.contrib'):
+    if selector not in (name, f'{module}.{name}'):
+      continue
+    found = getattr(importlib.import_module(module), name, None)
+    if callable(found):
+      gin.external_configurable(found, name=name, module=module)
+      return [f'{module}.{name}']
+  return []
+
+
+def constructor(function: Callable) -> Callable:
+  """A function, or the constructor of a class, without gin's wrappers."""
+  # A metaclass, such as Haiku's, may hide the signature of the class itself.
+  is_class = inspect.isclass(function)
+  callee: Any = gin_config._find_class_construction_fn(function) if is_class else function
+  return inspect.unwrap(callee)
 
 
 def parameters_of(function: Callable) -> dict[str, inspect.Parameter]:
   """The parameters that gin may bind, of a function or of the constructor of a class."""
   is_class = inspect.isclass(function)
-  # A metaclass, such as Haiku's, may hide the signature of the class itself.
-  callee: Any = gin_config._find_class_construction_fn(function) if is_class else function
-  function = inspect.unwrap(callee)
+  function = constructor(function)
   try:
     signature = inspect.signature(function, eval_str=True)
   except (NameError, TypeError, AttributeError):  # an annotation for the type checker only

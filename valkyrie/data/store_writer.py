@@ -140,7 +140,8 @@ def finish(
   if not information['documents']:
     raise DataError(
       f'The split {recipe.split!r} of the task {recipe.task!r} has no documents. '
-      'Use another split or source, or hold out a larger share of it.'
+      'Use another split or source, or hold out a larger share, such as --gin.held_out=0.2 '
+      '(--option=held_out=0.2 of valkyrie.data.build_store).'
     )
   kept = ('name', 'documents', 'tokens', 'files')
   information['shards'] = [{key: s[key] for key in kept} for s in shards]
