@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from valkyrie.checkpoint import steps
 from valkyrie.checkpoint.manager import Checkpoints, open_to_read
 from valkyrie.errors import StorageError
 
@@ -189,6 +191,83 @@ checkpoints.wait()
   assert_continues_after(run, 4 if 'rmtree' in moment else 3)
   assert all(name.isdecimal() for name in present(run))
   assert not (run / 'set_aside').exists()
+
+
+def test_what_cannot_be_deleted_is_said_and_tried_again(run, monkeypatch):
+  said, stuck, remove = [], ['1'], shutil.rmtree
+
+  def busy(path, *arguments, **options):
+    if path.name.split('.')[0] in stuck:
+      raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+    remove(path, *arguments, **options)
+
+  monkeypatch.setattr(shutil, 'rmtree', busy)
+  for step in (4, 5):
+    with Checkpoints().open(run, say=said.append) as checkpoints:
+      checkpoints.save(step, {'w': jnp.ones(3)}, {})
+    assert '1.deleted' in present(run)
+  message = f'{run}/checkpoints/1.deleted cannot be deleted (Device or resource busy)'
+  assert [line for line in said if message in line] == [
+    f'{message}; it stays, and each save tries again'
+  ] * 2  # once a run
+  del stuck[:]
+  with Checkpoints().open(run) as checkpoints:
+    assert checkpoints.latest_step() == 5
+  assert present(run) == ['3', '4', '5']
+
+
+def test_a_step_of_another_owner_stays(run, monkeypatch):
+  said, rename = [], pathlib.Path.rename
+
+  def denied(path, target):
+    if path.name == '1':
+      raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+    return rename(path, target)
+
+  monkeypatch.setattr(pathlib.Path, 'rename', denied)
+  with Checkpoints().open(run, say=said.append) as checkpoints:
+    checkpoints.save(4, {'w': jnp.ones(3)}, {})
+  assert present(run) == ['1', '2', '3', '4']
+  assert any('checkpoints/1 cannot be deleted (Operation not permitted)' in line for line in said)
+
+
+def test_an_unfinished_step_that_cannot_be_deleted_makes_room(run, monkeypatch):
+  monkeypatch.setattr(shutil, 'rmtree', lambda *_, **__: 1 / 0)
+  monkeypatch.setattr(steps, '_remove', lambda place: [f'{place} is busy'])
+  (run / 'checkpoints' / '4.unfinished').mkdir()
+  with Checkpoints(keep=9).open(run) as checkpoints:
+    checkpoints.save(4, {'w': jnp.ones(3)}, {})
+  assert present(run) == ['1', '2', '3', '4', '4.deleted']
+
+
+@pytest.mark.parametrize('change', ['moved', 'moved and made anew', 'unlocked', 'locked anew'])
+def test_a_run_writes_nothing_into_a_directory_that_is_no_longer_its_own(run, change):
+  moved = run.with_name('moved')
+  with contextlib.ExitStack() as stack:
+    first = stack.enter_context(Checkpoints(keep=1).open(run))
+    if 'moved' in change:
+      run.rename(moved)
+    else:
+      (run / 'trainer.lock').unlink()
+    if 'anew' in change:
+      second = stack.enter_context(Checkpoints().open(run))
+      second.save(5, {'w': jnp.ones(3)}, {})
+      second.wait()
+    before = present(run) if run.exists() else None
+    for step in (5, 6):  # 5.unfinished may be of the other run
+      with pytest.raises(
+        StorageError, match=r'is not the file that this run has locked.*--model_d'
+      ):
+        first.save(step, {'w': jnp.ones(3)}, {})
+    assert (present(run) if run.exists() else None) == before
+  assert not list(run.glob('checkpoints/*.unfinished'))
+
+
+def test_only_steps_of_the_run_are_deleted(run):
+  with Checkpoints(keep=1).open(run) as checkpoints:
+    (run / 'checkpoints' / '3').rename(run / 'checkpoints' / '30')  # put there meanwhile
+    checkpoints.save(4, {'w': jnp.ones(3)}, {})
+  assert present(run) == ['30', '4']
 
 
 @pytest.fixture

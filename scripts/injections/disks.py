@@ -7,6 +7,7 @@ import subprocess
 
 from injections.harness import Harness, ended, mounted, wait_for
 from injections.table import Trial, fault
+from valkyrie.checkpoint.manager import Checkpoints
 
 STORAGE = 74
 
@@ -97,6 +98,55 @@ def linked_step(harness: Harness, times: int) -> Iterator[Trial]:
     yield Trial(step.name, failure if code == STORAGE else f'exit code {code}')
     step.unlink()
     (harness.folder / f'{name}.elsewhere').rename(step)
+    harness.forget(name)
+
+
+@fault(
+  'a directory that is renamed while its run trains, and another run in its place',
+  'ends with 74 and writes nothing there; both continue bit for bit',
+  full=3,
+  short=1,
+)
+def renamed(harness: Harness, times: int) -> Iterator[Trial]:
+  for number in range(times):
+    name, moved = harness.new(), harness.new()
+    place = harness.folder / name
+    hashes = f'--gin.HashState.path="{harness.folder / moved}.hashes"'
+    first = harness.start(name, '--gin.Pace.seconds=0.3', hashes)
+    wait_for(lambda run=moved, least=1 + 3 * number: len(harness.hashes(run)) > least, first)
+    place.rename(harness.folder / moved)
+    second = harness.start(name)
+    code = ended(first)
+    failure = None if code == STORAGE else f'exit code {code}: {harness.said(name)[-300:]}'
+    if (code := ended(second)) and failure is None:
+      failure = f'the other one ended with {code}: {harness.said(name)[-300:]}'
+    harness.run(moved)
+    for run in (name, moved):
+      failure = failure or harness.difference(run)
+    yield Trial(f'after step {2 + 3 * number}', failure)
+    harness.forget(name)
+    harness.forget(moved)
+
+
+@fault(
+  'an old step that cannot be deleted',
+  'is reported, the run goes on, and deletes it later',
+  full=3,
+  short=1,
+)
+def undeletable(harness: Harness, times: int) -> Iterator[Trial]:
+  for number in range(times):
+    name = harness.new()
+    harness.run(name, '--gin.Act.at=14', '--gin.Act.action="kill"', code=-9)
+    oldest = harness.folder / name / 'checkpoints' / str(harness.saved(name)[0])
+    with mounted(oldest / ('busy', 'state/busy', 'state/d/busy')[number % 3]):
+      harness.run(name)
+      failure = harness.difference(name)
+      if 'cannot be deleted (Device or resource busy)' not in harness.said(name):
+        failure = failure or 'it was not reported'
+    with Checkpoints().open(harness.folder / name):
+      left = [path.name for path in oldest.parent.iterdir() if not path.name.isdecimal()]
+    yield Trial(oldest.name, failure or (f'{left} are left' if left else None))
     harness.forget(name)
 
 

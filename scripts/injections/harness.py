@@ -288,10 +288,13 @@ def mounted(place: pathlib.Path, size: str = '8m') -> Iterator[pathlib.Path]:
   done = subprocess.run(mounting, capture_output=True, text=True, check=False)
   if done.returncode:
     raise Unavailable(f'a file system cannot be mounted here: {done.stderr.strip()}')
+  handle = os.open(place, os.O_RDONLY)  # stays valid where a directory above is renamed
   try:
     yield place
   finally:
-    subprocess.run(['umount', '--lazy', str(place)], check=True)
+    now = os.readlink(f'/proc/self/fd/{handle}')
+    os.close(handle)
+    subprocess.run(['umount', '--lazy', now], check=True)
 
 
 KILL, TERM, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT

@@ -118,12 +118,15 @@ class CheckpointDirectory:
     root = local_path(model_dir) if read_only else writable_directory(model_dir)
     self.directory = root / 'checkpoints'
     self._options = options
-    self._writes_files = not read_only and jax.process_index() == 0
     self._read_only = read_only
     self._running_save: Future[None] | None = None
+    self._lock: TrainerLock | None = None  # of the process that writes files beside the arrays
+    self._own: set[int] = set()  # the steps that were here at first, or saved since
+    self._reported: set[str] = set()
     with contextlib.ExitStack() as stack:  # frees the lock if an error follows
-      if self._writes_files:
-        stack.callback(TrainerLock(root).release)
+      if not read_only and jax.process_index() == 0:
+        self._lock = TrainerLock(root)
+        stack.callback(self._lock.release)
       newest = self._recover(root, step) if jax.process_index() == 0 else None
       of_first = processes.exchange('checkpoints', json.dumps([newest, lock_holder(root)]))[0]
       self._newest, holder = json.loads(of_first)
@@ -140,11 +143,13 @@ class CheckpointDirectory:
   def _recover(self, root: pathlib.Path, step: str | None) -> int | None:
     """Finds the newest valid step, or that to read; sets others aside, deletes unfinished ones."""
     with checkpoint_errors(f'{self.directory} cannot be opened'):
-      order = self._to_read(step, steps.find(self.directory))
+      found = steps.find(self.directory)
+      self._own.update(found)
+      order = self._to_read(step, found)
       newest, damaged = steps.first_valid(self.directory, order)
-      if self._writes_files:
+      if self._lock:
         self.directory.mkdir(exist_ok=True)
-        steps.clear_litter(self.directory)
+        self._report(steps.clear_litter(self.directory))
         steps.set_aside(self.directory, damaged, root / 'set_aside')
     return newest
 
@@ -206,7 +211,8 @@ class CheckpointDirectory:
       )
     message = f'Step {step} could not be saved in {self.directory}'
     with checkpoint_errors(message), self._unfinished(step) as place:
-      if self._writes_files:
+      if self._lock:
+        self._lock.check()
         steps.begin(self.directory, step)
       self._files.write(place / 'state', state)
     waited = time.perf_counter() - began
@@ -222,23 +228,24 @@ class CheckpointDirectory:
   def _commit(self, step: int, record: dict[str, Any], began: float, waited: float) -> None:
     with self._unfinished(step) as place:
       self._files.wait()
-      if self._writes_files:
+      if self._lock:
+        self._lock.check()
         (place / 'record.json').write_text(json.dumps(record, indent=2))
         steps.finish(self.directory, step)
-        with contextlib.suppress(OSError):  # a failed save may have left files, or write them now
-          steps.clear_litter(self.directory)
+        self._own.add(step)
+        self._report(steps.clear_litter(self.directory))  # a failed save may have left files
     processes.exchange('saved', str(step))  # the step counts after process 0 has renamed it
     self._newest = step
     heartbeat.beat(saved=step)
-    if self._writes_files:
+    if self._lock:
       size = sum(file.stat().st_size for file in (self.directory / str(step)).rglob('*'))
       self._say(
         f'saved step {step}: {size / 2**20:,.1f} MiB in {time.perf_counter() - began:.1f} s, of '
         f'which the run waited {waited:.2f} s'
       )
-      saved = steps.find(self.directory)
+      saved = [step for step in steps.find(self.directory) if step in self._own]
       stay = self._options.kept(saved, self._validation_losses(saved))
-      steps.delete(self.directory, [step for step in saved if step not in stay])
+      self._report(steps.delete(self.directory, [step for step in saved if step not in stay]))
 
   @contextlib.contextmanager
   def _unfinished(self, step: int) -> Iterator[pathlib.Path]:
@@ -250,9 +257,16 @@ class CheckpointDirectory:
       # Orbax may still write there; without the wait its error would appear in its next call.
       with contextlib.suppress(Exception):
         self._files.wait()
-      if self._writes_files:
+      if self._lock and self._lock.is_in_place:
         shutil.rmtree(place, ignore_errors=True)
       raise
+
+  def _report(self, problems: Sequence[str]) -> None:
+    """Says, once, what cannot be deleted: it does no harm."""
+    for problem in problems:
+      if problem not in self._reported:
+        self._reported.add(problem)
+        self._say(f'{problem}; it stays, and each save tries again')
 
   def _validation_losses(self, saved: Sequence[int]) -> dict[int, float]:
     losses = {}

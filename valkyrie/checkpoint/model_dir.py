@@ -1,5 +1,6 @@
 """The directory of a run: its absolute path, a write test, and the lock of its trainer."""
 
+import contextlib
 import fcntl
 import os
 import pathlib
@@ -63,7 +64,7 @@ class TrainerLock:
   """
 
   def __init__(self, directory: pathlib.Path):
-    path = directory / _LOCK
+    self._path = path = directory / _LOCK
     with storage_errors(f'{path} cannot be opened'):
       self._file = open(path, 'a+')  # noqa: SIM115, held until `release`
     try:
@@ -79,6 +80,23 @@ class TrainerLock:
     self._file.write(f'process {os.getpid()} on {socket.gethostname()}\n')
     self._file.flush()
     os.fsync(self._file.fileno())  # other hosts that share the directory can read it now
+
+  @property
+  def is_in_place(self) -> bool:
+    """Whether the file at the path is the one that is held."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+      return os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
+    return False
+
+  def check(self) -> None:
+    """Raises StorageError if the directory at the path is no longer that of this trainer."""
+    with storage_errors(f'{self._path} cannot be read'):
+      if not self.is_in_place:
+        raise StorageError(
+          f'{self._path} is not the file that this run has locked: its directory was moved, or the '
+          'file deleted, while the run trained. Nothing was written there. To go on, give the '
+          'directory of this run as --model_dir.'
+        )
 
   def release(self) -> None:
     """Frees the lock."""

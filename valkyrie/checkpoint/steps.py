@@ -79,7 +79,7 @@ def begin(directory: pathlib.Path, step: int) -> None:
   """Makes the directory of an unfinished step, empty."""
   place = unfinished(directory, step)
   if place.exists():
-    shutil.rmtree(place)
+    _remove(_discarded(place, step))
   place.mkdir()
 
 
@@ -91,15 +91,51 @@ def finish(directory: pathlib.Path, step: int) -> None:
   manifest.sync_directory(directory)
 
 
-def delete(directory: pathlib.Path, steps: Iterable[int]) -> None:
-  """Deletes steps; renames each first, so that no partial step has a step's name."""
+def delete(directory: pathlib.Path, steps: Iterable[int]) -> list[str]:
+  """Deletes steps; renames each first, so that no partial step has a step's name.
+
+  Returns:
+    Why a step could not be deleted, for each of these; it is whole, or remains as litter.
+  """
+  problems = []
   for step in steps:
-    shutil.rmtree((directory / str(step)).rename(directory / f'{step}.deleted'))
+    try:
+      place = _discarded(directory / str(step), step)
+    except OSError as error:
+      problems.append(f'{directory / str(step)} cannot be deleted ({error.strerror})')
+    else:
+      problems += _remove(place)
+  return problems
 
 
-def clear_litter(directory: pathlib.Path) -> None:
-  """Deletes the remainders of saves and deletions that a crash has interrupted."""
+def clear_litter(directory: pathlib.Path) -> list[str]:
+  """Deletes the remainders of saves and deletions that were interrupted, or had failed.
+
+  Returns:
+    As `delete`.
+  """
+  problems = []
   for place in directory.iterdir():
     number, _, ending = place.name.partition('.')
-    if number.isdecimal() and ending in ('unfinished', 'deleted'):
-      shutil.rmtree(place)
+    if number.isdecimal() and ending.endswith(('unfinished', 'deleted')):
+      problems += _remove(place)
+  return problems
+
+
+def _discarded(place: pathlib.Path, step: int) -> pathlib.Path:
+  """Renames what is to be deleted."""
+  target, copies = place.with_name(f'{step}.deleted'), 0
+  while target.exists():  # a deletion has failed, for instance while somebody has a file open
+    copies += 1
+    target = place.with_name(f'{step}.{copies}.deleted')
+  return place.rename(target)
+
+
+def _remove(place: pathlib.Path) -> list[str]:
+  try:
+    shutil.rmtree(place)
+  except FileNotFoundError:
+    return []
+  except OSError as error:
+    return [f'{place} cannot be deleted ({error.strerror})']
+  return []
