@@ -174,7 +174,7 @@ def test_an_error_of_closing_does_not_hide_the_first_error(tmp_path):
       raise ZeroDivisionError
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-  assert 'The last save' in error.value.__notes__[0]
+  assert 'The last save has failed: step 1' in error.value.__notes__[0]
 
 
 def test_a_relative_path_is_made_absolute(tmp_path, monkeypatch):

@@ -7,13 +7,15 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from valkyrie.checkpoint import steps
+from valkyrie.checkpoint import failed_saves, manager, manifest, steps
 from valkyrie.checkpoint.manager import Checkpoints, open_to_read
 from valkyrie.errors import StorageError
 
@@ -180,7 +182,7 @@ def test_a_kill_during_a_save_leaves_the_steps_before(run, moment):
 import os, signal
 import jax.numpy as jnp
 from valkyrie.checkpoint.manager import Checkpoints
-from valkyrie.checkpoint import steps
+from valkyrie.checkpoint import failed_saves, manager, manifest, steps
 checkpoints = Checkpoints().open({str(run)!r})
 steps.{moment} = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 checkpoints.save(4, {{'w': jnp.arange(300, dtype=jnp.float32) * 4}}, {{'position': 4}})
@@ -285,7 +287,7 @@ def small_disk(tmp_path):
 def test_a_save_on_a_full_disk_fails_leaves_no_files_and_the_next_save_succeeds(small_disk):
   random = np.random.default_rng(0)  # noise does not compress
   small, large = ({'w': jnp.asarray(random.normal(size=n * 100_000))} for n in (1, 20))
-  with Checkpoints().open(small_disk / 'run') as checkpoints:
+  with Checkpoints(patience=0).open(small_disk / 'run') as checkpoints:
     checkpoints.save(1, small, {})
     checkpoints.wait()
     with pytest.raises(StorageError, match=r'in .*run/checkpoints') as failure:
@@ -301,11 +303,105 @@ def test_a_save_on_a_full_disk_fails_leaves_no_files_and_the_next_save_succeeds(
   assert present(small_disk / 'run') == ['1', '2']
 
 
+@pytest.fixture
+def failing(monkeypatch):
+  """A list of the reasons with which the next saves fail, and the pauses in seconds after them."""
+  reasons, pauses = [], []
+  sync = manifest.sync_directory
+
+  def fail(path):
+    if reasons:
+      raise OSError(errno.EIO, reasons.pop(0), str(path))
+    sync(path)
+
+  monkeypatch.setattr(manifest, 'sync_directory', fail)
+  monkeypatch.setattr(manager.time, 'sleep', pauses.append)
+  return reasons, pauses
+
+
+def test_a_save_that_fails_is_dropped_said_and_made_again_later(tmp_path, failing):
+  reasons, _ = failing
+  said = []
+  with Checkpoints(patience=60.0).open(tmp_path, say=said.append) as checkpoints:
+    saved = []
+    for step in range(1, 20):
+      time.sleep(0.05)  # with the pace of these steps, the pause of 10 s would be 200 steps
+      if step == 4:
+        reasons.append('a broken disk')
+      if step % 4 == 0:
+        checkpoints.save(step, {'w': jnp.full(3, step)}, {})
+      if checkpoints.is_due(step):
+        saved.append(step)
+      checkpoints.check()
+    assert not saved and checkpoints.latest_step() is None  # each save came within the pause
+    checkpoints.save_now(19, {'w': jnp.full(3, 19)}, {})
+  assert present(tmp_path) == ['19']
+  assert 'step 4 could not be saved' in said[0] and 'a broken disk' in said[0]
+  assert 'saved step 19' in said[1]
+
+
+def test_the_next_save_is_due_after_the_pause(tmp_path, failing, monkeypatch):
+  monkeypatch.setattr(failed_saves, '_FIRST_PAUSE', 1e-3)
+  failing[0].append('a broken disk')
+  due = []
+  with Checkpoints(patience=60.0).open(tmp_path) as checkpoints:
+    for step in range(1, 9):
+      if step == 4:
+        checkpoints.save(step, {'w': jnp.full(3, step)}, {})
+      if checkpoints.is_due(step):
+        due.append(step)
+        checkpoints.save(step, {'w': jnp.full(3, step)}, {})
+      checkpoints.wait()
+  assert due == [int(name) for name in present(tmp_path)] and due[0] in (5, 6)
+
+
+def test_the_end_of_a_run_tries_again_until_its_patience_ends(tmp_path, failing):
+  reasons, pauses = failing
+  reasons += ['broken'] * 3
+  with Checkpoints(patience=60.0).open(tmp_path) as checkpoints:
+    checkpoints.save_now(4, {'w': jnp.ones(3)}, {})
+  assert pauses == [10.0, 20.0, 40.0] and present(tmp_path) == ['4']
+  reasons += ['broken'] * 9
+  refusal = pytest.raises(StorageError, match=r'failed for 0 s \(Checkpoints.patience=0\)')
+  with refusal, Checkpoints(patience=0).open(tmp_path) as checkpoints:
+    checkpoints.save_now(5, {'w': jnp.ones(3)}, {})
+  refusal = pytest.raises(
+    StorageError, match=r'The last save has failed: step 6 could not be saved'
+  )
+  with refusal, Checkpoints(patience=60.0).open(tmp_path) as checkpoints:
+    checkpoints.save(6, {'w': jnp.ones(3)}, {})
+
+
+def test_processes_agree_on_the_step_of_the_next_save(monkeypatch):
+  """Each of three loops is elsewhere when it hears of the failure; none saves before the others."""
+  barrier, told = threading.Barrier(3), {}
+
+  def exchange(name, text, seconds=0):
+    told[threading.current_thread().name] = text
+    barrier.wait()
+    return [told[f'commit{number}'] for number in range(3)]
+
+  monkeypatch.setattr(failed_saves.processes, 'exchange', exchange)
+  monkeypatch.setattr(failed_saves, '_FIRST_PAUSE', 1e-9)
+  due = []
+  for number, finished in enumerate((4, 6, 5)):
+    saves = failed_saves.FailedSaves(60.0, 'here', lambda line: None)
+    saves.is_due(finished)
+    commit = threading.Thread(target=saves.add, args=(4, ''), name=f'commit{number}')
+    commit.start()
+    due.append((saves, finished, commit))
+  for saves, finished, commit in due:
+    assert next(step for step in range(finished + 1, 12) if saves.is_due(step)) == 8
+    assert saves.is_too_early(7) and not saves.is_too_early(8)
+    commit.join()
+
+
 @pytest.mark.parametrize('left', range(0, 24, 4))
 def test_a_full_disk_does_not_hide_the_first_error(small_disk, left):
   """Depending on the KiB that are left, the save fails at once or in the background."""
   state = {'w': jnp.ones(1000)}
-  with pytest.raises(ZeroDivisionError), Checkpoints().open(small_disk / 'run') as checkpoints:
+  options = Checkpoints(patience=0)
+  with pytest.raises(ZeroDivisionError), options.open(small_disk / 'run') as checkpoints:
     room = os.statvfs(small_disk)
     (small_disk / 'ballast').write_bytes(bytes(room.f_bavail * room.f_frsize - 1024 * left))
     with pytest.raises(StorageError):

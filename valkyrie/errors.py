@@ -58,6 +58,11 @@ def message_of(error: ValkyrieError) -> str:
   return re.sub(r'\n  In call to configurable .*', '', str(error))
 
 
+def reason_of(error: Exception) -> str:
+  """The words of the system for an OSError, or of the library for another error."""
+  return getattr(error, 'strerror', None) or str(error)
+
+
 @contextlib.contextmanager
 def storage_errors(
   message: str, advice: str = '', also: tuple[type[Exception], ...] = ()
@@ -66,7 +71,7 @@ def storage_errors(
   try:
     yield
   except (OSError, *also) as error:
-    reason = getattr(error, 'strerror', None) or str(error)
+    reason = reason_of(error)
     file = getattr(error, 'filename', None)
     if file is not None and str(file) not in message:
       reason += f' ({file})'

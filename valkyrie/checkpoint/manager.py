@@ -12,7 +12,7 @@ Several processes must see the same directory. Each writes the shards of its dev
 writes all other files, and sends the others its result.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 import contextlib
 import dataclasses
@@ -20,7 +20,6 @@ import json
 import math
 import os
 import pathlib
-import shutil
 import time
 from typing import Any
 
@@ -28,12 +27,14 @@ import gin
 import jax
 
 from valkyrie.checkpoint import steps
+from valkyrie.checkpoint.failed_saves import FailedSaves
 from valkyrie.checkpoint.model_dir import TrainerLock, local_path, lock_holder, writable_directory
 from valkyrie.checkpoint.state_check import not_finite
 from valkyrie.checkpoint.state_files import StateFiles, checkpoint_errors
+from valkyrie.checkpoint.step_writer import StepWriter
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.distributed import heartbeat, processes
-from valkyrie.errors import ConfigurationError, Diverged, StorageError
+from valkyrie.errors import ConfigurationError, Diverged, StorageError, reason_of
 
 LATEST, BEST = 'latest', 'best'  # steps to read, beside numbers
 
@@ -44,23 +45,27 @@ LATEST, BEST = 'latest', 'best'  # steps to read, beside numbers
 class Checkpoints:
   """The retention policy of a run's checkpoints; others are deleted after the next save.
 
+  A save that fails is dropped, and another one made later.
+
   Attributes:
     keep: number of newest steps to keep.
     keep_period: steps that are a multiple of it are kept; None keeps none of them.
     keep_best: number of steps with the lowest validation loss to keep.
+    patience: seconds for which saves may fail, one after the other, before the run ends.
   """
 
   keep: int = 3
   keep_period: int | None = None
   keep_best: int = 0
+  patience: float = 3600.0
 
   def __post_init__(self):
     bad_period = self.keep_period is not None and self.keep_period < 1
-    if self.keep < 1 or bad_period or self.keep_best < 0:
+    if self.keep < 1 or bad_period or self.keep_best < 0 or not self.patience >= 0:
       raise ConfigurationError(
-        f'Checkpoints has keep={self.keep}, keep_period={self.keep_period} and '
-        f'keep_best={self.keep_best}. Use a keep and keep_period of 1 or more, and a keep_best of '
-        '0 or more.'
+        f'Checkpoints has keep={self.keep}, keep_period={self.keep_period}, '
+        f'keep_best={self.keep_best} and patience={self.patience}. Use a keep and keep_period of 1 '
+        'or more, and a keep_best and patience of 0 or more.'
       )
 
   def kept(self, saved: Sequence[int], losses: Mapping[int, float]) -> set[int]:
@@ -119,14 +124,16 @@ class CheckpointDirectory:
     self.directory = root / 'checkpoints'
     self._options = options
     self._read_only = read_only
+    self._failed = FailedSaves(options.patience, str(self.directory), say)
     self._running_save: Future[None] | None = None
-    self._lock: TrainerLock | None = None  # of the process that writes files beside the arrays
-    self._own: set[int] = set()  # the steps that were here at first, or saved since
-    self._reported: set[str] = set()
     with contextlib.ExitStack() as stack:  # frees the lock if an error follows
+      lock = None
       if not read_only and jax.process_index() == 0:
-        self._lock = TrainerLock(root)
-        stack.callback(self._lock.release)
+        lock = TrainerLock(root)
+        stack.callback(lock.release)
+      self._files = StateFiles()
+      stack.callback(self._files.close)
+      self._writer = StepWriter(self.directory, self._files, lock, say)
       newest = self._recover(root, step) if jax.process_index() == 0 else None
       of_first = processes.exchange('checkpoints', json.dumps([newest, lock_holder(root)]))[0]
       self._newest, holder = json.loads(of_first)
@@ -135,21 +142,16 @@ class CheckpointDirectory:
           f'Process {jax.process_index()} does not see the files of process 0 in {root}. All '
           'processes need the same directory. Name a --model_dir on storage that they share.'
         )
-      self._files = StateFiles()
-      stack.callback(self._files.close)
       self._thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix='commit'))
       self._resources = stack.pop_all()
 
   def _recover(self, root: pathlib.Path, step: str | None) -> int | None:
     """Finds the newest valid step, or that to read; sets others aside, deletes unfinished ones."""
     with checkpoint_errors(f'{self.directory} cannot be opened'):
-      found = steps.find(self.directory)
-      self._own.update(found)
-      order = self._to_read(step, found)
+      order = self._to_read(step, steps.find(self.directory))
       newest, damaged = steps.first_valid(self.directory, order)
-      if self._lock:
-        self.directory.mkdir(exist_ok=True)
-        self._report(steps.clear_litter(self.directory))
+      if self._writer.lock:
+        self._writer.open()
         steps.set_aside(self.directory, damaged, root / 'set_aside')
     return newest
 
@@ -177,8 +179,17 @@ class CheckpointDirectory:
     """The path of the newest valid step, for messages."""
     return str(self.directory / str(self._newest)) if self._newest is not None else 'none yet'
 
+  def is_due(self, step: int) -> bool:
+    """Whether to save step `step` in place of one whose save failed.
+
+    To be asked after each step, by all processes alike.
+    """
+    return self._failed.is_due(step)
+
   def save(self, step: int, state: Any, record: dict[str, Any]) -> None:
     """Copies the state to the host, then writes and hashes it in the background.
+
+    If this fails, a line says so, and `is_due` asks for another save; until then this does nothing.
 
     Args:
       step: the number of the train state; must be larger than every saved one.
@@ -187,17 +198,19 @@ class CheckpointDirectory:
 
     Raises:
       Diverged: the state is not finite.
-      StorageError: this save cannot start, or the one before it has failed.
+      StorageError: the directory is no longer that of this run, has this step, or saves have failed
+        for longer than `Checkpoints.patience`.
     """
-    self._begin(step, state, record)
+    began = time.perf_counter()
+    heartbeat.beat(stage='save')
+    self.wait()
+    if not self._failed.is_too_early(step):
+      self._begin(step, state, record, began)
     heartbeat.beat(stage='step')  # the run no longer waits for the save
 
-  def _begin(self, step: int, state: Any, record: dict[str, Any]) -> None:
+  def _begin(self, step: int, state: Any, record: dict[str, Any], began: float) -> None:
     if self._read_only:
       raise StorageError(f'{self.directory} was opened read-only. Nothing was saved.')
-    heartbeat.beat(stage='save')
-    began = time.perf_counter()
-    self.wait()
     if self._newest is not None and step <= self._newest:
       raise StorageError(
         f'Step {step} cannot be saved in {self.directory}: step {self._newest} is there already, '
@@ -209,64 +222,58 @@ class CheckpointDirectory:
         f'The state after step {step} is not finite in {", ".join(paths[:5])}. It was not saved. '
         f'The newest checkpoint is step {self._newest}.'
       )
-    message = f'Step {step} could not be saved in {self.directory}'
-    with checkpoint_errors(message), self._unfinished(step) as place:
-      if self._lock:
-        self._lock.check()
-        steps.begin(self.directory, step)
-      self._files.write(place / 'state', state)
+    self._failed.try_again()
+    problem = next(filter(None, processes.exchange('begun', self._writer.begin(step))), '')
+    if not problem:  # else Orbax would wait for process 0
+      problem = self._writer.write(step, state)
     waited = time.perf_counter() - began
-    self._running_save = self._thread.submit(self._commit, step, record, began, waited)
+    self._running_save = self._thread.submit(self._commit, step, record, problem, began, waited)
 
-  def save_now(self, step: int, state: Any, record: dict[str, Any]) -> None:
-    """Saves a step, unless it is saved, and waits until it is on disk; raises as `save` does."""
+  def save_now(self, step: int, state: Any, record: dict[str, Any], patiently: bool = True) -> None:
+    """Saves a step, unless it is saved, and waits until it is on disk; raises as `save` does.
+
+    A save that fails is repeated for as long as `Checkpoints.patience`, or, not `patiently`, raises
+    a StorageError.
+    """
     self.wait()
-    if self._newest != step:
-      self._begin(step, state, record)
+    while self._newest != step:
+      heartbeat.beat(stage='save')
+      self._begin(step, state, record, time.perf_counter())
       self._collect()
+      if self._newest != step:
+        if not patiently:
+          raise StorageError(f'Step {step} could not be saved in {self.directory}.')
+        time.sleep(self._failed.pause)
 
-  def _commit(self, step: int, record: dict[str, Any], began: float, waited: float) -> None:
-    with self._unfinished(step) as place:
-      self._files.wait()
-      if self._lock:
-        self._lock.check()
-        (place / 'record.json').write_text(json.dumps(record, indent=2))
-        steps.finish(self.directory, step)
-        self._own.add(step)
-        self._report(steps.clear_litter(self.directory))  # a failed save may have left files
-    processes.exchange('saved', str(step))  # the step counts after process 0 has renamed it
+  def _commit(
+    self, step: int, record: dict[str, Any], problem: str, began: float, waited: float
+  ) -> None:
+    """Waits for the arrays, then makes the step valid; `problem` has prevented it already."""
+    problem = problem or self._writer.finish(step, record)
+    problems = processes.exchange('saved', problem)  # a step counts after process 0 has renamed it
+    if any(problems):
+      self._writer.discard(step)
+      self._failed.add(step, next(filter(None, problems)))
+      return
+    self._failed.forget()
     self._newest = step
     heartbeat.beat(saved=step)
-    if self._lock:
-      size = sum(file.stat().st_size for file in (self.directory / str(step)).rglob('*'))
-      self._say(
-        f'saved step {step}: {size / 2**20:,.1f} MiB in {time.perf_counter() - began:.1f} s, of '
-        f'which the run waited {waited:.2f} s'
-      )
-      saved = [step for step in steps.find(self.directory) if step in self._own]
-      stay = self._options.kept(saved, self._validation_losses(saved))
-      self._report(steps.delete(self.directory, [step for step in saved if step not in stay]))
+    if self._writer.lock:
+      try:
+        self._tidy(step, time.perf_counter() - began, waited)
+      except OSError as error:  # which is no reason to end a run that has saved
+        self._say(f'{self.directory} cannot be read after step {step}: {reason_of(error)}')
 
-  @contextlib.contextmanager
-  def _unfinished(self, step: int) -> Iterator[pathlib.Path]:
-    """The directory of a step that is being written; an error deletes it."""
-    place = steps.unfinished(self.directory, step)
-    try:
-      yield place
-    except BaseException:
-      # Orbax may still write there; without the wait its error would appear in its next call.
-      with contextlib.suppress(Exception):
-        self._files.wait()
-      if self._lock and self._lock.is_in_place:
-        shutil.rmtree(place, ignore_errors=True)
-      raise
-
-  def _report(self, problems: Sequence[str]) -> None:
-    """Says, once, what cannot be deleted: it does no harm."""
-    for problem in problems:
-      if problem not in self._reported:
-        self._reported.add(problem)
-        self._say(f'{problem}; it stays, and each save tries again')
+  def _tidy(self, step: int, took: float, waited: float) -> None:
+    """Says that a step was saved, and deletes those that it replaces."""
+    size = sum(file.stat().st_size for file in (self.directory / str(step)).rglob('*'))
+    self._say(
+      f'saved step {step}: {size / 2**20:,.1f} MiB in {took:.1f} s, of which the run waited '
+      f'{waited:.2f} s'
+    )
+    saved = self._writer.saved()
+    stay = self._options.kept(saved, self._validation_losses(saved))
+    self._writer.delete([step for step in saved if step not in stay])
 
   def _validation_losses(self, saved: Sequence[int]) -> dict[int, float]:
     losses = {}
@@ -342,12 +349,12 @@ class CheckpointDirectory:
     return record, self._files.read_to_host(place, self._evaluated_field())
 
   def check(self) -> None:
-    """Raises StorageError if the running save has failed; does not wait for it."""
+    """Notes whether the running save has ended; does not wait for it; raises as `save` does."""
     if self._running_save is not None and self._running_save.done():
       self._collect()
 
   def wait(self) -> None:
-    """Waits for the running save; raises StorageError, once, if it has failed."""
+    """Waits for the running save; raises as `save` does."""
     if self._running_save is not None:
       heartbeat.beat(stage='save')
     self._collect()
@@ -355,16 +362,14 @@ class CheckpointDirectory:
   def _collect(self) -> None:
     save, self._running_save = self._running_save, None
     if save is not None:
-      with checkpoint_errors(
-        f'The last save in {self.directory} failed, and the steps before it are unchanged',
-        'Make room there, or repair the cause, and run the same command again.',
-      ):
+      with checkpoint_errors(f'The last save in {self.directory} failed'):
         save.result()
 
   def close(self) -> None:
-    """Waits for the running save and frees the lock; raises as `wait` does."""
+    """Waits for the running save and frees the lock; raises a StorageError if it has failed."""
     with self._resources:
       self.wait()
+      self._failed.check()
 
   def __enter__(self) -> 'CheckpointDirectory':
     return self

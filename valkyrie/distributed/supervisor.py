@@ -43,6 +43,7 @@ class RunStatus:
   saved: int = -1  # the newest saved step
   process: int | None = None  # the number of the process, in a run of several
   model_dir: str | None = None
+  transient: bool = False  # whether storage has ended the run, and may be well again
 
 
 @dataclasses.dataclass
@@ -65,7 +66,8 @@ class Supervisor:
       code, reason = self._run_once(status)
       if status.saved > newest:
         newest, in_vain = status.saved, 0
-      again = code in RETRYABLE and not self._stopping and in_vain < self.restarts
+      may_succeed = code in RETRYABLE or status.transient
+      again = may_succeed and not self._stopping and in_vain < self.restarts
       self._report(status, code, reason, again)
       if not again:
         return code
@@ -104,7 +106,8 @@ class Supervisor:
 
   def _watch(self, child: subprocess.Popen, pipe: io.FileIO, status: RunStatus) -> str | None:
     """Returns None when the child has ended, or the reason why it counts as hanging."""
-    status.stage, status.step, rest, last = 'start_up', None, b'', time.monotonic()
+    status.stage, status.step, status.transient = 'start_up', None, False
+    rest, last = b'', time.monotonic()
     while True:
       ended = child.poll() is not None
       readable, _, _ = select.select([pipe], [], [], 0.0 if ended else 0.2)

@@ -198,6 +198,8 @@ def train(
         log(trainer.step, metrics)
         for hook in (*hooks, *periodic):  # an evaluation writes the line of this step
           log.note(hook(trainer.step, trainer.state, metrics))
+        if directory.is_due(trainer.step):
+          trainer.save(validate.losses.get(trainer.step))
         directory.check()
         if in_flight is not None:
           check_refused(trainer.step - 1, in_flight)
@@ -207,8 +209,8 @@ def train(
       log.flush()
     progress.close()
     progress.say(*memory.lines())
+    trainer.save_now(validate.losses.get(trainer.step))
     if trainer.step < train_steps:
-      trainer.save_now()
       if done := _done(trainer, train_steps, patience):
         progress.say(done)
         return

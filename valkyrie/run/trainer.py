@@ -129,10 +129,11 @@ class Trainer:
     record = {**self._record(), 'validation_loss': validation_loss}
     self._directory.save(self.step, self.state, record)
 
-  def save_now(self) -> None:
+  def save_now(self, validation_loss: float | None = None, patiently: bool = True) -> None:
     """Saves the state and waits, unless no step was taken or it is saved already."""
     if self.step > self.start:
-      self._directory.save_now(self.step, self.state, self._record())
+      record = {**self._record(), 'validation_loss': validation_loss}
+      self._directory.save_now(self.step, self.state, record, patiently)
 
   @contextlib.contextmanager
   def saving_on_error(self) -> Iterator[None]:
@@ -148,7 +149,7 @@ class Trainer:
       if jax.process_count() > 1:
         raise
       try:
-        self.save_now()
+        self.save_now(patiently=False)
         error.add_note('The state before the error was saved.')
       except Exception as second:
         error.add_note(f'The steps since the last checkpoint could not be saved: {second}')

@@ -1,0 +1,114 @@
+"""Saves that fail: dropped, reported, and made again at a later step, the same in all processes."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+import json
+import math
+import threading
+import time
+
+from valkyrie.distributed import heartbeat, processes
+from valkyrie.errors import StorageError
+
+_FIRST_PAUSE = 10.0  # seconds, doubled after each further failure
+_LONGEST_PAUSE = 300.0
+
+
+class FailedSaves:
+  """The saves that have failed since the last one that succeeded."""
+
+  def __init__(self, patience: float, place: str, say: Callable[[str], None]):
+    """Counts the failures of one run.
+
+    Args:
+      patience: seconds for which saves may fail before the run ends.
+      place: the directory, for messages.
+      say: prints a line.
+    """
+    self._patience, self._place, self._say = patience, place, say
+    self._since: float | None = None
+    self._count = 0
+    self._last = ''  # the message of the last failure
+    self._again_at: int | None = None  # the step that is saved next
+    # Of the loop: its last step, its first step and time, and what it waits for.
+    self._step = 0
+    self._first: tuple[int, float] | None = None
+    self._agreement: Future[None] | None = None
+    self._lock = threading.Lock()
+
+  @property
+  def pause(self) -> float:
+    """Seconds until the next save."""
+    return min(_FIRST_PAUSE * 2 ** (self._count - 1), _LONGEST_PAUSE)
+
+  def is_due(self, step: int) -> bool:
+    """Whether to save step `step` in place of one that failed; to be asked after each step."""
+    with self._lock:
+      self._step = step
+      self._first = self._first or (step, time.monotonic())
+      agreement = self._agreement
+    if agreement is not None:
+      agreement.result()
+    return self._again_at is not None and step >= self._again_at
+
+  def is_too_early(self, step: int) -> bool:
+    """Whether the pause after a failure is not over yet."""
+    return self._again_at is not None and step < self._again_at
+
+  def try_again(self) -> None:
+    """Notes that a save begins: no other is due unless it fails."""
+    self._again_at = None
+
+  def forget(self) -> None:
+    """Notes that a save has succeeded."""
+    self._since, self._count, self._last = None, 0, ''
+
+  def check(self) -> None:
+    """Raises a StorageError if the last save has failed; for the end of a run."""
+    if self._last:
+      raise StorageError(f'The last save has failed: {self._last}')
+
+  def add(self, step: int, reason: str) -> None:
+    """Notes that the save of `step` has failed, in the same order in all processes.
+
+    The loops of the processes are at different steps. Each says which step it has finished, and
+    waits after the next one until all know the largest: the next save comes after that.
+
+    Raises:
+      StorageError: saves have failed for longer than the run is patient.
+    """
+    now = time.monotonic()
+    self._since = now if self._since is None else self._since
+    self._count += 1
+    agreement: Future[None] = Future()
+    with self._lock:
+      finished, self._agreement = self._step, agreement
+    is_over = now - self._since >= self._patience
+    mine = json.dumps([finished, self._steps_of_pause(now), is_over])
+    try:
+      steps, pauses, over = zip(*map(json.loads, processes.exchange('failed', mine)), strict=True)
+    except BaseException as error:
+      agreement.set_exception(error)  # which ends the loop, too
+      raise
+    self._again_at = max(steps) + 1 + pauses[0]
+    agreement.set_result(None)
+    message = self._last = f'step {step} could not be saved in {self._place}: {reason}'
+    if over[0]:
+      heartbeat.beat(transient=True)
+      raise StorageError(
+        f'{message}. Saves have failed for {now - self._since:.0f} s '
+        f'(Checkpoints.patience={self._patience:g}); the steps before are unchanged. Make room '
+        'there, or repair the cause, and run the same command again.'
+      )
+    left = self._patience - (now - self._since)
+    self._say(
+      f'{message}; the steps before are unchanged. The next save follows in about '
+      f'{self.pause:.0f} s, after step {self._again_at} or at the end. If saves fail for '
+      f'{left:.0f} s more, the run ends'
+    )
+
+  def _steps_of_pause(self, now: float) -> int:
+    """The number of steps that take as long as the pause, at the pace of this run."""
+    first, began = self._first or (self._step, now)
+    taken = self._step - first
+    return math.ceil(self.pause * taken / (now - began)) if taken and now > began else 1
