@@ -223,7 +223,7 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
 
 def test_the_stage_is_save_only_while_the_run_waits_for_a_save(tmp_path, monkeypatch):
   reader, writer = os.pipe()
-  monkeypatch.setenv(heartbeat.VARIABLE, str(writer))
+  monkeypatch.setenv(heartbeat.VARIABLE, heartbeat.address(writer))
   with Checkpoints().open(tmp_path) as checkpoints:
     checkpoints.save(1, make_state(), {})
     checkpoints.save_now(2, make_state(), {})

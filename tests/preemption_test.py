@@ -1,4 +1,4 @@
-"""A run that receives SIGTERM or SIGINT saves, reports its checkpoint, and ends with 75."""
+"""A run that is asked to stop by a signal saves, reports its checkpoint, and ends with 75."""
 
 import json
 import os
@@ -195,6 +195,28 @@ def test_a_killed_run_ends_the_builder_of_its_store(flags, folder, tmp_path):
       time.sleep(0.02)
 
 
+@pytest.mark.parametrize('number', [signal.SIGHUP, signal.SIGQUIT])
+def test_a_closed_terminal_stops_a_run(number):
+  with Preemption() as stop:
+    stop.ready(str)
+    os.kill(os.getpid(), number)
+    while not stop.requested():
+      time.sleep(0.01)
+
+
+def test_nohup_is_respected():
+  before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+  try:
+    with Preemption() as stop:
+      stop.ready(str)
+      os.kill(os.getpid(), signal.SIGHUP)
+      time.sleep(0.2)
+      assert not stop.requested()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+  finally:
+    signal.signal(signal.SIGHUP, before)
+
+
 def test_a_step_longer_than_the_grace_is_ended_and_the_checkpoint_named(flags, folder, tmp_path):
   more = ('--gin.Act.at=3', '--gin.Act.what="hang"', '--gin.checkpoint_every=1')
   with start(flags, folder, tmp_path, *more, '--gin.Preemption.grace_seconds=0.5') as process:
@@ -216,7 +238,7 @@ def test_a_signal_during_an_evaluation_ends_it_and_saves_the_state(train_here, t
 
 def test_after_an_error_in_the_loop_the_state_is_saved(train_here, tmp_path, monkeypatch):
   reader, writer = os.pipe()
-  monkeypatch.setenv(heartbeat.VARIABLE, str(writer))
+  monkeypatch.setenv(heartbeat.VARIABLE, heartbeat.address(writer))
   with pytest.raises(ValueError, match='a bug of the hook') as error:
     train_here('--gin.Act.at=3', '--gin.Act.what="fail"')
   assert 'The state before the error was saved.' in error.value.__notes__

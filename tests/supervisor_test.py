@@ -29,6 +29,12 @@ for word in sys.argv[2 + min(starts, len(sys.argv) - 3)].split():
   name, _, number = word.partition('=')
   if name in ('compile', 'step', 'save'):
     heartbeat.beat(stage=name, **({'step': int(number)} if number else {}))
+  elif name == 'transient':
+    heartbeat.beat(transient=True)
+  elif name == 'garbage':
+    descriptor = int(os.environ[heartbeat.VARIABLE].partition(':')[0])
+    for line in (b'{', b'[1]', b'{"stage": "dance"}', b'{"saved": "x"}', b'{"other": 1}', bytes(9)):
+      os.write(descriptor, line + b'\\n')
   elif name == 'saved':
     heartbeat.beat(saved=int(number))
   elif name == 'hang':
@@ -37,6 +43,17 @@ for word in sys.argv[2 + min(starts, len(sys.argv) - 3)].split():
     os.kill(os.getpid(), signal.SIGSTOP)
   elif name == 'kill':
     os.kill(os.getpid(), int(number))
+  elif name == 'sleep':
+    time.sleep(2)
+  elif name == 'wait_and_beat':
+    def end(*_):
+      (folder / 'ended').touch()
+      sys.exit(75)
+    signal.signal(signal.SIGTERM, end)
+    (folder / 'waiting').touch()
+    while True:
+      heartbeat.beat(step=1)
+      time.sleep(0.05)
   elif name == 'wait':
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
     (folder / 'waiting').touch()
@@ -51,8 +68,9 @@ def supervise(tmp_path):
   """Starts the supervisor on a run that performs the given actions, one text for each start."""
   (tmp_path / 'run.py').write_text(RUN)
 
-  def start(*starts, flags=()):
+  def start(*starts, flags=(), between=None):
     command = [str(ROOT / 'scripts' / 'supervise'), '--pause_seconds=0.01', *flags, '--']
+    command += [sys.executable, between] if between else []
     command += [sys.executable, str(tmp_path / 'run.py'), str(tmp_path), *starts]
     return subprocess.Popen(
       command,
@@ -76,6 +94,64 @@ def starts(tmp_path):
 @pytest.mark.parametrize('code', [0, 65, 70, 74, 76, 78])
 def test_other_exit_codes_are_returned_without_a_restart(supervise, tmp_path, code):
   assert ended(supervise(f'compile step=1 {code}', '0'))[0] == code
+  assert starts(tmp_path) == 1
+
+
+def test_a_run_that_storage_has_ended_is_restarted(supervise, tmp_path):
+  code, _ = ended(supervise('step=3 saved=2 transient 74', '74'))
+  assert (code, starts(tmp_path)) == (74, 2)  # the second ending was another one
+
+
+def test_garbage_in_the_pipe_is_ignored(supervise, tmp_path):
+  code, said = ended(supervise('step=3 saved=2 garbage 0'))
+  assert code == 0 and said == 'supervise: exit code 0; last saved step 2; ending\n'
+
+
+def test_nothing_that_cannot_be_written_ends_the_supervisor(supervise, tmp_path):
+  (tmp_path / 'supervise.jsonl').mkdir()
+  code, said = ended(supervise('75', 'saved=2 0'))
+  assert code == 0 and 'supervise.jsonl cannot be written (Is a directory)' in said
+  process = supervise('75', 'saved=2 9')
+  process.stderr.close()
+  assert process.wait(60) == 9
+
+
+def test_a_command_that_does_not_exist_is_named(supervise):
+  command = [ROOT / 'scripts' / 'supervise', '--', '/no/such/command']
+  environment = {**os.environ, 'PYTHON': sys.executable}
+  done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+  assert done.returncode == 127
+  assert '/no/such/command cannot be started (No such file or directory)' in done.stderr
+
+
+@pytest.mark.parametrize('how', ['closed', 'reused'])
+def test_a_command_that_cannot_be_heard_is_not_killed(supervise, tmp_path, how):
+  """A program between supervisor and run closes the pipe; its number may be that of a file then."""
+  between = tmp_path / 'between.py'
+  open_again = 'os.dup2(os.open(sys.argv[3] + "/other", os.O_RDWR | os.O_CREAT), descriptor)'
+  between.write_text(f"""
+import os, subprocess, sys
+descriptor = int(os.environ['VALKYRIE_HEARTBEAT'].partition(':')[0])
+{open_again if how == 'reused' else 'os.close(descriptor)'}
+sys.exit(subprocess.run(sys.argv[1:], close_fds={how == 'closed'}).returncode)
+""")
+  code, said = ended(
+    supervise('step=1 sleep 0', flags=['--start_up_seconds=0.5'], between=str(between))
+  )
+  assert code == 0, said
+  assert said.count('nothing was heard from the command, which is therefore not watched') == 1
+  assert how == 'closed' or not (tmp_path / 'other').read_text()
+
+
+@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGHUP, signal.SIGQUIT])
+def test_a_run_whose_supervisor_is_gone_saves_and_ends(supervise, tmp_path, number):
+  process = supervise('wait_and_beat')
+  while not (tmp_path / 'waiting').exists():
+    time.sleep(0.02)
+  process.send_signal(number)
+  process.wait(60)
+  while not (tmp_path / 'ended').exists():
+    time.sleep(0.02)
   assert starts(tmp_path) == 1
 
 

@@ -16,6 +16,7 @@ import traceback
 from valkyrie.checkpoint.compatibility import KINDS
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.distributed import processes
+from valkyrie.distributed.standard_streams import lasting
 from valkyrie.errors import ConfigurationError, Preempted, UsageError, ValkyrieError, message_of
 
 # The modules of the configurables. They are imported before gin is locked; none can follow later.
@@ -340,16 +341,17 @@ def run(
 
 def main(arguments: Sequence[str] | None = None, **kinds) -> int:
   """The exit code of `run`; errors are printed on standard error."""
-  try:
-    run(sys.argv[1:] if arguments is None else arguments, **kinds)
-    return 0
-  except (Exception, KeyboardInterrupt) as error:
-    code = _explain(error)
-    if code == Preempted.exit_code:  # a second signal must not change it
-      for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    processes.end(code, error)
-    return code
+  with lasting():
+    try:
+      run(sys.argv[1:] if arguments is None else arguments, **kinds)
+      return 0
+    except (Exception, KeyboardInterrupt) as error:
+      code = _explain(error)
+      if code == Preempted.exit_code:  # a second signal must not change it
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+          signal.signal(number, signal.SIG_IGN)
+      processes.end(code, error)
+      return code
 
 
 def _explain(error: BaseException) -> int:

@@ -19,7 +19,7 @@ from injections.table import Unavailable
 from valkyrie.checkpoint import steps
 from valkyrie.data import store_writer, vocabularies
 from valkyrie.data.store_location import store_path
-from valkyrie.distributed.heartbeat import VARIABLE
+from valkyrie.distributed.heartbeat import VARIABLE, address
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BYTES = vocabularies.ByteVocabulary()
@@ -259,7 +259,7 @@ def heartbeats() -> Iterator[tuple[dict, 'Heartbeats']]:
   reader, writer = os.pipe()
   os.set_blocking(reader, False)
   try:
-    yield {'environment': {VARIABLE: str(writer)}, 'pass_fds': (writer,)}, Heartbeats(reader)
+    yield {'environment': {VARIABLE: address(writer)}, 'pass_fds': (writer,)}, Heartbeats(reader)
   finally:
     os.close(reader)
     os.close(writer)

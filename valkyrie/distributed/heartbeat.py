@@ -1,19 +1,27 @@
 """Heartbeats of a run for its supervisor (`valkyrie-supervise`): lines of JSON in a pipe.
 
-Without a supervisor nothing is written. A supervisor that is busy or has ended never blocks a run.
+Without a supervisor nothing is written, and a busy one never blocks a run. A run whose supervisor
+is gone saves and ends, as after SIGTERM: nobody would end it if it hung.
 """
 
 import contextlib
 import faulthandler
+import functools
 import json
 import os
 import signal
 
-# The environment variable that holds the number of the file descriptor.
+# The environment variable with the file descriptor of the pipe, and the pipe's device and inode.
 VARIABLE = 'VALKYRIE_HEARTBEAT'
 
 # On this signal Python writes the stack of every thread to standard error.
 STACKS = signal.SIGUSR1
+
+
+def address(descriptor: int) -> str:
+  """The value of `VARIABLE` for a pipe."""
+  found = os.fstat(descriptor)
+  return f'{descriptor}:{found.st_dev}:{found.st_ino}'
 
 
 def start(model_dir: str) -> None:
@@ -24,7 +32,30 @@ def start(model_dir: str) -> None:
 
 def beat(**facts: str | int) -> None:
   """Reports fields of `supervisor.RunStatus`: the stage, the step that begins, the step saved."""
-  descriptor = os.environ.get(VARIABLE)
-  if descriptor is not None:
-    with contextlib.suppress(BrokenPipeError, BlockingIOError):
-      os.write(int(descriptor), json.dumps(facts).encode() + b'\n')
+  descriptor = _pipe(os.environ.get(VARIABLE))
+  if descriptor is None:
+    return
+  try:
+    with contextlib.suppress(BlockingIOError):
+      os.write(descriptor, json.dumps(facts).encode() + b'\n')
+  except OSError:  # nobody reads the pipe any more
+    _end_once()
+
+
+@functools.cache
+def _pipe(value: str | None) -> int | None:
+  """The descriptor of the pipe; None without one.
+
+  A program between supervisor and run may close the descriptor, whose number may then be that of
+  another file.
+  """
+  descriptor = (value or '').partition(':')[0]
+  with contextlib.suppress(OSError):
+    if descriptor.isdecimal() and address(int(descriptor)) == value:
+      return int(descriptor)
+  return None
+
+
+@functools.cache
+def _end_once() -> None:
+  os.kill(os.getpid(), signal.SIGTERM)

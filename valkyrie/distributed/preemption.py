@@ -1,4 +1,4 @@
-"""Preemption: SIGTERM or SIGINT stops a run between two steps, within a deadline.
+"""Preemption: a signal stops a run between two steps, within a deadline.
 
 Python runs signal handlers only between bytecodes of the main thread, which may spend minutes in a
 compilation or a long step. Python's C handler, however, writes to a file descriptor at once, in any
@@ -28,7 +28,7 @@ from valkyrie.config.computation import may_change_on_resume
 from valkyrie.distributed import processes
 from valkyrie.errors import ConfigurationError, Preempted
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _START_UP_GRACE = 1.5  # seconds in which start-up may end in order, with its child processes
 
 
@@ -76,7 +76,10 @@ class Preemption:
     self._reader, self._writer = os.pipe()
     os.set_blocking(self._writer, False)
     self._old_descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-    self._old_handlers = {number: signal.signal(number, self._handle) for number in SIGNALS}
+    ignored = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else []  # nohup
+    self._old_handlers = {
+      number: signal.signal(number, self._handle) for number in SIGNALS if number not in ignored
+    }
     self._thread = threading.Thread(target=self._watch, name='preemption', daemon=True)
     self._thread.start()
     return self

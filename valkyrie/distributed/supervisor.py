@@ -4,7 +4,8 @@
 
 A run reports its stage through a pipe (`distributed/heartbeat.py`). When a run is silent for longer
 than the limit of its stage, the supervisor prints its Python stacks, kills all its processes, and
-appends the reason to MODEL_DIR/supervise.jsonl.
+appends the reason to MODEL_DIR/supervise.jsonl. A command from which nothing is ever heard is not
+killed: something between the two closes the pipe.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import sys
 import time
 from typing import Any
 
-from valkyrie.distributed.heartbeat import STACKS, VARIABLE
+from valkyrie.distributed.heartbeat import STACKS, VARIABLE, address
 
 HANG = 86  # the exit code of a run that was ended for its silence
 # Preempted, hung, aborted by a library, killed (by the kernel or with its machine).
@@ -32,6 +33,8 @@ RETRYABLE = (75, HANG, 128 + signal.SIGABRT, 128 + signal.SIGKILL)
 _DEFAULT_SECONDS = {'start_up': 1800, 'compile': 3600, 'step': 900, 'save': 1800}
 _SECONDS_FOR_STACKS = 2.0
 _LONGEST_PAUSE = 300.0
+_NOT_FOUND = 127  # as a shell's
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # as SIGTERM
 
 
 @dataclasses.dataclass
@@ -44,6 +47,20 @@ class RunStatus:
   process: int | None = None  # the number of the process, in a run of several
   model_dir: str | None = None
   transient: bool = False  # whether storage has ended the run, and may be well again
+
+  def update(self, line: bytes) -> bool:
+    """Reads a heartbeat; returns whether it was one. Other lines change nothing."""
+    try:
+      facts = json.loads(line)
+    except ValueError:
+      return False
+    if not isinstance(facts, dict) or facts.get('stage', 'step') not in _DEFAULT_SECONDS:
+      return False
+    kinds = {'stage': str, 'model_dir': str}
+    if any(type(value) not in (kinds.get(name, int), bool) for name, value in facts.items()):
+      return False
+    vars(self).update({name: value for name, value in facts.items() if hasattr(self, name)})
+    return True
 
 
 @dataclasses.dataclass
@@ -59,8 +76,9 @@ class Supervisor:
 
   def run(self) -> int:
     """Runs the command, and returns the exit code of the last run."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-      signal.signal(number, self._forward)
+    for number in _FORWARDED:
+      if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+        signal.signal(number, self._forward)
     status, newest, in_vain = RunStatus(), -1, 0
     while True:
       code, reason = self._run_once(status)
@@ -82,13 +100,18 @@ class Supervisor:
     """Runs the command once; returns its exit code and the reason of its end."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    child = self._child = subprocess.Popen(
-      self.command,
-      env={**os.environ, VARIABLE: str(writer)},
-      pass_fds=(writer,),
-      start_new_session=True,  # so that all its processes can be killed
-    )
-    os.close(writer)
+    try:
+      child = self._child = subprocess.Popen(
+        self.command,
+        env={**os.environ, VARIABLE: address(writer)},
+        pass_fds=(writer,),
+        start_new_session=True,  # so that all its processes can be killed
+      )
+    except OSError as error:
+      os.close(reader)
+      return _NOT_FOUND, f'{self.command[0]} cannot be started ({error.strerror})'
+    finally:
+      os.close(writer)
     if self._stopping:  # a signal came while the command was started
       child.send_signal(signal.SIGTERM)
     with open(reader, 'rb', buffering=0) as pipe:
@@ -107,38 +130,51 @@ class Supervisor:
   def _watch(self, child: subprocess.Popen, pipe: io.FileIO, status: RunStatus) -> str | None:
     """Returns None when the child has ended, or the reason why it counts as hanging."""
     status.stage, status.step, status.transient = 'start_up', None, False
-    rest, last = b'', time.monotonic()
+    rest, last, heard, told = b'', time.monotonic(), False, False
     while True:
       ended = child.poll() is not None
       readable, _, _ = select.select([pipe], [], [], 0.0 if ended else 0.2)
       if readable and (data := pipe.read(65536)):
         *lines, rest = (rest + data).split(b'\n')
-        for line in lines:
-          vars(status).update(json.loads(line))
+        heard |= any([status.update(line) for line in lines])
         last = time.monotonic()
         continue
       if ended:
         return None
       silent = time.monotonic() - last
       limit = self.seconds[status.stage]
-      if silent > limit:
+      if silent > limit and not heard:
+        if not told:
+          _say('nothing was heard from the command, which is therefore not watched: does a program '
+               'between the two close file descriptors, as subprocess of Python does?')  # fmt: skip
+        told = True
+      elif silent > limit:
         stage = status.stage if status.step is None else f'{status.stage} {status.step}'
         flag = f'--{status.stage}_seconds={limit:g}'
         return f'no heartbeat for {silent:.0f} s in {stage}: the limit is {flag}'
 
   def _report(self, status: RunStatus, code: int, reason: str, again: bool) -> None:
     action = 'restarting' if again else 'ending'
-    message = f'supervise: {reason}; last saved step {status.saved}; {action}'
-    print(message, file=sys.stderr, flush=True)
+    _say(f'{reason}; last saved step {status.saved}; {action}')
     if status.model_dir is not None:
       line = {'time': time.time(), 'code': code, 'reason': reason, **dataclasses.asdict(status)}
-      with open(pathlib.Path(status.model_dir, 'supervise.jsonl'), 'a') as file:
-        file.write(json.dumps(line) + '\n')
+      path = pathlib.Path(status.model_dir, 'supervise.jsonl')
+      try:
+        with open(path, 'a') as file:
+          file.write(json.dumps(line) + '\n')
+      except OSError as error:
+        _say(f'{path} cannot be written ({error.strerror})')
 
   def _forward(self, number: int, frame: Any) -> None:
     self._stopping = True
     if self._child is not None:
-      self._child.send_signal(number)  # which does nothing if the child has ended
+      self._child.send_signal(signal.SIGTERM)  # which does nothing if the child has ended
+
+
+def _say(message: str) -> None:
+  """Prints a line, if there is somebody to read it."""
+  with contextlib.suppress(OSError, ValueError):
+    print(f'supervise: {message}', file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

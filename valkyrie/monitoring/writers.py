@@ -25,9 +25,9 @@ import jax
 import numpy as np
 
 from valkyrie.config.computation import may_change_on_resume
+from valkyrie.distributed.standard_streams import without_noise
 from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError, storage_errors
 from valkyrie.monitoring.json_lines import JsonLines
-from valkyrie.monitoring.native_messages import without_noise
 
 _IMPORT = threading.Lock()  # of TensorFlow, by the writers of a run
 

@@ -184,7 +184,9 @@ def train(
     # Loop. A step is dispatched while the one before it runs, and the metrics of the older one are
     # read then: at most two steps are in flight, and no device waits for the host.
     stop.ready(directory.describe_newest)
-    progress.say('handlers ready: SIGTERM or SIGINT now saves, and ends with exit code 75')
+    progress.say(
+      'handlers ready: SIGTERM, SIGINT, SIGHUP or SIGQUIT now saves, and ends with exit code 75'
+    )
     log.restart_clock()
     in_flight: StepMetrics | None = None
     with trainer.saving_on_error():

@@ -1,12 +1,14 @@
-"""Standard error without the information of native libraries, and with everything else."""
+"""Standard error without readers, and without the information of native libraries."""
 
 import os
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import os, sys, time
-from valkyrie.monitoring.native_messages import without_noise
+from valkyrie.distributed.standard_streams import without_noise
 print('before', file=sys.stderr, flush=True)
 with without_noise():
   os.write(2, b'WARNING: All log messages before absl::InitializeLog() is called ...\\n')
@@ -35,7 +37,7 @@ def test_only_noise_is_dropped():
 def test_a_message_of_python_is_not_lost_when_the_process_ends_at_once():
   script = """
 import os, sys
-from valkyrie.monitoring.native_messages import without_noise
+from valkyrie.distributed.standard_streams import without_noise
 with without_noise():
   print('the reason', file=sys.stderr, flush=True)
   os._exit(75)
@@ -43,3 +45,20 @@ with without_noise():
   command = [sys.executable, '-c', script]
   done = subprocess.run(command, check=False, capture_output=True, text=True)
   assert (done.returncode, done.stderr) == (75, 'the reason\n')
+
+
+@pytest.mark.parametrize('streams', ['2> /dev/full', '2>&-', '2>&1 | true'])
+def test_a_reader_that_went_away_ends_nothing(tmp_path, streams):
+  script = f"""
+import pathlib, sys, time
+from valkyrie.distributed.standard_streams import lasting
+with lasting():
+  for _ in range(3):
+    time.sleep(0.2)
+    print('a line', file=sys.stderr, flush=True)
+  pathlib.Path('{tmp_path}/done').touch()
+"""
+  (tmp_path / 'script.py').write_text(script)
+  command = f'{sys.executable} {tmp_path}/script.py {streams}; exit ${{PIPESTATUS[0]}}'
+  done = subprocess.run(['bash', '-c', command], check=False)
+  assert done.returncode == 0 and (tmp_path / 'done').exists()

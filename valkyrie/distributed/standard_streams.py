@@ -1,4 +1,4 @@
-"""Messages that native libraries write to standard error, below Python."""
+"""Standard error of a run: nobody has to read it, and libraries do not fill it."""
 
 from collections.abc import Iterator
 import contextlib
@@ -7,6 +7,7 @@ import re
 import select
 import sys
 import threading
+from typing import Any, TextIO
 
 # The information that TensorFlow prints while it is imported, before its log level counts.
 _NOISE = re.compile(
@@ -14,6 +15,37 @@ _NOISE = re.compile(
   rb'I\d{4} [\d:.]+ +\d+ \S+:\d+\] |[WE]\d{4} [^\]]*cuda[^\]]*\] '
 )
 _IDLE_SECONDS = 0.1  # after which an unfinished line, as of a progress bar, is passed on
+
+
+class LastingStream:
+  """A stream whose reader may go away: what cannot be written then is lost, and raises nothing."""
+
+  def __init__(self, stream: TextIO | None):
+    """Writes to `stream`; None stands for one that was closed before Python began."""
+    self._stream = stream or open(os.devnull, 'w')  # noqa: SIM115, for as long as the process
+
+  def write(self, text: str) -> int:
+    with contextlib.suppress(OSError, ValueError):
+      self._stream.write(text)
+    return len(text)
+
+  def flush(self) -> None:
+    with contextlib.suppress(OSError, ValueError):
+      self._stream.flush()
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def lasting() -> Iterator[None]:
+  """Makes standard error lasting."""
+  before: Any = sys.stderr
+  sys.stderr = LastingStream(before)
+  try:
+    yield
+  finally:
+    sys.stderr = before
 
 
 @contextlib.contextmanager
@@ -25,9 +57,11 @@ def without_noise() -> Iterator[None]:
   """
   real = os.dup(2)
   python = sys.stderr
-  if python is sys.__stderr__:
-    # Stays open: what is imported meanwhile may keep it.
-    sys.stderr = open(os.dup(2), 'w', buffering=1, errors='backslashreplace')  # noqa: SIM115
+  with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
+    if python.fileno() == 2:
+      # Stays open: what is imported meanwhile may keep it.
+      stream = open(os.dup(2), 'w', buffering=1, errors='backslashreplace')  # noqa: SIM115
+      sys.stderr = LastingStream(stream)
   source, sink = os.pipe()
   os.dup2(sink, 2)
   os.close(sink)
