@@ -1,5 +1,6 @@
-"""A hook that kills its run at a point of a commit."""
+"""Hooks that kill their run at a point of a commit, or let commits fail."""
 
+import errno
 import os
 import pathlib
 import signal
@@ -61,3 +62,23 @@ class KillIn:
       os.kill(os.getpid(), signal.SIGKILL)
 
     setattr(self._module, self._name, kill)
+
+
+@gin.configurable
+class FailSaves:
+  """Lets the first saves of a process fail as a broken disk would."""
+
+  def __init__(self, times):
+    self._left = times
+    sync = manifest.sync_directory
+
+    def fail(path):
+      if self._left and _is_of_the_run(path):
+        self._left -= 1
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+      sync(path)
+
+    manifest.sync_directory = fail
+
+  def __call__(self, step, state, metrics):
+    pass

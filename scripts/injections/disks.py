@@ -5,16 +5,62 @@ import os
 import pathlib
 import subprocess
 
-from injections.harness import Harness, ended, mounted, wait_for
+from injections.harness import STEPS, Harness, ended, mounted, wait_for
 from injections.table import Trial, fault
+from valkyrie.checkpoint import steps
 from valkyrie.checkpoint.manager import Checkpoints
 
 STORAGE = 74
 
 
 @fault(
-  'a full disk, freed later',
-  'ends with 74, leaves no files, continues bit for bit',
+  'a full disk, freed while the run trains',
+  'is reported, the last step is saved, all bit for bit',
+  full=3,
+  short=1,
+)
+def freed_disk(harness: Harness, times: int) -> Iterator[Trial]:
+  for number in range(times):
+    name = harness.new()
+    with mounted(harness.folder / f'{name}.disk') as disk:
+      run = f'--model_dir={disk / "run"}'
+      harness.run(name, run, '--gin.Act.at=14', '--gin.Act.action="kill"', code=-9)
+      room = os.statvfs(disk)
+      (disk / 'ballast').write_bytes(bytes(room.f_bavail * room.f_frsize - 4096 * (number + 1)))
+      process = harness.start(name, run)
+      wait_for(lambda name=name: 'could not be saved' in harness.said(name), process)
+      (disk / 'ballast').unlink()
+      code = ended(process)
+      saved = steps.find(disk / 'run' / 'checkpoints')
+      failure = None if code == 0 else f'exit code {code}: {harness.said(name)[-300:]}'
+      if failure is None and saved[-1:] != [STEPS]:
+        failure = f'{saved} are saved'
+      yield Trial(f'{4 * (number + 1)} KiB left', failure or harness.difference(name))
+    harness.forget(name)
+
+
+@fault(
+  'an input/output error of one save, or of three',
+  'is reported, and the run saves again, all bit for bit',
+  full=3,
+  short=1,
+)
+def broken_saves(harness: Harness, times: int) -> Iterator[Trial]:
+  for number in range(times):
+    name, failures = harness.new(), 1 + number % 2 * 2
+    hooks = f'--gin.FailSaves.times={failures}', '--gin.train.hooks=(@FailSaves(), @HashState())'
+    code = ended(harness.start(name, *hooks))
+    failure = None if code == 0 else f'exit code {code}: {harness.said(name)[-300:]}'
+    said = harness.said(name).count('Input/output error; the steps before are unchanged')
+    if failure is None and (said != failures or harness.saved(name)[-1:] != [STEPS]):
+      failure = f'{said} failures were reported, {harness.saved(name)} are saved'
+    yield Trial(f'{failures} of the first saves', failure or harness.difference(name))
+    harness.forget(name)
+
+
+@fault(
+  'a disk that stays full, and is freed for the next start',
+  'ends with 74 when its patience is over, leaves no files, continues bit for bit',
   full=5,
   short=1,
 )
@@ -28,7 +74,7 @@ def full_disk(harness: Harness, times: int) -> Iterator[Trial]:
       ballast = room.f_bavail * room.f_frsize - 4096 * (number + 1)
       (disk / 'ballast').write_bytes(bytes(ballast))
       before = {path.name for path in (disk / 'run' / 'checkpoints').iterdir()}
-      code = ended(harness.start(name, run))
+      code = ended(harness.start(name, run, '--gin.Checkpoints.patience=0'))
       after = {path.name for path in (disk / 'run' / 'checkpoints').iterdir()}
       failure = None if code == STORAGE else f'exit code {code}: {harness.said(name)[-300:]}'
       if failure is None and not after <= before | {path for path in before if path.isdecimal()}:

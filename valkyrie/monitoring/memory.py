@@ -14,8 +14,19 @@ _PEAK, _NOW, _LIMIT = 'peak_bytes_in_use', 'bytes_in_use', 'bytes_limit'
 
 def host_peak() -> int:
   """The most memory that this process has held, in bytes."""
+  if (found := _of_process('VmHWM')) is not None:
+    return found
+  # On Linux a child process begins with the peak of its parent here.
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   return peak if sys.platform == 'darwin' else 1024 * peak  # elsewhere in KiB
+
+
+def _of_process(field: str) -> int | None:
+  """A field of /proc/self/status in bytes; None where it does not exist."""
+  status = pathlib.Path('/proc/self/status')
+  lines = status.read_text().splitlines() if status.exists() else []
+  sizes = [int(line.split()[1]) for line in lines if line.startswith(f'{field}:')]
+  return 1024 * sizes[0] if sizes else None
 
 
 def device_peak() -> int | None:
@@ -26,12 +37,9 @@ def device_peak() -> int | None:
 
 def lines() -> list[str]:
   """The memory of the process now and at its peak, and of each local device that reports it."""
-  resident = pathlib.Path('/proc/self/statm')
-  now, peak = '', host_peak()
-  if resident.exists():
-    size = int(resident.read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE')
-    now, peak = f'{in_units(size)} in use, ', max(size, peak)
-  found = [f'memory of this process: {now}{in_units(peak)} peak']
+  size = _of_process('VmRSS')
+  now = '' if size is None else f'{in_units(size)} in use, '
+  found = [f'memory of this process: {now}{in_units(host_peak())} peak']
   names = {_NOW: 'in use', _PEAK: 'peak', _LIMIT: 'limit'}
   for device in jax.local_devices():
     stats = device.memory_stats() or {}
