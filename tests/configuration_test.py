@@ -204,6 +204,28 @@ def test_a_binding_of_a_base_class_counts_where_its_constructor_does():
   assert '@Rebuilding() cannot be built, since Rebuilding.size has no value' in message
 
 
+@pytest.mark.parametrize(
+  'line',
+  [
+    "operate.task = 'toys.tasks:cubes'",
+    "named = 'toys.tasks:cubes'\noperate.task = %named",
+    "operate.sources = {'a': {'task': 'toys.tasks:cubes'}, 'b': '/data:x'}",
+    "operate.sources = 'toys.tasks:cubes'",
+  ],
+)
+def test_a_task_of_a_gin_file_needs_leave_to_import_its_module(line):
+  text = f'operate.gadget = @Gadget()\nGadget.size = 3\n{line}\n'
+  assert 'If you trust that package, pass --gin_allow_import=toys.' in refusal(text)
+  load(text, allowed_imports=['toys'])
+
+
+def test_a_task_of_a_flag_and_one_of_valkyrie_have_leave():
+  text = "operate.gadget = @Gadget()\nGadget.size = 3\noperate.task = 'valkyrie.tasks.text:text'\n"
+  load(text, "--gin.operate.task='toys.tasks:cubes'")
+  gin.clear_config()
+  load(text)
+
+
 def test_a_run_mode_needs_all_arguments():
   load('Gadget.size = 3')
   with pytest.raises(ConfigurationError, match=r'operate\.gadget has no value'):
@@ -331,8 +353,19 @@ def test_secrets_are_not_written(folder):
             'it is a swordfish of a considerable length, which gin writes on a line of its own'}})
     operate.source = 'https://me:swordfish@host/data?x=1&X-Goog-Signature=swordfish&y=2'
     operate.note = 'the key is hf_swordfishswordfishswordfish'
+    operate.headers = {{'Authorization': 'Bearer swordfish', 'pwd': %inner,
+        'auth': ('a', 'swordfish')}}
+    operate.wandb_key = %login
+    login = %deeper
+    deeper = 'swordfish'
+    inner = 'swordfish'
+    operate.token = 'swordfish'
+    operate.others = ('glpat-swordfishswordfish', 'github_pat_swordfishswordfish', \\
+        'AIzaswordfishswordfish', 'xoxb-swordfishswordfish')
     operate.max_tokens = 4
     operate.tokenizer = 'data/tokenizer.json'
+    operate.author = 'me'
+    operate.eos_token = '</s>'
   """)
   gin.get_configurable('operate')('run')
   write_configuration('run')
@@ -341,7 +374,7 @@ def test_secrets_are_not_written(folder):
     text = (folder / 'run' / name).read_text()
     assert 'swordfish' not in text
     assert 'https://(redacted)@host/data?x=1&(redacted)&y=2' in text
-    assert 'data/tokenizer.json' in text
+    assert 'data/tokenizer.json' in text and '</s>' in text and "'me'" in text.replace('"', "'")
   found = bindings()
   assert found['Gadget.name'] == '(redacted)'
   assert found['operate.api_key'] == ['(redacted)', {'(redacted)': '(redacted)'}]

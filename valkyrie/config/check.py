@@ -9,7 +9,17 @@ import inspect
 
 from gin import config as gin_config
 
-from valkyrie.config.parse import FLAG, Macro, Reference, Statement, leaves, macros_in, macros_of
+from valkyrie.config.parse import (
+  FLAG,
+  Macro,
+  Reference,
+  Statement,
+  check_package,
+  leaves,
+  macros_in,
+  macros_of,
+  resolve,
+)
 from valkyrie.config.registry import constructor, find, missing, parameters_of
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.errors import ConfigurationError
@@ -120,6 +130,21 @@ def check_references(effective: Effective) -> None:
       raise ConfigurationError(
         f'{statement.where} has no effect: no binding in force reads %{name}. Leave it out.'
       )
+
+
+def check_tasks(effective: Effective, allowed: Sequence[str]) -> None:
+  """Checks that a task of a file, whose module a run imports, lies in a package that is allowed."""
+  macros = macros_of(effective.values())
+  for (_, _, parameter), statement in effective.items():
+    if parameter not in ('task', 'sources'):
+      continue
+    value, source = resolve(statement.parsed.value, macros)
+    of_sources = list(value.values()) if isinstance(value, dict) else [{'task': value}]
+    named = [found['task'] for found in of_sources if isinstance(found, dict) and 'task' in found]
+    for task, inner in (resolve(found, macros) for found in named):
+      from_statement = inner or source or statement
+      if isinstance(task, str) and ':' in task and not from_statement.is_flag:
+        check_package(task.partition(':')[0], from_statement.where, allowed)
 
 
 def _check_reference(leaf: Reference, where: str, effective: Effective) -> None:

@@ -56,6 +56,7 @@ def load_gin(
   check.check_scopes(bindings)
   recorded.check_secrets(effective)
   check.check_references(effective)
+  check.check_tasks(effective, parse.importable(allowed_imports))
   value_types.check_parameter_types(effective)
   try:
     _bind(effective)

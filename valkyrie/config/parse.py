@@ -274,8 +274,13 @@ def check_import(statement: Statement, allowed: Sequence[str]) -> None:
       f'{statement.where}: dynamic registration is not allowed, since it makes every function '
       'configurable. Leave this line out, and decorate your functions with @gin.configurable.'
     )
+  check_package(module, statement.where, allowed)
+
+
+def check_package(module: str, where: str, allowed: Sequence[str]) -> None:
+  """Raises a ConfigurationError if a module that a gin file names is not in an allowed package."""
   if not any(f'{module}.'.startswith(f'{package}.') for package in allowed):
     raise ConfigurationError(
-      f'{statement.where}: a gin file may import {", ".join(allowed)}, not {module}. If you trust '
-      f'that package, pass --gin_allow_import={module.split(".")[0]}.'
+      f'{where}: a gin file may import {", ".join(allowed)}, not {module}. If you trust '
+      f'that package, pass --gin_allow_import={module.partition(".")[0]}.'
     )

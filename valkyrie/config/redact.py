@@ -1,31 +1,68 @@
 """Removal of passwords, keys and access tokens from gin texts."""
 
+from collections.abc import Callable
 import re
 
 REDACTED = '(redacted)'
 
-_SECRET_NAME = re.compile(
-  r'(?i:passw(or)?d|secret|credential|(api|access|private|signing)_?key|(access|auth|hf|api)_?token)'
+_NAME = (
+  r'(?i:passw(?:or)?d|pwd|secret|credential|authorization|bearer'
+  r'|(?:api|access|private|signing|account|wandb)_?key|(?:access|auth|hf|api|bot)_?token'
+  r'|(?<![a-z])auth(?![a-z_])|(?<![a-z_])token(?![a-z_]))'  # not author, not eos_token
 )
+_SECRET_NAME = re.compile(_NAME)
 # A statement of gin's own output, whose later lines are indented or close a bracket.
 _STATEMENT = re.compile(r'^([\w./]+)( = )(.*(?:\n(?:[ \t]+|[\])}]).*)*)', re.MULTILINE)
-_PIECE = r"""('([^'\\\n]|\\.)*'|"([^"\\\n]|\\.)*")"""
-_STRING = re.compile(rf'{_PIECE}(\s+{_PIECE})*')  # gin splits long strings
+_PIECE = r"""(?:'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")"""
+_STRING = re.compile(rf'{_PIECE}(?:\s+{_PIECE})*')  # gin splits long strings
+# A key of a dict, and its value: strings, a macro, or brackets of these.
+_ITEM = re.compile(
+  rf"""((?P<quote>['"])[^'"\n]*{_NAME}[^'"\n]*(?P=quote)\s*:\s*)"""
+  rf'({_STRING.pattern}|%[\w.]+|\([^()]*\)|\[[^\[\]]*\]|\{{[^{{}}]*\}})'
+)
+_MACRO = re.compile(r'%([\w.]+)')
 _SECRET_IN_VALUE = re.compile(
   r"(?<=://)[^/@\s'\"]+(?=@)"  # user:password of a URL
   r"|(?<=[?&])[\w-]*(?:signature|sig|token|key)=[^&\s'\"]+"  # of a signed URL
-  r'|\b(?:hf_|ghp_|sk-|AKIA)[A-Za-z0-9_-]{16,}',  # tokens with a known prefix
+  # Tokens with a known prefix.
+  r'|\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abprs]-|AKIA|AIza)[A-Za-z0-9_-]{16,}',
   re.IGNORECASE,
 )
 
 
 def redact(text: str) -> str:
-  """Replaces strings that are secrets by their own form, or by the name that they are bound to."""
+  """Replaces strings that are secrets by their own form, or by a name that they are bound to.
 
-  def statement(match: re.Match) -> str:
+  The name is that of a binding, of a macro, of a key of a dict, or of a binding that reads a macro.
+  """
+  macros: set[str] = set()
+
+  def hidden(value: str) -> str:
+    macros.update(_MACRO.findall(value))
+    return _STRING.sub(repr(REDACTED), value)
+
+  def by_name(match: re.Match) -> str:
     name, equals, value = match.groups()
     if _SECRET_NAME.search(name):
-      value = _STRING.sub(repr(REDACTED), value)
-    return name + equals + value
+      return name + equals + hidden(value)
+    return name + equals + _ITEM.sub(lambda item: item[1] + hidden(item[3]), value)
 
-  return _SECRET_IN_VALUE.sub(REDACTED, _STATEMENT.sub(statement, text))
+  def by_macro(match: re.Match) -> str:
+    name, equals, value = match.groups()
+    return name + equals + (hidden(value) if name in macros else value)
+
+  return in_value(
+    _to_fixed_point(lambda t: _STATEMENT.sub(by_macro, t), _STATEMENT.sub(by_name, text))
+  )
+
+
+def in_value(text: str) -> str:
+  """Replaces secrets by their own form alone: passwords of URLs, tokens with a known prefix."""
+  return _SECRET_IN_VALUE.sub(REDACTED, text)
+
+
+def _to_fixed_point(function: Callable[[str], str], text: str) -> str:
+  """Applies a function until nothing changes: a macro may be bound to a macro."""
+  while (changed := function(text)) != text:
+    text = changed
+  return text
