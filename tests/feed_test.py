@@ -14,6 +14,7 @@ from valkyrie.data.feed import TaskFeed
 from valkyrie.data.prefetch import prefetch
 from valkyrie.data.store_location import store_path
 from valkyrie.errors import ConfigurationError, DataError
+from valkyrie.types import POSITION_PERIOD as PERIOD
 from valkyrie.types import Batch
 
 BYTES = vocabularies.ByteVocabulary()
@@ -192,9 +193,12 @@ def test_positions_without_resets_do_not_overflow(data_dir):
   batch = feed.read(0, 2 * TOTAL)
   np.testing.assert_array_equal(batch.positions[1], np.arange(2 * TOTAL))
   assert set(batch.segment_ids.flat) == {1}
-  far = feed.read(2**30 - 2, 5)
-  assert far.positions[0].tolist() == [2**30 - 2, 2**30 - 1, 2**30, 2**30, 2**30]
-  assert (feed.read(2**40, 5).positions == 2**30).all()
+  for far in (2**30 - 50, 2**31 - 50, 2**40 + 1):
+    positions = feed.read(far, 100).positions[0]
+    assert (positions >= 2**29 - 2**26).all() and (positions < 2**30).all()
+    np.testing.assert_array_equal(positions % 64, np.arange(far, far + 100) % 64)
+    np.testing.assert_array_equal(positions % 700, np.arange(far, far + 100) % 700)
+  assert feed.read(2**30 - 2, 3).positions[0].tolist() == [2**30 - 2, 2**30 - 1, 2**30 - PERIOD]
 
 
 @pytest.mark.parametrize('reset_at', ['document', 'sequence'])
@@ -339,3 +343,17 @@ def test_damaged_documents_are_passed_over_within_a_budget(data_dir, tmp_path, c
   with pytest.raises(DataError, match='Row 0 reads 2 damaged documents at once'):
     _feed(tmp_path, shuffle=False, bad_documents=1).read(0, TOTAL)
   _feed(tmp_path, shuffle=False, bad_documents=2).read(0, TOTAL)
+
+
+@pytest.mark.parametrize('epochs', [2**20, 2**31, 2**40])
+def test_segment_ids_stay_positive_and_differ_from_their_neighbors(data_dir, epochs):
+  """Runs of any length: 2^31 documents of a row gave negative ids, which are those of padding."""
+  feed = _feed(data_dir)
+  for row in range(ROWS):
+    begin = feed.row_length(row) * epochs - 50
+    batch = feed.read(begin, 100, rows=[row])
+    ids = batch.segment_ids[0]
+    assert ids.dtype == np.int32 and (ids > 0).all()
+    falls = np.diff(batch.positions[0]) < 0  # at the first token of a document
+    assert falls.any()
+    np.testing.assert_array_equal(np.diff(ids) != 0, falls)

@@ -1,5 +1,6 @@
 """The directory of a run: its write test, and the lock of its trainer."""
 
+import errno
 import os
 import signal
 import socket
@@ -8,11 +9,13 @@ import sys
 
 import pytest
 
+from valkyrie.checkpoint import model_dir
 from valkyrie.checkpoint.model_dir import TrainerLock, writable_directory
 from valkyrie.errors import StorageError
 
 HOLD = """
 import pathlib, sys, time
+from valkyrie.checkpoint import model_dir
 from valkyrie.checkpoint.model_dir import TrainerLock
 lock = TrainerLock(pathlib.Path(sys.argv[1]))
 print('locked', flush=True)
@@ -39,10 +42,21 @@ def test_a_lock_stops_a_second_trainer_and_ends_with_its_holder(tmp_path):
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
   file = tmp_path / 'file'
   file.write_text('precious')
-  for model_dir in (file, file / 'below', '/proc/nowhere', 'gs://bucket/run'):
-    with pytest.raises(StorageError, match=f'--model_dir={model_dir}'):
-      writable_directory(model_dir)
-  for model_dir in (file, file / 'below'):
+  for place in (file, file / 'below', '/proc/nowhere', 'gs://bucket/run'):
+    with pytest.raises(StorageError, match=f'--model_dir={place}'):
+      writable_directory(place)
+  for place in (file, file / 'below'):
     with pytest.raises(StorageError, match='there is a file of that name, or above it'):
-      writable_directory(model_dir)
+      writable_directory(place)
   assert file.read_text() == 'precious'
+
+
+def test_a_file_system_that_cannot_flush_directories_is_refused_at_the_start(tmp_path, monkeypatch):
+  def refuse(path):
+    raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
+
+  monkeypatch.setattr(model_dir, 'sync_directory', refuse)
+  with pytest.raises(
+    StorageError, match='is not a directory that can be written .*Invalid argument'
+  ):
+    writable_directory(tmp_path / 'run')

@@ -129,6 +129,22 @@ def test_a_file_with_only_an_incomplete_line_is_emptied(tmp_path):
   assert read_lines(path) == [{'step': 1}]
 
 
+def test_lines_that_a_full_disk_does_not_take_are_written_later(tmp_path):
+  path = tmp_path / 'metrics.jsonl'
+  lines = JsonLines(path)
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))  # in the midst of the second line
+  try:
+    for step in (1, 2, 3):
+      lines.write({'step': step})
+    assert path.stat().st_size == 20
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+  lines.write({'step': 4})
+  assert read_lines(path) == [{'step': step} for step in (1, 2, 3, 4)]
+  lines.close()
+
+
 def test_tensorboard_reads_everything_written(tmp_path):
   shown = []
   with create_writers(
@@ -200,12 +216,13 @@ def test_a_full_disk_is_a_storage_error(tmp_path):
   limits = resource.getrlimit(resource.RLIMIT_FSIZE)
   resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
   try:
-    with pytest.raises(StorageError, match=os.strerror(errno.EFBIG)):
-      for step in range(10):
-        lines.write({'step': step})
+    for step in range(10):
+      lines.write({'step': step})
+    for end in (lines.sync, lines.close):
+      with pytest.raises(StorageError, match=os.strerror(errno.EFBIG)):
+        end()
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    lines.close()
 
 
 def test_tensorflow_is_imported_only_by_a_writer():

@@ -359,6 +359,7 @@ def test_dtypes_under_bfloat16():
   [
     ({'segments': 0}, 'segments=0 must be at least 1'),
     ({'head_width': 5}, 'head_width=5 must div'),
+    ({'plan_interval': 13}, r'plan_interval=13 does not divide .* Use 12 or 14\.'),
   ],
 )
 def test_what_cannot_be_built(options, message):

@@ -21,6 +21,9 @@ Params = Any  # a pytree of float32 arrays, as Haiku's `init` returns it
 Axes = tuple[str | None, ...]  # a logical axis for each dimension; None is never split
 
 
+POSITION_PERIOD = 2**15 * 3**2 * 5**2 * 7 * 11  # 0.57 billion, with many divisors
+
+
 class Batch(NamedTuple):
   """A rectangle of the token stream: every leaf is [B, T], rows are independent streams.
 
@@ -30,8 +33,9 @@ class Batch(NamedTuple):
   targets: int32, the token that follows each input in its row, across chunk edges too.
   weights: float32, 0 at padding, at each document's last token (its next token belongs to another
     document), and at all but the answer where a task has prompts.
-  positions: int32, 0 exactly where a document starts, then counting up by one.
-  segment_ids: int32, 0 at padding; documents of a row count up from 1 for the whole run. Padding
+  positions: int32, 0 exactly where a document starts, then counting up by one to 2^30. Beyond it
+    the last POSITION_PERIOD of these repeat: far from the start, and with the same remainders.
+  segment_ids: int32, 0 at padding; documents of a row count up from 1 to 2^30, and again. Padding
     stands at the end of a chunk only, and leaves every carry untouched.
   """
 

@@ -7,6 +7,7 @@ import pathlib
 import socket
 import tempfile
 
+from valkyrie.checkpoint.manifest import sync_directory
 from valkyrie.errors import StorageError, storage_errors
 
 _LOCK = 'trainer.lock'
@@ -41,6 +42,7 @@ def writable_directory(path: str | os.PathLike) -> pathlib.Path:
       trial.write(bytes(4096))
       trial.flush()
       os.fsync(trial.fileno())
+    sync_directory(directory)  # which some file systems refuse
   return directory
 
 

@@ -206,7 +206,8 @@ def _read_file(
     line = lines[number - 1].strip()
     name, equals, value = line.partition('=')
     problem = explain(error, value if equals else None, lambda right: f'{name.strip()} = {right}')
-    raise ConfigurationError(f'{path}:{number}: {problem}\n  {line}') from None
+    quoted = f'\n  {line}' if path.suffix == '.gin' else ''  # any file may be included
+    raise ConfigurationError(f'{path}:{number}: {problem}{quoted}') from None
   return statements
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import gin
 import numpy as np
 
-from valkyrie.data.feed import TaskFeed
+from valkyrie.data.feed import TaskFeed, segment_ids_of
 from valkyrie.data.mixed_rows import MixedRow
 from valkyrie.data.store_location import mixture
 from valkyrie.errors import ConfigurationError
@@ -215,7 +215,8 @@ class Mixture:
     leaves = Batch(*(np.zeros((1, length + 1), d) for d in ('i4', 'i4', 'f4', 'i4', 'i4')))
     for start, size, source, place, before in self._spans(row, position, position + length + 1):
       part = self._feeds[source].read(place, size, rows=[row])
-      part = part._replace(segment_ids=part.segment_ids.astype(np.int64) + before)
+      numbers = part.segment_ids.astype(np.int64) + before
+      part = part._replace(segment_ids=segment_ids_of(numbers))
       for leaf, values in zip(leaves, part, strict=True):
         leaf[:, start - position : start - position + size] = values
     leaves = leaves._replace(targets=np.roll(leaves.inputs, -1))  # across sources too

@@ -1,6 +1,7 @@
 """An append-only file of JSON lines."""
 
 from collections.abc import Mapping
+import contextlib
 import functools
 import json
 import math
@@ -26,14 +27,16 @@ class JsonLines:
 
   No line is rewritten. After a crash, the steps since the last checkpoint appear twice, and the
   later line counts. A crash of the machine can leave an incomplete last line, which is removed.
+  What a full disk does not take is kept, and written with a later line.
   JSON has no NaN or infinities: they are the strings "NaN", "Infinity" and "-Infinity".
   """
 
   def __init__(self, path: pathlib.Path):
-    """Opens the file. Like `write` and `sync`, raises StorageError if it cannot be written."""
+    """Opens the file. Like `sync` and `close`, raises StorageError if it cannot be written."""
     message = f'{path} cannot be written'
     advice = 'Make room there, or name another --model_dir, and run the same command again.'
     self._storage_errors = functools.partial(storage_errors, message, advice)
+    self._left = b''  # to be written
     with self._storage_errors():
       path.parent.mkdir(parents=True, exist_ok=True)
       self._file = path.open('a+b', buffering=0)
@@ -46,16 +49,26 @@ class JsonLines:
   def write(self, fields: Mapping[str, int | float | str | None]) -> None:
     """Appends a line, in one system call."""
     line = json.dumps({key: _to_json(value) for key, value in fields.items()}, allow_nan=False)
-    with self._storage_errors():
-      self._file.write(line.encode() + b'\n')
+    self._left += line.encode() + b'\n'
+    with contextlib.suppress(OSError):
+      self._write_left()
+
+  def _write_left(self) -> None:
+    while self._left:
+      self._left = self._left[self._file.write(self._left) :]
 
   def sync(self) -> None:
     """Waits until all lines are on disk."""
     with self._storage_errors():
+      self._write_left()
       os.fsync(self._file.fileno())
 
   def close(self) -> None:
-    self._file.close()
+    try:
+      with self._storage_errors():
+        self._write_left()
+    finally:
+      self._file.close()
 
 
 def _to_json(value: int | float | str | None) -> int | float | str | None:

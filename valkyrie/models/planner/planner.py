@@ -13,6 +13,7 @@ unfinished interval is carried, so the cuts between chunks change nothing.
 """
 
 import dataclasses
+import itertools
 from typing import NamedTuple
 
 import chex
@@ -29,7 +30,7 @@ from valkyrie.models.layers import RMSNorm, check_sizes, matmul, parameter, proj
 from valkyrie.models.planner import hrm, intervals
 from valkyrie.models.planner.hrm import Pace, Reasoner, State, Weights
 from valkyrie.models.planner.intervals import Plan
-from valkyrie.types import Array, DType
+from valkyrie.types import POSITION_PERIOD, Array, DType
 
 
 class PlannerCarry(NamedTuple):
@@ -86,6 +87,15 @@ class Planner(hk.Module):
     counts = ('plan_interval', 'plan_tokens', 'mlp_width', 'head_width')
     counts += ('cycles', 'steps', 'segments')
     check_sizes('Planner', **{name: getattr(self, name) for name in counts})
+    if POSITION_PERIOD % self.plan_interval:
+      below, above = (
+        next(n for n in candidates if POSITION_PERIOD % n == 0)
+        for candidates in (range(self.plan_interval, 0, -1), itertools.count(self.plan_interval))
+      )
+      raise ConfigurationError(
+        f'Planner.plan_interval={self.plan_interval} does not divide {POSITION_PERIOD}, with which '
+        f'the positions of very long documents repeat. Use {below} or {above}.'
+      )
 
   def initial_carry(self, batch_size: int, width: int, dtype: DType) -> PlannerCarry:
     """The carry at a document start, at model width D: all zero."""
