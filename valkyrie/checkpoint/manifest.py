@@ -59,6 +59,14 @@ def damage(place: pathlib.Path, step: int) -> str | None:
   for (digest, name), actual in zip(expected, found, strict=True):
     if actual != digest:
       return f'{name} has changed since it was saved'
+  return _unnamed(place, {name for _, name in expected})
+
+
+def _unnamed(place: pathlib.Path, names: set[str]) -> str | None:
+  """The first file of the state that the manifest does not name: Orbax might read it."""
+  for path in sorted((place / 'state').rglob('*')):
+    if (name := path.relative_to(place).as_posix()) not in names and not path.is_dir():
+      return f'{name} is not in {NAME}'
   return None
 
 
