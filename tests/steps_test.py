@@ -143,10 +143,10 @@ def test_a_file_that_was_put_into_a_state_is_found(run):
   (run / 'checkpoints' / '3' / 'notes.txt').write_text('mine')  # which nobody reads
   with open_to_read(run) as checkpoints:
     assert checkpoints.latest_step() == 3
-  (run / 'checkpoints' / '3' / 'state' / '_sharding').write_text('{}')
+  (run / 'checkpoints' / '3' / 'state' / 'planted').write_text('{}')
   with open_to_read(run) as checkpoints:
     assert checkpoints.latest_step() == 2
-  with pytest.raises(StorageError, match=r'state/_sharding is not in manifest\.sha256'):
+  with pytest.raises(StorageError, match=r'state/planted is not in manifest\.sha256'):
     open_to_read(run, '3')
 
 
