@@ -3,7 +3,7 @@
 import pytest
 
 from valkyrie.checkpoint import compatibility
-from valkyrie.errors import ConfigurationError
+from valkyrie.errors import ConfigurationError, StorageError
 
 
 def record(**changes):
@@ -46,3 +46,31 @@ def test_the_versions_are_those_of_this_process():
   import jax  # noqa: PLC0415
 
   assert compatibility.versions()['jax'] == jax.__version__
+
+
+GOOD = {
+  'position': 64,
+  'rows': 2,
+  'stretches': [[0, 0, 2]],
+  'executable': {},
+  'lowest': [3, 0.5, 1],
+}
+
+
+def test_the_form_of_a_record():
+  compatibility.check_form(GOOD, 'runs/a/checkpoints/5')
+  compatibility.check_form({**GOOD, 'lowest': None}, 'runs/a/checkpoints/5')
+
+
+@pytest.mark.parametrize(
+  'change',
+  [
+    {'position': 'x'}, {'rows': None}, {'stretches': [1]}, {'stretches': [[0, 'a', 2]]},
+    {'executable': 3}, {'lowest': [1]}, {'lowest': 'no'},
+  ],
+)  # fmt: skip
+def test_a_record_of_another_form_is_a_storage_error(change):
+  with pytest.raises(StorageError, match=r'checkpoints/5/record\.json is not the record of a run'):
+    compatibility.check_form({**GOOD, **change}, 'runs/a/checkpoints/5')
+  with pytest.raises(StorageError):
+    compatibility.check_form([GOOD], 'here')

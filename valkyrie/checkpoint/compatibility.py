@@ -6,7 +6,7 @@ import json
 import platform
 from typing import Any
 
-from valkyrie.errors import ConfigurationError
+from valkyrie.errors import ConfigurationError, StorageError
 
 # The kinds of differences that --allow_changed accepts.
 KINDS = ('configuration', 'rows', 'store', 'vocabulary', 'mesh', 'versions', 'executable')
@@ -54,6 +54,31 @@ def check(
       f'with --allow_changed={",".join(refused)}.'
     )
   return [f'{kind}: {line}' for kind in differences for line in differences[kind]]
+
+
+def check_form(found: Any, place: str) -> None:
+  """Raises a StorageError if a record is not one that a run has written."""
+  is_record = (
+    isinstance(found, dict)
+    and _is_number(found.get('position'))
+    and _is_number(found.get('rows'))
+    and isinstance(stretches := found.get('stretches'), list)
+    and all(isinstance(each, list) and len(each) == 3 for each in stretches)
+    and all(_is_number(number) for each in stretches for number in each)
+    and isinstance(found.get('executable', {}), dict)
+    and isinstance(lowest := found.get('lowest') or [0, 0], list)
+    and len(lowest) in (2, 3)
+    and all(_is_number(number) for number in lowest)
+  )
+  if not is_record:
+    raise StorageError(
+      f'{place}/record.json is not the record of a run. Restore the step from a copy, or move it '
+      'away to continue from the one before.'
+    )
+
+
+def _is_number(value: Any) -> bool:
+  return isinstance(value, int | float)
 
 
 def check_executable(

@@ -185,6 +185,7 @@ class Trainer:
     if found is None:
       return None
     newest = self._directory.describe_newest()
+    compatibility.check_form(found, newest)
     self.lowest = Lowest(*found['lowest']) if found.get('lowest') else None
     self.step = self._directory.latest_step() or 0
     changed = compatibility.check(found, self._facts(), self._allow_changed, newest)
