@@ -1,12 +1,14 @@
 """The directory of a run: its absolute path, a write test, and the lock of its trainer."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import pathlib
 import socket
 import tempfile
 
+from valkyrie.checkpoint.lease import Lease, LeaseTaken
 from valkyrie.checkpoint.manifest import sync_directory
 from valkyrie.errors import StorageError, storage_errors
 
@@ -58,36 +60,52 @@ class TrainerLock:
   """The lock of a directory that one trainer writes; the kernel frees it when its holder dies.
 
   Its file, `trainer.lock`, stays and names the last holder. Hosts that share the directory over a
-  network see each other's locks only if the file system supports them: NFS does, FUSE mounts of
-  buckets do not.
+  network see each other's locks if the file system supports them. Where it has no locks, the holder
+  keeps a `Lease` beside it. FUSE mounts of buckets claim to lock, and do so on each host alone.
 
   Raises:
-    StorageError: another process holds it; the message names that process.
+    StorageError: another process holds it, and the message names that process; or its files cannot
+      be written.
   """
 
   def __init__(self, directory: pathlib.Path):
     self._path = path = directory / _LOCK
-    with storage_errors(f'{path} cannot be opened'):
-      self._file = open(path, 'a+')  # noqa: SIM115, held until `release`
+    self._lease: Lease | None = None
+    with contextlib.ExitStack() as stack:
+      stack.enter_context(storage_errors(f'{path} cannot be locked'))
+      self._file = stack.enter_context(open(path, 'a+'))
+      try:
+        if not self._is_locked():
+          self._lease = Lease(directory)
+      except (BlockingIOError, LeaseTaken) as error:
+        is_lease = isinstance(error, LeaseTaken)
+        holder = str(error) if is_lease else lock_holder(directory).strip() or 'another process'
+        raise StorageError(
+          f'{holder} is training in {directory}, and two trainers would overwrite each other. Wait '
+          'for it or stop it, or name another --model_dir.'
+        ) from error
+      self._file.truncate(0)
+      self._file.write(f'process {os.getpid()} on {socket.gethostname()}\n')
+      self._file.flush()
+      os.fsync(self._file.fileno())  # other hosts that share the directory can read it now
+      stack.pop_all()  # the file is held until `release`
+
+  def _is_locked(self) -> bool:
+    """Locks the file; False on a file system without locks."""
     try:
       fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-      self._file.close()
-      holder = lock_holder(directory).strip() or 'another process'
-      raise StorageError(
-        f'{holder} is training in {directory}, and two trainers would overwrite each other. Wait '
-        'for it or stop it, or name another --model_dir.'
-      ) from error
-    self._file.truncate(0)
-    self._file.write(f'process {os.getpid()} on {socket.gethostname()}\n')
-    self._file.flush()
-    os.fsync(self._file.fileno())  # other hosts that share the directory can read it now
+    except OSError as error:
+      if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+        return False
+      raise
+    return True
 
   @property
   def is_in_place(self) -> bool:
-    """Whether the file at the path is the one that is held."""
+    """Whether the file at the path is the one that is held, and the lease too."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-      return os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
+      same = os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
+      return same and (self._lease is None or self._lease.is_mine)
     return False
 
   def check(self) -> None:
@@ -96,10 +114,12 @@ class TrainerLock:
       if not self.is_in_place:
         raise StorageError(
           f'{self._path} is not the file that this run has locked: its directory was moved, or the '
-          'file deleted, while the run trained. Nothing was written there. To go on, give the '
-          'directory of this run as --model_dir.'
+          'file deleted, while the run trained, or its lease went to another one. Nothing was '
+          'written there. To go on, give the directory of this run as --model_dir.'
         )
 
   def release(self) -> None:
     """Frees the lock."""
+    if self._lease is not None:
+      self._lease.release()
     self._file.close()

@@ -1,0 +1,149 @@
+"""The lease of a trainer, for file systems without locks: a file that its holder renews.
+
+    {"token": "0b9c...", "process": 31, "host": "a", "boot": "77f2...", "beat": 12}
+
+Lustre and NFS may answer `flock` with ENOSYS, ENOLCK or EOPNOTSUPP. A lease without beats belongs
+to a process that has ended or hangs, and another trainer takes it over.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import socket
+import threading
+import time
+from typing import Any
+import uuid
+
+_NAME = 'trainer.lease'
+_BEAT_SECONDS = 10.0
+_MISSED = 3  # beats, after which a lease is free
+
+
+class LeaseTaken(Exception):
+  """Another process holds the lease; the message names it."""
+
+
+class Lease:
+  """A lease of a directory; renewed by a thread until `release`.
+
+  Raises:
+    LeaseTaken: another process holds it.
+    OSError: it cannot be read or written.
+  """
+
+  def __init__(self, directory: pathlib.Path):
+    self._path = directory / _NAME
+    self._mine: dict[str, Any] = {
+      'token': uuid.uuid4().hex,
+      'process': os.getpid(),
+      'host': socket.gethostname(),
+      'boot': _boot(),
+      'beat': 0,
+    }
+    while not self._create():
+      found = self._read()
+      if found is not None:
+        self._wait_for_its_end(found)
+        self._free(found)
+    self._over = threading.Event()
+    self._thread = threading.Thread(target=self._renew, name='lease', daemon=True)
+    self._thread.start()
+
+  @property
+  def is_mine(self) -> bool:
+    """Whether no other process has taken the lease."""
+    return (self._read() or {}).get('token') == self._mine['token']
+
+  def release(self) -> None:
+    """Ends the lease."""
+    self._over.set()
+    self._thread.join()
+    with contextlib.suppress(OSError):
+      if self.is_mine:
+        self._path.unlink()
+
+  def _create(self) -> bool:
+    """Makes the file with its content, unless there is one."""
+    new = self._write()
+    try:
+      os.link(new, self._path)
+    except FileExistsError:
+      return False
+    finally:
+      new.unlink()
+    return True
+
+  def _write(self) -> pathlib.Path:
+    """A new file with the content of the lease."""
+    new = self._path.with_name(f'{_NAME}.{self._mine["token"]}')
+    with open(new, 'w') as file:
+      file.write(json.dumps(self._mine))
+      file.flush()
+      os.fsync(file.fileno())
+    return new
+
+  def _read(self) -> dict[str, Any] | None:
+    """The content of the lease; None without one."""
+    with contextlib.suppress(FileNotFoundError):
+      return _content(self._path)
+    return None
+
+  def _wait_for_its_end(self, found: dict[str, Any]) -> None:
+    """Returns if the holder has ended, at once on its own host, else after missed beats."""
+    holder = f'process {found.get("process")} on {found.get("host")}'
+    if found.get('host') == self._mine['host'] and found.get('boot') == self._mine['boot']:
+      if _is_running(found.get('process')):
+        raise LeaseTaken(holder)
+      return
+    until = time.monotonic() + _MISSED * _BEAT_SECONDS
+    while time.monotonic() < until:
+      time.sleep(_BEAT_SECONDS / 4)
+      if (now := self._read()) is None:
+        return
+      if now != found:
+        raise LeaseTaken(f'process {now.get("process")} on {now.get("host")}')
+
+  def _free(self, found: dict[str, Any]) -> None:
+    """Removes a lease that has ended. Of several processes that do, one finds it."""
+    taken = self._path.with_name(f'{_NAME}.{uuid.uuid4().hex}')
+    with contextlib.suppress(FileNotFoundError):
+      self._path.rename(taken)
+      if _content(taken) != found:  # somebody has taken it over meanwhile
+        with contextlib.suppress(FileExistsError):
+          os.link(taken, self._path)
+      taken.unlink()
+
+  def _renew(self) -> None:
+    while not self._over.wait(_BEAT_SECONDS):
+      self._mine['beat'] += 1
+      with contextlib.suppress(OSError):  # the next beat, or the check before a save, will see
+        if self.is_mine:
+          self._write().replace(self._path)
+
+
+def _content(path: pathlib.Path) -> dict[str, Any]:
+  try:
+    found = json.loads(path.read_text())
+  except ValueError:  # a machine has lost its power
+    found = None
+  return found if isinstance(found, dict) else {}
+
+
+def _boot() -> str:
+  """Identifies the time since the machine was started; '' where it cannot be read."""
+  try:
+    return pathlib.Path('/proc/sys/kernel/random/boot_id').read_text().strip()
+  except OSError:
+    return ''
+
+
+def _is_running(process: Any) -> bool:
+  try:
+    os.kill(int(process), 0)
+  except (TypeError, ValueError, ProcessLookupError):
+    return False
+  except PermissionError:
+    return True
+  return True
