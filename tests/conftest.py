@@ -1,6 +1,7 @@
 """Eight virtual devices on one CPU, and nothing that JAX would rather not do silently."""
 
 import os
+import signal
 
 # Before jax is imported anywhere. A child process that a test starts inherits it.
 # Compiling is most of what the suite costs; optimizing, and writing each fusion in MLIR, are most
@@ -41,3 +42,11 @@ def quick_compiler():
   jax.config.update('jax_disable_most_optimizations', True)
   yield
   jax.config.update('jax_disable_most_optimizations', False)
+
+
+@pytest.fixture
+def hang_up():
+  """Sets the handler of SIGHUP, which the tests themselves may run without."""
+  before = signal.getsignal(signal.SIGHUP)
+  yield lambda handler: signal.signal(signal.SIGHUP, handler)
+  signal.signal(signal.SIGHUP, before)

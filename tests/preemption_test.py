@@ -196,7 +196,8 @@ def test_a_killed_run_ends_the_builder_of_its_store(flags, folder, tmp_path):
 
 
 @pytest.mark.parametrize('number', [signal.SIGHUP, signal.SIGQUIT])
-def test_a_closed_terminal_stops_a_run(number):
+def test_a_closed_terminal_stops_a_run(number, hang_up):
+  hang_up(signal.SIG_DFL)
   with Preemption() as stop:
     stop.ready(str)
     os.kill(os.getpid(), number)
@@ -204,17 +205,14 @@ def test_a_closed_terminal_stops_a_run(number):
       time.sleep(0.01)
 
 
-def test_nohup_is_respected():
-  before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-  try:
-    with Preemption() as stop:
-      stop.ready(str)
-      os.kill(os.getpid(), signal.SIGHUP)
-      time.sleep(0.2)
-      assert not stop.requested()
-    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-  finally:
-    signal.signal(signal.SIGHUP, before)
+def test_nohup_is_respected(hang_up):
+  hang_up(signal.SIG_IGN)
+  with Preemption() as stop:
+    stop.ready(str)
+    os.kill(os.getpid(), signal.SIGHUP)
+    time.sleep(0.2)
+    assert not stop.requested()
+  assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def test_a_step_longer_than_the_grace_is_ended_and_the_checkpoint_named(flags, folder, tmp_path):

@@ -144,7 +144,8 @@ sys.exit(subprocess.run(sys.argv[1:], close_fds={how == 'closed'}).returncode)
 
 
 @pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGHUP, signal.SIGQUIT])
-def test_a_run_whose_supervisor_is_gone_saves_and_ends(supervise, tmp_path, number):
+def test_a_run_whose_supervisor_is_gone_saves_and_ends(supervise, tmp_path, number, hang_up):
+  hang_up(signal.SIG_DFL)
   process = supervise('wait_and_beat')
   while not (tmp_path / 'waiting').exists():
     time.sleep(0.02)

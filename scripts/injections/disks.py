@@ -1,6 +1,7 @@
 """Full and read-only disks, and other names of directories."""
 
 from collections.abc import Iterator
+import contextlib
 import os
 import pathlib
 import subprocess
@@ -13,6 +14,19 @@ from valkyrie.checkpoint.manager import Checkpoints
 STORAGE = 74
 
 
+@contextlib.contextmanager
+def _filled(harness: Harness, left: int) -> Iterator[tuple[str, pathlib.Path, pathlib.Path]]:
+  """A killed run on a disk with `left` bytes of room: (its name, its directory, the ballast)."""
+  name = harness.new()
+  with mounted(harness.folder / f'{name}.disk') as disk:
+    run = f'--model_dir={disk / "run"}'
+    harness.run(name, run, '--gin.Act.at=14', '--gin.Act.action="kill"', code=-9)
+    room = os.statvfs(disk)
+    (disk / 'ballast').write_bytes(bytes(room.f_bavail * room.f_frsize - left))
+    yield name, disk / 'run', disk / 'ballast'
+  harness.forget(name)
+
+
 @fault(
   'a full disk, freed while the run trains',
   'is reported, the last step is saved, all bit for bit',
@@ -20,23 +34,17 @@ STORAGE = 74
   short=1,
 )
 def freed_disk(harness: Harness, times: int) -> Iterator[Trial]:
-  for number in range(times):
-    name = harness.new()
-    with mounted(harness.folder / f'{name}.disk') as disk:
-      run = f'--model_dir={disk / "run"}'
-      harness.run(name, run, '--gin.Act.at=14', '--gin.Act.action="kill"', code=-9)
-      room = os.statvfs(disk)
-      (disk / 'ballast').write_bytes(bytes(room.f_bavail * room.f_frsize - 4096 * (number + 1)))
-      process = harness.start(name, run)
+  for left in range(4096, 4096 * (times + 1), 4096):
+    with _filled(harness, left) as (name, run, ballast):
+      process = harness.start(name, f'--model_dir={run}')
       wait_for(lambda name=name: 'could not be saved' in harness.said(name), process)
-      (disk / 'ballast').unlink()
+      ballast.unlink()
       code = ended(process)
-      saved = steps.find(disk / 'run' / 'checkpoints')
+      saved = steps.find(run / 'checkpoints')
       failure = None if code == 0 else f'exit code {code}: {harness.said(name)[-300:]}'
       if failure is None and saved[-1:] != [STEPS]:
         failure = f'{saved} are saved'
-      yield Trial(f'{4 * (number + 1)} KiB left', failure or harness.difference(name))
-    harness.forget(name)
+      yield Trial(f'{left} bytes left', failure or harness.difference(name))
 
 
 @fault(
@@ -65,24 +73,18 @@ def broken_saves(harness: Harness, times: int) -> Iterator[Trial]:
   short=1,
 )
 def full_disk(harness: Harness, times: int) -> Iterator[Trial]:
-  for number in range(times):
-    name = harness.new()
-    with mounted(harness.folder / f'{name}.disk') as disk:
-      run = f'--model_dir={disk / "run"}'
-      harness.run(name, run, '--gin.Act.at=14', '--gin.Act.action="kill"', code=-9)
-      room = os.statvfs(disk)
-      ballast = room.f_bavail * room.f_frsize - 4096 * (number + 1)
-      (disk / 'ballast').write_bytes(bytes(ballast))
-      before = {path.name for path in (disk / 'run' / 'checkpoints').iterdir()}
-      code = ended(harness.start(name, run, '--gin.Checkpoints.patience=0'))
-      after = {path.name for path in (disk / 'run' / 'checkpoints').iterdir()}
+  for left in range(4096, 4096 * (times + 1), 4096):
+    with _filled(harness, left) as (name, run, ballast):
+      checkpoints, flag = run / 'checkpoints', f'--model_dir={run}'
+      before = {path.name for path in checkpoints.iterdir()}
+      code = ended(harness.start(name, flag, '--gin.Checkpoints.patience=0'))
+      new = {path.name for path in checkpoints.iterdir()} - before
       failure = None if code == STORAGE else f'exit code {code}: {harness.said(name)[-300:]}'
-      if failure is None and not after <= before | {path for path in before if path.isdecimal()}:
-        failure = f'{after - before} were left'
-      (disk / 'ballast').unlink()
-      harness.run(name, run)
-      yield Trial(f'{4 * (number + 1)} KiB left', failure or harness.difference(name))
-    harness.forget(name)
+      if failure is None and new:
+        failure = f'{new} were left'
+      ballast.unlink()
+      harness.run(name, flag)
+      yield Trial(f'{left} bytes left', failure or harness.difference(name))
 
 
 @fault(

@@ -76,8 +76,9 @@ class Supervisor:
 
   def run(self) -> int:
     """Runs the command, and returns the exit code of the last run."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup
     for number in _FORWARDED:
-      if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+      if number != signal.SIGHUP or not ignored:
         signal.signal(number, self._forward)
     status, newest, in_vain = RunStatus(), -1, 0
     while True:
