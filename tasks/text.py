@@ -23,7 +23,7 @@ from valkyrie.data.document_source import DocumentSource, TextDocument, register
 from valkyrie.data.records import Records
 from valkyrie.data.source_files import FORMATS, SourceFiles
 from valkyrie.data.streamed_records import STREAMED, StreamedRecords
-from valkyrie.errors import ConfigurationError, DataError
+from valkyrie.errors import ConfigurationError
 
 _HASHES = 2**64
 
@@ -75,12 +75,6 @@ class TextSource(DocumentSource):
   def _rows(self, split: str, shard: int, shards: int) -> Iterator[list[str]]:
     """The texts of the columns, of every row of a shard."""
     for row in self._records(split).rows(shard, shards):
-      for column in self._columns:
-        if row[column] is not None and not isinstance(row[column], str):
-          raise DataError(
-            f'A row of {self._location} has {row[column]!r:.40} in the column {column}, but a text '
-            'was expected. Correct or remove such rows, or name another column.'
-          )
       yield [row[column] or '' for column in self._columns]
 
   def _records(self, split: str) -> Records | StreamedRecords:

@@ -106,6 +106,10 @@ def test_a_location_is_a_file_a_folder_or_a_pattern(tmp_path, pattern, found):
     ('a.jsonl', b'{"id": 1, "content": "a"}\n', 'no column text; it has id, content'),
     ('a.parquet', parquet(TEXTS, 'content'), 'no column text; it has id, content'),
     ('a.parquet', parquet(TEXTS)[:-50], 'a.parquet is corrupt'),
+    ('a.parquet', parquet([b'x', b'y']), r"a.parquet has b'x' in the column text, but a text was"),
+    ('a.parquet', parquet([7, 8]), 'a.parquet has 7 in the column text, but a text was'),
+    ('a.arrow', arrow([['x'], ['y']]), r"a.arrow has \['x'\] in the column text, but a text was"),
+    ('a.jsonl', b'{"text": 1}\n', 'a.jsonl has 1 in the column text, but a text was'),
     ('a.arrow', arrow(TEXTS, 'content'), 'no column text; it has id, content'),
     ('a.arrow', arrow(TEXTS)[:400], 'a.arrow is corrupt'),
     ('a.txt', b'caf\xe9', 'not UTF-8: byte 3 is 0xe9'),
@@ -303,3 +307,10 @@ def test_a_bucket_has_no_hashes_and_a_new_time_counts_there(tmp_path):
   os.utime(tmp_path / 'a.txt', (1, 1))
   with pytest.raises(DataError, match=r'1 changed: a\.txt.* run this'):
     provenance.check(tmp_path, information, 'run this')
+
+
+def test_a_store_records_no_password(tmp_path):
+  (tmp_path / 'a.txt').write_text('a text')
+  files = SourceFiles(str(tmp_path), ('.txt',))
+  files.location = 's3://key:swordfish@bucket/texts?x=1'
+  assert provenance.record(files)['location'] == 's3://(redacted)@bucket/texts?x=1'

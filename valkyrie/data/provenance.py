@@ -11,6 +11,7 @@ import os
 import pathlib
 from typing import Any
 
+from valkyrie.config import redact
 from valkyrie.data.source_files import SourceFile, SourceFiles
 from valkyrie.errors import DataError
 
@@ -18,9 +19,12 @@ _MAX_NAMED = 5
 
 
 def record(files: SourceFiles) -> dict[str, Any]:
-  """How the files were found, and [name, size, time of change, hash] of each, for store.json."""
+  """How the files were found, and [name, size, time of change, hash] of each, for store.json.
+
+  A location with a password loses it, and can then not be compared.
+  """
   return {
-    'location': files.location,
+    'location': redact.in_value(files.location),
     'formats': list(files.formats),
     'files': [[files.name(f), f.size, f.modified, _hash(files, f)] for f in files.files],
   }

@@ -53,12 +53,16 @@ class Records:
     for number, (file, group) in enumerate(self._groups):
       kind = format_of(file.path)
       if kind == '.jsonl':  # may be one large file: its lines take turns
-        yield from self._guarded(file, self._lines(file, part, parts))
+        read = self._lines(file, part, parts)
       elif kind == '.arrow':
-        yield from self._guarded(file, self._batches(file, part, parts))
+        read = self._batches(file, part, parts)
       elif number % parts == part:
         read = self._group(file, group) if kind == '.parquet' else self._text(file)
-        yield from self._guarded(file, read)
+      else:
+        continue
+      for row in self._guarded(file, read):
+        check_texts(row, self._columns, file.path)
+        yield row
 
   def describe(self) -> dict[str, Any]:
     """The number of the files, and the hash of their names and sizes, for store.json."""
@@ -137,6 +141,16 @@ def check_columns(columns: Sequence[str], names: Sequence[str], place: str) -> N
       'read: text_column in gin (prompt_column and answer_column of prompts), or '
       '--option=column=NAME of build_store.'
     )
+
+
+def check_texts(row: Row, columns: Sequence[str], place: str) -> None:
+  """Raises a DataError if one of the columns of a row of a place has something else than a text."""
+  for column in columns:
+    if row[column] is not None and not isinstance(row[column], str):
+      raise DataError(
+        f'A row of {place} has {row[column]!r:.40} in the column {column}, but a text was '
+        'expected. Correct or remove such rows, or name another column.'
+      )
 
 
 def _split_lines(stream: Any) -> Iterator[bytes]:

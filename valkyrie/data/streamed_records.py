@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 import itertools
 from typing import Any
 
-from valkyrie.data.records import Row, check_columns
+from valkyrie.data.records import Row, check_columns, check_texts
 from valkyrie.errors import ConfigurationError, DataError
 
 STREAMED = 'hf://'
@@ -39,6 +39,7 @@ class StreamedRecords:
         f'{owner}/{name}', configuration or None, split='train', streaming=True
       ):
         check_columns(self._columns, list(row), self._location)
+        check_texts(row, self._columns, self._location)
         yield row
     except (OSError, ValueError) as error:
       raise DataError(
