@@ -11,13 +11,15 @@ import pytest
 
 from valkyrie.checkpoint import lease, model_dir
 from valkyrie.checkpoint.model_dir import TrainerLock
-from valkyrie.errors import StorageError
+from valkyrie.errors import StorageError, Unreachable
 
 BEAT = 0.05
 
 
 @pytest.fixture(autouse=True, params=[errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
-def no_locks(request, monkeypatch):
+def locks(request, monkeypatch):
+  """File systems without locks."""
+
   def flock(file, how):
     raise OSError(request.param, os.strerror(request.param))
 
@@ -108,3 +110,14 @@ def test_one_of_many_that_start_at_once_holds_the_lease(tmp_path):
   for lock in held:
     lock.release()
   assert model_dir.lock_holder(tmp_path)
+
+
+def test_the_processes_of_a_run_have_locks_of_their_own(tmp_path):
+  locks = [TrainerLock(tmp_path, process) for process in range(3)]
+  with pytest.raises(Unreachable, match=r'is process 1 of the run in .* Give each process its own'):
+    TrainerLock(tmp_path, 1)
+  locks[1].release()
+  TrainerLock(tmp_path, 1).release()
+  for lock in (locks[0], locks[2]):
+    lock.check()
+    lock.release()

@@ -172,6 +172,25 @@ def test_two_processes_resume_a_run_of_one_and_one_process_resumes_a_run_of_two(
   np.testing.assert_allclose(*evaluated, rtol=1e-4)
 
 
+def test_a_second_process_of_a_number_is_refused_and_disturbs_nobody(folder):
+  arguments = ['-m', 'valkyrie.main', f'--gin_file={folder / "fsdp.gin"}', *FLAGS]
+  both = start(folder, 2, *arguments, f'--model_dir={folder / "twice"}', read='read_twice')
+  said = ''
+  while 'compiling' not in said:
+    said += both[1].stderr.readline()
+    assert both[1].poll() is None, said
+  environment = {**os.environ, 'PYTHONPATH': f'{ROOT}:{folder}'}
+  third = subprocess.run(
+    both[1].args, cwd=ROOT, env=environment, check=False, capture_output=True, text=True
+  )
+  assert third.returncode == 75
+  assert f'process {both[1].pid} on ' in third.stderr
+  assert f'is process 1 of the run in {folder}/twice already' in third.stderr
+  for process in both:
+    _, said = process.communicate()
+    assert process.returncode == 0, said
+
+
 @pytest.mark.invariant(14)
 def test_a_data_error_of_one_process_ends_both_with_65(folder):
   supervise = [str(ROOT / 'scripts' / 'supervise'), '--pause_seconds=0.1', '--']

@@ -5,6 +5,7 @@ imported only after the flags are parsed, so that --help is fast.
 """
 
 import argparse
+import atexit
 from collections.abc import Mapping, Sequence
 import importlib
 import os
@@ -14,6 +15,7 @@ import sys
 import traceback
 
 from valkyrie.checkpoint.compatibility import KINDS
+from valkyrie.checkpoint.model_dir import TrainerLock, writable_directory
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.distributed import processes
 from valkyrie.distributed.standard_streams import lasting
@@ -319,10 +321,15 @@ def run(
     allowed_imports=flags.gin_allow_import,
     modules=modules,
   )
+  model_dir = flags.model_dir or _default_model_dir(flags.gin_file)
   if flags.processes is not None:
     from valkyrie.distributed.preemption import Preemption  # noqa: PLC0415, imports gin
 
     with Preemption():
+      if flags.process and flags.run_mode == 'train':
+        # Two processes of one number would make jax abort all the others.
+        lock = TrainerLock(writable_directory(model_dir), flags.process)
+        atexit.register(lock.release)
       processes.join(flags.coordinator, flags.processes, flags.process, flags.join_seconds)
   if flags.run_mode != 'precompile':
     from valkyrie.distributed import compilation_cache  # noqa: PLC0415, imports jax
@@ -331,7 +338,7 @@ def run(
       print(problem, file=sys.stderr)
   module, name = run_modes[flags.run_mode]
   function = getattr(importlib.import_module(module), name)
-  given = {'model_dir': flags.model_dir or _default_model_dir(flags.gin_file)}
+  given = {'model_dir': model_dir}
   given |= {n: getattr(flags, n) for n in _FLAGS_OF_MODES if getattr(flags, n) is not None}
   if flags.run_mode == 'infer' and 'prompts' not in given:
     given['prompt'] = _read_prompt(flags.prompt)

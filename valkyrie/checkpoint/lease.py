@@ -16,7 +16,6 @@ import time
 from typing import Any
 import uuid
 
-_NAME = 'trainer.lease'
 _BEAT_SECONDS = 10.0
 _MISSED = 3  # beats, after which a lease is free
 
@@ -33,8 +32,8 @@ class Lease:
     OSError: it cannot be read or written.
   """
 
-  def __init__(self, directory: pathlib.Path):
-    self._path = directory / _NAME
+  def __init__(self, path: pathlib.Path):
+    self._path = path
     self._mine: dict[str, Any] = {
       'token': uuid.uuid4().hex,
       'process': os.getpid(),
@@ -77,7 +76,7 @@ class Lease:
 
   def _write(self) -> pathlib.Path:
     """A new file with the content of the lease."""
-    new = self._path.with_name(f'{_NAME}.{self._mine["token"]}')
+    new = self._path.with_name(f'{self._path.name}.{self._mine["token"]}')
     with open(new, 'w') as file:
       file.write(json.dumps(self._mine))
       file.flush()
@@ -107,7 +106,7 @@ class Lease:
 
   def _free(self, found: dict[str, Any]) -> None:
     """Removes a lease that has ended. Of several processes that do, one finds it."""
-    taken = self._path.with_name(f'{_NAME}.{uuid.uuid4().hex}')
+    taken = self._path.with_name(f'{self._path.name}.{uuid.uuid4().hex}')
     with contextlib.suppress(FileNotFoundError):
       self._path.rename(taken)
       if _content(taken) != found:  # somebody has taken it over meanwhile

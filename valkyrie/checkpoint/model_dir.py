@@ -10,7 +10,7 @@ import tempfile
 
 from valkyrie.checkpoint.lease import Lease, LeaseTaken
 from valkyrie.checkpoint.manifest import sync_directory
-from valkyrie.errors import StorageError, storage_errors
+from valkyrie.errors import StorageError, Unreachable, storage_errors
 
 _LOCK = 'trainer.lock'
 
@@ -50,8 +50,12 @@ def writable_directory(path: str | os.PathLike) -> pathlib.Path:
 
 def lock_holder(directory: pathlib.Path) -> str:
   """The present or last holder of the lock of a directory; '' if it was never locked."""
+  return _content(directory / _LOCK)
+
+
+def _content(path: pathlib.Path) -> str:
   try:
-    return (directory / _LOCK).read_text()
+    return path.read_text()
   except OSError:
     return ''
 
@@ -59,27 +63,36 @@ def lock_holder(directory: pathlib.Path) -> str:
 class TrainerLock:
   """The lock of a directory that one trainer writes; the kernel frees it when its holder dies.
 
-  Its file, `trainer.lock`, stays and names the last holder. Hosts that share the directory over a
-  network see each other's locks if the file system supports them. Where it has no locks, the holder
-  keeps a `Lease` beside it. FUSE mounts of buckets claim to lock, and do so on each host alone.
+  Its file, `trainer.lock`, stays and names the last holder. In a run of several processes the
+  others lock files of their own, such as `trainer-1.lock`, so that no number is given twice. Hosts
+  that share the directory over a network see each other's locks if the file system supports them.
+  Where it has no locks, the holder keeps a `Lease` beside it. FUSE mounts of buckets claim to lock,
+  and do so on each host alone.
 
   Raises:
     StorageError: another process holds it, and the message names that process; or its files cannot
       be written.
+    Unreachable: another process holds that of a process other than 0.
   """
 
-  def __init__(self, directory: pathlib.Path):
-    self._path = path = directory / _LOCK
+  def __init__(self, directory: pathlib.Path, process: int = 0):
+    """Takes the lock of a process of the run."""
+    self._path = path = directory / (f'trainer-{process}.lock' if process else _LOCK)
     self._lease: Lease | None = None
     with contextlib.ExitStack() as stack:
       stack.enter_context(storage_errors(f'{path} cannot be locked'))
       self._file = stack.enter_context(open(path, 'a+'))
       try:
         if not self._is_locked():
-          self._lease = Lease(directory)
+          self._lease = Lease(path.with_suffix('.lease'))
       except (BlockingIOError, LeaseTaken) as error:
         is_lease = isinstance(error, LeaseTaken)
-        holder = str(error) if is_lease else lock_holder(directory).strip() or 'another process'
+        holder = str(error) if is_lease else _content(path).strip() or 'another process'
+        if process:
+          raise Unreachable(
+            f'{holder} is process {process} of the run in {directory} already. Give each process '
+            'its own --process. To replace it, run the same command again after its end.'
+          ) from error
         raise StorageError(
           f'{holder} is training in {directory}, and two trainers would overwrite each other. Wait '
           'for it or stop it, or name another --model_dir.'
