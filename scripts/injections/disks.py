@@ -15,16 +15,20 @@ STORAGE = 74
 
 
 @contextlib.contextmanager
-def _filled(harness: Harness, left: int) -> Iterator[tuple[str, pathlib.Path, pathlib.Path]]:
-  """A killed run on a disk with `left` bytes of room: (its name, its directory, the ballast)."""
+def _killed(harness: Harness) -> Iterator[tuple[str, pathlib.Path, pathlib.Path]]:
+  """A killed run on a small disk: (its name, its directory, the place of ballast)."""
   name = harness.new()
   with mounted(harness.folder / f'{name}.disk') as disk:
     run = f'--model_dir={disk / "run"}'
     harness.run(name, run, '--gin.Act.at=14', '--gin.Act.action="kill"', code=-9)
-    room = os.statvfs(disk)
-    (disk / 'ballast').write_bytes(bytes(room.f_bavail * room.f_frsize - left))
     yield name, disk / 'run', disk / 'ballast'
   harness.forget(name)
+
+
+def _fill(ballast: pathlib.Path, left: int) -> None:
+  """Fills a disk but for `left` bytes."""
+  room = os.statvfs(ballast.parent)
+  ballast.write_bytes(bytes(room.f_bavail * room.f_frsize - left))
 
 
 @fault(
@@ -35,8 +39,11 @@ def _filled(harness: Harness, left: int) -> Iterator[tuple[str, pathlib.Path, pa
 )
 def freed_disk(harness: Harness, times: int) -> Iterator[Trial]:
   for left in range(4096, 4096 * (times + 1), 4096):
-    with _filled(harness, left) as (name, run, ballast):
-      process = harness.start(name, f'--model_dir={run}')
+    with _killed(harness) as (name, run, ballast):
+      done = len(harness.hashes(name))
+      process = harness.start(name, f'--model_dir={run}', '--gin.Pace.seconds=0.3')
+      wait_for(lambda name=name, done=done: len(harness.hashes(name)) > done, process)
+      _fill(ballast, left)
       wait_for(lambda name=name: 'could not be saved' in harness.said(name), process)
       ballast.unlink()
       code = ended(process)
@@ -74,7 +81,8 @@ def broken_saves(harness: Harness, times: int) -> Iterator[Trial]:
 )
 def full_disk(harness: Harness, times: int) -> Iterator[Trial]:
   for left in range(4096, 4096 * (times + 1), 4096):
-    with _filled(harness, left) as (name, run, ballast):
+    with _killed(harness) as (name, run, ballast):
+      _fill(ballast, left)
       checkpoints, flag = run / 'checkpoints', f'--model_dir={run}'
       before = {path.name for path in checkpoints.iterdir()}
       code = ended(harness.start(name, flag, '--gin.Checkpoints.patience=0'))

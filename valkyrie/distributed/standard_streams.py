@@ -33,6 +33,17 @@ class LastingStream:
     with contextlib.suppress(OSError, ValueError):
       self._stream.flush()
 
+  def end(self) -> None:
+    """Gives up what cannot be written: Python would end with 120 for it."""
+    with contextlib.suppress(OSError, ValueError):
+      try:
+        self._stream.flush()
+      except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+        self._stream.flush()
+
   def __getattr__(self, name: str) -> Any:
     return getattr(self._stream, name)
 
@@ -41,11 +52,12 @@ class LastingStream:
 def lasting() -> Iterator[None]:
   """Makes standard error lasting."""
   before: Any = sys.stderr
-  sys.stderr = LastingStream(before)
+  sys.stderr = stream = LastingStream(before)
   try:
     yield
   finally:
     sys.stderr = before
+    stream.end()
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ import time
 from typing import Any
 
 from valkyrie.distributed.heartbeat import STACKS, VARIABLE, address
+from valkyrie.distributed.standard_streams import lasting
 
 HANG = 86  # the exit code of a run that was ended for its silence
 # Preempted, hung, aborted by a library, killed (by the kernel or with its machine).
@@ -173,9 +174,7 @@ class Supervisor:
 
 
 def _say(message: str) -> None:
-  """Prints a line, if there is somebody to read it."""
-  with contextlib.suppress(OSError, ValueError):
-    print(f'supervise: {message}', file=sys.stderr, flush=True)
+  print(f'supervise: {message}', file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -212,7 +211,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument('command', nargs='+', metavar='COMMAND', help='training command, after --')
   flags = parser.parse_args(arguments)
   seconds = {stage: getattr(flags, f'{stage}_seconds') for stage in _DEFAULT_SECONDS}
-  return Supervisor(flags.command, seconds, flags.restarts, flags.pause_seconds).run()
+  with lasting():
+    return Supervisor(flags.command, seconds, flags.restarts, flags.pause_seconds).run()
 
 
 if __name__ == '__main__':
