@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -174,6 +175,9 @@ def test_two_processes_resume_a_run_of_one_and_one_process_resumes_a_run_of_two(
 
 def test_a_second_process_of_a_number_is_refused_and_disturbs_nobody(folder):
   arguments = ['-m', 'valkyrie.main', f'--gin_file={folder / "fsdp.gin"}', *FLAGS]
+  arguments += [
+    f'--gin.{name}=100000' for name in ('train_steps', 'checkpoint_every', 'eval_every')
+  ]
   both = start(folder, 2, *arguments, f'--model_dir={folder / "twice"}', read='read_twice')
   said = ''
   while 'compiling' not in said:
@@ -186,9 +190,11 @@ def test_a_second_process_of_a_number_is_refused_and_disturbs_nobody(folder):
   assert third.returncode == 75
   assert f'process {both[1].pid} on ' in third.stderr
   assert f'is process 1 of the run in {folder}/twice already' in third.stderr
+  assert [process.poll() for process in both] == [None, None]
+  both[0].send_signal(signal.SIGTERM)
   for process in both:
     _, said = process.communicate()
-    assert process.returncode == 0, said
+    assert process.returncode == 75, said
 
 
 @pytest.mark.invariant(14)
