@@ -381,6 +381,12 @@ def test_secrets_are_not_written(folder):
   assert found['operate.max_tokens'] == 4
 
 
+def test_a_secret_behind_two_macros_alone_is_not_written(folder):
+  load(GOOD + '    operate.api_key = %login\n    login = %deeper\n    deeper = "swordfish"\n')
+  write_configuration('run')
+  assert 'swordfish' not in (folder / 'run' / 'config.gin').read_text()
+
+
 def test_the_operative_configuration_has_defaults(folder):
   load(GOOD)
   operate(model_dir='x')

@@ -17,7 +17,7 @@ import traceback
 from valkyrie.checkpoint.compatibility import KINDS
 from valkyrie.checkpoint.model_dir import TrainerLock, writable_directory
 from valkyrie.config.suggest import did_you_mean
-from valkyrie.distributed import processes
+from valkyrie.distributed import processes, stop_signals
 from valkyrie.distributed.standard_streams import lasting
 from valkyrie.errors import ConfigurationError, Preempted, UsageError, ValkyrieError, message_of
 
@@ -355,7 +355,7 @@ def main(arguments: Sequence[str] | None = None, **kinds) -> int:
     except (Exception, KeyboardInterrupt) as error:
       code = _explain(error)
       if code == Preempted.exit_code:  # a second signal must not change it
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        for number in stop_signals.ALL:
           signal.signal(number, signal.SIG_IGN)
       processes.end(code, error)
       return code

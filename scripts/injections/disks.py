@@ -15,12 +15,12 @@ STORAGE = 74
 
 
 @contextlib.contextmanager
-def _killed(harness: Harness) -> Iterator[tuple[str, pathlib.Path, pathlib.Path]]:
-  """A killed run on a small disk: (its name, its directory, the place of ballast)."""
+def _killed(harness: Harness, at: int = 14) -> Iterator[tuple[str, pathlib.Path, pathlib.Path]]:
+  """A run on a small disk, killed at a step: (its name, its directory, the place of ballast)."""
   name = harness.new()
   with mounted(harness.folder / f'{name}.disk') as disk:
     run = f'--model_dir={disk / "run"}'
-    harness.run(name, run, '--gin.Act.at=14', '--gin.Act.action="kill"', code=-9)
+    harness.run(name, run, f'--gin.Act.at={at}', '--gin.Act.action="kill"', code=-9)
     yield name, disk / 'run', disk / 'ballast'
   harness.forget(name)
 
@@ -103,11 +103,9 @@ def full_disk(harness: Harness, times: int) -> Iterator[Trial]:
 )
 def read_only(harness: Harness, times: int) -> Iterator[Trial]:
   for _ in range(times):
-    name = harness.new()
-    with mounted(harness.folder / f'{name}.disk') as disk:
-      run = f'--model_dir={disk / "run"}'
-      harness.run(name, run, '--gin.Act.at=10', '--gin.Act.action="kill"', code=-9)
-      remount = ['mount', '-o', 'remount,ro', str(disk)]
+    with _killed(harness, at=10) as (name, place, _):
+      run = f'--model_dir={place}'
+      remount = ['mount', '-o', 'remount,ro', str(place.parent)]
       subprocess.run(remount, check=True)
       said = len(harness.said(name))
       code = ended(harness.start(name, run))
@@ -115,10 +113,9 @@ def read_only(harness: Harness, times: int) -> Iterator[Trial]:
       failure = None if code == STORAGE and 'Read-only file system' in words else f'{code}: {words}'
       if 'compiling' in words:
         failure = 'it compiled before it ended'
-      subprocess.run([*remount[:2], 'remount,rw', str(disk)], check=True)
+      subprocess.run([*remount[:2], 'remount,rw', str(place.parent)], check=True)
       harness.run(name, run)
       yield Trial('after step 10', failure or harness.difference(name))
-    harness.forget(name)
 
 
 @fault('a relative and a symlinked model directory', 'the same run, bit for bit', full=4)

@@ -181,12 +181,12 @@ def _read_file(
   text = _text(path)
   statements: list[Statement] = []
   first: dict[str, str] = {}
+  recorded = text.startswith(RECORDED)
   try:
     for parsed in parse(text):
-      line = f'{path}:{parsed.location.line_num}'
-      statement = Statement(line, parsed, recorded=text.startswith(RECORDED))
+      statement = Statement(f'{path}:{parsed.location.line_num}', parsed, recorded)
       if isinstance(parsed, config_parser.IncludeStatement):
-        where = f'{line}: include'
+        where = f'{statement.where}: include'
         included = _read_file(parsed.filename, where, search_paths, allowed, (*above, path))
         _check_not_lost(first, included)
         statements += included
@@ -194,10 +194,10 @@ def _read_file(
       if statement.is_import:
         check_import(statement, allowed)
       if statement.is_binding:
-        earlier = first.setdefault(statement.name, line)
-        if earlier != line:
+        earlier = first.setdefault(statement.name, statement.where)
+        if earlier != statement.where:
           raise ConfigurationError(
-            f'{line}: {statement.name} is already bound at {earlier}. Keep one of them.'
+            f'{statement.where}: {statement.name} is already bound at {earlier}. Keep one of them.'
           )
       statements.append(statement)
   except SyntaxError as error:

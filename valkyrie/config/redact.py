@@ -1,6 +1,5 @@
 """Removal of passwords, keys and access tokens from gin texts."""
 
-from collections.abc import Callable
 import re
 
 REDACTED = '(redacted)'
@@ -51,18 +50,13 @@ def redact(text: str) -> str:
     name, equals, value = match.groups()
     return name + equals + (hidden(value) if name in macros else value)
 
-  return in_value(
-    _to_fixed_point(lambda t: _STATEMENT.sub(by_macro, t), _STATEMENT.sub(by_name, text))
-  )
+  text, known = _STATEMENT.sub(by_name, text), 0
+  while known < len(macros):  # a macro may read a macro that stands above it
+    known = len(macros)
+    text = _STATEMENT.sub(by_macro, text)
+  return in_value(text)
 
 
 def in_value(text: str) -> str:
   """Replaces secrets by their own form alone: passwords of URLs, tokens with a known prefix."""
   return _SECRET_IN_VALUE.sub(REDACTED, text)
-
-
-def _to_fixed_point(function: Callable[[str], str], text: str) -> str:
-  """Applies a function until nothing changes: a macro may be bound to a macro."""
-  while (changed := function(text)) != text:
-    text = changed
-  return text

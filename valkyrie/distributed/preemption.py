@@ -25,10 +25,9 @@ from typing import Any
 import gin
 
 from valkyrie.config.computation import may_change_on_resume
-from valkyrie.distributed import processes
+from valkyrie.distributed import processes, stop_signals
 from valkyrie.errors import ConfigurationError, Preempted
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _START_UP_GRACE = 1.5  # seconds in which start-up may end in order, with its child processes
 
 
@@ -76,9 +75,8 @@ class Preemption:
     self._reader, self._writer = os.pipe()
     os.set_blocking(self._writer, False)
     self._old_descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-    ignored = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else []  # nohup
     self._old_handlers = {
-      number: signal.signal(number, self._handle) for number in SIGNALS if number not in ignored
+      number: signal.signal(number, self._handle) for number in stop_signals.heard()
     }
     self._thread = threading.Thread(target=self._watch, name='preemption', daemon=True)
     self._thread.start()
@@ -104,7 +102,7 @@ class Preemption:
       raise Preempted(_before_the_first_step(number))
 
   def _watch(self) -> None:
-    while (number := os.read(self._reader, 1)[0]) not in SIGNALS:
+    while (number := os.read(self._reader, 1)[0]) not in stop_signals.ALL:
       if self._over.is_set():
         return
     name = signal.Signals(number).name

@@ -23,6 +23,7 @@ import sys
 import time
 from typing import Any
 
+from valkyrie.distributed import stop_signals
 from valkyrie.distributed.heartbeat import STACKS, VARIABLE, address
 from valkyrie.distributed.standard_streams import lasting
 
@@ -35,7 +36,6 @@ _DEFAULT_SECONDS = {'start_up': 1800, 'compile': 3600, 'step': 900, 'save': 1800
 _SECONDS_FOR_STACKS = 2.0
 _LONGEST_PAUSE = 300.0
 _NOT_FOUND = 127  # as a shell's
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # as SIGTERM
 
 
 @dataclasses.dataclass
@@ -77,10 +77,8 @@ class Supervisor:
 
   def run(self) -> int:
     """Runs the command, and returns the exit code of the last run."""
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup
-    for number in _FORWARDED:
-      if number != signal.SIGHUP or not ignored:
-        signal.signal(number, self._forward)
+    for number in stop_signals.heard():
+      signal.signal(number, self._forward)
     status, newest, in_vain = RunStatus(), -1, 0
     while True:
       code, reason = self._run_once(status)
