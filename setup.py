@@ -49,6 +49,7 @@ setup(
   extras_require={
     # Beam excludes protobuf 7, without which a newer sentencepiece cannot be imported.
     'beam': ['apache-beam>=2.77', 'sentencepiece<0.2.3'],
+    'gcs': ['gcsfs>=2025.9', 'google-cloud-storage>=3'],  # runs in gs://
     'hf': ['datasets>=3', 'tokenizers>=0.21'],
     'lm-eval': ['lm-eval>=0.4.13'],  # EleutherAI's lm-evaluation-harness
     'learn': ['torch>=2.6', 'transformers>=5'],  # the peers of scripts/learn
@@ -56,6 +57,8 @@ setup(
     'tpu': ['jax[tpu]'],  # brings the libtpu that this jax was built for
     'cuda': ['jax[cuda13]'],
     'test': [
+      'gcsfs>=2025.9',
+      'google-cloud-storage>=3',
       'hypothesis>=6.100',
       'pre-commit>=4',
       'pyright[nodejs]>=1.1.400',  # with node from the registry instead of a download at first run

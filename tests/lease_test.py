@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from valkyrie.checkpoint import lease, model_dir
+from valkyrie.checkpoint import holder, model_dir
 from valkyrie.checkpoint.model_dir import TrainerLock
 from valkyrie.errors import StorageError, Unreachable
 
@@ -24,15 +24,13 @@ def locks(request, monkeypatch):
     raise OSError(request.param, os.strerror(request.param))
 
   monkeypatch.setattr(fcntl, 'flock', flock)
-  monkeypatch.setattr(lease, '_BEAT_SECONDS', BEAT)
+  monkeypatch.setattr(holder, 'BEAT_SECONDS', BEAT)
 
 
 def write(path, **changes):
   """The lease of a process of this host that has ended, with changes."""
-  holder = {'token': 'x', 'process': 2**22 + 1, 'host': lease.socket.gethostname(), 'beat': 0}
-  path.joinpath('trainer.lease').write_text(
-    json.dumps({**holder, 'boot': lease._boot(), **changes})
-  )
+  ended = {**holder.this_process(), 'token': 'x', 'process': 2**22 + 1}
+  path.joinpath('trainer.lease').write_text(json.dumps({**ended, **changes}))
 
 
 def test_a_second_trainer_is_refused_until_the_first_has_ended(tmp_path):
@@ -80,7 +78,7 @@ def test_a_lease_with_beats_of_another_host_is_respected(tmp_path):
 
 
 def test_a_trainer_that_was_paused_beyond_its_lease_writes_nothing(tmp_path, monkeypatch):
-  monkeypatch.setattr(lease, '_BEAT_SECONDS', 1000.0)  # the thread of the first one stands still
+  monkeypatch.setattr(holder, 'BEAT_SECONDS', 1000.0)  # the thread of the first one stands still
   first = TrainerLock(tmp_path)
   write(tmp_path, host='a', token='of another')
   with pytest.raises(StorageError, match='or its lease went to another one'):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from valkyrie.checkpoint import failed_saves, manager, manifest, steps
+from valkyrie.checkpoint import disk_files, disk_steps, failed_saves, manager
 from valkyrie.checkpoint.manager import Checkpoints, open_to_read
 from valkyrie.errors import StorageError
 
@@ -186,16 +186,18 @@ def test_sha256sum_checks_the_manifest(run):
 
 
 @pytest.mark.invariant(11)
-@pytest.mark.parametrize('moment', ['manifest.write', 'manifest.sync_directory', 'shutil.rmtree'])
+@pytest.mark.parametrize(
+  'moment', ['files.write_manifest', 'files.sync_directory', 'steps.shutil.rmtree']
+)
 def test_a_kill_during_a_save_leaves_the_steps_before(run, moment):
   """Kills before the manifest, after the manifest, and while an old step is deleted."""
   script = f"""
 import os, signal
 import jax.numpy as jnp
 from valkyrie.checkpoint.manager import Checkpoints
-from valkyrie.checkpoint import failed_saves, manager, manifest, steps
+from valkyrie.checkpoint import disk_files, disk_steps
 checkpoints = Checkpoints().open({str(run)!r})
-steps.{moment} = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+disk_{moment} = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 checkpoints.save(4, {{'w': jnp.arange(300, dtype=jnp.float32) * 4}}, {{'position': 4}})
 checkpoints.wait()
 """
@@ -246,7 +248,7 @@ def test_a_step_of_another_owner_stays(run, monkeypatch):
 
 def test_an_unfinished_step_that_cannot_be_deleted_makes_room(run, monkeypatch):
   monkeypatch.setattr(shutil, 'rmtree', lambda *_, **__: 1 / 0)
-  monkeypatch.setattr(steps, '_remove', lambda place: [f'{place} is busy'])
+  monkeypatch.setattr(disk_steps, '_remove', lambda place: [f'{place} is busy'])
   (run / 'checkpoints' / '4.unfinished').mkdir()
   with Checkpoints(keep=9).open(run) as checkpoints:
     checkpoints.save(4, {'w': jnp.ones(3)}, {})
@@ -318,14 +320,14 @@ def test_a_save_on_a_full_disk_fails_leaves_no_files_and_the_next_save_succeeds(
 def failing(monkeypatch):
   """A list of the reasons with which the next saves fail, and the pauses in seconds after them."""
   reasons, pauses = [], []
-  sync = manifest.sync_directory
+  sync = disk_files.sync_directory
 
   def fail(path):
     if reasons:
       raise OSError(errno.EIO, reasons.pop(0), str(path))
     sync(path)
 
-  monkeypatch.setattr(manifest, 'sync_directory', fail)
+  monkeypatch.setattr(disk_files, 'sync_directory', fail)
   monkeypatch.setattr(manager.time, 'sleep', pauses.append)
   return reasons, pauses
 

@@ -15,11 +15,11 @@ import sys
 import traceback
 
 from valkyrie.checkpoint.compatibility import KINDS
-from valkyrie.checkpoint.model_dir import TrainerLock, writable_directory
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.distributed import processes, stop_signals
 from valkyrie.distributed.standard_streams import lasting
 from valkyrie.errors import ConfigurationError, Preempted, UsageError, ValkyrieError, message_of
+from valkyrie.storage import run_directory
 
 # The modules of the configurables. They are imported before gin is locked; none can follow later.
 CONFIGURABLE_MODULES = (
@@ -164,7 +164,8 @@ def _parser() -> _Parser:
   parser.add_argument(
     '--model_dir',
     metavar='DIR',
-    help='the directory of the run (default: runs/NAME of the gin file, below the current folder)',
+    help='the directory of the run, or its address in a bucket, such as gs://BUCKET/FOLDER '
+    '(default: runs/NAME of the gin file, below the current folder)',
   )
   parser.add_argument(
     '--run_mode', choices=tuple(RUN_MODES), default='train', help='default: train'
@@ -313,22 +314,25 @@ def run(
   flags, gin_flags = parse_command_line(arguments)
   from valkyrie.config.load import check_call, load_gin  # noqa: PLC0415, imports gin
 
+  model_dir = run_directory.opened(flags.model_dir or _default_model_dir(flags.gin_file))
   load_gin(
     flags.gin_file or (),
     gin_flags,
-    run=None if flags.gin_file else flags.model_dir,
+    run=None if flags.gin_file else model_dir,
     search_paths=[path for paths in flags.gin_search_paths for path in paths.split(',') if path],
     allowed_imports=flags.gin_allow_import,
     modules=modules,
   )
-  model_dir = flags.model_dir or _default_model_dir(flags.gin_file)
   if flags.processes is not None:
+    from valkyrie.checkpoint.storage import steps_of  # noqa: PLC0415, imports jax
     from valkyrie.distributed.preemption import Preemption  # noqa: PLC0415, imports gin
 
     with Preemption():
       if flags.process and flags.run_mode == 'train':
         # Two processes of one number would make jax abort all the others.
-        lock = TrainerLock(writable_directory(model_dir), flags.process)
+        steps = steps_of(model_dir)
+        steps.check_writable()
+        lock = steps.lock(flags.process)
         atexit.register(lock.release)
       processes.join(flags.coordinator, flags.processes, flags.process, flags.join_seconds)
   if flags.run_mode != 'precompile':
@@ -343,7 +347,8 @@ def run(
   if flags.run_mode == 'infer' and 'prompts' not in given:
     given['prompt'] = _read_prompt(flags.prompt)
   check_call(function, *given)
-  function(**given)
+  with run_directory.uploaded(model_dir):
+    function(**given)
 
 
 def main(arguments: Sequence[str] | None = None, **kinds) -> int:

@@ -7,15 +7,16 @@ import signal
 
 import gin
 
-from valkyrie.checkpoint import manifest, steps
+from valkyrie.checkpoint import disk_files, disk_steps, manifest
+from valkyrie.checkpoint.disk_steps import DiskSteps
 
-_write_manifest = manifest.write
+_write_manifest = disk_files.write_manifest
 
 
 def _half_a_manifest(place, step):
   _write_manifest(place, step)
-  size = (place / manifest.NAME).stat().st_size
-  os.truncate(place / manifest.NAME, size // 2)
+  file = place / manifest.name(manifest.SHA256)
+  os.truncate(file, file.stat().st_size // 2)
 
 
 def _is_of_the_run(directory):
@@ -29,16 +30,16 @@ def _half_of_a_step(place):
   return True
 
 
-# Points of a commit: (step, module, function that is replaced, action before the kill). The process
-# is not killed if the action returns False.
+# Points of a commit: (step, module or class, function to replace, action before the kill). The
+# process is not killed if the action returns False.
 MOMENTS = {
-  'before the arrays': (8, steps, 'begin', lambda *_: True),
-  'before the manifest': (8, manifest, 'write', lambda *_: True),
-  'with half a manifest': (8, manifest, 'write', _half_a_manifest),
-  'with a manifest and no number': (8, manifest, 'write', _write_manifest),
-  'before the new number is flushed': (8, manifest, 'sync_directory', _is_of_the_run),
-  'before an old step is deleted': (16, steps, 'delete', lambda *_: True),
-  'while an old step is deleted': (16, steps.shutil, 'rmtree', _half_of_a_step),
+  'before the arrays': (8, DiskSteps, 'begin', lambda *_: True),
+  'before the manifest': (8, disk_files, 'write_manifest', lambda *_: True),
+  'with half a manifest': (8, disk_files, 'write_manifest', _half_a_manifest),
+  'with a manifest and no number': (8, disk_files, 'write_manifest', _write_manifest),
+  'before the new number is flushed': (8, disk_files, 'sync_directory', _is_of_the_run),
+  'before an old step is deleted': (16, DiskSteps, 'delete', lambda *_: True),
+  'while an old step is deleted': (16, disk_steps.shutil, 'rmtree', _half_of_a_step),
 }
 
 
@@ -70,7 +71,7 @@ class FailSaves:
 
   def __init__(self, times):
     self._left = times
-    sync = manifest.sync_directory
+    sync = disk_files.sync_directory
 
     def fail(path):
       if self._left and _is_of_the_run(path):
@@ -78,7 +79,7 @@ class FailSaves:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
       sync(path)
 
-    manifest.sync_directory = fail
+    disk_files.sync_directory = fail
 
   def __call__(self, step, state, metrics):
     pass

@@ -8,7 +8,7 @@ import subprocess
 
 from injections.harness import STEPS, Harness, ended, mounted, wait_for
 from injections.table import Trial, fault
-from valkyrie.checkpoint import steps
+from valkyrie.checkpoint.disk_steps import DiskSteps
 from valkyrie.checkpoint.manager import Checkpoints
 
 STORAGE = 74
@@ -47,7 +47,7 @@ def freed_disk(harness: Harness, times: int) -> Iterator[Trial]:
       wait_for(lambda name=name: 'could not be saved' in harness.said(name), process)
       ballast.unlink()
       code = ended(process)
-      saved = steps.find(run / 'checkpoints')
+      saved = DiskSteps(run).find()
       failure = None if code == 0 else f'exit code {code}: {harness.said(name)[-300:]}'
       if failure is None and saved[-1:] != [STEPS]:
         failure = f'{saved} are saved'

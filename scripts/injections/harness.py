@@ -16,7 +16,7 @@ import time
 import numpy as np
 
 from injections.table import Unavailable
-from valkyrie.checkpoint import steps
+from valkyrie.checkpoint.disk_steps import DiskSteps
 from valkyrie.data import store_writer, vocabularies
 from valkyrie.data.store_location import store_path
 from valkyrie.distributed.heartbeat import VARIABLE, address
@@ -192,7 +192,7 @@ class Harness:
 
   def saved(self, name: str) -> list[int]:
     """The saved steps in order."""
-    return steps.find(self.folder / name / 'checkpoints')
+    return DiskSteps(self.folder / name).find()
 
   def forget(self, name: str) -> None:
     """Deletes a run."""

@@ -10,18 +10,13 @@ import contextlib
 import json
 import os
 import pathlib
-import socket
 import threading
 import time
 from typing import Any
 import uuid
 
-_BEAT_SECONDS = 10.0
-_MISSED = 3  # beats, after which a lease is free
-
-
-class LeaseTaken(Exception):
-  """Another process holds the lease; the message names it."""
+from valkyrie.checkpoint import holder
+from valkyrie.checkpoint.holder import LeaseTaken
 
 
 class Lease:
@@ -34,13 +29,7 @@ class Lease:
 
   def __init__(self, path: pathlib.Path):
     self._path = path
-    self._mine: dict[str, Any] = {
-      'token': uuid.uuid4().hex,
-      'process': os.getpid(),
-      'host': socket.gethostname(),
-      'boot': _boot(),
-      'beat': 0,
-    }
+    self._mine = holder.this_process()
     while not self._create():
       found = self._read()
       if found is not None:
@@ -91,18 +80,18 @@ class Lease:
 
   def _wait_for_its_end(self, found: dict[str, Any]) -> None:
     """Returns if the holder has ended, at once on its own host, else after missed beats."""
-    holder = f'process {found.get("process")} on {found.get("host")}'
-    if found.get('host') == self._mine['host'] and found.get('boot') == self._mine['boot']:
-      if _is_running(found.get('process')):
-        raise LeaseTaken(holder)
+    ended = holder.has_ended(found)
+    if ended is not None:
+      if not ended:
+        raise LeaseTaken(holder.words(found))
       return
-    until = time.monotonic() + _MISSED * _BEAT_SECONDS
+    until = time.monotonic() + holder.MISSED * holder.BEAT_SECONDS
     while time.monotonic() < until:
-      time.sleep(_BEAT_SECONDS / 4)
+      time.sleep(holder.BEAT_SECONDS / 4)
       if (now := self._read()) is None:
         return
       if now != found:
-        raise LeaseTaken(f'process {now.get("process")} on {now.get("host")}')
+        raise LeaseTaken(holder.words(now))
 
   def _free(self, found: dict[str, Any]) -> None:
     """Removes a lease that has ended. Of several processes that do, one finds it."""
@@ -115,7 +104,7 @@ class Lease:
       taken.unlink()
 
   def _renew(self) -> None:
-    while not self._over.wait(_BEAT_SECONDS):
+    while not self._over.wait(holder.BEAT_SECONDS):
       self._mine['beat'] += 1
       with contextlib.suppress(OSError):  # the next beat, or the check before a save, will see
         if self.is_mine:
@@ -128,21 +117,3 @@ def _content(path: pathlib.Path) -> dict[str, Any]:
   except ValueError:  # a machine has lost its power
     found = None
   return found if isinstance(found, dict) else {}
-
-
-def _boot() -> str:
-  """Identifies the time since the machine was started; '' where it cannot be read."""
-  try:
-    return pathlib.Path('/proc/sys/kernel/random/boot_id').read_text().strip()
-  except OSError:
-    return ''
-
-
-def _is_running(process: Any) -> bool:
-  try:
-    os.kill(int(process), 0)
-  except (TypeError, ValueError, ProcessLookupError):
-    return False
-  except PermissionError:
-    return True
-  return True

@@ -2,7 +2,7 @@
 
     model_dir/checkpoints/<step>/state             the train state, every leaf in its own dtype
     model_dir/checkpoints/<step>/record.json       configuration, feed position, mesh, versions, ...
-    model_dir/checkpoints/<step>/manifest.sha256   hashes of all files; a step without it is damaged
+    model_dir/checkpoints/<step>/manifest.sha256   hashes of all files, in buckets manifest.md5
     model_dir/set_aside/<step>                     damaged steps
 
 Orbax writes and reads the arrays, but does not detect a changed bit, an empty directory or another
@@ -19,7 +19,6 @@ import dataclasses
 import json
 import math
 import os
-import pathlib
 import time
 from typing import Any
 
@@ -28,10 +27,10 @@ import jax
 
 from valkyrie.checkpoint import steps
 from valkyrie.checkpoint.failed_saves import FailedSaves
-from valkyrie.checkpoint.model_dir import TrainerLock, local_path, lock_holder, writable_directory
 from valkyrie.checkpoint.state_check import not_finite
 from valkyrie.checkpoint.state_files import StateFiles, checkpoint_errors
 from valkyrie.checkpoint.step_writer import StepWriter
+from valkyrie.checkpoint.storage import steps_of
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.distributed import heartbeat, processes
 from valkyrie.errors import ConfigurationError, Diverged, StorageError, reason_of
@@ -120,8 +119,10 @@ class CheckpointDirectory:
     """Opens a run to write, or to read a step; see `Checkpoints.open` and `open_to_read`."""
     self._say = say
     read_only = step is not None
-    root = local_path(model_dir) if read_only else writable_directory(model_dir)
-    self.directory = root / 'checkpoints'
+    self._steps = steps_of(model_dir)
+    self.directory = self._steps.place
+    if not read_only:
+      self._steps.check_writable()
     self._options = options
     self._read_only = read_only
     self._failed = FailedSaves(options.patience, str(self.directory), say)
@@ -129,30 +130,29 @@ class CheckpointDirectory:
     with contextlib.ExitStack() as stack:  # frees the lock if an error follows
       lock = None
       if not read_only and jax.process_index() == 0:
-        lock = TrainerLock(root)
+        lock = self._steps.lock()
         stack.callback(lock.release)
       self._files = StateFiles()
       stack.callback(self._files.close)
-      self._writer = StepWriter(self.directory, self._files, lock, say)
-      newest = self._recover(root, step) if jax.process_index() == 0 else None
-      of_first = processes.exchange('checkpoints', json.dumps([newest, lock_holder(root)]))[0]
+      self._writer = StepWriter(self._steps, self._files, lock, say)
+      newest = self._recover(step) if jax.process_index() == 0 else None
+      of_first = processes.exchange('checkpoints', json.dumps([newest, self._steps.holder()]))[0]
       self._newest, holder = json.loads(of_first)
-      if not read_only and lock_holder(root) != holder:
+      if not read_only and self._steps.holder() != holder:
         raise StorageError(
-          f'Process {jax.process_index()} does not see the files of process 0 in {root}. All '
+          f'Process {jax.process_index()} does not see the files of process 0 in {model_dir}. All '
           'processes need the same directory. Name a --model_dir on storage that they share.'
         )
       self._thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix='commit'))
       self._resources = stack.pop_all()
 
-  def _recover(self, root: pathlib.Path, step: str | None) -> int | None:
+  def _recover(self, step: str | None) -> int | None:
     """Finds the newest valid step, or that to read; sets others aside, deletes unfinished ones."""
     with checkpoint_errors(f'{self.directory} cannot be opened'):
-      order = self._to_read(step, steps.find(self.directory))
-      newest, damaged = steps.first_valid(self.directory, order)
+      newest, damaged = steps.first_valid(self._steps, self._to_read(step, self._steps.find()))
       if self._writer.lock:
         self._writer.open()
-        steps.set_aside(self.directory, damaged, root / 'set_aside')
+        self._steps.set_aside(damaged)
     return newest
 
   def _to_read(self, step: str | None, found: list[int]) -> list[int]:
@@ -177,7 +177,7 @@ class CheckpointDirectory:
 
   def describe_newest(self) -> str:
     """The path of the newest valid step, for messages."""
-    return str(self.directory / str(self._newest)) if self._newest is not None else 'none yet'
+    return str(self._steps.path(self._newest)) if self._newest is not None else 'none yet'
 
   def is_due(self, step: int) -> bool:
     """Whether to save step `step` in place of one whose save failed.
@@ -266,7 +266,7 @@ class CheckpointDirectory:
 
   def _tidy(self, step: int, took: float, waited: float) -> None:
     """Says that a step was saved, and deletes those that it replaces."""
-    size = sum(file.stat().st_size for file in (self.directory / str(step)).rglob('*'))
+    size = self._steps.size(step)
     self._say(
       f'saved step {step}: {size / 2**20:,.1f} MiB in {took:.1f} s, of which the run waited '
       f'{waited:.2f} s'
@@ -284,7 +284,7 @@ class CheckpointDirectory:
 
   def _read_record(self, step: int) -> dict[str, Any]:
     with checkpoint_errors(f'The record of step {step} in {self.directory} cannot be read'):
-      return json.loads((self.directory / str(step) / 'record.json').read_text())
+      return json.loads(self._steps.files(step).read('record.json'))
 
   def latest_record(self) -> dict[str, Any] | None:
     """The record of the newest valid step, or None; raises StorageError if it cannot be read."""
@@ -299,9 +299,9 @@ class CheckpointDirectory:
     nearest = None
     if jax.process_index() == 0:
       with checkpoint_errors(f'{self.directory} cannot be read'):
-        found = steps.find(self.directory)
+        found = self._steps.find()
         order = sorted(found, key=lambda step: (step < goal, abs(step - goal)))
-        nearest, _ = steps.first_valid(self.directory, order)
+        nearest, _ = steps.first_valid(self._steps, order)
     return json.loads(processes.exchange('nearest', json.dumps(nearest))[0])
 
   def restore(self, target: Any, partial: bool = False, step: int | None = None) -> Any:
@@ -329,11 +329,11 @@ class CheckpointDirectory:
   def _evaluated_field(self) -> str:
     return 'average' if 'average' in self._files.fields(self._place_of_state()) else 'params'
 
-  def _place_of_state(self, step: int | None = None) -> pathlib.Path:
+  def _place_of_state(self, step: int | None = None) -> Any:
     step = self._newest if step is None else step
     if step is None:
       raise ConfigurationError(f'{self.directory} has no checkpoint. Train there first.')
-    return self.directory / str(step) / 'state'
+    return self._steps.path(step) / 'state'
 
   def newest_params(self) -> tuple[dict[str, Any], Any]:
     """The record of the newest valid step, and the parameters that evaluations use.

@@ -1,95 +1,96 @@
-"""The manifest of a checkpoint: the SHA-256 of each of its files, and of the manifest itself.
+"""The manifest of a checkpoint: the digest of each of its files, and of the manifest itself.
 
     # step 400
     91b0...  record.json
     5a6b...  state/_METADATA
     # sha256 77cd...            of all lines above
 
-`sha256sum -c manifest.sha256` reads it too.
+`sha256sum -c manifest.sha256` and `md5sum -c manifest.md5` read it, too. A step that was saved in a
+bucket has MD5s, which the bucket computes; both are read everywhere, since people copy runs.
 """
 
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
 import hashlib
-import os
-import pathlib
+from typing import Protocol
 
-NAME = 'manifest.sha256'
-_READERS = 4  # threads: hashing releases Python's lock
+SHA256, MD5 = 'sha256', 'md5'
 
 
-def write(place: pathlib.Path, step: int) -> None:
-  """Hashes the files below `place`, writes their manifest, and flushes all of them to disk."""
-  names = sorted(
-    path.relative_to(place).as_posix() for path in place.rglob('*') if not path.is_dir()
-  )
-  hashes = _hashes((place / name for name in names), sync=True)
-  lines = [f'{digest}  {name}\n' for digest, name in zip(hashes, names, strict=True)]
+class Files(Protocol):
+  """The files of a step, whose names are relative to it."""
+
+  def read(self, name: str) -> bytes:
+    """The content of a file; raises FileNotFoundError or NotADirectoryError without it."""
+    ...
+
+  def has(self, name: str) -> bool:
+    """Whether there is a file of that name, inside the step."""
+    ...
+
+  def names(self) -> list[str]:
+    """The names of all files."""
+    ...
+
+  def digests(self, names: Iterable[str], algorithm: str) -> Iterator[str]:
+    """The digests of files, in hexadecimal; raises OSError if a file cannot be read."""
+    ...
+
+
+def name(algorithm: str) -> str:
+  """The name of the manifest with the digests of an algorithm."""
+  return f'manifest.{algorithm}'
+
+
+def content(step: int, digests: Mapping[str, str]) -> bytes:
+  """The manifest of a step, from the digest of each file."""
+  lines = [f'{digests[file]}  {file}\n' for file in sorted(digests)]
   text = ''.join([f'# step {step}\n', *lines]).encode()
-  with open(place / NAME, 'wb') as file:
-    file.write(text + _seal(text))
-    file.flush()
-    os.fsync(file.fileno())
-  for directory in (place, *(path for path in place.rglob('*') if path.is_dir())):
-    sync_directory(directory)
+  return text + _seal(text)
 
 
-def damage(place: pathlib.Path, step: int) -> str | None:
-  """Reads every file of a step once; returns the first damage, or None if the step is valid.
+def read(files: Files) -> tuple[str, bytes]:
+  """The algorithm and the content of the manifest of a step; FileNotFoundError without one."""
+  for algorithm in (SHA256, MD5):
+    try:
+      return algorithm, files.read(name(algorithm))
+    except (FileNotFoundError, NotADirectoryError):
+      continue
+  raise FileNotFoundError(f'{name(SHA256)} is missing')
+
+
+def damage(files: Files, step: int) -> str | None:
+  """Compares every file of a step; returns the first damage, or None if the step is valid.
 
   Raises:
     OSError: a file exists but cannot be read, so that its content is unknown.
   """
   try:
-    text = (place / NAME).read_bytes()
-  except (FileNotFoundError, NotADirectoryError):
-    return f'{NAME} is missing'
+    algorithm, text = read(files)
+  except FileNotFoundError as error:
+    return str(error)
+  own_name = name(algorithm)
   lines = text.splitlines(keepends=True)
   if not lines or _seal(b''.join(lines[:-1])) != lines[-1]:
-    return f'{NAME} is damaged'
+    return f'{own_name} is damaged'
   if lines[0] != f'# step {step}\n'.encode():
-    return f'{NAME} belongs to another step'
-  expected = [line.decode().rstrip('\n').split('  ', 1) for line in lines[1:-1]]
-  root = place.resolve()
-  for _, name in expected:
-    # A symbolic link, or a name with `..`, would leave the directory.
-    if not (place / name).is_file() or (place / name).resolve() != root / name:
-      return f'{name} is missing'
-  found = _hashes((place / name for _, name in expected), sync=False)
-  for (digest, name), actual in zip(expected, found, strict=True):
-    if actual != digest:
-      return f'{name} has changed since it was saved'
-  return _unnamed(place, {name for _, name in expected})
+    return f'{own_name} belongs to another step'
+  pairs = (line.decode().rstrip('\n').split('  ', 1) for line in lines[1:-1])
+  return _difference(files, algorithm, {file: digest for digest, file in pairs})
 
 
-def _unnamed(place: pathlib.Path, names: set[str]) -> str | None:
-  """The first file of the state that the manifest does not name: Orbax might read it."""
-  for path in sorted((place / 'state').rglob('*')):
-    if (name := path.relative_to(place).as_posix()) not in names and not path.is_dir():
-      return f'{name} is not in {NAME}'
+def _difference(files: Files, algorithm: str, expected: Mapping[str, str]) -> str | None:
+  """The first difference of files to the digests that are expected of them."""
+  for file in expected:
+    if not files.has(file):
+      return f'{file} is missing'
+  for file, found in zip(expected, files.digests(expected, algorithm), strict=True):
+    if found != expected[file]:
+      return f'{file} has changed since it was saved'
+  for file in files.names():  # Orbax might read it
+    if file.startswith('state/') and file not in expected:
+      return f'{file} is not in {name(algorithm)}'
   return None
-
-
-def sync_directory(path: pathlib.Path) -> None:
-  """Flushes the list of a directory's files to disk."""
-  descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-  try:
-    os.fsync(descriptor)
-  finally:
-    os.close(descriptor)
 
 
 def _seal(text: bytes) -> bytes:
   return f'# sha256 {hashlib.sha256(text).hexdigest()}\n'.encode()
-
-
-def _hashes(paths: Iterable[pathlib.Path], sync: bool) -> Iterator[str]:
-  def of_file(path):
-    with open(path, 'rb') as file:
-      digest = hashlib.file_digest(file, 'sha256').hexdigest()
-      if sync:
-        os.fsync(file.fileno())
-    return digest
-
-  with ThreadPoolExecutor(_READERS) as readers:
-    yield from readers.map(of_file, paths)

@@ -8,19 +8,20 @@ import pathlib
 import socket
 import tempfile
 
-from valkyrie.checkpoint.lease import Lease, LeaseTaken
-from valkyrie.checkpoint.manifest import sync_directory
+from valkyrie.checkpoint.disk_files import sync_directory
+from valkyrie.checkpoint.holder import LeaseTaken
+from valkyrie.checkpoint.lease import Lease
 from valkyrie.errors import StorageError, Unreachable, storage_errors
 
 _LOCK = 'trainer.lock'
 
 
 def local_path(path: str | os.PathLike) -> pathlib.Path:
-  """The absolute path of --model_dir; raises StorageError for the address of a bucket."""
+  """The absolute path of --model_dir; raises StorageError for the address of other storage."""
   if '://' in os.fspath(path):
     raise StorageError(
-      f'--model_dir={os.fspath(path)} is the address of a bucket, but a run needs a directory. '
-      'Mount the bucket (for instance with gcsfuse), and pass the path of the mount.'
+      f'--model_dir={os.fspath(path)} is the address of storage that runs cannot use. Use a '
+      'directory, or a bucket of Google Cloud Storage: gs://BUCKET/FOLDER.'
     )
   return pathlib.Path(os.path.abspath(os.path.expanduser(path)))
 

@@ -3,13 +3,10 @@
 from collections.abc import Callable, Sequence
 import contextlib
 import json
-import pathlib
-import shutil
 from typing import Any
 
-from valkyrie.checkpoint import steps
-from valkyrie.checkpoint.model_dir import TrainerLock
 from valkyrie.checkpoint.state_files import StateFiles
+from valkyrie.checkpoint.steps import Lock, Steps
 from valkyrie.errors import reason_of
 
 
@@ -25,33 +22,36 @@ class StepWriter:
 
   def __init__(
     self,
-    directory: pathlib.Path,
+    steps: Steps,
     files: StateFiles,
-    lock: TrainerLock | None,
+    lock: Lock | None,
     say: Callable[[str], None],
   ):
-    """Writes into `directory`; `say` prints a line about a step that cannot be deleted."""
+    """Writes to `steps`; `say` prints a line about a step that cannot be deleted."""
     self.lock = lock
-    self._directory, self._files, self._say = directory, files, say
+    self._steps, self._files, self._say = steps, files, say
     self._own: set[int] = set()  # the steps that were here at first, or saved since
     self._reported: set[str] = set()
 
   def open(self) -> None:
     """Makes the directory, and deletes what earlier runs have not finished."""
-    self._directory.mkdir(exist_ok=True)
-    self._own.update(steps.find(self._directory))
-    self._report(steps.clear_litter(self._directory))
+    self._steps.open()
+    self._own.update(self._steps.find())
+    self._report(self._steps.clear_litter())
 
   def begin(self, step: int) -> str:
     """Makes the directory of a step."""
     if not self.lock:
       return ''
     self.lock.check()
-    return _problem(steps.begin, self._directory, step)
+    return _problem(self._steps.begin, step)
 
   def write(self, step: int, state: Any) -> str:
     """Copies the arrays of a step to the host, and starts to write them."""
-    return _problem(self._files.write, steps.unfinished(self._directory, step) / 'state', state)
+    return _problem(self._write, step, state)
+
+  def _write(self, step: int, state: Any) -> None:
+    self._files.write(self._steps.unfinished(step) / 'state', state)
 
   def finish(self, step: int, record: dict[str, Any]) -> str:
     """Waits for the arrays of a step, and gives it its name."""
@@ -59,13 +59,10 @@ class StepWriter:
     if problem or not self.lock:
       return problem
     self.lock.check()
-    return _problem(self._name, step, record)
-
-  def _name(self, step: int, record: dict[str, Any]) -> None:
-    place = steps.unfinished(self._directory, step)
-    (place / 'record.json').write_text(json.dumps(record, indent=2))
-    steps.finish(self._directory, step)
-    self._own.add(step)
+    problem = _problem(self._steps.finish, step, json.dumps(record, indent=2).encode())
+    if not problem:
+      self._own.add(step)
+    return problem
 
   def discard(self, step: int) -> None:
     """Deletes what a failed save has written."""
@@ -73,15 +70,15 @@ class StepWriter:
     with contextlib.suppress(Exception):
       self._files.wait()
     if self.lock and self.lock.is_in_place:
-      shutil.rmtree(steps.unfinished(self._directory, step), ignore_errors=True)
+      self._steps.discard(step)
 
   def saved(self) -> list[int]:
     """The steps of this run."""
-    return [step for step in steps.find(self._directory) if step in self._own]
+    return [step for step in self._steps.find() if step in self._own]
 
   def delete(self, numbers: Sequence[int]) -> None:
     """Deletes steps, and what failed saves and deletions have left."""
-    self._report(steps.delete(self._directory, numbers) + steps.clear_litter(self._directory))
+    self._report(self._steps.delete(numbers) + self._steps.clear_litter())
 
   def _report(self, problems: Sequence[str]) -> None:
     """Says, once, what cannot be deleted: it does no harm."""

@@ -1,39 +1,116 @@
-"""The steps of a run on disk: numbered directories that appear and disappear as a whole.
+"""The steps of a run in its storage: each appears and disappears as a whole.
 
-checkpoints/400/              a saved step, valid if its files match its manifest
-checkpoints/500.unfinished/   a running save, or the remainder of one after a crash
-checkpoints/100.deleted/      a step that is being deleted
-set_aside/300/                a damaged step: moved, never deleted
+    checkpoints/400/              a saved step, valid if its files match its manifest
+    checkpoints/500.unfinished/   a running save, or the remainder of one after a crash
+    set_aside/300/                a damaged step: moved, never deleted
+
+`disk_steps` and `bucket_steps` are the two kinds of storage.
 """
 
-from collections.abc import Iterable
-import logging
-import pathlib
-import shutil
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 from valkyrie.checkpoint import manifest
+from valkyrie.checkpoint.manifest import Files
 from valkyrie.errors import StorageError
 
+FOLDER = 'checkpoints'
+SET_ASIDE = 'set_aside'
 
-def find(directory: pathlib.Path) -> list[int]:
-  """The steps of a directory in order, valid or damaged; the directory need not exist.
 
-  Raises:
-    StorageError: a step is a symbolic link.
+class Lock(Protocol):
+  """The lock of a run, which one trainer holds."""
+
+  @property
+  def is_in_place(self) -> bool:
+    """Whether the run is still that of this trainer."""
+    ...
+
+  def check(self) -> None:
+    """Raises StorageError if the run is no longer that of this trainer."""
+    ...
+
+  def release(self) -> None:
+    """Frees the lock."""
+    ...
+
+
+class Steps(Protocol):
+  """The steps of one run. Methods raise OSError if the storage refuses.
+
+  Attributes:
+    place: the folder of the steps, for messages.
   """
-  steps = []
-  for place in directory.iterdir() if directory.is_dir() else ():
-    if place.name.isdecimal() and place.name == str(int(place.name)):
-      if place.is_symlink():
-        raise StorageError(
-          f'{place} is a symbolic link, but a step must be a directory. Move the step itself '
-          'there, or remove the link.'
-        )
-      steps.append(int(place.name))
-  return sorted(steps)
+
+  place: Any
+
+  def find(self) -> list[int]:
+    """The steps in order, valid or damaged; none without a run."""
+    ...
+
+  def files(self, step: int) -> Files:
+    """The files of a step."""
+    ...
+
+  def path(self, step: int) -> Any:
+    """The folder of a step, for Orbax."""
+    ...
+
+  def size(self, step: int) -> int:
+    """The bytes of a step."""
+    ...
+
+  def holder(self) -> str:
+    """Names the present or last trainer; '' before the first."""
+    ...
+
+  def check_writable(self) -> None:
+    """Makes the directory of the run, and writes there; raises StorageError if it cannot."""
+    ...
+
+  def lock(self, process: int = 0) -> Lock:
+    """Takes the lock of a process of the run.
+
+    Raises:
+      StorageError: another trainer has it.
+      Unreachable: another process has that of a process other than 0.
+    """
+    ...
+
+  def unfinished(self, step: int) -> Any:
+    """The folder of a step while it is being written, for Orbax."""
+    ...
+
+  def open(self) -> None:
+    """Makes the folder of the steps; as all that follow, for the process with the lock."""
+    ...
+
+  def begin(self, step: int) -> None:
+    """Makes the folder of an unfinished step, empty."""
+    ...
+
+  def finish(self, step: int, record: bytes) -> None:
+    """Adds record and manifest to an unfinished step, after which it counts."""
+    ...
+
+  def discard(self, step: int) -> None:
+    """Deletes an unfinished step, as far as it can."""
+    ...
+
+  def delete(self, steps: Iterable[int]) -> list[str]:
+    """Deletes steps; returns why one could not be deleted, for each of these."""
+    ...
+
+  def clear_litter(self) -> list[str]:
+    """Deletes the remainders of interrupted saves and deletions; returns as `delete`."""
+    ...
+
+  def set_aside(self, damaged: Mapping[int, str]) -> None:
+    """Moves damaged steps, beside earlier ones of the same number, and logs {step: damage}."""
+    ...
 
 
-def first_valid(directory: pathlib.Path, order: Iterable[int]) -> tuple[int | None, dict[int, str]]:
+def first_valid(steps: Steps, order: Iterable[int]) -> tuple[int | None, dict[int, str]]:
   """Reads steps in the given order until one is valid.
 
   Returns:
@@ -44,98 +121,26 @@ def first_valid(directory: pathlib.Path, order: Iterable[int]) -> tuple[int | No
   """
   damaged = {}
   for step in order:
-    damage = manifest.damage(directory / str(step), step)
+    damage = manifest.damage(steps.files(step), step)
     if damage is None:
       return step, damaged
     damaged[step] = damage
   if damaged:
     lines = '\n'.join(f'  step {step}: {damage}' for step, damage in damaged.items())
     raise StorageError(
-      f'All steps in {directory} are damaged, so that the run cannot continue from any:\n{lines}\n'
-      'Nothing was changed. Restore the directory from a copy, move it away to start from step 0, '
-      'or name another --model_dir.'
+      f'All steps in {steps.place} are damaged, so that the run cannot continue from any:\n'
+      f'{lines}\nNothing was changed. Restore the directory from a copy, move it away to start '
+      'from step 0, or name another --model_dir.'
     )
   return None, {}
 
 
-def set_aside(directory: pathlib.Path, damaged: dict[int, str], target: pathlib.Path) -> None:
-  """Moves damaged steps to the directory `target`, beside earlier ones of the same number."""
-  for step, damage in damaged.items():
-    target.mkdir(exist_ok=True)
-    place, copies = target / str(step), 0
-    while place.exists():
-      copies += 1
-      place = target / f'{step}.{copies}'
-    (directory / str(step)).rename(place)
-    logging.warning('Step %d in %s is damaged: %s. Moved to %s', step, directory, damage, place)
+def is_step(name: str) -> bool:
+  """Whether a folder of that name is a step."""
+  return name.isdecimal() and name == str(int(name))
 
 
-def unfinished(directory: pathlib.Path, step: int) -> pathlib.Path:
-  """The directory of a step while it is being written."""
-  return directory / f'{step}.unfinished'
-
-
-def begin(directory: pathlib.Path, step: int) -> None:
-  """Makes the directory of an unfinished step, empty."""
-  place = unfinished(directory, step)
-  if place.exists():
-    _remove(_discarded(place, step))
-  place.mkdir()
-
-
-def finish(directory: pathlib.Path, step: int) -> None:
-  """Writes the manifest of an unfinished step, then gives the directory its final name."""
-  place = unfinished(directory, step)
-  manifest.write(place, step)
-  place.rename(directory / str(step))
-  manifest.sync_directory(directory)
-
-
-def delete(directory: pathlib.Path, steps: Iterable[int]) -> list[str]:
-  """Deletes steps; renames each first, so that no partial step has a step's name.
-
-  Returns:
-    Why a step could not be deleted, for each of these; it is whole, or remains as litter.
-  """
-  problems = []
-  for step in steps:
-    try:
-      place = _discarded(directory / str(step), step)
-    except OSError as error:
-      problems.append(f'{directory / str(step)} cannot be deleted ({error.strerror})')
-    else:
-      problems += _remove(place)
-  return problems
-
-
-def clear_litter(directory: pathlib.Path) -> list[str]:
-  """Deletes the remainders of saves and deletions that were interrupted, or had failed.
-
-  Returns:
-    As `delete`.
-  """
-  problems = []
-  for place in directory.iterdir():
-    number, _, ending = place.name.partition('.')
-    if number.isdecimal() and ending.endswith(('unfinished', 'deleted')):
-      problems += _remove(place)
-  return problems
-
-
-def _discarded(place: pathlib.Path, step: int) -> pathlib.Path:
-  """Renames what is to be deleted."""
-  target, copies = place.with_name(f'{step}.deleted'), 0
-  while target.exists():  # a deletion has failed, for instance while somebody has a file open
-    copies += 1
-    target = place.with_name(f'{step}.{copies}.deleted')
-  return place.rename(target)
-
-
-def _remove(place: pathlib.Path) -> list[str]:
-  try:
-    shutil.rmtree(place)
-  except FileNotFoundError:
-    return []
-  except OSError as error:
-    return [f'{place} cannot be deleted ({error.strerror})']
-  return []
+def is_litter(name: str) -> bool:
+  """Whether a folder of that name is the remainder of a save or of a deletion."""
+  number, _, ending = name.partition('.')
+  return number.isdecimal() and ending.endswith(('unfinished', 'deleted'))

@@ -24,10 +24,13 @@ def address(descriptor: int) -> str:
   return f'{descriptor}:{found.st_dev}:{found.st_ino}'
 
 
-def start(model_dir: str) -> None:
+def start(model_dir: str | os.PathLike) -> None:
   """Reports the start of a run, and installs the handler of `STACKS`."""
   faulthandler.register(STACKS, file=2, all_threads=True)  # sys.stderr may have been replaced
-  beat(stage='start_up', model_dir=os.path.abspath(model_dir))
+  place = str(model_dir)
+  if '://' not in place:
+    place = os.path.abspath(place)
+  beat(stage='start_up', model_dir=place)
 
 
 def beat(**facts: str | int) -> None:

@@ -26,6 +26,8 @@ from typing import Any
 from valkyrie.distributed import stop_signals
 from valkyrie.distributed.heartbeat import STACKS, VARIABLE, address
 from valkyrie.distributed.standard_streams import lasting
+from valkyrie.errors import ValkyrieError
+from valkyrie.storage import bucket
 
 HANG = 86  # the exit code of a run that was ended for its silence
 # Preempted, hung, aborted by a library, killed (by the kernel or with its machine).
@@ -35,6 +37,7 @@ RETRYABLE = (75, HANG, 128 + signal.SIGABRT, 128 + signal.SIGKILL)
 _DEFAULT_SECONDS = {'start_up': 1800, 'compile': 3600, 'step': 900, 'save': 1800}
 _SECONDS_FOR_STACKS = 2.0
 _LONGEST_PAUSE = 300.0
+_REPORTS = 'supervise.jsonl'
 _NOT_FOUND = 127  # as a shell's
 
 
@@ -158,17 +161,25 @@ class Supervisor:
     _say(f'{reason}; last saved step {status.saved}; {action}')
     if status.model_dir is not None:
       line = {'time': time.time(), 'code': code, 'reason': reason, **dataclasses.asdict(status)}
-      path = pathlib.Path(status.model_dir, 'supervise.jsonl')
       try:
-        with open(path, 'a') as file:
-          file.write(json.dumps(line) + '\n')
-      except OSError as error:
-        _say(f'{path} cannot be written ({error.strerror})')
+        _append(status.model_dir, (json.dumps(line) + '\n').encode())
+      except (OSError, ValkyrieError) as error:
+        place = f'{status.model_dir}/{_REPORTS}'
+        _say(f'{place} cannot be written ({getattr(error, "strerror", None) or error})')
 
   def _forward(self, number: int, frame: Any) -> None:
     self._stopping = True
     if self._child is not None:
       self._child.send_signal(signal.SIGTERM)  # which does nothing if the child has ended
+
+
+def _append(model_dir: str, line: bytes) -> None:
+  """Adds a line to the reports of a run."""
+  if bucket.is_address(model_dir):
+    bucket.Bucket(model_dir).append(_REPORTS, line)
+    return
+  with open(pathlib.Path(model_dir, _REPORTS), 'ab') as file:
+    file.write(line)
 
 
 def _say(message: str) -> None:

@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Mapping, Sequence
 import hashlib
 import os
-import pathlib
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from valkyrie.checkpoint import manifest
+from valkyrie.checkpoint.storage import steps_of
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import UsageError
 from valkyrie.inference import carry_files
@@ -73,7 +74,7 @@ class LoadedModel:
     params: Params,
     tokenizer: Vocabulary,
     *,
-    model_dir: str,
+    model_dir: str | os.PathLike,
     steps: tuple[int, ...],
     chunk_size: int,
   ):
@@ -279,9 +280,9 @@ class LoadedModel:
 
   def _weights(self) -> str:
     """The fingerprint of the steps."""
-    folder = pathlib.Path(self.model_dir, 'checkpoints')
-    manifests = [folder / str(step) / 'manifest.sha256' for step in self.steps]
-    return hashlib.sha256(b''.join(file.read_bytes() for file in manifests)).hexdigest()
+    steps = steps_of(self.model_dir)
+    manifests = [manifest.read(steps.files(step))[1] for step in self.steps]
+    return hashlib.sha256(b''.join(manifests)).hexdigest()
 
 
 def _number(prompt: int, sample: int) -> int:

@@ -15,13 +15,14 @@ from valkyrie.main import CONFIGURABLE_MODULES
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel, Model
 from valkyrie.sharding.partitioner import Partitioner
+from valkyrie.storage.run_directory import opened
 from valkyrie.weights.restored import restored_params
 
 
 @may_change_on_resume()
 @gin.configurable
 def open_run(
-  model_dir: str,
+  model_dir: str | os.PathLike,
   step: str = LATEST,
   configuration: Configuration | None = None,
   *,
@@ -63,7 +64,7 @@ def load(
   """Opens a run by its own configuration, on one device. Any number of runs can be open.
 
   Args:
-    model_dir: the directory of the run.
+    model_dir: the directory of the run, or its address in a bucket.
     step: the number of a step, 'latest', 'best' (the one with the lowest validation loss), or
       numbers separated by commas for the mean of their parameters.
     bindings: over those of the run, as on the command line: 'open_run.chunk_size=512'.
@@ -73,16 +74,17 @@ def load(
     ConfigurationError: there is no such run or step, or its configuration cannot be loaded.
     StorageError: the files cannot be read.
   """
+  directory = opened(model_dir)
   flags = [f'--gin.{binding}' for binding in bindings]
   configuration = Configuration(
     lambda: load_gin(
-      [], flags, run=model_dir, allowed_imports=allow_import, modules=CONFIGURABLE_MODULES
+      [], flags, run=directory, allowed_imports=allow_import, modules=CONFIGURABLE_MODULES
     )
   )
   with configuration.installed():
     check_call(open_run, 'model_dir', 'step', 'configuration')
-    opened: Callable[..., LoadedModel] = open_run  # gin gives the other arguments
-    return opened(os.fspath(model_dir), str(step), configuration)
+    open_it: Callable[..., LoadedModel] = open_run  # gin gives the other arguments
+    return open_it(directory, str(step), configuration)
 
 
 def _traced_in(configuration: Configuration, model: Model) -> Model:

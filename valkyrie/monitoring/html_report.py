@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import html
 import json
 import math
+import os
 import pathlib
 import sys
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError, sto
 from valkyrie.monitoring.json_lines import by_step
 from valkyrie.monitoring.line_chart import Curve, chart
 from valkyrie.monitoring.metrics import BY_POSITION
+from valkyrie.storage.run_directory import opened
 
 _STYLE = """
 :root { color-scheme: light dark;
@@ -79,24 +81,25 @@ class Run(NamedTuple):
   about: str
 
 
-def read_run(model_dir: pathlib.Path) -> Run:
+def read_run(model_dir: str | os.PathLike) -> Run:
   """Reads the files of a run.
 
   Raises:
     ConfigurationError: the directory has no metrics.
     StorageError: a file cannot be read.
   """
-  if not (model_dir / 'metrics.jsonl').exists():
+  folder = pathlib.Path(model_dir)
+  if not (folder / 'metrics.jsonl').exists():
     raise ConfigurationError(f'{model_dir} has no metrics.jsonl. Name the directory of a run.')
   with storage_errors(f'{model_dir} cannot be read', also=(ValueError,)):
-    lines = _with_costs([*by_step(model_dir / 'metrics.jsonl').values()])
-    config = model_dir / 'config.json'
-    info = model_dir / 'model_info.txt'
+    lines = _with_costs([*by_step(folder / 'metrics.jsonl').values()])
+    config = folder / 'config.json'
+    info = folder / 'model_info.txt'
     return Run(
-      model_dir.resolve().name,
+      folder.resolve().name,
       lines,
-      [*by_step(model_dir / 'eval' / 'metrics.jsonl').values()],
-      [*by_step(model_dir / 'refused_steps.jsonl').values()],
+      [*by_step(folder / 'eval' / 'metrics.jsonl').values()],
+      [*by_step(folder / 'refused_steps.jsonl').values()],
       json.loads(config.read_text())['bindings'] if config.exists() else {},
       info.read_text().partition(' in ')[0] if info.exists() else '',
     )
@@ -305,13 +308,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     description='Writes one page about one or more runs.',
     allow_abbrev=False,
   )
-  parser.add_argument('runs', nargs='+', type=pathlib.Path, metavar='RUN', help='its directory')
+  parser.add_argument('runs', nargs='+', metavar='RUN', help='its directory or address')
   parser.add_argument(
     '--output', type=pathlib.Path, default=pathlib.Path('report.html'), help='default: %(default)s'
   )
   flags = parser.parse_args(arguments)
   try:
-    text = page([read_run(run) for run in flags.runs])
+    text = page([read_run(opened(run)) for run in flags.runs])
     if flags.output.exists():
       raise StorageError(f'{flags.output} is there already. Name another --output.')
     with storage_errors(f'{flags.output} cannot be written', 'Name another --output.'):

@@ -59,14 +59,18 @@ class Tracking:
   """
 
   def __init__(
-    self, trackers: Sequence[Tracker], model_dir: str, step: int, say: Callable[[str], None]
+    self,
+    trackers: Sequence[Tracker],
+    model_dir: str | os.PathLike,
+    step: int,
+    say: Callable[[str], None],
   ):
     """Starts the trackers, in process 0."""
     self._say = say
     self._active = list(trackers) if jax.process_index() == 0 else []
     self._thread = ThreadPoolExecutor(1, thread_name_prefix='trackers')
     if self._active:
-      run = Run(model_dir, _id(pathlib.Path(model_dir)), step, bindings())
+      run = Run(os.fspath(model_dir), _id(pathlib.Path(model_dir)), step, bindings())
       self._call('start', run)
 
   def stream(self, name: str) -> Callable[[int, Numbers], None]:

@@ -8,8 +8,9 @@ import time
 import gin
 import jax
 
-from valkyrie.checkpoint import steps
 from valkyrie.checkpoint.manager import LATEST
+from valkyrie.checkpoint.steps import Steps
+from valkyrie.checkpoint.storage import steps_of
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.errors import ConfigurationError, ValkyrieError
 from valkyrie.models import language_model
@@ -94,20 +95,21 @@ def evaluate(
   if not follow:
     of_step(step)
     return
-  for number in _committed(pathlib.Path(model_dir), stream, last_step):
+  steps = steps_of(model_dir)
+  done = set(by_step(pathlib.Path(model_dir, stream, 'metrics.jsonl')))
+  for number in _committed(steps, done, last_step):
     try:
       of_step(str(number))
     except ValkyrieError:
-      if number in steps.find(pathlib.Path(model_dir, 'checkpoints')):
+      if number in steps.find():
         raise
       print(f'step {number} was deleted before it was read (Checkpoints.keep)', file=sys.stderr)
 
 
-def _committed(model_dir: pathlib.Path, stream: str, last: int) -> Iterator[int]:
-  """Yields the steps without a line in the stream, as they appear, up to the last one."""
-  done = set(by_step(model_dir / stream / 'metrics.jsonl'))
+def _committed(steps: Steps, done: set[int], last: int) -> Iterator[int]:
+  """Yields the steps that are not done, as they appear, up to the last one."""
   while True:
-    for number in steps.find(model_dir / 'checkpoints'):
+    for number in steps.find():
       if number not in done:
         done.add(number)
         yield number

@@ -1,5 +1,7 @@
 """The parameters of a run, read from checkpoints into the layout of a partitioner."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 
@@ -15,7 +17,7 @@ from valkyrie.types import Params
 def restored_params(
   model: Model,
   partitioner: Partitioner,
-  model_dir: str,
+  model_dir: str | os.PathLike,
   vocabulary: Vocabulary,
   step: str = LATEST,
 ) -> tuple[Params, tuple[int, ...]]:
@@ -59,7 +61,7 @@ def restored_params(
 
 
 def _restored(
-  model_dir: str, vocabulary: Vocabulary, step: str, target: Params
+  model_dir: str | os.PathLike, vocabulary: Vocabulary, step: str, target: Params
 ) -> tuple[Params, int]:
   with open_to_read(model_dir, step) as directory:
     number, record = directory.latest_step(), directory.latest_record()

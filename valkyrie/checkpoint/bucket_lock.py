@@ -1,0 +1,162 @@
+"""The lock of a trainer in a bucket, and the list of the steps that count: one object.
+
+    {"token": "0b9c...", "process": 31, "host": "a", "boot": "77f2...", "beat": 12, "ended": false,
+     "steps": [400, 500], "unfinished": [300]}
+
+Of the unfinished steps, objects are being written or deleted.
+
+Every write of it depends on the one before. So a trainer that was paused for longer than its lease,
+and has lost it, can add no step: there is no moment between its check and its write.
+"""
+
+from collections.abc import Mapping
+import contextlib
+import json
+import threading
+import time
+from typing import Any
+
+from valkyrie.checkpoint import holder
+from valkyrie.checkpoint.holder import LeaseTaken
+from valkyrie.errors import StorageError, Unreachable, storage_errors
+from valkyrie.storage.bucket import Bucket, Changed
+
+NAME = 'trainer.lock'
+
+
+def read(bucket: Bucket, name: str = NAME) -> tuple[dict[str, Any], int]:
+  """The content of a lock, and its generation; empty and 0 without one."""
+  try:
+    content, generation = bucket.read(name)
+  except FileNotFoundError:
+    return {}, 0
+  try:
+    found = json.loads(content)
+  except ValueError:  # a run that was copied from a disk
+    found = None
+  return found if isinstance(found, dict) else {}, generation
+
+
+class BucketLock:
+  """The lock of a run in a bucket, as `steps.Lock`; a thread renews it until `release`.
+
+  Raises:
+    StorageError: another process has it, or the bucket cannot be used.
+    Unreachable: another process has that of a process other than 0.
+  """
+
+  def __init__(self, bucket: Bucket, process: int = 0):
+    """Takes the lock of a process of the run; that of process 0 has the steps."""
+    self._bucket, self._name = bucket, f'trainer-{process}.lock' if process else NAME
+    self._place = f'{bucket}/{self._name}'
+    self._writing = threading.Lock()
+    self._lost = False
+    try:
+      with storage_errors(f'{self._place} cannot be locked'):
+        self._content, self._generation = self._taken()
+    except LeaseTaken as error:
+      if process:
+        raise Unreachable(
+          f'{error} is process {process} of the run in {bucket} already. Give each process its own '
+          '--process. To replace it, run the same command again after its end.'
+        ) from error
+      raise StorageError(
+        f'{error} is training in {bucket}, and two trainers would overwrite each other. Wait for '
+        'it or stop it, or name another --model_dir.'
+      ) from error
+    self._over = threading.Event()
+    self._thread = threading.Thread(target=self._renew, name='lease', daemon=True)
+    self._thread.start()
+
+  @property
+  def content(self) -> Mapping[str, Any]:
+    """What the object has."""
+    return self._content
+
+  @property
+  def is_in_place(self) -> bool:
+    """Whether the lock is still that of this trainer."""
+    found, _ = read(self._bucket, self._name)
+    return not self._lost and found.get('token') == self._content['token']
+
+  def check(self) -> None:
+    """Raises StorageError if the lock is no longer that of this trainer."""
+    with storage_errors(f'{self._place} cannot be read'):
+      if not self.is_in_place:
+        self._raise_lost()
+
+  def update(self, **fields: Any) -> None:
+    """Changes fields of the object, all at once.
+
+    Raises:
+      StorageError: the lock is no longer that of this trainer; nothing is changed.
+      OSError: the bucket cannot be written.
+    """
+    with self._writing:
+      if self._lost:
+        self._raise_lost()
+      new = {**self._content, **fields}
+      self._generation = self._written(new)
+      self._content = new
+
+  def release(self) -> None:
+    """Frees the lock; the steps stay."""
+    self._over.set()
+    self._thread.join()
+    with contextlib.suppress(OSError, StorageError):
+      self.update(ended=True)
+
+  def _taken(self) -> tuple[dict[str, Any], int]:
+    """Writes the lock of this process, and returns its content and its generation."""
+    mine = {**holder.this_process(), 'ended': False}
+    while True:
+      found, generation = read(self._bucket, self._name)
+      if found.get('token') and not found.get('ended'):
+        generation = self._wait_for_its_end(found, generation)
+      mine |= {'steps': found.get('steps'), 'unfinished': found.get('unfinished', [])}
+      with contextlib.suppress(Changed):  # another one was faster
+        return mine, self._bucket.write(self._name, _encoded(mine), replaces=generation)
+
+  def _wait_for_its_end(self, found: dict[str, Any], generation: int) -> int:
+    """Returns if the holder has ended, at once on its own host, else after missed beats."""
+    ended = holder.has_ended(found)
+    if ended is not None:
+      if not ended:
+        raise LeaseTaken(holder.words(found))
+      return generation
+    until = time.monotonic() + holder.MISSED * holder.BEAT_SECONDS
+    while time.monotonic() < until:
+      time.sleep(holder.BEAT_SECONDS / 4)
+      now, new_generation = read(self._bucket, self._name)
+      if now.get('ended') or not now:
+        return new_generation
+      if new_generation != generation:
+        raise LeaseTaken(holder.words(now))
+    return generation
+
+  def _written(self, new: dict[str, Any]) -> int:
+    while True:
+      try:
+        return self._bucket.write(self._name, _encoded(new), replaces=self._generation)
+      except Changed:
+        found, self._generation = read(self._bucket, self._name)
+        if found.get('token') != self._content['token']:
+          self._lost = True
+          self._raise_lost()
+        # else an earlier write of this process, for which no answer came
+
+  def _raise_lost(self) -> None:
+    raise StorageError(
+      f'{self._place} is no longer that of this run: another trainer has taken it over, for '
+      'instance while this one was paused or did not reach the bucket, or somebody has deleted it. '
+      'No step was added. To go on, run the same command again after the end of the other one.'
+    )
+
+  def _renew(self) -> None:
+    while not self._over.wait(holder.BEAT_SECONDS):
+      with contextlib.suppress(OSError, StorageError):  # the next beat, or the next save, will see
+        self.update(beat=self._content['beat'] + 1)
+
+
+def _encoded(content: Mapping[str, Any]) -> bytes:
+  return json.dumps(content).encode()

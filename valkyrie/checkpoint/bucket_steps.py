@@ -1,0 +1,224 @@
+"""The steps of a run in a bucket, which has neither folders nor renames.
+
+    checkpoints/500.unfinished-0b9c.../     a running save of the trainer with that token
+
+A step counts when `trainer.lock` names it, which is written last. A run without that object, such
+as one that was copied from a disk, has the steps with a manifest.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+import hashlib
+import logging
+from typing import Any
+
+from etils import epath
+
+from valkyrie.checkpoint import bucket_lock, manifest
+from valkyrie.checkpoint.bucket_lock import BucketLock
+from valkyrie.checkpoint.steps import FOLDER, SET_ASIDE, is_litter, is_step
+from valkyrie.errors import StorageError, reason_of, storage_errors
+from valkyrie.storage.bucket import Bucket, Object
+from valkyrie.storage.run_directory import BucketDirectory
+
+_MANIFESTS = tuple(manifest.name(algorithm) for algorithm in (manifest.SHA256, manifest.MD5))
+
+
+class BucketFiles:
+  """The objects of a step, as `manifest.Files`."""
+
+  def __init__(self, bucket: Bucket, folder: str):
+    """The objects in a folder, which ends with a slash."""
+    self._bucket, self._folder = bucket, folder
+    found = bucket.objects(folder)
+    self._objects = {name.removeprefix(folder): found[name] for name in found}
+
+  def read(self, name: str) -> bytes:
+    return self._bucket.read(self._folder + name)[0]
+
+  def has(self, name: str) -> bool:
+    return name in self._objects
+
+  def names(self) -> list[str]:
+    return list(self._objects)
+
+  def digests(self, names: Iterable[str], algorithm: str) -> Iterator[str]:
+    """Those of MD5 are the bucket's own; for others the objects are read."""
+    for name in names:
+      known = self._objects[name].md5 if algorithm == manifest.MD5 else None
+      yield known or hashlib.new(algorithm, self.read(name)).hexdigest()
+
+  def size(self) -> int:
+    return sum(found.size for found in self._objects.values())
+
+
+class BucketSteps:
+  """The steps of a run, as `steps.Steps`."""
+
+  def __init__(self, directory: BucketDirectory):
+    """The steps of the run in a directory, which need not exist."""
+    self._directory, self._bucket = directory, directory.bucket
+    self._lock: BucketLock | None = None
+    self.place = epath.Path(self._bucket.address) / FOLDER
+
+  def find(self) -> list[int]:
+    """The steps in order."""
+    steps = (self._lock.content if self._lock else bucket_lock.read(self._bucket)[0]).get('steps')
+    return sorted(self._with_manifest() if steps is None else steps)
+
+  def _with_manifest(self) -> set[int]:
+    found = (name.split('/') for name in self._bucket.objects(f'{FOLDER}/'))
+    return {int(p[1]) for p in found if len(p) == 3 and is_step(p[1]) and p[2] in _MANIFESTS}
+
+  def files(self, step: int) -> BucketFiles:
+    return BucketFiles(self._bucket, _folder(step))
+
+  def path(self, step: int) -> Any:
+    return self.place / str(step)
+
+  def size(self, step: int) -> int:
+    return self.files(step).size()
+
+  def holder(self) -> str:
+    with storage_errors(f'{self._bucket} cannot be read'):
+      return bucket_lock.read(self._bucket)[0].get('token', '')
+
+  def check_writable(self) -> None:
+    name = f'{hashlib.sha256(self._directory.__fspath__().encode()).hexdigest()}.trial'
+    with storage_errors(
+      f'--model_dir={self._bucket} cannot be written',
+      'Nothing was changed. Give this machine the right to make, read and delete objects there '
+      '(roles/storage.objectUser), or name another --model_dir.',
+    ):
+      written = self._bucket.write(name, b'')
+      self._bucket.delete({name: Object(0, None, written)})
+
+  def lock(self, process: int = 0) -> BucketLock:
+    lock = BucketLock(self._bucket, process)
+    if process == 0:
+      self._lock = lock
+      self._directory.copy()  # the trainer before may have written until now
+    return lock
+
+  def unfinished(self, step: int) -> Any:
+    return self.place / self._unfinished(step)
+
+  def _unfinished(self, step: int) -> str:
+    token = self._lock.content['token'] if self._lock else self.holder()
+    return f'{step}.unfinished-{token}'
+
+  def open(self) -> None:
+    if self._held.content['steps'] is None:
+      self._held.update(steps=sorted(self._with_manifest()))
+
+  @property
+  def _held(self) -> BucketLock:
+    assert self._lock is not None, 'the process with the lock'
+    return self._lock
+
+  def begin(self, step: int) -> None:
+    self._bucket.delete(self._bucket.objects(f'{FOLDER}/{self._unfinished(step)}/'))
+
+  def finish(self, step: int, record: bytes) -> None:
+    """Copies the objects of an unfinished step to their final names, and then counts the step."""
+    self._directory.upload()  # the metrics of a step are there before the step
+    source = f'{FOLDER}/{self._unfinished(step)}/'
+    saved = self._bucket.objects(source)
+    try:
+      self._make(step, source, saved, record)
+    except OSError:
+      self._held.check()  # perhaps another trainer was in the way
+      raise
+    self._held.update(steps=[*self.find(), step], unfinished=[])
+    self._bucket.delete(saved)
+
+  def _make(self, step: int, source: str, saved: Mapping[str, Object], record: bytes) -> None:
+    """Makes the objects of a step, none of which may be there."""
+    target = _folder(step)
+    self._delete_safely([target], unfinished=[step])  # of a save that did not come to its end
+    self._bucket.copy(saved, lambda name: target + name.removeprefix(source))
+    digests = {
+      name.removeprefix(source): found.md5 or _md5(self._bucket.read(name)[0])
+      for name, found in saved.items()
+    }
+    digests['record.json'] = _md5(record)
+    self._bucket.write(target + 'record.json', record, replaces=0)
+    text = manifest.content(step, digests)
+    self._bucket.write(target + manifest.name(manifest.MD5), text, replaces=0)
+    if damage := manifest.damage(self.files(step), step):
+      raise OSError(f'{self.path(step)} is not what was saved: {damage}')
+
+  def _delete_safely(self, folders: Iterable[str], **fields: Any) -> None:
+    """Changes the lock, then deletes folders.
+
+    The objects are listed before, when the lock was certainly held: they are not of another trainer
+    that has the lock by now.
+    """
+    listed = [self._bucket.objects(folder) for folder in folders]
+    self._held.update(**fields)
+    for found in listed:
+      self._bucket.delete(found)
+
+  def discard(self, step: int) -> None:
+    try:
+      self.begin(step)
+    except OSError as error:
+      logging.warning('%s cannot be deleted (%s)', self.unfinished(step), reason_of(error))
+
+  def delete(self, steps: Iterable[int]) -> list[str]:
+    return self._deleted(list(steps))
+
+  def _deleted(self, steps: list[int]) -> list[str]:
+    """Deletes steps, which no longer count before the first object is gone."""
+    if not steps:
+      return []
+    counted = [step for step in self.find() if step not in steps]
+    before = self._held.content['unfinished']
+    try:
+      folders = [_folder(step) for step in steps]
+      self._delete_safely(folders, steps=counted, unfinished=[*before, *steps])
+      self._held.update(unfinished=before)
+    except OSError as error:
+      return [f'{self.path(step)} cannot be deleted ({reason_of(error)})' for step in steps]
+    return []
+
+  def clear_litter(self) -> list[str]:
+    """Deletes remainders; a whole step that does not count is set aside, since nobody knows it."""
+    counted, unfinished = self.find(), self._held.content['unfinished']
+    try:
+      _, folders = self._bucket.browse(f'{FOLDER}/')
+      names = [folder.split('/')[1] for folder in folders]
+      litter = [name for name in names if is_litter(name.partition('-')[0])]
+      strange = [name for name in names if is_step(name) and int(name) not in counted]
+      complete = self._with_manifest() - {*unfinished} if strange else set()
+      for step in sorted(complete.intersection(map(int, strange))):
+        self.set_aside({step: f'{bucket_lock.NAME} does not name it'})
+      litter += [name for name in strange if int(name) not in complete]
+      if litter:
+        self._delete_safely([f'{FOLDER}/{name}/' for name in litter], unfinished=unfinished)
+      if unfinished:
+        self._held.update(unfinished=[])
+    except OSError as error:
+      return [f'what is left of saves in {self.place} cannot be deleted ({reason_of(error)})']
+    return []
+
+  def set_aside(self, damaged: Mapping[int, str]) -> None:
+    for step, damage in damaged.items():
+      source, target, copies = _folder(step), f'{SET_ASIDE}/{step}/', 0
+      while self._bucket.objects(target):
+        copies += 1
+        target = f'{SET_ASIDE}/{step}.{copies}/'
+      names = self._bucket.objects(source)
+      self._bucket.copy(names, lambda name, s=source, t=target: t + name.removeprefix(s))
+      if problems := self._deleted([step]):
+        raise StorageError('. '.join(problems))
+      logging.warning(
+        '%s does not count: %s. Moved to %s/%s', self.path(step), damage, self._bucket, target
+      )
+
+
+def _md5(content: bytes) -> str:
+  return hashlib.md5(content).hexdigest()
+
+
+def _folder(step: int) -> str:
+  return f'{FOLDER}/{step}/'

@@ -1,0 +1,126 @@
+"""The steps of a run on a file system, where the rename of a folder makes them whole or gone.
+
+checkpoints/100.deleted/      a step that is being deleted
+"""
+
+from collections.abc import Iterable, Mapping
+import logging
+import os
+import pathlib
+import shutil
+
+from valkyrie.checkpoint import disk_files
+from valkyrie.checkpoint.disk_files import DiskFiles
+from valkyrie.checkpoint.model_dir import TrainerLock, local_path, lock_holder, writable_directory
+from valkyrie.checkpoint.steps import FOLDER, SET_ASIDE, is_litter, is_step
+from valkyrie.errors import StorageError
+
+
+class DiskSteps:
+  """The steps of a run, as `steps.Steps`."""
+
+  def __init__(self, model_dir: str | os.PathLike):
+    """The steps of the run in a directory, which need not exist."""
+    self._root = local_path(model_dir)
+    self.place = self._root / FOLDER
+
+  def find(self) -> list[int]:
+    """The steps in order; raises StorageError if one is a symbolic link."""
+    steps = []
+    for place in self.place.iterdir() if self.place.is_dir() else ():
+      if is_step(place.name):
+        if place.is_symlink():
+          raise StorageError(
+            f'{place} is a symbolic link, but a step must be a directory. Move the step itself '
+            'there, or remove the link.'
+          )
+        steps.append(int(place.name))
+    return sorted(steps)
+
+  def files(self, step: int) -> DiskFiles:
+    return DiskFiles(self.path(step))
+
+  def path(self, step: int) -> pathlib.Path:
+    return self.place / str(step)
+
+  def size(self, step: int) -> int:
+    return sum(file.stat().st_size for file in self.path(step).rglob('*'))
+
+  def holder(self) -> str:
+    return lock_holder(self._root)
+
+  def check_writable(self) -> None:
+    writable_directory(self._root)
+
+  def lock(self, process: int = 0) -> TrainerLock:
+    return TrainerLock(self._root, process)
+
+  def unfinished(self, step: int) -> pathlib.Path:
+    return self.place / f'{step}.unfinished'
+
+  def open(self) -> None:
+    self.place.mkdir(exist_ok=True)
+
+  def begin(self, step: int) -> None:
+    place = self.unfinished(step)
+    if place.exists():
+      _remove(_discarded(place, step))
+    place.mkdir()
+
+  def finish(self, step: int, record: bytes) -> None:
+    place = self.unfinished(step)
+    (place / 'record.json').write_bytes(record)
+    disk_files.write_manifest(place, step)
+    place.rename(self.path(step))
+    disk_files.sync_directory(self.place)
+
+  def discard(self, step: int) -> None:
+    shutil.rmtree(self.unfinished(step), ignore_errors=True)
+
+  def delete(self, steps: Iterable[int]) -> list[str]:
+    problems = []
+    for step in steps:
+      try:
+        place = _discarded(self.path(step), step)  # no partial step has a step's name
+      except OSError as error:
+        problems.append(f'{self.path(step)} cannot be deleted ({error.strerror})')
+      else:
+        problems += _remove(place)
+    return problems
+
+  def clear_litter(self) -> list[str]:
+    problems = []
+    for place in self.place.iterdir():
+      if is_litter(place.name):
+        problems += _remove(place)
+    return problems
+
+  def set_aside(self, damaged: Mapping[int, str]) -> None:
+    for step, damage in damaged.items():
+      target = self._root / SET_ASIDE
+      target.mkdir(exist_ok=True)
+      place, copies = target / str(step), 0
+      while place.exists():
+        copies += 1
+        place = target / f'{step}.{copies}'
+      self.path(step).rename(place)
+      logging.warning('%s is damaged: %s. Moved to %s', self.path(step), damage, place)
+
+
+def _discarded(place: pathlib.Path, step: int) -> pathlib.Path:
+  """Renames what is to be deleted."""
+  target, copies = place.with_name(f'{step}.deleted'), 0
+  while target.exists():  # a deletion has failed, for instance while somebody has a file open
+    copies += 1
+    target = place.with_name(f'{step}.{copies}.deleted')
+  return place.rename(target)
+
+
+def _remove(place: pathlib.Path) -> list[str]:
+  try:
+    shutil.rmtree(place)
+  except FileNotFoundError:
+    return []
+  except OSError as error:
+    return [f'{place} cannot be deleted ({error.strerror})']
+  return []

@@ -1,0 +1,1 @@
+"""Storage of runs that are not on a file system."""

@@ -1,0 +1,148 @@
+"""The directory of a run: a path, or a local copy of the small files of a run in a bucket."""
+
+from collections.abc import Iterator
+import contextlib
+import logging
+import os
+import pathlib
+import tempfile
+import threading
+from typing import NamedTuple
+
+from valkyrie.errors import reason_of, storage_errors
+from valkyrie.storage.bucket import Bucket, is_address
+
+_SECONDS = 30.0  # between two uploads
+# A process reads the other files of a run, and adds to them. Steps are read by themselves.
+_NOT_COPIED = ('checkpoints/', 'set_aside/', 'profile/')
+_EVENTS = 'events.out.tfevents'  # each process writes files of its own
+
+
+class _Uploaded(NamedTuple):
+  """A file as it was when it was equal to its object."""
+
+  number: int  # of the inode, which is another one after a file was replaced
+  size: int
+  changed: int  # nanoseconds
+
+
+class BucketDirectory(os.PathLike):
+  """The directory of a run in a bucket.
+
+  As a path, it is a local folder with the small files of the run, which `uploaded` keeps equal to
+  their objects; its text is the address. The folder is deleted with this process.
+
+  Attributes:
+    bucket: the objects of the run.
+  """
+
+  def __init__(self, address: str):
+    """Copies the files of a run; raises StorageError if it cannot."""
+    self.bucket = Bucket(address)
+    self._folder = tempfile.TemporaryDirectory(prefix='valkyrie-', ignore_cleanup_errors=True)
+    self._local = pathlib.Path(self._folder.name, address.rstrip('/').rpartition('/')[2])
+    self._local.mkdir()
+    self._equal: dict[str, _Uploaded] = {}
+    self._one = threading.Lock()  # upload at a time
+    self.copy()
+
+  def __fspath__(self) -> str:
+    return str(self._local)
+
+  def __str__(self) -> str:
+    return self.bucket.address
+
+  def copy(self) -> None:
+    """Copies the files of the run again; for the process that has just become its trainer."""
+    with storage_errors(f'{self} cannot be read'):
+      names, folders = self.bucket.browse()
+      for folder in folders:
+        if folder not in _NOT_COPIED:
+          names += self.bucket.objects(folder)
+      for name in names:
+        file = self._local / name
+        if _EVENTS not in file.name and file.suffix != '.lock':
+          self.bucket.download(name, file)
+          self._equal[name] = _state(file)
+
+  @contextlib.contextmanager
+  def uploaded(self) -> Iterator[None]:
+    """Uploads what has changed, from time to time and at the end.
+
+    Raises:
+      StorageError: at the end, if not all could be uploaded.
+    """
+    over = threading.Event()
+
+    def upload_often() -> None:
+      while not over.wait(_SECONDS):
+        try:
+          self.upload()
+        except OSError as error:
+          logging.warning('%s cannot be written (%s); it is tried again', self, reason_of(error))
+
+    thread = threading.Thread(target=upload_often, name='upload', daemon=True)
+    thread.start()
+    try:
+      yield
+    except BaseException as error:
+      over.set()
+      thread.join()
+      try:
+        self.upload()
+      except OSError as second:
+        error.add_note(f'The last metrics and logs of {self} are lost: {reason_of(second)}')
+      raise
+    over.set()
+    thread.join()
+    with storage_errors(f'The last metrics and logs of {self} are lost'):
+      self.upload()
+
+  def upload(self) -> None:
+    """Uploads the files that have changed; raises OSError."""
+    with self._one:
+      for file in sorted(self._local.rglob('*')):
+        if file.is_file():
+          self._upload(file.relative_to(self._local).as_posix(), file)
+
+  def _upload(self, name: str, file: pathlib.Path) -> None:
+    before, now = self._equal.get(name), _state(file)
+    if before == now:
+      return
+    with open(file, 'rb') as content:
+      grown = before is not None and before.number == now.number and before.size <= now.size
+      if _grows(file) and (grown or before is None):
+        # Another process, such as an evaluation of this run, may add to it, too.
+        content.seek(before.size if before else 0)
+        self.bucket.append(name, content.read(now.size - (before.size if before else 0)))
+      else:
+        self.bucket.write(name, content.read())
+    self._equal[name] = now
+
+
+def opened(model_dir: str | os.PathLike) -> 'str | BucketDirectory':
+  """What a --model_dir names: itself, or the directory of an address in a bucket.
+
+  Raises:
+    ConfigurationError: the address is none, or the packages for it are missing.
+    StorageError: the bucket cannot be read.
+  """
+  if isinstance(model_dir, BucketDirectory):
+    return model_dir
+  return BucketDirectory(os.fspath(model_dir)) if is_address(model_dir) else os.fspath(model_dir)
+
+
+def uploaded(model_dir: str | os.PathLike) -> contextlib.AbstractContextManager[None]:
+  """The context in which the files of a run are written; a path needs none."""
+  if isinstance(model_dir, BucketDirectory):
+    return model_dir.uploaded()
+  return contextlib.nullcontext()
+
+
+def _grows(file: pathlib.Path) -> bool:
+  return file.suffix == '.jsonl' or file.name == 'log.txt' or _EVENTS in file.name
+
+
+def _state(file: pathlib.Path) -> _Uploaded:
+  found = file.stat()
+  return _Uploaded(found.st_ino, found.st_size, found.st_mtime_ns)
