@@ -21,7 +21,7 @@ from injections.table import FAULTS, Fault, Trial, Unavailable, markdown, summar
 # Each module registers its rows of the table.
 MODULES = (
   'kills', 'signals', 'supervision', 'damage', 'disks', 'numbers', 'data', 'world', 'mistakes',
-  'pairs',
+  'pairs', 'buckets',
 )  # fmt: skip
 
 

@@ -158,9 +158,9 @@ class FakeGcs:
       account = {'email': 'account@project', 'scopes': scopes, 'aliases': ['default']}
       body = json.dumps(account).encode()
     elif request.path.endswith('/project-id'):
-      body = b'project'
+      flavor['Content-Type'], body = 'application/text', b'project'
     elif request.path.endswith('/universe-domain') or request.path.endswith('/universe_domain'):
-      body = b'googleapis.com'
+      flavor['Content-Type'], body = 'application/text', b'googleapis.com'
     return Answer(200, flavor, body)
 
 

@@ -1,5 +1,8 @@
 """Files of a train state, written and read by Orbax."""
 
+from collections.abc import Iterator
+import contextlib
+import errno
 import functools
 import logging
 import pathlib
@@ -34,15 +37,17 @@ class StateFiles:
 
   def write(self, place: pathlib.Path, state: Any) -> None:
     """Copies a pytree of jax arrays to the host, and starts to write it."""
-    self._orbax.save(place, args=ocp.args.PyTreeSave(_without_empty_arrays(state)))
+    with _of_clients():
+      self._orbax.save(place, args=ocp.args.PyTreeSave(_without_empty_arrays(state)))
 
   def wait(self) -> None:
     """Waits until the state is written; raises the error of the write."""
-    self._orbax.wait_until_finished()
+    with _of_clients():
+      self._orbax.wait_until_finished()
 
   def read(self, place: pathlib.Path, target: Any, partial: bool) -> Any:
     """Reads the state in the directory `place`; otherwise like `CheckpointDirectory.restore`."""
-    with checkpoint_errors(f'{place} matches its manifest, but cannot be read'):
+    with checkpoint_errors(f'{place} matches its manifest, but cannot be read'), _of_clients():
       item = _without_empty_arrays(target)
       check_same_model(place.parent, self._stored(place), item, partial)
       restore_args = ocp.checkpoint_utils.construct_restore_args(item)
@@ -61,20 +66,31 @@ class StateFiles:
   def read_to_host(self, place: pathlib.Path, field: str) -> Any:
     """Reads a field of a state, of whatever model, to the host."""
     shapes = {field: self._stored(place)[field]}
-    with checkpoint_errors(f'{place} matches its manifest, but cannot be read'):
+    with checkpoint_errors(f'{place} matches its manifest, but cannot be read'), _of_clients():
       to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
       args = ocp.args.PyTreeRestore(shapes, restore_args=to_host, partial_restore=True)
       return self._orbax.restore(place, args=args)[field]
 
   def _stored(self, place: pathlib.Path) -> Any:
     """The metadata of the stored arrays."""
-    with checkpoint_errors(f'{place} matches its manifest, but cannot be read'):
+    with checkpoint_errors(f'{place} matches its manifest, but cannot be read'), _of_clients():
       metadata: Any = self._orbax.metadata(place).item_metadata
       return metadata.tree
 
   def close(self) -> None:
     """Ends the threads of Orbax."""
     self._orbax.close()
+
+
+@contextlib.contextmanager
+def _of_clients() -> Iterator[None]:
+  """Raises an OSError for an error of a bucket's client inside, of which some are none."""
+  try:
+    yield
+  except Exception as error:
+    if type(error).__module__.partition('.')[0] in ('aiohttp', 'gcsfs', 'google', 'requests'):
+      raise OSError(errno.EIO, str(error)) from error
+    raise
 
 
 def _without_empty_arrays(tree: Any) -> Any:

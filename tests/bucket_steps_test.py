@@ -1,0 +1,246 @@
+"""Steps in a bucket: whole or not there, on disk too, and added by one trainer at a time."""
+
+import json
+import pathlib
+import re
+import threading
+import time
+
+from injections.fake_faults import on, writes_of
+from injections.fake_gcs import FakeGcs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from valkyrie.checkpoint import holder
+from valkyrie.checkpoint.bucket_lock import BucketLock
+from valkyrie.checkpoint.manager import Checkpoints, open_to_read
+from valkyrie.errors import ConfigurationError, StorageError, Unreachable
+from valkyrie.storage.bucket import Bucket
+
+BEAT = 0.05
+CHANGES = on('POST|PUT|DELETE')
+
+
+@pytest.fixture(scope='module')
+def server():
+  """One for all tests, since clients keep its address."""
+  with FakeGcs() as server, pytest.MonkeyPatch.context() as patch:
+    for name, value in server.environment.items():
+      patch.setenv(name, value)
+    yield server
+
+
+@pytest.fixture
+def address(server, request, monkeypatch):
+  monkeypatch.setattr(holder, 'BEAT_SECONDS', BEAT)
+  return f'gs://bucket/{re.sub("[^a-z0-9]+", "-", request.node.name)}/run'
+
+
+def weights(step):
+  return {'w': jnp.arange(300, dtype=jnp.float32) * step}
+
+
+def target():
+  sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  return {'w': jax.ShapeDtypeStruct((300,), jnp.float32, sharding=sharding)}
+
+
+def save(run, *steps, **options):
+  with Checkpoints(**options).open(run) as checkpoints:
+    for step in steps:
+      checkpoints.save(step, weights(step), {'position': step})
+
+
+def assert_has(run, step):
+  """Asserts that a reader restores `step`, bit for bit, as the newest one."""
+  with open_to_read(run) as checkpoints:
+    assert checkpoints.latest_step() == step
+    assert checkpoints.latest_record() == {'position': step}
+    np.testing.assert_array_equal(checkpoints.restore(target())['w'], weights(step)['w'])
+
+
+def folders(run, below='checkpoints/'):
+  return [name.split('/')[-2] for name in Bucket(run).browse(below)[1]]
+
+
+@pytest.mark.invariant(11)
+def test_steps_are_saved_kept_and_restored(address):
+  save(address, 1, 2, 3, 4, 5)
+  assert folders(address) == ['3', '4', '5'], 'the retention policy, and nothing unfinished'
+  assert_has(address, 5)
+  save(address, 6)
+  assert folders(address) == ['4', '5', '6']
+  with pytest.raises(ConfigurationError, match='has no step 3'):
+    open_to_read(address, '3')
+  with open_to_read(address, '4') as checkpoints:
+    assert checkpoints.latest_step() == 4
+
+
+def test_a_run_moves_between_bucket_and_disk(address, tmp_path):
+  save(address, 1, 2)
+  for name in Bucket(address).objects():
+    Bucket(address).download(name, tmp_path / 'run' / name)
+  assert_has(tmp_path / 'run', 2)
+  save(tmp_path / 'run', 3)
+  again = f'{address}-again'
+  for file in (tmp_path / 'run').rglob('*'):
+    if file.is_file():
+      Bucket(again).write(file.relative_to(tmp_path / 'run').as_posix(), file.read_bytes())
+  assert_has(again, 3)
+  save(again, 4)
+  assert_has(again, 4)
+
+
+@pytest.mark.invariant(11)
+@pytest.mark.parametrize('damage', ['flipped', 'missing', 'manifest', 'added'])
+def test_a_damaged_step_is_set_aside(address, damage):
+  save(address, 1, 2)
+  run = Bucket(address)
+  name = next(n for n in run.objects('checkpoints/2/state/') if '/d/' in n)
+  if damage == 'flipped':
+    content = bytearray(run.read(name)[0])
+    content[len(content) // 2] ^= 1
+    run.write(name, bytes(content))
+  elif damage == 'missing':
+    run.delete(run.objects(name))
+  elif damage == 'manifest':
+    run.delete(run.objects('checkpoints/2/manifest.md5'))
+  else:
+    run.write('checkpoints/2/state/more', b'')
+  assert_has(address, 1)
+  save(address, 3)
+  assert folders(address) == ['1', '3']
+  assert folders(address, 'set_aside/') == ['2']
+  assert_has(address, 3)
+
+
+@pytest.mark.invariant(11)
+@pytest.mark.parametrize('kept', ['nothing', 'manifest'])
+def test_a_step_that_the_lock_does_not_name_does_not_count(address, kept):
+  save(address, 1)
+  run = Bucket(address)
+  run.copy(run.objects('checkpoints/1/'), lambda name: name.replace('/1/', '/2/'))
+  if kept == 'nothing':
+    run.delete(run.objects('checkpoints/2/manifest.md5'))
+  assert_has(address, 1)
+  save(address, 3)
+  assert folders(address) == ['1', '3']
+  assert folders(address, 'set_aside/') == (['2'] if kept == 'manifest' else [])
+
+
+def test_a_second_trainer_is_refused_until_the_first_has_ended(address):
+  with Checkpoints().open(address):
+    with pytest.raises(StorageError, match=r'process \d+ on .* is training in gs://'):
+      Checkpoints().open(address)
+    time.sleep(5 * BEAT)  # which are beats of the first one
+    with pytest.raises(StorageError, match='is training in'):
+      Checkpoints().open(address)
+  Checkpoints().open(address).close()
+  first = BucketLock(Bucket(address), process=1)
+  with pytest.raises(Unreachable, match='is process 1 of the run in gs://'):
+    BucketLock(Bucket(address), process=1)
+  first.release()
+
+
+@pytest.mark.parametrize(
+  'change', [{'host': 'another'}, {'boot': 'before'}, {'process': 2**22 + 1}]
+)
+def test_a_lock_without_beats_is_taken_over(address, change):
+  save(address, 1)
+  run = Bucket(address)
+  content = json.loads(run.read('trainer.lock')[0]) | {'ended': False} | change
+  run.write('trainer.lock', json.dumps(content).encode())
+  save(address, 2)
+  assert_has(address, 2)
+
+
+def test_a_lock_with_beats_is_not(address, monkeypatch):
+  monkeypatch.setattr(holder, 'MISSED', 200)
+  save(address, 1)
+  run = Bucket(address)
+  content = json.loads(run.read('trainer.lock')[0]) | {'ended': False, 'host': 'another'}
+  over = threading.Event()
+
+  def beat():
+    while not over.wait(BEAT):
+      content['beat'] += 1
+      run.write('trainer.lock', json.dumps(content).encode())
+
+  run.write('trainer.lock', json.dumps(content).encode())
+  beat_thread = threading.Thread(target=beat)
+  beat_thread.start()
+  try:
+    with pytest.raises(StorageError, match='on another is training in'):
+      Checkpoints().open(address)
+  finally:
+    over.set()
+    beat_thread.join()
+
+
+@pytest.mark.invariant(11)
+def test_a_trainer_that_lost_its_lock_adds_and_deletes_nothing(address, server, monkeypatch):
+  save(address, 1)
+  paused = Checkpoints(keep=1).open(address)
+  writes = server.hold(writes_of('.*/checkpoints/2/manifest.md5'), times=1)
+  paused.save(2, weights(2), {'position': 2})
+  assert writes.wait(10.0), 'the save has come to its last but one write'
+  monkeypatch.setattr(holder, 'has_ended', lambda lease: True)  # as from another machine, later
+  other = Checkpoints().open(address)
+  other.save(2, weights(4), {'position': 2})
+  other.wait()
+  writes.end()
+  with pytest.raises(StorageError, match='is no longer that of this run'):
+    paused.close()
+  other.close()
+  with open_to_read(address) as checkpoints:
+    np.testing.assert_array_equal(checkpoints.restore(target())['w'], weights(4)['w'])
+  assert folders(address) == ['1', '2']
+
+
+@pytest.mark.parametrize('fault', ['429', '503', 'tear', 'lose'])
+def test_saves_outlive_bursts_of_errors(address, server, fault):
+  with Checkpoints().open(address) as checkpoints:
+    for step in (1, 2):
+      if fault.isdecimal():
+        server.fail(int(fault), times=3)
+      else:
+        getattr(server, fault)(CHANGES, times=3)
+      checkpoints.save(step, weights(step), {'position': step})
+  assert_has(address, 2)
+  assert folders(address) == ['1', '2']
+
+
+def test_a_save_that_fails_is_dropped_and_made_again_later(address, server):
+  said = []
+  with Checkpoints().open(address, say=said.append) as checkpoints:
+    checkpoints.save(1, weights(1), {'position': 1})
+    checkpoints.wait()
+    rule = server.fail(403, on('POST|PUT|DELETE', '.*/checkpoints/.*'))
+    checkpoints.save(2, weights(2), {'position': 2})
+    checkpoints.wait()
+    rule.end()
+    step = next(step for step in range(3, 10_000) if checkpoints.is_due(step))
+    checkpoints.save(step, weights(step), {'position': step})
+  assert any('step 2 could not be saved in gs://' in line for line in said)
+  assert_has(address, step)
+
+
+def test_no_access_is_said_at_once(address, server):
+  rule = server.fail(403, CHANGES)
+  with pytest.raises(StorageError, match='cannot be written: access is denied'):
+    Checkpoints().open(address)
+  rule.end()
+
+
+@pytest.mark.parametrize('wrong', ['gs://', 'gs://bucket', 'gs://bucket/'])
+def test_the_address_of_a_whole_bucket_is_refused(server, wrong):
+  with pytest.raises(ConfigurationError, match='is not the address of a folder in a bucket'):
+    Bucket(wrong)
+
+
+def test_other_storage_is_refused(tmp_path):
+  with pytest.raises(StorageError, match='Use a directory, or a bucket of Google Cloud Storage'):
+    Checkpoints().open('s3://bucket/run')
+  assert not pathlib.Path('s3:').exists()
