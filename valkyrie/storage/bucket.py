@@ -22,7 +22,7 @@ from valkyrie.errors import ConfigurationError, StorageError
 SCHEME = 'gs://'
 _PATIENCE = 60.0  # seconds of retries of one request, with growing pauses
 _REQUEST_SECONDS = 30.0  # until a connection that says nothing counts as lost
-_AT_ONCE = 16  # requests
+_AT_ONCE = 8  # requests, for which the client keeps 10 connections
 
 
 class Changed(OSError):

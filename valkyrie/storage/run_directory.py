@@ -62,8 +62,9 @@ class BucketDirectory(os.PathLike):
       for name in names:
         file = self._local / name
         if _EVENTS not in file.name and file.suffix != '.lock':
-          self.bucket.download(name, file)
-          self._equal[name] = _state(file)
+          with contextlib.suppress(FileNotFoundError):  # a process has deleted it meanwhile
+            self.bucket.download(name, file)
+            self._equal[name] = _state(file)
 
   @contextlib.contextmanager
   def uploaded(self) -> Iterator[None]:
