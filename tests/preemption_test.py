@@ -241,6 +241,7 @@ def test_after_an_error_in_the_loop_the_state_is_saved(train_here, tmp_path, mon
     train_here('--gin.Act.at=3', '--gin.Act.what="fail"')
   assert 'The state before the error was saved.' in error.value.__notes__
   assert checkpoints(tmp_path) == ['3']
+  assert list(tiny_run.metrics(tmp_path / 'run')) == [1, 2, 3], 'what is saved has its lines'
   # The heartbeats that a supervisor has received.
   os.close(writer)
   with open(reader) as lines:

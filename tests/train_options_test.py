@@ -73,10 +73,11 @@ def test_evaluation_reads_the_average(start, tmp_path):
   assert code == 0
   with open_to_read(tmp_path / 'run') as directory:
     _, average = directory.newest_params()
-  trained = json.loads((tmp_path / 'run' / 'eval' / 'metrics.jsonl').read_text().splitlines()[-1])
+  (trained,) = tiny_run.metrics(tmp_path / 'run', 'eval').values()
   code, _ = start(*flags, '--run_mode=eval')
   assert code == 0
-  again = json.loads((tmp_path / 'run' / 'eval' / 'metrics.jsonl').read_text().splitlines()[-1])
+  lines = (tmp_path / 'run' / 'eval' / 'metrics.jsonl').read_text().splitlines()
+  (again,) = map(json.loads, lines)  # in the place of the first one
   assert again['loss'] == pytest.approx(trained['loss'], rel=1e-5)
   assert np.isfinite(average['model']['embedding']).all()
 

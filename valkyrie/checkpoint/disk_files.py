@@ -55,6 +55,12 @@ def write_manifest(place: pathlib.Path, step: int) -> None:
     sync_directory(directory)
 
 
+def sync(path: pathlib.Path) -> None:
+  """Flushes what others have written to a file to disk."""
+  with open(path, 'rb') as file:
+    os.fsync(file.fileno())
+
+
 def sync_directory(path: pathlib.Path) -> None:
   """Flushes the list of a directory's files to disk."""
   descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -4,6 +4,7 @@ checkpoints/100.deleted/      a step that is being deleted
 """
 
 from collections.abc import Iterable, Mapping
+import contextlib
 import logging
 import os
 import pathlib
@@ -70,6 +71,9 @@ class DiskSteps:
   def finish(self, step: int, record: bytes) -> None:
     place = self.unfinished(step)
     (place / 'record.json').write_bytes(record)
+    for lines in (*self._root.glob('*.jsonl'), *self._root.glob('*/*.jsonl')):
+      with contextlib.suppress(FileNotFoundError, PermissionError):  # of somebody else
+        disk_files.sync(lines)
     disk_files.write_manifest(place, step)
     place.rename(self.path(step))
     disk_files.sync_directory(self.place)

@@ -90,7 +90,10 @@ class Steps(Protocol):
     ...
 
   def finish(self, step: int, record: bytes) -> None:
-    """Adds record and manifest to an unfinished step, after which it counts."""
+    """Adds record and manifest to an unfinished step, after which it counts.
+
+    The lines that the run has written before are kept first.
+    """
     ...
 
   def discard(self, step: int) -> None:

@@ -25,8 +25,9 @@ def by_step(path: pathlib.Path) -> dict[int, dict[str, Any]]:
 class JsonLines:
   """A file with one JSON object per line, to which a resumed run appends.
 
-  No line is rewritten. After a crash, the steps since the last checkpoint appear twice, and the
-  later line counts. A crash of the machine can leave an incomplete last line, which is removed.
+  After a crash, the steps since the last checkpoint appear twice, and the later line counts
+  (`step_lines` has them once). A crash of the machine can leave an incomplete last line, which is
+  removed.
   What a full disk does not take is kept, and written with a later line.
   JSON has no NaN or infinities: they are the strings "NaN", "Infinity" and "-Infinity".
   """

@@ -3,8 +3,8 @@
     {"step": 412, "why": "loss spike", "loss": 9.1, "grad_norm": 3.0, "read": "these documents .."}
     {"step": 412, "rewound_to": 400}
 
-Each line has the reason and the documents read, or the step whose parameters a rewind restored. As
-in metrics.jsonl, steps that are repeated after a crash appear again.
+Each line has the reason and the documents read, or the step whose parameters a rewind restored.
+Steps that are repeated after a crash appear again.
 """
 
 from collections.abc import Callable

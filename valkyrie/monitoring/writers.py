@@ -1,6 +1,6 @@
 """Writers of metrics to metrics.jsonl, TensorBoard and the console, with CLU's interface.
 
-    model_dir/metrics.jsonl    one JSON object per line, from training
+    model_dir/metrics.jsonl    one JSON object per line and step, from training
     model_dir/train/           TensorBoard event files, written by CLU
 
 TensorBoard groups the numbers: learning/, throughput/, memory/ and hooks/, and validation/ of
@@ -27,7 +27,7 @@ import numpy as np
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.distributed.standard_streams import without_noise
 from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError, storage_errors
-from valkyrie.monitoring.json_lines import JsonLines
+from valkyrie.monitoring.step_lines import StepLines
 
 _IMPORT = threading.Lock()  # of TensorFlow, by the writers of a run
 
@@ -85,7 +85,7 @@ class RunWriter:
 
   def __init__(self, events: pathlib.Path | None, lines: pathlib.Path | None, also: Sequence[Show]):
     self._events, self._also = events, tuple(also)
-    self._lines = None if lines is None else JsonLines(lines)
+    self._lines = None if lines is None else StepLines(lines)
     self._pending: list[Future] = []
     self._thread = ThreadPoolExecutor(1, thread_name_prefix='tensorboard')
     if events is not None:

@@ -177,9 +177,20 @@ def train(
       for n, hook in ((eval_every, validated), (checkpoint_every, save))
     ]
 
-    def check_refused(step: int, metrics: StepMetrics) -> None:
+    in_flight: list[tuple[int, StepMetrics]] = []
+
+    def read_oldest() -> None:
+      step, metrics = in_flight.pop(0)
       refused_log(step, metrics)
       check_budget(step, int(metrics.skipped))
+
+    def read_all() -> None:
+      """Waits for the last step, so that what is saved has its lines."""
+      while in_flight:
+        read_oldest()
+      log.flush()
+
+    trainer.before_save = read_all
 
     # Loop. A step is dispatched while the one before it runs, and the metrics of the older one are
     # read then: at most two steps are in flight, and no device waits for the host.
@@ -188,7 +199,6 @@ def train(
       'handlers ready: SIGTERM, SIGINT, SIGHUP or SIGQUIT now saves, and ends with exit code 75'
     )
     log.restart_clock()
-    in_flight: StepMetrics | None = None
     with trainer.saving_on_error():
       for batch in batches(trainer.reading, setup, range(trainer.step, train_steps)):
         if _done(trainer, train_steps, patience) or trainer.should_stop():
@@ -198,17 +208,15 @@ def train(
         if setup.loss_spikes.action == 'rewind' and bool(metrics.spiked):
           refused_log.rewound(trainer.step, trainer.rewind(checkpoint_every))
         log(trainer.step, metrics)
+        in_flight.append((trainer.step, metrics))
         for hook in (*hooks, *periodic):  # an evaluation writes the line of this step
           log.note(hook(trainer.step, trainer.state, metrics))
         if directory.is_due(trainer.step):
           trainer.save(validate.losses.get(trainer.step))
         directory.check()
-        if in_flight is not None:
-          check_refused(trainer.step - 1, in_flight)
-        in_flight = metrics
-      if in_flight is not None:
-        check_refused(trainer.step, in_flight)
-      log.flush()
+        if len(in_flight) > 1:
+          read_oldest()
+      read_all()
     progress.close()
     progress.say(*memory.lines())
     trainer.save_now(validate.losses.get(trainer.step))

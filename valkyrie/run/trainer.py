@@ -33,6 +33,7 @@ class Trainer:
     start: the number of steps done before this process began.
     reading: what each step reads.
     lowest: the lowest validation loss, which checkpoints record.
+    before_save: waits for the steps done, and writes what is to be known of them.
   """
 
   def __init__(
@@ -66,6 +67,7 @@ class Trainer:
     self._programs: Mapping[str, str] = {}
     self._saved_programs: Mapping[str, str] = {}
     self.lowest: Lowest | None = None
+    self.before_save: Callable[[], None] = lambda: None
     self._steps: dict[tuple, Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]] = {}
     restored = self._restored()
     self.state = initial_state() if restored is None else restored
@@ -126,6 +128,7 @@ class Trainer:
 
   def save(self, validation_loss: float | None = None) -> None:
     """Saves the state in the background; `validation_loss` is that of this step, if measured."""
+    self.before_save()
     record = {**self._record(), 'validation_loss': validation_loss}
     self._directory.save(self.step, self.state, record)
 
@@ -148,6 +151,8 @@ class Trainer:
     except Exception as error:
       if jax.process_count() > 1:
         raise
+      with contextlib.suppress(Exception):  # the state is worth more than a line
+        self.before_save()
       try:
         self.save_now(patiently=False)
         error.add_note('The state before the error was saved.')

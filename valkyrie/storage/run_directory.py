@@ -10,7 +10,8 @@ import threading
 from typing import NamedTuple
 
 from valkyrie.errors import reason_of, storage_errors
-from valkyrie.storage.bucket import Bucket, is_address
+from valkyrie.storage.bucket import Bucket, Changed, is_address
+from valkyrie.storage.lines import last_of_each_step
 
 _SECONDS = 30.0  # between two uploads
 # A process reads the other files of a run, and adds to them. Steps are read by themselves.
@@ -116,9 +117,20 @@ class BucketDirectory(os.PathLike):
         # Another process, such as an evaluation of this run, may add to it, too.
         content.seek(before.size if before else 0)
         self.bucket.append(name, content.read(now.size - (before.size if before else 0)))
+      elif file.name == 'metrics.jsonl':  # without repeated steps
+        self._write_steps(name, content.read())
       else:
         self.bucket.write(name, content.read())
     self._equal[name] = now
+
+  def _write_steps(self, name: str, content: bytes) -> None:
+    """Replaces lines of steps, and keeps those of steps that another process has added."""
+    while True:
+      found, generation = self.bucket.read(name)
+      lines = last_of_each_step(found + content)
+      with contextlib.suppress(Changed):
+        self.bucket.write(name, b''.join(lines.values()), replaces=generation)
+        return
 
 
 def opened(model_dir: str | os.PathLike) -> 'str | BucketDirectory':
