@@ -21,6 +21,7 @@ Params = Any  # a pytree of float32 arrays, as Haiku's `init` returns it
 Axes = tuple[str | None, ...]  # a logical axis for each dimension; None is never split
 
 
+_POSITIONS = 2**30  # after which they repeat, far below the overflow of int32
 POSITION_PERIOD = 2**15 * 3**2 * 5**2 * 7 * 11  # 0.57 billion, with many divisors
 
 
@@ -44,6 +45,15 @@ class Batch(NamedTuple):
   weights: Any
   positions: Any
   segment_ids: Any
+
+
+def position_of(distance: Any) -> Any:
+  """The positions of tokens, from their distances to the start of their document; see `Batch`.
+
+  The distances are an array of numpy in int64, or of jax, below 2^31 then.
+  """
+  periods = (distance - _POSITIONS + POSITION_PERIOD) // POSITION_PERIOD
+  return distance - POSITION_PERIOD * periods.clip(0)
 
 
 class SequenceMixer(Protocol):

@@ -16,10 +16,9 @@ from valkyrie.data.rows import Epoch, Rows
 from valkyrie.data.store_location import open_store
 from valkyrie.data.token_store import REBUILD, TokenStore
 from valkyrie.errors import ConfigurationError, DataError
-from valkyrie.types import POSITION_PERIOD, Batch
+from valkyrie.types import Batch, position_of
 
 RESETS = ('document', 'sequence', 'never')
-_POSITIONS = 2**30  # after which they repeat, far below the overflow of int32
 _SEGMENTS = 2**30  # ids of documents: those that share one are too far apart to meet in a step
 _MAX_NAMED = 8  # rows, and documents of each row, in a message
 
@@ -260,7 +259,7 @@ class TaskFeed:
     counted &= ~np.repeat(damaged, counts)
     weights[:n] = counted[:n]
     distance = np.arange(position, position + wanted) - np.repeat(resets, counts)
-    positions[:n] = _positions(distance)[:n]
+    positions[:n] = position_of(distance)[:n]
     segment_ids[:n] = np.repeat(segment_ids_of(segments), counts)[:n]
 
   def _report_damaged(self, row: int, damaged: list[int]):
@@ -307,12 +306,6 @@ class TaskFeed:
       latest = number, self._rows.epoch(row, number)
       self._latest_epoch[row] = latest  # one assignment: safe with a prefetching thread
     return latest[1]
-
-
-def _positions(distance: np.ndarray) -> np.ndarray:
-  """The positions of tokens, from their int64 distances to the start of their document."""
-  beyond = (distance - _POSITIONS) % POSITION_PERIOD
-  return np.where(distance < _POSITIONS, distance, _POSITIONS - POSITION_PERIOD + beyond)
 
 
 def segment_ids_of(numbers: np.ndarray) -> np.ndarray:

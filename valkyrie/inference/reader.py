@@ -13,7 +13,7 @@ from valkyrie.models.carry_cuts import cut_carry
 from valkyrie.models.features import Features
 from valkyrie.models.language_model import Model
 from valkyrie.training.losses import logits, token_scores
-from valkyrie.types import Array, Carry, Params
+from valkyrie.types import Array, Carry, Params, position_of
 
 _SMALLEST = 16  # tokens of a chunk, but for single tokens: each size is compiled once
 
@@ -22,7 +22,7 @@ class TextCarry(NamedTuple):
   """What a model knows of the text that it has read, for B rows.
 
   carry: of the model.
-  position: int32 [B], tokens read.
+  position: int32 [B], that of the next token: the tokens read, up to 2^30; see `types.Batch`.
   hidden: [B, D], the features of the last token, from which the next one is predicted.
   """
 
@@ -155,13 +155,13 @@ class Reader:
       params,
       carry.carry,
       tokens,
-      jnp.where(real, carry.position[:, None] + index, 0),
+      jnp.where(real, position_of(carry.position[:, None] + index), 0),
       real.astype(jnp.int32),
     )
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
     hidden = jnp.take_along_axis(features.hidden, last, axis=1)[:, 0]
     hidden = jnp.where(lengths[:, None] > 0, hidden, carry.hidden)
-    return features, TextCarry(after, carry.position + lengths, hidden)
+    return features, TextCarry(after, position_of(carry.position + lengths), hidden)
 
   def _shown(
     self, kinds: tuple[str, ...], params: Params, carry: TextCarry, tokens: Array, lengths: Array

@@ -67,17 +67,19 @@ class TrainingLog:
     now = time.perf_counter()
     seconds, self._since = now - self._since, now
     read = self.reading.tokens
-    weight = float(sum(s.sums.weight for s in steps))
+
+    def total(name: str) -> float:  # in float64: float32 counts to 2^24 alone
+      return sum(float(getattr(s.sums, name)) for s in steps)
+
+    weight = total('weight')
     scalars: Metrics = {
       'tokens': read(step),
       **self.reading.progress(step),
-      **text_metrics(
-        sum(float(s.sums.loss) for s in steps), weight, self.reading.feed.tokens_per_byte
-      ),
+      **text_metrics(total('loss'), weight, self.reading.feed.tokens_per_byte),
       'grad_norm': float(steps[-1].grad_norm),
       **{f'grad_norm/{part}': float(norm) for part, norm in steps[-1].part_norms.items()},
       'learning_rate': float(steps[-1].learning_rate),
-      'beyond_window': float(sum(s.sums.beyond_window for s in steps)) / max(weight, 1.0),
+      'beyond_window': total('beyond_window') / max(weight, 1.0),
       **speed_metrics(
         tokens=read(step) - read(step - len(steps)),
         steps=len(steps),
@@ -92,7 +94,7 @@ class TrainingLog:
       'device_memory_peak': memory.device_peak(),
     }
     if self.model.about.plan_interval is not None:
-      scalars['draft_loss'] = float(sum(s.sums.draft_loss for s in steps)) / max(weight, 1.0)
+      scalars['draft_loss'] = total('draft_loss') / max(weight, 1.0)
     self.writer.write_scalars(step, {**scalars, **self._noted})
     if texts := {name: value for name, value in self._noted.items() if isinstance(value, str)}:
       self.writer.write_texts(step, texts)

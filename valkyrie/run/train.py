@@ -31,6 +31,7 @@ from valkyrie.run.evaluator import Evaluator
 from valkyrie.run.initial_state import InitialState
 from valkyrie.run.trainer import Trainer
 from valkyrie.run.validation import Validation
+from valkyrie.training.counts import check_count
 from valkyrie.training.divergence import RefusedSteps
 from valkyrie.training.setup import Setup, StepSettings, check_vocabulary
 from valkyrie.training.train_step import StepMetrics, TrainState
@@ -89,6 +90,7 @@ def train(
     Preempted: the process was asked to stop, and has saved.
   """
   check_sizes('train', train_steps=train_steps, patience=1 if patience is None else patience)
+  check_count('train.train_steps', train_steps)
   profile = Profile(model_dir, profile_steps)
   with contextlib.ExitStack() as stack:
     stack.callback(profile.close)

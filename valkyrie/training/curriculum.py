@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.errors import ConfigurationError
+from valkyrie.training.counts import check_count
 from valkyrie.types import Array
 
 
@@ -41,6 +42,7 @@ class Phase:
     for name in ('chunk_size', 'chunks', 'backprop_chunks'):
       if getattr(self, name) < 1:
         raise ConfigurationError(f'Phase.{name}={getattr(self, name)} must be at least 1.')
+    check_count('Phase.chunks x Phase.chunk_size', self.tokens_per_row)
     if self.chunks % self.backprop_chunks:
       raise ConfigurationError(
         f'backprop_chunks={self.backprop_chunks} must divide chunks={self.chunks}: the gradient '
@@ -89,6 +91,7 @@ class Curriculum:
         f'Curriculum.phases have {[phase.steps for phase in self.phases]} steps. Give at least one '
         'phase, and Phase.steps to every phase but the last.'
       )
+    check_count('The sum of Phase.steps', sum(lengths))
     self._starts = np.cumsum([0, *lengths])
 
   def index(self, step: int) -> int:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from valkyrie.errors import ConfigurationError
+from valkyrie.training.counts import check_count
 
 Schedule = optax.Schedule
 SHAPES = ('constant', 'linear', 'cosine', 'inverse_sqrt', 'wsd')
@@ -32,8 +33,10 @@ def schedule(
   or a function, such as one of optax, of the steps since the end of the warm-up.
 
   Raises:
-    ConfigurationError: the name is unknown, or `cooldown` is not a share.
+    ConfigurationError: the name is unknown, `cooldown` is not a share, or the steps are too many.
   """
+  check_count('Optimizer.warmup_steps', warmup_steps)
+  check_count('Optimizer.train_steps', train_steps)
   decay_steps = max(train_steps - warmup_steps, 1)
   if callable(shape):
     after = _checked(shape)
@@ -70,7 +73,7 @@ def _checked(after: Schedule) -> Schedule:
   try:
     share = jax.eval_shape(after, jax.ShapeDtypeStruct((), jnp.int32))
     fits = share.shape == ()
-  except (TypeError, AttributeError, ValueError) as error:
+  except (TypeError, AttributeError, ValueError, OverflowError) as error:
     raise ConfigurationError(
       f'Optimizer.schedule, {name}, makes no number of a step ({error}). A reference to a function '
       f'that makes a schedule needs parentheses: @{name}().'

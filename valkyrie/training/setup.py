@@ -57,6 +57,8 @@ class StepSettings:
 
   def __post_init__(self):
     check_sizes('StepSettings', batch_size=self.batch_size, micro_batches=self.micro_batches)
+    if not 0 <= self.seed < 2**32:
+      raise ConfigurationError(f'StepSettings.seed={self.seed} is not in [0, 2**32).')
     if self.z_loss < 0:
       raise ConfigurationError(f'StepSettings.z_loss={self.z_loss} must be 0 or more.')
     if self.average_decay is not None and not 0 < self.average_decay < 1:
