@@ -20,8 +20,8 @@ from injections.table import FAULTS, Fault, Trial, Unavailable, markdown, summar
 
 # Each module registers its rows of the table.
 MODULES = (
-  'kills', 'signals', 'supervision', 'damage', 'disks', 'numbers', 'data', 'world', 'mistakes',
-  'pairs', 'buckets',
+  'kills', 'signals', 'starts', 'supervision', 'damage', 'disks', 'numbers', 'data', 'world',
+  'mistakes', 'pairs', 'buckets',
 )  # fmt: skip
 
 

@@ -10,6 +10,8 @@ import time
 
 import pytest
 
+from valkyrie.distributed.supervisor import RunStatus
+
 ROOT = pathlib.Path(__file__).parents[1]
 
 # A substitute for a training run: counts its starts, and performs the actions of its nth argument.
@@ -44,13 +46,18 @@ for word in sys.argv[2 + min(starts, len(sys.argv) - 3)].split():
   elif name == 'kill':
     os.kill(os.getpid(), int(number))
   elif name == 'sleep':
+    (folder / 'asleep').write_text(str(os.getpid()))
     time.sleep(2)
+  elif name == 'progress':
+    for _ in range(25):
+      time.sleep(0.2)
+      heartbeat.beat()
   elif name == 'wait_and_beat':
     def end(*_):
       (folder / 'ended').touch()
       sys.exit(75)
     signal.signal(signal.SIGTERM, end)
-    (folder / 'waiting').touch()
+    (folder / 'waiting').write_text(str(os.getpid()))
     while True:
       heartbeat.beat(step=1)
       time.sleep(0.05)
@@ -196,3 +203,50 @@ def test_sigterm_is_forwarded_to_the_run_which_is_not_restarted(supervise, tmp_p
   process.send_signal(signal.SIGTERM)
   assert ended(process)[0] == 75
   assert starts(tmp_path) == 1
+
+
+def test_progress_in_a_stage_is_no_silence(supervise):
+  code, said = ended(supervise('progress 0', flags=['--start_up_seconds=4']))
+  assert code == 0, said
+
+
+def state_of(pid):
+  return pathlib.Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]
+
+
+def wait_for_state(pid, *states):
+  while state_of(pid) not in states:
+    time.sleep(0.02)
+
+
+def test_ctrl_z_stops_the_run_of_a_supervisor_too_and_both_go_on(supervise, tmp_path):
+  process = supervise('wait_and_beat')
+  while not (tmp_path / 'waiting').exists() or not (tmp_path / 'waiting').read_text():
+    time.sleep(0.02)
+  run = int((tmp_path / 'waiting').read_text())
+  process.send_signal(signal.SIGTSTP)
+  for pid in (process.pid, run):
+    wait_for_state(pid, 'T')
+  process.send_signal(signal.SIGCONT)
+  wait_for_state(run, 'R', 'S')
+  process.send_signal(signal.SIGTERM)
+  assert ended(process)[0] == 75 and starts(tmp_path) == 1
+
+
+def test_the_time_in_which_all_were_stopped_is_no_silence(supervise, tmp_path):
+  process = supervise('step=1 sleep 0', flags=['--step_seconds=5'])
+  while not (tmp_path / 'asleep').exists() or not (tmp_path / 'asleep').read_text():
+    time.sleep(0.02)
+  run = int((tmp_path / 'asleep').read_text())
+  for number in (signal.SIGSTOP, signal.SIGCONT):
+    for pid in (process.pid, run):
+      os.kill(pid, number)
+    if number == signal.SIGSTOP:
+      time.sleep(6)
+  code, said = ended(process)
+  assert code == 0 and 'no heartbeat' not in said
+
+
+def test_a_heartbeat_without_fields_is_not_that_of_a_run():
+  status = RunStatus()
+  assert not status.update(b'{}') and status.update(b'{"stage": "step"}')

@@ -20,6 +20,7 @@ from valkyrie.data import document_source, store_builder, task_reader, token_sto
 from valkyrie.data.feed import TaskFeed
 from valkyrie.data.records import Records
 from valkyrie.data.token_store import TokenStore
+from valkyrie.distributed import heartbeat
 from valkyrie.errors import ConfigurationError, DataError
 
 BYTES = vocabularies.ByteVocabulary()
@@ -109,6 +110,16 @@ def test_library_files_in_other_encodings(tmp_path):
   ]:
     (tmp_path / 'a.py').write_bytes(content)
     assert python_stdlib._text(tmp_path / 'a.py') == text
+
+
+def test_a_builder_beats_for_the_run_that_waits_for_it(tmp_path, monkeypatch):
+  reader, writer = os.pipe()
+  monkeypatch.setenv(heartbeat.VARIABLE, heartbeat.address(writer))
+  feed = TaskFeed('python_stdlib', 'validation', 1, 0, data_dir=str(tmp_path))
+  assert feed.store.lengths.size
+  os.close(writer)
+  with open(reader) as beats:
+    assert {line.strip() for line in beats} == {'{}'}
 
 
 def test_a_finished_store_needs_no_tensorflow(library):

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 import functools
+import os
 import pathlib
+import signal
 import sys
 import time
 
@@ -69,6 +71,32 @@ def stopped(harness: Harness, times: int) -> Iterator[Trial]:
 def stalled(harness: Harness, times: int) -> Iterator[Trial]:
   feed = ('--gin.train.feed=@train/FaultyFeed', '--gin.FaultyFeed.fault="stall"')
   yield from _hangs(harness, times, 'stall', *feed)
+
+
+@fault(
+  'Ctrl-Z and fg, with a supervisor and without',
+  'goes on, bit for bit, and is not restarted',
+  full=4,
+)
+def paused(harness: Harness, times: int) -> Iterator[Trial]:
+  for number in range(times):
+    name, supervised = harness.new(), number % 2 == 0
+    process = harness.start(
+      name, '--gin.Pace.seconds=0.1', prefix=SUPERVISE if supervised else (), process_group=0
+    )
+    wait_for(lambda name=name: len(harness.hashes(name)) >= 3, process)
+    os.killpg(process.pid, signal.SIGTSTP)  # as the terminal does
+    time.sleep(1)
+    done = len(harness.hashes(name))
+    time.sleep(DEADLINE + 4)
+    went_on = len(harness.hashes(name)) > done
+    os.killpg(process.pid, signal.SIGCONT)
+    code = ended(process)
+    failure = harness.difference(name) if code == 0 else f'exit code {code}'
+    if went_on or harness.repeated(name):
+      failure = 'it was not stopped' if went_on else 'it was restarted'
+    yield Trial(f'{"" if supervised else "not "}supervised, after step {done}', failure)
+    harness.forget(name)
 
 
 @fault('kill -9, supervised', 'restarted, continues bit for bit', full=4)

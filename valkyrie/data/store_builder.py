@@ -26,6 +26,7 @@ from valkyrie.data import provenance, store_writer, token_store
 from valkyrie.data.store_location import Options, located
 from valkyrie.data.store_writer import Report
 from valkyrie.data.vocabularies import Vocabulary
+from valkyrie.distributed import heartbeat
 from valkyrie.errors import ConfigurationError, DataError, Preempted, ValkyrieError
 
 DEFAULT_SHARDS = 8
@@ -160,6 +161,7 @@ class _Progress:
     self._bar.close()
 
   def read(self, documents: int, tokens: int) -> None:
+    heartbeat.beat()  # of the run that waits for the store, if there is one
     self._documents += documents
     self._tokens += tokens
     seconds = max(self._bar.format_dict['elapsed'], 1e-9)

@@ -20,6 +20,7 @@ from valkyrie import errors
 from valkyrie.config import paths
 from valkyrie.data.token_store import STORE_FILE, TokenStore
 from valkyrie.data.vocabularies import Vocabulary
+from valkyrie.distributed import heartbeat
 
 Options = Mapping[str, str]
 NO_OPTIONS: Options = types.MappingProxyType({})
@@ -110,7 +111,7 @@ def _builder(arguments: Sequence[str], task: str) -> Any:
 
   Its progress goes to standard error. Its ValkyrieError, with class and message, is raised here.
   It ends with this process, however this one ends: its standard input is a pipe that nobody writes
-  to, and that the system closes.
+  to, and that the system closes. It sends the heartbeats of this process meanwhile.
   """
   command = [
     sys.executable,
@@ -127,7 +128,13 @@ def _builder(arguments: Sequence[str], task: str) -> Any:
   reader, writer = os.pipe()
   try:
     done = subprocess.run(
-      command, stdin=reader, stdout=subprocess.PIPE, text=True, env=environment, check=False
+      command,
+      stdin=reader,
+      stdout=subprocess.PIPE,
+      text=True,
+      env=environment,
+      pass_fds=heartbeat.inherited(),
+      check=False,
     )
   finally:
     os.close(reader)

@@ -14,7 +14,8 @@ import json
 import os
 import pathlib
 import shutil
-from typing import Any, BinaryIO, NamedTuple
+import time
+from typing import IO, Any, BinaryIO, NamedTuple
 import uuid
 
 import numpy as np
@@ -29,6 +30,8 @@ COUNTS = ('documents', 'tokens', 'text_bytes', 'skipped_empty', 'skipped_one_tok
 MAX_SKIPPED = 0.5
 _JUDGED_AFTER = 1000
 _REPORTED = 100  # documents between two reports
+_LONG = 2**16  # tokens of a piece of a long document, after each of which is a report
+_PAUSE_SECONDS = 1.0  # between two looks at a shard of another builder
 Report = Callable[[int, int], None]
 
 
@@ -99,7 +102,8 @@ def write_shard(
 ):
   """Writes the documents of shard number `shard`, unless it is complete already.
 
-  `report` gets the numbers of documents and tokens that were written since its last call.
+  `report` gets the numbers of documents and tokens that were written since its last call, which
+  are 0 while another process writes this shard.
 
   Raises:
     DataError: a token is outside the vocabulary, or most documents are empty.
@@ -107,11 +111,11 @@ def write_shard(
     StorageError: the file system refused a write.
   """
   name = recipe.shard_name(shard)
-  with _write_errors(path), _locked(path / f'.{name}.lock'):
+  temporary = path / f'.{name}.tmp'
+  with _write_errors(path), _locked(path / f'.{name}.lock', temporary, report):
     if (path / name).exists():
       _read_shard(path, recipe, shard)
       return
-    temporary = path / f'.{name}.tmp'
     if temporary.exists():  # under the lock: its builder is dead
       shutil.rmtree(temporary)
     temporary.mkdir()
@@ -229,6 +233,8 @@ def _write_arrays(
         stream.write(content)
         digest.update(content)
         length += len(piece)
+        if len(piece) > _LONG:
+          report(0, 0)
       offsets.append(offsets[-1] + length)
       hashes += digest.digest()
       key = (document.sequence_key or f'\0{shard}/{number}').encode('utf-8', errors='replace')
@@ -310,12 +316,35 @@ def _flushed(file: pathlib.Path) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def _locked(file: pathlib.Path):
-  """Waits for other builders of this shard; the lock is released when its process dies."""
+def _locked(file: pathlib.Path, written: pathlib.Path, report: Report) -> Iterator[None]:
+  """Waits for other builders of this shard; the lock is released when its process dies.
+
+  `report` is called while the folder `written` of another builder grows.
+  """
   file.parent.mkdir(parents=True, exist_ok=True)
+  before = 0
   with file.open('w') as stream:
-    fcntl.flock(stream, fcntl.LOCK_EX)
+    while not _has_locked(stream):
+      time.sleep(_PAUSE_SECONDS)
+      if (now := _size(written)) != before:
+        before = now
+        report(0, 0)
     yield
+
+
+def _has_locked(stream: IO) -> bool:
+  try:
+    fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    return False
+  return True
+
+
+def _size(folder: pathlib.Path) -> int:
+  """The bytes of the files of a folder, which may vanish meanwhile."""
+  with contextlib.suppress(FileNotFoundError):
+    return sum(file.stat().st_size for file in folder.iterdir())
+  return 0
 
 
 def _write_errors(path: pathlib.Path):

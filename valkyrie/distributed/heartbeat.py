@@ -34,7 +34,10 @@ def start(model_dir: str | os.PathLike) -> None:
 
 
 def beat(**facts: str | int) -> None:
-  """Reports fields of `supervisor.RunStatus`: the stage, the step that begins, the step saved."""
+  """Reports fields of `supervisor.RunStatus`: the stage, the step that begins, the step saved.
+
+  Without fields it says that the present stage makes progress.
+  """
   descriptor = _pipe(os.environ.get(VARIABLE))
   if descriptor is None:
     return
@@ -43,6 +46,12 @@ def beat(**facts: str | int) -> None:
       os.write(descriptor, json.dumps(facts).encode() + b'\n')
   except OSError:  # nobody reads the pipe any more
     _end_once()
+
+
+def inherited() -> tuple[int, ...]:
+  """The `pass_fds` of a child process that beats for this one."""
+  descriptor = _pipe(os.environ.get(VARIABLE))
+  return () if descriptor is None else (descriptor,)
 
 
 @functools.cache

@@ -36,6 +36,7 @@ RETRYABLE = (75, HANG, 128 + signal.SIGABRT, 128 + signal.SIGKILL)
 # The stages of a run, with the longest silence between two heartbeats.
 _DEFAULT_SECONDS = {'start_up': 1800, 'compile': 3600, 'step': 900, 'save': 1800}
 _SECONDS_FOR_STACKS = 2.0
+_LONGEST_LOOK = 1.0  # seconds; a look at the pipe takes longer only if this process was stopped
 _LONGEST_PAUSE = 300.0
 _REPORTS = 'supervise.jsonl'
 _NOT_FOUND = 127  # as a shell's
@@ -53,7 +54,10 @@ class RunStatus:
   transient: bool = False  # whether storage has ended the run, and may be well again
 
   def update(self, line: bytes) -> bool:
-    """Reads a heartbeat; returns whether it was one. Other lines change nothing."""
+    """Reads a heartbeat; returns whether a run has sent it. Other lines change nothing.
+
+    One without fields may come from the builder of a token store alone, for another command.
+    """
     try:
       facts = json.loads(line)
     except ValueError:
@@ -64,7 +68,7 @@ class RunStatus:
     if any(type(value) not in (kinds.get(name, int), bool) for name, value in facts.items()):
       return False
     vars(self).update({name: value for name, value in facts.items() if hasattr(self, name)})
-    return True
+    return bool(facts)
 
 
 @dataclasses.dataclass
@@ -82,6 +86,8 @@ class Supervisor:
     """Runs the command, and returns the exit code of the last run."""
     for number in stop_signals.heard():
       signal.signal(number, self._forward)
+    if signal.getsignal(signal.SIGTSTP) is not signal.SIG_IGN:
+      signal.signal(signal.SIGTSTP, self._pause)
     status, newest, in_vain = RunStatus(), -1, 0
     while True:
       code, reason = self._run_once(status)
@@ -133,18 +139,21 @@ class Supervisor:
   def _watch(self, child: subprocess.Popen, pipe: io.FileIO, status: RunStatus) -> str | None:
     """Returns None when the child has ended, or the reason why it counts as hanging."""
     status.stage, status.step, status.transient = 'start_up', None, False
-    rest, last, heard, told = b'', time.monotonic(), False, False
+    rest, silent, heard, told = b'', 0.0, False, False
+    last = time.monotonic()
     while True:
       ended = child.poll() is not None
       readable, _, _ = select.select([pipe], [], [], 0.0 if ended else 0.2)
       if readable and (data := pipe.read(65536)):
         *lines, rest = (rest + data).split(b'\n')
         heard |= any([status.update(line) for line in lines])
-        last = time.monotonic()
+        last, silent = time.monotonic(), 0.0
         continue
       if ended:
         return None
-      silent = time.monotonic() - last
+      now = time.monotonic()
+      silent += min(now - last, _LONGEST_LOOK)  # a machine or container may have paused both
+      last = now
       limit = self.seconds[status.stage]
       if silent > limit and not heard:
         if not told:
@@ -171,6 +180,20 @@ class Supervisor:
     self._stopping = True
     if self._child is not None:
       self._child.send_signal(signal.SIGTERM)  # which does nothing if the child has ended
+
+  def _pause(self, number: int, frame: Any) -> None:
+    """Stops the run, then this process, as Ctrl-Z does; both go on after SIGCONT, as of `fg`.
+
+    The run is in a session of its own, where SIGTSTP would do nothing.
+    """
+    self._signal_all(signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    self._signal_all(signal.SIGCONT)
+
+  def _signal_all(self, number: signal.Signals) -> None:
+    if self._child is not None and self._child.poll() is None:
+      with contextlib.suppress(ProcessLookupError):
+        os.killpg(self._child.pid, number)
 
 
 def _append(model_dir: str, line: bytes) -> None:
