@@ -127,7 +127,8 @@ class BucketDirectory(os.PathLike):
     """Replaces lines of steps, and keeps those of steps that another process has added."""
     while True:
       found, generation = self.bucket.read(name)
-      lines = last_of_each_step(found + content)
+      complete = found[: found.rfind(b'\n') + 1]  # a torn line is one that content no longer has
+      lines = last_of_each_step(complete + content)
       with contextlib.suppress(Changed):
         self.bucket.write(name, b''.join(lines.values()), replaces=generation)
         return
