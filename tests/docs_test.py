@@ -62,8 +62,14 @@ def test_tables_from_other_trainers_name_what_exists():
   assert found > 90
 
 
+@pytest.fixture(scope='module')
+def cache(tmp_path_factory):
+  """Of stores, which are those of one page, and of compiled programs, which pages share."""
+  return tmp_path_factory.mktemp('cache')
+
+
 @pytest.mark.parametrize('page', [page for page, blocks in BLOCKS.items() if blocks])
-def test_examples(page, tmp_path):
+def test_examples(page, tmp_path, cache):
   texts = tmp_path / 'my_text'
   texts.mkdir()
   for number in range(80):
@@ -79,8 +85,9 @@ def test_examples(page, tmp_path):
     **os.environ,
     'PATH': os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ['PATH']]),
     'PYTHONPATH': os.pathsep.join([str(ROOT), str(tmp_path)]),
-    'VALKYRIE_CACHE': str(tmp_path / 'stores'),
+    'VALKYRIE_CACHE': str(cache),
   }
+  del environment['JAX_ENABLE_COMPILATION_CACHE']  # as people's processes have it
   for language, file, block in BLOCKS[page]:
     if file:
       (tmp_path / file).parent.mkdir(exist_ok=True)
