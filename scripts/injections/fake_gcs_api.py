@@ -11,11 +11,12 @@ import http
 import json
 import re
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 import urllib.parse
 import uuid
 
 from injections.fake_buckets import ApiError, Buckets, Object
+from injections.fake_http import Answer, Request, window
 
 _UPLOAD_UNIT = 256 * 1024  # bytes: chunks that are not the last are kept in multiples of it
 _REASONS = {
@@ -23,30 +24,6 @@ _REASONS = {
   416: 'requestedRangeNotSatisfiable', 429: 'rateLimitExceeded', 500: 'backendError',
   503: 'backendError',
 }  # fmt: skip
-
-
-class Request(NamedTuple):
-  """A request: `path` as it was sent, `query` decoded, names of `headers` in lower case."""
-
-  method: str
-  path: str
-  query: Mapping[str, str]
-  headers: Mapping[str, str]
-  body: bytes
-
-  @classmethod
-  def of(cls, method: str, target: str, headers: Mapping[str, str], body: bytes) -> 'Request':
-    """A request whose target is path and query."""
-    path, _, query = target.partition('?')
-    return cls(method, path, dict(urllib.parse.parse_qsl(query)), headers, body)
-
-
-class Answer(NamedTuple):
-  """A status with headers and a body."""
-
-  status: int
-  headers: Mapping[str, str]
-  body: bytes = b''
 
 
 @dataclasses.dataclass
@@ -62,7 +39,7 @@ class _Upload:
   lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
 
-def as_json(value: Any, status: int = 200) -> Answer:
+def _as_json(value: Any, status: int = 200) -> Answer:
   """An answer with a JSON body."""
   return Answer(status, {'Content-Type': 'application/json'}, json.dumps(value).encode())
 
@@ -73,7 +50,7 @@ def error(status: int, message: str) -> Answer:
     return Answer(status, {})
   reason = _REASONS.get(status, 'invalid')
   one = {'message': message, 'domain': 'global', 'reason': reason}
-  return as_json({'error': {'code': status, 'message': message, 'errors': [one]}}, status)
+  return _as_json({'error': {'code': status, 'message': message, 'errors': [one]}}, status)
 
 
 class Api:
@@ -144,7 +121,7 @@ class Api:
   def _bucket(self, request: Request, bucket: str) -> Answer:
     self._buckets.objects(bucket)
     kept = {'location': 'US', 'locationType': 'multi-region', 'storageClass': 'STANDARD'}
-    return as_json({'kind': 'storage#bucket', 'id': bucket, 'name': bucket, **kept,
+    return _as_json({'kind': 'storage#bucket', 'id': bucket, 'name': bucket, **kept,
                     'metageneration': '1', 'etag': 'CAE='})  # fmt: skip
 
   def _list(self, request: Request, bucket: str) -> Answer:
@@ -156,12 +133,12 @@ class Api:
       page['prefixes'] = prefixes
     if token:
       page['nextPageToken'] = token
-    return as_json(page)
+    return _as_json(page)
 
   def _get(self, request: Request, bucket: str, name: str) -> Answer:
     if request.query.get('alt') == 'media':
       return self._media(request, bucket, name)
-    return as_json(self._resource(self._buckets.get(bucket, name, request.query)))
+    return _as_json(self._resource(self._buckets.get(bucket, name, request.query)))
 
   def _media(self, request: Request, bucket: str, name: str) -> Answer:
     conditions = {
@@ -183,16 +160,7 @@ class Api:
       'X-Goog-Stored-Content-Length': str(len(found.data)),
       'Accept-Ranges': 'bytes',
     }
-    window = re.fullmatch(r'bytes=(\d*)-(\d*)', request.headers.get('range', ''))
-    if window is None or window[0] == 'bytes=-':
-      return Answer(200, headers, found.data)
-    size = len(found.data)
-    begin = int(window[1]) if window[1] else max(0, size - int(window[2]))
-    end = min(int(window[2]) + 1, size) if window[1] and window[2] else size
-    if begin >= end:
-      raise ApiError(416, f'The range {window[0]} is not of {size} bytes.')
-    headers['Content-Range'] = f'bytes {begin}-{end - 1}/{size}'
-    return Answer(206, headers, found.data[begin:end])
+    return window(found.data, request, headers)
 
   def _delete(self, request: Request, bucket: str, name: str) -> Answer:
     self._buckets.delete(bucket, name, request.query)
@@ -200,7 +168,7 @@ class Api:
 
   def _patch(self, request: Request, bucket: str, name: str) -> Answer:
     fields = json.loads(request.body or b'{}')
-    return as_json(self._resource(self._buckets.patch(bucket, name, fields, request.query)))
+    return _as_json(self._resource(self._buckets.patch(bucket, name, fields, request.query)))
 
   def _copy(
     self, request: Request, bucket: str, name: str, target_bucket: str, target: str
@@ -208,18 +176,18 @@ class Api:
     fields = json.loads(request.body or b'{}')
     made = self._buckets.copy((bucket, name), (target_bucket, target), fields, request.query)
     if '/copyTo/' in request.path:
-      return as_json(self._resource(made))
+      return _as_json(self._resource(made))
     size = str(len(made.data))
-    return as_json({'kind': 'storage#rewriteResponse', 'done': True, 'objectSize': size,
+    return _as_json({'kind': 'storage#rewriteResponse', 'done': True, 'objectSize': size,
                     'totalBytesRewritten': size, 'resource': self._resource(made)})  # fmt: skip
 
   def _move(self, request: Request, bucket: str, name: str, target: str) -> Answer:
     made = self._buckets.copy((bucket, name), (bucket, target), {}, request.query, move=True)
-    return as_json(self._resource(made))
+    return _as_json(self._resource(made))
 
   def _compose(self, request: Request, bucket: str, name: str) -> Answer:
     made = self._buckets.compose(bucket, name, json.loads(request.body), request.query)
-    return as_json(self._resource(made))
+    return _as_json(self._resource(made))
 
   def _upload(self, request: Request, bucket: str) -> Answer:
     if 'upload_id' in request.query:
@@ -240,7 +208,7 @@ class Api:
     if not name:
       raise ApiError(400, 'The upload names no object.')
     if kind != 'resumable':
-      return as_json(self._resource(self._buckets.insert(bucket, name, data, fields, query)))
+      return _as_json(self._resource(self._buckets.insert(bucket, name, data, fields, query)))
     self._buckets.check(bucket, name, query)
     self._uploads[token := uuid.uuid4().hex] = _Upload(bucket, name, fields, query)
     place = f'{self._url}{request.path}?uploadType=resumable&upload_id={token}'
@@ -257,7 +225,7 @@ class Api:
       if upload.made is None:
         self._append(upload, request)
       if upload.made is not None:
-        return as_json(self._resource(upload.made))
+        return _as_json(self._resource(upload.made))
       stored = len(upload.data)
       return Answer(308, {'Range': f'bytes=0-{stored - 1}'} if stored else {})
 
