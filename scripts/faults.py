@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import pathlib
+import signal
 import sys
 import tempfile
 import time
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     importlib.import_module(f'injections.{module}')
   flags = _flags(arguments)
   os.environ['JAX_PLATFORMS'] = 'cpu'
+  signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its `&` jobs ignore it
   keep_to(CORES[0])
   rows = []
   with tempfile.TemporaryDirectory(prefix='faults-') as folder:

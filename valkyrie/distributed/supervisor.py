@@ -16,6 +16,7 @@ import io
 import json
 import os
 import pathlib
+import resource
 import select
 import signal
 import subprocess
@@ -134,7 +135,7 @@ class Supervisor:
       return HANG, reason
     code = child.wait()
     code = 128 - code if code < 0 else code
-    return code, f'exit code {code}'
+    return code, f'exit code {code}{_about_a_kill(code)}'
 
   def _watch(self, child: subprocess.Popen, pipe: io.FileIO, status: RunStatus) -> str | None:
     """Returns None when the child has ended, or the reason why it counts as hanging."""
@@ -194,6 +195,15 @@ class Supervisor:
     if self._child is not None and self._child.poll() is None:
       with contextlib.suppress(ProcessLookupError):
         os.killpg(self._child.pid, number)
+
+
+def _about_a_kill(code: int) -> str:
+  """The most frequent reason of a process that was killed, which could leave no message."""
+  if code != 128 + signal.SIGKILL:
+    return ''
+  peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+  size = peak / 2**30 if sys.platform == 'darwin' else peak / 2**20  # from bytes, or from KiB
+  return f' (killed, often by the kernel for its memory: it has held up to {size:.1f} GiB)'
 
 
 def _append(model_dir: str, line: bytes) -> None:

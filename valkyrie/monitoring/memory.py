@@ -14,14 +14,14 @@ _PEAK, _NOW, _LIMIT = 'peak_bytes_in_use', 'bytes_in_use', 'bytes_limit'
 
 def host_peak() -> int:
   """The most memory that this process has held, in bytes."""
-  if (found := _of_process('VmHWM')) is not None:
+  if (found := of_process('VmHWM')) is not None:
     return found
   # On Linux a child process begins with the peak of its parent here.
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   return peak if sys.platform == 'darwin' else 1024 * peak  # elsewhere in KiB
 
 
-def _of_process(field: str) -> int | None:
+def of_process(field: str) -> int | None:
   """A field of /proc/self/status in bytes; None where it does not exist."""
   status = pathlib.Path('/proc/self/status')
   lines = status.read_text().splitlines() if status.exists() else []
@@ -37,7 +37,7 @@ def device_peak() -> int | None:
 
 def lines() -> list[str]:
   """The memory of the process now and at its peak, and of each local device that reports it."""
-  size = _of_process('VmRSS')
+  size = of_process('VmRSS')
   now = '' if size is None else f'{in_units(size)} in use, '
   found = [f'memory of this process: {now}{in_units(host_peak())} peak']
   names = {_NOW: 'in use', _PEAK: 'peak', _LIMIT: 'limit'}
@@ -61,14 +61,28 @@ def of_program(program: jax.stages.Compiled) -> str:
   )
 
 
+def of_host(program: jax.stages.Compiled) -> int:
+  """The bytes of this machine that a compiled step takes beside its state and batch."""
+  found: Any = program.memory_analysis()
+  if found is None or jax.default_backend() != 'cpu':
+    return 0
+  new = found.output_size_in_bytes - found.alias_size_in_bytes
+  return jax.local_device_count() * (found.temp_size_in_bytes + new)
+
+
 def of_machine() -> str:
   """The memory of the machine, and how much of it is available."""
   total = in_units(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))
+  now = available()
+  return f'{total} memory' + ('' if now is None else f', {in_units(now)} available')
+
+
+def available() -> int | None:
+  """The bytes of the machine that processes can take; None where the system does not say."""
   linux = pathlib.Path('/proc/meminfo')
-  if not linux.exists():
-    return f'{total} memory'
-  available = next(line for line in linux.read_text().splitlines() if 'MemAvailable' in line)
-  return f'{total} memory, {in_units(1024 * int(available.split()[1]))} available'
+  lines = linux.read_text().splitlines() if linux.exists() else []
+  sizes = [int(line.split()[1]) for line in lines if 'MemAvailable' in line]
+  return 1024 * sizes[0] if sizes else None
 
 
 def in_units(size: float) -> str:

@@ -17,7 +17,7 @@ from valkyrie.distributed.consistency import check_same_bindings
 from valkyrie.distributed.preemption import Preemption
 from valkyrie.errors import Preempted
 from valkyrie.models.layers import check_sizes
-from valkyrie.monitoring import memory, report
+from valkyrie.monitoring import memory, memory_limits, report
 from valkyrie.monitoring.hooks import Every, Hook
 from valkyrie.monitoring.profile import Profile
 from valkyrie.monitoring.progress import Progress
@@ -86,7 +86,7 @@ def train(
     quiet: print errors alone. All lines go to model_dir/log.txt, too.
 
   Raises:
-    ValkyrieError: of the kind that names the misfit.
+    ValkyrieError: of the kind that names the misfit, such as too little memory.
     Preempted: the process was asked to stop, and has saved.
   """
   check_sizes('train', train_steps=train_steps, patience=1 if patience is None else patience)
@@ -125,6 +125,7 @@ def train(
       return
 
     # Steps. Every shape is compiled before the first step is taken.
+    stack.enter_context(memory_limits.explained(lambda: trainer.needs))
     trainer.compile(train_steps)
 
     # Hooks.

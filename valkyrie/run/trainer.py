@@ -14,7 +14,7 @@ from valkyrie.config.record import bindings
 from valkyrie.distributed import compilation_cache, heartbeat, program_fingerprint
 from valkyrie.distributed.preemption import Preemption
 from valkyrie.errors import Diverged, StorageError
-from valkyrie.monitoring import memory
+from valkyrie.monitoring import memory, memory_limits
 from valkyrie.run.validation import Lowest
 from valkyrie.training.curriculum import Phase
 from valkyrie.training.nan_hunt import hunting
@@ -34,6 +34,7 @@ class Trainer:
     reading: what each step reads.
     lowest: the lowest validation loss, which checkpoints record.
     before_save: waits for the steps done, and writes what is to be known of them.
+    needs: the memory that a step takes, once it is compiled.
   """
 
   def __init__(
@@ -68,6 +69,7 @@ class Trainer:
     self._saved_programs: Mapping[str, str] = {}
     self.lowest: Lowest | None = None
     self.before_save: Callable[[], None] = lambda: None
+    self.needs = ''
     self._steps: dict[tuple, Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]] = {}
     restored = self._restored()
     self.state = initial_state() if restored is None else restored
@@ -91,7 +93,11 @@ class Trainer:
         traced = time.perf_counter()
         compiled[phase.shape] = compilation_cache.compiled(lowered, devices)
         times = f'{traced - began:.1f} s, compiled in {time.perf_counter() - traced:.1f} s'
-        self._say(f'traced in {times}; {memory.of_program(compiled[phase.shape])}')
+        takes = memory.of_program(compiled[phase.shape])
+        self._say(f'traced in {times}; {takes}')
+        self.needs = f'a step of {_shape_text(phase)} takes {takes}'
+        if warning := memory_limits.shortage(compiled[phase.shape]):
+          self._say(warning)
     compilation_cache.seal()
     hunt_nan = self._setup.settings.hunt_nan
     self._programs = program_fingerprint.fingerprints(
