@@ -1,10 +1,16 @@
 """Fingerprints of compiled programs, and their comparison on resume."""
 
+import json
+from typing import Any
+
+import gin
 import jax
 import jax.numpy as jnp
 import pytest
+import tiny_run
 
-from valkyrie.checkpoint import compatibility
+from valkyrie import main
+from valkyrie.checkpoint import compatibility, disk_files, manifest
 from valkyrie.distributed import program_fingerprint
 from valkyrie.errors import ConfigurationError
 from valkyrie.run import trainer
@@ -15,7 +21,7 @@ DIVIDED = '\ndef g(x):\n  return jnp.tanh(x @ x).sum()\n\ndef f(x):\n  return g(
 
 
 def compiled(constant, source=WHOLE):
-  names = {'jnp': jnp}
+  names: dict[str, Any] = {'jnp': jnp}
   exec(compile(source.format(constant), 'some_file.py', 'exec'), names)
   return jax.jit(names['f']).lower(jnp.ones((8, 8))).compile()
 
@@ -39,7 +45,40 @@ def test_another_program_for_the_same_phase_is_refused_by_name():
   # The number of steps may always change.
   compatibility.check_executable(saved, programs(2.0, train_steps=7), (), 'here')
   compatibility.check_executable({}, programs(2.0), (), 'here')
-  compatibility.check_executable(saved, programs(2.0), ('executable',), 'here')
+  (line,) = compatibility.check_executable(saved, programs(2.0), ('executable',), 'here')
+  assert line.startswith('executable: 2 x 8 tokens per row')
   with pytest.raises(ConfigurationError, match='executable: 2 x 8 tokens per row') as error:
     compatibility.check_executable(saved, programs(2.0), (), 'here')
   assert '--allow_changed=executable' in str(error.value)
+
+
+def test_programs_of_a_compiler_that_times_kernels_may_change(tmp_path, capsys, monkeypatch):
+  tiny_run.write_stores(tmp_path / 'data', 'letters', 'abc')
+  (tmp_path / 'run.gin').write_text(tiny_run.gin_text(tmp_path / 'data'))
+
+  def start(*flags):
+    gin.clear_config(clear_constants=True)
+    capsys.readouterr()
+    flags = ('--gin.train_steps=4', '--gin.eval_every=1', '--gin.learning_rate=1e-30', *flags)
+    files = (f'--gin_file={tmp_path / "run.gin"}', f'--model_dir={tmp_path / "run"}')
+    return main.main([*files, *flags]), capsys.readouterr().err
+
+  code, said = start('--gin.train.patience=1')
+  assert code == 0 and 'stopped early' in said
+  step = max((tmp_path / 'run' / 'checkpoints').iterdir(), key=lambda place: int(place.name))
+  record = json.loads((step / 'record.json').read_text())
+  record['executable'] = dict.fromkeys(record['executable'], 'another program')
+  (step / 'record.json').write_text(json.dumps(record))
+  (step / manifest.name(manifest.SHA256)).unlink()
+  disk_files.write_manifest(step, int(step.name))
+  code, said = start()
+  assert code == ConfigurationError.exit_code and 'executable: 2 x 16 tokens per row' in said
+  monkeypatch.setattr(program_fingerprint, 'is_autotuned', lambda devices: True)  # as on a GPU
+  code, said = start()
+  assert code == 0 and 'step 4/4' in said
+  assert 'changed since the checkpoint: executable: 2 x 16 tokens per row' in said
+  assert 'XLA has timed its kernels anew' in said
+
+
+def test_only_gpus_time_their_kernels():
+  assert not program_fingerprint.is_autotuned(jax.devices())

@@ -83,14 +83,16 @@ def _is_number(value: Any) -> bool:
 
 def check_executable(
   found: Mapping[str, Any], programs: Mapping[str, str], allowed: Collection[str], place: str
-) -> None:
+) -> list[str]:
   """Like `check`, for the fingerprints of the programs that record and run have in common.
 
   It finds differences that no record contains: the compiler's flags, or the machine.
   """
   known = found.get('executable', {})
   both = {name: programs[name] for name in programs if name in known}
-  check({'executable': {name: known[name] for name in both}}, {'executable': both}, allowed, place)
+  return check(
+    {'executable': {name: known[name] for name in both}}, {'executable': both}, allowed, place
+  )
 
 
 def _compare(found: Any, expected: Any) -> list[str]:

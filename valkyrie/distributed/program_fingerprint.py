@@ -1,9 +1,10 @@
 """Fingerprints of compiled programs: equal programs compute equal bits."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import hashlib
 import json
 import re
+from typing import Any
 
 from jax.stages import Compiled
 
@@ -21,6 +22,14 @@ def fingerprint(compiled: Compiled) -> str:
   lines = (compiled.as_text() or '').splitlines()
   program = (_METADATA.sub('', line) + '\n' for line in lines if _PROGRAM.match(line))
   return hashlib.sha256(''.join(program).encode()).hexdigest()
+
+
+def is_autotuned(devices: Sequence[Any]) -> bool:
+  """Whether the compiler times kernels and takes the fastest: each compilation may differ then.
+
+  XLA does so on GPUs (https://openxla.org/xla/determinism).
+  """
+  return devices[0].platform == 'gpu'
 
 
 def fingerprints(programs: Mapping[str, Compiled]) -> dict[str, str]:

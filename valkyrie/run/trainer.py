@@ -103,18 +103,28 @@ class Trainer:
     self._programs = program_fingerprint.fingerprints(
       {_program_name(phase, train_steps, hunt_nan): compiled[phase.shape] for phase in phases}
     )
-    compatibility.check_executable(
-      {'executable': self._saved_programs},
-      self._programs,
-      self._allow_changed,
-      self._directory.describe_newest(),
-    )
+    self._check_programs(program_fingerprint.is_autotuned(devices))
     self._steps = dict(compiled)
     if hunt_nan:
       self._steps = {
         phase.shape: hunting(compiled[phase.shape], self._setup.train_step(phase, remat=False))
         for phase in phases
       }
+
+  def _check_programs(self, autotuned: bool) -> None:
+    """Compares the programs with those of the checkpoint; `autotuned` ones may differ."""
+    changed = compatibility.check_executable(
+      {'executable': self._saved_programs},
+      self._programs,
+      [*self._allow_changed, *(['executable'] if autotuned else [])],
+      self._directory.describe_newest(),
+    )
+    for line in changed:
+      self._say(f'changed since the checkpoint: {line}')
+    if changed and autotuned:
+      self._say(
+        'XLA has timed its kernels anew, and chosen others: the run continues, but not bit for bit'
+      )
 
   def take_step(self, batch: Batch) -> StepMetrics:
     """Dispatches the next step, and returns its metrics without waiting for them."""
