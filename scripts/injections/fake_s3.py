@@ -51,14 +51,14 @@ class FakeS3(FakeServer):
 
   def error(self, status: int, message: str) -> Answer:
     """The answer that says an error."""
-    return _xml('Error', [('Code', _CODES.get(status, 'Invalid')), ('Message', message)], status)
+    is_bucket = message.startswith('The specified bucket')
+    code = 'NoSuchBucket' if is_bucket else _CODES.get(status, 'Invalid')
+    return _xml('Error', [('Code', code), ('Message', message)], status)
 
   def target(self, request: Request) -> str:
     """'BUCKET/NAME', or 'BUCKET/PREFIX'."""
-    path = urllib.parse.unquote(request.path[1:])
-    return (
-      path if '/' in path.rstrip('/') else f'{path.rstrip("/")}/{request.query.get("prefix", "")}'
-    )
+    bucket, _, name = urllib.parse.unquote(request.path[1:]).partition('/')
+    return f'{bucket}/{name or request.query.get("prefix", "")}'
 
   def _object(self, request: Request, found: Object) -> Answer:
     headers = {
@@ -81,9 +81,9 @@ class FakeS3(FakeServer):
       ('KeyCount', str(len(found) + len(prefixes))),
     ]
     for one in found:
-      fields = {'Key': one.name, 'LastModified': one.resource()['updated'], 'ETag': _etag(one),
-                'Size': str(len(one.data)), 'StorageClass': 'STANDARD'}  # fmt: skip
-      rows.append(('Contents', list(fields.items())))
+      time = f'{one.resource()["updated"][:19]}.000Z'
+      fields = [('Key', one.name), ('LastModified', time), ('Size', str(len(one.data)))]
+      rows.append(('Contents', [*fields, ('ETag', _etag(one)), ('StorageClass', 'STANDARD')]))
     rows += [('CommonPrefixes', [('Prefix', prefix)]) for prefix in prefixes]
     return _xml('ListBucketResult', rows)
 

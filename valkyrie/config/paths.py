@@ -17,3 +17,8 @@ def cache() -> pathlib.Path:
     return pathlib.Path(named).expanduser().absolute()
   root = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
   return pathlib.Path(root).expanduser().absolute() / 'valkyrie'
+
+
+def is_address(location: str) -> bool:
+  """Whether a location is a URI, such as that of a bucket, and no path of this machine."""
+  return '://' in location

@@ -66,7 +66,8 @@ class TaskFeed:
       shuffle: False reads in the store's order.
       epochs: number of epochs after which the feed ends; None is endless.
       data_dir: directory of the stores; default $VALKYRIE_CACHE, $XDG_CACHE_HOME/valkyrie or
-        ~/.cache/valkyrie.
+        ~/.cache/valkyrie. An address (gs://, s3://) has finished stores, which are copied to that
+        default.
       source: location of the documents, for tasks that need one (text, fineweb).
       options: of the task's source; those that are None are left out.
       unique: of documents with equal tokens only the first counts.
@@ -77,6 +78,7 @@ class TaskFeed:
     Raises:
       ConfigurationError: an argument is out of range, or does not fit the store (at first use).
       DataError: the store or its source is missing or damaged (at first use).
+      StorageError: a store in a bucket cannot be copied (at first use).
     """
     if reset_at not in RESETS:
       raise ConfigurationError(

@@ -11,9 +11,9 @@ import os
 import pathlib
 from typing import Any
 
-from valkyrie.config import redact
+from valkyrie.config import paths, redact
 from valkyrie.data.source_files import SourceFile, SourceFiles
-from valkyrie.errors import DataError
+from valkyrie.errors import DataError, StorageError
 
 _MAX_NAMED = 5
 
@@ -48,7 +48,7 @@ def check(path: pathlib.Path, information: Mapping[str, Any], rebuild: str) -> N
     return
   try:
     files = SourceFiles(recorded['location'], recorded['formats'])
-  except DataError as error:
+  except (DataError, StorageError) as error:
     logging.warning('The token store %s was not compared with its source: %s', path, error)
     return
   now = {files.name(file): file for file in files.files}
@@ -84,7 +84,7 @@ def _differs(
 
 def _hash(files: SourceFiles, file: SourceFile) -> str | None:
   """BLAKE2b of a local file's bytes as they lie on disk; None in a bucket."""
-  if '://' in files.location or not os.path.isfile(file.path):
+  if paths.is_address(files.location) or not os.path.isfile(file.path):
     return None
   with open(file.path, 'rb') as stream:
     return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

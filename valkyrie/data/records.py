@@ -31,6 +31,7 @@ class Records:
 
   Raises:
     DataError: there are no files, or the named file is corrupt, empty or lacks a column.
+    StorageError: a bucket refuses.
   """
 
   def __init__(self, location: str, columns: Sequence[str], formats: Sequence[str] = FORMATS):
@@ -119,7 +120,7 @@ class Records:
         yield {column: row[column] for column in self._columns}
 
   def _guarded(self, file: SourceFile, rows: Iterator[Any]) -> Iterator[Any]:
-    """Names the file of an error."""
+    """Names the file of an error; that of a file that changes while it is read is the change."""
     try:
       yield from rows
     except UnicodeDecodeError as error:
@@ -130,7 +131,9 @@ class Records:
     except FileNotFoundError as error:
       raise DataError(f'{file.path} is missing. {_REPAIR}') from error
     except (pa.ArrowException, OSError, ValueError) as error:
+      self.files.check_unchanged(file)
       raise DataError(f'{file.path} is corrupt: it cannot be read ({error}). {_REPAIR}') from error
+    self.files.check_unchanged(file)
 
 
 def check_columns(columns: Sequence[str], names: Sequence[str], place: str) -> None:

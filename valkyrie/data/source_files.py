@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 import fnmatch
-import os
 import posixpath
 import re
 from typing import Any, NamedTuple
@@ -10,6 +9,8 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.fs
 
+from valkyrie.config import redact
+from valkyrie.data import filesystems
 from valkyrie.errors import DataError
 
 # Suffixes of the formats that `records` reads, and of a compression around them.
@@ -39,21 +40,21 @@ class SourceFiles:
 
   Raises:
     DataError: there are no files, or they cannot be listed.
+    StorageError: a bucket cannot be listed.
   """
 
   def __init__(self, location: str, formats: Sequence[str] = FORMATS):
     """Lists `location`: a local path, or a URI that pyarrow supports (gs://, s3://, hdfs://)."""
     self.location, self.formats = location, tuple(formats)
+    named = f'The source {redact.in_value(location)}'
     try:
-      self._filesystem, path = filesystem_of(location)
+      self._filesystem, path = filesystems.filesystem_of(location)
       self.root, self.files = self._listed(path)
     except (pa.ArrowException, OSError, ValueError) as error:
-      raise DataError(
-        f'The source {location} cannot be listed ({error}). Check its path and its permissions.'
-      ) from error
+      raise filesystems.refused(location, f'{named} cannot be listed', error) from error
     if not self.files:
       raise DataError(
-        f'The source {location} has no files of a known format. Found nothing that ends with '
+        f'{named} has no files of a known format. Found nothing that ends with '
         f'{", ".join(self.formats)}, also compressed as {" or ".join(COMPRESSIONS)}. Name a '
         'file, a folder or a pattern of such files.'
       )
@@ -72,6 +73,23 @@ class SourceFiles:
     if posixpath.splitext(file.path)[1] in COMPRESSIONS:
       return pa.BufferReader(self.open(file).read())
     return self._filesystem.open_input_file(file.path)
+
+  def check_unchanged(self, file: SourceFile) -> None:
+    """Raises a DataError if a file is no longer the one of the listing.
+
+    A StorageError says that a bucket does not tell. The seconds of the time of change decide, since
+    S3 tells no more of a single file.
+    """
+    try:
+      found = _file(self._filesystem.get_file_info(file.path))
+    except (pa.ArrowException, OSError) as error:
+      raise filesystems.refused(self.location, f'{file.path} cannot be read', error) from error
+    if (found.size, found.modified // 10**9) != (file.size, file.modified // 10**9):
+      now = 'it is gone' if found.size is None else f'it has {found.size} bytes'
+      raise DataError(
+        f'{file.path} has changed since it was listed with {file.size} bytes: {now}. Run again '
+        'when nobody writes to it.'
+      )
 
   def _listed(self, path: str) -> tuple[str, list[SourceFile]]:
     wildcard = _WILDCARDS.search(path)
@@ -108,13 +126,6 @@ class SourceFiles:
       parts = [posixpath.relpath(info.path, root).partition('/') for info in infos]
       splits = sorted({folder for folder, slash, _ in parts if slash})
       raise ValueError(f'it holds several splits; name one of them: {", ".join(splits)}')
-
-
-def filesystem_of(location: str) -> tuple[Any, str]:
-  """The file system of a location, and its path there."""
-  if '://' in location:
-    return pyarrow.fs.FileSystem.from_uri(location)
-  return pyarrow.fs.LocalFileSystem(), os.path.abspath(os.path.expanduser(location))
 
 
 def format_of(path: str) -> str:

@@ -17,13 +17,35 @@ import types
 from typing import Any
 
 from valkyrie import errors
-from valkyrie.config import paths
+from valkyrie.config import paths, redact
 from valkyrie.data.token_store import STORE_FILE, TokenStore
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.distributed import heartbeat
 
 Options = Mapping[str, str]
 NO_OPTIONS: Options = types.MappingProxyType({})
+
+
+def store_name(
+  task: str,
+  split: str,
+  vocabulary: Vocabulary,
+  source: str | None,
+  options: Options = NO_OPTIONS,
+  unique: bool = False,
+) -> str:
+  """The name of a store's directory: <task>-<split>-<vocabulary>-<origin of the documents>.
+
+  The documents of a task without a `source` may depend on the Python version (python_stdlib), so
+  the version is their origin; otherwise the origin is a hash of the source and the options.
+  """
+  origin = f'python{platform.python_version()}'
+  if source is not None:
+    named = f'{source} {json.dumps(options, sort_keys=True)}' if options else source
+    origin = hashlib.sha256(named.encode()).hexdigest()[:8]
+  kind, _, digest = vocabulary.fingerprint.partition('-')
+  words = [task, split, kind, digest[:8], origin, 'unique' if unique else '']
+  return '-'.join(re.sub(r'[^\w.]+', '_', word) for word in words if word)
 
 
 def store_path(
@@ -35,25 +57,20 @@ def store_path(
   options: Options = NO_OPTIONS,
   unique: bool = False,
 ) -> pathlib.Path:
-  """The store's directory: <data_dir>/<task>-<split>-<vocabulary>-<origin of the documents>.
-
-  The documents of a task without a `source` may depend on the Python version (python_stdlib), so
-  the version is their origin; otherwise the origin is a hash of the source and the options.
-  """
-  origin = f'python{platform.python_version()}'
-  if source is not None:
-    named = f'{source} {json.dumps(options, sort_keys=True)}' if options else source
-    origin = hashlib.sha256(named.encode()).hexdigest()[:8]
-  kind, _, digest = vocabulary.fingerprint.partition('-')
-  words = [task, split, kind, digest[:8], origin, 'unique' if unique else '']
-  name = '-'.join(re.sub(r'[^\w.]+', '_', word) for word in words if word)
+  """The store's directory below `data_dir`; ConfigurationError if that is an address."""
+  if data_dir is not None and paths.is_address(data_dir):
+    raise errors.ConfigurationError(
+      f'A store cannot be built at {redact.in_value(data_dir)}. Build it with --output=FOLDER, and '
+      'upload that.'
+    )
   root = paths.cache() if data_dir is None else pathlib.Path(data_dir)
+  name = store_name(task, split, vocabulary, source, options, unique)
   return root.expanduser().absolute() / name
 
 
 def located(source: str | None) -> str | None:
   """A source in full: a relative path names other files in another folder."""
-  if source is None or '://' in source:
+  if source is None or paths.is_address(source):
     return source
   return os.path.abspath(os.path.expanduser(source))
 
@@ -80,20 +97,28 @@ def open_store(
       source are no longer those that the store was made from.
   """
   source = located(source)
-  path = store_path(task, split, codec, source, data_dir, options, unique)
-  recipe = [f'--task={task}', f'--split={split}', f'--vocabulary={vocabulary}', f'--output={path}']
+  recipe = [f'--task={task}', f'--split={split}', f'--vocabulary={vocabulary}']
   recipe += [f'--source={source}'] if source is not None else []
   recipe += [f'--option={name}={value}' for name, value in options.items()]
   recipe += ['--unique'] if unique else []
-  if not (path / STORE_FILE).exists():
-    _builder(recipe, f'Building the token store {path}')
-    return TokenStore.open(path, codec)
+  if data_dir is not None and paths.is_address(data_dir):
+    from valkyrie.data import remote_store  # noqa: PLC0415  (pyarrow, only for buckets)
+
+    name = store_name(task, split, codec, source, options, unique)
+    make = _uploading([*recipe, f'--output={name}'], data_dir, name)
+    path = remote_store.copied(data_dir, name, f'To build it, {make}')
+  else:
+    path = store_path(task, split, codec, source, data_dir, options, unique)
+    recipe.append(f'--output={path}')
+    if not (path / STORE_FILE).exists():
+      _builder(recipe, f'Building the token store {path}')
+      return TokenStore.open(path, codec)
+    make = f'run:\n  {_command([*recipe, "--rebuild"])}'
   store = TokenStore.open(path, codec)
   if store.information.get('origin') is not None or ':' in task:
     from valkyrie.data import provenance  # noqa: PLC0415  (pyarrow, only for files)
 
-    command = ['python', '-m', 'valkyrie.data.build_store', *recipe, '--rebuild']
-    provenance.check(path, store.information, f'run:\n  {shlex.join(command)}')
+    provenance.check(path, store.information, make)
   return store
 
 
@@ -104,6 +129,20 @@ def mixture(name: str) -> dict[str, float]:
     ConfigurationError: there is no such mixture.
   """
   return _builder([f'--mixture={name}'], f'Reading the seqio mixture {name}')
+
+
+def _command(recipe: Sequence[str]) -> str:
+  """The command that builds a store."""
+  return shlex.join(['python', '-m', 'valkyrie.data.build_store', *recipe])
+
+
+def _uploading(recipe: Sequence[str], data_dir: str, name: str) -> str:
+  """How to make a store at an address."""
+  place = redact.in_value(data_dir.partition('?')[0].rstrip('/'))
+  copy = f'gcloud storage cp --recursive {name} {place}/'
+  if place.startswith('s3://'):
+    copy = f'aws s3 cp --recursive {name} {place}/{name}'
+  return f'run this, and upload the folder:\n  {_command(recipe)}\n  {copy}'
 
 
 def _builder(arguments: Sequence[str], task: str) -> Any:

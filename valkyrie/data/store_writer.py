@@ -112,7 +112,7 @@ def write_shard(
   """
   name = recipe.shard_name(shard)
   temporary = path / f'.{name}.tmp'
-  with _write_errors(path), _locked(path / f'.{name}.lock', temporary, report):
+  with _write_errors(path), locked(path / f'.{name}.lock', temporary, report):
     if (path / name).exists():
       _read_shard(path, recipe, shard)
       return
@@ -180,7 +180,7 @@ def _first_of_equals(path: pathlib.Path, shards: Sequence[Mapping[str, Any]]) ->
 def _write_duplicates(path: pathlib.Path, numbers: np.ndarray) -> dict[str, Any]:
   """Writes the numbers of the documents that do not count -> their entry in store.json."""
   file = path / token_store.DUPLICATES_FILE
-  with _flushed(file) as stream:
+  with flushed(file) as stream:
     np.save(stream, numbers)
   return {
     'documents': len(numbers),
@@ -211,7 +211,7 @@ def _write_arrays(
   dtype = token_store.token_dtype(size)
   offsets, hashes, keys, prompts = [0], bytearray(), bytearray(), []
   counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
-  with _flushed(directory / token_store.TOKENS_FILE) as stream:
+  with flushed(directory / token_store.TOKENS_FILE) as stream:
     _write_header(stream, dtype, 0)
     for number, document in enumerate(documents):
       if isinstance(document.tokens, np.ndarray) and len(document.tokens) < 2:
@@ -257,7 +257,7 @@ def _write_arrays(
   if any(prompts):
     arrays[token_store.PROMPTS_FILE] = np.array(prompts, np.int64)
   for name, array in arrays.items():
-    with _flushed(directory / name) as stream:
+    with flushed(directory / name) as stream:
       np.save(stream, array)
   return counts
 
@@ -302,12 +302,12 @@ def _read_shard(path: pathlib.Path, recipe: Recipe, shard: int) -> dict[str, Any
 
 
 def _write_json(file: pathlib.Path, content: dict[str, Any]):
-  with _flushed(file) as stream:
+  with flushed(file) as stream:
     stream.write(json.dumps(content, indent=1, sort_keys=True).encode())
 
 
 @contextlib.contextmanager
-def _flushed(file: pathlib.Path) -> Iterator[BinaryIO]:
+def flushed(file: pathlib.Path) -> Iterator[BinaryIO]:
   """Opens a new file, and flushes it to disk before it is closed."""
   with file.open('wb') as stream:
     yield stream
@@ -316,10 +316,10 @@ def _flushed(file: pathlib.Path) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def _locked(file: pathlib.Path, written: pathlib.Path, report: Report) -> Iterator[None]:
-  """Waits for other builders of this shard; the lock is released when its process dies.
+def locked(file: pathlib.Path, written: pathlib.Path, report: Report) -> Iterator[None]:
+  """Waits for other writers of `written`; the lock is released when its process dies.
 
-  `report` is called while the folder `written` of another builder grows.
+  `report` is called while the folder `written` of another writer grows.
   """
   file.parent.mkdir(parents=True, exist_ok=True)
   before = 0

@@ -100,11 +100,8 @@ class TokenStore:
         f'{built["eos_id"]}), but the run asks for {vocabulary.fingerprint} (EOS '
         f'{vocabulary.eos_id}). Use that vocabulary or another TaskFeed.data_dir.'
       )
-    for shard in information['shards']:
-      for name, recorded in shard['files'].items():
-        check_file(path / shard['name'] / name, recorded, content=name != TOKENS_FILE)
-    if 'duplicates' in information:
-      check_file(path / DUPLICATES_FILE, information['duplicates'])
+    for name, recorded in recorded_files(information).items():
+      check_file(path / name, recorded, content=not name.endswith(TOKENS_FILE))
     return cls(path, information)
 
   def read(self, documents: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -169,13 +166,21 @@ def read_information(path: pathlib.Path) -> dict[str, Any]:
   """Reads store.json; DataError if it is missing, corrupt or of another format."""
   file = path / STORE_FILE
   try:
-    information = json.loads(file.read_text())
+    return information_of(file.read_bytes(), str(file))
   except FileNotFoundError as error:
     raise DataError(
       f'{path} is not a finished token store: it has no {STORE_FILE}. Build it with '
       'python -m valkyrie.data.build_store, which continues an earlier build.'
     ) from error
-  except (OSError, ValueError) as error:
+  except OSError as error:
+    raise DataError(f'{file} cannot be read ({error}). {REBUILD}') from error
+
+
+def information_of(content: bytes, file: str) -> dict[str, Any]:
+  """The content of the store.json named `file`; DataError if it is corrupt or of another format."""
+  try:
+    information = json.loads(content)
+  except ValueError as error:
     raise DataError(f'{file} cannot be read ({error}). {REBUILD}') from error
   found = information.get('format') if isinstance(information, dict) else None
   if found != FORMAT:
@@ -183,6 +188,18 @@ def read_information(path: pathlib.Path) -> dict[str, Any]:
   if information.pop('sha256', None) != content_hash(information):
     raise DataError(f'{file} is corrupt: its content does not match its SHA-256. {REBUILD}')
   return information
+
+
+def recorded_files(information: dict[str, Any]) -> dict[str, dict[str, Any]]:
+  """{path in the store: its entry in store.json} of all arrays."""
+  files = {
+    f'{shard["name"]}/{name}': recorded
+    for shard in information['shards']
+    for name, recorded in shard['files'].items()
+  }
+  if 'duplicates' in information:
+    files[DUPLICATES_FILE] = information['duplicates']
+  return files
 
 
 def check_file(file: pathlib.Path, recorded: dict[str, Any], *, content: bool = True):
@@ -208,11 +225,8 @@ def check_file(file: pathlib.Path, recorded: dict[str, Any], *, content: bool = 
 def verify(path: pathlib.Path) -> dict[str, Any]:
   """Reads every byte of a store and returns store.json; DataError names a bad file."""
   information = read_information(path)
-  for shard in information['shards']:
-    for name, recorded in shard['files'].items():
-      check_file(path / shard['name'] / name, recorded)
-  if 'duplicates' in information:
-    check_file(path / DUPLICATES_FILE, information['duplicates'])
+  for name, recorded in recorded_files(information).items():
+    check_file(path / name, recorded)
   return information
 
 
