@@ -2,12 +2,14 @@
 
 The runs train a tiny model by the command line, without TensorFlow, on one core, and share its
 compiled programs. `--short` injects each fault a few times, and is part of the test suite.
+
+With `--json=FILE` the same command goes on after a stop. When FILE has all rows of a commit, the
+table is written into docs/reliability.md.
 """
 
 import argparse
 from collections.abc import Sequence
 import importlib
-import json
 import os
 import pathlib
 import signal
@@ -17,12 +19,13 @@ import time
 import traceback
 
 from injections.harness import CORES, Harness, keep_to
+from injections.results import PAGE, Results, clean_commit
 from injections.table import FAULTS, Fault, Trial, Unavailable, markdown, summary
 
 # Each module registers its rows of the table.
 MODULES = (
-  'kills', 'signals', 'starts', 'supervision', 'damage', 'disks', 'numbers', 'data', 'world',
-  'mistakes', 'pairs', 'buckets',
+  'kills', 'signals', 'starts', 'supervision', 'supervisors', 'damage', 'hostile', 'disks',
+  'file_systems', 'numbers', 'lengths', 'data', 'world', 'mistakes', 'trust', 'pairs', 'buckets',
 )  # fmt: skip
 
 
@@ -51,28 +54,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
   os.environ['JAX_PLATFORMS'] = 'cpu'
   signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its `&` jobs ignore it
   keep_to(CORES[0])
-  rows = []
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))  # removes what rows have mounted
+  results = Results(flags.json, clean_commit(), flags.short, flags.seed)
+  chosen = [row for row in FAULTS if _times(row, flags) and _is_chosen(row, flags)]
   with tempfile.TemporaryDirectory(prefix='faults-') as folder:
-    began = time.monotonic()
-    harness = Harness(pathlib.Path(folder), flags.seed)
-    _say(f'an undisturbed run takes {harness.run_seconds:.1f} s')
-    for row in FAULTS:
-      times = row.short if flags.short else row.full
-      if not times or not any(word in row.name for word in flags.only or ['']):
+    harness = None
+    for row in chosen:
+      if row.name in results.rows:
+        _say(f'{row.name}: in {flags.json}')
         continue
-      rows.append(measure(row, harness, times))
-      result = rows[-1]
+      if harness is None:
+        harness = Harness(pathlib.Path(folder), flags.seed)
+        _say(f'an undisturbed run takes {harness.run_seconds:.1f} s')
+      results.add(result := measure(row, harness, _times(row, flags)))
       _say(f'{row.name}: kept {result["kept"]} of {result["injected"]}, {result["seconds"]} s')
-      if flags.json:
-        with flags.json.open('a') as file:
-          file.write(json.dumps(result) + '\n')
-  text, code = conclusion(rows, time.monotonic() - began)
+  if page := results.documented(FAULTS, PAGE.read_text()):
+    PAGE.write_text(page)
+    _say(f'the table is in {PAGE}')
+  text, code = conclusion(results.of(chosen))
   print(text)
   return code
 
 
-def conclusion(rows: Sequence[dict], seconds: float) -> tuple[str, int]:
+def _times(row: Fault, flags: argparse.Namespace) -> int:
+  return row.short if flags.short else row.full
+
+
+def _is_chosen(row: Fault, flags: argparse.Namespace) -> bool:
+  return any(word in row.name for word in flags.only or [''])
+
+
+def conclusion(rows: Sequence[dict]) -> tuple[str, int]:
   """(the table and the broken promises, the exit code)."""
+  seconds = sum(row['seconds'] for row in rows)
   injected, kept = (sum(row[name] for row in rows) for name in ('injected', 'kept'))
   lines = [markdown(rows), f'\n{kept} of {injected} kept, in {seconds / 60:.1f} minutes.']
   lines += [f'\nBROKEN, {row["fault"]}: {line}' for row in rows for line in row['broken']]
@@ -97,7 +111,10 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     help='seed of the random moments (default: 0)',
   )
   parser.add_argument(
-    '--json', type=pathlib.Path, metavar='FILE', help='append a JSON object for each row to FILE'
+    '--json',
+    type=pathlib.Path,
+    metavar='FILE',
+    help='append a JSON object for each row to FILE, and leave out rows that it has of this commit',
   )
   return parser.parse_args(arguments)
 

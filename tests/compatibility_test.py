@@ -66,7 +66,9 @@ def test_the_form_of_a_record():
   'change',
   [
     {'position': 'x'}, {'rows': None}, {'stretches': [1]}, {'stretches': [[0, 'a', 2]]},
-    {'executable': 3}, {'lowest': [1]}, {'lowest': 'no'},
+    {'executable': 3}, {'lowest': [1]}, {'lowest': 'no'}, {'position': -3}, {'position': 10**400},
+    {'rows': 0}, {'rows': 2.0}, {'stretches': [[0, 0, 0]]}, {'stretches': [[0, float('inf'), 2]]},
+    {'lowest': [3, 10**400]},
   ],
 )  # fmt: skip
 def test_a_record_of_another_form_is_a_storage_error(change):

@@ -53,11 +53,60 @@ def test_a_broken_promise_is_counted_and_printed(monkeypatch):
     measure(Fault(name, 'kept', inject, 2, 2, 's'), None, 2)
     for name, inject in (('broken', breaks), ('failing', fails), ('unavailable', cannot))
   ]
-  text, code = conclusion(rows, 60.0)
+  rows[0]['seconds'] = 60.0
+  text, code = conclusion(rows)
   assert code == 1
   assert '| broken | 2 | kept | 1 | 3.5 s |' in text
   assert '| failing | 2 | kept | 1 |  |' in text
   assert '| unavailable | 0 | kept | needs root |  |' in text
   assert '2 of 4 kept, in 1.0 minutes.' in text
   assert 'BROKEN, broken: the second: it was lost' in text and 'OSError: no such thing' in text
-  assert conclusion(rows[2:], 60.0)[1] == 0
+  assert conclusion(rows[2:])[1] == 0
+
+
+@pytest.fixture
+def results(monkeypatch, tmp_path):
+  """Opens the results of a commit in a file."""
+  monkeypatch.syspath_prepend(ROOT / 'scripts')
+  from injections.results import Results  # noqa: PLC0415
+
+  def opened(commit='a1', short=False, seed=0):
+    return Results(tmp_path / 'rows.jsonl', commit, short, seed)
+
+  return opened
+
+
+def row_of(name, **more):
+  row = {'fault': name, 'injected': 3, 'promise': 'kept', 'kept': 3, 'worst': '', 'seconds': 30.0}
+  return {**row, 'broken': [], **more}
+
+
+def test_a_table_that_was_stopped_goes_on_with_the_results_of_its_commit(results, tmp_path):
+  results().add(row_of('one'))
+  with (tmp_path / 'rows.jsonl').open('a') as file:
+    file.write('{"commit": "a1", "fau')  # a kill in the midst of a line
+  found = results()
+  assert list(found.rows) == ['one']
+  found.add(row_of('two', unavailable='needs root'))
+  assert list(results().rows) == ['one']  # the next machine may have root
+  for other in ({'commit': 'b2'}, {'short': True}, {'seed': 1}, {'commit': None}):
+    assert not results(**other).rows
+
+
+def test_the_page_has_the_table_of_a_commit_that_has_all_rows(results):
+  from injections.table import Fault  # noqa: PLC0415
+
+  faults = [Fault(name, 'kept', iter, 3, 0, '') for name in ('one', 'two')]
+  page = 'Before\n<!-- faults of one commit: scripts/faults -->\nold\n<!-- end of faults -->\nAfter'
+  found = results()
+  found.add(row_of('two'))
+  assert found.documented(faults, page) is None
+  found.add(row_of('one'))
+  written = found.documented(faults, page)
+  assert written.startswith('Before\n') and written.endswith('-->\nAfter') and 'old' not in written
+  assert 'Commit a1, 6 faults in 1 minutes' in written
+  assert written.index('| one | 3 |') < written.index('| two | 3 |')
+  assert found.documented(faults, written) == written
+  for other in (results(short=True), results(commit=None)):
+    other.rows = found.rows
+    assert other.documented(faults, page) is None

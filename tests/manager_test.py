@@ -126,11 +126,11 @@ def test_the_newest_steps_and_multiples_of_the_period_are_kept(tmp_path):
 
 
 def test_the_steps_of_the_lowest_validation_loss_are_kept(tmp_path):
-  losses = {1: 2.5, 2: 2.0, 3: None, 4: 2.2, 5: float('nan'), 6: 2.7}
+  losses = {1: 2.5, 2: 2.0, 3: None, 4: 2.2, 5: float('nan'), 6: 'x', 7: 2.7}
   with Checkpoints(keep=1, keep_best=2).open(tmp_path) as checkpoints:
     for step, loss in losses.items():
       checkpoints.save(step, make_state(), {'validation_loss': loss})
-  assert sorted(p.name for p in (tmp_path / 'checkpoints').iterdir()) == ['2', '4', '6']
+  assert sorted(p.name for p in (tmp_path / 'checkpoints').iterdir()) == ['2', '4', '7']
 
 
 @pytest.mark.parametrize('step', [4, 5])

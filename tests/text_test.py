@@ -314,3 +314,19 @@ def test_a_store_records_no_password(tmp_path):
   files = SourceFiles(str(tmp_path), ('.txt',))
   files.location = 's3://key:swordfish@bucket/texts?x=1'
   assert provenance.record(files)['location'] == 's3://(redacted)@bucket/texts?x=1'
+
+
+def test_a_store_of_a_place_with_a_token_records_none_and_is_found_again(tmp_path, monkeypatch):
+  folder = tmp_path / 'glpat-swordfishswordfish'
+  folder.mkdir()
+  (folder / 'a.jsonl').write_bytes(json_lines(TEXTS))
+  output = tmp_path / 'store'
+  command = ['build_store', '--task=text', '--split=train', f'--source={folder}', '--shards=2']
+  command += [f'--output={output}', f'--option=held_out={folder}']
+  monkeypatch.setattr(sys, 'argv', command)
+  for _ in range(2):
+    assert build_store.main() == 0
+  files = [file for file in output.rglob('*') if file.is_file()]
+  assert not [file for file in files if b'swordfish' in file.read_bytes()]
+  recorded = json.loads((output / 'store.json').read_text())['source']
+  assert recorded['location'] == recorded['options']['held_out'] == f'{tmp_path}/(redacted)'

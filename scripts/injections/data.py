@@ -5,6 +5,8 @@ import pathlib
 import shutil
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 
 from injections.harness import BYTES, Harness, ended, write_store
 from injections.table import Trial, fault
@@ -162,3 +164,25 @@ def short_documents(harness: Harness, times: int) -> Iterator[Trial]:
       failure = None if empty > sound else str(error)
     yield Trial(f'{empty} of {sound + empty}', failure)
     shutil.rmtree(data)
+
+
+@fault(
+  'a column of a parquet file with bytes, numbers or lists in place of texts',
+  'ends with 65, names file and column',
+  full=3,
+  short=1,
+)
+def other_columns(harness: Harness, times: int) -> Iterator[Trial]:
+  for value in (b'bytes', 7, ['list'])[:times]:
+    name = harness.new()
+    folder = harness.folder / f'{name}.data'
+    folder.mkdir()
+    pyarrow.parquet.write_table(pa.table({'text': [value] * 9}), folder / 'odd.parquet')
+    text = ('--gin_file=gin/data/text.gin', f'--gin.text="{folder}"')
+    code = ended(harness.start(name, *text, f'--gin.TaskFeed.data_dir="{folder}"'))
+    failure = None if code == BAD_DATA else f'exit code {code}: {harness.said(name)[-300:]}'
+    message = f'odd.parquet has {value!r} in the column text, but a text was expected'
+    if failure is None and message not in harness.said(name):
+      failure = f'the message is {harness.said(name)[-300:]}'
+    yield Trial(type(value).__name__, failure)
+    harness.forget(name)

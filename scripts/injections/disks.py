@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import contextlib
+import json
 import os
 import pathlib
 import subprocess
@@ -12,6 +13,7 @@ from valkyrie.checkpoint.disk_steps import DiskSteps
 from valkyrie.checkpoint.manager import Checkpoints
 
 STORAGE = 74
+_PAGE = os.sysconf('SC_PAGE_SIZE')  # by which a file in memory grows
 
 
 @contextlib.contextmanager
@@ -211,13 +213,43 @@ def undeletable(harness: Harness, times: int) -> Iterator[Trial]:
 def second_trainer(harness: Harness, times: int) -> Iterator[Trial]:
   for _ in range(times):
     name = harness.new()
-    first = harness.start(name, '--gin.Pace.seconds=0.3')
-    wait_for(lambda name=name: len(harness.hashes(name)) > 1, first)
+    first = harness.start_and_hold(name, 3)
     second = ended(harness.start(name, f'--gin.HashState.path="{harness.folder / name}.second"'))
     failure = None if second == STORAGE else f'exit code {second}'
     if failure is None and f'process {first.pid} on' not in harness.said(name):
       failure = 'the first one was not named'
+    harness.release(name)
     if (code := ended(first)) and failure is None:
       failure = f'the first one ended with {code}'
     yield Trial('while it trains', failure or harness.difference(name))
+    harness.forget(name)
+
+
+@fault(
+  'a disk that is full in the middle of a line of metrics',
+  'the lines are whole, and written when there is room; all bit for bit',
+  full=3,
+  short=1,
+)
+def in_a_line(harness: Harness, times: int) -> Iterator[Trial]:
+  for number in range(times):
+    name = harness.new()
+    with mounted(harness.folder / f'{name}.disk') as disk:
+      run = f'--model_dir={disk / "run"}'
+      process = harness.start(name, run, '--gin.Pace.seconds=0.3', '--gin.checkpoint_every=100')
+      wait_for(lambda name=name, at=number: len(harness.hashes(name)) > at, process)
+      _fill(disk / 'ballast', 0)
+      metrics = disk / 'run' / 'metrics.jsonl'
+      short = wait_for(lambda file=metrics: file.stat().st_size % _PAGE == 0, process)
+      wait_for(lambda name=name: len(harness.hashes(name)) >= STEPS - 2, process)
+      (disk / 'ballast').unlink()
+      code = ended(process)
+      failure = None if code == 0 else f'exit code {code}: {harness.said(name)[-300:]}'
+      if failure is None and not short:
+        failure = 'the disk was never full'
+      for file in sorted((disk / 'run').rglob('*.jsonl')):
+        lines = list(map(json.loads, file.read_text().splitlines()))
+        if file == metrics and [line['step'] for line in lines] != [*range(1, STEPS + 1)]:
+          failure = failure or f'{file} has {len(lines)} lines'
+    yield Trial(f'after step {number + 1}', failure or harness.difference(name))
     harness.forget(name)

@@ -69,6 +69,18 @@ class HashingFeed(TaskFeed):
 
 
 @gin.configurable
+class FarFeed(TaskFeed):
+  """A feed whose run begins at a distant token of its rows."""
+
+  def __init__(self, first, *arguments, **options):
+    super().__init__(*arguments, **options)
+    self._first = first
+
+  def read(self, position, length, rows=None):
+    return super().read(self._first + position, length, rows)
+
+
+@gin.configurable
 class InterruptedEvaluator(Evaluator):
   """An evaluator that sends SIGTERM to its own process once, at its first evaluation."""
 

@@ -128,6 +128,13 @@ class Harness:
       **more,
     }
 
+  def customized(self, name: str, code: str) -> dict[str, str]:
+    """The environment of processes that execute `code`, a text of Python, as they start."""
+    folder = self.folder / name
+    folder.mkdir(exist_ok=True)
+    (folder / 'sitecustomize.py').write_text(code)
+    return {'PYTHONPATH': f'{folder}{os.pathsep}{self.environment()["PYTHONPATH"]}'}
+
   def start(
     self,
     name: str,
@@ -150,6 +157,17 @@ class Harness:
         stderr=log,
         **options,
       )
+
+  def start_and_hold(self, name: str, at: int, *flags: str, **options) -> subprocess.Popen:
+    """Starts a run, and returns when it waits after a step, until `release`."""
+    hold = (f'--gin.Act.at={at}', '--gin.Act.action="wait"')
+    process = self.start(name, *hold, *flags, **options)
+    wait_for((self.folder / f'{name}.acted').exists, process)
+    return process
+
+  def release(self, name: str) -> None:
+    """Lets a run that waits go on."""
+    (self.folder / f'{name}.acted').unlink()
 
   def run(self, name: str, *flags: str, steps: int = STEPS, code: int = 0, **options) -> None:
     """Runs `name` to its end, and checks its exit code."""
@@ -233,14 +251,15 @@ def ended(process: subprocess.Popen, within: float = PATIENCE) -> int:
     raise AssertionError(f'the process did not end within {within:g} s') from None
 
 
-def wait_for(condition, process: subprocess.Popen, seconds: float = PATIENCE) -> bool:
-  """Waits until a condition holds; False if the process ends before."""
+def wait_for(condition, process: subprocess.Popen | None, seconds: float = PATIENCE) -> bool:
+  """Waits until a condition holds; False if the process, where there is one, ends before."""
   until = time.monotonic() + seconds
   while not condition():
-    if process.poll() is not None:
+    if process is not None and process.poll() is not None:
       return bool(condition())
     if time.monotonic() > until:
-      process.kill()
+      if process is not None:
+        process.kill()
       raise AssertionError(f'the condition did not hold within {seconds:g} s')
     time.sleep(0.005)
   return True
@@ -311,3 +330,4 @@ def mounted(place: pathlib.Path, size: str = '8m') -> Iterator[pathlib.Path]:
 
 
 KILL, TERM, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
+HANG_UP, QUIT = signal.SIGHUP, signal.SIGQUIT

@@ -1,8 +1,9 @@
 """Gin files with a random mistake."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 import multiprocessing
 import os
+import pathlib
 import random
 import re
 import sys
@@ -83,9 +84,25 @@ def mutate(text: str, number: int, at: random.Random) -> tuple[str, str]:
   return changed[0], '\n'.join(lines) + '\n'
 
 
-def _attempt(arguments: list[str], log: str) -> None:
-  """Runs the command in a forked process that has all imports, and writes its output to a file."""
+def attempts(
+  harness: Harness, runs: Iterable[tuple[str, pathlib.Path]], *flags: str
+) -> Iterator[tuple[str, int | None]]:
+  """(name, exit code) of runs with their gin files, in forked processes that have all imports."""
+  processes = multiprocessing.get_context('forkserver')
+  processes.set_forkserver_preload(['injections.mistakes', *main.CONFIGURABLE_MODULES])
+  for name, file in runs:
+    arguments = [f'--gin_file={file}', f'--model_dir={harness.folder / name}', *harness.flags(name)]
+    arguments += flags
+    process = processes.Process(target=_attempt, args=(arguments, harness.folder / f'{name}.log'))
+    process.start()
+    process.join()
+    yield name, process.exitcode
+
+
+def _attempt(arguments: list[str], log: pathlib.Path) -> None:
+  """Runs the command, and writes its output to a file."""
   with open(log, 'w') as file:
+    os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
   sys.exit(main.main(arguments))
 
@@ -93,19 +110,15 @@ def _attempt(arguments: list[str], log: str) -> None:
 @fault('a gin file with a mistake', 'ends with 78 or 2, explains the mistake', full=210, short=7)
 def mistakes(harness: Harness, times: int) -> Iterator[Trial]:
   text = (harness.folder / 'single.gin').read_text()
-  processes = multiprocessing.get_context('forkserver')
-  processes.set_forkserver_preload(['injections.mistakes', *main.CONFIGURABLE_MODULES])
+  changes, runs = [], []
   for number in range(times):
     what, mutated = mutate(text, number, harness.random)
-    name, file = harness.new(), harness.folder / 'mistake.gin'
-    file.write_text(mutated)
-    arguments = [f'--gin_file={file}', f'--model_dir={harness.folder / name}', *harness.flags(name)]
-    log = harness.folder / f'{name}.log'
-    process = processes.Process(target=_attempt, args=(arguments, str(log)))
-    process.start()
-    process.join()
+    runs.append((harness.new(), harness.folder / f'mistake{number}.gin'))
+    runs[-1][1].write_text(mutated)
+    changes.append(what)
+  for what, (name, code) in zip(changes, attempts(harness, runs), strict=True):
     failure = None
-    if process.exitcode not in REFUSED or 'valkyrie: ' not in harness.said(name):
-      failure = f'exit code {process.exitcode}: {harness.said(name)[-300:]}'
+    if code not in REFUSED or 'valkyrie: ' not in harness.said(name):
+      failure = f'exit code {code}: {harness.said(name)[-300:]}'
     yield Trial(what, failure)
     harness.forget(name)

@@ -299,3 +299,34 @@ def one_two_one(harness: Harness, times: int) -> Iterator[Trial]:
     yield Trial(f'two from step {first} to {second}', failure, difference)
     pair.forget()
   harness.forget(whole)
+
+
+@fault(
+  'two processes: a third one with the number of one that lives',
+  'is refused with 75, the others are not disturbed',
+  full=2,
+  short=1,
+)
+def a_number_twice(harness: Harness, times: int) -> Iterator[Trial]:
+  expected(harness)
+  for number in range(times):
+    pair, process = Pair(harness), 1 - number % 2
+    both = pair.start(alone=_in_one(0, 3, 'wait'))
+    wait_for((harness.folder / f'{pair.of(0)}.acted').exists, both[0])
+    of_third = harness.new()
+    third = harness.start(
+      of_third,
+      f'--model_dir={harness.folder / pair.name}',
+      *(flag for flag in both[process].args if flag.startswith(('--coordinator=', '--process'))),
+      partition='zero1',
+    )
+    failure = None if ended(third) == PREEMPTED else f'it ended with {third.returncode}'
+    named = f'process {both[process].pid} on' in harness.said(of_third)
+    if failure is None and not named:
+      failure = f'the holder was not named: {harness.said(of_third)[-300:]}'
+    harness.release(pair.of(0))
+    if any(codes := [ended(one) for one in both]):
+      failure = failure or f'the others ended with {codes}'
+    yield Trial(f'that of process {process}', failure or pair.difference())
+    harness.forget(of_third)
+    pair.forget()

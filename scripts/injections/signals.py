@@ -1,10 +1,10 @@
-"""SIGTERM and SIGINT, once or twice, in every stage."""
+"""Signals that ask a run to stop, in every stage, and standard error that nobody reads."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import functools
 import time
 
-from injections.harness import INT, TERM, Harness, ended, heartbeats, wait_for
+from injections.harness import HANG_UP, INT, QUIT, TERM, Harness, ended, heartbeats, wait_for
 from injections.table import Trial, fault
 
 PREEMPTED = 75
@@ -17,17 +17,35 @@ PREEMPTED = 75
   unit='s until it ended',
 )
 def in_any_stage(harness: Harness, times: int) -> Iterator[Trial]:
+  yield from _in_stages(harness, times, (TERM, TERM, INT, INT))
+
+
+@fault(
+  'SIGHUP or SIGQUIT, as of a terminal that is closed, in any stage',
+  'saves, ends with 75, continues bit for bit',
+  full=10,
+  short=2,
+  unit='s until it ended',
+)
+def of_a_terminal(harness: Harness, times: int) -> Iterator[Trial]:
+  heard = ('env', '--default-signal=HUP,QUIT')  # also where nohup has started the table
+  yield from _in_stages(harness, times, (HANG_UP, QUIT), heard)
+
+
+def _in_stages(
+  harness: Harness, times: int, signals: Sequence[int], prefix: tuple[str, ...] = ()
+) -> Iterator[Trial]:
   stages = ['step', 'save', 'start_up', 'step', 'compile']
   name = harness.new()
   for number in range(times):
     stage, twice = stages[number % len(stages)], number % 2 == 1
     with heartbeats() as (options, beats):
-      process = harness.start(name, '--gin.Pace.seconds=0.05', **options)
+      process = harness.start(name, '--gin.Pace.seconds=0.05', prefix=prefix, **options)
       count = harness.random.randint(1, 4) if stage == 'step' else 1
       reached = wait_for(functools.partial(beats.reached, stage, count), process)
       time.sleep(harness.random.uniform(0, 0.1))
       began = time.monotonic()
-      process.send_signal(TERM if number % 4 < 2 else INT)
+      process.send_signal(signals[number % len(signals)])
       if twice:
         time.sleep(0.05)
         process.send_signal(INT)
@@ -78,4 +96,40 @@ def while_it_hangs(harness: Harness, times: int) -> Iterator[Trial]:
       failure = 'no checkpoint was named'
     harness.run(name)
     yield Trial(f'in step {at}', failure or harness.difference(name), seconds)
+    harness.forget(name)
+
+
+@fault('SIGHUP under nohup', 'does not disturb the run', full=2, short=1)
+def under_nohup(harness: Harness, times: int) -> Iterator[Trial]:
+  for number in range(times):
+    name, at = harness.new(), 5 * (1 + number)
+    process = harness.start(name, '--gin.Pace.seconds=0.05', prefix=('nohup',))
+    wait_for(lambda name=name, at=at: len(harness.hashes(name)) >= at, process)
+    process.send_signal(HANG_UP)
+    code = ended(process)
+    failure = harness.difference(name) if code == 0 else f'exit code {code}'
+    yield Trial(f'after step {at}', failure)
+    harness.forget(name)
+
+
+# Shells that start a run, with its command as their arguments.
+UNREAD = {
+  'a reader that goes away': '"$@" 2>&1 | head -1; exit ${PIPESTATUS[0]}',
+  'a full device': '"$@" 2> /dev/full',
+  'closed': '"$@" 2>&-',
+}
+
+
+@fault(
+  'standard error full, closed, or with a reader that goes away',
+  'does not disturb the run',
+  full=3,
+  short=1,
+)
+def unread(harness: Harness, times: int) -> Iterator[Trial]:
+  for what in list(UNREAD)[:times]:
+    name = harness.new()
+    code = ended(harness.start(name, prefix=('bash', '-c', UNREAD[what], 'bash')))
+    failure = harness.difference(name) if code == 0 else f'exit code {code}'
+    yield Trial(what, failure)
     harness.forget(name)

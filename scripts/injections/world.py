@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator
 import json
-import os
 
 from injections.harness import STEPS, Harness
 from injections.table import Trial, fault
 
-# The module sitecustomize, which Python imports at its start. Other code keeps the real clock.
+# Executed at the start of Python. Native code keeps the real clock.
 CLOCK = """
 import os, time
 _offset, _time, _time_ns = int(os.environ.get('CLOCK_OFFSET', '0')), time.time, time.time_ns
@@ -29,17 +28,14 @@ WORLDS = (
   short=1,
 )
 def another_world(harness: Harness, times: int) -> Iterator[Trial]:
-  clock = harness.folder / 'clock'
-  clock.mkdir()
-  (clock / 'sitecustomize.py').write_text(CLOCK)
-  path = f'{clock}{os.pathsep}{harness.environment()["PYTHONPATH"]}'
-  worlds = [{**world, 'PYTHONPATH': path} for world in WORLDS]
+  clock = harness.customized('clock', CLOCK)
+  worlds = [{**world, **clock} for world in WORLDS]
   pairs = list(zip(worlds, [*worlds[1:], worlds[0]], strict=True))
   for first, second in pairs[:: max(1, len(pairs) // times)][:times]:
     name = harness.new()
     harness.run(name, '--gin.Act.at=13', '--gin.Act.action="kill"', code=-9, environment=first)
     harness.run(name, environment=second)
-    names = [', '.join(f'{k}={v}' for k, v in w.items() if v != path) for w in (first, second)]
+    names = [', '.join(f'{k}={v}' for k, v in w.items() if k not in clock) for w in (first, second)]
     yield Trial(' then '.join(names), harness.difference(name))
     harness.forget(name)
 

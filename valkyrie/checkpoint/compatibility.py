@@ -60,15 +60,16 @@ def check_form(found: Any, place: str) -> None:
   """Raises a StorageError if a record is not one that a run has written."""
   is_record = (
     isinstance(found, dict)
-    and _is_number(found.get('position'))
-    and _is_number(found.get('rows'))
+    and _is_count(found.get('position'))
+    and _is_count(found.get('rows'), least=1)
     and isinstance(stretches := found.get('stretches'), list)
     and all(isinstance(each, list) and len(each) == 3 for each in stretches)
-    and all(_is_number(number) for each in stretches for number in each)
+    and all(_is_count(number) for each in stretches for number in each)
+    and all(_is_count(rows, least=1) for _, _, rows in stretches)
     and isinstance(found.get('executable', {}), dict)
     and isinstance(lowest := found.get('lowest') or [0, 0], list)
     and len(lowest) in (2, 3)
-    and all(_is_number(number) for number in lowest)
+    and all(isinstance(number, float) or _is_count(number) for number in lowest)
   )
   if not is_record:
     raise StorageError(
@@ -77,8 +78,8 @@ def check_form(found: Any, place: str) -> None:
     )
 
 
-def _is_number(value: Any) -> bool:
-  return isinstance(value, int | float)
+def _is_count(value: Any, least: int = 0) -> bool:
+  return type(value) is int and least <= value < 2**62
 
 
 def check_executable(

@@ -27,7 +27,8 @@ class DiskFiles:
     return file.is_file() and file.resolve() == self._place.resolve() / name
 
   def names(self) -> list[str]:
-    found = (path for path in self._place.rglob('*') if not path.is_dir())
+    # A link to a folder counts: its files would be read, and are not in the manifest.
+    found = (path for path in self._place.rglob('*') if path.is_symlink() or not path.is_dir())
     return sorted(path.relative_to(self._place).as_posix() for path in found)
 
   def digests(self, names: Iterable[str], algorithm: str) -> Iterator[str]:

@@ -280,11 +280,16 @@ class CheckpointDirectory:
     for step in saved:
       with contextlib.suppress(StorageError):  # a record that was damaged meanwhile
         losses[step] = self._read_record(step).get('validation_loss')
-    return {step: loss for step, loss in losses.items() if loss is not None and math.isfinite(loss)}
+    return {
+      step: loss for step, loss in losses.items() if isinstance(loss, float) and math.isfinite(loss)
+    }
 
   def _read_record(self, step: int) -> dict[str, Any]:
     with checkpoint_errors(f'The record of step {step} in {self.directory} cannot be read'):
-      return json.loads(self._steps.files(step).read('record.json'))
+      record = json.loads(self._steps.files(step).read('record.json'))
+      if not isinstance(record, dict):
+        raise ValueError('it is not a JSON object')
+      return record
 
   def latest_record(self) -> dict[str, Any] | None:
     """The record of the newest valid step, or None; raises StorageError if it cannot be read."""

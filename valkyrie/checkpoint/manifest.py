@@ -74,8 +74,12 @@ def damage(files: Files, step: int) -> str | None:
     return f'{own_name} is damaged'
   if lines[0] != f'# step {step}\n'.encode():
     return f'{own_name} belongs to another step'
-  pairs = (line.decode().rstrip('\n').split('  ', 1) for line in lines[1:-1])
-  return _difference(files, algorithm, {file: digest for digest, file in pairs})
+  try:
+    pairs = (line.decode().rstrip('\n').split('  ', 1) for line in lines[1:-1])
+    expected = {file: digest for digest, file in pairs}
+  except ValueError:
+    return f'{own_name} has other lines than digests and names'
+  return _difference(files, algorithm, expected)
 
 
 def _difference(files: Files, algorithm: str, expected: Mapping[str, str]) -> str | None:
@@ -87,7 +91,7 @@ def _difference(files: Files, algorithm: str, expected: Mapping[str, str]) -> st
     if found != expected[file]:
       return f'{file} has changed since it was saved'
   for file in files.names():  # Orbax might read it
-    if file.startswith('state/') and file not in expected:
+    if f'{file}/'.startswith('state/') and file not in expected:
       return f'{file} is not in {name(algorithm)}'
   return None
 

@@ -8,16 +8,34 @@ import logging
 import pathlib
 from typing import Any
 
+from etils import epath
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
 from valkyrie.checkpoint.state_check import check_same_model
-from valkyrie.errors import storage_errors
+from valkyrie.errors import StorageError, ValkyrieError, storage_errors
 
 # Tensorstore reports errors of files as ValueError and RuntimeError.
 checkpoint_errors = functools.partial(storage_errors, also=(ValueError, RuntimeError))
+
+
+@contextlib.contextmanager
+def _readable(place: pathlib.Path) -> Iterator[None]:
+  """Raises a StorageError for any error inside: Orbax checks the form of no file."""
+  try:
+    yield
+  except ValkyrieError:
+    raise
+  except Exception as error:
+    cause = error.__cause__ or error  # which says more where Orbax has wrapped it
+    reason = f'{type(cause).__name__}: {cause}'.splitlines()[0]
+    raise StorageError(
+      f'{place} matches its manifest, but cannot be read ({reason:.300}). Use the versions of '
+      'record.json there, restore the step from a copy, or move it away to continue from the one '
+      'before.'
+    ) from error
 
 
 class StateFiles:
@@ -30,10 +48,8 @@ class StateFiles:
     processes = ocp.options.MultiprocessingOptions(
       active_processes=set(range(jax.process_count())) if jax.process_count() > 1 else None
     )
-    self._orbax = ocp.AsyncCheckpointer(
-      ocp.PyTreeCheckpointHandler(multiprocessing_options=processes),
-      multiprocessing_options=processes,
-    )
+    self._handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=processes)
+    self._orbax = ocp.AsyncCheckpointer(self._handler, multiprocessing_options=processes)
 
   def write(self, place: pathlib.Path, state: Any) -> None:
     """Copies a pytree of jax arrays to the host, and starts to write it."""
@@ -47,7 +63,7 @@ class StateFiles:
 
   def read(self, place: pathlib.Path, target: Any, partial: bool) -> Any:
     """Reads the state in the directory `place`; otherwise like `CheckpointDirectory.restore`."""
-    with checkpoint_errors(f'{place} matches its manifest, but cannot be read'), _of_clients():
+    with _readable(place):
       item = _without_empty_arrays(target)
       check_same_model(place.parent, self._stored(place), item, partial)
       restore_args = ocp.checkpoint_utils.construct_restore_args(item)
@@ -66,16 +82,16 @@ class StateFiles:
   def read_to_host(self, place: pathlib.Path, field: str) -> Any:
     """Reads a field of a state, of whatever model, to the host."""
     shapes = {field: self._stored(place)[field]}
-    with checkpoint_errors(f'{place} matches its manifest, but cannot be read'), _of_clients():
+    with _readable(place):
       to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
       args = ocp.args.PyTreeRestore(shapes, restore_args=to_host, partial_restore=True)
       return self._orbax.restore(place, args=args)[field]
 
   def _stored(self, place: pathlib.Path) -> Any:
-    """The metadata of the stored arrays."""
-    with checkpoint_errors(f'{place} matches its manifest, but cannot be read'), _of_clients():
-      metadata: Any = self._orbax.metadata(place).item_metadata
-      return metadata.tree
+    """The shapes and dtypes of the stored arrays."""
+    with _readable(place):
+      tree = self._handler.metadata(epath.Path(place)).tree
+      return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
   def close(self) -> None:
     """Ends the threads of Orbax."""

@@ -21,6 +21,7 @@ from typing import Any
 
 import tqdm
 
+from valkyrie.config import redact
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.data import provenance, store_writer, token_store
 from valkyrie.data.store_location import Options, located
@@ -125,7 +126,8 @@ class Bench:
     self.reader = TaskReader(
       module, name, order.split, order.vocabulary, order.source, order.options
     )
-    origin = self.reader.description | {'location': order.source, 'options': dict(order.options)}
+    location, options = _recorded_source(order)
+    origin = self.reader.description | {'location': location, 'options': options}
     self.recipe = store_writer.Recipe(
       order.task, order.split, order.vocabulary, origin, order.shards, order.unique
     )
@@ -254,8 +256,7 @@ def _finished(order: Order) -> dict[str, Any]:
     order.task,
     order.split,
     order.vocabulary.fingerprint,
-    order.source,
-    dict(order.options),
+    *_recorded_source(order),
     order.unique,
   )
   if found != expected:
@@ -264,6 +265,12 @@ def _finished(order: Order) -> dict[str, Any]:
       f'found {found}, expected {expected}. Use another --output, or delete that directory.'
     )
   return information
+
+
+def _recorded_source(order: Order) -> tuple[str | None, dict[str, str]]:
+  """The location of the documents and the options of their source, without secrets."""
+  options = {name: redact.in_value(value) for name, value in order.options.items()}
+  return order.source and redact.in_value(order.source), options
 
 
 @contextlib.contextmanager

@@ -50,7 +50,7 @@ def open_source(path: str) -> Source:
     with open_to_read(path) as directory:
       record, params = directory.newest_params()
     tensors = {name: tensor_files.in_memory(a) for name, a in names.tensors(params).items()}
-    return Source(tensors, [record['vocabulary']])
+    return Source(tensors, [str(record.get('vocabulary'))])
   vocabulary = exported.vocabulary_of(place)
   if vocabulary is not None:
     return Source(tensor_files.in_files(place), [vocabulary])

@@ -69,9 +69,9 @@ def _restored(
       raise ConfigurationError(
         f'{model_dir} contains no checkpoint. Train there first, or pass the --model_dir of a run.'
       )
-    if record['vocabulary'] != vocabulary.fingerprint:
+    if (found := record.get('vocabulary')) != vocabulary.fingerprint:
       raise ConfigurationError(
-        f'{model_dir} was trained with the vocabulary {record["vocabulary"]}, but '
+        f'{model_dir} was trained with the vocabulary {found}, but '
         f'{vocabulary.fingerprint} is given: its ids mean other texts. Bind the vocabulary that '
         f'{model_dir}/config.gin names.'
       )

@@ -1,0 +1,77 @@
+"""File systems that have no locks, or cannot flush directories."""
+
+from collections.abc import Iterator
+
+from injections.disks import STORAGE
+from injections.harness import Harness, ended
+from injections.table import Trial, fault
+
+# Executed at the start of Python.
+NO_LOCKS = """
+import errno, fcntl, os
+
+def flock(file, how):
+  raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+fcntl.flock = flock
+"""
+NO_SYNC = """
+import errno, os, stat
+_fsync = os.fsync
+
+def fsync(file):
+  if stat.S_ISDIR(os.fstat(file).st_mode):
+    raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+  _fsync(file)
+
+os.fsync = fsync
+"""
+
+
+@fault(
+  'no locks: a second trainer on the same directory',
+  'is refused with 74, the first one is not disturbed',
+  full=2,
+  short=1,
+)
+def second_trainer(harness: Harness, times: int) -> Iterator[Trial]:
+  for at in range(3, 3 + times):
+    name = harness.new()
+    unlocked = harness.customized(f'{name}.python', NO_LOCKS)
+    first = harness.start_and_hold(name, at, environment=unlocked)
+    hashes = f'--gin.HashState.path="{harness.folder / name}.second"'
+    code = ended(harness.start(name, hashes, environment=unlocked))
+    failure = None if code == STORAGE else f'exit code {code}'
+    if failure is None and f'process {first.pid} on' not in harness.said(name):
+      failure = 'the first one was not named'
+    harness.release(name)
+    if (code := ended(first)) and failure is None:
+      failure = f'the first one ended with {code}'
+    if (harness.folder / name / 'trainer.lease').exists():
+      failure = failure or 'its lease was left'
+    yield Trial(f'after step {at}', failure or harness.difference(name))
+    harness.forget(name)
+
+
+@fault('no locks: kill -9', 'frees the lease, continues bit for bit', full=2, short=1)
+def killed(harness: Harness, times: int) -> Iterator[Trial]:
+  for at in range(9, 9 + times):
+    name = harness.new()
+    unlocked = harness.customized(f'{name}.python', NO_LOCKS)
+    act = (f'--gin.Act.at={at}', '--gin.Act.action="kill"')
+    harness.run(name, *act, code=-9, environment=unlocked)
+    left = (harness.folder / name / 'trainer.lease').exists()
+    harness.run(name, environment=unlocked)
+    yield Trial(f'at step {at}', harness.difference(name) if left else 'there was no lease')
+    harness.forget(name)
+
+
+@fault('no flushes of directories', 'ends with 74 before compilation', full=1, short=1)
+def not_flushed(harness: Harness, times: int) -> Iterator[Trial]:
+  for _ in range(times):
+    name = harness.new()
+    code = ended(harness.start(name, environment=harness.customized(f'{name}.python', NO_SYNC)))
+    said = harness.said(name)
+    failure = None if code == STORAGE and 'Invalid argument' in said else f'{code}: {said[-300:]}'
+    yield Trial('EINVAL', 'it compiled before' if 'compiling' in said else failure)
+    harness.forget(name)
