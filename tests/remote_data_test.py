@@ -110,7 +110,7 @@ def test_cloud_storage_is_given_up_after_a_minute_or_as_the_address_says():
 @pytest.mark.parametrize('service', [('gs', FakeGcs)], indirect=True)
 def test_an_outage_ends_with_the_address(service):
   service[1].fail(503)
-  with pytest.raises(StorageError, match='gs://bucket/d.*Check the address and the network'):
+  with pytest.raises(StorageError, match=r'gs://bucket/d.*Check the address and the network'):
     SourceFiles('gs://bucket/d?retry_limit_seconds=1')
 
 
