@@ -232,14 +232,13 @@ def second_trainer(harness: Harness, times: int) -> Iterator[Trial]:
   short=1,
 )
 def in_a_line(harness: Harness, times: int) -> Iterator[Trial]:
-  for number in range(times):
+  for at in range(3, 3 + times):
     name = harness.new()
     with mounted(harness.folder / f'{name}.disk') as disk:
-      run = f'--model_dir={disk / "run"}'
+      run, metrics = f'--model_dir={disk / "run"}', disk / 'run' / 'metrics.jsonl'
       process = harness.start(name, run, '--gin.Pace.seconds=0.3', '--gin.checkpoint_every=100')
-      wait_for(lambda name=name, at=number: len(harness.hashes(name)) > at, process)
+      wait_for(lambda name=name, at=at: len(harness.hashes(name)) >= at, process)
       _fill(disk / 'ballast', 0)
-      metrics = disk / 'run' / 'metrics.jsonl'
       short = wait_for(lambda file=metrics: file.stat().st_size % _PAGE == 0, process)
       wait_for(lambda name=name: len(harness.hashes(name)) >= STEPS - 2, process)
       (disk / 'ballast').unlink()
@@ -251,5 +250,5 @@ def in_a_line(harness: Harness, times: int) -> Iterator[Trial]:
         lines = list(map(json.loads, file.read_text().splitlines()))
         if file == metrics and [line['step'] for line in lines] != [*range(1, STEPS + 1)]:
           failure = failure or f'{file} has {len(lines)} lines'
-    yield Trial(f'after step {number + 1}', failure or harness.difference(name))
+    yield Trial(f'after step {at}', failure or harness.difference(name))
     harness.forget(name)
