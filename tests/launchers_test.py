@@ -3,6 +3,7 @@
 import pathlib
 import shlex
 import subprocess
+import sys
 
 import pytest
 
@@ -75,9 +76,23 @@ def test_the_slurm_launcher_writes_a_job(tmp_path):
   lines = text.splitlines()
   options = {line.removeprefix('#SBATCH ') for line in lines if line.startswith('#SBATCH')}
   assert options >= {'--nodes=8', '--ntasks-per-node=4', '--signal=TERM@60', '--gpus-per-task=1'}
+  assert options >= {'--requeue', '--open-mode=append'}
   words = shlex.split(lines[-1])
-  assert words[:3] == ['exec', 'srun', '--kill-on-bad-exit=0']
+  assert words[:4] == ['exec', 'srun', '--kill-on-bad-exit=0', '--wait=60']
+  assert words[4] == '${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}'
   check_run(words)
+
+
+def test_the_trial_of_the_slurm_launcher_says_what_it_needs(tmp_path):
+  done = subprocess.run(
+    [sys.executable, SCRIPTS / 'slurm_trial.py'],
+    capture_output=True,
+    text=True,
+    check=False,
+    env={'PATH': str(tmp_path), 'PYTHONPATH': str(SCRIPTS.parent)},
+  )
+  assert done.returncode == 2 and 'apt install slurm-wlm munge' in done.stderr
+  assert 'slurmctld' in done.stderr and 'Traceback' not in done.stderr
 
 
 @pytest.mark.parametrize('name', ['launch_tpu_vm', 'launch_gke', 'launch_slurm'])
