@@ -7,7 +7,6 @@ import threading
 import time
 
 from injections.fake_faults import on, writes_of
-from injections.fake_gcs import FakeGcs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,17 +22,8 @@ BEAT = 0.05
 CHANGES = on('POST|PUT|DELETE')
 
 
-@pytest.fixture(scope='module')
-def server():
-  """One for all tests, since clients keep its address."""
-  with FakeGcs() as server, pytest.MonkeyPatch.context() as patch:
-    for name, value in server.environment.items():
-      patch.setenv(name, value)
-    yield server
-
-
 @pytest.fixture
-def address(server, request, monkeypatch):
+def address(gcs, request, monkeypatch):
   monkeypatch.setattr(holder, 'BEAT_SECONDS', BEAT)
   return f'gs://bucket/{re.sub("[^a-z0-9]+", "-", request.node.name)}/run'
 
@@ -180,10 +170,10 @@ def test_a_lock_with_beats_is_not(address, monkeypatch):
 
 
 @pytest.mark.invariant(11)
-def test_a_trainer_that_lost_its_lock_adds_and_deletes_nothing(address, server, monkeypatch):
+def test_a_trainer_that_lost_its_lock_adds_and_deletes_nothing(address, gcs, monkeypatch):
   save(address, 1)
   paused = Checkpoints(keep=1).open(address)
-  writes = server.hold(writes_of('.*/checkpoints/2/manifest.md5'), times=1)
+  writes = gcs.hold(writes_of('.*/checkpoints/2/manifest.md5'), times=1)
   paused.save(2, weights(2), {'position': 2})
   assert writes.wait(10.0), 'the save has come to its last but one write'
   monkeypatch.setattr(holder, 'has_ended', lambda lease: True)  # as from another machine, later
@@ -200,24 +190,24 @@ def test_a_trainer_that_lost_its_lock_adds_and_deletes_nothing(address, server, 
 
 
 @pytest.mark.parametrize('fault', ['429', '503', 'tear', 'lose'])
-def test_saves_outlive_bursts_of_errors(address, server, fault):
+def test_saves_outlive_bursts_of_errors(address, gcs, fault):
   with Checkpoints().open(address) as checkpoints:
     for step in (1, 2):
       if fault.isdecimal():
-        server.fail(int(fault), times=3)
+        gcs.fail(int(fault), times=3)
       else:
-        getattr(server, fault)(CHANGES, times=3)
+        getattr(gcs, fault)(CHANGES, times=3)
       checkpoints.save(step, weights(step), {'position': step})
   assert_has(address, 2)
   assert folders(address) == ['1', '2']
 
 
-def test_a_save_that_fails_is_dropped_and_made_again_later(address, server):
+def test_a_save_that_fails_is_dropped_and_made_again_later(address, gcs):
   said = []
   with Checkpoints().open(address, say=said.append) as checkpoints:
     checkpoints.save(1, weights(1), {'position': 1})
     checkpoints.wait()
-    rule = server.fail(403, on('POST|PUT|DELETE', '.*/checkpoints/.*'))
+    rule = gcs.fail(403, on('POST|PUT|DELETE', '.*/checkpoints/.*'))
     checkpoints.save(2, weights(2), {'position': 2})
     checkpoints.wait()
     rule.end()
@@ -227,15 +217,15 @@ def test_a_save_that_fails_is_dropped_and_made_again_later(address, server):
   assert_has(address, step)
 
 
-def test_no_access_is_said_at_once(address, server):
-  rule = server.fail(403, CHANGES)
+def test_no_access_is_said_at_once(address, gcs):
+  rule = gcs.fail(403, CHANGES)
   with pytest.raises(StorageError, match='cannot be written: access is denied'):
     Checkpoints().open(address)
   rule.end()
 
 
 @pytest.mark.parametrize('wrong', ['gs://', 'gs://bucket', 'gs://bucket/'])
-def test_the_address_of_a_whole_bucket_is_refused(server, wrong):
+def test_the_address_of_a_whole_bucket_is_refused(gcs, wrong):
   with pytest.raises(ConfigurationError, match='is not the address of a folder in a bucket'):
     Bucket(wrong)
 

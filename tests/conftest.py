@@ -50,3 +50,14 @@ def hang_up():
   before = signal.getsignal(signal.SIGHUP)
   yield lambda handler: signal.signal(signal.SIGHUP, handler)
   signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture(scope='module')
+def gcs():
+  """A server of Cloud Storage; one for the tests of a file, since clients keep its address."""
+  from injections.fake_gcs import FakeGcs  # noqa: PLC0415  (the path has scripts/ by now)
+
+  with FakeGcs() as server, pytest.MonkeyPatch.context() as patch:
+    for name, value in server.environment.items():
+      patch.setenv(name, value)
+    yield server

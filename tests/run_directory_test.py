@@ -9,7 +9,6 @@ import sys
 import threading
 
 from injections.fake_faults import on
-from injections.fake_gcs import FakeGcs
 import pytest
 
 from valkyrie.distributed import supervisor
@@ -22,16 +21,8 @@ from valkyrie.storage.run_directory import opened, uploaded
 CHANGES = on('POST|PUT|DELETE')
 
 
-@pytest.fixture(scope='module')
-def server():
-  with FakeGcs() as server, pytest.MonkeyPatch.context() as patch:
-    for name, value in server.environment.items():
-      patch.setenv(name, value)
-    yield server
-
-
 @pytest.fixture
-def address(server, request):
+def address(gcs, request):
   return f'gs://bucket/{re.sub("[^a-z0-9]+", "-", request.node.name)}/run'
 
 
@@ -72,12 +63,12 @@ def test_a_file_that_was_rewritten_is_replaced(address):
 
 
 @pytest.mark.parametrize('fault', ['lose', 'tear'])
-def test_two_writers_lose_and_repeat_no_line(address, server, fault):
+def test_two_writers_lose_and_repeat_no_line(address, gcs, fault):
   def write(writer):
     for number in range(5):
       Bucket(address).append('lines', f'{writer}-{number}\n'.encode())
 
-  trouble = getattr(server, fault)(CHANGES, times=None, probability=0.1)
+  trouble = getattr(gcs, fault)(CHANGES, times=None, probability=0.1)
   threads = [threading.Thread(target=write, args=(writer,)) for writer in 'ab']
   for thread in threads:
     thread.start()
@@ -89,25 +80,25 @@ def test_two_writers_lose_and_repeat_no_line(address, server, fault):
   assert list(Bucket(address).objects()) == ['lines'], 'no parts are left'
 
 
-def test_a_write_replaces_only_the_expected_generation(address, server):
+def test_a_write_replaces_only_the_expected_generation(address, gcs):
   bucket = Bucket(address)
   first = bucket.write('name', b'1', replaces=0)
   with pytest.raises(Changed):
     bucket.write('name', b'2', replaces=0)
   second = bucket.write('name', b'2', replaces=first)
-  server.lose(CHANGES, times=1)
+  gcs.lose(CHANGES, times=1)
   third = bucket.write('name', b'3', replaces=second)
   assert bucket.read('name') == (b'3', third)
 
 
-def test_lines_that_cannot_be_uploaded_are_reported(address, server):
+def test_lines_that_cannot_be_uploaded_are_reported(address, gcs):
   run = opened(address)
   with (
     pytest.raises(StorageError, match=r'last metrics and logs of gs://.* are lost'),
     uploaded(run),
   ):
     pathlib.Path(run, 'log.txt').write_text('a line')
-    trouble = server.fail(403, CHANGES)
+    trouble = gcs.fail(403, CHANGES)
   with pytest.raises(ValueError, match='the cause') as failed, uploaded(run):
     raise ValueError('the cause')
   trouble.end()

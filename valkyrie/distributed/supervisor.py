@@ -208,7 +208,7 @@ def _about_a_kill(code: int) -> str:
 
 def _append(model_dir: str, line: bytes) -> None:
   """Adds a line to the reports of a run."""
-  if bucket.is_address(model_dir):
+  if bucket.is_bucket(model_dir):
     bucket.Bucket(model_dir).append(_REPORTS, line)
     return
   with open(pathlib.Path(model_dir, _REPORTS), 'ab') as file:

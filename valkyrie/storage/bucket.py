@@ -231,7 +231,7 @@ class Bucket:
       raise OSError(errno.EIO, _words(error), address) from error
 
 
-def is_address(path: str | os.PathLike) -> bool:
+def is_bucket(path: str | os.PathLike) -> bool:
   """Whether a path is that of a bucket that this module can open."""
   return os.fspath(path).startswith(SCHEME)
 

@@ -10,7 +10,7 @@ import threading
 from typing import NamedTuple
 
 from valkyrie.errors import reason_of, storage_errors
-from valkyrie.storage.bucket import Bucket, Changed, is_address
+from valkyrie.storage.bucket import Bucket, Changed, is_bucket
 from valkyrie.storage.lines import last_of_each_step
 
 _SECONDS = 30.0  # between two uploads
@@ -143,7 +143,7 @@ def opened(model_dir: str | os.PathLike) -> 'str | BucketDirectory':
   """
   if isinstance(model_dir, BucketDirectory):
     return model_dir
-  return BucketDirectory(os.fspath(model_dir)) if is_address(model_dir) else os.fspath(model_dir)
+  return BucketDirectory(os.fspath(model_dir)) if is_bucket(model_dir) else os.fspath(model_dir)
 
 
 def uploaded(model_dir: str | os.PathLike) -> contextlib.AbstractContextManager[None]:
