@@ -231,6 +231,14 @@ def test_what_cannot_be_deleted_is_said_and_tried_again(run, monkeypatch):
   assert present(run) == ['3', '4', '5']
 
 
+def test_what_is_no_file_among_the_lines_of_a_run_prevents_no_save(run):
+  (run / 'supervise.jsonl').mkdir()
+  os.mkfifo(run / 'pipe.jsonl')
+  with Checkpoints().open(run) as checkpoints:
+    checkpoints.save(4, {'w': jnp.ones(3)}, {})
+  assert present(run)[-1] == '4'
+
+
 def test_a_step_of_another_owner_stays(run, monkeypatch):
   said, rename = [], pathlib.Path.rename
 

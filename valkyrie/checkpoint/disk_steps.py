@@ -73,7 +73,8 @@ class DiskSteps:
     (place / 'record.json').write_bytes(record)
     for lines in (*self._root.glob('*.jsonl'), *self._root.glob('*/*.jsonl')):
       with contextlib.suppress(FileNotFoundError, PermissionError):  # of somebody else
-        disk_files.sync(lines)
+        if lines.is_file():
+          disk_files.sync(lines)
     disk_files.write_manifest(place, step)
     place.rename(self.path(step))
     disk_files.sync_directory(self.place)
