@@ -7,6 +7,7 @@ import pytest
 from valkyrie.checkpoint import disk_files, manifest
 from valkyrie.checkpoint.manager import Checkpoints, open_to_read
 from valkyrie.errors import StorageError
+from valkyrie.weights import initial
 
 
 @pytest.fixture
@@ -82,3 +83,19 @@ def test_a_link_for_a_folder_is_found(run, folder):
   (place / 'manifest.sha256').write_bytes(text)
   with pytest.raises(StorageError, match=rf'{folder} is not in manifest\.sha256'):
     open_to_read(run, '3')
+
+
+def test_the_step_of_something_else_has_no_weights(run, tmp_path):
+  with pytest.raises(StorageError, match=r"cannot be read \(KeyError: 'params'\)"):
+    initial.open_source(str(run))
+  with Checkpoints().open(tmp_path / 'other') as checkpoints:
+    checkpoints.save(1, [jnp.ones(3)], {})
+  with pytest.raises(StorageError, match='cannot be read'):
+    initial.open_source(str(tmp_path / 'other'))
+
+
+def test_weights_of_a_record_without_a_vocabulary_have_none(tmp_path):
+  with Checkpoints().open(tmp_path) as checkpoints:
+    checkpoints.save(1, {'params': {'m': {'w': jnp.ones(3)}}}, {})
+  source = initial.open_source(str(tmp_path))
+  assert len(source.tensors) == 1 and source.vocabularies == ['None']

@@ -81,8 +81,8 @@ class StateFiles:
 
   def read_to_host(self, place: pathlib.Path, field: str) -> Any:
     """Reads a field of a state, of whatever model, to the host."""
-    shapes = {field: self._stored(place)[field]}
     with _readable(place):
+      shapes = {field: self._stored(place)[field]}
       to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
       args = ocp.args.PyTreeRestore(shapes, restore_args=to_host, partial_restore=True)
       return self._orbax.restore(place, args=args)[field]
@@ -90,7 +90,7 @@ class StateFiles:
   def _stored(self, place: pathlib.Path) -> Any:
     """The shapes and dtypes of the stored arrays."""
     with _readable(place):
-      tree = self._handler.metadata(epath.Path(place)).tree
+      tree = dict(self._handler.metadata(epath.Path(place)).tree)
       return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
   def close(self) -> None:
