@@ -66,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       if harness is None:
         harness = Harness(pathlib.Path(folder), flags.seed)
         _say(f'an undisturbed run takes {harness.run_seconds:.1f} s')
+      harness.random.seed(f'{flags.seed} {row.name}')  # the same after a stop
       results.add(result := measure(row, harness, _times(row, flags)))
       _say(f'{row.name}: kept {result["kept"]} of {result["injected"]}, {result["seconds"]} s')
   if page := results.documented(FAULTS, PAGE.read_text()):

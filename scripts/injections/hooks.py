@@ -107,8 +107,8 @@ _ACTIONS = {
 class LogIn:
   """Takes the secrets that a tracker of a user's own needs."""
 
-  def __init__(self, api_key, headers, others):
-    del api_key, headers, others
+  def __init__(self, api_key, token, headers, others):
+    del api_key, token, headers, others
 
   def __call__(self, step, state, metrics):
     pass

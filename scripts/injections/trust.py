@@ -91,6 +91,7 @@ def secrets(harness: Harness, times: int) -> Iterator[Trial]:
       '--gin.train.hooks=(@LogIn(), @HashState())',
       f'--gin.login="{SECRET}"',
       '--gin.LogIn.api_key=%login',
+      f'--gin.LogIn.token="{SECRET}"',
       f'--gin.LogIn.headers={{"Authorization": "Bearer {SECRET}", "password": %login}}',
       f'--gin.LogIn.others={TOKENS}',
       steps=2,
