@@ -52,12 +52,18 @@ def hang_up():
   signal.signal(signal.SIGHUP, before)
 
 
-@pytest.fixture(scope='module')
-def gcs():
-  """A server of Cloud Storage; one for the tests of a file, since clients keep its address."""
+@pytest.fixture(scope='session')
+def gcs_server():
+  """A server of Cloud Storage; one for each process, since clients keep its address."""
   from injections.fake_gcs import FakeGcs  # noqa: PLC0415  (the path has scripts/ by now)
 
-  with FakeGcs() as server, pytest.MonkeyPatch.context() as patch:
-    for name, value in server.environment.items():
-      patch.setenv(name, value)
+  with FakeGcs() as server:
     yield server
+
+
+@pytest.fixture
+def gcs(gcs_server, monkeypatch):
+  """The server, which clients of the test find."""
+  for name, value in gcs_server.environment.items():
+    monkeypatch.setenv(name, value)
+  return gcs_server
