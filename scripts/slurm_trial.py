@@ -11,7 +11,6 @@ import pathlib
 import signal
 import sys
 import tempfile
-import time
 
 from faults import conclusion, measure
 from injections.cluster import Cluster
@@ -27,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # after the daemons
   os.environ['JAX_PLATFORMS'] = 'cpu'
   keep_to(CORES[0])
-  began, rows = time.monotonic(), []
+  rows = []
   with tempfile.TemporaryDirectory(prefix='slurm-') as folder:
     place = pathlib.Path(folder, 'cluster')
     place.mkdir()
@@ -42,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Unavailable as reason:
       print(f'error: {reason}', file=sys.stderr)
       return 2
-  text, code = conclusion(rows, time.monotonic() - began)
+  text, code = conclusion(rows)
   print(text)
   return code
 
