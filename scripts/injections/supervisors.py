@@ -62,15 +62,18 @@ def garbage(harness: Harness, times: int) -> Iterator[Trial]:
 def killed(harness: Harness, times: int) -> Iterator[Trial]:
   for number in range(times):
     name, signal = harness.new(), (KILL, HANG_UP, QUIT)[number % 3]
-    code = harness.folder / f'{name}.code'
-    prefix = ('env', '--default-signal=HUP,QUIT', *SUPERVISE, 'sh', '-c')
-    prefix += (f'"$@"; echo $? > {code}.new; mv {code}.new {code}', 'sh')
+    place = harness.folder / f'{name}.code'
+    prefix = ('env', '--default-signal=HUP,QUIT', *SUPERVISE)
+    if signal == KILL:  # which leaves nobody who could wait for the run
+      prefix += ('sh', '-c', f'"$@"; echo $? > {place}.new; mv {place}.new {place}', 'sh')
     process = harness.start(name, '--gin.Pace.seconds=0.2', prefix=prefix)
     wait_for(lambda name=name, at=number: len(harness.hashes(name)) > at, process)
     process.send_signal(signal)
-    process.wait()
-    wait_for(code.exists, None)
-    failure = None if int(code.read_text()) == PREEMPTED else f'exit code {code.read_text()}'
+    code = ended(process)
+    if signal == KILL:
+      wait_for(place.exists, None)
+      code = int(place.read_text())
+    failure = None if code == PREEMPTED else f'exit code {code}'
     done, saved = harness.hashes(name)[-1][0], harness.saved(name)[-1:]
     if failure is None and saved != [done]:
       failure = f'step {done} was executed, but {saved} are saved'
