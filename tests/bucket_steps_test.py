@@ -6,6 +6,8 @@ import re
 import threading
 import time
 
+from etils import epath
+from etils.epath import gpath
 from injections.fake_faults import on, writes_of
 import jax
 import jax.numpy as jnp
@@ -66,6 +68,14 @@ def test_steps_are_saved_kept_and_restored(address):
     open_to_read(address, '3')
   with open_to_read(address, '4') as checkpoints:
     assert checkpoints.latest_step() == 4
+
+
+def test_paths_on_disk_before_change_nothing(address, tmp_path, monkeypatch):
+  monkeypatch.delenv('EPATH_USE_TF', raising=False)
+  gpath._is_tf_installed.cache_clear()
+  assert epath.Path(tmp_path).exists()  # for which epath looks for TensorFlow
+  save(address, 1)
+  assert_has(address, 1)
 
 
 def test_a_run_moves_between_bucket_and_disk(address, tmp_path):

@@ -57,14 +57,13 @@ class Bucket:
       raise ConfigurationError(
         f'{address} is not the address of a folder in a bucket. Use {SCHEME}BUCKET/FOLDER.'
       )
-    # Orbax lists and makes folders by epath: here with gcsfs, not TensorFlow, which takes seconds.
-    os.environ.setdefault('EPATH_USE_TF', 'false')
     missing = [p for p in ('google.cloud.storage', 'gcsfs') if not _is_installed(p)]
     if missing:
       raise ConfigurationError(
         f'{address} needs {", ".join(missing)}, which this Python does not have. '
         "Install them with: pip install 'valkyrie[gcs]'"
       )
+    _use_gcsfs()
     from google.auth import exceptions  # noqa: PLC0415  (a second, only for buckets)
     from google.cloud import storage  # noqa: PLC0415
     from google.cloud.storage.retry import DEFAULT_RETRY  # noqa: PLC0415
@@ -234,6 +233,17 @@ class Bucket:
 def is_bucket(path: str | os.PathLike) -> bool:
   """Whether a path is that of a bucket that this module can open."""
   return os.fspath(path).startswith(SCHEME)
+
+
+def _use_gcsfs() -> None:
+  """Lets epath, by which Orbax lists and makes folders, use gcsfs instead of TensorFlow.
+
+  TensorFlow takes seconds to import. epath keeps its choice, which a path on disk may have caused.
+  """
+  from etils.epath import gpath  # noqa: PLC0415  (only for buckets)
+
+  os.environ.setdefault('EPATH_USE_TF', 'false')
+  gpath._is_tf_installed.cache_clear()
 
 
 def _object(blob: Any) -> Object:
