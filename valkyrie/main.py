@@ -314,15 +314,16 @@ def run(
   flags, gin_flags = parse_command_line(arguments)
   from valkyrie.config.load import check_call, load_gin  # noqa: PLC0415, imports gin
 
-  model_dir = run_directory.opened(flags.model_dir or _default_model_dir(flags.gin_file))
+  directory = run_directory.opened(flags.model_dir) if flags.model_dir else None
   load_gin(
     flags.gin_file or (),
     gin_flags,
-    run=None if flags.gin_file else model_dir,
+    run=None if flags.gin_file else directory,
     search_paths=[path for paths in flags.gin_search_paths for path in paths.split(',') if path],
     allowed_imports=flags.gin_allow_import,
     modules=modules,
   )
+  model_dir = directory or _default_model_dir(flags.gin_file)
   if flags.processes is not None:
     from valkyrie.checkpoint.storage import steps_of  # noqa: PLC0415, imports jax
     from valkyrie.distributed.preemption import Preemption  # noqa: PLC0415, imports gin
