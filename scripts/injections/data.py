@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from injections.harness import BYTES, Harness, ended, write_store
+from injections.harness import BYTES, Harness, write_store
 from injections.table import Trial, fault
 from valkyrie.data.feed import TaskFeed
 from valkyrie.data.token_store import TokenStore, read_information
@@ -91,8 +91,8 @@ def in_a_run(harness: Harness, times: int) -> Iterator[Trial]:
       shutil.rmtree(shard)
     else:
       alter(shard, 5, 999 if damage == 'token' else 100)
-    code = ended(harness.start(name, f'--gin.TaskFeed.data_dir="{data}"'))
-    failure = None if code == BAD_DATA else f'exit code {code}: {harness.said(name)[-300:]}'
+    process = harness.start(name, f'--gin.TaskFeed.data_dir="{data}"')
+    failure = harness.ending(name, process, BAD_DATA)
     names = (shard.name, str(store), '' if damage == 'shard' else 'document 0')
     if failure is None and not all(word in harness.said(name) for word in names):
       failure = f'the message is {harness.said(name)[-300:]}'
@@ -179,8 +179,8 @@ def other_columns(harness: Harness, times: int) -> Iterator[Trial]:
     folder.mkdir()
     pyarrow.parquet.write_table(pa.table({'text': [value] * 9}), folder / 'odd.parquet')
     text = ('--gin_file=gin/data/text.gin', f'--gin.text="{folder}"')
-    code = ended(harness.start(name, *text, f'--gin.TaskFeed.data_dir="{folder}"'))
-    failure = None if code == BAD_DATA else f'exit code {code}: {harness.said(name)[-300:]}'
+    process = harness.start(name, *text, f'--gin.TaskFeed.data_dir="{folder}"')
+    failure = harness.ending(name, process, BAD_DATA)
     message = f'odd.parquet has {value!r} in the column text, but a text was expected'
     if failure is None and message not in harness.said(name):
       failure = f'the message is {harness.said(name)[-300:]}'

@@ -66,8 +66,7 @@ def broken_saves(harness: Harness, times: int) -> Iterator[Trial]:
   for number in range(times):
     name, failures = harness.new(), 1 + number % 2 * 2
     hooks = f'--gin.FailSaves.times={failures}', '--gin.train.hooks=(@FailSaves(), @HashState())'
-    code = ended(harness.start(name, *hooks))
-    failure = None if code == 0 else f'exit code {code}: {harness.said(name)[-300:]}'
+    failure = harness.ending(name, harness.start(name, *hooks))
     said = harness.said(name).count('Input/output error; the steps before are unchanged')
     if failure is None and (said != failures or harness.saved(name)[-1:] != [STEPS]):
       failure = f'{said} failures were reported, {harness.saved(name)} are saved'
@@ -171,8 +170,7 @@ def renamed(harness: Harness, times: int) -> Iterator[Trial]:
     wait_for(lambda run=moved, least=1 + 3 * number: len(harness.hashes(run)) > least, first)
     place.rename(harness.folder / moved)
     second = harness.start(name)
-    code = ended(first)
-    failure = None if code == STORAGE else f'exit code {code}: {harness.said(name)[-300:]}'
+    failure = harness.ending(name, first, STORAGE)
     if (code := ended(second)) and failure is None:
       failure = f'the other one ended with {code}: {harness.said(name)[-300:]}'
     harness.run(moved)
@@ -211,18 +209,21 @@ def undeletable(harness: Harness, times: int) -> Iterator[Trial]:
   full=3,
 )
 def second_trainer(harness: Harness, times: int) -> Iterator[Trial]:
-  for _ in range(times):
+  for at in range(3, 3 + times):
     name = harness.new()
-    first = harness.start_and_hold(name, 3)
-    second = ended(harness.start(name, f'--gin.HashState.path="{harness.folder / name}.second"'))
-    failure = None if second == STORAGE else f'exit code {second}'
-    if failure is None and f'process {first.pid} on' not in harness.said(name):
-      failure = 'the first one was not named'
-    harness.release(name)
-    if (code := ended(first)) and failure is None:
-      failure = f'the first one ended with {code}'
-    yield Trial('while it trains', failure or harness.difference(name))
+    yield Trial(f'after step {at}', refused_beside(harness, name, at))
     harness.forget(name)
+
+
+def refused_beside(harness: Harness, name: str, at: int, **options) -> str | None:
+  """Why a trainer disturbs one that waits after a step, or is not refused; None otherwise."""
+  first = harness.start_and_hold(name, at, **options)
+  second = harness.start(name, f'--gin.HashState.path="{harness.folder / name}.second"', **options)
+  failure = harness.ending(name, second, STORAGE)
+  if f'process {first.pid} on' not in harness.said(name):
+    failure = failure or 'the first one was not named'
+  harness.release(name)
+  return failure or harness.outcome(name, first)
 
 
 @fault(
@@ -242,8 +243,7 @@ def in_a_line(harness: Harness, times: int) -> Iterator[Trial]:
       short = wait_for(lambda file=metrics: file.stat().st_size % _PAGE == 0, process)
       wait_for(lambda name=name: len(harness.hashes(name)) >= STEPS - 2, process)
       (disk / 'ballast').unlink()
-      code = ended(process)
-      failure = None if code == 0 else f'exit code {code}: {harness.said(name)[-300:]}'
+      failure = harness.ending(name, process)
       if failure is None and not short:
         failure = 'the disk was never full'
       for file in sorted((disk / 'run').rglob('*.jsonl')):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from injections.disks import STORAGE
+from injections.disks import STORAGE, refused_beside
 from injections.harness import Harness, ended
 from injections.table import Trial, fault
 
@@ -38,18 +38,10 @@ def second_trainer(harness: Harness, times: int) -> Iterator[Trial]:
   for at in range(3, 3 + times):
     name = harness.new()
     unlocked = harness.customized(f'{name}.python', NO_LOCKS)
-    first = harness.start_and_hold(name, at, environment=unlocked)
-    hashes = f'--gin.HashState.path="{harness.folder / name}.second"'
-    code = ended(harness.start(name, hashes, environment=unlocked))
-    failure = None if code == STORAGE else f'exit code {code}'
-    if failure is None and f'process {first.pid} on' not in harness.said(name):
-      failure = 'the first one was not named'
-    harness.release(name)
-    if (code := ended(first)) and failure is None:
-      failure = f'the first one ended with {code}'
+    failure = refused_beside(harness, name, at, environment=unlocked)
     if (harness.folder / name / 'trainer.lease').exists():
       failure = failure or 'its lease was left'
-    yield Trial(f'after step {at}', failure or harness.difference(name))
+    yield Trial(f'after step {at}', failure)
     harness.forget(name)
 
 

@@ -171,9 +171,19 @@ class Harness:
 
   def run(self, name: str, *flags: str, steps: int = STEPS, code: int = 0, **options) -> None:
     """Runs `name` to its end, and checks its exit code."""
-    actual = ended(self.start(name, f'--gin.train_steps={steps}', *flags, **options))
-    if actual != code:
-      raise AssertionError(f'exit code {actual}, expected {code}: {self.said(name)[-400:]}')
+    process = self.start(name, f'--gin.train_steps={steps}', *flags, **options)
+    if failure := self.ending(name, process, code):
+      raise AssertionError(failure)
+
+  def ending(self, name: str, process: subprocess.Popen, code: int = 0) -> str | None:
+    """Waits for the end of a process of a run; None if it ends with this exit code."""
+    if (found := ended(process)) == code:
+      return None
+    return f'exit code {found}, expected {code}: {self.said(name)[-400:]}'
+
+  def outcome(self, name: str, process: subprocess.Popen) -> str | None:
+    """Waits for the end of a run; None if it ends well, as an undisturbed one."""
+    return self.ending(name, process) or self.difference(name)
 
   def said(self, name: str) -> str:
     """The output of all processes of a run."""

@@ -106,9 +106,7 @@ def under_nohup(harness: Harness, times: int) -> Iterator[Trial]:
     process = harness.start(name, '--gin.Pace.seconds=0.05', prefix=('nohup',))
     wait_for(lambda name=name, at=at: len(harness.hashes(name)) >= at, process)
     process.send_signal(HANG_UP)
-    code = ended(process)
-    failure = harness.difference(name) if code == 0 else f'exit code {code}'
-    yield Trial(f'after step {at}', failure)
+    yield Trial(f'after step {at}', harness.outcome(name, process))
     harness.forget(name)
 
 
@@ -129,7 +127,6 @@ UNREAD = {
 def unread(harness: Harness, times: int) -> Iterator[Trial]:
   for what in list(UNREAD)[:times]:
     name = harness.new()
-    code = ended(harness.start(name, prefix=('bash', '-c', UNREAD[what], 'bash')))
-    failure = harness.difference(name) if code == 0 else f'exit code {code}'
-    yield Trial(what, failure)
+    process = harness.start(name, prefix=('bash', '-c', UNREAD[what], 'bash'))
+    yield Trial(what, harness.outcome(name, process))
     harness.forget(name)

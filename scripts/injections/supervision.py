@@ -91,8 +91,7 @@ def paused(harness: Harness, times: int) -> Iterator[Trial]:
     time.sleep(DEADLINE + 4)
     went_on = len(harness.hashes(name)) > done
     os.killpg(process.pid, signal.SIGCONT)
-    code = ended(process)
-    failure = harness.difference(name) if code == 0 else f'exit code {code}'
+    failure = harness.outcome(name, process)
     if went_on or harness.repeated(name):
       failure = 'it was not stopped' if went_on else 'it was restarted'
     yield Trial(f'{"" if supervised else "not "}supervised, after step {done}', failure)
@@ -104,9 +103,7 @@ def killed(harness: Harness, times: int) -> Iterator[Trial]:
   for _ in range(times):
     name = harness.new()
     process = harness.start(name, '--gin.Act.at=9', '--gin.Act.action="kill"', prefix=SUPERVISE)
-    code = ended(process)
-    failure = harness.difference(name) if code == 0 else f'exit code {code}'
-    yield Trial('at step 9', failure)
+    yield Trial('at step 9', harness.outcome(name, process))
     harness.forget(name)
 
 

@@ -25,8 +25,7 @@ def unwritable(harness: Harness, times: int) -> Iterator[Trial]:
       prefix = ('sh', '-c', f'exec "$@" {what}', 'sh', *SUPERVISE)
     else:
       (harness.folder / name / 'supervise.jsonl').mkdir(parents=True)
-    code = ended(harness.start(name, *KILLED, prefix=prefix))
-    failure = harness.difference(name) if code == 0 else f'exit code {code}'
+    failure = harness.outcome(name, harness.start(name, *KILLED, prefix=prefix))
     said = 'supervise.jsonl cannot be written (Is a directory)' in harness.said(name)
     if failure is None and not (said or what.startswith('2>')):
       failure = 'it was not said'
@@ -44,8 +43,7 @@ def garbage(harness: Harness, times: int) -> Iterator[Trial]:
   for at in range(5, 5 + times):
     name = harness.new()
     act = (f'--gin.Act.at={at}', '--gin.Act.action="garbage"')
-    code = ended(harness.start(name, *act, prefix=SUPERVISE))
-    failure = harness.difference(name) if code == 0 else f'exit code {code}'
+    failure = harness.outcome(name, harness.start(name, *act, prefix=SUPERVISE))
     found = [end['saved'] for end in harness.endings(name)]
     if failure is None and found != [24]:
       failure = f'supervise.jsonl has {found}'
@@ -106,8 +104,7 @@ def unheard(harness: Harness, times: int) -> Iterator[Trial]:
     *supervise, end = SUPERVISE
     between = (sys.executable, '-c', BETWEEN, str(other) if reused else '')
     prefix = (*supervise, '--start_up_seconds=0.5', end, *between)
-    code = ended(harness.start(name, prefix=prefix))
-    failure = harness.difference(name) if code == 0 else f'exit code {code}'
+    failure = harness.outcome(name, harness.start(name, prefix=prefix))
     if harness.said(name).count('nothing was heard from the command') != 1:
       failure = failure or 'it was not said exactly once'
     if reused and other.read_bytes():

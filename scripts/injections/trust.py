@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 import pathlib
 
-from injections.harness import Harness, ended
+from injections.harness import Harness
 from injections.table import Trial, fault
 
 REFUSED = 78
@@ -34,8 +34,7 @@ def strangers(harness: Harness, times: int) -> Iterator[Trial]:
     text = (harness.folder / 'single.gin').read_text()
     (harness.folder / 'stranger.gin').write_text(text.replace("task = 'letters'", names))
     process = harness.start(name, partition='stranger', environment={'PYTHONPATH': path})
-    code, said = ended(process), harness.said(name)
-    failure = None if code == REFUSED else f'exit code {code}: {said[-300:]}'
+    failure, said = harness.ending(name, process, REFUSED), harness.said(name)
     if '--gin_allow_import=stranger' not in said:
       failure = failure or f'the message is {said[-300:]}'
     if (harness.folder / 'stranger.imported').exists():
@@ -56,9 +55,8 @@ def includes(harness: Harness, times: int) -> Iterator[Trial]:
     text = (harness.folder / 'single.gin').read_text()
     (harness.folder / 'include.gin').write_text(f'{text}\ninclude {file!r}\n')
     secret = {'A_TOKEN': SECRET}
-    code = ended(harness.start(name, partition='include', environment=secret))
-    said = harness.said(name)
-    failure = None if code == REFUSED else f'exit code {code}: {said[-300:]}'
+    process = harness.start(name, partition='include', environment=secret)
+    failure, said = harness.ending(name, process, REFUSED), harness.said(name)
     lines = [SECRET, *pathlib.Path('/etc/passwd').read_text().splitlines()]
     if quoted := [line for line in lines if line in said]:
       failure = f'the message has {quoted}'
