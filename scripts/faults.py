@@ -57,6 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))  # removes what rows have mounted
   results = Results(flags.json, clean_commit(), flags.short, flags.seed)
   chosen = [row for row in FAULTS if _times(row, flags) and _is_chosen(row, flags)]
+  if not chosen:
+    _say(f'no row has a name with {" or ".join(map(repr, flags.only))}')
+    return 2
   with tempfile.TemporaryDirectory(prefix='faults-') as folder:
     harness = None
     for row in chosen:

@@ -110,3 +110,9 @@ def test_the_page_has_the_table_of_a_commit_that_has_all_rows(results):
   for other in (results(short=True), results(commit=None)):
     other.rows = found.rows
     assert other.documented(faults, page) is None
+
+
+def test_a_text_that_no_row_has_is_said():
+  done = faults('--only', 'no such row')
+  assert done.returncode == 2
+  assert "no row has a name with 'no such row'" in done.stderr

@@ -54,10 +54,13 @@ def test_files_are_replaced_and_added_to(address):
   assert not (again / 'train').exists(), 'event files of other processes are not read'
 
 
-def test_a_file_that_was_rewritten_is_replaced(address):
+@pytest.mark.parametrize('deleted', [False, True])
+def test_a_file_that_was_rewritten_is_replaced(address, deleted):
   Bucket(address).write('metrics.jsonl', b'{"step": 1}\n{"st')
   run = opened(address)
   with uploaded(run):
+    if deleted:
+      Bucket(address).delete(Bucket(address).objects('metrics.jsonl'))
     JsonLines(pathlib.Path(run, 'metrics.jsonl')).close()  # removes the torn line
   assert Bucket(address).read('metrics.jsonl')[0] == b'{"step": 1}\n'
 

@@ -126,7 +126,10 @@ class BucketDirectory(os.PathLike):
   def _write_steps(self, name: str, content: bytes) -> None:
     """Replaces lines of steps, and keeps those of steps that another process has added."""
     while True:
-      found, generation = self.bucket.read(name)
+      try:
+        found, generation = self.bucket.read(name)
+      except FileNotFoundError:  # somebody has deleted it
+        found, generation = b'', 0
       complete = found[: found.rfind(b'\n') + 1]  # a torn line is one that content no longer has
       lines = last_of_each_step(complete + content)
       with contextlib.suppress(Changed):
