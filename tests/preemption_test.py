@@ -15,7 +15,7 @@ import tiny_run
 
 from valkyrie import main
 from valkyrie.config.load import load_gin
-from valkyrie.distributed import heartbeat, processes
+from valkyrie.distributed import heartbeat, processes, stop_signals
 from valkyrie.distributed.preemption import Preemption
 from valkyrie.errors import Diverged, Preempted
 from valkyrie.run import train
@@ -133,6 +133,26 @@ def test_preempted_is_raised_even_if_start_up_replaces_it_by_another_error():
       time.sleep(1)
     except Preempted as error:  # like inspect.signature, which jax calls while it traces
       raise TypeError('unsupported callable') from error
+
+
+def test_a_second_signal_does_not_disturb_the_end_of_a_program():
+  handlers = {number: signal.getsignal(number) for number in stop_signals.ALL}
+
+  def signaled_twice():
+    try:
+      with Preemption():
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+      signal.raise_signal(signal.SIGINT)
+
+  try:
+    with pytest.raises(KeyboardInterrupt):  # in a notebook
+      signaled_twice()
+    with pytest.raises(Preempted), stop_signals.of_a_program():
+      signaled_twice()
+  finally:
+    for number, handler in handlers.items():
+      signal.signal(number, handler)
 
 
 @pytest.mark.invariant(14)

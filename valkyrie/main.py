@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 import importlib
 import os
 import pathlib
-import signal
 import sys
 import traceback
 
@@ -18,7 +17,7 @@ from valkyrie.checkpoint.compatibility import KINDS
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.distributed import processes, stop_signals
 from valkyrie.distributed.standard_streams import lasting
-from valkyrie.errors import ConfigurationError, Preempted, UsageError, ValkyrieError, message_of
+from valkyrie.errors import ConfigurationError, UsageError, ValkyrieError, message_of
 from valkyrie.storage import run_directory
 
 # The modules of the configurables. They are imported before gin is locked; none can follow later.
@@ -354,15 +353,12 @@ def run(
 
 def main(arguments: Sequence[str] | None = None, **kinds) -> int:
   """The exit code of `run`; errors are printed on standard error."""
-  with lasting():
+  with lasting(), stop_signals.of_a_program():
     try:
       run(sys.argv[1:] if arguments is None else arguments, **kinds)
       return 0
     except (Exception, KeyboardInterrupt) as error:
       code = _explain(error)
-      if code == Preempted.exit_code:  # a second signal must not change it
-        for number in stop_signals.ALL:
-          signal.signal(number, signal.SIG_IGN)
       processes.end(code, error)
       return code
 

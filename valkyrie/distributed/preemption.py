@@ -83,8 +83,7 @@ class Preemption:
     return self
 
   def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-    for number, handler in self._old_handlers.items():
-      signal.signal(number, handler)
+    stop_signals.restore(self._old_handlers, self._signaled or self._unwinding is not None)
     signal.set_wakeup_fd(self._old_descriptor)
     self._over.set()
     os.write(self._writer, b'\0')  # no signal has this number
