@@ -37,9 +37,9 @@ ROWS = (
   run('v4_8', 'v4:2x2x1'),
 )
 HEAD = (
-  '| flags of `--run_mode=precompile` | rows x tokens | GiB a chip | GB sent a chip | compute, s '
-  '| communication, s | tokens/s a chip | share of peak |\n'
-  '| --- | --- | --- | --- | --- | --- | --- | --- |'
+  '| flags of `--run_mode=precompile` | rows x tokens | GiB a chip | GB sent a chip '
+  '| executed / useful | seconds | of them communication | tokens/s a chip | share of peak |\n'
+  '| --- | --- | --- | --- | --- | --- | --- | --- | --- |'
 )
 
 
@@ -67,12 +67,18 @@ def row(flags: Sequence[str], c: Mapping[str, Any]) -> str:
     f'{c["rows"]} x {tokens:,}',
     f'{c["total_bytes"] / GIB:.1f} of {c["hbm_bytes"] / GIB:.2f}' + ('' if c['fits'] else ' (no)'),
     f'{sent / GB:,.1f}',
-    f'{max(c["estimated_compute_seconds"], c["estimated_memory_seconds"]):.2f}',
+    f'{c["executed_flops"] / c["useful_flops"]:.2f}',
+    _range((c['estimated_instruction_seconds'], c['estimated_cycles_seconds']), '.2f'),
     f'{c["estimated_communication_seconds"]:.2f}',
-    f'{c["estimated_tokens_per_second_per_chip"]:,.0f}',
-    f'{100 * c["estimated_share_of_peak"]:.0f}%',
+    _range(c['estimated_tokens_per_second_per_chip'], ',.0f'),
+    _range(c['estimated_share_of_peak'], '.0%'),
   )
   return f'| {" | ".join(cells)} |'
+
+
+def _range(pair: Sequence[float], form: str) -> str:
+  """By instruction, and by the cycles that the compiler expects."""
+  return ' to '.join(f'{number:{form}}' for number in pair)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

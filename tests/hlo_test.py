@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
-from valkyrie.certificates import collectives, hlo, memory_traffic
+from valkyrie.certificates import collectives, hlo, work
 
 ROWS, WIDTH = 16, 32
 LOCAL = ROWS * WIDTH * 4  # bytes per device
@@ -166,7 +166,7 @@ def test_an_instruction_on_several_lines():
   module = hlo.parse(TPU.replace('  ROOT %scattered', kernel + '  ROOT %scattered'))
   assert module.entry.by_name['kernel'].opcode == 'custom-call'
   assert module.entry.root.name == 'scattered'
-  assert 'splash kernel' in [m.source for m in memory_traffic.of_module(module)]
+  assert 'splash kernel' in [m.source for m in work.of_module(module)]
 
 
 def test_a_loop_of_unknown_length_has_no_trip_count():
@@ -198,7 +198,7 @@ def test_memory_traffic_of_a_tpu_program():
   in_loop = counter + size + 2 * size + size  # counter, slice, permutation, write of the sum
   condition = 2 * scalar + 1
   outside = 2 * scalar + size + 8 * 128 * 4  # copy; fusion: z, and two rows padded to a tile
-  movements = memory_traffic.of_module(hlo.parse(TPU))
+  movements = work.of_module(hlo.parse(TPU))
   assert hlo.total(movements) == 8 * (in_loop + condition) + outside
 
 
@@ -213,7 +213,7 @@ def test_memory_traffic_of_slices_of_a_buffer():
   module = hlo.parse(jax.jit(f).lower(shape).compile().as_text())
   whole = length * width * 4
   # Two results read each row, and write one. With whole arrays per step the factor would be 64.
-  assert 4 * whole <= hlo.total(memory_traffic.of_module(module)) <= 12 * whole
+  assert 4 * whole <= hlo.total(work.of_module(module)) <= 12 * whole
 
 
 def test_text_without_a_program_is_refused():

@@ -91,11 +91,16 @@ def test_zero1_sends_weights_and_gradients_once_per_step(certificates):
     assert (c['largest_collective_in_loops'] or {'bytes': 0})['bytes'] < parameters / 100
 
 
-def test_forward_flops_agree_with_the_traced_products(certificates):
-  """Without attention and remat, the backward pass has twice the products of the forward pass."""
-  for c in certificates:
-    once = c['executed_flops_per_token'] - c['recomputed_flops_per_token']
-    assert once == pytest.approx(c['flops_per_token'], rel=0.1)
+def test_a_program_executes_the_products_of_the_model(tmp_path):
+  """Those of the forward pass, and twice as many backwards, where nothing is computed again."""
+  (c,) = ask(
+    tmp_path / 'run',
+    '--gin.LanguageModel.remat_policy=None',
+    '--gin.StepSettings.remat_chunks=False',
+    partition='zero1',
+  )
+  assert c['useful_flops'] == c['flops_per_token'] * c['tokens_per_step'] / c['chips']
+  assert c['executed_flops'] == pytest.approx(c['useful_flops'], rel=0.1)
 
 
 def test_a_step_that_does_not_fit_ends_with_78_and_a_recommendation(tmp_path, capsys):
@@ -147,8 +152,14 @@ def test_chunks_are_shortened_until_the_step_fits(tmp_path):
 
 def test_the_fastest_change_that_fits_is_recommended():
   before = {'total_bytes': 100}
-  slow = ('slow', {'fits': True, 'total_bytes': 5, 'estimated_tokens_per_second_per_chip': 1.0})
-  fast = ('fast', {'fits': True, 'total_bytes': 9, 'estimated_tokens_per_second_per_chip': 2.0})
+  slow = (
+    'slow',
+    {'fits': True, 'total_bytes': 5, 'estimated_tokens_per_second_per_chip': [1.0, 0.4]},
+  )
+  fast = (
+    'fast',
+    {'fits': True, 'total_bytes': 9, 'estimated_tokens_per_second_per_chip': [2.0, 0.3]},
+  )
   less = ('less', {'fits': False, 'total_bytes': 50})
   more = ('more', {'fits': False, 'total_bytes': 150})
   refused = ('refused', {'fits': False, 'total_bytes': None})
@@ -256,7 +267,11 @@ def test_the_certificate_of_a_tpu_slice(tmp_path):
   assert (c['device_kind'], c['chips'], c['hbm_bytes']) == ('TPU v4', 4, int(30.75 * 2**30))
   assert c['fits'] and c['collective_bytes']['all-gather'] > 0
   assert c['compiler'] == f'libtpu {metadata.version("libtpu")}'
+  parts = c['estimated_seconds_by_part']
+  assert {'products', 'scan', 'memory', 'communication'} == set(parts)
+  both = [sum(seconds) for seconds in zip(*parts.values(), strict=True)]
+  assert both == pytest.approx([c['estimated_instruction_seconds'], c['estimated_cycles_seconds']])
   longest = max(c['estimated_compute_seconds'], c['estimated_memory_seconds'])
-  communication = c['estimated_communication_seconds']
-  assert c['estimated_seconds'] == pytest.approx(longest + communication)
-  assert 0 < c['estimated_share_of_peak'] < 1
+  assert longest < both[0] < both[1]
+  assert c['executed_instructions'] > c['instructions'] / 10
+  assert 0 < c['estimated_share_of_peak'][1] < c['estimated_share_of_peak'][0] < 1

@@ -1,6 +1,7 @@
 """The first seconds of a start: signals, and two trainers at once."""
 
 from collections.abc import Iterator
+import re
 import time
 
 from injections.harness import INT, KILL, TERM, Harness, ended, wait_for
@@ -31,8 +32,8 @@ def ended_early(harness: Harness, times: int) -> Iterator[Trial]:
     took, words, failure = time.monotonic() - began, harness.said(name)[said:], None
     if code not in ENDINGS[signal]:
       failure = f'exit code {code}: {words[-400:]}'
-    elif 'Traceback' in words or 'Exception ignored' in words:
-      failure = f'a traceback: {words[-600:]}'
+    elif trace := re.search('Traceback|Exception ignored', words):
+      failure = f'a traceback: {words[trace.start() :][:900]}'
     yield Trial(f'{signal.name} after {seconds:.2f} s', failure, took)
   harness.run(name)
   if failure := harness.difference(name):

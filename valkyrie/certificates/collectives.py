@@ -57,7 +57,7 @@ class Collective(hlo.Transfer):
 
 def of_module(module: hlo.Module) -> list[Collective]:
   """All collectives. Of a conditional, the branch that sends least is the usual one."""
-  return hlo.transfers(module, functools.partial(_read, module))
+  return [one for one in hlo.transfers(module, functools.partial(_read, module)) if one.bytes]
 
 
 def by_kind(collectives: Sequence[Collective], *, rare: bool = False) -> dict[str, int]:

@@ -1,9 +1,6 @@
-"""Estimated time of a step on a TPU slice. It is not a measurement.
+"""Estimated time of communication on a TPU slice. It is not a measurement.
 
-    seconds = max(operations / peak, bytes / HBM bandwidth) + seconds of communication
-
-The estimate assumes peak FLOP/s, full link bandwidth, and no overlap of communication with other
-work. Kernels below the peak make a program slower than that; hardly anything makes it faster.
+The links have their full bandwidth, and nothing overlaps with other work.
 
 A collective over several axes of a torus uses the links of all of them at once, in both directions
 along a ring and in one direction along a line ("How to Scale Your Model",

@@ -204,7 +204,7 @@ def _bits(dtype: str) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transfer:
-  """An instruction that moves data.
+  """An instruction that moves data, or does other work of a subclass.
 
   bytes: bytes moved in one execution.
   source: the operation's name in jax.
@@ -239,8 +239,7 @@ def transfers(
   @functools.cache
   def within(name: str) -> list[_Transfer]:
     computation = module.computations[name]
-    parts = [part for i in computation.instructions for part in of_one(computation, i)]
-    return [part for part in parts if part.bytes]
+    return [part for i in computation.instructions for part in of_one(computation, i)]
 
   def of_one(computation: Computation, instruction: Instruction) -> Iterator[_Transfer]:
     if instruction.opcode == 'while':

@@ -33,22 +33,8 @@ _SLICES = ('dynamic-slice', 'slice', 'gather')
 _SAME_BYTES = ('bitcast', 'optimization-barrier')
 
 
-def of_module(module: hlo.Module) -> list[hlo.Transfer]:
-  """All instructions with HBM traffic; of a conditional, those of the branch with the least.
-
-  The source of each is the operation's name in jax and the name of the instruction.
-  """
-
-  def read(computation: hlo.Computation, instruction: hlo.Instruction) -> hlo.Transfer | None:
-    if instruction.opcode == 'call':
-      return None
-    source = f'{instruction.op_name} {instruction.name}'.strip()
-    return hlo.Transfer(bytes=_moved(module, computation, instruction), source=source)
-
-  return [transfer for transfer in hlo.transfers(module, read) if not transfer.rare]
-
-
-def _moved(module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction) -> int:
+def moved(module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction) -> int:
+  """The bytes of one execution of an instruction, unless it is a call, a branch or a loop."""
   opcode, results = instruction.opcode, instruction.arrays
   operands = [computation.by_name[name].arrays for name in instruction.operands]
   free = opcode == 'custom-call' and any(call in instruction.attributes for call in _FREE_CALLS)

@@ -55,7 +55,7 @@ def advice(
 def best(tried: Sequence[tuple[Change, Mapping[str, Any]]], before: Mapping[str, Any]) -> str:
   """The fastest change that fits, or else the one with the smallest memory."""
   fitting = [
-    (found.get('estimated_tokens_per_second_per_chip', 0.0), -found['total_bytes'], str(change))
+    (_speed(found)[0], -found['total_bytes'], str(change))
     for change, found in tried
     if found['fits']
   ]
@@ -108,9 +108,13 @@ def _outcome(found: Mapping[str, Any]) -> str:
   if 'not_possible' in found:
     return f'not possible: {found["not_possible"]}'
   size = gib(found['total_bytes']) if found['total_bytes'] else 'more than a device has'
-  speed = found.get('estimated_tokens_per_second_per_chip')
-  by_estimate = f', estimated {speed:,.0f} tokens/s per chip' if speed else ''
+  fast, slow = _speed(found)
+  by_estimate = f', estimated {slow:,.0f} to {fast:,.0f} tokens/s per chip' if fast else ''
   return f'{size}, {"fits" if found["fits"] else "does not fit"}{by_estimate}'
+
+
+def _speed(found: Mapping[str, Any]) -> Sequence[float]:
+  return found.get('estimated_tokens_per_second_per_chip', (0.0, 0.0))
 
 
 def _knobs(worst: Mapping[str, Any], layouts: Sequence[str] | None) -> list[list[Change]]:

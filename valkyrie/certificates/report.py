@@ -1,6 +1,6 @@
 """Text form of a certificate."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -14,16 +14,14 @@ def text(c: Mapping[str, Any]) -> str:
     return '\n'.join([*lines, f'  does not fit: {c["refused"]}'])
   offered = f' of {gib(c["hbm_bytes"])}' if c['hbm_bytes'] else ''
   verdict = {True: ': fits', False: ': DOES NOT FIT', None: ''}[c['fits']]
-  once = c['executed_flops_per_token'] - c['recomputed_flops_per_token']
   lines += [
     f'  memory per chip     {gib(c["total_bytes"])}{offered}{verdict} (arguments '
     f'{gib(c["argument_bytes"])}, temporaries {gib(c["temporary_bytes"])})',
     f'  program             {c["parameters"]:,} parameters; {c["compiler"]}, in '
     f'{c["compile_seconds"]} s: {c["instructions"]:,} instructions, '
     f'{c["code_bytes"] / 1e6:.1f} MB of code',
-    f'  GFLOP per token     {c["flops_per_token"] / 1e9:.3g} for the model; the program executes '
-    f'{c["executed_flops_per_token"] / 1e9:.3g}: {once / 1e9:.3g} once and '
-    f'{c["recomputed_flops_per_token"] / 1e9:.3g} recomputed',
+    f'  products            {c["useful_flops"] / 1e12:.3g} TFLOP per chip and step for the model; '
+    f'the program executes {c["executed_flops"] / c["useful_flops"]:.2f} times as much',
     f'  memory traffic      {c["hbm_traffic_bytes"] / 1e12:.3g} TB per chip and step',
     f'  bytes sent          {_sizes(c["collective_bytes"])} per chip and step',
   ]
@@ -34,22 +32,35 @@ def text(c: Mapping[str, Any]) -> str:
       f'  largest in a loop   {largest["kind"]} of {largest["bytes"] / 1e6:.1f} MB, '
       f'{largest["times"]:,} times: {_short(largest["source"])}'
     )
-  if 'estimated_seconds' in c:
+  if 'estimated_instruction_seconds' in c:
     lines.append(_estimate(c))
   return '\n'.join(lines)
 
 
 def _estimate(c: Mapping[str, Any]) -> str:
+  """The range of the time, and its parts from the longest on."""
+  by_part = sorted(c['estimated_seconds_by_part'].items(), key=lambda one: -one[1][1])
+  parts = ', '.join(f'{name} {_range(seconds, ".2g")}' for name, seconds in by_part)
   axes = c['estimated_communication_seconds_by_axes']
   along = ', '.join(f'{name} {seconds:.2g} s' for name, seconds in axes.items())
+  both = (c['estimated_instruction_seconds'], c['estimated_cycles_seconds'])
+  rates, shares = c['estimated_tokens_per_second_per_chip'], c['estimated_share_of_peak']
   return (
-    f'  estimate, not measured: {c["estimated_seconds"]:.3g} s per step '
-    f'(the longer of compute {c["estimated_compute_seconds"]:.3g} s and memory '
-    f'{c["estimated_memory_seconds"]:.3g} s, plus communication '
-    f'{c["estimated_communication_seconds"]:.2g} s{": " + along if along else ""}); '
-    f'{c["estimated_tokens_per_second_per_chip"]:,.0f} tokens/s per chip, '
-    f'{c["estimated_share_of_peak"]:.1%} of peak'
+    f'  estimate, not measured: {_range(both, ".3g")} s per step; {_range(rates[::-1], ",.0f")} '
+    f'tokens/s per chip, {_range(shares[::-1], ".0%")} of peak\n'
+    f'  seconds by part     {parts}{f"; links {along}" if along else ""}\n'
+    '  the shortest time   each instruction at the peak or at the bandwidth of the memory, one '
+    'after the other. Not priced: elementwise work, heads narrower than a matrix unit, the starts '
+    f'of {c["executed_instructions"]:,} instructions\n'
+    '  the longest time    the cycles that the compiler expects, with all of these, one after the '
+    'other'
   )
+
+
+def _range(pair: Sequence[float], form: str) -> str:
+  """'1.2 to 3.4', or one number if they are equal."""
+  first, second = (f'{number:{form}}' for number in pair)
+  return first if first == second else f'{first} to {second}'
 
 
 def gib(size: float) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import gin
 import jax
 
-from valkyrie.certificates import certificate, collectives, hlo, remedies, report, topologies
+from valkyrie.certificates import certificate, collectives, hlo, remedies, report, topologies, work
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.parse import FLAG
 from valkyrie.config.redact import redact
@@ -104,11 +104,9 @@ def _certificate(
   setup: Setup, phase: Phase, topology: str | None, hbm_bytes: int | None
 ) -> Certificate:
   facts = certificate.describe(setup, phase, topology)
-  traced = setup.trace(phase)
-  facts |= certificate.operations(traced, setup, phase)
   began = time.perf_counter()
   try:
-    compiled = traced.lower().compile()
+    compiled = setup.trace(phase).lower().compile()
   except jax.errors.JaxRuntimeError as error:
     refused = str(error).partition('\n')[0]
     if 'RESOURCE_EXHAUSTED' not in refused:
@@ -123,5 +121,7 @@ def _certificate(
     }
   facts['compile_seconds'] = round(time.perf_counter() - began, 1)
   module = hlo.parse(compiled.as_text() or '')
-  facts |= certificate.memory(compiled, hbm_bytes) | certificate.program(module)
-  return facts | certificate.estimates(facts, collectives.of_module(module), setup)
+  done, sent = work.of_module(module), collectives.of_module(module)
+  facts |= certificate.memory(compiled, hbm_bytes)
+  facts |= certificate.program(module, done, sent, facts)
+  return facts | certificate.estimates(done, sent, facts, setup)

@@ -49,6 +49,7 @@ def first_positions(mask: Array, limit: int) -> Array:
   return jax.vmap(of_row)(mask)
 
 
+@jax.named_scope('attention')
 def bidirectional_attention(
   local: Projections,
   from_global: Projections,

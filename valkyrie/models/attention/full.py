@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import gin
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -99,6 +100,7 @@ class FullAttention(LongformerAttention):
     return self._project_out(out, x.shape[-1]), ()
 
 
+@jax.named_scope('attention')
 def attention_in_chunk(
   q: Array,
   k: Array,

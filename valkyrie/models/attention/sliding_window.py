@@ -196,6 +196,7 @@ def _attend_heads(
   return merge_residues(steps, dilation, time), after
 
 
+@jax.named_scope('attention')
 def sliding_window_attention(
   q: Array,
   k: Array,

@@ -32,6 +32,7 @@ _HIGHEST = lax.Precision.HIGHEST
 _ROWS = 16  # of a block that is inverted by substitution
 
 
+@jax.named_scope('scan')
 def gated_delta_rule(
   q: Array,
   k: Array,

@@ -131,6 +131,7 @@ def _recurrence_backward(form, residuals, cotangent):
 _recurrence.defvjp(_recurrence_forward, _recurrence_backward)
 
 
+@jax.named_scope('scan')
 def diagonal_scan(
   growth: Number, inputs: Number, initial: Number, reset: Array, *, form: str
 ) -> Number:

@@ -37,6 +37,7 @@ def _then(first: _Piece, second: _Piece) -> _Piece:
   return _Piece(second.decay * first.decay, second.decay * first.state + second.state)
 
 
+@jax.named_scope('scan')
 def scan_piece(
   growth: Number, inputs: Number, carry: Number, reset: Array, length: Array, *, form: str
 ) -> tuple[Number, Number]:

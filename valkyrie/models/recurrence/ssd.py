@@ -13,6 +13,7 @@ A reset is no -inf among them: tokens are compared by the count of resets before
 import functools
 from typing import NamedTuple
 
+import jax
 from jax import lax
 import jax.numpy as jnp
 
@@ -36,6 +37,7 @@ def _then(first: _Piece, second: _Piece) -> _Piece:
   return _Piece(second.decay * first.decay, kept + second.state)
 
 
+@jax.named_scope('scan')
 def ssd(
   x: Array, log_decay: Array, b: Array, c: Array, reset: Array, carry: Array, *, slice_size: int
 ) -> tuple[Array, Array]:
