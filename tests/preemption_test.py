@@ -135,6 +135,25 @@ def test_preempted_is_raised_even_if_start_up_replaces_it_by_another_error():
       raise TypeError('unsupported callable') from error
 
 
+def test_an_error_in_place_of_an_interrupt_is_an_interrupt():
+  with pytest.raises(KeyboardInterrupt), stop_signals.of_a_program():
+    try:
+      signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt as error:  # as of an extension that was being imported
+      raise ImportError('while initializing the extension') from error
+  assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_signal_where_nothing_can_be_raised_prints_no_traceback(capfd):
+  class Signaled:
+    def __del__(self):
+      signal.raise_signal(signal.SIGTERM)
+
+  with Preemption():
+    Signaled()
+  assert capfd.readouterr().err == ''
+
+
 def test_a_second_signal_does_not_disturb_the_end_of_a_program():
   handlers = {number: signal.getsignal(number) for number in stop_signals.ALL}
 

@@ -353,9 +353,10 @@ def run(
 
 def main(arguments: Sequence[str] | None = None, **kinds) -> int:
   """The exit code of `run`; errors are printed on standard error."""
-  with lasting(), stop_signals.of_a_program():
+  with lasting():
     try:
-      run(sys.argv[1:] if arguments is None else arguments, **kinds)
+      with stop_signals.of_a_program():
+        run(sys.argv[1:] if arguments is None else arguments, **kinds)
       return 0
     except (Exception, KeyboardInterrupt) as error:
       code = _explain(error)

@@ -78,6 +78,8 @@ class Preemption:
     self._old_handlers = {
       number: signal.signal(number, self._handle) for number in stop_signals.heard()
     }
+    # Python prints what is raised where nothing can be raised, such as in __del__.
+    self._old_unraisable, sys.unraisablehook = sys.unraisablehook, self._unraisable
     self._thread = threading.Thread(target=self._watch, name='preemption', daemon=True)
     self._thread.start()
     return self
@@ -85,6 +87,7 @@ class Preemption:
   def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
     stop_signals.restore(self._old_handlers, self._signaled or self._unwinding is not None)
     signal.set_wakeup_fd(self._old_descriptor)
+    sys.unraisablehook = self._old_unraisable
     self._over.set()
     os.write(self._writer, b'\0')  # no signal has this number
     self._thread.join()
@@ -99,6 +102,11 @@ class Preemption:
     if self._newest is None and self._unwinding is None:
       self._unwinding = number
       raise Preempted(_before_the_first_step(number))
+
+  def _unraisable(self, unraisable: Any) -> None:
+    """Leaves a lost Preempted to `_watch`."""
+    if not isinstance(unraisable.exc_value, Preempted):
+      self._old_unraisable(unraisable)
 
   def _watch(self) -> None:
     while (number := os.read(self._reader, 1)[0]) not in stop_signals.ALL:

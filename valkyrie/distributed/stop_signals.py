@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 import contextlib
 import signal
+import types
 from typing import Any
 
 ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -19,12 +20,32 @@ _of_a_program: list[bool] = []
 
 @contextlib.contextmanager
 def of_a_program() -> Iterator[None]:
-  """The context of a program that ends after its run, and not of a notebook, which goes on."""
+  """The context of a program that ends after its run, and not of a notebook, which goes on.
+
+  An error that stands for KeyboardInterrupt is KeyboardInterrupt again: an import that is
+  interrupted may raise ImportError.
+  """
+  interrupted = False
+
+  def interrupt(number: int, frame: types.FrameType | None) -> None:
+    nonlocal interrupted
+    interrupted = True
+    signal.default_int_handler(number, frame)
+
+  before = signal.getsignal(signal.SIGINT)
+  if before is signal.default_int_handler:
+    signal.signal(signal.SIGINT, interrupt)
   _of_a_program.append(True)
   try:
     yield
+  except Exception as error:
+    if interrupted:
+      raise KeyboardInterrupt from error
+    raise
   finally:
     _of_a_program.pop()
+    if signal.getsignal(signal.SIGINT) is interrupt:
+      signal.signal(signal.SIGINT, before)
 
 
 def restore(handlers: Mapping[signal.Signals, Any], stopped: bool) -> None:
