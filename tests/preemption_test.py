@@ -135,13 +135,37 @@ def test_preempted_is_raised_even_if_start_up_replaces_it_by_another_error():
       raise TypeError('unsupported callable') from error
 
 
-def test_an_error_in_place_of_an_interrupt_is_an_interrupt():
+@pytest.fixture
+def handlers():
+  before = {number: signal.getsignal(number) for number in stop_signals.ALL}
+  yield
+  for number, handler in before.items():
+    signal.signal(number, handler)
+
+
+def test_an_interrupt_ends_a_program_that_imports(tmp_path):
+  """Whatever the module does with KeyboardInterrupt."""
+  (tmp_path / 'importing.py').write_text(
+    'import signal\ntry:\n  signal.raise_signal(signal.SIGINT)\nexcept BaseException:\n  pass\n'
+  )
+  code = (
+    'import sys; from valkyrie import main; sys.argv[1:] = ["--gin_file=gin/tiny_cpu.gin"]; '
+    'main.main(modules=["importing"])'
+  )
+  environment = {**os.environ, 'PYTHONPATH': f'{ROOT}{os.pathsep}{tmp_path}'}
+  done = subprocess.run(
+    [sys.executable, '-c', code], cwd=ROOT, env=environment, capture_output=True, check=False
+  )
+  assert (done.returncode, done.stderr) == (-signal.SIGINT, b'')
+
+
+def test_an_error_in_place_of_an_interrupt_is_an_interrupt(handlers):
   with pytest.raises(KeyboardInterrupt), stop_signals.of_a_program():
+    stop_signals.raise_interrupts()
     try:
       signal.raise_signal(signal.SIGINT)
     except KeyboardInterrupt as error:  # as of an extension that was being imported
       raise ImportError('while initializing the extension') from error
-  assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_signal_where_nothing_can_be_raised_prints_no_traceback(capfd):
@@ -154,9 +178,7 @@ def test_a_signal_where_nothing_can_be_raised_prints_no_traceback(capfd):
   assert capfd.readouterr().err == ''
 
 
-def test_a_second_signal_does_not_disturb_the_end_of_a_program():
-  handlers = {number: signal.getsignal(number) for number in stop_signals.ALL}
-
+def test_a_second_signal_does_not_disturb_the_end_of_a_program(handlers):
   def signaled_twice():
     try:
       with Preemption():
@@ -164,14 +186,10 @@ def test_a_second_signal_does_not_disturb_the_end_of_a_program():
     finally:
       signal.raise_signal(signal.SIGINT)
 
-  try:
-    with pytest.raises(KeyboardInterrupt):  # in a notebook
-      signaled_twice()
-    with pytest.raises(Preempted), stop_signals.of_a_program():
-      signaled_twice()
-  finally:
-    for number, handler in handlers.items():
-      signal.signal(number, handler)
+  with pytest.raises(KeyboardInterrupt):  # in a notebook
+    signaled_twice()
+  with pytest.raises(Preempted), stop_signals.of_a_program():
+    signaled_twice()
 
 
 @pytest.mark.invariant(14)

@@ -4,9 +4,15 @@ Nothing configurable is defined here, since `python -m` imports this module twic
 imported only after the flags are parsed, so that --help is fast.
 """
 
+import signal
+
+if __name__ == '__main__' and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+  signal.signal(signal.SIGINT, signal.SIG_DFL)  # see `stop_signals.of_a_program`
+
 import argparse
 import atexit
 from collections.abc import Mapping, Sequence
+import contextlib
 import importlib
 import os
 import pathlib
@@ -347,15 +353,21 @@ def run(
   if flags.run_mode == 'infer' and 'prompts' not in given:
     given['prompt'] = _read_prompt(flags.prompt)
   check_call(function, *given)
+  stop_signals.raise_interrupts()
   with run_directory.uploaded(model_dir):
     function(**given)
 
 
 def main(arguments: Sequence[str] | None = None, **kinds) -> int:
-  """The exit code of `run`; errors are printed on standard error."""
+  """The exit code of `run`; errors are printed on standard error.
+
+  Args:
+    arguments: the command line; None for that of this process, which ends afterwards.
+    **kinds: of `run`.
+  """
   with lasting():
     try:
-      with stop_signals.of_a_program():
+      with stop_signals.of_a_program() if arguments is None else contextlib.nullcontext():
         run(sys.argv[1:] if arguments is None else arguments, **kinds)
       return 0
     except (Exception, KeyboardInterrupt) as error:

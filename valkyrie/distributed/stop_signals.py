@@ -15,37 +15,45 @@ def heard() -> tuple[signal.Signals, ...]:
   return tuple(number for number in ALL if number != signal.SIGHUP or not ignored)
 
 
-_of_a_program: list[bool] = []
+class _Program:
+  """A program that ends after its run, and not a notebook, which goes on."""
+
+  def __init__(self):
+    self.interrupted = False
+
+  def interrupt(self, number: int, frame: types.FrameType | None) -> None:
+    self.interrupted = True
+    signal.default_int_handler(number, frame)
+
+
+_program: _Program | None = None
 
 
 @contextlib.contextmanager
 def of_a_program() -> Iterator[None]:
-  """The context of a program that ends after its run, and not of a notebook, which goes on.
+  """The context of a program that ends after its run.
 
-  An error that stands for KeyboardInterrupt is KeyboardInterrupt again: an import that is
-  interrupted may raise ImportError.
+  SIGINT ends it at once until `raise_interrupts`: imports that are interrupted raise other errors
+  than KeyboardInterrupt, or none. Later such an error is KeyboardInterrupt again.
   """
-  interrupted = False
-
-  def interrupt(number: int, frame: types.FrameType | None) -> None:
-    nonlocal interrupted
-    interrupted = True
-    signal.default_int_handler(number, frame)
-
-  before = signal.getsignal(signal.SIGINT)
-  if before is signal.default_int_handler:
-    signal.signal(signal.SIGINT, interrupt)
-  _of_a_program.append(True)
+  global _program  # noqa: PLW0603
+  program = _program = _Program()
+  if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's jobs ignore it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
   try:
     yield
   except Exception as error:
-    if interrupted:
+    if program.interrupted:
       raise KeyboardInterrupt from error
     raise
   finally:
-    _of_a_program.pop()
-    if signal.getsignal(signal.SIGINT) is interrupt:
-      signal.signal(signal.SIGINT, before)
+    _program = None
+
+
+def raise_interrupts() -> None:
+  """Lets SIGINT raise KeyboardInterrupt in a program from now on."""
+  if _program and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+    signal.signal(signal.SIGINT, _program.interrupt)
 
 
 def restore(handlers: Mapping[signal.Signals, Any], stopped: bool) -> None:
@@ -55,4 +63,4 @@ def restore(handlers: Mapping[signal.Signals, Any], stopped: bool) -> None:
   with another code, or a traceback.
   """
   for number, handler in handlers.items():
-    signal.signal(number, signal.SIG_IGN if stopped and _of_a_program else handler)
+    signal.signal(number, signal.SIG_IGN if stopped and _program else handler)
