@@ -12,6 +12,7 @@ import pytest
 import tiny
 
 from valkyrie import main
+from valkyrie.certificates import collectives, hlo
 from valkyrie.config.load import load_gin
 from valkyrie.errors import ConfigurationError
 from valkyrie.sharding.partitioner import Partitioner, constrain
@@ -51,12 +52,12 @@ def batch(dtype):
   return widen(made._replace(weights=weighed), dtype)
 
 
-def of_step(model, remat_chunks=True):
+def of_step(model, remat_chunks=True, backprop_chunks=3):
   """The pure function (params, carry, batch) -> (gradient, carry, sums)."""
 
   def of(params, carry, batch):
     compute = functools.partial(
-      tbptt.gradients, model, backprop_chunks=3, remat_chunks=remat_chunks
+      tbptt.gradients, model, backprop_chunks=backprop_chunks, remat_chunks=remat_chunks
     )
     return shard_map_step(compute, model, params, carry, batch, chunk_size=8, backward=True)
 
@@ -73,15 +74,15 @@ def assert_replicas_agree(tree):
 
 
 @functools.cache
-def gradients(name, dtype, *bindings):
-  """(gradient, carry, sums) of a step."""
+def gradients(name, dtype, *bindings, backprop_chunks=3, **options):
+  """(gradient, carry, sums) of a step, and its layout; options are those of the model."""
   with jax.enable_x64(dtype == 'float64'):
     layout = layout_of(name, *bindings)
-    model = tiny.model(compute_dtype=dtype)
+    model = tiny.model(compute_dtype=dtype, **options)
     params, carry = widen(tiny.init(model, ROWS), dtype)
     state = {'params': params, 'carry': carry}
     state = jax.device_put(state, tiny.shardings(layout, model, params, carry))
-    step = layout.jit(of_step(model))
+    step = layout.jit(of_step(model, backprop_chunks=backprop_chunks))
     found = step(state['params'], state['carry'], layout.place_batch(batch(dtype)))
     assert_replicas_agree(found)
     return jax.device_get(found), layout
@@ -99,13 +100,62 @@ def relative(a, b):
 @pytest.mark.parametrize('name', SPLIT)
 def test_a_layout_changes_no_loss_no_gradient_and_no_carry(name):
   """In float64; in float32, and in two processes, it is in processes_test.py."""
-  (one, _), (many, layout) = gradients('single', 'float64'), gradients(name, 'float64')
+  many, layout = gradients(name, 'float64')
   assert layout.mesh.size == 8
-  gradient, carry, sums = many
+  assert_equal(many, gradients('single', 'float64')[0])
+
+
+def assert_equal(found, expected):
+  """Two results of `of_step` in float64 are the same."""
+  (gradient, carry, sums), one = found, expected
   np.testing.assert_allclose(sums.loss, one[2].loss, rtol=1e-10)
   assert (sums.weight, sums.beyond_window) == (one[2].weight, one[2].beyond_window)
   assert relative(gradient, one[0]) <= 1e-10
   assert relative(carry, one[1]) <= 1e-10
+
+
+@pytest.mark.invariant(6)
+@pytest.mark.parametrize(
+  'name, mesh, options',
+  [
+    ('fsdp', None, {'backprop_chunks': 1}),
+    ('fsdp', None, {'planner': tiny.planner, 'layers': 4}),
+    ('context_fsdp', '(("data", 2), ("time", 4))', {'backprop_chunks': 1}),
+  ],
+)
+def test_layers_that_gather_their_weights_change_nothing(name, mesh, options):
+  """With the gradient cut between chunks, with a planner, and with rows and time over devices."""
+  bindings = [f'--gin.Partitioner.mesh={mesh}'] if mesh else []
+  found, _ = gradients(name, 'float64', *bindings, **options)
+  assert_equal(found, gradients('single', 'float64', **options)[0])
+
+
+@pytest.mark.parametrize('remat_policy, passes', [('nothing', 3), (None, 2)])
+def test_a_layer_gathers_its_weights_once_for_each_pass_and_chunk(remat_policy, passes):
+  """And scatters its gradient once for each chunk; all others move once."""
+  layout = layout_of('fsdp')
+  model = tiny.model(remat_policy=remat_policy)
+  params, carry = tiny.init(model, ROWS)
+  placed = tiny.shardings(layout, model, params, carry)
+  state = jax.device_put({'params': params, 'carry': carry}, placed)
+  arguments = state['params'], state['carry'], layout.place_batch(batch('float32'))
+  compiled = layout.jit(of_step(model)).lower(*arguments).compile()
+  sent = collectives.of_module(hlo.parse(compiled.as_text()))
+
+  def split(in_layers):
+    """Bytes of the parts that the other devices hold."""
+    return sum(
+      leaf.nbytes * 7 // 8
+      for module, group in params.items()
+      for name, leaf in group.items()
+      if ('layers/' in module) == in_layers and any(placed['params'][module][name].spec)
+    )
+
+  inside = collectives.by_kind([one for one in sent if one.in_loop])
+  outside = collectives.by_kind([one for one in sent if not one.in_loop])
+  assert inside['all-gather'] == passes * PHASE.chunks * split(in_layers=True)
+  assert outside['all-gather'] == split(in_layers=False)
+  assert inside['reduce-scatter'] == PHASE.chunks * split(in_layers=True)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ import numpy as np
 
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.lora import adapted, adapters
-from valkyrie.sharding import sequence_parallel
+from valkyrie.sharding import layer_weights, sequence_parallel
 from valkyrie.types import Array, Axes, DType
 
 # {(module, parameter): (axes, cast)} of the parameters made so far, inside `declarations.declared`.
@@ -58,7 +58,12 @@ def parameter(
   if record is not None:
     record[current_name(), name] = axes, cast
   dtype = jnp.float32 if cast is None else storage.get()
-  whole = hk.get_parameter(name, shape, dtype, lambda *_: init(shape, jnp.float32).astype(dtype))
+
+  def gathered(following, value, context):
+    return layer_weights.gathered(following(value), context.original_shape, cast)
+
+  with hk.custom_getter(gathered) if layer_weights.axes() else contextlib.nullcontext():
+    whole = hk.get_parameter(name, shape, dtype, lambda *_: init(shape, jnp.float32).astype(dtype))
   lora = adapters.get()
   if lora is None or cast is None or len(shape) != 2 or not lora.fits(f'{current_name()}/{name}'):
     return whole

@@ -51,6 +51,7 @@ class Partitioner:
     axis_rules: Sequence[tuple[str, str | tuple[str, ...] | None]] = (),
     parameter_axes: Sequence[tuple[str, Axes]] = (),
     manual: bool = True,
+    gather_layers: bool = False,
   ):
     """Builds the mesh.
 
@@ -64,6 +65,8 @@ class Partitioner:
         with all weights, gathered once a step. The rules then split rows ('batch') and chunks
         ('time'). False: XLA's partitioner splits every operation by the rules, and inserts the
         communication.
+      gather_layers: in a manual layout: the weights of layers stay split, and each layer gathers
+        its own where it runs, see `layer_weights`.
 
     Raises:
       ConfigurationError: the devices cannot form the mesh, or a rule names an unknown axis or one
@@ -71,6 +74,7 @@ class Partitioner:
     """
     self.mesh = make_mesh(mesh)
     self.manual = manual
+    self.gather_layers = gather_layers
     self.axis_rules = dict(axis_rules)
     self._parameter_axes = tuple(
       (regular_expression('Partitioner.parameter_axes', pattern), axes)
@@ -84,6 +88,7 @@ class Partitioner:
           f'axes {self.mesh.axis_names}. Name one of them, or remove the rule.'
         )
     self._check_manual()
+    self._check_gather_layers()
 
   def _check_manual(self) -> None:
     rows, time = self.axes_of('batch'), self.axes_of('time')
@@ -104,6 +109,28 @@ class Partitioner:
         f'{dict(self.mesh.shape)}, so the devices along it would repeat the same work. Name it in '
         'a rule, or set Partitioner.manual = False if weights are split over it.'
       )
+
+  def _check_gather_layers(self) -> None:
+    if self.gather_layers and not self.manual:
+      raise ConfigurationError(
+        'Partitioner.gather_layers = True needs Partitioner.manual = True: without it XLA gathers '
+        'weights by itself. Remove one of the two bindings.'
+      )
+    over = {self.axes_of(name) for name in self._of_weights()}
+    if self.gather_layers and (len(over) != 1 or self.axes_of('layers')):
+      raise ConfigurationError(
+        f'Partitioner.gather_layers = True needs all weights split over the same mesh axes, but '
+        f'axis_rules split {", ".join(map(repr, self._of_weights())) or "none"}. Use the rule of '
+        "'embed' alone, as gin/partition/context_fsdp.gin."
+      )
+
+  def _of_weights(self) -> list[str]:
+    """The logical axes of parameters that are split."""
+    return [n for n in self.axis_rules if n not in ('batch', 'time') and self.axes_of(n)]
+
+  def weight_axes(self) -> tuple[str, ...]:
+    """The mesh axes over which the weights of layers stay split; empty unless `gather_layers`."""
+    return self.axes_of(self._of_weights()[0]) if self.gather_layers else ()
 
   def axes_of(self, logical: str) -> tuple[str, ...]:
     """The mesh axes over which a logical axis is split, outermost first."""

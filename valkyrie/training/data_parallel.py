@@ -6,7 +6,9 @@
                             sharding of the parameters
 
 No message inside a loop is as large as a parameter. XLA's partitioner would reduce the gradients of
-the same step once for each layer and chunk (`Partitioner.manual` chooses).
+the same step once for each layer and chunk (`Partitioner.manual` chooses). With
+`Partitioner.gather_layers` the weights of layers stay split, and so do their gradients: each layer
+gathers and scatters its own, once for each chunk and pass (see `layer_weights`).
 """
 
 from collections.abc import Sequence
@@ -19,8 +21,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from valkyrie.models.language_model import Model
-from valkyrie.sharding import sequence_parallel
-from valkyrie.sharding.partitioner import as_tuple, current_partitioner
+from valkyrie.sharding import layer_weights, sequence_parallel
+from valkyrie.sharding.partitioner import Partitioner, as_tuple, current_partitioner
 from valkyrie.types import Array, Batch, Carry, Params
 
 
@@ -75,33 +77,60 @@ def shard_map_step(
   def specs(tree, axes):
     return jax.tree.map(lambda leaf: leaf.spec, partitioner.shardings(tree, axes))
 
-  shards = specs(params, model.parameter_axes(partitioner.parameter_axes)) if backward else ()
+  shards = specs(params, model.parameter_axes(partitioner.parameter_axes))
+  kept = _kept_split(model, partitioner, params)
+  held = jax.tree.map(lambda keep, shard: shard if keep else PartitionSpec(), kept, shards)
 
   def of_device(params, carry, batch, rng):
     if rng is not None and rows:
       rng = jax.random.fold_in(rng, lax.axis_index(rows))
-    with sequence_parallel.split_over(time):
+    with (
+      sequence_parallel.split_over(time),
+      layer_weights.split_over(partitioner.weight_axes()),
+    ):
       batch, size = _local_pieces(batch, chunk_size)
       total = _at_least_one(lax.psum(jnp.sum(batch.weights), everywhere))
       gradient, carry, sums = compute(params, carry, batch, total, rng, chunk_size=size)
       carry = sequence_parallel.broadcast_carry(carry)
-    gradient = jax.tree.map(functools.partial(_reduce_scatter, over=everywhere), gradient, shards)
+    if backward:
+      reduce_scatter = functools.partial(_reduce_scatter, over=everywhere)
+      gradient = jax.tree.map(reduce_scatter, gradient, shards, kept)
     return gradient, carry, lax.psum(sums, everywhere)
 
   carries, batches = specs(carry, model.carry_axes(carry)), partitioner.batch_sharding().spec
   return partitioner.shard_map(
     of_device,
-    in_specs=(PartitionSpec(), carries, batches, PartitionSpec()),
-    out_specs=(shards, carries, PartitionSpec()),
+    in_specs=(held, carries, batches, PartitionSpec()),
+    out_specs=(shards if backward else (), carries, PartitionSpec()),
   )(gather_params(model, params), carry, batch, rng)
 
 
 def gather_params(model: Model, params: Params) -> Params:
-  """The weights that each device computes with: replicated and cast under a manual layout."""
+  """The weights with which a step begins: replicated and cast, but for those that layers gather."""
   partitioner = current_partitioner()
   if partitioner is None or not partitioner.manual:
     return params
-  return partitioner.replicate(model.cast(params))
+  kept = _kept_split(model, partitioner, params)
+
+  def gather(keep, leaf, cast):
+    return leaf if keep else partitioner.replicate(cast)
+
+  return jax.tree.map(gather, kept, params, model.cast(params))
+
+
+def _kept_split(model: Model, partitioner: Partitioner, params: Params) -> Any:
+  """Whether the layers gather a parameter: a pytree like `params`."""
+  declared = model.parameters()
+  axes = model.parameter_axes(partitioner.parameter_axes)
+
+  def kept(module, name):
+    of_layer = declared[module][name].axes is not None and 'layers' in axes[module][name]
+    return of_layer and any(partitioner.axes_of(axis) for axis in axes[module][name] if axis)
+
+  return {
+    module: {name: partitioner.gather_layers and kept(module, name) for name in group}
+    for module, group in params.items()
+  }
 
 
 def _local_pieces(batch: Batch, chunk_size: int) -> tuple[Batch, int]:
@@ -123,10 +152,13 @@ def _at_least_one(weight: Array) -> Array:
   return jnp.maximum(weight, 1.0)
 
 
-def _reduce_scatter(gradient: Array, shard: PartitionSpec, over: Sequence[str]) -> Array:
+def _reduce_scatter(
+  gradient: Array, shard: PartitionSpec, scattered: bool, *, over: Sequence[str]
+) -> Array:
   """The sum over all devices, of which each keeps its shard of the parameter."""
   for dimension, axes in enumerate(shard):
     if axes is not None:
-      gradient = lax.psum_scatter(gradient, axes, scatter_dimension=dimension, tiled=True)
+      if not scattered:
+        gradient = lax.psum_scatter(gradient, axes, scatter_dimension=dimension, tiled=True)
       over = [axis for axis in over if axis not in as_tuple(axes)]
   return lax.psum(gradient, tuple(over)) if over else gradient
