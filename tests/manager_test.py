@@ -14,7 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
+from valkyrie.checkpoint import state_files
 from valkyrie.checkpoint.manager import Checkpoints, open_to_read
+from valkyrie.checkpoint.state_files import StateFiles
 from valkyrie.distributed import heartbeat
 from valkyrie.errors import ConfigurationError, Diverged, StorageError
 
@@ -248,3 +250,21 @@ assert 'tensorflow' not in sys.modules
 """
   done = subprocess.run([sys.executable, '-c', script], capture_output=True, text=True, check=True)
   assert done.stderr + done.stdout == ''
+
+
+def test_answers_after_a_failed_read_print_no_traceback(monkeypatch):
+  class Late:
+    def __init__(self, message):
+      self.message = message
+
+    def __del__(self):
+      raise RuntimeError(self.message)
+
+  shown = []
+  monkeypatch.setattr(sys, 'unraisablehook', lambda found: shown.append(str(found.exc_value)))
+  state_files._hide_closed_loops.cache_clear()
+  StateFiles().close()
+  Late('Event loop is closed')
+  Late('another')
+  assert shown == ['another']
+  state_files._hide_closed_loops.cache_clear()

@@ -116,16 +116,22 @@ def assert_equal(found, expected):
 
 @pytest.mark.invariant(6)
 @pytest.mark.parametrize(
-  'name, mesh, options',
+  'name, layout, options',
   [
-    ('fsdp', None, {'backprop_chunks': 1}),
-    ('fsdp', None, {'planner': tiny.planner, 'layers': 4}),
-    ('context_fsdp', '(("data", 2), ("time", 4))', {'backprop_chunks': 1}),
+    ('fsdp', {}, {'planner': tiny.planner, 'layers': 4}),
+    (
+      'context_fsdp',
+      {
+        'mesh': '(("z", 2), ("x", 2), ("y", 2))',
+        'axis_rules': '(("batch", "z"), ("time", ("x", "y")), ("embed", ("z", "x", "y")))',
+      },
+      {'backprop_chunks': 1},
+    ),
   ],
 )
-def test_layers_that_gather_their_weights_change_nothing(name, mesh, options):
-  """With the gradient cut between chunks, with a planner, and with rows and time over devices."""
-  bindings = [f'--gin.Partitioner.mesh={mesh}'] if mesh else []
+def test_layers_that_gather_their_weights_change_nothing(name, layout, options):
+  """With a planner; and over three axes of rows and time, with the gradient cut between chunks."""
+  bindings = [f'--gin.Partitioner.{name}={value}' for name, value in layout.items()]
   found, _ = gradients(name, 'float64', *bindings, **options)
   assert_equal(found, gradients('single', 'float64', **options)[0])
 

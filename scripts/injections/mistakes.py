@@ -27,7 +27,7 @@ MISFITS = (
   ('Partitioner.mesh', '(("data", -1), ("model", -1))'),
   ('Partitioner.mesh', '(("data", 1), ("data", 1))'), ('Partitioner.mesh', '(("data", "one"),)'),
   ('Partitioner.mesh', '"data"'), ('Partitioner.axis_rules', '(("embed", "modle"),)'),
-  ('Partitioner.parameter_axes', '()'), ('Partitioner.parameter_axes', '(("(", ("embed",)),)'),
+  ('Partitioner.gather_layers', 'True'), ('Partitioner.parameter_axes', '(("(", ("embed",)),)'),
   ('StepSettings.loss_spikes', '@S5'), ('LossSpikes.action', '"ignore"'), ('Checkpoints.keep', '0'),
   ('RefusedSteps.allowed', '-1'), ('Preemption.grace_seconds', '-1.0'),
   ('TaskFeed.reset_at', '"line"'), ('vocabulary', '"words"'), ('Block.mixers', '(@Block,)'),

@@ -6,6 +6,7 @@ import errno
 import functools
 import logging
 import pathlib
+import sys
 from typing import Any
 
 from etils import epath
@@ -42,6 +43,7 @@ class StateFiles:
   """Writes one state at a time in the background; each process writes the shards of its devices."""
 
   def __init__(self):
+    _hide_closed_loops()
     logging.getLogger('absl').addFilter(_is_shown)
     # With named processes Orbax uses no collective of the devices as its barrier. Collectives must
     # be dispatched in the same order by all processes, which a separate thread cannot guarantee.
@@ -112,6 +114,18 @@ def _of_clients() -> Iterator[None]:
 def _without_empty_arrays(tree: Any) -> Any:
   """Replaces arrays without elements, which Orbax refuses to save, by None."""
   return jax.tree.map(lambda leaf: leaf if leaf.size else None, tree)
+
+
+@functools.cache
+def _hide_closed_loops() -> None:
+  """Hides a traceback of tensorstore, whose answers may come after Orbax has failed for another."""
+  others = sys.unraisablehook
+
+  def show(unraisable: Any) -> None:
+    if str(unraisable.exc_value) != 'Event loop is closed':
+      others(unraisable)
+
+  sys.unraisablehook = show
 
 
 def _is_shown(record: logging.LogRecord) -> bool:

@@ -15,9 +15,9 @@ import contextvars
 import functools
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 
+from valkyrie.sharding import messages
 from valkyrie.types import Array, DType
 
 _axes: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar('weight_axes', default=())
@@ -55,7 +55,7 @@ def gathered(part: Array, shape: Sequence[int], cast: DType | None) -> Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def _gather(part: Array, over: tuple[str, ...], dimension: int, own: DType, cast: DType) -> Array:
   del own
-  return lax.all_gather(part.astype(cast), over, axis=dimension, tiled=True)
+  return messages.all_gather(part.astype(cast), over, dimension)
 
 
 def _gather_forward(part, over, dimension, own, cast):
@@ -65,7 +65,7 @@ def _gather_forward(part, over, dimension, own, cast):
 def _gather_backward(over, dimension, own, cast, residuals, gradient):
   del cast, residuals
   wide = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
-  return (lax.psum_scatter(wide, over, scatter_dimension=dimension, tiled=True).astype(own),)
+  return (messages.reduce_scatter(wide, over, dimension).astype(own),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from valkyrie.models.language_model import Model
-from valkyrie.sharding import layer_weights, sequence_parallel
+from valkyrie.sharding import layer_weights, messages, sequence_parallel
 from valkyrie.sharding.partitioner import Partitioner, as_tuple, current_partitioner
 from valkyrie.types import Array, Batch, Carry, Params
 
@@ -159,6 +159,6 @@ def _reduce_scatter(
   for dimension, axes in enumerate(shard):
     if axes is not None:
       if not scattered:
-        gradient = lax.psum_scatter(gradient, axes, scatter_dimension=dimension, tiled=True)
+        gradient = messages.reduce_scatter(gradient, as_tuple(axes), dimension)
       over = [axis for axis in over if axis not in as_tuple(axes)]
   return lax.psum(gradient, tuple(over)) if over else gradient

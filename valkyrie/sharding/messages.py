@@ -1,0 +1,29 @@
+"""Gathers and scatters over several mesh axes, inside a `jax.shard_map`.
+
+At most two axes at once: over three axes of a torus, libtpu 0.0.42 makes an all-reduce of either,
+which sends twice the bytes. The axes that leave the smaller array for the others come first in a
+gather, and last in a scatter.
+"""
+
+from collections.abc import Sequence
+
+from jax import lax
+
+from valkyrie.types import Array
+
+_AT_ONCE = 2
+
+
+def all_gather(part: Array, axes: Sequence[str], dimension: int) -> Array:
+  """The array whose parts, along a dimension, the devices of these axes hold, outermost first."""
+  for first in reversed(range(0, len(axes), _AT_ONCE)):
+    part = lax.all_gather(part, tuple(axes[first : first + _AT_ONCE]), axis=dimension, tiled=True)
+  return part
+
+
+def reduce_scatter(x: Array, axes: Sequence[str], dimension: int) -> Array:
+  """This device's part of the sum of x over the devices of these axes, as `all_gather` joins them."""
+  for first in range(0, len(axes), _AT_ONCE):
+    over = tuple(axes[first : first + _AT_ONCE])
+    x = lax.psum_scatter(x, over, scatter_dimension=dimension, tiled=True)
+  return x
