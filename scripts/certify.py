@@ -1,69 +1,55 @@
-"""README's table of certified runs: each row shows the certificate of one precompile command.
+"""Tables of certified runs: each row shows the certificate of one precompile command.
+
+The first table is that of README; the second one, in docs/performance.md, has models that others
+have measured.
 
 PYTHONPATH=. python scripts/certify.py
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import json
 import pathlib
 import subprocess
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
-README = pathlib.Path(__file__).parents[1] / 'README.md'
+ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = pathlib.Path('runs', 'certificates')
 BEGIN, END = '<!-- certified runs: scripts/certify -->', '<!-- end of certified runs -->'
 GIB, GB = 2**30, 1e9
+Certificate = Mapping[str, Any]
 
 
-def run(gin_file: str, topology: str, chunks: int | None = None) -> list[str]:
-  """The flags of a row; `chunks` overrides the number of chunks in the gin file."""
-  flags = [f'--gin_file=gin/{gin_file}.gin', f'--topology={topology}']
-  if chunks is not None:
-    flags += [f'--gin.chunks={chunks}', f'--gin.backprop_chunks={chunks}']
-  return flags
+class Row(NamedTuple):
+  """A run: its flags, and what others have measured of the same model, if so."""
+
+  flags: tuple[str, ...]
+  measured: str = ''
 
 
-ROWS = (
-  run('v4_32', 'v4:4x4x2', 1),
-  run('v4_32', 'v4:4x4x2', 8),
-  run('v4_32', 'v4:4x4x2', 80),
-  run('v4_32', 'v4:4x4x2', 1280),
-  run('v4_32_context', 'v4:4x4x2'),
-  run('v4_32_context', 'v4:4x4x2', 80),
-  run('v4_32_fsdp', 'v4:4x4x2', 80),
-  run('v4_32_tensor2d', 'v4:4x4x2', 80),
-  run('v4_8', 'v4:2x2x1'),
-)
-HEAD = (
-  '| flags of `--run_mode=precompile` | rows x tokens | GiB a chip | GB sent a chip '
-  '| executed / useful | seconds | of them communication | tokens/s a chip | share of peak |\n'
-  '| --- | --- | --- | --- | --- | --- | --- | --- | --- |'
-)
+class Table(NamedTuple):
+  """A table of a page: the form of its lines, and its rows."""
+
+  page: pathlib.Path
+  head: str
+  line: Callable[[Row, Certificate], Sequence[str]]
+  rows: Sequence[Row]
 
 
-def certificate(flags: Sequence[str]) -> Mapping[str, Any] | None:
-  """The certificate of a row, compiled if there is none yet; None if that failed."""
-  name = '_'.join(flag.partition('=')[2].removeprefix('gin/').replace(':', '_') for flag in flags)
-  model_dir = FOLDER / name
-  path = model_dir / 'precompile.json'
-  if not path.exists():
-    command = [sys.executable, '-m', 'valkyrie.main', *flags]
-    code = subprocess.call([*command, '--run_mode=precompile', f'--model_dir={model_dir}'])
-    if not path.exists():
-      print(f'{" ".join(flags)} ended with {code} and wrote no certificate.', file=sys.stderr)
-      return None
-  (found,) = json.loads(path.read_text())
-  return found
+def run(gin_file: str, topology: str, *flags: str, measured: str = '', **macros: int) -> Row:
+  """The row of a gin file on a slice, with other flags and values of macros."""
+  of_macros = (f'--gin.{name}={value}' for name, value in macros.items())
+  return Row(
+    (f'--gin_file=gin/{gin_file}.gin', f'--topology={topology}', *flags, *of_macros), measured
+  )
 
 
-def row(flags: Sequence[str], c: Mapping[str, Any]) -> str:
-  """A line of the table."""
+def _of_run(row: Row, c: Certificate) -> Sequence[str]:
   tokens = c['chunks'] * c['chunk_size']
   sent = sum(c['collective_bytes'].values())
-  cells = (
-    f'`{" ".join(flags)}`',
+  return (
+    f'`{" ".join(row.flags)}`',
     f'{c["rows"]} x {tokens:,}',
     f'{c["total_bytes"] / GIB:.1f} of {c["hbm_bytes"] / GIB:.2f}' + ('' if c['fits'] else ' (no)'),
     f'{sent / GB:,.1f}',
@@ -73,7 +59,15 @@ def row(flags: Sequence[str], c: Mapping[str, Any]) -> str:
     _range(c['estimated_tokens_per_second_per_chip'], ',.0f'),
     _range(c['estimated_share_of_peak'], '.0%'),
   )
-  return f'| {" | ".join(cells)} |'
+
+
+def _beside(row: Row, c: Certificate) -> Sequence[str]:
+  return (
+    f'`{" ".join(row.flags)}`',
+    row.measured,
+    _range(c['estimated_tokens_per_second_per_chip'], ',.0f'),
+    f'{c["total_bytes"] / GIB:.1f}, {c["argument_bytes"] / GIB:.1f}',
+  )
 
 
 def _range(pair: Sequence[float], form: str) -> str:
@@ -81,23 +75,89 @@ def _range(pair: Sequence[float], form: str) -> str:
   return ' to '.join(f'{number:{form}}' for number in pair)
 
 
+def _chunks(count: int) -> dict[str, int]:
+  return {'chunks': count, 'backprop_chunks': count}
+
+
+TABLES = (
+  Table(
+    ROOT / 'README.md',
+    '| flags of `--run_mode=precompile` | rows x tokens | GiB a chip | GB sent a chip '
+    '| executed / useful | seconds | of them communication | tokens/s a chip | share of peak |\n'
+    '| --- | --- | --- | --- | --- | --- | --- | --- | --- |',
+    _of_run,
+    (
+      run('v4_32', 'v4:4x4x2'),
+      run('v4_32', 'v4:4x4x2', **_chunks(80)),
+      run('v4_32_context', 'v4:4x4x2'),
+      run('v4_32_context', 'v4:4x4x2', chunk_size=131072, **_chunks(80)),
+      run('v4_8', 'v4:2x2x1'),
+      run('v5p_64_8b', 'v5p:4x4x4'),
+      run('v4_32_fsdp', 'v4:4x4x2', **_chunks(80)),
+      run('v4_32_tensor2d', 'v4:4x4x2', **_chunks(80)),
+    ),
+  ),
+  Table(
+    ROOT / 'docs' / 'performance.md',
+    '| flags of `--run_mode=precompile` | measured by others: tokens/s a chip | predicted here '
+    '| GiB a chip, of them arguments |\n| --- | --- | --- | --- |',
+    _beside,
+    (
+      run(
+        'decoder_1b',
+        'v6e:4x8',
+        '--gin_file=gin/partition/fsdp.gin',
+        measured='8,927 in int8, with 1.8 GB, of them 0.4 arguments (MaxText)',
+      ),
+      run(
+        'llama3_8b_sgd',
+        'v6e:16x16',
+        '--gin.Optimizer.algorithm=@optax.adamw',
+        '--gin.FullAttention.max_context=8192',
+        measured='7,207 in bfloat16 (MaxText)',
+        batch_size=256,
+        chunk_size=8192,
+      ),
+    ),
+  ),
+)
+
+
+def certificate(flags: Sequence[str]) -> Certificate | None:
+  """The certificate of a run, compiled if there is none yet; None if that failed."""
+  values = (flag.partition('=')[2].removeprefix('gin/') for flag in flags)
+  name = '_'.join(value.translate(str.maketrans(':/@', '___')) for value in values)
+  path = FOLDER / name / 'precompile.json'
+  if not path.exists():
+    command = [sys.executable, '-m', 'valkyrie.main', *flags]
+    code = subprocess.call([*command, '--run_mode=precompile', f'--model_dir={path.parent}'])
+    if not path.exists():
+      print(f'{" ".join(flags)} ended with {code} and wrote no certificate.', file=sys.stderr)
+      return None
+  (found,) = json.loads(path.read_text())
+  return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Prints the table; writes it into README.md when it has all rows."""
+  """Prints the tables, and writes those with all rows into their pages."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--only', default='', help='only rows whose command contains this text')
-  flags = parser.parse_args(arguments)
-  chosen = [row_flags for row_flags in ROWS if flags.only in ' '.join(row_flags)]
-  found = [(row_flags, certificate(row_flags)) for row_flags in chosen]
-  lines = [row(row_flags, c) for row_flags, c in found if c is not None]
-  compilers = ', '.join(sorted({c['compiler'] for _, c in found if c is not None}))
-  table = '\n'.join([HEAD, *lines, '', f'Compiled by {compilers}.'])
-  print(table)
-  if len(chosen) < len(ROWS) or any(c is None for _, c in found):
-    return 0 if all(c is not None for _, c in found) else 1
-  before, _, rest = README.read_text().partition(BEGIN)
-  _, _, after = rest.partition(END)
-  README.write_text(f'{before}{BEGIN}\n{table}\n{END}{after}')
-  return 0
+  only = parser.parse_args(arguments).only
+  failed = False
+  for table in TABLES:
+    chosen = [row for row in table.rows if only in ' '.join(row.flags)]
+    found = {row: c for row in chosen if (c := certificate(row.flags)) is not None}
+    if not chosen:
+      continue
+    failed |= len(found) < len(chosen)
+    lines = [f'| {" | ".join(table.line(row, found[row]))} |' for row in found]
+    compilers = ', '.join(sorted({c['compiler'] for c in found.values()}))
+    text = '\n'.join([table.head, *lines, '', f'Compiled by {compilers}.'])
+    print(text)
+    if len(found) == len(table.rows):
+      before, _, rest = table.page.read_text().partition(BEGIN)
+      table.page.write_text(f'{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}')
+  return int(failed)
 
 
 if __name__ == '__main__':

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny
 
+from valkyrie.certificates import hlo, work
 from valkyrie.errors import ConfigurationError
 from valkyrie.models import language_model, layers
 from valkyrie.models.attention.full import FullAttention
@@ -167,8 +168,30 @@ def test_remat_changes_nothing():
     return jax.jit(jax.grad(loss))(params)
 
   expected = gradient(None)
-  for remat in ('products', 'nothing'):
+  for remat in ('products', 'mlp', 'attention', 'nothing'):
     close(gradient(remat), expected, atol=1e-5)
+
+
+def test_what_a_policy_names_is_not_computed_again():
+  batch, width = tiny.batch((24,)), 24
+
+  def flops(remat):
+    model, params, _ = built(remat_policy=remat)
+
+    def loss(params):
+      features, _ = model.apply(
+        params, model.initial_carry(2), batch.inputs, batch.positions, batch.segment_ids
+      )
+      return jnp.sum(jnp.square(features.hidden))
+
+    program = hlo.parse(jax.jit(jax.grad(loss)).lower(params).compile().as_text())
+    return sum(one.flops * one.times for one in work.of_module(program))
+
+  layers, tokens, d_model = 2, batch.inputs.size, 16
+  of_mlp = layers * tokens * 2 * d_model * 2 * width
+  assert flops('attention') - flops('mlp') == of_mlp
+  assert flops('nothing') > flops('attention')
+  assert flops('mlp') > flops(None)
 
 
 @pytest.mark.invariant(8)

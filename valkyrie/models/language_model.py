@@ -26,11 +26,13 @@ from valkyrie.models.lora import Lora, adapted
 from valkyrie.sharding.partitioner import constrain
 from valkyrie.types import Array, Axes, Carry, Params
 
+_SAVED = jax.checkpoint_policies.save_only_these_names  # names of `checkpoint_name`
 _REMAT_POLICIES = {
   'products': jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    jax.checkpoint_policies.save_only_these_names('attention'),
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _SAVED('attention')
   ),
+  'mlp': _SAVED('attention', 'mlp'),
+  'attention': _SAVED('attention'),
   'nothing': jax.checkpoint_policies.nothing_saveable,
 }
 _COMPUTE_DTYPES = ('float32', 'bfloat16', 'float64')  # float64 for tests, with jax_enable_x64
@@ -75,8 +77,9 @@ class LanguageModel(hk.Module):
         the parameters that every use casts. Updates are rounded to it at random. Norm scales,
         embeddings and the recurrences' rates stay float32.
       remat_policy: the activations of a layer that are saved for the backward pass: 'products'
-        saves matrix products and attention outputs, and recomputes the rest; 'nothing' recomputes
-        all; None saves all.
+        saves matrix products and attention outputs, and recomputes the rest; 'mlp' saves attention
+        outputs and the products of the MLP's width; 'attention' the former alone; 'nothing'
+        recomputes all; None saves all.
       unroll: repeats of the pattern that are compiled one after the other, inside a loop over the
         rest. A loop copies the saved activations into and out of stacked arrays: a few layers on a
         CPU run faster without it, many would compile slowly.

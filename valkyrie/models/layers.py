@@ -15,6 +15,7 @@ import gin
 import haiku as hk
 from haiku.experimental import current_name
 import jax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import numpy as np
 
@@ -156,7 +157,8 @@ class GatedMLP(hk.Module):
     self.width = width
 
   def __call__(self, x: Array) -> Array:
-    gate, hidden = project(x, ('embed', 'mlp'), gate=self.width, hidden=self.width)
+    wide = project(x, ('embed', 'mlp'), gate=self.width, hidden=self.width)
+    gate, hidden = (checkpoint_name(product, 'mlp') for product in wide)
     (out,) = project(jax.nn.silu(gate) * hidden, ('mlp', 'embed'), out=x.shape[-1])
     return out
 
