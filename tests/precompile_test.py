@@ -114,12 +114,14 @@ def test_a_step_that_does_not_fit_ends_with_78_and_a_recommendation(tmp_path, ca
       '--gin.chunk_size=6',
       '--gin.chunks=1',
       '--gin.backprop_chunks=1',
+      '--gin.StepSettings.remat_chunks=False',
       partition='data',
     )
   message = str(caught.value)
   assert caught.value.exit_code == 78
   assert 'per device. A device has 0.00 GiB' in message
   assert '--gin.chunk_size=3 --gin.chunks=2 --gin.backprop_chunks=2: ' in message
+  assert '--gin.StepSettings.remat_chunks=True: ' in message
   assert '--gin.batch_size=4: not possible: batch_size=4 does not divide' in message
   assert 'gin/partition/zero1.gin: ' in message and 'gin/partition/data.gin' not in message
   assert 'No single change is enough. Recommended: add ' in message

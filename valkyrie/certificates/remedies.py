@@ -123,6 +123,8 @@ def _knobs(worst: Mapping[str, Any], layouts: Sequence[str] | None) -> list[list
     [_shorter(worst, parts) for parts in _PARTS if worst['chunk_size'] % parts == 0],
     [Change(flags=[f"{FLAG}LanguageModel.remat_policy='nothing'"])],
   ]
+  if bindings().get('StepSettings.remat_chunks') is False:
+    knobs.append([Change(flags=[f'{FLAG}StepSettings.remat_chunks=True'])])
   if worst['rows'] > 1:
     knobs.append([Change(flags=[f'{FLAG}batch_size={worst["rows"] // 2}'])])
   if layouts is None:
