@@ -88,7 +88,7 @@ TABLES = (
     _of_run,
     (
       run('v4_32', 'v4:4x4x2'),
-      run('v4_32', 'v4:4x4x2', **_chunks(80)),
+      run('v4_32', 'v4:4x4x2', '--gin.StepSettings.remat_chunks=True', **_chunks(80)),
       run('v4_32_context', 'v4:4x4x2'),
       run('v4_32_context', 'v4:4x4x2', chunk_size=131072, **_chunks(80)),
       run('v4_8', 'v4:2x2x1'),
