@@ -393,6 +393,23 @@ def test_the_end_of_a_run_tries_again_until_its_patience_ends(tmp_path, failing)
     checkpoints.save(6, {'w': jnp.ones(3)}, {})
 
 
+def test_a_save_that_fails_after_its_rename_is_made_again(tmp_path, monkeypatch):
+  left, sync = [2], disk_files.sync_directory
+
+  def fail(path):
+    if path.name == 'checkpoints' and left[0]:
+      left[0] -= 1
+      raise OSError(errno.EIO, 'a broken disk', str(path))
+    sync(path)
+
+  monkeypatch.setattr(disk_files, 'sync_directory', fail)
+  monkeypatch.setattr(manager.time, 'sleep', lambda seconds: None)
+  with Checkpoints(patience=60.0).open(tmp_path) as checkpoints:
+    checkpoints.save_now(4, weights(4), {})
+    assert left == [0] and present(tmp_path) == ['4']
+    np.testing.assert_array_equal(checkpoints.restore(target())['w'], weights(4)['w'])
+
+
 def test_processes_agree_on_the_step_of_the_next_save(monkeypatch):
   """Each of three loops is elsewhere when it hears of the failure; none saves before the others."""
   barrier, told = threading.Barrier(3), {}

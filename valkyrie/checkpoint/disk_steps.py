@@ -76,6 +76,8 @@ class DiskSteps:
         if lines.is_file():
           disk_files.sync(lines)
     disk_files.write_manifest(place, step)
+    if self.path(step).exists():  # of a save that failed after its rename
+      _remove(_discarded(self.path(step), step))
     place.rename(self.path(step))
     disk_files.sync_directory(self.place)
 
