@@ -138,6 +138,7 @@ def test_preempted_is_raised_even_if_start_up_replaces_it_by_another_error():
 @pytest.fixture
 def handlers():
   before = {number: signal.getsignal(number) for number in stop_signals.ALL}
+  signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's jobs ignore it
   yield
   for number, handler in before.items():
     signal.signal(number, handler)
@@ -149,7 +150,8 @@ def test_an_interrupt_ends_a_program_that_imports(tmp_path):
     'import signal\ntry:\n  signal.raise_signal(signal.SIGINT)\nexcept BaseException:\n  pass\n'
   )
   code = (
-    'import sys; from valkyrie import main; sys.argv[1:] = ["--gin_file=gin/tiny_cpu.gin"]; '
+    'import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); '
+    'from valkyrie import main; sys.argv[1:] = ["--gin_file=gin/tiny_cpu.gin"]; '
     'main.main(modules=["importing"])'
   )
   environment = {**os.environ, 'PYTHONPATH': f'{ROOT}{os.pathsep}{tmp_path}'}
