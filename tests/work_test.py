@@ -34,6 +34,26 @@ def test_batched_products():
   )
 
 
+def test_all_products_of_a_fusion_count():
+  text = """%inside (p: f32[8,16], q: f32[16,32], r: f32[32,4]) -> f32[8,4] {
+  %p = f32[8,16] parameter(0)
+  %q = f32[16,32] parameter(1)
+  %r = f32[32,4] parameter(2)
+  %first = f32[8,32] convolution(%p, %q), dim_labels=bf_io->bf
+  ROOT %second = f32[8,4] convolution(%first, %r), dim_labels=bf_io->bf
+}
+
+ENTRY %m (a: f32[8,16], b: f32[16,32], c: f32[32,4]) -> f32[8,4] {
+  %a = f32[8,16] parameter(0)
+  %b = f32[16,32] parameter(1)
+  %c = f32[32,4] parameter(2)
+  ROOT %f = f32[8,4] fusion(%a, %b, %c), kind=kOutput, calls=%inside
+}
+"""
+  (fusion,) = [one for one in work.of_module(hlo.parse(text)) if one.flops]
+  assert fusion.flops == 2 * 8 * 16 * 32 + 2 * 8 * 32 * 4
+
+
 def convolution(left, right, out, labels, window):
   text = f"""ENTRY %main (a: f32[1], b: f32[1]) -> f32[1] {{
   %a = f32[{left}] parameter(0)
