@@ -9,7 +9,7 @@ The bytes that a device sends for each layer of P parameters, in bfloat16: 2 P i
 recomputation included, and 4 P for the gradient.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 import contextlib
 import contextvars
 import functools
@@ -17,20 +17,15 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from valkyrie.sharding import messages
+from valkyrie.sharding import messages, scopes
 from valkyrie.types import Array, DType
 
 _axes: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar('weight_axes', default=())
 
 
-@contextlib.contextmanager
-def split_over(axes: Sequence[str]) -> Iterator[None]:
+def split_over(axes: Sequence[str]) -> contextlib.AbstractContextManager[None]:
   """While tracing: weights of layers are split over these mesh axes; over none, they are whole."""
-  token = _axes.set(tuple(axes))
-  try:
-    yield
-  finally:
-    _axes.reset(token)
+  return scopes.within(_axes, tuple(axes))
 
 
 def axes() -> tuple[str, ...]:

@@ -17,7 +17,7 @@ gradients of replicated parameters are summed over the devices afterwards. The `
 with check_vma=False.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 import contextlib
 import contextvars
 from typing import TypeVar
@@ -27,6 +27,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
+from valkyrie.sharding import scopes
 from valkyrie.types import Array, Carry
 
 T = TypeVar('T')
@@ -34,14 +35,9 @@ T = TypeVar('T')
 _axes: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar('time_axes', default=())
 
 
-@contextlib.contextmanager
-def split_over(axes: Sequence[str]) -> Iterator[None]:
+def split_over(axes: Sequence[str]) -> contextlib.AbstractContextManager[None]:
   """While tracing: time is split over these mesh axes, outermost first; over none, it is whole."""
-  token = _axes.set(tuple(axes))
-  try:
-    yield
-  finally:
-    _axes.reset(token)
+  return scopes.within(_axes, tuple(axes))
 
 
 def axes() -> tuple[str, ...]:

@@ -1,25 +1,22 @@
 """The target devices of a program, which need not be attached to this machine."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 import contextlib
 import contextvars
 from typing import Any
 
 import jax
 
+from valkyrie.sharding import scopes
+
 _devices: contextvars.ContextVar[Sequence[Any] | None] = contextvars.ContextVar(
   'devices', default=None
 )
 
 
-@contextlib.contextmanager
-def target_devices(devices: Sequence[Any]) -> Iterator[None]:
+def target_devices(devices: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
   """Inside, programs and meshes are for these devices."""
-  token = _devices.set(tuple(devices))
-  try:
-    yield
-  finally:
-    _devices.reset(token)
+  return scopes.within(_devices, tuple(devices))
 
 
 def current_devices() -> Sequence[Any]:
