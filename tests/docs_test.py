@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -64,34 +65,50 @@ def test_tables_from_other_trainers_name_what_exists():
 
 @pytest.fixture(scope='module')
 def cache(tmp_path_factory):
-  """Of stores, which are those of one page, and of compiled programs, which pages share."""
+  """Of stores and of compiled programs, which pages share."""
   return tmp_path_factory.mktemp('cache')
 
 
-@pytest.mark.parametrize('page', [page for page, blocks in BLOCKS.items() if blocks])
-def test_examples(page, tmp_path, cache):
-  texts = tmp_path / 'my_text'
+@pytest.fixture(scope='module')
+def inputs(tmp_path_factory):
+  """The folder of all pages, with files that a user has; a page leaves nothing else there."""
+  folder = tmp_path_factory.mktemp('user')
+  texts = folder / 'my_text'
   texts.mkdir()
   for number in range(80):
     (texts / f'{number}.txt').write_text(f'This is text number {number}. ' * (1 + number % 9))
   notes = (json.dumps({'text': f'Note {number} of many.'}) for number in range(80))
-  (tmp_path / 'my_notes.jsonl').write_text('\n'.join(notes))
+  (folder / 'my_notes.jsonl').write_text('\n'.join(notes))
   answers = (
     json.dumps({'question': f'Text {n}? ', 'reply': f'This is text number {n}.'}) for n in range(80)
   )
-  (tmp_path / 'my_answers.jsonl').write_text('\n'.join(answers))
-  _write_llama(tmp_path / 'my_llama')
+  (folder / 'my_answers.jsonl').write_text('\n'.join(answers))
+  _write_llama(folder / 'my_llama')
+  return folder
+
+
+@pytest.fixture
+def folder(inputs):
+  """That folder, for one page."""
+  before = set(inputs.iterdir())
+  yield inputs
+  for path in set(inputs.iterdir()) - before:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@pytest.mark.parametrize('page', [page for page, blocks in BLOCKS.items() if blocks])
+def test_examples(page, folder, cache):
   environment = {
     **os.environ,
     'PATH': os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ['PATH']]),
-    'PYTHONPATH': os.pathsep.join([str(ROOT), str(tmp_path)]),
+    'PYTHONPATH': os.pathsep.join([str(ROOT), str(folder)]),
     'VALKYRIE_CACHE': str(cache),
   }
   del environment['JAX_ENABLE_COMPILATION_CACHE']  # as people's processes have it
   for language, file, block in BLOCKS[page]:
     if file:
-      (tmp_path / file).parent.mkdir(exist_ok=True)
-      (tmp_path / file).write_text(block)
+      (folder / file).parent.mkdir(exist_ok=True)
+      (folder / file).write_text(block)
       continue
     command = ['bash', '-eu', '-c', block]
     if language == 'python':
@@ -99,7 +116,7 @@ def test_examples(page, tmp_path, cache):
       assert isinstance(last, ast.Assert) or ast.unparse(last).startswith('check_')
       command = [sys.executable, '-c', block]
     done = subprocess.run(
-      command, cwd=tmp_path, env=environment, check=False, capture_output=True, text=True
+      command, cwd=folder, env=environment, check=False, capture_output=True, text=True
     )
     assert done.returncode == 0, block + done.stderr
   notebook = ROOT / 'docs' / f'{page}.ipynb'
@@ -109,7 +126,7 @@ def test_examples(page, tmp_path, cache):
     ]
     done = subprocess.run(
       [sys.executable, '-c', '\n'.join(''.join(cell['source']) for cell in cells)],
-      cwd=tmp_path,
+      cwd=folder,
       env=environment,
       check=False,
       capture_output=True,

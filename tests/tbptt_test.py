@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import tiny
 
-from valkyrie.training import tbptt
+from valkyrie.training import losses, tbptt
+from valkyrie.training.losses import token_scores
 
 TIME = 24
 
@@ -40,8 +41,7 @@ def direct(params, carry, batch):
   model, _, _ = built()
 
   def loss(params):
-    sums, after = tbptt.chunk_sums(model, params, carry, batch)
-    return sums.loss / jnp.sum(batch.weights), (after, sums)
+    return tbptt.chunk_loss(model, params, carry, batch, total=jnp.sum(batch.weights))
 
   gradient, (after, sums) = jax.grad(loss, has_aux=True)(params)
   return gradient, after, sums
@@ -119,7 +119,7 @@ def test_between_groups_the_gradient_is_cut_and_within_a_group_it_flows():
   def softmax_only():
     def loss(unembedding):
       features, _ = model.apply(params, carry, late.inputs, late.positions, late.segment_ids)
-      scores = tbptt.token_scores(
+      scores = token_scores(
         features._replace(unembedding=unembedding), late.targets, model.about.vocabulary_size
       )
       return jnp.sum(scores.loss * late.weights) / jnp.sum(late.weights)
@@ -162,14 +162,30 @@ def test_every_chunk_draws_its_own_dropout_and_draws_it_again_when_recomputed():
 
   gradient, after, sums = gradients(remat=True)
   assert difference(gradient, gradients(remat=False)[0]) < 1e-5
-  read, expected = jax.jit(functools.partial(tbptt.chunk_sums, model)), 0.0
+  read, expected = jax.jit(functools.partial(tbptt.chunk_loss, model)), 0.0
   for number in range(4):
     chunk = tiny.cut(batch, 6 * number, 6 * number + 6)
-    of_chunk, carry = read(params, carry, chunk, jax.random.fold_in(rng, number))
-    expected += of_chunk.loss
+    loss, (carry, _) = read(params, carry, chunk, jax.random.fold_in(rng, number))
+    expected += loss
   np.testing.assert_allclose(sums.loss, expected, rtol=1e-6)
   for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(carry), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(('backprop_chunks', 'remat'), [(1, False), (4, True), (4, False)])
+def test_slices_of_logits_change_no_gradient(backprop_chunks, remat, monkeypatch):
+  """Slices of 4 tokens of chunks of 6, whose gradients come with their losses or after them."""
+  model, params, carry = built()
+  batch = tiny.batch((7, 13, 4))
+  total = batch.weights.sum()
+  expected, _, sums = gradient_of(6, backprop_chunks, remat)(params, carry, batch, total)
+  monkeypatch.setattr(losses, '_LOGITS_AT_ONCE', 2 * 128 * 4)
+  sliced = functools.partial(
+    tbptt.gradients, model, chunk_size=6, backprop_chunks=backprop_chunks, remat_chunks=remat
+  )
+  gradient, _, same = jax.jit(sliced)(params, carry, batch, total)
+  assert difference(gradient, expected) < 1e-5
+  np.testing.assert_allclose(sums.loss, same.loss, rtol=1e-6)
 
 
 def test_gradients_of_a_narrow_copy_add_up_in_float32():

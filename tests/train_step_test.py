@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -207,6 +208,39 @@ def test_losses_are_the_cross_entropy_and_slices_change_nothing(monkeypatch):
   np.testing.assert_allclose(whole, expected, rtol=1e-4, atol=1e-5)
   monkeypatch.setattr(losses, '_LOGITS_AT_ONCE', 2 * 128 * 4)
   np.testing.assert_allclose(losses.token_losses(features, targets, 50), whole, rtol=1e-5)
+
+
+@pytest.mark.parametrize('z_loss', [0.0, 0.1])
+def test_one_pass_over_the_logits_is_enough_for_their_gradients(z_loss, monkeypatch):
+  random = np.random.default_rng(0)
+  hidden, unembedding = (
+    jnp.asarray(random.normal(size=shape), jnp.float32) for shape in ((2, 13, 8), (128, 8))
+  )
+  targets, weights = random.integers(0, 50, (2, 13)), random.random((2, 13), np.float32)
+
+  def gradient(in_one_pass):
+    def loss(hidden, unembedding, factor):
+      found, sums = losses.weighted_loss(
+        Features(hidden, unembedding), targets, weights, 50, weights.sum(),
+        z_loss=z_loss, in_one_pass=in_one_pass,
+      )  # fmt: skip
+      return factor * found, sums
+
+    return jax.value_and_grad(loss, (0, 1), has_aux=True)
+
+  def products(in_one_pass):
+    """Those with a logit of the whole vocabulary in the result."""
+    program = str(jax.make_jaxpr(gradient(in_one_pass))(hidden, unembedding, 3.0))
+    return len(re.findall(r'f32\[\d+,128\] = dot_general', program))
+
+  expected = gradient(False)(hidden, unembedding, 3.0)
+  monkeypatch.setattr(losses, '_LOGITS_AT_ONCE', 2 * 128 * 4)
+  assert (products(False), products(True)) == (2, 1)
+  for in_one_pass in (False, True):
+    found = gradient(in_one_pass)(hidden, unembedding, 3.0)
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected
+    )
 
 
 def test_a_new_model_knows_nothing():

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 import dataclasses
 import functools
+from typing import Any
 
 import gin
 import jax
@@ -18,7 +19,13 @@ from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.spikes import LossSpikes
-from valkyrie.training.train_step import TrainState, initial_state, make_train_step, state_axes
+from valkyrie.training.train_step import (
+  TrainState,
+  initial_state,
+  make_train_step,
+  state_axes,
+  state_shapes,
+)
 from valkyrie.types import Batch, Carry, TaskFeed
 
 
@@ -89,7 +96,7 @@ class Setup:
     self._check_chunks()
     self._check_time_axis()
     self.optimizer, self.loss_spikes = settings.optimizer(), settings.loss_spikes()
-    shapes = jax.eval_shape(self._initial_state)
+    shapes = state_shapes(self.model, self.optimizer, settings.batch_size, **self._extras())
     self._check_average(shapes)
     axes = state_axes(self.model, self.optimizer, self.partitioner, shapes)
     self.state: TrainState = jax.tree.map(
@@ -100,12 +107,19 @@ class Setup:
 
   def initial_state(self) -> TrainState:
     """The state before the first step, on the mesh."""
-    return self.partitioner.jit(self._initial_state, out_shardings=self._state_shardings())()
+    settings = self.settings
+    return self.partitioner.jit(
+      lambda: initial_state(
+        self.model, self.optimizer, settings.seed, settings.batch_size, **self._extras()
+      ),
+      out_shardings=self._state_shardings(),
+    )()
 
   def initial_carry(self) -> Carry:
     """The empty carry of all rows, on the mesh."""
     shardings = self._state_shardings().carry
-    return self.partitioner.jit(lambda: self._initial_state().carry, out_shardings=shardings)()
+    rows = self.settings.batch_size
+    return self.partitioner.jit(lambda: self.model.initial_carry(rows), out_shardings=shardings)()
 
   def train_step(self, phase: Phase, *, remat: bool = True) -> Callable:
     """The pure step of a phase: (state, batch [B, N·C]) -> (state, metrics).
@@ -202,17 +216,12 @@ class Setup:
     self.model.parameter_axes(note)
     return undeclared
 
-  def _initial_state(self) -> TrainState:
-    settings = self.settings
-    recent = self.loss_spikes.initial()
-    return initial_state(
-      self.model,
-      self.optimizer,
-      settings.seed,
-      settings.batch_size,
-      recent,
-      with_average=settings.average_decay is not None,
-    )
+  def _extras(self) -> dict[str, Any]:
+    """What the train state has besides parameters, moments and carry."""
+    return {
+      'recent': self.loss_spikes.initial(),
+      'with_average': self.settings.average_decay is not None,
+    }
 
   def _state_shardings(self) -> TrainState:
     return jax.tree.map(lambda leaf: leaf.sharding, self.state)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from valkyrie.models.language_model import Model
 from valkyrie.training.deep_supervision import draft_losses
-from valkyrie.training.losses import token_scores
+from valkyrie.training.losses import weighted_loss
 from valkyrie.types import Array, Batch, Carry, Params
 
 
@@ -38,29 +38,51 @@ class Sums(NamedTuple):
   z_loss: Array
 
 
-def chunk_sums(
+def chunk_loss(
   model: Model,
   params: Params,
   carry: Carry,
   chunk: Batch,
   rng: Array | None = None,
   *,
+  total: Array | float = 1.0,
+  z_loss: float = 0.0,
   plan: bool = True,
-) -> tuple[Sums, Carry]:
-  """Reads one chunk [B, C] of every row -> (its sums, the carry after it); rng is for dropout."""
+  in_one_pass: bool = False,
+) -> tuple[Array, tuple[Carry, Sums]]:
+  """Reads one chunk [B, C] of every row.
+
+  Args:
+    model, params, carry, total, rng, z_loss, plan: see `gradients`.
+    chunk: the chunk.
+    in_one_pass: see `losses.weighted_loss`.
+
+  Returns:
+    (the loss divided by `total`, (the carry after the chunk, its sums)).
+  """
   features, carry = model.apply(
     params, carry, chunk.inputs, chunk.positions, chunk.segment_ids, rng, plan
   )
-  scores = token_scores(features, chunk.targets, model.about.vocabulary_size)
-  drafts = draft_losses(features, chunk.targets, model.about.vocabulary_size)
+  size = model.about.vocabulary_size
+  loss, predicted = weighted_loss(
+    features,
+    chunk.targets,
+    chunk.weights,
+    size,
+    total,
+    z_loss=z_loss,
+    in_one_pass=in_one_pass,
+  )
+  drafts = jnp.sum(chunk.weights * draft_losses(features, chunk.targets, size))
   beyond = chunk.weights * (chunk.positions > model.about.window)
-  return Sums(
-    loss=jnp.sum(chunk.weights * scores.loss),
+  sums = Sums(
+    loss=predicted.loss,
     weight=jnp.sum(chunk.weights),
     beyond_window=jnp.sum(beyond),
-    draft_loss=jnp.sum(chunk.weights * drafts),
-    z_loss=jnp.sum(chunk.weights * jnp.square(scores.log_normalizer)),
-  ), carry
+    draft_loss=drafts,
+    z_loss=predicted.squares,
+  )
+  return loss + drafts / total, (carry, sums)
 
 
 def split_chunks(batch: Batch, chunk_size: int) -> Batch:
@@ -106,16 +128,24 @@ def gradients(
   rngs = None if rng is None else jax.vmap(lambda n: jax.random.fold_in(rng, n))(numbers)
   groups = jax.tree.map(lambda x: x.reshape(-1, backprop_chunks, *x.shape[1:]), (chunks, rngs))
 
+  recomputes = remat_chunks and backprop_chunks > 1
+  add_gradient = _add_recomputed if recomputes else _add_saved
+
   def read(params, carry, now):
     """One chunk -> (its share of the loss, (the carry after it, its sums))."""
     chunk, rng = now
-    sums, carry = chunk_sums(model, params, carry, chunk, rng, plan=plan)
-    loss = sums.loss + sums.draft_loss
-    if z_loss:
-      loss += z_loss * sums.z_loss
-    return loss / total, (carry, sums)
-
-  add_gradient = _add_recomputed if remat_chunks and backprop_chunks > 1 else _add_saved
+    return chunk_loss(
+      model,
+      params,
+      carry,
+      chunk,
+      rng,
+      total=total,
+      z_loss=z_loss,
+      plan=plan,
+      # Saved chunks would each hold a gradient of the unembedding.
+      in_one_pass=recomputes or backprop_chunks == 1,
+    )
 
   def accumulate(so_far, chunks):
     carry, gradient = so_far

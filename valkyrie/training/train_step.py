@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from valkyrie.models.declarations import Parameter
 from valkyrie.models.language_model import Model
 from valkyrie.models.parts import sums_of_parts
 from valkyrie.sharding.partitioner import Partitioner
@@ -72,8 +73,41 @@ def initial_state(
   *,
   with_average: bool = False,
 ) -> TrainState:
-  """The state before the first step; pure, so that it can be traced for its shapes."""
+  """The state before the first step; pure."""
   params, carry = model.init(jax.random.key(seed), batch_size)
+  return _before_a_step(model, optimizer, params, carry, recent, with_average)
+
+
+def state_shapes(
+  model: Model,
+  optimizer: Optimizer,
+  batch_size: int,
+  recent: RecentLosses | None = None,
+  *,
+  with_average: bool = False,
+) -> TrainState:
+  """The shapes and dtypes of `initial_state`, without a trace of the whole model."""
+  params = jax.tree.map(
+    lambda parameter: parameter.shape,
+    model.parameters(),
+    is_leaf=lambda node: isinstance(node, Parameter),
+  )
+  return jax.eval_shape(
+    lambda params: _before_a_step(
+      model, optimizer, params, model.initial_carry(batch_size), recent, with_average
+    ),
+    params,
+  )
+
+
+def _before_a_step(
+  model: Model,
+  optimizer: Optimizer,
+  params: Params,
+  carry: Carry,
+  recent: RecentLosses | None,
+  with_average: bool,
+) -> TrainState:
   zero = jnp.zeros((), jnp.int32)
   moments = optimizer.init(rounding.wide(params), model.kinds(params))
   average = jax.tree.map(jnp.copy, params) if with_average else None
