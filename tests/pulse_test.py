@@ -70,7 +70,7 @@ def folder(tmp_path_factory):
 def valkyrie(folder):
   """Starts the command on model_dir `name`, or checks its end: (exit code, output, errors)."""
 
-  def start(name, *arguments):
+  def start(name, *arguments, **world):
     command = [sys.executable, '-m', 'valkyrie.main', f'--gin_file={folder / "run.gin"}']
     command += [f'--model_dir={folder / name}', '--gin_allow_import=state_hashes']
     command += [f'--gin.HashState.path="{folder / name}.hashes"']
@@ -86,6 +86,7 @@ def valkyrie(folder):
         'JAX_ENABLE_COMPILATION_CACHE': 'true',
         'JAX_COMPILATION_CACHE_DIR': str(folder / 'compiled'),
         'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+        **world,
       },
       stdin=subprocess.DEVNULL,
       stdout=subprocess.PIPE,
@@ -104,11 +105,16 @@ def finished(process, code=0):
 
 @pytest.fixture(scope='module')
 def runs(folder, valkyrie):
-  """(a run of 6 steps, one killed after step 5 and resumed, what the resumed one said)."""
+  """(a run of 6 steps, one killed after step 5 and resumed, what the resumed one said).
+
+  The resumed one has another time zone, locale and hash seed.
+  """
   whole, killed = valkyrie('whole'), valkyrie('killed', '--gin.HashState.die_after=5')
   finished(whole)
   finished(killed, -signal.SIGKILL)
-  _, said = finished(valkyrie('killed'))
+  _, said = finished(
+    valkyrie('killed', TZ='Pacific/Kiritimati', LC_ALL='tr_TR.UTF-8', PYTHONHASHSEED='7')
+  )
   return folder / 'whole', folder / 'killed', said
 
 

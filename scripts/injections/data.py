@@ -170,7 +170,6 @@ def short_documents(harness: Harness, times: int) -> Iterator[Trial]:
   'a column of a parquet file with bytes, numbers or lists in place of texts',
   'ends with 65, names file and column',
   full=3,
-  short=1,
 )
 def other_columns(harness: Harness, times: int) -> Iterator[Trial]:
   for value in (b'bytes', 7, ['list'])[:times]:

@@ -78,7 +78,6 @@ def broken_saves(harness: Harness, times: int) -> Iterator[Trial]:
   'a disk that stays full, and is freed for the next start',
   'ends with 74 when its patience is over, leaves no files, continues bit for bit',
   full=5,
-  short=1,
 )
 def full_disk(harness: Harness, times: int) -> Iterator[Trial]:
   for left in range(4096, 4096 * (times + 1), 4096):
@@ -100,7 +99,6 @@ def full_disk(harness: Harness, times: int) -> Iterator[Trial]:
   'a disk remounted read-only',
   'ends with 74 before compilation, continues afterwards',
   full=2,
-  short=1,
 )
 def read_only(harness: Harness, times: int) -> Iterator[Trial]:
   for _ in range(times):
@@ -159,7 +157,6 @@ def linked_step(harness: Harness, times: int) -> Iterator[Trial]:
   'a directory that is renamed while its run trains, and another run in its place',
   'ends with 74 and writes nothing there; both continue bit for bit',
   full=3,
-  short=1,
 )
 def renamed(harness: Harness, times: int) -> Iterator[Trial]:
   for number in range(times):
@@ -185,7 +182,6 @@ def renamed(harness: Harness, times: int) -> Iterator[Trial]:
   'an old step that cannot be deleted',
   'is reported, the run goes on, and deletes it later',
   full=3,
-  short=1,
 )
 def undeletable(harness: Harness, times: int) -> Iterator[Trial]:
   for number in range(times):
@@ -230,7 +226,6 @@ def refused_beside(harness: Harness, name: str, at: int, **options) -> str | Non
   'a disk that is full in the middle of a line of metrics',
   'the lines are whole, and written when there is room; all bit for bit',
   full=3,
-  short=1,
 )
 def in_a_line(harness: Harness, times: int) -> Iterator[Trial]:
   for at in range(3, 3 + times):

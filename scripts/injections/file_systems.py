@@ -32,7 +32,6 @@ os.fsync = fsync
   'no locks: a second trainer on the same directory',
   'is refused with 74, the first one is not disturbed',
   full=2,
-  short=1,
 )
 def second_trainer(harness: Harness, times: int) -> Iterator[Trial]:
   for at in range(3, 3 + times):
@@ -45,7 +44,7 @@ def second_trainer(harness: Harness, times: int) -> Iterator[Trial]:
     harness.forget(name)
 
 
-@fault('no locks: kill -9', 'frees the lease, continues bit for bit', full=2, short=1)
+@fault('no locks: kill -9', 'frees the lease, continues bit for bit', full=2)
 def killed(harness: Harness, times: int) -> Iterator[Trial]:
   for at in range(9, 9 + times):
     name = harness.new()
@@ -59,7 +58,7 @@ def killed(harness: Harness, times: int) -> Iterator[Trial]:
     harness.forget(name)
 
 
-@fault('no flushes of directories', 'ends with 74 before compilation', full=1, short=1)
+@fault('no flushes of directories', 'ends with 74 before compilation', full=1)
 def not_flushed(harness: Harness, times: int) -> Iterator[Trial]:
   for _ in range(times):
     name = harness.new()

@@ -19,7 +19,6 @@ PLANNER = (
   'a planner in a row of 2^30, 2^31 or 2^40 tokens that is never reset',
   'learns the same as near its start, bit for bit',
   full=3,
-  short=1,
 )
 def tokens(harness: Harness, times: int) -> Iterator[Trial]:
   flags = (*PLANNER, '--gin.train/TaskFeed.reset_at="never"')
@@ -33,7 +32,6 @@ def tokens(harness: Harness, times: int) -> Iterator[Trial]:
   '2^30, 2^31 or 2^40 documents in a row',
   'are told apart, and learned as the first ones, bit for bit',
   full=3,
-  short=1,
 )
 def documents(harness: Harness, times: int) -> Iterator[Trial]:
   length = 21

@@ -305,7 +305,6 @@ def one_two_one(harness: Harness, times: int) -> Iterator[Trial]:
   'two processes: a third one with the number of one that lives',
   'is refused with 75, the others are not disturbed',
   full=2,
-  short=1,
 )
 def a_number_twice(harness: Harness, times: int) -> Iterator[Trial]:
   expected(harness)

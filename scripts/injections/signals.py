@@ -24,7 +24,6 @@ def in_any_stage(harness: Harness, times: int) -> Iterator[Trial]:
   'SIGHUP or SIGQUIT, as of a terminal that is closed, in any stage',
   'saves, ends with 75, continues bit for bit',
   full=10,
-  short=2,
   unit='s until it ended',
 )
 def of_a_terminal(harness: Harness, times: int) -> Iterator[Trial]:
@@ -99,7 +98,7 @@ def while_it_hangs(harness: Harness, times: int) -> Iterator[Trial]:
     harness.forget(name)
 
 
-@fault('SIGHUP under nohup', 'does not disturb the run', full=2, short=1)
+@fault('SIGHUP under nohup', 'does not disturb the run', full=2)
 def under_nohup(harness: Harness, times: int) -> Iterator[Trial]:
   for number in range(times):
     name, at = harness.new(), 5 * (1 + number)

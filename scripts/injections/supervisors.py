@@ -16,7 +16,6 @@ KILLED = ('--gin.Act.at=9', '--gin.Act.action="kill"')
   'a supervisor whose file or whose messages cannot be written',
   f'goes on: restarts a killed run, which {BITS}',
   full=3,
-  short=1,
 )
 def unwritable(harness: Harness, times: int) -> Iterator[Trial]:
   for what in ('a folder for supervise.jsonl', '2>&-', '2> /dev/full')[:times]:
@@ -37,7 +36,6 @@ def unwritable(harness: Harness, times: int) -> Iterator[Trial]:
   'garbage and an unknown stage from a supervised run',
   'are ignored, the run is not disturbed',
   full=2,
-  short=1,
 )
 def garbage(harness: Harness, times: int) -> Iterator[Trial]:
   for at in range(5, 5 + times):
@@ -55,7 +53,6 @@ def garbage(harness: Harness, times: int) -> Iterator[Trial]:
   'SIGKILL, SIGHUP or SIGQUIT to a supervisor',
   f'its run saves, ends with 75, {BITS}',
   full=6,
-  short=1,
 )
 def killed(harness: Harness, times: int) -> Iterator[Trial]:
   for number in range(times):
@@ -95,7 +92,6 @@ sys.exit(subprocess.run(command, close_fds=not reused).returncode)
   'a program that closes the pipe between supervisor and run, or reuses its number',
   'is reported once, the run is not disturbed, the other file is not written',
   full=4,
-  short=1,
 )
 def unheard(harness: Harness, times: int) -> Iterator[Trial]:
   for number in range(times):

@@ -70,7 +70,6 @@ def includes(harness: Harness, times: int) -> Iterator[Trial]:
   'passwords, keys and tokens in gin bindings and in the path of a text',
   'are in no file of the run or of its token store',
   full=1,
-  short=1,
 )
 def secrets(harness: Harness, times: int) -> Iterator[Trial]:
   for _ in range(times):

@@ -25,7 +25,6 @@ WORLDS = (
   'the clock a day ahead or behind, another TZ, locale or PYTHONHASHSEED',
   'continues bit for bit',
   full=6,
-  short=1,
 )
 def another_world(harness: Harness, times: int) -> Iterator[Trial]:
   clock = harness.customized('clock', CLOCK)
