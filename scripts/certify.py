@@ -1,7 +1,7 @@
 """Tables of certified runs: each row shows the certificate of one precompile command.
 
-The first table is that of README; the second one, in docs/performance.md, has models that others
-have measured.
+The first table is that of README. Those of docs/performance.md have models that others have
+measured, and models of 8 B parameters on other slices and longer rows.
 
 PYTHONPATH=. python scripts/certify.py
 """
@@ -10,13 +10,14 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 import json
 import pathlib
+import re
+import shlex
 import subprocess
 import sys
 from typing import Any, NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = pathlib.Path('runs', 'certificates')
-BEGIN, END = '<!-- certified runs: scripts/certify -->', '<!-- end of certified runs -->'
 GIB, GB = 2**30, 1e9
 Certificate = Mapping[str, Any]
 
@@ -29,8 +30,9 @@ class Row(NamedTuple):
 
 
 class Table(NamedTuple):
-  """A table of a page: the form of its lines, and its rows."""
+  """A table of a page, where it stands between two comments with its name."""
 
+  name: str
   page: pathlib.Path
   head: str
   line: Callable[[Row, Certificate], Sequence[str]]
@@ -49,7 +51,7 @@ def _of_run(row: Row, c: Certificate) -> Sequence[str]:
   tokens = c['chunks'] * c['chunk_size']
   sent = sum(c['collective_bytes'].values())
   return (
-    f'`{" ".join(row.flags)}`',
+    f'`{shlex.join(row.flags)}`',
     f'{c["rows"]} x {tokens:,}',
     f'{c["total_bytes"] / GIB:.1f} of {c["hbm_bytes"] / GIB:.2f}' + ('' if c['fits'] else ' (no)'),
     f'{sent / GB:,.1f}',
@@ -63,7 +65,7 @@ def _of_run(row: Row, c: Certificate) -> Sequence[str]:
 
 def _beside(row: Row, c: Certificate) -> Sequence[str]:
   return (
-    f'`{" ".join(row.flags)}`',
+    f'`{shlex.join(row.flags)}`',
     row.measured,
     _range(c['estimated_tokens_per_second_per_chip'], ',.0f'),
     f'{c["total_bytes"] / GIB:.1f}, {c["argument_bytes"] / GIB:.1f}',
@@ -79,12 +81,20 @@ def _chunks(count: int) -> dict[str, int]:
   return {'chunks': count, 'backprop_chunks': count}
 
 
+def _mesh(**axes: int) -> str:
+  return f'--gin.Partitioner.mesh={tuple(axes.items())}'
+
+
+HEAD_OF_RUNS = (
+  '| flags of `--run_mode=precompile` | rows x tokens | GiB a chip | GB sent a chip '
+  '| executed / useful | seconds | of them communication | tokens/s a chip | share of peak |\n'
+  '| --- | --- | --- | --- | --- | --- | --- | --- | --- |'
+)
 TABLES = (
   Table(
+    'certified runs',
     ROOT / 'README.md',
-    '| flags of `--run_mode=precompile` | rows x tokens | GiB a chip | GB sent a chip '
-    '| executed / useful | seconds | of them communication | tokens/s a chip | share of peak |\n'
-    '| --- | --- | --- | --- | --- | --- | --- | --- | --- |',
+    HEAD_OF_RUNS,
     _of_run,
     (
       run('v4_32', 'v4:4x4x2'),
@@ -98,6 +108,7 @@ TABLES = (
     ),
   ),
   Table(
+    'measured by others',
     ROOT / 'docs' / 'performance.md',
     '| flags of `--run_mode=precompile` | measured by others: tokens/s a chip | predicted here '
     '| GiB a chip, of them arguments |\n| --- | --- | --- | --- |',
@@ -120,13 +131,32 @@ TABLES = (
       ),
     ),
   ),
+  Table(
+    'large models',
+    ROOT / 'docs' / 'performance.md',
+    HEAD_OF_RUNS,
+    _of_run,
+    (
+      run('v5p_64_8b', 'v5p:8x8x8', _mesh(z=8, x=8, y=8), batch_size=8),
+      run('v5p_64_8b', 'v6e:16x16', _mesh(z=1, x=16, y=16), batch_size=4),
+      run('v5p_64_8b', 'v4:4x4x4', _mesh(z=1, x=4, y=16), batch_size=2),
+      run(
+        'v5p_64_8b',
+        'v5p:8x8x8',
+        _mesh(z=2, x=16, y=16),
+        batch_size=2,
+        chunk_size=10485760,
+      ),
+      run('v5p_64_8b', 'v5p:4x4x4', '--gin_file=gin/models/llama3_8b_hybrid.gin'),
+    ),
+  ),
 )
 
 
 def certificate(flags: Sequence[str]) -> Certificate | None:
   """The certificate of a run, compiled if there is none yet; None if that failed."""
   values = (flag.partition('=')[2].removeprefix('gin/') for flag in flags)
-  name = '_'.join(value.translate(str.maketrans(':/@', '___')) for value in values)
+  name = '_'.join(re.sub(r'[^\w.-]+', '_', value) for value in values)
   path = FOLDER / name / 'precompile.json'
   if not path.exists():
     command = [sys.executable, '-m', 'valkyrie.main', *flags]
@@ -155,8 +185,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = '\n'.join([table.head, *lines, '', f'Compiled by {compilers}.'])
     print(text)
     if len(found) == len(table.rows):
-      before, _, rest = table.page.read_text().partition(BEGIN)
-      table.page.write_text(f'{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}')
+      begin, end = f'<!-- {table.name}: scripts/certify -->', f'<!-- end of {table.name} -->'
+      before, _, rest = table.page.read_text().partition(begin)
+      table.page.write_text(f'{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}')
   return int(failed)
 
 
