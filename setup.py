@@ -52,7 +52,7 @@ setup(
     'gcs': ['gcsfs>=2025.9', 'google-cloud-storage>=3'],  # runs in gs://
     'hf': ['datasets>=3', 'tokenizers>=0.21'],
     'lm-eval': ['lm-eval>=0.4.13'],  # EleutherAI's lm-evaluation-harness
-    'learn': ['torch>=2.6', 'transformers>=5'],  # the peers of scripts/learn
+    'learn': ['torch>=2.6', 'transformers>=5'],  # the peers of scripts/learn and scripts/bench
     'trackers': ['wandb>=0.19', 'trackio>=0.3'],
     'tpu': ['jax[tpu]'],  # brings the libtpu that this jax was built for
     'cuda': ['jax[cuda13]'],

@@ -7,6 +7,9 @@ It needs only jax, Haiku, optax and gin:
 A variant has one kind of the model's blocks in all layers; one variant has no mixers. The step's
 time by part follows from them: a layer's mixers cost the difference to the variant without any.
 
+With --peers, models of about that size of Hugging Face's transformers learn in the same turns, on
+torch's own threads: pip install '.[learn]' installs them, or bash scripts/bench.
+
 All variants are timed in turns within one run, and every other turn reverses the order, so that a
 slowdown of the machine affects all alike. A share of the peak compares numbers of the same turn.
 """
@@ -96,6 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
   whole = trainers[WHOLE]
   timers = {name: trainer.bare_steps for name, trainer in trainers.items()}
   timers = {'loop': Loop(whole).steps, **timers}  # next to WHOLE, with which it is compared
+  peers = _peers(flags)
+  timers |= {name: peer.steps for name, peer in peers.items()}
   seconds, peaks = take_turns(timers, matmul_peak(whole.compute_dtype), flags.repeats)
   for name, trainer in trainers.items():
     if skipped := int(trainer.state.skipped):
@@ -130,10 +135,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
         looped / bare for looped, bare in zip(seconds['loop'], seconds[WHOLE], strict=True)
       ),
     },
+    *(
+      {
+        'name': name,
+        'peer': peer.version,
+        'parameters': peer.parameters,
+        'step_seconds': spread(seconds[name]),
+        'tokens_per_second': spread(flags.rows * flags.tokens / s for s in seconds[name]),
+        'times_model': spread(
+          theirs / ours for theirs, ours in zip(seconds[name], seconds[WHOLE], strict=True)
+        ),
+      }
+      for name, peer in peers.items()
+    ),
   ]
   print(report(records))
   if flags.json:
     flags.json.write_text(''.join(json.dumps(record) + '\n' for record in records))
+
+
+def _peers(flags: argparse.Namespace) -> dict[str, Any]:
+  if not flags.peers:
+    return {}
+  from bench_peers import made  # noqa: PLC0415  (torch, only for --peers)
+
+  return made(flags.rows, flags.tokens)
 
 
 def _flags(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -147,6 +173,7 @@ def _flags(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
   add('--rows', type=_positive, default=16, metavar='N', help='of a step (default: %(default)s)')
   add('--tokens', type=_positive, default=64, metavar='N', help='of a row (default: %(default)s)')
   add('--repeats', type=_positive, default=5, metavar='N', help='turns (default: %(default)s)')
+  add('--peers', action='store_true', help="also time models of Hugging Face's transformers")
   parser.add_argument(
     '--json', type=pathlib.Path, metavar='FILE', help='also write one JSON object per line to FILE'
   )

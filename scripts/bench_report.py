@@ -72,13 +72,20 @@ def report(records: Sequence[Mapping[str, Any]]) -> str:
   ]
   for record in variants:
     lines += [
-      _row(record['name'], 'tokens/s', record['tokens_per_second'], 1, '.0f'),
+      _row(record['name'], 'tokens/s', record['tokens_per_second']),
       _row('', 'GFLOP/s', record['flops_per_second'], 1e-9, '.1f'),
       _row('', '% of peak', record['share_of_peak'], 100, '.1f'),
     ]
   lines += [_row(name, 'ms', seconds, 1e3, '.1f') for name, seconds in of_parts['seconds'].items()]
   over = {key: ratio - 1 for key, ratio in loop['times_bare_step'].items()}
   lines.append(_row('loop over bare step', '%', over, 100, '+.2f'))
+  peers = [record for record in records if 'peer' in record]
+  lines += [f'{peers[0]["peer"]}:'] if peers else []
+  for record in peers:
+    lines += [
+      _row(f'{record["name"]}, {record["parameters"]:,}', 'tokens/s', record['tokens_per_second']),
+      _row('  its step over that of the model', 'times', record['times_model'], form='.2f'),
+    ]
   return '\n'.join(lines)
 
 
@@ -91,6 +98,8 @@ def _sum_of(record: Mapping[str, Any]) -> str:
   )
 
 
-def _row(name: str, unit: str, values: Mapping[str, float], scale: float, form: str) -> str:
+def _row(
+  name: str, unit: str, values: Mapping[str, float], scale: float = 1, form: str = '.0f'
+) -> str:
   numbers = ''.join(f'{scale * values[key]:{form}}'.rjust(10) for key in ('min', 'median', 'max'))
   return f'{name:<40}{unit:<10}{numbers}'.rstrip()

@@ -1,8 +1,7 @@
 """One trial of scripts/learn with a model of Hugging Face's transformers, in a process of its own.
 
-Configurations are the library's own but for the sizes. Training follows common practice: AdamW with
-betas of 0.9 and 0.95 and a decay of 0.1 on matrices, clipping at 1, linear warm-up, a cosine to a
-tenth, and rows of WINDOW tokens, cut from the shuffled documents and shuffled themselves.
+Training follows common practice: linear warm-up, a cosine to a tenth, and rows of WINDOW tokens,
+cut from the shuffled documents and shuffled themselves. `peers` has the models and their optimizer.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ from typing import Any
 import learn_trial
 from learn_trial import Trial
 from learn_validation import (
-  VOCABULARY,
   WINDOW,
   open_store,
   read_windows,
@@ -22,53 +20,19 @@ from learn_validation import (
   windows,
 )
 import numpy as np
+import peers
 import torch
 from torch import nn
 from torch.nn import functional
-import transformers
 
 from valkyrie.data.token_store import TokenStore
 
 WARMUP = 0.1  # share of the steps
 WHOLE_SECONDS = 60  # a reading of whole documents that would take longer is left out
-_SHARED = {
-  'vocab_size': VOCABULARY.size,
-  'hidden_size': 192,
-  'tie_word_embeddings': True,
-  'use_cache': False,
+MODELS: dict[str, Callable[[], nn.Module]] = {
+  'llama-torch': lambda: peers.llama(WINDOW),
+  'mamba2-torch': peers.mamba2,
 }
-
-
-def llama() -> nn.Module:
-  """2.3 million parameters. The width of the MLP is 8/3 of the model's, as Llama's."""
-  config = transformers.LlamaConfig(
-    num_hidden_layers=5,
-    num_attention_heads=3,
-    intermediate_size=512,
-    max_position_embeddings=WINDOW,
-    **_SHARED,
-  )
-  return transformers.LlamaForCausalLM(config)
-
-
-def mamba2() -> nn.Module:
-  """2.3 million parameters. State, expansion and head width are those of the paper's models.
-
-  Without a GPU the library computes in plain torch; chunks of 64 were the fastest of 32 to 256.
-  """
-  config = transformers.Mamba2Config(
-    num_hidden_layers=8,
-    num_heads=6,
-    head_dim=64,
-    state_size=128,
-    n_groups=1,
-    chunk_size=64,
-    **_SHARED,
-  )
-  return transformers.Mamba2ForCausalLM(config)
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {'llama-torch': llama, 'mamba2-torch': mamba2}
 # Models that can read whole documents, longer than the rows of their training.
 RECURRENT = ('mamba2-torch',)
 
@@ -81,10 +45,7 @@ class Training:
     self.trial = trial
     self.model = MODELS[trial.model]()
     self.model.train()
-    matrices = [p for p in self.model.parameters() if p.ndim > 1]
-    vectors = [p for p in self.model.parameters() if p.ndim < 2]
-    groups = [{'params': matrices, 'weight_decay': 0.1}, {'params': vectors, 'weight_decay': 0.0}]
-    self.optimizer = torch.optim.AdamW(groups, lr=trial.rate, betas=(0.9, 0.95), fused=True)
+    self.optimizer = peers.adamw(self.model, trial.rate)
     self.rows = training_rows(open_store('train'), trial.batch // WINDOW, trial.seed)
 
   def step(self, number: int) -> float:
@@ -92,13 +53,7 @@ class Training:
     for group in self.optimizer.param_groups:
       group['lr'] = self.trial.rate * schedule(number, self.trial.steps)
     rows = torch.from_numpy(next(self.rows))
-    logits = self.model(input_ids=rows[:, :-1]).logits
-    loss = functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
-    self.optimizer.zero_grad()
-    loss.backward()
-    nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-    self.optimizer.step()
-    return loss.item()
+    return peers.learn(self.model, self.optimizer, rows[:, :-1], rows[:, 1:])
 
 
 def training_rows(store: TokenStore, rows: int, seed: int) -> Iterator[np.ndarray]:

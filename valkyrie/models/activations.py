@@ -5,6 +5,7 @@ import contextlib
 import contextvars
 
 from valkyrie.errors import ConfigurationError
+from valkyrie.sharding import scopes
 from valkyrie.types import Array
 
 # Of a block, [B, T, D]: what its mixers add to the residual stream, what its MLP adds, and the
@@ -16,8 +17,7 @@ _recorded: contextvars.ContextVar[dict[str, list[Array]] | None]
 _recorded = contextvars.ContextVar('recorded', default=None)
 
 
-@contextlib.contextmanager
-def wanted(kinds: Sequence[str]) -> Iterator[None]:
+def wanted(kinds: Sequence[str]) -> contextlib.AbstractContextManager:
   """Lets the model that is traced inside return these kinds, see `Features.activations`.
 
   Raises:
@@ -27,22 +27,15 @@ def wanted(kinds: Sequence[str]) -> Iterator[None]:
     raise ConfigurationError(
       f'There are no activations of the kind {unknown[0]!r}. Use {", ".join(KINDS)}.'
     )
-  token = _wanted.set(tuple(kinds))
-  try:
-    yield
-  finally:
-    _wanted.reset(token)
+  return scopes.within(_wanted, tuple(kinds))
 
 
 @contextlib.contextmanager
 def recorded() -> Iterator[dict[str, list[Array]]]:
   """The wanted values that are recorded inside, of each kind in their order."""
   found: dict[str, list[Array]] = {kind: [] for kind in _wanted.get()}
-  token = _recorded.set(found)
-  try:
+  with scopes.within(_recorded, found):
     yield found
-  finally:
-    _recorded.reset(token)
 
 
 def record(kind: str, value: Callable[[], Array]) -> None:

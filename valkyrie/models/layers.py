@@ -7,7 +7,7 @@ table of paths. A parameter made by `hk.get_parameter` alone declares nothing: i
 never cast.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 import contextlib
 import contextvars
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.lora import adapted, adapters
-from valkyrie.sharding import layer_weights, sequence_parallel
+from valkyrie.sharding import layer_weights, scopes, sequence_parallel
 from valkyrie.types import Array, Axes, DType
 
 # {(module, parameter): (axes, cast)} of the parameters made so far, inside `declarations.declared`.
@@ -33,14 +33,9 @@ recorded = contextvars.ContextVar('recorded', default=None)
 storage: contextvars.ContextVar[DType] = contextvars.ContextVar('storage', default=jnp.float32)
 
 
-@contextlib.contextmanager
-def stored_as(dtype: DType) -> Iterator[None]:
+def stored_as(dtype: DType) -> contextlib.AbstractContextManager:
   """Stores the parameters that are made inside, and that every use casts, in this dtype."""
-  token = storage.set(dtype)
-  try:
-    yield
-  finally:
-    storage.reset(token)
+  return scopes.within(storage, dtype)
 
 
 def parameter(

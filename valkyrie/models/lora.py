@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA, Hu et al. 2021): a matrix W becomes W + A B, of which A and B learn."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 import contextlib
 import contextvars
 import dataclasses
@@ -9,6 +9,7 @@ import re
 import gin
 
 from valkyrie.errors import ConfigurationError, regular_expression
+from valkyrie.sharding import scopes
 
 
 @gin.configurable
@@ -49,11 +50,6 @@ class Lora:
 adapters: contextvars.ContextVar[Lora | None] = contextvars.ContextVar('adapters', default=None)
 
 
-@contextlib.contextmanager
-def adapted(lora: Lora | None) -> Iterator[None]:
+def adapted(lora: Lora | None) -> contextlib.AbstractContextManager:
   """Gives adapters to the matrices that are made inside."""
-  token = adapters.set(lora)
-  try:
-    yield
-  finally:
-    adapters.reset(token)
+  return scopes.within(adapters, lora)

@@ -20,6 +20,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from valkyrie.errors import ConfigurationError, regular_expression
+from valkyrie.sharding import scopes
 from valkyrie.sharding.mesh import make_mesh
 from valkyrie.types import Array, Axes, Batch, leaf_path
 
@@ -271,10 +272,7 @@ def _under(partitioner: Partitioner | None, fn: Callable) -> Callable:
   """`fn`, traced with this partitioner as the current one."""
 
   def within(*args):
-    token = _current.set(partitioner)
-    try:
+    with scopes.within(_current, partitioner):
       return fn(*args)
-    finally:
-      _current.reset(token)
 
   return within
