@@ -65,7 +65,7 @@ def start(tmp_path):
       env={
         **os.environ,
         'VALKYRIE_CACHE': str(tmp_path),
-        'JAX_ENABLE_COMPILATION_CACHE': 'true',
+        'JAX_COMPILATION_CACHE_DIR': '',
         **environment,
       },
       cwd=pathlib.Path(__file__).parents[1],
@@ -140,7 +140,7 @@ def test_the_programs_of_other_processes_are_kept_too(tmp_path):
       one.bind(('127.0.0.1', 0))
       address = f'127.0.0.1:{one.getsockname()[1]}'
     flags = os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=1'
-    environment = {'JAX_ENABLE_COMPILATION_CACHE': 'true', 'VALKYRIE_CACHE': str(tmp_path)}
+    environment = {'JAX_COMPILATION_CACHE_DIR': '', 'VALKYRIE_CACHE': str(tmp_path)}
     both = [
       subprocess.Popen(
         [sys.executable, '-c', SCRIPT_OF_TWO, address, str(process), may_compile[process]],

@@ -1,7 +1,10 @@
 """Eight virtual devices on one CPU, and nothing that JAX would rather not do silently."""
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 
 # Before jax is imported anywhere. A child process that a test starts inherits it.
 # Compiling is most of what the suite costs; optimizing, and writing each fusion in MLIR, are most
@@ -15,7 +18,11 @@ os.environ['XLA_FLAGS'] = ' '.join(
   ]
 ).strip()
 os.environ['JAX_PLATFORMS'] = 'cpu'
-os.environ['JAX_ENABLE_COMPILATION_CACHE'] = 'false'  # a test compiles what it tests
+# A program that several tests need is compiled once in a run of the suite, by whichever process.
+os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.2'
+if 'PYTEST_XDIST_WORKER' not in os.environ:
+  os.environ['JAX_COMPILATION_CACHE_DIR'] = tempfile.mkdtemp(prefix='compiled-')
+  atexit.register(shutil.rmtree, os.environ['JAX_COMPILATION_CACHE_DIR'], ignore_errors=True)
 
 import gin
 import haiku as hk

@@ -65,7 +65,7 @@ def test_tables_from_other_trainers_name_what_exists():
 
 @pytest.fixture(scope='module')
 def cache(tmp_path_factory):
-  """Of stores and of compiled programs, which pages share."""
+  """Of stores, which pages share."""
   return tmp_path_factory.mktemp('cache')
 
 
@@ -104,7 +104,6 @@ def test_examples(page, folder, cache):
     'PYTHONPATH': os.pathsep.join([str(ROOT), str(folder)]),
     'VALKYRIE_CACHE': str(cache),
   }
-  del environment['JAX_ENABLE_COMPILATION_CACHE']  # as people's processes have it
   for language, file, block in BLOCKS[page]:
     if file:
       (folder / file).parent.mkdir(exist_ok=True)

@@ -83,7 +83,6 @@ def valkyrie(folder):
         'PYTHONPATH': str(folder),
         'XLA_FLAGS': '--xla_force_host_platform_device_count=8',  # fusions as users have them
         'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',  # six steps do not repay a good compilation
-        'JAX_ENABLE_COMPILATION_CACHE': 'true',
         'JAX_COMPILATION_CACHE_DIR': str(folder / 'compiled'),
         'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
         **world,
