@@ -44,6 +44,7 @@ def test_blocks_are_copies_on_the_diagonal(conj_sym):
   """With V the eigenvectors, V diag(λ) Vᴴ and its conjugate are the matrix of three blocks."""
   states, blocks = 6, 3
   eigenvalues, vectors = init.block_diagonal(states, blocks, conj_sym=conj_sym)
+  vectors = np.kron(np.eye(blocks), vectors)
   dense = scipy.linalg.block_diag(*[normal_part(4 if conj_sym else 2)] * blocks)
   rebuilt = vectors * eigenvalues @ vectors.conj().T
   np.testing.assert_allclose(2 * rebuilt.real if conj_sym else rebuilt, dense, atol=1e-12)
@@ -53,8 +54,10 @@ def test_blocks_are_copies_on_the_diagonal(conj_sym):
 @pytest.mark.parametrize('conj_sym', [True, False])
 def test_b_is_a_real_matrix_in_the_basis_of_eigenvectors(conj_sym):
   _, vectors = init.block_diagonal(64, 4, conj_sym=conj_sym)
-  b = init.input_matrix(jax.random.key(0), vectors, 300)
-  back = vectors @ (np.asarray(b.re, np.float64) + 1j * np.asarray(b.im, np.float64))
+  b = init.input_matrix(jax.random.key(0), vectors, 4, 300)
+  back = np.kron(np.eye(4), vectors) @ (
+    np.asarray(b.re, np.float64) + 1j * np.asarray(b.im, np.float64)
+  )
   if conj_sym:
     back = 2 * back.real
   np.testing.assert_allclose(back.imag, 0, atol=1e-6)
@@ -77,10 +80,10 @@ def test_c_has_the_distributions_of_the_reference_implementation():
     'complex_normal': jax.nn.initializers.normal(0.5**0.5)(key, (width, states, 2)),
   }
   for method in init.OUTPUT_INITS:
-    drawn = init.output_matrix(jax.random.key(0), vectors, width, method=method)
+    drawn = init.output_matrix(jax.random.key(0), vectors, 4, width, method=method)
     c = np.asarray(drawn.re) + 1j * np.asarray(drawn.im)
     if method != 'complex_normal':
-      c = c @ vectors.conj().T
+      c = c @ np.kron(np.eye(4), vectors).conj().T
     expected = np.std(published[method])
     np.testing.assert_allclose([np.std(c.real), np.std(c.imag)], expected, rtol=0.03)
     if method != 'complex_normal':
@@ -91,7 +94,7 @@ def test_c_has_the_distributions_of_the_reference_implementation():
 def test_under_conjugate_symmetry_c_has_a_column_for_each_stored_state():
   _, vectors = init.block_diagonal(6, 3)
   for method in init.OUTPUT_INITS:
-    c = init.output_matrix(jax.random.key(0), vectors, 5, method=method)
+    c = init.output_matrix(jax.random.key(0), vectors, 3, 5, method=method)
     assert c.re.shape == c.im.shape == (5, 6)
 
 

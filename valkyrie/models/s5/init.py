@@ -46,7 +46,8 @@ def block_diagonal(
     conj_sym: keep only the eigenvalue of each conjugate pair with a positive imaginary part.
 
   Returns:
-    (λ [P], V [N, P]) complex128, with N = 2P under conjugate symmetry, else P.
+    (λ [P], V [n, p] of one block) complex128, with p = P / J, and n = 2p under conjugate symmetry,
+    else p. V of all J blocks, [N, P], is never made: it is mostly zeros.
   """
   size = states // blocks
   if conj_sym:
@@ -54,7 +55,7 @@ def block_diagonal(
     eigenvalues, vectors = eigenvalues[size:], vectors[:, size:]
   else:
     eigenvalues, vectors = hippo_legs_normal(size)
-  return np.tile(eigenvalues, blocks), np.kron(np.eye(blocks), vectors)
+  return np.tile(eigenvalues, blocks), vectors
 
 
 def _lecun_normal(key: Array, shape: tuple[int, ...], fan_in: int) -> Array:
@@ -63,39 +64,46 @@ def _lecun_normal(key: Array, shape: tuple[int, ...], fan_in: int) -> Array:
   return deviation * jax.random.truncated_normal(key, -2, 2, shape, jnp.float32)
 
 
-def input_matrix(key: Array, basis: np.ndarray, width: int) -> Complex:
+def input_matrix(key: Array, basis: np.ndarray, blocks: int, width: int) -> Complex:
   """B̃ = Vᴴ B [P, D] with B real, LeCun-normal with fan-in N (S5 appendix B.1.2).
 
   Args:
     key: of the draw.
-    basis: V [N, P].
+    basis: V [n, p] of one block.
+    blocks: J.
     width: D.
   """
-  b = jnp.asarray(basis, jnp.complex64).conj().T
-  b = b @ _lecun_normal(key, (basis.shape[0], width), basis.shape[0])
+  states = blocks * basis.shape[0]
+  real = _lecun_normal(key, (states, width), states).reshape(blocks, -1, width)
+  conjugate = jnp.asarray(basis, jnp.complex64).conj()
+  b = jnp.einsum('np,jnd->jpd', conjugate, real.astype(jnp.complex64)).reshape(-1, width)
   return Complex(b.real, b.imag)
 
 
 OUTPUT_INITS = ('trunc_standard_normal', 'lecun_normal', 'complex_normal')
 
 
-def output_matrix(key: Array, basis: np.ndarray, width: int, *, method: str) -> Complex:
+def output_matrix(
+  key: Array, basis: np.ndarray, blocks: int, width: int, *, method: str
+) -> Complex:
   """C̃ [D, P] (S5 appendix B.1.2), with the method names of the reference implementation.
 
   Args:
     key: of the draw.
-    basis: V [N, P].
+    basis: V [n, p] of one block.
+    blocks: J.
     width: D.
     method: 'complex_normal' draws C̃ directly, with variance 1. The others draw C [D, N], and
       C̃ = C V: 'trunc_standard_normal' with fan-in N, and 'lecun_normal' with fan-in D·N.
   """
-  states, stored = basis.shape
+  states, stored = (blocks * size for size in basis.shape)
   if method == 'complex_normal':
     parts = jax.random.normal(key, (2, width, stored), jnp.float32) * 0.5**0.5
     return Complex(*parts)
   fan_in = {'trunc_standard_normal': states, 'lecun_normal': width * states}[method]
   c = jax.lax.complex(*_lecun_normal(key, (2, width, states), fan_in))
-  c = c @ jnp.asarray(basis, jnp.complex64)
+  c = c.reshape(width, blocks, -1) @ jnp.asarray(basis, jnp.complex64)[None]
+  c = c.reshape(width, stored)
   return Complex(c.real, c.imag)
 
 

@@ -199,11 +199,13 @@ class S5(hk.Module):
     )
 
     def b_init(*_):
-      return jnp.stack(init.input_matrix(hk.next_rng_key(), basis, width))
+      return jnp.stack(init.input_matrix(hk.next_rng_key(), basis, self.hippo_blocks, width))
 
     def c_init(*_):
       scans = [
-        init.output_matrix(hk.next_rng_key(), basis, width, method=self.output_init)
+        init.output_matrix(
+          hk.next_rng_key(), basis, self.hippo_blocks, width, method=self.output_init
+        )
         for _ in range(1 if self.causal else 2)
       ]
       return jnp.concatenate([jnp.stack(c) for c in scans], axis=-1)
