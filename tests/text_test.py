@@ -2,6 +2,7 @@
 
 import collections
 import gzip
+import hashlib
 import itertools
 import json
 import logging
@@ -291,6 +292,18 @@ def test_a_changed_source_is_refused_and_a_touched_one_is_not(tmp_path, caplog, 
   with caplog.at_level(logging.WARNING):
     feed().read(0, 1)
   assert 'was not compared with its source' in caplog.text
+
+
+def test_a_source_that_is_hashed_is_no_silence(tmp_path, monkeypatch):
+  for name in 'ab':
+    (tmp_path / f'{name}.txt').write_bytes(10 * name.encode())
+  beats = []
+  monkeypatch.setattr(provenance.heartbeat, 'beat', lambda: beats.append(1))
+  monkeypatch.setattr(provenance, '_PIECE', 4)
+  found = provenance.record(SourceFiles(str(tmp_path), ['.txt']))
+  assert len(beats) == 6
+  hashes = [hashlib.blake2b(10 * name, digest_size=16).hexdigest() for name in (b'a', b'b')]
+  assert [file[3] for file in found['files']] == hashes
 
 
 def _content(feed):

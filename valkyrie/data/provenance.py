@@ -13,9 +13,11 @@ from typing import Any
 
 from valkyrie.config import paths, redact
 from valkyrie.data.source_files import SourceFile, SourceFiles
+from valkyrie.distributed import heartbeat
 from valkyrie.errors import DataError, StorageError
 
 _MAX_NAMED = 5
+_PIECE = 2**24  # bytes of a file that are hashed at once
 
 
 def record(files: SourceFiles) -> dict[str, Any]:
@@ -83,11 +85,18 @@ def _differs(
 
 
 def _hash(files: SourceFiles, file: SourceFile) -> str | None:
-  """BLAKE2b of a local file's bytes as they lie on disk; None in a bucket."""
+  """BLAKE2b of a local file's bytes as they lie on disk; None in a bucket.
+
+  It sends heartbeats of the run that waits for the store.
+  """
   if paths.is_address(files.location) or not os.path.isfile(file.path):
     return None
+  digest = hashlib.blake2b(digest_size=16)
   with open(file.path, 'rb') as stream:
-    return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    while piece := stream.read(_PIECE):
+      digest.update(piece)
+      heartbeat.beat()
+  return digest.hexdigest()
 
 
 def _some(names: Sequence[str]) -> str:
