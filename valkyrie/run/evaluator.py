@@ -273,7 +273,7 @@ class Evaluator:
       batch = self._partitioner.place_batch(chunk, self._batch_size)
       carry, scores = self._read(params, carry, batch, cut, plan)
       sums.append(scores)
-      jax.block_until_ready(sums[-2:-1])  # two chunks in flight, as in training
+      sums[-2:-1] = jax.device_get(sums[-2:-1])  # two chunks in flight, as in training
     return jax.device_get(sums)
 
 
