@@ -111,11 +111,11 @@ def test_one_of_many_that_start_at_once_holds_the_lease(tmp_path):
 
 
 def test_the_processes_of_a_run_have_locks_of_their_own(tmp_path):
-  locks = [TrainerLock(tmp_path, process) for process in range(3)]
+  locks = [TrainerLock(tmp_path, process) for process in (None, 0, 1, 2)]
   with pytest.raises(Unreachable, match=r'is process 1 of the run in .* Give each process its own'):
     TrainerLock(tmp_path, 1)
-  locks[1].release()
+  locks[2].release()
   TrainerLock(tmp_path, 1).release()
-  for lock in (locks[0], locks[2]):
+  for lock in (locks[0], locks[1], locks[3]):
     lock.check()
     lock.release()

@@ -183,12 +183,13 @@ def test_a_second_process_of_a_number_is_refused_and_disturbs_nobody(folder):
     said += both[1].stderr.readline()
     assert both[1].poll() is None, said
   environment = {**os.environ, 'PYTHONPATH': f'{ROOT}:{folder}'}
-  third = subprocess.run(
-    both[1].args, cwd=ROOT, env=environment, check=False, capture_output=True, text=True
-  )
-  assert third.returncode == 75
-  assert f'process {both[1].pid} on ' in third.stderr
-  assert f'is process 1 of the run in {folder}/twice already' in third.stderr
+  for number, process in enumerate(both):
+    third = subprocess.run(
+      process.args, cwd=ROOT, env=environment, check=False, capture_output=True, text=True
+    )
+    assert third.returncode == 75
+    assert f'process {process.pid} on ' in third.stderr
+    assert f'is process {number} of the run in {folder}/twice already' in third.stderr
   assert [process.poll() for process in both] == [None, None]
   both[0].send_signal(signal.SIGTERM)
   for process in both:

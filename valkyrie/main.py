@@ -334,8 +334,9 @@ def run(
     from valkyrie.distributed.preemption import Preemption  # noqa: PLC0415, imports gin
 
     with Preemption():
-      if flags.process and flags.run_mode == 'train':
-        # Two processes of one number would make jax abort all the others.
+      if flags.process is not None and flags.run_mode == 'train':
+        # Two processes of one number would make jax abort all the others; two of number 0 would
+        # both listen at the coordinator's address.
         steps = steps_of(model_dir)
         steps.check_writable()
         lock = steps.lock(flags.process)

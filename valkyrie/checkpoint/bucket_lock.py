@@ -42,12 +42,13 @@ class BucketLock:
 
   Raises:
     StorageError: another process has it, or the bucket cannot be used.
-    Unreachable: another process has that of a process other than 0.
+    Unreachable: another process has that of the number.
   """
 
-  def __init__(self, bucket: Bucket, process: int = 0):
-    """Takes the lock of a process of the run; that of process 0 has the steps."""
-    self._bucket, self._name = bucket, f'trainer-{process}.lock' if process else NAME
+  def __init__(self, bucket: Bucket, process: int | None = None):
+    """Takes the lock of the run, which has the steps, or that of the number of a process."""
+    self._bucket = bucket
+    self._name = NAME if process is None else f'trainer-{process}.lock'
     self._place = f'{bucket}/{self._name}'
     self._writing = threading.Lock()
     self._lost = False
@@ -55,7 +56,7 @@ class BucketLock:
       with storage_errors(f'{self._place} cannot be locked'):
         self._content, self._generation = self._taken()
     except LeaseTaken as error:
-      if process:
+      if process is not None:
         raise Unreachable(
           f'{error} is process {process} of the run in {bucket} already. Give each process its own '
           '--process. To replace it, run the same command again after its end.'

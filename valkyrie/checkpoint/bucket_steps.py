@@ -92,9 +92,9 @@ class BucketSteps:
       written = self._bucket.write(name, b'')
       self._bucket.delete({name: Object(0, None, written)})
 
-  def lock(self, process: int = 0) -> BucketLock:
+  def lock(self, process: int | None = None) -> BucketLock:
     lock = BucketLock(self._bucket, process)
-    if process == 0:
+    if process is None:
       self._lock = lock
       self._directory.copy()  # the trainer before may have written until now
     return lock

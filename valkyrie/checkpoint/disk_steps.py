@@ -53,7 +53,7 @@ class DiskSteps:
   def check_writable(self) -> None:
     writable_directory(self._root)
 
-  def lock(self, process: int = 0) -> TrainerLock:
+  def lock(self, process: int | None = None) -> TrainerLock:
     return TrainerLock(self._root, process)
 
   def unfinished(self, step: int) -> pathlib.Path:

@@ -64,21 +64,21 @@ def _content(path: pathlib.Path) -> str:
 class TrainerLock:
   """The lock of a directory that one trainer writes; the kernel frees it when its holder dies.
 
-  Its file, `trainer.lock`, stays and names the last holder. In a run of several processes the
-  others lock files of their own, such as `trainer-1.lock`, so that no number is given twice. Hosts
-  that share the directory over a network see each other's locks if the file system supports them.
-  Where it has no locks, the holder keeps a `Lease` beside it. FUSE mounts of buckets claim to lock,
-  and do so on each host alone.
+  Its file, `trainer.lock`, stays and names the last holder. Of several processes of a run each
+  locks a file of its own before they join, such as `trainer-1.lock`, so that no number is given
+  twice. Hosts that share the directory over a network see each other's locks if the file system
+  supports them. Where it has no locks, the holder keeps a `Lease` beside it. FUSE mounts of buckets
+  claim to lock, and do so on each host alone.
 
   Raises:
     StorageError: another process holds it, and the message names that process; or its files cannot
       be written.
-    Unreachable: another process holds that of a process other than 0.
+    Unreachable: another process holds that of the number.
   """
 
-  def __init__(self, directory: pathlib.Path, process: int = 0):
-    """Takes the lock of a process of the run."""
-    self._path = path = directory / (f'trainer-{process}.lock' if process else _LOCK)
+  def __init__(self, directory: pathlib.Path, process: int | None = None):
+    """Takes the lock of the run, or that of the number of a process."""
+    self._path = path = directory / (_LOCK if process is None else f'trainer-{process}.lock')
     self._lease: Lease | None = None
     with contextlib.ExitStack() as stack:
       stack.enter_context(storage_errors(f'{path} cannot be locked'))
@@ -89,7 +89,7 @@ class TrainerLock:
       except (BlockingIOError, LeaseTaken) as error:
         is_lease = isinstance(error, LeaseTaken)
         holder = str(error) if is_lease else _content(path).strip() or 'another process'
-        if process:
+        if process is not None:
           raise Unreachable(
             f'{holder} is process {process} of the run in {directory} already. Give each process '
             'its own --process. To replace it, run the same command again after its end.'

@@ -68,12 +68,12 @@ class Steps(Protocol):
     """Makes the directory of the run, and writes there; raises StorageError if it cannot."""
     ...
 
-  def lock(self, process: int = 0) -> Lock:
-    """Takes the lock of a process of the run.
+  def lock(self, process: int | None = None) -> Lock:
+    """Takes the lock of the run, or that of the number of a process.
 
     Raises:
       StorageError: another trainer has it.
-      Unreachable: another process has that of a process other than 0.
+      Unreachable: another process has that of the number.
     """
     ...
 
