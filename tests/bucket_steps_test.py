@@ -17,6 +17,7 @@ import pytest
 from valkyrie.checkpoint import holder
 from valkyrie.checkpoint.bucket_lock import BucketLock
 from valkyrie.checkpoint.manager import Checkpoints, open_to_read
+from valkyrie.checkpoint.storage import steps_of
 from valkyrie.errors import ConfigurationError, StorageError, Unreachable
 from valkyrie.storage.bucket import Bucket
 
@@ -197,6 +198,21 @@ def test_a_trainer_that_lost_its_lock_adds_and_deletes_nothing(address, gcs, mon
   with open_to_read(address) as checkpoints:
     np.testing.assert_array_equal(checkpoints.restore(target())['w'], weights(4)['w'])
   assert folders(address) == ['1', '2']
+
+
+@pytest.mark.invariant(11)
+def test_a_trainer_that_lost_its_lock_sets_nothing_aside(address, gcs, monkeypatch):
+  save(address, 1)
+  paused = steps_of(address)
+  paused.lock()
+  paused.open()
+  monkeypatch.setattr(holder, 'has_ended', lambda lease: True)  # as from another machine, later
+  with Checkpoints().open(address) as other:
+    other.save(2, weights(4), {'position': 2})
+    other.wait()
+    with pytest.raises(StorageError, match='is no longer that of this run'):
+      paused.clear_litter()
+  assert not Bucket(address).objects('set_aside/')
 
 
 @pytest.mark.parametrize('fault', ['429', '503', 'tear', 'lose'])

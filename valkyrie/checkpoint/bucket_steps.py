@@ -190,7 +190,10 @@ class BucketSteps:
       litter = [name for name in names if is_litter(name.partition('-')[0])]
       strange = [name for name in names if is_step(name) and int(name) not in counted]
       complete = self._with_manifest() - {*unfinished} if strange else set()
-      for step in sorted(complete.intersection(map(int, strange))):
+      unknown = sorted(complete.intersection(map(int, strange)))
+      if unknown:  # held by now, the lock was held at the listing: they are not of another trainer
+        self._held.update()
+      for step in unknown:
         self.set_aside({step: f'{bucket_lock.NAME} does not name it'})
       litter += [name for name in strange if int(name) not in complete]
       if litter:
