@@ -4,78 +4,44 @@ The runs train a tiny model by the command line, without TensorFlow, on one core
 compiled programs. `--short` injects each fault a few times, and is part of the test suite.
 
 With `--json=FILE` the same command goes on after a stop. When FILE has all rows of a commit, the
-table is written into docs/reliability.md.
+table is written into docs/reliability.md. With `--workers=2` rows that need one core run in pairs.
 """
 
 import argparse
 from collections.abc import Sequence
-import importlib
 import os
 import pathlib
-import signal
 import sys
 import tempfile
-import time
-import traceback
 
-from injections.harness import CORES, Harness, keep_to
+from injections.harness import CORES
 from injections.results import PAGE, Results, clean_commit
-from injections.table import FAULTS, Fault, Trial, Unavailable, markdown, summary
-
-# Each module registers its rows of the table.
-MODULES = (
-  'kills', 'signals', 'starts', 'supervision', 'supervisors', 'damage', 'hostile', 'disks',
-  'file_systems', 'numbers', 'lengths', 'data', 'world', 'mistakes', 'trust', 'pairs', 'buckets',
-)  # fmt: skip
-
-
-def measure(row: Fault, harness: Harness, times: int) -> dict:
-  """Injects the faults of a row; an error of the injection counts as a promise not kept."""
-  began, trials = time.monotonic(), []
-  try:
-    for trial in row.inject(harness, times):
-      trials.append(trial)
-      if trial.failure is not None:
-        _say(f'  BROKEN, {trial.what}: {trial.failure}')
-  except Unavailable as reason:
-    return {**summary(row, [], 0.0), 'unavailable': str(reason)}
-  except Exception as error:
-    text = ''.join(traceback.format_exception(error))
-    trials.append(Trial('the injection', text[-2000:]))
-    _say(f'  BROKEN, the injection: {text}')
-  return summary(row, trials, time.monotonic() - began)
+from injections.rows import Row, prepare, register, results, say
+from injections.table import Fault, markdown
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Prints the table, and returns 1 if a promise was not kept."""
-  for module in MODULES:
-    importlib.import_module(f'injections.{module}')
   flags = _flags(arguments)
   os.environ['JAX_PLATFORMS'] = 'cpu'
-  signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its `&` jobs ignore it
-  keep_to(CORES[0])
-  signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))  # removes what rows have mounted
-  results = Results(flags.json, clean_commit(), flags.short, flags.seed)
-  chosen = [row for row in FAULTS if _times(row, flags) and _is_chosen(row, flags)]
+  prepare(CORES[0])
+  table = register()
+  found = Results(flags.json, clean_commit(), flags.short, flags.seed)
+  chosen = [Row(row, _times(row, flags)) for row in table if _is_chosen(row, flags)]
   if not chosen:
-    _say(f'no row has a name with {" or ".join(map(repr, flags.only))}')
+    say(f'no row has a name with {" or ".join(map(repr, flags.only))}')
     return 2
+  left = [row for row in chosen if row.fault.name not in found.rows]
+  say(f'{len(left)} of {len(chosen)} rows are left')
   with tempfile.TemporaryDirectory(prefix='faults-') as folder:
-    harness = None
-    for row in chosen:
-      if row.name in results.rows:
-        _say(f'{row.name}: in {flags.json}')
-        continue
-      if harness is None:
-        harness = Harness(pathlib.Path(folder), flags.seed)
-        _say(f'an undisturbed run takes {harness.run_seconds:.1f} s')
-      harness.random.seed(f'{flags.seed} {row.name}')  # the same after a stop
-      results.add(result := measure(row, harness, _times(row, flags)))
-      _say(f'{row.name}: kept {result["kept"]} of {result["injected"]}, {result["seconds"]} s')
-  if page := results.documented(FAULTS, PAGE.read_text()):
+    for result in results(left, pathlib.Path(folder), flags.seed, flags.workers):
+      found.add(result)
+      kept = f'kept {result["kept"]} of {result["injected"]}'
+      say(f'{result["fault"]}: {kept}, {result["seconds"]} s')
+  if page := found.documented(table, PAGE.read_text()):
     PAGE.write_text(page)
-    _say(f'the table is in {PAGE}')
-  text, code = conclusion(results.of(chosen))
+    say(f'the table is in {PAGE}')
+  text, code = conclusion(found.of([row.fault for row in chosen]))
   print(text)
   return code
 
@@ -85,7 +51,7 @@ def _times(row: Fault, flags: argparse.Namespace) -> int:
 
 
 def _is_chosen(row: Fault, flags: argparse.Namespace) -> bool:
-  return any(word in row.name for word in flags.only or [''])
+  return _times(row, flags) > 0 and any(word in row.name for word in flags.only or [''])
 
 
 def conclusion(rows: Sequence[dict]) -> tuple[str, int]:
@@ -108,6 +74,13 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     '--only', action='append', metavar='TEXT', help='only rows whose name contains TEXT; repeatable'
   )
   parser.add_argument(
+    '--workers',
+    type=int,
+    default=1,
+    metavar='N',
+    help='rows at a time, each on a core (default: 1)',
+  )
+  parser.add_argument(
     '--seed',
     type=int,
     default=0,
@@ -121,10 +94,6 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     help='append a JSON object for each row to FILE, and leave out rows that it has of this commit',
   )
   return parser.parse_args(arguments)
-
-
-def _say(text: str) -> None:
-  print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == '__main__':

@@ -32,7 +32,7 @@ from valkyrie.distributed import compilation_cache, processes
 from valkyrie.distributed.program_fingerprint import fingerprint
 
 address, process, may_compile = sys.argv[1:]
-processes.join(address, '2', int(process), 60)
+processes.join(processes.member(address, '2', int(process)), 60)
 assert compilation_cache.enable() is None
 compilation_cache._LEAST_SECONDS = 0
 mesh = jax.make_mesh((2,), ('rows',), (jax.sharding.AxisType.Auto,))

@@ -34,7 +34,8 @@ def test_all_promises_of_the_short_table_are_kept(tmp_path):
 
 def test_a_broken_promise_is_counted_and_printed(monkeypatch):
   monkeypatch.syspath_prepend(ROOT / 'scripts')
-  from faults import conclusion, measure  # noqa: PLC0415
+  from faults import conclusion  # noqa: PLC0415
+  from injections.rows import measure  # noqa: PLC0415
   from injections.table import Fault, Trial, Unavailable  # noqa: PLC0415
 
   def breaks(harness, times):

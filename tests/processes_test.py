@@ -247,10 +247,11 @@ def test_two_processes_compute_the_gradient_of_one_device(folder):
     (['--processes=auto', '--process=1'], '--processes=auto detects --coordinator and --process'),
   ],
 )
-def test_flags_that_do_not_fit_together_are_refused(flags, message):
+def test_flags_that_do_not_fit_together_are_refused(flags, message, tmp_path):
   with pytest.raises(ConfigurationError, match=message) as error:
-    main.run(['--gin_file=gin/tiny_cpu.gin', *flags])
+    main.run(['--gin_file=gin/tiny_cpu.gin', f'--model_dir={tmp_path / "run"}', *flags])
   assert error.value.exit_code == 78
+  assert not any(tmp_path.iterdir())
 
 
 def test_a_process_that_no_other_joins_ends_with_75(folder):

@@ -45,7 +45,8 @@ def main():
   parser.add_argument('--process', type=int)
   parser.add_argument('--join_seconds', type=int)
   flags = parser.parse_args()
-  processes.join(flags.coordinator, flags.processes, flags.process, flags.join_seconds)
+  this = processes.member(flags.coordinator, flags.processes, flags.process)
+  processes.join(this, flags.join_seconds)
   model = tiny.model(compute_dtype='float32', remat_policy=None)  # compiles sooner
   params, carry = jax.device_get(tiny.init(model, layouts.ROWS))
   whole = layouts.batch('float32')

@@ -333,15 +333,16 @@ def run(
     from valkyrie.checkpoint.storage import steps_of  # noqa: PLC0415, imports jax
     from valkyrie.distributed.preemption import Preemption  # noqa: PLC0415, imports gin
 
+    this = processes.member(flags.coordinator, flags.processes, flags.process)
     with Preemption():
-      if flags.process is not None and flags.run_mode == 'train':
+      if this.process is not None and flags.run_mode == 'train':
         # Two processes of one number would make jax abort all the others; two of number 0 would
         # both listen at the coordinator's address.
         steps = steps_of(model_dir)
         steps.check_writable()
-        lock = steps.lock(flags.process)
+        lock = steps.lock(this.process)
         atexit.register(lock.release)
-      processes.join(flags.coordinator, flags.processes, flags.process, flags.join_seconds)
+      processes.join(this, flags.join_seconds)
   if flags.run_mode != 'precompile':
     from valkyrie.distributed import compilation_cache  # noqa: PLC0415, imports jax
 

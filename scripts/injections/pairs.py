@@ -9,8 +9,11 @@ from injections.data import alter, copied
 from injections.harness import INT, STEPS, TERM, Harness, ended, heartbeats, wait_for
 from injections.numbers import BAD, REFUSED, failure_at, parameter_hashes, refused_log, spiky
 from injections.pair import BOTH, DEADLINE, NO_FLAGS, Pair, expected
-from injections.table import Trial, fault
+from injections.table import Trial
+from injections.table import fault as any_fault
 from injections.world import compared, hashing, stopping
+
+fault = functools.partial(any_fault, cores=2)  # one for each process
 
 BAD_DATA, BUG, PREEMPTED, DIVERGED = 65, 70, 75, 76
 

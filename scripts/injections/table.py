@@ -32,16 +32,19 @@ class Fault:
   full: int
   short: int
   unit: str
+  cores: int = 1  # that its runs need
 
 
 FAULTS: list[Fault] = []
 
 
-def fault(name: str, promise: str, *, full: int, short: int = 0, unit: str = '') -> Callable:
+def fault(
+  name: str, promise: str, *, full: int, short: int = 0, unit: str = '', cores: int = 1
+) -> Callable:
   """Registers a function as a row, with its numbers of injections in both forms of the table."""
 
   def register(inject: Callable) -> Callable:
-    FAULTS.append(Fault(name, promise, inject, full, short, unit))
+    FAULTS.append(Fault(name, promise, inject, full, short, unit, cores))
     return inject
 
   return register

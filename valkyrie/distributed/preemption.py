@@ -87,7 +87,8 @@ class Preemption:
   def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
     stop_signals.restore(self._old_handlers, self._signaled or self._unwinding is not None)
     signal.set_wakeup_fd(self._old_descriptor)
-    sys.unraisablehook = self._old_unraisable
+    if sys.unraisablehook == self._unraisable:  # otherwise a later hook passes on to it
+      sys.unraisablehook = self._old_unraisable
     self._over.set()
     os.write(self._writer, b'\0')  # no signal has this number
     self._thread.join()

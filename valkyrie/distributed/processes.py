@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from valkyrie.distributed import heartbeat
 from valkyrie.errors import ConfigurationError, Preempted, Unreachable
@@ -36,22 +36,60 @@ _count = 1
 _turns: dict[str, int] = {}
 
 
-def join(coordinator: str | None, processes: str, process: int | None, seconds: int) -> None:
-  """Connects this process with the others; must be called before jax uses a device.
+class Member(NamedTuple):
+  """One process of a run; all are None where jax's cluster detection finds them."""
+
+  coordinator: str | None
+  processes: int | None
+  process: int | None
+
+
+def member(coordinator: str | None, processes: str, process: int | None) -> Member:
+  """The process that flags describe.
 
   Args:
     coordinator: HOST:PORT, the only address at which process 0 listens; None is COORDINATOR.
     processes: the number of processes; with DETECTED, jax's cluster detection finds all three
       arguments (TPU pods, SLURM, Kubernetes, MPI).
     process: the number of this process, from 0.
+
+  Raises:
+    ConfigurationError: the arguments do not fit together.
+  """
+  if processes == DETECTED:
+    if coordinator is not None or process is not None:
+      raise ConfigurationError(
+        f'--processes={DETECTED} detects --coordinator and --process. Leave them out, or pass the '
+        'number of processes.'
+      )
+    return Member(None, None, None)
+  if not processes.isdecimal() or process is None or not 0 <= process < int(processes):
+    raise ConfigurationError(
+      f'--processes={processes} and --process={process} do not fit together. Pass the number of '
+      f'processes and the number of this one, counted from 0, or --processes={DETECTED} alone.'
+    )
+  address = coordinator or COORDINATOR
+  host, _, port = address.rpartition(':')
+  if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+    raise ConfigurationError(
+      f'--coordinator={address} is not an address. Use HOST:PORT, such as {COORDINATOR}.'
+    )
+  return Member(address, int(processes), process)
+
+
+def join(this: Member, seconds: int) -> None:
+  """Connects this process with the others; must be called before jax uses a device.
+
+  Args:
+    this: of `member`.
     seconds: time limit for the other processes to join.
 
   Raises:
-    ConfigurationError: the arguments do not fit together, or jax detects no cluster.
+    ConfigurationError: jax detects no cluster.
     Unreachable: the other processes did not join in time.
   """
   global _client, _index, _count  # noqa: PLW0603, as jax keeps its own: one cluster a process
-  address, count = _checked(coordinator, processes, process)
+  address = this.coordinator
   import jax  # noqa: PLC0415
   from jax._src import distributed  # noqa: PLC0415, the key-value store has no public name
 
@@ -70,8 +108,8 @@ def join(coordinator: str | None, processes: str, process: int | None, seconds: 
   try:
     jax.distributed.initialize(
       address,
-      count,
-      process,
+      this.processes,
+      this.process,
       coordinator_bind_address=address,
       cluster_detection_method=None if address is None else 'deactivate',
       initialization_timeout=seconds + 60,
@@ -166,31 +204,6 @@ def abort(message: str) -> None:
   say(message)
   end(Preempted.exit_code)
   os._exit(Preempted.exit_code)
-
-
-def _checked(
-  coordinator: str | None, processes: str, process: int | None
-) -> tuple[str | None, int | None]:
-  """(address, number of processes), both None with DETECTED."""
-  if processes == DETECTED:
-    if coordinator is not None or process is not None:
-      raise ConfigurationError(
-        f'--processes={DETECTED} detects --coordinator and --process. Leave them out, or pass the '
-        'number of processes.'
-      )
-    return None, None
-  if not processes.isdecimal() or process is None or not 0 <= process < int(processes):
-    raise ConfigurationError(
-      f'--processes={processes} and --process={process} do not fit together. Pass the number of '
-      f'processes and the number of this one, counted from 0, or --processes={DETECTED} alone.'
-    )
-  address = coordinator or COORDINATOR
-  host, _, port = address.rpartition(':')
-  if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-    raise ConfigurationError(
-      f'--coordinator={address} is not an address. Use HOST:PORT, such as {COORDINATOR}.'
-    )
-  return address, int(processes)
 
 
 def _publish(place: str, code: int) -> None:
