@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
+import PIL.Image
 import pytest
 
 from valkyrie.errors import ConfigurationError, StorageError
@@ -29,6 +30,8 @@ from valkyrie.monitoring.json_lines import JsonLines
 from valkyrie.monitoring.metrics import speed_metrics, text_metrics
 from valkyrie.monitoring.progress import Progress
 from valkyrie.monitoring.writers import RunWriter, create_writers
+
+IMAGE = np.arange(60, dtype=np.uint8).reshape(4, 5, 3)
 
 
 def refuse_constant(name):
@@ -151,7 +154,7 @@ def test_tensorboard_reads_everything_written(tmp_path):
     tmp_path, also=[lambda step, numbers: shown.append((step, numbers))]
   ) as writer:
     writer.write_scalars(3, {'loss': jnp.float32(0.5), 'skipped': np.int32(2), 'mfu': None})
-    # Neither waits for the import of CLU, which has only begun.
+    # Neither waits for the import of TensorBoard, which has only begun.
     assert read_lines(tmp_path / 'metrics.jsonl') == [
       {'step': 3, 'loss': 0.5, 'skipped': 2, 'mfu': None}
     ]
@@ -159,8 +162,12 @@ def test_tensorboard_reads_everything_written(tmp_path):
     writer.write_scalars(4, {'loss': math.nan})
     writer.write_texts(4, {'sample': 'def main():'})
     writer.write_histograms(4, {'w': np.arange(10.0)})
-    writer.write_images(4, {'image': np.zeros((1, 4, 4, 3))})
+    writer.write_images(4, {'image': IMAGE, 'floats': np.full((1, 2, 2, 1), 0.5)})
     writer.write_hparams({'learning_rate': 0.1})
+    # From here on by CLU.
+    writer.write_audios(4, {'sound': np.zeros((1, 8, 1), np.float32)}, sample_rate=8)
+    writer.write_scalars(5, {'loss': 0.25})
+    writer.write_images(5, {'image': IMAGE})
 
   from clu.metric_writers import MetricWriter  # noqa: PLC0415 - TensorFlow, only here
   from tensorboard.backend.event_processing import event_accumulator  # noqa: PLC0415
@@ -172,7 +179,7 @@ def test_tensorboard_reads_everything_written(tmp_path):
   events = event_accumulator.EventAccumulator(str(tmp_path / 'train'))
   events.Reload()
   tags = events.Tags()['tensors']
-  assert {'learning/loss', 'learning/skipped', 'sample', 'w', 'image'} <= set(tags)
+  assert {'learning/loss', 'learning/skipped', 'sample', 'w', 'image', 'sound'} <= set(tags)
   assert 'throughput/mfu' not in tags
   values = [
     (e.step, tensor_util.make_ndarray(e.tensor_proto).item())
@@ -181,6 +188,19 @@ def test_tensorboard_reads_everything_written(tmp_path):
   assert values[0] == (3, 0.5)
   assert values[1][0] == 4
   assert math.isnan(values[1][1])
+  assert values[2:] == [(5, 0.25)]
+  # TensorFlow's writer has the same form of everything but the compression of a picture.
+  ours, theirs = (tensor_util.make_ndarray(e.tensor_proto) for e in events.Tensors('image'))
+  assert [*ours[:2]] == [*theirs[:2]] == [b'5', b'4']
+  (floats,) = (tensor_util.make_ndarray(e.tensor_proto) for e in events.Tensors('floats'))
+  pictures = [np.asarray(PIL.Image.open(io.BytesIO(e[2]))) for e in (ours, theirs, floats)]
+  np.testing.assert_array_equal(pictures[:2], [IMAGE] * 2)
+  np.testing.assert_array_equal(pictures[2], np.full((2, 2), 128))
+  assert tensor_util.make_ndarray(events.Tensors('sample')[0].tensor_proto) == b'def main():'
+  assert tensor_util.make_ndarray(events.Tensors('w')[0].tensor_proto)[:, 2].sum() == 10
+  plugins = {tag: events.SummaryMetadata(tag).plugin_data.plugin_name for tag in tags}
+  assert plugins['learning/loss'] == 'scalars'
+  assert plugins['_hparams_/session_start_info'] == 'hparams'
 
 
 def test_other_streams_have_their_own_directory(tmp_path):
@@ -225,13 +245,23 @@ def test_a_full_disk_is_a_storage_error(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_tensorflow_is_imported_only_by_a_writer():
-  script = """
+def test_a_run_writes_to_tensorboard_without_tensorflow(tmp_path):
+  script = f"""
 import sys
+import numpy as np
 from valkyrie.monitoring import hooks, metrics, progress, report, writers
-assert not {'tensorflow', 'clu.metric_writers', 'tensorboard'} & set(sys.modules)
+assert 'tensorboard' not in sys.modules
+with writers.create_writers({str(tmp_path)!r}) as writer:
+  writer.write_scalars(1, {{'loss': 1.0}})
+  writer.write_texts(1, {{'sample': 'x'}})
+  writer.write_images(1, {{'image': np.zeros((4, 4, 3))}})
+  writer.write_histograms(1, {{'w': np.zeros(3)}})
+  writer.write_hparams({{'learning_rate': 0.1}})
+assert 'tensorboard' in sys.modules
+assert not {{'tensorflow', 'clu.metric_writers'}} & set(sys.modules)
 """
   subprocess.run([sys.executable, '-c', script], check=True)
+  assert list((tmp_path / 'train').iterdir())
 
 
 def test_a_missing_package_is_named_immediately(tmp_path, monkeypatch):
@@ -249,6 +279,7 @@ from valkyrie.monitoring.writers import create_writers
 writer = create_writers({str(tmp_path)!r})
 try:
   writer.write_scalars(1, {{'loss': 1.0}})
+  writer.write_audios(1, {{'sound': None}}, sample_rate=8)
   writer.flush()
 except ConfigurationError as error:
   print(error)

@@ -1,15 +1,15 @@
 """Writers of metrics to metrics.jsonl, TensorBoard and the console, with CLU's interface.
 
     model_dir/metrics.jsonl    one JSON object per line and step, from training
-    model_dir/train/           TensorBoard event files, written by CLU
+    model_dir/train/           TensorBoard event files
 
 TensorBoard groups the numbers: learning/, throughput/, memory/ and hooks/, and validation/ of
 evaluations.
 
-CLU's writers import TensorFlow, which takes seconds. A thread imports them and writes to
-TensorBoard, in order, while metrics.jsonl and the console are written immediately. Until the import
-is complete, no other code of this process may import seqio or a part of TensorFlow, which would
-find a partially imported module. (Another process builds the token stores.)
+A thread writes to TensorBoard, in order, while metrics.jsonl and the console are written
+immediately. Scalars, texts, images, histograms and hyperparameters need no TensorFlow. From the
+first audio or raw tensor on CLU's writer takes over, which imports TensorFlow in some seconds. No
+other thread may import TensorFlow meanwhile: it would find a partially imported module.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,25 +46,23 @@ def create_writers(
   also: Sequence[Show] = (),
   tensorboard: bool = True,
 ) -> 'RunWriter':
-  """Returns a writer that can be used immediately, and starts to import CLU's writers.
+  """Returns a writer that can be used immediately, and starts to import TensorBoard's package.
 
   Args:
     model_dir: the directory of the run.
     name: name of the stream. 'train' writes model_dir/metrics.jsonl and model_dir/train/; any other
       name writes both in model_dir/name/.
     also: called with the scalars of each step, such as `Progress.show`.
-    tensorboard: whether to write TensorBoard event files, which need TensorFlow.
+    tensorboard: whether to write TensorBoard event files.
 
   Raises:
-    ConfigurationError: the packages for TensorBoard event files are not installed.
+    ConfigurationError: the package for TensorBoard event files is not installed.
     StorageError: metrics.jsonl cannot be opened.
   """
-  needed = ('clu', 'tensorboard', 'tensorflow') if tensorboard else ()
-  missing = [package for package in needed if importlib.util.find_spec(package) is None]
-  if missing:
+  if tensorboard and importlib.util.find_spec('tensorboard') is None:
     raise ConfigurationError(
-      f'TensorBoard event files need {", ".join(missing)}, which this Python does not have. '
-      'Install the packages of setup.py, or set create_writers.tensorboard = False.'
+      'TensorBoard event files need tensorboard, which this Python does not have. Install the '
+      'packages of setup.py, or set create_writers.tensorboard = False.'
     )
   if tensorboard:
     _quiet_tensorflow()
@@ -89,7 +87,7 @@ class RunWriter:
     self._pending: list[Future] = []
     self._thread = ThreadPoolExecutor(1, thread_name_prefix='tensorboard')
     if events is not None:
-      self._tensorboard = self._thread.submit(_import_tensorboard, events)
+      self._tensorboard = self._thread.submit(_TensorBoard, events)
       self._pending.append(self._tensorboard)
 
   def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
@@ -176,7 +174,7 @@ class RunWriter:
     self._raise_failures(wait=False)
 
     def write():
-      writer = self._tensorboard.result()
+      writer = self._tensorboard.result().with_method(method)
       message = f'TensorBoard event files in {self._events} cannot be written'
       advice = 'Make room there, and run the same command again.'
       with storage_errors(message, advice, also=(Exception,)):
@@ -204,8 +202,32 @@ def _quiet_tensorflow() -> None:
   os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')
 
 
-def _import_tensorboard(events: pathlib.Path) -> Any:
-  """CLU's writer of TensorBoard event files. Runs in the thread of the writer."""
+class _TensorBoard:
+  """The writer of event files in one folder; belongs to the thread of a RunWriter."""
+
+  def __init__(self, events: pathlib.Path):
+    self._events = events
+    try:
+      from valkyrie.monitoring.event_file import EventFile  # noqa: PLC0415 - in the thread
+
+      self._writer: Any = EventFile(events)
+    except ImportError as error:
+      raise _not_imported('tensorboard', error) from error
+    except OSError as error:
+      raise StorageError(
+        f'TensorBoard event files in {events} cannot be written: {error}. Name another --model_dir.'
+      ) from error
+
+  def with_method(self, method: str) -> Any:
+    """A writer with this method of CLU's MetricWriter."""
+    if not hasattr(self._writer, method):
+      # TensorBoard reads one file after the other, so that all that follows goes to the new one.
+      self._writer.close()
+      self._writer = _clu_writer(self._events)
+    return self._writer
+
+
+def _clu_writer(events: pathlib.Path) -> Any:
   try:
     with _IMPORT, without_noise():
       import tensorflow as tf  # noqa: PLC0415 - takes seconds
@@ -216,11 +238,11 @@ def _import_tensorboard(events: pathlib.Path) -> Any:
 
       return metric_writers.SummaryWriter(str(events))
   except ImportError as error:
-    raise ConfigurationError(
-      'TensorBoard event files need clu, tensorboard and tensorflow, and importing them failed: '
-      f'{error}. Reinstall the packages of setup.py.'
-    ) from error
-  except Exception as error:
-    raise StorageError(
-      f'TensorBoard event files in {events} cannot be written: {error}. Name another --model_dir.'
-    ) from error
+    raise _not_imported('clu and tensorflow', error) from error
+
+
+def _not_imported(packages: str, error: ImportError) -> ConfigurationError:
+  return ConfigurationError(
+    f'TensorBoard event files need {packages}, and importing them failed: {error}. Reinstall the '
+    'packages of setup.py.'
+  )

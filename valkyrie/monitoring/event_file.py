@@ -1,0 +1,92 @@
+"""Event files of TensorBoard, written by its own package, without TensorFlow."""
+
+from collections.abc import Mapping
+import io
+import itertools
+import os
+import pathlib
+import socket
+import time
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore  (generated, without types)
+from tensorboard.plugins.histogram.summary_v2 import histogram_pb
+from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+from tensorboard.plugins.image.metadata import create_summary_metadata
+from tensorboard.plugins.scalar.summary_v2 import scalar_pb
+from tensorboard.plugins.text.summary_v2 import text_pb
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+_number = itertools.count()  # of the files of this process
+
+
+class EventFile:
+  """A new event file in a folder, with the methods of CLU's MetricWriter that runs need.
+
+  Raises:
+    OSError: the file cannot be written.
+  """
+
+  def __init__(self, folder: pathlib.Path):
+    folder.mkdir(parents=True, exist_ok=True)
+    # TensorBoard reads the files of a folder in the order of their names.
+    name = f'{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.{next(_number)}'
+    file = open(folder / f'events.out.tfevents.{name}', 'xb')  # noqa: SIM115, closed by close
+    self._records = RecordWriter(file)
+    self._write(Event(file_version='brain.Event:2'))
+
+  def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
+    """Writes numbers in float32, the precision of TensorBoard."""
+    for tag, value in scalars.items():
+      self._write_summary(step, scalar_pb(tag, value))
+
+  def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+    """Writes texts of Markdown."""
+    for tag, text in texts.items():
+      self._write_summary(step, text_pb(tag, text))
+
+  def write_histograms(
+    self, step: int, arrays: Mapping[str, Any], num_buckets: Mapping[str, int] | None = None
+  ) -> None:
+    """Writes the histogram of the values of each array."""
+    for tag, array in arrays.items():
+      self._write_summary(step, histogram_pb(tag, np.asarray(array), (num_buckets or {}).get(tag)))
+
+  def write_images(self, step: int, images: Mapping[str, Any]) -> None:
+    """Writes images [H, W, C] or [N, H, W, C]: bytes, or floats from 0 to 1."""
+    for tag, array in images.items():
+      values = np.asarray(array)
+      values = values if values.ndim == 4 else values[None]
+      if values.dtype != np.uint8:
+        values = np.round(255 * np.clip(values, 0, 1)).astype(np.uint8)
+      height, width = values.shape[1:3]
+      texts = [str(width).encode(), str(height).encode(), *map(_png, values)]
+      summary = text_pb(tag, np.array(texts, object))  # images are texts of another plugin
+      summary.value[0].metadata.CopyFrom(create_summary_metadata(None, None))
+      self._write_summary(step, summary)
+
+  def write_hparams(self, hparams: Mapping[str, Any]) -> None:
+    """Writes hyperparameters, once."""
+    self._write_summary(0, hparams_pb(dict(hparams)))
+
+  def flush(self) -> None:
+    self._records.flush()
+
+  def close(self) -> None:
+    self._records.close()
+
+  def _write_summary(self, step: int, summary: Any) -> None:
+    self._write(Event(step=step, summary=summary))
+
+  def _write(self, event: Any) -> None:
+    event.wall_time = time.time()
+    self._records.write(event.SerializeToString())
+
+
+def _png(image: np.ndarray) -> bytes:
+  """An image [H, W, C] of 1, 3 or 4 channels as a PNG."""
+  file = io.BytesIO()
+  Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image).save(file, 'png')
+  return file.getvalue()
