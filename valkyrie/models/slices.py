@@ -16,10 +16,9 @@ LOGITS_AT_ONCE = 2**22
 
 def cut(x: Array, size: int) -> Array:
   """[B, T, ...] -> [N, B, size, ...] with N x size at least T; zeros fill the last slice."""
-  batch, time, *rest = x.shape
-  count = -(-time // size)
-  padded = jnp.pad(x, ((0, 0), (0, count * size - time)) + ((0, 0),) * len(rest))
-  return jnp.moveaxis(padded.reshape(batch, count, size, *rest), 1, 0)
+  padded = _padded(x, size)
+  batch, time, *rest = padded.shape
+  return jnp.moveaxis(padded.reshape(batch, time // size, size, *rest), 1, 0)
 
 
 def overlapping(x: Array, size: int, width: int) -> Array:
@@ -27,9 +26,17 @@ def overlapping(x: Array, size: int, width: int) -> Array:
 
   The slices overlap in memory of their own, so that their reader needs no sequential loop.
   """
-  one = cut(x, size)
-  count = one.shape[0] - width + 1
+  padded = _padded(x, size)
+  count = padded.shape[1] // size - width + 1
+  if count < width:  # the fewer slices to trace
+    return jnp.stack([padded[:, n * size : (n + width) * size] for n in range(count)])
+  one = cut(padded, size)
   return jnp.concatenate([one[j : j + count] for j in range(width)], axis=2)
+
+
+def _padded(x: Array, size: int) -> Array:
+  """Zeros after the last time step, to a multiple of `size`."""
+  return jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)) + ((0, 0),) * (x.ndim - 2))
 
 
 def join(slices: Array, time: int) -> Array:
