@@ -12,10 +12,11 @@ import signal
 import sys
 import tempfile
 
-from faults import conclusion, measure
+from faults import conclusion
 from injections.cluster import Cluster
 from injections.harness import CORES, keep_to
 from injections.jobs import Jobs
+from injections.rows import measure
 import injections.slurm  # noqa: F401, registers the rows
 from injections.table import FAULTS, Unavailable
 

@@ -233,6 +233,23 @@ def test_two_processes_compute_the_gradient_of_one_device(folder):
     assert layouts.relative(carry, expected[1]) <= 1e-5
 
 
+LISTENS = """
+import sys
+from valkyrie.distributed import processes
+processes._POLL_SECONDS = 1e-5
+address, process = (flag.partition('=')[2] for flag in sys.argv[1:3])
+processes.join(processes.member(address, '2', int(process)), 60)
+assert processes.exchange('name', f'of {process}') == ['of 0', 'of 1']
+"""
+
+
+@pytest.mark.parametrize('time', range(3))
+def test_processes_that_listen_all_the_time_end_well(folder, time):
+  for process in start(folder, 2, '-c', LISTENS):
+    said = process.communicate()[1]
+    assert process.returncode == 0, said
+
+
 @pytest.mark.parametrize(
   'flags, message',
   [

@@ -9,6 +9,7 @@ on 75 (stop and save) each sends itself a SIGTERM, and on any other code it ends
 code. If a process dies without an announcement, jax's own heartbeat aborts the others (134).
 """
 
+import atexit
 import contextlib
 import os
 import signal
@@ -31,6 +32,8 @@ _ENDING = 'valkyrie/ending/'  # keys of announced exit codes
 _ENDED = 'valkyrie/ended/'  # keys of the exit codes of processes that are about to exit
 
 _client: Any = None
+_listener: threading.Thread | None = None
+_exits = threading.Event()
 _index = 0
 _count = 1
 _turns: dict[str, int] = {}
@@ -88,7 +91,7 @@ def join(this: Member, seconds: int) -> None:
     ConfigurationError: jax detects no cluster.
     Unreachable: the other processes did not join in time.
   """
-  global _client, _index, _count  # noqa: PLW0603, as jax keeps its own: one cluster a process
+  global _client, _listener, _index, _count  # noqa: PLW0603, as jax: one cluster a process
   address = this.coordinator
   import jax  # noqa: PLC0415
   from jax._src import distributed  # noqa: PLC0415, the key-value store has no public name
@@ -130,7 +133,8 @@ def join(this: Member, seconds: int) -> None:
   _client = distributed.global_state.client
   _index, _count = distributed.global_state.process_id, distributed.global_state.num_processes
   heartbeat.beat(process=_index)
-  threading.Thread(target=_listen, name='cluster', daemon=True).start()
+  _listener = threading.Thread(target=_listen, name='cluster', daemon=True)
+  _listener.start()
 
 
 def exchange(name: str, text: str, seconds: float = _EXCHANGE_SECONDS) -> list[str]:
@@ -219,11 +223,18 @@ def _published(place: str) -> dict[int, int]:
   return {}
 
 
+@atexit.register  # before jax is imported, so that this comes after jax's own last barrier
+def _stop_listening() -> None:
+  """Ends the thread: a process whose interpreter stops a thread within a call of jax aborts."""
+  _exits.set()
+  if _listener is not None:
+    _listener.join()
+
+
 def _listen() -> None:
   """Acts on the exit codes that other processes announce."""
   stopping = False
-  while True:
-    time.sleep(_POLL_SECONDS)
+  while not _exits.wait(_POLL_SECONDS):
     endings = _published(_ENDING)
     if endings.pop(_index, None) is not None:  # this process is ending
       stopping = True

@@ -16,9 +16,9 @@ class StepLines(JsonLines):
   """JSON lines in which the line of a step takes the place of an earlier one of that step.
 
   A line is appended first. The earlier one leaves the file when it is opened, when a resumed run
-  has come to a step that the file does not have, or when it is closed: a file with all other lines
-  then gets its name. This waits while another process has the file open, such as an evaluation of a
-  run that trains, and does not happen on a file system without locks.
+  has come to the last step of the file, or when it is closed: a file with all other lines then gets
+  its name. This waits while another process has the file open, such as an evaluation of a run that
+  trains, and does not happen on a file system without locks.
   """
 
   def __init__(self, path: pathlib.Path):
@@ -35,9 +35,8 @@ class StepLines(JsonLines):
     """Appends the line of a step."""
     super().write(fields)
     step = int(fields['step'] or 0)
-    if step <= self._last:
-      self._has_repeated = True
-    else:
+    self._has_repeated |= step <= self._last
+    if step >= self._last:  # before it is saved: a run that is complete does not open the file
       self._last = step
       self._drop_repeated()
 

@@ -18,6 +18,7 @@ import importlib.util
 import os
 import pathlib
 import threading
+import time
 from typing import Any
 
 import gin
@@ -221,8 +222,10 @@ class _TensorBoard:
   def with_method(self, method: str) -> Any:
     """A writer with this method of CLU's MetricWriter."""
     if not hasattr(self._writer, method):
-      # TensorBoard reads one file after the other, so that all that follows goes to the new one.
+      # TensorBoard reads one file after the other, so that all that follows goes to the new one. It
+      # orders them by their names, which have the second.
       self._writer.close()
+      time.sleep(1)
       self._writer = _clu_writer(self._events)
     return self._writer
 
