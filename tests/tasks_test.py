@@ -2,7 +2,6 @@
 
 import collections
 import itertools
-import json
 import os
 import pathlib
 import signal
@@ -197,7 +196,7 @@ def test_a_killed_build_continues(tmp_path, monkeypatch, processes):
   monkeypatch.setenv('PYTHONPATH', str(tmp_path), prepend=os.pathsep)
   monkeypatch.syspath_prepend(tmp_path)
   command = [sys.executable, '-m', 'valkyrie.data.build_store', '--task=waiting_tasks:waiting']
-  command += [f'--output={tmp_path / "killed"}', '--json', f'--processes={processes}']
+  command += [f'--output={tmp_path / "killed"}', f'--processes={processes}']
   builder = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
   names = [tmp_path / 'killed' / f'shard-0000{shard}-of-00008' for shard in (0, 1)]
   while not all(name.exists() for name in names):
@@ -208,9 +207,8 @@ def test_a_killed_build_continues(tmp_path, monkeypatch, processes):
   first = os.stat(names[0] / 'tokens.npy')
   (tmp_path / 'go').touch()
   # A process that outlived the builder would keep the lock of its shard.
-  done = subprocess.run(command, check=True, capture_output=True, text=True)
+  subprocess.run(command, check=True, capture_output=True)
   whole = _build(tmp_path / 'whole', task='waiting_tasks:waiting')
-  assert json.loads(done.stdout)['fingerprint'] == whole['fingerprint']
   assert token_store.verify(tmp_path / 'killed') == whole
   assert os.stat(names[0] / 'tokens.npy') == first
 

@@ -24,11 +24,12 @@ from collections.abc import Mapping, Sequence
 import json
 import os
 import pathlib
+import queue
 import sys
 import threading
-from typing import Any
+from typing import Any, NoReturn
 
-from valkyrie.data import store_builder, store_writer, token_store, vocabularies
+from valkyrie.data import store_builder, token_store, vocabularies
 from valkyrie.data.store_location import located, store_path
 from valkyrie.errors import ConfigurationError, Preempted, ValkyrieError
 
@@ -63,8 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     '--mixture', help='print the tasks and rates of a seqio Mixture, package.module:NAME, instead'
   )
   add('--verify', action='store_true', help='check every byte of the store in --output instead')
-  add('--json', action='store_true', help='print the result as one line of JSON')
-  add('--while-open', action='store_true', help='end when standard input is closed')
+  add('--orders', action='store_true', help='answer lines of standard input, as a run needs it')
   add(
     '--beam',
     nargs=argparse.REMAINDER,
@@ -150,38 +150,57 @@ def _option(text: str) -> tuple[str, str]:
   return name, value
 
 
-def _end_with_the_caller() -> None:
+def _answer_orders() -> NoReturn:
+  """Builds as lines of standard input say, a JSON list of arguments each; answers in JSON.
+
+  What else is printed, such as by a task, goes to standard error.
+  """
+  answers = open(os.dup(1), 'w', buffering=1)  # noqa: SIM115, for as long as the process lives
+  os.dup2(2, 1)
+  sys.stdout = sys.stderr
+  orders = queue.SimpleQueue[str]()
+  threading.Thread(target=_receive, args=(orders,), daemon=True).start()
+  while True:
+    arguments = _parser().parse_args(json.loads(orders.get()))
+    try:
+      answer = {'done': _done(arguments)}
+    except ValkyrieError as error:
+      answer = {'error': type(error).__name__, 'message': str(error)}
+    print(json.dumps(answer), file=answers)
+
+
+def _receive(orders: queue.SimpleQueue[str]) -> None:
   """Ends this process when its standard input is closed, as the system does after `kill -9`."""
-  while os.read(0, 1):
-    pass
+  for line in sys.stdin:
+    orders.put(line)
   os._exit(Preempted.exit_code)
+
+
+def _done(arguments: argparse.Namespace) -> Mapping[str, Any] | None:
+  """The rates of a mixture, or store.json; None while shards are missing."""
+  if arguments.mixture is not None:
+    return store_builder.rates(arguments.mixture)
+  return _run(arguments)
 
 
 def main(line: Sequence[str] | None = None) -> int:
   """Runs the command line; returns the exit code, and prints an error to standard error."""
   arguments = _parser().parse_args(line)
-  if arguments.while_open:
-    threading.Thread(target=_end_with_the_caller, daemon=True).start()
   # Only tf.data is used, so that the accelerators stay free for training.
   os.environ |= {'CUDA_VISIBLE_DEVICES': '', 'JAX_PLATFORMS': 'cpu'}
+  if arguments.orders:
+    _answer_orders()
   try:
-    if arguments.mixture is not None:
-      print(json.dumps(store_builder.rates(arguments.mixture)))
-      return 0
-    information = _run(arguments)
+    done = _done(arguments)
   except ValkyrieError as error:
-    if arguments.json:
-      print(json.dumps({'error': type(error).__name__, 'message': str(error)}))
-    else:
-      print(f'build_store: {error}', file=sys.stderr)
+    print(f'build_store: {error}', file=sys.stderr)
     return error.exit_code
-  if arguments.json:
-    names = (*store_writer.COUNTS, 'fingerprint')
-    print(json.dumps({name: information[name] for name in names} if information else {}))
-  elif information is None:
+  if arguments.mixture is not None:
+    print(json.dumps(done))
+  elif done is None:
     print(f'{arguments.output}: this shard is finished, other shards are missing')
   else:
-    print('\n'.join([str(arguments.output), *_statistics(information)]))
+    print('\n'.join([str(arguments.output), *_statistics(done)]))
   return 0
 
 

@@ -1,7 +1,4 @@
-"""Location of a run's token store, and its build on first use in a separate process.
-
-The separate process keeps TensorFlow (seconds and hundreds of megabytes) out of training.
-"""
+"""Location of a run's token store, and its build on first use."""
 
 from collections.abc import Mapping, Sequence
 import hashlib
@@ -10,17 +7,13 @@ import os
 import pathlib
 import platform
 import re
-import shlex
-import subprocess
-import sys
 import types
-from typing import Any
 
 from valkyrie import errors
 from valkyrie.config import paths, redact
+from valkyrie.data import builder
 from valkyrie.data.token_store import STORE_FILE, TokenStore
 from valkyrie.data.vocabularies import Vocabulary
-from valkyrie.distributed import heartbeat
 
 Options = Mapping[str, str]
 NO_OPTIONS: Options = types.MappingProxyType({})
@@ -111,9 +104,9 @@ def open_store(
     path = store_path(task, split, codec, source, data_dir, options, unique)
     recipe.append(f'--output={path}')
     if not (path / STORE_FILE).exists():
-      _builder(recipe, f'Building the token store {path}')
+      builder.order(recipe, f'Building the token store {path}')
       return TokenStore.open(path, codec)
-    make = f'run:\n  {_command([*recipe, "--rebuild"])}'
+    make = f'run:\n  {builder.command([*recipe, "--rebuild"])}'
   store = TokenStore.open(path, codec)
   if store.information.get('origin') is not None or ':' in task:
     from valkyrie.data import provenance  # noqa: PLC0415  (pyarrow, only for files)
@@ -128,12 +121,7 @@ def mixture(name: str) -> dict[str, float]:
   Raises:
     ConfigurationError: there is no such mixture.
   """
-  return _builder([f'--mixture={name}'], f'Reading the seqio mixture {name}')
-
-
-def _command(recipe: Sequence[str]) -> str:
-  """The command that builds a store."""
-  return shlex.join(['python', '-m', 'valkyrie.data.build_store', *recipe])
+  return builder.order([f'--mixture={name}'], f'Reading the seqio mixture {name}')
 
 
 def _uploading(recipe: Sequence[str], data_dir: str, name: str) -> str:
@@ -142,51 +130,4 @@ def _uploading(recipe: Sequence[str], data_dir: str, name: str) -> str:
   copy = f'gcloud storage cp --recursive {name} {place}/'
   if place.startswith('s3://'):
     copy = f'aws s3 cp --recursive {name} {place}/{name}'
-  return f'run this, and upload the folder:\n  {_command(recipe)}\n  {copy}'
-
-
-def _builder(arguments: Sequence[str], task: str) -> Any:
-  """Runs `python -m valkyrie.data.build_store` -> its report.
-
-  Its progress goes to standard error. Its ValkyrieError, with class and message, is raised here.
-  It ends with this process, however this one ends: its standard input is a pipe that nobody writes
-  to, and that the system closes. It sends the heartbeats of this process meanwhile.
-  """
-  command = [
-    sys.executable,
-    '-m',
-    'valkyrie.data.build_store',
-    '--json',
-    '--while-open',
-    *arguments,
-  ]
-  # The child process searches packages, such as a user's own, where this process does.
-  environment = os.environ | {
-    'PYTHONPATH': os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-  }
-  reader, writer = os.pipe()
-  try:
-    done = subprocess.run(
-      command,
-      stdin=reader,
-      stdout=subprocess.PIPE,
-      text=True,
-      env=environment,
-      pass_fds=heartbeat.inherited(),
-      check=False,
-    )
-  finally:
-    os.close(reader)
-    os.close(writer)
-  try:
-    report = json.loads(done.stdout.splitlines()[-1])
-    if done.returncode == 0:
-      return report
-    error_class = getattr(errors, report['error'])
-  except (IndexError, ValueError, KeyError, AttributeError):
-    raise errors.DataError(
-      f'{task} ended with exit code {done.returncode}; its output is above. '
-      'Finished shards are kept. Run again to continue, or run this by itself:\n  '
-      + ' '.join(command[:3] + command[5:])
-    ) from None
-  raise error_class(report['message'])
+  return f'run this, and upload the folder:\n  {builder.command(recipe)}\n  {copy}'

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.config.computation import may_change_on_resume
+from valkyrie.data import builder
 from valkyrie.data.mixture import mean_tokens_per_byte
 from valkyrie.data.prefetch import prefetch
 from valkyrie.errors import ConfigurationError, Preempted
@@ -124,7 +125,8 @@ class Evaluator:
       chunks: chunks of each row that a quick evaluation reads; None reads all.
       metrics: metrics of one's own.
     """
-    tokens = feed()
+    with builder.shared():
+      tokens = feed()
     check_vocabulary(model, tokens)
     self.vocabulary = tokens.vocabulary
     # A mixture is evaluated source by source.
