@@ -11,11 +11,14 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_run
 
 from valkyrie import main
 from valkyrie.checkpoint.manager import Checkpoints
 from valkyrie.config.load import load_gin
+from valkyrie.data import store_builder, store_writer
 from valkyrie.data.feed import TaskFeed
+from valkyrie.data.store_location import store_path
 from valkyrie.data.vocabularies import ByteVocabulary
 from valkyrie.models.features import Features
 from valkyrie.models.recurrence.convolution import Tail
@@ -66,6 +69,9 @@ def test_a_stream_asks_for_each_marked_key_and_has_unmarked_look_alikes(pairs, d
 
 
 def test_only_the_answers_have_weights_and_a_stream_shares_its_positions(tmp_path):
+  # Built in this process, which has loaded TensorFlow for the test above.
+  path = store_path('recall', 'validation', tiny_run.BYTES, None, str(tmp_path))
+  store_builder.build(store_builder.Order('recall', 'validation', tiny_run.BYTES, path))
   options = {'reset_at': 'sequence', 'shuffle': False, 'epochs': 1, 'data_dir': str(tmp_path)}
   feed = TaskFeed('recall', 'validation', 2, 0, **options)
   batch = feed.read(0, feed.row_tokens)
@@ -94,7 +100,32 @@ def test_most_training_streams_are_short():
   assert distances.min() == 8 and 10 <= np.median(distances) <= 22 and distances.max() > 500
 
 
+def write_a_part(data_dir, split):
+  """The store of the split's first streams, one in 16: tests need no more."""
+  import seqio  # noqa: PLC0415
+
+  from valkyrie.tasks import recall  # noqa: F401, PLC0415
+
+  source = seqio.TaskRegistry.get('recall').source
+  encode = tiny_run.BYTES.encode
+  store_writer.write_store(
+    store_path('recall', split, tiny_run.BYTES, None, str(data_dir)),
+    store_writer.Recipe('recall', split, tiny_run.BYTES, source.describe(split), shards=1),
+    lambda shard: [
+      store_writer.Document(
+        np.asarray(encode(document.prompt + document.text)),
+        len(document.prompt + document.text),
+        document.sequence_key,
+        len(document.prompt),
+      )
+      for document in source.documents(split, shard, 16)
+    ],
+  )
+
+
 def test_the_second_phase_reads_streams_of_all_lengths_alike(tmp_path):
+  for split in ('train', 'train_far'):
+    write_a_part(tmp_path, split)
   flags = [f"--gin.TaskFeed.data_dir='{tmp_path}'", '--gin.near/Phase.steps=2']
   load_gin(['gin/recall_cpu.gin'], flags, modules=main.CONFIGURABLE_MODULES)
   feed = gin.get_configurable('Mixture')()
