@@ -275,5 +275,5 @@ def test_the_certificate_of_a_tpu_slice(tmp_path):
   assert both == pytest.approx([c['estimated_instruction_seconds'], c['estimated_cycles_seconds']])
   longest = max(c['estimated_compute_seconds'], c['estimated_memory_seconds'])
   assert longest < both[0] < both[1]
-  assert c['executed_instructions'] > c['instructions'] / 10
+  assert c['executed_instructions'] > 100
   assert 0 < c['estimated_share_of_peak'][1] < c['estimated_share_of_peak'][0] < 1

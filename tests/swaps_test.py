@@ -194,7 +194,7 @@ def test_curriculum(base, train_run, tmp_path):
 def test_planner(base, train_run, tmp_path):
   """In the second phase only."""
   more = PLANNER.format(8) + 'Block.mixers = (@S5,)\nshort/Phase.planner = False'
-  run = train_run(tmp_path / 'run', curriculum='short_then_long', more=more)
+  run = train_run(tmp_path / 'run', curriculum='short_then_long', layers=2, more=more)
   assert_trained(run)
   assert any('/planner/' in name for name in parameters(run))
   assert not any('planner' in name or 'upper' in name for name in parameters(base))
@@ -207,7 +207,7 @@ def test_a_chunk_that_ends_within_a_block(train_run, tmp_path):
   with pytest.raises(
     ConfigurationError, match=r'chunk_size=16 .*plan_interval=6.* 12 or 18'
   ) as caught:
-    train_run(tmp_path / 'run', more=PLANNER.format(6))
+    train_run(tmp_path / 'run', layers=2, more=PLANNER.format(6))
   assert caught.value.exit_code == 78
 
 
@@ -226,7 +226,7 @@ def test_a_layout_that_splits_time_refuses_what_needs_all_of_it(train_run, tmp_p
   with pytest.raises(
     ConfigurationError, match=rf"'time' over \('data',\), but {named} must"
   ) as caught:
-    train_run(tmp_path / 'run', more=more + SPLIT)
+    train_run(tmp_path / 'run', layers=2, more=more + SPLIT)
   assert caught.value.exit_code == 78
 
 

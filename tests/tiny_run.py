@@ -50,8 +50,10 @@ def write_tokenizer(path: pathlib.Path) -> None:
   tokenizer.save(str(path))
 
 
-def gin_text(data_dir: pathlib.Path, partition='single', curriculum='constant', more='') -> str:
-  """What gin/tiny_cpu.gin is made of, with the toy model, and `more`."""
+def gin_text(
+  data_dir: pathlib.Path, partition='single', curriculum='constant', layers=1, more=''
+) -> str:
+  """What gin/tiny_cpu.gin is made of, with the toy model, and `more`; a planner needs 2 layers."""
   return f"""
 seed = 0
 batch_size = 8
@@ -72,6 +74,7 @@ include 'gin/partition/{partition}.gin'
 include 'gin/curriculum/{curriculum}.gin'
 include 'gin/data/python_stdlib.gin'
 
+LanguageModel.layers = {layers}
 task = 'letters'
 TaskFeed.data_dir = '{data_dir}'
 {more}
