@@ -6,7 +6,6 @@ The processes connect through the loopback address. A hook in one of them inject
 import json
 import os
 import pathlib
-import pickle
 import shutil
 import signal
 import socket
@@ -17,7 +16,6 @@ import jax
 import numpy as np
 import partitioner_test as layouts
 import pytest
-import tiny
 import tiny_run
 
 from valkyrie import main
@@ -216,8 +214,6 @@ def test_a_data_error_of_one_process_ends_both_with_65(folder):
 
 @pytest.mark.invariant(6)
 def test_two_processes_compute_the_gradient_of_one_device(folder):
-  whole = tiny.init(tiny.model(compute_dtype='float32', remat_policy=None), layouts.ROWS)
-  (folder / 'begin').write_bytes(pickle.dumps(jax.device_get(whole)))
   arguments = (str(ROOT / 'tests' / 'two_processes.py'), str(folder), *layouts.SPLIT)
   for process in start(folder, 2, *arguments):
     _, said = process.communicate()
@@ -227,7 +223,7 @@ def test_two_processes_compute_the_gradient_of_one_device(folder):
     assert 'StepSettings.seed = 1, but 0 in process 0' in said and 'TaskFeed.task' not in said
     assert said.count('other tokens:') == 1
     assert 'In step 6, processes 0 and 1 read different tokens in row 5' in said
-  expected = layouts.gradients('single', 'float32', remat_policy=None)[0]
+  expected = layouts.gradients('single', 'float32')[0]
   for name in layouts.SPLIT:
     with np.load(folder / f'{name}.npz') as file:
       found = jax.tree.unflatten(jax.tree.structure(expected), list(file.values()))
