@@ -139,7 +139,13 @@ TABLES = (
     ROOT / 'docs' / 'performance.md',
     HEAD_OF_RUNS,
     _of_run,
-    (run('v5p_64_8b', 'v4:4x4x4', _mesh(z=1, x=4, y=16), batch_size=2),),
+    (
+      run('v5p_64_8b', 'v4:4x4x4', _mesh(z=1, x=4, y=16), batch_size=2),
+      run('v5p_64_8b', 'v6e:16x16', _mesh(z=1, x=16, y=16), batch_size=4),
+      run('v5p_64_8b', 'v5p:8x8x8', _mesh(z=8, x=8, y=8), batch_size=8),
+      run('v5p_64_8b', 'v5p:8x8x8', _mesh(z=2, x=16, y=16), batch_size=2, chunk_size=10485760),
+      run('v5p_64_8b', 'v5p:4x4x4', '--gin_file=gin/models/llama3_8b_hybrid.gin'),
+    ),
   ),
 )
 
