@@ -62,7 +62,7 @@ def folder(tmp_path_factory):
   tiny_run.write_stores(path / 'data', 'letters', 'abcdefgh')
   (path / 'state_hashes.py').write_text(HASHES)
   more = 'import state_hashes\ntrain.hooks = (@HashState(),)'
-  (path / 'run.gin').write_text(tiny_run.gin_text(path / 'data', layers=2, more=more))
+  (path / 'run.gin').write_text(tiny_run.gin_text(path / 'data', layers=2, quick='', more=more))
   return path
 
 
@@ -81,7 +81,9 @@ def valkyrie(folder):
       env={
         **os.environ,
         'PYTHONPATH': str(folder),
-        'XLA_FLAGS': '--xla_force_host_platform_device_count=8',  # fusions as users have them
+        # Fusions as users have them.
+        'XLA_FLAGS': '--xla_force_host_platform_device_count=8 '
+        '--xla_cpu_parallel_codegen_split_count=1',
         'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',  # six steps do not repay a good compilation
         'JAX_COMPILATION_CACHE_DIR': str(folder / 'compiled'),
         'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',

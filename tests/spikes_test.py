@@ -130,7 +130,6 @@ def train_here(folder, tmp_path, monkeypatch):
     flags = [
       f"--gin.Watch.path='{tmp_path / name}.json'", '--gin.train_steps=12',
       '--gin.learning_rate=0.03', '--gin.eval_every=100', '--gin.checkpoint_every=3',
-      '--gin.StepSettings.remat_chunks=False', '--gin.LanguageModel.remat_policy=None',
       '--gin.LanguageModel.layers=1', '--gin.Block.mixers=(@S5,)',
       '--gin.create_writers.tensorboard=False', *more,
     ]  # fmt: skip

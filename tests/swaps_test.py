@@ -32,13 +32,6 @@ Planner.mlp_width = 24
 Planner.head_width = 8
 """
 
-# What makes a program that compiles quickly: tests/pulse_test.py has all of it.
-QUICK = (
-  '--gin.StepSettings.remat_chunks=False',
-  '--gin.LanguageModel.remat_policy=None',
-  '--gin.LongformerAttention.document_start=0',
-)
-
 # A mixer as a user would write it, in a package of their own.
 SMEAR = '''
 import gin
@@ -93,7 +86,6 @@ def train_run(data_dir):
     file, other = model_dir.with_suffix('.gin'), model_dir.with_suffix('.data.gin')
     file.write_text(tiny_run.gin_text(data_dir, **options))
     other.write_text(data)
-    flags = (*QUICK, *flags)
     load_gin(
       [str(file), str(other)],
       flags,
@@ -272,9 +264,10 @@ def test_a_mixture(train_run, data_dir, tmp_path, capsys):
   assert found['loss'] == pytest.approx(0.75 * losses[0] + 0.25 * losses[1])
   # Each is the loss of the source alone.
   gin.clear_config(clear_constants=True)
-  flags = (*QUICK, "--gin.task='digits'")
   (tmp_path / 'alone.gin').write_text(tiny_run.gin_text(data_dir))
-  load_gin([str(tmp_path / 'alone.gin')], flags, modules=main.CONFIGURABLE_MODULES)
+  load_gin(
+    [str(tmp_path / 'alone.gin')], ["--gin.task='digits'"], modules=main.CONFIGURABLE_MODULES
+  )
   shutil.copytree(run / 'checkpoints', tmp_path / 'alone' / 'checkpoints')
   evaluate.evaluate(model_dir=str(tmp_path / 'alone'))
   assert tiny_run.metrics(tmp_path / 'alone', 'eval')[2]['loss'] == losses[1]
@@ -356,7 +349,7 @@ vocabulary = '{tokenizer}'
   for mode, given in ((evaluate.evaluate, {}), (infer.infer, {'prompt': 'deep'})):
     gin.clear_config(clear_constants=True)
     files = [str(tmp_path / name) for name in ('run.gin', 'run.data.gin')]
-    other = (*QUICK, *flags, "--gin.vocabulary='bytes'")
+    other = (*flags, "--gin.vocabulary='bytes'")
     load_gin(files, other, modules=main.CONFIGURABLE_MODULES)
     with pytest.raises(
       ConfigurationError, match=r'trained with the vocabulary huggingface-.*bytes'

@@ -50,10 +50,21 @@ def write_tokenizer(path: pathlib.Path) -> None:
   tokenizer.save(str(path))
 
 
+# What makes a program that compiles quickly.
+QUICK = """
+StepSettings.remat_chunks = False
+LanguageModel.remat_policy = None
+LongformerAttention.document_start = 0
+"""
+
+
 def gin_text(
-  data_dir: pathlib.Path, partition='single', curriculum='constant', layers=1, more=''
+  data_dir: pathlib.Path, partition='single', curriculum='constant', layers=1, quick=QUICK, more=''
 ) -> str:
-  """What gin/tiny_cpu.gin is made of, with the toy model, and `more`; a planner needs 2 layers."""
+  """What gin/tiny_cpu.gin is made of, with the toy model, and `more`; a planner needs 2 layers.
+
+  tests/pulse_test.py has all of it: `quick` is empty there.
+  """
   return f"""
 seed = 0
 batch_size = 8
@@ -75,6 +86,7 @@ include 'gin/curriculum/{curriculum}.gin'
 include 'gin/data/python_stdlib.gin'
 
 LanguageModel.layers = {layers}
+{quick}
 task = 'letters'
 TaskFeed.data_dir = '{data_dir}'
 {more}

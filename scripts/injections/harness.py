@@ -29,7 +29,8 @@ PATIENCE = 300.0  # seconds after which a run that should end counts as hanging
 # The flags of tests/conftest.py, which gives the reason.
 QUICK_COMPILER = (
   '--xla_backend_optimization_level=0 '
-  '--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters'
+  '--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters '
+  '--xla_cpu_parallel_codegen_split_count=1'
 )
 
 GIN = """
