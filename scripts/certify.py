@@ -107,7 +107,13 @@ TABLES = (
       run('v4_8', 'v4:2x2x1'),
       run('v5p_64_8b', 'v5p:4x4x4'),
       run('v4_32_fsdp', 'v4:4x4x2', **_chunks(80)),
-      run('v4_32_tensor2d', 'v4:4x4x2', **_chunks(80)),
+      run('v4_32_tensor2d', 'v4:4x4x2'),
+      run(
+        'v4_32_tensor2d',
+        'v4:4x4x2',
+        '--gin_file=gin/models/valkyrie_1b.gin',
+        '--gin.LanguageModel.unroll=1',
+      ),
     ),
   ),
   Table(

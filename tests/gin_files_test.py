@@ -192,6 +192,7 @@ def test_a_model_builds_and_every_parameter_declares_its_axes(file):
   [
     ('valkyrie_1b', 1.24e9, 1.26e9),
     ('valkyrie_8b', 8.4e9, 8.5e9),
+    ('valkyrie_24b', 24.1e9, 24.2e9),
     ('llama3_8b_hybrid', 8.4e9, 8.6e9),
     ('llama3_8b', 8_030_261_248, 8_030_261_248),
     ('decoder_1b', 1_104_218_112, 1_104_218_112),

@@ -27,9 +27,10 @@ from valkyrie.sharding.partitioner import constrain
 from valkyrie.types import Array, Axes, Carry, Params
 
 _SAVED = jax.checkpoint_policies.save_only_these_names  # names of `checkpoint_name`
+# A 'product' is the result of a `split_product`: its sum over devices is saved, instead of parts.
 _REMAT_POLICIES = {
   'products': jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _SAVED('attention')
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _SAVED('attention', 'product')
   ),
   'mlp': _SAVED('attention', 'mlp'),
   'attention': _SAVED('attention'),

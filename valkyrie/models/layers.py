@@ -22,6 +22,7 @@ import numpy as np
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.lora import adapted, adapters
 from valkyrie.sharding import layer_weights, scopes, sequence_parallel
+from valkyrie.sharding.split_products import split_product
 from valkyrie.types import Array, Axes, DType
 
 # {(module, parameter): (axes, cast)} of the parameters made so far, inside `declarations.declared`.
@@ -84,14 +85,19 @@ def matmul(x: Array, w: Array, out_dtype: DType | None = None) -> Array:
   return out.reshape(*x.shape[:-1], w.shape[-1])
 
 
-def products(x: Array, weights: Sequence[Array]) -> list[Array]:
+def products(x: Array, weights: Sequence[Array], axes: Axes = (None, None)) -> list[Array]:
   """x [..., D_in] @ w for each weight w [D_in, width], in one matrix product.
 
   Each weight is cast to x's dtype. Side by side they make one wide product, with one sum in the
-  backward pass; a product for each would read x again and write its gradient again.
+  backward pass; a product for each would read x again and write its gradient again. `axes` are the
+  logical axes of the weights, by which `split_product` splits their product.
   """
-  ends = np.cumsum([w.shape[1] for w in weights])[:-1]
-  return jnp.split(matmul(x, jnp.concatenate(weights, axis=1)), ends, axis=-1)
+
+  def side_by_side(x, weights):
+    ends = np.cumsum([w.shape[1] for w in weights])[:-1]
+    return jnp.split(matmul(x, jnp.concatenate(weights, axis=1)), ends, axis=-1)
+
+  return split_product(side_by_side, x, list(weights), axes)
 
 
 def projections(x: Array, axes: Axes, **widths: int) -> list[Array]:
@@ -106,7 +112,7 @@ def projections(x: Array, axes: Axes, **widths: int) -> list[Array]:
 
 def project(x: Array, axes: Axes, **widths: int) -> list[Array]:
   """`products` of x and the calling module's `projections`."""
-  return products(x, projections(x, axes, **widths))
+  return products(x, projections(x, axes, **widths), axes)
 
 
 def dropout(x: Array, rate: float, shared: Sequence[int] = ()) -> Array:

@@ -43,8 +43,13 @@ def gathered(part: Array, shape: Sequence[int], cast: DType | None) -> Array:
   """
   for dimension, (held, size) in enumerate(zip(part.shape, shape, strict=True)):
     if held < size:
-      return _gather(part, axes(), dimension, part.dtype, cast or part.dtype)
+      return gather(part, axes(), dimension, cast or part.dtype)
   return part
+
+
+def gather(part: Array, over: Sequence[str], dimension: int, cast: DType) -> Array:
+  """The parts of the devices along these mesh axes, joined and cast."""
+  return _gather(part, tuple(over), dimension, part.dtype, cast)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))

@@ -64,8 +64,8 @@ class Partitioner:
         replaces the axes that its module declares.
       manual: all mesh axes are manual: the step is one `shard_map`, in which each device computes
         with all weights, gathered once a step. The rules then split rows ('batch') and chunks
-        ('time'). False: XLA's partitioner splits every operation by the rules, and inserts the
-        communication.
+        ('time'). False: products are split as in `split_products`, and XLA's partitioner splits
+        all other operations by the rules, and inserts their communication.
       gather_layers: in a manual layout: the weights of layers stay split, and each layer gathers
         its own where it runs, see `layer_weights`.
 

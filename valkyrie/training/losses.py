@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from valkyrie.models import slices
 from valkyrie.models.features import Features
 from valkyrie.models.layers import matmul
+from valkyrie.sharding import split_products
 from valkyrie.types import Array
 
 # The logits held at once; the loss of more is computed in slices of time. 2^25 float32 are 128 MiB,
@@ -47,7 +48,13 @@ class WeightedSums(NamedTuple):
 def logits(features: Features, vocabulary_size: int) -> Array:
   """The logits [B, T, V] float32; -1e30 at the padding of the vocabulary."""
   wide = jnp.promote_types(features.hidden.dtype, jnp.float32)
-  scores = matmul(features.hidden, features.unembedding.T, wide)
+
+  def unembed(hidden, unembedding):
+    return matmul(hidden, unembedding.T, wide)
+
+  scores = split_products.split_product(
+    unembed, features.hidden, features.unembedding, ('vocabulary', 'embed'), inputs=1
+  )
   exists = jnp.arange(scores.shape[-1]) < vocabulary_size
   return jnp.where(exists[None, None], scores, -1e30)
 
@@ -146,4 +153,7 @@ def weighted_loss(
 
 def _slice_length(features: Features) -> int:
   """The tokens of a row whose logits stand at once."""
-  return max(1, _LOGITS_AT_ONCE // (features.hidden.shape[0] * features.unembedding.shape[0]))
+  batch, time, _ = features.hidden.shape
+  logits = batch * time * features.unembedding.shape[0] // split_products.devices()
+  slices_needed = -(-logits // _LOGITS_AT_ONCE)
+  return -(-time // min(time, slices_needed))

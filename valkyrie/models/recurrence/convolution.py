@@ -40,7 +40,9 @@ class CausalConvolution(hk.Module):
     batch, time, width = x.shape
     chex.assert_shape(carry.inputs, (batch, self.taps - 1, width))
     init = hk.initializers.RandomUniform(-(self.taps**-0.5), self.taps**-0.5)
-    filters = parameter('filters', (self.taps, width), init, axes=(None, None), cast=x.dtype)
+    filters = parameter(
+      'filters', (self.taps, width), init, axes=(None, 'activation'), cast=x.dtype
+    )
     before, after = _tails(carry.inputs, x, jnp.sum(segment_ids > 0, axis=1))
     extended = jnp.concatenate([before, x], axis=1)
     y = jnp.zeros_like(x)

@@ -233,7 +233,7 @@ class S5(hk.Module):
           'c', (2, width, p if self.causal else 2 * p), c_init, axes=(None, 'embed', 'state')
         )
       ),
-      d=parameter('d', (width,), hk.initializers.RandomNormal(), axes=('norm',)),
+      d=parameter('d', (width,), hk.initializers.RandomNormal(), axes=('activation',)),
       log_step=parameter('log_step', (p,), log_step_init, axes=state),
     )
 

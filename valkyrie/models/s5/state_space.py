@@ -18,6 +18,7 @@ from valkyrie.models.recurrence.scan import Complex, Number
 from valkyrie.models.s5 import init
 from valkyrie.models.s5.discretization import discretize
 from valkyrie.sharding import sequence_parallel
+from valkyrie.sharding.split_products import split_product
 from valkyrie.types import Array
 
 
@@ -103,8 +104,12 @@ def read(
   varies = system.growth.re.ndim > 1
   if not varies:
     b = _scaled(jax.tree.map(lambda part: part[:, None], gain), b)
-  driven = matmul(jnp.swapaxes(u, 0, 1), jnp.concatenate(b).T, wide)
-  inputs = Complex(*jnp.split(driven, 2, -1))
+
+  def drive(u, b):
+    driven = matmul(jnp.swapaxes(u, 0, 1), jnp.concatenate(b).T, wide)
+    return Complex(*jnp.split(driven, 2, -1))
+
+  inputs = split_product(drive, u, b, ('state', 'embed'), inputs=1, rows=(0, 1))
   if varies:
     inputs = _scaled(gain, inputs)
   if sequence_parallel.axes():
@@ -123,11 +128,15 @@ def read(
       form=form,
     ).map(_reverse)
     states = Complex(*(jnp.concatenate(p, axis=-1) for p in zip(states, backwards, strict=True)))
-  pairs = jnp.swapaxes(jnp.concatenate(states, axis=-1), 0, 1)
   scale = 2 if conj_sym else 1
-  readout = scale * jnp.concatenate([system.c.re, -system.c.im], axis=1)
-  y = matmul(pairs.astype(u.dtype), readout.T, wide) + system.d[None, None] * u.astype(wide)
-  return y, after
+
+  def read_out(states, c):
+    pairs = jnp.swapaxes(jnp.concatenate(states, axis=-1), 0, 1)
+    return matmul(pairs, scale * jnp.concatenate([c.re, -c.im], axis=1).T, wide)
+
+  narrow = states.map(lambda part: part.astype(u.dtype))
+  y = split_product(read_out, narrow, system.c, ('embed', 'state'), inputs=1, rows=(1, 0))
+  return y + system.d[None, None] * u.astype(wide), after
 
 
 def _scaled(gain: Number, z: Complex) -> Complex:

@@ -1,0 +1,121 @@
+"""Products whose weights stay split in two dimensions, for layouts without `Partitioner.manual`.
+
+A weight is split along its inputs over some mesh axes, y, and along its outputs over others, x.
+Between products the features of an activation are split over both:
+
+    x [..., inputs / yx]   gathered over x:          [..., inputs / y]
+    product                by each device:           [..., outputs / x], in parts of a sum over y
+    the sum over y         each keeps its features:  [..., outputs / xy]
+
+The next weight, split over x along its inputs, begins there. So all that stands between products,
+norms, recurrences and heads, has every token of a row and a share of the features on each device,
+and is done once. XLA splits it like the arrays around it.
+
+A device sends for each token and feature, of the inputs and of the outputs, b (n - 1) / n² bytes
+forwards and as many backwards, with b bytes a number and n devices along each axis; the inputs once
+more where they are gathered again for the gradient of the weights. Weights that are also split over
+the axes of rows are gathered over those.
+"""
+
+from collections.abc import Callable
+import math
+from typing import Any
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from valkyrie.sharding import layer_weights, messages
+from valkyrie.sharding.partitioner import current_partitioner
+from valkyrie.types import Array, Axes
+
+
+def split_product(
+  product: Callable[[Any, Any], Any],
+  x: Any,
+  weights: Any,
+  axes: Axes,
+  *,
+  inputs: int = 0,
+  rows: tuple[int, int] = (0, 0),
+) -> Any:
+  """`product(x, weights)`, of which each device computes its part.
+
+  In other layouts, and where the weights are not split, it is called as it is.
+
+  Args:
+    product: linear in x and in the weights, with a sum over input features. It casts the weights to
+      the dtype of x.
+    x: a pytree of activations [..., input features].
+    weights: a pytree of matrices.
+    axes: the logical axes of each matrix.
+    inputs: the dimension of the matrices that is summed over.
+    rows: the dimensions of x and of the result that have rows.
+
+  Returns:
+    A pytree of activations [..., output features].
+  """
+  partitioner = current_partitioner()
+  if partitioner is None or partitioner.manual:
+    return product(x, weights)
+  over_rows = partitioner.axes_of('batch')
+  of_weights = [partitioner.axes_of(axis) if axis else () for axis in axes]
+  # Mesh axes of rows that split a weight, too, come last, so that gathering over them leaves a part
+  # of the features that stands together.
+  split = [tuple(a for a in mesh_axes if a not in over_rows) for mesh_axes in of_weights]
+  gathered = [tuple(a for a in mesh_axes if a in over_rows) for mesh_axes in of_weights]
+  summed, kept = split[inputs], split[1 - inputs]
+  if not summed and not kept:
+    return product(x, weights)
+
+  def divides(size: int, mesh_axes: tuple[str, ...]) -> bool:
+    return size % math.prod(partitioner.mesh.shape[axis] for axis in mesh_axes) == 0
+
+  def splits_over_both(leaf: Array) -> bool:
+    return divides(leaf.shape[-1], summed + kept)
+
+  def spec(leaf, row, first, then):
+    entries: list[tuple[str, ...]] = [()] * leaf.ndim
+    entries[row] = over_rows if divides(leaf.shape[row], over_rows) else ()
+    entries[-1] = first + then if splits_over_both(leaf) else first
+    return PartitionSpec(*(entry or None for entry in entries))
+
+  result = jax.eval_shape(product, x, weights)
+  inputs_split, results_split = (jax.tree.map(splits_over_both, tree) for tree in (x, result))
+  dtype = jnp.result_type(*jax.tree.leaves(x))
+
+  def gather(leaf, is_split):
+    return messages.all_gather(leaf, kept, leaf.ndim - 1) if is_split else leaf
+
+  def gather_weight(part):
+    for dimension, mesh_axes in enumerate(gathered):
+      if mesh_axes:
+        part = layer_weights.gather(part, mesh_axes, dimension, dtype)
+    return part
+
+  def scatter(leaf, is_split):
+    if not is_split:
+      return lax.psum(leaf, summed)
+    return messages.reduce_scatter(leaf, summed, leaf.ndim - 1)
+
+  def of_device(x, weights):
+    whole = jax.tree.map(gather, x, inputs_split)
+    return jax.tree.map(
+      scatter, product(whole, jax.tree.map(gather_weight, weights)), results_split
+    )
+
+  stored = PartitionSpec(*(a + b or None for a, b in zip(split, gathered, strict=True)))
+  results = partitioner.shard_map(
+    of_device,
+    in_specs=(jax.tree.map(lambda leaf: spec(leaf, rows[0], summed, kept), x), stored),
+    out_specs=jax.tree.map(lambda leaf: spec(leaf, rows[1], kept, summed), result),
+  )(x, weights)
+  return jax.tree.map(lambda leaf: checkpoint_name(leaf, 'product'), results)
+
+
+def devices() -> int:
+  """The number of devices that share what stands between products."""
+  partitioner = current_partitioner()
+  return 1 if partitioner is None or partitioner.manual else partitioner.mesh.size
