@@ -353,9 +353,14 @@ def transform(make: Callable[..., LanguageModel]) -> Model:
 
   pure = hk.transform_with_state(forward)
 
+  @jax.jit
+  def params_of(rng):
+    one = jnp.ones((1, 1), jnp.int32)
+    return pure.init(rng, one, one, one)[0]
+
   def init(rng, batch_size):
-    one = jnp.ones((batch_size, 1), jnp.int32)
-    return pure.init(rng, one, one, one)
+    parameters()  # whose trace of `params_of` serves here, too
+    return params_of(rng), initial_carry(batch_size)
 
   def initial_carry(batch_size):
     def fresh():
@@ -368,7 +373,7 @@ def transform(make: Callable[..., LanguageModel]) -> Model:
 
   @functools.cache
   def parameters():
-    made = declared(lambda: init(jax.random.key(0), 1)[0])
+    made = declared(lambda: params_of(jax.random.key(0)))
     lora = hk.transform(lambda: make(name='model').lora).apply({}, None)
     if lora is not None:
       lora.check([f'{m}/{n}' for m, group in made.items() for n, p in group.items() if p.cast])

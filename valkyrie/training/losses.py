@@ -154,6 +154,6 @@ def weighted_loss(
 def _slice_length(features: Features) -> int:
   """The tokens of a row whose logits stand at once."""
   batch, time, _ = features.hidden.shape
-  logits = batch * time * features.unembedding.shape[0] // split_products.devices()
-  slices_needed = -(-logits // _LOGITS_AT_ONCE)
+  logits = batch * time * features.unembedding.shape[0]
+  slices_needed = -(-logits // (_LOGITS_AT_ONCE * split_products.devices()))
   return -(-time // min(time, slices_needed))
