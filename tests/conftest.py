@@ -17,7 +17,7 @@ os.environ['XLA_FLAGS'] = ' '.join(
     '--xla_force_host_platform_device_count=8',
     '--xla_backend_optimization_level=0',
     '--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters',
-    '--xla_cpu_parallel_codegen_split_count=4',
+    '--xla_cpu_parallel_codegen_split_count=8',
   ]
 ).strip()
 os.environ['JAX_PLATFORMS'] = 'cpu'

@@ -27,7 +27,7 @@ def losses(compute_dtype, parameter_dtype='float32'):
   curriculum = Curriculum([phase])
   optimizer = Optimizer(learning_rate=1e-2, warmup_steps=10, train_steps=STEPS)
   model = tiny.model(
-    compute_dtype=compute_dtype, parameter_dtype=parameter_dtype, remat_policy=None
+    layers=1, compute_dtype=compute_dtype, parameter_dtype=parameter_dtype, remat_policy=None
   )
   state = jax.jit(lambda: initial_state(model, optimizer, 0, 8))()
   step = jax.jit(
