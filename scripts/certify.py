@@ -88,6 +88,7 @@ def _mesh(**axes: int) -> str:
   return f'--gin.Partitioner.mesh={tuple(axes.items())}'
 
 
+_LLAMA = '--gin_file=gin/models/llama3_8b_hybrid.gin'
 HEAD_OF_RUNS = (
   '| flags of `--run_mode=precompile` | rows x tokens | GiB a chip | GB sent a chip '
   '| executed / useful | seconds | of them communication | tokens/s a chip | share of peak |\n'
@@ -150,7 +151,10 @@ TABLES = (
       run('v5p_64_8b', 'v6e:16x16', _mesh(z=1, x=16, y=16), batch_size=4),
       run('v5p_64_8b', 'v5p:8x8x8', _mesh(z=8, x=8, y=8), batch_size=8),
       run('v5p_64_8b', 'v5p:8x8x8', _mesh(z=2, x=16, y=16), batch_size=2, chunk_size=10485760),
-      run('v5p_64_8b', 'v5p:4x4x4', '--gin_file=gin/models/llama3_8b_hybrid.gin'),
+      run('v5p_64_8b', 'v5p:4x4x4', _LLAMA),
+      run('v5p_64_8b', 'v4:4x4x4', _mesh(z=1, x=4, y=16), _LLAMA, batch_size=2),
+      run('v5p_64_8b', 'v6e:16x16', _mesh(z=1, x=16, y=16), _LLAMA, batch_size=4),
+      run('v5p_64_8b', 'v5p:8x8x8', _mesh(z=8, x=8, y=8), _LLAMA, batch_size=8),
     ),
   ),
 )
