@@ -118,7 +118,7 @@ def assert_equal(found, expected):
 @pytest.mark.parametrize(
   'name, layout, options',
   [
-    ('fsdp', {}, {'planner': tiny.planner, 'remat_policy': None}),
+    ('fsdp', {}, {'planner': tiny.planner}),
     (
       'context_fsdp',
       {
