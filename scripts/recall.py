@@ -30,6 +30,7 @@ from valkyrie.models import language_model
 from valkyrie.models.carry_cuts import cut_carry
 from valkyrie.models.language_model import LanguageModel, Model
 from valkyrie.sharding.partitioner import Partitioner
+from valkyrie.tasks.recall import recall
 from valkyrie.training.losses import token_scores
 from valkyrie.types import Batch, Params
 from valkyrie.weights.restored import restored_params
@@ -49,8 +50,6 @@ class Streams:
 
   def __init__(self, distance: int, streams: Mapping[int, int]):
     """Writes the streams: {keys at a time: number of streams}."""
-    from valkyrie.tasks.recall import recall  # noqa: PLC0415, TensorFlow
-
     encode, eos = ByteVocabulary().encode, ByteVocabulary.eos_id
     self.pairs = np.repeat([*streams], [*streams.values()])
     rows, answers = [], []

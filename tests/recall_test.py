@@ -17,11 +17,13 @@ from valkyrie import main
 from valkyrie.checkpoint.manager import Checkpoints
 from valkyrie.config.load import load_gin
 from valkyrie.data import store_builder, store_writer
+from valkyrie.data.document_source import TASKS
 from valkyrie.data.feed import TaskFeed
 from valkyrie.data.store_location import store_path
 from valkyrie.data.vocabularies import ByteVocabulary
 from valkyrie.models.features import Features
 from valkyrie.models.recurrence.convolution import Tail
+from valkyrie.tasks.recall import recall
 from valkyrie.training.setup import Setup, StepSettings
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
@@ -41,8 +43,6 @@ def script(monkeypatch):
 @pytest.mark.parametrize('pairs', [1, 4, 16])
 @pytest.mark.parametrize('distance', [8, 501])
 def test_a_stream_asks_for_each_marked_key_and_has_unmarked_look_alikes(pairs, distance):
-  from valkyrie.tasks.recall import recall  # noqa: PLC0415, TensorFlow
-
   orders, lookalikes = set(), []
   for n in range(20):
     problems = recall(np.random.RandomState([0, n]), pairs, distance)
@@ -69,7 +69,6 @@ def test_a_stream_asks_for_each_marked_key_and_has_unmarked_look_alikes(pairs, d
 
 
 def test_only_the_answers_have_weights_and_a_stream_shares_its_positions(tmp_path):
-  # Built in this process, which has loaded TensorFlow for the test above.
   path = store_path('recall', 'validation', tiny_run.BYTES, None, str(tmp_path))
   store_builder.build(store_builder.Order('recall', 'validation', tiny_run.BYTES, path))
   options = {'reset_at': 'sequence', 'shuffle': False, 'epochs': 1, 'data_dir': str(tmp_path)}
@@ -87,11 +86,7 @@ def test_only_the_answers_have_weights_and_a_stream_shares_its_positions(tmp_pat
 
 
 def test_most_training_streams_are_short():
-  import seqio  # noqa: PLC0415
-
-  from valkyrie.tasks import recall  # noqa: F401, PLC0415
-
-  source = seqio.TaskRegistry.get('recall').source
+  source = TASKS['recall'].source
   documents = [*source.documents('train', 0, 64)]
   first = {document.sequence_key: len(document.prompt) for document in reversed(documents)}
   pairs = np.array([sum(d.sequence_key == key for d in documents) for key in first])
@@ -102,11 +97,7 @@ def test_most_training_streams_are_short():
 
 def write_a_part(data_dir, split):
   """The store of the split's first streams, one in 16: tests need no more."""
-  import seqio  # noqa: PLC0415
-
-  from valkyrie.tasks import recall  # noqa: F401, PLC0415
-
-  source = seqio.TaskRegistry.get('recall').source
+  source = TASKS['recall'].source
   encode = tiny_run.BYTES.encode
   store_writer.write_store(
     store_path('recall', split, tiny_run.BYTES, None, str(data_dir)),

@@ -7,9 +7,14 @@ import pytest
 from valkyrie import main
 from valkyrie.config.load import load_gin
 from valkyrie.data import vocabularies
+from valkyrie.data.document_source import TASKS
 from valkyrie.data.feed import TaskFeed
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
+from valkyrie.tasks.key_value import PAIRS, key_value
+from valkyrie.tasks.listops import listops
+from valkyrie.tasks.passkey import KEY, passkey
+from valkyrie.tasks.selective_copy import COPIED, selective_copy
 
 BYTES = vocabularies.ByteVocabulary()
 DISTANCES = (64, 200)
@@ -21,8 +26,6 @@ def problems(make, *arguments):
 
 @pytest.mark.parametrize('distance', DISTANCES)
 def test_the_passkey_is_exactly_its_distance_before_the_answer(distance):
-  from valkyrie.tasks.passkey import KEY, passkey  # noqa: PLC0415, TensorFlow
-
   for prompt, answer in problems(passkey, distance):
     text = prompt + answer
     digits = [at for at, symbol in enumerate(text) if symbol.isdigit()]
@@ -36,8 +39,6 @@ def test_the_passkey_is_exactly_its_distance_before_the_answer(distance):
 
 @pytest.mark.parametrize('distance', DISTANCES)
 def test_the_value_is_exactly_its_distance_before_the_answer(distance):
-  from valkyrie.tasks.key_value import PAIRS, key_value  # noqa: PLC0415
-
   places = set()
   for prompt, answer in problems(key_value, distance):
     context, question, asked = prompt.partition('?')
@@ -55,8 +56,6 @@ def test_the_value_is_exactly_its_distance_before_the_answer(distance):
 
 @pytest.mark.parametrize('distance', DISTANCES)
 def test_the_answer_is_the_digits_of_the_last_tokens(distance):
-  from valkyrie.tasks.selective_copy import COPIED, selective_copy  # noqa: PLC0415
-
   first = []
   for prompt, answer in problems(selective_copy, distance):
     digits = [at for at, symbol in enumerate(prompt) if symbol.isdigit()]
@@ -90,8 +89,6 @@ def evaluated(symbols):
 
 
 def test_listops_answers_are_the_values_of_their_expressions():
-  from valkyrie.tasks.listops import listops  # noqa: PLC0415
-
   found = problems(listops)
   deepest = []
   for prompt, answer in found:
@@ -106,11 +103,7 @@ def test_listops_answers_are_the_values_of_their_expressions():
 
 
 def test_a_split_is_reproducible_and_independent_of_shards():
-  import seqio  # noqa: PLC0415
-
-  from valkyrie.tasks import passkey  # noqa: F401, PLC0415
-
-  source = seqio.TaskRegistry.get('passkey.16384').source
+  source = TASKS['passkey.16384'].source
   whole = [*source.documents('train', 0, 1)]
   parts = [document for shard in range(3) for document in source.documents('train', shard, 3)]
   assert whole == parts and len(whole) == 1024

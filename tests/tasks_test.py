@@ -121,11 +121,14 @@ def test_a_builder_beats_for_the_run_that_waits_for_it(tmp_path, monkeypatch):
     assert {line.strip() for line in beats} == {'{}'}
 
 
-def test_a_finished_store_needs_no_tensorflow(library):
+def test_documents_are_stored_and_read_without_tensorflow(tmp_path):
   program = f"""
 import sys
+from valkyrie.data import build_store
 from valkyrie.data.feed import TaskFeed
-TaskFeed('python_stdlib', 'validation', 1, 0, data_dir={str(library.store.path.parent)!r})
+path = {str(tmp_path)!r}
+assert build_store.main(['--task=listops', '--split=validation', '--data_dir=' + path]) == 0
+TaskFeed('listops', 'validation', 1, 0, data_dir=path)
 loaded = {{'tensorflow', 'seqio'}} & set(sys.modules)
 assert not loaded, loaded
 """
@@ -135,9 +138,15 @@ assert not loaded, loaded
 def test_tasks_are_in_the_seqio_registry(library):
   import seqio  # noqa: PLC0415
 
+  from valkyrie.data import seqio_tasks  # noqa: F401, PLC0415
   from valkyrie.data.seqio_vocabulary import SeqioVocabulary  # noqa: PLC0415
-  from valkyrie.tasks import fineweb, python_stdlib  # noqa: F401, PLC0415
+  from valkyrie.tasks import fineweb, listops, python_stdlib  # noqa: F401, PLC0415
 
+  document_source.register('registered_late', document_source.TASKS['listops'].source, prompts=True)
+  late, early = map(seqio.TaskRegistry.get, ('registered_late', 'listops'))
+  assert late.source.source is early.source.source
+  with pytest.raises(ConfigurationError, match=r"'listops' is registered twice\. Rename"):
+    document_source.register('listops', late.source.source)
   task = seqio.get_mixture_or_task('python_stdlib')
   example = next(task.get_dataset(split='validation', shuffle=False).as_numpy_iterator())
   first = int(library.store.lengths[0])
@@ -263,10 +272,13 @@ def test_of_equal_documents_the_first_stays(tmp_path, monkeypatch):
 def test_documents_are_those_of_the_seqio_task(task, monkeypatch):
   """Sources of documents are read without tf.data, which must not change them."""
   monkeypatch.setattr('valkyrie.data.document_source._PIECE', 2000)
-  reader = task_reader.TaskReader(f'valkyrie.tasks.{task}', task, 'validation', BYTES, None, {})
+  reader = task_reader.open_task(f'valkyrie.tasks.{task}', task, 'validation', BYTES, None, {})
   found = [*itertools.islice(reader.documents(3, 40), 30)]
-  monkeypatch.setattr(task_reader, 'PREPROCESSORS', ())
-  expected = [*itertools.islice(reader.documents(3, 40), 30)]
+  from valkyrie.data.seqio_reader import SeqioReader  # noqa: PLC0415, TensorFlow
+
+  theirs = SeqioReader(task, 'validation', BYTES, None, {})
+  assert (theirs.description, theirs.origin()) == (reader.description, reader.origin())
+  expected = [*itertools.islice(theirs.documents(3, 40), 30)]
   assert len(found) == len(expected) > 0
   for ours, theirs in zip(found, expected, strict=True):
     tokens = ours.tokens
@@ -360,7 +372,7 @@ def test_a_users_own_task(tmp_path, monkeypatch):
     ({'task': 'their_tasks:word'}, 'registers no seqio task .word.* Did you mean words'),
     ({'task': 'their_task:words'}, 'no module their_task'),
     ({'task': 'their_tasks:words', 'split': 'test'}, "no split 'test'. Use one of train"),
-    ({'task': 'their_tasks:words', 'source': '/x'}, 'is not a DocumentSource'),
+    ({'task': 'their_tasks:words', 'source': '/x'}, 'is not of documents'),
     ({'task': 'python_stdlib', 'source': '/x'}, 'has its own documents'),
   ]:
     with pytest.raises(ConfigurationError, match=message):

@@ -17,10 +17,14 @@ import pyarrow.parquet
 import pytest
 
 from valkyrie.data import build_store, provenance
+from valkyrie.data.document_source import TASKS
 from valkyrie.data.feed import TaskFeed
 from valkyrie.data.records import Records
 from valkyrie.data.source_files import SourceFiles
 from valkyrie.errors import ConfigurationError, DataError
+from valkyrie.tasks import passkey  # noqa: F401
+from valkyrie.tasks.fineweb import FineWebSource
+from valkyrie.tasks.text import TextSource
 
 TEXTS = [f'Text {number}: naïve café. ' * (1 + number % 3) for number in range(24)]
 
@@ -146,8 +150,6 @@ def test_a_named_file_of_another_format_is_plain_text(tmp_path):
 
 
 def test_a_downloaded_fineweb_has_a_readme_too(tmp_path):
-  from valkyrie.tasks.fineweb import FineWebSource  # noqa: PLC0415
-
   (tmp_path / 'README.md').write_text('a data card')
   table = pa.table({'text': ['page'], 'id': ['1'], 'url': ['https://a.org/1']})
   pyarrow.parquet.write_table(table, tmp_path / '0.parquet')
@@ -163,8 +165,6 @@ def documents(source, split):
 
 
 def test_a_document_stays_in_its_split_when_files_are_added(tmp_path):
-  from valkyrie.tasks.text import TextSource  # noqa: PLC0415
-
   (tmp_path / 'a.jsonl').write_bytes(json_lines(TEXTS))
   source = TextSource(str(tmp_path), held_out='0.3')
   before = documents(source, 'validation')
@@ -177,8 +177,6 @@ def test_a_document_stays_in_its_split_when_files_are_added(tmp_path):
 
 
 def test_held_out_text_in_another_folder(tmp_path):
-  from valkyrie.tasks.text import TextSource  # noqa: PLC0415
-
   for name, texts in (('train', TEXTS[:20]), ('test', TEXTS[20:])):
     (tmp_path / name).mkdir()
     (tmp_path / name / 'a.jsonl').write_bytes(json_lines(texts))
@@ -189,8 +187,6 @@ def test_held_out_text_in_another_folder(tmp_path):
 
 
 def test_long_documents_are_cut_at_line_ends(tmp_path):
-  from valkyrie.tasks.text import TextSource  # noqa: PLC0415
-
   lines = [f'Zeile {number} mit ä\n' for number in range(9)]
   (tmp_path / 'a.txt').write_text(''.join(lines) + 'x' * 50)
   (tmp_path / 'b.txt').write_text('short')
@@ -205,8 +201,6 @@ def test_long_documents_are_cut_at_line_ends(tmp_path):
 
 
 def test_documents_with_the_same_text_in_a_column_are_together(tmp_path):
-  from valkyrie.tasks.text import TextSource  # noqa: PLC0415
-
   places = ['https://a.org/1', 'http://a.org:80/2', 'a book', 'https://[b', '', None]
   rows = [{'text': f'{n}', 'place': place} for n, place in enumerate(places * 9)]
   (tmp_path / 'a.jsonl').write_text('\n'.join(map(json.dumps, rows)))
@@ -222,8 +216,6 @@ def test_documents_with_the_same_text_in_a_column_are_together(tmp_path):
 
 def test_a_streamed_data_set(tmp_path, monkeypatch):
   pytest.importorskip('datasets', reason="only pip install '.[hf]' installs datasets")
-  from valkyrie.tasks.fineweb import FineWebSource  # noqa: PLC0415
-
   folder = tmp_path / 'owner' / 'pages'
   folder.mkdir(parents=True)
   monkeypatch.chdir(tmp_path)
@@ -239,23 +231,17 @@ def test_a_streamed_data_set(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('held_out', ['0', '1.5', '-0.1'])
 def test_an_impossible_share_is_refused(held_out):
-  from valkyrie.tasks.text import TextSource  # noqa: PLC0415
-
   with pytest.raises(ConfigurationError, match=f'held_out={held_out} must be a share above 0'):
     TextSource('/data', held_out=held_out)
 
 
 def test_unknown_options_are_refused():
-  import seqio  # noqa: PLC0415
-
-  from valkyrie.tasks import fineweb, passkey, text  # noqa: F401, PLC0415
-
   with pytest.raises(ConfigurationError, match=r'no option colum\. It has column, cut, held_out'):
-    seqio.TaskRegistry.get('text').source.at('/data', colum='a')
+    TASKS['text'].source.at('/data', colum='a')
   with pytest.raises(ConfigurationError, match=r'no option url\. It has column, cut, held_out'):
-    seqio.TaskRegistry.get('fineweb').source.at('/data', url='a')
+    TASKS['fineweb'].source.at('/data', url='a')
   with pytest.raises(ConfigurationError, match='its own documents, but got the option column'):
-    seqio.TaskRegistry.get('passkey.64').source.at(None, column='a')
+    TASKS['passkey.64'].source.at(None, column='a')
 
 
 def test_a_changed_source_is_refused_and_a_touched_one_is_not(tmp_path, caplog, monkeypatch):

@@ -1,6 +1,6 @@
 """The process that builds token stores for a run, and keeps TensorFlow out of training.
 
-It loads seqio and TensorFlow, which takes seconds, and then answers one order after the other.
+It answers one order after the other, so that what a task loads is loaded once.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,15 +1,17 @@
-"""Seqio sources of whole documents, with any number of shards, a description and a location."""
+"""Sources of whole documents, with any number of shards, a description and a location.
+
+A task of such a source is stored without TensorFlow. It is a seqio task as well, see `seqio_tasks`.
+"""
 
 import abc
 from collections.abc import Iterator
 import hashlib
+import importlib
+import sys
 from typing import Any, NamedTuple, Self
 
-import seqio
-import tensorflow as tf
-
 from valkyrie.data.source_files import SourceFiles
-from valkyrie.errors import ConfigurationError, ValkyrieError
+from valkyrie.errors import ConfigurationError
 
 _PIECE = 2**22  # characters
 
@@ -26,16 +28,15 @@ class TextDocument(NamedTuple):
   prompt: str = ''
 
 
-class DocumentSource(seqio.DataSource, abc.ABC):
-  """Source of examples {'inputs': prompt, 'targets': text, 'sequence_key', 'name'}: tf.string [].
+class DocumentSource(abc.ABC):
+  """A source of documents.
 
   Attributes:
-    failure: the error that ended the latest read, or None; tf.data passes on only its message.
+    splits: the names of its splits, such as ('train', 'validation').
   """
 
   def __init__(self, splits: tuple[str, ...]):
-    super().__init__(splits=splits)
-    self.failure: ValkyrieError | None = None
+    self.splits = splits
 
   @abc.abstractmethod
   def documents(self, split: str, shard: int, shards: int) -> Iterator[TextDocument]:
@@ -59,52 +60,28 @@ class DocumentSource(seqio.DataSource, abc.ABC):
       'TaskFeed.options, or --source and --option.'
     )
 
-  @property
-  def supports_arbitrary_sharding(self) -> bool:
-    return True
 
-  def list_shards(self, split: str) -> list[str]:
-    return [split]
+class DocumentTask(NamedTuple):
+  """A registered task: the text of each document or, with `prompts`, prompts and answers."""
 
-  def get_dataset(  # pyright: ignore[reportIncompatibleMethodOverride]
-    self,
-    split: str = 'train',
-    shuffle: bool = False,
-    seed: int | None = None,
-    shard_info: seqio.ShardInfo | None = None,
-    **unused,
-  ) -> tf.data.Dataset:
-    """The documents in a fixed order: `shuffle` is ignored, since the feed shuffles."""
-    shard = shard_info or seqio.ShardInfo(index=0, num_shards=1)
-    names = ('targets', 'sequence_key', 'name', 'inputs')  # in the order of TextDocument
-
-    def examples():
-      try:
-        for document in self.documents(split, shard.index, shard.num_shards):
-          values = (value.encode('utf-8', errors='replace') for value in document)
-          yield dict(zip(names, values, strict=True))
-      except ValkyrieError as error:
-        self.failure = error
-        raise
-
-    return tf.data.Dataset.from_generator(
-      examples, output_signature={name: tf.TensorSpec((), tf.string) for name in names}
-    )
+  source: DocumentSource
+  prompts: bool
 
 
-# Of a task that `register` made: `task_reader` then reads its source without tf.data.
-PREPROCESSORS = (seqio.preprocessors.tokenize, seqio.preprocessors.append_eos)
+TASKS: dict[str, DocumentTask] = {}
 
 
 def register(name: str, source: DocumentSource, *, prompts: bool = False) -> None:
-  """Registers a seqio task of bytes: text and EOS or, with `prompts`, prompts and answers."""
-  feature = seqio.Feature(seqio.ByteVocabulary(), add_eos=not prompts, dtype=tf.int32)
-  seqio.TaskRegistry.add(
-    name,
-    source=source,  # pyright: ignore[reportArgumentType]  (seqio's class breaks its own Protocol)
-    preprocessors=PREPROCESSORS,
-    output_features=dict.fromkeys(('inputs', 'targets') if prompts else ('targets',), feature),
-  )
+  """Registers a task, with seqio too if it is loaded.
+
+  Raises:
+    ConfigurationError: there is a task of this name.
+  """
+  if name in TASKS:
+    raise ConfigurationError(f'The task {name!r} is registered twice. Rename one of the two.')
+  TASKS[name] = DocumentTask(source, prompts)
+  if 'seqio' in sys.modules:
+    importlib.import_module('valkyrie.data.seqio_tasks').publish()
 
 
 def stable_hash(text: str) -> int:

@@ -5,15 +5,11 @@ processes makes the same store, and so do workers on other machines (`beam_store
 """
 
 from collections.abc import Callable, Iterable, Sequence
-import contextlib
 import dataclasses
-import importlib
-import importlib.util
 import multiprocessing
 import multiprocessing.connection
 import os
 import pathlib
-import pkgutil
 import shutil
 import sys
 import threading
@@ -22,8 +18,7 @@ from typing import Any
 import tqdm
 
 from valkyrie.config import redact
-from valkyrie.config.suggest import did_you_mean
-from valkyrie.data import provenance, store_writer, token_store
+from valkyrie.data import provenance, store_writer, task_module, task_reader, token_store
 from valkyrie.data.store_location import Options, located
 from valkyrie.data.store_writer import Report
 from valkyrie.data.vocabularies import Vocabulary
@@ -75,7 +70,7 @@ def build(
       provenance.check(order.output, found, 'run the same command with --rebuild.')
       return found
     shutil.rmtree(order.output)
-  print(f'building {order.output}\nloading seqio and TensorFlow', file=sys.stderr, flush=True)
+  print(f'building {order.output}', file=sys.stderr, flush=True)
   bench = Bench(order)
   numbers = range(order.shards) if shard is None else [shard]
   if build_shards:
@@ -97,34 +92,22 @@ def rates(mixture: str) -> dict[str, float]:
   Raises:
     ConfigurationError: there is no such mixture.
   """
-  module, name = _task_module(mixture)
-  with _silenced():
-    import seqio  # noqa: PLC0415  (TensorFlow, 8 s)
+  module, name = task_module.of_task(mixture)
+  task_module.load('seqio')
+  task_module.load('valkyrie.data.seqio_tasks')  # before the module, whose mixtures may name ours
+  task_module.load(module)
+  from valkyrie.data import seqio_tasks  # noqa: PLC0415  (TensorFlow)
 
-    importlib.import_module(module)
-  registered = list(seqio.MixtureRegistry.names())
-  if name not in registered:
-    raise ConfigurationError(
-      f'The module {module} registers no seqio mixture {name!r}.{did_you_mean(name, registered)}'
-    )
-  found: Any = seqio.MixtureRegistry.get(name)
-  return {f'{module}:{task.name}': float(found.get_rate(task)) for task in found.tasks}
+  return seqio_tasks.rates(module, name)
 
 
 class Bench:
-  """All that a process needs to build shards; loads TensorFlow."""
+  """All that a process needs to build shards."""
 
   def __init__(self, order: Order):
-    module, name = _task_module(order.task)
-    with _silenced():
-      import tensorflow as tf  # noqa: PLC0415  (8 s, only to build a store)
-
-      from valkyrie.data.task_reader import TaskReader  # noqa: PLC0415
-
-      tf.config.list_logical_devices()
     self._order = order
-    self.reader = TaskReader(
-      module, name, order.split, order.vocabulary, order.source, order.options
+    self.reader = task_reader.open_task(
+      *task_module.of_task(order.task), order.split, order.vocabulary, order.source, order.options
     )
     location, options = _recorded_source(order)
     origin = self.reader.description | {'location': location, 'options': options}
@@ -271,37 +254,3 @@ def _recorded_source(order: Order) -> tuple[str | None, dict[str, str]]:
   """The location of the documents and the options of their source, without secrets."""
   options = {name: redact.in_value(value) for name, value in order.options.items()}
   return order.source and redact.in_value(order.source), options
-
-
-@contextlib.contextmanager
-def _silenced():
-  """Discards standard error: TensorFlow reports a missing GPU there at every log level."""
-  sys.stderr.flush()
-  kept = os.dup(2)
-  with open(os.devnull, 'w') as null:
-    os.dup2(null.fileno(), 2)
-  try:
-    yield
-  finally:
-    os.dup2(kept, 2)
-    os.close(kept)
-
-
-def _task_module(task: str) -> tuple[str, str]:
-  """The module that registers a task, and the task's name there."""
-  module, colon, name = task.partition(':')
-  if not colon:
-    name = task
-    module = f'valkyrie.tasks.{task.replace("/", ".").split(".")[0]}'
-  try:
-    found = importlib.util.find_spec(module) is not None
-  except (ImportError, ValueError):
-    found = False
-  if not found:
-    tasks = importlib.import_module('valkyrie.tasks')
-    known = sorted(m.name for m in pkgutil.iter_modules(tasks.__path__))
-    raise ConfigurationError(
-      f'There is no module {module} to register the task {task!r}.{did_you_mean(task, known)} '
-      f"Use one of {', '.join(known)}, or 'package.module:NAME' for a task of your own."
-    )
-  return module, name

@@ -1,0 +1,56 @@
+"""The module of a task, whose import registers the task."""
+
+import importlib
+import importlib.util
+import os
+import pkgutil
+import sys
+
+from valkyrie.config.suggest import did_you_mean
+from valkyrie.errors import ConfigurationError
+
+OURS = 'valkyrie.tasks'
+
+
+def of_task(task: str) -> tuple[str, str]:
+  """(the module, the name there) of a task: NAME of ours, or 'package.module:NAME'.
+
+  Raises:
+    ConfigurationError: there is no such module.
+  """
+  module, colon, name = task.partition(':')
+  if not colon:
+    name = task
+    module = f'{OURS}.{task.replace("/", ".").split(".")[0]}'
+  try:
+    found = importlib.util.find_spec(module) is not None
+  except (ImportError, ValueError):
+    found = False
+  if not found:
+    tasks = importlib.import_module(OURS)
+    known = sorted(m.name for m in pkgutil.iter_modules(tasks.__path__))
+    raise ConfigurationError(
+      f'There is no module {module} to register the task {task!r}.{did_you_mean(task, known)} '
+      f"Use one of {', '.join(known)}, or 'package.module:NAME' for a task of your own."
+    )
+  return module, name
+
+
+def load(module: str) -> None:
+  """Imports a module, and says so where it may take seconds.
+
+  Its standard error is discarded: TensorFlow reports a missing GPU there at every log level.
+  """
+  if module in sys.modules:
+    return
+  if not module.startswith('valkyrie.'):
+    print(f'loading {module}', file=sys.stderr, flush=True)
+  sys.stderr.flush()
+  kept = os.dup(2)
+  try:
+    with open(os.devnull, 'w') as null:
+      os.dup2(null.fileno(), 2)
+    importlib.import_module(module)
+  finally:
+    os.dup2(kept, 2)
+    os.close(kept)
