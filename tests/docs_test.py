@@ -24,6 +24,24 @@ from valkyrie.config import check, registry
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / 'docs').glob('*.md'))
 BLOCK = re.compile(r'^```(python|bash|gin)(?: (\S+))?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
+# gin/models/tiny.gin as the pages find it here: as many layers, but thin ones, since the commands
+# of the pages cost an eighth of the suite.
+THIN = """
+include 'gin/models/hybrid.gin'
+LanguageModel.vocabulary_size = 259
+LanguageModel.d_model = 192
+LanguageModel.layers = 6
+Block.mlp_width = 64
+LongformerAttention.heads = 3
+LongformerAttention.kv_heads = 1
+LongformerAttention.head_width = 16
+LongformerAttention.window = 32
+LongformerAttention.registers = 4
+LongformerAttention.document_start = 4
+GatedRecurrence.width = 32
+S5.state_size = 16
+S5.hippo_blocks = 2
+"""
 BLOCKS = {page.stem: BLOCK.findall(page.read_text()) for page in PAGES}
 
 
@@ -84,6 +102,8 @@ def inputs(tmp_path_factory):
   )
   (folder / 'my_answers.jsonl').write_text('\n'.join(answers))
   _write_llama(folder / 'my_llama')
+  (folder / 'gin' / 'models').mkdir(parents=True)
+  (folder / 'gin' / 'models' / 'tiny.gin').write_text(THIN)
   return folder
 
 
