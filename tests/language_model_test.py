@@ -153,45 +153,39 @@ def test_no_output_depends_on_a_later_token_nor_on_another_document(mixers):
     assert np.all(depends[allowed])  # and memory reaches back to the start of the document
 
 
-def test_remat_changes_nothing():
+@functools.cache
+def gradient_under(remat):
+  """(the compiled gradient of a loss under this policy of recomputation, the gradient, tokens)."""
+  model, params, _ = built(remat_policy=remat)
   batch = tiny.batch((7, 15, 2))
 
-  def gradient(remat):
-    model, params, _ = built(remat_policy=remat)
+  def loss(params):
+    features, _ = model.apply(
+      params, model.initial_carry(2), batch.inputs, batch.positions, batch.segment_ids
+    )
+    return jnp.sum(jnp.square(features.hidden) * 0.1)
 
-    def loss(params):
-      features, _ = model.apply(
-        params, model.initial_carry(2), batch.inputs, batch.positions, batch.segment_ids
-      )
-      return jnp.sum(jnp.square(features.hidden) * 0.1)
+  compiled = jax.jit(jax.grad(loss)).lower(params).compile()
+  return compiled, compiled(params), batch.inputs.size
 
-    return jax.jit(jax.grad(loss))(params)
 
-  expected = gradient(None)
+def test_remat_changes_nothing():
+  _, expected, _ = gradient_under(None)
   for remat in ('products', 'mlp', 'attention', 'nothing'):
-    close(gradient(remat), expected, atol=1e-5)
+    close(gradient_under(remat)[1], expected, atol=1e-5)
 
 
 def test_what_a_policy_names_is_not_computed_again():
-  batch, width = tiny.batch((24,)), 24
-
   def flops(remat):
-    model, params, _ = built(remat_policy=remat)
+    compiled, _, tokens = gradient_under(remat)
+    program = hlo.parse(compiled.as_text())
+    return sum(one.flops * one.times for one in work.of_module(program)), tokens
 
-    def loss(params):
-      features, _ = model.apply(
-        params, model.initial_carry(2), batch.inputs, batch.positions, batch.segment_ids
-      )
-      return jnp.sum(jnp.square(features.hidden))
-
-    program = hlo.parse(jax.jit(jax.grad(loss)).lower(params).compile().as_text())
-    return sum(one.flops * one.times for one in work.of_module(program))
-
-  layers, tokens, d_model = 2, batch.inputs.size, 16
-  of_mlp = layers * tokens * 2 * d_model * 2 * width
-  assert flops('attention') - flops('mlp') == of_mlp
-  assert flops('nothing') > flops('attention')
-  assert flops('mlp') > flops(None)
+  (attention, tokens), (mlp, _) = flops('attention'), flops('mlp')
+  layers, d_model, width = 2, 16, 24
+  assert attention - mlp == layers * tokens * 2 * d_model * 2 * width
+  assert flops('nothing')[0] > attention
+  assert mlp > flops(None)[0]
 
 
 @pytest.mark.invariant(8)

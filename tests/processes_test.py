@@ -29,6 +29,7 @@ import hashlib
 import os
 import pathlib
 import signal
+import time
 
 import gin
 import jax
@@ -67,10 +68,13 @@ class Act:
       os.kill(os.getpid(), signal.SIGINT)
     elif self.what == 'refuse':
       raise DataError('a damaged document')
+    elif self.what == 'wait':
+      while not pathlib.Path(f'{os.environ["READ"]}.go').exists():
+        time.sleep(0.05)
 '''
 DEVICES = '--xla_force_host_platform_device_count'
-# Rows, weights of layers, time and products over processes: the others do less of the same.
-LAYOUTS = ('zero1', 'fsdp', 'context_fsdp', 'tensor2d')
+# Rows and weights of layers, time, and products over processes: the others do less of the same.
+LAYOUTS = ('fsdp', 'context_fsdp', 'tensor2d')
 FLAGS = (
   '--gin.train_steps=8', '--gin.checkpoint_every=2', '--gin.Checkpoints.keep=9',
   '--gin.eval_every=3',
@@ -85,8 +89,7 @@ def folder(tmp_path_factory):
   tiny_run.write_stores(path / 'data', 'letters', 'abcdefgh')
   (path / 'beside.py').write_text(BESIDE)
   more = 'import beside\ntrain.hooks = (@Act(),)\ntrain.feed = @train/LoggedFeed'
-  for name in ('fsdp', 'zero1'):
-    (path / f'{name}.gin').write_text(tiny_run.gin_text(path / 'data', name, more=more))
+  (path / 'fsdp.gin').write_text(tiny_run.gin_text(path / 'data', 'fsdp', more=more))
   return path
 
 
@@ -179,7 +182,9 @@ def test_a_second_process_of_a_number_is_refused_and_disturbs_nobody(folder):
     f'--gin.{name}=100000' for name in ('train_steps', 'checkpoint_every', 'eval_every')
   ]
   arguments.append('--gin.Optimizer.train_steps=8')  # the step that others have compiled
-  both = start(folder, 2, *arguments, f'--model_dir={folder / "twice"}', read='read_twice')
+  both = start(
+    folder, 2, *arguments, f'--model_dir={folder / "twice"}', acts='1 1 wait', read='read_twice'
+  )
   said = ''
   while 'compiling' not in said:
     said += both[1].stderr.readline()
@@ -193,6 +198,7 @@ def test_a_second_process_of_a_number_is_refused_and_disturbs_nobody(folder):
     assert f'process {process.pid} on ' in third.stderr
     assert f'is process {number} of the run in {folder}/twice already' in third.stderr
   assert [process.poll() for process in both] == [None, None]
+  (folder / 'read_twice.go').touch()
   both[0].send_signal(signal.SIGTERM)
   for process in both:
     _, said = process.communicate()
@@ -203,7 +209,7 @@ def test_a_second_process_of_a_number_is_refused_and_disturbs_nobody(folder):
 def test_a_data_error_of_one_process_ends_both_with_65(folder):
   supervise = [str(ROOT / 'scripts' / 'supervise'), '--pause_seconds=0.1', '--']
   ended = run(
-    folder, 'zero1', 'faults', acts='3 1 refuse', supervisor=supervise, read='read_in_faults'
+    folder, 'fsdp', 'faults', acts='3 1 refuse', supervisor=supervise, read='read_in_faults'
   )
   for code, said in ended:
     assert code == 65, said

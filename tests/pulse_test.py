@@ -110,9 +110,8 @@ def runs(folder, valkyrie):
 
   The resumed one has another time zone, locale and hash seed.
   """
-  whole, killed = valkyrie('whole'), valkyrie('killed', '--gin.HashState.die_after=5')
-  finished(whole)
-  finished(killed, -signal.SIGKILL)
+  finished(valkyrie('whole'))  # compiles what the others read
+  finished(valkyrie('killed', '--gin.HashState.die_after=5'), -signal.SIGKILL)
   _, said = finished(
     valkyrie('killed', TZ='Pacific/Kiritimati', LC_ALL='tr_TR.UTF-8', PYTHONHASHSEED='7')
   )

@@ -233,7 +233,8 @@ def test_partitioner(base, train_run, tmp_path):
 
 def test_the_hunt_for_a_nan_names_a_module(train_run, tmp_path):
   with pytest.raises(Diverged, match=r'Step 2 has .* The first: the output of \w+'):
-    train_run(tmp_path / 'run', '--gin.StepSettings.hunt_nan=True', '--gin.learning_rate=1e30')
+    flags = ('--gin.StepSettings.hunt_nan=True', '--gin.learning_rate=1e30')
+    train_run(tmp_path / 'run', *flags, more=NO_S5)
 
 
 def test_task(base, data_dir, train_run, tmp_path):

@@ -146,11 +146,12 @@ def second_trainer(harness: Harness, times: int) -> Iterator[Trial]:
   with service() as (server, options):
     for number in range(times):
       name, other = harness.new(), harness.new()
-      first = harness.start(name, _place(name), '--gin.Pace.seconds=1.0', **options)
+      first = harness.start_and_hold(name, 6, _place(name), **options)
       wait_for(lambda name=name: len(saved(server, name)) >= 1, first)
       prefix = _another_machine() if number % 2 else ()
       code = ended(harness.start(other, _place(name), prefix=prefix, **options))
       failure = None if code == _REFUSED else f'exit code {code} of the second'
+      harness.release(name)
       code = ended(first)
       failure = failure or _failure(harness, server, name, code)
       yield Trial('another machine' if number % 2 else 'this machine', failure)
