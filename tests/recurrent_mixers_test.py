@@ -234,10 +234,13 @@ def on_eight_devices(name):
 
 
 @pytest.mark.invariant(6)
-@every_mixer
-@pytest.mark.parametrize('piece', [2, 8])
+@pytest.mark.parametrize(
+  ('name', 'piece'),
+  [*((name, 2) for name in MIXERS), ('s5', 8), ('gated_delta', 8), ('mamba2', 8)],
+)
 @pytest.mark.usefixtures('float64')
 def test_values_carries_and_gradients_over_eight_devices_are_those_of_one(name, piece):
+  """A convolution reads pieces of 2 tokens of two devices; pieces of 8 have two slices."""
   _, params, carry = built(name)
   for seed in range(4):
     _, positions, segment_ids = stream(8 * piece, 8, seed)
