@@ -1,1 +1,1 @@
-"""Seqio tasks. The import of a module registers its tasks."""
+"""Tasks. The import of a module registers them, with seqio too if it is loaded."""

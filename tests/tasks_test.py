@@ -369,7 +369,7 @@ def test_a_users_own_task(tmp_path, monkeypatch):
   store = TokenStore.open(tmp_path / 'store', BYTES)
   assert len(set(store.sequence_keys.tolist())) == 20
   for options, message in [
-    ({'task': 'their_tasks:word'}, 'registers no seqio task .word.* Did you mean words'),
+    ({'task': 'their_tasks:word'}, 'registers no task .word.* Did you mean words'),
     ({'task': 'their_task:words'}, 'no module their_task'),
     ({'task': 'their_tasks:words', 'split': 'test'}, "no split 'test'. Use one of train"),
     ({'task': 'their_tasks:words', 'source': '/x'}, 'is not of documents'),

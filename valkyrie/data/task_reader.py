@@ -57,7 +57,7 @@ def open_task(
       return SeqioReader(task, split, vocabulary, source, options)
     known = registered()
   raise ConfigurationError(
-    f'The module {module} registers no seqio task {task!r}.{did_you_mean(task, known)} '
+    f'The module {module} registers no task {task!r}.{did_you_mean(task, known)} '
     'A mixture is endless and cannot be stored. Name its tasks one by one.'
   )
 
