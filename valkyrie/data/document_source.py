@@ -79,9 +79,10 @@ def register(name: str, source: DocumentSource, *, prompts: bool = False) -> Non
   """
   if name in TASKS:
     raise ConfigurationError(f'The task {name!r} is registered twice. Rename one of the two.')
-  TASKS[name] = DocumentTask(source, prompts)
-  if 'seqio' in sys.modules:
-    importlib.import_module('valkyrie.data.seqio_tasks').publish()
+  task = DocumentTask(source, prompts)
+  if 'seqio' in sys.modules:  # the first import registers all earlier tasks
+    importlib.import_module('valkyrie.data.seqio_tasks').publish(name, task)
+  TASKS[name] = task
 
 
 def stable_hash(text: str) -> int:

@@ -11,7 +11,7 @@ import tensorflow as tf
 from valkyrie.data import provenance, store_writer
 from valkyrie.data.seqio_tasks import SeqioSource
 from valkyrie.data.seqio_vocabulary import SeqioVocabulary
-from valkyrie.data.task_reader import TaskReader, check_split, located
+from valkyrie.data.task_reader import TaskReader, check_split, relocated
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError, DataError
 
@@ -50,7 +50,7 @@ class SeqioReader(TaskReader):
     self._source = original.source
     self.description = {'kind': str(original.source)}
     if isinstance(original.source, SeqioSource):
-      self._source = SeqioSource(located(original.source.source, source, options))
+      self._source = SeqioSource(relocated(original.source.source, source, options))
       self.description = self._source.source.describe(split)
     elif source is not None or options:
       raise ConfigurationError(

@@ -5,12 +5,13 @@ are registered at once.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import seqio
 import tensorflow as tf
 
 from valkyrie.config.suggest import did_you_mean
-from valkyrie.data.document_source import TASKS, DocumentSource
+from valkyrie.data.document_source import TASKS, DocumentSource, DocumentTask
 from valkyrie.errors import ConfigurationError, ValkyrieError
 
 
@@ -60,19 +61,17 @@ class SeqioSource(seqio.DataSource):
     )
 
 
-def publish() -> None:
-  """Registers the tasks of documents that seqio does not have yet: bytes, with EOS or prompts."""
-  for name, task in TASKS.items():
-    if name in seqio.TaskRegistry.names():
-      continue
-    feature = seqio.Feature(seqio.ByteVocabulary(), add_eos=not task.prompts, dtype=tf.int32)
-    features = ('inputs', 'targets') if task.prompts else ('targets',)
-    seqio.TaskRegistry.add(
-      name,
-      source=SeqioSource(task.source),  # pyright: ignore[reportArgumentType]  (seqio's class breaks its own Protocol)
-      preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
-      output_features=dict.fromkeys(features, feature),
-    )
+def publish(name: str, task: DocumentTask) -> None:
+  """Registers a task of documents with seqio: bytes, with EOS or prompts."""
+  source: Any = SeqioSource(task.source)  # seqio's class breaks its own Protocol
+  feature = seqio.Feature(seqio.ByteVocabulary(), add_eos=not task.prompts, dtype=tf.int32)
+  features = ('inputs', 'targets') if task.prompts else ('targets',)
+  seqio.TaskRegistry.add(
+    name,
+    source=source,
+    preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
+    output_features=dict.fromkeys(features, feature),
+  )
 
 
 def rates(module: str, mixture: str) -> dict[str, float]:
@@ -91,4 +90,5 @@ def rates(module: str, mixture: str) -> dict[str, float]:
   return {f'{module}:{task.name}': float(found.get_rate(task)) for task in found.tasks}
 
 
-publish()
+for _name, _task in TASKS.items():
+  publish(_name, _task)

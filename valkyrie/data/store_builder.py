@@ -94,10 +94,9 @@ def rates(mixture: str) -> dict[str, float]:
   """
   module, name = task_module.of_task(mixture)
   task_module.load('seqio')
-  task_module.load('valkyrie.data.seqio_tasks')  # before the module, whose mixtures may name ours
+  # Before the module, whose mixtures may name our tasks.
+  seqio_tasks = task_module.load('valkyrie.data.seqio_tasks')
   task_module.load(module)
-  from valkyrie.data import seqio_tasks  # noqa: PLC0415  (TensorFlow)
-
   return seqio_tasks.rates(module, name)
 
 

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import pkgutil
 import sys
+import types
 
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.errors import ConfigurationError
@@ -36,13 +37,13 @@ def of_task(task: str) -> tuple[str, str]:
   return module, name
 
 
-def load(module: str) -> None:
+def load(module: str) -> types.ModuleType:
   """Imports a module, and says so where it may take seconds.
 
   Its standard error is discarded: TensorFlow reports a missing GPU there at every log level.
   """
   if module in sys.modules:
-    return
+    return sys.modules[module]
   if not module.startswith('valkyrie.'):
     print(f'loading {module}', file=sys.stderr, flush=True)
   sys.stderr.flush()
@@ -50,7 +51,7 @@ def load(module: str) -> None:
   try:
     with open(os.devnull, 'w') as null:
       os.dup2(null.fileno(), 2)
-    importlib.import_module(module)
+    return importlib.import_module(module)
   finally:
     os.dup2(kept, 2)
     os.close(kept)

@@ -50,12 +50,10 @@ def open_task(
     return DocumentReader(task, TASKS[task], split, vocabulary, source, options)
   known = [*TASKS]
   if 'seqio' in sys.modules:
-    task_module.load('valkyrie.data.seqio_reader')
-    from valkyrie.data.seqio_reader import SeqioReader, registered  # noqa: PLC0415
-
-    if task in registered():
-      return SeqioReader(task, split, vocabulary, source, options)
-    known = registered()
+    seqio_reader = task_module.load('valkyrie.data.seqio_reader')
+    known = seqio_reader.registered()
+    if task in known:
+      return seqio_reader.SeqioReader(task, split, vocabulary, source, options)
   raise ConfigurationError(
     f'The module {module} registers no task {task!r}.{did_you_mean(task, known)} '
     'A mixture is endless and cannot be stored. Name its tasks one by one.'
@@ -75,7 +73,7 @@ class DocumentReader(TaskReader):
     options: Mapping[str, str],
   ):
     check_split(name, split, task.source.splits)
-    self._source = located(task.source, source, options)
+    self._source = relocated(task.source, source, options)
     self._prompts = task.prompts
     self._split = split
     self._vocabulary = vocabulary
@@ -113,7 +111,7 @@ def check_split(task: str, split: str, splits: tuple[str, ...]) -> None:
     )
 
 
-def located(
+def relocated(
   documents: DocumentSource, source: str | None, options: Mapping[str, str]
 ) -> DocumentSource:
   """The documents at another location or with options, if any were given."""
