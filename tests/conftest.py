@@ -9,15 +9,16 @@ import tempfile
 
 # Before jax is imported anywhere. A child process that a test starts inherits it.
 # Compiling is most of what the suite costs. Most of compiling is to optimize, to write each fusion
-# in MLIR, and to cut a program into 32 parts for as many threads. (XLA of jax 0.12 has no other way
-# to write a fusion and passes over that option.)
+# in MLIR, to cut a program into 32 parts for as many threads, and to verify it after each pass.
+# (XLA of jax 0.12 has no other way to write a fusion and passes over that option.)
 os.environ['XLA_FLAGS'] = ' '.join(
   [
     os.environ.get('XLA_FLAGS', ''),
     '--xla_force_host_platform_device_count=8',
     '--xla_backend_optimization_level=0',
     '--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters',
-    '--xla_cpu_parallel_codegen_split_count=8',
+    '--xla_cpu_parallel_codegen_split_count=1',
+    '--xla_disable_hlo_passes=hlo-verifier',
   ]
 ).strip()
 os.environ['JAX_PLATFORMS'] = 'cpu'

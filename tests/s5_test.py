@@ -70,7 +70,10 @@ def test_16k_steps_in_float32_against_float64(method, form):
   layer = build(states, discretization=method, horizon=2000.0, scan_form=form)
   carry = Complex(jnp.asarray(x0[0]), jnp.asarray(x0[1]))
   params = layer.init(jax.random.key(0), u[:, :4], carry, positions[:, :4])
-  y, after = layer.apply(params, None, u, carry, positions)
+  # Without optimization, XLA contracts other products, whose roundings alone reach the bound.
+  options = {'xla_backend_optimization_level': 1} if method == 'bilinear' else None
+  compiled = layer.apply.lower(params, None, u, carry, positions).compile(options)
+  y, after = compiled(params, None, u, carry, positions)
   system = s5_reference.system_of(params['s5'])
   expected, x = s5_reference.layer(
     system, u.astype(np.float64), x0[0] + 1j * x0[1], positions, method=method

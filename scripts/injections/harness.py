@@ -30,7 +30,8 @@ PATIENCE = 300.0  # seconds after which a run that should end counts as hanging
 QUICK_COMPILER = (
   '--xla_backend_optimization_level=0 '
   '--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters '
-  '--xla_cpu_parallel_codegen_split_count=8'
+  '--xla_cpu_parallel_codegen_split_count=1 '
+  '--xla_disable_hlo_passes=hlo-verifier'
 )
 
 GIN = """
