@@ -24,13 +24,14 @@ from valkyrie.config import check, registry
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / 'docs').glob('*.md'))
 BLOCK = re.compile(r'^```(python|bash|gin)(?: (\S+))?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
-# gin/models/tiny.gin as the pages find it here: as many layers, but thin ones, since the commands
-# of the pages cost an eighth of the suite.
+# gin/models/tiny.gin as the pages find it here: as many layers, but thin ones in a shorter pattern,
+# since the commands of the pages cost an eighth of the suite.
 THIN = """
 include 'gin/models/hybrid.gin'
 LanguageModel.vocabulary_size = 259
 LanguageModel.d_model = 192
 LanguageModel.layers = 6
+LanguageModel.pattern = (@recurrent/Block, @local/Block)
 Block.mlp_width = 64
 LongformerAttention.heads = 3
 LongformerAttention.kv_heads = 1

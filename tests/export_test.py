@@ -19,7 +19,6 @@ pytestmark = pytest.mark.usefixtures('quick_compiler')
 
 LLAMA = """
 LanguageModel.pattern = (@Block,)
-Block.mixers = (@FullAttention,)
 FullAttention.heads = 4
 FullAttention.kv_heads = 2
 FullAttention.head_width = 8
@@ -34,7 +33,7 @@ Lora.pattern = 'mlp'
 
 @pytest.fixture
 def run(tmp_path, capsys):
-  """Trains two steps with more gin -> a function that runs a mode on it: (code, errors)."""
+  """Trains two steps -> a function that runs a mode on it: (code, errors)."""
   tiny_run.write_stores(tmp_path / 'data', 'letters', 'abc')
 
   def start(*flags):
@@ -43,8 +42,8 @@ def run(tmp_path, capsys):
     code = main.main([f'--model_dir={tmp_path / "run"}', *flags])
     return code, capsys.readouterr().err
 
-  def train(more='', *flags):
-    (tmp_path / 'run.gin').write_text(tiny_run.gin_text(tmp_path / 'data', more=more))
+  def train(*flags, **options):
+    (tmp_path / 'run.gin').write_text(tiny_run.gin_text(tmp_path / 'data', **options))
     code, said = start(f'--gin_file={tmp_path / "run.gin"}', '--gin.learning_rate=0.1', *flags)
     assert code == 0, said
     return start
@@ -54,7 +53,7 @@ def run(tmp_path, capsys):
 
 @pytest.mark.parametrize('more', ['', LORA])
 def test_an_export_is_read_back_bit_for_bit(run, tmp_path, more):
-  start = run(more)
+  start = run(mixers=tiny_run.BOTH, more=more)
   code, said = start('--run_mode=export', f'--output={tmp_path / "out"}')
   assert code == 0, said
   config = json.loads((tmp_path / 'out' / 'config.json').read_text())
@@ -67,7 +66,9 @@ def test_an_export_is_read_back_bit_for_bit(run, tmp_path, more):
   assert f'{config["parameters"]:,} parameters' in (tmp_path / 'out' / 'README.md').read_text()
 
   plain = '\nLanguageModel.lora = None\n' if more else ''
-  (tmp_path / 'back.gin').write_text(tiny_run.gin_text(tmp_path / 'data', more=plain))
+  (tmp_path / 'back.gin').write_text(
+    tiny_run.gin_text(tmp_path / 'data', mixers=tiny_run.BOTH, more=plain)
+  )
   back = [f'--gin.train.initial_weights="{tmp_path / "out"}"', '--gin.train_steps=1']
   back += ['--gin.InitialWeights.any_loss=True', '--gin.learning_rate=1e-30']
   back += ['--gin.Optimizer.algorithm=@optax.sgd']
@@ -97,7 +98,7 @@ def test_an_export_is_read_back_bit_for_bit(run, tmp_path, more):
 )
 def test_a_decoder_is_a_llama(run, tmp_path, more):
   """Computed from the equations of Llama in float64."""
-  start = run(LLAMA + more)
+  start = run(mixers='(@FullAttention,)', more=LLAMA + more)
   flags = ('--run_mode=export', '--gin.export.form="huggingface"')
   code, said = start(*flags, f'--output={tmp_path / "out"}')
   assert code == 0, said
@@ -146,7 +147,7 @@ vocabulary = '{tmp_path / 'mine.json'}'
 TaskFeed.data_dir = '{tmp_path / 'stores'}'
 """
   (tmp_path / 'data.gin').write_text(data)
-  start = run('', f'--gin_file={tmp_path / "data.gin"}')
+  start = run(f'--gin_file={tmp_path / "data.gin"}')
   code, said = start('--run_mode=export', f'--output={tmp_path / "out"}')
   assert code == 0, said
   assert (tmp_path / 'out' / 'tokenizer.json').read_bytes() == (tmp_path / 'mine.json').read_bytes()

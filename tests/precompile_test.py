@@ -39,7 +39,9 @@ def ask(model_dir, *flags, topology=None, **options):
   """The certificates of a gin file whose data do not exist."""
   gin.clear_config(clear_constants=True)
   file = model_dir.with_suffix('.gin')
-  file.write_text(tiny_run.gin_text(model_dir / 'no data', quick='', **options))
+  file.write_text(
+    tiny_run.gin_text(model_dir / 'no data', mixers=tiny_run.BOTH, quick='', **options)
+  )
   load_gin([str(file)], (*QUICK, *flags), modules=main.CONFIGURABLE_MODULES)
   precompile.precompile(str(model_dir), topology)
   return json.loads((model_dir / 'precompile.json').read_text())
@@ -132,7 +134,7 @@ def test_a_step_that_does_not_fit_ends_with_78_and_a_recommendation(tmp_path, ca
 
 def test_chunks_are_shortened_until_the_step_fits(tmp_path):
   file = tmp_path / 'run.gin'
-  file.write_text(tiny_run.gin_text(tmp_path, quick=''))
+  file.write_text(tiny_run.gin_text(tmp_path, mixers=tiny_run.BOTH, quick=''))
   load_gin([str(file)], modules=main.CONFIGURABLE_MODULES)
 
   def one_byte_per_token():

@@ -62,7 +62,9 @@ def folder(tmp_path_factory):
   tiny_run.write_stores(path / 'data', 'letters', 'abcdefgh')
   (path / 'state_hashes.py').write_text(HASHES)
   more = 'import state_hashes\ntrain.hooks = (@HashState(),)'
-  (path / 'run.gin').write_text(tiny_run.gin_text(path / 'data', layers=2, quick='', more=more))
+  (path / 'run.gin').write_text(
+    tiny_run.gin_text(path / 'data', layers=2, mixers=tiny_run.BOTH, quick='', more=more)
+  )
   return path
 
 

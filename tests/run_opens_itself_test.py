@@ -20,14 +20,14 @@ pytestmark = pytest.mark.usefixtures('quick_compiler')
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
-  """A narrow run of 4 steps, and a wide one with another window."""
+  """A narrow run of 4 steps, and a wide one with fewer states."""
   folder = tmp_path_factory.mktemp('runs')
   tiny_run.write_stores(folder / 'data', 'letters', 'abc')
   (folder / 'run.gin').write_text(tiny_run.gin_text(folder / 'data'))
   flags = ['--gin.checkpoint_every=1', '--gin.eval_every=2', '--gin.Checkpoints.keep=9']
   for name, more in (
     ('narrow', ['--gin.learning_rate=1.0', '--gin.train_steps=4']),
-    ('wide', ['--gin.LanguageModel.d_model=32', '--gin.LongformerAttention.window=5']),
+    ('wide', ['--gin.LanguageModel.d_model=32', '--gin.S5.state_size=4']),
   ):
     gin.clear_config(clear_constants=True)
     arguments = [f'--gin_file={folder / "run.gin"}', f'--model_dir={folder / name}']

@@ -17,9 +17,9 @@ from valkyrie.data.feed import TaskFeed
 from valkyrie.errors import ConfigurationError, DataError, Diverged, StorageError
 from valkyrie.run import evaluate, infer, train
 
-NO_S5 = 'Block.mixers = (@LongformerAttention,)'
+ATTENTION = '(@LongformerAttention,)'
+FULL_MIXERS = '(@FullAttention, @S5)'
 FULL = """
-Block.mixers = (@FullAttention, @S5)
 FullAttention.heads = 2
 FullAttention.head_width = 8
 FullAttention.max_context = {}
@@ -124,22 +124,23 @@ def contents(folder):
   return {file: file.read_bytes() for file in folder.rglob('*') if file.is_file()}
 
 
-def test_nothing_exchanged(base):
-  assert_trained(base)
-  names = ' '.join(parameters(base))
-  assert 's5/lambda_re' in names and 'attention/register_keys' in names
-
-
-def test_no_s5(base, train_run, tmp_path):
-  run = train_run(tmp_path / 'run', more=NO_S5)
-  assert_trained(run)
-  removed = {name for name in parameters(base) if '/s5/' in name}
-  assert removed and not {name for name in parameters(run) if '/s5/' in name}
-  assert any('longformer_attention/query' in name for name in parameters(run))
+def test_mixers(base, train_run, tmp_path):
+  hybrid = train_run(tmp_path / 'hybrid', mixers=tiny_run.BOTH)
+  attention = train_run(tmp_path / 'attention', mixers=ATTENTION)
+  found = {}
+  for run in (base, hybrid, attention):
+    assert_trained(run)
+    found[run] = {
+      'S5': any('/s5/lambda_re' in name for name in parameters(run)),
+      'attention': any('/longformer_attention/register_keys' in name for name in parameters(run)),
+    }
+  assert found[base] == {'S5': True, 'attention': False}
+  assert found[hybrid] == {'S5': True, 'attention': True}
+  assert found[attention] == {'S5': False, 'attention': True}
 
 
 def test_full_attention(train_run, tmp_path):
-  run = train_run(tmp_path / 'run', more=FULL.format(tiny_run.LONGEST))
+  run = train_run(tmp_path / 'run', mixers=FULL_MIXERS, more=FULL.format(tiny_run.LONGEST))
   assert_trained(run)
   names = ' '.join(parameters(run))
   assert 'full_attention/query' in names and '/s5/' in names
@@ -148,16 +149,17 @@ def test_full_attention(train_run, tmp_path):
 
 def test_full_attention_refuses_a_longer_document(train_run, tmp_path):
   with pytest.raises(DataError, match=r'tokens or more.*at most 12 .*max_context') as caught:
-    train_run(tmp_path / 'run', more=FULL.format(12))
+    train_run(tmp_path / 'run', mixers=FULL_MIXERS, more=FULL.format(12))
   assert caught.value.exit_code == 65
   assert int(str(caught.value).split(' tokens')[0].split()[-1]) > 12
 
 
 def test_full_attention_without_a_carry(train_run, tmp_path):
-  more = FULL.format(16).replace(', @S5)', ',)') + 'FullAttention.carried = False\n'
-  run = train_run(tmp_path / 'run', more=more)
+  more = FULL.format(16) + 'FullAttention.carried = False\n'
+  train_alone = functools.partial(train_run, mixers='(@FullAttention,)', more=more)
+  run = train_alone(tmp_path / 'run')
   assert_trained(run)  # also documents longer than a chunk, 16 tokens
-  train_run(run, '--gin.train_steps=3', more=more)
+  train_alone(run, '--gin.train_steps=3')
   assert 3 in tiny_run.metrics(run)
   with pytest.raises(ConfigurationError, match='carried is False'):
     infer.infer(str(run), 'abc')
@@ -185,7 +187,7 @@ def test_curriculum(base, train_run, tmp_path):
 
 def test_planner(base, train_run, tmp_path):
   """In the second phase only."""
-  more = PLANNER.format(8) + 'Block.mixers = (@S5,)\nshort/Phase.planner = False'
+  more = PLANNER.format(8) + 'short/Phase.planner = False'
   run = train_run(tmp_path / 'run', curriculum='short_then_long', layers=2, more=more)
   assert_trained(run)
   assert any('/planner/' in name for name in parameters(run))
@@ -207,18 +209,20 @@ SPLIT = "Partitioner.manual = True\nPartitioner.axis_rules = (('time', 'data'),)
 
 
 @pytest.mark.parametrize(
-  ('more', 'named'),
+  ('mixers', 'more', 'named'),
   [
-    (PLANNER.format(8), 'Planner'),
-    (FULL.format(12), 'FullAttention'),
-    (PLANNER.format(8) + FULL.format(12), 'FullAttention and Planner'),
+    ('(@S5,)', PLANNER.format(8), 'Planner'),
+    (FULL_MIXERS, FULL.format(12), 'FullAttention'),
+    (FULL_MIXERS, PLANNER.format(8) + FULL.format(12), 'FullAttention and Planner'),
   ],
 )
-def test_a_layout_that_splits_time_refuses_what_needs_all_of_it(train_run, tmp_path, more, named):
+def test_a_layout_that_splits_time_refuses_what_needs_all_of_it(
+  train_run, tmp_path, mixers, more, named
+):
   with pytest.raises(
     ConfigurationError, match=rf"'time' over \('data',\), but {named} must"
   ) as caught:
-    train_run(tmp_path / 'run', layers=2, more=more + SPLIT)
+    train_run(tmp_path / 'run', layers=2, mixers=mixers, more=more + SPLIT)
   assert caught.value.exit_code == 78
 
 
@@ -234,7 +238,7 @@ def test_partitioner(base, train_run, tmp_path):
 def test_the_hunt_for_a_nan_names_a_module(train_run, tmp_path):
   with pytest.raises(Diverged, match=r'Step 2 has .* The first: the output of \w+'):
     flags = ('--gin.StepSettings.hunt_nan=True', '--gin.learning_rate=1e30')
-    train_run(tmp_path / 'run', *flags, more=NO_S5)
+    train_run(tmp_path / 'run', *flags, mixers=ATTENTION)
 
 
 def test_task(base, data_dir, train_run, tmp_path):
@@ -288,10 +292,12 @@ def test_a_mixer_of_ones_own(train_run, tmp_path, monkeypatch, capsys):
   monkeypatch.syspath_prepend(tmp_path)
   more = """
 import their_mixers.smear
-Block.mixers = (@LongformerAttention, @Smear)
 Smear.scale = 0.5
 """
-  run = train_run(tmp_path / 'run', more=more, allowed_imports=['their_mixers'], partition='zero1')
+  train_theirs = functools.partial(train_run, allowed_imports=['their_mixers'])
+  run = train_theirs(
+    tmp_path / 'run', mixers='(@LongformerAttention, @Smear)', more=more, partition='zero1'
+  )
   assert_trained(run)
   said = capsys.readouterr().err
   assert re.search(r'params/model/.*/smear/weight is replicated .* declares no axes', said)
@@ -306,9 +312,8 @@ Smear.scale = 0.5
     ('Unbound', r'@Unbound cannot be built, since Unbound\.scale has no value'),
     ('Lacking', 'The mixer Lacking has no attribute dropout'),
   ):
-    more = f'import their_mixers.wrong\nBlock.mixers = (@{mixer},)'
     with pytest.raises(ConfigurationError, match=message):
-      train_run(tmp_path / 'wrong', more=more, allowed_imports=['their_mixers'])
+      train_theirs(tmp_path / 'wrong', mixers=f'(@{mixer},)', more='import their_mixers.wrong')
 
 
 def test_a_vocabulary_larger_than_the_models(train_run, tmp_path):
