@@ -118,7 +118,7 @@ def assert_equal(found, expected):
 @pytest.mark.parametrize(
   'name, layout, options',
   [
-    ('fsdp', {}, {'planner': tiny.planner}),
+    ('fsdp', {}, {'planner': tiny.planner, 'mixers': (tiny.s5,)}),
     (
       'context_fsdp',
       {

@@ -20,13 +20,15 @@ PHASE = Phase(chunk_size=6, chunks=4, backprop_chunks=2)
 ROWS = 4
 
 
-def built(model=None, batch_size=ROWS, **options):
-  """(state, compiled step)."""
-  model = model or tiny.model(remat_policy=None)
+small_model = functools.partial(tiny.model, mixers=(tiny.s5,), remat_policy=None)
+
+
+def built(model, batch_size=ROWS, with_average=False):
+  """(the state before the first step, a function that makes a step with these options)."""
   optimizer = Optimizer(learning_rate=0.01, warmup_steps=2, train_steps=20)
-  curriculum = Curriculum([PHASE])
-  step = make_train_step(model, optimizer, curriculum, PHASE, seed=0, remat_chunks=False, **options)
-  with_average = 'average_decay' in options
+  step = functools.partial(
+    make_train_step, model, optimizer, Curriculum([PHASE]), PHASE, seed=0, remat_chunks=False
+  )
   make = jax.jit(lambda: initial_state(model, optimizer, 0, batch_size, with_average=with_average))
   return make(), step
 
@@ -40,14 +42,11 @@ def rows():
 
 def test_micro_batches_are_the_whole_batch_in_float64():
   with jax.enable_x64(True):
-    found = {}
-    model = tiny.model(compute_dtype='float64', planner=tiny.planner, remat_policy=None)
-    for count in (1, 4):
-      state, step = built(model, micro_batches=count)
-      wide = jax.tree.map(
-        lambda x: jnp.asarray(x, jnp.float64) if x.dtype == jnp.float32 else x, state
-      )
-      found[count] = jax.jit(step)(wide, rows())
+    state, step = built(small_model(compute_dtype='float64', planner=tiny.planner))
+    wide = jax.tree.map(
+      lambda x: jnp.asarray(x, jnp.float64) if x.dtype == jnp.float32 else x, state
+    )
+    found = {count: jax.jit(step(micro_batches=count))(wide, rows()) for count in (1, 4)}
     for name in ('params', 'carry'):
       jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12, rtol=1e-9),
@@ -60,15 +59,13 @@ def test_micro_batches_are_the_whole_batch_in_float64():
 def test_micro_batches_over_devices():
   mesh = Partitioner((('data', 4), ('time', 2)), (('batch', 'data'), ('time', 'time')))
   batch = jax.tree.map(lambda x: np.tile(x, (2, 1)), rows())
-  results = []
-  for count in (1, 2):
-    state, step = built(micro_batches=count, batch_size=8)
-    results.append(mesh.jit(step)(state, batch)[0].params)
+  state, step = built(small_model(), batch_size=8)
+  results = [mesh.jit(step(micro_batches=count))(state, batch)[0].params for count in (1, 2)]
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), *results)
 
 
 def test_the_z_loss_pulls_the_normalizers_to_one():
-  model = tiny.model(remat_policy=None)
+  model = small_model()
   params, carry = tiny.init(model, ROWS)
   batch = rows()
 
@@ -97,8 +94,8 @@ def test_the_z_loss_pulls_the_normalizers_to_one():
 
 
 def test_the_average_follows_the_parameters_and_ignores_refused_steps():
-  state, step = built(average_decay=0.5)
-  step = jax.jit(step)
+  state, step = built(small_model(), with_average=True)
+  step = jax.jit(step(average_decay=0.5))
   jax.tree.map(np.testing.assert_array_equal, state.average, state.params)
   assert state.evaluated is state.average
   expected = state.average
