@@ -20,7 +20,8 @@ PHASE = Phase(chunk_size=6, chunks=4, backprop_chunks=2)
 ROWS = 4
 
 
-small_model = functools.partial(tiny.model, mixers=(tiny.s5,), remat_policy=None)
+def small_model(mixer=tiny.s5, **options):
+  return tiny.model(mixers=(mixer,), remat_policy=None, **options)
 
 
 def built(model, batch_size=ROWS, with_average=False):
@@ -59,7 +60,7 @@ def test_micro_batches_are_the_whole_batch_in_float64():
 def test_micro_batches_over_devices():
   mesh = Partitioner((('data', 4), ('time', 2)), (('batch', 'data'), ('time', 'time')))
   batch = jax.tree.map(lambda x: np.tile(x, (2, 1)), rows())
-  state, step = built(small_model(), batch_size=8)
+  state, step = built(small_model(tiny.attention), batch_size=8)
   results = [mesh.jit(step(micro_batches=count))(state, batch)[0].params for count in (1, 2)]
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), *results)
 

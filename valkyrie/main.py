@@ -398,4 +398,6 @@ if __name__ == '__main__':
   # Imports and traces make many objects and few cycles: looking for them takes a tenth of a start.
   # Steps make none that hold arrays.
   gc.set_threshold(100_000, 20, 20)
-  sys.exit(main())
+  code = main()
+  gc.freeze()  # or Python would look through all of them once more as it ends
+  sys.exit(code)
