@@ -7,18 +7,14 @@ import shutil
 import signal
 import tempfile
 
+from injections import quick_compiler
+
 # Before jax is imported anywhere. A child process that a test starts inherits it.
-# Compiling is most of what the suite costs. Most of compiling is to optimize, to write each fusion
-# in MLIR, to cut a program into 32 parts for as many threads, and to verify it after each pass.
-# (XLA of jax 0.12 has no other way to write a fusion and passes over that option.)
 os.environ['XLA_FLAGS'] = ' '.join(
   [
     os.environ.get('XLA_FLAGS', ''),
     '--xla_force_host_platform_device_count=8',
-    '--xla_backend_optimization_level=0',
-    '--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters',
-    '--xla_cpu_parallel_codegen_split_count=1',
-    '--xla_disable_hlo_passes=hlo-verifier',
+    quick_compiler.FLAGS,
   ]
 ).strip()
 os.environ['JAX_PLATFORMS'] = 'cpu'
@@ -70,7 +66,7 @@ def hang_up():
 @pytest.fixture(scope='session')
 def gcs_server():
   """A server of Cloud Storage; one for each process, since clients keep its address."""
-  from injections.fake_gcs import FakeGcs  # noqa: PLC0415  (the path has scripts/ by now)
+  from injections.fake_gcs import FakeGcs  # noqa: PLC0415, few tests need it
 
   with FakeGcs() as server:
     yield server

@@ -15,6 +15,7 @@ import time
 
 import numpy as np
 
+from injections import quick_compiler
 from injections.table import Unavailable
 from valkyrie.checkpoint.disk_steps import DiskSteps
 from valkyrie.data import store_writer, vocabularies
@@ -26,13 +27,6 @@ BYTES = vocabularies.ByteVocabulary()
 STEPS, ROWS, TOKENS = 24, 4, 32  # steps of a run, rows of a batch, tokens of a row in a step
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else [0]
 PATIENCE = 300.0  # seconds after which a run that should end counts as hanging
-# The flags of tests/conftest.py, which gives the reason.
-QUICK_COMPILER = (
-  '--xla_backend_optimization_level=0 '
-  '--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters '
-  '--xla_cpu_parallel_codegen_split_count=1 '
-  '--xla_disable_hlo_passes=hlo-verifier'
-)
 
 GIN = """
 seed = 0
@@ -123,7 +117,7 @@ class Harness:
       **os.environ,
       'PYTHONPATH': f'{ROOT}{os.pathsep}{ROOT / "scripts"}',
       'JAX_PLATFORMS': 'cpu',
-      'XLA_FLAGS': f'{QUICK_COMPILER} --xla_force_host_platform_device_count={devices}',
+      'XLA_FLAGS': f'{quick_compiler.FLAGS} --xla_force_host_platform_device_count={devices}',
       'JAX_COMPILATION_CACHE_DIR': str(self.folder / 'compiled'),
       'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
       'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
