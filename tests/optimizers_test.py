@@ -67,6 +67,32 @@ def test_stacked_layers_learn_as_layers_on_their_own(algorithm):
     np.testing.assert_allclose(leaf, expected[name], rtol=2e-4, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.parametrize('algorithm', [optax.contrib.muon, optax.lamb])
+def test_a_parameter_with_more_dimensions_is_a_stack_of_matrices(algorithm):
+  """S5's C, [layers, 2, D, P] in a stack, and the blocks of a gate, [heads, W, W], outside one."""
+  random = np.random.default_rng(0)
+  shapes = {'c': (LAYERS, 2, 6, 5), 'gate': (4, 5, 5)}
+  kinds = {'c': Kind(True, stacked=1), 'gate': Kind(True)}
+  params, *gradients = (
+    {name: jnp.asarray(random.normal(size=s), jnp.float32) for name, s in shapes.items()}
+    for _ in range(3)
+  )
+  optimizer = Optimizer(0.1, 0, 10, algorithm, clip_norm=math.inf)
+
+  def matrices(tree):
+    return {
+      f'{name}{n}': matrix
+      for name, leaf in tree.items()
+      for n, matrix in enumerate(leaf.reshape(-1, *leaf.shape[-2:]))
+    }
+
+  found, _ = trained(optimizer, params, kinds, gradients)
+  apart = dict.fromkeys(matrices(params), Kind(True))
+  expected, _ = trained(optimizer, matrices(params), apart, [*map(matrices, gradients)])
+  for name, matrix in matrices(found).items():
+    np.testing.assert_allclose(matrix, expected[name], rtol=2e-4, atol=1e-5, err_msg=name)
+
+
 def test_which_algorithms_act_on_layers():
   assert [acts_on_layers(a) for a in (optax.nadam, optax.yogi, optax.contrib.prodigy)] == [
     False

@@ -148,6 +148,19 @@ def test_normalized_states_are_as_large_as_their_inputs():
       np.testing.assert_allclose(np.maximum(energy, mean**2), 1, rtol=1e-9)
 
 
+def test_the_gradient_of_an_endless_memory_is_finite():
+  """A selective step of softplus(-7 + s), from steps whose growth underflows to ones near 1."""
+  eigenvalues = Complex(jnp.array([-0.5, -0.5, -2.0]), jnp.array([3.0, 400.0, 0.0]))
+
+  def read(s, eigenvalues):
+    growth, gain = discretize(eigenvalues, jax.nn.softplus(-7 + s), method='normalized')
+    return jnp.sum(gain) + jnp.sum(growth.re) + jnp.sum(growth.im)
+
+  for s in (-200.0, -40.0, -34.0, -20.0, 0.0, 8.0):
+    for leaf in jax.tree.leaves(jax.grad(read, (0, 1))(jnp.float32(s), eigenvalues)):
+      assert np.all(np.isfinite(leaf)), s
+
+
 def test_clipped_eigenvalues_decay():
   clipped = init.clip_eigenvalues(Complex(jnp.array([-0.5, -5e-5, 0.2]), jnp.arange(3.0)))
   np.testing.assert_allclose(clipped.re, [-0.5, -1e-4, -1e-4])

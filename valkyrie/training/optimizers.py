@@ -85,7 +85,7 @@ class Optimizer:
       warmup_steps: steps of linear warm-up.
       train_steps: the step at which the schedule ends.
       algorithm: an optimizer of optax that takes `learning_rate`, for matrices. It may act on whole
-        parameters, as Muon does: every layer is one.
+        parameters, as Muon does: every matrix of every layer is one.
       vector_algorithm: the same for norm scales, biases and other vectors, which common practice
         does not decay. The default decays nothing.
       groups: parameters with a way of their own; default `recurrence_group`.
@@ -219,8 +219,9 @@ class Optimizer:
     """The name of a parameter's group, and its algorithm.
 
     A planner may start later than the rest, and Adam's bias correction must count its own steps, so
-    its parameters are groups of their own. So are stacks of other numbers of layers, for algorithms
-    that act on each layer.
+    its parameters are groups of their own. An algorithm that acts on whole parameters gets each
+    matrix of a stack, whose last two dimensions it spans: a layer, a part of S5's C, a block of a
+    gate. Stacks of equal sizes form a group.
     """
     number, group = self._group(path)
     decays = kind.is_matrix and group.decay
@@ -236,10 +237,10 @@ class Optimizer:
     # logged number is the learning rate.
     transformation = algorithm(learning_rate=1.0)
     if self._acts_on_layers[algorithm]:
-      layers = leaf.shape[: kind.stacked]
-      for _ in layers:
+      stack = leaf.shape[:-2] if kind.is_matrix else leaf.shape[: kind.stacked]
+      for _ in stack:
         transformation = per_layer(transformation)
-      name += ''.join(f', {count} layers' for count in layers)
+      name += ''.join(f', {count} of a stack' for count in stack)
     if group.learning_rate_scale != 1:
       transformation = optax.chain(transformation, optax.scale(group.learning_rate_scale))
     return name, transformation

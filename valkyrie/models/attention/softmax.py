@@ -119,7 +119,8 @@ def _attend_backward(residuals, gradients):
   cotangents = []
   for number, part in enumerate(parts):
     narrow, wide = part.v.dtype, gradient.dtype
-    weights = jnp.exp(_logits(part) - log_total)
+    # Computed anew, a large logit may be rounded above its own logarithm of the sum.
+    weights = jnp.exp(jnp.minimum(_logits(part) - log_total, 0))
     d_weights = jnp.einsum(
       'bjqk,bjnk->bjqn', gradient.astype(narrow), part.v, preferred_element_type=wide
     )

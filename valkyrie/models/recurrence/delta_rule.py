@@ -15,7 +15,8 @@ affine function of S_0, S_0 + E S_0 + B. Only that runs slice after slice; all e
 all slices at once. E, like the growth of `scan`, is small where memories are long, so neither the
 decay of a slice nor a product of low precision rounds the state away.
 
-A document that starts inside a slice is a mask on D, e and E: no decay of zero has a logarithm.
+A document that starts inside a slice is a mask on D and e, since a decay of zero has no logarithm.
+The state before the slice is then dropped: the state after it is B.
 """
 
 from typing import NamedTuple
@@ -75,7 +76,9 @@ def gated_delta_rule(
   stored = jnp.swapaxes(decays.within[..., -1, :, None] * k, -1, -2) @ solved
   identity = jnp.eye(k.shape[-1], dtype=k.dtype)[None, None, None]
   change = decays.growth[..., None, None] * identity - stored[..., values:]
-  states, after = _states(change, stored[..., :values], initial.astype(v.dtype))
+  starts = jnp.any(reset, axis=-1)[..., None, None]
+  effects = _Effect(starts, change, stored[..., :values])
+  states, after = _states(effects, initial.astype(v.dtype))
 
   u = solved[..., :values] - solved[..., values:] @ states
   y = (decays.entering[..., None] * q) @ states + (decays.within * (q @ across)) @ u
@@ -126,54 +129,59 @@ def _decays(log_decay: Array, reset: Array) -> _Decays:
   return _Decays(
     jnp.where(seen, jnp.exp(sums), 0),
     jnp.where(document == 0, jnp.exp(total), 0),
-    jnp.where(document[..., -1] == 0, jnp.expm1(total[..., -1]), -1),
+    jnp.expm1(total[..., -1]),
   )
 
 
 class _Effect(NamedTuple):
-  """The effect of a span of time on the state S before it, S + change S + state."""
+  """The effect of a span of time on the state S before it: S + change S + state, or `state`."""
 
-  change: Array  # [..., K, K]
-  state: Array  # [..., K, V]
+  starts: Array  # bool [..., 1, 1, 1]: a document starts in the span, so S is dropped
+  change: Array  # [..., H, K, K]
+  state: Array  # [..., H, K, V]
+
+
+def _after(state: Array, effect: _Effect) -> Array:
+  """The state after a span."""
+  return jnp.where(effect.starts, effect.state, state + (effect.change @ state + effect.state))
 
 
 def _then(first: _Effect, second: _Effect) -> _Effect:
   return _Effect(
+    first.starts | second.starts,
     first.change + second.change + second.change @ first.change,
-    first.state + second.state + second.change @ first.state,
+    _after(first.state, second),
   )
 
 
-def _states(change: Array, inputs: Array, initial: Array) -> tuple[Array, Array]:
+def _states(effects: _Effect, initial: Array) -> tuple[Array, Array]:
   """(the state before each slice [N, B, H, K, V], the state after the chunk).
 
   Args:
-    change: E [N, B, H, K, K].
-    inputs: B [N, B, H, K, V].
+    effects: of the slices, leaves [N, B, ...].
     initial: [B, H, K, V], correct on device 0, as is the state after the chunk.
   """
 
   def step(state, effect):
-    return state + (effect.change @ state + effect.state), state
+    return _after(state, effect), state
 
   if not sequence_parallel.axes():
-    after, states = lax.scan(step, initial, _Effect(change, inputs))
+    after, states = lax.scan(step, initial, effects)
     return states, after
 
-  # The changes of the slices compose by the recurrence of the state: side by side with it.
+  def compose(before, effect):
+    return _then(before, effect), before
+
   is_first = sequence_parallel.index() == 0
-  known = jnp.concatenate([jnp.where(is_first, initial, 0), jnp.zeros_like(change[0])], axis=-1)
-  effects = _Effect(change, jnp.concatenate([inputs, change], axis=-1))
-  after, states = lax.scan(step, known, effects)
-
-  def effect(joined):
-    values = inputs.shape[-1]
-    return _Effect(joined[..., values:], joined[..., :values])
-
-  before, ended = sequence_parallel.device_prefix_scan(effect(after), _then)
-  entering = jnp.where(is_first, 0, before.state)[None]
-  reached = effect(states)
-  return reached.state + entering + reached.change @ entering, ended.state
+  known = _Effect(
+    jnp.zeros_like(effects.starts[0]),
+    jnp.zeros_like(effects.change[0]),
+    jnp.where(is_first, initial, 0),
+  )
+  piece, reached = lax.scan(compose, known, effects)
+  before, ended = sequence_parallel.device_prefix_scan(piece, _then)
+  entering = jnp.where(is_first, 0, before.state)
+  return _after(entering[None], reached), ended.state
 
 
 @jax.custom_vjp

@@ -22,7 +22,11 @@ import jax.numpy as jnp
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.layers import check_sizes, parameter
 from valkyrie.models.recurrence import scan, sharded_scan
-from valkyrie.models.recurrence.time_constants import check_time_constants, inverse_softplus
+from valkyrie.models.recurrence.time_constants import (
+  check_time_constants,
+  inverse_softplus,
+  root,
+)
 from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array, DType
 
@@ -157,7 +161,6 @@ def gain(log_decay: Array, reset: Array) -> Array:
   """sqrt(1 - a²) of log a [T, B, W], and 1 where reset [T, B].
 
   The published code bounds the slope of the root by 1000, which is reached at time constants of
-  millions of tokens. Here a closed gate, r = 0 in float32, gets a slope of 0 instead of NaN.
+  millions of tokens. Here only a closed gate, r = 0 in float32, has another slope: 0.
   """
-  squared = jnp.maximum(-jnp.expm1(2 * log_decay), 1e-30)
-  return jnp.where(reset[..., None], 1.0, jnp.sqrt(squared))
+  return jnp.where(reset[..., None], 1.0, root(-jnp.expm1(2 * log_decay)))

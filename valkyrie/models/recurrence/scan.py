@@ -5,6 +5,9 @@
 A decay of 1 + g is given by its growth g, which is -1e-7 for a time constant of 10^7 tokens: the
 decay itself, rounded to float32, would be wrong by up to 60%. No form ever rounds 1 + g.
 
+A document start selects: the state before it is dropped, and never multiplied by zero or subtracted
+from itself. A product rounds the next document by the size of this one, and 0 x inf is NaN.
+
 The state is real, an array, or complex, a pair (re, im) of float32 arrays: on a CPU, pairs run at
 twice the speed of complex64 and give the same bits. The forms compute one function in different
 orders of arithmetic:
@@ -52,33 +55,36 @@ class Complex(NamedTuple):
 Number = Any  # a real array, or a `Complex`: `*`, `+`, `-` and `conj()` act on both
 
 
-def _sequential(growth: Number, keep: Array, inputs: Number, *, reverse: bool) -> Number:
+def _unless(reset: Array, x: Number) -> Number:
+  """x, or zero where `reset`."""
+  return jax.tree.map(lambda part: jnp.where(reset, 0, part), x)
+
+
+def _sequential(growth: Number, reset: Array, inputs: Number, *, reverse: bool) -> Number:
   varies = _length(growth) > 1
 
   def step(carry, now):
-    state, lost = jax.tree.map(lambda part: now['keep'] * part, carry)
+    state, lost = _unless(now['reset'], carry)
     change = now.get('growth', constant) * state + now['input'] + lost
     after = state + change
     return (after, change - (after - state)), after
 
   constant = jax.tree.map(lambda part: part[0], growth)
-  over_time = {'keep': keep, 'input': inputs, **({'growth': growth} if varies else {})}
+  over_time = {'reset': reset, 'input': inputs, **({'growth': growth} if varies else {})}
   zero = jax.tree.map(lambda part: jnp.zeros_like(part[0]), inputs)
   return lax.scan(step, (zero, zero), over_time, reverse=reverse)[1]
 
 
-def _associative(growth: Number, keep: Array, inputs: Number, *, reverse: bool) -> Number:
+def _associative(growth: Number, reset: Array, inputs: Number, *, reverse: bool) -> Number:
   def then(first, second):
-    (g1, x1), (g2, x2) = first, second
-    return g1 + g2 + g2 * g1, x1 + x2 + g2 * x1
+    (r1, g1, x1), (r2, g2, x2) = first, second
+    # No growth across a reset is read. The two smaller terms of a long memory are added first.
+    x = jax.tree.map(functools.partial(jnp.where, r2), x2, x1 + (x2 + g2 * x1))
+    return r1 | r2, g1 + g2 + g2 * g1, x
 
-  # A document starts with a decay of 0, which is a growth of -1.
-  kept = jax.tree.map(lambda part: keep * part, growth)
-  reset = keep - 1
-  kept = Complex(kept.re + reset, kept.im) if isinstance(kept, Complex) else kept + reset
-  shape = jnp.broadcast_shapes(*(part.shape for part in jax.tree.leaves((kept, inputs))))
-  kept = jax.tree.map(lambda part: jnp.broadcast_to(part, shape), kept)
-  return lax.associative_scan(then, (kept, inputs), reverse=reverse)[1]
+  shape = jnp.broadcast_shapes(*(part.shape for part in jax.tree.leaves((growth, inputs))))
+  growth = jax.tree.map(lambda part: jnp.broadcast_to(part, shape), growth)
+  return lax.associative_scan(then, (reset, growth, inputs), reverse=reverse)[2]
 
 
 FORMS = {'sequential': _sequential, 'associative': _associative}
@@ -94,13 +100,13 @@ def _length(x: Number) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _recurrence(form: str, growth: Number, keep: Array, inputs: Number) -> Number:
-  return FORMS[form](growth, keep, inputs, reverse=False)
+def _recurrence(form: str, growth: Number, reset: Array, inputs: Number) -> Number:
+  return FORMS[form](growth, reset, inputs, reverse=False)
 
 
-def _recurrence_forward(form, growth, keep, inputs):
-  states = _recurrence(form, growth, keep, inputs)
-  return states, (growth, keep, states)
+def _recurrence_forward(form, growth, reset, inputs):
+  states = _recurrence(form, growth, reset, inputs)
+  return states, (growth, reset, states)
 
 
 def _recurrence_backward(form, residuals, cotangent):
@@ -109,13 +115,13 @@ def _recurrence_backward(form, residuals, cotangent):
   With c the cotangent of the states and h_t = c_t + keep_{t+1} conj(1 + g_{t+1}) h_{t+1}, the
   cotangent of b_t is h_t, and that of g_t is keep_t conj(x_{t-1}) h_t. Only the states are kept.
   """
-  growth, keep, states = residuals
-  end = jnp.zeros_like(keep[:1])
+  growth, reset, states = residuals
+  end = jnp.ones_like(reset[:1])
   later = growth.conj()
   if _length(growth) > 1:
     later = jax.tree.map(lambda part: jnp.concatenate([part[1:], part[:1]]), later)
-  adjoint = FORMS[form](later, jnp.concatenate([keep[1:], end]), cotangent, reverse=True)
-  before = jax.tree.map(lambda part: keep[1:] * part[:-1], states)
+  adjoint = FORMS[form](later, jnp.concatenate([reset[1:], end]), cotangent, reverse=True)
+  before = _unless(reset[1:], jax.tree.map(lambda part: part[:-1], states))
   products = before.conj() * jax.tree.map(lambda part: part[1:], adjoint)
 
   def of_growth(g, part):
@@ -125,7 +131,7 @@ def _recurrence_backward(form, residuals, cotangent):
     return jnp.sum(part, axis=summed, keepdims=True)
 
   d_growth = jax.tree.map(of_growth, growth, products)
-  return d_growth, jnp.zeros_like(keep), adjoint
+  return d_growth, None, adjoint
 
 
 _recurrence.defvjp(_recurrence_forward, _recurrence_backward)
@@ -147,13 +153,13 @@ def diagonal_scan(
   Returns:
     The states [T, B, P], x_1 to x_T.
   """
-  keep = jnp.where(reset, 0.0, 1.0).astype(jax.tree.leaves(inputs)[0].dtype)[..., None]
+  reset = reset[..., None]
   growth = jax.tree.map(lambda part: part if part.ndim == 3 else part[None, None], growth)
   first = jax.tree.map(lambda part: part[0], growth)
   # x_0 enters through the first input: every form continues a chunk by this line.
-  carried = jax.tree.map(lambda part: keep[0] * part, first * initial + initial)
+  carried = _unless(reset[0], first * initial + initial)
   inputs = jax.tree.map(lambda part, x: part.at[0].add(x), inputs, carried)
-  return _recurrence(form, growth, keep, inputs)
+  return _recurrence(form, growth, reset, inputs)
 
 
 def state_after(states: Number, initial: Number, length: Array) -> Number:

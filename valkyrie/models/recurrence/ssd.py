@@ -7,7 +7,8 @@ Inside a slice, y is a masked product, as in attention: the weight of token j fo
 (C_i · B_j) exp(a_{j+1} + .. + a_i). Between slices only the states pass, one for each slice.
 
 The sums of logarithms stay float32, and only differences that are not positive are exponentiated.
-A reset is no -inf among them: tokens are compared by the count of resets before them.
+A reset is no -inf among them: tokens are compared by the count of resets before them, and the sums
+begin anew, since a sum over the document before would round the differences of this one.
 """
 
 import functools
@@ -59,14 +60,15 @@ def ssd(
   dot = functools.partial(jnp.einsum, preferred_element_type=wide)
   size = -(-time // -(-time // slice_size))  # the last slice is padded the least
   x, b, c = (cut(part.astype(x.dtype), size) for part in (x, b, c))
-  total = jnp.cumsum(cut(log_decay, size), axis=2)  # [N, B, Q, H]
-  document = jnp.cumsum(cut(reset, size), axis=2)  # [N, B, Q]
+  starts = cut(reset, size)
+  total = _sums(cut(log_decay, size), starts[..., None])  # [N, B, Q, H]
+  document = jnp.cumsum(starts, axis=2)  # [N, B, Q]
 
   # The share of the state before the slice that each token reads, and of each token that remains
   # in the state after the slice.
   reads = jnp.where((document == 0)[..., None], jnp.exp(total), 0)
   in_last = (document == document[..., -1:])[..., None]
-  remains = jnp.where(in_last, jnp.exp(total[:, :, -1:] - total), 0)
+  remains = jnp.where(in_last, jnp.exp(jnp.where(in_last, total[:, :, -1:] - total, 0)), 0)
   # For all heads at once: B and C are theirs together.
   written = dot('nbqp,nbqf->nbpf', b, _joined(remains[..., None] * x).astype(x.dtype))
   slices = _Piece(reads[:, :, -1], _apart(written, heads))
@@ -77,11 +79,21 @@ def ssd(
   sees = order & (document[..., :, None] == document[..., None, :])
   scores = jnp.where(sees, dot('nbip,nbjp->nbij', c, b), 0)
   by_head = jnp.moveaxis(total, 3, 2)
-  passed = jnp.where(order[None], by_head[..., :, None] - by_head[..., None, :], 0)
+  passed = jnp.where(sees[:, :, None], by_head[..., :, None] - by_head[..., None, :], 0)
   weights = (scores[:, :, None] * jnp.exp(passed)).astype(x.dtype)
   within = dot('nbhij,nbhjk->nbhik', weights, jnp.swapaxes(x, 2, 3))
   y = reads[..., None] * _apart(from_before, heads) + jnp.swapaxes(within, 2, 3)
   return join(y, time), jnp.swapaxes(after, 1, 2)
+
+
+def _sums(x: Array, starts: Array) -> Array:
+  """Cumulative sums of x [N, B, Q, H] that begin anew at `starts` [N, B, Q, 1]."""
+
+  def then(first, second):
+    (r1, x1), (r2, x2) = first, second
+    return r1 | r2, jnp.where(r2, x2, x1 + x2)
+
+  return lax.associative_scan(then, (starts, x), axis=2)[1]
 
 
 def _joined(x: Array) -> Array:

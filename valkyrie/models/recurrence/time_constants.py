@@ -28,6 +28,14 @@ def inverse_softplus(y: Array) -> Array:
   return y + jnp.log(-jnp.expm1(-y))
 
 
+def root(x: Array) -> Array:
+  """sqrt(x) of the gain of an input, where x falls to 0 as a memory becomes endless.
+
+  The slope of the root has no bound there. Below 1e-30 it is 0, where it would become NaN.
+  """
+  return jnp.sqrt(jnp.maximum(x, 1e-30))
+
+
 def rates_and_steps(
   heads: int, shortest: float, horizon: float, largest_rate: float
 ) -> tuple[Array, Array]:

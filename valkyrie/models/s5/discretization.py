@@ -2,7 +2,8 @@
 
 Everything is computed from g, the growth, in pairs of real arrays: Λ̄ = 1 + g would lose the digits
 of long time constants. With a the real and θ the imaginary part of ΛΔ, a float32 growth gives the
-time constant 1/|a| to a few roundings plus θ²/|a| times one.
+time constant 1/|a| to a few roundings plus θ²/|a| times one: 10^7 tokens to 1% where the state
+turns by less than 0.1 radians a token, and 10^6 tokens to about 8% at any angle.
 
   zoh          Λ̄ = exp(ΛΔ)                        γ = g/Λ           (S5 eq. 6)
   bilinear     Λ̄ = (1 + ΛΔ/2)/(1 - ΛΔ/2)          γ = Δ/(1 - ΛΔ/2)
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from valkyrie.models.recurrence.scan import Complex, Number
+from valkyrie.models.recurrence.time_constants import root
 from valkyrie.types import Array
 
 
@@ -55,7 +57,7 @@ def _normalized(eigenvalues: Complex, step: Array) -> tuple[Complex, Number]:
   growth, shrink = _exponential(eigenvalues, step)
   of_noise = -shrink * (shrink + 2)
   of_mean = growth.re * growth.re + growth.im * growth.im
-  return growth, jnp.sqrt(jnp.minimum(of_noise, of_mean))
+  return growth, root(jnp.minimum(of_noise, of_mean))
 
 
 DISCRETIZATIONS = {'zoh': _zoh, 'bilinear': _bilinear, 'normalized': _normalized}
