@@ -1,14 +1,20 @@
 """Packaging: what Valkyrie needs, and how a wheel carries gin/ and tasks/ inside the package."""
 
 import pathlib
+import re
 
 from setuptools import find_packages, setup
 
+ROOT = pathlib.Path(__file__).parent
+(VERSION,) = re.findall(
+  r"^__version__ = '(.*?)'", (ROOT / 'valkyrie/__init__.py').read_text(), re.M
+)
+
 setup(
   name='valkyrie',
-  version='0.1.0',
+  version=VERSION,
   description='Hybrid S5 and Longformer language models trained through very long sequences.',
-  long_description=(pathlib.Path(__file__).parent / 'README.md').read_text(),
+  long_description=(ROOT / 'README.md').read_text(),
   long_description_content_type='text/markdown',
   license='Apache-2.0',
   python_requires='>=3.11',

@@ -59,6 +59,7 @@ def test_an_export_is_read_back_bit_for_bit(run, tmp_path, mixers, more):
   config = json.loads((tmp_path / 'out' / 'config.json').read_text())
   arrays = load_file(tmp_path / 'out' / 'model.safetensors')
   assert config['format'] == 'valkyrie' and config['steps'] == [2] and config['eos_id'] == 1
+  assert config['version'] == valkyrie.__version__
   assert config['parameters'] == sum(array.size for array in arrays.values())
   assert config['model']['LanguageModel.d_model'] == 16
   assert not any(name.startswith(('TaskFeed', 'train.', 'optax')) for name in config['model'])

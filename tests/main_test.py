@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from valkyrie import main
+from valkyrie import __version__, main
 from valkyrie.errors import UsageError
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -126,6 +126,11 @@ def test_wrong_usage_has_a_hint(arguments, expected):
   with pytest.raises(UsageError) as caught:
     main.parse_command_line(arguments)
   assert expected in str(caught.value)
+
+
+def test_the_version(start):
+  done = start('--version')
+  assert (done.returncode, done.stdout.decode()) == (0, f'valkyrie {__version__}\n')
 
 
 def test_wrong_usage_exits_2(start):

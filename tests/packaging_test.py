@@ -7,6 +7,8 @@ import subprocess
 import sys
 import zipfile
 
+from valkyrie import __version__
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 WHERE = """
 import valkyrie.config.paths, valkyrie.tasks
@@ -47,7 +49,9 @@ def test_a_wheel_carries_the_gin_files_and_the_tasks_inside_the_package(tmp_path
 
   assert (inside / 'py.typed').exists()
   (about,) = installed.glob('valkyrie-*.dist-info')
-  assert '# Valkyrie' in (about / 'METADATA').read_text()
+  metadata = (about / 'METADATA').read_text()
+  assert '# Valkyrie' in metadata and f'\nVersion: {__version__}\n' in metadata
+  assert f'\n## {__version__} ' in (ROOT / 'CHANGELOG.md').read_text()
   commands = (about / 'entry_points.txt').read_text()
   for command, module in re.findall(r'^(\S+) = ([\w.]+):main$', commands, re.M):
     code = f"import sys; sys.argv = ['{command}', '--help']; from {module} import main; main()"

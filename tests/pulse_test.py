@@ -10,6 +10,7 @@ import sys
 import pytest
 import tiny_run
 
+from valkyrie import __version__
 from valkyrie.config.parse import WRITTEN_BY
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -170,6 +171,8 @@ def test_what_a_run_leaves_behind(runs):
   assert 'Checkpoints.keep = 3' in (run / 'operative_config.gin').read_text()
   config = json.loads((run / 'config.json').read_text())
   assert (config['written_by'], config['macros']['train_steps']) == (WRITTEN_BY, 6)
+  record = json.loads((run / 'checkpoints/6/record.json').read_text())
+  assert config['version'] == record['versions']['valkyrie'] == __version__
   assert (run / 'loss_by_position.png').stat().st_size
   info = (run / 'model_info.txt').read_text()
   assert 'model/embedding' in info and 'vocabulary' in info and 'float32' in info

@@ -75,7 +75,7 @@ def run(tmp_path):
       (folder / f'{path}.jsonl').write_text('\n'.join(map(json.dumps, found)))
     (folder / 'refused_steps.jsonl').write_text('{"step": 7, "reason": "a <NaN> & more"}\n')
     bindings = {'Optimizer.learning_rate': rate, 'S5.state_size': 8}
-    (folder / 'config.json').write_text(json.dumps({'bindings': bindings}))
+    (folder / 'config.json').write_text(json.dumps({'version': '7.8.9', 'bindings': bindings}))
     (folder / 'model_info.txt').write_text('1,234 parameters\n\ntable')
     return folder
 
@@ -91,7 +91,15 @@ def test_a_page_of_two_runs(run, tmp_path, capsys):
   assert not page.open and not page.outside and 'script' not in page.seen and 'http' not in text
   assert page.seen.count('svg') == page.seen.count('figcaption') == 10
   said = ' '.join(page.texts)
-  for expected in ('first', 'second', '1,234 parameters', '1.25', 'a <NaN> & more', 'Speed'):
+  for expected in (
+    'first',
+    'second',
+    '1,234 parameters',
+    '7.8.9',
+    '1.25',
+    'a <NaN> & more',
+    'Speed',
+  ):
     assert expected in said
   assert '9.5 (+0.5, worse)' in said and '200 (+0)' in said
   assert text.count('class="number worse"') == 1 and 'class="number better"' not in text

@@ -8,6 +8,8 @@ if TYPE_CHECKING:
   from valkyrie.inference.opened import load as load
   from valkyrie.inference.sampling import Sampling as Sampling
 
+__version__ = '0.2.0'  # setup.py reads it; CHANGELOG.md has a section for each
+
 # In a clone, gin/ and tasks/ stand beside this package; a wheel carries them inside it. Either way
 # they have the same names: `valkyrie.tasks.fineweb`, and the folder `valkyrie.config.paths.GIN`.
 if not (pathlib.Path(__file__).parent / 'tasks').is_dir():

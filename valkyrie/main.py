@@ -20,6 +20,7 @@ import pathlib
 import sys
 import traceback
 
+from valkyrie import __version__
 from valkyrie.checkpoint.compatibility import KINDS
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.distributed import processes, stop_signals
@@ -139,6 +140,7 @@ def _parser() -> _Parser:
     formatter_class=argparse.RawDescriptionHelpFormatter,
     allow_abbrev=False,
   )
+  parser.add_argument('--version', action='version', version=f'valkyrie {__version__}')
   parser.add_argument(
     '--gin_file',
     action='append',
@@ -262,7 +264,7 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, li
 
   Raises:
     UsageError: a flag is unknown, misspelled, lacks its value or conflicts with another.
-    SystemExit: after --help.
+    SystemExit: after --help or --version.
   """
   others, gin_flags = _split_gin_flags(arguments)
   parser = _parser()

@@ -6,6 +6,7 @@ import json
 import platform
 from typing import Any
 
+from valkyrie import __version__
 from valkyrie.errors import ConfigurationError, StorageError
 
 # The kinds of differences that --allow_changed accepts.
@@ -16,9 +17,9 @@ _SHOWN = 10
 
 
 def versions() -> dict[str, str]:
-  """The versions of Python and of the packages that decide the computation of a step."""
+  """The versions of Valkyrie, Python and the packages that decide the computation of a step."""
   of_packages = {package: metadata.version(package) for package in _PACKAGES}
-  return {'python': platform.python_version()} | of_packages
+  return {'valkyrie': __version__, 'python': platform.python_version()} | of_packages
 
 
 def check(

@@ -15,6 +15,7 @@ from typing import Any
 
 import gin
 
+from valkyrie import __version__
 from valkyrie.config import parse
 from valkyrie.config.parse import Statement
 from valkyrie.config.redact import redact
@@ -55,6 +56,7 @@ def _as_data(text: str) -> dict[str, Any]:
 
   return {
     'written_by': parse.WRITTEN_BY,
+    'version': __version__,
     'imports': [item.parsed.format() for item in statements if item.is_import],
     'macros': {name: plain(item.parsed.value) for name, item in macros.items()},
     'statements': {item.name: repr(item.parsed.value) for item in statements if item.is_binding},

@@ -69,6 +69,7 @@ class Run(NamedTuple):
   name: of its directory.
   lines, evaluations: of metrics.jsonl and eval/metrics.jsonl; `lines` also have seconds and flops.
   refused: of refused_steps.jsonl.
+  version: of Valkyrie, which wrote its configuration.
   bindings: {name: value} of its configuration.
   about: the number of parameters, of model_info.txt.
   """
@@ -77,6 +78,7 @@ class Run(NamedTuple):
   lines: list[dict[str, Any]]
   evaluations: list[dict[str, Any]]
   refused: list[dict[str, Any]]
+  version: str
   bindings: Mapping[str, Any]
   about: str
 
@@ -93,14 +95,16 @@ def read_run(model_dir: str | os.PathLike) -> Run:
     raise ConfigurationError(f'{model_dir} has no metrics.jsonl. Name the directory of a run.')
   with storage_errors(f'{model_dir} cannot be read', also=(ValueError,)):
     lines = _with_costs([*by_step(folder / 'metrics.jsonl').values()])
-    config = folder / 'config.json'
+    file = folder / 'config.json'
+    config = json.loads(file.read_text()) if file.exists() else {'bindings': {}}
     info = folder / 'model_info.txt'
     return Run(
       folder.resolve().name,
       lines,
       [*by_step(folder / 'eval' / 'metrics.jsonl').values()],
       [*by_step(folder / 'refused_steps.jsonl').values()],
-      json.loads(config.read_text())['bindings'] if config.exists() else {},
+      config.get('version', ''),
+      config['bindings'],
       info.read_text().partition(' in ')[0] if info.exists() else '',
     )
 
@@ -160,7 +164,10 @@ def _last(run: Run) -> dict[str, Any]:
 def _results(runs: Sequence[Run]) -> str:
   """The results, and how those of later runs differ from the first."""
   first, *others = [_last(run) for run in runs]
-  rows: list[Sequence[Any]] = [('model', *(run.about for run in runs))]
+  rows: list[Sequence[Any]] = [
+    ('model', *(run.about for run in runs)),
+    ('version', *(run.version for run in runs)),
+  ]
   for name in _RESULTS:
     if any(_is_number(found.get(name)) for found in (first, *others)):
       compared = [_Compared(name, found.get(name), first.get(name)) for found in others]

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from valkyrie import __version__
 from valkyrie.monitoring.memory import in_units, of_machine
 from valkyrie.types import leaf_path
 
@@ -60,7 +61,7 @@ def system_lines() -> list[str]:
   versions = [f'{name} {_version(name)}' for name in _PACKAGES]
   devices = jax.devices()
   return [
-    f'python {platform.python_version()}, {", ".join(versions)}',
+    f'valkyrie {__version__}, python {platform.python_version()}, {", ".join(versions)}',
     f'{platform.platform()}, {_processors()} processors, {of_machine()}',
     f'{"device" if len(devices) == 1 else "devices"}: {len(devices)} x {devices[0].platform} '
     f'({devices[0].device_kind}), {jax.local_device_count()} of them local, process '

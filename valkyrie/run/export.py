@@ -6,6 +6,7 @@ from typing import Any
 
 import gin
 
+from valkyrie import __version__
 from valkyrie.checkpoint.manager import LATEST
 from valkyrie.config import record, registry
 from valkyrie.config.computation import may_change_on_resume
@@ -70,6 +71,7 @@ def export(
   if theirs is None:
     config: dict[str, Any] = {
       'format': exported.FORMAT,
+      'version': __version__,
       'steps': [*loaded.steps],
       'parameters': count,
       'vocabulary': loaded.tokenizer.fingerprint,
