@@ -157,7 +157,7 @@ def test_a_downloaded_fineweb_has_a_readme_too(tmp_path):
   found = [text for split in source.splits for text in documents(source, split)]
   assert found == ['page']
   information = {'origin': json.loads(json.dumps(provenance.record(source.files('train'))))}
-  provenance.check(tmp_path, information, '')
+  provenance.check(tmp_path, information, '', [])
 
 
 def documents(source, split):
@@ -299,13 +299,14 @@ def _content(feed):
 
 def test_a_bucket_has_no_hashes_and_a_new_time_counts_there(tmp_path):
   (tmp_path / 'a.txt').write_text('text')
-  recorded = provenance.record(SourceFiles(f'file://{tmp_path}'))
+  location = f'file://{tmp_path}'
+  recorded = provenance.record(SourceFiles(location))
   assert [entry[3] for entry in recorded['files']] == [None]
   information = {'origin': recorded}
-  provenance.check(tmp_path, information, 'run this')
+  provenance.check(tmp_path, information, 'run this', [location])
   os.utime(tmp_path / 'a.txt', (1, 1))
   with pytest.raises(DataError, match=r'1 changed: a\.txt.* run this'):
-    provenance.check(tmp_path, information, 'run this')
+    provenance.check(tmp_path, information, 'run this', [location])
 
 
 def test_a_store_records_no_password(tmp_path):

@@ -18,23 +18,37 @@ from typing import Any
 
 from valkyrie.checkpoint import holder
 from valkyrie.checkpoint.holder import LeaseTaken
+from valkyrie.checkpoint.steps import is_step
 from valkyrie.errors import StorageError, Unreachable, storage_errors
+from valkyrie.storage import foreign_names
 from valkyrie.storage.bucket import Bucket, Changed
 
 NAME = 'trainer.lock'
 
 
 def read(bucket: Bucket, name: str = NAME) -> tuple[dict[str, Any], int]:
-  """The content of a lock, and its generation; empty and 0 without one."""
+  """The content of a lock, and its generation; empty and 0 without one.
+
+  Raises:
+    StorageError: it has other steps than numbers, or an odd token; both become names of folders.
+  """
   try:
     content, generation = bucket.read(name)
   except FileNotFoundError:
     return {}, 0
   try:
     found = json.loads(content)
-  except ValueError:  # a run that was copied from a disk
+  except (ValueError, RecursionError):  # a run that was copied from a disk
     found = None
-  return found if isinstance(found, dict) else {}, generation
+  found = found if isinstance(found, dict) else {}
+  steps = [found.get('steps') or [], found.get('unfinished', [])]
+  numbers = all(isinstance(some, list) and all(is_step(repr(s)) for s in some) for some in steps)
+  if not (numbers and foreign_names.is_below(found.get('token', 'none'))):
+    raise StorageError(
+      f'{bucket}/{name} is not the lock of a trainer: it has {found!r:.200}. If nothing trains there, '
+      'delete it: the steps with a manifest then count.'
+    )
+  return found, generation
 
 
 class BucketLock:

@@ -22,7 +22,7 @@ class DiskFiles:
     return (self._place / name).read_bytes()
 
   def has(self, name: str) -> bool:
-    # A symbolic link, or a name with `..`, would leave the step.
+    # A symbolic link would leave the step.
     file = self._place / name
     return file.is_file() and file.resolve() == self._place.resolve() / name
 

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import hashlib
 from typing import Protocol
 
+from valkyrie.storage import foreign_names
+
 SHA256, MD5 = 'sha256', 'md5'
 
 
@@ -85,13 +87,15 @@ def damage(files: Files, step: int) -> str | None:
 def _difference(files: Files, algorithm: str, expected: Mapping[str, str]) -> str | None:
   """The first difference of files to the digests that are expected of them."""
   for file in expected:
+    if not foreign_names.is_below(file):
+      return f'{name(algorithm)} names {file!r:.200}, which is not a path below the step'
     if not files.has(file):
       return f'{file} is missing'
   for file, found in zip(expected, files.digests(expected, algorithm), strict=True):
     if found != expected[file]:
       return f'{file} has changed since it was saved'
-  for file in files.names():  # Orbax might read it
-    if f'{file}/'.startswith('state/') and file not in expected:
+  for file in files.names():  # Orbax, or a resumed run, might read it
+    if file.partition('/')[0] in ('state', 'record.json') and file not in expected:
       return f'{file} is not in {name(algorithm)}'
   return None
 

@@ -4,7 +4,7 @@ Content decides. A file of the same size but another time of change is hashed, i
 those of local files are, and those in buckets are not.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import hashlib
 import logging
 import os
@@ -32,11 +32,20 @@ def record(files: SourceFiles) -> dict[str, Any]:
   }
 
 
-def check(path: pathlib.Path, information: Mapping[str, Any], rebuild: str) -> None:
-  """Raises a DataError if the source of a store has changed; `rebuild`: how to make it again.
+def check(
+  path: pathlib.Path, information: Mapping[str, Any], rebuild: str, named: Iterable[str | None]
+) -> None:
+  """Raises a DataError if the source of a store has changed.
 
   A store without its source is as good as ever, and a warning says that it was not compared. So it
   does of a task in another package, if that names no files.
+
+  Args:
+    path: of the store.
+    information: the content of its store.json.
+    rebuild: how to make it again, for the message.
+    named: the source and the options of the run. Only an address among them is asked: another one
+      in store.json may be that of a stranger, who would see this machine's credentials.
   """
   recorded = information.get('origin')
   if recorded is None:
@@ -49,7 +58,10 @@ def check(path: pathlib.Path, information: Mapping[str, Any], rebuild: str) -> N
       )
     return
   try:
-    files = SourceFiles(recorded['location'], recorded['formats'])
+    location = recorded['location']
+    if paths.is_address(location) and location not in {redact.in_value(n) for n in named if n}:
+      raise DataError(f'the run does not name the address {location!r:.200}')
+    files = SourceFiles(location, recorded['formats'])
   except (DataError, StorageError) as error:
     logging.warning('The token store %s was not compared with its source: %s', path, error)
     return

@@ -67,7 +67,8 @@ def build(
   if (order.output / token_store.STORE_FILE).exists():
     found = _finished(order)
     if not rebuild:
-      provenance.check(order.output, found, 'run the same command with --rebuild.')
+      named = (order.source, *order.options.values())
+      provenance.check(order.output, found, 'run the same command with --rebuild.', named)
       return found
     shutil.rmtree(order.output)
   print(f'building {order.output}', file=sys.stderr, flush=True)

@@ -111,7 +111,7 @@ def open_store(
   if store.information.get('origin') is not None or ':' in task:
     from valkyrie.data import provenance  # noqa: PLC0415  (pyarrow, only for files)
 
-    provenance.check(path, store.information, make)
+    provenance.check(path, store.information, make, (source, *options.values()))
   return store
 
 

@@ -24,6 +24,7 @@ from valkyrie.data import token_store
 from valkyrie.data.token_store import SHARD_FILE, STORE_FILE
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError, DataError, storage_errors
+from valkyrie.storage import foreign_names
 
 COUNTS = ('documents', 'tokens', 'text_bytes', 'skipped_empty', 'skipped_one_token')
 # A source of mostly empty documents is broken. A shard is judged after so many documents.
@@ -291,8 +292,9 @@ def _read_shard(path: pathlib.Path, recipe: Recipe, shard: int) -> dict[str, Any
       f'{path / name} has no readable {SHARD_FILE} ({error}). {token_store.REBUILD}'
     ) from error
   for file, recorded in files.items():
+    foreign_names.checked(file, path / name / SHARD_FILE, token_store.REBUILD, DataError)
     token_store.check_file(path / name / file, recorded, content=False)
-  for key, expected in recipe.information().items():
+  for key, expected in (recipe.information() | {'name': name}).items():
     if record.get(key) != expected:
       raise ConfigurationError(
         f'{path / name} was built with another {key}: found {record.get(key)}, expected '

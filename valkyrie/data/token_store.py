@@ -26,6 +26,7 @@ import numpy as np
 
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError, DataError
+from valkyrie.storage import foreign_names
 
 FORMAT = 'valkyrie-token-store-3'
 STORE_FILE = 'store.json'
@@ -177,16 +178,27 @@ def read_information(path: pathlib.Path) -> dict[str, Any]:
 
 
 def information_of(content: bytes, file: str) -> dict[str, Any]:
-  """The content of the store.json named `file`; DataError if it is corrupt or of another format."""
+  """The content of the store.json named `file`; the names in it stay inside the store.
+
+  Raises:
+    DataError: it is corrupt or of another format, or a name leads out of the store.
+  """
   try:
     information = json.loads(content)
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise DataError(f'{file} cannot be read ({error}). {REBUILD}') from error
   found = information.get('format') if isinstance(information, dict) else None
   if found != FORMAT:
     raise DataError(f'{file} has the format {found!r}, expected {FORMAT!r}. {REBUILD}')
   if information.pop('sha256', None) != content_hash(information):
     raise DataError(f'{file} is corrupt: its content does not match its SHA-256. {REBUILD}')
+  try:
+    shards = [shard['name'] for shard in information['shards']]
+    named = [*shards, *recorded_files(information)]
+  except (AttributeError, KeyError, TypeError) as error:
+    raise DataError(f'{file} does not list its shards ({error!r}). {REBUILD}') from error
+  for name in named:
+    foreign_names.checked(name, file, f'No array was read. {REBUILD}', DataError)
   return information
 
 

@@ -14,6 +14,7 @@ import jax
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.record import bindings
 from valkyrie.errors import ConfigurationError, storage_errors
+from valkyrie.storage import foreign_names
 
 Numbers = Mapping[str, Any]
 
@@ -104,7 +105,8 @@ def _id(model_dir: pathlib.Path) -> str:
   with storage_errors(f'{file} cannot be used', 'Make room, or pass another --model_dir.'):
     if not file.exists():
       file.write_text(uuid.uuid4().hex)
-    return file.read_text().strip()
+    advice = 'Delete this file: the tracker then begins another run.'
+    return foreign_names.checked(file.read_text().strip(), file, advice)
 
 
 @may_change_on_resume()

@@ -29,6 +29,7 @@ from valkyrie.config.computation import may_change_on_resume
 from valkyrie.distributed.standard_streams import without_noise
 from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError, storage_errors
 from valkyrie.monitoring.step_lines import StepLines
+from valkyrie.storage import foreign_names
 
 _IMPORT = threading.Lock()  # of TensorFlow, by the writers of a run
 
@@ -57,7 +58,8 @@ def create_writers(
     tensorboard: whether to write TensorBoard event files.
 
   Raises:
-    ConfigurationError: the package for TensorBoard event files is not installed.
+    ConfigurationError: the package for TensorBoard event files is not installed, or `name` leads out
+      of model_dir.
     StorageError: metrics.jsonl cannot be opened.
   """
   if tensorboard and importlib.util.find_spec('tensorboard') is None:
@@ -69,6 +71,8 @@ def create_writers(
     _quiet_tensorflow()
   if jax.process_index() != 0:
     return RunWriter(None, None, ())
+  advice = 'Use letters, digits and dashes.'
+  name = foreign_names.checked(name, 'create_writers.name', advice, ConfigurationError)
   events = pathlib.Path(model_dir) / name
   lines = (pathlib.Path(model_dir) if name == 'train' else events) / 'metrics.jsonl'
   return RunWriter(events if tensorboard else None, lines, also)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import uuid
 
 from valkyrie.errors import ConfigurationError, StorageError
+from valkyrie.storage import foreign_names
 
 SCHEME = 'gs://'
 _PATIENCE = 60.0  # seconds of retries of one request, with growing pauses
@@ -53,7 +54,7 @@ class Bucket:
     """
     name, _, folder = address.removeprefix(SCHEME).partition('/')
     folder = folder.strip('/')
-    if not address.startswith(SCHEME) or not name or not folder:
+    if not address.startswith(SCHEME) or not name or not foreign_names.is_below(folder):
       raise ConfigurationError(
         f'{address} is not the address of a folder in a bucket. Use {SCHEME}BUCKET/FOLDER.'
       )

@@ -10,6 +10,7 @@ import threading
 from typing import NamedTuple
 
 from valkyrie.errors import reason_of, storage_errors
+from valkyrie.storage import foreign_names
 from valkyrie.storage.bucket import Bucket, Changed, is_bucket
 from valkyrie.storage.lines import last_of_each_step
 
@@ -54,13 +55,19 @@ class BucketDirectory(os.PathLike):
     return self.bucket.address
 
   def copy(self) -> None:
-    """Copies the files of the run again; for the process that has just become its trainer."""
+    """Copies the files of the run again; for the process that has just become its trainer.
+
+    Raises:
+      StorageError: the bucket cannot be read, or an object's name leads out of the folder.
+    """
     with storage_errors(f'{self} cannot be read'):
       names, folders = self.bucket.browse()
       for folder in folders:
         if folder not in _NOT_COPIED:
           names += self.bucket.objects(folder)
-      for name in names:
+      named = [name for name in names if name and name[-1] != '/']  # others mark a folder
+      advice = 'Nothing was copied. Delete this object, or use another copy of the run.'
+      for name in [foreign_names.checked(name, self, advice) for name in named]:
         file = self._local / name
         if _EVENTS not in file.name and file.suffix != '.lock':
           with contextlib.suppress(FileNotFoundError):  # a process has deleted it meanwhile

@@ -9,6 +9,7 @@ import numpy as np
 import safetensors
 
 from valkyrie.errors import ConfigurationError, StorageError
+from valkyrie.storage import foreign_names
 
 SUFFIX = '.safetensors'
 
@@ -64,7 +65,7 @@ def in_files(path: pathlib.Path) -> dict[str, Tensor]:
 
   Raises:
     ConfigurationError: there are no weights.
-    StorageError: a file is missing, or not whole.
+    StorageError: a file is missing, or not whole; or the index names one outside the folder.
   """
   files, named_by = _files(path)
   tensors: dict[str, Tensor] = {}
@@ -102,8 +103,11 @@ def _files(path: pathlib.Path) -> tuple[list[pathlib.Path], pathlib.Path]:
   indexes = sorted(path.glob(f'*{SUFFIX}.index.json'))
   files = sorted(path.glob(f'*{SUFFIX}'))
   if indexes:
-    names = read_json(indexes[0]).get('weight_map', {})
-    return sorted({path / name for name in names.values()}), indexes[0]
+    listed = read_json(indexes[0]).get('weight_map')
+    names = listed.values() if isinstance(listed, dict) else [listed]
+    fetch = 'Fetch these weights again, from a source that you trust.'
+    found = {path / foreign_names.checked(name, indexes[0], fetch) for name in names}
+    return sorted(found), indexes[0]
   if not files:
     raise ConfigurationError(
       f'{path} has no {SUFFIX} file and no checkpoints. Name the directory of a run, a {SUFFIX} '

@@ -1,0 +1,38 @@
+"""Names that others chose, in listings, indexes, manifests and JSON, before they become paths."""
+
+import re
+from typing import Any
+
+from valkyrie.errors import StorageError, ValkyrieError
+
+_LONGEST, _LONGEST_PART = 1024, 255  # bytes: of an object's name, of a file's
+# A backslash separates folders on other systems. Surrogates are bytes that are not UTF-8.
+_PART = r'(?!\.\.?(?:/|\Z))[^/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]+'
+_NAME = re.compile(rf'{_PART}(?:/{_PART})*')
+
+
+def is_below(name: Any) -> bool:
+  """Whether a name, joined to any folder, is a path below that folder and the only one to its file.
+
+  It is relative, and has no empty part, no `.` and no `..`. Links in the folder are not examined.
+  """
+  if not isinstance(name, str) or not _NAME.fullmatch(name):
+    return False
+  parts = [len(part.encode()) for part in name.split('/')]
+  return max(parts) <= _LONGEST_PART and sum(parts) + len(parts) - 1 <= _LONGEST
+
+
+def checked(
+  name: Any, named_by: Any, advice: str, error: type[ValkyrieError] = StorageError
+) -> str:
+  """The name, if it `is_below` the folder to which the caller joins it; otherwise raises `error`.
+
+  Args:
+    name: a text, or what JSON has in its place.
+    named_by: the file or place that contains the name, for the message.
+    advice: what to do, for the message.
+    error: the class of the error.
+  """
+  if not is_below(name):
+    raise error(f'{named_by} names {name!r:.200}, which is not a path below its folder. {advice}')
+  return name
