@@ -45,8 +45,8 @@ def read(bucket: Bucket, name: str = NAME) -> tuple[dict[str, Any], int]:
   numbers = all(isinstance(some, list) and all(is_step(repr(s)) for s in some) for some in steps)
   if not (numbers and foreign_names.is_below(found.get('token', 'none'))):
     raise StorageError(
-      f'{bucket}/{name} is not the lock of a trainer: it has {found!r:.200}. If nothing trains there, '
-      'delete it: the steps with a manifest then count.'
+      f'{bucket}/{name} is not the lock of a trainer: it has {found!r:.200}. If nothing trains '
+      'there, delete it: the steps with a manifest are then used.'
     )
   return found, generation
 

@@ -58,8 +58,8 @@ def create_writers(
     tensorboard: whether to write TensorBoard event files.
 
   Raises:
-    ConfigurationError: the package for TensorBoard event files is not installed, or `name` leads out
-      of model_dir.
+    ConfigurationError: the package for TensorBoard event files is not installed, or the name leads
+      out of model_dir.
     StorageError: metrics.jsonl cannot be opened.
   """
   if tensorboard and importlib.util.find_spec('tensorboard') is None:
