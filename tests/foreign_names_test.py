@@ -46,8 +46,8 @@ ORDINARY = (
   'x', 'eval/metrics.jsonl', '.x', '..x', 'x..', '...', 'a/...', '..../x', 'a..b/c', 'x y', ' ',
   '~', '~root/x', '$HOME', '-rf', '*', '[x]', '%2e%2e', '%2e%2e%2fx', '%00', 'C:x', 'C:', 'x:y',
   'é', '\uff0e\uff0e', '\uff0e\uff0e.x/x', '\u2025/x', '一/二', '👍🏽', 'e\u0301', 'CON',
-  'x' * 255, 'é' * 127, '/'.join('y' * 512), 'Eval/metrics.jsonl', 'metrics.jsonl.1', '.config.gin.new',
-  'wandb/run-1_2/files/a=b,c.json', '#?;&x',
+  'x' * 255, 'é' * 127, '/'.join('y' * 512), 'Eval/metrics.jsonl', 'metrics.jsonl.1',
+  '.config.gin.new', 'wandb/run-1_2/files/a=b,c.json', '#?;&x',
 )  # fmt: skip
 BYTES = vocabularies.ByteVocabulary()
 STORE = store_name('letters', 'train', BYTES, None)

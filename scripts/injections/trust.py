@@ -1,12 +1,19 @@
-"""Gin files of strangers, and secrets in one's own."""
+"""Gin files and names of strangers, and secrets in one's own."""
 
 from collections.abc import Iterator
+import json
 import pathlib
+import shutil
 
+from injections.buckets import service
+from injections.data import BAD_DATA, copied
+from injections.disks import STORAGE
 from injections.harness import Harness
 from injections.table import Trial, fault
+from valkyrie.data.token_store import content_hash
 
 REFUSED = 78
+LEADS_OUT = 'is not a path below'
 SECRET = 'swordfish'
 TOKENS = tuple(f'{kind}{SECRET}{SECRET}' for kind in ('glpat-', 'github_pat_', 'AIza', 'xoxb-'))
 # Statements of a gin file that name a module, in place of its task.
@@ -63,6 +70,87 @@ def includes(harness: Harness, times: int) -> Iterator[Trial]:
     if file not in said:
       failure = failure or f'the message is {said[-300:]}'
     yield Trial(file, failure)
+    harness.forget(name)
+
+
+def _ending(harness: Harness, name: str, process, code: int) -> str | None:
+  """What is wrong with a run that should have refused a name."""
+  failure = harness.ending(name, process, code)
+  if failure is None and LEADS_OUT not in (said := harness.said(name)):
+    failure = f'the message is {said[-300:]}'
+  return failure
+
+
+@fault(
+  'an object of a run in a bucket whose name leads out of the run',
+  'ends with 74, nothing of the run is copied',
+  full=4,
+  short=1,
+)
+def objects(harness: Harness, times: int) -> Iterator[Trial]:
+  with service() as (server, options):
+    for number in range(times):
+      name = harness.new()
+      own, temporary = harness.folder / f'{name}.own', harness.folder / f'{name}.tmp'
+      own.write_text('own')
+      temporary.mkdir()
+      # The local copy is TEMPORARY/valkyrie-X/NAME.
+      out = (f'../../../{own.name}', f'eval/../../../../{own.name}', str(own), '../planted')[number]
+      server.put(f'{name}/config.gin', b'')
+      server.put(f'{name}/{out}', b'planted')
+      environment = {**options['environment'], 'TMPDIR': str(temporary)}
+      process = harness.start(name, f'--model_dir=gs://bucket/{name}', environment=environment)
+      failure = _ending(harness, name, process, STORAGE)
+      if own.read_text() != 'own' or [*temporary.rglob('planted')]:
+        failure = 'it was written outside'
+      yield Trial(out, failure)
+      harness.forget(name)
+
+
+@fault(
+  'a store.json, here or at an address, that names a shard outside the store',
+  'ends with 65, nothing is read or copied there',
+  full=4,
+  short=2,
+)
+def shards(harness: Harness, times: int) -> Iterator[Trial]:
+  for number in range(times):
+    name = harness.new()
+    data, store = copied(harness, name)
+    information = json.loads((store / 'store.json').read_text())
+    del information['sha256']
+    shard, cache = information['shards'][0], data / 'cache'
+    elsewhere = shutil.copytree(store / shard['name'], data / 'elsewhere')
+    shard['name'] = ('../elsewhere', str(elsewhere))[number // 2]
+    information['sha256'] = content_hash(information)
+    (store / 'store.json').write_text(json.dumps(information))
+    place = f'file://{data}' if number % 2 else data
+    process = harness.start(
+      name, f'--gin.TaskFeed.data_dir="{place}"', environment={'VALKYRIE_CACHE': str(cache)}
+    )
+    failure = _ending(harness, name, process, BAD_DATA)
+    if [*cache.glob('letters-train-*'), *cache.glob('elsewhere')]:
+      failure = 'it was copied'
+    yield Trial(f'{shard["name"]} in {place}', failure)
+    harness.forget(name)
+
+
+@fault(
+  'an index of safetensors that names a file outside its folder',
+  'ends with 74, the file is not read',
+  full=2,
+  short=1,
+)
+def weights(harness: Harness, times: int) -> Iterator[Trial]:
+  for number in range(times):
+    name = harness.new()
+    folder = harness.folder / f'{name}.data'
+    folder.mkdir()
+    named = ('../secret.safetensors', '/etc/hostname')[number]
+    index = json.dumps({'weight_map': {'embedding': named}})
+    (folder / 'model.safetensors.index.json').write_text(index)
+    process = harness.start(name, f'--gin.train.initial_weights="{folder}"')
+    yield Trial(named, _ending(harness, name, process, STORAGE))
     harness.forget(name)
 
 
