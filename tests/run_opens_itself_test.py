@@ -58,6 +58,20 @@ def test_a_run_is_evaluated_and_continued_without_its_flags(folder, start):
   assert code == 0 and out.startswith('abc')
 
 
+def test_the_configuration_of_a_run_names_no_file_to_read_or_write(folder, start, tmp_path):
+  run = shutil.copytree(folder / 'wide', tmp_path / 'run')
+  (tmp_path / 'secret').write_text('cab')
+  config = json.loads((run / 'config.json').read_text())
+  config['statements'] |= {
+    'infer.output': repr(str(tmp_path / 'planted')),
+    'infer.prompts': repr(str(tmp_path / 'secret')),
+  }
+  (run / 'config.json').write_text(json.dumps(config))
+  code, out, _ = start(f'--model_dir={run}', '--run_mode=infer', '--prompt=abc')
+  assert code == 0 and out.startswith('abc')
+  assert not (tmp_path / 'planted').exists()
+
+
 def test_steps_are_chosen(folder, start):
   run = f'--model_dir={folder / "narrow"}'
   losses = {

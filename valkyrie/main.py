@@ -355,8 +355,11 @@ def run(
   function = getattr(importlib.import_module(module), name)
   given = {'model_dir': model_dir}
   given |= {n: getattr(flags, n) for n in _FLAGS_OF_MODES if getattr(flags, n) is not None}
-  if flags.run_mode == 'infer' and 'prompts' not in given:
-    given['prompt'] = _read_prompt(flags.prompt)
+  if flags.run_mode == 'infer':
+    # Only the command line names files to read and write, not the configuration of another's run.
+    given = {'prompts': None, 'output': None, **given}
+    if flags.prompts is None:
+      given['prompt'] = _read_prompt(flags.prompt)
   check_call(function, *given)
   stop_signals.raise_interrupts()
   with run_directory.uploaded(model_dir):
