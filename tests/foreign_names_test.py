@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import json
 import os
@@ -321,6 +322,15 @@ def test_ordinary_objects_of_a_run_are_copied(place, gcs):
     n: n for n in ORDINARY
   }
   assert files(place.parents[3]) == before
+
+
+def test_marks_of_folders_damage_no_step(gcs):
+  record, md5 = b'{}', hashlib.md5(b'{}').hexdigest()
+  text = manifest.content(3, {'record.json': md5, 'state/x': md5})
+  objects = {'record.json': record, 'state/x': record, 'manifest.md5': text}
+  for name, content in {**objects, '': b'', 'state/': b'', 'state/d/': b''}.items():
+    gcs.put(f'marks/run/checkpoints/3/{name}', content)
+  assert steps.first_valid(steps_of('gs://bucket/marks/run'), [3]) == (3, {})
 
 
 def test_an_object_with_the_name_of_a_folder_is_said(place, gcs):

@@ -90,13 +90,13 @@ class Bucket:
     """The objects whose names begin with `below`, in the order of their names."""
     with self._errors(below):
       found = self._bucket.list_blobs(prefix=self._prefix + below, **self._options)
-      return {blob.name.removeprefix(self._prefix): _object(blob) for blob in found}
+      return {self._name(blob): _object(blob) for blob in found if not _is_mark(blob)}
 
   def browse(self, folder: str = '') -> tuple[list[str], list[str]]:
     """The files and the folders in a folder, '' or ending with a slash, as folders do."""
     with self._errors(folder):
       found = self._bucket.list_blobs(prefix=self._prefix + folder, delimiter='/', **self._options)
-      files = [blob.name.removeprefix(self._prefix) for blob in found]
+      files = [self._name(blob) for blob in found if not _is_mark(blob)]
       return files, [name.removeprefix(self._prefix) for name in sorted(found.prefixes)]
 
   def read(self, name: str) -> tuple[bytes, int]:
@@ -208,6 +208,9 @@ class Bucket:
   def _blob(self, name: str) -> Any:
     return self._bucket.blob(self._prefix + name)
 
+  def _name(self, blob: Any) -> str:
+    return blob.name.removeprefix(self._prefix)
+
   @contextlib.contextmanager
   def _errors(self, name: str) -> Iterator[None]:
     """Raises an OSError with the address of an object for an error of the client inside."""
@@ -245,6 +248,11 @@ def _use_gcsfs() -> None:
 
   os.environ.setdefault('EPATH_USE_TF', 'false')
   gpath._is_tf_installed.cache_clear()
+
+
+def _is_mark(blob: Any) -> bool:
+  """Whether an object stands for an empty folder, as consoles and mounts make them."""
+  return blob.name.endswith('/')
 
 
 def _object(blob: Any) -> Object:

@@ -65,9 +65,8 @@ class BucketDirectory(os.PathLike):
       for folder in folders:
         if folder not in _NOT_COPIED:
           names += self.bucket.objects(folder)
-      named = [name for name in names if name and name[-1] != '/']  # others mark a folder
       advice = 'Nothing was copied. Delete this object, or use another copy of the run.'
-      for name in [foreign_names.checked(name, self, advice) for name in named]:
+      for name in [foreign_names.checked(name, self, advice) for name in names]:
         file = self._local / name
         if _EVENTS not in file.name and file.suffix != '.lock':
           with contextlib.suppress(FileNotFoundError):  # a process has deleted it meanwhile
