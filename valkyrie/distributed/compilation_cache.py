@@ -18,6 +18,7 @@ import pickle
 import platform
 import time
 from typing import Any
+import uuid
 
 import jax
 from jax.experimental import serialize_executable
@@ -79,7 +80,7 @@ def compiled(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> jax.stages.
   if time.monotonic() - began > _LEAST_SECONDS:
     # A backend without serialized programs, or a full disk: it is compiled again the next time.
     with contextlib.suppress(OSError, ValueError, RuntimeError):
-      unfinished = file.with_name(f'{file.name}.{os.getpid()}')
+      unfinished = file.with_name(f'{file.name}.{uuid.uuid4().hex}')
       unfinished.write_bytes(serialize_executable.serialize(program)[0])
       unfinished.replace(file)
   return program
