@@ -39,6 +39,15 @@ def test_a_lock_stops_a_second_trainer_and_ends_with_its_holder(tmp_path):
   TrainerLock(tmp_path).release()
 
 
+def test_a_lock_names_its_holder_and_no_other_one(tmp_path):
+  """A later holder in a container has the same PID and host name, as this process has again."""
+  holders = set()
+  for _ in range(2):
+    TrainerLock(tmp_path).release()
+    holders.add(model_dir.lock_holder(tmp_path))
+  assert len(holders) == 2
+
+
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
   file = tmp_path / 'file'
   file.write_text('precious')

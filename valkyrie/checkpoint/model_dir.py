@@ -7,6 +7,7 @@ import os
 import pathlib
 import socket
 import tempfile
+import uuid
 
 from valkyrie.checkpoint.disk_files import sync_directory
 from valkyrie.checkpoint.holder import LeaseTaken
@@ -50,7 +51,7 @@ def writable_directory(path: str | os.PathLike) -> pathlib.Path:
 
 
 def lock_holder(directory: pathlib.Path) -> str:
-  """The present or last holder of the lock of a directory; '' if it was never locked."""
+  """Names the present or last holder of the lock of a directory; '' if it was never locked."""
   return _content(directory / _LOCK)
 
 
@@ -88,7 +89,7 @@ class TrainerLock:
           self._lease = Lease(path.with_suffix('.lease'))
       except (BlockingIOError, LeaseTaken) as error:
         is_lease = isinstance(error, LeaseTaken)
-        holder = str(error) if is_lease else _content(path).strip() or 'another process'
+        holder = str(error) if is_lease else _content(path).partition(',')[0] or 'another process'
         if process is not None:
           raise Unreachable(
             f'{holder} is process {process} of the run in {directory} already. Give each process '
@@ -99,7 +100,9 @@ class TrainerLock:
           'for it or stop it, or name another --model_dir.'
         ) from error
       self._file.truncate(0)
-      self._file.write(f'process {os.getpid()} on {socket.gethostname()}\n')
+      # Containers repeat PIDs and host names: the number tells this holder from those before.
+      words = f'process {os.getpid()} on {socket.gethostname()}'
+      self._file.write(f'{words}, {uuid.uuid4().hex}\n')
       self._file.flush()
       os.fsync(self._file.fileno())  # other hosts that share the directory can read it now
       stack.pop_all()  # the file is held until `release`
