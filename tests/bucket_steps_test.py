@@ -1,5 +1,7 @@
 """Steps in a bucket: whole or not there, on disk too, and added by one trainer at a time."""
 
+from concurrent.futures import ThreadPoolExecutor
+import itertools
 import json
 import pathlib
 import re
@@ -145,9 +147,7 @@ def test_a_second_trainer_is_refused_until_the_first_has_ended(address):
   first.release()
 
 
-@pytest.mark.parametrize(
-  'change', [{'host': 'another'}, {'boot': 'before'}, {'process': 2**22 + 1}]
-)
+@pytest.mark.parametrize('change', [{'host': 'another'}, {'process': 2**22 + 1}])
 def test_a_lock_without_beats_is_taken_over(address, change):
   save(address, 1)
   run = Bucket(address)
@@ -157,11 +157,12 @@ def test_a_lock_without_beats_is_taken_over(address, change):
   assert_has(address, 2)
 
 
-def test_a_lock_with_beats_is_not(address, monkeypatch):
+@pytest.mark.parametrize('change', [{'host': 'another'}, {'process': 2**22 + 1}])
+def test_a_lock_with_beats_is_not(address, monkeypatch, change):
   monkeypatch.setattr(holder, 'MISSED', 200)
   save(address, 1)
   run = Bucket(address)
-  content = json.loads(run.read('trainer.lock')[0]) | {'ended': False, 'host': 'another'}
+  content = json.loads(run.read('trainer.lock')[0]) | {'ended': False} | change
   over = threading.Event()
 
   def beat():
@@ -173,11 +174,32 @@ def test_a_lock_with_beats_is_not(address, monkeypatch):
   beat_thread = threading.Thread(target=beat)
   beat_thread.start()
   try:
-    with pytest.raises(StorageError, match='on another is training in'):
+    with pytest.raises(
+      StorageError, match=f'process {content["process"]} on {content["host"]} is training in'
+    ):
       Checkpoints().open(address)
   finally:
     over.set()
     beat_thread.join()
+
+
+@pytest.mark.invariant(11)
+def test_a_step_that_the_holder_adds_at_its_end_counts(address, gcs):
+  save(address, 1)
+  run = Bucket(address)
+  content = json.loads(run.read('trainer.lock')[0]) | {'ended': False}
+  run.write('trainer.lock', json.dumps(content).encode())
+  number = itertools.count()
+  reads = on('GET', '.*/trainer.lock')
+  third = gcs.hold(lambda call: reads(call) and next(number) == 2, times=1)
+  with ThreadPoolExecutor(1) as pool:
+    waiting = pool.submit(BucketLock, run)
+    assert third.wait(10.0), 'the other one has read the lock, and waits'
+    run.write('trainer.lock', json.dumps({**content, 'ended': True, 'steps': [1, 2]}).encode())
+    third.end()
+    lock = waiting.result()
+  assert lock.content['steps'] == [1, 2]
+  lock.release()
 
 
 @pytest.mark.invariant(11)
@@ -187,7 +209,7 @@ def test_a_trainer_that_lost_its_lock_adds_and_deletes_nothing(address, gcs, mon
   writes = gcs.hold(writes_of('.*/checkpoints/2/manifest.md5'), times=1)
   paused.save(2, weights(2), {'position': 2})
   assert writes.wait(10.0), 'the save has come to its last but one write'
-  monkeypatch.setattr(holder, 'has_ended', lambda lease: True)  # as from another machine, later
+  monkeypatch.setattr(holder, 'has_ended', lambda lease: True)  # as from another container, later
   other = Checkpoints().open(address)
   other.save(2, weights(4), {'position': 2})
   other.wait()
@@ -206,7 +228,7 @@ def test_a_trainer_that_lost_its_lock_sets_nothing_aside(address, gcs, monkeypat
   paused = steps_of(address)
   paused.lock()
   paused.open()
-  monkeypatch.setattr(holder, 'has_ended', lambda lease: True)  # as from another machine, later
+  monkeypatch.setattr(holder, 'has_ended', lambda lease: True)  # as from another container, later
   with Checkpoints().open(address) as other:
     other.save(2, weights(4), {'position': 2})
     other.wait()

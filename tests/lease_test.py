@@ -1,12 +1,21 @@
 """The lock of a trainer on file systems that have no locks."""
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 
+from injections.file_systems import NO_LOCKS
+from injections.harness import another_container
+from injections.table import Unavailable
 import pytest
 
 from valkyrie.checkpoint import holder, model_dir
@@ -18,19 +27,56 @@ BEAT = 0.05
 
 @pytest.fixture(autouse=True, params=[errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
 def locks(request, monkeypatch):
-  """File systems without locks."""
+  """File systems without locks, beside the memory of the machine."""
+  flock_in_memory = fcntl.flock
 
   def flock(file, how):
+    if pathlib.Path(file.name).parent == holder.MEMORY:
+      return flock_in_memory(file, how)
     raise OSError(request.param, os.strerror(request.param))
 
   monkeypatch.setattr(fcntl, 'flock', flock)
   monkeypatch.setattr(holder, 'BEAT_SECONDS', BEAT)
 
 
+# A trainer of its own process, on such a file system.
+TRAINER = f"""{NO_LOCKS}
+import pathlib, sys, time
+from valkyrie.checkpoint import holder
+from valkyrie.checkpoint.model_dir import TrainerLock
+from valkyrie.errors import StorageError
+holder.BEAT_SECONDS, holder.MISSED = {BEAT}, 200
+try:
+  lock = TrainerLock(pathlib.Path(sys.argv[1]))
+except StorageError as error:
+  print(error)
+else:
+  print('locked', flush=True)
+  time.sleep(600)
+"""
+
+
+@contextlib.contextmanager
+def trainer(path, prefix=()):
+  """A process that locks the directory, and its answer."""
+  command = [*prefix, sys.executable, '-c', TRAINER, path]
+  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    try:
+      yield process, process.stdout.readline()
+    finally:
+      process.kill()
+
+
+def read(path):
+  return json.loads(path.joinpath('trainer.lease').read_text())
+
+
 def write(path, **changes):
-  """The lease of a process of this host that has ended, with changes."""
-  ended = {**holder.this_process(), 'token': 'x', 'process': 2**22 + 1}
-  path.joinpath('trainer.lease').write_text(json.dumps({**ended, **changes}))
+  """The lease of a process that this one cannot see, with changes."""
+  lease = {'token': 32 * '0', 'process': 2**22 + 1, 'host': socket.gethostname(), 'beat': 0}
+  new = path / 'new'
+  new.write_text(json.dumps({**lease, **changes}))
+  new.replace(path / 'trainer.lease')
 
 
 def test_a_second_trainer_is_refused_until_the_first_has_ended(tmp_path):
@@ -44,12 +90,57 @@ def test_a_second_trainer_is_refused_until_the_first_has_ended(tmp_path):
   assert [path.name for path in tmp_path.iterdir()] == ['trainer.lock']
 
 
-@pytest.mark.parametrize('change', [{}, {'boot': 'before'}, {'host': 'a'}, {'process': None}])
-def test_a_lease_of_a_process_that_has_ended_is_taken_over(tmp_path, change):
+@pytest.mark.parametrize('change', [{}, {'host': 'a'}, {'process': None}, {'token': '../trainer'}])
+def test_a_lease_without_beats_is_taken_over(tmp_path, change):
   write(tmp_path, **change)
   lock = TrainerLock(tmp_path)
   lock.check()
   lock.release()
+
+
+def test_a_trainer_in_another_container_is_refused(tmp_path):
+  """It has the same host name, and the PID of the first one is not there."""
+  try:
+    container = another_container()
+  except Unavailable as error:
+    pytest.skip(str(error))
+  first = TrainerLock(tmp_path)
+  with trainer(tmp_path, container) as (_, answer):
+    assert f'process {os.getpid()} on {socket.gethostname()} is training in' in answer
+  first.check()
+  first.release()
+
+
+@pytest.mark.skipif(not os.path.ismount(holder.MEMORY), reason='only beats tell here')
+def test_the_lease_of_a_process_that_was_killed_is_free_at_once(tmp_path):
+  with trainer(tmp_path) as (process, answer):
+    assert answer == 'locked\n'
+    assert holder.has_ended(read(tmp_path)) is False
+    process.send_signal(signal.SIGSTOP)
+    with pytest.raises(StorageError, match=f'process {process.pid} on .* is training in'):
+      TrainerLock(tmp_path)
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # still a zombie
+    write(tmp_path, **{**read(tmp_path), 'process': os.getpid()})  # which has its PID by now
+    assert holder.has_ended(read(tmp_path)) is True
+  token = read(tmp_path)['token']
+  TrainerLock(tmp_path).release()
+  assert not list(holder.MEMORY.glob(f'*{token}*')), 'its file in memory is deleted'
+
+
+def test_without_memory_of_this_kernel_beats_tell(tmp_path, monkeypatch):
+  run, shown = tmp_path / 'run', tmp_path / 'shown'
+  run.mkdir()
+  shown.mkdir()
+  monkeypatch.setattr(holder, 'MEMORY', shown)  # as a sandbox shows a folder of its host
+  monkeypatch.setattr(holder, 'MISSED', 200)
+  first = TrainerLock(run)
+  assert holder.has_ended(read(run)) is None
+  assert not list(shown.iterdir())
+  with pytest.raises(StorageError, match='is training in'):
+    TrainerLock(run)
+  first.release()
+  TrainerLock(run).release()
 
 
 def test_a_torn_lease_is_taken_over(tmp_path):
@@ -57,24 +148,26 @@ def test_a_torn_lease_is_taken_over(tmp_path):
   TrainerLock(tmp_path).release()
 
 
-def test_a_lease_with_beats_of_another_host_is_respected(tmp_path):
-  write(tmp_path, host='a', process=7)
+@pytest.mark.parametrize('host', ['a', socket.gethostname()])
+def test_a_lease_with_beats_is_respected(tmp_path, host):
+  """Its process is in another container, whose host may have the same name."""
+  write(tmp_path, host=host)
   over = threading.Event()
 
   def beat():
     number = 0
     while not over.wait(BEAT):
       number += 1
-      write(tmp_path, host='a', process=7, beat=number)
+      write(tmp_path, host=host, beat=number)
 
-  holder = threading.Thread(target=beat)
-  holder.start()
+  beats = threading.Thread(target=beat)
+  beats.start()
   try:
-    with pytest.raises(StorageError, match='process 7 on a is training in'):
+    with pytest.raises(StorageError, match=f'process {2**22 + 1} on {host} is training in'):
       TrainerLock(tmp_path)
   finally:
     over.set()
-    holder.join()
+    beats.join()
 
 
 def test_a_trainer_that_was_paused_beyond_its_lease_writes_nothing(tmp_path, monkeypatch):
@@ -88,7 +181,7 @@ def test_a_trainer_that_was_paused_beyond_its_lease_writes_nothing(tmp_path, mon
 
 
 def test_one_of_many_that_start_at_once_holds_the_lease(tmp_path):
-  write(tmp_path, boot='before')
+  write(tmp_path)
   held, refused, together = [], [], threading.Barrier(8)
 
   def start():

@@ -7,10 +7,9 @@ import itertools
 import json
 import random
 import re
-import shutil
 import signal
 
-from injections.harness import KILL, STEPS, Harness, ended, wait_for
+from injections.harness import KILL, STEPS, Harness, another_container, ended, wait_for
 from injections.kills import BITS, REPEATED
 from injections.table import Trial, Unavailable, fault
 
@@ -148,13 +147,13 @@ def second_trainer(harness: Harness, times: int) -> Iterator[Trial]:
       name, other = harness.new(), harness.new()
       first = harness.start_and_hold(name, 6, _place(name), **options)
       wait_for(lambda name=name: len(saved(server, name)) >= 1, first)
-      prefix = _another_machine() if number % 2 else ()
+      prefix = another_container() if number % 2 else ()
       code = ended(harness.start(other, _place(name), prefix=prefix, **options))
       failure = None if code == _REFUSED else f'exit code {code} of the second'
       harness.release(name)
       code = ended(first)
       failure = failure or _failure(harness, server, name, code)
-      yield Trial('another machine' if number % 2 else 'this machine', failure)
+      yield Trial('another container' if number % 2 else 'this container', failure)
       harness.forget(name)
       harness.forget(other)
 
@@ -171,7 +170,7 @@ def paused(harness: Harness, times: int) -> Iterator[Trial]:
       first = harness.start(name, _place(name), '--gin.Pace.seconds=0.5', **options)
       wait_for(lambda name=name: len(saved(server, name)) >= 1, first)
       first.send_signal(signal.SIGSTOP)
-      second = harness.start(other, _place(name), prefix=_another_machine(), **options)
+      second = harness.start(other, _place(name), prefix=another_container(), **options)
       code = ended(second)
       first.send_signal(signal.SIGCONT)
       failure = _failure(harness, server, name, ended(first) - _REFUSED + code)
@@ -189,11 +188,3 @@ def _with_credentials(url: str) -> dict[str, str]:
     'API_ENDPOINT_OVERRIDE': url,
     'FSSPEC_GCS': json.dumps({'endpoint_url': url}),
   }
-
-
-def _another_machine() -> tuple[str, ...]:
-  """A prefix under which a command sees another name of the host."""
-  unshare = shutil.which('unshare')
-  if unshare is None:
-    raise Unavailable('there is no program unshare, which gives a process another host name')
-  return (unshare, '--uts', 'sh', '-c', 'hostname another && exec "$@"', 'sh')

@@ -211,10 +211,16 @@ def second_trainer(harness: Harness, times: int) -> Iterator[Trial]:
     harness.forget(name)
 
 
-def refused_beside(harness: Harness, name: str, at: int, **options) -> str | None:
-  """Why a trainer disturbs one that waits after a step, or is not refused; None otherwise."""
+def refused_beside(
+  harness: Harness, name: str, at: int, prefix: tuple[str, ...] = (), **options
+) -> str | None:
+  """Why a trainer disturbs one that waits after a step, or is not refused; None otherwise.
+
+  `prefix` stands before the command of the second one.
+  """
   first = harness.start_and_hold(name, at, **options)
-  second = harness.start(name, f'--gin.HashState.path="{harness.folder / name}.second"', **options)
+  hashes = f'--gin.HashState.path="{harness.folder / name}.second"'
+  second = harness.start(name, hashes, prefix=prefix, **options)
   failure = harness.ending(name, second, STORAGE)
   if f'process {first.pid} on' not in harness.said(name):
     failure = failure or 'the first one was not named'

@@ -3,14 +3,17 @@
 from collections.abc import Iterator
 
 from injections.disks import STORAGE, refused_beside
-from injections.harness import Harness, ended
+from injections.harness import Harness, another_container, ended
 from injections.table import Trial, fault
 
 # Executed at the start of Python.
 NO_LOCKS = """
 import errno, fcntl, os
+_flock = fcntl.flock
 
 def flock(file, how):
+  if file.name.startswith('/dev/shm/'):
+    return _flock(file, how)
   raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
 fcntl.flock = flock
@@ -28,16 +31,24 @@ os.fsync = fsync
 """
 
 
-@fault(
-  'no locks: a second trainer on the same directory',
-  'is refused with 74, the first one is not disturbed',
-  full=2,
-)
+_REFUSED = 'is refused with 74, the first one is not disturbed'
+
+
+@fault('no locks: a second trainer on the same directory', _REFUSED, full=2)
 def second_trainer(harness: Harness, times: int) -> Iterator[Trial]:
+  yield from _second_trainer(harness, times)
+
+
+@fault('no locks: a second trainer in another container with the same host name', _REFUSED, full=2)
+def in_another_container(harness: Harness, times: int) -> Iterator[Trial]:
+  yield from _second_trainer(harness, times, another_container())
+
+
+def _second_trainer(harness: Harness, times: int, prefix: tuple[str, ...] = ()) -> Iterator[Trial]:
   for at in range(3, 3 + times):
     name = harness.new()
     unlocked = harness.customized(f'{name}.python', NO_LOCKS)
-    failure = refused_beside(harness, name, at, environment=unlocked)
+    failure = refused_beside(harness, name, at, prefix, environment=unlocked)
     if (harness.folder / name / 'trainer.lease').exists():
       failure = failure or 'its lease was left'
     yield Trial(f'after step {at}', failure)

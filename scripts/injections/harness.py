@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -333,6 +334,19 @@ def mounted(place: pathlib.Path, size: str = '8m') -> Iterator[pathlib.Path]:
     now = os.readlink(f'/proc/self/fd/{handle}')
     os.close(handle)
     subprocess.run(['umount', '--lazy', now], check=True)
+
+
+@functools.cache
+def another_container() -> tuple[str, ...]:
+  """A prefix under which a command has other PIDs and other memory, but the same host name."""
+  command = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+  prefix = ('unshare', '--pid', '--fork', '--kill-child', '--mount-proc', 'sh', '-c', command, 'sh')
+  try:
+    subprocess.run([*prefix, 'true'], check=True, capture_output=True, text=True)
+  except (OSError, subprocess.CalledProcessError) as error:
+    why = getattr(error, 'stderr', None) or error
+    raise Unavailable(f'a process cannot have other PIDs here: {why}') from error
+  return prefix
 
 
 KILL, TERM, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT

@@ -1,9 +1,9 @@
 """The lock of a trainer in a bucket, and the list of the steps that count: one object.
 
-    {"token": "0b9c...", "process": 31, "host": "a", "boot": "77f2...", "beat": 12, "ended": false,
+    {"token": "0b9c...", "process": 31, "host": "a", "beat": 12, "ended": false,
      "steps": [400, 500], "unfinished": [300]}
 
-Of the unfinished steps, objects are being written or deleted.
+`holder` has the first four fields. Of the unfinished steps, objects are being written or deleted.
 
 Every write of it depends on the one before. So a trainer that was paused for longer than its lease,
 and has lost it, can add no step: there is no moment between its check and its write.
@@ -13,11 +13,10 @@ from collections.abc import Mapping
 import contextlib
 import json
 import threading
-import time
 from typing import Any
 
 from valkyrie.checkpoint import holder
-from valkyrie.checkpoint.holder import LeaseTaken
+from valkyrie.checkpoint.holder import Holder, LeaseTaken
 from valkyrie.checkpoint.steps import is_step
 from valkyrie.errors import StorageError, Unreachable, storage_errors
 from valkyrie.storage import foreign_names
@@ -66,6 +65,7 @@ class BucketLock:
     self._place = f'{bucket}/{self._name}'
     self._writing = threading.Lock()
     self._lost = False
+    self._holder = Holder()
     try:
       with storage_errors(f'{self._place} cannot be locked'):
         self._content, self._generation = self._taken()
@@ -120,34 +120,18 @@ class BucketLock:
     self._thread.join()
     with contextlib.suppress(OSError, StorageError):
       self.update(ended=True)
+    self._holder.end()
 
   def _taken(self) -> tuple[dict[str, Any], int]:
     """Writes the lock of this process, and returns its content and its generation."""
-    mine = {**holder.this_process(), 'ended': False}
+    mine = {**self._holder.lease, 'ended': False}
     while True:
       found, generation = read(self._bucket, self._name)
-      if found.get('token') and not found.get('ended'):
-        generation = self._wait_for_its_end(found, generation)
+      if (held := _held(found)) is not None:
+        holder.wait_for_end(held, lambda: _held(read(self._bucket, self._name)[0]))
       mine |= {'steps': found.get('steps'), 'unfinished': found.get('unfinished', [])}
-      with contextlib.suppress(Changed):  # another one was faster
+      with contextlib.suppress(Changed):  # by another trainer, or by the holder as it ended
         return mine, self._bucket.write(self._name, _encoded(mine), replaces=generation)
-
-  def _wait_for_its_end(self, found: dict[str, Any], generation: int) -> int:
-    """Returns if the holder has ended, at once on its own host, else after missed beats."""
-    ended = holder.has_ended(found)
-    if ended is not None:
-      if not ended:
-        raise LeaseTaken(holder.words(found))
-      return generation
-    until = time.monotonic() + holder.MISSED * holder.BEAT_SECONDS
-    while time.monotonic() < until:
-      time.sleep(holder.BEAT_SECONDS / 4)
-      now, new_generation = read(self._bucket, self._name)
-      if now.get('ended') or not now:
-        return new_generation
-      if new_generation != generation:
-        raise LeaseTaken(holder.words(now))
-    return generation
 
   def _written(self, new: dict[str, Any]) -> int:
     while True:
@@ -171,6 +155,11 @@ class BucketLock:
     while not self._over.wait(holder.BEAT_SECONDS):
       with contextlib.suppress(OSError, StorageError):  # the next beat, or the next save, will see
         self.update(beat=self._content['beat'] + 1)
+
+
+def _held(content: dict[str, Any]) -> dict[str, Any] | None:
+  """The content of a lock that a process holds; None if none does."""
+  return content if content.get('token') and not content.get('ended') else None
 
 
 def _encoded(content: Mapping[str, Any]) -> bytes:

@@ -1,9 +1,8 @@
 """The lease of a trainer, for file systems without locks: a file that its holder renews.
 
-    {"token": "0b9c...", "process": 31, "host": "a", "boot": "77f2...", "beat": 12}
-
-Lustre and NFS may answer `flock` with ENOSYS, ENOLCK or EOPNOTSUPP. A lease without beats belongs
-to a process that has ended or hangs, and another trainer takes it over.
+Lustre and NFS may answer `flock` with ENOSYS, ENOLCK or EOPNOTSUPP. `holder` has the content of the
+file. A lease without beats belongs to a process that has ended or hangs, and another trainer takes
+it over.
 """
 
 import contextlib
@@ -11,29 +10,29 @@ import json
 import os
 import pathlib
 import threading
-import time
 from typing import Any
 import uuid
 
 from valkyrie.checkpoint import holder
-from valkyrie.checkpoint.holder import LeaseTaken
+from valkyrie.checkpoint.holder import Holder
 
 
 class Lease:
   """A lease of a directory; renewed by a thread until `release`.
 
   Raises:
-    LeaseTaken: another process holds it.
+    holder.LeaseTaken: another process holds it.
     OSError: it cannot be read or written.
   """
 
   def __init__(self, path: pathlib.Path):
     self._path = path
-    self._mine = holder.this_process()
+    self._holder = Holder()
+    self._mine = self._holder.lease
     while not self._create():
       found = self._read()
       if found is not None:
-        self._wait_for_its_end(found)
+        holder.wait_for_end(found, self._read)
         self._free(found)
     self._over = threading.Event()
     self._thread = threading.Thread(target=self._renew, name='lease', daemon=True)
@@ -51,6 +50,7 @@ class Lease:
     with contextlib.suppress(OSError):
       if self.is_mine:
         self._path.unlink()
+    self._holder.end()
 
   def _create(self) -> bool:
     """Makes the file with its content, unless there is one."""
@@ -77,21 +77,6 @@ class Lease:
     with contextlib.suppress(FileNotFoundError):
       return _content(self._path)
     return None
-
-  def _wait_for_its_end(self, found: dict[str, Any]) -> None:
-    """Returns if the holder has ended, at once on its own host, else after missed beats."""
-    ended = holder.has_ended(found)
-    if ended is not None:
-      if not ended:
-        raise LeaseTaken(holder.words(found))
-      return
-    until = time.monotonic() + holder.MISSED * holder.BEAT_SECONDS
-    while time.monotonic() < until:
-      time.sleep(holder.BEAT_SECONDS / 4)
-      if (now := self._read()) is None:
-        return
-      if now != found:
-        raise LeaseTaken(holder.words(now))
 
   def _free(self, found: dict[str, Any]) -> None:
     """Removes a lease that has ended. Of several processes that do, one finds it."""
