@@ -48,8 +48,8 @@ class Holder:
     }
     lock = contextlib.ExitStack()
     with contextlib.suppress(OSError):  # without such memory, others wait for beats
-      lock.callback(_remove, token)
       file = lock.enter_context(open(_file(token), 'x'))  # noqa: SIM115, closed by end
+      lock.callback(_remove, token)
       fcntl.flock(file, fcntl.LOCK_EX)
     self.end = weakref.finalize(self, lock.close)
 
@@ -104,8 +104,8 @@ def _file(token: str) -> pathlib.Path:
 
   A sandbox may show the memory of its host by another kind of file system, with locks of its own.
   """
-  mounts = map(str.split, pathlib.Path('/proc/self/mounts').read_text().splitlines())
-  kinds = {place: kind for _, place, kind, *_ in mounts}
+  mounts = pathlib.Path('/proc/self/mounts').read_text(errors='replace').splitlines()
+  kinds = {place: kind for _, place, kind, *_ in map(str.split, mounts)}
   if kinds.get(str(MEMORY)) != 'tmpfs':
     raise FileNotFoundError(f'{MEMORY} is not memory')
   return MEMORY / f'valkyrie-{token}'
