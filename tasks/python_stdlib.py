@@ -42,11 +42,14 @@ class StandardLibrarySource(DocumentSource):
 
   def describe(self, split: str) -> dict[str, Any]:
     paths = _paths(split)
+    digest = hashlib.sha256('\n'.join(paths).encode())
+    for path in paths:
+      digest.update(hashlib.sha256(_text(_root() / path).encode()).digest())
     return {
       'kind': 'python_stdlib',
       'python': f'{platform.python_implementation()} {platform.python_version()}',
       'files': paths,
-      'files_sha256': hashlib.sha256('\n'.join(paths).encode()).hexdigest(),
+      'files_sha256': digest.hexdigest(),
     }
 
 

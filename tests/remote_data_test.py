@@ -3,10 +3,12 @@
 import gzip
 import io
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 
 from injections.fake_faults import on
 from injections.fake_gcs import FakeGcs
@@ -17,11 +19,12 @@ import pyarrow.fs
 import pyarrow.parquet
 import pytest
 
-from valkyrie.data import store_writer, token_store, vocabularies
+from valkyrie.data import store_builder, store_writer, token_store, vocabularies
 from valkyrie.data.feed import TaskFeed
 from valkyrie.data.filesystems import filesystem_of
 from valkyrie.data.records import Records
 from valkyrie.data.source_files import SourceFiles
+from valkyrie.data.store_builder import Order
 from valkyrie.data.store_location import open_store, store_name, store_path
 from valkyrie.data.store_writer import Document, Recipe
 from valkyrie.errors import ConfigurationError, DataError, StorageError
@@ -148,6 +151,26 @@ def test_a_file_that_changes_or_goes_after_the_listing_is_refused(service):
 
 
 @pytest.mark.parametrize('service', [('s3', FakeS3)], indirect=True)
+def test_shards_of_two_texts_never_join(service, tmp_path):
+  scheme, server = service
+  server.put('d/a.jsonl', b'{"text": "Text 1"}\n{"text": "Text 2"}')
+  order = Order('text', 'train', BYTES, tmp_path, source=f'{scheme}://bucket/d', shards=2)
+  assert store_builder.build(order, shard=0) is None
+  time.sleep(1.1)  # buckets know seconds
+  server.put('d/a.jsonl', b'{"text": "Next 1"}\n{"text": "Next 2"}')
+  for _ in range(2):
+    with pytest.raises(DataError, match=rf'{scheme}://bucket/d has now \(1 changed: a\.jsonl\)'):
+      store_builder.build(order, shard=1)
+  shutil.rmtree(tmp_path)
+  information = store_builder.build(order)
+  assert [entry[3] for entry in information['origin']['files']] == [None]
+  assert store_builder.build(order) == information
+  time.sleep(1.1)
+  server.put('d/a.jsonl', b'{"text": "Text 1"}\n{"text": "Text 2"}')
+  with pytest.raises(DataError, match=r'1 changed: a\.jsonl.* --rebuild'):
+    store_builder.build(order)
+
+
 def test_a_key_in_an_address_is_not_said(service):
   address = f's3://key:hunter2@bucket/absent?endpoint_override={service[1].url}'
   for read in (SourceFiles, lambda place: open_store('t', 's', 'bytes', BYTES, data_dir=place)):

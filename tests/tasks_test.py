@@ -99,6 +99,19 @@ def test_the_library_excludes_files_that_some_installations_lack():
   assert 0.02 < len(files['validation']) / len(together) < 0.1
 
 
+def test_the_content_of_the_library_is_in_its_description(tmp_path, monkeypatch):
+  from valkyrie.tasks import python_stdlib  # noqa: PLC0415
+
+  (tmp_path / 'a.py').write_text('a = 1')
+  monkeypatch.setattr(sysconfig, 'get_paths', lambda: {'stdlib': str(tmp_path)})
+  monkeypatch.setattr(python_stdlib, '_paths', lambda split: ['a.py'])
+  source = python_stdlib.StandardLibrarySource()
+  before = source.describe('train')
+  assert source.describe('train') == before
+  (tmp_path / 'a.py').write_text('a = 2')
+  assert source.describe('train') != before
+
+
 def test_library_files_in_other_encodings(tmp_path):
   from valkyrie.tasks import python_stdlib  # noqa: PLC0415
 
@@ -217,8 +230,9 @@ def test_a_killed_build_continues(tmp_path, monkeypatch, processes):
   (tmp_path / 'go').touch()
   # A process that outlived the builder would keep the lock of its shard.
   subprocess.run(command, check=True, capture_output=True)
-  whole = _build(tmp_path / 'whole', task='waiting_tasks:waiting')
-  assert token_store.verify(tmp_path / 'killed') == whole
+  whole = [*command, f'--output={tmp_path / "whole"}']
+  subprocess.run(whole, check=True, capture_output=True)
+  assert token_store.verify(tmp_path / 'killed') == token_store.verify(tmp_path / 'whole')
   assert os.stat(names[0] / 'tokens.npy') == first
 
 
@@ -277,7 +291,7 @@ def test_documents_are_those_of_the_seqio_task(task, monkeypatch):
   from valkyrie.data.seqio_reader import SeqioReader  # noqa: PLC0415, TensorFlow
 
   theirs = SeqioReader(task, 'validation', BYTES, None, {})
-  assert (theirs.description, theirs.origin()) == (reader.description, reader.origin())
+  assert (theirs.description, theirs.files()) == (reader.description, reader.files())
   expected = [*itertools.islice(theirs.documents(3, 40), 30)]
   assert len(found) == len(expected) > 0
   for ours, theirs in zip(found, expected, strict=True):
@@ -359,6 +373,49 @@ seqio.TaskRegistry.add(
   output_features={'targets': seqio.Feature(seqio.PassThroughVocabulary(1), dtype=tf.int32)},
 )
 """
+
+
+def test_shards_of_two_codes_of_a_task_never_join(tmp_path, monkeypatch):
+  file = tmp_path / 'edited_tasks.py'
+  file.write_text(WAITING.format(go=str(tmp_path)).replace("'waiting'", "'edited'"))
+  monkeypatch.syspath_prepend(tmp_path)
+  task = {'task': 'edited_tasks:edited', 'shards': 2}
+  assert _build(tmp_path / 'store', shard=0, **task) is None
+  file.write_text(file.read_text().replace('edited', 'Edited'))
+  with pytest.raises(ConfigurationError, match=r"shard-00000.*another source: .*'code_sha256'"):
+    _build(tmp_path / 'store', shard=1, **task)
+
+
+LINES = """
+import seqio
+
+seqio.TaskRegistry.add(
+  'lines',
+  source=seqio.TextLineDataSource({{'train': '{folder}/[0-5].txt'}}),
+  preprocessors=[
+    lambda dataset: dataset.map(lambda line: {{'targets': line}}),
+    seqio.preprocessors.tokenize,
+  ],
+  output_features={{'targets': seqio.Feature(seqio.ByteVocabulary(), add_eos=False)}},
+)
+"""
+
+
+def test_the_files_of_a_seqio_task_are_compared(tmp_path, monkeypatch):
+  for name in '012':
+    (tmp_path / f'{name}.txt').write_text(f'Text {name}')
+  (tmp_path / 'line_tasks.py').write_text(LINES.format(folder=tmp_path))
+  monkeypatch.syspath_prepend(tmp_path)
+  task, output = {'task': 'line_tasks:lines', 'shards': 2}, tmp_path / 'store'
+  assert _build(output, shard=1, **task) is None
+  (tmp_path / '1.txt').write_text('Next 1')
+  with pytest.raises(DataError, match=r'0\.txt and 2 more has now \(1 changed: 1\.txt\)'):
+    _build(output, shard=0, **task)
+  (tmp_path / '1.txt').write_text('Text 1')
+  assert _build(output, shard=0, **task)['documents'] == 3
+  (tmp_path / '0.txt').unlink()
+  with pytest.raises(DataError, match=r'was made from other files .*\(1 gone: 0\.txt\)'):
+    _build(output, **task)
 
 
 def test_a_users_own_task(tmp_path, monkeypatch):

@@ -9,23 +9,27 @@ import logging
 import os
 import pathlib
 import shlex
+import shutil
 import sys
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from valkyrie.data import build_store, provenance
+from valkyrie.data import build_store, provenance, store_builder, streamed_records, vocabularies
 from valkyrie.data.document_source import TASKS
 from valkyrie.data.feed import TaskFeed
 from valkyrie.data.records import Records
 from valkyrie.data.source_files import SourceFiles
+from valkyrie.data.token_store import TokenStore
 from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.tasks import passkey  # noqa: F401
 from valkyrie.tasks.fineweb import FineWebSource
 from valkyrie.tasks.text import TextSource
 
+BYTES = vocabularies.ByteVocabulary()
 TEXTS = [f'Text {number}: naïve café. ' * (1 + number % 3) for number in range(24)]
 
 
@@ -156,8 +160,8 @@ def test_a_downloaded_fineweb_has_a_readme_too(tmp_path):
   source = FineWebSource(str(tmp_path))
   found = [text for split in source.splits for text in documents(source, split)]
   assert found == ['page']
-  information = {'origin': json.loads(json.dumps(provenance.record(source.files('train'))))}
-  provenance.check(tmp_path, information, '', [])
+  origin = provenance.Origin(source.files('train'), tmp_path / 'store')
+  provenance.check(tmp_path, {'origin': json.loads(json.dumps(origin.record()))}, '', [])
 
 
 def documents(source, split):
@@ -225,6 +229,12 @@ def test_a_streamed_data_set(tmp_path, monkeypatch):
   parts = [source.documents(split, part, 2) for split in source.splits for part in range(2)]
   assert [d.text for part in parts for d in part] == TEXTS[::2] + TEXTS[1::2]
   assert source.files('train') is None
+  described = source.describe('train')
+  rows['text'] = TEXTS[::-1]
+  pyarrow.parquet.write_table(pa.table(rows), folder / 'train.parquet')
+  assert source.describe('train') == described  # one revision in a process
+  streamed_records._revision.cache_clear()
+  assert source.describe('train')['streamed'] != described['streamed']
   with pytest.raises(DataError, match=r'hf://owner/pages has no column body; it has text, url'):
     next(source.at('hf://owner/pages', column='body').documents('train', 0, 1))
 
@@ -286,8 +296,12 @@ def test_a_source_that_is_hashed_is_no_silence(tmp_path, monkeypatch):
   beats = []
   monkeypatch.setattr(provenance.heartbeat, 'beat', lambda: beats.append(1))
   monkeypatch.setattr(provenance, '_PIECE', 4)
-  found = provenance.record(SourceFiles(str(tmp_path), ['.txt']))
+  found = provenance.Origin(SourceFiles(str(tmp_path), ['.txt']), tmp_path / 'store').record()
   assert len(beats) == 6
+  assert (
+    provenance.Origin(SourceFiles(str(tmp_path), ['.txt']), tmp_path / 'store').record() == found
+  )
+  assert len(beats) == 6  # the second builder reads the record of the first
   hashes = [hashlib.blake2b(10 * name, digest_size=16).hexdigest() for name in (b'a', b'b')]
   assert [file[3] for file in found['files']] == hashes
 
@@ -297,23 +311,12 @@ def _content(feed):
   return bytes(int(token) - 3 if token > 2 else 0 for token in tokens)
 
 
-def test_a_bucket_has_no_hashes_and_a_new_time_counts_there(tmp_path):
-  (tmp_path / 'a.txt').write_text('text')
-  location = f'file://{tmp_path}'
-  recorded = provenance.record(SourceFiles(location))
-  assert [entry[3] for entry in recorded['files']] == [None]
-  information = {'origin': recorded}
-  provenance.check(tmp_path, information, 'run this', [location])
-  os.utime(tmp_path / 'a.txt', (1, 1))
-  with pytest.raises(DataError, match=r'1 changed: a\.txt.* run this'):
-    provenance.check(tmp_path, information, 'run this', [location])
-
-
 def test_a_store_records_no_password(tmp_path):
   (tmp_path / 'a.txt').write_text('a text')
   files = SourceFiles(str(tmp_path), ('.txt',))
+  origin = provenance.Origin(files, tmp_path / 'store')
   files.location = 's3://key:swordfish@bucket/texts?x=1'
-  assert provenance.record(files)['location'] == 's3://(redacted)@bucket/texts?x=1'
+  assert origin.record()['location'] == 's3://(redacted)@bucket/texts?x=1'
 
 
 def test_a_store_of_a_place_with_a_token_records_none_and_is_found_again(tmp_path, monkeypatch):
@@ -330,3 +333,111 @@ def test_a_store_of_a_place_with_a_token_records_none_and_is_found_again(tmp_pat
   assert not [file for file in files if b'swordfish' in file.read_bytes()]
   recorded = json.loads((output / 'store.json').read_text())['source']
   assert recorded['location'] == recorded['options']['held_out'] == f'{tmp_path}/(redacted)'
+
+
+def build(store, source, *arguments, shards=2):
+  """The exit code of the command line."""
+  command = ['--task=text', f'--shards={shards}', '--option=held_out=1e-9', f'--source={source}']
+  return build_store.main([*command, f'--output={store}', *arguments])
+
+
+def edit(file, content):
+  """Writes a file at equal size, and gives it its old time of change."""
+  before = file.stat()
+  file.write_bytes(content)
+  os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+  assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+def stored(store):
+  """The first words of the documents of a store."""
+  documents = TokenStore.open(store, BYTES)
+  zeros = np.zeros(len(documents.lengths), int)
+  tokens = documents.read(np.arange(len(zeros)), zeros, zeros + 4)
+  return collections.Counter(map(BYTES.decode, tokens.reshape(-1, 4)))
+
+
+@pytest.mark.parametrize(
+  ('kind', 'place'),
+  [('.jsonl', 'text/a.jsonl'), ('.parquet', 'text'), ('.arrow', 'text/*'), ('.jsonl', 'link')],
+)
+def test_shards_of_two_texts_never_join(tmp_path, capsys, kind, place):
+  (tmp_path / 'text').mkdir()
+  (tmp_path / 'link').symlink_to('text')
+  file, store, source = tmp_path / 'text' / f'a{kind}', tmp_path / 'store', tmp_path / place
+  old = WRITERS[kind](TEXTS)
+  new = WRITERS[kind]([text.replace('Text', 'Next') for text in TEXTS])
+  file.write_bytes(old)
+  assert build(store, source, '--shard=0') == 0
+  edit(file, new)
+  for shard in 0, 1:
+    assert build(store, source, f'--shard={shard}') == 65
+    assert f'1 changed: a{kind}' in capsys.readouterr().err
+  assert not (store / 'shard-00001-of-00002').exists()
+
+  file.write_bytes(old)  # the first advice; the time alone changes nothing
+  assert build(store, source, '--shard=1') == 0
+  assert stored(store) == {'Text': 24}
+  assert not [left for left in store.iterdir() if left.name.startswith('.')]
+
+  shutil.rmtree(store)
+  assert build(store, source, '--shard=1') == 0
+  edit(file, new)
+  assert build(store, source, '--processes=2') == 65
+  shutil.rmtree(store)  # the second advice
+  assert build(store, source) == 0
+  assert stored(store) == {'Next': 24}
+
+
+def test_files_that_come_and_go_between_shards_are_named(tmp_path, capsys):
+  (tmp_path / 'text').mkdir()
+  for name in 'abc':
+    (tmp_path / 'text' / f'{name}.txt').write_text('Text')
+  assert build(tmp_path / 'store', tmp_path / 'text', '--shard=1') == 0
+  (tmp_path / 'text' / 'a.txt').rename(tmp_path / 'text' / 'd.txt')
+  assert build(tmp_path / 'store', tmp_path / 'text') == 65
+  assert '1 new: d.txt; 1 gone: a.txt' in capsys.readouterr().err
+
+
+def test_a_shard_of_a_text_that_changes_meanwhile_does_not_count(tmp_path):
+  file, output = tmp_path / 'a.jsonl', tmp_path / 'store'
+  texts = [f'Text {number}' for number in range(150)]
+  file.write_bytes(json_lines(texts))
+  order = store_builder.Order('text', 'train', BYTES, output, source=str(file), shards=1)
+  bench = store_builder.Bench(order)
+  other = json_lines([text.replace('Text', 'Next') for text in texts])
+  with pytest.raises(DataError, match=r'being built from other files.*1 changed: a\.jsonl'):
+    bench.build(0, lambda documents, tokens: edit(file, other))  # after 100 documents
+  assert not list(output.glob('shard-*'))
+  assert store_builder.build(order)['origin']  # no shard has the old text, so none is in the way
+  assert set(stored(output)) == {'Next'}
+
+
+def test_shards_without_a_record_of_their_files_never_join_either(tmp_path, capsys):
+  (tmp_path / 'a.jsonl').write_bytes(json_lines(TEXTS))
+  assert build(tmp_path / 'store', tmp_path / 'a.jsonl', '--shard=0') == 0
+  edit(tmp_path / 'a.jsonl', json_lines([text.replace('Text', 'Next') for text in TEXTS]))
+  (tmp_path / 'store' / '.source.jsonl').unlink()
+  assert build(tmp_path / 'store', tmp_path / 'a.jsonl', '--shard=1') == 78
+  said = capsys.readouterr().err
+  assert 'shard-00000-of-00002 was built with another source' in said
+  assert "found {'files_sha256'" in said
+  assert not (tmp_path / 'store' / 'shard-00001-of-00002').exists()
+
+
+def test_the_splits_of_a_run_are_of_one_text(tmp_path):
+  file = tmp_path / 'a.jsonl'
+  file.write_bytes(json_lines(TEXTS))
+  how = {'source': str(file), 'options': {'held_out': 0.3}, 'data_dir': str(tmp_path / 'stores')}
+  validation = TaskFeed('text', 'validation', 1, 0, **how)
+  validation.read(0, 1)
+  file.write_bytes(json_lines([text.replace('Text', 'Next') for text in TEXTS]))
+  with pytest.raises(
+    DataError, match=r'text-validation-.*1 changed: a\.jsonl.*delete that'
+  ) as said:
+    TaskFeed('text', 'train', 1, 0, **how).read(0, 1)
+  shutil.rmtree(validation.store.path)
+  assert str(validation.store.path) in str(said.value)
+  feeds = [TaskFeed('text', split, 1, 0, **how) for split in ('train', 'validation')]
+  contents = [_content(feed) for feed in feeds]
+  assert all(b'Next' in content and b'Text' not in content for content in contents)

@@ -44,7 +44,10 @@ class DocumentSource(abc.ABC):
 
   @abc.abstractmethod
   def describe(self, split: str) -> dict[str, Any]:
-    """The origin of the documents, for store.json; raises DataError if the source is damaged."""
+    """The origin of the documents, for store.json; raises DataError if the source is damaged.
+
+    Shards of different descriptions never join, so what `files` does not name belongs in here.
+    """
 
   def files(self, split: str) -> SourceFiles | None:
     """The files that the documents are read from; None if there are none to compare."""

@@ -1,17 +1,19 @@
-"""The files that a store was made from, compared with those that are there now.
+"""The files that a store is made from, compared with those that are there now.
 
-Content decides. A file of the same size but another time of change is hashed, if its hash is known:
-those of local files are, and those in buckets are not.
+Content decides. A file of the same size but another time is hashed, if its hash is known: those of
+local files are, and those in buckets are not. A build compares both times of a file, and a start
+only that of its content, since a copy of the files on another machine keeps no other.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import hashlib
+import json
 import logging
-import os
 import pathlib
 from typing import Any
 
 from valkyrie.config import paths, redact
+from valkyrie.data import store_writer, token_store
 from valkyrie.data.source_files import SourceFile, SourceFiles
 from valkyrie.distributed import heartbeat
 from valkyrie.errors import DataError, StorageError
@@ -20,16 +22,70 @@ _MAX_NAMED = 5
 _PIECE = 2**24  # bytes of a file that are hashed at once
 
 
-def record(files: SourceFiles) -> dict[str, Any]:
-  """How the files were found, and [name, size, time of change, hash] of each, for store.json.
+class Origin:
+  """The files of a store that is being built, with their content when its first shard was begun.
 
-  A location with a password loses it, and can then not be compared.
+  The first builder hashes them, and the others compare theirs with its record.
   """
-  return {
-    'location': redact.in_value(files.location),
-    'formats': list(files.formats),
-    'files': [[files.name(f), f.size, f.modified, _hash(files, f)] for f in files.files],
-  }
+
+  def __init__(self, files: SourceFiles, store: pathlib.Path):
+    """Reads the record in the store's directory, and writes it first if no shard is bound to one.
+
+    Raises:
+      DataError: the files are others than those of the record, or one cannot be read.
+      StorageError: the record cannot be written.
+    """
+    self._files, self._store = files, store
+    self._compared: list[SourceFile] = []
+    file = store / store_writer.SOURCE_FILE
+    with (
+      store_writer.write_errors(store),
+      # The file grows as it is written, and shows those who wait that its writer lives.
+      store_writer.locked(file.with_suffix('.lock'), store, lambda *_: heartbeat.beat()),
+    ):
+      known = _read(file) if file.exists() else None
+      if known is None or (_changes(known, files) and not any(store.glob('shard-*'))):
+        part = file.with_suffix('.tmp')
+        with store_writer.flushed(part) as stream:
+          for entry in _entries(files):
+            stream.write(json.dumps(entry).encode() + b'\n')
+            stream.flush()
+        part.replace(file)
+      self._entries = _read(file)
+    self.check()
+
+  @property
+  def digest(self) -> str:
+    """The hash of the names and contents; sizes and times stand for contents in a bucket."""
+    return token_store.content_hash(
+      [[name, known or [size, time]] for name, size, time, known, _ in self._entries]
+    )
+
+  def record(self) -> dict[str, Any]:
+    """How the files were found, and [name, size, time of content, hash] of each, for store.json.
+
+    A location with a password loses it, and can then not be compared.
+    """
+    location = self._files.location
+    here = isinstance(location, str)
+    return {
+      'location': redact.in_value(location) if here else [*map(redact.in_value, location)],
+      'formats': list(self._files.formats),
+      'files': [entry[:-1] for entry in self._entries],
+    }
+
+  def check(self) -> None:
+    """Raises a DataError if the files are no longer those of the record."""
+    files = SourceFiles(self._files.location, self._files.formats)
+    if files.files == self._compared:
+      return
+    if found := _changes(self._entries, files):
+      raise DataError(
+        f'The token store {self._store} is being built from other files than '
+        f'{files} has now ({found}). Restore these files, or delete that '
+        'folder, and run the same command again.'
+      )
+    self._compared = files.files
 
 
 def check(
@@ -59,55 +115,77 @@ def check(
     return
   try:
     location = recorded['location']
-    if paths.is_address(location) and location not in {redact.in_value(n) for n in named if n}:
-      raise DataError(f'the run does not name the address {location!r:.200}')
+    known = {redact.in_value(name) for name in named if name}
+    for each in [location] if isinstance(location, str) else location:
+      if paths.is_address(each) and each not in known:
+        raise DataError(f'the run does not name the address {each!r:.200}')
     files = SourceFiles(location, recorded['formats'])
   except (DataError, StorageError) as error:
     logging.warning('The token store %s was not compared with its source: %s', path, error)
     return
-  now = {files.name(file): file for file in files.files}
-  before = {name: (size, modified, known) for name, size, modified, known in recorded['files']}
-  changes = {
-    'new': sorted(now.keys() - before.keys()),
-    'gone': sorted(before.keys() - now.keys()),
-    'changed': sorted(
-      name
-      for name in now.keys() & before.keys()
-      if _differs(*before[name], now[name], lambda name=name: _hash(files, now[name]))
-    ),
-  }
-  if any(changes.values()):
-    found = '; '.join(
-      f'{len(names)} {word}: {_some(names)}' for word, names in changes.items() if names
-    )
+  if found := _changes(recorded['files'], files):
     raise DataError(
-      f'The token store {path} was made from other files than {recorded["location"]} has now '
+      f'The token store {path} was made from other files than {files} has now '
       f'({found}). To make it again from these, {rebuild}'
     )
 
 
-def _differs(
-  size: int, modified: int, known: str | None, now: SourceFile, hashed: Callable[[], str | None]
-) -> bool:
+def _entries(files: SourceFiles) -> Iterator[list[Any]]:
+  """[name, size, time of content, hash, time of the inode] of each file."""
+  for file in files.files:
+    yield [files.name(file), file.size, file.modified, _hash(file), file.changed]
+
+
+def _read(file: pathlib.Path) -> list[list[Any]]:
+  """The entries in the record of a build."""
+  return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def _changes(recorded: Sequence[Sequence[Any]], files: SourceFiles) -> str:
+  """What differs between the entries of files and those that are there, or ''.
+
+  The entries may lack the time of the inode.
+  """
+  now = {files.name(file): file for file in files.files}
+  before = {name: entry for name, *entry in recorded}
+  changes = {
+    'new': sorted(now.keys() - before.keys()),
+    'gone': sorted(before.keys() - now.keys()),
+    'changed': sorted(
+      name for name in now.keys() & before.keys() if _differs(now[name], *before[name])
+    ),
+  }
+  return '; '.join(
+    f'{len(names)} {word}: {_some(names)}' for word, names in changes.items() if names
+  )
+
+
+def _differs(now: SourceFile, size: int, modified: int, known: str | None, *changed: int) -> bool:
   if size != now.size:
     return True
-  if modified == now.modified:
+  if (modified, *changed) == (now.modified, now.changed)[: 1 + len(changed)]:
     return False
-  return known is None or known != hashed()
+  return known is None or known != _hash(now)
 
 
-def _hash(files: SourceFiles, file: SourceFile) -> str | None:
+def _hash(file: SourceFile) -> str | None:
   """BLAKE2b of a local file's bytes as they lie on disk; None in a bucket.
 
   It sends heartbeats of the run that waits for the store.
   """
-  if paths.is_address(files.location) or not os.path.isfile(file.path):
+  if not file.changed:
     return None
   digest = hashlib.blake2b(digest_size=16)
-  with open(file.path, 'rb') as stream:
-    while piece := stream.read(_PIECE):
-      digest.update(piece)
-      heartbeat.beat()
+  try:
+    with open(file.path, 'rb') as stream:
+      while piece := stream.read(_PIECE):
+        digest.update(piece)
+        heartbeat.beat()
+  except OSError as error:
+    raise DataError(
+      f'{file.path} cannot be read ({error.strerror}). Check its permissions, and run again when '
+      'nobody writes to it.'
+    ) from error
   return digest.hexdigest()
 
 

@@ -1,7 +1,6 @@
 """Rows of text files: plain text, JSON lines, parquet, and Hugging Face's arrow folders."""
 
 from collections.abc import Iterator, Sequence
-import hashlib
 import json
 from typing import Any
 
@@ -66,10 +65,8 @@ class Records:
         yield row
 
   def describe(self) -> dict[str, Any]:
-    """The number of the files, and the hash of their names and sizes, for store.json."""
-    files = self.files.files
-    listing = '\n'.join(f'{self.files.name(file)} {file.size}' for file in files)
-    return {'files': len(files), 'files_sha256': hashlib.sha256(listing.encode()).hexdigest()}
+    """The number of the files, for store.json."""
+    return {'files': len(self.files.files)}
 
   def _row_groups(self, file: SourceFile) -> int:
     (footer,) = self._guarded(file, (self._parquet(f).metadata for f in [file]))

@@ -2,15 +2,17 @@
 
 from collections.abc import Iterator, Mapping
 import dataclasses
+import os
 from typing import Any
 
 import numpy as np
 import seqio
 import tensorflow as tf
 
-from valkyrie.data import provenance, store_writer
+from valkyrie.data import store_writer
 from valkyrie.data.seqio_tasks import SeqioSource
 from valkyrie.data.seqio_vocabulary import SeqioVocabulary
+from valkyrie.data.source_files import SourceFiles
 from valkyrie.data.task_reader import TaskReader, check_split, relocated
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError, DataError
@@ -58,6 +60,9 @@ class SeqioReader(TaskReader):
         f'has neither another location nor options, but got {source!r} and {dict(options)}. '
         'Remove TaskFeed.source and TaskFeed.options, or --source and --option.'
       )
+    documents = getattr(self._source, 'source', self._source)
+    steps = [getattr(step, 'func', step) for step in original.preprocessors]
+    self.modules = [str(code.__module__) for code in [*type(documents).__mro__, *steps]]
     adapter = SeqioVocabulary(vocabulary)
     features = {
       name: dataclasses.replace(feature, vocabulary=adapter)
@@ -67,11 +72,13 @@ class SeqioReader(TaskReader):
     self._split = split
     self._vocabulary = vocabulary
 
-  def origin(self) -> dict[str, Any] | None:
-    if not isinstance(self._source, SeqioSource):
+  def files(self) -> SourceFiles | None:
+    if isinstance(self._source, SeqioSource):
+      return self._source.source.files(self._split)
+    if not isinstance(self._source, seqio.FileDataSource):
       return None
-    files = self._source.source.files(self._split)
-    return files and provenance.record(files)
+    found = [os.path.abspath(file) for file in self._source.list_shards(self._split)]
+    return SourceFiles(found) if found and all(map(os.path.isfile, found)) else None
 
   def documents(self, shard: int, shards: int) -> Iterator[store_writer.Document]:
     try:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 import fnmatch
+import os
 import posixpath
 import re
 from typing import Any, NamedTuple
@@ -20,15 +21,20 @@ _WILDCARDS = re.compile(r'[*?[]')
 
 
 class SourceFile(NamedTuple):
-  """A file: its path in its file system, its bytes, and its time of change in nanoseconds."""
+  """A file: its path in its file system, its bytes, and its times in nanoseconds.
+
+  modified: of its content, which programs may set, such as `cp -p`.
+  changed: of its inode on this machine, which only the system sets; 0 in a bucket.
+  """
 
   path: str
   size: int
   modified: int
+  changed: int
 
 
 class SourceFiles:
-  """The files at a location, sorted by path.
+  """The files at a location, sorted by path, or local files that are named one by one.
 
   A folder stands for all files of known formats below it but hidden ones, and but the caches that
   Hugging Face's `datasets` writes. In a pattern `*` stops at a slash, and `**` does not.
@@ -43,21 +49,27 @@ class SourceFiles:
     StorageError: a bucket cannot be listed.
   """
 
-  def __init__(self, location: str, formats: Sequence[str] = FORMATS):
+  def __init__(self, location: str | Sequence[str], formats: Sequence[str] = FORMATS):
     """Lists `location`: a local path, or a URI that pyarrow supports (gs://, s3://, hdfs://)."""
     self.location, self.formats = location, tuple(formats)
-    named = f'The source {redact.in_value(location)}'
+    self._place = location if isinstance(location, str) else location[0]
+    named = f'The source {self}'
     try:
-      self._filesystem, path = filesystems.filesystem_of(location)
-      self.root, self.files = self._listed(path)
+      self._filesystem, path = filesystems.filesystem_of(self._place)
+      self.root, self.files = self._listed(path) if self._place == location else self._named()
     except (pa.ArrowException, OSError, ValueError) as error:
-      raise filesystems.refused(location, f'{named} cannot be listed', error) from error
+      raise filesystems.refused(self._place, f'{named} cannot be listed', error) from error
     if not self.files:
       raise DataError(
         f'{named} has no files of a known format. Found nothing that ends with '
         f'{", ".join(self.formats)}, also compressed as {" or ".join(COMPRESSIONS)}. Name a '
         'file, a folder or a pattern of such files.'
       )
+
+  def __str__(self) -> str:
+    """The location, without secrets."""
+    more = '' if self._place == self.location else f' and {len(self.location) - 1} more'
+    return redact.in_value(self._place) + more
 
   def name(self, file: SourceFile) -> str:
     """The path of a file relative to the root."""
@@ -81,15 +93,21 @@ class SourceFiles:
     S3 tells no more of a single file.
     """
     try:
-      found = _file(self._filesystem.get_file_info(file.path))
+      found = self._file(self._filesystem.get_file_info(file.path))
     except (pa.ArrowException, OSError) as error:
-      raise filesystems.refused(self.location, f'{file.path} cannot be read', error) from error
+      raise filesystems.refused(self._place, f'{file.path} cannot be read', error) from error
     if (found.size, found.modified // 10**9) != (file.size, file.modified // 10**9):
       now = 'it is gone' if found.size is None else f'it has {found.size} bytes'
       raise DataError(
         f'{file.path} has changed since it was listed with {file.size} bytes: {now}. Run again '
         'when nobody writes to it.'
       )
+
+  def _named(self) -> tuple[str, list[SourceFile]]:
+    """The named files that are there."""
+    root = posixpath.commonpath([posixpath.dirname(path) for path in self.location])
+    infos = self._filesystem.get_file_info(list(self.location))
+    return root, sorted(self._file(i) for i in infos if i.type == pyarrow.fs.FileType.File)
 
   def _listed(self, path: str) -> tuple[str, list[SourceFile]]:
     wildcard = _WILDCARDS.search(path)
@@ -100,7 +118,7 @@ class SourceFiles:
       root, pattern = path, None
       found = self._filesystem.get_file_info(path)
       if found.type == pyarrow.fs.FileType.File:
-        return posixpath.dirname(path), [_file(found)]
+        return posixpath.dirname(path), [self._file(found)]
     selector = pyarrow.fs.FileSelector(root or '.', recursive=True)
     infos = [
       info
@@ -111,8 +129,14 @@ class SourceFiles:
       chosen = [info for info in infos if pattern.fullmatch(posixpath.normpath(info.path))]
     else:
       self._check_one_split(root, infos)
-      chosen = [info for info in infos if self._is_wanted(posixpath.relpath(info.path, root))]
-    return root or '.', sorted(map(_file, chosen))
+      chosen = [info for info in infos if self._is_wanted(info.path.removeprefix(root).strip('/'))]
+    return root or '.', sorted(map(self._file, chosen))
+
+  def _file(self, info: Any) -> SourceFile:
+    is_here = isinstance(self._filesystem, pyarrow.fs.LocalFileSystem)
+    is_there = info.type == pyarrow.fs.FileType.File
+    changed = os.stat(info.path).st_ctime_ns if is_here and is_there else 0
+    return SourceFile(info.path, info.size, info.mtime_ns or 0, changed)
 
   def _is_wanted(self, name: str) -> bool:
     """Whether a file of a folder is read."""
@@ -122,7 +146,8 @@ class SourceFiles:
 
   def _check_one_split(self, root: str, infos: Sequence[Any]) -> None:
     """Hugging Face's folder of several splits would mix them."""
-    if any(info.path == posixpath.join(root, 'dataset_dict.json') for info in infos):
+    index = posixpath.join(root, 'dataset_dict.json')
+    if any(info.path == index for info in infos):
       parts = [posixpath.relpath(info.path, root).partition('/') for info in infos]
       splits = sorted({folder for folder, slash, _ in parts if slash})
       raise ValueError(f'it holds several splits; name one of them: {", ".join(splits)}')
@@ -132,10 +157,6 @@ def format_of(path: str) -> str:
   """The suffix of a file's format, below that of a compression."""
   stem, suffix = posixpath.splitext(path)
   return posixpath.splitext(stem)[1] if suffix in COMPRESSIONS else suffix
-
-
-def _file(info: Any) -> SourceFile:
-  return SourceFile(info.path, info.size, info.mtime_ns or 0)
 
 
 def _regex(pattern: str) -> re.Pattern:

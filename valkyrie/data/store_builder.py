@@ -4,7 +4,7 @@ A shard is the work of one process, and its content does not depend on which: an
 processes makes the same store, and so do workers on other machines (`beam_store`).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
 import multiprocessing
 import multiprocessing.connection
@@ -73,6 +73,7 @@ def build(
     shutil.rmtree(order.output)
   print(f'building {order.output}', file=sys.stderr, flush=True)
   bench = Bench(order)
+  store_writer.check_shards(order.output, bench.recipe)
   numbers = range(order.shards) if shard is None else [shard]
   if build_shards:
     build_shards(numbers)
@@ -84,7 +85,7 @@ def build(
           progress.finished()
       else:
         _in_processes(order, numbers, min(processes, len(numbers)), progress)
-  return store_writer.finish(order.output, bench.recipe, bench.reader.origin)
+  return store_writer.finish(order.output, bench.recipe, bench.origin and bench.origin.record())
 
 
 def rates(mixture: str) -> dict[str, float]:
@@ -110,9 +111,16 @@ class Bench:
       *task_module.of_task(order.task), order.split, order.vocabulary, order.source, order.options
     )
     location, options = _recorded_source(order)
-    origin = self.reader.description | {'location': location, 'options': options}
+    module, _ = task_module.of_task(order.task)
+    code = task_module.code_hash([module, *self.reader.modules])
+    recorded = {'location': location, 'options': options, 'code_sha256': code}
+    files = self.reader.files()
+    self.origin = files and provenance.Origin(files, order.output)
+    if self.origin:
+      recorded['files_sha256'] = self.origin.digest
+    source = self.reader.description | recorded
     self.recipe = store_writer.Recipe(
-      order.task, order.split, order.vocabulary, origin, order.shards, order.unique
+      order.task, order.split, order.vocabulary, source, order.shards, order.unique
     )
 
   def build(self, number: int, report: Report) -> None:
@@ -121,9 +129,14 @@ class Bench:
       self._order.output,
       self.recipe,
       number,
-      lambda shard: self.reader.documents(shard, self._order.shards),
+      self._documents,
       report,
     )
+
+  def _documents(self, shard: int) -> Iterator[store_writer.Document]:
+    yield from self.reader.documents(shard, self._order.shards)
+    if self.origin:  # before the shard gets its name
+      self.origin.check()
 
 
 class _Progress:

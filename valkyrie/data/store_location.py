@@ -1,6 +1,6 @@
 """Location of a run's token store, and its build on first use."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import hashlib
 import json
 import os
@@ -12,7 +12,7 @@ import types
 from valkyrie import errors
 from valkyrie.config import paths, redact
 from valkyrie.data import builder
-from valkyrie.data.token_store import STORE_FILE, TokenStore
+from valkyrie.data.token_store import STORE_FILE, TokenStore, read_information
 from valkyrie.data.vocabularies import Vocabulary
 
 Options = Mapping[str, str]
@@ -90,6 +90,7 @@ def open_store(
       source are no longer those that the store was made from.
   """
   source = located(source)
+  named = source, *options.values()
   recipe = [f'--task={task}', f'--split={split}', f'--vocabulary={vocabulary}']
   recipe += [f'--source={source}'] if source is not None else []
   recipe += [f'--option={name}={value}' for name, value in options.items()]
@@ -105,13 +106,14 @@ def open_store(
     recipe.append(f'--output={path}')
     if not (path / STORE_FILE).exists():
       builder.order(recipe, f'Building the token store {path}')
+      _check_other_splits(path, named)
       return TokenStore.open(path, codec)
     make = f'run:\n  {builder.command([*recipe, "--rebuild"])}'
   store = TokenStore.open(path, codec)
   if store.information.get('origin') is not None or ':' in task:
     from valkyrie.data import provenance  # noqa: PLC0415  (pyarrow, only for files)
 
-    provenance.check(path, store.information, make, (source, *options.values()))
+    provenance.check(path, store.information, make, named)
   return store
 
 
@@ -122,6 +124,18 @@ def mixture(name: str) -> dict[str, float]:
     ConfigurationError: there is no such mixture.
   """
   return builder.order([f'--mixture={name}'], f'Reading the seqio mixture {name}')
+
+
+def _check_other_splits(path: pathlib.Path, named: Iterable[str | None]) -> None:
+  """Raises a DataError if the text of a new store is not that of the other splits beside it."""
+  from valkyrie.data import provenance  # noqa: PLC0415  (pyarrow, only for files)
+
+  task, _, *origin = path.name.split('-')
+  for other in sorted(path.parent.glob('-'.join([task, '*', *origin]))):
+    if other != path and (other / STORE_FILE).exists():
+      information = read_information(other)
+      if information.get('origin') is not None:
+        provenance.check(other, information, 'delete that folder and run again.', named)
 
 
 def _uploading(recipe: Sequence[str], data_dir: str, name: str) -> str:

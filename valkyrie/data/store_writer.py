@@ -26,6 +26,7 @@ from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError, DataError, storage_errors
 from valkyrie.storage import foreign_names
 
+SOURCE_FILE = '.source.jsonl'  # of an unfinished store, see `provenance.Origin`
 COUNTS = ('documents', 'tokens', 'text_bytes', 'skipped_empty', 'skipped_one_token')
 # A source of mostly empty documents is broken. A shard is judged after so many documents.
 MAX_SKIPPED = 0.5
@@ -113,7 +114,7 @@ def write_shard(
   """
   name = recipe.shard_name(shard)
   temporary = path / f'.{name}.tmp'
-  with _write_errors(path), locked(path / f'.{name}.lock', temporary, report):
+  with write_errors(path), locked(path / f'.{name}.lock', temporary, report):
     if (path / name).exists():
       _read_shard(path, recipe, shard)
       return
@@ -130,12 +131,19 @@ def write_shard(
     temporary.rename(path / name)
 
 
+def check_shards(path: pathlib.Path, recipe: Recipe) -> None:
+  """Raises the errors of `write_shard` for the shards that are there."""
+  for shard in range(recipe.shards):
+    if (path / recipe.shard_name(shard)).exists():
+      _read_shard(path, recipe, shard)
+
+
 def finish(
-  path: pathlib.Path, recipe: Recipe, origin: Callable[[], dict[str, Any] | None] = lambda: None
+  path: pathlib.Path, recipe: Recipe, origin: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
   """Writes store.json and returns its content, or None while other shards are missing.
 
-  origin: returns the record of the files of the source, see `provenance`.
+  origin: the record of the files of the source, see `provenance`.
   """
   if not all((path / recipe.shard_name(i) / SHARD_FILE).exists() for i in range(recipe.shards)):
     return None
@@ -151,8 +159,8 @@ def finish(
   kept = ('name', 'documents', 'tokens', 'files')
   information['shards'] = [{key: s[key] for key in kept} for s in shards]
   files = [s['files'] for s in shards]
-  information['origin'] = origin()
-  with _write_errors(path):
+  information['origin'] = origin
+  with write_errors(path):
     stays = np.ones(information['documents'], bool)
     if recipe.unique:
       stays = _first_of_equals(path, information['shards'])
@@ -163,8 +171,8 @@ def finish(
     temporary = path / f'.{STORE_FILE}.{uuid.uuid4().hex}.tmp'
     _write_json(temporary, information | {'sha256': token_store.content_hash(information)})
     temporary.replace(path / STORE_FILE)
-    for lock in path.glob('.shard-*.lock'):
-      lock.unlink(missing_ok=True)
+    for left in [*path.glob('.*.lock'), path / SOURCE_FILE]:
+      left.unlink(missing_ok=True)
   return information
 
 
@@ -296,11 +304,20 @@ def _read_shard(path: pathlib.Path, recipe: Recipe, shard: int) -> dict[str, Any
     token_store.check_file(path / name / file, recorded, content=False)
   for key, expected in (recipe.information() | {'name': name}).items():
     if record.get(key) != expected:
+      found, wanted = _differences(record.get(key), expected)
       raise ConfigurationError(
-        f'{path / name} was built with another {key}: found {record.get(key)}, expected '
-        f'{expected}. Use another output directory, or delete this store.'
+        f'{path / name} was built with another {key}: found {found}, expected {wanted}. '
+        'Use another output directory, or delete this store.'
       )
   return record
+
+
+def _differences(found: Any, expected: Any) -> tuple[Any, Any]:
+  """Two values; of dicts only the entries that differ, since an origin may name many files."""
+  if not isinstance(found, dict):
+    return found, expected
+  keys = [key for key in found | expected if found.get(key) != expected.get(key)]
+  return {key: found.get(key) for key in keys}, {key: expected.get(key) for key in keys}
 
 
 def _write_json(file: pathlib.Path, content: dict[str, Any]):
@@ -349,7 +366,8 @@ def _size(folder: pathlib.Path) -> int:
   return 0
 
 
-def _write_errors(path: pathlib.Path):
+def write_errors(path: pathlib.Path):
+  """Raises a StorageError for what the file system refuses."""
   return storage_errors(
     f'The token store {path} cannot be written',
     'Free space there, or use another directory. Finished shards are kept.',

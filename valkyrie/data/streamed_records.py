@@ -1,6 +1,8 @@
 """Rows of a data set that Hugging Face streams: hf://OWNER/NAME, or hf://OWNER/NAME/CONFIGURATION."""
 
 from collections.abc import Iterator, Sequence
+import contextlib
+import functools
 import itertools
 from typing import Any
 
@@ -21,27 +23,37 @@ class StreamedRecords:
     return itertools.islice(self._all(), part, None, parts)
 
   def describe(self) -> dict[str, Any]:
-    """For store.json: the files are not known."""
-    return {'streamed': True}
+    """For store.json: the hash of the revision, since the files are not known."""
+    with self._errors():
+      return {'streamed': _revision(self._location).hash}
 
   def _all(self) -> Iterator[Row]:
-    try:
-      import datasets  # noqa: PLC0415  (an optional package)  # pyright: ignore
-    except ImportError as error:
-      raise ConfigurationError(
-        f'The source {self._location} needs the package datasets, which is not installed. '
-        'Run pip install datasets, or use a directory of parquet shards.'
-      ) from error
-    owner, _, rest = self._location.removeprefix(STREAMED).partition('/')
-    name, _, configuration = rest.partition('/')
-    try:
-      for row in datasets.load_dataset(
-        f'{owner}/{name}', configuration or None, split='train', streaming=True
-      ):
+    with self._errors():
+      for row in _revision(self._location).as_streaming_dataset(split='train'):
         check_columns(self._columns, list(row), self._location)
         check_texts(row, self._columns, self._location)
         yield row
+
+  @contextlib.contextmanager
+  def _errors(self) -> Iterator[None]:
+    try:
+      yield
     except (OSError, ValueError) as error:
       raise DataError(
         f'Streaming {self._location} failed ({error}). Run again to continue.'
       ) from error
+
+
+@functools.cache
+def _revision(location: str) -> Any:
+  """The builder of a data set, which has the revision of its first use in this process."""
+  try:
+    import datasets  # noqa: PLC0415  (an optional package)  # pyright: ignore
+  except ImportError as error:
+    raise ConfigurationError(
+      f'The source {location} needs the package datasets, which is not installed. '
+      'Run pip install datasets, or use a directory of parquet shards.'
+    ) from error
+  owner, _, rest = location.removeprefix(STREAMED).partition('/')
+  name, _, configuration = rest.partition('/')
+  return datasets.load_dataset_builder(f'{owner}/{name}', configuration or None)

@@ -1,8 +1,11 @@
 """The module of a task, whose import registers the task."""
 
+from collections.abc import Iterable
+import hashlib
 import importlib
 import importlib.util
 import os
+import pathlib
 import pkgutil
 import sys
 import types
@@ -55,3 +58,19 @@ def load(module: str) -> types.ModuleType:
   finally:
     os.dup2(kept, 2)
     os.close(kept)
+
+
+def code_hash(modules: Iterable[str]) -> str:
+  """SHA-256 of the code that makes tokens: of these loaded modules, and of all in this folder.
+
+  Modules of the standard library are left out.
+  """
+  files = [
+    getattr(sys.modules.get(name), '__file__', None)
+    for name in sorted({*modules})
+    if name.split('.')[0] not in sys.stdlib_module_names
+  ]
+  digest = hashlib.sha256()
+  for file in [*filter(None, files), *sorted(pathlib.Path(__file__).parent.glob('*.py'))]:
+    digest.update(hashlib.sha256(pathlib.Path(file).read_bytes()).digest())
+  return digest.hexdigest()

@@ -8,19 +8,24 @@ from typing import Any, Protocol
 import numpy as np
 
 from valkyrie.config.suggest import did_you_mean
-from valkyrie.data import provenance, store_writer, task_module
+from valkyrie.data import store_writer, task_module
 from valkyrie.data.document_source import TASKS, DocumentSource, DocumentTask, TextDocument, pieces
+from valkyrie.data.source_files import SourceFiles
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError
 
 
 class TaskReader(Protocol):
-  """One split of a task; `description` is the origin of its documents."""
+  """One split of a task.
+
+  description: the origin of its documents; modules: names of loaded modules with its code.
+  """
 
   description: dict[str, Any]
+  modules: list[str]
 
-  def origin(self) -> dict[str, Any] | None:
-    """The record of the source's files, see `provenance`; None if it has none."""
+  def files(self) -> SourceFiles | None:
+    """The files of the source; None if it names none."""
     ...
 
   def documents(self, shard: int, shards: int) -> Iterator[store_writer.Document]:
@@ -78,10 +83,10 @@ class DocumentReader(TaskReader):
     self._split = split
     self._vocabulary = vocabulary
     self.description = self._source.describe(split)
+    self.modules = [kind.__module__ for kind in type(self._source).__mro__]
 
-  def origin(self) -> dict[str, Any] | None:
-    files = self._source.files(self._split)
-    return files and provenance.record(files)
+  def files(self) -> SourceFiles | None:
+    return self._source.files(self._split)
 
   def documents(self, shard: int, shards: int) -> Iterator[store_writer.Document]:
     for document in self._source.documents(self._split, shard, shards):
