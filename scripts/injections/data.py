@@ -1,8 +1,13 @@
 """Damaged token stores, and documents that are empty or too short."""
 
+import collections
 from collections.abc import Iterator
+import json
+import os
 import pathlib
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -185,3 +190,57 @@ def other_columns(harness: Harness, times: int) -> Iterator[Trial]:
       failure = f'the message is {harness.said(name)[-300:]}'
     yield Trial(type(value).__name__, failure)
     harness.forget(name)
+
+
+@fault(
+  'a text edited at equal size between two shards of its store',
+  'ends with 65, names the file, and never joins; the text as it was continues the build',
+  full=8,
+  short=2,
+)
+def two_texts(harness: Harness, times: int) -> Iterator[Trial]:
+  for number in range(times):
+    folder = harness.folder / f'{harness.new()}.data'
+    folder.mkdir()
+    kind, keeps_time = ('jsonl', 'parquet')[number // 2 % 2], bool(number % 2)
+    file, store = folder / f'text.{kind}', folder / 'store'
+    first, other = harness.random.sample(range(4), 2)
+    _write_text(file, 'old')
+    codes = [_build(folder, f'--shard={first}').returncode]
+    before = file.stat()
+    _write_text(file, 'new')
+    if keeps_time:
+      os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    refused = _build(folder, f'--shard={other}')
+    _write_text(file, 'old')
+    codes += [refused.returncode, _build(folder).returncode]
+    failure = None if codes == [0, BAD_DATA, 0] else f'the exit codes are {codes}'
+    if failure is None and f'1 changed: {file.name}' not in refused.stderr:
+      failure = f'the message is {refused.stderr[-300:]}'
+    if failure is None:
+      texts = _texts(store)
+      failure = None if texts == {'old': 40} else f'the store has {texts}'
+    yield Trial(f'{kind}, with {"its old" if keeps_time else "a new"} time', failure)
+    shutil.rmtree(folder)
+
+
+def _write_text(file: pathlib.Path, word: str) -> None:
+  texts = [f'{word} {number:02}' for number in range(40)]
+  if file.suffix == '.parquet':
+    pyarrow.parquet.write_table(pa.table({'text': texts}), file, row_group_size=5)
+  else:
+    file.write_text(''.join(f'{json.dumps({"text": text})}\n' for text in texts))
+
+
+def _build(folder: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+  command = [sys.executable, '-m', 'valkyrie.data.build_store', '--task=text', '--shards=4']
+  command += [f'--source={folder}/text.*', f'--output={folder / "store"}', '--option=held_out=1e-9']
+  return subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+
+
+def _texts(path: pathlib.Path) -> collections.Counter[str]:
+  """The first words of the documents of a store."""
+  store = TokenStore.open(path, BYTES)
+  zeros = np.zeros(len(store.lengths), int)
+  tokens = store.read(np.arange(len(zeros)), zeros, zeros + 3)
+  return collections.Counter(map(BYTES.decode, tokens.reshape(-1, 3)))
