@@ -25,6 +25,7 @@ def imported(file):
       yield from (
         f'{node.module}.{alias.name}' if node.module == 'valkyrie' else node.module
         for alias in node.names
+        if alias.name != '__version__'
       )
 
 

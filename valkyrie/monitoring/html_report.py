@@ -96,7 +96,7 @@ def read_run(model_dir: str | os.PathLike) -> Run:
   with storage_errors(f'{model_dir} cannot be read', also=(ValueError,)):
     lines = _with_costs([*by_step(folder / 'metrics.jsonl').values()])
     file = folder / 'config.json'
-    config = json.loads(file.read_text()) if file.exists() else {'bindings': {}}
+    config: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {'bindings': {}}
     info = folder / 'model_info.txt'
     return Run(
       folder.resolve().name,
