@@ -249,8 +249,9 @@ class CheckpointDirectory:
     self, step: int, record: dict[str, Any], problem: str, began: float, waited: float
   ) -> None:
     """Waits for the arrays, then makes the step valid; `problem` has prevented it already."""
-    problem = problem or self._writer.finish(step, record)
-    problems = processes.exchange('saved', problem)  # a step counts after process 0 has renamed it
+    problems = processes.exchange('written', problem or self._writer.complete(step))
+    if not any(problems):  # a step counts after process 0 has renamed it
+      problems = processes.exchange('saved', self._writer.finish(step, record))
     if any(problems):
       self._writer.discard(step)
       self._failed.add(step, next(filter(None, problems)))

@@ -39,20 +39,25 @@ def check_same_model(place: pathlib.Path, stored: Any, target: Any, partial: boo
   """
   if partial:
     stored = {field: tree for field, tree in stored.items() if field in target}
+  if different := differences(stored, target):
+    raise ConfigurationError(
+      f'{place} is a checkpoint of another model. These leaves differ:\n  '
+      + '\n  '.join(different)
+      + '\nNothing was changed. Use another --model_dir, or the gin file of the checkpoint.'
+    )
+
+
+def differences(stored: Any, target: Any) -> list[str]:
+  """A line for each of the first leaves whose shapes or dtypes differ between two pytrees."""
   found, expected = _describe(stored), _describe(target)
   different = [path for path in found | expected if found.get(path) != expected.get(path)]
-  if not different:
-    return
   lines = [
-    f'  {path}: found {found.get(path, "nothing")}, expected {expected.get(path, "nothing")}'
+    f'{path}: found {found.get(path, "nothing")}, expected {expected.get(path, "nothing")}'
     for path in different
   ]
   if len(lines) > _SHOWN:
-    lines[_SHOWN:] = [f'  and {len(lines) - _SHOWN} more']
-  raise ConfigurationError(
-    f'{place} is a checkpoint of another model. These leaves differ:\n' + '\n'.join(lines) + '\n'
-    'Nothing was changed. Use another --model_dir, or the gin file of the checkpoint.'
-  )
+    lines[_SHOWN:] = [f'and {len(lines) - _SHOWN} more']
+  return lines
 
 
 def _describe(tree: Any) -> dict[str, str]:

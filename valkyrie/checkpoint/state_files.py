@@ -9,14 +9,16 @@ import pathlib
 import sys
 from typing import Any
 
-from etils import epath
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from valkyrie.checkpoint.state_check import check_same_model
+from valkyrie.checkpoint import written_arrays
+from valkyrie.checkpoint.literal_path import literal, without_descriptors
+from valkyrie.checkpoint.state_check import check_same_model, differences
 from valkyrie.errors import StorageError, ValkyrieError, storage_errors
+from valkyrie.types import leaf_path
 
 # Tensorstore reports errors of files as ValueError and RuntimeError.
 checkpoint_errors = functools.partial(storage_errors, also=(ValueError, RuntimeError))
@@ -30,13 +32,16 @@ def _readable(place: pathlib.Path) -> Iterator[None]:
   except ValkyrieError:
     raise
   except Exception as error:
-    cause = error.__cause__ or error  # which says more where Orbax has wrapped it
-    reason = f'{type(cause).__name__}: {cause}'.splitlines()[0]
     raise StorageError(
-      f'{place} matches its manifest, but cannot be read ({reason:.300}). Use the versions of '
+      f'{place} matches its manifest, but cannot be read ({_reason(error)}). Use the versions of '
       'record.json there, restore the step from a copy, or move it away to continue from the one '
       'before.'
     ) from error
+
+
+def _reason(error: Exception) -> str:
+  cause = error.__cause__ or error  # which says more where Orbax has wrapped it
+  return without_descriptors(f'{type(cause).__name__}: {cause}'.splitlines()[0])[:300]
 
 
 class StateFiles:
@@ -52,25 +57,59 @@ class StateFiles:
     )
     self._handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=processes)
     self._orbax = ocp.AsyncCheckpointer(self._handler, multiprocessing_options=processes)
+    self._path = contextlib.ExitStack()  # of the state that is written
+    self._written: Any = None  # the shapes of that state
+    self._pieces: list[written_arrays.Piece] = []
+    self._is_first = True  # no state was compared yet
 
   def write(self, place: pathlib.Path, state: Any) -> None:
     """Copies a pytree of jax arrays to the host, and starts to write it."""
+    item = _without_empty_arrays(state)
+    self._written = _shapes(item)
+    self._pieces = written_arrays.pieces(item) if self._is_first else []
+    self._path.close()
     with _of_clients():
-      self._orbax.save(place, args=ocp.args.PyTreeSave(_without_empty_arrays(state)))
+      path = self._path.enter_context(literal(place))
+      self._orbax.save(path, args=ocp.args.PyTreeSave(item))
 
   def wait(self) -> None:
     """Waits until the state is written; raises the error of the write."""
     with _of_clients():
       self._orbax.wait_until_finished()
 
+  def check_written(self, place: pathlib.Path) -> None:
+    """Opens the arrays of the state that was written last, in process 0.
+
+    The values of the first state are also read, by every process those that it has written.
+
+    Raises:
+      OSError: the arrays cannot be opened, or are others.
+    """
+    if jax.process_index() != 0 and not self._pieces:
+      return
+    try:
+      with literal(place) as path:
+        stored = self._metadata(path)
+        different = differences(_shapes(stored), self._written)
+        if not different:
+          leaves = jax.tree_util.tree_leaves_with_path(stored)
+          names = {leaf_path(key_path): leaf.name for key_path, leaf in leaves}
+          different = written_arrays.changed(written_arrays.opened(path, names), self._pieces)
+    except Exception as error:  # Orbax checks the form of no file
+      reason = f'what was written cannot be opened ({_reason(error)})'
+      raise OSError(errno.EIO, reason) from error
+    if different:
+      raise OSError(errno.EIO, f'what was written differs in {"; ".join(different)}')
+    self._is_first = False
+
   def read(self, place: pathlib.Path, target: Any, partial: bool) -> Any:
     """Reads the state in the directory `place`; otherwise like `CheckpointDirectory.restore`."""
-    with _readable(place):
+    with _readable(place), literal(place) as path:
       item = _without_empty_arrays(target)
-      check_same_model(place.parent, self._stored(place), item, partial)
+      check_same_model(place.parent, _shapes(dict(self._metadata(path))), item, partial)
       restore_args = ocp.checkpoint_utils.construct_restore_args(item)
       args = ocp.args.PyTreeRestore(item, restore_args=restore_args, partial_restore=partial)
-      restored = self._orbax.restore(place, args=args)
+      restored = self._orbax.restore(path, args=args)
 
     def with_empty_arrays(leaf: jax.ShapeDtypeStruct, found: Any) -> Any:
       return found if leaf.size else jnp.zeros_like(leaf, device=leaf.sharding)
@@ -79,25 +118,29 @@ class StateFiles:
 
   def fields(self, place: pathlib.Path) -> set[str]:
     """The fields of a state that have arrays."""
-    return {name for name, tree in self._stored(place).items() if jax.tree.leaves(tree)}
+    with _readable(place), literal(place) as path:
+      return {name for name, tree in dict(self._metadata(path)).items() if jax.tree.leaves(tree)}
 
   def read_to_host(self, place: pathlib.Path, field: str) -> Any:
     """Reads a field of a state, of whatever model, to the host."""
-    with _readable(place):
-      shapes = {field: self._stored(place)[field]}
+    with _readable(place), literal(place) as path:
+      shapes = {field: _shapes(self._metadata(path)[field])}
       to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
       args = ocp.args.PyTreeRestore(shapes, restore_args=to_host, partial_restore=True)
-      return self._orbax.restore(place, args=args)[field]
+      return self._orbax.restore(path, args=args)[field]
 
-  def _stored(self, place: pathlib.Path) -> Any:
-    """The shapes and dtypes of the stored arrays."""
-    with _readable(place):
-      tree = dict(self._handler.metadata(epath.Path(place)).tree)
-      return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+  def _metadata(self, path: Any) -> Any:
+    """The metadata of the stored arrays, each of which Orbax opens for them."""
+    return self._handler.metadata(path).tree
 
   def close(self) -> None:
     """Ends the threads of Orbax."""
     self._orbax.close()
+    self._path.close()
+
+
+def _shapes(tree: Any) -> Any:
+  return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ import contextlib
 import json
 from typing import Any
 
+from valkyrie.checkpoint.literal_path import without_descriptors
 from valkyrie.checkpoint.state_files import StateFiles
 from valkyrie.checkpoint.steps import Lock, Steps
 from valkyrie.errors import reason_of
@@ -51,13 +52,19 @@ class StepWriter:
     return _problem(self._write, step, state)
 
   def _write(self, step: int, state: Any) -> None:
-    self._files.write(self._steps.unfinished(step) / 'state', state)
+    self._files.write(self._place(step), state)
+
+  def _place(self, step: int) -> Any:
+    return self._steps.unfinished(step) / 'state'
+
+  def complete(self, step: int) -> str:
+    """Waits for the arrays of a step, and opens them."""
+    return _problem(self._files.wait) or _problem(self._files.check_written, self._place(step))
 
   def finish(self, step: int, record: dict[str, Any]) -> str:
-    """Waits for the arrays of a step, and gives it its name."""
-    problem = _problem(self._files.wait)
-    if problem or not self.lock:
-      return problem
+    """Gives a complete step its name."""
+    if not self.lock:
+      return ''
     self.lock.check()
     problem = _problem(self._steps.finish, step, json.dumps(record, indent=2).encode())
     if not problem:
@@ -93,5 +100,5 @@ def _problem(write: Callable[..., None], *arguments: Any) -> str:
   try:
     write(*arguments)
   except (OSError, ValueError, RuntimeError) as error:
-    return reason_of(error)
+    return without_descriptors(reason_of(error))
   return ''

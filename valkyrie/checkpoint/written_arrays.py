@@ -1,0 +1,100 @@
+"""The arrays of a state in its files: opened, and compared with those that were to be written.
+
+Orbax also reports success for a state that nobody can open, for example if it skips the merge of the
+indexes of its processes.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+import hashlib
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import tensorstore
+
+from valkyrie.storage.bucket import is_bucket
+from valkyrie.types import leaf_path
+
+_READERS = 4  # threads: hashing releases Python's lock
+_CACHE_BYTES = 100_000_000  # of the index that all arrays share
+
+
+class Piece(NamedTuple):
+  """The part of an array that a process writes from one of its devices.
+
+  leaf: the path of the array in its state.
+  index: the slices of the part.
+  digest: the hash of its values.
+  """
+
+  leaf: str
+  index: tuple[slice, ...]
+  digest: str
+
+
+def pieces(state: Any) -> list[Piece]:
+  """The pieces of a pytree of jax arrays that this process writes."""
+
+  def of_shard(path: str, shard: Any) -> Piece:
+    return Piece(path, shard.index, _digest(shard.data))
+
+  shards = [
+    (leaf_path(path), shard)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    for shard in leaf.addressable_shards
+    if shard.replica_id == 0
+  ]
+  return _in_threads(of_shard, shards)
+
+
+def opened(place: Any, names: Mapping[str, str]) -> dict[str, Any]:
+  """Opens arrays, and looks for each of their chunks in the index.
+
+  Args:
+    place: the folder of the state, a path of `literal_path`.
+    names: {path of a leaf: name of its array in the files}.
+
+  Returns:
+    {path of a leaf: its tensorstore}.
+
+  Raises:
+    ValueError: an array cannot be opened, or lacks a chunk.
+  """
+  base = f'{place}/' if is_bucket(place) else {'driver': 'file', 'path': f'{place}/'}
+  context = tensorstore.Context({'cache_pool': {'total_bytes_limit': _CACHE_BYTES}})
+  opening = {
+    leaf: tensorstore.open(
+      {'driver': 'zarr', 'kvstore': {'driver': 'ocdbt', 'base': base, 'path': f'{name}/'}},
+      read=True,
+      context=context,
+    )
+    for leaf, name in names.items()
+  }
+  arrays = {leaf: array.result() for leaf, array in opening.items()}
+  stored = {leaf: a.storage_statistics(query_fully_stored=True) for leaf, a in arrays.items()}
+  for leaf, statistics in stored.items():
+    if not statistics.result().fully_stored:
+      raise ValueError(f'a part of {leaf} is missing')
+  return arrays
+
+
+def changed(arrays: Mapping[str, Any], written: Sequence[Piece]) -> list[str]:
+  """The paths of the leaves whose pieces, read from opened arrays, have other values."""
+
+  def is_same(piece: Piece) -> bool:
+    return _digest(arrays[piece.leaf][piece.index].read().result()) == piece.digest
+
+  same = _in_threads(is_same, [(piece,) for piece in written])
+  return sorted({piece.leaf for piece, is_so in zip(written, same, strict=True) if not is_so})
+
+
+def _in_threads(function: Callable[..., Any], arguments: Iterable[tuple]) -> list[Any]:
+  with ThreadPoolExecutor(_READERS) as threads:
+    return list(threads.map(lambda one: function(*one), arguments))
+
+
+def _digest(array: Any) -> str:
+  """The hash of the bits of an array."""
+  content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+  return hashlib.sha256(content.data).hexdigest()
