@@ -46,9 +46,10 @@ def test_files_of_another_form_with_a_manifest_are_a_storage_error(run, name, co
   (run / 'checkpoints/3' / name).write_bytes(content)
   sealed(run / 'checkpoints/3')
   with open_to_read(run) as checkpoints:
-    with pytest.raises(StorageError, match='cannot be read'):
+    with pytest.raises(StorageError, match='cannot be read') as refusal:
       checkpoints.restore(target())
       checkpoints.latest_record()
+    assert '/proc/' not in str(refusal.value)
     assert checkpoints.latest_step() == 3
 
 

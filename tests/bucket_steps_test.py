@@ -278,7 +278,23 @@ def test_the_address_of_a_whole_bucket_is_refused(gcs, wrong):
     Bucket(wrong)
 
 
+@pytest.mark.parametrize(
+  'folder', ['lr=[1e-3]', 'a*b', 'a?b', 'a#b', 'new\nline', 'x//y', '.', 'x/..', 'gs:', '\udcff']
+)
+def test_an_address_that_libraries_read_otherwise_is_refused(gcs, folder):
+  with pytest.raises(ConfigurationError, match='cannot be the address of a run'):
+    Checkpoints().open(f'gs://bucket/{folder}/run')
+
+
+@pytest.mark.parametrize(
+  'folder', ['a]b', 'a%20b', 'a b', 'é', 'a|b', 'c:d', '~', '{a}', 'back\\slash']
+)
+def test_other_names_in_an_address_are_taken_literally(address, folder):
+  save(f'{address}/{folder}', 1)
+  assert_has(f'{address}/{folder}', 1)
+
+
 def test_other_storage_is_refused(tmp_path):
-  with pytest.raises(StorageError, match='Use a directory, or a bucket of Google Cloud Storage'):
+  with pytest.raises(ConfigurationError, match='may also be in a bucket of Google Cloud Storage'):
     Checkpoints().open('s3://bucket/run')
   assert not pathlib.Path('s3:').exists()

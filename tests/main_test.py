@@ -118,6 +118,7 @@ def test_infer_reads_the_prompt_or_standard_input(start):
     (['--gin_file'], 'expected one argument'),
     (['--gin.size', '3', '--gin_file=a'], 'expected --gin.NAME=VALUE, with ='),
     (['--gin.size=', '--gin_file=a'], 'expected --gin.NAME=VALUE'),
+    (['--gin.place="\udcff"', '--gin_file=a'], 'is not UTF-8'),
     (['--run_mode=trian', '--gin_file=a'], "'trian'"),
     (['--prompt=x', '--gin_file=a'], '--prompt needs --run_mode=infer'),
   ],

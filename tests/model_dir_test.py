@@ -51,7 +51,7 @@ def test_a_lock_names_its_holder_and_no_other_one(tmp_path):
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
   file = tmp_path / 'file'
   file.write_text('precious')
-  for place in (file, file / 'below', '/proc/nowhere', 'gs://bucket/run'):
+  for place in (file, file / 'below', '/proc/nowhere'):
     with pytest.raises(StorageError, match=f'--model_dir={place}'):
       writable_directory(place)
   for place in (file, file / 'below'):

@@ -22,7 +22,7 @@ from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.recurrence.gated import GatedRecurrence
 from valkyrie.training.losses import logits
-from valkyrie.weights import huggingface, initial, names
+from valkyrie.weights import huggingface, initial, names, tensor_files
 from valkyrie.weights.initial import InitialWeights
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
@@ -338,3 +338,34 @@ def test_the_gin_file_of_a_folder_is_printed(tmp_path, capsys):
   assert 'has no config.json' in capsys.readouterr().err
   assert huggingface.main([]) == 2
   gin.clear_config()
+
+
+def test_a_file_of_tensors_has_the_bits_of_its_arrays_or_an_error(tmp_path, monkeypatch):
+  arrays = {
+    'wide': np.arange(12, dtype=np.float32).reshape(3, 4).T,
+    'narrow': np.full(3, -0.0, ml_dtypes.bfloat16),
+    'one': np.array(np.nan, np.float32),
+  }
+  tensor_files.write(tmp_path / 'whole.safetensors', arrays, {'a': 'b'})
+  found = tensor_files.in_files(tmp_path / 'whole.safetensors')
+  assert found.keys() == arrays.keys()
+  np.testing.assert_array_equal(
+    found['wide'].read((slice(None), slice(1, 3))), arrays['wide'][:, 1:3]
+  )
+
+  def save(change):
+    monkeypatch.setattr(tensor_files, 'save_file', change)
+    with pytest.raises(OSError):
+      tensor_files.write(tmp_path / 'broken.safetensors', arrays, {})
+
+  def cut(a, path, metadata):
+    save_file(a, path, metadata)
+    path.write_bytes(path.read_bytes()[:-1])
+
+  def flip(a, path, metadata):
+    save_file(a, path, metadata)
+    path.write_bytes(path.read_bytes()[:-1] + b'\1')
+
+  save(cut)
+  save(flip)
+  save(lambda a, path, metadata: save_file({'wide': a['wide']}, path, metadata))

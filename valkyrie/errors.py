@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import contextlib
+import os
 import re
 
 
@@ -86,3 +87,31 @@ def regular_expression(name: str, pattern: str) -> re.Pattern[str]:
     raise ConfigurationError(
       f'{name} has {pattern!r}, which is not a regular expression ({error}). Change the pattern.'
     ) from error
+
+
+_LONGEST_PATH = 4096 - 512  # bytes of a directory: Linux allows 4096, less the names of its files
+
+
+def usable_path(name: str, path: str) -> str:
+  """The path of a directory that the setting `name` gives, with the home for a `~`.
+
+  Raises:
+    ConfigurationError: it is an address, no UTF-8, or too long for the names of files in it.
+  """
+  if bad := re.search('[\0\ud800-\udfff]', path):  # bytes that are not UTF-8 become the latter
+    raise ConfigurationError(
+      f'{name}={path!a} contains {bad[0]!a}, but a path must be UTF-8 without null characters. '
+      'Rename the directory.'
+    )
+  if '://' in path:
+    raise ConfigurationError(
+      f'{name}={path} is the address of storage that cannot be used. Use a directory; only '
+      '--model_dir may also be in a bucket of Google Cloud Storage: gs://BUCKET/FOLDER.'
+    )
+  path = os.path.expanduser(path)
+  if (length := len(os.fsencode(os.path.abspath(path)))) > _LONGEST_PATH:
+    raise ConfigurationError(
+      f'{name} is a path of {length:,} bytes, but {_LONGEST_PATH:,} are the most that leave room '
+      'for the names of the files in it. Use a shorter one, for example a symbolic link.'
+    )
+  return path

@@ -253,6 +253,8 @@ def _split_gin_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     if argument.startswith('--gin.'):
       if not argument.removeprefix('--gin.').partition('=')[2]:
         raise UsageError(f'{argument}: expected --gin.NAME=VALUE, with = and without spaces')
+      if argument.encode(errors='ignore').decode() != argument:
+        raise UsageError(f'{argument!a} is not UTF-8')
       gin_flags.append(argument)
     else:
       others.append(argument)
@@ -331,7 +333,7 @@ def run(
     allowed_imports=flags.gin_allow_import,
     modules=modules,
   )
-  model_dir = directory or _default_model_dir(flags.gin_file)
+  model_dir = directory or run_directory.opened(_default_model_dir(flags.gin_file))
   if flags.processes is not None:
     from valkyrie.checkpoint.storage import steps_of  # noqa: PLC0415, imports jax
     from valkyrie.distributed.preemption import Preemption  # noqa: PLC0415, imports gin

@@ -6,7 +6,9 @@ import pathlib
 import signal
 
 import gin
+from orbax.checkpoint._src.serialization import ocdbt_utils
 
+from injections import spoiled_arrays
 from valkyrie.checkpoint import disk_files, disk_steps, manifest
 from valkyrie.checkpoint.disk_steps import DiskSteps
 
@@ -80,6 +82,17 @@ class FailSaves:
       sync(path)
 
     disk_files.sync_directory = fail
+
+  def __call__(self, step, state, metrics):
+    pass
+
+
+@gin.configurable
+class SpoilSave:
+  """Lets Orbax lose something of the first save of a process, see `spoiled_arrays.LOST`."""
+
+  def __init__(self, lost):
+    ocdbt_utils.merge_ocdbt_per_process_files = spoiled_arrays.losing(lost)
 
   def __call__(self, step, state, metrics):
     pass

@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 
+from injections import spoiled_arrays
 from injections.harness import STEPS, Harness, ended, mounted, wait_for
 from injections.table import Trial, fault
 from valkyrie.checkpoint.disk_steps import DiskSteps
@@ -75,6 +76,24 @@ def broken_saves(harness: Harness, times: int) -> Iterator[Trial]:
 
 
 @fault(
+  'an Orbax that loses its index, an array, a part or a bit of the first save',
+  'is reported, the step does not count, and the run saves again, all bit for bit',
+  full=4,
+  short=1,
+)
+def spoiled_save(harness: Harness, times: int) -> Iterator[Trial]:
+  for lost in spoiled_arrays.LOST[:times]:
+    name = harness.new()
+    hooks = f'--gin.SpoilSave.lost="{lost}"', '--gin.train.hooks=(@SpoilSave(), @HashState())'
+    failure = harness.ending(name, harness.start(name, *hooks))
+    said = harness.said(name).count('what was written ')
+    if failure is None and (said != 1 or harness.saved(name)[-1:] != [STEPS]):
+      failure = f'{said} failures were reported, {harness.saved(name)} are saved'
+    yield Trial(f'{lost} is lost', failure or harness.difference(name))
+    harness.forget(name)
+
+
+@fault(
   'a disk that stays full, and is freed for the next start',
   'ends with 74 when its patience is over, leaves no files, continues bit for bit',
   full=5,
@@ -132,6 +151,46 @@ def other_names(harness: Harness, times: int) -> Iterator[Trial]:
     if not harness.repeated(name) <= 8:
       failure = failure or 'it started again from step 0'
     yield Trial(f'{first[0]}, then {second[0]}', failure)
+    harness.forget(name)
+
+
+@fault(
+  'a model directory that libraries read as a pattern, a bucket or another folder',
+  'the same run, bit for bit',
+  full=6,
+  short=1,
+)
+def odd_names(harness: Harness, times: int) -> Iterator[Trial]:
+  for odd in ('lr=[1e-3]', 'a**?b', 'back\\slash', 'gs:', 'new\nline', 'a#b 100%')[:times]:
+    name = harness.new()
+    run = f'--model_dir={harness.folder / name / odd}'
+    harness.run(name, run, '--gin.Act.at=13', '--gin.Act.action="kill"', code=-9)
+    harness.run(name, run)
+    failure = harness.difference(name)
+    if not harness.repeated(name) <= 8:
+      failure = failure or 'it started again from step 0'
+    found = [path.name for path in (harness.folder / name).iterdir()]
+    yield Trial(repr(odd), failure or (None if found == [odd] else f'{found} were made'))
+    harness.forget(name)
+
+
+@fault(
+  'a model directory or a cache whose path is no UTF-8',
+  'is refused with 78 before anything is compiled',
+  full=2,
+  short=1,
+)
+def other_bytes(harness: Harness, times: int) -> Iterator[Trial]:
+  for number in range(times):
+    name = harness.new()
+    place = os.fsdecode(bytes(harness.folder / name) + b'\xff')
+    flags, world = [(f'--model_dir={place}',), ()][number], [{}, {'VALKYRIE_CACHE': place}][number]
+    code = ended(harness.start(name, *flags, environment=world))
+    said = harness.said(name)
+    failure = None if code == 78 and 'must be UTF-8' in said else f'{code}: {said[-300:]}'
+    if failure is None and os.path.exists(place):
+      failure = 'it was made'
+    yield Trial(('--model_dir', 'VALKYRIE_CACHE')[number], failure)
     harness.forget(name)
 
 

@@ -18,12 +18,7 @@ _LOCK = 'trainer.lock'
 
 
 def local_path(path: str | os.PathLike) -> pathlib.Path:
-  """The absolute path of --model_dir; raises StorageError for the address of other storage."""
-  if '://' in os.fspath(path):
-    raise StorageError(
-      f'--model_dir={os.fspath(path)} is the address of storage that runs cannot use. Use a '
-      'directory, or a bucket of Google Cloud Storage: gs://BUCKET/FOLDER.'
-    )
+  """The absolute path of --model_dir."""
   return pathlib.Path(os.path.abspath(os.path.expanduser(path)))
 
 

@@ -58,14 +58,15 @@ class StateFiles:
     self._handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=processes)
     self._orbax = ocp.AsyncCheckpointer(self._handler, multiprocessing_options=processes)
     self._path = contextlib.ExitStack()  # of the state that is written
-    self._written: Any = None  # the shapes of that state
+    self._written: dict[str, jax.ShapeDtypeStruct] = {}  # its leaves
     self._pieces: list[written_arrays.Piece] = []
     self._is_first = True  # no state was compared yet
 
   def write(self, place: pathlib.Path, state: Any) -> None:
     """Copies a pytree of jax arrays to the host, and starts to write it."""
     item = _without_empty_arrays(state)
-    self._written = _shapes(item)
+    leaves = jax.tree_util.tree_leaves_with_path(_shapes(item))
+    self._written = {leaf_path(path): leaf for path, leaf in leaves}
     self._pieces = written_arrays.pieces(item) if self._is_first else []
     self._path.close()
     with _of_clients():
@@ -89,12 +90,13 @@ class StateFiles:
       return
     try:
       with literal(place) as path:
-        stored = self._metadata(path)
-        different = differences(_shapes(stored), self._written)
-        if not different:
-          leaves = jax.tree_util.tree_leaves_with_path(stored)
-          names = {leaf_path(key_path): leaf.name for key_path, leaf in leaves}
-          different = written_arrays.changed(written_arrays.opened(path, names), self._pieces)
+        arrays = written_arrays.opened(path)
+        found = {
+          leaf: jax.ShapeDtypeStruct(array.shape, array.dtype.numpy_dtype)
+          for leaf, array in arrays.items()
+        }
+        different = differences(found, self._written)
+        different = different or written_arrays.changed(arrays, self._pieces)
     except Exception as error:  # Orbax checks the form of no file
       reason = f'what was written cannot be opened ({_reason(error)})'
       raise OSError(errno.EIO, reason) from error

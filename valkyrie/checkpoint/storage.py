@@ -16,8 +16,8 @@ def steps_of(model_dir: str | os.PathLike) -> Steps:
       `run_directory.opened` has made of it.
 
   Raises:
-    ConfigurationError: the packages for a bucket are missing.
-    StorageError: the bucket cannot be read, or the address is that of another kind of storage.
+    ConfigurationError: no run can be there, or the packages for a bucket are missing.
+    StorageError: the bucket cannot be read.
   """
   directory = opened(model_dir)
   return BucketSteps(directory) if isinstance(directory, BucketDirectory) else DiskSteps(directory)

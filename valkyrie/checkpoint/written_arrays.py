@@ -1,19 +1,21 @@
 """The arrays of a state in its files: opened, and compared with those that were to be written.
 
-Orbax also reports success for a state that nobody can open, for example if it skips the merge of the
-indexes of its processes.
+Orbax also reports success for a state that nobody can open, for example after it has skipped the
+merge of the indexes of its processes.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 import hashlib
+import json
 from typing import Any, NamedTuple
 
+from etils import epath
 import jax
 import numpy as np
 import tensorstore
 
-from valkyrie.storage.bucket import is_bucket
+from valkyrie.storage.bucket import SCHEME, is_bucket
 from valkyrie.types import leaf_path
 
 _READERS = 4  # threads: hashing releases Python's lock
@@ -48,29 +50,37 @@ def pieces(state: Any) -> list[Piece]:
   return _in_threads(of_shard, shards)
 
 
-def opened(place: Any, names: Mapping[str, str]) -> dict[str, Any]:
-  """Opens arrays, and looks for each of their chunks in the index.
+def opened(place: epath.Path) -> dict[str, Any]:
+  """Opens the arrays of a state, and looks for each of their chunks in the index.
+
+  `PyTreeCheckpointHandler.metadata` would describe them, too, but leaks 6 KiB for each array.
 
   Args:
     place: the folder of the state, a path of `literal_path`.
-    names: {path of a leaf: name of its array in the files}.
 
   Returns:
     {path of a leaf: its tensorstore}.
 
   Raises:
-    ValueError: an array cannot be opened, or lacks a chunk.
+    OSError, ValueError: an array cannot be opened, or lacks a chunk.
   """
-  base = f'{place}/' if is_bucket(place) else {'driver': 'file', 'path': f'{place}/'}
+  listed = json.loads((place / '_METADATA').read_text())['tree_metadata'].values()
+  keys = [
+    [key['key'] for key in leaf['key_metadata']]
+    for leaf in listed
+    if leaf['value_metadata']['value_type'] == 'jax.Array'
+  ]
+  base = {'driver': 'file', 'path': f'{place}/'}
+  if is_bucket(place):
+    bucket, _, folder = str(place).removeprefix(SCHEME).partition('/')
+    base = {'driver': 'gcs', 'bucket': bucket, 'path': f'{folder}/'}
   context = tensorstore.Context({'cache_pool': {'total_bytes_limit': _CACHE_BYTES}})
-  opening = {
-    leaf: tensorstore.open(
-      {'driver': 'zarr', 'kvstore': {'driver': 'ocdbt', 'base': base, 'path': f'{name}/'}},
-      read=True,
-      context=context,
-    )
-    for leaf, name in names.items()
-  }
+
+  def open_array(name: str) -> Any:
+    store = {'driver': 'ocdbt', 'base': base, 'path': f'{name}/'}
+    return tensorstore.open({'driver': 'zarr', 'kvstore': store}, read=True, context=context)
+
+  opening = {'/'.join(key): open_array('.'.join(key)) for key in keys}
   arrays = {leaf: array.result() for leaf, array in opening.items()}
   stored = {leaf: a.storage_statistics(query_fully_stored=True) for leaf, a in arrays.items()}
   for leaf, statistics in stored.items():

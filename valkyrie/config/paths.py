@@ -3,6 +3,8 @@
 import os
 import pathlib
 
+from valkyrie.errors import usable_path
+
 _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 
 GIN = _PACKAGE / 'gin' if (_PACKAGE / 'gin').is_dir() else _PACKAGE.parent / 'gin'
@@ -11,12 +13,11 @@ TOKENIZER = 'tokenizer'  # of a run or an export, before the suffix of its kind
 
 
 def cache() -> pathlib.Path:
-  """The folder of token stores and compiled programs."""
-  named = os.environ.get('VALKYRIE_CACHE')
-  if named:
-    return pathlib.Path(named).expanduser().absolute()
+  """The folder of token stores and compiled programs; ConfigurationError if none can be there."""
+  if named := os.environ.get('VALKYRIE_CACHE'):
+    return pathlib.Path(usable_path('VALKYRIE_CACHE', named)).absolute()
   root = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
-  return pathlib.Path(root).expanduser().absolute() / 'valkyrie'
+  return pathlib.Path(usable_path('XDG_CACHE_HOME', root)).absolute() / 'valkyrie'
 
 
 def is_address(location: str) -> bool:

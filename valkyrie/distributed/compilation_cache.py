@@ -20,6 +20,7 @@ import time
 from typing import Any
 import uuid
 
+from etils import epath
 import jax
 from jax.experimental import serialize_executable
 import jaxlib.version
@@ -40,10 +41,15 @@ def enable() -> str | None:
 
   Returns:
     Why nothing is kept, as a line for people; None if all is well.
+
+  Raises:
+    ConfigurationError: no cache can be at `paths.cache()`.
   """
+  directory = paths.cache() / 'compiled' / _key()
   if _jax.jax_compilation_cache_dir or not _jax.jax_enable_compilation_cache:
     return None
-  directory = paths.cache() / 'compiled' / _key()
+  if (address := str(epath.Path(directory))) != str(directory):  # as jax reads it
+    return f'compiled programs are not kept: jax takes {directory} for {address}'
   try:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     for place in (directory.parent, directory):

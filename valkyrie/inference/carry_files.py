@@ -7,10 +7,10 @@ import pathlib
 import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from valkyrie.errors import ConfigurationError, StorageError, storage_errors
 from valkyrie.inference.reader import TextCarry
+from valkyrie.weights import tensor_files
 
 
 def save(path: str | os.PathLike, carry: TextCarry, weights: str) -> None:
@@ -25,7 +25,7 @@ def save(path: str | os.PathLike, carry: TextCarry, weights: str) -> None:
   leaves = {name: np.asarray(leaf) for name, leaf in _named(carry).items()}
   with storage_errors(f'{place} cannot be written'):
     unfinished = place.with_name(f'.{place.name}.new')
-    save_file(leaves, unfinished, {'weights': weights})
+    tensor_files.write(unfinished, leaves, {'weights': weights})
     unfinished.replace(place)
 
 

@@ -9,7 +9,7 @@ import tempfile
 import threading
 from typing import NamedTuple
 
-from valkyrie.errors import reason_of, storage_errors
+from valkyrie.errors import reason_of, storage_errors, usable_path
 from valkyrie.storage import foreign_names
 from valkyrie.storage.bucket import Bucket, Changed, is_bucket
 from valkyrie.storage.lines import last_of_each_step
@@ -147,12 +147,14 @@ def opened(model_dir: str | os.PathLike) -> 'str | BucketDirectory':
   """What a --model_dir names: itself, or the directory of an address in a bucket.
 
   Raises:
-    ConfigurationError: the address is none, or the packages for it are missing.
+    ConfigurationError: no run can be there, see `errors.usable_path` and `Bucket`; or the packages
+      for the address are missing.
     StorageError: the bucket cannot be read.
   """
   if isinstance(model_dir, BucketDirectory):
     return model_dir
-  return BucketDirectory(os.fspath(model_dir)) if is_bucket(model_dir) else os.fspath(model_dir)
+  path = os.fspath(model_dir)
+  return BucketDirectory(path) if is_bucket(path) else usable_path('--model_dir', path)
 
 
 def uploaded(model_dir: str | os.PathLike) -> contextlib.AbstractContextManager[None]:

@@ -15,7 +15,6 @@ import shutil
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from valkyrie.data import vocabularies
 from valkyrie.data.vocabularies import Vocabulary
@@ -64,11 +63,8 @@ def write(
     unfinished = folder.with_name(f'.{folder.name}.unfinished')
     shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
     unfinished.mkdir(parents=True)
-    save_file(
-      {name: np.ascontiguousarray(array) for name, array in arrays.items()},
-      unfinished / 'model.safetensors',
-      {'format': 'pt'},  # which transformers asks for; it says nothing about the content
-    )
+    # transformers asks for this format; it says nothing about the content.
+    tensor_files.write(unfinished / 'model.safetensors', arrays, {'format': 'pt'})
     (unfinished / 'config.json').write_text(json.dumps(config, indent=2) + '\n')
     (unfinished / 'README.md').write_text(card)
     vocabularies.copy(tokenizer, unfinished)

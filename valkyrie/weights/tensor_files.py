@@ -1,12 +1,14 @@
 """Tensors by name: in safetensors files, read slice by slice, and in memory."""
 
 from collections.abc import Callable, Mapping
+import errno
 import json
 import pathlib
 from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors
+from safetensors.numpy import save_file
 
 from valkyrie.errors import ConfigurationError, StorageError
 from valkyrie.storage import foreign_names
@@ -83,6 +85,24 @@ def in_files(path: pathlib.Path) -> dict[str, Tensor]:
     for name in opened.keys():  # noqa: SIM118, it is no mapping
       tensors[name] = _in_file(opened, name)
   return tensors
+
+
+def write(path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata: dict[str, str]) -> None:
+  """Writes a safetensors file, and reads it back.
+
+  Raises:
+    OSError: the file cannot be written, or has not the bits of the arrays.
+  """
+  try:
+    save_file({name: np.ascontiguousarray(a) for name, a in arrays.items()}, path, metadata)
+    with safetensors.safe_open(path, 'numpy') as file:
+      whole = {*file.keys()} == {*arrays} and all(
+        file.get_tensor(name).tobytes() == array.tobytes() for name, array in arrays.items()
+      )
+  except safetensors.SafetensorError as error:
+    raise OSError(errno.EIO, str(error), str(path)) from error
+  if not whole:
+    raise OSError(errno.EIO, 'what was written cannot be read back', str(path))
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:
