@@ -38,6 +38,7 @@ setup(
     'chex>=0.1.90',
     'clu>=0.0.12',
     'dm-haiku>=0.0.16',
+    'etils[epath]>=1.12',
     'gin-config>=0.5.0',
     'jax>=0.10,<0.13',  # 0.10 is the last for Python 3.11
     'numpy>=2.0',
@@ -50,6 +51,7 @@ setup(
     'seqio>=0.0.20',
     'tensorboard>=2.20',  # clu.metric_writers imports it without declaring it
     'tensorflow>=2.20',
+    'tensorstore>=0.1.71',
     'tqdm>=4.60',
   ],
   extras_require={

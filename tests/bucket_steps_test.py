@@ -274,21 +274,20 @@ def test_no_access_is_said_at_once(address, gcs):
 
 @pytest.mark.parametrize('wrong', ['gs://', 'gs://bucket', 'gs://bucket/'])
 def test_the_address_of_a_whole_bucket_is_refused(gcs, wrong):
-  with pytest.raises(ConfigurationError, match='is not the address of a folder in a bucket'):
+  with pytest.raises(ConfigurationError, match='is not the address of a folder for a run'):
     Bucket(wrong)
 
 
 @pytest.mark.parametrize(
-  'folder', ['lr=[1e-3]', 'a*b', 'a?b', 'a#b', 'new\nline', 'x//y', '.', 'x/..', 'gs:', '\udcff']
+  'folder',
+  ['lr=[1e-3]', 'a*b', 'a?b', 'a#b', 'new\nline', 'x//y', '.', 'x/..', 'gs:', '\udcff', 'a\\b'],
 )
 def test_an_address_that_libraries_read_otherwise_is_refused(gcs, folder):
-  with pytest.raises(ConfigurationError, match='cannot be the address of a run'):
+  with pytest.raises(ConfigurationError, match='is not the address of a folder for a run'):
     Checkpoints().open(f'gs://bucket/{folder}/run')
 
 
-@pytest.mark.parametrize(
-  'folder', ['a]b', 'a%20b', 'a b', 'é', 'a|b', 'c:d', '~', '{a}', 'back\\slash']
-)
+@pytest.mark.parametrize('folder', ['a]b', 'a%20b', 'a b', 'é', 'a|b', 'c:d', '~', '{a}'])
 def test_other_names_in_an_address_are_taken_literally(address, folder):
   save(f'{address}/{folder}', 1)
   assert_has(f'{address}/{folder}', 1)

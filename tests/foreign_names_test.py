@@ -55,6 +55,11 @@ STORE = store_name('letters', 'train', BYTES, None)
 RECIPE = Recipe('letters', 'train', BYTES, {}, 1)
 
 
+def letters(name):
+  """A name for a folder in a bucket, of a test with brackets in its name."""
+  return re.sub(r'\W', '-', name)
+
+
 @pytest.fixture
 def place(tmp_path, monkeypatch):
   """A folder so deep that the names lead to places in `tmp_path`, as do those of local copies."""
@@ -154,10 +159,13 @@ def test_a_store_names_no_shard_or_file_elsewhere(place, request, kind, of_file)
   shard = store / information['shards'][0]['name']
   if kind == 'gs':
     server = request.getfixturevalue('gcs')
-    prefix = f'{request.node.name}/{STORE}'
+    prefix = f'{letters(request.node.name)}/{STORE}'
     for file in ('hashes.npy', 'keys.npy', 'offsets.npy', 'tokens.npy'):
       server.put(f'{prefix}/{shard.name}/{file}', (shard / file).read_bytes())
-  address = {'file': f'file://{place}', 'gs': f'gs://bucket/{request.node.name}'}.get(kind)
+  address = {
+    'file': f'file://{place}',
+    'gs': f'gs://bucket/{letters(request.node.name)}',
+  }.get(kind)
   proposed = [*names(place), *(() if of_file else NO_TEXTS)]
   proposed = proposed if kind == 'local' else proposed[::3]
   for name in (name for name in proposed if isinstance(name, str)):
@@ -261,7 +269,7 @@ def test_a_manifest_names_no_file_elsewhere(place, request, bucket):
   (step / 'record.json').write_bytes(record)
   (place / 'planted').write_bytes(planted)
   algorithm = manifest.MD5 if bucket else manifest.SHA256
-  address = f'gs://bucket/{request.node.name}' if bucket else str(place)
+  address = f'gs://bucket/{letters(request.node.name)}' if bucket else str(place)
   server = request.getfixturevalue('gcs') if bucket else None
   found = disk_files.DiskFiles(step)
   (digest,) = found.digests(['record.json'], algorithm)
@@ -274,7 +282,7 @@ def test_a_manifest_names_no_file_elsewhere(place, request, bucket):
     )
     (step / manifest.name(algorithm)).write_bytes(text)
     if server:
-      below = f'{request.node.name}/checkpoints/3'
+      below = f'{letters(request.node.name)}/checkpoints/3'
       objects = {'record.json': record, name: planted, manifest.name(algorithm): text}
       for one, content in objects.items():
         server.put(f'{below}/{one}', content)

@@ -22,7 +22,7 @@ from valkyrie.errors import ConfigurationError, StorageError
 from valkyrie.storage import foreign_names
 
 SCHEME = 'gs://'
-_NOT_LITERAL = re.compile(r'[\[*?#]|/(\.{0,2}|gs:)/')
+_NOT_LITERAL = re.compile(r'[\[*?#]|/gs:/')
 _PATIENCE = 60.0  # seconds of retries of one request, with growing pauses
 _REQUEST_SECONDS = 30.0  # until a connection that says nothing counts as lost
 _AT_ONCE = 8  # requests, for which the client keeps 10 connections
@@ -56,15 +56,12 @@ class Bucket:
     """
     name, _, folder = address.removeprefix(SCHEME).partition('/')
     folder = folder.strip('/')
-    if not address.startswith(SCHEME) or not name or not foreign_names.is_below(folder):
+    literal = folder.isprintable() and not _NOT_LITERAL.search(f'/{folder}/')
+    if not (address.startswith(SCHEME) and name and foreign_names.is_below(folder) and literal):
       raise ConfigurationError(
-        f'{address} is not the address of a folder in a bucket. Use {SCHEME}BUCKET/FOLDER.'
-      )
-    if _NOT_LITERAL.search(f'/{folder}/') or not folder.isprintable():
-      raise ConfigurationError(
-        f'{address!a} cannot be the address of a run: libraries for buckets read "[", "*" and "?" '
-        'as patterns, and change names with "#", control characters, and folders named "", ".", '
-        '".." or "gs:". Use another name.'
+        f'{address!a} is not the address of a folder for a run. Use {SCHEME}BUCKET/FOLDER without '
+        'the characters [ * ? # and backslash, unprintable ones, and folders named "", ".", ".." '
+        'and "gs:": libraries for buckets read them otherwise.'
       )
     missing = [p for p in ('google.cloud.storage', 'gcsfs') if not _is_installed(p)]
     if missing:
