@@ -106,7 +106,7 @@ def test_the_schedule_of_many_steps_ends_where_it_should():
   ],
 )
 def test_counts_that_devices_cannot_hold_are_refused(make, name):
-  with pytest.raises(ConfigurationError, match=rf'{name}.* is more than 2,147,483,647'):
+  with pytest.raises(ConfigurationError, match=rf'{name}.* exceeds 2,147,483,647'):
     make()
 
 

@@ -105,7 +105,7 @@ def test_which_algorithms_act_on_layers():
   [
     (optax.lbfgs, 'needs more than gradients and parameters'),
     (optax.contrib.momo_adam, 'needs more than gradients and parameters'),
-    (optax.polyak_sgd, 'cannot be made with a learning_rate alone'),
+    (optax.polyak_sgd, 'cannot be created from only a learning_rate'),
     (optax.contrib.schedule_free_adamw, 'other parameters than those to be evaluated'),
   ],
 )
@@ -181,7 +181,7 @@ def test_schedules_that_are_refused():
     rates(schedule='wsd', cooldown=0)
   with pytest.raises(ConfigurationError, match=r'needs parentheses: @polynomial_schedule\(\)'):
     rates(schedule=optax.polynomial_schedule)
-  with pytest.raises(ConfigurationError, match=r'an array of shape \(3,\) of a step'):
+  with pytest.raises(ConfigurationError, match=r'an array of shape \(3,\) for a step'):
     rates(schedule=lambda step: jnp.zeros(3) + step)
 
 

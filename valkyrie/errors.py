@@ -60,7 +60,7 @@ def message_of(error: ValkyrieError) -> str:
 
 
 def reason_of(error: Exception) -> str:
-  """The words of the system for an OSError, or of the library for another error."""
+  """The reason to show: `strerror` of an OSError, otherwise the exception's own text."""
   return getattr(error, 'strerror', None) or str(error)
 
 

@@ -17,7 +17,7 @@ import jax
 Array = jax.Array
 DType = Any  # anything that `jnp.dtype` accepts
 Carry = Any  # a pytree whose leaves are [B, ...]
-Params = Any  # a pytree of float32 arrays, as Haiku's `init` returns it
+Params = Any  # a pytree of arrays, as Haiku's `init` returns it
 Axes = tuple[str | None, ...]  # a logical axis for each dimension; None is never split
 
 
@@ -37,10 +37,10 @@ class Batch(NamedTuple):
   positions: int32, 0 exactly where a document starts, then counting up by one to 2^30. Beyond it
     the last POSITION_PERIOD of these repeat: far from the start, and with the same remainders.
   segment_ids: int32, 0 at padding; documents of a row count up from 1 to 2^30, and again. Padding
-    stands at the end of a chunk only, and leaves every carry untouched.
+    stands only at the end of a chunk, and leaves every carry untouched.
   """
 
-  inputs: Any  # arrays of the host or of devices, or their shapes and dtypes alone
+  inputs: Any  # arrays of the host or of devices, or only their shapes and dtypes
   targets: Any
   weights: Any
   positions: Any
@@ -69,7 +69,7 @@ class SequenceMixer(Protocol):
   reach (0): the largest distance at which its attention window sees a token.
   horizon (None): the longest time constant of its state at initialization, in tokens.
   max_context (None): the longest document that it can read.
-  carried (True): whether chunks pass on what they read; False if each is read alone.
+  carried (True): whether chunks pass on what they read; False if each is read by itself.
   """
 
   @property

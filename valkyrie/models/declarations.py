@@ -15,7 +15,7 @@ class Parameter(NamedTuple):
   """One parameter of a model.
 
   shape: its shape and dtype.
-  axes: its logical axes, that of the layer stack included; None where its module declares none.
+  axes: its logical axes, with the axis of the layer stack; None where its module declares none.
   cast: the dtype to which every use casts it: a copy in that dtype computes the same. None if it is
     used in float32.
   """
@@ -30,7 +30,7 @@ class Kind:
   """What an optimizer distinguishes.
 
   is_matrix: whether the parameter has several dimensions in its own layer, and is no table with a
-    vector for each token, of which a step touches a few.
+    vector for each token (a step touches only a few).
   stacked: its leading dimensions that are layers.
   in_planner: whether a planner has it.
   """

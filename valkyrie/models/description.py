@@ -15,7 +15,7 @@ class Description(NamedTuple):
   horizon: the longest time constant of any mixer's state at initialization, in tokens; None without
     a recurrence.
   max_context: the longest document that every mixer can read; None without a bound.
-  carried: False if a mixer reads every chunk alone, as `FullAttention` can.
+  carried: False if a mixer reads every chunk by itself, as `FullAttention` can.
   has_dropout: whether any mixer draws random numbers in training.
   plan_interval: of the planner; None without one.
   planner_module: the Haiku name of the planner; None without one.

@@ -7,7 +7,7 @@ from valkyrie.types import Array, Carry, DType
 
 
 class Drafts(NamedTuple):
-  """Predictions from each segment of a planner alone; training adds their losses.
+  """Predictions from only the plans of each segment; training adds their losses.
 
   hidden: [M, B, T, D], to be unembedded as `Features.hidden` is.
   values: [M, B, T, 2] float32, logits: the value of halting at this segment, and of continuing.

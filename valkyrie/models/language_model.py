@@ -2,8 +2,8 @@
 
 Only `LanguageModel` touches `hk.State`. It holds one pytree, `carry`, whose leaves are
 [repeats, B, ...]; a planner, between the lower and the upper layers, adds its own carry and splits
-that of the layers. Mixers take and return carries as values: `hk.layer_stack` would store the state
-after the first call as the initial one.
+the carry of the layers. Mixers take and return carries as values: `hk.layer_stack` would store the
+state after the first call as the initial one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -66,7 +66,7 @@ class LanguageModel(hk.Module):
       vocabulary_size: tokens that exist; the embedding is padded to a multiple of 128.
       d_model: D.
       layers: L, a multiple of the pattern's length.
-      pattern: block classes (`@Block` in gin), repeated until there are `layers` of them.
+      pattern: block classes (`@Block` in gin), repeated until there are `layers` blocks.
       planner: a class (`@Planner` in gin). It reads the output of the lower half of the repeats,
         and the upper half reads its plans; None builds nothing.
       embedding_scale: a factor on the embeddings of the inputs. None takes sqrt(D), with which they
@@ -79,7 +79,7 @@ class LanguageModel(hk.Module):
         embeddings and the recurrences' rates stay float32.
       remat_policy: the activations of a layer that are saved for the backward pass: 'products'
         saves matrix products and attention outputs, and recomputes the rest; 'mlp' saves attention
-        outputs and the products of the MLP's width; 'attention' the former alone; 'nothing'
+        outputs and the products of the MLP's width; 'attention' only the former; 'nothing'
         recomputes all; None saves all.
       unroll: repeats of the pattern that are compiled one after the other, inside a loop over the
         rest. A loop copies the saved activations into and out of stacked arrays: a few layers on a
@@ -139,7 +139,7 @@ class LanguageModel(hk.Module):
 
     Args:
       inputs, positions, segment_ids: int32 [B, T], see `types.Batch`.
-      plan: False skips the planner, and resets its carry to that of a document start.
+      plan: False skips the planner, and resets its carry as at a document start.
 
     Returns:
       The features of every position.
@@ -193,7 +193,7 @@ class LanguageModel(hk.Module):
 
     Returns:
       'carry': a tuple over the pattern, leaves [repeats, B, ...]. With a planner it belongs to the
-      layers below; 'planner' is then its own carry, and 'upper_carry' that of the layers above.
+      layers below; 'planner' is then its own carry, and 'upper_carry' belongs to the layers above.
     """
     carries = self.inspect(
       lambda blocks: tuple(b.initial_carry(batch_size, self.compute_dtype) for b in blocks)
@@ -278,9 +278,9 @@ class Model(NamedTuple):
   """A language model as pure functions.
 
   init: (rng, batch_size) -> (params, carry of rows that have read nothing).
-  initial_carry: batch_size -> that carry alone.
+  initial_carry: batch_size -> only that carry.
   apply: (params, carry, inputs, positions, segment_ids, rng=None, plan=True) -> (Features, carry).
-    With an rng, dropout acts, which is for training alone. `plan` is static, and says whether a
+    With an rng, dropout acts, which is only for training. `plan` is static, and says whether a
     planner takes part.
   parameters: () -> {module: {name: Parameter}}.
   about: facts about it.
@@ -323,13 +323,15 @@ class Model(NamedTuple):
     }
 
   def carry_axes(self, carry: Carry) -> Any:
-    """The logical axes of each leaf of a carry."""
+    """The logical axes of each leaf of a carry: layers where it is stacked, rows, and no others."""
 
-    def of(memory, tree):
-      lead = ('batch',) if memory == 'planner' else ('layers', 'batch')
-      return jax.tree.map(lambda leaf: lead + (None,) * (leaf.ndim - len(lead)), tree)
+    def of(leaf, one, two):
+      stacked = [a == b for a, b in zip(one.shape, two.shape, strict=True)].index(False)
+      return ('layers',) * stacked + ('batch',) + (None,) * (leaf.ndim - stacked - 1)
 
-    return {'model': {memory: of(memory, tree) for memory, tree in carry['model'].items()}}
+    # A carry of one row and one of two rows differ in size along the rows.
+    of_rows = [jax.eval_shape(functools.partial(self.initial_carry, rows)) for rows in (1, 2)]
+    return jax.tree.map(of, carry, *of_rows)
 
   def parameter_axes(self, resolve: Callable[[str, Axes | None, tuple[int, ...]], Axes]) -> Any:
     """The logical axes of each parameter, after `resolve(path, declared axes, shape)`."""

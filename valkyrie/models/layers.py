@@ -3,7 +3,7 @@
 Parameters are float32, unless the model stores those that every use casts in bfloat16; arithmetic
 is in the dtype of the input. A module makes a parameter by `parameter`, which declares its logical
 axes and the dtype to which every use casts it, so that neither a layout nor a cast copy needs a
-table of paths. A parameter made by `hk.get_parameter` alone declares nothing: it is never split and
+table of paths. A parameter made by plain `hk.get_parameter` declares nothing: it is never split and
 never cast.
 """
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021): a matrix W becomes W + A B, of which A and B learn."""
+"""Low-rank adapters (LoRA, Hu et al. 2021): a matrix W becomes W + A B, and only A and B learn."""
 
 from collections.abc import Sequence
 import contextlib

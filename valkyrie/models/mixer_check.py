@@ -28,7 +28,7 @@ def check_result(name: str, x: Array, before: Carry, y: Array, after: Carry) -> 
   if found != expected:
     raise ConfigurationError(
       f'The mixer {name} returned the carry {found}, but took {expected}. Return the same tree, '
-      'with the same shapes and dtypes: that of initial_carry.'
+      'with the same shapes and dtypes as initial_carry.'
     )
 
 
@@ -89,7 +89,7 @@ def check_mixer(make: Callable[[], SequenceMixer], width: int, tolerance: float 
   compare(
     over(later, fresh)[0][:, :_CUT],
     whole[:, :_CUT],
-    'an output depends on a later token. Use those before it alone',
+    'an output depends on a later token. Use only tokens before it',
   )
   other = x.copy()
   other[1] += 1

@@ -50,14 +50,14 @@ def evaluate(
     last_step: of the run, at which a follower ends.
     cuts: parts of the carry, 'state' or 'all'. For each, one more evaluation resets it before every
       chunk, and writes to model_dir/eval_cut_NAME.
-    name: of other data than that of the run's own evaluations: metrics go to model_dir/eval_NAME
-      and eval_NAME_cut_CUT, the picture to loss_by_position_NAME.png.
+    name: a name for data other than the run's own validation: metrics go to model_dir/eval_NAME and
+      eval_NAME_cut_CUT, the picture to loss_by_position_NAME.png.
     step: of the checkpoint, see `weights.restored`; the mean of several needs a `name`.
     follow: evaluate every checkpoint that has no evaluation yet, and those to come, as they are
       committed. Without a name, the metrics go to model_dir/eval_whole.
 
   Raises:
-    ConfigurationError: there is no such step, or the numbers would mix with those of other data.
+    ConfigurationError: there is no such step, or its metrics would be mixed with other data's.
   """
   check_cuts('evaluate.cuts', cuts)
   if not all(letter.isalnum() or letter in '._-' for letter in name):
@@ -66,8 +66,8 @@ def evaluate(
     )
   if ',' in step and not name:
     raise ConfigurationError(
-      f'The mean of the steps {step} is no step of the run: its numbers would mix with those of '
-      "the run. Name them by evaluate.name, such as 'mean'."
+      f"--step={step} averages several checkpoints; its metrics would be mixed with the run's own. "
+      "Set evaluate.name, for example 'mean'."
     )
   name = name or ('whole' if follow else '')
   stream = f'eval{name and "_"}{name}'

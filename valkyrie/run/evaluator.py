@@ -32,7 +32,7 @@ _BINS = 31  # powers of two below the largest int32 position
 
 
 class TokenMetric(Protocol):
-  """A metric of one's own, the mean of a value of each target: a function with a name."""
+  """A user-defined metric: a named function that returns a value and a weight for each target."""
 
   __name__: str
 
@@ -101,7 +101,7 @@ class Evaluator:
   """Reads a split from its start, with rows and chunks of its own.
 
   Attributes:
-    vocabulary: that of the split.
+    vocabulary: the tokenizer of the split.
   """
 
   def __init__(
@@ -196,9 +196,9 @@ class Evaluator:
     Returns:
       loss, bits_per_token, bits_per_byte, perplexity; accuracy, the share of targets with the
       largest logit; loss_by_position/P, the loss of the targets at positions P to 2 P - 1 of a
-      document; metrics/NAME, a metric of one's own; of the whole split also quick_loss, that of its
-      quick part. Of a mixture these are means by its weights, and loss/NAME and others are those of
-      each source.
+      document; metrics/NAME, a user-defined metric; for the whole split also quick_loss, the loss
+      of its quick part. For a mixture these are means by its weights, and loss/NAME and others are
+      the metrics of each source.
 
     Raises:
       Preempted: `stop` returned True.

@@ -54,8 +54,8 @@ def export(
     step: of the checkpoint, or several whose mean is exported, see `weights.restored`.
     opened: opens the run.
     model: the class of the model.
-    form: 'valkyrie', or 'huggingface' for a model of full attention (Llama) or of a window
-      (Mistral) alone.
+    form: 'valkyrie', or 'huggingface' for a model of full attention (Llama) or only of
+      a window (Mistral).
 
   Raises:
     ConfigurationError: the run has no such step, or the model has not that form.

@@ -61,8 +61,8 @@ def infer(
     UsageError: a prompt is empty.
     DataError: the file of prompts is not readable.
     StorageError: the output is there already, or cannot be written.
-    ConfigurationError: a prompt is longer than the model can read, or the vocabulary is not that of
-      the run.
+    ConfigurationError: a prompt is longer than the model can read, or the run has another
+      vocabulary.
   """
   texts = read_prompts(pathlib.Path(prompts)) if prompts is not None else [str(prompt)]
   options = {

@@ -1,4 +1,4 @@
-"""The run mode `precompile`: the memory, communication and time of a run, from the compiler alone.
+"""The run mode `precompile`: the memory, communication and time of a run, only from the compiler.
 
     python -m valkyrie.main --gin_file=gin/v4_32.gin --run_mode=precompile --topology=v4:4x4x2
 
@@ -46,7 +46,7 @@ def precompile(
     model_dir: the directory of precompile.json.
     topology: a TPU slice, such as 'v4:4x4x2'; None means the devices of this machine.
     settings: the class of the settings that decide the compiled steps.
-    hbm_bytes: the memory of a device that a program may use; None takes that of the chip.
+    hbm_bytes: the memory of a device that a program may use; None takes what the chip has.
     layouts: gin files of partitioners to try if a step needs more; None takes all of gin/partition.
 
   Raises:

@@ -24,17 +24,18 @@ from valkyrie.monitoring.progress import Progress
 from valkyrie.monitoring.refused_log import RefusedLog
 from valkyrie.monitoring.trackers import Tracker, Tracking
 from valkyrie.monitoring.training_log import TrainingLog
-from valkyrie.monitoring.writers import create_writers
+from valkyrie.monitoring.writers import RunWriter, create_writers
 from valkyrie.run import evaluated_data
 from valkyrie.run.batches import batches
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.run.initial_state import InitialState
+from valkyrie.run.refusals import Refusals
+from valkyrie.run.saver import Saver
 from valkyrie.run.trainer import Trainer
-from valkyrie.run.validation import Validation
+from valkyrie.run.validation import Lowest, Validation
 from valkyrie.training.counts import check_count
 from valkyrie.training.divergence import RefusedSteps
 from valkyrie.training.setup import Setup, StepSettings, check_vocabulary
-from valkyrie.training.train_step import StepMetrics, TrainState
 from valkyrie.types import TaskFeed
 
 
@@ -83,7 +84,7 @@ def train(
     preemption: the reaction to a request to stop.
     refused_steps: the budget of refused steps.
     allow_changed: of compatibility.KINDS, the accepted differences to the run that saved.
-    quiet: print errors alone. All lines go to model_dir/log.txt, too.
+    quiet: print only errors. All lines go to model_dir/log.txt, too.
 
   Raises:
     ValkyrieError: of the kind that names the misfit, such as too little memory.
@@ -121,7 +122,7 @@ def train(
     if jax.process_index() == 0:
       _write_description(model_dir, setup)
       vocabularies.copy(tokens.vocabulary, pathlib.Path(model_dir))
-    if done := _done(trainer, train_steps, patience):
+    if done := _done(trainer.step, train_steps, trainer.lowest, patience):
       progress.say(f'nothing to do: {done}')
       return
 
@@ -129,11 +130,7 @@ def train(
     stack.enter_context(memory_limits.explained(lambda: trainer.needs))
     trainer.compile(train_steps)
 
-    # Hooks.
-    skipped = int(trainer.state.skipped)
-    refused_log = stack.enter_context(
-      RefusedLog(model_dir, skipped, trainer.documents, progress.say)
-    )
+    # Observers.
     tracking = Tracking(trackers, model_dir, trainer.start, progress.say)
     stack.callback(tracking.close)
     eval_writer = stack.enter_context(
@@ -142,19 +139,16 @@ def train(
     writer = stack.enter_context(
       create_writers(model_dir, also=[progress.show, tracking.stream('train')])
     )
-    bound = bindings()
-    writer.write_texts(trainer.start, {'configuration': report.as_markdown(bound)})
-    writer.write_hparams({n: v for n, v in bound.items() if isinstance(v, int | float | str)})
+    _write_settings(writer, trainer.start)
     log = TrainingLog(
-      writer,
-      setup.model,
-      trainer.reading,
-      every=log_every,
-      total_steps=train_steps,
+      writer, setup.model, trainer.reading, every=log_every, total_steps=train_steps
     )
-    check_budget = refused_steps(skipped, trainer.documents)
-
-    validate = Validation(
+    skipped = int(trainer.state.skipped)
+    refused_log = stack.enter_context(
+      RefusedLog(model_dir, skipped, trainer.documents, progress.say)
+    )
+    refusals = Refusals(refused_log, refused_steps(skipped, trainer.documents))
+    validation = Validation(
       evaluate,
       setup.curriculum,
       train_steps,
@@ -166,35 +160,13 @@ def train(
       stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix='plot')),
       lowest=trainer.lowest,
     )
-    stack.callback(validate.check_picture)
+    stack.callback(validation.check_picture)
+    saver = Saver(trainer, directory, validation, [refusals.flush, log.flush])
 
-    def validated(step: int, state: TrainState, metrics: StepMetrics) -> None:
-      validate(step, state, metrics)
-      trainer.lowest = validate.lowest
+    def every(n: int, hook: Hook) -> Hook:
+      return Every(n, hook, total_steps=train_steps, start_step=trainer.start)
 
-    def save(step: int, state: TrainState, metrics: StepMetrics) -> None:
-      del state, metrics
-      trainer.save(validate.losses.get(step))
-
-    periodic = [
-      Every(n, hook, total_steps=train_steps, start_step=trainer.start)
-      for n, hook in ((eval_every, validated), (checkpoint_every, save))
-    ]
-
-    in_flight: list[tuple[int, StepMetrics]] = []
-
-    def read_oldest() -> None:
-      step, metrics = in_flight.pop(0)
-      refused_log(step, metrics)
-      check_budget(step, int(metrics.skipped))
-
-    def read_all() -> None:
-      """Waits for the last step, so that what is saved has its lines."""
-      while in_flight:
-        read_oldest()
-      log.flush()
-
-    trainer.before_save = read_all
+    observers = *hooks, every(eval_every, validation), every(checkpoint_every, saver), saver.retry
 
     # Loop. A step is dispatched while the one before it runs, and the metrics of the older one are
     # read then: at most two steps are in flight, and no device waits for the host.
@@ -203,42 +175,46 @@ def train(
       'handlers ready: SIGTERM, SIGINT, SIGHUP or SIGQUIT now saves, and ends with exit code 75'
     )
     log.restart_clock()
-    with trainer.saving_on_error():
+    with saver.saving_on_error():
       for batch in batches(trainer.reading, setup, range(trainer.step, train_steps)):
-        if _done(trainer, train_steps, patience) or trainer.should_stop():
+        done = _done(trainer.step, train_steps, validation.lowest, patience)
+        if done or trainer.should_stop():
           break
         with profile.step(trainer.step + 1):
           metrics = trainer.take_step(batch)
         if setup.loss_spikes.action == 'rewind' and bool(metrics.spiked):
           refused_log.rewound(trainer.step, trainer.rewind(checkpoint_every))
         log(trainer.step, metrics)
-        in_flight.append((trainer.step, metrics))
-        for hook in (*hooks, *periodic):  # an evaluation writes the line of this step
-          log.note(hook(trainer.step, trainer.state, metrics))
-        if directory.is_due(trainer.step):
-          trainer.save(validate.losses.get(trainer.step))
-        directory.check()
-        if len(in_flight) > 1:
-          read_oldest()
-      read_all()
+        refusals(trainer.step, metrics)
+        for observe in observers:
+          log.note(observe(trainer.step, trainer.state, metrics))
+      saver.flush()
     progress.close()
     progress.say(*memory.lines())
-    trainer.save_now(validate.losses.get(trainer.step))
-    if trainer.step < train_steps:
-      if done := _done(trainer, train_steps, patience):
-        progress.say(done)
-        return
-      raise Preempted(
-        f'stopped after step {trainer.step} of {train_steps}; the newest checkpoint is '
-        f'{directory.describe_newest()}. Run the same command again to continue.'
-      )
+    saver.save_now()
+    if trainer.step == train_steps:
+      return
+    if done := _done(trainer.step, train_steps, validation.lowest, patience):
+      progress.say(done)
+      return
+    raise Preempted(
+      f'stopped after step {trainer.step} of {train_steps}; the newest checkpoint is '
+      f'{directory.describe_newest()}. Run the same command again to continue.'
+    )
 
 
-def _done(trainer: Trainer, train_steps: int, patience: int | None) -> str | None:
+def _done(step: int, train_steps: int, lowest: Lowest | None, patience: int | None) -> str | None:
   """Why no step is left; None if one is."""
-  if trainer.step >= train_steps:
+  if step >= train_steps:
     return f'train_steps={train_steps} are done'
-  return trainer.lowest and trainer.lowest.stops(patience)
+  return lowest and lowest.stops(patience)
+
+
+def _write_settings(writer: RunWriter, step: int) -> None:
+  """Writes the configuration to TensorBoard."""
+  bound = bindings()
+  writer.write_texts(step, {'configuration': report.as_markdown(bound)})
+  writer.write_hparams({n: v for n, v in bound.items() if isinstance(v, int | float | str)})
 
 
 def _write_description(model_dir: str, setup: Setup) -> None:

@@ -1,7 +1,6 @@
-"""A training run in progress: its state, its compiled steps, and its checkpoints."""
+"""A training run in progress: its state and its compiled steps."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-import contextlib
+from collections.abc import Callable, Collection, Mapping
 import time
 from typing import Any
 
@@ -13,7 +12,6 @@ from valkyrie.config.computation import computation
 from valkyrie.config.record import bindings
 from valkyrie.distributed import compilation_cache, heartbeat, program_fingerprint
 from valkyrie.distributed.preemption import Preemption
-from valkyrie.errors import Diverged, StorageError
 from valkyrie.monitoring import memory, memory_limits
 from valkyrie.run.validation import Lowest
 from valkyrie.training.curriculum import Phase
@@ -25,15 +23,14 @@ from valkyrie.types import Batch, TaskFeed
 
 
 class Trainer:
-  """Restores, advances and saves the state of a run.
+  """Restores and advances the state of a run.
 
   Attributes:
     state: the train state, on the devices.
     step: the number of steps done.
     start: the number of steps done before this process began.
     reading: what each step reads.
-    lowest: the lowest validation loss, which checkpoints record.
-    before_save: waits for the steps done, and writes what is to be known of them.
+    lowest: the lowest validation loss before `start`.
     needs: the memory that a step takes, once it is compiled.
   """
 
@@ -68,7 +65,6 @@ class Trainer:
     self._programs: Mapping[str, str] = {}
     self._saved_programs: Mapping[str, str] = {}
     self.lowest: Lowest | None = None
-    self.before_save: Callable[[], None] = lambda: None
     self.needs = ''
     self._steps: dict[tuple, Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]] = {}
     restored = self._restored()
@@ -79,7 +75,7 @@ class Trainer:
     """Compiles the step of every phase, before the first is taken; one for each shape.
 
     Raises:
-      ConfigurationError: the programs differ between processes, or from those of the checkpoint.
+      ConfigurationError: the programs differ between processes, or from the checkpoint's.
     """
     phases = self._setup.curriculum.forms
     compiled: dict[tuple, jax.stages.Compiled] = {}
@@ -112,7 +108,7 @@ class Trainer:
       }
 
   def _check_programs(self, autotuned: bool) -> None:
-    """Compares the programs with those of the checkpoint; `autotuned` ones may differ."""
+    """Compares the programs with the checkpoint's; `autotuned` ones may differ."""
     changed = compatibility.check_executable(
       {'executable': self._saved_programs},
       self._programs,
@@ -142,40 +138,6 @@ class Trainer:
     """Names the documents that step number `step`, counted from 1, reads."""
     return self.reading.describe(step - 1)
 
-  def save(self, validation_loss: float | None = None) -> None:
-    """Saves the state in the background; `validation_loss` is that of this step, if measured."""
-    self.before_save()
-    record = {**self._record(), 'validation_loss': validation_loss}
-    self._directory.save(self.step, self.state, record)
-
-  def save_now(self, validation_loss: float | None = None, patiently: bool = True) -> None:
-    """Saves the state and waits, unless no step was taken or it is saved already."""
-    if self.step > self.start:
-      record = {**self._record(), 'validation_loss': validation_loss}
-      self._directory.save_now(self.step, self.state, record, patiently)
-
-  @contextlib.contextmanager
-  def saving_on_error(self) -> Iterator[None]:
-    """Saves the state after an unforeseen error inside, which stays the one that is raised.
-
-    With several processes nothing is saved: all of them make a save, and the others see no error.
-    """
-    try:
-      yield
-    except (Diverged, StorageError):
-      raise
-    except Exception as error:
-      if jax.process_count() > 1:
-        raise
-      with contextlib.suppress(Exception):  # the state is worth more than a line
-        self.before_save()
-      try:
-        self.save_now(patiently=False)
-        error.add_note('The state before the error was saved.')
-      except Exception as second:
-        error.add_note(f'The steps since the last checkpoint could not be saved: {second}')
-      raise
-
   def rewind(self, checkpoint_every: int) -> int:
     """Restores parameters, average and optimizer of the last checkpoint due; returns its step.
 
@@ -188,7 +150,7 @@ class Trainer:
     """
     names = ('params', 'optimizer_state', *(['average'] if self.state.average is not None else []))
     for leaf in jax.tree.leaves([getattr(self.state, name) for name in names]):
-      leaf.delete()  # two of them would not fit in memory
+      leaf.delete()  # memory does not hold it twice
     due = (self.step - 1) // checkpoint_every * checkpoint_every
     found = self._directory.nearest_valid(due) if due else None
     if found is None:
@@ -249,13 +211,12 @@ class Trainer:
       'executable': self._programs,
     }
 
-  def _record(self) -> dict[str, Any]:
-    """The record of a checkpoint: the facts, and where a resumed run continues."""
+  def record(self) -> dict[str, Any]:
+    """The facts that a checkpoint of the state records, and where a resumed run continues."""
     return {
       **self._facts(),
       'position': self.reading.position(self.step),
       'stretches': self.reading.stretches,
-      'lowest': self.lowest,
     }
 
 

@@ -1,4 +1,4 @@
-"""Weights of layers, split over devices, of which each layer gathers its own where it runs.
+"""Weights of layers that are split over devices; each layer gathers its own where it runs.
 
 Inside `split_over(axes)`, in the body of a `jax.shard_map`, a device holds one part of each weight
 of a layer. The layer gathers the whole weight in the dtype in which it computes. Backwards, the
@@ -34,7 +34,7 @@ def axes() -> tuple[str, ...]:
 
 
 def gathered(part: Array, shape: Sequence[int], cast: DType | None) -> Array:
-  """The whole weight, of which this device holds a part along at most one dimension.
+  """The whole weight; this device holds a part of it along at most one dimension.
 
   Args:
     part: what the device holds; a weight of this shape is returned as it is.

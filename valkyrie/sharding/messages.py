@@ -22,7 +22,7 @@ def all_gather(part: Array, axes: Sequence[str], dimension: int) -> Array:
 
 
 def reduce_scatter(x: Array, axes: Sequence[str], dimension: int) -> Array:
-  """The part of this device, as `all_gather` joins them, of the sum of x over the devices."""
+  """This device's shard of the sum of x over `axes`; shards are ordered as in `all_gather`."""
   for first in range(0, len(axes), _AT_ONCE):
     over = tuple(axes[first : first + _AT_ONCE])
     x = lax.psum_scatter(x, over, scatter_dimension=dimension, tiled=True)

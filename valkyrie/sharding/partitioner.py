@@ -220,7 +220,7 @@ class Partitioner:
       )
 
   def local_rows(self, batch_size: int) -> list[int]:
-    """The numbers of the rows of which a device of this process holds a part."""
+    """The numbers of the rows that devices of this process hold, wholly or in part."""
     parts = self.batch_sharding().addressable_devices_indices_map((batch_size, 1)).values()
     return sorted({row for part in parts if part for row in range(batch_size)[part[0]]})
 

@@ -9,7 +9,7 @@ whole chunk's result, gradients included, from its piece and from two kinds of m
                      (`device_prefix_scan`)
 
 The last device's message is the carry after the chunk, and goes to device 0. A mixer's carry is
-therefore correct on device 0 alone, and finite on the others; `broadcast_carry` copies it to all at
+therefore correct only on device 0, and finite on the others; `broadcast_carry` copies it to all at
 the end of a step.
 
 Gradients are taken inside the body: each device differentiates its own share of the loss, and the
@@ -56,7 +56,7 @@ def index() -> Array:
 
 
 def shift_right(tree: T) -> T:
-  """The tree of the device to the left; on device 0, that of the last device."""
+  """The tree of the device to the left; device 0 gets the tree of the last device."""
   ring = [(i, (i + 1) % size()) for i in range(size())]
   return jax.tree.map(lambda x: lax.ppermute(x, axes(), ring), tree)
 

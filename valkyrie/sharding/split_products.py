@@ -41,7 +41,7 @@ def split_product(
   inputs: int = 0,
   rows: tuple[int, int] = (0, 0),
 ) -> Any:
-  """`product(x, weights)`, of which each device computes its part.
+  """`product(x, weights)`, with a part computed on each device.
 
   In other layouts, and where the weights are not split, it is called as it is.
 

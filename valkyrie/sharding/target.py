@@ -20,7 +20,7 @@ def target_devices(devices: Sequence[Any]) -> contextlib.AbstractContextManager[
 
 
 def current_devices() -> Sequence[Any]:
-  """The target devices: those of this machine outside `target_devices`."""
+  """The target devices; outside `target_devices`, the devices of this machine."""
   return _devices.get() or jax.devices()
 
 

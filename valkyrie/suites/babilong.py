@@ -1,10 +1,10 @@
 """Facts in a text, after BABILong (Kuratov et al. 2024, arXiv 2406.10149).
 
-Between the sentences of a user's text lie those of a bAbI story (Weston et al. 2015, tasks 1 to 3):
-people move between rooms, take objects and drop them. The story lies in a fifth of the text, which
-begins at the depth. The question comes without the benchmark's instructions, and with the beginning
-of its answer. An answer is right if its first sentence names the room and no other one that the
-question does not name.
+Between the sentences of a user's text lie the sentences of a bAbI story (Weston et al. 2015, tasks
+1 to 3): people move between rooms, take objects and drop them. The story lies in a fifth of the
+text, which begins at the depth. The question comes without the benchmark's instructions, and with
+the beginning of its answer. An answer is right if its first sentence names the room and no other
+one that the question does not name.
 """
 
 from collections.abc import Sequence
@@ -112,7 +112,7 @@ def story(order: Order, task: str) -> Problem:
 
 
 def names_the_room(continuation: str, question: Question) -> float:
-  """Whether the first sentence names the right room alone, or with those of the question."""
+  """Whether the first sentence names the right room and no other, except rooms of the question."""
   said = continuation.lower().split('.')[0]
   named = {room for room in ROOMS if room in said and room not in question.text.lower()}
   return float(named == {*question.answers})

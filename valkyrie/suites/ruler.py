@@ -1,6 +1,6 @@
 """Needles, variable tracking and common words of RULER (Hsieh et al. 2024, arXiv 2404.06654).
 
-The names, numbers and prompts are those of the benchmark (github.com/NVIDIA/RULER, Apache 2.0). The
+The names, numbers and prompts come from the benchmark (github.com/NVIDIA/RULER, Apache 2.0). The
 words are made up, and the haystack `essay` is a text of the user's.
 """
 
@@ -31,7 +31,7 @@ _SHORT = 4096  # tokens, below which the words of a list are repeated less often
 
 @dataclasses.dataclass(frozen=True)
 class Needles:
-  """Sentences with a key and a value in a haystack, of which one or several are asked for.
+  """Sentences with a key and a value in a haystack; the question asks for one or several.
 
   Attributes:
     haystack: 'noise', 'essay', or 'needle', more needles of other keys.
@@ -79,7 +79,7 @@ class Needles:
     return f'One of the special magic {self.value} for {key} is: {value}.'
 
   def _context(self, order: Order, needles: Sequence[tuple[bool, str]]) -> list[str]:
-    """The haystack with the needles, of which those asked for lie at the depth."""
+    """The haystack with the needles; the needles asked for lie at the depth."""
     if self.haystack == 'needle':
       keys = _symbols(order.random, self.key, order.units)
       values = _symbols(order.random, self.value, order.units)
@@ -127,7 +127,7 @@ def _tracked(
 
 
 def common_words(order: Order) -> Problem:
-  """A list of words, ten of which are more frequent; a solved example precedes it."""
+  """A list of words with ten more frequent ones; a solved example precedes it."""
   few = order.length < _SHORT
   example, asked = _list(order.random, 10, *((3, 1) if few else (10, 3)))
   problem, question = _list(order.random, order.units, *((6, 1) if few else (30, 3)))

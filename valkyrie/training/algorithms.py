@@ -54,8 +54,8 @@ def acts_on_layers(algorithm: Algorithm) -> bool:
     if all(_distance(whole[name], apart[name]) < _SAME for name in shapes):
       return layers
   raise ConfigurationError(
-    f'{_name(algorithm)} joins numbers of several parameters, or draws random ones, and would do '
-    'otherwise with layers in a stack. Use an algorithm that treats each parameter on its own.'
+    f'{_name(algorithm)} mixes values across parameters or uses randomness, so it would behave '
+    'differently on stacked layers. Use an algorithm that updates each parameter independently.'
   )
 
 
@@ -73,7 +73,7 @@ def _made(algorithm: Algorithm) -> optax.GradientTransformation:
     return algorithm(learning_rate=1.0)
   except TypeError as error:
     raise ConfigurationError(
-      f'{_name(algorithm)} cannot be made with a learning_rate alone ({error}). Bind its other '
+      f'{_name(algorithm)} cannot be created from only a learning_rate ({error}). Bind its other '
       'parameters, or use another algorithm.'
     ) from error
 
@@ -101,7 +101,7 @@ def _after(
 
 
 def _distance(found: jax.Array, expected: jax.Array) -> float:
-  """The norm of the difference, relative to that of `expected`."""
+  """The norm of the difference, relative to the norm of `expected`."""
   return float(jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected))
 
 

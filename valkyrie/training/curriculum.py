@@ -56,7 +56,7 @@ class Phase:
       raise ConfigurationError(
         f'Phase has long_every={every} and long_backprop_chunks={longer}. Give both: every 1 or '
         f'more steps, the gradient flows through more than backprop_chunks={self.backprop_chunks} '
-        f'chunks, of which a whole number makes chunks={self.chunks}.'
+        f'chunks, and that number divides chunks={self.chunks}.'
       )
 
   @property

@@ -1,4 +1,4 @@
-"""A step over many devices under `shard_map`, each of which computes with all weights.
+"""A step over many devices under `shard_map`; each device computes with all weights.
 
     weights                 gathered once a step, cast parameters in the compute dtype
     rows, time              each device reads its own rows, and its own piece of every chunk
@@ -148,14 +148,14 @@ def _local_pieces(batch: Batch, chunk_size: int) -> tuple[Batch, int]:
 
 
 def _at_least_one(weight: Array) -> Array:
-  """The weight, or 1 for a step of padding alone, whose gradient is then zero instead of NaN."""
+  """The weight, or 1 for a step of only padding, whose gradient is then zero instead of NaN."""
   return jnp.maximum(weight, 1.0)
 
 
 def _reduce_scatter(
   gradient: Array, shard: PartitionSpec, scattered: bool, *, over: Sequence[str]
 ) -> Array:
-  """The sum over all devices, of which each keeps its shard of the parameter."""
+  """The sum over all devices; each keeps its shard of the parameter."""
   for dimension, axes in enumerate(shard):
     if axes is not None:
       if not scattered:

@@ -1,8 +1,8 @@
 """The loss of a planner's drafts (Wang et al. 2025, arXiv 2506.21734, section 2).
 
-Every segment ends with a plan, and each plan alone predicts the tokens that read it. The losses of
-all segments add up ("Deep supervision"); the paper steps the optimizer after each segment, here the
-sum is one loss:
+Every segment ends with a plan, and each plan by itself predicts the tokens that read it. The losses
+of all segments add up ("Deep supervision"); the paper steps the optimizer after each segment, here
+the sum is one loss:
 
     L = sum over m of  -log p_m(target) + BCE(q_m(halt), r_m) + BCE(q_m(continue), best_m+1)
 

@@ -103,8 +103,8 @@ def weighted_loss(
     vocabulary_size: V without padding.
     total: the weight of all tokens of a step, a scalar.
     z_loss: the factor of `WeightedSums.squares`.
-    in_one_pass: compute the gradient of each slice with its loss. That of the unembedding, [V, D]
-      float32, is then held from the forward pass to the backward pass.
+    in_one_pass: compute the gradient of each slice with its loss. The gradient of the unembedding,
+      [V, D] float32, is then held from the forward pass to the backward pass.
 
   Returns:
     ((loss + z_loss x squares) / total, the sums, which have no gradient).

@@ -13,11 +13,11 @@ from valkyrie.types import Array, Batch, Carry, Params
 
 
 def in_micro_batches(compute: Compute, model: Model, count: int) -> Compute:
-  """`compute` over `count` groups of each device's rows, of which gradients and sums add up.
+  """`compute` over `count` groups of each device's rows; their gradients and sums are added up.
 
-  Every group divides its loss by the weight of the whole step, so the gradient is that of all rows
-  at once. Group number m has the rows m, m + count, ...: with rows over devices, each device keeps
-  its own. Dropout draws other numbers than without groups.
+  Every group divides its loss by the weight of the whole step, so the gradient is the same as for
+  all rows at once. Group number m has the rows m, m + count, ...: with rows over devices, each
+  device keeps its own. Dropout draws other numbers than without groups.
   """
   if count == 1:
     return compute

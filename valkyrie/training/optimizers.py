@@ -29,7 +29,7 @@ class Group:
     pattern: a regular expression that is found in their paths, as in model_info.txt. A parameter
       belongs to the first group that it matches.
     learning_rate_scale: a factor on the learning rate; 0 freezes them, and they have no moments.
-    decay: False takes the optimizer's algorithm for vectors, which decays nothing, for all of them.
+    decay: False takes the optimizer's algorithm for vectors, which decays nothing, for the group.
     algorithm: one of their own.
     may_be_empty: whether a model without such parameters is accepted.
   """
@@ -183,7 +183,7 @@ class Optimizer:
     return next(found, (None, Group('')))
 
   def state_axes(self, state: Any, params: Params, axes: Any) -> Any:
-    """The logical axes of each leaf of the state: a moment has those of its parameter.
+    """The logical axes of each leaf of the state: a moment has the axes of its parameter.
 
     Args:
       state: the shapes of the optimizer's state.

@@ -75,13 +75,13 @@ def _checked(after: Schedule) -> Schedule:
     fits = share.shape == ()
   except (TypeError, AttributeError, ValueError, OverflowError) as error:
     raise ConfigurationError(
-      f'Optimizer.schedule, {name}, makes no number of a step ({error}). A reference to a function '
-      f'that makes a schedule needs parentheses: @{name}().'
+      f'Optimizer.schedule={name} did not return a number for a step ({error}). A reference to a '
+      f'function that creates a schedule needs parentheses: @{name}().'
     ) from error
   if not fits:
     raise ConfigurationError(
-      f'Optimizer.schedule, {name}, makes an array of shape {share.shape} of a step, but a number '
-      'was expected: the share of the peak.'
+      f'Optimizer.schedule={name} returned an array of shape {share.shape} for a step, but a '
+      'number was expected: the share of the peak.'
     )
   return after
 

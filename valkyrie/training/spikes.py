@@ -15,7 +15,7 @@ ACTIONS = ('accept', 'skip', 'rewind')
 class RecentLosses(NamedTuple):
   """The losses of the latest steps, as a ring; part of the train state.
 
-  losses: float32 [window], nats a token; refused steps are among them, those of NaN are not.
+  losses: float32 [window], nats a token; refused steps are among them, NaN losses are not.
   count: int32, losses written so far.
   """
 
@@ -30,8 +30,8 @@ class LossSpikes:
 
   A spike lies more than `deviations` standard deviations above the mean of the last `window` losses
   (the rule of OLMo-core's SkipStepOptimizer); none is detected before `window` losses exist.
-  Refused losses count among them, so a lasting level is accepted after about window / deviations^2
-  steps. The decision depends on the train state alone, so a resumed run decides alike.
+  Refused losses are among them, so a lasting level is accepted after about window / deviations^2
+  steps. The decision depends only on the train state, so a resumed run decides alike.
 
   Attributes:
     action: 'accept' ignores spikes. 'skip' refuses the step as one with non-finite numbers.

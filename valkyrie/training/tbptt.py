@@ -1,6 +1,6 @@
 """Truncated backpropagation through time over the chunks of a row.
 
-A step reads N chunks of C tokens. The carry passes through all of them. The gradient passes through
+A step reads N chunks of C tokens. The carry passes through all chunks. The gradient passes through
 groups of `backprop_chunks` consecutive chunks, and is cut between groups:
 
     carry -> [chunk, chunk, ...] -> | -> [chunk, chunk, ...] -> | -> ... -> carry of the next step

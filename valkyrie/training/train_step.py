@@ -152,7 +152,7 @@ def make_train_step(
 
   Frozen parameters get no gradient, so that they do not count in its norm.
 
-  Dropout and rounding depend on the seed and the step alone, so a resumed run draws the same
+  Dropout and rounding depend only on the seed and the step, so a resumed run draws the same
   numbers.
   """
 

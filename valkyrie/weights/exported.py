@@ -5,7 +5,7 @@
     FOLDER/README.md           the model card
     FOLDER/tokenizer.json      or tokenizer.model, as the run had it; nothing for bytes
 
-In Hugging Face's form (`to_huggingface`) tensors and configuration are those of its Llama.
+In Hugging Face's form (`to_huggingface`) tensors and configuration are a Llama's.
 """
 
 from collections.abc import Mapping

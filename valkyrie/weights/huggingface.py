@@ -66,7 +66,7 @@ def configuration(folder: pathlib.Path) -> dict[str, Any] | None:
       raise ConfigurationError(f'{file} has {name}: true, but Valkyrie has no such biases.')
   if found.get('hidden_act', 'silu') != 'silu':
     raise ConfigurationError(
-      f'{file} has hidden_act: {found["hidden_act"]!r}, but Valkyrie has silu alone.'
+      f'{file} has hidden_act: {found["hidden_act"]!r}, but Valkyrie has only silu.'
     )
   return found
 

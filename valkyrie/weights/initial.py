@@ -69,13 +69,13 @@ class InitialWeights:
   Attributes:
     source: the directory of a run, whose newest checkpoint is read; a safetensors file or a folder
       with such files, as an export has; or a folder of Hugging Face's Llama or Mistral.
-    rules: (pattern, tensor), of which the first whose regular expression is found in the name
-      counts: 'fresh' for the model's own initialization, 'zero', or the name of the tensor in the
-      source, in which \\1 stands for a group of the pattern. Without a rule, it has the same name.
+    rules: (pattern, tensor); the first rule whose regular expression is found in the name applies.
+      The tensor is 'fresh' for the model's own initialization, 'zero', or the name of the tensor in
+      the source, in which \\1 stands for a group of the pattern. Without a rule, the name stays.
     partial: tensors that the source lacks are new: outputs (`out`) are zero, so that a new layer or
       mixer adds nothing at first; others, and tokens that the source lacks, are initialized.
-    any_loss: accept weights whose validation loss is like that of a guess, as on a task that is new
-      to them.
+    any_loss: accept weights whose validation loss is as high as for guessing, as on a task that is
+      new to them.
   """
 
   source: str
@@ -122,7 +122,7 @@ class InitialWeights:
       say: prints a line.
 
     Returns:
-      The parameters on the same mesh, and whether all of them are of the source.
+      The parameters on the same mesh, and whether all come from the source.
 
     Raises:
       ConfigurationError: a tensor is missing or has another shape, or the source is of a model with
@@ -244,7 +244,7 @@ def check_loss(loss: float, tokens: int, strict: bool) -> str:
   """Says how good loaded weights are, by their validation loss.
 
   Raises:
-    ConfigurationError: with `strict`, the loss is not clearly below that of a guess.
+    ConfigurationError: with `strict`, the loss is not clearly lower than for guessing.
   """
   guess = float(np.log(tokens))
   found = f'the validation loss of the loaded weights is {loss:.4f}'
@@ -255,7 +255,7 @@ def check_loss(loss: float, tokens: int, strict: bool) -> str:
     return f'warning: {problem}'
   raise ConfigurationError(
     f'{problem[0].upper()}{problem[1:]}. They may be of another model or tokenizer, or damaged. '
-    'Compare the configuration and the vocabulary with those of the source. If the task is only '
+    'Compare configuration and vocabulary with the source. If the task is only '
     'new to them, set InitialWeights.any_loss = True.'
   )
 

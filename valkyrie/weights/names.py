@@ -35,7 +35,7 @@ class Leaf(NamedTuple):
 
 
 def leaves(params: Mapping[str, Mapping[str, Any]]) -> list[Leaf]:
-  """The arrays of a model, of which `params` has arrays or their shapes, as Haiku names them."""
+  """The arrays of a model; `params` has the arrays or their shapes by Haiku's names."""
   found = [
     (module, name, array.shape, _STACKED.fullmatch(module))
     for module, group in params.items()

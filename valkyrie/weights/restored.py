@@ -21,7 +21,7 @@ def restored_params(
   vocabulary: Vocabulary,
   step: str = LATEST,
 ) -> tuple[Params, tuple[int, ...]]:
-  """The parameters of a step of a run, or the mean of those of several, and their numbers.
+  """The parameters of a step of a run, or the mean over several steps, and the step numbers.
 
   A run with an average of its parameters has the average in each step.
 
@@ -29,7 +29,7 @@ def restored_params(
     model: the pure functions of the model.
     partitioner: the mesh.
     model_dir: the directory of the run.
-    vocabulary: that of the text; the run must have the same.
+    vocabulary: the tokenizer of the text; the run must have the same.
     step: a number, 'latest' or 'best', see `checkpoint.manager.open_to_read`; or several numbers
       separated by commas, whose parameters have the mean of their values.
 

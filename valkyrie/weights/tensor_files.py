@@ -63,7 +63,7 @@ def merged(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def in_files(path: pathlib.Path) -> dict[str, Tensor]:
-  """The tensors of a safetensors file, or of those of a folder: of its index, if it has one.
+  """The tensors of a safetensors file, or of all files in a folder or in its index.
 
   Raises:
     ConfigurationError: there are no weights.

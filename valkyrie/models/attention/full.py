@@ -24,7 +24,7 @@ class FullAttention(LongformerAttention):
   pipeline refuses a longer document, which the window would truncate. Devices would have to
   exchange the whole document, so it accepts no pieces of time.
 
-  Without a carry, each chunk is read alone, as trainers of plain decoders do: a document that a
+  Without a carry, each chunk is read by itself, as trainers of plain decoders do: a document that a
   chunk's end cuts is read as two. Then every key that is computed is one that a query reads, and
   chunks are not the cuts of one stream: nothing is exact across them, and no text can be continued.
   """
@@ -71,7 +71,7 @@ class FullAttention(LongformerAttention):
     return super().initial_carry(batch_size, dtype) if self.carried else ()
 
   def forward_flops(self, width: int) -> int:
-    """As `LongformerAttention`; in a chunk alone, a token reads half of it on average."""
+    """As `LongformerAttention`; without a carry, a token reads half of its chunk on average."""
     whole = super().forward_flops(width)
     return whole if self.carried else whole - 2 * (self._longest_chunk - 1) * self._heads.q_width
 

@@ -28,7 +28,7 @@ class KVCache(NamedTuple):
 class AttentionCarry(NamedTuple):
   """The carry of a row.
 
-  window: its last tokens, oldest first: W times the largest dilation of them.
+  window: its last W times the largest dilation tokens, oldest first.
   starts: slot j of g holds token j of the current document.
   """
 

@@ -1,6 +1,6 @@
 """Rotary positions (Su et al. 2021, RoFormer) at coordinates local to a slice.
 
-A score depends on the distance of two tokens alone, so coordinates may count from anywhere. No
+A score depends only on the distance of two tokens, so coordinates may count from anywhere. No
 angle grows with the length of a document, and none loses precision.
 """
 
@@ -21,8 +21,8 @@ class Rotary:
 
   Attributes:
     base: pair number i of K/2 turns by base^(-2i / K) radians a token. Llama 3 has 500,000.
-    factor: how much more slowly the slowest pairs turn, to read documents longer than those of
-      training (Llama 3.1, rope_type 'llama3'); 1 for none.
+    factor: how much more slowly the slowest pairs turn, to read longer documents than in training
+      (Llama 3.1, rope_type 'llama3'); 1 for none.
     original_context: tokens of the documents in training. Pairs that turn at most `low_turns` times
       in them are slowed by the whole factor, those that turn `high_turns` times or more by none.
     low_turns, high_turns: low_freq_factor and high_freq_factor of the published configuration.

@@ -36,7 +36,7 @@ class Dropout(NamedTuple):
 class Part(NamedTuple):
   """Queries [B, J, Q, K], keys and values [B, J, N, K], and the mask [B, S, N] of visible keys.
 
-  The Q queries of a head group are the S queries of its first head, then those of the next; one
+  The Q queries of a head group are the S queries of its first head, then the S of the next; one
   mask serves all its heads.
   """
 

@@ -143,7 +143,7 @@ def deliberate(weights: Weights, state: State, given: Array, pace: Pace) -> tupl
 def halting_segment(values: Array) -> Array:
   """The segment to halt after, int32 [...] from 0, for the values [..., M, 2].
 
-  It is the first one whose value of halting exceeds that of continuing, else the last.
+  It is the first segment whose value of halting exceeds its value of continuing, else the last.
   """
   halts = values[..., 0] > values[..., 1]
   return jnp.argmax(halts.at[..., -1].set(True), axis=-1)

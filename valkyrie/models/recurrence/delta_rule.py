@@ -105,7 +105,7 @@ class _Decays(NamedTuple):
 
   within: Array  # D [N, B, H, Q, Q]: from after the second token to the first one
   entering: Array  # e [N, B, H, Q]: from before the slice
-  growth: Array  # [N, B, H]: that of the whole slice, less 1
+  growth: Array  # [N, B, H]: the decay of the whole slice, less 1
 
 
 def _decays(log_decay: Array, reset: Array) -> _Decays:

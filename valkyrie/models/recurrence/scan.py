@@ -113,7 +113,7 @@ def _recurrence_backward(form, residuals, cotangent):
   """The adjoint of a linear recurrence: the same recurrence, backwards in time.
 
   With c the cotangent of the states and h_t = c_t + keep_{t+1} conj(1 + g_{t+1}) h_{t+1}, the
-  cotangent of b_t is h_t, and that of g_t is keep_t conj(x_{t-1}) h_t. Only the states are kept.
+  cotangent of b_t is h_t, of g_t keep_t conj(x_{t-1}) h_t. Only the states are kept.
   """
   growth, reset, states = residuals
   end = jnp.ones_like(reset[:1])

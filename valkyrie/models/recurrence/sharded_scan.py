@@ -43,7 +43,7 @@ def scan_piece(
 ) -> tuple[Number, Number]:
   """(the states of this device's piece [T, B, P], the state [B, P] after the chunk).
 
-  The arguments are those of `scan.diagonal_scan`, with `length` int32 [B] steps before the padding.
+  The arguments are as in `scan.diagonal_scan`, with `length` int32 [B] steps before the padding.
   `carry`, the state before the chunk, is correct on device 0, and so is the state after it. A
   growth [P], the same at every step, must be complex.
   """

@@ -48,7 +48,7 @@ def ssd(
   so is the state after the chunk.
 
   Args:
-    x: [B, T, H, K], the inputs; their dtype is that of the products, accumulated in float32.
+    x: [B, T, H, K], the inputs; products are in their dtype, accumulated in float32.
     log_decay: a [B, T, H], float32, not above 0; 0 at padding, where x is zero.
     b: [B, T, P], which all heads share.
     c: the same.
