@@ -3,10 +3,12 @@
 Letters of shapes, in names and docstrings throughout:
 
   B  rows of a batch          T  tokens of a chunk, or of any slice of time
-  N  chunks of a train step   C  tokens of a chunk (`chunk_size`)
+  N  chunks, or slices        C  tokens of a chunk (`chunk_size`)
   D  model width              H  attention heads        J  key-value heads (J divides H)
   K  width of a head          W  attention window       G  global keys (registers + document start)
-  P  stored S5 states         V  padded vocabulary      L  layers
+  P  states of a recurrence   V  padded vocabulary      L  layers
+  F  width inside a mixer     Z  width of a head's values, where it is not K
+  Q  tokens of a slice        R  tokens of a plan       M  segments of a planner
 """
 
 from collections.abc import Mapping, Sequence

@@ -3,12 +3,12 @@
 Two modules of different speed process a constant input x̃:
 
     z_L <- f_L(z_L + z_H + x̃)        at every step
-    z_H <- f_H(z_H + z_L)             at every T-th step
+    z_H <- f_H(z_H + z_L)             at every `steps`-th step
 
-N times T steps are a segment. Only its last fast and its last slow step have a gradient, as if they
-started from a fixed point (section 2, "Approximate gradient"; figure 4). M segments follow one
-another, without a gradient between them ("Deep supervision"). The z_H of each segment is a plan,
-and a head decides after which segment to halt ("Adaptive computational time").
+A segment has `cycles` times `steps` of them. Only its last fast and its last slow step have a
+gradient, as if they started from a fixed point (section 2, "Approximate gradient"; figure 4). M
+segments follow one another, without a gradient between them ("Deep supervision"). The z_H of each
+segment is a plan, and a head decides after which segment to halt ("Adaptive computational time").
 
 Arrays in, arrays out. Weights are in the dtype of the arithmetic; states stay in float32.
 """
@@ -24,7 +24,7 @@ from valkyrie.types import Array
 
 
 class Reasoner(NamedTuple):
-  """The weights of f_L or f_H: one block of a transformer over the P tokens of a plan."""
+  """The weights of f_L or f_H: one block of a transformer over the R tokens of a plan."""
 
   query: Array  # [D, D]
   key: Array  # [D, D]
@@ -45,7 +45,7 @@ class Weights(NamedTuple):
 
 
 class State(NamedTuple):
-  """z_H and z_L, each [..., P, D] float32."""
+  """z_H and z_L, each [..., R, D] float32."""
 
   slow: Array
   fast: Array
@@ -55,8 +55,8 @@ class Pace(NamedTuple):
   """The lengths of the recurrence, and its number of attention heads."""
 
   segments: int  # M
-  cycles: int  # N
-  steps: int  # T
+  cycles: int
+  steps: int
   heads: int  # H
 
 
@@ -69,7 +69,7 @@ def _normed(x: Array) -> Array:
 
 
 def _reason(module: Reasoner, z: Array, given: Array, heads: int) -> Array:
-  """f(z + given) [B, P, D]: self-attention, then a gated MLP, each followed by a norm."""
+  """f(z + given) [B, R, D]: self-attention, then a gated MLP, each followed by a norm."""
   x = z + given
   batch, tokens, width = x.shape
 
@@ -85,13 +85,13 @@ def _reason(module: Reasoner, z: Array, given: Array, heads: int) -> Array:
 
 
 def think(weights: Weights, state: State, given: Array, pace: Pace) -> State:
-  """One segment: N·T fast and N slow steps; the last of each has a gradient.
+  """One segment: cycles · steps fast and `cycles` slow steps; the last of each has a gradient.
 
   Args:
     weights: of both modules.
-    state: [B, P, D], before the segment; no gradient reaches it.
-    given: x̃ [B, P, D] float32.
-    pace: N, T and H.
+    state: [B, R, D], before the segment; no gradient reaches it.
+    given: x̃ [B, R, D] float32.
+    pace: cycles, steps and H.
 
   Returns:
     The state after the segment.
@@ -121,12 +121,12 @@ def deliberate(weights: Weights, state: State, given: Array, pace: Pace) -> tupl
 
   Args:
     weights: of both modules and of the halting head.
-    state: [B, P, D], before the first segment.
-    given: x̃ [B, P, D] float32.
-    pace: M, N, T and H.
+    state: [B, R, D], before the first segment.
+    given: x̃ [B, R, D] float32.
+    pace: M, cycles, steps and H.
 
   Returns:
-    (the states after each segment [B, M, P, D], the logits of the values of halting there and of
+    (the states after each segment [B, M, R, D], the logits of the values of halting there and of
     continuing [B, M, 2]).
   """
 

@@ -21,7 +21,7 @@ from valkyrie.types import Array
 class Plan(NamedTuple):
   """The M segments of a plan, float32.
 
-  tokens: [..., M, P, D]; values: [..., M, 2], see `hrm.deliberate`.
+  tokens: [..., M, R, D]; values: [..., M, 2], see `hrm.deliberate`.
   """
 
   tokens: Array
@@ -54,7 +54,7 @@ def make_plans(
   Args:
     weights: of the recurrence.
     before: the state and the plan after the interval before.
-    given: summaries of the intervals, [B, n, P, D] float32.
+    given: summaries of the intervals, [B, n, R, D] float32.
     whole: bool [B, n], false at the missing intervals of a row that has fewer than n; they change
       nothing.
     first: bool [B, n], whether it is the first of its document, before which the state is zero.
@@ -92,7 +92,7 @@ def read_plans(q: Array, keys: Array, values: Array, number: Array, length: int)
 
   Args:
     q: [B, T, H, K].
-    keys: [B, n, M, P, H, K], of n plans; values: the same.
+    keys: [B, n, M, R, H, K], of n plans; values: the same.
     number: int32 [B, T], the index of the plan that a token reads; it never falls, and in any
       `length` consecutive tokens it rises at most once, by one.
     length: of an interval.
@@ -102,11 +102,11 @@ def read_plans(q: Array, keys: Array, values: Array, number: Array, length: int)
   """
   time = q.shape[1]
   size = min(length, time)
-  q, number = slices.cut(q, size), slices.cut(number, size)  # [N, B, S, ...]
+  q, number = slices.cut(q, size), slices.cut(number, size)  # [N, B, Q, ...]
   first = number[:, :, 0]
   both = jnp.minimum(jnp.stack([first, first + 1], axis=-1), keys.shape[1] - 1)
   pick = jax.vmap(jax.vmap(lambda row, at: row[at]), (None, 0))  # over slices, over rows
-  near_keys, near_values = pick(keys, both), pick(values, both)  # [N, B, 2, M, P, H, K]
+  near_keys, near_values = pick(keys, both), pick(values, both)  # [N, B, 2, M, R, H, K]
   wide = jnp.promote_types(q.dtype, jnp.float32)
   scores = jnp.einsum('nbshk,nbcmphk->nbhscmp', q, near_keys, preferred_element_type=wide)
   shares = jax.nn.softmax(scores * q.shape[-1] ** -0.5)

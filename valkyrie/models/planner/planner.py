@@ -1,8 +1,8 @@
 """Planner: a recurrence over intervals of tokens, whose plans the next interval reads.
 
 A document is cut into intervals of `plan_interval` = g tokens, counted from its start. At the end
-of an interval its tokens are summarized in P tokens, and the recurrence of `hrm` turns the summary
-into a plan of P tokens, which every token of the document's next interval reads by attention. The
+of an interval its tokens are summarized in R tokens, and the recurrence of `hrm` turns the summary
+into a plan of R tokens, which every token of the document's next interval reads by attention. The
 state of the recurrence passes from plan to plan, and is zero at the start of a document:
 
     positions   0 ... g-1 | g ... 2g-1 | 2g ...
@@ -38,7 +38,7 @@ class PlannerCarry(NamedTuple):
 
   tokens: [B, plan_interval - 1, D], the activations of its last tokens, oldest first, in the
     compute dtype.
-  state: [B, P, D] float32, before the next plan.
+  state: [B, R, D] float32, before the next plan.
   plan: of the last finished interval.
   """
 
@@ -59,11 +59,11 @@ class Planner(hk.Module):
 
   Attributes:
     plan_interval: g, tokens of an interval; the chunks of training are multiples of it.
-    plan_tokens: P, tokens of a plan.
+    plan_tokens: R, tokens of a plan.
     mlp_width: hidden width of both modules' gated MLPs.
     head_width: K of all its attention, dividing the model's width.
-    cycles: N, steps of the slow module in a segment.
-    steps: T, steps of the fast module in a cycle.
+    cycles: steps of the slow module in a segment.
+    steps: steps of the fast module in a cycle.
     segments: M, the largest number of segments.
     draft_weight: the factor on the losses of the segments' drafts.
     name: Haiku's.
@@ -191,7 +191,7 @@ class Planner(hk.Module):
 
   @hk.transparent
   def _summarize(self, tokens: Array) -> Array:
-    """Intervals [B, n, g, D] -> [B, n, P, D]: attention of P learned queries to the tokens."""
+    """Intervals [B, n, g, D] -> [B, n, R, D]: attention of R learned queries to the tokens."""
     width = tokens.shape[-1]
     shape = (self.plan_tokens, width)
     init = hk.initializers.RandomNormal(1.0)

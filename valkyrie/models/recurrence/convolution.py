@@ -12,7 +12,7 @@ from valkyrie.types import Array, DType
 
 
 class Tail(NamedTuple):
-  """The last tokens before a chunk, as far as a convolution reads: [B, taps - 1, W]."""
+  """The last tokens before a chunk, as far as a convolution reads: [B, taps - 1, F]."""
 
   inputs: Array
 
@@ -26,7 +26,7 @@ class CausalConvolution(hk.Module):
     self.taps = taps
 
   def initial_carry(self, batch_size: int, width: int, dtype: DType) -> Tail:
-    """Zeros for a width of W; no document reads them."""
+    """Zeros for a width of F; no document reads them."""
     return Tail(jnp.zeros((batch_size, self.taps - 1, width), dtype))
 
   def forward_flops(self, width: int) -> int:
@@ -36,7 +36,7 @@ class CausalConvolution(hk.Module):
   def __call__(
     self, x: Array, carry: Tail, *, positions: Array, segment_ids: Array
   ) -> tuple[Array, Tail]:
-    """x [B, T, W] -> (y [B, T, W], the tail after the chunk)."""
+    """x [B, T, F] -> (y [B, T, F], the tail after the chunk)."""
     batch, time, width = x.shape
     chex.assert_shape(carry.inputs, (batch, self.taps - 1, width))
     init = hk.initializers.RandomUniform(-(self.taps**-0.5), self.taps**-0.5)
@@ -54,11 +54,11 @@ class CausalConvolution(hk.Module):
 
 
 def _tails(carried: Array, x: Array, length: Array) -> tuple[Array, Array]:
-  """(the tail before this device's piece, the tail after the chunk), each [B, K, W].
+  """(the tail before this device's piece, the tail after the chunk), each [B, taps - 1, F].
 
   Args:
     carried: the tail before the chunk; correct on device 0, as is the tail after it.
-    x: [B, T, W], the piece.
+    x: [B, T, F], the piece.
     length: int32 [B], the tokens of the piece that are not padding.
   """
   slots = carried.shape[1]

@@ -1,6 +1,6 @@
 """The gated delta rule over slices of time, as functions of arrays.
 
-    S_t = α_t (I - β_t k_t k_tᵀ) S_{t-1} + β_t k_t v_tᵀ          S [K, V] of each head
+    S_t = α_t (I - β_t k_t k_tᵀ) S_{t-1} + β_t k_t v_tᵀ          S [K, Z] of each head
     y_t = S_tᵀ q_t
 
 A token decays the memory, erases a share β of the value stored at its key, and stores its own:
@@ -52,15 +52,15 @@ def gated_delta_rule(
   Args:
     q: [B, T, H, K], float32 like all that follow.
     k: [B, T, H, K], of length 1.
-    v: [B, T, H, V].
+    v: [B, T, H, Z].
     log_decay: log α <= 0 [B, T, H].
     beta: [B, T, H], in [0, 1].
-    initial: [B, H, K, V], the state before the chunk; correct on device 0.
+    initial: [B, H, K, Z], the state before the chunk; correct on device 0.
     reset: bool [B, T], true where the state before the token is replaced by zero.
     slice_size: Q, a power of two; a shorter chunk is one slice.
 
   Returns:
-    (y [B, T, H, V], the state after the chunk, correct on device 0).
+    (y [B, T, H, Z], the state after the chunk, correct on device 0).
   """
   time = q.shape[1]
   size = min(slice_size, 1 << (time - 1).bit_length())
@@ -138,7 +138,7 @@ class _Effect(NamedTuple):
 
   starts: Array  # bool [..., 1, 1, 1]: a document starts in the span, so S is dropped
   change: Array  # [..., H, K, K]
-  state: Array  # [..., H, K, V]
+  state: Array  # [..., H, K, Z]
 
 
 def _after(state: Array, effect: _Effect) -> Array:
@@ -155,11 +155,11 @@ def _then(first: _Effect, second: _Effect) -> _Effect:
 
 
 def _states(effects: _Effect, initial: Array) -> tuple[Array, Array]:
-  """(the state before each slice [N, B, H, K, V], the state after the chunk).
+  """(the state before each slice [N, B, H, K, Z], the state after the chunk).
 
   Args:
     effects: of the slices, leaves [N, B, ...].
-    initial: [B, H, K, V], correct on device 0, as is the state after the chunk.
+    initial: [B, H, K, Z], correct on device 0, as is the state after the chunk.
   """
 
   def step(state, effect):

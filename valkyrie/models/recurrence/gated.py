@@ -45,7 +45,7 @@ class GatedRecurrence(hk.Module):
 
     Args:
       recurrence: the class of the mixer inside (`@S5` in gin).
-      width: W, of the convolution, the recurrence and the gate.
+      width: F, of the convolution, the recurrence and the gate.
       taps: tokens that the convolution reads.
       activation: f, 'linear' or 'silu'.
       name: Haiku's.
@@ -73,7 +73,7 @@ class GatedRecurrence(hk.Module):
     )
 
   def forward_flops(self, width: int) -> int:
-    """Three products of width x W, the convolution and the recurrence."""
+    """Three products of width x F, the convolution and the recurrence."""
     inside = self.convolution.forward_flops(self.width) + self.recurrence.forward_flops(self.width)
     return 6 * width * self.width + inside
 

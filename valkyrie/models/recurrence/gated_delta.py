@@ -33,7 +33,7 @@ from valkyrie.types import Array, DType
 
 
 class DeltaCarry(NamedTuple):
-  """tail: of the convolution; state: S [B, H, K, V] float32."""
+  """tail: of the convolution; state: S [B, H, K, Z] float32."""
 
   tail: Tail
   state: Array
@@ -67,7 +67,7 @@ class GatedDeltaNet(hk.Module):
     Args:
       heads: H.
       key_width: K, of the queries and keys of a head.
-      value_width: V, of the values of a head. The paper has HK = 3D/4 and HV = 3D/2.
+      value_width: Z, of the values of a head. The paper has HK = 3D/4 and HZ = 3D/2.
       taps: tokens that the convolution reads.
       slice_size: Q, tokens that are read at once, a power of two; it changes no result.
       shortest: the shortest 1 / step at initialization, in tokens.

@@ -36,7 +36,7 @@ SPREADS = ('decay', 'log')
 
 @gin.configurable
 class RGLRU(hk.Module):
-  """The RG-LRU. Its carry is the state, [B, W] float32."""
+  """The RG-LRU. Its carry is the state, [B, F] float32."""
 
   def __init__(
     self,
@@ -55,8 +55,8 @@ class RGLRU(hk.Module):
     and a closed one makes it infinite.
 
     Args:
-      width: W, of the input and of the state.
-      heads: the blocks of W_a and W_x; divides W.
+      width: F, of the input and of the state.
+      heads: the blocks of W_a and W_x; divides F.
       shortest: the shortest time constant at initialization, in tokens.
       horizon: the longest one. The defaults, 19 and 1999 tokens, are the published range of a^c,
         0.9 to 0.999.
@@ -100,7 +100,7 @@ class RGLRU(hk.Module):
   def __call__(
     self, x: Array, carry: Array, *, positions: Array, segment_ids: Array
   ) -> tuple[Array, Array]:
-    """Mixes a chunk x [B, T, W]; see `types.SequenceMixer`."""
+    """Mixes a chunk x [B, T, F]; see `types.SequenceMixer`."""
     chex.assert_shape(carry, (x.shape[0], self._width))
     if x.shape[-1] != self._width:
       raise ConfigurationError(
@@ -123,7 +123,7 @@ class RGLRU(hk.Module):
     return jnp.swapaxes(states, 0, 1).astype(x.dtype), after
 
   def _gates(self, x: Array, wide: DType) -> list[Array]:
-    """r and i of x [T, B, W], both [T, B, W] in the dtype `wide`."""
+    """r and i of x [T, B, F], both [T, B, F] in the dtype `wide`."""
     block = self._width // self._heads
     init = hk.initializers.RandomNormal(block**-0.5)
 
@@ -158,7 +158,7 @@ class RGLRU(hk.Module):
 
 
 def gain(log_decay: Array, reset: Array) -> Array:
-  """sqrt(1 - a²) of log a [T, B, W], and 1 where reset [T, B].
+  """sqrt(1 - a²) of log a [T, B, F], and 1 where reset [T, B].
 
   The published code bounds the slope of the root by 1000, which is reached at time constants of
   millions of tokens. Here only a closed gate, r = 0 in float32, has another slope: 0.
