@@ -14,6 +14,7 @@ import resource
 import subprocess
 import sys
 import termios
+import threading
 import time
 
 import jax
@@ -26,7 +27,7 @@ import pytest
 from valkyrie.errors import ConfigurationError, StorageError
 from valkyrie.monitoring import chips, memory, report
 from valkyrie.monitoring.hooks import Every
-from valkyrie.monitoring.json_lines import JsonLines
+from valkyrie.monitoring.json_lines import JsonLines, by_step
 from valkyrie.monitoring.metrics import speed_metrics, text_metrics
 from valkyrie.monitoring.progress import Progress
 from valkyrie.monitoring.writers import RunWriter, create_writers
@@ -130,6 +131,50 @@ def test_a_file_with_only_an_incomplete_line_is_emptied(tmp_path):
   lines.write({'step': 1})
   lines.close()
   assert read_lines(path) == [{'step': 1}]
+
+
+def steps_of(path):
+  return [line['step'] for line in read_lines(path)]
+
+
+def write(path, *lines):
+  writer = JsonLines(path)
+  for step, loss in lines:
+    writer.write({'step': step, 'loss': loss})
+  writer.close()
+
+
+def test_both_lines_of_a_repeated_step_stay_and_the_later_one_is_read(tmp_path):
+  path = tmp_path / 'metrics.jsonl'
+  write(path, (2, 0.2), (4, 0.4))
+  write(path, (2, 0.25))
+  assert steps_of(path) == [2, 4, 2]
+  assert [*by_step(path).items()] == [(2, {'step': 2, 'loss': 0.25}), (4, {'step': 4, 'loss': 0.4})]
+
+
+def test_writers_at_once_lose_no_line(tmp_path):
+  path = tmp_path / 'metrics.jsonl'
+
+  def evaluate(steps):
+    for step in steps:
+      write(path, (step, 0.5))
+
+  threads = [threading.Thread(target=evaluate, args=(range(first, 200, 4),)) for first in range(4)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  assert sorted(steps_of(path)) == [*range(200)]
+
+
+def test_a_renamed_folder_keeps_its_lines_and_another_in_its_place_gets_none(tmp_path):
+  path = tmp_path / 'run' / 'metrics.jsonl'
+  writer = JsonLines(path)
+  path.parent.rename(tmp_path / 'moved')
+  write(path, (7, 0.7))
+  writer.write({'step': 1})
+  writer.close()
+  assert steps_of(path) == [7] and steps_of(tmp_path / 'moved' / 'metrics.jsonl') == [1]
 
 
 def test_lines_that_a_full_disk_does_not_take_are_written_later(tmp_path):

@@ -202,19 +202,17 @@ class Harness:
         return f'the state after step {step} differs'
     if whole and (missing := set(expected) - {step for step, _ in found}):
       return f'steps {sorted(missing)} are missing'
-    return self._difference_of_lines(name, whole)
+    return self._missing_lines(name)
 
-  def _difference_of_lines(self, name: str, whole: bool) -> str | None:
-    """Why metrics.jsonl lacks a saved step, or has a step twice at the end."""
+  def _missing_lines(self, name: str) -> str | None:
+    """The saved steps that metrics.jsonl lacks."""
     path = self.folder / name / 'metrics.jsonl'
     if not path.exists():  # it was not reached, or is in a directory of another name
       return None
-    lines = [*map(json.loads, path.read_text().rpartition('\n')[0].splitlines())]
-    steps, newest = [line['step'] for line in lines], max(self.saved(name), default=0)
-    if missing := set(range(1, newest + 1)) - set(steps):
+    lines = path.read_text().rpartition('\n')[0].splitlines()
+    steps, newest = {json.loads(line)['step'] for line in lines}, max(self.saved(name), default=0)
+    if missing := set(range(1, newest + 1)) - steps:
       return f'metrics.jsonl lacks steps {sorted(missing)}, and step {newest} is saved'
-    if whole and len(steps) > len(set(steps)):
-      return f'metrics.jsonl repeats steps: {steps}'
     return None
 
   def repeated(self, name: str) -> int:

@@ -18,17 +18,16 @@ def read(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def by_step(path: pathlib.Path) -> dict[int, dict[str, Any]]:
-  """The lines of a file by their step, in the order of the steps."""
+  """The last line of each step, in the order of the steps."""
   return dict(sorted({line['step']: line for line in read(path)}.items()))
 
 
 class JsonLines:
-  """A file with one JSON object per line, to which a resumed run appends.
+  """A file with one JSON object per line, to which a resumed run and other processes append.
 
-  After a crash, the steps since the last checkpoint appear twice, and the later line counts
-  (`step_lines` has them once). A crash of the machine can leave an incomplete last line, which is
-  removed.
-  What a full disk does not take is kept, and written with a later line.
+  After a crash, a resumed run repeats the steps since the last checkpoint, and both lines of such a
+  step stay: readers use the later one. An incomplete last line, which a crash of the machine can
+  leave, is removed. What a full disk does not take is kept, and written with a later line.
   JSON has no NaN or infinities: they are the strings "NaN", "Infinity" and "-Infinity".
   """
 

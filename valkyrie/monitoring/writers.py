@@ -28,7 +28,7 @@ import numpy as np
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.distributed.standard_streams import without_noise
 from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError, storage_errors
-from valkyrie.monitoring.step_lines import StepLines
+from valkyrie.monitoring.json_lines import JsonLines
 from valkyrie.storage import foreign_names
 
 _IMPORT = threading.Lock()  # of TensorFlow, by the writers of a run
@@ -88,7 +88,7 @@ class RunWriter:
 
   def __init__(self, events: pathlib.Path | None, lines: pathlib.Path | None, also: Sequence[Show]):
     self._events, self._also = events, tuple(also)
-    self._lines = None if lines is None else StepLines(lines)
+    self._lines = None if lines is None else JsonLines(lines)
     self._pending: list[Future] = []
     self._thread = ThreadPoolExecutor(1, thread_name_prefix='tensorboard')
     if events is not None:

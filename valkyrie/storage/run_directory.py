@@ -123,7 +123,7 @@ class BucketDirectory(os.PathLike):
         # Another process, such as an evaluation of this run, may add to it, too.
         content.seek(before.size if before else 0)
         self.bucket.append(name, content.read(now.size - (before.size if before else 0)))
-      elif file.name == 'metrics.jsonl':  # without repeated steps
+      elif file.name == 'metrics.jsonl':  # a torn line was removed
         self._write_steps(name, content.read())
       else:
         self.bucket.write(name, content.read())
