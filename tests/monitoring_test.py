@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import PIL.Image
 import pytest
+from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
 
 from valkyrie.errors import ConfigurationError, StorageError
 from valkyrie.monitoring import chips, memory, report
@@ -32,6 +33,7 @@ from valkyrie.monitoring.metrics import speed_metrics, text_metrics
 from valkyrie.monitoring.progress import Progress
 from valkyrie.monitoring.writers import RunWriter, create_writers
 
+MARKED = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name='mine'))
 IMAGE = np.arange(60, dtype=np.uint8).reshape(4, 5, 3)
 
 
@@ -193,13 +195,36 @@ def test_lines_that_a_full_disk_does_not_take_are_written_later(tmp_path):
   lines.close()
 
 
-def test_tensorboard_reads_everything_written(tmp_path):
-  shown = []
+def read_events(folder):
+  """{tag: [(step, value)]} and {tag: plugin} of the event files of a folder."""
+  from tensorboard.backend.event_processing import event_accumulator  # noqa: PLC0415
+  from tensorboard.util import tensor_util  # noqa: PLC0415
+
+  events = event_accumulator.EventAccumulator(str(folder))
+  events.Reload()
+  tags = events.Tags()['tensors']
+  values = {
+    tag: [(e.step, tensor_util.make_ndarray(e.tensor_proto)) for e in events.Tensors(tag)]
+    for tag in tags
+  }
+  return values, {tag: events.SummaryMetadata(tag).plugin_data.plugin_name for tag in tags}
+
+
+def test_tensorboard_reads_what_a_bound_writer_of_clu_writes(tmp_path):
+  from clu.metric_writers import MetricWriter, SummaryWriter  # noqa: PLC0415 - TensorFlow, only here
+
+  for name in MetricWriter.__abstractmethods__:
+    ours, theirs = (inspect.signature(getattr(cls, name)) for cls in (RunWriter, MetricWriter))
+    assert list(ours.parameters) == list(theirs.parameters)
+
+  shown, sound = [], np.sin(np.arange(16.0)).reshape(2, 8, 1)
   with create_writers(
-    tmp_path, also=[lambda step, numbers: shown.append((step, numbers))]
+    tmp_path,
+    also=[lambda step, numbers: shown.append((step, numbers))],
+    clu_writers=[lambda folder: SummaryWriter(f'{folder}.clu')],
   ) as writer:
     writer.write_scalars(3, {'loss': jnp.float32(0.5), 'skipped': np.int32(2), 'mfu': None})
-    # Neither waits for the import of TensorBoard, which has only begun.
+    # Neither waits for the thread.
     assert read_lines(tmp_path / 'metrics.jsonl') == [
       {'step': 3, 'loss': 0.5, 'skipped': 2, 'mfu': None}
     ]
@@ -207,45 +232,49 @@ def test_tensorboard_reads_everything_written(tmp_path):
     writer.write_scalars(4, {'loss': math.nan})
     writer.write_texts(4, {'sample': 'def main():'})
     writer.write_histograms(4, {'w': np.arange(10.0)})
-    writer.write_images(4, {'image': IMAGE, 'floats': np.full((1, 2, 2, 1), 0.5)})
+    writer.write_images(4, {'image': IMAGE, 'floats': np.full((1, 2, 2, 1), 0.2)})
+    writer.write_audios(4, {'sound': sound.astype(np.float32)}, sample_rate=8)
+    writer.write_videos(4, {'video': np.zeros((1, 2, 4, 5, 3))})
+    writer.write_summaries(4, {'raw': np.eye(2)}, {'raw': MARKED})
     writer.write_hparams({'learning_rate': 0.1})
-    # From here on by CLU.
-    writer.write_audios(4, {'sound': np.zeros((1, 8, 1), np.float32)}, sample_rate=8)
-    writer.write_scalars(5, {'loss': 0.25})
-    writer.write_images(5, {'image': IMAGE})
 
-  from clu.metric_writers import MetricWriter  # noqa: PLC0415 - TensorFlow, only here
-  from tensorboard.backend.event_processing import event_accumulator  # noqa: PLC0415
-  from tensorboard.util import tensor_util  # noqa: PLC0415
+  values, plugins = read_events(tmp_path / 'train')
+  their_values, their_plugins = read_events(tmp_path / 'train.clu')
+  assert plugins == their_plugins and 'throughput/mfu' not in plugins
+  assert plugins['learning/loss'] == 'scalars' and plugins['raw'] == 'mine'
+  assert values.pop('_hparams_/session_start_info') is not None
+  for tag in ('image', 'floats'):  # the compression may differ
+    ((_, ours),), ((_, theirs),) = values.pop(tag), their_values[tag]
+    assert [*ours[:2]] == [*theirs[:2]]
+    first, second = (np.asarray(PIL.Image.open(io.BytesIO(e[2]))) for e in (ours, theirs))
+    np.testing.assert_array_equal(first, second)
+  for tag, found in values.items():
+    for (step, ours), (their_step, theirs) in zip(found, their_values[tag], strict=True):
+      assert step == their_step
+      np.testing.assert_array_equal(ours, theirs, tag)
+  assert [(step, value.item()) for step, value in values['learning/loss']][0] == (3, 0.5)
 
-  for name in MetricWriter.__abstractmethods__:
-    ours, theirs = (inspect.signature(getattr(cls, name)) for cls in (RunWriter, MetricWriter))
-    assert list(ours.parameters) == list(theirs.parameters)
-  events = event_accumulator.EventAccumulator(str(tmp_path / 'train'))
-  events.Reload()
-  tags = events.Tags()['tensors']
-  assert {'learning/loss', 'learning/skipped', 'sample', 'w', 'image', 'sound'} <= set(tags)
-  assert 'throughput/mfu' not in tags
-  values = [
-    (e.step, tensor_util.make_ndarray(e.tensor_proto).item())
-    for e in events.Tensors('learning/loss')
-  ]
-  assert values[0] == (3, 0.5)
-  assert values[1][0] == 4
-  assert math.isnan(values[1][1])
-  assert values[2:] == [(5, 0.25)]
-  # TensorFlow's writer has the same form of everything but the compression of a picture.
-  ours, theirs = (tensor_util.make_ndarray(e.tensor_proto) for e in events.Tensors('image'))
-  assert [*ours[:2]] == [*theirs[:2]] == [b'5', b'4']
-  (floats,) = (tensor_util.make_ndarray(e.tensor_proto) for e in events.Tensors('floats'))
-  pictures = [np.asarray(PIL.Image.open(io.BytesIO(e[2]))) for e in (ours, theirs, floats)]
-  np.testing.assert_array_equal(pictures[:2], [IMAGE] * 2)
-  np.testing.assert_array_equal(pictures[2], np.full((2, 2), 128))
-  assert tensor_util.make_ndarray(events.Tensors('sample')[0].tensor_proto) == b'def main():'
-  assert tensor_util.make_ndarray(events.Tensors('w')[0].tensor_proto)[:, 2].sum() == 10
-  plugins = {tag: events.SummaryMetadata(tag).plugin_data.plugin_name for tag in tags}
-  assert plugins['learning/loss'] == 'scalars'
-  assert plugins['_hparams_/session_start_info'] == 'hparams'
+
+def test_a_writer_that_fails_is_named(tmp_path):
+  class Full:
+    def __init__(self, folder):
+      self.folder = folder
+
+    def write_scalars(self, step, scalars):
+      raise RuntimeError(f'no room in {self.folder}')
+
+    def flush(self):
+      pass
+
+    close = flush
+
+  refusal = 'Full cannot write in .*/train: no room in .*/train'
+  with (
+    pytest.raises(StorageError, match=refusal),
+    create_writers(tmp_path, tensorboard=False, clu_writers=[Full]) as writer,
+  ):
+    writer.write_scalars(1, {'loss': 1.0})
+  assert os.listdir(tmp_path) == ['metrics.jsonl']
 
 
 def test_other_streams_have_their_own_directory(tmp_path):
@@ -301,6 +330,8 @@ with writers.create_writers({str(tmp_path)!r}) as writer:
   writer.write_texts(1, {{'sample': 'x'}})
   writer.write_images(1, {{'image': np.zeros((4, 4, 3))}})
   writer.write_histograms(1, {{'w': np.zeros(3)}})
+  writer.write_audios(1, {{'sound': np.zeros((1, 8, 1))}}, sample_rate=8)
+  writer.write_summaries(1, {{'raw': np.zeros(3)}})
   writer.write_hparams({{'learning_rate': 0.1}})
 assert 'tensorboard' in sys.modules
 assert not {{'tensorflow', 'clu.metric_writers'}} & set(sys.modules)
@@ -317,14 +348,13 @@ def test_a_missing_package_is_named_immediately(tmp_path, monkeypatch):
 
 
 def test_a_package_that_cannot_be_imported_is_reported(tmp_path):
-  (tmp_path / 'tensorflow.py').write_text('raise ImportError("no libstdc++")')
+  (tmp_path / 'tensorboard.py').write_text('raise ImportError("no libstdc++")')
   script = f"""
 from valkyrie.errors import ConfigurationError
 from valkyrie.monitoring.writers import create_writers
 writer = create_writers({str(tmp_path)!r})
 try:
   writer.write_scalars(1, {{'loss': 1.0}})
-  writer.write_audios(1, {{'sound': None}}, sample_rate=8)
   writer.flush()
 except ConfigurationError as error:
   print(error)
@@ -337,7 +367,7 @@ except ConfigurationError as error:
     text=True,
     check=True,
   )
-  assert 'importing them failed: no libstdc++' in done.stdout
+  assert 'importing it failed: no libstdc++' in done.stdout
   assert read_lines(tmp_path / 'metrics.jsonl')[0]['loss'] == 1.0
 
 
