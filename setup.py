@@ -41,6 +41,7 @@ setup(
     'etils[epath]>=1.12',
     'gin-config>=0.5.0',
     'jax>=0.10,<0.13',  # 0.10 is the last for Python 3.11
+    'matplotlib>=3.9',
     'numpy>=2.0',
     'optax>=0.2.6',
     'orbax-checkpoint>=0.12,<0.13',

@@ -14,7 +14,7 @@ from valkyrie.data.feed import TaskFeed
 from valkyrie.errors import ConfigurationError, StorageError
 from valkyrie.models.carry_cuts import CUTS
 from valkyrie.models.recurrence.gated import GatedRecurrence
-from valkyrie.monitoring import plot
+from valkyrie.monitoring import pictures
 from valkyrie.monitoring.metrics import BY_POSITION, position_metrics
 from valkyrie.run.evaluator import Evaluator, chunk_scores
 from valkyrie.sharding.partitioner import Partitioner
@@ -162,13 +162,13 @@ def test_the_axis_of_the_plot_shows_a_difference_of_a_twentieth(tmp_path):
   curves = {
     name: {'loss_by_position/1': 9.0, 'loss_by_position/16': loss} for name, loss in losses.items()
   }
-  plot.write_loss_by_position(tmp_path, curves, 'mine')
+  pictures.write_loss_by_position(tmp_path, curves, 'mine')
   image = np.asarray(Image.open(tmp_path / 'loss_by_position_mine.png').convert('RGB'))
 
   def height(color):
     return (image == ImageColor.getrgb(color)).all(-1)[:, -120:].nonzero()[0].max()
 
-  first, second, third = map(height, plot.COLORS[:3])
+  first, second, third = map(height, pictures.COLORS[:3])
   assert second - first > 20 and third - second > 200
 
 
@@ -177,10 +177,10 @@ def test_the_plot_shows_every_curve(tmp_path):
     'validation': {'loss': 1.0, 'loss_by_position/1': 2.0, 'loss_by_position/4': 1.0},
     'cut': {'loss': 1.0, 'loss_by_position/2': 12.0, 'loss_by_position/8': math.nan},
   }
-  plot.write_loss_by_position(tmp_path, curves)
+  pictures.write_loss_by_position(tmp_path, curves)
   image = Image.open(tmp_path / 'loss_by_position.png').convert('RGB')
   colors = {color for _, color in image.getcolors(2**24) or ()}
-  assert {ImageColor.getrgb(color) for color in plot.COLORS[:2]} <= colors
-  plot.write_loss_by_position(tmp_path, {'validation': {'loss': math.nan}})  # nothing to show
+  assert {ImageColor.getrgb(color) for color in pictures.COLORS[:2]} <= colors
+  pictures.write_loss_by_position(tmp_path, {'validation': {'loss': math.nan}})  # nothing to show
   with pytest.raises(StorageError, match=r'loss_by_position\.png cannot be written'):
-    plot.write_loss_by_position(tmp_path / 'nowhere', curves)
+    pictures.write_loss_by_position(tmp_path / 'nowhere', curves)

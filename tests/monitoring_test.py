@@ -323,8 +323,8 @@ def test_a_run_writes_to_tensorboard_without_tensorflow(tmp_path):
   script = f"""
 import sys
 import numpy as np
-from valkyrie.monitoring import hooks, metrics, progress, report, writers
-assert 'tensorboard' not in sys.modules
+from valkyrie.monitoring import hooks, metrics, pictures, progress, report, writers
+assert not {{'tensorboard', 'matplotlib'}} & set(sys.modules)
 with writers.create_writers({str(tmp_path)!r}) as writer:
   writer.write_scalars(1, {{'loss': 1.0}})
   writer.write_texts(1, {{'sample': 'x'}})
@@ -334,7 +334,7 @@ with writers.create_writers({str(tmp_path)!r}) as writer:
   writer.write_summaries(1, {{'raw': np.zeros(3)}})
   writer.write_hparams({{'learning_rate': 0.1}})
 assert 'tensorboard' in sys.modules
-assert not {{'tensorflow', 'clu.metric_writers'}} & set(sys.modules)
+assert not {{'tensorflow', 'clu.metric_writers', 'matplotlib'}} & set(sys.modules)
 """
   subprocess.run([sys.executable, '-c', script], check=True)
   assert list((tmp_path / 'train').iterdir())

@@ -1,14 +1,14 @@
 """The page about runs: whole, self-contained, and with the numbers of the runs."""
 
 import html.parser
-import itertools
 import json
 import math
+import re
 
 import pytest
 
-from valkyrie.monitoring import html_report, line_chart
-from valkyrie.monitoring.line_chart import Curve, chart, short, ticks
+from valkyrie.monitoring import html_report, pictures
+from valkyrie.monitoring.pictures import Curve, figure, short
 
 
 class Page(html.parser.HTMLParser):
@@ -16,18 +16,23 @@ class Page(html.parser.HTMLParser):
 
   def __init__(self, text):
     super().__init__()
-    self.open, self.texts, self.outside, self.seen = [], [], [], []
+    self.open, self.texts, self.outside, self.seen, self.names = [], [], [], [], []
     self.feed(text)
     self.close()
 
   def handle_starttag(self, tag, attrs):
-    self.seen.append(tag)
-    if tag not in ('meta', 'line', 'polyline', 'circle'):
+    self.handle_startendtag(tag, attrs)
+    if tag != 'meta':
       self.open.append(tag)
-    self.outside += [value for name, value in attrs if name in ('src', 'href')]
 
   def handle_startendtag(self, tag, attrs):
     self.seen.append(tag)
+    self.outside += [
+      value
+      for name, value in attrs
+      if name in ('src', 'href', 'xlink:href') and not value.startswith('#')
+    ]
+    self.names += [value for name, value in attrs if name == 'id']
 
   def handle_endtag(self, tag):
     assert self.open.pop() == tag
@@ -89,6 +94,7 @@ def test_a_page_of_two_runs(run, tmp_path, capsys):
   text = output.read_text()
   page = Page(text)
   assert not page.open and not page.outside and 'script' not in page.seen and 'http' not in text
+  assert len(page.names) == len({*page.names}) > 0
   assert page.seen.count('svg') == page.seen.count('figcaption') == 10
   said = ' '.join(page.texts)
   for expected in (
@@ -120,22 +126,21 @@ def test_costs_and_evaluations_between_lines(run):
   assert (last['seconds'], last['flops']) == (20.0, pytest.approx(4000 * 1e6 / 200))
   drawn = html_report._curves([found], 'evaluations', *html_report._VALIDATION, ('tokens', 't'))
   assert 'first 1.5</span>' in drawn  # of the quick part, as those before it
-  assert drawn.count(' ', drawn.index('points="'), drawn.index('" fill="none"')) == 1
-
-
-@pytest.mark.parametrize(('low', 'high'), [(0, 1), (1.93, 2.01), (5, 5), (-3, 7e9), (0, 0)])
-def test_ticks_enclose_the_range_at_equal_steps(low, high):
-  found = ticks(low, high)
-  assert found[0] <= low <= high <= found[-1] + 1e-9 * abs(high) and 2 <= len(found) <= 8
-  steps = [b - a for a, b in itertools.pairwise(found)]
-  assert max(steps) == pytest.approx(min(steps))
+  (curve,) = re.findall(r'd="(M[^"]*)"[^>]*stroke: var\(--c0\)', drawn)
+  assert curve.count('L') == 1  # two points
 
 
 def test_long_curves_are_thinned_and_short_ones_drawn():
-  assert chart('t', 'x', 'y', [Curve('empty', [])]) == ''
+  assert figure('t', 'x', 'y', [Curve('empty', [])]) == ''
   points = [(float(x), 1.0) for x in range(5000)]
-  assert (
-    len(line_chart._thinned(points)) <= 400 and line_chart._thinned(points)[-1] == points[-1][:2]
-  )
-  assert '<circle' in chart('t', 'x', 'y', [Curve('one', [(1.0, 2.0)])])
+  assert len(pictures._thinned(points)) <= 400 and pictures._thinned(points)[-1] == points[-1]
+  assert '<use' in figure('t', 'x', 'y', [Curve('one', [(1.0, 2.0)])])
+
+
+def test_curves_have_the_colors_and_fonts_of_the_page():
+  curves = [Curve(f'<{number}>', [(1.0, 2.0), (2.0, 1.0)]) for number in range(7)]
+  found = figure('t', 'x', 'y', curves, logarithmic=True)
+  for color in range(6):
+    assert f'stroke: var(--c{color})' in found
+  assert not re.search('#0000|font-family|<style', found)
   assert [*map(short, (0.12345, 1234, 12_345, 4.56e6))] == ['0.1235', '1234', '12.3k', '4.56M']

@@ -5,13 +5,14 @@ import json
 import re
 import types
 
+import matplotlib
 import numpy as np
 from PIL import Image
 import pytest
 
 from valkyrie.data.vocabularies import ByteVocabulary
 from valkyrie.errors import ConfigurationError, DataError
-from valkyrie.monitoring import heat_map
+from valkyrie.monitoring import pictures
 from valkyrie.run.long_context import long_context
 from valkyrie.suites import babilong
 from valkyrie.suites.problem import (
@@ -229,7 +230,8 @@ def test_a_run_is_asked_with_and_without_its_memory(tmp_path, capsys):
     assert found[name, 8192, 0.0, None] == found[name, 8192, 1.0, None] == 1
     assert found[name, 8192, 1.0, 'state'] == 1 and found[name, 8192, 0.0, 'state'] == 0
     picture = np.asarray(Image.open(tmp_path / 'long_context' / f'{name}.png'))
-    assert {heat_map.color(0.0), heat_map.color(1.0)} <= {*map(tuple, picture.reshape(-1, 3))}
+    colors = {tuple(matplotlib.colormaps[pictures.MAP](score, bytes=True)) for score in (0.0, 1.0)}
+    assert colors <= {*map(tuple, picture.reshape(-1, 4))}
   assert model.asked == 2 * 2 * 3 * (1 + 8)
   assert 'niah_single_1, 8,192 tokens, depth 0%, state cut: 0.0%' in capsys.readouterr().out
 

@@ -20,8 +20,8 @@ import numpy as np
 
 from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError, storage_errors
 from valkyrie.monitoring.json_lines import by_step
-from valkyrie.monitoring.line_chart import Curve, chart
 from valkyrie.monitoring.metrics import BY_POSITION
+from valkyrie.monitoring.pictures import Curve, figure
 from valkyrie.storage.run_directory import opened
 
 _STYLE = """
@@ -229,7 +229,7 @@ def _curves(
   unit: str,
   axis: tuple[str, str],
 ) -> str:
-  """A chart of a metric of all runs that have it."""
+  """A figure of a metric of all runs that have it."""
   curves = []
   for run in runs:
     known = [line for line in run.lines if _is_number(line.get(axis[0]))]
@@ -243,7 +243,7 @@ def _curves(
       if _is_number(value := line.get(metric))
     ]
     curves.append(Curve(run.name, points))
-  return chart(f'{title} over {axis[1]}', axis[1], unit, curves)
+  return figure(f'{title} over {axis[1]}', axis[1], unit, curves)
 
 
 def _columns(lines: Sequence[Mapping[str, Any]], axis: str) -> tuple[list[float], list[float]]:
@@ -262,7 +262,7 @@ def _by_position(runs: Sequence[Run]) -> str:
     ]
     curves.append(Curve(run.name, sorted(points)))
   title = 'Loss by position in the document, from P to 2 P - 1'
-  return chart(title, 'position', 'nats per token', curves, logarithmic=True)
+  return figure(title, 'position', 'nats per token', curves, logarithmic=True)
 
 
 def _refused(runs: Sequence[Run]) -> str:

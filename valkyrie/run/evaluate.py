@@ -16,7 +16,7 @@ from valkyrie.errors import ConfigurationError, ValkyrieError
 from valkyrie.models import language_model
 from valkyrie.models.carry_cuts import check_cuts
 from valkyrie.models.language_model import LanguageModel
-from valkyrie.monitoring import plot
+from valkyrie.monitoring import pictures
 from valkyrie.monitoring.json_lines import by_step
 from valkyrie.monitoring.progress import describe
 from valkyrie.monitoring.writers import create_writers
@@ -90,7 +90,7 @@ def evaluate(
       if jax.process_index() == 0:
         print(f'step {number}, {title}: ' + ', '.join(describe(metrics)), flush=True)
     if jax.process_index() == 0:
-      plot.write_loss_by_position(pathlib.Path(model_dir), found, name)
+      pictures.write_loss_by_position(pathlib.Path(model_dir), found, name)
 
   if not follow:
     of_step(step)

@@ -18,7 +18,7 @@ from valkyrie.config.suggest import did_you_mean
 from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.inference.loaded import LoadedModel
 from valkyrie.models.carry_cuts import check_cuts
-from valkyrie.monitoring import heat_map, json_lines
+from valkyrie.monitoring import json_lines, pictures
 from valkyrie.monitoring.json_lines import JsonLines
 from valkyrie.suites import babilong, mqar, ruler  # noqa: F401, they register theirs
 from valkyrie.suites.problem import SUITES, Problem, TooShortError, fitted, sentences_of
@@ -200,7 +200,7 @@ def _draw(
   if not cells:
     return
 
-  def panel(cut: str | None) -> heat_map.Grid:
+  def panel(cut: str | None) -> pictures.Grid:
     chosen = [cell for cell in cells if cell.cut == cut]
     return {(f'{cell.length:,}', _depth(cell)): scores[cell] for cell in chosen}
 
@@ -208,7 +208,7 @@ def _draw(
   columns = dict.fromkeys(f'{cell.length:,}' for cell in sorted(cells, key=lambda c: c.length))
   rows = dict.fromkeys(_depth(cell) for cell in sorted(cells, key=lambda c: c.depth or 0))
   title = f'{name}, step {steps}: right answers by tokens and depth'
-  heat_map.write(folder / f'{name}.png', title, panels, [*columns], [*rows])
+  pictures.write_heat_map(folder / f'{name}.png', title, panels, [*columns], [*rows])
   print(folder / f'{name}.png', flush=True)
 
 

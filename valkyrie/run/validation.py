@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from valkyrie.errors import Preempted
-from valkyrie.monitoring import plot
+from valkyrie.monitoring import pictures
 from valkyrie.monitoring.progress import describe
 from valkyrie.monitoring.training_log import TrainingLog
 from valkyrie.monitoring.writers import RunWriter
@@ -78,7 +78,7 @@ class Validation:
       self._picture = (
         step,
         self.drawing.submit(
-          plot.write_loss_by_position, pathlib.Path(self.model_dir), {'validation': found}
+          pictures.write_loss_by_position, pathlib.Path(self.model_dir), {'validation': found}
         ),
       )
     split = 'the whole validation split' if is_last else 'validation'

@@ -1,0 +1,208 @@
+"""Pictures of runs, drawn by matplotlib: losses by position, heat maps of scores, curves of a page.
+
+matplotlib takes a second to import, so this happens where a picture is drawn. Figures are drawn
+without pyplot, in any thread.
+"""
+
+from collections.abc import Mapping, Sequence
+import html
+import io
+import math
+import pathlib
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from valkyrie.errors import storage_errors
+from valkyrie.monitoring.metrics import BY_POSITION, Metrics
+
+Grid = Mapping[tuple[str, str], float]  # (column, row): score from 0 to 1
+COLORS = ('#1f5fa8', '#d1622b', '#2f8f4e', '#8a4fa3')  # of the losses by position
+MAP = 'Blues'  # the colors of scores
+_WITH_CONTEXT = 4  # the bin from position 16 on
+_LEAST = 0.1  # nats that the axis of losses covers at least
+_DPI = 100
+_MOST_POINTS = 400  # of a curve of a page; more are averaged
+_PAGE_COLORS = 6  # --c0 to --c5 in the style of the page
+# The colors in which the curves of a page are drawn; each becomes a variable of its style.
+_VARIABLES = {f'#00000{n + 1}': f'var(--c{n})' for n in range(_PAGE_COLORS)}
+_VARIABLES['#00000a'] = 'var(--line)'
+# Styles that would apply to the whole page, names that would repeat in it, fonts that it chooses.
+_NOT_OF_A_PAGE = r'<style[^<]*</style>|(?<=<g) id="[^"]*"|font-family: [^;]*; '
+_DASHES = ('-', '--', ':')  # so that curves differ in more than color
+
+
+class Curve(NamedTuple):
+  """A name, and points (x, y) in the order of x."""
+
+  name: str
+  points: Sequence[tuple[float, float]]
+
+
+def write_loss_by_position(
+  model_dir: pathlib.Path, curves: Mapping[str, Metrics], name: str = ''
+) -> np.ndarray:
+  """Draws the metrics loss_by_position/P over P on a logarithmic axis, one curve per name.
+
+  The range of the losses is chosen for the differences between positions and curves. The first
+  positions of a document, which have little context, are cut off at its top.
+
+  Args:
+    model_dir: the directory of the run.
+    curves: the metrics of each curve, by its name.
+    name: of the data, for the name of the file: loss_by_position_NAME.png.
+
+  Returns:
+    The picture, uint8 [height, width, 3].
+
+  Raises:
+    StorageError: the image cannot be written.
+  """
+  points = {name: _by_position(metrics) for name, metrics in curves.items()}
+  every = [point for some in points.values() for point in some]
+  last = max((position for position, _ in every), default=1)
+  shown = [loss for position, loss in every if position >= min(2**_WITH_CONTEXT, last)]
+  low, high = min(shown, default=0.0), max(shown, default=1.0)
+  margin = max(0.05 * (high - low), (_LEAST - (high - low)) / 2)
+  canvas, axes = _canvas(9.6, 5.4)
+  for number, (label, some) in enumerate(points.items()):
+    color = COLORS[number % len(COLORS)]
+    # Losses above the range are marked at its top.
+    losses = [min(loss, high + margin) for _, loss in some]
+    axes.plot([position for position, _ in some], losses, 'o-', color=color, lw=3, label=label)
+  axes.set_xscale('log', base=2)
+  axes.set_xticks(sorted({position for position, _ in every}) or [1])
+  axes.xaxis.set_major_formatter('{x:.0f}')
+  axes.set_ylim(low - margin, high + margin)
+  axes.grid(axis='y', color='#dddddd')
+  axes.set_xlabel('position in the document, from P to 2 P - 1')
+  axes.set_ylabel('loss, nats per token')
+  axes.legend(loc='upper right', labelcolor='linecolor', frameon=False)
+  path = model_dir / f'loss_by_position{name and "_"}{name}.png'
+  with storage_errors(f'{path} cannot be written', 'Make room there, or name another --model_dir.'):
+    canvas.print_png(path)
+  return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+def _by_position(metrics: Mapping[str, Any]) -> list[tuple[int, float]]:
+  """(P, loss) for each bin, from position P on, whose loss is finite."""
+  return sorted(
+    (int(name.removeprefix(BY_POSITION)), loss)
+    for name, loss in metrics.items()
+    if name.startswith(BY_POSITION) and isinstance(loss, int | float) and math.isfinite(loss)
+  )
+
+
+def write_heat_map(
+  path: pathlib.Path,
+  title: str,
+  panels: Mapping[str, Grid],
+  columns: Sequence[str],
+  rows: Sequence[str],
+) -> None:
+  """Draws a panel of colored cells for each condition; a cell without a score stays empty.
+
+  Args:
+    path: of the .png file, which is replaced.
+    title: above the panels.
+    panels: the grid of each panel, by its name.
+    columns, rows: from left to right, and from top to bottom.
+
+  Raises:
+    StorageError: the picture cannot be written.
+  """
+  canvas, *every = _canvas(1.5 + len(panels) * (0.92 * len(columns) + 0.3),
+                           1.3 + 0.44 * len(rows), len(panels))  # fmt: skip
+  canvas.figure.suptitle(title)
+  for axes, (name, grid) in zip(every, panels.items(), strict=True):
+    scores = np.array([[grid.get((column, row), np.nan) for column in columns] for row in rows])
+    axes.imshow(scores, cmap=MAP, vmin=0, vmax=1, aspect='auto')
+    for (y, x), score in np.ndenumerate(scores):
+      if not np.isnan(score):
+        ink = 'white' if score > 0.5 else 'black'
+        axes.text(x, y, f'{score:.0%}', color=ink, ha='center', va='center')
+    axes.set_title(name)
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(rows)), rows if axes is every[0] else [''] * len(rows))
+  with storage_errors(f'{path} cannot be written', 'Make room there.'):
+    canvas.print_png(path)
+
+
+def figure(
+  title: str, x_name: str, y_name: str, curves: Sequence[Curve], logarithmic: bool = False
+) -> str:
+  """A figure of a page, with its caption; '' if no curve has a point.
+
+  `logarithmic` is the axis of x. The colors are variables of the page's style.
+  """
+  import matplotlib as mpl  # noqa: PLC0415
+
+  drawn = [(number, curve) for number, curve in enumerate(curves) if curve.points]
+  if not drawn:
+    return ''
+  _, axes = _canvas(5.6, 3.2)
+  colors = list(_VARIABLES)
+  for number, curve in drawn:
+    xs, ys = zip(*_thinned(curve.points), strict=True)
+    color, dashes = colors[number % _PAGE_COLORS], _DASHES[number // _PAGE_COLORS % len(_DASHES)]
+    axes.plot(xs, ys, dashes, color=color, lw=2, marker='o' if len(xs) == 1 else '')
+  if logarithmic:
+    axes.set_xscale('log', base=2)
+  axes.xaxis.set_major_formatter(lambda x, _: short(x))
+  axes.yaxis.set_major_formatter(lambda y, _: short(y))
+  axes.grid(axis='y', color=colors[-1])
+  axes.spines[:].set_visible(False)
+  axes.patch.set_visible(False)
+  axes.figure.patch.set_visible(False)
+  axes.tick_params(length=0)
+  axes.set_xlabel(x_name)
+  legend = ', '.join(
+    f'<span style="color: var(--c{number % _PAGE_COLORS})">{html.escape(curve.name)} '
+    f'{short(curve.points[-1][1])}</span>'
+    for number, curve in drawn
+  )
+  unit = f', {html.escape(y_name)}' if y_name else ''
+  with mpl.rc_context({'svg.fonttype': 'none'}):  # texts in the font and the color of the page
+    svg = _svg(axes.figure)
+  return (
+    f'<figure>\n<figcaption><strong>{html.escape(title)}</strong>{unit}: at the end {legend}'
+    f'</figcaption>\n<svg viewBox="0 0 403.2 230.4" role="img" aria-label="{html.escape(title)}">'
+    f'{svg}\n</figure>'
+  )
+
+
+def _svg(drawing: Any) -> str:
+  """What is inside the <svg> of a figure, with its end, and with the colors of the page."""
+  from matplotlib.backends.backend_svg import FigureCanvasSVG  # noqa: PLC0415
+
+  file = io.StringIO()
+  nothing = dict.fromkeys(('Creator', 'Date', 'Format', 'Type'))
+  FigureCanvasSVG(drawing).print_svg(file, metadata=nothing)
+  inside = file.getvalue().partition('<svg')[2].partition('>')[2]
+  inside = re.sub(_NOT_OF_A_PAGE, '', inside)
+  return re.sub('|'.join(_VARIABLES), lambda found: _VARIABLES[found[0]], inside)
+
+
+def _canvas(width: float, height: float, panels: int = 1) -> list[Any]:
+  """[an Agg canvas, the axes of each panel]; the size is in units of 100 pixels."""
+  from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
+  from matplotlib.figure import Figure  # noqa: PLC0415
+
+  drawing = Figure((width, height), dpi=_DPI, layout='constrained')
+  return [FigureCanvasAgg(drawing), *drawing.subplots(1, panels, squeeze=False)[0]]
+
+
+def short(value: float) -> str:
+  """A number in few characters: 1.234, 12.3k, 4.5M."""
+  for size, letter in ((1e15, 'P'), (1e12, 'T'), (1e9, 'G'), (1e6, 'M'), (1e4, 'k')):
+    if abs(value) >= size:
+      return f'{value / (1e3 if letter == "k" else size):.3g}{letter}'
+  return f'{value:.4g}'
+
+
+def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+  """The points, or means of neighbors where there are too many."""
+  size = -(-len(points) // _MOST_POINTS)
+  groups = [points[first : first + size] for first in range(0, len(points), size)]
+  return [(group[-1][0], sum(y for _, y in group) / len(group)) for group in groups]
