@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.monitoring import memory, memory_limits
+from valkyrie.monitoring import memory
+from valkyrie.run import memory_limits
 
 GIB = 2**30
 

@@ -252,7 +252,8 @@ def test_tensorboard_reads_what_a_bound_writer_of_clu_writes(tmp_path):
     for (step, ours), (their_step, theirs) in zip(found, their_values[tag], strict=True):
       assert step == their_step
       np.testing.assert_array_equal(ours, theirs, tag)
-  assert [(step, value.item()) for step, value in values['learning/loss']][0] == (3, 0.5)
+  (step, loss), *_ = values['learning/loss']
+  assert (step, loss.item()) == (3, 0.5)
 
 
 def test_a_writer_that_fails_is_named(tmp_path):

@@ -1,6 +1,5 @@
 """Options of a run: early stopping, a profile, and the average of the parameters."""
 
-
 import gin
 import numpy as np
 import pytest

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 import dataclasses
 
-from valkyrie.monitoring.refused_log import RefusedLog
+from valkyrie.monitoring.training_log import RefusedLog
 from valkyrie.training.train_step import StepMetrics
 
 

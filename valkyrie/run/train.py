@@ -17,15 +17,13 @@ from valkyrie.distributed.consistency import check_same_bindings
 from valkyrie.distributed.preemption import Preemption
 from valkyrie.errors import Preempted
 from valkyrie.models.layers import check_sizes
-from valkyrie.monitoring import memory, memory_limits, report
-from valkyrie.monitoring.hooks import Every, Hook
-from valkyrie.monitoring.profile import Profile
+from valkyrie.monitoring import memory, report
+from valkyrie.monitoring.hooks import Every, Hook, Profile
 from valkyrie.monitoring.progress import Progress
-from valkyrie.monitoring.refused_log import RefusedLog
 from valkyrie.monitoring.trackers import Tracker, Tracking
-from valkyrie.monitoring.training_log import TrainingLog
+from valkyrie.monitoring.training_log import RefusedLog, TrainingLog
 from valkyrie.monitoring.writers import RunWriter, create_writers
-from valkyrie.run import evaluated_data
+from valkyrie.run import evaluated_data, memory_limits
 from valkyrie.run.batches import batches
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.run.initial_state import InitialState

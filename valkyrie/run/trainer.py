@@ -12,7 +12,8 @@ from valkyrie.config.computation import computation
 from valkyrie.config.record import bindings
 from valkyrie.distributed import compilation_cache, heartbeat, program_fingerprint
 from valkyrie.distributed.preemption import Preemption
-from valkyrie.monitoring import memory, memory_limits
+from valkyrie.monitoring import memory
+from valkyrie.run import memory_limits
 from valkyrie.run.validation import Lowest
 from valkyrie.training.curriculum import Phase
 from valkyrie.training.nan_hunt import hunting
