@@ -5,10 +5,14 @@ import json
 import math
 import re
 
+import numpy as np
 import pytest
 
 from valkyrie.monitoring import html_report, pictures
 from valkyrie.monitoring.pictures import Curve, figure, short
+from valkyrie.monitoring.training_log import RefusedLog
+from valkyrie.training.tbptt import Sums
+from valkyrie.training.train_step import StepMetrics
 
 
 class Page(html.parser.HTMLParser):
@@ -78,7 +82,10 @@ def run(tmp_path):
     evaluations[-1] |= {'loss': 9.0 + offset, 'quick_loss': 1.5 + offset, 'bits_per_byte': 1.25}
     for path, found in (('metrics', lines), ('eval/metrics', evaluations)):
       (folder / f'{path}.jsonl').write_text('\n'.join(map(json.dumps, found)))
-    (folder / 'refused_steps.jsonl').write_text('{"step": 7, "reason": "a <NaN> & more"}\n')
+    sums = Sums(*[np.float32(math.nan)] * 5)
+    refused = StepMetrics(sums, np.float32(1), {}, np.float32(1), np.int32(1), np.bool_(False))
+    with RefusedLog(folder, 0, lambda step: 'a <file> & more', print) as log:
+      log(7, refused)
     bindings = {'Optimizer.learning_rate': rate, 'S5.state_size': 8}
     (folder / 'config.json').write_text(json.dumps({'version': '7.8.9', 'bindings': bindings}))
     (folder / 'model_info.txt').write_text('1,234 parameters\n\ntable')
@@ -103,7 +110,8 @@ def test_a_page_of_two_runs(run, tmp_path, capsys):
     '1,234 parameters',
     '7.8.9',
     '1.25',
-    'a <NaN> & more',
+    'not finite',
+    'a <file> & more',
     'Speed',
   ):
     assert expected in said

@@ -267,9 +267,12 @@ def _by_position(runs: Sequence[Run]) -> str:
 
 def _refused(runs: Sequence[Run]) -> str:
   rows = [
-    (run.name, line['step'], line.get('reason', '')) for run in runs for line in run.refused[:50]
+    (run.name, line['step'], line.get('why'), line.get('read'))
+    for run in runs
+    for line in run.refused[:50]
   ]
-  return '<h3>Refused steps</h3>\n' + _table(('run', 'step', 'reason'), rows) if rows else ''
+  header = ('run', 'step', 'reason', 'documents')
+  return '<h3>Refused steps</h3>\n' + _table(header, rows) if rows else ''
 
 
 def _differences(runs: Sequence[Run]) -> str:
