@@ -25,12 +25,12 @@ class Hook(Protocol):
 class Every:
   """A hook that calls another hook when a multiple of n was reached or passed since its last call.
 
-  Step numbers may have gaps, e.g. where one call covers several steps. The last step of the run
-  always counts, once. A resumed run makes the same calls as an uninterrupted one.
+  Step numbers may have gaps, e.g. where one call covers several steps. The hook is also called
+  once after the last step of the run. A resumed run makes the same calls as an uninterrupted one.
   """
 
   def __init__(self, n: int, hook: Hook, *, total_steps: int, start_step: int = 0):
-    """Starts to count after `start_step`, the number of steps completed by earlier processes."""
+    """Starts counting after `start_step`, the number of steps completed by earlier processes."""
     check_every(n)
     self._n, self._hook, self._total_steps, self._seen = n, hook, total_steps, start_step
 
@@ -52,13 +52,13 @@ def check_every(n: int) -> None:
 
 
 class Profile:
-  """Writes the profile of the steps `first` to `last` to model_dir/profile."""
+  """Writes a profile of some steps to model_dir/profile, for TensorBoard and xprof."""
 
   def __init__(self, model_dir: str | os.PathLike, steps: tuple[int, int] | None):
     """Takes the numbers, from 1, of the first and the last step; None profiles nothing.
 
     Raises:
-      ConfigurationError: they are no range of steps.
+      ConfigurationError: they are not a range of steps.
     """
     self._place = pathlib.Path(model_dir) / 'profile'
     self._first, self._last = steps or (0, -1)
@@ -71,7 +71,7 @@ class Profile:
 
   @contextlib.contextmanager
   def step(self, number: int) -> Iterator[None]:
-    """The dispatch of step `number`; the end of the last profiled one waits for the devices."""
+    """Surrounds the dispatch of step `number`; waits for the devices after the last one."""
     if self._first <= number <= self._last and not self._running:
       jax.profiler.start_trace(self._place)
       self._running = True
@@ -80,7 +80,7 @@ class Profile:
       self.close()
 
   def close(self) -> None:
-    """Waits for the devices, and writes a profile that was begun."""
+    """Waits for the devices and writes the profile, if one was started."""
     if self._running:
       self._running = False
       jax.block_until_ready(jax.live_arrays())

@@ -154,7 +154,7 @@ def _with_costs(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _last(run: Run) -> dict[str, Any]:
-  """The results of a run: validation, if there is one, over the last step of training."""
+  """The results of the last step of training, replaced by those of validation where they exist."""
   training = run.lines[-1] if run.lines else {}
   validation = run.evaluations[-1] if run.evaluations else {}
   of_validation = ('loss', 'bits_per_byte', 'accuracy')
@@ -207,7 +207,7 @@ def _phases(runs: Sequence[Run]) -> str:
 
 
 def _samples(runs: Sequence[Run]) -> str:
-  """The last texts that hooks have logged."""
+  """The last texts that hooks logged."""
   parts = []
   for run in runs:
     said = [(line['step'], texts) for line in run.lines if (texts := _texts(line))]
@@ -247,7 +247,7 @@ def _curves(
 
 
 def _columns(lines: Sequence[Mapping[str, Any]], axis: str) -> tuple[list[float], list[float]]:
-  """The steps of some lines and their values of an axis, from zero on."""
+  """The steps of some lines and their values of an axis, starting at zero."""
   return [0, *(line['step'] for line in lines)], [0.0, *(line[axis] for line in lines)]
 
 
@@ -276,7 +276,7 @@ def _refused(runs: Sequence[Run]) -> str:
 
 
 def _differences(runs: Sequence[Run]) -> str:
-  """All bindings, those that differ first and marked."""
+  """A table of all bindings; those that differ come first and are marked."""
   names = sorted({name for run in runs for name in run.bindings})
   rows = [(name, *(json.dumps(run.bindings.get(name)) for run in runs)) for name in names]
   differ = [row for row in rows if len({*row[1:]}) > 1]

@@ -13,7 +13,7 @@ from valkyrie.errors import storage_errors
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
-  """The lines of a file; none without the file."""
+  """The lines of a file; none if it does not exist."""
   return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 

@@ -30,7 +30,7 @@ def of_process(field: str) -> int | None:
 
 
 def device_peak() -> int | None:
-  """The most memory that a local device has held, in bytes; None if it does not say, as a CPU."""
+  """The most memory that a local device has held, in bytes; None if none reports it (a CPU)."""
   stats = [device.memory_stats() or {} for device in jax.local_devices()]
   return max((found[_PEAK] for found in stats if _PEAK in found), default=None)
 
@@ -62,7 +62,7 @@ def of_program(program: jax.stages.Compiled) -> str:
 
 
 def of_host(program: jax.stages.Compiled) -> int:
-  """The bytes of this machine that a compiled step takes beside its state and batch."""
+  """The bytes of this machine that a compiled step takes in addition to its state and batch."""
   found: Any = program.memory_analysis()
   if found is None or jax.default_backend() != 'cpu':
     return 0
@@ -78,7 +78,7 @@ def of_machine() -> str:
 
 
 def available() -> int | None:
-  """The bytes of the machine that processes can take; None where the system does not say."""
+  """The bytes of the machine that processes can still take; None if the system reports none."""
   linux = pathlib.Path('/proc/meminfo')
   lines = linux.read_text().splitlines() if linux.exists() else []
   sizes = [int(line.split()[1]) for line in lines if 'MemAvailable' in line]

@@ -112,9 +112,9 @@ def write_heat_map(
   Raises:
     StorageError: the picture cannot be written.
   """
-  canvas, *every = _canvas(1.5 + len(panels) * (0.92 * len(columns) + 0.3),
-                           1.3 + 0.44 * len(rows), len(panels))  # fmt: skip
-  canvas.figure.suptitle(title)
+  width = max(6.0, 1.5 + len(panels) * (0.92 * len(columns) + 0.3))  # room for the title
+  canvas, *every = _canvas(width, 1.3 + 0.44 * len(rows), len(panels))
+  canvas.figure.suptitle(title, parse_math=False)
   for axes, (name, grid) in zip(every, panels.items(), strict=True):
     scores = np.array([[grid.get((column, row), np.nan) for column in columns] for row in rows])
     axes.imshow(scores, cmap=MAP, vmin=0, vmax=1, aspect='auto')
@@ -122,7 +122,7 @@ def write_heat_map(
       if not np.isnan(score):
         ink = 'white' if score > 0.5 else 'black'
         axes.text(x, y, f'{score:.0%}', color=ink, ha='center', va='center')
-    axes.set_title(name)
+    axes.set_title(name, parse_math=False)
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), rows if axes is every[0] else [''] * len(rows))
   with storage_errors(f'{path} cannot be written', 'Make room there.'):

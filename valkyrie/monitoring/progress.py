@@ -15,7 +15,7 @@ class Progress:
   """Shows the step, the loss, bits, the speed and the remaining time."""
 
   def __init__(self, total_steps: int, stream: TextIO | None = None, *, quiet: bool = False):
-    """Writes to `stream`, by default standard error, or with `quiet` to the log file alone."""
+    """Writes to `stream`, by default standard error, or, with `quiet`, only to the log file."""
     self._total_steps = total_steps
     self._stream = sys.stderr if stream is None else stream
     self._quiet, self._is_terminal = quiet, self._stream.isatty()
@@ -24,9 +24,9 @@ class Progress:
     self._said: list[str] | None = []  # before the log is open
 
   def log_to(self, path: pathlib.Path | None) -> None:
-    """Appends all lines, also those before, with their time to a file; None keeps none.
+    """Appends all lines, including earlier ones, to a file with their times; None writes no log.
 
-    A file that cannot be written is named once, and ends no run.
+    A file that cannot be written is reported once, and the run continues.
     """
     said, self._said = self._said, None
     if path is None:

@@ -1,4 +1,4 @@
-"""Trackers: where else the numbers of a run go, such as Weights & Biases and Trackio."""
+"""Trackers, which send the numbers of a run to services such as Weights & Biases and Trackio."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +20,11 @@ Numbers = Mapping[str, Any]
 
 
 class Run(NamedTuple):
-  """What a tracker knows of a run.
+  """What a tracker is told about a run.
 
   model_dir: its directory.
-  id: a name that stays with the directory, also when the run is resumed.
-  step: the steps done before.
+  id: a name that stays the same when the run is resumed.
+  step: the number of steps done by earlier processes.
   configuration: the gin bindings, without secrets.
   """
 
@@ -42,9 +42,9 @@ class Tracker(Protocol):
     ...
 
   def write(self, stream: str, step: int, numbers: Numbers) -> None:
-    """Numbers of the host after a step: of 'train', or of an evaluation, 'eval'.
+    """Called with the numbers of a step of training, 'train', or of an evaluation, 'eval'.
 
-    After a resume, steps since the last checkpoint come again.
+    A resumed run repeats the steps since the last checkpoint.
     """
     ...
 
@@ -54,7 +54,7 @@ class Tracker(Protocol):
 
 
 class Tracking:
-  """Calls trackers in a thread, so that none of them delays a step.
+  """Calls trackers in a thread, so that none delays a step.
 
   A tracker that fails is reported and left out: it never ends a run.
   """
@@ -75,7 +75,7 @@ class Tracking:
       self._call('start', run)
 
   def stream(self, name: str) -> Callable[[int, Numbers], None]:
-    """A function that passes numbers on as this stream."""
+    """Returns a function that passes numbers on as this stream."""
     return lambda step, numbers: self._call('write', name, step, dict(numbers))
 
   def close(self) -> None:
@@ -100,7 +100,7 @@ class Tracking:
 
 
 def _id(model_dir: pathlib.Path) -> str:
-  """The content of model_dir/tracking_id, which is made at first."""
+  """The content of model_dir/tracking_id, which is created once."""
   file = model_dir / 'tracking_id'
   with storage_errors(f'{file} cannot be used', 'Make room, or pass another --model_dir.'):
     if not file.exists():
@@ -142,7 +142,7 @@ class WeightsAndBiases:
       dir=run.model_dir,
       config=dict(run.configuration),
     )
-    # Steps come again after a resume; wandb's own counter would refuse them.
+    # A resumed run repeats steps, which wandb's own counter would refuse.
     self._run.define_metric('*', step_metric='step')
 
   def write(self, stream: str, step: int, numbers: Numbers) -> None:

@@ -80,7 +80,7 @@ class TrainingLog:
     seconds, self._since = now - self._since, now
     read = self.reading.tokens
 
-    def total(name: str) -> float:  # in float64: float32 counts to 2^24 alone
+    def total(name: str) -> float:  # in float64: float32 counts only to 2^24
       return sum(float(getattr(s.sums, name)) for s in steps)
 
     weight = total('weight')
@@ -115,13 +115,13 @@ class TrainingLog:
 
 @dataclasses.dataclass
 class RefusedLog:
-  """Writes the file, in the first process of a run only. A context manager that closes it.
+  """Writes refused_steps.jsonl, in process 0 only. A context manager that closes the file.
 
   Attributes:
     model_dir: the directory of the run.
     skipped: number of steps refused so far.
     describe: names the documents of a step, given its number, counted from 1.
-    say: prints a line on the console.
+    say: prints a line.
   """
 
   model_dir: str | os.PathLike

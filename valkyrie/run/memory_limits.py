@@ -1,4 +1,4 @@
-"""The limits of the memory of this process: of the machine, of its cgroup, of its address space."""
+"""The memory limits of this process: of the machine, its cgroup and its address space."""
 
 from collections.abc import Callable, Iterator
 import contextlib
@@ -19,7 +19,7 @@ _CACHE = ('inactive_file', 'total_inactive_file')  # what the kernel frees when 
 
 
 class Room(NamedTuple):
-  """The bytes that this process can still take, and what limits them."""
+  """The bytes that this process can still take, and the name of the limit."""
 
   left: float
   limit: str
@@ -45,7 +45,7 @@ def _rooms() -> Iterator[Room]:
 
 
 def _cgroups() -> Iterator[pathlib.Path]:
-  """The folders of the cgroups of this process, with those around them."""
+  """The folders of the cgroups of this process and of their parents."""
   found = pathlib.Path('/proc/self/cgroup')
   for line in found.read_text().splitlines() if found.exists() else ():
     _, controllers, path = line.split(':', 2)
@@ -64,7 +64,7 @@ def _cache(folder: pathlib.Path) -> int:
 def shortage(program: jax.stages.Compiled) -> str | None:
   """A warning if a compiled step takes more memory of the host than is left; None if it fits.
 
-  The kernel may kill the process then, which leaves no other message.
+  The kernel may kill such a process, and then there is no other message.
   """
   needed, left = memory.of_host(program), room()
   if needed <= left.left:
@@ -77,7 +77,7 @@ def shortage(program: jax.stages.Compiled) -> str | None:
 
 @contextlib.contextmanager
 def explained(needs: Callable[[], str]) -> Iterator[None]:
-  """Raises a ConfigurationError if memory runs out inside; `needs` says what a step takes."""
+  """Raises a ConfigurationError if memory runs out inside; `needs` returns what a step takes."""
   try:
     yield
   except (MemoryError, jax.errors.JaxRuntimeError) as error:
