@@ -20,8 +20,7 @@ import numpy as np
 
 from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError, storage_errors
 from valkyrie.monitoring.json_lines import by_step
-from valkyrie.monitoring.metrics import BY_POSITION
-from valkyrie.monitoring.pictures import Curve, figure
+from valkyrie.monitoring.pictures import Curve, by_position, figure
 from valkyrie.storage.run_directory import opened
 
 _STYLE = """
@@ -252,15 +251,9 @@ def _columns(lines: Sequence[Mapping[str, Any]], axis: str) -> tuple[list[float]
 
 
 def _by_position(runs: Sequence[Run]) -> str:
-  curves = []
-  for run in runs:
-    last = run.evaluations[-1] if run.evaluations else {}
-    points = [
-      (int(name.removeprefix(BY_POSITION)), value)
-      for name, value in last.items()
-      if name.startswith(BY_POSITION) and _is_number(value)
-    ]
-    curves.append(Curve(run.name, sorted(points)))
+  curves = [
+    Curve(run.name, by_position(run.evaluations[-1] if run.evaluations else {})) for run in runs
+  ]
   title = 'Loss by position in the document, from P to 2 P - 1'
   return figure(title, 'position', 'nats per token', curves, logarithmic=True)
 

@@ -59,7 +59,7 @@ def write_loss_by_position(
   Raises:
     StorageError: the image cannot be written.
   """
-  points = {name: _by_position(metrics) for name, metrics in curves.items()}
+  points = {name: by_position(metrics) for name, metrics in curves.items()}
   every = [point for some in points.values() for point in some]
   last = max((position for position, _ in every), default=1)
   shown = [loss for position, loss in every if position >= min(2**_WITH_CONTEXT, last)]
@@ -85,7 +85,7 @@ def write_loss_by_position(
   return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
-def _by_position(metrics: Mapping[str, Any]) -> list[tuple[int, float]]:
+def by_position(metrics: Mapping[str, Any]) -> list[tuple[int, float]]:
   """(P, loss) for each bin, from position P on, whose loss is finite."""
   return sorted(
     (int(name.removeprefix(BY_POSITION)), loss)
