@@ -120,6 +120,7 @@ def test_json_lines_are_valid_json_and_only_appended_to(tmp_path):
   lines.close()
   with path.open('a') as torn:
     torn.write('{"step": 2, "loss": ' + '1' * 5000)  # as after a crash of the machine
+  assert [*by_step(path)] == [1], 'a reader leaves out what is no line'
   resumed = JsonLines(path)
   resumed.write({'step': 2})
   resumed.close()

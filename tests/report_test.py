@@ -81,7 +81,7 @@ def run(tmp_path):
     ]
     evaluations[-1] |= {'loss': 9.0 + offset, 'quick_loss': 1.5 + offset, 'bits_per_byte': 1.25}
     for path, found in (('metrics', lines), ('eval/metrics', evaluations)):
-      (folder / f'{path}.jsonl').write_text('\n'.join(map(json.dumps, found)))
+      (folder / f'{path}.jsonl').write_text(''.join(f'{json.dumps(line)}\n' for line in found))
     sums = Sums(*[np.float32(math.nan)] * 5)
     refused = StepMetrics(sums, np.float32(1), {}, np.float32(1), np.int32(1), np.bool_(False))
     with RefusedLog(folder, 0, lambda step: 'a <file> & more', print) as log:

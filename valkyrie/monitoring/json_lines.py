@@ -13,8 +13,9 @@ from valkyrie.errors import storage_errors
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
-  """The lines of a file; none if it does not exist."""
-  return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+  """The complete lines of a file; none if it does not exist."""
+  content = path.read_text() if path.exists() else ''
+  return [json.loads(line) for line in content.rpartition('\n')[0].splitlines()]
 
 
 def by_step(path: pathlib.Path) -> dict[int, dict[str, Any]]:
