@@ -125,7 +125,7 @@ class WeightsAndBiases:
 
     Args:
       project, entity: where the run appears.
-      name: of the run; None takes that of its directory.
+      name: of the run; None takes the name of its directory.
       mode: 'online', 'offline' or 'disabled'; None lets wandb decide.
     """
     self._options = {'project': project, 'entity': entity, 'mode': mode}
@@ -160,7 +160,7 @@ class Trackio:
   """A tracker that writes to Trackio, on this machine or in a Space; needs pip install trackio."""
 
   def __init__(self, project: str, name: str | None = None, space_id: str | None = None):
-    """Takes arguments of trackio.init; a `name` of None takes that of the run's directory."""
+    """Takes arguments of trackio.init; if `name` is None, the run is named after its directory."""
     self._options = {'project': project, 'space_id': space_id}
     self._name = name
     self._trackio = _imported('trackio')

@@ -94,7 +94,7 @@ class RunWriter:
     """Opens the outputs.
 
     Args:
-      folder: of the CLU writers; its name is that of the stream.
+      folder: of the CLU writers, with the name of the stream.
       lines: the path of metrics.jsonl; None in the processes that write nothing.
       also: called with the scalars of each step.
       writers: open CLU MetricWriters, in the thread.
