@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from valkyrie.checkpoint import holder
-from valkyrie.checkpoint.bucket_lock import BucketLock
+from valkyrie.checkpoint.bucket_steps import BucketLock
 from valkyrie.checkpoint.manager import Checkpoints, open_to_read
-from valkyrie.checkpoint.storage import steps_of
+from valkyrie.checkpoint.steps import steps_of
 from valkyrie.errors import ConfigurationError, StorageError, Unreachable
+from valkyrie.storage import lease
 from valkyrie.storage.bucket import Bucket
 
 BEAT = 0.05
@@ -29,7 +29,7 @@ CHANGES = on('POST|PUT|DELETE')
 
 @pytest.fixture
 def address(gcs, request, monkeypatch):
-  monkeypatch.setattr(holder, 'BEAT_SECONDS', BEAT)
+  monkeypatch.setattr(lease, 'BEAT_SECONDS', BEAT)
   return f'gs://bucket/{re.sub("[^a-z0-9]+", "-", request.node.name)}/run'
 
 
@@ -159,7 +159,7 @@ def test_a_lock_without_beats_is_taken_over(address, change):
 
 @pytest.mark.parametrize('change', [{'host': 'another'}, {'process': 2**22 + 1}])
 def test_a_lock_with_beats_is_not(address, monkeypatch, change):
-  monkeypatch.setattr(holder, 'MISSED', 200)
+  monkeypatch.setattr(lease, 'MISSED', 200)
   save(address, 1)
   run = Bucket(address)
   content = json.loads(run.read('trainer.lock')[0]) | {'ended': False} | change
@@ -209,7 +209,7 @@ def test_a_trainer_that_lost_its_lock_adds_and_deletes_nothing(address, gcs, mon
   writes = gcs.hold(writes_of('.*/checkpoints/2/manifest.md5'), times=1)
   paused.save(2, weights(2), {'position': 2})
   assert writes.wait(10.0), 'the save has come to its last but one write'
-  monkeypatch.setattr(holder, 'has_ended', lambda lease: True)  # as from another container, later
+  monkeypatch.setattr(lease, 'has_ended', lambda found: True)  # as from another container, later
   other = Checkpoints().open(address)
   other.save(2, weights(4), {'position': 2})
   other.wait()
@@ -228,7 +228,7 @@ def test_a_trainer_that_lost_its_lock_sets_nothing_aside(address, gcs, monkeypat
   paused = steps_of(address)
   paused.lock()
   paused.open()
-  monkeypatch.setattr(holder, 'has_ended', lambda lease: True)  # as from another container, later
+  monkeypatch.setattr(lease, 'has_ended', lambda found: True)  # as from another container, later
   with Checkpoints().open(address) as other:
     other.save(2, weights(4), {'position': 2})
     other.wait()

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from valkyrie.checkpoint import disk_files, manifest, steps
-from valkyrie.checkpoint.storage import steps_of
+from valkyrie.checkpoint import disk_steps, manifest, steps
+from valkyrie.checkpoint.steps import steps_of
 from valkyrie.data import provenance, store_writer, token_store, vocabularies
 from valkyrie.data.store_location import open_store, store_name
 from valkyrie.data.store_writer import Document, Recipe
@@ -271,9 +271,9 @@ def test_a_manifest_names_no_file_elsewhere(place, request, bucket):
   algorithm = manifest.MD5 if bucket else manifest.SHA256
   address = f'gs://bucket/{letters(request.node.name)}' if bucket else str(place)
   server = request.getfixturevalue('gcs') if bucket else None
-  found = disk_files.DiskFiles(step)
+  found = disk_steps.DiskFiles(step)
   (digest,) = found.digests(['record.json'], algorithm)
-  (of_planted,) = disk_files.DiskFiles(place).digests(['planted'], algorithm)
+  (of_planted,) = disk_steps.DiskFiles(place).digests(['planted'], algorithm)
   proposed = [name for name in of_objects(place) if '\n' not in name]
   for name in proposed[::4] if bucket else proposed:
     text = manifest.content(3, {'record.json': digest, name: of_planted})
@@ -295,10 +295,10 @@ def test_a_manifest_names_no_file_elsewhere(place, request, bucket):
 def test_a_record_that_no_manifest_names_is_not_read(place):
   step = place / 'checkpoints/3'
   step.mkdir(parents=True)
-  disk_files.write_manifest(step, 3)
-  assert manifest.damage(disk_files.DiskFiles(step), 3) is None
+  disk_steps.write_manifest(step, 3)
+  assert manifest.damage(disk_steps.DiskFiles(step), 3) is None
   (step / 'record.json').symlink_to('/etc/hostname')
-  assert 'record.json is not in' in str(manifest.damage(disk_files.DiskFiles(step), 3))
+  assert 'record.json is not in' in str(manifest.damage(disk_steps.DiskFiles(step), 3))
 
 
 def test_no_object_of_a_run_is_copied_elsewhere(place, gcs):

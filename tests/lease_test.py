@@ -18,9 +18,9 @@ from injections.harness import another_container
 from injections.table import Unavailable
 import pytest
 
-from valkyrie.checkpoint import holder, model_dir
-from valkyrie.checkpoint.model_dir import TrainerLock
 from valkyrie.errors import StorageError, Unreachable
+from valkyrie.storage import disk, lease
+from valkyrie.storage.disk import DiskLock
 
 BEAT = 0.05
 
@@ -31,23 +31,23 @@ def locks(request, monkeypatch):
   flock_in_memory = fcntl.flock
 
   def flock(file, how):
-    if pathlib.Path(file.name).parent == holder.MEMORY:
+    if pathlib.Path(file.name).parent == lease.MEMORY:
       return flock_in_memory(file, how)
     raise OSError(request.param, os.strerror(request.param))
 
   monkeypatch.setattr(fcntl, 'flock', flock)
-  monkeypatch.setattr(holder, 'BEAT_SECONDS', BEAT)
+  monkeypatch.setattr(lease, 'BEAT_SECONDS', BEAT)
 
 
 # A trainer of its own process, on such a file system.
 TRAINER = f"""{NO_LOCKS}
 import pathlib, sys, time
-from valkyrie.checkpoint import holder
-from valkyrie.checkpoint.model_dir import TrainerLock
 from valkyrie.errors import StorageError
-holder.BEAT_SECONDS, holder.MISSED = {BEAT}, 200
+from valkyrie.storage import lease
+from valkyrie.storage.disk import DiskLock
+lease.BEAT_SECONDS, lease.MISSED = {BEAT}, 200
 try:
-  lock = TrainerLock(pathlib.Path(sys.argv[1]))
+  lock = DiskLock(pathlib.Path(sys.argv[1]))
 except StorageError as error:
   print(error)
 else:
@@ -73,27 +73,27 @@ def read(path):
 
 def write(path, **changes):
   """The lease of a process that this one cannot see, with changes."""
-  lease = {'token': 32 * '0', 'process': 2**22 + 1, 'host': socket.gethostname(), 'beat': 0}
+  content = {'token': 32 * '0', 'process': 2**22 + 1, 'host': socket.gethostname(), 'beat': 0}
   new = path / 'new'
-  new.write_text(json.dumps({**lease, **changes}))
+  new.write_text(json.dumps({**content, **changes}))
   new.replace(path / 'trainer.lease')
 
 
 def test_a_second_trainer_is_refused_until_the_first_has_ended(tmp_path):
-  first = TrainerLock(tmp_path)
+  first = DiskLock(tmp_path)
   with pytest.raises(StorageError, match=f'process {os.getpid()} on .* is training in'):
-    TrainerLock(tmp_path)
+    DiskLock(tmp_path)
   time.sleep(5 * BEAT)
   first.check()
   first.release()
-  TrainerLock(tmp_path).release()
+  DiskLock(tmp_path).release()
   assert [path.name for path in tmp_path.iterdir()] == ['trainer.lock']
 
 
 @pytest.mark.parametrize('change', [{}, {'host': 'a'}, {'process': None}, {'token': '../trainer'}])
 def test_a_lease_without_beats_is_taken_over(tmp_path, change):
   write(tmp_path, **change)
-  lock = TrainerLock(tmp_path)
+  lock = DiskLock(tmp_path)
   lock.check()
   lock.release()
 
@@ -104,48 +104,48 @@ def test_a_trainer_in_another_container_is_refused(tmp_path):
     container = another_container()
   except Unavailable as error:
     pytest.skip(str(error))
-  first = TrainerLock(tmp_path)
+  first = DiskLock(tmp_path)
   with trainer(tmp_path, container) as (_, answer):
     assert f'process {os.getpid()} on {socket.gethostname()} is training in' in answer
   first.check()
   first.release()
 
 
-@pytest.mark.skipif(not os.path.ismount(holder.MEMORY), reason='only beats tell here')
+@pytest.mark.skipif(not os.path.ismount(lease.MEMORY), reason='only beats tell here')
 def test_the_lease_of_a_process_that_was_killed_is_free_at_once(tmp_path):
   with trainer(tmp_path) as (process, answer):
     assert answer == 'locked\n'
-    assert holder.has_ended(read(tmp_path)) is False
+    assert lease.has_ended(read(tmp_path)) is False
     process.send_signal(signal.SIGSTOP)
     with pytest.raises(StorageError, match=f'process {process.pid} on .* is training in'):
-      TrainerLock(tmp_path)
+      DiskLock(tmp_path)
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # still a zombie
     write(tmp_path, **{**read(tmp_path), 'process': os.getpid()})  # which has its PID by now
-    assert holder.has_ended(read(tmp_path)) is True
+    assert lease.has_ended(read(tmp_path)) is True
   token = read(tmp_path)['token']
-  TrainerLock(tmp_path).release()
-  assert not list(holder.MEMORY.glob(f'*{token}*')), 'its file in memory is deleted'
+  DiskLock(tmp_path).release()
+  assert not list(lease.MEMORY.glob(f'*{token}*')), 'its file in memory is deleted'
 
 
 def test_without_memory_of_this_kernel_beats_tell(tmp_path, monkeypatch):
   run, shown = tmp_path / 'run', tmp_path / 'shown'
   run.mkdir()
   shown.mkdir()
-  monkeypatch.setattr(holder, 'MEMORY', shown)  # as a sandbox shows a folder of its host
-  monkeypatch.setattr(holder, 'MISSED', 200)
-  first = TrainerLock(run)
-  assert holder.has_ended(read(run)) is None
+  monkeypatch.setattr(lease, 'MEMORY', shown)  # as a sandbox shows a folder of its host
+  monkeypatch.setattr(lease, 'MISSED', 200)
+  first = DiskLock(run)
+  assert lease.has_ended(read(run)) is None
   assert not list(shown.iterdir())
   with pytest.raises(StorageError, match='is training in'):
-    TrainerLock(run)
+    DiskLock(run)
   first.release()
-  TrainerLock(run).release()
+  DiskLock(run).release()
 
 
 def test_a_torn_lease_is_taken_over(tmp_path):
   (tmp_path / 'trainer.lease').write_text('{"tok')
-  TrainerLock(tmp_path).release()
+  DiskLock(tmp_path).release()
 
 
 @pytest.mark.parametrize('host', ['a', socket.gethostname()])
@@ -164,20 +164,36 @@ def test_a_lease_with_beats_is_respected(tmp_path, host):
   beats.start()
   try:
     with pytest.raises(StorageError, match=f'process {2**22 + 1} on {host} is training in'):
-      TrainerLock(tmp_path)
+      DiskLock(tmp_path)
   finally:
     over.set()
     beats.join()
 
 
 def test_a_trainer_that_was_paused_beyond_its_lease_writes_nothing(tmp_path, monkeypatch):
-  monkeypatch.setattr(holder, 'BEAT_SECONDS', 1000.0)  # the thread of the first one stands still
-  first = TrainerLock(tmp_path)
+  monkeypatch.setattr(lease, 'BEAT_SECONDS', 1000.0)  # the thread of the first one stands still
+  first = DiskLock(tmp_path)
   write(tmp_path, host='a', token='of another')
   with pytest.raises(StorageError, match='or its lease went to another one'):
     first.check()
   first.release()
   assert (tmp_path / 'trainer.lease').exists()
+
+
+@pytest.mark.parametrize('lost', ['to another', 'deleted'])
+def test_a_lost_lease_is_not_written_again(tmp_path, lost):
+  first = DiskLock(tmp_path)
+  file = tmp_path / 'trainer.lease'
+  if lost == 'deleted':
+    file.unlink()
+  else:
+    write(tmp_path, host='a')
+  time.sleep(5 * BEAT)  # in which the first one would renew its lease
+  assert not file.exists() if lost == 'deleted' else read(tmp_path)['host'] == 'a'
+  with pytest.raises(StorageError, match='or its lease went to another one'):
+    first.check()
+  first.release()
+  assert file.exists() == (lost == 'to another')
 
 
 def test_one_of_many_that_start_at_once_holds_the_lease(tmp_path):
@@ -187,7 +203,7 @@ def test_one_of_many_that_start_at_once_holds_the_lease(tmp_path):
   def start():
     together.wait()
     try:
-      held.append(TrainerLock(tmp_path))
+      held.append(DiskLock(tmp_path))
     except StorageError as error:
       refused.append(error)
 
@@ -200,15 +216,15 @@ def test_one_of_many_that_start_at_once_holds_the_lease(tmp_path):
   assert len(in_place) == 1
   for lock in held:
     lock.release()
-  assert model_dir.lock_holder(tmp_path)
+  assert disk.lock_holder(tmp_path)
 
 
 def test_the_processes_of_a_run_have_locks_of_their_own(tmp_path):
-  locks = [TrainerLock(tmp_path, process) for process in (None, 0, 1, 2)]
+  locks = [DiskLock(tmp_path, process) for process in (None, 0, 1, 2)]
   with pytest.raises(Unreachable, match=r'is process 1 of the run in .* Give each process its own'):
-    TrainerLock(tmp_path, 1)
+    DiskLock(tmp_path, 1)
   locks[2].release()
-  TrainerLock(tmp_path, 1).release()
+  DiskLock(tmp_path, 1).release()
   for lock in (locks[0], locks[1], locks[3]):
     lock.check()
     lock.release()

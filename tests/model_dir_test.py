@@ -9,15 +9,14 @@ import sys
 
 import pytest
 
-from valkyrie.checkpoint import model_dir
-from valkyrie.checkpoint.model_dir import TrainerLock, writable_directory
 from valkyrie.errors import StorageError
+from valkyrie.storage import disk
+from valkyrie.storage.disk import DiskLock, writable_directory
 
 HOLD = """
 import pathlib, sys, time
-from valkyrie.checkpoint import model_dir
-from valkyrie.checkpoint.model_dir import TrainerLock
-lock = TrainerLock(pathlib.Path(sys.argv[1]))
+from valkyrie.storage.disk import DiskLock
+lock = DiskLock(pathlib.Path(sys.argv[1]))
 print('locked', flush=True)
 time.sleep(600)
 """
@@ -28,23 +27,23 @@ def test_a_lock_stops_a_second_trainer_and_ends_with_its_holder(tmp_path):
   with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
     assert holder.stdout.readline() == 'locked\n'
     with pytest.raises(StorageError) as refusal:
-      TrainerLock(tmp_path)
+      DiskLock(tmp_path)
     assert refusal.value.exit_code == 74
     assert f'process {holder.pid} on {socket.gethostname()}' in str(refusal.value)
     holder.send_signal(signal.SIGKILL)
-  lock = TrainerLock(tmp_path)
+  lock = DiskLock(tmp_path)
   with pytest.raises(StorageError, match=f'process {os.getpid()} on'):
-    TrainerLock(tmp_path)
+    DiskLock(tmp_path)
   lock.release()
-  TrainerLock(tmp_path).release()
+  DiskLock(tmp_path).release()
 
 
 def test_a_lock_names_its_holder_and_no_other_one(tmp_path):
   """A later holder in a container has the same PID and host name, as this process has again."""
   holders = set()
   for _ in range(2):
-    TrainerLock(tmp_path).release()
-    holders.add(model_dir.lock_holder(tmp_path))
+    DiskLock(tmp_path).release()
+    holders.add(disk.lock_holder(tmp_path))
   assert len(holders) == 2
 
 
@@ -64,6 +63,6 @@ def test_a_file_system_that_cannot_flush_directories_is_refused_at_the_start(tmp
   def refuse(path):
     raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
 
-  monkeypatch.setattr(model_dir, 'sync_directory', refuse)
+  monkeypatch.setattr(disk, 'sync_directory', refuse)
   with pytest.raises(StorageError, match=r'directory that can be written .*Invalid argument'):
     writable_directory(tmp_path / 'run')

@@ -335,7 +335,7 @@ def run(
   )
   model_dir = directory or run_directory.opened(_default_model_dir(flags.gin_file))
   if flags.processes is not None:
-    from valkyrie.checkpoint.storage import steps_of  # noqa: PLC0415, imports jax
+    from valkyrie.checkpoint.steps import steps_of  # noqa: PLC0415, imports jax
     from valkyrie.distributed.preemption import Preemption  # noqa: PLC0415, imports gin
 
     this = processes.member(flags.coordinator, flags.processes, flags.process)

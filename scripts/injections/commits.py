@@ -9,10 +9,11 @@ import gin
 from orbax.checkpoint._src.serialization import ocdbt_utils
 
 from injections import spoiled_arrays
-from valkyrie.checkpoint import disk_files, disk_steps, manifest
+from valkyrie.checkpoint import disk_steps, manifest
 from valkyrie.checkpoint.disk_steps import DiskSteps
+from valkyrie.storage import disk
 
-_write_manifest = disk_files.write_manifest
+_write_manifest = disk_steps.write_manifest
 
 
 def _half_a_manifest(place, step):
@@ -36,10 +37,10 @@ def _half_of_a_step(place):
 # process is not killed if the action returns False.
 MOMENTS = {
   'before the arrays': (8, DiskSteps, 'begin', lambda *_: True),
-  'before the manifest': (8, disk_files, 'write_manifest', lambda *_: True),
-  'with half a manifest': (8, disk_files, 'write_manifest', _half_a_manifest),
-  'with a manifest and no number': (8, disk_files, 'write_manifest', _write_manifest),
-  'before the new number is flushed': (8, disk_files, 'sync_directory', _is_of_the_run),
+  'before the manifest': (8, disk_steps, 'write_manifest', lambda *_: True),
+  'with half a manifest': (8, disk_steps, 'write_manifest', _half_a_manifest),
+  'with a manifest and no number': (8, disk_steps, 'write_manifest', _write_manifest),
+  'before the new number is flushed': (8, disk, 'sync_directory', _is_of_the_run),
   'before an old step is deleted': (16, DiskSteps, 'delete', lambda *_: True),
   'while an old step is deleted': (16, disk_steps.shutil, 'rmtree', _half_of_a_step),
 }
@@ -73,7 +74,7 @@ class FailSaves:
 
   def __init__(self, times):
     self._left = times
-    sync = disk_files.sync_directory
+    sync = disk.sync_directory
 
     def fail(path):
       if self._left and _is_of_the_run(path):
@@ -81,7 +82,7 @@ class FailSaves:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
       sync(path)
 
-    disk_files.sync_directory = fail
+    disk.sync_directory = fail
 
   def __call__(self, step, state, metrics):
     pass

@@ -2,25 +2,87 @@
 
     checkpoints/500.unfinished-0b9c.../     a running save of the trainer with that token
 
-A step counts when `trainer.lock` names it, which is written last. A run without that object, such
-as one that was copied from a disk, has the steps with a manifest.
+One object, `trainer.lock`, is the lock of the trainer and the list of the valid steps:
+
+    {"token": "0b9c...", "process": 31, "host": "a", "beat": 12, "ended": false,
+     "steps": [400, 500], "unfinished": [300]}
+
+`storage.lease` writes the first four fields. Objects of the unfinished steps are being written or
+deleted. A step is valid when `steps` names it, which is written last. A run without that object,
+such as one that was copied from a disk, has the steps with a manifest.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 import hashlib
+import json
 import logging
 from typing import Any
 
 from etils import epath
 
-from valkyrie.checkpoint import bucket_lock, manifest
-from valkyrie.checkpoint.bucket_lock import BucketLock
-from valkyrie.checkpoint.steps import FOLDER, SET_ASIDE, is_litter, is_step
+from valkyrie.checkpoint import manifest
+from valkyrie.checkpoint.manifest import FOLDER, SET_ASIDE, is_litter, is_step
 from valkyrie.errors import StorageError, reason_of, storage_errors
+from valkyrie.storage import foreign_names
 from valkyrie.storage.bucket import Bucket, Object
+from valkyrie.storage.lease import Lease, lock_name, taking
 from valkyrie.storage.run_directory import BucketDirectory
 
 _MANIFESTS = tuple(manifest.name(algorithm) for algorithm in (manifest.SHA256, manifest.MD5))
+
+
+class BucketLock(Lease):
+  """The lock of a run in a bucket, with the list of its steps."""
+
+  def __init__(self, bucket: Bucket, process: int | None = None):
+    """Takes the lock of the run, or that of the number of a process.
+
+    Raises:
+      StorageError: another process has it, or the bucket cannot be used.
+      Unreachable: another process has that of the number.
+    """
+    self._bucket, self._name = bucket, lock_name(process)
+    place = f'{bucket}/{self._name}'
+    with taking(place, bucket, process):
+      super().__init__(place)
+
+  def _read(self) -> tuple[dict[str, Any], int]:
+    return read_lock(self._bucket, self._name)
+
+  def _write(self, content: Mapping[str, Any], version: int) -> int:
+    return self._bucket.write(self._name, json.dumps(content).encode(), replaces=version)
+
+  def _inherited(self, found: Mapping[str, Any]) -> dict[str, Any]:
+    steps, unfinished = found.get('steps'), found.get('unfinished', [])
+    return {'ended': False, 'steps': steps, 'unfinished': unfinished}
+
+  def _end(self) -> None:
+    self.update(ended=True)  # the steps stay
+
+
+def read_lock(bucket: Bucket, name: str = lock_name(None)) -> tuple[dict[str, Any], int]:
+  """The content of a lock, and its generation; {} and 0 without one.
+
+  Raises:
+    StorageError: its steps are not numbers, or its token is odd; both become names of folders.
+  """
+  try:
+    content, generation = bucket.read(name)
+  except FileNotFoundError:
+    return {}, 0
+  try:
+    found = json.loads(content)
+  except (ValueError, RecursionError):  # a run that was copied from a disk
+    found = None
+  found = found if isinstance(found, dict) else {}
+  steps = [found.get('steps') or [], found.get('unfinished', [])]
+  numbers = all(isinstance(some, list) and all(is_step(repr(s)) for s in some) for some in steps)
+  if not (numbers and foreign_names.is_below(found.get('token', 'none'))):
+    raise StorageError(
+      f'{bucket}/{name} is not the lock of a trainer: it has {found!r:.200}. If nothing trains '
+      'there, delete it: the steps with a manifest are then used.'
+    )
+  return found, generation
 
 
 class BucketFiles:
@@ -62,7 +124,7 @@ class BucketSteps:
 
   def find(self) -> list[int]:
     """The steps in order."""
-    steps = (self._lock.content if self._lock else bucket_lock.read(self._bucket)[0]).get('steps')
+    steps = (self._lock.content if self._lock else read_lock(self._bucket)[0]).get('steps')
     return sorted(self._with_manifest() if steps is None else steps)
 
   def _with_manifest(self) -> set[int]:
@@ -80,7 +142,7 @@ class BucketSteps:
 
   def holder(self) -> str:
     with storage_errors(f'{self._bucket} cannot be read'):
-      return bucket_lock.read(self._bucket)[0].get('token', '')
+      return read_lock(self._bucket)[0].get('token', '')
 
   def check_writable(self) -> None:
     name = f'{hashlib.sha256(self._directory.__fspath__().encode()).hexdigest()}.trial'
@@ -194,7 +256,7 @@ class BucketSteps:
       if unknown:  # held by now, the lock was held at the listing: they are not of another trainer
         self._held.update()
       for step in unknown:
-        self.set_aside({step: f'{bucket_lock.NAME} does not name it'})
+        self.set_aside({step: f'{lock_name(None)} does not name it'})
       litter += [name for name in strange if int(name) not in complete]
       if litter:
         self._delete_safely([f'{FOLDER}/{name}/' for name in litter], unfinished=unfinished)

@@ -3,18 +3,53 @@
 checkpoints/100.deleted/      a step that is being deleted
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 import contextlib
+import hashlib
 import logging
 import os
 import pathlib
 import shutil
 
-from valkyrie.checkpoint import disk_files
-from valkyrie.checkpoint.disk_files import DiskFiles
-from valkyrie.checkpoint.model_dir import TrainerLock, local_path, lock_holder, writable_directory
-from valkyrie.checkpoint.steps import FOLDER, SET_ASIDE, is_litter, is_step
+from valkyrie.checkpoint import manifest
+from valkyrie.checkpoint.manifest import FOLDER, SET_ASIDE, is_litter, is_step
 from valkyrie.errors import StorageError
+from valkyrie.storage import disk
+
+_READERS = 4  # threads: hashing releases Python's lock
+
+
+class DiskFiles:
+  """The files of a step, as `manifest.Files`."""
+
+  def __init__(self, place: pathlib.Path, sync: bool = False):
+    """The files in a folder; `sync` flushes each to disk after its digest."""
+    self._place, self._sync = place, sync
+
+  def read(self, name: str) -> bytes:
+    return (self._place / name).read_bytes()
+
+  def has(self, name: str) -> bool:
+    # A symbolic link would leave the step.
+    file = self._place / name
+    return file.is_file() and file.resolve() == self._place.resolve() / name
+
+  def names(self) -> list[str]:
+    # A link to a folder counts: its files would be read, and are not in the manifest.
+    found = (path for path in self._place.rglob('*') if path.is_symlink() or not path.is_dir())
+    return sorted(path.relative_to(self._place).as_posix() for path in found)
+
+  def digests(self, names: Iterable[str], algorithm: str) -> Iterator[str]:
+    def of_file(name):
+      with open(self._place / name, 'rb') as file:
+        digest = hashlib.file_digest(file, algorithm).hexdigest()
+        if self._sync:
+          os.fsync(file.fileno())
+      return digest
+
+    with ThreadPoolExecutor(_READERS) as readers:
+      yield from readers.map(of_file, names)
 
 
 class DiskSteps:
@@ -22,7 +57,7 @@ class DiskSteps:
 
   def __init__(self, model_dir: str | os.PathLike):
     """The steps of the run in a directory, which need not exist."""
-    self._root = local_path(model_dir)
+    self._root = disk.local_path(model_dir)
     self.place = self._root / FOLDER
 
   def find(self) -> list[int]:
@@ -48,13 +83,13 @@ class DiskSteps:
     return sum(file.stat().st_size for file in self.path(step).rglob('*'))
 
   def holder(self) -> str:
-    return lock_holder(self._root)
+    return disk.lock_holder(self._root)
 
   def check_writable(self) -> None:
-    writable_directory(self._root)
+    disk.writable_directory(self._root)
 
-  def lock(self, process: int | None = None) -> TrainerLock:
-    return TrainerLock(self._root, process)
+  def lock(self, process: int | None = None) -> disk.DiskLock:
+    return disk.DiskLock(self._root, process)
 
   def unfinished(self, step: int) -> pathlib.Path:
     return self.place / f'{step}.unfinished'
@@ -74,12 +109,12 @@ class DiskSteps:
     for lines in (*self._root.glob('*.jsonl'), *self._root.glob('*/*.jsonl')):
       with contextlib.suppress(FileNotFoundError, PermissionError):  # of somebody else
         if lines.is_file():
-          disk_files.sync(lines)
-    disk_files.write_manifest(place, step)
+          disk.sync(lines)
+    write_manifest(place, step)
     if self.path(step).exists():  # of a save that failed after its rename
       _remove(_discarded(self.path(step), step))
     place.rename(self.path(step))
-    disk_files.sync_directory(self.place)
+    disk.sync_directory(self.place)
 
   def discard(self, step: int) -> None:
     shutil.rmtree(self.unfinished(step), ignore_errors=True)
@@ -112,6 +147,16 @@ class DiskSteps:
         place = target / f'{step}.{copies}'
       self.path(step).rename(place)
       logging.warning('%s is damaged: %s. Moved to %s', self.path(step), damage, place)
+
+
+def write_manifest(place: pathlib.Path, step: int) -> None:
+  """Hashes the files of a step, writes their manifest, and flushes all of them to disk."""
+  files = DiskFiles(place, sync=True)
+  names = files.names()
+  digests = dict(zip(names, files.digests(names, manifest.SHA256), strict=True))
+  disk.write_synced(place / manifest.name(manifest.SHA256), manifest.content(step, digests))
+  for directory in (place, *(path for path in place.rglob('*') if path.is_dir())):
+    disk.sync_directory(directory)
 
 
 def _discarded(place: pathlib.Path, step: int) -> pathlib.Path:

@@ -30,7 +30,7 @@ from valkyrie.checkpoint.failed_saves import FailedSaves
 from valkyrie.checkpoint.state_check import not_finite
 from valkyrie.checkpoint.state_files import StateFiles, checkpoint_errors
 from valkyrie.checkpoint.step_writer import StepWriter
-from valkyrie.checkpoint.storage import steps_of
+from valkyrie.checkpoint.steps import steps_of
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.distributed import heartbeat, processes
 from valkyrie.errors import ConfigurationError, Diverged, StorageError, reason_of

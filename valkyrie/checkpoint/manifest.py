@@ -1,4 +1,10 @@
-"""The manifest of a checkpoint: the digest of each of its files, and of the manifest itself.
+"""The form of a step: the names of its folders, and its manifest with the digest of each file.
+
+    checkpoints/400/              a saved step, valid if its files match its manifest
+    checkpoints/500.unfinished/   a running save, or the remainder of one after a crash
+    set_aside/300/                a damaged step: moved, never deleted
+
+A manifest ends with its own digest:
 
     # step 400
     91b0...  record.json
@@ -15,6 +21,7 @@ from typing import Protocol
 
 from valkyrie.storage import foreign_names
 
+FOLDER, SET_ASIDE = 'checkpoints', 'set_aside'
 SHA256, MD5 = 'sha256', 'md5'
 
 
@@ -36,6 +43,17 @@ class Files(Protocol):
   def digests(self, names: Iterable[str], algorithm: str) -> Iterator[str]:
     """The digests of files, in hexadecimal; raises OSError if a file cannot be read."""
     ...
+
+
+def is_step(name: str) -> bool:
+  """Whether a folder of that name is a step."""
+  return name.isdecimal() and name == str(int(name))
+
+
+def is_litter(name: str) -> bool:
+  """Whether a folder of that name is the remainder of a save or of a deletion."""
+  number, _, ending = name.partition('.')
+  return number.isdecimal() and ending.endswith(('unfinished', 'deleted'))
 
 
 def name(algorithm: str) -> str:

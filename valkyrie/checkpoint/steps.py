@@ -1,21 +1,15 @@
-"""The steps of a run in its storage: each appears and disappears as a whole.
-
-    checkpoints/400/              a saved step, valid if its files match its manifest
-    checkpoints/500.unfinished/   a running save, or the remainder of one after a crash
-    set_aside/300/                a damaged step: moved, never deleted
-
-`disk_steps` and `bucket_steps` are the two kinds of storage.
-"""
+"""The steps of a run in its storage: each appears and disappears as a whole."""
 
 from collections.abc import Iterable, Mapping
+import os
 from typing import Any, Protocol
 
 from valkyrie.checkpoint import manifest
+from valkyrie.checkpoint.bucket_steps import BucketSteps
+from valkyrie.checkpoint.disk_steps import DiskSteps
 from valkyrie.checkpoint.manifest import Files
 from valkyrie.errors import StorageError
-
-FOLDER = 'checkpoints'
-SET_ASIDE = 'set_aside'
+from valkyrie.storage.run_directory import BucketDirectory, opened
 
 
 class Lock(Protocol):
@@ -113,6 +107,21 @@ class Steps(Protocol):
     ...
 
 
+def steps_of(model_dir: str | os.PathLike) -> Steps:
+  """The steps of a run; reads nothing yet.
+
+  Args:
+    model_dir: the directory of the run, the address of one in a bucket, or what
+      `run_directory.opened` has made of it.
+
+  Raises:
+    ConfigurationError: no run can be there, or the packages for a bucket are missing.
+    StorageError: the bucket cannot be read.
+  """
+  directory = opened(model_dir)
+  return BucketSteps(directory) if isinstance(directory, BucketDirectory) else DiskSteps(directory)
+
+
 def first_valid(steps: Steps, order: Iterable[int]) -> tuple[int | None, dict[int, str]]:
   """Reads steps in the given order until one is valid.
 
@@ -136,14 +145,3 @@ def first_valid(steps: Steps, order: Iterable[int]) -> tuple[int | None, dict[in
       'from step 0, or name another --model_dir.'
     )
   return None, {}
-
-
-def is_step(name: str) -> bool:
-  """Whether a folder of that name is a step."""
-  return name.isdecimal() and name == str(int(name))
-
-
-def is_litter(name: str) -> bool:
-  """Whether a folder of that name is the remainder of a save or of a deletion."""
-  number, _, ending = name.partition('.')
-  return number.isdecimal() and ending.endswith(('unfinished', 'deleted'))

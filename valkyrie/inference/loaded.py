@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.checkpoint import manifest
-from valkyrie.checkpoint.storage import steps_of
+from valkyrie.checkpoint.steps import steps_of
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import UsageError
 from valkyrie.inference import carry_files

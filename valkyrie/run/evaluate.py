@@ -9,8 +9,7 @@ import gin
 import jax
 
 from valkyrie.checkpoint.manager import LATEST
-from valkyrie.checkpoint.steps import Steps
-from valkyrie.checkpoint.storage import steps_of
+from valkyrie.checkpoint.steps import Steps, steps_of
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.errors import ConfigurationError, ValkyrieError
 from valkyrie.models import language_model

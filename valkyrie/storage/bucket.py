@@ -29,7 +29,7 @@ _AT_ONCE = 8  # requests, for which the client keeps 10 connections
 
 
 class Changed(OSError):
-  """The object does not have the generation that was expected: somebody else has written it."""
+  """Somebody else has written an object or a file since it was read."""
 
 
 class Object(NamedTuple):
