@@ -233,7 +233,7 @@ def test_a_trainer_that_lost_its_lock_sets_nothing_aside(address, gcs, monkeypat
     other.save(2, weights(4), {'position': 2})
     other.wait()
     with pytest.raises(StorageError, match='is no longer that of this run'):
-      paused.clear_litter()
+      paused.delete(())
   assert not Bucket(address).objects('set_aside/')
 
 

@@ -227,7 +227,7 @@ class BucketSteps:
       logging.warning('%s cannot be deleted (%s)', self.unfinished(step), reason_of(error))
 
   def delete(self, steps: Iterable[int]) -> list[str]:
-    return self._deleted(list(steps))
+    return self._deleted(list(steps)) + self._without_litter()
 
   def _deleted(self, steps: list[int]) -> list[str]:
     """Deletes steps, which no longer count before the first object is gone."""
@@ -243,7 +243,7 @@ class BucketSteps:
       return [f'{self.path(step)} cannot be deleted ({reason_of(error)})' for step in steps]
     return []
 
-  def clear_litter(self) -> list[str]:
+  def _without_litter(self) -> list[str]:
     """Deletes remainders; a whole step that does not count is set aside, since nobody knows it."""
     counted, unfinished = self.find(), self._held.content['unfinished']
     try:

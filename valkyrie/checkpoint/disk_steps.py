@@ -123,15 +123,9 @@ class DiskSteps:
     problems = []
     for step in steps:
       try:
-        place = _discarded(self.path(step), step)  # no partial step has a step's name
+        _discarded(self.path(step), step)  # no partial step has a step's name
       except OSError as error:
         problems.append(f'{self.path(step)} cannot be deleted ({error.strerror})')
-      else:
-        problems += _remove(place)
-    return problems
-
-  def clear_litter(self) -> list[str]:
-    problems = []
     for place in self.place.iterdir():
       if is_litter(place.name):
         problems += _remove(place)

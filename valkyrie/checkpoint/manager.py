@@ -17,7 +17,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import time
 from typing import Any
@@ -28,14 +27,11 @@ import jax
 from valkyrie.checkpoint import steps
 from valkyrie.checkpoint.failed_saves import FailedSaves
 from valkyrie.checkpoint.state_check import not_finite
-from valkyrie.checkpoint.state_files import StateFiles, checkpoint_errors
-from valkyrie.checkpoint.step_writer import StepWriter
-from valkyrie.checkpoint.steps import steps_of
+from valkyrie.checkpoint.state_files import StateFiles, checkpoint_errors, without_descriptors
+from valkyrie.checkpoint.steps import BEST, LATEST, Lock
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.distributed import heartbeat, processes
 from valkyrie.errors import ConfigurationError, Diverged, StorageError, reason_of
-
-LATEST, BEST = 'latest', 'best'  # steps to read, beside numbers
 
 
 @may_change_on_resume()
@@ -118,27 +114,27 @@ class CheckpointDirectory:
   ):
     """Opens a run to write, or to read a step; see `Checkpoints.open` and `open_to_read`."""
     self._say = say
-    read_only = step is not None
-    self._steps = steps_of(model_dir)
-    self.directory = self._steps.place
-    if not read_only:
-      self._steps.check_writable()
     self._options = options
-    self._read_only = read_only
+    self._read_only = step is not None
+    self._steps = steps.steps_of(model_dir)
+    self.directory = self._steps.place
+    if not self._read_only:
+      self._steps.check_writable()
     self._failed = FailedSaves(options.patience, str(self.directory), say)
     self._running_save: Future[None] | None = None
+    self._lock: Lock | None = None  # of the run, in the process that writes more than arrays
+    self._own: set[int] = set()  # the steps that were here at first, or saved since
+    self._reported: set[str] = set()  # what cannot be deleted
     with contextlib.ExitStack() as stack:  # frees the lock if an error follows
-      lock = None
-      if not read_only and jax.process_index() == 0:
-        lock = self._steps.lock()
-        stack.callback(lock.release)
+      if not self._read_only and jax.process_index() == 0:
+        self._lock = self._steps.lock()
+        stack.callback(self._lock.release)
       self._files = StateFiles()
       stack.callback(self._files.close)
-      self._writer = StepWriter(self._steps, self._files, lock, say)
-      newest = self._recover(step) if jax.process_index() == 0 else None
+      newest = self._recover(step or LATEST) if jax.process_index() == 0 else None
       of_first = processes.exchange('checkpoints', json.dumps([newest, self._steps.holder()]))[0]
       self._newest, holder = json.loads(of_first)
-      if not read_only and self._steps.holder() != holder:
+      if not self._read_only and self._steps.holder() != holder:
         raise StorageError(
           f'Process {jax.process_index()} does not see the files of process 0 in {model_dir}. All '
           'processes need the same directory. Name a --model_dir on storage that they share.'
@@ -146,30 +142,17 @@ class CheckpointDirectory:
       self._thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix='commit'))
       self._resources = stack.pop_all()
 
-  def _recover(self, step: str | None) -> int | None:
-    """Finds the newest valid step, or that to read; sets others aside, deletes unfinished ones."""
+  def _recover(self, step: str) -> int | None:
+    """Finds the step to read; the trainer also sets aside damaged steps and deletes litter."""
     with checkpoint_errors(f'{self.directory} cannot be opened'):
-      newest, damaged = steps.first_valid(self._steps, self._to_read(step, self._steps.find()))
-      if self._writer.lock:
-        self._writer.open()
+      order = steps.in_order_of_preference(self._steps, step)
+      newest, damaged = steps.first_valid(self._steps, order)
+      if self._lock:
+        self._steps.open()
+        self._own.update(self._steps.find())
+        self._report(self._steps.delete(()))
         self._steps.set_aside(damaged)
     return newest
-
-  def _to_read(self, step: str | None, found: list[int]) -> list[int]:
-    """The steps in the order in which they are preferred."""
-    if step in (None, LATEST):
-      return found[::-1]
-    if step == BEST:
-      losses = self._validation_losses(found)
-      chosen = sorted(losses, key=lambda saved: (losses[saved], saved))
-    else:
-      chosen = [saved for saved in found if str(saved) == step]
-    if not chosen:
-      missing = 'step with a validation loss' if step == BEST else f'step {step}'
-      raise ConfigurationError(
-        f'{self.directory} has no {missing}. It has {", ".join(map(str, found)) or "no steps"}.'
-      )
-    return chosen
 
   def latest_step(self) -> int | None:
     """The newest valid step on disk; a running save does not count yet."""
@@ -223,9 +206,10 @@ class CheckpointDirectory:
         f'The newest checkpoint is step {self._newest}.'
       )
     self._failed.try_again()
-    problem = next(filter(None, processes.exchange('begun', self._writer.begin(step))), '')
+    problems = processes.exchange('begun', self._change(self._steps.begin, step))
+    problem = next(filter(None, problems), '')
     if not problem:  # else Orbax would wait for process 0
-      problem = self._writer.write(step, state)
+      problem = _problem(self._files.write, self._steps.unfinished(step) / 'state', state)
     waited = time.perf_counter() - began
     self._running_save = self._thread.submit(self._commit, step, record, problem, began, waited)
 
@@ -248,53 +232,66 @@ class CheckpointDirectory:
   def _commit(
     self, step: int, record: dict[str, Any], problem: str, began: float, waited: float
   ) -> None:
-    """Waits for the arrays, then makes the step valid; `problem` has prevented it already."""
-    problems = processes.exchange('written', problem or self._writer.complete(step))
-    if not any(problems):  # a step counts after process 0 has renamed it
-      problems = processes.exchange('saved', self._writer.finish(step, record))
+    """Waits for the arrays, then makes the step valid, unless a `problem` has prevented it."""
+    problem = problem or _problem(self._files.finish)
+    problems = processes.exchange('written', problem)
+    if not any(problems):  # a step is valid after process 0 has renamed it
+      content = json.dumps(record, indent=2).encode()
+      problems = processes.exchange('saved', self._change(self._steps.finish, step, content))
     if any(problems):
-      self._writer.discard(step)
+      self._discard(step)
       self._failed.add(step, next(filter(None, problems)))
       return
     self._failed.forget()
     self._newest = step
+    self._own.add(step)
     heartbeat.beat(saved=step)
-    if self._writer.lock:
+    if self._lock:
       try:
         self._tidy(step, time.perf_counter() - began, waited)
       except OSError as error:  # which is no reason to end a run that has saved
         self._say(f'{self.directory} cannot be read after step {step}: {reason_of(error)}')
 
+  def _change(self, change: Callable[..., None], *arguments: Any) -> str:
+    """Lets the process with the lock change the steps; returns why it cannot, or ''.
+
+    All processes have to agree on what fails. But if the directory is no longer that of the run, a
+    StorageError is raised, and nothing is written.
+    """
+    if not self._lock:
+      return ''
+    self._lock.check()
+    return _problem(change, *arguments)
+
+  def _discard(self, step: int) -> None:
+    """Deletes what a failed save has written."""
+    # Orbax may still write there; without the wait its error would appear in its next call.
+    with contextlib.suppress(Exception):
+      self._files.wait()
+    if self._lock and self._lock.is_in_place:
+      self._steps.discard(step)
+
   def _tidy(self, step: int, took: float, waited: float) -> None:
-    """Says that a step was saved, and deletes those that it replaces."""
+    """Reports that a step was saved, and deletes those that it replaces."""
     size = self._steps.size(step)
     self._say(
       f'saved step {step}: {size / 2**20:,.1f} MiB in {took:.1f} s, of which the run waited '
       f'{waited:.2f} s'
     )
-    saved = self._writer.saved()
-    stay = self._options.kept(saved, self._validation_losses(saved))
-    self._writer.delete([step for step in saved if step not in stay])
+    saved = [step for step in self._steps.find() if step in self._own]
+    stay = self._options.kept(saved, steps.validation_losses(self._steps, saved))
+    self._report(self._steps.delete([step for step in saved if step not in stay]))
 
-  def _validation_losses(self, saved: Sequence[int]) -> dict[int, float]:
-    losses = {}
-    for step in saved:
-      with contextlib.suppress(StorageError):  # a record that was damaged meanwhile
-        losses[step] = self._read_record(step).get('validation_loss')
-    return {
-      step: loss for step, loss in losses.items() if isinstance(loss, float) and math.isfinite(loss)
-    }
-
-  def _read_record(self, step: int) -> dict[str, Any]:
-    with checkpoint_errors(f'The record of step {step} in {self.directory} cannot be read'):
-      record = json.loads(self._steps.files(step).read('record.json'))
-      if not isinstance(record, dict):
-        raise ValueError('it is not a JSON object')
-      return record
+  def _report(self, problems: Sequence[str]) -> None:
+    """Reports, once, what cannot be deleted: it does no harm."""
+    for problem in problems:
+      if problem not in self._reported:
+        self._reported.add(problem)
+        self._say(f'{problem}; it stays, and each save tries again')
 
   def latest_record(self) -> dict[str, Any] | None:
     """The record of the newest valid step, or None; raises StorageError if it cannot be read."""
-    return None if self._newest is None else self._read_record(self._newest)
+    return None if self._newest is None else steps.record(self._steps, self._newest)
 
   def nearest_valid(self, goal: int) -> int | None:
     """Step `goal`, or else the first valid one after it, or else the last one before it.
@@ -387,3 +384,12 @@ class CheckpointDirectory:
       if error is None:
         raise
       error.add_note(str(failure))  # the first error is the cause
+
+
+def _problem(write: Callable[..., None], *arguments: Any) -> str:
+  """Why `write` fails, or ''. Tensorstore reports errors of files as the last two types."""
+  try:
+    write(*arguments)
+  except (OSError, ValueError, RuntimeError) as error:
+    return without_descriptors(reason_of(error))
+  return ''

@@ -1,24 +1,34 @@
-"""Files of a train state, written and read by Orbax."""
+"""Files of a train state, written and read by Orbax.
+
+Orbax and tensorstore do not take every path of a file system literally. They read `*`, `?` and `[`
+as a pattern, a backslash as a slash, and `gs:` or a folder /gs, /s3, /az or /hf of this machine as
+a bucket. A path through a file descriptor has no such characters.
+"""
 
 from collections.abc import Iterator
 import contextlib
 import errno
 import functools
 import logging
+import os
 import pathlib
+import re
 import sys
 from typing import Any
 
+from etils import epath
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from valkyrie.checkpoint import written_arrays
-from valkyrie.checkpoint.literal_path import literal, without_descriptors
+from valkyrie.checkpoint import state_check
 from valkyrie.checkpoint.state_check import check_same_model, differences
 from valkyrie.errors import StorageError, ValkyrieError, storage_errors
+from valkyrie.storage.bucket import is_bucket
 from valkyrie.types import leaf_path
+
+_DESCRIPTORS = '/proc/self/fd'  # of Linux; elsewhere the path itself is used
 
 # Tensorstore reports errors of files as ValueError and RuntimeError.
 checkpoint_errors = functools.partial(storage_errors, also=(ValueError, RuntimeError))
@@ -57,9 +67,11 @@ class StateFiles:
     )
     self._handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=processes)
     self._orbax = ocp.AsyncCheckpointer(self._handler, multiprocessing_options=processes)
-    self._path = contextlib.ExitStack()  # of the state that is written
-    self._written: dict[str, jax.ShapeDtypeStruct] = {}  # its leaves
-    self._pieces: list[written_arrays.Piece] = []
+    # Of the state that is written: where, its path for Orbax, and its leaves.
+    self._place: Any = None
+    self._path = contextlib.ExitStack()
+    self._written: dict[str, jax.ShapeDtypeStruct] = {}
+    self._pieces: list[state_check.Piece] = []
     self._is_first = True  # no state was compared yet
 
   def write(self, place: pathlib.Path, state: Any) -> None:
@@ -67,7 +79,8 @@ class StateFiles:
     item = _without_empty_arrays(state)
     leaves = jax.tree_util.tree_leaves_with_path(_shapes(item))
     self._written = {leaf_path(path): leaf for path, leaf in leaves}
-    self._pieces = written_arrays.pieces(item) if self._is_first else []
+    self._pieces = state_check.pieces(item) if self._is_first else []
+    self._place = place
     self._path.close()
     with _of_clients():
       path = self._path.enter_context(literal(place))
@@ -78,25 +91,26 @@ class StateFiles:
     with _of_clients():
       self._orbax.wait_until_finished()
 
-  def check_written(self, place: pathlib.Path) -> None:
-    """Opens the arrays of the state that was written last, in process 0.
+  def finish(self) -> None:
+    """Waits until the state is written, and opens its arrays, in process 0.
 
     The values of the first state are also read, by every process those that it has written.
 
     Raises:
       OSError: the arrays cannot be opened, or are others.
     """
+    self.wait()
     if jax.process_index() != 0 and not self._pieces:
       return
     try:
-      with literal(place) as path:
-        arrays = written_arrays.opened(path)
+      with literal(self._place) as path:
+        arrays = state_check.opened(path)
         found = {
           leaf: jax.ShapeDtypeStruct(array.shape, array.dtype.numpy_dtype)
           for leaf, array in arrays.items()
         }
         different = differences(found, self._written)
-        different = different or written_arrays.changed(arrays, self._pieces)
+        different = different or state_check.changed(arrays, self._pieces)
     except Exception as error:  # Orbax checks the form of no file
       reason = f'what was written cannot be opened ({_reason(error)})'
       raise OSError(errno.EIO, reason) from error
@@ -139,6 +153,30 @@ class StateFiles:
     """Ends the threads of Orbax."""
     self._orbax.close()
     self._path.close()
+
+
+@contextlib.contextmanager
+def literal(place: Any) -> Iterator[epath.Path]:
+  """A path to `place`, CHECKPOINTS/STEP/NAME, that is valid inside the context.
+
+  Raises:
+    OSError: the folder CHECKPOINTS cannot be opened.
+  """
+  if is_bucket(place) or not os.path.isdir(_DESCRIPTORS):
+    yield epath.Path(place)
+    return
+  # The folder of the steps: that of a new step may not be visible to the other hosts yet.
+  folder = place.parent.parent
+  descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+  try:
+    yield epath.Path(_DESCRIPTORS) / str(descriptor) / pathlib.Path(place).relative_to(folder)
+  finally:
+    os.close(descriptor)
+
+
+def without_descriptors(message: str) -> str:
+  """A message of Orbax or tensorstore with paths relative to the folder of the steps."""
+  return re.sub(rf'{_DESCRIPTORS}/\d+/', '', message)
 
 
 def _shapes(tree: Any) -> Any:

@@ -1,6 +1,9 @@
 """The steps of a run in its storage: each appears and disappears as a whole."""
 
 from collections.abc import Iterable, Mapping
+import contextlib
+import json
+import math
 import os
 from typing import Any, Protocol
 
@@ -8,8 +11,10 @@ from valkyrie.checkpoint import manifest
 from valkyrie.checkpoint.bucket_steps import BucketSteps
 from valkyrie.checkpoint.disk_steps import DiskSteps
 from valkyrie.checkpoint.manifest import Files
-from valkyrie.errors import StorageError
+from valkyrie.errors import ConfigurationError, StorageError, storage_errors
 from valkyrie.storage.run_directory import BucketDirectory, opened
+
+LATEST, BEST = 'latest', 'best'  # steps to read, beside numbers
 
 
 class Lock(Protocol):
@@ -95,11 +100,10 @@ class Steps(Protocol):
     ...
 
   def delete(self, steps: Iterable[int]) -> list[str]:
-    """Deletes steps; returns why one could not be deleted, for each of these."""
-    ...
+    """Deletes steps, and the remainders of interrupted saves and deletions.
 
-  def clear_litter(self) -> list[str]:
-    """Deletes the remainders of interrupted saves and deletions; returns as `delete`."""
+    Returns why something could not be deleted, for each such thing.
+    """
     ...
 
   def set_aside(self, damaged: Mapping[int, str]) -> None:
@@ -145,3 +149,47 @@ def first_valid(steps: Steps, order: Iterable[int]) -> tuple[int | None, dict[in
       'from step 0, or name another --model_dir.'
     )
   return None, {}
+
+
+def in_order_of_preference(steps: Steps, step: str) -> list[int]:
+  """The steps to read for LATEST, BEST or a number, the preferred one first.
+
+  Raises:
+    ConfigurationError: the run has no such step.
+  """
+  found = steps.find()
+  if step == LATEST:
+    return found[::-1]
+  if step == BEST:
+    losses = validation_losses(steps, found)
+    chosen = sorted(losses, key=lambda saved: (losses[saved], saved))
+  else:
+    chosen = [saved for saved in found if str(saved) == step]
+  if not chosen:
+    missing = 'step with a validation loss' if step == BEST else f'step {step}'
+    raise ConfigurationError(
+      f'{steps.place} has no {missing}. It has {", ".join(map(str, found)) or "no steps"}.'
+    )
+  return chosen
+
+
+def validation_losses(steps: Steps, saved: Iterable[int]) -> dict[int, float]:
+  """{step: its validation loss}, of those steps that have a finite one."""
+  losses = {}
+  for step in saved:
+    with contextlib.suppress(StorageError):  # a record that was damaged meanwhile
+      losses[step] = record(steps, step).get('validation_loss')
+  return {
+    step: loss for step, loss in losses.items() if isinstance(loss, float) and math.isfinite(loss)
+  }
+
+
+def record(steps: Steps, step: int) -> dict[str, Any]:
+  """The record of a step; raises StorageError if it cannot be read."""
+  with storage_errors(
+    f'The record of step {step} in {steps.place} cannot be read', also=(ValueError, RecursionError)
+  ):
+    found = json.loads(steps.files(step).read('record.json'))
+    if not isinstance(found, dict):
+      raise ValueError('it is not a JSON object')
+    return found
