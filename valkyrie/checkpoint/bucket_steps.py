@@ -114,7 +114,7 @@ class BucketFiles:
 
 
 class BucketSteps:
-  """The steps of a run, as `steps.Steps`."""
+  """The steps of a run, with the methods of `DiskSteps`."""
 
   def __init__(self, directory: BucketDirectory):
     """The steps of the run in a directory, which need not exist."""

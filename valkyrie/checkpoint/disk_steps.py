@@ -53,7 +53,11 @@ class DiskFiles:
 
 
 class DiskSteps:
-  """The steps of a run, as `steps.Steps`."""
+  """The steps of a run. Methods raise OSError if the file system refuses.
+
+  Attributes:
+    place: the folder of the steps, for messages.
+  """
 
   def __init__(self, model_dir: str | os.PathLike):
     """The steps of the run in a directory, which need not exist."""
@@ -61,7 +65,7 @@ class DiskSteps:
     self.place = self._root / FOLDER
 
   def find(self) -> list[int]:
-    """The steps in order; raises StorageError if one is a symbolic link."""
+    """The steps in order, valid or damaged; raises StorageError if one is a symbolic link."""
     steps = []
     for place in self.place.iterdir() if self.place.is_dir() else ():
       if is_step(place.name):
@@ -74,36 +78,46 @@ class DiskSteps:
     return sorted(steps)
 
   def files(self, step: int) -> DiskFiles:
+    """The files of a step."""
     return DiskFiles(self.path(step))
 
   def path(self, step: int) -> pathlib.Path:
+    """The folder of a step, for Orbax."""
     return self.place / str(step)
 
   def size(self, step: int) -> int:
+    """The bytes of a step."""
     return sum(file.stat().st_size for file in self.path(step).rglob('*'))
 
   def holder(self) -> str:
+    """Names the present or last trainer; '' before the first."""
     return disk.lock_holder(self._root)
 
   def check_writable(self) -> None:
+    """Creates the directory of the run and writes there; raises StorageError if it cannot."""
     disk.writable_directory(self._root)
 
   def lock(self, process: int | None = None) -> disk.DiskLock:
+    """Takes the lock of the run, or that of the number of a process; raises as `DiskLock`."""
     return disk.DiskLock(self._root, process)
 
   def unfinished(self, step: int) -> pathlib.Path:
+    """The folder of a step while it is being written, for Orbax."""
     return self.place / f'{step}.unfinished'
 
   def open(self) -> None:
+    """Creates the checkpoint folder. This method and all below require the lock."""
     self.place.mkdir(exist_ok=True)
 
   def begin(self, step: int) -> None:
+    """Creates the folder of an unfinished step, empty."""
     place = self.unfinished(step)
     if place.exists():
       _remove(_discarded(place, step))
     place.mkdir()
 
   def finish(self, step: int, record: bytes) -> None:
+    """Flushes the run's JSON lines, adds record and manifest to a step, and makes it valid."""
     place = self.unfinished(step)
     (place / 'record.json').write_bytes(record)
     for lines in (*self._root.glob('*.jsonl'), *self._root.glob('*/*.jsonl')):
@@ -117,9 +131,14 @@ class DiskSteps:
     disk.sync_directory(self.place)
 
   def discard(self, step: int) -> None:
+    """Deletes an unfinished step, as far as it can."""
     shutil.rmtree(self.unfinished(step), ignore_errors=True)
 
   def delete(self, steps: Iterable[int]) -> list[str]:
+    """Deletes steps, and the remainders of interrupted saves and deletions.
+
+    Returns why something could not be deleted, for each such thing.
+    """
     problems = []
     for step in steps:
       try:
@@ -132,6 +151,7 @@ class DiskSteps:
     return problems
 
   def set_aside(self, damaged: Mapping[int, str]) -> None:
+    """Moves damaged steps, beside earlier ones of the same number, and logs {step: damage}."""
     for step, damage in damaged.items():
       target = self._root / SET_ASIDE
       target.mkdir(exist_ok=True)

@@ -1,118 +1,28 @@
 """The steps of a run in its storage: each appears and disappears as a whole."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 import contextlib
 import json
 import math
 import os
-from typing import Any, Protocol
+from typing import Any
 
 from valkyrie.checkpoint import manifest
-from valkyrie.checkpoint.bucket_steps import BucketSteps
+from valkyrie.checkpoint.bucket_steps import BucketLock, BucketSteps
 from valkyrie.checkpoint.disk_steps import DiskSteps
-from valkyrie.checkpoint.manifest import Files
 from valkyrie.errors import ConfigurationError, StorageError, storage_errors
+from valkyrie.storage.disk import DiskLock
 from valkyrie.storage.run_directory import BucketDirectory, opened
 
 LATEST, BEST = 'latest', 'best'  # steps to read, beside numbers
 
 
-class Lock(Protocol):
-  """The lock of a run, which one trainer holds."""
-
-  @property
-  def is_in_place(self) -> bool:
-    """Whether the run is still that of this trainer."""
-    ...
-
-  def check(self) -> None:
-    """Raises StorageError if the run is no longer that of this trainer."""
-    ...
-
-  def release(self) -> None:
-    """Frees the lock."""
-    ...
-
-
-class Steps(Protocol):
-  """The steps of one run. Methods raise OSError if the storage refuses.
-
-  Attributes:
-    place: the folder of the steps, for messages.
-  """
-
-  place: Any
-
-  def find(self) -> list[int]:
-    """The steps in order, valid or damaged; none without a run."""
-    ...
-
-  def files(self, step: int) -> Files:
-    """The files of a step."""
-    ...
-
-  def path(self, step: int) -> Any:
-    """The folder of a step, for Orbax."""
-    ...
-
-  def size(self, step: int) -> int:
-    """The bytes of a step."""
-    ...
-
-  def holder(self) -> str:
-    """Names the present or last trainer; '' before the first."""
-    ...
-
-  def check_writable(self) -> None:
-    """Makes the directory of the run, and writes there; raises StorageError if it cannot."""
-    ...
-
-  def lock(self, process: int | None = None) -> Lock:
-    """Takes the lock of the run, or that of the number of a process.
-
-    Raises:
-      StorageError: another trainer has it.
-      Unreachable: another process has that of the number.
-    """
-    ...
-
-  def unfinished(self, step: int) -> Any:
-    """The folder of a step while it is being written, for Orbax."""
-    ...
-
-  def open(self) -> None:
-    """Makes the folder of the steps; as all that follow, for the process with the lock."""
-    ...
-
-  def begin(self, step: int) -> None:
-    """Makes the folder of an unfinished step, empty."""
-    ...
-
-  def finish(self, step: int, record: bytes) -> None:
-    """Adds record and manifest to an unfinished step, after which it counts.
-
-    The lines that the run has written before are kept first.
-    """
-    ...
-
-  def discard(self, step: int) -> None:
-    """Deletes an unfinished step, as far as it can."""
-    ...
-
-  def delete(self, steps: Iterable[int]) -> list[str]:
-    """Deletes steps, and the remainders of interrupted saves and deletions.
-
-    Returns why something could not be deleted, for each such thing.
-    """
-    ...
-
-  def set_aside(self, damaged: Mapping[int, str]) -> None:
-    """Moves damaged steps, beside earlier ones of the same number, and logs {step: damage}."""
-    ...
+Steps = DiskSteps | BucketSteps  # with the same methods, which `DiskSteps` describes
+Lock = DiskLock | BucketLock
 
 
 def steps_of(model_dir: str | os.PathLike) -> Steps:
-  """The steps of a run; reads nothing yet.
+  """The steps of a run; reads none of them yet.
 
   Args:
     model_dir: the directory of the run, the address of one in a bucket, or what
