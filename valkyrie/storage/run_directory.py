@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import contextlib
+import json
 import logging
 import os
 import pathlib
@@ -12,7 +13,6 @@ from typing import NamedTuple
 from valkyrie.errors import reason_of, storage_errors, usable_path
 from valkyrie.storage import foreign_names
 from valkyrie.storage.bucket import Bucket, Changed, is_bucket
-from valkyrie.storage.lines import last_of_each_step
 
 _SECONDS = 30.0  # between two uploads
 # A process reads the other files of a run, and adds to them. Steps are read by themselves.
@@ -162,6 +162,18 @@ def uploaded(model_dir: str | os.PathLike) -> contextlib.AbstractContextManager[
   if isinstance(model_dir, BucketDirectory):
     return model_dir.uploaded()
   return contextlib.nullcontext()
+
+
+def last_of_each_step(content: bytes) -> dict[int | bytes, bytes]:
+  """{step: its last line} of JSON lines; a line without a step is its own key, and stays."""
+  return {_step(line): line for line in content.splitlines(keepends=True)}
+
+
+def _step(line: bytes) -> int | bytes:
+  try:
+    return int(json.loads(line)['step'])
+  except (ValueError, TypeError, KeyError):
+    return line
 
 
 def _grows(file: pathlib.Path) -> bool:
