@@ -104,7 +104,7 @@ class BucketFiles:
     return list(self._objects)
 
   def digests(self, names: Iterable[str], algorithm: str) -> Iterator[str]:
-    """Those of MD5 are the bucket's own; for others the objects are read."""
+    """MD5 digests come from the bucket's metadata; other algorithms read the objects."""
     for name in names:
       known = self._objects[name].md5 if algorithm == manifest.MD5 else None
       yield known or hashlib.new(algorithm, self.read(name)).hexdigest()
@@ -181,7 +181,7 @@ class BucketSteps:
     self._bucket.delete(self._bucket.objects(f'{FOLDER}/{self._unfinished(step)}/'))
 
   def finish(self, step: int, record: bytes) -> None:
-    """Copies the objects of an unfinished step to their final names, and then counts the step."""
+    """Copies the objects of an unfinished step to their final names, and then lists the step."""
     self._directory.upload()  # the metrics of a step are there before the step
     source = f'{FOLDER}/{self._unfinished(step)}/'
     saved = self._bucket.objects(source)
@@ -194,9 +194,9 @@ class BucketSteps:
     self._bucket.delete(saved)
 
   def _make(self, step: int, source: str, saved: Mapping[str, Object], record: bytes) -> None:
-    """Makes the objects of a step, none of which may be there."""
+    """Writes the objects of a step; raises `Changed` if one exists already."""
     target = _folder(step)
-    self._delete_safely([target], unfinished=[step])  # of a save that did not come to its end
+    self._delete_safely([target], unfinished=[step])  # of a save that was interrupted
     self._bucket.copy(saved, lambda name: target + name.removeprefix(source))
     digests = {
       name.removeprefix(source): found.md5 or _md5(self._bucket.read(name)[0])
@@ -212,8 +212,8 @@ class BucketSteps:
   def _delete_safely(self, folders: Iterable[str], **fields: Any) -> None:
     """Changes the lock, then deletes folders.
 
-    The objects are listed before, when the lock was certainly held: they are not of another trainer
-    that has the lock by now.
+    The objects are listed first, while the lock is certainly held, so that none of them can belong
+    to another trainer that has taken the lock by now.
     """
     listed = [self._bucket.objects(folder) for folder in folders]
     self._held.update(**fields)
@@ -230,7 +230,7 @@ class BucketSteps:
     return self._deleted(list(steps)) + self._without_litter()
 
   def _deleted(self, steps: list[int]) -> list[str]:
-    """Deletes steps, which no longer count before the first object is gone."""
+    """Deletes steps; the lock stops listing them before the first object is deleted."""
     if not steps:
       return []
     counted = [step for step in self.find() if step not in steps]
@@ -244,7 +244,7 @@ class BucketSteps:
     return []
 
   def _without_litter(self) -> list[str]:
-    """Deletes remainders; a whole step that does not count is set aside, since nobody knows it."""
+    """Deletes remainders; sets aside a complete step that the lock does not list."""
     counted, unfinished = self.find(), self._held.content['unfinished']
     try:
       _, folders = self._bucket.browse(f'{FOLDER}/')
@@ -253,7 +253,7 @@ class BucketSteps:
       strange = [name for name in names if is_step(name) and int(name) not in counted]
       complete = self._with_manifest() - {*unfinished} if strange else set()
       unknown = sorted(complete.intersection(map(int, strange)))
-      if unknown:  # held by now, the lock was held at the listing: they are not of another trainer
+      if unknown:  # if the lock is still held, it was held at the listing: they are of this run
         self._held.update()
       for step in unknown:
         self.set_aside({step: f'{lock_name(None)} does not name it'})

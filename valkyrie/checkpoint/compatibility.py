@@ -25,7 +25,7 @@ def versions() -> dict[str, str]:
 def check(
   found: Mapping[str, Any], expected: Mapping[str, Any], allowed: Collection[str], place: str
 ) -> list[str]:
-  """Compares the record of a checkpoint with that of the run that resumes from it.
+  """Compares the record of a checkpoint with the record of the run that resumes from it.
 
   Args:
     found: the record of the checkpoint.
@@ -58,7 +58,7 @@ def check(
 
 
 def check_form(found: Any, place: str) -> None:
-  """Raises a StorageError if a record is not one that a run has written."""
+  """Raises a StorageError if no run can have written a record."""
   is_record = (
     isinstance(found, dict)
     and _is_count(found.get('position'))

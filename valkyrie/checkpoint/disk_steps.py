@@ -1,4 +1,4 @@
-"""The steps of a run on a file system, where the rename of a folder makes them whole or gone.
+"""The steps of a run on a file system, where renaming a folder adds or removes a whole step.
 
 checkpoints/100.deleted/      a step that is being deleted
 """
@@ -36,7 +36,7 @@ class DiskFiles:
     return file.is_file() and file.resolve() == self._place.resolve() / name
 
   def names(self) -> list[str]:
-    # A link to a folder counts: its files would be read, and are not in the manifest.
+    # A link to a folder is listed: its files would be read, and are not in the manifest.
     found = (path for path in self._place.rglob('*') if path.is_symlink() or not path.is_dir())
     return sorted(path.relative_to(self._place).as_posix() for path in found)
 
@@ -121,7 +121,7 @@ class DiskSteps:
     place = self.unfinished(step)
     (place / 'record.json').write_bytes(record)
     for lines in (*self._root.glob('*.jsonl'), *self._root.glob('*/*.jsonl')):
-      with contextlib.suppress(FileNotFoundError, PermissionError):  # of somebody else
+      with contextlib.suppress(FileNotFoundError, PermissionError):  # of another user
         if lines.is_file():
           disk.sync(lines)
     write_manifest(place, step)
@@ -142,7 +142,7 @@ class DiskSteps:
     problems = []
     for step in steps:
       try:
-        _discarded(self.path(step), step)  # no partial step has a step's name
+        _discarded(self.path(step), step)  # a partly deleted folder has no step's name
       except OSError as error:
         problems.append(f'{self.path(step)} cannot be deleted ({error.strerror})')
     for place in self.place.iterdir():
@@ -174,9 +174,9 @@ def write_manifest(place: pathlib.Path, step: int) -> None:
 
 
 def _discarded(place: pathlib.Path, step: int) -> pathlib.Path:
-  """Renames what is to be deleted."""
+  """Renames a folder before its deletion."""
   target, copies = place.with_name(f'{step}.deleted'), 0
-  while target.exists():  # a deletion has failed, for instance while somebody has a file open
+  while target.exists():  # an earlier deletion failed, for instance because a file was open
     copies += 1
     target = place.with_name(f'{step}.{copies}.deleted')
   return place.rename(target)

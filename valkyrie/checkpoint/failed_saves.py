@@ -1,4 +1,4 @@
-"""Saves that fail: dropped, reported, and made again at a later step, the same in all processes."""
+"""Failed saves: dropped, reported, and repeated at a later step on which all processes agree."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,7 +18,7 @@ class FailedSaves:
   """The saves that have failed since the last one that succeeded."""
 
   def __init__(self, patience: float, place: str, say: Callable[[str], None]):
-    """Counts the failures of one run.
+    """Starts without failures.
 
     Args:
       patience: seconds for which saves may fail before the run ends.
@@ -29,8 +29,8 @@ class FailedSaves:
     self._since: float | None = None
     self._count = 0
     self._last = ''  # the message of the last failure
-    self._again_at: int | None = None  # the step that is saved next
-    # Of the loop: its last step, its first step and time, and what it waits for.
+    self._again_at: int | None = None  # the first step to save again
+    # Of the training loop: its last step, its first step and time, and what it waits for.
     self._step = 0
     self._first: tuple[int, float] | None = None
     self._agreement: Future[None] | None = None
@@ -42,7 +42,7 @@ class FailedSaves:
     return min(_FIRST_PAUSE * 2 ** (self._count - 1), _LONGEST_PAUSE)
 
   def is_due(self, step: int) -> bool:
-    """Whether to save step `step` in place of one that failed; to be asked after each step."""
+    """Whether to save step `step` in place of one that failed; call it after each step."""
     with self._lock:
       self._step = step
       self._first = self._first or (step, time.monotonic())
@@ -56,11 +56,11 @@ class FailedSaves:
     return self._again_at is not None and step < self._again_at
 
   def try_again(self) -> None:
-    """Notes that a save begins: no other is due unless it fails."""
+    """Records that a save begins: no other is due unless it fails."""
     self._again_at = None
 
   def forget(self) -> None:
-    """Notes that a save has succeeded."""
+    """Records that a save has succeeded."""
     self._since, self._count, self._last = None, 0, ''
 
   def check(self) -> None:
@@ -69,13 +69,13 @@ class FailedSaves:
       raise StorageError(f'The last save has failed: {self._last}')
 
   def add(self, step: int, reason: str) -> None:
-    """Notes that the save of `step` has failed, in the same order in all processes.
+    """Records that the save of `step` has failed; all processes call it in the same order.
 
-    The loops of the processes are at different steps. Each says which step it has finished, and
-    waits after the next one until all know the largest: the next save comes after that.
+    The training loops of the processes are at different steps. Each process sends the step that it
+    has finished, and waits after the next one until all know the largest: the next save follows it.
 
     Raises:
-      StorageError: saves have failed for longer than the run is patient.
+      StorageError: saves have failed for longer than `patience`.
     """
     now = time.monotonic()
     self._since = now if self._since is None else self._since

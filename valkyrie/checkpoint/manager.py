@@ -40,11 +40,11 @@ from valkyrie.errors import ConfigurationError, Diverged, StorageError, reason_o
 class Checkpoints:
   """The retention policy of a run's checkpoints; others are deleted after the next save.
 
-  A save that fails is dropped, and another one made later.
+  A save that fails is dropped, and repeated later.
 
   Attributes:
     keep: number of newest steps to keep.
-    keep_period: steps that are a multiple of it are kept; None keeps none of them.
+    keep_period: multiples of it are kept; None keeps none.
     keep_best: number of steps with the lowest validation loss to keep.
     patience: seconds for which saves may fail, one after the other, before the run ends.
   """
@@ -64,7 +64,7 @@ class Checkpoints:
       )
 
   def kept(self, saved: Sequence[int], losses: Mapping[int, float]) -> set[int]:
-    """The steps to keep, of `saved`; `losses` has the validation loss of some of them."""
+    """Those of the `saved` steps to keep; `losses` maps some steps to their validation loss."""
     newest = sorted(saved)[-self.keep :]
     best = sorted(losses, key=lambda step: (losses[step], step))[: self.keep_best]
     periodic = [step for step in saved if self.keep_period and step % self.keep_period == 0]
@@ -76,7 +76,7 @@ class Checkpoints:
     """Opens the checkpoints of a run; call it before compilation, since it may fail.
 
     Args:
-      model_dir: the directory of the run; made, tested and locked.
+      model_dir: the directory of the run; it is created, tested and locked.
       say: prints a line after each save, from a thread.
 
     Raises:
@@ -86,12 +86,12 @@ class Checkpoints:
 
 
 def open_to_read(model_dir: str | os.PathLike, step: str = LATEST) -> 'CheckpointDirectory':
-  """Opens a run for evaluation and inference: nothing on disk is changed.
+  """Opens a run for evaluation and inference; changes nothing on disk.
 
   Args:
     model_dir: the directory of the run.
-    step: the number of a step, which is then taken for the newest; 'latest'; or 'best', the step
-      with the lowest validation loss of those that are kept.
+    step: the number of a step, which then acts as the newest; 'latest'; or 'best', the kept step
+      with the lowest validation loss.
 
   Raises:
     ConfigurationError: the run has no such step.
@@ -155,7 +155,7 @@ class CheckpointDirectory:
     return newest
 
   def latest_step(self) -> int | None:
-    """The newest valid step on disk; a running save does not count yet."""
+    """The newest valid step on disk, without a running save."""
     return self._newest
 
   def describe_newest(self) -> str:
@@ -165,14 +165,14 @@ class CheckpointDirectory:
   def is_due(self, step: int) -> bool:
     """Whether to save step `step` in place of one whose save failed.
 
-    To be asked after each step, by all processes alike.
+    All processes must call it after each step.
     """
     return self._failed.is_due(step)
 
   def save(self, step: int, state: Any, record: dict[str, Any]) -> None:
     """Copies the state to the host, then writes and hashes it in the background.
 
-    If this fails, a line says so, and `is_due` asks for another save; until then this does nothing.
+    If this fails, it logs a line, and `is_due` asks for another save; until then it does nothing.
 
     Args:
       step: the number of the train state; must be larger than every saved one.
@@ -181,8 +181,8 @@ class CheckpointDirectory:
 
     Raises:
       Diverged: the state is not finite.
-      StorageError: the directory is no longer that of this run, has this step, or saves have failed
-        for longer than `Checkpoints.patience`.
+      StorageError: the directory no longer belongs to this run, this step exists already, or saves
+        have failed for longer than `Checkpoints.patience`.
     """
     began = time.perf_counter()
     heartbeat.beat(stage='save')
@@ -249,14 +249,16 @@ class CheckpointDirectory:
     if self._lock:
       try:
         self._tidy(step, time.perf_counter() - began, waited)
-      except OSError as error:  # which is no reason to end a run that has saved
+      except OSError as error:  # no reason to end a run that has saved
         self._say(f'{self.directory} cannot be read after step {step}: {reason_of(error)}')
 
   def _change(self, change: Callable[..., None], *arguments: Any) -> str:
     """Lets the process with the lock change the steps; returns why it cannot, or ''.
 
-    All processes have to agree on what fails. But if the directory is no longer that of the run, a
-    StorageError is raised, and nothing is written.
+    The reason is a text, since all processes have to agree on it.
+
+    Raises:
+      StorageError: the directory no longer belongs to this run; nothing is written.
     """
     if not self._lock:
       return ''
@@ -352,7 +354,7 @@ class CheckpointDirectory:
     return record, self._files.read_to_host(place, self._evaluated_field())
 
   def check(self) -> None:
-    """Notes whether the running save has ended; does not wait for it; raises as `save` does."""
+    """Raises as `save` does if the running save has failed; does not wait for it."""
     if self._running_save is not None and self._running_save.done():
       self._collect()
 
@@ -387,7 +389,7 @@ class CheckpointDirectory:
 
 
 def _problem(write: Callable[..., None], *arguments: Any) -> str:
-  """Why `write` fails, or ''. Tensorstore reports errors of files as the last two types."""
+  """The reason if `write` fails, or ''. Tensorstore raises ValueError and RuntimeError, too."""
   try:
     write(*arguments)
   except (OSError, ValueError, RuntimeError) as error:

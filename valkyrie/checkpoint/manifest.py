@@ -12,7 +12,7 @@ A manifest ends with its own digest:
     # sha256 77cd...            of all lines above
 
 `sha256sum -c manifest.sha256` and `md5sum -c manifest.md5` read it, too. A step that was saved in a
-bucket has MD5s, which the bucket computes; both are read everywhere, since people copy runs.
+bucket has MD5 digests, which the bucket computes; both are read everywhere, since people copy runs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -103,7 +103,7 @@ def damage(files: Files, step: int) -> str | None:
 
 
 def _difference(files: Files, algorithm: str, expected: Mapping[str, str]) -> str | None:
-  """The first difference of files to the digests that are expected of them."""
+  """The first difference between files and their expected digests."""
   for file in expected:
     if not foreign_names.is_below(file):
       return f'{name(algorithm)} names {file!r:.200}, which is not a path below the step'

@@ -72,12 +72,12 @@ def pieces(state: Any) -> list[Piece]:
 
 
 def opened(place: epath.Path) -> dict[str, Any]:
-  """Opens the arrays of a state, and looks for each of their chunks in the index.
+  """Opens the arrays of a state, and finds all of their chunks in the index.
 
   `PyTreeCheckpointHandler.metadata` would describe them, too, but leaks 6 KiB for each array.
 
   Args:
-    place: the folder of the state, a path of `literal_path`.
+    place: the folder of the state, from `state_files.literal`.
 
   Returns:
     {path of a leaf: its tensorstore}.

@@ -36,7 +36,7 @@ checkpoint_errors = functools.partial(storage_errors, also=(ValueError, RuntimeE
 
 @contextlib.contextmanager
 def _readable(place: pathlib.Path) -> Iterator[None]:
-  """Raises a StorageError for any error inside: Orbax checks the form of no file."""
+  """Raises a StorageError for any error inside: Orbax does not validate the files it reads."""
   try:
     yield
   except ValkyrieError:
@@ -50,7 +50,7 @@ def _readable(place: pathlib.Path) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-  cause = error.__cause__ or error  # which says more where Orbax has wrapped it
+  cause = error.__cause__ or error  # more specific if Orbax has wrapped it
   return without_descriptors(f'{type(cause).__name__}: {cause}'.splitlines()[0])[:300]
 
 
@@ -94,10 +94,10 @@ class StateFiles:
   def finish(self) -> None:
     """Waits until the state is written, and opens its arrays, in process 0.
 
-    The values of the first state are also read, by every process those that it has written.
+    For the first state, every process also reads back the values that it has written.
 
     Raises:
-      OSError: the arrays cannot be opened, or are others.
+      OSError: the arrays cannot be opened, or differ.
     """
     self.wait()
     if jax.process_index() != 0 and not self._pieces:
@@ -111,7 +111,7 @@ class StateFiles:
         }
         different = differences(found, self._written)
         different = different or state_check.changed(arrays, self._pieces)
-    except Exception as error:  # Orbax checks the form of no file
+    except Exception as error:  # Orbax does not validate the files it reads
       reason = f'what was written cannot be opened ({_reason(error)})'
       raise OSError(errno.EIO, reason) from error
     if different:
@@ -138,7 +138,7 @@ class StateFiles:
       return {name for name, tree in dict(self._metadata(path)).items() if jax.tree.leaves(tree)}
 
   def read_to_host(self, place: pathlib.Path, field: str) -> Any:
-    """Reads a field of a state, of whatever model, to the host."""
+    """Reads a field of a state of any model to the host."""
     with _readable(place), literal(place) as path:
       shapes = {field: _shapes(self._metadata(path)[field])}
       to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
@@ -146,7 +146,7 @@ class StateFiles:
       return self._orbax.restore(path, args=args)[field]
 
   def _metadata(self, path: Any) -> Any:
-    """The metadata of the stored arrays, each of which Orbax opens for them."""
+    """The metadata of the stored arrays; Orbax opens each array to read it."""
     return self._handler.metadata(path).tree
 
   def close(self) -> None:
@@ -165,7 +165,7 @@ def literal(place: Any) -> Iterator[epath.Path]:
   if is_bucket(place) or not os.path.isdir(_DESCRIPTORS):
     yield epath.Path(place)
     return
-  # The folder of the steps: that of a new step may not be visible to the other hosts yet.
+  # The folder of the steps, since the other hosts may not see the folder of a new step yet.
   folder = place.parent.parent
   descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
   try:
@@ -185,7 +185,7 @@ def _shapes(tree: Any) -> Any:
 
 @contextlib.contextmanager
 def _of_clients() -> Iterator[None]:
-  """Raises an OSError for an error of a bucket's client inside, of which some are none."""
+  """Converts bucket-client exceptions raised in the block to OSError; some are not OSErrors."""
   try:
     yield
   except Exception as error:
@@ -201,7 +201,10 @@ def _without_empty_arrays(tree: Any) -> Any:
 
 @functools.cache
 def _hide_closed_loops() -> None:
-  """Hides a traceback of tensorstore, whose answers may come after Orbax has failed for another."""
+  """Silences tensorstore's 'Event loop is closed'.
+
+  It is raised when a reply arrives after Orbax has already failed for another reason.
+  """
   others = sys.unraisablehook
 
   def show(unraisable: Any) -> None:

@@ -2,7 +2,7 @@
 
     https://cloud.google.com/storage/docs/json_api/v1/objects
 
-An object appears as a whole and is never changed, but replaced; each replacement has a larger
+An object appears as a whole, and is replaced instead of changed; each replacement has a larger
 generation. A write can depend on the generation that it replaces, which makes it atomic.
 """
 
@@ -24,7 +24,7 @@ from valkyrie.storage import foreign_names
 SCHEME = 'gs://'
 _NOT_LITERAL = re.compile(r'[\[*?#]|/gs:/')
 _PATIENCE = 60.0  # seconds of retries of one request, with growing pauses
-_REQUEST_SECONDS = 30.0  # until a connection that says nothing counts as lost
+_REQUEST_SECONDS = 30.0  # after which a silent connection is considered lost
 _AT_ONCE = 8  # requests, for which the client keeps 10 connections
 
 
@@ -41,17 +41,17 @@ class Object(NamedTuple):
 
 
 class Bucket:
-  """The objects whose names begin with that of an address; they are named by what follows it.
+  """The objects below an address; their names are relative to it.
 
   Temporary errors (429, 5xx, lost connections) are retried. Others are raised as an OSError:
-  FileNotFoundError, PermissionError or `Changed` where they say so.
+  FileNotFoundError, PermissionError or `Changed` where the service reports that.
   """
 
   def __init__(self, address: str):
     """Connects to 'gs://BUCKET/FOLDERS' with the default credentials of the machine.
 
     Raises:
-      ConfigurationError: the address is none, or the package of the client is missing.
+      ConfigurationError: the address is invalid, or a package of the client is missing.
       StorageError: the machine has no credentials.
     """
     name, _, folder = address.removeprefix(SCHEME).partition('/')
@@ -136,7 +136,7 @@ class Bucket:
       return generation
 
   def append(self, name: str, content: bytes) -> None:
-    """Adds to the end of an object, or makes it; several writers can do so at once."""
+    """Appends to an object, or creates it; several writers can do so at once."""
     part = f'{name}.{uuid.uuid4().hex}'
     uploaded = Object(len(content), None, self.write(part, content))
     try:
@@ -146,7 +146,7 @@ class Bucket:
       self.delete({part: uploaded})
 
   def _is_appended(self, name: str, part: str, content: bytes) -> bool:
-    """Tries once to add the object `part` to another; False if that one has changed meanwhile."""
+    """Tries once to append the object `part`; False if the object has changed meanwhile."""
     try:
       before = self.describe(name)
     except FileNotFoundError:
@@ -175,10 +175,10 @@ class Bucket:
       self._blob(name).download_to_filename(path, **self._options)
 
   def copy(self, names: Iterable[str], rename: Callable[[str], str]) -> None:
-    """Copies objects inside the bucket to names that are free.
+    """Copies objects inside the bucket to unused names.
 
     Raises:
-      Changed: such a name has another content.
+      Changed: an object of such a name has another content.
     """
 
     def copy_one(name: str) -> None:
@@ -240,14 +240,14 @@ class Bucket:
 
 
 def is_bucket(path: str | os.PathLike) -> bool:
-  """Whether a path is that of a bucket that this module can open."""
+  """Whether a path is an address that this module can open."""
   return os.fspath(path).startswith(SCHEME)
 
 
 def _use_gcsfs() -> None:
-  """Lets epath, by which Orbax lists and makes folders, use gcsfs instead of TensorFlow.
+  """Makes epath use gcsfs, which Orbax lists and creates folders with, instead of TensorFlow.
 
-  TensorFlow takes seconds to import. epath keeps its choice, which a path on disk may have caused.
+  TensorFlow takes seconds to import. epath caches its choice, even from an earlier path on disk.
   """
   from etils.epath import gpath  # noqa: PLC0415  (only for buckets)
 
@@ -256,7 +256,7 @@ def _use_gcsfs() -> None:
 
 
 def _is_mark(blob: Any) -> bool:
-  """Whether an object stands for an empty folder, as consoles and mounts make them."""
+  """Whether an object stands for an empty folder; consoles and mounts create such objects."""
   return blob.name.endswith('/')
 
 

@@ -1,4 +1,4 @@
-"""Names that others chose, in listings, indexes, manifests and JSON, before they become paths."""
+"""Checks of names from listings, indexes, manifests and JSON, before they become paths."""
 
 import re
 from typing import Any
@@ -14,7 +14,7 @@ _NAME = re.compile(rf'{_PART}(?:/{_PART})*')
 def is_below(name: Any) -> bool:
   """Whether a name, joined to any folder, is a path below that folder and the only one to its file.
 
-  It is relative, and has no empty part, no `.` and no `..`. Links in the folder are not examined.
+  It is relative, without empty parts, `.` and `..`. Links in the folder are not examined.
   """
   if not isinstance(name, str) or not _NAME.fullmatch(name):
     return False
@@ -28,7 +28,7 @@ def checked(
   """The name, if it `is_below` the folder to which the caller joins it; otherwise raises `error`.
 
   Args:
-    name: a text, or what JSON has in its place.
+    name: a string, or any other JSON value.
     named_by: the file or place that contains the name, for the message.
     advice: what to do, for the message.
     error: the class of the error.

@@ -15,15 +15,15 @@ from valkyrie.storage import foreign_names
 from valkyrie.storage.bucket import Bucket, Changed, is_bucket
 
 _SECONDS = 30.0  # between two uploads
-# A process reads the other files of a run, and adds to them. Steps are read by themselves.
+# The other files are copied, since processes read them and append to them.
 _NOT_COPIED = ('checkpoints/', 'set_aside/', 'profile/')
 _EVENTS = 'events.out.tfevents'  # each process writes files of its own
 
 
 class _Uploaded(NamedTuple):
-  """A file as it was when it was equal to its object."""
+  """The state of a file when it was last equal to its object."""
 
-  number: int  # of the inode, which is another one after a file was replaced
+  number: int  # of the inode; a replaced file has another one
   size: int
   changed: int  # nanoseconds
 
@@ -31,8 +31,8 @@ class _Uploaded(NamedTuple):
 class BucketDirectory(os.PathLike):
   """The directory of a run in a bucket.
 
-  As a path, it is a local folder with the small files of the run, which `uploaded` keeps equal to
-  their objects; its text is the address. The folder is deleted with this process.
+  As a path, it is a local folder with copies of the small files of the run, which `uploaded` keeps
+  up to date in the bucket; as a string, it is the address. The folder is deleted at exit.
 
   Attributes:
     bucket: the objects of the run.
@@ -55,7 +55,7 @@ class BucketDirectory(os.PathLike):
     return self.bucket.address
 
   def copy(self) -> None:
-    """Copies the files of the run again; for the process that has just become its trainer.
+    """Copies the files of the run again; a process that becomes its trainer calls it.
 
     Raises:
       StorageError: the bucket cannot be read, or an object's name leads out of the folder.
@@ -75,10 +75,10 @@ class BucketDirectory(os.PathLike):
 
   @contextlib.contextmanager
   def uploaded(self) -> Iterator[None]:
-    """Uploads what has changed, from time to time and at the end.
+    """Uploads changed files, every 30 seconds and at the end.
 
     Raises:
-      StorageError: at the end, if not all could be uploaded.
+      StorageError: at the end, if some could not be uploaded.
     """
     over = threading.Event()
 
@@ -130,13 +130,13 @@ class BucketDirectory(os.PathLike):
     self._equal[name] = now
 
   def _write_steps(self, name: str, content: bytes) -> None:
-    """Replaces lines of steps, and keeps those of steps that another process has added."""
+    """Replaces lines of steps, and keeps lines of other steps that another process has added."""
     while True:
       try:
         found, generation = self.bucket.read(name)
       except FileNotFoundError:  # somebody has deleted it
         found, generation = b'', 0
-      complete = found[: found.rfind(b'\n') + 1]  # a torn line is one that content no longer has
+      complete = found[: found.rfind(b'\n') + 1]  # `content` no longer contains a torn line
       lines = last_of_each_step(complete + content)
       with contextlib.suppress(Changed):
         self.bucket.write(name, b''.join(lines.values()), replaces=generation)
@@ -144,7 +144,7 @@ class BucketDirectory(os.PathLike):
 
 
 def opened(model_dir: str | os.PathLike) -> 'str | BucketDirectory':
-  """What a --model_dir names: itself, or the directory of an address in a bucket.
+  """The directory that --model_dir names: a path, or a `BucketDirectory` for an address.
 
   Raises:
     ConfigurationError: no run can be there, see `errors.usable_path` and `Bucket`; or the packages
@@ -158,7 +158,7 @@ def opened(model_dir: str | os.PathLike) -> 'str | BucketDirectory':
 
 
 def uploaded(model_dir: str | os.PathLike) -> contextlib.AbstractContextManager[None]:
-  """The context in which the files of a run are written; a path needs none."""
+  """A context in which the files of a run are uploaded; does nothing for a path."""
   if isinstance(model_dir, BucketDirectory):
     return model_dir.uploaded()
   return contextlib.nullcontext()
