@@ -23,7 +23,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from valkyrie.checkpoint import state_check
-from valkyrie.checkpoint.state_check import check_same_model, differences
 from valkyrie.errors import StorageError, ValkyrieError, storage_errors
 from valkyrie.storage.bucket import is_bucket
 from valkyrie.types import leaf_path
@@ -67,9 +66,9 @@ class StateFiles:
     )
     self._handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=processes)
     self._orbax = ocp.AsyncCheckpointer(self._handler, multiprocessing_options=processes)
-    # Of the state that is written: where, its path for Orbax, and its leaves.
-    self._place: Any = None
-    self._path = contextlib.ExitStack()
+    # Of the state that is written: its path for Orbax, valid as long as its folder is open; leaves.
+    self._path: Any = None
+    self._folder = contextlib.ExitStack()
     self._written: dict[str, jax.ShapeDtypeStruct] = {}
     self._pieces: list[state_check.Piece] = []
     self._is_first = True  # no state was compared yet
@@ -80,11 +79,10 @@ class StateFiles:
     leaves = jax.tree_util.tree_leaves_with_path(_shapes(item))
     self._written = {leaf_path(path): leaf for path, leaf in leaves}
     self._pieces = state_check.pieces(item) if self._is_first else []
-    self._place = place
-    self._path.close()
+    self._folder.close()
     with _of_clients():
-      path = self._path.enter_context(literal(place))
-      self._orbax.save(path, args=ocp.args.PyTreeSave(item))
+      self._path = self._folder.enter_context(literal(place))
+      self._orbax.save(self._path, args=ocp.args.PyTreeSave(item))
 
   def wait(self) -> None:
     """Waits until the state is written; raises the error of the write."""
@@ -103,14 +101,13 @@ class StateFiles:
     if jax.process_index() != 0 and not self._pieces:
       return
     try:
-      with literal(self._place) as path:
-        arrays = state_check.opened(path)
-        found = {
-          leaf: jax.ShapeDtypeStruct(array.shape, array.dtype.numpy_dtype)
-          for leaf, array in arrays.items()
-        }
-        different = differences(found, self._written)
-        different = different or state_check.changed(arrays, self._pieces)
+      arrays = state_check.opened(self._path)
+      found = {
+        leaf: jax.ShapeDtypeStruct(array.shape, array.dtype.numpy_dtype)
+        for leaf, array in arrays.items()
+      }
+      different = state_check.differences(found, self._written)
+      different = different or state_check.changed(arrays, self._pieces)
     except Exception as error:  # Orbax does not validate the files it reads
       reason = f'what was written cannot be opened ({_reason(error)})'
       raise OSError(errno.EIO, reason) from error
@@ -122,7 +119,7 @@ class StateFiles:
     """Reads the state in the directory `place`; otherwise like `CheckpointDirectory.restore`."""
     with _readable(place), literal(place) as path:
       item = _without_empty_arrays(target)
-      check_same_model(place.parent, _shapes(dict(self._metadata(path))), item, partial)
+      state_check.check_same_model(place.parent, _shapes(dict(self._metadata(path))), item, partial)
       restore_args = ocp.checkpoint_utils.construct_restore_args(item)
       args = ocp.args.PyTreeRestore(item, restore_args=restore_args, partial_restore=partial)
       restored = self._orbax.restore(path, args=args)
@@ -152,7 +149,7 @@ class StateFiles:
   def close(self) -> None:
     """Ends the threads of Orbax."""
     self._orbax.close()
-    self._path.close()
+    self._folder.close()
 
 
 @contextlib.contextmanager
