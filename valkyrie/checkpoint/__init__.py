@@ -1,1 +1,1 @@
-"""Checkpoints on disk: atomic saves, verification and restores."""
+"""The steps of a run: atomic saves, verification and restores."""

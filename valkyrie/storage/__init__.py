@@ -1,1 +1,1 @@
-"""Storage of runs that are not on a file system."""
+"""Files and locks of the places where runs are, on disk or in a bucket."""

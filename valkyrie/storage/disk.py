@@ -153,7 +153,8 @@ class DiskLock:
 class _FileLease(Lease):
   """The lease of a lock on a file system where `flock` answers ENOSYS, ENOLCK or EOPNOTSUPP.
 
-  Lustre and NFS may do so. The version of the content is its bytes; None is no file.
+  Lustre and NFS may do so. The version of the content is its bytes; None is no file. Unlike for an
+  object, comparing and replacing the content are two operations.
   """
 
   def __init__(self, path: pathlib.Path):
