@@ -11,14 +11,29 @@ from valkyrie import __version__
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 WHERE = """
-import valkyrie.config.paths, valkyrie.tasks
-print(valkyrie.tasks.__file__, valkyrie.config.paths.GIN)
+import importlib.util
+import valkyrie.config.paths, valkyrie.tasks.fineweb
+print(valkyrie.tasks.fineweb.__file__, valkyrie.config.paths.GIN)
+print([name for name in ('tests', 'scripts', 'docs') if importlib.util.find_spec(f'valkyrie.{name}')])
 """
+
+
+def imported_from(folder: pathlib.Path, elsewhere: pathlib.Path) -> list[str]:
+  """The task fineweb, the gin files, and which folders of the clone are packages, as WHERE prints."""
+  command, environment = [sys.executable, '-c', WHERE], {'PYTHONPATH': str(folder)}
+  done = subprocess.run(
+    command, env=environment, cwd=elsewhere, check=True, capture_output=True, text=True
+  )
+  return done.stdout.split()
 
 
 def source_files(folder: pathlib.Path) -> set[str]:
   files = (file for file in folder.rglob('*') if file.suffix in ('.py', '.gin'))
   return {str(file.relative_to(folder)) for file in files}
+
+
+def test_a_clone_has_the_tasks_as_a_package_and_none_of_its_other_folders(tmp_path):
+  assert imported_from(ROOT, tmp_path) == [str(ROOT / 'tasks/fineweb.py'), str(ROOT / 'gin'), '[]']
 
 
 def test_a_wheel_carries_the_gin_files_and_the_tasks_inside_the_package(tmp_path):
@@ -37,15 +52,11 @@ def test_a_wheel_carries_the_gin_files_and_the_tasks_inside_the_package(tmp_path
   assert source_files(inside / 'gin') == source_files(ROOT / 'gin')
   assert source_files(inside / 'tasks') == source_files(ROOT / 'tasks')
   assert source_files(inside) > source_files(ROOT / 'valkyrie')
-  found = subprocess.run(
-    [sys.executable, '-c', WHERE],
-    env={'PYTHONPATH': str(installed)},
-    cwd=tmp_path,
-    check=True,
-    capture_output=True,
-    text=True,
-  )
-  assert found.stdout.split() == [str(inside / 'tasks/__init__.py'), str(inside / 'gin')]
+  assert imported_from(installed, tmp_path) == [
+    str(inside / 'tasks/fineweb.py'),
+    str(inside / 'gin'),
+    '[]',
+  ]
 
   assert (inside / 'py.typed').exists()
   (about,) = installed.glob('valkyrie-*.dist-info')

@@ -1,7 +1,6 @@
 """Valkyrie: hybrid language models trained through very long sequences."""
 
 import importlib
-import pathlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -9,12 +8,6 @@ if TYPE_CHECKING:
   from valkyrie.inference.sampling import Sampling as Sampling
 
 __version__ = '0.2.0'  # setup.py reads it; CHANGELOG.md has a section for each
-
-# In a clone, gin/ and tasks/ stand beside this package; a wheel carries them inside it. Either way
-# they have the same names: `valkyrie.tasks.fineweb`, and the folder `valkyrie.config.paths.GIN`.
-if not (pathlib.Path(__file__).parent / 'tasks').is_dir():
-  __path__.append(str(pathlib.Path(__file__).parents[1]))
-
 
 _PUBLIC = {'load': 'valkyrie.inference.opened', 'Sampling': 'valkyrie.inference.sampling'}
 
