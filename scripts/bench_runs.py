@@ -10,7 +10,7 @@ import haiku as hk
 import jax
 import numpy as np
 
-from valkyrie.data.prefetch import prefetch
+from valkyrie.data.feed import prefetch
 from valkyrie.models import language_model
 from valkyrie.models.block import Block
 from valkyrie.models.language_model import LanguageModel

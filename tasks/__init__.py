@@ -1,1 +1,1 @@
-"""Tasks. The import of a module registers them, with seqio too if it is loaded."""
+"""Tasks. The import of a module registers them; `seqio_tasks.publish` tells seqio."""

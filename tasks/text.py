@@ -3,7 +3,7 @@
 Every format may be compressed as .gz or .zst. A plain text is a document; elsewhere a row is one.
 The folder that Hugging Face's `save_to_disk` writes is read as it is. The `source` is a path, a URI
 that pyarrow supports (gs://, s3://, hdfs://), see `valkyrie.data.source_files`, or a data set of
-Hugging Face to stream (hf://), see `valkyrie.data.streamed_records`. The options are
+Hugging Face to stream (hf://), see `valkyrie.data.records`. The options are
 
   column      the column of the text (default: text)
   held_out    the validation split: a share of the documents, such as 0.005, by the hash of their
@@ -20,9 +20,8 @@ from typing import Any, Self
 import urllib.parse
 
 from valkyrie.data.document_source import DocumentSource, TextDocument, register, stable_hash
-from valkyrie.data.records import Records
+from valkyrie.data.records import STREAMED, Records, StreamedRecords
 from valkyrie.data.source_files import FORMATS, SourceFiles
-from valkyrie.data.streamed_records import STREAMED, StreamedRecords
 from valkyrie.errors import ConfigurationError
 
 _HASHES = 2**64

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from valkyrie.data import store_writer, vocabularies
-from valkyrie.data.feed import TaskFeed
-from valkyrie.data.prefetch import prefetch
+from valkyrie.data.feed import TaskFeed, prefetch
 from valkyrie.data.store_location import store_path
 from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.types import POSITION_PERIOD as PERIOD

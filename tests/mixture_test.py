@@ -11,8 +11,8 @@ import tiny_run
 
 from valkyrie.data import vocabularies
 from valkyrie.data.feed import TaskFeed
-from valkyrie.data.mixed_rows import MixedRow, Units
 from valkyrie.data.mixture import Mixture
+from valkyrie.data.rows import MixedRow, Units
 from valkyrie.errors import ConfigurationError
 from valkyrie.types import Batch
 
@@ -211,8 +211,9 @@ def test_attributes(mixture, data_dir):
 
 SEQIO_MIXTURE = """
 import seqio
-from valkyrie.tasks import key_value, passkey
+from valkyrie.data import seqio_tasks
 
+seqio_tasks.publish()
 seqio.MixtureRegistry.add('both', [('key_value.64', 3), ('passkey.64', 1.5)])
 """
 
@@ -231,6 +232,9 @@ def test_a_seqio_mixture(tmp_path, monkeypatch):
   assert [*found.weights.values()] == pytest.approx([2 / 3, 1 / 3])
   with pytest.raises(ConfigurationError, match=r'no seqio mixture .bot.* Did you mean both'):
     Mixture('their_mixtures:bot', feed=feed)
+  (tmp_path / 'early_mixtures.py').write_text(SEQIO_MIXTURE.replace('seqio_tasks.publish()', ''))
+  with pytest.raises(ConfigurationError, match=r'registered: key_value.64.*seqio_tasks.publish'):
+    Mixture('early_mixtures:both', feed=feed)
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,13 @@ WHERE = """
 import importlib.util
 import valkyrie.config.paths, valkyrie.tasks.fineweb
 print(valkyrie.tasks.fineweb.__file__, valkyrie.config.paths.GIN)
-print([name for name in ('tests', 'scripts', 'docs') if importlib.util.find_spec(f'valkyrie.{name}')])
+folders = ('tests', 'scripts', 'docs')
+print([name for name in folders if importlib.util.find_spec(f'valkyrie.{name}')])
 """
 
 
 def imported_from(folder: pathlib.Path, elsewhere: pathlib.Path) -> list[str]:
-  """The task fineweb, the gin files, and which folders of the clone are packages, as WHERE prints."""
+  """The file of the task fineweb, the gin files, and the other importable folders of the clone."""
   command, environment = [sys.executable, '-c', WHERE], {'PYTHONPATH': str(folder)}
   done = subprocess.run(
     command, env=environment, cwd=elsewhere, check=True, capture_output=True, text=True

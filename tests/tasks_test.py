@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from valkyrie.data import document_source, store_builder, task_reader, token_store, vocabularies
+from valkyrie.data import document_source, store_builder, token_store, vocabularies
 from valkyrie.data.feed import TaskFeed
 from valkyrie.data.records import Records
 from valkyrie.data.token_store import TokenStore
@@ -148,26 +148,53 @@ assert not loaded, loaded
   subprocess.run([sys.executable, '-c', program], check=True)
 
 
-def test_tasks_are_in_the_seqio_registry(library):
+PUBLISHED = """
+import seqio
+from valkyrie.data import document_source, seqio_tasks
+
+class Words(document_source.DocumentSource):
+  def documents(self, split, shard, shards):
+    yield document_source.TextDocument('words', '', '')
+
+  def describe(self, split):
+    return {}
+
+assert 'fineweb' not in seqio.TaskRegistry.names()
+seqio_tasks.publish()
+assert seqio.get_mixture_or_task('fineweb').name == 'fineweb'
+document_source.register('words', Words(('train',)))
+assert 'words' not in seqio.TaskRegistry.names()
+seqio_tasks.publish()
+(example,) = seqio.get_mixture_or_task('words').get_dataset(split='train').as_numpy_iterator()
+assert example['targets'].size == 6
+"""
+
+
+def test_seqio_gets_the_tasks_by_a_call_and_not_by_an_import():
+  subprocess.run([sys.executable, '-c', PUBLISHED], check=True)
+
+
+def test_seqio_has_the_documents_and_the_vocabulary(library):
   import seqio  # noqa: PLC0415
 
-  from valkyrie.data import seqio_tasks  # noqa: F401, PLC0415
-  from valkyrie.data.seqio_vocabulary import SeqioVocabulary  # noqa: PLC0415
-  from valkyrie.tasks import fineweb, listops, python_stdlib  # noqa: F401, PLC0415
+  from valkyrie.data import seqio_tasks  # noqa: PLC0415
 
-  document_source.register('registered_late', document_source.TASKS['listops'].source, prompts=True)
-  late, early = map(seqio.TaskRegistry.get, ('registered_late', 'listops'))
-  assert late.source.source is early.source.source
-  with pytest.raises(ConfigurationError, match=r"'listops' is registered twice\. Rename"):
-    document_source.register('listops', late.source.source)
+  seqio_tasks.publish()
   task = seqio.get_mixture_or_task('python_stdlib')
   example = next(task.get_dataset(split='validation', shuffle=False).as_numpy_iterator())
   first = int(library.store.lengths[0])
   assert example['targets'].tolist() == library.read(0, first).inputs[0].tolist()
-  adapter = SeqioVocabulary(BYTES)
+  adapter = seqio_tasks.SeqioVocabulary(BYTES)
   assert adapter.encode_tf('é!').numpy().tolist() == adapter.encode('é!') == BYTES.encode('é!')
   assert adapter.decode_tf(np.array(BYTES.encode('é!'))).numpy().decode() == 'é!'
-  assert 'fineweb' in seqio.TaskRegistry.names()
+  library_source = document_source.TASKS['python_stdlib'].source
+  with pytest.raises(ConfigurationError, match=r"'python_stdlib' is registered twice\. Rename"):
+    document_source.register('python_stdlib', library_source)
+  seqio.TaskRegistry.add('taken', task.source, task.output_features)
+  document_source.register('taken', document_source.TASKS['recall'].source)
+  with pytest.raises(ConfigurationError, match=r"seqio has another task 'taken'.* Rename"):
+    seqio_tasks.publish()
+  del document_source.TASKS['taken']
 
 
 def test_fineweb_pages(pages, whole, tmp_path):
@@ -286,11 +313,12 @@ def test_of_equal_documents_the_first_stays(tmp_path, monkeypatch):
 def test_documents_are_those_of_the_seqio_task(task, monkeypatch):
   """Sources of documents are read without tf.data, which must not change them."""
   monkeypatch.setattr('valkyrie.data.document_source._PIECE', 2000)
-  reader = task_reader.open_task(f'valkyrie.tasks.{task}', task, 'validation', BYTES, None, {})
+  reader = store_builder.open_task(store_builder.Order(task, 'validation', BYTES, pathlib.Path()))
   found = [*itertools.islice(reader.documents(3, 40), 30)]
-  from valkyrie.data.seqio_reader import SeqioReader  # noqa: PLC0415, TensorFlow
+  from valkyrie.data import seqio_tasks  # noqa: PLC0415, TensorFlow
 
-  theirs = SeqioReader(task, 'validation', BYTES, None, {})
+  seqio_tasks.publish()
+  theirs = seqio_tasks.SeqioReader(task, 'validation', BYTES, None, {})
   assert (theirs.description, theirs.files()) == (reader.description, reader.files())
   expected = [*itertools.islice(theirs.documents(3, 40), 30)]
   assert len(found) == len(expected) > 0

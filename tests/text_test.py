@@ -18,7 +18,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from valkyrie.data import build_store, provenance, store_builder, streamed_records, vocabularies
+from valkyrie.data import build_store, provenance, records, store_builder, vocabularies
 from valkyrie.data.document_source import TASKS
 from valkyrie.data.feed import TaskFeed
 from valkyrie.data.records import Records
@@ -233,7 +233,7 @@ def test_a_streamed_data_set(tmp_path, monkeypatch):
   rows['text'] = TEXTS[::-1]
   pyarrow.parquet.write_table(pa.table(rows), folder / 'train.parquet')
   assert source.describe('train') == described  # one revision in a process
-  streamed_records._revision.cache_clear()
+  records._revision.cache_clear()
   assert source.describe('train')['streamed'] != described['streamed']
   with pytest.raises(DataError, match=r'hf://owner/pages has no column body; it has text, url'):
     next(source.at('hf://owner/pages', column='body').documents('train', 0, 1))

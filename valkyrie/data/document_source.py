@@ -1,13 +1,11 @@
 """Sources of whole documents, with any number of shards, a description and a location.
 
-A task of such a source is stored without TensorFlow. It is a seqio task as well, see `seqio_tasks`.
+The store of such a task is built without TensorFlow. `seqio_tasks.publish` registers it with seqio.
 """
 
 import abc
 from collections.abc import Iterator
 import hashlib
-import importlib
-import sys
 from typing import Any, NamedTuple, Self
 
 from valkyrie.data.source_files import SourceFiles
@@ -75,17 +73,14 @@ TASKS: dict[str, DocumentTask] = {}
 
 
 def register(name: str, source: DocumentSource, *, prompts: bool = False) -> None:
-  """Registers a task, with seqio too if it is loaded.
+  """Registers a task.
 
   Raises:
     ConfigurationError: there is a task of this name.
   """
   if name in TASKS:
     raise ConfigurationError(f'The task {name!r} is registered twice. Rename one of the two.')
-  task = DocumentTask(source, prompts)
-  if 'seqio' in sys.modules:  # the first import registers all earlier tasks
-    importlib.import_module('valkyrie.data.seqio_tasks').publish(name, task)
-  TASKS[name] = task
+  TASKS[name] = DocumentTask(source, prompts)
 
 
 def stable_hash(text: str) -> int:

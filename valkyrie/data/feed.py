@@ -1,6 +1,8 @@
 """Batches of a task, as a pure function of the position in the rows."""
 
-from collections.abc import Mapping, Sequence
+import collections
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 import copy
 import functools
 import logging
@@ -9,10 +11,10 @@ from typing import Any
 import gin
 import numpy as np
 
+from valkyrie import types
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import vocabularies
-from valkyrie.data.mixed_rows import Units
-from valkyrie.data.rows import Epoch, Rows
+from valkyrie.data.rows import Epoch, Rows, Units
 from valkyrie.data.store_location import open_store
 from valkyrie.data.token_store import REBUILD, TokenStore
 from valkyrie.errors import ConfigurationError, DataError
@@ -142,7 +144,7 @@ class TaskFeed:
     return int(self._rows.row_lengths.max())
 
   def units(self, row: int, begin: int, end: int) -> Units:
-    """The units of a row that begin in [begin, end); see `mixed_rows.Source`."""
+    """The units of a row that begin in [begin, end); see `rows.Source`."""
     size, count = self.row_length(row), int(self._rows.row_units[row])
     if (last := self.end(row)) is not None:
       end = min(end, last)
@@ -313,3 +315,26 @@ class TaskFeed:
 def segment_ids_of(numbers: np.ndarray) -> np.ndarray:
   """The segment ids of the documents of a row, whose int64 numbers count from 1."""
   return (numbers - 1) % _SEGMENTS + 1
+
+
+def prefetch(
+  feed: types.TaskFeed,
+  spans: Iterable[tuple[int, int]],
+  depth: int = 2,
+  rows: Sequence[int] | None = None,
+) -> Iterator[Batch]:
+  """Reads (position, length) spans up to `depth` batches ahead, in a background thread.
+
+  The error of a failed read is raised in place of its batch. Closing the iterator ends the thread.
+  """
+  ahead: collections.deque[Future[Batch]] = collections.deque()
+  reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix='prefetch')
+  try:
+    for position, length in spans:
+      ahead.append(reader.submit(feed.read, position, length, rows))
+      if len(ahead) > depth:
+        yield ahead.popleft().result()
+    while ahead:
+      yield ahead.popleft().result()
+  finally:
+    reader.shutdown(cancel_futures=True)

@@ -12,7 +12,7 @@ import gin
 import numpy as np
 
 from valkyrie.data.feed import TaskFeed, segment_ids_of
-from valkyrie.data.mixed_rows import MixedRow
+from valkyrie.data.rows import MixedRow
 from valkyrie.data.store_location import mixture
 from valkyrie.errors import ConfigurationError
 from valkyrie.types import Batch
@@ -48,7 +48,7 @@ class _Span(NamedTuple):
 
 @gin.configurable
 class Mixture:
-  """B rows, each of the documents of several sources; see `mixed_rows` for their order.
+  """B rows, each of the documents of several sources; see `rows.MixedRow` for their order.
 
   Its attributes are those of `types.TaskFeed`, and
 

@@ -1,6 +1,9 @@
-"""Rows of text files: plain text, JSON lines, parquet, and Hugging Face's arrow folders."""
+"""Rows of texts: in plain text, JSON lines, parquet and arrow, or streamed from Hugging Face."""
 
 from collections.abc import Iterator, Sequence
+import contextlib
+import functools
+import itertools
 import json
 from typing import Any
 
@@ -9,11 +12,12 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from valkyrie.data.source_files import FORMATS, SourceFile, SourceFiles, format_of
-from valkyrie.errors import DataError
+from valkyrie.errors import ConfigurationError, DataError
 
 _REPAIR = 'Mend the file, fetch it again, or leave it out of the source.'
 _OF_ROWS = ('.jsonl', '.parquet', '.arrow')
 _ROWS_AT_ONCE = 1024
+STREAMED = 'hf://'  # begins the address of a data set: hf://OWNER/NAME/CONFIGURATION
 Row = dict[str, Any]
 
 
@@ -45,7 +49,7 @@ class Records:
         self._groups += [(file, group) for group in range(self._row_groups(file))]
         continue
       if kind not in _OF_ROWS:
-        check_columns(self._columns, ['text'], file.path)
+        _check_columns(self._columns, ['text'], file.path)
       self._groups.append((file, -1))
 
   def rows(self, part: int, parts: int) -> Iterator[Row]:
@@ -61,7 +65,7 @@ class Records:
       else:
         continue
       for row in self._guarded(file, read):
-        check_texts(row, self._columns, file.path)
+        _check_texts(row, self._columns, file.path)
         yield row
 
   def describe(self) -> dict[str, Any]:
@@ -72,7 +76,7 @@ class Records:
     (footer,) = self._guarded(file, (self._parquet(f).metadata for f in [file]))
     if not footer.num_rows:
       raise DataError(f'{file.path} is empty: it has no rows. {_REPAIR}')
-    check_columns(self._columns, footer.schema.to_arrow_schema().names, file.path)
+    _check_columns(self._columns, footer.schema.to_arrow_schema().names, file.path)
     return footer.num_row_groups
 
   def _parquet(self, file: SourceFile) -> pyarrow.parquet.ParquetFile:
@@ -87,7 +91,7 @@ class Records:
 
   def _batches(self, file: SourceFile, part: int, parts: int) -> Iterator[Row]:
     with self.files.open(file) as stream, pyarrow.ipc.open_stream(stream) as reader:
-      check_columns(self._columns, reader.schema.names, file.path)
+      _check_columns(self._columns, reader.schema.names, file.path)
       for number, batch in enumerate(reader):
         if number % parts == part:
           yield from batch.select(self._columns).to_pylist()
@@ -113,7 +117,7 @@ class Records:
             f'Line {number + 1} of {file.path} is not a JSON object: it begins with '
             f'{line[:40]!r}. Each line must be an object such as {{"text": "..."}}.'
           )
-        check_columns(self._columns, list(row), f'Line {number + 1} of {file.path}')
+        _check_columns(self._columns, list(row), f'Line {number + 1} of {file.path}')
         yield {column: row[column] for column in self._columns}
 
   def _guarded(self, file: SourceFile, rows: Iterator[Any]) -> Iterator[Any]:
@@ -133,7 +137,54 @@ class Records:
     self.files.check_unchanged(file)
 
 
-def check_columns(columns: Sequence[str], names: Sequence[str], place: str) -> None:
+class StreamedRecords:
+  """The rows of the split 'train', of which the columns are checked; see `Records`."""
+
+  def __init__(self, location: str, columns: Sequence[str]):
+    self._location, self._columns = location, columns
+
+  def rows(self, part: int, parts: int) -> Iterator[Row]:
+    """The rows of one of `parts` parts. Every part streams all rows."""
+    return itertools.islice(self._all(), part, None, parts)
+
+  def describe(self) -> dict[str, Any]:
+    """For store.json: the hash of the revision, since the files are not known."""
+    with self._errors():
+      return {'streamed': _revision(self._location).hash}
+
+  def _all(self) -> Iterator[Row]:
+    with self._errors():
+      for row in _revision(self._location).as_streaming_dataset(split='train'):
+        _check_columns(self._columns, list(row), self._location)
+        _check_texts(row, self._columns, self._location)
+        yield row
+
+  @contextlib.contextmanager
+  def _errors(self) -> Iterator[None]:
+    try:
+      yield
+    except (OSError, ValueError) as error:
+      raise DataError(
+        f'Streaming {self._location} failed ({error}). Run again to continue.'
+      ) from error
+
+
+@functools.cache
+def _revision(location: str) -> Any:
+  """The builder of a data set, which has the revision of its first use in this process."""
+  try:
+    import datasets  # noqa: PLC0415  (an optional package)  # pyright: ignore
+  except ImportError as error:
+    raise ConfigurationError(
+      f'The source {location} needs the package datasets, which is not installed. '
+      'Run pip install datasets, or use a directory of parquet shards.'
+    ) from error
+  owner, _, rest = location.removeprefix(STREAMED).partition('/')
+  name, _, configuration = rest.partition('/')
+  return datasets.load_dataset_builder(f'{owner}/{name}', configuration or None)
+
+
+def _check_columns(columns: Sequence[str], names: Sequence[str], place: str) -> None:
   """Raises a DataError if a column is not among the names of a place."""
   if missing := [column for column in columns if column not in names]:
     raise DataError(
@@ -143,7 +194,7 @@ def check_columns(columns: Sequence[str], names: Sequence[str], place: str) -> N
     )
 
 
-def check_texts(row: Row, columns: Sequence[str], place: str) -> None:
+def _check_texts(row: Row, columns: Sequence[str], place: str) -> None:
   """Raises a DataError if one of the columns of a row of a place has something else than a text."""
   for column in columns:
     if row[column] is not None and not isinstance(row[column], str):

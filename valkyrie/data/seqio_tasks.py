@@ -1,18 +1,73 @@
-"""Tasks of documents as seqio tasks, for mixtures and preprocessors of seqio.
+"""Seqio: our tasks in its registry, and stores of tasks that only seqio knows.
 
-The import registers the tasks that `document_source.register` has made. Tasks that it makes later
-are registered at once.
+`publish` registers the tasks of documents with seqio, for `seqio.get_mixture_or_task`, mixtures and
+preprocessors:
+
+  from valkyrie.data import seqio_tasks
+  seqio_tasks.publish()
+  task = seqio.get_mixture_or_task('fineweb')
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+import dataclasses
+import importlib
+import os
 from typing import Any
 
+import numpy as np
 import seqio
 import tensorflow as tf
 
 from valkyrie.config.suggest import did_you_mean
+from valkyrie.data import store_writer, task_reader
 from valkyrie.data.document_source import TASKS, DocumentSource, DocumentTask
-from valkyrie.errors import ConfigurationError, ValkyrieError
+from valkyrie.data.source_files import SourceFiles
+from valkyrie.data.task_reader import TaskReader
+from valkyrie.data.vocabularies import Vocabulary
+from valkyrie.errors import ConfigurationError, DataError, ValkyrieError
+
+tf.config.list_logical_devices()  # reports a missing GPU, where `task_reader.quiet` hides it
+
+
+def publish() -> None:
+  """Registers all tasks of documents with seqio: those of `valkyrie.tasks`, and all others so far.
+
+  A second call registers the tasks that were added since the first one.
+
+  Raises:
+    ConfigurationError: seqio has another task of the same name.
+  """
+  for module in task_reader.our_modules():
+    importlib.import_module(module)
+  known = seqio.TaskRegistry.names()
+  for name, task in TASKS.items():
+    if name not in known:
+      _publish(name, task)
+    elif getattr(seqio.TaskRegistry.get(name).source, 'source', None) is not task.source:
+      raise ConfigurationError(
+        f'seqio has another task {name!r} than Valkyrie. Rename the one that you registered.'
+      )
+
+
+def registered() -> list[str]:
+  """The names of all tasks of seqio."""
+  return [*seqio.TaskRegistry.names()]
+
+
+def rates(module: str, mixture: str) -> dict[str, float]:
+  """{'module:TASK': rate} of a seqio Mixture that a module, which is loaded, has registered.
+
+  Raises:
+    ConfigurationError: there is no such mixture.
+  """
+  registered = list(seqio.MixtureRegistry.names())
+  if mixture not in registered:
+    raise ConfigurationError(
+      f'The module {module} registers no seqio mixture {mixture!r}.'
+      f'{did_you_mean(mixture, registered)}'
+    )
+  found = seqio.MixtureRegistry.get(mixture)
+  return {f'{module}:{task.name}': float(found.get_rate(task)) for task in found.tasks}
 
 
 class SeqioSource(seqio.DataSource):
@@ -61,8 +116,8 @@ class SeqioSource(seqio.DataSource):
     )
 
 
-def publish(name: str, task: DocumentTask) -> None:
-  """Registers a task of documents with seqio: bytes, with EOS or prompts."""
+def _publish(name: str, task: DocumentTask) -> None:
+  """Registers a task with seqio: in bytes, with an EOS if it has no prompts."""
   source: Any = SeqioSource(task.source)  # seqio's class breaks its own Protocol
   feature = seqio.Feature(seqio.ByteVocabulary(), add_eos=not task.prompts, dtype=tf.int32)
   features = ('inputs', 'targets') if task.prompts else ('targets',)
@@ -74,21 +129,125 @@ def publish(name: str, task: DocumentTask) -> None:
   )
 
 
-def rates(module: str, mixture: str) -> dict[str, float]:
-  """{'module:TASK': rate} of a seqio Mixture that a module, which is loaded, has registered.
+class SeqioVocabulary(seqio.Vocabulary):
+  """Encodes by the wrapped vocabulary, inside tf.data too, so that the ids are the same."""
+
+  def __init__(self, vocabulary: Vocabulary):
+    super().__init__()
+    self._vocabulary = vocabulary
+
+  @property
+  def eos_id(self) -> int:
+    return self._vocabulary.eos_id
+
+  @property
+  def unk_id(self) -> None:
+    return None
+
+  @property
+  def _base_vocab_size(self) -> int:
+    return self._vocabulary.size
+
+  def _encode(self, s: str) -> Sequence[int]:
+    return self._vocabulary.encode(s)
+
+  def _decode(self, ids: Iterable[int]) -> str:
+    return self._vocabulary.decode(ids)
+
+  def _encode_tf(self, s: tf.Tensor) -> tf.Tensor:
+    def encode(text: tf.Tensor) -> np.ndarray:
+      return self._vocabulary.ids(bytes(text.numpy()).decode('utf-8', errors='replace'))
+
+    return tf.ensure_shape(tf.py_function(encode, [s], tf.int32), [None])
+
+  def _decode_tf(self, ids: tf.Tensor) -> tf.Tensor:
+    text = tf.py_function(lambda i: self._vocabulary.decode(i.numpy().tolist()), [ids], tf.string)
+    return tf.ensure_shape(text, [])
+
+
+class SeqioReader(TaskReader):
+  """One split of a registered task, read by tf.data.
 
   Raises:
-    ConfigurationError: there is no such mixture.
+    ConfigurationError: the task lacks the split or the feature 'targets', or a source was given to
+      a task without a location.
+    DataError: the source is damaged.
   """
-  registered = list(seqio.MixtureRegistry.names())
-  if mixture not in registered:
-    raise ConfigurationError(
-      f'The module {module} registers no seqio mixture {mixture!r}.'
-      f'{did_you_mean(mixture, registered)}'
+
+  def __init__(
+    self,
+    task: str,
+    split: str,
+    vocabulary: Vocabulary,
+    source: str | None,
+    options: Mapping[str, str],
+  ):
+    original: Any = seqio.TaskRegistry.get(task)
+    task_reader.check_split(task, split, tuple(original.splits))
+    if 'targets' not in original.output_features:
+      raise ConfigurationError(
+        f"The task {task} has no feature 'targets', only {', '.join(original.output_features)}. "
+        "Rename the feature of the text to 'targets'."
+      )
+    self._source = original.source
+    self.description = {'kind': str(original.source)}
+    if isinstance(original.source, SeqioSource):
+      self._source = SeqioSource(task_reader.relocated(original.source.source, source, options))
+      self.description = self._source.source.describe(split)
+    elif source is not None or options:
+      raise ConfigurationError(
+        f'The source of the task {task} is not of documents (valkyrie.data.document_source) and '
+        f'has neither another location nor options, but got {source!r} and {dict(options)}. '
+        'Remove TaskFeed.source and TaskFeed.options, or --source and --option.'
+      )
+    documents = getattr(self._source, 'source', self._source)
+    steps = [getattr(step, 'func', step) for step in original.preprocessors]
+    self.modules = [str(code.__module__) for code in [*type(documents).__mro__, *steps]]
+    adapter = SeqioVocabulary(vocabulary)
+    features = {
+      name: dataclasses.replace(feature, vocabulary=adapter)
+      for name, feature in original.output_features.items()
+    }
+    self._task = original.replace(source=self._source, output_features=features)
+    self._split = split
+    self._vocabulary = vocabulary
+
+  def files(self) -> SourceFiles | None:
+    if isinstance(self._source, SeqioSource):
+      return self._source.source.files(self._split)
+    if not isinstance(self._source, seqio.FileDataSource):
+      return None
+    found = [os.path.abspath(file) for file in self._source.list_shards(self._split)]
+    return SourceFiles(found) if found and all(map(os.path.isfile, found)) else None
+
+  def documents(self, shard: int, shards: int) -> Iterator[store_writer.Document]:
+    try:
+      dataset = self._task.get_dataset(
+        split=self._split,
+        shuffle=False,
+        shard_info=seqio.ShardInfo(shard, shards),
+        try_in_mem_cache=False,
+      )
+      for example in dataset.as_numpy_iterator():
+        yield self._document(example)
+    except tf.errors.OpError as error:
+      raise getattr(self._source, 'failure', None) or DataError(
+        f'Reading shard {shard} of {self._task.name} failed: {error.message}'
+      ) from error
+
+  def _document(self, example: dict[str, Any]) -> store_writer.Document:
+    prompt = example['inputs'] if 'inputs' in self._task.output_features else np.empty(0, np.int32)
+    answer = example['targets']
+    if len(answer) and answer[-1] == self._vocabulary.eos_id:  # the store adds it
+      answer = answer[:-1]
+    key = example.get('sequence_key')
+    return store_writer.Document(
+      np.concatenate([prompt, answer]),
+      self._text_bytes(example, 'inputs', prompt) + self._text_bytes(example, 'targets', answer),
+      key.decode('utf-8', errors='replace') if key else None,
+      len(prompt),
     )
-  found = seqio.MixtureRegistry.get(mixture)
-  return {f'{module}:{task.name}': float(found.get_rate(task)) for task in found.tasks}
 
-
-for _name, _task in TASKS.items():
-  publish(_name, _task)
+  def _text_bytes(self, example: dict[str, Any], feature: str, tokens: np.ndarray) -> int:
+    text = example.get(f'{feature}_pretokenized')
+    return len(self._vocabulary.decode(tokens).encode()) if text is None else len(text)

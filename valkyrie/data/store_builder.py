@@ -18,9 +18,12 @@ from typing import Any
 import tqdm
 
 from valkyrie.config import redact
-from valkyrie.data import provenance, store_writer, task_module, task_reader, token_store
+from valkyrie.config.suggest import did_you_mean
+from valkyrie.data import provenance, store_writer, task_reader, token_store
+from valkyrie.data.document_source import TASKS
 from valkyrie.data.store_location import Options, located
 from valkyrie.data.store_writer import Report
+from valkyrie.data.task_reader import DocumentReader, TaskReader
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.distributed import heartbeat
 from valkyrie.errors import ConfigurationError, DataError, Preempted, ValkyrieError
@@ -88,17 +91,42 @@ def build(
   return store_writer.finish(order.output, bench.recipe, bench.origin and bench.origin.record())
 
 
+def open_task(order: Order) -> TaskReader:
+  """The reader of the task of an order. It loads TensorFlow only for a task that only seqio knows.
+
+  Raises:
+    ConfigurationError: the task is not registered, or lacks the split or the feature 'targets', or
+      a source was given to a task without a location.
+    DataError: the source is damaged.
+  """
+  module, task = task_reader.of_task(order.task)
+  given = order.split, order.vocabulary, order.source, order.options
+  task_reader.load(module)
+  if task in TASKS:
+    return DocumentReader(task, TASKS[task], *given)
+  known = [*TASKS]
+  if 'seqio' in sys.modules:
+    with task_reader.quiet():
+      from valkyrie.data import seqio_tasks  # noqa: PLC0415  (TensorFlow)
+    if task in (of_seqio := seqio_tasks.registered()):
+      return seqio_tasks.SeqioReader(task, *given)
+    known += of_seqio
+  raise ConfigurationError(
+    f'The module {module} registers no task {task!r}.{did_you_mean(task, known)} '
+    'A mixture is endless and cannot be stored. Name its tasks one by one.'
+  )
+
+
 def rates(mixture: str) -> dict[str, float]:
   """{task, as `Order.task` names it: rate} of a seqio Mixture 'package.module:NAME'.
 
   Raises:
     ConfigurationError: there is no such mixture.
   """
-  module, name = task_module.of_task(mixture)
-  task_module.load('seqio')
-  # Before the module, whose mixtures may name our tasks.
-  seqio_tasks = task_module.load('valkyrie.data.seqio_tasks')
-  task_module.load(module)
+  module, name = task_reader.of_task(mixture)
+  task_reader.load(module)
+  with task_reader.quiet():
+    from valkyrie.data import seqio_tasks  # noqa: PLC0415  (TensorFlow)
   return seqio_tasks.rates(module, name)
 
 
@@ -107,12 +135,10 @@ class Bench:
 
   def __init__(self, order: Order):
     self._order = order
-    self.reader = task_reader.open_task(
-      *task_module.of_task(order.task), order.split, order.vocabulary, order.source, order.options
-    )
+    self.reader = open_task(order)
     location, options = _recorded_source(order)
-    module, _ = task_module.of_task(order.task)
-    code = task_module.code_hash([module, *self.reader.modules])
+    module, _ = task_reader.of_task(order.task)
+    code = task_reader.code_hash([module, *self.reader.modules])
     recorded = {'location': location, 'options': options, 'code_sha256': code}
     files = self.reader.files()
     self.origin = files and provenance.Origin(files, order.output)

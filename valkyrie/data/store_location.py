@@ -1,22 +1,29 @@
-"""Location of a run's token store, and its build on first use."""
+"""Location of a run's token store, and its build on first use, in a process of its own."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
+import contextvars
 import hashlib
 import json
 import os
 import pathlib
 import platform
 import re
+import shlex
+import subprocess
+import sys
 import types
+from typing import Any
 
 from valkyrie import errors
 from valkyrie.config import paths, redact
-from valkyrie.data import builder
 from valkyrie.data.token_store import STORE_FILE, TokenStore, read_information
 from valkyrie.data.vocabularies import Vocabulary
+from valkyrie.distributed import heartbeat
 
 Options = Mapping[str, str]
 NO_OPTIONS: Options = types.MappingProxyType({})
+_COMMAND = ('python', '-m', 'valkyrie.data.build_store')
 
 
 def store_name(
@@ -105,10 +112,10 @@ def open_store(
     path = store_path(task, split, codec, source, data_dir, options, unique)
     recipe.append(f'--output={path}')
     if not (path / STORE_FILE).exists():
-      builder.order(recipe, f'Building the token store {path}')
+      order(recipe, f'Building the token store {path}')
       _check_other_splits(path, named)
       return TokenStore.open(path, codec)
-    make = f'run:\n  {builder.command([*recipe, "--rebuild"])}'
+    make = f'run:\n  {_command([*recipe, "--rebuild"])}'
   store = TokenStore.open(path, codec)
   if store.information.get('origin') is not None or ':' in task:
     from valkyrie.data import provenance  # noqa: PLC0415  (pyarrow, only for files)
@@ -123,7 +130,7 @@ def mixture(name: str) -> dict[str, float]:
   Raises:
     ConfigurationError: there is no such mixture.
   """
-  return builder.order([f'--mixture={name}'], f'Reading the seqio mixture {name}')
+  return order([f'--mixture={name}'], f'Reading the seqio mixture {name}')
 
 
 def _check_other_splits(path: pathlib.Path, named: Iterable[str | None]) -> None:
@@ -144,4 +151,85 @@ def _uploading(recipe: Sequence[str], data_dir: str, name: str) -> str:
   copy = f'gcloud storage cp --recursive {name} {place}/'
   if place.startswith('s3://'):
     copy = f'aws s3 cp --recursive {name} {place}/{name}'
-  return f'run this, and upload the folder:\n  {builder.command(recipe)}\n  {copy}'
+  return f'run this, and upload the folder:\n  {_command(recipe)}\n  {copy}'
+
+
+class _Builder:
+  """A process that builds token stores, and keeps TensorFlow out of this one.
+
+  The first order starts it. It answers one order after the other, so that what a task loads is
+  loaded once. It ends with this process, however this one ends: its standard input is a pipe, which
+  the system closes. It sends the heartbeats of this process, and logs its progress to standard
+  error.
+  """
+
+  def __init__(self):
+    self._process: subprocess.Popen[str] | None = None
+
+  def order(self, arguments: Sequence[str], task: str) -> Any:
+    """See `order`."""
+    process = self._process = self._process or _started()
+    assert process.stdin is not None and process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
+      print(json.dumps(list(arguments)), file=process.stdin, flush=True)
+    if not (answer := process.stdout.readline()):
+      self._process = None
+      raise errors.DataError(
+        f'{task} ended with exit code {process.wait()}; its output is above. Finished shards are '
+        f'kept. Run again to continue, or run this by itself:\n  {_command(arguments)}'
+      )
+    answered = json.loads(answer)
+    if 'error' in answered:
+      raise getattr(errors, answered['error'])(answered['message'])
+    return answered['done']
+
+  def end(self) -> None:
+    if self._process is not None:
+      self._process.kill()
+      self._process.communicate()
+
+
+_builder = contextvars.ContextVar[_Builder | None]('builder', default=None)
+
+
+@contextlib.contextmanager
+def one_builder() -> Iterator[_Builder]:
+  """Within the outermost of these contexts, one process builds all stores; it ends there."""
+  if outer := _builder.get():
+    yield outer
+    return
+  builder = _Builder()
+  token = _builder.set(builder)
+  try:
+    yield builder
+  finally:
+    _builder.reset(token)
+    builder.end()
+
+
+def order(arguments: Sequence[str], task: str) -> Any:
+  """Runs `python -m valkyrie.data.build_store` with these arguments; returns store.json, or rates.
+
+  Raises:
+    ValkyrieError: that of the command, with its class and message.
+    DataError: the process has died; the message begins with `task`, such as 'Building ...'.
+  """
+  with one_builder() as builder:
+    return builder.order(arguments, task)
+
+
+def _command(arguments: Sequence[str]) -> str:
+  return shlex.join([*_COMMAND, *arguments])
+
+
+def _started() -> subprocess.Popen[str]:
+  # The process searches packages, such as a user's own, where this one does.
+  path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+  return subprocess.Popen(
+    [sys.executable, *_COMMAND[1:], '--orders'],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+    env=os.environ | {'PYTHONPATH': path},
+    pass_fds=heartbeat.inherited(),
+  )

@@ -1,18 +1,108 @@
-"""Tokenized documents of a task, by the vocabulary of the run."""
+"""A task by its name: the module that registers it, and a reader of its tokenized documents."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+import contextlib
+import hashlib
+import importlib
+import importlib.util
 import itertools
+import os
+import pathlib
+import pkgutil
 import sys
 from typing import Any, Protocol
 
 import numpy as np
 
 from valkyrie.config.suggest import did_you_mean
-from valkyrie.data import store_writer, task_module
-from valkyrie.data.document_source import TASKS, DocumentSource, DocumentTask, TextDocument, pieces
+from valkyrie.data import store_writer
+from valkyrie.data.document_source import DocumentSource, DocumentTask, TextDocument, pieces
 from valkyrie.data.source_files import SourceFiles
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError
+
+OURS = 'valkyrie.tasks'
+
+
+def our_modules() -> list[str]:
+  """The names of the modules that register our tasks."""
+  folder = importlib.import_module(OURS).__path__
+  return sorted(module.name for module in pkgutil.iter_modules(folder, f'{OURS}.'))
+
+
+def of_task(task: str) -> tuple[str, str]:
+  """(the module, the name there) of a task: NAME of ours, or 'package.module:NAME'.
+
+  Raises:
+    ConfigurationError: there is no such module.
+  """
+  module, colon, name = task.partition(':')
+  if not colon:
+    name = task
+    module = f'{OURS}.{task.replace("/", ".").split(".")[0]}'
+  try:
+    found = importlib.util.find_spec(module) is not None
+  except (ImportError, ValueError):
+    found = False
+  if not found:
+    known = [ours.removeprefix(f'{OURS}.') for ours in our_modules()]
+    raise ConfigurationError(
+      f'There is no module {module} to register the task {task!r}.{did_you_mean(task, known)} '
+      f"Use one of {', '.join(known)}, or 'package.module:NAME' for a task of your own."
+    )
+  return module, name
+
+
+def load(module: str) -> None:
+  """Imports the module of a task, and logs that where it may take seconds.
+
+  Raises:
+    ConfigurationError: the module names a task in seqio that was not published.
+  """
+  if module in sys.modules:
+    return
+  if not module.startswith('valkyrie.'):
+    print(f'loading {module}', file=sys.stderr, flush=True)
+  try:
+    with quiet():
+      importlib.import_module(module)
+  except ValueError as error:
+    if 'Provider name not registered' not in str(error):
+      raise
+    raise ConfigurationError(
+      f'The module {module} cannot be imported ({error}). If that is a task of documents, call '
+      'valkyrie.data.seqio_tasks.publish() in the module before this name is used.'
+    ) from error
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+  """Discards the standard error: TensorFlow reports a missing GPU there at every log level."""
+  sys.stderr.flush()
+  kept = os.dup(2)
+  try:
+    with open(os.devnull, 'w') as null:
+      os.dup2(null.fileno(), 2)
+    yield
+  finally:
+    os.dup2(kept, 2)
+    os.close(kept)
+
+
+def code_hash(modules: Iterable[str]) -> str:
+  """SHA-256 of the code that makes tokens: of these loaded modules, and of all in this folder.
+
+  Modules of the standard library are left out.
+  """
+  files = [
+    getattr(sys.modules.get(name), '__file__', None)
+    for name in sorted({*modules})
+    if name.split('.')[0] not in sys.stdlib_module_names
+  ]
+  digest = hashlib.sha256()
+  for file in [*filter(None, files), *sorted(pathlib.Path(__file__).parent.glob('*.py'))]:
+    digest.update(hashlib.sha256(pathlib.Path(file).read_bytes()).digest())
+  return digest.hexdigest()
 
 
 class TaskReader(Protocol):
@@ -31,38 +121,6 @@ class TaskReader(Protocol):
   def documents(self, shard: int, shards: int) -> Iterator[store_writer.Document]:
     """The tokenized documents of one of `shards` parts; DataError if a read fails."""
     ...
-
-
-def open_task(
-  module: str,
-  task: str,
-  split: str,
-  vocabulary: Vocabulary,
-  source: str | None,
-  options: Mapping[str, str],
-) -> TaskReader:
-  """The reader of a split of a task, which the import of `module` registers.
-
-  It loads TensorFlow only for a task that is not one of documents (`document_source`).
-
-  Raises:
-    ConfigurationError: the task is not registered, or lacks the split or the feature 'targets', or
-      a source was given to a task without a location.
-    DataError: the source is damaged.
-  """
-  task_module.load(module)
-  if task in TASKS:
-    return DocumentReader(task, TASKS[task], split, vocabulary, source, options)
-  known = [*TASKS]
-  if 'seqio' in sys.modules:
-    seqio_reader = task_module.load('valkyrie.data.seqio_reader')
-    known = seqio_reader.registered()
-    if task in known:
-      return seqio_reader.SeqioReader(task, split, vocabulary, source, options)
-  raise ConfigurationError(
-    f'The module {module} registers no task {task!r}.{did_you_mean(task, known)} '
-    'A mixture is endless and cannot be stored. Name its tasks one by one.'
-  )
 
 
 class DocumentReader(TaskReader):

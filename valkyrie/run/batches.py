@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from valkyrie.data.prefetch import prefetch
+from valkyrie.data.feed import prefetch
 from valkyrie.distributed.consistency import TokenConsistency
 from valkyrie.errors import DataError
 from valkyrie.training.reading import Reading

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.config.computation import may_change_on_resume
-from valkyrie.data import builder
+from valkyrie.data import store_location
+from valkyrie.data.feed import prefetch
 from valkyrie.data.mixture import mean_tokens_per_byte
-from valkyrie.data.prefetch import prefetch
 from valkyrie.errors import ConfigurationError, Preempted
 from valkyrie.models.carry_cuts import cut_carry
 from valkyrie.models.language_model import Model
@@ -125,7 +125,7 @@ class Evaluator:
       chunks: chunks of each row that a quick evaluation reads; None reads all.
       metrics: metrics of one's own.
     """
-    with builder.shared():
+    with store_location.one_builder():
       tokens = feed()
     check_vocabulary(model, tokens)
     self.vocabulary = tokens.vocabulary
