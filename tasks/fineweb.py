@@ -1,7 +1,7 @@
 """FineWeb: web pages in .parquet files, or streamed from hf://HuggingFaceFW/fineweb.
 
 It is the task text with the column `url` for its option `together`: the pages of a host are a
-sequence, and one host of 200 is in 'validation'. The other options are those of text.
+sequence, and one host of 200 is in 'validation'. Its other options are the same.
 """
 
 from valkyrie.data.document_source import register

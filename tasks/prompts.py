@@ -1,4 +1,4 @@
-"""Prompts and answers of your own, of which only the answers are learned.
+"""Prompts and answers of your own; only the answers are learned.
 
 The files are those of the task text: .jsonl, .parquet and .arrow, also compressed. The options are
 

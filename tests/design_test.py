@@ -1,6 +1,7 @@
 """The house is as docs/design.md says: one direction, and tests for every invariant."""
 
 import ast
+import graphlib
 import pathlib
 import re
 
@@ -54,6 +55,21 @@ def test_rooms_import_in_one_direction():
     for name in re.findall(r'`(\w+)[/.]', names)
   }
   assert stated == floors
+
+
+def named_modules(file):
+  """What a file imports, anywhere in it, also by a call with the name of a module."""
+  for node in ast.walk(ast.parse(file.read_text())):
+    if isinstance(node, ast.ImportFrom):
+      yield from (node.module, *(f'{node.module}.{alias.name}' for alias in node.names))
+    elif isinstance(node, ast.Call):
+      yield from (each.value for each in node.args if isinstance(each, ast.Constant))
+
+
+def test_modules_import_in_one_direction():
+  files = {module_of(file): file for file in PACKAGE.rglob('*.py')}
+  imports = {name: (files.keys() & {*named_modules(file)}) - {name} for name, file in files.items()}
+  graphlib.TopologicalSorter(imports).prepare()  # raises a CycleError that names the modules
 
 
 def test_module_titles_are_no_questions():

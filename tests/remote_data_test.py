@@ -21,9 +21,8 @@ import pytest
 
 from valkyrie.data import store_builder, store_writer, token_store, vocabularies
 from valkyrie.data.feed import TaskFeed
-from valkyrie.data.filesystems import filesystem_of
 from valkyrie.data.records import Records
-from valkyrie.data.source_files import SourceFiles
+from valkyrie.data.source_files import SourceFiles, filesystem_of
 from valkyrie.data.store_builder import Order
 from valkyrie.data.store_location import open_store, store_name, store_path
 from valkyrie.data.store_writer import Document, Recipe
@@ -84,7 +83,7 @@ def test_parquet(service):
   server.put('d/x.parquet', file.getvalue())
   # In another process, since pyarrow keeps the interpreter's lock while it opens such a file.
   code = f"""
-from valkyrie.data.filesystems import filesystem_of
+from valkyrie.data.source_files import filesystem_of
 from valkyrie.data.records import Records
 
 records = Records('{scheme}://bucket/d', ['text'])

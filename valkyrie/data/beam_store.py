@@ -1,7 +1,7 @@
-"""The build of a token store by a pipeline of Apache Beam, on the machines of its runner.
+"""Build of a token store by a pipeline of Apache Beam, on the machines of its runner.
 
-A shard is an element of the pipeline, and a worker builds it as a process of `store_builder` does.
-So every worker reads the source, and writes to the directory of the store.
+The elements of the pipeline are the numbers of the shards. A worker builds a shard, so every worker
+reads the source and writes to the directory of the store.
 """
 
 # Beam is an optional package.
@@ -26,11 +26,11 @@ def build(order: Order, options: Sequence[str], *, rebuild: bool = False) -> dic
 
   Args:
     order, rebuild: see `store_builder.build`.
-    options: Beam's own, as on its command line: --runner=NAME and those of that runner.
+    options: Beam's options, as on its command line, such as --runner=NAME.
 
   Raises:
-    ConfigurationError: of `store_builder.build`, or Beam refuses its options.
-    DataError: of `store_builder.build`, or the pipeline failed or wrote elsewhere.
+    ConfigurationError: as in `store_builder.build`, or Beam rejects its options.
+    DataError: as in `store_builder.build`, or the pipeline failed or wrote elsewhere.
   """
   try:
     pipeline = beam.Pipeline(options=PipelineOptions([*options]))
@@ -44,7 +44,7 @@ def build(order: Order, options: Sequence[str], *, rebuild: bool = False) -> dic
   if information is None:
     raise DataError(
       f'The pipeline has ended, but {order.output} lacks shards. The workers write there, so '
-      '--output must be one directory that all of their machines share.'
+      '--output must be a directory that all their machines share.'
     )
   return information
 
@@ -63,7 +63,7 @@ def _run(pipeline: beam.Pipeline, order: Order, numbers: Sequence[int]) -> None:
 
 
 class _BuildShard(beam.DoFn):
-  """Builds the shard of a number. The runner shows its counts of documents and tokens."""
+  """Builds the shard with a given number. The runner shows the numbers of documents and tokens."""
 
   def __init__(self, order: Order):
     self._order = order
@@ -72,7 +72,7 @@ class _BuildShard(beam.DoFn):
     self._tokens = Metrics.counter('valkyrie', 'tokens')
 
   def setup(self) -> None:
-    # The threads of a worker share one.
+    # All threads of a worker share a bench.
     self._bench = self._shared.acquire(lambda: store_builder.Bench(self._order))
 
   def process(self, number: int) -> None:

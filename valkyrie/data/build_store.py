@@ -1,4 +1,4 @@
-"""Command line that tokenizes a split of a seqio task into a token store.
+"""Command line that tokenizes a split of a task into a token store.
 
   python -m valkyrie.data.build_store --task=python_stdlib --split=train
 
@@ -9,14 +9,14 @@ store.json:
   python -m valkyrie.data.build_store --task=fineweb --source=gs://bucket/fineweb --split=train \\
       --output=DIR --shards=512 --shard=17
 
-Apache Beam builds the shards by its workers. Its options follow --beam, at the end:
+With --beam, the workers of Apache Beam build the shards. All options after --beam are Beam's:
 
   python -m valkyrie.data.build_store ... --beam --runner=FlinkRunner --flink_master=HOST:PORT
 
 The module valkyrie.tasks.NAME registers a task NAME, NAME.X or NAME/X; 'package.module:NAME' names
-another module. A task has the feature 'targets'. With 'inputs' too, a document is a prompt and its
-answer, and only the answer is learned. 'sequence_key' (a string) is equal for documents that belong
-together, and 'FEATURE_pretokenized', which seqio's tokenize adds, gives the bytes of text.
+another module. A task of seqio needs the feature 'targets'. With 'inputs' too, a document is a
+prompt and its answer, and only the answer is learned. Documents with the same 'sequence_key' (a
+string) belong together. 'FEATURE_pretokenized', which seqio's tokenize adds, holds the text.
 """
 
 import argparse
@@ -29,7 +29,7 @@ import sys
 import threading
 from typing import Any, NoReturn
 
-from valkyrie.data import store_builder, token_store, vocabularies
+from valkyrie.data import store_builder, task_reader, token_store, vocabularies
 from valkyrie.data.store_location import located, store_path
 from valkyrie.errors import ConfigurationError, Preempted, ValkyrieError
 
@@ -41,17 +41,20 @@ def _parser() -> argparse.ArgumentParser:
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   add = parser.add_argument
-  add('--task', help='seqio task to build: NAME or package.module:NAME')
+  add('--task', help='task to build: NAME or package.module:NAME')
   add('--split', default='train', help='split of the task (default: %(default)s)')
   add('--vocabulary', default='bytes', help="'bytes' (default), a .model file or a tokenizer.json")
   add('--source', help='location of the documents, for a task such as fineweb that needs one')
   add('--output', type=pathlib.Path, help='directory of the store (default: where a run looks)')
   add('--data_dir', help='TaskFeed.data_dir, the directory of all stores, for the default --output')
-  add('--option', action='append', default=[], metavar='NAME=VALUE', help='of the source')
+  add('--option', action='append', default=[], metavar='NAME=VALUE', help='option of the source')
   add('--rebuild', action='store_true', help='remove the store in --output first')
   add('--unique', action='store_true', help='drop all but the first of equal documents')
   add(
-    '--processes', type=int, default=1, help='build so many shards at once (default: %(default)s)'
+    '--processes',
+    type=int,
+    default=1,
+    help='number of shards to build at once (default: %(default)s)',
   )
   add(
     '--shards',
@@ -64,12 +67,12 @@ def _parser() -> argparse.ArgumentParser:
     '--mixture', help='print the tasks and rates of a seqio Mixture, package.module:NAME, instead'
   )
   add('--verify', action='store_true', help='check every byte of the store in --output instead')
-  add('--orders', action='store_true', help='answer lines of standard input, as a run needs it')
+  add('--orders', action='store_true', help='run each line of standard input (for runs)')
   add(
     '--beam',
     nargs=argparse.REMAINDER,
     metavar='OPTION',
-    help='build the shards by Apache Beam; all that follows are its options, such as --runner=NAME',
+    help="build the shards with Apache Beam; the options after it are Beam's, e.g. --runner=NAME",
   )
   return parser
 
@@ -81,7 +84,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any] | None:
       raise ConfigurationError('--verify needs --output, the directory of the store.')
     return token_store.verify(arguments.output)
   if arguments.task is None:
-    raise ConfigurationError('--task is missing. Name the seqio task to build, or pass --verify.')
+    raise ConfigurationError('--task is missing. Name the task to build, or pass --verify.')
   if arguments.shards < 1 or arguments.shard not in (None, *range(arguments.shards)):
     raise ConfigurationError(
       f'--shard={arguments.shard} and --shards={arguments.shards} are out of range. Use 1 or more '
@@ -151,9 +154,9 @@ def _option(text: str) -> tuple[str, str]:
 
 
 def _answer_orders() -> NoReturn:
-  """Builds as lines of standard input say, a JSON list of arguments each; answers in JSON.
+  """Runs each line of standard input, a JSON list of arguments; prints the result as JSON.
 
-  What else is printed, such as by a task, goes to standard error.
+  All other output, such as that of a task's code, goes to standard error.
   """
   answers = open(os.dup(1), 'w', buffering=1)  # noqa: SIM115, for as long as the process lives
   os.dup2(2, 1)
@@ -179,7 +182,9 @@ def _receive(orders: queue.SimpleQueue[str]) -> None:
 def _done(arguments: argparse.Namespace) -> Mapping[str, Any] | None:
   """The rates of a mixture, or store.json; None while shards are missing."""
   if arguments.mixture is not None:
-    return store_builder.rates(arguments.mixture)
+    with task_reader.quiet():
+      from valkyrie.data import seqio_tasks  # noqa: PLC0415  (TensorFlow)
+    return seqio_tasks.rates(arguments.mixture)
   return _run(arguments)
 
 
@@ -210,11 +215,11 @@ def _statistics(information: Mapping[str, Any]) -> list[str]:
   ratio = information['text_bytes'] / tokens
   lines = [f'{documents:,} documents, {tokens:,} tokens, {ratio:.2f} bytes of text a token']
   if skipped := information['skipped_empty'] + information['skipped_one_token']:
-    lines.append(f'{skipped:,} documents of no token or one were left out')
+    lines.append(f'{skipped:,} documents with fewer than two tokens were left out')
   if 'duplicates' in information:
     duplicates = information['duplicates']['documents']
     documents -= duplicates
-    lines.append(f'{duplicates:,} documents equal an earlier one, and do not count')
+    lines.append(f'{duplicates:,} documents are equal to an earlier one and were dropped')
   lengths = sorted((int(begin), count) for begin, count in information['lengths'].items())
   lines += [
     f'{begin:>12,} to {2 * begin - 1:>12,} tokens: {count:,} documents, {count / documents:.1%}'

@@ -1,4 +1,4 @@
-"""Sources of whole documents, with any number of shards, a description and a location.
+"""Sources of whole documents, and the tasks that they are registered as.
 
 The store of such a task is built without TensorFlow. `seqio_tasks.publish` registers it with seqio.
 """
@@ -17,7 +17,7 @@ _PIECE = 2**22  # characters
 class TextDocument(NamedTuple):
   """A document. Documents with the same `sequence_key` belong together, in the order of the source.
 
-  A task with a feature 'inputs' puts the `prompt` before the text, which is then its answer.
+  A task with `prompts` puts the `prompt` before the text, which is then the answer.
   """
 
   text: str
@@ -44,7 +44,7 @@ class DocumentSource(abc.ABC):
   def describe(self, split: str) -> dict[str, Any]:
     """The origin of the documents, for store.json; raises DataError if the source is damaged.
 
-    Shards of different descriptions never join, so what `files` does not name belongs in here.
+    Shards with different descriptions are never joined, so include what `files` does not name.
     """
 
   def files(self, split: str) -> SourceFiles | None:

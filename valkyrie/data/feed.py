@@ -21,7 +21,7 @@ from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.types import Batch, position_of
 
 RESETS = ('document', 'sequence', 'never')
-_SEGMENTS = 2**30  # ids of documents: those that share one are too far apart to meet in a step
+_SEGMENTS = 2**30  # documents with the same segment id are too far apart to meet in a step
 _MAX_NAMED = 8  # rows, and documents of each row, in a message
 
 
@@ -32,7 +32,7 @@ _MAX_NAMED = 8  # rows, and documents of each row, in a message
 class TaskFeed:
   """B rows of a task's documents, each a stream of tokens: endless, or of `epochs` epochs.
 
-  Its attributes are those of `types.TaskFeed`, the arguments batch_size and reset_at, and `store`.
+  It has the attributes of `types.TaskFeed`, and batch_size, reset_at and store.
   """
 
   def __init__(
@@ -56,8 +56,8 @@ class TaskFeed:
     """Loads the vocabulary. The first use of the tokens opens the store, or builds it.
 
     Args:
-      task: name of a seqio task: valkyrie.tasks.NAME registers NAME, and package.module registers
-        'package.module:NAME'.
+      task: NAME, which valkyrie.tasks.NAME registers, or 'package.module:NAME', which
+        package.module registers.
       split: split of the task, such as 'train' or 'validation'.
       batch_size: B, the number of rows.
       seed: seed of the order of documents, in [0, 2**32).
@@ -68,14 +68,13 @@ class TaskFeed:
       shuffle: False reads in the store's order.
       epochs: number of epochs after which the feed ends; None is endless.
       data_dir: directory of the stores; default $VALKYRIE_CACHE, $XDG_CACHE_HOME/valkyrie or
-        ~/.cache/valkyrie. An address (gs://, s3://) has finished stores, which are copied to that
-        default.
+        ~/.cache/valkyrie. Finished stores at an address (gs://, s3://) are copied to that default.
       source: location of the documents, for tasks that need one (text, fineweb).
-      options: of the task's source; those that are None are left out.
-      unique: of documents with equal tokens only the first counts.
-      learn_eos: the EOS after an answer has weight, too; without a prompt it always has.
-      bad_documents: number of damaged documents of a row that one `read` passes over: they are
-        logged, read as EOS only, and have weight 0.
+      options: options of the task's source; None leaves one out.
+      unique: keep only the first of several documents with equal tokens.
+      learn_eos: give weight to the EOS after an answer, too; without a prompt it always has weight.
+      bad_documents: most damaged documents of a row that one `read` accepts: they are logged, read
+        as EOS tokens, and have weight 0.
 
     Raises:
       ConfigurationError: an argument is out of range, or does not fit the store (at first use).
@@ -135,7 +134,7 @@ class TaskFeed:
 
   @property
   def tokens_per_byte(self) -> float | None:
-    """Of the text, EOS included; None with prompts, whose answers are not the text."""
+    """Tokens per byte of text, with EOS; None with prompts, whose answers are only a part of it."""
     return None if self.store.prompts.any() else self.store.tokens_per_byte
 
   @property
@@ -180,7 +179,7 @@ class TaskFeed:
     """Deal `number` of the store over other rows; see `types.TaskFeed`.
 
     Raises:
-      ConfigurationError: the feed has `epochs`, of which a part was read.
+      ConfigurationError: the feed has `epochs`, which end within one deal.
     """
     del begin  # an endless feed is the same from any position of the run on
     if self._epochs is not None:
@@ -191,7 +190,7 @@ class TaskFeed:
     dealt = copy.copy(self)
     dealt.__dict__.pop('_rows', None)
     dealt.batch_size, dealt._latest_epoch = rows, {}
-    if number:  # the first deal has the seed alone
+    if number:  # the first deal uses only the seed
       dealt._seeds = [*self._seeds, number]
     return dealt
 
@@ -255,7 +254,7 @@ class TaskFeed:
     n = min(wanted, length)
     inputs[:n] = tokens[:n]
     targets[: wanted - 1] = tokens[1:]
-    # In a document with a prompt only the answer counts.
+    # In a document with a prompt only the answer has weight.
     prompts = self.store.prompts[documents]
     firsts, lasts = starts + prompts, ends if self._learn_eos else ends - (prompts > 0)
     target = np.arange(position + 1, position + wanted + 1)
@@ -313,7 +312,7 @@ class TaskFeed:
 
 
 def segment_ids_of(numbers: np.ndarray) -> np.ndarray:
-  """The segment ids of the documents of a row, whose int64 numbers count from 1."""
+  """The segment ids of the documents of a row from their int64 numbers, which begin at 1."""
   return (numbers - 1) % _SEGMENTS + 1
 
 

@@ -1,4 +1,4 @@
-"""Seqio tasks of generated problems that need memory: a prompt, then its answer.
+"""Tasks of generated problems that need memory: a prompt, then its answer.
 
 Problem n of a split is a pure function of the task's name, the split and n. A task over distances
 is registered as NAME.64, NAME.128, ... up to NAME.16384. Its validation split asks for content at
@@ -49,11 +49,8 @@ class GeneratedSource(DocumentSource):
       for problem in [problems] if isinstance(problems, Problem) else problems:
         yield TextDocument(problem.answer, str(number), str(number), prompt=problem.prompt)
 
-  def num_input_examples(self, split: str) -> int:
-    return self._problems[split][0]
-
   def describe(self, split: str) -> dict[str, Any]:
-    return {'kind': self._name, 'problems': self.num_input_examples(split)}
+    return {'kind': self._name, 'problems': self._problems[split][0]}
 
 
 def register(name: str, problems: Mapping[str, tuple[int, Generate]]) -> None:

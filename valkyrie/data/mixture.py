@@ -50,7 +50,7 @@ class _Span(NamedTuple):
 class Mixture:
   """B rows, each of the documents of several sources; see `rows.MixedRow` for their order.
 
-  Its attributes are those of `types.TaskFeed`, and
+  It has the attributes of `types.TaskFeed`, and
 
     sources: the TaskFeed of each source, by name.
     weights: the share of tokens of each source; in the last phase, if it changes.
@@ -64,7 +64,7 @@ class Mixture:
     feed: Callable[..., TaskFeed],
     phases: Callable[[], Phases] | None = None,
   ):
-    """Makes the feed of each source. The first use of the tokens opens their stores.
+    """Creates the feed of each source. The first use of the tokens opens their stores.
 
     Args:
       sources: arguments of `feed` by the name of the source, over those that gin binds; a string
@@ -72,7 +72,7 @@ class Mixture:
         share goes to the others. Or the name of a seqio Mixture, 'package.module:NAME', whose
         tasks are the sources.
       weights: numbers in the ratio of the tokens, by the name of the source; or several of these,
-        one for each phase of the curriculum. A source that is not named has none. None takes the
+        one for each phase of the curriculum. An unnamed source has weight 0. None takes the
         rates of the seqio Mixture.
       feed: the class of the feeds.
       phases: the class of the curriculum, with several weights.
@@ -86,8 +86,8 @@ class Mixture:
       sources = {task: {'task': task} for task in rates}
     if weights is None:
       raise ConfigurationError(
-        f'Mixture.weights has no value. Give each of {", ".join(sources)} a number: the tokens '
-        'will be in their ratio.'
+        f'Mixture.weights has no value. Give each of {", ".join(sources)} a number; tokens '
+        'are read in this ratio.'
       )
     of_phases = [weights] if isinstance(weights, Mapping) else list(weights)
     for of_phase in of_phases:
@@ -141,7 +141,7 @@ class Mixture:
 
   @property
   def tokens_per_byte(self) -> float | None:
-    """Of the text; None if it is of one source, or if the weights change."""
+    """Tokens per byte of text; None if a source has none, or if the weights change."""
     ratios = {name: feed.tokens_per_byte for name, feed in self.sources.items()}
     return mean_tokens_per_byte(self.weights, ratios) if self._constant else None
 
@@ -208,7 +208,7 @@ class Mixture:
       ]
       rows.append(f'row {row}: {", ".join(named)}')
     stores = ', '.join(f'{name} is {feed.store.path}' for name, feed in self.sources.items())
-    return f'these documents, of which the first are named ({stores}): {"; ".join(rows)}'
+    return f'these documents (the first of each row; {stores}): {"; ".join(rows)}'
 
   def _read_row(self, row: int, position: int, length: int) -> Batch:
     """One row, [1, length]."""
@@ -260,8 +260,8 @@ def _check(sources: Mapping[str, Any], weights: Weights) -> None:
   }
   if wrong or not sum(weights.values()):
     raise ConfigurationError(
-      f'Mixture.weights has {dict(weights)}. Use numbers of 0 or more, one of them above 0: the '
-      'tokens of the sources will be in their ratio.'
+      f'Mixture.weights has {dict(weights)}. Use numbers of 0 or more, one of them above 0; '
+      'tokens are read in this ratio.'
     )
 
 

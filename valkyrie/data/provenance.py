@@ -1,8 +1,8 @@
-"""The files that a store is made from, compared with those that are there now.
+"""The files that a store was built from, compared with the files that exist now.
 
-Content decides. A file of the same size but another time is hashed, if its hash is known: those of
-local files are, and those in buckets are not. A build compares both times of a file, and a start
-only that of its content, since a copy of the files on another machine keeps no other.
+Content decides. A file with the same size but another time is hashed, if its hash was recorded:
+local files were hashed, files in buckets were not. A build compares the times of content and inode,
+a start only the time of content, since a copy on another machine does not keep the other one.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,16 +23,16 @@ _PIECE = 2**24  # bytes of a file that are hashed at once
 
 
 class Origin:
-  """The files of a store that is being built, with their content when its first shard was begun.
+  """The files of a store that is being built, as they were when its first shard was begun.
 
-  The first builder hashes them, and the others compare theirs with its record.
+  The first builder records their hashes, and the others compare their files with that record.
   """
 
   def __init__(self, files: SourceFiles, store: pathlib.Path):
-    """Reads the record in the store's directory, and writes it first if no shard is bound to one.
+    """Reads the record in the store's directory, and writes it first if no shard depends on one.
 
     Raises:
-      DataError: the files are others than those of the record, or one cannot be read.
+      DataError: the files differ from the record, or one cannot be read.
       StorageError: the record cannot be written.
     """
     self._files, self._store = files, store
@@ -40,7 +40,7 @@ class Origin:
     file = store / store_writer.SOURCE_FILE
     with (
       store_writer.write_errors(store),
-      # The file grows as it is written, and shows those who wait that its writer lives.
+      # The file grows as it is written, which shows waiting builders that its writer is alive.
       store_writer.locked(file.with_suffix('.lock'), store, lambda *_: heartbeat.beat()),
     ):
       known = _read(file) if file.exists() else None
@@ -56,7 +56,7 @@ class Origin:
 
   @property
   def digest(self) -> str:
-    """The hash of the names and contents; sizes and times stand for contents in a bucket."""
+    """The hash of the names and contents; in a bucket, of sizes and times instead of contents."""
     return token_store.content_hash(
       [[name, known or [size, time]] for name, size, time, known, _ in self._entries]
     )
@@ -64,7 +64,7 @@ class Origin:
   def record(self) -> dict[str, Any]:
     """How the files were found, and [name, size, time of content, hash] of each, for store.json.
 
-    A location with a password loses it, and can then not be compared.
+    A password is removed from the location, which can then not be compared.
     """
     location = self._files.location
     here = isinstance(location, str)
@@ -75,7 +75,7 @@ class Origin:
     }
 
   def check(self) -> None:
-    """Raises a DataError if the files are no longer those of the record."""
+    """Raises a DataError if the files have changed since the record was written."""
     files = SourceFiles(self._files.location, self._files.formats)
     if files.files == self._compared:
       return
@@ -93,15 +93,15 @@ def check(
 ) -> None:
   """Raises a DataError if the source of a store has changed.
 
-  A store without its source is as good as ever, and a warning says that it was not compared. So it
-  does of a task in another package, if that names no files.
+  If the source is gone, the store stays valid, and a warning is logged that it was not compared;
+  so too for a task of another package that names no files.
 
   Args:
     path: of the store.
     information: the content of its store.json.
-    rebuild: how to make it again, for the message.
-    named: the source and the options of the run. Only an address among them is asked: another one
-      in store.json may be that of a stranger, who would see this machine's credentials.
+    rebuild: how to build it again, for the message.
+    named: the source and the options of the run. Only addresses among them are contacted: another
+      one in store.json may belong to a stranger, who would see this machine's credentials.
   """
   recorded = information.get('origin')
   if recorded is None:
@@ -142,7 +142,7 @@ def _read(file: pathlib.Path) -> list[list[Any]]:
 
 
 def _changes(recorded: Sequence[Sequence[Any]], files: SourceFiles) -> str:
-  """What differs between the entries of files and those that are there, or ''.
+  """The differences between recorded and present files as text, or ''.
 
   The entries may lack the time of the inode.
   """
@@ -169,9 +169,9 @@ def _differs(now: SourceFile, size: int, modified: int, known: str | None, *chan
 
 
 def _hash(file: SourceFile) -> str | None:
-  """BLAKE2b of a local file's bytes as they lie on disk; None in a bucket.
+  """BLAKE2b of a local file's bytes on disk; None in a bucket.
 
-  It sends heartbeats of the run that waits for the store.
+  It sends heartbeats for the run that waits for the store.
   """
   if not file.changed:
     return None

@@ -24,12 +24,12 @@ Row = dict[str, Any]
 class Records:
   """The rows of all files at a location, whatever their formats.
 
-  A plain text is one row with the column `text`. Parts are made of files, of row groups of parquet,
-  of batches of arrow, and of the lines of JSON lines.
+  A plain text is one row with the column `text`. `rows` divides files, row groups of parquet,
+  batches of arrow and lines of JSON lines among the parts.
 
   Args:
-    location, formats: see `SourceFiles`. A file of another format, which only its own name or a
-      pattern can choose, is a plain text.
+    location, formats: see `SourceFiles`. A file of another format, which only its name or a pattern
+      can select, is a plain text.
     columns: the columns to read; others are never read.
 
   Raises:
@@ -56,7 +56,7 @@ class Records:
     """The rows of one of `parts` parts; each row is in exactly one of them."""
     for number, (file, group) in enumerate(self._groups):
       kind = format_of(file.path)
-      if kind == '.jsonl':  # may be one large file: its lines take turns
+      if kind == '.jsonl':  # may be one large file, so its lines are divided
         read = self._lines(file, part, parts)
       elif kind == '.arrow':
         read = self._batches(file, part, parts)
@@ -121,7 +121,7 @@ class Records:
         yield {column: row[column] for column in self._columns}
 
   def _guarded(self, file: SourceFile, rows: Iterator[Any]) -> Iterator[Any]:
-    """Names the file of an error; that of a file that changes while it is read is the change."""
+    """Converts errors to DataErrors that name the file, or its change while it was read."""
     try:
       yield from rows
     except UnicodeDecodeError as error:
@@ -138,7 +138,7 @@ class Records:
 
 
 class StreamedRecords:
-  """The rows of the split 'train', of which the columns are checked; see `Records`."""
+  """The rows of the split 'train' of a data set that Hugging Face streams; see `Records`."""
 
   def __init__(self, location: str, columns: Sequence[str]):
     self._location, self._columns = location, columns
@@ -171,7 +171,7 @@ class StreamedRecords:
 
 @functools.cache
 def _revision(location: str) -> Any:
-  """The builder of a data set, which has the revision of its first use in this process."""
+  """The builder of a data set, at the revision of its first use in this process."""
   try:
     import datasets  # noqa: PLC0415  (an optional package)  # pyright: ignore
   except ImportError as error:
@@ -195,17 +195,17 @@ def _check_columns(columns: Sequence[str], names: Sequence[str], place: str) -> 
 
 
 def _check_texts(row: Row, columns: Sequence[str], place: str) -> None:
-  """Raises a DataError if one of the columns of a row of a place has something else than a text."""
+  """Raises a DataError if a column of a row is neither a text nor None."""
   for column in columns:
     if row[column] is not None and not isinstance(row[column], str):
       raise DataError(
-        f'A row of {place} has {row[column]!r:.40} in the column {column}, but a text was '
-        'expected. Correct or remove such rows, or name another column.'
+        f'A row of {place} has {row[column]!r:.40} in the column {column}, expected a text. '
+        'Correct or remove such rows, or name another column.'
       )
 
 
 def _split_lines(stream: Any) -> Iterator[bytes]:
-  """The lines of a pyarrow stream, which has none of its own where it is compressed."""
+  """The lines of a pyarrow stream, which offers none itself if it is compressed."""
   line: list[bytes] = []
   while block := stream.read(2**20):
     first, *others = block.split(b'\n')

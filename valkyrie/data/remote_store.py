@@ -1,9 +1,8 @@
 """Copies of finished token stores in buckets, one on each machine.
 
-The arrays of a store are mapped into memory, so a run reads a store in a bucket through a copy
-below the cache. The hash of store.json is in the name of the copy: a store that replaces another
-one is copied anew. A file is complete once it has its name, and store.json is written last, so that
-a killed copy goes on where it was.
+The arrays of a store are mapped into memory, so a run copies a store in a bucket to its cache. The
+name of the copy contains the hash of store.json, so a replaced store is copied anew. A file gets
+its name when it is complete, and store.json comes last, so a killed copy continues where it was.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ import pyarrow as pa
 import tqdm
 
 from valkyrie.config import paths, redact
-from valkyrie.data import filesystems, store_writer, token_store
+from valkyrie.data import source_files, store_writer, token_store
 from valkyrie.data.token_store import STORE_FILE
 from valkyrie.distributed import heartbeat
 from valkyrie.errors import DataError, StorageError, storage_errors
@@ -29,12 +28,12 @@ _UPLOAD = 'Upload the whole store again, store.json last.'
 
 
 def copied(data_dir: str, name: str, build: str) -> pathlib.Path:
-  """The directory of this machine's copy of a store, which is made unless it is there.
+  """Copies a store to this machine, unless the copy exists; returns its directory.
 
   Args:
     data_dir: address of a folder of stores, such as gs://BUCKET/FOLDER.
-    name: of the store's directory there.
-    build: how to make the store, for the message if there is none.
+    name: name of the store's directory there.
+    build: how to build the store, for the message if there is none.
 
   Raises:
     DataError: there is no finished store, or a file is not the one that store.json records.
@@ -50,7 +49,7 @@ def copied(data_dir: str, name: str, build: str) -> pathlib.Path:
   if (local / STORE_FILE).exists():
     return local
   with (
-    storage_errors(f'{remote} cannot be copied to {local}', 'Files that are whole are kept.'),
+    storage_errors(f'{remote} cannot be copied to {local}', 'Complete files are kept.'),
     store_writer.locked(local / '.lock', local, lambda *_: heartbeat.beat()),
   ):
     if not (local / STORE_FILE).exists():  # another process may have made the copy meanwhile
@@ -67,9 +66,9 @@ class _RemoteStore:
   def __init__(self, data_dir: str, name: str):
     self._address = f'{redact.in_value(data_dir.partition("?")[0].rstrip("/"))}/{name}'
     try:
-      self._filesystem, folder = filesystems.filesystem_of(data_dir)
+      self._filesystem, folder = source_files.filesystem_of(data_dir)
     except (pa.ArrowException, OSError) as error:
-      raise filesystems.refused(data_dir, f'{self} cannot be read', error) from error
+      raise source_files.refused(data_dir, f'{self} cannot be read', error) from error
     self._path = posixpath.join(folder, name)
 
   def __str__(self) -> str:
@@ -84,7 +83,7 @@ class _RemoteStore:
     except FileNotFoundError:
       raise
     except (pa.ArrowException, OSError) as error:
-      raise filesystems.refused(str(self), f'{self}/{file} cannot be read', error) from error
+      raise source_files.refused(str(self), f'{self}/{file} cannot be read', error) from error
 
 
 def _copy(remote: _RemoteStore, files: Mapping[str, dict[str, Any]], local: pathlib.Path) -> None:

@@ -167,10 +167,9 @@ class MixedRow:
     row: int,
     changes: Sequence[tuple[int, Sequence[float]]],
   ):
-    """Takes the sources, the number of the row, and the weights that count from each position on.
+    """Takes the sources, the number of the row, and `changes`: (position, weights from there on).
 
-    The first position is 0, and positions increase. No weight is negative, and no weights are all
-    zero.
+    Positions increase from 0. No weight is negative, and one of each set is above 0.
     """
     self._sources, self._row, self._changes = sources, row, changes
     self._ends = [source.end(row) for source in sources]

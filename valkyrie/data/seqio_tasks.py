@@ -44,29 +44,28 @@ def publish() -> None:
     if name not in known:
       _publish(name, task)
     elif getattr(seqio.TaskRegistry.get(name).source, 'source', None) is not task.source:
-      raise ConfigurationError(
-        f'seqio has another task {name!r} than Valkyrie. Rename the one that you registered.'
-      )
+      raise ConfigurationError(f'seqio has another task {name!r} already. Rename one of the two.')
 
 
-def registered() -> list[str]:
+def task_names() -> list[str]:
   """The names of all tasks of seqio."""
   return [*seqio.TaskRegistry.names()]
 
 
-def rates(module: str, mixture: str) -> dict[str, float]:
-  """{'module:TASK': rate} of a seqio Mixture that a module, which is loaded, has registered.
+def rates(mixture: str) -> dict[str, float]:
+  """{task, as `TaskFeed.task` names it: rate} of a seqio Mixture 'package.module:NAME'.
 
   Raises:
     ConfigurationError: there is no such mixture.
   """
-  registered = list(seqio.MixtureRegistry.names())
-  if mixture not in registered:
+  module, name = task_reader.of_task(mixture)
+  task_reader.load(module)
+  known = list(seqio.MixtureRegistry.names())
+  if name not in known:
     raise ConfigurationError(
-      f'The module {module} registers no seqio mixture {mixture!r}.'
-      f'{did_you_mean(mixture, registered)}'
+      f'The module {module} registers no seqio mixture {name!r}.{did_you_mean(name, known)}'
     )
-  found = seqio.MixtureRegistry.get(mixture)
+  found = seqio.MixtureRegistry.get(name)
   return {f'{module}:{task.name}': float(found.get_rate(task)) for task in found.tasks}
 
 

@@ -6,18 +6,33 @@ import os
 import posixpath
 import re
 from typing import Any, NamedTuple
+import urllib.parse
 
 import pyarrow as pa
 import pyarrow.fs
 
-from valkyrie.config import redact
-from valkyrie.data import filesystems
-from valkyrie.errors import DataError
+from valkyrie.config import paths, redact
+from valkyrie.errors import DataError, StorageError
 
 # Suffixes of the formats that `records` reads, and of a compression around them.
 FORMATS = ('.txt', '.md', '.jsonl', '.parquet', '.arrow')
 COMPRESSIONS = {'.gz': 'gzip', '.zst': 'zstd'}
 _WILDCARDS = re.compile(r'[*?[]')
+# Seconds for which a request to Cloud Storage is retried. The default of pyarrow is 900, without a
+# message. Its requests to S3 give up after some seconds.
+PATIENCE = 60
+_PATIENCE_NAME = 'retry_limit_seconds'
+_CLOUD_STORAGE = ('gs', 'gcs')
+_DENIED = re.compile(
+  'PERMISSION_DENIED|UNAUTHENTICATED|OAuth2|ACCESS_DENIED|INVALID_ACCESS|SIGNATURE'
+)
+_MISSING = re.compile('NOT_FOUND|NO_SUCH_|No such file|does not exist')
+_ADVICE = {
+  'gs': 'Give this machine a service account that may read the bucket, or run: gcloud auth '
+  'application-default login. A public bucket has the address gs://anonymous@BUCKET.',
+  's3': 'Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, for an account that may '
+  'read the bucket.',
+}
 
 
 class SourceFile(NamedTuple):
@@ -34,9 +49,9 @@ class SourceFile(NamedTuple):
 
 
 class SourceFiles:
-  """The files at a location, sorted by path, or local files that are named one by one.
+  """The files at a location, sorted by path, or local files named one by one.
 
-  A folder stands for all files of known formats below it but hidden ones, and but the caches that
+  A folder stands for all files of known formats below it, except hidden ones and the caches that
   Hugging Face's `datasets` writes. In a pattern `*` stops at a slash, and `**` does not.
 
   Attributes:
@@ -55,10 +70,10 @@ class SourceFiles:
     self._place = location if isinstance(location, str) else location[0]
     named = f'The source {self}'
     try:
-      self._filesystem, path = filesystems.filesystem_of(self._place)
+      self._filesystem, path = filesystem_of(self._place)
       self.root, self.files = self._listed(path) if self._place == location else self._named()
     except (pa.ArrowException, OSError, ValueError) as error:
-      raise filesystems.refused(self._place, f'{named} cannot be listed', error) from error
+      raise refused(self._place, f'{named} cannot be listed', error) from error
     if not self.files:
       raise DataError(
         f'{named} has no files of a known format. Found nothing that ends with '
@@ -89,13 +104,13 @@ class SourceFiles:
   def check_unchanged(self, file: SourceFile) -> None:
     """Raises a DataError if a file is no longer the one of the listing.
 
-    A StorageError says that a bucket does not tell. The seconds of the time of change decide, since
-    S3 tells no more of a single file.
+    Raises a StorageError if the bucket does not answer. Times are compared in seconds, since S3
+    tells no more of a single file.
     """
     try:
       found = self._file(self._filesystem.get_file_info(file.path))
     except (pa.ArrowException, OSError) as error:
-      raise filesystems.refused(self._place, f'{file.path} cannot be read', error) from error
+      raise refused(self._place, f'{file.path} cannot be read', error) from error
     if (found.size, found.modified // 10**9) != (file.size, file.modified // 10**9):
       now = 'it is gone' if found.size is None else f'it has {found.size} bytes'
       raise DataError(
@@ -153,6 +168,39 @@ class SourceFiles:
       raise ValueError(f'it holds several splits; name one of them: {", ".join(splits)}')
 
 
+def filesystem_of(location: str) -> tuple[Any, str]:
+  """The file system of a location, and its path there.
+
+  The path of a URI may have spaces, brackets and letters of any language; `%20` is a space, too.
+
+  Raises:
+    ArrowInvalid, OSError: of pyarrow.
+  """
+  if not paths.is_address(location):
+    return pyarrow.fs.LocalFileSystem(), os.path.abspath(os.path.expanduser(location))
+  scheme, _, rest = location.partition('://')
+  path, _, query = rest.partition('?')
+  if scheme in _CLOUD_STORAGE and _PATIENCE_NAME not in query:
+    query += f'{"&" if query else ""}{_PATIENCE_NAME}={PATIENCE}'
+  quoted = urllib.parse.quote(path, safe="/%:@*~!$&'()+,;=")
+  return pyarrow.fs.FileSystem.from_uri(f'{scheme}://{quoted}{"?" if query else ""}{query}')
+
+
+def refused(location: str, task: str, error: Exception) -> DataError | StorageError:
+  """Converts an error of pyarrow to one of this program: 'TASK (reason). ADVICE'.
+
+  A missing file or bucket, and any error of this machine, is a DataError; denied access and a
+  service that does not answer are a StorageError.
+  """
+  words = _words(error)
+  if not paths.is_address(location) or isinstance(error, ValueError) or _MISSING.search(words):
+    return DataError(f'{task} ({words}). Check its path and its permissions.')
+  scheme = location.partition('://')[0].replace('gcs', 'gs')
+  if _DENIED.search(f'{words} {error}') and scheme in _ADVICE:
+    return StorageError(f'{task} ({words}). {_ADVICE[scheme]}')
+  return StorageError(f'{task} ({words}). Check the address and the network, and run again.')
+
+
 def format_of(path: str) -> str:
   """The suffix of a file's format, below that of a compression."""
   stem, suffix = posixpath.splitext(path)
@@ -169,3 +217,10 @@ def _regex(pattern: str) -> re.Pattern:
       for part in parts
     )
   )
+
+
+def _words(error: Exception) -> str:
+  """The message of an error; of Google's client, only what the service sent."""
+  found = re.search('with a last message of (.*?)(?: error_info=|$)', str(error), re.DOTALL)
+  status = re.search(r'google::cloud::Status\((\w+)', str(error))
+  return f'{status[1]}: {found[1]}' if found and status else str(error)

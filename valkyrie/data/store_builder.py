@@ -1,7 +1,7 @@
 """The build of a token store, by one process or by several that share its shards.
 
-A shard is the work of one process, and its content does not depend on which: any number of
-processes makes the same store, and so do workers on other machines (`beam_store`).
+One process builds a shard, whose content does not depend on the process: any number of processes
+builds the same store, and so do workers on other machines (`beam_store`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -108,26 +108,13 @@ def open_task(order: Order) -> TaskReader:
   if 'seqio' in sys.modules:
     with task_reader.quiet():
       from valkyrie.data import seqio_tasks  # noqa: PLC0415  (TensorFlow)
-    if task in (of_seqio := seqio_tasks.registered()):
+    known += seqio_tasks.task_names()
+    if task in known:
       return seqio_tasks.SeqioReader(task, *given)
-    known += of_seqio
   raise ConfigurationError(
     f'The module {module} registers no task {task!r}.{did_you_mean(task, known)} '
     'A mixture is endless and cannot be stored. Name its tasks one by one.'
   )
-
-
-def rates(mixture: str) -> dict[str, float]:
-  """{task, as `Order.task` names it: rate} of a seqio Mixture 'package.module:NAME'.
-
-  Raises:
-    ConfigurationError: there is no such mixture.
-  """
-  module, name = task_reader.of_task(mixture)
-  task_reader.load(module)
-  with task_reader.quiet():
-    from valkyrie.data import seqio_tasks  # noqa: PLC0415  (TensorFlow)
-  return seqio_tasks.rates(module, name)
 
 
 class Bench:
@@ -174,7 +161,7 @@ class _Progress:
       desc=title,
       total=shards,
       unit='shard',
-      miniters=0,  # time alone decides when the line is rewritten
+      miniters=0,  # only time decides when the line is rewritten
       mininterval=0.2 if sys.stderr.isatty() else 10,
     )
 
@@ -201,7 +188,7 @@ class _Progress:
 
 
 def _in_processes(order: Order, numbers: Iterable[int], count: int, progress: _Progress) -> None:
-  """Builds shards in `count` processes; raises the first error of one, after the end of all."""
+  """Builds shards in `count` processes; raises the first error after all have ended."""
   context = multiprocessing.get_context('spawn')
   waiting = context.SimpleQueue()
   for number in numbers:
@@ -224,7 +211,7 @@ def _in_processes(order: Order, numbers: Iterable[int], count: int, progress: _P
           message = reader.recv()
         except EOFError:
           raise DataError(
-            'A process that built shards has died, perhaps of too little memory. Finished shards '
+            'A process that built shards has died, perhaps for lack of memory. Finished shards '
             'are kept. Run the same command again, with fewer --processes.'
           ) from None
         if isinstance(message, ValkyrieError):
@@ -242,7 +229,7 @@ def _in_processes(order: Order, numbers: Iterable[int], count: int, progress: _P
 
 
 def _work(order: Order, waiting: Any, writer: Any) -> None:
-  """The main function of a process: builds the shards that wait, and sends what it has done."""
+  """The main function of a process: builds shards from the queue, and sends its progress."""
   threading.Thread(target=_end_with_the_parent, daemon=True).start()
   try:
     bench = Bench(order)

@@ -69,7 +69,7 @@ def store_path(
 
 
 def located(source: str | None) -> str | None:
-  """A source in full: a relative path names other files in another folder."""
+  """The absolute path of a source: a relative one names other files in another folder."""
   if source is None or paths.is_address(source):
     return source
   return os.path.abspath(os.path.expanduser(source))
@@ -89,12 +89,12 @@ def open_store(
 
   Args:
     task, split, source, data_dir, unique: see `data.feed.TaskFeed`.
-    vocabulary, codec: the specification of the vocabulary, and what `vocabularies.load` made of it.
-    options: of the task's source.
+    vocabulary, codec: the specification of the vocabulary, and its codec from `vocabularies.load`.
+    options: options of the task's source.
 
   Raises:
-    ConfigurationError, DataError: of the builder or of `TokenStore.open`; or the files of the
-      source are no longer those that the store was made from.
+    ConfigurationError, DataError: as in the builder and `TokenStore.open`; or the files of the
+      source have changed since the store was built.
   """
   source = located(source)
   named = source, *options.values()
@@ -134,7 +134,7 @@ def mixture(name: str) -> dict[str, float]:
 
 
 def _check_other_splits(path: pathlib.Path, named: Iterable[str | None]) -> None:
-  """Raises a DataError if the text of a new store is not that of the other splits beside it."""
+  """Raises a DataError if another split beside a new store was built from other files."""
   from valkyrie.data import provenance  # noqa: PLC0415  (pyarrow, only for files)
 
   task, _, *origin = path.name.split('-')
@@ -146,7 +146,7 @@ def _check_other_splits(path: pathlib.Path, named: Iterable[str | None]) -> None
 
 
 def _uploading(recipe: Sequence[str], data_dir: str, name: str) -> str:
-  """How to make a store at an address."""
+  """How to build a store and upload it to an address."""
   place = redact.in_value(data_dir.partition('?')[0].rstrip('/'))
   copy = f'gcloud storage cp --recursive {name} {place}/'
   if place.startswith('s3://'):

@@ -28,11 +28,11 @@ from valkyrie.storage import foreign_names
 
 SOURCE_FILE = '.source.jsonl'  # of an unfinished store, see `provenance.Origin`
 COUNTS = ('documents', 'tokens', 'text_bytes', 'skipped_empty', 'skipped_one_token')
-# A source of mostly empty documents is broken. A shard is judged after so many documents.
+# If most documents are empty, the source is broken. A shard is judged after so many documents.
 MAX_SKIPPED = 0.5
 _JUDGED_AFTER = 1000
 _REPORTED = 100  # documents between two reports
-_LONG = 2**16  # tokens of a piece of a long document, after each of which is a report
+_LONG = 2**16  # tokens; each longer piece of a document is followed by a report
 _PAUSE_SECONDS = 1.0  # between two looks at a shard of another builder
 Report = Callable[[int, int], None]
 
@@ -56,7 +56,7 @@ class Document(NamedTuple):
 class Recipe:
   """The origin of a store: shards of different recipes are never mixed.
 
-  With `unique`, of documents with equal tokens only the first counts, in the order of the shards.
+  With `unique`, only the first of several documents with equal tokens stays, in shard order.
   """
 
   task: str
@@ -187,7 +187,7 @@ def _first_of_equals(path: pathlib.Path, shards: Sequence[Mapping[str, Any]]) ->
 
 
 def _write_duplicates(path: pathlib.Path, numbers: np.ndarray) -> dict[str, Any]:
-  """Writes the numbers of the documents that do not count -> their entry in store.json."""
+  """Writes the numbers of the dropped documents; returns their entry in store.json."""
   file = path / token_store.DUPLICATES_FILE
   with flushed(file) as stream:
     np.save(stream, numbers)
@@ -313,7 +313,7 @@ def _read_shard(path: pathlib.Path, recipe: Recipe, shard: int) -> dict[str, Any
 
 
 def _differences(found: Any, expected: Any) -> tuple[Any, Any]:
-  """Two values; of dicts only the entries that differ, since an origin may name many files."""
+  """Two values; of dicts only the different entries, since an origin may name many files."""
   if not isinstance(found, dict):
     return found, expected
   keys = [key for key in found | expected if found.get(key) != expected.get(key)]
@@ -367,7 +367,7 @@ def _size(folder: pathlib.Path) -> int:
 
 
 def write_errors(path: pathlib.Path):
-  """Raises a StorageError for what the file system refuses."""
+  """Converts an OSError inside the block to a StorageError."""
   return storage_errors(
     f'The token store {path} cannot be written',
     'Free space there, or use another directory. Finished shards are kept.',

@@ -90,7 +90,7 @@ def quiet() -> Iterator[None]:
 
 
 def code_hash(modules: Iterable[str]) -> str:
-  """SHA-256 of the code that makes tokens: of these loaded modules, and of all in this folder.
+  """SHA-256 of the code that produces tokens: of these loaded modules and of all in this folder.
 
   Modules of the standard library are left out.
   """
@@ -151,7 +151,7 @@ class DocumentReader(TaskReader):
       yield self._tokenized(document)
 
   def _tokenized(self, document: TextDocument) -> store_writer.Document:
-    """The tokens of a document; those of a long text come in pieces."""
+    """Tokenizes a document; a long text piece by piece."""
     asked = [*pieces(document.prompt)] if self._prompts else []
     answer = [*pieces(document.text)]
     prompt = [self._vocabulary.ids(piece) for piece in asked]

@@ -10,8 +10,8 @@
     prompts.npy    int64 [documents]             length of the prompt before each answer; absent
                                                  in a shard without prompts
     shard.json                                   counts, and size and SHA-256 of these files
-  duplicates.npy                  int64, the numbers of the documents that do not count; only in a
-                                  store without duplicates
+  duplicates.npy                  int64, the numbers of the duplicates that are left out; only in
+                                  a store that is built with `unique`
 
 Arrays are plain .npy files, which any numpy opens; a slice of a document is one `memcpy`.
 `store_writer` writes a store, `verify` reads every byte of one again.
@@ -48,8 +48,8 @@ class TokenStore:
     lengths: int64 [documents], tokens of each document with its EOS.
     sequence_keys: uint64 [documents], equal for documents that belong together.
     prompts: int64 [documents], prompt tokens of each document; 0 without a prompt.
-    tokens: of all documents.
-    tokens_per_byte: of their text.
+    tokens: number of tokens of all documents.
+    tokens_per_byte: tokens per byte of their text.
   """
 
   def __init__(self, path: pathlib.Path, information: dict[str, Any]):
@@ -63,17 +63,17 @@ class TokenStore:
     self._hashes = [_load(path, shard, 'hashes.npy', mapped=True) for shard in self._shards]
     offsets = [_load(path, shard, 'offsets.npy') for shard in self._shards]
     self._first_documents = np.cumsum([0] + [len(o) - 1 for o in offsets])
-    counts: slice | np.ndarray = slice(None)
-    self._numbers: np.ndarray | None = None  # of the documents that count, if not all do
+    kept: slice | np.ndarray = slice(None)
+    self._numbers: np.ndarray | None = None  # of the documents that stay, unless all do
     if 'duplicates' in information:
       numbers = np.arange(self._first_documents[-1])
-      counts = self._numbers = np.delete(numbers, _load_array(path / DUPLICATES_FILE))
+      kept = self._numbers = np.delete(numbers, _load_array(path / DUPLICATES_FILE))
     keys = [_load(path, shard, 'keys.npy') for shard in self._shards]
     prompts = [_load(path, shard, PROMPTS_FILE) for shard in self._shards]
-    self._starts = np.concatenate([o[:-1] for o in offsets])[counts]
-    self.lengths = np.concatenate([np.diff(o) for o in offsets])[counts]
-    self.sequence_keys = np.concatenate(keys)[counts]
-    self.prompts = np.concatenate(prompts)[counts]
+    self._starts = np.concatenate([o[:-1] for o in offsets])[kept]
+    self.lengths = np.concatenate([np.diff(o) for o in offsets])[kept]
+    self.sequence_keys = np.concatenate(keys)[kept]
+    self.prompts = np.concatenate(prompts)[kept]
     self.tokens = int(self.lengths.sum())
     self._checked = np.zeros(len(self.lengths), np.uint8)  # _INTACT or _DAMAGED once read
     dtype = token_dtype(self._vocabulary_size)
@@ -250,7 +250,7 @@ def file_sha256(file: pathlib.Path) -> str:
 def _load(
   path: pathlib.Path, shard: dict[str, Any], name: str, *, mapped: bool = False
 ) -> np.ndarray:
-  """Reads an array of a shard, of which `shard` is the entry in store.json."""
+  """Reads an array of the shard with this entry in store.json."""
   if name == PROMPTS_FILE and name not in shard['files']:
     return np.zeros(shard['documents'], np.int64)
   return _load_array(path / shard['name'] / name, mapped=mapped)

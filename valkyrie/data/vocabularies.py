@@ -170,7 +170,7 @@ def load(specification: str) -> Vocabulary:
 def copy(vocabulary: Vocabulary, folder: pathlib.Path) -> None:
   """Copies the files of a vocabulary to FOLDER/tokenizer.json or .model, if it has any.
 
-  Files that are there stay. Raises a StorageError if the folder cannot be written.
+  Existing files stay. Raises a StorageError if the folder cannot be written.
   """
   if vocabulary.file is None:
     return
