@@ -35,10 +35,10 @@ def has_ended(number):
 
 def test_one_process_answers_all_orders_and_ends_with_them(package, capfd):
   imported = package('print("a package that prints")')
-  with store_location.one_builder(), store_location.one_builder():
+  with store_location.builder, store_location.builder:
     for _ in range(2):
       with pytest.raises(ConfigurationError, match=r'There is no module of_users\.no_module'):
-        store_location.order(UNKNOWN, 'Building a store')
+        store_location.builder.order(UNKNOWN, 'Building a store')
     (number,) = imported()
     assert not has_ended(number)
   assert has_ended(number)
@@ -49,15 +49,15 @@ def test_an_order_alone_has_a_process_alone(package):
   imported = package()
   for _ in range(2):
     with pytest.raises(ConfigurationError, match='There is no module'):
-      store_location.order(UNKNOWN, 'Building a store')
+      store_location.builder.order(UNKNOWN, 'Building a store')
   assert len(set(imported())) == 2 and all(map(has_ended, imported()))
 
 
 def test_a_process_that_ends_is_reported_and_another_one_started(package):
   imported = package('os._exit(9)')
   again = r'python -m valkyrie.data.build_store --task=of_users.no_module:name --output=nowhere$'
-  with store_location.one_builder():
+  with store_location.builder:
     for _ in range(2):
       with pytest.raises(DataError, match=rf'A build ended with exit code 9; (.*\n)+  {again}'):
-        store_location.order(UNKNOWN, 'A build')
+        store_location.builder.order(UNKNOWN, 'A build')
   assert len(set(imported())) == 2

@@ -1,8 +1,7 @@
 """Location of a run's token store, and its build on first use, in a process of its own."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import contextlib
-import contextvars
 import hashlib
 import json
 import os
@@ -12,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 import types
 from typing import Any
 
@@ -112,7 +112,7 @@ def open_store(
     path = store_path(task, split, codec, source, data_dir, options, unique)
     recipe.append(f'--output={path}')
     if not (path / STORE_FILE).exists():
-      order(recipe, f'Building the token store {path}')
+      builder.order(recipe, f'Building the token store {path}')
       _check_other_splits(path, named)
       return TokenStore.open(path, codec)
     make = f'run:\n  {_command([*recipe, "--rebuild"])}'
@@ -130,7 +130,7 @@ def mixture(name: str) -> dict[str, float]:
   Raises:
     ConfigurationError: there is no such mixture.
   """
-  return order([f'--mixture={name}'], f'Reading the seqio mixture {name}')
+  return builder.order([f'--mixture={name}'], f'Reading the seqio mixture {name}')
 
 
 def _check_other_splits(path: pathlib.Path, named: Iterable[str | None]) -> None:
@@ -165,57 +165,48 @@ class _Builder:
 
   def __init__(self):
     self._process: subprocess.Popen[str] | None = None
+    self._lock, self._users = threading.RLock(), 0
+
+  def __enter__(self) -> None:
+    with self._lock:
+      self._users += 1
+
+  def __exit__(self, *_: object) -> None:
+    with self._lock:
+      self._users -= 1
+      if not self._users and self._process is not None:
+        self._process.kill()
+        self._process.communicate()
+        self._process = None
 
   def order(self, arguments: Sequence[str], task: str) -> Any:
-    """See `order`."""
-    process = self._process = self._process or _started()
-    assert process.stdin is not None and process.stdout is not None
-    with contextlib.suppress(BrokenPipeError):
-      print(json.dumps(list(arguments)), file=process.stdin, flush=True)
-    if not (answer := process.stdout.readline()):
-      self._process = None
-      raise errors.DataError(
-        f'{task} ended with exit code {process.wait()}; its output is above. Finished shards are '
-        f'kept. Run again to continue, or run this by itself:\n  {_command(arguments)}'
-      )
+    """Runs `python -m valkyrie.data.build_store` with these arguments.
+
+    Returns:
+      store.json, or the rates of a mixture.
+
+    Raises:
+      ValkyrieError: that of the command, with its class and message.
+      DataError: the process has died; the message begins with `task`, such as 'Building ...'.
+    """
+    with self, self._lock:
+      process = self._process = self._process or _started()
+      assert process.stdin is not None and process.stdout is not None
+      with contextlib.suppress(BrokenPipeError):
+        print(json.dumps(list(arguments)), file=process.stdin, flush=True)
+      if not (answer := process.stdout.readline()):
+        self._process = None
+        raise errors.DataError(
+          f'{task} ended with exit code {process.wait()}; its output is above. Finished shards are '
+          f'kept. Run again to continue, or run this by itself:\n  {_command(arguments)}'
+        )
     answered = json.loads(answer)
     if 'error' in answered:
       raise getattr(errors, answered['error'])(answered['message'])
     return answered['done']
 
-  def end(self) -> None:
-    if self._process is not None:
-      self._process.kill()
-      self._process.communicate()
 
-
-_builder = contextvars.ContextVar[_Builder | None]('builder', default=None)
-
-
-@contextlib.contextmanager
-def one_builder() -> Iterator[_Builder]:
-  """Within the outermost of these contexts, one process builds all stores; it ends there."""
-  if outer := _builder.get():
-    yield outer
-    return
-  builder = _Builder()
-  token = _builder.set(builder)
-  try:
-    yield builder
-  finally:
-    _builder.reset(token)
-    builder.end()
-
-
-def order(arguments: Sequence[str], task: str) -> Any:
-  """Runs `python -m valkyrie.data.build_store` with these arguments; returns store.json, or rates.
-
-  Raises:
-    ValkyrieError: that of the command, with its class and message.
-    DataError: the process has died; the message begins with `task`, such as 'Building ...'.
-  """
-  with one_builder() as builder:
-    return builder.order(arguments, task)
+builder = _Builder()  # inside `with builder:`, its process stays for the next order
 
 
 def _command(arguments: Sequence[str]) -> str:

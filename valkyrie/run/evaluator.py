@@ -125,7 +125,7 @@ class Evaluator:
       chunks: chunks of each row that a quick evaluation reads; None reads all.
       metrics: metrics of one's own.
     """
-    with store_location.one_builder():
+    with store_location.builder:
       tokens = feed()
     check_vocabulary(model, tokens)
     self.vocabulary = tokens.vocabulary

@@ -103,7 +103,7 @@ def train(
     directory = stack.enter_context(checkpoints.open(model_dir, progress.say))
     progress.log_to(pathlib.Path(model_dir, 'log.txt') if jax.process_index() == 0 else None)
     progress.say(*report.system_lines(), *setup.remarks())
-    with store_location.one_builder():
+    with store_location.builder:
       tokens = feed()
       check_vocabulary(setup.model, tokens)
       initial = InitialState(setup, tokens.vocabulary.fingerprint, initial_weights, progress.say)
