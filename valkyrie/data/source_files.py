@@ -202,7 +202,7 @@ def refused(location: str, task: str, error: Exception) -> DataError | StorageEr
 
 
 def format_of(path: str) -> str:
-  """The suffix of a file's format, below that of a compression."""
+  """The suffix of a file's format, without the suffix of a compression."""
   stem, suffix = posixpath.splitext(path)
   return posixpath.splitext(stem)[1] if suffix in COMPRESSIONS else suffix
 

@@ -252,26 +252,22 @@ def _end_with_the_parent() -> None:
 def _finished(order: Order) -> dict[str, Any]:
   """Reads store.json of a finished store, which must have the requested task and source."""
   information = token_store.read_information(order.output)
-  origin = information['source']
-  recorded = (information['vocabulary']['fingerprint'], origin.get('location'))
-  found = (
-    information['task'],
-    information['split'],
-    *recorded,
-    origin.get('options', {}),
-    information['unique'],
-  )
-  expected = (
-    order.task,
-    order.split,
-    order.vocabulary.fingerprint,
-    *_recorded_source(order),
-    order.unique,
-  )
+  origin, (source, options) = information['source'], _recorded_source(order)
+  found = {key: information[key] for key in ('task', 'split', 'unique')} | {
+    'vocabulary': information['vocabulary']['fingerprint'],
+    'source': origin.get('location'),
+    'options': origin.get('options', {}),
+  }
+  expected = {'task': order.task, 'split': order.split, 'unique': order.unique} | {
+    'vocabulary': order.vocabulary.fingerprint,
+    'source': source,
+    'options': options,
+  }
   if found != expected:
+    found, expected = store_writer.differences(found, expected)
     raise ConfigurationError(
-      f'{order.output} holds another store (task, split, vocabulary, source, options, unique): '
-      f'found {found}, expected {expected}. Use another --output, or delete that directory.'
+      f'{order.output} holds another store: found {found}, expected {expected}. Use another '
+      '--output, or delete that directory.'
     )
   return information
 

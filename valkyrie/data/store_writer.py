@@ -304,7 +304,7 @@ def _read_shard(path: pathlib.Path, recipe: Recipe, shard: int) -> dict[str, Any
     token_store.check_file(path / name / file, recorded, content=False)
   for key, expected in (recipe.information() | {'name': name}).items():
     if record.get(key) != expected:
-      found, wanted = _differences(record.get(key), expected)
+      found, wanted = differences(record.get(key), expected)
       raise ConfigurationError(
         f'{path / name} was built with another {key}: found {found}, expected {wanted}. '
         'Use another output directory, or delete this store.'
@@ -312,7 +312,7 @@ def _read_shard(path: pathlib.Path, recipe: Recipe, shard: int) -> dict[str, Any
   return record
 
 
-def _differences(found: Any, expected: Any) -> tuple[Any, Any]:
+def differences(found: Any, expected: Any) -> tuple[Any, Any]:
   """Two values; of dicts only the different entries, since an origin may name many files."""
   if not isinstance(found, dict):
     return found, expected
