@@ -25,7 +25,7 @@ _LETTERS, _KEYS, _DIGITS = (np.frombuffer(s.encode(), np.uint8) for s in (NOISE,
 
 
 def filler(random: np.random.RandomState, length: int, share: float = SHARE) -> str:
-  """`length` letters; this share of them belongs to pairs without a mark."""
+  """`length` letters, and this share belongs to pairs without a mark."""
   text = _LETTERS[random.randint(len(_LETTERS), size=length)]
   # Pairs begin at even places, so that they do not overlap, and a letter or a pair precedes each.
   keys = 2 * np.flatnonzero(random.uniform(size=length // 2) < share)

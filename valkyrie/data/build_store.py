@@ -156,7 +156,7 @@ def _option(text: str) -> tuple[str, str]:
 def _answer_orders() -> NoReturn:
   """Runs each line of standard input, a JSON list of arguments; prints the result as JSON.
 
-  All other output, such as that of a task's code, goes to standard error.
+  All other output, such as what a task prints, goes to standard error.
   """
   answers = open(os.dup(1), 'w', buffering=1)  # noqa: SIM115, for as long as the process lives
   os.dup2(2, 1)

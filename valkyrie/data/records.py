@@ -53,7 +53,7 @@ class Records:
       self._groups.append((file, -1))
 
   def rows(self, part: int, parts: int) -> Iterator[Row]:
-    """The rows of one of `parts` parts; each row is in exactly one of them."""
+    """The rows of one of `parts` parts; each row is in exactly one part."""
     for number, (file, group) in enumerate(self._groups):
       kind = format_of(file.path)
       if kind == '.jsonl':  # may be one large file, so its lines are divided

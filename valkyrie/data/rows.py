@@ -1,6 +1,6 @@
 """Order of the documents in each row, as pure arithmetic: no token is read, no state is kept.
 
-`Rows` orders the documents of one store, `MixedRow` those of several sources by weight. Both work
+`Rows` orders the documents of one store, `MixedRow` mixes several sources by weight. Both work
 with units: a unit is a document, or a sequence of documents that stay together.
 """
 

@@ -30,7 +30,7 @@ tf.config.list_logical_devices()  # reports a missing GPU, where `task_reader.qu
 
 
 def publish() -> None:
-  """Registers all tasks of documents with seqio: those of `valkyrie.tasks`, and all others so far.
+  """Registers all tasks of documents with seqio: `valkyrie.tasks`, and all others so far.
 
   A second call registers the tasks that were added since the first one.
 

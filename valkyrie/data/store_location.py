@@ -186,7 +186,7 @@ class _Builder:
       store.json, or the rates of a mixture.
 
     Raises:
-      ValkyrieError: that of the command, with its class and message.
+      ValkyrieError: the error of the command, with its class and message.
       DataError: the process has died; the message begins with `task`, such as 'Building ...'.
     """
     with self, self._lock:

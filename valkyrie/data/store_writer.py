@@ -1,7 +1,7 @@
 """Writer of token stores, shard by shard, so that a killed build can continue.
 
 A shard is written to a temporary directory under a lock and renamed when it is complete; store.json
-comes last. Several builders may work on one store at once: each shard is built by one of them.
+comes last. Several builders may work on one store at once, each on other shards.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
