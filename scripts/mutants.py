@@ -1,15 +1,17 @@
 """Breaks the code on purpose, one line at a time, and checks that the tests detect it.
 
 Each mutant of tests/mutants/ replaces a text of one file, in a copy of the clone; the tests that it
-names must then fail. Before that, the same tests must pass in the unchanged copy.
+names must then fail. Before that, the same tests must pass in the unchanged copy. A mutant whose
+text or test is gone is stale: it is reported, and not run. The exit code is 1 if a mutant is not
+caught, and 3 if all are caught but the stale ones.
 """
 
 import argparse
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -28,7 +30,7 @@ class Mutant(NamedTuple):
   section: the stem of the file of tests/mutants/ that lists it.
   file: the path of the file to change, from the clone.
   old, new: a text that occurs once in the file, and its replacement.
-  test, select: tests/TEST.py, and the -k expression of those of its tests that must fail.
+  test, select: tests/TEST.py, and the -k expression of the tests in it that must fail.
   """
 
   section: str
@@ -51,12 +53,34 @@ def load() -> list[Mutant]:
   ]
 
 
-def outcome(mutant: Mutant) -> str:
-  """'caught', or the reason why the mutant is not caught."""
-  file = _worker.folder / mutant.file
+def place(mutant: Mutant) -> pathlib.Path | str:
+  """The path of the file to change, from the clone, or the reason why the mutant is stale.
+
+  A text that has left its file is searched for in the other files of the same top folder.
+  """
+  file = pathlib.Path(mutant.file)
+  counts = {file: _count(file, mutant.old)}
+  if not counts[file]:
+    others = (ROOT / file.parts[0]).rglob(f'*{file.suffix}')
+    counts = {other: _count(other, mutant.old) for other in (o.relative_to(ROOT) for o in others)}
+  if (found := sum(counts.values())) != 1:
+    return f'its text is found {found} times'
+  test = ROOT / 'tests' / f'{mutant.test}.py'
+  names = re.findall(r'^def (test_\w+)', test.read_text(), re.M) if test.exists() else []
+  for alternative in mutant.select.split(' or '):
+    if not any(alternative.split(' and ')[0] in name for name in names):
+      return f'{mutant.test} has no test {alternative!r}'
+  return max(counts, key=counts.__getitem__)
+
+
+def _count(file: pathlib.Path, text: str) -> int:
+  return (ROOT / file).read_text().count(text) if (ROOT / file).exists() else 0
+
+
+def outcome(mutant: Mutant, path: pathlib.Path) -> str:
+  """'caught', or the reason why the mutant is not caught; `path` is the file to change."""
+  file = _worker.folder / path
   original = file.read_text()
-  if original.count(mutant.old) != 1:
-    return 'TEXT NOT FOUND ONCE'
   file.write_text(original.replace(mutant.old, mutant.new))
   try:
     code, summary = run_tests(mutant.test, mutant.select)
@@ -89,30 +113,46 @@ def _copy_clone(place: str) -> None:
       shutil.copy2(ROOT / name, _worker.folder / name)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-  """Prints the outcome of each mutant; returns 1 if one is not caught."""
-  parser = argparse.ArgumentParser(prog='scripts/mutants', description=__doc__)
-  parser.add_argument('--only', default='', metavar='TEXT', help='TEXT in file, old or test')
-  parser.add_argument('--workers', type=int, default=2, metavar='N', help='mutants at once')
-  flags = parser.parse_args(arguments)
-  mutants = [m for m in load() if any(flags.only in text for text in (m.file, m.old, m.test))]
+def run(mutants: dict[Mutant, pathlib.Path], workers: int) -> dict[Mutant, str]:
+  """Prints and returns the outcome of each mutant."""
   tests = sorted({m.test for m in mutants})
   selections = [' or '.join({f'({m.select})': 0 for m in mutants if m.test == t}) for t in tests]
+  outcomes = {}
   with (
-    tempfile.TemporaryDirectory(prefix='mutants-') as place,
-    ThreadPoolExecutor(flags.workers, initializer=_copy_clone, initargs=(place,)) as pool,
+    tempfile.TemporaryDirectory(prefix='mutants-') as folder,
+    ThreadPoolExecutor(workers, initializer=_copy_clone, initargs=(folder,)) as pool,
   ):
     unchanged = zip(tests, pool.map(run_tests, tests, selections), strict=True)
     if failing := [f'  {test}: {summary}\n' for test, (code, summary) in unchanged if code]:
-      parser.exit(1, 'Repair these tests, which fail without a mutant:\n' + ''.join(failing))
-    caught = Counter()
-    for mutant, found in zip(mutants, pool.map(outcome, mutants), strict=True):
-      print(f'{found}: {mutant}', flush=True)
-      caught[mutant.section] += found == 'caught'
-  for section, number in Counter(m.section for m in mutants).items():
-    print(f'{section}: {caught[section]} of {number} caught')
-  print(f'{caught.total()} of {len(mutants)} caught')
-  return int(caught.total() < len(mutants))
+      sys.exit('Repair these tests, which fail without a mutant:\n' + ''.join(failing))
+    found = pool.map(outcome, mutants, mutants.values())
+    for mutant, outcomes[mutant] in zip(mutants, found, strict=True):
+      print(f'{outcomes[mutant]}: {mutant}', flush=True)
+  return outcomes
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Prints the outcome of each mutant, then the counts of each section; returns the exit code."""
+  parser = argparse.ArgumentParser(prog='scripts/mutants', description=__doc__)
+  parser.add_argument('--only', default='', metavar='TEXT', help='TEXT in file, old or test')
+  parser.add_argument('--workers', type=int, default=2, metavar='N', help='mutants at once')
+  parser.add_argument('--count', action='store_true', help='run nothing; count all and the stale')
+  flags = parser.parse_args(arguments)
+  mutants = [m for m in load() if any(flags.only in text for text in (m.file, m.old, m.test))]
+  places = {mutant: place(mutant) for mutant in mutants}
+  stale = {mutant: reason for mutant, reason in places.items() if isinstance(reason, str)}
+  for mutant, reason in stale.items():
+    print(f'STALE, {reason}: {mutant}')
+  current = {mutant: path for mutant, path in places.items() if isinstance(path, pathlib.Path)}
+  outcomes = {} if flags.count else run(current, flags.workers)
+  caught = [mutant for mutant, found in outcomes.items() if found == 'caught']
+  parts = [('mutants', mutants), *([] if flags.count else [('caught', caught)]), ('stale', stale)]
+  for section in [*dict.fromkeys(mutant.section for mutant in mutants), 'all']:
+    numbers = [
+      f'{sum(section in (mutant.section, "all") for mutant in part)} {name}' for name, part in parts
+    ]
+    print(f'{section}: {", ".join(numbers)}')
+  return 1 if len(caught) < len(outcomes) else 3 if stale else 0
 
 
 if __name__ == '__main__':
