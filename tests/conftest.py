@@ -2,10 +2,12 @@
 
 import atexit
 import gc
+import inspect
 import os
 import shutil
 import signal
 import tempfile
+import types
 
 from injections import quick_compiler
 
@@ -38,6 +40,38 @@ jax.config.update('jax_numpy_rank_promotion', 'raise')
 hk.experimental.check_jax_usage()
 # For scripts/mutants: the search for the smallest failing example takes minutes.
 hypothesis.settings.register_profile('first_failure', phases=[hypothesis.Phase.generate])
+
+
+def pytest_collection_modifyitems(items):
+  """Marks what `scripts/test --fast` leaves out: whole processes, and all cases but the first."""
+  for item in items:
+    if _starts_processes(item.function, set()):
+      item.add_marker('process')
+    if hasattr(item, 'callspec') and any(item.callspec.indices.values()):
+      item.add_marker('further_case')
+
+
+def _starts_processes(function, seen) -> bool:
+  """Whether it uses `subprocess`, or a function or fixture of its module that does."""
+  seen.add(function)
+  names = set(_names(function.__code__))
+  used = [inspect.unwrap(function.__globals__.get(name)) for name in names]
+  return 'subprocess' in names or any(
+    _starts_processes(other, seen)
+    for other in used
+    if isinstance(other, types.FunctionType)
+    and other.__module__ == function.__module__
+    and other not in seen
+  )
+
+
+def _names(code):
+  """The names of arguments, hence of fixtures, and of what a function uses of its module."""
+  yield from code.co_varnames[: code.co_argcount]
+  yield from code.co_names
+  for inner in code.co_consts:
+    if isinstance(inner, types.CodeType):
+      yield from _names(inner)
 
 
 @pytest.fixture(autouse=True)
