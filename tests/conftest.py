@@ -1,6 +1,7 @@
 """Eight virtual devices on one CPU, and nothing that JAX would rather not do silently."""
 
 import atexit
+import contextlib
 import gc
 import inspect
 import os
@@ -41,14 +42,32 @@ hk.experimental.check_jax_usage()
 # For scripts/mutants: the search for the smallest failing example takes minutes.
 hypothesis.settings.register_profile('first_failure', phases=[hypothesis.Phase.generate])
 
+# Tests that start no process and yet take more than 5 seconds of a core for their first case.
+SLOW = {
+  'test_micro_batches_are_the_whole_batch_in_float64',
+  'test_layers_that_gather_their_weights_change_nothing',
+  'test_a_layout_changes_no_loss_no_gradient_and_no_carry',
+  'test_only_adapters_learn_and_count',
+  'test_remat_changes_nothing',
+  'test_two_steps_end_where_one_device_ends',
+  'test_an_export_is_read_back_bit_for_bit',
+  'test_the_first_module_is_named',
+  'test_a_seqio_mixture',
+  'test_a_layer_gathers_its_weights_once_for_each_pass_and_chunk',
+  'test_equals_the_definition',
+  'test_greedy_tokens_are_the_likeliest_of_the_model_read_at_once',
+}
+
 
 def pytest_collection_modifyitems(items):
-  """Marks what `scripts/test --fast` leaves out: whole processes, and all cases but the first."""
+  """Marks what `scripts/test --fast` leaves out: processes, slow tests, and all cases but one."""
   for item in items:
     if _starts_processes(item.function, set()):
       item.add_marker('process')
     if hasattr(item, 'callspec') and any(item.callspec.indices.values()):
       item.add_marker('further_case')
+    if item.originalname in SLOW:
+      item.add_marker('slow')
 
 
 def _starts_processes(function, seen) -> bool:
@@ -81,12 +100,37 @@ def _fresh_gin():
   gin.clear_config(clear_constants=True)  # unlocks too, where `gin.unlock_config` would lock again
 
 
+@contextlib.contextmanager
+def compiling_quickly():
+  before = jax.config.read('jax_disable_most_optimizations')
+  jax.config.update('jax_disable_most_optimizations', True)
+  try:
+    yield
+  finally:
+    jax.config.update('jax_disable_most_optimizations', before)
+
+
 @pytest.fixture(scope='module')
 def quick_compiler():
   """For runs of a few steps: compiling well costs more than it saves."""
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', False)
+  with compiling_quickly():
+    yield
+
+
+@pytest.fixture(scope='session')
+def trained(tmp_path_factory):
+  """(data_dir, model_dir) of a run of two steps that tests share. A test that changes it copies it.
+
+  It is compiled as under `quick_compiler`. The data also have the task 'digits'.
+  """
+  import tiny_run  # noqa: PLC0415, few tests need it
+
+  folder = tmp_path_factory.mktemp('trained')
+  tiny_run.write_stores(folder / 'data', 'letters', 'abcdefgh')
+  tiny_run.write_stores(folder / 'data', 'digits', '0123456789')
+  with compiling_quickly():
+    tiny_run.train(folder / 'run', folder / 'data')
+  return folder / 'data', folder / 'run'
 
 
 @pytest.fixture

@@ -1,8 +1,11 @@
 """Which tests `scripts/test --fast` leaves out."""
 
+import pathlib
+import re
 import subprocess
 import sys
 
+from conftest import SLOW
 import pytest
 
 
@@ -27,3 +30,11 @@ def test_a_test_whose_fixture_can_start_a_process_is_marked(request, starting):
 @pytest.mark.parametrize('second', [0, 1])
 def test_a_test_is_marked_after_its_first_case(request, first, second):
   assert marks(request) == ({'further_case'} if first or second else set())
+
+
+def test_the_slow_tests_exist():
+  files = pathlib.Path(__file__).parent.glob('*_test.py')
+  names = {
+    name for file in files for name in re.findall(r'^def (test_\w+)', file.read_text(), re.M)
+  }
+  assert names >= SLOW

@@ -122,14 +122,18 @@ def test_a_decoder_is_a_llama(run, tmp_path, more):
   np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_hybrid_is_no_llama(run, tmp_path):
-  start = run()
-  flags = ('--run_mode=export', f'--output={tmp_path / "out"}')
-  code, said = start(*flags, '--gin.export.form="huggingface"')
+def test_a_hybrid_is_no_llama(trained, tmp_path, capsys):
+  def export(*flags):
+    gin.clear_config(clear_constants=True)
+    code = main.main([f'--model_dir={trained[1]}', '--run_mode=export', *flags])
+    return code, capsys.readouterr().err
+
+  output = f'--output={tmp_path / "out"}'
+  code, said = export(output, '--gin.export.form="huggingface"')
   assert code == 78 and 'no Llama or Mistral: a layer has another mixer' in said
-  code, said = start(*flags, '--gin.export.form="onnx"')
+  code, said = export(output, '--gin.export.form="onnx"')
   assert code == 78 and "export.form='onnx' is unknown" in said
-  assert start('--run_mode=export')[0] == 2
+  assert export()[0] == 2
   assert not (tmp_path / 'out').exists()
 
 

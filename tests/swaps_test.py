@@ -15,7 +15,7 @@ from valkyrie import main
 from valkyrie.config.load import load_gin
 from valkyrie.data.feed import TaskFeed
 from valkyrie.errors import ConfigurationError, DataError, Diverged, StorageError
-from valkyrie.run import evaluate, infer, train
+from valkyrie.run import evaluate, infer
 
 ATTENTION = '(@LongformerAttention,)'
 FULL_MIXERS = '(@FullAttention, @S5)'
@@ -69,39 +69,21 @@ class Smear(hk.Module):
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 
 
-@pytest.fixture(scope='module')
-def data_dir(tmp_path_factory):
-  path = tmp_path_factory.mktemp('data')
-  tiny_run.write_stores(path, 'letters', 'abcdefgh')
-  tiny_run.write_stores(path, 'digits', '0123456789')
-  return path
+@pytest.fixture
+def data_dir(trained):
+  return trained[0]
 
 
-@pytest.fixture(scope='module')
-def train_run(data_dir):
-  """Trains by a gin text as the command line would, in this process."""
-
-  def run(model_dir, *flags, data='', allowed_imports=(), allow_changed=(), **options):
-    gin.clear_config(clear_constants=True)
-    file, other = model_dir.with_suffix('.gin'), model_dir.with_suffix('.data.gin')
-    file.write_text(tiny_run.gin_text(data_dir, **options))
-    other.write_text(data)
-    load_gin(
-      [str(file), str(other)],
-      flags,
-      allowed_imports=allowed_imports,
-      modules=main.CONFIGURABLE_MODULES,
-    )
-    train.train(model_dir=str(model_dir), allow_changed=allow_changed)
-    return model_dir
-
-  return run
-
-
-@pytest.fixture(scope='module')
-def base(train_run, tmp_path_factory):
+@pytest.fixture
+def base(trained):
   """A run with nothing exchanged."""
-  return train_run(tmp_path_factory.mktemp('base') / 'run')
+  return trained[1]
+
+
+@pytest.fixture
+def train_run(data_dir):
+  """Trains by a gin text."""
+  return lambda model_dir, *flags, **options: tiny_run.train(model_dir, data_dir, *flags, **options)
 
 
 def parameters(model_dir):

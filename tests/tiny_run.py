@@ -3,11 +3,15 @@
 import json
 import pathlib
 
+import gin
 import numpy as np
 import pytest
 
+from valkyrie import main
+from valkyrie.config.load import load_gin
 from valkyrie.data import store_writer, vocabularies
 from valkyrie.data.store_location import store_path
+from valkyrie.run import train as run_mode
 
 BYTES = vocabularies.ByteVocabulary()
 TEXT = 'Wide! is the sea, and deep is the sea; 1 + 1 = 2.\n' * 8
@@ -99,6 +103,24 @@ task = 'letters'
 TaskFeed.data_dir = '{data_dir}'
 {more}
 """
+
+
+def train(
+  model_dir, data_dir, *flags, data='', allowed_imports=(), allow_changed=(), **options
+) -> pathlib.Path:
+  """Trains in this process by `gin_text` and the gin text `data`, as the command line would."""
+  gin.clear_config(clear_constants=True)
+  file, other = model_dir.with_suffix('.gin'), model_dir.with_suffix('.data.gin')
+  file.write_text(gin_text(data_dir, **options))
+  other.write_text(data)
+  load_gin(
+    [str(file), str(other)],
+    flags,
+    allowed_imports=allowed_imports,
+    modules=main.CONFIGURABLE_MODULES,
+  )
+  run_mode.train(model_dir=str(model_dir), allow_changed=allow_changed)
+  return model_dir
 
 
 def metrics(model_dir: pathlib.Path, stream: str = '') -> dict[int, dict]:
