@@ -44,9 +44,15 @@ def reference(scores, batch):
   return loss, weight, right
 
 
-def test_scores_are_sums_over_the_targets_by_their_position():
+@functools.cache
+def built():
+  """(model, params, carry)."""
   model = tiny.model()
-  params, carry = tiny.init(model, ROWS)
+  return model, *tiny.init(model, ROWS)
+
+
+def test_scores_are_sums_over_the_targets_by_their_position():
+  model, params, carry = built()
   batch = tiny.batch((9, 1, 21), padding=3)
   found, _ = jax.jit(lambda c: chunk_scores(model, params, c, batch))(carry)
   loss, weight, right = reference(read(model, params, carry, batch)[0], batch)
@@ -62,8 +68,7 @@ def late(scores, chunk):
 
 
 def test_a_metric_without_weights_is_refused():
-  model = tiny.model()
-  params, carry = tiny.init(model, ROWS)
+  model, params, carry = built()
 
   def confident(scores, chunk):
     return scores.loss < 1

@@ -156,7 +156,7 @@ def test_no_output_depends_on_a_later_token_nor_on_another_document(mixers):
 @functools.cache
 def gradient_under(remat):
   """(the compiled gradient of a loss under this policy of recomputation, the gradient, tokens)."""
-  model, params, _ = built(remat_policy=remat)
+  model, (_, params, _) = tiny.model(MIXERS['hybrid'], remat_policy=remat), built()
   batch = tiny.batch((7, 15, 2))
 
   def loss(params):

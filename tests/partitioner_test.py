@@ -74,12 +74,18 @@ def assert_replicas_agree(tree):
 
 
 @functools.cache
+def initial(dtype, **options):
+  """(params, carry) of a model with these options, which are the same in every layout."""
+  return widen(tiny.init(tiny.model(compute_dtype=dtype, **options), ROWS), dtype)
+
+
+@functools.cache
 def gradients(name, dtype, *bindings, backprop_chunks=3, **options):
   """(gradient, carry, sums) of a step, and its layout; options are those of the model."""
   with jax.enable_x64(dtype == 'float64'):
     layout = layout_of(name, *bindings)
     model = tiny.model(compute_dtype=dtype, **options)
-    params, carry = widen(tiny.init(model, ROWS), dtype)
+    params, carry = initial(dtype, **options)
     state = {'params': params, 'carry': carry}
     state = jax.device_put(state, tiny.shardings(layout, model, params, carry))
     step = layout.jit(of_step(model, backprop_chunks=backprop_chunks))
