@@ -42,10 +42,12 @@ hk.experimental.check_jax_usage()
 # For scripts/mutants: the search for the smallest failing example takes minutes.
 hypothesis.settings.register_profile('first_failure', phases=[hypothesis.Phase.generate])
 
-# Tests that start no process, but take 5 seconds or more of a core. Others look at the same rooms.
+# Tests that start no process, but take 4 seconds or more of a core. Others look at the same rooms.
 SLOW = {
+  'test_a_decoder_is_a_llama',
   'test_a_device_holds_an_eighth_of_what_is_split',
   'test_a_layer_gathers_its_weights_once_for_each_pass_and_chunk',
+  'test_a_mixer_of_ones_own',
   'test_a_mixture',
   'test_a_new_planner_and_one_passed_over_leave_the_model_as_it_is_without',
   'test_a_phase_without_it_leaves_its_parameters_and_moments_as_they_are',
@@ -54,14 +56,22 @@ SLOW = {
   'test_a_spike_leads_back_to_the_checkpoint_that_was_due_however_often_the_run_stops',
   'test_a_step_that_does_not_fit_ends_with_78_and_a_recommendation',
   'test_a_token_depends_on_earlier_intervals_and_on_nothing_else',
+  'test_adapters_change_nothing_at_first_and_are_the_sum_of_both_matrices',
   'test_an_export_is_read_back_bit_for_bit',
+  'test_attention_draws_anew_on_each_device',
   'test_between_groups_the_gradient_is_cut_and_within_a_group_it_flows',
   'test_bfloat16_stays_with_float32_for_200_steps',
+  'test_chosen_steps_are_profiled',
+  'test_each_block_of_the_pattern_has_the_window_bound_in_its_scope',
+  'test_every_chunk_draws_its_own_dropout_and_draws_it_again_when_recomputed',
   'test_every_power_is_right_to_a_few_roundings',
+  'test_full_attention_refuses_a_longer_document',
+  'test_full_attention_without_a_carry',
   'test_greedy_tokens_are_the_likeliest_of_the_model_read_at_once',
   'test_however_documents_end_and_chunks_are_cut_it_equals_the_loop_over_tokens',
   'test_in_float64_the_gradients_agree_to_rounding',
   'test_layers_that_gather_their_weights_change_nothing',
+  'test_long_unrolls_change_the_gradient_and_resume_where_they_were',
   'test_micro_batches_are_the_whole_batch_in_float64',
   'test_mixers',
   'test_only_adapters_learn_and_count',
@@ -69,8 +79,12 @@ SLOW = {
   'test_planner',
   'test_programs_of_a_compiler_that_times_kernels_may_change',
   'test_remat_changes_nothing',
+  'test_tasks_are_in_the_seqio_registry',
+  'test_the_cuts_between_chunks_change_nothing',
   'test_the_first_module_is_named',
+  'test_the_groups_of_s5_and_of_vectors',
   'test_the_hunt_for_a_nan_names_a_module',
+  'test_the_size_of_a_tokenizer',
   'test_two_steps_end_where_one_device_ends',
   'test_values_carries_and_gradients_are_those_of_one_device',
 }
