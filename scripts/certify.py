@@ -1,7 +1,7 @@
 """Tables of certified runs: each row shows the certificate of one precompile command.
 
-The first table is that of README. Those of docs/performance.md have models that others have
-measured, and a model of 8 B parameters on another slice.
+They stand in docs/performance.md: the whole runs of gin/, models that others have measured, and a
+model of 8 B parameters on other slices.
 
 PYTHONPATH=. python scripts/certify.py
 """
@@ -16,6 +16,7 @@ import sys
 from typing import Any, NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[1]
+PAGE = ROOT / 'docs' / 'performance.md'
 FOLDER = pathlib.Path('runs', 'certificates')
 GIB, GB = 2**30, 1e9
 Certificate = Mapping[str, Any]
@@ -29,10 +30,9 @@ class Row(NamedTuple):
 
 
 class Table(NamedTuple):
-  """A table of a page, where it stands between two comments with its name."""
+  """A table of PAGE, where it stands between two comments with its name."""
 
   name: str
-  page: pathlib.Path
   head: str
   line: Callable[[Row, Certificate], Sequence[str]]
   rows: Sequence[Row]
@@ -97,7 +97,6 @@ HEAD_OF_RUNS = (
 TABLES = (
   Table(
     'certified runs',
-    ROOT / 'README.md',
     HEAD_OF_RUNS,
     _of_run,
     (
@@ -119,7 +118,6 @@ TABLES = (
   ),
   Table(
     'measured by others',
-    ROOT / 'docs' / 'performance.md',
     '| flags of `--run_mode=precompile` | measured by others: tokens/s a chip | predicted here '
     '| GiB a chip, of them arguments |\n| --- | --- | --- | --- |',
     _beside,
@@ -143,7 +141,6 @@ TABLES = (
   ),
   Table(
     'large models',
-    ROOT / 'docs' / 'performance.md',
     HEAD_OF_RUNS,
     _of_run,
     (
@@ -176,7 +173,7 @@ def certificate(flags: Sequence[str]) -> Certificate | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Prints the tables, and writes those with all rows into their pages."""
+  """Prints the tables, and writes those with all rows into PAGE."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--only', default='', help='only rows whose command contains this text')
   only = parser.parse_args(arguments).only
@@ -193,8 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(text)
     if len(found) == len(table.rows):
       begin, end = f'<!-- {table.name}: scripts/certify -->', f'<!-- end of {table.name} -->'
-      before, _, rest = table.page.read_text().partition(begin)
-      table.page.write_text(f'{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}')
+      before, _, rest = PAGE.read_text().partition(begin)
+      PAGE.write_text(f'{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}')
   return int(failed)
 
 

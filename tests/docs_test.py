@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -57,15 +58,39 @@ def test_pages_have_examples():
     'layouts',
     'use',
     'export',
+    'tutorial',
   } <= {page for page, blocks in BLOCKS.items() if blocks}
   assert all(block.count('\n') < 50 for blocks in BLOCKS.values() for *_, block in blocks)
 
 
-def test_tables_from_other_trainers_name_what_exists():
-  """Bindings, macros of a run, flags and files in the right column."""
+@pytest.fixture(scope='module')
+def macros():
+  """Those of runs, with the configurables imported."""
   for module in main.CONFIGURABLE_MODULES:
     importlib.import_module(module)
-  macros = check.RUN_MACROS | {'text', 'text_column', 'vocabulary'}
+  return check.RUN_MACROS | {'text', 'text_column', 'vocabulary'}
+
+
+def test_readme_names_what_exists(macros):
+  """Files and links, command lines, bindings and macros."""
+  text = (ROOT / 'README.md').read_text()
+  assert text.count('\n') <= 160
+  for path in re.findall(r'\b(?:gin|scripts|docs)/[\w/.]*\w', text):
+    assert (ROOT / path).exists(), path
+  joined = text.replace('\\\n', '')
+  commands = re.findall(r'^    python -m valkyrie.main (.*)', joined, re.M)
+  given = [flag for line in commands for flag in main.parse_command_line(shlex.split(line))[1]]
+  bindings = re.findall(r'^    (\S+\.\S+) = .*  #', text, re.M) + given
+  assert len(commands) > 8 and len(bindings) > 15
+  for binding in bindings:
+    name = binding.partition('=')[0].removeprefix('--gin.').rpartition('/')[2]
+    selector, _, parameter = name.rpartition('.')
+    known = registry.parameters_of(registry.find(selector).wrapped) if selector else macros
+    assert parameter in known, binding
+
+
+def test_tables_from_other_trainers_name_what_exists(macros):
+  """Bindings, macros of a run, flags and files in the right column."""
   found = 0
   for page in ('from_t5x', 'from_maxtext', 'from_levanter'):
     for line in re.findall(r'^\| `.*', (ROOT / 'docs' / f'{page}.md').read_text(), re.M):

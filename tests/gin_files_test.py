@@ -175,6 +175,8 @@ def test_a_model_builds_and_every_parameter_declares_its_axes(file):
   model = language_model.transform(LanguageModel)
   params, carry = jax.eval_shape(lambda: model.init(jax.random.key(0), 8))
   assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
+  table = (FOLDER.parent / 'docs' / 'models.md').read_text()
+  assert f'| `{file.stem}` | {count(params):,} |' in table
   chunk = jax.ShapeDtypeStruct((8, 32), jnp.int32)
   features, after = jax.eval_shape(model.apply, params, carry, chunk, chunk, chunk)
   assert features.hidden.shape == (8, 32, gin.query_parameter('LanguageModel.d_model'))
