@@ -65,6 +65,7 @@ setup(
     'trackers': ['wandb>=0.19', 'trackio>=0.3'],
     'tpu': ['jax[tpu]'],  # brings the libtpu that this jax was built for
     'cuda': ['jax[cuda13]'],
+    'docs': ['mkdocs-material>=9.6', 'mkdocstrings[python]>=0.30'],
     'test': [
       'gcsfs>=2025.9',
       'google-cloud-storage>=3',
