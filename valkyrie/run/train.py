@@ -67,7 +67,7 @@ def train(
   """Trains until `train_steps` steps are done, from the newest checkpoint in model_dir if any.
 
   Args:
-    model_dir: the directory of the run; README.md lists its files.
+    model_dir: the directory of the run; docs/operations.md lists its files.
     settings: the class of the settings that decide the compiled steps.
     feed: the class of the feed.
     train_steps: optimizer steps in all, those before a resume included.
