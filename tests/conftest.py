@@ -79,7 +79,7 @@ SLOW = {
   'test_planner',
   'test_programs_of_a_compiler_that_times_kernels_may_change',
   'test_remat_changes_nothing',
-  'test_tasks_are_in_the_seqio_registry',
+  'test_seqio_gets_the_tasks_by_a_call_and_not_by_an_import',
   'test_the_cuts_between_chunks_change_nothing',
   'test_the_first_module_is_named',
   'test_the_groups_of_s5_and_of_vectors',
