@@ -6,7 +6,7 @@ import types
 import numpy as np
 import pytest
 
-from valkyrie.certificates import estimate, topologies
+from valkyrie.certificates import collectives, topologies
 from valkyrie.certificates.collectives import Collective
 from valkyrie.monitoring import chips
 
@@ -17,7 +17,7 @@ SIZE = 9_000_000_000  # at 45 GB/s, 0.2 s over one link
 def network(*sides, rings=None):
   """Partitions in the order of their coordinates, the last axis fastest."""
   places = np.stack(np.unravel_index(np.arange(np.prod(sides)), sides), axis=1)
-  return estimate.Torus(places, rings or (False,) * len(sides), sides)
+  return collectives.Torus(places, rings or (False,) * len(sides), sides)
 
 
 def collective(kind, groups, size=SIZE, dimensions=None):
@@ -61,7 +61,7 @@ LINE = [[0, 1, 2, 3]]
   ],
 )
 def test_seconds(collective, network, seconds):
-  assert estimate.seconds(collective, network, RATE) == pytest.approx(seconds)
+  assert collectives.seconds(collective, network, RATE) == pytest.approx(seconds)
 
 
 def test_mesh_axes_of_collectives():
@@ -70,11 +70,11 @@ def test_mesh_axes_of_collectives():
   along_rows = collective('all-reduce', [[0, 4], [1, 5], [2, 6], [3, 7]])
   halo = collective('collective-permute', [[0, 1], [1, 2], [2, 3], [4, 5]])
   everywhere = dataclasses.replace(collective('all-reduce', [range(8)]), times=3)
-  assert estimate.mesh_axes(along_time, mesh) == ('time',)
-  assert estimate.mesh_axes(along_rows, mesh) == ('rows',)
-  assert estimate.mesh_axes(halo, mesh) == ('time',)
+  assert collectives.mesh_axes(along_time, mesh) == ('time',)
+  assert collectives.mesh_axes(along_rows, mesh) == ('rows',)
+  assert collectives.mesh_axes(halo, mesh) == ('time',)
   rare = dataclasses.replace(everywhere, rare=True)
-  spent = estimate.by_mesh_axes([halo, everywhere, rare], mesh, network(2, 4), RATE)
+  spent = collectives.by_mesh_axes([halo, everywhere, rare], mesh, network(2, 4), RATE)
   assert spent == pytest.approx({'time': 0.2, 'rows+time': 3 * 0.4 * 7 / 8 / 2})
 
 

@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 from valkyrie.certificates import collectives, hlo
-from valkyrie.certificates.estimate import mesh_axes
+from valkyrie.certificates.collectives import mesh_axes
 from valkyrie.models import language_model
 from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.block import Block

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from valkyrie.certificates import hlo, hlo_flops, work
+from valkyrie.certificates import hlo, work
 
 TPU = (pathlib.Path(__file__).parent / 'tpu_program.hlo').read_text()
 
@@ -62,7 +62,7 @@ def convolution(left, right, out, labels, window):
 }}
 """
   module = hlo.parse(text)
-  return hlo_flops.of_instruction(module, module.entry, module.entry.root)
+  return work.flops_of(module, module.entry, module.entry.root)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Certificate of a compiled train step: an entry of precompile.json."""
+"""Certificate of a compiled train step: an entry of precompile.json, and its text form."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,13 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from valkyrie.certificates import (
-  collectives,
-  estimate,
-  hlo,
-  topologies,
-  work,
-)
+from valkyrie.certificates import collectives, hlo, topologies, work
 from valkyrie.monitoring import chips
 from valkyrie.training.curriculum import Phase
 from valkyrie.training.setup import Setup
@@ -99,14 +93,14 @@ def estimates(
   facts: Mapping[str, Any],
   setup: Setup,
 ) -> dict[str, Any]:
-  """Estimated time and share of peak on a TPU slice, see `estimate`. Nothing is measured.
+  """Estimated time and share of peak on a TPU slice, see `collectives`. Nothing is measured.
 
-  estimated_seconds_by_part: {part: [by instruction, by cycles]}, see `work`.
+  estimated_seconds_by_part: {part: [by roofline, by cycles]}, see `work`.
   estimated_compute_seconds: operations / peak FLOP/s.
   estimated_memory_seconds: bytes / HBM bandwidth.
-  estimated_instruction_seconds, estimated_cycles_seconds: the sums of the parts. The time of a step
-    lies between them.
-  estimated_tokens_per_second_per_chip, estimated_share_of_peak: [by instruction, by cycles].
+  estimated_instruction_seconds, estimated_cycles_seconds: the sums of the parts, by roofline and by
+    cycles. The time of a step lies between them.
+  estimated_tokens_per_second_per_chip, estimated_share_of_peak: [by roofline, by cycles].
   """
   mesh, topology = setup.partitioner.mesh, facts['topology']
   if topology is None:
@@ -115,8 +109,8 @@ def estimates(
   chip = chips.TPUS[name]
   assert chip.hbm_bytes_per_second and chip.link_bytes_per_second and chip.cycles_per_second, chip
   places = np.asarray([device.coords[: len(sides)] for device in mesh.devices.flat])
-  network = estimate.Torus(places, topologies.wraps(name, sides), sides)
-  axes = estimate.by_mesh_axes(sent, mesh, network, chip.link_bytes_per_second)
+  network = collectives.Torus(places, topologies.wraps(name, sides), sides)
+  axes = collectives.by_mesh_axes(sent, mesh, network, chip.link_bytes_per_second)
   communication = sum(axes.values())
   parts = work.seconds(done, chip.peak_flops, chip.hbm_bytes_per_second, chip.cycles_per_second)
   sums = [communication + sum(column) for column in zip(*parts.values(), strict=True)]
@@ -148,3 +142,77 @@ def _layout(setup: Setup) -> str:
     if setup.partitioner.axes_of(logical)
   ]
   return ', '.join(rules) or 'whole on one device'
+
+
+def text(c: Mapping[str, Any]) -> str:
+  """A paragraph with the step, its memory, program, operations, traffic and estimated time."""
+  lines = [
+    f'phase {c["phase"]}: {c["rows"]} rows of {c["chunks"]} x {c["chunk_size"]:,} tokens, gradient '
+    f'through {c["backprop_chunks"]} chunks, on {c["chips"]} x {c["device_kind"]}: {c["layout"]}'
+  ]
+  if 'refused' in c:
+    return '\n'.join([*lines, f'  does not fit: {c["refused"]}'])
+  offered = f' of {gib(c["hbm_bytes"])}' if c['hbm_bytes'] else ''
+  verdict = {True: ': fits', False: ': DOES NOT FIT', None: ''}[c['fits']]
+  lines += [
+    f'  memory per chip     {gib(c["total_bytes"])}{offered}{verdict} (arguments '
+    f'{gib(c["argument_bytes"])}, temporaries {gib(c["temporary_bytes"])})',
+    f'  program             {c["parameters"]:,} parameters; {c["compiler"]}, in '
+    f'{c["compile_seconds"]} s: {c["instructions"]:,} instructions, '
+    f'{c["code_bytes"] / 1e6:.1f} MB of code',
+    f'  products            {c["useful_flops"] / 1e12:.3g} TFLOP per chip and step for the model; '
+    f'the program executes {c["executed_flops"] / c["useful_flops"]:.2f} times as much',
+    f'  memory traffic      {c["hbm_traffic_bytes"] / 1e12:.3g} TB per chip and step',
+    f'  bytes sent          {_sizes(c["collective_bytes"])} per chip and step',
+  ]
+  if c['rare_collective_bytes']:
+    lines.append(f'  in rare branches    {_sizes(c["rare_collective_bytes"])} more')
+  if largest := c['largest_collective_in_loops']:
+    lines.append(
+      f'  largest in a loop   {largest["kind"]} of {largest["bytes"] / 1e6:.1f} MB, '
+      f'{largest["times"]:,} times: {_short(largest["source"])}'
+    )
+  if 'estimated_instruction_seconds' in c:
+    lines.append(_estimate_text(c))
+  return '\n'.join(lines)
+
+
+def _estimate_text(c: Mapping[str, Any]) -> str:
+  """The range of the time, and its parts from the longest on."""
+  by_part = sorted(c['estimated_seconds_by_part'].items(), key=lambda one: -one[1][1])
+  parts = ', '.join(f'{name} {_range(seconds, ".2g")}' for name, seconds in by_part)
+  axes = c['estimated_communication_seconds_by_axes']
+  along = ', '.join(f'{name} {seconds:.2g} s' for name, seconds in axes.items())
+  both = (c['estimated_instruction_seconds'], c['estimated_cycles_seconds'])
+  rates, shares = c['estimated_tokens_per_second_per_chip'], c['estimated_share_of_peak']
+  return (
+    f'  estimate, not measured: {_range(both, ".3g")} s per step; {_range(rates[::-1], ",.0f")} '
+    f'tokens/s per chip, {_range(shares[::-1], ".0%")} of peak\n'
+    f'  seconds by part     {parts}{f"; links {along}" if along else ""}\n'
+    '  the shortest time   each instruction at the peak or at the bandwidth of the memory, one '
+    'after the other. Not priced: elementwise work, heads narrower than a matrix unit, the starts '
+    f'of {c["executed_instructions"]:,} instructions\n'
+    '  the longest time    the cycles that the compiler expects, with all of these, one after the '
+    'other'
+  )
+
+
+def _range(pair: Sequence[float], form: str) -> str:
+  """'1.2 to 3.4', or one number if they are equal."""
+  first, second = (f'{number:{form}}' for number in pair)
+  return first if first == second else f'{first} to {second}'
+
+
+def gib(size: float) -> str:
+  """'30.75 GiB'."""
+  return f'{size / 2**30:.2f} GiB'
+
+
+def _sizes(by_kind: Mapping[str, float]) -> str:
+  kinds = ', '.join(f'{kind} {size / 1e9:.3g}' for kind, size in by_kind.items())
+  return f'{sum(by_kind.values()) / 1e9:.3g} GB' + (f' ({kinds})' if kinds else '')
+
+
+def _short(source: str) -> str:
+  """The end of an operation's path, which differs between operations."""
+  return source if len(source) <= 80 else '...' + source[-77:]

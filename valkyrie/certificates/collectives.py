@@ -1,7 +1,7 @@
-"""Bytes that a compiled program sends between chips, with its loops multiplied out.
+"""Bytes that a compiled program sends between chips, and the time that this takes on a TPU slice.
 
-Bytes are counted per chip and step for ring algorithms, which send the least possible; n is the
-number of chips in a group:
+Loops are multiplied out. Bytes are counted per chip and step for ring algorithms, which send the
+least possible; n is the number of chips in a group:
 
   all-gather           (n-1)/n of its result
   reduce-scatter       (n-1)/n of its operand
@@ -10,14 +10,24 @@ number of chips in a group:
   collective-permute   its operand
 
 An operation that is split into a start and a done counts once.
+
+The time is an estimate, not a measurement: links have their full bandwidth, and nothing overlaps
+with other work. A collective over several axes of a torus uses the links of all of them at once, in
+both directions along a ring and in one direction along a line ("How to Scale Your Model",
+jax-ml.github.io/scaling-book/sharding), or the links of fewer axes if the compiler reports an
+algorithm with fewer dimensions. A permutation takes as long as its busiest link; each message takes
+the shortest route, one axis after the other.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import math
 import re
+from typing import NamedTuple
 
+from jax.sharding import Mesh
 import numpy as np
 
 from valkyrie.certificates import hlo
@@ -56,7 +66,7 @@ class Collective(hlo.Transfer):
 
 
 def of_module(module: hlo.Module) -> list[Collective]:
-  """All collectives. Of a conditional, the branch that sends least is the usual one."""
+  """All collectives. The branch of a conditional that sends least is the usual one."""
   return [one for one in hlo.transfers(module, functools.partial(_read, module)) if one.bytes]
 
 
@@ -71,6 +81,76 @@ def by_kind(collectives: Sequence[Collective], *, rare: bool = False) -> dict[st
 def largest_in_loops(collectives: Sequence[Collective]) -> Collective | None:
   """The largest collective in a loop. If it has the size of a parameter, the layout is wrong."""
   return max((c for c in collectives if c.in_loop), key=lambda c: c.bytes, default=None)
+
+
+class Torus(NamedTuple):
+  """The network of a slice, and the positions of a program's partitions in it.
+
+  places: coordinates of each partition's chip, [partitions, axes], in the order of the mesh.
+  rings: whether each axis is a ring.
+  sides: length of each axis, in chips.
+  """
+
+  places: np.ndarray
+  rings: tuple[bool, ...]
+  sides: tuple[int, ...]
+
+
+def seconds(collective: Collective, network: Torus, link_bytes_per_second: float) -> float:
+  """Time of one execution of a collective."""
+  if collective.kind == 'collective-permute':
+    load = _busiest_link(collective.groups, network)
+    return load * collective.operand_bytes / link_bytes_per_second
+  group = network.places[collective.groups[0]]
+  spans = [len(set(along)) for along in group.T]
+  links = {
+    axis: 2 if network.rings[axis] and span == network.sides[axis] else 1
+    for axis, span in enumerate(spans)
+    if span > 1
+  }
+  if not links:
+    return 0.0
+  if collective.kind.endswith('all-to-all'):
+    # Half of the bytes cross the middle of the longest axis, one half of them in each direction.
+    longest = max(links, key=lambda axis: spans[axis] / links[axis])
+    rate = 4 * links[longest] * link_bytes_per_second / spans[longest]
+    return collective.operand_bytes / rate
+  used = sorted(links.values(), reverse=True)[: collective.dimensions or len(links)]
+  return collective.bytes / (sum(used) * link_bytes_per_second)
+
+
+def mesh_axes(collective: Collective, mesh: Mesh) -> tuple[str, ...]:
+  """The mesh axes that a collective crosses."""
+  group = np.stack(np.unravel_index(collective.groups, mesh.devices.shape))  # [axes, groups, n]
+  crossed = (group != group[..., :1]).any(axis=(1, 2))
+  return tuple(name for name, is_one in zip(mesh.axis_names, crossed, strict=True) if is_one)
+
+
+def by_mesh_axes(
+  collectives: Sequence[Collective], mesh: Mesh, network: Torus, link_bytes_per_second: float
+) -> dict[str, float]:
+  """Seconds per step by the mesh axes crossed, e.g. {'x+y': 0.1}, without rare collectives."""
+  spent: dict[str, float] = defaultdict(float)
+  for collective in collectives:
+    if not collective.rare:
+      once = seconds(collective, network, link_bytes_per_second)
+      spent['+'.join(mesh_axes(collective, mesh))] += collective.times * once
+  return spent
+
+
+def _busiest_link(pairs: np.ndarray, network: Torus) -> int:
+  """The number of messages of a permutation on its busiest link."""
+  load = Counter()
+  for source, target in pairs:
+    at = [int(place) for place in network.places[source]]
+    for axis, goal in enumerate(int(place) for place in network.places[target]):
+      side, ring = network.sides[axis], network.rings[axis]
+      ahead = (goal - at[axis]) % side if ring else goal - at[axis]
+      step = -1 if ahead < 0 or (ring and 2 * ahead > side) else 1
+      while at[axis] != goal:
+        load[(*at, axis, step)] += 1
+        at[axis] = (at[axis] + step) % side if ring else at[axis] + step
+  return max(load.values(), default=0)
 
 
 def _read(

@@ -45,7 +45,7 @@ class ArrayShape(NamedTuple):
     return math.prod(dims) * _bits(self.dtype) // 8
 
 
-Arrays = tuple[ArrayShape, ...]  # of a value, those inside nested tuples included
+Arrays = tuple[ArrayShape, ...]  # of a value, including those inside nested tuples
 
 
 class Instruction(NamedTuple):
@@ -228,12 +228,12 @@ def transfers(
 ) -> list[_Transfer]:
   """All transfers of a program, including those in its loops, branches and calls.
 
-  Of the branches of a conditional, the one that moves least is the usual one. The body of a loop
-  without a known trip count counts once.
+  The branch of a conditional that moves least is the usual one. A loop without a known trip count
+  is counted once.
 
   Args:
     module: the program.
-    read: returns the transfer of an instruction; None for those of the computations that it calls.
+    read: returns the transfer of an instruction; None to read the computations that it calls.
   """
 
   @functools.cache

@@ -1,9 +1,9 @@
-"""Changes that reduce the memory of a step that does not fit. Each of them is compiled."""
+"""Changes that reduce the memory of a step that does not fit. Each change is compiled."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from valkyrie.certificates.report import gib
+from valkyrie.certificates.certificate import gib
 from valkyrie.config import paths
 from valkyrie.config.load import override_gin
 from valkyrie.config.parse import FLAG
@@ -34,7 +34,7 @@ def advice(
 
   Args:
     worst: the certificate of the step with the largest memory.
-    layouts: gin files of partitioners to try; None is those of gin/partition for several devices.
+    layouts: gin files of partitioners to try; None tries gin/partition for several devices.
     ask: returns the certificate of the same step under the current bindings.
     partitioner: returns the layout under the current bindings.
   """
@@ -94,7 +94,7 @@ def _compiled(
 
 
 def _run(layout: Partitioner) -> tuple[Any, ...]:
-  """The current bindings, with the resolved layout: several bindings can give the same layout."""
+  """The current bindings with the resolved layout, which several bindings can give."""
   others = {
     name: value for name, value in bindings().items() if not name.startswith('Partitioner.')
   }

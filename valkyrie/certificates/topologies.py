@@ -118,7 +118,7 @@ def wraps(chip: str, sides: Sequence[int]) -> tuple[bool, ...]:
 def compiler(name: str | None) -> str:
   """The name and version of the compiler for a slice, after a call of `devices`: 'libtpu 0.0.42.1'.
 
-  None is the devices of this machine: 'jaxlib 0.10.2'.
+  None means the devices of this machine: 'jaxlib 0.10.2'.
   """
   if name is None:
     return f'jaxlib {metadata.version("jaxlib")}'

@@ -1,30 +1,66 @@
 """Work of a compiled program, instruction by instruction: products, bytes and cycles.
 
-The text of a TPU program has the cycles that its compiler expects of most instructions. They count
-what a roofline leaves out, such as elementwise work, heads that do not fill a matrix unit, and the
-start of a small program; and nothing of it overlaps.
+**Products** are operations of matrix products: 2 for each multiplication. TPUs compile products to
+convolutions, and their batches to dimensions of a window. As in XLA's own analysis, multiplications
+with padding do not count.
+
+**Bytes** are read from and written to a chip's HBM. Each instruction of the schedule reads its
+operands and writes its results, once; the intermediate values of a fusion stay on the chip. The
+count excludes arrays in other memory spaces (`S(1)` is the vector memory of a TPU core, `S(3)` the
+common memory of a v4) and instructions that only rename bytes. A buffer that is sliced or updated
+in place counts with the bytes of the slice. The count is an estimate from the program's text, not a
+measurement: a large product may read an operand several times and move more; a cache, as on CPUs
+and GPUs, may reduce the traffic.
+
+**Cycles** are what the compiler of a TPU program expects of most instructions, as its text shows.
+They include what a roofline leaves out, such as elementwise work, heads that do not fill a matrix
+unit, and the start of a small program. They assume that nothing overlaps.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
+import itertools
+import math
 import re
 from typing import NamedTuple
 
-from valkyrie.certificates import collectives, hlo, hlo_flops, memory_traffic
+import numpy as np
+
+from valkyrie.certificates import collectives, hlo
 
 _SCOPES = {name: re.compile(rf'(?:^|[/(]){name}(?:$|[/)])') for name in ('attention', 'scan')}
 _KERNEL = 'custom_call_target="tpu_custom_call"'
 
+# No traffic: these name a value, wait, or end an operation that was counted at its start.
+_FREE = (
+  'parameter',
+  'constant',
+  'tuple',
+  'get-tuple-element',
+  'bitcast',
+  'after-all',
+  'partition-id',
+  'replica-id',
+  'optimization-barrier',
+  'add-dependency',
+  'domain',
+)
+_FREE_CALLS = ('AllocateBuffer', 'ConcatBitcast', 'AssumeGatherIndicesInBound', 'Sharding')
+_SLICES = ('dynamic-slice', 'slice', 'gather')
+_SAME_BYTES = ('bitcast', 'optimization-barrier')
+
+Dims = tuple[int, ...]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work(hlo.Transfer):
-  """An instruction whose `bytes` are those of its HBM traffic.
+  """An instruction; its `bytes` are its HBM traffic.
 
   part: 'communication' for a collective, 'kernels' for a program of Pallas, 'attention' or 'scan'
-    for what jax.named_scope names so; then 'products' for a matrix product, and 'memory' for the
-    rest: norms, activations, copies, the optimizer.
+    inside a jax.named_scope of this name; otherwise 'products' for a matrix product, and 'memory'
+    for the rest: norms, activations, copies, the optimizer.
   flops: 2 for each multiplication of a matrix product.
-  cycles: as the compiler expects; 0 if it does not say.
+  cycles: expected by the compiler; 0 if the text has none.
   """
 
   part: str
@@ -35,8 +71,8 @@ class Work(hlo.Transfer):
 class Seconds(NamedTuple):
   """The time of instructions that run one after the other.
 
-  roofline: of each the longer of its products at the peak and its bytes at the bandwidth of HBM.
-  cycles: of each as the compiler expects; of Pallas kernels the roofline again.
+  roofline: each takes the longer of its products at the peak and its bytes at HBM's bandwidth.
+  cycles: each takes the cycles that the compiler expects; a Pallas kernel takes its roofline.
   """
 
   roofline: float
@@ -44,16 +80,16 @@ class Seconds(NamedTuple):
 
 
 def of_module(module: hlo.Module) -> list[Work]:
-  """All instructions with work; of a conditional, those of the branch that moves least."""
+  """All instructions with work; a conditional takes the branch that moves least."""
 
   def read(computation: hlo.Computation, instruction: hlo.Instruction) -> Work | None:
     if instruction.opcode == 'call':
       return None
-    flops = hlo_flops.of_instruction(module, computation, instruction)
+    flops = flops_of(module, computation, instruction)
     if _KERNEL in instruction.attributes:  # with an estimate by its author
       flops = int(instruction.find(r'"cost_estimate":\{[^{}]*"flops":"(\d+)"') or 0)
     return Work(
-      bytes=memory_traffic.moved(module, computation, instruction),
+      bytes=bytes_of(module, computation, instruction),
       source=f'{instruction.op_name} {instruction.name}'.strip(),
       part=_part(instruction, flops),
       flops=flops,
@@ -76,7 +112,7 @@ def _part(instruction: hlo.Instruction, flops: int) -> str:
 def seconds(
   works: Sequence[Work], peak_flops: float, bytes_per_second: float, cycles_per_second: float
 ) -> Mapping[str, Seconds]:
-  """The time of each part but communication, whose time is that of the network."""
+  """The time of each part except communication, which `collectives` estimates."""
   spent: dict[str, Seconds] = {}
   for one in works:
     if one.part != 'communication':
@@ -87,3 +123,125 @@ def seconds(
         before.roofline + one.times * roofline, before.cycles + one.times * cycles
       )
   return spent
+
+
+def flops_of(module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction) -> int:
+  """Operations of one execution, including those inside a fusion; 0 for a call, branch or loop."""
+  if instruction.opcode == 'fusion':
+    inner = module.computations[instruction.called('calls')[0]]
+    return sum(flops_of(module, inner, one) for one in inner.instructions)
+  if instruction.opcode not in ('dot', 'convolution'):
+    return 0
+  left, right = (computation.by_name[name].arrays[0].dims for name in instruction.operands)
+  out = instruction.arrays[0].dims
+  if instruction.opcode == 'convolution':
+    return 2 * _multiplications(instruction, left, right, out)
+  contracted = instruction.find(r'lhs_contracting_dims=\{([\d,]*)\}').split(',')
+  return 2 * math.prod(out) * math.prod(left[int(number)] for number in contracted if number)
+
+
+def _multiplications(instruction: hlo.Instruction, left: Dims, right: Dims, out: Dims) -> int:
+  """The multiplications of a convolution.
+
+  `dim_labels=0bf_0io->0bf` names the dimensions of input, kernel and output: b is the batch, f, i
+  and o are features, and numbers those of the window.
+  """
+  labels = re.split(r'_|->', instruction.find(r'dim_labels=([\w?>-]+)'))
+  inputs, kernel, outputs = (
+    dict(zip(names, dims, strict=True))
+    for names, dims in zip(labels, (left, right, out), strict=True)
+  )
+  groups = int(instruction.find(r'batch_group_count=(\d+)') or 1)
+  count = outputs['b'] * outputs['f'] * kernel['i'] // groups
+  window = _window(instruction)
+  for number in (label for label in labels[0] if label.isdecimal()):
+    of_place = {name: values[int(number)] for name, values in window.items()}
+    count *= _meetings(inputs[number], kernel[number], outputs[number], of_place)
+  return count
+
+
+def _window(instruction: hlo.Instruction) -> dict[str, list[str]]:
+  """`window={size=2x3 stride=1x2 pad=0_0x1_1}` as {'size': ['2', '3'], ...}."""
+  found = re.findall(r'(\w+)=(\S+)', instruction.find(r'window=\{([^}]*)\}'))
+  return {name: values.split('x') for name, values in found}
+
+
+def _meetings(inputs: int, kernel: int, outputs: int, window: dict[str, str]) -> int:
+  """The pairs of an output and a place of the kernel that meet an input, not padding or a gap."""
+  stride, gap = int(window.get('stride', 1)), int(window.get('lhs_dilate', 1))
+  before = int(window.get('pad', '0_0').split('_')[0])
+  places = int(window.get('rhs_dilate', 1)) * np.arange(kernel) - before
+  met = places[:, None] + stride * np.arange(outputs)
+  return int(((met >= 0) & (met <= gap * (inputs - 1)) & (met % gap == 0)).sum())
+
+
+def bytes_of(module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction) -> int:
+  """The bytes of one execution of an instruction, unless it is a call, a branch or a loop."""
+  opcode, results = instruction.opcode, instruction.arrays
+  operands = [computation.by_name[name].arrays for name in instruction.operands]
+  free = opcode == 'custom-call' and any(call in instruction.attributes for call in _FREE_CALLS)
+  if free or opcode in _FREE or opcode.endswith('-done'):
+    return 0
+  if opcode == 'fusion':
+    inner = module.computations[instruction.called('calls')[0]]
+    read = sum(
+      _read_inside(module, inner, inner.parameters[number])
+      for number, operand in enumerate(operands)
+      if _in_hbm(operand)
+    )
+    return read + _written(inner, results)
+  if opcode in ('dynamic-update-slice', 'scatter'):
+    updates = operands[1 if opcode == 'dynamic-update-slice' else -1]
+    accesses = 2 if opcode == 'scatter' else 1
+    return _in_hbm(updates) + (accesses * _size(updates) if _in_hbm(results) else 0)
+  if opcode in (*_SLICES, 'copy-start', 'slice-start'):
+    # copy-start: (destination, source, semaphore); slice-start: ((source), destination, semaphore)
+    made = {'copy-start': results[:1], 'slice-start': results[1:2]}.get(opcode, results)
+    return (_size(made) if _in_hbm(operands[0]) else 0) + _in_hbm(made)
+  read = sum(map(_in_hbm, operands))
+  if opcode.endswith('-start'):  # repeats the operands; the result is the largest part
+    return read + max(_in_hbm([array]) for array in results)
+  return read + _in_hbm(results)
+
+
+def _size(arrays: Iterable[hlo.ArrayShape]) -> int:
+  return sum(array.padded_bytes for array in arrays)
+
+
+def _in_hbm(arrays: Iterable[hlo.ArrayShape]) -> int:
+  """Bytes of the arrays in HBM."""
+  return _size(array for array in arrays if array.space == 0)
+
+
+def _read_inside(module: hlo.Module, fusion: hlo.Computation, value: hlo.Instruction) -> int:
+  """Bytes of a parameter that a fusion reads: its slices, if no instruction reads all of it."""
+  whole, read = _size(value.arrays), 0
+  for user in fusion.users.get(value.name, ()):
+    if user.opcode in _SAME_BYTES:
+      read += _read_inside(module, fusion, user)
+    elif user.opcode in _SLICES and user.operands[0] == value.name:
+      read += _size(user.arrays)
+    elif user.opcode == 'dynamic-update-slice' and user.operands[0] == value.name:
+      continue  # updated in place
+    elif user.opcode == 'fusion':
+      inner = module.computations[user.called('calls')[0]]
+      for number, name in enumerate(user.operands):
+        if name == value.name:
+          read += _read_inside(module, inner, inner.parameters[number])
+    elif user.opcode != 'tuple':
+      return whole
+  return min(read, whole)
+
+
+def _written(fusion: hlo.Computation, results: hlo.Arrays) -> int:
+  """Bytes that a fusion writes: only the update of a buffer that it updates in place."""
+  root, arrays, total = fusion.root, iter(results), 0
+  for name in root.operands if root.opcode == 'tuple' else [root.name]:
+    made = fusion.by_name[name]
+    written = _in_hbm(itertools.islice(arrays, len(made.arrays)))
+    while made.opcode in _SAME_BYTES:
+      made = fusion.by_name[made.operands[0]]
+    if written and made.opcode == 'dynamic-update-slice':
+      written = _size(fusion.by_name[made.operands[1]].arrays)
+    total += written
+  return total

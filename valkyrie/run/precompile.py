@@ -17,7 +17,7 @@ from typing import Any
 import gin
 import jax
 
-from valkyrie.certificates import certificate, collectives, hlo, remedies, report, topologies, work
+from valkyrie.certificates import certificate, collectives, hlo, remedies, topologies, work
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.parse import FLAG
 from valkyrie.config.redact import redact
@@ -74,7 +74,7 @@ def precompile(
       path.parent.mkdir(parents=True, exist_ok=True)
       path.write_text(json.dumps(all_found, indent=2) + '\n')
     for found in all_found:
-      print(report.text(found), flush=True)
+      print(certificate.text(found), flush=True)
     over = [found for found in all_found if found['fits'] is False]
     if over:
       worst = max(over, key=lambda c: c['total_bytes'] or 0)
