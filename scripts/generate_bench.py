@@ -19,9 +19,8 @@ import torch
 import transformers
 
 from valkyrie.config.load import load_gin
-from valkyrie.inference.generation import Generator
+from valkyrie.inference.generation import GREEDY, Generator
 from valkyrie.inference.reader import Reader, TextCarry
-from valkyrie.inference.sampling import GREEDY
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
 

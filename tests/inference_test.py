@@ -12,9 +12,8 @@ import tiny_run
 
 from valkyrie.data.vocabularies import ByteVocabulary, load
 from valkyrie.errors import ConfigurationError, StorageError, UsageError
-from valkyrie.inference.continuation import Continuation
+from valkyrie.inference.generation import Continuation, Sampling
 from valkyrie.inference.loaded import LoadedModel
-from valkyrie.inference.sampling import Sampling
 from valkyrie.models.carry_cuts import CUTS, cut_carry
 from valkyrie.training.losses import logits
 
@@ -262,8 +261,8 @@ def test_carries_in_files(tmp_path):
   assert of_run.generate('A', again, max_tokens=5) == of_run.generate('A', carry, max_tokens=5)
   with pytest.raises(StorageError, match='is there already'):
     of_run.save_carry(tmp_path / 'long.safetensors', carry)
-  with pytest.raises(StorageError, match='is not a whole file'):
+  with pytest.raises(StorageError, match='is not a complete file'):
     of_run.load_carry(tmp_path / 'missing')
   (run / 'manifest.sha256').write_text('others')
-  with pytest.raises(ConfigurationError, match='was made by other weights'):
+  with pytest.raises(ConfigurationError, match='was saved with other weights'):
     of_run.load_carry(tmp_path / 'long.safetensors')

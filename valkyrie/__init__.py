@@ -4,12 +4,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+  from valkyrie.inference.generation import Sampling as Sampling
   from valkyrie.inference.opened import load as load
-  from valkyrie.inference.sampling import Sampling as Sampling
 
 __version__ = '0.2.0'  # setup.py reads it; CHANGELOG.md has a section for each
 
-_PUBLIC = {'load': 'valkyrie.inference.opened', 'Sampling': 'valkyrie.inference.sampling'}
+_PUBLIC = {'load': 'valkyrie.inference.opened', 'Sampling': 'valkyrie.inference.generation'}
 
 
 def __getattr__(name: str) -> Any:

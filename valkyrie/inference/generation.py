@@ -1,15 +1,85 @@
-"""Tokens after a text, one at a time: each is chosen, then read like a chunk of one token."""
+"""Text after a text, token by token: chosen, read like a chunk of one token, and decoded."""
 
 from collections.abc import Iterator, Sequence
+import dataclasses
 import functools
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from valkyrie.data.vocabularies import Vocabulary
+from valkyrie.errors import ConfigurationError
 from valkyrie.inference.reader import Reader, TextCarry
-from valkyrie.inference.sampling import Sampling
 from valkyrie.types import Array, Params
+
+EOS, STOP, LENGTH = 'eos', 'stop', 'length'
+_UNFINISHED = '\N{REPLACEMENT CHARACTER}'
+_LONGEST_CHARACTER = 8  # tokens; later an incomplete character is taken as it is
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+  """Rules for the choice of the next token, applied in this order; greedy by default.
+
+  Attributes:
+    repetition_penalty: divides the positive logits of tokens in the text and multiplies the
+      negative ones (CTRL, Keskar et al. 2019); 1 changes nothing.
+    temperature: divides the logits; 0 takes the largest.
+    top_k: keeps the k largest logits; None keeps all.
+    top_p: keeps the smallest set of the most likely tokens whose probabilities sum to at least p
+      (nucleus sampling, Holtzman et al. 2020).
+    min_p: keeps tokens at least this likely, relative to the most likely one (Nguyen et al. 2024).
+  """
+
+  repetition_penalty: float = 1.0
+  temperature: float = 0.0
+  top_k: int | None = None
+  top_p: float = 1.0
+  min_p: float = 0.0
+
+  def choose(self, logits: Array, seen: Array, keys: Array) -> Array:
+    """The next tokens, int32 [B].
+
+    Args:
+      logits: float32 [B, V].
+      seen: bool [B, V], whether the token is in the text so far; any shape without a penalty.
+      keys: random keys [B].
+    """
+    if self.repetition_penalty != 1:
+      factor = self.repetition_penalty
+      logits = jnp.where(seen, jnp.where(logits > 0, logits / factor, logits * factor), logits)
+    if self.temperature == 0:
+      return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = logits / self.temperature
+    if self.top_k is not None and self.top_k < logits.shape[-1]:
+      least = lax.top_k(logits, self.top_k)[0][:, -1:]
+      logits = jnp.where(logits < least, -jnp.inf, logits)
+    if self.top_p < 1:
+      ordered = jnp.sort(logits, axis=-1, descending=True)
+      shares = jax.nn.softmax(ordered, axis=-1)
+      counts = jnp.cumsum(shares, axis=-1) - shares < self.top_p
+      least = jnp.min(jnp.where(counts, ordered, jnp.inf), axis=-1, keepdims=True)
+      logits = jnp.where(logits < least, -jnp.inf, logits)
+    if self.min_p > 0:
+      most = jnp.max(logits, axis=-1, keepdims=True)
+      logits = jnp.where(logits < most + jnp.log(self.min_p), -jnp.inf, logits)
+    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+
+  def __post_init__(self):
+    for name, fits, wanted in (
+      ('repetition_penalty', self.repetition_penalty > 0, 'a number above 0'),
+      ('temperature', self.temperature >= 0, 'a number of 0 or more'),
+      ('top_k', self.top_k is None or self.top_k >= 1, '1 or more, or None'),
+      ('top_p', 0 < self.top_p <= 1, 'a number above 0 and at most 1'),
+      ('min_p', 0 <= self.min_p <= 1, 'a number from 0 to 1'),
+    ):
+      if not fits:
+        raise ConfigurationError(f'{name}={getattr(self, name)} must be {wanted}.')
+
+
+GREEDY = Sampling()
 
 
 class Generator:
@@ -34,12 +104,12 @@ class Generator:
 
     Args:
       params: of the model.
-      carry: of the rows; deleted by the first step.
+      carry: of the rows; the first step deletes it.
       texts: the tokens of each row so far, for a repetition penalty.
       sampling: the rules of the choice.
       seed: of the choices.
-      numbers: of the rows. A choice depends on the seed, the number of its row, its position, and
-        the text before, not on the other rows.
+      numbers: one for each row. A choice depends on the seed, the number of its row, its position,
+        and the text before it, not on the other rows.
       count: the number of steps.
     """
     seen = jnp.zeros((), bool)
@@ -69,3 +139,64 @@ class Generator:
       seen = seen.at[jnp.arange(len(tokens)), tokens].set(True)
     carry = self._reader.advance(params, carry, tokens[:, None], jnp.ones_like(tokens))
     return tokens, carry, seen
+
+
+class Continuation:
+  """A growing text. Each token is decoded with a few neighbors, never with the whole text.
+
+  Attributes:
+    tokens: all tokens.
+    text: the certain part, without an incomplete character or the beginning of a stop string.
+    ended: the reason why the text is complete, 'eos', 'stop' or 'length'; None before.
+  """
+
+  def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = ()):
+    """A text that ends before the first of the strings `stop`."""
+    self._vocabulary = vocabulary
+    self._stop = tuple(stop)
+    self._context, self._decoded = 0, 0  # where the context and the undecoded tokens begin
+    self._held = ''  # decoded, but perhaps the beginning of a stop string
+    self.tokens: list[int] = []
+    self.text = ''
+    self.ended: str | None = None
+
+  def add(self, token: int) -> str:
+    """Adds a token; returns the text that becomes certain."""
+    if token == self._vocabulary.eos_id:
+      return self.end(EOS)
+    self.tokens.append(token)
+    return self._certain(self._decode(last=False), last=False)
+
+  def end(self, reason: str = LENGTH) -> str:
+    """Completes the text; returns what was held back."""
+    new = self._certain(self._decode(last=True), last=True)
+    self.ended = self.ended or reason
+    return new
+
+  def _decode(self, last: bool) -> str:
+    """The new characters. Neighbors matter: SentencePiece drops the first space of a text."""
+    before = self._vocabulary.decode(self.tokens[self._context : self._decoded])
+    now = self._vocabulary.decode(self.tokens[self._context :])
+    waits = len(self.tokens) - self._decoded < _LONGEST_CHARACTER
+    if not last and waits and now.endswith(_UNFINISHED):
+      return ''
+    self._context, self._decoded = self._decoded, len(self.tokens)
+    return now[len(before) :]
+
+  def _certain(self, new: str, last: bool) -> str:
+    self._held += new
+    found = [at for at in map(self._held.find, self._stop) if at >= 0]
+    if found:
+      certain, self._held, self.ended = self._held[: min(found)], '', STOP
+    else:
+      kept = 0 if last else max((_overlap(self._held, stop) for stop in self._stop), default=0)
+      split = len(self._held) - kept
+      certain, self._held = self._held[:split], self._held[split:]
+    self.text += certain
+    return certain
+
+
+def _overlap(text: str, stop: str) -> int:
+  """The number of characters at the end of a text with which a stop string begins."""
+  sizes = range(min(len(text), len(stop) - 1), 0, -1)
+  return next((size for size in sizes if text.endswith(stop[:size])), 0)

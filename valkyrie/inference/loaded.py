@@ -13,11 +13,9 @@ from valkyrie.checkpoint import manifest
 from valkyrie.checkpoint.steps import steps_of
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import UsageError
-from valkyrie.inference import carry_files
-from valkyrie.inference.continuation import LENGTH, Continuation
-from valkyrie.inference.generation import Generator
+from valkyrie.inference import reader
+from valkyrie.inference.generation import GREEDY, LENGTH, Continuation, Generator, Sampling
 from valkyrie.inference.reader import Reader, RowScores, TextCarry
-from valkyrie.inference.sampling import GREEDY, Sampling
 from valkyrie.models.language_model import Model
 from valkyrie.types import Params
 
@@ -28,8 +26,8 @@ class TextScore(NamedTuple):
   """How well a model predicts a text.
 
   tokens: the ids of the text, int32 [T].
-  log_probs: log p(token | those before it) in nats, float32 [T]; NaN for the first token of a
-    document, which nothing predicts.
+  log_probs: log p(token | earlier tokens) in nats, float32 [T]; NaN for the first token of a
+    document, which has no context.
   greedy: bool [T], whether the token is the most likely one.
   """
 
@@ -39,14 +37,14 @@ class TextScore(NamedTuple):
 
   @property
   def log_prob(self) -> float:
-    """Of all tokens but a document's first, in nats."""
+    """The sum of the log-probabilities of all tokens but a document's first, in nats."""
     return float(np.nansum(self.log_probs, dtype=np.float64))
 
 
 class Generated(NamedTuple):
   """A continuation.
 
-  prompt, sample: the numbers of its prompt, and among those of the same prompt.
+  prompt, sample: the number of its prompt, and its number among the samples of this prompt.
   text: the continuation; tokens: its ids.
   ended: 'eos', 'stop' (a stop string, which is left out) or 'length'.
   """
@@ -63,9 +61,9 @@ class LoadedModel:
 
   Attributes:
     model: pure functions, such as model.apply(params, carry, inputs, positions, segment_ids).
-    params: {module: {name: array}}, the average where the run has one.
+    params: {module: {name: array}}; the moving average if the run keeps one.
     tokenizer: encode, decode, eos_id, size.
-    model_dir, steps: the run, and its checkpoints whose mean the parameters are, mostly one.
+    model_dir, steps: the run, and the checkpoints whose mean the parameters are: usually one.
   """
 
   def __init__(
@@ -78,7 +76,7 @@ class LoadedModel:
     steps: tuple[int, ...],
     chunk_size: int,
   ):
-    """Takes the attributes, and the most tokens of a row that are read at once."""
+    """Sets the attributes; a call of the model reads at most `chunk_size` tokens of a row."""
     self.model, self.params, self.tokenizer = model, params, tokenizer
     self.model_dir, self.steps = model_dir, steps
     self._reader = Reader(model, chunk_size)
@@ -91,16 +89,20 @@ class LoadedModel:
     *,
     cut: str | None = None,
   ) -> TextCarry:
-    """Reads texts, after those of `carry` if it is given -> the carry after them, a row for each.
+    """Reads texts and returns the carry after them, with a row for each text.
 
-    Its size does not depend on the length of the texts, unless the model has full attention. `cut`
-    sets a part of it back before every chunk: 'state', that of recurrences, or 'all'.
+    Its size does not depend on the length of the texts, unless the model has full attention.
+
+    Args:
+      texts: documents, or, with a carry, what follows the texts that it has read.
+      carry: of an earlier call.
+      cut: a part of the carry to reset before every chunk: 'state', of recurrences, or 'all'.
     """
     rows = self._tokens(texts)
     return self._reader.read(self.params, self._begun(carry, range(len(rows))), rows, cut)
 
   def rows(self, carry: TextCarry, numbers: Sequence[int]) -> TextCarry:
-    """Some rows of a carry, in this order; a row may be taken several times."""
+    """The rows of a carry with these numbers, in this order; a number may be repeated."""
     index = np.asarray(numbers)
     inside = jax.tree.map(
       lambda leaf, axes: jnp.take(leaf, index, axis=axes.index('batch')),
@@ -111,16 +113,16 @@ class LoadedModel:
 
   def save_carry(self, path: str | os.PathLike, carry: TextCarry) -> None:
     """Writes a carry to a new file; raises a StorageError if it cannot."""
-    carry_files.save(path, carry, self._weights())
+    reader.save_carry(path, carry, self._weights())
 
   def load_carry(self, path: str | os.PathLike) -> TextCarry:
-    """Reads a carry that this step of this run has made.
+    """Reads a carry that was saved by this step of this run.
 
     Raises:
       ConfigurationError: another model or step made it.
       StorageError: the file is missing or damaged.
     """
-    return carry_files.load(path, self._reader.fresh(1), self._weights())
+    return reader.load_carry(path, self._reader.fresh(1), self._weights())
 
   def score(
     self,
@@ -130,11 +132,11 @@ class LoadedModel:
     params: Params | None = None,
     batch_size: int = 8,
   ) -> list[TextScore]:
-    """The log-probabilities of each token of some texts.
+    """The log-probabilities of all tokens of each text.
 
     Args:
       texts: documents, or, with a carry, what follows the texts that it has read.
-      carry: of `read`; its only row counts for all texts.
+      carry: of `read`; a carry of one row is used for all texts.
       params: other parameters of the same model.
       batch_size: texts that are read at the same time.
     """
@@ -188,7 +190,7 @@ class LoadedModel:
     Args:
       prompts: texts; with a carry they follow the texts that it has read, and may be empty.
       carry: of `read`.
-      max_tokens: the most tokens of a continuation, if the document does not end before.
+      max_tokens: the largest number of tokens of a continuation.
       samples: continuations of each prompt.
       stop: strings before which a continuation ends.
       seed: of the samples. A continuation depends on its number, not on the other prompts.
@@ -198,7 +200,7 @@ class LoadedModel:
 
     Raises:
       UsageError: a prompt is empty.
-      ConfigurationError: a text is longer than the model can read, or a number out of its range.
+      ConfigurationError: a text is longer than the model can read, or a number is out of range.
     """
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     numbered = dict(enumerate(prompts, first))
@@ -225,7 +227,7 @@ class LoadedModel:
     seed: int = 0,
     sampling: Sampling = GREEDY,
   ) -> Iterator[str]:
-    """Yields the first sample of `generate` piece by piece, as it comes."""
+    """Yields the first sample of `generate` piece by piece while it is generated."""
     text = Continuation(self.tokenizer, stop)
     for _, new in self._continue({0: prompt}, [(0, 0)], [text], carry, sampling, seed, max_tokens):
       yield new
@@ -240,8 +242,8 @@ class LoadedModel:
     seed: int,
     max_tokens: int,
   ) -> Iterator[tuple[int, str]]:
-    """Grows the texts of rows (prompt, sample); yields (row, its new text)."""
-    own = list(dict.fromkeys(prompt for prompt, _ in rows))  # each is read once
+    """Extends the text of each row (prompt, sample); yields (row, its new text)."""
+    own = list(dict.fromkeys(prompt for prompt, _ in rows))  # to read each prompt once
     tokens = [self.tokenizer.ids(prompts[prompt]) for prompt in own]
     if carry is None and not all(map(len, tokens)):
       raise UsageError('The prompt is empty. Pass --prompt=TEXT, or a text on standard input.')
@@ -273,13 +275,13 @@ class LoadedModel:
     return [self.tokenizer.ids(text) if isinstance(text, str) else text for text in several]
 
   def _begun(self, carry: TextCarry | None, rows: Sequence[int]) -> TextCarry:
-    """These rows of a carry, or its only one for each; fresh ones without a carry."""
+    """These rows of a carry; its only row, repeated; or without a carry, fresh rows."""
     if carry is None:
       return self._reader.fresh(len(rows))
     return self.rows(carry, rows if len(carry.position) > 1 else [0] * len(rows))
 
   def _weights(self) -> str:
-    """The fingerprint of the steps."""
+    """A fingerprint of the checkpoints that the parameters come from."""
     steps = steps_of(self.model_dir)
     manifests = [manifest.read(steps.files(step))[1] for step in self.steps]
     return hashlib.sha256(b''.join(manifests)).hexdigest()

@@ -1,4 +1,4 @@
-"""Opens the model of a run: by its own configuration, or by that of the process."""
+"""Opens the model of a run, with its own configuration or the one of the process."""
 
 from collections.abc import Callable, Sequence
 import os
@@ -34,14 +34,14 @@ def open_run(
 
   Args:
     model_dir: the directory of the run.
-    step: a number, several ones, 'latest' or 'best', see `weights.restored`.
-    configuration: under which the model is traced; None for that of the process.
+    step: one or several numbers, 'latest' or 'best', see `weights.restored`.
+    configuration: the one under which the model is traced; None for the process's own.
     model: the class of the model.
     vocabulary: 'bytes', or the path of a SentencePiece .model or a tokenizer.json.
-    chunk_size: the most tokens of a row that are read at once.
+    chunk_size: the largest number of tokens of a row that are read at once.
 
   Raises:
-    ConfigurationError: the run has no such step, or is of another model or vocabulary.
+    ConfigurationError: the run has no such step, or has another model or vocabulary.
   """
   functions = language_model.transform(model)
   if configuration is not None:
@@ -61,13 +61,13 @@ def load(
   bindings: Sequence[str] = (),
   allow_import: Sequence[str] = (),
 ) -> LoadedModel:
-  """Opens a run by its own configuration, on one device. Any number of runs can be open.
+  """Opens a run with its own configuration, on one device. Any number of runs can be open.
 
   Args:
     model_dir: the directory of the run, or its address in a bucket.
     step: the number of a step, 'latest', 'best' (the one with the lowest validation loss), or
       numbers separated by commas for the mean of their parameters.
-    bindings: over those of the run, as on the command line: 'open_run.chunk_size=512'.
+    bindings: override those of the run, as on the command line: 'open_run.chunk_size=512'.
     allow_import: packages of yours that the configuration may import, and thereby execute.
 
   Raises:

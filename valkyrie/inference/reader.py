@@ -1,29 +1,35 @@
-"""Rows of tokens, read in chunks by a trained model: what it knows after them, and their scores."""
+"""Rows of tokens, read in chunks by a trained model: their scores, and the carry after them."""
 
 from collections.abc import Iterator, Mapping, Sequence
+import json
+import os
+import pathlib
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
-from valkyrie.errors import ConfigurationError, UsageError
+from valkyrie.errors import ConfigurationError, StorageError, UsageError, storage_errors
 from valkyrie.models import activations
 from valkyrie.models.carry_cuts import cut_carry
 from valkyrie.models.features import Features
 from valkyrie.models.language_model import Model
 from valkyrie.training.losses import logits, token_scores
 from valkyrie.types import Array, Carry, Params, position_of
+from valkyrie.weights import tensor_files
 
-_SMALLEST = 16  # tokens of a chunk, but for single tokens: each size is compiled once
+_SMALLEST = 16  # tokens of a chunk that is not a single token; each size is compiled once
 
 
 class TextCarry(NamedTuple):
-  """What a model knows of the text that it has read, for B rows.
+  """All that a model keeps of the texts that it has read, for B rows.
 
   carry: of the model.
-  position: int32 [B], that of the next token: the tokens read, up to 2^30; see `types.Batch`.
-  hidden: [B, D], the features of the last token, from which the next one is predicted.
+  position: int32 [B], the position of the next token: the tokens read, up to 2^30; see
+    `types.Batch`.
+  hidden: [B, D], the features of the last token, which predict the next one.
   """
 
   carry: Carry
@@ -34,7 +40,7 @@ class TextCarry(NamedTuple):
 class RowScores(NamedTuple):
   """Predictions of the tokens of a row, [T] each.
 
-  log_probs: log p(token | those before it) in nats, float32; NaN for a document's first token.
+  log_probs: log p(token | earlier tokens) in nats, float32; NaN for a document's first token.
   greedy: whether the token has the largest logit.
   """
 
@@ -46,10 +52,10 @@ class Reader:
   """Reads documents. Rows may have different lengths: padding changes no carry."""
 
   def __init__(self, model: Model, chunk_size: int):
-    """Takes the pure functions of a model, and the most tokens of a row that one call reads.
+    """A reader for the pure functions of a model; one call reads up to `chunk_size` tokens a row.
 
     Raises:
-      ConfigurationError: the model reads each chunk alone.
+      ConfigurationError: the model carries nothing from chunk to chunk.
     """
     if not model.about.carried:
       raise ConfigurationError(
@@ -63,7 +69,7 @@ class Reader:
     self._show = jax.jit(self._shown, static_argnums=0, donate_argnums=2)
 
   def fresh(self, rows: int) -> TextCarry:
-    """Rows that have read nothing."""
+    """Rows before their first token."""
     width = self._model.parameters()['model']['embedding'].shape.shape[-1]
     hidden = jnp.zeros((rows, width), self._model.about.compute_dtype)
     return TextCarry(self._model.initial_carry(rows), jnp.zeros(rows, jnp.int32), hidden)
@@ -73,7 +79,7 @@ class Reader:
   ) -> TextCarry:
     """Reads more tokens of every row, int [T of the row] each; `carry` stays valid.
 
-    `cut` is a part of the carry that is set back before every chunk, see `models.carry_cuts`.
+    `cut` names a part of the carry to reset before every chunk, see `models.carry_cuts`.
 
     Raises:
       ConfigurationError: a row is longer than the model can read.
@@ -84,7 +90,7 @@ class Reader:
     return carry
 
   def score(self, params: Params, carry: TextCarry, rows: Sequence[np.ndarray]) -> list[RowScores]:
-    """The same -> the scores of the tokens of each row."""
+    """Like `read`, but returns the scores of the tokens of each row."""
     known = np.asarray(carry.position) > 0
     found: list[list[RowScores]] = [[] for _ in rows]
     carry = _own(carry)
@@ -104,7 +110,7 @@ class Reader:
   def activations(
     self, params: Params, carry: TextCarry, tokens: np.ndarray, kinds: Sequence[str]
   ) -> dict[str, np.ndarray]:
-    """Reads a row -> {kind: [layers, T, D]}; see `models.activations`.
+    """Reads a row and returns {kind: [layers, T, D]}; see `models.activations`.
 
     Raises:
       ConfigurationError: a kind is unknown, or the row is too long.
@@ -120,7 +126,7 @@ class Reader:
     return {kind: np.concatenate([p[kind] for p in parts], axis=1) for kind in kinds}
 
   def advance(self, params: Params, carry: TextCarry, tokens: Array, lengths: Array) -> TextCarry:
-    """Reads `lengths` [B] of the tokens [B, T]; pure."""
+    """Reads the first `lengths` [B] of the tokens [B, T]; pure."""
     return self._apply(params, carry, tokens, lengths)[1]
 
   def _advanced(
@@ -142,8 +148,8 @@ class Reader:
     longest = self._model.about.max_context
     if longest is not None and tokens > longest:
       raise ConfigurationError(
-        f'The text of {tokens} tokens, with those to be made, exceeds the {longest} that this '
-        'model can read (FullAttention.max_context). Shorten it.'
+        f'The text of {tokens} tokens, with those to be generated, exceeds the {longest} that '
+        'this model can read (FullAttention.max_context). Shorten it.'
       )
 
   def _apply(
@@ -195,8 +201,59 @@ class Reader:
       yield tokens, here
 
 
+def save_carry(path: str | os.PathLike, carry: TextCarry, weights: str) -> None:
+  """Writes a carry to a safetensors file, with the fingerprint of its weights.
+
+  Raises:
+    StorageError: the file exists already, or cannot be written.
+  """
+  place = pathlib.Path(path)
+  if place.exists():
+    raise StorageError(f'{place} is there already. Name another file, or delete it.')
+  leaves = {name: np.asarray(leaf) for name, leaf in _named_leaves(carry).items()}
+  with storage_errors(f'{place} cannot be written'):
+    unfinished = place.with_name(f'.{place.name}.new')
+    tensor_files.write(unfinished, leaves, {'weights': weights})
+    unfinished.replace(place)
+
+
+def load_carry(path: str | os.PathLike, like: TextCarry, weights: str) -> TextCarry:
+  """Reads a carry with the structure of `like` that was saved with the same weights.
+
+  Raises:
+    ConfigurationError: it belongs to another model, or to another step of this model.
+    StorageError: the file is missing or incomplete.
+  """
+  try:
+    with safe_open(path, 'numpy') as file:
+      made_by = (file.metadata() or {}).get('weights')
+      found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
+  except (OSError, SafetensorError) as error:
+    raise StorageError(f'{path} is not a complete file of a carry ({error}).') from error
+  if made_by != weights:
+    raise ConfigurationError(
+      f'{path} was saved with other weights ({json.dumps(made_by)}) than the loaded ones '
+      f'({json.dumps(weights)}). Read the text again.'
+    )
+  expected = _named_leaves(like)
+  if found.keys() != expected.keys() or any(
+    found[name].shape != leaf.shape or found[name].dtype != leaf.dtype
+    for name, leaf in expected.items()
+  ):
+    raise ConfigurationError(
+      f'{path} is the carry of a model with other sizes. Read the text again with this model.'
+    )
+  _, tree = jax.tree.flatten(like)
+  return jax.tree.unflatten(tree, [jax.numpy.asarray(found[name]) for name in expected])
+
+
+def _named_leaves(carry: TextCarry) -> dict:
+  leaves, _ = jax.tree_util.tree_flatten_with_path(carry)
+  return {jax.tree_util.keystr(path, simple=True, separator='.'): leaf for path, leaf in leaves}
+
+
 def _own(carry: TextCarry) -> TextCarry:
-  """A copy, which the calls may overwrite."""
+  """A copy whose buffers the calls may overwrite."""
   return jax.tree.map(jnp.copy, carry)
 
 

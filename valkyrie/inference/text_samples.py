@@ -8,17 +8,17 @@ import jax
 
 from valkyrie.data import vocabularies
 from valkyrie.errors import ConfigurationError
+from valkyrie.inference.generation import Sampling
 from valkyrie.inference.loaded import LoadedModel
-from valkyrie.inference.sampling import Sampling
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
 
 
 @gin.configurable
 class TextSamples:
-  """Logs continuations of prompts every so many steps; the training waits for them.
+  """Logs continuations of prompts every `every` steps, while training waits.
 
-  They are `hooks/sample_1`, ... in metrics.jsonl, TensorBoard and reports.
+  Their names in metrics.jsonl, TensorBoard and reports are `hooks/sample_1`, ...
   """
 
   def __init__(
@@ -36,12 +36,12 @@ class TextSamples:
 
     Args:
       prompts: the texts to continue.
-      every: steps between two calls.
-      max_tokens: the most tokens of a continuation.
+      every: the number of steps between two calls.
+      max_tokens: the largest number of tokens of a continuation.
       temperature: of the choice; 0 is greedy.
       model: the class of the model.
       vocabulary: 'bytes', or the path of the tokenizer's file.
-      chunk_size: the most tokens of a prompt that are read at once.
+      chunk_size: the largest number of tokens of a prompt that are read at once.
 
     Raises:
       ConfigurationError: there are several processes, or the model cannot continue texts.

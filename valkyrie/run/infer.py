@@ -12,8 +12,8 @@ import gin
 from valkyrie.checkpoint.manager import LATEST
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.errors import DataError, StorageError, storage_errors
+from valkyrie.inference.generation import Sampling
 from valkyrie.inference.loaded import LoadedModel
-from valkyrie.inference.sampling import Sampling
 
 
 @may_change_on_resume()
