@@ -29,7 +29,7 @@ import sys
 import jax
 import jax.numpy as jnp
 from valkyrie.distributed import compilation_cache, processes
-from valkyrie.distributed.program_fingerprint import fingerprint
+from valkyrie.distributed.consistency import fingerprint
 
 address, process, may_compile = sys.argv[1:]
 processes.join(processes.member(address, '2', int(process)), 60)

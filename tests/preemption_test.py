@@ -15,7 +15,7 @@ import tiny_run
 
 from valkyrie import main
 from valkyrie.config.load import load_gin
-from valkyrie.distributed import heartbeat, processes, stop_signals
+from valkyrie.distributed import console, heartbeat, processes
 from valkyrie.distributed.preemption import Preemption
 from valkyrie.errors import Diverged, Preempted
 from valkyrie.run import train
@@ -133,7 +133,7 @@ def test_preempted_is_raised_even_if_start_up_replaces_it_by_another_error():
 
 @pytest.fixture
 def handlers():
-  before = {number: signal.getsignal(number) for number in stop_signals.ALL}
+  before = {number: signal.getsignal(number) for number in console.STOP_SIGNALS}
   signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's jobs ignore it
   yield
   for number, handler in before.items():
@@ -158,8 +158,8 @@ def test_an_interrupt_ends_a_program_that_imports(tmp_path):
 
 
 def test_an_error_in_place_of_an_interrupt_is_an_interrupt(handlers):
-  with pytest.raises(KeyboardInterrupt), stop_signals.of_a_program():
-    stop_signals.raise_interrupts()
+  with pytest.raises(KeyboardInterrupt), console.of_a_program():
+    console.raise_interrupts()
     try:
       signal.raise_signal(signal.SIGINT)
     except KeyboardInterrupt as error:  # as of an extension that was being imported
@@ -186,7 +186,7 @@ def test_a_second_signal_does_not_disturb_the_end_of_a_program(handlers):
 
   with pytest.raises(KeyboardInterrupt):  # in a notebook
     signaled_twice()
-  with pytest.raises(Preempted), stop_signals.of_a_program():
+  with pytest.raises(Preempted), console.of_a_program():
     signaled_twice()
 
 

@@ -11,7 +11,7 @@ import tiny_run
 
 from valkyrie import main
 from valkyrie.checkpoint import compatibility, disk_steps, manifest
-from valkyrie.distributed import program_fingerprint
+from valkyrie.distributed import consistency
 from valkyrie.errors import ConfigurationError
 from valkyrie.run import trainer
 from valkyrie.training.curriculum import Phase
@@ -29,8 +29,8 @@ def compiled(constant, source=WHOLE):
 def test_the_fingerprint_depends_on_the_computation_and_not_on_source_lines():
   first, moved, other = compiled(1.0), compiled(1.0, DIVIDED), compiled(2.0)
   assert first.as_text() != moved.as_text()
-  assert program_fingerprint.fingerprint(first) == program_fingerprint.fingerprint(moved)
-  assert program_fingerprint.fingerprint(first) != program_fingerprint.fingerprint(other)
+  assert consistency.fingerprint(first) == consistency.fingerprint(moved)
+  assert consistency.fingerprint(first) != consistency.fingerprint(other)
 
 
 def test_another_program_for_the_same_phase_is_refused_by_name():
@@ -38,7 +38,7 @@ def test_another_program_for_the_same_phase_is_refused_by_name():
 
   def programs(constant, train_steps=6):
     name = trainer._program_name(phase, train_steps, hunt_nan=False)
-    return program_fingerprint.fingerprints({name: compiled(constant)})
+    return consistency.fingerprints({name: compiled(constant)})
 
   saved = {'executable': programs(1.0)}
   compatibility.check_executable(saved, programs(1.0), (), 'here')
@@ -73,7 +73,7 @@ def test_programs_of_a_compiler_that_times_kernels_may_change(tmp_path, capsys, 
   disk_steps.write_manifest(step, int(step.name))
   code, said = start()
   assert code == ConfigurationError.exit_code and 'executable: 2 x 16 tokens per row' in said
-  monkeypatch.setattr(program_fingerprint, 'is_autotuned', lambda devices: True)  # as on a GPU
+  monkeypatch.setattr(consistency, 'is_autotuned', lambda devices: True)  # as on a GPU
   code, said = start()
   assert code == 0 and 'step 4/4' in said
   assert 'changed since the checkpoint: executable: 2 x 16 tokens per row' in said
@@ -81,4 +81,4 @@ def test_programs_of_a_compiler_that_times_kernels_may_change(tmp_path, capsys, 
 
 
 def test_only_gpus_time_their_kernels():
-  assert not program_fingerprint.is_autotuned(jax.devices())
+  assert not consistency.is_autotuned(jax.devices())

@@ -10,8 +10,8 @@ import pytest
 def test_a_reader_that_went_away_ends_nothing(tmp_path, streams):
   script = f"""
 import pathlib, sys, time
-from valkyrie.distributed.standard_streams import lasting
-with lasting():
+from valkyrie.distributed.console import lasting_stderr
+with lasting_stderr():
   for _ in range(3):
     time.sleep(0.2)
     print('a line', file=sys.stderr, flush=True)

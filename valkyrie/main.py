@@ -7,7 +7,7 @@ imported only after the flags are parsed, so that --help is fast.
 import signal
 
 if __name__ == '__main__' and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-  signal.signal(signal.SIGINT, signal.SIG_DFL)  # see `stop_signals.of_a_program`
+  signal.signal(signal.SIGINT, signal.SIG_DFL)  # see `console.of_a_program`
 
 import argparse
 import atexit
@@ -23,8 +23,7 @@ import traceback
 from valkyrie import __version__
 from valkyrie.checkpoint.compatibility import KINDS
 from valkyrie.config.suggest import did_you_mean
-from valkyrie.distributed import processes, stop_signals
-from valkyrie.distributed.standard_streams import lasting
+from valkyrie.distributed import console, processes
 from valkyrie.errors import ConfigurationError, UsageError, ValkyrieError, message_of
 from valkyrie.storage import run_directory
 
@@ -363,7 +362,7 @@ def run(
     if flags.prompts is None:
       given['prompt'] = _read_prompt(flags.prompt)
   check_call(function, *given)
-  stop_signals.raise_interrupts()
+  console.raise_interrupts()
   with run_directory.uploaded(model_dir):
     function(**given)
 
@@ -375,9 +374,9 @@ def main(arguments: Sequence[str] | None = None, **kinds) -> int:
     arguments: the command line; None for that of this process, which ends afterwards.
     **kinds: of `run`.
   """
-  with lasting():
+  with console.lasting_stderr():
     try:
-      with stop_signals.of_a_program() if arguments is None else contextlib.nullcontext():
+      with console.of_a_program() if arguments is None else contextlib.nullcontext():
         run(sys.argv[1:] if arguments is None else arguments, **kinds)
       return 0
     except (Exception, KeyboardInterrupt) as error:

@@ -1,11 +1,11 @@
 """Compiled programs of earlier runs, kept beside the token stores by jax's compilation cache.
 
     CACHE/compiled/KEY/*-cache          a program; KEY stands for the processor and jaxlib
-    CACHE/compiled/KEY/process-*-cache  one of a process for which jax keeps none: not process 0
-    CACHE/compiled/KEY/*-cache.sha256   its hash
+    CACHE/compiled/KEY/process-*-cache  a program of a process other than 0, which jax does not keep
+    CACHE/compiled/KEY/*-cache.sha256   the hash of a program
 
-A program is code. So the directory is readable by its owner alone, one of another owner is not
-used, and a program whose hash differs, or has none, is deleted before jax can read it.
+A program is code. So only its owner can read the directory, a directory of another owner is not
+used, and a program without a hash or with another one is deleted before jax can read it.
 """
 
 import atexit
@@ -36,14 +36,14 @@ _jax: Any = jax.config  # whose options have no types
 def enable() -> str | None:
   """Lets jax read and write programs below `paths.cache()`.
 
-  JAX_COMPILATION_CACHE_DIR names another one, which is used as it is.
-  JAX_ENABLE_COMPILATION_CACHE=false uses none.
+  JAX_COMPILATION_CACHE_DIR names another directory, which is used as it is.
+  JAX_ENABLE_COMPILATION_CACHE=false disables the cache.
 
   Returns:
-    Why nothing is kept, as a line for people; None if all is well.
+    A message that says why nothing is kept; None if all is well.
 
   Raises:
-    ConfigurationError: no cache can be at `paths.cache()`.
+    ConfigurationError: `paths.cache()` is not a usable path.
   """
   directory = paths.cache() / 'compiled' / _key()
   if _jax.jax_compilation_cache_dir or not _jax.jax_enable_compilation_cache:
@@ -70,7 +70,7 @@ def enable() -> str | None:
 def compiled(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> jax.stages.Compiled:
   """`lowered.compile()` for these devices, or the program that an earlier run made of it.
 
-  jax writes the programs of process 0 alone, and its names for those of the others may differ.
+  jax writes only the programs of process 0, and may give those of other processes other names.
   """
   directory = _directory()
   if directory is None or jax.process_index() == 0:
@@ -93,7 +93,7 @@ def compiled(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> jax.stages.
 
 
 def seal() -> None:
-  """Writes the hashes of the programs that were compiled since; an unsealed one is not used."""
+  """Writes the hashes of newly compiled programs; a program without a hash is not used."""
   if (directory := _directory()) is None:
     return
   with contextlib.suppress(OSError):  # of a full disk: the programs are compiled again
@@ -104,13 +104,13 @@ def seal() -> None:
 
 
 def _directory() -> pathlib.Path | None:
-  """The directory that `enable` chose; None if it chose none."""
+  """The directory that `enable` has chosen, or None."""
   directory = _jax.jax_compilation_cache_dir
   return pathlib.Path(directory) if directory and directory.endswith(_key()) else None
 
 
 def _name(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> str:
-  """Stands for all that a program depends on, beside `_key`."""
+  """A hash of all that a program depends on besides `_key`."""
   flags = [os.environ.get(name) for name in ('XLA_FLAGS', 'LIBTPU_INIT_ARGS')]
   places = [(device.id, device.process_index, device.device_kind) for device in devices]
   version = devices[0].client.platform_version
@@ -119,7 +119,7 @@ def _name(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> str:
 
 
 def _clean(directory: pathlib.Path) -> None:
-  """Deletes programs that changed since they were sealed, and the oldest of too many."""
+  """Deletes programs that changed since they were sealed, and the oldest ones above the limit."""
   total = 0
   for _, size, program in sorted(map(_age_and_size, directory.glob('*-cache'))):
     total += size
@@ -145,7 +145,7 @@ def _hash(program: pathlib.Path) -> str:
 
 
 def _key() -> str:
-  """A program for one processor may crash on another, which has fewer instructions."""
+  """A hash of jaxlib and the processor: a program may crash on one with fewer instructions."""
   processor = platform.machine() + platform.processor()
   with contextlib.suppress(OSError):
     lines = pathlib.Path('/proc/cpuinfo').read_text().splitlines()

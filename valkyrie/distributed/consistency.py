@@ -1,16 +1,23 @@
-"""Checks that all processes of a run have the same gin bindings and read the same tokens."""
+"""Checks that all processes of a run have the same bindings, programs and tokens."""
 
 from collections.abc import Mapping, Sequence
 import hashlib
 import json
+import re
 from typing import Any
 
 import gin
+from jax.stages import Compiled
 
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.distributed import processes
 from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.types import Batch, TaskFeed
+
+# The program's own lines in the compiler's text. Tables of source lines stand above them, and each
+# line may end with metadata.
+_PROGRAM = re.compile(r'^(?:HloModule|ENTRY|%|  |\})')
+_METADATA = re.compile(r', metadata=\{(?:"[^"]*"|[^{}"])*\}')
 
 
 def check_same_bindings(bindings: Mapping[str, Any]) -> None:
@@ -34,17 +41,48 @@ def check_same_bindings(bindings: Mapping[str, Any]) -> None:
       )
 
 
+def fingerprint(compiled: Compiled) -> str:
+  """A hash of the optimized program without source lines: equal hashes mean equal results."""
+  lines = (compiled.as_text() or '').splitlines()
+  program = (_METADATA.sub('', line) + '\n' for line in lines if _PROGRAM.match(line))
+  return hashlib.sha256(''.join(program).encode()).hexdigest()
+
+
+def is_autotuned(devices: Sequence[Any]) -> bool:
+  """Whether the compiler times kernels and takes the fastest, so that compilations may differ.
+
+  XLA does this on GPUs (https://openxla.org/xla/determinism).
+  """
+  return devices[0].platform == 'gpu'
+
+
+def fingerprints(programs: Mapping[str, Compiled]) -> dict[str, str]:
+  """{name: fingerprint}, after a check that all processes have the same.
+
+  Raises:
+    ConfigurationError: two processes have compiled different programs; with their numbers.
+  """
+  found = {name: fingerprint(program) for name, program in programs.items()}
+  for process, text in enumerate(texts := processes.exchange('executable', json.dumps(found))):
+    if text != texts[0]:
+      raise ConfigurationError(
+        f'Processes 0 and {process} have compiled different programs from the same bindings. Use '
+        'the same packages, XLA_FLAGS and kind of device on all hosts.'
+      )
+  return found
+
+
 @may_change_on_resume()
 @gin.configurable
 class TokenConsistency:
   """Compares hashes of the tokens of each row between processes; finds a differing token store.
 
-  In every `every`-th step each process also reads the rows of the next process, so that two
-  processes have read each row. A run of one process compares nothing.
+  In every `every`-th step each process also reads the rows of the next process, so that each row
+  is read twice. A run of one process compares nothing.
   """
 
   def __init__(self, feed: TaskFeed, rows: Sequence[int], every: int = 100):
-    """Takes the feed, the numbers of the rows that this process reads, and a number of steps."""
+    """Compares `rows`, the numbers of the rows that this process reads, every `every` steps."""
     if every < 1:
       raise ConfigurationError(
         f'TokenConsistency.every={every} is not a number of steps. Use 1 or more.'
@@ -58,7 +96,7 @@ class TokenConsistency:
     self._others = [row for row in rows_of_next if row not in self._rows]
 
   def __call__(self, step: int, position: int, batch: Batch) -> None:
-    """Compares the batch of a step, whose first token is each row's token number `position`.
+    """Compares the batch of a step, which begins at token `position` of each row.
 
     Raises:
       DataError: in all processes, if two of them have read different tokens.
@@ -88,7 +126,7 @@ class TokenConsistency:
 
 
 def _hashes(rows: Sequence[int], batch: Batch) -> dict[str, str]:
-  """{row: hash of all its leaves}; the keys are strings, as in JSON."""
+  """{row: hash of the row in all leaves}; the keys are strings, as in JSON."""
   return {
     str(row): hashlib.sha256(b''.join(leaf[number].tobytes() for leaf in batch)).hexdigest()
     for number, row in enumerate(rows)

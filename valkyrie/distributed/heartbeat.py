@@ -1,7 +1,7 @@
 """Heartbeats of a run for its supervisor (`valkyrie-supervise`): lines of JSON in a pipe.
 
-Without a supervisor nothing is written, and a busy one never blocks a run. A run whose supervisor
-is gone saves and ends, as after SIGTERM: nobody would end it if it hung.
+Without a supervisor nothing is written, and a busy supervisor never blocks a run. A run whose
+supervisor is gone saves and ends, as after SIGTERM, since nobody would end it if it hung.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import json
 import os
 import signal
 
-# The environment variable with the file descriptor of the pipe, and the pipe's device and inode.
+# The environment variable that holds the descriptor of the pipe, and its device and inode.
 VARIABLE = 'VALKYRIE_HEARTBEAT'
 
 # On this signal Python writes the stack of every thread to standard error.
@@ -36,7 +36,7 @@ def start(model_dir: str | os.PathLike) -> None:
 def beat(**facts: str | int) -> None:
   """Reports fields of `supervisor.RunStatus`: the stage, the step that begins, the step saved.
 
-  Without fields it says that the present stage makes progress.
+  Without fields it reports that the current stage makes progress.
   """
   descriptor = _pipe(os.environ.get(VARIABLE))
   if descriptor is None:
@@ -49,7 +49,7 @@ def beat(**facts: str | int) -> None:
 
 
 def inherited() -> tuple[int, ...]:
-  """The `pass_fds` of a child process that beats for this one."""
+  """The `pass_fds` of a child process that sends heartbeats for this one."""
   descriptor = _pipe(os.environ.get(VARIABLE))
   return () if descriptor is None else (descriptor,)
 
@@ -58,7 +58,7 @@ def inherited() -> tuple[int, ...]:
 def _pipe(value: str | None) -> int | None:
   """The descriptor of the pipe; None without one.
 
-  A program between supervisor and run may close the descriptor, whose number may then be that of
+  A program between supervisor and run may close the descriptor, and its number may be reused for
   another file.
   """
   descriptor = (value or '').partition(':')[0]

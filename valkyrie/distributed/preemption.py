@@ -4,10 +4,10 @@ Python runs signal handlers only between bytecodes of the main thread, which may
 compilation or a long step. Python's C handler, however, writes to a file descriptor at once, in any
 thread; a thread of this module reads from it.
 
-If one of several processes receives the signal, all of them stop before the same dispatch. All
-processes call `requested` equally often, and each counts its calls. After a signal they exchange
-their counts: no process returns from a later call before the largest count is known, and all stop
-one call after it. A thread exchanges the counts, since the main thread may wait for a step that the
+If one of several processes receives the signal, all stop before the same dispatch. All processes
+call `requested` equally often, and each counts its calls. After a signal they exchange their
+counts: no process returns from a later call before the largest count is known, and all stop one
+call after it. A thread exchanges the counts, since the main thread may wait for a step that the
 other processes have not dispatched yet.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 import gin
 
 from valkyrie.config.computation import may_change_on_resume
-from valkyrie.distributed import processes, stop_signals
+from valkyrie.distributed import console, processes
 from valkyrie.errors import ConfigurationError, Preempted
 
 _START_UP_GRACE = 1.5  # seconds in which start-up may end in order, with its child processes
@@ -43,7 +43,7 @@ class Preemption:
   """
 
   def __init__(self, grace_seconds: float = 25.0):
-    """Sets the time limit of the running step and its save; Kubernetes kills after 30 s."""
+    """`grace_seconds` limits the running step and its save; Kubernetes kills after 30 s."""
     if grace_seconds <= 0:
       raise ConfigurationError(
         f'Preemption.grace_seconds={grace_seconds} leaves no time to save. Use more than 0.'
@@ -58,7 +58,7 @@ class Preemption:
     self._unwinding: int | None = None  # the signal that ended start-up
 
   def ready(self, newest: Callable[[], str]) -> None:
-    """Waits for the end of start-up in all processes; `newest` describes the newest checkpoint."""
+    """Waits until start-up ends in all processes; `newest` describes the newest checkpoint."""
     processes.exchange('ready', '')
     with self._lock:
       self._newest = newest
@@ -76,7 +76,7 @@ class Preemption:
     os.set_blocking(self._writer, False)
     self._old_descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
     self._old_handlers = {
-      number: signal.signal(number, self._handle) for number in stop_signals.heard()
+      number: signal.signal(number, self._handle) for number in console.heard_signals()
     }
     # Python prints what is raised where nothing can be raised, such as in __del__.
     self._old_unraisable, sys.unraisablehook = sys.unraisablehook, self._unraisable
@@ -85,7 +85,7 @@ class Preemption:
     return self
 
   def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-    stop_signals.restore(self._old_handlers, self._signaled or self._unwinding is not None)
+    console.restore_handlers(self._old_handlers, self._signaled or self._unwinding is not None)
     signal.set_wakeup_fd(self._old_descriptor)
     if sys.unraisablehook == self._unraisable:  # otherwise a later hook passes on to it
       sys.unraisablehook = self._old_unraisable
@@ -99,18 +99,18 @@ class Preemption:
       raise Preempted(_before_the_first_step(self._unwinding)) from error
 
   def _handle(self, number: int, frame: types.FrameType | None) -> None:
-    """Ends start-up, in the main thread; after `ready`, `_watch` alone acts."""
+    """Ends start-up, in the main thread; after `ready`, only `_watch` acts."""
     if self._newest is None and self._unwinding is None:
       self._unwinding = number
       raise Preempted(_before_the_first_step(number))
 
   def _unraisable(self, unraisable: Any) -> None:
-    """Leaves a lost Preempted to `_watch`."""
+    """Prints nothing for a lost Preempted, which `_watch` handles."""
     if not isinstance(unraisable.exc_value, Preempted):
       self._old_unraisable(unraisable)
 
   def _watch(self) -> None:
-    while (number := os.read(self._reader, 1)[0]) not in stop_signals.ALL:
+    while (number := os.read(self._reader, 1)[0]) not in console.STOP_SIGNALS:
       if self._over.is_set():
         return
     name = signal.Signals(number).name

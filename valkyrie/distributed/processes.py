@@ -40,7 +40,7 @@ _turns: dict[str, int] = {}
 
 
 class Member(NamedTuple):
-  """One process of a run; all are None where jax's cluster detection finds them."""
+  """One process of a run; all fields are None if jax detects the cluster."""
 
   coordinator: str | None
   processes: int | None
@@ -51,13 +51,13 @@ def member(coordinator: str | None, processes: str, process: int | None) -> Memb
   """The process that flags describe.
 
   Args:
-    coordinator: HOST:PORT, the only address at which process 0 listens; None is COORDINATOR.
+    coordinator: HOST:PORT, the only address at which process 0 listens; None means COORDINATOR.
     processes: the number of processes; with DETECTED, jax's cluster detection finds all three
       arguments (TPU pods, SLURM, Kubernetes, MPI).
     process: the number of this process, from 0.
 
   Raises:
-    ConfigurationError: the arguments do not fit together.
+    ConfigurationError: the arguments contradict each other, or one is invalid.
   """
   if processes == DETECTED:
     if coordinator is not None or process is not None:
@@ -84,7 +84,7 @@ def join(this: Member, seconds: int) -> None:
   """Connects this process with the others; must be called before jax uses a device.
 
   Args:
-    this: of `member`.
+    this: the result of `member`.
     seconds: time limit for the other processes to join.
 
   Raises:
@@ -144,7 +144,7 @@ def exchange(name: str, text: str, seconds: float = _EXCHANGE_SECONDS) -> list[s
 
   Raises:
     ConfigurationError: there are several processes, and they have not joined.
-    RuntimeError: of jax: a process is lost, or `seconds` have passed.
+    RuntimeError: raised by jax: a process is lost, or `seconds` have passed.
   """
   if _client is None:
     import jax  # noqa: PLC0415
@@ -175,12 +175,12 @@ def end(code: int, error: BaseException | None = None) -> None:
   """Exits, and ends the other processes; returns in a run of one process.
 
   A normal exit of Python would wait for the other processes, and for steps that cannot finish.
-  Messages must therefore be printed before.
+  Print messages before this call.
 
   Args:
     code: the exit code. 75 makes the other processes save and stop, any other ends them at once.
-    error: the reason. If a process is lost, the others get errors of jax: with one of these, the
-      process first waits for jax to report the loss.
+    error: the reason. If a process is lost, jax raises errors in the others: after such an error,
+      the process first waits for jax to report the loss.
   """
   if _client is None:
     return
@@ -225,7 +225,7 @@ def _published(place: str) -> dict[int, int]:
 
 @atexit.register  # before jax is imported, so that this comes after jax's own last barrier
 def _stop_listening() -> None:
-  """Ends the thread: a process whose interpreter stops a thread within a call of jax aborts."""
+  """Ends the thread: Python aborts if it exits while a thread is inside a call of jax."""
   _exits.set()
   if _listener is not None:
     _listener.join()

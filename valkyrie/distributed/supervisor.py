@@ -4,8 +4,8 @@
 
 A run reports its stage through a pipe (`distributed/heartbeat.py`). When a run is silent for longer
 than the limit of its stage, the supervisor prints its Python stacks, kills all its processes, and
-appends the reason to MODEL_DIR/supervise.jsonl. A command from which nothing is ever heard is not
-killed: something between the two closes the pipe.
+appends the reason to MODEL_DIR/supervise.jsonl. A command that never sends a heartbeat is not
+killed: a program between the two probably closes the pipe.
 """
 
 import argparse
@@ -24,13 +24,12 @@ import sys
 import time
 from typing import Any
 
-from valkyrie.distributed import stop_signals
+from valkyrie.distributed import console
 from valkyrie.distributed.heartbeat import STACKS, VARIABLE, address
-from valkyrie.distributed.standard_streams import lasting
 from valkyrie.errors import ValkyrieError
 from valkyrie.storage import bucket
 
-HANG = 86  # the exit code of a run that was ended for its silence
+HANG = 86  # the exit code of a run that was killed because it was silent
 # Preempted, hung, aborted by a library, killed (by the kernel or with its machine).
 RETRYABLE = (75, HANG, 128 + signal.SIGABRT, 128 + signal.SIGKILL)
 
@@ -52,12 +51,12 @@ class RunStatus:
   saved: int = -1  # the newest saved step
   process: int | None = None  # the number of the process, in a run of several
   model_dir: str | None = None
-  transient: bool = False  # whether storage has ended the run, and may be well again
+  transient: bool = False  # whether a storage error that may pass has ended the run
 
   def update(self, line: bytes) -> bool:
     """Reads a heartbeat; returns whether a run has sent it. Other lines change nothing.
 
-    One without fields may come from the builder of a token store alone, for another command.
+    A heartbeat without fields may come from a program that only builds a token store.
     """
     try:
       facts = json.loads(line)
@@ -74,18 +73,18 @@ class RunStatus:
 
 @dataclasses.dataclass
 class Supervisor:
-  """Runs a command until it succeeds, fails for good, or was restarted too often in vain."""
+  """Runs a command until it succeeds, fails for good, or restarts too often without progress."""
 
   command: Sequence[str]  # the program and its arguments
-  seconds: dict[str, float]  # for each stage, the longest silence between two heartbeats
+  seconds: dict[str, float]  # the longest silence between two heartbeats, by stage
   restarts: int  # the largest number of consecutive restarts that save no later step
-  pause: float  # seconds before the first restart, doubled for each further one without progress
+  pause: float  # seconds before the first restart; doubled after each restart without progress
   _child: subprocess.Popen | None = dataclasses.field(default=None, init=False)
   _stopping: bool = dataclasses.field(default=False, init=False)
 
   def run(self) -> int:
     """Runs the command, and returns the exit code of the last run."""
-    for number in stop_signals.heard():
+    for number in console.heard_signals():
       signal.signal(number, self._forward)
     if signal.getsignal(signal.SIGTSTP) is not signal.SIG_IGN:
       signal.signal(signal.SIGTSTP, self._pause)
@@ -107,7 +106,7 @@ class Supervisor:
         time.sleep(min(0.1, self.pause))
 
   def _run_once(self, status: RunStatus) -> tuple[int, str]:
-    """Runs the command once; returns its exit code and the reason of its end."""
+    """Runs the command once; returns its exit code and why it ended."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     try:
@@ -138,7 +137,7 @@ class Supervisor:
     return code, f'exit code {code}{_about_a_kill(code)}'
 
   def _watch(self, child: subprocess.Popen, pipe: io.FileIO, status: RunStatus) -> str | None:
-    """Returns None when the child has ended, or the reason why it counts as hanging."""
+    """Returns None when the child has ended, or why it is considered to hang."""
     status.stage, status.step, status.transient = 'start_up', None, False
     rest, silent, heard, told = b'', 0.0, False, False
     last = time.monotonic()
@@ -183,9 +182,9 @@ class Supervisor:
       self._child.send_signal(signal.SIGTERM)  # which does nothing if the child has ended
 
   def _pause(self, number: int, frame: Any) -> None:
-    """Stops the run, then this process, as Ctrl-Z does; both go on after SIGCONT, as of `fg`.
+    """Stops the run, then this process, as Ctrl-Z does; `fg` continues both.
 
-    The run is in a session of its own, where SIGTSTP would do nothing.
+    The run has a session of its own, where SIGTSTP would do nothing.
     """
     self._signal_all(signal.SIGSTOP)
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -198,7 +197,7 @@ class Supervisor:
 
 
 def _about_a_kill(code: int) -> str:
-  """The most frequent reason of a process that was killed, which could leave no message."""
+  """The most frequent cause of SIGKILL, after which a process cannot leave a message."""
   if code != 128 + signal.SIGKILL:
     return ''
   peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
@@ -253,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument('command', nargs='+', metavar='COMMAND', help='training command, after --')
   flags = parser.parse_args(arguments)
   seconds = {stage: getattr(flags, f'{stage}_seconds') for stage in _DEFAULT_SECONDS}
-  with lasting():
+  with console.lasting_stderr():
     return Supervisor(flags.command, seconds, flags.restarts, flags.pause_seconds).run()
 
 

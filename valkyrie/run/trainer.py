@@ -10,7 +10,7 @@ from valkyrie.checkpoint import compatibility
 from valkyrie.checkpoint.manager import CheckpointDirectory
 from valkyrie.config.computation import computation
 from valkyrie.config.record import bindings
-from valkyrie.distributed import compilation_cache, heartbeat, program_fingerprint
+from valkyrie.distributed import compilation_cache, consistency, heartbeat
 from valkyrie.distributed.preemption import Preemption
 from valkyrie.monitoring import memory
 from valkyrie.run import memory_limits
@@ -97,10 +97,10 @@ class Trainer:
           self._say(warning)
     compilation_cache.seal()
     hunt_nan = self._setup.settings.hunt_nan
-    self._programs = program_fingerprint.fingerprints(
+    self._programs = consistency.fingerprints(
       {_program_name(phase, train_steps, hunt_nan): compiled[phase.shape] for phase in phases}
     )
-    self._check_programs(program_fingerprint.is_autotuned(devices))
+    self._check_programs(consistency.is_autotuned(devices))
     self._steps = dict(compiled)
     if hunt_nan:
       self._steps = {

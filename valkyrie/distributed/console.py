@@ -1,0 +1,112 @@
+"""A program and its console: the signals that stop it, and a standard error that never stops it."""
+
+from collections.abc import Iterator, Mapping
+import contextlib
+import os
+import signal
+import sys
+import types
+from typing import Any, TextIO
+
+# The signals that ask a process to save and end.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+def heard_signals() -> tuple[signal.Signals, ...]:
+  """The stop signals to handle: all, except a SIGHUP that nohup lets the process ignore."""
+  ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+  return tuple(number for number in STOP_SIGNALS if number != signal.SIGHUP or not ignored)
+
+
+class _Program:
+  """A program that ends after its run; a notebook goes on."""
+
+  def __init__(self):
+    self.interrupted = False
+
+  def interrupt(self, number: int, frame: types.FrameType | None) -> None:
+    self.interrupted = True
+    signal.default_int_handler(number, frame)
+
+
+_program: _Program | None = None
+
+
+@contextlib.contextmanager
+def of_a_program() -> Iterator[None]:
+  """The context of a program that ends after its run.
+
+  SIGINT ends it at once until `raise_interrupts`, since interrupted imports raise errors other than
+  KeyboardInterrupt, or none. Later such errors are converted to KeyboardInterrupt.
+  """
+  global _program  # noqa: PLW0603
+  program = _program = _Program()
+  if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's jobs ignore it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+  try:
+    yield
+  except Exception as error:
+    if program.interrupted:
+      raise KeyboardInterrupt from error
+    raise
+  finally:
+    _program = None
+
+
+def raise_interrupts() -> None:
+  """Lets SIGINT raise KeyboardInterrupt in a program from now on."""
+  if _program and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+    signal.signal(signal.SIGINT, _program.interrupt)
+
+
+def restore_handlers(handlers: Mapping[signal.Signals, Any], stopped: bool) -> None:
+  """Restores the handlers from before a run.
+
+  After a signal has stopped the run of a program, later signals are ignored: they would change its
+  exit code, or print a traceback.
+  """
+  for number, handler in handlers.items():
+    signal.signal(number, signal.SIG_IGN if stopped and _program else handler)
+
+
+class LastingStream:
+  """A stream whose reader may go away: what cannot be written is dropped without an error."""
+
+  def __init__(self, stream: TextIO | None):
+    """Writes to `stream`; None stands for a stream that was closed before Python started."""
+    self._stream = stream or open(os.devnull, 'w')  # noqa: SIM115, for as long as the process
+
+  def write(self, text: str) -> int:
+    with contextlib.suppress(OSError, ValueError):
+      self._stream.write(text)
+    return len(text)
+
+  def flush(self) -> None:
+    with contextlib.suppress(OSError, ValueError):
+      self._stream.flush()
+
+  def end(self) -> None:
+    """Drops what cannot be written, which would make Python exit with 120."""
+    with contextlib.suppress(OSError, ValueError):
+      try:
+        self._stream.flush()
+      except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+        self._stream.flush()
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def lasting_stderr() -> Iterator[None]:
+  """A context in which losing the reader of standard error raises nothing."""
+  before: Any = sys.stderr
+  sys.stderr = stream = LastingStream(before)
+  try:
+    yield
+  finally:
+    sys.stderr = before
+    stream.end()
