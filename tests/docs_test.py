@@ -20,7 +20,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from valkyrie import main
-from valkyrie.config import check, registry
+from valkyrie.config import check
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / 'docs').glob('*.md'))
@@ -101,7 +101,7 @@ def test_tables_from_other_trainers_name_what_exists(macros):
           assert (ROOT / span).exists(), line
         elif re.fullmatch(r'(optax\.)?\w+\.\w+', name) and not name.endswith('.jsonl'):
           selector, _, parameter = name.rpartition('.')
-          assert parameter in registry.parameters_of(registry.find(selector).wrapped), line
+          assert parameter in check.parameters_of(check.find(selector).wrapped), line
         elif re.fullmatch(r'[a-z_]+', span):
           assert span in macros, line
   assert found > 90

@@ -1,13 +1,17 @@
-"""Checks of the names in gin statements: macros, configurables, parameters and references.
+"""Checks of the names in gin statements against gin's registry of configurables.
 
 Every check raises ConfigurationError, with the flag, or the file and line. The checks of values
 are in `value_types`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+import importlib
 import inspect
+from typing import Any
 
+import gin
 from gin import config as gin_config
+import optax
 
 from valkyrie.config.parse import (
   FLAG,
@@ -20,7 +24,7 @@ from valkyrie.config.parse import (
   macros_of,
   resolve,
 )
-from valkyrie.config.registry import constructor, find, missing, parameters_of
+from valkyrie.config.redact import REDACTED
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.errors import ConfigurationError
 
@@ -87,7 +91,7 @@ def effective_bindings(statements: Sequence[Statement]) -> Effective:
 
 
 def check_scopes(bindings: Sequence[Statement]) -> None:
-  """Checks that each scope of a binding is one of a reference, also of one that was overridden."""
+  """Checks that each scope of a binding occurs in a reference, even in an overridden one."""
   known = {
     scope
     for statement in bindings
@@ -108,6 +112,17 @@ def check_scopes(bindings: Sequence[Statement]) -> None:
         )
 
 
+def check_secrets(effective: Effective) -> None:
+  """Checks that no binding in force is a secret that the record of a run left out."""
+  for statement in effective.values():
+    strings = [leaf for leaf in leaves(statement.parsed.value) if isinstance(leaf, str)]
+    if statement.recorded and any(REDACTED in leaf for leaf in strings):
+      raise ConfigurationError(
+        f'{statement.where} was not recorded, since it is a secret. Pass '
+        f'{FLAG}{statement.name}=VALUE.'
+      )
+
+
 def check_references(effective: Effective) -> None:
   """Checks that all references and macros are defined, and that all macros of flags are read."""
   macros = macros_of(effective.values())
@@ -115,7 +130,9 @@ def check_references(effective: Effective) -> None:
   for statement in effective.values():
     for leaf in leaves(statement.parsed.value):
       if isinstance(leaf, Reference):
-        _check_reference(leaf, statement.where, effective)
+        find(leaf.name, statement.where)
+        if leaf.evaluated:
+          check_buildable(leaf, statement.where, effective)
       elif isinstance(leaf, Macro):
         _check_macro(leaf.name, statement, macros)
     its_macros = macros_in(statement.parsed.value, macros)
@@ -133,7 +150,7 @@ def check_references(effective: Effective) -> None:
 
 
 def check_tasks(effective: Effective, allowed: Sequence[str]) -> None:
-  """Checks that a task of a file, whose module a run imports, lies in a package that is allowed."""
+  """Checks that the module of a task that a file names, which a run imports, is allowed."""
   macros = macros_of(effective.values())
   for (_, _, parameter), statement in effective.items():
     if parameter not in ('task', 'sources'):
@@ -147,17 +164,11 @@ def check_tasks(effective: Effective, allowed: Sequence[str]) -> None:
         check_package(task.partition(':')[0], from_statement.where, allowed)
 
 
-def _check_reference(leaf: Reference, where: str, effective: Effective) -> None:
-  find(leaf.name, where)
-  if leaf.evaluated:
-    check_buildable(leaf, where, effective)
-
-
 def check_buildable(leaf: Reference, where: str, effective: Effective) -> None:
-  """Checks that all that a part needs is bound, for one that is made without further arguments."""
+  """Checks that all parameters of a part that gets no arguments are bound."""
   part = find(leaf.name, where).wrapped
-  # The bindings of a base class count for subclasses that inherit its constructor. A surrounding
-  # scope may supply the value too, so a binding in any scope is enough.
+  # Subclasses that inherit a constructor use the bindings of their base class. A surrounding scope
+  # may supply the value too, so a binding in any scope is enough.
   classes = inspect.getmro(part) if inspect.isclass(part) else (part,)
   made = constructor(part)
   selectors = {
@@ -186,3 +197,78 @@ def _check_macro(name: str, statement: Statement, macros: dict[str, Statement]) 
       f'{statement.where}: no statement defines %{name}. Add `{name} = ...` to the gin file, or '
       f'pass {FLAG}{name}=VALUE.{did_you_mean(name, macros)}'
     )
+
+
+def find(name: str, where: str = '') -> gin_config.Configurable:
+  """The configurable of 'scope/selector', which may omit leading modules.
+
+  Raises:
+    ConfigurationError: the name is unknown or ambiguous; the message begins with `where`.
+  """
+  registry = gin_config._REGISTRY
+  selector = name.rsplit('/', 1)[-1]
+  matches = registry.matching_selectors(selector) or _of_optax(selector)
+  if not matches:
+    known = {registry.minimal_selector(complete) for complete, _ in registry.items()}
+    known |= {f'optax.{n}' for n in dir(optax)} | {f'optax.contrib.{n}' for n in dir(optax.contrib)}
+    raise ConfigurationError(
+      f'{where}: there is no configurable {selector!r}.{did_you_mean(selector, known)}'
+    )
+  if len(matches) > 1:
+    raise ConfigurationError(
+      f'{where}: {selector!r} is ambiguous. Write one of {", ".join(sorted(matches))}.'
+    )
+  return registry[matches[0]]
+
+
+def _of_optax(selector: str) -> list[str]:
+  """Registers a function of optax, named with or without its module.
+
+  gin writes the name without the module (record.write_configuration).
+
+  Returns:
+    [its dotted name]; [] if optax has no such function.
+  """
+  name = selector.rpartition('.')[2]
+  for module in ('optax', 'optax.contrib'):
+    if selector not in (name, f'{module}.{name}'):
+      continue
+    found = getattr(importlib.import_module(module), name, None)
+    if callable(found):
+      gin.external_configurable(found, name=name, module=module)
+      return [f'{module}.{name}']
+  return []
+
+
+def constructor(function: Callable) -> Callable:
+  """A function, or the constructor of a class, without gin's wrappers."""
+  # A metaclass, such as Haiku's, may hide the signature of the class itself.
+  is_class = inspect.isclass(function)
+  callee: Any = gin_config._find_class_construction_fn(function) if is_class else function
+  return inspect.unwrap(callee)
+
+
+def parameters_of(function: Callable) -> dict[str, inspect.Parameter]:
+  """The parameters that gin may bind, of a function or of the constructor of a class."""
+  is_class = inspect.isclass(function)
+  function = constructor(function)
+  try:
+    signature = inspect.signature(function, eval_str=True)
+  except (NameError, TypeError, AttributeError):  # an annotation only for the type checker
+    signature = inspect.signature(function)
+  except ValueError:  # a builtin without a signature
+    return {}
+  parameters = list(signature.parameters.items())
+  return dict(parameters[1:] if is_class else parameters)  # without self, or __new__'s class
+
+
+def missing(function: Callable, given: Collection[str]) -> list[str]:
+  """The names of the parameters that have no default and are not `given`."""
+  variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+  return [
+    name
+    for name, parameter in parameters_of(function).items()
+    if (parameter.default is inspect.Parameter.empty or parameter.default is gin.REQUIRED)
+    and parameter.kind not in variadic
+    and name not in given
+  ]

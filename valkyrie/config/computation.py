@@ -1,7 +1,7 @@
 """The gin bindings that decide the computation of a training step.
 
-They are part of a checkpoint's record: a resumed run must have the same ones, and so must all
-processes of a run. Logging, evaluation and hooks do not belong to them.
+A checkpoint records them: a resumed run must have the same ones, and so must all processes of a
+run. Logging, evaluation and hooks are not among them.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from gin import config as gin_config
 
+from valkyrie.config.check import parameters_of
 from valkyrie.config.parse import leaves
-from valkyrie.config.registry import parameters_of
 
 _Configurable = TypeVar('_Configurable', bound=Callable)
 _DECLARED = '_may_change_on_resume'  # the attribute that holds the names
@@ -20,10 +20,10 @@ _DECLARED = '_may_change_on_resume'  # the attribute that holds the names
 def may_change_on_resume(*parameters: str) -> Callable[[_Configurable], _Configurable]:
   """Declares parameters of a configurable that do not change the computation of a step.
 
-  A decorator, to be written above or below `@gin.configurable`. Subclasses inherit the declaration.
+  A decorator above or below `@gin.configurable`. Subclasses inherit the declaration.
 
   Args:
-    parameters: their names; without any, all parameters of the configurable.
+    parameters: their names; none means all parameters of the configurable.
   """
 
   def declare(configurable: _Configurable) -> _Configurable:
@@ -42,10 +42,10 @@ def computation(bindings: Mapping[str, Any]) -> dict[str, Any]:
 
   A binding `scope/Selector.parameter` is left out
   - if the configurable declares the parameter with `may_change_on_resume`, or
-  - if the configurable is referenced, and all references to which the binding applies stand in
-    bindings that are left out: `train.hooks = (@MyHook(),)` frees every `MyHook.*`, and
-    `Evaluator.feed = @validation/TaskFeed` frees every `validation/TaskFeed.*`.
-  A default in code counts as a reference too, if its parameter is not bound.
+  - if the configurable is referenced, and all references to which the binding applies are in
+    bindings that are left out: `train.hooks = (@MyHook(),)` leaves out every `MyHook.*`, and
+    `Evaluator.feed = @validation/TaskFeed` every `validation/TaskFeed.*`.
+  The default of an unbound parameter is a reference too.
 
   Args:
     bindings: name -> value, as `record.bindings` returns them: references are strings, '@name'.
@@ -76,7 +76,7 @@ def computation(bindings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _default_references() -> dict[str, list[str]]:
-  """{parameter: references to the configurables in its default}, in the form of bindings."""
+  """{parameter: references to the configurables in its default}, as bindings are."""
   registry, found = gin_config._REGISTRY, {}
   for selector, configurable in registry.items():
     for name, parameter in parameters_of(configurable.wrapped).items():

@@ -10,13 +10,16 @@ import contextlib
 import importlib
 import inspect
 import os
+import threading
+from typing import Any
 
 import gin
 from gin import config as gin_config
 
-from valkyrie.config import check, parse, recorded, value_types
-from valkyrie.config.registry import missing
+from valkyrie.config import check, parse, record, value_types
 from valkyrie.errors import ConfigurationError
+
+_ONE_AT_A_TIME = threading.RLock()  # gin has one configuration for all threads
 
 
 def load_gin(
@@ -32,18 +35,18 @@ def load_gin(
 
   Args:
     files: gin files; later ones override earlier ones. `gin/x.gin` is found from any folder.
-    flags: '--gin.NAME=VALUE' arguments; the last one of a name counts.
+    flags: '--gin.NAME=VALUE' arguments; the last one of a name wins.
     run: the directory of a run, whose recorded configuration comes first.
     search_paths: folders to search for files and includes, after the current folder.
     allowed_imports: packages that gin files may import besides valkyrie.
-    modules: the modules of configurables, which must be imported before gin is locked.
+    modules: the modules that define configurables, imported before gin is locked.
 
   Raises:
     ConfigurationError: with the flag, or the file and line, and a correction.
   """
   statements = parse.read(files, flags, search_paths, allowed_imports)
   if run is not None:
-    statements = recorded.read(run, allowed_imports) + statements
+    statements = record.read_configuration(run, allowed_imports) + statements
   bindings = [statement for statement in statements if statement.is_binding]
   check.check_macro_names(bindings)
   value_types.check_flag_types(bindings)
@@ -54,7 +57,7 @@ def load_gin(
       _import(statement)
   effective = check.effective_bindings(statements)
   check.check_scopes(bindings)
-  recorded.check_secrets(effective)
+  check.check_secrets(effective)
   check.check_references(effective)
   check.check_tasks(effective, parse.importable(allowed_imports))
   value_types.check_parameter_types(effective)
@@ -65,31 +68,45 @@ def load_gin(
     raise ConfigurationError(f'gin does not accept the configuration: {error}') from error
 
 
+class Configuration:
+  """A configuration apart from the one of the process, in force only inside `installed`."""
+
+  def __init__(self, load: Callable[[], None]):
+    """Keeps what `load`, such as a call of `load_gin`, binds in an empty configuration."""
+    with _restored():
+      _clear()
+      load()
+      self._state = _state()
+
+  @contextlib.contextmanager
+  def installed(self) -> Iterator[None]:
+    """A context with this configuration, which may be nested; it restores the previous one."""
+    with _restored():
+      _install(self._state)
+      yield
+
+
 @contextlib.contextmanager
 def override_gin(files: Sequence[str], flags: Sequence[str]) -> Iterator[None]:
   """A context in which gin files and flags override the configuration of `load_gin`.
 
   Raises:
-    ConfigurationError: like `load_gin`; a macro must exist already.
+    ConfigurationError: as `load_gin` does, or no file defines a macro.
   """
-  before = {key: dict(bound) for key, bound in gin_config._CONFIG.items()}
   effective = check.effective_bindings(parse.read(files, flags))
   for name, statement in parse.macros_of(effective.values()).items():
-    if (name, 'gin.macro') not in before:
+    if (name, 'gin.macro') not in gin_config._CONFIG:
       raise ConfigurationError(f'{statement.where}: no gin file of this run defines %{name}.')
-  try:
+  with _restored():
     with gin.unlock_config():
       _bind(effective)
     yield
-  finally:
-    gin_config._CONFIG.clear()
-    gin_config._CONFIG.update(before)
 
 
 def check_call(function: Callable, *given: str) -> None:
   """Raises ConfigurationError if a parameter is not bound, not `given`, and has no default."""
   bound = gin.get_bindings(function, resolve_references=False)
-  for parameter in missing(function, {*bound, *given}):
+  for parameter in check.missing(function, {*bound, *given}):
     name = f'{inspect.unwrap(function).__name__}.{parameter}'
     raise ConfigurationError(f'{name} has no value. Add `{name} = ...` to the gin file.')
 
@@ -105,10 +122,41 @@ def _import(statement: parse.Statement) -> None:
       f'{statement.where}: there is no module {error.name}. Install it, or start the command in '
       'the folder that contains it.'
     ) from error
-  gin.parse_config(statement.parsed.format())  # which adds the line to config.gin
+  gin.parse_config(statement.parsed.format())  # adds the line to config.gin
 
 
 def _bind(effective: check.Effective) -> None:
   for key, statement in effective.items():
-    # gin's own parser replaces the macros and references by gin's.
+    # gin's own parser replaces our macros and references by gin's.
     gin.bind_parameter(key, gin_config.parse_value(repr(statement.parsed.value)))
+
+
+@contextlib.contextmanager
+def _restored() -> Iterator[None]:
+  with _ONE_AT_A_TIME:
+    before = _state()
+    try:
+      yield
+    finally:
+      _install(before)
+
+
+def _state() -> tuple[Any, ...]:
+  bound = {key: dict(values) for key, values in gin_config._CONFIG.items()}
+  operative = dict(gin_config._OPERATIVE_CONFIG)
+  return bound, operative, set(gin_config._IMPORTS), gin_config.config_is_locked()
+
+
+def _clear() -> None:
+  for part in (gin_config._CONFIG, gin_config._OPERATIVE_CONFIG, gin_config._IMPORTS):
+    part.clear()
+  gin_config._set_config_is_locked(False)
+
+
+def _install(state: tuple[Any, ...]) -> None:
+  bound, operative, imports, locked = state
+  _clear()
+  gin_config._CONFIG.update({key: dict(values) for key, values in bound.items()})
+  gin_config._OPERATIVE_CONFIG.update(operative)
+  gin_config._IMPORTS.update(imports)
+  gin_config._set_config_is_locked(locked)

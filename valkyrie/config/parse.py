@@ -19,7 +19,7 @@ from valkyrie.config import paths
 from valkyrie.config.suggest import did_you_mean, explain
 from valkyrie.errors import ConfigurationError
 
-WRITTEN_BY = 'valkyrie'  # in config.json, which identifies the folder of a run
+WRITTEN_BY = 'valkyrie'  # in config.json: identifies the folder of a run
 RECORDED = '# All bindings of a run that were in force.\n'  # the first line of config.gin
 FLAG = '--gin.'
 
@@ -50,7 +50,7 @@ class Statement(NamedTuple):
 
   where: str  # 'gin/tiny_cpu.gin:12', or the flag of the command line
   parsed: Any  # a BindingStatement (a macro's has no arg_name), BlockDeclaration or ImportStatement
-  recorded: bool = False  # by a run, without the statements that others had overridden
+  recorded: bool = False  # by a run, which leaves out overridden statements
 
   @property
   def is_flag(self) -> bool:
@@ -76,7 +76,7 @@ class Statement(NamedTuple):
 
 
 def leaves(value: Any) -> Iterator[Any]:
-  """All leaves of a value, of which lists, tuples and dicts are the inner nodes."""
+  """All leaves of a tree of lists, tuples and dicts."""
   if isinstance(value, dict):
     value = [*value.keys(), *value.values()]
   if isinstance(value, list | tuple):
@@ -92,7 +92,7 @@ def macros_of(statements: Iterable[Statement]) -> dict[str, Statement]:
 
 
 def macros_in(value: Any, macros: Mapping[str, Statement]) -> set[str]:
-  """The names of the macros in a value, and in the values of these."""
+  """The names of the macros in a value, and in the values of these macros."""
   found, values = set(), [value]
   while values:
     new = {leaf.name for leaf in leaves(values) if isinstance(leaf, Macro)} - found
@@ -120,7 +120,7 @@ def parse(text: str) -> Iterator[Any]:
   """The statements of a gin text.
 
   Raises:
-    SyntaxError: of the tokenizer or the parser, with the line number.
+    SyntaxError: with the line number.
   """
   try:
     yield from config_parser.ConfigParser(text, _Delegate())

@@ -1,13 +1,14 @@
-"""The loaded configuration as data, and its files in the directory of a run.
+"""The configuration as data: its files in the directory of a run, written and read back.
 
-    model_dir/config.gin             the parsed statements; a copy elsewhere begins another run
+    model_dir/config.gin             the parsed statements; a copy elsewhere starts another run
     model_dir/config.json            the same as data: literals, and values with macros resolved
     model_dir/operative_config.gin   the constructed configurables, with their defaults
 
-All three are written by one process, without secrets. StorageError is raised if the folder cannot
-be written.
+One process writes all three, without secrets. Only config.json is read: it holds names and
+literals, no gin file. StorageError is raised if the folder cannot be written.
 """
 
+from collections.abc import Sequence
 import json
 import os
 import pathlib
@@ -18,12 +19,13 @@ import gin
 from valkyrie import __version__
 from valkyrie.config import parse
 from valkyrie.config.parse import Statement
+from valkyrie.config.paths import TOKENIZER
 from valkyrie.config.redact import redact
-from valkyrie.errors import storage_errors
+from valkyrie.errors import ConfigurationError, storage_errors
 
 
 def bindings() -> dict[str, Any]:
-  """{name: value} of all bindings, as JSON values: macros resolved, references as '@name'."""
+  """{name: value} of all bindings as JSON: macros are resolved, and references are '@name'."""
   return _as_data(redact(gin.config_str()))['bindings']
 
 
@@ -38,6 +40,47 @@ def write_configuration(model_dir: str | os.PathLike) -> None:
 def write_operative_configuration(model_dir: str | os.PathLike) -> None:
   """Writes operative_config.gin, with the configurables that have been constructed so far."""
   _write(pathlib.Path(model_dir) / 'operative_config.gin', redact(gin.operative_config_str()))
+
+
+def read_configuration(
+  model_dir: str | os.PathLike, allowed_imports: Sequence[str] = ()
+) -> list[Statement]:
+  """The statements in the config.json of a run.
+
+  Args:
+    model_dir: the directory of the run.
+    allowed_imports: packages that they may import besides valkyrie.
+
+  Raises:
+    ConfigurationError: the run or its file is missing, the file has other content, or it imports a
+      package that is not allowed.
+  """
+  path = pathlib.Path(model_dir) / 'config.json'
+  try:
+    data = json.loads(path.read_bytes())
+  except FileNotFoundError:
+    raise ConfigurationError(
+      f'{model_dir} is not the directory of a run: it has no config.json. Pass one as --model_dir, '
+      'or pass the --gin_file of a new run.'
+    ) from None
+  except (OSError, ValueError) as error:
+    raise ConfigurationError(
+      f'{path} cannot be read ({error}). Restore it, or pass the --gin_file of the run.'
+    ) from error
+  try:
+    if data['written_by'] != parse.WRITTEN_BY:
+      raise ValueError(f'it was written by {data["written_by"]!r}')
+    imports = [_statement(path, line) for line in data['imports']]
+    bound = {**data['statements'], **_kept_tokenizer(path.parent)}
+    bindings = [_statement(path, f'{name} = {value}', name) for name, value in bound.items()]
+  except (KeyError, TypeError, AttributeError, ValueError, SyntaxError) as error:
+    raise ConfigurationError(
+      f'{path} is not the record of a configuration ({type(error).__name__}: {error}). Restore it, '
+      'or pass the --gin_file of the run.'
+    ) from error
+  for statement in imports:
+    parse.check_import(statement, parse.importable(allowed_imports))
+  return imports + bindings
 
 
 def _as_data(text: str) -> dict[str, Any]:
@@ -83,3 +126,23 @@ def _replace(path: pathlib.Path, data: bytes) -> None:
   temporary = path.with_name(f'.{path.name}.new')
   temporary.write_bytes(data)
   temporary.replace(path)
+
+
+def _kept_tokenizer(model_dir: pathlib.Path) -> dict[str, str]:
+  """The binding of the run's own copy of its tokenizer, if there is one: it moves with the run."""
+  for suffix in ('.json', '.model'):
+    file = model_dir / f'{TOKENIZER}{suffix}'
+    if file.is_file():
+      return {'vocabulary': repr(str(file))}
+  return {}
+
+
+def _statement(path: pathlib.Path, line: str, name: str | None = None) -> Statement:
+  """A line as exactly one import, or as exactly one binding of `name`."""
+  statements = [Statement(f'{path}: {name or line}', p, True) for p in parse.parse(line)]
+  (statement,) = statements
+  if not (statement.is_import if name is None else statement.is_binding):
+    raise ValueError(f'{line!r} is another statement')
+  if name is not None and statement.name != name:
+    raise ValueError(f'{line!r} binds {statement.name}')
+  return statement

@@ -30,9 +30,9 @@ _SECRET_IN_VALUE = re.compile(
 
 
 def redact(text: str) -> str:
-  """Replaces strings that are secrets by their own form, or by a name that they are bound to.
+  """Replaces strings that look like secrets, or are bound to a name of a secret.
 
-  The name is that of a binding, of a macro, of a key of a dict, or of a binding that reads a macro.
+  The name may be a binding, a macro, a key of a dict, or a binding that reads a macro.
   """
   macros: set[str] = set()
 
@@ -58,5 +58,5 @@ def redact(text: str) -> str:
 
 
 def in_value(text: str) -> str:
-  """Replaces secrets by their own form alone: passwords of URLs, tokens with a known prefix."""
+  """Replaces only strings that look like secrets: passwords in URLs, tokens with a known prefix."""
   return _SECRET_IN_VALUE.sub(REDACTED, text)

@@ -20,8 +20,8 @@ def explain(error: SyntaxError, value: str | None, statement: Callable[[str], st
 
   Args:
     error: the error of gin's parser.
-    value: the text after '='; None for a line without one.
-    statement: makes the text of the statement from the right value.
+    value: the text after '='; None for a line without '='.
+    statement: returns the text of the statement with the corrected value.
   """
   if value is not None:
     value = value.split('#')[0].strip()
@@ -52,7 +52,7 @@ _OPERATORS = {
 
 
 def _arithmetic(value: str) -> str:
-  """The value of an arithmetic expression: '8192' for '8*1024'; '' for any other text."""
+  """'8192' for '8*1024'; '' for a text that is not an arithmetic expression."""
 
   def number(node: ast.expr) -> int | float:
     if not isinstance(node, ast.BinOp):

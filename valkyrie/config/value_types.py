@@ -1,7 +1,7 @@
 """Checks of the types of gin values: of flags against files, of bindings against annotations.
 
-An annotation is a literal type, a class, a protocol, or a callable that returns one of these; other
-mismatches raise an error at construction. Every check raises ConfigurationError, like `check`.
+They know literal types, classes, protocols, and callables that return one of these; mismatches of
+other annotations raise an error at construction. Every check raises ConfigurationError.
 """
 
 import collections.abc
@@ -14,9 +14,8 @@ from typing import Any
 from gin import config as gin_config
 import haiku as hk
 
-from valkyrie.config.check import Effective, check_buildable
+from valkyrie.config.check import Effective, check_buildable, find, parameters_of
 from valkyrie.config.parse import Macro, Reference, Statement, macros_of, resolve
-from valkyrie.config.registry import find, parameters_of
 from valkyrie.errors import ConfigurationError
 
 _LITERALS = {bool: 'True or False', int: 'an integer', float: 'a number', str: 'a string'}
@@ -84,7 +83,7 @@ def _fits(value: Any, expected: set[type | None]) -> bool:
 
 
 def _is_part(value: Any) -> bool:
-  """Whether a value is a function or an instance of a class, and so no literal."""
+  """Whether a value is a function or an instance of a class, rather than a literal."""
   if not isinstance(value, Reference):
     return False
   return not value.evaluated or inspect.isclass(find(value.name).wrapped)

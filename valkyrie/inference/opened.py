@@ -6,12 +6,11 @@ import os
 import gin
 
 from valkyrie.checkpoint.manager import LATEST
-from valkyrie.config.apart import Configuration
+from valkyrie.config import CONFIGURABLE_MODULES
 from valkyrie.config.computation import may_change_on_resume
-from valkyrie.config.load import check_call, load_gin
+from valkyrie.config.load import Configuration, check_call, load_gin
 from valkyrie.data import vocabularies
 from valkyrie.inference.loaded import LoadedModel
-from valkyrie.main import CONFIGURABLE_MODULES
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel, Model
 from valkyrie.sharding.partitioner import Partitioner

@@ -8,7 +8,7 @@ import gin
 
 from valkyrie import __version__
 from valkyrie.checkpoint.manager import LATEST
-from valkyrie.config import record, registry
+from valkyrie.config import check, record
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.errors import ConfigurationError
 from valkyrie.inference.loaded import LoadedModel
@@ -101,7 +101,7 @@ def _of_model(bindings: dict[str, Any]) -> dict[str, Any]:
   """The bindings of the model's parts, Valkyrie's and others: no path, no seed."""
 
   def is_part(name: str) -> bool:
-    module = registry.find(name.rpartition('.')[0]).wrapped.__module__
+    module = check.find(name.rpartition('.')[0]).wrapped.__module__
     return module.startswith('valkyrie.models.') or module.partition('.')[0] not in (
       'valkyrie',
       'optax',

@@ -1,0 +1,242 @@
+"""The flags of the command line. No large package is imported, so that --help is fast."""
+
+import argparse
+from collections.abc import Sequence
+
+from valkyrie import __version__
+from valkyrie.checkpoint.compatibility import KINDS
+from valkyrie.config.suggest import did_you_mean
+from valkyrie.distributed import processes
+from valkyrie.errors import ConfigurationError, UsageError
+
+# --run_mode -> (module, function).
+RUN_MODES = {
+  'train': ('valkyrie.run.train', 'train'),
+  'eval': ('valkyrie.run.evaluate', 'evaluate'),
+  'infer': ('valkyrie.run.infer', 'infer'),
+  'long_context': ('valkyrie.run.long_context', 'long_context'),
+  'export': ('valkyrie.run.export', 'export'),
+  'precompile': ('valkyrie.run.precompile', 'precompile'),
+}
+
+# Flags that are arguments of some run modes.
+FLAGS_OF_MODES = {
+  'prompt': ('infer',),
+  'prompts': ('infer',),
+  'output': ('infer', 'export'),
+  'step': ('eval', 'infer', 'long_context', 'export'),
+  'follow': ('eval',),
+  'topology': ('precompile',),
+  'allow_changed': ('train',),
+}
+
+_EXAMPLES = """
+examples:
+  python -m valkyrie.main --gin_file=gin/tiny_cpu.gin --model_dir=runs/tiny
+      train; the same command again resumes
+  python -m valkyrie.main --gin_file=gin/tiny_cpu.gin --model_dir=runs/tiny --gin.train_steps=500
+      ... with one macro of the gin file changed
+  python -m valkyrie.main --gin_file=gin/tiny_cpu.gin --gin_file=mine.gin --gin.S5.state_size=64
+      ... with a second file that overrides the first, and one parameter bound
+  python -m valkyrie.main --model_dir=runs/tiny --run_mode=eval --step=best
+      without --gin_file, a run is opened with its own configuration; flags override it
+  python -m valkyrie.main --model_dir=runs/tiny --run_mode=infer --prompt='def main():'
+  python -m valkyrie.main --model_dir=runs/tiny --run_mode=infer --prompts=mine.jsonl \\
+      --output=answers.jsonl --gin.infer.samples=4 --gin.infer.temperature=0.8
+  python -m valkyrie.main --model_dir=runs/tiny --run_mode=long_context
+      needles, variables, pairs: accuracy by length and depth
+  python -m valkyrie.main --model_dir=runs/tiny --run_mode=export --output=exported
+      the model for other programs: safetensors, configuration and tokenizer
+  python -m valkyrie.main --gin_file=gin/v4_32.gin --run_mode=precompile --topology=v4:4x4x2
+      compile a run for 32 TPU chips on a machine without one; print its memory and time
+  python -m valkyrie.main --gin_file=mine.gin --gin_allow_import=my_package
+      ... where mine.gin has the line `import my_package.mixers`
+  python -m valkyrie.main --gin_file=mine.gin --processes=2 --process=0
+      ... one of two processes on this machine; the other has --process=1
+  python -m valkyrie.main --gin_file=gin/v4_32.gin --processes=auto
+      ... on each host of a TPU pod, or as each task of a SLURM job
+
+values of --gin.NAME=VALUE are gin's: 8192, 1e-3, True, None, (1, 2), @S5, %chunk_size; strings
+need quotes inside the shell's: --gin.task='"fineweb"'. There are no expressions. If a flag is
+repeated with one name, the last one wins.
+
+exit codes: 0 done; 2 usage; 65 bad data; 70 bug; 74 storage; 75 preempted and saved, or the other
+processes did not join in time (run the same command again); 76 diverged; 78 bad configuration; 130
+interrupted with nothing to save
+"""
+
+
+def parse_command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+  """The flags, and the --gin.NAME=VALUE arguments as they were typed.
+
+  Raises:
+    UsageError: a flag is unknown, misspelled, lacks its value or conflicts with another.
+    SystemExit: after --help or --version.
+  """
+  others, gin_flags = _split_gin_flags(arguments)
+  parser = _parser()
+  flags, unknown = parser.parse_known_args(others)
+  if unknown:
+    name = unknown[0].partition('=')[0]
+    known = [option for action in parser._actions for option in action.option_strings]
+    hint = did_you_mean(name, known)
+    raise UsageError(f'{unknown[0]}: unknown flag.{hint} Try --help.')
+  _check(flags)
+  return flags, gin_flags
+
+
+def _split_gin_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+  """The other arguments, and the --gin.NAME=VALUE arguments as they were typed."""
+  others, gin_flags = [], []
+  for argument in arguments:
+    if argument.startswith('--gin.'):
+      if not argument.removeprefix('--gin.').partition('=')[2]:
+        raise UsageError(f'{argument}: expected --gin.NAME=VALUE, with = and without spaces')
+      if argument.encode(errors='ignore').decode() != argument:
+        raise UsageError(f'{argument!a} is not UTF-8')
+      gin_flags.append(argument)
+    else:
+      others.append(argument)
+  return others, gin_flags
+
+
+class _Parser(argparse.ArgumentParser):
+  def error(self, message):
+    raise UsageError(f'{message}\nTry --help.')
+
+
+def _parser() -> _Parser:
+  parser = _Parser(
+    prog='valkyrie',
+    usage='valkyrie {--gin_file=FILE | --model_dir=RUN} [--gin.NAME=VALUE ...] [other flags]',
+    description='Trains, evaluates or runs the model that gin files describe.',
+    epilog=_EXAMPLES,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    allow_abbrev=False,
+  )
+  parser.add_argument('--version', action='version', version=f'valkyrie {__version__}')
+  parser.add_argument(
+    '--gin_file',
+    action='append',
+    metavar='FILE',
+    help='a gin file; repeatable, later ones override earlier ones. Files named gin/... are found '
+    'from any folder (default: the configuration that the run in --model_dir has recorded)',
+  )
+  # Parsed by _split_gin_flags; listed here for --help.
+  parser.add_argument(
+    '--gin.NAME=VALUE',
+    action='store_true',
+    help='set a macro (--gin.chunk_size=8192) or bind a parameter (--gin.S5.state_size=64); '
+    'repeatable',
+  )
+  parser.add_argument(
+    '--gin_search_paths',
+    action='append',
+    default=[],
+    metavar='DIRS',
+    help='folders, separated by commas, to search for gin files and includes',
+  )
+  parser.add_argument(
+    '--gin_allow_import',
+    action='append',
+    default=[],
+    metavar='PACKAGE',
+    help='a package of yours that gin files may import, and thereby execute; repeatable',
+  )
+  parser.add_argument(
+    '--model_dir',
+    metavar='DIR',
+    help='the directory of the run, or its address in a bucket, such as gs://BUCKET/FOLDER '
+    '(default: runs/NAME of the gin file, below the current folder)',
+  )
+  parser.add_argument(
+    '--run_mode', choices=tuple(RUN_MODES), default='train', help='default: train'
+  )
+  parser.add_argument(
+    '--allow_changed',
+    type=_kinds,
+    metavar='KINDS',
+    help='accepted differences from the run that saved the checkpoint, separated by commas: '
+    f'{", ".join(KINDS)} (default: none)',
+  )
+  parser.add_argument(
+    '--prompt', metavar='TEXT', help='the text that infer continues (default: standard input)'
+  )
+  parser.add_argument(
+    '--prompts',
+    metavar='FILE',
+    help='prompts for infer: JSON lines with the field "prompt" (.jsonl), or one on each line',
+  )
+  parser.add_argument(
+    '--output',
+    metavar='PATH',
+    help='a new file for the JSON lines of infer (default: printed), or a new folder for export',
+  )
+  parser.add_argument(
+    '--step',
+    metavar='N',
+    help='the checkpoint that eval, infer, long_context and export read: a number, latest or best, '
+    'or numbers separated by commas, for the mean of their parameters (default: latest)',
+  )
+  parser.add_argument(
+    '--follow',
+    action='store_true',
+    default=None,
+    help='eval reads every checkpoint of a run as it is committed, until the last one',
+  )
+  parser.add_argument(
+    '--topology',
+    metavar='CHIP:SHAPE',
+    help='the TPU slice that precompile compiles for, such as v4:4x4x2, on a machine without one '
+    '(default: the devices of this machine)',
+  )
+  parser.add_argument(
+    '--processes',
+    metavar='N',
+    help=f'the number of processes of the run; {processes.DETECTED} if jax can detect it: TPU '
+    'pods, SLURM, Kubernetes, MPI (default: only this process)',
+  )
+  parser.add_argument('--process', type=int, metavar='I', help='the number of this process, from 0')
+  parser.add_argument(
+    '--coordinator',
+    metavar='HOST:PORT',
+    help='the address at which process 0 listens; anyone who reaches it can join (default: '
+    f'{processes.COORDINATOR}, reachable from this machine only)',
+  )
+  parser.add_argument(
+    '--join_seconds',
+    type=int,
+    default=300,
+    metavar='S',
+    help='seconds to wait for the other processes (default: %(default)s)',
+  )
+  return parser
+
+
+def _kinds(text: str) -> tuple[str, ...]:
+  for kind in text.split(','):
+    if kind not in KINDS:
+      raise argparse.ArgumentTypeError(f'{kind!r} is not one of {", ".join(KINDS)}')
+  return tuple(text.split(','))
+
+
+def _check(flags: argparse.Namespace) -> None:
+  """Raises an error if a flag is missing, or if flags contradict each other."""
+  if not flags.gin_file and not flags.model_dir:
+    raise UsageError(
+      '--gin_file is missing: pass one, such as --gin_file=gin/tiny_cpu.gin, or the --model_dir of '
+      'a run'
+    )
+  for name, modes in FLAGS_OF_MODES.items():
+    if getattr(flags, name) is not None and flags.run_mode not in modes:
+      raise UsageError(f'--{name} needs --run_mode={" or ".join(modes)}')
+  if flags.follow and (flags.step is not None or flags.processes is not None):
+    raise UsageError('--follow reads every step in one process: remove --step and --processes')
+  if flags.run_mode == 'export' and flags.output is None:
+    raise UsageError('--run_mode=export needs --output=FOLDER')
+  if flags.prompt is not None and flags.prompts is not None:
+    raise UsageError('--prompt and --prompts exclude each other')
+  if flags.processes is None and (flags.process is not None or flags.coordinator is not None):
+    raise ConfigurationError('--process and --coordinator need --processes=N')
+  if flags.processes is not None and flags.run_mode not in ('train', 'eval'):
+    raise UsageError(f'--run_mode={flags.run_mode} runs in one process: remove --processes')
