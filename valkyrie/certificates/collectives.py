@@ -9,11 +9,11 @@ least possible; n is the number of chips in a group:
   all-to-all           (n-1)/n of its operand
   collective-permute   its operand
 
-An operation that is split into a start and a done counts once.
+An operation that is split into a start and a done is counted once.
 
 The time is an estimate, not a measurement: links have their full bandwidth, and nothing overlaps
-with other work. A collective over several axes of a torus uses the links of all of them at once, in
-both directions along a ring and in one direction along a line ("How to Scale Your Model",
+with other work. A collective over several axes of a torus uses the links of all these axes at once,
+in both directions along a ring and in one direction along a line ("How to Scale Your Model",
 jax-ml.github.io/scaling-book/sharding), or the links of fewer axes if the compiler reports an
 algorithm with fewer dimensions. A permutation takes as long as its busiest link; each message takes
 the shortest route, one axis after the other.
@@ -111,7 +111,7 @@ def seconds(collective: Collective, network: Torus, link_bytes_per_second: float
   if not links:
     return 0.0
   if collective.kind.endswith('all-to-all'):
-    # Half of the bytes cross the middle of the longest axis, one half of them in each direction.
+    # Half of the bytes cross the middle of the longest axis, a quarter in each direction.
     longest = max(links, key=lambda axis: spans[axis] / links[axis])
     rate = 4 * links[longest] * link_bytes_per_second / spans[longest]
     return collective.operand_bytes / rate

@@ -305,7 +305,7 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
 
 class _Value(NamedTuple):
-  """A value of a computation; `arguments` are those of the fusion that the computation is."""
+  """A value of a computation; if this is a fusion, `arguments` are its operands."""
 
   computation: Computation
   name: str

@@ -15,7 +15,7 @@ _PARTS = (2, 4, 8, 16)  # into which a chunk that is too long is divided
 
 
 class Change(NamedTuple):
-  """Gin files and flags to add to those of the run."""
+  """Gin files and flags to add to a run."""
 
   files: Sequence[str] = ()
   flags: Sequence[str] = ()

@@ -5,10 +5,10 @@ convolutions, and their batches to dimensions of a window. As in XLA's own analy
 with padding do not count.
 
 **Bytes** are read from and written to a chip's HBM. Each instruction of the schedule reads its
-operands and writes its results, once; the intermediate values of a fusion stay on the chip. The
-count excludes arrays in other memory spaces (`S(1)` is the vector memory of a TPU core, `S(3)` the
-common memory of a v4) and instructions that only rename bytes. A buffer that is sliced or updated
-in place counts with the bytes of the slice. The count is an estimate from the program's text, not a
+operands and writes its results, once; the intermediate values of a fusion stay on the chip. Arrays
+in other memory spaces are excluded (`S(1)` is the vector memory of a TPU core, `S(3)` the common
+memory of a v4), and so are instructions that only rename bytes. For a buffer that is sliced or
+updated in place, only the slice is included. This is an estimate from the program's text, not a
 measurement: a large product may read an operand several times and move more; a cache, as on CPUs
 and GPUs, may reduce the traffic.
 
@@ -144,7 +144,7 @@ def _multiplications(instruction: hlo.Instruction, left: Dims, right: Dims, out:
   """The multiplications of a convolution.
 
   `dim_labels=0bf_0io->0bf` names the dimensions of input, kernel and output: b is the batch, f, i
-  and o are features, and numbers those of the window.
+  and o are features, and numbers are dimensions of the window.
   """
   labels = re.split(r'_|->', instruction.find(r'dim_labels=([\w?>-]+)'))
   inputs, kernel, outputs = (

@@ -9,11 +9,11 @@ _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 
 GIN = _PACKAGE / 'gin' if (_PACKAGE / 'gin').is_dir() else _PACKAGE.parent / 'gin'
 
-TOKENIZER = 'tokenizer'  # of a run or an export, before the suffix of its kind
+TOKENIZER = 'tokenizer'  # the file of a run or an export, without its suffix
 
 
 def cache() -> pathlib.Path:
-  """The folder of token stores and compiled programs; ConfigurationError if none can be there."""
+  """The folder of token stores and compiled programs; ConfigurationError if it is unusable."""
   if named := os.environ.get('VALKYRIE_CACHE'):
     return pathlib.Path(usable_path('VALKYRIE_CACHE', named)).absolute()
   root = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
@@ -21,5 +21,5 @@ def cache() -> pathlib.Path:
 
 
 def is_address(location: str) -> bool:
-  """Whether a location is a URI, such as that of a bucket, and no path of this machine."""
+  """Whether a location is a URI, such as gs://BUCKET, rather than a path of this machine."""
   return '://' in location

@@ -70,7 +70,7 @@ def enable() -> str | None:
 def compiled(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> jax.stages.Compiled:
   """`lowered.compile()` for these devices, or the program that an earlier run made of it.
 
-  jax writes only the programs of process 0, and may give those of other processes other names.
+  jax writes only the programs of process 0, and may name the programs of others differently.
   """
   directory = _directory()
   if directory is None or jax.process_index() == 0:

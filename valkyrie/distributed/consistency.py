@@ -99,7 +99,7 @@ class TokenConsistency:
     """Compares the batch of a step, which begins at token `position` of each row.
 
     Raises:
-      DataError: in all processes, if two of them have read different tokens.
+      DataError: in all processes, if two processes have read different tokens.
     """
     if self._is_alone or step % self._every:
       return

@@ -69,7 +69,7 @@ def member(coordinator: str | None, processes: str, process: int | None) -> Memb
   if not processes.isdecimal() or process is None or not 0 <= process < int(processes):
     raise ConfigurationError(
       f'--processes={processes} and --process={process} do not fit together. Pass the number of '
-      f'processes and the number of this one, counted from 0, or --processes={DETECTED} alone.'
+      f'processes and the number of this one, counted from 0, or only --processes={DETECTED}.'
     )
   address = coordinator or COORDINATOR
   host, _, port = address.rpartition(':')

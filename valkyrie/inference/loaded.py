@@ -15,30 +15,11 @@ from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import UsageError
 from valkyrie.inference import reader
 from valkyrie.inference.generation import GREEDY, LENGTH, Continuation, Generator, Sampling
-from valkyrie.inference.reader import Reader, RowScores, TextCarry
+from valkyrie.inference.reader import Reader, TextCarry, TextScore
 from valkyrie.models.language_model import Model
 from valkyrie.types import Params
 
 Text = str | np.ndarray  # or its tokens
-
-
-class TextScore(NamedTuple):
-  """How well a model predicts a text.
-
-  tokens: the ids of the text, int32 [T].
-  log_probs: log p(token | earlier tokens) in nats, float32 [T]; NaN for the first token of a
-    document, which has no context.
-  greedy: bool [T], whether the token is the most likely one.
-  """
-
-  tokens: np.ndarray
-  log_probs: np.ndarray
-  greedy: np.ndarray
-
-  @property
-  def log_prob(self) -> float:
-    """The sum of the log-probabilities of all tokens but a document's first, in nats."""
-    return float(np.nansum(self.log_probs, dtype=np.float64))
 
 
 class Generated(NamedTuple):
@@ -142,12 +123,12 @@ class LoadedModel:
     """
     rows = self._tokens(texts)
     params = self.params if params is None else params
-    scores: list[RowScores] = []
+    scores: list[TextScore] = []
     for first in range(0, len(rows), batch_size):
       batch = rows[first : first + batch_size]
       begun = self._begun(carry, range(first, first + len(batch)))
       scores += self._reader.score(params, begun, batch)
-    return [TextScore(row, *score) for row, score in zip(rows, scores, strict=True)]
+    return scores
 
   def activations(
     self,

@@ -87,18 +87,11 @@ def load(
 
 
 def _traced_in(configuration: Configuration, model: Model) -> Model:
-  """The functions, which read gin when they are traced, under one configuration."""
-
-  def inside(function: Callable) -> Callable:
-    def call(*args, **kwargs):
-      with configuration.installed():
-        return function(*args, **kwargs)
-
-    return call
-
+  """The model with functions that read gin, while they are traced, from this configuration."""
+  inside = configuration.installed  # a context that decorates functions
   return model._replace(
-    init=inside(model.init),
-    initial_carry=inside(model.initial_carry),
-    apply=inside(model.apply),
-    parameters=inside(model.parameters),
+    init=inside()(model.init),
+    initial_carry=inside()(model.initial_carry),
+    apply=inside()(model.apply),
+    parameters=inside()(model.parameters),
   )

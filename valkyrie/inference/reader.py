@@ -37,15 +37,23 @@ class TextCarry(NamedTuple):
   hidden: Array
 
 
-class RowScores(NamedTuple):
-  """Predictions of the tokens of a row, [T] each.
+class TextScore(NamedTuple):
+  """How well a model predicts a text.
 
-  log_probs: log p(token | earlier tokens) in nats, float32; NaN for a document's first token.
-  greedy: whether the token has the largest logit.
+  tokens: the ids of the text, int32 [T].
+  log_probs: log p(token | earlier tokens) in nats, float32 [T]; NaN for the first token of a
+    document, which has no context.
+  greedy: bool [T], whether the token is the most likely one.
   """
 
+  tokens: np.ndarray
   log_probs: np.ndarray
   greedy: np.ndarray
+
+  @property
+  def log_prob(self) -> float:
+    """The sum of the log-probabilities of all tokens but a document's first, in nats."""
+    return float(np.nansum(self.log_probs, dtype=np.float64))
 
 
 class Reader:
@@ -89,23 +97,20 @@ class Reader:
       carry = self._read(cut, params, carry, tokens, lengths)
     return carry
 
-  def score(self, params: Params, carry: TextCarry, rows: Sequence[np.ndarray]) -> list[RowScores]:
+  def score(self, params: Params, carry: TextCarry, rows: Sequence[np.ndarray]) -> list[TextScore]:
     """Like `read`, but returns the scores of the tokens of each row."""
-    known = np.asarray(carry.position) > 0
-    found: list[list[RowScores]] = [[] for _ in rows]
+    is_first = np.asarray(carry.position) == 0
+    found = [(np.zeros((len(rows), 0), np.float32), np.zeros((len(rows), 0), bool))]
     carry = _own(carry)
     for tokens, lengths in self._chunks(carry, rows):
-      scores, carry = self._score(params, carry, tokens, lengths)
-      for row, (log_probs, greedy) in enumerate(zip(*map(np.asarray, scores), strict=True)):
-        found[row].append(RowScores(log_probs[: lengths[row]], greedy[: lengths[row]]))
-    whole = []
-    for row, parts in enumerate(found):
-      log_probs = np.concatenate([np.zeros(0, np.float32), *(part.log_probs for part in parts)])
-      if len(log_probs) and not known[row]:
-        log_probs[0] = np.nan
-      greedy = np.concatenate([np.zeros(0, bool), *(part.greedy for part in parts)])
-      whole.append(RowScores(log_probs, greedy))
-    return whole
+      (log_probs, greedy), carry = self._score(params, carry, tokens, lengths)
+      found.append((np.asarray(log_probs), np.asarray(greedy)))
+    log_probs, greedy = (np.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
+    log_probs[is_first, :1] = np.nan
+    return [
+      TextScore(row, log_probs[number, : len(row)], greedy[number, : len(row)])
+      for number, row in enumerate(rows)
+    ]
 
   def activations(
     self, params: Params, carry: TextCarry, tokens: np.ndarray, kinds: Sequence[str]
