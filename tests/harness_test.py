@@ -205,7 +205,7 @@ def test_arguments_of_the_model_are_checked():
   pytest.importorskip('lm_eval', reason=REASON)
   from valkyrie.inference.harness_model import HarnessModel  # noqa: PLC0415
 
-  with pytest.raises(ConfigurationError, match=r'--model_args has dtype\. Expected are model_dir'):
+  with pytest.raises(ConfigurationError, match=r'--model_args has dtype\. Use model_dir'):
     HarnessModel('run', dtype='float16')
   with pytest.raises(ConfigurationError, match='--batch_size is auto'):
     HarnessModel('run', batch_size='auto')

@@ -36,7 +36,7 @@ def memory(compiled: jax.stages.Compiled, hbm_bytes: int | None) -> dict[str, An
   """Memory per chip.
 
   total_bytes: arguments + temporaries + outputs - aliased.
-  hbm_bytes: memory that a program can use; None if unknown.
+  hbm_bytes: the memory that a program can use; None if unknown.
   fits: whether total_bytes <= hbm_bytes; None if unknown.
   """
   used = compiled.memory_analysis()
@@ -178,7 +178,7 @@ def text(c: Mapping[str, Any]) -> str:
 
 
 def _estimate_text(c: Mapping[str, Any]) -> str:
-  """The range of the time, and its parts from the longest on."""
+  """The range of the time, and its parts, the longest first."""
   by_part = sorted(c['estimated_seconds_by_part'].items(), key=lambda one: -one[1][1])
   parts = ', '.join(f'{name} {_range(seconds, ".2g")}' for name, seconds in by_part)
   axes = c['estimated_communication_seconds_by_axes']
@@ -214,5 +214,5 @@ def _sizes(by_kind: Mapping[str, float]) -> str:
 
 
 def _short(source: str) -> str:
-  """The end of an operation's path, which differs between operations."""
+  """The end of an operation's path, where operations differ."""
   return source if len(source) <= 80 else '...' + source[-77:]

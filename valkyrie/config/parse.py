@@ -1,6 +1,6 @@
 """A parser of gin files and flags into statements, without any effect on gin.
 
-gin itself imports the modules that a file names while it still reads the file. Here gin's parser
+gin itself imports modules while it is still reading the file that names them. Here gin's parser
 only reads: includes are expanded, imports are checked against the allow-list, and syntax errors are
 explained. Nothing is imported, registered or bound.
 """

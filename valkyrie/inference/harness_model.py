@@ -16,7 +16,7 @@ from valkyrie.inference.opened import load
 
 @register_model('valkyrie')
 class HarnessModel(LM):
-  """A run behind the harness's interface, whose requests hold their arguments in `args`."""
+  """A run behind the harness's interface; a request holds its arguments in `args`."""
 
   def __init__(
     self,
@@ -31,7 +31,7 @@ class HarnessModel(LM):
     Args:
       model_dir: the directory of the run.
       step: the number of a step, 'latest' or 'best'.
-      batch_size: continuations that are read at the same time.
+      batch_size: the number of continuations that are read at the same time.
       allow_import: packages of yours that the run's configuration may import.
       of_torch: the harness's arguments for other models, `device` and `max_batch_size`: ignored.
 
@@ -42,7 +42,7 @@ class HarnessModel(LM):
     unknown = sorted(set(of_torch) - {'device', 'max_batch_size'})
     if unknown:
       raise ConfigurationError(
-        f'--model_args has {unknown[0]}. Expected are model_dir, step, batch_size and allow_import.'
+        f'--model_args has {unknown[0]}. Use model_dir, step, batch_size and allow_import.'
       )
     if not str(batch_size).isdecimal() or int(batch_size) < 1:
       raise ConfigurationError(f'--batch_size is {batch_size}. Use a number of 1 or more.')
@@ -63,7 +63,7 @@ class HarnessModel(LM):
     return self._kept('generate_until', requests, answers)
 
   def _kept(self, kind: str, requests: Sequence[Any], answers: list) -> list:
-    """The answers, which the harness's own cache (`--use_cache`) keeps, too."""
+    """Adds the answers to the harness's own cache (`--use_cache`), and returns them."""
     for request, answer in zip(requests, answers, strict=True):
       self.cache_hook.add_partial(kind, request.args, answer)
     return answers

@@ -93,14 +93,14 @@ class LoadedModel:
     return TextCarry(inside, carry.position[index], carry.hidden[index])
 
   def save_carry(self, path: str | os.PathLike, carry: TextCarry) -> None:
-    """Writes a carry to a new file; raises a StorageError if it cannot."""
+    """Writes a carry to a new file, or raises a StorageError."""
     reader.save_carry(path, carry, self._weights())
 
   def load_carry(self, path: str | os.PathLike) -> TextCarry:
     """Reads a carry that was saved by this step of this run.
 
     Raises:
-      ConfigurationError: another model or step made it.
+      ConfigurationError: another model or step saved it.
       StorageError: the file is missing or damaged.
     """
     return reader.load_carry(path, self._reader.fresh(1), self._weights())
@@ -119,7 +119,7 @@ class LoadedModel:
       texts: documents, or, with a carry, what follows the texts that it has read.
       carry: of `read`; a carry of one row is used for all texts.
       params: other parameters of the same model.
-      batch_size: texts that are read at the same time.
+      batch_size: the number of texts that are read at the same time.
     """
     rows = self._tokens(texts)
     params = self.params if params is None else params
@@ -176,7 +176,7 @@ class LoadedModel:
       stop: strings before which a continuation ends.
       seed: of the samples. A continuation depends on its number, not on the other prompts.
       first: the number of the first prompt.
-      batch_size: continuations that are made at the same time.
+      batch_size: the number of continuations that are generated at the same time.
       sampling: such as valkyrie.Sampling(temperature=0.8, top_p=0.9); greedy by default.
 
     Raises:
