@@ -85,7 +85,7 @@ def test_readme_names_what_exists(macros):
   for binding in bindings:
     name = binding.partition('=')[0].removeprefix('--gin.').rpartition('/')[2]
     selector, _, parameter = name.rpartition('.')
-    known = registry.parameters_of(registry.find(selector).wrapped) if selector else macros
+    known = check.parameters_of(check.find(selector).wrapped) if selector else macros
     assert parameter in known, binding
 
 

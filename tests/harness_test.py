@@ -14,7 +14,7 @@ import tiny
 
 from valkyrie.errors import ConfigurationError
 from valkyrie.inference import harness
-from valkyrie.inference.harness import Answers
+from valkyrie.inference.harness_answers import Answers
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 REASON = "only pip install '.[lm-eval]' installs lm_eval"

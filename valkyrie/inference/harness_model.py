@@ -10,7 +10,7 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.inference.harness import Answers
+from valkyrie.inference.harness_answers import Answers
 from valkyrie.inference.opened import load
 
 
