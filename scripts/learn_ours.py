@@ -22,7 +22,7 @@ from valkyrie.config.load import load_gin
 from valkyrie.data.feed import TaskFeed
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.language_model import Model
-from valkyrie.run.batches import batches
+from valkyrie.run.trainer import batches
 from valkyrie.training.curriculum import Curriculum
 from valkyrie.training.losses import token_losses
 from valkyrie.training.reading import Reading

@@ -9,11 +9,10 @@ import letters
 import numpy as np
 import pytest
 
-from valkyrie.errors import ConfigurationError
+from valkyrie.errors import LARGEST_COUNT, ConfigurationError
 from valkyrie.monitoring.training_log import TrainingLog
 from valkyrie.monitoring.writers import create_writers
 from valkyrie.run import train
-from valkyrie.training.counts import LARGEST
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.reading import Reading
@@ -36,7 +35,7 @@ def phase(**options):
 
 
 def test_positions_of_devices_are_those_of_the_feed():
-  far = [0, 1, 2**30 - 1, 2**30, 2**30 + 1, 2**30 + POSITION_PERIOD, LARGEST]
+  far = [0, 1, 2**30 - 1, 2**30, 2**30 + 1, 2**30 + POSITION_PERIOD, LARGEST_COUNT]
   distances = np.array(far, np.int64)
   of_devices = position_of(jnp.asarray(distances, jnp.int32))
   assert of_devices.dtype == jnp.int32
@@ -82,10 +81,10 @@ def test_the_log_adds_in_float64(tmp_path):
 
 
 def test_phases_of_any_number_of_steps_have_their_own_rate():
-  curriculum = Curriculum([phase(steps=LARGEST - 2), phase(learning_rate_scale=0.5)])
-  scales = [float(curriculum.learning_rate_scale(jnp.int32(LARGEST - n))) for n in (3, 2, 1)]
+  curriculum = Curriculum([phase(steps=LARGEST_COUNT - 2), phase(learning_rate_scale=0.5)])
+  scales = [float(curriculum.learning_rate_scale(jnp.int32(LARGEST_COUNT - n))) for n in (3, 2, 1)]
   assert scales == [1.0, 0.5, 0.5]
-  assert curriculum.position(LARGEST) == LARGEST * 2**22
+  assert curriculum.position(LARGEST_COUNT) == LARGEST_COUNT * 2**22
 
 
 def test_the_schedule_of_many_steps_ends_where_it_should():
@@ -99,7 +98,10 @@ def test_the_schedule_of_many_steps_ends_where_it_should():
   ('make', 'name'),
   [
     (lambda: phase(chunk_size=2**29), 'Phase.chunks x Phase.chunk_size=2,147,483,648'),
-    (lambda: Curriculum([phase(steps=LARGEST), phase(steps=1), phase()]), 'The sum of Phase.steps'),
+    (
+      lambda: Curriculum([phase(steps=LARGEST_COUNT), phase(steps=1), phase()]),
+      'The sum of Phase.steps',
+    ),
     (lambda: Optimizer(1.0, 2**31, 10), 'Optimizer.warmup_steps=2,147,483,648'),
     (lambda: Optimizer(1.0, 10, 2**31), 'Optimizer.train_steps=2,147,483,648'),
     (lambda: train.train('', train_steps=2**31, **REQUIRED), 'train.train_steps'),

@@ -72,6 +72,13 @@ def test_modules_import_in_one_direction():
   graphlib.TopologicalSorter(imports).prepare()  # raises a CycleError that names the modules
 
 
+def test_the_spine_imports_no_wing():
+  page = (ROOT / 'docs' / 'design.md').read_text().partition('## Contracts')[0]
+  wings = {*re.findall(r'^\| \d \| `(\w+)[/.]', page.partition('The wings,')[2], re.M)}
+  assert {'inference', 'certificates', 'main'} <= wings
+  assert not {(above, below) for above, below in arrows() if below in wings and above not in wings}
+
+
 def test_module_titles_are_no_questions():
   for file in PACKAGE.rglob('*.py'):
     title = ast.get_docstring(ast.parse(file.read_text()))

@@ -12,7 +12,7 @@ IMPORT_ALL = """
 import importlib, pkgutil, sys
 names = [
   'valkyrie.config.load', 'valkyrie.sharding.partitioner', 'valkyrie.data.feed',
-  'valkyrie.run.train', 'valkyrie.run.evaluate', 'valkyrie.run.infer',
+  'valkyrie.run.train', 'valkyrie.run.evaluate', 'valkyrie.inference.infer',
 ]
 for room in ('valkyrie.models', 'valkyrie.training'):
   found = list(pkgutil.walk_packages(importlib.import_module(room).__path__, room + '.'))

@@ -15,11 +15,10 @@ import pytest
 import tiny_run
 
 from valkyrie import main
-from valkyrie.certificates import remedies, topologies
+from valkyrie.certificates import precompile, remedies, topologies
 from valkyrie.config.load import load_gin, override_gin
 from valkyrie.errors import ConfigurationError
-from valkyrie.run import precompile
-from valkyrie.sharding import target
+from valkyrie.sharding import mesh
 from valkyrie.sharding.partitioner import Partitioner
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
@@ -145,7 +144,7 @@ def test_chunks_are_shortened_until_the_step_fits(tmp_path):
   worst = {'phase': 0, 'total_bytes': 16, 'hbm_bytes': 4, 'rows': 1}
   worst |= {'chunk_size': 16, 'chunks': 2, 'backprop_chunks': 2}
   same = ['gin/partition/data.gin']  # the same layout on one device
-  with target.target_devices(jax.devices()[:1]):
+  with mesh.target_devices(jax.devices()[:1]):
     said = remedies.advice(worst, same, one_byte_per_token, Partitioner).splitlines()
   fits = '--gin.chunk_size=4 --gin.chunks=8 --gin.backprop_chunks=8'
   assert [line.strip().partition(':')[0] for line in said[1:-2]] == [

@@ -13,8 +13,8 @@ import pytest
 from valkyrie.data.vocabularies import ByteVocabulary
 from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.monitoring import pictures
-from valkyrie.run.long_context import long_context
 from valkyrie.suites import babilong
+from valkyrie.suites.long_context import long_context
 from valkyrie.suites.problem import (
   NOISE,
   SUITES,

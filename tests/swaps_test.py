@@ -15,7 +15,8 @@ from valkyrie import main
 from valkyrie.config.load import load_gin
 from valkyrie.data.feed import TaskFeed
 from valkyrie.errors import ConfigurationError, DataError, Diverged, StorageError
-from valkyrie.run import evaluate, infer
+from valkyrie.inference import infer
+from valkyrie.run import evaluate
 
 ATTENTION = '(@LongformerAttention,)'
 FULL_MIXERS = '(@FullAttention, @S5)'

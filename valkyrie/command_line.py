@@ -13,10 +13,10 @@ from valkyrie.errors import ConfigurationError, UsageError
 RUN_MODES = {
   'train': ('valkyrie.run.train', 'train'),
   'eval': ('valkyrie.run.evaluate', 'evaluate'),
-  'infer': ('valkyrie.run.infer', 'infer'),
-  'long_context': ('valkyrie.run.long_context', 'long_context'),
-  'export': ('valkyrie.run.export', 'export'),
-  'precompile': ('valkyrie.run.precompile', 'precompile'),
+  'infer': ('valkyrie.inference.infer', 'infer'),
+  'long_context': ('valkyrie.suites.long_context', 'long_context'),
+  'export': ('valkyrie.inference.export', 'export'),
+  'precompile': ('valkyrie.certificates.precompile', 'precompile'),
 }
 
 # Flags that are arguments of some run modes.

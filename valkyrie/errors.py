@@ -115,3 +115,14 @@ def usable_path(name: str, path: str) -> str:
       'for the names of the files in it. Use a shorter one, for example a symbolic link.'
     )
   return path
+
+
+LARGEST_COUNT = 2**31 - 1  # of int32, in which devices count
+
+
+def check_count(name: str, count: int) -> None:
+  """Raises a ConfigurationError, naming the binding `name`, for a count that int32 cannot hold."""
+  if count > LARGEST_COUNT:
+    raise ConfigurationError(
+      f'{name}={count:,} exceeds {LARGEST_COUNT:,}, the largest int32. Lower it.'
+    )

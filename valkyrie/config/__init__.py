@@ -36,8 +36,8 @@ CONFIGURABLE_MODULES = (
   'valkyrie.run.evaluator',
   'valkyrie.run.train',
   'valkyrie.run.evaluate',
-  'valkyrie.run.infer',
-  'valkyrie.run.long_context',
-  'valkyrie.run.export',
-  'valkyrie.run.precompile',
+  'valkyrie.inference.infer',
+  'valkyrie.suites.long_context',
+  'valkyrie.inference.export',
+  'valkyrie.certificates.precompile',
 )

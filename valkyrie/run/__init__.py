@@ -1,1 +1,1 @@
-"""The run modes: train, evaluate, infer and precompile."""
+"""Training and evaluation: the run modes, and what they consist of."""

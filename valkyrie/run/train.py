@@ -15,7 +15,7 @@ from valkyrie.data import store_location, vocabularies
 from valkyrie.distributed import heartbeat
 from valkyrie.distributed.consistency import check_same_bindings
 from valkyrie.distributed.preemption import Preemption
-from valkyrie.errors import Preempted
+from valkyrie.errors import Preempted, check_count
 from valkyrie.models.layers import check_sizes
 from valkyrie.monitoring import memory, report
 from valkyrie.monitoring.hooks import Every, Hook, Profile
@@ -24,14 +24,11 @@ from valkyrie.monitoring.trackers import Tracker, Tracking
 from valkyrie.monitoring.training_log import RefusedLog, TrainingLog
 from valkyrie.monitoring.writers import RunWriter, create_writers
 from valkyrie.run import evaluated_data, memory_limits
-from valkyrie.run.batches import batches
 from valkyrie.run.evaluator import Evaluator
-from valkyrie.run.initial_state import InitialState
 from valkyrie.run.refusals import Refusals
 from valkyrie.run.saver import Saver
-from valkyrie.run.trainer import Trainer
+from valkyrie.run.trainer import InitialState, Trainer, batches
 from valkyrie.run.validation import Lowest, Validation
-from valkyrie.training.counts import check_count
 from valkyrie.training.divergence import RefusedSteps
 from valkyrie.training.setup import Setup, StepSettings, check_vocabulary
 from valkyrie.types import TaskFeed

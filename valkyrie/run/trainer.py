@@ -1,19 +1,24 @@
-"""A training run in progress: its state and its compiled steps."""
+"""A training run in progress: its first state, its compiled steps, and their batches."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from valkyrie.checkpoint import compatibility
 from valkyrie.checkpoint.manager import CheckpointDirectory
 from valkyrie.config.computation import computation
 from valkyrie.config.record import bindings
+from valkyrie.data.feed import prefetch
 from valkyrie.distributed import compilation_cache, consistency, heartbeat
+from valkyrie.distributed.consistency import TokenConsistency
 from valkyrie.distributed.preemption import Preemption
+from valkyrie.errors import DataError
 from valkyrie.monitoring import memory
 from valkyrie.run import memory_limits
+from valkyrie.run.evaluator import Evaluator
 from valkyrie.run.validation import Lowest
 from valkyrie.training.curriculum import Phase
 from valkyrie.training.nan_hunt import hunting
@@ -21,6 +26,43 @@ from valkyrie.training.reading import Reading
 from valkyrie.training.setup import Setup
 from valkyrie.training.train_step import StepMetrics, TrainState
 from valkyrie.types import Batch, TaskFeed
+from valkyrie.weights.initial import InitialWeights, check_loss
+
+
+class InitialState:
+  """Makes the state; a call reads the weights again."""
+
+  def __init__(self, setup: Setup, vocabulary: str, source: str | None, say: Callable[[str], None]):
+    """Takes the parts of the run, the fingerprint of its vocabulary, and the weights' source."""
+    self._setup, self._vocabulary, self._say = setup, vocabulary, say
+    self._weights = None if source is None else InitialWeights(source)
+    self._complete: bool | None = None  # whether all weights were loaded; None if none were
+
+  def check_source(self) -> None:
+    """Raises a ConfigurationError if weights are to be loaded that are not there."""
+    if self._weights is not None:
+      self._weights.check_source()
+
+  def __call__(self) -> TrainState:
+    """The state on the mesh; raises as `InitialWeights.load` does."""
+    state = self._setup.initial_state()
+    if self._weights is None:
+      return state
+    params, self._complete = self._weights.load(
+      self._setup.model, self._setup.settings.model, state.params, self._vocabulary, self._say
+    )
+    average = None if state.average is None else jax.tree.map(jnp.copy, params)
+    return state._replace(params=params, average=average)
+
+  def check(self, evaluate: Evaluator, state: TrainState, stop: Callable[[], bool]) -> None:
+    """Evaluates loaded weights once, and says their loss; raises as `check_loss` does."""
+    if self._weights is None or self._complete is None:
+      return
+    plan = self._setup.curriculum.phase(0).planner
+    loss = evaluate(state.evaluated, whole=False, plan=plan, stop=stop)['loss']
+    if loss is not None:
+      strict = self._complete and not self._weights.any_loss
+      self._say(check_loss(loss, self._setup.model.about.vocabulary_size, strict))
 
 
 class Trainer:
@@ -219,6 +261,29 @@ class Trainer:
       'position': self.reading.position(self.step),
       'stretches': self.reading.stretches,
     }
+
+
+def batches(reading: Reading, setup: Setup, steps: range) -> Iterator[Batch]:
+  """The batch [B, N·C] of each step, on the devices.
+
+  Raises:
+    DataError: a document is longer than the model's attention sees, or two processes read different
+      tokens.
+  """
+  partitioner = setup.partitioner
+  batch_size, max_context = setup.settings.batch_size, setup.model.about.max_context
+  rows = partitioner.local_rows(batch_size)
+  check_consistency = TokenConsistency(reading.feed, rows)
+  spans = ((reading.place(n), setup.curriculum.phase(n).tokens_per_row) for n in steps)
+  for step, batch in zip(steps, prefetch(reading.feed, spans, rows=rows), strict=True):
+    longest = int(batch.positions.max()) + 1
+    if max_context is not None and longest > max_context:
+      raise DataError(
+        f'Step {step} reads a document of {longest} tokens or more, but the model sees at most '
+        f'{max_context} (FullAttention.max_context). Raise it, or use LongformerAttention.'
+      )
+    check_consistency(step, reading.place(step), batch)
+    yield partitioner.place_batch(batch, batch_size)
 
 
 def _shape_text(phase: Phase) -> str:

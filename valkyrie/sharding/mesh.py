@@ -1,14 +1,36 @@
-"""A mesh over the target devices."""
+"""The target devices of a program, which need not be attached to this machine, and their mesh."""
 
 from collections.abc import Sequence
+import contextlib
+import contextvars
 import math
 from typing import Any
 
+import jax
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.sharding.target import current_devices
+from valkyrie.sharding import scopes
+
+_devices: contextvars.ContextVar[Sequence[Any] | None] = contextvars.ContextVar(
+  'devices', default=None
+)
+
+
+def target_devices(devices: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+  """Inside, programs and meshes are for these devices."""
+  return scopes.within(_devices, tuple(devices))
+
+
+def current_devices() -> Sequence[Any]:
+  """The target devices; outside `target_devices`, the devices of this machine."""
+  return _devices.get() or jax.devices()
+
+
+def platform() -> str:
+  """'cpu', 'gpu' or 'tpu': the platform of the target devices."""
+  return current_devices()[0].platform
 
 
 def make_mesh(axes: Sequence[tuple[str, int]]) -> Mesh:

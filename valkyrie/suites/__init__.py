@@ -1,1 +1,1 @@
-"""Problems of any length for long contexts, generated from the rules of published benchmarks."""
+"""Long contexts: problems after published benchmarks, and the run mode that asks a model."""

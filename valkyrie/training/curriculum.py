@@ -7,8 +7,7 @@ import gin
 import jax.numpy as jnp
 import numpy as np
 
-from valkyrie.errors import ConfigurationError
-from valkyrie.training.counts import check_count
+from valkyrie.errors import ConfigurationError, check_count
 from valkyrie.types import Array
 
 

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from valkyrie.errors import ConfigurationError
-from valkyrie.training.counts import check_count
+from valkyrie.errors import ConfigurationError, check_count
 
 Schedule = optax.Schedule
 SHAPES = ('constant', 'linear', 'cosine', 'inverse_sqrt', 'wsd')

@@ -25,7 +25,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from valkyrie.sharding.target import platform
+from valkyrie.sharding.mesh import platform
 from valkyrie.types import Array
 
 

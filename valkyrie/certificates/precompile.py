@@ -23,7 +23,7 @@ from valkyrie.config.parse import FLAG
 from valkyrie.config.redact import redact
 from valkyrie.errors import ConfigurationError, storage_errors
 from valkyrie.monitoring import chips
-from valkyrie.sharding import target
+from valkyrie.sharding import mesh
 from valkyrie.training.curriculum import Phase
 from valkyrie.training.setup import Setup, StepSettings
 
@@ -67,7 +67,7 @@ def precompile(
         found[phase.shape] = _certificate(setup, phase, topology, offered)
     return [{'phase': number, **found[phases[number].shape]} for number in numbers]
 
-  with target.target_devices(devices):
+  with mesh.target_devices(devices):
     all_found = [{'command': _command(), **found} for found in certificates()]
     path = pathlib.Path(model_dir) / 'precompile.json'
     with storage_errors(f'{path} cannot be written', 'Pass another --model_dir.'):
