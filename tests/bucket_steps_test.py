@@ -214,7 +214,7 @@ def test_a_trainer_that_lost_its_lock_adds_and_deletes_nothing(address, gcs, mon
   other.save(2, weights(4), {'position': 2})
   other.wait()
   writes.end()
-  with pytest.raises(StorageError, match='is no longer that of this run'):
+  with pytest.raises(StorageError, match='no longer belongs to this run'):
     paused.close()
   other.close()
   with open_to_read(address) as checkpoints:
@@ -232,7 +232,7 @@ def test_a_trainer_that_lost_its_lock_sets_nothing_aside(address, gcs, monkeypat
   with Checkpoints().open(address) as other:
     other.save(2, weights(4), {'position': 2})
     other.wait()
-    with pytest.raises(StorageError, match='is no longer that of this run'):
+    with pytest.raises(StorageError, match='no longer belongs to this run'):
       paused.delete(())
   assert not Bucket(address).objects('set_aside/')
 

@@ -241,7 +241,7 @@ def test_a_seqio_mixture(tmp_path, monkeypatch):
   ('options', 'message'),
   [
     ({'weights': None}, r'Mixture\.weights has no value\. Give each of web, code, books a number'),
-    ({'weights': {'web': 0, 'code': 0}}, r"'code': 0.*one of them above 0"),
+    ({'weights': {'web': 0, 'code': 0}}, r"'code': 0.*at least one above 0"),
     ({'weights': {'web': -1, 'code': 2}}, 'numbers of 0 or more'),
     ({'weights': {'web': '1'}}, 'numbers of 0 or more'),
     ({'weights': {'wiki': 1}}, 'names wiki, but Mixture.sources has web, code, books'),

@@ -226,7 +226,7 @@ def test_two_processes_compute_the_gradient_of_one_device(folder):
     _, said = process.communicate()
     assert process.returncode == 0, said
     assert said.count('other bindings:') == 1
-    assert 'The gin bindings of process 1 differ from those of process 0:' in said
+    assert 'The gin bindings of process 1 differ from process 0:' in said
     assert 'StepSettings.seed = 1, but 0 in process 0' in said and 'TaskFeed.task' not in said
     assert said.count('other tokens:') == 1
     assert 'In step 6, processes 0 and 1 read different tokens in row 5' in said

@@ -125,7 +125,7 @@ def test_a_location_is_a_file_a_folder_or_a_pattern(tmp_path, pattern, found):
     ('a.txt', b'', 'a.txt is empty'),
     ('a.txt.gz', gzip.compress(b'text')[:-9], 'a.txt.gz is corrupt'),
     ('a.png', b'image', 'no files of a known format'),
-    ('dataset_dict.json', b'{}', 'several splits; name one of them'),
+    ('dataset_dict.json', b'{}', 'several splits; name one: '),
   ],
   ids=itertools.count(),
 )

@@ -35,11 +35,11 @@ class BucketLock(Lease):
   """The lock of a run in a bucket, with the list of its steps."""
 
   def __init__(self, bucket: Bucket, process: int | None = None):
-    """Takes the lock of the run, or that of the number of a process.
+    """Takes the lock of the run, or of the number of a process.
 
     Raises:
       StorageError: another process has it, or the bucket cannot be used.
-      Unreachable: another process has that of the number.
+      Unreachable: another process has the lock of the number.
     """
     self._bucket, self._name = bucket, lock_name(process)
     place = f'{bucket}/{self._name}'
@@ -212,7 +212,7 @@ class BucketSteps:
   def _delete_safely(self, folders: Iterable[str], **fields: Any) -> None:
     """Changes the lock, then deletes folders.
 
-    The objects are listed first, while the lock is certainly held, so that none of them can belong
+    The objects are listed first, while the lock is certainly held, so that none can belong
     to another trainer that has taken the lock by now.
     """
     listed = [self._bucket.objects(folder) for folder in folders]

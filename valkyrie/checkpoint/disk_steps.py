@@ -98,7 +98,7 @@ class DiskSteps:
     disk.writable_directory(self._root)
 
   def lock(self, process: int | None = None) -> disk.DiskLock:
-    """Takes the lock of the run, or that of the number of a process; raises as `DiskLock`."""
+    """Takes the lock of the run, or of the number of a process; raises as `DiskLock`."""
     return disk.DiskLock(self._root, process)
 
   def unfinished(self, step: int) -> pathlib.Path:
@@ -164,7 +164,7 @@ class DiskSteps:
 
 
 def write_manifest(place: pathlib.Path, step: int) -> None:
-  """Hashes the files of a step, writes their manifest, and flushes all of them to disk."""
+  """Hashes the files of a step, writes their manifest, and flushes everything to disk."""
   files = DiskFiles(place, sync=True)
   names = files.names()
   digests = dict(zip(names, files.digests(names, manifest.SHA256), strict=True))

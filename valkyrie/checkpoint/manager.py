@@ -64,7 +64,7 @@ class Checkpoints:
       )
 
   def kept(self, saved: Sequence[int], losses: Mapping[int, float]) -> set[int]:
-    """Those of the `saved` steps to keep; `losses` maps some steps to their validation loss."""
+    """The `saved` steps to keep; `losses` maps some steps to their validation loss."""
     newest = sorted(saved)[-self.keep :]
     best = sorted(losses, key=lambda step: (losses[step], step))[: self.keep_best]
     periodic = [step for step in saved if self.keep_period and step % self.keep_period == 0]
@@ -313,7 +313,7 @@ class CheckpointDirectory:
     """Reads the newest valid step, or `step`: the state bit for bit, in the structure of `target`.
 
     Args:
-      target: a pytree of jax.ShapeDtypeStruct; its shardings may differ from those of the save.
+      target: a pytree of jax.ShapeDtypeStruct; its shardings may differ from the saved ones.
       partial: `target` is a dict of some fields of the state; the others are not read.
       step: a valid step; None is the newest.
 

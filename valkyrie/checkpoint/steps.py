@@ -22,7 +22,7 @@ Lock = DiskLock | BucketLock
 
 
 def steps_of(model_dir: str | os.PathLike) -> Steps:
-  """The steps of a run; reads none of them yet.
+  """The steps of a run; none is read yet.
 
   Args:
     model_dir: the directory of the run, the address of one in a bucket, or what

@@ -197,7 +197,7 @@ def _read_file(
         earlier = first.setdefault(statement.name, statement.where)
         if earlier != statement.where:
           raise ConfigurationError(
-            f'{statement.where}: {statement.name} is already bound at {earlier}. Keep one of them.'
+            f'{statement.where}: {statement.name} is already bound at {earlier}. Keep only one.'
           )
       statements.append(statement)
   except SyntaxError as error:

@@ -1,1 +1,1 @@
-"""Tokenized documents on disk, and batches of them by position."""
+"""Tokenized documents on disk, and batches by position."""

@@ -260,7 +260,7 @@ def _check(sources: Mapping[str, Any], weights: Weights) -> None:
   }
   if wrong or not sum(weights.values()):
     raise ConfigurationError(
-      f'Mixture.weights has {dict(weights)}. Use numbers of 0 or more, one of them above 0; '
+      f'Mixture.weights has {dict(weights)}. Use numbers of 0 or more, at least one above 0; '
       'tokens are read in this ratio.'
     )
 

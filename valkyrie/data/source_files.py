@@ -165,7 +165,7 @@ class SourceFiles:
     if any(info.path == index for info in infos):
       parts = [posixpath.relpath(info.path, root).partition('/') for info in infos]
       splits = sorted({folder for folder, slash, _ in parts if slash})
-      raise ValueError(f'it holds several splits; name one of them: {", ".join(splits)}')
+      raise ValueError(f'it holds several splits; name one: {", ".join(splits)}')
 
 
 def filesystem_of(location: str) -> tuple[Any, str]:

@@ -35,7 +35,7 @@ def check_same_bindings(bindings: Mapping[str, Any]) -> None:
     ]
     if differences:
       raise ConfigurationError(
-        f'The gin bindings of process {process} differ from those of process 0:\n'
+        f'The gin bindings of process {process} differ from process 0:\n'
         + '\n'.join(differences)
         + '\nStart all processes of a run with the same gin files and flags.'
       )
@@ -121,7 +121,7 @@ class TokenConsistency:
           raise DataError(
             f'In step {step}, processes {first} and {process} read different tokens in row {row}, '
             f'of {self._feed.describe(position, batch.inputs.shape[1])}. The token stores of their '
-            'hosts differ, or one of them is damaged. Copy one store to all hosts.'
+            'hosts differ, or one is damaged. Copy one store to all hosts.'
           )
 
 

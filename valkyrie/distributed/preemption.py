@@ -39,7 +39,7 @@ class Preemption:
   Before `ready` is called there is nothing to save: a signal raises errors.Preempted in the main
   thread, or ends the process if that thread runs no Python. After `ready` a signal makes
   `requested` return True, and the process is ended if it has not ended within `grace_seconds`. A
-  second signal changes nothing. The exit code is always that of errors.Preempted.
+  second signal changes nothing. The exit code is always 75, of errors.Preempted.
   """
 
   def __init__(self, grace_seconds: float = 25.0):

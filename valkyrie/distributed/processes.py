@@ -100,7 +100,7 @@ def join(this: Member, seconds: int) -> None:
   jax.config.update('jax_enable_preemption_service', False)
   where = address or 'the coordinator of the cluster that jax detected'
   failure = (
-    f'The processes of this run did not connect at {where}: {{}}. Start all of them, each with its '
+    f'The processes of this run did not connect at {where}: {{}}. Start all, each with its '
     'own --process, and check that the address is free and belongs to the host of process 0. Then '
     'run the same command again.'
   )

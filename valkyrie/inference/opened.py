@@ -66,7 +66,7 @@ def load(
     model_dir: the directory of the run, or its address in a bucket.
     step: the number of a step, 'latest', 'best' (the one with the lowest validation loss), or
       numbers separated by commas for the mean of their parameters.
-    bindings: override those of the run, as on the command line: 'open_run.chunk_size=512'.
+    bindings: override the bindings of the run, as on the command line: 'open_run.chunk_size=512'.
     allow_import: packages of yours that the configuration may import, and thereby execute.
 
   Raises:

@@ -1,4 +1,4 @@
-"""Parameters with declared axes, and the plain layers made of them.
+"""Parameters with declared axes, and the plain layers that use them.
 
 Parameters are float32, unless the model stores those that every use casts in bfloat16; arithmetic
 is in the dtype of the input. A module makes a parameter by `parameter`, which declares its logical

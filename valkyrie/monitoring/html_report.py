@@ -153,7 +153,7 @@ def _with_costs(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _last(run: Run) -> dict[str, Any]:
-  """The results of the last step of training, replaced by those of validation where they exist."""
+  """The results of the last step of training, replaced by validation results where they exist."""
   training = run.lines[-1] if run.lines else {}
   validation = run.evaluations[-1] if run.evaluations else {}
   of_validation = ('loss', 'bits_per_byte', 'accuracy')
@@ -161,7 +161,7 @@ def _last(run: Run) -> dict[str, Any]:
 
 
 def _results(runs: Sequence[Run]) -> str:
-  """The results, and how those of later runs differ from the first."""
+  """The results, and how later runs differ from the first."""
   first, *others = [_last(run) for run in runs]
   rows: list[Sequence[Any]] = [
     ('model', *(run.about for run in runs)),
@@ -175,7 +175,7 @@ def _results(runs: Sequence[Run]) -> str:
 
 
 class _Compared(NamedTuple):
-  """A result beside that of the first run."""
+  """A result beside the first run's."""
 
   name: str
   value: Any

@@ -23,7 +23,7 @@ class Refusals:
     self._in_flight: list[tuple[int, StepMetrics]] = []
 
   def __call__(self, step: int, metrics: StepMetrics) -> None:
-    """Takes the metrics of `step`, which runs, and reads those of the step before."""
+    """Takes the metrics of `step`, which runs, and reads the metrics of the step before."""
     self._in_flight.append((step, metrics))
     if len(self._in_flight) > 1:
       self._read_oldest()

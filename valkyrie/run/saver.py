@@ -54,7 +54,7 @@ class Saver:
   def saving_on_error(self) -> Iterator[None]:
     """Saves the state after an unforeseen error inside, which stays the one that is raised.
 
-    With several processes nothing is saved: a save needs all of them, and the others see no error.
+    With several processes nothing is saved: a save needs all, and the others see no error.
     """
     try:
       yield

@@ -64,7 +64,7 @@ def make_mesh(axes: Sequence[tuple[str, int]]) -> Mesh:
 
 
 def _check_axes(axes: Any) -> None:
-  """Refuses malformed axes; XLA would abort the process if two of them had one name."""
+  """Refuses malformed axes; XLA would abort the process if two had one name."""
 
   def is_axis(axis):
     match axis:

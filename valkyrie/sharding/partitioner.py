@@ -86,7 +86,7 @@ class Partitioner:
       if unknown:
         raise ConfigurationError(
           f'Partitioner.axis_rules splits {logical!r} over {sorted(unknown)}, but the mesh has the '
-          f'axes {self.mesh.axis_names}. Name one of them, or remove the rule.'
+          f'axes {self.mesh.axis_names}. Name one, or remove the rule.'
         )
     self._check_manual()
     self._check_gather_layers()

@@ -91,12 +91,12 @@ class DiskLock:
   """
 
   def __init__(self, directory: pathlib.Path, process: int | None = None):
-    """Takes the lock of the run, or that of the number of a process.
+    """Takes the lock of the run, or of the number of a process.
 
     Raises:
       StorageError: another process holds it, and the message names that process; or its files
         cannot be written.
-      Unreachable: another process holds that of the number.
+      Unreachable: another process holds the lock of the number.
     """
     self._path = directory / lock_name(process)
     self._lease: _FileLease | None = None
@@ -134,7 +134,7 @@ class DiskLock:
     return False
 
   def check(self) -> None:
-    """Raises StorageError if the directory at the path is no longer that of this trainer."""
+    """Raises StorageError if the directory at the path no longer belongs to this trainer."""
     with storage_errors(f'{self._path} cannot be read'):
       if not self.is_in_place:
         raise StorageError(

@@ -70,7 +70,7 @@ class Lease(abc.ABC):
     """Frees the lease for others."""
 
   def _inherited(self, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a new content beside those of the holder, from the content before."""
+    """Fields of a new content beside the holder's, from the content before."""
     return {}
 
   @property
@@ -133,7 +133,7 @@ class Lease(abc.ABC):
 
   def _raise_lost(self) -> None:
     raise StorageError(
-      f'{self._place} is no longer that of this run: another trainer has taken it over, for '
+      f'{self._place} no longer belongs to this run: another trainer has taken it over, for '
       'instance while this one was paused or did not reach the bucket, or somebody has deleted it. '
       'No step was added. To go on, run the same command again after the end of the other one.'
     )
@@ -151,7 +151,7 @@ def taking(place: str, run: Any, process: int | None) -> Iterator[None]:
   Args:
     place: the lock, for messages.
     run: the directory of the run, for messages.
-    process: the number whose lock it is; None for that of the run.
+    process: the number whose lock it is; None for the lock of the run.
 
   Raises:
     Unreachable: another process has the number (LeaseTaken inside).
@@ -246,7 +246,7 @@ def _words(lease: Mapping[str, Any]) -> str:
 
 
 def _file(token: str) -> pathlib.Path:
-  """The file of a holder; raises OSError if the memory is not that of this kernel.
+  """The file of a holder; raises OSError if the memory is not this kernel's.
 
   A sandbox may show the memory of its host by another kind of file system, with locks of its own.
   """

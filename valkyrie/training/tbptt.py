@@ -108,7 +108,7 @@ def gradients(
 
   Args:
     model: the pure functions of the model.
-    params: the parameters, or a copy of them with some in the compute dtype.
+    params: the parameters, or a copy with some in the compute dtype.
     carry: the carry of the step before.
     batch: [B, N·C].
     total: float32, the weight of the whole step, by which the sum of losses is divided.

@@ -32,7 +32,7 @@ class BidirectionalLongformer(WindowAttention):
     max_global_tokens: G, the most global tokens in a row's chunk: the first ones of several
       documents' starts. None means g, the start of one document.
 
-  The others are those of `WindowAttention`.
+  The others are as in `WindowAttention`.
   """
 
   max_global_tokens: int | None = None

@@ -1,7 +1,7 @@
 """Dilated windows (Beltagy et al. 2020, §3.1): a head that sees every d-th token.
 
 Tokens at distances that d divides share a residue modulo d. A dilated window over a row is an
-undilated window over d rows, each of which holds the tokens of one residue.
+undilated window over d rows; each row holds the tokens of one residue.
 """
 
 from collections.abc import Iterator, Sequence

@@ -26,7 +26,7 @@ class LongformerAttention(WindowAttention):
     slice_size: S, queries computed at once; memory grows with S x (W + S).
     registers: R, learned keys and values that every token reads.
 
-  The others are those of `WindowAttention`.
+  The others are as in `WindowAttention`.
   """
 
   registers: int = 0

@@ -5,7 +5,7 @@ Two modules of different speed process a constant input x̃:
     z_L <- f_L(z_L + z_H + x̃)        at every step
     z_H <- f_H(z_H + z_L)             at every `steps`-th step
 
-A segment has `cycles` times `steps` of them. Only its last fast and its last slow step have a
+A segment has `cycles` times `steps` such steps. Only its last fast and its last slow step have a
 gradient, as if they started from a fixed point (section 2, "Approximate gradient"; figure 4). M
 segments follow one another, without a gradient between them ("Deep supervision"). The z_H of each
 segment is a plan, and a head decides after which segment to halt ("Adaptive computational time").
