@@ -44,6 +44,12 @@ hypothesis.settings.register_profile('first_failure', phases=[hypothesis.Phase.g
 
 # Tests that start no process, but take 4 seconds or more of a core. Others look at the same rooms.
 SLOW = {
+  'test_micro_batches_over_devices',
+  'test_optimizer',
+  'test_what_a_policy_names_is_not_computed_again',
+  'test_a_run_ends_when_validation_no_longer_improves_and_stays_ended',
+  'test_a_tokenizer_goes_with_the_model',
+  'test_where_chunks_are_cut_changes_no_gradient',
   'test_a_decoder_is_a_llama',
   'test_a_device_holds_an_eighth_of_what_is_split',
   'test_a_layer_gathers_its_weights_once_for_each_pass_and_chunk',
