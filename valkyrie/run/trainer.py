@@ -13,7 +13,6 @@ from valkyrie.config.computation import computation
 from valkyrie.config.record import bindings
 from valkyrie.data.feed import prefetch
 from valkyrie.distributed import compilation_cache, consistency, heartbeat
-from valkyrie.distributed.consistency import TokenConsistency
 from valkyrie.distributed.preemption import Preemption
 from valkyrie.errors import DataError
 from valkyrie.monitoring import memory
@@ -273,7 +272,7 @@ def batches(reading: Reading, setup: Setup, steps: range) -> Iterator[Batch]:
   partitioner = setup.partitioner
   batch_size, max_context = setup.settings.batch_size, setup.model.about.max_context
   rows = partitioner.local_rows(batch_size)
-  check_consistency = TokenConsistency(reading.feed, rows)
+  check_consistency = consistency.TokenConsistency(reading.feed, rows)
   spans = ((reading.place(n), setup.curriculum.phase(n).tokens_per_row) for n in steps)
   for step, batch in zip(steps, prefetch(reading.feed, spans, rows=rows), strict=True):
     longest = int(batch.positions.max()) + 1
