@@ -79,6 +79,12 @@ def test_the_spine_imports_no_wing():
   assert not {(above, below) for above, below in arrows() if below in wings and above not in wings}
 
 
+def test_the_one_ambient_value_is_in_sharding():
+  made = [file for file in PACKAGE.rglob('*.py') if 'ContextVar(' in file.read_text()]
+  assert made == [PACKAGE / 'sharding' / 'ambient.py']
+  assert made[0].read_text().count('ContextVar(') == 1
+
+
 def test_module_titles_are_no_questions():
   for file in PACKAGE.rglob('*.py'):
     title = ast.get_docstring(ast.parse(file.read_text()))

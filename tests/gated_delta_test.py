@@ -15,7 +15,7 @@ from valkyrie.errors import ConfigurationError
 from valkyrie.models.recurrence import delta_rule
 from valkyrie.models.recurrence.convolution import Tail
 from valkyrie.models.recurrence.gated_delta import DeltaCarry, GatedDeltaNet
-from valkyrie.sharding import sequence_parallel
+from valkyrie.sharding import ambient, sequence_parallel
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 
@@ -226,7 +226,7 @@ def test_pieces_of_a_chunk_on_eight_devices():
 
   def body(arrays, state, weights, reset):
     state = jnp.where(lax.axis_index('t') > 0, 77, state)
-    with sequence_parallel.split_over(('t',)):
+    with ambient.within(time=('t',)):
       (_, (y, after)), gradient = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
         arrays, state, weights, reset
       )

@@ -18,7 +18,7 @@ import recurrent_mixers_test
 import tiny
 
 from valkyrie.models.attention.full import FullAttention
-from valkyrie.sharding import sequence_parallel
+from valkyrie.sharding import ambient
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 
@@ -104,7 +104,7 @@ def reader(name, platform, devices):
     return y, *gradients
 
   def on_eight(*arguments):
-    with sequence_parallel.split_over(('t',)):
+    with ambient.within(time=('t',)):
       y, of_params, of_x = on_one(*arguments)
     return y, lax.psum(of_params, 't'), of_x
 

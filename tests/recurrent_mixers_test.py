@@ -16,7 +16,7 @@ from valkyrie.models.recurrence.gated_delta import GatedDeltaNet
 from valkyrie.models.recurrence.mamba2 import Mamba2
 from valkyrie.models.recurrence.rg_lru import RGLRU
 from valkyrie.models.s5.layer import S5
-from valkyrie.sharding import sequence_parallel
+from valkyrie.sharding import ambient, sequence_parallel
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 
@@ -194,7 +194,7 @@ def on_eight_devices(name):
     # Every device but the first may hold anything finite.
     others = lax.axis_index('t') > 0
     entering = jax.tree.map(lambda c: jnp.where(others, jnp.full_like(c, 77), c), carry)
-    with sequence_parallel.split_over(('t',)):
+    with ambient.within(time=('t',)):
       reader = functools.partial(read, transformed(name))
       (loss, (y, after)), (of_params, of_carry) = jax.value_and_grad(reader, (0, 1), has_aux=True)(
         params, entering, chunks, weights

@@ -16,7 +16,7 @@ from valkyrie.models import layers
 from valkyrie.models.attention import kv_cache
 from valkyrie.models.recurrence import scan, sharded_scan
 from valkyrie.models.recurrence.scan import Complex
-from valkyrie.sharding import sequence_parallel
+from valkyrie.sharding import ambient, sequence_parallel
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 
@@ -115,7 +115,7 @@ def sharded(name, layout):
     # What the others hold of the carry must not matter, as long as it is finite.
     others = lax.axis_index(time) > 0
     carry = jax.tree.map(lambda x: jnp.where(others, jnp.full_like(x, 77), x), carry)
-    with sequence_parallel.split_over(time):
+    with ambient.within(time=time):
       (loss, (hidden, carry)), gradient = jax.value_and_grad(
         functools.partial(read, model), has_aux=True
       )(params, carry, chunks, weights)
@@ -175,7 +175,7 @@ def on_eight(f, *, out):
   mesh = Mesh(np.array(jax.devices()), ('t',))
 
   def body(*args):
-    with sequence_parallel.split_over(('t',)):
+    with ambient.within(time=('t',)):
       return f(*args)
 
   specs = {'in_specs': PartitionSpec('t'), 'out_specs': PartitionSpec(*[None] * out, 't')}

@@ -12,9 +12,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from valkyrie.errors import ConfigurationError, StorageError, UsageError, storage_errors
-from valkyrie.models import activations
 from valkyrie.models.carry_cuts import cut_carry
-from valkyrie.models.features import Features
+from valkyrie.models.features import ACTIVATIONS, Features
 from valkyrie.models.language_model import Model
 from valkyrie.training.losses import logits, token_scores
 from valkyrie.types import Array, Carry, Params, position_of
@@ -115,7 +114,7 @@ class Reader:
   def activations(
     self, params: Params, carry: TextCarry, tokens: np.ndarray, kinds: Sequence[str]
   ) -> dict[str, np.ndarray]:
-    """Reads a row and returns {kind: [layers, T, D]}; see `models.activations`.
+    """Reads a row and returns {kind: [layers, T, D]}; see `features.ACTIVATIONS`.
 
     Raises:
       ConfigurationError: a kind is unknown, or the row is too long.
@@ -123,6 +122,10 @@ class Reader:
     """
     if not len(tokens):
       raise UsageError('The text is empty, and has no activations.')
+    if unknown := [kind for kind in kinds if kind not in ACTIVATIONS]:
+      raise ConfigurationError(
+        f'There are no activations of the kind {unknown[0]!r}. Use {", ".join(ACTIVATIONS)}.'
+      )
     parts: list[dict[str, np.ndarray]] = []
     carry = _own(carry)
     for piece, lengths in self._chunks(carry, [tokens]):
@@ -158,7 +161,12 @@ class Reader:
       )
 
   def _apply(
-    self, params: Params, carry: TextCarry, tokens: Array, lengths: Array
+    self,
+    params: Params,
+    carry: TextCarry,
+    tokens: Array,
+    lengths: Array,
+    activations: Sequence[str] = (),
   ) -> tuple[Features, TextCarry]:
     index = jnp.arange(tokens.shape[1])[None]
     real = index < lengths[:, None]
@@ -168,6 +176,7 @@ class Reader:
       tokens,
       jnp.where(real, position_of(carry.position[:, None] + index), 0),
       real.astype(jnp.int32),
+      activations=activations,
     )
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
     hidden = jnp.take_along_axis(features.hidden, last, axis=1)[:, 0]
@@ -177,8 +186,7 @@ class Reader:
   def _shown(
     self, kinds: tuple[str, ...], params: Params, carry: TextCarry, tokens: Array, lengths: Array
   ) -> tuple[Mapping[str, Array], TextCarry]:
-    with activations.wanted(kinds):
-      features, after = self._apply(params, carry, tokens, lengths)
+    features, after = self._apply(params, carry, tokens, lengths, kinds)
     return features.activations or {}, after
 
   def _scored(

@@ -1,12 +1,11 @@
 """One layer: pre-norm residual mixers in the given order, then a gated MLP."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import gin
 import haiku as hk
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.models import activations
 from valkyrie.models.layers import GatedMLP, RMSNorm, check_sizes
 from valkyrie.models.mixer_check import check_result
 from valkyrie.types import Array, Carry, DType, SequenceMixer
@@ -54,9 +53,17 @@ class Block(hk.Module):
     return mixing + self.mlp.forward_flops(width)
 
   def __call__(
-    self, x: Array, carry: tuple[Carry, ...], *, positions: Array, segment_ids: Array
+    self,
+    x: Array,
+    carry: tuple[Carry, ...],
+    *,
+    positions: Array,
+    segment_ids: Array,
+    found: Mapping[str, list[Array]] | None = None,
   ) -> tuple[Array, tuple[Carry, ...]]:
     """x [B, T, D] and the carry of each mixer -> the same, after this layer.
+
+    Adds to `found` the values of its kinds, see `features.ACTIVATIONS`.
 
     Raises:
       ConfigurationError: a mixer's outputs or carry have another form than its inputs.
@@ -71,7 +78,6 @@ class Block(hk.Module):
       after.append(mixer_carry)
     between, of_mlp = x, self.mlp(RMSNorm(name='mlp_norm')(x))
     x = between + of_mlp
-    activations.record('mixers', lambda: between - begun)
-    activations.record('mlp', lambda: of_mlp)
-    activations.record('stream', lambda: x)
+    for kind, values in (found or {}).items():
+      values.append({'mixers': between - begun, 'mlp': of_mlp, 'stream': x}[kind])
     return x, tuple(after)

@@ -1,14 +1,43 @@
-"""The declared parameters of a model, from a trace of its initialization."""
+"""Declarations of parameters by their modules, and the parameters of a model with these."""
 
-from collections.abc import Callable, Mapping
-import contextvars
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 from typing import NamedTuple
 
+import haiku as hk
 import jax
+import jax.numpy as jnp
 
-from valkyrie.models.layers import recorded
-from valkyrie.types import Axes, DType, Params
+from valkyrie.types import Array, Axes, DType, Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Declared:
+  """A Haiku initializer, through which Haiku's getters and creators see a declaration.
+
+  Attributes:
+    init: gives the first values, in float32.
+    axes: the logical axis of each dimension; None is never split.
+    cast: the dtype to which every use casts the parameter; None if it is used in float32.
+  """
+
+  init: Callable
+  axes: Axes
+  cast: DType | None
+
+  def __call__(self, shape: Sequence[int], dtype: DType) -> Array:
+    return self.init(shape, jnp.float32).astype(dtype)
+
+
+def stored_as(dtype: DType) -> Callable:
+  """A Haiku creator that stores in this dtype the parameters that every use casts."""
+
+  def creator(create, shape, own, init, context):
+    del context
+    cast = init.cast if isinstance(init, Declared) else None
+    return create(shape, own if cast is None else dtype, init)
+
+  return creator
 
 
 class Parameter(NamedTuple):
@@ -40,25 +69,27 @@ class Kind:
   in_planner: bool = False
 
 
-def declared(init: Callable[[], Params]) -> Mapping[str, Mapping[str, Parameter]]:
-  """The parameters that `init` makes, {module: {name: Parameter}}; nothing is computed."""
+class Declarations(dict[str, Declared]):
+  """The declarations of the parameters that were created, by path."""
 
-  def trace():
-    made = {}
-    recorded.set(made)
-    return made, jax.eval_shape(init)
+  def creator(self, create, shape, dtype, init, context: hk.GetterContext) -> Array:
+    """A Haiku creator that adds what it sees."""
+    if isinstance(init, Declared):
+      # Inside a layer stack, Haiku names modules relative to it.
+      self[(context.lifted_prefix_name or '') + context.full_name] = init
+    return create(shape, dtype, init)
 
-  made, shapes = contextvars.Context().run(trace)  # no mesh of the caller applies
+  def parameters(self, shapes: Params) -> Mapping[str, Mapping[str, Parameter]]:
+    """The parameters of these shapes, {module: {name: Parameter}}."""
 
-  def find(module: str, name: str, leaf: jax.ShapeDtypeStruct) -> Parameter:
-    # Inside a layer stack, Haiku names modules relative to it.
-    known = [m for m, n in made if n == name and f'/{module}'.endswith(f'/{m}')]
-    if not known:
-      return Parameter(leaf, None, None)
-    axes, cast = made[max(known, key=len), name]
-    return Parameter(leaf, ('layers',) * (len(leaf.shape) - len(axes)) + axes, cast)
+    def parameter(path: str, leaf: jax.ShapeDtypeStruct) -> Parameter:
+      if path not in self:
+        return Parameter(leaf, None, None)
+      axes = self[path].axes
+      stacked = ('layers',) * (len(leaf.shape) - len(axes))
+      return Parameter(leaf, stacked + axes, self[path].cast)
 
-  return {
-    module: {name: find(module, name, leaf) for name, leaf in leaves.items()}
-    for module, leaves in shapes.items()
-  }
+    return {
+      module: {name: parameter(f'{module}/{name}', leaf) for name, leaf in leaves.items()}
+      for module, leaves in shapes.items()
+    }

@@ -5,6 +5,9 @@ from typing import NamedTuple, Protocol
 
 from valkyrie.types import Array, Carry, DType
 
+# What the mixers of a layer add to the residual stream, what its MLP adds, and the stream after it.
+ACTIVATIONS = ('mixers', 'mlp', 'stream')
+
 
 class Drafts(NamedTuple):
   """Predictions from only the plans of each segment; training adds their losses.
@@ -24,7 +27,7 @@ class Features(NamedTuple):
 
   hidden: [B, T, D] in the compute dtype; unembedding: [V, D] float32, V padded to lanes.
   drafts: of a planner, for the same tokens; None without one.
-  activations: {kind: [layers, B, T, D]} of the kinds that `models.activations.wanted` asks for.
+  activations: {kind: [layers, B, T, D]} of the kinds in `ACTIVATIONS` that were asked for.
   """
 
   hidden: Array

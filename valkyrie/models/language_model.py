@@ -7,6 +7,7 @@ state after the first call as the initial one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import contextlib
 import functools
 from typing import Any, NamedTuple
 
@@ -16,13 +17,13 @@ import jax
 import jax.numpy as jnp
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.models import activations
 from valkyrie.models.block import Block
-from valkyrie.models.declarations import Kind, Parameter, declared
+from valkyrie.models.declarations import Declarations, Kind, Parameter, stored_as
 from valkyrie.models.description import Description
 from valkyrie.models.features import Features, Planner
-from valkyrie.models.layers import RMSNorm, check_sizes, parameter, stored_as
-from valkyrie.models.lora import Lora, adapted
+from valkyrie.models.layers import RMSNorm, check_sizes, parameter
+from valkyrie.models.lora import Lora
+from valkyrie.sharding import ambient, layer_weights
 from valkyrie.sharding.partitioner import constrain
 from valkyrie.types import Array, Axes, Carry, Params
 
@@ -133,22 +134,33 @@ class LanguageModel(hk.Module):
     self.upper_repeats = 0 if planner is None else self.repeats // 2
 
   def __call__(
-    self, inputs: Array, positions: Array, segment_ids: Array, *, plan: bool = True
+    self,
+    inputs: Array,
+    positions: Array,
+    segment_ids: Array,
+    *,
+    plan: bool = True,
+    activations: Sequence[str] = (),
   ) -> Features:
     """Reads one chunk of every row, and advances the carry in `hk.State`.
 
     Args:
       inputs, positions, segment_ids: int32 [B, T], see `types.Batch`.
       plan: False skips the planner, and resets its carry as at a document start.
+      activations: the kinds of intermediate values to return, see `features.ACTIVATIONS`.
 
     Returns:
       The features of every position.
     """
-    with adapted(self.lora), stored_as(self.parameter_dtype):
-      return self._read(inputs, positions, segment_ids, plan=plan)
+    with (
+      hk.custom_creator(stored_as(self.parameter_dtype)),
+      hk.custom_getter(layer_weights.getter),
+      hk.custom_getter(self.lora.getter) if self.lora else contextlib.nullcontext(),
+    ):
+      return self._read(inputs, positions, segment_ids, plan, activations)
 
   @hk.transparent
-  def _read(self, inputs: Array, positions: Array, segment_ids: Array, *, plan: bool) -> Features:
+  def _read(self, inputs, positions, segment_ids, plan, activations) -> Features:
     rows = -(-self.vocabulary_size // _LANES) * _LANES
 
     def table(name):
@@ -161,9 +173,9 @@ class LanguageModel(hk.Module):
     fresh = self.initial_carry(inputs.shape[0])
 
     def layer(x, carry):
-      with activations.recorded() as values:
-        x, carry = self._apply_blocks(x, carry, positions, segment_ids)
-      return constrain(x, 'batch', 'time', 'activation'), (carry, values)
+      found = {kind: [] for kind in activations}
+      x, carry = self._apply_blocks(x, carry, positions, segment_ids, found)
+      return constrain(x, 'batch', 'time', 'activation'), (carry, found)
 
     if self.remat_policy is not None:
       layer = hk.remat(layer, policy=_REMAT_POLICIES[self.remat_policy])
@@ -251,10 +263,10 @@ class LanguageModel(hk.Module):
     return [make(name=f'block_{i}') for i, make in enumerate(self.pattern)]
 
   @hk.transparent
-  def _apply_blocks(self, x, carry, positions, segment_ids):
+  def _apply_blocks(self, x, carry, positions, segment_ids, found):
     after = []
     for block, before in zip(self._blocks(), carry, strict=True):
-      x, block_carry = block(x, before, positions=positions, segment_ids=segment_ids)
+      x, block_carry = block(x, before, positions=positions, segment_ids=segment_ids, found=found)
       after.append(block_carry)
     return x, tuple(after)
 
@@ -279,9 +291,9 @@ class Model(NamedTuple):
 
   init: (rng, batch_size) -> (params, carry of rows that have read nothing).
   initial_carry: batch_size -> only that carry.
-  apply: (params, carry, inputs, positions, segment_ids, rng=None, plan=True) -> (Features, carry).
-    With an rng, dropout acts, which is only for training. `plan` is static, and says whether a
-    planner takes part.
+  apply: (params, carry, inputs, positions, segment_ids, rng=None, plan=True, activations=()) ->
+    (Features, carry). With an rng, dropout acts, which is only for training. The last two are
+    static arguments of the module's call.
   parameters: () -> {module: {name: Parameter}}.
   about: facts about it.
   """
@@ -350,8 +362,11 @@ def transform(make: Callable[..., LanguageModel]) -> Model:
     ConfigurationError: a mixer is not causal.
   """
 
-  def forward(inputs, positions, segment_ids, plan=True):
-    return make(name='model')(inputs, positions, segment_ids, plan=plan)
+  declarations = Declarations()
+
+  def forward(inputs, positions, segment_ids, plan=True, activations=()):
+    with hk.custom_creator(declarations.creator):
+      return make(name='model')(inputs, positions, segment_ids, plan=plan, activations=activations)
 
   pure = hk.transform_with_state(forward)
 
@@ -370,12 +385,13 @@ def transform(make: Callable[..., LanguageModel]) -> Model:
 
     return {'model': hk.without_apply_rng(hk.transform(fresh)).apply({})}
 
-  def apply(params, carry, inputs, positions, segment_ids, rng=None, plan=True):
-    return pure.apply(params, carry, rng, inputs, positions, segment_ids, plan)
+  def apply(params, carry, inputs, positions, segment_ids, rng=None, plan=True, activations=()):
+    return pure.apply(params, carry, rng, inputs, positions, segment_ids, plan, activations)
 
   @functools.cache
   def parameters():
-    made = declared(lambda: params_of(jax.random.key(0)))
+    with ambient.within(partitioner=None, time=(), weights=()):
+      made = declarations.parameters(jax.eval_shape(params_of, jax.random.key(0)))
     lora = hk.transform(lambda: make(name='model').lora).apply({}, None)
     if lora is not None:
       lora.check([f'{m}/{n}' for m, group in made.items() for n, p in group.items() if p.cast])

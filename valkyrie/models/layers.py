@@ -8,41 +8,25 @@ never cast.
 """
 
 from collections.abc import Callable, Sequence
-import contextlib
-import contextvars
 
 import gin
 import haiku as hk
-from haiku.experimental import current_name
 import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.models.lora import adapted, adapters
-from valkyrie.sharding import layer_weights, scopes, sequence_parallel
+from valkyrie.models.declarations import Declared
+from valkyrie.sharding import sequence_parallel
 from valkyrie.sharding.split_products import split_product
 from valkyrie.types import Array, Axes, DType
-
-# {(module, parameter): (axes, cast)} of the parameters made so far, inside `declarations.declared`.
-recorded: contextvars.ContextVar[dict[tuple[str, str], tuple[Axes, DType | None]] | None]
-recorded = contextvars.ContextVar('recorded', default=None)
-
-
-# The dtype of the parameters that every use casts; set by the model that is being made.
-storage: contextvars.ContextVar[DType] = contextvars.ContextVar('storage', default=jnp.float32)
-
-
-def stored_as(dtype: DType) -> contextlib.AbstractContextManager:
-  """Stores the parameters that are made inside, and that every use casts, in this dtype."""
-  return scopes.within(storage, dtype)
 
 
 def parameter(
   name: str, shape: tuple[int, ...], init: Callable, *, axes: Axes, cast: DType | None = None
 ) -> Array:
-  """A parameter of the calling module: float32, or in `storage` if it is cast.
+  """A parameter of the calling module: float32, unless the model stores it as it is cast.
 
   Args:
     name: of the parameter, within the module.
@@ -51,27 +35,7 @@ def parameter(
     axes: the logical axis of each dimension; None is never split.
     cast: the dtype to which every use casts it; None if it is used in float32.
   """
-  record = recorded.get()
-  if record is not None:
-    record[current_name(), name] = axes, cast
-  dtype = jnp.float32 if cast is None else storage.get()
-
-  def gathered(following, value, context):
-    return layer_weights.gathered(following(value), context.original_shape, cast)
-
-  with hk.custom_getter(gathered) if layer_weights.axes() else contextlib.nullcontext():
-    whole = hk.get_parameter(name, shape, dtype, lambda *_: init(shape, jnp.float32).astype(dtype))
-  lora = adapters.get()
-  if lora is None or cast is None or len(shape) != 2 or not lora.fits(f'{current_name()}/{name}'):
-    return whole
-  # Every use casts the sum, so a cast copy of the parts must give the same one.
-  inputs, outputs = axes
-  down_shape, up_shape = (shape[0], lora.rank), (lora.rank, shape[1])
-  with adapted(None):
-    normal = hk.initializers.RandomNormal(shape[0] ** -0.5)
-    down = parameter(f'{name}_lora_a', down_shape, normal, axes=(inputs, None), cast=cast)
-    up = parameter(f'{name}_lora_b', up_shape, jnp.zeros, axes=(None, outputs), cast=cast)
-  return whole.astype(cast) + down.astype(cast) @ up.astype(cast)
+  return hk.get_parameter(name, shape, init=Declared(init, axes, cast))
 
 
 def matmul(x: Array, w: Array, out_dtype: DType | None = None) -> Array:

@@ -1,15 +1,19 @@
 """Low-rank adapters (LoRA, Hu et al. 2021): a matrix W becomes W + A B, and only A and B learn."""
 
 from collections.abc import Sequence
-import contextlib
-import contextvars
 import dataclasses
 import re
 
 import gin
+import haiku as hk
+import jax.numpy as jnp
 
 from valkyrie.errors import ConfigurationError, regular_expression
-from valkyrie.sharding import scopes
+from valkyrie.models.declarations import Declared
+from valkyrie.models.layers import parameter
+from valkyrie.types import Array
+
+_A, _B = '_lora_a', '_lora_b'
 
 
 @gin.configurable
@@ -33,23 +37,25 @@ class Lora:
       raise ConfigurationError(f'Lora.rank={self.rank} must be at least 1.')
     regular_expression('Lora.pattern', self.pattern)
 
-  def fits(self, path: str) -> bool:
-    """Whether the matrix at a path has an adapter."""
-    return re.search(self.pattern, path) is not None
+  def getter(self, following, whole: Array, context: hk.GetterContext) -> Array:
+    """A Haiku getter: W + A B for each matrix W whose path fits the pattern."""
+    whole, declared, name = following(whole), context.original_init, context.name
+    if not isinstance(declared, Declared) or declared.cast is None or whole.ndim != 2:
+      return whole
+    if not re.search(self.pattern, context.full_name) or name.endswith((_A, _B)):
+      return whole
+    (inputs, outputs), cast = declared.axes, declared.cast
+    normal = hk.initializers.RandomNormal(len(whole) ** -0.5)
+    down_shape, up_shape = (whole.shape[0], self.rank), (self.rank, whole.shape[1])
+    down = parameter(name + _A, down_shape, normal, axes=(inputs, None), cast=cast)
+    up = parameter(name + _B, up_shape, jnp.zeros, axes=(None, outputs), cast=cast)
+    # Every use casts the sum, so a cast copy of the parts must give the same one.
+    return whole.astype(cast) + down.astype(cast) @ up.astype(cast)
 
   def check(self, matrices: Sequence[str]) -> None:
     """Raises a ConfigurationError if no adapter is among these paths, of all matrices."""
-    if not any(path.endswith('_lora_a') for path in matrices):
+    if not any(path.endswith(_A) for path in matrices):
       raise ConfigurationError(
         f'Lora.pattern={self.pattern!r} is found in none of the {len(matrices)} paths of matrices, '
         f'such as {", ".join(matrices[:3])}. Correct it, or set LanguageModel.lora = None.'
       )
-
-
-# Of the model whose parameters are being made, see `layers.parameter`.
-adapters: contextvars.ContextVar[Lora | None] = contextvars.ContextVar('adapters', default=None)
-
-
-def adapted(lora: Lora | None) -> contextlib.AbstractContextManager:
-  """Gives adapters to the matrices that are made inside."""
-  return scopes.within(adapters, lora)

@@ -1,50 +1,32 @@
 """Weights of layers that are split over devices; each layer gathers its own where it runs.
 
-Inside `split_over(axes)`, in the body of a `jax.shard_map`, a device holds one part of each weight
-of a layer. The layer gathers the whole weight in the dtype in which it computes. Backwards, the
-gradient is summed over the devices in float32, and each keeps its part. `hk.remat` gathers again in
-the backward pass, so that no device holds two layers whole.
+Where `Ambient.weights` names mesh axes, in the body of a `jax.shard_map`, a device holds one part
+of each weight of a layer. The layer gathers the whole weight in the dtype in which it computes.
+Backwards, the gradient is summed over the devices in float32, and each keeps its part. `hk.remat`
+gathers again in the backward pass, so that no device holds two layers whole.
 
 The bytes that a device sends for each layer of P parameters, in bfloat16: 2 P in each forward pass,
 recomputation included, and 4 P for the gradient.
 """
 
-from collections.abc import Sequence
-import contextlib
-import contextvars
+from collections.abc import Callable, Sequence
 import functools
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from valkyrie.sharding import messages, scopes
+from valkyrie.sharding import ambient, messages
 from valkyrie.types import Array, DType
 
-_axes: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar('weight_axes', default=())
 
-
-def split_over(axes: Sequence[str]) -> contextlib.AbstractContextManager[None]:
-  """While tracing: weights of layers are split over these mesh axes; over none, they are whole."""
-  return scopes.within(_axes, tuple(axes))
-
-
-def axes() -> tuple[str, ...]:
-  """The mesh axes over which the weights of layers are split; empty where they are whole."""
-  return _axes.get()
-
-
-def gathered(part: Array, shape: Sequence[int], cast: DType | None) -> Array:
-  """The whole weight; this device holds a part of it along at most one dimension.
-
-  Args:
-    part: what the device holds; a weight of this shape is returned as it is.
-    shape: of the whole.
-    cast: the dtype to which every use casts it; None for its own.
-  """
-  for dimension, (held, size) in enumerate(zip(part.shape, shape, strict=True)):
+def getter(following: Callable, part: Array, context: hk.GetterContext) -> Array:
+  """A Haiku getter of the whole weight; a device holds a part along at most one dimension."""
+  for dimension, (held, size) in enumerate(zip(part.shape, context.original_shape, strict=True)):
     if held < size:
-      return gather(part, axes(), dimension, cast or part.dtype)
-  return part
+      cast = getattr(context.original_init, 'cast', None) or part.dtype
+      return following(gather(part, ambient.current().weights, dimension, cast))
+  return following(part)
 
 
 def gather(part: Array, over: Sequence[str], dimension: int, cast: DType) -> Array:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 import contextlib
-import contextvars
 import math
 from typing import Any
 
@@ -11,21 +10,17 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.sharding import scopes
-
-_devices: contextvars.ContextVar[Sequence[Any] | None] = contextvars.ContextVar(
-  'devices', default=None
-)
+from valkyrie.sharding import ambient
 
 
 def target_devices(devices: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
   """Inside, programs and meshes are for these devices."""
-  return scopes.within(_devices, tuple(devices))
+  return ambient.within(devices=tuple(devices))
 
 
 def current_devices() -> Sequence[Any]:
   """The target devices; outside `target_devices`, the devices of this machine."""
-  return _devices.get() or jax.devices()
+  return ambient.current().devices or jax.devices()
 
 
 def platform() -> str:

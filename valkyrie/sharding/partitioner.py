@@ -11,7 +11,6 @@ whose paths match; it is needed only for modules that declare none.
 """
 
 from collections.abc import Callable, Sequence
-import contextvars
 import math
 from typing import Any
 
@@ -20,23 +19,19 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from valkyrie.errors import ConfigurationError, regular_expression
-from valkyrie.sharding import scopes
+from valkyrie.sharding import ambient
 from valkyrie.sharding.mesh import make_mesh
 from valkyrie.types import Array, Axes, Batch, leaf_path
-
-_current: contextvars.ContextVar['Partitioner | None'] = contextvars.ContextVar(
-  'partitioner', default=None
-)
 
 
 def current_partitioner() -> 'Partitioner | None':
   """The partitioner whose `jit` traces the caller, if any."""
-  return _current.get()
+  return ambient.current().partitioner
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
   """Constrains an activation to the sharding of its logical axes, inside a `Partitioner.jit`."""
-  partitioner = _current.get()
+  partitioner = current_partitioner()
   if partitioner is None:
     return x
   return jax.lax.with_sharding_constraint(x, partitioner.sharding(axes))
@@ -272,7 +267,7 @@ def _under(partitioner: Partitioner | None, fn: Callable) -> Callable:
   """`fn`, traced with this partitioner as the current one."""
 
   def within(*args):
-    with scopes.within(_current, partitioner):
+    with ambient.within(partitioner=partitioner):
       return fn(*args)
 
   return within

@@ -1,8 +1,8 @@
 """Sequence parallelism: the time axis of a chunk split over devices.
 
-Inside `split_over(axes)`, in the body of a `jax.shard_map`, a chunk [B, C] is cut into n pieces of
-C / n tokens, and device i, counted along the axes, holds piece i. A mixer computes its part of the
-whole chunk's result, gradients included, from its piece and from two kinds of messages:
+Where `Ambient.time` names mesh axes, in the body of a `jax.shard_map`, a chunk [B, C] is cut into n
+pieces of C / n tokens, and device i, counted along the axes, holds piece i. A mixer computes its
+part of the whole chunk's result, gradients included, from its piece and from two kinds of messages:
 
   window attention   the last W keys and values go one device to the right (`shift_right`)
   a recurrence       each piece's effect on the state is gathered and composed
@@ -17,9 +17,7 @@ gradients of replicated parameters are summed over the devices afterwards. The `
 with check_vma=False.
 """
 
-from collections.abc import Callable, Sequence
-import contextlib
-import contextvars
+from collections.abc import Callable
 from typing import TypeVar
 
 import jax
@@ -27,22 +25,15 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
-from valkyrie.sharding import scopes
+from valkyrie.sharding import ambient
 from valkyrie.types import Array, Carry
 
 T = TypeVar('T')
 
-_axes: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar('time_axes', default=())
-
-
-def split_over(axes: Sequence[str]) -> contextlib.AbstractContextManager[None]:
-  """While tracing: time is split over these mesh axes, outermost first; over none, it is whole."""
-  return scopes.within(_axes, tuple(axes))
-
 
 def axes() -> tuple[str, ...]:
   """The mesh axes over which time is split; empty where it is whole."""
-  return _axes.get()
+  return ambient.current().time
 
 
 def size() -> int:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from valkyrie.models.language_model import Model
-from valkyrie.sharding import layer_weights, messages, sequence_parallel
+from valkyrie.sharding import ambient, messages, sequence_parallel
 from valkyrie.sharding.partitioner import Partitioner, as_tuple, current_partitioner
 from valkyrie.types import Array, Batch, Carry, Params
 
@@ -84,10 +84,7 @@ def shard_map_step(
   def of_device(params, carry, batch, rng):
     if rng is not None and rows:
       rng = jax.random.fold_in(rng, lax.axis_index(rows))
-    with (
-      sequence_parallel.split_over(time),
-      layer_weights.split_over(partitioner.weight_axes()),
-    ):
+    with ambient.within(time=time, weights=partitioner.weight_axes()):
       batch, size = _local_pieces(batch, chunk_size)
       total = _at_least_one(lax.psum(jnp.sum(batch.weights), everywhere))
       gradient, carry, sums = compute(params, carry, batch, total, rng, chunk_size=size)
