@@ -11,7 +11,9 @@ from safetensors.numpy import save_file
 import tiny
 
 from valkyrie.errors import ConfigurationError
+from valkyrie.models.declarations import Adapted
 from valkyrie.models.language_model import LanguageModel
+from valkyrie.models.layers import products
 from valkyrie.models.lora import Lora
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Group, Optimizer
@@ -134,3 +136,22 @@ def test_a_pattern_without_matrices_is_refused():
   model = tiny.model(lora=functools.partial(Lora, pattern='qerry$'))
   with pytest.raises(ConfigurationError, match=r"pattern='qerry\$' is found in none of the"):
     model.parameters()
+
+
+@pytest.mark.parametrize('scale', [1e-4, 1e-3, 1e-2])
+def test_in_bfloat16_a_small_adapter_has_its_whole_effect(scale):
+  random = np.random.default_rng(0)
+
+  def normal(*shape):
+    return jnp.asarray(random.normal(size=shape), jnp.bfloat16)
+
+  x, whole, plain = normal(64, 256), normal(256, 48), normal(256, 8)
+  down, up = normal(256, 4), normal(4, 48) * scale
+  adapted = Adapted(whole, down, up)
+  found = products(x, [[adapted, plain], plain], out_dtype=jnp.float32)
+  base = products(x, [[whole, plain], plain], out_dtype=jnp.float32)
+  expected = np.float64(x) @ np.float64(down) @ np.float64(up)
+  effect = np.float64(found[0][:, :48]) - np.float64(base[0][:, :48])
+  assert np.linalg.norm(effect - expected) < 0.005 * np.linalg.norm(expected)
+  np.testing.assert_array_equal(found[0][:, 48:], base[0][:, 48:])
+  np.testing.assert_array_equal(found[1], base[1])

@@ -19,14 +19,30 @@ class Declared:
     init: gives the first values, in float32.
     axes: the logical axis of each dimension; None is never split.
     cast: the dtype to which every use casts the parameter; None if it is used in float32.
+    in_products: whether only `layers.products` uses it, which takes an `Adapted` matrix, too.
   """
 
   init: Callable
   axes: Axes
   cast: DType | None
+  in_products: bool = False
 
   def __call__(self, shape: Sequence[int], dtype: DType) -> Array:
     return self.init(shape, jnp.float32).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+  """A matrix W + A B, kept apart: a small A B would vanish in the rounding of their sum."""
+
+  whole: Array
+  down: Array
+  up: Array
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """The shape of W."""
+    return self.whole.shape
 
 
 def stored_as(dtype: DType) -> Callable:

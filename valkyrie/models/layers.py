@@ -8,6 +8,7 @@ never cast.
 """
 
 from collections.abc import Callable, Sequence
+import functools
 
 import gin
 import haiku as hk
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.models.declarations import Declared
+from valkyrie.models.declarations import Adapted, Declared
 from valkyrie.sharding import sequence_parallel
 from valkyrie.sharding.split_products import split_product
 from valkyrie.types import Array, Axes, DType
@@ -49,29 +50,61 @@ def matmul(x: Array, w: Array, out_dtype: DType | None = None) -> Array:
   return out.reshape(*x.shape[:-1], w.shape[-1])
 
 
-def products(x: Array, weights: Sequence[Array], axes: Axes = (None, None)) -> list[Array]:
+Matrix = Array | Adapted
+
+
+def products(
+  x: Array,
+  weights: Sequence[Matrix | Sequence[Matrix]],
+  axes: Axes = (None, None),
+  out_dtype: DType | None = None,
+) -> list[Array]:
   """x [..., D_in] @ w for each weight w [D_in, width], in one matrix product.
 
   Each weight is cast to x's dtype. Side by side they make one wide product, with one sum in the
-  backward pass; a product for each would read x again and write its gradient again. `axes` are the
-  logical axes of the weights, by which `split_product` splits their product.
+  backward pass; a product for each would read x again and write its gradient again.
+
+  Args:
+    x: the activations.
+    weights: matrices, or several whose results stand side by side in one.
+    axes: the logical axes of the weights, by which `split_product` splits their product.
+    out_dtype: of the results; None for x's.
   """
+  groups = [w if isinstance(w, Sequence) else [w] for w in weights]
+  ends = np.cumsum([sum(w.shape[1] for w in group) for group in groups])[:-1]
+  adapted = any(isinstance(w, Adapted) for group in groups for w in group)
+  own: DType = x.dtype if out_dtype is None else out_dtype
+  wide = jnp.promote_types(own, jnp.float32) if adapted else own
 
   def side_by_side(x, weights):
-    ends = np.cumsum([w.shape[1] for w in weights])[:-1]
-    return jnp.split(matmul(x, jnp.concatenate(weights, axis=1)), ends, axis=-1)
+    return jnp.split(matmul(x, jnp.concatenate(weights, axis=1), wide), ends, axis=-1)
 
-  return split_product(side_by_side, x, list(weights), axes)
+  plain = [w.whole if isinstance(w, Adapted) else w for group in groups for w in group]
+  results = split_product(side_by_side, x, plain, axes)
+  if not adapted:
+    return results
 
+  def added(w):
+    if not isinstance(w, Adapted):
+      return jnp.zeros((*x.shape[:-1], w.shape[1]), wide)
+    low = split_product(matmul, x, w.down, (axes[0], None))
+    return split_product(functools.partial(matmul, out_dtype=wide), low, w.up, (None, axes[1]))
 
-def projections(x: Array, axes: Axes, **widths: int) -> list[Array]:
-  """Float32 matrices [D_in, width] of the calling module, by name, for products with x."""
-  fan_in = x.shape[-1]
-  init = hk.initializers.TruncatedNormal(fan_in**-0.5)
+  # The sum is rounded once, so that an adapter's effect is as exact as the products are.
   return [
-    parameter(name, (fan_in, width), init, axes=axes, cast=x.dtype)
-    for name, width in widths.items()
+    (result + jnp.concatenate([added(w) for w in group], axis=-1)).astype(own)
+    for result, group in zip(results, groups, strict=True)
   ]
+
+
+def projections(
+  x: Array, axes: Axes, init: Callable | None = None, /, **widths: int
+) -> list[Matrix]:
+  """Matrices [D_in, width] of the calling module, by name, for `products` with x."""
+  fan_in = x.shape[-1]
+  init = init or hk.initializers.TruncatedNormal(fan_in**-0.5)
+  declared = Declared(init, axes, x.dtype, in_products=True)
+  return [hk.get_parameter(name, (fan_in, width), init=declared) for name, width in widths.items()]
 
 
 def project(x: Array, axes: Axes, **widths: int) -> list[Array]:

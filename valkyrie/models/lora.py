@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 import dataclasses
 import re
+from typing import Any
 
 import gin
 import haiku as hk
 import jax.numpy as jnp
 
 from valkyrie.errors import ConfigurationError, regular_expression
-from valkyrie.models.declarations import Declared
+from valkyrie.models.declarations import Adapted, Declared
 from valkyrie.models.layers import parameter
 from valkyrie.types import Array
 
@@ -37,7 +38,7 @@ class Lora:
       raise ConfigurationError(f'Lora.rank={self.rank} must be at least 1.')
     regular_expression('Lora.pattern', self.pattern)
 
-  def getter(self, following, whole: Array, context: hk.GetterContext) -> Array:
+  def getter(self, following, whole: Array, context: hk.GetterContext) -> Any:
     """A Haiku getter: W + A B for each matrix W whose path fits the pattern."""
     whole, declared, name = following(whole), context.original_init, context.name
     if not isinstance(declared, Declared) or declared.cast is None or whole.ndim != 2:
@@ -49,6 +50,8 @@ class Lora:
     down_shape, up_shape = (whole.shape[0], self.rank), (self.rank, whole.shape[1])
     down = parameter(name + _A, down_shape, normal, axes=(inputs, None), cast=cast)
     up = parameter(name + _B, up_shape, jnp.zeros, axes=(None, outputs), cast=cast)
+    if declared.in_products:
+      return Adapted(whole, down, up)
     # Every use casts the sum, so a cast copy of the parts must give the same one.
     return whole.astype(cast) + down.astype(cast) @ up.astype(cast)
 

@@ -21,7 +21,6 @@ from valkyrie.errors import ConfigurationError
 from valkyrie.models.layers import (
   RMSNorm,
   check_sizes,
-  matmul,
   products,
   project,
   projections,
@@ -140,7 +139,7 @@ class GatedDeltaNet(hk.Module):
     *qkv_weights, gate_weights = projections(
       x, ('embed', 'heads'), query=keys, key=keys, value=values, gate=values
     )
-    qkv, gate = products(x, [jnp.concatenate(qkv_weights, axis=1), gate_weights])
+    qkv, gate = products(x, [qkv_weights, gate_weights])
     qkv, tail = self._convolution(qkv, carry.tail, positions=positions, segment_ids=segment_ids)
     q, k, v = (
       part.reshape(batch, time, self._heads, -1)
@@ -169,7 +168,7 @@ class GatedDeltaNet(hk.Module):
     )
     weights = projections(x, ('embed', None), step=self._heads, beta=self._heads)
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    step, beta = jnp.split(matmul(x, jnp.concatenate(weights, axis=1), wide), 2, axis=-1)
+    step, beta = products(x, weights, out_dtype=wide)
     step = jax.nn.softplus(step + step_bias[None, None])
     return -jnp.exp(log_rate)[None, None] * step, self._write_gate(beta)
 

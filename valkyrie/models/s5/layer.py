@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.models.layers import dropout, matmul, parameter, products, projections
+from valkyrie.models.layers import Matrix, dropout, matmul, parameter, products, projections
 from valkyrie.models.recurrence import scan
 from valkyrie.models.recurrence.scan import Complex
 from valkyrie.models.recurrence.time_constants import check_time_constants
@@ -38,7 +38,7 @@ ACTIVATIONS = {
 
 def activate(
   y: Array,
-  weights: Sequence[Array],
+  weights: Sequence[Matrix],
   *,
   activation: str,
   drop: Callable[[Array], Array] = lambda x: x,
