@@ -18,7 +18,7 @@ from valkyrie.models.lora import Lora
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Group, Optimizer
 from valkyrie.training.train_step import initial_state, make_train_step
-from valkyrie.weights import names
+from valkyrie.weights import named_tensors
 from valkyrie.weights.initial import InitialWeights
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
@@ -74,7 +74,7 @@ def test_adapters_change_nothing_at_first_and_are_the_sum_of_both_matrices(tmp_p
   save_file(
     {
       name: np.asarray(leaf[number] if of.stacked else leaf)
-      for of in names.leaves(params)
+      for of in named_tensors.leaves(params)
       for leaf in [params[of.module][of.name]]
       for number, name in enumerate(of.tensors)
     },

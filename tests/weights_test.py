@@ -22,7 +22,7 @@ from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.recurrence.gated import GatedRecurrence
 from valkyrie.training.losses import logits
-from valkyrie.weights import huggingface, initial, names, tensor_files
+from valkyrie.weights import huggingface, initial, named_tensors
 from valkyrie.weights.initial import InitialWeights
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
@@ -137,12 +137,12 @@ def test_each_device_reads_its_own_part(tmp_path):
 
 def test_names_do_not_depend_on_the_pattern():
   one = tiny.model(mixers=(tiny.attention,), layers=4)
-  single = [name for leaf in names.leaves(shapes(one)) for name in leaf.tensors]
+  single = [name for leaf in named_tensors.leaves(shapes(one)) for name in leaf.tensors]
   block = functools.partial(language_model.Block, mixers=(tiny.attention,), mlp_width=24)
   two = language_model.transform(
     functools.partial(LanguageModel, vocabulary_size=50, d_model=16, layers=4, pattern=(block,) * 2)
   )
-  pattern = [name for leaf in names.leaves(shapes(two)) for name in leaf.tensors]
+  pattern = [name for leaf in named_tensors.leaves(shapes(two)) for name in leaf.tensors]
   assert sorted(pattern) == sorted(single)
   assert 'layers.3.attention.register_keys' in pattern and 'embedding' in pattern
   assert len(set(pattern)) == len(pattern)
@@ -150,7 +150,7 @@ def test_names_do_not_depend_on_the_pattern():
 
 def test_a_planner_s_upper_layers_go_on_counting():
   model = tiny.model(planner=tiny.planner, layers=4)
-  found = [name for leaf in names.leaves(shapes(model)) for name in leaf.tensors]
+  found = [name for leaf in named_tensors.leaves(shapes(model)) for name in leaf.tensors]
   assert {f'layers.{n}.mlp.out' for n in range(4)} <= set(found)
   assert len(set(found)) == len(found)
 
@@ -220,7 +220,7 @@ def test_rules_rename_zero_and_leave_out(tmp_path):
   first = tiny.init(model, 1)[0]
   tensors = {
     'old_' + name: np.asarray(value[number] if leaf.stacked else value) + 1
-    for leaf in names.leaves(first)
+    for leaf in named_tensors.leaves(first)
     for value in [first[leaf.module][leaf.name]]
     for number, name in enumerate(leaf.tensors)
   }
@@ -346,17 +346,17 @@ def test_a_file_of_tensors_has_the_bits_of_its_arrays_or_an_error(tmp_path, monk
     'narrow': np.full(3, -0.0, ml_dtypes.bfloat16),
     'one': np.array(np.nan, np.float32),
   }
-  tensor_files.write(tmp_path / 'whole.safetensors', arrays, {'a': 'b'})
-  found = tensor_files.in_files(tmp_path / 'whole.safetensors')
+  named_tensors.write(tmp_path / 'whole.safetensors', arrays, {'a': 'b'})
+  found = named_tensors.in_files(tmp_path / 'whole.safetensors')
   assert found.keys() == arrays.keys()
   np.testing.assert_array_equal(
     found['wide'].read((slice(None), slice(1, 3))), arrays['wide'][:, 1:3]
   )
 
   def save(change):
-    monkeypatch.setattr(tensor_files, 'save_file', change)
+    monkeypatch.setattr(named_tensors, 'save_file', change)
     with pytest.raises(OSError):
-      tensor_files.write(tmp_path / 'broken.safetensors', arrays, {})
+      named_tensors.write(tmp_path / 'broken.safetensors', arrays, {})
 
   def cut(a, path, metadata):
     save_file(a, path, metadata)

@@ -1,21 +1,34 @@
-"""The run mode `export`: a folder with the model of a run, for other programs."""
+"""The run mode `export`: a folder with the model of a run, for other programs.
 
-from collections.abc import Callable
+    FOLDER/model.safetensors   the tensors, see `weights.named_tensors`
+    FOLDER/config.json         `model`: the bindings of its parts; sizes, vocabulary, run and steps
+    FOLDER/README.md           the model card
+    FOLDER/tokenizer.json      or tokenizer.model, as the run had it; nothing for bytes
+
+In Hugging Face's form the tensors and the configuration are a Llama's.
+"""
+
+from collections.abc import Callable, Mapping
+import json
 import pathlib
+import shutil
 from typing import Any
 
 import gin
+import numpy as np
 
 from valkyrie import __version__
 from valkyrie.checkpoint.manager import LATEST
 from valkyrie.config import check, record
 from valkyrie.config.computation import may_change_on_resume
-from valkyrie.errors import ConfigurationError
+from valkyrie.data import vocabularies
+from valkyrie.data.vocabularies import Vocabulary
+from valkyrie.errors import ConfigurationError, StorageError, storage_errors
 from valkyrie.inference.loaded import LoadedModel
 from valkyrie.models.language_model import LanguageModel
-from valkyrie.weights import exported, to_huggingface
+from valkyrie.types import Params
+from valkyrie.weights import huggingface, named_tensors
 
-FORMS = ('valkyrie', 'huggingface')
 _CARD = """# {name}
 
 {parameters:,} parameters after step {step} of the run `{name}`, exported by Valkyrie.
@@ -28,10 +41,19 @@ _CARD = """# {name}
 
 {use}
 """
-_USE = {
-  'valkyrie': "Valkyrie reads this folder back by `train.initial_weights = 'FOLDER'`. Its page "
-  'docs/export.md shows how to compute the model without Valkyrie.',
-  'huggingface': '`transformers.AutoModelForCausalLM.from_pretrained(FOLDER)` opens it.',
+# (the tensors, the configuration, the use) of a form, on its card.
+_WORDS = {
+  'valkyrie': (
+    'tensors, matrices as [inputs, outputs]',
+    'sizes, and the bindings of the model',
+    "Valkyrie reads this folder back by `train.initial_weights = 'FOLDER'`. Its page "
+    'docs/export.md shows how to compute the model without Valkyrie.',
+  ),
+  'huggingface': (
+    "tensors by Hugging Face's names",
+    "Hugging Face's configuration",
+    '`transformers.AutoModelForCausalLM.from_pretrained(FOLDER)` opens it.',
+  ),
 }
 
 
@@ -46,7 +68,7 @@ def export(
   model: Callable[..., LanguageModel],
   form: str = 'valkyrie',
 ) -> None:
-  """Writes the model of a checkpoint to a new folder, see `weights.exported`.
+  """Writes the model of a checkpoint to a new folder.
 
   Args:
     model_dir: the directory of the run.
@@ -61,16 +83,16 @@ def export(
     ConfigurationError: the run has no such step, or the model has not that form.
     StorageError: the folder is there already, or cannot be written.
   """
-  if form not in FORMS:
-    raise ConfigurationError(f'export.form={form!r} is unknown. Use one of {", ".join(FORMS)}.')
-  theirs = to_huggingface.configuration(model) if form == 'huggingface' else None
+  if form not in _WORDS:
+    raise ConfigurationError(f'export.form={form!r} is unknown. Use one of {", ".join(_WORDS)}.')
+  theirs = huggingface.configuration_of(model) if form == 'huggingface' else None
   loaded = opened(model_dir, step)
   steps = ', '.join(map(str, loaded.steps))
-  arrays = exported.tensors(loaded.params, loaded.model.about.vocabulary_size)
+  arrays = _arrays(loaded.params, loaded.model.about.vocabulary_size)
   count = sum(array.size for array in arrays.values())
   if theirs is None:
     config: dict[str, Any] = {
-      'format': exported.FORMAT,
+      'format': named_tensors.FORMAT,
       'version': __version__,
       'steps': [*loaded.steps],
       'parameters': count,
@@ -79,22 +101,28 @@ def export(
       'eos_id': loaded.tokenizer.eos_id,
       'model': _of_model(record.bindings()),
     }
-    words = 'tensors, matrices as [inputs, outputs]', 'sizes, and the bindings of the model'
   else:
     config, scale = theirs
     config |= {'eos_token_id': loaded.tokenizer.eos_id, 'bos_token_id': None}
-    arrays = to_huggingface.renamed(arrays, config, scale)
-    words = "tensors by Hugging Face's names", "Hugging Face's configuration"
+    if not config['tie_word_embeddings']:
+      arrays.setdefault('unembedding', arrays['embedding'])
+    embedding = arrays['embedding']
+    arrays['embedding'] = (scale * embedding).astype(embedding.dtype)
+    arrays = huggingface.tensors_there(arrays)
+  name, words = pathlib.Path(model_dir).resolve().name, _WORDS[form]
   card = _CARD.format(
-    name=pathlib.Path(model_dir).resolve().name,
-    parameters=count,
-    step=steps,
-    tensors=words[0],
-    config=words[1],
-    use=_USE[form],
+    name=name, parameters=count, step=steps, tensors=words[0], config=words[1], use=words[2]
   )
-  exported.write(pathlib.Path(output), arrays, config, card, loaded.tokenizer)
+  _write(pathlib.Path(output), arrays, config, card, loaded.tokenizer)
   print(f'step {steps}: {count:,} parameters in {output}')
+
+
+def _arrays(params: Params, vocabulary_size: int) -> dict[str, np.ndarray]:
+  """The arrays by name on the host: adapters merged, tables without the vocabulary's padding."""
+  merged = named_tensors.merged(named_tensors.of_params(params))
+  whole = {name: tensor.read((slice(None),) * len(tensor.shape)) for name, tensor in merged.items()}
+  tables = {name: whole[name][:vocabulary_size] for name in named_tensors.TABLES if name in whole}
+  return whole | tables
 
 
 def _of_model(bindings: dict[str, Any]) -> dict[str, Any]:
@@ -108,3 +136,25 @@ def _of_model(bindings: dict[str, Any]) -> dict[str, Any]:
     )
 
   return {name: value for name, value in bindings.items() if is_part(name)}
+
+
+def _write(
+  folder: pathlib.Path,
+  arrays: Mapping[str, np.ndarray],
+  config: Mapping[str, Any],
+  card: str,
+  tokenizer: Vocabulary,
+) -> None:
+  """Writes a new folder, which appears as a whole."""
+  if folder.exists():
+    raise StorageError(f'{folder} is there already. Name another --output, or move it away.')
+  with storage_errors(f'{folder} cannot be written', 'Name another --output.'):
+    unfinished = folder.with_name(f'.{folder.name}.unfinished')
+    shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
+    unfinished.mkdir(parents=True)
+    # transformers asks for this format; it says nothing about the content.
+    named_tensors.write(unfinished / 'model.safetensors', arrays, {'format': 'pt'})
+    (unfinished / 'config.json').write_text(json.dumps(config, indent=2) + '\n')
+    (unfinished / 'README.md').write_text(card)
+    vocabularies.copy(tokenizer, unfinished)
+    unfinished.rename(folder)

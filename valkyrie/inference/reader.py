@@ -17,7 +17,7 @@ from valkyrie.models.features import ACTIVATIONS, Features
 from valkyrie.models.language_model import Model
 from valkyrie.training.losses import logits, token_scores
 from valkyrie.types import Array, Carry, Params, position_of
-from valkyrie.weights import tensor_files
+from valkyrie.weights import named_tensors
 
 _SMALLEST = 16  # tokens of a chunk that is not a single token; each size is compiled once
 
@@ -226,7 +226,7 @@ def save_carry(path: str | os.PathLike, carry: TextCarry, weights: str) -> None:
   leaves = {name: np.asarray(leaf) for name, leaf in _named_leaves(carry).items()}
   with storage_errors(f'{place} cannot be written'):
     unfinished = place.with_name(f'.{place.name}.new')
-    tensor_files.write(unfinished, leaves, {'weights': weights})
+    named_tensors.write(unfinished, leaves, {'weights': weights})
     unfinished.replace(place)
 
 

@@ -1,19 +1,25 @@
-"""Hugging Face's Llama and Mistral: their configuration in gin, and the names of their tensors.
+"""Hugging Face's Llama and Mistral: their configurations and tensors read and written.
 
     python -m valkyrie.weights.huggingface FOLDER > my_model.gin
 
 prints the model of a folder. A Mistral is a Llama with a window.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import pathlib
 import re
 import sys
 from typing import Any
 
+import haiku as hk
+
 from valkyrie.data.vocabularies import fingerprint
 from valkyrie.errors import ConfigurationError, ValkyrieError, storage_errors
-from valkyrie.weights.tensor_files import Tensor, read_json, transposed
+from valkyrie.models.attention.full import FullAttention
+from valkyrie.models.attention.longformer import LongformerAttention
+from valkyrie.models.language_model import LanguageModel
+from valkyrie.models.layers import RMSNorm
+from valkyrie.weights.named_tensors import read_json
 
 _TYPES = ('llama', 'mistral')
 _SIZES = (
@@ -24,21 +30,20 @@ _SIZES = (
   'num_attention_heads',
   'max_position_embeddings',
 )
-IN_LAYER = {
-  'input_layernorm.weight': 'mixer_norm.scale',
-  'post_attention_layernorm.weight': 'mlp_norm.scale',
-  'self_attn.q_proj.weight': 'attention.query',
-  'self_attn.k_proj.weight': 'attention.key',
-  'self_attn.v_proj.weight': 'attention.value',
-  'self_attn.o_proj.weight': 'attention.out',
-  'mlp.gate_proj.weight': 'mlp.gate',
-  'mlp.up_proj.weight': 'mlp.hidden',
-  'mlp.down_proj.weight': 'mlp.out',
-}
-OUTSIDE = {
+# {name there: name here}; # stands for the number of a layer.
+_NAMES = {
   'model.embed_tokens.weight': 'embedding',
   'model.norm.weight': 'final_norm.scale',
   'lm_head.weight': 'unembedding',
+  'model.layers.#.input_layernorm.weight': 'layers.#.mixer_norm.scale',
+  'model.layers.#.post_attention_layernorm.weight': 'layers.#.mlp_norm.scale',
+  'model.layers.#.self_attn.q_proj.weight': 'layers.#.attention.query',
+  'model.layers.#.self_attn.k_proj.weight': 'layers.#.attention.key',
+  'model.layers.#.self_attn.v_proj.weight': 'layers.#.attention.value',
+  'model.layers.#.self_attn.o_proj.weight': 'layers.#.attention.out',
+  'model.layers.#.mlp.gate_proj.weight': 'layers.#.mlp.gate',
+  'model.layers.#.mlp.up_proj.weight': 'layers.#.mlp.hidden',
+  'model.layers.#.mlp.down_proj.weight': 'layers.#.mlp.out',
 }
 
 
@@ -134,19 +139,87 @@ def gin_text(config: Mapping[str, Any]) -> str:
   return '\n'.join([*text, *(f'{name} = {value!r}' for name, value in lines.items())]) + '\n'
 
 
-def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-  """The tensors under the names of `names`, with matrices as [inputs, outputs]."""
+def configuration_of(make: Callable[..., LanguageModel]) -> tuple[dict[str, Any], float]:
+  """The configuration of a model, and the factor on its embeddings, which Llama does not have.
+
+  Raises:
+    ConfigurationError: it is another model; the message says what differs.
+  """
+  found = hk.transform(lambda: _configuration_of(make(name='model'))).apply({}, None)
+  if isinstance(found, str):
+    raise ConfigurationError(
+      f"The model is no Llama or Mistral: {found}. Export it with export.form = 'valkyrie'."
+    )
+  return found
+
+
+def _configuration_of(model: LanguageModel) -> tuple[dict[str, Any], float] | str:
+  """The same, inside Haiku, or what differs."""
+  blocks = model.inspect(lambda blocks: blocks)
+  mixers = [mixer for block in blocks for mixer in block.mixers]
+  first = mixers[0]
+  if not isinstance(first, LongformerAttention) or any(len(b.mixers) != 1 for b in blocks):
+    return 'a layer has another mixer than one attention'
+  attentions = [mixer for mixer in mixers if isinstance(mixer, LongformerAttention)]
+  facts = {(type(m), m.heads, m.kv_heads, m.head_width, m.window, m.rotary()) for m in attentions}
+  if len(facts) > 1 or len(attentions) < len(mixers):
+    return 'its layers have different attention'
+  if first.registers or first.document_start or len(set(first.dilations or (1,))) > 1:
+    return 'its attention has registers, global tokens or dilations'
+  if model.planner is not None or len({block.mlp.width for block in blocks}) > 1:
+    return 'it has a planner, or MLPs of different widths'
+  rotary, full = first.rotary(), isinstance(first, FullAttention)
+  scaling = {
+    'rope_type': 'llama3',
+    'factor': rotary.factor,
+    'low_freq_factor': rotary.low_turns,
+    'high_freq_factor': rotary.high_turns,
+    'original_max_position_embeddings': rotary.original_context,
+  }
+  return {
+    'architectures': ['LlamaForCausalLM' if full else 'MistralForCausalLM'],
+    'model_type': 'llama' if full else 'mistral',
+    'hidden_act': 'silu',
+    'hidden_size': model.d_model,
+    'intermediate_size': blocks[0].mlp.width,
+    'num_hidden_layers': model.repeats * len(blocks),
+    'num_attention_heads': first.heads,
+    'num_key_value_heads': first.kv_heads or first.heads,
+    'head_dim': first.head_width,
+    'vocab_size': model.vocabulary_size,
+    'max_position_embeddings': first.window + 1 if full else 2**31 - 1,
+    'rms_norm_eps': RMSNorm().epsilon,
+    'rope_theta': rotary.base,
+    # A tied table cannot hold the scale of the inputs, which Llama does not have.
+    'tie_word_embeddings': model.tied and model.embedding_scale == 1,
+    'torch_dtype': str(model.parameter_dtype),
+    **({} if full else {'sliding_window': first.window + 1}),
+    **({} if rotary.factor == 1 else {'rope_scaling': scaling}),
+  }, float(model.embedding_scale)
+
+
+def tensors_here(tensors: Mapping[str, Any]) -> dict[str, Any]:
+  """Tensors or arrays of a Llama by our names, with the matrices of layers as [inputs, outputs]."""
+  return _renamed(tensors, _NAMES)
+
+
+def tensors_there(tensors: Mapping[str, Any]) -> dict[str, Any]:
+  """Ours by Hugging Face's names, with the matrices of layers as [outputs, inputs]."""
+  return _renamed(tensors, {here: there for there, here in _NAMES.items()})
+
+
+def _renamed(tensors: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+  """Without a new name, a tensor keeps its own: a model without it does not ask for it."""
   found = {}
   for name, tensor in tensors.items():
-    layer = re.fullmatch(r'model\.layers\.(\d+)\.(.+)', name)
-    ours = IN_LAYER.get(layer[2]) if layer else OUTSIDE.get(name)
-    if ours is None:
-      found[name] = tensor  # a model without it does not ask for it
-    elif layer:
-      is_matrix = len(tensor.shape) == 2
-      found[f'layers.{layer[1]}.{ours}'] = transposed(tensor) if is_matrix else tensor
+    layer = re.search(r'(?<=layers\.)\d+', name)
+    new = names.get(re.sub(r'(?<=layers\.)\d+', '#', name))
+    if new is None:
+      found[name] = tensor
+    elif layer is None:
+      found[new] = tensor
     else:
-      found[ours] = tensor
+      found[new.replace('#', layer[0])] = tensor.T if len(tensor.shape) == 2 else tensor
   return found
 
 

@@ -18,11 +18,10 @@ from valkyrie.models.attention.heads import WindowAttention
 from valkyrie.models.language_model import LanguageModel, Model
 from valkyrie.models.layers import RMSNorm
 from valkyrie.types import Array, Params
-from valkyrie.weights import exported, huggingface, names, tensor_files
-from valkyrie.weights.tensor_files import Tensor
+from valkyrie.weights import huggingface, named_tensors
+from valkyrie.weights.named_tensors import FORMAT, TABLES, Leaf, Tensor
 
 FRESH, ZERO = 'fresh', 'zero'
-_TABLES = ('embedding', 'unembedding')  # one row for each token
 _SHOWN = 8  # tensors in a message
 
 
@@ -49,22 +48,22 @@ def open_source(path: str) -> Source:
   if (place / 'checkpoints').is_dir():
     with open_to_read(path) as directory:
       record, params = directory.newest_params()
-    tensors = {name: tensor_files.in_memory(a) for name, a in names.tensors(params).items()}
-    return Source(tensors, [str(record.get('vocabulary'))])
-  vocabulary = exported.vocabulary_of(place)
-  if vocabulary is not None:
-    return Source(tensor_files.in_files(place), [vocabulary])
+    return Source(named_tensors.of_params(params), [str(record.get('vocabulary'))])
+  file = place / 'config.json'
+  own = named_tensors.read_json(file) if file.is_file() else {}
+  if own.get('format') == FORMAT:
+    return Source(named_tensors.in_files(place), [str(own.get('vocabulary'))])
   config = huggingface.configuration(place)
-  tensors = tensor_files.in_files(place)
+  tensors = named_tensors.in_files(place)
   if config is None:
     return Source(tensors)
-  return Source(huggingface.renamed(tensors), huggingface.vocabularies(place), config)
+  return Source(huggingface.tensors_here(tensors), huggingface.vocabularies(place), config)
 
 
 @gin.configurable
 @dataclasses.dataclass(frozen=True)
 class InitialWeights:
-  """The choice of a tensor for each of the model's, by the names of `weights.names`.
+  """The choice of a tensor for each of the model's, by the names of `weights.named_tensors`.
 
   Attributes:
     source: the directory of a run, whose newest checkpoint is read; a safetensors file or a folder
@@ -129,9 +128,9 @@ class InitialWeights:
         other settings or of another tokenizer.
     """
     source = open_source(self.source)
-    leaves = names.leaves(params)
-    if not any(tensor_files.is_adapter(name) for leaf in leaves for name in leaf.tensors):
-      source = source._replace(tensors=tensor_files.merged(source.tensors))
+    leaves = named_tensors.leaves(params)
+    if not any(named_tensors.is_adapter(name) for leaf in leaves for name in leaf.tensors):
+      source = source._replace(tensors=named_tensors.merged(source.tensors))
     self._check_vocabulary(source, vocabulary)
     chosen = self._chosen(leaves, source.tensors, model.about.vocabulary_size)
     self._check_settings(source, make)
@@ -148,7 +147,7 @@ class InitialWeights:
     return loaded, not {FRESH, ZERO} & set(chosen.values())
 
   def _chosen(
-    self, leaves: Sequence[names.Leaf], tensors: Mapping[str, Tensor], tokens: int
+    self, leaves: Sequence[Leaf], tensors: Mapping[str, Tensor], tokens: int
   ) -> dict[str, str]:
     """{tensor of the model: FRESH, ZERO or the tensor of the source}, checked."""
     chosen, missing, misfits = {}, [], []
@@ -171,9 +170,9 @@ class InitialWeights:
           choice = ZERO if name.endswith('.out') else FRESH
         else:
           found = tensors[choice].shape
-          rows = tokens if name in _TABLES and not self.partial else 1
+          rows = tokens if name in TABLES and not self.partial else 1
           fits = found == shape
-          if name in _TABLES:
+          if name in TABLES:
             fits = found[1:] == shape[1:] and rows <= found[0] <= shape[0]
           if not fits:
             misfits.append(f'{choice}: found {list(found)}, expected {list(shape)}')

@@ -1,0 +1,203 @@
+"""Tensors by name: of a model's parameters, one for each layer, and in safetensors files.
+
+    embedding                      model/embedding
+    layers.3.attention.query       model/layers/block_1/~/longformer_attention/query [1]
+    layers.3.mlp.out               model/layers/block_1/~/mlp/out [1]
+    final_norm.scale               model/final_norm/scale
+
+The right column is of a pattern of two blocks: in the model, the layers with the same block of the
+pattern are one stacked array. These names do not depend on the pattern, and both kinds of attention
+share theirs. Matrices are [inputs, outputs]. Files are read slice by slice.
+"""
+
+from collections.abc import Callable, Mapping
+import errno
+import json
+import pathlib
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+import safetensors
+from safetensors.numpy import save_file
+
+from valkyrie.errors import ConfigurationError, StorageError
+from valkyrie.storage import foreign_names
+from valkyrie.types import Params
+
+FORMAT = 'valkyrie'  # in the config.json of an export
+TABLES = ('embedding', 'unembedding')  # one row for each token
+_SUFFIX = '.safetensors'
+_STACKED = re.compile(r'model/(upper_)?layers/block_(\d+)(/.*)?')
+_ATTENTION = re.compile(r'\b(full|longformer)_attention\b')
+
+
+class Leaf(NamedTuple):
+  """An array of a model, and the names of its tensors.
+
+  module, name: its place in Haiku's params.
+  shape: its shape.
+  tensors: a name for each layer of a stack, or a single one.
+  stacked: whether it is a stack of layers.
+  """
+
+  module: str
+  name: str
+  shape: tuple[int, ...]
+  tensors: tuple[str, ...]
+  stacked: bool
+
+
+class Tensor(NamedTuple):
+  """A tensor that is not read yet.
+
+  shape: its shape.
+  read: index, a slice for each dimension -> that part, in the dtype in which it is stored.
+  """
+
+  shape: tuple[int, ...]
+  read: Callable[[tuple[slice, ...]], np.ndarray]
+
+  @property
+  def T(self) -> 'Tensor':
+    """The tensor with its dimensions reversed, as numpy's."""
+    return Tensor(self.shape[::-1], lambda index: self.read(index[::-1]).T)
+
+
+def leaves(params: Mapping[str, Mapping[str, Any]]) -> list[Leaf]:
+  """The arrays of a model; `params` has the arrays or their shapes by Haiku's names."""
+  found = [
+    (module, name, array.shape, _STACKED.fullmatch(module))
+    for module, group in params.items()
+    for name, array in group.items()
+  ]
+  stacks = [(bool(match[1]), int(match[2]), shape[0]) for *_, shape, match in found if match]
+  blocks = 1 + max((block for _, block, _ in stacks), default=0)
+  below = max((repeats for upper, _, repeats in stacks if not upper), default=0)
+
+  def leaf(module: str, name: str, shape: tuple[int, ...], match: re.Match | None) -> Leaf:
+    if match is None:
+      inside = module.removeprefix('model').strip('/')
+      return Leaf(module, name, shape, (_plain(inside, name),), False)
+    first, block = below if match[1] else 0, int(match[2])
+    inside = _plain((match[3] or '').removeprefix('/~').strip('/'), name)
+    layers = (blocks * (first + r) + block for r in range(shape[0]))
+    return Leaf(module, name, shape, tuple(f'layers.{n}.{inside}' for n in layers), True)
+
+  return [leaf(*one) for one in found]
+
+
+def _plain(module: str, name: str) -> str:
+  path = [*filter(None, module.replace('/~', '').split('/')), name]
+  return _ATTENTION.sub('attention', '.'.join(path))
+
+
+def of_params(params: Params) -> dict[str, Tensor]:
+  """The tensors of a model, on the host."""
+  found = {}
+  for leaf in leaves(params):
+    array = np.asarray(params[leaf.module][leaf.name])
+    for number, name in enumerate(leaf.tensors):
+      part = array[number] if leaf.stacked else array
+      found[name] = Tensor(part.shape, part.__getitem__)
+  return found
+
+
+def is_adapter(name: str) -> bool:
+  """Whether a tensor is part of a low-rank adapter, see `models.lora`."""
+  return name.endswith(('_lora_a', '_lora_b'))
+
+
+def merged(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+  """The tensors with adapters added to their matrices."""
+
+  def with_adapter(whole: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+      rows, columns = index
+      every = slice(None)
+      return whole.read(index) + down.read((rows, every)) @ up.read((every, columns))
+
+    return Tensor(whole.shape, read)
+
+  return {
+    name: with_adapter(tensor, tensors[f'{name}_lora_a'], tensors[f'{name}_lora_b'])
+    if f'{name}_lora_a' in tensors
+    else tensor
+    for name, tensor in tensors.items()
+    if not is_adapter(name)
+  }
+
+
+def in_files(path: pathlib.Path) -> dict[str, Tensor]:
+  """The tensors of a safetensors file, or of all files in a folder or in its index.
+
+  Raises:
+    ConfigurationError: there are no weights.
+    StorageError: a file is missing, or not whole; or the index names one outside the folder.
+  """
+  files, named_by = _files(path)
+  tensors: dict[str, Tensor] = {}
+  for file in files:
+    try:
+      opened: Any = safetensors.safe_open(file, 'numpy')
+    except FileNotFoundError:
+      raise StorageError(
+        f'{named_by} names {file.name}, which is not there. Fetch all files of these weights.'
+      ) from None
+    except (OSError, safetensors.SafetensorError) as error:
+      raise StorageError(
+        f'{file} is not a whole safetensors file ({error}). Fetch it again.'
+      ) from error
+    for name in opened.keys():  # noqa: SIM118, it is no mapping
+      part = opened.get_slice(name)
+      tensors[name] = Tensor(tuple(part.get_shape()), part.__getitem__)
+  return tensors
+
+
+def _files(path: pathlib.Path) -> tuple[list[pathlib.Path], pathlib.Path]:
+  """The files with tensors, and the file or folder that names them."""
+  if path.suffix == _SUFFIX:
+    return [path], path.parent
+  indexes = sorted(path.glob(f'*{_SUFFIX}.index.json'))
+  files = sorted(path.glob(f'*{_SUFFIX}'))
+  if indexes:
+    listed = read_json(indexes[0]).get('weight_map')
+    names = listed.values() if isinstance(listed, dict) else [listed]
+    fetch = 'Fetch these weights again, from a source that you trust.'
+    found = {path / foreign_names.checked(name, indexes[0], fetch) for name in names}
+    return sorted(found), indexes[0]
+  if not files:
+    raise ConfigurationError(
+      f'{path} has no {_SUFFIX} file and no checkpoints. Name the directory of a run, a {_SUFFIX} '
+      'file, or a folder with such files.'
+    )
+  return files, path
+
+
+def write(path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata: dict[str, str]) -> None:
+  """Writes a safetensors file, and reads it back.
+
+  Raises:
+    OSError: the file cannot be written, or has not the bits of the arrays.
+  """
+  try:
+    save_file({name: np.ascontiguousarray(a) for name, a in arrays.items()}, path, metadata)
+    with safetensors.safe_open(path, 'numpy') as file:
+      whole = {*file.keys()} == {*arrays} and all(
+        file.get_tensor(name).tobytes() == array.tobytes() for name, array in arrays.items()
+      )
+  except safetensors.SafetensorError as error:
+    raise OSError(errno.EIO, str(error), str(path)) from error
+  if not whole:
+    raise OSError(errno.EIO, 'what was written cannot be read back', str(path))
+
+
+def read_json(file: pathlib.Path) -> dict[str, Any]:
+  """The object in a file; raises a StorageError if it has none."""
+  try:
+    found = json.loads(file.read_text())
+  except (OSError, ValueError) as error:
+    raise StorageError(f'{file} cannot be read ({error}). Fetch it again.') from error
+  if not isinstance(found, dict):
+    raise StorageError(f'{file} has {found!r:.40}, but a JSON object was expected. Fetch it again.')
+  return found
