@@ -4,8 +4,12 @@
 .venv/bin/python -m pytest tests/harness_test.py
 """
 
+import importlib
+import importlib.util
 import json
 import math
+import sys
+import types
 
 from letters import Letters, built, text
 import numpy as np
@@ -14,48 +18,85 @@ import tiny
 
 from valkyrie.errors import ConfigurationError
 from valkyrie.inference import harness
-from valkyrie.inference.harness_answers import Answers
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
+MODEL = 'valkyrie.inference.harness_model'
 REASON = "only pip install '.[lm-eval]' installs lm_eval"
 
 
-def answers(loaded, batch_size=2):
-  said = []
-  return Answers(loaded, batch_size, said.append), said
+class Asked:
+  """A loaded model behind the harness's interface."""
+
+  def __init__(self, model):
+    self._model = model
+
+  def log_likelihoods(self, questions):
+    return self._model.loglikelihood(requests(questions))
+
+  def rolling(self, texts):
+    return self._model.loglikelihood_rolling(requests([(text,) for text in texts]))
+
+  def continuations(self, questions):
+    return self._model.generate_until(requests(questions))
+
+
+def requests(arguments):
+  return [types.SimpleNamespace(args=one) for one in arguments]
+
+
+@pytest.fixture
+def answers(monkeypatch):
+  """(a loaded model, batch size) -> its answers; without the package, behind a stand-in of it."""
+  missing = importlib.util.find_spec('lm_eval') is None
+  if missing:
+    hook = types.SimpleNamespace(add_partial=lambda *_: None)
+    model = types.SimpleNamespace(LM=type('LM', (), {'cache_hook': hook}))
+    registry = types.SimpleNamespace(register_model=lambda name: lambda kind: kind)
+    for name, module in (('model', model), ('registry', registry)):
+      monkeypatch.setitem(sys.modules, f'lm_eval.api.{name}', module)
+    monkeypatch.delitem(sys.modules, MODEL, raising=False)
+  harness_model = importlib.import_module(MODEL)
+
+  def ask(loaded, batch_size=2):
+    monkeypatch.setattr(harness_model, 'load', lambda *_, **__: loaded)
+    return Asked(harness_model.HarnessModel('run', batch_size=batch_size))
+
+  yield ask
+  if missing:
+    del sys.modules[MODEL]
 
 
 @pytest.mark.parametrize('batch_size', [1, 3, 16])
-def test_a_continuation_has_its_part_of_the_score_of_the_whole_text(batch_size):
+def test_a_continuation_has_its_part_of_the_score_of_the_whole_text(answers, batch_size, capsys):
   loaded = built()
   contexts = [text(21), text(3, 1), text(40, 2)]
   questions = [(c, text(n, n)) for c in contexts for n in (1, 9, 20)]
   questions.append((text(9, 5), ''))
-  ask, said = answers(loaded, batch_size)
+  ask = answers(loaded, batch_size)
   found = ask.log_likelihoods(questions)
   for (context, continuation), (log_prob, greedy) in zip(questions, found, strict=True):
     (whole,) = loaded.score(context + continuation)
     part = slice(len(context), None)
     assert log_prob == pytest.approx(float(whole.log_probs[part].sum()), rel=1e-4, abs=1e-5)
     assert greedy == whole.greedy[part].all()
-  assert not said
+  assert not capsys.readouterr().err
 
 
-def test_a_greedy_continuation_is_named_so():
+def test_a_greedy_continuation_is_named_so(answers):
   loaded = built()
   prompt = text(12)
   made = loaded.generate(prompt, max_tokens=5)[0].text
   other = made[:-1] + ('A' if made[-1] != 'A' else 'B')
-  ask, _ = answers(loaded)
+  ask = answers(loaded)
   assert [greedy for _, greedy in ask.log_likelihoods([(prompt, made), (prompt, other)])] == [
     True,
     False,
   ]
 
 
-def test_the_first_token_of_a_document_costs_that_of_a_guess():
+def test_the_first_token_of_a_document_costs_that_of_a_guess(answers):
   loaded = built()
-  ask, _ = answers(loaded)
+  ask = answers(loaded)
   texts = [text(30), text(4, 1), text(1, 2)]
   expected = [one.log_prob - math.log(tiny.VOCABULARY) for one in loaded.score(texts)]
   assert ask.rolling(texts) == pytest.approx(expected, rel=1e-5)
@@ -75,17 +116,17 @@ class Merging(Letters):
   ('context', 'continuation', 'of_context'), [('DA', 'BE', 1), ('D ', 'CE', 1), ('DE', 'AB', 2)]
 )
 def test_a_token_across_the_edge_belongs_to_the_continuation(
-  monkeypatch, context, continuation, of_context
+  answers, monkeypatch, context, continuation, of_context
 ):
   loaded = built()
   monkeypatch.setattr(loaded, 'tokenizer', Merging())
-  ask, _ = answers(loaded)
+  ask = answers(loaded)
   ((log_prob, _),) = ask.log_likelihoods([(context, continuation)])
   (whole,) = loaded.score(context + continuation)
   assert log_prob == pytest.approx(float(whole.log_probs[of_context:].sum()), rel=1e-4)
 
 
-def test_generations_follow_the_settings_of_each():
+def test_generations_follow_the_settings_of_each(answers):
   loaded = built()
   prompts = [text(5), text(19, 1), text(8, 2)]
   whole = [one.text for one in loaded.generate(prompts, max_tokens=12)]
@@ -95,7 +136,7 @@ def test_generations_follow_the_settings_of_each():
     {'max_gen_toks': 12, 'until': stop},
     {'max_gen_toks': 12, 'until': [], 'do_sample': False, 'temperature': 0.9},
   ]
-  ask, _ = answers(loaded)
+  ask = answers(loaded)
   found = ask.continuations(list(zip(prompts, settings, strict=True)))
   assert found == [whole[0], whole[1][: whole[1].index(stop)], whole[2]]
   sampled = {'max_gen_toks': 12, 'do_sample': True, 'temperature': 2.0}
@@ -104,17 +145,17 @@ def test_generations_follow_the_settings_of_each():
     ask.continuations([(prompts[0], {'num_beams': 2})])
 
 
-def test_a_context_longer_than_the_model_loses_its_beginning():
+def test_a_context_longer_than_the_model_loses_its_beginning(answers, capsys):
   loaded = built('full')
   context, end = text(60), text(6, 1)
-  ask, said = answers(loaded)
+  ask = answers(loaded)
   ((log_prob, _),) = ask.log_likelihoods([(context, end)])
   (whole,) = loaded.score((context + end)[-48:])
   assert log_prob == pytest.approx(float(whole.log_probs[-6:].sum()), rel=1e-4)
-  assert said[0].startswith('1 contexts were longer than the 48 tokens')
+  assert capsys.readouterr().err.startswith('1 contexts were longer than the 48 tokens')
   made = ask.continuations([(context, {'max_gen_toks': 8})])
   assert made == [loaded.generate(context[-40:], max_tokens=8)[0].text]
-  assert len(said) == 2
+  assert len(capsys.readouterr().err.splitlines()) == 1
   with pytest.raises(ConfigurationError, match='has 49 tokens, too many for the 48'):
     ask.log_likelihoods([('A', text(49))])
 
@@ -141,7 +182,7 @@ def write_task(folder, name, rows, **settings):
   (folder / f'{name}.yaml').write_text(json.dumps(settings))
 
 
-def test_the_harness_reads_its_tasks_from_local_files(tmp_path, monkeypatch):
+def test_the_harness_reads_its_tasks_from_local_files(answers, tmp_path, monkeypatch):
   evaluator = pytest.importorskip('lm_eval.evaluator', reason=REASON)
   from lm_eval.tasks import TaskManager  # noqa: PLC0415
 
@@ -196,7 +237,7 @@ def test_the_harness_reads_its_tasks_from_local_files(tmp_path, monkeypatch):
     scores = [loaded.score(row['ctx'] + one)[0].log_probs[12:].sum() for one in row['endings']]
     right += int(np.argmax(scores)) == row['label']
   assert results['endings']['acc,none'] == right / len(rows)
-  nats = -sum(answers(loaded)[0].rolling([text(30, n) for n in range(3)]))
+  nats = -sum(answers(loaded).rolling([text(30, n) for n in range(3)]))
   assert results['documents']['bits_per_byte,none'] == pytest.approx(nats / 90 / math.log(2))
   assert results['answers']['exact_match,none'] == pytest.approx(2 / 3)
 

@@ -32,7 +32,6 @@ CONFIGURABLE_MODULES = (
   'valkyrie.monitoring.trackers',
   'valkyrie.weights.initial',
   'valkyrie.inference.opened',
-  'valkyrie.inference.text_samples',
   'valkyrie.run.evaluator',
   'valkyrie.run.train',
   'valkyrie.run.evaluate',

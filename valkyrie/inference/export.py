@@ -71,13 +71,11 @@ def export(
   """Writes the model of a checkpoint to a new folder.
 
   Args:
-    model_dir: the directory of the run.
+    model_dir, step: of the checkpoint, or of several, see `weights.restored`.
     output: the folder.
-    step: of the checkpoint, or several whose mean is exported, see `weights.restored`.
     opened: opens the run.
     model: the class of the model.
-    form: 'valkyrie', or 'huggingface' for a model of full attention (Llama) or only of
-      a window (Mistral).
+    form: 'valkyrie'; or 'huggingface', of full attention (Llama) or only of a window (Mistral).
 
   Raises:
     ConfigurationError: the run has no such step, or the model has not that form.
@@ -129,11 +127,8 @@ def _of_model(bindings: dict[str, Any]) -> dict[str, Any]:
   """The bindings of the model's parts, Valkyrie's and others: no path, no seed."""
 
   def is_part(name: str) -> bool:
-    module = check.find(name.rpartition('.')[0]).wrapped.__module__
-    return module.startswith('valkyrie.models.') or module.partition('.')[0] not in (
-      'valkyrie',
-      'optax',
-    )
+    package, _, rest = check.find(name.rpartition('.')[0]).wrapped.__module__.partition('.')
+    return rest.startswith('models.') if package == 'valkyrie' else package != 'optax'
 
   return {name: value for name, value in bindings.items() if is_part(name)}
 

@@ -40,12 +40,9 @@ class Sampling:
   min_p: float = 0.0
 
   def choose(self, logits: Array, seen: Array, keys: Array) -> Array:
-    """The next tokens, int32 [B].
+    """The next tokens, int32 [B], from logits float32 [B, V] and random keys [B].
 
-    Args:
-      logits: float32 [B, V].
-      seen: bool [B, V], whether the token is in the text so far; any shape without a penalty.
-      keys: random keys [B].
+    `seen`, bool [B, V], marks the tokens of the text so far; any shape without a penalty.
     """
     if self.repetition_penalty != 1:
       factor = self.repetition_penalty
@@ -100,17 +97,10 @@ class Generator:
     numbers: Sequence[int],
     count: int,
   ) -> Iterator[np.ndarray]:
-    """Yields the next tokens int32 [B], `count` times.
+    """Yields the next tokens int32 [B], `count` times; the first step deletes the carry.
 
-    Args:
-      params: of the model.
-      carry: of the rows; the first step deletes it.
-      texts: the tokens of each row so far, for a repetition penalty.
-      sampling: the rules of the choice.
-      seed: of the choices.
-      numbers: one for each row. A choice depends on the seed, the number of its row, its position,
-        and the text before it, not on the other rows.
-      count: the number of steps.
+    `texts` are the tokens of each row so far, for a repetition penalty. A choice depends on the
+    seed, the number of its row, its position, and the text before it, not on the other rows.
     """
     seen = jnp.zeros((), bool)
     if sampling.repetition_penalty != 1:
@@ -121,14 +111,12 @@ class Generator:
       seen = jnp.asarray(marked)
     fold = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))
     keys = fold(jnp.asarray(numbers, jnp.uint32))
-    ahead = None
+    ahead = []
     for _ in range(count):
       tokens, carry, seen = self._step(sampling, params, carry, seen, keys)
-      if ahead is not None:
-        yield np.asarray(ahead)  # while the device computes the next one
-      ahead = tokens
-    if ahead is not None:
-      yield np.asarray(ahead)
+      yield from map(np.asarray, ahead)  # while the device computes the next one
+      ahead = [tokens]
+    yield from map(np.asarray, ahead)
 
   def _next(
     self, sampling: Sampling, params: Params, carry: TextCarry, seen: Array, keys: Array

@@ -2,21 +2,32 @@
 
 # pyright: reportMissingImports=false
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+import math
 import sys
 from typing import Any
 
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
+import numpy as np
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.inference.harness_answers import Answers
+from valkyrie.inference.generation import Sampling
 from valkyrie.inference.opened import load
+
+_SAMPLING = [field.name for field in dataclasses.fields(Sampling)]
+_MAX_TOKENS = 256
 
 
 @register_model('valkyrie')
 class HarnessModel(LM):
-  """A run behind the harness's interface; a request holds its arguments in `args`."""
+  """A run behind the harness's interface; a request holds its arguments in `args`.
+
+  A context that several requests share is read once.
+  """
 
   def __init__(
     self,
@@ -47,23 +58,123 @@ class HarnessModel(LM):
     if not str(batch_size).isdecimal() or int(batch_size) < 1:
       raise ConfigurationError(f'--batch_size is {batch_size}. Use a number of 1 or more.')
     packages = [allow_import] if isinstance(allow_import, str) else allow_import
-    run = load(model_dir, step, allow_import=packages)
-    self._answers = Answers(run, int(batch_size), lambda line: print(line, file=sys.stderr))
+    self._run = load(model_dir, step, allow_import=packages)
+    self._batch_size = int(batch_size)
+    self._longest = self._run.model.about.max_context
+    self._cut = 0  # contexts that were too long
 
   def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-    answers = self._answers.log_likelihoods([request.args for request in requests])
+    """For each (context, continuation): log p(continuation | context), and whether it is greedy.
+
+    The first token of a document, after an empty context, is scored as a uniform guess,
+    log(vocabulary size) nats: the model predicts tokens only within documents.
+    """
+    rows = [self._split(*request.args) for request in requests]
+    by_context: dict[bytes, list[int]] = defaultdict(list)
+    for number, (context, _) in enumerate(rows):
+      by_context[context.tobytes()].append(number)
+    answers: dict[int, tuple[float, bool]] = {}
+    for contexts in _batches(sorted(by_context, key=len, reverse=True), self._batch_size):
+      begun = self._run.read([np.frombuffer(context, np.int32) for context in contexts])
+      asked = [(row, n) for row, context in enumerate(contexts) for n in by_context[context]]
+      for batch in _batches(asked, self._batch_size):
+        carry = self._run.rows(begun, [row for row, _ in batch])
+        scores = self._run.score([rows[number][1] for _, number in batch], carry)
+        for (_, number), score in zip(batch, scores, strict=True):
+          answers[number] = (self._sum(score.log_probs), bool(score.greedy.all()))
     return self._kept('loglikelihood', requests, answers)
 
   def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-    answers = self._answers.rolling([request.args[0] for request in requests])
-    return self._kept('loglikelihood_rolling', requests, answers)
+    """log p(text) of each text as a document."""
+    texts = [request.args[0] for request in requests]
+    order = sorted(range(len(texts)), key=lambda number: -len(texts[number]))
+    scores = self._run.score([texts[number] for number in order], batch_size=self._batch_size)
+    sums = [self._sum(score.log_probs) for score in scores]
+    return self._kept('loglikelihood_rolling', requests, dict(zip(order, sums, strict=True)))
 
   def generate_until(self, requests: Sequence[Any]) -> list[str]:
-    answers = self._answers.continuations([request.args for request in requests])
-    return self._kept('generate_until', requests, answers)
+    """For each (context, generation settings): the text up to a stop string or the end.
 
-  def _kept(self, kind: str, requests: Sequence[Any], answers: list) -> list:
-    """Adds the answers to the harness's own cache (`--use_cache`), and returns them."""
-    for request, answer in zip(requests, answers, strict=True):
-      self.cache_hook.add_partial(kind, request.args, answer)
-    return answers
+    Raises:
+      ConfigurationError: a setting is unknown or out of range, or a context is empty.
+    """
+    by_settings: dict[str, list[int]] = defaultdict(list)
+    for number, request in enumerate(requests):
+      by_settings[json.dumps(request.args[1], sort_keys=True)].append(number)
+    texts: dict[int, str] = {}
+    for settings, numbers in by_settings.items():
+      options = _generation(json.loads(settings))
+      numbers.sort(key=lambda number: -len(requests[number].args[0]))
+      contexts = [self._shortened(requests[n].args[0], options['max_tokens']) for n in numbers]
+      made = self._run.generate(contexts, batch_size=self._batch_size, **options)
+      texts |= {number: one.text for number, one in zip(numbers, made, strict=True)}
+    return self._kept('generate_until', requests, texts)
+
+  def _split(self, context: str, continuation: str) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of the whole text, split at the first token that the continuation changes."""
+    whole = self._run.tokenizer.ids(context + continuation)
+    context_alone = self._run.tokenizer.ids(context.rstrip())  # a space belongs to the next word
+    split = _common(context_alone, whole)
+    begin = 0 if self._longest is None else max(0, len(whole) - self._longest)
+    if begin >= split > 0:
+      raise ConfigurationError(
+        f'A continuation has {len(whole) - split} tokens, too many for the {self._longest} that '
+        'the model can read (FullAttention.max_context).'
+      )
+    self._cut += begin > 0
+    return whole[begin:split], whole[split:]
+
+  def _shortened(self, context: str, max_tokens: int) -> str:
+    """The end of a context, so that the continuation fits in the model."""
+    tokens = self._run.tokenizer.ids(context)
+    if self._longest is None or len(tokens) + max_tokens <= self._longest:
+      return context
+    self._cut += 1
+    return self._run.tokenizer.decode(tokens[-max(1, self._longest - max_tokens) :])
+
+  def _sum(self, log_probs: np.ndarray) -> float:
+    unknown = np.isnan(log_probs)
+    known = float(log_probs[~unknown].sum(dtype=np.float64))
+    return known - int(unknown.sum()) * math.log(self._run.model.about.vocabulary_size)
+
+  def _kept(self, kind: str, requests: Sequence[Any], answers: Mapping[int, Any]) -> list:
+    """The answers by number as a list, which the harness's own cache (`--use_cache`) gets, too."""
+    if self._cut:
+      print(
+        f'{self._cut} contexts were longer than the {self._longest} tokens that the model can '
+        'read (FullAttention.max_context): only their ends were read.',
+        file=sys.stderr,
+      )
+    self._cut = 0
+    for number, request in enumerate(requests):
+      self.cache_hook.add_partial(kind, request.args, answers[number])
+    return [answers[number] for number in range(len(requests))]
+
+
+def _batches(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
+  return [items[first : first + size] for first in range(0, len(items), size)]
+
+
+def _common(first: np.ndarray, second: np.ndarray) -> int:
+  """The length of the longest common prefix of two rows."""
+  size = min(len(first), len(second))
+  differs = np.flatnonzero(first[:size] != second[:size])
+  return int(differs[0]) if len(differs) else size
+
+
+def _generation(settings: dict[str, Any]) -> dict[str, Any]:
+  """The arguments of `LoadedModel.generate`; raises ConfigurationError for an unknown setting."""
+  until = settings.pop('until', ())
+  max_tokens = settings.pop('max_gen_toks', _MAX_TOKENS)
+  sampled = settings.pop('do_sample', False)
+  if unknown := [name for name in settings if name not in _SAMPLING]:
+    raise ConfigurationError(
+      f'{unknown[0]} is not a setting of the generation. Use until, max_gen_toks, do_sample, '
+      f'{", ".join(_SAMPLING)}.'
+    )
+  sampling = {'temperature': 1.0, **settings} if sampled else {**settings, 'temperature': 0.0}
+  return {
+    'stop': [until] if isinstance(until, str) else list(until),
+    'max_tokens': max_tokens,
+    'sampling': Sampling(**sampling),
+  }

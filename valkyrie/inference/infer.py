@@ -1,19 +1,23 @@
-"""The run mode `infer`: continuations of prompts, printed as they come or written as JSON lines."""
+"""Continuations of prompts: by the run mode `infer`, and by a hook while a model trains."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import json
 import pathlib
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 import gin
+import jax
 
 from valkyrie.checkpoint.manager import LATEST
 from valkyrie.config.computation import may_change_on_resume
-from valkyrie.errors import DataError, StorageError, storage_errors
+from valkyrie.data import vocabularies
+from valkyrie.errors import ConfigurationError, DataError, StorageError, storage_errors
 from valkyrie.inference.generation import Sampling
 from valkyrie.inference.loaded import LoadedModel
+from valkyrie.models import language_model
+from valkyrie.models.language_model import LanguageModel
 
 
 @may_change_on_resume()
@@ -43,11 +47,10 @@ def infer(
   prompt, sample, text, tokens (their number) and ended ('eos', 'stop' or 'length').
 
   Args:
-    model_dir: the directory of the run.
+    model_dir, step: of the checkpoint, see `weights.restored`.
     prompt: a text to continue.
     prompts: a file instead: JSON lines with the field `prompt` (.jsonl), or one on each line.
     output: a new file for the JSON lines; None is standard output.
-    step: of the checkpoint, see `weights.restored`.
     opened: opens the run.
     seed: of the samples.
     max_tokens: the most tokens of a continuation, if the document does not end before.
@@ -64,13 +67,9 @@ def infer(
     ConfigurationError: a prompt is longer than the model can read, or the run has another
       vocabulary.
   """
-  texts = read_prompts(pathlib.Path(prompts)) if prompts is not None else [str(prompt)]
-  options = {
-    'max_tokens': max_tokens,
-    'stop': stop,
-    'seed': seed,
-    'sampling': Sampling(repetition_penalty, temperature, top_k, top_p, min_p),
-  }
+  texts = _read_prompts(pathlib.Path(prompts)) if prompts is not None else [str(prompt)]
+  sampling = Sampling(repetition_penalty, temperature, top_k, top_p, min_p)
+  options = {'max_tokens': max_tokens, 'stop': stop, 'seed': seed, 'sampling': sampling}
   loaded = opened(model_dir, step)
   if prompts is None and samples == 1 and output is None:
     for number, piece in enumerate(loaded.stream(texts[0], **options)):
@@ -92,7 +91,7 @@ def infer(
         print(json.dumps(line, ensure_ascii=False), file=file, flush=True)
 
 
-def read_prompts(path: pathlib.Path) -> list[str]:
+def _read_prompts(path: pathlib.Path) -> list[str]:
   """The prompts in a file; raises a DataError that names the line."""
   try:
     lines = path.read_bytes().splitlines()
@@ -128,3 +127,48 @@ def _writer(output: str | None) -> Iterator[TextIO]:
       raise StorageError(f'{output} is there already. Name another --output.') from error
     with file:
       yield file
+
+
+@gin.configurable
+class TextSamples:
+  """A hook that logs continuations of prompts every `every` steps, while training waits.
+
+  Their names in metrics.jsonl, TensorBoard and reports are `hooks/sample_1`, ...
+  """
+
+  def __init__(
+    self,
+    prompts: Sequence[str],
+    every: int,
+    max_tokens: int = 64,
+    temperature: float = 0.0,
+    *,
+    model: Callable[..., LanguageModel],
+    vocabulary: str,
+    chunk_size: int,
+  ):
+    """Configures the samples; the arguments are those of `infer` and `open_run`.
+
+    Raises:
+      ConfigurationError: there are several processes, or the model cannot continue texts.
+    """
+    if jax.process_count() > 1:
+      raise ConfigurationError(
+        'TextSamples needs all parameters in one process, and this run has '
+        f'{jax.process_count()}. Continue its checkpoints by --run_mode=infer.'
+      )
+    self._prompts, self._every = prompts, every
+    self._options = {'max_tokens': max_tokens, 'sampling': Sampling(temperature=temperature)}
+    functions, tokenizer = language_model.transform(model), vocabularies.load(vocabulary)
+    self._loaded = LoadedModel(
+      functions, {}, tokenizer, model_dir='', steps=(), chunk_size=chunk_size
+    )
+
+  def __call__(self, step: int, state: Any, metrics: Any) -> Mapping[str, str] | None:
+    if step % self._every:
+      return None
+    self._loaded.params = jax.device_put(state.evaluated, jax.local_devices()[0])
+    made = self._loaded.generate(self._prompts, seed=step, **self._options)
+    self._loaded.params = {}
+    pairs = enumerate(zip(self._prompts, made, strict=True), 1)
+    return {f'sample_{number}': prompt + one.text for number, (prompt, one) in pairs}

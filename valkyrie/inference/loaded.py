@@ -2,31 +2,32 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 import hashlib
+import json
 import os
+import pathlib
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from valkyrie.checkpoint import manifest
 from valkyrie.checkpoint.steps import steps_of
 from valkyrie.data.vocabularies import Vocabulary
-from valkyrie.errors import UsageError
-from valkyrie.inference import reader
+from valkyrie.errors import ConfigurationError, StorageError, UsageError, storage_errors
 from valkyrie.inference.generation import GREEDY, LENGTH, Continuation, Generator, Sampling
 from valkyrie.inference.reader import Reader, TextCarry, TextScore
 from valkyrie.models.language_model import Model
-from valkyrie.types import Params
+from valkyrie.types import Array, Params
+from valkyrie.weights import named_tensors
 
 Text = str | np.ndarray  # or its tokens
 
 
 class Generated(NamedTuple):
-  """A continuation.
+  """A continuation, with the number of its prompt, and its own among the samples of this prompt.
 
-  prompt, sample: the number of its prompt, and its number among the samples of this prompt.
-  text: the continuation; tokens: its ids.
   ended: 'eos', 'stop' (a stop string, which is left out) or 'length'.
   """
 
@@ -93,8 +94,15 @@ class LoadedModel:
     return TextCarry(inside, carry.position[index], carry.hidden[index])
 
   def save_carry(self, path: str | os.PathLike, carry: TextCarry) -> None:
-    """Writes a carry to a new file, or raises a StorageError."""
-    reader.save_carry(path, carry, self._weights())
+    """Writes a carry to a new safetensors file, or raises a StorageError."""
+    place = pathlib.Path(path)
+    if place.exists():
+      raise StorageError(f'{place} is there already. Name another file, or delete it.')
+    leaves = {name: np.asarray(leaf) for name, leaf in _named_leaves(carry).items()}
+    with storage_errors(f'{place} cannot be written'):
+      unfinished = place.with_name(f'.{place.name}.new')
+      named_tensors.write(unfinished, leaves, {'weights': self._weights()})
+      unfinished.replace(place)
 
   def load_carry(self, path: str | os.PathLike) -> TextCarry:
     """Reads a carry that was saved by this step of this run.
@@ -103,7 +111,28 @@ class LoadedModel:
       ConfigurationError: another model or step saved it.
       StorageError: the file is missing or damaged.
     """
-    return reader.load_carry(path, self._reader.fresh(1), self._weights())
+    try:
+      with safe_open(path, 'numpy') as file:
+        made_by = (file.metadata() or {}).get('weights')
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
+    except (OSError, SafetensorError) as error:
+      raise StorageError(f'{path} is not a complete file of a carry ({error}).') from error
+    if made_by != self._weights():
+      raise ConfigurationError(
+        f'{path} was saved with other weights ({json.dumps(made_by)}) than the loaded ones '
+        f'({json.dumps(self._weights())}). Read the text again.'
+      )
+    like = self._reader.fresh(1)
+    expected = _named_leaves(like)
+    if found.keys() != expected.keys() or any(
+      found[name].shape != leaf.shape or found[name].dtype != leaf.dtype
+      for name, leaf in expected.items()
+    ):
+      raise ConfigurationError(
+        f'{path} is the carry of a model with other sizes. Read the text again with this model.'
+      )
+    leaves = [jnp.asarray(found[name]) for name in expected]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
   def score(
     self,
@@ -140,11 +169,12 @@ class LoadedModel:
   ) -> dict[str, np.ndarray]:
     """Intermediate values of each token: {kind: [layers, T, D]}.
 
-    Args:
-      text: a document, or, with a carry, what follows the text that it has read.
-      kinds: 'mixers' and 'mlp', which a layer adds to the residual stream, and 'stream' after it.
-      carry: of `read`.
-      params: other parameters of the same model.
+    The kinds are 'mixers' and 'mlp', which a layer adds to the residual stream, and 'stream' after
+    it. The other arguments are those of `score`.
+
+    Raises:
+      ConfigurationError: a kind is unknown, or the text is longer than the model can read.
+      UsageError: the text is empty.
     """
     return self._reader.activations(
       self.params if params is None else params,
@@ -174,8 +204,8 @@ class LoadedModel:
       max_tokens: the largest number of tokens of a continuation.
       samples: continuations of each prompt.
       stop: strings before which a continuation ends.
-      seed: of the samples. A continuation depends on its number, not on the other prompts.
-      first: the number of the first prompt.
+      seed, first: of the samples, and the number of the first prompt. A continuation depends on the
+        seed and on its numbers, not on the other prompts.
       batch_size: the number of continuations that are generated at the same time.
       sampling: such as valkyrie.Sampling(temperature=0.8, top_p=0.9); greedy by default.
 
@@ -266,6 +296,11 @@ class LoadedModel:
     steps = steps_of(self.model_dir)
     manifests = [manifest.read(steps.files(step))[1] for step in self.steps]
     return hashlib.sha256(b''.join(manifests)).hexdigest()
+
+
+def _named_leaves(carry: TextCarry) -> dict[str, Array]:
+  leaves, _ = jax.tree_util.tree_flatten_with_path(carry)
+  return {jax.tree_util.keystr(path, simple=True, separator='.'): leaf for path, leaf in leaves}
 
 
 def _number(prompt: int, sample: int) -> int:

@@ -32,8 +32,7 @@ def open_run(
   """The model of a run, on one device.
 
   Args:
-    model_dir: the directory of the run.
-    step: one or several numbers, 'latest' or 'best', see `weights.restored`.
+    model_dir, step: of the checkpoint, see `weights.restored`.
     configuration: the one under which the model is traced; None for the process's own.
     model: the class of the model.
     vocabulary: 'bytes', or the path of a SentencePiece .model or a tokenizer.json.
@@ -74,11 +73,9 @@ def load(
     StorageError: the files cannot be read.
   """
   directory = opened(model_dir)
-  flags = [f'--gin.{binding}' for binding in bindings]
+  flags, modules = [f'--gin.{binding}' for binding in bindings], CONFIGURABLE_MODULES
   configuration = Configuration(
-    lambda: load_gin(
-      [], flags, run=directory, allowed_imports=allow_import, modules=CONFIGURABLE_MODULES
-    )
+    lambda: load_gin([], flags, run=directory, allowed_imports=allow_import, modules=modules)
   )
   with configuration.installed():
     check_call(open_run, 'model_dir', 'step', 'configuration')
@@ -89,9 +86,5 @@ def load(
 def _traced_in(configuration: Configuration, model: Model) -> Model:
   """The model with functions that read gin, while they are traced, from this configuration."""
   inside = configuration.installed  # a context that decorates functions
-  return model._replace(
-    init=inside()(model.init),
-    initial_carry=inside()(model.initial_carry),
-    apply=inside()(model.apply),
-    parameters=inside()(model.parameters),
-  )
+  traced = ('init', 'initial_carry', 'apply', 'parameters')
+  return model._replace(**{name: inside()(getattr(model, name)) for name in traced})

@@ -1,23 +1,18 @@
 """Rows of tokens, read in chunks by a trained model: their scores, and the carry after them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-import json
-import os
-import pathlib
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
-from valkyrie.errors import ConfigurationError, StorageError, UsageError, storage_errors
+from valkyrie.errors import ConfigurationError, UsageError
 from valkyrie.models.carry_cuts import cut_carry
 from valkyrie.models.features import ACTIVATIONS, Features
 from valkyrie.models.language_model import Model
 from valkyrie.training.losses import logits, token_scores
 from valkyrie.types import Array, Carry, Params, position_of
-from valkyrie.weights import named_tensors
 
 _SMALLEST = 16  # tokens of a chunk that is not a single token; each size is compiled once
 
@@ -25,7 +20,6 @@ _SMALLEST = 16  # tokens of a chunk that is not a single token; each size is com
 class TextCarry(NamedTuple):
   """All that a model keeps of the texts that it has read, for B rows.
 
-  carry: of the model.
   position: int32 [B], the position of the next token: the tokens read, up to 2^30; see
     `types.Batch`.
   hidden: [B, D], the features of the last token, which predict the next one.
@@ -86,10 +80,8 @@ class Reader:
   ) -> TextCarry:
     """Reads more tokens of every row, int [T of the row] each; `carry` stays valid.
 
-    `cut` names a part of the carry to reset before every chunk, see `models.carry_cuts`.
-
-    Raises:
-      ConfigurationError: a row is longer than the model can read.
+    `cut` names a part of the carry to reset before every chunk, see `models.carry_cuts`. This and
+    the next two raise a ConfigurationError if a row is longer than the model can read.
     """
     carry = _own(carry)
     for tokens, lengths in self._chunks(carry, rows):
@@ -114,12 +106,7 @@ class Reader:
   def activations(
     self, params: Params, carry: TextCarry, tokens: np.ndarray, kinds: Sequence[str]
   ) -> dict[str, np.ndarray]:
-    """Reads a row and returns {kind: [layers, T, D]}; see `features.ACTIVATIONS`.
-
-    Raises:
-      ConfigurationError: a kind is unknown, or the row is too long.
-      UsageError: the row is empty.
-    """
+    """Reads a row and returns {kind: [layers, T, D]}; see `features.ACTIVATIONS`."""
     if not len(tokens):
       raise UsageError('The text is empty, and has no activations.')
     if unknown := [kind for kind in kinds if kind not in ACTIVATIONS]:
@@ -212,57 +199,6 @@ class Reader:
       for row, (whole, real) in enumerate(zip(rows, here, strict=True)):
         tokens[row, :real] = whole[start : start + real]
       yield tokens, here
-
-
-def save_carry(path: str | os.PathLike, carry: TextCarry, weights: str) -> None:
-  """Writes a carry to a safetensors file, with the fingerprint of its weights.
-
-  Raises:
-    StorageError: the file exists already, or cannot be written.
-  """
-  place = pathlib.Path(path)
-  if place.exists():
-    raise StorageError(f'{place} is there already. Name another file, or delete it.')
-  leaves = {name: np.asarray(leaf) for name, leaf in _named_leaves(carry).items()}
-  with storage_errors(f'{place} cannot be written'):
-    unfinished = place.with_name(f'.{place.name}.new')
-    named_tensors.write(unfinished, leaves, {'weights': weights})
-    unfinished.replace(place)
-
-
-def load_carry(path: str | os.PathLike, like: TextCarry, weights: str) -> TextCarry:
-  """Reads a carry with the structure of `like` that was saved with the same weights.
-
-  Raises:
-    ConfigurationError: it belongs to another model, or to another step of this model.
-    StorageError: the file is missing or incomplete.
-  """
-  try:
-    with safe_open(path, 'numpy') as file:
-      made_by = (file.metadata() or {}).get('weights')
-      found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
-  except (OSError, SafetensorError) as error:
-    raise StorageError(f'{path} is not a complete file of a carry ({error}).') from error
-  if made_by != weights:
-    raise ConfigurationError(
-      f'{path} was saved with other weights ({json.dumps(made_by)}) than the loaded ones '
-      f'({json.dumps(weights)}). Read the text again.'
-    )
-  expected = _named_leaves(like)
-  if found.keys() != expected.keys() or any(
-    found[name].shape != leaf.shape or found[name].dtype != leaf.dtype
-    for name, leaf in expected.items()
-  ):
-    raise ConfigurationError(
-      f'{path} is the carry of a model with other sizes. Read the text again with this model.'
-    )
-  _, tree = jax.tree.flatten(like)
-  return jax.tree.unflatten(tree, [jax.numpy.asarray(found[name]) for name in expected])
-
-
-def _named_leaves(carry: TextCarry) -> dict:
-  leaves, _ = jax.tree_util.tree_flatten_with_path(carry)
-  return {jax.tree_util.keystr(path, simple=True, separator='.'): leaf for path, leaf in leaves}
 
 
 def _own(carry: TextCarry) -> TextCarry:

@@ -59,14 +59,18 @@ _AXES = (('tokens', 'tokens'), ('seconds', 'seconds of training'), ('flops', 'FL
 _RESULTS = ('step', 'tokens', 'loss', 'bits_per_byte', 'accuracy', 'tokens_per_second', 'mfu')
 # The results that are better when lower (-1) or higher (1).
 _DIRECTION = {'loss': -1, 'bits_per_byte': -1, 'accuracy': 1, 'tokens_per_second': 1, 'mfu': 1}
+_OF_VALIDATION = ('loss', 'bits_per_byte', 'accuracy')
 _SAMPLES = 3  # steps whose samples are shown
+
+
+Line = dict[str, Any]
 
 
 class Run(NamedTuple):
   """What a run has recorded.
 
   name: of its directory.
-  lines, evaluations: of metrics.jsonl and eval/metrics.jsonl; `lines` also have seconds and flops.
+  lines, evaluations: of metrics.jsonl and eval/metrics.jsonl, with seconds and flops until then.
   refused: of refused_steps.jsonl.
   version: of Valkyrie, which wrote its configuration.
   bindings: {name: value} of its configuration.
@@ -74,9 +78,9 @@ class Run(NamedTuple):
   """
 
   name: str
-  lines: list[dict[str, Any]]
-  evaluations: list[dict[str, Any]]
-  refused: list[dict[str, Any]]
+  lines: list[Line]
+  evaluations: list[Line]
+  refused: list[Line]
   version: str
   bindings: Mapping[str, Any]
   about: str
@@ -100,7 +104,7 @@ def read_run(model_dir: str | os.PathLike) -> Run:
     return Run(
       folder.resolve().name,
       lines,
-      [*by_step(folder / 'eval' / 'metrics.jsonl').values()],
+      _located([*by_step(folder / 'eval' / 'metrics.jsonl').values()], lines),
       [*by_step(folder / 'refused_steps.jsonl').values()],
       config.get('version', ''),
       config['bindings'],
@@ -108,38 +112,8 @@ def read_run(model_dir: str | os.PathLike) -> Run:
     )
 
 
-def page(runs: Sequence[Run]) -> str:
-  """The text of the page."""
-  title = ', '.join(run.name for run in runs)
-  parts = [
-    f'<h1>{html.escape(title)}</h1>',
-    _results(runs),
-    '<h2>Validation</h2>',
-    *(
-      _curves(runs, 'evaluations', 'loss', 'Validation loss', 'nats per token', axis)
-      for axis in _AXES
-    ),
-    _by_position(runs),
-    '<h2>Training</h2>',
-    *(_curves(runs, 'lines', *metric, _AXES[0]) for metric in _TRAINING),
-    *(_curves(runs, 'lines', *_TRAINING[0], axis) for axis in _AXES[1:]),
-    _phases(runs),
-    _refused(runs),
-    _samples(runs),
-    '<h2>Configuration</h2>',
-    _differences(runs),
-  ]
-  body = '\n'.join(part for part in parts if part)
-  return (
-    '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-    '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-    f'<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n'
-    f'<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n'
-  )
-
-
-def _with_costs(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-  """The lines with the seconds and FLOPs until then."""
+def _with_costs(lines: list[Line]) -> list[Line]:
+  """Lines of training with the seconds and FLOPs until then."""
   seconds, step, found = 0.0, 0, []
   for line in lines:
     seconds += (line.get('step_seconds') or 0.0) * (line['step'] - step)
@@ -152,50 +126,77 @@ def _with_costs(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
   return found
 
 
-def _last(run: Run) -> dict[str, Any]:
-  """The results of the last step of training, replaced by validation results where they exist."""
-  training = run.lines[-1] if run.lines else {}
-  validation = run.evaluations[-1] if run.evaluations else {}
-  of_validation = ('loss', 'bits_per_byte', 'accuracy')
-  return {**training, **{k: v for k, v in validation.items() if k in of_validation}}
+def _located(evaluations: list[Line], lines: list[Line]) -> list[Line]:
+  """Evaluations with the tokens, seconds and FLOPs until then, between two lines of training."""
+  found = evaluations
+  for axis, _ in _AXES:
+    known = [line for line in lines if _is_number(line.get(axis))]
+    if known:
+      steps, values = [0] + [line['step'] for line in known], [0.0] + [line[axis] for line in known]
+      found = [{**line, axis: float(np.interp(line['step'], steps, values))} for line in found]
+  return found
+
+
+def page(runs: Sequence[Run]) -> str:
+  """The text of the page."""
+  title = html.escape(', '.join(run.name for run in runs))
+  parts = [
+    f'<h1>{title}</h1>',
+    _results(runs),
+    '<h2>Validation</h2>',
+    *(_curves(runs, 'evaluations', *_VALIDATION, axis) for axis in _AXES),
+    _by_position(runs),
+    '<h2>Training</h2>',
+    *(_curves(runs, 'lines', *metric, _AXES[0]) for metric in _TRAINING),
+    *(_curves(runs, 'lines', *_TRAINING[0], axis) for axis in _AXES[1:]),
+    _phases(runs),
+    _refused(runs),
+    _samples(runs),
+    '<h2>Configuration</h2>',
+    _differences(runs),
+  ]
+  body = '\n'.join(filter(None, parts))
+  return (
+    '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+    '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+    f'<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n'
+    f'<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n'
+  )
 
 
 def _results(runs: Sequence[Run]) -> str:
-  """The results, and how later runs differ from the first."""
-  first, *others = [_last(run) for run in runs]
+  """The last results, of validation where they exist, and how later runs differ from the first."""
+  last: list[Line] = []
+  for run in runs:
+    training, validation = (lines[-1] if lines else {} for lines in (run.lines, run.evaluations))
+    known = {name: validation[name] for name in _OF_VALIDATION if name in validation}
+    last.append({**training, **known})
   rows: list[Sequence[Any]] = [
     ('model', *(run.about for run in runs)),
     ('version', *(run.version for run in runs)),
   ]
   for name in _RESULTS:
-    if any(_is_number(found.get(name)) for found in (first, *others)):
-      compared = [_Compared(name, found.get(name), first.get(name)) for found in others]
-      rows.append((name, first.get(name), *compared))
+    first, *others = [found.get(name) for found in last]
+    if any(map(_is_number, (first, *others))):
+      rows.append((name, first, *(_compared(name, value, first) for value in others)))
   return _table(('', *(run.name for run in runs)), rows)
 
 
-class _Compared(NamedTuple):
-  """A result beside the first run's."""
-
-  name: str
-  value: Any
-  of_first: Any
-
-  def cell(self) -> str:
-    if not (_is_number(self.value) and _is_number(self.of_first) and self.name in _DIRECTION):
-      return _cell(self.value)
-    change = self.value - self.of_first
-    side = _DIRECTION[self.name] * change
-    kind = 'better' if side > 0 else 'worse' if side < 0 else ''
-    text = f'{self.value:,.4g} ({change:+,.2g}{kind and ", "}{kind})'
-    return f'<td class="number {kind}">{text}</td>'
+def _compared(name: str, value: Any, first: Any) -> Any:
+  """A result of a later run beside the first run's."""
+  if not (_is_number(value) and _is_number(first) and name in _DIRECTION):
+    return value
+  change = value - first
+  side = _DIRECTION[name] * change
+  kind = 'better' if side > 0 else 'worse' if side < 0 else ''
+  return _Cell(f'{value:,.4g} ({change:+,.2g}{kind and ", "}{kind})', f'number {kind}')
 
 
 def _phases(runs: Sequence[Run]) -> str:
   """The steps of each phase of the runs that have several."""
   rows = []
   for run in runs:
-    phases: dict[int, list[dict[str, Any]]] = {}
+    phases: dict[int, list[Line]] = {}
     for line in run.lines:
       if 'phase' in line:
         phases.setdefault(line['phase'], []).append(line)
@@ -203,6 +204,16 @@ def _phases(runs: Sequence[Run]) -> str:
       rows.append((run.name, phase, lines[0]['step'], lines[-1]['step'], lines[-1]['tokens']))
   header = ('run', 'phase', 'first line at step', 'last line at step', 'tokens until then')
   return '<h3>Phases</h3>\n' + _table(header, rows) if rows else ''
+
+
+def _refused(runs: Sequence[Run]) -> str:
+  rows = [
+    (run.name, line['step'], line.get('why'), line.get('read'))
+    for run in runs
+    for line in run.refused[:50]
+  ]
+  header = ('run', 'step', 'reason', 'documents')
+  return '<h3>Refused steps</h3>\n' + _table(header, rows) if rows else ''
 
 
 def _samples(runs: Sequence[Run]) -> str:
@@ -216,38 +227,27 @@ def _samples(runs: Sequence[Run]) -> str:
   return '\n'.join(['<h3>Samples</h3>', *parts]) if parts else ''
 
 
-def _texts(line: Mapping[str, Any]) -> list[str]:
+def _texts(line: Line) -> list[str]:
   return [v for name, v in line.items() if name.startswith('hooks/') and isinstance(v, str)]
 
 
 def _curves(
-  runs: Sequence[Run],
-  stream: str,
-  metric: str,
-  title: str,
-  unit: str,
-  axis: tuple[str, str],
+  runs: Sequence[Run], stream: str, metric: str, title: str, unit: str, axis: tuple[str, str]
 ) -> str:
-  """A figure of a metric of all runs that have it."""
-  curves = []
-  for run in runs:
-    known = [line for line in run.lines if _is_number(line.get(axis[0]))]
-    points = [
-      # An evaluation may come between two lines of training.
-      (
-        float(np.interp(line['step'], *_columns(known, axis[0]))),
-        line.get(f'quick_{metric}', value),
-      )
-      for line in (getattr(run, stream) if known else ())
-      if _is_number(value := line.get(metric))
-    ]
-    curves.append(Curve(run.name, points))
-  return figure(f'{title} over {axis[1]}', axis[1], unit, curves)
-
-
-def _columns(lines: Sequence[Mapping[str, Any]], axis: str) -> tuple[list[float], list[float]]:
-  """The steps of some lines and their values of an axis, starting at zero."""
-  return [0, *(line['step'] for line in lines)], [0.0, *(line[axis] for line in lines)]
+  """A figure of a metric of all runs that have it; of validation, its quick part."""
+  name, words = axis
+  curves = [
+    Curve(
+      run.name,
+      [
+        (line[name], line.get(f'quick_{metric}', line[metric]))
+        for line in getattr(run, stream)
+        if _is_number(line.get(metric)) and _is_number(line.get(name))
+      ],
+    )
+    for run in runs
+  ]
+  return figure(f'{title} over {words}', words, unit, curves)
 
 
 def _by_position(runs: Sequence[Run]) -> str:
@@ -256,16 +256,6 @@ def _by_position(runs: Sequence[Run]) -> str:
   ]
   title = 'Loss by position in the document, from P to 2 P - 1'
   return figure(title, 'position', 'nats per token', curves, logarithmic=True)
-
-
-def _refused(runs: Sequence[Run]) -> str:
-  rows = [
-    (run.name, line['step'], line.get('why'), line.get('read'))
-    for run in runs
-    for line in run.refused[:50]
-  ]
-  header = ('run', 'step', 'reason', 'documents')
-  return '<h3>Refused steps</h3>\n' + _table(header, rows) if rows else ''
 
 
 def _differences(runs: Sequence[Run]) -> str:
@@ -284,6 +274,13 @@ def _differences(runs: Sequence[Run]) -> str:
   )
 
 
+class _Cell(NamedTuple):
+  """A text of a table, with its classes in the style."""
+
+  text: str
+  kind: str
+
+
 def _table(header: Sequence[str], rows: Sequence[Sequence[Any]], marked: bool = False) -> str:
   head = ''.join(f'<th scope="col">{html.escape(name)}</th>' for name in header)
   row_start = '<tr class="differs">' if marked else '<tr>'
@@ -292,11 +289,10 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[Any]], marked: bool = 
 
 
 def _cell(value: Any) -> str:
-  if isinstance(value, _Compared):
-    return value.cell()
   if _is_number(value):
-    text = f'{value:,}' if isinstance(value, int) else f'{value:,.4g}'
-    return f'<td class="number">{text}</td>'
+    value = _Cell(f'{value:,}' if isinstance(value, int) else f'{value:,.4g}', 'number')
+  if isinstance(value, _Cell):
+    return f'<td class="{value.kind}">{value.text}</td>'
   return f'<td>{"" if value is None else html.escape(str(value))}</td>'
 
 

@@ -23,8 +23,17 @@ def host_peak() -> int:
 
 def of_process(field: str) -> int | None:
   """A field of /proc/self/status in bytes; None where it does not exist."""
-  status = pathlib.Path('/proc/self/status')
-  lines = status.read_text().splitlines() if status.exists() else []
+  return _of_linux('/proc/self/status', field)
+
+
+def available() -> int | None:
+  """The bytes of the machine that processes can still take; None if the system reports none."""
+  return _of_linux('/proc/meminfo', 'MemAvailable')
+
+
+def _of_linux(path: str, field: str) -> int | None:
+  file = pathlib.Path(path)
+  lines = file.read_text().splitlines() if file.exists() else []
   sizes = [int(line.split()[1]) for line in lines if line.startswith(f'{field}:')]
   return 1024 * sizes[0] if sizes else None
 
@@ -75,14 +84,6 @@ def of_machine() -> str:
   total = in_units(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))
   now = available()
   return f'{total} memory' + ('' if now is None else f', {in_units(now)} available')
-
-
-def available() -> int | None:
-  """The bytes of the machine that processes can still take; None if the system reports none."""
-  linux = pathlib.Path('/proc/meminfo')
-  lines = linux.read_text().splitlines() if linux.exists() else []
-  sizes = [int(line.split()[1]) for line in lines if 'MemAvailable' in line]
-  return 1024 * sizes[0] if sizes else None
 
 
 def in_units(size: float) -> str:

@@ -17,7 +17,6 @@ import numpy as np
 from valkyrie.errors import storage_errors
 from valkyrie.monitoring.metrics import BY_POSITION, Metrics
 
-Grid = Mapping[tuple[str, str], float]  # (column, row): score from 0 to 1
 COLORS = ('#1f5fa8', '#d1622b', '#2f8f4e', '#8a4fa3')  # of the losses by position
 MAP = 'Blues'  # the colors of scores
 _WITH_CONTEXT = 4  # the bin from position 16 on
@@ -97,17 +96,17 @@ def by_position(metrics: Mapping[str, Any]) -> list[tuple[int, float]]:
 def write_heat_map(
   path: pathlib.Path,
   title: str,
-  panels: Mapping[str, Grid],
+  panels: Mapping[str, np.ndarray],
   columns: Sequence[str],
   rows: Sequence[str],
 ) -> None:
-  """Draws a panel of colored cells for each condition; a cell without a score stays empty.
+  """Draws a panel of colored cells for each condition to a .png file, which is replaced.
 
   Args:
-    path: of the .png file, which is replaced.
+    path: of the file.
     title: above the panels.
-    panels: the grid of each panel, by its name.
-    columns, rows: from left to right, and from top to bottom.
+    panels: scores from 0 to 1 by the name of the panel, [rows, columns]; NaN leaves a cell empty.
+    columns, rows: their names, from left to right, and from top to bottom.
 
   Raises:
     StorageError: the picture cannot be written.
@@ -115,8 +114,7 @@ def write_heat_map(
   width = max(6.0, 1.5 + len(panels) * (0.92 * len(columns) + 0.3))  # room for the title
   canvas, *every = _canvas(width, 1.3 + 0.44 * len(rows), len(panels))
   canvas.figure.suptitle(title, parse_math=False)
-  for axes, (name, grid) in zip(every, panels.items(), strict=True):
-    scores = np.array([[grid.get((column, row), np.nan) for column in columns] for row in rows])
+  for axes, (name, scores) in zip(every, panels.items(), strict=True):
     axes.imshow(scores, cmap=MAP, vmin=0, vmax=1, aspect='auto')
     for (y, x), score in np.ndenumerate(scores):
       if not np.isnan(score):

@@ -39,22 +39,19 @@ class Tracker(Protocol):
 
   def start(self, run: Run) -> None:
     """Called once, before the first step of this process."""
-    ...
 
   def write(self, stream: str, step: int, numbers: Numbers) -> None:
     """Called with the numbers of a step of training, 'train', or of an evaluation, 'eval'.
 
     A resumed run repeats the steps since the last checkpoint.
     """
-    ...
 
   def end(self) -> None:
     """Called once, however the run ends."""
-    ...
 
 
 class Tracking:
-  """Calls trackers in a thread, so that none delays a step.
+  """Calls trackers in a thread of process 0, so that none delays a step.
 
   A tracker that fails is reported and left out: it never ends a run.
   """
@@ -66,7 +63,6 @@ class Tracking:
     step: int,
     say: Callable[[str], None],
   ):
-    """Starts the trackers, in process 0."""
     self._say = say
     self._active = list(trackers) if jax.process_index() == 0 else []
     self._thread = ThreadPoolExecutor(1, thread_name_prefix='trackers')
@@ -109,9 +105,36 @@ def _id(model_dir: pathlib.Path) -> str:
     return foreign_names.checked(file.read_text().strip(), file, advice)
 
 
+class _Client:
+  """A tracker that calls a package with the functions of wandb."""
+
+  def __init__(self, package: str, name: str | None, **options: str | None):
+    try:
+      self._package: Any = importlib.import_module(package)
+    except ImportError as error:
+      raise ConfigurationError(
+        f'train.trackers needs the package {package}, which this Python does not have ({error}). '
+        f'Install it: pip install {package}'
+      ) from error
+    self._name, self._options = name, options
+
+  def _init(self, run: Run, **options: Any) -> None:
+    """Begins or resumes the run, which is by default named after its directory."""
+    self._run = self._package.init(
+      **self._options,
+      **options,
+      name=self._name or os.path.basename(os.path.abspath(run.model_dir)),
+      resume='allow',
+      config=dict(run.configuration),
+    )
+
+  def end(self) -> None:
+    self._run.finish()
+
+
 @may_change_on_resume()
 @gin.configurable
-class WeightsAndBiases:
+class WeightsAndBiases(_Client):
   """A tracker that writes to Weights & Biases; needs pip install wandb."""
 
   def __init__(
@@ -128,71 +151,28 @@ class WeightsAndBiases:
       name: of the run; None takes the name of its directory.
       mode: 'online', 'offline' or 'disabled'; None lets wandb decide.
     """
-    self._options = {'project': project, 'entity': entity, 'mode': mode}
-    self._name = name
-    self._wandb = _imported('wandb')
+    super().__init__('wandb', name, project=project, entity=entity, mode=mode)
 
   def start(self, run: Run) -> None:
-    """See `Tracker`."""
-    self._run = self._wandb.init(
-      **self._options,
-      name=self._name or _name(run),
-      id=run.id,
-      resume='allow',
-      dir=run.model_dir,
-      config=dict(run.configuration),
-    )
+    self._init(run, id=run.id, dir=run.model_dir)
     # A resumed run repeats steps, which wandb's own counter would refuse.
     self._run.define_metric('*', step_metric='step')
 
   def write(self, stream: str, step: int, numbers: Numbers) -> None:
-    """See `Tracker`."""
     self._run.log({'step': step, **{f'{stream}/{name}': n for name, n in numbers.items()}})
-
-  def end(self) -> None:
-    """See `Tracker`."""
-    self._run.finish()
 
 
 @may_change_on_resume()
 @gin.configurable
-class Trackio:
+class Trackio(_Client):
   """A tracker that writes to Trackio, on this machine or in a Space; needs pip install trackio."""
 
   def __init__(self, project: str, name: str | None = None, space_id: str | None = None):
     """Takes arguments of trackio.init; if `name` is None, the run is named after its directory."""
-    self._options = {'project': project, 'space_id': space_id}
-    self._name = name
-    self._trackio = _imported('trackio')
+    super().__init__('trackio', name, project=project, space_id=space_id)
 
   def start(self, run: Run) -> None:
-    """See `Tracker`."""
-    self._run = self._trackio.init(
-      **self._options,
-      name=self._name or _name(run),
-      resume='allow',
-      config=dict(run.configuration),
-      embed=False,
-    )
+    self._init(run, embed=False)
 
   def write(self, stream: str, step: int, numbers: Numbers) -> None:
-    """See `Tracker`."""
     self._run.log({f'{stream}/{name}': n for name, n in numbers.items()}, step=step)
-
-  def end(self) -> None:
-    """See `Tracker`."""
-    self._run.finish()
-
-
-def _name(run: Run) -> str:
-  return os.path.basename(os.path.abspath(run.model_dir))
-
-
-def _imported(package: str) -> Any:
-  try:
-    return importlib.import_module(package)
-  except ImportError as error:
-    raise ConfigurationError(
-      f'train.trackers needs the package {package}, which this Python does not have ({error}). '
-      f'Install it: pip install {package}'
-    ) from error

@@ -1,17 +1,13 @@
 """Writers of metrics to metrics.jsonl, TensorBoard and the console, with CLU's interface.
 
-    model_dir/metrics.jsonl    one JSON object per line and step, from training
-    model_dir/train/           TensorBoard event files
-
-TensorBoard groups the numbers: learning/, throughput/, memory/ and hooks/, and validation/ of
-evaluations.
-
-metrics.jsonl and the console are written immediately. A thread writes to TensorBoard and to the
-bound CLU writers, in order.
+metrics.jsonl, a JSON object per line and step, and the console are written immediately. A thread
+writes to TensorBoard and to the bound CLU writers, in order. TensorBoard groups the numbers:
+learning/, throughput/, memory/ and hooks/, and validation/ of evaluations.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -28,6 +24,7 @@ from valkyrie.monitoring.json_lines import JsonLines
 from valkyrie.storage import foreign_names
 
 Show = Callable[[int, Mapping[str, Any]], None]
+_WITHOUT = 'Install the packages of setup.py, or set create_writers.tensorboard = False.'
 _ADVICE = 'Make room there, and run the same command again.'
 _GROUPS = {
   'throughput': ('step_seconds', 'tokens_per_second', 'tflops_per_second', 'mfu'),
@@ -51,7 +48,7 @@ def create_writers(
     name: name of the stream. 'train' writes model_dir/metrics.jsonl and model_dir/train/; any other
       name writes both in model_dir/name/.
     also: called with the scalars of each step, such as `Progress.show`.
-    tensorboard: whether to write TensorBoard event files.
+    tensorboard: write TensorBoard event files.
     clu_writers: each is called with the folder of the event files and returns a CLU MetricWriter,
       such as CLU's SummaryWriter or LoggingWriter, which receives what TensorBoard does.
 
@@ -62,108 +59,95 @@ def create_writers(
   """
   if tensorboard and importlib.util.find_spec('tensorboard') is None:
     raise ConfigurationError(
-      'TensorBoard event files need tensorboard, which this Python does not have. Install the '
-      'packages of setup.py, or set create_writers.tensorboard = False.'
+      'TensorBoard event files need tensorboard, which this Python does not have. ' + _WITHOUT
     )
   advice = 'Use letters, digits and dashes.'
   name = foreign_names.checked(name, 'create_writers.name', advice, ConfigurationError)
   folder = pathlib.Path(model_dir) / name
   if jax.process_index() != 0:
     return RunWriter(folder, None, (), ())
-  lines = (pathlib.Path(model_dir) if name == 'train' else folder) / 'metrics.jsonl'
+  lines = JsonLines((pathlib.Path(model_dir) if name == 'train' else folder) / 'metrics.jsonl')
   outputs = [functools.partial(make, str(folder)) for make in clu_writers]
   if tensorboard:
     outputs.insert(0, functools.partial(_event_file, folder))
   return RunWriter(folder, lines, also, outputs)
 
 
+@dataclasses.dataclass
 class RunWriter:
   """A CLU MetricWriter that passes scalars to all outputs, and everything else to CLU writers.
 
-  A failure in the thread is raised by the next call. After `flush` or `close` everything is on
-  disk. A context manager that closes.
+  `event_file.EventFile` shows the methods that are passed on. A failure in the thread is raised
+  by the next call. After `flush` or `close` everything is on disk. A context manager that closes.
+
+  Attributes:
+    folder: of the CLU writers, with the name of the stream.
+    lines: metrics.jsonl; None in the processes that write nothing.
+    also: called with the scalars of each step.
+    writers: each opens a CLU MetricWriter, in the thread.
   """
 
-  def __init__(
-    self,
-    folder: pathlib.Path,
-    lines: pathlib.Path | None,
-    also: Sequence[Show],
-    writers: Sequence[Callable[[], Any]],
-  ):
-    """Opens the outputs.
+  folder: pathlib.Path
+  lines: JsonLines | None
+  also: Sequence[Show]
+  writers: Sequence[Callable[[], Any]]
 
-    Args:
-      folder: of the CLU writers, with the name of the stream.
-      lines: the path of metrics.jsonl; None in the processes that write nothing.
-      also: called with the scalars of each step.
-      writers: open CLU MetricWriters, in the thread.
-    """
-    self._folder, self._also = folder, tuple(also)
-    self._lines = None if lines is None else JsonLines(lines)
+  def __post_init__(self):
     self._thread = ThreadPoolExecutor(1, thread_name_prefix='tensorboard')
-    self._writers = [self._thread.submit(opened) for opened in writers]
-    self._pending: list[Future] = [*self._writers]
+    self._opened = [self._thread.submit(opened) for opened in self.writers]
+    self._pending: list[Future] = [*self._opened]
 
   def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
     """Writes numbers of Python, numpy or jax (waiting for these); None is an unknown value.
 
     Texts are written to metrics.jsonl only.
     """
-    if self._lines is None:
+    if self.lines is None:
       return
     numbers = {key: _number(value) for key, value in scalars.items()}
-    self._lines.write({'step': int(step), **numbers})
+    self.lines.write({'step': int(step), **numbers})
     numbers = {key: value for key, value in numbers.items() if not isinstance(value, str)}
-    for show in self._also:
+    for show in self.also:
       show(step, numbers)
     known = {self._tag(key): value for key, value in numbers.items() if value is not None}
     self._submit('write_scalars', step, known)
 
-  def write_summaries(self, step, values, metadata=None) -> None:
-    """Writes tensors, with the metadata of a TensorBoard plugin."""
-    self._submit('write_summaries', step, values, metadata)
+  def _submit(self, method: str, *args: Any, **kwargs: Any) -> None:
+    """Calls a method of all CLU writers, in the thread."""
+    self._raise_failures(wait=False)
 
-  def write_images(self, step, images) -> None:
-    """Writes images [N, H, W, C]."""
-    self._submit('write_images', step, images)
+    def call(opened: Future) -> None:
+      writer = opened.result()
+      message = f'{type(writer).__name__} cannot write in {self.folder}'
+      with storage_errors(message, _ADVICE, also=(Exception,)):
+        getattr(writer, method)(*args, **kwargs)
 
-  def write_videos(self, step, videos) -> None:
-    """Writes videos, which TensorBoard does not show."""
-    self._submit('write_videos', step, videos)
+    self._pending += [self._thread.submit(call, opened) for opened in self._opened]
 
-  def write_audios(self, step, audios, *, sample_rate) -> None:
-    """Writes sounds [N, T, C]."""
-    self._submit('write_audios', step, audios, sample_rate=sample_rate)
-
-  def write_texts(self, step, texts) -> None:
-    """Writes texts in Markdown."""
-    self._submit('write_texts', step, texts)
-
-  def write_histograms(self, step, arrays, num_buckets=None) -> None:
-    """Writes the histogram of the values of each array."""
-    self._submit('write_histograms', step, arrays, num_buckets)
-
-  def write_hparams(self, hparams) -> None:
-    """Writes hyperparameters, once."""
-    self._submit('write_hparams', hparams)
+  write_summaries = functools.partialmethod(_submit, 'write_summaries')
+  write_images = functools.partialmethod(_submit, 'write_images')
+  write_videos = functools.partialmethod(_submit, 'write_videos')
+  write_audios = functools.partialmethod(_submit, 'write_audios')
+  write_texts = functools.partialmethod(_submit, 'write_texts')
+  write_histograms = functools.partialmethod(_submit, 'write_histograms')
+  write_hparams = functools.partialmethod(_submit, 'write_hparams')
 
   def flush(self) -> None:
     """Waits until everything is on disk."""
-    if self._lines is not None:
-      self._lines.sync()
+    if self.lines is not None:
+      self.lines.sync()
       self._submit('flush')
       self._raise_failures(wait=True)
 
   def close(self) -> None:
     """Flushes and closes; the writer cannot be used afterwards."""
-    if self._lines is not None:
+    if self.lines is not None:
       try:
         self.flush()
         self._submit('close')
         self._raise_failures(wait=True)
       finally:
-        self._lines.close()
+        self.lines.close()
         self._thread.shutdown()
 
   def __enter__(self) -> 'RunWriter':
@@ -181,22 +165,10 @@ class RunWriter:
     """The name of a number in TensorBoard, with its group."""
     if name.startswith('hooks/'):
       return name
-    if self._folder.name != 'train':
+    if self.folder.name != 'train':
       return f'validation/{name}'
     group = next((g for g, names in _GROUPS.items() if name.startswith(names)), 'learning')
     return f'{group}/{name}'
-
-  def _submit(self, method: str, *args: Any, **kwargs: Any) -> None:
-    """Calls a method of all CLU writers, in the thread."""
-    self._raise_failures(wait=False)
-
-    def call(opened: Future) -> None:
-      writer = opened.result()
-      message = f'{type(writer).__name__} cannot write in {self._folder}'
-      with storage_errors(message, _ADVICE, also=(Exception,)):
-        getattr(writer, method)(*args, **kwargs)
-
-    self._pending += [self._thread.submit(call, opened) for opened in self._writers]
 
   def _raise_failures(self, wait: bool) -> None:
     """Raises the first failure of the completed calls, or, with `wait`, of all calls."""
@@ -214,8 +186,7 @@ def _event_file(folder: pathlib.Path) -> Any:
     from valkyrie.monitoring.event_file import EventFile  # noqa: PLC0415 - a second, in the thread
   except ImportError as error:
     raise ConfigurationError(
-      f'TensorBoard event files need tensorboard, and importing it failed: {error}. Reinstall the '
-      'packages of setup.py, or set create_writers.tensorboard = False.'
+      f'TensorBoard event files need tensorboard, and importing it failed: {error}. {_WITHOUT}'
     ) from error
   with storage_errors(f'TensorBoard event files in {folder} cannot be written', _ADVICE):
     return EventFile(folder)

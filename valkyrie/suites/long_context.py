@@ -4,13 +4,14 @@ Each measurement is a line of RUN/long_context/results.jsonl, and is not repeate
 heat map there.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import itertools
 import pathlib
 from typing import NamedTuple
 import zlib
 
 import gin
+import numpy as np
 
 from valkyrie.checkpoint.manager import LATEST
 from valkyrie.config.computation import may_change_on_resume
@@ -20,8 +21,8 @@ from valkyrie.inference.loaded import LoadedModel
 from valkyrie.models.carry_cuts import check_cuts
 from valkyrie.monitoring import json_lines, pictures
 from valkyrie.monitoring.json_lines import JsonLines
-from valkyrie.suites import babilong, mqar, ruler  # noqa: F401, they register theirs
-from valkyrie.suites.problem import SUITES, Problem, TooShortError, fitted, sentences_of
+from valkyrie.suites import babilong, ruler  # noqa: F401, they register theirs
+from valkyrie.suites.problem import SUITES, TooShortError, fitted, sentences_of
 
 _TEXTS = ('.txt', '.md')
 
@@ -59,8 +60,7 @@ def long_context(
   """Asks a run's checkpoint about long contexts; prints and writes the share of right answers.
 
   Args:
-    model_dir: the directory of the run.
-    step: of the checkpoint, see `weights.restored`.
+    model_dir, step: of the checkpoint, see `weights.restored`.
     opened: opens the run.
     seed: of the problems.
     suites: names of `valkyrie.suites`; None for all, without a text all that need none.
@@ -78,18 +78,13 @@ def long_context(
     DataError: the text cannot be read.
   """
   check_cuts('long_context.cuts', cuts)
-  names = _chosen(suites, text)
-  sentences = _sentences(text)
+  names, sentences = _chosen(suites, text), _sentences(text)
   run = opened(model_dir, step)
   steps = ', '.join(map(str, run.steps))
   folder = pathlib.Path(model_dir, 'long_context')
   folder.mkdir(exist_ok=True)
-  about = {
-    'step': steps,
-    'samples': samples,
-    'seed': seed,
-    'text': zlib.crc32('\n'.join(sentences).encode()),
-  }
+  content = zlib.crc32('\n'.join(sentences).encode())
+  about = {'step': steps, 'samples': samples, 'seed': seed, 'text': content}
   results = JsonLines(folder / 'results.jsonl')
   scores = {
     _Cell(*(line[field] for field in _Cell._fields)): line['score']
@@ -97,15 +92,15 @@ def long_context(
     if about.items() <= line.items()
   }
   for name in names:
-    for cell in _cells(name, lengths, depths, cuts):
+    places = depths if SUITES[name].has_depth else (None,)
+    for cell in itertools.starmap(_Cell, itertools.product([name], lengths, places, (None, *cuts))):
       if cell in scores:
         continue
       try:
-        problems = _problems(run, cell, samples, seed, sentences)
+        scores[cell] = _score(run, cell, samples, seed, sentences, batch_size)
       except TooShortError as error:
         print(f'{error} It is left out.', flush=True)
         continue
-      scores[cell] = _score(run, cell, problems, batch_size)
       results.write({**cell._asdict(), 'score': scores[cell], **about})
       print(f'{cell}: {scores[cell]:.1%}', flush=True)
     _draw(folder, name, steps, scores, lengths, cuts)
@@ -114,7 +109,6 @@ def long_context(
 
 
 def _chosen(suites: Sequence[str] | None, text: str | None) -> list[str]:
-  """The names of the suites."""
   if suites is None:
     return [name for name, suite in SUITES.items() if text is not None or not suite.needs_text]
   for name in suites:
@@ -143,34 +137,27 @@ def _sentences(text: str | None) -> list[str]:
   return sentences_of(whole)
 
 
-def _cells(
-  name: str, lengths: Sequence[int], depths: Sequence[float], cuts: Sequence[str]
-) -> Iterator[_Cell]:
-  places = depths if SUITES[name].has_depth else (None,)
-  for length, depth, cut in itertools.product(lengths, places, (None, *cuts)):
-    yield _Cell(name, length, depth, cut)
+def _score(
+  run: LoadedModel,
+  cell: _Cell,
+  samples: int,
+  seed: int,
+  sentences: Sequence[str],
+  batch_size: int,
+) -> float:
+  """The mean score of all questions; raises a TooShortError if no problem is so short."""
+  name, length, depth, cut = cell
 
-
-def _problems(
-  run: LoadedModel, cell: _Cell, samples: int, seed: int, sentences: Sequence[str]
-) -> list[Problem]:
   def tokens(text: str) -> int:
     return len(run.tokenizer.ids(text))
 
-  name, length, depth, _ = cell
   place = zlib.crc32(f'{name}, {length}, {depth}'.encode())
-  return [
-    fitted(name, length, depth, sentences, tokens, (seed, place, number))
-    for number in range(samples)
-  ]
-
-
-def _score(run: LoadedModel, cell: _Cell, problems: Sequence[Problem], batch_size: int) -> float:
-  """The mean score of all questions."""
-  suite, found = SUITES[cell.suite], []
-  for first in range(0, len(problems), batch_size):
+  seeds = [(seed, place, number) for number in range(samples)]
+  problems = [fitted(name, length, depth, sentences, tokens, one) for one in seeds]
+  suite, found = SUITES[name], []
+  for first in range(0, samples, batch_size):
     batch = problems[first : first + batch_size]
-    carry = run.read([problem.context for problem in batch], cut=cell.cut)
+    carry = run.read([problem.context for problem in batch], cut=cut)
     asked = [(row, question) for row, one in enumerate(batch) for question in one.questions]
     for begin in range(0, len(asked), batch_size):
       part = asked[begin : begin + batch_size]
@@ -199,18 +186,17 @@ def _draw(
   cells = [cell for cell in scores if cell.suite == name and cell.length in lengths]
   if not cells:
     return
-
-  def panel(cut: str | None) -> pictures.Grid:
-    chosen = [cell for cell in cells if cell.cut == cut]
-    return {(f'{cell.length:,}', _depth(cell)): scores[cell] for cell in chosen}
-
-  panels = {'memory' if cut is None else f'{cut} cut': panel(cut) for cut in (None, *cuts)}
-  columns = dict.fromkeys(f'{cell.length:,}' for cell in sorted(cells, key=lambda c: c.length))
-  rows = dict.fromkeys(_depth(cell) for cell in sorted(cells, key=lambda c: c.depth or 0))
-  title = f'{name}, step {steps}: right answers by tokens and depth'
-  pictures.write_heat_map(folder / f'{name}.png', title, panels, [*columns], [*rows])
+  columns = sorted({cell.length for cell in cells})
+  rows = sorted({cell.depth for cell in cells}, key=lambda depth: depth or 0)
+  panels = {}
+  for cut in (None, *cuts):
+    grid = [[scores.get(_Cell(name, x, y, cut), np.nan) for x in columns] for y in rows]
+    panels['memory' if cut is None else f'{cut} cut'] = np.array(grid)
+  pictures.write_heat_map(
+    folder / f'{name}.png',
+    f'{name}, step {steps}: right answers by tokens and depth',
+    panels,
+    [f'{length:,}' for length in columns],
+    ['random' if depth is None else f'{depth:.0%}' for depth in rows],
+  )
   print(folder / f'{name}.png', flush=True)
-
-
-def _depth(cell: _Cell) -> str:
-  return 'random' if cell.depth is None else f'{cell.depth:.0%}'

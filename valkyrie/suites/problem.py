@@ -1,8 +1,7 @@
 """Problems of a length and a depth, the suites that make them, and the sizes that fit.
 
 A problem is a context and what is asked after it. Its length grows with its units of filler: noise,
-sentences of a text, or what the suite repeats. `fitted` chooses their number, so that the problem
-with its longest question and answer has at most as many tokens as are wanted.
+sentences of a text, or what the suite repeats.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,10 +14,8 @@ import numpy as np
 
 from valkyrie.errors import ConfigurationError
 
-# The haystack of noise of RULER (Hsieh et al. 2024), one line a unit.
-NOISE = (
-  'The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.',
-)
+# A unit of the haystack of noise of RULER (Hsieh et al. 2024).
+NOISE = 'The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.'
 _SAMPLE = 64  # units, to measure the tokens of one
 _CONSONANTS, _VOWELS = 'bdfgklmnprstvz', 'aeiou'
 _SYLLABLES = [consonant + vowel for consonant in _CONSONANTS for vowel in _VOWELS]
@@ -39,11 +36,9 @@ class Problem(NamedTuple):
 
 
 class Order(NamedTuple):
-  """The order for a problem.
+  """The order for a problem of `length` tokens at most, with `units` of filler.
 
   random: numbers of this problem.
-  length: tokens that it may have, for rules that depend on it.
-  units: of filler.
   depth: the place of the facts, from 0 (first) to 1 (last); None for random places.
   sentences: of the text that serves as filler.
   """
@@ -60,7 +55,6 @@ class Suite:
   """A kind of problems.
 
   Attributes:
-    make: makes a problem.
     score: (continuation, question) -> from 0 to 1.
     max_tokens: the most tokens of an answer.
     has_depth: whether the facts lie at a depth; otherwise their places are random.
@@ -98,16 +92,8 @@ def fitted(
 ) -> Problem:
   """The problem of a suite with about `length` tokens, and never more.
 
-  Args:
-    name: of the suite.
-    length: tokens of the context, its longest question and the answer.
-    depth: see `Order`.
-    sentences: of the filler.
-    tokens: counts the tokens of a text.
-    seed: of the problem.
-
-  Raises:
-    TooShortError: every problem of the suite is longer.
+  The context, its longest question and the answer have them together; `tokens` counts those of a
+  text. Raises a TooShortError if every problem of the suite is longer.
   """
   suite = SUITES[name]
 

@@ -1,11 +1,15 @@
-"""Needles, variable tracking and common words of RULER (Hsieh et al. 2024, arXiv 2404.06654).
+"""Needles, variable tracking and common words of RULER, and the pairs of MQAR.
 
-The names, numbers and prompts come from the benchmark (github.com/NVIDIA/RULER, Apache 2.0). The
-words are made up, and the haystack `essay` is a text of the user's.
+RULER: Hsieh et al. 2024, arXiv 2404.06654. The names, numbers and prompts come from the benchmark
+(github.com/NVIDIA/RULER, Apache 2.0). The words are made up, and the haystack `essay` is a text of
+the user's.
+
+MQAR: Arora et al. 2023, Zoology, arXiv 2312.04927, as text: kubo=47. gira=90. ... kubo=
 """
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 import itertools
 import string
 import uuid
@@ -18,6 +22,7 @@ from valkyrie.suites.problem import (
   Problem,
   Question,
   Suite,
+  begins_with_answer,
   filler,
   inserted,
   placed,
@@ -85,7 +90,7 @@ class Needles:
       values = _symbols(order.random, self.value, order.units)
       hay = [self._sentence(key, value) for key, value in zip(keys, values, strict=True)]
     elif self.haystack == 'noise':
-      hay = [*NOISE] * order.units
+      hay = [NOISE] * order.units
     else:
       hay = filler(order)
     if order.depth is None:
@@ -113,7 +118,7 @@ def _tracked(
     names += [] if name in names else [name]
   chain = [f'VAR {names[0]} = {value}']
   chain += [f'VAR {name} = VAR {before}' for before, name in itertools.pairwise(names)]
-  lines = '\n'.join(inserted(random, [*NOISE] * units, chain))
+  lines = '\n'.join(inserted(random, [NOISE] * units, chain))
   return (
     'Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n'
     + lines,
@@ -154,6 +159,22 @@ def _list(
   )
 
 
+def pairs(order: Order, count: int) -> Problem:
+  """Pairs of a made-up word and a number, together at the depth of the noise, and all asked for.
+
+  A guess is right one time in ninety.
+  """
+  keys = words(order.random, count, syllables=2)
+  values = [str(value) for value in order.random.integers(10, 100, size=count)]
+  noise = [NOISE] * order.units
+  facts = ' '.join(f'{key}={value}.' for key, value in zip(keys, values, strict=True))
+  place = round((order.depth or 0.0) * len(noise))
+  return Problem(
+    '\n'.join(placed(noise, [facts], [place])),
+    [Question(f'\n{key}=', [value]) for key, value in zip(keys, values, strict=True)],
+  )
+
+
 def _symbols(random: np.random.Generator, kind: str, count: int) -> list[str]:
   if kind == 'numbers':
     return [str(number) for number in random.integers(10**6, 10**7, size=count)]
@@ -183,3 +204,5 @@ for _name, _needles in {
   )
 register('vt', Suite(variable_tracking, share_of_answers, 30, has_depth=False))
 register('cwe', Suite(common_words, share_of_answers, 120, has_depth=False))
+for _count in (4, 8, 16, 32, 64):
+  register(f'mqar_{_count}', Suite(functools.partial(pairs, count=_count), begins_with_answer, 4))

@@ -26,11 +26,7 @@ _SHOWN = 8  # tensors in a message
 
 
 class Source(NamedTuple):
-  """Tensors to load.
-
-  vocabularies: the fingerprints of the tokenizer's files; none if it is not known.
-  config: of a Hugging Face model; None for others.
-  """
+  """Tensors to load; the fingerprints of the tokenizer's files, if known; Hugging Face's config."""
 
   tensors: Mapping[str, Tensor]
   vocabularies: Sequence[str] = ()
@@ -111,14 +107,8 @@ class InitialWeights:
   ) -> tuple[Params, bool]:
     """Replaces parameters, which are deleted one by one, with the tensors of the source.
 
-    Each device reads its own part of a tensor in a file.
-
-    Args:
-      model: the pure functions of the model.
-      make: its class.
-      params: the initial parameters, on the mesh.
-      vocabulary: the fingerprint of the tokenizer.
-      say: prints a line.
+    Each device reads its own part of a tensor in a file. `make` is the class of the model, and
+    `vocabulary` the fingerprint of its tokenizer.
 
     Returns:
       The parameters on the same mesh, and whether all come from the source.
@@ -151,32 +141,29 @@ class InitialWeights:
   ) -> dict[str, str]:
     """{tensor of the model: FRESH, ZERO or the tensor of the source}, checked."""
     chosen, missing, misfits = {}, [], []
-    all_names = [name for leaf in leaves for name in leaf.tensors]
+    shapes = {name: leaf.shape[leaf.stacked :] for leaf in leaves for name in leaf.tensors}
     for pattern, _ in self.rules:
-      if not any(re.search(pattern, name) for name in all_names):
+      if not any(re.search(pattern, name) for name in shapes):
         raise ConfigurationError(
           f'InitialWeights.rules has {pattern!r}, which is found in no name of the '
-          f'{len(all_names)} tensors of the model, such as {", ".join(all_names[:3])}. Correct it, '
+          f'{len(shapes)} tensors of the model, such as {", ".join([*shapes][:3])}. Correct it, '
           'or leave the rule out.'
         )
-    for leaf in leaves:
-      shape = leaf.shape[leaf.stacked :]
-      for name in leaf.tensors:
-        choice = self._choice(name)
-        if choice in (FRESH, ZERO):
-          pass
-        elif choice not in tensors:
-          missing.append(name)
-          choice = ZERO if name.endswith('.out') else FRESH
-        else:
-          found = tensors[choice].shape
-          rows = tokens if name in TABLES and not self.partial else 1
-          fits = found == shape
-          if name in TABLES:
-            fits = found[1:] == shape[1:] and rows <= found[0] <= shape[0]
-          if not fits:
-            misfits.append(f'{choice}: found {list(found)}, expected {list(shape)}')
-        chosen[name] = choice
+    for name, shape in shapes.items():
+      choice = self._choice(name)
+      if choice not in tensors and choice not in (FRESH, ZERO):
+        missing.append(name)
+        choice = ZERO if name.endswith('.out') else FRESH
+      chosen[name] = choice
+      if choice in (FRESH, ZERO):
+        continue
+      found = tensors[choice].shape
+      fits = found == shape
+      if name in TABLES:
+        fewest = 1 if self.partial else tokens
+        fits = found[1:] == shape[1:] and fewest <= found[0] <= shape[0]
+      if not fits:
+        misfits.append(f'{choice}: found {list(found)}, expected {list(shape)}')
     if misfits:
       raise ConfigurationError(
         f'{self.source} is of another model. These tensors have other shapes:\n'
@@ -213,10 +200,10 @@ class InitialWeights:
     """Compares what shapes do not tell."""
     if source.config is None:
       return
-    expected, found = huggingface.bindings(source.config), _settings(make)
+    expected = huggingface.bindings(source.config)
     lines = [
       f'{name} = {expected[name]!r}  # the model has {has!r}'
-      for name, has in found.items()
+      for name, has in _settings(make).items()
       if expected.get(name, has) != has
     ]
     if lines:
@@ -225,17 +212,16 @@ class InitialWeights:
       )
 
   def _report(self, source: Source, chosen: Mapping[str, str]) -> list[str]:
-    kinds = {ZERO: 'new, zero', FRESH: 'new, initialized'}
-    groups: dict[str, list[str]] = {kind: [] for kind in kinds.values()}
-    for name, choice in chosen.items():
-      if choice in kinds:
-        groups[kinds[choice]].append(name)
-    unused = source.tensors.keys() - set(chosen.values())
-    used = sum(choice not in kinds for choice in chosen.values())
+    zero, fresh = ([name for name in chosen if chosen[name] == kind] for kind in (ZERO, FRESH))
+    groups = {
+      'new, zero': zero,
+      'new, initialized': fresh,
+      'not loaded from there': sorted(source.tensors.keys() - set(chosen.values())),
+    }
+    used = len(chosen) - len(zero) - len(fresh)
     return [
       f'loaded {used} of the {len(chosen)} tensors of the model from {self.source}',
-      *(f'{kind}: {_over_layers(group)}' for kind, group in groups.items() if group),
-      *([f'not loaded from there: {_over_layers(sorted(unused))}'] if unused else []),
+      *(f'{title}: {_over_layers(group)}' for title, group in groups.items() if group),
     ]
 
 
@@ -328,11 +314,14 @@ def _over_layers(tensors: Sequence[str]) -> str:
       runs.append(str(numbers[0]) + (f'-{numbers[-1]}' if len(numbers) > 1 else ''))
     return ','.join(runs)
 
-  texts = [a + (ranges(n) if b else '') + b for (a, b), n in found.items()]
-  more = [f'and {len(texts) - _SHOWN} more'] if len(texts) > _SHOWN else []
-  return ', '.join(texts[:_SHOWN] + more)
+  return ', '.join(_first([a + (ranges(n) if b else '') + b for (a, b), n in found.items()]))
 
 
 def _lines(texts: Sequence[str]) -> str:
-  more = [f'and {len(texts) - _SHOWN} more'] if len(texts) > _SHOWN else []
-  return '\n'.join(f'  {text}' for text in [*texts[:_SHOWN], *more])
+  return '\n'.join(f'  {text}' for text in _first(texts))
+
+
+def _first(texts: Sequence[str]) -> list[str]:
+  """The first of the texts, and how many more there are."""
+  more = len(texts) - _SHOWN
+  return [*texts[:_SHOWN], f'and {more} more'] if more > 0 else [*texts]

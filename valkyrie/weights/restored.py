@@ -23,15 +23,9 @@ def restored_params(
 ) -> tuple[Params, tuple[int, ...]]:
   """The parameters of a step of a run, or the mean over several steps, and the step numbers.
 
-  A run with an average of its parameters has the average in each step.
-
-  Args:
-    model: the pure functions of the model.
-    partitioner: the mesh.
-    model_dir: the directory of the run.
-    vocabulary: the tokenizer of the text; the run must have the same.
-    step: a number, 'latest' or 'best', see `checkpoint.manager.open_to_read`; or several numbers
-      separated by commas, whose parameters have the mean of their values.
+  A run with an average of its parameters has the average in each step. `step` is a number, 'latest'
+  or 'best', see `checkpoint.manager.open_to_read`; or several numbers separated by commas, whose
+  parameters have the mean of their values.
 
   Raises:
     ConfigurationError: the run has no such step, or one of another model or vocabulary.
@@ -48,10 +42,10 @@ def restored_params(
   steps = step.split(',')
   if len({*steps}) < len(steps):
     raise ConfigurationError(f'The steps {step} name one twice. Name different ones.')
-  total, first = _restored(model_dir, vocabulary, steps[0], target)
+  total, *numbers = _restored(model_dir, vocabulary, steps[0], target)
   if len(steps) == 1:
-    return total, (first,)
-  total, numbers = rounding.wide(total), [first]
+    return total, tuple(numbers)
+  total = rounding.wide(total)
   for one in steps[1:]:
     params, number = _restored(model_dir, vocabulary, one, target)
     total = jax.tree.map(jnp.add, total, rounding.wide(params))
