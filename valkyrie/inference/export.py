@@ -106,7 +106,7 @@ def export(
       arrays.setdefault('unembedding', arrays['embedding'])
     embedding = arrays['embedding']
     arrays['embedding'] = (scale * embedding).astype(embedding.dtype)
-    arrays = huggingface.tensors_there(arrays)
+    arrays = huggingface.renamed(arrays, huggingface.THEIRS)
   name, words = pathlib.Path(model_dir).resolve().name, _WORDS[form]
   card = _CARD.format(
     name=name, parameters=count, step=steps, tensors=words[0], config=words[1], use=words[2]

@@ -25,12 +25,11 @@ class Hook(Protocol):
 class Every:
   """A hook that calls another hook when a multiple of n was reached or passed since its last call.
 
-  Step numbers may have gaps, e.g. where one call covers several steps. The hook is also called
-  once after the last step of the run. A resumed run makes the same calls as an uninterrupted one.
+  The hook is also called once after the last step of the run. A resumed run, of which earlier
+  processes completed `start_step` steps, makes the same calls as an uninterrupted one.
   """
 
   def __init__(self, n: int, hook: Hook, *, total_steps: int, start_step: int = 0):
-    """Starts counting after `start_step`, the number of steps completed by earlier processes."""
     check_every(n)
     self._n, self._hook, self._total_steps, self._seen = n, hook, total_steps, start_step
 
@@ -55,11 +54,7 @@ class Profile:
   """Writes a profile of some steps to model_dir/profile, for TensorBoard and xprof."""
 
   def __init__(self, model_dir: str | os.PathLike, steps: tuple[int, int] | None):
-    """Takes the numbers, from 1, of the first and the last step; None profiles nothing.
-
-    Raises:
-      ConfigurationError: they are not a range of steps.
-    """
+    """Takes the numbers, from 1, of the first and the last step; None profiles nothing."""
     self._place = pathlib.Path(model_dir) / 'profile'
     self._first, self._last = steps or (0, -1)
     self._running = False

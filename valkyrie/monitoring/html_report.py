@@ -69,11 +69,9 @@ Line = dict[str, Any]
 class Run(NamedTuple):
   """What a run has recorded.
 
-  name: of its directory.
   lines, evaluations: of metrics.jsonl and eval/metrics.jsonl, with seconds and flops until then.
   refused: of refused_steps.jsonl.
-  version: of Valkyrie, which wrote its configuration.
-  bindings: {name: value} of its configuration.
+  version, bindings: of Valkyrie, which wrote its configuration, and its {name: value}.
   about: the number of parameters, of model_info.txt.
   """
 
@@ -87,29 +85,23 @@ class Run(NamedTuple):
 
 
 def read_run(model_dir: str | os.PathLike) -> Run:
-  """Reads the files of a run.
-
-  Raises:
-    ConfigurationError: the directory has no metrics.
-    StorageError: a file cannot be read.
-  """
+  """Reads the files of a run; raises a ValkyrieError if there are none, or one cannot be read."""
   folder = pathlib.Path(model_dir)
   if not (folder / 'metrics.jsonl').exists():
     raise ConfigurationError(f'{model_dir} has no metrics.jsonl. Name the directory of a run.')
   with storage_errors(f'{model_dir} cannot be read', also=(ValueError,)):
-    lines = _with_costs([*by_step(folder / 'metrics.jsonl').values()])
-    file = folder / 'config.json'
-    config: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {'bindings': {}}
-    info = folder / 'model_info.txt'
-    return Run(
-      folder.resolve().name,
-      lines,
-      _located([*by_step(folder / 'eval' / 'metrics.jsonl').values()], lines),
-      [*by_step(folder / 'refused_steps.jsonl').values()],
-      config.get('version', ''),
-      config['bindings'],
-      info.read_text().partition(' in ')[0] if info.exists() else '',
+    lines, evaluations, refused = (
+      [*by_step(folder / f'{name}.jsonl').values()]
+      for name in ('metrics', 'eval/metrics', 'refused_steps')
     )
+    file, info = folder / 'config.json', folder / 'model_info.txt'
+    config: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {'bindings': {}}
+    about = info.read_text().partition(' in ')[0] if info.exists() else ''
+  lines = _with_costs(lines)
+  evaluations, name = _located(evaluations, lines), folder.resolve().name
+  return Run(
+    name, lines, evaluations, refused, config.get('version', ''), config['bindings'], about
+  )
 
 
 def _with_costs(lines: list[Line]) -> list[Line]:
@@ -118,10 +110,8 @@ def _with_costs(lines: list[Line]) -> list[Line]:
   for line in lines:
     seconds += (line.get('step_seconds') or 0.0) * (line['step'] - step)
     step = line['step']
-    flops = None
     speed, rate = line.get('tokens_per_second_per_device'), line.get('tflops_per_second_per_device')
-    if speed and rate:
-      flops = 1e12 * rate / speed * line['tokens']
+    flops = 1e12 * rate / speed * line['tokens'] if speed and rate else None
     found.append({**line, 'seconds': seconds, 'flops': flops})
   return found
 
@@ -130,9 +120,9 @@ def _located(evaluations: list[Line], lines: list[Line]) -> list[Line]:
   """Evaluations with the tokens, seconds and FLOPs until then, between two lines of training."""
   found = evaluations
   for axis, _ in _AXES:
-    known = [line for line in lines if _is_number(line.get(axis))]
+    known = [(line['step'], line[axis]) for line in lines if _is_number(line.get(axis))]
+    steps, values = zip((0, 0.0), *known, strict=True)
     if known:
-      steps, values = [0] + [line['step'] for line in known], [0.0] + [line[axis] for line in known]
       found = [{**line, axis: float(np.interp(line['step'], steps, values))} for line in found]
   return found
 
@@ -168,7 +158,7 @@ def _results(runs: Sequence[Run]) -> str:
   """The last results, of validation where they exist, and how later runs differ from the first."""
   last: list[Line] = []
   for run in runs:
-    training, validation = (lines[-1] if lines else {} for lines in (run.lines, run.evaluations))
+    training, validation = _last(run.lines), _last(run.evaluations)
     known = {name: validation[name] for name in _OF_VALIDATION if name in validation}
     last.append({**training, **known})
   rows: list[Sequence[Any]] = [
@@ -251,9 +241,7 @@ def _curves(
 
 
 def _by_position(runs: Sequence[Run]) -> str:
-  curves = [
-    Curve(run.name, by_position(run.evaluations[-1] if run.evaluations else {})) for run in runs
-  ]
+  curves = [Curve(run.name, by_position(_last(run.evaluations))) for run in runs]
   title = 'Loss by position in the document, from P to 2 P - 1'
   return figure(title, 'position', 'nats per token', curves, logarithmic=True)
 
@@ -272,6 +260,10 @@ def _differences(runs: Sequence[Run]) -> str:
     + _table(header, differ, marked=True)
     + f'<details><summary>The same in all runs</summary>\n{_table(header, same)}</details>'
   )
+
+
+def _last(lines: Sequence[Line]) -> Line:
+  return lines[-1] if lines else {}
 
 
 class _Cell(NamedTuple):
@@ -302,14 +294,11 @@ def _is_number(value: Any) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Writes the page; returns the exit code."""
-  parser = argparse.ArgumentParser(
-    prog='valkyrie-report',
-    description='Writes one page about one or more runs.',
-    allow_abbrev=False,
-  )
+  about = 'Writes one page about one or more runs.'
+  parser = argparse.ArgumentParser('valkyrie-report', description=about, allow_abbrev=False)
   parser.add_argument('runs', nargs='+', metavar='RUN', help='its directory or address')
   parser.add_argument(
-    '--output', type=pathlib.Path, default=pathlib.Path('report.html'), help='default: %(default)s'
+    '--output', type=pathlib.Path, default='report.html', help='default: %(default)s'
   )
   flags = parser.parse_args(arguments)
   try:

@@ -29,6 +29,7 @@ _VARIABLES = {f'#00000{n + 1}': f'var(--c{n})' for n in range(_PAGE_COLORS)}
 _VARIABLES['#00000a'] = 'var(--line)'
 # Styles that would apply to the whole page, names that would repeat in it, fonts that it chooses.
 _NOT_OF_A_PAGE = r'<style[^<]*</style>|(?<=<g) id="[^"]*"|font-family: [^;]*; '
+_UNITS = ((1e3, 'k'), (1e6, 'M'), (1e9, 'G'), (1e12, 'T'), (1e15, 'P'))
 _DASHES = ('-', '--', ':')  # so that curves differ in more than color
 
 
@@ -47,16 +48,8 @@ def write_loss_by_position(
   The range of the losses is chosen for the differences between positions and curves. The first
   positions of a document, which have little context, are cut off at its top.
 
-  Args:
-    model_dir: the directory of the run.
-    curves: the metrics of each curve, by its name.
-    name: of the data, for the name of the file: loss_by_position_NAME.png.
-
-  Returns:
-    The picture, uint8 [height, width, 3].
-
-  Raises:
-    StorageError: the image cannot be written.
+  The file in model_dir is loss_by_position.png, or for other data loss_by_position_NAME.png.
+  Returns the picture, uint8 [height, width, 3]; raises a StorageError if it cannot be written.
   """
   points = {name: by_position(metrics) for name, metrics in curves.items()}
   every = [point for some in points.values() for point in some]
@@ -102,14 +95,8 @@ def write_heat_map(
 ) -> None:
   """Draws a panel of colored cells for each condition to a .png file, which is replaced.
 
-  Args:
-    path: of the file.
-    title: above the panels.
-    panels: scores from 0 to 1 by the name of the panel, [rows, columns]; NaN leaves a cell empty.
-    columns, rows: their names, from left to right, and from top to bottom.
-
-  Raises:
-    StorageError: the picture cannot be written.
+  A panel has scores from 0 to 1, [rows, columns]; NaN leaves a cell empty. Rows are named from top
+  to bottom. Raises a StorageError if the picture cannot be written.
   """
   width = max(6.0, 1.5 + len(panels) * (0.92 * len(columns) + 0.3))  # room for the title
   canvas, *every = _canvas(width, 1.3 + 0.44 * len(rows), len(panels))
@@ -140,11 +127,13 @@ def figure(
   if not drawn:
     return ''
   _, axes = _canvas(5.6, 3.2)
-  colors = list(_VARIABLES)
+  legend, colors = [], list(_VARIABLES)
   for number, curve in drawn:
     xs, ys = zip(*_thinned(curve.points), strict=True)
     color, dashes = colors[number % _PAGE_COLORS], _DASHES[number // _PAGE_COLORS % len(_DASHES)]
     axes.plot(xs, ys, dashes, color=color, lw=2, marker='o' if len(xs) == 1 else '')
+    name = f'{html.escape(curve.name)} {short(curve.points[-1][1])}'
+    legend.append(f'<span style="color: {_VARIABLES[color]}">{name}</span>')
   if logarithmic:
     axes.set_xscale('log', base=2)
   axes.xaxis.set_major_formatter(lambda x, _: short(x))
@@ -155,17 +144,12 @@ def figure(
   axes.figure.patch.set_visible(False)
   axes.tick_params(length=0)
   axes.set_xlabel(x_name)
-  legend = ', '.join(
-    f'<span style="color: var(--c{number % _PAGE_COLORS})">{html.escape(curve.name)} '
-    f'{short(curve.points[-1][1])}</span>'
-    for number, curve in drawn
-  )
-  unit = f', {html.escape(y_name)}' if y_name else ''
+  title, unit = html.escape(title), f', {html.escape(y_name)}' if y_name else ''
   with mpl.rc_context({'svg.fonttype': 'none'}):  # texts in the font and the color of the page
     svg = _svg(axes.figure)
   return (
-    f'<figure>\n<figcaption><strong>{html.escape(title)}</strong>{unit}: at the end {legend}'
-    f'</figcaption>\n<svg viewBox="0 0 403.2 230.4" role="img" aria-label="{html.escape(title)}">'
+    f'<figure>\n<figcaption><strong>{title}</strong>{unit}: at the end {", ".join(legend)}'
+    f'</figcaption>\n<svg viewBox="0 0 403.2 230.4" role="img" aria-label="{title}">'
     f'{svg}\n</figure>'
   )
 
@@ -177,8 +161,7 @@ def _svg(drawing: Any) -> str:
   file = io.StringIO()
   nothing = dict.fromkeys(('Creator', 'Date', 'Format', 'Type'))
   FigureCanvasSVG(drawing).print_svg(file, metadata=nothing)
-  inside = file.getvalue().partition('<svg')[2].partition('>')[2]
-  inside = re.sub(_NOT_OF_A_PAGE, '', inside)
+  inside = re.sub(_NOT_OF_A_PAGE, '', file.getvalue().partition('<svg')[2].partition('>')[2])
   return re.sub('|'.join(_VARIABLES), lambda found: _VARIABLES[found[0]], inside)
 
 
@@ -193,10 +176,10 @@ def _canvas(width: float, height: float, panels: int = 1) -> list[Any]:
 
 def short(value: float) -> str:
   """A number in few characters: 1.234, 12.3k, 4.5M."""
-  for size, letter in ((1e15, 'P'), (1e12, 'T'), (1e9, 'G'), (1e6, 'M'), (1e4, 'k')):
-    if abs(value) >= size:
-      return f'{value / (1e3 if letter == "k" else size):.3g}{letter}'
-  return f'{value:.4g}'
+  if not abs(value) >= 1e4:
+    return f'{value:.4g}'
+  size, letter = max(pair for pair in _UNITS if abs(value) >= pair[0])
+  return f'{value / size:.3g}{letter}'
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -1,6 +1,7 @@
 """Progress of a run for people: a bar on a terminal, plain lines elsewhere, and a log file."""
 
 from collections.abc import Mapping
+import io
 import pathlib
 import sys
 import time
@@ -20,23 +21,22 @@ class Progress:
     self._stream = sys.stderr if stream is None else stream
     self._quiet, self._is_terminal = quiet, self._stream.isatty()
     self._bar: tqdm | None = None
-    self._log: TextIO | None = None
-    self._said: list[str] | None = []  # before the log is open
+    self._log: TextIO | None = io.StringIO()  # until the file is open
 
   def log_to(self, path: pathlib.Path | None) -> None:
     """Appends all lines, including earlier ones, to a file with their times; None writes no log.
 
     A file that cannot be written is reported once, and the run continues.
     """
-    said, self._said = self._said, None
+    early, self._log = self._log, None
     if path is None:
       return
     try:
       self._log = path.open('a', buffering=1, encoding='utf-8')
     except OSError as error:
       self.say(f'the log {path} cannot be written ({error.strerror})')
-    for line in said or ():
-      self._append(line)
+    if isinstance(early, io.StringIO):
+      self._append(early.getvalue())
 
   def show(self, step: int, metrics: Mapping[str, Any]) -> None:
     """Shows the metrics of the last step, as numbers of the host."""
@@ -51,13 +51,8 @@ class Progress:
       return
     self._write(line)
     if self._bar is None:
-      self._bar = tqdm(
-        total=self._total_steps,
-        initial=step,
-        file=self._stream,
-        bar_format=_BAR,
-        dynamic_ncols=True,
-      )
+      options = {'file': self._stream, 'bar_format': _BAR, 'dynamic_ncols': True}
+      self._bar = tqdm(total=self._total_steps, initial=step, **options)
     self._bar.n = step
     self._bar.set_postfix_str(text)
 
@@ -80,17 +75,13 @@ class Progress:
 
   def _write(self, text: str) -> None:
     """Appends a line to the log."""
-    line = f'{time.strftime("%Y-%m-%d %H:%M:%S")} {text}\n'
-    if self._said is not None:
-      self._said.append(line)
-    else:
-      self._append(line)
+    self._append(f'{time.strftime("%Y-%m-%d %H:%M:%S")} {text}\n')
 
-  def _append(self, line: str) -> None:
+  def _append(self, lines: str) -> None:
     if self._log is None:
       return
     try:
-      self._log.write(line)
+      self._log.write(lines)
     except OSError as error:
       log, self._log = self._log, None
       self.say(f'the log {log.name} cannot be written ({error.strerror}), and ends here')

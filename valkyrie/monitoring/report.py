@@ -29,20 +29,12 @@ def model_info(parameters: Any, axes: Any) -> str:
   leaves = jax.tree_util.tree_leaves_with_path(parameters)
   axes_of_leaves = jax.tree.structure(parameters).flatten_up_to(axes)
   for (key_path, leaf), names in zip(leaves, axes_of_leaves, strict=True):
-    itemsize = np.dtype(leaf.dtype).itemsize
-    size = math.prod(leaf.shape) * itemsize
-    per_device = math.prod(leaf.sharding.shard_shape(leaf.shape)) * itemsize
-    rows.append(
-      (
-        leaf_path(key_path),
-        _tuple(leaf.shape),
-        str(np.dtype(leaf.dtype)),
-        _tuple(names),
-        _tuple(tuple(leaf.sharding.spec)),
-        f'{size:,}',
-        f'{per_device:,}',
-      )
-    )
+    dtype = np.dtype(leaf.dtype)
+    size = math.prod(leaf.shape) * dtype.itemsize
+    per_device = math.prod(leaf.sharding.shard_shape(leaf.shape)) * dtype.itemsize
+    tuples = map(_tuple, (names, tuple(leaf.sharding.spec)))
+    about = leaf_path(key_path), _tuple(leaf.shape), str(dtype), *tuples
+    rows.append((*about, f'{size:,}', f'{per_device:,}'))
     count += math.prod(leaf.shape)
     total += size
     total_per_device += per_device

@@ -1,19 +1,11 @@
-"""Logs of the steps of training, which are read one step behind the devices.
-
-The refused steps are in model_dir/refused_steps.jsonl:
-
-    {"step": 412, "why": "loss spike", "loss": 9.1, "grad_norm": 3.0, "read": "these documents .."}
-    {"step": 412, "rewound_to": 400}
-
-Each line has the reason and the documents read, or the step whose parameters a rewind restored.
-"""
+"""Logs of the steps of training, which are read one step behind the devices."""
 
 from collections.abc import Callable, Mapping
+import contextlib
 import dataclasses
 import os
 import pathlib
 import time
-from typing import Self
 
 import jax
 
@@ -83,14 +75,14 @@ class TrainingLog:
     def total(name: str) -> float:  # in float64: float32 counts only to 2^24
       return sum(float(getattr(s.sums, name)) for s in steps)
 
-    weight = total('weight')
+    weight, last = total('weight'), steps[-1]
     scalars: Metrics = {
       'tokens': read(step),
       **self.reading.progress(step),
       **text_metrics(total('loss'), weight, self.reading.feed.tokens_per_byte),
-      'grad_norm': float(steps[-1].grad_norm),
-      **{f'grad_norm/{part}': float(norm) for part, norm in steps[-1].part_norms.items()},
-      'learning_rate': float(steps[-1].learning_rate),
+      'grad_norm': float(last.grad_norm),
+      **{f'grad_norm/{part}': float(norm) for part, norm in last.part_norms.items()},
+      'learning_rate': float(last.learning_rate),
       'beyond_window': total('beyond_window') / max(weight, 1.0),
       **speed_metrics(
         tokens=read(step) - read(step - len(steps)),
@@ -101,7 +93,7 @@ class TrainingLog:
         peak_flops=chips.peak_flops(jax.devices()[0].device_kind),
       ),
       'phase': self.reading.curriculum.index(step - 1),
-      'skipped': int(steps[-1].skipped),
+      'skipped': int(last.skipped),
       'host_memory_peak': memory.host_peak(),
       'device_memory_peak': memory.device_peak(),
     }
@@ -114,14 +106,15 @@ class TrainingLog:
 
 
 @dataclasses.dataclass
-class RefusedLog:
+class RefusedLog(contextlib.AbstractContextManager['RefusedLog']):
   """Writes refused_steps.jsonl, in process 0 only. A context manager that closes the file.
 
+      {"step": 412, "why": "loss spike", "loss": 9.1, "grad_norm": 3.0, "read": "these documents"}
+      {"step": 412, "rewound_to": 400}
+
   Attributes:
-    model_dir: the directory of the run.
     skipped: number of steps refused so far.
     describe: names the documents of a step, given its number, counted from 1.
-    say: prints a line.
   """
 
   model_dir: str | os.PathLike
@@ -134,11 +127,7 @@ class RefusedLog:
     self._lines = JsonLines(pathlib.Path(self.model_dir, 'refused_steps.jsonl')) if writes else None
 
   def __call__(self, step: int, metrics: StepMetrics) -> None:
-    """Waits for `step`, counted from 1, and writes a line if it was refused.
-
-    Raises:
-      StorageError: the file cannot be written.
-    """
+    """Waits for `step`, counted from 1, and writes a line if it was refused."""
     before, self.skipped = self.skipped, int(metrics.skipped)
     if self.skipped > before and self._lines is not None:
       why = 'loss spike' if bool(metrics.spiked) else 'not finite'
@@ -152,9 +141,6 @@ class RefusedLog:
     if self._lines is not None:
       self._lines.write({'step': step, 'rewound_to': goal})
     self.say(f'step {step} is a loss spike: continuing with the parameters of step {goal}')
-
-  def __enter__(self) -> Self:
-    return self
 
   def __exit__(self, *error: object) -> None:
     if self._lines is not None:

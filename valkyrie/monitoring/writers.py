@@ -7,6 +7,7 @@ learning/, throughput/, memory/ and hooks/, and validation/ of evaluations.
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -74,7 +75,7 @@ def create_writers(
 
 
 @dataclasses.dataclass
-class RunWriter:
+class RunWriter(contextlib.AbstractContextManager['RunWriter']):
   """A CLU MetricWriter that passes scalars to all outputs, and everything else to CLU writers.
 
   `event_file.EventFile` shows the methods that are passed on. A failure in the thread is raised
@@ -149,9 +150,6 @@ class RunWriter:
       finally:
         self.lines.close()
         self._thread.shutdown()
-
-  def __enter__(self) -> 'RunWriter':
-    return self
 
   def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
     try:

@@ -30,8 +30,15 @@ _SIZES = (
   'num_attention_heads',
   'max_position_embeddings',
 )
+# (name there, parameter of Rotary, its type) of scaled positions.
+_SCALING = (
+  ('factor', 'factor', float),
+  ('original_max_position_embeddings', 'original_context', int),
+  ('low_freq_factor', 'low_turns', float),
+  ('high_freq_factor', 'high_turns', float),
+)
 # {name there: name here}; # stands for the number of a layer.
-_NAMES = {
+OURS = {
   'model.embed_tokens.weight': 'embedding',
   'model.norm.weight': 'final_norm.scale',
   'lm_head.weight': 'unembedding',
@@ -45,13 +52,13 @@ _NAMES = {
   'model.layers.#.mlp.up_proj.weight': 'layers.#.mlp.hidden',
   'model.layers.#.mlp.down_proj.weight': 'layers.#.mlp.out',
 }
+THEIRS = {ours: theirs for theirs, ours in OURS.items()}
 
 
 def configuration(folder: pathlib.Path) -> dict[str, Any] | None:
   """The configuration in a folder; None if it has none.
 
-  Raises:
-    ConfigurationError: it is of a model that Valkyrie's blocks do not compute.
+  Raises a ConfigurationError if it is of a model that Valkyrie's blocks do not compute.
   """
   file = folder / 'config.json'
   if not file.is_file():
@@ -117,12 +124,7 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
   kind = scaling.get('rope_type', scaling.get('type', 'default'))
   found = {'Rotary.base': float(base)}
   if kind == 'llama3':
-    return found | {
-      'Rotary.factor': float(scaling['factor']),
-      'Rotary.original_context': scaling['original_max_position_embeddings'],
-      'Rotary.low_turns': float(scaling['low_freq_factor']),
-      'Rotary.high_turns': float(scaling['high_freq_factor']),
-    }
+    return found | {f'Rotary.{ours}': kind(scaling[theirs]) for theirs, ours, kind in _SCALING}
   if kind != 'default':
     raise ConfigurationError(
       f"The configuration scales rotary positions by rope_type {kind!r}. Valkyrie has 'llama3', or "
@@ -142,8 +144,7 @@ def gin_text(config: Mapping[str, Any]) -> str:
 def configuration_of(make: Callable[..., LanguageModel]) -> tuple[dict[str, Any], float]:
   """The configuration of a model, and the factor on its embeddings, which Llama does not have.
 
-  Raises:
-    ConfigurationError: it is another model; the message says what differs.
+  Raises a ConfigurationError for another model, which says what differs.
   """
   found = hk.transform(lambda: _configuration_of(make(name='model'))).apply({}, None)
   if isinstance(found, str):
@@ -169,14 +170,7 @@ def _configuration_of(model: LanguageModel) -> tuple[dict[str, Any], float] | st
   if model.planner is not None or len({block.mlp.width for block in blocks}) > 1:
     return 'it has a planner, or MLPs of different widths'
   rotary, full = first.rotary(), isinstance(first, FullAttention)
-  scaling = {
-    'rope_type': 'llama3',
-    'factor': rotary.factor,
-    'low_freq_factor': rotary.low_turns,
-    'high_freq_factor': rotary.high_turns,
-    'original_max_position_embeddings': rotary.original_context,
-  }
-  return {
+  config = {
     'architectures': ['LlamaForCausalLM' if full else 'MistralForCausalLM'],
     'model_type': 'llama' if full else 'mistral',
     'hidden_act': 'silu',
@@ -193,33 +187,29 @@ def _configuration_of(model: LanguageModel) -> tuple[dict[str, Any], float] | st
     # A tied table cannot hold the scale of the inputs, which Llama does not have.
     'tie_word_embeddings': model.tied and model.embedding_scale == 1,
     'torch_dtype': str(model.parameter_dtype),
-    **({} if full else {'sliding_window': first.window + 1}),
-    **({} if rotary.factor == 1 else {'rope_scaling': scaling}),
-  }, float(model.embedding_scale)
+  }
+  if not full:
+    config['sliding_window'] = first.window + 1
+  if rotary.factor != 1:
+    numbers = {theirs: getattr(rotary, ours) for theirs, ours, _ in _SCALING}
+    config['rope_scaling'] = {'rope_type': 'llama3', **numbers}
+  return config, float(model.embedding_scale)
 
 
-def tensors_here(tensors: Mapping[str, Any]) -> dict[str, Any]:
-  """Tensors or arrays of a Llama by our names, with the matrices of layers as [inputs, outputs]."""
-  return _renamed(tensors, _NAMES)
+def renamed(tensors: Mapping[str, Any], names: Mapping[str, str] = OURS) -> dict[str, Any]:
+  """Tensors or arrays by the names of a table, with the matrices of layers transposed.
 
-
-def tensors_there(tensors: Mapping[str, Any]) -> dict[str, Any]:
-  """Ours by Hugging Face's names, with the matrices of layers as [outputs, inputs]."""
-  return _renamed(tensors, {here: there for there, here in _NAMES.items()})
-
-
-def _renamed(tensors: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-  """Without a new name, a tensor keeps its own: a model without it does not ask for it."""
+  Here they are [inputs, outputs], there [outputs, inputs]. A tensor without a new name keeps its
+  own: a model that has no such tensor does not ask for it.
+  """
   found = {}
   for name, tensor in tensors.items():
     layer = re.search(r'(?<=layers\.)\d+', name)
     new = names.get(re.sub(r'(?<=layers\.)\d+', '#', name))
-    if new is None:
-      found[name] = tensor
-    elif layer is None:
-      found[new] = tensor
-    else:
+    if new is not None and layer:
       found[new.replace('#', layer[0])] = tensor.T if len(tensor.shape) == 2 else tensor
+    else:
+      found[new or name] = tensor
   return found
 
 

@@ -53,7 +53,7 @@ def open_source(path: str) -> Source:
   tensors = named_tensors.in_files(place)
   if config is None:
     return Source(tensors)
-  return Source(huggingface.tensors_here(tensors), huggingface.vocabularies(place), config)
+  return Source(huggingface.renamed(tensors), huggingface.vocabularies(place), config)
 
 
 @gin.configurable

@@ -33,10 +33,8 @@ _ATTENTION = re.compile(r'\b(full|longformer)_attention\b')
 
 
 class Leaf(NamedTuple):
-  """An array of a model, and the names of its tensors.
+  """An array of a model, by its place in Haiku's params.
 
-  module, name: its place in Haiku's params.
-  shape: its shape.
   tensors: a name for each layer of a stack, or a single one.
   stacked: whether it is a stack of layers.
   """
@@ -51,7 +49,6 @@ class Leaf(NamedTuple):
 class Tensor(NamedTuple):
   """A tensor that is not read yet.
 
-  shape: its shape.
   read: index, a slice for each dimension -> that part, in the dtype in which it is stored.
   """
 
@@ -119,21 +116,18 @@ def merged(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     return Tensor(whole.shape, read)
 
-  return {
-    name: with_adapter(tensor, tensors[f'{name}_lora_a'], tensors[f'{name}_lora_b'])
-    if f'{name}_lora_a' in tensors
-    else tensor
-    for name, tensor in tensors.items()
-    if not is_adapter(name)
-  }
+  found = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
+  for name, tensor in found.items():
+    if f'{name}_lora_a' in tensors:
+      adapter = tensors[f'{name}_lora_a'], tensors[f'{name}_lora_b']
+      found[name] = with_adapter(tensor, *adapter)
+  return found
 
 
 def in_files(path: pathlib.Path) -> dict[str, Tensor]:
   """The tensors of a safetensors file, or of all files in a folder or in its index.
 
-  Raises:
-    ConfigurationError: there are no weights.
-    StorageError: a file is missing, or not whole; or the index names one outside the folder.
+  Raises a StorageError if a file is missing or not whole, or is not in the folder.
   """
   files, named_by = _files(path)
   tensors: dict[str, Tensor] = {}
@@ -175,11 +169,7 @@ def _files(path: pathlib.Path) -> tuple[list[pathlib.Path], pathlib.Path]:
 
 
 def write(path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata: dict[str, str]) -> None:
-  """Writes a safetensors file, and reads it back.
-
-  Raises:
-    OSError: the file cannot be written, or has not the bits of the arrays.
-  """
+  """Writes a file and reads it back; raises an OSError if it has not the bits of the arrays."""
   try:
     save_file({name: np.ascontiguousarray(a) for name, a in arrays.items()}, path, metadata)
     with safetensors.safe_open(path, 'numpy') as file:
