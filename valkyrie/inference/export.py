@@ -35,25 +35,17 @@ _CARD = """# {name}
 
 | file | content |
 | --- | --- |
-| `model.safetensors` | {tensors} |
-| `config.json` | {config} |
+| `model.safetensors` | the tensors, by {whose} names |
+| `config.json` | {whose} configuration |
 | `tokenizer.*` | the tokenizer, unless the model reads bytes |
 
 {use}
 """
-# (the tensors, the configuration, the use) of a form, on its card.
-_WORDS = {
-  'valkyrie': (
-    'tensors, matrices as [inputs, outputs]',
-    'sizes, and the bindings of the model',
-    "Valkyrie reads this folder back by `train.initial_weights = 'FOLDER'`. Its page "
-    'docs/export.md shows how to compute the model without Valkyrie.',
-  ),
-  'huggingface': (
-    "tensors by Hugging Face's names",
-    "Hugging Face's configuration",
-    '`transformers.AutoModelForCausalLM.from_pretrained(FOLDER)` opens it.',
-  ),
+_USE = {
+  'valkyrie': "Matrices are [inputs, outputs]. Valkyrie reads this folder back by "
+  "`train.initial_weights = 'FOLDER'`. Its page docs/export.md shows how to compute the model "
+  'without Valkyrie.',
+  'huggingface': '`transformers.AutoModelForCausalLM.from_pretrained(FOLDER)` opens it.',
 }
 
 
@@ -81,8 +73,8 @@ def export(
     ConfigurationError: the run has no such step, or the model has not that form.
     StorageError: the folder is there already, or cannot be written.
   """
-  if form not in _WORDS:
-    raise ConfigurationError(f'export.form={form!r} is unknown. Use one of {", ".join(_WORDS)}.')
+  if form not in _USE:
+    raise ConfigurationError(f'export.form={form!r} is unknown. Use one of {", ".join(_USE)}.')
   theirs = huggingface.configuration_of(model) if form == 'huggingface' else None
   loaded = opened(model_dir, step)
   steps = ', '.join(map(str, loaded.steps))
@@ -107,10 +99,9 @@ def export(
     embedding = arrays['embedding']
     arrays['embedding'] = (scale * embedding).astype(embedding.dtype)
     arrays = huggingface.renamed(arrays, huggingface.THEIRS)
-  name, words = pathlib.Path(model_dir).resolve().name, _WORDS[form]
-  card = _CARD.format(
-    name=name, parameters=count, step=steps, tensors=words[0], config=words[1], use=words[2]
-  )
+  name = pathlib.Path(model_dir).resolve().name
+  whose = "Valkyrie's" if theirs is None else "Hugging Face's"
+  card = _CARD.format(name=name, parameters=count, step=steps, whose=whose, use=_USE[form])
   _write(pathlib.Path(output), arrays, config, card, loaded.tokenizer)
   print(f'step {steps}: {count:,} parameters in {output}')
 

@@ -102,13 +102,12 @@ class Generator:
     `texts` are the tokens of each row so far, for a repetition penalty. A choice depends on the
     seed, the number of its row, its position, and the text before it, not on the other rows.
     """
-    seen = jnp.zeros((), bool)
+    seen = np.zeros((), bool)
     if sampling.repetition_penalty != 1:
-      vocabulary = self._reader.next_logits(params, carry).shape[-1]
-      marked = np.zeros((len(texts), vocabulary), bool)
+      seen = np.zeros((len(texts), self._reader.next_logits(params, carry).shape[-1]), bool)
       for row, text in enumerate(texts):
-        marked[row, text] = True
-      seen = jnp.asarray(marked)
+        seen[row, text] = True
+    seen = jnp.asarray(seen)
     fold = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))
     keys = fold(jnp.asarray(numbers, jnp.uint32))
     ahead = []

@@ -40,10 +40,7 @@ class HarnessModel(LM):
     """Opens a run; see `valkyrie.load`.
 
     Args:
-      model_dir: the directory of the run.
-      step: the number of a step, 'latest' or 'best'.
       batch_size: the number of continuations that are read at the same time.
-      allow_import: packages of yours that the run's configuration may import.
       of_torch: the harness's arguments for other models, `device` and `max_batch_size`: ignored.
 
     Raises:

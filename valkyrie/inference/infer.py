@@ -64,8 +64,7 @@ def infer(
     UsageError: a prompt is empty.
     DataError: the file of prompts is not readable.
     StorageError: the output is there already, or cannot be written.
-    ConfigurationError: a prompt is longer than the model can read, or the run has another
-      vocabulary.
+    ConfigurationError: a prompt is longer than the model can read, or the vocabulary is another.
   """
   texts = _read_prompts(pathlib.Path(prompts)) if prompts is not None else [str(prompt)]
   sampling = Sampling(repetition_penalty, temperature, top_k, top_p, min_p)
@@ -81,13 +80,7 @@ def infer(
       batch = texts[first : first + batch_size]
       made = loaded.generate(batch, first=first, samples=samples, batch_size=batch_size, **options)
       for one in made:
-        line = {
-          'prompt': texts[one.prompt],
-          'sample': one.sample,
-          'text': one.text,
-          'tokens': len(one.tokens),
-          'ended': one.ended,
-        }
+        line = {**one._asdict(), 'prompt': texts[one.prompt], 'tokens': len(one.tokens)}
         print(json.dumps(line, ensure_ascii=False), file=file, flush=True)
 
 
@@ -120,13 +113,13 @@ def _writer(output: str | None) -> Iterator[TextIO]:
   if output is None:
     yield sys.stdout
     return
-  with storage_errors(f'{output} cannot be written', 'Name another --output.'):
-    try:
-      file = open(output, 'x', encoding='utf-8')  # noqa: SIM115, closed below
-    except FileExistsError as error:
-      raise StorageError(f'{output} is there already. Name another --output.') from error
-    with file:
-      yield file
+  if pathlib.Path(output).exists():
+    raise StorageError(f'{output} is there already. Name another --output.')
+  with (
+    storage_errors(f'{output} cannot be written', 'Name another --output.'),
+    open(output, 'x', encoding='utf-8') as file,
+  ):
+    yield file
 
 
 @gin.configurable

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,11 +65,7 @@ class LoadedModel:
     self._generator = Generator(self._reader)
 
   def read(
-    self,
-    texts: Text | Sequence[Text],
-    carry: TextCarry | None = None,
-    *,
-    cut: str | None = None,
+    self, texts: Text | Sequence[Text], carry: TextCarry | None = None, *, cut: str | None = None
   ) -> TextCarry:
     """Reads texts and returns the carry after them, with a row for each text.
 
@@ -124,10 +120,7 @@ class LoadedModel:
       )
     like = self._reader.fresh(1)
     expected = _named_leaves(like)
-    if found.keys() != expected.keys() or any(
-      found[name].shape != leaf.shape or found[name].dtype != leaf.dtype
-      for name, leaf in expected.items()
-    ):
+    if _kinds(found) != _kinds(expected):
       raise ConfigurationError(
         f'{path} is the carry of a model with other sizes. Read the text again with this model.'
       )
@@ -176,12 +169,8 @@ class LoadedModel:
       ConfigurationError: a kind is unknown, or the text is longer than the model can read.
       UsageError: the text is empty.
     """
-    return self._reader.activations(
-      self.params if params is None else params,
-      self._begun(carry, range(1)),
-      self.tokenizer.ids(text),
-      kinds,
-    )
+    tokens, params = self.tokenizer.ids(text), self.params if params is None else params
+    return self._reader.activations(params, self._begun(carry, range(1)), tokens, kinds)
 
   def generate(
     self,
@@ -262,16 +251,11 @@ class LoadedModel:
     self._reader.check_length(int(begun.position.max()) + max(map(len, tokens)) + max_tokens)
     begun = self._reader.read(self.params, begun, tokens)
     of_row = [own.index(prompt) for prompt, _ in rows]
-    steps = self._generator.tokens(
-      self.params,
-      self.rows(begun, of_row),
-      [tokens[number] for number in of_row],
-      sampling,
-      seed=seed,
-      numbers=[_number(prompt, sample) for prompt, sample in rows],
-      count=max_tokens,
-    )
-    for step in steps:
+    carry, before = self.rows(begun, of_row), [tokens[number] for number in of_row]
+    numbers = [(sample << 20 | prompt) % 2**32 for prompt, sample in rows]
+    for step in self._generator.tokens(
+      self.params, carry, before, sampling, seed=seed, numbers=numbers, count=max_tokens
+    ):
       for row, text in enumerate(texts):
         if text.ended is None and (new := text.add(int(step[row]))):
           yield row, new
@@ -286,7 +270,7 @@ class LoadedModel:
     return [self.tokenizer.ids(text) if isinstance(text, str) else text for text in several]
 
   def _begun(self, carry: TextCarry | None, rows: Sequence[int]) -> TextCarry:
-    """These rows of a carry; its only row, repeated; or without a carry, fresh rows."""
+    """A copy of these rows of a carry, or of its only row for each; without a carry, fresh rows."""
     if carry is None:
       return self._reader.fresh(len(rows))
     return self.rows(carry, rows if len(carry.position) > 1 else [0] * len(rows))
@@ -298,10 +282,10 @@ class LoadedModel:
     return hashlib.sha256(b''.join(manifests)).hexdigest()
 
 
+def _kinds(leaves: Mapping[str, Any]) -> dict[str, Any]:
+  return {name: (leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
+
+
 def _named_leaves(carry: TextCarry) -> dict[str, Array]:
   leaves, _ = jax.tree_util.tree_flatten_with_path(carry)
   return {jax.tree_util.keystr(path, simple=True, separator='.'): leaf for path, leaf in leaves}
-
-
-def _number(prompt: int, sample: int) -> int:
-  return (sample << 20 | prompt) % 2**32

@@ -12,7 +12,7 @@ from valkyrie.config.load import Configuration, check_call, load_gin
 from valkyrie.data import vocabularies
 from valkyrie.inference.loaded import LoadedModel
 from valkyrie.models import language_model
-from valkyrie.models.language_model import LanguageModel, Model
+from valkyrie.models.language_model import LanguageModel
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.storage.run_directory import opened
 from valkyrie.weights.restored import restored_params
@@ -42,8 +42,10 @@ def open_run(
     ConfigurationError: the run has no such step, or has another model or vocabulary.
   """
   functions = language_model.transform(model)
-  if configuration is not None:
-    functions = _traced_in(configuration, functions)
+  if configuration is not None:  # the functions read gin while they are traced
+    inside = configuration.installed  # a context that decorates functions
+    traced = ('init', 'initial_carry', 'apply', 'parameters')
+    functions = functions._replace(**{n: inside()(getattr(functions, n)) for n in traced})
   tokenizer = vocabularies.load(vocabulary)
   one_device = Partitioner((('data', 1),), (), (), manual=True)
   params, steps = restored_params(functions, one_device, model_dir, tokenizer, step)
@@ -81,10 +83,3 @@ def load(
     check_call(open_run, 'model_dir', 'step', 'configuration')
     open_it: Callable[..., LoadedModel] = open_run  # gin gives the other arguments
     return open_it(directory, str(step), configuration)
-
-
-def _traced_in(configuration: Configuration, model: Model) -> Model:
-  """The model with functions that read gin, while they are traced, from this configuration."""
-  inside = configuration.installed  # a context that decorates functions
-  traced = ('init', 'initial_carry', 'apply', 'parameters')
-  return model._replace(**{name: inside()(getattr(model, name)) for name in traced})

@@ -55,8 +55,7 @@ class Reader:
   def __init__(self, model: Model, chunk_size: int):
     """A reader for the pure functions of a model; one call reads up to `chunk_size` tokens a row.
 
-    Raises:
-      ConfigurationError: the model carries nothing from chunk to chunk.
+    Raises a ConfigurationError if the model carries nothing from chunk to chunk.
     """
     if not model.about.carried:
       raise ConfigurationError(
@@ -65,7 +64,7 @@ class Reader:
       )
     self._model = model
     self._chunk_size = chunk_size
-    self._read = jax.jit(self._advanced, static_argnums=0, donate_argnums=2)
+    self._read = jax.jit(self.advance, static_argnums=4, donate_argnums=1)
     self._score = jax.jit(self._scored, donate_argnums=1)
     self._show = jax.jit(self._shown, static_argnums=0, donate_argnums=2)
 
@@ -73,26 +72,25 @@ class Reader:
     """Rows before their first token."""
     width = self._model.parameters()['model']['embedding'].shape.shape[-1]
     hidden = jnp.zeros((rows, width), self._model.about.compute_dtype)
-    return TextCarry(self._model.initial_carry(rows), jnp.zeros(rows, jnp.int32), hidden)
+    carry = TextCarry(self._model.initial_carry(rows), jnp.zeros(rows, jnp.int32), hidden)
+    return jax.tree.map(jnp.copy, carry)  # no buffer twice, for the calls that overwrite them
 
   def read(
     self, params: Params, carry: TextCarry, rows: Sequence[np.ndarray], cut: str | None = None
   ) -> TextCarry:
-    """Reads more tokens of every row, int [T of the row] each; `carry` stays valid.
+    """Reads more tokens of every row, int [T of the row] each, and overwrites the carry.
 
     `cut` names a part of the carry to reset before every chunk, see `models.carry_cuts`. This and
     the next two raise a ConfigurationError if a row is longer than the model can read.
     """
-    carry = _own(carry)
     for tokens, lengths in self._chunks(carry, rows):
-      carry = self._read(cut, params, carry, tokens, lengths)
+      carry = self._read(params, carry, tokens, lengths, cut)
     return carry
 
   def score(self, params: Params, carry: TextCarry, rows: Sequence[np.ndarray]) -> list[TextScore]:
     """Like `read`, but returns the scores of the tokens of each row."""
     is_first = np.asarray(carry.position) == 0
     found = [(np.zeros((len(rows), 0), np.float32), np.zeros((len(rows), 0), bool))]
-    carry = _own(carry)
     for tokens, lengths in self._chunks(carry, rows):
       (log_probs, greedy), carry = self._score(params, carry, tokens, lengths)
       found.append((np.asarray(log_probs), np.asarray(greedy)))
@@ -114,27 +112,22 @@ class Reader:
         f'There are no activations of the kind {unknown[0]!r}. Use {", ".join(ACTIVATIONS)}.'
       )
     parts: list[dict[str, np.ndarray]] = []
-    carry = _own(carry)
     for piece, lengths in self._chunks(carry, [tokens]):
       found, carry = self._show(tuple(kinds), params, carry, piece, lengths)
       parts.append({kind: np.asarray(found[kind][:, 0, : lengths[0]]) for kind in kinds})
     return {kind: np.concatenate([p[kind] for p in parts], axis=1) for kind in kinds}
 
-  def advance(self, params: Params, carry: TextCarry, tokens: Array, lengths: Array) -> TextCarry:
-    """Reads the first `lengths` [B] of the tokens [B, T]; pure."""
-    return self._apply(params, carry, tokens, lengths)[1]
-
-  def _advanced(
-    self, cut: str | None, params: Params, carry: TextCarry, tokens: Array, lengths: Array
+  def advance(
+    self, params: Params, carry: TextCarry, tokens: Array, lengths: Array, cut: str | None = None
   ) -> TextCarry:
-    fresh = self._model.initial_carry(len(tokens))
-    return self.advance(
-      params, carry._replace(carry=cut_carry(carry.carry, fresh, cut)), tokens, lengths
-    )
+    """Reads the first `lengths` [B] of the tokens [B, T], after a cut of the carry; pure."""
+    before = cut_carry(carry.carry, self._model.initial_carry(len(tokens)), cut)
+    return self._apply(params, carry._replace(carry=before), tokens, lengths)[1]
 
   def next_logits(self, params: Params, carry: TextCarry) -> Array:
     """The logits of the next token, float32 [B, vocabulary size]; pure."""
-    features = Features(carry.hidden[:, None], _unembedding(params))
+    tables = params['model']
+    features = Features(carry.hidden[:, None], tables.get('unembedding', tables['embedding']))
     size = self._model.about.vocabulary_size
     return logits(features, size)[:, 0, :size]
 
@@ -199,13 +192,3 @@ class Reader:
       for row, (whole, real) in enumerate(zip(rows, here, strict=True)):
         tokens[row, :real] = whole[start : start + real]
       yield tokens, here
-
-
-def _own(carry: TextCarry) -> TextCarry:
-  """A copy whose buffers the calls may overwrite."""
-  return jax.tree.map(jnp.copy, carry)
-
-
-def _unembedding(params: Params) -> Array:
-  tables = params['model']
-  return tables.get('unembedding', tables['embedding'])

@@ -25,8 +25,8 @@ class Hook(Protocol):
 class Every:
   """A hook that calls another hook when a multiple of n was reached or passed since its last call.
 
-  The hook is also called once after the last step of the run. A resumed run, of which earlier
-  processes completed `start_step` steps, makes the same calls as an uninterrupted one.
+  The hook is also called once after the last step of the run. A run that resumes after `start_step`
+  steps makes the same calls as an uninterrupted one.
   """
 
   def __init__(self, n: int, hook: Hook, *, total_steps: int, start_step: int = 0):

@@ -61,8 +61,6 @@ _RESULTS = ('step', 'tokens', 'loss', 'bits_per_byte', 'accuracy', 'tokens_per_s
 _DIRECTION = {'loss': -1, 'bits_per_byte': -1, 'accuracy': 1, 'tokens_per_second': 1, 'mfu': 1}
 _OF_VALIDATION = ('loss', 'bits_per_byte', 'accuracy')
 _SAMPLES = 3  # steps whose samples are shown
-
-
 Line = dict[str, Any]
 
 
@@ -210,15 +208,14 @@ def _samples(runs: Sequence[Run]) -> str:
   """The last texts that hooks logged."""
   parts = []
   for run in runs:
-    said = [(line['step'], texts) for line in run.lines if (texts := _texts(line))]
-    for step, texts in said[-_SAMPLES:]:
+    said: dict[int, list[str]] = {}
+    for line in run.lines:
+      texts = [v for name, v in line.items() if name.startswith('hooks/') and isinstance(v, str)]
+      said |= {line['step']: texts} if texts else {}
+    for step in [*said][-_SAMPLES:]:
       parts.append(f'<h4>{html.escape(run.name)}, step {step}</h4>')
-      parts += [f'<pre>{html.escape(text)}</pre>' for text in texts]
+      parts += [f'<pre>{html.escape(text)}</pre>' for text in said[step]]
   return '\n'.join(['<h3>Samples</h3>', *parts]) if parts else ''
-
-
-def _texts(line: Line) -> list[str]:
-  return [v for name, v in line.items() if name.startswith('hooks/') and isinstance(v, str)]
 
 
 def _curves(

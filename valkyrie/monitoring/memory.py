@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-_PEAK, _NOW, _LIMIT = 'peak_bytes_in_use', 'bytes_in_use', 'bytes_limit'
+_PEAK = 'peak_bytes_in_use'
+_WORDS = {'bytes_in_use': 'in use', _PEAK: 'peak', 'bytes_limit': 'limit'}
 
 
 def host_peak() -> int:
@@ -49,10 +50,9 @@ def lines() -> list[str]:
   size = of_process('VmRSS')
   now = '' if size is None else f'{in_units(size)} in use, '
   found = [f'memory of this process: {now}{in_units(host_peak())} peak']
-  names = {_NOW: 'in use', _PEAK: 'peak', _LIMIT: 'limit'}
   for device in jax.local_devices():
     stats = device.memory_stats() or {}
-    facts = [f'{in_units(stats[key])} {name}' for key, name in names.items() if key in stats]
+    facts = [f'{in_units(stats[key])} {name}' for key, name in _WORDS.items() if key in stats]
     if facts:
       found.append(f'memory of {device}: {", ".join(facts)}')
   return found

@@ -122,6 +122,7 @@ def figure(
   `logarithmic` is the axis of x. The colors are variables of the page's style.
   """
   import matplotlib as mpl  # noqa: PLC0415
+  from matplotlib.backends.backend_svg import FigureCanvasSVG  # noqa: PLC0415
 
   drawn = [(number, curve) for number, curve in enumerate(curves) if curve.points]
   if not drawn:
@@ -144,25 +145,18 @@ def figure(
   axes.figure.patch.set_visible(False)
   axes.tick_params(length=0)
   axes.set_xlabel(x_name)
-  title, unit = html.escape(title), f', {html.escape(y_name)}' if y_name else ''
+  file, nothing = io.StringIO(), dict.fromkeys(('Creator', 'Date', 'Format', 'Type'))
   with mpl.rc_context({'svg.fonttype': 'none'}):  # texts in the font and the color of the page
-    svg = _svg(axes.figure)
+    FigureCanvasSVG(axes.figure).print_svg(file, metadata=nothing)
+  # What is inside the <svg>, with its end, and with the colors of the page.
+  svg = re.sub(_NOT_OF_A_PAGE, '', file.getvalue().partition('<svg')[2].partition('>')[2])
+  svg = re.sub('|'.join(_VARIABLES), lambda found: _VARIABLES[found[0]], svg)
+  title, unit = html.escape(title), f', {html.escape(y_name)}' if y_name else ''
   return (
     f'<figure>\n<figcaption><strong>{title}</strong>{unit}: at the end {", ".join(legend)}'
     f'</figcaption>\n<svg viewBox="0 0 403.2 230.4" role="img" aria-label="{title}">'
     f'{svg}\n</figure>'
   )
-
-
-def _svg(drawing: Any) -> str:
-  """What is inside the <svg> of a figure, with its end, and with the colors of the page."""
-  from matplotlib.backends.backend_svg import FigureCanvasSVG  # noqa: PLC0415
-
-  file = io.StringIO()
-  nothing = dict.fromkeys(('Creator', 'Date', 'Format', 'Type'))
-  FigureCanvasSVG(drawing).print_svg(file, metadata=nothing)
-  inside = re.sub(_NOT_OF_A_PAGE, '', file.getvalue().partition('<svg')[2].partition('>')[2])
-  return re.sub('|'.join(_VARIABLES), lambda found: _VARIABLES[found[0]], inside)
 
 
 def _canvas(width: float, height: float, panels: int = 1) -> list[Any]:

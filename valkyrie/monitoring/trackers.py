@@ -22,7 +22,6 @@ Numbers = Mapping[str, Any]
 class Run(NamedTuple):
   """What a tracker is told about a run.
 
-  model_dir: its directory.
   id: a name that stays the same when the run is resumed.
   step: the number of steps done by earlier processes.
   configuration: the gin bindings, without secrets.
@@ -144,12 +143,9 @@ class WeightsAndBiases(_Client):
     entity: str | None = None,
     mode: str | None = None,
   ):
-    """Takes arguments of wandb.init.
+    """Takes arguments of wandb.init; if `name` is None, the run is named after its directory.
 
-    Args:
-      project, entity: where the run appears.
-      name: of the run; None takes the name of its directory.
-      mode: 'online', 'offline' or 'disabled'; None lets wandb decide.
+    `mode` is 'online', 'offline' or 'disabled'; None lets wandb decide.
     """
     super().__init__('wandb', name, project=project, entity=entity, mode=mode)
 

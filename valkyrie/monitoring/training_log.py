@@ -24,10 +24,8 @@ class TrainingLog:
   """Averages the metrics of steps, and writes them while a later step is running.
 
   Reading a number from a device waits for the device. The log therefore reads the metrics of a step
-  only after the next step was dispatched, and the devices never wait for the log.
-
-  Attributes:
-    every: steps between two lines; the last step has one too.
+  only after the next step was dispatched, and the devices never wait for the log. There are `every`
+  steps between two lines; the last step has one too.
   """
 
   writer: RunWriter
@@ -112,9 +110,7 @@ class RefusedLog(contextlib.AbstractContextManager['RefusedLog']):
       {"step": 412, "why": "loss spike", "loss": 9.1, "grad_norm": 3.0, "read": "these documents"}
       {"step": 412, "rewound_to": 400}
 
-  Attributes:
-    skipped: number of steps refused so far.
-    describe: names the documents of a step, given its number, counted from 1.
+  `skipped` steps were refused so far; `describe` names the documents of a step, counted from 1.
   """
 
   model_dir: str | os.PathLike

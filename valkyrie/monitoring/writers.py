@@ -46,8 +46,8 @@ def create_writers(
 
   Args:
     model_dir: the directory of the run.
-    name: name of the stream. 'train' writes model_dir/metrics.jsonl and model_dir/train/; any other
-      name writes both in model_dir/name/.
+    name: of the stream. 'train' writes model_dir/metrics.jsonl and model_dir/train/; any other name
+      writes both in model_dir/name/.
     also: called with the scalars of each step, such as `Progress.show`.
     tensorboard: write TensorBoard event files.
     clu_writers: each is called with the folder of the event files and returns a CLU MetricWriter,
@@ -179,7 +179,6 @@ def _number(value: Any) -> int | float | str | None:
 
 
 def _event_file(folder: pathlib.Path) -> Any:
-  """A new event file of TensorBoard in the folder."""
   try:
     from valkyrie.monitoring.event_file import EventFile  # noqa: PLC0415 - a second, in the thread
   except ImportError as error:

@@ -62,22 +62,21 @@ class Needles:
       for value in of_key
     ]
     needles = [needles[number] for number in random.permutation(len(needles))]
-    kind = self.value if self.queries * self.values > 1 else self.value[:-1]
-    verb, some = ('are all', 'Some') if kind == self.value else ('is', 'A')
-    query = _listed([keys[number] for number in asked])
+    kind, some, are, are_all = self.value, 'Some', 'are', 'are all'
+    if self.queries * self.values == 1:
+      kind, some, are, are_all = self.value[:-1], 'A', 'is', 'is'
+    *others, last = (keys[number] for number in asked)
+    query = f'{", ".join(others)}, and {last}' if others else last
     joined = ' ' if self.haystack == 'essay' else '\n'
-    plural = 'are' if kind == self.value else 'is'
+    question = (
+      f'\nWhat {are_all} the special magic {kind} for {query} mentioned in the provided text? '
+      f'The special magic {kind} for {query} mentioned in the provided text {are}'
+    )
     return Problem(
-      f'{some} special magic {kind} {plural} hidden within the following text. Make sure to '
+      f'{some} special magic {kind} {are} hidden within the following text. Make sure to '
       f'memorize it. I will quiz you about the {kind} afterwards.\n'
       + joined.join(self._context(order, needles)),
-      [
-        Question(
-          f'\nWhat {verb} the special magic {kind} for {query} mentioned in the provided text? '
-          f'The special magic {kind} for {query} mentioned in the provided text {plural}',
-          [value for number in asked for value in values[number]],
-        )
-      ],
+      [Question(question, [value for number in asked for value in values[number]])],
     )
 
   def _sentence(self, key: str, value: str) -> str:
@@ -184,10 +183,6 @@ def _symbols(random: np.random.Generator, kind: str, count: int) -> list[str]:
   return [f'{first}-{second}' for first, second in zip(pairs[::2], pairs[1::2], strict=True)]
 
 
-def _listed(keys: Sequence[str]) -> str:
-  return keys[0] if len(keys) == 1 else f'{", ".join(keys[:-1])}, and {keys[-1]}'
-
-
 for _name, _needles in {
   'niah_single_1': Needles('noise'),
   'niah_single_2': Needles(),
@@ -198,10 +193,8 @@ for _name, _needles in {
   'niah_multivalue': Needles(values=4),
   'niah_multiquery': Needles(queries=4),
 }.items():
-  _alone = _needles.values * _needles.queries == 1
-  register(
-    _name, Suite(_needles, share_of_answers, 128, _alone, needs_text=_needles.haystack == 'essay')
-  )
+  _alone, _needs_text = _needles.values * _needles.queries == 1, _needles.haystack == 'essay'
+  register(_name, Suite(_needles, share_of_answers, 128, _alone, _needs_text))
 register('vt', Suite(variable_tracking, share_of_answers, 30, has_depth=False))
 register('cwe', Suite(common_words, share_of_answers, 120, has_depth=False))
 for _count in (4, 8, 16, 32, 64):

@@ -110,12 +110,9 @@ class InitialWeights:
     Each device reads its own part of a tensor in a file. `make` is the class of the model, and
     `vocabulary` the fingerprint of its tokenizer.
 
-    Returns:
-      The parameters on the same mesh, and whether all come from the source.
-
-    Raises:
-      ConfigurationError: a tensor is missing or has another shape, or the source is of a model with
-        other settings or of another tokenizer.
+    Returns the parameters on the same mesh, and whether all come from the source. Raises a
+    ConfigurationError if a tensor is missing or has another shape, or if the source is of a model
+    with other settings or of another tokenizer.
     """
     source = open_source(self.source)
     leaves = named_tensors.leaves(params)
@@ -228,8 +225,7 @@ class InitialWeights:
 def check_loss(loss: float, tokens: int, strict: bool) -> str:
   """Says how good loaded weights are, by their validation loss.
 
-  Raises:
-    ConfigurationError: with `strict`, the loss is not clearly lower than for guessing.
+  Raises a ConfigurationError if, with `strict`, it is not clearly lower than for guessing.
   """
   guess = float(np.log(tokens))
   found = f'the validation loss of the loaded weights is {loss:.4f}'
