@@ -8,7 +8,7 @@
 In Hugging Face's form the tensors and the configuration are a Llama's.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 import json
 import pathlib
 import shutil
@@ -22,7 +22,6 @@ from valkyrie.checkpoint.manager import LATEST
 from valkyrie.config import check, record
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import vocabularies
-from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError, StorageError, storage_errors
 from valkyrie.inference.loaded import LoadedModel
 from valkyrie.models.language_model import LanguageModel
@@ -42,7 +41,7 @@ _CARD = """# {name}
 {use}
 """
 _USE = {
-  'valkyrie': "Matrices are [inputs, outputs]. Valkyrie reads this folder back by "
+  'valkyrie': 'Matrices are [inputs, outputs]. Valkyrie reads this folder back by '
   "`train.initial_weights = 'FOLDER'`. Its page docs/export.md shows how to compute the model "
   'without Valkyrie.',
   'huggingface': '`transformers.AutoModelForCausalLM.from_pretrained(FOLDER)` opens it.',
@@ -60,7 +59,7 @@ def export(
   model: Callable[..., LanguageModel],
   form: str = 'valkyrie',
 ) -> None:
-  """Writes the model of a checkpoint to a new folder.
+  """Writes the model of a checkpoint to a new folder, which appears as a whole.
 
   Args:
     model_dir, step: of the checkpoint, or of several, see `weights.restored`.
@@ -75,6 +74,9 @@ def export(
   """
   if form not in _USE:
     raise ConfigurationError(f'export.form={form!r} is unknown. Use one of {", ".join(_USE)}.')
+  folder = pathlib.Path(output)
+  if folder.exists():
+    raise StorageError(f'{folder} is there already. Name another --output, or move it away.')
   theirs = huggingface.configuration_of(model) if form == 'huggingface' else None
   loaded = opened(model_dir, step)
   steps = ', '.join(map(str, loaded.steps))
@@ -102,7 +104,16 @@ def export(
   name = pathlib.Path(model_dir).resolve().name
   whose = "Valkyrie's" if theirs is None else "Hugging Face's"
   card = _CARD.format(name=name, parameters=count, step=steps, whose=whose, use=_USE[form])
-  _write(pathlib.Path(output), arrays, config, card, loaded.tokenizer)
+  with storage_errors(f'{folder} cannot be written', 'Name another --output.'):
+    unfinished = folder.with_name(f'.{folder.name}.unfinished')
+    shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
+    unfinished.mkdir(parents=True)
+    # transformers asks for this format; it says nothing about the content.
+    named_tensors.write(unfinished / 'model.safetensors', arrays, {'format': 'pt'})
+    (unfinished / 'config.json').write_text(json.dumps(config, indent=2) + '\n')
+    (unfinished / 'README.md').write_text(card)
+    vocabularies.copy(loaded.tokenizer, unfinished)
+    unfinished.rename(folder)
   print(f'step {steps}: {count:,} parameters in {output}')
 
 
@@ -122,25 +133,3 @@ def _of_model(bindings: dict[str, Any]) -> dict[str, Any]:
     return rest.startswith('models.') if package == 'valkyrie' else package != 'optax'
 
   return {name: value for name, value in bindings.items() if is_part(name)}
-
-
-def _write(
-  folder: pathlib.Path,
-  arrays: Mapping[str, np.ndarray],
-  config: Mapping[str, Any],
-  card: str,
-  tokenizer: Vocabulary,
-) -> None:
-  """Writes a new folder, which appears as a whole."""
-  if folder.exists():
-    raise StorageError(f'{folder} is there already. Name another --output, or move it away.')
-  with storage_errors(f'{folder} cannot be written', 'Name another --output.'):
-    unfinished = folder.with_name(f'.{folder.name}.unfinished')
-    shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
-    unfinished.mkdir(parents=True)
-    # transformers asks for this format; it says nothing about the content.
-    named_tensors.write(unfinished / 'model.safetensors', arrays, {'format': 'pt'})
-    (unfinished / 'config.json').write_text(json.dumps(config, indent=2) + '\n')
-    (unfinished / 'README.md').write_text(card)
-    vocabularies.copy(tokenizer, unfinished)
-    unfinished.rename(folder)

@@ -176,14 +176,9 @@ class Continuation:
     if found:
       certain, self._held, self.ended = self._held[: min(found)], '', STOP
     else:
-      kept = 0 if last else max((_overlap(self._held, stop) for stop in self._stop), default=0)
+      begun = (n for stop in self._stop for n in range(len(stop)) if self._held.endswith(stop[:n]))
+      kept = 0 if last else max(begun, default=0)
       split = len(self._held) - kept
       certain, self._held = self._held[:split], self._held[split:]
     self.text += certain
     return certain
-
-
-def _overlap(text: str, stop: str) -> int:
-  """The number of characters at the end of a text with which a stop string begins."""
-  sizes = range(min(len(text), len(stop) - 1), 0, -1)
-  return next((size for size in sizes if text.endswith(stop[:size])), 0)

@@ -92,8 +92,7 @@ class HarnessModel(LM):
   def generate_until(self, requests: Sequence[Any]) -> list[str]:
     """For each (context, generation settings): the text up to a stop string or the end.
 
-    Raises:
-      ConfigurationError: a setting is unknown or out of range, or a context is empty.
+    Raises a ConfigurationError if a setting is unknown or out of range.
     """
     by_settings: dict[str, list[int]] = defaultdict(list)
     for number, request in enumerate(requests):
@@ -111,7 +110,8 @@ class HarnessModel(LM):
     """The tokens of the whole text, split at the first token that the continuation changes."""
     whole = self._run.tokenizer.ids(context + continuation)
     context_alone = self._run.tokenizer.ids(context.rstrip())  # a space belongs to the next word
-    split = _common(context_alone, whole)
+    size = min(len(context_alone), len(whole))
+    split = int(np.append(context_alone[:size] == whole[:size], False).argmin())
     begin = 0 if self._longest is None else max(0, len(whole) - self._longest)
     if begin >= split > 0:
       raise ConfigurationError(
@@ -150,13 +150,6 @@ class HarnessModel(LM):
 
 def _batches(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
   return [items[first : first + size] for first in range(0, len(items), size)]
-
-
-def _common(first: np.ndarray, second: np.ndarray) -> int:
-  """The length of the longest common prefix of two rows."""
-  size = min(len(first), len(second))
-  differs = np.flatnonzero(first[:size] != second[:size])
-  return int(differs[0]) if len(differs) else size
 
 
 def _generation(settings: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import pathlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +120,8 @@ class LoadedModel:
       )
     like = self._reader.fresh(1)
     expected = _named_leaves(like)
-    if _kinds(found) != _kinds(expected):
+    sizes = {name: (leaf.shape, leaf.dtype) for name, leaf in expected.items()}
+    if sizes != {name: (leaf.shape, leaf.dtype) for name, leaf in found.items()}:
       raise ConfigurationError(
         f'{path} is the carry of a model with other sizes. Read the text again with this model.'
       )
@@ -280,10 +281,6 @@ class LoadedModel:
     steps = steps_of(self.model_dir)
     manifests = [manifest.read(steps.files(step))[1] for step in self.steps]
     return hashlib.sha256(b''.join(manifests)).hexdigest()
-
-
-def _kinds(leaves: Mapping[str, Any]) -> dict[str, Any]:
-  return {name: (leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
 
 
 def _named_leaves(carry: TextCarry) -> dict[str, Array]:

@@ -1,6 +1,6 @@
 """Rows of tokens, read in chunks by a trained model: their scores, and the carry after them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -66,7 +66,7 @@ class Reader:
     self._chunk_size = chunk_size
     self._read = jax.jit(self.advance, static_argnums=4, donate_argnums=1)
     self._score = jax.jit(self._scored, donate_argnums=1)
-    self._show = jax.jit(self._shown, static_argnums=0, donate_argnums=2)
+    self._show = jax.jit(self._apply, static_argnums=4, donate_argnums=1)
 
   def fresh(self, rows: int) -> TextCarry:
     """Rows before their first token."""
@@ -113,7 +113,8 @@ class Reader:
       )
     parts: list[dict[str, np.ndarray]] = []
     for piece, lengths in self._chunks(carry, [tokens]):
-      found, carry = self._show(tuple(kinds), params, carry, piece, lengths)
+      features, carry = self._show(params, carry, piece, lengths, tuple(kinds))
+      found = features.activations
       parts.append({kind: np.asarray(found[kind][:, 0, : lengths[0]]) for kind in kinds})
     return {kind: np.concatenate([p[kind] for p in parts], axis=1) for kind in kinds}
 
@@ -162,12 +163,6 @@ class Reader:
     hidden = jnp.take_along_axis(features.hidden, last, axis=1)[:, 0]
     hidden = jnp.where(lengths[:, None] > 0, hidden, carry.hidden)
     return features, TextCarry(after, position_of(carry.position + lengths), hidden)
-
-  def _shown(
-    self, kinds: tuple[str, ...], params: Params, carry: TextCarry, tokens: Array, lengths: Array
-  ) -> tuple[Mapping[str, Array], TextCarry]:
-    features, after = self._apply(params, carry, tokens, lengths, kinds)
-    return features.activations or {}, after
 
   def _scored(
     self, params: Params, carry: TextCarry, tokens: Array, lengths: Array

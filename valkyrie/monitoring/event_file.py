@@ -28,11 +28,7 @@ _number = itertools.count()  # of the files of this process
 
 
 class EventFile:
-  """A new event file in a folder, with CLU's MetricWriter interface.
-
-  Raises:
-    OSError: the file cannot be written.
-  """
+  """A new event file in a folder, with CLU's MetricWriter interface; may raise an OSError."""
 
   def __init__(self, folder: pathlib.Path):
     folder.mkdir(parents=True, exist_ok=True)
@@ -40,12 +36,12 @@ class EventFile:
     name = f'{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.{next(_number)}'
     file = open(folder / f'events.out.tfevents.{name}', 'xb')  # noqa: SIM115, closed by close
     self._records = RecordWriter(file)
-    self._write(Event(file_version='brain.Event:2'))
+    self._write(file_version='brain.Event:2')
 
   def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
     """Writes numbers in float32, the precision of TensorBoard."""
     for tag, value in scalars.items():
-      self._write_summary(step, scalar_pb(tag, value))
+      self._write(step=step, summary=scalar_pb(tag, value))
 
   def write_summaries(
     self, step: int, values: Mapping[str, Any], metadata: Mapping[str, Any] | None = None
@@ -56,19 +52,21 @@ class EventFile:
       if (about := (metadata or {}).get(tag)) is not None:
         about = about if isinstance(about, bytes) else about.SerializeToString()
         found.metadata.ParseFromString(about)
-      self._write_summary(step, Summary(value=[found]))
+      self._write(step=step, summary=Summary(value=[found]))
 
   def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
     """Writes texts in Markdown."""
     for tag, text in texts.items():
-      self._write_summary(step, text_pb(tag, text))
+      self._write(step=step, summary=text_pb(tag, text))
 
   def write_histograms(
     self, step: int, arrays: Mapping[str, Any], num_buckets: Mapping[str, int] | None = None
   ) -> None:
     """Writes the histogram of the values of each array."""
     for tag, array in arrays.items():
-      self._write_summary(step, histogram_pb(tag, np.asarray(array), (num_buckets or {}).get(tag)))
+      self._write(
+        step=step, summary=histogram_pb(tag, np.asarray(array), (num_buckets or {}).get(tag))
+      )
 
   def write_images(self, step: int, images: Mapping[str, Any]) -> None:
     """Writes images [H, W, C] or [N, H, W, C]: bytes, or floats from 0 to 1."""
@@ -96,7 +94,7 @@ class EventFile:
 
   def write_hparams(self, hparams: Mapping[str, Any]) -> None:
     """Writes hyperparameters, once."""
-    self._write_summary(0, hparams_pb(dict(hparams)))
+    self._write(step=0, summary=hparams_pb(dict(hparams)))
 
   def flush(self) -> None:
     """Waits until everything is in the file."""
@@ -106,12 +104,8 @@ class EventFile:
     """Flushes and closes the file."""
     self._records.close()
 
-  def _write_summary(self, step: int, summary: Any) -> None:
-    self._write(Event(step=step, summary=summary))
-
-  def _write(self, event: Any) -> None:
-    event.wall_time = time.time()
-    self._records.write(event.SerializeToString())
+  def _write(self, **fields: Any) -> None:
+    self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
 
 
 def _png(image: np.ndarray) -> bytes:

@@ -49,7 +49,7 @@ def model_info(parameters: Any, axes: Any) -> str:
 
 def system_lines() -> list[str]:
   """Lines with the versions, devices, processors and memory of this process."""
-  versions = [f'{name} {_version(name)}' for name in _PACKAGES]
+  versions = [f'{name} {importlib.metadata.version(name)}' for name in _PACKAGES]
   devices = jax.devices()
   return [
     f'valkyrie {__version__}, python {platform.python_version()}, {", ".join(versions)}',
@@ -77,13 +77,6 @@ def _tuple(values: Iterable[Any]) -> str:
   """'(layers,-,data+model)' for ('layers', None, ('data', 'model')), without spaces for `cut`."""
   texts = ['+'.join(v) if isinstance(v, tuple) else '-' if v is None else str(v) for v in values]
   return f'({",".join(texts)})'
-
-
-def _version(package: str) -> str:
-  try:
-    return importlib.metadata.version(package)
-  except importlib.metadata.PackageNotFoundError:
-    return 'not installed'
 
 
 def _processors() -> int:

@@ -105,9 +105,12 @@ class RunWriter(contextlib.AbstractContextManager['RunWriter']):
     """
     if self.lines is None:
       return
-    numbers = {key: _number(value) for key, value in scalars.items()}
-    self.lines.write({'step': int(step), **numbers})
-    numbers = {key: value for key, value in numbers.items() if not isinstance(value, str)}
+    found = {
+      key: value if value is None or isinstance(value, str) else np.asarray(value).item()
+      for key, value in scalars.items()
+    }
+    self.lines.write({'step': int(step), **found})
+    numbers = {key: value for key, value in found.items() if not isinstance(value, str)}
     for show in self.also:
       show(step, numbers)
     known = {self._tag(key): value for key, value in numbers.items() if value is not None}
@@ -172,10 +175,6 @@ class RunWriter(contextlib.AbstractContextManager['RunWriter']):
     """Raises the first failure of the completed calls, or, with `wait`, of all calls."""
     while self._pending and (wait or self._pending[0].done()):
       self._pending.pop(0).result()
-
-
-def _number(value: Any) -> int | float | str | None:
-  return value if value is None or isinstance(value, str) else np.asarray(value).item()
 
 
 def _event_file(folder: pathlib.Path) -> Any:

@@ -24,8 +24,6 @@ from valkyrie.monitoring.json_lines import JsonLines
 from valkyrie.suites import babilong, ruler  # noqa: F401, they register theirs
 from valkyrie.suites.problem import SUITES, TooShortError, fitted, sentences_of
 
-_TEXTS = ('.txt', '.md')
-
 
 class _Cell(NamedTuple):
   """One measurement. `depth` is None if the places are random, `cut` if the carry is whole."""
@@ -73,8 +71,7 @@ def long_context(
     batch_size: contexts, and then questions, that are read at the same time.
 
   Raises:
-    ConfigurationError: a suite is unknown, needs a text, or fits no length; or there is no such
-      step.
+    ConfigurationError: a suite is unknown, needs a text, or fits no length; or the step is missing.
     DataError: the text cannot be read.
   """
   check_cuts('long_context.cuts', cuts)
@@ -129,7 +126,7 @@ def _sentences(text: str | None) -> list[str]:
     return []
   from valkyrie.data.source_files import SourceFiles  # noqa: PLC0415, pyarrow
 
-  files = SourceFiles(text, _TEXTS)
+  files = SourceFiles(text, ('.txt', '.md'))
   try:
     whole = '\n'.join(files.open(file).read().decode() for file in files.files)
   except (OSError, ValueError) as error:
@@ -138,12 +135,7 @@ def _sentences(text: str | None) -> list[str]:
 
 
 def _score(
-  run: LoadedModel,
-  cell: _Cell,
-  samples: int,
-  seed: int,
-  sentences: Sequence[str],
-  batch_size: int,
+  run: LoadedModel, cell: _Cell, samples: int, seed: int, sentences: Sequence[str], batch_size: int
 ) -> float:
   """The mean score of all questions; raises a TooShortError if no problem is so short."""
   name, length, depth, cut = cell

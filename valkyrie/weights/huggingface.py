@@ -22,14 +22,14 @@ from valkyrie.models.layers import RMSNorm
 from valkyrie.weights.named_tensors import read_json
 
 _TYPES = ('llama', 'mistral')
-_SIZES = (
-  'vocab_size',
-  'hidden_size',
-  'intermediate_size',
-  'num_hidden_layers',
-  'num_attention_heads',
-  'max_position_embeddings',
-)
+# {name there: binding here}.
+_SIZES = {
+  'vocab_size': 'LanguageModel.vocabulary_size',
+  'hidden_size': 'LanguageModel.d_model',
+  'num_hidden_layers': 'LanguageModel.layers',
+  'intermediate_size': 'Block.mlp_width',
+}
+_NEEDED = (*_SIZES, 'num_attention_heads', 'max_position_embeddings')
 # (name there, parameter of Rotary, its type) of scaled positions.
 _SCALING = (
   ('factor', 'factor', float),
@@ -69,10 +69,8 @@ def configuration(folder: pathlib.Path) -> dict[str, Any] | None:
     raise ConfigurationError(
       f'{file} is of a model of type {kind!r}. Valkyrie reads {" and ".join(_TYPES)}.'
     )
-  if missing := [name for name in _SIZES if name not in found]:
-    raise ConfigurationError(
-      f'{file} lacks {", ".join(missing)}, which a Llama has. Fetch it again.'
-    )
+  if missing := ', '.join(name for name in _NEEDED if name not in found):
+    raise ConfigurationError(f'{file} lacks {missing}, which a Llama has. Fetch it again.')
   for name in ('attention_bias', 'mlp_bias'):
     if found.get(name):
       raise ConfigurationError(f'{file} has {name}: true, but Valkyrie has no such biases.')
@@ -105,12 +103,9 @@ def bindings(config: Mapping[str, Any]) -> dict[str, Any]:
   else:
     of_mixer |= {'max_context': config['max_position_embeddings']}
   return {
-    'LanguageModel.vocabulary_size': config['vocab_size'],
-    'LanguageModel.d_model': width,
-    'LanguageModel.layers': config['num_hidden_layers'],
+    **{ours: config[theirs] for theirs, ours in _SIZES.items()},
     'LanguageModel.tied': bool(config.get('tie_word_embeddings', False)),
     'LanguageModel.embedding_scale': 1.0,
-    'Block.mlp_width': config['intermediate_size'],
     'RMSNorm.epsilon': float(config.get('rms_norm_eps', 1e-6)),
     **_rotary(config),
     **{f'{mixer}.{name}': value for name, value in of_mixer.items()},

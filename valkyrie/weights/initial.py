@@ -36,9 +36,7 @@ class Source(NamedTuple):
 def open_source(path: str) -> Source:
   """The tensors of a run, of a safetensors file, or of a folder of safetensors files.
 
-  Raises:
-    ConfigurationError: there are none, or of a model that Valkyrie does not compute.
-    StorageError: a file cannot be read.
+  Raises a ConfigurationError if there are none, or of a model that Valkyrie does not compute.
   """
   place = pathlib.Path(path)
   if (place / 'checkpoints').is_dir():
