@@ -31,8 +31,8 @@ def model_info(parameters: Any, axes: Any) -> str:
     dtype = np.dtype(leaf.dtype)
     size = math.prod(leaf.shape) * dtype.itemsize
     per_device = math.prod(leaf.sharding.shard_shape(leaf.shape)) * dtype.itemsize
-    tuples = map(_tuple, (names, tuple(leaf.sharding.spec)))
-    about = leaf_path(key_path), _tuple(leaf.shape), str(dtype), *tuples
+    logical, mesh_axes = _tuple(names), _tuple(tuple(leaf.sharding.spec))
+    about = leaf_path(key_path), _tuple(leaf.shape), str(dtype), logical, mesh_axes
     rows.append((*about, f'{size:,}', f'{per_device:,}'))
     count += math.prod(leaf.shape)
     total += size
