@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from valkyrie.data import store_location
-from valkyrie.data.token_store import TokenStore
+from valkyrie.data.token_store import Selection, TokenStore
 from valkyrie.data.vocabularies import ByteVocabulary
 
 CONTEXT = 512
@@ -32,7 +32,7 @@ class Window(NamedTuple):
 
 def open_store(split: str) -> TokenStore:
   """The bytes of python_stdlib, the task of gin/data/python_stdlib.gin, built if missing."""
-  return store_location.open_store('python_stdlib', split, 'bytes', VOCABULARY)
+  return store_location.open_store(Selection('python_stdlib', split, VOCABULARY))
 
 
 def sample(store: TokenStore, scored: int) -> list[np.ndarray]:

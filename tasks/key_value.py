@@ -11,7 +11,7 @@ import string
 
 import numpy as np
 
-from valkyrie.data.generated_source import (
+from valkyrie.data.document_source import (
   DIGITS,
   NOISE,
   Problem,

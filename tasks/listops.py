@@ -11,7 +11,7 @@ median and a sum modulo 10. The most common answer is right less than one time i
 
 import numpy as np
 
-from valkyrie.data.generated_source import DIGITS, Problem, register
+from valkyrie.data.document_source import DIGITS, Problem, register_problems
 
 MAX_DEPTH = 10
 MAX_ARGUMENTS = 10
@@ -57,6 +57,6 @@ def _expand(random: np.random.RandomState, depth: int, expression: list[str]) ->
   return OPERATIONS[name](values)
 
 
-register(
+register_problems(
   'listops', {'train': (96000, listops), 'validation': (2000, listops), 'test': (2000, listops)}
 )

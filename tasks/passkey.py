@@ -8,7 +8,7 @@ right one time in ten. After Mohtashami & Jaggi 2023 (landmark attention), in by
 
 import numpy as np
 
-from valkyrie.data.generated_source import (
+from valkyrie.data.document_source import (
   DIGITS,
   NOISE,
   Problem,

@@ -14,7 +14,7 @@ import string
 
 import numpy as np
 
-from valkyrie.data.generated_source import DIGITS, NOISE, Problem, register, symbols
+from valkyrie.data.document_source import DIGITS, NOISE, Problem, register_problems, symbols
 
 KEYS = string.ascii_uppercase
 PAIRS = (1, 4, 16)  # marked pairs of a stream
@@ -68,7 +68,7 @@ def _crowded(random: np.random.RandomState) -> list[Problem]:
   return recall(random, random.choice(PAIRS), int(distance), share)
 
 
-register(
+register_problems(
   'recall',
   {
     'train': (2**15, _most_near),

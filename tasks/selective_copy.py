@@ -9,7 +9,7 @@ Arjovsky et al. 2016, in the form of Gu & Dao 2023 (Mamba, section 4.1.1).
 
 import numpy as np
 
-from valkyrie.data.generated_source import (
+from valkyrie.data.document_source import (
   DIGITS,
   NOISE,
   Problem,

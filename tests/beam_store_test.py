@@ -98,7 +98,6 @@ def test_an_error_of_a_worker_is_the_last_line(noted):
 )
 def test_mistakes_are_refused(options, message, tmp_path, monkeypatch, capsys):
   monkeypatch.setitem(sys.modules, 'apache_beam', None)
-  monkeypatch.delitem(sys.modules, 'valkyrie.data.beam_store', raising=False)
   command = ['build_store', '--task=text', f'--output={tmp_path}', '--shards=5']
   monkeypatch.setattr(sys, 'argv', [*command, *options])
   assert build_store.main() == 78

@@ -12,6 +12,7 @@ import pytest
 from valkyrie.data import store_writer, vocabularies
 from valkyrie.data.feed import TaskFeed, prefetch
 from valkyrie.data.store_location import store_path
+from valkyrie.data.token_store import Selection
 from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.types import POSITION_PERIOD as PERIOD
 from valkyrie.types import Batch
@@ -31,14 +32,13 @@ def _key(number):
 
 
 def _write(data_dir, documents=DOCUMENTS, prompt=lambda number: 0):
-  recipe = store_writer.Recipe('letters', 'train', BYTES, {}, SHARDS)
-  store_writer.write_store(
-    store_path('letters', 'train', BYTES, None, str(data_dir)),
-    recipe,
+  selection = Selection('letters', 'train', BYTES)
+  path = store_path(selection, str(data_dir))
+  store_writer.StoreWriter(path, selection, {}, SHARDS).write(
     lambda shard: [
       store_writer.Document(_document(i), len(_document(i)), _key(i), prompt(i))
       for i in range(documents * shard // SHARDS, documents * (shard + 1) // SHARDS)
-    ],
+    ]
   )
 
 

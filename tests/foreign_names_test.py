@@ -19,9 +19,10 @@ from safetensors.numpy import save_file
 
 from valkyrie.checkpoint import disk_steps, manifest, steps
 from valkyrie.checkpoint.steps import steps_of
-from valkyrie.data import provenance, store_writer, token_store, vocabularies
-from valkyrie.data.store_location import open_store, store_name
-from valkyrie.data.store_writer import Document, Recipe
+from valkyrie.data import provenance, token_store, vocabularies
+from valkyrie.data.store_location import open_store
+from valkyrie.data.store_writer import Document, StoreWriter
+from valkyrie.data.token_store import Selection
 from valkyrie.errors import ConfigurationError, DataError, StorageError
 from valkyrie.monitoring import trackers, writers
 from valkyrie.storage import foreign_names
@@ -51,8 +52,8 @@ ORDINARY = (
   '.config.gin.new', 'wandb/run-1_2/files/a=b,c.json', '#?;&x',
 )  # fmt: skip
 BYTES = vocabularies.ByteVocabulary()
-STORE = store_name('letters', 'train', BYTES, None)
-RECIPE = Recipe('letters', 'train', BYTES, {}, 1)
+SELECTION = Selection('letters', 'train', BYTES)
+STORE = SELECTION.name
 
 
 def letters(name):
@@ -132,7 +133,8 @@ def test_a_name_that_is_not_refused_is_the_only_one_of_its_path(name):
 
 def write_store(folder):
   """A store of one shard, and the content of its store.json."""
-  store_writer.write_store(folder, RECIPE, lambda shard: [Document(np.arange(3, 9), 6)] * 3)
+  writer = StoreWriter(folder, SELECTION, {}, 1)
+  writer.write(lambda shard: [Document(np.arange(3, 9), 6)] * 3)
   return json.loads((folder / 'store.json').read_text())
 
 
@@ -186,7 +188,7 @@ def test_a_store_names_no_shard_or_file_elsewhere(place, request, kind, of_file)
       if address is None:
         token_store.TokenStore.open(store, BYTES)
       else:
-        open_store('letters', 'train', 'bytes', BYTES, data_dir=address)
+        open_store(SELECTION, address)
     if kind == 'local':
       with pytest.raises(DataError, match=REFUSED):
         token_store.verify(store)
@@ -217,7 +219,7 @@ def test_a_store_whose_names_are_those_of_the_copy_stays_inside(place, name):
   before = files(place.parents[3])
   for _ in range(2):
     try:
-      store = open_store('letters', 'train', 'bytes', BYTES, data_dir=f'file://{place}')
+      store = open_store(SELECTION, f'file://{place}')
       assert store.tokens == information['tokens']
     except StorageError as error:
       assert name in ('.part', '.lock') and 'cannot be copied' in str(error)
@@ -226,17 +228,18 @@ def test_a_store_whose_names_are_those_of_the_copy_stays_inside(place, name):
 
 def test_a_shard_names_no_file_elsewhere(place):
   write_store(place)
-  shard = place / RECIPE.shard_name(0)
+  writer = StoreWriter(place, SELECTION, {}, 1)
+  shard = place / writer.shard_name(0)
   record = json.loads((shard / 'shard.json').read_text())
   for name in names(place):
     plant(place, shard / name, functools.partial(shutil.copyfile, shard / 'tokens.npy'))
     named = {**record['files'], name: record['files']['tokens.npy']}
     (shard / 'shard.json').write_text(json.dumps(record | {'files': named}))
     with pytest.raises(DataError, match=REFUSED):
-      store_writer.finish(place, RECIPE)
+      writer.finish()
     (shard / 'shard.json').write_text(json.dumps(record | {'name': name}))
     with pytest.raises(ConfigurationError, match='built with another name'):
-      store_writer.finish(place, RECIPE)
+      writer.finish()
 
 
 def test_an_index_names_no_weights_elsewhere(place):

@@ -15,7 +15,7 @@ from valkyrie import main
 from valkyrie.config.load import load_gin
 from valkyrie.data import store_writer
 from valkyrie.data.store_location import store_path
-from valkyrie.data.token_store import TokenStore
+from valkyrie.data.token_store import Selection, TokenStore
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
 
@@ -32,12 +32,11 @@ LENGTHS = (900, 300, 513, 1600, 512, 1024)  # bytes of the documents of a store
 
 
 def write_store(data_dir: pathlib.Path, split: str) -> TokenStore:
-  path = store_path('letters', split, tiny_run.BYTES, None, str(data_dir))
+  selection = Selection('letters', split, tiny_run.BYTES)
+  path = store_path(selection, str(data_dir))
   random = np.random.default_rng(0)
-  store_writer.write_store(
-    path,
-    store_writer.Recipe('letters', split, tiny_run.BYTES, {}, shards=1),
-    lambda shard: [store_writer.Document(random.integers(3, 259, n), n) for n in LENGTHS],
+  store_writer.StoreWriter(path, selection, {}, shards=1).write(
+    lambda shard: [store_writer.Document(random.integers(3, 259, n), n) for n in LENGTHS]
   )
   return TokenStore.open(path, tiny_run.BYTES)
 

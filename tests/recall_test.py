@@ -20,6 +20,7 @@ from valkyrie.data import store_builder, store_writer
 from valkyrie.data.document_source import TASKS
 from valkyrie.data.feed import TaskFeed
 from valkyrie.data.store_location import store_path
+from valkyrie.data.token_store import Selection
 from valkyrie.data.vocabularies import ByteVocabulary
 from valkyrie.models.features import Features
 from valkyrie.models.recurrence.convolution import Tail
@@ -69,8 +70,8 @@ def test_a_stream_asks_for_each_marked_key_and_has_unmarked_look_alikes(pairs, d
 
 
 def test_only_the_answers_have_weights_and_a_stream_shares_its_positions(tmp_path):
-  path = store_path('recall', 'validation', tiny_run.BYTES, None, str(tmp_path))
-  store_builder.build(store_builder.Order('recall', 'validation', tiny_run.BYTES, path))
+  selection = Selection('recall', 'validation', tiny_run.BYTES)
+  store_builder.build(selection, store_path(selection, str(tmp_path)))
   options = {'reset_at': 'sequence', 'shuffle': False, 'epochs': 1, 'data_dir': str(tmp_path)}
   feed = TaskFeed('recall', 'validation', 2, 0, **options)
   batch = feed.read(0, feed.row_tokens)
@@ -99,9 +100,9 @@ def write_a_part(data_dir, split):
   """The store of the split's first streams, one in 16: tests need no more."""
   source = TASKS['recall'].source
   encode = tiny_run.BYTES.encode
-  store_writer.write_store(
-    store_path('recall', split, tiny_run.BYTES, None, str(data_dir)),
-    store_writer.Recipe('recall', split, tiny_run.BYTES, source.describe(split), shards=1),
+  selection = Selection('recall', split, tiny_run.BYTES)
+  path = store_path(selection, str(data_dir))
+  store_writer.StoreWriter(path, selection, source.describe(split), shards=1).write(
     lambda shard: [
       store_writer.Document(
         np.asarray(encode(document.prompt + document.text)),
@@ -110,7 +111,7 @@ def write_a_part(data_dir, split):
         len(document.prompt),
       )
       for document in source.documents(split, shard, 16)
-    ],
+    ]
   )
 
 

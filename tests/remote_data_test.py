@@ -1,5 +1,6 @@
 """Texts and token stores in buckets of Cloud Storage and S3."""
 
+import functools
 import gzip
 import io
 import json
@@ -19,17 +20,18 @@ import pyarrow.fs
 import pyarrow.parquet
 import pytest
 
-from valkyrie.data import store_builder, store_writer, token_store, vocabularies
+from valkyrie.data import store_builder, token_store, vocabularies
 from valkyrie.data.feed import TaskFeed
 from valkyrie.data.records import Records
 from valkyrie.data.source_files import SourceFiles, filesystem_of
-from valkyrie.data.store_builder import Order
-from valkyrie.data.store_location import open_store, store_name, store_path
-from valkyrie.data.store_writer import Document, Recipe
+from valkyrie.data.store_location import open_store, store_path
+from valkyrie.data.store_writer import Document, StoreWriter
+from valkyrie.data.token_store import Selection
 from valkyrie.errors import ConfigurationError, DataError, StorageError
 
 BYTES = vocabularies.ByteVocabulary()
-STORE = store_name('letters', 'train', BYTES, None)
+LETTERS = Selection('letters', 'train', BYTES)
+STORE = LETTERS.name
 FILES = 2 * 4  # arrays of a store of two shards
 
 
@@ -153,26 +155,27 @@ def test_a_file_that_changes_or_goes_after_the_listing_is_refused(service):
 def test_shards_of_two_texts_never_join(service, tmp_path):
   scheme, server = service
   server.put('d/a.jsonl', b'{"text": "Text 1"}\n{"text": "Text 2"}')
-  order = Order('text', 'train', BYTES, tmp_path, source=f'{scheme}://bucket/d', shards=2)
-  assert store_builder.build(order, shard=0) is None
+  selection = Selection('text', 'train', BYTES, f'{scheme}://bucket/d')
+  build = functools.partial(store_builder.build, selection, tmp_path, shards=2)
+  assert build(shard=0) is None
   time.sleep(1.1)  # buckets know seconds
   server.put('d/a.jsonl', b'{"text": "Next 1"}\n{"text": "Next 2"}')
   for _ in range(2):
     with pytest.raises(DataError, match=rf'{scheme}://bucket/d has now \(1 changed: a\.jsonl\)'):
-      store_builder.build(order, shard=1)
+      build(shard=1)
   shutil.rmtree(tmp_path)
-  information = store_builder.build(order)
+  information = build()
   assert [entry[3] for entry in information['origin']['files']] == [None]
-  assert store_builder.build(order) == information
+  assert build() == information
   time.sleep(1.1)
   server.put('d/a.jsonl', b'{"text": "Text 1"}\n{"text": "Text 2"}')
   with pytest.raises(DataError, match=r'1 changed: a\.jsonl.* --rebuild'):
-    store_builder.build(order)
+    build()
 
 
 def test_a_key_in_an_address_is_not_said(service):
   address = f's3://key:hunter2@bucket/absent?endpoint_override={service[1].url}'
-  for read in (SourceFiles, lambda place: open_store('t', 's', 'bytes', BYTES, data_dir=place)):
+  for read in (SourceFiles, lambda place: open_store(LETTERS, place)):
     with pytest.raises((DataError, StorageError)) as caught:
       read(address)
     assert 'bucket/absent' in str(caught.value) and 'hunter2' not in str(caught.value)
@@ -185,8 +188,7 @@ def documents(shard, seed=0):
 
 def upload(server, folder, seed=0):
   """Puts a store at the address of its task, and keeps it in `folder`."""
-  recipe = Recipe('letters', 'train', BYTES, {}, 2)
-  store_writer.write_store(folder, recipe, lambda shard: documents(shard, seed))
+  StoreWriter(folder, LETTERS, {}, 2).write(lambda shard: documents(shard, seed))
   for file in folder.rglob('*.*'):
     if file.is_file() and not file.name.startswith('.'):
       server.put(f'stores/{STORE}/{file.relative_to(folder)}', file.read_bytes())
@@ -194,7 +196,7 @@ def upload(server, folder, seed=0):
 
 
 def opened(scheme):
-  return open_store('letters', 'train', 'bytes', BYTES, data_dir=f'{scheme}://bucket/stores')
+  return open_store(LETTERS, f'{scheme}://bucket/stores')
 
 
 def reads(server):
@@ -249,9 +251,10 @@ def test_a_killed_copy_goes_on_with_the_files_that_are_missing(service, cache, t
   code = f"""
 from valkyrie.data import vocabularies
 from valkyrie.data.store_location import open_store
+from valkyrie.data.token_store import Selection
 
-vocabulary = vocabularies.load('bytes')
-open_store('letters', 'train', 'bytes', vocabulary, data_dir='{scheme}://bucket/stores')
+selection = Selection('letters', 'train', vocabularies.load('bytes'))
+open_store(selection, '{scheme}://bucket/stores')
 """
   with subprocess.Popen([sys.executable, '-c', code]) as child:
     assert torn.wait(60)
@@ -316,4 +319,4 @@ def test_a_denied_store_says_how_to_get_access(service, cache):
 
 def test_a_store_is_not_built_at_an_address():
   with pytest.raises(ConfigurationError, match='gs://bucket/stores'):
-    store_path('letters', 'train', BYTES, None, 'gs://bucket/stores')
+    store_path(LETTERS, 'gs://bucket/stores')

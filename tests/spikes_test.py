@@ -13,6 +13,7 @@ from valkyrie import main
 from valkyrie.config.load import load_gin
 from valkyrie.data import store_writer
 from valkyrie.data.store_location import store_path
+from valkyrie.data.token_store import Selection
 from valkyrie.errors import ConfigurationError, Preempted
 from valkyrie.run import train
 from valkyrie.training.spikes import LossSpikes, detect
@@ -102,10 +103,10 @@ def folder(tmp_path_factory):
     text[(SPIKE - 1) * TOKENS : SPIKE * TOKENS] = random.choice(list('ghijklmnopqrstuvw'), TOKENS)
     return store_writer.Document(np.asarray(tiny_run.BYTES.encode(''.join(text))), len(text))
 
-  store_writer.write_store(
-    store_path('noise', 'train', tiny_run.BYTES, None, str(path / 'data')),
-    store_writer.Recipe('noise', 'train', tiny_run.BYTES, {}, shards=1),
-    lambda shard: [row() for _ in range(8)],
+  selection = Selection('noise', 'train', tiny_run.BYTES)
+  store = store_path(selection, str(path / 'data'))
+  store_writer.StoreWriter(store, selection, {}, shards=1).write(
+    lambda shard: [row() for _ in range(8)]
   )
   (path / 'watch.py').write_text(WATCH)
   more = """

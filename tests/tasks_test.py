@@ -18,7 +18,7 @@ import pytest
 from valkyrie.data import document_source, store_builder, token_store, vocabularies
 from valkyrie.data.feed import TaskFeed
 from valkyrie.data.records import Records
-from valkyrie.data.token_store import TokenStore
+from valkyrie.data.token_store import Selection, TokenStore
 from valkyrie.distributed import heartbeat
 from valkyrie.errors import ConfigurationError, DataError
 
@@ -61,9 +61,9 @@ def library(tmp_path_factory):
 
 
 def _build(output, **options):
-  defaults = {'task': 'fineweb', 'split': 'train', 'vocabulary': BYTES, 'output': output}
-  how = {name: options.pop(name) for name in ('shard', 'processes') if name in options}
-  return store_builder.build(store_builder.Order(**(defaults | options)), **how)
+  how = {name: options.pop(name) for name in ('shards', 'shard', 'processes') if name in options}
+  selection = Selection(**({'task': 'fineweb', 'split': 'train', 'vocabulary': BYTES} | options))
+  return store_builder.build(selection, output, **how)
 
 
 @pytest.fixture(scope='module')
@@ -313,12 +313,13 @@ def test_of_equal_documents_the_first_stays(tmp_path, monkeypatch):
 def test_documents_are_those_of_the_seqio_task(task, monkeypatch):
   """Sources of documents are read without tf.data, which must not change them."""
   monkeypatch.setattr('valkyrie.data.document_source._PIECE', 2000)
-  reader = store_builder.open_task(store_builder.Order(task, 'validation', BYTES, pathlib.Path()))
+  selection = Selection(task, 'validation', BYTES)
+  reader = store_builder.open_task(selection)
   found = [*itertools.islice(reader.documents(3, 40), 30)]
   from valkyrie.data import seqio_tasks  # noqa: PLC0415, TensorFlow
 
   seqio_tasks.publish()
-  theirs = seqio_tasks.SeqioReader(task, 'validation', BYTES, None, {})
+  theirs = seqio_tasks.SeqioReader(task, selection)
   assert (theirs.description, theirs.files()) == (reader.description, reader.files())
   expected = [*itertools.islice(theirs.documents(3, 40), 30)]
   assert len(found) == len(expected) > 0

@@ -23,7 +23,7 @@ from valkyrie.data.document_source import TASKS
 from valkyrie.data.feed import TaskFeed
 from valkyrie.data.records import Records
 from valkyrie.data.source_files import SourceFiles
-from valkyrie.data.token_store import TokenStore
+from valkyrie.data.token_store import Selection, TokenStore
 from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.tasks import passkey  # noqa: F401
 from valkyrie.tasks.fineweb import FineWebSource
@@ -403,13 +403,14 @@ def test_a_shard_of_a_text_that_changes_meanwhile_does_not_count(tmp_path):
   file, output = tmp_path / 'a.jsonl', tmp_path / 'store'
   texts = [f'Text {number}' for number in range(150)]
   file.write_bytes(json_lines(texts))
-  order = store_builder.Order('text', 'train', BYTES, output, source=str(file), shards=1)
-  bench = store_builder.Bench(order)
+  selection = Selection('text', 'train', BYTES, str(file))
+  bench = store_builder.Bench(selection, output, 1)
   other = json_lines([text.replace('Text', 'Next') for text in texts])
   with pytest.raises(DataError, match=r'being built from other files.*1 changed: a\.jsonl'):
     bench.build(0, lambda documents, tokens: edit(file, other))  # after 100 documents
   assert not list(output.glob('shard-*'))
-  assert store_builder.build(order)['origin']  # no shard has the old text, so none is in the way
+  # No shard has the old text, so none is in the way.
+  assert store_builder.build(selection, output, shards=1)['origin']
   assert set(stored(output)) == {'Next'}
 
 

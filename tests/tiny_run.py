@@ -11,6 +11,7 @@ from valkyrie import main
 from valkyrie.config.load import load_gin
 from valkyrie.data import store_writer, vocabularies
 from valkyrie.data.store_location import store_path
+from valkyrie.data.token_store import Selection
 from valkyrie.run import train as run_mode
 
 BYTES = vocabularies.ByteVocabulary()
@@ -30,12 +31,12 @@ def write_stores(data_dir: pathlib.Path, task: str, letters: str, vocabulary=BYT
 
 def write_store(data_dir: pathlib.Path, task: str, split: str, texts, vocabulary=BYTES) -> None:
   """The store of a split with these texts, by bytes."""
-  store_writer.write_store(
-    store_path(task, split, BYTES, None, str(data_dir)),
-    store_writer.Recipe(task, split, vocabulary, {}, shards=1),
+  path = store_path(Selection(task, split, BYTES), str(data_dir))
+  writer = store_writer.StoreWriter(path, Selection(task, split, vocabulary), {}, shards=1)
+  writer.write(
     lambda shard: [
       store_writer.Document(np.asarray(BYTES.encode(text)), len(text)) for text in texts
-    ],
+    ]
   )
 
 

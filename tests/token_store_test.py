@@ -6,9 +6,9 @@ import threading
 import numpy as np
 import pytest
 
-from valkyrie.data import store_writer, token_store, vocabularies
-from valkyrie.data.store_writer import Document, Recipe
-from valkyrie.data.token_store import TokenStore
+from valkyrie.data import token_store, vocabularies
+from valkyrie.data.store_writer import Document, StoreWriter
+from valkyrie.data.token_store import Selection, TokenStore
 from valkyrie.errors import ConfigurationError, DataError
 
 BYTES = vocabularies.ByteVocabulary()
@@ -21,14 +21,13 @@ def _documents(shard):
   return [Document(rng.randint(3, 259, n), n, sequence_key=str(n % 2)) for n in LENGTHS]
 
 
-def _recipe(**changes):
-  kept = {'task': 't', 'split': 's', 'vocabulary': BYTES, 'source': {'a': 1}, 'shards': SHARDS}
-  return Recipe(**(kept | changes))
+def _writer(path, vocabulary=BYTES, source=1, shards=SHARDS):
+  return StoreWriter(path, Selection('t', 's', vocabulary), {'a': source}, shards)
 
 
 @pytest.fixture
 def store(tmp_path):
-  store_writer.write_store(tmp_path / 'store', _recipe(), _documents)
+  _writer(tmp_path / 'store').write(_documents)
   return tmp_path / 'store'
 
 
@@ -60,7 +59,7 @@ def test_tokens_of_large_vocabularies_have_four_bytes(tmp_path):
     size = 100_000
 
   documents = [Document(np.array([99_999, 65_536]), 2)]
-  store_writer.write_store(tmp_path, _recipe(vocabulary=Large(), shards=1), lambda _: documents)
+  _writer(tmp_path, Large(), shards=1).write(lambda _: documents)
   read = TokenStore.open(tmp_path, Large()).read(np.array([0]), np.array([0]), np.array([3]))
   assert read.tolist() == [99_999, 65_536, 1]
 
@@ -73,14 +72,14 @@ def test_a_continued_build_keeps_finished_shards_and_rebuilds_others(store, tmp_
     yield from _documents(shard)[:5]
     raise KeyboardInterrupt
 
-  store_writer.write_shard(other, _recipe(), 1, _documents)
+  _writer(other).write_shard(1, _documents(1))
   finished = (other / 'shard-00001-of-00003' / 'tokens.npy').stat()
   with pytest.raises(KeyboardInterrupt):
-    store_writer.write_shard(other, _recipe(), 0, dies)
-  assert store_writer.finish(other, _recipe()) is None
+    _writer(other).write_shard(0, dies(0))
+  assert _writer(other).finish() is None
   with pytest.raises(DataError, match='not a finished token store'):
     TokenStore.open(other, BYTES)
-  assert store_writer.write_store(other, _recipe(), _documents)['fingerprint'] == expected
+  assert _writer(other).write(_documents)['fingerprint'] == expected
   assert (other / 'shard-00001-of-00003' / 'tokens.npy').stat() == finished
   assert not [file for file in other.iterdir() if file.name.startswith('.')]
 
@@ -89,7 +88,7 @@ def test_two_builders_of_one_store_at_once(store, tmp_path):
   found = []
 
   def build():
-    found.append(store_writer.write_store(tmp_path / 'both', _recipe(), _documents))
+    found.append(_writer(tmp_path / 'both').write(_documents))
 
   threads = [threading.Thread(target=build) for _ in range(2)]
   for thread in threads:
@@ -100,9 +99,9 @@ def test_two_builders_of_one_store_at_once(store, tmp_path):
 
 
 def test_shards_of_another_source_are_not_mixed_in(tmp_path):
-  store_writer.write_shard(tmp_path, _recipe(), 0, _documents)
+  _writer(tmp_path).write_shard(0, _documents(0))
   with pytest.raises(ConfigurationError, match=r"another source: found \{'a': 1\}.*\{'a': 2\}"):
-    store_writer.write_store(tmp_path, _recipe(source={'a': 2}), _documents)
+    _writer(tmp_path, source=2).write(_documents)
 
 
 @pytest.mark.parametrize('name', ['tokens.npy', 'offsets.npy', 'keys.npy'])
@@ -176,7 +175,7 @@ def test_a_damaged_document_is_located(store, token, message):
 
 def test_a_token_outside_the_vocabulary_is_not_written(tmp_path):
   with pytest.raises(DataError, match=r'Document 0 of shard 0.*token ids from 3 to 259'):
-    store_writer.write_store(tmp_path, _recipe(), lambda _: [Document(np.array([3, 259]), 2)])
+    _writer(tmp_path).write(lambda _: [Document(np.array([3, 259]), 2)])
 
 
 def test_another_vocabulary_is_refused(store):
@@ -199,9 +198,9 @@ def test_an_invalid_store_json_is_refused(store, content, message):
 def test_mostly_empty_sources_are_refused(tmp_path):
   empty = [Document(np.array([], np.int32), 0)] * 2 + [Document(np.array([5, 6]), 2)]
   with pytest.raises(DataError, match=r'6 of 9 documents .* are empty'):
-    store_writer.write_store(tmp_path / 'a', _recipe(), lambda _: empty)
+    _writer(tmp_path / 'a').write(lambda _: empty)
   with pytest.raises(DataError, match='has no documents'):
-    store_writer.write_store(tmp_path / 'b', _recipe(), lambda _: [])
+    _writer(tmp_path / 'b').write(lambda _: [])
 
 
 def test_tokens_are_plain_npy_files(store):

@@ -21,6 +21,7 @@ from injections.table import Unavailable
 from valkyrie.checkpoint.disk_steps import DiskSteps
 from valkyrie.data import store_writer, vocabularies
 from valkyrie.data.store_location import store_path
+from valkyrie.data.token_store import Selection
 from valkyrie.distributed.heartbeat import VARIABLE, address
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -278,14 +279,13 @@ def texts(letters: str, count: int, seed: int) -> list[str]:
 
 def write_store(data: pathlib.Path, task: str, split: str, documents: list[str]) -> pathlib.Path:
   """A token store of these texts, in two shards."""
-  path = store_path(task, split, BYTES, None, str(data))
-  store_writer.write_store(
-    path,
-    store_writer.Recipe(task, split, BYTES, {}, shards=2),
+  selection = Selection(task, split, BYTES)
+  path = store_path(selection, str(data))
+  store_writer.StoreWriter(path, selection, {}, shards=2).write(
     lambda shard: [
       store_writer.Document(np.asarray(BYTES.encode(text)), len(text))
       for text in documents[shard::2]
-    ],
+    ]
   )
   return path
 

@@ -30,7 +30,8 @@ import threading
 from typing import Any, NoReturn
 
 from valkyrie.data import store_builder, task_reader, token_store, vocabularies
-from valkyrie.data.store_location import located, store_path
+from valkyrie.data.store_location import store_path
+from valkyrie.data.token_store import Selection
 from valkyrie.errors import ConfigurationError, Preempted, ValkyrieError
 
 
@@ -50,22 +51,11 @@ def _parser() -> argparse.ArgumentParser:
   add('--option', action='append', default=[], metavar='NAME=VALUE', help='option of the source')
   add('--rebuild', action='store_true', help='remove the store in --output first')
   add('--unique', action='store_true', help='drop all but the first of equal documents')
-  add(
-    '--processes',
-    type=int,
-    default=1,
-    help='number of shards to build at once (default: %(default)s)',
-  )
-  add(
-    '--shards',
-    type=int,
-    default=store_builder.DEFAULT_SHARDS,
-    help='number of shards (default: %(default)s)',
-  )
+  add('--processes', type=int, default=1, help='shards to build at once (default: %(default)s)')
+  shards = store_builder.DEFAULT_SHARDS
+  add('--shards', type=int, default=shards, help='number of shards (default: %(default)s)')
   add('--shard', type=int, help='number, from 0, of the only shard to build (default: all)')
-  add(
-    '--mixture', help='print the tasks and rates of a seqio Mixture, package.module:NAME, instead'
-  )
+  add('--mixture', help='print the tasks and rates of this seqio Mixture, package.module:NAME')
   add('--verify', action='store_true', help='check every byte of the store in --output instead')
   add('--orders', action='store_true', help='run each line of standard input (for runs)')
   add(
@@ -77,12 +67,40 @@ def _parser() -> argparse.ArgumentParser:
   return parser
 
 
-def _run(arguments: argparse.Namespace) -> dict[str, Any] | None:
-  """Builds or verifies; returns store.json, or None while shards are missing."""
+def _run(arguments: argparse.Namespace) -> Mapping[str, Any] | None:
+  """The rates of a mixture, or store.json; None while shards are missing."""
+  if arguments.mixture is not None:
+    with task_reader.quiet():
+      from valkyrie.data import seqio_tasks  # noqa: PLC0415  (TensorFlow)
+    return seqio_tasks.rates(arguments.mixture)
   if arguments.verify:
     if arguments.output is None:
       raise ConfigurationError('--verify needs --output, the directory of the store.')
     return token_store.verify(arguments.output)
+  _check(arguments)
+  selection = Selection(
+    arguments.task,
+    arguments.split,
+    vocabularies.load(arguments.vocabulary),
+    arguments.source,
+    dict(_option(text) for text in arguments.option),
+    arguments.unique,
+  )
+  if arguments.output is None:
+    arguments.output = store_path(selection, arguments.data_dir)
+  return store_builder.build(
+    selection,
+    arguments.output.absolute(),
+    shards=arguments.shards,
+    shard=arguments.shard,
+    processes=arguments.processes,
+    rebuild=arguments.rebuild,
+    beam=arguments.beam,
+  )
+
+
+def _check(arguments: argparse.Namespace) -> None:
+  """Raises a ConfigurationError for arguments of a build that do not fit together."""
   if arguments.task is None:
     raise ConfigurationError('--task is missing. Name the task to build, or pass --verify.')
   if arguments.shards < 1 or arguments.shard not in (None, *range(arguments.shards)):
@@ -92,38 +110,8 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any] | None:
     )
   if arguments.processes < 1:
     raise ConfigurationError(f'--processes={arguments.processes} must be 1 or more.')
-  beam_store = None if arguments.beam is None else _beam_store(arguments)
-  vocabulary = vocabularies.load(arguments.vocabulary)
-  source, options = located(arguments.source), dict(_option(text) for text in arguments.option)
-  if arguments.output is None:
-    arguments.output = store_path(
-      arguments.task,
-      arguments.split,
-      vocabulary,
-      source,
-      arguments.data_dir,
-      options,
-      arguments.unique,
-    )
-  order = store_builder.Order(
-    arguments.task,
-    arguments.split,
-    vocabulary,
-    arguments.output.absolute(),
-    source=source,
-    options=options,
-    shards=arguments.shards,
-    unique=arguments.unique,
-  )
-  if beam_store:
-    return beam_store.build(order, arguments.beam, rebuild=arguments.rebuild)
-  return store_builder.build(
-    order, shard=arguments.shard, processes=arguments.processes, rebuild=arguments.rebuild
-  )
-
-
-def _beam_store(arguments: argparse.Namespace) -> Any:
-  """The module `beam_store`, if Apache Beam is installed and the options fit it."""
+  if arguments.beam is None:
+    return
   if arguments.shard is not None or arguments.processes != 1:
     raise ConfigurationError(
       f'--beam builds all shards by its own workers, but got --shard={arguments.shard} and '
@@ -136,14 +124,6 @@ def _beam_store(arguments: argparse.Namespace) -> Any:
       f'Found {" ".join(misplaced)} after --beam, but only options of Apache Beam are expected '
       'there. Write it before --beam.'
     )
-  try:
-    from valkyrie.data import beam_store  # noqa: PLC0415  (an optional package)
-  except ImportError as error:
-    raise ConfigurationError(
-      f'--beam needs Apache Beam, which this Python does not have ({error}). Install it into an '
-      "environment of its own: pip install 'valkyrie[beam]'"
-    ) from error
-  return beam_store
 
 
 def _option(text: str) -> tuple[str, str]:
@@ -164,9 +144,8 @@ def _answer_orders() -> NoReturn:
   orders = queue.SimpleQueue[str]()
   threading.Thread(target=_receive, args=(orders,), daemon=True).start()
   while True:
-    arguments = _parser().parse_args(json.loads(orders.get()))
     try:
-      answer = {'done': _done(arguments)}
+      answer = {'done': _run(_parser().parse_args(json.loads(orders.get())))}
     except ValkyrieError as error:
       answer = {'error': type(error).__name__, 'message': str(error)}
     print(json.dumps(answer), file=answers)
@@ -179,15 +158,6 @@ def _receive(orders: queue.SimpleQueue[str]) -> None:
   os._exit(Preempted.exit_code)
 
 
-def _done(arguments: argparse.Namespace) -> Mapping[str, Any] | None:
-  """The rates of a mixture, or store.json; None while shards are missing."""
-  if arguments.mixture is not None:
-    with task_reader.quiet():
-      from valkyrie.data import seqio_tasks  # noqa: PLC0415  (TensorFlow)
-    return seqio_tasks.rates(arguments.mixture)
-  return _run(arguments)
-
-
 def main(line: Sequence[str] | None = None) -> int:
   """Runs the command line; returns the exit code, and prints an error to standard error."""
   arguments = _parser().parse_args(line)
@@ -196,7 +166,7 @@ def main(line: Sequence[str] | None = None) -> int:
   if arguments.orders:
     _answer_orders()
   try:
-    done = _done(arguments)
+    done = _run(arguments)
   except ValkyrieError as error:
     print(f'build_store: {error}', file=sys.stderr)
     return error.exit_code

@@ -16,7 +16,7 @@ from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import vocabularies
 from valkyrie.data.rows import Epoch, Rows, Units
 from valkyrie.data.store_location import open_store
-from valkyrie.data.token_store import REBUILD, TokenStore
+from valkyrie.data.token_store import REBUILD, Selection, TokenStore
 from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.types import Batch, position_of
 
@@ -95,10 +95,8 @@ class TaskFeed:
     self.vocabulary = vocabularies.load(vocabulary)
     self.vocabulary_size = self.vocabulary.size
     given = {name: str(value) for name, value in (options or {}).items() if value is not None}
-    self._open = functools.partial(
-      open_store, task, split, vocabulary, self.vocabulary, source, data_dir, given, unique
-    )
-    self._name = f'{task}/{split}'
+    self._selection = Selection(task, split, self.vocabulary, source, given, unique)
+    self._data_dir = data_dir
     self.batch_size = batch_size
     self.reset_at = reset_at
     self._seeds = [seed]
@@ -112,7 +110,7 @@ class TaskFeed:
   @functools.cached_property
   def store(self) -> TokenStore:
     """The token store."""
-    return self._open()
+    return open_store(self._selection, self._data_dir)
 
   @functools.cached_property
   def _rows(self) -> Rows:
@@ -121,7 +119,7 @@ class TaskFeed:
     if rows.units < self.batch_size:
       unit = 'documents' if keys is None else 'sequences of documents'
       raise ConfigurationError(
-        f'{self._name} has {rows.units} {unit}, fewer than batch_size={self.batch_size}, but '
+        f'{self._selection} has {rows.units} {unit}, fewer than batch_size={self.batch_size}, but '
         'each row needs one. Lower batch_size, or use a larger split, such as --gin.held_out=0.2 '
         'of the documents of gin/data/text.gin.'
       )
@@ -184,8 +182,8 @@ class TaskFeed:
     del begin  # an endless feed is the same from any position of the run on
     if self._epochs is not None:
       raise ConfigurationError(
-        f'{self._name} has TaskFeed.epochs={self._epochs}, which end in one deal of its documents. '
-        'Keep the number of rows, or set TaskFeed.epochs = None.'
+        f'{self._selection} has TaskFeed.epochs={self._epochs}, which end in one deal of its '
+        'documents. Keep the number of rows, or set TaskFeed.epochs = None.'
       )
     dealt = copy.copy(self)
     dealt.__dict__.pop('_rows', None)

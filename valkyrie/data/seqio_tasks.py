@@ -8,7 +8,7 @@ preprocessors:
   task = seqio.get_mixture_or_task('fineweb')
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 import dataclasses
 import importlib
 import os
@@ -23,6 +23,7 @@ from valkyrie.data import store_writer, task_reader
 from valkyrie.data.document_source import TASKS, DocumentSource, DocumentTask
 from valkyrie.data.source_files import SourceFiles
 from valkyrie.data.task_reader import TaskReader
+from valkyrie.data.token_store import Selection
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError, DataError, ValkyrieError
 
@@ -45,11 +46,6 @@ def publish() -> None:
       _publish(name, task)
     elif getattr(seqio.TaskRegistry.get(name).source, 'source', None) is not task.source:
       raise ConfigurationError(f'seqio has another task {name!r} already. Rename one of the two.')
-
-
-def task_names() -> list[str]:
-  """The names of all tasks of seqio."""
-  return [*seqio.TaskRegistry.names()]
 
 
 def rates(mixture: str) -> dict[str, float]:
@@ -173,16 +169,9 @@ class SeqioReader(TaskReader):
     DataError: the source is damaged.
   """
 
-  def __init__(
-    self,
-    task: str,
-    split: str,
-    vocabulary: Vocabulary,
-    source: str | None,
-    options: Mapping[str, str],
-  ):
+  def __init__(self, task: str, selection: Selection):
     original: Any = seqio.TaskRegistry.get(task)
-    task_reader.check_split(task, split, tuple(original.splits))
+    task_reader.check_split(selection, original.splits)
     if 'targets' not in original.output_features:
       raise ConfigurationError(
         f"The task {task} has no feature 'targets', only {', '.join(original.output_features)}. "
@@ -191,25 +180,26 @@ class SeqioReader(TaskReader):
     self._source = original.source
     self.description = {'kind': str(original.source)}
     if isinstance(original.source, SeqioSource):
-      self._source = SeqioSource(task_reader.relocated(original.source.source, source, options))
-      self.description = self._source.source.describe(split)
-    elif source is not None or options:
+      self._source = SeqioSource(task_reader.relocated(original.source.source, selection))
+      self.description = self._source.source.describe(selection.split)
+    elif selection.source is not None or selection.options:
       raise ConfigurationError(
         f'The source of the task {task} is not of documents (valkyrie.data.document_source) and '
-        f'has neither another location nor options, but got {source!r} and {dict(options)}. '
+        'has neither another location nor options, but got '
+        f'{selection.source!r} and {dict(selection.options)}. '
         'Remove TaskFeed.source and TaskFeed.options, or --source and --option.'
       )
     documents = getattr(self._source, 'source', self._source)
     steps = [getattr(step, 'func', step) for step in original.preprocessors]
     self.modules = [str(code.__module__) for code in [*type(documents).__mro__, *steps]]
-    adapter = SeqioVocabulary(vocabulary)
+    adapter = SeqioVocabulary(selection.vocabulary)
     features = {
       name: dataclasses.replace(feature, vocabulary=adapter)
       for name, feature in original.output_features.items()
     }
     self._task = original.replace(source=self._source, output_features=features)
-    self._split = split
-    self._vocabulary = vocabulary
+    self._split = selection.split
+    self._vocabulary = selection.vocabulary
 
   def files(self) -> SourceFiles | None:
     if isinstance(self._source, SeqioSource):

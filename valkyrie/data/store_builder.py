@@ -1,11 +1,14 @@
 """The build of a token store, by one process or by several that share its shards.
 
 One process builds a shard, whose content does not depend on the process: any number of processes
-builds the same store, and so do workers on other machines (`beam_store`).
+builds the same store, and so do the workers of Apache Beam on other machines.
 """
 
+# Beam is an optional package.
+# pyright: reportMissingImports=false
+
 from collections.abc import Callable, Iterable, Iterator, Sequence
-import dataclasses
+import functools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -17,100 +20,96 @@ from typing import Any
 
 import tqdm
 
-from valkyrie.config import redact
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.data import provenance, store_writer, task_reader, token_store
 from valkyrie.data.document_source import TASKS
-from valkyrie.data.store_location import Options, located
-from valkyrie.data.store_writer import Report
+from valkyrie.data.store_writer import Report, StoreWriter
 from valkyrie.data.task_reader import DocumentReader, TaskReader
-from valkyrie.data.vocabularies import Vocabulary
+from valkyrie.data.token_store import Selection
 from valkyrie.distributed import heartbeat
 from valkyrie.errors import ConfigurationError, DataError, Preempted, ValkyrieError
 
 DEFAULT_SHARDS = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class Order:
-  """A store to build: the arguments of `build`."""
-
-  task: str
-  split: str
-  vocabulary: Vocabulary
-  output: pathlib.Path
-  source: str | None = None
-  options: Options = dataclasses.field(default_factory=dict)
-  shards: int = DEFAULT_SHARDS
-  unique: bool = False
-
-
 def build(
-  order: Order,
+  selection: Selection,
+  output: pathlib.Path,
   *,
+  shards: int = DEFAULT_SHARDS,
   shard: int | None = None,
   processes: int = 1,
   rebuild: bool = False,
-  build_shards: Callable[[Sequence[int]], None] | None = None,
+  beam: Sequence[str] | None = None,
 ) -> dict[str, Any] | None:
   """Builds a store, or one shard of it; returns store.json, or None while shards are missing.
 
   Args:
-    order: the store.
+    selection: the documents of the store.
+    output: the directory of the store.
+    shards: the number of shards.
     shard: the number of the only shard to build; None builds all.
     processes: the number of processes; it does not change the store.
     rebuild: remove a store that is there first.
-    build_shards: builds the shards with these numbers, in place of processes of this machine.
+    beam: options of Apache Beam, whose workers then build the shards in place of this machine.
 
   Raises:
-    ConfigurationError: the task or split is unknown, or does not fit the other arguments.
-    DataError: the task's source is missing, damaged or empty.
+    ConfigurationError: the task or split is unknown, or does not fit the other arguments; Beam is
+      not installed, or rejects its options.
+    DataError: the task's source is missing, damaged or empty; or the pipeline of Beam failed or
+      wrote elsewhere.
   """
-  order = dataclasses.replace(order, source=located(order.source))
-  if (order.output / token_store.STORE_FILE).exists():
-    found = _finished(order)
+  pipeline = None if beam is None else _pipeline(beam)
+  if (output / token_store.STORE_FILE).exists():
+    found = _finished(selection, output)
     if not rebuild:
-      named = (order.source, *order.options.values())
-      provenance.check(order.output, found, 'run the same command with --rebuild.', named)
+      again = 'run the same command with --rebuild.'
+      provenance.check(output, found, again, selection.places)
       return found
-    shutil.rmtree(order.output)
-  print(f'building {order.output}', file=sys.stderr, flush=True)
-  bench = Bench(order)
-  store_writer.check_shards(order.output, bench.recipe)
-  numbers = range(order.shards) if shard is None else [shard]
-  if build_shards:
-    build_shards(numbers)
+    shutil.rmtree(output)
+  print(f'building {output}', file=sys.stderr, flush=True)
+  opened = functools.partial(Bench, selection, output, shards)
+  bench = opened()
+  bench.writer.check_shards()
+  numbers = range(shards) if shard is None else [shard]
+  if pipeline is not None:
+    _in_pipeline(pipeline, opened, numbers)
   else:
-    with _Progress(f'{order.task}/{order.split}', len(numbers)) as progress:
+    with _Progress(str(selection), len(numbers)) as progress:
       if processes == 1:
         for number in numbers:
-          bench.build(number, progress.read)
-          progress.finished()
+          bench.build(number, progress.add)
+          progress.add(shards=1)
       else:
-        _in_processes(order, numbers, min(processes, len(numbers)), progress)
-  return store_writer.finish(order.output, bench.recipe, bench.origin and bench.origin.record())
+        _in_processes(opened, numbers, min(processes, len(numbers)), progress)
+  information = bench.writer.finish(bench.origin and bench.origin.record())
+  if information is None and pipeline is not None:
+    raise DataError(
+      f'The pipeline has ended, but {output} lacks shards. The workers write there, so --output '
+      'must be a directory that all their machines share.'
+    )
+  return information
 
 
-def open_task(order: Order) -> TaskReader:
-  """The reader of the task of an order. It loads TensorFlow only for a task that only seqio knows.
+def open_task(selection: Selection) -> TaskReader:
+  """The reader of the selected task. It loads TensorFlow only for a task that only seqio knows.
 
   Raises:
     ConfigurationError: the task is not registered, or lacks the split or the feature 'targets', or
       a source was given to a task without a location.
     DataError: the source is damaged.
   """
-  module, task = task_reader.of_task(order.task)
-  given = order.split, order.vocabulary, order.source, order.options
+  module, task = task_reader.of_task(selection.task)
   task_reader.load(module)
   if task in TASKS:
-    return DocumentReader(task, TASKS[task], *given)
+    return DocumentReader(TASKS[task], selection)
   known = [*TASKS]
   if 'seqio' in sys.modules:
     with task_reader.quiet():
       from valkyrie.data import seqio_tasks  # noqa: PLC0415  (TensorFlow)
-    known += seqio_tasks.task_names()
+    known += seqio_tasks.seqio.TaskRegistry.names()
     if task in known:
-      return seqio_tasks.SeqioReader(task, *given)
+      return seqio_tasks.SeqioReader(task, selection)
   raise ConfigurationError(
     f'The module {module} registers no task {task!r}.{did_you_mean(task, known)} '
     'A mixture is endless and cannot be stored. Name its tasks one by one.'
@@ -120,86 +119,65 @@ def open_task(order: Order) -> TaskReader:
 class Bench:
   """All that a process needs to build shards."""
 
-  def __init__(self, order: Order):
-    self._order = order
-    self.reader = open_task(order)
-    location, options = _recorded_source(order)
-    module, _ = task_reader.of_task(order.task)
-    code = task_reader.code_hash([module, *self.reader.modules])
-    recorded = {'location': location, 'options': options, 'code_sha256': code}
-    files = self.reader.files()
-    self.origin = files and provenance.Origin(files, order.output)
+  def __init__(self, selection: Selection, output: pathlib.Path, shards: int):
+    self._reader = open_task(selection)
+    module, _ = task_reader.of_task(selection.task)
+    recorded = selection.recorded()
+    source = self._reader.description | {
+      'location': recorded['source'],
+      'options': recorded['options'],
+      'code_sha256': task_reader.code_hash([module, *self._reader.modules]),
+    }
+    files = self._reader.files()
+    self.origin = files and provenance.Origin(files, output)
     if self.origin:
-      recorded['files_sha256'] = self.origin.digest
-    source = self.reader.description | recorded
-    self.recipe = store_writer.Recipe(
-      order.task, order.split, order.vocabulary, source, order.shards, order.unique
-    )
+      source['files_sha256'] = self.origin.digest
+    self.writer = StoreWriter(output, selection, source, shards)
 
   def build(self, number: int, report: Report) -> None:
     """Builds a shard, unless it is there."""
-    store_writer.write_shard(
-      self._order.output,
-      self.recipe,
-      number,
-      self._documents,
-      report,
-    )
+    self.writer.write_shard(number, self._documents(number), report)
 
   def _documents(self, shard: int) -> Iterator[store_writer.Document]:
-    yield from self.reader.documents(shard, self._order.shards)
+    yield from self._reader.documents(shard, self.writer.shards)
     if self.origin:  # before the shard gets its name
       self.origin.check()
 
 
-class _Progress:
+class _Progress(tqdm.tqdm):
   """A line of progress, with the documents and tokens of all processes."""
 
   def __init__(self, title: str, shards: int):
+    interval = 0.2 if sys.stderr.isatty() else 10  # only time decides when the line is rewritten
+    super().__init__(desc=title, total=shards, unit='shard', miniters=0, mininterval=interval)
     self._documents = self._tokens = 0
-    self._bar = tqdm.tqdm(
-      desc=title,
-      total=shards,
-      unit='shard',
-      miniters=0,  # only time decides when the line is rewritten
-      mininterval=0.2 if sys.stderr.isatty() else 10,
-    )
 
-  def __enter__(self) -> '_Progress':
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    self._bar.close()
-
-  def read(self, documents: int, tokens: int) -> None:
+  def add(self, documents: int = 0, tokens: int = 0, shards: int = 0) -> None:
     heartbeat.beat()  # of the run that waits for the store, if there is one
     self._documents += documents
     self._tokens += tokens
-    seconds = max(self._bar.format_dict['elapsed'], 1e-9)
-    self._bar.set_postfix_str(
+    seconds = max(self.format_dict['elapsed'], 1e-9)
+    self.set_postfix_str(
       f'{self._documents:,} documents, {self._documents / seconds:,.0f} documents/s, '
       f'{self._tokens:,} tokens, {self._tokens / seconds:,.0f} tokens/s',
       refresh=False,
     )
-    self._bar.update(0)
-
-  def finished(self) -> None:
-    self._bar.update()
+    self.update(shards)
 
 
-def _in_processes(order: Order, numbers: Iterable[int], count: int, progress: _Progress) -> None:
+def _in_processes(
+  opened: Callable[[], Bench], numbers: Iterable[int], count: int, progress: _Progress
+) -> None:
   """Builds shards in `count` processes; raises the first error after all have ended."""
   context = multiprocessing.get_context('spawn')
   waiting = context.SimpleQueue()
-  for number in numbers:
+  for number in [*numbers, *[None] * count]:
     waiting.put(number)
-  for _ in range(count):
-    waiting.put(None)
   readers, processes = [], []
   try:
     for _ in range(count):
       reader, writer = context.Pipe(duplex=False)
-      process = context.Process(target=_work, args=(order, waiting, writer), daemon=True)
+      process = context.Process(target=_work, args=(opened, waiting, writer), daemon=True)
       process.start()
       processes.append(process)
       writer.close()
@@ -218,24 +196,22 @@ def _in_processes(order: Order, numbers: Iterable[int], count: int, progress: _P
           raise message
         if message is None:
           readers.remove(reader)
-        elif message == ():
-          progress.finished()
         else:
-          progress.read(*message)
+          progress.add(*message)
   finally:
     for process in processes:
       process.terminate()
       process.join()
 
 
-def _work(order: Order, waiting: Any, writer: Any) -> None:
+def _work(opened: Callable[[], Bench], waiting: Any, writer: Any) -> None:
   """The main function of a process: builds shards from the queue, and sends its progress."""
   threading.Thread(target=_end_with_the_parent, daemon=True).start()
   try:
-    bench = Bench(order)
+    bench = opened()
     while (number := waiting.get()) is not None:
       bench.build(number, lambda *read: writer.send(read))
-      writer.send(())
+      writer.send((0, 0, 1))
     writer.send(None)
   except ValkyrieError as error:
     writer.send(error)
@@ -249,30 +225,69 @@ def _end_with_the_parent() -> None:
   os._exit(Preempted.exit_code)
 
 
-def _finished(order: Order) -> dict[str, Any]:
-  """Reads store.json of a finished store, which must have the requested task and source."""
-  information = token_store.read_information(order.output)
-  origin, (source, options) = information['source'], _recorded_source(order)
+def _pipeline(options: Sequence[str]) -> Any:
+  """A pipeline of Apache Beam with these options, as on its command line: --runner=NAME."""
+  try:
+    import apache_beam  # noqa: PLC0415  (an optional package)
+    from apache_beam.options import pipeline_options  # noqa: PLC0415
+  except ImportError as error:
+    raise ConfigurationError(
+      f'--beam needs Apache Beam, which this Python does not have ({error}). Install it into an '
+      "environment of its own: pip install 'valkyrie[beam]'"
+    ) from error
+  try:
+    return apache_beam.Pipeline(options=pipeline_options.PipelineOptions([*options]))
+  except (AttributeError, ImportError, ValueError) as error:
+    raise ConfigurationError(
+      f'Apache Beam refuses its options {" ".join(options)}: {error}. Correct what follows --beam.'
+    ) from error
+
+
+def _in_pipeline(pipeline: Any, opened: Callable[[], Bench], numbers: Iterable[int]) -> None:
+  """Builds shards on the workers of a pipeline, whose elements are the numbers of the shards.
+
+  Every worker reads the source and writes to the directory of the store. The runner shows the
+  numbers of documents and tokens.
+  """
+  import apache_beam  # noqa: PLC0415
+  from apache_beam.metrics import Metrics  # noqa: PLC0415
+  from apache_beam.utils import shared  # noqa: PLC0415
+
+  benches = shared.Shared()  # all threads of a worker share a bench
+  counters = [Metrics.counter('valkyrie', name) for name in ('documents', 'tokens')]
+
+  def report(*read: int) -> None:
+    for counter, number in zip(counters, read, strict=True):
+      counter.inc(number)
+
+  def build_shard(number: int) -> None:
+    benches.acquire(opened).build(number, report)
+
+  _ = pipeline | apache_beam.Create(numbers) | apache_beam.Map(build_shard)
+  try:
+    pipeline.run().wait_until_finish()
+  except Exception as error:  # runners raise many types, with the traceback of a worker as text
+    *_, reason = str(error).strip().splitlines() or [repr(error)]
+    raise DataError(
+      f'The pipeline has failed: {reason} The lines above have more. Finished shards are kept. Run '
+      'the same command again to continue.'
+    ) from error
+
+
+def _finished(selection: Selection, output: pathlib.Path) -> dict[str, Any]:
+  """Reads store.json of a finished store, which must be of this selection."""
+  information = token_store.read_information(output)
+  source = information['source']
   found = {key: information[key] for key in ('task', 'split', 'unique')} | {
     'vocabulary': information['vocabulary']['fingerprint'],
-    'source': origin.get('location'),
-    'options': origin.get('options', {}),
+    'source': source.get('location'),
+    'options': source.get('options', {}),
   }
-  expected = {'task': order.task, 'split': order.split, 'unique': order.unique} | {
-    'vocabulary': order.vocabulary.fingerprint,
-    'source': source,
-    'options': options,
-  }
+  expected = selection.recorded()
   if found != expected:
     found, expected = store_writer.differences(found, expected)
     raise ConfigurationError(
-      f'{order.output} holds another store: found {found}, expected {expected}. Use another '
+      f'{output} holds another store: found {found}, expected {expected}. Use another '
       '--output, or delete that directory.'
     )
   return information
-
-
-def _recorded_source(order: Order) -> tuple[str | None, dict[str, str]]:
-  """The location of the documents and the options of their source, without secrets."""
-  options = {name: redact.in_value(value) for name, value in order.options.items()}
-  return order.source and redact.in_value(order.source), options

@@ -1,62 +1,25 @@
 """Location of a run's token store, and its build on first use, in a process of its own."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 import contextlib
-import hashlib
 import json
 import os
 import pathlib
-import platform
-import re
 import shlex
 import subprocess
 import sys
 import threading
-import types
 from typing import Any
 
 from valkyrie import errors
 from valkyrie.config import paths, redact
-from valkyrie.data.token_store import STORE_FILE, TokenStore, read_information
-from valkyrie.data.vocabularies import Vocabulary
+from valkyrie.data.token_store import STORE_FILE, Selection, TokenStore, read_information
 from valkyrie.distributed import heartbeat
 
-Options = Mapping[str, str]
-NO_OPTIONS: Options = types.MappingProxyType({})
 _COMMAND = ('python', '-m', 'valkyrie.data.build_store')
 
 
-def store_name(
-  task: str,
-  split: str,
-  vocabulary: Vocabulary,
-  source: str | None,
-  options: Options = NO_OPTIONS,
-  unique: bool = False,
-) -> str:
-  """The name of a store's directory: <task>-<split>-<vocabulary>-<origin of the documents>.
-
-  The documents of a task without a `source` may depend on the Python version (python_stdlib), so
-  the version is their origin; otherwise the origin is a hash of the source and the options.
-  """
-  origin = f'python{platform.python_version()}'
-  if source is not None:
-    named = f'{source} {json.dumps(options, sort_keys=True)}' if options else source
-    origin = hashlib.sha256(named.encode()).hexdigest()[:8]
-  kind, _, digest = vocabulary.fingerprint.partition('-')
-  words = [task, split, kind, digest[:8], origin, 'unique' if unique else '']
-  return '-'.join(re.sub(r'[^\w.]+', '_', word) for word in words if word)
-
-
-def store_path(
-  task: str,
-  split: str,
-  vocabulary: Vocabulary,
-  source: str | None,
-  data_dir: str | None,
-  options: Options = NO_OPTIONS,
-  unique: bool = False,
-) -> pathlib.Path:
+def store_path(selection: Selection, data_dir: str | None) -> pathlib.Path:
   """The store's directory below `data_dir`; ConfigurationError if that is an address."""
   if data_dir is not None and paths.is_address(data_dir):
     raise errors.ConfigurationError(
@@ -64,63 +27,46 @@ def store_path(
       'upload that.'
     )
   root = paths.cache() if data_dir is None else pathlib.Path(data_dir)
-  name = store_name(task, split, vocabulary, source, options, unique)
-  return root.expanduser().absolute() / name
+  return root.expanduser().absolute() / selection.name
 
 
-def located(source: str | None) -> str | None:
-  """The absolute path of a source: a relative one names other files in another folder."""
-  if source is None or paths.is_address(source):
-    return source
-  return os.path.abspath(os.path.expanduser(source))
-
-
-def open_store(
-  task: str,
-  split: str,
-  vocabulary: str,
-  codec: Vocabulary,
-  source: str | None = None,
-  data_dir: str | None = None,
-  options: Options = NO_OPTIONS,
-  unique: bool = False,
-) -> TokenStore:
+def open_store(selection: Selection, data_dir: str | None = None) -> TokenStore:
   """Opens the store of these documents, and builds it first if it is missing.
 
   Args:
-    task, split, source, data_dir, unique: see `data.feed.TaskFeed`.
-    vocabulary, codec: the specification of the vocabulary, and its codec from `vocabularies.load`.
-    options: options of the task's source.
+    selection: the documents.
+    data_dir: see `data.feed.TaskFeed`.
 
   Raises:
     ConfigurationError, DataError: as in the builder and `TokenStore.open`; or the files of the
       source have changed since the store was built.
   """
-  source = located(source)
-  named = source, *options.values()
-  recipe = [f'--task={task}', f'--split={split}', f'--vocabulary={vocabulary}']
-  recipe += [f'--source={source}'] if source is not None else []
-  recipe += [f'--option={name}={value}' for name, value in options.items()]
-  recipe += ['--unique'] if unique else []
+  recipe = [
+    f'--task={selection.task}',
+    f'--split={selection.split}',
+    f'--vocabulary={selection.vocabulary.file or "bytes"}',
+    *([] if selection.source is None else [f'--source={selection.source}']),
+    *(f'--option={name}={value}' for name, value in selection.options.items()),
+    *(['--unique'] if selection.unique else []),
+  ]
   if data_dir is not None and paths.is_address(data_dir):
     from valkyrie.data import remote_store  # noqa: PLC0415  (pyarrow, only for buckets)
 
-    name = store_name(task, split, codec, source, options, unique)
-    make = _uploading([*recipe, f'--output={name}'], data_dir, name)
-    path = remote_store.copied(data_dir, name, f'To build it, {make}')
+    make = _uploading([*recipe, f'--output={selection.name}'], data_dir, selection.name)
+    path = remote_store.copied(data_dir, selection.name, f'To build it, {make}')
   else:
-    path = store_path(task, split, codec, source, data_dir, options, unique)
+    path = store_path(selection, data_dir)
     recipe.append(f'--output={path}')
     if not (path / STORE_FILE).exists():
       builder.order(recipe, f'Building the token store {path}')
-      _check_other_splits(path, named)
-      return TokenStore.open(path, codec)
+      _check_other_splits(path, selection)
+      return TokenStore.open(path, selection.vocabulary)
     make = f'run:\n  {_command([*recipe, "--rebuild"])}'
-  store = TokenStore.open(path, codec)
-  if store.information.get('origin') is not None or ':' in task:
+  store = TokenStore.open(path, selection.vocabulary)
+  if store.information.get('origin') is not None or ':' in selection.task:
     from valkyrie.data import provenance  # noqa: PLC0415  (pyarrow, only for files)
 
-    provenance.check(path, store.information, make, named)
+    provenance.check(path, store.information, make, selection.places)
   return store
 
 
@@ -133,7 +79,7 @@ def mixture(name: str) -> dict[str, float]:
   return builder.order([f'--mixture={name}'], f'Reading the seqio mixture {name}')
 
 
-def _check_other_splits(path: pathlib.Path, named: Iterable[str | None]) -> None:
+def _check_other_splits(path: pathlib.Path, selection: Selection) -> None:
   """Raises a DataError if another split beside a new store was built from other files."""
   from valkyrie.data import provenance  # noqa: PLC0415  (pyarrow, only for files)
 
@@ -142,7 +88,8 @@ def _check_other_splits(path: pathlib.Path, named: Iterable[str | None]) -> None
     if other != path and (other / STORE_FILE).exists():
       information = read_information(other)
       if information.get('origin') is not None:
-        provenance.check(other, information, 'delete that folder and run again.', named)
+        again = 'delete that folder and run again.'
+        provenance.check(other, information, again, selection.places)
 
 
 def _uploading(recipe: Sequence[str], data_dir: str, name: str) -> str:

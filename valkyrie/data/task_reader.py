@@ -1,6 +1,6 @@
 """A task by its name: the module that registers it, and a reader of its tokenized documents."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 import contextlib
 import hashlib
 import importlib
@@ -18,7 +18,7 @@ from valkyrie.config.suggest import did_you_mean
 from valkyrie.data import store_writer
 from valkyrie.data.document_source import DocumentSource, DocumentTask, TextDocument, pieces
 from valkyrie.data.source_files import SourceFiles
-from valkyrie.data.vocabularies import Vocabulary
+from valkyrie.data.token_store import Selection
 from valkyrie.errors import ConfigurationError
 
 OURS = 'valkyrie.tasks'
@@ -126,21 +126,13 @@ class TaskReader(Protocol):
 class DocumentReader(TaskReader):
   """One split of a task of documents, which it tokenizes itself."""
 
-  def __init__(
-    self,
-    name: str,
-    task: DocumentTask,
-    split: str,
-    vocabulary: Vocabulary,
-    source: str | None,
-    options: Mapping[str, str],
-  ):
-    check_split(name, split, task.source.splits)
-    self._source = relocated(task.source, source, options)
+  def __init__(self, task: DocumentTask, selection: Selection):
+    check_split(selection, task.source.splits)
+    self._source = relocated(task.source, selection)
     self._prompts = task.prompts
-    self._split = split
-    self._vocabulary = vocabulary
-    self.description = self._source.describe(split)
+    self._split = selection.split
+    self._vocabulary = selection.vocabulary
+    self.description = self._source.describe(self._split)
     self.modules = [kind.__module__ for kind in type(self._source).__mro__]
 
   def files(self) -> SourceFiles | None:
@@ -166,16 +158,16 @@ class DocumentReader(TaskReader):
     )
 
 
-def check_split(task: str, split: str, splits: tuple[str, ...]) -> None:
-  """Raises a ConfigurationError if a task lacks the split."""
-  if split not in splits:
+def check_split(selection: Selection, splits: Iterable[str]) -> None:
+  """Raises a ConfigurationError if the selected split is not among those of the task."""
+  if selection.split not in splits:
     raise ConfigurationError(
-      f'The task {task} has no split {split!r}. Use one of {", ".join(splits)}.'
+      f'The task {selection.task} has no split {selection.split!r}. Use one of {", ".join(splits)}.'
     )
 
 
-def relocated(
-  documents: DocumentSource, source: str | None, options: Mapping[str, str]
-) -> DocumentSource:
-  """The documents at another location or with options, if any were given."""
-  return documents if source is None and not options else documents.at(source, **options)
+def relocated(documents: DocumentSource, selection: Selection) -> DocumentSource:
+  """The documents at another location or with options, if the selection names any."""
+  if selection.source is None and not selection.options:
+    return documents
+  return documents.at(selection.source, **selection.options)

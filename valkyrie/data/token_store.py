@@ -17,13 +17,19 @@ Arrays are plain .npy files, which any numpy opens; a slice of a document is one
 `store_writer` writes a store, `verify` reads every byte of one again.
 """
 
+from collections.abc import Mapping
+import dataclasses
 import hashlib
 import json
+import os
 import pathlib
+import platform
+import re
 from typing import Any
 
 import numpy as np
 
+from valkyrie.config import paths, redact
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.storage import foreign_names
@@ -36,6 +42,62 @@ PROMPTS_FILE = 'prompts.npy'
 DUPLICATES_FILE = 'duplicates.npy'
 REBUILD = "Delete the store's directory and run again to rebuild it."
 _INTACT, _DAMAGED = 1, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+  """The documents of a store: a split of a task, tokenized.
+
+  source, options, unique: see `feed.TaskFeed`. A path becomes absolute, since a relative one names
+    other files in another folder.
+  """
+
+  task: str
+  split: str
+  vocabulary: Vocabulary
+  source: str | None = None
+  options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  unique: bool = False
+
+  def __post_init__(self):
+    if self.source is not None and not paths.is_address(self.source):
+      object.__setattr__(self, 'source', os.path.abspath(os.path.expanduser(self.source)))
+
+  def __str__(self) -> str:
+    return f'{self.task}/{self.split}'
+
+  @property
+  def name(self) -> str:
+    """The name of the store's directory: <task>-<split>-<vocabulary>-<origin of the documents>.
+
+    The documents of a task without a `source` may depend on the Python version (python_stdlib), so
+    the version is their origin; otherwise the origin is a hash of the source and the options.
+    """
+    origin = f'python{platform.python_version()}'
+    if self.source is not None:
+      named = self.source
+      if self.options:
+        named += f' {json.dumps(self.options, sort_keys=True)}'
+      origin = hashlib.sha256(named.encode()).hexdigest()[:8]
+    kind, _, digest = self.vocabulary.fingerprint.partition('-')
+    words = [self.task, self.split, kind, digest[:8], origin, 'unique' if self.unique else '']
+    return '-'.join(re.sub(r'[^\w.]+', '_', word) for word in words if word)
+
+  @property
+  def places(self) -> tuple[str | None, ...]:
+    """The source and the options, which may name files."""
+    return self.source, *self.options.values()
+
+  def recorded(self) -> dict[str, Any]:
+    """What store.json records of the selection, without secrets."""
+    return {
+      'task': self.task,
+      'split': self.split,
+      'unique': self.unique,
+      'vocabulary': self.vocabulary.fingerprint,
+      'source': self.source and redact.in_value(self.source),
+      'options': {name: redact.in_value(value) for name, value in self.options.items()},
+    }
 
 
 class TokenStore:
