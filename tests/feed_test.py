@@ -113,7 +113,7 @@ def test_rows_cover_every_document_once_an_epoch(data_dir, reset_at):
   for epoch in range(3):
     seen = []
     for row in range(ROWS):
-      tokens = int(feed._rows.row_lengths[row])
+      tokens = feed.rows[row].length
       batch = feed.read(epoch * tokens, tokens, rows=[row])
       after_eos = np.roll(batch.inputs[0] == EOS, 1)
       seen.append(_pieces(batch.inputs[0], after_eos))
@@ -181,7 +181,7 @@ def test_sequences_are_related_documents_in_order(data_dir):
   }
   found = []
   for row in range(ROWS):
-    batch = feed.read(0, int(feed._rows.row_lengths[row]), rows=[row])
+    batch = feed.read(0, feed.rows[row].length, rows=[row])
     found += _pieces(batch.inputs[0], batch.positions[0] == 0)
     assert set(np.diff(batch.positions[0])[batch.positions[0, 1:] > 0]) == {1}
   assert len(found) == KEYS and set(found) == expected
@@ -328,7 +328,7 @@ def test_damaged_documents_are_passed_over_within_a_budget(data_dir, tmp_path, c
   expected = [leaf.copy() for leaf in whole]
   for row in (0, 1):
     length = int(feed.store.lengths[row])
-    again = range(0, TOTAL, int(feed._rows.row_lengths[row]))
+    again = range(0, TOTAL, feed.rows[row].length)
     for begin in again:
       expected[0][row, begin : begin + length] = EOS
       expected[1][row, max(begin - 1, 0) : begin + length - 1] = EOS
@@ -349,7 +349,7 @@ def test_segment_ids_stay_positive_and_differ_from_their_neighbors(data_dir, epo
   """Runs of any length: 2^31 documents of a row gave negative ids, which are those of padding."""
   feed = _feed(data_dir)
   for row in range(ROWS):
-    begin = feed.row_length(row) * epochs - 50
+    begin = feed.rows[row].length * epochs - 50
     batch = feed.read(begin, 100, rows=[row])
     ids = batch.segment_ids[0]
     assert ids.dtype == np.int32 and (ids > 0).all()

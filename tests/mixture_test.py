@@ -89,15 +89,12 @@ def test_every_source_has_its_share_at_every_place(mixture):
 class Equal:
   """Endless units of ten tokens."""
 
-  def units(self, row, begin, end):
+  end = None
+  longest_unit = 10
+
+  def units(self, begin, end):
     numbers = np.arange(-(-begin // 10), -(-end // 10))
     return Units(10 * numbers, np.full(len(numbers), 10), numbers)
-
-  def longest_unit(self, row):
-    return 10
-
-  def end(self, row):
-    return None
 
 
 def test_rows_do_not_read_the_same_source_at_the_same_time():

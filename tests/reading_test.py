@@ -78,7 +78,7 @@ def test_other_rows_deal_the_documents_anew(feed):
 
   # Both rows together read every document once, in an order that a first deal does not have.
   rows = reading.feed.read(0, TOKENS, rows=[0, 1])
-  lengths = [reading.feed.row_length(row) for row in range(2)]
+  lengths = [reading.feed.rows[row].length for row in range(2)]
   texts = [BYTES.decode(rows.inputs[row][: lengths[row]].tolist()) for row in range(2)]
   firsts = [feed(2).read(0, n).inputs[row].tolist() for row, n in enumerate(lengths)]
   assert sum(lengths) == TOKENS
@@ -96,7 +96,7 @@ def test_the_tokens_that_are_read_again_are_named(feed):
   before = Reading(STEPS, feed(4), 4)
   step = TOKENS // 4 // 16 + 2  # in the second epoch
   reading = resumed(before, feed(2), 2, step)
-  rows = [feed(4).row_length(row) for row in range(4)]
+  rows = [feed(4).rows[row].length for row in range(4)]
   again = sum(16 * step % length for length in rows)
   assert 0 < again < TOKENS
   assert reading.change(step) == (

@@ -14,7 +14,7 @@ import numpy as np
 from valkyrie import types
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import vocabularies
-from valkyrie.data.rows import Epoch, Rows, Units
+from valkyrie.data.rows import Row, deal
 from valkyrie.data.store_location import open_store
 from valkyrie.data.token_store import REBUILD, Selection, TokenStore
 from valkyrie.errors import ConfigurationError, DataError
@@ -105,7 +105,6 @@ class TaskFeed:
     self._learn_eos = learn_eos
     self._bad_documents = bad_documents
     self._reported: set[int] = set()
-    self._latest_epoch: dict[int, tuple[int, Epoch]] = {}
 
   @functools.cached_property
   def store(self) -> TokenStore:
@@ -113,15 +112,17 @@ class TaskFeed:
     return open_store(self._selection, self._data_dir)
 
   @functools.cached_property
-  def _rows(self) -> Rows:
+  def rows(self) -> list[Row]:
+    """The documents of each row in their order."""
     keys = None if self.reset_at == 'document' else self.store.sequence_keys
-    rows = Rows(self.store.lengths, keys, self.batch_size, self._seeds, self._shuffle)
-    if rows.units < self.batch_size:
+    rows = deal(self.store.lengths, keys, self.batch_size, self._seeds, self._shuffle, self._epochs)
+    units = sum(row.units_of_epoch for row in rows)
+    if units < self.batch_size:
       unit = 'documents' if keys is None else 'sequences of documents'
       raise ConfigurationError(
-        f'{self._selection} has {rows.units} {unit}, fewer than batch_size={self.batch_size}, but '
-        'each row needs one. Lower batch_size, or use a larger split, such as --gin.held_out=0.2 '
-        'of the documents of gin/data/text.gin.'
+        f'{self._selection} has {units} {unit}, fewer than batch_size={self.batch_size}, but each '
+        'row needs one. Lower batch_size, or use a larger split, such as --gin.held_out=0.2 of the '
+        'documents of gin/data/text.gin.'
       )
     return rows
 
@@ -138,35 +139,7 @@ class TaskFeed:
   @property
   def row_tokens(self) -> int:
     """Tokens of the longest row in one epoch."""
-    return int(self._rows.row_lengths.max())
-
-  def units(self, row: int, begin: int, end: int) -> Units:
-    """The units of a row that begin in [begin, end); see `rows.Source`."""
-    size, count = self.row_length(row), int(self._rows.row_units[row])
-    if (last := self.end(row)) is not None:
-      end = min(end, last)
-    parts = [Units(*np.zeros((3, 0), np.int64))]
-    for number in range(begin // size, -(-end // size)):
-      epoch = self._epoch(row, number)
-      base, of_documents = number * size, epoch.unit_starts
-      window = slice(*np.searchsorted(of_documents, (begin - base, end - base)))
-      starts, at = np.unique(of_documents[window], return_index=True)
-      following = of_documents[window.stop] if window.stop < len(of_documents) else size
-      numbers = number * count + epoch.unit_numbers[window][at]
-      parts.append(Units(base + starts, np.diff(starts, append=following), numbers))
-    return Units(*map(np.concatenate, zip(*parts, strict=True)))
-
-  def row_length(self, row: int) -> int:
-    """Tokens of a row in one epoch."""
-    return int(self._rows.row_lengths[row])
-
-  def longest_unit(self, row: int) -> int:
-    """Tokens of the longest unit of a row."""
-    return int(self._rows.longest_units[row])
-
-  def end(self, row: int) -> int | None:
-    """Tokens of a row; None if it is endless."""
-    return None if self._epochs is None else self._epochs * self.row_length(row)
+    return max(row.length for row in self.rows)
 
   @property
   def row_end(self) -> int | None:
@@ -186,20 +159,19 @@ class TaskFeed:
         'documents. Keep the number of rows, or set TaskFeed.epochs = None.'
       )
     dealt = copy.copy(self)
-    dealt.__dict__.pop('_rows', None)
-    dealt.batch_size, dealt._latest_epoch = rows, {}
+    dealt.__dict__.pop('rows', None)
+    dealt.batch_size = rows
     if number:  # the first deal uses only the seed
       dealt._seeds = [*self._seeds, number]
     return dealt
 
   def unfinished(self, position: int) -> int:
     """Tokens before a position that belong to unfinished epochs, over all rows."""
-    return int(np.sum(position % self._rows.row_lengths))
+    return sum(position % row.length for row in self.rows)
 
   def progress(self, position: int) -> dict[str, float]:
     """The epochs before a position, over all rows."""
-    ends = [self.end(row) for row in range(self.batch_size)]
-    read = sum(position if end is None else min(position, end) for end in ends)
+    read = sum(position if row.end is None else min(position, row.end) for row in self.rows)
     return {'epochs': read / self.store.tokens}
 
   def read(self, position: int, length: int, rows: Sequence[int] | None = None) -> Batch:
@@ -222,26 +194,25 @@ class TaskFeed:
     """Names the documents of the tokens [position, position + length) of all rows by number."""
     end = position + length
     rows = [f'row {r}: {self.documents(r, position, end)}' for r in range(self.batch_size)]
-    more = '; ...' if len(rows) > _MAX_NAMED else ''
-    return f'these documents of {self.store.path}: {"; ".join(rows[:_MAX_NAMED])}{more}'
+    return f'these documents of {self.store.path}: {_some(rows, "; ")}'
 
   def documents(self, row: int, begin: int, end: int) -> str:
     """The numbers in the store of the documents of the tokens [begin, end) of a row."""
-    numbers = self._documents(row, begin, end)[0].tolist()
-    more = ', ...' if len(numbers) > _MAX_NAMED else ''
-    return ', '.join(map(str, numbers[:_MAX_NAMED])) + more
+    return _some([str(number) for number in self.rows[row].documents(begin, end).numbers], ', ')
 
   def _read_row(self, row: int, position: int, leaves: list[np.ndarray]):
     """Fills the leaves [T], zero so far, of one row's Batch."""
     inputs, targets, weights, positions, segment_ids = leaves
     length = len(inputs)
     wanted = length + 1  # the last target is one token ahead
-    if self._epochs is not None:
-      remaining = self._epochs * self.row_length(row) - position
-      wanted = max(0, min(wanted, remaining))
-    if not wanted:
+    if (end := self.rows[row].end) is not None:
+      wanted = min(wanted, end - position)
+    if wanted <= 0:
       return
-    documents, starts, ends, resets, segments = self._documents(row, position, position + wanted)
+    found = self.rows[row].documents(position, position + wanted)
+    documents, starts, ends, resets, units = found
+    if self.reset_at == 'never':
+      resets, units = np.zeros_like(starts), np.zeros_like(starts)
     begins = np.maximum(starts, position)
     counts = np.minimum(ends, position + wanted) - begins
     tokens = self.store.read(documents, begins - starts, counts)
@@ -261,7 +232,7 @@ class TaskFeed:
     weights[:n] = counted[:n]
     distance = np.arange(position, position + wanted) - np.repeat(resets, counts)
     positions[:n] = position_of(distance)[:n]
-    segment_ids[:n] = np.repeat(segment_ids_of(segments), counts)[:n]
+    segment_ids[:n] = np.repeat(segment_ids_of(units + 1), counts)[:n]
 
   def _report_damaged(self, row: int, damaged: list[int]):
     """Logs the damaged documents of a row; raises DataError if they are too many."""
@@ -278,35 +249,10 @@ class TaskFeed:
         self._reported.add(document)
         logging.warning('Passing over %s', name)
 
-  def _documents(self, row: int, begin: int, end: int) -> list[np.ndarray]:
-    """The documents of the tokens [begin, end) of a row.
 
-    Returns:
-      int64 arrays [documents]: numbers in the store; the row's token offsets of their starts, of
-      their ends and of their latest resets; their segment ids.
-    """
-    row_length, row_units = self.row_length(row), int(self._rows.row_units[row])
-    parts = []
-    for number in range(begin // row_length, (end - 1) // row_length + 1):
-      epoch = self._epoch(row, number)
-      base = number * row_length
-      first = np.searchsorted(epoch.ends, begin - base, side='right')
-      last = np.searchsorted(epoch.ends, end - base, side='left') + 1
-      documents, ends, unit_starts, unit_numbers = (leaf[first:last] for leaf in epoch)
-      starts = base + ends - self.store.lengths[documents]
-      if self.reset_at == 'never':
-        resets, segments = np.zeros_like(starts), np.ones_like(starts)
-      else:
-        resets, segments = base + unit_starts, number * row_units + unit_numbers + 1
-      parts.append((documents, starts, base + ends, resets, segments))
-    return [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
-
-  def _epoch(self, row: int, number: int) -> Epoch:
-    latest = self._latest_epoch.get(row)
-    if latest is None or latest[0] != number:
-      latest = number, self._rows.epoch(row, number)
-      self._latest_epoch[row] = latest  # one assignment: safe with a prefetching thread
-    return latest[1]
+def _some(names: Sequence[str], separator: str) -> str:
+  more = f'{separator}...' if len(names) > _MAX_NAMED else ''
+  return separator.join(names[:_MAX_NAMED]) + more
 
 
 def segment_ids_of(numbers: np.ndarray) -> np.ndarray:

@@ -163,7 +163,8 @@ class Mixture:
   @functools.cached_property
   def _rows(self) -> list[MixedRow]:
     changes = [(position - self._begin, shares) for position, shares in self._changes]
-    return [MixedRow(self._feeds, row, changes) for row in range(self._feeds[0].batch_size)]
+    rows = zip(*(feed.rows for feed in self._feeds), strict=True)
+    return [MixedRow(sources, row, changes) for row, sources in enumerate(rows)]
 
   def dealt(self, number: int, rows: int, begin: int) -> 'Mixture':
     """Deal `number` of every source over other rows; see `types.TaskFeed`."""
@@ -177,7 +178,7 @@ class Mixture:
   def unfinished(self, position: int) -> int:
     """Tokens before a position that belong to unfinished epochs of the sources, over all rows."""
     return sum(
-      int(place % feed.row_length(row))
+      int(place % feed.rows[row].length)
       for row, mixed in enumerate(self._rows)
       for feed, place in zip(self._feeds, mixed.places(position), strict=True)
     )

@@ -1,118 +1,180 @@
 """Order of the documents in each row, as pure arithmetic: no token is read, no state is kept.
 
-`Rows` orders the documents of one store, `MixedRow` mixes several sources by weight. Both work
-with units: a unit is a document, or a sequence of documents that stay together.
+`deal` orders the documents of a store in rows, `MixedRow` mixes rows of several sources by weight.
+Both work with units: a unit is a document, or a sequence of documents that stay together.
 """
 
 from collections.abc import Sequence
 import math
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 
-class Epoch(NamedTuple):
-  """One row in one epoch. All arrays are [documents of the row], in reading order.
+class Documents(NamedTuple):
+  """Documents of a row in reading order, int64 [documents].
 
-  documents: int64, numbers in the store.
-  ends: int64, token offset in the epoch at which each document ends.
-  unit_starts: int64, token offset at which the unit of each document starts.
-  unit_numbers: int64, number, from 0, of each document's unit in the epoch.
+  numbers: their numbers in the store.
+  starts, ends: tokens of the row before each, and up to its end.
+  unit_starts: tokens of the row before the unit of each.
+  unit_numbers: the number, from 0, of the unit of each.
   """
 
-  documents: np.ndarray
+  numbers: np.ndarray
+  starts: np.ndarray
   ends: np.ndarray
   unit_starts: np.ndarray
   unit_numbers: np.ndarray
 
 
-class Rows:
-  """The assignment of a store's documents to B rows.
-
-  The units are distributed over the rows once. A row reads all its units once per epoch, in a new
-  order for each epoch. So every epoch of a row has the same number of tokens, token p of a row
-  belongs to its epoch p // row_lengths[row], and any token is found without reading those before
-  it.
-
-  Args:
-    lengths: int [documents], tokens of each document.
-    keys: [documents], equal for the documents of a unit; None makes each document a unit.
-    rows: B.
-    seeds: ints in [0, 2**32).
-    shuffle: False keeps the store's order.
-
-  Attributes:
-    units: number of units in the store.
-    row_lengths: int64 [B], tokens of each row in one epoch.
-    row_units: int64 [B], units of each row.
-    longest_units: int64 [B], tokens of the longest unit of each row.
-  """
-
-  def __init__(
-    self, lengths: np.ndarray, keys: np.ndarray | None, rows: int, seeds: list[int], shuffle: bool
-  ):
-    self._lengths = lengths
-    self._seeds = seeds
-    self._shuffle = shuffle
-    if keys is None:
-      self._members, counts = np.arange(len(lengths)), np.ones(len(lengths), np.int64)
-    else:  # units in the order of their first documents
-      _, first_documents, unit_of_document, counts = np.unique(
-        keys, return_index=True, return_inverse=True, return_counts=True
-      )
-      self._members = np.argsort(first_documents[unit_of_document], kind='stable')
-      counts = counts[np.argsort(first_documents)]
-    # Unit u has the documents _members[_firsts[u] : _firsts[u] + _counts[u]].
-    self._firsts = np.cumsum(counts) - counts
-    self._counts = counts
-    self.units = len(counts)
-    order = self._order(self.units, seeds)
-    self._units_of_row = [order[row::rows] for row in range(rows)]
-    unit_lengths = np.add.reduceat(lengths[self._members], self._firsts)
-    self.row_lengths = np.array([unit_lengths[units].sum() for units in self._units_of_row])
-    self.row_units = np.array([len(units) for units in self._units_of_row])
-    self.longest_units = np.array([unit_lengths[u].max(initial=0) for u in self._units_of_row])
-
-  def epoch(self, row: int, epoch: int) -> Epoch:
-    """The documents of a row in the order of one epoch."""
-    units = self._units_of_row[row]
-    units = units[self._order(len(units), [*self._seeds, row, epoch % 2**32])]
-    counts = self._counts[units]
-    before = np.cumsum(counts) - counts
-    unit_numbers = np.repeat(np.arange(len(units)), counts)
-    offsets = (self._firsts[units] - before)[unit_numbers]
-    documents = self._members[np.arange(len(offsets)) + offsets]
-    ends = np.cumsum(self._lengths[documents])
-    starts = ends - self._lengths[documents]
-    return Epoch(documents, ends, starts[before][unit_numbers], unit_numbers)
-
-  def _order(self, count: int, seeds: list[int]) -> np.ndarray:
-    # RandomState's stream is frozen; newer numpy generators may change between versions.
-    return np.random.RandomState(seeds).permutation(count) if self._shuffle else np.arange(count)
-
-
 class Units(NamedTuple):
-  """Units of a source, int64 [units]: tokens of its stream before each, tokens, numbers from 0."""
+  """Units of a row, int64 [units]: tokens of the row before each, tokens, numbers from 0."""
 
   starts: np.ndarray
   lengths: np.ndarray
   numbers: np.ndarray
 
 
-class Source(Protocol):
-  """The streams of units of a source, one for each row."""
+class _Epoch(NamedTuple):
+  """The documents of a row in the order of one epoch.
 
-  def units(self, row: int, begin: int, end: int) -> Units:
-    """The units that begin in [begin, end) of the row's stream, in order."""
-    ...
+  documents: int64 [documents], numbers in the store.
+  ends: int64 [documents], token offset in the epoch at which each document ends.
+  unit_numbers: int64 [documents], number, from 0, of each document's unit in the epoch.
+  unit_starts: int64 [units + 1], token offset at which each unit starts, and the last one ends.
+  """
 
-  def longest_unit(self, row: int) -> int:
-    """Tokens of the longest unit."""
-    ...
+  documents: np.ndarray
+  ends: np.ndarray
+  unit_numbers: np.ndarray
+  unit_starts: np.ndarray
 
-  def end(self, row: int) -> int | None:
-    """Tokens of the row's stream; None if it is endless."""
-    ...
+
+class Row:
+  """A stream of all units that a row was dealt, once per epoch, in a new order for each epoch.
+
+  So every epoch has the same number of tokens, token p of the row belongs to its epoch p // length,
+  and any token is found without reading those before it.
+
+  Attributes:
+    length: tokens of an epoch.
+    units_of_epoch: units of an epoch.
+    longest_unit: tokens of the longest unit.
+    end: tokens of the stream; None if it is endless.
+  """
+
+  def __init__(
+    self,
+    lengths: np.ndarray,
+    documents: np.ndarray,
+    counts: np.ndarray,
+    seeds: list[int],
+    shuffle: bool,
+    epochs: int | None,
+  ):
+    """Takes the documents of all units, and their number in each; the others are as in `deal`."""
+    self._lengths, self._documents, self._counts = lengths, documents, counts
+    self._seeds, self._shuffle = seeds, shuffle
+    unit_lengths = np.add.reduceat(lengths[documents], np.cumsum(counts) - counts)
+    self.length, self.units_of_epoch = int(unit_lengths.sum()), len(counts)
+    self.longest_unit = int(unit_lengths.max(initial=0))
+    self.end = None if epochs is None else epochs * self.length
+    self._latest: tuple[int, _Epoch] | None = None
+
+  def documents(self, begin: int, end: int) -> Documents:
+    """The documents that have tokens in [begin, end)."""
+    parts = []
+    for number in range(begin // self.length, -(-end // self.length)):
+      epoch, base = self._epoch(number), number * self.length
+      first = np.searchsorted(epoch.ends, begin - base, side='right')
+      last = np.searchsorted(epoch.ends, end - base, side='left') + 1
+      documents, ends, units = (leaf[first:last] for leaf in epoch[:3])
+      starts, unit_starts = ends - self._lengths[documents], epoch.unit_starts[units]
+      units = number * self.units_of_epoch + units
+      parts.append((documents, base + starts, base + ends, base + unit_starts, units))
+    return Documents(*map(np.concatenate, zip(*parts, strict=True)))
+
+  def units(self, begin: int, end: int) -> Units:
+    """The units that begin in [begin, end)."""
+    if self.end is not None:
+      end = min(end, self.end)
+    parts = [Units(*np.zeros((3, 0), np.int64))]
+    for number in range(begin // self.length, -(-end // self.length)):
+      starts, base = self._epoch(number).unit_starts, number * self.length
+      first, last = np.searchsorted(starts[:-1], (begin - base, end - base))
+      starts = starts[first : last + 1]
+      numbers = number * self.units_of_epoch + np.arange(first, last)
+      parts.append(Units(base + starts[:-1], np.diff(starts), numbers))
+    return Units(*map(np.concatenate, zip(*parts, strict=True)))
+
+  def _epoch(self, number: int) -> _Epoch:
+    latest = self._latest
+    if latest is None or latest[0] != number:
+      latest = number, self._ordered(number)
+      self._latest = latest  # one assignment: safe with a prefetching thread
+    return latest[1]
+
+  def _ordered(self, epoch: int) -> _Epoch:
+    order = _order(len(self._counts), [*self._seeds, epoch % 2**32], self._shuffle)
+    counts = self._counts[order]
+    firsts = np.cumsum(self._counts) - self._counts
+    documents = self._documents[_ranges(firsts[order], counts)]
+    ends = np.cumsum(self._lengths[documents])
+    unit_starts = np.append(0, ends[np.cumsum(counts) - 1])
+    return _Epoch(documents, ends, np.repeat(np.arange(len(counts)), counts), unit_starts)
+
+
+def deal(
+  lengths: np.ndarray,
+  keys: np.ndarray | None,
+  rows: int,
+  seeds: list[int],
+  shuffle: bool,
+  epochs: int | None,
+) -> list[Row]:
+  """Deals the units of a store over rows, once for all epochs.
+
+  Args:
+    lengths: int [documents], tokens of each document.
+    keys: [documents], equal for the documents of a unit; None makes each document a unit.
+    rows: the number of rows.
+    seeds: ints in [0, 2**32).
+    shuffle: False keeps the store's order.
+    epochs: the epochs after which the rows end; None is endless.
+  """
+  if keys is None:
+    members, counts = np.arange(len(lengths)), np.ones(len(lengths), np.int64)
+  else:  # units in the order of their first documents
+    _, first_documents, unit_of_document, counts = np.unique(
+      keys, return_index=True, return_inverse=True, return_counts=True
+    )
+    members = np.argsort(first_documents[unit_of_document], kind='stable')
+    counts = counts[np.argsort(first_documents)]
+  firsts = np.cumsum(counts) - counts  # unit u has members[firsts[u] : firsts[u] + counts[u]]
+  order = _order(len(counts), seeds, shuffle)
+  dealt = [order[row::rows] for row in range(rows)]
+  return [
+    Row(
+      lengths,
+      members[_ranges(firsts[units], counts[units])],
+      counts[units],
+      [*seeds, row],
+      shuffle,
+      epochs,
+    )
+    for row, units in enumerate(dealt)
+  ]
+
+
+def _order(count: int, seeds: list[int], shuffle: bool) -> np.ndarray:
+  # RandomState's stream is frozen; newer numpy generators may change between versions.
+  return np.random.RandomState(seeds).permutation(count) if shuffle else np.arange(count)
+
+
+def _ranges(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+  """The numbers [firsts[i], firsts[i] + counts[i]) of all i, one range after the other."""
+  before = np.cumsum(counts) - counts
+  return np.arange(counts.sum()) + np.repeat(firsts - before, counts)
 
 
 class Piece(NamedTuple):
@@ -147,7 +209,7 @@ class _Stage(NamedTuple):
 class MixedRow:
   """A row of several sources: fair queueing by tokens (Demers, Keshav & Shenker 1989).
 
-  Every source has a stream of units for the row; a unit is never cut. If a source has weight w and
+  Every source has a row of its own; a unit is never cut. If a source has weight w and
   delay d, a unit that begins after c tokens of its stream has the time (c + d) / w. The row reads
   the units of all sources in the order of their times. So at any place every source has had its
   share of the tokens, to within a unit. The delay is a random part of the first unit: without it
@@ -159,43 +221,38 @@ class MixedRow:
 
   Weights change at given positions, and where a source ends. A new stage begins at the next unit
   there, and its times count from its start.
+
+  Attributes:
+    end: tokens of the row, after which it is padding; None if it is endless.
   """
 
   def __init__(
-    self,
-    sources: Sequence[Source],
-    row: int,
-    changes: Sequence[tuple[int, Sequence[float]]],
+    self, sources: Sequence[Row], row: int, changes: Sequence[tuple[int, Sequence[float]]]
   ):
     """Takes the sources, the number of the row, and `changes`: (position, weights from there on).
 
     Positions increase from 0. No weight is negative, and one of each set is above 0.
     """
-    self._sources, self._row, self._changes = sources, row, changes
-    self._ends = [source.end(row) for source in sources]
+    self._sources, self._changes = sources, changes
     # RandomState's stream is frozen.
     self._phases = 1 - np.random.RandomState(row).uniform(size=len(sources))
     nothing = np.zeros(len(sources), np.int64)
-    self._stages = [self._stage(nothing, nothing)]
-
-  @property
-  def end(self) -> int | None:
-    """Tokens of the row, after which it is padding; None if it is endless."""
-    while self._begin(len(self._stages)) is not None:
-      pass
+    following = self._stage(nothing, nothing)
+    self._stages: list[_Stage] = []
+    while following is not None:
+      self._stages.append(following)
+      following = self._following(following)
     last = self._stages[-1]
-    return None if last.weights.any() else last.begin
+    self.end = None if last.weights.any() else last.begin
 
   def pieces(self, begin: int, end: int) -> list[Piece]:
     """The units that have tokens in [begin, end), in order."""
+    ends = [*(stage.begin for stage in self._stages[1:]), end]
     found: list[Piece] = []
-    number = 0
-    while (first := self._begin(number)) is not None and first < end:
-      following = self._begin(number + 1)
-      last = end if following is None else min(end, following)
-      if begin < last:
-        found += self._pieces(self._stages[number], max(begin, first), last)
-      number += 1
+    for stage, following in zip(self._stages, ends, strict=True):
+      first, last = max(begin, stage.begin), min(end, following)
+      if first < last:
+        found += self._pieces(stage, first, last)
     return found
 
   def places(self, position: int) -> np.ndarray:
@@ -206,27 +263,16 @@ class MixedRow:
       return places
     return self._stages[-1].places
 
-  def _begin(self, number: int) -> int | None:
-    """Where a stage begins; None if there are fewer."""
-    while number >= len(self._stages):
-      following = self._following(self._stages[-1])
-      if following is None:
-        return None
-      self._stages.append(following)
-    return self._stages[number].begin
-
   def _stage(self, places: np.ndarray, units: np.ndarray) -> _Stage:
     """The stage that begins after so much of every source."""
     begin = int(places.sum())
     (*_, weights) = [np.asarray(w, float) for position, w in self._changes if position <= begin]
-    ended = [
-      end is not None and place >= end for place, end in zip(places, self._ends, strict=True)
-    ]
-    weights = np.where(ended, 0.0, weights)
+    ends = [math.inf if source.end is None else source.end for source in self._sources]
+    weights = np.where(places >= ends, 0.0, weights)
     delays = np.zeros(len(weights))
     for number in np.flatnonzero(weights).tolist():
       place = int(places[number])
-      (first, *_) = self._sources[number].units(self._row, place, place + 1).lengths
+      (first, *_) = self._sources[number].units(place, place + 1).lengths
       delays[number] = self._phases[number] * first
     shares = weights / weights.sum() if weights.any() else weights
     return _Stage(begin, places, units, shares, delays)
@@ -238,9 +284,9 @@ class MixedRow:
     candidates: list[Piece] = []
     lasts = []
     for number in np.flatnonzero(stage.weights).tolist():
-      if (end := self._ends[number]) is not None:
-        source = self._sources[number]
-        units = source.units(self._row, max(0, end - source.longest_unit(self._row)), end)
+      source = self._sources[number]
+      if source.end is not None:
+        units = source.units(max(0, source.end - source.longest_unit), source.end)
         lasts.append((self._times(stage, number, units)[-1], number))
     if lasts:
       time, number = min(lasts)
@@ -261,7 +307,7 @@ class MixedRow:
     taking_part = np.flatnonzero(stage.weights).tolist()
     if not taking_part:
       return []
-    longest = sum(self._sources[number].longest_unit(self._row) for number in taking_part)
+    longest = sum(self._sources[number].longest_unit for number in taking_part)
     low = max(0, begin - stage.begin - 2 * longest - 1)
     window = self._window(stage, low, end - stage.begin + longest + 1)
     return [p for p in window if p.start < end and p.start + p.length > begin]
@@ -275,11 +321,8 @@ class MixedRow:
       start = int(stage.places[number]) - stage.delays[number]
       first = math.floor(start + low * weight) - 1
       last = math.ceil(start + high * weight) + 2
-      found = source.units(
-        self._row,
-        max(int(stage.places[number]), first),
-        last + source.longest_unit(self._row),  # one more unit at least
-      )
+      last += source.longest_unit  # one more unit at least
+      found = source.units(max(int(stage.places[number]), first), last)
       time = self._times(stage, number, found)
       begin, end = np.searchsorted(time, low, 'left'), np.searchsorted(time, high, 'right')
       places[number], units[number] = found.starts[begin], found.numbers[begin]
@@ -294,12 +337,7 @@ class MixedRow:
     places = places + np.cumsum(lengths_of, axis=0) - lengths_of
     units = units + np.cumsum(is_of, axis=0) - is_of
     starts = places.sum(axis=1)
-    return [
-      Piece(*piece)
-      for piece in zip(
-        number.tolist(), starts.tolist(), length.tolist(), places, units, strict=True
-      )
-    ]
+    return list(map(Piece, number.tolist(), starts.tolist(), length.tolist(), places, units))
 
   def _times(self, stage: _Stage, number: int, units: Units) -> np.ndarray:
     after = units.starts - stage.places[number] + stage.delays[number]
