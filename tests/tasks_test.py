@@ -319,8 +319,8 @@ def test_documents_are_those_of_the_seqio_task(task, monkeypatch):
   from valkyrie.data import seqio_tasks  # noqa: PLC0415, TensorFlow
 
   seqio_tasks.publish()
-  theirs = seqio_tasks.SeqioReader(task, selection)
-  assert (theirs.description, theirs.files()) == (reader.description, reader.files())
+  theirs = seqio_tasks.task_reader_of(task, selection)
+  assert (theirs.description, theirs.files) == (reader.description, reader.files)
   expected = [*itertools.islice(theirs.documents(3, 40), 30)]
   assert len(found) == len(expected) > 0
   for ours, theirs in zip(found, expected, strict=True):

@@ -6,7 +6,8 @@ import functools
 import hashlib
 import json
 import math
-from typing import Any, NamedTuple, Protocol
+import operator
+from typing import Any, NamedTuple
 
 import gin
 import numpy as np
@@ -19,16 +20,6 @@ from valkyrie.types import Batch
 
 Weights = Mapping[str, float]
 _MAX_NAMED = 8  # rows, and stretches of each row, in a message
-
-
-class Phases(Protocol):
-  """A curriculum.
-
-  begins: the position at which each of its phases begins, in tokens of a row.
-  """
-
-  @property
-  def begins(self) -> Sequence[int]: ...
 
 
 class _Span(NamedTuple):
@@ -62,7 +53,7 @@ class Mixture:
     weights: Weights | Sequence[Weights] | None = None,
     *,
     feed: Callable[..., TaskFeed],
-    phases: Callable[[], Phases] | None = None,
+    phases: Callable[[], Any] | None = None,
   ):
     """Creates the feed of each source. The first use of the tokens opens their stores.
 
@@ -75,7 +66,8 @@ class Mixture:
         one for each phase of the curriculum. An unnamed source has weight 0. None takes the
         rates of the seqio Mixture.
       feed: the class of the feeds.
-      phases: the class of the curriculum, with several weights.
+      phases: the class of the curriculum, with several weights. Its `begins` are the positions at
+        which its phases begin, in tokens of a row.
 
     Raises:
       ConfigurationError: the arguments do not fit together.
@@ -92,9 +84,7 @@ class Mixture:
     of_phases = [weights] if isinstance(weights, Mapping) else list(weights)
     for of_phase in of_phases:
       _check(sources, of_phase)
-    begins = [0] if phases is None else phases().begins
-    if len(of_phases) == 1:
-      begins = [0]
+    begins = [0] if phases is None or len(of_phases) == 1 else phases().begins
     if len(begins) != len(of_phases):
       raise ConfigurationError(
         f'Mixture.weights has the weights of {len(of_phases)} phases, but the curriculum has '
@@ -111,20 +101,15 @@ class Mixture:
     self.weights = dict(zip(sources, shares[-1], strict=True))
     self._constant = len(of_phases) == 1
     self._changes = list(zip(begins, shares, strict=True))
-    first = self._feeds[0]
-    for name, other in self.sources.items():
-      for option in ('batch_size', 'reset_at'):
-        if getattr(other, option) != getattr(first, option):
+    for option in ('batch_size', 'reset_at', 'vocabulary.fingerprint'):
+      first, *others = map(operator.attrgetter(option), self._feeds)
+      for name, other in zip([*sources][1:], others, strict=True):
+        if other != first:
           raise ConfigurationError(
-            f'The sources of a mixture share {option}, but {name} has {getattr(other, option)!r} '
-            f'and {next(iter(sources))} has {getattr(first, option)!r}.'
+            f'The sources of a mixture share {option}, but {name} has {other!r} and '
+            f'{next(iter(sources))} has {first!r}.'
           )
-      if other.vocabulary.fingerprint != first.vocabulary.fingerprint:
-        raise ConfigurationError(
-          f'The sources of a mixture share the vocabulary, but {name} has '
-          f'{other.vocabulary.fingerprint} and {next(iter(sources))} has '
-          f'{first.vocabulary.fingerprint}.'
-        )
+    first = self._feeds[0]
     if first.reset_at == 'never':
       raise ConfigurationError(
         "A mixture needs TaskFeed.reset_at of 'document' or 'sequence': without resets, the memory "

@@ -5,7 +5,7 @@ local files were hashed, files in buckets were not. A build compares the times o
 a start only the time of content, since a copy on another machine does not keep the other one.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import hashlib
 import json
 import logging
@@ -47,8 +47,9 @@ class Origin:
       if known is None or (_changes(known, files) and not any(store.glob('shard-*'))):
         part = file.with_suffix('.tmp')
         with store_writer.flushed(part) as stream:
-          for entry in _entries(files):
-            stream.write(json.dumps(entry).encode() + b'\n')
+          for found in files.files:
+            times = found.modified, _hash(found), found.changed
+            stream.write(json.dumps([files.name(found), found.size, *times]).encode() + b'\n')
             stream.flush()
         part.replace(file)
       self._entries = _read(file)
@@ -130,14 +131,8 @@ def check(
     )
 
 
-def _entries(files: SourceFiles) -> Iterator[list[Any]]:
-  """[name, size, time of content, hash, time of the inode] of each file."""
-  for file in files.files:
-    yield [files.name(file), file.size, file.modified, _hash(file), file.changed]
-
-
 def _read(file: pathlib.Path) -> list[list[Any]]:
-  """The entries in the record of a build."""
+  """The record of a build: [name, size, time of content, hash, time of the inode] of each file."""
   return [json.loads(line) for line in file.read_text().splitlines()]
 
 
@@ -149,14 +144,12 @@ def _changes(recorded: Sequence[Sequence[Any]], files: SourceFiles) -> str:
   now = {files.name(file): file for file in files.files}
   before = {name: entry for name, *entry in recorded}
   changes = {
-    'new': sorted(now.keys() - before.keys()),
-    'gone': sorted(before.keys() - now.keys()),
-    'changed': sorted(
-      name for name in now.keys() & before.keys() if _differs(now[name], *before[name])
-    ),
+    'new': now.keys() - before.keys(),
+    'gone': before.keys() - now.keys(),
+    'changed': {n for n in now.keys() & before.keys() if _differs(now[n], *before[n])},
   }
   return '; '.join(
-    f'{len(names)} {word}: {_some(names)}' for word, names in changes.items() if names
+    f'{len(names)} {word}: {_some(sorted(names))}' for word, names in changes.items() if names
   )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 import contextlib
 import functools
+import io
 import itertools
 import json
 from typing import Any
@@ -17,6 +18,7 @@ from valkyrie.errors import ConfigurationError, DataError
 _REPAIR = 'Mend the file, fetch it again, or leave it out of the source.'
 _OF_ROWS = ('.jsonl', '.parquet', '.arrow')
 _ROWS_AT_ONCE = 1024
+_BLOCK = 2**20  # bytes
 STREAMED = 'hf://'  # begins the address of a data set: hf://OWNER/NAME/CONFIGURATION
 Row = dict[str, Any]
 
@@ -64,16 +66,18 @@ class Records:
         read = self._group(file, group) if kind == '.parquet' else self._text(file)
       else:
         continue
-      for row in self._guarded(file, read):
-        _check_texts(row, self._columns, file.path)
-        yield row
+      with self._errors(file):
+        for row in read:
+          _check_texts(row, self._columns, file.path)
+          yield row
 
   def describe(self) -> dict[str, Any]:
     """The number of the files, for store.json."""
     return {'files': len(self.files.files)}
 
   def _row_groups(self, file: SourceFile) -> int:
-    (footer,) = self._guarded(file, (self._parquet(f).metadata for f in [file]))
+    with self._errors(file):
+      footer = self._parquet(file).metadata
     if not footer.num_rows:
       raise DataError(f'{file.path} is empty: it has no rows. {_REPAIR}')
     _check_columns(self._columns, footer.schema.to_arrow_schema().names, file.path)
@@ -102,28 +106,30 @@ class Records:
 
   def _lines(self, file: SourceFile, part: int, parts: int) -> Iterator[Row]:
     with self.files.open(file) as stream:
-      for number, line in enumerate(_split_lines(stream)):
+      # A compressed stream of pyarrow offers no lines.
+      for number, line in enumerate(io.BufferedReader(stream, _BLOCK)):
         if number % parts != part or not line.strip():
           continue
+        place, begins = f'Line {number + 1} of {file.path}', line.rstrip(b'\n')[:40]
         try:
           row = json.loads(line)
         except ValueError as error:
           raise DataError(
-            f'Line {number + 1} of {file.path} is not JSON ({error}): it begins with '
-            f'{line[:40]!r}. {_REPAIR}'
+            f'{place} is not JSON ({error}): it begins with {begins!r}. {_REPAIR}'
           ) from error
         if not isinstance(row, dict):
           raise DataError(
-            f'Line {number + 1} of {file.path} is not a JSON object: it begins with '
-            f'{line[:40]!r}. Each line must be an object such as {{"text": "..."}}.'
+            f'{place} is not a JSON object: it begins with {begins!r}. Each line must be an object '
+            'such as {"text": "..."}.'
           )
-        _check_columns(self._columns, list(row), f'Line {number + 1} of {file.path}')
+        _check_columns(self._columns, list(row), place)
         yield {column: row[column] for column in self._columns}
 
-  def _guarded(self, file: SourceFile, rows: Iterator[Any]) -> Iterator[Any]:
+  @contextlib.contextmanager
+  def _errors(self, file: SourceFile) -> Iterator[None]:
     """Converts errors to DataErrors that name the file, or its change while it was read."""
     try:
-      yield from rows
+      yield
     except UnicodeDecodeError as error:
       raise DataError(
         f'{file.path} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}. '
@@ -202,17 +208,3 @@ def _check_texts(row: Row, columns: Sequence[str], place: str) -> None:
         f'A row of {place} has {row[column]!r:.40} in the column {column}, expected a text. '
         'Correct or remove such rows, or name another column.'
       )
-
-
-def _split_lines(stream: Any) -> Iterator[bytes]:
-  """The lines of a pyarrow stream, which offers none itself if it is compressed."""
-  line: list[bytes] = []
-  while block := stream.read(2**20):
-    first, *others = block.split(b'\n')
-    line.append(first)
-    if others:
-      yield b''.join(line)
-      yield from others[:-1]
-      line = others[-1:]
-  if any(line):
-    yield b''.join(line)

@@ -160,83 +160,77 @@ class SeqioVocabulary(seqio.Vocabulary):
     return tf.ensure_shape(text, [])
 
 
-class SeqioReader(TaskReader):
-  """One split of a registered task, read by tf.data.
-
-  Raises:
-    ConfigurationError: the task lacks the split or the feature 'targets', or a source was given to
-      a task without a location.
-    DataError: the source is damaged.
-  """
-
-  def __init__(self, task: str, selection: Selection):
-    original: Any = seqio.TaskRegistry.get(task)
-    task_reader.check_split(selection, original.splits)
-    if 'targets' not in original.output_features:
+def task_reader_of(name: str, selection: Selection) -> TaskReader:
+  """The reader of a registered task, whose documents tf.data reads."""
+  original: Any = seqio.TaskRegistry.get(name)
+  split, source = selection.split, original.source
+  task_reader.check_split(selection, original.splits)
+  if 'targets' not in original.output_features:
+    raise ConfigurationError(
+      f"The task {name} has no feature 'targets', only {', '.join(original.output_features)}. "
+      "Rename the feature of the text to 'targets'."
+    )
+  if isinstance(source, SeqioSource):
+    documents = task_reader.relocated(source.source, selection)
+    source = SeqioSource(documents)
+    description, files = documents.describe(split), documents.files(split)
+  else:
+    if selection.source is not None or selection.options:
       raise ConfigurationError(
-        f"The task {task} has no feature 'targets', only {', '.join(original.output_features)}. "
-        "Rename the feature of the text to 'targets'."
-      )
-    self._source = original.source
-    self.description = {'kind': str(original.source)}
-    if isinstance(original.source, SeqioSource):
-      self._source = SeqioSource(task_reader.relocated(original.source.source, selection))
-      self.description = self._source.source.describe(selection.split)
-    elif selection.source is not None or selection.options:
-      raise ConfigurationError(
-        f'The source of the task {task} is not of documents (valkyrie.data.document_source) and '
+        f'The source of the task {name} is not of documents (valkyrie.data.document_source) and '
         'has neither another location nor options, but got '
         f'{selection.source!r} and {dict(selection.options)}. '
         'Remove TaskFeed.source and TaskFeed.options, or --source and --option.'
       )
-    documents = getattr(self._source, 'source', self._source)
-    steps = [getattr(step, 'func', step) for step in original.preprocessors]
-    self.modules = [str(code.__module__) for code in [*type(documents).__mro__, *steps]]
-    adapter = SeqioVocabulary(selection.vocabulary)
-    features = {
-      name: dataclasses.replace(feature, vocabulary=adapter)
-      for name, feature in original.output_features.items()
-    }
-    self._task = original.replace(source=self._source, output_features=features)
-    self._split = selection.split
-    self._vocabulary = selection.vocabulary
+    documents, description, files = source, {'kind': str(source)}, _files(source, split)
+  steps = [getattr(step, 'func', step) for step in original.preprocessors]
+  modules = [str(code.__module__) for code in [*type(documents).__mro__, *steps]]
+  adapter = SeqioVocabulary(selection.vocabulary)
+  features = {
+    feature: dataclasses.replace(settings, vocabulary=adapter)
+    for feature, settings in original.output_features.items()
+  }
+  task = original.replace(source=source, output_features=features)
 
-  def files(self) -> SourceFiles | None:
-    if isinstance(self._source, SeqioSource):
-      return self._source.source.files(self._split)
-    if not isinstance(self._source, seqio.FileDataSource):
-      return None
-    found = [os.path.abspath(file) for file in self._source.list_shards(self._split)]
-    return SourceFiles(found) if found and all(map(os.path.isfile, found)) else None
-
-  def documents(self, shard: int, shards: int) -> Iterator[store_writer.Document]:
+  def read(shard: int, shards: int) -> Iterator[store_writer.Document]:
+    info = seqio.ShardInfo(shard, shards)
     try:
-      dataset = self._task.get_dataset(
-        split=self._split,
-        shuffle=False,
-        shard_info=seqio.ShardInfo(shard, shards),
-        try_in_mem_cache=False,
+      dataset = task.get_dataset(
+        split=split, shuffle=False, shard_info=info, try_in_mem_cache=False
       )
       for example in dataset.as_numpy_iterator():
-        yield self._document(example)
+        yield _document(example, 'inputs' in features, selection.vocabulary)
     except tf.errors.OpError as error:
-      raise getattr(self._source, 'failure', None) or DataError(
-        f'Reading shard {shard} of {self._task.name} failed: {error.message}'
+      raise getattr(source, 'failure', None) or DataError(
+        f'Reading shard {shard} of {name} failed: {error.message}'
       ) from error
 
-  def _document(self, example: dict[str, Any]) -> store_writer.Document:
-    prompt = example['inputs'] if 'inputs' in self._task.output_features else np.empty(0, np.int32)
-    answer = example['targets']
-    if len(answer) and answer[-1] == self._vocabulary.eos_id:  # the store adds it
-      answer = answer[:-1]
-    key = example.get('sequence_key')
-    return store_writer.Document(
-      np.concatenate([prompt, answer]),
-      self._text_bytes(example, 'inputs', prompt) + self._text_bytes(example, 'targets', answer),
-      key.decode('utf-8', errors='replace') if key else None,
-      len(prompt),
-    )
+  return TaskReader(description, modules, files, read)
 
-  def _text_bytes(self, example: dict[str, Any], feature: str, tokens: np.ndarray) -> int:
+
+def _files(source: Any, split: str) -> SourceFiles | None:
+  """The files of a source of seqio; None unless all are on this machine."""
+  if not isinstance(source, seqio.FileDataSource):
+    return None
+  found = [os.path.abspath(file) for file in source.list_shards(split)]
+  return SourceFiles(found) if found and all(map(os.path.isfile, found)) else None
+
+
+def _document(
+  example: dict[str, Any], prompts: bool, vocabulary: Vocabulary
+) -> store_writer.Document:
+  prompt = example['inputs'] if prompts else np.empty(0, np.int32)
+  answer = example['targets']
+  if len(answer) and answer[-1] == vocabulary.eos_id:  # the store adds it
+    answer = answer[:-1]
+  text_bytes = 0
+  for feature, tokens in (('inputs', prompt), ('targets', answer)):
     text = example.get(f'{feature}_pretokenized')
-    return len(self._vocabulary.decode(tokens).encode()) if text is None else len(text)
+    text_bytes += len(vocabulary.decode(tokens).encode() if text is None else text)
+  key = example.get('sequence_key')
+  return store_writer.Document(
+    np.concatenate([prompt, answer]),
+    text_bytes,
+    key.decode('utf-8', errors='replace') if key else None,
+    len(prompt),
+  )

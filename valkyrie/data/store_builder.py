@@ -24,7 +24,7 @@ from valkyrie.config.suggest import did_you_mean
 from valkyrie.data import provenance, store_writer, task_reader, token_store
 from valkyrie.data.document_source import TASKS
 from valkyrie.data.store_writer import Report, StoreWriter
-from valkyrie.data.task_reader import DocumentReader, TaskReader
+from valkyrie.data.task_reader import TaskReader, document_reader
 from valkyrie.data.token_store import Selection
 from valkyrie.distributed import heartbeat
 from valkyrie.errors import ConfigurationError, DataError, Preempted, ValkyrieError
@@ -45,9 +45,6 @@ def build(
   """Builds a store, or one shard of it; returns store.json, or None while shards are missing.
 
   Args:
-    selection: the documents of the store.
-    output: the directory of the store.
-    shards: the number of shards.
     shard: the number of the only shard to build; None builds all.
     processes: the number of processes; it does not change the store.
     rebuild: remove a store that is there first.
@@ -56,8 +53,7 @@ def build(
   Raises:
     ConfigurationError: the task or split is unknown, or does not fit the other arguments; Beam is
       not installed, or rejects its options.
-    DataError: the task's source is missing, damaged or empty; or the pipeline of Beam failed or
-      wrote elsewhere.
+    DataError: the task's source is missing, damaged or empty; or Beam failed or wrote elsewhere.
   """
   pipeline = None if beam is None else _pipeline(beam)
   if (output / token_store.STORE_FILE).exists():
@@ -92,24 +88,18 @@ def build(
 
 
 def open_task(selection: Selection) -> TaskReader:
-  """The reader of the selected task. It loads TensorFlow only for a task that only seqio knows.
-
-  Raises:
-    ConfigurationError: the task is not registered, or lacks the split or the feature 'targets', or
-      a source was given to a task without a location.
-    DataError: the source is damaged.
-  """
+  """The reader of the selected task. It loads TensorFlow only for a task that only seqio knows."""
   module, task = task_reader.of_task(selection.task)
   task_reader.load(module)
   if task in TASKS:
-    return DocumentReader(TASKS[task], selection)
+    return document_reader(TASKS[task], selection)
   known = [*TASKS]
   if 'seqio' in sys.modules:
     with task_reader.quiet():
       from valkyrie.data import seqio_tasks  # noqa: PLC0415  (TensorFlow)
     known += seqio_tasks.seqio.TaskRegistry.names()
     if task in known:
-      return seqio_tasks.SeqioReader(task, selection)
+      return seqio_tasks.task_reader_of(task, selection)
   raise ConfigurationError(
     f'The module {module} registers no task {task!r}.{did_you_mean(task, known)} '
     'A mixture is endless and cannot be stored. Name its tasks one by one.'
@@ -128,8 +118,7 @@ class Bench:
       'options': recorded['options'],
       'code_sha256': task_reader.code_hash([module, *self._reader.modules]),
     }
-    files = self._reader.files()
-    self.origin = files and provenance.Origin(files, output)
+    self.origin = self._reader.files and provenance.Origin(self._reader.files, output)
     if self.origin:
       source['files_sha256'] = self.origin.digest
     self.writer = StoreWriter(output, selection, source, shards)

@@ -15,7 +15,7 @@ import os
 import pathlib
 import shutil
 import time
-from typing import IO, Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 import uuid
 
 import numpy as np
@@ -53,18 +53,13 @@ class Document(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StoreWriter:
-  """Writes a store into the directory `path`.
+  """Writes a store into the directory `path`, in a number of shards.
 
-  source: the origin of the documents. Shards of different selections and origins are never mixed.
-  shards: the number of shards.
+  source: the origin of the documents. Shards of different selections and origins are never mixed:
+    the methods raise a ConfigurationError for a shard of another one.
 
   With `selection.unique`, only the first of several documents with equal tokens stays, in the order
   of the shards.
-
-  Its methods raise, besides the errors that they name,
-
-    ConfigurationError: a shard exists, but has another selection or origin.
-    StorageError: the file system refused a write.
   """
 
   path: pathlib.Path
@@ -96,6 +91,7 @@ class StoreWriter:
 
     Raises:
       DataError: a token is outside the vocabulary, or most documents are empty.
+      StorageError: the file system refused a write.
     """
     name = self.shard_name(shard)
     temporary = self.path / f'.{name}.tmp'
@@ -125,6 +121,7 @@ class StoreWriter:
 
     Raises:
       DataError: there are no documents, or most are empty.
+      StorageError: the file system refused a write.
     """
     folders = [self.path / self.shard_name(shard) for shard in range(self.shards)]
     if not all((folder / SHARD_FILE).exists() for folder in folders):
@@ -326,20 +323,15 @@ def locked(file: pathlib.Path, written: pathlib.Path, report: Report) -> Iterato
   file.parent.mkdir(parents=True, exist_ok=True)
   before = 0
   with file.open('w') as stream:
-    while not _has_locked(stream):
+    while True:
+      with contextlib.suppress(BlockingIOError):
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        break
       time.sleep(_PAUSE_SECONDS)
       if (now := _size(written)) != before:
         before = now
         report(0, 0)
     yield
-
-
-def _has_locked(stream: IO) -> bool:
-  try:
-    fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError:
-    return False
-  return True
 
 
 def _size(folder: pathlib.Path) -> int:

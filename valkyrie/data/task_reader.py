@@ -1,6 +1,6 @@
 """A task by its name: the module that registers it, and a reader of its tokenized documents."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 import contextlib
 import hashlib
 import importlib
@@ -10,7 +10,7 @@ import os
 import pathlib
 import pkgutil
 import sys
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from valkyrie.data import store_writer
 from valkyrie.data.document_source import DocumentSource, DocumentTask, TextDocument, pieces
 from valkyrie.data.source_files import SourceFiles
 from valkyrie.data.token_store import Selection
+from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError
 
 OURS = 'valkyrie.tasks'
@@ -105,57 +106,51 @@ def code_hash(modules: Iterable[str]) -> str:
   return digest.hexdigest()
 
 
-class TaskReader(Protocol):
+class TaskReader(NamedTuple):
   """One split of a task.
 
-  description: the origin of its documents; modules: names of loaded modules with its code.
+  description: the origin of its documents, for store.json.
+  modules: the names of loaded modules with its code.
+  files: the files of the source; None if it names none.
+  documents: (shard, shards) -> the tokenized documents of one of `shards` parts; DataError if a
+    read fails.
   """
 
   description: dict[str, Any]
   modules: list[str]
-
-  def files(self) -> SourceFiles | None:
-    """The files of the source; None if it names none."""
-    ...
-
-  def documents(self, shard: int, shards: int) -> Iterator[store_writer.Document]:
-    """The tokenized documents of one of `shards` parts; DataError if a read fails."""
-    ...
+  files: SourceFiles | None
+  documents: Callable[[int, int], Iterator[store_writer.Document]]
 
 
-class DocumentReader(TaskReader):
-  """One split of a task of documents, which it tokenizes itself."""
+def document_reader(task: DocumentTask, selection: Selection) -> TaskReader:
+  """The reader of a task of documents, which it tokenizes itself."""
+  check_split(selection, task.source.splits)
+  source, split = relocated(task.source, selection), selection.split
 
-  def __init__(self, task: DocumentTask, selection: Selection):
-    check_split(selection, task.source.splits)
-    self._source = relocated(task.source, selection)
-    self._prompts = task.prompts
-    self._split = selection.split
-    self._vocabulary = selection.vocabulary
-    self.description = self._source.describe(self._split)
-    self.modules = [kind.__module__ for kind in type(self._source).__mro__]
+  def documents(shard: int, shards: int) -> Iterator[store_writer.Document]:
+    for document in source.documents(split, shard, shards):
+      yield _tokenized(document, task.prompts, selection.vocabulary)
 
-  def files(self) -> SourceFiles | None:
-    return self._source.files(self._split)
+  modules = [kind.__module__ for kind in type(source).__mro__]
+  return TaskReader(source.describe(split), modules, source.files(split), documents)
 
-  def documents(self, shard: int, shards: int) -> Iterator[store_writer.Document]:
-    for document in self._source.documents(self._split, shard, shards):
-      yield self._tokenized(document)
 
-  def _tokenized(self, document: TextDocument) -> store_writer.Document:
-    """Tokenizes a document; a long text piece by piece."""
-    asked = [*pieces(document.prompt)] if self._prompts else []
-    answer = [*pieces(document.text)]
-    prompt = [self._vocabulary.ids(piece) for piece in asked]
-    tokens = itertools.chain(prompt, map(self._vocabulary.ids, answer))
-    if len(answer) <= 1:
-      tokens = np.concatenate([np.empty(0, np.int32), *tokens])
-    return store_writer.Document(
-      tokens,
-      sum(len(piece.encode('utf-8', errors='replace')) for piece in [*asked, *answer]),
-      document.sequence_key or None,
-      sum(map(len, prompt)),
-    )
+def _tokenized(
+  document: TextDocument, prompts: bool, vocabulary: Vocabulary
+) -> store_writer.Document:
+  """Tokenizes a document; a long text piece by piece."""
+  asked = [*pieces(document.prompt)] if prompts else []
+  answer = [*pieces(document.text)]
+  prompt = [vocabulary.ids(piece) for piece in asked]
+  tokens = itertools.chain(prompt, map(vocabulary.ids, answer))
+  if len(answer) <= 1:
+    tokens = np.concatenate([np.empty(0, np.int32), *tokens])
+  return store_writer.Document(
+    tokens,
+    sum(len(piece.encode('utf-8', errors='replace')) for piece in [*asked, *answer]),
+    document.sequence_key or None,
+    sum(map(len, prompt)),
+  )
 
 
 def check_split(selection: Selection, splits: Iterable[str]) -> None:
