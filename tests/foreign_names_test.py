@@ -229,7 +229,7 @@ def test_a_store_whose_names_are_those_of_the_copy_stays_inside(place, name):
 def test_a_shard_names_no_file_elsewhere(place):
   write_store(place)
   writer = StoreWriter(place, SELECTION, {}, 1)
-  shard = place / writer.shard_name(0)
+  shard = writer.folders[0]
   record = json.loads((shard / 'shard.json').read_text())
   for name in names(place):
     plant(place, shard / name, functools.partial(shutil.copyfile, shard / 'tokens.npy'))

@@ -29,7 +29,7 @@ import sys
 import threading
 from typing import Any, NoReturn
 
-from valkyrie.data import store_builder, task_reader, token_store, vocabularies
+from valkyrie.data import document_source, store_builder, token_store, vocabularies
 from valkyrie.data.store_location import store_path
 from valkyrie.data.token_store import Selection
 from valkyrie.errors import ConfigurationError, Preempted, ValkyrieError
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(arguments: argparse.Namespace) -> Mapping[str, Any] | None:
   """The rates of a mixture, or store.json; None while shards are missing."""
   if arguments.mixture is not None:
-    with task_reader.quiet():
+    with document_source.quiet():
       from valkyrie.data import seqio_tasks  # noqa: PLC0415  (TensorFlow)
     return seqio_tasks.rates(arguments.mixture)
   if arguments.verify:

@@ -1,26 +1,30 @@
-"""Sources of whole documents, and the tasks that they are registered as.
+"""Sources of whole documents, the tasks that they are registered as, and the readers of tasks.
 
 The store of such a task is built without TensorFlow. `seqio_tasks.publish` registers it with seqio.
-
-`register_problems` registers generated problems that need memory: a prompt, then its answer.
-Problem n of a split is a pure function of the task's name, the split and n. A task over distances
-is registered as NAME.64, NAME.128, ... up to NAME.16384. Its validation split asks for content at
-exactly this distance. Its training split asks at every distance up to it, log-uniformly, because a
-model that never sees short distances hardly learns the task. The split 'near_and_far' has the
-distances of the training split, for the evaluation of a trained model.
 """
 
 import abc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import contextlib
 import hashlib
+import importlib
+import importlib.util
+import itertools
+import os
+import pkgutil
+import sys
 from typing import Any, NamedTuple, Self
 import zlib
 
 import numpy as np
 
+from valkyrie.config.suggest import did_you_mean
+from valkyrie.data import store_writer
 from valkyrie.data.source_files import SourceFiles
+from valkyrie.data.token_store import Selection
 from valkyrie.errors import ConfigurationError
 
+OURS = 'valkyrie.tasks'
 _PIECE = 2**22  # characters
 DISTANCES = tuple(2**power for power in range(6, 15))
 NOISE = 'abcdefghijklmnopqrstuvwxyz'
@@ -40,11 +44,7 @@ class TextDocument(NamedTuple):
 
 
 class DocumentSource(abc.ABC):
-  """A source of documents.
-
-  Attributes:
-    splits: the names of its splits, such as ('train', 'validation').
-  """
+  """A source of documents; `splits` names its splits, such as ('train', 'validation')."""
 
   def __init__(self, splits: tuple[str, ...]):
     self.splits = splits
@@ -86,14 +86,116 @@ TASKS: dict[str, DocumentTask] = {}
 
 
 def register(name: str, source: DocumentSource, *, prompts: bool = False) -> None:
-  """Registers a task.
-
-  Raises:
-    ConfigurationError: there is a task of this name.
-  """
+  """Registers a task; ConfigurationError if there is one of this name."""
   if name in TASKS:
     raise ConfigurationError(f'The task {name!r} is registered twice. Rename one of the two.')
   TASKS[name] = DocumentTask(source, prompts)
+
+
+def our_modules() -> list[str]:
+  """The names of the modules that register our tasks."""
+  folder = importlib.import_module(OURS).__path__
+  return sorted(module.name for module in pkgutil.iter_modules(folder, f'{OURS}.'))
+
+
+def loaded(task: str) -> tuple[str, str]:
+  """Imports the module of a task, NAME of ours or 'package.module:NAME' -> (module, NAME)."""
+  module, colon, name = task.partition(':')
+  if not colon:
+    name = task
+    module = f'{OURS}.{task.replace("/", ".").split(".")[0]}'
+  try:
+    found = importlib.util.find_spec(module) is not None
+  except (ImportError, ValueError):
+    found = False
+  if not found:
+    known = [ours.removeprefix(f'{OURS}.') for ours in our_modules()]
+    raise ConfigurationError(
+      f'There is no module {module} to register the task {task!r}.{did_you_mean(task, known)} '
+      f"Use one of {', '.join(known)}, or 'package.module:NAME' for a task of your own."
+    )
+  if module not in sys.modules and not module.startswith('valkyrie.'):  # it may take seconds
+    print(f'loading {module}', file=sys.stderr, flush=True)
+  try:
+    with quiet():
+      importlib.import_module(module)
+  except ValueError as error:
+    if 'Provider name not registered' not in str(error):
+      raise
+    raise ConfigurationError(
+      f'The module {module} cannot be imported ({error}). If that is a task of documents, call '
+      'valkyrie.data.seqio_tasks.publish() in the module before this name is used.'
+    ) from error
+  return module, name
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+  """Discards the standard error: TensorFlow reports a missing GPU there at every log level."""
+  sys.stderr.flush()
+  kept = os.dup(2)
+  try:
+    with open(os.devnull, 'w') as null:
+      os.dup2(null.fileno(), 2)
+    yield
+  finally:
+    os.dup2(kept, 2)
+    os.close(kept)
+
+
+class TaskReader(NamedTuple):
+  """One split of a task.
+
+  description: the origin of its documents, for store.json.
+  modules: the names of loaded modules with its code.
+  files: the files of the source; None if it names none.
+  documents: (shard, shards) -> the tokenized documents of one of `shards` parts.
+  """
+
+  description: dict[str, Any]
+  modules: list[str]
+  files: SourceFiles | None
+  documents: Callable[[int, int], Iterator[store_writer.Document]]
+
+
+def document_reader(task: DocumentTask, selection: Selection) -> TaskReader:
+  """The reader of a task of documents. It tokenizes a long text piece by piece."""
+  check_split(selection, task.source.splits)
+  source, split = relocated(task.source, selection), selection.split
+
+  def documents(shard: int, shards: int) -> Iterator[store_writer.Document]:
+    ids = selection.vocabulary.ids
+    for document in source.documents(split, shard, shards):
+      asked = [*pieces(document.prompt)] if task.prompts else []
+      answer = [*pieces(document.text)]
+      prompt = [ids(piece) for piece in asked]
+      tokens = itertools.chain(prompt, map(ids, answer))
+      if len(answer) <= 1:
+        tokens = np.concatenate([np.empty(0, np.int32), *tokens])
+      yield store_writer.Document(
+        tokens,
+        sum(len(piece.encode('utf-8', errors='replace')) for piece in [*asked, *answer]),
+        document.sequence_key or None,
+        sum(map(len, prompt)),
+      )
+
+  modules = [kind.__module__ for kind in type(source).__mro__]
+  return TaskReader(source.describe(split), modules, source.files(split), documents)
+
+
+def check_split(selection: Selection, splits: Iterable[str]) -> None:
+  """Raises a ConfigurationError if the selected split is not among those of the task."""
+  if selection.split not in splits:
+    raise ConfigurationError(
+      f'The task {selection.task} has no split {selection.split!r}. Use one of {", ".join(splits)}.'
+    )
+
+
+def relocated(documents: DocumentSource, selection: Selection) -> DocumentSource:
+  """The documents at another location or with options, if the selection names any."""
+  if selection.source is None and not selection.options:
+    return documents
+  return documents.at(selection.source, **selection.options)
 
 
 def stable_hash(text: str) -> int:
@@ -128,7 +230,10 @@ Generate = Callable[[np.random.RandomState], Problem | Sequence[Problem]]
 
 
 class GeneratedSource(DocumentSource):
-  """Generated problems: {split: (number of problems or streams, function that generates one)}."""
+  """Generated problems that need memory: a prompt, then its answer.
+
+  Problem n of a split is a pure function of the task's name, the split and n.
+  """
 
   def __init__(self, name: str, problems: Mapping[str, tuple[int, Generate]]):
     super().__init__(splits=tuple(problems))
@@ -148,14 +253,20 @@ class GeneratedSource(DocumentSource):
 
 
 def register_problems(name: str, problems: Mapping[str, tuple[int, Generate]]) -> None:
-  """Registers the task of {split: (number of problems, function that generates one)}."""
+  """Registers a task of {split: (number of problems or streams, function that generates one)}."""
   register(name, GeneratedSource(name, problems), prompts=True)
 
 
 def register_over_distances(
   name: str, nearest: int, generate: Callable[[np.random.RandomState, int], Problem]
 ) -> None:
-  """Registers NAME.D for every D of DISTANCES; `generate` takes a distance from `nearest` to D."""
+  """Registers NAME.64, NAME.128, ... up to NAME.16384: one task for each distance.
+
+  The validation split asks for content at exactly this distance. The training split asks at every
+  distance from `nearest` up to it, log-uniformly, because a model that never sees short distances
+  hardly learns the task. The split 'near_and_far' has the distances of the training split, for the
+  evaluation of a trained model.
+  """
 
   def splits(distance: int) -> dict[str, tuple[int, Generate]]:
     def near_or_far(random):

@@ -99,8 +99,7 @@ class TaskFeed:
     self._data_dir = data_dir
     self.batch_size = batch_size
     self.reset_at = reset_at
-    self._seeds = [seed]
-    self._shuffle = shuffle
+    self._seeds = [seed] if shuffle else None
     self._epochs = epochs
     self._learn_eos = learn_eos
     self._bad_documents = bad_documents
@@ -115,7 +114,7 @@ class TaskFeed:
   def rows(self) -> list[Row]:
     """The documents of each row in their order."""
     keys = None if self.reset_at == 'document' else self.store.sequence_keys
-    rows = deal(self.store.lengths, keys, self.batch_size, self._seeds, self._shuffle, self._epochs)
+    rows = deal(self.store.lengths, keys, self.batch_size, self._seeds, self._epochs)
     units = sum(row.units_of_epoch for row in rows)
     if units < self.batch_size:
       unit = 'documents' if keys is None else 'sequences of documents'
@@ -149,8 +148,7 @@ class TaskFeed:
   def dealt(self, number: int, rows: int, begin: int) -> 'TaskFeed':
     """Deal `number` of the store over other rows; see `types.TaskFeed`.
 
-    Raises:
-      ConfigurationError: the feed has `epochs`, which end within one deal.
+    A feed with `epochs`, which end within one deal, raises a ConfigurationError.
     """
     del begin  # an endless feed is the same from any position of the run on
     if self._epochs is not None:
@@ -161,7 +159,7 @@ class TaskFeed:
     dealt = copy.copy(self)
     dealt.__dict__.pop('rows', None)
     dealt.batch_size = rows
-    if number:  # the first deal uses only the seed
+    if number and self._seeds:  # the first deal uses only the seed
       dealt._seeds = [*self._seeds, number]
     return dealt
 
@@ -175,10 +173,7 @@ class TaskFeed:
     return {'epochs': read / self.store.tokens}
 
   def read(self, position: int, length: int, rows: Sequence[int] | None = None) -> Batch:
-    """Reads the tokens [position, position + length) of `rows`, such as the rows of one host.
-
-    Returns:
-      Batch of numpy arrays [rows, length].
+    """Reads the tokens [position, position + length) of `rows` -> numpy arrays [rows, length].
 
     Raises:
       DataError: a row has more than `bad_documents` damaged documents.

@@ -14,7 +14,7 @@ import numpy as np
 
 from valkyrie.data.feed import TaskFeed, segment_ids_of
 from valkyrie.data.rows import MixedRow
-from valkyrie.data.store_location import mixture
+from valkyrie.data.store_location import builder
 from valkyrie.errors import ConfigurationError
 from valkyrie.types import Batch
 
@@ -26,8 +26,7 @@ class _Span(NamedTuple):
   """A stretch of a row from one source.
 
   start, length: tokens of the row before it, and its own.
-  source: the number of the source; place: tokens of its stream before the stretch.
-  before: units of the other sources before it.
+  place: tokens of the source's row before it; before: units of the other sources before it.
   """
 
   start: int
@@ -73,7 +72,7 @@ class Mixture:
       ConfigurationError: the arguments do not fit together.
     """
     if isinstance(sources, str):
-      rates = mixture(sources)
+      rates = builder.order([f'--mixture={sources}'], f'Reading the seqio mixture {sources}')
       weights = rates if weights is None else weights
       sources = {task: {'task': task} for task in rates}
     if weights is None:
@@ -81,13 +80,12 @@ class Mixture:
         f'Mixture.weights has no value. Give each of {", ".join(sources)} a number; tokens '
         'are read in this ratio.'
       )
-    of_phases = [weights] if isinstance(weights, Mapping) else list(weights)
-    for of_phase in of_phases:
-      _check(sources, of_phase)
-    begins = [0] if phases is None or len(of_phases) == 1 else phases().begins
-    if len(begins) != len(of_phases):
+    of_phases = [weights] if isinstance(weights, Mapping) else weights
+    shares = [_shares(sources, of_phase) for of_phase in of_phases]
+    begins = [0] if phases is None or len(shares) == 1 else phases().begins
+    if len(begins) != len(shares):
       raise ConfigurationError(
-        f'Mixture.weights has the weights of {len(of_phases)} phases, but the curriculum has '
+        f'Mixture.weights has the weights of {len(shares)} phases, but the curriculum has '
         f'{len(begins)}. Give one set of weights, or one for each phase, with '
         'Mixture.phases = @Curriculum.'
       )
@@ -97,9 +95,7 @@ class Mixture:
     }
     self._feeds = list(self.sources.values())
     self._begin = 0
-    shares = [_shares(list(sources), of_phase) for of_phase in of_phases]
     self.weights = dict(zip(sources, shares[-1], strict=True))
-    self._constant = len(of_phases) == 1
     self._changes = list(zip(begins, shares, strict=True))
     for option in ('batch_size', 'reset_at', 'vocabulary.fingerprint'):
       first, *others = map(operator.attrgetter(option), self._feeds)
@@ -128,7 +124,7 @@ class Mixture:
   def tokens_per_byte(self) -> float | None:
     """Tokens per byte of text; None if a source has none, or if the weights change."""
     ratios = {name: feed.tokens_per_byte for name, feed in self.sources.items()}
-    return mean_tokens_per_byte(self.weights, ratios) if self._constant else None
+    return mean_tokens_per_byte(self.weights, ratios) if len(self._changes) == 1 else None
 
   @property
   def row_tokens(self) -> int:
@@ -139,7 +135,7 @@ class Mixture:
       if self.weights[name]
     )
 
-  @functools.cached_property
+  @property
   def row_end(self) -> int | None:
     """Tokens after which all rows are padding; None if the feed is endless."""
     ends = [row.end for row in self._rows]
@@ -154,8 +150,7 @@ class Mixture:
   def dealt(self, number: int, rows: int, begin: int) -> 'Mixture':
     """Deal `number` of every source over other rows; see `types.TaskFeed`."""
     dealt = copy.copy(self)
-    for cached in ('_rows', 'row_end'):
-      dealt.__dict__.pop(cached, None)
+    dealt.__dict__.pop('_rows', None)
     dealt.sources = {name: feed.dealt(number, rows, 0) for name, feed in self.sources.items()}
     dealt._feeds, dealt._begin = list(dealt.sources.values()), begin
     return dealt
@@ -225,31 +220,25 @@ class Mixture:
 
 def mean_tokens_per_byte(weights: Weights, ratios: Mapping[str, float | None]) -> float | None:
   """Tokens per byte of a text whose tokens come from sources by weight; None if one has none."""
-  bytes_per_token = 0.0
-  for name, weight in weights.items():
-    ratio = ratios[name]
-    if weight and ratio is None:
-      return None
-    bytes_per_token += weight / ratio if ratio else 0.0
-  return 1 / bytes_per_token
+  read = {name: weight for name, weight in weights.items() if weight}
+  known = {name: ratio for name, ratio in ratios.items() if ratio is not None}
+  if not read.keys() <= known.keys():
+    return None
+  return 1 / sum(weight / known[name] for name, weight in read.items())
 
 
-def _check(sources: Mapping[str, Any], weights: Weights) -> None:
+def _shares(sources: Mapping[str, Any], weights: Weights) -> list[float]:
+  """The share of each source by the weights of a phase."""
   unknown = [name for name in weights if name not in sources]
   if unknown or not sources:
     raise ConfigurationError(
       f'Mixture.weights names {", ".join(unknown) or "no source"}, but Mixture.sources has '
       f'{", ".join(sources) or "none"}.'
     )
-  wrong = {
-    n: w for n, w in weights.items() if not isinstance(w, int | float) or not 0 <= w < math.inf
-  }
-  if wrong or not sum(weights.values()):
+  right = all(isinstance(w, int | float) and 0 <= w < math.inf for w in weights.values())
+  if not right or not sum(weights.values()):
     raise ConfigurationError(
       f'Mixture.weights has {dict(weights)}. Use numbers of 0 or more, at least one above 0; '
       'tokens are read in this ratio.'
     )
-
-
-def _shares(names: Sequence[str], weights: Weights) -> list[float]:
-  return [weights.get(name, 0) / sum(weights.values()) for name in names]
+  return [weights.get(name, 0) / sum(weights.values()) for name in sources]

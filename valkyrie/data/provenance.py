@@ -31,9 +31,7 @@ class Origin:
   def __init__(self, files: SourceFiles, store: pathlib.Path):
     """Reads the record in the store's directory, and writes it first if no shard depends on one.
 
-    Raises:
-      DataError: the files differ from the record, or one cannot be read.
-      StorageError: the record cannot be written.
+    Raises a DataError if the files differ from the record, or one cannot be read.
     """
     self._files, self._store = files, store
     self._compared: list[SourceFile] = []
@@ -98,9 +96,8 @@ def check(
   so too for a task of another package that names no files.
 
   Args:
-    path: of the store.
-    information: the content of its store.json.
-    rebuild: how to build it again, for the message.
+    information: the content of store.json.
+    rebuild: how to build the store again, for the message.
     named: the source and the options of the run. Only addresses among them are contacted: another
       one in store.json may belong to a stranger, who would see this machine's credentials.
   """
@@ -137,10 +134,7 @@ def _read(file: pathlib.Path) -> list[list[Any]]:
 
 
 def _changes(recorded: Sequence[Sequence[Any]], files: SourceFiles) -> str:
-  """The differences between recorded and present files as text, or ''.
-
-  The entries may lack the time of the inode.
-  """
+  """The differences between recorded files, with or without the inodes' times, and present ones."""
   now = {files.name(file): file for file in files.files}
   before = {name: entry for name, *entry in recorded}
   changes = {
@@ -162,10 +156,7 @@ def _differs(now: SourceFile, size: int, modified: int, known: str | None, *chan
 
 
 def _hash(file: SourceFile) -> str | None:
-  """BLAKE2b of a local file's bytes on disk; None in a bucket.
-
-  It sends heartbeats for the run that waits for the store.
-  """
+  """BLAKE2b of a local file's bytes on disk; None in a bucket."""
   if not file.changed:
     return None
   digest = hashlib.blake2b(digest_size=16)
@@ -173,7 +164,7 @@ def _hash(file: SourceFile) -> str | None:
     with open(file.path, 'rb') as stream:
       while piece := stream.read(_PIECE):
         digest.update(piece)
-        heartbeat.beat()
+        heartbeat.beat()  # of the run that waits for the store
   except OSError as error:
     raise DataError(
       f'{file.path} cannot be read ({error.strerror}). Check its permissions, and run again when '

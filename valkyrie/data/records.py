@@ -24,15 +24,11 @@ Row = dict[str, Any]
 
 
 class Records:
-  """The rows of all files at a location, whatever their formats.
+  """The rows of all files at a location; only the named columns are read.
 
-  A plain text is one row with the column `text`. `rows` divides files, row groups of parquet,
-  batches of arrow and lines of JSON lines among the parts.
-
-  Args:
-    location, formats: see `SourceFiles`. A file of another format, which only its name or a pattern
-      can select, is a plain text.
-    columns: the columns to read; others are never read.
+  A plain text, and a file of another format that its name or a pattern selects, is one row with the
+  column `text`. `rows` divides files, row groups of parquet, batches of arrow and lines of JSON
+  lines among the parts.
 
   Raises:
     DataError: there are no files, or the named file is corrupt, empty or lacks a column.
@@ -151,19 +147,17 @@ class StreamedRecords:
 
   def rows(self, part: int, parts: int) -> Iterator[Row]:
     """The rows of one of `parts` parts. Every part streams all rows."""
-    return itertools.islice(self._all(), part, None, parts)
+    with self._errors():
+      streamed = _revision(self._location).as_streaming_dataset(split='train')
+      for row in itertools.islice(streamed, part, None, parts):
+        _check_columns(self._columns, list(row), self._location)
+        _check_texts(row, self._columns, self._location)
+        yield row
 
   def describe(self) -> dict[str, Any]:
     """For store.json: the hash of the revision, since the files are not known."""
     with self._errors():
       return {'streamed': _revision(self._location).hash}
-
-  def _all(self) -> Iterator[Row]:
-    with self._errors():
-      for row in _revision(self._location).as_streaming_dataset(split='train'):
-        _check_columns(self._columns, list(row), self._location)
-        _check_texts(row, self._columns, self._location)
-        yield row
 
   @contextlib.contextmanager
   def _errors(self) -> Iterator[None]:

@@ -10,14 +10,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+Seeds = list[int] | None
+
 
 class Documents(NamedTuple):
   """Documents of a row in reading order, int64 [documents].
 
   numbers: their numbers in the store.
   starts, ends: tokens of the row before each, and up to its end.
-  unit_starts: tokens of the row before the unit of each.
-  unit_numbers: the number, from 0, of the unit of each.
+  unit_starts, unit_numbers: tokens of the row before the unit of each, and its number from 0.
   """
 
   numbers: np.ndarray
@@ -36,12 +37,10 @@ class Units(NamedTuple):
 
 
 class _Epoch(NamedTuple):
-  """The documents of a row in the order of one epoch.
+  """The documents of a row in the order of one epoch, int64; offsets are those of tokens in it.
 
-  documents: int64 [documents], numbers in the store.
-  ends: int64 [documents], token offset in the epoch at which each document ends.
-  unit_numbers: int64 [documents], number, from 0, of each document's unit in the epoch.
-  unit_starts: int64 [units + 1], token offset at which each unit starts, and the last one ends.
+  documents, ends, unit_numbers: numbers in the store, ends, and numbers of the units, [documents].
+  unit_starts: where each unit starts, and the last one ends, [units + 1].
   """
 
   documents: np.ndarray
@@ -57,8 +56,7 @@ class Row:
   and any token is found without reading those before it.
 
   Attributes:
-    length: tokens of an epoch.
-    units_of_epoch: units of an epoch.
+    length, units_of_epoch: tokens and units of an epoch.
     longest_unit: tokens of the longest unit.
     end: tokens of the stream; None if it is endless.
   """
@@ -68,13 +66,11 @@ class Row:
     lengths: np.ndarray,
     documents: np.ndarray,
     counts: np.ndarray,
-    seeds: list[int],
-    shuffle: bool,
+    seeds: Seeds,
     epochs: int | None,
   ):
     """Takes the documents of all units, and their number in each; the others are as in `deal`."""
-    self._lengths, self._documents, self._counts = lengths, documents, counts
-    self._seeds, self._shuffle = seeds, shuffle
+    self._lengths, self._documents, self._counts, self._seeds = lengths, documents, counts, seeds
     unit_lengths = np.add.reduceat(lengths[documents], np.cumsum(counts) - counts)
     self.length, self.units_of_epoch = int(unit_lengths.sum()), len(counts)
     self.longest_unit = int(unit_lengths.max(initial=0))
@@ -115,7 +111,7 @@ class Row:
     return latest[1]
 
   def _ordered(self, epoch: int) -> _Epoch:
-    order = _order(len(self._counts), [*self._seeds, epoch % 2**32], self._shuffle)
+    order = _order(len(self._counts), self._seeds, epoch % 2**32)
     counts = self._counts[order]
     firsts = np.cumsum(self._counts) - self._counts
     documents = self._documents[_ranges(firsts[order], counts)]
@@ -125,12 +121,7 @@ class Row:
 
 
 def deal(
-  lengths: np.ndarray,
-  keys: np.ndarray | None,
-  rows: int,
-  seeds: list[int],
-  shuffle: bool,
-  epochs: int | None,
+  lengths: np.ndarray, keys: np.ndarray | None, rows: int, seeds: Seeds, epochs: int | None
 ) -> list[Row]:
   """Deals the units of a store over rows, once for all epochs.
 
@@ -138,9 +129,8 @@ def deal(
     lengths: int [documents], tokens of each document.
     keys: [documents], equal for the documents of a unit; None makes each document a unit.
     rows: the number of rows.
-    seeds: ints in [0, 2**32).
-    shuffle: False keeps the store's order.
-    epochs: the epochs after which the rows end; None is endless.
+    seeds: ints in [0, 2**32) of the order; None keeps the store's order.
+    epochs: the epochs of each row; None is endless.
   """
   if keys is None:
     members, counts = np.arange(len(lengths)), np.ones(len(lengths), np.int64)
@@ -151,24 +141,20 @@ def deal(
     members = np.argsort(first_documents[unit_of_document], kind='stable')
     counts = counts[np.argsort(first_documents)]
   firsts = np.cumsum(counts) - counts  # unit u has members[firsts[u] : firsts[u] + counts[u]]
-  order = _order(len(counts), seeds, shuffle)
-  dealt = [order[row::rows] for row in range(rows)]
-  return [
-    Row(
-      lengths,
-      members[_ranges(firsts[units], counts[units])],
-      counts[units],
-      [*seeds, row],
-      shuffle,
-      epochs,
-    )
-    for row, units in enumerate(dealt)
-  ]
+  order = _order(len(counts), seeds)
+  dealt = []
+  for row in range(rows):
+    units = order[row::rows]
+    documents = members[_ranges(firsts[units], counts[units])]
+    dealt.append(Row(lengths, documents, counts[units], seeds and [*seeds, row], epochs))
+  return dealt
 
 
-def _order(count: int, seeds: list[int], shuffle: bool) -> np.ndarray:
+def _order(count: int, seeds: Seeds, *more: int) -> np.ndarray:
+  if seeds is None:
+    return np.arange(count)
   # RandomState's stream is frozen; newer numpy generators may change between versions.
-  return np.random.RandomState(seeds).permutation(count) if shuffle else np.arange(count)
+  return np.random.RandomState([*seeds, *more]).permutation(count)
 
 
 def _ranges(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -180,8 +166,7 @@ def _ranges(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
 class Piece(NamedTuple):
   """A unit in the mixed row.
 
-  source: the number of its source.
-  start, length: tokens of the mixed row before it, and its own.
+  source: the number of its source; start, length: tokens of the row before it, and its own.
   places, units: tokens and units of every source before it, int64 [sources].
   """
 
@@ -216,8 +201,7 @@ class MixedRow:
   all rows would read the same source at the same time.
 
   Weights add up to 1, so the units before a time have that many tokens, to within one unit of each
-  source. Any position is therefore found from the units of a window, whose length does not depend
-  on the position.
+  source. Any position is therefore found from the units of a window of constant length.
 
   Weights change at given positions, and where a source ends. A new stage begins at the next unit
   there, and its times count from its start.

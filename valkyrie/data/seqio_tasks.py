@@ -19,43 +19,45 @@ import seqio
 import tensorflow as tf
 
 from valkyrie.config.suggest import did_you_mean
-from valkyrie.data import store_writer, task_reader
-from valkyrie.data.document_source import TASKS, DocumentSource, DocumentTask
+from valkyrie.data import document_source, store_writer
+from valkyrie.data.document_source import TASKS, DocumentSource, TaskReader
 from valkyrie.data.source_files import SourceFiles
-from valkyrie.data.task_reader import TaskReader
 from valkyrie.data.token_store import Selection
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError, DataError, ValkyrieError
 
-tf.config.list_logical_devices()  # reports a missing GPU, where `task_reader.quiet` hides it
+tf.config.list_logical_devices()  # reports a missing GPU, where `document_source.quiet` hides it
 
 
 def publish() -> None:
   """Registers all tasks of documents with seqio: `valkyrie.tasks`, and all others so far.
 
-  A second call registers the tasks that were added since the first one.
-
-  Raises:
-    ConfigurationError: seqio has another task of the same name.
+  A second call registers the tasks that were added since the first one. A task that seqio has under
+  the same name raises a ConfigurationError.
   """
-  for module in task_reader.our_modules():
+  for module in document_source.our_modules():
     importlib.import_module(module)
   known = seqio.TaskRegistry.names()
   for name, task in TASKS.items():
-    if name not in known:
-      _publish(name, task)
-    elif getattr(seqio.TaskRegistry.get(name).source, 'source', None) is not task.source:
-      raise ConfigurationError(f'seqio has another task {name!r} already. Rename one of the two.')
+    if name in known:
+      if getattr(seqio.TaskRegistry.get(name).source, 'source', None) is not task.source:
+        raise ConfigurationError(f'seqio has another task {name!r} already. Rename one of the two.')
+      continue
+    source: Any = SeqioSource(task.source)  # seqio's class breaks its own Protocol
+    # In bytes, with an EOS if it has no prompts.
+    feature = seqio.Feature(seqio.ByteVocabulary(), add_eos=not task.prompts, dtype=tf.int32)
+    features = ('inputs', 'targets') if task.prompts else ('targets',)
+    seqio.TaskRegistry.add(
+      name,
+      source=source,
+      preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
+      output_features=dict.fromkeys(features, feature),
+    )
 
 
 def rates(mixture: str) -> dict[str, float]:
-  """{task, as `TaskFeed.task` names it: rate} of a seqio Mixture 'package.module:NAME'.
-
-  Raises:
-    ConfigurationError: there is no such mixture.
-  """
-  module, name = task_reader.of_task(mixture)
-  task_reader.load(module)
+  """{task, as `TaskFeed.task` names it: rate} of a seqio Mixture 'package.module:NAME'."""
+  module, name = document_source.loaded(mixture)
   known = list(seqio.MixtureRegistry.names())
   if name not in known:
     raise ConfigurationError(
@@ -68,9 +70,7 @@ def rates(mixture: str) -> dict[str, float]:
 class SeqioSource(seqio.DataSource):
   """A source of examples {'inputs': prompt, 'targets': text, 'sequence_key', 'name'}: tf.string [].
 
-  Attributes:
-    source: the source of the documents.
-    failure: the error that ended the latest read, or None; tf.data passes on only its message.
+  failure: the error that ended the latest read, or None; tf.data passes on only its message.
   """
 
   def __init__(self, source: DocumentSource):
@@ -111,37 +111,12 @@ class SeqioSource(seqio.DataSource):
     )
 
 
-def _publish(name: str, task: DocumentTask) -> None:
-  """Registers a task with seqio: in bytes, with an EOS if it has no prompts."""
-  source: Any = SeqioSource(task.source)  # seqio's class breaks its own Protocol
-  feature = seqio.Feature(seqio.ByteVocabulary(), add_eos=not task.prompts, dtype=tf.int32)
-  features = ('inputs', 'targets') if task.prompts else ('targets',)
-  seqio.TaskRegistry.add(
-    name,
-    source=source,
-    preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
-    output_features=dict.fromkeys(features, feature),
-  )
-
-
-class SeqioVocabulary(seqio.Vocabulary):
+class SeqioVocabulary(seqio.PassThroughVocabulary):
   """Encodes by the wrapped vocabulary, inside tf.data too, so that the ids are the same."""
 
   def __init__(self, vocabulary: Vocabulary):
-    super().__init__()
+    super().__init__(vocabulary.size, vocabulary.eos_id)
     self._vocabulary = vocabulary
-
-  @property
-  def eos_id(self) -> int:
-    return self._vocabulary.eos_id
-
-  @property
-  def unk_id(self) -> None:
-    return None
-
-  @property
-  def _base_vocab_size(self) -> int:
-    return self._vocabulary.size
 
   def _encode(self, s: str) -> Sequence[int]:
     return self._vocabulary.encode(s)
@@ -164,14 +139,14 @@ def task_reader_of(name: str, selection: Selection) -> TaskReader:
   """The reader of a registered task, whose documents tf.data reads."""
   original: Any = seqio.TaskRegistry.get(name)
   split, source = selection.split, original.source
-  task_reader.check_split(selection, original.splits)
+  document_source.check_split(selection, original.splits)
   if 'targets' not in original.output_features:
     raise ConfigurationError(
       f"The task {name} has no feature 'targets', only {', '.join(original.output_features)}. "
       "Rename the feature of the text to 'targets'."
     )
   if isinstance(source, SeqioSource):
-    documents = task_reader.relocated(source.source, selection)
+    documents = document_source.relocated(source.source, selection)
     source = SeqioSource(documents)
     description, files = documents.describe(split), documents.files(split)
   else:

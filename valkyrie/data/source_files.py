@@ -38,8 +38,8 @@ _ADVICE = {
 class SourceFile(NamedTuple):
   """A file: its path in its file system, its bytes, and its times in nanoseconds.
 
-  modified: of its content, which programs may set, such as `cp -p`.
-  changed: of its inode on this machine, which only the system sets; 0 in a bucket.
+  modified: of its content, which programs such as `cp -p` may set; changed: of its inode on this
+    machine, which only the system sets, or 0 in a bucket.
   """
 
   path: str
@@ -52,12 +52,8 @@ class SourceFiles:
   """The files at a location, sorted by path, or local files named one by one.
 
   A folder stands for all files of known formats below it, except hidden ones and the caches that
-  Hugging Face's `datasets` writes. In a pattern `*` stops at a slash, and `**` does not.
-
-  Attributes:
-    location, formats: as given.
-    root: the folder of the listing, to which paths in messages and hashes are relative.
-    files: the files.
+  Hugging Face's `datasets` writes. In a pattern `*` stops at a slash, and `**` does not. `root` is
+  the folder of the listing, to which paths in messages and hashes are relative.
 
   Raises:
     DataError: there are no files, or they cannot be listed.
@@ -102,10 +98,9 @@ class SourceFiles:
     return self._filesystem.open_input_file(file.path)
 
   def check_unchanged(self, file: SourceFile) -> None:
-    """Raises a DataError if a file is no longer the one of the listing.
+    """Raises a DataError if a file has changed, or a StorageError if the bucket does not answer.
 
-    Raises a StorageError if the bucket does not answer. Times are compared in seconds, since S3
-    tells no more of a single file.
+    Times are compared in seconds, since S3 tells no more of a single file.
     """
     try:
       found = self._file(self._filesystem.get_file_info(file.path))
@@ -122,7 +117,7 @@ class SourceFiles:
     """The named files that are there."""
     root = posixpath.commonpath([posixpath.dirname(path) for path in self.location])
     infos = self._filesystem.get_file_info(list(self.location))
-    return root, sorted(self._file(i) for i in infos if i.type == pyarrow.fs.FileType.File)
+    return root, sorted(self._file(info) for info in infos if info.is_file)
 
   def _listed(self, path: str) -> tuple[str, list[SourceFile]]:
     wildcard = _WILDCARDS.search(path)
@@ -132,25 +127,24 @@ class SourceFiles:
     else:
       root, pattern = path, None
       found = self._filesystem.get_file_info(path)
-      if found.type == pyarrow.fs.FileType.File:
+      if found.is_file:
         return posixpath.dirname(path), [self._file(found)]
     selector = pyarrow.fs.FileSelector(root or '.', recursive=True)
-    infos = [
-      info
-      for info in self._filesystem.get_file_info(selector)
-      if info.type == pyarrow.fs.FileType.File
-    ]
+    infos = [info for info in self._filesystem.get_file_info(selector) if info.is_file]
     if pattern:
       chosen = [info for info in infos if pattern.fullmatch(posixpath.normpath(info.path))]
     else:
-      self._check_one_split(root, infos)
+      index = posixpath.join(root, 'dataset_dict.json')
+      if any(info.path == index for info in infos):  # of Hugging Face's folder of several splits
+        parts = [posixpath.relpath(info.path, root).partition('/') for info in infos]
+        splits = sorted({folder for folder, slash, _ in parts if slash})
+        raise ValueError(f'it holds several splits; name one: {", ".join(splits)}')
       chosen = [info for info in infos if self._is_wanted(info.path.removeprefix(root).strip('/'))]
     return root or '.', sorted(map(self._file, chosen))
 
   def _file(self, info: Any) -> SourceFile:
     is_here = isinstance(self._filesystem, pyarrow.fs.LocalFileSystem)
-    is_there = info.type == pyarrow.fs.FileType.File
-    changed = os.stat(info.path).st_ctime_ns if is_here and is_there else 0
+    changed = os.stat(info.path).st_ctime_ns if is_here and info.is_file else 0
     return SourceFile(info.path, info.size, info.mtime_ns or 0, changed)
 
   def _is_wanted(self, name: str) -> bool:
@@ -158,14 +152,6 @@ class SourceFiles:
     hidden = any(part.startswith('.') for part in name.split('/'))
     cache = fnmatch.fnmatch(posixpath.basename(name), 'cache-*.arrow')
     return format_of(name) in self.formats and not hidden and not cache
-
-  def _check_one_split(self, root: str, infos: Sequence[Any]) -> None:
-    """Hugging Face's folder of several splits would mix them."""
-    index = posixpath.join(root, 'dataset_dict.json')
-    if any(info.path == index for info in infos):
-      parts = [posixpath.relpath(info.path, root).partition('/') for info in infos]
-      splits = sorted({folder for folder, slash, _ in parts if slash})
-      raise ValueError(f'it holds several splits; name one: {", ".join(splits)}')
 
 
 def filesystem_of(location: str) -> tuple[Any, str]:

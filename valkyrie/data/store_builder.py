@@ -9,6 +9,7 @@ builds the same store, and so do the workers of Apache Beam on other machines.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import functools
+import hashlib
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -21,10 +22,9 @@ from typing import Any
 import tqdm
 
 from valkyrie.config.suggest import did_you_mean
-from valkyrie.data import provenance, store_writer, task_reader, token_store
-from valkyrie.data.document_source import TASKS
+from valkyrie.data import document_source, provenance, store_writer, token_store
+from valkyrie.data.document_source import TASKS, TaskReader
 from valkyrie.data.store_writer import Report, StoreWriter
-from valkyrie.data.task_reader import TaskReader, document_reader
 from valkyrie.data.token_store import Selection
 from valkyrie.distributed import heartbeat
 from valkyrie.errors import ConfigurationError, DataError, Preempted, ValkyrieError
@@ -89,13 +89,12 @@ def build(
 
 def open_task(selection: Selection) -> TaskReader:
   """The reader of the selected task. It loads TensorFlow only for a task that only seqio knows."""
-  module, task = task_reader.of_task(selection.task)
-  task_reader.load(module)
+  module, task = document_source.loaded(selection.task)
   if task in TASKS:
-    return document_reader(TASKS[task], selection)
+    return document_source.document_reader(TASKS[task], selection)
   known = [*TASKS]
   if 'seqio' in sys.modules:
-    with task_reader.quiet():
+    with document_source.quiet():
       from valkyrie.data import seqio_tasks  # noqa: PLC0415  (TensorFlow)
     known += seqio_tasks.seqio.TaskRegistry.names()
     if task in known:
@@ -111,12 +110,12 @@ class Bench:
 
   def __init__(self, selection: Selection, output: pathlib.Path, shards: int):
     self._reader = open_task(selection)
-    module, _ = task_reader.of_task(selection.task)
+    module, _ = document_source.loaded(selection.task)
     recorded = selection.recorded()
     source = self._reader.description | {
       'location': recorded['source'],
       'options': recorded['options'],
-      'code_sha256': task_reader.code_hash([module, *self._reader.modules]),
+      'code_sha256': _code_hash([module, *self._reader.modules]),
     }
     self.origin = self._reader.files and provenance.Origin(self._reader.files, output)
     if self.origin:
@@ -131,6 +130,19 @@ class Bench:
     yield from self._reader.documents(shard, self.writer.shards)
     if self.origin:  # before the shard gets its name
       self.origin.check()
+
+
+def _code_hash(modules: Iterable[str]) -> str:
+  """SHA-256 of the code that produces tokens: of these loaded modules and of all in this folder."""
+  files = [
+    getattr(sys.modules.get(name), '__file__', None)
+    for name in sorted({*modules})
+    if name.split('.')[0] not in sys.stdlib_module_names
+  ]
+  digest = hashlib.sha256()
+  for file in [*filter(None, files), *sorted(pathlib.Path(__file__).parent.glob('*.py'))]:
+    digest.update(hashlib.sha256(pathlib.Path(file).read_bytes()).digest())
+  return digest.hexdigest()
 
 
 class _Progress(tqdm.tqdm):

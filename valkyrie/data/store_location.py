@@ -33,10 +33,6 @@ def store_path(selection: Selection, data_dir: str | None) -> pathlib.Path:
 def open_store(selection: Selection, data_dir: str | None = None) -> TokenStore:
   """Opens the store of these documents, and builds it first if it is missing.
 
-  Args:
-    selection: the documents.
-    data_dir: see `data.feed.TaskFeed`.
-
   Raises:
     ConfigurationError, DataError: as in the builder and `TokenStore.open`; or the files of the
       source have changed since the store was built.
@@ -70,15 +66,6 @@ def open_store(selection: Selection, data_dir: str | None = None) -> TokenStore:
   return store
 
 
-def mixture(name: str) -> dict[str, float]:
-  """{task, as `TaskFeed.task` names it: rate} of a seqio Mixture 'package.module:NAME'.
-
-  Raises:
-    ConfigurationError: there is no such mixture.
-  """
-  return builder.order([f'--mixture={name}'], f'Reading the seqio mixture {name}')
-
-
 def _check_other_splits(path: pathlib.Path, selection: Selection) -> None:
   """Raises a DataError if another split beside a new store was built from other files."""
   from valkyrie.data import provenance  # noqa: PLC0415  (pyarrow, only for files)
@@ -104,10 +91,9 @@ def _uploading(recipe: Sequence[str], data_dir: str, name: str) -> str:
 class _Builder:
   """A process that builds token stores, and keeps TensorFlow out of this one.
 
-  The first order starts it. It answers one order after the other, so that what a task loads is
-  loaded once. It ends with this process, however this one ends: its standard input is a pipe, which
-  the system closes. It sends the heartbeats of this process, and logs its progress to standard
-  error.
+  The first order starts it, and what a task loads is loaded once. It ends with this process,
+  however this one ends: its standard input is a pipe, which the system closes. It sends the
+  heartbeats of this process, and logs its progress to standard error.
   """
 
   def __init__(self):
@@ -127,17 +113,25 @@ class _Builder:
         self._process = None
 
   def order(self, arguments: Sequence[str], task: str) -> Any:
-    """Runs `python -m valkyrie.data.build_store` with these arguments.
-
-    Returns:
-      store.json, or the rates of a mixture.
+    """Runs `valkyrie.data.build_store` with arguments -> store.json, or the rates of a mixture.
 
     Raises:
       ValkyrieError: the error of the command, with its class and message.
       DataError: the process has died; the message begins with `task`, such as 'Building ...'.
     """
     with self, self._lock:
-      process = self._process = self._process or _started()
+      if self._process is None:
+        # It searches packages, such as a user's own, where this process does.
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        self._process = subprocess.Popen(
+          [sys.executable, *_COMMAND[1:], '--orders'],
+          stdin=subprocess.PIPE,
+          stdout=subprocess.PIPE,
+          text=True,
+          env=os.environ | {'PYTHONPATH': path},
+          pass_fds=heartbeat.inherited(),
+        )
+      process = self._process
       assert process.stdin is not None and process.stdout is not None
       with contextlib.suppress(BrokenPipeError):
         print(json.dumps(list(arguments)), file=process.stdin, flush=True)
@@ -158,16 +152,3 @@ builder = _Builder()  # inside `with builder:`, its process stays for the next o
 
 def _command(arguments: Sequence[str]) -> str:
   return shlex.join([*_COMMAND, *arguments])
-
-
-def _started() -> subprocess.Popen[str]:
-  # The process searches packages, such as a user's own, where this one does.
-  path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-  return subprocess.Popen(
-    [sys.executable, *_COMMAND[1:], '--orders'],
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    text=True,
-    env=os.environ | {'PYTHONPATH': path},
-    pass_fds=heartbeat.inherited(),
-  )

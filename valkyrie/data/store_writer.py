@@ -67,8 +67,11 @@ class StoreWriter:
   source: Mapping[str, Any]
   shards: int
 
-  def shard_name(self, shard: int) -> str:
-    return f'shard-{shard:05d}-of-{self.shards:05d}'
+  @property
+  def folders(self) -> list[pathlib.Path]:
+    """The folders of the shards."""
+    names = (f'shard-{shard:05d}-of-{self.shards:05d}' for shard in range(self.shards))
+    return [self.path / name for name in names]
 
   def write(self, documents: Callable[[int], Iterable[Document]]) -> dict[str, Any]:
     """Writes the documents of every missing shard, then store.json; returns its content."""
@@ -84,7 +87,7 @@ class StoreWriter:
     documents: Iterable[Document],
     report: Report = lambda documents, tokens: None,
   ) -> None:
-    """Writes the documents of shard number `shard`, unless it is complete already.
+    """Writes a shard, unless it is complete already.
 
     `report` gets the numbers of documents and tokens that were written since its last call, which
     are 0 while another process writes this shard.
@@ -93,26 +96,26 @@ class StoreWriter:
       DataError: a token is outside the vocabulary, or most documents are empty.
       StorageError: the file system refused a write.
     """
-    name = self.shard_name(shard)
-    temporary = self.path / f'.{name}.tmp'
-    with write_errors(self.path), locked(self.path / f'.{name}.lock', temporary, report):
-      if (self.path / name).exists():
-        self._read_shard(shard)
+    folder = self.folders[shard]
+    temporary, lock = (folder.with_name(f'.{folder.name}.{kind}') for kind in ('tmp', 'lock'))
+    with write_errors(self.path), locked(lock, temporary, report):
+      if folder.exists():
+        self._read_shard(folder)
         return
       if temporary.exists():  # under the lock: its builder is dead
         shutil.rmtree(temporary)
       temporary.mkdir()
       counts = self._write_arrays(temporary, shard, documents, report)
       files = {file.name: _recorded(file) for file in sorted(temporary.glob('*.npy'))}
-      record = self._information() | {'name': name, 'files': files} | counts
+      record = self._information() | {'name': folder.name, 'files': files} | counts
       _write_json(temporary / SHARD_FILE, record)
-      temporary.rename(self.path / name)
+      temporary.rename(folder)
 
   def check_shards(self) -> None:
     """Raises the errors of `write_shard` for the shards that are there."""
-    for shard in range(self.shards):
-      if (self.path / self.shard_name(shard)).exists():
-        self._read_shard(shard)
+    for folder in self.folders:
+      if folder.exists():
+        self._read_shard(folder)
 
   def finish(self, origin: dict[str, Any] | None = None) -> dict[str, Any] | None:
     """Writes store.json and returns its content, or None while other shards are missing.
@@ -123,10 +126,10 @@ class StoreWriter:
       DataError: there are no documents, or most are empty.
       StorageError: the file system refused a write.
     """
-    folders = [self.path / self.shard_name(shard) for shard in range(self.shards)]
+    folders = self.folders
     if not all((folder / SHARD_FILE).exists() for folder in folders):
       return None
-    shards = [self._read_shard(shard) for shard in range(self.shards)]
+    shards = [self._read_shard(folder) for folder in folders]
     information = self._information() | {key: sum(s[key] for s in shards) for key in COUNTS}
     _check_skipped(str(self.path), information)
     if not information['documents']:
@@ -226,9 +229,8 @@ class StoreWriter:
       _save(directory / token_store.PROMPTS_FILE, np.array(prompts, np.int64))
     return counts
 
-  def _read_shard(self, shard: int) -> dict[str, Any]:
+  def _read_shard(self, folder: pathlib.Path) -> dict[str, Any]:
     """Reads shard.json of a finished shard, which must be complete, and of this store."""
-    folder = self.path / self.shard_name(shard)
     try:
       record = json.loads((folder / SHARD_FILE).read_text())
       files = record['files']

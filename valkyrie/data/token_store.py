@@ -48,8 +48,7 @@ _INTACT, _DAMAGED = 1, 2
 class Selection:
   """The documents of a store: a split of a task, tokenized.
 
-  source, options, unique: see `feed.TaskFeed`. A path becomes absolute, since a relative one names
-    other files in another folder.
+  A path in `source` becomes absolute, since a relative one names other files in another folder.
   """
 
   task: str
@@ -75,10 +74,8 @@ class Selection:
     """
     origin = f'python{platform.python_version()}'
     if self.source is not None:
-      named = self.source
-      if self.options:
-        named += f' {json.dumps(self.options, sort_keys=True)}'
-      origin = hashlib.sha256(named.encode()).hexdigest()[:8]
+      options = f' {json.dumps(self.options, sort_keys=True)}' if self.options else ''
+      origin = hashlib.sha256(f'{self.source}{options}'.encode()).hexdigest()[:8]
     kind, _, digest = self.vocabulary.fingerprint.partition('-')
     words = [self.task, self.split, kind, digest[:8], origin, 'unique' if self.unique else '']
     return '-'.join(re.sub(r'[^\w.]+', '_', word) for word in words if word)
@@ -104,7 +101,6 @@ class TokenStore:
   """The documents of one split, numbered in the order of the shards.
 
   Attributes:
-    path: the store's directory.
     information: the content of store.json.
     fingerprint: SHA-256 of the vocabulary and every shard's content.
     lengths: int64 [documents], tokens of each document with its EOS.
@@ -121,20 +117,28 @@ class TokenStore:
     self.tokens_per_byte: float = information['tokens'] / information['text_bytes']
     self._vocabulary_size: int = information['vocabulary']['size']
     self._shards = information['shards']
-    self._tokens = [_load(path, shard, TOKENS_FILE, mapped=True) for shard in self._shards]
-    self._hashes = [_load(path, shard, 'hashes.npy', mapped=True) for shard in self._shards]
-    offsets = [_load(path, shard, 'offsets.npy') for shard in self._shards]
+
+    def arrays(name: str, **options: bool) -> list[np.ndarray]:
+      return [_load(path / shard['name'] / name, **options) for shard in self._shards]
+
+    self._tokens = arrays(TOKENS_FILE, mapped=True)
+    self._hashes = arrays('hashes.npy', mapped=True)
+    offsets = arrays('offsets.npy')
     self._first_documents = np.cumsum([0] + [len(o) - 1 for o in offsets])
     kept: slice | np.ndarray = slice(None)
     self._numbers: np.ndarray | None = None  # of the documents that stay, unless all do
     if 'duplicates' in information:
       numbers = np.arange(self._first_documents[-1])
-      kept = self._numbers = np.delete(numbers, _load_array(path / DUPLICATES_FILE))
-    keys = [_load(path, shard, 'keys.npy') for shard in self._shards]
-    prompts = [_load(path, shard, PROMPTS_FILE) for shard in self._shards]
+      kept = self._numbers = np.delete(numbers, _load(path / DUPLICATES_FILE))
+    prompts = [
+      _load(path / shard['name'] / PROMPTS_FILE)
+      if PROMPTS_FILE in shard['files']
+      else np.zeros(shard['documents'], np.int64)
+      for shard in self._shards
+    ]
     self._starts = np.concatenate([o[:-1] for o in offsets])[kept]
     self.lengths = np.concatenate([np.diff(o) for o in offsets])[kept]
-    self.sequence_keys = np.concatenate(keys)[kept]
+    self.sequence_keys = np.concatenate(arrays('keys.npy'))[kept]
     self.prompts = np.concatenate(prompts)[kept]
     self.tokens = int(self.lengths.sum())
     self._checked = np.zeros(len(self.lengths), np.uint8)  # _INTACT or _DAMAGED once read
@@ -151,8 +155,7 @@ class TokenStore:
     """Opens a finished store and checks everything but the tokens, which `damaged` checks.
 
     Raises:
-      DataError: the store or a shard is unfinished, missing, empty, truncated, altered or not a
-        store.
+      DataError: the store or a shard is unfinished, missing, truncated, altered or not a store.
       ConfigurationError: it was built with another vocabulary.
     """
     information = read_information(path)
@@ -168,14 +171,9 @@ class TokenStore:
     return cls(path, information)
 
   def read(self, documents: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Reads slices of documents and concatenates them.
+    """Reads slices of documents, and concatenates them to int32 [sum(lengths)].
 
-    Args:
-      documents, begins, lengths: int [slices]; slice i is the tokens [begins[i], begins[i] +
-        lengths[i]) of document documents[i].
-
-    Returns:
-      int32 [sum(lengths)]
+    Slice i is the tokens [begins[i], begins[i] + lengths[i]) of document documents[i].
     """
     begins = self._starts[documents] + begins
     bounds = (self._shards_of(documents), begins, begins + lengths)
@@ -240,10 +238,9 @@ def read_information(path: pathlib.Path) -> dict[str, Any]:
 
 
 def information_of(content: bytes, file: str) -> dict[str, Any]:
-  """The content of the store.json named `file`; the names in it stay inside the store.
+  """The content of the store.json named `file`.
 
-  Raises:
-    DataError: it is corrupt or of another format, or a name leads out of the store.
+  A DataError is raised if it is corrupt or of another format, or a name leads out of the store.
   """
   try:
     information = json.loads(content)
@@ -309,16 +306,7 @@ def file_sha256(file: pathlib.Path) -> str:
     return hashlib.file_digest(stream, 'sha256').hexdigest()
 
 
-def _load(
-  path: pathlib.Path, shard: dict[str, Any], name: str, *, mapped: bool = False
-) -> np.ndarray:
-  """Reads an array of the shard with this entry in store.json."""
-  if name == PROMPTS_FILE and name not in shard['files']:
-    return np.zeros(shard['documents'], np.int64)
-  return _load_array(path / shard['name'] / name, mapped=mapped)
-
-
-def _load_array(file: pathlib.Path, *, mapped: bool = False) -> np.ndarray:
+def _load(file: pathlib.Path, *, mapped: bool = False) -> np.ndarray:
   try:
     # Slicing an np.memmap costs ten times as much as slicing an ndarray that views it.
     return np.asarray(np.load(file, mmap_mode='r' if mapped else None, allow_pickle=False))

@@ -30,10 +30,9 @@ _EOS_NAMES = ('<|endoftext|>', '</s>', '<eos>', '<|end_of_text|>', '<|eot_id|>',
 
 
 class Vocabulary(Protocol):
-  """A codec. Ids are in [0, size); `encode` adds no EOS; `fingerprint` identifies the codec.
+  """A codec. Ids are in [0, size); `encode` adds no EOS; `file` holds the codec; bytes have none.
 
-  `ids` is `encode` as an int32 array [tokens], where that can be faster. `file` holds the codec;
-  bytes have none.
+  `ids` is `encode` as an int32 array [tokens], where that can be faster.
   """
 
   size: int
@@ -141,11 +140,7 @@ def fingerprint(path: pathlib.Path, content: bytes) -> str:
 
 
 def load(specification: str) -> Vocabulary:
-  """Loads the vocabulary of a specification, see the module's docstring.
-
-  Raises:
-    ConfigurationError: the specification is unknown, or its file is missing or invalid.
-  """
+  """Loads a vocabulary; ConfigurationError if its file is missing or invalid."""
   if specification == 'bytes':
     return ByteVocabulary()
   path = pathlib.Path(specification).expanduser()
