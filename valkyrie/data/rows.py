@@ -194,8 +194,8 @@ class _Stage(NamedTuple):
 class MixedRow:
   """A row of several sources: fair queueing by tokens (Demers, Keshav & Shenker 1989).
 
-  Every source has a row of its own; a unit is never cut. If a source has weight w and
-  delay d, a unit that begins after c tokens of its stream has the time (c + d) / w. The row reads
+  Every source has a row of its own; a unit is never cut. If a source has weight w and delay d, a
+  unit that begins after c tokens of the source's row has the time (c + d) / w. The mixed row reads
   the units of all sources in the order of their times. So at any place every source has had its
   share of the tokens, to within a unit. The delay is a random part of the first unit: without it
   all rows would read the same source at the same time.
