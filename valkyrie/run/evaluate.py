@@ -19,7 +19,6 @@ from valkyrie.monitoring import pictures
 from valkyrie.monitoring.json_lines import by_step
 from valkyrie.monitoring.progress import describe
 from valkyrie.monitoring.writers import create_writers
-from valkyrie.run import evaluated_data
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.weights.restored import restored_params
@@ -76,8 +75,7 @@ def evaluate(
   def of_step(step: str) -> None:
     params, numbers = restored_params(functions, mesh, model_dir, measure.vocabulary, step)
     number = max(numbers)
-    evaluated_data.check(model_dir, stream, measure.fingerprints)
-    evaluated_data.record(model_dir, stream, measure.fingerprints)
+    measure.record_data(model_dir, stream, may_differ=False)
     found = {}
     for cut in (None, *cuts):
       title = 'validation' if cut is None else f'validation, {cut} carry cut between chunks'

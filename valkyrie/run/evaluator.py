@@ -1,8 +1,11 @@
 """Evaluation of a split: the chunks and carries of training, without gradients."""
 
 from collections.abc import Callable, Mapping, Sequence
+import contextlib
 import functools
+import json
 import math
+import pathlib
 from typing import Any, NamedTuple, Protocol
 
 import gin
@@ -15,7 +18,7 @@ from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import store_location
 from valkyrie.data.feed import prefetch
 from valkyrie.data.mixture import mean_tokens_per_byte
-from valkyrie.errors import ConfigurationError, Preempted
+from valkyrie.errors import ConfigurationError, Preempted, storage_errors
 from valkyrie.models.carry_cuts import cut_carry
 from valkyrie.models.language_model import Model
 from valkyrie.monitoring.metrics import Metrics, position_metrics, text_metrics
@@ -165,10 +168,28 @@ class Evaluator:
     for feed in self._sources.values():
       self._chunks(feed)
 
-  @property
-  def fingerprints(self) -> dict[str, str]:
-    """The hash of the content of each source, by its name; '' for a single one."""
-    return {name: feed.fingerprint for name, feed in self._sources.items()}
+  def record_data(self, model_dir: str, stream: str, *, may_differ: bool) -> None:
+    """Writes the fingerprint of each source's store to model_dir/STREAM/data.json.
+
+    Raises:
+      ConfigurationError: unless it `may_differ`, the stream has evaluations of other data.
+      StorageError: the file cannot be written.
+    """
+    path = pathlib.Path(model_dir, stream, 'data.json')
+    fingerprints = {name: feed.fingerprint for name, feed in self._sources.items()}
+    recorded = fingerprints
+    with contextlib.suppress(OSError, ValueError):
+      recorded = json.loads(path.read_text())
+    if recorded != fingerprints and not may_differ:
+      raise ConfigurationError(
+        f'{model_dir}/{stream} has evaluations of other data, which numbers of these would be '
+        'mixed with. Give this data a name of its own, such as --gin.evaluate.name=\'"mine"\': its '
+        'numbers then go to eval_mine and loss_by_position_mine.png.'
+      )
+    if jax.process_index() == 0:
+      with storage_errors(f'{path} cannot be written', 'Make room, or pass another --model_dir.'):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(fingerprints) + '\n')
 
   def _chunks(self, feed: TaskFeed) -> int:
     """The chunks of the longest row."""

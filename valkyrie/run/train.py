@@ -23,12 +23,10 @@ from valkyrie.monitoring.progress import Progress
 from valkyrie.monitoring.trackers import Tracker, Tracking
 from valkyrie.monitoring.training_log import RefusedLog, TrainingLog
 from valkyrie.monitoring.writers import RunWriter, create_writers
-from valkyrie.run import evaluated_data, memory_limits
+from valkyrie.run import memory_limits
 from valkyrie.run.evaluator import Evaluator
-from valkyrie.run.refusals import Refusals
-from valkyrie.run.saver import Saver
-from valkyrie.run.trainer import InitialState, Trainer, batches
-from valkyrie.run.validation import Lowest, Validation
+from valkyrie.run.observers import Refusals, Saver, Validation
+from valkyrie.run.trainer import InitialState, Lowest, Trainer, batches
 from valkyrie.training.divergence import RefusedSteps
 from valkyrie.training.setup import Setup, StepSettings, check_vocabulary
 from valkyrie.types import TaskFeed
@@ -108,7 +106,7 @@ def train(
         initial.check_source()
       evaluate = evaluator(setup.model, setup.partitioner)
       evaluate.open()
-    evaluated_data.record(model_dir, 'eval', evaluate.fingerprints)
+    evaluate.record_data(model_dir, 'eval', may_differ=True)
 
     # State: initial, or of the newest checkpoint.
     trainer = Trainer(setup, tokens, directory, stop, allow_changed, initial, progress.say)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from valkyrie.errors import DataError
 from valkyrie.monitoring import memory
 from valkyrie.run import memory_limits
 from valkyrie.run.evaluator import Evaluator
-from valkyrie.run.validation import Lowest
 from valkyrie.training.curriculum import Phase
 from valkyrie.training.nan_hunt import hunting
 from valkyrie.training.reading import Reading
@@ -26,6 +25,23 @@ from valkyrie.training.setup import Setup
 from valkyrie.training.train_step import StepMetrics, TrainState
 from valkyrie.types import Batch, TaskFeed
 from valkyrie.weights.initial import InitialWeights, check_loss
+
+
+class Lowest(NamedTuple):
+  """The lowest validation loss of a run, after `step`, and the evaluations since then."""
+
+  step: int
+  loss: float
+  since: int = 0
+
+  def stops(self, patience: int | None) -> str | None:
+    """Why the run ends, if `patience` evaluations have found no lower loss."""
+    if patience is None or self.since < patience:
+      return None
+    return (
+      f'stopped early: {self.since} evaluations found no lower loss than {self.loss:.4f}, after '
+      f'step {self.step} (train.patience={patience})'
+    )
 
 
 class InitialState:

@@ -1,0 +1,182 @@
+"""Observers of a run between its steps: refused steps, validation and saves."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+import contextlib
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from valkyrie.checkpoint.manager import CheckpointDirectory
+from valkyrie.errors import Diverged, Preempted, StorageError
+from valkyrie.monitoring import pictures
+from valkyrie.monitoring.progress import describe
+from valkyrie.monitoring.training_log import RefusedLog, TrainingLog
+from valkyrie.monitoring.writers import RunWriter
+from valkyrie.run.evaluator import Evaluator
+from valkyrie.run.trainer import Lowest, Trainer
+from valkyrie.training.curriculum import Curriculum
+from valkyrie.training.train_step import StepMetrics, TrainState
+
+
+@dataclasses.dataclass
+class Refusals:
+  """Logs each refused step, and ends a run that refuses too many; one step behind the devices.
+
+  Attributes:
+    check_budget: called with a step and the number of steps refused until then; raises Diverged.
+  """
+
+  log: RefusedLog
+  check_budget: Callable[[int, int], None]
+  _running: tuple[int, StepMetrics] | None = None
+
+  def __call__(self, step: int, metrics: StepMetrics) -> None:
+    """Takes the metrics of `step`, which runs, and reads the metrics of the step before."""
+    before, self._running = self._running, (step, metrics)
+    self._read(before)
+
+  def flush(self) -> None:
+    """Waits for the last step, and reads its metrics."""
+    last, self._running = self._running, None
+    self._read(last)
+
+  def _read(self, dispatched: tuple[int, StepMetrics] | None) -> None:
+    if dispatched is not None:
+      step, metrics = dispatched
+      self.log(step, metrics)
+      self.check_budget(step, int(metrics.skipped))
+
+
+@dataclasses.dataclass
+class Validation:
+  """A hook that evaluates the state; an evaluation in progress ends when the run is to stop.
+
+  Attributes:
+    drawing: the thread that draws the picture.
+    losses: the loss of the quick part of the split after each step that was evaluated. The last
+      step reads the whole split, too.
+    lowest: of these losses and those before a resume; None before the first.
+  """
+
+  evaluator: Evaluator
+  curriculum: Curriculum
+  train_steps: int
+  model_dir: str
+  log: TrainingLog
+  writer: RunWriter
+  should_stop: Callable[[], bool]
+  say: Callable[[str], None]
+  drawing: Executor
+  losses: dict[int, float | None] = dataclasses.field(default_factory=dict)
+  lowest: Lowest | None = None
+  _picture: tuple[int, Future[np.ndarray]] | None = None
+
+  def __call__(self, step: int, state: TrainState, metrics: StepMetrics) -> None:
+    """Evaluates the state after `step`, counted from 1."""
+    del metrics
+    self.log.flush()
+    is_last = step == self.train_steps
+    plan = self.curriculum.phase(step - 1).planner
+    try:
+      found = self.evaluator(state.evaluated, whole=is_last, plan=plan, stop=self.should_stop)
+    except Preempted:
+      return
+    self.losses[step] = loss = found.get('quick_loss', found['loss'])
+    self._compare(step, loss)
+    self.writer.write_scalars(step, found)
+    if jax.process_index() == 0:
+      self.check_picture()
+      self._picture = (
+        step,
+        self.drawing.submit(
+          pictures.write_loss_by_position, pathlib.Path(self.model_dir), {'validation': found}
+        ),
+      )
+    split = 'the whole validation split' if is_last else 'validation'
+    self.say(f'step {step}, {split}: ' + ', '.join(describe(found)))
+    self.log.restart_clock()
+
+  def check_picture(self) -> None:
+    """Waits for the picture that is being drawn; raises a StorageError if it cannot be written."""
+    if self._picture is not None:
+      (step, picture), self._picture = self._picture, None
+      self.writer.write_images(step, {'validation/loss_by_position': picture.result()[None]})
+
+  def _compare(self, step: int, loss: float | None) -> None:
+    if loss is None:
+      return
+    if self.lowest is None or loss < self.lowest.loss:
+      self.lowest = Lowest(step, loss)
+    else:
+      self.lowest = self.lowest._replace(since=self.lowest.since + 1)
+
+
+@dataclasses.dataclass
+class Saver:
+  """A hook that saves the state of a run in the background.
+
+  Attributes:
+    flushes: each waits for the steps done, and writes their lines: a step that is saved has them.
+  """
+
+  trainer: Trainer
+  directory: CheckpointDirectory
+  validation: Validation
+  flushes: Sequence[Callable[[], None]]
+
+  def __call__(self, step: int, state: TrainState, metrics: StepMetrics) -> None:
+    """Saves the state after `step`, counted from 1."""
+    del metrics
+    self.flush()
+    self.directory.save(step, state, self._record())
+
+  def retry(self, step: int, state: TrainState, metrics: StepMetrics) -> None:
+    """A hook that saves again after a save that failed, and raises if the directory is lost."""
+    if self.directory.is_due(step):
+      self(step, state, metrics)
+    self.directory.check()
+
+  def flush(self) -> None:
+    """Calls all `flushes`."""
+    for flush in self.flushes:
+      flush()
+
+  def save_now(self, patiently: bool = True) -> None:
+    """Saves the state and waits, unless no step was taken or it is saved already."""
+    trainer = self.trainer
+    if trainer.step > trainer.start:
+      self.directory.save_now(trainer.step, trainer.state, self._record(), patiently)
+
+  @contextlib.contextmanager
+  def saving_on_error(self) -> Iterator[None]:
+    """Saves the state after an unforeseen error inside, which stays the one that is raised.
+
+    With several processes nothing is saved: a save needs all, and the others see no error.
+    """
+    try:
+      yield
+    except (Diverged, StorageError):
+      raise
+    except Exception as error:
+      if jax.process_count() > 1:
+        raise
+      with contextlib.suppress(Exception):  # the state is worth more than a line
+        self.flush()
+      try:
+        self.save_now(patiently=False)
+        error.add_note('The state before the error was saved.')
+      except Exception as second:
+        error.add_note(f'The steps since the last checkpoint could not be saved: {second}')
+      raise
+
+  def _record(self) -> dict[str, Any]:
+    step, validation = self.trainer.step, self.validation
+    return {
+      **self.trainer.record(),
+      'lowest': validation.lowest,
+      'validation_loss': validation.losses.get(step),
+    }
