@@ -4,12 +4,13 @@
 its grammar that is necessary to follow data through loops and to count the iterations of a loop.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import math
+import operator
 import re
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 # Bits of a value of the types without a size in their name. Tokens and opaque values have no bits.
 _BITS = {'pred': 8, 'token': 0, 'opaque': 0}
@@ -269,7 +270,6 @@ def total(found: Iterable[Transfer], *, rare: bool = False) -> float:
   return sum(t.bytes * t.times for t in found if t.rare == rare)
 
 
-_MIRRORED = {'LT': 'GT', 'GT': 'LT', 'LE': 'GE', 'GE': 'LE', 'NE': 'NE'}
 _SAME_VALUE = (
   'copy',
   'bitcast',
@@ -279,95 +279,56 @@ _SAME_VALUE = (
   'copy-start',
   'optimization-barrier',
 )
+_OPERATIONS = {
+  'add': operator.add,
+  'subtract': operator.sub,
+  **{name: getattr(operator, name.lower()) for name in ('LT', 'LE', 'GT', 'GE', 'NE')},
+}
+_MOST_TRIPS = 10**6
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
   """The number of iterations of a `while` of this computation; None if the text does not show it.
 
-  XLA writes it on some platforms. Otherwise the loop must have a counter: its condition compares an
-  element of the carry with a constant, and its body adds a constant to that element.
+  CPUs and GPUs write it. Otherwise the loop is executed, as far as its condition reads it.
   """
   if known := loop.find(r'known_trip_count.{1,4}n":"(\d+)"'):
     return int(known)
   condition, body = (module.computations[name] for name in loop.called('condition', 'body'))
-  test = _comparison(module, condition)
-  if test is None:
-    return None
-  index, direction, limit = test
-  start = _constant(_element(module, _Value(computation, loop.operands[0]), index)[0])
-  step = _step(module, body, index)
-  if start is None or not step:
-    return None
-  distance = (limit - start) * (1 if step > 0 else -1)
-  if direction in ('LE', 'GE'):
-    distance += 1
-  return max(0, -(-distance // abs(step)))
-
-
-class _Value(NamedTuple):
-  """A value of a computation; if this is a fusion, `arguments` are its operands."""
-
-  computation: Computation
-  name: str
-  arguments: tuple['_Value', ...] = ()
-
-
-def _resolve(module: Module, value: _Value) -> tuple[Instruction, tuple[_Value, ...]]:
-  """The instruction that computes a value, behind copies and inside fusions, and its operands."""
-  while True:
-    computation, name, arguments = value
-    made = computation.by_name[name]
-    operands = tuple(_Value(computation, operand, arguments) for operand in made.operands)
-    if made.opcode in _SAME_VALUE:
-      value = operands[0]
-    elif made.opcode == 'fusion':
-      inner = module.computations[made.called('calls')[0]]
-      value = _Value(inner, inner.root.name, operands)
-    elif made.opcode == 'parameter' and arguments:
-      value = arguments[int(made.literal)]
-    else:
-      return made, operands
-
-
-def _element(module: Module, value: _Value, index: int) -> tuple[Instruction, tuple[_Value, ...]]:
-  """Resolves element `index` of a `tuple` instruction, or the value itself if it is not one."""
-  made, elements = _resolve(module, value)
-  return _resolve(module, elements[index]) if made.opcode == 'tuple' else (made, elements)
-
-
-def _comparison(module: Module, condition: Computation) -> tuple[int, str, int] | None:
-  """(index of the carry's element, direction, constant) of the comparison of a condition."""
-  test, operands = _resolve(module, _Value(condition, condition.root.name))
-  direction = test.find(r'direction=(\w\w)')
-  if test.opcode != 'compare' or direction not in _MIRRORED:
-    return None
-  left, right = (_resolve(module, operand)[0] for operand in operands)
-  for counter, limit, way in ((left, right, direction), (right, left, _MIRRORED[direction])):
-    index, constant = _index(counter), _constant(limit)
-    if index is not None and constant is not None:
-      return index, way, constant
+  carry = functools.partial(_evaluated, module, computation, (), loop.operands[0])
+  for trips in range(_MOST_TRIPS):
+    goes_on = _evaluated(module, condition, (carry,), condition.root.name)
+    if not goes_on:
+      return None if goes_on is None else trips
+    carry = functools.cache(functools.partial(_evaluated, module, body, (carry,), body.root.name))
   return None
 
 
-def _step(module: Module, body: Computation, index: int) -> int | None:
-  """The constant that a body adds to element `index` of the carry; None if it does not."""
-  after, operands = _element(module, _Value(body, body.root.name), index)
-  if after.opcode not in ('add', 'subtract'):
+def _evaluated(
+  module: Module, computation: Computation, arguments: Sequence[Callable[[], Any]], name: str
+) -> Any:
+  """A number of a computation, or the functions that return a tuple's elements; None if unknown."""
+  made = computation.by_name[name]
+  operands = [
+    functools.cache(functools.partial(_evaluated, module, computation, arguments, operand))
+    for operand in made.operands
+  ]
+  if made.opcode in _SAME_VALUE:
+    return operands[0]()
+  if made.opcode == 'tuple':
+    return operands
+  if made.opcode == 'get-tuple-element':
+    elements = operands[0]()
+    return elements and elements[int(made.find(r'index=(\d+)'))]()
+  if made.opcode == 'parameter':
+    return arguments[int(made.literal)]() if arguments else None
+  if made.opcode == 'fusion':
+    inner = module.computations[made.called('calls')[0]]
+    return _evaluated(module, inner, operands, inner.root.name)
+  if made.opcode == 'constant':
+    return int(made.literal) if re.fullmatch(r'-?\d+', made.literal) else None
+  operation = _OPERATIONS.get(made.find(r'direction=(\w\w)') or made.opcode)
+  if operation is None:
     return None
-  counter, added = (_resolve(module, operand)[0] for operand in operands)
-  if after.opcode == 'add' and counter.opcode == 'constant':
-    counter, added = added, counter
-  constant = _constant(added)
-  if constant is None or _index(counter) != index:
-    return None
-  return constant if after.opcode == 'add' else -constant
-
-
-def _index(value: Instruction) -> int | None:
-  """The index of an element of a tuple; None for any other value."""
-  return int(value.find(r'index=(\d+)')) if value.opcode == 'get-tuple-element' else None
-
-
-def _constant(value: Instruction) -> int | None:
-  is_integer = value.opcode == 'constant' and re.fullmatch(r'-?\d+', value.literal)
-  return int(value.literal) if is_integer else None
+  numbers = [operand() for operand in operands]
+  return None if None in numbers else operation(*numbers)
