@@ -152,7 +152,7 @@ def test_wrong_flags(flag, expected):
     ),
     ('Gadget.rate = 3 * 2', ['Write Gadget.rate = 6']),
     ('Gadget.rate = "fast"', ["Gadget.rate takes a number, not a string ('fast')"]),
-    ('Gadget.name = %size', ['(from a.gin:2)', 'takes None or a string, not an integer (8)']),
+    ('Gadget.name = %size', ['(from a.gin:2)', 'takes a string or None, not an integer (8)']),
     ('Gadget.rate 3', ['not gin syntax']),
     ('Gadget.parts = (1,', ['not gin syntax']),
     ('Gadget.name = "abc', ['not gin syntax']),

@@ -86,7 +86,7 @@ def test_groups_along_mesh_axes():
   for c in found:
     rows = {tuple(row) for row in c.groups.tolist()}
     expected = (
-      [(0, 1, 2, 3), (4, 5, 6, 7)] if c.group_size == 4 else [(0, 4), (1, 5), (2, 6), (3, 7)]
+      [(0, 1, 2, 3), (4, 5, 6, 7)] if c.groups.shape[1] == 4 else [(0, 4), (1, 5), (2, 6), (3, 7)]
     )
     assert rows == set(expected)
   assert hlo.total(found) == 2 * LOCAL * (3 / 4 + 1 / 2)

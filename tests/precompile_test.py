@@ -247,7 +247,7 @@ def test_a_missing_libtpu_is_reported_with_its_installation():
 
 
 @needs_libtpu
-def test_a_lock_of_libtpu_is_reported_with_its_holder(monkeypatch):
+def test_a_lock_of_libtpu_is_reported(monkeypatch):
   monkeypatch.setenv('ALLOW_MULTIPLE_LIBTPU_LOAD', '0')
   with open('/tmp/libtpu_lockfile', 'a') as lock:
     fcntl.lockf(lock, fcntl.LOCK_EX)

@@ -30,7 +30,7 @@ def load(binding):
       'an instance of Checkpoints (write @Checkpoints())',
     ),
     ('train.checkpoints=3.5', 'a Checkpoints, such as @NAME(), not a number (3.5)'),
-    ('train.initial_weights=@Checkpoints()', 'None or a string, not @Checkpoints()'),
+    ('train.initial_weights=@Checkpoints()', 'a string or None, not @Checkpoints()'),
     ('LanguageModel.d_model=@S5', 'an integer, not @S5'),
     ('StepSettings.model=3.5', 'a reference to a LanguageModel, not a number (3.5)'),
   ],

@@ -59,14 +59,9 @@ class Collective(hlo.Transfer):
   groups: np.ndarray
   dimensions: int | None = None
 
-  @property
-  def group_size(self) -> int:
-    """n; for a permutation, 2."""
-    return self.groups.shape[1]
-
 
 def of_module(module: hlo.Module) -> list[Collective]:
-  """All collectives. The branch of a conditional that sends least is the usual one."""
+  """All collectives; a conditional usually takes the branch that sends least."""
   return [one for one in hlo.transfers(module, functools.partial(_read, module)) if one.bytes]
 
 
@@ -97,7 +92,7 @@ class Torus(NamedTuple):
 
 
 def seconds(collective: Collective, network: Torus, link_bytes_per_second: float) -> float:
-  """Time of one execution of a collective."""
+  """Seconds of one execution of a collective."""
   if collective.kind == 'collective-permute':
     load = _busiest_link(collective.groups, network)
     return load * collective.operand_bytes / link_bytes_per_second
@@ -164,25 +159,23 @@ def _read(
   if kind == 'collective-permute':
     pairs = instruction.find(r'source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}')
     groups = np.asarray(re.findall(r'\{(\d+),(\d+)\}', pairs), int).reshape(-1, 2)
-    moves = any(source != target for source, target in groups)
-    sent = float(size if moves else 0)
   else:
     groups = replica_groups(instruction.attributes, module.partitions)
-    n = groups.shape[1]
-    if kind == 'all-gather':
-      sent = float(size * (n - 1))
-    elif kind == 'all-reduce' and computation.name.startswith('all-reduce-scatter'):
-      # On TPUs a reduce-scatter is a fusion of this name: an all-reduce and a slice of its result.
-      kind, sent = 'reduce-scatter', size * (n - 1) / n
-    elif kind == 'collective-broadcast':
-      sent = float(size if n > 1 else 0)
-    else:
-      sent = (2 if kind == 'all-reduce' else 1) * size * (n - 1) / n
+  if kind == 'all-reduce' and computation.name.startswith('all-reduce-scatter'):
+    # On TPUs a reduce-scatter is a fusion of this name: an all-reduce and a slice of its result.
+    kind = 'reduce-scatter'
+  n = groups.shape[1]
+  sent = {
+    'all-gather': size * (n - 1),
+    'all-reduce': 2 * size * (n - 1) / n,
+    'collective-broadcast': size * (n > 1),
+    'collective-permute': size * np.ptp(groups, axis=1).any(),  # unless none leaves its chip
+  }
   dimensions = instruction.find(r'"(?:emitter|strategy)":"[^"]*?(\d)D')
   return Collective(
     kind=kind,
     operand_bytes=size,
-    bytes=sent,
+    bytes=float(sent.get(kind, size * (n - 1) / n)),
     groups=groups,
     source=instruction.op_name or instruction.name,
     dimensions=int(dimensions) if dimensions else None,

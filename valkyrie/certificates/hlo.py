@@ -313,22 +313,23 @@ def _evaluated(
     functools.cache(functools.partial(_evaluated, module, computation, arguments, operand))
     for operand in made.operands
   ]
-  if made.opcode in _SAME_VALUE:
-    return operands[0]()
-  if made.opcode == 'tuple':
-    return operands
-  if made.opcode == 'get-tuple-element':
-    elements = operands[0]()
-    return elements and elements[int(made.find(r'index=(\d+)'))]()
-  if made.opcode == 'parameter':
-    return arguments[int(made.literal)]() if arguments else None
-  if made.opcode == 'fusion':
-    inner = module.computations[made.called('calls')[0]]
-    return _evaluated(module, inner, operands, inner.root.name)
-  if made.opcode == 'constant':
-    return int(made.literal) if re.fullmatch(r'-?\d+', made.literal) else None
   operation = _OPERATIONS.get(made.find(r'direction=(\w\w)') or made.opcode)
-  if operation is None:
-    return None
-  numbers = [operand() for operand in operands]
-  return None if None in numbers else operation(*numbers)
+  value = None
+  if made.opcode in _SAME_VALUE:
+    value = operands[0]()
+  elif made.opcode == 'tuple':
+    value = operands
+  elif made.opcode == 'get-tuple-element':
+    elements = operands[0]()
+    value = elements and elements[int(made.find(r'index=(\d+)'))]()
+  elif made.opcode == 'parameter' and arguments:
+    value = arguments[int(made.literal)]()
+  elif made.opcode == 'fusion':
+    inner = module.computations[made.called('calls')[0]]
+    value = _evaluated(module, inner, operands, inner.root.name)
+  elif made.opcode == 'constant' and re.fullmatch(r'-?\d+', made.literal):
+    value = int(made.literal)
+  elif operation is not None:
+    numbers = [operand() for operand in operands]
+    value = None if None in numbers else operation(*numbers)
+  return value

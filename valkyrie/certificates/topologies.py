@@ -16,7 +16,7 @@ from valkyrie.config.suggest import did_you_mean
 from valkyrie.errors import ConfigurationError
 from valkyrie.monitoring.chips import TPUS
 
-_LOCK = pathlib.Path('/tmp/libtpu_lockfile')
+_LOCK = '/tmp/libtpu_lockfile'
 _MOST_CHIPS = 512
 
 # The slices that Google offers, with their sides in ascending order: cloud.google.com/tpu/docs. For
@@ -51,7 +51,7 @@ def parse(name: str) -> tuple[str, tuple[int, ...]]:
   if not re.fullmatch(r'\d{1,4}(x\d{1,4}){1,2}', shape):
     raise ConfigurationError(
       f'--topology={name}: the sides of the slice are missing or invalid. Write them as in '
-      f'{chip}:{_text(_shapes(chip)[2])}.'
+      f'{_name(chip, _shapes(chip)[2])}.'
     )
   sides = tuple(int(side) for side in shape.split('x'))
   if tuple(sorted(sides)) not in _shapes(chip) or (len(sides) == 3 and (sides[0] | sides[1]) % 2):
@@ -63,7 +63,7 @@ def parse(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def devices(name: str) -> Sequence[Any]:
-  """The devices of a slice, one per chip. They can be compiled for, but run nothing.
+  """The devices of a slice, one per chip, to compile for.
 
   Raises:
     ConfigurationError: the slice does not exist, or its compiler, libtpu, is missing or in use.
@@ -95,9 +95,8 @@ def devices(name: str) -> Sequence[Any]:
     if 'lockfile' not in str(error):
       raise
     raise ConfigurationError(
-      f'--topology={name}: libtpu is in use: {_LOCK} is held by {_holder()}, and '
-      f'ALLOW_MULTIPLE_LIBTPU_LOAD={os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"]}. Wait for it, or set '
-      'ALLOW_MULTIPLE_LIBTPU_LOAD=1: compiling uses no chip of this machine.'
+      f'--topology={name}: libtpu is in use: {_LOCK} is held by another process. Wait for it, or '
+      'set ALLOW_MULTIPLE_LIBTPU_LOAD=1: compiling uses no chip of this machine.'
     ) from error
 
 
@@ -116,10 +115,7 @@ def wraps(chip: str, sides: Sequence[int]) -> tuple[bool, ...]:
 
 
 def compiler(name: str | None) -> str:
-  """The name and version of the compiler for a slice, after a call of `devices`: 'libtpu 0.0.42.1'.
-
-  None means the devices of this machine: 'jaxlib 0.10.2'.
-  """
+  """The compiler of a slice, such as 'libtpu 0.0.42.1', after `devices`; None is this machine's."""
   if name is None:
     return f'jaxlib {metadata.version("jaxlib")}'
   used, installed = os.environ['TPU_LIBRARY_PATH'], importlib.util.find_spec('libtpu')
@@ -128,26 +124,8 @@ def compiler(name: str | None) -> str:
   return f'libtpu at {used}'
 
 
-def _holder() -> str:
-  """The holder of the lock, as 'process 123 (python -m ...)' where Linux shows it."""
-  try:
-    inode = _LOCK.stat().st_ino
-    for line in pathlib.Path('/proc/locks').read_text().splitlines():
-      fields = line.split()
-      if fields[5].endswith(f':{inode}'):
-        command = pathlib.Path('/proc', fields[4], 'cmdline').read_text().replace('\0', ' ')
-        return f'process {fields[4]} ({command.strip()[:200]})'
-  except (OSError, IndexError):
-    pass
-  return 'another process'
-
-
 def _shapes(chip: str) -> tuple[tuple[int, ...], ...]:
   return _SHAPES_3D + _CUBES if TPUS[chip].axes == 3 else _SHAPES_2D
-
-
-def _text(sides: Sequence[int]) -> str:
-  return 'x'.join(map(str, sides))
 
 
 def _nearest(chip: str, sides: Sequence[int]) -> list[str]:
@@ -155,6 +133,10 @@ def _nearest(chip: str, sides: Sequence[int]) -> list[str]:
   chips = max(math.prod(sides), 1)
   shapes = sorted(_shapes(chip), key=lambda shape: abs(math.log(math.prod(shape) / chips)))
   return [
-    f'{chip}:{_text(sorted(shape, reverse=True))} ({math.prod(shape)} chips)'
+    f'{_name(chip, sorted(shape, reverse=True))} ({math.prod(shape)} chips)'
     for shape in sorted(shapes[:3], key=math.prod)
   ]
+
+
+def _name(chip: str, sides: Sequence[int]) -> str:
+  return f'{chip}:{"x".join(map(str, sides))}'

@@ -1,42 +1,13 @@
 """Gin files and flags: parsing, checks, loading and records."""
 
+import pathlib
+
+_PACKAGE = pathlib.Path(__file__).parents[1]
+
 # The modules that define configurables. They are imported before gin is locked, since none can be
-# registered later. This is a list of names: no room imports one above it.
-CONFIGURABLE_MODULES = (
-  'valkyrie.models.language_model',
-  'valkyrie.models.layers',
-  'valkyrie.models.lora',
-  'valkyrie.models.attention.rotary',
-  'valkyrie.models.block',
-  'valkyrie.models.s5.layer',
-  'valkyrie.models.recurrence.gated',
-  'valkyrie.models.recurrence.gated_delta',
-  'valkyrie.models.recurrence.mamba2',
-  'valkyrie.models.recurrence.rg_lru',
-  'valkyrie.models.attention.longformer',
-  'valkyrie.models.attention.full',
-  'valkyrie.models.attention.bidirectional_longformer',
-  'valkyrie.models.planner.planner',
-  'valkyrie.sharding.partitioner',
-  'valkyrie.training.curriculum',
-  'valkyrie.training.optimizers',
-  'valkyrie.training.spikes',
-  'valkyrie.training.divergence',
-  'valkyrie.training.setup',
-  'valkyrie.data.feed',
-  'valkyrie.data.mixture',
-  'valkyrie.distributed.consistency',
-  'valkyrie.distributed.preemption',
-  'valkyrie.checkpoint.manager',
-  'valkyrie.monitoring.writers',
-  'valkyrie.monitoring.trackers',
-  'valkyrie.weights.initial',
-  'valkyrie.inference.opened',
-  'valkyrie.run.evaluator',
-  'valkyrie.run.train',
-  'valkyrie.run.evaluate',
-  'valkyrie.inference.infer',
-  'valkyrie.suites.long_context',
-  'valkyrie.inference.export',
-  'valkyrie.certificates.precompile',
+# registered later; their files are searched, since no room imports one above it.
+CONFIGURABLE_MODULES = tuple(
+  '.'.join(('valkyrie', *file.relative_to(_PACKAGE).with_suffix('').parts))
+  for file in sorted(_PACKAGE.rglob('*.py'))
+  if b'\n@gin.configurable' in file.read_bytes()
 )

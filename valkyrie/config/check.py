@@ -5,9 +5,7 @@ are in `value_types`.
 """
 
 from collections.abc import Callable, Collection, Sequence
-import importlib
 import inspect
-from typing import Any
 
 import gin
 from gin import config as gin_config
@@ -33,6 +31,8 @@ RUN_MACROS = frozenset({
   'seed', 'batch_size', 'chunk_size', 'chunks', 'backprop_chunks', 'train_steps', 'log_every',
   'eval_every', 'checkpoint_every', 'learning_rate', 'warmup_steps',
 })  # fmt: skip
+
+_OPTAX = (optax, optax.contrib)
 
 # {(scope, complete selector, parameter): statement}, with gin's keys; the key of a macro is
 # (name, 'gin.macro', 'value').
@@ -102,9 +102,8 @@ def check_scopes(bindings: Sequence[Statement]) -> None:
   for statement in bindings:
     if statement.is_macro or statement.recorded:
       continue
-    scopes = (statement.parsed.scope or '').split('/')
-    for scope in filter(None, scopes):
-      if scope not in known:
+    for scope in (statement.parsed.scope or '').split('/'):
+      if scope and scope not in known:
         raise ConfigurationError(
           f'{statement.where}: {statement.name} has no effect, since no binding refers to a '
           f'@{scope}/{statement.parsed.selector}.{did_you_mean(scope, known)} The scopes are '
@@ -112,19 +111,8 @@ def check_scopes(bindings: Sequence[Statement]) -> None:
         )
 
 
-def check_secrets(effective: Effective) -> None:
-  """Checks that no binding in force is a secret that the record of a run left out."""
-  for statement in effective.values():
-    strings = [leaf for leaf in leaves(statement.parsed.value) if isinstance(leaf, str)]
-    if statement.recorded and any(REDACTED in leaf for leaf in strings):
-      raise ConfigurationError(
-        f'{statement.where} was not recorded, since it is a secret. Pass '
-        f'{FLAG}{statement.name}=VALUE.'
-      )
-
-
 def check_references(effective: Effective) -> None:
-  """Checks that all references and macros are defined, and that all macros of flags are read."""
+  """Checks that references, macros and secrets have values, and that macros of flags are read."""
   macros = macros_of(effective.values())
   read = set()
   for statement in effective.values():
@@ -135,6 +123,11 @@ def check_references(effective: Effective) -> None:
           check_buildable(leaf, statement.where, effective)
       elif isinstance(leaf, Macro):
         _check_macro(leaf.name, statement, macros)
+      elif statement.recorded and isinstance(leaf, str) and REDACTED in leaf:
+        raise ConfigurationError(
+          f'{statement.where} was not recorded, since it is a secret. Pass '
+          f'{FLAG}{statement.name}=VALUE.'
+        )
     its_macros = macros_in(statement.parsed.value, macros)
     if not statement.is_macro:
       read |= its_macros
@@ -210,7 +203,8 @@ def find(name: str, where: str = '') -> gin_config.Configurable:
   matches = registry.matching_selectors(selector) or _of_optax(selector)
   if not matches:
     known = {registry.minimal_selector(complete) for complete, _ in registry.items()}
-    known |= {f'optax.{n}' for n in dir(optax)} | {f'optax.contrib.{n}' for n in dir(optax.contrib)}
+    for module in _OPTAX:
+      known |= {f'{module.__name__}.{name}' for name in dir(module)}
     raise ConfigurationError(
       f'{where}: there is no configurable {selector!r}.{did_you_mean(selector, known)}'
     )
@@ -222,30 +216,26 @@ def find(name: str, where: str = '') -> gin_config.Configurable:
 
 
 def _of_optax(selector: str) -> list[str]:
-  """Registers a function of optax, named with or without its module.
-
-  gin writes the name without the module (record.write_configuration).
+  """Registers a function of optax, named with or without its module, as gin writes it.
 
   Returns:
     [its dotted name]; [] if optax has no such function.
   """
   name = selector.rpartition('.')[2]
-  for module in ('optax', 'optax.contrib'):
-    if selector not in (name, f'{module}.{name}'):
-      continue
-    found = getattr(importlib.import_module(module), name, None)
-    if callable(found):
-      gin.external_configurable(found, name=name, module=module)
-      return [f'{module}.{name}']
+  for module in _OPTAX:
+    dotted, found = f'{module.__name__}.{name}', getattr(module, name, None)
+    if selector in (name, dotted) and callable(found):
+      gin.external_configurable(found, name=name, module=module.__name__)
+      return [dotted]
   return []
 
 
 def constructor(function: Callable) -> Callable:
   """A function, or the constructor of a class, without gin's wrappers."""
   # A metaclass, such as Haiku's, may hide the signature of the class itself.
-  is_class = inspect.isclass(function)
-  callee: Any = gin_config._find_class_construction_fn(function) if is_class else function
-  return inspect.unwrap(callee)
+  if inspect.isclass(function):
+    function = gin_config._find_class_construction_fn(function)
+  return inspect.unwrap(function)
 
 
 def parameters_of(function: Callable) -> dict[str, inspect.Parameter]:

@@ -5,8 +5,9 @@ after minutes of data processing and compilation. `load_gin` first checks all st
 registered signatures.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
+import copy
 import importlib
 import inspect
 import os
@@ -20,6 +21,13 @@ from valkyrie.config import check, parse, record, value_types
 from valkyrie.errors import ConfigurationError
 
 _ONE_AT_A_TIME = threading.RLock()  # gin has one configuration for all threads
+# The attributes of gin that are its configuration.
+_EMPTY: dict[str, Any] = {
+  '_CONFIG': {},
+  '_OPERATIVE_CONFIG': {},
+  '_IMPORTS': set(),
+  '_CONFIG_IS_LOCKED': False,
+}
 
 
 def load_gin(
@@ -57,7 +65,6 @@ def load_gin(
       _import(statement)
   effective = check.effective_bindings(statements)
   check.check_scopes(bindings)
-  check.check_secrets(effective)
   check.check_references(effective)
   check.check_tasks(effective, parse.importable(allowed_imports))
   value_types.check_parameter_types(effective)
@@ -73,16 +80,14 @@ class Configuration:
 
   def __init__(self, load: Callable[[], None]):
     """Keeps what `load`, such as a call of `load_gin`, binds in an empty configuration."""
-    with _restored():
-      _clear()
+    with _in_force(_EMPTY):
       load()
       self._state = _state()
 
   @contextlib.contextmanager
   def installed(self) -> Iterator[None]:
     """A context with this configuration, which may be nested; it restores the previous one."""
-    with _restored():
-      _install(self._state)
+    with _in_force(self._state):
       yield
 
 
@@ -97,7 +102,7 @@ def override_gin(files: Sequence[str], flags: Sequence[str]) -> Iterator[None]:
   for name, statement in parse.macros_of(effective.values()).items():
     if (name, 'gin.macro') not in gin_config._CONFIG:
       raise ConfigurationError(f'{statement.where}: no gin file of this run defines %{name}.')
-  with _restored():
+  with _ONE_AT_A_TIME, _in_force(_state()):
     with gin.unlock_config():
       _bind(effective)
     yield
@@ -131,32 +136,18 @@ def _bind(effective: check.Effective) -> None:
     gin.bind_parameter(key, gin_config.parse_value(repr(statement.parsed.value)))
 
 
+def _state() -> dict[str, Any]:
+  return {name: getattr(gin_config, name) for name in _EMPTY}
+
+
 @contextlib.contextmanager
-def _restored() -> Iterator[None]:
+def _in_force(state: Mapping[str, Any]) -> Iterator[None]:
+  """A context in which gin works on a copy of a state."""
+  bound = {key: dict(values) for key, values in state['_CONFIG'].items()}
   with _ONE_AT_A_TIME:
     before = _state()
+    vars(gin_config).update({name: copy.copy(part) for name, part in state.items()}, _CONFIG=bound)
     try:
       yield
     finally:
-      _install(before)
-
-
-def _state() -> tuple[Any, ...]:
-  bound = {key: dict(values) for key, values in gin_config._CONFIG.items()}
-  operative = dict(gin_config._OPERATIVE_CONFIG)
-  return bound, operative, set(gin_config._IMPORTS), gin_config.config_is_locked()
-
-
-def _clear() -> None:
-  for part in (gin_config._CONFIG, gin_config._OPERATIVE_CONFIG, gin_config._IMPORTS):
-    part.clear()
-  gin_config._set_config_is_locked(False)
-
-
-def _install(state: tuple[Any, ...]) -> None:
-  bound, operative, imports, locked = state
-  _clear()
-  gin_config._CONFIG.update({key: dict(values) for key, values in bound.items()})
-  gin_config._OPERATIVE_CONFIG.update(operative)
-  gin_config._IMPORTS.update(imports)
-  gin_config._set_config_is_locked(locked)
+      vars(gin_config).update(before)

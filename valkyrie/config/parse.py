@@ -117,11 +117,7 @@ class _Delegate(config_parser.ParserDelegate):
 
 
 def parse(text: str) -> Iterator[Any]:
-  """The statements of a gin text.
-
-  Raises:
-    SyntaxError: with the line number.
-  """
+  """The statements of a gin text; raises a SyntaxError with the line number."""
   try:
     yield from config_parser.ConfigParser(text, _Delegate())
   except tokenize.TokenError as error:
@@ -142,15 +138,14 @@ def read(
       binds a name twice or above an include that binds it, imports a module that is not allowed, or
       has a syntax error.
   """
-  statements = []
+  statements, allowed = [], importable(allowed_imports)
   for name in files:
-    where = f'--gin_file={name}'
-    statements += _read_file(name, where, search_paths, importable(allowed_imports))
+    statements += _read_file(name, f'--gin_file={name}', search_paths, allowed)
   return statements + [_read_flag(flag) for flag in flags]
 
 
 def importable(allowed_imports: Sequence[str]) -> tuple[str, ...]:
-  """The packages that gin may import; raises a ConfigurationError if one is not a name."""
+  """The packages that gin may import; a ConfigurationError if one is not a name."""
   for package in allowed_imports:
     if not all(part.isidentifier() for part in package.split('.')):
       raise ConfigurationError(
@@ -188,7 +183,11 @@ def _read_file(
       if isinstance(parsed, config_parser.IncludeStatement):
         where = f'{statement.where}: include'
         included = _read_file(parsed.filename, where, search_paths, allowed, (*above, path))
-        _check_not_lost(first, included)
+        for lost in (item for item in included if item.is_binding and item.name in first):
+          raise ConfigurationError(
+            f'{first[lost.name]}: {lost.name} would be lost: {lost.where}, which is included below '
+            'it, binds it again. Move this line below the include.'
+          )
         statements += included
         continue
       if statement.is_import:
@@ -209,16 +208,6 @@ def _read_file(
     quoted = f'\n  {line}' if path.suffix == '.gin' else ''  # any file may be included
     raise ConfigurationError(f'{path}:{number}: {problem}{quoted}') from None
   return statements
-
-
-def _check_not_lost(first: Mapping[str, str], included: Sequence[Statement]) -> None:
-  """Raises an error if an included file binds a name that stands above the include."""
-  for statement in included:
-    if statement.is_binding and statement.name in first:
-      raise ConfigurationError(
-        f'{first[statement.name]}: {statement.name} would be lost: {statement.where}, which is '
-        'included below it, binds it again. Move this line below the include.'
-      )
 
 
 def _text(path: pathlib.Path) -> str:
@@ -256,10 +245,8 @@ def _find(name: str, where: str, search_paths: Sequence[str]) -> pathlib.Path:
   for path in candidates:
     if path.is_file():
       return path
-  wanted = pathlib.Path(name)
-  known = [
-    str(wanted.parent / path.name) for other in candidates for path in other.parent.glob('*.gin')
-  ]
+  beside = pathlib.Path(name).parent
+  known = [str(beside / path.name) for other in candidates for path in other.parent.glob('*.gin')]
   known += [str(path.relative_to(paths.GIN.parent)) for path in paths.GIN.rglob('*.gin')]
   searched = ', '.join(dict.fromkeys(str(folder.absolute()) for folder in folders))
   raise ConfigurationError(

@@ -9,6 +9,7 @@ literals, no gin file. StorageError is raised if the folder cannot be written.
 """
 
 from collections.abc import Sequence
+import itertools
 import json
 import os
 import pathlib
@@ -47,13 +48,9 @@ def read_configuration(
 ) -> list[Statement]:
   """The statements in the config.json of a run.
 
-  Args:
-    model_dir: the directory of the run.
-    allowed_imports: packages that they may import besides valkyrie.
-
   Raises:
     ConfigurationError: the run or its file is missing, the file has other content, or it imports a
-      package that is not allowed.
+      package that is neither valkyrie nor in `allowed_imports`.
   """
   path = pathlib.Path(model_dir) / 'config.json'
   try:
@@ -86,8 +83,7 @@ def read_configuration(
 def _as_data(text: str) -> dict[str, Any]:
   """The imports, macros and bindings of a gin text, as config.json holds them."""
   statements = [Statement('config.gin', parsed) for parsed in parse.parse(text)]
-  macros = parse.macros_of(statements)
-  others = [item for item in statements if item.is_binding and not item.is_macro]
+  macros, bound = parse.macros_of(statements), [item for item in statements if item.is_binding]
 
   def plain(value):
     value, _ = parse.resolve(value, macros)
@@ -102,30 +98,23 @@ def _as_data(text: str) -> dict[str, Any]:
     'version': __version__,
     'imports': [item.parsed.format() for item in statements if item.is_import],
     'macros': {name: plain(item.parsed.value) for name, item in macros.items()},
-    'statements': {item.name: repr(item.parsed.value) for item in statements if item.is_binding},
-    'bindings': {item.name: plain(item.parsed.value) for item in others},
+    'statements': {item.name: repr(item.parsed.value) for item in bound},
+    'bindings': {item.name: plain(item.parsed.value) for item in bound if not item.is_macro},
   }
 
 
 def _write(path: pathlib.Path, text: str) -> None:
+  """Replaces a file atomically, and keeps an earlier version under the next free number."""
+  temporary = path.with_name(f'.{path.name}.new')
   with storage_errors(f'{path} cannot be written', 'Make room, or pass another --model_dir.'):
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
-      old = path.read_bytes()
-      if old == text.encode():
+      if (old := path.read_bytes()) == text.encode():
         return
-      number = 1
-      while (kept := path.with_name(f'{path.name}.{number}')).exists():
-        number += 1
-      _replace(kept, old)
-    _replace(path, text.encode())
-
-
-def _replace(path: pathlib.Path, data: bytes) -> None:
-  """Writes a file atomically."""
-  temporary = path.with_name(f'.{path.name}.new')
-  temporary.write_bytes(data)
-  temporary.replace(path)
+      versions = (path.with_name(f'{path.name}.{number}') for number in itertools.count(1))
+      next(version for version in versions if not version.exists()).write_bytes(old)
+    temporary.write_bytes(text.encode())
+    temporary.replace(path)
 
 
 def _kept_tokenizer(model_dir: pathlib.Path) -> dict[str, str]:

@@ -27,13 +27,15 @@ def check_flag_types(bindings: Sequence[Statement]) -> None:
   for statement in bindings:
     before = earlier.get(statement.name)
     value = statement.parsed.value
-    if statement.is_flag and before and not _fits(value, {_type(before.parsed.value)}):
+    kind = list if isinstance(value, tuple) else type(value)
+    if kind not in {*_LITERALS, list, dict}:  # a reference, a macro or None
+      continue
+    if statement.is_flag and before and not _is_a(value, type(before.parsed.value)):
       raise ConfigurationError(
         f'{statement.where} is {_shown(value)}, but {before.where} has '
         f'{_shown(before.parsed.value)}.{_as_integer(value)}'
       )
-    if _type(value):
-      earlier[statement.name] = statement
+    earlier[statement.name] = statement
 
 
 def check_parameter_types(effective: Effective) -> None:
@@ -44,7 +46,8 @@ def check_parameter_types(effective: Effective) -> None:
     if parameter is None:  # one of **kwargs
       continue
     value, source = resolve(statement.parsed.value, macros)
-    expected = _mismatch(value, parameter)
+    is_default = value is None and parameter.default is None
+    expected = None if is_default else _expected(value, parameter.annotation)
     parts = value if isinstance(value, list | tuple) else [value]
     unscoped = [p.name for p in parts if isinstance(p, Reference) and '/' not in p.name]
     if expected is None and not scope and selector in [find(name).selector for name in unscoped]:
@@ -61,32 +64,17 @@ def check_parameter_types(effective: Effective) -> None:
 
 
 def _makes_parts(annotation: Any) -> bool:
-  """Whether the parameter is a callable without arguments, or a sequence of these."""
-  for option in _options(annotation):
-    origin, arguments = typing.get_origin(option), typing.get_args(option)
-    if origin is collections.abc.Callable and arguments[0] == []:
-      return True
-    if origin in (collections.abc.Sequence, list) and _makes_parts(arguments[0]):
-      return True
-  return False
+  """Whether the parameter is a callable without arguments, or contains some."""
+  arguments = typing.get_args(annotation)
+  if typing.get_origin(annotation) is collections.abc.Callable:
+    return arguments[0] == []
+  return any(map(_makes_parts, arguments))
 
 
-def _type(value: Any) -> type | None:
-  """The type of a literal, list or dict; None for a reference, a macro or None."""
-  found = list if isinstance(value, tuple) else type(value)
-  return found if found in {*_LITERALS, list, dict} else None
-
-
-def _fits(value: Any, expected: set[type | None]) -> bool:
-  found = _type(value)
-  return found is None or found in expected or (found is int and float in expected)
-
-
-def _is_part(value: Any) -> bool:
-  """Whether a value is a function or an instance of a class, rather than a literal."""
-  if not isinstance(value, Reference):
-    return False
-  return not value.evaluated or inspect.isclass(find(value.name).wrapped)
+def _is_a(value: Any, kind: type) -> bool:
+  """Whether a literal has a type; integers are numbers, and tuples are lists."""
+  pairs = {(int, float), (list, tuple), (tuple, list)}
+  return type(value) is kind or (type(value), kind) in pairs
 
 
 def _shown(value: Any) -> str:
@@ -98,68 +86,51 @@ def _as_integer(value: Any) -> str:
   return f' Write {int(value)}.' if isinstance(value, float) and value.is_integer() else ''
 
 
-def _mismatch(value: Any, parameter: inspect.Parameter) -> str | None:
-  """The expected type of a parameter's value; None if the value may fit."""
-  options = set(_options(parameter.annotation))
-  if not options <= {*_LITERALS, types.NoneType}:
-    is_known = value is not None and not isinstance(value, Macro)
-    return _part_mismatch(value, parameter.annotation) if is_known else None
-  optional = types.NoneType in options or parameter.default is None
-  fits = _fits(value, options - {types.NoneType}) and not _is_part(value)
-  if fits and (value is not None or optional):
-    return None
-  return ' or '.join(_LITERALS.get(option, 'None') for option in sorted(options, key=str))
-
-
-def _options(annotation: Any) -> tuple[Any, ...]:
-  """The members of a union, or the annotation itself."""
-  is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
-  return typing.get_args(annotation) if is_union else (annotation,)
-
-
-def _part_mismatch(value: Any, annotation: Any) -> str | None:
-  """The expected part, or parts in brackets; None if the value may fit."""
-  options = _options(annotation)
-  if len(options) > 1:
-    found = [_part_mismatch(value, option) for option in options if option is not types.NoneType]
-    return None if None in found else ' or '.join(filter(None, found))
+def _expected(value: Any, annotation: Any) -> str | None:
+  """What an annotation expects in place of a value; None if the value may fit."""
   origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+  if origin in (types.UnionType, typing.Union):
+    found = [_expected(value, option) for option in arguments]
+    return None if None in found else ' or '.join(filter(None, found))
+  if annotation in {*_LITERALS, types.NoneType}:
+    fits = _is_a(value, annotation) or isinstance(value, Macro) or _is_result(value)
+    return None if fits else _LITERALS.get(annotation, 'None')
+  if value is None or isinstance(value, Macro):
+    return None
   if origin in (collections.abc.Sequence, list):
     if not isinstance(value, list | tuple):
       return f'several in brackets, such as ({value!r},)'
-    return next(filter(None, (_part_mismatch(item, arguments[0]) for item in value)), None)
-  if origin is collections.abc.Callable:
-    return _callable_mismatch(value, arguments[-1])
-  is_part = inspect.isclass(annotation) and annotation not in {*_LITERALS, inspect.Parameter.empty}
-  return _instance_mismatch(value, annotation) if is_part and origin is None else None
+    return next(filter(None, (_expected(item, arguments[0]) for item in value)), None)
+  is_callable = origin is collections.abc.Callable
+  part = arguments[-1] if is_callable else annotation
+  is_class = origin is None and inspect.isclass(part) and part is not inspect.Parameter.empty
+  return _expected_part(value, part, is_callable) if is_callable or is_class else None
 
 
-def _callable_mismatch(value: Any, returned: Any) -> str | None:
-  """The expected reference, for a parameter that takes a callable of a type."""
-  if isinstance(value, Reference):
-    return None if value.evaluated else _class_mismatch(value, returned)
-  name = getattr(returned, '__name__', 'function')
-  return f'a reference to a {name}' if type(value) in _LITERALS else None
+def _is_result(value: Any) -> bool:
+  """Whether a function returns the value, whose type is then unknown."""
+  return isinstance(value, Reference) and value.evaluated and not inspect.isclass(_target(value))
 
 
-def _instance_mismatch(value: Any, expected: type) -> str | None:
-  """The expected instance, for a parameter that takes one of a type."""
+def _expected_part(value: Any, part: Any, is_callable: bool) -> str | None:
+  """As `_expected`, for an instance of `part`, or a callable that returns one."""
+  name = getattr(part, '__name__', 'function')
   if not isinstance(value, Reference):
-    is_ours = expected.__module__.startswith('valkyrie.')
-    is_literal = type(value) in _LITERALS
-    return f'a {expected.__name__}, such as @NAME()' if is_ours and is_literal else None
-  if value.evaluated:
-    return _class_mismatch(value, expected)
-  if inspect.isclass(find(value.name).wrapped):
-    return f'an instance of {expected.__name__} (write {value}())'
+    is_ours = is_callable or part.__module__.startswith('valkyrie.')
+    form = f'a reference to a {name}' if is_callable else f'a {name}, such as @NAME()'
+    return form if is_ours and type(value) in _LITERALS else None
+  if value.evaluated != is_callable:
+    return _expected_class(value, part)
+  if not is_callable and inspect.isclass(_target(value)):
+    return f'an instance of {name} (write {value}())'
   return None
 
 
-def _class_mismatch(value: Reference, expected: Any) -> str | None:
-  """The expected type, for a reference to a class; a protocol needs methods with its arguments."""
-  target = find(value.name).wrapped
-  if value.evaluated and inspect.isclass(target) and issubclass(target, hk.Module):
-    return f'no instance of a Haiku module (write {str(value).removesuffix("()")})'
+def _expected_class(reference: Reference, expected: Any) -> str | None:
+  """The expected type of a class or its instance; a protocol needs methods with its arguments."""
+  target = _target(reference)
+  if reference.evaluated and inspect.isclass(target) and issubclass(target, hk.Module):
+    return f'no instance of a Haiku module (write {str(reference).removesuffix("()")})'
   if expected is Any or not (inspect.isclass(expected) and inspect.isclass(target)):
     return None
   if getattr(expected, '_is_protocol', False):
@@ -173,6 +144,10 @@ def _class_mismatch(value: Reference, expected: Any) -> str | None:
     lack = f' ({target.__name__} has no {", ".join(unfit)} with its arguments)'
     return f'a {expected.__name__}{lack}' if unfit else None
   return None if issubclass(target, expected) else f'a {expected.__name__}'
+
+
+def _target(reference: Reference) -> Any:
+  return find(reference.name).wrapped
 
 
 def _accepts_arguments(method: Any, other: types.FunctionType) -> bool:

@@ -48,19 +48,18 @@ def enable() -> str | None:
   directory = paths.cache() / 'compiled' / _key()
   if _jax.jax_compilation_cache_dir or not _jax.jax_enable_compilation_cache:
     return None
+  refused = 'compiled programs are not kept:'
   if (address := str(epath.Path(directory))) != str(directory):  # as jax reads it
-    return f'compiled programs are not kept: jax takes {directory} for {address}'
+    return f'{refused} jax takes {directory} for {address}'
   try:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     for place in (directory.parent, directory):
-      found = place.lstat()
-      if found.st_uid != os.geteuid() or place.is_symlink():
-        return f'compiled programs are not kept: {place} belongs to another user'
-      if found.st_mode & 0o077:
-        place.chmod(0o700)
+      if place.lstat().st_uid != os.geteuid() or place.is_symlink():
+        return f'{refused} {place} belongs to another user'
+      place.chmod(0o700)
     _clean(directory)
   except OSError as error:
-    return f'compiled programs are not kept: {directory}: {error.strerror}'
+    return f'{refused} {directory}: {error.strerror}'
   _jax.update('jax_compilation_cache_dir', str(directory))
   _jax.update('jax_persistent_cache_min_compile_time_secs', _LEAST_SECONDS)
   atexit.register(seal)
@@ -121,19 +120,15 @@ def _name(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> str:
 def _clean(directory: pathlib.Path) -> None:
   """Deletes programs that changed since they were sealed, and the oldest ones above the limit."""
   total = 0
-  for _, size, program in sorted(map(_age_and_size, directory.glob('*-cache'))):
-    total += size
+  programs = {program: program.stat() for program in directory.glob('*-cache')}
+  for program in sorted(programs, key=lambda program: programs[program].st_mtime, reverse=True):
+    total += programs[program].st_size
     hash_file = _hash_file(program)
     with contextlib.suppress(FileNotFoundError):  # another process deletes it, too
       if total <= _MAX_BYTES and hash_file.read_text() == _hash(program):
         continue
     for file in (program, hash_file):
       file.unlink(missing_ok=True)
-
-
-def _age_and_size(program: pathlib.Path) -> tuple[float, int, pathlib.Path]:
-  found = program.stat()
-  return -found.st_mtime, found.st_size, program
 
 
 def _hash_file(program: pathlib.Path) -> pathlib.Path:

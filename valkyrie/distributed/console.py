@@ -18,18 +18,8 @@ def heard_signals() -> tuple[signal.Signals, ...]:
   return tuple(number for number in STOP_SIGNALS if number != signal.SIGHUP or not ignored)
 
 
-class _Program:
-  """A program that ends after its run; a notebook goes on."""
-
-  def __init__(self):
-    self.interrupted = False
-
-  def interrupt(self, number: int, frame: types.FrameType | None) -> None:
-    self.interrupted = True
-    signal.default_int_handler(number, frame)
-
-
-_program: _Program | None = None
+# The interrupts of a program that ends after its run; None in a notebook, which goes on.
+_interrupts: list[int] | None = None
 
 
 @contextlib.contextmanager
@@ -39,24 +29,30 @@ def of_a_program() -> Iterator[None]:
   SIGINT ends it at once until `raise_interrupts`, since interrupted imports raise errors other than
   KeyboardInterrupt, or none. Later such errors are converted to KeyboardInterrupt.
   """
-  global _program  # noqa: PLW0603
-  program = _program = _Program()
+  global _interrupts  # noqa: PLW0603
+  interrupts = _interrupts = []
   if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's jobs ignore it
     signal.signal(signal.SIGINT, signal.SIG_DFL)
   try:
     yield
   except Exception as error:
-    if program.interrupted:
+    if interrupts:
       raise KeyboardInterrupt from error
     raise
   finally:
-    _program = None
+    _interrupts = None
 
 
 def raise_interrupts() -> None:
   """Lets SIGINT raise KeyboardInterrupt in a program from now on."""
-  if _program and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-    signal.signal(signal.SIGINT, _program.interrupt)
+  if (interrupts := _interrupts) is None or signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
+    return
+
+  def interrupt(number: int, frame: types.FrameType | None) -> None:
+    interrupts.append(number)
+    signal.default_int_handler(number, frame)
+
+  signal.signal(signal.SIGINT, interrupt)
 
 
 def restore_handlers(handlers: Mapping[signal.Signals, Any], stopped: bool) -> None:
@@ -65,8 +61,9 @@ def restore_handlers(handlers: Mapping[signal.Signals, Any], stopped: bool) -> N
   After a signal has stopped the run of a program, later signals are ignored: they would change its
   exit code, or print a traceback.
   """
+  ends = stopped and _interrupts is not None
   for number, handler in handlers.items():
-    signal.signal(number, signal.SIG_IGN if stopped and _program else handler)
+    signal.signal(number, signal.SIG_IGN if ends else handler)
 
 
 class LastingStream:

@@ -28,9 +28,7 @@ def start(model_dir: str | os.PathLike) -> None:
   """Reports the start of a run, and installs the handler of `STACKS`."""
   faulthandler.register(STACKS, file=2, all_threads=True)  # sys.stderr may have been replaced
   place = str(model_dir)
-  if '://' not in place:
-    place = os.path.abspath(place)
-  beat(stage='start_up', model_dir=place)
+  beat(stage='start_up', model_dir=place if '://' in place else os.path.abspath(place))
 
 
 def beat(**facts: str | int) -> None:

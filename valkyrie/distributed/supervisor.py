@@ -26,7 +26,7 @@ from typing import Any
 
 from valkyrie.distributed import console
 from valkyrie.distributed.heartbeat import STACKS, VARIABLE, address
-from valkyrie.errors import ValkyrieError
+from valkyrie.errors import ValkyrieError, reason_of
 from valkyrie.storage import bucket
 
 HANG = 86  # the exit code of a run that was killed because it was silent
@@ -62,12 +62,13 @@ class RunStatus:
       facts = json.loads(line)
     except ValueError:
       return False
-    if not isinstance(facts, dict) or facts.get('stage', 'step') not in _DEFAULT_SECONDS:
+    if not isinstance(facts, dict) or not facts.keys() <= vars(self).keys():
       return False
-    kinds = {'stage': str, 'model_dir': str}
-    if any(type(value) not in (kinds.get(name, int), bool) for name, value in facts.items()):
+    kinds = {'stage': str, 'model_dir': str, 'transient': bool}
+    right = all(type(value) is kinds.get(name, int) for name, value in facts.items())
+    if not right or facts.get('stage', 'step') not in _DEFAULT_SECONDS:
       return False
-    vars(self).update({name: value for name, value in facts.items() if hasattr(self, name)})
+    vars(self).update(facts)
     return bool(facts)
 
 
@@ -96,14 +97,12 @@ class Supervisor:
       may_succeed = code in RETRYABLE or status.transient
       again = may_succeed and not self._stopping and in_vain < self.restarts
       self._report(status, code, reason, again)
-      if not again:
-        return code
       until = time.monotonic() + min(self.pause * 2**in_vain, _LONGEST_PAUSE)
       in_vain += 1
-      while time.monotonic() < until:
-        if self._stopping:
-          return code
+      while again and time.monotonic() < until and not self._stopping:
         time.sleep(min(0.1, self.pause))
+      if not again or self._stopping:
+        return code
 
   def _run_once(self, status: RunStatus) -> tuple[int, str]:
     """Runs the command once; returns its exit code and why it ended."""
@@ -170,11 +169,16 @@ class Supervisor:
     _say(f'{reason}; last saved step {status.saved}; {action}')
     if status.model_dir is not None:
       line = {'time': time.time(), 'code': code, 'reason': reason, **dataclasses.asdict(status)}
+      written = (json.dumps(line) + '\n').encode()
       try:
-        _append(status.model_dir, (json.dumps(line) + '\n').encode())
+        if bucket.is_bucket(status.model_dir):
+          bucket.Bucket(status.model_dir).append(_REPORTS, written)
+        else:
+          with open(pathlib.Path(status.model_dir, _REPORTS), 'ab') as file:
+            file.write(written)
       except (OSError, ValkyrieError) as error:
         place = f'{status.model_dir}/{_REPORTS}'
-        _say(f'{place} cannot be written ({getattr(error, "strerror", None) or error})')
+        _say(f'{place} cannot be written ({reason_of(error)})')
 
   def _forward(self, number: int, frame: Any) -> None:
     self._stopping = True
@@ -203,15 +207,6 @@ def _about_a_kill(code: int) -> str:
   peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
   size = peak / 2**30 if sys.platform == 'darwin' else peak / 2**20  # from bytes, or from KiB
   return f' (killed, often by the kernel for its memory: it has held up to {size:.1f} GiB)'
-
-
-def _append(model_dir: str, line: bytes) -> None:
-  """Adds a line to the reports of a run."""
-  if bucket.is_bucket(model_dir):
-    bucket.Bucket(model_dir).append(_REPORTS, line)
-    return
-  with open(pathlib.Path(model_dir, _REPORTS), 'ab') as file:
-    file.write(line)
 
 
 def _say(message: str) -> None:

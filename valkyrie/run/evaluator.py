@@ -120,11 +120,9 @@ class Evaluator:
     """Configures the evaluation; `open`, or the first call, opens the split.
 
     Args:
-      model: the pure functions of the model.
-      partitioner: the mesh.
+      model, partitioner: the pure functions of the model, and the mesh.
       feed: the class of the split's feed, which ends (`epochs=1`).
-      batch_size: rows of the split.
-      chunk_size: tokens of one forward call.
+      batch_size, chunk_size: rows of the split, and tokens of one forward call.
       chunks: chunks of each row that a quick evaluation reads; None reads all.
       metrics: metrics of one's own.
     """
@@ -207,7 +205,7 @@ class Evaluator:
     """Evaluates the parameters on the split.
 
     Args:
-      params: the parameters.
+      params: of the model.
       whole: read the whole split, or its quick part.
       cut: the part of the carry that is reset before every chunk: 'state' for the recurrent states,
         or 'all'. The increase of the loss shows the use of that memory.
@@ -225,10 +223,22 @@ class Evaluator:
       Preempted: `stop` returned True.
     """
     params = self._gather(params)
-    chunks = {
-      name: self._scores(params, feed, whole, cut, plan, stop)
-      for name, feed in self._sources.items()
-    }
+    rows = self._partitioner.local_rows(self._batch_size)
+
+    def scores(feed: TaskFeed) -> list[Scores]:
+      """Of the chunks of a feed, on the host."""
+      spans = [(n * self._chunk_size, self._chunk_size) for n in range(self._chunks(feed))]
+      carry, found = self._initial_carry(), []
+      for chunk in prefetch(feed, spans if whole else spans[: self._quick], rows=rows):
+        if stop():
+          raise Preempted('stopped during an evaluation, which was abandoned')
+        batch = self._partitioner.place_batch(chunk, self._batch_size)
+        carry, of_chunk = self._read(params, carry, batch, cut, plan)
+        found.append(of_chunk)
+        found[-2:-1] = jax.device_get(found[-2:-1])  # two chunks in flight, as in training
+      return jax.device_get(found)
+
+    chunks = {name: scores(feed) for name, feed in self._sources.items()}
     quick = {name: _sum(parts[: self._quick]) for name, parts in chunks.items()}
     if not whole:
       return self._metrics(quick, self._quick_ratios)
@@ -240,10 +250,10 @@ class Evaluator:
 
   @functools.cached_property
   def _quick_ratios(self) -> dict[str, float | None]:
-    """Tokens per byte of the quick part of each source."""
     return {name: self._quick_ratio(feed) for name, feed in self._sources.items()}
 
   def _quick_ratio(self, feed: TaskFeed) -> float | None:
+    """Tokens per byte of the quick part of a source."""
     if self._quick is None or feed.tokens_per_byte is None:
       return feed.tokens_per_byte
     tokens = text_bytes = 0
@@ -260,44 +270,18 @@ class Evaluator:
     if len(scores) == 1:
       (only,), (ratio,) = scores.values(), ratios.values()
       return _metrics(only, ratio)
-    shares = {name: self._weights[name] / scores[name].weight.sum() for name in scores}
-    mean = jax.tree.map(
-      lambda *parts: sum(
-        share * part for share, part in zip(shares.values(), parts, strict=True) if share
-      ),
-      *scores.values(),
-    )
+    shares = [self._weights[name] / scores[name].weight.sum() for name in scores]
+
+    def weighted(*parts):
+      return sum(share * part for share, part in zip(shares, parts, strict=True) if share)
+
+    mean = jax.tree.map(weighted, *scores.values())
     found = _metrics(mean, mean_tokens_per_byte(self._weights, ratios))
     for name, of_source in scores.items():
       metrics = _metrics(of_source, ratios[name])
       names = [*_OF_SOURCES, *(f'metrics/{own}' for own in of_source.metrics)]
       found |= {f'{metric}/{name}': metrics[metric] for metric in names}
     return found
-
-  def _scores(
-    self,
-    params: Params,
-    feed: TaskFeed,
-    whole: bool,
-    cut: str | None,
-    plan: bool,
-    stop: Callable[[], bool],
-  ) -> list[Scores]:
-    """Reads a feed -> the scores of its chunks, on the host."""
-    chunks = self._chunks(feed)
-    if not whole:
-      chunks = min(self._quick or chunks, chunks)
-    spans = ((n * self._chunk_size, self._chunk_size) for n in range(chunks))
-    carry, sums = self._initial_carry(), []
-    rows = self._partitioner.local_rows(self._batch_size)
-    for chunk in prefetch(feed, spans, rows=rows):
-      if stop():
-        raise Preempted('stopped during an evaluation, which was abandoned')
-      batch = self._partitioner.place_batch(chunk, self._batch_size)
-      carry, scores = self._read(params, carry, batch, cut, plan)
-      sums.append(scores)
-      sums[-2:-1] = jax.device_get(sums[-2:-1])  # two chunks in flight, as in training
-    return jax.device_get(sums)
 
 
 def _sum(parts: Sequence[Scores]) -> Scores:

@@ -48,7 +48,7 @@ class InitialState:
   """Makes the state; a call reads the weights again."""
 
   def __init__(self, setup: Setup, vocabulary: str, source: str | None, say: Callable[[str], None]):
-    """Takes the parts of the run, the fingerprint of its vocabulary, and the weights' source."""
+    """`vocabulary` is the run's fingerprint; a `source` of None initializes the weights."""
     self._setup, self._vocabulary, self._say = setup, vocabulary, say
     self._weights = None if source is None else InitialWeights(source)
     self._complete: bool | None = None  # whether all weights were loaded; None if none were
@@ -104,29 +104,20 @@ class Trainer:
   ):
     """Restores the newest checkpoint, or makes the initial state.
 
-    Args:
-      setup: the parts of the run.
-      feed: the tokens of training.
-      directory: the checkpoints of the run.
-      stop: the requests to stop.
-      allow_changed: of compatibility.KINDS, the differences to the saved run that are accepted.
-      initial_state: makes the state before the first step.
-      say: prints a line on the console.
+    `allow_changed` names the accepted differences to the saved run, of compatibility.KINDS.
 
     Raises:
       ConfigurationError: the newest checkpoint belongs to a run that differs from this one.
     """
     self._setup, self._feed, self._directory, self._say = setup, feed, directory, say
+    self._stop, self._allow_changed, self._initial_state = stop, allow_changed, initial_state
     self.reading = Reading(setup.curriculum, feed, setup.settings.batch_size)
-    self._stop, self._allow_changed = stop, allow_changed
-    self._initial_state = initial_state
     self._programs: Mapping[str, str] = {}
     self._saved_programs: Mapping[str, str] = {}
     self.lowest: Lowest | None = None
     self.needs = ''
     self._steps: dict[tuple, Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]] = {}
-    restored = self._restored()
-    self.state = initial_state() if restored is None else restored
+    self.state = self._restored() or initial_state()
     self.step = self.start = int(self.state.step)
 
   def compile(self, train_steps: int) -> None:
@@ -159,11 +150,9 @@ class Trainer:
     )
     self._check_programs(consistency.is_autotuned(devices))
     self._steps = dict(compiled)
-    if hunt_nan:
-      self._steps = {
-        phase.shape: hunting(compiled[phase.shape], self._setup.train_step(phase, remat=False))
-        for phase in phases
-      }
+    for phase in phases if hunt_nan else ():
+      step = self._setup.train_step(phase, remat=False)
+      self._steps[phase.shape] = hunting(compiled[phase.shape], step)
 
   def _check_programs(self, autotuned: bool) -> None:
     """Compares the programs with the checkpoint's; `autotuned` ones may differ."""
@@ -193,13 +182,13 @@ class Trainer:
     return self._stop.requested()
 
   def documents(self, step: int) -> str:
-    """Names the documents that step number `step`, counted from 1, reads."""
+    """The documents that step number `step`, counted from 1, reads."""
     return self.reading.describe(step - 1)
 
   def rewind(self, checkpoint_every: int) -> int:
     """Restores parameters, average and optimizer of the last checkpoint due; returns its step.
 
-    That checkpoint precedes the last step; without one, the initial state counts. So interruptions
+    That checkpoint precedes the last step; without one, it is the initial state. So interruptions
     of the run change nothing. The step, and with it the feed's position and the learning rate, and
     the empty carries of the refused step stay.
 
@@ -207,16 +196,18 @@ class Trainer:
       StorageError: there are checkpoints, but none is readable.
     """
     names = ('params', 'optimizer_state', *(['average'] if self.state.average is not None else []))
-    for leaf in jax.tree.leaves([getattr(self.state, name) for name in names]):
+
+    def of(state: TrainState) -> dict[str, Any]:
+      return {name: getattr(state, name) for name in names}
+
+    for leaf in jax.tree.leaves(of(self.state)):
       leaf.delete()  # memory does not hold it twice
     due = (self.step - 1) // checkpoint_every * checkpoint_every
     found = self._directory.nearest_valid(due) if due else None
     if found is None:
-      initial = self._initial_state()
-      fields = {name: getattr(initial, name) for name in names}
+      fields = of(self._initial_state())
     else:
-      target = {name: getattr(self._setup.state, name) for name in names}
-      fields = self._directory.restore(target, partial=True, step=found)
+      fields = self._directory.restore(of(self._setup.state), partial=True, step=found)
     self.state = self.state._replace(**fields)
     return found or 0
 
@@ -234,19 +225,13 @@ class Trainer:
       self._say(f'changed since the checkpoint: {line}')
     if not changed:  # only the compiler's flags and the machine can then change the programs
       self._saved_programs = found.get('executable', {})
-    settings = self._setup.settings
-    self.reading = Reading(
-      self._setup.curriculum,
-      self._feed,
-      settings.batch_size,
-      step=self.step,
-      position=found['position'],
-      stretches=found['stretches'],
-    )
+    rows = self._setup.settings.batch_size
+    read = {name: found[name] for name in ('position', 'stretches')}
+    self.reading = Reading(self._setup.curriculum, self._feed, rows, step=self.step, **read)
     if change := self.reading.change(self.step):
       self._say(change)
     self._say(f'resuming after step {self.step} from {self._directory.directory}')
-    if found['rows'] == settings.batch_size:
+    if found['rows'] == rows:
       return self._directory.restore(self._setup.state)
     fields = self._setup.state._asdict()
     del fields['carry']
