@@ -23,7 +23,7 @@ import pytest
 from valkyrie.data import store_builder, token_store, vocabularies
 from valkyrie.data.feed import TaskFeed
 from valkyrie.data.records import Records
-from valkyrie.data.source_files import SourceFiles, filesystem_of
+from valkyrie.data.source_files import SourceFiles
 from valkyrie.data.store_location import open_store, store_path
 from valkyrie.data.store_writer import Document, StoreWriter
 from valkyrie.data.token_store import Selection
@@ -85,7 +85,7 @@ def test_parquet(service):
   server.put('d/x.parquet', file.getvalue())
   # In another process, since pyarrow keeps the interpreter's lock while it opens such a file.
   code = f"""
-from valkyrie.data.source_files import filesystem_of
+
 from valkyrie.data.records import Records
 
 records = Records('{scheme}://bucket/d', ['text'])
@@ -102,13 +102,6 @@ def test_passing_errors_are_retried(service):
   faults += [server.tear(on('GET', 'bucket/d/a.txt'))]
   assert texts(f'{scheme}://bucket/d') == ['a' * 100_000]
   assert [fault.injected for fault in faults] == [1, 1]
-
-
-def test_cloud_storage_is_given_up_after_a_minute_or_as_the_address_says():
-  for query, seconds in ('', 60), ('?retry_limit_seconds=7', 7):
-    location = 'gs://anonymous@bucket/d'
-    ours, _ = filesystem_of(location + query)
-    assert ours.equals(pa.fs.FileSystem.from_uri(f'{location}?retry_limit_seconds={seconds}')[0])
 
 
 @pytest.mark.parametrize('service', [('gs', FakeGcs)], indirect=True)
@@ -151,7 +144,6 @@ def test_a_file_that_changes_or_goes_after_the_listing_is_refused(service):
     list(records.rows(1, 2))
 
 
-@pytest.mark.parametrize('service', [('s3', FakeS3)], indirect=True)
 def test_shards_of_two_texts_never_join(service, tmp_path):
   scheme, server = service
   server.put('d/a.jsonl', b'{"text": "Text 1"}\n{"text": "Text 2"}')
@@ -200,8 +192,9 @@ def opened(scheme):
 
 
 def reads(server):
-  """The names of the arrays that were read."""
-  return [call.target for call in server.calls if call.method == 'GET' and '.npy' in call.target]
+  """The names of the arrays whose bytes were read."""
+  found = [call for call in server.calls if call.target.endswith('.npy') and call.method == 'GET']
+  return [call.target for call in found if not call.path.startswith('/storage/')]  # of metadata
 
 
 def test_a_store_is_copied_once_and_read(service, cache, tmp_path):
@@ -247,7 +240,7 @@ def test_two_processes_of_a_machine_copy_once(service, cache, tmp_path):
 def test_a_killed_copy_goes_on_with_the_files_that_are_missing(service, cache, tmp_path):
   scheme, server = service
   upload(server, tmp_path / 'original')
-  torn = server.hold(on('GET', '.*shard-00001.*tokens.npy'), times=1)
+  torn = server.hold(on('GET', '.*shard-00001.*tokens.npy', '(?!/storage/).*'), times=1)
   code = f"""
 from valkyrie.data import vocabularies
 from valkyrie.data.store_location import open_store

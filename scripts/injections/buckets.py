@@ -185,6 +185,5 @@ def _with_credentials(url: str) -> dict[str, str]:
   """The variables by which clients use another address like that of the service."""
   return {
     'STORAGE_EMULATOR_HOST': '',
-    'API_ENDPOINT_OVERRIDE': url,
     'FSSPEC_GCS': json.dumps({'endpoint_url': url}),
   }

@@ -21,7 +21,7 @@ _ACCOUNT = '/computeMetadata/v1/instance/service-accounts/'
 class FakeGcs(FakeServer):
   """The server, which listens while its context is open.
 
-  environment: variables that lead tensorstore, google-cloud-storage, gcsfs and pyarrow to it.
+  environment: variables that lead tensorstore, gcsfs and google-cloud-storage to it.
   token_seconds: lifetime of the next tokens by the server's word; see `expire_tokens`.
   """
 
@@ -36,13 +36,12 @@ class FakeGcs(FakeServer):
   def environment(self) -> dict[str, str]:
     """For a process whose storage shall be this server, which issues the tokens, too.
 
-    google-cloud-storage and gcsfs send no token to a STORAGE_EMULATOR_HOST, tensorstore sends one.
+    google-cloud-storage and `storage.gcs` send no token to a STORAGE_EMULATOR_HOST, others do.
     """
     address = self.url.removeprefix('http://')
     return {
       'TENSORSTORE_GCS_HTTP_URL': self.url,
       'STORAGE_EMULATOR_HOST': self.url,
-      'CLOUD_STORAGE_EMULATOR_ENDPOINT': self.url,
       'GCE_METADATA_ROOT': address,
       'GCE_METADATA_HOST': address,
       'GCE_METADATA_IP': address,

@@ -1,4 +1,4 @@
-"""The JSON API of Google Cloud Storage, and reading by its XML API: a request becomes an answer.
+"""The JSON API of Google Cloud Storage: a request becomes an answer.
 
 The routes are those of https://cloud.google.com/storage/docs/json_api and
 https://cloud.google.com/storage/docs/resumable-uploads.
@@ -75,7 +75,6 @@ class Api:
       ('PATCH|PUT', f'{base}/{bucket}/o/{name}', self._patch),
       ('POST|PUT|DELETE', f'(?:/resumable)?/upload{base}/{bucket}/o', self._upload),
       ('POST', r'/batch(?:/storage/v1)?', self._batch),
-      ('GET|HEAD', f'/{bucket}/{name}', self._media),
     ]  # fmt: skip
     self._routes = [(re.compile(methods), re.compile(path), to) for methods, path, to in routes]
 
@@ -141,12 +140,7 @@ class Api:
     return _as_json(self._resource(self._buckets.get(bucket, name, request.query)))
 
   def _media(self, request: Request, bucket: str, name: str) -> Answer:
-    conditions = {
-      f'if{key}': request.headers[f'x-goog-if-{key.lower()[:-5]}-match']
-      for key in ('GenerationMatch', 'MetagenerationMatch')
-      if f'x-goog-if-{key.lower()[:-5]}-match' in request.headers
-    }
-    found = self._buckets.get(bucket, name, {**conditions, **request.query})
+    found = self._buckets.get(bucket, name, request.query)
     labels = {'md5Hash': 'md5', 'crc32c': 'crc32c'}
     hashes = ','.join(f'{labels[key]}={value}' for key, value in found.hashes.items())
     headers = {

@@ -40,10 +40,8 @@ def copied(data_dir: str, name: str, build: str) -> pathlib.Path:
     StorageError: the bucket or the disk refuses, or the disk is too small.
   """
   remote = _RemoteStore(data_dir, name)
-  try:
-    content = b''.join(remote.blocks(STORE_FILE))
-  except FileNotFoundError as error:
-    raise DataError(f'{remote} is not a finished token store: no {STORE_FILE}. {build}') from error
+  unfinished = f'{remote} is not a finished token store: no {STORE_FILE}. {build}'
+  content = b''.join(remote.blocks(STORE_FILE, unfinished))
   information = token_store.information_of(content, f'{remote}/{STORE_FILE}')
   local = paths.cache() / f'{name}-{hashlib.sha256(content).hexdigest()[:8]}'
   if (local / STORE_FILE).exists():
@@ -74,14 +72,14 @@ class _RemoteStore:
   def __str__(self) -> str:
     return self._address
 
-  def blocks(self, file: str) -> Iterator[bytes]:
-    """The content of a file; raises FileNotFoundError, DataError or StorageError."""
+  def blocks(self, file: str, missing: str) -> Iterator[bytes]:
+    """The content of a file; raises DataError, with the message `missing`, or StorageError."""
     try:
       with self._filesystem.open_input_stream(f'{self._path}/{file}') as stream:
         while block := stream.read(_BLOCK):
           yield block
-    except FileNotFoundError:
-      raise
+    except FileNotFoundError as error:
+      raise DataError(missing) from error
     except (pa.ArrowException, OSError) as error:
       raise source_files.refused(str(self), f'{self}/{file} cannot be read', error) from error
 
@@ -102,8 +100,9 @@ def _copy(remote: _RemoteStore, files: Mapping[str, dict[str, Any]], local: path
   with tqdm.tqdm(total=size, unit='B', unit_scale=True, mininterval=interval) as bar:
     for name, recorded in missing.items():
       digest = hashlib.sha256()
+      lacks = f'{remote} lacks {name}, which its {STORE_FILE} records. {_UPLOAD}'
       with store_writer.flushed(part) as stream:
-        for block in _known_blocks(remote, name):
+        for block in remote.blocks(name, lacks):
           stream.write(block)
           digest.update(block)
           bar.update(len(block))
@@ -115,13 +114,6 @@ def _copy(remote: _RemoteStore, files: Mapping[str, dict[str, Any]], local: path
         )
       (local / name).parent.mkdir(exist_ok=True)
       part.rename(local / name)
-
-
-def _known_blocks(remote: _RemoteStore, name: str) -> Iterator[bytes]:
-  try:
-    yield from remote.blocks(name)
-  except FileNotFoundError as error:
-    raise DataError(f'{remote} lacks {name}, which its {STORE_FILE} records. {_UPLOAD}') from error
 
 
 def _gb(size: int) -> str:

@@ -13,20 +13,15 @@ import pyarrow.fs
 
 from valkyrie.config import paths, redact
 from valkyrie.errors import DataError, StorageError
+from valkyrie.storage import bucket
 
 # Suffixes of the formats that `records` reads, and of a compression around them.
 FORMATS = ('.txt', '.md', '.jsonl', '.parquet', '.arrow')
 COMPRESSIONS = {'.gz': 'gzip', '.zst': 'zstd'}
 _WILDCARDS = re.compile(r'[*?[]')
-# Seconds for which a request to Cloud Storage is retried. The default of pyarrow is 900, without a
-# message. Its requests to S3 give up after some seconds.
-PATIENCE = 60
-_PATIENCE_NAME = 'retry_limit_seconds'
+_PUBLIC = 'anonymous@'  # before the name of a bucket
 _CLOUD_STORAGE = ('gs', 'gcs')
-_DENIED = re.compile(
-  'PERMISSION_DENIED|UNAUTHENTICATED|OAuth2|ACCESS_DENIED|INVALID_ACCESS|SIGNATURE'
-)
-_MISSING = re.compile('NOT_FOUND|NO_SUCH_|No such file|does not exist')
+_DENIED = re.compile('ACCESS_DENIED|INVALID_ACCESS|SIGNATURE')
 _ADVICE = {
   'gs': 'Give this machine a service account that may read the bucket, or run: gcloud auth '
   'application-default login. A public bucket has the address gs://anonymous@BUCKET.',
@@ -154,6 +149,19 @@ class SourceFiles:
     return format_of(name) in self.formats and not hidden and not cache
 
 
+class _CloudStorage(pyarrow.fs.FSSpecHandler):
+  """gcsfs for pyarrow. The base class would take denied access for a missing file."""
+
+  def get_file_info_selector(self, selector: Any) -> list[Any]:
+    found = self.fs.find(selector.base_dir, detail=True)
+    return [self._create_file_info(path, info) for path, info in found.items()]
+
+  def open_input_file(self, path: str) -> Any:
+    return pa.PythonFile(self.fs.open(path), mode='r')
+
+  open_input_stream = open_input_file
+
+
 def filesystem_of(location: str) -> tuple[Any, str]:
   """The file system of a location, and its path there.
 
@@ -161,13 +169,18 @@ def filesystem_of(location: str) -> tuple[Any, str]:
 
   Raises:
     ArrowInvalid, OSError: of pyarrow.
+    ConfigurationError, StorageError: as `bucket.client`.
   """
   if not paths.is_address(location):
     return pyarrow.fs.LocalFileSystem(), os.path.abspath(os.path.expanduser(location))
   scheme, _, rest = location.partition('://')
   path, _, query = rest.partition('?')
-  if scheme in _CLOUD_STORAGE and _PATIENCE_NAME not in query:
-    query += f'{"&" if query else ""}{_PATIENCE_NAME}={PATIENCE}'
+  if scheme in _CLOUD_STORAGE:
+    seconds = dict(urllib.parse.parse_qsl(query)).get('retry_limit_seconds')
+    patience = {'timeout': float(seconds)} if seconds else {}
+    client = bucket.client(f'gs://{path}', anonymous=path.startswith(_PUBLIC), **patience)
+    files = pyarrow.fs.PyFileSystem(_CloudStorage(client))
+    return files, urllib.parse.unquote(path.removeprefix(_PUBLIC)).rstrip('/')
   quoted = urllib.parse.quote(path, safe="/%:@*~!$&'()+,;=")
   return pyarrow.fs.FileSystem.from_uri(f'{scheme}://{quoted}{"?" if query else ""}{query}')
 
@@ -178,11 +191,13 @@ def refused(location: str, task: str, error: Exception) -> DataError | StorageEr
   A missing file or bucket, and any error of this machine, is a DataError; denied access and a
   service that does not answer are a StorageError.
   """
-  words = _words(error)
-  if not paths.is_address(location) or isinstance(error, ValueError) or _MISSING.search(words):
+  words = str(error)
+  wrong = isinstance(error, ValueError | FileNotFoundError) or 'NO_SUCH_' in words
+  if wrong or not paths.is_address(location):
     return DataError(f'{task} ({words}). Check its path and its permissions.')
   scheme = location.partition('://')[0].replace('gcs', 'gs')
-  if _DENIED.search(f'{words} {error}') and scheme in _ADVICE:
+  denied = isinstance(error, PermissionError) or _DENIED.search(words)
+  if denied and scheme in _ADVICE:
     return StorageError(f'{task} ({words}). {_ADVICE[scheme]}')
   return StorageError(f'{task} ({words}). Check the address and the network, and run again.')
 
@@ -203,10 +218,3 @@ def _regex(pattern: str) -> re.Pattern:
       for part in parts
     )
   )
-
-
-def _words(error: Exception) -> str:
-  """The message of an error; of Google's client, only what the service sent."""
-  found = re.search('with a last message of (.*?)(?: error_info=|$)', str(error), re.DOTALL)
-  status = re.search(r'google::cloud::Status\((\w+)', str(error))
-  return f'{status[1]}: {found[1]}' if found and status else str(error)

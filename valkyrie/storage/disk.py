@@ -13,8 +13,7 @@ from typing import Any
 import uuid
 
 from valkyrie.errors import StorageError, storage_errors
-from valkyrie.storage.bucket import Changed
-from valkyrie.storage.lease import Lease, LeaseTaken, lock_name, taking
+from valkyrie.storage.lease import Changed, Lease, LeaseTaken, lock_name, taking
 
 
 def local_path(path: str | os.PathLike) -> pathlib.Path:
@@ -74,10 +73,9 @@ def lock_holder(directory: pathlib.Path) -> str:
 
 
 def _text(path: pathlib.Path) -> str:
-  try:
+  with contextlib.suppress(OSError):
     return path.read_text()
-  except OSError:
-    return ''
+  return ''
 
 
 class DiskLock:
@@ -120,9 +118,9 @@ class DiskLock:
     except BlockingIOError as error:
       raise LeaseTaken(_text(self._path).partition(',')[0] or 'another process') from error
     except OSError as error:
-      if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-        return False
-      raise
+      if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+        raise
+      return False
     return True
 
   @property
@@ -151,10 +149,10 @@ class DiskLock:
 
 
 class _FileLease(Lease):
-  """The lease of a lock on a file system where `flock` answers ENOSYS, ENOLCK or EOPNOTSUPP.
+  """The lease of a lock on a file system without locks, as Lustre and NFS may be.
 
-  Lustre and NFS may do so. The version of the content is its bytes; None is no file. Unlike for an
-  object, comparing and replacing the content are two operations.
+  The version of the content is its bytes; None is no file. Unlike for an object, comparing and
+  replacing the content are two operations.
   """
 
   def __init__(self, path: pathlib.Path):

@@ -10,7 +10,7 @@ the holder has ended. A process that does not find it, as in another container, 
 """
 
 import abc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 import contextlib
 import fcntl
 import os
@@ -24,11 +24,14 @@ import uuid
 import weakref
 
 from valkyrie.errors import StorageError, Unreachable, storage_errors
-from valkyrie.storage.bucket import Changed
 
 BEAT_SECONDS = 10.0
 MISSED = 3  # beats, after which a lease is free
 MEMORY = pathlib.Path('/dev/shm')  # on Linux; never on a disk, which others may copy or share
+
+
+class Changed(OSError):
+  """Another process has written an object or a file since it was read."""
 
 
 class LeaseTaken(Exception):
@@ -120,11 +123,28 @@ class Lease(abc.ABC):
   def _taken(self) -> tuple[dict[str, Any], Any]:
     while True:
       found, version = self._read()
-      if (held := _held(found)) is not None:
-        _wait_for_end(held, lambda: _held(self._read()[0]))
+      if _is_held(found):
+        self._wait_for_end(found)
       mine = {**self._holder.fields, **self._inherited(found)}
       with contextlib.suppress(Changed):  # by another process, or by the holder as it ended
         return mine, self._write(mine, version)
+
+  def _wait_for_end(self, found: Mapping[str, Any]) -> None:
+    """Returns when the holder has ended or released the lease; LeaseTaken if a process holds it."""
+    ended = has_ended(found)
+    if ended:
+      _remove(found['token'])
+    elif ended is not None:
+      raise LeaseTaken(_words(found))
+    else:
+      # Pauses are counted, not seconds: a clock goes on while the virtual machine is paused.
+      for _ in range(4 * MISSED):
+        time.sleep(BEAT_SECONDS / 4)
+        now, _version = self._read()
+        if not _is_held(now):
+          return
+        if now != found:
+          raise LeaseTaken(_words(now))
 
   def _renew(self) -> None:
     while not self._over.wait(BEAT_SECONDS):
@@ -146,16 +166,11 @@ def lock_name(process: int | None) -> str:
 
 @contextlib.contextmanager
 def taking(place: str, run: Any, process: int | None) -> Iterator[None]:
-  """Raises the errors of a lock that cannot be taken.
-
-  Args:
-    place: the lock, for messages.
-    run: the directory of the run, for messages.
-    process: the number whose lock it is; None for the lock of the run.
+  """Converts errors inside: LeaseTaken of a lock at `place`, and OSErrors.
 
   Raises:
-    Unreachable: another process has the number (LeaseTaken inside).
-    StorageError: another process trains (LeaseTaken inside), or an OSError inside.
+    Unreachable: another process has the number `process` in the directory `run`.
+    StorageError: another process trains there, with `process=None`; or an OSError inside.
   """
   try:
     with storage_errors(f'{place} cannot be locked'):
@@ -188,57 +203,22 @@ def has_ended(lease: Mapping[str, Any]) -> bool | None:
 
 
 class _Holder:
-  """This process as the holder of one lease, until `end`.
-
-  Attributes:
-    fields: the part of the lease's content that names the holder.
-    end: frees the lock in memory. It runs by itself when the last reference is gone.
-  """
+  """This process as the holder of one lease, until `end`; `fields` of its content name it."""
 
   def __init__(self):
     token = uuid.uuid4().hex
-    self.fields = {
-      'token': token,
-      'process': os.getpid(),
-      'host': socket.gethostname(),
-      'beat': 0,
-    }
+    host = socket.gethostname()
+    self.fields = {'token': token, 'process': os.getpid(), 'host': host, 'beat': 0}
     lock = contextlib.ExitStack()
     with contextlib.suppress(OSError):  # without such memory, others wait for beats
       file = lock.enter_context(open(_file(token), 'x'))  # noqa: SIM115, closed by end
       lock.callback(_remove, token)
       fcntl.flock(file, fcntl.LOCK_EX)
-    self.end = weakref.finalize(self, lock.close)
+    self.end = weakref.finalize(self, lock.close)  # also when the last reference is gone
 
 
-def _held(content: dict[str, Any]) -> dict[str, Any] | None:
-  """The content of a lease that a process holds; None if none does."""
-  return content if content.get('token') and not content.get('ended') else None
-
-
-def _wait_for_end(found: dict[str, Any], read: Callable[[], dict[str, Any] | None]) -> None:
-  """Returns when the holder of a lease has ended or has released it.
-
-  Args:
-    found: the lease.
-    read: reads it again; None if it was released.
-
-  Raises:
-    LeaseTaken: a process holds it.
-  """
-  ended = has_ended(found)
-  if ended:
-    _remove(found['token'])
-  elif ended is not None:
-    raise LeaseTaken(_words(found))
-  else:
-    # Pauses are counted, not seconds: a clock goes on while the virtual machine is paused.
-    for _ in range(4 * MISSED):
-      time.sleep(BEAT_SECONDS / 4)
-      if (now := read()) is None:
-        return
-      if now != found:
-        raise LeaseTaken(_words(now))
+def _is_held(content: Mapping[str, Any]) -> bool:
+  return bool(content.get('token')) and not content.get('ended')
 
 
 def _words(lease: Mapping[str, Any]) -> str:

@@ -2,30 +2,20 @@
 
 from collections.abc import Iterator
 import contextlib
-import json
 import logging
 import os
 import pathlib
 import tempfile
 import threading
-from typing import NamedTuple
 
-from valkyrie.errors import reason_of, storage_errors, usable_path
+from valkyrie.errors import StorageError, reason_of, storage_errors, usable_path
 from valkyrie.storage import foreign_names
-from valkyrie.storage.bucket import Bucket, Changed, is_bucket
+from valkyrie.storage.bucket import Bucket, is_bucket
 
 _SECONDS = 30.0  # between two uploads
 # The other files are copied, since processes read them and append to them.
 _NOT_COPIED = ('checkpoints/', 'set_aside/', 'profile/')
 _EVENTS = 'events.out.tfevents'  # each process writes files of its own
-
-
-class _Uploaded(NamedTuple):
-  """The state of a file when it was last equal to its object."""
-
-  number: int  # of the inode; a replaced file has another one
-  size: int
-  changed: int  # nanoseconds
 
 
 class BucketDirectory(os.PathLike):
@@ -44,7 +34,8 @@ class BucketDirectory(os.PathLike):
     self._folder = tempfile.TemporaryDirectory(prefix='valkyrie-', ignore_cleanup_errors=True)
     self._local = pathlib.Path(self._folder.name, address.rstrip('/').rpartition('/')[2])
     self._local.mkdir()
-    self._equal: dict[str, _Uploaded] = {}
+    # {name: size and time of a file when it was last equal to its object, up to a part of a line}
+    self._equal: dict[str, tuple[int, int]] = {}
     self._one = threading.Lock()  # upload at a time
     self.copy()
 
@@ -70,8 +61,10 @@ class BucketDirectory(os.PathLike):
         file = self._local / name
         if _EVENTS not in file.name and file.suffix != '.lock':
           with contextlib.suppress(FileNotFoundError):  # a process has deleted it meanwhile
-            self.bucket.download(name, file)
-            self._equal[name] = _state(file)
+            content, _ = self.bucket.read(name)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+            self._equal[name] = len(content), file.stat().st_mtime_ns
 
   @contextlib.contextmanager
   def uploaded(self) -> Iterator[None]:
@@ -91,19 +84,21 @@ class BucketDirectory(os.PathLike):
 
     thread = threading.Thread(target=upload_often, name='upload', daemon=True)
     thread.start()
+    lost = storage_errors(f'The last metrics and logs of {self} are lost')
     try:
       yield
     except BaseException as error:
       over.set()
       thread.join()
       try:
-        self.upload()
-      except OSError as second:
-        error.add_note(f'The last metrics and logs of {self} are lost: {reason_of(second)}')
+        with lost:
+          self.upload()
+      except StorageError as second:
+        error.add_note(str(second))
       raise
     over.set()
     thread.join()
-    with storage_errors(f'The last metrics and logs of {self} are lost'):
+    with lost:
       self.upload()
 
   def upload(self) -> None:
@@ -114,33 +109,21 @@ class BucketDirectory(os.PathLike):
           self._upload(file.relative_to(self._local).as_posix(), file)
 
   def _upload(self, name: str, file: pathlib.Path) -> None:
-    before, now = self._equal.get(name), _state(file)
-    if before == now:
+    before, now = self._equal.get(name, (0, 0)), file.stat()
+    if before == (now.st_size, now.st_mtime_ns):
       return
-    with open(file, 'rb') as content:
-      grown = before is not None and before.number == now.number and before.size <= now.size
-      if _grows(file) and (grown or before is None):
-        # Another process, such as an evaluation of this run, may add to it, too.
-        content.seek(before.size if before else 0)
-        self.bucket.append(name, content.read(now.size - (before.size if before else 0)))
-      elif file.name == 'metrics.jsonl':  # a torn line was removed
-        self._write_steps(name, content.read())
-      else:
-        self.bucket.write(name, content.read())
-    self._equal[name] = now
-
-  def _write_steps(self, name: str, content: bytes) -> None:
-    """Replaces lines of steps, and keeps lines of other steps that another process has added."""
-    while True:
-      try:
-        found, generation = self.bucket.read(name)
-      except FileNotFoundError:  # somebody has deleted it
-        found, generation = b'', 0
-      complete = found[: found.rfind(b'\n') + 1]  # `content` no longer contains a torn line
-      lines = last_of_each_step(complete + content)
-      with contextlib.suppress(Changed):
-        self.bucket.write(name, b''.join(lines.values()), replaces=generation)
-        return
+    grown = _grows(file) and before[0] <= now.st_size
+    begin = before[0] if grown else 0
+    with open(file, 'rb') as stream:
+      stream.seek(begin)
+      content = stream.read(now.st_size - begin)
+    if file.suffix == '.jsonl':  # the object never ends within a line
+      content = content[: content.rfind(b'\n') + 1]
+    if not grown:
+      self.bucket.write(name, content)
+    elif content:  # another process, such as an evaluation of this run, may add to it, too
+      self.bucket.append(name, content)
+    self._equal[name] = begin + len(content), now.st_mtime_ns
 
 
 def opened(model_dir: str | os.PathLike) -> 'str | BucketDirectory':
@@ -164,22 +147,5 @@ def uploaded(model_dir: str | os.PathLike) -> contextlib.AbstractContextManager[
   return contextlib.nullcontext()
 
 
-def last_of_each_step(content: bytes) -> dict[int | bytes, bytes]:
-  """{step: its last line} of JSON lines; a line without a step is its own key, and stays."""
-  return {_step(line): line for line in content.splitlines(keepends=True)}
-
-
-def _step(line: bytes) -> int | bytes:
-  try:
-    return int(json.loads(line)['step'])
-  except (ValueError, TypeError, KeyError):
-    return line
-
-
 def _grows(file: pathlib.Path) -> bool:
   return file.suffix == '.jsonl' or file.name == 'log.txt' or _EVENTS in file.name
-
-
-def _state(file: pathlib.Path) -> _Uploaded:
-  found = file.stat()
-  return _Uploaded(found.st_ino, found.st_size, found.st_mtime_ns)

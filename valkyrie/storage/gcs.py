@@ -1,0 +1,87 @@
+"""gcsfs, through which all requests to buckets of Google Cloud Storage go, except for arrays.
+
+Only `bucket.client` imports this module, since it takes half a second and the extra [gcs].
+"""
+
+import asyncio
+import errno
+import logging
+import os
+from typing import Any
+
+import aiohttp
+from etils.epath import gpath
+import fsspec
+from fsspec.asyn import sync_wrapper
+from gcsfs.core import GCSFileSystem
+from google.auth.exceptions import GoogleAuthError
+
+from valkyrie.errors import StorageError
+from valkyrie.storage.lease import Changed
+
+# A connection that is silent for so many seconds is considered lost.
+_SILENCE = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=30)
+
+
+class Client(GCSFileSystem):
+  """gcsfs without a cache of listings, whose errors are OSErrors.
+
+  It repeats a request after 408, 429, 5xx and lost connections, five times in half a minute, or
+  as long as its option `timeout` allows.
+  """
+
+  def __init__(self, **options: Any):
+    super().__init__(**{'use_listings_cache': False, 'requests_timeout': _SILENCE} | options)
+
+  async def _call(self, method: str, path: str, *args: str, **options: Any) -> Any:
+    """Sends a request about the bucket and the object in `args`.
+
+    Raises:
+      FileNotFoundError, PermissionError, Changed: the service reports that.
+      OSError: any other error.
+    """
+    names = [*args, options['name']] if 'name' in options else args
+    place = f'gs://{"/".join(names)}' if names else path
+    try:
+      return await asyncio.wait_for(super()._call(method, path, *args, **options), self.timeout)
+    except FileNotFoundError as error:
+      raise FileNotFoundError(errno.ENOENT, 'there is no such object', place) from error
+    except Exception as error:
+      code = getattr(error, 'code', None)
+      if isinstance(error, FileExistsError) or code == 409:
+        raise Changed(errno.EEXIST, 'somebody else has written it', place) from error
+      words = ' '.join(str(error).split()) or type(error).__name__
+      # gcsfs has no class for 403: it raises OSError('Forbidden: ...').
+      if isinstance(error, GoogleAuthError) or code == 401 or words.startswith('Forbidden'):
+        raise PermissionError(errno.EACCES, f'access is denied ({words})', place) from error
+      raise OSError(errno.EIO, words, place) from error
+
+  call = sync_wrapper(_call)
+
+
+def connected(address: str, anonymous: bool = False, timeout: float | None = None) -> Client:
+  """A client with the default credentials of the machine; epath, too, uses its class from now on.
+
+  Args:
+    address: for the message.
+    anonymous: whether to send no credentials.
+    timeout: seconds for a request and its repetitions.
+
+  Raises:
+    StorageError: the machine has no credentials.
+  """
+  # Otherwise epath would use TensorFlow, which takes seconds to import. It caches its choice, even
+  # from an earlier path on disk.
+  os.environ.setdefault('EPATH_USE_TF', 'false')
+  gpath._is_tf_installed.cache_clear()
+  for scheme in ('gs', 'gcs'):
+    fsspec.register_implementation(scheme, Client, clobber=True)
+  logging.getLogger('gcsfs').setLevel(logging.CRITICAL)  # it logs a stack for errors that it raises
+  anonymous = anonymous or bool(os.environ.get('STORAGE_EMULATOR_HOST'))
+  try:
+    return Client(token='anon' if anonymous else 'google_default', timeout=timeout)
+  except GoogleAuthError as error:
+    raise StorageError(
+      f'{address} cannot be opened: {error}. Give this machine a service account, or run: '
+      'gcloud auth application-default login'
+    ) from error
