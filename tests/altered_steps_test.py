@@ -61,7 +61,7 @@ def test_arrays_without_a_shape_are_a_storage_error(run):
     with pytest.raises(StorageError, match=r"cannot be read .*has no attribute 'shape'"):
       checkpoints.restore(target())
     with pytest.raises(StorageError, match='cannot be read'):
-      checkpoints.newest_params()
+      checkpoints.restore_evaluated()
 
 
 def test_odd_lines_of_a_manifest_are_damage(run):

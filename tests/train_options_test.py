@@ -70,7 +70,7 @@ def test_evaluation_reads_the_average(start, tmp_path):
   code, _ = start(*flags)
   assert code == 0
   with open_to_read(tmp_path / 'run') as directory:
-    _, average = directory.newest_params()
+    average = directory.restore_evaluated()
   (trained,) = tiny_run.metrics(tmp_path / 'run', 'eval').values()
   code, _ = start(*flags, '--run_mode=eval')
   assert code == 0

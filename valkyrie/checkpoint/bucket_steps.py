@@ -17,6 +17,7 @@ import hashlib
 import json
 import logging
 from typing import Any
+import uuid
 
 from etils import epath
 
@@ -35,12 +36,7 @@ class BucketLock(Lease):
   """The lock of a run in a bucket, with the list of its steps."""
 
   def __init__(self, bucket: Bucket, process: int | None = None):
-    """Takes the lock of the run, or of the number of a process.
-
-    Raises:
-      StorageError: another process has it, or the bucket cannot be used.
-      Unreachable: another process has the lock of the number.
-    """
+    """Takes the lock of the run, or of the number of a process; raises as `DiskLock`."""
     self._bucket, self._name = bucket, lock_name(process)
     place = f'{bucket}/{self._name}'
     with taking(place, bucket, process):
@@ -145,7 +141,7 @@ class BucketSteps:
       return read_lock(self._bucket)[0].get('token', '')
 
   def check_writable(self) -> None:
-    name = f'{hashlib.sha256(self._directory.__fspath__().encode()).hexdigest()}.trial'
+    name = f'{uuid.uuid4().hex}.trial'
     with storage_errors(
       f'--model_dir={self._bucket} cannot be written',
       'Nothing was changed. Give this machine the right to make, read and delete objects there '
@@ -183,20 +179,23 @@ class BucketSteps:
   def finish(self, step: int, record: bytes) -> None:
     """Copies the objects of an unfinished step to their final names, and then lists the step."""
     self._directory.upload()  # the metrics of a step are there before the step
-    source = f'{FOLDER}/{self._unfinished(step)}/'
+    source, others = f'{FOLDER}/{self._unfinished(step)}/', self._held.content['unfinished']
     saved = self._bucket.objects(source)
     try:
-      self._make(step, source, saved, record)
+      # What is there is of a save that was interrupted.
+      self._delete_safely([_folder(step)], unfinished=[*others, step])
+      self._copy_finished(step, source, saved, record)
     except OSError:
       self._held.check()  # perhaps another trainer was in the way
       raise
-    self._held.update(steps=[*self.find(), step], unfinished=[])
+    self._held.update(steps=[*self.find(), step], unfinished=others)
     self._bucket.delete(saved)
 
-  def _make(self, step: int, source: str, saved: Mapping[str, Object], record: bytes) -> None:
+  def _copy_finished(
+    self, step: int, source: str, saved: Mapping[str, Object], record: bytes
+  ) -> None:
     """Writes the objects of a step; raises `Changed` if one exists already."""
     target = _folder(step)
-    self._delete_safely([target], unfinished=[step])  # of a save that was interrupted
     self._bucket.copy(saved, lambda name: target + name.removeprefix(source))
     digests = {
       name.removeprefix(source): found.md5 or _md5(self._bucket.read(name)[0])
@@ -227,57 +226,45 @@ class BucketSteps:
       logging.warning('%s cannot be deleted (%s)', self.unfinished(step), reason_of(error))
 
   def delete(self, steps: Iterable[int]) -> list[str]:
-    return self._deleted(list(steps)) + self._without_litter()
-
-  def _deleted(self, steps: list[int]) -> list[str]:
-    """Deletes steps; the lock stops listing them before the first object is deleted."""
-    if not steps:
-      return []
-    counted = [step for step in self.find() if step not in steps]
-    before = self._held.content['unfinished']
     try:
-      folders = [_folder(step) for step in steps]
-      self._delete_safely(folders, steps=counted, unfinished=[*before, *steps])
-      self._held.update(unfinished=before)
+      self._give_up(list(steps))
+      self._delete_litter()
     except OSError as error:
-      return [f'{self.path(step)} cannot be deleted ({reason_of(error)})' for step in steps]
+      return [f'what is left of steps in {self.place} cannot be deleted ({reason_of(error)})']
     return []
 
-  def _without_litter(self) -> list[str]:
-    """Deletes remainders; sets aside a complete step that the lock does not list."""
-    counted, unfinished = self.find(), self._held.content['unfinished']
-    try:
-      _, folders = self._bucket.browse(f'{FOLDER}/')
-      names = [folder.split('/')[1] for folder in folders]
-      litter = [name for name in names if is_litter(name.partition('-')[0])]
-      strange = [name for name in names if is_step(name) and int(name) not in counted]
-      complete = self._with_manifest() - {*unfinished} if strange else set()
-      unknown = sorted(complete.intersection(map(int, strange)))
-      if unknown:  # if the lock is still held, it was held at the listing: they are of this run
-        self._held.update()
-      for step in unknown:
-        self.set_aside({step: f'{lock_name(None)} does not name it'})
-      litter += [name for name in strange if int(name) not in complete]
-      if litter:
-        self._delete_safely([f'{FOLDER}/{name}/' for name in litter], unfinished=unfinished)
-      if unfinished:
-        self._held.update(unfinished=[])
-    except OSError as error:
-      return [f'what is left of saves in {self.place} cannot be deleted ({reason_of(error)})']
-    return []
+  def _give_up(self, steps: list[int]) -> None:
+    """Stops listing steps; the next `_delete_litter` deletes their objects."""
+    if steps:
+      unfinished = [*self._held.content['unfinished'], *steps]
+      self._held.update(steps=[s for s in self.find() if s not in steps], unfinished=unfinished)
+
+  def _delete_litter(self) -> None:
+    """Deletes what the lock does not list; a complete step that it does not know is set aside."""
+    _, folders = self._bucket.browse(f'{FOLDER}/')
+    names = [folder.split('/')[1] for folder in folders]
+    unlisted = {int(name) for name in names if is_step(name)} - {*self.find()}
+    if unknown := unlisted - {*self._held.content['unfinished']}:
+      complete = sorted(unknown & self._with_manifest())
+      self._held.update()  # if the lock is still held, it was held at the listing: they are its own
+      self.set_aside({step: f'{lock_name(None)} does not name it' for step in complete})
+    litter = [name for name in names if is_litter(name.partition('-')[0])]
+    litter += map(str, sorted(unlisted))
+    unfinished = self._held.content['unfinished']
+    if litter:
+      self._delete_safely([f'{FOLDER}/{name}/' for name in litter], unfinished=unfinished)
+    if unfinished:
+      self._held.update(unfinished=[])
 
   def set_aside(self, damaged: Mapping[int, str]) -> None:
     for step, damage in damaged.items():
-      source, target, copies = _folder(step), f'{SET_ASIDE}/{step}/', 0
-      while self._bucket.objects(target):
-        copies += 1
-        target = f'{SET_ASIDE}/{step}.{copies}/'
-      names = self._bucket.objects(source)
+      source = _folder(step)
+      name = manifest.free(str(step), lambda n: self._bucket.objects(f'{SET_ASIDE}/{n}/'))
+      target, names = f'{SET_ASIDE}/{name}/', self._bucket.objects(source)
       self._bucket.copy(names, lambda name, s=source, t=target: t + name.removeprefix(s))
-      if problems := self._deleted([step]):
-        raise StorageError('. '.join(problems))
+      self._give_up([step])
       logging.warning(
-        '%s does not count: %s. Moved to %s/%s', self.path(step), damage, self._bucket, target
+        '%s is not valid: %s. Moved to %s/%s', self.path(step), damage, self._bucket, target
       )
 
 

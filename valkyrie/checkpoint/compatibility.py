@@ -25,16 +25,12 @@ def versions() -> dict[str, str]:
 def check(
   found: Mapping[str, Any], expected: Mapping[str, Any], allowed: Collection[str], place: str
 ) -> list[str]:
-  """Compares the record of a checkpoint with the record of the run that resumes from it.
+  """The differences, a line each, of the record of the checkpoint at `place` from that of a run.
 
   Args:
     found: the record of the checkpoint.
     expected: the record of this run: {kind: a value, or a dict of named values}.
     allowed: the KINDS that may differ.
-    place: the path of the checkpoint.
-
-  Returns:
-    The allowed differences, a line each.
 
   Raises:
     ConfigurationError: with all differences that are not allowed.

@@ -152,13 +152,10 @@ class DiskSteps:
 
   def set_aside(self, damaged: Mapping[int, str]) -> None:
     """Moves damaged steps, beside earlier ones of the same number, and logs {step: damage}."""
+    target = self._root / SET_ASIDE
     for step, damage in damaged.items():
-      target = self._root / SET_ASIDE
       target.mkdir(exist_ok=True)
-      place, copies = target / str(step), 0
-      while place.exists():
-        copies += 1
-        place = target / f'{step}.{copies}'
+      place = target / manifest.free(str(step), lambda name: (target / name).exists())
       self.path(step).rename(place)
       logging.warning('%s is damaged: %s. Moved to %s', self.path(step), damage, place)
 
@@ -174,19 +171,20 @@ def write_manifest(place: pathlib.Path, step: int) -> None:
 
 
 def _discarded(place: pathlib.Path, step: int) -> pathlib.Path:
-  """Renames a folder before its deletion."""
-  target, copies = place.with_name(f'{step}.deleted'), 0
-  while target.exists():  # an earlier deletion failed, for instance because a file was open
-    copies += 1
-    target = place.with_name(f'{step}.{copies}.deleted')
-  return place.rename(target)
+  """Renames a folder before its deletion; one of an earlier deletion that failed may be there."""
+
+  def is_taken(name: str) -> bool:
+    return place.with_name(f'{name}.deleted').exists()
+
+  return place.rename(place.with_name(f'{manifest.free(str(step), is_taken)}.deleted'))
 
 
 def _remove(place: pathlib.Path) -> list[str]:
+  """Why a folder cannot be deleted; [] if it is gone."""
   try:
     shutil.rmtree(place)
   except FileNotFoundError:
-    return []
+    pass
   except OSError as error:
     return [f'{place} cannot be deleted ({error.strerror})']
   return []

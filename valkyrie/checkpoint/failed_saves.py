@@ -18,13 +18,7 @@ class FailedSaves:
   """The saves that have failed since the last one that succeeded."""
 
   def __init__(self, patience: float, place: str, say: Callable[[str], None]):
-    """Starts without failures.
-
-    Args:
-      patience: seconds for which saves may fail before the run ends.
-      place: the directory, for messages.
-      say: prints a line.
-    """
+    """Failures are reported by `say`, and end the run after `patience` seconds."""
     self._patience, self._place, self._say = patience, place, say
     self._since: float | None = None
     self._count = 0

@@ -5,11 +5,9 @@
     model_dir/checkpoints/<step>/manifest.sha256   hashes of all files, in buckets manifest.md5
     model_dir/set_aside/<step>                     damaged steps
 
-Orbax writes and reads the arrays, but does not detect a changed bit, an empty directory or another
-dtype. This module therefore verifies steps, and selects the steps to read and to keep.
-
-Several processes must see the same directory. Each writes the shards of its devices; process 0
-writes all other files, and sends the others its result.
+Orbax writes and reads the arrays, but detects no changed bit, empty directory or other dtype. This
+module therefore verifies steps, and selects those to read and to keep. Several processes must see
+the same directory: each writes the shards of its devices, process 0 all other files.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +24,12 @@ import jax
 
 from valkyrie.checkpoint import steps
 from valkyrie.checkpoint.failed_saves import FailedSaves
-from valkyrie.checkpoint.state_check import not_finite
-from valkyrie.checkpoint.state_files import StateFiles, checkpoint_errors, without_descriptors
+from valkyrie.checkpoint.state_files import (
+  StateFiles,
+  checkpoint_errors,
+  not_finite,
+  without_descriptors,
+)
 from valkyrie.checkpoint.steps import BEST, LATEST, Lock
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.distributed import heartbeat, processes
@@ -39,8 +41,6 @@ from valkyrie.errors import ConfigurationError, Diverged, StorageError, reason_o
 @dataclasses.dataclass(frozen=True)
 class Checkpoints:
   """The retention policy of a run's checkpoints; others are deleted after the next save.
-
-  A save that fails is dropped, and repeated later.
 
   Attributes:
     keep: number of newest steps to keep.
@@ -73,10 +73,10 @@ class Checkpoints:
   def open(
     self, model_dir: str | os.PathLike, say: Callable[[str], None] = lambda text: None
   ) -> 'CheckpointDirectory':
-    """Opens the checkpoints of a run; call it before compilation, since it may fail.
+    """Creates, tests and locks the directory of a run; call it before compilation.
 
     Args:
-      model_dir: the directory of the run; it is created, tested and locked.
+      model_dir: the directory.
       say: prints a line after each save, from a thread.
 
     Raises:
@@ -89,7 +89,7 @@ def open_to_read(model_dir: str | os.PathLike, step: str = LATEST) -> 'Checkpoin
   """Opens a run for evaluation and inference; changes nothing on disk.
 
   Args:
-    model_dir: the directory of the run.
+    model_dir: its directory.
     step: the number of a step, which then acts as the newest; 'latest'; or 'best', the kept step
       with the lowest validation loss.
 
@@ -149,9 +149,9 @@ class CheckpointDirectory:
       newest, damaged = steps.first_valid(self._steps, order)
       if self._lock:
         self._steps.open()
+        self._steps.set_aside(damaged)
         self._own.update(self._steps.find())
         self._report(self._steps.delete(()))
-        self._steps.set_aside(damaged)
     return newest
 
   def latest_step(self) -> int | None:
@@ -163,10 +163,7 @@ class CheckpointDirectory:
     return str(self._steps.path(self._newest)) if self._newest is not None else 'none yet'
 
   def is_due(self, step: int) -> bool:
-    """Whether to save step `step` in place of one whose save failed.
-
-    All processes must call it after each step.
-    """
+    """Whether to save `step` in place of one that failed; all processes call it after each step."""
     return self._failed.is_due(step)
 
   def save(self, step: int, state: Any, record: dict[str, Any]) -> None:
@@ -175,14 +172,14 @@ class CheckpointDirectory:
     If this fails, it logs a line, and `is_due` asks for another save; until then it does nothing.
 
     Args:
-      step: the number of the train state; must be larger than every saved one.
+      step: larger than every saved one.
       state: a pytree of jax arrays; may be donated as soon as this returns.
       record: JSON values for a resumed run. `Checkpoints.keep_best` compares 'validation_loss'.
 
     Raises:
       Diverged: the state is not finite.
-      StorageError: the directory no longer belongs to this run, this step exists already, or saves
-        have failed for longer than `Checkpoints.patience`.
+      StorageError: the directory is no longer this run's, the step exists already, or saves have
+        failed for longer than `Checkpoints.patience`.
     """
     began = time.perf_counter()
     heartbeat.beat(stage='save')
@@ -214,10 +211,9 @@ class CheckpointDirectory:
     self._running_save = self._thread.submit(self._commit, step, record, problem, began, waited)
 
   def save_now(self, step: int, state: Any, record: dict[str, Any], patiently: bool = True) -> None:
-    """Saves a step, unless it is saved, and waits until it is on disk; raises as `save` does.
+    """Saves a step, unless it is saved, and waits until it is on disk; raises as `save`.
 
-    A save that fails is repeated for as long as `Checkpoints.patience`, or, not `patiently`, raises
-    a StorageError.
+    A save that fails is repeated within `Checkpoints.patience`; if not `patiently`, it raises.
     """
     self.wait()
     while self._newest != step:
@@ -253,12 +249,9 @@ class CheckpointDirectory:
         self._say(f'{self.directory} cannot be read after step {step}: {reason_of(error)}')
 
   def _change(self, change: Callable[..., None], *arguments: Any) -> str:
-    """Lets the process with the lock change the steps; returns why it cannot, or ''.
+    """Lets the process with the lock change the steps; returns the text why it cannot, or ''.
 
-    The reason is a text, since all processes have to agree on it.
-
-    Raises:
-      StorageError: the directory no longer belongs to this run; nothing is written.
+    Raises a StorageError if the directory is no longer this run's; nothing is written.
     """
     if not self._lock:
       return ''
@@ -267,8 +260,7 @@ class CheckpointDirectory:
 
   def _discard(self, step: int) -> None:
     """Deletes what a failed save has written."""
-    # Orbax may still write there; without the wait its error would appear in its next call.
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # Orbax may still write; its next call would raise this
       self._files.wait()
     if self._lock and self._lock.is_in_place:
       self._steps.discard(step)
@@ -325,33 +317,23 @@ class CheckpointDirectory:
     self.wait()
     return self._files.read(self._place_of_state(step), target, partial)
 
-  def restore_evaluated(self, target: Any) -> Any:
-    """Reads the parameters that evaluations use: the average, if there is one; as `restore`."""
-    self.wait()
-    field = self._evaluated_field()
-    return self.restore({field: target}, partial=True)[field]
+  def restore_evaluated(self, target: Any = None) -> Any:
+    """Reads the parameters that evaluations use: the average, if there is one; as `restore`.
 
-  def _evaluated_field(self) -> str:
-    return 'average' if 'average' in self._files.fields(self._place_of_state()) else 'params'
+    Without a target they are {module: {name: array}} of any model, on the host.
+    """
+    self.wait()
+    place = self._place_of_state()
+    field = 'average' if 'average' in self._files.fields(place) else 'params'
+    if target is None:
+      return self._files.read_to_host(place, field)
+    return self._files.read(place, {field: target}, partial=True)[field]
 
   def _place_of_state(self, step: int | None = None) -> Any:
     step = self._newest if step is None else step
     if step is None:
       raise ConfigurationError(f'{self.directory} has no checkpoint. Train there first.')
     return self._steps.path(step) / 'state'
-
-  def newest_params(self) -> tuple[dict[str, Any], Any]:
-    """The record of the newest valid step, and the parameters that evaluations use.
-
-    They are {module: {name: array}}, on the host.
-
-    Raises:
-      ConfigurationError: there is no step.
-      StorageError: the files cannot be read.
-    """
-    place, record = self._place_of_state(), self.latest_record()
-    assert record is not None, 'there is a step'
-    return record, self._files.read_to_host(place, self._evaluated_field())
 
   def check(self) -> None:
     """Raises as `save` does if the running save has failed; does not wait for it."""

@@ -15,9 +15,10 @@ A manifest ends with its own digest:
 bucket has MD5 digests, which the bucket computes; both are read everywhere, since people copy runs.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import hashlib
-from typing import Protocol
+import itertools
+from typing import Any, Protocol
 
 from valkyrie.storage import foreign_names
 
@@ -54,6 +55,12 @@ def is_litter(name: str) -> bool:
   """Whether a folder of that name is the remainder of a save or of a deletion."""
   number, _, ending = name.partition('.')
   return number.isdecimal() and ending.endswith(('unfinished', 'deleted'))
+
+
+def free(name: str, is_taken: Callable[[str], Any]) -> str:
+  """The first of NAME, NAME.1, NAME.2, ... that is not taken."""
+  numbered = (f'{name}.{copies}' for copies in itertools.count(1))
+  return next(each for each in itertools.chain([name], numbered) if not is_taken(each))
 
 
 def name(algorithm: str) -> str:

@@ -1,14 +1,21 @@
-"""Files of a train state, written and read by Orbax.
+"""Files of a train state: written and read by Orbax, checked before a save and after it.
 
 Orbax and tensorstore do not take every path of a file system literally. They read `*`, `?` and `[`
 as a pattern, a backslash as a slash, and `gs:` or a folder /gs, /s3, /az or /hf of this machine as
 a bucket. A path through a file descriptor has no such characters.
+
+Orbax also reports success for a state that nobody can open, for example after it has skipped the
+merge of the indexes of its processes. Its arrays are therefore opened, and the values of the first
+state are compared with those that were to be written.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 import contextlib
 import errno
 import functools
+import hashlib
+import json
 import logging
 import os
 import pathlib
@@ -21,36 +28,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 
-from valkyrie.checkpoint import state_check
-from valkyrie.errors import StorageError, ValkyrieError, storage_errors
-from valkyrie.storage.bucket import is_bucket
+from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError, storage_errors
+from valkyrie.storage.bucket import SCHEME, is_bucket
 from valkyrie.types import leaf_path
 
 _DESCRIPTORS = '/proc/self/fd'  # of Linux; elsewhere the path itself is used
+_SHOWN = 5  # leaves that differ
+_READERS = 4  # threads: hashing releases Python's lock
+_CACHE_BYTES = 100_000_000  # of the index that all arrays share
 
 # Tensorstore reports errors of files as ValueError and RuntimeError.
 checkpoint_errors = functools.partial(storage_errors, also=(ValueError, RuntimeError))
 
-
-@contextlib.contextmanager
-def _readable(place: pathlib.Path) -> Iterator[None]:
-  """Raises a StorageError for any error inside: Orbax does not validate the files it reads."""
-  try:
-    yield
-  except ValkyrieError:
-    raise
-  except Exception as error:
-    raise StorageError(
-      f'{place} matches its manifest, but cannot be read ({_reason(error)}). Use the versions of '
-      'record.json there, restore the step from a copy, or move it away to continue from the one '
-      'before.'
-    ) from error
-
-
-def _reason(error: Exception) -> str:
-  cause = error.__cause__ or error  # more specific if Orbax has wrapped it
-  return without_descriptors(f'{type(cause).__name__}: {cause}'.splitlines()[0])[:300]
+# The piece of an array that a process writes: the array's path, the slices, the hash of the values.
+_Piece = tuple[str, tuple[slice, ...], str]
 
 
 class StateFiles:
@@ -70,24 +63,21 @@ class StateFiles:
     self._path: Any = None
     self._folder = contextlib.ExitStack()
     self._written: dict[str, jax.ShapeDtypeStruct] = {}
-    self._pieces: list[state_check.Piece] = []
+    self._pieces: list[_Piece] = []
     self._is_first = True  # no state was compared yet
 
   def write(self, place: pathlib.Path, state: Any) -> None:
     """Copies a pytree of jax arrays to the host, and starts to write it."""
     item = _without_empty_arrays(state)
-    leaves = jax.tree_util.tree_leaves_with_path(_shapes(item))
-    self._written = {leaf_path(path): leaf for path, leaf in leaves}
-    self._pieces = state_check.pieces(item) if self._is_first else []
+    self._written = _leaves(_shapes(item))
+    self._pieces = _pieces(item) if self._is_first else []
     self._folder.close()
-    with _of_clients():
-      self._path = self._folder.enter_context(literal(place))
-      self._orbax.save(self._path, args=ocp.args.PyTreeSave(item))
+    self._path = self._folder.enter_context(literal(place))
+    self._orbax.save(self._path, args=ocp.args.PyTreeSave(item))
 
   def wait(self) -> None:
     """Waits until the state is written; raises the error of the write."""
-    with _of_clients():
-      self._orbax.wait_until_finished()
+    self._orbax.wait_until_finished()
 
   def finish(self) -> None:
     """Waits until the state is written, and opens its arrays, in process 0.
@@ -101,13 +91,12 @@ class StateFiles:
     if jax.process_index() != 0 and not self._pieces:
       return
     try:
-      arrays = state_check.opened(self._path)
+      arrays = _opened(self._path)
       found = {
         leaf: jax.ShapeDtypeStruct(array.shape, array.dtype.numpy_dtype)
         for leaf, array in arrays.items()
       }
-      different = state_check.differences(found, self._written)
-      different = different or state_check.changed(arrays, self._pieces)
+      different = _differences(found, self._written) or _changed(arrays, self._pieces)
     except Exception as error:  # Orbax does not validate the files it reads
       reason = f'what was written cannot be opened ({_reason(error)})'
       raise OSError(errno.EIO, reason) from error
@@ -117,9 +106,9 @@ class StateFiles:
 
   def read(self, place: pathlib.Path, target: Any, partial: bool) -> Any:
     """Reads the state in the directory `place`; otherwise like `CheckpointDirectory.restore`."""
-    with _readable(place), literal(place) as path:
+    with _readable(place) as path:
       item = _without_empty_arrays(target)
-      state_check.check_same_model(place.parent, _shapes(dict(self._metadata(path))), item, partial)
+      _check_same_model(place.parent, _shapes(dict(self._metadata(path))), item, partial)
       restore_args = ocp.checkpoint_utils.construct_restore_args(item)
       args = ocp.args.PyTreeRestore(item, restore_args=restore_args, partial_restore=partial)
       restored = self._orbax.restore(path, args=args)
@@ -131,12 +120,12 @@ class StateFiles:
 
   def fields(self, place: pathlib.Path) -> set[str]:
     """The fields of a state that have arrays."""
-    with _readable(place), literal(place) as path:
+    with _readable(place) as path:
       return {name for name, tree in dict(self._metadata(path)).items() if jax.tree.leaves(tree)}
 
   def read_to_host(self, place: pathlib.Path, field: str) -> Any:
     """Reads a field of a state of any model to the host."""
-    with _readable(place), literal(place) as path:
+    with _readable(place) as path:
       shapes = {field: _shapes(self._metadata(path)[field])}
       to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
       args = ocp.args.PyTreeRestore(shapes, restore_args=to_host, partial_restore=True)
@@ -152,13 +141,22 @@ class StateFiles:
     self._folder.close()
 
 
+def not_finite(state: Any) -> list[str]:
+  """The paths of the leaves that hold an infinity or a NaN; waits for the state."""
+  leaves = _leaves(state)
+  inexact = {path: leaf for path, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)}
+  finite = jax.device_get(_are_finite(inexact))
+  return [path for path in inexact if not finite[path]]
+
+
+@jax.jit
+def _are_finite(leaves):
+  return {path: jnp.all(jnp.isfinite(leaf)) for path, leaf in leaves.items()}
+
+
 @contextlib.contextmanager
 def literal(place: Any) -> Iterator[epath.Path]:
-  """A path to `place`, CHECKPOINTS/STEP/NAME, that is valid inside the context.
-
-  Raises:
-    OSError: the folder CHECKPOINTS cannot be opened.
-  """
+  """A path to `place`, CHECKPOINTS/STEP/NAME, that is valid inside; OSError if there is none."""
   if is_bucket(place) or not os.path.isdir(_DESCRIPTORS):
     yield epath.Path(place)
     return
@@ -176,19 +174,136 @@ def without_descriptors(message: str) -> str:
   return re.sub(rf'{_DESCRIPTORS}/\d+/', '', message)
 
 
+@contextlib.contextmanager
+def _readable(place: pathlib.Path) -> Iterator[epath.Path]:
+  """A `literal` path. Any error inside is a StorageError: Orbax does not validate what it reads."""
+  try:
+    with literal(place) as path:
+      yield path
+  except ValkyrieError:
+    raise
+  except Exception as error:
+    raise StorageError(
+      f'{place} matches its manifest, but cannot be read ({_reason(error)}). Use the versions of '
+      'record.json there, restore the step from a copy, or move it away to continue from the one '
+      'before.'
+    ) from error
+
+
+def _reason(error: Exception) -> str:
+  cause = error.__cause__ or error  # more specific if Orbax has wrapped it
+  return without_descriptors(f'{type(cause).__name__}: {cause}'.splitlines()[0])[:300]
+
+
+def _opened(place: epath.Path) -> dict[str, Any]:
+  """{path of a leaf: its tensorstore} of a state, from whose index no chunk is missing.
+
+  `PyTreeCheckpointHandler.metadata` would describe them, too, but leaks 6 KiB for each array.
+  Raises an OSError or ValueError if an array cannot be opened, or lacks a chunk.
+  """
+  listed = json.loads((place / '_METADATA').read_text())['tree_metadata'].values()
+  keys = [
+    [key['key'] for key in leaf['key_metadata']]
+    for leaf in listed
+    if leaf['value_metadata']['value_type'] == 'jax.Array'
+  ]
+  base = {'driver': 'file', 'path': f'{place}/'}
+  if is_bucket(place):
+    bucket, _, folder = str(place).removeprefix(SCHEME).partition('/')
+    base = {'driver': 'gcs', 'bucket': bucket, 'path': f'{folder}/'}
+  context = tensorstore.Context({'cache_pool': {'total_bytes_limit': _CACHE_BYTES}})
+
+  def open_array(name: str) -> Any:
+    store = {'driver': 'ocdbt', 'base': base, 'path': f'{name}/'}
+    return tensorstore.open({'driver': 'zarr', 'kvstore': store}, read=True, context=context)
+
+  opening = {'/'.join(key): open_array('.'.join(key)) for key in keys}
+  arrays = {leaf: array.result() for leaf, array in opening.items()}
+  stored = {leaf: a.storage_statistics(query_fully_stored=True) for leaf, a in arrays.items()}
+  for leaf, statistics in stored.items():
+    if not statistics.result().fully_stored:
+      raise ValueError(f'a part of {leaf} is missing')
+  return arrays
+
+
+def _pieces(state: Any) -> list[_Piece]:
+  """The pieces of a pytree of jax arrays that this process writes."""
+  shards = [
+    (path, shard)
+    for path, leaf in _leaves(state).items()
+    for shard in leaf.addressable_shards
+    if shard.replica_id == 0
+  ]
+  with ThreadPoolExecutor(_READERS) as threads:
+    digests = threads.map(lambda found: _digest(found[1].data), shards)
+    return [(p, shard.index, digest) for (p, shard), digest in zip(shards, digests, strict=True)]
+
+
+def _changed(arrays: Mapping[str, Any], written: Sequence[_Piece]) -> list[str]:
+  """The paths of the leaves whose pieces, read from opened arrays, have other values."""
+
+  def is_same(piece: _Piece) -> bool:
+    path, index, digest = piece
+    return _digest(arrays[path][index].read().result()) == digest
+
+  with ThreadPoolExecutor(_READERS) as threads:
+    same = threads.map(is_same, written)
+    return sorted({piece[0] for piece, is_so in zip(written, same, strict=True) if not is_so})
+
+
+def _digest(array: Any) -> str:
+  """The hash of the bits of an array."""
+  content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+  return hashlib.sha256(content.data).hexdigest()
+
+
+def _check_same_model(place: pathlib.Path, stored: Any, target: Any, partial: bool) -> None:
+  """Raises ConfigurationError if the stored arrays of the step at `place` differ from `target`.
+
+  `target` and `partial` are as in `CheckpointDirectory.restore`.
+  """
+  if partial:
+    stored = {field: tree for field, tree in stored.items() if field in target}
+  if different := _differences(stored, target):
+    raise ConfigurationError(
+      f'{place} is a checkpoint of another model. These leaves differ:\n  '
+      + '\n  '.join(different)
+      + '\nNothing was changed. Use another --model_dir, or the gin file of the checkpoint.'
+    )
+
+
+def _differences(stored: Any, target: Any) -> list[str]:
+  """A line for each of the first leaves whose shapes or dtypes differ between two pytrees."""
+  found, expected = _describe(stored), _describe(target)
+  different = [path for path in found | expected if found.get(path) != expected.get(path)]
+  lines = [
+    f'{path}: found {found.get(path, "nothing")}, expected {expected.get(path, "nothing")}'
+    for path in different
+  ]
+  if len(lines) > _SHOWN:
+    lines[_SHOWN:] = [f'and {len(lines) - _SHOWN} more']
+  return lines
+
+
+def _describe(tree: Any) -> dict[str, str]:
+  """{'params/mlp/w': 'float32[4, 8]', ...}; a container without arrays is 'empty'."""
+
+  def is_empty(node):
+    return node is None or (isinstance(node, dict | list | tuple) and not node)
+
+  return {
+    path: 'empty' if is_empty(leaf) else f'{np.dtype(leaf.dtype).name}{list(leaf.shape)}'
+    for path, leaf in _leaves(tree, is_empty).items()
+  }
+
+
+def _leaves(tree: Any, is_leaf: Any = None) -> dict[str, Any]:
+  """{path: leaf} of a pytree."""
+  return {leaf_path(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf)}
+
+
 def _shapes(tree: Any) -> Any:
   return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
-
-
-@contextlib.contextmanager
-def _of_clients() -> Iterator[None]:
-  """Converts bucket-client exceptions raised in the block to OSError; some are not OSErrors."""
-  try:
-    yield
-  except Exception as error:
-    if type(error).__module__.partition('.')[0] in ('aiohttp', 'gcsfs', 'google', 'requests'):
-      raise OSError(errno.EIO, str(error)) from error
-    raise
 
 
 def _without_empty_arrays(tree: Any) -> Any:
@@ -198,10 +313,7 @@ def _without_empty_arrays(tree: Any) -> Any:
 
 @functools.cache
 def _hide_closed_loops() -> None:
-  """Silences tensorstore's 'Event loop is closed'.
-
-  It is raised when a reply arrives after Orbax has already failed for another reason.
-  """
+  """Silences 'Event loop is closed', for tensorstore's replies after Orbax has failed."""
   others = sys.unraisablehook
 
   def show(unraisable: Any) -> None:
@@ -212,8 +324,5 @@ def _hide_closed_loops() -> None:
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
-  """False for all of Orbax's log messages except warnings.
-
-  Orbax logs a dozen lines for each save, and four stacks for an error that it also raises.
-  """
+  """False for Orbax's messages except warnings: a dozen lines a save, stacks of what it raises."""
   return record.levelno == logging.WARNING or '/orbax/' not in record.pathname

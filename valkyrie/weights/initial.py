@@ -41,7 +41,7 @@ def open_source(path: str) -> Source:
   place = pathlib.Path(path)
   if (place / 'checkpoints').is_dir():
     with open_to_read(path) as directory:
-      record, params = directory.newest_params()
+      record, params = directory.latest_record() or {}, directory.restore_evaluated()
     return Source(named_tensors.of_params(params), [str(record.get('vocabulary'))])
   file = place / 'config.json'
   own = named_tensors.read_json(file) if file.is_file() else {}
