@@ -125,10 +125,11 @@ class Bucket:
     fields = json.dumps({'md5Hash': _md5(content)})  # which the service compares
     parts = ('application/json', fields.encode()), ('application/octet-stream', content)
     lines = [f'--{mark}\r\nContent-Type: {kind}\r\n\r\n'.encode() + part for kind, part in parts]
+    place = self._client.base.removesuffix('storage/v1/') + 'upload/storage/v1/b/{}/o'
     try:
       made = self._client.call(
         'POST',
-        self._client.base.removesuffix('storage/v1/') + 'upload/storage/v1/b/{}/o',
+        place,
         self._bucket,
         uploadType='multipart',
         name=self._prefix + name,
@@ -158,9 +159,10 @@ class Bucket:
     """Tries once to append the object `part`; False if the object has changed meanwhile."""
     before = self.objects(name).get(name, Object(0, None, 0))
     sources = [name, part] if before.generation else [part]
-    composed = {'sourceObjects': [{'name': self._prefix + source} for source in sources]}
+    parts = [{'name': self._prefix + source} for source in sources]
+    body = {'sourceObjects': parts, 'destination': {'contentType': 'application/octet-stream'}}
     try:
-      self._call('POST', name, '/compose', json=composed, ifGenerationMatch=before.generation)
+      self._call('POST', name, '/compose', json=body, ifGenerationMatch=before.generation)
     except Changed:  # by another writer, or by this one, to whom the answer got lost
       return self.read(name)[0][before.size : before.size + len(content)] == content
     return True
@@ -176,15 +178,15 @@ class Bucket:
       target, answer = rename(name), {'done': False}
       try:
         while not answer['done']:  # of a large object, or to another place
-          answer = self._client.call(
+          answer = self._call(
             'POST',
-            'b/{}/o/{}/rewriteTo/b/{}/o/{}',
-            self._bucket,
-            self._prefix + name,
+            name,
+            '/rewriteTo/b/{}/o/{}',
             self._bucket,
             self._prefix + target,
             rewriteToken=answer.get('rewriteToken'),
             ifGenerationMatch=0,
+            headers={'Content-Type': 'application/json'},  # of a body that is empty
             json_out=True,
           )
       except Changed:  # unless the answer to this copy got lost
@@ -207,10 +209,10 @@ class Bucket:
       for _ in threads.map(act, names):
         pass
 
-  def _call(self, method: str, name: str, action: str = '', **options: Any) -> Any:
-    """Sends a request about an object."""
-    path = 'b/{}/o/{}' + action
-    return self._client.call(method, path, self._bucket, self._prefix + name, **options)
+  def _call(self, method: str, name: str, action: str = '', *more: str, **options: Any) -> Any:
+    """Sends a request about an object; `more` fills the places in `action`."""
+    names = self._bucket, self._prefix + name, *more
+    return self._client.call(method, 'b/{}/o/{}' + action, *names, **options)
 
 
 def _md5(content: bytes) -> str:

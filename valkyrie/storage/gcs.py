@@ -48,7 +48,7 @@ class Client(GCSFileSystem):
       raise FileNotFoundError(errno.ENOENT, 'there is no such object', place) from error
     except Exception as error:
       code = getattr(error, 'code', None)
-      if isinstance(error, FileExistsError) or code == 409:
+      if isinstance(error, FileExistsError) or code in (409, 412):
         raise Changed(errno.EEXIST, 'somebody else has written it', place) from error
       words = ' '.join(str(error).split()) or type(error).__name__
       # gcsfs has no class for 403: it raises OSError('Forbidden: ...').
