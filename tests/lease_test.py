@@ -19,8 +19,8 @@ from injections.table import Unavailable
 import pytest
 
 from valkyrie.errors import StorageError, Unreachable
-from valkyrie.storage import disk, lease
-from valkyrie.storage.disk import DiskLock
+from valkyrie.storage import lease
+from valkyrie.storage.lease import DiskLock
 
 BEAT = 0.05
 
@@ -44,7 +44,7 @@ TRAINER = f"""{NO_LOCKS}
 import pathlib, sys, time
 from valkyrie.errors import StorageError
 from valkyrie.storage import lease
-from valkyrie.storage.disk import DiskLock
+from valkyrie.storage.lease import DiskLock
 lease.BEAT_SECONDS, lease.MISSED = {BEAT}, 200
 try:
   lock = DiskLock(pathlib.Path(sys.argv[1]))
@@ -216,7 +216,7 @@ def test_one_of_many_that_start_at_once_holds_the_lease(tmp_path):
   assert len(in_place) == 1
   for lock in held:
     lock.release()
-  assert disk.lock_holder(tmp_path)
+  assert lease.lock_holder(tmp_path)
 
 
 def test_the_processes_of_a_run_have_locks_of_their_own(tmp_path):

@@ -11,11 +11,12 @@ import pytest
 
 from valkyrie.errors import StorageError
 from valkyrie.storage import disk
-from valkyrie.storage.disk import DiskLock, writable_directory
+from valkyrie.storage.disk import writable_directory
+from valkyrie.storage.lease import DiskLock, lock_holder
 
 HOLD = """
 import pathlib, sys, time
-from valkyrie.storage.disk import DiskLock
+from valkyrie.storage.lease import DiskLock
 lock = DiskLock(pathlib.Path(sys.argv[1]))
 print('locked', flush=True)
 time.sleep(600)
@@ -43,7 +44,7 @@ def test_a_lock_names_its_holder_and_no_other_one(tmp_path):
   holders = set()
   for _ in range(2):
     DiskLock(tmp_path).release()
-    holders.add(disk.lock_holder(tmp_path))
+    holders.add(lock_holder(tmp_path))
   assert len(holders) == 2
 
 

@@ -15,7 +15,7 @@ import shutil
 from valkyrie.checkpoint import manifest
 from valkyrie.checkpoint.manifest import FOLDER, SET_ASIDE, is_litter, is_step
 from valkyrie.errors import StorageError
-from valkyrie.storage import disk
+from valkyrie.storage import disk, lease
 
 _READERS = 4  # threads: hashing releases Python's lock
 
@@ -91,15 +91,15 @@ class DiskSteps:
 
   def holder(self) -> str:
     """Names the present or last trainer; '' before the first."""
-    return disk.lock_holder(self._root)
+    return lease.lock_holder(self._root)
 
   def check_writable(self) -> None:
     """Creates the directory of the run and writes there; raises StorageError if it cannot."""
     disk.writable_directory(self._root)
 
-  def lock(self, process: int | None = None) -> disk.DiskLock:
+  def lock(self, process: int | None = None) -> lease.DiskLock:
     """Takes the lock of the run, or of the number of a process; raises as `DiskLock`."""
-    return disk.DiskLock(self._root, process)
+    return lease.DiskLock(self._root, process)
 
   def unfinished(self, step: int) -> pathlib.Path:
     """The folder of a step while it is being written, for Orbax."""

@@ -11,7 +11,7 @@ from valkyrie.checkpoint import manifest
 from valkyrie.checkpoint.bucket_steps import BucketLock, BucketSteps
 from valkyrie.checkpoint.disk_steps import DiskSteps
 from valkyrie.errors import ConfigurationError, StorageError, storage_errors
-from valkyrie.storage.disk import DiskLock
+from valkyrie.storage.lease import DiskLock
 from valkyrie.storage.run_directory import BucketDirectory, opened
 
 LATEST, BEST = 'latest', 'best'  # steps to read, beside numbers
