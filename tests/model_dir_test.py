@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
+from valkyrie.checkpoint import disk_steps
+from valkyrie.checkpoint.disk_steps import DiskSteps
 from valkyrie.errors import StorageError
-from valkyrie.storage import disk
-from valkyrie.storage.disk import writable_directory
 from valkyrie.storage.lease import DiskLock, lock_holder
 
 HOLD = """
@@ -53,10 +53,10 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
   file.write_text('precious')
   for place in (file, file / 'below', '/proc/nowhere'):
     with pytest.raises(StorageError, match=f'--model_dir={place}'):
-      writable_directory(place)
+      DiskSteps(place).check_writable()
   for place in (file, file / 'below'):
     with pytest.raises(StorageError, match='there is a file of that name, or above it'):
-      writable_directory(place)
+      DiskSteps(place).check_writable()
   assert file.read_text() == 'precious'
 
 
@@ -64,6 +64,6 @@ def test_a_file_system_that_cannot_flush_directories_is_refused_at_the_start(tmp
   def refuse(path):
     raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
 
-  monkeypatch.setattr(disk, 'sync_directory', refuse)
-  with pytest.raises(StorageError, match=r'directory that can be written .*Invalid argument'):
-    writable_directory(tmp_path / 'run')
+  monkeypatch.setattr(disk_steps, 'sync_directory', refuse)
+  with pytest.raises(StorageError, match='directory that can be written: Invalid argument'):
+    DiskSteps(tmp_path / 'run').check_writable()

@@ -11,11 +11,12 @@ import logging
 import os
 import pathlib
 import shutil
+import tempfile
 
 from valkyrie.checkpoint import manifest
 from valkyrie.checkpoint.manifest import FOLDER, SET_ASIDE, is_litter, is_step
-from valkyrie.errors import StorageError
-from valkyrie.storage import disk, lease
+from valkyrie.errors import StorageError, storage_errors
+from valkyrie.storage import lease
 
 _READERS = 4  # threads: hashing releases Python's lock
 
@@ -61,7 +62,7 @@ class DiskSteps:
 
   def __init__(self, model_dir: str | os.PathLike):
     """The steps of the run in a directory, which need not exist."""
-    self._root = disk.local_path(model_dir)
+    self._root = pathlib.Path(os.path.abspath(os.path.expanduser(model_dir)))
     self.place = self._root / FOLDER
 
   def find(self) -> list[int]:
@@ -95,7 +96,19 @@ class DiskSteps:
 
   def check_writable(self) -> None:
     """Creates the directory of the run and writes there; raises StorageError if it cannot."""
-    disk.writable_directory(self._root)
+    with storage_errors(
+      f'--model_dir={self._root} is not a directory that can be written',
+      'Nothing was changed. Name another --model_dir, or make room there.',
+    ):
+      try:
+        self._root.mkdir(parents=True, exist_ok=True)
+      except (FileExistsError, NotADirectoryError) as error:
+        raise OSError('there is a file of that name, or above it') from error
+      with tempfile.TemporaryFile(dir=self._root) as trial:
+        trial.write(bytes(4096))
+        trial.flush()
+        os.fsync(trial.fileno())
+      sync_directory(self._root)  # which some file systems refuse
 
   def lock(self, process: int | None = None) -> lease.DiskLock:
     """Takes the lock of the run, or of the number of a process; raises as `DiskLock`."""
@@ -123,12 +136,12 @@ class DiskSteps:
     for lines in (*self._root.glob('*.jsonl'), *self._root.glob('*/*.jsonl')):
       with contextlib.suppress(FileNotFoundError, PermissionError):  # of another user
         if lines.is_file():
-          disk.sync(lines)
+          _sync(lines)
     write_manifest(place, step)
     if self.path(step).exists():  # of a save that failed after its rename
       _remove(_discarded(self.path(step), step))
     place.rename(self.path(step))
-    disk.sync_directory(self.place)
+    sync_directory(self.place)
 
   def discard(self, step: int) -> None:
     """Deletes an unfinished step, as far as it can."""
@@ -165,9 +178,26 @@ def write_manifest(place: pathlib.Path, step: int) -> None:
   files = DiskFiles(place, sync=True)
   names = files.names()
   digests = dict(zip(names, files.digests(names, manifest.SHA256), strict=True))
-  disk.write_synced(place / manifest.name(manifest.SHA256), manifest.content(step, digests))
+  file = place / manifest.name(manifest.SHA256)
+  file.write_bytes(manifest.content(step, digests))
+  _sync(file)
   for directory in (place, *(path for path in place.rglob('*') if path.is_dir())):
-    disk.sync_directory(directory)
+    sync_directory(directory)
+
+
+def _sync(path: pathlib.Path) -> None:
+  """Flushes a file to disk, whoever has written it."""
+  with open(path, 'rb') as file:
+    os.fsync(file.fileno())
+
+
+def sync_directory(path: pathlib.Path) -> None:
+  """Flushes the list of a directory's files to disk."""
+  descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+  try:
+    os.fsync(descriptor)
+  finally:
+    os.close(descriptor)
 
 
 def _discarded(place: pathlib.Path, step: int) -> pathlib.Path:

@@ -26,7 +26,6 @@ import uuid
 import weakref
 
 from valkyrie.errors import StorageError, Unreachable, storage_errors
-from valkyrie.storage import disk
 
 BEAT_SECONDS = 10.0
 MISSED = 3  # beats, after which a lease is free
@@ -299,7 +298,10 @@ class _FileLease(Lease):
       raise Changed(errno.EAGAIN, 'another process has written it', str(self._path))
     text = json.dumps(content).encode()
     new = self._path.with_name(f'{self._path.name}.{content["token"]}')
-    disk.write_synced(new, text)
+    with open(new, 'wb') as file:
+      file.write(text)
+      file.flush()
+      os.fsync(file.fileno())
     try:
       if found.get('token') == content['token']:
         new.replace(self._path)  # a renewal, without a moment in which the lease is free
