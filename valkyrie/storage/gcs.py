@@ -31,7 +31,10 @@ class Client(GCSFileSystem):
   """
 
   def __init__(self, **options: Any):
-    super().__init__(**{'use_listings_cache': False, 'requests_timeout': _SILENCE} | options)
+    # An emulator has no accounts, and a refresh of a token would block the thread of all requests.
+    emulated = {'token': 'anon'} if os.environ.get('STORAGE_EMULATOR_HOST') else {}
+    ours = {'use_listings_cache': False, 'requests_timeout': _SILENCE}
+    super().__init__(**ours | options | emulated)
 
   async def _call(self, method: str, path: str, *args: str, **options: Any) -> Any:
     """Sends a request about the bucket and the object in `args`.
@@ -77,7 +80,6 @@ def connected(address: str, anonymous: bool = False, timeout: float | None = Non
   for scheme in ('gs', 'gcs'):
     fsspec.register_implementation(scheme, Client, clobber=True)
   logging.getLogger('gcsfs').setLevel(logging.CRITICAL)  # it logs a stack for errors that it raises
-  anonymous = anonymous or bool(os.environ.get('STORAGE_EMULATOR_HOST'))
   try:
     return Client(token='anon' if anonymous else 'google_default', timeout=timeout)
   except GoogleAuthError as error:
