@@ -81,6 +81,17 @@ def test_paths_on_disk_before_change_nothing(address, tmp_path, monkeypatch):
   assert_has(address, 1)
 
 
+def test_epath_uses_the_same_client(address, gcs):
+  Bucket(address).write('a', b'text')
+  assert (epath.Path(address) / 'a').read_text() == 'text'
+  Bucket(address).write('a', b'other text')
+  assert [path.stat().length for path in epath.Path(address).iterdir()] == [10], 'no cache'
+  denied = gcs.fail(403, on('GET'))
+  with pytest.raises(PermissionError, match='access is denied'):
+    (epath.Path(address) / 'a').read_text()
+  denied.end()
+
+
 def test_a_run_moves_between_bucket_and_disk(address, tmp_path):
   save(address, 1, 2)
   for name in Bucket(address).objects():

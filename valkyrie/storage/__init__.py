@@ -1,1 +1,1 @@
-"""Files and locks of the places where runs are, on disk or in a bucket."""
+"""Locks of runs, on a disk or in a bucket, and the objects of buckets."""

@@ -114,8 +114,7 @@ class Bucket:
     """Writes an object, and returns its generation.
 
     Args:
-      name: of the object.
-      content: of the object.
+      name, content: of the object.
       replaces: the generation that must be there, 0 for none; None replaces any.
 
     Raises:
