@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from valkyrie.checkpoint import disk_steps, manifest
+from valkyrie.checkpoint import manifest, steps
 from valkyrie.checkpoint.manager import Checkpoints, open_to_read
 from valkyrie.errors import StorageError
 from valkyrie.weights import initial
@@ -27,7 +27,7 @@ def target():
 def sealed(step):
   """Writes the manifest of an altered step."""
   (step / 'manifest.sha256').unlink()
-  disk_steps.write_manifest(step, int(step.name))
+  steps.write_manifest(step, int(step.name))
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,9 @@ def test_odd_lines_of_a_manifest_are_damage(run):
 def test_a_link_for_a_folder_is_found(run, folder):
   place = run / 'checkpoints/3'
   (place / folder).rename(run / 'elsewhere')
-  kept = [f for f in disk_steps.DiskFiles(place).names() if not f.startswith('manifest')]
+  kept = [f for f in steps.DiskFiles(place).names() if not f.startswith('manifest')]
   (place / folder).symlink_to(run / 'elsewhere')
-  digests = disk_steps.DiskFiles(place).digests(kept, manifest.SHA256)
+  digests = steps.DiskFiles(place).digests(kept, manifest.SHA256)
   text = manifest.content(3, dict(zip(kept, digests, strict=True)))
   (place / 'manifest.sha256').write_bytes(text)
   with pytest.raises(StorageError, match=rf'{folder} is not in manifest\.sha256'):

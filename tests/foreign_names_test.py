@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from valkyrie.checkpoint import disk_steps, manifest, steps
+from valkyrie.checkpoint import manifest, steps
 from valkyrie.checkpoint.steps import steps_of
 from valkyrie.data import provenance, token_store, vocabularies
 from valkyrie.data.store_location import open_store
@@ -274,9 +274,9 @@ def test_a_manifest_names_no_file_elsewhere(place, request, bucket):
   algorithm = manifest.MD5 if bucket else manifest.SHA256
   address = f'gs://bucket/{letters(request.node.name)}' if bucket else str(place)
   server = request.getfixturevalue('gcs') if bucket else None
-  found = disk_steps.DiskFiles(step)
+  found = steps.DiskFiles(step)
   (digest,) = found.digests(['record.json'], algorithm)
-  (of_planted,) = disk_steps.DiskFiles(place).digests(['planted'], algorithm)
+  (of_planted,) = steps.DiskFiles(place).digests(['planted'], algorithm)
   proposed = [name for name in of_objects(place) if '\n' not in name]
   for name in proposed[::4] if bucket else proposed:
     text = manifest.content(3, {'record.json': digest, name: of_planted})
@@ -298,10 +298,10 @@ def test_a_manifest_names_no_file_elsewhere(place, request, bucket):
 def test_a_record_that_no_manifest_names_is_not_read(place):
   step = place / 'checkpoints/3'
   step.mkdir(parents=True)
-  disk_steps.write_manifest(step, 3)
-  assert manifest.damage(disk_steps.DiskFiles(step), 3) is None
+  steps.write_manifest(step, 3)
+  assert manifest.damage(steps.DiskFiles(step), 3) is None
   (step / 'record.json').symlink_to('/etc/hostname')
-  assert 'record.json is not in' in str(manifest.damage(disk_steps.DiskFiles(step), 3))
+  assert 'record.json is not in' in str(manifest.damage(steps.DiskFiles(step), 3))
 
 
 def test_no_object_of_a_run_is_copied_elsewhere(place, gcs):

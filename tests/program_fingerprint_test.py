@@ -10,7 +10,7 @@ import pytest
 import tiny_run
 
 from valkyrie import main
-from valkyrie.checkpoint import compatibility, disk_steps, manifest
+from valkyrie.checkpoint import compatibility, manifest, steps
 from valkyrie.distributed import consistency
 from valkyrie.errors import ConfigurationError
 from valkyrie.run import trainer
@@ -70,7 +70,7 @@ def test_programs_of_a_compiler_that_times_kernels_may_change(tmp_path, capsys, 
   record['executable'] = dict.fromkeys(record['executable'], 'another program')
   (step / 'record.json').write_text(json.dumps(record))
   (step / manifest.name(manifest.SHA256)).unlink()
-  disk_steps.write_manifest(step, int(step.name))
+  steps.write_manifest(step, int(step.name))
   code, said = start()
   assert code == ConfigurationError.exit_code and 'executable: 2 x 16 tokens per row' in said
   monkeypatch.setattr(consistency, 'is_autotuned', lambda devices: True)  # as on a GPU

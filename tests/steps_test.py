@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from valkyrie.checkpoint import disk_steps, failed_saves, manager
+from valkyrie.checkpoint import failed_saves, manager, steps
 from valkyrie.checkpoint.manager import Checkpoints, open_to_read
 from valkyrie.errors import StorageError
 
@@ -187,7 +187,7 @@ def test_sha256sum_checks_the_manifest(run):
 
 @pytest.mark.invariant(11)
 @pytest.mark.parametrize(
-  'moment', ['disk_steps.write_manifest', 'disk_steps.sync_directory', 'disk_steps.shutil.rmtree']
+  'moment', ['steps.write_manifest', 'steps.sync_directory', 'steps.shutil.rmtree']
 )
 def test_a_kill_during_a_save_leaves_the_steps_before(run, moment):
   """Kills before the manifest, after the manifest, and while an old step is deleted."""
@@ -195,7 +195,7 @@ def test_a_kill_during_a_save_leaves_the_steps_before(run, moment):
 import os, signal
 import jax.numpy as jnp
 from valkyrie.checkpoint.manager import Checkpoints
-from valkyrie.checkpoint import disk_steps
+from valkyrie.checkpoint import steps
 checkpoints = Checkpoints().open({str(run)!r})
 {moment} = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 checkpoints.save(4, {{'w': jnp.arange(300, dtype=jnp.float32) * 4}}, {{'position': 4}})
@@ -256,7 +256,7 @@ def test_a_step_of_another_owner_stays(run, monkeypatch):
 
 def test_an_unfinished_step_that_cannot_be_deleted_makes_room(run, monkeypatch):
   monkeypatch.setattr(shutil, 'rmtree', lambda *_, **__: 1 / 0)
-  monkeypatch.setattr(disk_steps, '_remove', lambda place: [f'{place} is busy'])
+  monkeypatch.setattr(steps, '_remove', lambda place: [f'{place} is busy'])
   (run / 'checkpoints' / '4.unfinished').mkdir()
   with Checkpoints(keep=9).open(run) as checkpoints:
     checkpoints.save(4, {'w': jnp.ones(3)}, {})
@@ -328,14 +328,14 @@ def test_a_save_on_a_full_disk_fails_leaves_no_files_and_the_next_save_succeeds(
 def failing(monkeypatch):
   """A list of the reasons with which the next saves fail, and the pauses in seconds after them."""
   reasons, pauses = [], []
-  sync = disk_steps.sync_directory
+  sync = steps.sync_directory
 
   def fail(path):
     if reasons and 'checkpoints' in path.parts:
       raise OSError(errno.EIO, reasons.pop(0), str(path))
     sync(path)
 
-  monkeypatch.setattr(disk_steps, 'sync_directory', fail)
+  monkeypatch.setattr(steps, 'sync_directory', fail)
   monkeypatch.setattr(manager.time, 'sleep', pauses.append)
   return reasons, pauses
 
@@ -394,7 +394,7 @@ def test_the_end_of_a_run_tries_again_until_its_patience_ends(tmp_path, failing)
 
 
 def test_a_save_that_fails_after_its_rename_is_made_again(tmp_path, monkeypatch):
-  left, sync = [2], disk_steps.sync_directory
+  left, sync = [2], steps.sync_directory
 
   def fail(path):
     if path.name == 'checkpoints' and left[0]:
@@ -402,7 +402,7 @@ def test_a_save_that_fails_after_its_rename_is_made_again(tmp_path, monkeypatch)
       raise OSError(errno.EIO, 'a broken disk', str(path))
     sync(path)
 
-  monkeypatch.setattr(disk_steps, 'sync_directory', fail)
+  monkeypatch.setattr(steps, 'sync_directory', fail)
   monkeypatch.setattr(manager.time, 'sleep', lambda seconds: None)
   with Checkpoints(patience=60.0).open(tmp_path) as checkpoints:
     checkpoints.save_now(4, weights(4), {})

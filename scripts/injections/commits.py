@@ -9,10 +9,10 @@ import gin
 from orbax.checkpoint._src.serialization import ocdbt_utils
 
 from injections import spoiled_arrays
-from valkyrie.checkpoint import disk_steps, manifest
-from valkyrie.checkpoint.disk_steps import DiskSteps
+from valkyrie.checkpoint import manifest, steps
+from valkyrie.checkpoint.steps import DiskSteps
 
-_write_manifest = disk_steps.write_manifest
+_write_manifest = steps.write_manifest
 
 
 def _half_a_manifest(place, step):
@@ -36,12 +36,12 @@ def _half_of_a_step(place):
 # process is not killed if the action returns False.
 MOMENTS = {
   'before the arrays': (8, DiskSteps, 'begin', lambda *_: True),
-  'before the manifest': (8, disk_steps, 'write_manifest', lambda *_: True),
-  'with half a manifest': (8, disk_steps, 'write_manifest', _half_a_manifest),
-  'with a manifest and no number': (8, disk_steps, 'write_manifest', _write_manifest),
-  'before the new number is flushed': (8, disk_steps, 'sync_directory', _is_of_the_run),
+  'before the manifest': (8, steps, 'write_manifest', lambda *_: True),
+  'with half a manifest': (8, steps, 'write_manifest', _half_a_manifest),
+  'with a manifest and no number': (8, steps, 'write_manifest', _write_manifest),
+  'before the new number is flushed': (8, steps, 'sync_directory', _is_of_the_run),
   'before an old step is deleted': (16, DiskSteps, 'delete', lambda *_: True),
-  'while an old step is deleted': (16, disk_steps.shutil, 'rmtree', _half_of_a_step),
+  'while an old step is deleted': (16, steps.shutil, 'rmtree', _half_of_a_step),
 }
 
 
@@ -73,7 +73,7 @@ class FailSaves:
 
   def __init__(self, times):
     self._left = times
-    sync = disk_steps.sync_directory
+    sync = steps.sync_directory
 
     def fail(path):
       if self._left and _is_of_the_run(path):
@@ -81,7 +81,7 @@ class FailSaves:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
       sync(path)
 
-    disk_steps.sync_directory = fail
+    steps.sync_directory = fail
 
   def __call__(self, step, state, metrics):
     pass

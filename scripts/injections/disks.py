@@ -10,8 +10,8 @@ import subprocess
 from injections import spoiled_arrays
 from injections.harness import STEPS, Harness, ended, mounted, wait_for
 from injections.table import Trial, fault
-from valkyrie.checkpoint.disk_steps import DiskSteps
 from valkyrie.checkpoint.manager import Checkpoints
+from valkyrie.checkpoint.steps import DiskSteps
 
 STORAGE = 74
 _PAGE = os.sysconf('SC_PAGE_SIZE')  # by which a file in memory grows

@@ -18,7 +18,7 @@ import numpy as np
 
 from injections import quick_compiler
 from injections.table import Unavailable
-from valkyrie.checkpoint.disk_steps import DiskSteps
+from valkyrie.checkpoint.steps import DiskSteps
 from valkyrie.data import store_writer, vocabularies
 from valkyrie.data.store_location import store_path
 from valkyrie.data.token_store import Selection

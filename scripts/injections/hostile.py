@@ -12,7 +12,7 @@ import tensorstore
 from injections.harness import STEPS, Harness
 from injections.mistakes import attempts
 from injections.table import Trial, fault
-from valkyrie.checkpoint import disk_steps, manifest
+from valkyrie.checkpoint import manifest, steps
 
 REFUSED = (74, 78)
 PRINTED = 'The Zen of Python'  # by the module `this`, if anything imports it
@@ -29,7 +29,7 @@ class _Opened:
 def _seal(step: pathlib.Path, *more: str) -> None:
   """Writes the manifest of the files of a step, and of more."""
   (step / 'manifest.sha256').unlink()
-  files = disk_steps.DiskFiles(step)
+  files = steps.DiskFiles(step)
   names = [name for name in files.names() if files.has(name)] + [*more]  # no links
   digests = zip(names, files.digests(names, manifest.SHA256), strict=True)
   (step / 'manifest.sha256').write_bytes(manifest.content(STEPS, dict(digests)))

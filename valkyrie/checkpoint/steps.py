@@ -1,20 +1,182 @@
-"""The steps of a run in its storage: each appears and disappears as a whole."""
+"""The steps of a run: each appears and disappears as a whole. On a disk a renamed folder does that.
 
-from collections.abc import Iterable
+checkpoints/100.deleted/      a step that is being deleted
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 import contextlib
+import hashlib
 import json
+import logging
 import math
 import os
+import pathlib
+import shutil
+import tempfile
 from typing import Any
 
 from valkyrie.checkpoint import manifest
 from valkyrie.checkpoint.bucket_steps import BucketLock, BucketSteps
-from valkyrie.checkpoint.disk_steps import DiskSteps
+from valkyrie.checkpoint.manifest import FOLDER, SET_ASIDE, is_litter, is_step
 from valkyrie.errors import ConfigurationError, StorageError, storage_errors
-from valkyrie.storage.lease import DiskLock
+from valkyrie.storage.lease import DiskLock, lock_holder
 from valkyrie.storage.run_directory import BucketDirectory, opened
 
 LATEST, BEST = 'latest', 'best'  # steps to read, beside numbers
+_READERS = 4  # threads: hashing releases Python's lock
+
+
+class DiskFiles:
+  """The files of a step, as `manifest.Files`."""
+
+  def __init__(self, place: pathlib.Path, sync: bool = False):
+    """The files in a folder; `sync` flushes each to disk after its digest."""
+    self._place, self._sync = place, sync
+
+  def read(self, name: str) -> bytes:
+    return (self._place / name).read_bytes()
+
+  def has(self, name: str) -> bool:
+    # A symbolic link would leave the step.
+    file = self._place / name
+    return file.is_file() and file.resolve() == self._place.resolve() / name
+
+  def names(self) -> list[str]:
+    # A link to a folder is listed: its files would be read, and are not in the manifest.
+    found = (path for path in self._place.rglob('*') if path.is_symlink() or not path.is_dir())
+    return sorted(path.relative_to(self._place).as_posix() for path in found)
+
+  def digests(self, names: Iterable[str], algorithm: str) -> Iterator[str]:
+    def of_file(name):
+      with open(self._place / name, 'rb') as file:
+        digest = hashlib.file_digest(file, algorithm).hexdigest()
+        if self._sync:
+          os.fsync(file.fileno())
+      return digest
+
+    with ThreadPoolExecutor(_READERS) as readers:
+      yield from readers.map(of_file, names)
+
+
+class DiskSteps:
+  """The steps of a run. Methods raise OSError if the file system refuses.
+
+  Attributes:
+    place: the folder of the steps, for messages.
+  """
+
+  def __init__(self, model_dir: str | os.PathLike):
+    """The steps of the run in a directory, which need not exist."""
+    self._root = pathlib.Path(os.path.abspath(os.path.expanduser(model_dir)))
+    self.place = self._root / FOLDER
+
+  def find(self) -> list[int]:
+    """The steps in order, valid or damaged; raises StorageError if one is a symbolic link."""
+    steps = []
+    for place in self.place.iterdir() if self.place.is_dir() else ():
+      if is_step(place.name):
+        if place.is_symlink():
+          raise StorageError(
+            f'{place} is a symbolic link, but a step must be a directory. Move the step itself '
+            'there, or remove the link.'
+          )
+        steps.append(int(place.name))
+    return sorted(steps)
+
+  def files(self, step: int) -> DiskFiles:
+    """The files of a step."""
+    return DiskFiles(self.path(step))
+
+  def path(self, step: int) -> pathlib.Path:
+    """The folder of a step, for Orbax."""
+    return self.place / str(step)
+
+  def size(self, step: int) -> int:
+    """The bytes of a step."""
+    return sum(file.stat().st_size for file in self.path(step).rglob('*'))
+
+  def holder(self) -> str:
+    """Names the present or last trainer; '' before the first."""
+    return lock_holder(self._root)
+
+  def check_writable(self) -> None:
+    """Creates the directory of the run and writes there; raises StorageError if it cannot."""
+    with storage_errors(
+      f'--model_dir={self._root} is not a directory that can be written',
+      'Nothing was changed. Name another --model_dir, or make room there.',
+    ):
+      try:
+        self._root.mkdir(parents=True, exist_ok=True)
+      except (FileExistsError, NotADirectoryError) as error:
+        raise OSError('there is a file of that name, or above it') from error
+      with tempfile.TemporaryFile(dir=self._root) as trial:
+        trial.write(bytes(4096))
+        trial.flush()
+        os.fsync(trial.fileno())
+      sync_directory(self._root)  # which some file systems refuse
+
+  def lock(self, process: int | None = None) -> DiskLock:
+    """Takes the lock of the run, or of the number of a process; raises as `DiskLock`."""
+    return DiskLock(self._root, process)
+
+  def unfinished(self, step: int) -> pathlib.Path:
+    """The folder of a step while it is being written, for Orbax."""
+    return self.place / f'{step}.unfinished'
+
+  def open(self) -> None:
+    """Creates the checkpoint folder. This method and all below require the lock."""
+    self.place.mkdir(exist_ok=True)
+
+  def begin(self, step: int) -> None:
+    """Creates the folder of an unfinished step, empty."""
+    place = self.unfinished(step)
+    if place.exists():
+      _remove(_discarded(place, step))
+    place.mkdir()
+
+  def finish(self, step: int, record: bytes) -> None:
+    """Flushes the run's JSON lines, adds record and manifest to a step, and makes it valid."""
+    place = self.unfinished(step)
+    (place / 'record.json').write_bytes(record)
+    for lines in (*self._root.glob('*.jsonl'), *self._root.glob('*/*.jsonl')):
+      with contextlib.suppress(FileNotFoundError, PermissionError):  # of another user
+        if lines.is_file():
+          _sync(lines)
+    write_manifest(place, step)
+    if self.path(step).exists():  # of a save that failed after its rename
+      _remove(_discarded(self.path(step), step))
+    place.rename(self.path(step))
+    sync_directory(self.place)
+
+  def discard(self, step: int) -> None:
+    """Deletes an unfinished step, as far as it can."""
+    shutil.rmtree(self.unfinished(step), ignore_errors=True)
+
+  def delete(self, steps: Iterable[int]) -> list[str]:
+    """Deletes steps, and the remainders of interrupted saves and deletions.
+
+    Returns why something could not be deleted, for each such thing.
+    """
+    problems = []
+    for step in steps:
+      try:
+        _discarded(self.path(step), step)  # a partly deleted folder has no step's name
+      except OSError as error:
+        problems.append(f'{self.path(step)} cannot be deleted ({error.strerror})')
+    for place in self.place.iterdir():
+      if is_litter(place.name):
+        problems += _remove(place)
+    return problems
+
+  def set_aside(self, damaged: Mapping[int, str]) -> None:
+    """Moves damaged steps, beside earlier ones of the same number, and logs {step: damage}."""
+    target = self._root / SET_ASIDE
+    for step, damage in damaged.items():
+      target.mkdir(exist_ok=True)
+      place = target / manifest.free(str(step), lambda name: (target / name).exists())
+      self.path(step).rename(place)
+      logging.warning('%s is damaged: %s. Moved to %s', self.path(step), damage, place)
 
 
 Steps = DiskSteps | BucketSteps  # with the same methods, which `DiskSteps` describes
@@ -22,28 +184,18 @@ Lock = DiskLock | BucketLock
 
 
 def steps_of(model_dir: str | os.PathLike) -> Steps:
-  """The steps of a run; none is read yet.
+  """The steps of the run in a directory, at an address, or in what `opened` has made of either.
 
-  Args:
-    model_dir: the directory of the run, the address of one in a bucket, or what
-      `run_directory.opened` has made of it.
-
-  Raises:
-    ConfigurationError: no run can be there, or the packages for a bucket are missing.
-    StorageError: the bucket cannot be read.
+  None is read yet. Raises as `run_directory.opened`.
   """
   directory = opened(model_dir)
   return BucketSteps(directory) if isinstance(directory, BucketDirectory) else DiskSteps(directory)
 
 
 def first_valid(steps: Steps, order: Iterable[int]) -> tuple[int | None, dict[int, str]]:
-  """Reads steps in the given order until one is valid.
+  """The first valid step in an order, None if it is empty; and {step: damage} of those before it.
 
-  Returns:
-    The valid step, or None if there are no steps; and {step: damage} of the steps before it.
-
-  Raises:
-    StorageError: all steps are damaged.
+  Raises a StorageError if all steps are damaged.
   """
   damaged = {}
   for step in order:
@@ -62,11 +214,7 @@ def first_valid(steps: Steps, order: Iterable[int]) -> tuple[int | None, dict[in
 
 
 def in_order_of_preference(steps: Steps, step: str) -> list[int]:
-  """The steps to read for LATEST, BEST or a number, the preferred one first.
-
-  Raises:
-    ConfigurationError: the run has no such step.
-  """
+  """The steps to read for LATEST, BEST or a number; ConfigurationError if there is none."""
   found = steps.find()
   if step == LATEST:
     return found[::-1]
@@ -103,3 +251,50 @@ def record(steps: Steps, step: int) -> dict[str, Any]:
     if not isinstance(found, dict):
       raise ValueError('it is not a JSON object')
     return found
+
+
+def write_manifest(place: pathlib.Path, step: int) -> None:
+  """Hashes the files of a step, writes their manifest, and flushes everything to disk."""
+  files = DiskFiles(place, sync=True)
+  names = files.names()
+  digests = dict(zip(names, files.digests(names, manifest.SHA256), strict=True))
+  file = place / manifest.name(manifest.SHA256)
+  file.write_bytes(manifest.content(step, digests))
+  _sync(file)
+  for directory in (place, *(path for path in place.rglob('*') if path.is_dir())):
+    sync_directory(directory)
+
+
+def _sync(path: pathlib.Path) -> None:
+  """Flushes a file to disk, whoever has written it."""
+  with open(path, 'rb') as file:
+    os.fsync(file.fileno())
+
+
+def sync_directory(path: pathlib.Path) -> None:
+  """Flushes the list of a directory's files to disk."""
+  descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+  try:
+    os.fsync(descriptor)
+  finally:
+    os.close(descriptor)
+
+
+def _discarded(place: pathlib.Path, step: int) -> pathlib.Path:
+  """Renames a folder before its deletion; one of an earlier deletion that failed may be there."""
+
+  def is_taken(name: str) -> bool:
+    return place.with_name(f'{name}.deleted').exists()
+
+  return place.rename(place.with_name(f'{manifest.free(str(step), is_taken)}.deleted'))
+
+
+def _remove(place: pathlib.Path) -> list[str]:
+  """Why a folder cannot be deleted; [] if it is gone."""
+  try:
+    shutil.rmtree(place)
+  except FileNotFoundError:
+    pass
+  except OSError as error:
+    return [f'{place} cannot be deleted ({error.strerror})']
+  return []
