@@ -32,9 +32,9 @@ class Client(GCSFileSystem):
 
   def __init__(self, **options: Any):
     # An emulator has no accounts, and a refresh of a token would block the thread of all requests.
-    emulated = {'token': 'anon'} if os.environ.get('STORAGE_EMULATOR_HOST') else {}
-    ours = {'use_listings_cache': False, 'requests_timeout': _SILENCE}
-    super().__init__(**ours | options | emulated)
+    if os.environ.get('STORAGE_EMULATOR_HOST'):
+      options['token'] = 'anon'
+    super().__init__(**{'use_listings_cache': False, 'requests_timeout': _SILENCE} | options)
 
   async def _call(self, method: str, path: str, *args: str, **options: Any) -> Any:
     """Sends a request about the bucket and the object in `args`.
