@@ -127,8 +127,8 @@ def test_parts_and_cycles_of_a_tpu_program():
 
   spent = work.seconds([scan, kernel, *parts['communication']], 10.0, scan.bytes, 105.0)
   assert set(spent) == {'scan', 'kernels'}, 'the network has its own estimate'
-  assert spent['scan'] == pytest.approx((8.0, 8 * 2.0))
-  assert spent['kernels'] == pytest.approx((7.0, 7.0)), 'its products are longer than its bytes'
+  assert spent['scan'] == pytest.approx([8.0, 8 * 2.0])
+  assert spent['kernels'] == pytest.approx([7.0, 7.0]), 'its products are longer than its bytes'
 
 
 @pytest.mark.parametrize(

@@ -73,9 +73,14 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, li
     UsageError: a flag is unknown, misspelled, lacks its value or conflicts with another.
     SystemExit: after --help or --version.
   """
-  others, gin_flags = _split_gin_flags(arguments)
+  gin_flags = [argument for argument in arguments if argument.startswith('--gin.')]
+  for flag in gin_flags:
+    if not flag.removeprefix('--gin.').partition('=')[2]:
+      raise UsageError(f'{flag}: expected --gin.NAME=VALUE, with = and without spaces')
+    if flag.encode(errors='ignore').decode() != flag:
+      raise UsageError(f'{flag!a} is not UTF-8')
   parser = _parser()
-  flags, unknown = parser.parse_known_args(others)
+  flags, unknown = parser.parse_known_args([flag for flag in arguments if flag not in gin_flags])
   if unknown:
     name = unknown[0].partition('=')[0]
     known = [option for action in parser._actions for option in action.option_strings]
@@ -83,21 +88,6 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, li
     raise UsageError(f'{unknown[0]}: unknown flag.{hint} Try --help.')
   _check(flags)
   return flags, gin_flags
-
-
-def _split_gin_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-  """The other arguments, and the --gin.NAME=VALUE arguments as they were typed."""
-  others, gin_flags = [], []
-  for argument in arguments:
-    if argument.startswith('--gin.'):
-      if not argument.removeprefix('--gin.').partition('=')[2]:
-        raise UsageError(f'{argument}: expected --gin.NAME=VALUE, with = and without spaces')
-      if argument.encode(errors='ignore').decode() != argument:
-        raise UsageError(f'{argument!a} is not UTF-8')
-      gin_flags.append(argument)
-    else:
-      others.append(argument)
-  return others, gin_flags
 
 
 class _Parser(argparse.ArgumentParser):
@@ -122,7 +112,7 @@ def _parser() -> _Parser:
     help='a gin file; repeatable, later ones override earlier ones. Files named gin/... are found '
     'from any folder (default: the configuration that the run in --model_dir has recorded)',
   )
-  # Parsed by _split_gin_flags; listed here for --help.
+  # Parsed above; listed here for --help.
   parser.add_argument(
     '--gin.NAME=VALUE',
     action='store_true',

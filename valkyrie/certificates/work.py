@@ -17,12 +17,11 @@ They include what a roofline leaves out, such as elementwise work, heads that do
 unit, and the start of a small program. They assume that nothing overlaps.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 import dataclasses
 import itertools
 import math
 import re
-from typing import NamedTuple
 
 import numpy as np
 
@@ -68,17 +67,6 @@ class Work(hlo.Transfer):
   cycles: int
 
 
-class Seconds(NamedTuple):
-  """The time of instructions that run one after the other.
-
-  roofline: each takes the longer of its products at the peak and its bytes at HBM's bandwidth.
-  cycles: each takes the cycles that the compiler expects; a Pallas kernel takes its roofline.
-  """
-
-  roofline: float
-  cycles: float
-
-
 def of_module(module: hlo.Module) -> list[Work]:
   """All instructions with work; a conditional takes the branch that moves least."""
 
@@ -111,17 +99,22 @@ def _part(instruction: hlo.Instruction, flops: int) -> str:
 
 def seconds(
   works: Sequence[Work], peak_flops: float, bytes_per_second: float, cycles_per_second: float
-) -> Mapping[str, Seconds]:
-  """The time of each part except communication, which `collectives` estimates."""
-  spent: dict[str, Seconds] = {}
+) -> dict[str, list[float]]:
+  """The time of each part except communication, which `collectives` estimates.
+
+  Returns:
+    {part: [by roofline, by cycles]}, if its instructions run one after the other. By roofline, each
+    takes the longer of its products at the peak and its bytes at HBM's bandwidth; by cycles, what
+    the compiler expects, or for a Pallas kernel its roofline.
+  """
+  spent: dict[str, list[float]] = {}
   for one in works:
     if one.part != 'communication':
       roofline = max(one.flops / peak_flops, one.bytes / bytes_per_second)
       cycles = roofline if one.part == 'kernels' else one.cycles / cycles_per_second
-      before = spent.get(one.part, Seconds(0.0, 0.0))
-      spent[one.part] = Seconds(
-        before.roofline + one.times * roofline, before.cycles + one.times * cycles
-      )
+      both = spent.setdefault(one.part, [0.0, 0.0])
+      both[0] += one.times * roofline
+      both[1] += one.times * cycles
   return spent
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 import hashlib
-import json
 import re
 from typing import Any
 
@@ -26,7 +25,7 @@ def check_same_bindings(bindings: Mapping[str, Any]) -> None:
   Raises:
     ConfigurationError: in all processes, with the bindings that differ.
   """
-  first, *others = map(json.loads, processes.exchange('bindings', json.dumps(bindings)))
+  first, *others = processes.exchange('bindings', bindings)
   for process, found in enumerate(others, 1):
     differences = [
       f'  {name} = {found.get(name)!r}, but {first.get(name)!r} in process 0'
@@ -63,8 +62,8 @@ def fingerprints(programs: Mapping[str, Compiled]) -> dict[str, str]:
     ConfigurationError: two processes have compiled different programs; with their numbers.
   """
   found = {name: fingerprint(program) for name, program in programs.items()}
-  for process, text in enumerate(texts := processes.exchange('executable', json.dumps(found))):
-    if text != texts[0]:
+  for process, other in enumerate(of_all := processes.exchange('executable', found)):
+    if other != of_all[0]:
       raise ConfigurationError(
         f'Processes 0 and {process} have compiled different programs from the same bindings. Use '
         'the same packages, XLA_FLAGS and kind of device on all hosts.'
@@ -87,10 +86,8 @@ class TokenConsistency:
       raise ConfigurationError(
         f'TokenConsistency.every={every} is not a number of steps. Use 1 or more.'
       )
-    self._feed = feed
-    self._every = every
-    self._rows = list(rows)
-    rows_of = [json.loads(text) for text in processes.exchange('rows', json.dumps(self._rows))]
+    self._feed, self._every, self._rows = feed, every, list(rows)
+    rows_of = processes.exchange('rows', self._rows)
     self._is_alone = len(rows_of) == 1
     rows_of_next = rows_of[(rows_of.index(self._rows) + 1) % len(rows_of)]
     self._others = [row for row in rows_of_next if row not in self._rows]
@@ -107,9 +104,8 @@ class TokenConsistency:
     if self._others:
       length = batch.inputs.shape[1]
       hashes |= _hashes(self._others, self._feed.read(position, length, self._others))
-    texts = processes.exchange('tokens', json.dumps({'step': step, 'rows': hashes}))
     seen: dict[str, tuple[int, str]] = {}
-    for process, found in enumerate(map(json.loads, texts)):
+    for process, found in enumerate(processes.exchange('tokens', {'step': step, 'rows': hashes})):
       if found['step'] != step:
         raise DataError(
           f'Process {process} is at step {found["step"]}, but another process is at step {step}: '

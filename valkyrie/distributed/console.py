@@ -100,10 +100,9 @@ class LastingStream:
 @contextlib.contextmanager
 def lasting_stderr() -> Iterator[None]:
   """A context in which losing the reader of standard error raises nothing."""
-  before: Any = sys.stderr
-  sys.stderr = stream = LastingStream(before)
+  stream: Any = LastingStream(sys.stderr)
   try:
-    yield
+    with contextlib.redirect_stderr(stream):
+      yield
   finally:
-    sys.stderr = before
     stream.end()

@@ -59,7 +59,7 @@ class Preemption:
 
   def ready(self, newest: Callable[[], str]) -> None:
     """Waits until start-up ends in all processes; `newest` describes the newest checkpoint."""
-    processes.exchange('ready', '')
+    processes.exchange('ready', None)
     with self._lock:
       self._newest = newest
 
@@ -126,8 +126,8 @@ class Preemption:
     message = f'{name}: stopping after the running step (at most {self._grace_seconds:g} s)'
     print(message, file=sys.stderr, flush=True)
     with contextlib.suppress(RuntimeError):  # another process is lost, or misses its deadline too
-      counts = processes.exchange('stop', str(calls), self._grace_seconds)
-      self._last_call.set_result(max(map(int, counts)))
+      counts = processes.exchange('stop', calls, self._grace_seconds)
+      self._last_call.set_result(max(counts))
     if not self._over.wait(max(0.0, until - time.monotonic())):
       processes.abort(
         f'{name}: the running step and its save took longer than Preemption.grace_seconds = '

@@ -1,6 +1,6 @@
-"""The processes of one run: start-up, exchange of texts, and a common end.
+"""The processes of one run: start-up, exchange of values, and a common end.
 
-The processes exchange texts through the key-value store of jax's coordination service, in process
+The processes exchange values through the key-value store of jax's coordination service, in process
 0. No device takes part: the exchange works before anything is compiled, in any thread, and while
 the devices wait for a lost process. A run of one process exchanges nothing and does not import jax.
 
@@ -11,6 +11,7 @@ code. If a process dies without an announcement, jax's own heartbeat aborts the 
 
 import atexit
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -137,8 +138,8 @@ def join(this: Member, seconds: int) -> None:
   _listener.start()
 
 
-def exchange(name: str, text: str, seconds: float = _EXCHANGE_SECONDS) -> list[str]:
-  """An all-gather of texts: the `text` of every process, in the order of their numbers.
+def exchange(name: str, value: Any, seconds: float = _EXCHANGE_SECONDS) -> list[Any]:
+  """An all-gather of JSON: the `value` of every process, in the order of their numbers.
 
   All processes must make the same number of calls with a name, and each from one thread.
 
@@ -154,15 +155,15 @@ def exchange(name: str, text: str, seconds: float = _EXCHANGE_SECONDS) -> list[s
         f'{jax.process_count()} processes share these devices, but are not connected. Start each '
         f'of them with --processes={DETECTED}.'
       )
-    return [text]
+    return [value]
   turn = _turns[name] = _turns.get(name, 0) + 1
   place = f'valkyrie/{name}/{turn}'
-  _client.key_value_set(f'{place}/{_index}', text)
+  _client.key_value_set(f'{place}/{_index}', json.dumps(value))
   _client.wait_at_barrier(place, int(seconds * 1000))
-  found = {key.rpartition('/')[2]: value for key, value in _client.key_value_dir_get(f'{place}/')}
-  if _index == 0 and turn > 1:  # all processes have read the texts of the call before
+  found = {key.rpartition('/')[2]: text for key, text in _client.key_value_dir_get(f'{place}/')}
+  if _index == 0 and turn > 1:  # all processes have read the values of the call before
     _client.key_value_delete(f'valkyrie/{name}/{turn - 1}/')
-  return [found[str(process)] for process in range(_count)]
+  return [json.loads(found[str(process)]) for process in range(_count)]
 
 
 def announce(code: int) -> None:
