@@ -144,11 +144,10 @@ TPU = (pathlib.Path(__file__).parent / 'tpu_program.hlo').read_text()
 
 def test_collectives_of_a_tpu_program():
   module = hlo.parse(TPU)
-  loop = module.entry.by_name['loop']
-  assert hlo.trip_count(module, module.entry, loop) == 8
+  assert hlo.trip_count(module.entry.instructions['loop']) == 8
   assert module.partitions == 4
   last = hlo.parse(TPU.replace('direction=LT', 'direction=LE'))  # 0, 2, .., 16
-  assert hlo.trip_count(last, last.entry, last.entry.by_name['loop']) == 9
+  assert hlo.trip_count(last.entry.instructions['loop']) == 9
   size = 8 * 128 * 4
   assert collectives.by_kind(collectives.of_module(module)) == {
     'collective-permute': 8 * size,
@@ -164,14 +163,14 @@ def test_an_instruction_on_several_lines():
 }}, metadata={op_name="splash"}
 """
   module = hlo.parse(TPU.replace('  ROOT %scattered', kernel + '  ROOT %scattered'))
-  assert module.entry.by_name['kernel'].opcode == 'custom-call'
+  assert module.entry.instructions['kernel'].opcode == 'custom-call'
   assert module.entry.root.name == 'scattered'
   assert 'splash kernel' in [m.source for m in work.of_module(module)]
 
 
 def test_a_loop_of_unknown_length_has_no_trip_count():
   module = hlo.parse(TPU.replace('constant(16)', 'constant({16})'))
-  assert hlo.trip_count(module, module.entry, module.entry.by_name['loop']) is None
+  assert hlo.trip_count(module.entry.instructions['loop']) is None
 
 
 @pytest.mark.parametrize(

@@ -156,16 +156,16 @@ def test_chunks_are_shortened_until_the_step_fits(tmp_path):
 def test_the_fastest_change_that_fits_is_recommended():
   before = {'total_bytes': 100}
   slow = (
-    'slow',
+    ('slow',),
     {'fits': True, 'total_bytes': 5, 'estimated_tokens_per_second_per_chip': [1.0, 0.4]},
   )
   fast = (
-    'fast',
+    ('fast',),
     {'fits': True, 'total_bytes': 9, 'estimated_tokens_per_second_per_chip': [2.0, 0.3]},
   )
-  less = ('less', {'fits': False, 'total_bytes': 50})
-  more = ('more', {'fits': False, 'total_bytes': 150})
-  refused = ('refused', {'fits': False, 'total_bytes': None})
+  less = (('less',), {'fits': False, 'total_bytes': 50})
+  more = (('more',), {'fits': False, 'total_bytes': 150})
+  refused = (('refused',), {'fits': False, 'total_bytes': None})
   assert remedies.best([slow, fast, less], before).endswith('add fast')
   assert 'add less, ' in remedies.best([refused, more, less], before)
   assert 'No change reduces it' in remedies.best([refused, more], before)

@@ -191,13 +191,13 @@ def test_a_second_signal_does_not_disturb_the_end_of_a_program(handlers):
 
 
 @pytest.mark.invariant(14)
-@pytest.mark.parametrize('counts', [['3', '5'], ['5', '3'], ['4', '5']])
+@pytest.mark.parametrize('counts', [[3, 5], [5, 3], [4, 5]])
 def test_all_processes_stop_after_the_largest_number_of_calls(monkeypatch, counts):
   calls = []
 
-  def exchange(name, text, *seconds):
-    calls.append((name, text, *seconds))
-    return counts if name == 'stop' else ['']
+  def exchange(name, value, *seconds):
+    calls.append((name, value, *seconds))
+    return counts if name == 'stop' else [None]
 
   monkeypatch.setattr(processes, 'exchange', exchange)
   with Preemption(grace_seconds=9.0) as stop:
@@ -207,7 +207,7 @@ def test_all_processes_stop_after_the_largest_number_of_calls(monkeypatch, count
     while len(calls) < 2:  # the exchange of the counts
       time.sleep(0.01)
     assert [stop.requested() for _ in range(4)] == [False, False, True, True]
-  assert calls == [('ready', ''), ('stop', '3', 9.0)]
+  assert calls == [('ready', None), ('stop', 3, 9.0)]
 
 
 def builder_of(process):

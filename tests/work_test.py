@@ -61,8 +61,7 @@ def convolution(left, right, out, labels, window):
   ROOT %c = f32[{out}] convolution(%a, %b), window={{{window}}}, dim_labels={labels}
 }}
 """
-  module = hlo.parse(text)
-  return work.flops_of(module, module.entry, module.entry.root)
+  return work.flops_of(hlo.parse(text).entry.root)
 
 
 @pytest.mark.parametrize(

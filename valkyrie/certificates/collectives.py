@@ -33,14 +33,9 @@ import numpy as np
 from valkyrie.certificates import hlo
 
 KINDS = (
-  'all-gather',
-  'all-reduce',
-  'reduce-scatter',
-  'all-to-all',
-  'collective-permute',
-  'collective-broadcast',
-  'ragged-all-to-all',
-)
+  'all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute',
+  'collective-broadcast', 'ragged-all-to-all',
+)  # fmt: skip
 _ORDER = r'\[([\d,]+)\](?:T\(([\d,]+)\))?'  # `[2,2,8]T(1,0,2)`: reshape and transpose
 
 
@@ -62,7 +57,8 @@ class Collective(hlo.Transfer):
 
 def of_module(module: hlo.Module) -> list[Collective]:
   """All collectives; a conditional usually takes the branch that sends least."""
-  return [one for one in hlo.transfers(module, functools.partial(_read, module)) if one.bytes]
+  read = functools.partial(_read, partitions=module.partitions)
+  return [one for one in hlo.transfers(module, read) if one.bytes]
 
 
 def by_kind(collectives: Sequence[Collective], *, rare: bool = False) -> dict[str, int]:
@@ -148,20 +144,17 @@ def _busiest_link(pairs: np.ndarray, network: Torus) -> int:
   return max(load.values(), default=0)
 
 
-def _read(
-  module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction
-) -> Collective | None:
+def _read(instruction: hlo.Instruction, partitions: int) -> Collective | None:
   kind = instruction.opcode.removesuffix('-start')
   if kind not in KINDS:
     return None
-  operands = [computation.by_name[name] for name in instruction.operands]
-  size = sum(array.bytes for operand in operands for array in operand.arrays)
+  size = sum(array.bytes for operand in instruction.operands for array in operand.arrays)
   if kind == 'collective-permute':
     pairs = instruction.find(r'source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}')
     groups = np.asarray(re.findall(r'\{(\d+),(\d+)\}', pairs), int).reshape(-1, 2)
   else:
-    groups = replica_groups(instruction.attributes, module.partitions)
-  if kind == 'all-reduce' and computation.name.startswith('all-reduce-scatter'):
+    groups = replica_groups(instruction.attributes, partitions)
+  if kind == 'all-reduce' and instruction.computation.name.startswith('all-reduce-scatter'):
     # On TPUs a reduce-scatter is a fusion of this name: an all-reduce and a slice of its result.
     kind = 'reduce-scatter'
   n = groups.shape[1]

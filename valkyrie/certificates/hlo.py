@@ -49,26 +49,28 @@ class ArrayShape(NamedTuple):
 Arrays = tuple[ArrayShape, ...]  # of a value, including those inside nested tuples
 
 
-class Instruction(NamedTuple):
+@dataclasses.dataclass(eq=False)
+class Instruction:
   """`%name = arrays opcode(%operands), attributes`; `literal` is the text inside the brackets."""
 
+  computation: 'Computation'
   name: str
   arrays: Arrays
   opcode: str
-  operands: tuple[str, ...]
+  operands: list['Instruction']
   literal: str
   attributes: str
-  is_root: bool
+  users: list['Instruction'] = dataclasses.field(default_factory=list)
 
   def find(self, pattern: str) -> str:
     """The first group of a regular expression in the attributes, or ''."""
     found = re.search(pattern, self.attributes)
     return found.group(1) if found else ''
 
-  def called(self, *attributes: str) -> list[str]:
+  def called(self, *attributes: str) -> list['Computation']:
     """The computations of attributes such as body=%x or branch_computations={%a, %b}."""
     values = [self.find(rf'\b{name}=(\{{[^}}]*\}}|%?[\w.-]+)') for name in attributes]
-    return re.findall(r'[\w.-]+', ' '.join(values))
+    return [self.computation.others[name] for name in re.findall(r'[\w.-]+', ' '.join(values))]
 
   @property
   def op_name(self) -> str:
@@ -76,32 +78,20 @@ class Instruction(NamedTuple):
     return self.find(r'op_name="([^"]*)"')
 
 
+@dataclasses.dataclass(eq=False)
 class Computation:
-  """A list of instructions, in execution order."""
+  """Instructions by name, in execution order.
 
-  def __init__(self, name: str, instructions: list[Instruction]):
-    self.name = name
-    self.instructions = instructions
-    self.by_name = {instruction.name: instruction for instruction in instructions}
+  others: the computations of the program.
+  parameters: by number.
+  root: the instruction whose value is returned.
+  """
 
-  @functools.cached_property
-  def root(self) -> Instruction:
-    """The instruction whose value the computation returns."""
-    return next(i for i in self.instructions if i.is_root)
-
-  @functools.cached_property
-  def parameters(self) -> dict[int, Instruction]:
-    """The parameters by number."""
-    return {int(i.literal): i for i in self.instructions if i.opcode == 'parameter'}
-
-  @functools.cached_property
-  def users(self) -> dict[str, list[Instruction]]:
-    """The instructions that read a value, by the name of the value."""
-    users: dict[str, list[Instruction]] = {}
-    for instruction in self.instructions:
-      for name in dict.fromkeys(instruction.operands):
-        users.setdefault(name, []).append(instruction)
-    return users
+  name: str
+  others: Mapping[str, 'Computation']
+  instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
+  parameters: dict[int, Instruction] = dataclasses.field(default_factory=dict)
+  root: Instruction = dataclasses.field(init=False)
 
 
 class Module(NamedTuple):
@@ -131,15 +121,18 @@ def parse(text: str) -> Module:
   for is_entry, name, body in _COMPUTATION.findall(text):
     # A line without indent continues the line before: the metadata of a Pallas kernel is JSON.
     lines = re.sub(r'\n(?=\S)', '', body).splitlines()
-    computations[name] = Computation(name, [_instruction(line) for line in lines if line.strip()])
-    entry = name if is_entry else entry
+    computations[name] = computation = Computation(name, computations)
+    for line in filter(str.strip, lines):
+      _add(computation, line)
+    entry = computation if is_entry else entry
   if entry is None:
     raise ValueError('The text has no ENTRY computation.')
   partitions = re.match(r'.*num_partitions=(\d+)', text)
-  return Module(computations[entry], computations, int(partitions.group(1)) if partitions else 1)
+  return Module(entry, computations, int(partitions.group(1)) if partitions else 1)
 
 
-def _instruction(line: str) -> Instruction:
+def _add(computation: Computation, line: str) -> None:
+  """Adds the instruction of a line, whose operands stand above it."""
   head = _INSTRUCTION.match(line)
   if head is None:
     raise ValueError(f'Expected an instruction, found {line[:200]!r}.')
@@ -149,10 +142,16 @@ def _instruction(line: str) -> Instruction:
     raise ValueError(f'Expected an opcode in {line[:200]!r}.')
   end = _closing(line, opcode.end() - 1)
   inside = line[opcode.end() : end]
-  operands = tuple(re.findall(r'%([\w.-]+)', inside))
-  return Instruction(
-    head.group(2), arrays, opcode.group(1), operands, inside, line[end + 1 :], bool(head.group(1))
-  )
+  operands = [computation.instructions[name] for name in re.findall(r'%([\w.-]+)', inside)]
+  is_root, name = head.groups()
+  made = Instruction(computation, name, arrays, opcode.group(1), operands, inside, line[end + 1 :])
+  computation.instructions[name] = made
+  for operand in dict.fromkeys(operands):
+    operand.users.append(made)
+  if made.opcode == 'parameter':
+    computation.parameters[int(inside)] = made
+  if is_root:
+    computation.root = made
 
 
 def _closing(line: str, at: int) -> int:
@@ -224,9 +223,7 @@ class Transfer:
 _Transfer = TypeVar('_Transfer', bound=Transfer)
 
 
-def transfers(
-  module: Module, read: Callable[[Computation, Instruction], _Transfer | None]
-) -> list[_Transfer]:
+def transfers(module: Module, read: Callable[[Instruction], _Transfer | None]) -> list[_Transfer]:
   """All transfers of a program, including those in its loops, branches and calls.
 
   The branch of a conditional that moves least is the usual one. A loop without a known trip count
@@ -238,31 +235,30 @@ def transfers(
   """
 
   @functools.cache
-  def within(name: str) -> list[_Transfer]:
-    computation = module.computations[name]
-    return [part for i in computation.instructions for part in of_one(computation, i)]
+  def within(computation: Computation) -> list[_Transfer]:
+    return [part for i in computation.instructions.values() for part in of_one(i)]
 
-  def of_one(computation: Computation, instruction: Instruction) -> Iterator[_Transfer]:
+  def of_one(instruction: Instruction) -> Iterator[_Transfer]:
     if instruction.opcode == 'while':
-      trips = trip_count(module, computation, instruction)
-      for name in instruction.called('body', 'condition'):
-        for part in within(name):
+      trips = trip_count(instruction)
+      for computation in instruction.called('body', 'condition'):
+        for part in within(computation):
           times = part.times * (1 if trips is None else trips)
           yield dataclasses.replace(part, times=times, in_loop=True)
     elif instruction.opcode == 'conditional':
       names = ('branch_computations', 'true_computation', 'false_computation')
-      branches = [within(name) for name in instruction.called(*names)]
+      branches = [within(branch) for branch in instruction.called(*names)]
       usual = min(range(len(branches)), key=lambda number: total(branches[number]))
       for number, branch in enumerate(branches):
         for part in branch:
           yield part if number == usual else dataclasses.replace(part, rare=True)
-    elif (one := read(computation, instruction)) is not None:
+    elif (one := read(instruction)) is not None:
       yield one
     elif instruction.opcode in ('call', 'fusion', 'async-start'):
-      for name in instruction.called('calls', 'to_apply'):
-        yield from within(name)
+      for computation in instruction.called('calls', 'to_apply'):
+        yield from within(computation)
 
-  return within(module.entry.name)
+  return within(module.entry)
 
 
 def total(found: Iterable[Transfer], *, rare: bool = False) -> float:
@@ -271,14 +267,8 @@ def total(found: Iterable[Transfer], *, rare: bool = False) -> float:
 
 
 _SAME_VALUE = (
-  'copy',
-  'bitcast',
-  'convert',
-  'reshape',
-  'copy-done',
-  'copy-start',
-  'optimization-barrier',
-)
+  'copy', 'bitcast', 'convert', 'reshape', 'copy-done', 'copy-start', 'optimization-barrier',
+)  # fmt: skip
 _OPERATIONS = {
   'add': operator.add,
   'subtract': operator.sub,
@@ -287,31 +277,27 @@ _OPERATIONS = {
 _MOST_TRIPS = 10**6
 
 
-def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-  """The number of iterations of a `while` of this computation; None if the text does not show it.
+def trip_count(loop: Instruction) -> int | None:
+  """The number of iterations of a `while`; None if the text does not show it.
 
   CPUs and GPUs write it. Otherwise the loop is executed, as far as its condition reads it.
   """
   if known := loop.find(r'known_trip_count.{1,4}n":"(\d+)"'):
     return int(known)
-  condition, body = (module.computations[name] for name in loop.called('condition', 'body'))
-  carry = functools.partial(_evaluated, module, computation, (), loop.operands[0])
+  condition, body = loop.called('condition', 'body')
+  carry = functools.partial(_evaluated, loop.operands[0], ())
   for trips in range(_MOST_TRIPS):
-    goes_on = _evaluated(module, condition, (carry,), condition.root.name)
+    goes_on = _evaluated(condition.root, (carry,))
     if not goes_on:
       return None if goes_on is None else trips
-    carry = functools.cache(functools.partial(_evaluated, module, body, (carry,), body.root.name))
+    carry = functools.cache(functools.partial(_evaluated, body.root, (carry,)))
   return None
 
 
-def _evaluated(
-  module: Module, computation: Computation, arguments: Sequence[Callable[[], Any]], name: str
-) -> Any:
-  """A number of a computation, or the functions that return a tuple's elements; None if unknown."""
-  made = computation.by_name[name]
+def _evaluated(made: Instruction, arguments: Sequence[Callable[[], Any]]) -> Any:
+  """A number, or the functions that return the elements of a tuple; None if it is unknown."""
   operands = [
-    functools.cache(functools.partial(_evaluated, module, computation, arguments, operand))
-    for operand in made.operands
+    functools.cache(functools.partial(_evaluated, operand, arguments)) for operand in made.operands
   ]
   operation = _OPERATIONS.get(made.find(r'direction=(\w\w)') or made.opcode)
   value = None
@@ -325,8 +311,7 @@ def _evaluated(
   elif made.opcode == 'parameter' and arguments:
     value = arguments[int(made.literal)]()
   elif made.opcode == 'fusion':
-    inner = module.computations[made.called('calls')[0]]
-    value = _evaluated(module, inner, operands, inner.root.name)
+    value = _evaluated(made.called('calls')[0].root, operands)
   elif made.opcode == 'constant' and re.fullmatch(r'-?\d+', made.literal):
     value = int(made.literal)
   elif operation is not None:

@@ -113,12 +113,7 @@ def _certificate(
       raise
     needed = re.search(r'\(([\d.]+)G\)', refused)
     total = int(float(needed.group(1)) * chips.GIB) if needed else None
-    return facts | {
-      'total_bytes': total,
-      'hbm_bytes': hbm_bytes,
-      'fits': False,
-      'refused': refused,
-    }
+    return facts | {'total_bytes': total, 'hbm_bytes': hbm_bytes, 'fits': False, 'refused': refused}
   facts['compile_seconds'] = round(time.perf_counter() - began, 1)
   module = hlo.parse(compiled.as_text() or '')
   done, sent = work.of_module(module), collectives.of_module(module)

@@ -1,7 +1,7 @@
 """Changes that reduce the memory of a step that does not fit. Each change is compiled."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from valkyrie.certificates.certificate import gib
 from valkyrie.config import paths
@@ -11,17 +11,11 @@ from valkyrie.config.record import bindings
 from valkyrie.errors import ConfigurationError
 from valkyrie.sharding.partitioner import Partitioner
 
+_FILE = '--gin_file='
 _PARTS = (2, 4, 8, 16)  # into which a chunk that is too long is divided
 
 
-class Change(NamedTuple):
-  """Gin files and flags to add to a run."""
-
-  files: Sequence[str] = ()
-  flags: Sequence[str] = ()
-
-  def __str__(self) -> str:
-    return ' '.join([*(f'--gin_file={file}' for file in self.files), *self.flags])
+Change = tuple[str, ...]  # flags to add to a run: --gin_file=FILE and --gin.NAME=VALUE
 
 
 def advice(
@@ -46,7 +40,7 @@ def advice(
   tried = []
   for knob in _knobs(worst, layouts):
     for change, found in _compiled(knob, ask, partitioner):
-      lines.append(f'  {change}: {_outcome(found)}')
+      lines.append(f'  {" ".join(change)}: {_outcome(found)}')
       print(lines[-1].strip(), flush=True)
       tried.append((change, found))
   return '\n'.join([*lines, best(tried, worst)])
@@ -55,14 +49,14 @@ def advice(
 def best(tried: Sequence[tuple[Change, Mapping[str, Any]]], before: Mapping[str, Any]) -> str:
   """The fastest change that fits, or else the one with the smallest memory."""
   fitting = [
-    (_speed(found)[0], -found['total_bytes'], str(change))
+    (_speed(found)[0], -found['total_bytes'], ' '.join(change))
     for change, found in tried
     if found['fits']
   ]
   if fitting:
     return f'Recommended: add {max(fitting)[-1]}'
   less = [
-    (found['total_bytes'], str(change))
+    (found['total_bytes'], ' '.join(change))
     for change, found in tried
     if found['total_bytes'] and found['total_bytes'] < (before['total_bytes'] or float('inf'))
   ]
@@ -80,8 +74,9 @@ def _compiled(
   """Compiles the changes of a knob up to the first that fits, and yields them with the result."""
   before = _run(partitioner())
   for change in knob:
+    files = [flag.removeprefix(_FILE) for flag in change if flag.startswith(_FILE)]
     try:
-      with override_gin(change.files, change.flags):
+      with override_gin(files, [flag for flag in change if flag.startswith(FLAG)]):
         if _run(partitioner()) == before:
           continue  # the same layout
         found = ask()
@@ -96,7 +91,7 @@ def _compiled(
 def _run(layout: Partitioner) -> tuple[Any, ...]:
   """The current bindings with the resolved layout, which several bindings can give."""
   others = {
-    name: value for name, value in bindings().items() if not name.startswith('Partitioner.')
+    name: found for name, found in bindings().items() if not name.startswith('Partitioner.')
   }
   if layout.mesh.size == 1:
     return (others,)
@@ -121,23 +116,19 @@ def _knobs(worst: Mapping[str, Any], layouts: Sequence[str] | None) -> list[list
   """The changes of each knob, in ascending order of their effect."""
   knobs = [
     [_shorter(worst, parts) for parts in _PARTS if worst['chunk_size'] % parts == 0],
-    [Change(flags=[f"{FLAG}LanguageModel.remat_policy='nothing'"])],
+    [(f"{FLAG}LanguageModel.remat_policy='nothing'",)],
   ]
   if bindings().get('StepSettings.remat_chunks') is False:
-    knobs.append([Change(flags=[f'{FLAG}StepSettings.remat_chunks=True'])])
+    knobs.append([(f'{FLAG}StepSettings.remat_chunks=True',)])
   if worst['rows'] > 1:
-    knobs.append([Change(flags=[f'{FLAG}batch_size={worst["rows"] // 2}'])])
+    knobs.append([(f'{FLAG}batch_size={worst["rows"] // 2}',)])
   if layouts is None:
     known = sorted(path.stem for path in (paths.GIN / 'partition').glob('*.gin'))
     layouts = [f'gin/partition/{name}.gin' for name in known if name != 'single']
-  return knobs + [[Change(files=[layout])] for layout in layouts]
+  return knobs + [[(f'{_FILE}{layout}',)] for layout in layouts]
 
 
 def _shorter(worst: Mapping[str, Any], parts: int) -> Change:
   """Divides the chunk size by `parts`, and multiplies the number of chunks by it."""
-  sizes = {
-    'chunk_size': worst['chunk_size'] // parts,
-    'chunks': parts * worst['chunks'],
-    'backprop_chunks': parts * worst['backprop_chunks'],
-  }
-  return Change(flags=[f'{FLAG}{name}={value}' for name, value in sizes.items()])
+  longer = (f'{FLAG}{name}={parts * worst[name]}' for name in ('chunks', 'backprop_chunks'))
+  return f'{FLAG}chunk_size={worst["chunk_size"] // parts}', *longer

@@ -32,18 +32,9 @@ _KERNEL = 'custom_call_target="tpu_custom_call"'
 
 # No traffic: these name a value, wait, or end an operation that was counted at its start.
 _FREE = (
-  'parameter',
-  'constant',
-  'tuple',
-  'get-tuple-element',
-  'bitcast',
-  'after-all',
-  'partition-id',
-  'replica-id',
-  'optimization-barrier',
-  'add-dependency',
-  'domain',
-)
+  'parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'after-all', 'partition-id',
+  'replica-id', 'optimization-barrier', 'add-dependency', 'domain',
+)  # fmt: skip
 _FREE_CALLS = ('AllocateBuffer', 'ConcatBitcast', 'AssumeGatherIndicesInBound', 'Sharding')
 _SLICES = ('dynamic-slice', 'slice', 'gather')
 _SAME_BYTES = ('bitcast', 'optimization-barrier')
@@ -70,14 +61,14 @@ class Work(hlo.Transfer):
 def of_module(module: hlo.Module) -> list[Work]:
   """All instructions with work; a conditional takes the branch that moves least."""
 
-  def read(computation: hlo.Computation, instruction: hlo.Instruction) -> Work | None:
+  def read(instruction: hlo.Instruction) -> Work | None:
     if instruction.opcode == 'call':
       return None
-    flops = flops_of(module, computation, instruction)
+    flops = flops_of(instruction)
     if _KERNEL in instruction.attributes:  # with an estimate by its author
       flops = int(instruction.find(r'"cost_estimate":\{[^{}]*"flops":"(\d+)"') or 0)
     return Work(
-      bytes=bytes_of(module, computation, instruction),
+      bytes=bytes_of(instruction),
       source=f'{instruction.op_name} {instruction.name}'.strip(),
       part=_part(instruction, flops),
       flops=flops,
@@ -118,14 +109,13 @@ def seconds(
   return spent
 
 
-def flops_of(module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction) -> int:
+def flops_of(instruction: hlo.Instruction) -> int:
   """Operations of one execution, including those inside a fusion; 0 for a call, branch or loop."""
   if instruction.opcode == 'fusion':
-    inner = module.computations[instruction.called('calls')[0]]
-    return sum(flops_of(module, inner, one) for one in inner.instructions)
+    return sum(map(flops_of, instruction.called('calls')[0].instructions.values()))
   if instruction.opcode not in ('dot', 'convolution'):
     return 0
-  left, right = (computation.by_name[name].arrays[0].dims for name in instruction.operands)
+  left, right = (operand.arrays[0].dims for operand in instruction.operands)
   out = instruction.arrays[0].dims
   if instruction.opcode == 'convolution':
     return 2 * _multiplications(instruction, left, right, out)
@@ -168,21 +158,19 @@ def _meetings(inputs: int, kernel: int, outputs: int, window: dict[str, str]) ->
   return int(((met >= 0) & (met <= gap * (inputs - 1)) & (met % gap == 0)).sum())
 
 
-def bytes_of(module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction) -> int:
+def bytes_of(instruction: hlo.Instruction) -> int:
   """The bytes of one execution of an instruction, unless it is a call, a branch or a loop."""
   opcode, results = instruction.opcode, instruction.arrays
-  operands = [computation.by_name[name].arrays for name in instruction.operands]
+  operands = [operand.arrays for operand in instruction.operands]
   free = opcode == 'custom-call' and any(call in instruction.attributes for call in _FREE_CALLS)
   if free or opcode in _FREE or opcode.endswith('-done'):
     return 0
   if opcode == 'fusion':
-    inner = module.computations[instruction.called('calls')[0]]
-    read = sum(
-      _read_inside(module, inner, inner.parameters[number])
-      for number, operand in enumerate(operands)
-      if _in_hbm(operand)
-    )
-    return read + _written(inner, results)
+    (inner,) = instruction.called('calls')
+    read = [
+      _read_inside(inner.parameters[n]) for n, operand in enumerate(operands) if _in_hbm(operand)
+    ]
+    return sum(read) + _written(inner.root, results)
   if opcode in ('dynamic-update-slice', 'scatter'):
     updates = operands[1 if opcode == 'dynamic-update-slice' else -1]
     accesses = 2 if opcode == 'scatter' else 1
@@ -206,35 +194,33 @@ def _in_hbm(arrays: Iterable[hlo.ArrayShape]) -> int:
   return _size(array for array in arrays if array.space == 0)
 
 
-def _read_inside(module: hlo.Module, fusion: hlo.Computation, value: hlo.Instruction) -> int:
+def _read_inside(value: hlo.Instruction) -> int:
   """Bytes of a parameter that a fusion reads: its slices, if no instruction reads all of it."""
   whole, read = _size(value.arrays), 0
-  for user in fusion.users.get(value.name, ()):
+  for user in value.users:
     if user.opcode in _SAME_BYTES:
-      read += _read_inside(module, fusion, user)
-    elif user.opcode in _SLICES and user.operands[0] == value.name:
+      read += _read_inside(user)
+    elif user.opcode in _SLICES and user.operands[0] is value:
       read += _size(user.arrays)
-    elif user.opcode == 'dynamic-update-slice' and user.operands[0] == value.name:
+    elif user.opcode == 'dynamic-update-slice' and user.operands[0] is value:
       continue  # updated in place
     elif user.opcode == 'fusion':
-      inner = module.computations[user.called('calls')[0]]
-      for number, name in enumerate(user.operands):
-        if name == value.name:
-          read += _read_inside(module, inner, inner.parameters[number])
+      (inner,) = user.called('calls')
+      places = [number for number, operand in enumerate(user.operands) if operand is value]
+      read += sum(_read_inside(inner.parameters[number]) for number in places)
     elif user.opcode != 'tuple':
       return whole
   return min(read, whole)
 
 
-def _written(fusion: hlo.Computation, results: hlo.Arrays) -> int:
+def _written(root: hlo.Instruction, results: hlo.Arrays) -> int:
   """Bytes that a fusion writes: only the update of a buffer that it updates in place."""
-  root, arrays, total = fusion.root, iter(results), 0
-  for name in root.operands if root.opcode == 'tuple' else [root.name]:
-    made = fusion.by_name[name]
+  arrays, total = iter(results), 0
+  for made in root.operands if root.opcode == 'tuple' else [root]:
     written = _in_hbm(itertools.islice(arrays, len(made.arrays)))
     while made.opcode in _SAME_BYTES:
-      made = fusion.by_name[made.operands[0]]
+      made = made.operands[0]  # noqa: PLW2901
     if written and made.opcode == 'dynamic-update-slice':
-      written = _size(fusion.by_name[made.operands[1]].arrays)
+      written = _size(made.operands[1].arrays)
     total += written
   return total
