@@ -36,34 +36,32 @@ def beat(**facts: str | int) -> None:
 
   Without fields it reports that the current stage makes progress.
   """
-  descriptor = _pipe(os.environ.get(VARIABLE))
-  if descriptor is None:
-    return
-  try:
-    with contextlib.suppress(BlockingIOError):
+  for descriptor in inherited():
+    try:
       os.write(descriptor, json.dumps(facts).encode() + b'\n')
-  except OSError:  # nobody reads the pipe any more
-    _end_once()
+    except BlockingIOError:  # a busy supervisor
+      pass
+    except OSError:  # nobody reads the pipe any more
+      _end_once()
 
 
 def inherited() -> tuple[int, ...]:
   """The `pass_fds` of a child process that sends heartbeats for this one."""
-  descriptor = _pipe(os.environ.get(VARIABLE))
-  return () if descriptor is None else (descriptor,)
+  return _pipe(os.environ.get(VARIABLE, ''))
 
 
 @functools.cache
-def _pipe(value: str | None) -> int | None:
-  """The descriptor of the pipe; None without one.
+def _pipe(value: str) -> tuple[int, ...]:
+  """The descriptor of the pipe, if there is one.
 
   A program between supervisor and run may close the descriptor, and its number may be reused for
   another file.
   """
-  descriptor = (value or '').partition(':')[0]
+  descriptor = value.partition(':')[0]
   with contextlib.suppress(OSError):
     if descriptor.isdecimal() and address(int(descriptor)) == value:
-      return int(descriptor)
-  return None
+      return (int(descriptor),)
+  return ()
 
 
 @functools.cache

@@ -53,8 +53,7 @@ def member(coordinator: str | None, processes: str, process: int | None) -> Memb
 
   Args:
     coordinator: HOST:PORT, the only address at which process 0 listens; None means COORDINATOR.
-    processes: the number of processes; with DETECTED, jax's cluster detection finds all three
-      arguments (TPU pods, SLURM, Kubernetes, MPI).
+    processes: their number; with DETECTED, jax's cluster detection finds all three arguments.
     process: the number of this process, from 0.
 
   Raises:
@@ -84,13 +83,9 @@ def member(coordinator: str | None, processes: str, process: int | None) -> Memb
 def join(this: Member, seconds: int) -> None:
   """Connects this process with the others; must be called before jax uses a device.
 
-  Args:
-    this: the result of `member`.
-    seconds: time limit for the other processes to join.
-
   Raises:
     ConfigurationError: jax detects no cluster.
-    Unreachable: the other processes did not join in time.
+    Unreachable: the other processes did not join within `seconds`.
   """
   global _client, _listener, _index, _count  # noqa: PLW0603, as jax: one cluster a process
   address = this.coordinator
@@ -106,8 +101,8 @@ def join(this: Member, seconds: int) -> None:
     'run the same command again.'
   )
   # At its own time limit jax would abort with a C++ stack.
-  late = f'--join_seconds={seconds} have passed'
-  timer = threading.Timer(seconds, abort, [failure.format(late)])
+  late = failure.format(f'--join_seconds={seconds} have passed')
+  timer = threading.Timer(seconds, abort, [late])
   timer.start()
   try:
     jax.distributed.initialize(
@@ -179,9 +174,9 @@ def end(code: int, error: BaseException | None = None) -> None:
   Print messages before this call.
 
   Args:
-    code: the exit code. 75 makes the other processes save and stop, any other ends them at once.
-    error: the reason. If a process is lost, jax raises errors in the others: after such an error,
-      the process first waits for jax to report the loss.
+    code: 75 makes the other processes save and stop, any other ends them at once.
+    error: the reason. After an error of jax, which the loss of another process may have raised, the
+      process first waits for jax to report the loss.
   """
   if _client is None:
     return

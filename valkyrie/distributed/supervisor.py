@@ -133,7 +133,10 @@ class Supervisor:
       return HANG, reason
     code = child.wait()
     code = 128 - code if code < 0 else code
-    return code, f'exit code {code}{_about_a_kill(code)}'
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    size = peak / 2**30 if sys.platform == 'darwin' else peak / 2**20  # from bytes, or from KiB
+    killed = f' (killed, often by the kernel for its memory: it has held up to {size:.1f} GiB)'
+    return code, f'exit code {code}{killed if code == 128 + signal.SIGKILL else ""}'
 
   def _watch(self, child: subprocess.Popen, pipe: io.FileIO, status: RunStatus) -> str | None:
     """Returns None when the child has ended, or why it is considered to hang."""
@@ -198,15 +201,6 @@ class Supervisor:
     if self._child is not None and self._child.poll() is None:
       with contextlib.suppress(ProcessLookupError):
         os.killpg(self._child.pid, number)
-
-
-def _about_a_kill(code: int) -> str:
-  """The most frequent cause of SIGKILL, after which a process cannot leave a message."""
-  if code != 128 + signal.SIGKILL:
-    return ''
-  peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-  size = peak / 2**30 if sys.platform == 'darwin' else peak / 2**20  # from bytes, or from KiB
-  return f' (killed, often by the kernel for its memory: it has held up to {size:.1f} GiB)'
 
 
 def _say(message: str) -> None:
