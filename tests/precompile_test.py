@@ -15,7 +15,7 @@ import pytest
 import tiny_run
 
 from valkyrie import main
-from valkyrie.certificates import precompile, remedies, topologies
+from valkyrie.certificates import precompile, topologies
 from valkyrie.config.load import load_gin, override_gin
 from valkyrie.errors import ConfigurationError
 from valkyrie.sharding import mesh
@@ -145,7 +145,7 @@ def test_chunks_are_shortened_until_the_step_fits(tmp_path):
   worst |= {'chunk_size': 16, 'chunks': 2, 'backprop_chunks': 2}
   same = ['gin/partition/data.gin']  # the same layout on one device
   with mesh.target_devices(jax.devices()[:1]):
-    said = remedies.advice(worst, same, one_byte_per_token, Partitioner).splitlines()
+    said = precompile.advice(worst, same, one_byte_per_token, Partitioner).splitlines()
   fits = '--gin.chunk_size=4 --gin.chunks=8 --gin.backprop_chunks=8'
   assert [line.strip().partition(':')[0] for line in said[1:-2]] == [
     '--gin.chunk_size=8 --gin.chunks=4 --gin.backprop_chunks=4', fits,
@@ -166,9 +166,9 @@ def test_the_fastest_change_that_fits_is_recommended():
   less = (('less',), {'fits': False, 'total_bytes': 50})
   more = (('more',), {'fits': False, 'total_bytes': 150})
   refused = (('refused',), {'fits': False, 'total_bytes': None})
-  assert remedies.best([slow, fast, less], before).endswith('add fast')
-  assert 'add less, ' in remedies.best([refused, more, less], before)
-  assert 'No change reduces it' in remedies.best([refused, more], before)
+  assert precompile.best([slow, fast, less], before).endswith('add fast')
+  assert 'add less, ' in precompile.best([refused, more, less], before)
+  assert 'No change reduces it' in precompile.best([refused, more], before)
 
 
 def test_override_gin_restores_the_configuration(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from valkyrie.monitoring import html_report, pictures
 from valkyrie.monitoring.pictures import Curve, figure, short
-from valkyrie.monitoring.training_log import RefusedLog
+from valkyrie.run.observers import Refusals
 from valkyrie.training.tbptt import Sums
 from valkyrie.training.train_step import StepMetrics
 
@@ -84,8 +84,9 @@ def run(tmp_path):
       (folder / f'{path}.jsonl').write_text(''.join(f'{json.dumps(line)}\n' for line in found))
     sums = Sums(*[np.float32(math.nan)] * 5)
     refused = StepMetrics(sums, np.float32(1), {}, np.float32(1), np.int32(1), np.bool_(False))
-    with RefusedLog(folder, 0, lambda step: 'a <file> & more', print) as log:
-      log(7, refused)
+    with Refusals(folder, 0, lambda _: 'a <file> & more', print, lambda *_: None) as refusals:
+      refusals(7, refused)
+      refusals.flush()
     bindings = {'Optimizer.learning_rate': rate, 'S5.state_size': 8}
     (folder / 'config.json').write_text(json.dumps({'version': '7.8.9', 'bindings': bindings}))
     (folder / 'model_info.txt').write_text('1,234 parameters\n\ntable')

@@ -1,9 +1,12 @@
 """Certificate of a compiled train step: an entry of precompile.json, and its text form."""
 
 from collections.abc import Mapping, Sequence
+import re
+import time
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 import numpy as np
 
 from valkyrie.certificates import collectives, hlo, topologies, work
@@ -12,10 +15,12 @@ from valkyrie.training.curriculum import Phase
 from valkyrie.training.setup import Setup
 
 
-def describe(setup: Setup, phase: Phase, topology: str | None) -> dict[str, Any]:
-  """The facts known before compiling: the step, the devices and the operations of the model."""
+def of_step(
+  setup: Setup, phase: Phase, topology: str | None, hbm_bytes: int | None
+) -> dict[str, Any]:
+  """Compiles the step of a phase, and returns its certificate; a program can use `hbm_bytes`."""
   mesh, rows = setup.partitioner.mesh, setup.settings.batch_size
-  return {
+  facts = {
     'topology': topology,
     'compiler': topologies.compiler(topology),
     'device_kind': mesh.devices.flat[0].device_kind,
@@ -30,15 +35,25 @@ def describe(setup: Setup, phase: Phase, topology: str | None) -> dict[str, Any]
     'parameters': sum(leaf.size for leaf in jax.tree.leaves(setup.state.params)),
     'flops_per_token': setup.model.about.train_flops_per_token,
   }
+  began = time.perf_counter()
+  try:
+    compiled = setup.trace(phase).lower().compile()
+  except jax.errors.JaxRuntimeError as error:
+    refused = str(error).partition('\n')[0]
+    if 'RESOURCE_EXHAUSTED' not in refused:
+      raise
+    needed = re.search(r'\(([\d.]+)G\)', refused)
+    total = int(float(needed.group(1)) * chips.GIB) if needed else None
+    return facts | {'total_bytes': total, 'hbm_bytes': hbm_bytes, 'fits': False, 'refused': refused}
+  facts['compile_seconds'] = round(time.perf_counter() - began, 1)
+  module = hlo.parse(compiled.as_text() or '')
+  done, sent = work.of_module(module), collectives.of_module(module)
+  facts |= _memory(compiled, hbm_bytes) | _program(module, done, sent, facts)
+  return facts if topology is None else facts | _estimates(topology, done, sent, facts, mesh)
 
 
-def memory(compiled: jax.stages.Compiled, hbm_bytes: int | None) -> dict[str, Any]:
-  """Memory per chip.
-
-  total_bytes: arguments + temporaries + outputs - aliased.
-  hbm_bytes: the memory that a program can use; None if unknown.
-  fits: whether total_bytes <= hbm_bytes; None if unknown.
-  """
+def _memory(compiled: jax.stages.Compiled, hbm_bytes: int | None) -> dict[str, Any]:
+  """Memory per chip, where total_bytes is arguments + temporaries + outputs - aliased."""
   used = compiled.memory_analysis()
   assert used is not None, 'CPUs, GPUs and TPUs have a memory analysis'
   sizes = {
@@ -57,7 +72,7 @@ def memory(compiled: jax.stages.Compiled, hbm_bytes: int | None) -> dict[str, An
   }
 
 
-def program(
+def _program(
   module: hlo.Module,
   done: Sequence[work.Work],
   sent: Sequence[collectives.Collective],
@@ -80,18 +95,18 @@ def program(
     'executed_flops': sum(one.flops * one.times for one in done),
     'collective_bytes': collectives.by_kind(sent),
     'rare_collective_bytes': collectives.by_kind(sent, rare=True),
-    'largest_collective_in_loops': largest
-    and _shown(largest, ('kind', 'bytes', 'times', 'source')),
+    'largest_collective_in_loops': largest and {'kind': largest.kind, **_shown(largest)},
     'hbm_traffic_bytes': hlo.total(done),
-    'largest_hbm_traffic': [_shown(one, ('bytes', 'times', 'source')) for one in most],
+    'largest_hbm_traffic': [_shown(one) for one in most],
   }
 
 
-def estimates(
+def _estimates(
+  topology: str,
   done: Sequence[work.Work],
   sent: Sequence[collectives.Collective],
   facts: Mapping[str, Any],
-  setup: Setup,
+  mesh: Mesh,
 ) -> dict[str, Any]:
   """Estimated time and share of peak on a TPU slice, see `collectives`. Nothing is measured.
 
@@ -102,9 +117,6 @@ def estimates(
     cycles. The time of a step lies between them.
   estimated_tokens_per_second_per_chip, estimated_share_of_peak: [by roofline, by cycles].
   """
-  mesh, topology = setup.partitioner.mesh, facts['topology']
-  if topology is None:
-    return {}
   name, sides = topologies.parse(topology)
   chip = chips.TPUS[name]
   assert chip.hbm_bytes_per_second and chip.link_bytes_per_second and chip.cycles_per_second, chip
@@ -130,17 +142,14 @@ def estimates(
   }
 
 
-def _shown(record: Any, fields: Sequence[str]) -> dict[str, Any]:
-  return {field: getattr(record, field) for field in fields}
+def _shown(one: hlo.Transfer) -> dict[str, Any]:
+  return {'bytes': one.bytes, 'times': one.times, 'source': one.source}
 
 
 def _layout(setup: Setup) -> str:
   """The axis rules, as 'batch over data, embed over data'."""
-  rules = [
-    f'{logical} over {"+".join(setup.partitioner.axes_of(logical))}'
-    for logical in setup.partitioner.axis_rules
-    if setup.partitioner.axes_of(logical)
-  ]
+  axes = {logical: setup.partitioner.axes_of(logical) for logical in setup.partitioner.axis_rules}
+  rules = [f'{logical} over {"+".join(names)}' for logical, names in axes.items() if names]
   return ', '.join(rules) or 'whole on one device'
 
 

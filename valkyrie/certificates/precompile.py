@@ -2,32 +2,39 @@
 
     python -m valkyrie.main --gin_file=gin/v4_32.gin --run_mode=precompile --topology=v4:4x4x2
 
-Nothing is allocated and no data is read: the train step of every phase is compiled from shapes.
+Nothing is allocated and no data is read: the train step of every phase is compiled from shapes. If
+one needs more memory than a device has, changes that reduce it are compiled, too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import json
 import pathlib
-import re
 import shlex
 import sys
-import time
 from typing import Any
 
 import gin
 import jax
 
-from valkyrie.certificates import certificate, collectives, hlo, remedies, topologies, work
+from valkyrie.certificates import certificate, topologies
+from valkyrie.certificates.certificate import gib
+from valkyrie.config import paths
 from valkyrie.config.computation import may_change_on_resume
+from valkyrie.config.load import override_gin
 from valkyrie.config.parse import FLAG
+from valkyrie.config.record import bindings
 from valkyrie.config.redact import redact
 from valkyrie.errors import ConfigurationError, storage_errors
 from valkyrie.monitoring import chips
 from valkyrie.sharding import mesh
-from valkyrie.training.curriculum import Phase
+from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.setup import Setup, StepSettings
 
-Certificate = dict[str, Any]
+Certificate = Mapping[str, Any]
+Change = tuple[str, ...]  # flags to add to a run: --gin_file=FILE and --gin.NAME=VALUE
+
+_FILE = '--gin_file='
+_PARTS = (2, 4, 8, 16)  # into which a chunk that is too long is divided
 
 
 @may_change_on_resume()
@@ -64,7 +71,7 @@ def precompile(
     found: dict[tuple, Certificate] = {}
     for phase in (phases[number] for number in numbers):
       if phase.shape not in found:
-        found[phase.shape] = _certificate(setup, phase, topology, offered)
+        found[phase.shape] = certificate.of_step(setup, phase, topology, offered)
     return [{'phase': number, **found[phases[number].shape]} for number in numbers]
 
   with mesh.target_devices(devices):
@@ -79,7 +86,7 @@ def precompile(
     if over:
       worst = max(over, key=lambda c: c['total_bytes'] or 0)
       raise ConfigurationError(
-        remedies.advice(
+        advice(
           worst,
           layouts,
           ask=lambda: certificates(worst['phase'])[0],
@@ -100,23 +107,117 @@ def _command() -> str:
   return shlex.join(['python', '-m', 'valkyrie.main', *map(shown, sys.argv[1:])])
 
 
-def _certificate(
-  setup: Setup, phase: Phase, topology: str | None, hbm_bytes: int | None
-) -> Certificate:
-  facts = certificate.describe(setup, phase, topology)
-  began = time.perf_counter()
-  try:
-    compiled = setup.trace(phase).lower().compile()
-  except jax.errors.JaxRuntimeError as error:
-    refused = str(error).partition('\n')[0]
-    if 'RESOURCE_EXHAUSTED' not in refused:
-      raise
-    needed = re.search(r'\(([\d.]+)G\)', refused)
-    total = int(float(needed.group(1)) * chips.GIB) if needed else None
-    return facts | {'total_bytes': total, 'hbm_bytes': hbm_bytes, 'fits': False, 'refused': refused}
-  facts['compile_seconds'] = round(time.perf_counter() - began, 1)
-  module = hlo.parse(compiled.as_text() or '')
-  done, sent = work.of_module(module), collectives.of_module(module)
-  facts |= certificate.memory(compiled, hbm_bytes)
-  facts |= certificate.program(module, done, sent, facts)
-  return facts | certificate.estimates(done, sent, facts, setup)
+def advice(
+  worst: Certificate,
+  layouts: Sequence[str] | None,
+  ask: Callable[[], Certificate],
+  partitioner: Callable[[], Partitioner],
+) -> str:
+  """A report of the memory of the step, the effect of each change, and the change to make.
+
+  Args:
+    worst: the certificate of the step with the largest memory.
+    layouts: gin files of partitioners to try; None tries gin/partition for several devices.
+    ask: returns the certificate of the same step under the current bindings.
+    partitioner: returns the layout under the current bindings.
+  """
+  needs = gib(worst['total_bytes']) if worst['total_bytes'] else 'more memory'
+  lines = [
+    f'Phase {worst["phase"]} needs {needs} per device. A device has {gib(worst["hbm_bytes"])}. '
+    'These changes were compiled:'
+  ]
+  tried = []
+  for knob in _knobs(worst, layouts):
+    for change, found in _compiled(knob, ask, partitioner):
+      lines.append(f'  {" ".join(change)}: {_outcome(found)}')
+      print(lines[-1].strip(), flush=True)
+      tried.append((change, found))
+  return '\n'.join([*lines, best(tried, worst)])
+
+
+def best(tried: Sequence[tuple[Change, Certificate]], before: Certificate) -> str:
+  """The fastest change that fits, or else the one with the smallest memory."""
+  fitting = [
+    (_speed(found)[0], -found['total_bytes'], ' '.join(change))
+    for change, found in tried
+    if found['fits']
+  ]
+  if fitting:
+    return f'Recommended: add {max(fitting)[-1]}'
+  less = [
+    (found['total_bytes'], ' '.join(change))
+    for change, found in tried
+    if found['total_bytes'] and found['total_bytes'] < (before['total_bytes'] or float('inf'))
+  ]
+  if less:
+    size, change = min(less)
+    return f'No single change is enough. Recommended: add {change}, which reduces it to {gib(size)}'
+  return 'No change reduces it. Use a smaller model or more chips.'
+
+
+def _compiled(
+  knob: Sequence[Change],
+  ask: Callable[[], Certificate],
+  partitioner: Callable[[], Partitioner],
+) -> Iterator[tuple[Change, Certificate]]:
+  """Compiles the changes of a knob up to the first that fits, and yields them with the result."""
+  before = _run(partitioner())
+  for change in knob:
+    files = [flag.removeprefix(_FILE) for flag in change if flag.startswith(_FILE)]
+    try:
+      with override_gin(files, [flag for flag in change if flag.startswith(FLAG)]):
+        if _run(partitioner()) == before:
+          continue  # the same layout
+        found = ask()
+    except ConfigurationError as error:
+      refused = str(error).partition('\n')[0]
+      found = {'fits': False, 'total_bytes': None, 'not_possible': refused}
+    yield change, found
+    if found['fits']:
+      return
+
+
+def _run(layout: Partitioner) -> tuple[Any, ...]:
+  """The current bindings with the resolved layout, which several bindings can give."""
+  others = {
+    name: found for name, found in bindings().items() if not name.startswith('Partitioner.')
+  }
+  if layout.mesh.size == 1:
+    return (others,)
+  rules = {logical: layout.axes_of(logical) for logical in layout.axis_rules}
+  return others, dict(layout.mesh.shape), rules, layout.manual
+
+
+def _outcome(found: Certificate) -> str:
+  if 'not_possible' in found:
+    return f'not possible: {found["not_possible"]}'
+  size = gib(found['total_bytes']) if found['total_bytes'] else 'more than a device has'
+  fast, slow = _speed(found)
+  by_estimate = f', estimated {slow:,.0f} to {fast:,.0f} tokens/s per chip' if fast else ''
+  return f'{size}, {"fits" if found["fits"] else "does not fit"}{by_estimate}'
+
+
+def _speed(found: Certificate) -> Sequence[float]:
+  return found.get('estimated_tokens_per_second_per_chip', (0.0, 0.0))
+
+
+def _knobs(worst: Certificate, layouts: Sequence[str] | None) -> list[list[Change]]:
+  """The changes of each knob, in ascending order of their effect."""
+  knobs = [
+    [_shorter(worst, parts) for parts in _PARTS if worst['chunk_size'] % parts == 0],
+    [(f"{FLAG}LanguageModel.remat_policy='nothing'",)],
+  ]
+  if bindings().get('StepSettings.remat_chunks') is False:
+    knobs.append([(f'{FLAG}StepSettings.remat_chunks=True',)])
+  if worst['rows'] > 1:
+    knobs.append([(f'{FLAG}batch_size={worst["rows"] // 2}',)])
+  if layouts is None:
+    known = sorted(path.stem for path in (paths.GIN / 'partition').glob('*.gin'))
+    layouts = [f'gin/partition/{name}.gin' for name in known if name != 'single']
+  return knobs + [[(f'{_FILE}{layout}',)] for layout in layouts]
+
+
+def _shorter(worst: Certificate, parts: int) -> Change:
+  """Divides the chunk size by `parts`, and multiplies the number of chunks by it."""
+  longer = (f'{FLAG}{name}={parts * worst[name]}' for name in ('chunks', 'backprop_chunks'))
+  return f'{FLAG}chunk_size={worst["chunk_size"] // parts}', *longer

@@ -6,6 +6,7 @@ are in `value_types`.
 
 from collections.abc import Callable, Collection, Sequence
 import inspect
+from typing import Any
 
 import gin
 from gin import config as gin_config
@@ -233,9 +234,9 @@ def _of_optax(selector: str) -> list[str]:
 def constructor(function: Callable) -> Callable:
   """A function, or the constructor of a class, without gin's wrappers."""
   # A metaclass, such as Haiku's, may hide the signature of the class itself.
-  if inspect.isclass(function):
-    function = gin_config._find_class_construction_fn(function)
-  return inspect.unwrap(function)
+  is_class = inspect.isclass(function)
+  callee: Any = gin_config._find_class_construction_fn(function) if is_class else function
+  return inspect.unwrap(callee)
 
 
 def parameters_of(function: Callable) -> dict[str, inspect.Parameter]:

@@ -146,8 +146,13 @@ def _in_force(state: Mapping[str, Any]) -> Iterator[None]:
   bound = {key: dict(values) for key, values in state['_CONFIG'].items()}
   with _ONE_AT_A_TIME:
     before = _state()
-    vars(gin_config).update({name: copy.copy(part) for name, part in state.items()}, _CONFIG=bound)
+    _set({name: copy.copy(part) for name, part in state.items()} | {'_CONFIG': bound})
     try:
       yield
     finally:
-      vars(gin_config).update(before)
+      _set(before)
+
+
+def _set(state: Mapping[str, Any]) -> None:
+  for name, part in state.items():
+    setattr(gin_config, name, part)

@@ -1,10 +1,7 @@
-"""Logs of the steps of training, which are read one step behind the devices."""
+"""The log of the steps of training, which is read one step behind the devices."""
 
-from collections.abc import Callable, Mapping
-import contextlib
+from collections.abc import Mapping
 import dataclasses
-import os
-import pathlib
 import time
 
 import jax
@@ -12,7 +9,6 @@ import jax
 from valkyrie.models.language_model import Model
 from valkyrie.monitoring import chips, memory
 from valkyrie.monitoring.hooks import check_every
-from valkyrie.monitoring.json_lines import JsonLines
 from valkyrie.monitoring.metrics import Metrics, speed_metrics, text_metrics
 from valkyrie.monitoring.writers import RunWriter
 from valkyrie.training.reading import Reading
@@ -101,43 +97,3 @@ class TrainingLog:
     if texts := {name: value for name, value in self._noted.items() if isinstance(value, str)}:
       self.writer.write_texts(step, texts)
     self._noted = {}
-
-
-@dataclasses.dataclass
-class RefusedLog(contextlib.AbstractContextManager['RefusedLog']):
-  """Writes refused_steps.jsonl, in process 0 only. A context manager that closes the file.
-
-      {"step": 412, "why": "loss spike", "loss": 9.1, "grad_norm": 3.0, "read": "these documents"}
-      {"step": 412, "rewound_to": 400}
-
-  `skipped` steps were refused so far; `describe` names the documents of a step, counted from 1.
-  """
-
-  model_dir: str | os.PathLike
-  skipped: int
-  describe: Callable[[int], str]
-  say: Callable[[str], None]
-
-  def __post_init__(self):
-    writes = jax.process_index() == 0
-    self._lines = JsonLines(pathlib.Path(self.model_dir, 'refused_steps.jsonl')) if writes else None
-
-  def __call__(self, step: int, metrics: StepMetrics) -> None:
-    """Waits for `step`, counted from 1, and writes a line if it was refused."""
-    before, self.skipped = self.skipped, int(metrics.skipped)
-    if self.skipped > before and self._lines is not None:
-      why = 'loss spike' if bool(metrics.spiked) else 'not finite'
-      loss = text_metrics(float(metrics.sums.loss), float(metrics.sums.weight), None)['loss']
-      line = {'step': step, 'why': why, 'loss': loss, 'grad_norm': float(metrics.grad_norm)}
-      self._lines.write({**line, 'read': self.describe(step)})
-      self.say(f'step {step} is refused: {why} (loss {loss:.4g})')
-
-  def rewound(self, step: int, goal: int) -> None:
-    """Writes that step `step` was rewound to the parameters and optimizer of step `goal`."""
-    if self._lines is not None:
-      self._lines.write({'step': step, 'rewound_to': goal})
-    self.say(f'step {step} is a loss spike: continuing with the parameters of step {goal}')
-
-  def __exit__(self, *error: object) -> None:
-    if self._lines is not None:
-      self._lines.close()

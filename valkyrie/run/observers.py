@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 import contextlib
 import dataclasses
+import os
 import pathlib
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -13,8 +14,10 @@ import numpy as np
 from valkyrie.checkpoint.manager import CheckpointDirectory
 from valkyrie.errors import Diverged, Preempted, StorageError
 from valkyrie.monitoring import pictures
+from valkyrie.monitoring.json_lines import JsonLines
+from valkyrie.monitoring.metrics import text_metrics
 from valkyrie.monitoring.progress import describe
-from valkyrie.monitoring.training_log import RefusedLog, TrainingLog
+from valkyrie.monitoring.training_log import TrainingLog
 from valkyrie.monitoring.writers import RunWriter
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.run.trainer import Lowest, Trainer
@@ -24,31 +27,71 @@ from valkyrie.training.train_step import StepMetrics, TrainState
 
 @dataclasses.dataclass
 class Refusals:
-  """Logs each refused step, and ends a run that refuses too many; one step behind the devices.
+  """Writes model_dir/refused_steps.jsonl, and ends a run that refuses too many steps.
+
+    {"step": 412, "why": "loss spike", "loss": 9.1, "grad_norm": 3.0, "read": "these documents .."}
+    {"step": 412, "rewound_to": 400}
+
+  A line has the reason and the documents read, or the step whose parameters a rewind restored. Only
+  process 0 writes the file. A context manager that closes it.
 
   Attributes:
+    skipped: number of steps refused so far.
+    describe: names the documents of a step, given its number, counted from 1.
     check_budget: called with a step and the number of steps refused until then; raises Diverged.
   """
 
-  log: RefusedLog
+  model_dir: str | os.PathLike
+  skipped: int
+  describe: Callable[[int], str]
+  say: Callable[[str], None]
   check_budget: Callable[[int, int], None]
-  _running: tuple[int, StepMetrics] | None = None
+
+  def __post_init__(self):
+    writes = jax.process_index() == 0
+    self._lines = JsonLines(pathlib.Path(self.model_dir, 'refused_steps.jsonl')) if writes else None
+    self._running: tuple[int, StepMetrics] | None = None
 
   def __call__(self, step: int, metrics: StepMetrics) -> None:
-    """Takes the metrics of `step`, which runs, and reads the metrics of the step before."""
+    """Takes the metrics of `step`, which runs, and reads the metrics of the step before.
+
+    Raises:
+      Diverged: the budget of refused steps is spent.
+      StorageError: the file cannot be written.
+    """
     before, self._running = self._running, (step, metrics)
     self._read(before)
 
   def flush(self) -> None:
-    """Waits for the last step, and reads its metrics."""
+    """Waits for the last step, and reads its metrics; raises as a call does."""
     last, self._running = self._running, None
     self._read(last)
 
   def _read(self, dispatched: tuple[int, StepMetrics] | None) -> None:
-    if dispatched is not None:
-      step, metrics = dispatched
-      self.log(step, metrics)
-      self.check_budget(step, int(metrics.skipped))
+    if dispatched is None:
+      return
+    step, metrics = dispatched
+    before, self.skipped = self.skipped, int(metrics.skipped)
+    if self.skipped > before and self._lines is not None:
+      why = 'loss spike' if bool(metrics.spiked) else 'not finite'
+      loss = text_metrics(float(metrics.sums.loss), float(metrics.sums.weight), None)['loss']
+      line = {'step': step, 'why': why, 'loss': loss, 'grad_norm': float(metrics.grad_norm)}
+      self._lines.write({**line, 'read': self.describe(step)})
+      self.say(f'step {step} is refused: {why} (loss {loss:.4g})')
+    self.check_budget(step, self.skipped)
+
+  def rewound(self, step: int, goal: int) -> None:
+    """Writes that step `step` was rewound to the parameters and optimizer of step `goal`."""
+    if self._lines is not None:
+      self._lines.write({'step': step, 'rewound_to': goal})
+    self.say(f'step {step} is a loss spike: continuing with the parameters of step {goal}')
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *error: object) -> None:
+    if self._lines is not None:
+      self._lines.close()
 
 
 @dataclasses.dataclass

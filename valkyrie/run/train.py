@@ -21,7 +21,7 @@ from valkyrie.monitoring import memory, report
 from valkyrie.monitoring.hooks import Every, Hook, Profile
 from valkyrie.monitoring.progress import Progress
 from valkyrie.monitoring.trackers import Tracker, Tracking
-from valkyrie.monitoring.training_log import RefusedLog, TrainingLog
+from valkyrie.monitoring.training_log import TrainingLog
 from valkyrie.monitoring.writers import RunWriter, create_writers
 from valkyrie.run import memory_limits
 from valkyrie.run.evaluator import Evaluator
@@ -137,10 +137,10 @@ def train(
       writer, setup.model, trainer.reading, every=log_every, total_steps=train_steps
     )
     skipped = int(trainer.state.skipped)
-    refused_log = stack.enter_context(
-      RefusedLog(model_dir, skipped, trainer.documents, progress.say)
+    budget = refused_steps(skipped, trainer.documents)
+    refusals = stack.enter_context(
+      Refusals(model_dir, skipped, trainer.documents, progress.say, budget)
     )
-    refusals = Refusals(refused_log, refused_steps(skipped, trainer.documents))
     validation = Validation(
       evaluate,
       setup.curriculum,
@@ -176,7 +176,7 @@ def train(
         with profile.step(trainer.step + 1):
           metrics = trainer.take_step(batch)
         if setup.loss_spikes.action == 'rewind' and bool(metrics.spiked):
-          refused_log.rewound(trainer.step, trainer.rewind(checkpoint_every))
+          refusals.rewound(trainer.step, trainer.rewind(checkpoint_every))
         log(trainer.step, metrics)
         refusals(trainer.step, metrics)
         for observe in observers:
