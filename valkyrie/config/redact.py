@@ -40,20 +40,16 @@ def redact(text: str) -> str:
     macros.update(_MACRO.findall(value))
     return _STRING.sub(repr(REDACTED), value)
 
-  def by_name(match: re.Match) -> str:
+  def redacted(match: re.Match) -> str:
     name, equals, value = match.groups()
-    if _SECRET_NAME.search(name):
+    if _SECRET_NAME.search(name) or name in macros:
       return name + equals + hidden(value)
     return name + equals + _ITEM.sub(lambda item: item[1] + hidden(item[3]), value)
 
-  def by_macro(match: re.Match) -> str:
-    name, equals, value = match.groups()
-    return name + equals + (hidden(value) if name in macros else value)
-
-  text, known = _STATEMENT.sub(by_name, text), 0
-  while known < len(macros):  # a macro may read a macro that stands above it
+  known = -1
+  while known < len(macros):  # a macro may stand above the binding that reads it
     known = len(macros)
-    text = _STATEMENT.sub(by_macro, text)
+    text = _STATEMENT.sub(redacted, text)
   return in_value(text)
 
 

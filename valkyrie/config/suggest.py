@@ -1,10 +1,8 @@
 """Suggestions in messages: similar names, and corrected gin statements."""
 
-import ast
 from collections.abc import Callable, Iterable
 import difflib
 import json
-import operator
 import re
 
 
@@ -40,31 +38,16 @@ def explain(error: SyntaxError, value: str | None, statement: Callable[[str], st
 
 
 _CONSTANTS = {'true': 'True', 'false': 'False', 'none': 'None', 'null': 'None'}
-_OPERATORS = {
-  ast.Add: operator.add,
-  ast.Sub: operator.sub,
-  ast.Mult: operator.mul,
-  ast.Div: operator.truediv,
-  ast.FloorDiv: operator.floordiv,
-  ast.Pow: operator.pow,
-  ast.LShift: operator.lshift,
-}
 
 
 def _arithmetic(value: str) -> str:
-  """'8192' for '8*1024'; '' for a text that is not an arithmetic expression."""
+  """'8192' for '8*1024'; '' for a text that is not an arithmetic expression.
 
-  def number(node: ast.expr) -> int | float:
-    if not isinstance(node, ast.BinOp):
-      return ast.literal_eval(node)
-    left, right = number(node.left), number(node.right)
-    grows = isinstance(node.op, ast.Pow | ast.LShift)
-    if max(abs(left), abs(right)) > 2**64 or (grows and abs(right) > 64):
-      raise ValueError
-    return _OPERATORS[type(node.op)](left, right)
-
+  Python computes an expression of constants while it compiles it, unless the number is large.
+  """
   try:
-    tree = ast.parse(value, mode='eval').body
-    return repr(number(tree)) if isinstance(tree, ast.BinOp) else ''
-  except (SyntaxError, ValueError, ArithmeticError, TypeError, KeyError):
+    code = compile(value, 'a gin value', 'eval')
+  except (SyntaxError, ValueError):
     return ''
+  is_one = len(code.co_consts) == 1 and not code.co_names
+  return repr(code.co_consts[0]) if is_one and isinstance(code.co_consts[0], int | float) else ''

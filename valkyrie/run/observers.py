@@ -21,7 +21,6 @@ from valkyrie.monitoring.training_log import TrainingLog
 from valkyrie.monitoring.writers import RunWriter
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.run.trainer import Lowest, Trainer
-from valkyrie.training.curriculum import Curriculum
 from valkyrie.training.train_step import StepMetrics, TrainState
 
 
@@ -106,12 +105,11 @@ class Validation:
   """
 
   evaluator: Evaluator
-  curriculum: Curriculum
+  trainer: Trainer
   train_steps: int
   model_dir: str
   log: TrainingLog
   writer: RunWriter
-  should_stop: Callable[[], bool]
   say: Callable[[str], None]
   drawing: Executor
   losses: dict[int, float | None] = dataclasses.field(default_factory=dict)
@@ -123,22 +121,22 @@ class Validation:
     del metrics
     self.log.flush()
     is_last = step == self.train_steps
-    plan = self.curriculum.phase(step - 1).planner
+    plan, stop = self.trainer.reading.curriculum.phase(step - 1).planner, self.trainer.should_stop
     try:
-      found = self.evaluator(state.evaluated, whole=is_last, plan=plan, stop=self.should_stop)
+      found = self.evaluator(state.evaluated, whole=is_last, plan=plan, stop=stop)
     except Preempted:
       return
     self.losses[step] = loss = found.get('quick_loss', found['loss'])
-    self._compare(step, loss)
+    if loss is not None:
+      if self.lowest is None or loss < self.lowest.loss:
+        self.lowest = Lowest(step, loss)
+      else:
+        self.lowest = self.lowest._replace(since=self.lowest.since + 1)
     self.writer.write_scalars(step, found)
     if jax.process_index() == 0:
       self.check_picture()
-      self._picture = (
-        step,
-        self.drawing.submit(
-          pictures.write_loss_by_position, pathlib.Path(self.model_dir), {'validation': found}
-        ),
-      )
+      draw, place = pictures.write_loss_by_position, pathlib.Path(self.model_dir)
+      self._picture = step, self.drawing.submit(draw, place, {'validation': found})
     split = 'the whole validation split' if is_last else 'validation'
     self.say(f'step {step}, {split}: ' + ', '.join(describe(found)))
     self.log.restart_clock()
@@ -148,14 +146,6 @@ class Validation:
     if self._picture is not None:
       (step, picture), self._picture = self._picture, None
       self.writer.write_images(step, {'validation/loss_by_position': picture.result()[None]})
-
-  def _compare(self, step: int, loss: float | None) -> None:
-    if loss is None:
-      return
-    if self.lowest is None or loss < self.lowest.loss:
-      self.lowest = Lowest(step, loss)
-    else:
-      self.lowest = self.lowest._replace(since=self.lowest.since + 1)
 
 
 @dataclasses.dataclass

@@ -64,18 +64,15 @@ def train(
   Args:
     model_dir: the directory of the run; docs/operations.md lists its files.
     settings: the class of the settings that decide the compiled steps.
-    feed: the class of the feed.
+    feed, evaluator, preemption, refused_steps: the classes of these parts.
     train_steps: optimizer steps in all, those before a resume included.
     log_every, eval_every, checkpoint_every: steps between these; the last step does all three.
-    evaluator: the class of the evaluator.
     checkpoints: the checkpoints to keep.
     initial_weights: the source of the first weights, see `InitialWeights`; None initializes them.
     patience: evaluations without a lower validation loss after which the run ends; None for none.
     profile_steps: the first and the last step to profile, into model_dir/profile.
     hooks: called after every step, besides the run's own; their numbers are logged.
     trackers: receive the numbers that are logged.
-    preemption: the reaction to a request to stop.
-    refused_steps: the budget of refused steps.
     allow_changed: of compatibility.KINDS, the accepted differences to the run that saved.
     quiet: print only errors. All lines go to model_dir/log.txt, too.
 
@@ -143,12 +140,11 @@ def train(
     )
     validation = Validation(
       evaluate,
-      setup.curriculum,
+      trainer,
       train_steps,
       model_dir,
       log,
       eval_writer,
-      trainer.should_stop,
       progress.say,
       stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix='plot')),
       lowest=trainer.lowest,
