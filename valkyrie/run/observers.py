@@ -11,7 +11,6 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from valkyrie.checkpoint.manager import CheckpointDirectory
 from valkyrie.errors import Diverged, Preempted, StorageError
 from valkyrie.monitoring import pictures
 from valkyrie.monitoring.json_lines import JsonLines
@@ -157,7 +156,6 @@ class Saver:
   """
 
   trainer: Trainer
-  directory: CheckpointDirectory
   validation: Validation
   flushes: Sequence[Callable[[], None]]
 
@@ -165,13 +163,13 @@ class Saver:
     """Saves the state after `step`, counted from 1."""
     del metrics
     self.flush()
-    self.directory.save(step, state, self._record())
+    self.trainer.directory.save(step, state, self._record())
 
   def retry(self, step: int, state: TrainState, metrics: StepMetrics) -> None:
     """A hook that saves again after a save that failed, and raises if the directory is lost."""
-    if self.directory.is_due(step):
+    if self.trainer.directory.is_due(step):
       self(step, state, metrics)
-    self.directory.check()
+    self.trainer.directory.check()
 
   def flush(self) -> None:
     """Calls all `flushes`."""
@@ -182,7 +180,7 @@ class Saver:
     """Saves the state and waits, unless no step was taken or it is saved already."""
     trainer = self.trainer
     if trainer.step > trainer.start:
-      self.directory.save_now(trainer.step, trainer.state, self._record(), patiently)
+      trainer.directory.save_now(trainer.step, trainer.state, self._record(), patiently)
 
   @contextlib.contextmanager
   def saving_on_error(self) -> Iterator[None]:

@@ -150,7 +150,7 @@ def train(
       lowest=trainer.lowest,
     )
     stack.callback(validation.check_picture)
-    saver = Saver(trainer, directory, validation, [refusals.flush, log.flush])
+    saver = Saver(trainer, validation, [refusals.flush, log.flush])
 
     def every(n: int, hook: Hook) -> Hook:
       return Every(n, hook, total_steps=train_steps, start_step=trainer.start)

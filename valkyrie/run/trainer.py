@@ -1,6 +1,7 @@
 """A training run in progress: its first state, its compiled steps, and their batches."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+import dataclasses
 import time
 from typing import Any, NamedTuple
 
@@ -80,10 +81,12 @@ class InitialState:
       self._say(check_loss(loss, self._setup.model.about.vocabulary_size, strict))
 
 
+@dataclasses.dataclass
 class Trainer:
   """Restores and advances the state of a run.
 
   Attributes:
+    allow_changed: the accepted differences to the saved run, of compatibility.KINDS.
     state: the train state, on the devices.
     step: the number of steps done.
     start: the number of steps done before this process began.
@@ -92,32 +95,27 @@ class Trainer:
     needs: the memory that a step takes, once it is compiled.
   """
 
-  def __init__(
-    self,
-    setup: Setup,
-    feed: TaskFeed,
-    directory: CheckpointDirectory,
-    stop: Preemption,
-    allow_changed: Collection[str],
-    initial_state: Callable[[], TrainState],
-    say: Callable[[str], None],
-  ):
-    """Restores the newest checkpoint, or makes the initial state.
+  setup: Setup
+  feed: TaskFeed
+  directory: CheckpointDirectory
+  stop: Preemption
+  allow_changed: Collection[str]
+  initial_state: Callable[[], TrainState]
+  say: Callable[[str], None]
 
-    `allow_changed` names the accepted differences to the saved run, of compatibility.KINDS.
+  def __post_init__(self):
+    """Restores the newest checkpoint, or makes the initial state.
 
     Raises:
       ConfigurationError: the newest checkpoint belongs to a run that differs from this one.
     """
-    self._setup, self._feed, self._directory, self._say = setup, feed, directory, say
-    self._stop, self._allow_changed, self._initial_state = stop, allow_changed, initial_state
-    self.reading = Reading(setup.curriculum, feed, setup.settings.batch_size)
+    self.reading = Reading(self.setup.curriculum, self.feed, self.setup.settings.batch_size)
     self._programs: Mapping[str, str] = {}
     self._saved_programs: Mapping[str, str] = {}
     self.lowest: Lowest | None = None
     self.needs = ''
     self._steps: dict[tuple, Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]] = {}
-    self.state = self._restored() or initial_state()
+    self.state = self._restored() or self.initial_state()
     self.step = self.start = int(self.state.step)
 
   def compile(self, train_steps: int) -> None:
@@ -126,32 +124,32 @@ class Trainer:
     Raises:
       ConfigurationError: the programs differ between processes, or from the checkpoint's.
     """
-    phases = self._setup.curriculum.forms
+    phases = self.setup.curriculum.forms
     compiled: dict[tuple, jax.stages.Compiled] = {}
-    devices = self._setup.partitioner.mesh.devices.flatten().tolist()
+    devices = self.setup.partitioner.mesh.devices.flatten().tolist()
     for phase in phases:
       if phase.shape not in compiled:
         heartbeat.beat(stage='compile')
-        self._say(f'compiling a step of {_shape_text(phase)}')
+        self.say(f'compiling a step of {_shape_text(phase)}')
         began = time.perf_counter()
-        lowered = self._setup.trace(phase).lower()
+        lowered = self.setup.trace(phase).lower()
         traced = time.perf_counter()
         compiled[phase.shape] = compilation_cache.compiled(lowered, devices)
         times = f'{traced - began:.1f} s, compiled in {time.perf_counter() - traced:.1f} s'
         takes = memory.of_program(compiled[phase.shape])
-        self._say(f'traced in {times}; {takes}')
+        self.say(f'traced in {times}; {takes}')
         self.needs = f'a step of {_shape_text(phase)} takes {takes}'
         if warning := memory_limits.shortage(compiled[phase.shape]):
-          self._say(warning)
+          self.say(warning)
     compilation_cache.seal()
-    hunt_nan = self._setup.settings.hunt_nan
+    hunt_nan = self.setup.settings.hunt_nan
     self._programs = consistency.fingerprints(
       {_program_name(phase, train_steps, hunt_nan): compiled[phase.shape] for phase in phases}
     )
     self._check_programs(consistency.is_autotuned(devices))
     self._steps = dict(compiled)
     for phase in phases if hunt_nan else ():
-      step = self._setup.train_step(phase, remat=False)
+      step = self.setup.train_step(phase, remat=False)
       self._steps[phase.shape] = hunting(compiled[phase.shape], step)
 
   def _check_programs(self, autotuned: bool) -> None:
@@ -159,19 +157,19 @@ class Trainer:
     changed = compatibility.check_executable(
       {'executable': self._saved_programs},
       self._programs,
-      [*self._allow_changed, *(['executable'] if autotuned else [])],
-      self._directory.describe_newest(),
+      [*self.allow_changed, *(['executable'] if autotuned else [])],
+      self.directory.describe_newest(),
     )
     for line in changed:
-      self._say(f'changed since the checkpoint: {line}')
+      self.say(f'changed since the checkpoint: {line}')
     if changed and autotuned:
-      self._say(
+      self.say(
         'XLA has timed its kernels anew, and chosen others: the run continues, but not bit for bit'
       )
 
   def take_step(self, batch: Batch) -> StepMetrics:
     """Dispatches the next step, and returns its metrics without waiting for them."""
-    step = self._steps[self._setup.curriculum.phase(self.step).shape]
+    step = self._steps[self.setup.curriculum.phase(self.step).shape]
     self.state, metrics = step(self.state, batch)
     self.step += 1
     return metrics
@@ -179,7 +177,7 @@ class Trainer:
   def should_stop(self) -> bool:
     """Whether the run is to stop; called before each dispatch, by all processes alike."""
     heartbeat.beat(stage='step', step=self.step + 1)
-    return self._stop.requested()
+    return self.stop.requested()
 
   def documents(self, step: int) -> str:
     """The documents that step number `step`, counted from 1, reads."""
@@ -203,51 +201,51 @@ class Trainer:
     for leaf in jax.tree.leaves(of(self.state)):
       leaf.delete()  # memory does not hold it twice
     due = (self.step - 1) // checkpoint_every * checkpoint_every
-    found = self._directory.nearest_valid(due) if due else None
+    found = self.directory.nearest_valid(due) if due else None
     if found is None:
-      fields = of(self._initial_state())
+      fields = of(self.initial_state())
     else:
-      fields = self._directory.restore(of(self._setup.state), partial=True, step=found)
+      fields = self.directory.restore(of(self.setup.state), partial=True, step=found)
     self.state = self.state._replace(**fields)
     return found or 0
 
   def _restored(self) -> TrainState | None:
     """The state of the newest checkpoint, after the comparison of its record; None without one."""
-    found = self._directory.latest_record()
+    found = self.directory.latest_record()
     if found is None:
       return None
-    newest = self._directory.describe_newest()
+    newest = self.directory.describe_newest()
     compatibility.check_form(found, newest)
     self.lowest = Lowest(*found['lowest']) if found.get('lowest') else None
-    self.step = self._directory.latest_step() or 0
-    changed = compatibility.check(found, self._facts(), self._allow_changed, newest)
+    self.step = self.directory.latest_step() or 0
+    changed = compatibility.check(found, self._facts(), self.allow_changed, newest)
     for line in changed:
-      self._say(f'changed since the checkpoint: {line}')
+      self.say(f'changed since the checkpoint: {line}')
     if not changed:  # only the compiler's flags and the machine can then change the programs
       self._saved_programs = found.get('executable', {})
-    rows = self._setup.settings.batch_size
+    rows = self.setup.settings.batch_size
     read = {name: found[name] for name in ('position', 'stretches')}
-    self.reading = Reading(self._setup.curriculum, self._feed, rows, step=self.step, **read)
+    self.reading = Reading(self.setup.curriculum, self.feed, rows, step=self.step, **read)
     if change := self.reading.change(self.step):
-      self._say(change)
-    self._say(f'resuming after step {self.step} from {self._directory.directory}')
+      self.say(change)
+    self.say(f'resuming after step {self.step} from {self.directory.directory}')
     if found['rows'] == rows:
-      return self._directory.restore(self._setup.state)
-    fields = self._setup.state._asdict()
+      return self.directory.restore(self.setup.state)
+    fields = self.setup.state._asdict()
     del fields['carry']
     return TrainState(
-      carry=self._setup.initial_carry(), **self._directory.restore(fields, partial=True)
+      carry=self.setup.initial_carry(), **self.directory.restore(fields, partial=True)
     )
 
   def _facts(self) -> dict[str, Any]:
     """What a resumed run must share with this one, by compatibility.KINDS."""
     return {
       'configuration': computation(bindings()),
-      'rows': self._setup.settings.batch_size,
-      'store': self._feed.fingerprint,
-      'vocabulary': self._feed.vocabulary.fingerprint,
+      'rows': self.setup.settings.batch_size,
+      'store': self.feed.fingerprint,
+      'vocabulary': self.feed.vocabulary.fingerprint,
       'mesh': {
-        'axes': dict(self._setup.partitioner.mesh.shape),
+        'axes': dict(self.setup.partitioner.mesh.shape),
         'device': jax.devices()[0].device_kind,
       },
       'versions': compatibility.versions(),
