@@ -2,6 +2,8 @@
 
 import argparse
 from collections.abc import Sequence
+import re
+from typing import Any
 
 from valkyrie import __version__
 from valkyrie.checkpoint.compatibility import KINDS
@@ -29,6 +31,36 @@ FLAGS_OF_MODES = {
   'topology': ('precompile',),
   'allow_changed': ('train',),
 }
+
+# The flags: the name of the value stands behind one blank, the help behind two.
+_FLAGS = f"""
+--gin_file FILE  a gin file; repeatable, later ones override earlier ones. Files named gin/... are
+  found from any folder (default: the configuration that the run in --model_dir has recorded)
+--gin.NAME=VALUE  set a macro (--gin.chunk_size=8192) or bind a parameter (--gin.S5.state_size=64);
+  repeatable
+--gin_search_paths DIRS  folders, separated by commas, to search for gin files and includes
+--gin_allow_import PACKAGE  a package of yours that gin files may import, and thereby execute;
+  repeatable
+--model_dir DIR  the directory of the run, or its address in a bucket, such as gs://BUCKET/FOLDER
+  (default: runs/NAME of the gin file, below the current folder)
+--run_mode  default: train
+--allow_changed KINDS  accepted differences from the run that saved the checkpoint, separated by
+  commas: {', '.join(KINDS)} (default: none)
+--prompt TEXT  the text that infer continues (default: standard input)
+--prompts FILE  prompts for infer: JSON lines with the field "prompt" (.jsonl), or one on each line
+--output PATH  a new file for the JSON lines of infer (default: printed), or a new folder for export
+--step N  the checkpoint that eval, infer, long_context and export read: a number, latest or best,
+  or numbers separated by commas, for the mean of their parameters (default: latest)
+--follow  eval reads every checkpoint of a run as it is committed, until the last one
+--topology CHIP:SHAPE  the TPU slice that precompile compiles for, such as v4:4x4x2, on a machine
+  without one (default: the devices of this machine)
+--processes N  the number of processes of the run; {processes.DETECTED} if jax can detect it: TPU
+  pods, SLURM, Kubernetes, MPI (default: only this process)
+--process I  the number of this process, from 0
+--coordinator HOST:PORT  the address at which process 0 listens; anyone who reaches it can join
+  (default: {processes.COORDINATOR}, reachable from this machine only)
+--join_seconds S  seconds to wait for the other processes (default: %(default)s)
+"""
 
 _EXAMPLES = """
 examples:
@@ -64,6 +96,26 @@ exit codes: 0 done; 2 usage; 65 bad data; 70 bug; 74 storage; 75 preempted and s
 processes did not join in time (run the same command again); 76 diverged; 78 bad configuration; 130
 interrupted with nothing to save
 """
+
+
+def _kinds(text: str) -> tuple[str, ...]:
+  for kind in text.split(','):
+    if kind not in KINDS:
+      raise argparse.ArgumentTypeError(f'{kind!r} is not one of {", ".join(KINDS)}')
+  return tuple(text.split(','))
+
+
+_PARSED_AS: dict[str, dict[str, Any]] = {
+  '--gin_file': {'action': 'append'},
+  '--gin.NAME=VALUE': {'action': 'store_true'},  # for --help: `parse_command_line` reads them
+  '--gin_search_paths': {'action': 'append', 'default': []},
+  '--gin_allow_import': {'action': 'append', 'default': []},
+  '--run_mode': {'choices': tuple(RUN_MODES), 'default': 'train'},
+  '--allow_changed': {'type': _kinds},
+  '--follow': {'action': 'store_true', 'default': None},
+  '--process': {'type': int},
+  '--join_seconds': {'type': int, 'default': 300},
+}
 
 
 def parse_command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -105,109 +157,11 @@ def _parser() -> _Parser:
     allow_abbrev=False,
   )
   parser.add_argument('--version', action='version', version=f'valkyrie {__version__}')
-  parser.add_argument(
-    '--gin_file',
-    action='append',
-    metavar='FILE',
-    help='a gin file; repeatable, later ones override earlier ones. Files named gin/... are found '
-    'from any folder (default: the configuration that the run in --model_dir has recorded)',
-  )
-  # Parsed above; listed here for --help.
-  parser.add_argument(
-    '--gin.NAME=VALUE',
-    action='store_true',
-    help='set a macro (--gin.chunk_size=8192) or bind a parameter (--gin.S5.state_size=64); '
-    'repeatable',
-  )
-  parser.add_argument(
-    '--gin_search_paths',
-    action='append',
-    default=[],
-    metavar='DIRS',
-    help='folders, separated by commas, to search for gin files and includes',
-  )
-  parser.add_argument(
-    '--gin_allow_import',
-    action='append',
-    default=[],
-    metavar='PACKAGE',
-    help='a package of yours that gin files may import, and thereby execute; repeatable',
-  )
-  parser.add_argument(
-    '--model_dir',
-    metavar='DIR',
-    help='the directory of the run, or its address in a bucket, such as gs://BUCKET/FOLDER '
-    '(default: runs/NAME of the gin file, below the current folder)',
-  )
-  parser.add_argument(
-    '--run_mode', choices=tuple(RUN_MODES), default='train', help='default: train'
-  )
-  parser.add_argument(
-    '--allow_changed',
-    type=_kinds,
-    metavar='KINDS',
-    help='accepted differences from the run that saved the checkpoint, separated by commas: '
-    f'{", ".join(KINDS)} (default: none)',
-  )
-  parser.add_argument(
-    '--prompt', metavar='TEXT', help='the text that infer continues (default: standard input)'
-  )
-  parser.add_argument(
-    '--prompts',
-    metavar='FILE',
-    help='prompts for infer: JSON lines with the field "prompt" (.jsonl), or one on each line',
-  )
-  parser.add_argument(
-    '--output',
-    metavar='PATH',
-    help='a new file for the JSON lines of infer (default: printed), or a new folder for export',
-  )
-  parser.add_argument(
-    '--step',
-    metavar='N',
-    help='the checkpoint that eval, infer, long_context and export read: a number, latest or best, '
-    'or numbers separated by commas, for the mean of their parameters (default: latest)',
-  )
-  parser.add_argument(
-    '--follow',
-    action='store_true',
-    default=None,
-    help='eval reads every checkpoint of a run as it is committed, until the last one',
-  )
-  parser.add_argument(
-    '--topology',
-    metavar='CHIP:SHAPE',
-    help='the TPU slice that precompile compiles for, such as v4:4x4x2, on a machine without one '
-    '(default: the devices of this machine)',
-  )
-  parser.add_argument(
-    '--processes',
-    metavar='N',
-    help=f'the number of processes of the run; {processes.DETECTED} if jax can detect it: TPU '
-    'pods, SLURM, Kubernetes, MPI (default: only this process)',
-  )
-  parser.add_argument('--process', type=int, metavar='I', help='the number of this process, from 0')
-  parser.add_argument(
-    '--coordinator',
-    metavar='HOST:PORT',
-    help='the address at which process 0 listens; anyone who reaches it can join (default: '
-    f'{processes.COORDINATOR}, reachable from this machine only)',
-  )
-  parser.add_argument(
-    '--join_seconds',
-    type=int,
-    default=300,
-    metavar='S',
-    help='seconds to wait for the other processes (default: %(default)s)',
-  )
+  rows = re.findall(r'^(--\S+)(?: (\S+))?  (.*(?:\n  .*)*)', _FLAGS, re.MULTILINE)
+  for flag, value, text in rows:
+    named = {'metavar': value} if value else {}
+    parser.add_argument(flag, help=text, **named, **_PARSED_AS.get(flag, {}))
   return parser
-
-
-def _kinds(text: str) -> tuple[str, ...]:
-  for kind in text.split(','):
-    if kind not in KINDS:
-      raise argparse.ArgumentTypeError(f'{kind!r} is not one of {", ".join(KINDS)}')
-  return tuple(text.split(','))
 
 
 def _check(flags: argparse.Namespace) -> None:

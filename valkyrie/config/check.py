@@ -12,17 +12,8 @@ import gin
 from gin import config as gin_config
 import optax
 
-from valkyrie.config.parse import (
-  FLAG,
-  Macro,
-  Reference,
-  Statement,
-  check_package,
-  leaves,
-  macros_in,
-  macros_of,
-  resolve,
-)
+from valkyrie.config import parse
+from valkyrie.config.parse import FLAG
 from valkyrie.config.redact import REDACTED
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.errors import ConfigurationError
@@ -37,13 +28,13 @@ _OPTAX = (optax, optax.contrib)
 
 # {(scope, complete selector, parameter): statement}, with gin's keys; the key of a macro is
 # (name, 'gin.macro', 'value').
-Effective = dict[tuple[str, str, str], Statement]
+Effective = dict[tuple[str, str, str], parse.Statement]
 
 
-def check_macro_names(bindings: Sequence[Statement]) -> None:
+def check_macro_names(bindings: Sequence[parse.Statement]) -> None:
   """Checks that files define the macros of flags, and that bindings read the macros of files."""
-  macros = macros_of(bindings)
-  used = set().union(*(macros_in(item.parsed.value, macros) for item in bindings))
+  macros = parse.macros_of(bindings)
+  used = set().union(*(parse.macros_in(item.parsed.value, macros) for item in bindings))
   defined = {item.name for item in bindings if item.is_macro and not item.is_flag}
   for statement in bindings:
     name = statement.name
@@ -63,7 +54,7 @@ def check_macro_names(bindings: Sequence[Statement]) -> None:
       )
 
 
-def effective_bindings(statements: Sequence[Statement]) -> Effective:
+def effective_bindings(statements: Sequence[parse.Statement]) -> Effective:
   """The last statement of each binding, after a check of its configurable and parameter."""
   effective: Effective = {}
   for statement in statements:
@@ -91,13 +82,13 @@ def effective_bindings(statements: Sequence[Statement]) -> Effective:
   return effective
 
 
-def check_scopes(bindings: Sequence[Statement]) -> None:
+def check_scopes(bindings: Sequence[parse.Statement]) -> None:
   """Checks that each scope of a binding occurs in a reference, even in an overridden one."""
   known = {
     scope
     for statement in bindings
-    for leaf in leaves(statement.parsed.value)
-    if isinstance(leaf, Reference)
+    for leaf in parse.leaves(statement.parsed.value)
+    if isinstance(leaf, parse.Reference)
     for scope in leaf.name.split('/')[:-1]
   }
   for statement in bindings:
@@ -114,22 +105,22 @@ def check_scopes(bindings: Sequence[Statement]) -> None:
 
 def check_references(effective: Effective) -> None:
   """Checks that references, macros and secrets have values, and that macros of flags are read."""
-  macros = macros_of(effective.values())
+  macros = parse.macros_of(effective.values())
   read = set()
   for statement in effective.values():
-    for leaf in leaves(statement.parsed.value):
-      if isinstance(leaf, Reference):
+    for leaf in parse.leaves(statement.parsed.value):
+      if isinstance(leaf, parse.Reference):
         find(leaf.name, statement.where)
         if leaf.evaluated:
           check_buildable(leaf, statement.where, effective)
-      elif isinstance(leaf, Macro):
+      elif isinstance(leaf, parse.Macro):
         _check_macro(leaf.name, statement, macros)
       elif statement.recorded and isinstance(leaf, str) and REDACTED in leaf:
         raise ConfigurationError(
           f'{statement.where} was not recorded, since it is a secret. Pass '
           f'{FLAG}{statement.name}=VALUE.'
         )
-    its_macros = macros_in(statement.parsed.value, macros)
+    its_macros = parse.macros_in(statement.parsed.value, macros)
     if not statement.is_macro:
       read |= its_macros
     elif statement.name in its_macros:
@@ -145,20 +136,20 @@ def check_references(effective: Effective) -> None:
 
 def check_tasks(effective: Effective, allowed: Sequence[str]) -> None:
   """Checks that the module of a task that a file names, which a run imports, is allowed."""
-  macros = macros_of(effective.values())
+  macros = parse.macros_of(effective.values())
   for (_, _, parameter), statement in effective.items():
     if parameter not in ('task', 'sources'):
       continue
-    value, source = resolve(statement.parsed.value, macros)
+    value, source = parse.resolve(statement.parsed.value, macros)
     of_sources = list(value.values()) if isinstance(value, dict) else [{'task': value}]
     named = [found['task'] for found in of_sources if isinstance(found, dict) and 'task' in found]
-    for task, inner in (resolve(found, macros) for found in named):
+    for task, inner in (parse.resolve(found, macros) for found in named):
       from_statement = inner or source or statement
       if isinstance(task, str) and ':' in task and not from_statement.is_flag:
-        check_package(task.partition(':')[0], from_statement.where, allowed)
+        parse.check_package(task.partition(':')[0], from_statement.where, allowed)
 
 
-def check_buildable(leaf: Reference, where: str, effective: Effective) -> None:
+def check_buildable(leaf: parse.Reference, where: str, effective: Effective) -> None:
   """Checks that all parameters of a part that gets no arguments are bound."""
   part = find(leaf.name, where).wrapped
   # Subclasses that inherit a constructor use the bindings of their base class. A surrounding scope
@@ -179,7 +170,7 @@ def check_buildable(leaf: Reference, where: str, effective: Effective) -> None:
     )
 
 
-def _check_macro(name: str, statement: Statement, macros: dict[str, Statement]) -> None:
+def _check_macro(name: str, statement: parse.Statement, macros: dict[str, parse.Statement]) -> None:
   constants = gin_config._CONSTANTS.matching_selectors(name)
   if constants == ['gin.REQUIRED']:
     raise ConfigurationError(
