@@ -181,10 +181,7 @@ def replica_groups(attributes: str, partitions: int) -> np.ndarray:
   `{{0,1},{2,3}}` is a list, and `{}` is one group of all partitions. `[2,2]<=[2,2]T(1,0)` is the
   numbers in order, reshaped, transposed and reshaped. In `mesh['x'=2,'y'=2],
   device_ids=([2,2]T(1,0)) {'y'}`, a group has the partitions, in this order on the mesh, that
-  differ only along the named axes.
-
-  Raises:
-    ValueError: the notation is unknown.
+  differ only along the named axes. For another notation a ValueError is raised.
   """
   text = attributes.partition('replica_groups=')[2]
   if listed := re.match(r'\{((?:\{[\d,]*\},?)*)\}', text):

@@ -111,11 +111,7 @@ _ARRAY = re.compile(r'([a-z]\w*)\[([\d,<=]*)\](\{[^{}]*\})?')
 
 
 def parse(text: str) -> Module:
-  """Parses the output of `as_text()`.
-
-  Raises:
-    ValueError: the syntax of a line is unknown.
-  """
+  """Parses the output of `as_text()`; raises a ValueError if the syntax of a line is unknown."""
   computations: dict[str, Computation] = {}
   entry = None
   for is_entry, name, body in _COMPUTATION.findall(text):

@@ -37,11 +37,7 @@ _ENVIRONMENT = {
 
 
 def parse(name: str) -> tuple[str, tuple[int, ...]]:
-  """Parses 'v4:4x4x2' as ('v4', (4, 4, 2)).
-
-  Raises:
-    ConfigurationError: the chip or the shape of the slice does not exist.
-  """
+  """'v4:4x4x2' as ('v4', (4, 4, 2)); raises a ConfigurationError if there is no such slice."""
   chip, _, shape = name.partition(':')
   if chip not in TPUS:
     raise ConfigurationError(

@@ -208,11 +208,7 @@ def find(name: str, where: str = '') -> gin_config.Configurable:
 
 
 def _of_optax(selector: str) -> list[str]:
-  """Registers a function of optax, named with or without its module, as gin writes it.
-
-  Returns:
-    [its dotted name]; [] if optax has no such function.
-  """
+  """Registers a function of optax, named with or without its module; returns its dotted names."""
   name = selector.rpartition('.')[2]
   for module in _OPTAX:
     dotted, found = f'{module.__name__}.{name}', getattr(module, name, None)

@@ -18,12 +18,9 @@ _DECLARED = '_may_change_on_resume'  # the attribute that holds the names
 
 
 def may_change_on_resume(*parameters: str) -> Callable[[_Configurable], _Configurable]:
-  """Declares parameters of a configurable that do not change the computation of a step.
+  """Declares parameters of a configurable, or all, that do not change the computation of a step.
 
   A decorator above or below `@gin.configurable`. Subclasses inherit the declaration.
-
-  Args:
-    parameters: their names; none means all parameters of the configurable.
   """
 
   def declare(configurable: _Configurable) -> _Configurable:
@@ -38,7 +35,7 @@ def may_change_on_resume(*parameters: str) -> Callable[[_Configurable], _Configu
 
 
 def computation(bindings: Mapping[str, Any]) -> dict[str, Any]:
-  """The bindings that change the computation of a training step.
+  """The bindings, of those from `record.bindings`, that change the computation of a training step.
 
   A binding `scope/Selector.parameter` is left out
   - if the configurable declares the parameter with `may_change_on_resume`, or
@@ -46,9 +43,6 @@ def computation(bindings: Mapping[str, Any]) -> dict[str, Any]:
     bindings that are left out: `train.hooks = (@MyHook(),)` leaves out every `MyHook.*`, and
     `Evaluator.feed = @validation/TaskFeed` every `validation/TaskFeed.*`.
   The default of an unbound parameter is a reference too.
-
-  Args:
-    bindings: name -> value, as `record.bindings` returns them: references are strings, '@name'.
   """
   registry = gin_config._REGISTRY
   bound = {**_default_references(), **bindings}

@@ -93,11 +93,7 @@ class Configuration:
 
 @contextlib.contextmanager
 def override_gin(files: Sequence[str], flags: Sequence[str]) -> Iterator[None]:
-  """A context in which gin files and flags override the configuration of `load_gin`.
-
-  Raises:
-    ConfigurationError: as `load_gin` does, or no file defines a macro.
-  """
+  """A context in which files and flags override the configuration; raises as `load_gin` does."""
   effective = check.effective_bindings(parse.read(files, flags))
   for name, statement in parse.macros_of(effective.values()).items():
     if (name, 'gin.macro') not in gin_config._CONFIG:

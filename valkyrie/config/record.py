@@ -119,11 +119,8 @@ def _write(path: pathlib.Path, text: str) -> None:
 
 def _kept_tokenizer(model_dir: pathlib.Path) -> dict[str, str]:
   """The binding of the run's own copy of its tokenizer, if there is one: it moves with the run."""
-  for suffix in ('.json', '.model'):
-    file = model_dir / f'{TOKENIZER}{suffix}'
-    if file.is_file():
-      return {'vocabulary': repr(str(file))}
-  return {}
+  files = (model_dir / f'{TOKENIZER}{suffix}' for suffix in ('.json', '.model'))
+  return next(({'vocabulary': repr(str(file))} for file in files if file.is_file()), {})
 
 
 def _statement(path: pathlib.Path, line: str, name: str | None = None) -> Statement:

@@ -14,12 +14,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def explain(error: SyntaxError, value: str | None, statement: Callable[[str], str]) -> str:
-  """The error of a statement, with a corrected statement if the right value is known.
+  """The error of a statement whose text after '=' is `value`; None stands for a line without '='.
 
-  Args:
-    error: the error of gin's parser.
-    value: the text after '='; None for a line without '='.
-    statement: returns the text of the statement with the corrected value.
+  `statement` returns the text of the statement with a corrected value.
   """
   if value is not None:
     value = value.split('#')[0].strip()

@@ -25,10 +25,8 @@ def check_flag_types(bindings: Sequence[Statement]) -> None:
   """Checks that the value of a flag has the type of the file's value."""
   earlier: dict[str, Statement] = {}
   for statement in bindings:
-    before = earlier.get(statement.name)
-    value = statement.parsed.value
-    kind = list if isinstance(value, tuple) else type(value)
-    if kind not in {*_LITERALS, list, dict}:  # a reference, a macro or None
+    before, value = earlier.get(statement.name), statement.parsed.value
+    if value is None or isinstance(value, Macro | Reference):
       continue
     if statement.is_flag and before and not _is_a(value, type(before.parsed.value)):
       raise ConfigurationError(

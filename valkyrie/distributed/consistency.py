@@ -20,11 +20,7 @@ _METADATA = re.compile(r', metadata=\{(?:"[^"]*"|[^{}"])*\}')
 
 
 def check_same_bindings(bindings: Mapping[str, Any]) -> None:
-  """Compares the gin bindings of all processes.
-
-  Raises:
-    ConfigurationError: in all processes, with the bindings that differ.
-  """
+  """Raises a ConfigurationError in all processes, with the bindings in which two differ."""
   first, *others = processes.exchange('bindings', bindings)
   for process, found in enumerate(others, 1):
     differences = [
@@ -48,19 +44,12 @@ def fingerprint(compiled: Compiled) -> str:
 
 
 def is_autotuned(devices: Sequence[Any]) -> bool:
-  """Whether the compiler times kernels and takes the fastest, so that compilations may differ.
-
-  XLA does this on GPUs (https://openxla.org/xla/determinism).
-  """
+  """Whether XLA may compile differently each time: on GPUs (openxla.org/xla/determinism)."""
   return devices[0].platform == 'gpu'
 
 
 def fingerprints(programs: Mapping[str, Compiled]) -> dict[str, str]:
-  """{name: fingerprint}, after a check that all processes have the same.
-
-  Raises:
-    ConfigurationError: two processes have compiled different programs; with their numbers.
-  """
+  """{name: fingerprint}; raises a ConfigurationError if two processes have different programs."""
   found = {name: fingerprint(program) for name, program in programs.items()}
   for process, other in enumerate(of_all := processes.exchange('executable', found)):
     if other != of_all[0]:

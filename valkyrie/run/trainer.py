@@ -104,11 +104,7 @@ class Trainer:
   say: Callable[[str], None]
 
   def __post_init__(self):
-    """Restores the newest checkpoint, or makes the initial state.
-
-    Raises:
-      ConfigurationError: the newest checkpoint belongs to a run that differs from this one.
-    """
+    """Restores the newest checkpoint; a ConfigurationError if its run differs from this one."""
     self.reading = Reading(self.setup.curriculum, self.feed, self.setup.settings.batch_size)
     self._programs: Mapping[str, str] = {}
     self._saved_programs: Mapping[str, str] = {}
@@ -121,8 +117,7 @@ class Trainer:
   def compile(self, train_steps: int) -> None:
     """Compiles the step of every phase, before the first is taken; one for each shape.
 
-    Raises:
-      ConfigurationError: the programs differ between processes, or from the checkpoint's.
+    Raises a ConfigurationError if the programs differ between processes, or from the checkpoint's.
     """
     phases = self.setup.curriculum.forms
     compiled: dict[tuple, jax.stages.Compiled] = {}
