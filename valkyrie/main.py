@@ -30,9 +30,7 @@ from valkyrie.storage import run_directory
 def main(arguments: Sequence[str] | None = None, **kinds) -> int:
   """Calls `run`, prints its error on standard error, and returns the exit code.
 
-  Args:
-    arguments: the command line; None for the one of this process, which ends afterwards.
-    **kinds: further arguments of `run`.
+  `arguments` is the command line; None is the one of this process, which ends afterwards.
   """
   with console.lasting_stderr():
     try:
@@ -125,10 +123,8 @@ def _read_prompt(typed: str | None) -> str:
 def _explain(error: BaseException) -> int:
   """Prints the error, and returns its exit code."""
   if isinstance(error, ValkyrieError):
-    print(
-      '\n'.join([f'valkyrie: {message_of(error)}', *getattr(error, '__notes__', [])]),
-      file=sys.stderr,
-    )
+    notes = getattr(error, '__notes__', ())
+    print(f'valkyrie: {message_of(error)}', *notes, sep='\n', file=sys.stderr)
     return error.exit_code
   if isinstance(error, KeyboardInterrupt):
     print('valkyrie: interrupted', file=sys.stderr)

@@ -222,12 +222,9 @@ _Transfer = TypeVar('_Transfer', bound=Transfer)
 def transfers(module: Module, read: Callable[[Instruction], _Transfer | None]) -> list[_Transfer]:
   """All transfers of a program, including those in its loops, branches and calls.
 
-  The branch of a conditional that moves least is the usual one. A loop without a known trip count
-  is counted once.
-
-  Args:
-    module: the program.
-    read: returns the transfer of an instruction; None to read the computations that it calls.
+  `read` returns the transfer of an instruction, or None to read the computations that it calls. The
+  branch of a conditional that moves least is the usual one. A loop without a known trip count is
+  counted once.
   """
 
   @functools.cache

@@ -52,7 +52,6 @@ def precompile(
   Args:
     model_dir: the directory of precompile.json.
     topology: a TPU slice, such as 'v4:4x4x2'; None means the devices of this machine.
-    settings: the class of the settings that decide the compiled steps.
     hbm_bytes: the memory of a device that a program may use; None takes what the chip has.
     layouts: gin files of partitioners to try if a step needs more; None takes all of gin/partition.
 
@@ -118,8 +117,7 @@ def advice(
   Args:
     worst: the certificate of the step with the largest memory.
     layouts: gin files of partitioners to try; None tries gin/partition for several devices.
-    ask: returns the certificate of the same step under the current bindings.
-    partitioner: returns the layout under the current bindings.
+    ask, partitioner: return the certificate of that step, and the layout, of the current bindings.
   """
   needs = gib(worst['total_bytes']) if worst['total_bytes'] else 'more memory'
   lines = [

@@ -59,11 +59,7 @@ def parse(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def devices(name: str) -> Sequence[Any]:
-  """The devices of a slice, one per chip, to compile for.
-
-  Raises:
-    ConfigurationError: the slice does not exist, or its compiler, libtpu, is missing or in use.
-  """
+  """The devices of a slice, one per chip; raises as `parse`, or if libtpu is missing or in use."""
   chip, sides = parse(name)
   if importlib.util.find_spec('libtpu') is None and 'TPU_LIBRARY_PATH' not in os.environ:
     raise ConfigurationError(

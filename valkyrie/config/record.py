@@ -125,8 +125,7 @@ def _kept_tokenizer(model_dir: pathlib.Path) -> dict[str, str]:
 
 def _statement(path: pathlib.Path, line: str, name: str | None = None) -> Statement:
   """A line as exactly one import, or as exactly one binding of `name`."""
-  statements = [Statement(f'{path}: {name or line}', p, True) for p in parse.parse(line)]
-  (statement,) = statements
+  (statement,) = (Statement(f'{path}: {name or line}', p, True) for p in parse.parse(line))
   if not (statement.is_import if name is None else statement.is_binding):
     raise ValueError(f'{line!r} is another statement')
   if name is not None and statement.name != name:

@@ -29,18 +29,14 @@ from valkyrie.config import paths
 
 _MAX_BYTES = 2**30  # of all programs; the oldest are deleted
 _LEAST_SECONDS = 0.2  # of a compilation that is worth a file
-_SUFFIX = '.sha256'
 _jax: Any = jax.config  # whose options have no types
 
 
 def enable() -> str | None:
-  """Lets jax read and write programs below `paths.cache()`.
+  """Lets jax read and write programs below `paths.cache()`; returns why not, or None if it can.
 
   JAX_COMPILATION_CACHE_DIR names another directory, which is used as it is.
   JAX_ENABLE_COMPILATION_CACHE=false disables the cache.
-
-  Returns:
-    A message that says why nothing is kept; None if all is well.
 
   Raises:
     ConfigurationError: `paths.cache()` is not a usable path.
@@ -132,7 +128,7 @@ def _clean(directory: pathlib.Path) -> None:
 
 
 def _hash_file(program: pathlib.Path) -> pathlib.Path:
-  return program.with_name(program.name + _SUFFIX)
+  return program.with_name(f'{program.name}.sha256')
 
 
 def _hash(program: pathlib.Path) -> str:

@@ -84,8 +84,7 @@ class TokenConsistency:
   def __call__(self, step: int, position: int, batch: Batch) -> None:
     """Compares the batch of a step, which begins at token `position` of each row.
 
-    Raises:
-      DataError: in all processes, if two processes have read different tokens.
+    Raises a DataError in all processes if two have read different tokens.
     """
     if self._is_alone or step % self._every:
       return

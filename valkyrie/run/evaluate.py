@@ -44,7 +44,6 @@ def evaluate(
 
   Args:
     model_dir: the directory of the run.
-    model, partitioner, evaluator: the classes of the parts.
     last_step: of the run, at which a follower ends.
     cuts: parts of the carry, 'state' or 'all'. For each, one more evaluation resets it before every
       chunk, and writes to model_dir/eval_cut_NAME.
@@ -80,9 +79,8 @@ def evaluate(
     for cut in (None, *cuts):
       title = 'validation' if cut is None else f'validation, {cut} carry cut between chunks'
       found[title] = metrics = measure(params, whole=True, cut=cut)
-      with create_writers(
-        model_dir, name=stream if cut is None else f'{stream}_cut_{cut}'
-      ) as writer:
+      place = stream if cut is None else f'{stream}_cut_{cut}'
+      with create_writers(model_dir, name=place) as writer:
         writer.write_scalars(number, metrics)
       if jax.process_index() == 0:
         print(f'step {number}, {title}: ' + ', '.join(describe(metrics)), flush=True)

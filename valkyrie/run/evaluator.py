@@ -120,11 +120,9 @@ class Evaluator:
     """Configures the evaluation; `open`, or the first call, opens the split.
 
     Args:
-      model, partitioner: the pure functions of the model, and the mesh.
       feed: the class of the split's feed, which ends (`epochs=1`).
       batch_size, chunk_size: rows of the split, and tokens of one forward call.
       chunks: chunks of each row that a quick evaluation reads; None reads all.
-      metrics: metrics of one's own.
     """
     with store_location.builder:
       tokens = feed()
@@ -205,12 +203,11 @@ class Evaluator:
     """Evaluates the parameters on the split.
 
     Args:
-      params: of the model.
       whole: read the whole split, or its quick part.
       cut: the part of the carry that is reset before every chunk: 'state' for the recurrent states,
         or 'all'. The increase of the loss shows the use of that memory.
       plan: whether a planner takes part, as in the phase of training.
-      stop: called before each chunk; True abandons the evaluation.
+      stop: called before each chunk; True abandons the evaluation by Preempted.
 
     Returns:
       loss, bits_per_token, bits_per_byte, perplexity; accuracy, the share of targets with the
@@ -218,9 +215,6 @@ class Evaluator:
       document; metrics/NAME, a user-defined metric; for the whole split also quick_loss, the loss
       of its quick part. For a mixture these are means by its weights, and loss/NAME and others are
       the metrics of each source.
-
-    Raises:
-      Preempted: `stop` returned True.
     """
     params = self._gather(params)
     rows = self._partitioner.local_rows(self._batch_size)

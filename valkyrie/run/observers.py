@@ -53,9 +53,7 @@ class Refusals:
   def __call__(self, step: int, metrics: StepMetrics) -> None:
     """Takes the metrics of `step`, which runs, and reads the metrics of the step before.
 
-    Raises:
-      Diverged: the budget of refused steps is spent.
-      StorageError: the file cannot be written.
+    Raises Diverged if the budget is spent, and a StorageError if the file cannot be written.
     """
     before, self._running = self._running, (step, metrics)
     self._read(before)
@@ -205,9 +203,7 @@ class Saver:
       raise
 
   def _record(self) -> dict[str, Any]:
-    step, validation = self.trainer.step, self.validation
-    return {
-      **self.trainer.record(),
-      'lowest': validation.lowest,
-      'validation_loss': validation.losses.get(step),
+    return self.trainer.record() | {
+      'lowest': self.validation.lowest,
+      'validation_loss': self.validation.losses.get(self.trainer.step),
     }

@@ -64,7 +64,6 @@ def train(
   Args:
     model_dir: the directory of the run; docs/operations.md lists its files.
     settings: the class of the settings that decide the compiled steps.
-    feed, evaluator, preemption, refused_steps: the classes of these parts.
     train_steps: optimizer steps in all, those before a resume included.
     log_every, eval_every, checkpoint_every: steps between these; the last step does all three.
     checkpoints: the checkpoints to keep.
