@@ -16,7 +16,6 @@ from valkyrie.config.suggest import did_you_mean
 from valkyrie.errors import ConfigurationError
 from valkyrie.monitoring.chips import TPUS
 
-_LOCK = '/tmp/libtpu_lockfile'
 _MOST_CHIPS = 512
 
 # The slices that Google offers, with their sides in ascending order: cloud.google.com/tpu/docs. For
@@ -87,8 +86,8 @@ def devices(name: str) -> Sequence[Any]:
     if 'lockfile' not in str(error):
       raise
     raise ConfigurationError(
-      f'--topology={name}: libtpu is in use: {_LOCK} is held by another process. Wait for it, or '
-      'set ALLOW_MULTIPLE_LIBTPU_LOAD=1: compiling uses no chip of this machine.'
+      f'--topology={name}: libtpu is in use: /tmp/libtpu_lockfile is held by another process. Wait '
+      'for it, or set ALLOW_MULTIPLE_LIBTPU_LOAD=1: compiling uses no chip of this machine.'
     ) from error
 
 

@@ -101,11 +101,7 @@ def _sums(metric: TokenMetric, scores: TokenScores, chunk: Batch) -> tuple[Array
 @may_change_on_resume()
 @gin.configurable
 class Evaluator:
-  """Reads a split from its start, with rows and chunks of its own.
-
-  Attributes:
-    vocabulary: the tokenizer of the split.
-  """
+  """Reads a split, whose tokenizer is `vocabulary`, with rows and chunks of its own."""
 
   def __init__(
     self,
