@@ -50,9 +50,11 @@ def enable() -> str | None:
   try:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     for place in (directory.parent, directory):
-      if place.lstat().st_uid != os.geteuid() or place.is_symlink():
+      found = place.lstat()
+      if found.st_uid != os.geteuid() or place.is_symlink():
         return f'{refused} {place} belongs to another user'
-      place.chmod(0o700)
+      if found.st_mode & 0o077:
+        place.chmod(0o700)
     _clean(directory)
   except OSError as error:
     return f'{refused} {directory}: {error.strerror}'
