@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ from valkyrie.training.train_step import StepMetrics, TrainState
 
 
 @dataclasses.dataclass
-class Refusals:
+class Refusals(contextlib.AbstractContextManager['Refusals']):
   """Writes model_dir/refused_steps.jsonl, and ends a run that refuses too many steps.
 
     {"step": 412, "why": "loss spike", "loss": 9.1, "grad_norm": 3.0, "read": "these documents .."}
@@ -81,9 +81,6 @@ class Refusals:
     if self._lines is not None:
       self._lines.write({'step': step, 'rewound_to': goal})
     self.say(f'step {step} is a loss spike: continuing with the parameters of step {goal}')
-
-  def __enter__(self) -> Self:
-    return self
 
   def __exit__(self, *error: object) -> None:
     if self._lines is not None:
