@@ -13,8 +13,8 @@ import tiny
 
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.recurrence import delta_rule
-from valkyrie.models.recurrence.convolution import Tail
-from valkyrie.models.recurrence.gated_delta import DeltaCarry, GatedDeltaNet
+from valkyrie.models.recurrence.convolution import ConvolvedCarry, Tail
+from valkyrie.models.recurrence.gated_delta import GatedDeltaNet
 from valkyrie.sharding import ambient, sequence_parallel
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
@@ -37,7 +37,7 @@ def stream(time, rows=2, seed=0):
   """(x, carry, positions, segment_ids): documents of 1 to 6 tokens, the first begun before."""
   random = np.random.default_rng(seed)
   positions, segment_ids = tiny.documents(random, rows, time)
-  carry = DeltaCarry(
+  carry = ConvolvedCarry(
     Tail(random.normal(size=(rows, TAPS - 1, MIXED))),
     random.normal(size=(rows, HEADS, KEYS, VALUES)),
   )
@@ -94,7 +94,7 @@ def by_token(params, x, carry, positions, write=sigmoid):
       out = out / np.sqrt(np.mean(out**2) + 1e-6) * scale
       read.append(out * gate * sigmoid(gate))
     y[row, t] = np.concatenate(read) @ own['out']
-  return y, DeltaCarry(Tail(tail), state)
+  return y, ConvolvedCarry(Tail(tail), state)
 
 
 @pytest.mark.parametrize(('time', 'slice_size'), [(1, 4), (3, 4), (13, 1), (13, 4), (13, 32)])
@@ -264,7 +264,7 @@ def test_steps_at_initialization():
   own = build(heads=512, shortest=10.0, horizon=1e6).init(
     jax.random.key(0),
     np.zeros((1, 1, WIDTH)),
-    DeltaCarry(Tail(np.zeros((1, 2, 512 * 11))), np.zeros((1, 512, KEYS, VALUES))),
+    ConvolvedCarry(Tail(np.zeros((1, 2, 512 * 11))), np.zeros((1, 512, KEYS, VALUES))),
     *np.ones((2, 1, 1), np.int32),
   )['gated_delta_net']
   constants = -np.log(np.log1p(np.exp(np.float64(own['step_bias']))))
@@ -280,7 +280,7 @@ def test_steps_at_initialization():
 def test_dtypes_under_bfloat16():
   x, carry, *where = stream(5)
   params = jax.tree.map(lambda p: p.astype(np.float32), parameters())
-  carry = DeltaCarry(
+  carry = ConvolvedCarry(
     Tail(jnp.asarray(carry.tail.inputs, jnp.bfloat16)), carry.state.astype(np.float32)
   )
   y, after = build().apply(params, jnp.asarray(x, jnp.bfloat16), carry, *where)

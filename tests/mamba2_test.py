@@ -10,8 +10,8 @@ import pytest
 import tiny
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.models.recurrence.convolution import Tail
-from valkyrie.models.recurrence.mamba2 import Mamba2, Mamba2Carry
+from valkyrie.models.recurrence.convolution import ConvolvedCarry, Tail
+from valkyrie.models.recurrence.mamba2 import Mamba2
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 
@@ -32,7 +32,7 @@ def build(**options):
 
 def zero(rows):
   state = np.zeros((rows, HEADS, STATES, HEAD_WIDTH), np.float32)
-  return Mamba2Carry(Tail(np.zeros((rows, TAPS - 1, CONVOLVED), np.float32)), state)
+  return ConvolvedCarry(Tail(np.zeros((rows, TAPS - 1, CONVOLVED), np.float32)), state)
 
 
 def initial(width=WIDTH, **options):
@@ -75,7 +75,7 @@ def by_token(params, x, carry, positions):
       out[head] = c @ state[row, head] + own['skip'][head] * value
     gated = out.ravel() * silu(now @ own['z'])
     y[row, t] = gated / np.sqrt(np.mean(gated**2) + 1e-6) * scale @ own['out']
-  return y, Mamba2Carry(Tail(tail), state)
+  return y, ConvolvedCarry(Tail(tail), state)
 
 
 @pytest.mark.parametrize('slice_size', [1, 4, 64])

@@ -1,9 +1,10 @@
 """The errors that can end a run, with their exit codes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 import contextlib
 import os
 import re
+from typing import Any
 
 
 class ValkyrieError(Exception):
@@ -126,3 +127,9 @@ def check_count(name: str, count: int) -> None:
     raise ConfigurationError(
       f'{name}={count:,} exceeds {LARGEST_COUNT:,}, the largest int32. Lower it.'
     )
+
+
+def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
+  """Raises a ConfigurationError if the setting `name` has a value that is no choice."""
+  if value not in choices:
+    raise ConfigurationError(f'{name}={value!r} is unknown. Use one of {[*choices]}.')

@@ -8,13 +8,20 @@ import jax.numpy as jnp
 
 from valkyrie.models.layers import check_sizes, parameter
 from valkyrie.sharding import sequence_parallel
-from valkyrie.types import Array, DType
+from valkyrie.types import Array, Carry, DType
 
 
 class Tail(NamedTuple):
   """The last tokens before a chunk, as far as a convolution reads: [B, taps - 1, F]."""
 
   inputs: Array
+
+
+class ConvolvedCarry(NamedTuple):
+  """The carry of a convolution, and of the recurrence behind it."""
+
+  tail: Tail
+  state: Carry
 
 
 class CausalConvolution(hk.Module):
@@ -56,13 +63,13 @@ class CausalConvolution(hk.Module):
 def _tails(carried: Array, x: Array, length: Array) -> tuple[Array, Array]:
   """(the tail before this device's piece, the tail after the chunk), each [B, taps - 1, F].
 
-  Args:
-    carried: the tail before the chunk; correct on device 0, as is the tail after it.
-    x: [B, T, F], the piece.
-    length: int32 [B], the tokens of the piece that are not padding.
+  `carried`, the tail before the chunk, is correct on device 0, as is the tail after it. x [B, T, F]
+  is the piece, and `length` int32 [B] counts its tokens that are not padding.
   """
   slots = carried.shape[1]
-  ended = _last(carried, x, length, slots)
+  index = length[:, None] + jnp.arange(slots)[None]
+  both = jnp.concatenate([carried, x], axis=1)
+  ended = jnp.take_along_axis(both, index[..., None], axis=1)
   if not sequence_parallel.axes():
     return carried, ended
 
@@ -77,9 +84,3 @@ def _tails(carried: Array, x: Array, length: Array) -> tuple[Array, Array]:
   filled = jnp.minimum(length, slots)
   (before, _), (after, _) = sequence_parallel.device_prefix_scan((ended, filled), then)
   return jnp.where(sequence_parallel.index() == 0, carried, before), after
-
-
-def _last(before: Array, x: Array, length: Array, slots: int) -> Array:
-  """The last `slots` tokens of `before`, which holds as many, and of x up to `length` [B]."""
-  index = length[:, None] + jnp.arange(slots)[None]
-  return jnp.take_along_axis(jnp.concatenate([before, x], axis=1), index[..., None], axis=1)

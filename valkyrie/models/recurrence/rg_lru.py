@@ -11,6 +11,7 @@ sqrt(1 - a²) keeps the variance of a sum that has gone on for long, and a docum
 It is made for `GatedRecurrence`, which brings the projections, the convolution and the gate.
 """
 
+import dataclasses
 import math
 
 import chex
@@ -19,15 +20,10 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from valkyrie.errors import ConfigurationError
+from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models.layers import check_sizes, parameter
 from valkyrie.models.recurrence import scan, sharded_scan
-from valkyrie.models.recurrence.time_constants import (
-  check_time_constants,
-  inverse_softplus,
-  root,
-)
-from valkyrie.sharding import sequence_parallel
+from valkyrie.models.recurrence.time_constants import check_time_constants, inverse_softplus, root
 from valkyrie.types import Array, DType
 
 _C = 8.0
@@ -35,120 +31,108 @@ SPREADS = ('decay', 'log')
 
 
 @gin.configurable
+@dataclasses.dataclass(eq=False)
 class RGLRU(hk.Module):
-  """The RG-LRU. Its carry is the state, [B, F] float32."""
+  """The RG-LRU. Its carry is the state, [B, F] float32.
 
-  def __init__(
-    self,
-    width: int,
-    heads: int,
-    shortest: float = -2 / math.log(0.9),
-    horizon: float = -2 / math.log(0.999),
-    spread: str = 'decay',
-    scan_form: str | None = None,
-    name: str | None = None,
-  ):
-    """Configures the recurrence.
+  A time constant is meant at r = 1/2, where the gate starts on average: a = exp(-1/τ), and the a^c
+  of the paper, which is a_t at r = 1, is exp(-2/τ). An open gate halves the time constant, and a
+  closed one makes it infinite.
 
-    A time constant is meant at r = 1/2, where the gate starts on average: a = exp(-1/τ), and the
-    a^c of the paper, which is a_t at r = 1, is exp(-2/τ). An open gate halves the time constant,
-    and a closed one makes it infinite.
+  Attributes:
+    width: F, of the input and of the state.
+    heads: the blocks of W_a and W_x; divides F.
+    shortest: the shortest time constant at initialization, in tokens.
+    horizon: the longest one. The defaults, 19 and 1999 tokens, are the published range of a^c, 0.9
+      to 0.999.
+    spread: 'decay': a^c is uniform in the range, as published, so that half of all time constants
+      are below 2 `shortest`. 'log': they spread evenly in the logarithm, for a long horizon.
+    scan_form: a key of `scan.FORMS`; None takes the fastest for the platform.
+    name: Haiku's.
 
-    Args:
-      width: F, of the input and of the state.
-      heads: the blocks of W_a and W_x; divides F.
-      shortest: the shortest time constant at initialization, in tokens.
-      horizon: the longest one. The defaults, 19 and 1999 tokens, are the published range of a^c,
-        0.9 to 0.999.
-      spread: 'decay': a^c is uniform in the range, as published, so that half of all time constants
-        are below 2 `shortest`. 'log': they spread evenly in the logarithm, for a long horizon.
-      scan_form: a key of `scan.FORMS`; None takes the fastest for the platform.
-      name: Haiku's.
+  Raises:
+    ConfigurationError: a name is unknown, or a number is out of its range.
+  """
 
-    Raises:
-      ConfigurationError: a name is unknown, or a number is out of its range.
-    """
-    super().__init__(name)
-    check_sizes('RGLRU', width=width, heads=heads)
-    if width % heads:
+  width: int
+  heads: int
+  shortest: float = -2 / math.log(0.9)
+  horizon: float = -2 / math.log(0.999)
+  spread: str = 'decay'
+  scan_form: str | None = None
+  name: str | None = None
+
+  causal = True
+  sequence_parallel = True
+  dropout = 0.0
+
+  def __post_init__(self):
+    super().__post_init__()
+    self._form = self.scan_form or scan.default_form()
+    check_sizes('RGLRU', width=self.width, heads=self.heads)
+    check_time_constants('RGLRU', self.shortest, self.horizon)
+    check_choice('RGLRU.spread', self.spread, SPREADS)
+    check_choice('RGLRU.scan_form', self._form, scan.FORMS)
+    if self.width % self.heads:
       raise ConfigurationError(
-        f'RGLRU.width={width} must be a multiple of RGLRU.heads={heads}: the blocks of the gates '
-        'have equal sizes.'
+        f'RGLRU.width={self.width} must be a multiple of RGLRU.heads={self.heads}: the blocks of '
+        'the gates have equal sizes.'
       )
-    check_time_constants('RGLRU', shortest, horizon)
-    form = scan_form or scan.default_form()
-    for option, value, known in (('spread', spread, SPREADS), ('scan_form', form, scan.FORMS)):
-      if value not in known:
-        raise ConfigurationError(f'RGLRU.{option}={value!r} is unknown. Use one of {list(known)}.')
-    self.causal = self.sequence_parallel = True
-    self.dropout = 0.0
-    self.horizon = horizon
-    self._width = width
-    self._heads = heads
-    self._rates = 1 / shortest, 1 / horizon
-    self._spread = spread
-    self._form = form
 
   def initial_carry(self, batch_size: int, dtype: DType) -> Array:
     """The zero state: float32 or wider, since rounding would accumulate."""
-    return jnp.zeros((batch_size, self._width), jnp.promote_types(dtype, jnp.float32))
+    return jnp.zeros((batch_size, self.width), jnp.promote_types(dtype, jnp.float32))
 
   def forward_flops(self, width: int) -> int:
     """Two block-diagonal products, two gated inputs, and the recurrence (2)."""
-    return 4 * width * width // self._heads + 4 * width
+    return 4 * width * width // self.heads + 4 * width
 
   def __call__(
     self, x: Array, carry: Array, *, positions: Array, segment_ids: Array
   ) -> tuple[Array, Array]:
     """Mixes a chunk x [B, T, F]; see `types.SequenceMixer`."""
-    chex.assert_shape(carry, (x.shape[0], self._width))
-    if x.shape[-1] != self._width:
+    chex.assert_shape(carry, (x.shape[0], self.width))
+    if x.shape[-1] != self.width:
       raise ConfigurationError(
-        f'RGLRU.width={self._width} differs from its input, of width {x.shape[-1]}. Set it to '
+        f'RGLRU.width={self.width} differs from its input, of width {x.shape[-1]}. Set it to '
         'that, which is GatedRecurrence.width inside a GatedRecurrence.'
       )
     wide = jnp.promote_types(x.dtype, jnp.float32)
     reset, length = (positions == 0).T, jnp.sum(segment_ids > 0, axis=1)
     x_over_time = jnp.swapaxes(x, 0, 1)
     recurrence_gate, input_gate = self._gates(x_over_time, wide)
-    rate = parameter('lambda', (self._width,), self._lambda_init, axes=('state',))
+    rate = parameter('lambda', (self.width,), self._lambda_init, axes=('state',))
     log_decay = -_C * jax.nn.softplus(rate)[None, None] * recurrence_gate
     inputs = gain(log_decay, reset) * input_gate * x_over_time.astype(wide)
     growth = jnp.expm1(log_decay)
-    if sequence_parallel.axes():
-      states, after = sharded_scan.scan_piece(growth, inputs, carry, reset, length, form=self._form)
-    else:
-      states = scan.diagonal_scan(growth, inputs, carry, reset, form=self._form)
-      after = scan.state_after(states, carry, length)
+    states, after = sharded_scan.scan_chunk(growth, inputs, carry, reset, length, form=self._form)
     return jnp.swapaxes(states, 0, 1).astype(x.dtype), after
 
   def _gates(self, x: Array, wide: DType) -> list[Array]:
     """r and i of x [T, B, F], both [T, B, F] in the dtype `wide`."""
-    block = self._width // self._heads
+    block = self.width // self.heads
     init = hk.initializers.RandomNormal(block**-0.5)
 
     def learned(name):
       weights = parameter(
-        f'{name}_gate', (self._heads, block, block), init, axes=('heads', None, None), cast=x.dtype
+        f'{name}_gate', (self.heads, block, block), init, axes=('heads', None, None), cast=x.dtype
       )
-      return weights, parameter(f'{name}_bias', (self._width,), jnp.zeros, axes=('state',))
+      return weights, parameter(f'{name}_bias', (self.width,), jnp.zeros, axes=('state',))
 
     (recurrence, recurrence_bias), (input_, input_bias) = learned('recurrence'), learned('input')
     weights = jnp.concatenate([recurrence, input_], axis=2).astype(x.dtype).astype(wide)
-    blocks = x.reshape(-1, self._heads, block).astype(wide)
-    driven = jnp.einsum('nhi,hij->nhj', blocks, weights)
+    blocks = x.reshape(-1, self.heads, block).astype(wide)
+    driven = jnp.split(jnp.einsum('nhi,hij->nhj', blocks, weights), 2, axis=-1)
     return [
       jax.nn.sigmoid(part.reshape(x.shape) + bias[None, None])
-      for part, bias in zip(
-        jnp.split(driven, 2, axis=-1), (recurrence_bias, input_bias), strict=True
-      )
+      for part, bias in zip(driven, (recurrence_bias, input_bias), strict=True)
     ]
 
   def _lambda_init(self, shape, dtype) -> Array:
     """Λ where c softplus(Λ) / 2 is the reciprocal of a time constant in the range."""
     uniform = jax.random.uniform(hk.next_rng_key(), shape, dtype)
-    fastest, slowest = self._rates
-    if self._spread == 'log':
+    fastest, slowest = 1 / self.shortest, 1 / self.horizon
+    if self.spread == 'log':
       rate = slowest * (fastest / slowest) ** uniform
     else:
       # a^c = exp(-2 rate) is uniform: by its distance to 1, which keeps the digits of slow ones.

@@ -38,15 +38,18 @@ def _then(first: _Piece, second: _Piece) -> _Piece:
 
 
 @jax.named_scope('scan')
-def scan_piece(
+def scan_chunk(
   growth: Number, inputs: Number, carry: Number, reset: Array, length: Array, *, form: str
 ) -> tuple[Number, Number]:
-  """(the states of this device's piece [T, B, P], the state [B, P] after the chunk).
+  """(the states [T, B, P] of a chunk, or of this device's piece, the state [B, P] after the chunk).
 
   The arguments are as in `scan.diagonal_scan`, with `length` int32 [B] steps before the padding.
-  `carry`, the state before the chunk, is correct on device 0, and so is the state after it. A
-  growth [P], the same at every step, must be complex.
+  Of a piece, `carry` is correct on device 0, and so is the state after the chunk; a growth [P], the
+  same at every step, must then be complex.
   """
+  if not sequence_parallel.axes():
+    states = diagonal_scan(growth, inputs, carry, reset, form=form)
+    return states, state_after(states, carry, length)
   is_first = sequence_parallel.index() == 0
   known = jax.tree.map(lambda part: jnp.where(is_first, part, 0), carry)
   states = diagonal_scan(growth, inputs, known, reset, form=form)

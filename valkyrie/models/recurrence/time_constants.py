@@ -1,4 +1,6 @@
-"""Time constants of a fresh recurrence: their range, and the parameters that begin with them."""
+"""Time constants of a fresh recurrence, and the base of mixers whose heads decay as in Mamba-2."""
+
+import dataclasses
 
 import haiku as hk
 import jax
@@ -6,8 +8,87 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.models.layers import parameter
-from valkyrie.types import Array
+from valkyrie.models.layers import check_sizes, parameter
+from valkyrie.models.recurrence.convolution import CausalConvolution, ConvolvedCarry
+from valkyrie.types import Array, DType
+
+
+@dataclasses.dataclass(eq=False)
+class DecayingHeads(hk.Module):
+  """Heads with matrices as states, which decay by exp(-step · rate), behind a convolution.
+
+  Attributes:
+    heads: H.
+    taps: tokens that the convolution reads.
+    slice_size: tokens that are read at once; it changes only rounding and time.
+    shortest: the smallest 1 / step at initialization, in tokens.
+    horizon: the largest one. They spread evenly in the logarithm; 10 and 1000 are the published
+      steps of 0.1 and 0.001.
+    largest_rate: the rates spread evenly from 1 to it. A head's time constant is 1 / (step · rate);
+      at 1, all lie between `shortest` and `horizon`.
+    name: Haiku's.
+
+  Raises:
+    ConfigurationError: a number is out of its range.
+  """
+
+  heads: int
+  _: dataclasses.KW_ONLY
+  taps: int = 4
+  slice_size: int = 64
+  shortest: float = 10.0
+  horizon: float = 1000.0
+  largest_rate: float = 16.0
+  name: str | None = None
+
+  causal = True
+  sequence_parallel = True
+  dropout = 0.0
+
+  def __post_init__(self):
+    super().__post_init__()
+    owner = type(self).__name__
+    check_sizes(owner, heads=self.heads, taps=self.taps, slice_size=self.slice_size)
+    check_time_constants(owner, self.shortest, self.horizon, self.largest_rate)
+    self._convolution = CausalConvolution(self.taps)
+    # A subclass sets the channels of the convolution, and the shape of a head's state.
+    self._convolved = 0
+    self._state_shape = (0, 0)
+
+  def initial_carry(self, batch_size: int, dtype: DType) -> ConvolvedCarry:
+    """Zeros; the state is float32 or wider, since rounding would accumulate."""
+    shape = (batch_size, self.heads, *self._state_shape)
+    state = jnp.zeros(shape, jnp.promote_types(dtype, jnp.float32))
+    return ConvolvedCarry(
+      self._convolution.initial_carry(batch_size, self._convolved, dtype), state
+    )
+
+  def _rates_and_steps(self) -> tuple[Array, Array]:
+    """(log_rate, step_bias), [H] each; the steps begin near softplus(step_bias)."""
+
+    def log_rates(shape, dtype):
+      return jnp.log(jax.random.uniform(hk.next_rng_key(), shape, dtype, 1, self.largest_rate))
+
+    def step_biases(shape, dtype):
+      low, high = np.log(self.shortest), np.log(self.horizon)
+      drawn = jax.random.uniform(hk.next_rng_key(), shape, dtype, low, high)
+      return inverse_softplus(jnp.exp(-drawn))
+
+    return (
+      parameter('log_rate', (self.heads,), log_rates, axes=('norm',)),
+      parameter('step_bias', (self.heads,), step_biases, axes=('norm',)),
+    )
+
+
+def inverse_softplus(y: Array) -> Array:
+  """x with log(1 + exp(x)) = y, for y > 0."""
+  return y + jnp.log(-jnp.expm1(-y))
+
+
+def root(x: Array) -> Array:
+  """sqrt(x) of the gain of an input, where x falls to 0 as a memory becomes endless."""
+  # The slope has no bound at 0: below 1e-30 it is 0, where it would become NaN.
+  return jnp.sqrt(jnp.maximum(x, 1e-30))
 
 
 def check_time_constants(
@@ -21,40 +102,3 @@ def check_time_constants(
     )
   if largest_rate < 1:
     raise ConfigurationError(f'{owner}.largest_rate={largest_rate:g} must be at least 1.')
-
-
-def inverse_softplus(y: Array) -> Array:
-  """x with log(1 + exp(x)) = y, for y > 0."""
-  return y + jnp.log(-jnp.expm1(-y))
-
-
-def root(x: Array) -> Array:
-  """sqrt(x) of the gain of an input, where x falls to 0 as a memory becomes endless.
-
-  The slope of the root has no bound there. Below 1e-30 it is 0, where it would become NaN.
-  """
-  return jnp.sqrt(jnp.maximum(x, 1e-30))
-
-
-def rates_and_steps(
-  heads: int, shortest: float, horizon: float, largest_rate: float
-) -> tuple[Array, Array]:
-  """The parameters `log_rate` and `step_bias`, [H] each, of the calling module.
-
-  The rates exp(log_rate) spread evenly from 1 to the largest one. The steps softplus(step_bias)
-  spread evenly in the logarithm, from 1 / horizon to 1 / shortest (as Mamba-2's published code).
-  """
-
-  def log_rates(shape, dtype):
-    return jnp.log(jax.random.uniform(hk.next_rng_key(), shape, dtype, 1, largest_rate))
-
-  def step_biases(shape, dtype):
-    low, high = np.log(shortest), np.log(horizon)
-    drawn = jax.random.uniform(hk.next_rng_key(), shape, dtype, low, high)
-    return inverse_softplus(jnp.exp(-drawn))
-
-  axes = ('norm',)
-  return (
-    parameter('log_rate', (heads,), log_rates, axes=axes),
-    parameter('step_bias', (heads,), step_biases, axes=axes),
-  )

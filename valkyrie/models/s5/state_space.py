@@ -17,7 +17,6 @@ from valkyrie.models.recurrence import scan, sharded_scan
 from valkyrie.models.recurrence.scan import Complex, Number
 from valkyrie.models.s5 import init
 from valkyrie.models.s5.discretization import discretize
-from valkyrie.sharding import sequence_parallel
 from valkyrie.sharding.split_products import split_product
 from valkyrie.types import Array
 
@@ -112,13 +111,9 @@ def read(
   inputs = split_product(drive, u, b, ('state', 'embed'), inputs=1, rows=(0, 1))
   if varies:
     inputs = _scaled(gain, inputs)
-  if sequence_parallel.axes():
-    states, after = sharded_scan.scan_piece(
-      system.growth, inputs, initial, starts.T, length, form=form
-    )
-  else:
-    states = scan.diagonal_scan(system.growth, inputs, initial, starts.T, form=form)
-    after = scan.state_after(states, initial, length)
+  states, after = sharded_scan.scan_chunk(
+    system.growth, inputs, initial, starts.T, length, form=form
+  )
   if ends is not None:
     backwards = scan.diagonal_scan(
       system.growth.map(_reverse) if varies else system.growth,
