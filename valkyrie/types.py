@@ -70,7 +70,7 @@ class SequenceMixer(Protocol):
     the other devices (see `sharding.sequence_parallel`). Other mixers get whole rows.
   reach (0): the largest distance at which its attention window sees a token.
   horizon (None): the longest time constant of its state at initialization, in tokens.
-  max_context (None): the longest document that it can read.
+  max_context (None): the longest document that it can read, if it carries what it reads.
   carried (True): whether chunks pass on what they read; False if each is read by itself.
   """
 

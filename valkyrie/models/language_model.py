@@ -238,7 +238,8 @@ class LanguageModel(hk.Module):
           'such as LongformerAttention, or S5 with S5.bidirectional = False.'
         )
     planner, flops = self.planner, self.repeats * layer_flops
-    contexts = [getattr(mixer, 'max_context', None) for mixer in mixers]
+    carried = [mixer for mixer in mixers if getattr(mixer, 'carried', True)]
+    contexts = [getattr(mixer, 'max_context', None) for mixer in carried]
     horizons = [getattr(mixer, 'horizon', None) for mixer in mixers]
     whole = [type(m).__name__ for m in mixers if not getattr(m, 'sequence_parallel', False)]
     if planner is not None:
@@ -251,7 +252,7 @@ class LanguageModel(hk.Module):
       window=max((getattr(mixer, 'reach', 0) for mixer in mixers), default=0),
       horizon=max((h for h in horizons if h is not None), default=None),
       max_context=min((c for c in contexts if c is not None), default=None),
-      carried=all(getattr(mixer, 'carried', True) for mixer in mixers),
+      carried=len(carried) == len(mixers),
       has_dropout=any(mixer.dropout > 0 for mixer in mixers),
       plan_interval=None if planner is None else planner.plan_interval,
       planner_module=None if planner is None else planner.module_name,

@@ -22,14 +22,12 @@ def cut(x: Array, size: int) -> Array:
 
 
 def overlapping(x: Array, size: int, width: int) -> Array:
-  """[B, (N + width - 1) x size, ...] -> [N, B, width x size, ...], each `size` after the last.
-
-  The slices overlap in memory of their own, so that their reader needs no sequential loop.
-  """
+  """[B, (N + width - 1) x size, ...] -> [N, B, width x size, ...], each `size` after the last."""
   padded = _padded(x, size)
   count = padded.shape[1] // size - width + 1
   if count < width:  # the fewer slices to trace
     return jnp.stack([padded[:, n * size : (n + width) * size] for n in range(count)])
+  # The slices overlap in memory of their own, so that their reader needs no sequential loop.
   one = cut(padded, size)
   return jnp.concatenate([one[j : j + count] for j in range(width)], axis=2)
 
@@ -43,6 +41,25 @@ def join(slices: Array, time: int) -> Array:
   """[N, B, size, ...] -> [B, time, ...]: the inverse of `cut`, without the padding."""
   count, batch, size, *rest = slices.shape
   return jnp.moveaxis(slices, 0, 1).reshape(batch, count * size, *rest)[:, :time]
+
+
+def split_residues(x: Array, dilation: int) -> Array:
+  """[B, T, ...] -> [B · d, ceil(T / d), ...]: a row for each residue of time modulo d, zero-padded.
+
+  Tokens at distances that d divides share a residue: a dilated window is undilated in these rows.
+  """
+  padded = _padded(x, dilation)
+  batch, time, *rest = padded.shape
+  separate = jnp.swapaxes(padded.reshape(batch, time // dilation, dilation, *rest), 1, 2)
+  return separate.reshape(batch * dilation, time // dilation, *rest)
+
+
+def merge_residues(x: Array, dilation: int, time: int) -> Array:
+  """[B · d, ceil(T / d), ...] -> [B, T, ...]: the inverse of `split_residues`."""
+  rows, steps, *rest = x.shape
+  separate = x.reshape(rows // dilation, dilation, steps, *rest)
+  merged = jnp.swapaxes(separate, 1, 2).reshape(rows // dilation, steps * dilation, *rest)
+  return merged[:, :time]
 
 
 def for_each(fn: Callable[[Any], Any], slices: Any, logits: int) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 
 from valkyrie.checkpoint.manager import open_to_read
 from valkyrie.errors import ConfigurationError, regular_expression
-from valkyrie.models.attention.heads import WindowAttention
+from valkyrie.models.attention.longformer import WindowAttention
 from valkyrie.models.language_model import LanguageModel, Model
 from valkyrie.models.layers import RMSNorm
 from valkyrie.types import Array, Params

@@ -12,7 +12,7 @@ from valkyrie.models.attention.bidirectional_window import (
   first_positions,
   take,
 )
-from valkyrie.models.attention.heads import WindowAttention
+from valkyrie.models.attention.longformer import WindowAttention
 from valkyrie.models.layers import project
 from valkyrie.types import Array, DType
 
@@ -51,32 +51,30 @@ class BidirectionalLongformer(WindowAttention):
 
   def forward_flops(self, width: int) -> int:
     """Projections, then scores and sums over the keys of a token's window and the global tokens."""
-    heads = self._heads
-    projections = 4 * width * (heads.q_width + heads.kv_width)
-    if self._global_tokens:
-      projections += 4 * width * heads.kv_width
-    return projections + 4 * (2 * self.window + 1 + 2 * self._global_tokens) * heads.q_width
+    keys = 2 * self.window + 1 + 2 * self._global_tokens
+    kv_width = self._kv_width * (2 if self._global_tokens else 1)
+    return 4 * width * (self._q_width + kv_width) + 4 * keys * self._q_width
 
   def __call__(
     self, x: Array, carry: tuple[()], *, positions: Array, segment_ids: Array
   ) -> tuple[Array, tuple[()]]:
     """Mixes a chunk; see `types.SequenceMixer`."""
     chex.assert_rank(x, 3)
-    heads, axes = self._heads, ('embed', 'heads')
+    axes, kv_width = ('embed', 'heads'), self._kv_width
     local = from_global = Projections(*self._project_heads(x))
     starts = (positions < self.document_start) & (segment_ids > 0)
     global_tokens = first_positions(starts, self._global_tokens)
     if self._global_tokens:
-      k, v = project(x, axes, global_key=heads.kv_width, global_value=heads.kv_width)
-      (q,) = project(take(x, global_tokens), axes, global_query=heads.q_width)
-      from_global = Projections(heads.split(q), heads.split(k), heads.split(v))
+      k, v = project(x, axes, global_key=kv_width, global_value=kv_width)
+      (q,) = project(take(x, global_tokens), axes, global_query=self._q_width)
+      from_global = Projections(self._split(q), self._split(k), self._split(v))
     out = bidirectional_attention(
       local,
       from_global,
       segment_ids=segment_ids,
       global_tokens=global_tokens,
       window=self.window,
-      dilations=heads.dilations,
+      dilations=self._dilations,
       slice_size=self.slice_size,
       rotary=self._rotary,
       dropout=self._dropout(),

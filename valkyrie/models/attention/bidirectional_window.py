@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.models import slices
-from valkyrie.models.attention.dilation import merge_residues, runs, split_residues
-from valkyrie.models.attention.rotary import Rotary, rotate, wide
+from valkyrie.models.attention.rotary import Rotary, Windows, rotate, wide, windows
 from valkyrie.models.attention.softmax import (
   Dropout,
   Part,
@@ -81,29 +80,20 @@ def bidirectional_attention(
   """
   batch, group = local.q.shape[0], local.q.shape[2] // local.k.shape[2]
   outs = []
-  for number, (dilation, run) in enumerate(runs(dilations)):
+  for number, seen in enumerate(windows(dilations, window, slice_size, rotary)):
+    run = seen.heads
     queries = slice(group * run.start, group * run.stop)
     mine, globally = (
       Projections(part.q[:, :, queries], part.k[:, :, run], part.v[:, :, run])
       for part in (local, from_global)
     )
-    geometry = _Geometry(window, dilation, slice_size, rotary)
-    windows, documents = (dropout and dropout.of(2 * number + part) for part in (0, 1))
-    out = _attend_windows(mine, segment_ids, global_tokens, geometry, windows)
+    near, far = (dropout and dropout.of(2 * number + part) for part in (0, 1))
+    out = _attend_windows(mine, segment_ids, global_tokens, seen, near)
     if global_tokens.shape[1]:
-      read = _attend_documents(globally, segment_ids, global_tokens, geometry, documents)
+      read = _attend_documents(globally, segment_ids, global_tokens, seen, far)
       out = out.at[np.arange(batch)[:, None], global_tokens].set(read, mode='drop')
     outs.append(out)
   return jnp.where(segment_ids[:, :, None, None] > 0, jnp.concatenate(outs, axis=2), 0)
-
-
-class _Geometry(NamedTuple):
-  """The windows of heads that share a dilation: W, d, S, and the frequencies of positions."""
-
-  window: int
-  dilation: int
-  slice_size: int
-  rotary: Rotary
 
 
 class _Tokens(NamedTuple):
@@ -125,24 +115,24 @@ def _attend_windows(
   local: Projections,
   segment_ids: Array,
   global_tokens: Array,
-  geometry: _Geometry,
+  seen: Windows,
   dropout: Dropout | None,
 ) -> Array:
   """Every token over its window and the global tokens -> [B, T, H, K].
 
   Each residue of time is a row of its own, with S / d of its tokens in a slice.
   """
-  (batch, time, heads, _), d = local.q.shape, geometry.dilation
+  (batch, time, heads, _), d = local.q.shape, seen.dilation
   steps = -(-time // d)
-  size = max(1, min(geometry.slice_size // d, steps))
-  beside = -(-geometry.window // size)  # whole slices within reach of a window, on each side
+  size = max(1, min(seen.slice_size // d, steps))
+  beside = -(-seen.width // size)  # whole slices within reach of a window, on each side
 
   def sliced(x):
-    return slices.cut(split_residues(x, d), size)
+    return slices.cut(slices.split_residues(x, d), size)
 
   def with_reach(x):
     around = ((0, 0), (beside * size, beside * size)) + ((0, 0),) * (x.ndim - 2)
-    return slices.overlapping(jnp.pad(split_residues(x, d), around), size, 2 * beside + 1)
+    return slices.overlapping(jnp.pad(slices.split_residues(x, d), around), size, 2 * beside + 1)
 
   at = jnp.broadcast_to(jnp.arange(time)[None], segment_ids.shape)
   tokens = _Tokens(local.k, local.v, segment_ids, at)
@@ -151,11 +141,11 @@ def _attend_windows(
   far = jax.tree.map(lambda x: jnp.repeat(take(x, global_tokens), d, axis=0), tokens)
   draws = None if dropout is None else jax.vmap(dropout.of)(jnp.arange(near.k.shape[0]))
   out = slices.for_each(
-    lambda one: _attend_slice(*one, far=far, geometry=geometry),
+    lambda one: _attend_slice(*one, far=far, seen=seen),
     (*now, near, draws),
     logits=batch * d * heads * size * near.k.shape[2],
   )
-  return merge_residues(slices.join(out, steps), d, time)
+  return slices.merge_residues(slices.join(out, steps), d, time)
 
 
 def _attend_slice(
@@ -165,15 +155,15 @@ def _attend_slice(
   near: _Tokens,
   dropout: Dropout | None,
   far: _Tokens,
-  geometry: _Geometry,
+  seen: Windows,
 ) -> Array:
   """A slice's queries [B, S, H, K] over the tokens of their residue around it, and G far ones.
 
   segment_ids, at: int32 [B, S], of the queries.
   """
   (_, size, heads, width), (_, length, kv_heads, _) = q.shape, near.k.shape
-  reach, first = geometry.window * geometry.dilation, (length - size) // 2
-  cos, sin = geometry.rotary.angles(length, width, geometry.dilation)
+  reach, first = seen.width * seen.dilation, (length - size) // 2
+  cos, sin = seen.rotary.angles(length, width, seen.dilation)
   q = q * width**-0.5
 
   def rotated(x, where):
@@ -186,15 +176,15 @@ def _attend_slice(
       group_queries(rotated(q, slice(first, first + size)), kv_heads),
       group_keys(rotated(near.k, slice(None))),
       group_keys(near.v),
-      (np.abs(steps) <= geometry.window)[None] & same,
+      (np.abs(steps) <= seen.width)[None] & same,
     )
   ]
 
   # A global token outside the window is rotated to the edge on its side.
   if far.k.shape[1]:
-    edge = slice(geometry.window, geometry.window + 1)
+    edge = slice(seen.width, seen.width + 1)
     ahead = at[:, :, None] - far.at[:, None]
-    outside = (jnp.abs(ahead) > reach) | (ahead % geometry.dilation != 0)
+    outside = (jnp.abs(ahead) > reach) | (ahead % seen.dilation != 0)
     visible = outside & (segment_ids[:, :, None] == far.segment_ids[:, None])
     parts += [
       Part(queries, keys, group_keys(far.v), visible & side)
@@ -211,7 +201,7 @@ def _attend_documents(
   from_global: Projections,
   segment_ids: Array,
   global_tokens: Array,
-  geometry: _Geometry,
+  seen: Windows,
   dropout: Dropout | None,
 ) -> Array:
   """Every global token over all of its document -> [B, G, H, K].
@@ -219,9 +209,9 @@ def _attend_documents(
   Each slice of keys has its own softmax; the denominators give each slice's share.
   """
   (batch, chosen, heads, width), kv_heads = from_global.q.shape, from_global.k.shape[2]
-  reach, size = geometry.window * geometry.dilation, min(geometry.slice_size, segment_ids.shape[1])
+  reach, size = seen.width * seen.dilation, min(seen.slice_size, segment_ids.shape[1])
   q, own = from_global.q * width**-0.5, take(segment_ids, global_tokens)
-  cos, sin = geometry.rotary.angles(2 * reach + size, width)
+  cos, sin = seen.rotary.angles(2 * reach + size, width)
   tables = [jnp.asarray(table, wide(q)) for table in (cos, sin)]
 
   def rotated(x, where):

@@ -1,7 +1,7 @@
 """Full attention: to the whole of a document, or to the document's part in a chunk."""
 
-from collections.abc import Callable
-from typing import Any
+import dataclasses
+from typing import Any, ClassVar
 
 import gin
 import jax
@@ -17,54 +17,36 @@ from valkyrie.types import Array, DType
 
 
 @gin.configurable
+@dataclasses.dataclass(eq=False)
 class FullAttention(LongformerAttention):
   """Causal attention to the whole of a document.
 
   It carries `max_context - 1` keys from chunk to chunk, and its cost grows with them. The data
-  pipeline refuses a longer document, which the window would truncate. Devices would have to
-  exchange the whole document, so it accepts no pieces of time.
+  pipeline refuses a longer document, which the window would truncate. It accepts no pieces of time,
+  since devices would have to exchange the whole document.
 
-  Without a carry, each chunk is read by itself, as trainers of plain decoders do: a document that a
-  chunk's end cuts is read as two. Then every key that is computed is one that a query reads, and
-  chunks are not the cuts of one stream: nothing is exact across them, and no text can be continued.
-  """
+  Without a carry, each chunk is read by itself, as trainers of plain decoders do: a document that
+  the end of a chunk cuts is read as two, and no text can be continued.
 
-  sequence_parallel = False
-
-  def __init__(
-    self,
-    heads: int,
-    head_width: int,
-    max_context: int,
-    carried: bool = True,
-    kv_heads: int | None = None,
-    slice_size: int = 128,
-    dropout: float = 0.0,
-    rotary: Callable[[], Rotary] = Rotary,
-    name: str | None = None,
-  ):
-    """As `LongformerAttention`.
-
+  Attributes:
     max_context: the tokens that a query sees, itself included; without a carry, the longest chunk.
     carried: whether keys pass from chunk to chunk.
-    """
-    super().__init__(
-      heads,
-      head_width,
-      max_context - 1,
-      kv_heads=kv_heads,
-      # Named, so that gin does not fill in the bindings of LongformerAttention.
-      registers=0,
-      document_start=0,
-      dilations=None,
-      slice_size=slice_size,
-      dropout=dropout,
-      rotary=rotary,
-      name=name,
-    )
-    self.carried = carried
-    self.max_context = max_context if carried else None
-    self._longest_chunk = max_context
+
+  The others are as in `WindowAttention`.
+  """
+
+  window: int = dataclasses.field(init=False)
+  dilations: None = dataclasses.field(init=False, default=None)
+  document_start: int = dataclasses.field(init=False, default=0)
+  registers: int = dataclasses.field(init=False, default=0)
+  max_context: int = dataclasses.field(kw_only=True)
+  carried: bool = True
+
+  sequence_parallel: ClassVar[bool] = False
+
+  def __post_init__(self):
+    self.window = self.max_context - 1
+    super().__post_init__()
 
   def initial_carry(self, batch_size: int, dtype: DType) -> Any:
     """An empty window, or nothing without a carry."""
@@ -73,7 +55,7 @@ class FullAttention(LongformerAttention):
   def forward_flops(self, width: int) -> int:
     """As `LongformerAttention`; without a carry, a token reads half of its chunk on average."""
     whole = super().forward_flops(width)
-    return whole if self.carried else whole - 2 * (self._longest_chunk - 1) * self._heads.q_width
+    return whole if self.carried else whole - 2 * self.window * self._q_width
 
   def __call__(
     self, x: Array, carry: Any, *, positions: Array, segment_ids: Array
@@ -85,9 +67,9 @@ class FullAttention(LongformerAttention):
     """
     if self.carried:
       return super().__call__(x, carry, positions=positions, segment_ids=segment_ids)
-    if x.shape[1] > self._longest_chunk:
+    if x.shape[1] > self.max_context:
       raise ConfigurationError(
-        f'A chunk has {x.shape[1]} tokens, but FullAttention.max_context={self._longest_chunk}. '
+        f'A chunk has {x.shape[1]} tokens, but FullAttention.max_context={self.max_context}. '
         'Lower chunk_size, or raise max_context.'
       )
     out = attention_in_chunk(
@@ -113,14 +95,8 @@ def attention_in_chunk(
 ) -> Array:
   """Causal attention to the tokens of the same document in the chunk -> [B, T, H, K].
 
-  Every slice of queries reads the keys up to its end, and none after it.
-
-  Args:
-    q: [B, T, H, K]; k, v: [B, T, J, K]; all unrotated.
-    segment_ids: int32 [B, T].
-    slice_size: S, queries computed at once: memory grows with S x T.
-    rotary: the frequencies of the positions.
-    dropout: of attention weights; None for none.
+  q is [B, T, H, K]; k and v are [B, T, J, K]; all are unrotated. A slice of S = `slice_size`
+  queries reads the keys up to its end, and none after it: memory grows with S x T.
   """
   time, heads, width = q.shape[1:]
   angles = rotary.angles(time, width)

@@ -1,5 +1,6 @@
-"""Longformer attention for causal language models, as a sequence mixer."""
+"""Heads with windows over time, and Longformer attention for causal language models."""
 
+from collections.abc import Callable, Sequence
 import dataclasses
 from typing import ClassVar
 
@@ -8,11 +9,89 @@ import gin
 import haiku as hk
 import jax.numpy as jnp
 
-from valkyrie.models.attention.heads import WindowAttention
+from valkyrie.errors import ConfigurationError
 from valkyrie.models.attention.kv_cache import AttentionCarry, empty_carry
+from valkyrie.models.attention.rotary import Rotary
 from valkyrie.models.attention.sliding_window import sliding_window_attention
-from valkyrie.models.layers import check_sizes, parameter
+from valkyrie.models.attention.softmax import Dropout
+from valkyrie.models.layers import check_sizes, parameter, project
+from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array, DType
+
+
+@dataclasses.dataclass(eq=False)
+class WindowAttention(hk.Module):
+  """Heads with windows, and their projections: the base of the Longformer mixers.
+
+  Attributes:
+    heads: H.
+    head_width: K, even, since rotary positions rotate pairs.
+    window: W, the number of tokens before itself, or on each side, that a token sees.
+    kv_heads: J, dividing H; None means H.
+    dilations: d of each key-value head, which sees the distances d, 2d, ..., Wd; None means 1.
+    document_start: g, the first tokens of a document, which are global.
+    slice_size: S, queries computed at once.
+    dropout: the share of attention weights zeroed in training.
+    rotary: the class of the frequencies of positions (`Rotary.base = 500000.0` in gin).
+    name: Haiku's.
+
+  Raises:
+    ConfigurationError: the heads cannot be formed, or a number is out of its range.
+  """
+
+  heads: int
+  head_width: int
+  window: int
+  kv_heads: int | None = None
+  dilations: Sequence[int] | None = None
+  document_start: int = 0
+  slice_size: int = 128
+  dropout: float = 0.0
+  rotary: Callable[[], Rotary] = Rotary
+  name: str | None = None
+
+  def __post_init__(self):
+    super().__post_init__()
+    self._kv_heads = self.kv_heads or self.heads
+    self._dilations = tuple(self.dilations or (1,) * self._kv_heads)
+    self._q_width, self._kv_width = self.heads * self.head_width, self._kv_heads * self.head_width
+    self._rotary = self.rotary()
+    owner = type(self).__name__
+    check_sizes(owner, heads=self.heads, kv_heads=self._kv_heads, head_width=self.head_width)
+    check_sizes(owner, window=self.window, slice_size=self.slice_size)
+    check_sizes(owner, 0, document_start=self.document_start)
+    if self.heads % self._kv_heads or self.head_width % 2:
+      raise ConfigurationError(
+        f'{owner}: heads={self.heads} must be a multiple of kv_heads={self._kv_heads}, and '
+        f'head_width={self.head_width} must be even.'
+      )
+    if len(self._dilations) != self._kv_heads or min(self._dilations) < 1:
+      raise ConfigurationError(
+        f'{owner}.dilations={self._dilations}: give one integer of at least 1 for each of the '
+        f'kv_heads={self._kv_heads}.'
+      )
+
+  def _split(self, x: Array) -> Array:
+    """[B, T, heads · K] -> [B, T, heads, K]."""
+    return x.reshape(*x.shape[:2], -1, self.head_width)
+
+  @hk.transparent
+  def _project_heads(self, x: Array) -> tuple[Array, Array, Array]:
+    """x [B, T, D] -> queries [B, T, H, K], and keys and values [B, T, J, K]."""
+    widths = {'query': self._q_width, 'key': self._kv_width, 'value': self._kv_width}
+    q, k, v = project(x, ('embed', 'heads'), **widths)
+    return self._split(q), self._split(k), self._split(v)
+
+  @hk.transparent
+  def _project_out(self, out: Array, width: int) -> Array:
+    """[B, T, H, K] -> [B, T, D]."""
+    (projected,) = project(out.reshape(*out.shape[:2], -1), ('heads', 'embed'), out=width)
+    return projected
+
+  def _dropout(self) -> Dropout | None:
+    """Dropout of attention weights, in training."""
+    key = hk.maybe_next_rng_key() if self.dropout else None
+    return None if key is None else Dropout(sequence_parallel.fold_in_shard(key), self.dropout)
 
 
 @gin.configurable
@@ -37,26 +116,24 @@ class LongformerAttention(WindowAttention):
   def __post_init__(self):
     super().__post_init__()
     check_sizes(type(self).__name__, 0, registers=self.registers)
-    self.reach = self.window * max(self._heads.dilations)
+    self.reach = self.window * max(self._dilations)
 
   def initial_carry(self, batch_size: int, dtype: DType) -> AttentionCarry:
     """An empty window, in the compute dtype: keys are stored as they were computed."""
-    heads = self._heads
-    return empty_carry(batch_size, self.reach, self.document_start, heads.kv, heads.width, dtype)
+    heads = self._kv_heads, self.head_width
+    return empty_carry(batch_size, self.reach, self.document_start, *heads, dtype)
 
   def forward_flops(self, width: int) -> int:
     """Projections, then scores and sums over the W + 1 + G keys that a token reads."""
     keys = self.window + 1 + self.registers + self.document_start
-    projections = 4 * width * (self._heads.q_width + self._heads.kv_width)
-    return projections + 4 * keys * self._heads.q_width
+    return 4 * width * (self._q_width + self._kv_width) + 4 * keys * self._q_width
 
   def __call__(
     self, x: Array, carry: AttentionCarry, *, positions: Array, segment_ids: Array
   ) -> tuple[Array, AttentionCarry]:
     """Mixes a chunk; see `types.SequenceMixer`."""
     chex.assert_rank(x, 3)
-    heads = self._heads
-    chex.assert_shape(carry.window.keys, (x.shape[0], self.reach, heads.kv, heads.width))
+    chex.assert_shape(carry.window.keys, (x.shape[0], self.reach, self._kv_heads, self.head_width))
     q, k, v = self._project_heads(x)
     dropout = self._dropout()
     out, carry = sliding_window_attention(
@@ -69,17 +146,17 @@ class LongformerAttention(WindowAttention):
       registers=self._registers(),
       slice_size=self.slice_size,
       rotary=self._rotary,
-      dilations=heads.dilations,
+      dilations=self._dilations,
       dropout=dropout,
     )
     return self._project_out(out, x.shape[-1]), carry
 
   def _registers(self) -> tuple[Array, Array]:
-    shape = (self.registers, self._heads.kv, self._heads.width)
+    """The learned keys and values, [R, J, K] each."""
+    shape, axes = (self.registers, self._kv_heads, self.head_width), (None, None, None)
     if not self.registers:
       return jnp.zeros(shape), jnp.zeros(shape)
     init = hk.initializers.RandomNormal(1.0)
-    axes = (None, None, None)
     return (
       parameter('register_keys', shape, init, axes=axes),
       parameter('register_values', shape, init, axes=axes),

@@ -4,7 +4,10 @@ A score depends only on the distance of two tokens, so coordinates may count fro
 angle grows with the length of a document, and none loses precision.
 """
 
+from collections.abc import Iterator, Sequence
 import dataclasses
+import itertools
+from typing import NamedTuple
 
 import gin
 import jax.numpy as jnp
@@ -55,6 +58,31 @@ class Rotary:
     return np.cos(angle), np.sin(angle)
 
 
+class Windows(NamedTuple):
+  """The windows of heads that share a dilation d; such a head sees the distances d, 2d, ..., Wd.
+
+  heads: of all key-value heads, the ones that share it.
+  width: W; slice_size: S, tokens of a slice.
+  """
+
+  heads: slice
+  width: int
+  dilation: int
+  slice_size: int
+  rotary: Rotary
+
+
+def windows(
+  dilations: Sequence[int], width: int, slice_size: int, rotary: Rotary
+) -> Iterator[Windows]:
+  """The windows of each run of neighboring heads that share a dilation."""
+  first = 0
+  for dilation, run in itertools.groupby(dilations):
+    last = first + len(list(run))
+    yield Windows(slice(first, last), width, dilation, slice_size, rotary)
+    first = last
+
+
 def wide(x: Array) -> DType:
   """The dtype of rotation, logits and softmax: float32, or x's own if that is wider."""
   return jnp.promote_types(x.dtype, jnp.float32)
@@ -65,6 +93,7 @@ def rotate(x: Array, cos: Array | np.ndarray, sin: Array | np.ndarray) -> Array:
 
   A single row of angles, S = 1, puts all of x at one coordinate.
   """
+  # Pair i is the channels i and K/2 + i, turned as (a + ib) e^(i angle).
   first, second = jnp.split(x.astype(wide(x)), 2, axis=-1)
 
   def broadcast(angle):

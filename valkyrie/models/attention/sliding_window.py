@@ -19,10 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.models import slices
-from valkyrie.models.attention import halo, softmax
-from valkyrie.models.attention.dilation import merge_residues, runs, split_residues
-from valkyrie.models.attention.kv_cache import AttentionCarry, KVCache, slide_window, starts_before
-from valkyrie.models.attention.rotary import Rotary, rotate
+from valkyrie.models.attention import softmax
+from valkyrie.models.attention.kv_cache import (
+  AttentionCarry,
+  KVCache,
+  exchange_halo,
+  slide_window,
+  starts_before,
+)
+from valkyrie.models.attention.rotary import Rotary, Windows, rotate, windows
 from valkyrie.models.attention.softmax import Dropout, Part
 from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array
@@ -62,19 +67,6 @@ def window_mask(queries: Queries, near: KVCache, window: int) -> Array:
   return same & ((steps >= 0) & (steps <= window))[None]
 
 
-def start_mask(
-  queries: Queries, starts: KVCache, distance: Array, window: int, dilation: int
-) -> Array:
-  """Whether a start of the query's document is outside its window: bool [B, S, N].
-
-  distance: int32 [B, S, N], from each start to the query.
-  """
-  outside = distance > window * dilation
-  if dilation > 1:
-    outside |= (distance > 0) & (distance % dilation > 0)
-  return outside & (queries.segment_ids[:, :, None] == starts.segment_ids[:, None, :])
-
-
 def _window_part(now: Slice, angles: Angles, window: int) -> Part:
   """The queries, at the last S coordinates, and the keys of their windows."""
   size, kv_heads = now.queries.q.shape[1], now.near.keys.shape[2]
@@ -88,13 +80,10 @@ def _window_part(now: Slice, angles: Angles, window: int) -> Part:
 
 
 def _global_part(
-  now: Slice, angles: Angles, registers: tuple[Array, Array], window: int, dilation: int
+  now: Slice, angles: Angles, registers: tuple[Array, Array], seen: Windows
 ) -> Part | None:
-  """The registers and the document starts outside the window, all at the window's edge.
-
-  The keys are rotated backwards instead of the queries forwards: without dilation they are few.
-  """
-  queries, starts = now.queries, now.starts
+  """The registers and the document starts outside the window, all at the window's edge."""
+  queries, starts, reach = now.queries, now.starts, seen.width * seen.dilation
   slots, count = starts.keys.shape[1], registers[0].shape[0]
   if not count + slots:
     return None
@@ -107,14 +96,19 @@ def _global_part(
     )
     from_inside = queries.positions[:, :, None] - positions[:, None, :]
     distance = jnp.concatenate([distance, from_inside], axis=2)
-  visible = start_mask(queries, starts, distance, window, dilation)
+  outside = distance > reach
+  if seen.dilation > 1:
+    outside |= (distance > 0) & (distance % seen.dilation > 0)
+  visible = outside & (queries.segment_ids[:, :, None] == starts.segment_ids[:, None, :])
   batch, kv_heads = queries.q.shape[0], starts.keys.shape[2]
   register_keys, register_values = (
     jnp.broadcast_to(part, (batch, *part.shape)).astype(starts.keys.dtype) for part in registers
   )
   keys = jnp.concatenate([register_keys, starts.keys], axis=1)
+  # A score depends on the difference of two coordinates, so the keys are rotated backwards instead
+  # of the queries forwards: without dilation they are few.
   cos, sin = angles
-  edge = cos[window : window + 1], -sin[window : window + 1]
+  edge = cos[seen.width : seen.width + 1], -sin[seen.width : seen.width + 1]
   return Part(
     softmax.group_queries(queries.q, kv_heads),
     softmax.group_keys(rotate(keys, *edge)),
@@ -123,15 +117,13 @@ def _global_part(
   )
 
 
-def _attend_slice(
-  now: Slice, registers: tuple[Array, Array], window: int, dilation: int, rotary: Rotary
-) -> Array:
+def _attend_slice(now: Slice, registers: tuple[Array, Array], seen: Windows) -> Array:
   """The slice's queries over their windows and their global keys -> [B, S, H, K]."""
   q = now.queries.q
   now = now._replace(queries=now.queries._replace(q=q * q.shape[-1] ** -0.5))
-  angles = rotary.angles(now.near.keys.shape[1], q.shape[-1], dilation)
-  near = _window_part(now, angles, window)
-  far = _global_part(now, angles, registers, window, dilation)
+  angles = seen.rotary.angles(now.near.keys.shape[1], q.shape[-1], seen.dilation)
+  near = _window_part(now, angles, seen.width)
+  far = _global_part(now, angles, registers, seen)
   out, _ = softmax.attend((near,) if far is None else (near, far), now.dropout)
   return softmax.ungroup_queries(out.astype(q.dtype), q.shape[2])
 
@@ -143,11 +135,7 @@ def _attend_heads(
   carry: AttentionCarry,
   positions: Array,
   registers: tuple[Array, Array],
-  *,
-  window: int,
-  dilation: int,
-  slice_size: int,
-  rotary: Rotary,
+  seen: Windows,
   dropout: Dropout | None,
 ) -> tuple[Array, KVCache]:
   """Heads of one dilation over a chunk: (out [B, T, H, K], the document starts after `length` [B]).
@@ -155,45 +143,43 @@ def _attend_heads(
   Each residue of time is a row of its own, and a slice of it has S steps, S · d tokens.
   """
   (batch, time, heads, _), slots = q.shape, carry.starts.segment_ids.shape[1]
-  size = max(1, min(slice_size // dilation, window, -(-time // dilation)))
+  window, d = seen.width, seen.dilation
+  size = max(1, min(seen.slice_size // d, window, -(-time // d)))
 
   def sliced(x):
-    return slices.cut(split_residues(x, dilation), size)
+    return slices.cut(slices.split_residues(x, d), size)
 
   def with_reach(old, new):
     """Each slice with the whole slices before it within reach of a window."""
-    old = split_residues(old[:, old.shape[1] - window * dilation :], dilation)
+    old = slices.split_residues(old[:, old.shape[1] - window * d :], d)
     back = -(-window // size)
     padding = jnp.zeros((old.shape[0], back * size - window, *old.shape[2:]), old.dtype)
-    row = jnp.concatenate([padding, old, split_residues(new, dilation)], axis=1)
+    row = jnp.concatenate([padding, old, slices.split_residues(new, d)], axis=1)
     return slices.overlapping(row, size, back + 1)
 
   queries = jax.tree.map(sliced, Queries(q, positions, tokens.segment_ids))
   near = jax.tree.map(with_reach, carry.window, tokens)
   count = queries.q.shape[0]
-  begins = jnp.broadcast_to(size * dilation * jnp.arange(count)[None], (batch, count))
+  begins = jnp.broadcast_to(size * d * jnp.arange(count)[None], (batch, count))
   ends = jnp.concatenate([begins, length[:, None]], axis=1)
   starts = starts_before(carry.starts, tokens, positions, ends)
 
   def for_each_residue(x):
-    return jnp.repeat(x, dilation, axis=1) if dilation > 1 else x
+    return jnp.repeat(x, d, axis=1) if d > 1 else x
 
   before = jax.tree.map(lambda x: for_each_residue(jnp.moveaxis(x[:, :-1], 1, 0)), starts)
   after = jax.tree.map(lambda x: x[:, -1], starts)
   skipped = None
-  if dilation > 1 and slots:
-    skipped = jax.tree.map(
-      lambda x: for_each_residue(slices.cut(x, size * dilation)), (tokens, positions)
-    )
+  if d > 1 and slots:
+    skipped = jax.tree.map(lambda x: for_each_residue(slices.cut(x, size * d)), (tokens, positions))
   draws = None if dropout is None else jax.vmap(dropout.of)(jnp.arange(count))
 
   out = slices.for_each(
-    lambda one: _attend_slice(one, registers, window, dilation, rotary),
+    lambda one: _attend_slice(one, registers, seen),
     Slice(queries, near, before, skipped, draws),
-    logits=batch * dilation * heads * size * near.keys.shape[2],
+    logits=batch * d * heads * size * near.keys.shape[2],
   )
-  steps = slices.join(out, -(-time // dilation))
-  return merge_residues(steps, dilation, time), after
+  return slices.merge_residues(slices.join(out, -(-time // d)), d, time), after
 
 
 @jax.named_scope('attention')
@@ -235,10 +221,12 @@ def sliding_window_attention(
   length = jnp.sum(segment_ids > 0, axis=1)  # padding does not enter the carry
   after_chunk = None
   if sequence_parallel.axes():
-    carry, after_chunk = halo.exchange(carry, tokens, positions, length)
+    carry, after_chunk = exchange_halo(carry, tokens, positions, length)
   group = q.shape[2] // k.shape[2]
+  width = carry.window.segment_ids.shape[1] // max(dilations)
   outs, starts = [], []
-  for number, (dilation, run) in enumerate(runs(dilations)):
+  for number, seen in enumerate(windows(dilations, width, slice_size, rotary)):
+    run = seen.heads
     out, started = _attend_heads(
       q[:, :, group * run.start : group * run.stop],
       tokens.of_heads(run),
@@ -246,11 +234,8 @@ def sliding_window_attention(
       AttentionCarry(carry.window.of_heads(run), carry.starts.of_heads(run)),
       positions,
       (registers[0][:, run], registers[1][:, run]),
-      window=carry.window.segment_ids.shape[1] // max(dilations),
-      dilation=dilation,
-      slice_size=slice_size,
-      rotary=rotary,
-      dropout=dropout and dropout.of(number),
+      seen,
+      dropout and dropout.of(number),
     )
     outs.append(out)
     starts.append(started)
