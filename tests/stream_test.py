@@ -54,7 +54,7 @@ def stream():
   layer = jax.jit(layer, static_argnums=0)
   text = pathlib.Path(__file__).read_bytes()[:TOKENS]
   tokens = np.frombuffer(text, np.uint8).astype(np.int32)[None] + 3
-  x = module.embedding_scale * params['model']['embedding'][tokens]
+  x = module.scale * params['model']['embedding'][tokens]
   states, mixers = [x], [0]
   for repeat in range(module.repeats):
     for number in range(len(module.pattern)):

@@ -2,12 +2,13 @@
 
 Only `LanguageModel` touches `hk.State`. It holds one pytree, `carry`, whose leaves are
 [repeats, B, ...]; a planner, between the lower and the upper layers, adds its own carry and splits
-the carry of the layers. Mixers take and return carries as values: `hk.layer_stack` would store the
-state after the first call as the initial one.
+the carry of the layers. Mixers take and return carries as values, since `hk.layer_stack` would
+store the state after the first call as the initial one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -16,11 +17,10 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from valkyrie.errors import ConfigurationError
+from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models.block import Block
 from valkyrie.models.declarations import Declarations, Kind, Parameter, stored_as
-from valkyrie.models.description import Description
-from valkyrie.models.features import Features, Planner
+from valkyrie.models.features import Description, Features, Planner
 from valkyrie.models.layers import RMSNorm, check_sizes, parameter
 from valkyrie.models.lora import Lora
 from valkyrie.sharding import ambient, layer_weights
@@ -42,96 +42,61 @@ _LANES = 128  # the width of a TPU's vector registers; the vocabulary is padded 
 
 
 @gin.configurable
+@dataclasses.dataclass(eq=False)
 class LanguageModel(hk.Module):
-  """A causal language model over chunks of token streams."""
+  """A causal language model over chunks of token streams.
 
-  def __init__(
-    self,
-    vocabulary_size: int,
-    d_model: int,
-    layers: int,
-    pattern: Sequence[Callable[..., Block]] = (Block,),
-    planner: Callable[..., Planner] | None = None,
-    embedding_scale: float | None = None,
-    tied: bool = True,
-    lora: Callable[[], Lora] | None = None,
-    compute_dtype: str = 'float32',
-    parameter_dtype: str = 'float32',
-    remat_policy: str | None = 'products',
-    unroll: int = 1,
-    name: str | None = None,
-  ):
-    """Configures the model.
+  Attributes:
+    vocabulary_size: tokens that exist; the embedding is padded to a multiple of 128.
+    d_model: D.
+    layers: L, a multiple of the pattern's length.
+    pattern: block classes (`@Block` in gin), repeated until there are `layers` blocks.
+    planner: a class (`@Planner` in gin). It reads the output of the lower half of the repeats, and
+      the upper half reads its plans; None builds nothing.
+    embedding_scale: a factor on the embeddings of the inputs. None takes sqrt(D), with which they
+      enter with variance 1, as in Griffin and Gemma.
+    tied: logits are products with the embedding; False learns another matrix, `unembedding`.
+    lora: the class of the adapters (`@Lora` in gin); None for none.
+    compute_dtype: 'float32' or 'bfloat16', of activations.
+    parameter_dtype: 'float32', or 'bfloat16' if that is the compute_dtype: half of the memory for
+      the parameters that every use casts. Updates are rounded to it at random. Norm scales,
+      embeddings and the recurrences' rates stay float32.
+    remat_policy: the activations of a layer that are saved for the backward pass: 'products' saves
+      matrix products and attention outputs, and recomputes the rest; 'mlp' saves attention outputs
+      and the products of the MLP's width; 'attention' only the former; 'nothing' recomputes all;
+      None saves all.
+    unroll: repeats of the pattern that are compiled one after the other, inside a loop over the
+      rest. A loop copies the saved activations into and out of stacked arrays: a few layers on a
+      CPU run faster without it, many would compile slowly.
+    name: Haiku's.
 
-    Args:
-      vocabulary_size: tokens that exist; the embedding is padded to a multiple of 128.
-      d_model: D.
-      layers: L, a multiple of the pattern's length.
-      pattern: block classes (`@Block` in gin), repeated until there are `layers` blocks.
-      planner: a class (`@Planner` in gin). It reads the output of the lower half of the repeats,
-        and the upper half reads its plans; None builds nothing.
-      embedding_scale: a factor on the embeddings of the inputs. None takes sqrt(D), with which they
-        enter with variance 1, as in Griffin and Gemma.
-      tied: logits are products with the embedding; False learns another matrix, `unembedding`.
-      lora: the class of the adapters (`@Lora` in gin); None for none.
-      compute_dtype: 'float32' or 'bfloat16', of activations.
-      parameter_dtype: 'float32', or 'bfloat16' if that is the compute_dtype: half of the memory for
-        the parameters that every use casts. Updates are rounded to it at random. Norm scales,
-        embeddings and the recurrences' rates stay float32.
-      remat_policy: the activations of a layer that are saved for the backward pass: 'products'
-        saves matrix products and attention outputs, and recomputes the rest; 'mlp' saves attention
-        outputs and the products of the MLP's width; 'attention' only the former; 'nothing'
-        recomputes all; None saves all.
-      unroll: repeats of the pattern that are compiled one after the other, inside a loop over the
-        rest. A loop copies the saved activations into and out of stacked arrays: a few layers on a
-        CPU run faster without it, many would compile slowly.
-      name: Haiku's.
+  Raises:
+    ConfigurationError: the layers are not whole repeats of the pattern, a name is unknown, or a
+      planner has no layers above it.
+  """
 
-    Raises:
-      ConfigurationError: the layers are not whole repeats of the pattern, a name is unknown, or a
-        planner has no layers above it.
-    """
-    super().__init__(name)
-    if remat_policy is not None and remat_policy not in _REMAT_POLICIES:
-      raise ConfigurationError(
-        f'LanguageModel.remat_policy={remat_policy!r} is unknown. Use one of '
-        f'{list(_REMAT_POLICIES)}, or None.'
-      )
-    if compute_dtype not in _COMPUTE_DTYPES:
-      raise ConfigurationError(
-        f'LanguageModel.compute_dtype={compute_dtype!r} is unknown. Use one of '
-        f'{list(_COMPUTE_DTYPES)}.'
-      )
-    if parameter_dtype not in ('float32', compute_dtype):
-      raise ConfigurationError(
-        f'LanguageModel.parameter_dtype={parameter_dtype!r} with compute_dtype={compute_dtype!r}: '
-        "use 'float32', or 'bfloat16' for both."
-      )
-    check_sizes('LanguageModel', vocabulary_size=vocabulary_size, d_model=d_model, unroll=unroll)
-    check_sizes('LanguageModel.pattern', length=len(pattern))
-    self.repeats, left = divmod(layers, len(pattern))
-    if left or layers < 1:
-      raise ConfigurationError(
-        f'LanguageModel.layers={layers} must be a multiple of the {len(pattern)} blocks of '
-        'LanguageModel.pattern, and at least 1.'
-      )
-    if planner is not None and self.repeats < 2:
-      raise ConfigurationError(
-        f'LanguageModel.layers={layers} is one repeat of the {len(pattern)} blocks of '
-        'LanguageModel.pattern, but a planner needs repeats below and above it. Double the layers.'
-      )
-    self.vocabulary_size = vocabulary_size
-    self.d_model = d_model
-    self.pattern = tuple(pattern)
-    self.embedding_scale = d_model**0.5 if embedding_scale is None else embedding_scale
-    self.tied = tied
-    self.lora = None if lora is None else lora()
-    self.compute_dtype = jnp.dtype(compute_dtype)
-    self.parameter_dtype = jnp.dtype(parameter_dtype)
-    self.remat_policy = remat_policy
-    self.unroll = unroll
-    self.planner: Any = None if planner is None else planner(name='planner')
-    self.upper_repeats = 0 if planner is None else self.repeats // 2
+  vocabulary_size: int
+  d_model: int
+  layers: int
+  pattern: Sequence[Callable[..., Block]] = (Block,)
+  planner: Callable[..., Planner] | None = None
+  embedding_scale: float | None = None
+  tied: bool = True
+  lora: Callable[[], Lora] | None = None
+  compute_dtype: str = 'float32'
+  parameter_dtype: str = 'float32'
+  remat_policy: str | None = 'products'
+  unroll: int = 1
+  name: str | None = None
+
+  def __post_init__(self):
+    super().__post_init__()
+    self._check()
+    self.repeats = self.layers // len(self.pattern)
+    self.upper_repeats = 0 if self.planner is None else self.repeats // 2
+    self.scale = self.d_model**0.5 if self.embedding_scale is None else self.embedding_scale
+    self.adapters = None if self.lora is None else self.lora()
+    self._planner: Any = None if self.planner is None else self.planner(name='planner')
 
   def __call__(
     self,
@@ -144,18 +109,14 @@ class LanguageModel(hk.Module):
   ) -> Features:
     """Reads one chunk of every row, and advances the carry in `hk.State`.
 
-    Args:
-      inputs, positions, segment_ids: int32 [B, T], see `types.Batch`.
-      plan: False skips the planner, and resets its carry as at a document start.
-      activations: the kinds of intermediate values to return, see `features.ACTIVATIONS`.
-
-    Returns:
-      The features of every position.
+    The arguments are int32 [B, T], see `types.Batch`. Without `plan`, the planner is skipped, and
+    its carry is reset as at a document start. `activations` are the kinds of intermediate values
+    to return, see `features.ACTIVATIONS`.
     """
     with (
-      hk.custom_creator(stored_as(self.parameter_dtype)),
+      hk.custom_creator(stored_as(jnp.dtype(self.parameter_dtype))),
       hk.custom_getter(layer_weights.getter),
-      hk.custom_getter(self.lora.getter) if self.lora else contextlib.nullcontext(),
+      hk.custom_getter(self.adapters.getter) if self.adapters else contextlib.nullcontext(),
     ):
       return self._read(inputs, positions, segment_ids, plan, activations)
 
@@ -169,7 +130,7 @@ class LanguageModel(hk.Module):
 
     embedding = table('embedding')
     unembedding = embedding if self.tied else table('unembedding')
-    x = (self.embedding_scale * embedding[inputs]).astype(self.compute_dtype)
+    x = (self.scale * embedding[inputs]).astype(self.compute_dtype)
     fresh = self.initial_carry(inputs.shape[0])
 
     def layer(x, carry):
@@ -191,7 +152,7 @@ class LanguageModel(hk.Module):
     if self.planner is not None:
       carry = fresh['planner']
       if plan:
-        planned, carry, drafts = self.planner(
+        planned, carry, drafts = self._planner(
           x, _carried('planner', fresh), positions=positions, segment_ids=segment_ids
         )
         x += planned
@@ -218,7 +179,7 @@ class LanguageModel(hk.Module):
       return {'carry': repeated(self.repeats)}
     return {
       'carry': repeated(self.repeats - self.upper_repeats),
-      'planner': self.planner.initial_carry(batch_size, self.d_model, self.compute_dtype),
+      'planner': self._planner.initial_carry(batch_size, self.d_model, self.compute_dtype),
       'upper_carry': repeated(self.upper_repeats),
     }
 
@@ -237,7 +198,7 @@ class LanguageModel(hk.Module):
           f'{type(mixer).__name__} also reads those after it. Use a causal mixer in Block.mixers, '
           'such as LongformerAttention, or S5 with S5.bidirectional = False.'
         )
-    planner, flops = self.planner, self.repeats * layer_flops
+    planner, flops = self._planner, self.repeats * layer_flops
     carried = [mixer for mixer in mixers if getattr(mixer, 'carried', True)]
     contexts = [getattr(mixer, 'max_context', None) for mixer in carried]
     horizons = [getattr(mixer, 'horizon', None) for mixer in mixers]
@@ -247,7 +208,7 @@ class LanguageModel(hk.Module):
       whole.append(type(planner).__name__)
     return Description(
       vocabulary_size=self.vocabulary_size,
-      compute_dtype=self.compute_dtype,
+      compute_dtype=jnp.dtype(self.compute_dtype),
       forward_flops=flops + 2 * self.d_model * self.vocabulary_size,
       window=max((getattr(mixer, 'reach', 0) for mixer in mixers), default=0),
       horizon=max((h for h in horizons if h is not None), default=None),
@@ -275,6 +236,29 @@ class LanguageModel(hk.Module):
     """The answer of blocks to a question that needs no parameters, outside this transform."""
     return hk.transform(lambda: ask(self._blocks())).apply({}, None)
 
+  def _check(self) -> None:
+    sizes = {'vocabulary_size': self.vocabulary_size, 'd_model': self.d_model}
+    check_sizes('LanguageModel', **sizes, unroll=self.unroll)
+    check_sizes('LanguageModel.pattern', length=len(self.pattern))
+    check_choice('LanguageModel.remat_policy', self.remat_policy, (*_REMAT_POLICIES, None))
+    check_choice('LanguageModel.compute_dtype', self.compute_dtype, _COMPUTE_DTYPES)
+    layers, length = f'LanguageModel.layers={self.layers}', len(self.pattern)
+    if self.parameter_dtype not in ('float32', self.compute_dtype):
+      raise ConfigurationError(
+        f'LanguageModel.parameter_dtype={self.parameter_dtype!r} with compute_dtype='
+        f"{self.compute_dtype!r}: use 'float32', or 'bfloat16' for both."
+      )
+    if self.layers % length or self.layers < 1:
+      raise ConfigurationError(
+        f'{layers} must be a multiple of the {length} blocks of LanguageModel.pattern, and at '
+        'least 1.'
+      )
+    if self.planner is not None and self.layers < 2 * length:
+      raise ConfigurationError(
+        f'{layers} is one repeat of the {length} blocks of LanguageModel.pattern, but a planner '
+        'needs repeats below and above it. Double the layers.'
+      )
+
 
 def _by_layer(blocks: Sequence[Array]) -> Array:
   """[repeats, ...] of each block of the pattern -> [layers, ...]."""
@@ -293,8 +277,8 @@ class Model(NamedTuple):
   init: (rng, batch_size) -> (params, carry of rows that have read nothing).
   initial_carry: batch_size -> only that carry.
   apply: (params, carry, inputs, positions, segment_ids, rng=None, plan=True, activations=()) ->
-    (Features, carry). With an rng, dropout acts, which is only for training. The last two are
-    static arguments of the module's call.
+    (Features, carry). With an rng, as in training, dropout acts. The last two are static, see
+    `LanguageModel`.
   parameters: () -> {module: {name: Parameter}}.
   about: facts about it.
   """
@@ -393,7 +377,7 @@ def transform(make: Callable[..., LanguageModel]) -> Model:
   def parameters():
     with ambient.within(partitioner=None, time=(), weights=()):
       made = declarations.parameters(jax.eval_shape(params_of, jax.random.key(0)))
-    lora = hk.transform(lambda: make(name='model').lora).apply({}, None)
+    lora = hk.transform(lambda: make(name='model').adapters).apply({}, None)
     if lora is not None:
       lora.check([f'{m}/{n}' for m, group in made.items() for n, p in group.items() if p.cast])
     return made

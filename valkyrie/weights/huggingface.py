@@ -180,7 +180,7 @@ def _configuration_of(model: LanguageModel) -> tuple[dict[str, Any], float] | st
     'rms_norm_eps': RMSNorm().epsilon,
     'rope_theta': rotary.base,
     # A tied table cannot hold the scale of the inputs, which Llama does not have.
-    'tie_word_embeddings': model.tied and model.embedding_scale == 1,
+    'tie_word_embeddings': model.tied and model.scale == 1,
     'torch_dtype': str(model.parameter_dtype),
   }
   if not full:
@@ -188,7 +188,7 @@ def _configuration_of(model: LanguageModel) -> tuple[dict[str, Any], float] | st
   if rotary.factor != 1:
     numbers = {theirs: getattr(rotary, ours) for theirs, ours, _ in _SCALING}
     config['rope_scaling'] = {'rope_type': 'llama3', **numbers}
-  return config, float(model.embedding_scale)
+  return config, float(model.scale)
 
 
 def renamed(tensors: Mapping[str, Any], names: Mapping[str, str] = OURS) -> dict[str, Any]:

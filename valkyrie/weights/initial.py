@@ -246,7 +246,7 @@ def _settings(make: Callable[..., LanguageModel]) -> dict[str, object]:
     model = make(name='model')
     found = {
       'LanguageModel.tied': model.tied,
-      'LanguageModel.embedding_scale': model.embedding_scale,
+      'LanguageModel.embedding_scale': model.scale,
       'RMSNorm.epsilon': RMSNorm().epsilon,
     }
     for mixer in model.inspect(lambda blocks: [m for block in blocks for m in block.mixers]):
