@@ -24,7 +24,7 @@ from valkyrie.errors import ConfigurationError
 from valkyrie.models.language_model import Model
 from valkyrie.run.trainer import batches
 from valkyrie.training.curriculum import Curriculum
-from valkyrie.training.losses import token_losses
+from valkyrie.training.losses import token_scores
 from valkyrie.training.reading import Reading
 from valkyrie.training.setup import Setup, StepSettings, check_vocabulary
 from valkyrie.types import Params
@@ -137,7 +137,7 @@ def read(
   @jax.jit
   def losses_of(params, carry, inputs, targets, positions, segment_ids):
     features, carry = model.apply(params, carry, inputs, positions, segment_ids)
-    return token_losses(features, targets, model.about.vocabulary_size), carry
+    return token_scores(features, targets, model.about.vocabulary_size).loss, carry
 
   nats: list[np.ndarray] = [np.empty(0)] * len(documents)
   by_length = sorted(range(len(documents)), key=lambda number: -len(documents[number]))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from valkyrie.models.features import Drafts, Features
-from valkyrie.training.deep_supervision import draft_losses
+from valkyrie.training.losses import draft_losses
 
 VOCABULARY = 50
 

@@ -3,7 +3,7 @@
 import pytest
 
 from valkyrie.errors import ConfigurationError, Diverged
-from valkyrie.training.divergence import RefusedSteps
+from valkyrie.training.spikes import RefusedSteps
 
 
 def count(refused_at, already=0, **options):

@@ -283,11 +283,11 @@ def test_dtypes_under_bfloat16():
     p['d'],
     p['log_step'],
   )
-  recurrence = state_space.discretized(system, method='zoh')
+  discrete = state_space.discretized(system, method='zoh')
   before, after = state_space.read(
-    recurrence, u, zero(1), positions == 0, jnp.array([9]), form='sequential'
+    system, discrete, u, zero(1), positions == 0, jnp.array([9]), form='sequential'
   )
-  of_float32 = (params, carry, recurrence, before, after)
+  of_float32 = (params, carry, discrete, before, after)
   assert {leaf.dtype.name for leaf in jax.tree.leaves(of_float32)} == {'float32'}
   assert y.dtype == jnp.bfloat16
 

@@ -55,11 +55,12 @@ def run(
   starts = jnp.asarray(positions) == 0
   # The last document is cut off: it is read backwards from zero all the same.
   ends = jnp.concatenate([starts[:, 1:], jnp.zeros_like(starts[:, :1])], axis=1)
-  recurrence = state_space.discretized(
+  discrete = state_space.discretized(
     system, method=method, step_rescale=step_rescale, clip_eigenvalues=clip
   )
   return state_space.read(
-    recurrence,
+    system,
+    discrete,
     u,
     initial,
     starts,

@@ -205,10 +205,10 @@ def test_losses_are_the_cross_entropy_and_slices_change_nothing(monkeypatch):
   scores = scores[..., :50]  # what only pads the vocabulary has no probability
   log_z = np.log(np.exp(scores).sum(axis=-1))
   expected = log_z - np.take_along_axis(scores, targets[..., None], -1)[..., 0]
-  whole = losses.token_losses(features, targets, 50)
+  whole = losses.token_scores(features, targets, 50).loss
   np.testing.assert_allclose(whole, expected, rtol=1e-4, atol=1e-5)
   monkeypatch.setattr(losses, '_LOGITS_AT_ONCE', 2 * 128 * 4)
-  np.testing.assert_allclose(losses.token_losses(features, targets, 50), whole, rtol=1e-5)
+  np.testing.assert_allclose(losses.token_scores(features, targets, 50).loss, whole, rtol=1e-5)
 
 
 @pytest.mark.parametrize('z_loss', [0.0, 0.1])

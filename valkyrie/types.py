@@ -9,6 +9,7 @@ Letters of shapes, in names and docstrings throughout:
   P  states of a recurrence   V  padded vocabulary      L  layers
   F  width inside a mixer     Z  width of a head's values, where it is not K
   Q  tokens of a slice        R  tokens of a plan       M  segments of a planner
+  S  queries of a slice       I  tokens of an interval of a planner
 """
 
 from collections.abc import Mapping, Sequence

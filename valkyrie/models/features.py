@@ -1,4 +1,4 @@
-"""What surrounds a language model: its features, the facts about it, and a planner inside it."""
+"""Features of a language model, the facts about it, and the protocol of a planner inside it."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol

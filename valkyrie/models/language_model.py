@@ -294,29 +294,39 @@ class Model(NamedTuple):
 
     `apply` computes the same from it; in bfloat16 it is half as large to send and to hold.
     """
-    known = self.parameters()
 
-    def cast(leaf, dtype):
-      return leaf if dtype is None else leaf.astype(dtype)
+    def cast(_, declared, leaf):
+      return leaf if declared.cast is None else leaf.astype(declared.cast)
 
-    return {
-      module: {name: cast(leaf, known[module][name].cast) for name, leaf in group.items()}
-      for module, group in params.items()
-    }
+    return self._each(cast, params)
 
   def kinds(self, params: Params) -> Any:
     """A pytree like params of `declarations.Kind`, which an optimizer distinguishes."""
-    known, planner = self.parameters(), self.about.planner_module
+    planner = self.about.planner_module
 
-    def kind(module: str, name: str) -> Kind:
-      shape, axes, _ = known[module][name]
-      stacked = int('layers/' in module) if axes is None else axes.count('layers')
-      in_planner = planner is not None and f'{module}/'.startswith(f'{planner}/')
+    def kind(path, declared, _):
+      shape, axes, _ = declared
+      stacked = int('layers/' in path) if axes is None else axes.count('layers')
+      in_planner = planner is not None and path.startswith(f'{planner}/')
       is_table = axes is not None and 'vocabulary' in axes
       return Kind(len(shape.shape) - stacked > 1 and not is_table, stacked, in_planner)
 
+    return self._each(kind, params)
+
+  def parameter_axes(self, resolve: Callable[[str, Axes | None, tuple[int, ...]], Axes]) -> Any:
+    """The logical axes of each parameter, after `resolve(path, declared axes, shape)`."""
+
+    def axes(path, declared, _):
+      return resolve(f'params/{path}', declared.axes, declared.shape.shape)
+
+    return self._each(axes, self.parameters())
+
+  def _each(self, of: Callable[[str, Parameter, Any], Any], params: Any) -> Any:
+    """A pytree like params of `of(path, declaration, leaf)`."""
+    known = self.parameters()
     return {
-      module: {name: kind(module, name) for name in names} for module, names in params.items()
+      module: {name: of(f'{module}/{name}', known[module][name], leaf[name]) for name in leaf}
+      for module, leaf in params.items()
     }
 
   def carry_axes(self, carry: Carry) -> Any:
@@ -329,15 +339,6 @@ class Model(NamedTuple):
     # A carry of one row and one of two rows differ in size along the rows.
     of_rows = [jax.eval_shape(functools.partial(self.initial_carry, rows)) for rows in (1, 2)]
     return jax.tree.map(of, carry, *of_rows)
-
-  def parameter_axes(self, resolve: Callable[[str, Axes | None, tuple[int, ...]], Axes]) -> Any:
-    """The logical axes of each parameter, after `resolve(path, declared axes, shape)`."""
-    return {
-      module: {
-        name: resolve(f'params/{module}/{name}', p.axes, p.shape.shape) for name, p in group.items()
-      }
-      for module, group in self.parameters().items()
-    }
 
 
 def transform(make: Callable[..., LanguageModel]) -> Model:

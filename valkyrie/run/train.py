@@ -27,8 +27,8 @@ from valkyrie.run import memory_limits
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.run.observers import Refusals, Saver, Validation
 from valkyrie.run.trainer import InitialState, Lowest, Trainer, batches
-from valkyrie.training.divergence import RefusedSteps
 from valkyrie.training.setup import Setup, StepSettings, check_vocabulary
+from valkyrie.training.spikes import RefusedSteps
 from valkyrie.types import TaskFeed
 
 

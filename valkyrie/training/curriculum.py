@@ -1,11 +1,12 @@
 """Curriculum: phases of chunk length, unroll and learning rate, as a function of the step."""
 
+import bisect
 from collections.abc import Sequence
 import dataclasses
+import itertools
 
 import gin
 import jax.numpy as jnp
-import numpy as np
 
 from valkyrie.errors import ConfigurationError, check_count
 from valkyrie.types import Array
@@ -79,10 +80,14 @@ class Phase:
 
 @gin.configurable
 class Curriculum:
-  """Phases one after the other."""
+  """Phases one after the other; all but the last have a number of steps.
+
+  Attributes:
+    phases: in their order.
+    begins: the position of a row at which each phase begins.
+  """
 
   def __init__(self, phases: Sequence[Phase]):
-    """Takes the phases in order; all but the last have a number of steps."""
     self.phases = tuple(phases)
     lengths = [phase.steps for phase in self.phases[:-1] if phase.steps is not None]
     if not self.phases or len(lengths) < len(self.phases) - 1:
@@ -91,17 +96,19 @@ class Curriculum:
         'phase, and Phase.steps to every phase but the last.'
       )
     check_count('The sum of Phase.steps', sum(lengths))
-    self._starts = np.cumsum([0, *lengths])
+    self._starts = [0, *itertools.accumulate(lengths)]
+    read = [n * phase.tokens_per_row for n, phase in zip(lengths, self.phases, strict=False)]
+    self.begins = [0, *itertools.accumulate(read)]
 
   def index(self, step: int) -> int:
     """The index, from 0, of the phase of `step` (from 0)."""
-    return int(np.searchsorted(self._starts, step, side='right')) - 1
+    return bisect.bisect_right(self._starts, step) - 1
 
   def phase(self, step: int) -> Phase:
     """The phase of `step` (from 0), or its `long` form where that is due."""
     index = self.index(step)
     phase = self.phases[index]
-    number = step - int(self._starts[index]) + 1
+    number = step - self._starts[index] + 1
     return phase.long if phase.long_every and number % phase.long_every == 0 else phase
 
   @property
@@ -112,24 +119,13 @@ class Curriculum:
   def position(self, step: int) -> int:
     """Tokens of a row that the steps before `step` read: the feed's position."""
     index = self.index(step)
-    lengths = np.diff(self._starts)
-    whole = sum(
-      int(steps) * phase.tokens_per_row
-      for steps, phase in zip(lengths[:index], self.phases[:index], strict=True)
-    )
-    return whole + (step - int(self._starts[index])) * self.phases[index].tokens_per_row
-
-  @property
-  def begins(self) -> list[int]:
-    """The position at which each phase begins."""
-    return [self.position(int(start)) for start in self._starts]
+    return self.begins[index] + (step - self._starts[index]) * self.phases[index].tokens_per_row
 
   def steps_before(self, position: int) -> int:
     """The number of steps that begin before a position of the rows, 1 or more."""
-    begins = self.begins
-    index = int(np.searchsorted(begins, position, side='left')) - 1
+    index = bisect.bisect_left(self.begins, position) - 1
     size = self.phases[index].tokens_per_row
-    return int(self._starts[index]) - (begins[index] - position) // size
+    return self._starts[index] - (self.begins[index] - position) // size
 
   def learning_rate_scale(self, step: Array) -> Array:
     """The phase's factor on the learning rate, for a traced step."""

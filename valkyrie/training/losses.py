@@ -1,8 +1,8 @@
-"""Logits and next-token cross-entropy of a model's features, in float32.
+"""Logits and next-token cross-entropy of a model's features, in float32, and the drafts' losses.
 
-Of many tokens the logits never stand whole: they are computed in slices of time. Training computes
-the gradient of a slice with its loss, while its logits are there (`weighted_loss`), where the
-backward pass follows at once; otherwise the backward pass computes them a second time.
+The logits of many tokens are never held at once: they are computed in slices of time. Where the
+backward pass follows at once, training computes the gradient of a slice with its loss, while its
+logits are there (`weighted_loss`); otherwise the backward pass computes them a second time.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ _LOGITS_AT_ONCE = 2**25
 
 
 class TokenScores(NamedTuple):
-  """What a prediction is worth, [B, T] each.
+  """The scores of predictions, [B, T] each.
 
   loss: -log p(target) in nats, float32.
   right: whether the target has the largest logit, bool.
@@ -59,11 +59,6 @@ def logits(features: Features, vocabulary_size: int) -> Array:
   return jnp.where(exists[None, None], scores, -1e30)
 
 
-def token_losses(features: Features, targets: Array, vocabulary_size: int) -> Array:
-  """-log p(target) in nats, float32 [B, T]."""
-  return token_scores(features, targets, vocabulary_size).loss
-
-
 def token_scores(features: Features, targets: Array, vocabulary_size: int) -> TokenScores:
   """The scores of the predictions of targets [B, T]."""
   time = features.hidden.shape[1]
@@ -96,7 +91,7 @@ def weighted_loss(
   z_loss: float = 0.0,
   in_one_pass: bool = False,
 ) -> tuple[Array, WeightedSums]:
-  """The loss of predictions, with which a model learns, and the sums in it.
+  """The loss from which a model learns, and the sums in it.
 
   Args:
     features: of a model; targets: [B, T]; weights: [B, T] float32, without a gradient.
@@ -151,8 +146,43 @@ def weighted_loss(
   return learned(*arguments)
 
 
+def draft_losses(features: Features, targets: Array, vocabulary_size: int) -> Array:
+  """The loss of a planner's drafts, in nats, float32 [B, T]; zero without drafts.
+
+  Every segment ends with a plan, from which only the tokens that read it are predicted, and the
+  losses of all segments add up (Wang et al. 2025, arXiv 2506.21734, section 2, "Deep supervision";
+  the paper steps the optimizer after each segment):
+
+      L = sum over m of  -log p_m(target) + BCE(q_m(halt), r_m) + BCE(q_m(continue), best_m+1)
+
+  The value of halting is r_m = 1 if the likeliest token is the target, else 0. The value of
+  continuing is the larger value of the next segment; the last segment can only halt ("Adaptive
+  computational time"). The values of a plan are learned token by token: the head learns the share
+  of the interval that the draft predicts.
+  """
+  drafts = features.drafts
+  if drafts is None:
+    return jnp.zeros(targets.shape, jnp.float32)
+
+  def cross_entropy(logit, target):
+    # BCE of a logit with a constant probability: -p log σ(x) - (1 - p) log(1 - σ(x)).
+    return jax.nn.softplus(logit) - lax.stop_gradient(target) * logit
+
+  scores = [
+    token_scores(Features(hidden, features.unembedding), targets, vocabulary_size)
+    for hidden in drafts.hidden
+  ]
+  losses = jnp.stack([score.loss for score in scores])
+  right = jnp.stack([score.right for score in scores])
+  halt, proceed = drafts.values[..., 0], drafts.values[..., 1]
+  offers = jnp.concatenate([jnp.maximum(halt, proceed)[:-1], halt[-1:]])
+  total = jnp.sum(losses + cross_entropy(halt, right), axis=0)
+  total += jnp.sum(cross_entropy(proceed[:-1], jax.nn.sigmoid(offers[1:])), axis=0)
+  return drafts.weights * total
+
+
 def _slice_length(features: Features) -> int:
-  """The tokens of a row whose logits stand at once."""
+  """The tokens of a row whose logits are held at once."""
   batch, time, _ = features.hidden.shape
   logits = batch * time * features.unembedding.shape[0]
   slices_needed = -(-logits // (_LOGITS_AT_ONCE * split_products.devices()))

@@ -7,7 +7,6 @@ import optax
 from valkyrie.errors import ConfigurationError, check_count
 
 Schedule = optax.Schedule
-SHAPES = ('constant', 'linear', 'cosine', 'inverse_sqrt', 'wsd')
 
 
 def schedule(
@@ -36,30 +35,27 @@ def schedule(
   """
   check_count('Optimizer.warmup_steps', warmup_steps)
   check_count('Optimizer.train_steps', train_steps)
-  decay_steps = max(train_steps - warmup_steps, 1)
-  if callable(shape):
-    after = _checked(shape)
-  elif shape == 'constant':
-    after = optax.constant_schedule(1.0)
-  elif shape == 'linear':
-    after = optax.linear_schedule(1.0, final, decay_steps)
-  elif shape == 'cosine':
-    after = optax.cosine_decay_schedule(1.0, decay_steps, final)
-  elif shape == 'inverse_sqrt':
-    after = _inverse_square_root(max(warmup_steps, 1))
-  elif shape == 'wsd':
-    if not 0 < cooldown <= 1:
-      raise ConfigurationError(
-        f'Optimizer.cooldown={cooldown} must be above 0 and at most 1: the share of train_steps at '
-        'the end in which the learning rate decays.'
-      )
-    steps = min(max(round(cooldown * train_steps), 1), decay_steps)
-    after = optax.linear_schedule(1.0, final, steps, decay_steps - steps)
-  else:
+  if shape == 'wsd' and not 0 < cooldown <= 1:
     raise ConfigurationError(
-      f'Optimizer.schedule={shape!r} is unknown. Use one of {", ".join(SHAPES)}, or a reference to '
+      f'Optimizer.cooldown={cooldown} must be above 0 and at most 1: the share of train_steps at '
+      'the end in which the learning rate decays.'
+    )
+  decay_steps = max(train_steps - warmup_steps, 1)
+  begin = max(warmup_steps, 1)
+  last = min(max(round(cooldown * train_steps), 1), decay_steps)
+  shapes = {
+    'constant': optax.constant_schedule(1.0),
+    'linear': optax.linear_schedule(1.0, final, decay_steps),
+    'cosine': optax.cosine_decay_schedule(1.0, decay_steps, final),
+    'inverse_sqrt': lambda step: jnp.sqrt(begin / (begin + step)),
+    'wsd': optax.linear_schedule(1.0, final, last, decay_steps - last),
+  }
+  if not callable(shape) and shape not in shapes:
+    raise ConfigurationError(
+      f'Optimizer.schedule={shape!r} is unknown. Use one of {", ".join(shapes)}, or a reference to '
       'a schedule of optax, such as @optax.polynomial_schedule().'
     )
+  after = _checked(shape) if callable(shape) else shapes[shape]
   if not warmup_steps:
     return after
   rising = optax.linear_schedule(1 / warmup_steps, 1.0, warmup_steps)
@@ -67,7 +63,7 @@ def schedule(
 
 
 def _checked(after: Schedule) -> Schedule:
-  """The function, if it makes a number of a step."""
+  """The function, if it returns a number for a step."""
   name = getattr(after, '__name__', type(after).__name__)
   try:
     share = jax.eval_shape(after, jax.ShapeDtypeStruct((), jnp.int32))
@@ -83,7 +79,3 @@ def _checked(after: Schedule) -> Schedule:
       'number was expected: the share of the peak.'
     )
   return after
-
-
-def _inverse_square_root(begin: int) -> Schedule:
-  return lambda step: jnp.sqrt(begin / (begin + step))

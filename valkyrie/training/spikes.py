@@ -1,12 +1,15 @@
-"""Loss spikes: their detection on the devices, and the treatment of their steps."""
+"""Refused steps: loss spikes, detected on the devices, and the budget of a run for refusals."""
 
+from collections import deque
+from collections.abc import Callable
 import dataclasses
 from typing import NamedTuple
 
 import gin
 import jax.numpy as jnp
 
-from valkyrie.errors import ConfigurationError
+from valkyrie.config.computation import may_change_on_resume
+from valkyrie.errors import ConfigurationError, Diverged, check_choice
 from valkyrie.types import Array
 
 ACTIONS = ('accept', 'skip', 'rewind')
@@ -47,10 +50,7 @@ class LossSpikes:
   window: int = 128
 
   def __post_init__(self):
-    if self.action not in ACTIONS:
-      raise ConfigurationError(
-        f'LossSpikes.action={self.action!r} is unknown. Use one of {", ".join(ACTIONS)}.'
-      )
+    check_choice('LossSpikes.action', self.action, ACTIONS)
     if self.deviations <= 0 or self.window < 2:
       raise ConfigurationError(
         f'LossSpikes.deviations={self.deviations} must be above 0, and LossSpikes.window='
@@ -72,3 +72,46 @@ def detect(spikes: LossSpikes, recent: RecentLosses, loss: Array) -> tuple[Array
   finite = jnp.isfinite(loss)
   now = losses.at[count % spikes.window].set(loss)
   return spiked & finite, RecentLosses(jnp.where(finite, now, losses), count + finite)
+
+
+@may_change_on_resume()
+@gin.configurable
+@dataclasses.dataclass
+class RefusedSteps:
+  """Ends a run in which more than `allowed` of any `window` consecutive steps were refused.
+
+  Attributes:
+    skipped: steps that were refused so far.
+    describe: names the documents of a step, given its number counted from 1.
+    allowed: the most refused steps in the window.
+    window: consecutive steps.
+  """
+
+  skipped: int
+  describe: Callable[[int], str]
+  allowed: int = 10
+  window: int = 100
+
+  def __post_init__(self):
+    if not 0 <= self.allowed < self.window:
+      raise ConfigurationError(
+        f'RefusedSteps.allowed={self.allowed} must be at least 0 and below RefusedSteps.window='
+        f'{self.window}.'
+      )
+    self._counts = deque([self.skipped], maxlen=self.window + 1)
+
+  def __call__(self, step: int, skipped: int) -> None:
+    """Counts step number `step`; `skipped` is the number of all refused steps after it.
+
+    Raises:
+      Diverged: the budget is exceeded; names the documents of this step.
+    """
+    self._counts.append(skipped)
+    refused = skipped - self._counts[0]
+    if refused > self.allowed:
+      raise Diverged(
+        f'{refused} of the last {len(self._counts) - 1} steps were refused, more than '
+        f'RefusedSteps.allowed={self.allowed}. The last was step {step}, which read '
+        f'{self.describe(step)}. No checkpoint contains an update of a refused step. Lower '
+        'learning_rate, or look at these documents.'
+      )

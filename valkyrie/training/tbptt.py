@@ -18,8 +18,8 @@ from jax import lax
 import jax.numpy as jnp
 
 from valkyrie.models.language_model import Model
-from valkyrie.training.deep_supervision import draft_losses
-from valkyrie.training.losses import weighted_loss
+from valkyrie.training import rounding
+from valkyrie.training.losses import draft_losses, weighted_loss
 from valkyrie.types import Array, Batch, Carry, Params
 
 
@@ -50,12 +50,7 @@ def chunk_loss(
   plan: bool = True,
   in_one_pass: bool = False,
 ) -> tuple[Array, tuple[Carry, Sums]]:
-  """Reads one chunk [B, C] of every row.
-
-  Args:
-    model, params, carry, total, rng, z_loss, plan: see `gradients`.
-    chunk: the chunk.
-    in_one_pass: see `losses.weighted_loss`.
+  """Reads one chunk [B, C] of every row; see `gradients`, and `losses.weighted_loss`.
 
   Returns:
     (the loss divided by `total`, (the carry after the chunk, its sums)).
@@ -65,13 +60,7 @@ def chunk_loss(
   )
   size = model.about.vocabulary_size
   loss, predicted = weighted_loss(
-    features,
-    chunk.targets,
-    chunk.weights,
-    size,
-    total,
-    z_loss=z_loss,
-    in_one_pass=in_one_pass,
+    features, chunk.targets, chunk.weights, size, total, z_loss=z_loss, in_one_pass=in_one_pass
   )
   drafts = jnp.sum(chunk.weights * draft_losses(features, chunk.targets, size))
   beyond = chunk.weights * (chunk.positions > model.about.window)
@@ -192,7 +181,7 @@ def _add_saved(
     carry, (losses, sums) = _scan(step, carry, chunks)
     return jnp.sum(losses), (carry, jax.tree.map(jnp.sum, sums))
 
-  wide = jax.tree.map(lambda p: p.astype(jnp.promote_types(p.dtype, jnp.float32)), params)
+  wide = rounding.wide(params)
   (_, (carry, sums)), more = jax.value_and_grad(group_loss, has_aux=True)(wide, carry)
   return _add(gradient, more), carry, sums
 
@@ -200,13 +189,14 @@ def _add_saved(
 def _add_recomputed(
   read: Callable, params: Params, carry: Carry, chunks: Any, gradient: Params
 ) -> tuple[Params, Carry, Sums]:
-  """The same from about 2 sqrt(n) carries of n chunks, no activations, and one set of gradients.
+  """Does the same from about 2 sqrt(n) carries of n chunks, and without saved activations.
 
   The chunks form segments of about sqrt(n). The forward pass saves the carry before each segment.
   The backward pass recomputes the carries of a segment from its first, then each chunk from its own
-  carry, and passes the carry's cotangent to the chunk before it. The loops are written out: the
-  derivative of nested loops would accumulate the parameters' gradient once in each loop.
+  carry, and passes the carry's cotangent to the chunk before it.
   """
+  # The loops are written out: the derivative of nested loops would accumulate the parameters'
+  # gradient once in each loop.
   length = segment_length(jax.tree.leaves(chunks)[0].shape[0])
   segments = jax.tree.map(lambda x: x.reshape(-1, length, *x.shape[1:]), chunks)
 

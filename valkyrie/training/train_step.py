@@ -1,10 +1,10 @@
 """One optimizer step, as a pure function of the train state and a batch."""
 
 from collections.abc import Callable
-import functools
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import optax
 
@@ -14,8 +14,7 @@ from valkyrie.models.parts import sums_of_parts
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training import rounding, tbptt
 from valkyrie.training.curriculum import Curriculum, Phase
-from valkyrie.training.data_parallel import shard_map_step
-from valkyrie.training.micro_batches import in_micro_batches
+from valkyrie.training.data_parallel import Compute, shard_map_step
 from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.spikes import LossSpikes, RecentLosses, detect
 from valkyrie.types import Array, Batch, Carry, Params
@@ -150,33 +149,16 @@ def make_train_step(
   parameters and optimizer state do not change. The feed moves on, so no carry, old or new, precedes
   the next tokens: every row starts from an empty carry, as at a document start.
 
-  Frozen parameters get no gradient, so that they do not count in its norm.
-
-  Dropout and rounding depend only on the seed and the step, so a resumed run draws the same
-  numbers.
+  Frozen parameters get no gradient and do not enter its norm. Dropout and rounding depend only on
+  the seed and the step, so a resumed run draws the same numbers.
   """
 
-  def key_of(use: int, step: Array) -> Array:
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), use), step)
-
-  def apply(params, *arguments, **options):
-    frozen = optimizer.frozen(params)
-    learned = jax.tree.map(lambda p, f: jax.lax.stop_gradient(p) if f else p, params, frozen)
-    return model.apply(learned, *arguments, **options)
-
-  differentiate = functools.partial(
-    tbptt.gradients,
-    model._replace(apply=apply),
-    backprop_chunks=phase.backprop_chunks,
-    remat_chunks=remat_chunks,
-    z_loss=z_loss,
-    plan=phase.planner,
-  )
-  differentiate = in_micro_batches(differentiate, model, micro_batches)
-
+  # A gradient passes through four functions, in the order in which they stand here: `train_step`
+  # runs `of_device` on every device, which runs `of_rows` on groups of its rows, which applies the
+  # model with `learned` parameters to chunks of time.
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
     gradient, carry, sums = shard_map_step(
-      differentiate,
+      of_device,
       model,
       state.params,
       state.carry,
@@ -225,7 +207,80 @@ def make_train_step(
       state = state._replace(average=_averaged(state, average_decay))
     return state, StepMetrics(sums, norm, part_norms, learning_rate, state.skipped, spiked)
 
+  def of_device(*arguments, **options):
+    return _in_micro_batches(of_rows, model, micro_batches, *arguments, **options)
+
+  def of_rows(*arguments, **options):
+    return tbptt.gradients(
+      model._replace(apply=apply),
+      *arguments,
+      backprop_chunks=phase.backprop_chunks,
+      remat_chunks=remat_chunks,
+      z_loss=z_loss,
+      plan=phase.planner,
+      **options,
+    )
+
+  def apply(params, *arguments, **options):
+    frozen = optimizer.frozen(params)
+    learned = jax.tree.map(lambda p, f: lax.stop_gradient(p) if f else p, params, frozen)
+    return model.apply(learned, *arguments, **options)
+
+  def key_of(use: int, step: Array) -> Array:
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), use), step)
+
   return train_step
+
+
+def _in_micro_batches(
+  compute: Compute,
+  model: Model,
+  count: int,
+  params: Params,
+  carry: Carry,
+  batch: Batch,
+  total: Array,
+  rng: Array | None,
+  *,
+  chunk_size: int,
+) -> tuple[Params, Carry, Any]:
+  """`compute` over `count` groups of rows, one after the other; gradients and sums are added up.
+
+  Every group divides its loss by the weight of the whole step, so the gradient is the same as for
+  all rows at once, from less memory. Dropout draws other numbers than without groups.
+  """
+  if count == 1:
+    return compute(params, carry, batch, total, rng, chunk_size=chunk_size)
+  batch_axes = jax.tree.map(
+    lambda axes: axes.index('batch'),
+    model.carry_axes(carry),
+    is_leaf=lambda axes: isinstance(axes, tuple) and 'batch' in axes,
+  )
+
+  def split(x, axis):
+    # [..., B, ...] -> [count, ..., B / count, ...]. Group m has the rows m, m + count, ...: with
+    # rows over devices, each device keeps its own.
+    parts = x.reshape(*x.shape[:axis], x.shape[axis] // count, count, *x.shape[axis + 1 :])
+    return jnp.moveaxis(parts, axis + 1, 0)
+
+  def join(parts, axis):
+    x = jnp.moveaxis(parts, 0, axis + 1)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+  def one(gradient, now):
+    number, carry, batch = now
+    key = None if rng is None else jax.random.fold_in(rng, number)
+    more, carry, sums = compute(params, carry, batch, total, key, chunk_size=chunk_size)
+    return jax.tree.map(jnp.add, gradient, more), (carry, sums)
+
+  groups = (
+    jnp.arange(count),
+    jax.tree.map(split, carry, batch_axes),
+    jax.tree.map(lambda leaf: split(leaf, 0), batch),
+  )
+  gradient, (carries, sums) = lax.scan(one, tbptt.zero_gradients(params), groups)
+  carry = jax.tree.map(join, carries, batch_axes)
+  return gradient, carry, jax.tree.map(lambda parts: jnp.sum(parts, axis=0), sums)
 
 
 def _averaged(state: TrainState, decay: float) -> Params:

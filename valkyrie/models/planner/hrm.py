@@ -1,6 +1,6 @@
 """The recurrence of the Hierarchical Reasoning Model (Wang et al. 2025, arXiv 2506.21734).
 
-Two modules of different speed process a constant input x̃:
+Two modules of different speed process a constant input x̃, the summary of an interval of tokens:
 
     z_L <- f_L(z_L + z_H + x̃)        at every step
     z_H <- f_H(z_H + z_L)             at every `steps`-th step
@@ -51,6 +51,16 @@ class State(NamedTuple):
   fast: Array
 
 
+class Plan(NamedTuple):
+  """The M segments of a plan, float32.
+
+  tokens: [..., M, R, D]; values: [..., M, 2], see `deliberate`.
+  """
+
+  tokens: Array
+  values: Array
+
+
 class Pace(NamedTuple):
   """The lengths of the recurrence, and its number of attention heads."""
 
@@ -77,24 +87,18 @@ def _reason(module: Reasoner, z: Array, given: Array, heads: int) -> Array:
     return _product(x, w).reshape(batch, tokens, heads, -1)
 
   q, k, v = map(heads_of, (module.query, module.key, module.value))
-  scores = jnp.einsum('bphk,bqhk->bhpq', q, k) * q.shape[-1] ** -0.5
-  read = jnp.einsum('bhpq,bqhk->bphk', jax.nn.softmax(scores), v).reshape(batch, tokens, width)
+  scores = jnp.einsum('brhk,bshk->bhrs', q, k) * q.shape[-1] ** -0.5
+  read = jnp.einsum('bhrs,bshk->brhk', jax.nn.softmax(scores), v).reshape(batch, tokens, width)
   x = _normed(x + _product(read, module.out))
   active = jax.nn.silu(_product(x, module.gate)) * _product(x, module.hidden)
   return _normed(x + _product(active, module.mlp_out))
 
 
 def think(weights: Weights, state: State, given: Array, pace: Pace) -> State:
-  """One segment: cycles · steps fast and `cycles` slow steps; the last of each has a gradient.
+  """The state after one segment: cycles · steps fast and `cycles` slow steps.
 
-  Args:
-    weights: of both modules.
-    state: [B, R, D], before the segment; no gradient reaches it.
-    given: x̃ [B, R, D] float32.
-    pace: cycles, steps and H.
-
-  Returns:
-    The state after the segment.
+  `given` is x̃ [B, R, D] float32. Only the last step of each module has a gradient, and none reaches
+  the state before the segment.
   """
 
   def fast_step(weights, state, given):
@@ -117,13 +121,7 @@ def think(weights: Weights, state: State, given: Array, pace: Pace) -> State:
 
 
 def deliberate(weights: Weights, state: State, given: Array, pace: Pace) -> tuple[State, Array]:
-  """M segments, each from the last state of the one before.
-
-  Args:
-    weights: of both modules and of the halting head.
-    state: [B, R, D], before the first segment.
-    given: x̃ [B, R, D] float32.
-    pace: M, cycles, steps and H.
+  """M segments, each from the last state of the one before; see `think`.
 
   Returns:
     (the states after each segment [B, M, R, D], the logits of the values of halting there and of
@@ -147,3 +145,49 @@ def halting_segment(values: Array) -> Array:
   """
   halts = values[..., 0] > values[..., 1]
   return jnp.argmax(halts.at[..., -1].set(True), axis=-1)
+
+
+def make_plans(
+  weights: Weights,
+  before: tuple[State, Plan],
+  given: Array,
+  whole: Array,
+  first: Array,
+  pace: Pace,
+) -> tuple[State, Plan]:
+  """Makes the plans of n intervals in turn.
+
+  Args:
+    weights: of the recurrence.
+    before: the state and the plan after the interval before.
+    given: summaries of the intervals, [B, n, R, D] float32.
+    whole: bool [B, n], false at the missing intervals of a row that has fewer than n; they change
+      nothing.
+    first: bool [B, n], whether it is the first of its document, before which the state is zero.
+    pace: of the recurrence.
+
+  Returns:
+    (the state after them, the plan before them and theirs with leaves [B, 1 + n, ...]).
+  """
+
+  def turn(before, now):
+    given, whole, first = now
+    state = jax.tree.map(lambda x: jnp.where(first[:, None, None], jnp.zeros_like(x), x), before[0])
+    states, values = deliberate(weights, state, given, pace)
+    halted = halting_segment(values)[:, None, None, None]
+    state = jax.tree.map(lambda x: jnp.take_along_axis(x, halted, axis=1)[:, 0], states)
+
+    def if_whole(new, old):
+      return jnp.where(whole.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+    after = jax.tree.map(if_whole, (state, Plan(states.slow, values)), before)
+    return after, after[1]
+
+  time_first = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (given, whole, first))
+  (state, _), made = lax.scan(turn, before, time_first)
+  plans = jax.tree.map(
+    lambda old, new: jnp.concatenate([old[:, None], jnp.moveaxis(new, 0, 1)], axis=1),
+    before[1],
+    made,
+  )
+  return state, plans

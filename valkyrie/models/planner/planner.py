@@ -1,11 +1,11 @@
 """Planner: a recurrence over intervals of tokens, whose plans the next interval reads.
 
-A document is cut into intervals of `plan_interval` = g tokens, counted from its start. At the end
+A document is cut into intervals of I = `plan_interval` tokens, counted from its start. At the end
 of an interval its tokens are summarized in R tokens, and the recurrence of `hrm` turns the summary
 into a plan of R tokens, which every token of the document's next interval reads by attention. The
 state of the recurrence passes from plan to plan, and is zero at the start of a document:
 
-    positions   0 ... g-1 | g ... 2g-1 | 2g ...
+    positions   0 ... I-1 | I ... 2I-1 | 2I ...
     reads       nothing   | plan 0     | plan 1        plan n is made from interval n
 
 So a token sees nothing of its own interval or later, and a plan never leaves its document. The
@@ -25,11 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.errors import ConfigurationError
+from valkyrie.models import slices
 from valkyrie.models.features import Drafts
 from valkyrie.models.layers import RMSNorm, check_sizes, matmul, parameter, project
-from valkyrie.models.planner import hrm, intervals
-from valkyrie.models.planner.hrm import Pace, Reasoner, State, Weights
-from valkyrie.models.planner.intervals import Plan
+from valkyrie.models.planner import hrm
+from valkyrie.models.planner.hrm import Pace, Plan, Reasoner, State, Weights
 from valkyrie.types import POSITION_PERIOD, Array, DType
 
 
@@ -58,7 +58,7 @@ class Planner(hk.Module):
   whose plan is read. It chooses alike in training and in evaluation, without exploration.
 
   Attributes:
-    plan_interval: g, tokens of an interval; the chunks of training are multiples of it.
+    plan_interval: I, tokens of an interval; the chunks of training are multiples of it.
     plan_tokens: R, tokens of a plan.
     mlp_width: hidden width of both modules' gated MLPs.
     head_width: K of all its attention, dividing the model's width.
@@ -115,11 +115,11 @@ class Planner(hk.Module):
     The drafts are left out, since only training unembeds them. Three times this exceeds the cost of
     a training step: only the last two steps of a segment have a backward pass.
     """
-    p, m = self.plan_tokens, self.segments
-    module = p * (8 * width * width + 4 * p * width + 6 * width * self.mlp_width)
+    r, m = self.plan_tokens, self.segments
+    module = r * (8 * width * width + 4 * r * width + 6 * width * self.mlp_width)
     recurrence = m * self.cycles * (self.steps + 1) * module
-    plan = recurrence + 2 * p * width * width + 4 * m * p * width * width
-    return plan // self.plan_interval + 4 * width * width + 4 * p * width * (1 + 2 * m)
+    plan = recurrence + 2 * r * width * width + 4 * m * r * width * width
+    return plan // self.plan_interval + 4 * width * width + 4 * r * width * (1 + 2 * m)
 
   def __call__(
     self, x: Array, carry: PlannerCarry, *, positions: Array, segment_ids: Array
@@ -142,14 +142,14 @@ class Planner(hk.Module):
     wide = carry.state.slow.dtype
 
     # The plans of the intervals that end in this chunk.
-    ends, number = intervals.interval_ends(positions, segment_ids, self.plan_interval)
+    ends, number = _interval_ends(positions, segment_ids, self.plan_interval)
     last = jnp.minimum(ends, time - 1)
     tokens = jnp.concatenate([carry.tokens, x], axis=1)
     at = last[:, :, None] + np.arange(self.plan_interval)[None, None]
     given = self._summarize(jax.vmap(lambda row, at: row[at])(tokens, at)).astype(wide)
     first = jnp.take_along_axis(positions, last, axis=1) == self.plan_interval - 1
     weights = self._weights(width, x.dtype)
-    state, plans = intervals.make_plans(
+    state, plans = hrm.make_plans(
       weights, (carry.state, carry.plan), given, ends < time, first, pace
     )
 
@@ -161,7 +161,7 @@ class Planner(hk.Module):
     def split_heads(projected):
       return projected.reshape(*projected.shape[:-1], pace.heads, self.head_width)
 
-    read = intervals.read_plans(
+    read = _read_plans(
       split_heads(q), split_heads(keys), split_heads(values), number, self.plan_interval
     )
     has_plan = positions >= self.plan_interval
@@ -191,19 +191,19 @@ class Planner(hk.Module):
 
   @hk.transparent
   def _summarize(self, tokens: Array) -> Array:
-    """Intervals [B, n, g, D] -> [B, n, R, D]: attention of R learned queries to the tokens."""
+    """Intervals [B, n, I, D] -> [B, n, R, D]: attention of R learned queries to the tokens."""
     width = tokens.shape[-1]
     shape = (self.plan_tokens, width)
     init = hk.initializers.RandomNormal(1.0)
     queries = parameter('queries', shape, init, axes=(None, 'embed'))
     scores = jnp.einsum(
-      'bngd,pd->bnpg',
+      'bnid,rd->bnri',
       tokens,
       queries.astype(tokens.dtype),
       preferred_element_type=jnp.promote_types(tokens.dtype, jnp.float32),
     )
     shares = jax.nn.softmax(scores * width**-0.5).astype(tokens.dtype)
-    summed = jnp.einsum('bnpg,bngd->bnpd', shares, tokens)
+    summed = jnp.einsum('bnri,bnid->bnrd', shares, tokens)
     (summary,) = project(summed, ('embed', 'heads'), summary=width)
     return summary + queries[None, None].astype(summary.dtype)
 
@@ -248,3 +248,46 @@ class Planner(hk.Module):
       values=jnp.moveaxis(values, 2, 0),
       weights=jnp.where(has_plan, self.draft_weight, 0.0).astype(values.dtype),
     )
+
+
+def _interval_ends(positions: Array, segment_ids: Array, length: int) -> tuple[Array, Array]:
+  """The ends of intervals of `length` tokens.
+
+  Returns:
+    (the indices of their last tokens [B, ceil(T / length)], ascending and filled with T, the number
+    of intervals that ended before each token [B, T]).
+  """
+  # An interval ends at each position that is length - 1 modulo length, so T tokens of a row hold at
+  # most ceil(T / length) ends at any starts of documents: every shape is static.
+  time = positions.shape[1]
+  is_end = (positions % length == length - 1) & (segment_ids > 0)
+  ends = jnp.sort(jnp.where(is_end, np.arange(time)[None], time), axis=1)
+  return ends[:, : -(-time // length)], jnp.cumsum(is_end, axis=1) - is_end
+
+
+def _read_plans(q: Array, keys: Array, values: Array, number: Array, length: int) -> Array:
+  """Each token's attention to the tokens of its plan, for each segment; linear cost in time.
+
+  Args:
+    q: [B, T, H, K].
+    keys: [B, n, M, R, H, K], of n plans; values: the same.
+    number: int32 [B, T], the index of the plan that a token reads; it never falls, and in any
+      `length` consecutive tokens it rises at most once, by one.
+    length: of an interval.
+
+  Returns:
+    [B, T, M, H, K].
+  """
+  time = q.shape[1]
+  size = min(length, time)
+  q, number = slices.cut(q, size), slices.cut(number, size)  # [N, B, Q, ...]
+  first = number[:, :, 0]
+  both = jnp.minimum(jnp.stack([first, first + 1], axis=-1), keys.shape[1] - 1)
+  pick = jax.vmap(jax.vmap(lambda row, at: row[at]), (None, 0))  # over slices, over rows
+  near_keys, near_values = pick(keys, both), pick(values, both)  # [N, B, 2, M, R, H, K]
+  wide = jnp.promote_types(q.dtype, jnp.float32)
+  scores = jnp.einsum('nbqhk,nbcmrhk->nbhqcmr', q, near_keys, preferred_element_type=wide)
+  shares = jax.nn.softmax(scores * q.shape[-1] ** -0.5)
+  mine = (number[..., None] - first[..., None, None]) == np.arange(2)[None, None, None]
+  shares = jnp.where(mine[:, :, None, :, :, None, None], shares, 0).astype(values.dtype)
+  return slices.join(jnp.einsum('nbhqcmr,nbcmrhk->nbqmhk', shares, near_values), time)

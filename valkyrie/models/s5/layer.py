@@ -2,8 +2,7 @@
 
 Smith, Warrington & Linderman, ICLR 2023, with every option of the published implementation, and
 with three of later work: normalized inputs, a horizon of any length, and steps that depend on the
-input. The mathematics is in `init`, `discretization`, `state_space` and `activate`, as functions of
-arrays.
+input. `init`, `discretization` and `state_space` compute the mathematics, as functions of arrays.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from valkyrie.errors import ConfigurationError
+from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models.layers import Matrix, dropout, matmul, parameter, products, projections
 from valkyrie.models.recurrence import scan
 from valkyrie.models.recurrence.scan import Complex
@@ -121,14 +120,10 @@ class S5(hk.Module):
     super().__post_init__()
     self.causal = self.sequence_parallel = not self.bidirectional
     self._form = self.scan_form or scan.default_form()
-    for option, value, known in (
-      ('discretization', self.discretization, DISCRETIZATIONS),
-      ('output_init', self.output_init, init.OUTPUT_INITS),
-      ('activation', self.activation, ACTIVATIONS),
-      ('scan_form', self._form, scan.FORMS),
-    ):
-      if value not in known:
-        raise ConfigurationError(f'S5.{option}={value!r} is unknown. Use one of {list(known)}.')
+    check_choice('S5.discretization', self.discretization, DISCRETIZATIONS)
+    check_choice('S5.output_init', self.output_init, init.OUTPUT_INITS)
+    check_choice('S5.activation', self.activation, ACTIVATIONS)
+    check_choice('S5.scan_form', self._form, scan.FORMS)
     if self.state_size < 1 or self.hippo_blocks < 1 or self.state_size % self.hippo_blocks:
       raise ConfigurationError(
         f'S5.state_size={self.state_size} must be a positive multiple of S5.hippo_blocks='
@@ -163,14 +158,17 @@ class S5(hk.Module):
     initial = carry if isinstance(carry, Complex) else self._zero_state(x.shape[0], x.dtype)
     chex.assert_shape(initial, (x.shape[0], self.state_size))
     width = x.shape[-1]
+    system = self._parameters(width)
+    discrete = state_space.discretized(
+      system,
+      method=self.discretization,
+      step_rescale=self.step_rescale,
+      clip_eigenvalues=self.clip_eigenvalues,
+      log_factor=self._log_factor(x) if self.selective else None,
+    )
     y, after = state_space.read(
-      state_space.discretized(
-        self._parameters(width),
-        method=self.discretization,
-        step_rescale=self.step_rescale,
-        clip_eigenvalues=self.clip_eigenvalues,
-        log_factor=self._log_factor(x) if self.selective else None,
-      ),
+      system,
+      discrete,
       x,
       initial,
       positions == 0,
@@ -219,22 +217,19 @@ class S5(hk.Module):
 
     p, state = self.state_size, ('state',)
     if self.discretization == 'normalized':
+      # Re Λ = -exp(log_rate): every state decays.
       log_rate = parameter('log_rate', (p,), constant(np.log(-np.real(eigenvalues))), axes=state)
       real_part = -jnp.exp(log_rate)
     else:
       real_part = parameter('lambda_re', (p,), constant(np.real(eigenvalues)), axes=state)
+    imaginary_part = parameter('lambda_im', (p,), constant(np.imag(eigenvalues)), axes=state)
+    columns = p if self.causal else 2 * p
     return StateSpace(
-      eigenvalues=Complex(
-        real_part, parameter('lambda_im', (p,), constant(np.imag(eigenvalues)), axes=state)
-      ),
-      b=Complex(*parameter('b', (2, p, width), b_init, axes=(None, 'state', 'embed'))),
-      c=Complex(
-        *parameter(
-          'c', (2, width, p if self.causal else 2 * p), c_init, axes=(None, 'embed', 'state')
-        )
-      ),
-      d=parameter('d', (width,), hk.initializers.RandomNormal(), axes=('activation',)),
-      log_step=parameter('log_step', (p,), log_step_init, axes=state),
+      Complex(real_part, imaginary_part),
+      Complex(*parameter('b', (2, p, width), b_init, axes=(None, 'state', 'embed'))),
+      Complex(*parameter('c', (2, width, columns), c_init, axes=(None, 'embed', 'state'))),
+      parameter('d', (width,), hk.initializers.RandomNormal(), axes=('activation',)),
+      parameter('log_step', (p,), log_step_init, axes=state),
     )
 
 

@@ -31,16 +31,6 @@ class StateSpace(NamedTuple):
   log_step: Array  # log Δ [P]
 
 
-class Recurrence(NamedTuple):
-  """The discrete system, float32: 1 + growth is Λ̄."""
-
-  growth: Complex  # [P], or [T, B, P] where steps depend on the input
-  gain: Number  # γ, of the same shape
-  b: Complex
-  c: Complex
-  d: Array
-
-
 def discretized(
   system: StateSpace,
   *,
@@ -48,8 +38,8 @@ def discretized(
   step_rescale: float = 1.0,
   clip_eigenvalues: bool = False,
   log_factor: Array | None = None,
-) -> Recurrence:
-  """The recurrence with step Δ.
+) -> tuple[Complex, Number]:
+  """The growth g = Λ̄ - 1 and the gain γ, [P] each, or [T, B, P] where steps depend on the input.
 
   Args:
     system: the parameters.
@@ -67,12 +57,12 @@ def discretized(
   else:
     step = jax.nn.softplus(log_step[None, None] + log_factor)
     eigenvalues = eigenvalues.map(lambda part: part[None, None])
-  growth, gain = discretize(eigenvalues, step_rescale * step, method=method)
-  return Recurrence(growth, gain, system.b, system.c, system.d)
+  return discretize(eigenvalues, step_rescale * step, method=method)
 
 
 def read(
-  system: Recurrence,
+  system: StateSpace,
+  discrete: tuple[Complex, Number],
   u: Array,
   initial: Complex,
   starts: Array,
@@ -85,7 +75,8 @@ def read(
   """Reads a chunk, or this device's piece of one.
 
   Args:
-    system: the recurrence.
+    system: the parameters.
+    discrete: (g, γ), see `discretized`.
     u: inputs [B, T, D] in the compute dtype.
     initial: the state [B, P] before the first step.
     starts: bool [B, T], true at the first token of a document.
@@ -99,8 +90,8 @@ def read(
     (y [B, T, D] float32, the state [B, P] float32 after the forward scan).
   """
   wide = jnp.promote_types(u.dtype, jnp.float32)
-  b, gain = system.b, system.gain
-  varies = system.growth.re.ndim > 1
+  b, (growth, gain) = system.b, discrete
+  varies = growth.re.ndim > 1
   if not varies:
     b = _scaled(jax.tree.map(lambda part: part[:, None], gain), b)
 
@@ -111,12 +102,10 @@ def read(
   inputs = split_product(drive, u, b, ('state', 'embed'), inputs=1, rows=(0, 1))
   if varies:
     inputs = _scaled(gain, inputs)
-  states, after = sharded_scan.scan_chunk(
-    system.growth, inputs, initial, starts.T, length, form=form
-  )
+  states, after = sharded_scan.scan_chunk(growth, inputs, initial, starts.T, length, form=form)
   if ends is not None:
     backwards = scan.diagonal_scan(
-      system.growth.map(_reverse) if varies else system.growth,
+      growth.map(_reverse) if varies else growth,
       inputs.map(_reverse),
       initial.map(jnp.zeros_like),
       _reverse(ends.T),
