@@ -8,7 +8,7 @@ import scipy.linalg
 
 from valkyrie.models.recurrence.scan import Complex
 from valkyrie.models.s5 import init
-from valkyrie.models.s5.discretization import discretize
+from valkyrie.models.s5.state_space import DISCRETIZATIONS
 
 
 def hippo_legs(size):
@@ -99,10 +99,9 @@ def test_under_conjugate_symmetry_c_has_a_column_for_each_stored_state():
 
 
 def discretized(eigenvalues, step, method):
-  growth, gain = discretize(
+  growth, gain = DISCRETIZATIONS[method](
     Complex(jnp.asarray(eigenvalues.real), jnp.asarray(eigenvalues.imag)),
     jnp.full(eigenvalues.shape, step),
-    method=method,
   )
   gain = gain if isinstance(gain, Complex) else Complex(gain, 0 * gain)
   decay, gain = (np.asarray(z.re) + 1j * np.asarray(z.im) for z in (growth, gain))
@@ -153,7 +152,7 @@ def test_the_gradient_of_an_endless_memory_is_finite():
   eigenvalues = Complex(jnp.array([-0.5, -0.5, -2.0]), jnp.array([3.0, 400.0, 0.0]))
 
   def read(s, eigenvalues):
-    growth, gain = discretize(eigenvalues, jax.nn.softplus(-7 + s), method='normalized')
+    growth, gain = DISCRETIZATIONS['normalized'](eigenvalues, jax.nn.softplus(-7 + s))
     return jnp.sum(gain) + jnp.sum(growth.re) + jnp.sum(growth.im)
 
   for s in (-200.0, -40.0, -34.0, -20.0, 0.0, 8.0):

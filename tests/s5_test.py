@@ -14,7 +14,7 @@ import s5_reference
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.recurrence import scan
 from valkyrie.models.recurrence.scan import Complex
-from valkyrie.models.s5 import discretization, init, state_space
+from valkyrie.models.s5 import init, state_space
 from valkyrie.models.s5 import layer as s5
 
 WIDTH, STATES, BLOCKS = 12, 8, 2
@@ -57,7 +57,7 @@ def distance(found, expected):
 
 
 @pytest.mark.parametrize('form', scan.FORMS)
-@pytest.mark.parametrize('method', discretization.DISCRETIZATIONS)
+@pytest.mark.parametrize('method', state_space.DISCRETIZATIONS)
 def test_16k_steps_in_float32_against_float64(method, form):
   """P = 64 in J = 2 blocks: HiPPO matrices of 64 states, as in the largest model.
 
@@ -84,7 +84,7 @@ def test_16k_steps_in_float32_against_float64(method, form):
 
 
 @pytest.mark.parametrize('form', scan.FORMS)
-@pytest.mark.parametrize('method', discretization.DISCRETIZATIONS)
+@pytest.mark.parametrize('method', state_space.DISCRETIZATIONS)
 def test_time_constants_of_ten_million_tokens_are_right_to_one_percent(method, form):
   """The decay of a state over 65,536 tokens in chunks of 4,096, from the layer's own parameters."""
   states, chunk = 64, 4096
@@ -101,7 +101,7 @@ def test_time_constants_of_ten_million_tokens_are_right_to_one_percent(method, f
   assert -1 / np.log(np.abs(decay)).max() > 8e6
 
 
-@pytest.mark.parametrize('method', discretization.DISCRETIZATIONS)
+@pytest.mark.parametrize('method', state_space.DISCRETIZATIONS)
 @pytest.mark.parametrize('bidirectional', [False, True])
 def test_selective_steps_are_those_of_the_equations(method, bidirectional):
   layer = build(

@@ -38,11 +38,10 @@ def check_mixer(make: Callable[[], SequenceMixer], width: int, tolerance: float 
   Args:
     make: the class of the mixer, or a function that makes it with its options.
     width: D, of the inputs.
-    tolerance: the difference of two results that count as equal, relative to the outputs' size.
+    tolerance: the largest difference of equal results, relative to the size of the outputs.
 
   Raises:
-    ConfigurationError: the mixer breaks a rule of `valkyrie.types.SequenceMixer`; the message says
-      which.
+    ConfigurationError: the mixer breaks a rule of `valkyrie.types.SequenceMixer`, which it names.
   """
   name = getattr(make, '__name__', repr(make))
 

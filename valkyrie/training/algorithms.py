@@ -1,9 +1,8 @@
 """Any algorithm of optax on parameters that are stacked over layers.
 
 An algorithm may treat all numbers alike (Adam), or act on each parameter as a whole: norms and
-trust ratios (LAMB), factored moments (Adafactor), orthogonal directions (Muon). The layers of a
-model are stacked in one array, and such an algorithm must see each layer's own. A trial on small
-arrays tells which kind it is, so that nobody has to declare it.
+trust ratios (LAMB), factored moments (Adafactor), orthogonal directions (Muon). Such an algorithm
+must see each layer of a stack by itself. A trial on small arrays tells which kind it is.
 """
 
 from collections.abc import Callable

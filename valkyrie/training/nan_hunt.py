@@ -20,14 +20,10 @@ class _Found(Exception):
 
 
 def hunting(step: TrainStep, traceable: TrainStep) -> TrainStep:
-  """`step`, with a search after a refused update.
+  """The compiled `step`, which then waits for every result and raises Diverged after a refused one.
 
-  Args:
-    step: compiled; must not donate the state, which the search reads.
-    traceable: the same function, not compiled and without remat, to be run operation by operation.
-
-  Returns:
-    The step. It waits for every result, and raises Diverged after a refused one.
+  `step` must not donate its state, which the search reads. `traceable` is the same function, not
+  compiled and without remat, to be run operation by operation.
   """
 
   def step_or_hunt(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
@@ -46,8 +42,7 @@ def hunting(step: TrainStep, traceable: TrainStep) -> TrainStep:
 def first_nonfinite(traceable: TrainStep, state: TrainState, batch: Batch) -> str | None:
   """The place of a step's first NaN or infinity, in the order of computation; None without any.
 
-  The inputs are checked first. Then the step runs uncompiled, and the output of each Haiku module
-  is checked, and its gradient in the backward pass.
+  Checks the inputs, then the output of each Haiku module, and its gradient in the backward pass.
   """
   for path, leaf in jax.tree_util.tree_leaves_with_path((state.params, state.carry)):
     if not _is_finite(leaf):

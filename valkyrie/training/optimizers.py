@@ -78,7 +78,7 @@ class Optimizer:
     cooldown: float = 0.2,
     clip_norm: float = 1.0,
   ):
-    """Configures the optimizer.
+    """Constructs the algorithms and the schedule.
 
     Args:
       learning_rate: the peak.
@@ -86,9 +86,9 @@ class Optimizer:
       train_steps: the step at which the schedule ends.
       algorithm: an optimizer of optax that takes `learning_rate`, for matrices. It may act on whole
         parameters, as Muon does: every matrix of every layer is one.
-      vector_algorithm: the same for norm scales, biases and other vectors, which common practice
-        does not decay. The default decays nothing.
-      groups: parameters with a way of their own; default `recurrence_group`.
+      vector_algorithm: the same for norm scales, biases and other vectors; the default decays
+        nothing.
+      groups: parameters that learn in their own way; None takes `recurrence_group`.
       schedule: the shape after the warm-up, see `schedules.schedule`.
       final_learning_rate_scale: the share of the peak at which it ends.
       cooldown: the share of the steps in which 'wsd' decays.
@@ -185,10 +185,7 @@ class Optimizer:
   def state_axes(self, state: Any, params: Params, axes: Any) -> Any:
     """The logical axes of each leaf of the state: a moment has the axes of its parameter.
 
-    Args:
-      state: the shapes of the optimizer's state.
-      params: the shapes of the parameters.
-      axes: the logical axes of each parameter, a pytree like params.
+    The arguments are the shapes of the state and of the parameters, and the parameters' axes.
     """
 
     def of_leaf(path, leaf) -> Axes:
@@ -216,18 +213,13 @@ class Optimizer:
     )
 
   def _of_leaf(self, path: str, leaf: Any, kind: Any) -> tuple[str, optax.GradientTransformation]:
-    """The name of a parameter's group, and its algorithm.
-
-    A planner may start later than the rest, and Adam's bias correction must count its own steps, so
-    its parameters are groups of their own. An algorithm that acts on whole parameters gets each
-    matrix of a stack, whose last two dimensions it spans: a layer, a part of S5's C, a block of a
-    gate. Stacks of equal sizes form a group.
-    """
+    """The name of a parameter's group, and its algorithm."""
     number, group = self._group(path)
     decays = kind.is_matrix and group.decay
     name = 'matrix' if decays else 'vector'
     if number is not None:
       name = f'{name} of group {number}'
+    # A planner may start later than the rest, and Adam's bias correction must count its own steps.
     if kind.in_planner:
       name = f'{_PLANNER}{name}'
     if not group.learning_rate_scale:
@@ -236,6 +228,8 @@ class Optimizer:
     # With a learning rate of 1 the algorithms return directions; the step scales them, so that the
     # logged number is the learning rate.
     transformation = algorithm(learning_rate=1.0)
+    # An algorithm that acts on whole parameters gets each matrix of a stack, its last two
+    # dimensions: a layer, a part of S5's C, a block of a gate. Stacks of equal sizes form a group.
     if self._acts_on_layers[algorithm]:
       stack = leaf.shape[:-2] if kind.is_matrix else leaf.shape[: kind.stacked]
       for _ in stack:

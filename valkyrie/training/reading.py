@@ -1,9 +1,8 @@
 """Tokens of each step of a run, also after a resume with other rows or other chunks.
 
-The tokens of a step are a pure function of its number and of the stretches of the run. A stretch
-ends where a run resumes with another number of rows or another curriculum; a checkpoint records
-them all. With other rows, the documents are dealt over the rows anew; with another curriculum, each
-row is read on from where it was.
+The tokens of a step are a pure function of its number and of the stretches of the run, which a
+checkpoint records. With other rows, the documents are dealt over the rows anew; with another
+curriculum, each row is read on from where it was.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,13 +43,9 @@ class Reading:
     position: int = 0,
     stretches: Sequence[Sequence[int]] = (),
   ):
-    """Continues the reading of a checkpoint, or begins a new one.
+    """Continues the reading of a checkpoint at its `step`, or begins a new one.
 
-    Args:
-      curriculum: see the attribute.
-      feed: with `rows` rows.
-      rows: B.
-      step, position, stretches: the checkpoint's; a new stretch begins if rows or position differ.
+    A new stretch begins if the B = `rows` of the feed, or the position, differ from the checkpoint.
 
     Raises:
       ConfigurationError: the rows differ, and the feed ends after some epochs.
@@ -59,15 +54,13 @@ class Reading:
     self.stretches = [Stretch(*found) for found in stretches] or [Stretch(0, 0, rows)]
     if self.stretches[-1].rows != rows or self.position(step) != position:
       self.stretches.append(Stretch(step, position, rows))
-    # (position, feed) of each deal
+    dealt = [(0, self.stretches[0].rows)]
+    for stretch in self.stretches:
+      if stretch.rows != dealt[-1][1]:
+        dealt.append((stretch.position, stretch.rows))
+    # (position, feed) of each deal; the feed of a run that was dealt once is as it was given.
     self._deals = [(0, feed)]
-    changes = [
-      (now.position, now.rows)
-      for before, now in zip(self.stretches, self.stretches[1:], strict=False)
-      if before.rows != now.rows
-    ]
-    if changes:
-      dealt = [(0, self.stretches[0].rows), *changes]
+    if len(dealt) > 1:
       self._deals = [
         (begin, feed.dealt(number, rows, begin)) for number, (begin, rows) in enumerate(dealt)
       ]

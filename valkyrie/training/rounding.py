@@ -15,11 +15,11 @@ def wide(params: Params) -> Params:
 
 
 def stored(updated: Params, params: Params, make_key: Callable[[], Array]) -> Params:
-  """Updated parameters in the dtypes of `params`.
+  """Updated parameters in the dtypes of `params`; rounding to bfloat16 is stochastic.
 
-  To bfloat16 they are rounded up or down at random, with the nearer neighbor more likely, so that
-  the expected value is exact: most updates are smaller than half of a bfloat16's last digit, and
-  rounding to the nearest would lose them (Gupta et al. 2015, arXiv 1502.02551).
+  They are rounded up or down at random, with the nearer neighbor more likely, so that the expected
+  value is exact: most updates are smaller than half of a bfloat16's last digit, and rounding to the
+  nearest would lose them (Gupta et al. 2015, arXiv 1502.02551).
   """
   dtypes = [leaf.dtype for leaf in jax.tree.leaves(params)]
   if jnp.bfloat16 not in dtypes:
@@ -34,7 +34,9 @@ def stored(updated: Params, params: Params, make_key: Callable[[], Array]) -> Pa
 
 
 def _at_random(x: Array, key: Array) -> Array:
-  """float32 -> bfloat16: the upper half of the bits, after a random number below them is added."""
+  """float32 -> bfloat16, rounded at random."""
+  # bfloat16 is the upper half of the bits: a uniform number added below them carries over with the
+  # probability of the lost part.
   bits = lax.bitcast_convert_type(x, jnp.uint32)
   bits += jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
   upper = lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)

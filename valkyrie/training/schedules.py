@@ -19,7 +19,7 @@ def schedule(
 ) -> Schedule:
   """The share of the peak at a step, counted from 0.
 
-  The warm-up is linear, from 1 / warmup_steps to 1. After it,
+  The warm-up is linear, from 1 / warmup_steps to 1. Then follows
 
     constant       1
     linear         to `final` at train_steps

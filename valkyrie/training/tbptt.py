@@ -6,8 +6,8 @@ groups of `backprop_chunks` consecutive chunks, and is cut between groups:
     carry -> [chunk, chunk, ...] -> | -> [chunk, chunk, ...] -> | -> ... -> carry of the next step
               gradient flows       cut
 
-One group of all N chunks gives the exact gradient of the step. Each group contributes its loss
-divided by the weight of the whole step, which is known beforehand, so gradients add up in one pass.
+One group of all N chunks gives the exact gradient of the step. The loss of each group is divided by
+the weight of the whole step, which is known beforehand, so gradients add up in one pass.
 """
 
 from collections.abc import Callable
@@ -96,12 +96,12 @@ def gradients(
   """The gradient of the step's mean loss, cut between groups of `backprop_chunks` chunks.
 
   Args:
-    model: the pure functions of the model.
+    model: as pure functions.
     params: the parameters, or a copy with some in the compute dtype.
-    carry: the carry of the step before.
-    batch: [B, N·C].
+    carry: after the step before.
+    batch: [B, N·C], where C is the chunk_size.
     total: float32, the weight of the whole step, by which the sum of losses is divided.
-    rng: the key of the step, for dropout; None for none. Chunk number n folds in n.
+    rng: the key of the step, for dropout; None for none.
     chunk_size: C.
     backprop_chunks: the chunks of a group, dividing N.
     remat_chunks: recompute chunks in the backward pass (see `_add_recomputed`), or save their
@@ -146,11 +146,9 @@ def gradients(
 
 
 def _scan(step: Callable, carry: Any, steps: Any) -> tuple[Any, Any]:
-  """`lax.scan`, without a loop for a single step.
-
-  XLA removes such a loop too, but too late to see that the backward pass unstacks the activations
-  that the forward pass stacks over the layers.
-  """
+  """`lax.scan`, without a loop for a single step."""
+  # XLA removes such a loop too, but too late to see that the backward pass unstacks the activations
+  # that the forward pass stacks over the layers.
   if len(jax.tree.leaves(steps)[0]) > 1:
     return lax.scan(step, carry, steps)
   carry, out = step(carry, jax.tree.map(lambda x: x[0], steps))

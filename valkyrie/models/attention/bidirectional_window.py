@@ -2,10 +2,8 @@
 
 A token reads the W tokens before it, itself, the W tokens after it, and all global tokens of its
 document: one softmax, each key once. A global token reads all of its document, through separate
-queries, keys and values (§3.1). Cost and memory are linear in time.
-
-Arrays in, arrays out. Positions are rotary; a key outside the window, or between the tokens that a
-dilated window sees, is rotated to the window's edge.
+queries, keys and values (§3.1). Cost and memory are linear in time. Positions are rotary; a key
+outside the window, or between the tokens that a dilated window sees, is rotated to its edge.
 """
 
 from collections.abc import Sequence
@@ -64,8 +62,8 @@ def bidirectional_attention(
   """Attention of every token of a row to its own document.
 
   Args:
-    local: the projections for all tokens: q [B, T, H, K]; k, v [B, T, J, K].
-    from_global: the projections for global tokens: their q [B, G, H, K]; k, v [B, T, J, K].
+    local: the projections for all tokens, N = T.
+    from_global: the projections for global tokens, N = G.
     segment_ids: int32 [B, T], 0 at padding.
     global_tokens: int32 [B, G], the indices of the global tokens, as `first_positions` gives them.
     window: W, the number of tokens on each side that a token sees; a head of dilation d sees the

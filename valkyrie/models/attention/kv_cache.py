@@ -67,15 +67,21 @@ def slide_window(window: KVCache, tokens: KVCache, length: Array) -> KVCache:
   return jax.tree.map(slide, window, tokens)
 
 
-def starts_before(starts: KVCache, tokens: KVCache, positions: Array, ends: Array) -> KVCache:
-  """The document starts as they stand before each of the tokens `ends` [B, N]: [B, N, g, ...].
+def starts_before(
+  starts: KVCache, tokens: KVCache, positions: Array, ends: Array
+) -> tuple[KVCache, Array]:
+  """The document starts [B, N, g, ...] as they stand before each of the tokens `ends` [B, N].
 
-  The document of the token before starts `position` tokens further back. Its first tokens are
-  among the given tokens, or in the carried starts if the document is older than the chunk.
+  Returns:
+    (the starts, the slots that are still the carried ones, bool [B, N, g]).
   """
+  # The document of the token before starts `position` tokens further back. Its first tokens are
+  # among the given tokens, or in the carried starts if the document is older than the chunk.
   slots = starts.segment_ids.shape[1]
-  at, position = _first_tokens(positions, ends, slots)
-  carried = starts_carried(positions, ends, slots)
+  last = jnp.maximum(ends - 1, 0)
+  position = jnp.take_along_axis(positions, last, axis=1)
+  at = (last - position)[..., None] + np.arange(slots)[None, None]
+  carried = (at < 0) | (ends == 0)[..., None]
   reached = np.arange(slots)[None, None] <= position[..., None]
 
   def pick(old, new):
@@ -84,20 +90,7 @@ def starts_before(starts: KVCache, tokens: KVCache, positions: Array, ends: Arra
     found = jnp.where(reached.reshape(shape), found, jnp.zeros_like(found))
     return jnp.where(carried.reshape(shape), old[:, None], found)
 
-  return jax.tree.map(pick, starts, tokens)
-
-
-def starts_carried(positions: Array, ends: Array, slots: int) -> Array:
-  """The slots that are still the carried ones before each of the tokens `ends`: bool [B, N, g]."""
-  at, _ = _first_tokens(positions, ends, slots)
-  return (at < 0) | (ends == 0)[..., None]
-
-
-def _first_tokens(positions: Array, ends: Array, slots: int) -> tuple[Array, Array]:
-  """(indices [B, N, g] of the first tokens of the document before each of `ends`, its position)."""
-  last = jnp.maximum(ends - 1, 0)
-  position = jnp.take_along_axis(positions, last, axis=1)
-  return (last - position)[..., None] + np.arange(slots)[None, None], position
+  return jax.tree.map(pick, starts, tokens), carried
 
 
 def exchange_halo(
@@ -141,9 +134,8 @@ def _exchange_starts(
   slots = starts.segment_ids.shape[1]
   if not slots:
     return starts, starts
-  ends = length[:, None]
-  found = jax.tree.map(lambda x: x[:, 0], starts_before(starts, tokens, positions, ends))
-  carried = starts_carried(positions, ends, slots)[:, 0]
+  at_the_end = starts_before(starts, tokens, positions, length[:, None])
+  found, carried = jax.tree.map(lambda x: x[:, 0], at_the_end)
 
   def then(first, second):
     (earlier, were_carried), (later, are_carried) = first, second

@@ -5,10 +5,9 @@ global keys: learned registers, and the first tokens of the query's own document
 a chunk's first one come from the carry. So cost and memory are linear in time, a chunk of one token
 is a decoding step, and the cuts between chunks change nothing.
 
-Arrays in, arrays out. q [B, T, H, K]; k, v [B, T, J, K] with J dividing H (grouped queries).
 Positions are rotary (Su et al. 2021) in coordinates local to a slice: keys are carried unrotated,
 and no angle exceeds (W + 2 S) at any length of the document. A head of dilation d sees the
-distances d, 2d, ..., Wd: each residue of time modulo d is a row of its own.
+distances d, 2d, ..., Wd (section 3.1): each residue of time modulo d is a row of its own.
 """
 
 from collections.abc import Sequence
@@ -144,6 +143,8 @@ def _attend_heads(
   """
   (batch, time, heads, _), slots = q.shape, carry.starts.segment_ids.shape[1]
   window, d = seen.width, seen.dilation
+  # At most W, so that a document which starts inside a slice is wholly inside the window of the
+  # slice's last query.
   size = max(1, min(seen.slice_size // d, window, -(-time // d)))
 
   def sliced(x):
@@ -162,7 +163,7 @@ def _attend_heads(
   count = queries.q.shape[0]
   begins = jnp.broadcast_to(size * d * jnp.arange(count)[None], (batch, count))
   ends = jnp.concatenate([begins, length[:, None]], axis=1)
-  starts = starts_before(carry.starts, tokens, positions, ends)
+  starts, _ = starts_before(carry.starts, tokens, positions, ends)
 
   def for_each_residue(x):
     return jnp.repeat(x, d, axis=1) if d > 1 else x
@@ -203,12 +204,10 @@ def sliding_window_attention(
     q: [B, T, H, K]; k, v: [B, T, J, K]; all unrotated.
     carry: the carry of the chunk before, whose window is W times the largest dilation; W and g are
       read off its shapes.
-    positions: int32 [B, T], within the document.
-    segment_ids: int32 [B, T], 0 at padding, which stands at the end.
+    positions, segment_ids: int32 [B, T], see `types.Batch`.
     registers: learned keys and values, each [R, J, K], that every query reads.
-    slice_size: S, queries that share one set of keys. It is reduced to W, so that a document which
-      starts inside a slice is wholly inside the window of the slice's last query. If S divides W,
-      every key read is visible to some query.
+    slice_size: S, queries that share one set of keys, at most W; if it divides W, every key read is
+      visible to some query.
     dilations: d of each of the J key-value heads.
     rotary: the frequencies of the positions.
     dropout: of attention weights; None for none.

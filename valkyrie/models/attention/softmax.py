@@ -113,6 +113,8 @@ def _attend_backward(residuals, gradients):
 
   Nothing of the size [Q, N] is kept (Dao et al. 2022, FlashAttention, algorithm 4).
   """
+  # The derivative of the softmax p = exp(s - log_total) with o = Σ p v:
+  # ds = p (do·v - do·o + d log_total), where `own` is the part that all keys share.
   parts, dropout, out, log_total = residuals
   gradient, d_log_total = gradients
   own = jnp.sum(gradient * out, axis=-1, keepdims=True) - d_log_total

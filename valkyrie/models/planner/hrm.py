@@ -10,7 +10,7 @@ gradient, as if they started from a fixed point (section 2, "Approximate gradien
 segments follow one another, without a gradient between them ("Deep supervision"). The z_H of each
 segment is a plan, and a head decides after which segment to halt ("Adaptive computational time").
 
-Arrays in, arrays out. Weights are in the dtype of the arithmetic; states stay in float32.
+Weights are in the dtype of the arithmetic; states stay in float32.
 """
 
 from typing import NamedTuple
@@ -107,6 +107,7 @@ def think(weights: Weights, state: State, given: Array, pace: Pace) -> State:
   def slow_step(weights, state):
     return state._replace(slow=_reason(weights.slow, state.slow, state.fast, pace.heads))
 
+  # The last state is taken for a fixed point, whose gradient needs no earlier steps.
   fixed, state, shown = lax.stop_gradient((weights, state, given))
 
   def fast_steps(count, state):

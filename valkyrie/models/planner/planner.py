@@ -52,10 +52,10 @@ class PlannerCarry(NamedTuple):
 class Planner(hk.Module):
   """Summarizes intervals of tokens, plans the next one, and lets its tokens read the plan.
 
-  It differs from the paper, whose task is a puzzle and not a stream. The state starts from zero,
-  the carry of a fresh row; the learned queries of the summary distinguish the tokens of a plan.
-  Every segment is computed, so that shapes are static, and the halting head chooses the segment
-  whose plan is read. It chooses alike in training and in evaluation, without exploration.
+  It differs from the paper, whose task is a puzzle and not a stream. The state starts from zero;
+  the learned queries of the summary distinguish the tokens of a plan. Every segment is computed, so
+  that shapes are static, and the halting head chooses the segment whose plan is read, alike in
+  training and in evaluation.
 
   Attributes:
     plan_interval: I, tokens of an interval; the chunks of training are multiples of it.
@@ -124,17 +124,7 @@ class Planner(hk.Module):
   def __call__(
     self, x: Array, carry: PlannerCarry, *, positions: Array, segment_ids: Array
   ) -> tuple[Array, PlannerCarry, Drafts]:
-    """Reads a chunk.
-
-    Args:
-      x: [B, T, D], the residual stream.
-      carry: the carry of the chunk before.
-      positions, segment_ids: int32 [B, T], see `types.Batch`.
-
-    Returns:
-      (the output of the tokens' attention to their plans [B, T, D], the carry after the chunk's
-      last token that is not padding, the drafts).
-    """
+    """Reads a chunk of the residual stream, x [B, T, D]; see `features.Planner`."""
     batch, time, width = x.shape
     chex.assert_shape(carry.tokens, (batch, self.plan_interval - 1, width))
     pace = Pace(self.segments, self.cycles, self.steps, self._heads(width))
@@ -268,16 +258,10 @@ def _interval_ends(positions: Array, segment_ids: Array, length: int) -> tuple[A
 def _read_plans(q: Array, keys: Array, values: Array, number: Array, length: int) -> Array:
   """Each token's attention to the tokens of its plan, for each segment; linear cost in time.
 
-  Args:
-    q: [B, T, H, K].
-    keys: [B, n, M, R, H, K], of n plans; values: the same.
-    number: int32 [B, T], the index of the plan that a token reads; it never falls, and in any
-      `length` consecutive tokens it rises at most once, by one.
-    length: of an interval.
-
-  Returns:
-    [B, T, M, H, K].
+  q [B, T, H, K]; keys and values [B, n, M, R, H, K] of n plans -> [B, T, M, H, K]. `number`, int32
+  [B, T], is the index of the plan that a token reads.
   """
+  # In any `length` consecutive tokens the number rises at most once, by one: two plans for a slice.
   time = q.shape[1]
   size = min(length, time)
   q, number = slices.cut(q, size), slices.cut(number, size)  # [N, B, Q, ...]

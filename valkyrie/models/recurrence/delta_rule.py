@@ -3,8 +3,8 @@
     S_t = α_t (I - β_t k_t k_tᵀ) S_{t-1} + β_t k_t v_tᵀ          S [K, Z] of each head
     y_t = S_tᵀ q_t
 
-A token decays the memory, erases a share β of the value stored at its key, and stores its own:
-Yang, Kautz & Hatamizadeh 2024 (Gated DeltaNet), section 3.1. In a slice of Q tokens (section 3.3,
+A token decays the memory, erases a share β of the value stored at its key, and stores its own
+(Yang, Kautz & Hatamizadeh 2024, Gated DeltaNet, section 3.1). In a slice of Q tokens (section 3.3,
 the WY form by the UT transform of Joffrain et al. 2006), every token stores u_t at k_t, and
 
     (I + L) U = β (V - e K S_0)            L_ij = β_i D_ij k_i·k_j for j < i
@@ -13,10 +13,8 @@ the WY form by the UT transform of Joffrain et al. 2006), every token stores u_t
 where S_0 is the state before the slice. With I + L inverted once, the state after the slice is an
 affine function of S_0, S_0 + E S_0 + B. Only that runs slice after slice; all else is products over
 all slices at once. E, like the growth of `scan`, is small where memories are long, so neither the
-decay of a slice nor a product of low precision rounds the state away.
-
-A document that starts inside a slice is a mask on D and e, since a decay of zero has no logarithm.
-The state before the slice is then dropped: the state after it is B.
+decay of a slice nor a product of low precision rounds the state away. A document that starts inside
+a slice is a mask on D and e, since a decay of zero has no logarithm; the state after it is B.
 """
 
 from typing import NamedTuple
@@ -29,7 +27,7 @@ import numpy as np
 from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array
 
-_HIGHEST = lax.Precision.HIGHEST
+_HIGHEST = lax.Precision.HIGHEST  # an accelerator's default would add its rounding at every join
 _ROWS = 16  # of a block that is inverted by substitution
 
 
@@ -45,16 +43,12 @@ def gated_delta_rule(
   *,
   slice_size: int,
 ) -> tuple[Array, Array]:
-  """Reads a chunk, or this device's piece of one.
-
-  A token with log α = 0, β = 0 and no reset changes no state: padding is given in this way.
+  """Reads a chunk, or this device's piece of one, in float32.
 
   Args:
-    q: [B, T, H, K], float32 like all that follow.
-    k: [B, T, H, K], of length 1.
+    q, k: [B, T, H, K], keys of length 1.
     v: [B, T, H, Z].
-    log_decay: log α <= 0 [B, T, H].
-    beta: [B, T, H], in [0, 1].
+    log_decay, beta: log α <= 0 and β in [0, 1], [B, T, H]; both 0 at padding.
     initial: [B, H, K, Z], the state before the chunk; correct on device 0.
     reset: bool [B, T], true where the state before the token is replaced by zero.
     slice_size: Q, a power of two; a shorter chunk is one slice.
@@ -70,9 +64,11 @@ def gated_delta_rule(
   decays = _decays(log_decay, reset)
   values, across = v.shape[-1], jnp.swapaxes(k, -1, -2)
 
+  # (I + L) U = β (V - e K S_0): solved for V and for e K at once, before S_0 is known.
   lower = jnp.tril(beta[..., None] * decays.within * (k @ across), -1)
   right = jnp.concatenate([v, decays.entering[..., None] * k], axis=-1)
   solved = unit_lower_inverse(lower) @ (beta[..., None] * right)
+  # The state after a slice is (1 + growth) S_0 + Kᵀ D U, with D to the slice's end.
   stored = jnp.swapaxes(decays.within[..., -1, :, None] * k, -1, -2) @ solved
   identity = jnp.eye(k.shape[-1], dtype=k.dtype)[None, None, None]
   change = decays.growth[..., None, None] * identity - stored[..., values:]
@@ -109,11 +105,9 @@ class _Decays(NamedTuple):
 
 
 def _decays(log_decay: Array, reset: Array) -> _Decays:
-  """Of log α [N, B, H, Q] and resets [N, B, 1, Q].
-
-  Every exponent is a sum of logarithms, none a difference of two sums: those would lose the digits
-  of a weak decay behind a strong one, and could be above zero.
-  """
+  """Of log α [N, B, H, Q] and resets [N, B, 1, Q]."""
+  # Every exponent is a sum of logarithms, none a difference of two sums: those would lose the
+  # digits of a weak decay behind a strong one, and could be above zero.
   log_decay = jnp.where(reset, 0, log_decay)  # no decay crosses a start
   document = jnp.cumsum(reset, axis=-1)
   size = log_decay.shape[-1]
@@ -155,12 +149,7 @@ def _then(first: _Effect, second: _Effect) -> _Effect:
 
 
 def _states(effects: _Effect, initial: Array) -> tuple[Array, Array]:
-  """(the state before each slice [N, B, H, K, Z], the state after the chunk).
-
-  Args:
-    effects: of the slices, leaves [N, B, ...].
-    initial: [B, H, K, Z], correct on device 0, as is the state after the chunk.
-  """
+  """(the state before each slice [N, B, H, K, Z], the state after the chunk); see the module."""
 
   def step(state, effect):
     return _after(state, effect), state
@@ -190,7 +179,6 @@ def unit_lower_inverse(lower: Array) -> Array:
 
   Blocks on the diagonal are inverted by substitution, all at once, and joined in pairs by products.
   On a CPU this takes a quarter of the time of a triangular solve, and its gradient is two products.
-  An accelerator's default precision would add its rounding at every join.
 
       [A   ]⁻¹   [ A⁻¹             ]
       [C  D]   = [-D⁻¹ C A⁻¹   D⁻¹ ]

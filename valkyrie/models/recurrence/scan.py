@@ -8,9 +8,8 @@ decay itself, rounded to float32, would be wrong by up to 60%. No form ever roun
 A document start selects: the state before it is dropped, and never multiplied by zero or subtracted
 from itself. A product rounds the next document by the size of this one, and 0 x inf is NaN.
 
-The state is real, an array, or complex, a pair (re, im) of float32 arrays: on a CPU, pairs run at
-twice the speed of complex64 and give the same bits. The forms compute one function in different
-orders of arithmetic:
+The state is an array, or complex as a pair of float32 arrays: on a CPU, pairs run at twice the
+speed of complex64 and give the same bits. The forms differ in their order of arithmetic:
 
   sequential    one step after the other, in compensated sums (Kahan 1965); the most accurate, and
                 the fastest on a CPU
@@ -65,6 +64,7 @@ def _sequential(growth: Number, reset: Array, inputs: Number, *, reverse: bool) 
 
   def step(carry, now):
     state, lost = _unless(now['reset'], carry)
+    # Kahan: what the addition below loses is added to the next change.
     change = now.get('growth', constant) * state + now['input'] + lost
     after = state + change
     return (after, change - (after - state)), after
@@ -78,7 +78,8 @@ def _sequential(growth: Number, reset: Array, inputs: Number, *, reverse: bool) 
 def _associative(growth: Number, reset: Array, inputs: Number, *, reverse: bool) -> Number:
   def then(first, second):
     (r1, g1, x1), (r2, g2, x2) = first, second
-    # No growth across a reset is read. The two smaller terms of a long memory are added first.
+    # (1 + g2)(1 + g1) = 1 + (g1 + g2 + g2 g1). The two smaller terms of a long memory are added
+    # first, and no growth across a reset is read.
     x = jax.tree.map(functools.partial(jnp.where, r2), x2, x1 + (x2 + g2 * x1))
     return r1 | r2, g1 + g2 + g2 * g1, x
 
@@ -141,17 +142,14 @@ _recurrence.defvjp(_recurrence_forward, _recurrence_backward)
 def diagonal_scan(
   growth: Number, inputs: Number, initial: Number, reset: Array, *, form: str
 ) -> Number:
-  """Computes x_t = keep_t (1 + g_t) x_{t-1} + b_t from a given state.
+  """The states x_1 to x_T, [T, B, P], from x_0 = `initial` [B, P].
 
   Args:
     growth: g [P], the same at every step, or [T, B, P].
     inputs: b [T, B, P], time first.
-    initial: x_0 [B, P], the state before the first step.
+    initial: the state before the first step.
     reset: bool [T, B], true where the state before the step is replaced by zero.
     form: a key of `FORMS`.
-
-  Returns:
-    The states [T, B, P], x_1 to x_T.
   """
   reset = reset[..., None]
   growth = jax.tree.map(lambda part: part if part.ndim == 3 else part[None, None], growth)

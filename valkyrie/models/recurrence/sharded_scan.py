@@ -1,4 +1,4 @@
-"""The recurrence over a chunk under sequence parallelism.
+"""The recurrence over a chunk, on one device, or in pieces on several.
 
 Each device scans its piece from zero. The effect of a piece on the state x before it is
 x -> p x + s, with p the product of its decays and s its last state: two small arrays for each
@@ -6,11 +6,10 @@ device, gathered and composed by all. The state that enters a piece then grows t
 products of its decays, up to the first document that starts there.
 
 Decays that differ from step to step take the running product of a scan. Where all are Λ̄, tables of
-powers are more exact. In float32, Λ̄^t by repeated products accumulates up to t roundings, and
-exp(t log Λ̄) as many. The powers here are accurate to a few roundings at any t: products are made in
-twofold precision, as unevaluated sums of two floats (Dekker 1971), in two small tables of √T
-powers, and each power is one product of two entries. `scripts/power_errors` compares them with the
-running product of a scan.
+powers are more exact: Λ̄^t by repeated products accumulates up to t roundings, and exp(t log Λ̄) as
+many. Products in twofold precision, as unevaluated sums of two floats (Dekker 1971), fill two small
+tables of √T powers, and each power is one product of two entries, accurate to a few roundings at
+any t (`scripts/power_errors`).
 """
 
 import functools
@@ -124,6 +123,7 @@ class _Twofold(NamedTuple):
   low: Array
 
   def __mul__(self, other: '_Twofold') -> '_Twofold':
+    # Dekker's product: the halves of both factors have exact products, whose sum gives the error.
     product = self.high * other.high
     (a, a_rest), (b, b_rest) = _halves(self.high), _halves(other.high)
     lost = ((a * b - product) + a * b_rest + a_rest * b) + a_rest * b_rest
@@ -139,6 +139,7 @@ class _Twofold(NamedTuple):
     return self + _Twofold(-other.high, -other.low)
 
   def normalized(self) -> '_Twofold':
+    # Exact where |low| is not above |high|: high + low does not change, and low becomes a rounding.
     high = self.high + self.low
     return _Twofold(high, self.low - (high - self.high))
 

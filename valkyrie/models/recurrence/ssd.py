@@ -7,8 +7,7 @@ Inside a slice, y is a masked product, as in attention: the weight of token j fo
 (C_i · B_j) exp(a_{j+1} + .. + a_i). Between slices only the states pass, one for each slice.
 
 The sums of logarithms stay float32, and only differences that are not positive are exponentiated.
-A reset is no -inf among them: tokens are compared by the count of resets before them, and the sums
-begin anew, since a sum over the document before would round the differences of this one.
+A reset is no -inf among them: tokens are compared by the count of resets before them.
 """
 
 import functools
@@ -44,16 +43,13 @@ def ssd(
 ) -> tuple[Array, Array]:
   """(y [B, T, H, K], the state after the chunk [B, H, P, K]), both in the dtype of `log_decay`.
 
-  Under sequence parallelism the arrays are this device's piece; `carry` is correct on device 0, and
-  so is the state after the chunk.
-
   Args:
-    x: [B, T, H, K], the inputs; products are in their dtype, accumulated in float32.
+    x: [B, T, H, K], the inputs; products are in their dtype, accumulated in float32. Under sequence
+      parallelism, this and the other arrays are this device's piece.
     log_decay: a [B, T, H], float32, not above 0; 0 at padding, where x is zero.
-    b: [B, T, P], which all heads share.
-    c: the same.
+    b, c: [B, T, P], which all heads share.
     reset: bool [B, T], true where the state before the token is replaced by zero.
-    carry: [B, H, P, K], the state before the chunk.
+    carry: [B, H, P, K], the state before the chunk; correct on device 0, as is the state after it.
     slice_size: the largest Q.
   """
   time, heads, wide = x.shape[1], x.shape[2], log_decay.dtype
@@ -75,6 +71,7 @@ def ssd(
   before, after = _between_slices(slices, jnp.swapaxes(carry, 1, 2).astype(wide))
   from_before = dot('nbqp,nbpf->nbqf', c, _joined(before).astype(x.dtype))
 
+  # Inside a slice: y_i = Σ_j (C_i · B_j) exp(total_i - total_j) x_j over the j <= i of a document.
   order = jnp.tri(size, dtype=bool)[None, None]
   sees = order & (document[..., :, None] == document[..., None, :])
   scores = jnp.where(sees, dot('nbip,nbjp->nbij', c, b), 0)
@@ -88,6 +85,7 @@ def ssd(
 
 def _sums(x: Array, starts: Array) -> Array:
   """Cumulative sums of x [N, B, Q, H] that begin anew at `starts` [N, B, Q, 1]."""
+  # A sum over the document before would round the differences of this one.
 
   def then(first, second):
     (r1, x1), (r2, x2) = first, second

@@ -1,7 +1,8 @@
 """Initialization of S5's parameters: pure functions of arrays.
 
 Sources: Smith, Warrington & Linderman 2023 (S5), and its published code for details that the paper
-leaves out. N counts the states before one of each conjugate pair is dropped, P the stored ones.
+leaves out. N counts the states before one of each conjugate pair is dropped, P the stored ones, in
+J = `blocks` blocks on the diagonal. `basis` is V [n, p] of one block.
 """
 
 import jax
@@ -38,17 +39,15 @@ def hippo_legs_normal(size: int) -> tuple[np.ndarray, np.ndarray]:
 def block_diagonal(
   states: int, blocks: int, *, conj_sym: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
-  """HiPPO-LegS in J blocks on the diagonal (S5 section 4.3).
+  """HiPPO-LegS in J blocks on the diagonal (S5 section 4.3), for P states, which J divides.
 
-  Args:
-    states: P, which J = `blocks` divides.
-    blocks: J.
-    conj_sym: keep only the eigenvalue of each conjugate pair with a positive imaginary part.
+  With `conj_sym`, only the eigenvalue of each conjugate pair with a positive imaginary part stays.
 
   Returns:
     (λ [P], V [n, p] of one block) complex128, with p = P / J, and n = 2p under conjugate symmetry,
-    else p. V of all J blocks, [N, P], is never made: it is mostly zeros.
+    else p.
   """
+  # V of all J blocks, [N, P], is never made: it is mostly zeros.
   size = states // blocks
   if conj_sym:
     eigenvalues, vectors = hippo_legs_normal(2 * size)
@@ -65,14 +64,7 @@ def _lecun_normal(key: Array, shape: tuple[int, ...], fan_in: int) -> Array:
 
 
 def input_matrix(key: Array, basis: np.ndarray, blocks: int, width: int) -> Complex:
-  """B̃ = Vᴴ B [P, D] with B real, LeCun-normal with fan-in N (S5 appendix B.1.2).
-
-  Args:
-    key: of the draw.
-    basis: V [n, p] of one block.
-    blocks: J.
-    width: D.
-  """
+  """B̃ = Vᴴ B [P, D] with B real, LeCun-normal with fan-in N (S5 appendix B.1.2)."""
   states = blocks * basis.shape[0]
   real = _lecun_normal(key, (states, width), states).reshape(blocks, -1, width)
   conjugate = jnp.asarray(basis, jnp.complex64).conj()
@@ -88,13 +80,8 @@ def output_matrix(
 ) -> Complex:
   """C̃ [D, P] (S5 appendix B.1.2), with the method names of the reference implementation.
 
-  Args:
-    key: of the draw.
-    basis: V [n, p] of one block.
-    blocks: J.
-    width: D.
-    method: 'complex_normal' draws C̃ directly, with variance 1. The others draw C [D, N], and
-      C̃ = C V: 'trunc_standard_normal' with fan-in N, and 'lecun_normal' with fan-in D·N.
+  'complex_normal' draws C̃ directly, with variance 1. The others draw C [D, N], and C̃ = C V:
+  'trunc_standard_normal' with fan-in N, and 'lecun_normal' with fan-in D·N.
   """
   states, stored = (blocks * size for size in basis.shape)
   if method == 'complex_normal':
@@ -110,10 +97,7 @@ def output_matrix(
 def log_steps(key: Array, rates: np.ndarray, shortest: float, longest: float) -> Array:
   """log Δ [P] with time constants 1 / (rate · Δ) uniform in the logarithm (S5 appendix B.1.3).
 
-  Args:
-    key: of the draw.
-    rates: -Re Λ [P], above zero.
-    shortest, longest: time constants, in tokens.
+  The rates are -Re Λ [P], above zero; the time constants are in tokens.
   """
   low, high = np.log(shortest), np.log(longest)
   drawn = jax.random.uniform(key, rates.shape, jnp.float32, low, high)
@@ -121,8 +105,5 @@ def log_steps(key: Array, rates: np.ndarray, shortest: float, longest: float) ->
 
 
 def clip_eigenvalues(eigenvalues: Complex) -> Complex:
-  """Λ with real parts of at most -1e-4: every state then decays.
-
-  (Gu et al. 2022, arXiv 2206.11893, with the bound of the reference implementation.)
-  """
+  """Λ with real parts of at most -1e-4, as in the reference implementation: every state decays."""
   return Complex(jnp.minimum(eigenvalues.re, -1e-4), eigenvalues.im)

@@ -2,7 +2,7 @@
 
 Smith, Warrington & Linderman, ICLR 2023, with every option of the published implementation, and
 with three of later work: normalized inputs, a horizon of any length, and steps that depend on the
-input. `init`, `discretization` and `state_space` compute the mathematics, as functions of arrays.
+input. `init` and `state_space` compute the mathematics, as functions of arrays.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +21,7 @@ from valkyrie.models.recurrence import scan
 from valkyrie.models.recurrence.scan import Complex
 from valkyrie.models.recurrence.time_constants import check_time_constants
 from valkyrie.models.s5 import init, state_space
-from valkyrie.models.s5.discretization import DISCRETIZATIONS
-from valkyrie.models.s5.state_space import StateSpace
+from valkyrie.models.s5.state_space import DISCRETIZATIONS, StateSpace
 from valkyrie.types import Array, DType
 
 # The output variants, and the D x D matrices that each learns.
@@ -50,11 +49,8 @@ def activate(
     half_glu2   drop(y ∘ σ(g W_gate))
     full_glu    drop(g W_value ∘ σ(g W_gate))
 
-  Args:
-    y: [B, T, D].
-    weights: the matrices [D, D] that `ACTIVATIONS` names, in that order.
-    activation: a key of `ACTIVATIONS`.
-    drop: dropout of [B, T, D], with a new draw at each call.
+  y is [B, T, D], and `weights` are the matrices [D, D] that `ACTIVATIONS` names, in that order.
+  Each call of `drop` draws anew.
   """
   if activation == 'linear':
     return drop(y)
@@ -80,7 +76,7 @@ class S5(hk.Module):
     state_size: P, stored complex states.
     hippo_blocks: J, HiPPO-LegS blocks on the diagonal at initialization; divides P.
     conj_sym: store one state of each conjugate pair, and imply the other.
-    discretization: 'zoh' or 'bilinear' as published, or 'normalized', see `discretization`. The
+    discretization: 'zoh' or 'bilinear' as published, or 'normalized', see `state_space`. The
       last learns log(-Re Λ), so that every state decays; the others learn Re Λ.
     horizon: the longest time constant at initialization, in tokens: how far the layer remembers.
     shortest: the shortest one. They spread evenly in the logarithm; 20 and 2000 are the published
@@ -88,8 +84,7 @@ class S5(hk.Module):
     selective: every state's step depends on the input, see `state_space.discretized`.
     step_rescale: a factor on Δ: 2 reads a signal sampled at half the rate of training.
     clip_eigenvalues: keep the real parts of Λ below zero, so that no state can grow.
-    output_init: the initialization of C: 'trunc_standard_normal', 'lecun_normal' or
-      'complex_normal'.
+    output_init: of C: 'trunc_standard_normal', 'lecun_normal' or 'complex_normal'.
     activation: 'gelu', or the gated 'half_glu1', 'half_glu2' or 'full_glu'.
     dropout: the share of channels zeroed in training, with one draw for all tokens of a chunk.
     bidirectional: a second scan reads each document from its end. Not for language models.

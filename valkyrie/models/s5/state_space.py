@@ -1,10 +1,20 @@
-"""A diagonal linear state space over a chunk: two matrix products around a scan.
+"""A diagonal linear state space in discrete time, over a chunk: two matrix products around a scan.
 
-    x_t = Λ̄ x_{t-1} + γ ∘ (B u_t)         complex state of each row, as pairs of float32
+    x' = Λx + Bu,  y = Cx + Du            learned, in continuous time
+    x_t = (1 + g) x_{t-1} + γ ∘ (B u_t)   complex state of each row, as pairs of float32
     y_t = 2 Re(C x_t) + D ∘ u_t           the factor 2 accounts for the implied conjugate states
 
 A chunk starts from the last state of the chunk before, and a document from zero. Both are one line
 of the scan, so the cuts between chunks change nothing.
+
+The growth g is computed directly: Λ̄ = 1 + g would lose the digits of long time constants. With a
+the real and θ the imaginary part of ΛΔ, a float32 growth gives the time constant 1/|a| to a few
+roundings plus θ²/|a| times one: 10^7 tokens to 1% where the state turns by less than 0.1 radians a
+token, and 10^6 tokens to about 8% at any angle.
+
+  zoh          Λ̄ = exp(ΛΔ)                        γ = g/Λ           (S5 eq. 6)
+  bilinear     Λ̄ = (1 + ΛΔ/2)/(1 - ΛΔ/2)          γ = Δ/(1 - ΛΔ/2)
+  normalized   Λ̄ = exp(ΛΔ)                        γ = min(sqrt(1 - |Λ̄|²), |1 - Λ̄|)
 """
 
 from typing import NamedTuple
@@ -15,8 +25,8 @@ import jax.numpy as jnp
 from valkyrie.models.layers import matmul
 from valkyrie.models.recurrence import scan, sharded_scan
 from valkyrie.models.recurrence.scan import Complex, Number
+from valkyrie.models.recurrence.time_constants import root
 from valkyrie.models.s5 import init
-from valkyrie.models.s5.discretization import discretize
 from valkyrie.sharding.split_products import split_product
 from valkyrie.types import Array
 
@@ -31,6 +41,54 @@ class StateSpace(NamedTuple):
   log_step: Array  # log Δ [P]
 
 
+def _exponential(eigenvalues: Complex, step: Array) -> tuple[Complex, Array]:
+  """(exp(z) - 1, exp(Re z) - 1) for z = ΛΔ."""
+  # exp(a + iθ) - 1 without a difference of close numbers: 1 - cos θ = 2 sin²(θ/2).
+  shrink = jnp.expm1(eigenvalues.re * step)
+  half = eigenvalues.im * step / 2
+  sine, cosine = jnp.sin(half), jnp.cos(half)
+  turned = 2 * sine * sine
+  growth = Complex(shrink * (1 - turned) - turned, (shrink + 1) * 2 * sine * cosine)
+  return growth, shrink
+
+
+def _reciprocal(z: Complex) -> Complex:
+  scale = 1 / (z.re * z.re + z.im * z.im)
+  return Complex(z.re * scale, -z.im * scale)
+
+
+def _zoh(eigenvalues: Complex, step: Array) -> tuple[Complex, Number]:
+  growth, _ = _exponential(eigenvalues, step)
+  return growth, growth * _reciprocal(eigenvalues)
+
+
+def _bilinear(eigenvalues: Complex, step: Array) -> tuple[Complex, Number]:
+  z = eigenvalues.map(lambda part: part * step)
+  inverse = _reciprocal(Complex(1 - z.re / 2, -z.im / 2))
+  # Λ̄ is near -1 for large z, and its small distance from there must keep its digits.
+  small, large = z * inverse, Complex(2 * inverse.re - 2, 2 * inverse.im)
+  is_small = z.re * z.re + z.im * z.im < 4
+  growth = jax.tree.map(lambda a, b: jnp.where(is_small, a, b), small, large)
+  return growth, inverse.map(lambda part: part * step)
+
+
+def _normalized(eigenvalues: Complex, step: Array) -> tuple[Complex, Number]:
+  """As zoh, with a real gain that is large enough for long memories to be heard.
+
+  With zoh, a state of time constant τ answers with an energy of order 1/τ. The first bound of γ
+  gives all states the variance of inputs that are white (Orvieto et al. 2023, LRU, section 3.4).
+  Features of a text have a mean as well, which would raise slow states to sqrt(τ) times it; the
+  second bound keeps them at the mean.
+  """
+  growth, shrink = _exponential(eigenvalues, step)
+  of_noise = -shrink * (shrink + 2)
+  of_mean = growth.re * growth.re + growth.im * growth.im
+  return growth, root(jnp.minimum(of_noise, of_mean))
+
+
+DISCRETIZATIONS = {'zoh': _zoh, 'bilinear': _bilinear, 'normalized': _normalized}
+
+
 def discretized(
   system: StateSpace,
   *,
@@ -43,7 +101,7 @@ def discretized(
 
   Args:
     system: the parameters.
-    method: see `discretization`.
+    method: a key of `DISCRETIZATIONS`; 'normalized' needs real parts of Λ below zero.
     step_rescale: a factor on every Δ: 2 for a signal sampled at half the rate.
     clip_eigenvalues: see `init.clip_eigenvalues`.
     log_factor: s [T, B, P], if every step depends on its input: Δ_t = log(1 + Δ exp(s_t)), which is
@@ -57,7 +115,7 @@ def discretized(
   else:
     step = jax.nn.softplus(log_step[None, None] + log_factor)
     eigenvalues = eigenvalues.map(lambda part: part[None, None])
-  return discretize(eigenvalues, step_rescale * step, method=method)
+  return DISCRETIZATIONS[method](eigenvalues, step_rescale * step)
 
 
 def read(
@@ -81,9 +139,9 @@ def read(
     initial: the state [B, P] before the first step.
     starts: bool [B, T], true at the first token of a document.
     length: int32 [B], the steps before the padding, which does not change the state.
-    ends: None, or bool [B, T], true at the last token of a document. A second scan with the same Λ̄
-      and B̄ then reads the chunk backwards, from zero; the last P columns of C read its states.
-    form: a form of the scan, see `scan.FORMS`.
+    ends: None, or bool [B, T], true at the last token of a document. A second scan with the same g
+      and γ then reads the chunk backwards, from zero; the last P columns of C read its states.
+    form: a key of `scan.FORMS`.
     conj_sym: the conjugates of the states are implied: y_t = 2 Re(C x_t), else Re(C x_t).
 
   Returns:
