@@ -198,21 +198,24 @@ class LanguageModel(hk.Module):
           f'{type(mixer).__name__} also reads those after it. Use a causal mixer in Block.mixers, '
           'such as LongformerAttention, or S5 with S5.bidirectional = False.'
         )
-    planner, flops = self._planner, self.repeats * layer_flops
     carried = [mixer for mixer in mixers if getattr(mixer, 'carried', True)]
-    contexts = [getattr(mixer, 'max_context', None) for mixer in carried]
-    horizons = [getattr(mixer, 'horizon', None) for mixer in mixers]
     whole = [type(m).__name__ for m in mixers if not getattr(m, 'sequence_parallel', False)]
+    planner, flops = self._planner, self.repeats * layer_flops
     if planner is not None:
       flops += planner.forward_flops(self.d_model)
       whole.append(type(planner).__name__)
+
+    def known(name, mixers=mixers):
+      found = [getattr(mixer, name, None) for mixer in mixers]
+      return [value for value in found if value is not None]
+
     return Description(
       vocabulary_size=self.vocabulary_size,
       compute_dtype=jnp.dtype(self.compute_dtype),
       forward_flops=flops + 2 * self.d_model * self.vocabulary_size,
-      window=max((getattr(mixer, 'reach', 0) for mixer in mixers), default=0),
-      horizon=max((h for h in horizons if h is not None), default=None),
-      max_context=min((c for c in contexts if c is not None), default=None),
+      window=max(known('reach'), default=0),
+      horizon=max(known('horizon'), default=None),
+      max_context=min(known('max_context', carried), default=None),
       carried=len(carried) == len(mixers),
       has_dropout=any(mixer.dropout > 0 for mixer in mixers),
       plan_interval=None if planner is None else planner.plan_interval,

@@ -11,10 +11,8 @@ import jax.numpy as jnp
 import optax
 
 from valkyrie.config.computation import may_change_on_resume
-from valkyrie.errors import ConfigurationError, regular_expression
+from valkyrie.errors import ConfigurationError, check_count, regular_expression
 from valkyrie.training.algorithms import Algorithm, acts_on_layers, per_layer
-from valkyrie.training.schedules import Schedule
-from valkyrie.training.schedules import schedule as make_schedule
 from valkyrie.types import Array, Axes, Params, leaf_path
 
 _PLANNER = 'planner '  # the beginning of the names of groups with a planner's parameters
@@ -73,7 +71,7 @@ class Optimizer:
     algorithm: Algorithm = optax.adamw,
     vector_algorithm: Algorithm = optax.adam,
     groups: Sequence[Group] | None = None,
-    schedule: str | Schedule = 'cosine',
+    schedule: str | optax.Schedule = 'cosine',
     final_learning_rate_scale: float = 0.1,
     cooldown: float = 0.2,
     clip_norm: float = 1.0,
@@ -89,7 +87,7 @@ class Optimizer:
       vector_algorithm: the same for norm scales, biases and other vectors; the default decays
         nothing.
       groups: parameters that learn in their own way; None takes `recurrence_group`.
-      schedule: the shape after the warm-up, see `schedules.schedule`.
+      schedule: the shape after the warm-up, see `schedule_of`.
       final_learning_rate_scale: the share of the peak at which it ends.
       cooldown: the share of the steps in which 'wsd' decays.
       clip_norm: the largest global norm of the gradient that is not scaled down.
@@ -106,7 +104,7 @@ class Optimizer:
       for made in (algorithm, vector_algorithm, *(group.algorithm for group in groups))
       if made is not None
     }
-    share = make_schedule(
+    share = schedule_of(
       schedule,
       warmup_steps=warmup_steps,
       train_steps=train_steps,
@@ -238,3 +236,72 @@ class Optimizer:
     if group.learning_rate_scale != 1:
       transformation = optax.chain(transformation, optax.scale(group.learning_rate_scale))
     return name, transformation
+
+
+def schedule_of(
+  shape: str | optax.Schedule,
+  *,
+  warmup_steps: int,
+  train_steps: int,
+  final: float,
+  cooldown: float,
+) -> optax.Schedule:
+  """The share of the peak at a step, counted from 0.
+
+  The warm-up is linear, from 1 / warmup_steps to 1. Then follows
+
+    constant       1
+    linear         to `final` at train_steps
+    cosine         to `final` at train_steps (Loshchilov & Hutter 2017)
+    inverse_sqrt   sqrt(warmup_steps / step) (Vaswani et al. 2017)
+    wsd            1, then linear to `final` over the last share `cooldown` of train_steps (warm-up,
+                   stable, decay: Hu et al. 2024, MiniCPM)
+
+  or a function, such as one of optax, of the steps since the end of the warm-up.
+  """
+  check_count('Optimizer.warmup_steps', warmup_steps)
+  check_count('Optimizer.train_steps', train_steps)
+  if shape == 'wsd' and not 0 < cooldown <= 1:
+    raise ConfigurationError(
+      f'Optimizer.cooldown={cooldown} must be above 0 and at most 1: the share of train_steps at '
+      'the end in which the learning rate decays.'
+    )
+  decay_steps = max(train_steps - warmup_steps, 1)
+  begin = max(warmup_steps, 1)
+  last = min(max(round(cooldown * train_steps), 1), decay_steps)
+  shapes = {
+    'constant': optax.constant_schedule(1.0),
+    'linear': optax.linear_schedule(1.0, final, decay_steps),
+    'cosine': optax.cosine_decay_schedule(1.0, decay_steps, final),
+    'inverse_sqrt': lambda step: jnp.sqrt(begin / (begin + step)),
+    'wsd': optax.linear_schedule(1.0, final, last, decay_steps - last),
+  }
+  if not callable(shape) and shape not in shapes:
+    raise ConfigurationError(
+      f'Optimizer.schedule={shape!r} is unknown. Use one of {", ".join(shapes)}, or a reference to '
+      'a schedule of optax, such as @optax.polynomial_schedule().'
+    )
+  after = _checked(shape) if callable(shape) else shapes[shape]
+  if not warmup_steps:
+    return after
+  rising = optax.linear_schedule(1 / warmup_steps, 1.0, warmup_steps)
+  return optax.join_schedules([rising, after], [warmup_steps])
+
+
+def _checked(after: optax.Schedule) -> optax.Schedule:
+  """The function, if it returns a number for a step."""
+  name = getattr(after, '__name__', type(after).__name__)
+  try:
+    share = jax.eval_shape(after, jax.ShapeDtypeStruct((), jnp.int32))
+    fits = share.shape == ()
+  except (TypeError, AttributeError, ValueError, OverflowError) as error:
+    raise ConfigurationError(
+      f'Optimizer.schedule={name} did not return a number for a step ({error}). A reference to a '
+      f'function that creates a schedule needs parentheses: @{name}().'
+    ) from error
+  if not fits:
+    raise ConfigurationError(
+      f'Optimizer.schedule={name} returned an array of shape {share.shape} for a step, but a '
+      'number was expected: the share of the peak.'
+    )
+  return after

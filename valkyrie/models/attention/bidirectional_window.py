@@ -15,14 +15,7 @@ import numpy as np
 
 from valkyrie.models import slices
 from valkyrie.models.attention.rotary import Rotary, Windows, rotate, wide, windows
-from valkyrie.models.attention.softmax import (
-  Dropout,
-  Part,
-  attend,
-  group_keys,
-  group_queries,
-  ungroup_queries,
-)
+from valkyrie.models.attention.softmax import Dropout, Part, attend, ungroup_queries
 from valkyrie.types import Array
 
 
@@ -159,7 +152,7 @@ def _attend_slice(
 
   segment_ids, at: int32 [B, S], of the queries.
   """
-  (_, size, heads, width), (_, length, kv_heads, _) = q.shape, near.k.shape
+  (_, size, heads, width), length = q.shape, near.k.shape[1]
   reach, first = seen.width * seen.dilation, (length - size) // 2
   cos, sin = seen.rotary.angles(length, width, seen.dilation)
   q = q * width**-0.5
@@ -169,14 +162,9 @@ def _attend_slice(
 
   steps = np.arange(first, first + size)[:, None] - np.arange(length)[None]
   same = segment_ids[:, :, None] == near.segment_ids[:, None]
-  parts = [
-    Part(
-      group_queries(rotated(q, slice(first, first + size)), kv_heads),
-      group_keys(rotated(near.k, slice(None))),
-      group_keys(near.v),
-      (np.abs(steps) <= seen.width)[None] & same,
-    )
-  ]
+  inside = (np.abs(steps) <= seen.width)[None] & same
+  queries = rotated(q, slice(first, first + size))
+  parts = [Part.of(queries, rotated(near.k, slice(None)), near.v, inside)]
 
   # A global token outside the window is rotated to the edge on its side.
   if far.k.shape[1]:
@@ -185,11 +173,8 @@ def _attend_slice(
     outside = (jnp.abs(ahead) > reach) | (ahead % seen.dilation != 0)
     visible = outside & (segment_ids[:, :, None] == far.segment_ids[:, None])
     parts += [
-      Part(queries, keys, group_keys(far.v), visible & side)
-      for queries, keys, side in (
-        (group_queries(rotated(q, edge), kv_heads), group_keys(far.k), ahead > 0),
-        (group_queries(q, kv_heads), group_keys(rotated(far.k, edge)), ahead < 0),
-      )
+      Part.of(rotated(q, edge), far.k, far.v, visible & (ahead > 0)),
+      Part.of(q, rotated(far.k, edge), far.v, visible & (ahead < 0)),
     ]
   out, _ = attend(tuple(parts), dropout)
   return ungroup_queries(out.astype(q.dtype), heads)
@@ -206,7 +191,7 @@ def _attend_documents(
 
   Each slice of keys has its own softmax; the denominators give each slice's share.
   """
-  (batch, chosen, heads, width), kv_heads = from_global.q.shape, from_global.k.shape[2]
+  batch, chosen, heads, width = from_global.q.shape
   reach, size = seen.width * seen.dilation, min(seen.slice_size, segment_ids.shape[1])
   q, own = from_global.q * width**-0.5, take(segment_ids, global_tokens)
   cos, sin = seen.rotary.angles(2 * reach + size, width)
@@ -224,19 +209,13 @@ def _attend_documents(
     ahead = coordinate[:, :, None] - np.arange(size)[None, None]
     visible = own[:, :, None] == documents[:, None]
     inside, edge = slice(reach, reach + size), slice(reach, reach + 1)
+    near = rotate(q, *(table[row] for table in tables))
     parts = (
-      Part(group_queries(queries, kv_heads), group_keys(keys), group_keys(v), visible & where)
-      for queries, keys, where in (
-        (
-          rotate(q, *(table[row] for table in tables)),
-          rotated(k, inside),
-          jnp.abs(ahead) <= reach,
-        ),
-        (rotated(q, edge), k, ahead > reach),
-        (q, rotated(k, edge), ahead < -reach),
-      )
+      Part.of(near, rotated(k, inside), v, visible & (jnp.abs(ahead) <= reach)),
+      Part.of(rotated(q, edge), k, v, visible & (ahead > reach)),
+      Part.of(q, rotated(k, edge), v, visible & (ahead < -reach)),
     )
-    return attend(tuple(parts), dropout and dropout.of(number))
+    return attend(parts, dropout and dropout.of(number))
 
   keys, values, documents = (
     slices.cut(x, size) for x in (from_global.k, from_global.v, segment_ids)

@@ -68,14 +68,10 @@ def window_mask(queries: Queries, near: KVCache, window: int) -> Array:
 
 def _window_part(now: Slice, angles: Angles, window: int) -> Part:
   """The queries, at the last S coordinates, and the keys of their windows."""
-  size, kv_heads = now.queries.q.shape[1], now.near.keys.shape[2]
-  cos, sin = angles
-  return Part(
-    softmax.group_queries(rotate(now.queries.q, cos[-size:], sin[-size:]), kv_heads),
-    softmax.group_keys(rotate(now.near.keys, cos, sin)),
-    softmax.group_keys(now.near.values),
-    window_mask(now.queries, now.near, window),
-  )
+  (cos, sin), size = angles, now.queries.q.shape[1]
+  q = rotate(now.queries.q, cos[-size:], sin[-size:])
+  mask = window_mask(now.queries, now.near, window)
+  return Part.of(q, rotate(now.near.keys, cos, sin), now.near.values, mask)
 
 
 def _global_part(
@@ -99,21 +95,18 @@ def _global_part(
   if seen.dilation > 1:
     outside |= (distance > 0) & (distance % seen.dilation > 0)
   visible = outside & (queries.segment_ids[:, :, None] == starts.segment_ids[:, None, :])
-  batch, kv_heads = queries.q.shape[0], starts.keys.shape[2]
   register_keys, register_values = (
-    jnp.broadcast_to(part, (batch, *part.shape)).astype(starts.keys.dtype) for part in registers
+    jnp.broadcast_to(part, (len(queries.q), *part.shape)).astype(starts.keys.dtype)
+    for part in registers
   )
   keys = jnp.concatenate([register_keys, starts.keys], axis=1)
   # A score depends on the difference of two coordinates, so the keys are rotated backwards instead
   # of the queries forwards: without dilation they are few.
   cos, sin = angles
   edge = cos[seen.width : seen.width + 1], -sin[seen.width : seen.width + 1]
-  return Part(
-    softmax.group_queries(queries.q, kv_heads),
-    softmax.group_keys(rotate(keys, *edge)),
-    softmax.group_keys(jnp.concatenate([register_values, starts.values], axis=1)),
-    jnp.pad(visible, ((0, 0), (0, 0), (count, 0)), constant_values=True),
-  )
+  values = jnp.concatenate([register_values, starts.values], axis=1)
+  mask = jnp.pad(visible, ((0, 0), (0, 0), (count, 0)), constant_values=True)
+  return Part.of(queries.q, rotate(keys, *edge), values, mask)
 
 
 def _attend_slice(now: Slice, registers: tuple[Array, Array], seen: Windows) -> Array:

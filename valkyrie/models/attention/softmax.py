@@ -45,6 +45,11 @@ class Part(NamedTuple):
   v: Array
   mask: Any  # bool; None in a cotangent
 
+  @classmethod
+  def of(cls, q: Array, k: Array, v: Array, mask: Array) -> 'Part':
+    """The part of queries [B, S, H, K] and of keys and values [B, N, J, K]."""
+    return cls(group_queries(q, k.shape[2]), group_keys(k), group_keys(v), mask)
+
 
 def group_queries(q: Array, kv_heads: int) -> Array:
   """[B, S, H, K] -> [B, J, H/J · S, K], the layout of queries in a `Part`."""

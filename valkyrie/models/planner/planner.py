@@ -199,26 +199,21 @@ class Planner(hk.Module):
 
   @hk.transparent
   def _weights(self, width: int, dtype: DType) -> Weights:
-    square, hidden = (width, width), self.mlp_width
-    shapes = {
-      **{name: (square, ('embed', 'heads')) for name in ('query', 'key', 'value')},
-      'out': (square, ('heads', 'embed')),
-      **{name: ((width, hidden), ('embed', 'mlp')) for name in ('gate', 'hidden')},
-      'mlp_out': ((hidden, width), ('mlp', 'embed')),
-    }
+    hidden = self.mlp_width
+
+    def matrix(name, rows, columns, *axes):
+      init = hk.initializers.TruncatedNormal(rows**-0.5)
+      return parameter(name, (rows, columns), init, axes=axes, cast=dtype).astype(dtype)
 
     def reasoner(pace):
       return Reasoner(
-        **{
-          name: parameter(
-            f'{pace}_{name}',
-            shape,
-            hk.initializers.TruncatedNormal(shape[0] ** -0.5),
-            axes=axes,
-            cast=dtype,
-          ).astype(dtype)
-          for name, (shape, axes) in shapes.items()
-        }
+        query=matrix(f'{pace}_query', width, width, 'embed', 'heads'),
+        key=matrix(f'{pace}_key', width, width, 'embed', 'heads'),
+        value=matrix(f'{pace}_value', width, width, 'embed', 'heads'),
+        out=matrix(f'{pace}_out', width, width, 'heads', 'embed'),
+        gate=matrix(f'{pace}_gate', width, hidden, 'embed', 'mlp'),
+        hidden=matrix(f'{pace}_hidden', width, hidden, 'embed', 'mlp'),
+        mlp_out=matrix(f'{pace}_mlp_out', hidden, width, 'mlp', 'embed'),
       )
 
     # As in the authors' code, both values are near zero at first.

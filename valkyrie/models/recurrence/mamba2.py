@@ -6,19 +6,28 @@
 
 Dao & Gu 2024 (arXiv 2405.21060), figure 6 and section 7, as `Mamba2` of state-spaces/mamba with
 ngroups = 1 and without a bias in the convolution.
+
+`ssd` computes S and S_t^T C_t by matrix products (section 6 and listing 1). A chunk is cut into
+slices of Q tokens. Inside a slice, y is a masked product, as in attention: the weight of token j
+for token i is (C_i · B_j) exp(a_{j+1} + .. + a_i), a_t = -Δ_t exp(log_rate). Between slices only
+the states pass, one for each slice.
 """
 
 import dataclasses
+import functools
+from typing import NamedTuple
 
 import chex
 import gin
 import jax
+from jax import lax
 import jax.numpy as jnp
 
 from valkyrie.models.layers import RMSNorm, check_sizes, parameter, project
 from valkyrie.models.recurrence.convolution import ConvolvedCarry
-from valkyrie.models.recurrence.ssd import ssd
 from valkyrie.models.recurrence.time_constants import DecayingHeads
+from valkyrie.models.slices import cut, join
+from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array
 
 
@@ -82,3 +91,107 @@ class Mamba2(DecayingHeads):
     y = RMSNorm()(y.reshape(z.shape) * jax.nn.silu(z.astype(wide)))
     (out,) = project(y.astype(x.dtype), ('mlp', 'embed'), out=x.shape[-1])
     return out, ConvolvedCarry(tail, state)
+
+
+class _Piece(NamedTuple):
+  """The effect of a piece of time on the state S before it: decay · S + state.
+
+  decay: [..., B, H]; state: [..., B, P, H, K].
+  """
+
+  decay: Array
+  state: Array
+
+
+def _then(first: _Piece, second: _Piece) -> _Piece:
+  kept = second.decay[..., None, :, None] * first.state
+  return _Piece(second.decay * first.decay, kept + second.state)
+
+
+@jax.named_scope('scan')
+def ssd(
+  x: Array, log_decay: Array, b: Array, c: Array, reset: Array, carry: Array, *, slice_size: int
+) -> tuple[Array, Array]:
+  """(y [B, T, H, K], the state after the chunk [B, H, P, K]), both in the dtype of `log_decay`.
+
+  Args:
+    x: [B, T, H, K], the inputs; products are in their dtype, accumulated in float32. Under sequence
+      parallelism, this and the other arrays are this device's piece.
+    log_decay: a [B, T, H], float32, not above 0; 0 at padding, where x is zero.
+    b, c: [B, T, P], which all heads share.
+    reset: bool [B, T], true where the state before the token is replaced by zero.
+    carry: [B, H, P, K], the state before the chunk; correct on device 0, as is the state after it.
+    slice_size: the largest Q.
+  """
+  time, heads, wide = x.shape[1], x.shape[2], log_decay.dtype
+  dot = functools.partial(jnp.einsum, preferred_element_type=wide)
+  size = -(-time // -(-time // slice_size))  # the last slice is padded the least
+  x, b, c = (cut(part.astype(x.dtype), size) for part in (x, b, c))
+  starts = cut(reset, size)
+  # The sums of logarithms stay float32, and only differences that are not positive are
+  # exponentiated. A reset is no -inf among them: tokens are compared by the count of resets before.
+  total = _sums(cut(log_decay, size), starts[..., None])  # [N, B, Q, H]
+  document = jnp.cumsum(starts, axis=2)  # [N, B, Q]
+
+  # The share of the state before the slice that each token reads, and of each token that remains
+  # in the state after the slice.
+  reads = jnp.where((document == 0)[..., None], jnp.exp(total), 0)
+  in_last = (document == document[..., -1:])[..., None]
+  remains = jnp.where(in_last, jnp.exp(jnp.where(in_last, total[:, :, -1:] - total, 0)), 0)
+  # For all heads at once: B and C are theirs together.
+  written = dot('nbqp,nbqf->nbpf', b, _joined(remains[..., None] * x).astype(x.dtype))
+  slices = _Piece(reads[:, :, -1], _apart(written, heads))
+  before, after = _between_slices(slices, jnp.swapaxes(carry, 1, 2).astype(wide))
+  from_before = dot('nbqp,nbpf->nbqf', c, _joined(before).astype(x.dtype))
+
+  # Inside a slice: y_i = Σ_j (C_i · B_j) exp(total_i - total_j) x_j over the j <= i of a document.
+  order = jnp.tri(size, dtype=bool)[None, None]
+  sees = order & (document[..., :, None] == document[..., None, :])
+  scores = jnp.where(sees, dot('nbip,nbjp->nbij', c, b), 0)
+  by_head = jnp.moveaxis(total, 3, 2)
+  passed = jnp.where(sees[:, :, None], by_head[..., :, None] - by_head[..., None, :], 0)
+  weights = (scores[:, :, None] * jnp.exp(passed)).astype(x.dtype)
+  within = dot('nbhij,nbhjk->nbhik', weights, jnp.swapaxes(x, 2, 3))
+  y = reads[..., None] * _apart(from_before, heads) + jnp.swapaxes(within, 2, 3)
+  return join(y, time), jnp.swapaxes(after, 1, 2)
+
+
+def _sums(x: Array, starts: Array) -> Array:
+  """Cumulative sums of x [N, B, Q, H] that begin anew at `starts` [N, B, Q, 1]."""
+  # A sum over the document before would round the differences of this one.
+
+  def then(first, second):
+    (r1, x1), (r2, x2) = first, second
+    return r1 | r2, jnp.where(r2, x2, x1 + x2)
+
+  return lax.associative_scan(then, (starts, x), axis=2)[1]
+
+
+def _joined(x: Array) -> Array:
+  """[..., H, K] -> [..., H x K]."""
+  return x.reshape(*x.shape[:-2], -1)
+
+
+def _apart(x: Array, heads: int) -> Array:
+  """[..., H x K] -> [..., H, K]."""
+  return x.reshape(*x.shape[:-1], heads, -1)
+
+
+def _between_slices(slices: _Piece, carry: Array) -> tuple[Array, Array]:
+  """(the states before each slice [N, B, P, H, K], the state after the chunk [B, P, H, K])."""
+
+  def scan(state):
+    def step(before, piece):
+      return _then(_Piece(piece.decay, before), piece).state, before
+
+    return lax.scan(step, state, slices)
+
+  if not sequence_parallel.axes():
+    after, before = scan(carry)
+    return before, after
+  is_first = sequence_parallel.index() == 0
+  last, _ = scan(jnp.where(is_first, carry, 0))
+  piece = _Piece(jnp.prod(slices.decay, axis=0), last)
+  left, whole = sequence_parallel.device_prefix_scan(piece, _then)
+  _, before = scan(jnp.where(is_first, carry, left.state))
+  return before, whole.state
