@@ -8,7 +8,6 @@ from jax import lax
 import jax.numpy as jnp
 import optax
 
-from valkyrie.models.declarations import Parameter
 from valkyrie.models.language_model import Model
 from valkyrie.models.parts import sums_of_parts
 from valkyrie.sharding.partitioner import Partitioner
@@ -74,7 +73,10 @@ def initial_state(
 ) -> TrainState:
   """The state before the first step; pure."""
   params, carry = model.init(jax.random.key(seed), batch_size)
-  return _before_a_step(model, optimizer, params, carry, recent, with_average)
+  zero = jnp.zeros((), jnp.int32)
+  moments = optimizer.init(rounding.wide(params), model.kinds(params))
+  average = jax.tree.map(jnp.copy, params) if with_average else None
+  return TrainState(zero, params, moments, carry, zero, recent, average)
 
 
 def state_shapes(
@@ -85,32 +87,12 @@ def state_shapes(
   *,
   with_average: bool = False,
 ) -> TrainState:
-  """The shapes and dtypes of `initial_state`, without a trace of the whole model."""
-  params = jax.tree.map(
-    lambda parameter: parameter.shape,
-    model.parameters(),
-    is_leaf=lambda node: isinstance(node, Parameter),
-  )
-  return jax.eval_shape(
-    lambda params: _before_a_step(
-      model, optimizer, params, model.initial_carry(batch_size), recent, with_average
-    ),
-    params,
-  )
+  """The shapes and dtypes of `initial_state`; the model is traced only once for both."""
 
+  def state():
+    return initial_state(model, optimizer, 0, batch_size, recent, with_average=with_average)
 
-def _before_a_step(
-  model: Model,
-  optimizer: Optimizer,
-  params: Params,
-  carry: Carry,
-  recent: RecentLosses | None,
-  with_average: bool,
-) -> TrainState:
-  zero = jnp.zeros((), jnp.int32)
-  moments = optimizer.init(rounding.wide(params), model.kinds(params))
-  average = jax.tree.map(jnp.copy, params) if with_average else None
-  return TrainState(zero, params, moments, carry, zero, recent, average)
+  return jax.eval_shape(state)
 
 
 def state_axes(
@@ -153,9 +135,8 @@ def make_train_step(
   the seed and the step, so a resumed run draws the same numbers.
   """
 
-  # A gradient passes through four functions, in the order in which they stand here: `train_step`
-  # runs `of_device` on every device, which runs `of_rows` on groups of its rows, which applies the
-  # model with `learned` parameters to chunks of time.
+  # The functions follow in the order in which they run: `train_step` calls `of_device` on every
+  # device, which calls `of_rows` for each group of its rows, which calls `apply` for each chunk.
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
     gradient, carry, sums = shard_map_step(
       of_device,
