@@ -58,22 +58,6 @@ class Slice(NamedTuple):
   dropout: Dropout | None
 
 
-def window_mask(queries: Queries, near: KVCache, window: int) -> Array:
-  """Whether a key is at most W steps before the query, in its document: bool [B, S, N]."""
-  size, length = queries.segment_ids.shape[1], near.segment_ids.shape[1]
-  steps = np.arange(length - size, length)[:, None] - np.arange(length)[None]
-  same = queries.segment_ids[:, :, None] == near.segment_ids[:, None, :]
-  return same & ((steps >= 0) & (steps <= window))[None]
-
-
-def _window_part(now: Slice, angles: Angles, window: int) -> Part:
-  """The queries, at the last S coordinates, and the keys of their windows."""
-  (cos, sin), size = angles, now.queries.q.shape[1]
-  q = rotate(now.queries.q, cos[-size:], sin[-size:])
-  mask = window_mask(now.queries, now.near, window)
-  return Part.of(q, rotate(now.near.keys, cos, sin), now.near.values, mask)
-
-
 def _global_part(
   now: Slice, angles: Angles, registers: tuple[Array, Array], seen: Windows
 ) -> Part | None:
@@ -111,12 +95,21 @@ def _global_part(
 
 def _attend_slice(now: Slice, registers: tuple[Array, Array], seen: Windows) -> Array:
   """The slice's queries over their windows and their global keys -> [B, S, H, K]."""
-  q = now.queries.q
+  q, near, documents = now.queries.q, now.near, now.queries.segment_ids
+  size, length = q.shape[1], near.keys.shape[1]
   now = now._replace(queries=now.queries._replace(q=q * q.shape[-1] ** -0.5))
-  angles = seen.rotary.angles(now.near.keys.shape[1], q.shape[-1], seen.dilation)
-  near = _window_part(now, angles, seen.width)
+  cos, sin = angles = seen.rotary.angles(length, q.shape[-1], seen.dilation)
+  # The queries are the last S of the coordinates; a key is at most W steps before its query.
+  steps = np.arange(length - size, length)[:, None] - np.arange(length)[None]
+  same = documents[:, :, None] == near.segment_ids[:, None, :]
+  window = Part.of(
+    rotate(now.queries.q, cos[-size:], sin[-size:]),
+    rotate(near.keys, cos, sin),
+    near.values,
+    same & ((steps >= 0) & (steps <= seen.width))[None],
+  )
   far = _global_part(now, angles, registers, seen)
-  out, _ = softmax.attend((near,) if far is None else (near, far), now.dropout)
+  out, _ = softmax.attend((window,) if far is None else (window, far), now.dropout)
   return softmax.ungroup_queries(out.astype(q.dtype), q.shape[2])
 
 
