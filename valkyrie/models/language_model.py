@@ -66,8 +66,8 @@ class LanguageModel(hk.Module):
       and the products of the MLP's width; 'attention' only the former; 'nothing' recomputes all;
       None saves all.
     unroll: repeats of the pattern that are compiled one after the other, inside a loop over the
-      rest. A loop copies the saved activations into and out of stacked arrays: a few layers on a
-      CPU run faster without it, many would compile slowly.
+      rest. A few layers on a CPU run faster without the loop, which copies the saved activations
+      into and out of stacked arrays; many would compile slowly.
     name: Haiku's.
 
   Raises:
@@ -164,9 +164,8 @@ class LanguageModel(hk.Module):
   def initial_carry(self, batch_size: int) -> dict[str, Any]:
     """The content of `hk.State` for rows that have read nothing.
 
-    Returns:
-      'carry': a tuple over the pattern, leaves [repeats, B, ...]. With a planner it belongs to the
-      layers below; 'planner' is then its own carry, and 'upper_carry' belongs to the layers above.
+    'carry' is a tuple over the pattern, leaves [repeats, B, ...]. With a planner it belongs to the
+    layers below; 'planner' is then its own carry, and 'upper_carry' belongs to the layers above.
     """
     carries = self.inspect(
       lambda blocks: tuple(b.initial_carry(batch_size, self.compute_dtype) for b in blocks)

@@ -25,7 +25,7 @@ class Phase:
     learning_rate_scale: a factor on the schedule's learning rate.
     planner: whether the model's planner takes part; if not, its parameters do not change.
     long_every: every so many steps of the phase, the gradient flows through `long_backprop_chunks`
-      chunks instead: rare steps teach what lies farther back than the others see. None for never.
+      chunks instead, to teach what lies farther back. None for never.
     long_backprop_chunks: divides N, and is more than `backprop_chunks`.
   """
 

@@ -17,8 +17,8 @@ from valkyrie.models.layers import matmul
 from valkyrie.sharding import split_products
 from valkyrie.types import Array
 
-# The logits held at once; the loss of more is computed in slices of time. 2^25 float32 are 128 MiB,
-# all logits of 8192 tokens of a 50k vocabulary would be 1.6 GiB.
+# The logits held at once. 2^25 float32 are 128 MiB; all logits of 8192 tokens of a 50k vocabulary
+# would be 1.6 GiB.
 _LOGITS_AT_ONCE = 2**25
 
 

@@ -26,9 +26,7 @@ class BidirectionalLongformer(WindowAttention):
   `bidirectional_attention` directly. docs/encoder.md builds an encoder with it.
 
   Attributes:
-    window: W, the number of tokens on each side of itself that a token sees.
     document_start: g, the first tokens of a document, which see it all and are seen by all of it.
-    slice_size: S, queries computed at once; memory grows with S x (2 W d + S).
     max_global_tokens: G, the most global tokens in a row's chunk: the first ones of several
       documents' starts. None means g, the start of one document.
 

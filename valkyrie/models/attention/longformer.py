@@ -29,8 +29,8 @@ class WindowAttention(hk.Module):
     window: W, the number of tokens before itself, or on each side, that a token sees.
     kv_heads: J, dividing H; None means H.
     dilations: d of each key-value head, which sees the distances d, 2d, ..., Wd; None means 1.
-    document_start: g, the first tokens of a document, which are global.
-    slice_size: S, queries computed at once.
+    document_start: g, the first tokens of a document: all of its later tokens read them.
+    slice_size: S, queries computed at once; memory grows with S x (W + S).
     dropout: the share of attention weights zeroed in training.
     rotary: the class of the frequencies of positions (`Rotary.base = 500000.0` in gin).
     name: Haiku's.
@@ -100,9 +100,6 @@ class LongformerAttention(WindowAttention):
   """Sliding window, registers and document starts in one softmax; see `sliding_window`.
 
   Attributes:
-    window: W, the number of tokens before itself that a token sees.
-    document_start: g, the first tokens of a document, which all of its later tokens read.
-    slice_size: S, queries computed at once; memory grows with S x (W + S).
     registers: R, learned keys and values that every token reads.
 
   The others are as in `WindowAttention`.

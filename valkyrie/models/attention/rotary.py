@@ -1,7 +1,7 @@
 """Rotary positions (Su et al. 2021, RoFormer) at coordinates local to a slice.
 
-A score depends only on the distance of two tokens, so coordinates may count from anywhere. No
-angle grows with the length of a document, and none loses precision.
+A score depends only on the distance of two tokens, so coordinates may start anywhere: no angle
+grows with the length of a document, and none loses precision.
 """
 
 from collections.abc import Iterator, Sequence

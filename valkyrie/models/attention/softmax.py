@@ -1,8 +1,8 @@
 """Softmax attention of a slice of queries, over keys in several parts.
 
 The keys of a part are scored alike: a window at its true distances, global tokens at one distance.
-All parts of a query share one softmax. The backward pass is written out and keeps only the outputs
-of a slice; it draws dropout again from its key.
+All parts of a query share one softmax. The backward pass is written out: it keeps only the outputs
+of a slice, and draws dropout again from its key.
 """
 
 import functools

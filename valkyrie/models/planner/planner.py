@@ -112,8 +112,8 @@ class Planner(hk.Module):
   def forward_flops(self, width: int) -> int:
     """Operations of one token at model width D: its share of making a plan, and reading one.
 
-    The drafts are left out, since only training unembeds them. Three times this exceeds the cost of
-    a training step: only the last two steps of a segment have a backward pass.
+    Without the drafts, which only training unembeds. A training step costs less than three times
+    this: only the last two steps of a segment have a backward pass.
     """
     r, m = self.plan_tokens, self.segments
     module = r * (8 * width * width + 4 * r * width + 6 * width * self.mlp_width)

@@ -3,8 +3,7 @@
     y = W_out (silu(W_gate x) ∘ recurrence(f(convolution(W_in x))))
 
 De et al. 2024 (Griffin), figure 2, where f changes nothing. In Gu & Dao 2023 (Mamba) it is silu,
-whose output has a mean, and a long memory adds that up. The convolution tells the recurrence which
-tokens stand together, and the gate what to read of it.
+whose output has a mean, which a long memory accumulates.
 """
 
 from collections.abc import Callable

@@ -5,10 +5,8 @@
     h_t = a_t h_{t-1} + sqrt(1 - a_t²) (i_t ∘ x_t)
 
 The state and the decays are real, one for each channel. W_a and W_x are block-diagonal. At the
-first token of a document, h_t = i_t ∘ x_t, as in google-deepmind/recurrentgemma: the factor
-sqrt(1 - a²) keeps the variance of a sum that has gone on for long, and a document starts without.
-
-It is made for `GatedRecurrence`, which brings the projections, the convolution and the gate.
+first token of a document, h_t = i_t ∘ x_t, as in google-deepmind/recurrentgemma. `GatedRecurrence`
+adds the projections, the convolution and the gate.
 """
 
 import dataclasses
@@ -35,16 +33,14 @@ SPREADS = ('decay', 'log')
 class RGLRU(hk.Module):
   """The RG-LRU. Its carry is the state, [B, F] float32.
 
-  A time constant is meant at r = 1/2, where the gate starts on average: a = exp(-1/τ), and the a^c
-  of the paper, which is a_t at r = 1, is exp(-2/τ). An open gate halves the time constant, and a
-  closed one makes it infinite.
+  A time constant τ is meant at r = 1/2, where the gate starts on average: a = exp(-1/τ), and the
+  a^c of the paper is exp(-2/τ). An open gate halves τ, and a closed one makes it infinite.
 
   Attributes:
     width: F, of the input and of the state.
     heads: the blocks of W_a and W_x; divides F.
     shortest: the shortest time constant at initialization, in tokens.
-    horizon: the longest one. The defaults, 19 and 1999 tokens, are the published range of a^c, 0.9
-      to 0.999.
+    horizon: the longest one. The defaults are the published range of a^c, 0.9 to 0.999.
     spread: 'decay': a^c is uniform in the range, as published, so that half of all time constants
       are below 2 `shortest`. 'log': they spread evenly in the logarithm, for a long horizon.
     scan_form: a key of `scan.FORMS`; None takes the fastest for the platform.
@@ -142,9 +138,8 @@ class RGLRU(hk.Module):
 
 
 def gain(log_decay: Array, reset: Array) -> Array:
-  """sqrt(1 - a²) of log a [T, B, F], and 1 where reset [T, B].
-
-  The published code bounds the slope of the root by 1000, which is reached at time constants of
-  millions of tokens. Here only a closed gate, r = 0 in float32, has another slope: 0.
-  """
+  """sqrt(1 - a²) of log a [T, B, F], and 1 where reset [T, B]."""
+  # The factor keeps the variance of a long sum; a document starts without one. The published code
+  # bounds the slope of the root by 1000, reached at time constants of millions of tokens. Here only
+  # a closed gate, r = 0 in float32, has another slope: 0.
   return jnp.where(reset[..., None], 1.0, root(-jnp.expm1(2 * log_decay)))
