@@ -48,17 +48,14 @@ def check_mixer(make: Callable[[], SequenceMixer], width: int, tolerance: float 
   def initial_carry(rows: int) -> Carry:
     return hk.transform(lambda: make().initial_carry(rows, jnp.float32)).apply({}, None)
 
-  mixer = hk.without_apply_rng(
-    hk.transform(
-      lambda x, carry, positions, segment_ids: make()(
-        x, carry, positions=positions, segment_ids=segment_ids
-      )
-    )
-  )
+  def read(x, carry, positions, segment_ids):
+    return make()(x, carry, positions=positions, segment_ids=segment_ids)
+
+  mixer = hk.without_apply_rng(hk.transform(read))
   random = np.random.default_rng(0)
 
   def moved(leaf: Any) -> np.ndarray:
-    """Away from its first value: one that is zero at first would hide what the mixer does."""
+    # A parameter that is zero at first would hide what the mixer does.
     return np.asarray(leaf) + 0.1 * random.normal(size=leaf.shape).astype(leaf.dtype)
 
   x = random.normal(size=(_ROWS, _TIME, width)).astype(np.float32)

@@ -50,7 +50,8 @@ def acts_on_layers(algorithm: Algorithm) -> bool:
   apart = {name: jnp.stack(layers) for name, layers in apart.items()}
   for layers in (False, True):
     whole = _after(per_layer(make()) if layers else make(), params, gradients)
-    if all(_distance(whole[name], apart[name]) < _SAME for name in shapes):
+    differences = {n: jnp.linalg.norm(whole[n] - found) for n, found in apart.items()}
+    if all(differences[n] < _SAME * jnp.linalg.norm(found) for n, found in apart.items()):
       return layers
   raise ConfigurationError(
     f'{_name(algorithm)} mixes values across parameters or uses randomness, so it would behave '
@@ -97,11 +98,6 @@ def _after(
       f'The algorithm needs more than gradients and parameters, which is all that a step has '
       f'({str(error).splitlines()[0]}). Use another algorithm.'
     ) from error
-
-
-def _distance(found: jax.Array, expected: jax.Array) -> float:
-  """The norm of the difference, relative to the norm of `expected`."""
-  return float(jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected))
 
 
 def _name(algorithm: Algorithm) -> str:

@@ -49,12 +49,8 @@ def block_diagonal(
   """
   # V of all J blocks, [N, P], is never made: it is mostly zeros.
   size = states // blocks
-  if conj_sym:
-    eigenvalues, vectors = hippo_legs_normal(2 * size)
-    eigenvalues, vectors = eigenvalues[size:], vectors[:, size:]
-  else:
-    eigenvalues, vectors = hippo_legs_normal(size)
-  return np.tile(eigenvalues, blocks), vectors
+  eigenvalues, vectors = hippo_legs_normal(2 * size if conj_sym else size)
+  return np.tile(eigenvalues[-size:], blocks), vectors[:, -size:]
 
 
 def _lecun_normal(key: Array, shape: tuple[int, ...], fan_in: int) -> Array:
