@@ -1,4 +1,4 @@
-"""Parts of a carry set back to their beginning, to measure what memory is worth."""
+"""Resets parts of a carry between chunks, to measure what memory is worth."""
 
 from collections.abc import Sequence
 
@@ -9,12 +9,11 @@ from valkyrie.models.attention.kv_cache import AttentionCarry
 from valkyrie.models.recurrence.convolution import Tail
 from valkyrie.types import Carry
 
-# The parts that can be cut between chunks.
 CUTS = ('state', 'all')
 
 
 def check_cuts(name: str, cuts: Sequence[str]) -> None:
-  """Raises a ConfigurationError if the binding `name` holds another cut than these."""
+  """Raises a ConfigurationError if the binding `name` contains an unknown cut."""
   for cut in cuts:
     if cut not in CUTS:
       raise ConfigurationError(f'{name} contains {cut!r}. Use {CUTS}.')
@@ -23,8 +22,8 @@ def check_cuts(name: str, cuts: Sequence[str]) -> None:
 def cut_carry(carry: Carry, initial: Carry, cut: str | None) -> Carry:
   """The carry with its recurrent 'state', 'all' of it or none of it (None) reset to `initial`.
 
-  The caches of attention and the tails of convolutions stay with 'state': they hold a bounded
-  number of tokens. A planner's carry is reset with the states of the layers.
+  'state' keeps the caches of attention and the tails of convolutions, which hold a bounded number
+  of tokens, and resets a planner's carry.
   """
 
   def holds_tokens(part: Carry) -> bool:

@@ -1,4 +1,4 @@
-"""Names of the parts of a model, over which sizes and gradients are summed up."""
+"""Names of the parts of a model, by which sizes and gradients are summed."""
 
 from collections.abc import Callable
 import re

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from valkyrie.types import Array
 
-# The logits computed at once: 2^22 float32 are 16 MiB. Fewer would cost more in dispatching small
-# operations, more would not fit in caches.
+# The logits computed at once: 2^22 float32 are 16 MiB. Fewer would cost more dispatches of small
+# operations; more would not fit in caches.
 LOGITS_AT_ONCE = 2**22
 
 

@@ -97,7 +97,7 @@ class Reading:
     return self.feed.describe(self.place(step), self.curriculum.phase(step).tokens_per_row)
 
   def plan(self, train_steps: int) -> str:
-    """Says how many epochs the run reads; raises a ConfigurationError if the feed ends before."""
+    """A line about the epochs that the run reads; a ConfigurationError if the feed ends before."""
     end = self.feed.row_end
     if end is not None and self.place(train_steps - 1) >= end:
       in_curriculum = end + self.curriculum.position(train_steps) - self.place(train_steps)
@@ -116,7 +116,7 @@ class Reading:
     return f'{train_steps} steps read {tokens:,} tokens of each row: {", ".join(epochs)}'
 
   def change(self, step: int) -> str | None:
-    """Says what a resume after `step` steps changes in what is read; None if nothing."""
+    """What a resume after `step` steps changes in the tokens that are read; None if nothing."""
     if len(self.stretches) == 1 or self.stretches[-1].step != step:
       return None
     before, now = self.stretches[-2:]
