@@ -46,7 +46,7 @@ class Part(NamedTuple):
   mask: Any  # bool; None in a cotangent
 
   @classmethod
-  def of(cls, q: Array, k: Array, v: Array, mask: Array) -> 'Part':
+  def of(cls, q: Array, k: Array, v: Array, mask: Any) -> 'Part':
     """The part of queries [B, S, H, K] and of keys and values [B, N, J, K]."""
     return cls(group_queries(q, k.shape[2]), group_keys(k), group_keys(v), mask)
 

@@ -27,7 +27,7 @@ import numpy as np
 from valkyrie.errors import ConfigurationError
 from valkyrie.models import slices
 from valkyrie.models.features import Drafts
-from valkyrie.models.layers import RMSNorm, check_sizes, matmul, parameter, project
+from valkyrie.models.layers import RMSNorm, check_sizes, parameter, products, project, projections
 from valkyrie.models.planner import hrm
 from valkyrie.models.planner.hrm import Pace, Plan, Reasoner, State, Weights
 from valkyrie.types import POSITION_PERIOD, Array, DType
@@ -160,9 +160,7 @@ class Planner(hk.Module):
     segment = hrm.halting_segment(own)[..., None, None]
     chosen = jnp.take_along_axis(read, segment, axis=2)[:, :, 0]
     # Zero at initialization: an untrained planner changes nothing.
-    out = matmul(
-      chosen, parameter('out', (width, width), jnp.zeros, axes=('heads', 'embed'), cast=x.dtype)
-    )
+    (out,) = products(chosen, projections(x, ('heads', 'embed'), jnp.zeros, out=width))
 
     length = jnp.sum(segment_ids > 0, axis=1)
     kept = jax.vmap(lambda row, n: lax.dynamic_slice_in_dim(row, n, self.plan_interval - 1))(

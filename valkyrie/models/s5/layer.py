@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.errors import ConfigurationError, check_choice
-from valkyrie.models.layers import Matrix, dropout, matmul, parameter, products, projections
+from valkyrie.models.layers import Matrix, dropout, parameter, products, projections
 from valkyrie.models.recurrence import scan
 from valkyrie.models.recurrence.scan import Complex
 from valkyrie.models.recurrence.time_constants import check_time_constants
@@ -182,9 +182,10 @@ class S5(hk.Module):
 
   def _log_factor(self, x: Array) -> Array:
     """What each token of x [B, T, D] adds to log Δ, before the softplus: float32 [T, B, P]."""
-    shape = (x.shape[-1], self.state_size)
-    weights = parameter('step', shape, jnp.zeros, axes=('embed', 'state'), cast=x.dtype)
-    return matmul(jnp.swapaxes(x, 0, 1), weights, jnp.promote_types(x.dtype, jnp.float32))
+    weights = projections(x, ('embed', 'state'), jnp.zeros, step=self.state_size)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    (factor,) = products(jnp.swapaxes(x, 0, 1), weights, out_dtype=wide)
+    return factor
 
   def _parameters(self, width: int) -> StateSpace:
     eigenvalues, basis = init.block_diagonal(
