@@ -11,7 +11,7 @@ import tiny
 
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.recurrence.convolution import ConvolvedCarry, Tail
-from valkyrie.models.recurrence.mamba2 import Mamba2
+from valkyrie.models.recurrence.mamba2 import Mamba2, ssd
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 
@@ -189,6 +189,29 @@ def test_a_state_of_a_long_time_constant_lasts():
   x = np.ones((1, 4096, WIDTH), np.float32)
   _, after = build(slice_size=64).apply(params, x, carry, positions, np.ones_like(positions))
   np.testing.assert_allclose(np.log(np.float64(after.state)), -4096e-7, rtol=0.01)
+
+
+@pytest.mark.parametrize('strong', [-16.0, -160.0, -1600.0])
+def test_strong_decays_cost_weak_ones_no_digit(strong):
+  random = np.random.default_rng(0)
+  time, heads = 128, 3
+  weak = -0.01 * random.random((1, time, heads))
+  log_decay = np.where(random.random(weak.shape) < 0.05, strong * random.random(weak.shape), weak)
+  log_decay = np.float32(log_decay)
+  x, b, c = (np.float32(random.normal(size=(1, time, n))) for n in (heads * 4, 5, 5))
+  x = x.reshape(1, time, heads, 4)
+  state, expected = np.zeros((heads, 5, 4)), np.zeros((time, heads, 4))
+  for t in range(time):
+    state = np.exp(np.float64(log_decay[0, t]))[:, None, None] * state
+    state += b[0, t][None, :, None] * np.float64(x[0, t])[:, None]
+    expected[t] = np.einsum('p,hpk->hk', c[0, t], state)
+  before = jnp.zeros((1, heads, 5, 4))
+  found, after = jax.jit(functools.partial(ssd, slice_size=64))(
+    x, log_decay, b, c, np.zeros((1, time), bool), before
+  )
+  scale = np.abs(expected).max()
+  np.testing.assert_allclose(found[0], expected, rtol=0, atol=1e-6 * scale)
+  np.testing.assert_allclose(after[0], state, rtol=0, atol=1e-6 * np.abs(state).max())
 
 
 def test_gradients_are_finite_under_any_decay():

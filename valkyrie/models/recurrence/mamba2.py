@@ -130,14 +130,15 @@ def ssd(
   starts = cut(reset, size)
   # The sums of logarithms stay float32, and only differences that are not positive are
   # exponentiated. A reset is no -inf among them: tokens are compared by the count of resets before.
-  total = _sums(cut(log_decay, size), starts[..., None])  # [N, B, Q, H]
+  total, lost = _sums(cut(log_decay, size), starts[..., None])  # [N, B, Q, H]
   document = jnp.cumsum(starts, axis=2)  # [N, B, Q]
 
   # The share of the state before the slice that each token reads, and of each token that remains
   # in the state after the slice.
   reads = jnp.where((document == 0)[..., None], jnp.exp(total), 0)
   in_last = (document == document[..., -1:])[..., None]
-  remains = jnp.where(in_last, jnp.exp(jnp.where(in_last, total[:, :, -1:] - total, 0)), 0)
+  to_last = (total[:, :, -1:] - total) + (lost[:, :, -1:] - lost)
+  remains = jnp.where(in_last, jnp.exp(jnp.where(in_last, to_last, 0)), 0)
   # For all heads at once: B and C are theirs together.
   written = dot('nbqp,nbqf->nbpf', b, _joined(remains[..., None] * x).astype(x.dtype))
   slices = _Piece(reads[:, :, -1], _apart(written, heads))
@@ -148,23 +149,34 @@ def ssd(
   order = jnp.tri(size, dtype=bool)[None, None]
   sees = order & (document[..., :, None] == document[..., None, :])
   scores = jnp.where(sees, dot('nbip,nbjp->nbij', c, b), 0)
-  by_head = jnp.moveaxis(total, 3, 2)
-  passed = jnp.where(sees[:, :, None], by_head[..., :, None] - by_head[..., None, :], 0)
+
+  def between(x):
+    by_head = jnp.moveaxis(x, 3, 2)
+    return by_head[..., :, None] - by_head[..., None, :]
+
+  passed = jnp.where(sees[:, :, None], between(total) + between(lost), 0)
   weights = (scores[:, :, None] * jnp.exp(passed)).astype(x.dtype)
   within = dot('nbhij,nbhjk->nbhik', weights, jnp.swapaxes(x, 2, 3))
   y = reads[..., None] * _apart(from_before, heads) + jnp.swapaxes(within, 2, 3)
   return join(y, time), jnp.swapaxes(after, 1, 2)
 
 
-def _sums(x: Array, starts: Array) -> Array:
-  """Cumulative sums of x [N, B, Q, H] that begin anew at `starts` [N, B, Q, 1]."""
-  # A sum over the document before would round the differences of this one.
+def _sums(x: Array, starts: Array) -> tuple[Array, Array]:
+  """(the cumulative sums of x [N, B, Q, H] from each start [N, B, Q, 1], what they lost).
+
+  A strong decay rounds the sums after it, whose differences can be small. What rounding lost is
+  therefore summed beside them (Knuth 1969, TwoSum), and differences are taken of both.
+  """
 
   def then(first, second):
-    (r1, x1), (r2, x2) = first, second
-    return r1 | r2, jnp.where(r2, x2, x1 + x2)
+    (r1, x1, lost1), (r2, x2, lost2) = first, second
+    total = x1 + x2
+    a, b, s = lax.stop_gradient((x1, x2, total))
+    from_b = s - a
+    lost = lost1 + lost2 + ((a - (s - from_b)) + (b - from_b))
+    return r1 | r2, jnp.where(r2, x2, total), jnp.where(r2, lost2, lost)
 
-  return lax.associative_scan(then, (starts, x), axis=2)[1]
+  return lax.associative_scan(then, (starts, x, jnp.zeros_like(x)), axis=2)[1:]
 
 
 def _joined(x: Array) -> Array:
