@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -155,3 +156,17 @@ def test_in_bfloat16_a_small_adapter_has_its_whole_effect(scale):
   assert np.linalg.norm(effect - expected) < 0.005 * np.linalg.norm(expected)
   np.testing.assert_array_equal(found[0][:, 48:], base[0][:, 48:])
   np.testing.assert_array_equal(found[1], base[1])
+
+
+def test_stored_in_bfloat16_a_small_adapter_merges_whole():
+  random = np.random.default_rng(0)
+  whole, down, up = (
+    np.asarray(random.normal(size=shape) * scale, ml_dtypes.bfloat16)
+    for shape, scale in (((32, 48), 1), ((32, 4), 1), ((4, 48), 1e-4))
+  )
+  tensors = {'w': whole, 'w_lora_a': down, 'w_lora_b': up}
+  read = {name: named_tensors.Tensor(x.shape, x.__getitem__) for name, x in tensors.items()}
+  found = named_tensors.merged(read)['w'].read((slice(None), slice(None)))
+  effect = np.float64(found) - np.float64(whole)
+  expected = np.float64(down) @ np.float64(up)
+  assert np.linalg.norm(effect - expected) < 0.005 * np.linalg.norm(expected)

@@ -181,7 +181,7 @@ def _configuration_of(model: LanguageModel) -> tuple[dict[str, Any], float] | st
     'rope_theta': rotary.base,
     # A tied table cannot hold the scale of the inputs, which Llama does not have.
     'tie_word_embeddings': model.tied and model.scale == 1,
-    'torch_dtype': str(model.parameter_dtype),
+    'torch_dtype': str(model.parameter_dtype) if model.adapters is None else 'float32',
   }
   if not full:
     config['sliding_window'] = first.window + 1

@@ -106,13 +106,17 @@ def is_adapter(name: str) -> bool:
 
 
 def merged(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-  """The tensors with adapters added to their matrices."""
+  """The tensors with adapters added to their matrices, in float32 or wider.
+
+  In bfloat16 a small adapter would vanish in the rounding of the sum.
+  """
 
   def with_adapter(whole: Tensor, down: Tensor, up: Tensor) -> Tensor:
     def read(index: tuple[slice, ...]) -> np.ndarray:
-      rows, columns = index
-      every = slice(None)
-      return whole.read(index) + down.read((rows, every)) @ up.read((every, columns))
+      (rows, columns), every = index, slice(None)
+      parts = [whole.read(index), down.read((rows, every)), up.read((every, columns))]
+      w, a, b = (part.astype(np.promote_types(part.dtype, np.float32)) for part in parts)
+      return w + a @ b
 
     return Tensor(whole.shape, read)
 
