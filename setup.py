@@ -58,7 +58,7 @@ setup(
   extras_require={
     # Beam excludes protobuf 7, without which a newer sentencepiece cannot be imported.
     'beam': ['apache-beam>=2.77', 'sentencepiece<0.2.3'],
-    'gcs': ['gcsfs>=2025.9', 'google-cloud-storage>=3'],  # runs in gs://
+    'gcs': ['gcsfs>=2025.9'],  # runs, texts and stores in gs://
     'hf': ['datasets>=3', 'tokenizers>=0.21'],
     'lm-eval': ['lm-eval>=0.4.13'],  # EleutherAI's lm-evaluation-harness
     'learn': ['torch>=2.6', 'transformers>=5'],  # the peers of scripts/learn and scripts/bench
