@@ -14,7 +14,7 @@ from valkyrie.errors import ConfigurationError
 from valkyrie.models import language_model, layers
 from valkyrie.models.attention.full import FullAttention
 from valkyrie.models.block import Block
-from valkyrie.models.declarations import declared
+from valkyrie.models.declarations import Declarations
 from valkyrie.types import Batch
 
 full = functools.partial(FullAttention, heads=2, head_width=8, max_context=24)
@@ -253,17 +253,19 @@ class Named(hk.Module):
 def test_a_declaration_belongs_to_its_innermost_module():
   """A module inside a stack has the name of one outside; a plain parameter declares nothing."""
 
-  def nested():
-    with hk.name_scope('outer'):
-      return Named('inner')('b')
+  def stacked(x):
+    return x + Named('inner')('b')
+
+  declarations = Declarations()
 
   def f():
-    hk.get_parameter('plain', (2,), init=jnp.ones)
-    return Named('inner')('a') + nested()
+    with hk.custom_creator(declarations.creator):
+      hk.get_parameter('plain', (2,), init=jnp.ones)
+      return hk.layer_stack(3, name='outer')(stacked)(Named('inner')('a'))
 
-  made = declared(lambda: hk.transform(f).init(None))
+  made = declarations.parameters(jax.eval_shape(hk.transform(f).init, jax.random.key(0)))
   axes = {module: group['weight'].axes for module, group in made.items() if 'weight' in group}
-  assert axes == {'inner': ('a',), 'outer/inner': ('b',)}
+  assert axes == {'inner': ('a',), 'outer/inner': ('layers', 'b')}
   assert made['~']['plain'].axes is None and made['~']['plain'].cast is None
 
 
