@@ -13,7 +13,8 @@ from valkyrie.certificates.collectives import mesh_axes
 from valkyrie.models import language_model
 from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.block import Block
-from valkyrie.models.layers import matmul
+from valkyrie.models.declarations import Adapted
+from valkyrie.models.layers import matmul, products
 from valkyrie.models.recurrence.gated import GatedRecurrence
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.sharding.split_products import split_product
@@ -80,6 +81,25 @@ def test_a_split_product_and_its_gradients_are_those_of_one_device(options, rule
 
     found = layout(**rules).jit(with_gradients(split))(x, w)
     expected = jax.jit(with_gradients(product))(x, w)
+    jax.tree.map(
+      functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-12), found, expected
+    )
+
+
+def test_adapters_of_split_products_change_nothing():
+  random = np.random.default_rng(0)
+  with jax.enable_x64(True):
+    x, whole, plain, down, up = (
+      random.normal(size=size) for size in ((4, 5, 8), (8, 12), (8, 4), (8, 2), (2, 12))
+    )
+
+    def product(x, whole, plain, down, up):
+      adapted = Adapted(whole, down, up)
+      return jnp.concatenate(products(x, [[adapted, plain], plain], ('embed', 'mlp')), axis=-1)
+
+    arguments = x, whole, plain, down, up
+    found = layout().jit(with_gradients(product))(*arguments)
+    expected = jax.jit(with_gradients(product))(*arguments)
     jax.tree.map(
       functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-12), found, expected
     )

@@ -71,16 +71,19 @@ def products(
     out_dtype: of the results; None for x's.
   """
   groups = [w if isinstance(w, Sequence) else [w] for w in weights]
-  ends = np.cumsum([sum(w.shape[1] for w in group) for group in groups])[:-1]
   adapted = any(isinstance(w, Adapted) for group in groups for w in group)
   own: DType = x.dtype if out_dtype is None else out_dtype
   wide = jnp.promote_types(own, jnp.float32) if adapted else own
 
   def side_by_side(x, weights):
+    ends = np.cumsum([w.shape[1] for w in weights])[:-1]
     return jnp.split(matmul(x, jnp.concatenate(weights, axis=1), wide), ends, axis=-1)
 
-  plain = [w.whole if isinstance(w, Adapted) else w for group in groups for w in group]
-  results = split_product(side_by_side, x, plain, axes)
+  def joined(group):
+    plain = [w.whole if isinstance(w, Adapted) else w for w in group]
+    return plain[0] if len(plain) == 1 else jnp.concatenate(plain, axis=1)
+
+  results = split_product(side_by_side, x, [joined(group) for group in groups], axes)
   if not adapted:
     return results
 
