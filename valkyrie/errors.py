@@ -12,47 +12,36 @@ class ValkyrieError(Exception):
 
   exit_code = 70
 
+  def __init_subclass__(cls, exit_code: int | None = None):
+    cls.exit_code = exit_code or cls.exit_code
 
-class UsageError(ValkyrieError):
+
+class UsageError(ValkyrieError, exit_code=2):
   """The command line cannot be read."""
 
-  exit_code = 2
 
-
-class DataError(ValkyrieError):
+class DataError(ValkyrieError, exit_code=65):
   """A document, shard or store is missing, damaged or of another kind."""
 
-  exit_code = 65
 
-
-class StorageError(ValkyrieError):
+class StorageError(ValkyrieError, exit_code=74):
   """A file system refused, or a checkpoint is not whole."""
 
-  exit_code = 74
 
-
-class Preempted(ValkyrieError):
+class Preempted(ValkyrieError, exit_code=75):
   """The run was asked to stop, and saved: run the same command again."""
 
-  exit_code = 75
 
-
-class Unreachable(ValkyrieError):
+class Unreachable(ValkyrieError, exit_code=75):
   """The other processes of the run are not there (yet): run the same command again."""
 
-  exit_code = 75
 
-
-class Diverged(ValkyrieError):
+class Diverged(ValkyrieError, exit_code=76):
   """The numbers are no longer finite, and the budget for skipping steps is spent."""
 
-  exit_code = 76
 
-
-class ConfigurationError(ValkyrieError):
+class ConfigurationError(ValkyrieError, exit_code=78):
   """The gin configuration is wrong, or does not fit this machine, data or checkpoint."""
-
-  exit_code = 78
 
 
 def message_of(error: ValkyrieError) -> str:
