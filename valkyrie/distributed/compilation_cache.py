@@ -36,10 +36,7 @@ def enable() -> str | None:
   """Lets jax read and write programs below `paths.cache()`; returns why not, or None if it can.
 
   JAX_COMPILATION_CACHE_DIR names another directory, which is used as it is.
-  JAX_ENABLE_COMPILATION_CACHE=false disables the cache.
-
-  Raises:
-    ConfigurationError: `paths.cache()` is not a usable path.
+  JAX_ENABLE_COMPILATION_CACHE=false disables the cache. Raises as `paths.cache`.
   """
   directory = paths.cache() / 'compiled' / _key()
   if _jax.jax_compilation_cache_dir or not _jax.jax_enable_compilation_cache:

@@ -5,7 +5,6 @@ import contextlib
 import os
 import signal
 import sys
-import types
 from typing import Any, TextIO
 
 # The signals that ask a process to save and end.
@@ -48,7 +47,7 @@ def raise_interrupts() -> None:
   if (interrupts := _interrupts) is None or signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
     return
 
-  def interrupt(number: int, frame: types.FrameType | None) -> None:
+  def interrupt(number: int, frame: Any) -> None:
     interrupts.append(number)
     signal.default_int_handler(number, frame)
 
@@ -58,8 +57,8 @@ def raise_interrupts() -> None:
 def restore_handlers(handlers: Mapping[signal.Signals, Any], stopped: bool) -> None:
   """Restores the handlers from before a run.
 
-  After a signal has stopped the run of a program, later signals are ignored: they would change its
-  exit code, or print a traceback.
+  Once a signal has `stopped` the run of a program, others are ignored: they would change its exit
+  code, or print a traceback.
   """
   ends = stopped and _interrupts is not None
   for number, handler in handlers.items():
@@ -69,8 +68,7 @@ def restore_handlers(handlers: Mapping[signal.Signals, Any], stopped: bool) -> N
 class LastingStream:
   """A stream whose reader may go away: what cannot be written is dropped without an error."""
 
-  def __init__(self, stream: TextIO | None):
-    """Writes to `stream`; None stands for a stream that was closed before Python started."""
+  def __init__(self, stream: TextIO | None):  # None: it was closed before Python started
     self._stream = stream or open(os.devnull, 'w')  # noqa: SIM115, for as long as the process
 
   def write(self, text: str) -> int:

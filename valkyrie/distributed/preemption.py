@@ -19,7 +19,6 @@ import signal
 import sys
 import threading
 import time
-import types
 from typing import Any
 
 import gin
@@ -38,12 +37,11 @@ class Preemption:
 
   Before `ready` is called there is nothing to save: a signal raises errors.Preempted in the main
   thread, or ends the process if that thread runs no Python. After `ready` a signal makes
-  `requested` return True, and the process is ended if it has not ended within `grace_seconds`. A
-  second signal changes nothing. The exit code is always 75, of errors.Preempted.
+  `requested` return True, and the process is ended if the running step and its save take longer
+  than `grace_seconds`. A second signal changes nothing. The exit code is always 75.
   """
 
-  def __init__(self, grace_seconds: float = 25.0):
-    """`grace_seconds` limits the running step and its save; Kubernetes kills after 30 s."""
+  def __init__(self, grace_seconds: float = 25.0):  # Kubernetes kills after 30
     if grace_seconds <= 0:
       raise ConfigurationError(
         f'Preemption.grace_seconds={grace_seconds} leaves no time to save. Use more than 0.'
@@ -98,7 +96,7 @@ class Preemption:
     if self._unwinding is not None and isinstance(error, Exception):
       raise Preempted(_before_the_first_step(self._unwinding)) from error
 
-  def _handle(self, number: int, frame: types.FrameType | None) -> None:
+  def _handle(self, number: int, frame: Any) -> None:
     """Ends start-up, in the main thread; after `ready`, only `_watch` acts."""
     if self._newest is None and self._unwinding is None:
       self._unwinding = number
@@ -123,15 +121,15 @@ class Preemption:
       if not self._over.wait(_START_UP_GRACE):
         processes.abort(_before_the_first_step(number))
       return
-    message = f'{name}: stopping after the running step (at most {self._grace_seconds:g} s)'
-    print(message, file=sys.stderr, flush=True)
+    grace = f'{self._grace_seconds:g}'
+    print(f'{name}: stopping after the running step (at most {grace} s)', file=sys.stderr)
     with contextlib.suppress(RuntimeError):  # another process is lost, or misses its deadline too
       counts = processes.exchange('stop', calls, self._grace_seconds)
       self._last_call.set_result(max(counts))
     if not self._over.wait(max(0.0, until - time.monotonic())):
       processes.abort(
         f'{name}: the running step and its save took longer than Preemption.grace_seconds = '
-        f'{self._grace_seconds:g}; the newest checkpoint is {newest()}. Run the same command again.'
+        f'{grace}; the newest checkpoint is {newest()}. Run the same command again.'
       )
 
 

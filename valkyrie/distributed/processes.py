@@ -23,7 +23,7 @@ from valkyrie.distributed import heartbeat
 from valkyrie.errors import ConfigurationError, Preempted, Unreachable
 
 COORDINATOR = '127.0.0.1:8476'  # the default: only processes of this machine can join
-DETECTED = 'auto'  # for the number of processes: jax's cluster detection finds it
+DETECTED = 'auto'  # in place of the number of processes: jax detects the cluster
 
 _HEARTBEAT_SECONDS = 20  # after which jax reports a process that was killed or stopped
 _EXCHANGE_SECONDS = 24 * 3600.0  # a supervisor, or jax's heartbeat, ends a hang sooner
@@ -49,15 +49,10 @@ class Member(NamedTuple):
 
 
 def member(coordinator: str | None, processes: str, process: int | None) -> Member:
-  """The process that flags describe.
+  """The process that the flags of these names describe.
 
-  Args:
-    coordinator: HOST:PORT, the only address at which process 0 listens; None means COORDINATOR.
-    processes: their number; with DETECTED, jax's cluster detection finds all three arguments.
-    process: the number of this process, from 0.
-
-  Raises:
-    ConfigurationError: the arguments contradict each other, or one is invalid.
+  Process 0 listens at `coordinator` and nowhere else; None means COORDINATOR. Raises a
+  ConfigurationError if the flags contradict each other, or one is invalid.
   """
   if processes == DETECTED:
     if coordinator is not None or process is not None:
@@ -161,22 +156,19 @@ def exchange(name: str, value: Any, seconds: float = _EXCHANGE_SECONDS) -> list[
   return [json.loads(found[str(process)]) for process in range(_count)]
 
 
-def announce(code: int) -> None:
+def announce(code: int, place: str = _ENDING) -> None:
   """Announces the exit code of this process, on which the other processes end too."""
   if _client is not None:
-    _publish(_ENDING, code)
+    with contextlib.suppress(RuntimeError):  # process 0 has ended
+      _client.key_value_set(f'{place}{_index}', str(code), allow_overwrite=True)
 
 
 def end(code: int, error: BaseException | None = None) -> None:
   """Exits, and ends the other processes; returns in a run of one process.
 
   A normal exit of Python would wait for the other processes, and for steps that cannot finish.
-  Print messages before this call.
-
-  Args:
-    code: 75 makes the other processes save and stop, any other ends them at once.
-    error: the reason. After an error of jax, which the loss of another process may have raised, the
-      process first waits for jax to report the loss.
+  Print messages before this call. The loss of another process may have raised an `error` of jax:
+  this process then waits first, since jax may report the loss.
   """
   if _client is None:
     return
@@ -184,7 +176,7 @@ def end(code: int, error: BaseException | None = None) -> None:
     say('checking whether another process is lost')
     time.sleep(_HEARTBEAT_SECONDS + 5)  # if one is, `_listen` or jax ends this process meanwhile
   announce(code)
-  _publish(_ENDED, code)
+  announce(code, _ENDED)
   until = time.monotonic() + _LINGER_SECONDS
   while _index == 0 and time.monotonic() < until and len(_published(_ENDED)) < _count:
     time.sleep(0.05)
@@ -204,11 +196,6 @@ def abort(message: str) -> None:
   say(message)
   end(Preempted.exit_code)
   os._exit(Preempted.exit_code)
-
-
-def _publish(place: str, code: int) -> None:
-  with contextlib.suppress(RuntimeError):  # process 0 has ended
-    _client.key_value_set(f'{place}{_index}', str(code), allow_overwrite=True)
 
 
 def _published(place: str) -> dict[int, int]:

@@ -34,7 +34,7 @@ HANG = 86  # the exit code of a run that was killed because it was silent
 RETRYABLE = (75, HANG, 128 + signal.SIGABRT, 128 + signal.SIGKILL)
 
 # The stages of a run, with the longest silence between two heartbeats.
-_DEFAULT_SECONDS = {'start_up': 1800, 'compile': 3600, 'step': 900, 'save': 1800}
+_SECONDS: dict[str, float] = {'start_up': 1800, 'compile': 3600, 'step': 900, 'save': 1800}
 _SECONDS_FOR_STACKS = 2.0
 _LONGEST_LOOK = 1.0  # seconds; a look at the pipe takes longer only if this process was stopped
 _LONGEST_PAUSE = 300.0
@@ -46,7 +46,7 @@ _NOT_FOUND = 127  # as a shell's
 class RunStatus:
   """The status of a run, as its heartbeats report it."""
 
-  stage: str = 'start_up'  # a key of _DEFAULT_SECONDS
+  stage: str = 'start_up'  # a key of _SECONDS
   step: int | None = None  # the step that began last
   saved: int = -1  # the newest saved step
   process: int | None = None  # the number of the process, in a run of several
@@ -66,7 +66,7 @@ class RunStatus:
       return False
     kinds = {'stage': str, 'model_dir': str, 'transient': bool}
     right = all(type(value) is kinds.get(name, int) for name, value in facts.items())
-    if not right or facts.get('stage', 'step') not in _DEFAULT_SECONDS:
+    if not right or facts.get('stage', 'step') not in _SECONDS:
       return False
     vars(self).update(facts)
     return bool(facts)
@@ -141,8 +141,7 @@ class Supervisor:
   def _watch(self, child: subprocess.Popen, pipe: io.FileIO, status: RunStatus) -> str | None:
     """Returns None when the child has ended, or why it is considered to hang."""
     status.stage, status.step, status.transient = 'start_up', None, False
-    rest, silent, heard, told = b'', 0.0, False, False
-    last = time.monotonic()
+    rest, silent, heard, told, last = b'', 0.0, False, False, time.monotonic()
     while True:
       ended = child.poll() is not None
       readable, _, _ = select.select([pipe], [], [], 0.0 if ended else 0.2)
@@ -171,17 +170,16 @@ class Supervisor:
     action = 'restarting' if again else 'ending'
     _say(f'{reason}; last saved step {status.saved}; {action}')
     if status.model_dir is not None:
-      line = {'time': time.time(), 'code': code, 'reason': reason, **dataclasses.asdict(status)}
-      written = (json.dumps(line) + '\n').encode()
+      facts = {'time': time.time(), 'code': code, 'reason': reason, **dataclasses.asdict(status)}
+      line = (json.dumps(facts) + '\n').encode()
       try:
         if bucket.is_bucket(status.model_dir):
-          bucket.Bucket(status.model_dir).append(_REPORTS, written)
+          bucket.Bucket(status.model_dir).append(_REPORTS, line)
         else:
           with open(pathlib.Path(status.model_dir, _REPORTS), 'ab') as file:
-            file.write(written)
+            file.write(line)
       except (OSError, ValkyrieError) as error:
-        place = f'{status.model_dir}/{_REPORTS}'
-        _say(f'{place} cannot be written ({reason_of(error)})')
+        _say(f'{status.model_dir}/{_REPORTS} cannot be written ({reason_of(error)})')
 
   def _forward(self, number: int, frame: Any) -> None:
     self._stopping = True
@@ -216,31 +214,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     formatter_class=argparse.RawDescriptionHelpFormatter,
     allow_abbrev=False,
   )
-  for stage, default in _DEFAULT_SECONDS.items():
-    parser.add_argument(
-      f'--{stage}_seconds',
-      type=float,
-      default=default,
-      metavar='S',
-      help=f'longest silence in the stage {stage} (default: %(default)s)',
-    )
-  parser.add_argument(
-    '--restarts',
-    type=int,
-    default=3,
-    metavar='N',
-    help='consecutive restarts that save no later step (default: %(default)s)',
-  )
-  parser.add_argument(
-    '--pause_seconds',
-    type=float,
-    default=5.0,
-    metavar='S',
-    help='pause before a restart, doubled each time without progress (default: %(default)s)',
-  )
+  rows = [(s, default, f'longest silence in the stage {s}') for s, default in _SECONDS.items()]
+  rows.append(('pause', 5.0, 'pause before a restart, doubled each time without progress'))
+  for name, default, text in rows:
+    told = f'{text} (default: {default})'
+    parser.add_argument(f'--{name}_seconds', type=float, default=default, metavar='S', help=told)
+  told = 'consecutive restarts that save no later step (default: 3)'
+  parser.add_argument('--restarts', type=int, default=3, metavar='N', help=told)
   parser.add_argument('command', nargs='+', metavar='COMMAND', help='training command, after --')
   flags = parser.parse_args(arguments)
-  seconds = {stage: getattr(flags, f'{stage}_seconds') for stage in _DEFAULT_SECONDS}
+  seconds = {stage: getattr(flags, f'{stage}_seconds') for stage in _SECONDS}
   with console.lasting_stderr():
     return Supervisor(flags.command, seconds, flags.restarts, flags.pause_seconds).run()
 
