@@ -53,10 +53,7 @@ class Object(NamedTuple):
 
 
 class Bucket:
-  """The objects below an address; their names are relative to it.
-
-  Errors are OSErrors, as of `gcs.Client`.
-  """
+  """The objects below an address; their names are relative to it, errors those of `gcs.Client`."""
 
   def __init__(self, address: str):
     """Connects to 'gs://BUCKET/FOLDERS'; raises as `client`, or ConfigurationError for another."""
@@ -113,12 +110,8 @@ class Bucket:
   def write(self, name: str, content: bytes, replaces: int | None = None) -> int:
     """Writes an object, and returns its generation.
 
-    Args:
-      name, content: of the object.
-      replaces: the generation that must be there, 0 for none; None replaces any.
-
-    Raises:
-      Changed: another one is there, with another content.
+    `replaces` is the generation that must be there, 0 for none; None replaces any. Raises Changed
+    if another one is there, with another content.
     """
     mark = uuid.uuid4().hex
     fields = json.dumps({'md5Hash': _md5(content)})  # which the service compares
@@ -167,11 +160,7 @@ class Bucket:
     return True
 
   def copy(self, names: Iterable[str], rename: Callable[[str], str]) -> None:
-    """Copies objects inside the bucket to unused names.
-
-    Raises:
-      Changed: an object of such a name has another content.
-    """
+    """Copies objects inside the bucket to unused names; Changed if one has another content."""
 
     def copy_one(name: str) -> None:
       target, answer = rename(name), {'done': False}
@@ -205,8 +194,7 @@ class Bucket:
 
   def _at_once(self, act: Callable[[str], None], names: Iterable[str]) -> None:
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix='bucket') as threads:
-      for _ in threads.map(act, names):
-        pass
+      list(threads.map(act, names))  # raises their errors
 
   def _call(self, method: str, name: str, action: str = '', *more: str, **options: Any) -> Any:
     """Sends a request about an object; `more` fills the places in `action`."""

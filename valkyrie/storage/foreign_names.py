@@ -27,11 +27,7 @@ def checked(
 ) -> str:
   """The name, if it `is_below` the folder to which the caller joins it; otherwise raises `error`.
 
-  Args:
-    name: a string, or any other JSON value.
-    named_by: the file or place that contains the name, for the message.
-    advice: what to do, for the message.
-    error: the class of the error.
+  The message begins with `named_by`, the file or place of the name, and ends with `advice`.
   """
   if not is_below(name):
     raise error(f'{named_by} names {name!r:.200}, which is not a path below its folder. {advice}')

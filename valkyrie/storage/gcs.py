@@ -24,7 +24,7 @@ _SILENCE = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=30)
 
 
 class Client(GCSFileSystem):
-  """gcsfs without a cache of listings, whose errors are OSErrors.
+  """gcsfs without a cache of listings, whose errors are OSErrors, such as `Changed`.
 
   It repeats a request after 408, 429, 5xx and lost connections, five times in half a minute, or
   as long as its option `timeout` allows.
@@ -37,12 +37,7 @@ class Client(GCSFileSystem):
     super().__init__(**{'use_listings_cache': False, 'requests_timeout': _SILENCE} | options)
 
   async def _call(self, method: str, path: str, *args: str, **options: Any) -> Any:
-    """Sends a request about the bucket and the object in `args`.
-
-    Raises:
-      FileNotFoundError, PermissionError, Changed: the service reports that.
-      OSError: any other error.
-    """
+    """Sends a request about the bucket and the object in `args`; see the class for errors."""
     names = [*args, options['name']] if 'name' in options else args
     place = f'gs://{"/".join(names)}' if names else path
     try:
@@ -65,13 +60,8 @@ class Client(GCSFileSystem):
 def connected(address: str, anonymous: bool = False, timeout: float | None = None) -> Client:
   """A client with the default credentials of the machine; epath, too, uses its class from now on.
 
-  Args:
-    address: for the message.
-    anonymous: whether to send no credentials.
-    timeout: seconds for a request and its repetitions.
-
-  Raises:
-    StorageError: the machine has no credentials.
+  A request and its repetitions take at most `timeout` seconds; `anonymous` sends no credentials.
+  Raises a StorageError, with the `address`, if the machine has none.
   """
   # Otherwise epath would use TensorFlow, which takes seconds to import. It caches its choice, even
   # from an earlier path on disk.

@@ -48,16 +48,13 @@ class Lease(abc.ABC):
   """
 
   def __init__(self, place: str):
-    """Takes the lease; `place` names it in messages.
-
-    Raises:
-      LeaseTaken: another process holds it.
-      OSError: it cannot be read or written.
-    """
+    """Takes the lease; `place` names it in messages. LeaseTaken if another process holds it."""
     self._place = place
-    self._holder = _Holder()
+    token, host = uuid.uuid4().hex, socket.gethostname()
+    self._holder = {'token': token, 'process': os.getpid(), 'host': host, 'beat': 0}
+    self._let_go = weakref.finalize(self, _marked(token).close)  # also if no lease is taken
     self._writing = threading.Lock()
-    self._content, self._version = self._taken()
+    self.content, self._version = self._taken()  # what this process wrote last
     self._over = threading.Event()
     self._thread = threading.Thread(target=self._renew, name='lease', daemon=True)
     self._thread.start()
@@ -79,14 +76,9 @@ class Lease(abc.ABC):
     return {}
 
   @property
-  def content(self) -> Mapping[str, Any]:
-    """The content that this process wrote last."""
-    return self._content
-
-  @property
   def is_in_place(self) -> bool:
     """Whether this process still holds the lease."""
-    return self._read()[0].get('token') == self._content['token']
+    return self._read()[0].get('token') == self.content['token']
 
   def check(self) -> None:
     """Raises StorageError if this process no longer holds the lease."""
@@ -95,24 +87,19 @@ class Lease(abc.ABC):
         self._raise_lost()
 
   def update(self, **fields: Any) -> None:
-    """Changes fields of the content, all at once.
-
-    Raises:
-      StorageError: this process no longer holds the lease; nothing is changed.
-      OSError: the content cannot be written.
-    """
+    """Changes fields of the content, all at once; a StorageError if the lease is no longer held."""
     with self._writing:
-      new = {**self._content, **fields}
+      new = {**self.content, **fields}
       while True:
         try:
           self._version = self._write(new, self._version)
           break
         except Changed:
           found, version = self._read()
-          if found.get('token') != self._content['token']:
+          if found.get('token') != self.content['token']:
             self._raise_lost()
           self._version = version  # of an earlier write of this process whose answer got lost
-      self._content = new
+      self.content = new
 
   def release(self) -> None:
     """Frees the lease."""
@@ -120,14 +107,14 @@ class Lease(abc.ABC):
     self._thread.join()
     with contextlib.suppress(OSError, StorageError):
       self._end()
-    self._holder.end()
+    self._let_go()
 
   def _taken(self) -> tuple[dict[str, Any], Any]:
     while True:
       found, version = self._read()
       if _is_held(found):
         self._wait_for_end(found)
-      mine = {**self._holder.fields, **self._inherited(found)}
+      mine = {**self._holder, **self._inherited(found)}
       with contextlib.suppress(Changed):  # by another process, or by the holder as it ended
         return mine, self._write(mine, version)
 
@@ -151,7 +138,7 @@ class Lease(abc.ABC):
   def _renew(self) -> None:
     while not self._over.wait(BEAT_SECONDS):
       with contextlib.suppress(OSError, StorageError):  # the next beat or `check` will see it
-        self.update(beat=self._content['beat'] + 1)
+        self.update(beat=self.content['beat'] + 1)
 
   def _raise_lost(self) -> None:
     raise StorageError(
@@ -168,12 +155,7 @@ def lock_name(process: int | None) -> str:
 
 @contextlib.contextmanager
 def taking(place: str, run: Any, process: int | None) -> Iterator[None]:
-  """Converts errors inside: LeaseTaken of a lock at `place`, and OSErrors.
-
-  Raises:
-    Unreachable: another process has the number `process` in the directory `run`.
-    StorageError: another process trains there, with `process=None`; or an OSError inside.
-  """
+  """Converts errors inside, LeaseTaken of a lock at `place` and OSErrors, as `DiskLock` raises."""
   try:
     with storage_errors(f'{place} cannot be locked'):
       yield
@@ -204,19 +186,17 @@ class DiskLock:
   """The lock of a directory that one trainer writes; the kernel frees it when its holder dies.
 
   Its file, `trainer.lock`, stays and names the last holder. Each process of a run also locks a file
-  such as `trainer-1.lock` before it joins the others, so that no number is given twice. Hosts that
-  share the directory over a network see each other's locks if the file system supports them. Where
-  it has no locks, the holder keeps a lease beside the file. FUSE mounts of buckets accept locks but
-  enforce them only within one host.
+  such as `trainer-1.lock` before it joins the others, so that no number is given twice. Where the
+  file system has no locks, the holder keeps a lease beside the file. FUSE mounts of buckets accept
+  locks but enforce them only within one host.
   """
 
   def __init__(self, directory: pathlib.Path, process: int | None = None):
     """Takes the lock of the run, or of the number of a process.
 
     Raises:
-      StorageError: another process holds it, and the message names that process; or its files
-        cannot be written.
-      Unreachable: another process holds the lock of the number.
+      StorageError: the named process trains there, or the files cannot be written.
+      Unreachable: another process has the number.
     """
     self._path = directory / lock_name(process)
     self._lease: _FileLease | None = None
@@ -345,19 +325,14 @@ def has_ended(lease: Mapping[str, Any]) -> bool | None:
   return True
 
 
-class _Holder:
-  """This process as the holder of one lease, until `end`; `fields` of its content name it."""
-
-  def __init__(self):
-    token = uuid.uuid4().hex
-    host = socket.gethostname()
-    self.fields = {'token': token, 'process': os.getpid(), 'host': host, 'beat': 0}
-    lock = contextlib.ExitStack()
-    with contextlib.suppress(OSError):  # without such memory, others wait for beats
-      file = lock.enter_context(open(_file(token), 'x'))  # noqa: SIM115, closed by end
-      lock.callback(_remove, token)
-      fcntl.flock(file, fcntl.LOCK_EX)
-    self.end = weakref.finalize(self, lock.close)  # also when the last reference is gone
+def _marked(token: str) -> contextlib.ExitStack:
+  """Locks a holder's file in memory, until the stack is closed."""
+  lock = contextlib.ExitStack()
+  with contextlib.suppress(OSError):  # without such memory, others wait for beats
+    file = lock.enter_context(open(_file(token), 'x'))  # noqa: SIM115, closed by the stack
+    lock.callback(_remove, token)
+    fcntl.flock(file, fcntl.LOCK_EX)
+  return lock
 
 
 def _is_held(content: Mapping[str, Any]) -> bool:

@@ -23,13 +23,10 @@ class BucketDirectory(os.PathLike):
 
   As a path, it is a local folder with copies of the small files of the run, which `uploaded` keeps
   up to date in the bucket; as a string, it is the address. The folder is deleted at exit.
-
-  Attributes:
-    bucket: the objects of the run.
   """
 
   def __init__(self, address: str):
-    """Copies the files of a run; raises StorageError if it cannot."""
+    """Copies the files of a run; raises as `copy`."""
     self.bucket = Bucket(address)
     self._folder = tempfile.TemporaryDirectory(prefix='valkyrie-', ignore_cleanup_errors=True)
     self._local = pathlib.Path(self._folder.name, address.rstrip('/').rpartition('/')[2])
@@ -48,8 +45,7 @@ class BucketDirectory(os.PathLike):
   def copy(self) -> None:
     """Copies the files of the run again; a process that becomes its trainer calls it.
 
-    Raises:
-      StorageError: the bucket cannot be read, or an object's name leads out of the folder.
+    Raises StorageError if the bucket cannot be read, or an object's name leads out of the folder.
     """
     with storage_errors(f'{self} cannot be read'):
       names, folders = self.bucket.browse()
@@ -68,11 +64,7 @@ class BucketDirectory(os.PathLike):
 
   @contextlib.contextmanager
   def uploaded(self) -> Iterator[None]:
-    """Uploads changed files, every 30 seconds and at the end.
-
-    Raises:
-      StorageError: at the end, if some could not be uploaded.
-    """
+    """Uploads changed files, every 30 seconds and at the end; StorageError if the last fails."""
     over = threading.Event()
 
     def upload_often() -> None:
@@ -84,22 +76,22 @@ class BucketDirectory(os.PathLike):
 
     thread = threading.Thread(target=upload_often, name='upload', daemon=True)
     thread.start()
-    lost = storage_errors(f'The last metrics and logs of {self} are lost')
+    first: BaseException | None = None
     try:
       yield
     except BaseException as error:
+      first = error
+      raise
+    finally:
       over.set()
       thread.join()
       try:
-        with lost:
+        with storage_errors(f'The last metrics and logs of {self} are lost'):
           self.upload()
-      except StorageError as second:
-        error.add_note(str(second))
-      raise
-    over.set()
-    thread.join()
-    with lost:
-      self.upload()
+      except StorageError as error:
+        if first is None:
+          raise
+        first.add_note(str(error))
 
   def upload(self) -> None:
     """Uploads the files that have changed; raises OSError."""
@@ -112,7 +104,8 @@ class BucketDirectory(os.PathLike):
     before, now = self._equal.get(name, (0, 0)), file.stat()
     if before == (now.st_size, now.st_mtime_ns):
       return
-    grown = _grows(file) and before[0] <= now.st_size
+    grows = file.suffix == '.jsonl' or file.name == 'log.txt' or _EVENTS in file.name
+    grown = grows and before[0] <= now.st_size
     begin = before[0] if grown else 0
     with open(file, 'rb') as stream:
       stream.seek(begin)
@@ -129,10 +122,7 @@ class BucketDirectory(os.PathLike):
 def opened(model_dir: str | os.PathLike) -> 'str | BucketDirectory':
   """The directory that --model_dir names: a path, or a `BucketDirectory` for an address.
 
-  Raises:
-    ConfigurationError: no run can be there, see `errors.usable_path` and `Bucket`; or the packages
-      for the address are missing.
-    StorageError: the bucket cannot be read.
+  Raises as `errors.usable_path`, or `Bucket` and `BucketDirectory.copy`.
   """
   if isinstance(model_dir, BucketDirectory):
     return model_dir
@@ -145,7 +135,3 @@ def uploaded(model_dir: str | os.PathLike) -> contextlib.AbstractContextManager[
   if isinstance(model_dir, BucketDirectory):
     return model_dir.uploaded()
   return contextlib.nullcontext()
-
-
-def _grows(file: pathlib.Path) -> bool:
-  return file.suffix == '.jsonl' or file.name == 'log.txt' or _EVENTS in file.name
