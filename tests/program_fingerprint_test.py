@@ -41,14 +41,14 @@ def test_another_program_for_the_same_phase_is_refused_by_name():
     return consistency.fingerprints({name: compiled(constant)})
 
   saved = {'executable': programs(1.0)}
-  compatibility.check_executable(saved, programs(1.0), (), 'here')
+  compatibility.check(saved, {'executable': programs(1.0)}, (), 'here')
   # The number of steps may always change.
-  compatibility.check_executable(saved, programs(2.0, train_steps=7), (), 'here')
-  compatibility.check_executable({}, programs(2.0), (), 'here')
-  (line,) = compatibility.check_executable(saved, programs(2.0), ('executable',), 'here')
+  compatibility.check(saved, {'executable': programs(2.0, train_steps=7)}, (), 'here')
+  compatibility.check({}, {'executable': programs(2.0)}, (), 'here')
+  (line,) = compatibility.check(saved, {'executable': programs(2.0)}, ('executable',), 'here')
   assert line.startswith('executable: 2 x 8 tokens per row')
   with pytest.raises(ConfigurationError, match='executable: 2 x 8 tokens per row') as error:
-    compatibility.check_executable(saved, programs(2.0), (), 'here')
+    compatibility.check(saved, {'executable': programs(2.0)}, (), 'here')
   assert '--allow_changed=executable' in str(error.value)
 
 

@@ -33,10 +33,9 @@ _MANIFESTS = tuple(manifest.name(algorithm) for algorithm in (manifest.SHA256, m
 
 
 class BucketLock(Lease):
-  """The lock of a run in a bucket, with the list of its steps."""
+  """The lock of a run in a bucket, with the list of its steps; the arguments are `DiskLock`'s."""
 
   def __init__(self, bucket: Bucket, process: int | None = None):
-    """Takes the lock of the run, or of the number of a process; raises as `DiskLock`."""
     self._bucket, self._name = bucket, lock_name(process)
     place = f'{bucket}/{self._name}'
     with taking(place, bucket, process):
@@ -59,8 +58,7 @@ class BucketLock(Lease):
 def read_lock(bucket: Bucket, name: str = lock_name(None)) -> tuple[dict[str, Any], int]:
   """The content of a lock, and its generation; {} and 0 without one.
 
-  Raises:
-    StorageError: its steps are not numbers, or its token is odd; both become names of folders.
+  Raises a StorageError if steps or token, which become names of folders, are of another form.
   """
   try:
     content, generation = bucket.read(name)
@@ -82,10 +80,9 @@ def read_lock(bucket: Bucket, name: str = lock_name(None)) -> tuple[dict[str, An
 
 
 class BucketFiles:
-  """The objects of a step, as `manifest.Files`."""
+  """The objects of a step in a folder, which ends with a slash, as `manifest.Files`."""
 
   def __init__(self, bucket: Bucket, folder: str):
-    """The objects in a folder, which ends with a slash."""
     self._bucket, self._folder = bucket, folder
     found = bucket.objects(folder)
     self._objects = {name.removeprefix(folder): found[name] for name in found}
@@ -113,7 +110,6 @@ class BucketSteps:
   """The steps of a run, with the methods of `DiskSteps`."""
 
   def __init__(self, directory: BucketDirectory):
-    """The steps of the run in a directory, which need not exist."""
     self._directory, self._bucket = directory, directory.bucket
     self._lock: BucketLock | None = None
     self.place = epath.Path(self._bucket.address) / FOLDER
@@ -158,11 +154,8 @@ class BucketSteps:
     return lock
 
   def unfinished(self, step: int) -> Any:
-    return self.place / self._unfinished(step)
-
-  def _unfinished(self, step: int) -> str:
     token = self._lock.content['token'] if self._lock else self.holder()
-    return f'{step}.unfinished-{token}'
+    return self.place / f'{step}.unfinished-{token}'
 
   def open(self) -> None:
     if self._held.content['steps'] is None:
@@ -174,12 +167,12 @@ class BucketSteps:
     return self._lock
 
   def begin(self, step: int) -> None:
-    self._bucket.delete(self._bucket.objects(f'{FOLDER}/{self._unfinished(step)}/'))
+    self._bucket.delete(self._bucket.objects(f'{FOLDER}/{self.unfinished(step).name}/'))
 
   def finish(self, step: int, record: bytes) -> None:
     """Copies the objects of an unfinished step to their final names, and then lists the step."""
     self._directory.upload()  # the metrics of a step are there before the step
-    source, others = f'{FOLDER}/{self._unfinished(step)}/', self._held.content['unfinished']
+    source, others = f'{FOLDER}/{self.unfinished(step).name}/', self._held.content['unfinished']
     saved = self._bucket.objects(source)
     try:
       # What is there is of a save that was interrupted.
@@ -209,13 +202,9 @@ class BucketSteps:
       raise OSError(f'{self.path(step)} is not what was saved: {damage}')
 
   def _delete_safely(self, folders: Iterable[str], **fields: Any) -> None:
-    """Changes the lock, then deletes folders.
-
-    The objects are listed first, while the lock is certainly held, so that none can belong
-    to another trainer that has taken the lock by now.
-    """
+    """Changes the lock, then deletes folders."""
     listed = [self._bucket.objects(folder) for folder in folders]
-    self._held.update(**fields)
+    self._held.update(**fields)  # held, so that nothing listed belongs to another trainer
     for found in listed:
       self._bucket.delete(found)
 

@@ -25,21 +25,18 @@ def versions() -> dict[str, str]:
 def check(
   found: Mapping[str, Any], expected: Mapping[str, Any], allowed: Collection[str], place: str
 ) -> list[str]:
-  """The differences, a line each, of the record of the checkpoint at `place` from that of a run.
+  """The differences, a line each, of the record of the checkpoint at `place` from this run's.
 
   Args:
     found: the record of the checkpoint.
-    expected: the record of this run: {kind: a value, or a dict of named values}.
+    expected: this run's: {kind: a value, or a dict of named values}. An 'executable', the
+      fingerprints of programs, shows what nothing else records: the compiler's flags, the machine.
     allowed: the KINDS that may differ.
 
   Raises:
     ConfigurationError: with all differences that are not allowed.
   """
-  differences = {
-    kind: _compare(found.get(kind), value)
-    for kind, value in expected.items()
-    if kind != 'executable' or value  # unknown before compilation, see `check_executable`
-  }
+  differences = {kind: _compare(kind, found.get(kind), value) for kind, value in expected.items()}
   refused = [kind for kind in differences if differences[kind] and kind not in allowed]
   if refused:
     lines = [f'  {kind}: {line}' for kind in refused for line in differences[kind]]
@@ -79,22 +76,11 @@ def _is_count(value: Any, least: int = 0) -> bool:
   return type(value) is int and least <= value < 2**62
 
 
-def check_executable(
-  found: Mapping[str, Any], programs: Mapping[str, str], allowed: Collection[str], place: str
-) -> list[str]:
-  """Like `check`, for the fingerprints of the programs that record and run have in common.
-
-  It finds differences that no record contains: the compiler's flags, or the machine.
-  """
-  known = found.get('executable', {})
-  both = {name: programs[name] for name in programs if name in known}
-  return check(
-    {'executable': {name: known[name] for name in both}}, {'executable': both}, allowed, place
-  )
-
-
-def _compare(found: Any, expected: Any) -> list[str]:
+def _compare(kind: str, found: Any, expected: Any) -> list[str]:
   expected = json.loads(json.dumps(expected))  # as the record was: tuples become lists
+  if kind == 'executable':  # only programs that both have: before compilation a run has none
+    both = {*(found or {})} & {*expected}
+    found, expected = ({name: programs[name] for name in both} for programs in (found, expected))
   if not isinstance(found, dict) or not isinstance(expected, dict):
     return [] if found == expected else [f'was {found!r}, is {expected!r}']
   nothing = object()

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future
-import json
 import math
 import threading
 import time
@@ -46,7 +45,6 @@ class FailedSaves:
     return self._again_at is not None and step >= self._again_at
 
   def is_too_early(self, step: int) -> bool:
-    """Whether the pause after a failure is not over yet."""
     return self._again_at is not None and step < self._again_at
 
   def try_again(self) -> None:
@@ -67,9 +65,7 @@ class FailedSaves:
 
     The training loops of the processes are at different steps. Each process sends the step that it
     has finished, and waits after the next one until all know the largest: the next save follows it.
-
-    Raises:
-      StorageError: saves have failed for longer than `patience`.
+    Raises a StorageError if saves have failed for longer than `patience`.
     """
     now = time.monotonic()
     self._since = now if self._since is None else self._since
@@ -77,10 +73,10 @@ class FailedSaves:
     agreement: Future[None] = Future()
     with self._lock:
       finished, self._agreement = self._step, agreement
-    is_over = now - self._since >= self._patience
-    mine = json.dumps([finished, self._steps_of_pause(now), is_over])
+    failed_for = now - self._since
+    mine = finished, self._steps_of_pause(now), failed_for >= self._patience
     try:
-      steps, pauses, over = zip(*map(json.loads, processes.exchange('failed', mine)), strict=True)
+      steps, pauses, over = zip(*processes.exchange('failed', mine), strict=True)
     except BaseException as error:
       agreement.set_exception(error)  # which ends the loop, too
       raise
@@ -90,15 +86,14 @@ class FailedSaves:
     if over[0]:
       heartbeat.beat(transient=True)
       raise StorageError(
-        f'{message}. Saves have failed for {now - self._since:.0f} s '
+        f'{message}. Saves have failed for {failed_for:.0f} s '
         f'(Checkpoints.patience={self._patience:g}); the steps before are unchanged. Make room '
         'there, or repair the cause, and run the same command again.'
       )
-    left = self._patience - (now - self._since)
     self._say(
       f'{message}; the steps before are unchanged. The next save follows in about '
       f'{self.pause:.0f} s, after step {self._again_at} or at the end. If saves fail for '
-      f'{left:.0f} s more, the run ends'
+      f'{self._patience - failed_for:.0f} s more, the run ends'
     )
 
   def _steps_of_pause(self, now: float) -> int:

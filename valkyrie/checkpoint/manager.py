@@ -2,8 +2,7 @@
 
     model_dir/checkpoints/<step>/state             the train state, every leaf in its own dtype
     model_dir/checkpoints/<step>/record.json       configuration, feed position, mesh, versions, ...
-    model_dir/checkpoints/<step>/manifest.sha256   hashes of all files, in buckets manifest.md5
-    model_dir/set_aside/<step>                     damaged steps
+    model_dir/checkpoints/<step>/manifest.sha256   hashes of all files, see `manifest`
 
 Orbax writes and reads the arrays, but detects no changed bit, empty directory or other dtype. This
 module therefore verifies steps, and selects those to read and to keep. Several processes must see
@@ -75,12 +74,8 @@ class Checkpoints:
   ) -> 'CheckpointDirectory':
     """Creates, tests and locks the directory of a run; call it before compilation.
 
-    Args:
-      model_dir: the directory.
-      say: prints a line after each save, from a thread.
-
-    Raises:
-      StorageError: model_dir cannot be used, or all its steps are damaged.
+    `say` prints a line after each save, from a thread. Raises a StorageError if model_dir cannot be
+    used, or all its steps are damaged.
     """
     return CheckpointDirectory(model_dir, self, None, say)
 
@@ -88,10 +83,8 @@ class Checkpoints:
 def open_to_read(model_dir: str | os.PathLike, step: str = LATEST) -> 'CheckpointDirectory':
   """Opens a run for evaluation and inference; changes nothing on disk.
 
-  Args:
-    model_dir: its directory.
-    step: the number of a step, which then acts as the newest; 'latest'; or 'best', the kept step
-      with the lowest validation loss.
+  The `step` then acts as the newest: a number, 'latest', or 'best', the kept step with the lowest
+  validation loss.
 
   Raises:
     ConfigurationError: the run has no such step.
@@ -109,10 +102,9 @@ class CheckpointDirectory:
     self,
     model_dir: str | os.PathLike,
     options: Checkpoints,
-    step: str | None,
+    step: str | None,  # to read; None to write
     say: Callable[[str], None],
   ):
-    """Opens a run to write, or to read a step; see `Checkpoints.open` and `open_to_read`."""
     self._say = say
     self._options = options
     self._read_only = step is not None
@@ -132,8 +124,7 @@ class CheckpointDirectory:
       self._files = StateFiles()
       stack.callback(self._files.close)
       newest = self._recover(step or LATEST) if jax.process_index() == 0 else None
-      of_first = processes.exchange('checkpoints', json.dumps([newest, self._steps.holder()]))[0]
-      self._newest, holder = json.loads(of_first)
+      self._newest, holder = processes.exchange('checkpoints', [newest, self._steps.holder()])[0]
       if not self._read_only and self._steps.holder() != holder:
         raise StorageError(
           f'Process {jax.process_index()} does not see the files of process 0 in {model_dir}. All '
@@ -213,7 +204,7 @@ class CheckpointDirectory:
   def save_now(self, step: int, state: Any, record: dict[str, Any], patiently: bool = True) -> None:
     """Saves a step, unless it is saved, and waits until it is on disk; raises as `save`.
 
-    A save that fails is repeated within `Checkpoints.patience`; if not `patiently`, it raises.
+    If not `patiently`, a save that fails is not repeated, and raises.
     """
     self.wait()
     while self._newest != step:
@@ -249,10 +240,7 @@ class CheckpointDirectory:
         self._say(f'{self.directory} cannot be read after step {step}: {reason_of(error)}')
 
   def _change(self, change: Callable[..., None], *arguments: Any) -> str:
-    """Lets the process with the lock change the steps; returns the text why it cannot, or ''.
-
-    Raises a StorageError if the directory is no longer this run's; nothing is written.
-    """
+    """Lets the process with the lock change the steps; returns as `_problem`, raises as `save`."""
     if not self._lock:
       return ''
     self._lock.check()
@@ -299,15 +287,14 @@ class CheckpointDirectory:
         found = self._steps.find()
         order = sorted(found, key=lambda step: (step < goal, abs(step - goal)))
         nearest, _ = steps.first_valid(self._steps, order)
-    return json.loads(processes.exchange('nearest', json.dumps(nearest))[0])
+    return processes.exchange('nearest', nearest)[0]
 
   def restore(self, target: Any, partial: bool = False, step: int | None = None) -> Any:
-    """Reads the newest valid step, or `step`: the state bit for bit, in the structure of `target`.
+    """Reads the newest valid step, or the valid `step`: the state bit for bit.
 
     Args:
       target: a pytree of jax.ShapeDtypeStruct; its shardings may differ from the saved ones.
       partial: `target` is a dict of some fields of the state; the others are not read.
-      step: a valid step; None is the newest.
 
     Raises:
       ConfigurationError: there is no step, or names, shapes or dtypes differ: a checkpoint of
@@ -318,7 +305,7 @@ class CheckpointDirectory:
     return self._files.read(self._place_of_state(step), target, partial)
 
   def restore_evaluated(self, target: Any = None) -> Any:
-    """Reads the parameters that evaluations use: the average, if there is one; as `restore`.
+    """As `restore`, the parameters that evaluations use: the average, if there is one.
 
     Without a target they are {module: {name: array}} of any model, on the host.
     """

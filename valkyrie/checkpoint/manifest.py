@@ -88,8 +88,7 @@ def read(files: Files) -> tuple[str, bytes]:
 def damage(files: Files, step: int) -> str | None:
   """Compares every file of a step; returns the first damage, or None if the step is valid.
 
-  Raises:
-    OSError: a file exists but cannot be read, so that its content is unknown.
+  Raises an OSError if a file exists but cannot be read, so that its content is unknown.
   """
   try:
     algorithm, text = read(files)

@@ -80,12 +80,9 @@ class StateFiles:
     self._orbax.wait_until_finished()
 
   def finish(self) -> None:
-    """Waits until the state is written, and opens its arrays, in process 0.
+    """Waits for the state; process 0 opens its arrays, and raises an OSError if they differ.
 
     For the first state, every process also reads back the values that it has written.
-
-    Raises:
-      OSError: the arrays cannot be opened, or differ.
     """
     self.wait()
     if jax.process_index() != 0 and not self._pieces:
@@ -108,7 +105,15 @@ class StateFiles:
     """Reads the state in the directory `place`; otherwise like `CheckpointDirectory.restore`."""
     with _readable(place) as path:
       item = _without_empty_arrays(target)
-      _check_same_model(place.parent, _shapes(dict(self._metadata(path))), item, partial)
+      stored = _shapes(dict(self._metadata(path)))
+      if partial:
+        stored = {field: tree for field, tree in stored.items() if field in target}
+      if different := _differences(stored, item):
+        raise ConfigurationError(
+          f'{place.parent} is a checkpoint of another model. These leaves differ:\n  '
+          + '\n  '.join(different)
+          + '\nNothing was changed. Use another --model_dir, or the gin file of the checkpoint.'
+        )
       restore_args = ocp.checkpoint_utils.construct_restore_args(item)
       args = ocp.args.PyTreeRestore(item, restore_args=restore_args, partial_restore=partial)
       restored = self._orbax.restore(path, args=args)
@@ -196,10 +201,9 @@ def _reason(error: Exception) -> str:
 
 
 def _opened(place: epath.Path) -> dict[str, Any]:
-  """{path of a leaf: its tensorstore} of a state, from whose index no chunk is missing.
+  """{path of a leaf: its tensorstore} of a state; raises if one cannot be opened or lacks a chunk.
 
   `PyTreeCheckpointHandler.metadata` would describe them, too, but leaks 6 KiB for each array.
-  Raises an OSError or ValueError if an array cannot be opened, or lacks a chunk.
   """
   listed = json.loads((place / '_METADATA').read_text())['tree_metadata'].values()
   keys = [
@@ -252,24 +256,8 @@ def _changed(arrays: Mapping[str, Any], written: Sequence[_Piece]) -> list[str]:
 
 
 def _digest(array: Any) -> str:
-  """The hash of the bits of an array."""
   content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
   return hashlib.sha256(content.data).hexdigest()
-
-
-def _check_same_model(place: pathlib.Path, stored: Any, target: Any, partial: bool) -> None:
-  """Raises ConfigurationError if the stored arrays of the step at `place` differ from `target`.
-
-  `target` and `partial` are as in `CheckpointDirectory.restore`.
-  """
-  if partial:
-    stored = {field: tree for field, tree in stored.items() if field in target}
-  if different := _differences(stored, target):
-    raise ConfigurationError(
-      f'{place} is a checkpoint of another model. These leaves differ:\n  '
-      + '\n  '.join(different)
-      + '\nNothing was changed. Use another --model_dir, or the gin file of the checkpoint.'
-    )
 
 
 def _differences(stored: Any, target: Any) -> list[str]:

@@ -28,11 +28,10 @@ _READERS = 4  # threads: hashing releases Python's lock
 
 
 class DiskFiles:
-  """The files of a step, as `manifest.Files`."""
+  """The files of a step in a folder, as `manifest.Files`."""
 
   def __init__(self, place: pathlib.Path, sync: bool = False):
-    """The files in a folder; `sync` flushes each to disk after its digest."""
-    self._place, self._sync = place, sync
+    self._place, self._sync = place, sync  # each file to disk after its digest
 
   def read(self, name: str) -> bytes:
     return (self._place / name).read_bytes()
@@ -60,16 +59,11 @@ class DiskFiles:
 
 
 class DiskSteps:
-  """The steps of a run. Methods raise OSError if the file system refuses.
-
-  Attributes:
-    place: the folder of the steps, for messages.
-  """
+  """The steps of a run, whose directory need not exist; OSError if the file system refuses."""
 
   def __init__(self, model_dir: str | os.PathLike):
-    """The steps of the run in a directory, which need not exist."""
     self._root = pathlib.Path(os.path.abspath(os.path.expanduser(model_dir)))
-    self.place = self._root / FOLDER
+    self.place = self._root / FOLDER  # also for messages
 
   def find(self) -> list[int]:
     """The steps in order, valid or damaged; raises StorageError if one is a symbolic link."""
@@ -85,7 +79,6 @@ class DiskSteps:
     return sorted(steps)
 
   def files(self, step: int) -> DiskFiles:
-    """The files of a step."""
     return DiskFiles(self.path(step))
 
   def path(self, step: int) -> pathlib.Path:
@@ -154,10 +147,7 @@ class DiskSteps:
     shutil.rmtree(self.unfinished(step), ignore_errors=True)
 
   def delete(self, steps: Iterable[int]) -> list[str]:
-    """Deletes steps, and the remainders of interrupted saves and deletions.
-
-    Returns why something could not be deleted, for each such thing.
-    """
+    """Deletes steps, and what interrupted saves and deletions have left; returns what failed."""
     problems = []
     for step in steps:
       try:
@@ -184,10 +174,7 @@ Lock = DiskLock | BucketLock
 
 
 def steps_of(model_dir: str | os.PathLike) -> Steps:
-  """The steps of the run in a directory, at an address, or in what `opened` has made of either.
-
-  None is read yet. Raises as `run_directory.opened`.
-  """
+  """The steps of a run, not read yet; the argument and errors are those of `opened`."""
   directory = opened(model_dir)
   return BucketSteps(directory) if isinstance(directory, BucketDirectory) else DiskSteps(directory)
 
@@ -236,10 +223,10 @@ def validation_losses(steps: Steps, saved: Iterable[int]) -> dict[int, float]:
   losses = {}
   for step in saved:
     with contextlib.suppress(StorageError):  # a record that was damaged meanwhile
-      losses[step] = record(steps, step).get('validation_loss')
-  return {
-    step: loss for step, loss in losses.items() if isinstance(loss, float) and math.isfinite(loss)
-  }
+      loss = record(steps, step).get('validation_loss')
+      if isinstance(loss, float) and math.isfinite(loss):
+        losses[step] = loss
+  return losses
 
 
 def record(steps: Steps, step: int) -> dict[str, Any]:
@@ -266,7 +253,7 @@ def write_manifest(place: pathlib.Path, step: int) -> None:
 
 
 def _sync(path: pathlib.Path) -> None:
-  """Flushes a file to disk, whoever has written it."""
+  """Flushes a file to disk."""
   with open(path, 'rb') as file:
     os.fsync(file.fileno())
 

@@ -46,10 +46,9 @@ class Lowest(NamedTuple):
 
 
 class InitialState:
-  """Makes the state; a call reads the weights again."""
+  """Makes the state, with the fingerprint of a vocabulary; a call reads the weights again."""
 
   def __init__(self, setup: Setup, vocabulary: str, source: str | None, say: Callable[[str], None]):
-    """`vocabulary` is the run's fingerprint; a `source` of None initializes the weights."""
     self._setup, self._vocabulary, self._say = setup, vocabulary, say
     self._weights = None if source is None else InitialWeights(source)
     self._complete: bool | None = None  # whether all weights were loaded; None if none were
@@ -149,15 +148,9 @@ class Trainer:
 
   def _check_programs(self, autotuned: bool) -> None:
     """Compares the programs with the checkpoint's; `autotuned` ones may differ."""
-    changed = compatibility.check_executable(
-      {'executable': self._saved_programs},
-      self._programs,
-      [*self.allow_changed, *(['executable'] if autotuned else [])],
-      self.directory.describe_newest(),
-    )
-    for line in changed:
-      self.say(f'changed since the checkpoint: {line}')
-    if changed and autotuned:
+    allowed = [*self.allow_changed, *(['executable'] if autotuned else [])]
+    saved, now = {'executable': self._saved_programs}, {'executable': self._programs}
+    if self._changed(saved, now, allowed) and autotuned:
       self.say(
         'XLA has timed its kernels anew, and chosen others: the run continues, but not bit for bit'
       )
@@ -183,15 +176,13 @@ class Trainer:
 
     That checkpoint precedes the last step; without one, it is the initial state. So interruptions
     of the run change nothing. The step, and with it the feed's position and the learning rate, and
-    the empty carries of the refused step stay.
-
-    Raises:
-      StorageError: there are checkpoints, but none is readable.
+    the empty carries of the refused step stay. Raises a StorageError if no checkpoint is readable.
     """
-    names = ('params', 'optimizer_state', *(['average'] if self.state.average is not None else []))
 
     def of(state: TrainState) -> dict[str, Any]:
-      return {name: getattr(state, name) for name in names}
+      fields = state._asdict()
+      names = ('params', 'optimizer_state', 'average')
+      return {name: fields[name] for name in names if fields[name] is not None}
 
     for leaf in jax.tree.leaves(of(self.state)):
       leaf.delete()  # memory does not hold it twice
@@ -209,14 +200,11 @@ class Trainer:
     found = self.directory.latest_record()
     if found is None:
       return None
-    newest = self.directory.describe_newest()
-    compatibility.check_form(found, newest)
+    compatibility.check_form(found, self.directory.describe_newest())
     self.lowest = Lowest(*found['lowest']) if found.get('lowest') else None
     self.step = self.directory.latest_step() or 0
-    changed = compatibility.check(found, self._facts(), self.allow_changed, newest)
-    for line in changed:
-      self.say(f'changed since the checkpoint: {line}')
-    if not changed:  # only the compiler's flags and the machine can then change the programs
+    if not self._changed(found, self._facts(), self.allow_changed):
+      # Only the compiler's flags and the machine can change the programs.
       self._saved_programs = found.get('executable', {})
     rows = self.setup.settings.batch_size
     read = {name: found[name] for name in ('position', 'stretches')}
@@ -231,6 +219,13 @@ class Trainer:
     return TrainState(
       carry=self.setup.initial_carry(), **self.directory.restore(fields, partial=True)
     )
+
+  def _changed(self, found: Mapping, expected: Mapping, allowed: Collection[str]) -> bool:
+    """Whether facts differ from the checkpoint's; raises as `compatibility.check`."""
+    lines = compatibility.check(found, expected, allowed, self.directory.describe_newest())
+    for line in lines:
+      self.say(f'changed since the checkpoint: {line}')
+    return bool(lines)
 
   def _facts(self) -> dict[str, Any]:
     """What a resumed run must share with this one, by compatibility.KINDS."""
@@ -259,9 +254,8 @@ class Trainer:
 def batches(reading: Reading, setup: Setup, steps: range) -> Iterator[Batch]:
   """The batch [B, N·C] of each step, on the devices.
 
-  Raises:
-    DataError: a document is longer than the model's attention sees, or two processes read different
-      tokens.
+  Raises a DataError if a document is longer than the model's attention sees, or two processes read
+  different tokens.
   """
   partitioner = setup.partitioner
   batch_size, max_context = setup.settings.batch_size, setup.model.about.max_context
