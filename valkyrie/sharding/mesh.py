@@ -31,11 +31,8 @@ def platform() -> str:
 def make_mesh(axes: Sequence[tuple[str, int]]) -> Mesh:
   """The mesh of these axes over all devices, or over the first one if every axis has size 1.
 
-  Args:
-    axes: (axis name, size), outermost first; one size may be -1, for all remaining devices.
-
-  Raises:
-    ConfigurationError: the axes are malformed, or need another number of devices.
+  An axis is (name, size), outermost first; one size may be -1, for all remaining devices. Raises a
+  ConfigurationError if the axes are malformed, or need another number of devices.
   """
   _check_axes(axes)
   devices = current_devices()

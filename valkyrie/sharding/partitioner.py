@@ -52,8 +52,7 @@ class Partitioner:
     """Builds the mesh.
 
     Args:
-      mesh: (axis name, size), outermost first; one size may be -1, for all remaining devices. A
-        mesh of one device fits everywhere; any other takes all devices.
+      mesh: its axes, as `make_mesh` takes them.
       axis_rules: (logical axis, mesh axis or axes); an axis without a rule is not split.
       parameter_axes: (regular expression, logical axes); the first match in a parameter's path
         replaces the axes that its module declares.
@@ -77,16 +76,14 @@ class Partitioner:
       for pattern, axes in parameter_axes
     )
     for logical, axes in self.axis_rules.items():
-      unknown = set(as_tuple(axes)) - set(self.mesh.axis_names)
-      if unknown:
+      if unknown := set(as_tuple(axes)) - set(self.mesh.axis_names):
         raise ConfigurationError(
           f'Partitioner.axis_rules splits {logical!r} over {sorted(unknown)}, but the mesh has the '
           f'axes {self.mesh.axis_names}. Name one, or remove the rule.'
         )
-    self._check_manual()
-    self._check_gather_layers()
+    self._check_layout()
 
-  def _check_manual(self) -> None:
+  def _check_layout(self) -> None:
     rows, time = self.axes_of('batch'), self.axes_of('time')
     if not self.manual and time:
       raise ConfigurationError(
@@ -105,8 +102,6 @@ class Partitioner:
         f'{dict(self.mesh.shape)}, so the devices along it would repeat the same work. Name it in '
         'a rule, or set Partitioner.manual = False if weights are split over it.'
       )
-
-  def _check_gather_layers(self) -> None:
     if self.gather_layers and not self.manual:
       raise ConfigurationError(
         'Partitioner.gather_layers = True needs Partitioner.manual = True: without it XLA gathers '
@@ -138,14 +133,9 @@ class Partitioner:
     return NamedSharding(self.mesh, PartitionSpec(*split))
 
   def shardings(self, shapes: Any, axes: Any) -> Any:
-    """The sharding of every leaf of a pytree.
+    """The sharding of every leaf of a pytree of arrays or shapes, from the logical axes of each.
 
-    Args:
-      shapes: a pytree of arrays, or of their shapes.
-      axes: the logical axes of each leaf, in the same structure.
-
-    Raises:
-      ConfigurationError: a dimension does not divide over the devices of its mesh axes.
+    Raises a ConfigurationError if a dimension does not divide over the devices of its mesh axes.
     """
 
     def of_leaf(key_path, leaf, axes):
@@ -163,12 +153,9 @@ class Partitioner:
     return jax.tree_util.tree_map_with_path(of_leaf, shapes, axes)
 
   def parameter_axes(self, path: str, declared: Axes | None, shape: Sequence[int]) -> Axes:
-    """The logical axes of a parameter: of the first matching rule, else the declared ones.
+    """The logical axes of a parameter: of the first matching rule, else declared, else no axes.
 
-    A parameter without either is not split.
-
-    Raises:
-      ConfigurationError: the matching rule has another rank than the parameter.
+    Raises a ConfigurationError if the matching rule has another rank than the parameter.
     """
     for pattern, axes in self._parameter_axes:
       if pattern.search(path):
@@ -188,25 +175,21 @@ class Partitioner:
     return self.sharding(('batch', None))
 
   def parts_of(self, axis: str) -> int:
-    """The parts into which a logical axis is split."""
-    return math.prod(self.mesh.shape[name] for name in as_tuple(self.axes_of(axis)))
+    """The number of parts into which a logical axis is split."""
+    return math.prod(self.mesh.shape[name] for name in self.axes_of(axis))
 
   def check_batch(self, batch_size: int, *chunk_sizes: int) -> None:
     """Raises a ConfigurationError if rows or chunks do not divide over the devices."""
-    for name, axis, sizes in (
-      ('batch_size', 'batch', (batch_size,)),
-      ('chunk_size', 'time', chunk_sizes),
-    ):
-      parts = self.parts_of(axis)
-      for size in sizes:
-        if size < 1:
-          raise ConfigurationError(f'{name}={size} must be at least 1. Use {parts}.')
-        if size % parts:
-          below = size // parts * parts
-          nearest = f'{below} or {below + parts}' if below else f'{parts}'
-          raise ConfigurationError(
-            f'{name}={size} does not divide over {parts} devices. Use {nearest}.'
-          )
+    chunks = [('chunk_size', size, self.parts_of('time')) for size in chunk_sizes]
+    for name, size, parts in [('batch_size', batch_size, self.parts_of('batch')), *chunks]:
+      if size < 1:
+        raise ConfigurationError(f'{name}={size} must be at least 1. Use {parts}.')
+      if size % parts:
+        below = size // parts * parts
+        nearest = f'{below} or {below + parts}' if below else f'{parts}'
+        raise ConfigurationError(
+          f'{name}={size} does not divide over {parts} devices. Use {nearest}.'
+        )
     if jax.process_count() > 1 and not self.local_rows(batch_size):
       raise ConfigurationError(
         f'The mesh {dict(self.mesh.shape)} leaves process {jax.process_index()} of '
@@ -220,14 +203,10 @@ class Partitioner:
     return sorted({row for part in parts if part for row in range(batch_size)[part[0]]})
 
   def place_batch(self, batch: Batch, batch_size: int | None = None) -> Batch:
-    """Copies a batch to the devices of this process.
+    """Copies a batch of the host to the devices of this process.
 
-    Args:
-      batch: arrays of the host: the rows `local_rows(batch_size)`, each in its whole length.
-      batch_size: B; None if `batch` has all rows.
-
-    Returns:
-      The batch [B, T], sharded over the devices of all processes.
+    It has the rows `local_rows(batch_size)`, each in its whole length, or all rows without a size.
+    The result is the batch [B, T], sharded over the devices of all processes.
     """
     sharding = self.batch_sharding()
     held = None if batch_size is None else self.local_rows(batch_size)

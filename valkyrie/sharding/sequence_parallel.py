@@ -65,12 +65,11 @@ def all_gather(tree: T) -> T:
 def device_prefix_scan(piece: T, then: Callable[[T, T], T]) -> tuple[T, T]:
   """(the composition of the pieces to the left of this one, the composition of all pieces).
 
+  Device 0 has no piece to its left; its first result is meaningless.
+
   Args:
     piece: the effect of this device's piece, a small pytree.
     then: the associative composition of two effects, of leaves [m, ...]: first one, then the other.
-
-  Returns:
-    Pytrees like `piece`. Device 0 has no piece to its left; its first result is meaningless.
   """
   composed = lax.associative_scan(then, all_gather(piece))
   left = jnp.maximum(index() - 1, 0)
@@ -79,11 +78,9 @@ def device_prefix_scan(piece: T, then: Callable[[T, T], T]) -> tuple[T, T]:
 
 
 def broadcast_from(tree: T, is_source: Array) -> T:
-  """The tree of the one source device, on every device.
+  """The tree, leaves [B, ...], of the one source device on every device.
 
-  Args:
-    tree: leaves [B, ...].
-    is_source: bool, a scalar, or [B] where each row has a source of its own.
+  `is_source` is a bool scalar, or [B] where each row has a source of its own.
   """
 
   def broadcast(x):

@@ -41,16 +41,13 @@ def split_product(
   inputs: int = 0,
   rows: tuple[int, int] = (0, 0),
 ) -> Any:
-  """`product(x, weights)`, with a part computed on each device.
-
-  In other layouts, and where the weights are not split, it is called as it is.
+  """`product(x, weights)`, in parts on each device if the weights are split; else as it is.
 
   Args:
     product: linear in x and in the weights, with a sum over input features. It casts the weights to
       the dtype of x.
     x: a pytree of activations [..., input features].
-    weights: a pytree of matrices.
-    axes: the logical axes of each matrix.
+    weights: a pytree of matrices, each with these logical `axes`.
     inputs: the dimension of the matrices that is summed over.
     rows: the dimensions of x and of the result that have rows.
 

@@ -11,9 +11,9 @@ the same step once for each layer and chunk (`Partitioner.manual` chooses). With
 gathers and scatters its own, once for each chunk and pass (see `layer_weights`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import functools
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax import lax
@@ -25,22 +25,10 @@ from valkyrie.sharding import ambient, messages, sequence_parallel
 from valkyrie.sharding.partitioner import Partitioner, as_tuple, current_partitioner
 from valkyrie.types import Array, Batch, Carry, Params
 
-
-class Compute(Protocol):
-  """The computation of one device, with all weights and its part of the other arguments."""
-
-  def __call__(
-    self,
-    params: Params,
-    carry: Carry,
-    batch: Batch,
-    total: Array,
-    rng: Array | None,
-    *,
-    chunk_size: int,
-  ) -> tuple[Params, Carry, Any]:
-    """-> (gradients or (), the carry after the batch, sums); see `tbptt.gradients`."""
-    ...
+# The computation of one device, with all weights and its part of the other arguments, which are
+# (params, carry, batch, total, rng, *, chunk_size) -> (gradients or (), the carry after the batch,
+# sums); see `tbptt.gradients`.
+Compute = Callable[..., tuple[Params, Carry, Any]]
 
 
 def shard_map_step(
@@ -57,8 +45,6 @@ def shard_map_step(
   """`compute` over the devices of the current partitioner, if any.
 
   Args:
-    compute: the computation of one device.
-    model: the pure functions of the model.
     params, carry, rng, chunk_size: the arguments of `compute`, over all devices.
     batch: [B, N·C].
     backward: whether it returns gradients.

@@ -84,11 +84,7 @@ class Setup:
   """
 
   def __init__(self, settings: StepSettings):
-    """Makes the parts; nothing is read, written or compiled.
-
-    Raises:
-      ConfigurationError: the parts do not fit together.
-    """
+    """Makes the parts, without compilation; a ConfigurationError if they do not fit together."""
     self.settings = settings
     self.partitioner = settings.partitioner()
     self.model = language_model.transform(settings.model)
@@ -99,10 +95,11 @@ class Setup:
     shapes = state_shapes(self.model, self.optimizer, settings.batch_size, **self._extras())
     self._check_average(shapes)
     axes = state_axes(self.model, self.optimizer, self.partitioner, shapes)
+    self._shardings: TrainState = self.partitioner.shardings(shapes, axes)
     self.state: TrainState = jax.tree.map(
       lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
       shapes,
-      self.partitioner.shardings(shapes, axes),
+      self._shardings,
     )
 
   def initial_state(self) -> TrainState:
@@ -112,14 +109,13 @@ class Setup:
       lambda: initial_state(
         self.model, self.optimizer, settings.seed, settings.batch_size, **self._extras()
       ),
-      out_shardings=self._state_shardings(),
+      out_shardings=self._shardings,
     )()
 
   def initial_carry(self) -> Carry:
     """The empty carry of all rows, on the mesh."""
-    shardings = self._state_shardings().carry
-    rows = self.settings.batch_size
-    return self.partitioner.jit(lambda: self.model.initial_carry(rows), out_shardings=shardings)()
+    rows, jit = self.settings.batch_size, self.partitioner.jit
+    return jit(lambda: self.model.initial_carry(rows), out_shardings=self._shardings.carry)()
 
   def train_step(self, phase: Phase, *, remat: bool = True) -> Callable:
     """The pure step of a phase: (state, batch [B, N·C]) -> (state, metrics).
@@ -152,44 +148,35 @@ class Setup:
     return self.partitioner.jit(
       self.train_step(phase),
       donate_argnums=() if self.settings.hunt_nan else 0,
-      out_shardings=(self._state_shardings(), None),
+      out_shardings=(self._shardings, None),
     ).trace(self.state, Batch(integers, integers, floats, integers, integers))
 
   def remarks(self) -> list[str]:
     """What a run says about its configuration before it starts."""
-    undeclared = [
+    params = self.state.params
+    parts = sums_of_parts(params, lambda leaf: leaf.size)
+    total, by_size = sum(parts.values()), sorted(parts.items(), key=lambda item: -item[1])
+    listed = ', '.join(f'{part} {size:,}' for part, size in by_size)
+    dtypes = ' and '.join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params)}))
+    mesh = ', '.join(f'{axis}={size}' for axis, size in self.partitioner.mesh.shape.items())
+    remarks = [
+      f'{total:,} parameters ({listed}) in {dtypes}, computed in '
+      f'{self.model.about.compute_dtype}; mesh {mesh}'
+    ]
+    remarks += [
       f'{path} is replicated on every device: its module declares no axes, and '
       'Partitioner.parameter_axes has no rule for it'
       for path in self.undeclared_parameters()
     ]
-    forgetful = self.short_horizon()
-    warnings = [f'warning: {forgetful}'] if forgetful else []
-    return [self._sizes(), *undeclared, *warnings, *self._frozen()]
-
-  def _sizes(self) -> str:
-    """The parameters by part, the dtypes and the mesh."""
-    params = self.state.params
-    parts = sums_of_parts(params, lambda leaf: leaf.size)
-    by_size = sorted(parts.items(), key=lambda item: -item[1])
-    listed = ', '.join(f'{part} {size:,}' for part, size in by_size)
-    dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params)})
-    mesh = ', '.join(f'{axis}={size}' for axis, size in self.partitioner.mesh.shape.items())
-    return (
-      f'{sum(parts.values()):,} parameters ({listed}) in '
-      f'{" and ".join(dtypes)}, computed in {self.model.about.compute_dtype}; mesh {mesh}'
-    )
-
-  def _frozen(self) -> list[str]:
-    """How many parameters learn, if some do not."""
-    params = self.state.params
-    sizes = jax.tree.map(lambda leaf: leaf.size, params)
-    learned = jax.tree.map(
-      lambda n, frozen: 0 if frozen else n, sizes, self.optimizer.frozen(params)
-    )
-    count, total = sum(jax.tree.leaves(learned)), sum(jax.tree.leaves(sizes))
-    if count == total:
-      return []
-    return [f'{count:,} of {total:,} parameters learn; groups with a learning rate of 0 are frozen']
+    if forgetful := self.short_horizon():
+      remarks.append(f'warning: {forgetful}')
+    frozen = jax.tree.map(lambda p, is_so: p.size * is_so, params, self.optimizer.frozen(params))
+    if count := sum(jax.tree.leaves(frozen)):
+      remarks.append(
+        f'{total - count:,} of {total:,} parameters learn; groups with a learning rate of 0 are '
+        'frozen'
+      )
+    return remarks
 
   def short_horizon(self) -> str | None:
     """A warning, if the recurrences forget within the tokens that a step reads of a row."""
@@ -223,9 +210,6 @@ class Setup:
       'with_average': self.settings.average_decay is not None,
     }
 
-  def _state_shardings(self) -> TrainState:
-    return jax.tree.map(lambda leaf: leaf.sharding, self.state)
-
   def _check_chunks(self) -> None:
     phases = self.curriculum.phases
     self.partitioner.check_batch(self.settings.batch_size, *(phase.chunk_size for phase in phases))
@@ -235,9 +219,9 @@ class Setup:
         f'StepSettings.micro_batches={self.settings.micro_batches} does not divide the {rows} rows '
         'of each device.'
       )
-    interval = self.model.about.plan_interval
-    for size in [phase.chunk_size for phase in phases if phase.planner and interval]:
-      if interval and size % interval:
+    interval = self.model.about.plan_interval or 1
+    for size in [phase.chunk_size for phase in phases if phase.planner]:
+      if size % interval:
         below = size // interval * interval
         nearest = f'{below} or {below + interval}' if below else f'{interval}'
         raise ConfigurationError(
