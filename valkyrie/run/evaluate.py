@@ -43,7 +43,6 @@ def evaluate(
   """Evaluates a run's checkpoint on the whole validation split; writes and prints metrics.
 
   Args:
-    model_dir: the directory of the run.
     last_step: of the run, at which a follower ends.
     cuts: parts of the carry, 'state' or 'all'. For each, one more evaluation resets it before every
       chunk, and writes to model_dir/eval_cut_NAME.
@@ -53,8 +52,7 @@ def evaluate(
     follow: evaluate every checkpoint that has no evaluation yet, and those to come, as they are
       committed. Without a name, the metrics go to model_dir/eval_whole.
 
-  Raises:
-    ConfigurationError: there is no such step, or its metrics would be mixed with other data's.
+  Raises a ConfigurationError without such a step, or if metrics would mix with other data's.
   """
   check_cuts('evaluate.cuts', cuts)
   if not all(letter.isalnum() or letter in '._-' for letter in name):

@@ -163,9 +163,7 @@ class Evaluator:
   def record_data(self, model_dir: str, stream: str, *, may_differ: bool) -> None:
     """Writes the fingerprint of each source's store to model_dir/STREAM/data.json.
 
-    Raises:
-      ConfigurationError: unless it `may_differ`, the stream has evaluations of other data.
-      StorageError: the file cannot be written.
+    Raises a ConfigurationError if the stream has evaluations of other data, unless it `may_differ`.
     """
     path = pathlib.Path(model_dir, stream, 'data.json')
     fingerprints = {name: feed.fingerprint for name, feed in self._sources.items()}

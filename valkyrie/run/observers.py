@@ -30,8 +30,7 @@ class Refusals(contextlib.AbstractContextManager['Refusals']):
     {"step": 412, "why": "loss spike", "loss": 9.1, "grad_norm": 3.0, "read": "these documents .."}
     {"step": 412, "rewound_to": 400}
 
-  A line has the reason and the documents read, or the step whose parameters a rewind restored. Only
-  process 0 writes the file. A context manager that closes it.
+  Only process 0 writes the file. A context manager that closes it.
 
   Attributes:
     skipped: number of steps refused so far.
@@ -55,18 +54,14 @@ class Refusals(contextlib.AbstractContextManager['Refusals']):
 
     Raises Diverged if the budget is spent, and a StorageError if the file cannot be written.
     """
-    before, self._running = self._running, (step, metrics)
-    self._read(before)
+    self.flush((step, metrics))
 
-  def flush(self) -> None:
+  def flush(self, running: tuple[int, StepMetrics] | None = None) -> None:
     """Waits for the last step, and reads its metrics; raises as a call does."""
-    last, self._running = self._running, None
-    self._read(last)
-
-  def _read(self, dispatched: tuple[int, StepMetrics] | None) -> None:
-    if dispatched is None:
+    last, self._running = self._running, running
+    if last is None:
       return
-    step, metrics = dispatched
+    step, metrics = last
     before, self.skipped = self.skipped, int(metrics.skipped)
     if self.skipped > before and self._lines is not None:
       why = 'loss spike' if bool(metrics.spiked) else 'not finite'
@@ -104,11 +99,12 @@ class Validation:
   model_dir: str
   log: TrainingLog
   writer: RunWriter
-  say: Callable[[str], None]
   drawing: Executor
-  losses: dict[int, float | None] = dataclasses.field(default_factory=dict)
-  lowest: Lowest | None = None
-  _picture: tuple[int, Future[np.ndarray]] | None = None
+
+  def __post_init__(self):
+    self.losses: dict[int, float | None] = {}
+    self.lowest = self.trainer.lowest
+    self._picture: tuple[int, Future[np.ndarray]] | None = None
 
   def __call__(self, step: int, state: TrainState, metrics: StepMetrics) -> None:
     """Evaluates the state after `step`, counted from 1."""
@@ -132,7 +128,7 @@ class Validation:
       draw, place = pictures.write_loss_by_position, pathlib.Path(self.model_dir)
       self._picture = step, self.drawing.submit(draw, place, {'validation': found})
     split = 'the whole validation split' if is_last else 'validation'
-    self.say(f'step {step}, {split}: ' + ', '.join(describe(found)))
+    self.trainer.say(f'step {step}, {split}: ' + ', '.join(describe(found)))
     self.log.restart_clock()
 
   def check_picture(self) -> None:

@@ -63,10 +63,8 @@ def train(
 
   Args:
     model_dir: the directory of the run; docs/operations.md lists its files.
-    settings: the class of the settings that decide the compiled steps.
     train_steps: optimizer steps in all, those before a resume included.
     log_every, eval_every, checkpoint_every: steps between these; the last step does all three.
-    checkpoints: the checkpoints to keep.
     initial_weights: the source of the first weights, see `InitialWeights`; None initializes them.
     patience: evaluations without a lower validation loss after which the run ends; None for none.
     profile_steps: the first and the last step to profile, into model_dir/profile.
@@ -137,17 +135,8 @@ def train(
     refusals = stack.enter_context(
       Refusals(model_dir, skipped, trainer.documents, progress.say, budget)
     )
-    validation = Validation(
-      evaluate,
-      trainer,
-      train_steps,
-      model_dir,
-      log,
-      eval_writer,
-      progress.say,
-      stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix='plot')),
-      lowest=trainer.lowest,
-    )
+    drawing = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix='plot'))
+    validation = Validation(evaluate, trainer, train_steps, model_dir, log, eval_writer, drawing)
     stack.callback(validation.check_picture)
     saver = Saver(trainer, validation, [refusals.flush, log.flush])
 
