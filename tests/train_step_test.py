@@ -17,8 +17,7 @@ from valkyrie.models.features import Features
 from valkyrie.training import losses, train_step
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
-from valkyrie.training.spikes import LossSpikes
-from valkyrie.training.train_step import initial_state, make_train_step, state_shapes
+from valkyrie.training.train_step import initial_state, make_train_step
 
 PHASE = Phase(chunk_size=6, chunks=4, backprop_chunks=2)
 
@@ -242,20 +241,6 @@ def test_one_pass_over_the_logits_is_enough_for_their_gradients(z_loss, monkeypa
     jax.tree.map(
       lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected
     )
-
-
-@pytest.mark.parametrize('with_average', [False, True])
-def test_the_shapes_of_a_state_are_known_without_a_trace_of_the_model(with_average):
-  model = tiny.model()
-  optimizer = Optimizer(learning_rate=0.01, warmup_steps=2, train_steps=20)
-  recent = LossSpikes().initial()
-  found = state_shapes(model, optimizer, 2, recent, with_average=with_average)
-  expected = jax.eval_shape(
-    lambda: initial_state(model, optimizer, 0, 2, recent, with_average=with_average)
-  )
-  assert jax.tree.structure(found) == jax.tree.structure(expected)
-  kinds = [[(x.shape, x.dtype) for x in jax.tree.leaves(state)] for state in (found, expected)]
-  assert kinds[0] == kinds[1]
 
 
 def test_a_new_model_knows_nothing():

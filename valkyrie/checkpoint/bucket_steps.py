@@ -204,7 +204,7 @@ class BucketSteps:
   def _delete_safely(self, folders: Iterable[str], **fields: Any) -> None:
     """Changes the lock, then deletes folders."""
     listed = [self._bucket.objects(folder) for folder in folders]
-    self._held.update(**fields)  # held, so that nothing listed belongs to another trainer
+    self._held.update(**fields)  # raises unless still held: nothing listed is another's
     for found in listed:
       self._bucket.delete(found)
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 import dataclasses
 import functools
-from typing import Any
 
 import gin
 import jax
@@ -19,13 +18,7 @@ from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.spikes import LossSpikes
-from valkyrie.training.train_step import (
-  TrainState,
-  initial_state,
-  make_train_step,
-  state_axes,
-  state_shapes,
-)
+from valkyrie.training.train_step import TrainState, initial_state, make_train_step, state_axes
 from valkyrie.types import Batch, Carry, TaskFeed
 
 
@@ -92,7 +85,7 @@ class Setup:
     self._check_chunks()
     self._check_time_axis()
     self.optimizer, self.loss_spikes = settings.optimizer(), settings.loss_spikes()
-    shapes = state_shapes(self.model, self.optimizer, settings.batch_size, **self._extras())
+    shapes = jax.eval_shape(self._initial_state)
     self._check_average(shapes)
     axes = state_axes(self.model, self.optimizer, self.partitioner, shapes)
     self._shardings: TrainState = self.partitioner.shardings(shapes, axes)
@@ -104,13 +97,13 @@ class Setup:
 
   def initial_state(self) -> TrainState:
     """The state before the first step, on the mesh."""
-    settings = self.settings
-    return self.partitioner.jit(
-      lambda: initial_state(
-        self.model, self.optimizer, settings.seed, settings.batch_size, **self._extras()
-      ),
-      out_shardings=self._shardings,
-    )()
+    return self.partitioner.jit(self._initial_state, out_shardings=self._shardings)()
+
+  def _initial_state(self) -> TrainState:
+    settings, recent = self.settings, self.loss_spikes.initial()
+    with_average = settings.average_decay is not None
+    arguments = self.model, self.optimizer, settings.seed, settings.batch_size, recent
+    return initial_state(*arguments, with_average=with_average)
 
   def initial_carry(self) -> Carry:
     """The empty carry of all rows, on the mesh."""
@@ -202,13 +195,6 @@ class Setup:
 
     self.model.parameter_axes(note)
     return undeclared
-
-  def _extras(self) -> dict[str, Any]:
-    """What the train state has besides parameters, moments and carry."""
-    return {
-      'recent': self.loss_spikes.initial(),
-      'with_average': self.settings.average_decay is not None,
-    }
 
   def _check_chunks(self) -> None:
     phases = self.curriculum.phases

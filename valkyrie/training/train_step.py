@@ -79,22 +79,6 @@ def initial_state(
   return TrainState(zero, params, moments, carry, zero, recent, average)
 
 
-def state_shapes(
-  model: Model,
-  optimizer: Optimizer,
-  batch_size: int,
-  recent: RecentLosses | None = None,
-  *,
-  with_average: bool = False,
-) -> TrainState:
-  """The shapes and dtypes of `initial_state`; the model is traced only once for both."""
-
-  def state():
-    return initial_state(model, optimizer, 0, batch_size, recent, with_average=with_average)
-
-  return jax.eval_shape(state)
-
-
 def state_axes(
   model: Model, optimizer: Optimizer, partitioner: Partitioner, shapes: TrainState
 ) -> TrainState:
