@@ -80,11 +80,9 @@ def _program(
 ) -> dict[str, Any]:
   """Size, operations, communication and HBM traffic of the compiled program, per chip and step.
 
-  executed_instructions: with loops multiplied out.
+  executed_instructions, executed_flops: with loops multiplied out, and what is computed again.
   useful_flops: of the model's matrix products, once forward and once backward.
-  executed_flops: of the program's matrix products, with what it computes again.
-  collective_bytes: bytes sent, by kind.
-  rare_collective_bytes: bytes that rarely taken branches add.
+  collective_bytes: bytes sent, by kind; rare_collective_bytes: what rarely taken branches add.
   """
   largest = collectives.largest_in_loops(sent)
   most = sorted(done, key=lambda one: -one.bytes * one.times)[:5]
@@ -110,12 +108,10 @@ def _estimates(
 ) -> dict[str, Any]:
   """Estimated time and share of peak on a TPU slice, see `collectives`. Nothing is measured.
 
-  estimated_seconds_by_part: {part: [by roofline, by cycles]}, see `work`.
-  estimated_compute_seconds: operations / peak FLOP/s.
-  estimated_memory_seconds: bytes / HBM bandwidth.
-  estimated_instruction_seconds, estimated_cycles_seconds: the sums of the parts, by roofline and by
-    cycles. The time of a step lies between them.
-  estimated_tokens_per_second_per_chip, estimated_share_of_peak: [by roofline, by cycles].
+  Pairs are [by roofline, by cycles], see `work`. estimated_instruction_seconds and
+  estimated_cycles_seconds are the sums of the parts by each; the time of a step lies between them.
+  estimated_compute_seconds is operations / peak FLOP/s, and estimated_memory_seconds is bytes / HBM
+  bandwidth.
   """
   name, sides = topologies.parse(topology)
   chip = chips.TPUS[name]

@@ -19,8 +19,6 @@ _BITS = {'pred': 8, 'token': 0, 'opaque': 0}
 class ArrayShape(NamedTuple):
   """`bf16[8,128]{1,0:T(8,128)(2,1)S(3)}`.
 
-  dtype: element type.
-  dims: sizes of the dimensions.
   minor_to_major: the dimensions in the order of the layout, the contiguous one first.
   tile: the first tile of the layout, over the most minor dimensions; () without tiles.
   space: the memory space; 0 is the device's main memory.
@@ -80,12 +78,7 @@ class Instruction:
 
 @dataclasses.dataclass(eq=False)
 class Computation:
-  """Instructions by name, in execution order.
-
-  others: the computations of the program.
-  parameters: by number.
-  root: the instruction whose value is returned.
-  """
+  """Instructions in execution order, `parameters` by number, and `others` of the program."""
 
   name: str
   others: Mapping[str, 'Computation']
@@ -202,10 +195,8 @@ def _bits(dtype: str) -> int:
 class Transfer:
   """An instruction that moves data, or does other work of a subclass.
 
-  bytes: bytes moved in one execution.
-  source: the operation's name in jax.
+  bytes, source: moved in one execution, and the operation's name in jax.
   times: executions per step.
-  in_loop: whether it is inside a loop.
   rare: whether it is in a branch that is not the usual one.
   """
 

@@ -49,14 +49,13 @@ def precompile(
 ) -> None:
   """Compiles the train step of every phase; writes and prints a certificate of each.
 
+  If a step needs more memory, a ConfigurationError recommends a change.
+
   Args:
     model_dir: the directory of precompile.json.
     topology: a TPU slice, such as 'v4:4x4x2'; None means the devices of this machine.
     hbm_bytes: the memory of a device that a program may use; None takes what the chip has.
     layouts: gin files of partitioners to try if a step needs more; None takes all of gin/partition.
-
-  Raises:
-    ConfigurationError: a step needs more memory; the message recommends a change.
   """
   devices = jax.devices() if topology is None else topologies.devices(topology)
   chip = chips.of_kind(devices[0].device_kind)
@@ -114,10 +113,8 @@ def advice(
 ) -> str:
   """A report of the memory of the step, the effect of each change, and the change to make.
 
-  Args:
-    worst: the certificate of the step with the largest memory.
-    layouts: gin files of partitioners to try; None tries gin/partition for several devices.
-    ask, partitioner: return the certificate of that step, and the layout, of the current bindings.
+  `worst` is the certificate of the step with the largest memory; `ask` and `partitioner` return
+  that of the step, and the layout, of the current bindings. For `layouts` see `precompile`.
   """
   needs = gib(worst['total_bytes']) if worst['total_bytes'] else 'more memory'
   lines = [

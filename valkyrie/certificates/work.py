@@ -8,9 +8,8 @@ with padding do not count.
 operands and writes its results, once; the intermediate values of a fusion stay on the chip. Arrays
 in other memory spaces are excluded (`S(1)` is the vector memory of a TPU core, `S(3)` the common
 memory of a v4), and so are instructions that only rename bytes. For a buffer that is sliced or
-updated in place, only the slice is included. This is an estimate from the program's text, not a
-measurement: a large product may read an operand several times and move more; a cache, as on CPUs
-and GPUs, may reduce the traffic.
+updated in place, only the slice is included. This is an estimate from the program's text: a large
+product may read an operand several times, and a cache, as on CPUs and GPUs, may reduce the traffic.
 
 **Cycles** are what the compiler of a TPU program expects of most instructions, as its text shows.
 They include what a roofline leaves out, such as elementwise work, heads that do not fill a matrix
@@ -93,10 +92,9 @@ def seconds(
 ) -> dict[str, list[float]]:
   """The time of each part except communication, which `collectives` estimates.
 
-  Returns:
-    {part: [by roofline, by cycles]}, if its instructions run one after the other. By roofline, each
-    takes the longer of its products at the peak and its bytes at HBM's bandwidth; by cycles, what
-    the compiler expects, or for a Pallas kernel its roofline.
+  {part: [by roofline, by cycles]}, if its instructions run one after the other. By roofline, each
+  takes the longer of its products at the peak and its bytes at HBM's bandwidth; by cycles, what the
+  compiler expects, or for a Pallas kernel its roofline.
   """
   spent: dict[str, list[float]] = {}
   for one in works:

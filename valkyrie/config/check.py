@@ -187,8 +187,7 @@ def _check_macro(name: str, statement: parse.Statement, macros: dict[str, parse.
 def find(name: str, where: str = '') -> gin_config.Configurable:
   """The configurable of 'scope/selector', which may omit leading modules.
 
-  Raises:
-    ConfigurationError: the name is unknown or ambiguous; the message begins with `where`.
+  An unknown or ambiguous name raises a ConfigurationError, whose message begins with `where`.
   """
   registry = gin_config._REGISTRY
   selector = name.rsplit('/', 1)[-1]

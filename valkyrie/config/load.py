@@ -41,6 +41,8 @@ def load_gin(
 ) -> None:
   """Parses the configuration of a run, if one is named, `files`, then `flags`, and locks gin.
 
+  A ConfigurationError names the flag, or the file and line, and a correction.
+
   Args:
     files: gin files; later ones override earlier ones. `gin/x.gin` is found from any folder.
     flags: '--gin.NAME=VALUE' arguments; the last one of a name wins.
@@ -48,9 +50,6 @@ def load_gin(
     search_paths: folders to search for files and includes, after the current folder.
     allowed_imports: packages that gin files may import besides valkyrie.
     modules: the modules that define configurables, imported before gin is locked.
-
-  Raises:
-    ConfigurationError: with the flag, or the file and line, and a correction.
   """
   statements = parse.read(files, flags, search_paths, allowed_imports)
   if run is not None:

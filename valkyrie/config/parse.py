@@ -133,10 +133,9 @@ def read(
 ) -> list[Statement]:
   """The statements of `files` with their includes, then of `flags` ('--gin.NAME=VALUE'), in order.
 
-  Raises:
-    ConfigurationError: a file is missing, unreadable, includes itself, lies in the folder of a run,
-      binds a name twice or above an include that binds it, imports a module that is not allowed, or
-      has a syntax error.
+  A ConfigurationError is raised if a file is missing, unreadable, includes itself, lies in the
+  folder of a run, binds a name twice or above an include that binds it, imports a module that is
+  not allowed, or has a syntax error.
   """
   statements, allowed = [], importable(allowed_imports)
   for name in files:

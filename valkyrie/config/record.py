@@ -48,9 +48,8 @@ def read_configuration(
 ) -> list[Statement]:
   """The statements in the config.json of a run.
 
-  Raises:
-    ConfigurationError: the run or its file is missing, the file has other content, or it imports a
-      package that is neither valkyrie nor in `allowed_imports`.
+  A ConfigurationError is raised if the run or its file is missing, the file has other content, or
+  it imports a package that is neither valkyrie nor in `allowed_imports`.
   """
   path = pathlib.Path(model_dir) / 'config.json'
   try:

@@ -38,10 +38,7 @@ _CONSTANTS = {'true': 'True', 'false': 'False', 'none': 'None', 'null': 'None'}
 
 
 def _arithmetic(value: str) -> str:
-  """'8192' for '8*1024'; '' for a text that is not an arithmetic expression.
-
-  Python computes an expression of constants while it compiles it, unless the number is large.
-  """
+  """'8192' for '8*1024', which Python computes while it compiles; '' for other texts."""
   try:
     code = compile(value, 'a gin value', 'eval')
   except (SyntaxError, ValueError):

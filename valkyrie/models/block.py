@@ -13,7 +13,12 @@ from valkyrie.types import Array, Carry, DType, SequenceMixer
 
 @gin.configurable
 class Block(hk.Module):
-  """x += mixer(norm(x)) for each mixer, then x += mlp(norm(x))."""
+  """x += mixer(norm(x)) for each mixer, then x += mlp(norm(x)).
+
+  `mixers` are the classes of the sequence mixers (`@S5` in gin, not `@S5()`), applied in this
+  order, and `mlp_width` is the hidden width of the MLP. A mixer that lacks an attribute raises a
+  ConfigurationError.
+  """
 
   def __init__(
     self,
@@ -21,16 +26,6 @@ class Block(hk.Module):
     mlp_width: int,
     name: str | None = None,
   ):
-    """Configures the layer.
-
-    Args:
-      mixers: the classes of the sequence mixers (`@S5` in gin, not `@S5()`), applied in this order.
-      mlp_width: hidden width of the gated MLP.
-      name: Haiku's.
-
-    Raises:
-      ConfigurationError: a mixer lacks an attribute.
-    """
     super().__init__(name)
     check_sizes('Block', mlp_width=mlp_width)
     self.mixers = tuple(make() for make in mixers)
@@ -63,10 +58,8 @@ class Block(hk.Module):
   ) -> tuple[Array, tuple[Carry, ...]]:
     """x [B, T, D] and the carry of each mixer -> the same, after this layer.
 
-    Adds to `found` the values of its kinds, see `features.ACTIVATIONS`.
-
-    Raises:
-      ConfigurationError: a mixer's outputs or carry have another form than its inputs.
+    Adds to `found` the values of its kinds, see `features.ACTIVATIONS`. A mixer whose outputs or
+    carry have another form than its inputs raises a ConfigurationError.
     """
     begun, after = x, []
     for mixer, before in zip(self.mixers, carry, strict=True):

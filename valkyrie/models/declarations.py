@@ -57,12 +57,9 @@ def stored_as(dtype: DType) -> Callable:
 
 
 class Parameter(NamedTuple):
-  """One parameter of a model.
+  """The shape and dtype of a parameter, and its `axes` and `cast`, see `Declared`.
 
-  shape: its shape and dtype.
-  axes: its logical axes, with the axis of the layer stack; None where its module declares none.
-  cast: the dtype to which every use casts it: a copy in that dtype computes the same. None if it is
-    used in float32.
+  The axes begin with the layer stack's; they are None where the module declares none.
   """
 
   shape: jax.ShapeDtypeStruct
@@ -74,8 +71,7 @@ class Parameter(NamedTuple):
 class Kind:
   """What an optimizer distinguishes.
 
-  is_matrix: whether the parameter has several dimensions in its own layer, and is no table with a
-    vector for each token (a step touches only a few).
+  is_matrix: whether it has several dimensions in its own layer, and no vector for each token.
   stacked: its leading dimensions that are layers.
   in_planner: whether a planner has it.
   """

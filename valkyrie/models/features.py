@@ -26,7 +26,6 @@ class Features(NamedTuple):
   """The output of a language model; logits are hidden @ unembedding.T.
 
   hidden: [B, T, D] in the compute dtype; unembedding: [V, D] float32, V padded to lanes.
-  drafts: of a planner, for the same tokens; None without one.
   activations: {kind: [layers, B, T, D]} of the kinds in `ACTIVATIONS` that were asked for.
   """
 
@@ -40,11 +39,9 @@ class Description(NamedTuple):
   """The facts about a model that training, inference and reports need.
 
   vocabulary_size: the tokens that exist.
-  compute_dtype: of activations.
   forward_flops: operations of one token in a forward pass, the unembedding included.
   window: the largest distance at which any attention window sees a token; 0 without one.
-  horizon: the longest time constant of any mixer's state at initialization, in tokens; None without
-    a recurrence.
+  horizon: the longest time constant at initialization, in tokens; None without a recurrence.
   max_context: the longest document that every mixer can read; None without a bound.
   carried: False if a mixer reads every chunk by itself, as `FullAttention` can.
   has_dropout: whether any mixer draws random numbers in training.

@@ -1,9 +1,7 @@
 """Language model: embedding, stacked layers, norm, and a carry from chunk to chunk in hk.State.
 
-Only `LanguageModel` touches `hk.State`. It holds one pytree, `carry`, whose leaves are
-[repeats, B, ...]; a planner, between the lower and the upper layers, adds its own carry and splits
-the carry of the layers. Mixers take and return carries as values, since `hk.layer_stack` would
-store the state after the first call as the initial one.
+Only `LanguageModel` touches `hk.State`. Mixers take and return carries as values, since
+`hk.layer_stack` would store the state after the first call as the initial one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -51,24 +49,22 @@ class LanguageModel(hk.Module):
     d_model: D.
     layers: L, a multiple of the pattern's length.
     pattern: block classes (`@Block` in gin), repeated until there are `layers` blocks.
-    planner: a class (`@Planner` in gin). It reads the output of the lower half of the repeats, and
-      the upper half reads its plans; None builds nothing.
-    embedding_scale: a factor on the embeddings of the inputs. None takes sqrt(D), with which they
-      enter with variance 1, as in Griffin and Gemma.
+    planner: a class (`@Planner` in gin), or None. It reads the output of the lower half of the
+      repeats, and the upper half reads its plans.
+    embedding_scale: a factor on the embeddings of the inputs. None takes sqrt(D), which gives them
+      variance 1, as in Griffin and Gemma.
     tied: logits are products with the embedding; False learns another matrix, `unembedding`.
     lora: the class of the adapters (`@Lora` in gin); None for none.
     compute_dtype: 'float32' or 'bfloat16', of activations.
     parameter_dtype: 'float32', or 'bfloat16' if that is the compute_dtype: half of the memory for
       the parameters that every use casts. Updates are rounded to it at random. Norm scales,
       embeddings and the recurrences' rates stay float32.
-    remat_policy: the activations of a layer that are saved for the backward pass: 'products' saves
-      matrix products and attention outputs, and recomputes the rest; 'mlp' saves attention outputs
-      and the products of the MLP's width; 'attention' only the former; 'nothing' recomputes all;
-      None saves all.
+    remat_policy: what a layer saves for the backward pass, which recomputes the rest: 'products'
+      saves matrix products and attention outputs; 'mlp' attention outputs and the products of the
+      MLP's width; 'attention' only the former; 'nothing' nothing; None all.
     unroll: repeats of the pattern that are compiled one after the other, inside a loop over the
       rest. A few layers on a CPU run faster without the loop, which copies the saved activations
       into and out of stacked arrays; many would compile slowly.
-    name: Haiku's.
 
   Raises:
     ConfigurationError: the layers are not whole repeats of the pattern, a name is unknown, or a
@@ -107,11 +103,10 @@ class LanguageModel(hk.Module):
     plan: bool = True,
     activations: Sequence[str] = (),
   ) -> Features:
-    """Reads one chunk of every row, and advances the carry in `hk.State`.
+    """Reads one chunk of every row, int32 [B, T] (see `types.Batch`), and advances the carry.
 
-    The arguments are int32 [B, T], see `types.Batch`. Without `plan`, the planner is skipped, and
-    its carry is reset as at a document start. `activations` are the kinds of intermediate values
-    to return, see `features.ACTIVATIONS`.
+    Without `plan`, the planner is skipped, and its carry is reset as at a document start.
+    `activations` are the kinds of intermediate values to return, see `features.ACTIVATIONS`.
     """
     with (
       hk.custom_creator(stored_as(jnp.dtype(self.parameter_dtype))),
@@ -162,10 +157,10 @@ class LanguageModel(hk.Module):
     return Features(RMSNorm(name='final_norm')(x), unembedding, drafts, values or None)
 
   def initial_carry(self, batch_size: int) -> dict[str, Any]:
-    """The content of `hk.State` for rows that have read nothing.
+    """The content of `hk.State` for rows that have read nothing, leaves [repeats, B, ...].
 
-    'carry' is a tuple over the pattern, leaves [repeats, B, ...]. With a planner it belongs to the
-    layers below; 'planner' is then its own carry, and 'upper_carry' belongs to the layers above.
+    'carry' is a tuple over the pattern. With a planner, which has its own 'planner', it belongs to
+    the layers below, and 'upper_carry' to those above.
     """
     carries = self.inspect(
       lambda blocks: tuple(b.initial_carry(batch_size, self.compute_dtype) for b in blocks)
@@ -183,11 +178,7 @@ class LanguageModel(hk.Module):
     }
 
   def describe(self) -> Description:
-    """The facts about this model.
-
-    Raises:
-      ConfigurationError: a mixer reads the tokens that are to be predicted.
-    """
+    """The facts; raises a ConfigurationError if a mixer reads tokens that are to be predicted."""
     layer_flops = self.inspect(lambda blocks: sum(b.forward_flops(self.d_model) for b in blocks))
     mixers = self.inspect(lambda blocks: [mixer for block in blocks for mixer in block.mixers])
     for mixer in mixers:
@@ -279,10 +270,8 @@ class Model(NamedTuple):
   init: (rng, batch_size) -> (params, carry of rows that have read nothing).
   initial_carry: batch_size -> only that carry.
   apply: (params, carry, inputs, positions, segment_ids, rng=None, plan=True, activations=()) ->
-    (Features, carry). With an rng, as in training, dropout acts. The last two are static, see
-    `LanguageModel`.
+    (Features, carry), see `LanguageModel`. With an rng, dropout acts. The last two are static.
   parameters: () -> {module: {name: Parameter}}.
-  about: facts about it.
   """
 
   init: Callable[[Array, int], tuple[Params, Carry]]
@@ -346,8 +335,7 @@ class Model(NamedTuple):
 def transform(make: Callable[..., LanguageModel]) -> Model:
   """The module that `make` builds as pure functions; reads gin here, and when traced.
 
-  Raises:
-    ConfigurationError: a mixer is not causal.
+  A mixer that is not causal raises a ConfigurationError.
   """
 
   declarations = Declarations()

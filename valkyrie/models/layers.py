@@ -1,10 +1,9 @@
 """Parameters with declared axes, and the plain layers that use them.
 
 Parameters are float32, unless the model stores those that every use casts in bfloat16; arithmetic
-is in the dtype of the input. A module makes a parameter by `parameter`, which declares its logical
-axes and the dtype to which every use casts it, so that neither a layout nor a cast copy needs a
-table of paths. A parameter made by plain `hk.get_parameter` declares nothing: it is never split and
-never cast.
+is in the dtype of the input. `parameter` declares logical axes and casts, so that neither a layout
+nor a cast copy needs a table of paths. A parameter made by plain `hk.get_parameter` is never split
+and never cast.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,15 +26,7 @@ from valkyrie.types import Array, Axes, DType
 def parameter(
   name: str, shape: tuple[int, ...], init: Callable, *, axes: Axes, cast: DType | None = None
 ) -> Array:
-  """A parameter of the calling module: float32, unless the model stores it as it is cast.
-
-  Args:
-    name: of the parameter, within the module.
-    shape: its shape.
-    init: a Haiku initializer.
-    axes: the logical axis of each dimension; None is never split.
-    cast: the dtype to which every use casts it; None if it is used in float32.
-  """
+  """A parameter of the calling module; see `Declared` for its initializer, axes and cast."""
   return hk.get_parameter(name, shape, init=Declared(init, axes, cast))
 
 
@@ -59,10 +50,10 @@ def products(
   axes: Axes = (None, None),
   out_dtype: DType | None = None,
 ) -> list[Array]:
-  """x [..., D_in] @ w for each weight w [D_in, width], in one matrix product.
+  """x [..., D_in] @ w for each weight w [D_in, width], cast to x's dtype, in one matrix product.
 
-  Each weight is cast to x's dtype. Side by side they make one wide product, with one sum in the
-  backward pass; a product for each would read x again and write its gradient again.
+  Side by side the weights make one wide product, with one sum in the backward pass; a product for
+  each would read x again and write its gradient again.
 
   Args:
     x: the activations.
@@ -116,15 +107,10 @@ def project(x: Array, axes: Axes, **widths: int) -> list[Array]:
 
 
 def dropout(x: Array, rate: float, shared: Sequence[int] = ()) -> Array:
-  """x with a share `rate` of its values zeroed, the others scaled up (Srivastava et al. 2014).
+  """x [B, T, ...] with a share `rate` zeroed, the others scaled up (Srivastava et al. 2014).
 
   It acts only if the transform has an rng, in training. A draw depends on the seed, the step, and
-  the cuts between chunks and between devices.
-
-  Args:
-    x: [B, T, ...].
-    rate: in [0, 1); at 0 no key is drawn.
-    shared: axes along which one draw counts for all.
+  the cuts between chunks and between devices. One draw serves all along the axes `shared`.
   """
   rng = hk.maybe_next_rng_key() if rate else None
   if rng is None:
@@ -139,7 +125,6 @@ class RMSNorm(hk.Module):
   """Root-mean-square normalization (Zhang & Sennrich 2019, eq. 4), of [B, T, D] in float32."""
 
   def __init__(self, epsilon: float = 1e-6, name: str | None = None):
-    """epsilon: added to the mean square."""
     super().__init__(name)
     self.epsilon = epsilon
 

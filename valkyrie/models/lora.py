@@ -23,11 +23,8 @@ class Lora:
   """The matrices with an adapter, and its size.
 
   A [inputs, rank] begins at random and B [rank, outputs] at zero, so an adapter changes nothing at
-  first. There is no further factor: the learning rate of B does what it would do.
-
-  Attributes:
-    pattern: a regular expression that is found in the paths of matrices, as in model_info.txt.
-    rank: of the adapters.
+  first. There is no further factor: the learning rate of B does what it would do. `pattern` is a
+  regular expression that is found in the paths of the matrices, as in model_info.txt.
   """
 
   pattern: str = r'attention/(query|key|value|out)$'

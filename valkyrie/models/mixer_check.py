@@ -35,13 +35,9 @@ def check_result(name: str, x: Array, before: Carry, y: Array, after: Carry) -> 
 def check_mixer(make: Callable[[], SequenceMixer], width: int, tolerance: float = 1e-4) -> None:
   """Runs a causal mixer on 16 random tokens of two rows, with random parameters, in float32.
 
-  Args:
-    make: the class of the mixer, or a function that makes it with its options.
-    width: D, of the inputs.
-    tolerance: the largest difference of equal results, relative to the size of the outputs.
-
-  Raises:
-    ConfigurationError: the mixer breaks a rule of `valkyrie.types.SequenceMixer`, which it names.
+  `make` is its class, or a function that makes it; inputs have D = `width`. `tolerance` is the
+  largest difference of equal results, relative to the size of the outputs. Raises a
+  ConfigurationError that names the broken rule of `valkyrie.types.SequenceMixer`.
   """
   name = getattr(make, '__name__', repr(make))
 

@@ -10,9 +10,7 @@ from valkyrie.types import Params
 def part_of(module: str, name: str) -> str:
   """The part of a parameter: 'embedding', 'norms', 'mlp', or the name of its mixer or planner.
 
-  Args:
-    module: Haiku's name of the module, such as 'model/layers/block_0/~/gated_recurrence/~/s5'.
-    name: of the parameter.
+  `module` is Haiku's name, such as 'model/layers/block_0/~/gated_recurrence/~/s5'.
   """
   names = [re.sub(r'_\d+$', '', part) for part in module.split('/')]
   if '~' in names:

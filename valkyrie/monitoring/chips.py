@@ -13,7 +13,6 @@ class Chip(NamedTuple):
   device_kind: JAX's name for the device, or the beginning of that name for a GPU.
   peak_flops: dense bfloat16 FLOP/s.
   hbm_bytes: memory that a program can use. The runtime keeps the rest.
-  hbm_bytes_per_second: bandwidth of that memory.
   link_bytes_per_second: bandwidth of one link between neighbors, in one direction.
   axes: dimensions of the network. A chip has a link to both of its neighbors along each.
   cycles_per_second: of the clock of its cores.

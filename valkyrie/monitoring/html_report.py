@@ -1,9 +1,8 @@
 """One page about one or more runs, in a file of its own: curves, losses by position, differences.
 
-    scripts/report runs/tiny runs/other --output=report.html
+  scripts/report runs/tiny runs/other --output=report.html
 
-The page needs no network and no script. It follows the light or dark setting of the reader's
-system, and every curve is named in words, with its last value.
+The page needs no network and no script, and follows the light or dark setting of the reader.
 """
 
 import argparse

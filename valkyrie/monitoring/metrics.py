@@ -39,14 +39,10 @@ def speed_metrics(
   flops_per_token: float | None,
   peak_flops: float | None,
 ) -> Metrics:
-  """The speed of `steps` steps; a metric that needs an argument that is None is None.
+  """The speed of `steps` steps, of all rows and hosts together, in wall time; None where unknown.
 
-  mfu is the share of the peak that the model's FLOPs reach (Chowdhery et al. 2022, appendix B).
-
-  Args:
-    tokens, steps, seconds, devices: of all rows and hosts together, in wall time.
-    flops_per_token: FLOPs of the model, forward and backward, without recomputation.
-    peak_flops: peak FLOP/s of one device.
+  mfu is the share of the peak FLOP/s of a device that the model's FLOPs, forward and backward
+  without recomputation, reach (Chowdhery et al. 2022, appendix B).
   """
   per_device = tokens / seconds / devices
   flops = None if flops_per_token is None else per_device * flops_per_token

@@ -46,10 +46,9 @@ def write_loss_by_position(
   """Draws the metrics loss_by_position/P over P on a logarithmic axis, one curve per name.
 
   The range of the losses is chosen for the differences between positions and curves. The first
-  positions of a document, which have little context, are cut off at its top.
-
-  The file in model_dir is loss_by_position.png, or for other data loss_by_position_NAME.png.
-  Returns the picture, uint8 [height, width, 3]; raises a StorageError if it cannot be written.
+  positions of a document, which have little context, are cut off at its top. The file in model_dir
+  is loss_by_position.png, or for other data loss_by_position_NAME.png. Returns the picture, uint8
+  [height, width, 3]; raises a StorageError if it cannot be written.
   """
   points = {name: by_position(metrics) for name, metrics in curves.items()}
   every = [point for some in points.values() for point in some]

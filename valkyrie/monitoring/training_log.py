@@ -20,8 +20,7 @@ class TrainingLog:
   """Averages the metrics of steps, and writes them while a later step is running.
 
   Reading a number from a device waits for the device. The log therefore reads the metrics of a step
-  only after the next step was dispatched, and the devices never wait for the log. There are `every`
-  steps between two lines; the last step has one too.
+  only after the next step was dispatched. It writes a line every `every` steps, and after the last.
   """
 
   writer: RunWriter

@@ -44,6 +44,9 @@ def create_writers(
 ) -> 'RunWriter':
   """Returns a writer that can be used immediately, and starts to import TensorBoard's package.
 
+  A ConfigurationError is raised if this package is not installed, or if the name leads out of
+  model_dir; a StorageError if metrics.jsonl cannot be opened.
+
   Args:
     model_dir: the directory of the run.
     name: of the stream. 'train' writes model_dir/metrics.jsonl and model_dir/train/; any other name
@@ -52,11 +55,6 @@ def create_writers(
     tensorboard: write TensorBoard event files.
     clu_writers: each is called with the folder of the event files and returns a CLU MetricWriter,
       such as CLU's SummaryWriter or LoggingWriter, which receives what TensorBoard does.
-
-  Raises:
-    ConfigurationError: the package for TensorBoard event files is not installed, or the name leads
-      out of model_dir.
-    StorageError: metrics.jsonl cannot be opened.
   """
   if tensorboard and importlib.util.find_spec('tensorboard') is None:
     raise ConfigurationError(
@@ -78,14 +76,9 @@ def create_writers(
 class RunWriter(contextlib.AbstractContextManager['RunWriter']):
   """A CLU MetricWriter that passes scalars to all outputs, and everything else to CLU writers.
 
-  `event_file.EventFile` shows the methods that are passed on. A failure in the thread is raised
-  by the next call. After `flush` or `close` everything is on disk. A context manager that closes.
-
-  Attributes:
-    folder: of the CLU writers, with the name of the stream.
-    lines: metrics.jsonl; None in the processes that write nothing.
-    also: called with the scalars of each step.
-    writers: each opens a CLU MetricWriter, in the thread.
+  `event_file.EventFile` shows the methods that are passed on. `writers` open CLU writers in a
+  thread, whose failures the next call raises. After `flush` or `close` everything is on disk.
+  `lines` is metrics.jsonl, None in the processes that write nothing. A context manager that closes.
   """
 
   folder: pathlib.Path

@@ -59,7 +59,6 @@ def long_context(
 
   Args:
     model_dir, step: of the checkpoint, see `weights.restored`.
-    opened: opens the run.
     seed: of the problems.
     suites: names of `valkyrie.suites`; None for all, without a text all that need none.
     lengths: tokens of a problem with its answer, at most.

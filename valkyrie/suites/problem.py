@@ -38,7 +38,6 @@ class Problem(NamedTuple):
 class Order(NamedTuple):
   """The order for a problem of `length` tokens at most, with `units` of filler.
 
-  random: numbers of this problem.
   depth: the place of the facts, from 0 (first) to 1 (last); None for random places.
   sentences: of the text that serves as filler.
   """

@@ -28,8 +28,7 @@ _SAME = 3e-3  # the iterations of Muon amplify rounding; another treatment diffe
 def acts_on_layers(algorithm: Algorithm) -> bool:
   """Whether an algorithm must see the layers of a stack one by one.
 
-  Raises:
-    ConfigurationError: it cannot be used here; the message says why.
+  One that cannot be used here raises a ConfigurationError that says why.
   """
   if inspect.unwrap(algorithm) in _ALIKE:
     return False

@@ -80,12 +80,7 @@ class Phase:
 
 @gin.configurable
 class Curriculum:
-  """Phases one after the other; all but the last have a number of steps.
-
-  Attributes:
-    phases: in their order.
-    begins: the position of a row at which each phase begins.
-  """
+  """Phases one after the other; `begins` are the positions of a row at which they begin."""
 
   def __init__(self, phases: Sequence[Phase]):
     self.phases = tuple(phases)

@@ -23,12 +23,7 @@ _LOGITS_AT_ONCE = 2**25
 
 
 class TokenScores(NamedTuple):
-  """The scores of predictions, [B, T] each.
-
-  loss: -log p(target) in nats, float32.
-  right: whether the target has the largest logit, bool.
-  log_normalizer: the logarithm of the sum of exp(logit), float32.
-  """
+  """Losses in nats, whether the target is likeliest, and log Σ exp(logit), [B, T] each."""
 
   loss: Array
   right: Array
@@ -36,10 +31,7 @@ class TokenScores(NamedTuple):
 
 
 class WeightedSums(NamedTuple):
-  """Sums over tokens by their weights, float32 scalars.
-
-  loss: of the losses, in nats; squares: of the squared logarithms of the normalizers.
-  """
+  """Float32 sums of weighted losses, in nats, and of squared logarithms of the normalizers."""
 
   loss: Array
   squares: Array
@@ -91,18 +83,16 @@ def weighted_loss(
   z_loss: float = 0.0,
   in_one_pass: bool = False,
 ) -> tuple[Array, WeightedSums]:
-  """The loss from which a model learns, and the sums in it.
+  """The loss from which a model learns, and the sums in it, which have no gradient.
+
+  The loss is (loss + z_loss x squares) / total, see `WeightedSums`.
 
   Args:
     features: of a model; targets: [B, T]; weights: [B, T] float32, without a gradient.
     vocabulary_size: V without padding.
     total: the weight of all tokens of a step, a scalar.
-    z_loss: the factor of `WeightedSums.squares`.
     in_one_pass: compute the gradient of each slice with its loss. The gradient of the unembedding,
       [V, D] float32, is then held from the forward pass to the backward pass.
-
-  Returns:
-    ((loss + z_loss x squares) / total, the sums, which have no gradient).
   """
 
   def of(hidden, unembedding, targets, weights, total):

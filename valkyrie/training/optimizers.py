@@ -78,6 +78,9 @@ class Optimizer:
   ):
     """Constructs the algorithms and the schedule.
 
+    A ConfigurationError is raised if an algorithm needs more than gradients and parameters, or if a
+    number is out of its range.
+
     Args:
       learning_rate: the peak.
       warmup_steps: steps of linear warm-up.
@@ -91,10 +94,6 @@ class Optimizer:
       final_learning_rate_scale: the share of the peak at which it ends.
       cooldown: the share of the steps in which 'wsd' decays.
       clip_norm: the largest global norm of the gradient that is not scaled down.
-
-    Raises:
-      ConfigurationError: an algorithm needs more than gradients and parameters, or a number is out
-        of its range.
     """
     groups = (recurrence_group(),) if groups is None else groups
     self._groups, self._clip_norm = tuple(groups), clip_norm
@@ -120,8 +119,7 @@ class Optimizer:
   def init(self, params: Params, kinds: Any) -> Any:
     """The state before the first step; `kinds` is a pytree like params, see `Model.kinds`.
 
-    Raises:
-      ConfigurationError: a group has no parameters.
+    A group without parameters raises a ConfigurationError.
     """
     self._check_groups(params)
     return self._direction(params, kinds).init(params)

@@ -25,12 +25,9 @@ class Stretch(NamedTuple):
 
 
 class Reading:
-  """The positions of steps in a feed.
+  """The positions of steps in `feed`, the newest deal.
 
-  Attributes:
-    curriculum: of the steps that follow.
-    feed: the tokens of the newest deal; `place` has the position of a step in it.
-    stretches: of the run; a checkpoint records them.
+  A checkpoint records the `stretches` of the run; `curriculum` is that of the steps that follow.
   """
 
   def __init__(
@@ -46,9 +43,7 @@ class Reading:
     """Continues the reading of a checkpoint at its `step`, or begins a new one.
 
     A new stretch begins if the B = `rows` of the feed, or the position, differ from the checkpoint.
-
-    Raises:
-      ConfigurationError: the rows differ, and the feed ends after some epochs.
+    With other rows, a feed that ends after some epochs raises a ConfigurationError.
     """
     self.curriculum = curriculum
     self.stretches = [Stretch(*found) for found in stretches] or [Stretch(0, 0, rows)]

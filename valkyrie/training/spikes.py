@@ -80,11 +80,7 @@ def detect(spikes: LossSpikes, recent: RecentLosses, loss: Array) -> tuple[Array
 class RefusedSteps:
   """Ends a run in which more than `allowed` of any `window` consecutive steps were refused.
 
-  Attributes:
-    skipped: steps that were refused so far.
-    describe: names the documents of a step, given its number counted from 1.
-    allowed: the most refused steps in the window.
-    window: consecutive steps.
+  `skipped` steps were refused so far. `describe` names the documents of a step, counted from 1.
   """
 
   skipped: int
@@ -103,8 +99,7 @@ class RefusedSteps:
   def __call__(self, step: int, skipped: int) -> None:
     """Counts step number `step`; `skipped` is the number of all refused steps after it.
 
-    Raises:
-      Diverged: the budget is exceeded; names the documents of this step.
+    Raises Diverged, with the documents of this step, if the budget is exceeded.
     """
     self._counts.append(skipped)
     refused = skipped - self._counts[0]

@@ -52,8 +52,7 @@ def chunk_loss(
 ) -> tuple[Array, tuple[Carry, Sums]]:
   """Reads one chunk [B, C] of every row; see `gradients`, and `losses.weighted_loss`.
 
-  Returns:
-    (the loss divided by `total`, (the carry after the chunk, its sums)).
+  Returns (the loss divided by `total`, (the carry after the chunk, its sums)).
   """
   features, carry = model.apply(
     params, carry, chunk.inputs, chunk.positions, chunk.segment_ids, rng, plan
@@ -96,13 +95,11 @@ def gradients(
   """The gradient of the step's mean loss, cut between groups of `backprop_chunks` chunks.
 
   Args:
-    model: as pure functions.
     params: the parameters, or a copy with some in the compute dtype.
     carry: after the step before.
     batch: [B, N·C], where C is the chunk_size.
     total: float32, the weight of the whole step, by which the sum of losses is divided.
     rng: the key of the step, for dropout; None for none.
-    chunk_size: C.
     backprop_chunks: the chunks of a group, dividing N.
     remat_chunks: recompute chunks in the backward pass (see `_add_recomputed`), or save their
       activations.

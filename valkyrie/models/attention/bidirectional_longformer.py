@@ -25,12 +25,9 @@ class BidirectionalLongformer(WindowAttention):
   It carries nothing: a token sees its document within one chunk. For other global tokens, call
   `bidirectional_attention` directly. docs/encoder.md builds an encoder with it.
 
-  Attributes:
-    document_start: g, the first tokens of a document, which see it all and are seen by all of it.
+  Attributes, besides those of `WindowAttention`:
     max_global_tokens: G, the most global tokens in a row's chunk: the first ones of several
-      documents' starts. None means g, the start of one document.
-
-  The others are as in `WindowAttention`.
+      documents' starts. None means `document_start`, the start of one document.
   """
 
   max_global_tokens: int | None = None

@@ -2,8 +2,8 @@
 
 A token reads the W tokens before it, itself, the W tokens after it, and all global tokens of its
 document: one softmax, each key once. A global token reads all of its document, through separate
-queries, keys and values (§3.1). Cost and memory are linear in time. Positions are rotary; a key
-outside the window, or between the tokens that a dilated window sees, is rotated to its edge.
+queries, keys and values (§3.1). Cost and memory are linear in time. A key outside the window, or
+between the tokens that a dilated window sees, is rotated to its edge.
 """
 
 from collections.abc import Sequence
@@ -28,10 +28,7 @@ class Projections(NamedTuple):
 
 
 def first_positions(mask: Array, limit: int) -> Array:
-  """The indices of the first `limit` true elements of each row of bool [B, T]: int32 [B, limit].
-
-  T fills the rest of a row that has fewer.
-  """
+  """Indices of the first `limit` true elements of each row of [B, T]: int32 [B, limit], then T."""
 
   def of_row(row):
     return jnp.nonzero(row, size=limit, fill_value=row.shape[0])[0].astype(jnp.int32)
@@ -52,22 +49,16 @@ def bidirectional_attention(
   rotary: Rotary,
   dropout: Dropout | None = None,
 ) -> Array:
-  """Attention of every token of a row to its own document.
+  """Attention of every token of a row to its own document -> [B, T, H, K], zero at padding.
 
   Args:
     local: the projections for all tokens, N = T.
     from_global: the projections for global tokens, N = G.
     segment_ids: int32 [B, T], 0 at padding.
     global_tokens: int32 [B, G], the indices of the global tokens, as `first_positions` gives them.
-    window: W, the number of tokens on each side that a token sees; a head of dilation d sees the
-      distances d, 2d, ..., Wd.
+    window: W, tokens on each side; a head of dilation d sees the distances d, 2d, ..., Wd.
     dilations: d of each of the J key-value heads.
     slice_size: S, the queries, or the keys of global queries, that are scored at once.
-    rotary: the frequencies of the positions.
-    dropout: of attention weights; None for none.
-
-  Returns:
-    [B, T, H, K]; zero at padding.
   """
   batch, group = local.q.shape[0], local.q.shape[2] // local.k.shape[2]
   outs = []

@@ -28,11 +28,9 @@ class FullAttention(LongformerAttention):
   Without a carry, each chunk is read by itself, as trainers of plain decoders do: a document that
   the end of a chunk cuts is read as two, and no text can be continued.
 
-  Attributes:
+  Attributes, besides those of `WindowAttention`:
     max_context: the tokens that a query sees, itself included; without a carry, the longest chunk.
     carried: whether keys pass from chunk to chunk.
-
-  The others are as in `WindowAttention`.
   """
 
   window: int = dataclasses.field(init=False)
@@ -62,8 +60,7 @@ class FullAttention(LongformerAttention):
   ) -> tuple[Array, Any]:
     """Mixes a chunk; see `types.SequenceMixer`.
 
-    Raises:
-      ConfigurationError: without a carry, the chunk is longer than max_context.
+    Without a carry, a chunk longer than max_context raises a ConfigurationError.
     """
     if self.carried:
       return super().__call__(x, carry, positions=positions, segment_ids=segment_ids)

@@ -19,10 +19,7 @@ from valkyrie.types import Array, DType
 
 
 class KVCache(NamedTuple):
-  """Keys and values [B, N, J, K] of N tokens, unrotated, and the documents that they belong to.
-
-  segment_ids: int32 [B, N]; 0 in an empty slot.
-  """
+  """Unrotated keys and values [B, N, J, K] of N tokens, and their documents; 0 in an empty slot."""
 
   keys: Array
   values: Array
@@ -72,8 +69,7 @@ def starts_before(
 ) -> tuple[KVCache, Array]:
   """The document starts [B, N, g, ...] as they stand before each of the tokens `ends` [B, N].
 
-  Returns:
-    (the starts, the slots that are still the carried ones, bool [B, N, g]).
+  The second result, bool [B, N, g], is true at the slots that are still the carried ones.
   """
   # The document of the token before starts `position` tokens further back. Its first tokens are
   # among the given tokens, or in the carried starts if the document is older than the chunk.

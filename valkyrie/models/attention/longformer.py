@@ -33,7 +33,6 @@ class WindowAttention(hk.Module):
     slice_size: S, queries computed at once; memory grows with S x (W + S).
     dropout: the share of attention weights zeroed in training.
     rotary: the class of the frequencies of positions (`Rotary.base = 500000.0` in gin).
-    name: Haiku's.
 
   Raises:
     ConfigurationError: the heads cannot be formed, or a number is out of its range.
@@ -99,10 +98,8 @@ class WindowAttention(hk.Module):
 class LongformerAttention(WindowAttention):
   """Sliding window, registers and document starts in one softmax; see `sliding_window`.
 
-  Attributes:
-    registers: R, learned keys and values that every token reads.
-
-  The others are as in `WindowAttention`.
+  The options are those of `WindowAttention`, and `registers`: R, learned keys and values that every
+  token reads.
   """
 
   registers: int = 0

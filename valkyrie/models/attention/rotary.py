@@ -26,9 +26,10 @@ class Rotary:
     base: pair number i of K/2 turns by base^(-2i / K) radians a token. Llama 3 has 500,000.
     factor: how much more slowly the slowest pairs turn, to read longer documents than in training
       (Llama 3.1, rope_type 'llama3'); 1 for none.
-    original_context: tokens of the documents in training. Pairs that turn at most `low_turns` times
-      in them are slowed by the whole factor, those that turn `high_turns` times or more by none.
-    low_turns, high_turns: low_freq_factor and high_freq_factor of the published configuration.
+    original_context: tokens of the documents in training.
+    low_turns, high_turns: low_freq_factor and high_freq_factor of the published configuration:
+      pairs that turn at most `low_turns` times in the original context are slowed by the whole
+      factor, those that turn `high_turns` times or more by none.
   """
 
   base: float = 10_000.0
@@ -59,11 +60,7 @@ class Rotary:
 
 
 class Windows(NamedTuple):
-  """The windows of heads that share a dilation d; such a head sees the distances d, 2d, ..., Wd.
-
-  heads: of all key-value heads, the ones that share it.
-  width: W; slice_size: S, tokens of a slice.
-  """
+  """The windows of the key-value heads that share a dilation; W = `width`, and S = `slice_size`."""
 
   heads: slice
   width: int

@@ -5,9 +5,8 @@ global keys: learned registers, and the first tokens of the query's own document
 a chunk's first one come from the carry. So cost and memory are linear in time, a chunk of one token
 is a decoding step, and the cuts between chunks change nothing.
 
-Positions are rotary (Su et al. 2021) in coordinates local to a slice: keys are carried unrotated,
-and no angle exceeds (W + 2 S) at any length of the document. A head of dilation d sees the
-distances d, 2d, ..., Wd (section 3.1): each residue of time modulo d is a row of its own.
+Keys are carried unrotated: no angle exceeds (W + 2 S) at any length of the document. Each residue
+of time modulo a dilation d is a row of its own (section 3.1).
 """
 
 from collections.abc import Sequence
@@ -48,7 +47,6 @@ class Slice(NamedTuple):
   near: the slice's own tokens, last, and the tokens before it within reach of its windows.
   starts: the document's first tokens as they stand before the slice.
   skipped: for a dilated window, which skips tokens: all tokens of the slice, and their positions.
-  dropout: of the slice's attention weights.
   """
 
   queries: Queries
@@ -123,10 +121,7 @@ def _attend_heads(
   seen: Windows,
   dropout: Dropout | None,
 ) -> tuple[Array, KVCache]:
-  """Heads of one dilation over a chunk: (out [B, T, H, K], the document starts after `length` [B]).
-
-  Each residue of time is a row of its own, and a slice of it has S steps, S · d tokens.
-  """
+  """Heads of one dilation over a chunk -> (out [B, T, H, K], the starts after `length` [B])."""
   (batch, time, heads, _), slots = q.shape, carry.starts.segment_ids.shape[1]
   window, d = seen.width, seen.dilation
   # At most W, so that a document which starts inside a slice is wholly inside the window of the
@@ -188,15 +183,12 @@ def sliding_window_attention(
 
   Args:
     q: [B, T, H, K]; k, v: [B, T, J, K]; all unrotated.
-    carry: the carry of the chunk before, whose window is W times the largest dilation; W and g are
-      read off its shapes.
+    carry: of the chunk before; its shapes give g, and W times the largest dilation.
     positions, segment_ids: int32 [B, T], see `types.Batch`.
     registers: learned keys and values, each [R, J, K], that every query reads.
     slice_size: S, queries that share one set of keys, at most W; if it divides W, every key read is
       visible to some query.
-    dilations: d of each of the J key-value heads.
-    rotary: the frequencies of the positions.
-    dropout: of attention weights; None for none.
+    dilations: d of each of the J key-value heads, which see the distances d, 2d, ..., Wd.
 
   Returns:
     (out [B, T, H, K], the carry after the last token that is not padding). Rows of padding hold

@@ -90,8 +90,9 @@ def attend(parts: tuple[Part, ...], dropout: Dropout | None = None) -> tuple[Arr
 
   Returns:
     (the weighted values [B, J, Q, K], the logarithm of the softmax's denominator [B, J, Q, 1]),
-    both wide. The second joins the outputs of several slices of keys. For a query that sees no key
-    the first is finite and meaningless, and the second is about `MASKED`.
+      both
+    wide; the second joins the outputs of several slices of keys. For a query that sees no key the
+    first is finite and meaningless, and the second is about `MASKED`.
   """
   return _attend_forward(parts, dropout)[0]
 
@@ -114,10 +115,7 @@ def _attend_forward(parts, dropout):
 
 
 def _attend_backward(residuals, gradients):
-  """Recomputes the weights as exp(logits - log_total).
-
-  Nothing of the size [Q, N] is kept (Dao et al. 2022, FlashAttention, algorithm 4).
-  """
+  """Recomputes the weights from `log_total` (Dao et al. 2022, FlashAttention, algorithm 4)."""
   # The derivative of the softmax p = exp(s - log_total) with o = Σ p v:
   # ds = p (do·v - do·o + d log_total), where `own` is the part that all keys share.
   parts, dropout, out, log_total = residuals
@@ -144,8 +142,5 @@ attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _sum_over_queries(x: Array, weights: Array) -> Array:
-  """x [B, J, Q, K], weights [B, J, Q, N] -> [B, J, N, K].
-
-  As [K, Q] @ [Q, N], so that a CPU transposes the small operand and not the weights.
-  """
+  # As [K, Q] @ [Q, N], so that a CPU transposes the small operand and not the weights.
   return jnp.swapaxes(jnp.einsum('bjkq,bjqn->bjkn', jnp.swapaxes(x, 2, 3), weights), 2, 3)

@@ -52,10 +52,7 @@ class State(NamedTuple):
 
 
 class Plan(NamedTuple):
-  """The M segments of a plan, float32.
-
-  tokens: [..., M, R, D]; values: [..., M, 2], see `deliberate`.
-  """
+  """The M segments of a plan, float32: tokens [..., M, R, D] and values [..., M, 2]."""
 
   tokens: Array
   values: Array
@@ -124,9 +121,8 @@ def think(weights: Weights, state: State, given: Array, pace: Pace) -> State:
 def deliberate(weights: Weights, state: State, given: Array, pace: Pace) -> tuple[State, Array]:
   """M segments, each from the last state of the one before; see `think`.
 
-  Returns:
-    (the states after each segment [B, M, R, D], the logits of the values of halting there and of
-    continuing [B, M, 2]).
+  Returns the states after each segment [B, M, R, D], and the logits of the values of halting there
+  and of continuing [B, M, 2].
   """
 
   def segment(state, _):
@@ -156,16 +152,12 @@ def make_plans(
   first: Array,
   pace: Pace,
 ) -> tuple[State, Plan]:
-  """Makes the plans of n intervals in turn.
+  """Makes the plans of n intervals in turn, from the state and the plan `before` them.
 
   Args:
-    weights: of the recurrence.
-    before: the state and the plan after the interval before.
     given: summaries of the intervals, [B, n, R, D] float32.
-    whole: bool [B, n], false at the missing intervals of a row that has fewer than n; they change
-      nothing.
+    whole: bool [B, n], false at the intervals that a row lacks; they change nothing.
     first: bool [B, n], whether it is the first of its document, before which the state is zero.
-    pace: of the recurrence.
 
   Returns:
     (the state after them, the plan before them and theirs with leaves [B, 1 + n, ...]).

@@ -36,8 +36,7 @@ from valkyrie.types import POSITION_PERIOD, Array, DType
 class PlannerCarry(NamedTuple):
   """The planner's carry of a row.
 
-  tokens: [B, plan_interval - 1, D], the activations of its last tokens, oldest first, in the
-    compute dtype.
+  tokens: [B, plan_interval - 1, D], its last tokens, oldest first, in the compute dtype.
   state: [B, R, D] float32, before the next plan.
   plan: of the last finished interval.
   """
@@ -66,10 +65,6 @@ class Planner(hk.Module):
     steps: steps of the fast module in a cycle.
     segments: M, the largest number of segments.
     draft_weight: the factor on the losses of the segments' drafts.
-    name: Haiku's.
-
-  Raises:
-    ConfigurationError: a count is not positive.
   """
 
   plan_interval: int

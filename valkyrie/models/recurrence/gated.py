@@ -31,7 +31,6 @@ class GatedRecurrence(hk.Module):
     width: F, of the convolution, the recurrence and the gate.
     taps: tokens that the convolution reads.
     activation: f, 'linear' or 'silu'.
-    name: Haiku's.
   """
 
   recurrence: Callable[[], SequenceMixer]

@@ -36,11 +36,9 @@ from valkyrie.types import Array
 class Mamba2(DecayingHeads):
   """The Mamba-2 layer; its decays and steps are drawn as published by default.
 
-  Attributes:
+  Attributes, besides those of `DecayingHeads`:
     head_width: K; H x K is twice the model width in the publication.
     state_size: P, rows of a head's state; all heads share B and C.
-
-  The others are as in `DecayingHeads`.
   """
 
   head_width: int = 64
@@ -94,10 +92,7 @@ class Mamba2(DecayingHeads):
 
 
 class _Piece(NamedTuple):
-  """The effect of a piece of time on the state S before it: decay · S + state.
-
-  decay: [..., B, H]; state: [..., B, P, H, K].
-  """
+  """The effect of a piece on the state S before it: decay [..., B, H] · S + state."""
 
   decay: Array
   state: Array

@@ -19,10 +19,8 @@ _TRUNCATED_DEVIATION = 0.87962566103423978
 def hippo_legs_normal(size: int) -> tuple[np.ndarray, np.ndarray]:
   """The normal part of the HiPPO-LegS matrix, diagonalized (S5 appendix B.1.1).
 
-  A_LegS = A_normal - p pᵀ with p_n = sqrt(n + 1/2); A_normal = V diag(λ) Vᴴ. Computed in float64.
-
-  Returns:
-    (λ [size], V [size, size]) complex128, in ascending order of the imaginary part.
+  A_LegS = A_normal - p pᵀ with p_n = sqrt(n + 1/2); A_normal = V diag(λ) Vᴴ. Returns λ [size] and V
+  [size, size], complex128, in ascending order of the imaginary part.
   """
   n = np.arange(size, dtype=np.float64)
   root = np.sqrt(2 * n + 1)
@@ -42,10 +40,8 @@ def block_diagonal(
   """HiPPO-LegS in J blocks on the diagonal (S5 section 4.3), for P states, which J divides.
 
   With `conj_sym`, only the eigenvalue of each conjugate pair with a positive imaginary part stays.
-
-  Returns:
-    (λ [P], V [n, p] of one block) complex128, with p = P / J, and n = 2p under conjugate symmetry,
-    else p.
+  Returns λ [P] and V [n, p] of one block, complex128, with p = P / J, and n = 2p under conjugate
+  symmetry, else p.
   """
   # V of all J blocks, [N, P], is never made: it is mostly zeros.
   size = states // blocks

@@ -49,8 +49,7 @@ def activate(
     half_glu2   drop(y ∘ σ(g W_gate))
     full_glu    drop(g W_value ∘ σ(g W_gate))
 
-  y is [B, T, D], and `weights` are the matrices [D, D] that `ACTIVATIONS` names, in that order.
-  Each call of `drop` draws anew.
+  y is [B, T, D], and `weights` are the matrices [D, D] of `ACTIVATIONS`. Each `drop` draws anew.
   """
   if activation == 'linear':
     return drop(y)
@@ -89,7 +88,6 @@ class S5(hk.Module):
     dropout: the share of channels zeroed in training, with one draw for all tokens of a chunk.
     bidirectional: a second scan reads each document from its end. Not for language models.
     scan_form: a key of `scan.FORMS`; None takes the fastest for the platform.
-    name: Haiku's.
 
   Raises:
     ConfigurationError: a name is unknown, or a number is out of its range.

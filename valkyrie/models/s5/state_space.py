@@ -100,10 +100,8 @@ def discretized(
   """The growth g = Λ̄ - 1 and the gain γ, [P] each, or [T, B, P] where steps depend on the input.
 
   Args:
-    system: the parameters.
     method: a key of `DISCRETIZATIONS`; 'normalized' needs real parts of Λ below zero.
     step_rescale: a factor on every Δ: 2 for a signal sampled at half the rate.
-    clip_eigenvalues: see `init.clip_eigenvalues`.
     log_factor: s [T, B, P], if every step depends on its input: Δ_t = log(1 + Δ exp(s_t)), which is
       the softplus of Mamba (Gu & Dao 2023, section 3.5), and Δ exp(s_t) where that is small.
   """
@@ -133,7 +131,6 @@ def read(
   """Reads a chunk, or this device's piece of one.
 
   Args:
-    system: the parameters.
     discrete: (g, γ), see `discretized`.
     u: inputs [B, T, D] in the compute dtype.
     initial: the state [B, P] before the first step.
