@@ -151,9 +151,7 @@ def best(tried: Sequence[tuple[Change, Certificate]], before: Certificate) -> st
 
 
 def _compiled(
-  knob: Sequence[Change],
-  ask: Callable[[], Certificate],
-  partitioner: Callable[[], Partitioner],
+  knob: Sequence[Change], ask: Callable[[], Certificate], partitioner: Callable[[], Partitioner]
 ) -> Iterator[tuple[Change, Certificate]]:
   """Compiles the changes of a knob up to the first that fits, and yields them with the result."""
   before = _run(partitioner())

@@ -21,10 +21,7 @@ class Block(hk.Module):
   """
 
   def __init__(
-    self,
-    mixers: Sequence[Callable[[], SequenceMixer]],
-    mlp_width: int,
-    name: str | None = None,
+    self, mixers: Sequence[Callable[[], SequenceMixer]], mlp_width: int, name: str | None = None
   ):
     super().__init__(name)
     check_sizes('Block', mlp_width=mlp_width)

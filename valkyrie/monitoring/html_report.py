@@ -1,6 +1,6 @@
 """One page about one or more runs, in a file of its own: curves, losses by position, differences.
 
-  scripts/report runs/tiny runs/other --output=report.html
+    scripts/report runs/tiny runs/other --output=report.html
 
 The page needs no network and no script, and follows the light or dark setting of the reader.
 """

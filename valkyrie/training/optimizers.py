@@ -237,12 +237,7 @@ class Optimizer:
 
 
 def schedule_of(
-  shape: str | optax.Schedule,
-  *,
-  warmup_steps: int,
-  train_steps: int,
-  final: float,
-  cooldown: float,
+  shape: str | optax.Schedule, *, warmup_steps: int, train_steps: int, final: float, cooldown: float
 ) -> optax.Schedule:
   """The share of the peak at a step, counted from 0.
 

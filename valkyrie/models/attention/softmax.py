@@ -90,9 +90,8 @@ def attend(parts: tuple[Part, ...], dropout: Dropout | None = None) -> tuple[Arr
 
   Returns:
     (the weighted values [B, J, Q, K], the logarithm of the softmax's denominator [B, J, Q, 1]),
-      both
-    wide; the second joins the outputs of several slices of keys. For a query that sees no key the
-    first is finite and meaningless, and the second is about `MASKED`.
+    both wide. The second joins the outputs of several slices of keys. For a query that sees no key
+    the first is finite and meaningless, and the second is about `MASKED`.
   """
   return _attend_forward(parts, dropout)[0]
 

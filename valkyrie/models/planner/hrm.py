@@ -145,12 +145,7 @@ def halting_segment(values: Array) -> Array:
 
 
 def make_plans(
-  weights: Weights,
-  before: tuple[State, Plan],
-  given: Array,
-  whole: Array,
-  first: Array,
-  pace: Pace,
+  weights: Weights, before: tuple[State, Plan], given: Array, whole: Array, first: Array, pace: Pace
 ) -> tuple[State, Plan]:
   """Makes the plans of n intervals in turn, from the state and the plan `before` them.
 
