@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 import gin
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +12,8 @@ import numpy as np
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.attention import softmax
 from valkyrie.models.attention.longformer import LongformerAttention
-from valkyrie.models.attention.rotary import Rotary, rotate
-from valkyrie.models.attention.softmax import Dropout, Part
+from valkyrie.models.attention.rotary import rotate
+from valkyrie.models.attention.softmax import Part
 from valkyrie.types import Array, DType
 
 
@@ -69,47 +70,29 @@ class FullAttention(LongformerAttention):
         f'A chunk has {x.shape[1]} tokens, but FullAttention.max_context={self.max_context}. '
         'Lower chunk_size, or raise max_context.'
       )
-    out = attention_in_chunk(
-      *self._project_heads(x),
-      segment_ids,
-      slice_size=self.slice_size,
-      rotary=self._rotary,
-      dropout=self._dropout(),
-    )
+    out = self._attend_in_chunk(*self._project_heads(x), segment_ids)
     return self._project_out(out, x.shape[-1]), ()
 
-
-@jax.named_scope('attention')
-def attention_in_chunk(
-  q: Array,
-  k: Array,
-  v: Array,
-  segment_ids: Array,
-  *,
-  slice_size: int,
-  rotary: Rotary,
-  dropout: Dropout | None = None,
-) -> Array:
-  """Causal attention to the tokens of the same document in the chunk -> [B, T, H, K].
-
-  q is [B, T, H, K]; k and v are [B, T, J, K]; all are unrotated. A slice of S = `slice_size`
-  queries reads the keys up to its end, and none after it: memory grows with S x T.
-  """
-  time, heads, width = q.shape[1:]
-  angles = rotary.angles(time, width)
-  q, k = rotate(q * width**-0.5, *angles), rotate(k, *angles)
-  keys, values = softmax.group_keys(k), softmax.group_keys(v)
-  outs = []
-  for begin in range(0, time, slice_size):
-    end = min(begin + slice_size, time)
-    same = segment_ids[:, begin:end, None] == segment_ids[:, None, :end]
-    past = np.arange(begin, end)[:, None] >= np.arange(end)[None]
-    part = Part(
-      softmax.group_queries(q[:, begin:end], k.shape[2]),
-      keys[:, :, :end],
-      values[:, :, :end],
-      same & past[None],
-    )
-    out, _ = softmax.attend((part,), dropout and dropout.of(begin))
-    outs.append(softmax.ungroup_queries(out.astype(q.dtype), heads))
-  return jnp.concatenate(outs, axis=1)
+  @hk.transparent
+  @jax.named_scope('attention')
+  def _attend_in_chunk(self, q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
+    """Reads only the tokens of the same document in the chunk; memory grows with S x T."""
+    time, heads, width = q.shape[1:]
+    dropout, angles = self._dropout(), self._rotary.angles(time, width)
+    q, k = rotate(q * width**-0.5, *angles), rotate(k, *angles)
+    keys, values = softmax.group_keys(k), softmax.group_keys(v)
+    outs = []
+    # A slice of queries reads the keys up to its end, and none after it.
+    for begin in range(0, time, self.slice_size):
+      end = min(begin + self.slice_size, time)
+      same = segment_ids[:, begin:end, None] == segment_ids[:, None, :end]
+      past = np.arange(begin, end)[:, None] >= np.arange(end)[None]
+      part = Part(
+        softmax.group_queries(q[:, begin:end], k.shape[2]),
+        keys[:, :, :end],
+        values[:, :, :end],
+        same & past[None],
+      )
+      out, _ = softmax.attend((part,), dropout and dropout.of(begin))
+      outs.append(softmax.ungroup_queries(out.astype(q.dtype), heads))
+    return jnp.concatenate(outs, axis=1)

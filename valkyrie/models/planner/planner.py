@@ -122,7 +122,11 @@ class Planner(hk.Module):
     """Reads a chunk of the residual stream, x [B, T, D]; see `features.Planner`."""
     batch, time, width = x.shape
     chex.assert_shape(carry.tokens, (batch, self.plan_interval - 1, width))
-    pace = Pace(self.segments, self.cycles, self.steps, self._heads(width))
+    if width % self.head_width:
+      raise ConfigurationError(
+        f'Planner.head_width={self.head_width} must divide the width of the model, {width}.'
+      )
+    pace = Pace(self.segments, self.cycles, self.steps, width // self.head_width)
     x = RMSNorm(name='input_norm')(x)
     wide = carry.state.slow.dtype
 
@@ -163,14 +167,6 @@ class Planner(hk.Module):
     )
     carry = PlannerCarry(kept, state, jax.tree.map(lambda leaf: leaf[:, -1], plans))
     return out, carry, self._drafts(read, own, has_plan)
-
-  def _heads(self, width: int) -> int:
-    heads, left = divmod(width, self.head_width)
-    if left:
-      raise ConfigurationError(
-        f'Planner.head_width={self.head_width} must divide the width of the model, {width}.'
-      )
-    return heads
 
   @hk.transparent
   def _summarize(self, tokens: Array) -> Array:

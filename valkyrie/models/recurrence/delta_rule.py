@@ -24,6 +24,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from valkyrie.models import slices
 from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array
 
@@ -58,8 +59,8 @@ def gated_delta_rule(
   """
   time = q.shape[1]
   size = min(slice_size, 1 << (time - 1).bit_length())
-  q, k, v, log_decay, beta, reset = (
-    _slices(x, size) for x in (q, k, v, log_decay, beta, reset[..., None])
+  q, k, v, log_decay, beta, reset = (  # [N, B, H, Q, ...]
+    jnp.swapaxes(slices.cut(x, size), 2, 3) for x in (q, k, v, log_decay, beta, reset[..., None])
   )
   decays = _decays(log_decay, reset)
   values, across = v.shape[-1], jnp.swapaxes(k, -1, -2)
@@ -78,22 +79,7 @@ def gated_delta_rule(
 
   u = solved[..., :values] - solved[..., values:] @ states
   y = (decays.entering[..., None] * q) @ states + (decays.within * (q @ across)) @ u
-  return _whole(y)[:, :time], after
-
-
-def _slices(x: Array, size: int) -> Array:
-  """[B, T, H, ...] -> [N, B, H, Q, ...], with zeros after the last token."""
-  padding = [(0, 0)] * x.ndim
-  padding[1] = 0, -x.shape[1] % size
-  x = jnp.pad(x, padding)
-  x = x.reshape(x.shape[0], -1, size, *x.shape[2:])
-  return jnp.transpose(x, (1, 0, 3, 2, *range(4, x.ndim)))
-
-
-def _whole(x: Array) -> Array:
-  """The inverse of `_slices`, with the padding."""
-  x = jnp.transpose(x, (1, 0, 3, 2, *range(4, x.ndim)))
-  return x.reshape(x.shape[0], -1, *x.shape[3:])
+  return slices.join(jnp.swapaxes(y, 2, 3), time), after
 
 
 class _Decays(NamedTuple):
