@@ -83,11 +83,9 @@ class Configuration:
       load()
       self._state = _state()
 
-  @contextlib.contextmanager
-  def installed(self) -> Iterator[None]:
+  def installed(self) -> contextlib.AbstractContextManager[None]:
     """A context with this configuration, which may be nested; it restores the previous one."""
-    with _in_force(self._state):
-      yield
+    return _in_force(self._state)
 
 
 @contextlib.contextmanager
@@ -141,13 +139,8 @@ def _in_force(state: Mapping[str, Any]) -> Iterator[None]:
   bound = {key: dict(values) for key, values in state['_CONFIG'].items()}
   with _ONE_AT_A_TIME:
     before = _state()
-    _set({name: copy.copy(part) for name, part in state.items()} | {'_CONFIG': bound})
+    vars(gin_config).update({name: copy.copy(part) for name, part in state.items()}, _CONFIG=bound)
     try:
       yield
     finally:
-      _set(before)
-
-
-def _set(state: Mapping[str, Any]) -> None:
-  for name, part in state.items():
-    setattr(gin_config, name, part)
+      vars(gin_config).update(before)

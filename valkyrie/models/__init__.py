@@ -1,1 +1,1 @@
-"""Haiku modules, and the pure functions of arrays below them."""
+"""Haiku modules, and the functions of arrays below them; a wrong option is a ConfigurationError."""

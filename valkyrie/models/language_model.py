@@ -65,10 +65,6 @@ class LanguageModel(hk.Module):
     unroll: repeats of the pattern that are compiled one after the other, inside a loop over the
       rest. A few layers on a CPU run faster without the loop, which copies the saved activations
       into and out of stacked arrays; many would compile slowly.
-
-  Raises:
-    ConfigurationError: the layers are not whole repeats of the pattern, a name is unknown, or a
-      planner has no layers above it.
   """
 
   vocabulary_size: int
@@ -87,7 +83,27 @@ class LanguageModel(hk.Module):
 
   def __post_init__(self):
     super().__post_init__()
-    self._check()
+    sizes = {'vocabulary_size': self.vocabulary_size, 'd_model': self.d_model}
+    check_sizes('LanguageModel', **sizes, unroll=self.unroll)
+    check_sizes('LanguageModel.pattern', length=len(self.pattern))
+    check_choice('LanguageModel.remat_policy', self.remat_policy, (*_REMAT_POLICIES, None))
+    check_choice('LanguageModel.compute_dtype', self.compute_dtype, _COMPUTE_DTYPES)
+    layers, length = f'LanguageModel.layers={self.layers}', len(self.pattern)
+    if self.parameter_dtype not in ('float32', self.compute_dtype):
+      raise ConfigurationError(
+        f'LanguageModel.parameter_dtype={self.parameter_dtype!r} with compute_dtype='
+        f"{self.compute_dtype!r}: use 'float32', or 'bfloat16' for both."
+      )
+    if self.layers % length or self.layers < 1:
+      raise ConfigurationError(
+        f'{layers} must be a multiple of the {length} blocks of LanguageModel.pattern, and at '
+        'least 1.'
+      )
+    if self.planner is not None and self.layers < 2 * length:
+      raise ConfigurationError(
+        f'{layers} is one repeat of the {length} blocks of LanguageModel.pattern, but a planner '
+        'needs repeats below and above it. Double the layers.'
+      )
     self.repeats = self.layers // len(self.pattern)
     self.upper_repeats = 0 if self.planner is None else self.repeats // 2
     self.scale = self.d_model**0.5 if self.embedding_scale is None else self.embedding_scale
@@ -228,29 +244,6 @@ class LanguageModel(hk.Module):
   def inspect(self, ask: Callable[[list[Block]], Any]) -> Any:
     """The answer of blocks to a question that needs no parameters, outside this transform."""
     return hk.transform(lambda: ask(self._blocks())).apply({}, None)
-
-  def _check(self) -> None:
-    sizes = {'vocabulary_size': self.vocabulary_size, 'd_model': self.d_model}
-    check_sizes('LanguageModel', **sizes, unroll=self.unroll)
-    check_sizes('LanguageModel.pattern', length=len(self.pattern))
-    check_choice('LanguageModel.remat_policy', self.remat_policy, (*_REMAT_POLICIES, None))
-    check_choice('LanguageModel.compute_dtype', self.compute_dtype, _COMPUTE_DTYPES)
-    layers, length = f'LanguageModel.layers={self.layers}', len(self.pattern)
-    if self.parameter_dtype not in ('float32', self.compute_dtype):
-      raise ConfigurationError(
-        f'LanguageModel.parameter_dtype={self.parameter_dtype!r} with compute_dtype='
-        f"{self.compute_dtype!r}: use 'float32', or 'bfloat16' for both."
-      )
-    if self.layers % length or self.layers < 1:
-      raise ConfigurationError(
-        f'{layers} must be a multiple of the {length} blocks of LanguageModel.pattern, and at '
-        'least 1.'
-      )
-    if self.planner is not None and self.layers < 2 * length:
-      raise ConfigurationError(
-        f'{layers} is one repeat of the {length} blocks of LanguageModel.pattern, but a planner '
-        'needs repeats below and above it. Double the layers.'
-      )
 
 
 def _by_layer(blocks: Sequence[Array]) -> Array:

@@ -18,10 +18,9 @@ _PACKAGES = ('jax', 'jaxlib', 'dm-haiku', 'optax', 'orbax-checkpoint')
 
 
 def model_info(parameters: Any, axes: Any) -> str:
-  """The text of model_info.txt: totals and a table of all parameters.
+  """The text of model_info.txt: totals and a table of all parameters, with shardings of one mesh.
 
-  They are a pytree of jax.ShapeDtypeStruct, or of arrays, with shardings of one mesh; `axes` are
-  the logical axes of each, in the same structure.
+  `axes` are the logical axes of each, in the same structure.
   """
   rows = [('parameter', 'shape', 'dtype', 'logical axes', 'mesh axes', 'bytes', 'bytes per device')]
   count = total = total_per_device = 0

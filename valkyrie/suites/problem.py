@@ -91,8 +91,8 @@ def fitted(
 ) -> Problem:
   """The problem of a suite with about `length` tokens, and never more.
 
-  The context, its longest question and the answer have them together; `tokens` counts those of a
-  text. Raises a TooShortError if every problem of the suite is longer.
+  They are those of the context, its longest question and the answer, as `tokens` counts them.
+  Raises a TooShortError if every problem of the suite is longer.
   """
   suite = SUITES[name]
 

@@ -121,7 +121,14 @@ class Optimizer:
 
     A group without parameters raises a ConfigurationError.
     """
-    self._check_groups(params)
+    paths = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    for group in self._groups:
+      if not group.may_be_empty and not any(re.search(group.pattern, path) for path in paths):
+        raise ConfigurationError(
+          f'Group.pattern={group.pattern!r} is found in none of the {len(paths)} paths of '
+          f'parameters, such as {", ".join(paths[:3])}. Correct it, or leave the group out; '
+          'model_info.txt of a run lists all paths.'
+        )
     return self._direction(params, kinds).init(params)
 
   def update(
@@ -162,16 +169,6 @@ class Optimizer:
       return not group.learning_rate_scale
 
     return jax.tree_util.tree_map_with_path(is_frozen, params)
-
-  def _check_groups(self, params: Params) -> None:
-    paths = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    for group in self._groups:
-      if not group.may_be_empty and not any(re.search(group.pattern, path) for path in paths):
-        raise ConfigurationError(
-          f'Group.pattern={group.pattern!r} is found in none of the {len(paths)} paths of '
-          f'parameters, such as {", ".join(paths[:3])}. Correct it, or leave the group out; '
-          'model_info.txt of a run lists all paths.'
-        )
 
   def _group(self, path: str) -> tuple[int | None, Group]:
     """The number of the first group that a path matches, and the group."""

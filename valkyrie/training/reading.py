@@ -14,10 +14,7 @@ from valkyrie.types import TaskFeed
 
 
 class Stretch(NamedTuple):
-  """The steps from `step` on, which have the same rows and the same curriculum.
-
-  position: tokens of each row that the steps before it read; rows: B.
-  """
+  """The steps from `step` on, with the same rows and curriculum; `position` is of each row."""
 
   step: int
   position: int
@@ -117,12 +114,8 @@ class Reading:
     before, now = self.stretches[-2:]
     if before.rows == now.rows:
       return f'each row is read on from its token {now.position:,}'
+    (begin, feed), (end, _) = self._deals[-2:]
     return (
       f'the documents are dealt over {now.rows} rows anew, instead of {before.rows}, and carries '
-      f'begin empty: {self._read_again():,} tokens of the unfinished epoch are read again'
+      f'begin empty: {feed.unfinished(end - begin):,} tokens of the unfinished epoch are read again'
     )
-
-  def _read_again(self) -> int:
-    """Tokens that the deal before the newest one read of an epoch that it did not finish."""
-    (begin, feed), (end, _) = self._deals[-2:]
-    return feed.unfinished(end - begin)

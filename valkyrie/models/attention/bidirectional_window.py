@@ -139,10 +139,7 @@ def _attend_slice(
   far: _Tokens,
   seen: Windows,
 ) -> Array:
-  """A slice's queries [B, S, H, K] over the tokens of their residue around it, and G far ones.
-
-  segment_ids, at: int32 [B, S], of the queries.
-  """
+  """A slice's queries [B, S, H, K] over the tokens of their residue around it, and G far ones."""
   (_, size, heads, width), length = q.shape, near.k.shape[1]
   reach, first = seen.width * seen.dilation, (length - size) // 2
   cos, sin = seen.rotary.angles(length, width, seen.dilation)

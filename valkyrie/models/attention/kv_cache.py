@@ -31,11 +31,7 @@ class KVCache(NamedTuple):
 
 
 class AttentionCarry(NamedTuple):
-  """The carry of a row.
-
-  window: its last W times the largest dilation tokens, oldest first.
-  starts: slot j of g holds token j of the current document.
-  """
+  """The last W times the largest dilation tokens of a row, and the first g of its document."""
 
   window: KVCache
   starts: KVCache

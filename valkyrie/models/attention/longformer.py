@@ -33,9 +33,6 @@ class WindowAttention(hk.Module):
     slice_size: S, queries computed at once; memory grows with S x (W + S).
     dropout: the share of attention weights zeroed in training.
     rotary: the class of the frequencies of positions (`Rotary.base = 500000.0` in gin).
-
-  Raises:
-    ConfigurationError: the heads cannot be formed, or a number is out of its range.
   """
 
   heads: int

@@ -107,8 +107,7 @@ class Planner(hk.Module):
   def forward_flops(self, width: int) -> int:
     """Operations of one token at model width D: its share of making a plan, and reading one.
 
-    Without the drafts, which only training unembeds. A training step costs less than three times
-    this: only the last two steps of a segment have a backward pass.
+    Without the drafts; only the last two steps of a segment have a backward pass.
     """
     r, m = self.plan_tokens, self.segments
     module = r * (8 * width * width + 4 * r * width + 6 * width * self.mlp_width)
@@ -166,7 +165,13 @@ class Planner(hk.Module):
       tokens, length
     )
     carry = PlannerCarry(kept, state, jax.tree.map(lambda leaf: leaf[:, -1], plans))
-    return out, carry, self._drafts(read, own, has_plan)
+    hidden = RMSNorm(name='draft_norm')(read.reshape(batch, -1, width))
+    drafts = Drafts(
+      hidden=jnp.moveaxis(hidden.reshape(read.shape), 2, 0),
+      values=jnp.moveaxis(own, 2, 0),
+      weights=jnp.where(has_plan, self.draft_weight, 0.0).astype(own.dtype),
+    )
+    return out, carry, drafts
 
   @hk.transparent
   def _summarize(self, tokens: Array) -> Array:
@@ -211,16 +216,6 @@ class Planner(hk.Module):
       fast=reasoner('fast'),
       halt=parameter('halt', (width, 2), jnp.zeros, axes=('embed', None)),
       halt_bias=parameter('halt_bias', (2,), hk.initializers.Constant(-5.0), axes=('norm',)),
-    )
-
-  @hk.transparent
-  def _drafts(self, read: Array, values: Array, has_plan: Array) -> Drafts:
-    batch, time, segments, width = read.shape
-    hidden = RMSNorm(name='draft_norm')(read.reshape(batch, -1, width))
-    return Drafts(
-      hidden=jnp.moveaxis(hidden.reshape(batch, time, segments, width), 2, 0),
-      values=jnp.moveaxis(values, 2, 0),
-      weights=jnp.where(has_plan, self.draft_weight, 0.0).astype(values.dtype),
     )
 
 

@@ -109,14 +109,14 @@ def ssd(
 ) -> tuple[Array, Array]:
   """(y [B, T, H, K], the state after the chunk [B, H, P, K]), both in the dtype of `log_decay`.
 
+  Under sequence parallelism, the arrays are this device's piece of the chunk.
+
   Args:
-    x: [B, T, H, K], the inputs; products are in their dtype, accumulated in float32. Under sequence
-      parallelism, this and the other arrays are this device's piece.
+    x: [B, T, H, K], the inputs; products are in their dtype, accumulated in float32.
     log_decay: a [B, T, H], float32, not above 0; 0 at padding, where x is zero.
     b, c: [B, T, P], which all heads share.
     reset: bool [B, T], true where the state before the token is replaced by zero.
     carry: [B, H, P, K], the state before the chunk; correct on device 0, as is the state after it.
-    slice_size: the largest Q.
   """
   time, heads, wide = x.shape[1], x.shape[2], log_decay.dtype
   dot = functools.partial(jnp.einsum, preferred_element_type=wide)

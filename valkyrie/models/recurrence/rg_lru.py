@@ -44,9 +44,6 @@ class RGLRU(hk.Module):
     spread: 'decay': a^c is uniform in the range, as published, so that half of all time constants
       are below 2 `shortest`. 'log': they spread evenly in the logarithm, for a long horizon.
     scan_form: a key of `scan.FORMS`; None takes the fastest for the platform.
-
-  Raises:
-    ConfigurationError: a name is unknown, or a number is out of its range.
   """
 
   width: int

@@ -142,14 +142,10 @@ _recurrence.defvjp(_recurrence_forward, _recurrence_backward)
 def diagonal_scan(
   growth: Number, inputs: Number, initial: Number, reset: Array, *, form: str
 ) -> Number:
-  """The states x_1 to x_T, [T, B, P], from x_0 = `initial` [B, P].
+  """The states x_1 to x_T, [T, B, P], from x_0 = `initial` [B, P] and the inputs b [T, B, P].
 
-  Args:
-    growth: g [P], the same at every step, or [T, B, P].
-    inputs: b [T, B, P], time first.
-    initial: the state before the first step.
-    reset: bool [T, B], true where the state before the step is replaced by zero.
-    form: a key of `FORMS`.
+  The growth g is [T, B, P], or [P], the same at every step. Where `reset`, bool [T, B], the state
+  before the step is replaced by zero. `form` is a key of `FORMS`.
   """
   reset = reset[..., None]
   growth = jax.tree.map(lambda part: part if part.ndim == 3 else part[None, None], growth)

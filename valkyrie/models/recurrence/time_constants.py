@@ -26,9 +26,6 @@ class DecayingHeads(hk.Module):
       steps of 0.1 and 0.001.
     largest_rate: the rates spread evenly from 1 to it. A head's time constant is 1 / (step · rate);
       at 1, all lie between `shortest` and `horizon`.
-
-  Raises:
-    ConfigurationError: a number is out of its range.
   """
 
   heads: int

@@ -88,9 +88,6 @@ class S5(hk.Module):
     dropout: the share of channels zeroed in training, with one draw for all tokens of a chunk.
     bidirectional: a second scan reads each document from its end. Not for language models.
     scan_form: a key of `scan.FORMS`; None takes the fastest for the platform.
-
-  Raises:
-    ConfigurationError: a name is unknown, or a number is out of its range.
   """
 
   state_size: int

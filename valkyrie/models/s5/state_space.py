@@ -128,7 +128,7 @@ def read(
   form: str,
   conj_sym: bool = True,
 ) -> tuple[Array, Complex]:
-  """Reads a chunk, or this device's piece of one.
+  """Reads a chunk, or this device's piece of one -> (y [B, T, D], the last state [B, P]), float32.
 
   Args:
     discrete: (g, γ), see `discretized`.
@@ -138,11 +138,7 @@ def read(
     length: int32 [B], the steps before the padding, which does not change the state.
     ends: None, or bool [B, T], true at the last token of a document. A second scan with the same g
       and γ then reads the chunk backwards, from zero; the last P columns of C read its states.
-    form: a key of `scan.FORMS`.
     conj_sym: the conjugates of the states are implied: y_t = 2 Re(C x_t), else Re(C x_t).
-
-  Returns:
-    (y [B, T, D] float32, the state [B, P] float32 after the forward scan).
   """
   wide = jnp.promote_types(u.dtype, jnp.float32)
   b, (growth, gain) = system.b, discrete
