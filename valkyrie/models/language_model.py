@@ -274,10 +274,7 @@ class Model(NamedTuple):
   about: Description
 
   def cast(self, params: Params) -> Params:
-    """A copy of the parameters, each in the dtype to which every use casts it.
-
-    `apply` computes the same from it; in bfloat16 it is half as large to send and to hold.
-    """
+    """The parameters in the dtypes to which every use casts them; `apply` computes the same."""
 
     def cast(_, declared, leaf):
       return leaf if declared.cast is None else leaf.astype(declared.cast)

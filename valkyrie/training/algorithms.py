@@ -26,10 +26,7 @@ _SAME = 3e-3  # the iterations of Muon amplify rounding; another treatment diffe
 
 @functools.cache
 def acts_on_layers(algorithm: Algorithm) -> bool:
-  """Whether an algorithm must see the layers of a stack one by one.
-
-  One that cannot be used here raises a ConfigurationError that says why.
-  """
+  """Whether it must see a stack layer by layer; a ConfigurationError if it cannot be used here."""
   if inspect.unwrap(algorithm) in _ALIKE:
     return False
   if 'schedule_free' in _name(algorithm):

@@ -36,13 +36,9 @@ class LossSpikes:
   Refused losses are among them, so a lasting level is accepted after about window / deviations^2
   steps. Only the train state decides, so a resumed run decides alike.
 
-  Attributes:
-    action: 'accept' ignores spikes. 'skip' refuses the step as one with non-finite numbers.
-      'rewind' also restores parameters and optimizer from the last checkpoint that was due, while
-      the data continue after the spike (PaLM, Chowdhery et al. 2022, section 5.1); it waits for
-      every step.
-    deviations: the threshold, in standard deviations.
-    window: the number of losses before that a loss is compared with.
+  The action 'accept' ignores spikes. 'skip' refuses the step as one with non-finite numbers.
+  'rewind' also restores parameters and optimizer from the last checkpoint that was due, while the
+  data continue after the spike (PaLM, Chowdhery et al. 2022, section 5.1); it waits for every step.
   """
 
   action: str = 'accept'
@@ -97,10 +93,7 @@ class RefusedSteps:
     self._counts = deque([self.skipped], maxlen=self.window + 1)
 
   def __call__(self, step: int, skipped: int) -> None:
-    """Counts step number `step`; `skipped` is the number of all refused steps after it.
-
-    Raises Diverged, with the documents of this step, if the budget is exceeded.
-    """
+    """Takes the number of all refused steps after `step`; raises Diverged beyond the budget."""
     self._counts.append(skipped)
     refused = skipped - self._counts[0]
     if refused > self.allowed:

@@ -100,10 +100,7 @@ def _attend_windows(
   seen: Windows,
   dropout: Dropout | None,
 ) -> Array:
-  """Every token over its window and the global tokens -> [B, T, H, K].
-
-  Each residue of time is a row of its own, with S / d of its tokens in a slice.
-  """
+  """Every token over its window and the global tokens; each residue of time is a row of its own."""
   (batch, time, heads, _), d = local.q.shape, seen.dilation
   steps = -(-time // d)
   size = max(1, min(seen.slice_size // d, steps))
@@ -175,10 +172,7 @@ def _attend_documents(
   seen: Windows,
   dropout: Dropout | None,
 ) -> Array:
-  """Every global token over all of its document -> [B, G, H, K].
-
-  Each slice of keys has its own softmax; the denominators give each slice's share.
-  """
+  """Every global token over all of its document -> [B, G, H, K]."""
   batch, chosen, heads, width = from_global.q.shape
   reach, size = seen.width * seen.dilation, min(seen.slice_size, segment_ids.shape[1])
   q, own = from_global.q * width**-0.5, take(segment_ids, global_tokens)
@@ -213,5 +207,6 @@ def _attend_documents(
     (keys, values, documents, jnp.arange(len(keys))),
     logits=3 * batch * chosen * heads * size,
   )
+  # Each slice of keys has its own softmax; the denominators give each slice's share.
   out = jnp.sum(jax.nn.softmax(log_totals, axis=0) * outs, axis=0)
   return ungroup_queries(out.astype(q.dtype), heads)

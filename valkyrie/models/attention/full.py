@@ -59,10 +59,7 @@ class FullAttention(LongformerAttention):
   def __call__(
     self, x: Array, carry: Any, *, positions: Array, segment_ids: Array
   ) -> tuple[Array, Any]:
-    """Mixes a chunk; see `types.SequenceMixer`.
-
-    Without a carry, a chunk longer than max_context raises a ConfigurationError.
-    """
+    """Mixes a chunk; a ConfigurationError if it is longer than max_context without a carry."""
     if self.carried:
       return super().__call__(x, carry, positions=positions, segment_ids=segment_ids)
     if x.shape[1] > self.max_context:

@@ -44,18 +44,15 @@ def gated_delta_rule(
   *,
   slice_size: int,
 ) -> tuple[Array, Array]:
-  """Reads a chunk, or this device's piece of one, in float32.
+  """Reads a chunk, or this device's piece of one, in float32 -> (y [B, T, H, Z], the state after).
 
   Args:
     q, k: [B, T, H, K], keys of length 1.
     v: [B, T, H, Z].
     log_decay, beta: log α <= 0 and β in [0, 1], [B, T, H]; both 0 at padding.
-    initial: [B, H, K, Z], the state before the chunk; correct on device 0.
+    initial: [B, H, K, Z], the state before the chunk; like the one after, correct on device 0.
     reset: bool [B, T], true where the state before the token is replaced by zero.
     slice_size: Q, a power of two; a shorter chunk is one slice.
-
-  Returns:
-    (y [B, T, H, Z], the state after the chunk, correct on device 0).
   """
   time = q.shape[1]
   size = min(slice_size, 1 << (time - 1).bit_length())
