@@ -109,9 +109,9 @@ def _estimates(
   """Estimated time and share of peak on a TPU slice, see `collectives`. Nothing is measured.
 
   Pairs are [by roofline, by cycles], see `work`. estimated_instruction_seconds and
-  estimated_cycles_seconds are the sums of the parts by each; the time of a step lies between them.
-  estimated_compute_seconds is operations / peak FLOP/s, and estimated_memory_seconds is bytes / HBM
-  bandwidth.
+  estimated_cycles_seconds are the sums of the parts by roofline and by cycles; the time of a step
+  lies between them. estimated_compute_seconds is operations / peak FLOP/s, and
+  estimated_memory_seconds is bytes / HBM bandwidth.
   """
   name, sides = topologies.parse(topology)
   chip = chips.TPUS[name]

@@ -83,9 +83,11 @@ class Configuration:
       load()
       self._state = _state()
 
-  def installed(self) -> contextlib.AbstractContextManager[None]:
+  @contextlib.contextmanager
+  def installed(self) -> Iterator[None]:
     """A context with this configuration, which may be nested; it restores the previous one."""
-    return _in_force(self._state)
+    with _in_force(self._state):
+      yield
 
 
 @contextlib.contextmanager
@@ -139,8 +141,13 @@ def _in_force(state: Mapping[str, Any]) -> Iterator[None]:
   bound = {key: dict(values) for key, values in state['_CONFIG'].items()}
   with _ONE_AT_A_TIME:
     before = _state()
-    vars(gin_config).update({name: copy.copy(part) for name, part in state.items()}, _CONFIG=bound)
+    _set({name: copy.copy(part) for name, part in state.items()} | {'_CONFIG': bound})
     try:
       yield
     finally:
-      vars(gin_config).update(before)
+      _set(before)
+
+
+def _set(state: Mapping[str, Any]) -> None:
+  for name, part in state.items():
+    setattr(gin_config, name, part)

@@ -78,11 +78,14 @@ class Planner(Protocol):
 
   def initial_carry(self, batch_size: int, width: int, dtype: DType) -> Carry:
     """The carry of rows at a document start, at model width D: every leaf [B, ...]."""
+    ...
 
   def forward_flops(self, width: int) -> int:
     """Operations of one token in a forward pass at model width D."""
+    ...
 
   def __call__(
     self, x: Array, carry: Carry, *, positions: Array, segment_ids: Array
   ) -> tuple[Array, Carry, Drafts]:
     """x [B, T, D] -> (the addition to the residual stream [B, T, D], the carry, the drafts)."""
+    ...

@@ -26,7 +26,7 @@ _SAME = 3e-3  # the iterations of Muon amplify rounding; another treatment diffe
 
 @functools.cache
 def acts_on_layers(algorithm: Algorithm) -> bool:
-  """Whether it must see a stack layer by layer; a ConfigurationError if it cannot be used here."""
+  """Whether an algorithm must see layers one by one; an unusable one is a ConfigurationError."""
   if inspect.unwrap(algorithm) in _ALIKE:
     return False
   if 'schedule_free' in _name(algorithm):
