@@ -100,10 +100,15 @@ class Setup:
     return self.partitioner.jit(self._initial_state, out_shardings=self._shardings)()
 
   def _initial_state(self) -> TrainState:
-    settings, recent = self.settings, self.loss_spikes.initial()
-    with_average = settings.average_decay is not None
-    arguments = self.model, self.optimizer, settings.seed, settings.batch_size, recent
-    return initial_state(*arguments, with_average=with_average)
+    settings = self.settings
+    return initial_state(
+      self.model,
+      self.optimizer,
+      settings.seed,
+      settings.batch_size,
+      self.loss_spikes.initial(),
+      with_average=settings.average_decay is not None,
+    )
 
   def initial_carry(self) -> Carry:
     """The empty carry of all rows, on the mesh."""
