@@ -495,6 +495,6 @@ def test_model_info_has_every_parameter_and_totals():
 def test_system_lines_name_versions_devices_and_memory():
   text = '\n'.join(report.system_lines())
   assert f'jax {jax.__version__}' in text
-  assert 'devices: 8 x cpu (cpu), 8 of them local, process 0 of 1' in text
+  assert 'devices: 8 x cpu (cpu), 8 local, process 0 of 1' in text
   assert 'processors' in text
   assert 'available' in text

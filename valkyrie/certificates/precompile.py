@@ -113,8 +113,8 @@ def advice(
 ) -> str:
   """A report of the memory of the step, the effect of each change, and the change to make.
 
-  `worst` is the certificate of the step with the largest memory; `ask` and `partitioner` return
-  that of the step, and the layout, of the current bindings. For `layouts` see `precompile`.
+  `worst` is the certificate of the step with the largest memory; `ask` returns the certificate of
+  the step of the current bindings, and `partitioner` their layout. For `layouts` see `precompile`.
   """
   needs = gib(worst['total_bytes']) if worst['total_bytes'] else 'more memory'
   lines = [

@@ -174,7 +174,7 @@ Lock = DiskLock | BucketLock
 
 
 def steps_of(model_dir: str | os.PathLike) -> Steps:
-  """The steps of a run, not read yet; the argument and errors are those of `opened`."""
+  """The steps of a run, not read yet; for the argument and errors see `opened`."""
   directory = opened(model_dir)
   return BucketSteps(directory) if isinstance(directory, BucketDirectory) else DiskSteps(directory)
 

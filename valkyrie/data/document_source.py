@@ -184,7 +184,7 @@ def document_reader(task: DocumentTask, selection: Selection) -> TaskReader:
 
 
 def check_split(selection: Selection, splits: Iterable[str]) -> None:
-  """Raises a ConfigurationError if the selected split is not among those of the task."""
+  """Raises a ConfigurationError if the task does not have the selected split."""
   if selection.split not in splits:
     raise ConfigurationError(
       f'The task {selection.task} has no split {selection.split!r}. Use one of {", ".join(splits)}.'

@@ -37,7 +37,7 @@ class Units(NamedTuple):
 
 
 class _Epoch(NamedTuple):
-  """The documents of a row in the order of one epoch, int64; offsets are those of tokens in it.
+  """The documents of a row in the order of one epoch, int64; offsets count its tokens.
 
   documents, ends, unit_numbers: numbers in the store, ends, and numbers of the units, [documents].
   unit_starts: where each unit starts, and the last one ends, [units + 1].

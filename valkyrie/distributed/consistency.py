@@ -65,8 +65,8 @@ def fingerprints(programs: Mapping[str, Compiled]) -> dict[str, str]:
 class TokenConsistency:
   """Compares hashes of the tokens of each row between processes; finds a differing token store.
 
-  In every `every`-th step each process, which reads the rows numbered `rows`, also reads those of
-  the next process, so that each row is read twice. A run of one process compares nothing.
+  In every `every`-th step each process, which reads the rows numbered `rows`, also reads the
+  rows of the next process, so that each row is read twice. A run of one process compares nothing.
   """
 
   def __init__(self, feed: TaskFeed, rows: Sequence[int], every: int = 100):

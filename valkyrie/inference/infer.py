@@ -140,7 +140,7 @@ class TextSamples:
     vocabulary: str,
     chunk_size: int,
   ):
-    """Configures the samples; the arguments are those of `infer` and `open_run`."""
+    """Configures the samples; for the arguments see `infer` and `open_run`."""
     if jax.process_count() > 1:
       raise ConfigurationError(
         'TextSamples needs all parameters in one process, and this run has '

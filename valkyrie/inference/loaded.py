@@ -164,7 +164,7 @@ class LoadedModel:
     """Intermediate values of each token: {kind: [layers, T, D]}.
 
     The kinds are 'mixers' and 'mlp', which a layer adds to the residual stream, and 'stream' after
-    it. The other arguments are those of `score`.
+    it. For the other arguments see `score`.
 
     Raises:
       ConfigurationError: a kind is unknown, or the text is longer than the model can read.

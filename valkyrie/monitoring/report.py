@@ -54,7 +54,7 @@ def system_lines() -> list[str]:
     f'valkyrie {__version__}, python {platform.python_version()}, {", ".join(versions)}',
     f'{platform.platform()}, {_processors()} processors, {of_machine()}',
     f'{"device" if len(devices) == 1 else "devices"}: {len(devices)} x {devices[0].platform} '
-    f'({devices[0].device_kind}), {jax.local_device_count()} of them local, process '
+    f'({devices[0].device_kind}), {jax.local_device_count()} local, process '
     f'{jax.process_index()} of {jax.process_count()}',
   ]
 

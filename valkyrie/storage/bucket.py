@@ -53,7 +53,7 @@ class Object(NamedTuple):
 
 
 class Bucket:
-  """The objects below an address; their names are relative to it, errors those of `gcs.Client`."""
+  """The objects below an address; their names are relative to it. Errors: see `gcs.Client`."""
 
   def __init__(self, address: str):
     """Connects to 'gs://BUCKET/FOLDERS'; raises as `client`, or ConfigurationError for another."""

@@ -91,7 +91,7 @@ def fitted(
 ) -> Problem:
   """The problem of a suite with about `length` tokens, and never more.
 
-  They are those of the context, its longest question and the answer, as `tokens` counts them.
+  The tokens of the context, its longest question and the answer count, by `tokens`.
   Raises a TooShortError if every problem of the suite is longer.
   """
   suite = SUITES[name]

@@ -24,7 +24,7 @@ class Stretch(NamedTuple):
 class Reading:
   """The positions of steps in `feed`, the newest deal.
 
-  A checkpoint records the `stretches` of the run; `curriculum` is that of the steps that follow.
+  A checkpoint records the `stretches` of the run; `curriculum` applies to the steps that follow.
   """
 
   def __init__(

@@ -25,7 +25,7 @@ class BidirectionalLongformer(WindowAttention):
   It carries nothing: a token sees its document within one chunk. For other global tokens, call
   `bidirectional_attention` directly. docs/encoder.md builds an encoder with it.
 
-  Attributes, besides those of `WindowAttention`:
+  Attributes, besides the ones of `WindowAttention`:
     max_global_tokens: G, the most global tokens in a row's chunk: the first ones of several
       documents' starts. None means `document_start`, the start of one document.
   """

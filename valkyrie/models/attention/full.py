@@ -29,7 +29,7 @@ class FullAttention(LongformerAttention):
   Without a carry, each chunk is read by itself, as trainers of plain decoders do: a document that
   the end of a chunk cuts is read as two, and no text can be continued.
 
-  Attributes, besides those of `WindowAttention`:
+  Attributes, besides the ones of `WindowAttention`:
     max_context: the tokens that a query sees, itself included; without a carry, the longest chunk.
     carried: whether keys pass from chunk to chunk.
   """

@@ -95,7 +95,7 @@ class WindowAttention(hk.Module):
 class LongformerAttention(WindowAttention):
   """Sliding window, registers and document starts in one softmax; see `sliding_window`.
 
-  The options are those of `WindowAttention`, and `registers`: R, learned keys and values that every
+  It has the options of `WindowAttention`, and `registers`: R, learned keys and values that every
   token reads.
   """
 

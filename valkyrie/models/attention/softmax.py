@@ -36,7 +36,7 @@ class Dropout(NamedTuple):
 class Part(NamedTuple):
   """Queries [B, J, Q, K], keys and values [B, J, N, K], and the mask [B, S, N] of visible keys.
 
-  The Q queries of a head group are those of its first head, then of the next; one mask serves all.
+  The Q queries of a head group belong to its first head, then to the next; one mask serves all.
   """
 
   q: Array

@@ -31,7 +31,7 @@ WRITE_GATES = {'sigmoid': jax.nn.sigmoid, 'hard': lambda x: jnp.clip(2 * x - 0.5
 class GatedDeltaNet(DecayingHeads):
   """The Gated DeltaNet layer; see the module.
 
-  Attributes, besides those of `DecayingHeads`, whose `slice_size` is Q, a power of two:
+  Attributes, besides the ones of `DecayingHeads`, whose `slice_size` is Q, a power of two:
     key_width: K, of the queries and keys of a head.
     value_width: Z, of the values of a head. The paper has HK = 3D/4 and HZ = 3D/2.
     write_gate: β, 'sigmoid' as published, or 'hard', min(max(2 x - 1/2, 0), 1). At a hard 0 a head

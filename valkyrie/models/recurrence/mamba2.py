@@ -36,7 +36,7 @@ from valkyrie.types import Array
 class Mamba2(DecayingHeads):
   """The Mamba-2 layer; its decays and steps are drawn as published by default.
 
-  Attributes, besides those of `DecayingHeads`:
+  Attributes, besides the ones of `DecayingHeads`:
     head_width: K; H x K is twice the model width in the publication.
     state_size: P, rows of a head's state; all heads share B and C.
   """
