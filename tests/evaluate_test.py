@@ -171,10 +171,22 @@ def test_the_axis_of_the_plot_shows_a_difference_of_a_twentieth(tmp_path):
   image = np.asarray(Image.open(tmp_path / 'loss_by_position_mine.png').convert('RGB'))
 
   def height(color):
-    return (image == ImageColor.getrgb(color)).all(-1)[:, -120:].nonzero()[0].max()
+    return (image == ImageColor.getrgb(color)).all(-1)[:, 520:].nonzero()[0].max()
 
   first, second, third = map(height, pictures.COLORS[:3])
   assert second - first > 20 and third - second > 200
+
+
+@pytest.mark.parametrize(
+  'losses', [(2.0, 2.25, 1.9, 1.3), (0.2, 2.0, 0.3, 2.0), (9.0, 1.0, 2.0, 1.9)]
+)
+def test_no_curve_of_the_plot_leaves_it(losses, tmp_path):
+  curves = {'a': {f'loss_by_position/{4**n}': loss for n, loss in enumerate(losses)}}
+  image = pictures.write_loss_by_position(tmp_path, curves)
+  drawn = (image == ImageColor.getrgb(pictures.COLORS[0])).all(-1)
+  frame = (image == 0).all(-1).sum(axis=1).argsort()[-2:]  # the rows of its upper and lower edge
+  rows = drawn.any(axis=1).nonzero()[0]
+  assert min(frame) + 10 < rows[0] < rows[-1] < max(frame) - 10
 
 
 def test_the_plot_shows_every_curve(tmp_path):

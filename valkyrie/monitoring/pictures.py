@@ -7,6 +7,7 @@ without pyplot, in any thread.
 from collections.abc import Mapping, Sequence
 import html
 import io
+import itertools
 import math
 import pathlib
 import re
@@ -19,7 +20,7 @@ from valkyrie.monitoring.metrics import BY_POSITION, Metrics
 
 COLORS = ('#1f5fa8', '#d1622b', '#2f8f4e', '#8a4fa3')  # of the losses by position
 MAP = 'Blues'  # the colors of scores
-_WITH_CONTEXT = 4  # the bin from position 16 on
+_WITH_CONTEXT = 16  # the first position with some context
 _LEAST = 0.1  # nats that the axis of losses covers at least
 _DPI = 100
 _MOST_POINTS = 400  # of a curve of a page; more are averaged
@@ -45,31 +46,27 @@ def write_loss_by_position(
 ) -> np.ndarray:
   """Draws the metrics loss_by_position/P over P on a logarithmic axis, one curve per name.
 
-  The range of the losses is chosen for the differences between positions and curves. The first
-  positions of a document, which have little context, are cut off at its top. The file in model_dir
-  is loss_by_position.png, or for other data loss_by_position_NAME.png. Returns the picture, uint8
+  The left part has all positions. The first ones, which have little context, can hide differences
+  between the others, so the right part begins at position 16. The file in model_dir is
+  loss_by_position.png, or for other data loss_by_position_NAME.png. Returns the picture, uint8
   [height, width, 3]; raises a StorageError if it cannot be written.
   """
   points = {name: by_position(metrics) for name, metrics in curves.items()}
-  every = [point for some in points.values() for point in some]
-  last = max((position for position, _ in every), default=1)
-  shown = [loss for position, loss in every if position >= min(2**_WITH_CONTEXT, last)]
-  low, high = min(shown, default=0.0), max(shown, default=1.0)
-  margin = max(0.05 * (high - low), (_LEAST - (high - low)) / 2)
-  canvas, axes = _canvas(9.6, 5.4)
-  for number, (label, some) in enumerate(points.items()):
-    color = COLORS[number % len(COLORS)]
-    # Losses above the range are marked at its top.
-    losses = [min(loss, high + margin) for _, loss in some]
-    axes.plot([position for position, _ in some], losses, 'o-', color=color, lw=3, label=label)
-  axes.set_xscale('log', base=2)
-  axes.set_xticks(sorted({position for position, _ in every}) or [1])
-  axes.xaxis.set_major_formatter('{x:.0f}')
-  axes.set_ylim(low - margin, high + margin)
-  axes.grid(axis='y', color='#dddddd')
-  axes.set_xlabel('position in the document, from P to 2 P - 1')
-  axes.set_ylabel('loss, nats per token')
-  axes.legend(loc='upper right', labelcolor='linecolor', frameon=False)
+  last = max((position for some in points.values() for position, _ in some), default=1)
+  canvas, *parts = _canvas(9.6, 5.4, 2)
+  for axes, first in zip(parts, (1, min(_WITH_CONTEXT, last)), strict=True):
+    axes.set_xscale('log', base=2)
+    for color, (label, some) in zip(itertools.cycle(COLORS), points.items()):
+      shown = np.reshape([point for point in some if point[0] >= first], (-1, 2))
+      axes.plot(*shown.T, 'o-', color=color, lw=3, label=label)
+    low, high = axes.get_ylim()
+    room = max(0, _LEAST - (high - low)) / 2
+    axes.set_ylim(low - room, high + room)
+    axes.xaxis.set_major_formatter('{x:.0f}')
+    axes.grid(axis='y', color='#dddddd')
+    axes.set_xlabel('position in the document, from P to 2 P - 1')
+  parts[0].set_ylabel('loss, nats per token')
+  parts[0].legend(labelcolor='linecolor', frameon=False)
   path = model_dir / f'loss_by_position{name and "_"}{name}.png'
   with storage_errors(f'{path} cannot be written', 'Make room there, or name another --model_dir.'):
     canvas.print_png(path)
