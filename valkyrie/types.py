@@ -106,6 +106,7 @@ class TaskFeed(Protocol):
   tokens_per_byte: of the text, if defined; fingerprint: a hash of the content.
   row_tokens: of the longest row in one epoch.
   row_end: tokens after which all rows are padding; None if the feed is endless.
+  longest: the largest position in a document, or in a sequence that is read as one, plus 1.
 
   A feed of several sources also has `sources`, a mapping of names to feeds, and `weights`, the
   share of each. They are evaluated one by one.
@@ -127,6 +128,9 @@ class TaskFeed(Protocol):
 
   @property
   def row_end(self) -> int | None: ...
+
+  @property
+  def longest(self) -> int: ...
 
   def read(self, position: int, length: int, rows: Sequence[int] | None = None) -> Batch:
     """The batch [rows, length] whose first token is each row's token number `position`.

@@ -145,6 +145,11 @@ class TaskFeed:
     """Tokens after which all rows are padding; None if the feed is endless."""
     return None if self._epochs is None else self._epochs * self.row_tokens
 
+  @property
+  def longest(self) -> int:
+    """Tokens of the longest document, or sequence."""
+    return max(row.longest_unit for row in self.rows)
+
   def dealt(self, number: int, rows: int, begin: int) -> 'TaskFeed':
     """Deal `number` of the store over other rows; see `types.TaskFeed`.
 

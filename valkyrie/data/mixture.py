@@ -141,6 +141,11 @@ class Mixture:
     ends = [row.end for row in self._rows]
     return None if None in ends else max(end for end in ends if end is not None)
 
+  @property
+  def longest(self) -> int:
+    """Tokens of the longest document, or sequence, of any source."""
+    return max(feed.longest for feed in self.sources.values())
+
   @functools.cached_property
   def _rows(self) -> list[MixedRow]:
     changes = [(position - self._begin, shares) for position, shares in self._changes]

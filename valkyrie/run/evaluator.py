@@ -25,7 +25,7 @@ from valkyrie.monitoring.metrics import Metrics, position_metrics, text_metrics
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.data_parallel import gather_params, shard_map_step
 from valkyrie.training.losses import TokenScores, token_scores
-from valkyrie.training.setup import check_vocabulary
+from valkyrie.training.setup import check_documents, check_vocabulary
 from valkyrie.types import Array, Batch, Carry, Params, TaskFeed
 
 # The metrics that each source of a mixture has, too.
@@ -129,7 +129,7 @@ class Evaluator:
     self._weights: Mapping[str, float] = getattr(tokens, 'weights', {'': 1.0})
     self._chunk_size = chunk_size
     self._quick = chunks
-    self._partitioner = partitioner
+    self._model, self._partitioner = model, partitioner
     self._batch_size = batch_size
     partitioner.check_batch(batch_size, chunk_size)
 
@@ -156,9 +156,13 @@ class Evaluator:
     )
 
   def open(self) -> None:
-    """Opens the stores of the split, and builds those that are missing."""
+    """Opens the stores of the split, and builds those that are missing.
+
+    Raises a DataError if the model cannot read the longest document.
+    """
     for feed in self._sources.values():
       self._chunks(feed)
+      check_documents(self._model, feed)
 
   def record_data(self, model_dir: str, stream: str, *, may_differ: bool) -> None:
     """Writes the fingerprint of each source's store to model_dir/STREAM/data.json.

@@ -15,14 +15,13 @@ from valkyrie.config.record import bindings
 from valkyrie.data.feed import prefetch
 from valkyrie.distributed import compilation_cache, consistency, heartbeat
 from valkyrie.distributed.preemption import Preemption
-from valkyrie.errors import DataError
 from valkyrie.monitoring import memory
 from valkyrie.run import memory_limits
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.training.curriculum import Phase
 from valkyrie.training.nan_hunt import hunting
 from valkyrie.training.reading import Reading
-from valkyrie.training.setup import Setup
+from valkyrie.training.setup import Setup, check_documents
 from valkyrie.training.train_step import StepMetrics, TrainState
 from valkyrie.types import Batch, TaskFeed
 from valkyrie.weights.initial import InitialWeights, check_loss
@@ -103,7 +102,12 @@ class Trainer:
   say: Callable[[str], None]
 
   def __post_init__(self):
-    """Restores the newest checkpoint; a ConfigurationError if its run differs from this one."""
+    """Restores the newest checkpoint.
+
+    Raises a ConfigurationError if its run differs from this one, and a DataError if the model
+    cannot read the feed's longest document.
+    """
+    check_documents(self.setup.model, self.feed)
     self.reading = Reading(self.setup.curriculum, self.feed, self.setup.settings.batch_size)
     self._programs: Mapping[str, str] = {}
     self._saved_programs: Mapping[str, str] = {}
@@ -254,21 +258,14 @@ class Trainer:
 def batches(reading: Reading, setup: Setup, steps: range) -> Iterator[Batch]:
   """The batch [B, N·C] of each step, on the devices.
 
-  Raises a DataError if a document is longer than the model's attention sees, or two processes read
-  different tokens.
+  Raises a DataError if two processes read different tokens.
   """
   partitioner = setup.partitioner
-  batch_size, max_context = setup.settings.batch_size, setup.model.about.max_context
+  batch_size = setup.settings.batch_size
   rows = partitioner.local_rows(batch_size)
   check_consistency = consistency.TokenConsistency(reading.feed, rows)
   spans = ((reading.place(n), setup.curriculum.phase(n).tokens_per_row) for n in steps)
   for step, batch in zip(steps, prefetch(reading.feed, spans, rows=rows), strict=True):
-    longest = int(batch.positions.max()) + 1
-    if max_context is not None and longest > max_context:
-      raise DataError(
-        f'Step {step} reads a document of {longest} tokens or more, but the model sees at most '
-        f'{max_context} (FullAttention.max_context). Raise it, or use LongformerAttention.'
-      )
     check_consistency(step, reading.place(step), batch)
     yield partitioner.place_batch(batch, batch_size)
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from valkyrie.config.computation import may_change_on_resume
-from valkyrie.errors import ConfigurationError
+from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel, Model
 from valkyrie.models.layers import check_sizes
@@ -247,4 +247,15 @@ def check_vocabulary(model: Model, feed: TaskFeed) -> None:
     raise ConfigurationError(
       f"The feed's vocabulary has {feed.vocabulary_size} tokens, but the model has only {known}. "
       f'Set LanguageModel.vocabulary_size = {feed.vocabulary_size}.'
+    )
+
+
+def check_documents(model: Model, feed: TaskFeed) -> None:
+  """Raises a DataError if the model cannot read the feed's longest document; opens the feed."""
+  sees = model.about.max_context
+  if sees is not None and feed.longest > sees:
+    raise DataError(
+      f'The longest document has {feed.longest:,} tokens, but the model sees at most {sees:,} '
+      '(FullAttention.max_context). Cut documents with text_cut = BYTES of gin/data/text.gin, let '
+      'each chunk be read alone by FullAttention.carried = False, or use LongformerAttention.'
     )
