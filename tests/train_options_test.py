@@ -48,6 +48,9 @@ def test_a_run_ends_when_validation_no_longer_improves_and_stays_ended(start, tm
   code, said = start(*flags, '--gin.train.patience=3')
   assert code == 0 and 'stopped early: 3 evaluations' in said
   assert sorted(tiny_run.metrics(tmp_path / 'run')) == [1, 2, 3, 4]
+  # A follower ends with the run, though train_steps are never done.
+  code, _ = start('--run_mode=eval', '--follow', *flags)
+  assert code == 0 and 4 in tiny_run.metrics(tmp_path / 'run', 'eval_whole')
 
 
 def test_patience_begins_anew_with_a_lower_loss():

@@ -9,9 +9,9 @@ import gin
 import jax
 
 from valkyrie.checkpoint.manager import LATEST
-from valkyrie.checkpoint.steps import Steps, steps_of
+from valkyrie.checkpoint.steps import Steps, record, steps_of
 from valkyrie.config.computation import may_change_on_resume
-from valkyrie.errors import ConfigurationError, ValkyrieError
+from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError
 from valkyrie.models import language_model
 from valkyrie.models.carry_cuts import check_cuts
 from valkyrie.models.language_model import LanguageModel
@@ -99,13 +99,22 @@ def evaluate(
       print(f'step {number} was deleted before it was read (Checkpoints.keep)', file=sys.stderr)
 
 
+def _stopped(steps: Steps, step: int) -> bool:
+  """Whether the run stopped early at a step; False if it was deleted meanwhile."""
+  try:
+    return bool(record(steps, step).get('stopped'))
+  except StorageError:
+    return False
+
+
 def _committed(steps: Steps, done: set[int], last: int) -> Iterator[int]:
-  """Yields the steps that are not done, as they appear, up to the last one."""
+  """Yields the steps that are not done, as they appear, up to the last one of the run."""
   while True:
-    for number in steps.find():
+    found = steps.find()
+    for number in found:
       if number not in done:
         done.add(number)
         yield number
-    if max(done, default=0) >= last:
+    if found and (found[-1] >= last or _stopped(steps, found[-1])):
       return
     time.sleep(_PAUSE_SECONDS)

@@ -144,11 +144,13 @@ class Saver:
 
   Attributes:
     flushes: each waits for the steps done, and writes their lines: a step that is saved has them.
+    patience: of the run; a follower of the run ends at a step that was saved after it was used up.
   """
 
   trainer: Trainer
   validation: Validation
   flushes: Sequence[Callable[[], None]]
+  patience: int | None
 
   def __call__(self, step: int, state: TrainState, metrics: StepMetrics) -> None:
     """Saves the state after `step`, counted from 1."""
@@ -196,7 +198,9 @@ class Saver:
       raise
 
   def _record(self) -> dict[str, Any]:
+    lowest = self.validation.lowest
     return self.trainer.record() | {
-      'lowest': self.validation.lowest,
+      'lowest': lowest,
+      'stopped': lowest and lowest.stops(self.patience),
       'validation_loss': self.validation.losses.get(self.trainer.step),
     }

@@ -138,7 +138,7 @@ def train(
     drawing = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix='plot'))
     validation = Validation(evaluate, trainer, train_steps, model_dir, log, eval_writer, drawing)
     stack.callback(validation.check_picture)
-    saver = Saver(trainer, validation, [refusals.flush, log.flush])
+    saver = Saver(trainer, validation, [refusals.flush, log.flush], patience)
 
     def every(n: int, hook: Hook) -> Hook:
       return Every(n, hook, total_steps=train_steps, start_step=trainer.start)
