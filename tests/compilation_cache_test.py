@@ -107,6 +107,11 @@ def test_a_changed_or_unsealed_program_is_not_used(start, tmp_path):
     file.with_name(f'{file.name}.sha256').unlink()
   assert start() == ('None', 0)
   assert start() == ('None', len(found))
+  for bit, file in enumerate(found):  # of a hash, whose text is then no UTF-8 for the last bit
+    hashed = file.with_name(f'{file.name}.sha256')
+    hashed.write_bytes(bytes([hashed.read_bytes()[0] ^ 1 << 7 - bit % 8]) + hashed.read_bytes()[1:])
+  assert start() == ('None', 0)
+  assert start() == ('None', len(found))
 
 
 def test_an_open_directory_is_closed_and_one_that_cannot_be_is_not_used(start, tmp_path):

@@ -120,7 +120,7 @@ def _clean(directory: pathlib.Path) -> None:
     total += programs[program].st_size
     hash_file = _hash_file(program)
     with contextlib.suppress(FileNotFoundError):  # another process deletes it, too
-      if total <= _MAX_BYTES and hash_file.read_text() == _hash(program):
+      if total <= _MAX_BYTES and hash_file.read_bytes() == _hash(program).encode():
         continue
     for file in (program, hash_file):
       file.unlink(missing_ok=True)
