@@ -200,4 +200,4 @@ def test_the_plot_shows_every_curve(tmp_path):
   assert {ImageColor.getrgb(color) for color in pictures.COLORS[:2]} <= colors
   pictures.write_loss_by_position(tmp_path, {'validation': {'loss': math.nan}})  # nothing to show
   with pytest.raises(StorageError, match=r'loss_by_position\.png cannot be written'):
-    pictures.write_loss_by_position(tmp_path / 'nowhere', curves)
+    pictures.write_loss_by_position(tmp_path / 'loss_by_position.png', curves)

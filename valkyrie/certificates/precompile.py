@@ -24,10 +24,11 @@ from valkyrie.config.load import override_gin
 from valkyrie.config.parse import FLAG
 from valkyrie.config.record import bindings
 from valkyrie.config.redact import redact
-from valkyrie.errors import ConfigurationError, storage_errors
+from valkyrie.errors import ConfigurationError
 from valkyrie.monitoring import chips
 from valkyrie.sharding import mesh
 from valkyrie.sharding.partitioner import Partitioner
+from valkyrie.storage import whole_file
 from valkyrie.training.setup import Setup, StepSettings
 
 Certificate = Mapping[str, Any]
@@ -75,9 +76,7 @@ def precompile(
   with mesh.target_devices(devices):
     all_found = [{'command': _command(), **found} for found in certificates()]
     path = pathlib.Path(model_dir) / 'precompile.json'
-    with storage_errors(f'{path} cannot be written', 'Pass another --model_dir.'):
-      path.parent.mkdir(parents=True, exist_ok=True)
-      path.write_text(json.dumps(all_found, indent=2) + '\n')
+    whole_file.write(path, json.dumps(all_found, indent=2) + '\n', 'Pass another --model_dir.')
     for found in all_found:
       print(certificate.text(found), flush=True)
     over = [found for found in all_found if found['fits'] is False]

@@ -10,11 +10,11 @@ Only EOS is special: GPT-2 has no padding, and its id 0 is the ordinary token '!
 """
 
 from collections.abc import Iterable
+import filecmp
 import functools
 import hashlib
 import json
 import pathlib
-import shutil
 from typing import Protocol
 
 import gin
@@ -22,7 +22,8 @@ import numpy as np
 
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.paths import TOKENIZER
-from valkyrie.errors import ConfigurationError, storage_errors
+from valkyrie.errors import ConfigurationError
+from valkyrie.storage import whole_file
 
 _CONFIGURATION = 'tokenizer_config.json'
 # Usual names of the EOS token, for a tokenizer_config.json that does not name it.
@@ -165,15 +166,14 @@ def load(specification: str) -> Vocabulary:
 def copy(vocabulary: Vocabulary, folder: pathlib.Path) -> None:
   """Copies the files of a vocabulary to FOLDER/tokenizer.json or .model, if it has any.
 
-  Existing files stay. Raises a StorageError if the folder cannot be written.
+  Raises a StorageError if the folder cannot be written.
   """
   if vocabulary.file is None:
     return
   kept, beside = TOKENIZER + vocabulary.file.suffix, vocabulary.file.with_name(_CONFIGURATION)
-  with storage_errors(f'{folder} cannot be written', 'Make room there.'):
-    for file, name in ((vocabulary.file, kept), (beside, beside.name)):
-      if file.is_file() and not (folder / name).exists():
-        shutil.copyfile(file, folder / name)
+  for file, copied in ((vocabulary.file, folder / kept), (beside, folder / beside.name)):
+    if file.is_file() and not (copied.is_file() and filecmp.cmp(file, copied, shallow=False)):
+      whole_file.write(copied, file.read_bytes())
 
 
 @may_change_on_resume('vocabulary')  # the fingerprint tells

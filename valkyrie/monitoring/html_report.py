@@ -20,6 +20,7 @@ import numpy as np
 from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError, storage_errors
 from valkyrie.monitoring.json_lines import by_step
 from valkyrie.monitoring.pictures import Curve, by_position, figure
+from valkyrie.storage import whole_file
 from valkyrie.storage.run_directory import opened
 
 _STYLE = """
@@ -301,8 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = page([read_run(opened(run)) for run in flags.runs])
     if flags.output.exists():
       raise StorageError(f'{flags.output} is there already. Name another --output.')
-    with storage_errors(f'{flags.output} cannot be written', 'Name another --output.'):
-      flags.output.write_text(text, encoding='utf-8')
+    whole_file.write(flags.output, text, 'Name another --output.')
   except ValkyrieError as error:
     print(f'valkyrie: {error}', file=sys.stderr)
     return error.exit_code

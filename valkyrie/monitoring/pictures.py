@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from valkyrie.errors import storage_errors
 from valkyrie.monitoring.metrics import BY_POSITION, Metrics
+from valkyrie.storage import whole_file
 
 COLORS = ('#1f5fa8', '#d1622b', '#2f8f4e', '#8a4fa3')  # of the losses by position
 MAP = 'Blues'  # the colors of scores
@@ -68,8 +68,7 @@ def write_loss_by_position(
   parts[0].set_ylabel('loss, nats per token')
   parts[0].legend(labelcolor='linecolor', frameon=False)
   path = model_dir / f'loss_by_position{name and "_"}{name}.png'
-  with storage_errors(f'{path} cannot be written', 'Make room there, or name another --model_dir.'):
-    canvas.print_png(path)
+  _write_png(path, canvas)
   return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
@@ -106,8 +105,7 @@ def write_heat_map(
     axes.set_title(name, parse_math=False)
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), rows if axes is every[0] else [''] * len(rows))
-  with storage_errors(f'{path} cannot be written', 'Make room there.'):
-    canvas.print_png(path)
+  _write_png(path, canvas)
 
 
 def figure(
@@ -153,6 +151,12 @@ def figure(
     f'</figcaption>\n<svg viewBox="0 0 403.2 230.4" role="img" aria-label="{title}">'
     f'{svg}\n</figure>'
   )
+
+
+def _write_png(path: pathlib.Path, canvas: Any) -> None:
+  picture = io.BytesIO()
+  canvas.print_png(picture)
+  whole_file.write(path, picture.getvalue())
 
 
 def _canvas(width: float, height: float, panels: int = 1) -> list[Any]:

@@ -14,7 +14,7 @@ import jax
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.record import bindings
 from valkyrie.errors import ConfigurationError, storage_errors
-from valkyrie.storage import foreign_names
+from valkyrie.storage import foreign_names, whole_file
 
 Numbers = Mapping[str, Any]
 
@@ -99,7 +99,7 @@ def _id(model_dir: pathlib.Path) -> str:
   file = model_dir / 'tracking_id'
   with storage_errors(f'{file} cannot be used', 'Make room, or pass another --model_dir.'):
     if not file.exists():
-      file.write_text(uuid.uuid4().hex)
+      whole_file.write(file, uuid.uuid4().hex)
     advice = 'Delete this file: the tracker then begins another run.'
     return foreign_names.checked(file.read_text().strip(), file, advice)
 

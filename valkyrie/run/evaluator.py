@@ -18,11 +18,12 @@ from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import store_location
 from valkyrie.data.feed import prefetch
 from valkyrie.data.mixture import mean_tokens_per_byte
-from valkyrie.errors import ConfigurationError, Preempted, storage_errors
+from valkyrie.errors import ConfigurationError, Preempted
 from valkyrie.models.carry_cuts import cut_carry
 from valkyrie.models.language_model import Model
 from valkyrie.monitoring.metrics import Metrics, position_metrics, text_metrics
 from valkyrie.sharding.partitioner import Partitioner
+from valkyrie.storage import whole_file
 from valkyrie.training.data_parallel import gather_params, shard_map_step
 from valkyrie.training.losses import TokenScores, token_scores
 from valkyrie.training.setup import check_documents, check_vocabulary
@@ -181,9 +182,7 @@ class Evaluator:
         'numbers then go to eval_mine and loss_by_position_mine.png.'
       )
     if jax.process_index() == 0:
-      with storage_errors(f'{path} cannot be written', 'Make room, or pass another --model_dir.'):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(fingerprints) + '\n')
+      whole_file.write(path, json.dumps(fingerprints) + '\n')
 
   def _chunks(self, feed: TaskFeed) -> int:
     """The chunks of the longest row."""

@@ -27,6 +27,7 @@ from valkyrie.run import memory_limits
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.run.observers import Refusals, Saver, Validation
 from valkyrie.run.trainer import InitialState, Lowest, Trainer, batches
+from valkyrie.storage import whole_file
 from valkyrie.training.setup import Setup, StepSettings, check_vocabulary
 from valkyrie.training.spikes import RefusedSteps
 from valkyrie.types import TaskFeed
@@ -200,4 +201,4 @@ def _write_description(model_dir: str, setup: Setup) -> None:
   write_operative_configuration(model_dir)
   axes = setup.model.parameter_axes(setup.partitioner.parameter_axes)
   text = report.model_info(setup.state.params, axes)
-  pathlib.Path(model_dir, 'model_info.txt').write_text(text)
+  whole_file.write(pathlib.Path(model_dir, 'model_info.txt'), text)
