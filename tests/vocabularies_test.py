@@ -1,14 +1,18 @@
 """Vocabularies: their ids, and messages about invalid files."""
 
+import json
+import pickle
 import sys
 
 from hypothesis import given
 from hypothesis import strategies as st
+import numpy as np
 import pytest
 import tiny_run
 
-from valkyrie.data import vocabularies
-from valkyrie.errors import ConfigurationError
+from valkyrie.data import store_writer, vocabularies
+from valkyrie.data.token_store import Selection, TokenStore
+from valkyrie.errors import ConfigurationError, DataError
 
 TEXT = tiny_run.TEXT
 
@@ -35,13 +39,17 @@ def test_byte_ids_are_those_of_seqio():
   assert theirs.encode(text) == ours.encode(text)
 
 
-def test_sentencepiece(tmp_path):
+def write_sentencepiece(folder):
   import sentencepiece  # noqa: PLC0415
 
-  (tmp_path / 'text').write_text(TEXT)
+  (folder / 'text').write_text(TEXT)
   sentencepiece.SentencePieceTrainer.train(
-    input=str(tmp_path / 'text'), model_prefix=str(tmp_path / 'm'), vocab_size=24, minloglevel=2
+    input=str(folder / 'text'), model_prefix=str(folder / 'm'), vocab_size=24, minloglevel=2
   )
+
+
+def test_sentencepiece(tmp_path):
+  write_sentencepiece(tmp_path)
   codec = vocabularies.load(str(tmp_path / 'm.model'))
   ids = codec.encode('deep is the sea')
   assert codec.decode([*ids, codec.size + 5]) == 'deep is the sea'
@@ -96,3 +104,108 @@ def test_messages_name_bad_files(tmp_path, name, content, message):
 def test_the_message_about_an_unknown_vocabulary_lists_the_known_forms():
   with pytest.raises(ConfigurationError, match=r"'byte'.*'bytes'.*model.*tokenizer.json"):
     vocabularies.load('byte')
+
+
+ODDITIES = {  # what a file may bring, as a change of its JSON
+  'truncation': lambda file: file.update(
+    truncation={'direction': 'Right', 'max_length': 4, 'strategy': 'LongestFirst', 'stride': 0}
+  ),
+  'padding': lambda file: file.update(
+    padding={
+      'strategy': {'Fixed': 512},
+      'direction': 'Right',
+      'pad_to_multiple_of': None,
+      'pad_id': 0,
+      'pad_type_id': 0,
+      'pad_token': '!',
+    }
+  ),
+  'dropout': lambda file: file['model'].update(dropout=0.5),
+  'special=false': lambda file: file['added_tokens'][-1].update(special=False),
+  'special=false of': lambda file: file['added_tokens'][-1].update(
+    special=False, normalized=True, lstrip=True, rstrip=True
+  ),
+  '': lambda file: file['model'].update(ignore_merges=True),
+}
+SPELLED = ('<|endoftext|>', 'a <|endoftext|>', '<|endoftext|>\nb', '<|endoftext|>' * 2, '<|endof')
+
+
+@pytest.mark.parametrize('named', ODDITIES)
+def test_settings_of_a_file_change_no_text(tmp_path, caplog, named):
+  plain, odd = tmp_path / 'plain.json', tmp_path / 'odd.json'
+  tiny_run.write_tokenizer(plain)
+  file = json.loads(plain.read_text())
+  ODDITIES[named](file)
+  odd.write_text(json.dumps(file))
+  codecs = [vocabularies.load(str(path)) for path in (plain, odd)]
+  said = [record.message for record in caplog.records]
+  assert len(said) == bool(named) and all(f'{odd} has {named}' in text for text in said)
+  codecs += [pickle.loads(pickle.dumps(codec)) for codec in codecs]  # as --processes=2 does
+  for text in (TEXT, *SPELLED):
+    one, *others = [codec.encode(text) for codec in codecs for _ in range(3)]
+    assert one and all(other == one for other in others)
+    assert codecs[0].eos_id not in one and codecs[0].decode(one) == text
+
+
+def unigram(path):
+  """As T5's: its model has the EOS as a piece with a better score than all others."""
+  tokenizers = pytest.importorskip('tokenizers', reason=tiny_run.WITHOUT_HF)
+  pieces = [('<unk>', 0.0), ('</s>', 0.0), *((letter, -3.0) for letter in 'ab </s>')]
+  codec = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, 0))
+  codec.add_special_tokens(['</s>'])
+  codec.save(str(path))
+
+
+def words(path):
+  tokenizers = pytest.importorskip('tokenizers', reason=tiny_run.WITHOUT_HF)
+  ids = {word: n for n, word in enumerate(['</s>', '<', '/s>', 'a', 'b', '?'])}
+  codec = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, '?'))
+  codec.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+  codec.save(str(path))
+
+
+@pytest.mark.parametrize(
+  ('name', 'write'),
+  [('u.json', unigram), ('w.json', words)],
+)
+def test_no_text_becomes_the_end_of_a_document(tmp_path, name, write):
+  write(tmp_path / name)
+  codec = vocabularies.load(str(tmp_path / name))
+  assert codec._encode('</s>')[-1] == codec.eos_id, 'its file makes an EOS of text'
+  for text in ('</s>', 'a </s> b', '</s> </s>', 'a </s>', '</s></s>'):
+    ids = codec.encode(text)
+    assert codec.eos_id not in ids
+    if name[0] != 'w':
+      assert codec.decode(ids).replace(' ', '') == text.replace(' ', '')
+
+
+def test_an_eos_that_is_one_character_of_text_is_refused(tmp_path):
+  tiny_run.write_tokenizer(tmp_path / 'tokenizer.json')
+  (tmp_path / 'tokenizer_config.json').write_text('{"eos_token": "!"}')
+  codec = vocabularies.load(str(tmp_path / 'tokenizer.json'))
+  assert codec.encode('a sea')
+  with pytest.raises(DataError, match="EOS, '!', which ends documents"):
+    codec.encode('a sea!')
+
+
+@pytest.mark.parametrize('name', ['bytes', 'tokenizer.json', 'm.model'])
+@pytest.mark.parametrize(
+  'text', ['\ud83d', 'fine \udc00', 'é \ud83d\ud83d', '\ude00\ud83d', '\udcff']
+)
+def test_half_a_character_is_refused_by_every_codec(tmp_path, name, text):
+  tiny_run.write_tokenizer(tmp_path / 'tokenizer.json')
+  write_sentencepiece(tmp_path)
+  codec = vocabularies.load('bytes' if name == 'bytes' else str(tmp_path / name))
+  for encode in (codec.encode, codec.ids):
+    with pytest.raises(DataError, match=r"half of a character, '\\u[0-9a-f]{4}', after"):
+      encode(text)
+  assert codec.encode('\N{GRINNING FACE}')
+
+
+@pytest.mark.parametrize(('size', 'warned'), [(0.1, True), (1, False), (19, False), (195.59, True)])
+def test_an_absurd_ratio_of_bytes_to_tokens_is_warned_of(tmp_path, caplog, size, warned):
+  selection = Selection('own', 'train', vocabularies.load('bytes'))
+  document = store_writer.Document(np.full(999, 5, np.int32), round(1000 * size))
+  store_writer.StoreWriter(tmp_path, selection, {}, shards=1).write(lambda shard: [document])
+  TokenStore.open(tmp_path, selection.vocabulary)
+  assert caplog.text.count(f'has {size:.3g} bytes of text a token') == 2 * warned

@@ -16,7 +16,7 @@ from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import vocabularies
 from valkyrie.data.rows import Row, deal
 from valkyrie.data.store_location import open_store
-from valkyrie.data.token_store import REBUILD, Selection, TokenStore
+from valkyrie.data.token_store import MORE_DOCUMENTS, REBUILD, Selection, TokenStore
 from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.types import Batch, position_of
 
@@ -120,8 +120,8 @@ class TaskFeed:
       unit = 'documents' if keys is None else 'sequences of documents'
       raise ConfigurationError(
         f'{self._selection} has {units} {unit}, fewer than batch_size={self.batch_size}, but each '
-        'row needs one. Lower batch_size, or use a larger split, such as --gin.held_out=0.2 of the '
-        'documents of gin/data/text.gin.'
+        'row needs one. Lower the batch_size of this split, such as '
+        f'validation/TaskFeed.batch_size; use a larger split; or {MORE_DOCUMENTS}'
       )
     return rows
 

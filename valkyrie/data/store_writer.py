@@ -135,8 +135,7 @@ class StoreWriter:
     if not information['documents']:
       raise DataError(
         f'The split {self.selection.split!r} of the task {self.selection.task!r} has no documents. '
-        'Use another split or source, or hold out a larger share, such as --gin.held_out=0.2 '
-        '(--option=held_out=0.2 of valkyrie.data.build_store).'
+        f'Use another split or source, or {token_store.MORE_DOCUMENTS}'
       )
     kept = ('name', 'documents', 'tokens', 'files')
     information['shards'] = [{key: s[key] for key in kept} for s in shards]
@@ -158,6 +157,7 @@ class StoreWriter:
       temporary.replace(self.path / STORE_FILE)
       for left in [*self.path.glob('.*.lock'), self.path / SOURCE_FILE]:
         left.unlink(missing_ok=True)
+    token_store.warn_of_ratio(self.path, information)
     return information
 
   def _information(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import pathlib
 import platform
@@ -40,8 +41,14 @@ SHARD_FILE = 'shard.json'
 TOKENS_FILE = 'tokens.npy'
 PROMPTS_FILE = 'prompts.npy'
 DUPLICATES_FILE = 'duplicates.npy'
+MORE_DOCUMENTS = (
+  'hold out a larger share, or cut long texts: --gin.held_out=0.2 and --gin.text_cut=2048 with '
+  "gin/data/text.gin, 'options': {'held_out': 0.2, 'cut': 2048} of a source of a mixture, or "
+  '--option=held_out=0.2 and --option=cut=2048 of build_store.'
+)
 REBUILD = "Delete the store's directory and run again to rebuild it."
 _INTACT, _DAMAGED = 1, 2
+_USUAL_BYTES = (0.25, 20)  # of text a token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +175,7 @@ class TokenStore:
       )
     for name, recorded in recorded_files(information).items():
       check_file(path / name, recorded, content=not name.endswith(TOKENS_FILE))
+    warn_of_ratio(path, information)
     return cls(path, information)
 
   def read(self, documents: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -259,6 +267,17 @@ def information_of(content: bytes, file: str) -> dict[str, Any]:
   for name in named:
     foreign_names.checked(name, file, f'No array was read. {REBUILD}', DataError)
   return information
+
+
+def warn_of_ratio(path: pathlib.Path, information: Mapping[str, Any]) -> None:
+  """Warns of a store whose tokens can hardly be all of its text, or hold much else."""
+  ratio, (least, most) = information['text_bytes'] / information['tokens'], _USUAL_BYTES
+  if not least <= ratio <= most:
+    logging.warning(
+      'The token store %s has %.3g bytes of text a token, expected %s to %s. Decode a few '
+      'documents, and check the vocabulary: it may drop or add text. Build again after a change.',
+      *(path, ratio, least, most),
+    )
 
 
 def recorded_files(information: dict[str, Any]) -> dict[str, dict[str, Any]]:

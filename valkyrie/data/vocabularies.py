@@ -6,7 +6,8 @@
   'path/to/NAME.model'        a SentencePiece model
   'path/to/tokenizer.json'    a Hugging Face tokenizer (needs the package `tokenizers`)
 
-Only EOS is special: GPT-2 has no padding, and its id 0 is the ordinary token '!'.
+Only EOS is special: GPT-2 has no padding, and its id 0 is the ordinary token '!'. No text encodes
+to EOS, and the ids of a text are always the same and whole, whatever settings the file brings.
 """
 
 from collections.abc import Iterable
@@ -14,15 +15,17 @@ import filecmp
 import functools
 import hashlib
 import json
+import logging
 import pathlib
-from typing import Protocol
+import re
+from typing import Any, Protocol
 
 import gin
 import numpy as np
 
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.paths import TOKENIZER
-from valkyrie.errors import ConfigurationError
+from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.storage import whole_file
 
 _CONFIGURATION = 'tokenizer_config.json'
@@ -40,8 +43,30 @@ class Vocabulary(Protocol):
   eos_id: int
   fingerprint: str
   file: pathlib.Path | None
+  _eos: str  # the EOS as the file spells it
 
-  def encode(self, text: str) -> list[int]: ...
+  def __reduce__(self) -> Any:  # a tokenizer that is pickled forgets settings
+    return load, (str(self.file),)
+
+  def encode(self, text: str) -> list[int]:
+    """The ids of a text; an EOS that is spelled out in it becomes two pieces of ordinary text.
+
+    Raises a DataError if the text is not Unicode, or if its EOS cannot be divided.
+    """
+    check_unicode(text, 'A text')
+    ids = self._encode(text)
+    if self.eos_id in ids:
+      first, rest = map(re.escape, (self._eos[:1], self._eos[1:]))
+      pieces = re.split(f'(?<={first})(?={rest})', text)
+      ids = [each for piece in pieces for each in self._encode(piece)]
+    if self.eos_id in ids:
+      raise DataError(
+        f'A text contains what {self.file} encodes as its EOS, {self._eos!r}, which ends '
+        'documents. Remove it from the text, or name another "eos_token" in tokenizer_config.json.'
+      )
+    return ids
+
+  def _encode(self, text: str) -> list[int]: ...
 
   def ids(self, text: str) -> np.ndarray:
     return np.asarray(self.encode(text), np.int32)
@@ -62,7 +87,8 @@ class ByteVocabulary:
     return self.ids(text).tolist()
 
   def ids(self, text: str) -> np.ndarray:
-    content = np.frombuffer(text.encode('utf-8', errors='replace'), np.uint8)
+    check_unicode(text, 'A text')
+    content = np.frombuffer(text.encode(), np.uint8)
     return content.astype(np.int32) + self._specials
 
   def decode(self, ids: Iterable[int]) -> str:
@@ -92,8 +118,9 @@ class SentencePieceVocabulary(Vocabulary):
         f'The SentencePiece model {path} has no end-of-sentence piece, which each document needs '
         'as its last token. Train it with an eos_id.'
       )
+    self._eos = self._processor.IdToPiece(self.eos_id)
 
-  def encode(self, text: str) -> list[int]:
+  def _encode(self, text: str) -> list[int]:
     return self._processor.EncodeAsIds(text)
 
   def decode(self, ids: Iterable[int]) -> str:
@@ -118,17 +145,53 @@ class HuggingFaceVocabulary(Vocabulary):
         f'The vocabulary {path} is not a Hugging Face tokenizer.json ({error}). '
         'Use a file that the save method of tokenizers wrote.'
       ) from error
-    # The text of a document must never encode to an EOS.
-    self._tokenizer.encode_special_tokens = True
     ids = self._tokenizer.get_vocab(with_added_tokens=True)
     self.size = max(ids.values()) + 1
-    self.eos_id = ids[_eos_name(path, ids)]
+    self._eos = _eos_name(path, ids)
+    self.eos_id = ids[self._eos]
+    self._switch_off(path)
 
-  def encode(self, text: str) -> list[int]:
+  def _switch_off(self, path: pathlib.Path) -> None:
+    """Switches off what cuts, pads or varies the ids of a text, or makes an EOS of it."""
+    codec, model = self._tokenizer, self._tokenizer.model
+    dropout = getattr(model, 'dropout', None)
+    settings = {'truncation': codec.truncation, 'padding': codec.padding, 'dropout': dropout}
+    codec.no_truncation()
+    codec.no_padding()
+    if dropout:
+      model.dropout = None
+    added = codec.get_added_tokens_decoder().get(self.eos_id)
+    if added is not None and not added.special:
+      settings['special=false of its EOS'] = True
+      codec.add_special_tokens([self._eos])
+    codec.encode_special_tokens = True  # as ordinary text
+    if found := [name for name, value in settings.items() if value]:
+      _say(f'{path} has {" and ".join(found)}, which would change texts and is ignored.')
+
+  def _encode(self, text: str) -> list[int]:
     return self._tokenizer.encode(text, add_special_tokens=False).ids
 
   def decode(self, ids: Iterable[int]) -> str:
     return self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.size])
+
+
+@functools.cache
+def _say(message: str) -> None:
+  """Warns once, though a run loads its vocabulary several times."""
+  logging.warning('The vocabulary %s', message)
+
+
+def check_unicode(text: str, place: str) -> None:
+  """Raises a DataError that begins with the place of a text that UTF-8 cannot encode."""
+  try:
+    text.encode()
+  except UnicodeEncodeError as error:
+    begin = error.start
+    before = text[max(0, begin - 20) : begin]
+    raise DataError(
+      f'{place} has half of a character, {text[begin]!a}, after {before!r}. '
+      'Expected Unicode: write the whole character, or remove this half.'
+    ) from error
 
 
 _CODECS = {'.model': SentencePieceVocabulary, '.json': HuggingFaceVocabulary}
