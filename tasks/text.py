@@ -1,4 +1,4 @@
-"""Text of your own: files, folders and patterns of .txt, .md, .jsonl, .parquet and .arrow.
+"""Text of your own: files, folders and patterns of plain text, JSON, CSV, parquet and arrow.
 
 Every format may be compressed as .gz or .zst. A plain text is a document; elsewhere a row is one.
 The folder that Hugging Face's `save_to_disk` writes is read as it is. The `source` is a path, a URI
@@ -7,24 +7,29 @@ Hugging Face to stream (hf://), see `valkyrie.data.records`. The options are
 
   column      the column of the text (default: text)
   held_out    the validation split: a share of the documents, such as 0.005, by the hash of their
-              content, so that a document stays in its split when files are added; or the location
+              content, so that a document stays in its split when files are added; of a single
+              text, or with `cut` of fewer than 3 / held_out texts, the end of each; or the location
               of other files, with which all documents of the source are for training
-  cut         the bytes above which a document is cut into several, at line ends (default: never);
-              they stay together with TaskFeed.reset_at = 'sequence'
+  cut         the bytes above which a document of a split is cut into several, at line ends
+              (default: never); they stay together with TaskFeed.reset_at = 'sequence'
   together    a column (default: none): documents with the same text there, or with addresses of
               the same host, are a sequence, and in the same split
 """
 
 from collections.abc import Iterator
+import functools
+import math
 from typing import Any, Self
 import urllib.parse
 
+from valkyrie.config import redact
 from valkyrie.data.document_source import DocumentSource, TextDocument, register, stable_hash
 from valkyrie.data.records import STREAMED, Records, StreamedRecords
 from valkyrie.data.source_files import FORMATS, SourceFiles
-from valkyrie.errors import ConfigurationError
+from valkyrie.errors import ConfigurationError, DataError
 
 _HASHES = 2**64
+_FEW = 3  # documents that a share should hold out, or the ends of texts are held out instead
 
 
 class TextSource(DocumentSource):
@@ -56,15 +61,32 @@ class TextSource(DocumentSource):
     return type(self)(location, **options)
 
   def documents(self, split: str, shard: int, shards: int) -> Iterator[TextDocument]:
-    for text, *others in self._rows(split, shard, shards):
-      pieces = _pieces(text, self._cut) if self._cut else [text]
+    for whole, *others in self._rows(split, shard, shards):
       group = _host(others[0]) if others else ''
+      if self._ends is not None:
+        text = _divided(whole, self._ends)[split == 'validation']
+        if split == 'validation' and not text:
+          continue
+      elif self._is_in(split, group or whole):
+        text = whole
+      else:
+        continue
+      pieces = _pieces(text, self._cut) if self._cut else [text]
       key = group or ('' if len(pieces) == 1 else f'{stable_hash(text)}')
       for piece in pieces:
-        if self._is_in(split, group or piece):
-          yield TextDocument(piece, key, name='')
+        yield TextDocument(piece, key, name='')
+
+  @functools.cached_property
+  def _ends(self) -> float | None:
+    """The share of each text to hold out at its end; None if whole documents are held out."""
+    if self._share is None or len(self._columns) > 1:
+      return None
+    few = math.ceil(_FEW / self._share) if self._cut else 2
+    records = self._records('train')
+    return self._share if isinstance(records, Records) and records.has_fewer_rows(few) else None
 
   def describe(self, split: str) -> dict[str, Any]:
+    self._check_held_out()
     return {'kind': 'text', 'columns': self._columns} | self._records(split).describe()
 
   def files(self, split: str) -> SourceFiles | None:
@@ -82,6 +104,20 @@ class TextSource(DocumentSource):
       return StreamedRecords(location, self._columns)
     return Records(location, self._columns, self.FORMATS)
 
+  def _check_held_out(self) -> None:
+    """Raises a DataError if text of the validation split is in the training split."""
+    if self._elsewhere is None:
+      return
+    both, listed = [self._elsewhere] * (self._elsewhere == self._location), self.files('validation')
+    if listed and (training := self.files('train')):
+      both += training.shared_with(listed)
+    if both:
+      raise DataError(
+        f'held_out={redact.in_value(self._elsewhere)} has {redact.in_value(both[0])}, which is in '
+        f'the training text {redact.in_value(str(self._location))}, too. Move held-out files '
+        'out of there, or name the training files by a pattern without them.'
+      )
+
   def _location_of(self, split: str) -> str:
     location = self._location
     if location is None:
@@ -97,6 +133,16 @@ class TextSource(DocumentSource):
     if self._share is None:
       return True
     return (stable_hash(text) < self._share * _HASHES) == (split == 'validation')
+
+
+def _divided(text: str, share: float) -> tuple[str, str]:
+  """A text without its end, and its end of at most about twice the share, from a line on."""
+  size = int(len(text) * share)
+  begin = len(text) - size
+  begin = text.rfind('\n', max(0, begin - size), begin) + 1 or begin
+  if text[begin:].isspace():
+    begin = len(text)
+  return text[:begin], text[begin:]
 
 
 def _pieces(text: str, size: int) -> list[str]:

@@ -1,17 +1,24 @@
 """Text of a user's own: formats, columns, held-out documents, and sources that change."""
 
+import bz2
 import collections
+import csv
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import logging
+import lzma
 import os
 import pathlib
 import shlex
 import shutil
 import sys
+import tempfile
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
 import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
@@ -94,6 +101,9 @@ def test_a_plain_text_is_a_document(tmp_path):
     ('**/*.txt', ['a.txt', 'b.txt', 'x/c.txt', 'x/y/d.txt']),
     ('x/*', ['x/c.txt']),
     ('?.txt', ['a.txt', 'b.txt']),
+    ('?/**/d.txt', ['x/y/d.txt']),
+    ('[]a].txt', ['a.txt']),
+    ('[z-a].txt', []),
     ('[!a].txt', ['b.txt']),
     ('x/y/d.txt', ['x/y/d.txt']),
     ('', ['a.txt', 'b.txt', 'x/c.txt', 'x/y/d.txt']),
@@ -103,6 +113,10 @@ def test_a_location_is_a_file_a_folder_or_a_pattern(tmp_path, pattern, found):
   for name in ('a.txt', 'b.txt', 'x/c.txt', 'x/y/d.txt', 'x/y/e.png'):
     (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
     (tmp_path / name).write_text('text')
+  if not found:
+    with pytest.raises(DataError, match=r'its pattern .* is wrong'):
+      SourceFiles(str(tmp_path / pattern))
+    return
   listed = SourceFiles(str(tmp_path / pattern))
   assert [str(pathlib.Path(f.path).relative_to(tmp_path)) for f in listed.files] == found
 
@@ -122,7 +136,24 @@ def test_a_location_is_a_file_a_folder_or_a_pattern(tmp_path, pattern, found):
     ('a.arrow', arrow(TEXTS, 'content'), 'no column text; it has id, content'),
     ('a.arrow', arrow(TEXTS)[:400], 'a.arrow is corrupt'),
     ('a.txt', b'caf\xe9', 'not UTF-8: byte 3 is 0xe9'),
-    ('a.txt', b'', 'a.txt is empty'),
+    ('a.jsonl', b'', 'a.jsonl is empty'),
+    ('a.jsonl', b'{"text": "a"}\n{"text": "x\\ud83d"}\n', r"Line 2 of .*'.ud83d', after 'x'"),
+    ('a.json', b'[{"text": "a"}, {"text": "\\udc00"}]', r"Member 2 of .*a.json.*'.udc00'"),
+    ('a.json', b'[{"text": "a"}, 7]', "Member 2 of .*a.json is not a JSON object.*'7'"),
+    ('a.json', b'{"data": []}', 'no column text; it has data'),
+    ('a.json', b'{"text": "a"', 'a.json is not JSON'),
+    ('a.json', b'["text"]', 'Member 1 of .*a.json is not a JSON object'),
+    ('a.jsonl', b'[' * 100_000, r'Line 1 of .*a.jsonl is not JSON \(maximum recursion'),
+    ('a.json', b'[' * 100_000, r'a.json is not JSON \(maximum recursion'),
+    ('a.ndjson', b'{"text": ' * 100_000, 'Line 1 of .*a.ndjson is not JSON'),
+    ('a.csv', b'title,body\na,b\n', 'no column text; it has title, body'),
+    ('a.csv', b'id,text\n1,a,b\n', 'ends on line 2 of .*a.csv has 3 fields, .* names 2'),
+    ('a.csv', b'id,text\n1,"a\n', 'Line 2 of .*a.csv is wrong'),
+    ('a.tsv', b'id\ttext\n1\n', 'ends on line 2 of .*a.tsv has 1 fields'),
+    ('a.csv', b'text\ncaf\xe9\n', 'a.csv is not UTF-8'),
+    ('a.txt', b'%PDF-1.4\n%abc', "is not text: it begins with b'%PDF-1.4"),
+    ('a.TXT', b'a\0b', 'a.TXT is not text: .* has 1 null bytes'),
+    ('a.txt', 'caf\xe9'.encode('utf-16'), 'a.txt is not UTF-8: byte 0 is 0xff.*iconv'),
     ('a.txt.gz', gzip.compress(b'text')[:-9], 'a.txt.gz is corrupt'),
     ('a.png', b'image', 'no files of a known format'),
     ('dataset_dict.json', b'{}', 'several splits; name one: '),
@@ -151,6 +182,150 @@ def test_a_named_file_of_another_format_is_plain_text(tmp_path):
   assert list(Records(str(tmp_path / 'book'), ['text']).rows(0, 1)) == [{'text': 'text'}]
   with pytest.raises(DataError, match='no column body; it has text'):
     Records(str(tmp_path / 'book'), ['body'])
+
+
+JSON_LINES = json_lines(TEXTS)
+LIST = json.dumps([{'text': text} for text in TEXTS]).encode()
+PRETTY = json.dumps([{'text': text} for text in TEXTS], indent=1).encode()
+KNOWN = {  # of many names, the same texts
+  **dict.fromkeys(['a.JSONL', 'a.ndjson', 'a.json', 'a.Json', '[a].jsonl', 'a*.json'], JSON_LINES),
+  **{name: LIST for name in ('b.json', 'list.JSON')},
+  'pretty.json': PRETTY,
+  'begins_later.json': b'\n \n' + JSON_LINES,
+  'mark.json': b'\xef\xbb\xbf' + JSON_LINES,
+}
+
+
+def table(separator):
+  stream = io.StringIO(newline='')
+  writer = csv.writer(stream, delimiter=separator)
+  writer.writerows([['id', 'text'], *enumerate(TEXTS)])
+  return stream.getvalue().encode()
+
+
+KNOWN |= {'a.csv': table(','), 'a.TSV': table('\t'), 'm.csv': b'\xef\xbb\xbf' + table(',')}
+
+
+@pytest.mark.parametrize('direct', [True, False])
+@pytest.mark.parametrize('compression', COMPRESSORS)
+@pytest.mark.parametrize('name', KNOWN)
+def test_every_known_form_is_parsed_by_any_name(tmp_path, name, compression, direct):
+  file = tmp_path / f'{name}{compression.upper()}'
+  file.write_bytes(COMPRESSORS[compression](KNOWN[name]))
+  found = Records(str(file if direct else tmp_path), ['text'])
+  for parts in 1, 5:
+    rows = [row['text'] for part in range(parts) for row in found.rows(part, parts)]
+    assert rows == TEXTS if parts == 1 else sorted(rows) == sorted(TEXTS)
+
+
+def test_quotes_lines_and_long_fields_of_csv(tmp_path):
+  texts = ['a "b", c\nd', 'x' * 200_000, '', 'e\r\nf']
+  with (tmp_path / 'a.csv').open('w', newline='') as stream:
+    csv.writer(stream).writerows([['text', 'n'], *([text, 1] for text in texts)])
+  assert [row['text'] for row in Records(str(tmp_path), ['text']).rows(0, 1)] == texts
+
+
+@pytest.mark.parametrize(
+  ('content', 'text'),
+  [
+    (b'\xef\xbb\xbfone\r\ntwo\r\n', 'one\ntwo\n'),
+    (b'', ''),
+    (b'\xef\xbb\xbf', ''),
+    (b'a\rb\tc\x0cd\x1b[0m', 'a\rb\tc\x0cd\x1b[0m'),
+    (b'{"text": "in a text"}\n', '{"text": "in a text"}\n'),
+  ],
+)
+def test_marks_and_line_ends_of_plain_text(tmp_path, content, text):
+  (tmp_path / 'a.txt').write_bytes(content)
+  assert list(Records(str(tmp_path), ['text']).rows(0, 1)) == [{'text': text}]
+
+
+@pytest.mark.parametrize(
+  ('name', 'content', 'said'),
+  [
+    ('a.pdf', b'%PDF-1.7\n\xe2', 'not text'),
+    ('a.docx', b'PK\3\4\0\0', 'not text'),
+    ('a.jsonl.bz2', bz2.compress(JSON_LINES), 'not (text|UTF-8)'),
+    ('a.jsonl.xz', lzma.compress(JSON_LINES), 'not (text|UTF-8)'),
+    ('a.rtf', b'{\\rtf1 text}', 'not text'),
+    ('a.npy', b'\x93NUMPY\1\0v\0', 'not text'),
+    ('c4-train.00000', JSON_LINES, 'is JSON, but its name does not say so'),
+    ('a.jsonlines', JSON_LINES, 'is JSON'),
+    ('a.ipynb', json.dumps({'cells': []}, indent=1).encode(), 'is JSON'),
+    ('a.geojson', PRETTY, 'is JSON'),
+    ('a.py', b'{1: 2}\n[1]\n', None),
+    ('a.rst', b'[1] A note.\n', None),
+    ('a.tex', b'{\\it a}', None),
+    ('a.html', b'<p>text</p>', None),
+  ],
+)
+@pytest.mark.parametrize('pattern', [True, False])
+def test_what_is_not_known_is_text_or_refused_by_name(tmp_path, name, content, said, pattern):
+  (tmp_path / name).write_bytes(content)
+  rows = Records(str(tmp_path / ('*' if pattern else name)), ['text']).rows(0, 1)
+  if said is None:
+    assert list(rows) == [{'text': content.decode()}]
+  else:
+    with pytest.raises(DataError, match=f'{name} (is )?{said}'):
+      list(rows)
+
+
+@pytest.mark.parametrize(
+  ('names', 'read'),
+  [
+    (['a.txt', 'b.csv', 'c.json', 'd.png'], ['a.txt']),
+    (['README.md', 'data/b.json', 'data/c.json.gz'], ['data/b.json', 'data/c.json.gz']),
+    (['notes.md', 'index.json'], ['notes.md']),
+    (['README.md', 'LICENSE'], ['README.md']),
+    (['a.arrow', 'state.json', 'dataset_info.json'], ['a.arrow']),
+    (['a.TXT', 'b.NDJSON'], ['a.TXT', 'b.NDJSON']),
+    (['a.csv', 'b.tsv', '.c.csv'], ['a.csv', 'b.tsv']),
+  ],
+)
+def test_what_a_folder_has_besides_is_named(tmp_path, names, read):
+  for name in names:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text('x')
+  files = SourceFiles(str(tmp_path))
+  assert [files.name(file) for file in files.files] == read
+  left = {name for name in names if name not in read and name[0] != '.'}
+  assert {files.name(file) for file in files.left_out} == left
+
+
+def test_a_build_says_which_files_of_a_folder_it_leaves_out(tmp_path, caplog):
+  (tmp_path / 'a.txt').write_text('text')
+  (tmp_path / 'b.csv').write_text('text')
+  for _ in range(2):
+    Records(str(tmp_path), ['text'])
+  assert caplog.text.count('is read without 1 files of the folder: b.csv.') == 1
+
+
+LITERAL = [
+  '[2024] notes',
+  'what?',
+  'a*b',
+  '[a-',
+  'x]y',
+  '[!a]',
+  '**',
+  '[z-a]',
+  '{a,b}',
+  '%20',
+  '$HOME',
+]
+
+
+@pytest.mark.parametrize('name', LITERAL)
+def test_a_name_that_exists_is_no_pattern(tmp_path, name):
+  folder = tmp_path / name
+  folder.mkdir()
+  (folder / f'{name}.txt').write_text('mine')
+  for other in '2', 'whats', 'ab', 'a', 'whatx', 'axb':  # that a pattern would match
+    (tmp_path / other).mkdir(exist_ok=True)
+    (tmp_path / other / f'{other}.txt').write_text('other')
+  for place in (folder, folder / f'{name}.txt', folder / '*.txt', folder / '**' / '*.txt'):
+    listed = SourceFiles(str(place))
+    assert [file.path for file in listed.files] == [str(folder / f'{name}.txt')], place
 
 
 def test_a_downloaded_fineweb_has_a_readme_too(tmp_path):
@@ -202,6 +377,99 @@ def test_long_documents_are_cut_at_line_ends(tmp_path):
   assert all(len(piece.text.encode()) <= 40 for piece in pieces)  # a long line is cut inside
   assert len({piece.sequence_key for piece in pieces}) == 1  # and stays together
   assert (short.text, short.sequence_key) == ('short', '')
+
+
+def lines(number, count):
+  letter = 'abcdefghijkl'[number]
+  return ''.join(letter * 5 + letter.upper() * (n % 3) + '\n' for n in range(count))
+
+
+@given(
+  counts=st.lists(st.integers(1, 60), min_size=1, max_size=12),
+  share=st.sampled_from([0.01, 0.1, 0.2, 0.5]),
+  cut=st.sampled_from([None, 40, 400]),
+  kind=st.sampled_from(['.txt', '.jsonl', '.parquet']),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_held_out_text_is_in_the_training_text(counts, share, cut, kind):
+  """A document is in one split; if they are few, its end is in the other."""
+  texts = [lines(number, count) for number, count in enumerate(counts)]
+  with tempfile.TemporaryDirectory() as folder:
+    if kind == '.txt':
+      for number, text in enumerate(texts):
+        pathlib.Path(folder, f'{number:02}.txt').write_text(text)
+    else:
+      pathlib.Path(folder, f'a{kind}').write_bytes(WRITERS[kind](texts))
+    source = TextSource(folder, held_out=str(share), cut=cut and str(cut))
+    found = {split: [*source.documents(split, 0, 1)] for split in source.splits}
+  read = {split: collections.defaultdict(str) for split in source.splits}
+  for split, documents in found.items():
+    for document in documents:
+      read[split][document.text.lower().strip()[0]] += document.text
+  few = len(texts) < (3 / share if cut else 2)
+  for text in texts:
+    begin, end = (read[split][text[0]] for split in ('train', 'validation'))
+    assert begin + end == text  # the end is held out, with no hole
+    assert few or not (begin and end)
+    assert not few or len(end) <= 2 * share * len(text)
+
+
+def test_a_single_long_text_has_its_end_held_out(tmp_path):
+  text = lines(0, 1000)
+  (tmp_path / 'a.txt').write_text(text)
+  place, stores = str(tmp_path / 'a.txt'), str(tmp_path / 'stores')
+  options = {'held_out': 0.1, 'cut': 400}
+  feeds = [
+    TaskFeed('text', split, 4, 0, source=place, options=options, data_dir=stores)
+    for split in ('train', 'validation')
+  ]
+  source = TextSource(place, held_out='0.1', cut='400')
+  pieces = [documents(source, split) for split in source.splits]
+  assert [len(feed.store.lengths) for feed in feeds] == [*map(len, pieces)]
+  assert ''.join(pieces[0]) + ''.join(pieces[1]) == text
+  assert 0.09 < len(''.join(pieces[1])) / len(text) < 0.12
+
+
+@pytest.mark.parametrize(
+  ('text', 'held_out', 'both'),
+  [
+    ('d', 'd/val.jsonl', True),
+    ('d', 'd', True),
+    ('d', 'd/', True),
+    ('d', 'd/../d/v*.jsonl', True),
+    ('d', 'link', True),
+    ('d', 'linked.jsonl', True),
+    ('d/train.jsonl', 'd', True),
+    ('*/train.jsonl', 'd/*.jsonl', True),
+    ('d/t*.jsonl', 'd/val.jsonl', False),
+    ('d/train.jsonl', 'd/val.jsonl', False),
+  ],
+)
+def test_held_out_files_in_the_training_text_are_refused(tmp_path, capsys, text, held_out, both):
+  (tmp_path / 'd').mkdir()
+  (tmp_path / 'd' / 'train.jsonl').write_bytes(json_lines(TEXTS[:20]))
+  (tmp_path / 'd' / 'val.jsonl').write_bytes(json_lines(TEXTS[20:]))
+  (tmp_path / 'link').symlink_to('d')
+  (tmp_path / 'linked.jsonl').symlink_to('d/val.jsonl')
+  for split in 'train', 'validation':
+    command = [f'--split={split}', f'--option=held_out={tmp_path}/{held_out}']
+    assert build(tmp_path / split, tmp_path / text, *command) == (65 if both else 0)
+    assert ('in the training text' in capsys.readouterr().err) == both
+
+
+def test_the_advice_about_too_few_documents_helps(tmp_path):
+  """A single text has one document in each split; `cut` makes more of them."""
+  (tmp_path / 'a.txt').write_text(lines(0, 9000))
+
+  def feed(split, **options):
+    how = {'source': str(tmp_path / 'a.txt'), 'data_dir': str(tmp_path / 'stores')}
+    return TaskFeed('text', split, 4, 0, options=options, **how)
+
+  for split in 'train', 'validation':
+    with pytest.raises(ConfigurationError, match=r'has 1 documents.*--gin.text_cut=2048') as said:
+      feed(split, held_out=0.2).read(0, 1)
+    assert "'options': {'held_out': 0.2, 'cut': 2048} of a source of a mixture" in str(said.value)
+    assert feed(split, held_out=0.2, cut=2048).read(0, 8).inputs.shape == (4, 8)
 
 
 def test_documents_with_the_same_text_in_a_column_are_together(tmp_path):
@@ -321,11 +589,13 @@ def test_a_store_records_no_password(tmp_path):
 
 def test_a_store_of_a_place_with_a_token_records_none_and_is_found_again(tmp_path, monkeypatch):
   folder = tmp_path / 'glpat-swordfishswordfish'
-  folder.mkdir()
-  (folder / 'a.jsonl').write_bytes(json_lines(TEXTS))
+  other = tmp_path / 'glpat-otherswordfishes'
+  for place, texts in (folder, TEXTS[:20]), (other, TEXTS[20:]):
+    place.mkdir()
+    (place / 'a.jsonl').write_bytes(json_lines(texts))
   output = tmp_path / 'store'
   command = ['build_store', '--task=text', '--split=train', f'--source={folder}', '--shards=2']
-  command += [f'--output={output}', f'--option=held_out={folder}']
+  command += [f'--output={output}', f'--option=held_out={other}']
   monkeypatch.setattr(sys, 'argv', command)
   for _ in range(2):
     assert build_store.main() == 0

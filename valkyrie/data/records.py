@@ -1,11 +1,15 @@
-"""Rows of texts: in plain text, JSON lines, parquet and arrow, or streamed from Hugging Face."""
+"""Rows of texts: in plain text, JSON, CSV, parquet and arrow, or streamed from Hugging Face."""
 
+import codecs
 from collections.abc import Iterator, Sequence
 import contextlib
+import csv
 import functools
 import io
 import itertools
 import json
+import logging
+import re
 from typing import Any
 
 import pyarrow as pa
@@ -13,10 +17,18 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from valkyrie.data.source_files import FORMATS, SourceFile, SourceFiles, format_of
+from valkyrie.data.vocabularies import check_unicode
 from valkyrie.errors import ConfigurationError, DataError
 
 _REPAIR = 'Mend the file, fetch it again, or leave it out of the source.'
-_OF_ROWS = ('.jsonl', '.parquet', '.arrow')
+_SEPARATORS = {'.csv': ',', '.tsv': '\t'}
+_OF_LINES = ('.jsonl', '.ndjson', '.json', *_SEPARATORS)
+_OF_ROWS = (*_OF_LINES, '.parquet', '.arrow')
+_DOCUMENTS = (b'%PDF-', b'{\\rtf')  # of letters, but not text
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_JSON = re.compile(r'\s*(\[\s*)?\{')
+_MAX_NAMED = 5
+_said: set[str] = set()  # sources whose other files were named, since every shard lists them
 _ROWS_AT_ONCE = 1024
 _BLOCK = 2**20  # bytes
 STREAMED = 'hf://'  # begins the address of a data set: hf://OWNER/NAME/CONFIGURATION
@@ -26,22 +38,30 @@ Row = dict[str, Any]
 class Records:
   """The rows of all files at a location; only the named columns are read.
 
-  A plain text, and a file of another format that its name or a pattern selects, is one row with the
-  column `text`. `rows` divides files, row groups of parquet, batches of arrow and lines of JSON
-  lines among the parts.
+  A plain text, and one of unknown suffix that its name or a pattern selects, is one row with the
+  column `text`. JSON is an object a line, a list of objects, or an object. `rows` divides files,
+  row groups of parquet, batches of arrow and rows of JSON and CSV among the parts.
 
   Raises:
-    DataError: there are no files, or the named file is corrupt, empty or lacks a column.
+    DataError: there are no files, or the named file is corrupt, empty, no text, or lacks a column.
     StorageError: a bucket refuses.
   """
 
   def __init__(self, location: str, columns: Sequence[str], formats: Sequence[str] = FORMATS):
     self._columns = list(columns)
     self.files = SourceFiles(location, formats)
+    if self.files.left_out and str(self.files) not in _said:
+      _said.add(str(self.files))
+      names = sorted(map(self.files.name, self.files.left_out))
+      logging.warning(
+        'The source %s is read without %d files of the folder: %s. To read others, name them by a '
+        'pattern, or convert them to %s.',
+        *(self.files, len(names), ', '.join(names[:_MAX_NAMED]), ', '.join(FORMATS)),
+      )
     self._groups: list[tuple[SourceFile, int]] = []  # row groups of parquet; -1 is a whole file
     for file in self.files.files:
       kind = format_of(file.path)
-      if not file.size:
+      if not file.size and kind in _OF_ROWS:
         raise DataError(f'{file.path} is empty. {_REPAIR}')
       if kind == '.parquet':
         self._groups += [(file, group) for group in range(self._row_groups(file))]
@@ -54,18 +74,26 @@ class Records:
     """The rows of one of `parts` parts; each row is in exactly one part."""
     for number, (file, group) in enumerate(self._groups):
       kind = format_of(file.path)
-      if kind == '.jsonl':  # may be one large file, so its lines are divided
+      place = f'A row of {file.path}'
+      if kind in _OF_LINES:  # may be one large file, so its rows are divided
         read = self._lines(file, part, parts)
       elif kind == '.arrow':
-        read = self._batches(file, part, parts)
+        read = ((place, row) for row in self._batches(file, part, parts))
       elif number % parts == part:
-        read = self._group(file, group) if kind == '.parquet' else self._text(file)
+        rows = self._group(file, group) if kind == '.parquet' else self._text(file)
+        read = ((place, row) for row in rows)
       else:
         continue
       with self._errors(file):
-        for row in read:
-          _check_texts(row, self._columns, file.path)
+        for place, row in read:
+          _check_texts(row, self._columns, place)
           yield row
+
+  def has_fewer_rows(self, count: int) -> bool:
+    """Whether there are fewer rows than `count`; it reads no more than these."""
+    if len(self._groups) >= count:  # each has a row
+      return False
+    return sum(1 for _ in itertools.islice(self.rows(0, 1), count)) < count
 
   def describe(self) -> dict[str, Any]:
     """The number of the files, for store.json."""
@@ -98,28 +126,44 @@ class Records:
 
   def _text(self, file: SourceFile) -> Iterator[Row]:
     with self.files.open(file) as stream:
-      yield {'text': stream.read().decode()}
+      content = stream.read()
+    if content.startswith(_DOCUMENTS) or (b'\0' in content and not content.startswith(_UTF_16)):
+      raise DataError(
+        f'{file.path} is not text: it begins with {content[:12]!r} and has {content.count(0)} null '
+        'bytes. Extract its text to a file in UTF-8, or leave it out of the source.'
+      )
+    text = content.decode('utf-8-sig').replace('\r\n', '\n')
+    named = format_of(file.path) in FORMATS
+    if not named and _JSON.match(text) and (_value(text.partition('\n')[0]) or _value(text)):
+      raise DataError(
+        f'{file.path} is JSON, but its name does not say so. Rename it to end with .json or '
+        '.jsonl: then its columns are read.'
+      )
+    yield {'text': text}
 
-  def _lines(self, file: SourceFile, part: int, parts: int) -> Iterator[Row]:
+  def _lines(self, file: SourceFile, part: int, parts: int) -> Iterator[tuple[str, Row]]:
+    kind = format_of(file.path)
     with self.files.open(file) as stream:
       # A compressed stream of pyarrow offers no lines.
-      for number, line in enumerate(io.BufferedReader(stream, _BLOCK)):
-        if number % parts != part or not line.strip():
+      lines = io.BufferedReader(stream, _BLOCK)
+      if kind in _SEPARATORS:
+        read = _separated(lines, _SEPARATORS[kind], file.path)
+      else:
+        read = _json_values(lines, file.path, may_be_one=kind == '.json')
+      for number, (place, row) in enumerate(read):
+        if number % parts != part:
           continue
-        place, begins = f'Line {number + 1} of {file.path}', line.rstrip(b'\n')[:40]
-        try:
-          row = json.loads(line)
-        except ValueError as error:
-          raise DataError(
-            f'{place} is not JSON ({error}): it begins with {begins!r}. {_REPAIR}'
-          ) from error
+        if isinstance(row, bytes):
+          if not row.strip():
+            continue
+          row = _parsed(row, place)  # noqa: PLW2901
         if not isinstance(row, dict):
           raise DataError(
-            f'{place} is not a JSON object: it begins with {begins!r}. Each line must be an object '
-            'such as {"text": "..."}.'
+            f'{place} is not a JSON object: it begins with {json.dumps(row)[:40]!r}. Expected an '
+            'object such as {"text": "..."}.'
           )
         _check_columns(self._columns, list(row), place)
-        yield {column: row[column] for column in self._columns}
+        yield place, {column: row[column] for column in self._columns}
 
   @contextlib.contextmanager
   def _errors(self, file: SourceFile) -> Iterator[None]:
@@ -197,8 +241,57 @@ def _check_columns(columns: Sequence[str], names: Sequence[str], place: str) -> 
 def _check_texts(row: Row, columns: Sequence[str], place: str) -> None:
   """Raises a DataError if a column of a row is neither a text nor None."""
   for column in columns:
-    if row[column] is not None and not isinstance(row[column], str):
+    if isinstance(row[column], str):
+      check_unicode(row[column], f'{place}, in its column {column},')
+    elif row[column] is not None:
       raise DataError(
-        f'A row of {place} has {row[column]!r:.40} in the column {column}, expected a text. '
+        f'{place} has {row[column]!r:.40} in the column {column}, expected a text. '
         'Correct or remove such rows, or name another column.'
       )
+
+
+def _separated(lines: Any, separator: str, path: str) -> Iterator[tuple[str, Row]]:
+  """(place, row) of each row below the names of the columns."""
+  csv.field_size_limit(2**31 - 1)  # bytes of a document
+  text = io.TextIOWrapper(lines, 'utf-8-sig', newline='')
+  rows = csv.reader(text, delimiter=separator, strict=True)
+  try:
+    names = next(rows, [])
+    for row in filter(None, rows):
+      place = f'The row that ends on line {rows.line_num} of {path}'
+      if len(row) != len(names):
+        raise DataError(
+          f'{place} has {len(row)} fields, but the first line names {len(names)} columns. {_REPAIR}'
+        )
+      yield place, dict(zip(names, row, strict=True))
+  except csv.Error as error:
+    raise DataError(f'Line {rows.line_num} of {path} is wrong ({error}). {_REPAIR}') from error
+
+
+def _json_values(lines: Any, path: str, *, may_be_one: bool) -> Iterator[tuple[str, Any]]:
+  """(place, bytes) of each line, or (place, value) of each member of a file that is one value."""
+  begin = [lines.readline()]
+  while may_be_one and begin[-1].isspace():
+    begin.append(lines.readline())
+  if may_be_one and not isinstance(_value(begin[-1]), dict):
+    value = _parsed(b''.join([*begin, lines.read()]), path)
+    for number, member in enumerate(value if isinstance(value, list) else [value]):
+      yield f'Member {number + 1} of {path}', member
+    return
+  for number, line in enumerate(itertools.chain(begin, lines)):
+    yield f'Line {number + 1} of {path}', line
+
+
+def _value(content: bytes | str) -> Any:
+  """The value of a JSON text, or None."""
+  with contextlib.suppress(ValueError, RecursionError):
+    return json.loads(content)
+
+
+def _parsed(content: bytes, place: str) -> Any:
+  try:
+    return json.loads(content)
+  except (ValueError, RecursionError) as error:
+    raise DataError(
+      f'{place} is not JSON ({error}): it begins with {content.rstrip()[:40]!r}. {_REPAIR}'
+    ) from error

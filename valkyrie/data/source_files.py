@@ -16,7 +16,9 @@ from valkyrie.errors import DataError, StorageError
 from valkyrie.storage import bucket
 
 # Suffixes of the formats that `records` reads, and of a compression around them.
-FORMATS = ('.txt', '.md', '.jsonl', '.parquet', '.arrow')
+# A folder with files of other formats is read without its TABLES, which may describe those.
+TABLES = ('.json', '.csv', '.tsv')
+FORMATS = ('.txt', '.md', '.jsonl', '.ndjson', '.parquet', '.arrow', *TABLES)
 COMPRESSIONS = {'.gz': 'gzip', '.zst': 'zstd'}
 _WILDCARDS = re.compile(r'[*?[]')
 _PUBLIC = 'anonymous@'  # before the name of a bucket
@@ -47,8 +49,9 @@ class SourceFiles:
   """The files at a location, sorted by path, or local files named one by one.
 
   A folder stands for all files of known formats below it, except hidden ones and the caches that
-  Hugging Face's `datasets` writes. In a pattern `*` stops at a slash, and `**` does not. `root` is
-  the folder of the listing, to which paths in messages and hashes are relative.
+  Hugging Face's `datasets` writes; `left_out` has its other files. In a pattern `*` stops at a
+  slash, and `**` does not; a name that exists is no pattern. `root` is the folder of the listing,
+  to which paths in messages and hashes are relative.
 
   Raises:
     DataError: there are no files, or they cannot be listed.
@@ -59,6 +62,7 @@ class SourceFiles:
     """Lists `location`: a local path, or a URI that pyarrow supports (gs://, s3://, hdfs://)."""
     self.location, self.formats = location, tuple(formats)
     self._place = location if isinstance(location, str) else location[0]
+    self.left_out: list[SourceFile] = []
     named = f'The source {self}'
     try:
       self._filesystem, path = filesystem_of(self._place)
@@ -83,14 +87,22 @@ class SourceFiles:
 
   def open(self, file: SourceFile) -> Any:
     """A pyarrow stream of the content, decompressed."""
-    compression = COMPRESSIONS.get(posixpath.splitext(file.path)[1])
+    compression = COMPRESSIONS.get(_suffix(file.path))
     return self._filesystem.open_input_stream(file.path, compression=compression)
 
   def open_at_random(self, file: SourceFile) -> Any:
     """A pyarrow file with random access; a compressed one is read into memory."""
-    if posixpath.splitext(file.path)[1] in COMPRESSIONS:
+    if _suffix(file.path) in COMPRESSIONS:
       return pa.BufferReader(self.open(file).read())
     return self._filesystem.open_input_file(file.path)
+
+  def shared_with(self, other: 'SourceFiles') -> list[str]:
+    """The paths of the files that `other` has, too, also by another name of this machine."""
+    if self._filesystem.type_name != other._filesystem.type_name:
+      return []
+    named = os.path.realpath if isinstance(self._filesystem, pyarrow.fs.LocalFileSystem) else str
+    theirs = {named(file.path) for file in other.files}
+    return [file.path for file in self.files if named(file.path) in theirs]
 
   def check_unchanged(self, file: SourceFile) -> None:
     """Raises a DataError if a file has changed, or a StorageError if the bucket does not answer.
@@ -115,38 +127,54 @@ class SourceFiles:
     return root, sorted(self._file(info) for info in infos if info.is_file)
 
   def _listed(self, path: str) -> tuple[str, list[SourceFile]]:
-    wildcard = _WILDCARDS.search(path)
-    if wildcard:
-      root = posixpath.dirname(path[: wildcard.start()])
-      pattern = _regex(path)
-    else:
-      root, pattern = path, None
-      found = self._filesystem.get_file_info(path)
-      if found.is_file:
-        return posixpath.dirname(path), [self._file(found)]
+    root = self._literal(path)
+    pattern = path[len(root) :].lstrip('/')
+    if not pattern and (found := self._filesystem.get_file_info(root)).is_file:
+      return posixpath.dirname(path), [self._file(found)]
     selector = pyarrow.fs.FileSelector(root or '.', recursive=True)
     infos = [info for info in self._filesystem.get_file_info(selector) if info.is_file]
     if pattern:
-      chosen = [info for info in infos if pattern.fullmatch(posixpath.normpath(info.path))]
+      wanted = _regex(path.removesuffix(pattern), pattern)
+      chosen = [info for info in infos if wanted.fullmatch(posixpath.normpath(info.path))]
     else:
       index = posixpath.join(root, 'dataset_dict.json')
       if any(info.path == index for info in infos):  # of Hugging Face's folder of several splits
         parts = [posixpath.relpath(info.path, root).partition('/') for info in infos]
         splits = sorted({folder for folder, slash, _ in parts if slash})
         raise ValueError(f'it holds several splits; name one: {", ".join(splits)}')
-      chosen = [info for info in infos if self._is_wanted(info.path.removeprefix(root).strip('/'))]
+      chosen = self._wanted({info.path.removeprefix(root).strip('/'): info for info in infos})
     return root or '.', sorted(map(self._file, chosen))
+
+  def _literal(self, path: str) -> str:
+    """The beginning of a path before its pattern; a name that exists is no pattern."""
+    missing = pyarrow.fs.FileType.NotFound
+    while _WILDCARDS.search(path) and self._filesystem.get_file_info(path).type == missing:
+      path = posixpath.dirname(path)
+    return path
+
+  def _wanted(self, found: dict[str, Any]) -> list[Any]:
+    """Those of the files of a folder, by their names, that are read."""
+    visible = {
+      name: info
+      for name, info in found.items()
+      if not any(part.startswith('.') for part in name.split('/'))
+      and not fnmatch.fnmatch(posixpath.basename(name), 'cache-*.arrow')
+    }
+    known = {name: format_of(name) for name in visible if format_of(name) in self.formats}
+    # A README may describe tables, but is no reason to leave them out.
+    of_text = {name for name, kind in known.items() if kind not in TABLES}
+    tables = known.keys() - of_text
+    if tables and any(not posixpath.basename(n).lower().startswith('readme') for n in of_text):
+      wanted = of_text
+    else:
+      wanted = tables or of_text
+    self.left_out = [self._file(info) for name, info in visible.items() if name not in wanted]
+    return [visible[name] for name in wanted]
 
   def _file(self, info: Any) -> SourceFile:
     is_here = isinstance(self._filesystem, pyarrow.fs.LocalFileSystem)
     changed = os.stat(info.path).st_ctime_ns if is_here and info.is_file else 0
     return SourceFile(info.path, info.size, info.mtime_ns or 0, changed)
-
-  def _is_wanted(self, name: str) -> bool:
-    """Whether a file of a folder is read."""
-    hidden = any(part.startswith('.') for part in name.split('/'))
-    cache = fnmatch.fnmatch(posixpath.basename(name), 'cache-*.arrow')
-    return format_of(name) in self.formats and not hidden and not cache
 
 
 class _CloudStorage(pyarrow.fs.FSSpecHandler):
@@ -203,18 +231,23 @@ def refused(location: str, task: str, error: Exception) -> DataError | StorageEr
 
 
 def format_of(path: str) -> str:
-  """The suffix of a file's format, without the suffix of a compression."""
-  stem, suffix = posixpath.splitext(path)
-  return posixpath.splitext(stem)[1] if suffix in COMPRESSIONS else suffix
+  """The suffix of a file's format in lower case, without the suffix of a compression."""
+  suffix = _suffix(path)
+  return _suffix(posixpath.splitext(path)[0]) if suffix in COMPRESSIONS else suffix
 
 
-def _regex(pattern: str) -> re.Pattern:
-  """The paths that a pattern matches: `**` any, `*` and `?` all but a slash."""
-  parts = re.split(r'(\*\*/|\*\*|\*|\?|\[[^]]*\])', posixpath.normpath(pattern))
+def _suffix(path: str) -> str:
+  return posixpath.splitext(path)[1].lower()
+
+
+def _regex(root: str, pattern: str) -> re.Pattern:
+  """The paths below a root that a pattern matches: `**` any, `*` and `?` all but a slash."""
+  parts = re.split(r'(\*\*/|\*\*|\*|\?|\[!?\]?[^]]*\])', posixpath.normpath(pattern))
   known = {'**/': '(?:.*/)?', '**': '.*', '*': '[^/]*', '?': '[^/]'}
-  return re.compile(
-    ''.join(
-      known.get(part) or (part.replace('[!', '[^') if part[:1] == '[' else re.escape(part))
-      for part in parts
-    )
-  )
+  for number, part in enumerate(parts):
+    of_class = part.replace('\\', r'\\').replace('[!', '[^')
+    parts[number] = known.get(part, of_class) if number % 2 else re.escape(part)
+  try:
+    return re.compile(re.escape(root) + ''.join(parts))
+  except re.error as error:  # such as [z-a]
+    raise ValueError(f'its pattern {pattern!r} is wrong: {error}') from error
