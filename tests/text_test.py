@@ -712,3 +712,27 @@ def test_the_splits_of_a_run_are_of_one_text(tmp_path):
   feeds = [TaskFeed('text', split, 1, 0, **how) for split in ('train', 'validation')]
   contents = [_content(feed) for feed in feeds]
   assert all(b'Next' in content and b'Text' not in content for content in contents)
+
+
+@pytest.mark.parametrize('mended', ['one', 'another file'])
+def test_a_store_of_a_failed_start_is_replaced_after_its_text_was_mended(tmp_path, mended):
+  (tmp_path / 'text').mkdir()
+  file, wrong = tmp_path / 'text' / 'a.jsonl', tmp_path / 'text' / 'b.jsonl'
+  file.write_bytes(json_lines(TEXTS))
+  wrong.write_bytes(b'{"text": "b"}\n' * 7 + b'{"text": 7}\n')  # in the last shard
+  how = {'source': str(tmp_path / 'text'), 'options': {'held_out': 1e-9}}
+
+  def feed():
+    return TaskFeed('text', 'train', 1, 0, data_dir=str(tmp_path / 'stores'), **how)
+
+  for _ in range(2):
+    with pytest.raises(DataError, match=r'Line 8 of .*b\.jsonl has 7 in the column text'):
+      feed().read(0, 1)
+  assert len(list(tmp_path.glob('stores/*/shard-*'))) == 7
+  if mended == 'one':
+    wrong.write_bytes(b'{"text": "Next b"}\n' * 7 + b'{"text": "Next b"}\n')
+  else:
+    wrong.rename(tmp_path / 'b.jsonl')
+    (tmp_path / 'text' / 'c.jsonl').write_bytes(json_lines(['Next c']))
+  store = feed().store
+  assert stored(store.path) == {'Text': 24, 'Next': 8 if mended == 'one' else 1}

@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
   add('--data_dir', help='TaskFeed.data_dir, the directory of all stores, for the default --output')
   add('--option', action='append', default=[], metavar='NAME=VALUE', help='option of the source')
   add('--rebuild', action='store_true', help='remove the store in --output first')
+  add('--renew', action='store_true', help='build unfinished shards of another source again')
   add('--unique', action='store_true', help='drop all but the first of equal documents')
   add('--processes', type=int, default=1, help='shards to build at once (default: %(default)s)')
   shards = store_builder.DEFAULT_SHARDS
@@ -95,6 +96,7 @@ def _run(arguments: argparse.Namespace) -> Mapping[str, Any] | None:
     shard=arguments.shard,
     processes=arguments.processes,
     rebuild=arguments.rebuild,
+    renew=arguments.renew,
     beam=arguments.beam,
   )
 

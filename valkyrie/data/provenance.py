@@ -28,8 +28,11 @@ class Origin:
   The first builder records their hashes, and the others compare their files with that record.
   """
 
-  def __init__(self, files: SourceFiles, store: pathlib.Path):
+  def __init__(self, files: SourceFiles, store: pathlib.Path, *, renew: bool = False):
     """Reads the record in the store's directory, and writes it first if no shard depends on one.
+
+    With `renew`, it is also written if the files have changed: shards of the old ones are then in
+    the way of no build, see `StoreWriter`.
 
     Raises a DataError if the files differ from the record, or one cannot be read.
     """
@@ -42,7 +45,7 @@ class Origin:
       store_writer.locked(file.with_suffix('.lock'), store, lambda *_: heartbeat.beat()),
     ):
       known = _read(file) if file.exists() else None
-      if known is None or (_changes(known, files) and not any(store.glob('shard-*'))):
+      if known is None or ((renew or not any(store.glob('shard-*'))) and _changes(known, files)):
         part = file.with_suffix('.tmp')
         with store_writer.flushed(part) as stream:
           for found in files.files:

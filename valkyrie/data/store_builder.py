@@ -40,6 +40,7 @@ def build(
   shard: int | None = None,
   processes: int = 1,
   rebuild: bool = False,
+  renew: bool = False,
   beam: Sequence[str] | None = None,
 ) -> dict[str, Any] | None:
   """Builds a store, or one shard of it; returns store.json, or None while shards are missing.
@@ -48,6 +49,7 @@ def build(
     shard: the number of the only shard to build; None builds all.
     processes: the number of processes; it does not change the store.
     rebuild: remove a store that is there first.
+    renew: build shards of an unfinished store again if they are of another source.
     beam: options of Apache Beam, whose workers then build the shards in place of this machine.
 
   Raises:
@@ -64,9 +66,10 @@ def build(
       return found
     shutil.rmtree(output)
   print(f'building {output}', file=sys.stderr, flush=True)
-  opened = functools.partial(Bench, selection, output, shards)
+  opened = functools.partial(Bench, selection, output, shards, renew)
   bench = opened()
-  bench.writer.check_shards()
+  if not renew:
+    bench.writer.check_shards()
   numbers = range(shards) if shard is None else [shard]
   if pipeline is not None:
     _in_pipeline(pipeline, opened, numbers)
@@ -108,7 +111,7 @@ def open_task(selection: Selection) -> TaskReader:
 class Bench:
   """All that a process needs to build shards."""
 
-  def __init__(self, selection: Selection, output: pathlib.Path, shards: int):
+  def __init__(self, selection: Selection, output: pathlib.Path, shards: int, renew: bool = False):
     self._reader = open_task(selection)
     module, _ = document_source.loaded(selection.task)
     recorded = selection.recorded()
@@ -117,10 +120,11 @@ class Bench:
       'options': recorded['options'],
       'code_sha256': _code_hash([module, *self._reader.modules]),
     }
-    self.origin = self._reader.files and provenance.Origin(self._reader.files, output)
+    files = self._reader.files
+    self.origin = files and provenance.Origin(files, output, renew=renew)
     if self.origin:
       source['files_sha256'] = self.origin.digest
-    self.writer = StoreWriter(output, selection, source, shards)
+    self.writer = StoreWriter(output, selection, source, shards, renew)
 
   def build(self, number: int, report: Report) -> None:
     """Builds a shard, unless it is there."""

@@ -54,7 +54,7 @@ def open_store(selection: Selection, data_dir: str | None = None) -> TokenStore:
     path = store_path(selection, data_dir)
     recipe.append(f'--output={path}')
     if not (path / STORE_FILE).exists():
-      builder.order(recipe, f'Building the token store {path}')
+      builder.order([*recipe, '--renew'], f'Building the token store {path}')
       _check_other_splits(path, selection)
       return TokenStore.open(path, selection.vocabulary)
     make = f'run:\n  {_command([*recipe, "--rebuild"])}'

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import itertools
 import json
+import logging
 import os
 import pathlib
 import shutil
@@ -57,6 +58,7 @@ class StoreWriter:
 
   source: the origin of the documents. Shards of different selections and origins are never mixed:
     the methods raise a ConfigurationError for a shard of another one.
+  renew: build such shards of an unfinished store again instead.
 
   With `selection.unique`, only the first of several documents with equal tokens stays, in the order
   of the shards.
@@ -66,6 +68,7 @@ class StoreWriter:
   selection: Selection
   source: Mapping[str, Any]
   shards: int
+  renew: bool = False
 
   @property
   def folders(self) -> list[pathlib.Path]:
@@ -100,8 +103,14 @@ class StoreWriter:
     temporary, lock = (folder.with_name(f'.{folder.name}.{kind}') for kind in ('tmp', 'lock'))
     with write_errors(self.path), locked(lock, temporary, report):
       if folder.exists():
-        self._read_shard(folder)
-        return
+        try:
+          self._read_shard(folder)
+          return
+        except ConfigurationError:
+          if not self.renew:
+            raise
+          logging.warning('Building %s again, since its source has changed.', folder)
+          shutil.rmtree(folder)
       if temporary.exists():  # under the lock: its builder is dead
         shutil.rmtree(temporary)
       temporary.mkdir()

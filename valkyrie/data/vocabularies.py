@@ -43,30 +43,8 @@ class Vocabulary(Protocol):
   eos_id: int
   fingerprint: str
   file: pathlib.Path | None
-  _eos: str  # the EOS as the file spells it
 
-  def __reduce__(self) -> Any:  # a tokenizer that is pickled forgets settings
-    return load, (str(self.file),)
-
-  def encode(self, text: str) -> list[int]:
-    """The ids of a text; an EOS that is spelled out in it becomes two pieces of ordinary text.
-
-    Raises a DataError if the text is not Unicode, or if its EOS cannot be divided.
-    """
-    check_unicode(text, 'A text')
-    ids = self._encode(text)
-    if self.eos_id in ids:
-      first, rest = map(re.escape, (self._eos[:1], self._eos[1:]))
-      pieces = re.split(f'(?<={first})(?={rest})', text)
-      ids = [each for piece in pieces for each in self._encode(piece)]
-    if self.eos_id in ids:
-      raise DataError(
-        f'A text contains what {self.file} encodes as its EOS, {self._eos!r}, which ends '
-        'documents. Remove it from the text, or name another "eos_token" in tokenizer_config.json.'
-      )
-    return ids
-
-  def _encode(self, text: str) -> list[int]: ...
+  def encode(self, text: str) -> list[int]: ...
 
   def ids(self, text: str) -> np.ndarray:
     return np.asarray(self.encode(text), np.int32)
@@ -97,7 +75,36 @@ class ByteVocabulary:
     return kept.decode('utf-8', errors='replace')
 
 
-class SentencePieceVocabulary(Vocabulary):
+class FileVocabulary(Vocabulary):
+  """A codec in a file, whose EOS is in no text."""
+
+  _eos: str  # the EOS as the file spells it
+
+  def __reduce__(self) -> Any:  # a tokenizer that is pickled forgets settings
+    return load, (str(self.file),)
+
+  def encode(self, text: str) -> list[int]:
+    """The ids of a text; an EOS that is spelled out in it becomes two pieces of ordinary text.
+
+    Raises a DataError if the text is not Unicode, or if its EOS cannot be divided.
+    """
+    check_unicode(text, 'A text')
+    ids = self._encode(text)
+    if self.eos_id in ids:
+      first, rest = map(re.escape, (self._eos[:1], self._eos[1:]))
+      pieces = re.split(f'(?<={first})(?={rest})', text)
+      ids = [each for piece in pieces for each in self._encode(piece)]
+    if self.eos_id in ids:
+      raise DataError(
+        f'A text contains what {self.file} encodes as its EOS, {self._eos!r}, which ends '
+        'documents. Remove it from the text, or name another "eos_token" in tokenizer_config.json.'
+      )
+    return ids
+
+  def _encode(self, text: str) -> list[int]: ...
+
+
+class SentencePieceVocabulary(FileVocabulary):
   """A SentencePiece .model file."""
 
   def __init__(self, path: pathlib.Path, content: bytes):
@@ -127,7 +134,7 @@ class SentencePieceVocabulary(Vocabulary):
     return self._processor.DecodeIds([int(i) for i in ids if 0 <= i < self.size])
 
 
-class HuggingFaceVocabulary(Vocabulary):
+class HuggingFaceVocabulary(FileVocabulary):
   """A Hugging Face tokenizer.json; the tokenizer_config.json beside it may name the EOS."""
 
   def __init__(self, path: pathlib.Path, content: bytes):
