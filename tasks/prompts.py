@@ -1,6 +1,6 @@
 """Prompts and answers of your own; only the answers are learned.
 
-The files are as in the task text: .jsonl, .parquet and .arrow, also compressed. The options are
+The files are as in the task text: JSON, CSV, .parquet and .arrow, also compressed. The options are
 
   prompt      the column of the prompt (default: prompt)
   answer      the column of the answer (default: answer)

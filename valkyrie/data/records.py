@@ -195,7 +195,7 @@ class StreamedRecords:
       streamed = _revision(self._location).as_streaming_dataset(split='train')
       for row in itertools.islice(streamed, part, None, parts):
         _check_columns(self._columns, list(row), self._location)
-        _check_texts(row, self._columns, self._location)
+        _check_texts(row, self._columns, f'A row of {self._location}')
         yield row
 
   def describe(self) -> dict[str, Any]:
