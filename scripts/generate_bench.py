@@ -57,7 +57,7 @@ class Hybrid:
       begun = jax.block_until_ready(TextCarry(*jax.tree.map(jax.numpy.copy, carry)))
       began = time.perf_counter()
       for _ in self._generator.tokens(
-        self._params, begun, [], GREEDY, seed=0, numbers=[0], count=count
+        self._params, begun, [], GREEDY, seed=0, numbers=[(0, 0)], count=count
       ):
         pass
       return time.perf_counter() - began

@@ -144,7 +144,7 @@ def test_samples_depend_on_their_numbers_alone():
 
 
 def test_what_cannot_be_continued_is_refused():
-  with pytest.raises(UsageError, match='The prompt is empty'):
+  with pytest.raises(UsageError, match='A prompt is empty'):
     built().generate(['A', ''])
   with pytest.raises(ConfigurationError, match=r'49 tokens.* exceeds the 48'):
     built('full').generate(text(29), max_tokens=20)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 import dataclasses
-import functools
 
 import jax
 from jax import lax
@@ -11,12 +10,14 @@ import numpy as np
 
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError
+from valkyrie.inference.checked import check_integer
 from valkyrie.inference.reader import Reader, TextCarry
 from valkyrie.types import Array, Params
 
 EOS, STOP, LENGTH = 'eos', 'stop', 'length'
 _UNFINISHED = '\N{REPLACEMENT CHARACTER}'
 _LONGEST_CHARACTER = 8  # tokens; later an incomplete character is taken as it is
+_SMALLEST = float(np.finfo(np.float32).tiny)  # devices take smaller numbers for 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +50,15 @@ class Sampling:
       logits = jnp.where(seen, jnp.where(logits > 0, logits / factor, logits * factor), logits)
     if self.temperature == 0:
       return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits / self.temperature
+    logits = logits - jnp.max(logits, axis=-1, keepdims=True)  # the quotient may exceed float32
+    logits = logits / max(self.temperature, _SMALLEST)
     if self.top_k is not None and self.top_k < logits.shape[-1]:
       least = lax.top_k(logits, self.top_k)[0][:, -1:]
       logits = jnp.where(logits < least, -jnp.inf, logits)
     if self.top_p < 1:
       ordered = jnp.sort(logits, axis=-1, descending=True)
       shares = jax.nn.softmax(ordered, axis=-1)
-      counts = jnp.cumsum(shares, axis=-1) - shares < self.top_p
+      counts = jnp.cumsum(shares, axis=-1) - shares < max(self.top_p, _SMALLEST)
       least = jnp.min(jnp.where(counts, ordered, jnp.inf), axis=-1, keepdims=True)
       logits = jnp.where(logits < least, -jnp.inf, logits)
     if self.min_p > 0:
@@ -66,14 +68,15 @@ class Sampling:
 
   def __post_init__(self):
     for name, fits, wanted in (
-      ('repetition_penalty', self.repetition_penalty > 0, 'a number above 0'),
+      ('repetition_penalty', 1e-30 <= self.repetition_penalty <= 1e30, 'from 1e-30 to 1e30'),
       ('temperature', self.temperature >= 0, 'a number of 0 or more'),
-      ('top_k', self.top_k is None or self.top_k >= 1, '1 or more, or None'),
       ('top_p', 0 < self.top_p <= 1, 'a number above 0 and at most 1'),
       ('min_p', 0 <= self.min_p <= 1, 'a number from 0 to 1'),
     ):
       if not fits:
         raise ConfigurationError(f'{name}={getattr(self, name)} must be {wanted}.')
+    if self.top_k is not None:
+      check_integer('top_k', self.top_k)
 
 
 GREEDY = Sampling()
@@ -94,13 +97,14 @@ class Generator:
     sampling: Sampling,
     *,
     seed: int,
-    numbers: Sequence[int],
+    numbers: Sequence[tuple[int, int]],
     count: int,
   ) -> Iterator[np.ndarray]:
     """Yields the next tokens int32 [B], `count` times; the first step deletes the carry.
 
     `texts` are the tokens of each row so far, for a repetition penalty. A choice depends on the
-    seed, the number of its row, its position, and the text before it, not on the other rows.
+    seed, the numbers of its row, its position, and the text before it, not on the other rows. It is
+    -1 if the logits are not finite.
     """
     seen = np.zeros((), bool)
     if sampling.repetition_penalty != 1:
@@ -108,8 +112,9 @@ class Generator:
       for row, text in enumerate(texts):
         seen[row, text] = True
     seen = jnp.asarray(seen)
-    fold = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))
-    keys = fold(jnp.asarray(numbers, jnp.uint32))
+    keys = jnp.repeat(jax.random.key(seed), len(numbers))
+    for number in np.asarray(numbers, np.uint32).T:
+      keys = jax.vmap(jax.random.fold_in)(keys, number)
     ahead = []
     for _ in range(count):
       tokens, carry, seen = self._step(sampling, params, carry, seen, keys)
@@ -122,6 +127,7 @@ class Generator:
   ) -> tuple[Array, TextCarry, Array]:
     logits = self._reader.next_logits(params, carry)
     tokens = sampling.choose(logits, seen, jax.vmap(jax.random.fold_in)(keys, carry.position))
+    tokens = jnp.where(jnp.isfinite(logits).all(axis=-1), tokens, -1)
     if seen.ndim:
       seen = seen.at[jnp.arange(len(tokens)), tokens].set(True)
     carry = self._reader.advance(params, carry, tokens[:, None], jnp.ones_like(tokens))

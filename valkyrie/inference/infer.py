@@ -1,7 +1,9 @@
 """Continuations of prompts: by the run mode `infer`, and by a hook while a model trains."""
 
+import codecs
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
+import io
 import json
 import pathlib
 import sys
@@ -13,7 +15,15 @@ import jax
 from valkyrie.checkpoint.manager import LATEST
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import vocabularies
-from valkyrie.errors import ConfigurationError, DataError, StorageError, storage_errors
+from valkyrie.distributed.console import LastingStream
+from valkyrie.errors import (
+  ConfigurationError,
+  DataError,
+  StorageError,
+  UsageError,
+  storage_errors,
+)
+from valkyrie.inference.checked import check_integer, check_text
 from valkyrie.inference.generation import Sampling
 from valkyrie.inference.loaded import LoadedModel
 from valkyrie.models import language_model
@@ -44,7 +54,7 @@ def infer(
   """Continues prompts by a run's checkpoint.
 
   One sample of one prompt is printed behind the prompt, as it comes. Others are JSON lines with
-  prompt, sample, text, tokens (their number) and ended ('eos', 'stop' or 'length').
+  prompt, sample, text, tokens (their number) and ended ('eos', 'stop' or 'length'). All is UTF-8.
 
   Args:
     model_dir, step: of the checkpoint, see `weights.restored`.
@@ -62,20 +72,25 @@ def infer(
 
   Raises:
     UsageError: a prompt is empty.
-    DataError: the file of prompts is not readable.
+    DataError: the file of prompts is not readable, or one of them is no text.
     StorageError: the output is there already, or cannot be written.
     ConfigurationError: a prompt is longer than the model can read, or the vocabulary is another.
   """
-  texts = _read_prompts(pathlib.Path(prompts)) if prompts is not None else [str(prompt)]
+  check_integer('infer.batch_size', batch_size)
+  texts = [prompt or ''] if prompts is None else _read_prompts(pathlib.Path(prompts))
+  if not all(texts):
+    raise UsageError('The prompt is empty. Pass --prompt=TEXT, or a text on standard input.')
   sampling = Sampling(repetition_penalty, temperature, top_k, top_p, min_p)
   options = {'max_tokens': max_tokens, 'stop': stop, 'seed': seed, 'sampling': sampling}
   loaded = opened(model_dir, step)
-  if prompts is None and samples == 1 and output is None:
-    for number, piece in enumerate(loaded.stream(texts[0], **options)):
-      print(piece if number else texts[0] + piece, end='', flush=True)
-    print()
-    return
   with _writer(output) as file:
+    if prompts is None and samples == 1 and output is None:
+      pieces = loaded.stream(texts[0], **options)
+      print(texts[0] + next(pieces, ''), end='', file=file, flush=True)
+      for piece in pieces:
+        print(piece, end='', file=file, flush=True)
+      print(file=file, flush=True)
+      return
     for first in range(0, len(texts), batch_size):
       batch = texts[first : first + batch_size]
       made = loaded.generate(batch, first=first, samples=samples, batch_size=batch_size, **options)
@@ -86,8 +101,9 @@ def infer(
 
 def _read_prompts(path: pathlib.Path) -> list[str]:
   """The prompts in a file; raises a DataError that names the line."""
+  is_json = path.suffix.lower() in ('.jsonl', '.ndjson', '.json')
   try:
-    lines = path.read_bytes().splitlines()
+    lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
   except OSError as error:
     raise DataError(f'The prompts {path} cannot be read ({error.strerror}).') from error
   found = []
@@ -95,14 +111,15 @@ def _read_prompts(path: pathlib.Path) -> list[str]:
     if not line.strip():
       continue
     try:
-      found.append(json.loads(line)['prompt'] if path.suffix == '.jsonl' else line.decode())
-    except (ValueError, KeyError, TypeError) as error:
-      wanted = 'a JSON object with the field "prompt"' if path.suffix == '.jsonl' else 'UTF-8 text'
+      found.append(json.loads(line)['prompt'] if is_json else line.decode())
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+      wanted = 'a JSON object with the field "prompt"' if is_json else 'UTF-8 text'
       raise DataError(
         f'{path}:{number}: {wanted} was expected, found {line[:40]!r} ({error}). Correct the line.'
       ) from error
-    if not isinstance(found[-1], str):
+    if not found[-1] or not isinstance(found[-1], str):
       raise DataError(f'{path}:{number}: "prompt" is {found[-1]!r:.40}. Write a text.')
+    check_text(found[-1], f'{path}:{number}: "prompt"')
   if not found:
     raise DataError(f'{path} has no prompts. Write one on each line.')
   return found
@@ -111,7 +128,15 @@ def _read_prompts(path: pathlib.Path) -> list[str]:
 @contextlib.contextmanager
 def _writer(output: str | None) -> Iterator[TextIO]:
   if output is None:
-    yield sys.stdout
+    if sys.stdout is None:
+      raise StorageError('Standard output is closed. Open it, or name an --output.')
+    if isinstance(sys.stdout, io.TextIOWrapper):  # not in a notebook
+      sys.stdout.reconfigure(encoding='utf-8')
+    try:
+      with storage_errors('Standard output cannot be written', 'Name an --output.'):
+        yield sys.stdout
+    finally:
+      LastingStream(sys.stdout).end()
     return
   if pathlib.Path(output).exists():
     raise StorageError(f'{output} is there already. Name another --output.')
@@ -146,6 +171,8 @@ class TextSamples:
         'TextSamples needs all parameters in one process, and this run has '
         f'{jax.process_count()}. Continue its checkpoints by --run_mode=infer.'
       )
+    check_integer('TextSamples.every', every)
+    check_integer('TextSamples.max_tokens', max_tokens, 0)
     self._prompts, self._every = prompts, every
     self._options = {'max_tokens': max_tokens, 'sampling': Sampling(temperature=temperature)}
     functions, tokenizer = language_model.transform(model), vocabularies.load(vocabulary)

@@ -16,13 +16,12 @@ from valkyrie.checkpoint import manifest
 from valkyrie.checkpoint.steps import steps_of
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError, StorageError, UsageError, storage_errors
+from valkyrie.inference.checked import Text, check_finite, check_integer, tokens_of
 from valkyrie.inference.generation import GREEDY, LENGTH, Continuation, Generator, Sampling
 from valkyrie.inference.reader import Reader, TextCarry, TextScore
 from valkyrie.models.language_model import Model
 from valkyrie.types import Array, Params
 from valkyrie.weights import named_tensors
-
-Text = str | np.ndarray  # or its tokens
 
 
 class Generated(NamedTuple):
@@ -77,11 +76,14 @@ class LoadedModel:
       cut: a part of the carry to reset before every chunk: 'state', of recurrences, or 'all'.
     """
     rows = self._tokens(texts)
-    return self._reader.read(self.params, self._begun(carry, range(len(rows))), rows, cut)
+    return self._reader.read(self.params, self._begun(carry, len(rows)), rows, cut)
 
   def rows(self, carry: TextCarry, numbers: Sequence[int]) -> TextCarry:
-    """The rows of a carry with these numbers, in this order; a number may be repeated."""
-    index = np.asarray(numbers)
+    """The rows of a carry with these numbers, in this order; a number may be repeated.
+
+    Raises an IndexError if the carry has no such row.
+    """
+    index = np.arange(len(carry.position))[np.asarray(numbers)]
     inside = jax.tree.map(
       lambda leaf, axes: jnp.take(leaf, index, axis=axes.index('batch')),
       carry.carry,
@@ -118,7 +120,8 @@ class LoadedModel:
         f'{path} was saved with other weights ({json.dumps(made_by)}) than the loaded ones '
         f'({json.dumps(self._weights())}). Read the text again.'
       )
-    like = self._reader.fresh(1)
+    position = found.get('position', np.zeros(1))
+    like = self._reader.fresh(position.shape[0] if position.ndim else 1)
     expected = _named_leaves(like)
     sizes = {name: (leaf.shape, leaf.dtype) for name, leaf in expected.items()}
     if sizes != {name: (leaf.shape, leaf.dtype) for name, leaf in found.items()}:
@@ -143,13 +146,19 @@ class LoadedModel:
       carry: of `read`; a carry of one row is used for all texts.
       params: other parameters of the same model.
       batch_size: the number of texts that are read at the same time.
+
+    Raises:
+      Diverged: a number is not finite, as with weights that are NaN.
+      ConfigurationError: a text is longer than the model can read, or has unknown tokens; the carry
+        has another number of rows; or a number is out of range.
     """
+    check_integer('batch_size', batch_size)
     rows = self._tokens(texts)
     params = self.params if params is None else params
     scores: list[TextScore] = []
     for first in range(0, len(rows), batch_size):
       batch = rows[first : first + batch_size]
-      begun = self._begun(carry, range(first, first + len(batch)))
+      begun = self._begun(carry, len(rows), range(first, first + len(batch)))
       scores += self._reader.score(params, begun, batch)
     return scores
 
@@ -170,12 +179,12 @@ class LoadedModel:
       ConfigurationError: a kind is unknown, or the text is longer than the model can read.
       UsageError: the text is empty.
     """
-    tokens, params = self.tokenizer.ids(text), self.params if params is None else params
-    return self._reader.activations(params, self._begun(carry, range(1)), tokens, kinds)
+    (tokens,), params = self._tokens([text]), self.params if params is None else params
+    return self._reader.activations(params, self._begun(carry, 1), tokens, kinds)
 
   def generate(
     self,
-    prompts: str | Sequence[str],
+    prompts: Text | Sequence[Text],
     carry: TextCarry | None = None,
     *,
     max_tokens: int = 256,
@@ -194,17 +203,19 @@ class LoadedModel:
       max_tokens: the largest number of tokens of a continuation.
       samples: continuations of each prompt.
       stop: strings before which a continuation ends.
-      seed, first: of the samples, and the number of the first prompt. A continuation depends on the
-        seed and on its numbers, not on the other prompts.
+      seed, first: of the samples, and the number of the first prompt, in [0, 2**32). A continuation
+        depends on the seed and on its numbers, not on the other prompts.
       batch_size: the number of continuations that are generated at the same time.
       sampling: such as valkyrie.Sampling(temperature=0.8, top_p=0.9); greedy by default.
 
     Raises:
       UsageError: a prompt is empty.
-      ConfigurationError: a text is longer than the model can read, or a number is out of range.
+      Diverged, ConfigurationError: see `score`.
     """
-    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    numbered = dict(enumerate(prompts, first))
+    check_integer('batch_size', batch_size)
+    check_integer('samples', samples)
+    check_integer('first', first, 0)
+    numbered = dict(enumerate(self._tokens(prompts), first))
     rows = [(prompt, sample) for prompt in numbered for sample in range(samples)]
     found = []
     for start in range(0, len(rows), batch_size):
@@ -220,7 +231,7 @@ class LoadedModel:
 
   def stream(
     self,
-    prompt: str,
+    prompt: Text,
     carry: TextCarry | None = None,
     *,
     max_tokens: int = 256,
@@ -230,12 +241,13 @@ class LoadedModel:
   ) -> Iterator[str]:
     """Yields the first sample of `generate` piece by piece while it is generated."""
     text = Continuation(self.tokenizer, stop)
-    for _, new in self._continue({0: prompt}, [(0, 0)], [text], carry, sampling, seed, max_tokens):
+    prompts = dict(enumerate(self._tokens([prompt])))
+    for _, new in self._continue(prompts, [(0, 0)], [text], carry, sampling, seed, max_tokens):
       yield new
 
   def _continue(
     self,
-    prompts: Mapping[int, str],
+    prompts: Mapping[int, np.ndarray],
     rows: Sequence[tuple[int, int]],
     texts: Sequence[Continuation],
     carry: TextCarry | None,
@@ -244,22 +256,28 @@ class LoadedModel:
     max_tokens: int,
   ) -> Iterator[tuple[int, str]]:
     """Extends the text of each row (prompt, sample); yields (row, its new text)."""
+    check_integer('seed', seed, 0)
+    check_integer('max_tokens', max_tokens, 0)
+    check_integer('the number of the last prompt', max(prompts), 0)
     own = list(dict.fromkeys(prompt for prompt, _ in rows))  # to read each prompt once
-    tokens = [self.tokenizer.ids(prompts[prompt]) for prompt in own]
+    tokens = [prompts[prompt] for prompt in own]
     if carry is None and not all(map(len, tokens)):
-      raise UsageError('The prompt is empty. Pass --prompt=TEXT, or a text on standard input.')
-    begun = self._begun(carry, [number - min(prompts) for number in own])
+      raise UsageError(
+        'A prompt is empty, or has no tokens. Write a text, or continue the carry of one.'
+      )
+    begun = self._begun(carry, len(prompts), [number - min(prompts) for number in own])
     self._reader.check_length(int(begun.position.max()) + max(map(len, tokens)) + max_tokens)
     begun = self._reader.read(self.params, begun, tokens)
     of_row = [own.index(prompt) for prompt, _ in rows]
     carry, before = self.rows(begun, of_row), [tokens[number] for number in of_row]
-    numbers = [(sample << 20 | prompt) % 2**32 for prompt, sample in rows]
     for step in self._generator.tokens(
-      self.params, carry, before, sampling, seed=seed, numbers=numbers, count=max_tokens
+      self.params, carry, before, sampling, seed=seed, numbers=rows, count=max_tokens
     ):
       for row, text in enumerate(texts):
-        if text.ended is None and (new := text.add(int(step[row]))):
-          yield row, new
+        if text.ended is None:
+          check_finite(step[row] >= 0)
+          if new := text.add(int(step[row])):
+            yield row, new
       if all(text.ended for text in texts):
         return
     for row, text in enumerate(texts):
@@ -268,12 +286,21 @@ class LoadedModel:
 
   def _tokens(self, texts: Text | Sequence[Text]) -> list[np.ndarray]:
     several = [texts] if isinstance(texts, str | np.ndarray) else texts
-    return [self.tokenizer.ids(text) if isinstance(text, str) else text for text in several]
+    size = self.model.about.vocabulary_size
+    return [tokens_of(text, self.tokenizer, size) for text in several]
 
-  def _begun(self, carry: TextCarry | None, rows: Sequence[int]) -> TextCarry:
-    """A copy of these rows of a carry, or of its only row for each; without a carry, fresh rows."""
+  def _begun(
+    self, carry: TextCarry | None, texts: int, rows: Sequence[int] | None = None
+  ) -> TextCarry:
+    """The rows, all by default, with which so many texts begin: copies of those of a carry."""
+    rows = range(texts) if rows is None else rows
     if carry is None:
       return self._reader.fresh(len(rows))
+    if len(carry.position) not in (1, texts):
+      raise ConfigurationError(
+        f'The carry has {len(carry.position)} rows, but {texts} texts follow. Use a carry of one '
+        'row, or of a row for each text; `rows` chooses some.'
+      )
     return self.rows(carry, rows if len(carry.position) > 1 else [0] * len(rows))
 
   def _weights(self) -> str:

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from valkyrie.errors import ConfigurationError, UsageError
-from valkyrie.models.carry_cuts import cut_carry
+from valkyrie.errors import ConfigurationError, UsageError, check_choice
+from valkyrie.inference.checked import check_finite, check_integer
+from valkyrie.models.carry_cuts import CUTS, cut_carry
 from valkyrie.models.features import ACTIVATIONS, Features
 from valkyrie.models.language_model import Model
 from valkyrie.training.losses import logits, token_scores
@@ -57,6 +58,7 @@ class Reader:
 
     Raises a ConfigurationError if the model carries nothing from chunk to chunk.
     """
+    check_integer('open_run.chunk_size', chunk_size)
     if not model.about.carried:
       raise ConfigurationError(
         'FullAttention.carried is False: the model reads each chunk alone, and cannot continue a '
@@ -83,23 +85,30 @@ class Reader:
     `cut` names a part of the carry to reset before every chunk, see `models.carry_cuts`. This and
     the next two raise a ConfigurationError if a row is longer than the model can read.
     """
+    check_choice('cut', cut, (None, *CUTS))
     for tokens, lengths in self._chunks(carry, rows):
       carry = self._read(params, carry, tokens, lengths, cut)
     return carry
 
   def score(self, params: Params, carry: TextCarry, rows: Sequence[np.ndarray]) -> list[TextScore]:
-    """Like `read`, but returns the scores of the tokens of each row."""
+    """Like `read`, but returns the scores of the tokens of each row.
+
+    Raises a Diverged error if one is not finite.
+    """
     is_first = np.asarray(carry.position) == 0
     found = [(np.zeros((len(rows), 0), np.float32), np.zeros((len(rows), 0), bool))]
     for tokens, lengths in self._chunks(carry, rows):
       (log_probs, greedy), carry = self._score(params, carry, tokens, lengths)
       found.append((np.asarray(log_probs), np.asarray(greedy)))
     log_probs, greedy = (np.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
-    log_probs[is_first, :1] = np.nan
-    return [
+    scores = [
       TextScore(row, log_probs[number, : len(row)], greedy[number, : len(row)])
       for number, row in enumerate(rows)
     ]
+    for score, first in zip(scores, is_first, strict=True):
+      check_finite(np.isfinite(score.log_probs[int(first) :]))
+      score.log_probs[: int(first)] = np.nan
+    return scores
 
   def activations(
     self, params: Params, carry: TextCarry, tokens: np.ndarray, kinds: Sequence[str]

@@ -1,0 +1,63 @@
+"""Texts and numbers that people pass to a model, checked: jax would clamp, fill or wrap them."""
+
+from typing import Any
+
+import numpy as np
+
+from valkyrie.data.vocabularies import Vocabulary
+from valkyrie.errors import ConfigurationError, DataError, Diverged
+
+Text = str | np.ndarray  # or its tokens
+
+
+def check_integer(name: str, value: Any, least: int = 1, most: int = 2**32 - 1) -> None:
+  """Raises a ConfigurationError, naming the setting `name`, unless an integer is in its range."""
+  is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+  if not is_integer or not least <= value <= most:
+    raise ConfigurationError(f'{name}={value!r} must be an integer from {least} to {most:,}.')
+
+
+def check_finite(finite: Any) -> None:
+  """Raises a Diverged error unless all numbers of a model are finite."""
+  if not np.all(finite):
+    raise Diverged(
+      'The model gives NaN or infinite numbers: its weights have diverged or are damaged, or the '
+      'carry that it continues is. Load an earlier step, and read the text again.'
+    )
+
+
+def tokens_of(text: Text, vocabulary: Vocabulary, size: int) -> np.ndarray:
+  """The tokens int32 [T] of a text, for a model of `size` tokens.
+
+  Raises:
+    DataError: the text is no Unicode.
+    ConfigurationError: there are tokens that the model does not have.
+  """
+  if isinstance(text, str):
+    check_text(text, 'The text')
+    found = vocabulary.ids(text)
+  else:
+    found = np.asarray(text)
+  if found.ndim != 1 or (found.size and found.dtype.kind not in 'iu'):
+    raise ConfigurationError(
+      f'A text is an array {list(found.shape)} of {found.dtype}. Pass strings, or one row '
+      'of integers for each text.'
+    )
+  if found.size and not 0 <= found.min() <= found.max() < size:
+    wrong = found[(found < 0) | (found >= size)][0]
+    raise ConfigurationError(
+      f'A text has the token {wrong}, but the model has the tokens 0 to {size - 1:,}. Encode the '
+      'text with the tokenizer of this run.'
+    )
+  return found.astype(np.int32)
+
+
+def check_text(text: str, name: str) -> None:
+  """Raises a DataError if a string has lone surrogates, which no encoding can write."""
+  try:
+    text.encode()
+  except UnicodeEncodeError as error:
+    raise DataError(
+      f'{name} has {text[error.start]!a} at character {error.start + 1}: half of a surrogate pair, '
+      'which is no character. Remove it, or decode the text again from its bytes.'
+    ) from None
