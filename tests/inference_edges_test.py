@@ -154,3 +154,41 @@ def test_the_limits_of_sampling_are_greedy(size, options):
   keys = jax.random.split(jax.random.key(0), 200)
   found = Sampling(**options).choose(jnp.asarray(logits), jnp.zeros(()), keys)
   np.testing.assert_array_equal(found, logits.argmax(-1))
+
+
+@pytest.mark.parametrize('length', [1, 15, 37])
+def test_logits_are_those_of_the_scores_without_padding(length):
+  loaded = built()
+  tokens = loaded.tokenizer.ids(text(length))
+  begin = loaded.read(text(5, 1))
+  found = loaded.logits(text(length), begin)
+  assert found.shape == (length, tiny.VOCABULARY) and np.isfinite(found).all()
+  (score,) = loaded.score(text(length), begin)
+  log_probs = np.asarray(jax.nn.log_softmax(found))
+  np.testing.assert_allclose(
+    log_probs[np.arange(length - 1), tokens[1:]], score.log_probs[1:], rtol=1e-4, atol=1e-5
+  )
+  with pytest.raises(ConfigurationError, match='has the token 50'):
+    loaded.logits(np.array([50]))
+
+
+def test_a_gradient_through_logits_is_that_of_a_difference():
+  loaded = built()
+  tokens = loaded.tokenizer.ids(text(20))
+
+  def loss(params):
+    log_probs = jax.nn.log_softmax(loaded.logits(tokens, params=params)[:-1])
+    return -log_probs[np.arange(19), tokens[1:]].mean()
+
+  gradient = jax.grad(loss)(loaded.params)
+  assert float(loss(loaded.params)) == pytest.approx(
+    -loaded.score(tokens)[0].log_prob / 19, rel=1e-4
+  )
+  direction = jax.tree.map(jnp.sign, gradient)
+  slope = sum(float(abs(leaf).sum()) for leaf in jax.tree.leaves(gradient))
+  size = 1e-4
+  ahead, behind = (
+    float(loss(jax.tree.map(lambda p, d, s=s: p + s * d, loaded.params, direction)))
+    for s in (size, -size)
+  )
+  assert (ahead - behind) / (2 * size) == pytest.approx(slope, rel=0.02)

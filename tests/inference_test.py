@@ -233,9 +233,14 @@ def test_text_of_a_tokenizer_is_the_text_decoded_at_once(tmp_path):
   whole = 'deep roots, Grüße 😀 ' + tiny_run.TEXT
   assert grow(vocabulary, vocabulary.encode(whole))[1] == whole
   decoded = []
-  growing = Continuation(types.SimpleNamespace(
-    eos_id=-1, decode=lambda ids: decoded.append(len(ids)) or vocabulary.decode(ids)
-  ))  # fmt: skip
+
+  def decode(ids):
+    decoded.append(len(ids))
+    return vocabulary.decode(ids)
+
+  growing = Continuation(
+    types.SimpleNamespace(eos_id=-1, file=None, encode=vocabulary.encode, decode=decode)
+  )
   for token in vocabulary.encode(whole * 20):
     growing.add(token)
   assert growing.text and max(decoded) < 20

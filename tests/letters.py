@@ -19,6 +19,7 @@ class Letters:
   """Token n is a letter; the last token is EOS."""
 
   size, eos_id, fingerprint = tiny.VOCABULARY, tiny.VOCABULARY - 1, 'letters'
+  file = None
 
   def encode(self, text):
     return [ord(letter) - ord('A') for letter in text]

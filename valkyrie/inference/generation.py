@@ -2,6 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 import dataclasses
+import functools
+import json
+import pathlib
 
 import jax
 from jax import lax
@@ -9,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.data.vocabularies import Vocabulary
-from valkyrie.errors import ConfigurationError
+from valkyrie.errors import ConfigurationError, storage_errors
 from valkyrie.inference.checked import check_integer
 from valkyrie.inference.reader import Reader, TextCarry
 from valkyrie.types import Array, Params
@@ -135,7 +138,9 @@ class Generator:
 
 
 class Continuation:
-  """A growing text. Each token is decoded with a few neighbors, never with the whole text.
+  """A growing text: what a prompt and its tokens decode to, less what the prompt decodes to.
+
+  Each token is decoded with a few neighbors, never with the whole text.
 
   Attributes:
     tokens: all tokens.
@@ -143,11 +148,24 @@ class Continuation:
     ended: the reason why the text is complete, 'eos', 'stop' or 'length'; None before.
   """
 
-  def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = ()):
-    """A text that ends before the first of the strings `stop`."""
+  def __init__(
+    self, vocabulary: Vocabulary, stop: str | Sequence[str] = (), prompt: Sequence[int] = ()
+  ):
+    """A text after the tokens of a prompt, which ends before the first of the strings `stop`.
+
+    Raises a ConfigurationError if a stop string is empty.
+    """
+    self._stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(one, str) and one for one in self._stop):
+      raise ConfigurationError(
+        f'stop={stop!r} has an empty string. Use strings of one letter or more.'
+      )
+    specials = _special_tokens(vocabulary.file) if self._stop else {}
+    self._stop_tokens = {specials[one] for one in self._stop if one in specials}
     self._vocabulary = vocabulary
-    self._stop = tuple(stop)
-    self._context, self._decoded = 0, 0  # where the context and the undecoded tokens begin
+    self._begin = vocabulary.encode('a')  # decoders drop the first space of a text
+    self._ids = [int(token) for token in prompt[-_LONGEST_CHARACTER:]]
+    self._context, self._decoded = 0, len(self._ids)  # where context and undecoded tokens begin
     self._held = ''  # decoded, but perhaps the beginning of a stop string
     self.tokens: list[int] = []
     self.text = ''
@@ -158,6 +176,9 @@ class Continuation:
     if token == self._vocabulary.eos_id:
       return self.end(EOS)
     self.tokens.append(token)
+    self._ids.append(token)
+    if token in self._stop_tokens:
+      return self.end(STOP)
     return self._certain(self._decode(last=False), last=False)
 
   def end(self, reason: str = LENGTH) -> str:
@@ -167,13 +188,15 @@ class Continuation:
     return new
 
   def _decode(self, last: bool) -> str:
-    """The new characters. Neighbors matter: SentencePiece drops the first space of a text."""
-    before = self._vocabulary.decode(self.tokens[self._context : self._decoded])
-    now = self._vocabulary.decode(self.tokens[self._context :])
-    waits = len(self.tokens) - self._decoded < _LONGEST_CHARACTER
+    """The new characters."""
+    before, now = (
+      self._vocabulary.decode([*self._begin, *self._ids[self._context : end]])
+      for end in (self._decoded, len(self._ids))
+    )
+    waits = len(self._ids) - self._decoded < _LONGEST_CHARACTER
     if not last and waits and now.endswith(_UNFINISHED):
       return ''
-    self._context, self._decoded = self._decoded, len(self.tokens)
+    self._context, self._decoded = self._decoded, len(self._ids)
     return now[len(before) :]
 
   def _certain(self, new: str, last: bool) -> str:
@@ -188,3 +211,20 @@ class Continuation:
       certain, self._held = self._held[:split], self._held[split:]
     self.text += certain
     return certain
+
+
+@functools.lru_cache(maxsize=4)
+def _special_tokens(file: pathlib.Path | None) -> dict[str, int]:
+  """{name: id} of the tokens that a vocabulary's file has beside those of texts."""
+  if file is None:
+    return {}
+  with storage_errors(f'The tokenizer {file} cannot be read'):
+    content = file.read_bytes()
+  if file.suffix == '.json':
+    added = json.loads(content).get('added_tokens') or ()
+    return {one['content']: one['id'] for one in added if one.get('special')}
+  import sentencepiece  # noqa: PLC0415  (the byte vocabulary needs no package)
+
+  processor = sentencepiece.SentencePieceProcessor(model_proto=content)
+  ids = filter(processor.IsControl, range(processor.GetPieceSize()))
+  return {processor.IdToPiece(number): number for number in ids}

@@ -43,7 +43,7 @@ def infer(
   seed: int,
   max_tokens: int = 256,
   samples: int = 1,
-  stop: Sequence[str] = (),
+  stop: str | Sequence[str] = (),
   temperature: float = 0.0,
   top_k: int | None = None,
   top_p: float = 1.0,
@@ -65,7 +65,7 @@ def infer(
     seed: of the samples.
     max_tokens: the most tokens of a continuation, if the document does not end before.
     samples: continuations of each prompt.
-    stop: strings before which a continuation ends.
+    stop: strings, or one, before which a continuation ends; the names of special tokens, too.
     temperature, top_k, top_p, min_p, repetition_penalty: the choice of tokens, see `Sampling`;
       greedy by default.
     batch_size: continuations that are made at the same time.

@@ -162,9 +162,20 @@ class LoadedModel:
       scores += self._reader.score(params, begun, batch)
     return scores
 
+  def logits(
+    self, text: Text, carry: TextCarry | None = None, *, params: Params | None = None
+  ) -> Array:
+    """The logits of the token after each token of a text, float32 [T, vocabulary size].
+
+    A pure function of `params`, for gradients; padding of the vocabulary is left out. The arguments
+    and errors are those of `score`, but what is not finite is returned as it is.
+    """
+    (tokens,), params = self._tokens([text]), self.params if params is None else params
+    return self._reader.logits(params, self._begun(carry, 1), tokens)
+
   def activations(
     self,
-    text: str,
+    text: Text,
     kinds: Sequence[str] = ('stream',),
     carry: TextCarry | None = None,
     *,
@@ -189,7 +200,7 @@ class LoadedModel:
     *,
     max_tokens: int = 256,
     samples: int = 1,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     seed: int = 0,
     first: int = 0,
     batch_size: int = 8,
@@ -202,7 +213,7 @@ class LoadedModel:
       carry: of `read`.
       max_tokens: the largest number of tokens of a continuation.
       samples: continuations of each prompt.
-      stop: strings before which a continuation ends.
+      stop: strings, or one, before which a continuation ends; the names of special tokens, too.
       seed, first: of the samples, and the number of the first prompt, in [0, 2**32). A continuation
         depends on the seed and on its numbers, not on the other prompts.
       batch_size: the number of continuations that are generated at the same time.
@@ -220,7 +231,7 @@ class LoadedModel:
     found = []
     for start in range(0, len(rows), batch_size):
       batch = rows[start : start + batch_size]
-      texts = [Continuation(self.tokenizer, stop) for _ in batch]
+      texts = [Continuation(self.tokenizer, stop, numbered[prompt]) for prompt, _ in batch]
       for _ in self._continue(numbered, batch, texts, carry, sampling, seed, max_tokens):
         pass
       found += [
@@ -235,13 +246,13 @@ class LoadedModel:
     carry: TextCarry | None = None,
     *,
     max_tokens: int = 256,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     seed: int = 0,
     sampling: Sampling = GREEDY,
   ) -> Iterator[str]:
     """Yields the first sample of `generate` piece by piece while it is generated."""
-    text = Continuation(self.tokenizer, stop)
     prompts = dict(enumerate(self._tokens([prompt])))
+    text = Continuation(self.tokenizer, stop, prompts[0])
     for _, new in self._continue(prompts, [(0, 0)], [text], carry, sampling, seed, max_tokens):
       yield new
 

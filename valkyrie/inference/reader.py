@@ -68,6 +68,7 @@ class Reader:
     self._chunk_size = chunk_size
     self._read = jax.jit(self.advance, static_argnums=4, donate_argnums=1)
     self._score = jax.jit(self._scored, donate_argnums=1)
+    self._predict = jax.jit(self._predicted)  # not donated: users take gradients through it
     self._show = jax.jit(self._apply, static_argnums=4, donate_argnums=1)
 
   def fresh(self, rows: int) -> TextCarry:
@@ -109,6 +110,14 @@ class Reader:
       check_finite(np.isfinite(score.log_probs[int(first) :]))
       score.log_probs[: int(first)] = np.nan
     return scores
+
+  def logits(self, params: Params, carry: TextCarry, tokens: np.ndarray) -> Array:
+    """Reads a row and returns the logits after each of its tokens, float32 [T, vocabulary size]."""
+    found = [jnp.zeros((0, self._model.about.vocabulary_size))]
+    for piece, lengths in self._chunks(carry, [tokens]):
+      scores, carry = self._predict(params, carry, piece, lengths)
+      found.append(scores[0, : lengths[0]])
+    return jnp.concatenate(found)
 
   def activations(
     self, params: Params, carry: TextCarry, tokens: np.ndarray, kinds: Sequence[str]
@@ -181,6 +190,13 @@ class Reader:
     size = self._model.about.vocabulary_size
     found = token_scores(Features(before, features.unembedding), tokens, size)
     return (-found.loss, found.right), after
+
+  def _predicted(
+    self, params: Params, carry: TextCarry, tokens: Array, lengths: Array
+  ) -> tuple[Array, TextCarry]:
+    features, after = self._apply(params, carry, tokens, lengths)
+    size = self._model.about.vocabulary_size
+    return logits(features, size)[..., :size], after
 
   def _chunks(
     self, carry: TextCarry, rows: Sequence[np.ndarray]
