@@ -141,8 +141,18 @@ def test_generations_follow_the_settings_of_each(answers):
   assert found == [whole[0], whole[1][: whole[1].index(stop)], whole[2]]
   sampled = {'max_gen_toks': 12, 'do_sample': True, 'temperature': 2.0}
   assert ask.continuations([(prompts[0], sampled)]) != [whole[0]]
-  with pytest.raises(ConfigurationError, match=r'num_beams is not a setting of'):
-    ask.continuations([(prompts[0], {'num_beams': 2})])
+  for name in ('max_new_tokens', 'max_tokens', 'max_completion_tokens'):
+    plain = {name: 12, 'num_beams': 1, 'until': None, 'temperature': 0.0, 'top_p': None}
+    assert ask.continuations([(prompts[0], plain)]) == [whole[0]]
+  assert ask.continuations([(prompts[0], {'max_gen_toks': 12, 'temperature': 2.0})]) != [whole[0]]
+  for wrong, message in (
+    ({'num_beams': 2}, 'num_beams=2, but there is no beam search'),
+    ({'length_penalty': 2}, 'length_penalty is not a setting of'),
+    ({'max_new_tokens': -1}, 'max_tokens=-1 must be an integer'),
+    ({'until': ['']}, 'has an empty string'),
+  ):
+    with pytest.raises(ConfigurationError, match=message):
+      ask.continuations([(prompts[0], wrong)])
 
 
 def test_a_context_longer_than_the_model_loses_its_beginning(answers, capsys):
@@ -158,6 +168,38 @@ def test_a_context_longer_than_the_model_loses_its_beginning(answers, capsys):
   assert len(capsys.readouterr().err.splitlines()) == 1
   with pytest.raises(ConfigurationError, match='has 49 tokens, too many for the 48'):
     ask.log_likelihoods([('A', text(49))])
+
+
+class Growing(Letters):
+  """Half of a pair decodes to a letter that encodes to two tokens."""
+
+  def encode(self, letters):
+    return [number for one in letters for number in {'é': [3, 4], '?': [5, 6]}.get(one, [7])]
+
+  def decode(self, ids):
+    return ''.join('?' if int(number) == 4 else 'A' for number in ids)
+
+
+def test_a_context_is_cut_by_tokens(answers, monkeypatch):
+  loaded = built('full')
+  monkeypatch.setattr(loaded, 'tokenizer', Growing())
+  settings = {'max_gen_toks': 9}
+  (found,) = answers(loaded).continuations([('é' * 500, settings)])
+  tokens = np.array([4, *[3, 4] * 19], np.int32)
+  assert found == loaded.generate(tokens, max_tokens=9)[0].text
+
+
+@pytest.mark.parametrize('length', [1, 47, 48, 49, 95, 96, 143])
+def test_texts_longer_than_the_model_are_scored_in_windows(answers, length):
+  loaded = built('full')  # reads 48 tokens
+  whole = text(length)
+  expected, begin = -math.log(tiny.VOCABULARY), 1
+  while begin < length:  # each token once, with all context that fits
+    end = min(length, 48 if begin == 1 else begin + 47)
+    (score,) = loaded.score(whole[max(0, end - 48) : end])
+    expected += float(score.log_probs[begin - end :].sum(dtype=np.float64))
+    begin = end
+  assert answers(loaded).rolling([whole, whole]) == pytest.approx([expected] * 2, rel=1e-5)
 
 
 def test_without_the_package_the_command_names_it(monkeypatch, capsys):

@@ -3,7 +3,7 @@
 # pyright: reportMissingImports=false
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import json
 import math
@@ -19,6 +19,7 @@ from valkyrie.inference.generation import Sampling
 from valkyrie.inference.opened import load
 
 _SAMPLING = [field.name for field in dataclasses.fields(Sampling)]
+_LIMITS = ('max_gen_toks', 'max_new_tokens', 'max_tokens', 'max_completion_tokens')
 _MAX_TOKENS = 256
 
 
@@ -82,12 +83,22 @@ class HarnessModel(LM):
     return self._kept('loglikelihood', requests, answers)
 
   def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-    """log p(text) of each text as a document."""
-    texts = [request.args[0] for request in requests]
-    order = sorted(range(len(texts)), key=lambda number: -len(texts[number]))
-    scores = self._run.score([texts[number] for number in order], batch_size=self._batch_size)
-    sums = [self._sum(score.log_probs) for score in scores]
-    return self._kept('loglikelihood_rolling', requests, dict(zip(order, sums, strict=True)))
+    """log p(text) of each text as a document.
+
+    A text longer than the model can read is read in windows, as the harness's own models do: each
+    token is scored once, those of a later window after at least one token.
+    """
+    windows = [
+      (number, new, window)
+      for number, request in enumerate(requests)
+      for new, window in _windows(self._run.tokenizer.ids(request.args[0]), self._longest)
+    ]
+    windows.sort(key=lambda one: -len(one[2]))
+    scores = self._run.score([window for *_, window in windows], batch_size=self._batch_size)
+    sums = dict.fromkeys(range(len(requests)), 0.0)
+    for (number, new, window), score in zip(windows, scores, strict=True):
+      sums[number] += self._sum(score.log_probs[len(window) - new :])
+    return self._kept('loglikelihood_rolling', requests, sums)
 
   def generate_until(self, requests: Sequence[Any]) -> list[str]:
     """For each (context, generation settings): the text up to a stop string or the end.
@@ -121,13 +132,13 @@ class HarnessModel(LM):
     self._cut += begin > 0
     return whole[begin:split], whole[split:]
 
-  def _shortened(self, context: str, max_tokens: int) -> str:
-    """The end of a context, so that the continuation fits in the model."""
+  def _shortened(self, context: str, max_tokens: int) -> np.ndarray:
+    """The last tokens of a context, so that the continuation fits in the model."""
     tokens = self._run.tokenizer.ids(context)
     if self._longest is None or len(tokens) + max_tokens <= self._longest:
-      return context
+      return tokens
     self._cut += 1
-    return self._run.tokenizer.decode(tokens[-max(1, self._longest - max_tokens) :])
+    return tokens[-max(1, self._longest - max_tokens) :]
 
   def _sum(self, log_probs: np.ndarray) -> float:
     unknown = np.isnan(log_probs)
@@ -152,19 +163,34 @@ def _batches(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
   return [items[first : first + size] for first in range(0, len(items), size)]
 
 
+def _windows(tokens: np.ndarray, longest: int | None) -> Iterator[tuple[int, np.ndarray]]:
+  """(how many tokens at its end are new, a window of at most `longest` tokens), in order."""
+  size = len(tokens) if longest is None else longest
+  end = min(size, len(tokens))
+  yield end, tokens[:end]
+  while end < len(tokens):
+    new = min(max(size - 1, 1), len(tokens) - end)
+    end += new
+    yield new, tokens[max(0, end - size) : end]
+
+
 def _generation(settings: dict[str, Any]) -> dict[str, Any]:
   """The arguments of `LoadedModel.generate`; raises ConfigurationError for an unknown setting."""
+  settings = {name: value for name, value in settings.items() if value is not None}
   until = settings.pop('until', ())
-  max_tokens = settings.pop('max_gen_toks', _MAX_TOKENS)
-  sampled = settings.pop('do_sample', False)
+  limits = [settings.pop(name) for name in _LIMITS if name in settings]
+  # As the harness's own models: a temperature without do_sample samples.
+  sampled = settings.pop('do_sample', settings.get('temperature', 0) > 0)
+  if (beams := settings.pop('num_beams', 1)) != 1:
+    raise ConfigurationError(f'num_beams={beams}, but there is no beam search. Use num_beams=1.')
   if unknown := [name for name in settings if name not in _SAMPLING]:
     raise ConfigurationError(
-      f'{unknown[0]} is not a setting of the generation. Use until, max_gen_toks, do_sample, '
-      f'{", ".join(_SAMPLING)}.'
+      f'{unknown[0]} is not a setting of the generation. Use until, do_sample, num_beams, '
+      f'{", ".join((*_LIMITS, *_SAMPLING))}.'
     )
   sampling = {'temperature': 1.0, **settings} if sampled else {**settings, 'temperature': 0.0}
   return {
-    'stop': [until] if isinstance(until, str) else list(until),
-    'max_tokens': max_tokens,
+    'stop': until or (),
+    'max_tokens': limits[0] if limits else _MAX_TOKENS,
     'sampling': Sampling(**sampling),
   }
