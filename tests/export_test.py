@@ -95,6 +95,7 @@ def test_an_export_is_read_back_bit_for_bit(run, tmp_path, mixers, more):
     'LanguageModel.tied = False',
     'LanguageModel.embedding_scale = 1.0',
     'Rotary.factor = 4.0\nRotary.original_context = 32',
+    LORA,
   ],
 )
 def test_a_decoder_is_a_llama(run, tmp_path, more):

@@ -251,18 +251,136 @@ def test_settings_that_shapes_do_not_tell_are_compared(tmp_path):
   assert 'FullAttention.heads = 4  # the model has 2' in str(error.value)
 
 
-@pytest.mark.parametrize(
-  ('config', 'message'),
-  [
-    ({'model_type': 'gpt2'}, "of a model of type 'gpt2'"),
-    ({'attention_bias': True}, 'attention_bias: true'),
-    ({'hidden_act': 'gelu'}, "hidden_act: 'gelu'"),
-  ],
-)
+WRONG = [
+  ({'model_type': 'gpt2'}, "of a model of type 'gpt2'"),
+  ({'model_type': ['llama']}, 'of a model of type'),
+  ({'hidden_act': 'gelu'}, "hidden_act: 'gelu'"),
+  ({'hidden_act': ['silu']}, 'hidden_act: .* but a string was expected'),
+  *(
+    ({name: value}, f'{name}: .*, which Valkyrie does not compute')
+    for name, value in (
+      ('attention_bias', True), ('mlp_bias', True), ('partial_rotary_factor', 0.5),
+      ('quantization_config', {'quant_method': 'fp8'}), ('logits_scaling', 8.0),
+      ('attention_multiplier', 0.1), ('final_logit_softcapping', 30.0), ('sliding_window', 8),
+      ('layer_types', ['full_attention']), ('use_qk_norm', True), ('clip_qkv', 6),
+    )
+  ),
+  *(
+    ({name: value}, f'{name}: .*, but an integer above 0 was expected')
+    for name in (*huggingface._NEEDED, 'num_key_value_heads', 'head_dim')
+    for value in ('64', 64.5, 0, -4, True, [64], {'a': 1}, 2**40)
+  ),
+  *(
+    ({name: value}, f'{name}: .*, but a number above 0 was expected')
+    for name in ('rms_norm_eps', 'rope_theta')
+    for value in ('1e-5', -1.0, [1.0], True, float('nan'), float('inf'))
+  ),
+  *(
+    ({name: value}, f'{name}: .*, but {kind} was expected')
+    for name, kind in (('tie_word_embeddings', 'true or false'), ('rope_scaling', 'an object'))
+    for value in ('yes', 1, [1])
+  ),
+  *(
+    ({'rope_scaling': {**llama_reference.SCALED, name: value}}, f'{name}: .* was expected')
+    for name in ('factor', 'low_freq_factor', 'original_max_position_embeddings', 'rope_type')
+    for value in (['8'], -8, True)
+  ),
+  ({'rope_scaling': {**llama_reference.SCALED, 'beta_fast': 32}}, 'beta_fast: 32, which'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(('config', 'message'), WRONG)
 def test_other_models_are_refused(tmp_path, config, message):
   (tmp_path / 'config.json').write_text(json.dumps(llama_reference.config(**config)))
   with pytest.raises(ConfigurationError, match=message):
     huggingface.configuration(tmp_path)
+
+
+HARMLESS = {
+  'architectures': ['LlamaForCausalLM'], 'bos_token_id': 1, 'eos_token_id': [2, 3],
+  'use_cache': True,
+  'torch_dtype': 'bfloat16', 'transformers_version': '4.44.0', 'initializer_range': 0.02,
+  'pretraining_tp': 1, 'attention_dropout': 0.1, '_name_or_path': 'a/b', 'attention_bias': False,
+  'partial_rotary_factor': 1.0, 'unsloth_version': '2024.8', 'quantization_config': None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('changes', [
+  {}, {'rope_scaling': llama_reference.SCALED}, {'model_type': 'mistral', 'sliding_window': 7},
+])  # fmt: skip
+def test_every_field_that_counts_is_compared(tmp_path, changes):
+  """A model of another configuration is refused, though its shapes are the same."""
+  config, _ = write_llama(tmp_path / 'hf', llama_reference.config(**changes, **HARMLESS))
+  assert loaded(tmp_path / 'hf', model_of(huggingface.configuration(tmp_path / 'hf'), tmp_path))[1]
+  others = [
+    {'rope_theta': 501.0}, {'rms_norm_eps': 1e-6}, {'num_attention_heads': 2, 'num_key_value_heads':
+     1, 'head_dim': 12}, {'rope_scaling': {**llama_reference.SCALED, 'factor': 4.0}},
+  ]  # fmt: skip
+  if 'rope_scaling' in changes:
+    names = ('low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings')
+    others += [{'rope_scaling': {**llama_reference.SCALED, name: 3}} for name in names]
+    others.append({'rope_scaling': None})
+  if 'sliding_window' in changes:
+    others += [{'sliding_window': 8}, {'sliding_window': None}]
+  else:
+    others += [{'model_type': 'mistral', 'sliding_window': 7}, {'model_type': 'mistral'}]
+  for other in others:
+    gin.clear_config()
+    model = model_of({**config, **other}, tmp_path)
+    with pytest.raises(ConfigurationError, match=r'config.json differs from the model. Bind:'):
+      loaded(tmp_path / 'hf', model)
+
+
+def test_a_mistral_has_its_defaults():
+  config = llama_reference.config(model_type='mistral', num_attention_heads=16)
+  del config['num_key_value_heads']
+  found = huggingface.bindings(config)
+  assert (found['LongformerAttention.window'], found['LongformerAttention.kv_heads']) == (4095, 8)
+
+
+@pytest.mark.parametrize('kind', ['F8_E4M3', 'F8_E5M2', 'I8', 'U8', 'I64', 'BOOL'])
+def test_quantized_tensors_are_refused(tmp_path, kind):
+  config, weights = write_llama(tmp_path / 'hf')
+  name = 'model.layers.1.mlp.up_proj.weight'
+  small = weights[name].astype(np.int64 if kind == 'I64' else np.int8)
+  write_llama(tmp_path / 'hf', config, {**weights, name: small})
+  file = tmp_path / 'hf' / 'model.safetensors'
+  content = file.read_bytes()
+  size = int.from_bytes(content[:8], 'little')
+  header = json.loads(content[8 : 8 + size])
+  header[name]['dtype'] = kind
+  text = json.dumps(header).encode()
+  file.write_bytes(len(text).to_bytes(8, 'little') + text + content[8 + size :])
+  with pytest.raises(ConfigurationError, match=f'layers.1.mlp.hidden: found {kind}, expected F64'):
+    loaded(tmp_path / 'hf', model_of(config, tmp_path))
+
+
+@pytest.mark.parametrize('parts', [
+  {'a': (24, 4)}, {'b': (4, 24)}, {'a': (24, 4), 'b': (5, 24)}, {'a': (23, 4), 'b': (4, 24)},
+  {'a': (24, 4), 'b': (4, 23)}, {'a': (24,), 'b': (4, 24)}, {'a': (24, 4), 'b': ()},
+])  # fmt: skip
+@pytest.mark.parametrize('name', ['layers.0.attention.query', 'nothing'])
+def test_half_an_adapter_is_refused(parts, name):
+  def tensor(*shape):
+    return named_tensors.Tensor(shape, np.ones(shape, np.float32).__getitem__)
+
+  tensors = {'layers.0.attention.query': tensor(24, 24)}
+  tensors |= {f'{name}_lora_{half}': tensor(*shape) for half, shape in parts.items()}
+  with pytest.raises(ConfigurationError, match='An adapter is not whole, or of another model'):
+    named_tensors.merged(tensors)
+
+
+@pytest.mark.parametrize('index', [
+  {}, {'weight_map': None}, {'weight_map': []}, {'weight_map': 'model.safetensors'},
+  {'weight_map': {'a': 1}}, {'weight_map': {'a': ['one']}}, {'weight_map': {'a': None}},
+  {'weight_map': {'a': '../model.safetensors'}}, [], 'text', 3, None, '[' * 100_000,
+])  # fmt: skip
+def test_an_index_of_another_type_is_named(tmp_path, index):
+  write_llama(tmp_path / 'hf')
+  text = index if isinstance(index, str) and len(index) > 9 else json.dumps(index)
+  (tmp_path / 'hf' / 'model.safetensors.index.json').write_text(text)
+  with pytest.raises(StorageError, match=r'index\.json (names|has|cannot be read)'):
+    initial.open_source(str(tmp_path / 'hf'))
 
 
 def test_another_scaling_of_positions_is_refused():

@@ -6,6 +6,7 @@ prints the model of a folder. A Mistral is a Llama with a window.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import json
 import pathlib
 import re
 import sys
@@ -36,6 +37,36 @@ _SCALING = (
   ('original_max_position_embeddings', 'original_context', int),
   ('low_freq_factor', 'low_turns', float),
   ('high_freq_factor', 'high_turns', float),
+)
+# The fields that are used, by their types; numbers are above 0.
+_FIELDS = {
+  **dict.fromkeys((*_NEEDED, 'num_key_value_heads', 'head_dim'), int),
+  **{'rms_norm_eps': float, 'rope_theta': float, 'tie_word_embeddings': bool, 'hidden_act': str},
+  **{'rope_scaling': dict, 'rope_parameters': dict},
+}
+_ROTARY = {name: kind for name, _, kind in _SCALING} | {
+  'rope_theta': float,
+  'rope_type': str,
+  'type': str,
+}
+_KINDS = {
+  int: 'an integer above 0',
+  float: 'a number above 0',
+  bool: 'true or false',
+  str: 'a string',
+  dict: 'an object',
+}
+# The fields that change no logit, and those that other tools leave.
+_NO_EFFECT = re.compile(
+  r'_.*|unsloth_.*|architectures|model_type|.*_token_id|(torch_)?dtype|use_cache|return_dict|'
+  r'transformers_version|initializer_range|pretraining_tp|attention_dropout|tokenizer_class|'
+  r'output_.*|id2label|label2id|chunk_size_feed_forward|max_length|min_length|top_[kp]|temperature|'
+  r'num_(beams|return_sequences)|.*_penalty|early_stopping|problem_type|finetuning_task'
+)
+# What a token sees, in both kinds of attention.
+SIGHT = (
+  'Block.mixers',
+  *(f'LongformerAttention.{name}' for name in ('window', 'document_start', 'dilations')),
 )
 # {name there: name here}; # stands for the number of a layer.
 OURS = {
@@ -69,16 +100,38 @@ def configuration(folder: pathlib.Path) -> dict[str, Any] | None:
     raise ConfigurationError(
       f'{file} is of a model of type {kind!r}. Valkyrie reads {" and ".join(_TYPES)}.'
     )
+  _check(file, found, _FIELDS if kind == 'llama' else {**_FIELDS, 'sliding_window': int})
+  for name in ('rope_scaling', 'rope_parameters'):
+    _check(file, found.get(name) or {}, _ROTARY)
+  # Null stands for the default, except for a window.
+  found = {name: value for name, value in found.items() if value is not None or 'sliding' in name}
   if missing := ', '.join(name for name in _NEEDED if name not in found):
     raise ConfigurationError(f'{file} lacks {missing}, which a Llama has. Fetch it again.')
-  for name in ('attention_bias', 'mlp_bias'):
-    if found.get(name):
-      raise ConfigurationError(f'{file} has {name}: true, but Valkyrie has no such biases.')
   if found.get('hidden_act', 'silu') != 'silu':
     raise ConfigurationError(
       f'{file} has hidden_act: {found["hidden_act"]!r}, but Valkyrie has only silu.'
     )
   return found
+
+
+def _check(file: pathlib.Path, fields: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
+  """Raises a ConfigurationError if a field has another type, or may change what is computed."""
+  for name, value in fields.items():
+    kind = kinds.get(name)
+    is_one = value == 1 and name.endswith(('factor', 'multiplier'))
+    if kind is None and value and not is_one and not _NO_EFFECT.fullmatch(name):
+      raise ConfigurationError(
+        f'{file} has {name}: {json.dumps(value):.80}, which Valkyrie does not compute. Take a '
+        'model without it. If it has no effect on this model, remove it from the file.'
+      )
+    if kind is None or value is None:
+      continue
+    fits = type(value) is kind or (kind is float and type(value) is int)
+    if not fits or (kind in (int, float) and not 0 < value < 2**31):
+      raise ConfigurationError(
+        f'{file} has {name}: {json.dumps(value):.80}, but {_KINDS[kind]} was expected. '
+        'Fetch it again.'
+      )
 
 
 def vocabularies(folder: pathlib.Path) -> list[str]:
@@ -90,12 +143,14 @@ def vocabularies(folder: pathlib.Path) -> list[str]:
 
 def bindings(config: Mapping[str, Any]) -> dict[str, Any]:
   """The gin bindings of the model that a configuration describes."""
+  if config.get('model_type') == 'mistral':
+    config = {'num_key_value_heads': 8, 'sliding_window': 4096, **config}  # its defaults
   heads, width = config['num_attention_heads'], config['hidden_size']
   window = config.get('sliding_window')
   mixer = 'LongformerAttention' if window else 'FullAttention'
   of_mixer = {
     'heads': heads,
-    'kv_heads': config.get('num_key_value_heads', heads),
+    'kv_heads': config.get('num_key_value_heads') or heads,
     'head_width': config.get('head_dim') or width // heads,
   }
   if window:
@@ -116,9 +171,13 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
   # Two generations of the format: newer files keep all of it in rope_parameters.
   scaling = config.get('rope_parameters') or config.get('rope_scaling') or {}
   base = scaling.get('rope_theta') or config.get('rope_theta', 10_000.0)
-  kind = scaling.get('rope_type', scaling.get('type', 'default'))
-  found = {'Rotary.base': float(base)}
+  kind = scaling.get('rope_type') or scaling.get('type') or 'default'
+  found = {'Rotary.base': float(base), 'Rotary.factor': 1.0}
   if kind == 'llama3':
+    if missing := ', '.join(name for name, *_ in _SCALING if scaling.get(name) is None):
+      raise ConfigurationError(
+        f"The configuration scales rotary positions by 'llama3' without {missing}. Fetch it again."
+      )
     return found | {f'Rotary.{ours}': kind(scaling[theirs]) for theirs, ours, kind in _SCALING}
   if kind != 'default':
     raise ConfigurationError(
@@ -131,9 +190,25 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
 def gin_text(config: Mapping[str, Any]) -> str:
   """A gin file of the model, to be included in a run."""
   lines = bindings(config)
-  mixer = 'LongformerAttention' if 'LongformerAttention.window' in lines else 'FullAttention'
-  text = [f'LanguageModel.pattern = (@Block,)\nBlock.mixers = (@{mixer},)']
+  text = [f'LanguageModel.pattern = (@Block,)\nBlock.mixers = (@{_attention(lines)},)']
   return '\n'.join([*text, *(f'{name} = {value!r}' for name, value in lines.items())]) + '\n'
+
+
+def settings(config: Mapping[str, Any]) -> dict[str, Any]:
+  """The bindings to compare with those of a model, which may have either kind of attention."""
+  found = bindings(config)
+  attention = _attention(found)
+  heads = {
+    f'{either}.{name}': found[f'{attention}.{name}']
+    for either in ('FullAttention', 'LongformerAttention')
+    for name in ('heads', 'head_width')
+  }
+  sight = {'Block.mixers': f'(@{attention},)', 'LongformerAttention.dilations': None}
+  return found | heads | sight
+
+
+def _attention(bindings: Mapping[str, Any]) -> str:
+  return 'LongformerAttention' if 'LongformerAttention.window' in bindings else 'FullAttention'
 
 
 def configuration_of(make: Callable[..., LanguageModel]) -> tuple[dict[str, Any], float]:

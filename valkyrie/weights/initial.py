@@ -23,6 +23,7 @@ from valkyrie.weights.named_tensors import FORMAT, TABLES, Leaf, Tensor
 
 FRESH, ZERO = 'fresh', 'zero'
 _SHOWN = 8  # tensors in a message
+_DTYPES = ('F64', 'F32', 'F16', 'BF16')  # others need scales, which are not known here
 
 
 class Source(NamedTuple):
@@ -152,18 +153,20 @@ class InitialWeights:
       chosen[name] = choice
       if choice in (FRESH, ZERO):
         continue
-      found = tensors[choice].shape
+      found, dtype = tensors[choice].shape, tensors[choice].dtype
       fits = found == shape
       if name in TABLES:
         fewest = 1 if self.partial else tokens
         fits = found[1:] == shape[1:] and fewest <= found[0] <= shape[0]
       if not fits:
         misfits.append(f'{choice}: found {list(found)}, expected {list(shape)}')
+      elif dtype not in _DTYPES:
+        misfits.append(f'{choice}: found {dtype}, expected {", ".join(_DTYPES)}')
     if misfits:
       raise ConfigurationError(
-        f'{self.source} is of another model. These tensors have other shapes:\n'
-        f'{_lines(misfits)}\nBind the sizes of that model, or leave tensors out with '
-        "InitialWeights.rules = (('NAME', 'fresh'),)."
+        f'{self.source} is of another model, or quantized. These tensors do not fit:\n'
+        f'{_lines(misfits)}\nBind the sizes of that model, take its weights in bfloat16, or leave '
+        "tensors out with InitialWeights.rules = (('NAME', 'fresh'),)."
       )
     if missing and not self.partial:
       unused = sorted(tensors.keys() - set(chosen.values()))
@@ -192,18 +195,19 @@ class InitialWeights:
       )
 
   def _check_settings(self, source: Source, make: Callable[..., LanguageModel]) -> None:
-    """Compares what shapes do not tell."""
+    """Compares what shapes do not tell; with `partial`, a token may see other tokens."""
     if source.config is None:
       return
-    expected = huggingface.bindings(source.config)
+    expected = huggingface.settings(source.config)
     lines = [
-      f'{name} = {expected[name]!r}  # the model has {has!r}'
-      for name, has in _settings(make).items()
-      if expected.get(name, has) != has
+      f'{name} = {expected[name]}  # the model has {has}'
+      for name, has in _settings(make)
+      if expected.get(name, has) != has and not (self.partial and name in huggingface.SIGHT)
     ]
     if lines:
       raise ConfigurationError(
-        f'{self.source}/config.json differs from the model. Bind:\n' + _lines(lines)
+        f'{self.source}/config.json differs from the model. Bind:\n{_lines(lines)}\n'
+        'InitialWeights.partial = True accepts another attention.'
       )
 
   def _report(self, source: Source, chosen: Mapping[str, str]) -> list[str]:
@@ -239,22 +243,25 @@ def check_loss(loss: float, tokens: int, strict: bool) -> str:
   )
 
 
-def _settings(make: Callable[..., LanguageModel]) -> dict[str, object]:
-  """The settings of a model that shapes do not tell, as bindings."""
+def _settings(make: Callable[..., LanguageModel]) -> list[tuple[str, object]]:
+  """The settings of a model that shapes do not tell, as bindings of each of its parts."""
 
   def ask():
     model = make(name='model')
-    found = {
-      'LanguageModel.tied': model.tied,
-      'LanguageModel.embedding_scale': model.scale,
-      'RMSNorm.epsilon': RMSNorm().epsilon,
-    }
+    found: list[tuple[str, object]] = [
+      ('LanguageModel.tied', model.tied),
+      ('LanguageModel.embedding_scale', model.scale),
+      ('RMSNorm.epsilon', RMSNorm().epsilon),
+    ]
     for mixer in model.inspect(lambda blocks: [m for block in blocks for m in block.mixers]):
       if isinstance(mixer, WindowAttention):
-        owner, rotary = type(mixer).__name__, mixer.rotary()
-        found |= {f'{owner}.heads': mixer.heads, f'{owner}.head_width': mixer.head_width}
-        found |= {'Rotary.base': rotary.base, 'Rotary.factor': rotary.factor}
-    return found
+        owner, rotary = type(mixer).__name__, dataclasses.asdict(mixer.rotary())
+        names = ('heads', 'head_width', 'window', 'document_start')
+        dilations = None if {*(mixer.dilations or (1,))} == {1} else mixer.dilations
+        found += [('Block.mixers', f'(@{owner},)'), (f'{owner}.dilations', dilations)]
+        found += [(f'{owner}.{name}', getattr(mixer, name)) for name in names]
+        found += [(f'Rotary.{name}', value) for name, value in rotary.items()]
+    return [*dict.fromkeys(found)]
 
   return hk.transform(ask).apply({}, None)
 

@@ -49,16 +49,18 @@ class Leaf(NamedTuple):
 class Tensor(NamedTuple):
   """A tensor that is not read yet.
 
+  dtype: its name in safetensors; anything but F64, F32, F16 and BF16 is quantized, or no weight.
   read: index, a slice for each dimension -> that part, in the dtype in which it is stored.
   """
 
   shape: tuple[int, ...]
   read: Callable[[tuple[slice, ...]], np.ndarray]
+  dtype: str = 'F32'
 
   @property
   def T(self) -> 'Tensor':
     """The tensor with its dimensions reversed, as numpy's."""
-    return Tensor(self.shape[::-1], lambda index: self.read(index[::-1]).T)
+    return Tensor(self.shape[::-1], lambda index: self.read(index[::-1]).T, self.dtype)
 
 
 def leaves(params: Mapping[str, Mapping[str, Any]]) -> list[Leaf]:
@@ -109,6 +111,8 @@ def merged(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
   """The tensors with adapters added to their matrices, in float32 or wider.
 
   In bfloat16 a small adapter would vanish in the rounding of the sum.
+
+  Raises a ConfigurationError if an adapter lacks a half or its matrix, or has other sizes.
   """
 
   def with_adapter(whole: Tensor, down: Tensor, up: Tensor) -> Tensor:
@@ -121,10 +125,16 @@ def merged(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return Tensor(whole.shape, read)
 
   found = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
-  for name, tensor in found.items():
-    if f'{name}_lora_a' in tensors:
-      adapter = tensors[f'{name}_lora_a'], tensors[f'{name}_lora_b']
-      found[name] = with_adapter(tensor, *adapter)
+  for name in sorted({half[: -len('_lora_a')] for half in tensors if is_adapter(half)}):
+    parts = {part: tensors.get(part) for part in (name, f'{name}_lora_a', f'{name}_lora_b')}
+    whole, down, up = (part or Tensor((), np.zeros) for part in parts.values())
+    if len(down.shape) != 2 or whole.shape + down.shape[1:] != down.shape[:1] + up.shape[::-1]:
+      shapes = ', '.join(f'{n}: {list(p.shape) if p else "missing"}' for n, p in parts.items())
+      raise ConfigurationError(
+        f'An adapter is not whole, or of another model: {shapes}. Expected a matrix [inputs, '
+        'outputs] with halves [inputs, rank] and [rank, outputs]. Fetch all of it.'
+      )
+    found[name] = with_adapter(whole, down, up)
   return found
 
 
@@ -148,7 +158,7 @@ def in_files(path: pathlib.Path) -> dict[str, Tensor]:
       ) from error
     for name in opened.keys():  # noqa: SIM118, it is no mapping
       part = opened.get_slice(name)
-      tensors[name] = Tensor(tuple(part.get_shape()), part.__getitem__)
+      tensors[name] = Tensor(tuple(part.get_shape()), part.__getitem__, part.get_dtype())
   return tensors
 
 
@@ -160,7 +170,7 @@ def _files(path: pathlib.Path) -> tuple[list[pathlib.Path], pathlib.Path]:
   files = sorted(path.glob(f'*{_SUFFIX}'))
   if indexes:
     listed = read_json(indexes[0]).get('weight_map')
-    names = listed.values() if isinstance(listed, dict) else [listed]
+    names = listed.values() if isinstance(listed, dict) else [[listed]]
     fetch = 'Fetch these weights again, from a source that you trust.'
     found = {path / foreign_names.checked(name, indexes[0], fetch) for name in names}
     return sorted(found), indexes[0]
@@ -190,7 +200,7 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
   """The object in a file; raises a StorageError if it has none."""
   try:
     found = json.loads(file.read_text())
-  except (OSError, ValueError) as error:
+  except (OSError, ValueError, RecursionError) as error:
     raise StorageError(f'{file} cannot be read ({error}). Fetch it again.') from error
   if not isinstance(found, dict):
     raise StorageError(f'{file} has {found!r:.40}, but a JSON object was expected. Fetch it again.')
