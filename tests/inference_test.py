@@ -264,6 +264,10 @@ def test_carries_in_files(tmp_path):
   again = of_run.load_carry(tmp_path / 'long.safetensors')
   jax.tree.map(np.testing.assert_array_equal, again, carry)
   assert of_run.generate('A', again, max_tokens=5) == of_run.generate('A', carry, max_tokens=5)
+  several = of_run.read([text(25), text(4, 1), text(9, 2)])
+  of_run.save_carry(tmp_path / 'several.safetensors', several)
+  again = of_run.load_carry(tmp_path / 'several.safetensors')
+  jax.tree.map(np.testing.assert_array_equal, again, several)
   with pytest.raises(StorageError, match='is there already'):
     of_run.save_carry(tmp_path / 'long.safetensors', carry)
   with pytest.raises(StorageError, match='is not a complete file'):

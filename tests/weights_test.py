@@ -311,7 +311,9 @@ HARMLESS = {
 def test_every_field_that_counts_is_compared(tmp_path, changes):
   """A model of another configuration is refused, though its shapes are the same."""
   config, _ = write_llama(tmp_path / 'hf', llama_reference.config(**changes, **HARMLESS))
-  assert loaded(tmp_path / 'hf', model_of(huggingface.configuration(tmp_path / 'hf'), tmp_path))[1]
+  model = model_of(huggingface.configuration(tmp_path / 'hf'), tmp_path)
+  _, complete, lines = loaded(tmp_path / 'hf', model)
+  assert complete and 'begin without the token 1 (bos_token_id)' in lines[-1]
   others = [
     {'rope_theta': 501.0}, {'rms_norm_eps': 1e-6}, {'num_attention_heads': 2, 'num_key_value_heads':
      1, 'head_dim': 12}, {'rope_scaling': {**llama_reference.SCALED, 'factor': 4.0}},
@@ -329,6 +331,11 @@ def test_every_field_that_counts_is_compared(tmp_path, changes):
     model = model_of({**config, **other}, tmp_path)
     with pytest.raises(ConfigurationError, match=r'config.json differs from the model. Bind:'):
       loaded(tmp_path / 'hf', model)
+
+
+def test_long_rotary_periods_are_read(tmp_path):
+  (tmp_path / 'config.json').write_text(json.dumps(llama_reference.config(rope_theta=4.5e10)))
+  assert huggingface.bindings(huggingface.configuration(tmp_path))['Rotary.base'] == 4.5e10
 
 
 def test_a_mistral_has_its_defaults():

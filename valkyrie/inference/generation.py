@@ -149,7 +149,10 @@ class Continuation:
   """
 
   def __init__(
-    self, vocabulary: Vocabulary, stop: str | Sequence[str] = (), prompt: Sequence[int] = ()
+    self,
+    vocabulary: Vocabulary,
+    stop: str | Sequence[str] = (),
+    prompt: Sequence[int] | np.ndarray = (),
   ):
     """A text after the tokens of a prompt, which ends before the first of the strings `stop`.
 

@@ -7,6 +7,7 @@ prints the model of a folder. A Mistral is a Llama with a window.
 
 from collections.abc import Callable, Mapping, Sequence
 import json
+import math
 import pathlib
 import re
 import sys
@@ -61,7 +62,8 @@ _NO_EFFECT = re.compile(
   r'_.*|unsloth_.*|architectures|model_type|.*_token_id|(torch_)?dtype|use_cache|return_dict|'
   r'transformers_version|initializer_range|pretraining_tp|attention_dropout|tokenizer_class|'
   r'output_.*|id2label|label2id|chunk_size_feed_forward|max_length|min_length|top_[kp]|temperature|'
-  r'num_(beams|return_sequences)|.*_penalty|early_stopping|problem_type|finetuning_task'
+  r'num_(beams|beam_groups|return_sequences)|typical_p|do_sample|.*_penalty|early_stopping|'
+  r'problem_type|finetuning_task|attn_implementation'
 )
 # What a token sees, in both kinds of attention.
 SIGHT = (
@@ -127,7 +129,8 @@ def _check(file: pathlib.Path, fields: Mapping[str, Any], kinds: Mapping[str, ty
     if kind is None or value is None:
       continue
     fits = type(value) is kind or (kind is float and type(value) is int)
-    if not fits or (kind in (int, float) and not 0 < value < 2**31):
+    most = {int: 2**31, float: math.inf}.get(kind)
+    if not fits or (most and not 0 < value < most):
       raise ConfigurationError(
         f'{file} has {name}: {json.dumps(value):.80}, but {_KINDS[kind]} was expected. '
         'Fetch it again.'

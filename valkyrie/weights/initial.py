@@ -218,9 +218,12 @@ class InitialWeights:
       'not loaded from there': sorted(source.tensors.keys() - set(chosen.values())),
     }
     used = len(chosen) - len(zero) - len(fresh)
+    bos = (source.config or {}).get('bos_token_id')
+    without = f'warning: documents begin without the token {bos!r:.20} (bos_token_id) of the source'
     return [
       f'loaded {used} of the {len(chosen)} tensors of the model from {self.source}',
       *(f'{title}: {_over_layers(group)}' for title, group in groups.items() if group),
+      *([without] if bos is not None else []),
     ]
 
 

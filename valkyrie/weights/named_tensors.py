@@ -127,7 +127,7 @@ def merged(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
   found = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
   for name in sorted({half[: -len('_lora_a')] for half in tensors if is_adapter(half)}):
     parts = {part: tensors.get(part) for part in (name, f'{name}_lora_a', f'{name}_lora_b')}
-    whole, down, up = (part or Tensor((), np.zeros) for part in parts.values())
+    whole, down, up = (part or Tensor((), lambda _: np.zeros(())) for part in parts.values())
     if len(down.shape) != 2 or whole.shape + down.shape[1:] != down.shape[:1] + up.shape[::-1]:
       shapes = ', '.join(f'{n}: {list(p.shape) if p else "missing"}' for n, p in parts.items())
       raise ConfigurationError(
