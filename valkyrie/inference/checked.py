@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from valkyrie.data.vocabularies import Vocabulary
-from valkyrie.errors import ConfigurationError, DataError, Diverged
+from valkyrie.data.vocabularies import Vocabulary, check_unicode
+from valkyrie.errors import ConfigurationError, Diverged
 
 Text = str | np.ndarray  # or its tokens
 
@@ -34,7 +34,7 @@ def tokens_of(text: Text, vocabulary: Vocabulary, size: int) -> np.ndarray:
     ConfigurationError: there are tokens that the model does not have.
   """
   if isinstance(text, str):
-    check_text(text, 'The text')
+    check_unicode(text, 'A text')
     found = vocabulary.ids(text)
   else:
     found = np.asarray(text)
@@ -50,14 +50,3 @@ def tokens_of(text: Text, vocabulary: Vocabulary, size: int) -> np.ndarray:
       'text with the tokenizer of this run.'
     )
   return found.astype(np.int32)
-
-
-def check_text(text: str, name: str) -> None:
-  """Raises a DataError if a string has lone surrogates, which no encoding can write."""
-  try:
-    text.encode()
-  except UnicodeEncodeError as error:
-    raise DataError(
-      f'{name} has {text[error.start]!a} at character {error.start + 1}: half of a surrogate pair, '
-      'which is no character. Remove it, or decode the text again from its bytes.'
-    ) from None

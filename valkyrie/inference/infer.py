@@ -23,7 +23,7 @@ from valkyrie.errors import (
   UsageError,
   storage_errors,
 )
-from valkyrie.inference.checked import check_integer, check_text
+from valkyrie.inference.checked import check_integer
 from valkyrie.inference.generation import Sampling
 from valkyrie.inference.loaded import LoadedModel
 from valkyrie.models import language_model
@@ -119,7 +119,7 @@ def _read_prompts(path: pathlib.Path) -> list[str]:
       ) from error
     if not found[-1] or not isinstance(found[-1], str):
       raise DataError(f'{path}:{number}: "prompt" is {found[-1]!r:.40}. Write a text.')
-    check_text(found[-1], f'{path}:{number}: "prompt"')
+    vocabularies.check_unicode(found[-1], f'{path}:{number}: "prompt"')
   if not found:
     raise DataError(f'{path} has no prompts. Write one on each line.')
   return found
