@@ -381,6 +381,52 @@ def test_secrets_are_not_written(folder):
   assert found['operate.max_tokens'] == 4
 
 
+@pytest.mark.parametrize(
+  'value',
+  [
+    "{'api-key': 'swordfish'}",
+    "{'X-Api-Key': 'swordfish'}",
+    "{'a': {'password': {'b': ['swordfish', {'c': ('x', 'swordfish')}]}}, 'kept': 'shown'}",
+    "{'passphrase': ('swordfish',), 'kept': 'shown'}",
+    "{'Cookie': 'session=swordfish'}",
+    "{'note': 'Bearer swordfish'}",
+    "'https://host/data?password=swordfish&kept=shown'",
+    "'https://host/data?x=1&pwd=swordfish'",
+    "'https://host/data?client_secret=swordfish'",
+    "'https://me:sword/swordfish@host/data'",
+    "'s3://me:at@swordfish@host/data'",
+    "('--user=me', '--password=swordfish', 'shown')",
+    "('--user', 'me', '--api-key', 'swordfish', 'shown')",
+    "'https://hooks.slack.com/services/T0/B0/swordfish'",
+    "'https://discord.com/api/webhooks/1/swordfish'",
+    "{'slack_webhook': 'https://host/swordfish'}",
+  ],
+)
+def test_no_form_of_a_secret_is_written(folder, value):
+  load(GOOD + f'    operate.note = {value}\n    operate.label = "shown"\n')
+  write_configuration('run')
+  for name in ('config.gin', 'config.json'):
+    text = (folder / 'run' / name).read_text()
+    assert 'swordfish' not in text and '(redacted)' in text
+    assert text.count('shown') >= 1 + value.count('shown')
+
+
+@pytest.mark.parametrize(
+  'value',
+  [
+    'https://host:8443/path@v2/data',
+    'gs://bucket/folder@2/a=1',
+    'the basic tokens of an author',
+    'data/keys/tokenizer.json',
+    'https://host/data?x=1&page=2',
+  ],
+)
+def test_what_is_no_secret_is_written(folder, value):
+  load(GOOD + f'    operate.note = {value!r}\n')
+  write_configuration('run')
+  assert value in (folder / 'run' / 'config.gin').read_text()
+
+
 def test_a_secret_behind_two_macros_alone_is_not_written(folder):
   load(GOOD + '    operate.api_key = %login\n    login = %deeper\n    deeper = "swordfish"\n')
   write_configuration('run')

@@ -5,8 +5,8 @@ import re
 REDACTED = '(redacted)'
 
 _NAME = (
-  r'(?i:passw(?:or)?d|pwd|secret|credential|authorization|bearer'
-  r'|(?:api|access|private|signing|account|wandb)_?key|(?:access|auth|hf|api|bot)_?token'
+  r'(?i:pass(?:w(?:or)?d|phrase)|pwd|secret|credential|authorization|bearer|cookie|web[-_]?hook'
+  r'|(?:api|access|private|signing|account|wandb)[-_]?key|(?:access|auth|hf|api|bot)[-_]?token'
   r'|(?<![a-z])auth(?![a-z_])|(?<![a-z_])token(?![a-z_]))'  # not author, not eos_token
 )
 _SECRET_NAME = re.compile(_NAME)
@@ -14,15 +14,21 @@ _SECRET_NAME = re.compile(_NAME)
 _STATEMENT = re.compile(r'^([\w./]+)( = )(.*(?:\n(?:[ \t]+|[\])}]).*)*)', re.MULTILINE)
 _PIECE = r"""(?:'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")"""
 _STRING = re.compile(rf'{_PIECE}(?:\s+{_PIECE})*')  # gin splits long strings
-# A key of a dict, and its value: strings, a macro, or brackets of these.
-_ITEM = re.compile(
-  rf"""((?P<quote>['"])[^'"\n]*{_NAME}[^'"\n]*(?P=quote)\s*:\s*)"""
-  rf'({_STRING.pattern}|%[\w.]+|\([^()]*\)|\[[^\[\]]*\]|\{{[^{{}}]*\}})'
+# A key of a dict, or a flag in a list, before its value.
+_KEY = re.compile(
+  rf"""(?P<quote>['"])(?:[^'"\n]*{_NAME}[^'"\n]*(?P=quote)\s*:"""
+  rf"""|--[^'"\n=]*{_NAME}[^'"\n=]*(?P=quote)\s*,)\s*"""
 )
+_TOKEN = re.compile(rf"""{_STRING.pattern}|[^'"]""")
 _MACRO = re.compile(r'%([\w.]+)')
 _SECRET_IN_VALUE = re.compile(
-  r"(?<=://)[^/@\s'\"]+(?=@)"  # user:password of a URL
-  r"|(?<=[?&])[\w-]*(?:signature|sig|token|key)=[^&\s'\"]+"  # of a signed URL
+  # user:password of a URL, whose password may have a slash or an @; no port.
+  r"(?<=://)(?:[^/@\s'\":]*:(?!\d+(?:/|$))[^\s'\"]+|[^/@\s'\"]+)(?=@)"
+  # Of a signed URL, or an argument of a program.
+  r'|(?:(?<=[?&])|(?<=--))[\w-]*(?:signature|sig|token|key|passw(?:or)?d|passphrase|pwd|secret)'
+  r"=[^&\s'\"]+"
+  r'|\bbearer\s+[\w.~+/=-]{6,}'
+  r"|(?:(?<=hooks\.slack\.com/services/)|(?<=/api/webhooks/))[^\s'\"]+"
   # Tokens with a known prefix.
   r'|\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abprs]-|AKIA|AIza)[A-Za-z0-9_-]{16,}',
   re.IGNORECASE,
@@ -44,13 +50,28 @@ def redact(text: str) -> str:
     name, equals, value = match.groups()
     if _SECRET_NAME.search(name) or name in macros:
       return name + equals + hidden(value)
-    return name + equals + _ITEM.sub(lambda item: item[1] + hidden(item[3]), value)
+    shown, at = '', 0
+    for key in _KEY.finditer(value):
+      if key.end() > at:  # else it is in a value that is hidden already
+        end = _end(value, key.end())
+        shown, at = shown + value[at : key.end()] + hidden(value[key.end() : end]), end
+    return name + equals + shown + value[at:]
 
   known = -1
   while known < len(macros):  # a macro may stand above the binding that reads it
     known = len(macros)
     text = _STATEMENT.sub(redacted, text)
   return in_value(text)
+
+
+def _end(text: str, begin: int) -> int:
+  """The end of a value that begins there: a comma or a bracket that does not belong to it."""
+  depth = 0
+  for token in _TOKEN.finditer(text, begin):
+    depth += (token[0] in '([{') - (token[0] in ')]}')
+    if depth < 0 or (not depth and token[0] == ','):
+      return token.start()
+  return len(text)
 
 
 def in_value(text: str) -> str:
