@@ -11,7 +11,10 @@ import tiny
 
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.attention.full import FullAttention
+from valkyrie.models.block import Block
+from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.mixer_check import check_mixer, check_result
+from valkyrie.training.setup import check_mixers
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 
@@ -92,3 +95,23 @@ def test_a_broken_rule_is_named(broken, said):
 def test_results_of_another_form_are_refused(y, after, said):
   with pytest.raises(ConfigurationError, match=said):
     check_result('Own', jnp.ones((2, 3, 4)), jnp.ones((2, 8)), y, after)
+
+
+@pytest.mark.parametrize('member', ['causal', 'dropout', 'initial_carry', 'forward_flops'])
+def test_a_missing_member_is_named(member):
+  members = {name: value for name, value in vars(Running).items() if not name.startswith('__')}
+  members |= {'__init__': lambda self: None, '__call__': Running.__call__}
+  made = type('Lacking', (), {name: value for name, value in members.items() if name != member})
+  with pytest.raises(ConfigurationError, match=f'The mixer Lacking has no attribute {member}'):
+    check_mixer(made, width=8)
+
+
+def test_a_run_checks_imported_mixers_and_not_ours():
+  def model(make):
+    block = functools.partial(Block, mixers=(tiny.attention, make), mlp_width=8)
+    sizes = {'vocabulary_size': 50, 'd_model': 8, 'layers': 1}
+    return functools.partial(LanguageModel, **sizes, pattern=(block,))
+
+  check_mixers(model(Running))
+  with pytest.raises(ConfigurationError, match='Running: an output depends on a later token'):
+    check_mixers(model(functools.partial(Running, 'later')))

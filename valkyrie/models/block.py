@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 import gin
 import haiku as hk
 
-from valkyrie.errors import ConfigurationError
 from valkyrie.models.layers import GatedMLP, RMSNorm, check_sizes
-from valkyrie.models.mixer_check import check_result
+from valkyrie.models.mixer_check import check_members, check_result
 from valkyrie.types import Array, Carry, DType, SequenceMixer
 
 
@@ -27,12 +26,7 @@ class Block(hk.Module):
     check_sizes('Block', mlp_width=mlp_width)
     self.mixers = tuple(make() for make in mixers)
     for mixer in self.mixers:
-      for attribute in ('causal', 'dropout'):
-        if not hasattr(mixer, attribute):
-          raise ConfigurationError(
-            f'The mixer {type(mixer).__name__} has no attribute {attribute}. Give it all that '
-            'valkyrie.types.SequenceMixer lists.'
-          )
+      check_members(mixer)
     self.mlp = GatedMLP(mlp_width, name='mlp')
 
   def initial_carry(self, batch_size: int, dtype: DType) -> tuple[Carry, ...]:

@@ -230,20 +230,21 @@ class LanguageModel(hk.Module):
     )
 
   @hk.transparent
-  def _blocks(self) -> list[Block]:
+  def blocks(self) -> list[Block]:
+    """The blocks of the pattern, made anew."""
     return [make(name=f'block_{i}') for i, make in enumerate(self.pattern)]
 
   @hk.transparent
   def _apply_blocks(self, x, carry, positions, segment_ids, found):
     after = []
-    for block, before in zip(self._blocks(), carry, strict=True):
+    for block, before in zip(self.blocks(), carry, strict=True):
       x, block_carry = block(x, before, positions=positions, segment_ids=segment_ids, found=found)
       after.append(block_carry)
     return x, tuple(after)
 
   def inspect(self, ask: Callable[[list[Block]], Any]) -> Any:
     """The answer of blocks to a question that needs no parameters, outside this transform."""
-    return hk.transform(lambda: ask(self._blocks())).apply({}, None)
+    return hk.transform(lambda: ask(self.blocks())).apply({}, None)
 
 
 def _by_layer(blocks: Sequence[Array]) -> Array:

@@ -14,6 +14,16 @@ from valkyrie.types import Array, Carry, SequenceMixer
 _ROWS, _TIME, _CUT, _START = 2, 16, 7, 11  # the second document starts inside the second chunk
 
 
+def check_members(mixer: SequenceMixer) -> None:
+  """Raises a ConfigurationError if a mixer lacks what `types.SequenceMixer` requires."""
+  for member in ('causal', 'dropout', 'initial_carry', 'forward_flops'):
+    if not hasattr(mixer, member):
+      raise ConfigurationError(
+        f'The mixer {type(mixer).__name__} has no attribute {member}. Give it all that '
+        'valkyrie.types.SequenceMixer lists.'
+      )
+
+
 def check_result(name: str, x: Array, before: Carry, y: Array, after: Carry) -> None:
   """Raises a ConfigurationError if a mixer's outputs or carry have another form than its inputs."""
   if jnp.shape(y) != x.shape:
@@ -32,6 +42,7 @@ def check_result(name: str, x: Array, before: Carry, y: Array, after: Carry) -> 
     )
 
 
+@jax.default_matmul_precision('highest')  # a platform's own rounding breaks no rule
 def check_mixer(make: Callable[[], SequenceMixer], width: int, tolerance: float = 1e-4) -> None:
   """Runs a causal mixer on 16 random tokens of two rows, with random parameters, in float32.
 
@@ -42,7 +53,12 @@ def check_mixer(make: Callable[[], SequenceMixer], width: int, tolerance: float 
   name = getattr(make, '__name__', repr(make))
 
   def initial_carry(rows: int) -> Carry:
-    return hk.transform(lambda: make().initial_carry(rows, jnp.float32)).apply({}, None)
+    def fresh():
+      mixer = make()
+      check_members(mixer)
+      return mixer.initial_carry(rows, jnp.float32)
+
+    return hk.transform(fresh).apply({}, None)
 
   def read(x, carry, positions, segment_ids):
     return make()(x, carry, positions=positions, segment_ids=segment_ids)

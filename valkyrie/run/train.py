@@ -28,7 +28,7 @@ from valkyrie.run.evaluator import Evaluator
 from valkyrie.run.observers import Refusals, Saver, Validation
 from valkyrie.run.trainer import InitialState, Lowest, Trainer, batches
 from valkyrie.storage import whole_file
-from valkyrie.training.setup import Setup, StepSettings, check_vocabulary
+from valkyrie.training.setup import Setup, StepSettings, check_mixers, check_vocabulary
 from valkyrie.training.spikes import RefusedSteps
 from valkyrie.types import TaskFeed
 
@@ -89,6 +89,8 @@ def train(
 
     # Parts. A misfit is found before anything is read, written or compiled.
     setup = Setup(settings())
+    if setup.settings.check_mixers:
+      check_mixers(setup.settings.model)
     progress = Progress(train_steps, quiet=quiet)
     directory = stack.enter_context(checkpoints.open(model_dir, progress.say))
     progress.log_to(pathlib.Path(model_dir, 'log.txt') if jax.process_index() == 0 else None)

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 
 import gin
+import haiku as hk
 import jax
 import jax.numpy as jnp
 
@@ -13,6 +14,7 @@ from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel, Model
 from valkyrie.models.layers import check_sizes
+from valkyrie.models.mixer_check import check_mixer
 from valkyrie.models.parts import sums_of_parts
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.curriculum import Curriculum, Phase
@@ -23,7 +25,7 @@ from valkyrie.types import Batch, Carry, TaskFeed
 
 
 @gin.configurable
-@may_change_on_resume('batch_size', 'hunt_nan')  # a checkpoint records the rows
+@may_change_on_resume('batch_size', 'hunt_nan', 'check_mixers')  # a checkpoint records the rows
 @dataclasses.dataclass(frozen=True)
 class StepSettings:
   """The settings that decide the compiled train steps.
@@ -40,6 +42,7 @@ class StepSettings:
     micro_batches: groups into which each device's rows are split; their gradients add up.
     average_decay: of an exponential moving average of the parameters, such as 0.999, which
       evaluations and generation then use; None keeps none.
+    check_mixers: check imported mixers as a run starts, which takes seconds.
   """
 
   seed: int
@@ -54,6 +57,7 @@ class StepSettings:
   z_loss: float = 0.0
   micro_batches: int = 1
   average_decay: float | None = None
+  check_mixers: bool = True
 
   def __post_init__(self):
     check_sizes('StepSettings', batch_size=self.batch_size, micro_batches=self.micro_batches)
@@ -259,3 +263,24 @@ def check_documents(model: Model, feed: TaskFeed) -> None:
       '(FullAttention.max_context). Cut documents with text_cut = BYTES of gin/data/text.gin, let '
       'each chunk be read alone by FullAttention.carried = False, or use LongformerAttention.'
     )
+
+
+def check_mixers(model: Callable[..., LanguageModel]) -> None:
+  """Checks the mixers that are not of this package, whose tests check its own; see `check_mixer`.
+
+  Raises a ConfigurationError that names the broken rule.
+  """
+
+  def made() -> tuple[int, list[list[type]]]:
+    one = model(name='model')
+    return one.d_model, [[type(mixer) for mixer in block.mixers] for block in one.blocks()]
+
+  width, kinds = hk.transform(made).apply({}, None)
+  for row, of_block in enumerate(kinds):
+    for column, kind in enumerate(of_block):
+      if kind.__module__.partition('.')[0] != 'valkyrie':
+        # Within its block, so that the bindings of the block's scope apply.
+        make = functools.partial(
+          lambda i, j: model(name='model').blocks()[i].mixers[j], row, column
+        )
+        check_mixer(functools.update_wrapper(make, kind, updated=()), width)
