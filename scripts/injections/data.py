@@ -185,7 +185,7 @@ def other_columns(harness: Harness, times: int) -> Iterator[Trial]:
     text = ('--gin_file=gin/data/text.gin', f'--gin.text="{folder}"')
     process = harness.start(name, *text, f'--gin.TaskFeed.data_dir="{folder}"')
     failure = harness.ending(name, process, BAD_DATA)
-    message = f'odd.parquet has {value!r} in the column text, but a text was expected'
+    message = f'odd.parquet has {value!r} in the column text, expected a text'
     if failure is None and message not in harness.said(name):
       failure = f'the message is {harness.said(name)[-300:]}'
     yield Trial(type(value).__name__, failure)
