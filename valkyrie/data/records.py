@@ -17,7 +17,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from valkyrie.data.source_files import FORMATS, SourceFile, SourceFiles, format_of
-from valkyrie.data.vocabularies import check_unicode
+from valkyrie.data.vocabularies import as_utf8
 from valkyrie.errors import ConfigurationError, DataError
 
 _REPAIR = 'Mend the file, fetch it again, or leave it out of the source.'
@@ -242,7 +242,7 @@ def _check_texts(row: Row, columns: Sequence[str], place: str) -> None:
   """Raises a DataError if a column of a row is neither a text nor None."""
   for column in columns:
     if isinstance(row[column], str):
-      check_unicode(row[column], f'{place}, in its column {column},')
+      as_utf8(row[column], f'{place}, in its column {column},')
     elif row[column] is not None:
       raise DataError(
         f'{place} has {row[column]!r:.40} in the column {column}, expected a text. '

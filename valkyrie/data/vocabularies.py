@@ -36,7 +36,8 @@ _EOS_NAMES = ('<|endoftext|>', '</s>', '<eos>', '<|end_of_text|>', '<|eot_id|>',
 class Vocabulary(Protocol):
   """A codec. Ids are in [0, size); `encode` adds no EOS; `file` holds the codec; bytes have none.
 
-  `ids` is `encode` as an int32 array [tokens], where that can be faster.
+  `ids` is `encode` as an int32 array [tokens], where that can be faster. `specials` are the tokens
+  beside those of texts, {name: id}.
   """
 
   size: int
@@ -51,27 +52,30 @@ class Vocabulary(Protocol):
 
   def decode(self, ids: Iterable[int]) -> str: ...
 
+  @functools.cached_property
+  def specials(self) -> dict[str, int]:
+    return {}
 
-class ByteVocabulary:
+
+class ByteVocabulary(Vocabulary):
   """UTF-8 bytes, shifted by the three special ids: ByT5, https://arxiv.org/abs/2105.13626."""
 
   size = 259
   eos_id = 1
   fingerprint = 'bytes'
   file: pathlib.Path | None = None
-  _specials = 3
+  _first = 3
 
   def encode(self, text: str) -> list[int]:
     return self.ids(text).tolist()
 
   def ids(self, text: str) -> np.ndarray:
-    check_unicode(text, 'A text')
-    content = np.frombuffer(text.encode(), np.uint8)
-    return content.astype(np.int32) + self._specials
+    content = np.frombuffer(as_utf8(text, 'A text'), np.uint8)
+    return content.astype(np.int32) + self._first
 
   def decode(self, ids: Iterable[int]) -> str:
     """The text, without special ids, and with U+FFFD for bytes that are not UTF-8."""
-    kept = bytes(i - self._specials for i in ids if self._specials <= i < self.size)
+    kept = bytes(i - self._first for i in ids if self._first <= i < self.size)
     return kept.decode('utf-8', errors='replace')
 
 
@@ -88,7 +92,7 @@ class FileVocabulary(Vocabulary):
 
     Raises a DataError if the text is not Unicode, or if its EOS cannot be divided.
     """
-    check_unicode(text, 'A text')
+    as_utf8(text, 'A text')
     ids = self._encode(text)
     if self.eos_id in ids:
       first, rest = map(re.escape, (self._eos[:1], self._eos[1:]))
@@ -132,6 +136,11 @@ class SentencePieceVocabulary(FileVocabulary):
 
   def decode(self, ids: Iterable[int]) -> str:
     return self._processor.DecodeIds([int(i) for i in ids if 0 <= i < self.size])
+
+  @functools.cached_property
+  def specials(self) -> dict[str, int]:
+    ids = filter(self._processor.IsControl, range(self.size))
+    return {self._processor.IdToPiece(number): number for number in ids}
 
 
 class HuggingFaceVocabulary(FileVocabulary):
@@ -181,6 +190,11 @@ class HuggingFaceVocabulary(FileVocabulary):
   def decode(self, ids: Iterable[int]) -> str:
     return self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.size])
 
+  @functools.cached_property
+  def specials(self) -> dict[str, int]:
+    added = self._tokenizer.get_added_tokens_decoder()
+    return {token.content: number for number, token in added.items() if token.special}
+
 
 @functools.cache
 def _say(message: str) -> None:
@@ -188,10 +202,10 @@ def _say(message: str) -> None:
   logging.warning('The vocabulary %s', message)
 
 
-def check_unicode(text: str, place: str) -> None:
-  """Raises a DataError that begins with the place of a text that UTF-8 cannot encode."""
+def as_utf8(text: str, place: str) -> bytes:
+  """A text in UTF-8; raises a DataError that begins with its place if it is no Unicode."""
   try:
-    text.encode()
+    return text.encode()
   except UnicodeEncodeError as error:
     begin = error.start
     before = text[max(0, begin - 20) : begin]

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from valkyrie.data.vocabularies import Vocabulary, check_unicode
+from valkyrie.data.vocabularies import Vocabulary, as_utf8
 from valkyrie.errors import ConfigurationError, Diverged
 
 Text = str | np.ndarray  # or its tokens
@@ -34,7 +34,7 @@ def tokens_of(text: Text, vocabulary: Vocabulary, size: int) -> np.ndarray:
     ConfigurationError: there are tokens that the model does not have.
   """
   if isinstance(text, str):
-    check_unicode(text, 'A text')
+    as_utf8(text, 'A text')
     found = vocabulary.ids(text)
   else:
     found = np.asarray(text)

@@ -2,9 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 import dataclasses
-import functools
-import json
-import pathlib
 
 import jax
 from jax import lax
@@ -12,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.data.vocabularies import Vocabulary
-from valkyrie.errors import ConfigurationError, storage_errors
+from valkyrie.errors import ConfigurationError
 from valkyrie.inference.checked import check_integer
 from valkyrie.inference.reader import Reader, TextCarry
 from valkyrie.types import Array, Params
@@ -163,7 +160,7 @@ class Continuation:
       raise ConfigurationError(
         f'stop={stop!r} has an empty string. Use strings of one letter or more.'
       )
-    specials = _special_tokens(vocabulary.file) if self._stop else {}
+    specials = vocabulary.specials if self._stop else {}
     self._stop_tokens = {specials[one] for one in self._stop if one in specials}
     self._vocabulary = vocabulary
     self._begin = vocabulary.encode('a')  # decoders drop the first space of a text
@@ -214,20 +211,3 @@ class Continuation:
       certain, self._held = self._held[:split], self._held[split:]
     self.text += certain
     return certain
-
-
-@functools.lru_cache(maxsize=4)
-def _special_tokens(file: pathlib.Path | None) -> dict[str, int]:
-  """{name: id} of the tokens that a vocabulary's file has beside those of texts."""
-  if file is None:
-    return {}
-  with storage_errors(f'The tokenizer {file} cannot be read'):
-    content = file.read_bytes()
-  if file.suffix == '.json':
-    added = json.loads(content).get('added_tokens') or ()
-    return {one['content']: one['id'] for one in added if one.get('special')}
-  import sentencepiece  # noqa: PLC0415  (the byte vocabulary needs no package)
-
-  processor = sentencepiece.SentencePieceProcessor(model_proto=content)
-  ids = filter(processor.IsControl, range(processor.GetPieceSize()))
-  return {processor.IdToPiece(number): number for number in ids}

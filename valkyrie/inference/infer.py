@@ -119,7 +119,7 @@ def _read_prompts(path: pathlib.Path) -> list[str]:
       ) from error
     if not found[-1] or not isinstance(found[-1], str):
       raise DataError(f'{path}:{number}: "prompt" is {found[-1]!r:.40}. Write a text.')
-    vocabularies.check_unicode(found[-1], f'{path}:{number}: "prompt"')
+    vocabularies.as_utf8(found[-1], f'{path}:{number}: "prompt"')
   if not found:
     raise DataError(f'{path} has no prompts. Write one on each line.')
   return found
