@@ -1,6 +1,7 @@
 """Tiny untrained models of texts of letters."""
 
 import functools
+from typing import ClassVar
 
 import numpy as np
 import tiny
@@ -19,6 +20,7 @@ class Letters:
   """Token n is a letter; the last token is EOS."""
 
   size, eos_id, fingerprint = tiny.VOCABULARY, tiny.VOCABULARY - 1, 'letters'
+  specials: ClassVar[dict[str, int]] = {}
   file = None
 
   def encode(self, text):
