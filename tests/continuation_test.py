@@ -5,6 +5,8 @@ import pathlib
 import hypothesis
 from hypothesis import strategies
 import pytest
+import sentencepiece
+import tiny_run
 
 from valkyrie.data.vocabularies import ByteVocabulary, load
 from valkyrie.errors import ConfigurationError
@@ -15,7 +17,6 @@ SPECIALS = ['[UNK]', '</s>', '<|im_end|>']
 
 
 def _sentencepiece(folder, kind, **options):
-  sentencepiece = pytest.importorskip('sentencepiece')
   (folder / 'text.txt').write_text(TEXT)
   sentencepiece.SentencePieceTrainer.train(
     input=str(folder / 'text.txt'), model_prefix=str(folder / 'one'), model_type=kind,
@@ -26,7 +27,7 @@ def _sentencepiece(folder, kind, **options):
 
 
 def _huggingface(folder, model, trainer, before, decoder):
-  t = pytest.importorskip('tokenizers')
+  t = pytest.importorskip('tokenizers', reason=tiny_run.WITHOUT_HF)
   codec = t.Tokenizer(
     getattr(t.models, model)(**({} if model == 'BPE' else {'unk_token': '[UNK]'}))
   )
@@ -135,9 +136,8 @@ def test_a_special_token_stops(vocabulary):
 
 def special_of(file: pathlib.Path) -> int:
   if file.suffix == '.json':
-    tokenizers = pytest.importorskip('tokenizers')
+    tokenizers = pytest.importorskip('tokenizers', reason=tiny_run.WITHOUT_HF)
     return tokenizers.Tokenizer.from_file(str(file)).token_to_id('<|im_end|>')
-  sentencepiece = pytest.importorskip('sentencepiece')
   return sentencepiece.SentencePieceProcessor(model_file=str(file)).PieceToId('<|im_end|>')
 
 
