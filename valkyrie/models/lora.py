@@ -14,7 +14,7 @@ from valkyrie.models.declarations import Adapted, Declared
 from valkyrie.models.layers import parameter
 from valkyrie.types import Array
 
-_A, _B = '_lora_a', '_lora_b'
+A, B = '_lora_a', '_lora_b'  # end the names of the halves
 
 
 @gin.configurable
@@ -40,13 +40,13 @@ class Lora:
     whole, declared, name = following(whole), context.original_init, context.name
     if not isinstance(declared, Declared) or declared.cast is None or whole.ndim != 2:
       return whole
-    if not re.search(self.pattern, context.full_name) or name.endswith((_A, _B)):
+    if not re.search(self.pattern, context.full_name) or name.endswith((A, B)):
       return whole
     (inputs, outputs), cast = declared.axes, declared.cast
     normal = hk.initializers.RandomNormal(len(whole) ** -0.5)
     down_shape, up_shape = (whole.shape[0], self.rank), (self.rank, whole.shape[1])
-    down = parameter(name + _A, down_shape, normal, axes=(inputs, None), cast=cast)
-    up = parameter(name + _B, up_shape, jnp.zeros, axes=(None, outputs), cast=cast)
+    down = parameter(name + A, down_shape, normal, axes=(inputs, None), cast=cast)
+    up = parameter(name + B, up_shape, jnp.zeros, axes=(None, outputs), cast=cast)
     if declared.in_products:
       return Adapted(whole, down, up)
     # Every use casts the sum, so a cast copy of the parts must give the same one.
@@ -54,7 +54,7 @@ class Lora:
 
   def check(self, matrices: Sequence[str]) -> None:
     """Raises a ConfigurationError if no adapter is among these paths, of all matrices."""
-    if not any(path.endswith(_A) for path in matrices):
+    if not any(path.endswith(A) for path in matrices):
       raise ConfigurationError(
         f'Lora.pattern={self.pattern!r} is found in none of the {len(matrices)} paths of matrices, '
         f'such as {", ".join(matrices[:3])}. Correct it, or set LanguageModel.lora = None.'

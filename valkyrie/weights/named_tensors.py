@@ -22,6 +22,7 @@ import safetensors
 from safetensors.numpy import save_file
 
 from valkyrie.errors import ConfigurationError, StorageError
+from valkyrie.models.lora import A, B
 from valkyrie.storage import foreign_names
 from valkyrie.types import Params
 
@@ -104,7 +105,7 @@ def of_params(params: Params) -> dict[str, Tensor]:
 
 def is_adapter(name: str) -> bool:
   """Whether a tensor is part of a low-rank adapter, see `models.lora`."""
-  return name.endswith(('_lora_a', '_lora_b'))
+  return name.endswith((A, B))
 
 
 def merged(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -125,8 +126,8 @@ def merged(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return Tensor(whole.shape, read)
 
   found = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
-  for name in sorted({half[: -len('_lora_a')] for half in tensors if is_adapter(half)}):
-    parts = {part: tensors.get(part) for part in (name, f'{name}_lora_a', f'{name}_lora_b')}
+  for name in sorted({half[: -len(A)] for half in tensors if is_adapter(half)}):
+    parts = {part: tensors.get(part) for part in (name, name + A, name + B)}
     whole, down, up = (part or Tensor((), lambda _: np.zeros(())) for part in parts.values())
     if len(down.shape) != 2 or whole.shape + down.shape[1:] != down.shape[:1] + up.shape[::-1]:
       shapes = ', '.join(f'{n}: {list(p.shape) if p else "missing"}' for n, p in parts.items())
