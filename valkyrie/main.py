@@ -21,7 +21,7 @@ import sys
 import traceback
 
 from valkyrie.command_line import FLAGS_OF_MODES, RUN_MODES, parse_command_line
-from valkyrie.config import CONFIGURABLE_MODULES
+from valkyrie.config.modules import CONFIGURABLE_MODULES
 from valkyrie.distributed import console, processes
 from valkyrie.errors import UsageError, ValkyrieError, message_of
 from valkyrie.storage import run_directory

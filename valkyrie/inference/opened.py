@@ -6,9 +6,9 @@ import os
 import gin
 
 from valkyrie.checkpoint.manager import LATEST
-from valkyrie.config import CONFIGURABLE_MODULES
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.load import Configuration, check_call, load_gin
+from valkyrie.config.modules import CONFIGURABLE_MODULES
 from valkyrie.data import vocabularies
 from valkyrie.inference.loaded import LoadedModel
 from valkyrie.models import language_model
