@@ -109,15 +109,12 @@ def _stopped(steps: Steps, step: int) -> bool:
 
 def _committed(steps: Steps, done: set[int], last: int) -> Iterator[int]:
   """Yields the steps that are not done, as they appear, up to the last one of the run."""
-  newest = None
   while True:
     found = steps.find()
     for number in found:
       if number not in done:
         done.add(number)
         yield number
-    if found and found[-1] != newest:
-      newest = found[-1]
-      if newest >= last or _stopped(steps, newest):
-        return
+    if found and (found[-1] >= last or _stopped(steps, found[-1])):
+      return
     time.sleep(_PAUSE_SECONDS)
