@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from valkyrie.distributed import compilation_cache
+
 SCRIPT = """
 import jax
 import jax.numpy as jnp
@@ -129,6 +131,21 @@ def test_an_open_directory_is_closed_and_one_that_cannot_be_is_not_used(start, t
   (tmp_path / 'file').write_text('')
   said, _ = start(VALKYRIE_CACHE=str(tmp_path / 'file'))
   assert said.startswith('compiled programs are not kept: ') and said.endswith('Not a directory')
+
+
+def test_programs_that_another_process_deletes_meanwhile_do_not_matter(tmp_path, monkeypatch):
+  for name in 'ab':
+    (tmp_path / f'{name}-cache').write_bytes(b'damaged')
+  listed = pathlib.Path.glob
+
+  def delete_what_was_listed(directory, pattern):
+    for file in [*listed(directory, pattern)]:
+      file.unlink()
+      yield file
+
+  monkeypatch.setattr(pathlib.Path, 'glob', delete_what_was_listed)
+  compilation_cache._clean(tmp_path)
+  assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason='only root can give a directory away')

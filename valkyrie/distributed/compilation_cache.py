@@ -114,12 +114,16 @@ def _name(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> str:
 
 def _clean(directory: pathlib.Path) -> None:
   """Deletes programs that changed since they were sealed, and the oldest ones above the limit."""
-  total = 0
-  programs = {program: program.stat() for program in directory.glob('*-cache')}
-  for program in sorted(programs, key=lambda program: programs[program].st_mtime, reverse=True):
-    total += programs[program].st_size
-    hash_file = _hash_file(program)
+  programs = []
+  for program in directory.glob('*-cache'):
     with contextlib.suppress(FileNotFoundError):  # another process deletes it, too
+      found = program.stat()
+      programs.append((found.st_mtime, found.st_size, program))
+  total = 0
+  for _, size, program in sorted(programs, reverse=True):
+    total += size
+    hash_file = _hash_file(program)
+    with contextlib.suppress(FileNotFoundError):
       if total <= _MAX_BYTES and hash_file.read_bytes() == _hash(program).encode():
         continue
     for file in (program, hash_file):
