@@ -14,6 +14,7 @@ import tiny_run
 import valkyrie
 from valkyrie import main
 from valkyrie.data import vocabularies
+from valkyrie.errors import ConfigurationError
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 
@@ -95,6 +96,7 @@ def test_an_export_is_read_back_bit_for_bit(run, tmp_path, mixers, more):
     'LanguageModel.tied = False',
     'LanguageModel.embedding_scale = 1.0',
     'Rotary.factor = 4.0\nRotary.original_context = 32',
+    "LanguageModel.compute_dtype = 'bfloat16'\nLanguageModel.parameter_dtype = 'bfloat16'",
     LORA,
   ],
 )
@@ -120,6 +122,10 @@ def test_a_decoder_is_a_llama(run, tmp_path, more):
     np.ones((1, len(tokens)), np.int32),
   )
   found = jnp.matmul(features.hidden[0], features.unembedding[:259].T, precision='highest')
+  if 'bfloat16' in more:  # sums of 2^-9
+    error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    assert arrays['model.layers.0.mlp.up_proj.weight'].dtype == 'bfloat16' and error < 2**-6
+    return
   np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -140,7 +146,8 @@ def test_a_hybrid_is_no_llama(trained, tmp_path, capsys):
 
 def test_a_tokenizer_goes_with_the_model(run, tmp_path):
   tiny_run.write_tokenizer(tmp_path / 'mine.json')
-  (tmp_path / 'tokenizer_config.json').write_text('{"eos_token": "<|endoftext|>"}')
+  beside = {'eos_token': '<|endoftext|>', 'add_bos_token': True, 'bos_token': '!'}
+  (tmp_path / 'tokenizer_config.json').write_text(json.dumps(beside))
   folder = tmp_path / 'text'
   folder.mkdir()
   for number in range(40):
@@ -158,9 +165,14 @@ TaskFeed.data_dir = '{tmp_path / 'stores'}'
   assert code == 0, said
   assert (tmp_path / 'out' / 'tokenizer.json').read_bytes() == (tmp_path / 'mine.json').read_bytes()
   assert (tmp_path / 'out' / 'tokenizer_config.json').exists()
+  assert json.loads((tmp_path / 'out' / 'config.json').read_text())['bos'] == [0]
 
   # The run has kept it, too, and moves with it.
   fingerprint = vocabularies.load(str(tmp_path / 'mine.json')).fingerprint
   (tmp_path / 'mine.json').unlink()
   moved = (tmp_path / 'run').rename(tmp_path / 'moved')
-  assert valkyrie.load(moved).tokenizer.fingerprint == fingerprint
+  loaded = valkyrie.load(moved)
+  assert loaded.tokenizer.fingerprint == fingerprint and loaded.tokenizer.bos == (0,)
+  (moved / 'tokenizer_config.json').write_text(json.dumps(beside | {'add_bos_token': False}))
+  with pytest.raises(ConfigurationError, match='"add_bos_token" in the tokenizer_config'):
+    valkyrie.load(moved)

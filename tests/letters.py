@@ -1,11 +1,11 @@
 """Tiny untrained models of texts of letters."""
 
 import functools
-from typing import ClassVar
 
 import numpy as np
 import tiny
 
+from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.inference.loaded import LoadedModel
 from valkyrie.models.attention.full import FullAttention
 
@@ -16,11 +16,10 @@ MIXERS = {
 }
 
 
-class Letters:
+class Letters(Vocabulary):
   """Token n is a letter; the last token is EOS."""
 
   size, eos_id, fingerprint = tiny.VOCABULARY, tiny.VOCABULARY - 1, 'letters'
-  specials: ClassVar[dict[str, int]] = {}
   file = None
 
   def encode(self, text):

@@ -54,13 +54,15 @@ def documents(random, rows, time):
   return positions, 1 + np.cumsum(positions == 0, axis=1, dtype=np.int32)
 
 
-def model(mixers=(attention, s5), layers=2, **options) -> language_model.Model:
+def model(
+  mixers=(attention, s5), layers=2, vocabulary_size=VOCABULARY, **options
+) -> language_model.Model:
   """A hybrid of width 16 whose every part is in use."""
   block = functools.partial(Block, mixers=mixers, mlp_width=24)
   return language_model.transform(
     functools.partial(
       language_model.LanguageModel,
-      vocabulary_size=VOCABULARY,
+      vocabulary_size=vocabulary_size,
       d_model=16,
       layers=layers,
       pattern=(block,),

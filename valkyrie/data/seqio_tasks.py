@@ -203,9 +203,11 @@ def _document(
     text = example.get(f'{feature}_pretokenized')
     text_bytes += len(vocabulary.decode(tokens).encode() if text is None else text)
   key = example.get('sequence_key')
+  tokens, bos = np.concatenate([prompt, answer]), vocabulary.bos
+  added = len(bos) if tuple(tokens[: len(bos)]) == bos else 0  # the store adds it
   return store_writer.Document(
-    np.concatenate([prompt, answer]),
+    tokens[added:],
     text_bytes,
     key.decode('utf-8', errors='replace') if key else None,
-    len(prompt),
+    max(len(prompt) - added, 0),
   )

@@ -65,7 +65,9 @@ def build(
       provenance.check(output, found, again, selection.places)
       return found
     shutil.rmtree(output)
-  print(f'building {output}', file=sys.stderr, flush=True)
+  bos = selection.vocabulary.bos
+  after = f': each document after {selection.vocabulary.file} begins with BOS, {bos}' if bos else ''
+  print(f'building {output}{after}', file=sys.stderr, flush=True)
   opened = functools.partial(Bench, selection, output, shards, renew)
   bench = opened()
   if not renew:

@@ -40,7 +40,7 @@ Report = Callable[[int, int], None]
 class Document(NamedTuple):
   """A tokenized document.
 
-  tokens: int [tokens], without EOS; or, for a long document, such pieces one after the other.
+  tokens: int [tokens], without BOS and EOS; or, for a long document, such pieces in order.
   text_bytes: bytes of its text in UTF-8.
   sequence_key: equal for documents that belong together; None for a document on its own.
   prompt_tokens: number of leading tokens that are the prompt; the others are the answer.
@@ -191,6 +191,7 @@ class StoreWriter:
     """Writes the arrays of a shard and returns its counts."""
     vocabulary = self.selection.vocabulary
     dtype = token_store.token_dtype(vocabulary.size)
+    begin = [np.array(vocabulary.bos, np.int32)]
     offsets, hashes, keys, prompts = [0], bytearray(), bytearray(), []
     counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
     with flushed(directory / token_store.TOKENS_FILE) as stream:
@@ -203,7 +204,7 @@ class StoreWriter:
           continue
         pieces = [document.tokens] if isinstance(document.tokens, np.ndarray) else document.tokens
         digest, length = hashlib.blake2b(digest_size=16), 0
-        for piece in itertools.chain(pieces, [np.array([vocabulary.eos_id])]):
+        for piece in itertools.chain(begin, pieces, [np.array([vocabulary.eos_id])]):
           if piece.max(initial=0) >= vocabulary.size or piece.min(initial=0) < 0:
             raise DataError(
               f'Document {number} of shard {shard} of {self.selection.task} has token ids from '
@@ -221,7 +222,7 @@ class StoreWriter:
         hashes += digest.digest()
         key = (document.sequence_key or f'\0{shard}/{number}').encode('utf-8', errors='replace')
         keys += hashlib.blake2b(key, digest_size=8).digest()
-        prompts.append(document.prompt_tokens)
+        prompts.append(document.prompt_tokens and document.prompt_tokens + len(vocabulary.bos))
         counts['documents'] += 1
         counts['text_bytes'] += document.text_bytes
         if counts['documents'] % _REPORTED == 0:

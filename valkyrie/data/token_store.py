@@ -3,7 +3,8 @@
   store.json                      written last: the content and origin of the store, and the
                                   SHA-256 of both
   shard-00000-of-00008/
-    tokens.npy     uint16 | uint32 [tokens]      concatenated documents, each with a final EOS
+    tokens.npy     uint16 | uint32 [tokens]      concatenated documents, each with its BOS, if
+                                                 its vocabulary has one, and a final EOS
     offsets.npy    int64 [documents + 1]         the start of each document in tokens.npy
     hashes.npy     uint8 [documents, 16]         BLAKE2b of each document's tokens
     keys.npy       uint64 [documents]            equal for the documents of one sequence
@@ -84,7 +85,9 @@ class Selection:
       options = f' {json.dumps(self.options, sort_keys=True)}' if self.options else ''
       origin = hashlib.sha256(f'{self.source}{options}'.encode()).hexdigest()[:8]
     kind, _, digest = self.vocabulary.fingerprint.partition('-')
-    words = [self.task, self.split, kind, digest[:8], origin, 'unique' if self.unique else '']
+    digest, plus, bos = digest.partition('+')
+    vocabulary = f'{digest[:8]}{plus}{bos}'
+    words = [self.task, self.split, kind, vocabulary, origin, 'unique' if self.unique else '']
     return '-'.join(re.sub(r'[^\w.]+', '_', word) for word in words if word)
 
   @property
@@ -114,14 +117,15 @@ class TokenStore:
     sequence_keys: uint64 [documents], equal for documents that belong together.
     prompts: int64 [documents], prompt tokens of each document; 0 without a prompt.
     tokens: number of tokens of all documents.
-    tokens_per_byte: tokens per byte of their text.
+    tokens_per_byte: tokens per byte of their text, without BOS, which nothing predicts.
   """
 
   def __init__(self, path: pathlib.Path, information: dict[str, Any]):
     self.path = path
     self.information = information
     self.fingerprint: str = information['fingerprint']
-    self.tokens_per_byte: float = information['tokens'] / information['text_bytes']
+    bos = information['vocabulary']['fingerprint'].count('+') * information['documents']
+    self.tokens_per_byte: float = (information['tokens'] - bos) / information['text_bytes']
     self._vocabulary_size: int = information['vocabulary']['size']
     self._shards = information['shards']
 

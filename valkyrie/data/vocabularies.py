@@ -6,14 +6,16 @@
   'path/to/NAME.model'        a SentencePiece model
   'path/to/tokenizer.json'    a Hugging Face tokenizer (needs the package `tokenizers`)
 
-Only EOS is special: GPT-2 has no padding, and its id 0 is the ordinary token '!'. No text encodes
-to EOS, and the ids of a text are always the same and whole, whatever settings the file brings.
+Only EOS and the BOS of a tokenizer are special: GPT-2 has no padding, and its id 0 is the ordinary
+token '!'. No text encodes to EOS, and the ids of a text are always the same and whole, whatever
+settings the file brings.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 import filecmp
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import pathlib
@@ -29,6 +31,8 @@ from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.storage import whole_file
 
 _CONFIGURATION = 'tokenizer_config.json'
+# The tokenizers of transformers that begin a text with BOS, unless their configuration says no.
+_WITH_BOS = re.compile('(Code)?(Llama|Gemma)Tokenizer(Fast)?')
 # Usual names of the EOS token, for a tokenizer_config.json that does not name it.
 _EOS_NAMES = ('<|endoftext|>', '</s>', '<eos>', '<|end_of_text|>', '<|eot_id|>', '<|im_end|>')
 
@@ -37,18 +41,24 @@ class Vocabulary(Protocol):
   """A codec. Ids are in [0, size); `encode` adds no EOS; `file` holds the codec; bytes have none.
 
   `ids` is `encode` as an int32 array [tokens], where that can be faster. `specials` are the tokens
-  beside those of texts, {name: id}.
+  beside those of texts, {name: id}; `bos` those before the text of each document, usually one or
+  none, which the fingerprint names.
   """
 
   size: int
   eos_id: int
   fingerprint: str
   file: pathlib.Path | None
+  bos: tuple[int, ...] = ()
 
   def encode(self, text: str) -> list[int]: ...
 
   def ids(self, text: str) -> np.ndarray:
     return np.asarray(self.encode(text), np.int32)
+
+  def begun(self, text: str) -> np.ndarray:
+    """The ids of a text that begins a document, with its BOS."""
+    return np.concatenate([np.asarray(self.bos, np.int32), self.ids(text)])
 
   def decode(self, ids: Iterable[int]) -> str: ...
 
@@ -130,6 +140,9 @@ class SentencePieceVocabulary(FileVocabulary):
         'as its last token. Train it with an eos_id.'
       )
     self._eos = self._processor.IdToPiece(self.eos_id)
+    config = _configuration(path)
+    if config.get('add_bos_token', _WITH_BOS.fullmatch(f'{config.get("tokenizer_class")}')):
+      self.bos = (_bos_id(path, self._processor.bos_id()),)
 
   def _encode(self, text: str) -> list[int]:
     return self._processor.EncodeAsIds(text)
@@ -163,9 +176,14 @@ class HuggingFaceVocabulary(FileVocabulary):
       ) from error
     ids = self._tokenizer.get_vocab(with_added_tokens=True)
     self.size = max(ids.values()) + 1
-    self._eos = _eos_name(path, ids)
+    config = _configuration(path)
+    self._eos = _eos_name(path, config, ids)
     self.eos_id = ids[self._eos]
     self._switch_off(path)
+    if (added := config.get('add_bos_token')) is None:
+      self.bos = self._first_of_texts(ids)
+    elif added:
+      self.bos = (_bos_id(path, ids.get(str(_name(config, 'bos_token')))),)
 
   def _switch_off(self, path: pathlib.Path) -> None:
     """Switches off what cuts, pads or varies the ids of a text, or makes an EOS of it."""
@@ -183,6 +201,13 @@ class HuggingFaceVocabulary(FileVocabulary):
     codec.encode_special_tokens = True  # as ordinary text
     if found := [name for name, value in settings.items() if value]:
       _say(f'{path} has {" and ".join(found)}, which would change texts and is ignored.')
+
+  def _first_of_texts(self, known: Iterable[str]) -> tuple[int, ...]:
+    """The ids that the file puts before a text."""
+    text = next(filter(self._encode, ('a', *known)), '')
+    framed = self._tokenizer.encode(text)
+    pairs = zip(framed.ids, framed.special_tokens_mask, strict=True)
+    return tuple(number for number, _ in itertools.takewhile(lambda pair: pair[1], pairs))
 
   def _encode(self, text: str) -> list[int]:
     return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -219,9 +244,10 @@ _CODECS = {'.model': SentencePieceVocabulary, '.json': HuggingFaceVocabulary}
 _KINDS = {'.model': 'sentencepiece', '.json': 'huggingface'}
 
 
-def fingerprint(path: pathlib.Path, content: bytes) -> str:
-  """The fingerprint of a vocabulary file's codec."""
-  return f'{_KINDS[path.suffix]}-{hashlib.sha256(content).hexdigest()}'
+def fingerprint(path: pathlib.Path, content: bytes, bos: Iterable[int] = ()) -> str:
+  """The fingerprint of a vocabulary file's codec, and of what begins a document: '...+1'."""
+  digest = hashlib.sha256(content).hexdigest()
+  return '+'.join([f'{_KINDS[path.suffix]}-{digest}', *map(str, bos)])
 
 
 def load(specification: str) -> Vocabulary:
@@ -243,7 +269,7 @@ def load(specification: str) -> Vocabulary:
   if not content:
     raise ConfigurationError(f'The vocabulary file {path} is empty. Copy or download it again.')
   vocabulary = _CODECS[path.suffix](path, content)
-  vocabulary.fingerprint, vocabulary.file = fingerprint(path, content), path
+  vocabulary.fingerprint, vocabulary.file = fingerprint(path, content, vocabulary.bos), path
   return vocabulary
 
 
@@ -268,22 +294,44 @@ def vocabulary_size(vocabulary: str) -> int:
   return load(vocabulary).size
 
 
-def _eos_name(path: pathlib.Path, ids: dict[str, int]) -> str:
-  names = list(_EOS_NAMES)
+def _configuration(path: pathlib.Path) -> dict[str, Any]:
+  """The content of the tokenizer_config.json beside a vocabulary, if there is one."""
   beside = path.with_name(_CONFIGURATION)
-  if beside.is_file():
-    try:
-      named = json.loads(beside.read_text()).get('eos_token')
-    except (ValueError, AttributeError) as error:
-      raise ConfigurationError(
-        f'{beside} is not a tokenizer configuration ({error}). Copy or download it again.'
-      ) from error
-    if named is not None:
-      names = [named['content'] if isinstance(named, dict) else named]
+  if not beside.is_file():
+    return {}
+  try:
+    found = json.loads(beside.read_text())
+    if not isinstance(found, dict) or not isinstance(found.get('add_bos_token', True), bool | None):
+      raise ValueError('expected an object, in which "add_bos_token" is true or false')
+  except (ValueError, RecursionError) as error:
+    raise ConfigurationError(
+      f'{beside} is not a tokenizer configuration ({error}). Copy or download it again.'
+    ) from error
+  return found
+
+
+def _name(config: Mapping[str, Any], kind: str) -> str | None:
+  named = config.get(kind)
+  named = named.get('content') if isinstance(named, dict) else named
+  return None if named is None else str(named)
+
+
+def _bos_id(path: pathlib.Path, found: int | None) -> int:
+  if found is None or found < 0:
+    raise ConfigurationError(
+      f'{path.with_name(_CONFIGURATION)} wants a BOS before each text, but {path} has no such '
+      'token. Name it as "bos_token", or set "add_bos_token" to false.'
+    )
+  return found
+
+
+def _eos_name(path: pathlib.Path, config: Mapping[str, Any], ids: Mapping[str, int]) -> str:
+  named = _name(config, 'eos_token')
+  names = _EOS_NAMES if named is None else [named]
   found = [name for name in names if name in ids]
   if not found:
     raise ConfigurationError(
-      f'The vocabulary {path} has none of {", ".join(names)} as the last token of a document. '
-      f'Name its end-of-text token as "eos_token" in {beside}.'
+      f'The vocabulary {path} has none of {", ".join(names)} as the last token of a '
+      f'document. Name its end-of-text token as "eos_token" in {path.with_name(_CONFIGURATION)}.'
     )
   return found[0]

@@ -26,8 +26,10 @@ def check_finite(finite: Any) -> None:
     )
 
 
-def tokens_of(text: Text, vocabulary: Vocabulary, size: int) -> np.ndarray:
-  """The tokens int32 [T] of a text, for a model of `size` tokens.
+def tokens_of(text: Text, vocabulary: Vocabulary, size: int, *, begins: bool) -> np.ndarray:
+  """The tokens int32 [T] of a text, which begins a document or not, for a model of `size` tokens.
+
+  A document begins with its BOS, if the vocabulary has one; tokens are taken as they are.
 
   Raises:
     DataError: the text is no Unicode.
@@ -35,7 +37,7 @@ def tokens_of(text: Text, vocabulary: Vocabulary, size: int) -> np.ndarray:
   """
   if isinstance(text, str):
     as_utf8(text, 'A text')
-    found = vocabulary.ids(text)
+    found = vocabulary.begun(text) if begins else vocabulary.ids(text)
   else:
     found = np.asarray(text)
   if found.ndim != 1 or (found.size and found.dtype.kind not in 'iu'):

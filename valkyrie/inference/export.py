@@ -91,11 +91,13 @@ def export(
       'vocabulary': loaded.tokenizer.fingerprint,
       'vocabulary_size': loaded.model.about.vocabulary_size,
       'eos_id': loaded.tokenizer.eos_id,
+      'bos': [*loaded.tokenizer.bos],
       'model': _of_model(record.bindings()),
     }
   else:
     config, scale = theirs
-    config |= {'eos_token_id': loaded.tokenizer.eos_id, 'bos_token_id': None}
+    bos = next(iter(loaded.tokenizer.bos), None)
+    config |= {'eos_token_id': loaded.tokenizer.eos_id, 'bos_token_id': bos}
     if not config['tie_word_embeddings']:
       arrays.setdefault('unembedding', arrays['embedding'])
     embedding = arrays['embedding']

@@ -64,8 +64,8 @@ class HarnessModel(LM):
   def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
     """For each (context, continuation): log p(continuation | context), and whether it is greedy.
 
-    The first token of a document, after an empty context, is scored as a uniform guess,
-    log(vocabulary size) nats: the model predicts tokens only within documents.
+    Without a BOS, the first token of a document, after an empty context, is scored as a uniform
+    guess, log(vocabulary size) nats: the model predicts tokens only within documents.
     """
     rows = [self._split(*request.args) for request in requests]
     by_context: dict[bytes, list[int]] = defaultdict(list)
@@ -88,10 +88,11 @@ class HarnessModel(LM):
     A text longer than the model can read is read in windows, as the harness's own models do: each
     token is scored once, those of a later window after at least one token.
     """
+    codec = self._run.tokenizer
     windows = [
       (number, new, window)
       for number, request in enumerate(requests)
-      for new, window in _windows(self._run.tokenizer.ids(request.args[0]), self._longest)
+      for new, window in _windows(codec.begun(request.args[0]), self._longest, len(codec.bos))
     ]
     windows.sort(key=lambda one: -len(one[2]))
     scores = self._run.score([window for *_, window in windows], batch_size=self._batch_size)
@@ -119,8 +120,8 @@ class HarnessModel(LM):
 
   def _split(self, context: str, continuation: str) -> tuple[np.ndarray, np.ndarray]:
     """The tokens of the whole text, split at the first token that the continuation changes."""
-    whole = self._run.tokenizer.ids(context + continuation)
-    context_alone = self._run.tokenizer.ids(context.rstrip())  # a space belongs to the next word
+    whole = self._run.tokenizer.begun(context + continuation)
+    context_alone = self._run.tokenizer.begun(context.rstrip())  # a space belongs to the next word
     size = min(len(context_alone), len(whole))
     split = int(np.append(context_alone[:size] == whole[:size], False).argmin())
     begin = 0 if self._longest is None else max(0, len(whole) - self._longest)
@@ -134,7 +135,7 @@ class HarnessModel(LM):
 
   def _shortened(self, context: str, max_tokens: int) -> np.ndarray:
     """The last tokens of a context, so that the continuation fits in the model."""
-    tokens = self._run.tokenizer.ids(context)
+    tokens = self._run.tokenizer.begun(context)
     if self._longest is None or len(tokens) + max_tokens <= self._longest:
       return tokens
     self._cut += 1
@@ -163,11 +164,14 @@ def _batches(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
   return [items[first : first + size] for first in range(0, len(items), size)]
 
 
-def _windows(tokens: np.ndarray, longest: int | None) -> Iterator[tuple[int, np.ndarray]]:
-  """(how many tokens at its end are new, a window of at most `longest` tokens), in order."""
+def _windows(tokens: np.ndarray, longest: int | None, bos: int) -> Iterator[tuple[int, np.ndarray]]:
+  """(how many tokens at its end are new, a window of at most `longest` tokens), in order.
+
+  The first `bos` tokens are only context.
+  """
   size = len(tokens) if longest is None else longest
   end = min(size, len(tokens))
-  yield end, tokens[:end]
+  yield max(end - bos, 0), tokens[:end]
   while end < len(tokens):
     new = min(max(size - 1, 1), len(tokens) - end)
     end += new

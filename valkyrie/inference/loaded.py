@@ -43,7 +43,7 @@ class LoadedModel:
   Attributes:
     model: pure functions, such as model.apply(params, carry, inputs, positions, segment_ids).
     params: {module: {name: array}}; the moving average if the run keeps one.
-    tokenizer: encode, decode, eos_id, size.
+    tokenizer: encode, decode, eos_id, size; bos, which begins the documents that are texts.
     model_dir, steps: the run, and the checkpoints whose mean the parameters are: usually one.
   """
 
@@ -75,7 +75,7 @@ class LoadedModel:
       carry: of an earlier call.
       cut: a part of the carry to reset before every chunk: 'state', of recurrences, or 'all'.
     """
-    rows = self._tokens(texts)
+    rows = self._tokens(texts, carry)
     return self._reader.read(self.params, self._begun(carry, len(rows)), rows, cut)
 
   def rows(self, carry: TextCarry, numbers: Sequence[int]) -> TextCarry:
@@ -153,7 +153,7 @@ class LoadedModel:
         has another number of rows; or a number is out of range.
     """
     check_integer('batch_size', batch_size)
-    rows = self._tokens(texts)
+    rows = self._tokens(texts, carry)
     params = self.params if params is None else params
     scores: list[TextScore] = []
     for first in range(0, len(rows), batch_size):
@@ -170,7 +170,7 @@ class LoadedModel:
     A pure function of `params`, for gradients; padding of the vocabulary is left out. The arguments
     and errors are those of `score`, but what is not finite is returned as it is.
     """
-    (tokens,), params = self._tokens([text]), self.params if params is None else params
+    (tokens,), params = self._tokens([text], carry), self.params if params is None else params
     return self._reader.logits(params, self._begun(carry, 1), tokens)
 
   def activations(
@@ -190,7 +190,7 @@ class LoadedModel:
       ConfigurationError: a kind is unknown, or the text is longer than the model can read.
       UsageError: the text is empty.
     """
-    (tokens,), params = self._tokens([text]), self.params if params is None else params
+    (tokens,), params = self._tokens([text], carry), self.params if params is None else params
     return self._reader.activations(params, self._begun(carry, 1), tokens, kinds)
 
   def generate(
@@ -226,7 +226,7 @@ class LoadedModel:
     check_integer('batch_size', batch_size)
     check_integer('samples', samples)
     check_integer('first', first, 0)
-    numbered = dict(enumerate(self._tokens(prompts), first))
+    numbered = dict(enumerate(self._tokens(prompts, carry), first))
     rows = [(prompt, sample) for prompt in numbered for sample in range(samples)]
     found = []
     for start in range(0, len(rows), batch_size):
@@ -251,7 +251,7 @@ class LoadedModel:
     sampling: Sampling = GREEDY,
   ) -> Iterator[str]:
     """Yields the first sample of `generate` piece by piece while it is generated."""
-    prompts = dict(enumerate(self._tokens([prompt])))
+    prompts = dict(enumerate(self._tokens([prompt], carry)))
     text = Continuation(self.tokenizer, stop, prompts[0])
     for _, new in self._continue(prompts, [(0, 0)], [text], carry, sampling, seed, max_tokens):
       yield new
@@ -295,10 +295,10 @@ class LoadedModel:
       if text.ended is None:
         yield row, text.end(LENGTH)
 
-  def _tokens(self, texts: Text | Sequence[Text]) -> list[np.ndarray]:
+  def _tokens(self, texts: Text | Sequence[Text], carry: TextCarry | None) -> list[np.ndarray]:
     several = [texts] if isinstance(texts, str | np.ndarray) else texts
     size = self.model.about.vocabulary_size
-    return [tokens_of(text, self.tokenizer, size) for text in several]
+    return [tokens_of(text, self.tokenizer, size, begins=carry is None) for text in several]
 
   def _begun(
     self, carry: TextCarry | None, texts: int, rows: Sequence[int] | None = None

@@ -248,12 +248,13 @@ class Evaluator:
     if self._quick is None or feed.tokens_per_byte is None:
       return feed.tokens_per_byte
     tokens = text_bytes = 0
+    codec = feed.vocabulary
     for number in range(min(self._quick, self._chunks(feed))):
       batch = feed.read(number * self._chunk_size, self._chunk_size)
       for ids, segments in zip(batch.inputs, batch.segment_ids, strict=True):
         read = ids[segments > 0].tolist()
-        tokens += len(read)
-        text_bytes += len(feed.vocabulary.decode(read).encode())
+        tokens += len(read) - sum(map(read.count, {*codec.bos} - {codec.eos_id}))
+        text_bytes += len(codec.decode(read).encode())
     return tokens / text_bytes if text_bytes else None
 
   def _metrics(self, scores: Mapping[str, Scores], ratios: Mapping[str, float | None]) -> Metrics:

@@ -140,7 +140,7 @@ def _score(
   name, length, depth, cut = cell
 
   def tokens(text: str) -> int:
-    return len(run.tokenizer.ids(text))
+    return len(run.tokenizer.begun(text))
 
   place = zlib.crc32(f'{name}, {length}, {depth}'.encode())
   seeds = [(seed, place, number) for number in range(samples)]

@@ -120,7 +120,7 @@ class InitialWeights:
     self._check_vocabulary(source, vocabulary)
     chosen = self._chosen(leaves, source.tensors, model.about.vocabulary_size)
     self._check_settings(source, make)
-    for line in self._report(source, chosen):
+    for line in self._report(source, chosen, vocabulary):
       say(line)
     loaded: dict[str, dict[str, Array]] = {module: dict(group) for module, group in params.items()}
     for leaf in leaves:
@@ -187,7 +187,8 @@ class InitialWeights:
 
   def _check_vocabulary(self, source: Source, vocabulary: str) -> None:
     reads_tokens = self._choice('embedding') in source.tensors
-    if reads_tokens and source.vocabularies and vocabulary not in source.vocabularies:
+    codec, *codecs = (name.partition('+')[0] for name in (vocabulary, *source.vocabularies))
+    if reads_tokens and codecs and codec not in codecs:
       raise ConfigurationError(
         f'{self.source} was trained with the vocabulary {" or ".join(source.vocabularies)}, but '
         f'{vocabulary} is given: its ids mean other texts. Bind that vocabulary, or begin with '
@@ -210,7 +211,7 @@ class InitialWeights:
         'InitialWeights.partial = True accepts another attention.'
       )
 
-  def _report(self, source: Source, chosen: Mapping[str, str]) -> list[str]:
+  def _report(self, source: Source, chosen: Mapping[str, str], vocabulary: str) -> list[str]:
     zero, fresh = ([name for name in chosen if chosen[name] == kind] for kind in (ZERO, FRESH))
     groups = {
       'new, zero': zero,
@@ -218,12 +219,18 @@ class InitialWeights:
       'not loaded from there': sorted(source.tensors.keys() - set(chosen.values())),
     }
     used = len(chosen) - len(zero) - len(fresh)
-    bos = (source.config or {}).get('bos_token_id')
-    without = f'warning: documents begin without the token {bos!r:.20} (bos_token_id) of the source'
+    bos, has = (source.config or {}).get('bos_token_id'), vocabulary.partition('+')[2]
+    begins = f'documents begin with the token {has}, as the tokenizer says'
+    if not has:
+      begins = (
+        f'warning: documents begin without the token {bos!r:.20} (bos_token_id) of the source. If '
+        'its tokenizer adds it, write "add_bos_token": true in the tokenizer_config.json beside '
+        'the vocabulary'
+      )
     return [
       f'loaded {used} of the {len(chosen)} tensors of the model from {self.source}',
       *(f'{title}: {_over_layers(group)}' for title, group in groups.items() if group),
-      *([without] if bos is not None else []),
+      *([begins] if has or bos is not None else []),
     ]
 
 

@@ -66,7 +66,8 @@ def _restored(
     if (found := record.get('vocabulary')) != vocabulary.fingerprint:
       raise ConfigurationError(
         f'{model_dir} was trained with the vocabulary {found}, but '
-        f'{vocabulary.fingerprint} is given: its ids mean other texts. Bind the vocabulary that '
-        f'{model_dir}/config.gin names.'
+        f'{vocabulary.fingerprint} is given: its ids mean other texts, or texts begin with another '
+        f'BOS (after a +). Bind the vocabulary that {model_dir}/config.gin names, with the same '
+        '"add_bos_token" in the tokenizer_config.json beside it.'
       )
     return directory.restore_evaluated(target), number
