@@ -115,6 +115,9 @@ def make_train_step(
   parameters and optimizer state do not change. The feed moves on, so no carry, old or new, precedes
   the next tokens: every row starts from an empty carry, as at a document start.
 
+  A step without a target, as of a long prompt, is only read: momentum and decay would move the
+  parameters, and a loss of 0 would be no loss to compare others with.
+
   Frozen parameters get no gradient and do not enter its norm. Dropout and rounding depend only on
   the seed and the step, so a resumed run draws the same numbers.
   """
@@ -151,19 +154,20 @@ def make_train_step(
       healthy &= jnp.all(jnp.isfinite(leaf))
     spiked, recent = jnp.zeros((), bool), state.recent
     if spikes is not None and recent is not None:
-      loss = sums.loss / jnp.maximum(sums.weight, 1.0)
+      loss = sums.loss / sums.weight  # NaN, which is not compared, without a target
       spiked, recent = detect(spikes, recent, loss)
       healthy &= ~spiked
 
     # `where` instead of a product with a flag: 0 x NaN is NaN.
-    def accept(new, old):
-      return jax.tree.map(lambda n, o: jnp.where(healthy, n, o), new, old)
+    def accept(flag, new, old):
+      return jax.tree.map(lambda n, o: jnp.where(flag, n, o), new, old)
 
+    learned = healthy & (sums.weight > 0)
     state = TrainState(
       step=state.step + 1,
-      params=accept(params, state.params),
-      optimizer_state=accept(optimizer_state, state.optimizer_state),
-      carry=accept(carry, model.initial_carry(batch.inputs.shape[0])),
+      params=accept(learned, params, state.params),
+      optimizer_state=accept(learned, optimizer_state, state.optimizer_state),
+      carry=accept(healthy, carry, model.initial_carry(batch.inputs.shape[0])),
       skipped=state.skipped + jnp.where(healthy, 0, 1),
       recent=recent,
       average=state.average,
