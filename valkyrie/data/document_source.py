@@ -19,7 +19,7 @@ import zlib
 import numpy as np
 
 from valkyrie.config.suggest import did_you_mean
-from valkyrie.data import store_writer
+from valkyrie.data import store_writer, vocabularies
 from valkyrie.data.source_files import SourceFiles
 from valkyrie.data.token_store import Selection
 from valkyrie.errors import ConfigurationError
@@ -168,8 +168,10 @@ def document_reader(task: DocumentTask, selection: Selection) -> TaskReader:
     for document in source.documents(split, shard, shards):
       asked = [*pieces(document.prompt)] if task.prompts else []
       answer = [*pieces(document.text)]
-      prompt = [ids(piece) for piece in asked]
-      tokens = itertools.chain(prompt, map(ids, answer))
+      texts = itertools.pairwise(['', *asked, *answer])
+      rest = (vocabularies.following(ids, before, piece) for before, piece in texts)
+      prompt = [*itertools.islice(rest, len(asked))]
+      tokens = itertools.chain(prompt, rest)
       if len(answer) <= 1:
         tokens = np.concatenate([np.empty(0, np.int32), *tokens])
       yield store_writer.Document(

@@ -11,7 +11,7 @@ token '!'. No text encodes to EOS, and the ids of a text are always the same and
 settings the file brings.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 import filecmp
 import functools
 import hashlib
@@ -31,6 +31,8 @@ from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.storage import whole_file
 
 _CONFIGURATION = 'tokenizer_config.json'
+_CONTEXT = 64  # characters that decide how the text after them begins
+ANY_TEXT = '#'  # stands for a text that is not known
 # The tokenizers of transformers that begin a text with BOS, unless their configuration says no.
 _WITH_BOS = re.compile('(Code)?(Llama|Gemma)Tokenizer(Fast)?')
 # Usual names of the EOS token, for a tokenizer_config.json that does not name it.
@@ -107,7 +109,9 @@ class FileVocabulary(Vocabulary):
     if self.eos_id in ids:
       first, rest = map(re.escape, (self._eos[:1], self._eos[1:]))
       pieces = re.split(f'(?<={first})(?={rest})', text)
-      ids = [each for piece in pieces for each in self._encode(piece)]
+      ids = self._encode(pieces[0])
+      for piece in pieces[1:]:
+        ids += following(self._encode, ANY_TEXT, piece)
     if self.eos_id in ids:
       raise DataError(
         f'A text contains what {self.file} encodes as its EOS, {self._eos!r}, which ends '
@@ -225,6 +229,19 @@ class HuggingFaceVocabulary(FileVocabulary):
 def _say(message: str) -> None:
   """Warns once, though a run loads its vocabulary several times."""
   logging.warning('The vocabulary %s', message)
+
+
+def following(encode: Callable[[str], Any], before: str, text: str) -> Any:
+  """The ids of a text that follows the text `before`; `ANY_TEXT` stands for one that is not known.
+
+  Many codecs put a space before a text. Here the ids are those of both texts, less those of
+  `before`; where a token would span both, they are those after a sign.
+  """
+  for context in (before[-_CONTEXT:], ANY_TEXT, '\n') if before else ():
+    alone, whole = encode(context), encode(context + text)
+    if np.array_equal(whole[: len(alone)], alone):
+      return whole[len(alone) :]
+  return encode(text)
 
 
 def as_utf8(text: str, place: str) -> bytes:

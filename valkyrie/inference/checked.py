@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from valkyrie.data.vocabularies import Vocabulary, as_utf8
+from valkyrie.data.vocabularies import ANY_TEXT, Vocabulary, as_utf8, following
 from valkyrie.errors import ConfigurationError, Diverged
 
 Text = str | np.ndarray  # or its tokens
@@ -37,7 +37,8 @@ def tokens_of(text: Text, vocabulary: Vocabulary, size: int, *, begins: bool) ->
   """
   if isinstance(text, str):
     as_utf8(text, 'A text')
-    found = vocabulary.begun(text) if begins else vocabulary.ids(text)
+    ids = vocabulary.ids
+    found = vocabulary.begun(text) if begins else following(ids, ANY_TEXT, text)
   else:
     found = np.asarray(text)
   if found.ndim != 1 or (found.size and found.dtype.kind not in 'iu'):

@@ -298,7 +298,8 @@ class LoadedModel:
   def _tokens(self, texts: Text | Sequence[Text], carry: TextCarry | None) -> list[np.ndarray]:
     several = [texts] if isinstance(texts, str | np.ndarray) else texts
     size = self.model.about.vocabulary_size
-    return [tokens_of(text, self.tokenizer, size, begins=carry is None) for text in several]
+    begins = carry is None or not np.any(carry.position)
+    return [tokens_of(text, self.tokenizer, size, begins=begins) for text in several]
 
   def _begun(
     self, carry: TextCarry | None, texts: int, rows: Sequence[int] | None = None
