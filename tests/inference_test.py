@@ -132,7 +132,8 @@ def test_activations_of_every_layer_add_up_to_the_stream(options):
 def test_samples_depend_on_their_numbers_alone():
   loaded = built()
   prompts = [text(5), text(9, 1), text(5)]
-  options = {'max_tokens': 10, 'sampling': Sampling(temperature=1.0)}
+  # A penalty counts neither the padding of a batch nor the tokens of other rows.
+  options = {'max_tokens': 10, 'sampling': Sampling(temperature=1.0, repetition_penalty=1.5)}
   found = loaded.generate(prompts, samples=2, seed=1, **options)
   assert [(made.prompt, made.sample) for made in found] == [
     (prompt, sample) for prompt in range(3) for sample in range(2)

@@ -24,9 +24,12 @@ _SMALLEST = float(np.finfo(np.float32).tiny)  # devices take smaller numbers for
 class Sampling:
   """Rules for the choice of the next token, applied in this order; greedy by default.
 
+  Of tokens that are equally likely, top_k and top_p keep those with the smaller numbers.
+
   Attributes:
-    repetition_penalty: divides the positive logits of tokens in the text and multiplies the
-      negative ones (CTRL, Keskar et al. 2019); 1 changes nothing.
+    repetition_penalty: divides the positive logits of tokens in the prompt and its continuation,
+      and multiplies the negative ones (CTRL, Keskar et al. 2019); 1 changes nothing. What a carry
+      has read is not known and does not count.
     temperature: divides the logits; 0 takes the largest.
     top_k: keeps the k largest logits; None keeps all.
     top_p: keeps the smallest set of the most likely tokens whose probabilities sum to at least p
@@ -53,14 +56,12 @@ class Sampling:
     logits = logits - jnp.max(logits, axis=-1, keepdims=True)  # the quotient may exceed float32
     logits = logits / max(self.temperature, _SMALLEST)
     if self.top_k is not None and self.top_k < logits.shape[-1]:
-      least = lax.top_k(logits, self.top_k)[0][:, -1:]
-      logits = jnp.where(logits < least, -jnp.inf, logits)
+      logits = _kept(logits, lax.top_k(logits, self.top_k)[1], jnp.bool(True))
     if self.top_p < 1:
-      ordered = jnp.sort(logits, axis=-1, descending=True)
-      shares = jax.nn.softmax(ordered, axis=-1)
-      counts = jnp.cumsum(shares, axis=-1) - shares < max(self.top_p, _SMALLEST)
-      least = jnp.min(jnp.where(counts, ordered, jnp.inf), axis=-1, keepdims=True)
-      logits = jnp.where(logits < least, -jnp.inf, logits)
+      order = jnp.argsort(logits, axis=-1, descending=True)
+      shares = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
+      before = jnp.cumsum(shares, axis=-1) - shares
+      logits = _kept(logits, order, before < max(self.top_p, _SMALLEST))
     if self.min_p > 0:
       most = jnp.max(logits, axis=-1, keepdims=True)
       logits = jnp.where(logits < most + jnp.log(self.min_p), -jnp.inf, logits)
@@ -77,6 +78,12 @@ class Sampling:
         raise ConfigurationError(f'{name}={getattr(self, name)} must be {wanted}.')
     if self.top_k is not None:
       check_integer('top_k', self.top_k)
+
+
+def _kept(logits: Array, tokens: Array, keep: Array) -> Array:
+  """The logits [B, V] of the `tokens` [B, N] to keep, and -inf for all others."""
+  kept = jnp.put_along_axis(jnp.zeros(logits.shape, bool), tokens, keep, axis=-1, inplace=False)
+  return jnp.where(kept, logits, -jnp.inf)
 
 
 GREEDY = Sampling()
