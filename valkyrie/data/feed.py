@@ -22,6 +22,7 @@ from valkyrie.types import Batch, position_of
 
 RESETS = ('document', 'sequence', 'never')
 _SEGMENTS = 2**30  # documents with the same segment id are too far apart to meet in a step
+_UNEVEN = 4  # times the shortest row
 _MAX_NAMED = 8  # rows, and documents of each row, in a message
 
 
@@ -123,6 +124,14 @@ class TaskFeed:
         'row needs one. Lower the batch_size of this split, such as '
         f'validation/TaskFeed.batch_size; use a larger split; or {MORE_DOCUMENTS}'
       )
+    shortest, longest = (of(row.length for row in rows) for of in (min, max))
+    if self._epochs is None and longest >= _UNEVEN * shortest:
+      logging.warning(
+        '%s: the shortest of the %d rows has %s tokens and repeats %.3g times while the longest '
+        'reads its %s once, so its documents count that much more. Cut long documents (text_cut, '
+        "with reset_at = 'document'), or lower batch_size.",
+        self._selection, len(rows), f'{shortest:,}', longest / shortest, f'{longest:,}',
+      )  # fmt: skip
     return rows
 
   @property
