@@ -14,6 +14,7 @@ from valkyrie.config.load import load_gin
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.declarations import Kind
 from valkyrie.training.algorithms import acts_on_layers
+from valkyrie.training.curriculum import Phase
 from valkyrie.training.optimizers import Group, Optimizer, recurrence_group
 
 LAYERS = 3
@@ -183,6 +184,21 @@ def test_schedules_that_are_refused():
     rates(schedule=optax.polynomial_schedule)
   with pytest.raises(ConfigurationError, match=r'an array of shape \(3,\) for a step'):
     rates(schedule=lambda step: jnp.zeros(3) + step)
+
+
+@pytest.mark.parametrize('value', [-1.0, -1e-9, math.nan, -math.inf])
+def test_numbers_that_would_train_backwards_are_refused(value):
+  for name in ('learning_rate', 'warmup_steps', 'final_learning_rate_scale', 'clip_norm'):
+    options = {'learning_rate': 0.1, 'warmup_steps': 0, 'train_steps': 10, name: value}
+    with pytest.raises(ConfigurationError, match=rf'Optimizer\.{name}=.* must be'):
+      Optimizer(**options)
+  with pytest.raises(ConfigurationError, match=r'Optimizer\.clip_norm=0 must be above 0'):
+    Optimizer(0.1, 0, 10, clip_norm=0)  # 0 / 0 for a gradient of zero
+  with pytest.raises(ConfigurationError, match=r'Phase\.learning_rate_scale=.* 0 or more'):
+    Phase(8, 1, 1, learning_rate_scale=value)
+  with pytest.raises(ConfigurationError, match=r'Group\.learning_rate_scale=.* 0 or more'):
+    Group('w', learning_rate_scale=value)
+  assert Optimizer(0.0, 0, 10, clip_norm=math.inf)
 
 
 def test_gin_files_name_any_function_of_optax(tmp_path):

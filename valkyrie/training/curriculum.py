@@ -8,7 +8,7 @@ import itertools
 import gin
 import jax.numpy as jnp
 
-from valkyrie.errors import ConfigurationError, check_count
+from valkyrie.errors import ConfigurationError, check_count, check_number
 from valkyrie.types import Array
 
 
@@ -42,6 +42,7 @@ class Phase:
     for name in ('chunk_size', 'chunks', 'backprop_chunks'):
       if getattr(self, name) < 1:
         raise ConfigurationError(f'Phase.{name}={getattr(self, name)} must be at least 1.')
+    check_number('Phase.learning_rate_scale', self.learning_rate_scale)
     check_count('Phase.chunks x Phase.chunk_size', self.tokens_per_row)
     if self.chunks % self.backprop_chunks:
       raise ConfigurationError(
