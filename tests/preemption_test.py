@@ -17,7 +17,7 @@ from valkyrie import main
 from valkyrie.config.load import load_gin
 from valkyrie.distributed import console, heartbeat, processes
 from valkyrie.distributed.preemption import Preemption
-from valkyrie.errors import Diverged, Preempted
+from valkyrie.errors import Diverged, Preempted, UsageError
 from valkyrie.run import train
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -155,6 +155,19 @@ def test_an_interrupt_ends_a_program_that_imports(tmp_path):
     [sys.executable, '-c', code], cwd=ROOT, env=environment, capture_output=True, check=False
   )
   assert (done.returncode, done.stderr) == (-signal.SIGINT, b'')
+
+
+def test_a_program_ends_without_the_exit_handlers_of_libraries():
+  """XLA's crash if a signal has interrupted a compilation, which goes on in other threads."""
+  code = (
+    'import atexit, ctypes, sys; from valkyrie import main; c = ctypes.CDLL(None); '
+    'c.__cxa_atexit(c.abort, None, None); atexit.register(print, "of Python"); '
+    'sys.argv[1:] = ["--gin.train_steps"]; print("printed", end=" "); sys.exit(main.main())'
+  )
+  done = subprocess.run(
+    [sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, check=False
+  )
+  assert (done.returncode, done.stdout) == (UsageError.exit_code, 'printed of Python\n')
 
 
 def test_an_error_in_place_of_an_interrupt_is_an_interrupt(handlers):

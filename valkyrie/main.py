@@ -36,11 +36,13 @@ def main(arguments: Sequence[str] | None = None, **kinds) -> int:
     try:
       with console.of_a_program() if arguments is None else contextlib.nullcontext():
         run(sys.argv[1:] if arguments is None else arguments, **kinds)
-      return 0
+      code = 0
     except (Exception, KeyboardInterrupt) as error:
       code = _explain(error)
       processes.end(code, error)
-      return code
+  if arguments is None:
+    processes.exit_with(code)
+  return code
 
 
 def run(
@@ -137,6 +139,4 @@ if __name__ == '__main__':
   # Imports and traces create many objects and few cycles: the search for cycles takes a tenth of a
   # start. Steps create no cycles that hold arrays.
   gc.set_threshold(100_000, 20, 20)
-  code = main()
-  gc.freeze()  # or Python would search all objects once more at exit
-  sys.exit(code)
+  sys.exit(main())

@@ -35,6 +35,7 @@ _ENDED = 'valkyrie/ended/'  # keys of the exit codes of processes that are about
 _client: Any = None
 _listener: threading.Thread | None = None
 _exits = threading.Event()
+_code: int | None = None  # with which this process exits, once `exit_with` has named it
 _index = 0
 _count = 1
 _turns: dict[str, int] = {}
@@ -186,6 +187,16 @@ def end(code: int, error: BaseException | None = None) -> None:
   os._exit(code)
 
 
+def exit_with(code: int) -> None:
+  """Lets a program exit with `code` when Python has run its exit handlers, without those of C++.
+
+  After a signal jax 0.10 returns from a compilation that goes on in other threads. C++ would
+  destroy what they use, and the process would end with a segmentation fault.
+  """
+  global _code  # noqa: PLW0603
+  _code = code
+
+
 def say(message: str) -> None:
   """Prints a message of this process to standard error."""
   print(f'valkyrie: {message}', file=sys.stderr, flush=True)
@@ -207,11 +218,16 @@ def _published(place: str) -> dict[int, int]:
 
 
 @atexit.register  # before jax is imported, so that this comes after jax's own last barrier
-def _stop_listening() -> None:
+def _exit() -> None:
   """Ends the thread: Python aborts if it exits while a thread is inside a call of jax."""
   _exits.set()
   if _listener is not None:
     _listener.join()
+  if _code is not None:
+    with contextlib.suppress(OSError, ValueError):  # then Python says what it cannot write
+      for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
+      os._exit(_code)
 
 
 def _listen() -> None:
