@@ -92,7 +92,7 @@ class Trainer:
 
   @property
   def parameters(self) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(self.state.params))
+    return sum(jax.tree.leaves(self.model.counts()))
 
   @property
   def flops_per_token(self) -> int:

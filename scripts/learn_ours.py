@@ -118,7 +118,7 @@ def train(trial: Trial) -> dict[str, Any]:
   documents = learn_validation.sample(run.open_feed('validation', batch_size=1).store, trial.scored)
   nats = read(setup.model, state.params, documents, READ_ROWS, READ_CHUNK)
   return {
-    'parameters': sum(leaf.size for leaf in jax.tree.leaves(state.params)),
+    'parameters': sum(jax.tree.leaves(setup.model.counts())),
     'seconds': trained - ready,
     'startup_seconds': ready - began,
     'validation_seconds': time.perf_counter() - trained,

@@ -481,10 +481,11 @@ def test_model_info_has_every_parameter_and_totals():
     'mlp': {'b': jax.ShapeDtypeStruct((4,), jnp.bfloat16, sharding=whole)},
   }
   axes = {'embed': ('vocabulary', None), 'mlp': {'b': (None,)}}
-  totals, _, *table = report.model_info(shapes, axes).splitlines()
+  counts = {'embed': 28, 'mlp': {'b': 4}}  # a row of `embed` is padding
+  totals, _, *table = report.model_info(shapes, axes, counts).splitlines()
   assert totals == (
-    '36 parameters in 2 arrays, 136 bytes (136 B), 72 bytes (72 B) on each of 2 devices '
-    '(mesh data=2)'
+    '32 parameters in 2 arrays and 4 of padding, 136 bytes (136 B), 72 bytes (72 B) on each of 2 '
+    'devices (mesh data=2)'
   )
   assert [row.split() for row in table[1:]] == [
     ['embed', '(8,4)', 'float32', '(vocabulary,-)', '(data)', '128', '64'],

@@ -32,7 +32,7 @@ def of_step(
     'chunks': phase.chunks,
     'backprop_chunks': phase.backprop_chunks,
     'tokens_per_step': rows * phase.tokens_per_row,
-    'parameters': sum(leaf.size for leaf in jax.tree.leaves(setup.state.params)),
+    'parameters': sum(jax.tree.leaves(setup.model.counts())),
     'flops_per_token': setup.model.about.train_flops_per_token,
   }
   began = time.perf_counter()

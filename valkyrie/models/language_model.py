@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import gin
@@ -294,6 +295,17 @@ class Model(NamedTuple):
       return Kind(len(shape.shape) - stacked > 1 and not is_table, stacked, in_planner)
 
     return self._each(kind, params)
+
+  def counts(self) -> Mapping[str, Mapping[str, int]]:
+    """How many numbers each parameter has, {module: {name: count}}, without rows of padding."""
+
+    def count(_, declared, __):
+      shape = declared.shape.shape
+      sizes = zip(shape, declared.axes or (None,) * len(shape), strict=True)
+      most = self.about.vocabulary_size
+      return math.prod(min(size, most) if axis == 'vocabulary' else size for size, axis in sizes)
+
+    return self._each(count, self.parameters())
 
   def parameter_axes(self, resolve: Callable[[str, Axes | None, tuple[int, ...]], Axes]) -> Any:
     """The logical axes of each parameter, after `resolve(path, declared axes, shape)`."""

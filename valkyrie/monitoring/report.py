@@ -17,13 +17,13 @@ from valkyrie.types import leaf_path
 _PACKAGES = ('jax', 'jaxlib', 'dm-haiku', 'optax', 'orbax-checkpoint')
 
 
-def model_info(parameters: Any, axes: Any) -> str:
+def model_info(parameters: Any, axes: Any, counts: Any) -> str:
   """The text of model_info.txt: totals and a table of all parameters, with shardings of one mesh.
 
-  `axes` are the logical axes of each, in the same structure.
+  `axes` are the logical axes of each, and `counts` of `Model.counts`, in the same structure.
   """
   rows = [('parameter', 'shape', 'dtype', 'logical axes', 'mesh axes', 'bytes', 'bytes per device')]
-  count = total = total_per_device = 0
+  held = total = total_per_device = 0
   leaves = jax.tree_util.tree_leaves_with_path(parameters)
   axes_of_leaves = jax.tree.structure(parameters).flatten_up_to(axes)
   for (key_path, leaf), names in zip(leaves, axes_of_leaves, strict=True):
@@ -33,15 +33,16 @@ def model_info(parameters: Any, axes: Any) -> str:
     logical, mesh_axes = _tuple(names), _tuple(tuple(leaf.sharding.spec))
     about = leaf_path(key_path), _tuple(leaf.shape), str(dtype), logical, mesh_axes
     rows.append((*about, f'{size:,}', f'{per_device:,}'))
-    count += math.prod(leaf.shape)
+    held += math.prod(leaf.shape)
     total += size
     total_per_device += per_device
-  mesh = leaves[0][1].sharding.mesh
+  mesh, count = leaves[0][1].sharding.mesh, sum(jax.tree.leaves(counts))
+  padding = f' and {held - count:,} of padding' if held > count else ''
   mesh_axes = ', '.join(f'{name}={size}' for name, size in mesh.shape.items())
   totals = (
-    f'{count:,} parameters in {len(rows) - 1} arrays, {total:,} bytes ({in_units(total)}), '
-    f'{total_per_device:,} bytes ({in_units(total_per_device)}) on each of {mesh.size} devices '
-    f'(mesh {mesh_axes})'
+    f'{count:,} parameters in {len(rows) - 1} arrays{padding}, {total:,} bytes '
+    f'({in_units(total)}), {total_per_device:,} bytes ({in_units(total_per_device)}) on each of '
+    f'{mesh.size} devices (mesh {mesh_axes})'
   )
   return f'{totals}\n\n{_table(rows)}\n'
 

@@ -202,5 +202,5 @@ def _write_description(model_dir: str, setup: Setup) -> None:
   write_configuration(model_dir)
   write_operative_configuration(model_dir)
   axes = setup.model.parameter_axes(setup.partitioner.parameter_axes)
-  text = report.model_info(setup.state.params, axes)
+  text = report.model_info(setup.state.params, axes, setup.model.counts())
   whole_file.write(pathlib.Path(model_dir, 'model_info.txt'), text)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 import dataclasses
 import functools
+import operator
 
 import gin
 import haiku as hk
@@ -155,8 +156,8 @@ class Setup:
 
   def remarks(self) -> list[str]:
     """What a run says about its configuration before it starts."""
-    params = self.state.params
-    parts = sums_of_parts(params, lambda leaf: leaf.size)
+    params, counts = self.state.params, self.model.counts()
+    parts = sums_of_parts(counts, lambda count: count)
     total, by_size = sum(parts.values()), sorted(parts.items(), key=lambda item: -item[1])
     listed = ', '.join(f'{part} {size:,}' for part, size in by_size)
     dtypes = ' and '.join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params)}))
@@ -172,7 +173,7 @@ class Setup:
     ]
     if forgetful := self.short_horizon():
       remarks.append(f'warning: {forgetful}')
-    frozen = jax.tree.map(lambda p, is_so: p.size * is_so, params, self.optimizer.frozen(params))
+    frozen = jax.tree.map(operator.mul, counts, self.optimizer.frozen(params))
     if count := sum(jax.tree.leaves(frozen)):
       remarks.append(
         f'{total - count:,} of {total:,} parameters learn; groups with a learning rate of 0 are '
