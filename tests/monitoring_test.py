@@ -83,7 +83,14 @@ def test_an_interval_of_zero_steps_is_refused():
 def test_text_metrics_count_bits():
   metrics = text_metrics(jnp.float32(6 * math.log(2)), np.float32(3), tokens_per_byte=0.5)
   assert metrics == pytest.approx(
-    {'loss': 2 * math.log(2), 'bits_per_token': 2, 'bits_per_byte': 1}, rel=1e-6
+    {
+      'loss': 2 * math.log(2),
+      'perplexity': 4,
+      'bits_per_token': 2,
+      'bits_per_byte': 1,
+      'targets': 3,
+    },
+    rel=1e-6,
   )
   assert text_metrics(1.0, 1.0, None)['bits_per_byte'] is None
   assert math.isnan(text_metrics(0.0, 0.0, None)['loss'])

@@ -5,19 +5,23 @@ import math
 
 Metrics = dict[str, float | None]
 BY_POSITION = 'loss_by_position/'
+_LARGEST_EXPONENT = 700  # of a float
 
 
 def text_metrics(loss_sum: float, weight_sum: float, tokens_per_byte: float | None) -> Metrics:
-  """{loss in nats per token, bits_per_token, bits_per_byte}, the latter None without its ratio.
+  """{loss in nats per token, its perplexity, bits_per_token, bits_per_byte, targets}.
 
-  `loss_sum` is the weighted negative log-likelihood in nats. Without weight the loss is NaN.
+  `loss_sum` is the weighted negative log-likelihood in nats of so many targets: without any, the
+  loss is NaN. Without `tokens_per_byte`, of the source's text, the bits per byte are None.
   """
   loss = float(loss_sum) / float(weight_sum) if weight_sum else math.nan
   bits = loss / math.log(2)
   return {
     'loss': loss,
+    'perplexity': math.inf if loss > _LARGEST_EXPONENT else math.exp(loss),
     'bits_per_token': bits,
     'bits_per_byte': None if tokens_per_byte is None else bits * tokens_per_byte,
+    'targets': float(weight_sum),
   }
 
 

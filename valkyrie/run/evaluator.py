@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
-import functools
 import json
 import math
 import pathlib
@@ -30,8 +29,7 @@ from valkyrie.training.setup import check_documents, check_vocabulary
 from valkyrie.types import Array, Batch, Carry, Params, TaskFeed
 
 # The metrics that each source of a mixture has, too.
-_OF_SOURCES = ('loss', 'bits_per_token', 'bits_per_byte', 'accuracy')
-_LARGEST_EXPONENT = 700  # of a float
+_OF_SOURCES = ('loss', 'perplexity', 'bits_per_token', 'bits_per_byte', 'targets', 'accuracy')
 _BINS = 31  # powers of two below the largest int32 position
 
 
@@ -207,11 +205,11 @@ class Evaluator:
       stop: called before each chunk; True abandons the evaluation by Preempted.
 
     Returns:
-      loss, bits_per_token, bits_per_byte, perplexity; accuracy, the share of targets with the
-      largest logit; loss_by_position/P, the loss of the targets at positions P to 2 P - 1 of a
-      document; metrics/NAME, a user-defined metric; for the whole split also quick_loss, the loss
-      of its quick part. For a mixture these are means by its weights, and loss/NAME and others are
-      the metrics of each source.
+      what `text_metrics` returns; accuracy, the share of targets with the largest logit;
+      loss_by_position/P, the loss of the targets at positions P to 2 P - 1 of a document;
+      metrics/NAME, a user-defined metric; for the whole split also quick_loss and
+      quick_bits_per_byte, of its quick part. For a mixture these are means by its weights, and
+      loss/NAME and others are the metrics of each source.
     """
     params = self._gather(params)
     rows = self._partitioner.local_rows(self._batch_size)
@@ -230,35 +228,18 @@ class Evaluator:
       return jax.device_get(found)
 
     chunks = {name: scores(feed) for name, feed in self._sources.items()}
-    quick = {name: _sum(parts[: self._quick]) for name, parts in chunks.items()}
+    quick = self._metrics({name: _sum(parts[: self._quick]) for name, parts in chunks.items()})
     if not whole:
-      return self._metrics(quick, self._quick_ratios)
-    ratios = {name: feed.tokens_per_byte for name, feed in self._sources.items()}
-    found = self._metrics({name: _sum(parts) for name, parts in chunks.items()}, ratios)
+      return quick
+    found = self._metrics({name: _sum(parts) for name, parts in chunks.items()})
     if self._quick is not None:
-      found['quick_loss'] = self._metrics(quick, ratios)['loss']
+      found |= {f'quick_{name}': quick[name] for name in ('loss', 'bits_per_byte')}
     return found
 
-  @functools.cached_property
-  def _quick_ratios(self) -> dict[str, float | None]:
-    return {name: self._quick_ratio(feed) for name, feed in self._sources.items()}
-
-  def _quick_ratio(self, feed: TaskFeed) -> float | None:
-    """Tokens per byte of the quick part of a source."""
-    if self._quick is None or feed.tokens_per_byte is None:
-      return feed.tokens_per_byte
-    tokens = text_bytes = 0
-    codec = feed.vocabulary
-    for number in range(min(self._quick, self._chunks(feed))):
-      batch = feed.read(number * self._chunk_size, self._chunk_size)
-      for ids, segments in zip(batch.inputs, batch.segment_ids, strict=True):
-        read = ids[segments > 0].tolist()
-        tokens += len(read) - sum(map(read.count, {*codec.bos} - {codec.eos_id}))
-        text_bytes += len(codec.decode(read).encode())
-    return tokens / text_bytes if text_bytes else None
-
-  def _metrics(self, scores: Mapping[str, Scores], ratios: Mapping[str, float | None]) -> Metrics:
-    """The metrics of the sums of each source, and of its tokens per byte."""
+  def _metrics(self, scores: Mapping[str, Scores]) -> Metrics:
+    """The metrics of the sums of each source."""
+    # Of the split, also for its quick part: a store knows the bytes of a whole text only.
+    ratios = {name: feed.tokens_per_byte for name, feed in self._sources.items()}
     if len(scores) == 1:
       (only,), (ratio,) = scores.values(), ratios.values()
       return _metrics(only, ratio)
@@ -269,6 +250,7 @@ class Evaluator:
 
     mean = jax.tree.map(weighted, *scores.values())
     found = _metrics(mean, mean_tokens_per_byte(self._weights, ratios))
+    found['targets'] = sum(float(of_source.weight.sum()) for of_source in scores.values())
     for name, of_source in scores.items():
       metrics = _metrics(of_source, ratios[name])
       names = [*_OF_SOURCES, *(f'metrics/{own}' for own in of_source.metrics)]
@@ -285,7 +267,6 @@ def _metrics(scores: Any, tokens_per_byte: float | None) -> Metrics:
   loss, weight = scores.loss.sum(), scores.weight.sum()
   return {
     **text_metrics(float(loss), float(weight), tokens_per_byte),
-    'perplexity': math.exp(min(loss / weight, _LARGEST_EXPONENT)) if weight else math.nan,
     'accuracy': float(scores.right / weight) if weight else math.nan,
     **{
       f'metrics/{name}': float(total / of) if of else math.nan
