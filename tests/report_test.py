@@ -116,7 +116,7 @@ def test_a_page_of_two_runs(run, tmp_path, capsys):
     'Speed',
   ):
     assert expected in said
-  assert '9.5 (+0.5, worse)' in said and '200 (+0)' in said
+  assert '9.5 (+0.5, worse)' in said and '200 (+0)' in said and 'median mfu' not in said
   assert text.count('class="number worse"') == 1 and 'class="number better"' not in text
   assert page.texts.count('def <b>') == 2 and page.texts.count('first, step 40') == 1
   phases = said.partition('tokens until then')[2].split()
@@ -127,6 +127,57 @@ def test_a_page_of_two_runs(run, tmp_path, capsys):
   assert 'Gradient norm' not in said  # no run has one
   assert html_report.main(arguments) == 74 and 'is there already' in capsys.readouterr().err
   assert html_report.main([str(tmp_path)]) == 78
+
+
+@pytest.mark.parametrize(
+  ('tokenizers', 'data', 'comparable'),
+  [
+    ((None, None), ('a', 'a'), True),
+    ((b'x', b'x'), ('a', 'a'), True),
+    ((b'x', b'x'), (None, None), True),
+    ((b'x', b'y'), ('a', 'b'), False),
+    ((None, b'y'), (None, None), False),
+    ((b'x', b'x'), ('a', 'b'), False),  # another text
+  ],
+)
+def test_numbers_of_other_tokens_are_not_compared(run, tokenizers, data, comparable):
+  runs = []
+  for name, offset, tokenizer, fingerprint in zip(
+    ('a', 'b'), (0, 1), tokenizers, data, strict=True
+  ):
+    folder = run(name, 0.1, offset)
+    if tokenizer is not None:
+      (folder / 'tokenizer.model').write_bytes(tokenizer)
+    if fingerprint is not None:
+      (folder / 'eval' / 'data.json').write_text(json.dumps({'': fingerprint}))
+    evaluations = folder / 'eval' / 'metrics.jsonl'
+    text = evaluations.read_text().replace(
+      '"bits_per_byte": 1.25', f'"bits_per_byte": {2 - offset}'
+    )
+    evaluations.write_text(text)
+    runs.append(html_report.read_run(folder))
+  page = html_report.page(runs)
+  rows = {row.partition('</td>')[0]: row for row in html_report._results(runs).split('<tr><td>')}
+  assert ('worse' in rows['loss']) == ('+0' in rows['median tokens_per_second']) == comparable
+  assert 'better' in rows['bits_per_byte']
+  figures = page.split('<figure>')[1:]
+  for both in (one.partition('</figcaption>')[0] for one in figures):
+    drawn = {name for name in 'ab' if f'">{name} ' in both}
+    assert len(drawn) == 2 or (not comparable and 'bits per byte' not in both)
+    colors = {name: re.search(rf'--c(\d)\)">{name} ', both)[1] for name in drawn}
+    assert all(color == str('ab'.index(name)) for name, color in colors.items())
+  assert ('bits per byte' in page.partition('<figure>')[2]) == (not comparable)
+
+
+def test_the_speed_of_a_run_is_the_median_of_its_lines(run):
+  folder = run('a', 0.1)
+  lines = [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
+  for line, speed in zip(lines[-3:], (None, 'NaN', 1e9), strict=True):
+    line['tokens_per_second'] = speed
+  del lines[0]['tokens_per_second'], lines[0]['step_seconds']
+  (folder / 'metrics.jsonl').write_text(''.join(f'{json.dumps(line)}\n' for line in lines))
+  found = html_report._results([html_report.read_run(folder)])
+  assert '<td>median tokens_per_second</td><td class="number">200</td>' in found
 
 
 def test_costs_and_evaluations_between_lines(run):

@@ -8,15 +8,18 @@ The page needs no network and no script, and follows the light or dark setting o
 import argparse
 from collections.abc import Mapping, Sequence
 import html
+import itertools
 import json
 import math
 import os
 import pathlib
+import statistics
 import sys
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from valkyrie.config.paths import TOKENIZER
 from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError, storage_errors
 from valkyrie.monitoring.json_lines import by_step
 from valkyrie.monitoring.pictures import Curve, by_position, figure
@@ -46,6 +49,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; border-left: 3px solid var
 """
 # (metric, title, unit) of the curves.
 _VALIDATION = ('loss', 'Validation loss', 'nats per token')
+_BITS = ('bits_per_byte', 'Validation loss', 'bits per byte')
 _TRAINING = (
   ('loss', 'Training loss', 'nats per token'),
   ('grad_norm', 'Gradient norm', ''),
@@ -60,6 +64,8 @@ _RESULTS = ('step', 'tokens', 'loss', 'bits_per_byte', 'accuracy', 'tokens_per_s
 # The results that are better when lower (-1) or higher (1).
 _DIRECTION = {'loss': -1, 'bits_per_byte': -1, 'accuracy': 1, 'tokens_per_second': 1, 'mfu': 1}
 _OF_VALIDATION = ('loss', 'bits_per_byte', 'accuracy')
+_SPEEDS = ('tokens_per_second', 'mfu')
+_OF_TOKENS = ('loss', 'accuracy', 'tokens_per_second')  # mean nothing beside those of other tokens
 _SAMPLES = 3  # steps whose samples are shown
 Line = dict[str, Any]
 
@@ -71,6 +77,7 @@ class Run(NamedTuple):
   refused: of refused_steps.jsonl.
   version, bindings: of Valkyrie, which wrote its configuration, and its {name: value}.
   about: the number of parameters, of model_info.txt.
+  tokens: its tokenizer and the fingerprints of its validation data.
   """
 
   name: str
@@ -80,6 +87,7 @@ class Run(NamedTuple):
   version: str
   bindings: Mapping[str, Any]
   about: str
+  tokens: tuple
 
 
 def read_run(model_dir: str | os.PathLike) -> Run:
@@ -95,11 +103,12 @@ def read_run(model_dir: str | os.PathLike) -> Run:
     file, info = folder / 'config.json', folder / 'model_info.txt'
     config: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {'bindings': {}}
     about = info.read_text().partition(' in ')[0] if info.exists() else ''
+    files = *folder.glob(f'{TOKENIZER}.*'), *folder.glob('eval/data.json')
+    tokens = tuple(file.read_bytes() for file in files)
   lines = _with_costs(lines)
   evaluations, name = _located(evaluations, lines), folder.resolve().name
-  return Run(
-    name, lines, evaluations, refused, config.get('version', ''), config['bindings'], about
-  )
+  version, bindings = config.get('version', ''), config['bindings']
+  return Run(name, lines, evaluations, refused, version, bindings, about, tokens)
 
 
 def _with_costs(lines: list[Line]) -> list[Line]:
@@ -128,15 +137,20 @@ def _located(evaluations: list[Line], lines: list[Line]) -> list[Line]:
 def page(runs: Sequence[Run]) -> str:
   """The text of the page."""
   title = html.escape(', '.join(run.name for run in runs))
+  groups = [  # of the runs that can be compared; the others are empty there, and keep their colors
+    [run if run.tokens == of else run._replace(lines=[], evaluations=[]) for run in runs]
+    for of in dict.fromkeys(run.tokens for run in runs)
+  ]
   parts = [
     f'<h1>{title}</h1>',
     _results(runs),
     '<h2>Validation</h2>',
-    *(_curves(runs, 'evaluations', *_VALIDATION, axis) for axis in _AXES),
-    _by_position(runs),
+    *(_curves(runs, 'evaluations', *_BITS, axis) for axis in _AXES[1:] if len(groups) > 1),
+    *(_curves(group, 'evaluations', *_VALIDATION, axis) for group in groups for axis in _AXES),
+    *map(_by_position, groups),
     '<h2>Training</h2>',
-    *(_curves(runs, 'lines', *metric, _AXES[0]) for metric in _TRAINING),
-    *(_curves(runs, 'lines', *_TRAINING[0], axis) for axis in _AXES[1:]),
+    *(_curves(group, 'lines', *metric, _AXES[0]) for metric in _TRAINING for group in groups),
+    *(_curves(group, 'lines', *_TRAINING[0], axis) for axis in _AXES[1:] for group in groups),
     _phases(runs),
     _refused(runs),
     _samples(runs),
@@ -158,6 +172,9 @@ def _results(runs: Sequence[Run]) -> str:
   for run in runs:
     training, validation = _last(run.lines), _last(run.evaluations)
     known = {name: validation[name] for name in _OF_VALIDATION if name in validation}
+    for name in _SPEEDS:  # of one line, it would depend on the moment
+      speeds = [line[name] for line in run.lines if _is_number(line.get(name))]
+      known[name] = statistics.median(speeds) if speeds else None
     last.append({**training, **known})
   rows: list[Sequence[Any]] = [
     ('model', *(run.about for run in runs)),
@@ -166,7 +183,10 @@ def _results(runs: Sequence[Run]) -> str:
   for name in _RESULTS:
     first, *others = [found.get(name) for found in last]
     if any(map(_is_number, (first, *others))):
-      rows.append((name, first, *(_compared(name, value, first) for value in others)))
+      same = [run.tokens == runs[0].tokens or name not in _OF_TOKENS for run in runs[1:]]
+      firsts = (first if so else None for so in same)
+      compared = map(_compared, itertools.repeat(name), others, firsts)
+      rows.append((f'median {name}' if name in _SPEEDS else name, first, *compared))
   return _table(('', *(run.name for run in runs)), rows)
 
 
