@@ -58,7 +58,13 @@ class LoadedModel:
     chunk_size: int,
   ):
     """Sets the attributes; a call of the model reads at most `chunk_size` tokens of a row."""
-    self.model, self.params, self.tokenizer = model, params, tokenizer
+
+    def apply(*args, **options):  # without the rows that pad the unembedding
+      features, carry = model.apply(*args, **options)
+      real = features.unembedding[: model.about.vocabulary_size]
+      return features._replace(unembedding=real), carry
+
+    self.model, self.params, self.tokenizer = model._replace(apply=apply), params, tokenizer
     self.model_dir, self.steps = model_dir, steps
     self._reader = Reader(model, chunk_size)
     self._generator = Generator(self._reader)
