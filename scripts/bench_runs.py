@@ -129,7 +129,7 @@ class Loop:
     spans = (
       (trainer.curriculum.position(n), trainer.curriculum.phase(n).tokens_per_row) for n in numbers
     )
-    log.restart_clock()
+    log.clock(runs=True)
     under_way = None
     for step, batch in zip(numbers, prefetch(trainer.feed, spans), strict=True):
       trainer.state, metrics = trainer.step(trainer.state, trainer.layout.place_batch(batch))

@@ -94,6 +94,8 @@ def test_text_metrics_count_bits():
   )
   assert text_metrics(1.0, 1.0, None)['bits_per_byte'] is None
   assert math.isnan(text_metrics(0.0, 0.0, None)['loss'])
+  assert math.isnan(text_metrics(0.0, 0.0, None)['perplexity'])
+  assert text_metrics(1e6, 1.0, None)['perplexity'] == math.inf
 
 
 def test_speed_metrics_are_per_step_and_device():
@@ -405,10 +407,10 @@ def test_progress_is_plain_lines_without_a_terminal():
   progress.close()
   assert stream.getvalue().splitlines() == [
     'step 50/100 (50%): loss 1.2500, 0.900 bits per byte, 8,123 tokens/s, '
-    '0.0617 TFLOP/s per device, gradient 0.512, learning rate 0.0003, 01:40 left',
+    '2 s a step, 0.0617 TFLOP/s per device, gradient 0.512, learning rate 0.0003, 01:40 left',
     'evaluated',
     'step 60/100 (60%): loss nan, nan bits per token',
-    'step 75/100 (75%): accuracy 50.00%, 4:12:05 left',
+    'step 75/100 (75%): accuracy 50.00%, 605 s a step, 4:12:05 left',
   ]
 
 
@@ -451,6 +453,7 @@ def test_memory_is_told_in_bytes_and_in_lines():
   assert re.fullmatch(
     r'memory of this process: [\d.]+ [MG]iB in use, [\d.]+ [MG]iB peak', memory.lines()[0]
   )
+  assert memory.lines(' at the end')[0].startswith('memory of this process at the end: ')
   assert memory.device_peak() is None  # a CPU does not say
 
 

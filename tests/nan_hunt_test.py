@@ -15,6 +15,7 @@ from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.train_step import initial_state, make_train_step
 
 CHUNKS = 2
+COUNTS = r'\(\d+ of [\d,]+ are NaN, \d+ infinite\)\.'
 
 
 class Spoiler(hk.Module):
@@ -82,7 +83,7 @@ def test_the_first_module_is_named(spoil, place):
   step, _, state = hunted_step(spoil)
   healthy, metrics = step(state, tiny.batch([8, 8]))  # no document has a position 9
   assert int(healthy.step) == 1 and int(metrics.skipped) == 0
-  with pytest.raises(Diverged, match=f'Step 2 has .*: {place} the step'):
+  with pytest.raises(Diverged, match=f'Step 2 has .*: {place} the step {COUNTS}'):
     step(healthy, tiny.batch([8 * CHUNKS]))
 
 
@@ -90,4 +91,10 @@ def test_what_goes_in_is_looked_at_first():
   _, traceable, state = hunted_step(overflow)
   state.params['model']['embedding'] = state.params['model']['embedding'].at[3, 2].set(jnp.nan)
   found = nan_hunt.first_nonfinite(traceable, state, tiny.batch([8 * CHUNKS]))
-  assert found == 'parameter model/embedding, before the step.'
+  size = state.params['model']['embedding'].size
+  assert found == f'parameter model/embedding (1 of {size:,} are NaN, 0 infinite), before the step.'
+  state.params['model/final_norm'] = {'scale': jnp.array([jnp.inf, -jnp.inf, jnp.nan, 1.0])}
+  found = nan_hunt.first_nonfinite(traceable, state, tiny.batch([8 * CHUNKS]))
+  assert found.endswith(
+    ', parameter model/final_norm/scale (1 of 4 are NaN, 2 infinite), before the step.'
+  )

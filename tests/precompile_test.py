@@ -78,6 +78,7 @@ def test_every_phase_has_all_fields(certificates):
     } <= c.keys()
     assert (c['chips'], c['rows'], c['topology'], c['fits']) == (8, 8, None, None)
     assert c['compiler'] == f'jaxlib {metadata.version("jaxlib")}'
+    assert c['activations'] == {'batch': ['data'], 'time': [], 'activation': []}
     parts = c['argument_bytes'] + c['temporary_bytes'] + c['output_bytes'] - c['alias_bytes']
     assert c['total_bytes'] == parts
 

@@ -49,11 +49,11 @@ class HashState:
 FIELDS = {
   'step', 'tokens', 'loss', 'bits_per_token', 'bits_per_byte', 'grad_norm', 'learning_rate',
   'step_seconds', 'tokens_per_second', 'tokens_per_second_per_device',
-  'tflops_per_second_per_device', 'mfu', 'phase', 'skipped',
+  'tflops_per_second_per_device', 'mfu', 'phase', 'skipped', 'perplexity', 'targets', 'goodput',
 }  # fmt: skip
 OF_THE_MACHINE = {
   'step_seconds', 'tokens_per_second', 'tokens_per_second_per_device',
-  'tflops_per_second_per_device', 'mfu', 'host_memory_peak', 'device_memory_peak',
+  'tflops_per_second_per_device', 'mfu', 'host_memory_peak', 'device_memory_peak', 'goodput',
 }  # fmt: skip
 
 

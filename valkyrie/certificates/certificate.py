@@ -27,6 +27,7 @@ def of_step(
     'chips': mesh.size,
     'mesh': dict(mesh.shape),
     'layout': _layout(setup),
+    'activations': {a: setup.partitioner.axes_of(a) for a in ('batch', 'time', 'activation')},
     'rows': rows,
     'chunk_size': phase.chunk_size,
     'chunks': phase.chunks,

@@ -180,8 +180,12 @@ class TextSamples:
       functions, {}, tokenizer, model_dir='', steps=(), chunk_size=chunk_size
     )
 
+  def pauses(self, step: int) -> bool:
+    """Whether there are samples after this step."""
+    return step % self._every == 0
+
   def __call__(self, step: int, state: Any, metrics: Any) -> Mapping[str, str] | None:
-    if step % self._every:
+    if not self.pauses(step):
       return None
     self._loaded.params = jax.device_put(state.evaluated, jax.local_devices()[0])
     made = self._loaded.generate(self._prompts, seed=step, **self._options)

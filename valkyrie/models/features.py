@@ -47,6 +47,7 @@ class Description(NamedTuple):
   has_dropout: whether any mixer draws random numbers in training.
   plan_interval, planner_module: tokens of an interval, and the Haiku name; None without a planner.
   needs_whole_rows: the kinds of parts that accept no pieces of time.
+  remat_policy: what a layer saves for the backward pass.
   """
 
   vocabulary_size: int
@@ -60,6 +61,7 @@ class Description(NamedTuple):
   plan_interval: int | None
   planner_module: str | None
   needs_whole_rows: tuple[str, ...]
+  remat_policy: str | None
 
   @property
   def train_flops_per_token(self) -> int:

@@ -228,6 +228,7 @@ class LanguageModel(hk.Module):
       plan_interval=None if planner is None else planner.plan_interval,
       planner_module=None if planner is None else planner.module_name,
       needs_whole_rows=tuple(dict.fromkeys(whole)),
+      remat_policy=self.remat_policy,
     )
 
   @hk.transparent

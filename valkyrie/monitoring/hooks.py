@@ -1,6 +1,6 @@
 """Actions at some steps of a run: hooks, and profiles."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import os
 import pathlib
@@ -18,7 +18,8 @@ class Hook(Protocol):
     """Reads the state and metrics of a step from the devices, and changes neither.
 
     The numbers and texts that it returns are logged with the next line of training, as
-    'hooks/NAME'.
+    'hooks/NAME'. If a hook has the method `pauses(step)`, the speed leaves out the calls for which
+    it returns True.
     """
 
 
@@ -33,11 +34,15 @@ class Every:
     check_every(n)
     self._n, self._hook, self._total_steps, self._seen = n, hook, total_steps, start_step
 
-  def __call__(self, step: int, state: Any, metrics: Any) -> None:
+  def pauses(self, step: int) -> bool:
+    """Whether the other hook is called after this step."""
     passed = step // self._n > self._seen // self._n
-    ended = self._seen < self._total_steps <= step
+    return passed or self._seen < self._total_steps <= step
+
+  def __call__(self, step: int, state: Any, metrics: Any) -> None:
+    is_due = self.pauses(step)
     self._seen = max(self._seen, step)
-    if passed or ended:
+    if is_due:
       self._hook(step, state, metrics)
 
 
@@ -57,7 +62,7 @@ class Profile:
     """Takes the numbers, from 1, of the first and the last step; None profiles nothing."""
     self._place = pathlib.Path(model_dir) / 'profile'
     self._first, self._last = steps or (0, -1)
-    self._running = False
+    self._is_running, self._running = False, contextlib.ExitStack()
     if steps is not None and not 1 <= self._first <= self._last:
       raise ConfigurationError(
         f'train.profile_steps={steps}: give the first and the last step to profile, such as (10, '
@@ -65,18 +70,18 @@ class Profile:
       )
 
   @contextlib.contextmanager
-  def step(self, number: int) -> Iterator[None]:
-    """Surrounds the dispatch of step `number`; waits for the devices after the last one."""
-    if self._first <= number <= self._last and not self._running:
+  def step(self, number: int, untimed: Callable) -> Iterator[None]:
+    """Surrounds the dispatch of step `number`; `untimed` surrounds all steps of the profile."""
+    if self._first <= number <= self._last and not self._is_running:
+      self._is_running = True
+      self._running.enter_context(untimed())
       jax.profiler.start_trace(self._place)
-      self._running = True
+      self._running.callback(jax.profiler.stop_trace)
+      self._running.callback(lambda: jax.block_until_ready(jax.live_arrays()))
     yield
     if number == self._last:
       self.close()
 
   def close(self) -> None:
     """Waits for the devices and writes the profile, if one was started."""
-    if self._running:
-      self._running = False
-      jax.block_until_ready(jax.live_arrays())
-      jax.profiler.stop_trace()
+    self._running.close()

@@ -45,16 +45,16 @@ def device_peak() -> int | None:
   return max((found[_PEAK] for found in stats if _PEAK in found), default=None)
 
 
-def lines() -> list[str]:
+def lines(when: str = '') -> list[str]:
   """The memory of the process now and at its peak, and of each local device that reports it."""
   size = of_process('VmRSS')
   now = '' if size is None else f'{in_units(size)} in use, '
-  found = [f'memory of this process: {now}{in_units(host_peak())} peak']
+  found = [f'memory of this process{when}: {now}{in_units(host_peak())} peak']
   for device in jax.local_devices():
     stats = device.memory_stats() or {}
     facts = [f'{in_units(stats[key])} {name}' for key, name in _WORDS.items() if key in stats]
     if facts:
-      found.append(f'memory of {device}: {", ".join(facts)}')
+      found.append(f'memory of {device}{when}: {", ".join(facts)}')
   return found
 
 

@@ -97,8 +97,10 @@ def describe(metrics: Mapping[str, Any]) -> list[str]:
   texts = {
     'loss': 'loss {:.4f}',
     bits: '{:.3f} ' + bits.replace('_', ' '),
+    'perplexity': 'perplexity {:.4g}',
     'accuracy': 'accuracy {:.2%}',
     'tokens_per_second': '{:,.0f} tokens/s',
+    'step_seconds': '{:.3g} s a step',
     'tflops_per_second_per_device': '{:.3g} TFLOP/s per device',
     'mfu': '{:.1%} of peak',
     'grad_norm': 'gradient {:.3g}',

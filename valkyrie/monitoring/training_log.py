@@ -1,6 +1,7 @@
 """The log of the steps of training, which is read one step behind the devices."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+import contextlib
 import dataclasses
 import time
 
@@ -21,6 +22,7 @@ class TrainingLog:
 
   Reading a number from a device waits for the device. The log therefore reads the metrics of a step
   only after the next step was dispatched. It writes a line every `every` steps, and after the last.
+  Speeds are of steps alone: what `untimed` surrounds is left out. `began` is when the process did.
   """
 
   writer: RunWriter
@@ -29,18 +31,23 @@ class TrainingLog:
   _: dataclasses.KW_ONLY
   every: int
   total_steps: int
+  began: float = dataclasses.field(default_factory=time.perf_counter)
 
   def __post_init__(self):
     check_every(self.every)
     self._steps: list[StepMetrics] = []
     self._due: int | None = None
     self._noted: dict[str, float | str] = {}
-    self._since = time.perf_counter()
+    self._timed: list[int] = []  # the steps since the last line that count for its speed
+    self._seconds = self._all_seconds = 0.0  # that these took, and those of the lines before
+    self._since: float | None = None  # when the clock was read; None while it stands still
 
   def __call__(self, step: int, metrics: StepMetrics) -> None:
     """Takes the metrics of step `step`, counted from 1, directly after its dispatch."""
     self.flush()
     self._steps.append(metrics)
+    if self._since is not None:
+      self._timed.append(step)
     if step % self.every == 0 or step == self.total_steps:
       self._due = step
 
@@ -51,9 +58,21 @@ class TrainingLog:
       for name, value in (found or {}).items()
     }
 
-  def restart_clock(self) -> None:
-    """Excludes the time since the last line, which was not training, from the speed."""
-    self._since = time.perf_counter()
+  def clock(self, runs: bool) -> None:
+    """Reads the clock; the time that follows counts for the speed if it `runs`."""
+    now = time.perf_counter()
+    self._seconds += 0.0 if self._since is None else now - self._since
+    self._since = now if runs else None
+
+  @contextlib.contextmanager
+  def untimed(self) -> Iterator[None]:
+    """Leaves what happens inside, steps too, out of the speed; waits for the steps before."""
+    self.flush()
+    jax.block_until_ready(self._steps)
+    ran = self._since is not None
+    self.clock(runs=False)
+    yield
+    self.clock(runs=ran)
 
   def flush(self) -> None:
     """Waits for the metrics that are due, and writes them."""
@@ -61,8 +80,10 @@ class TrainingLog:
     if step is None:
       return
     steps, self._steps = jax.device_get(self._steps), []
-    now = time.perf_counter()
-    seconds, self._since = now - self._since, now
+    self.clock(runs=self._since is not None)
+    seconds, self._seconds = self._seconds, 0.0
+    timed, self._timed = self._timed, []
+    self._all_seconds += seconds
     read = self.reading.tokens
 
     def total(name: str) -> float:  # in float64: float32 counts only to 2^24
@@ -77,19 +98,21 @@ class TrainingLog:
       **{f'grad_norm/{part}': float(norm) for part, norm in last.part_norms.items()},
       'learning_rate': float(last.learning_rate),
       'beyond_window': total('beyond_window') / max(weight, 1.0),
-      **speed_metrics(
-        tokens=read(step) - read(step - len(steps)),
-        steps=len(steps),
-        seconds=seconds,
-        devices=jax.device_count(),
-        flops_per_token=self.model.about.train_flops_per_token,
-        peak_flops=chips.peak_flops(jax.devices()[0].device_kind),
-      ),
+      'goodput': self._all_seconds / (time.perf_counter() - self.began),
       'phase': self.reading.curriculum.index(step - 1),
       'skipped': int(last.skipped),
       'host_memory_peak': memory.host_peak(),
       'device_memory_peak': memory.device_peak(),
     }
+    if timed:  # else the speed is unknown
+      scalars |= speed_metrics(
+        tokens=sum(read(number) - read(number - 1) for number in timed),
+        steps=len(timed),
+        seconds=seconds,
+        devices=jax.device_count(),
+        flops_per_token=self.model.about.train_flops_per_token,
+        peak_flops=chips.peak_flops(jax.devices()[0].device_kind),
+      )
     if self.model.about.plan_interval is not None:
       scalars['draft_loss'] = total('draft_loss') / max(weight, 1.0)
     self.writer.write_scalars(step, {**scalars, **self._noted})

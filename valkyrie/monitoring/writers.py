@@ -28,7 +28,7 @@ Show = Callable[[int, Mapping[str, Any]], None]
 _WITHOUT = 'Install the packages of setup.py, or set create_writers.tensorboard = False.'
 _ADVICE = 'Make room there, and run the same command again.'
 _GROUPS = {
-  'throughput': ('step_seconds', 'tokens_per_second', 'tflops_per_second', 'mfu'),
+  'throughput': ('step_seconds', 'tokens_per_second', 'tflops_per_second', 'mfu', 'goodput'),
   'memory': ('host_memory', 'device_memory'),
 }
 

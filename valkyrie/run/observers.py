@@ -1,11 +1,12 @@
 """Observers of a run between its steps: refused steps, validation and saves."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 import contextlib
 import dataclasses
 import os
 import pathlib
+import time
 from typing import Any
 
 import jax
@@ -97,7 +98,6 @@ class Validation:
   trainer: Trainer
   train_steps: int
   model_dir: str
-  log: TrainingLog
   writer: RunWriter
   drawing: Executor
 
@@ -109,7 +109,6 @@ class Validation:
   def __call__(self, step: int, state: TrainState, metrics: StepMetrics) -> None:
     """Evaluates the state after `step`, counted from 1."""
     del metrics
-    self.log.flush()
     is_last = step == self.train_steps
     plan, stop = self.trainer.reading.curriculum.phase(step - 1).planner, self.trainer.should_stop
     try:
@@ -129,7 +128,6 @@ class Validation:
       self._picture = step, self.drawing.submit(draw, place, {'validation': found})
     split = 'the whole validation split' if is_last else 'validation'
     self.trainer.say(f'step {step}, {split}: ' + ', '.join(describe(found)))
-    self.log.restart_clock()
 
   def check_picture(self) -> None:
     """Waits for the picture that is being drawn; raises a StorageError if it cannot be written."""
@@ -143,20 +141,30 @@ class Saver:
   """A hook that saves the state of a run in the background.
 
   Attributes:
-    flushes: each waits for the steps done, and writes their lines: a step that is saved has them.
+    refusals, log: they write the lines of the steps done before a save.
     patience: of the run; a follower of the run ends at a step that was saved after it was used up.
   """
 
   trainer: Trainer
   validation: Validation
-  flushes: Sequence[Callable[[], None]]
+  refusals: Refusals
+  log: TrainingLog
   patience: int | None
+  _saved: float = dataclasses.field(default_factory=time.perf_counter, init=False)
 
   def __call__(self, step: int, state: TrainState, metrics: StepMetrics) -> None:
     """Saves the state after `step`, counted from 1."""
     del metrics
     self.flush()
-    self.trainer.directory.save(step, state, self._record())
+    with self.log.untimed():
+      began, before = time.perf_counter(), self._saved
+      self.trainer.directory.save(step, state, self._record())
+      self._saved = time.perf_counter()
+    if (waited := self._saved - began) > max(1, 0.1 * (self._saved - before)):
+      self.trainer.say(
+        f'the run waited {waited:.1f} s of {self._saved - before:.1f} for the save of step {step}: '
+        'a larger checkpoint_every saves less often'
+      )
 
   def retry(self, step: int, state: TrainState, metrics: StepMetrics) -> None:
     """A hook that saves again after a save that failed, and raises if the directory is lost."""
@@ -165,9 +173,9 @@ class Saver:
     self.trainer.directory.check()
 
   def flush(self) -> None:
-    """Calls all `flushes`."""
-    for flush in self.flushes:
-      flush()
+    """Waits for the steps done, and writes their lines."""
+    self.refusals.flush()
+    self.log.flush()
 
   def save_now(self, patiently: bool = True) -> None:
     """Saves the state and waits, unless no step was taken or it is saved already."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 import contextlib
 import pathlib
+import time
 
 import gin
 import jax
@@ -78,6 +79,7 @@ def train(
     ValkyrieError: of the kind that names the misfit, such as too little memory.
     Preempted: the process was asked to stop, and has saved.
   """
+  began = time.perf_counter()
   check_sizes('train', train_steps=train_steps, patience=1 if patience is None else patience)
   check_count('train.train_steps', train_steps)
   profile = Profile(model_dir, profile_steps)
@@ -107,7 +109,7 @@ def train(
 
     # State: initial, or of the newest checkpoint.
     trainer = Trainer(setup, tokens, directory, stop, allow_changed, initial, progress.say)
-    progress.say(*memory.lines(), trainer.reading.plan(train_steps))
+    progress.say(*memory.lines(' with the state'), trainer.reading.plan(train_steps))
     initial.check(evaluate, trainer.state, trainer.should_stop)
     if jax.process_index() == 0:
       _write_description(model_dir, setup)
@@ -131,7 +133,7 @@ def train(
     )
     _write_settings(writer, trainer.start)
     log = TrainingLog(
-      writer, setup.model, trainer.reading, every=log_every, total_steps=train_steps
+      writer, setup.model, trainer.reading, every=log_every, total_steps=train_steps, began=began
     )
     skipped = int(trainer.state.skipped)
     budget = refused_steps(skipped, trainer.documents)
@@ -139,9 +141,9 @@ def train(
       Refusals(model_dir, skipped, trainer.documents, progress.say, budget)
     )
     drawing = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix='plot'))
-    validation = Validation(evaluate, trainer, train_steps, model_dir, log, eval_writer, drawing)
+    validation = Validation(evaluate, trainer, train_steps, model_dir, eval_writer, drawing)
     stack.callback(validation.check_picture)
-    saver = Saver(trainer, validation, [refusals.flush, log.flush], patience)
+    saver = Saver(trainer, validation, refusals, log, patience)
 
     def every(n: int, hook: Hook) -> Hook:
       return Every(n, hook, total_steps=train_steps, start_step=trainer.start)
@@ -154,23 +156,28 @@ def train(
     progress.say(
       'handlers ready: SIGTERM, SIGINT, SIGHUP or SIGQUIT now saves, and ends with exit code 75'
     )
-    log.restart_clock()
+    log.clock(runs=True)
     with saver.saving_on_error():
       for batch in batches(trainer.reading, setup, range(trainer.step, train_steps)):
         done = _done(trainer.step, train_steps, validation.lowest, patience)
         if done or trainer.should_stop():
           break
-        with profile.step(trainer.step + 1):
+        with profile.step(trainer.step + 1, log.untimed):
           metrics = trainer.take_step(batch)
+          log(trainer.step, metrics)
         if setup.loss_spikes.action == 'rewind' and bool(metrics.spiked):
-          refusals.rewound(trainer.step, trainer.rewind(checkpoint_every))
-        log(trainer.step, metrics)
+          with log.untimed():
+            refusals.rewound(trainer.step, trainer.rewind(checkpoint_every))
         refusals(trainer.step, metrics)
+        if trainer.step == trainer.start + 2:  # whose dispatch the first one's end has followed
+          progress.say(*memory.lines(' after the first step'))
         for observe in observers:
-          log.note(observe(trainer.step, trainer.state, metrics))
+          pauses = getattr(observe, 'pauses', lambda step: False)(trainer.step)
+          with log.untimed() if pauses else contextlib.nullcontext():
+            log.note(observe(trainer.step, trainer.state, metrics))
       saver.flush()
     progress.close()
-    progress.say(*memory.lines())
+    progress.say(*memory.lines(' at the end'))
     saver.save_now()
     if trainer.step == train_steps:
       return

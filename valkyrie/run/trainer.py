@@ -122,13 +122,17 @@ class Trainer:
 
     Raises a ConfigurationError if the programs differ between processes, or from the checkpoint's.
     """
-    phases = self.setup.curriculum.forms
+    phases, about = self.setup.curriculum.forms, self.setup.model.about
     compiled: dict[tuple, jax.stages.Compiled] = {}
     devices = self.setup.partitioner.mesh.devices.flatten().tolist()
     for phase in phases:
       if phase.shape not in compiled:
         heartbeat.beat(stage='compile')
-        self.say(f'compiling a step of {_shape_text(phase)}')
+        self.say(
+          f'compiling a step of {_shape_text(phase)}; {about.compute_dtype}, remat_policy '
+          f'{about.remat_policy}, planner {phase.planner and about.plan_interval is not None}, '
+          f'learning rate x {phase.learning_rate_scale:g}'
+        )
         began = time.perf_counter()
         lowered = self.setup.trace(phase).lower()
         traced = time.perf_counter()
@@ -203,6 +207,7 @@ class Trainer:
     """The state of the newest checkpoint, after the comparison of its record; None without one."""
     found = self.directory.latest_record()
     if found is None:
+      self.say(f'no checkpoint found in {self.directory.directory}: starting anew')
       return None
     compatibility.check_form(found, self.directory.describe_newest())
     self.lowest = Lowest(*found['lowest']) if found.get('lowest') else None

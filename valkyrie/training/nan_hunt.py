@@ -44,10 +44,13 @@ def first_nonfinite(traceable: TrainStep, state: TrainState, batch: Batch) -> st
 
   Checks the inputs, then the output of each Haiku module, and its gradient in the backward pass.
   """
-  for path, leaf in jax.tree_util.tree_leaves_with_path((state.params, state.carry)):
-    if not _is_finite(leaf):
-      kind = 'parameter' if path[0].idx == 0 else 'carry'
-      return f'{kind} {leaf_path(path[1:])}, before the step.'
+  found = [
+    f'{"carry" if path[0].idx else "parameter"} {leaf_path(path[1:])}{problem}'
+    for path, leaf in jax.tree_util.tree_leaves_with_path((state.params, state.carry))
+    if (problem := _problem(leaf))
+  ]
+  if found:
+    return f'{", ".join(found)}, before the step.'
   calls: Counter[str] = Counter()
 
   def check_output(next_method: Callable, args: Any, kwargs: Any, context: hk.MethodContext) -> Any:
@@ -56,7 +59,7 @@ def first_nonfinite(traceable: TrainStep, state: TrainState, batch: Batch) -> st
       return output
     name = context.module.module_name.replace('~/', '')
     calls[name] += 1
-    watch = _watch(f'{name}, in call {calls[name]} of the step.')
+    watch = _watch(f'{name}, in call {calls[name]} of the step')
     return jax.tree.map(lambda x: watch(x) if _is_float(x) else x, output)
 
   try:
@@ -71,8 +74,8 @@ def _watch(place: str) -> Callable[[Array], Array]:
   """The identity, which ends the search at a non-finite value or cotangent."""
 
   def check(x: Array, kind: str) -> Array:
-    if not _is_finite(x):
-      raise _Found(f'{kind} {place}')
+    if problem := _problem(x):
+      raise _Found(f'{kind} {place}{problem}.')
     return x
 
   @jax.custom_vjp
@@ -90,5 +93,7 @@ def _is_float(x: Any) -> bool:
   return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _is_finite(x: Array) -> bool:
-  return not _is_float(x) or bool(jnp.all(jnp.isfinite(x)))
+def _problem(x: Array) -> str:
+  """' (2 of 64 are NaN, 1 infinite)'; '' if all numbers are finite."""
+  nan, infinite = (int(f(x).sum()) if _is_float(x) else 0 for f in (jnp.isnan, jnp.isinf))
+  return f' ({nan:,} of {x.size:,} are NaN, {infinite:,} infinite)' if nan + infinite else ''
