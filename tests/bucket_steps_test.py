@@ -22,6 +22,7 @@ from valkyrie.checkpoint.steps import steps_of
 from valkyrie.errors import ConfigurationError, StorageError, Unreachable
 from valkyrie.storage import lease
 from valkyrie.storage.bucket import Bucket
+from valkyrie.storage.run_directory import opened
 
 BEAT = 0.05
 CHANGES = on('POST|PUT|DELETE')
@@ -130,6 +131,32 @@ def test_a_damaged_step_is_set_aside(address, damage):
   assert folders(address) == ['1', '3']
   assert folders(address, 'set_aside/') == ['2']
   assert_has(address, 3)
+
+
+@pytest.mark.parametrize('mark', ['/', '', '_$folder$'])
+def test_objects_that_mark_folders_change_nothing(address, gcs, mark):
+  address += f'/marked{len(mark)}'
+
+  def mark_folders():
+    run = address.removeprefix('gs://bucket/')
+    names = {parent for name in gcs.objects() for parent in pathlib.PurePosixPath(name).parents}
+    for folder in [run, *(str(name) for name in names if str(name).startswith(run))]:
+      if mark or '/state' not in folder:  # which Orbax would take for the state
+        gcs.put(f'{folder}{mark}', b'')
+
+  mark_folders()
+  save(address, 1, 2)
+  Bucket(address).write('eval/metrics.jsonl', b'{"step": 2}\n')
+  for step in (3, 4):
+    mark_folders()
+    assert_has(address, step - 1)
+    assert pathlib.Path(opened(address), 'eval/metrics.jsonl').read_bytes() == b'{"step": 2}\n'
+    save(address, step, keep=2)
+  assert steps_of(address).find() == [3, 4]
+  assert not Bucket(address).objects('set_aside/')
+  assert not [name for name in Bucket(address).objects('checkpoints/2/') if mark not in name]
+  with open_to_read(address, '3') as checkpoints:
+    np.testing.assert_array_equal(checkpoints.restore(target())['w'], weights(3)['w'])
 
 
 @pytest.mark.invariant(11)
