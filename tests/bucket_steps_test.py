@@ -133,6 +133,20 @@ def test_a_damaged_step_is_set_aside(address, damage):
   assert_has(address, 3)
 
 
+def test_what_a_lower_keep_frees_is_deleted_before_a_save(address, gcs):
+  save(address, 1, 2, 3)
+  with Checkpoints(keep=1).open(address) as checkpoints:
+    assert steps_of(address).find() == [1, 2, 3], 'a start that fails has deleted nothing'
+    full = gcs.fail(403, on('POST|PUT', '.*unfinished.*'))
+    checkpoints.save(4, weights(4), {'position': 4})
+    checkpoints.wait()
+    assert steps_of(address).find() == [3], 'the newest step stays'
+    full.end()
+    step = next(step for step in range(5, 10_000) if checkpoints.is_due(step))
+    checkpoints.save(step, weights(step), {'position': step})
+  assert folders(address) == [str(step)]
+
+
 @pytest.mark.parametrize('mark', ['/', '', '_$folder$'])
 def test_objects_that_mark_folders_change_nothing(address, gcs, mark):
   address += f'/marked{len(mark)}'

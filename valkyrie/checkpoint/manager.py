@@ -194,12 +194,17 @@ class CheckpointDirectory:
         f'The newest checkpoint is step {self._newest}.'
       )
     self._failed.try_again()
-    problems = processes.exchange('begun', self._change(self._steps.begin, step))
+    problems = processes.exchange('begun', self._change(self._prepare, step))
     problem = next(filter(None, problems), '')
     if not problem:  # else Orbax would wait for process 0
       problem = _problem(self._files.write, self._steps.unfinished(step) / 'state', state)
     waited = time.perf_counter() - began
     self._running_save = self._thread.submit(self._commit, step, record, problem, began, waited)
+
+  def _prepare(self, step: int) -> None:
+    if old := self._old():  # after `Checkpoints` was lowered, perhaps since the disk is full
+      self._report(self._steps.delete(old))
+    self._steps.begin(step)
 
   def save_now(self, step: int, state: Any, record: dict[str, Any], patiently: bool = True) -> None:
     """Saves a step, unless it is saved, and waits until it is on disk; raises as `save`.
@@ -260,9 +265,13 @@ class CheckpointDirectory:
       f'saved step {step}: {size / 2**20:,.1f} MiB in {took:.1f} s, of which the run waited '
       f'{waited:.2f} s'
     )
+    self._report(self._steps.delete(self._old()))
+
+  def _old(self) -> list[int]:
+    """The steps of this run that are not to be kept; never the newest one."""
     saved = [step for step in self._steps.find() if step in self._own]
     stay = self._options.kept(saved, steps.validation_losses(self._steps, saved))
-    self._report(self._steps.delete([step for step in saved if step not in stay]))
+    return [step for step in saved if step not in stay]
 
   def _report(self, problems: Sequence[str]) -> None:
     """Reports, once, what cannot be deleted: it does no harm."""
