@@ -427,6 +427,41 @@ def test_what_is_no_secret_is_written(folder, value):
   assert value in (folder / 'run' / 'config.gin').read_text()
 
 
+def test_a_named_secret_is_told_to_its_user_and_nobody_else(folder, monkeypatch):
+  load(
+    GOOD
+    + """
+    operate.api_key = 'env:MY_KEY'
+    operate.headers = {'Authorization': 'env:MY_KEY', 'other': ('env:MY_KEY', [4], 'env: no name')}
+    operate.note = %login
+    login = 'env:MY_KEY'
+  """
+  )
+  with pytest.raises(ConfigurationError, match='there is no such variable'):
+    operate(model_dir='x')
+  monkeypatch.setenv('MY_KEY', 'swordfish')
+  _, _, got = operate(model_dir='x')
+  headers = {'Authorization': 'swordfish', 'other': ('swordfish', [4], 'env: no name')}
+  assert got == {'api_key': 'swordfish', 'note': 'swordfish', 'headers': headers}
+  write_configuration('run')
+  write_operative_configuration('run')
+  for name in ('config.gin', 'operative_config.gin', 'config.json'):
+    text = (folder / 'run' / name).read_text()
+    assert 'swordfish' not in text and 'env:MY_KEY' in text
+  assert 'swordfish' not in json.dumps(bindings())
+
+
+def test_the_run_of_a_stranger_is_told_no_secret(monkeypatch):
+  monkeypatch.setenv('MY_KEY', 'swordfish')
+  load(GOOD + "    operate.note = ('env:MY_KEY',)\n")
+  write_configuration('run')
+  gin.clear_config()
+  with pytest.raises(ConfigurationError, match=r'operate\.note was not recorded, .*secret'):
+    load_gin([], [], run='run')
+  load_gin([], ["--gin.operate.note=('env:MY_KEY',)"], run='run')
+  assert operate(model_dir='x')[2] == {'note': ('swordfish',)}
+
+
 def test_a_secret_behind_two_macros_alone_is_not_written(folder):
   load(GOOD + '    operate.api_key = %login\n    login = %deeper\n    deeper = "swordfish"\n')
   write_configuration('run')

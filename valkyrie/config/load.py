@@ -17,7 +17,7 @@ from typing import Any
 import gin
 from gin import config as gin_config
 
-from valkyrie.config import check, parse, record, value_types
+from valkyrie.config import check, parse, record, redact, value_types
 from valkyrie.errors import ConfigurationError
 
 _ONE_AT_A_TIME = threading.RLock()  # gin has one configuration for all threads
@@ -128,7 +128,25 @@ def _import(statement: parse.Statement) -> None:
 def _bind(effective: check.Effective) -> None:
   for key, statement in effective.items():
     # gin's own parser replaces our macros and references by gin's.
-    gin.bind_parameter(key, gin_config.parse_value(repr(statement.parsed.value)))
+    value = gin_config.parse_value(repr(statement.parsed.value))
+    gin.bind_parameter(key, _with_secrets(value))
+
+
+class _Secret(str):
+  """The text 'env:NAME'; a configurable gets the value of the variable, since gin copies for it."""
+
+  def __deepcopy__(self, memo: dict) -> str:
+    if (secret := os.environ.get(self.partition(':')[2])) is None:
+      raise ConfigurationError(f'{self} is bound, but there is no such variable. Export it.')
+    return secret
+
+
+def _with_secrets(value: Any) -> Any:
+  if isinstance(value, str) and redact.NAMED.fullmatch(value):
+    return _Secret(value)
+  if isinstance(value, dict):
+    return {key: _with_secrets(each) for key, each in value.items()}
+  return type(value)(map(_with_secrets, value)) if isinstance(value, list | tuple) else value
 
 
 def _state() -> dict[str, Any]:
