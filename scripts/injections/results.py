@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 import dataclasses
+import json
 import pathlib
 import platform
 import subprocess
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 
 from injections.table import Fault, markdown
-from valkyrie.monitoring.json_lines import JsonLines, read
+from valkyrie.monitoring.json_lines import JsonLines
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGE = ROOT / 'docs' / 'reliability.md'
@@ -51,7 +52,8 @@ class Results:
     if self.file:
       JsonLines(self.file).close()  # removes the rest of a line, and finds a full disk now
       if self.commit:
-        found = (row for row in read(self.file) if {**row, **self._of} == row)
+        lines = map(json.loads, self.file.read_text().splitlines())
+        found = (row for row in lines if {**row, **self._of} == row)
         self.rows |= {row['fault']: row for row in found}
 
   def add(self, row: dict[str, Any]) -> None:

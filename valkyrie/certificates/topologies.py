@@ -1,7 +1,6 @@
 """TPU slices by name, such as 'v4:4x4x2' and 'v6e:8x8', and devices to compile for them."""
 
 from collections.abc import Sequence
-from importlib import metadata
 import importlib.util
 import itertools
 import math
@@ -12,6 +11,7 @@ from typing import Any
 
 import jax
 
+from valkyrie.checkpoint.compatibility import version
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.errors import ConfigurationError
 from valkyrie.monitoring.chips import TPUS
@@ -108,10 +108,10 @@ def wraps(chip: str, sides: Sequence[int]) -> tuple[bool, ...]:
 def compiler(name: str | None) -> str:
   """The compiler of a slice, such as 'libtpu 0.0.42.1', after `devices`; None is this machine's."""
   if name is None:
-    return f'jaxlib {metadata.version("jaxlib")}'
+    return f'jaxlib {version("jaxlib")}'
   used, installed = os.environ['TPU_LIBRARY_PATH'], importlib.util.find_spec('libtpu')
   if installed and pathlib.Path(used).parent == pathlib.Path(installed.origin or '').parent:
-    return f'libtpu {metadata.version("libtpu")}'
+    return f'libtpu {version("libtpu")}'
   return f'libtpu at {used}'
 
 

@@ -21,6 +21,7 @@ import uuid
 
 from etils import epath
 
+from valkyrie import foreign
 from valkyrie.checkpoint import manifest
 from valkyrie.checkpoint.manifest import FOLDER, SET_ASIDE, is_litter, is_step
 from valkyrie.errors import StorageError, reason_of, storage_errors
@@ -65,10 +66,9 @@ def read_lock(bucket: Bucket, name: str = lock_name(None)) -> tuple[dict[str, An
   except FileNotFoundError:
     return {}, 0
   try:
-    found = json.loads(content)
-  except (ValueError, RecursionError):  # a run that was copied from a disk
-    found = None
-  found = found if isinstance(found, dict) else {}
+    found = foreign.json_object(content)
+  except ValueError:  # a run that was copied from a disk
+    found = {}
   steps = [found.get('steps') or [], found.get('unfinished', [])]
   numbers = all(isinstance(some, list) and all(is_step(repr(s)) for s in some) for some in steps)
   if not (numbers and foreign_names.is_below(found.get('token', 'none'))):

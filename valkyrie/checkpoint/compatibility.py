@@ -16,9 +16,17 @@ _PACKAGES = ('jax', 'jaxlib', 'dm-haiku', 'optax', 'orbax-checkpoint', 'numpy')
 _SHOWN = 10
 
 
+def version(package: str) -> str:
+  """The version of a package; some ways to install one leave no metadata."""
+  try:
+    return metadata.version(package)
+  except metadata.PackageNotFoundError:
+    return 'unknown'
+
+
 def versions() -> dict[str, str]:
   """The versions of Valkyrie, Python and the packages that decide the computation of a step."""
-  of_packages = {package: metadata.version(package) for package in _PACKAGES}
+  of_packages = {package: version(package) for package in _PACKAGES}
   return {'valkyrie': __version__, 'python': platform.python_version()} | of_packages
 
 

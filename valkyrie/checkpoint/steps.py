@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 import contextlib
 import hashlib
-import json
 import logging
 import math
 import os
@@ -16,6 +15,7 @@ import shutil
 import tempfile
 from typing import Any
 
+from valkyrie import foreign
 from valkyrie.checkpoint import manifest
 from valkyrie.checkpoint.bucket_steps import BucketLock, BucketSteps
 from valkyrie.checkpoint.manifest import FOLDER, SET_ASIDE, is_litter, is_step
@@ -34,7 +34,7 @@ class DiskFiles:
     self._place, self._sync = place, sync  # each file to disk after its digest
 
   def read(self, name: str) -> bytes:
-    return (self._place / name).read_bytes()
+    return foreign.content(self._place / name)
 
   def has(self, name: str) -> bool:
     # A symbolic link would leave the step.
@@ -231,13 +231,9 @@ def validation_losses(steps: Steps, saved: Iterable[int]) -> dict[int, float]:
 
 def record(steps: Steps, step: int) -> dict[str, Any]:
   """The record of a step; raises StorageError if it cannot be read."""
-  with storage_errors(
-    f'The record of step {step} in {steps.place} cannot be read', also=(ValueError, RecursionError)
-  ):
-    found = json.loads(steps.files(step).read('record.json'))
-    if not isinstance(found, dict):
-      raise ValueError('it is not a JSON object')
-    return found
+  message = f'The record of step {step} in {steps.place} cannot be read'
+  with storage_errors(message, also=(ValueError,)):
+    return foreign.json_object(steps.files(step).read('record.json'))
 
 
 def write_manifest(place: pathlib.Path, step: int) -> None:

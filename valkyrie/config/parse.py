@@ -7,7 +7,6 @@ explained. Nothing is imported, registered or bound.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
-import json
 import pathlib
 import shlex
 import tokenize
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 
 from gin import config_parser
 
+from valkyrie import foreign
 from valkyrie.config import paths
 from valkyrie.config.suggest import did_you_mean, explain
 from valkyrie.errors import ConfigurationError
@@ -123,6 +123,8 @@ def parse(text: str) -> Iterator[Any]:
   except tokenize.TokenError as error:
     message, (line, _) = error.args
     raise SyntaxError(message, (None, line, None, '')) from None
+  except (RecursionError, MemoryError):
+    raise SyntaxError('too many brackets inside one another', (None, 1, None, '')) from None
 
 
 def read(
@@ -219,7 +221,7 @@ def _text(path: pathlib.Path) -> str:
         'another run with it, read the file and copy it to another folder.'
       )
   try:
-    return path.read_text('utf-8-sig')
+    return foreign.content(path).decode('utf-8-sig')
   except OSError as error:
     raise ConfigurationError(f'{path} cannot be read: {error.strerror}.') from error
   except UnicodeDecodeError as error:
@@ -231,10 +233,10 @@ def _text(path: pathlib.Path) -> str:
 
 def _is_run(folder: pathlib.Path) -> bool:
   try:
-    config = json.loads((folder / 'config.json').read_bytes())
+    config = foreign.json_object(foreign.content(folder / 'config.json'))
   except (OSError, ValueError):
     return False
-  return isinstance(config, dict) and config.get('written_by') == WRITTEN_BY
+  return config.get('written_by') == WRITTEN_BY
 
 
 def _find(name: str, where: str, search_paths: Sequence[str]) -> pathlib.Path:

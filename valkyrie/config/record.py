@@ -17,7 +17,7 @@ from typing import Any
 
 import gin
 
-from valkyrie import __version__
+from valkyrie import __version__, foreign
 from valkyrie.config import parse
 from valkyrie.config.parse import Statement
 from valkyrie.config.paths import TOKENIZER
@@ -53,7 +53,7 @@ def read_configuration(
   """
   path = pathlib.Path(model_dir) / 'config.json'
   try:
-    data = json.loads(path.read_bytes())
+    data = foreign.json_object(foreign.content(path))
   except FileNotFoundError:
     raise ConfigurationError(
       f'{model_dir} is not the directory of a run: it has no config.json. Pass one as --model_dir, '

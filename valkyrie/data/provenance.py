@@ -12,6 +12,7 @@ import logging
 import pathlib
 from typing import Any
 
+from valkyrie import foreign
 from valkyrie.config import paths, redact
 from valkyrie.data import store_writer, token_store
 from valkyrie.data.source_files import SourceFile, SourceFiles
@@ -133,7 +134,10 @@ def check(
 
 def _read(file: pathlib.Path) -> list[list[Any]]:
   """The record of a build: [name, size, time of content, hash, time of the inode] of each file."""
-  return [json.loads(line) for line in file.read_text().splitlines()]
+  try:
+    return [foreign.json_value(line) for line in foreign.content(file).splitlines()]
+  except ValueError as error:
+    raise DataError(f'{file} cannot be read ({error}). Delete {file.parent}.') from error
 
 
 def _changes(recorded: Sequence[Sequence[Any]], files: SourceFiles) -> str:

@@ -7,15 +7,16 @@ import csv
 import functools
 import io
 import itertools
-import json
 import logging
 import re
+import reprlib
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet
 
+from valkyrie import foreign
 from valkyrie.data.source_files import FORMATS, SourceFile, SourceFiles, format_of
 from valkyrie.data.vocabularies import as_utf8
 from valkyrie.errors import ConfigurationError, DataError
@@ -28,6 +29,7 @@ _DOCUMENTS = (b'%PDF-', b'{\\rtf')  # of letters, but not text
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _JSON = re.compile(r'\s*(\[\s*)?\{')
 _MAX_NAMED = 5
+_LONGEST_VALUE = 2**31  # bytes of a file that is one JSON value
 _said: set[str] = set()  # sources whose other files were named, since every shard lists them
 _ROWS_AT_ONCE = 1024
 _BLOCK = 2**20  # bytes
@@ -134,7 +136,7 @@ class Records:
       )
     text = content.decode('utf-8-sig').replace('\r\n', '\n')
     named = format_of(file.path) in FORMATS
-    if not named and _JSON.match(text) and (_value(text.partition('\n')[0]) or _value(text)):
+    if not named and _JSON.match(text) and (_value(content.partition(b'\n')[0]) or _value(content)):
       raise DataError(
         f'{file.path} is JSON, but its name does not say so. Rename it to end with .json or '
         '.jsonl: then its columns are read.'
@@ -159,8 +161,8 @@ class Records:
           row = _parsed(row, place)  # noqa: PLW2901
         if not isinstance(row, dict):
           raise DataError(
-            f'{place} is not a JSON object: it begins with {json.dumps(row)[:40]!r}. Expected an '
-            'object such as {"text": "..."}.'
+            f'{place} is not a JSON object: it has {reprlib.repr(row)}. Expected an object such as '
+            '{"text": "..."}.'
           )
         _check_columns(self._columns, list(row), place)
         yield place, {column: row[column] for column in self._columns}
@@ -177,6 +179,10 @@ class Records:
       ) from error
     except FileNotFoundError as error:
       raise DataError(f'{file.path} is missing. {_REPAIR}') from error
+    except MemoryError as error:
+      raise DataError(
+        f'A document of {file.path} is larger than the memory that is left. Cut or remove it.'
+      ) from error
     except (pa.ArrowException, OSError, ValueError) as error:
       self.files.check_unchanged(file)
       raise DataError(f'{file.path} is corrupt: it cannot be read ({error}). {_REPAIR}') from error
@@ -252,9 +258,9 @@ def _check_texts(row: Row, columns: Sequence[str], place: str) -> None:
 
 def _separated(lines: Any, separator: str, path: str) -> Iterator[tuple[str, Row]]:
   """(place, row) of each row below the names of the columns."""
-  csv.field_size_limit(2**31 - 1)  # bytes of a document
+  csv.field_size_limit(foreign.LONGEST_LINE)
   text = io.TextIOWrapper(lines, 'utf-8-sig', newline='')
-  rows = csv.reader(text, delimiter=separator, strict=True)
+  rows = csv.reader(foreign.lines(text, foreign.LONGEST_LINE), delimiter=separator, strict=True)
   try:
     names = next(rows, [])
     for row in filter(None, rows):
@@ -270,28 +276,29 @@ def _separated(lines: Any, separator: str, path: str) -> Iterator[tuple[str, Row
 
 def _json_values(lines: Any, path: str, *, may_be_one: bool) -> Iterator[tuple[str, Any]]:
   """(place, bytes) of each line, or (place, value) of each member of a file that is one value."""
-  begin = [lines.readline()]
+  each = foreign.lines(lines, _LONGEST_VALUE if may_be_one else foreign.LONGEST_LINE)
+  begin = [next(each, b'')]
   while may_be_one and begin[-1].isspace():
-    begin.append(lines.readline())
+    begin.append(next(each, b''))
   if may_be_one and not isinstance(_value(begin[-1]), dict):
-    value = _parsed(b''.join([*begin, lines.read()]), path)
+    value = _parsed(b''.join([*begin, *each]), path)
     for number, member in enumerate(value if isinstance(value, list) else [value]):
       yield f'Member {number + 1} of {path}', member
     return
-  for number, line in enumerate(itertools.chain(begin, lines)):
+  for number, line in enumerate(itertools.chain(begin, each)):
     yield f'Line {number + 1} of {path}', line
 
 
-def _value(content: bytes | str) -> Any:
+def _value(content: bytes) -> Any:
   """The value of a JSON text, or None."""
-  with contextlib.suppress(ValueError, RecursionError):
-    return json.loads(content)
+  with contextlib.suppress(ValueError):
+    return foreign.json_value(content)
 
 
 def _parsed(content: bytes, place: str) -> Any:
   try:
-    return json.loads(content)
-  except (ValueError, RecursionError) as error:
+    return foreign.json_value(content)
+  except ValueError as error:
     raise DataError(
       f'{place} is not JSON ({error}): it begins with {content.rstrip()[:40]!r}. {_REPAIR}'
     ) from error

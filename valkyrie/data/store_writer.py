@@ -21,6 +21,7 @@ import uuid
 
 import numpy as np
 
+from valkyrie import foreign
 from valkyrie.data import token_store
 from valkyrie.data.token_store import SHARD_FILE, STORE_FILE, Selection
 from valkyrie.errors import ConfigurationError, DataError, storage_errors
@@ -242,9 +243,10 @@ class StoreWriter:
   def _read_shard(self, folder: pathlib.Path) -> dict[str, Any]:
     """Reads shard.json of a finished shard, which must be complete, and of this store."""
     try:
-      record = json.loads((folder / SHARD_FILE).read_text())
+      counts = dict.fromkeys(COUNTS, int)
+      record = foreign.json_object(foreign.content(folder / SHARD_FILE), files=dict, **counts)
       files = record['files']
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError) as error:
       raise DataError(
         f'{folder} has no readable {SHARD_FILE} ({error}). {token_store.REBUILD}'
       ) from error

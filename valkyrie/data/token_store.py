@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from valkyrie import foreign
 from valkyrie.config import paths, redact
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError, DataError
@@ -179,8 +180,12 @@ class TokenStore:
       )
     for name, recorded in recorded_files(information).items():
       check_file(path / name, recorded, content=not name.endswith(TOKENS_FILE))
-    warn_of_ratio(path, information)
-    return cls(path, information)
+    try:
+      warn_of_ratio(path, information)
+      return cls(path, information)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+      reason = f'does not fit the arrays beside it ({error!r})'
+      raise DataError(f'{path / STORE_FILE} {reason}. {REBUILD}') from error
 
   def read(self, documents: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Reads slices of documents, and concatenates them to int32 [sum(lengths)].
@@ -255,17 +260,19 @@ def information_of(content: bytes, file: str) -> dict[str, Any]:
   A DataError is raised if it is corrupt or of another format, or a name leads out of the store.
   """
   try:
-    information = json.loads(content)
-  except (ValueError, RecursionError) as error:
+    information = foreign.json_object(content)
+  except ValueError as error:
     raise DataError(f'{file} cannot be read ({error}). {REBUILD}') from error
-  found = information.get('format') if isinstance(information, dict) else None
-  if found != FORMAT:
+  if (found := information.get('format')) != FORMAT:
     raise DataError(f'{file} has the format {found!r}, expected {FORMAT!r}. {REBUILD}')
   if information.pop('sha256', None) != content_hash(information):
     raise DataError(f'{file} is corrupt: its content does not match its SHA-256. {REBUILD}')
   try:
     shards = [shard['name'] for shard in information['shards']]
     named = [*shards, *recorded_files(information)]
+    _ = [information['vocabulary'][name] for name in ('fingerprint', 'size', 'eos_id')]
+    for recorded in recorded_files(information).values():
+      _ = recorded['bytes'], recorded['sha256']
   except (AttributeError, KeyError, TypeError) as error:
     raise DataError(f'{file} does not list its shards ({error!r}). {REBUILD}') from error
   for name in named:

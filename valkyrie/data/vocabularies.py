@@ -16,7 +16,6 @@ import filecmp
 import functools
 import hashlib
 import itertools
-import json
 import logging
 import pathlib
 import re
@@ -25,6 +24,7 @@ from typing import Any, Protocol
 import gin
 import numpy as np
 
+from valkyrie import foreign
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.paths import TOKENIZER
 from valkyrie.errors import ConfigurationError, DataError
@@ -187,7 +187,7 @@ class HuggingFaceVocabulary(FileVocabulary):
     if (added := config.get('add_bos_token')) is None:
       self.bos = self._first_of_texts(ids)
     elif added:
-      self.bos = (_bos_id(path, ids.get(str(_name(config, 'bos_token')))),)
+      self.bos = (_bos_id(path, ids.get(str(_name(path, config, 'bos_token')))),)
 
   def _switch_off(self, path: pathlib.Path) -> None:
     """Switches off what cuts, pads or varies the ids of a text, or makes an EOS of it."""
@@ -317,20 +317,24 @@ def _configuration(path: pathlib.Path) -> dict[str, Any]:
   if not beside.is_file():
     return {}
   try:
-    found = json.loads(beside.read_text())
-    if not isinstance(found, dict) or not isinstance(found.get('add_bos_token', True), bool | None):
-      raise ValueError('expected an object, in which "add_bos_token" is true or false')
-  except (ValueError, RecursionError) as error:
+    found = foreign.json_object(foreign.content(beside))
+    if not isinstance(found.get('add_bos_token'), bool | None):
+      raise ValueError(f'its "add_bos_token" is {found["add_bos_token"]!r:.40}')
+  except (OSError, ValueError) as error:
     raise ConfigurationError(
       f'{beside} is not a tokenizer configuration ({error}). Copy or download it again.'
     ) from error
   return found
 
 
-def _name(config: Mapping[str, Any], kind: str) -> str | None:
+def _name(path: pathlib.Path, config: Mapping[str, Any], kind: str) -> str | None:
   named = config.get(kind)
   named = named.get('content') if isinstance(named, dict) else named
-  return None if named is None else str(named)
+  if not isinstance(named, str | None):
+    raise ConfigurationError(
+      f'{path.with_name(_CONFIGURATION)} has {named!r:.40} as its "{kind}", expected a text.'
+    )
+  return named
 
 
 def _bos_id(path: pathlib.Path, found: int | None) -> int:
@@ -343,7 +347,7 @@ def _bos_id(path: pathlib.Path, found: int | None) -> int:
 
 
 def _eos_name(path: pathlib.Path, config: Mapping[str, Any], ids: Mapping[str, int]) -> str:
-  named = _name(config, 'eos_token')
+  named = _name(path, config, 'eos_token')
   names = _EOS_NAMES if named is None else [named]
   found = [name for name in names if name in ids]
   if not found:

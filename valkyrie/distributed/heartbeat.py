@@ -58,7 +58,7 @@ def _pipe(value: str) -> tuple[int, ...]:
   another file.
   """
   descriptor = value.partition(':')[0]
-  with contextlib.suppress(OSError):
+  with contextlib.suppress(OSError, OverflowError, ValueError):
     if descriptor.isdecimal() and address(int(descriptor)) == value:
       return (int(descriptor),)
   return ()

@@ -24,6 +24,7 @@ import sys
 import time
 from typing import Any
 
+from valkyrie import foreign
 from valkyrie.distributed import console
 from valkyrie.distributed.heartbeat import STACKS, VARIABLE, address
 from valkyrie.errors import ValkyrieError, reason_of
@@ -59,10 +60,10 @@ class RunStatus:
     A heartbeat without fields may come from a program that only builds a token store.
     """
     try:
-      facts = json.loads(line)
+      facts = foreign.json_object(line)
     except ValueError:
       return False
-    if not isinstance(facts, dict) or not facts.keys() <= vars(self).keys():
+    if not facts.keys() <= vars(self).keys():
       return False
     kinds = {'stage': str, 'model_dir': str, 'transient': bool}
     right = all(type(value) is kinds.get(name, int) for name, value in facts.items())
@@ -147,6 +148,7 @@ class Supervisor:
       readable, _, _ = select.select([pipe], [], [], 0.0 if ended else 0.2)
       if readable and (data := pipe.read(65536)):
         *lines, rest = (rest + data).split(b'\n')
+        rest = rest[-65536:]  # a heartbeat is shorter
         heard |= any([status.update(line) for line in lines])
         last, silent = time.monotonic(), 0.0
         continue

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 import gin
 import jax
 
+from valkyrie import foreign
 from valkyrie.checkpoint.manager import LATEST
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import vocabularies
@@ -21,6 +22,7 @@ from valkyrie.errors import (
   DataError,
   StorageError,
   UsageError,
+  reason_of,
   storage_errors,
 )
 from valkyrie.inference.checked import check_integer
@@ -104,15 +106,16 @@ def _read_prompts(path: pathlib.Path) -> list[str]:
   is_json = path.suffix.lower() in ('.jsonl', '.ndjson', '.json')
   try:
     lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
-  except OSError as error:
-    raise DataError(f'The prompts {path} cannot be read ({error.strerror}).') from error
+  except (OSError, MemoryError) as error:
+    reason = reason_of(error) or 'it is larger than the memory'
+    raise DataError(f'The prompts {path} cannot be read ({reason}).') from error
   found = []
   for number, line in enumerate(lines, 1):
     if not line.strip():
       continue
     try:
-      found.append(json.loads(line)['prompt'] if is_json else line.decode())
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+      found.append(foreign.json_value(line)['prompt'] if is_json else line.decode())
+    except (ValueError, KeyError, TypeError) as error:
       wanted = 'a JSON object with the field "prompt"' if is_json else 'UTF-8 text'
       raise DataError(
         f'{path}:{number}: {wanted} was expected, found {line[:40]!r} ({error}). Correct the line.'

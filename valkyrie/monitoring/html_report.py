@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 import html
 import itertools
 import json
-import math
 import os
 import pathlib
 import statistics
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from valkyrie import foreign
 from valkyrie.config.paths import TOKENIZER
 from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError, storage_errors
 from valkyrie.monitoring.json_lines import by_step
@@ -67,6 +67,7 @@ _OF_VALIDATION = ('loss', 'bits_per_byte', 'accuracy')
 _SPEEDS = ('tokens_per_second', 'mfu')
 _OF_TOKENS = ('loss', 'accuracy', 'tokens_per_second')  # mean nothing beside those of other tokens
 _SAMPLES = 3  # steps whose samples are shown
+_LARGEST = 1e39  # no float32 is larger, and pictures overflow far above
 Line = dict[str, Any]
 
 
@@ -95,14 +96,18 @@ def read_run(model_dir: str | os.PathLike) -> Run:
   folder = pathlib.Path(model_dir)
   if not (folder / 'metrics.jsonl').exists():
     raise ConfigurationError(f'{model_dir} has no metrics.jsonl. Name the directory of a run.')
-  with storage_errors(f'{model_dir} cannot be read', also=(ValueError,)):
-    lines, evaluations, refused = (
-      [*by_step(folder / f'{name}.jsonl').values()]
-      for name in ('metrics', 'eval/metrics', 'refused_steps')
-    )
-    file, info = folder / 'config.json', folder / 'model_info.txt'
-    config: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {'bindings': {}}
-    about = info.read_text().partition(' in ')[0] if info.exists() else ''
+  lines, evaluations, refused = (
+    [*by_step(folder / f'{name}.jsonl').values()]
+    for name in ('metrics', 'eval/metrics', 'refused_steps')
+  )
+  file = folder / 'config.json'
+  with storage_errors(f'{file} cannot be read', also=(ValueError,)):
+    content = foreign.content(file) if file.exists() else b'{"bindings": {}}'
+    config = foreign.json_object(content, bindings=dict)
+  file = folder / 'model_info.txt'
+  with storage_errors(f'{file} cannot be read', also=(ValueError,)):
+    about = foreign.content(file).decode().partition(' in ')[0] if file.exists() else ''
+  with storage_errors(f'{folder} cannot be read'):
     files = *folder.glob(f'{TOKENIZER}.*'), *folder.glob('eval/data.json')
     tokens = tuple(file.read_bytes() for file in files)
   lines = _with_costs(lines)
@@ -115,10 +120,11 @@ def _with_costs(lines: list[Line]) -> list[Line]:
   """Lines of training with the seconds and FLOPs until then."""
   seconds, step, found = 0.0, 0, []
   for line in lines:
-    seconds += (line.get('step_seconds') or 0.0) * (line['step'] - step)
-    step = line['step']
-    speed, rate = line.get('tokens_per_second_per_device'), line.get('tflops_per_second_per_device')
-    flops = 1e12 * rate / speed * line['tokens'] if speed and rate else None
+    numbers = {name: value for name, value in line.items() if _is_number(value)}
+    seconds += numbers.get('step_seconds', 0.0) * (line['step'] - step)
+    step, speed = line['step'], numbers.get('tokens_per_second_per_device')
+    rate = numbers.get('tflops_per_second_per_device')
+    flops = 1e12 * rate / speed * numbers.get('tokens', 0) if speed and rate else None
     found.append({**line, 'seconds': seconds, 'flops': flops})
   return found
 
@@ -306,7 +312,7 @@ def _cell(value: Any) -> str:
 
 
 def _is_number(value: Any) -> bool:
-  return isinstance(value, int | float) and math.isfinite(value)
+  return isinstance(value, int | float) and abs(value) < _LARGEST
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -322,7 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = page([read_run(opened(run)) for run in flags.runs])
     if flags.output.exists():
       raise StorageError(f'{flags.output} is there already. Name another --output.')
-    whole_file.write(flags.output, text, 'Name another --output.')
+    whole_file.write(flags.output, text.encode(errors='replace'), 'Name another --output.')
   except ValkyrieError as error:
     print(f'valkyrie: {error}', file=sys.stderr)
     return error.exit_code

@@ -9,18 +9,33 @@ import os
 import pathlib
 from typing import Any
 
+from valkyrie import foreign
 from valkyrie.errors import storage_errors
 
 
-def read(path: pathlib.Path) -> list[dict[str, Any]]:
-  """The complete lines of a file; none if it does not exist."""
-  content = path.read_text() if path.exists() else ''
-  return [json.loads(line) for line in content.rpartition('\n')[0].splitlines()]
+def read(path: pathlib.Path, **kinds: Any) -> list[dict[str, Any]]:
+  """The complete lines of a file, with fields of these types; none if it does not exist.
+
+  Raises a StorageError if no `JsonLines` can have written a line.
+  """
+  found: list[dict[str, Any]] = []
+  with storage_errors(f'{path} cannot be read', also=(ValueError,)):
+    content = foreign.content(path) if path.exists() else b''
+  for number, line in enumerate(content.split(b'\n')[:-1], 1):
+    with storage_errors(f'{path}:{number} cannot be read', also=(ValueError,)):
+      found.append(foreign.json_object(line, **kinds))
+      if not all(map(_is_written, found[-1].values())):
+        raise ValueError('expected only texts and numbers of 64 bits')
+  return found
+
+
+def _is_written(value: Any) -> bool:
+  return isinstance(value, str | float | None) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 def by_step(path: pathlib.Path) -> dict[int, dict[str, Any]]:
-  """The last line of each step, in the order of the steps."""
-  return dict(sorted({line['step']: line for line in read(path)}.items()))
+  """The last line of each step, in the order of the steps; raises as `read`."""
+  return dict(sorted({line['step']: line for line in read(path, step=int)}.items()))
 
 
 class JsonLines:

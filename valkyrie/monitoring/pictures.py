@@ -77,7 +77,9 @@ def by_position(metrics: Mapping[str, Any]) -> list[tuple[int, float]]:
   return sorted(
     (int(name.removeprefix(BY_POSITION)), loss)
     for name, loss in metrics.items()
-    if name.startswith(BY_POSITION) and isinstance(loss, int | float) and math.isfinite(loss)
+    if re.fullmatch(rf'{BY_POSITION}[1-9]\d{{,17}}', name)
+    and isinstance(loss, int | float)
+    and math.isfinite(loss)
   )
 
 

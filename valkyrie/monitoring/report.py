@@ -1,7 +1,6 @@
 """Description of the model and the system: model_info.txt and the first lines of a run."""
 
 from collections.abc import Iterable, Mapping, Sequence
-import importlib.metadata
 import math
 import os
 import platform
@@ -11,6 +10,7 @@ import jax
 import numpy as np
 
 from valkyrie import __version__
+from valkyrie.checkpoint.compatibility import version
 from valkyrie.monitoring.memory import in_units, of_machine
 from valkyrie.types import leaf_path
 
@@ -49,7 +49,7 @@ def model_info(parameters: Any, axes: Any, counts: Any) -> str:
 
 def system_lines() -> list[str]:
   """Lines with the versions, devices, processors and memory of this process."""
-  versions = [f'{name} {importlib.metadata.version(name)}' for name in _PACKAGES]
+  versions = [f'{name} {version(name)}' for name in _PACKAGES]
   devices = jax.devices()
   return [
     f'valkyrie {__version__}, python {platform.python_version()}, {", ".join(versions)}',

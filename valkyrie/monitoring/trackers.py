@@ -11,6 +11,7 @@ import uuid
 import gin
 import jax
 
+from valkyrie import foreign
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.record import bindings
 from valkyrie.errors import ConfigurationError, storage_errors
@@ -101,7 +102,8 @@ def _id(model_dir: pathlib.Path) -> str:
     if not file.exists():
       whole_file.write(file, uuid.uuid4().hex)
     advice = 'Delete this file: the tracker then begins another run.'
-    return foreign_names.checked(file.read_text().strip(), file, advice)
+    found = foreign.content(file).decode(errors='replace').strip()
+    return foreign_names.checked(found, file, advice)
 
 
 class _Client:

@@ -13,6 +13,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from valkyrie import foreign
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import store_location
 from valkyrie.data.feed import prefetch
@@ -172,7 +173,7 @@ class Evaluator:
     fingerprints = {name: feed.fingerprint for name, feed in self._sources.items()}
     recorded = fingerprints
     with contextlib.suppress(OSError, ValueError):
-      recorded = json.loads(path.read_text())
+      recorded = foreign.json_value(foreign.content(path))
     if recorded != fingerprints and not may_differ:
       raise ConfigurationError(
         f'{model_dir}/{stream} has evaluations of other data, which numbers of these would be '

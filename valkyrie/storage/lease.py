@@ -25,6 +25,7 @@ from typing import Any
 import uuid
 import weakref
 
+from valkyrie import foreign
 from valkyrie.errors import StorageError, Unreachable, storage_errors
 
 BEAT_SECONDS = 10.0
@@ -177,8 +178,8 @@ def lock_holder(directory: pathlib.Path) -> str:
 
 
 def _text(path: pathlib.Path) -> str:
-  with contextlib.suppress(OSError):
-    return path.read_text()
+  with contextlib.suppress(OSError, ValueError):
+    return foreign.content(path).decode(errors='replace')
   return ''
 
 
@@ -263,14 +264,13 @@ class _FileLease(Lease):
 
   def _read(self) -> tuple[dict[str, Any], bytes | None]:
     try:
-      content = self._path.read_bytes()
+      content = foreign.content(self._path)
     except FileNotFoundError:
       return {}, None
     try:
-      found = json.loads(content)
+      return foreign.json_object(content), content
     except ValueError:  # a machine has lost its power
-      found = None
-    return found if isinstance(found, dict) else {}, content
+      return {}, content
 
   def _write(self, content: Mapping[str, Any], version: bytes | None) -> bytes:
     found, present = self._read()

@@ -78,14 +78,13 @@ def long_context(
   run = opened(model_dir, step)
   steps = ', '.join(map(str, run.steps))
   folder = pathlib.Path(model_dir, 'long_context')
-  folder.mkdir(exist_ok=True)
   content = zlib.crc32('\n'.join(sentences).encode())
   about = {'step': steps, 'samples': samples, 'seed': seed, 'text': content}
   results = JsonLines(folder / 'results.jsonl')
   scores = {
-    _Cell(*(line[field] for field in _Cell._fields)): line['score']
+    _Cell(*map(line.get, _Cell._fields)): line['score']
     for line in json_lines.read(folder / 'results.jsonl')
-    if about.items() <= line.items()
+    if about.items() <= line.items() and isinstance(line.get('score'), float)
   }
   for name in names:
     places = depths if SUITES[name].has_depth else (None,)

@@ -12,7 +12,6 @@ share theirs. Matrices are [inputs, outputs]. Files are read slice by slice.
 
 from collections.abc import Callable, Mapping
 import errno
-import json
 import pathlib
 import re
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
+from valkyrie import foreign
 from valkyrie.errors import ConfigurationError, StorageError
 from valkyrie.models.lora import A, B
 from valkyrie.storage import foreign_names
@@ -200,9 +200,6 @@ def write(path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata: dict[s
 def read_json(file: pathlib.Path) -> dict[str, Any]:
   """The object in a file; raises a StorageError if it has none."""
   try:
-    found = json.loads(file.read_text())
-  except (OSError, ValueError, RecursionError) as error:
+    return foreign.json_object(foreign.content(file))
+  except (OSError, ValueError) as error:
     raise StorageError(f'{file} cannot be read ({error}). Fetch it again.') from error
-  if not isinstance(found, dict):
-    raise StorageError(f'{file} has {found!r:.40}, but a JSON object was expected. Fetch it again.')
-  return found

@@ -1,0 +1,265 @@
+"""Files of strangers: each is read, or refused with its name and a reason on one line."""
+
+import gzip
+import json
+import os
+import pathlib
+import resource
+import tracemalloc
+
+import pytest
+
+from valkyrie import foreign
+from valkyrie.checkpoint import compatibility, manifest, steps
+from valkyrie.config import parse, record
+from valkyrie.data import (
+  provenance,
+  records,
+  store_builder,
+  store_writer,
+  token_store,
+  vocabularies,
+)
+from valkyrie.data.records import Records
+from valkyrie.data.token_store import Selection
+from valkyrie.distributed import heartbeat
+from valkyrie.distributed.supervisor import RunStatus
+from valkyrie.errors import ConfigurationError, ValkyrieError, message_of
+from valkyrie.inference import infer
+from valkyrie.monitoring import html_report, json_lines, trackers
+from valkyrie.storage import lease
+from valkyrie.weights import named_tensors
+
+LINE = {'step': 3, 'loss': 2.5, 'tokens': 30, 'phase': 0, 'step_seconds': 0.5}
+LINE |= {'tokens_per_second_per_device': 5.0, 'tflops_per_second_per_device': 1e-3}
+VALUES = [
+  None,
+  True,
+  -1,
+  0,
+  1.5,
+  2**62,
+  10**400,
+  '',
+  'NaN',
+  '\ud83d',
+  '<b>',
+  [],
+  [[1]],
+  {},
+  {'a': 1},
+]
+CONTENTS = [
+  b'', b' ', b'\0' * 9, b'\xff\xfe\xff', b'\xef\xbb\xbf{}', b'null', b'7', b'"x"', b'[]', b'[7]',
+  b'{}', b'{"a": 1', b'{"a": 1} x', b'{"a": NaN}', b'{"a": 1e999}', b'1' * 5000, b'nul',
+  b'[' * 100_000, b'{"a":' * 100_000, b'[' * 900 + b']' * 900, b'{"a":' * 900 + b'1' + b'}' * 900,
+  b'[' * 5000 + b']' * 5000, b'x = ' + b'[' * 100_000, b'x = ' + b'(' * 150 + b')' * 150,
+]  # fmt: skip
+EOS = {'model': {'type': 'WordLevel', 'vocab': {'<eos>': 0, 'a': 1}, 'unk_token': 'a'}}
+
+
+def report(file):
+  html_report.read_run(file.parents[file.parent.name == 'eval'])
+
+
+def rows(file):
+  for _ in Records(str(file), ['text']).rows(0, 1):
+    pass
+
+
+def shard(file):
+  selection = Selection('letters', 'train', vocabularies.ByteVocabulary())
+  store_writer.StoreWriter(file.parent.parent, selection, {}, 1).check_shards()
+
+
+def id_of_tracker(file):
+  trackers._id(file.parent)
+
+
+READERS = {
+  'metrics.jsonl': report,
+  'eval/metrics.jsonl': report,
+  'refused_steps.jsonl': report,
+  'config.json': report,
+  'model_info.txt': report,
+  'other/metrics.jsonl': json_lines.by_step,
+  'run/config.json': lambda file: record.read_configuration(file.parent),
+  'beside/config.json': lambda file: parse.read([str(file.with_name('x.gin'))]),
+  'x.gin': lambda file: parse.read([str(file)]),
+  'prompts.jsonl': infer._read_prompts,
+  'prompts.txt': infer._read_prompts,
+  'index.json': named_tensors.read_json,
+  'trainer.lock': lambda file: lease.lock_holder(file.parent),
+  'trainer.lease': lambda file: lease._FileLease.__dict__['_read'](LeaseAt(file)),
+  'checkpoints/3/record.json': lambda file: steps.record(steps.DiskSteps(file.parents[2]), 3),
+  'checkpoints/3/manifest.sha256': lambda file: manifest.damage(steps.DiskFiles(file.parent), 3),
+  'store/store.json': lambda file: token_store.read_information(file.parent),
+  'store/.source.jsonl': provenance._read,
+  'store/shard-00000-of-00001/shard.json': shard,
+  'tokenizer.json': lambda file: vocabularies.load(str(file)),
+  'a.model': lambda file: vocabularies.load(str(file)),
+  'codec/tokenizer_config.json': lambda file: vocabularies.load(str(file.with_name('t.json'))),
+  'tracking_id': id_of_tracker,
+  'a.jsonl': rows,
+  'a.json': rows,
+  'a.csv': rows,
+  'a.txt': rows,
+}
+
+
+class LeaseAt:
+  def __init__(self, path):
+    self._path = path
+
+
+def refusal(reader, file):
+  """The message of a refusal; '' if the file is read."""
+  try:
+    reader(file)
+  except ValkyrieError as error:
+    assert error.exit_code in (65, 74, 78)
+    return message_of(error)
+  return ''
+
+
+@pytest.fixture
+def folder(tmp_path):
+  """A folder with what the readers expect beside their files."""
+  for name in READERS:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+  (tmp_path / 'beside/x.gin').write_text('x = 1')
+  (tmp_path / 'codec/t.json').write_text(json.dumps(EOS))
+  (tmp_path / 'metrics.jsonl').write_text(json.dumps(LINE) + '\n')
+  return tmp_path
+
+
+@pytest.mark.parametrize('name', READERS)
+def test_any_content_is_read_or_refused(folder, name):
+  for content in [c for each in CONTENTS for c in (each, each + b'\n')]:
+    (folder / name).write_bytes(content)
+    if said := refusal(READERS[name], folder / name):
+      assert (
+        (folder / name).name in said or 'beside' in name or 'codec' in name or 'record of' in said
+      ), said
+      assert '\n' not in said and len(said) < 600, said
+
+
+def test_a_report_of_any_values_is_drawn_or_refused(folder):
+  names = [*LINE, *(f'loss_by_position/{p}' for p in ('2', 'x', '0', 10**18)), 'hooks/a', 'mfu']
+  lines = [json.dumps(LINE | {name: value}) for name in names for value in VALUES]
+  file, read = folder / 'metrics.jsonl', []
+  for number, line in enumerate(lines):
+    file.write_text(line + '\n')
+    if said := refusal(json_lines.by_step, file):
+      assert said.startswith(f'{file}:1 cannot be read: ')
+    else:
+      read += [{**json.loads(line), 'step': number}]
+  assert len(lines) / 2 < len(read) < len(lines)
+  for name in ('metrics', 'eval/metrics', 'refused_steps'):
+    (folder / f'{name}.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in read))
+  (folder / 'config.json').write_text(json.dumps({'version': [], 'bindings': {'a': VALUES}}))
+  assert html_report.main([str(folder), str(folder), f'--output={folder}/page.html']) == 0
+
+
+@pytest.fixture(scope='module')
+def information(tmp_path_factory):
+  """A store, and its store.json."""
+  path = tmp_path_factory.mktemp('stores') / 'store'
+  text = path.with_name('text')
+  text.mkdir()
+  (text / 'a.txt').write_text('A text of some words. ' * 20)
+  selection = Selection('text', 'train', vocabularies.ByteVocabulary(), str(text))
+  store_builder.build(selection, path, shards=1)
+  return path, selection, json.loads((path / 'store.json').read_text())
+
+
+def test_a_store_of_any_values_is_opened_or_refused(information):
+  path, selection, right = information
+  places = [(), ('vocabulary',), ('shards',), ('shards', 0)]
+  places += [('shards', 0, 'files'), ('shards', 0, 'files', 'offsets.npy')]
+  opened = 0
+  for place in places:
+    at = right
+    for part in place:
+      at = at[part]
+    for key in range(len(at)) if isinstance(at, list) else at:
+      for value in VALUES:
+        altered = json.loads(json.dumps(right))
+        inside = altered
+        for part in place:
+          inside = inside[part]
+        inside[key] = value
+        altered.pop('sha256', None)
+        altered['sha256'] = token_store.content_hash(altered)
+        (path / 'store.json').write_text(json.dumps(altered))
+        try:
+          store = token_store.TokenStore.open(path, selection.vocabulary)
+          opened += store.tokens > 0
+        except ValkyrieError as error:
+          assert error.exit_code in (65, 78)
+  assert opened
+
+
+@pytest.mark.parametrize('suffix', ['.jsonl', '.json', '.csv', '.tsv'])
+@pytest.mark.parametrize('compressed', ['', '.gz'])
+def test_a_line_that_is_too_long_is_refused_before_it_is_read(
+  tmp_path, monkeypatch, suffix, compressed
+):
+  monkeypatch.setattr(foreign, 'LONGEST_LINE', 10**4)
+  monkeypatch.setattr(records, '_LONGEST_VALUE', 10**4)
+  file = tmp_path / f'a{suffix}{compressed}'
+  for letters, refused in ((9000, False), (10**7, True)):
+    text = 'a' * letters
+    lines = f'text\n{text}\n' if suffix in ('.csv', '.tsv') else f'{{"text": "{text}"}}\n'
+    file.write_bytes(gzip.compress(lines.encode()) if compressed else lines.encode())
+    tracemalloc.start()
+    said = refusal(rows, file)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert ('more than 10,000 bytes' in said) == refused
+    assert most < 3 * 10**6 or not compressed
+
+
+def test_a_document_that_does_not_fit_into_memory_is_refused(tmp_path):
+  file = tmp_path / 'a.txt.gz'
+  file.write_bytes(gzip.compress(bytes(2**20) * 300))
+  size = int(pathlib.Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()
+  before = resource.getrlimit(resource.RLIMIT_AS)
+  resource.setrlimit(resource.RLIMIT_AS, (size + 2**27, before[1]))
+  try:
+    said = refusal(rows, file)
+  finally:
+    resource.setrlimit(resource.RLIMIT_AS, before)
+  assert 'a.txt.gz is larger than the memory that is left' in said
+
+
+@pytest.mark.parametrize('value', ['[' * 100_000, '(' * 100_000, '{1:' * 10_000, '[' * 150])
+def test_a_flag_of_brackets_is_refused(value):
+  with pytest.raises(ConfigurationError, match=r'--gin\.x='):
+    parse.read([], [f'--gin.x={value}'])
+
+
+def test_a_line_in_the_pipe_of_a_supervisor_that_is_no_heartbeat_changes_nothing():
+  status = RunStatus()
+  for content in CONTENTS:
+    assert not status.update(content)
+  assert status == RunStatus()
+
+
+@pytest.mark.parametrize('value', ['x', '9' * 30 + ':1:2', '9' * 5000 + ':1:2', '٣:1:2', '-1:0:0'])
+def test_a_variable_that_names_no_pipe_is_left_alone(monkeypatch, value):
+  monkeypatch.setenv(heartbeat.VARIABLE, value)
+  assert heartbeat.inherited() == ()
+
+
+@pytest.mark.parametrize('name', ['metrics.jsonl', 'config.json', 'model_info.txt'])
+def test_files_that_never_end_are_not_read(folder, name):
+  (folder / name).unlink(missing_ok=True)
+  for make in (os.mkfifo, lambda file: os.symlink('/dev/zero', file)):
+    make(folder / name)
+    assert 'it is not a regular file' in refusal(report, folder / name).replace('Invalid arg', '')
+    (folder / name).unlink()
+
+
+def test_a_package_without_metadata_has_a_version():
+  assert compatibility.version('no-such-package') == 'unknown'
