@@ -32,7 +32,7 @@ COUNTS = ('documents', 'tokens', 'text_bytes', 'skipped_empty', 'skipped_one_tok
 # If most documents are empty, the source is broken. A shard is judged after so many documents.
 MAX_SKIPPED = 0.5
 _JUDGED_AFTER = 1000
-_REPORTED = 100  # documents between two reports
+_REPORT_SECONDS = 1.0  # between two reports
 _LONG = 2**16  # tokens; each longer piece of a document is followed by a report
 _PAUSE_SECONDS = 1.0  # between two looks at a shard of another builder
 Report = Callable[[int, int], None]
@@ -197,7 +197,11 @@ class StoreWriter:
     counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
     with flushed(directory / token_store.TOKENS_FILE) as stream:
       _write_header(stream, dtype, 0)
+      told, due = (0, 0), time.monotonic()
       for number, document in enumerate(documents):
+        if time.monotonic() >= due:
+          report(counts['documents'] - told[0], offsets[-1] - told[1])
+          told, due = (counts['documents'], offsets[-1]), time.monotonic() + _REPORT_SECONDS
         if isinstance(document.tokens, np.ndarray) and len(document.tokens) < 2:
           counts['skipped_one_token' if len(document.tokens) else 'skipped_empty'] += 1
           if number >= _JUDGED_AFTER:
@@ -226,11 +230,8 @@ class StoreWriter:
         prompts.append(document.prompt_tokens and document.prompt_tokens + len(vocabulary.bos))
         counts['documents'] += 1
         counts['text_bytes'] += document.text_bytes
-        if counts['documents'] % _REPORTED == 0:
-          report(_REPORTED, offsets[-1] - offsets[-1 - _REPORTED])
       counts['tokens'] = offsets[-1]
-      rest = counts['documents'] % _REPORTED
-      report(rest, offsets[-1] - offsets[-1 - rest])
+      report(counts['documents'] - told[0], offsets[-1] - told[1])
       stream.seek(0)
       _write_header(stream, dtype, counts['tokens'])
     _save(directory / 'offsets.npy', np.array(offsets, np.int64))
