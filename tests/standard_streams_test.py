@@ -1,23 +1,33 @@
-"""Standard error without readers."""
+"""Standard streams that are full, closed or without readers."""
 
 import subprocess
 import sys
 
 import pytest
 
-
-@pytest.mark.parametrize('streams', ['2> /dev/full', '2>&-', '2>&1 | true'])
-def test_a_reader_that_went_away_ends_nothing(tmp_path, streams):
-  script = f"""
-import pathlib, sys, time
-from valkyrie.distributed.console import lasting_stderr
-with lasting_stderr():
-  for _ in range(3):
-    time.sleep(0.2)
-    print('a line', file=sys.stderr, flush=True)
-  pathlib.Path('{tmp_path}/done').touch()
+SCRIPT = """
+import os, pathlib, subprocess, sys, time
+from valkyrie.distributed.console import lasting_streams
+with lasting_streams():
+  with open('/FOLDER/file', 'w') as file:
+    for _ in range(3):
+      time.sleep(0.1)
+      print('a line', file=sys.stderr, flush=True)
+      print('a line', flush=True)
+      subprocess.run(['sh', '-c', 'echo of another program; echo; echo >&2'])
+  assert not os.path.getsize('/FOLDER/file')
+  pathlib.Path('/FOLDER/done').touch()
 """
-  (tmp_path / 'script.py').write_text(script)
+STREAMS = ['2> /dev/full', '2>&-', '2>&1 | true', '> /dev/full', '>&-', '| true', '| head -1']
+STREAMS += ['<&-', '<&- >&- 2>&-', '> /dev/full 2>&1', '<&- | true']
+
+
+@pytest.mark.parametrize('streams', STREAMS)
+def test_a_reader_that_went_away_ends_nothing(tmp_path, streams):
+  (tmp_path / 'script.py').write_text(SCRIPT.replace('/FOLDER', str(tmp_path)))
   command = f'{sys.executable} {tmp_path}/script.py {streams}; exit ${{PIPESTATUS[0]}}'
-  done = subprocess.run(['bash', '-c', command], check=False)
-  assert done.returncode == 0 and (tmp_path / 'done').exists()
+  done = subprocess.run(['bash', '-c', command], check=False, stderr=subprocess.PIPE, text=True)
+  assert done.returncode == 0 and (tmp_path / 'done').exists(), done.stderr
+  lost = 'A part of standard output was lost ('
+  silent = '2>' in streams or streams in ('>&-', '<&-')
+  assert (lost in done.stderr) != silent and 'Traceback' not in done.stderr

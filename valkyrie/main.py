@@ -27,19 +27,19 @@ from valkyrie.errors import UsageError, ValkyrieError, message_of
 from valkyrie.storage import run_directory
 
 
+@console.lasting_streams()
 def main(arguments: Sequence[str] | None = None, **kinds) -> int:
   """Calls `run`, prints its error on standard error, and returns the exit code.
 
   `arguments` is the command line; None is the one of this process, which ends afterwards.
   """
-  with console.lasting_stderr():
-    try:
-      with console.of_a_program() if arguments is None else contextlib.nullcontext():
-        run(sys.argv[1:] if arguments is None else arguments, **kinds)
-      code = 0
-    except (Exception, KeyboardInterrupt) as error:
-      code = _explain(error)
-      processes.end(code, error)
+  try:
+    with console.of_a_program() if arguments is None else contextlib.nullcontext():
+      run(sys.argv[1:] if arguments is None else arguments, **kinds)
+    code = 0
+  except (Exception, KeyboardInterrupt) as error:
+    code = _explain(error)
+    processes.end(code, error)
   if arguments is None:
     processes.exit_with(code)
   return code
@@ -113,6 +113,8 @@ def _default_model_dir(gin_files: Sequence[str]) -> str:
 
 def _read_prompt(typed: str | None) -> str:
   """The prompt from the command line, or from standard input."""
+  if typed is None and sys.stdin is None:
+    raise UsageError('Standard input is closed. Pass --prompt=TEXT.')
   if typed is None and sys.stdin.isatty():
     print('Type the prompt, then Ctrl-D:', file=sys.stderr)
   try:

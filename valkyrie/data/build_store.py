@@ -32,6 +32,7 @@ from typing import Any, NoReturn
 from valkyrie.data import document_source, store_builder, token_store, vocabularies
 from valkyrie.data.store_location import store_path
 from valkyrie.data.token_store import Selection
+from valkyrie.distributed import console
 from valkyrie.errors import ConfigurationError, Preempted, ValkyrieError
 
 
@@ -160,6 +161,7 @@ def _receive(orders: queue.SimpleQueue[str]) -> None:
   os._exit(Preempted.exit_code)
 
 
+@console.lasting_streams()
 def main(line: Sequence[str] | None = None) -> int:
   """Runs the command line; returns the exit code, and prints an error to standard error."""
   arguments = _parser().parse_args(line)

@@ -1,11 +1,13 @@
-"""A program and its console: the signals that stop it, and a standard error that never stops it."""
+"""A program and its console: the signals that stop it, and standard streams that never stop it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import os
 import signal
 import sys
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
+
+from valkyrie.errors import reason_of
 
 # The signals that ask a process to save and end.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -66,19 +68,24 @@ def restore_handlers(handlers: Mapping[signal.Signals, Any], stopped: bool) -> N
 
 
 class LastingStream:
-  """A stream whose reader may go away: what cannot be written is dropped without an error."""
+  """A stream whose reader may go away: what cannot be written is dropped, for the reason `lost`."""
 
   def __init__(self, stream: TextIO | None):  # None: it was closed before Python started
+    self.stream, self.lost = stream, ''
     self._stream = stream or open(os.devnull, 'w')  # noqa: SIM115, for as long as the process
 
   def write(self, text: str) -> int:
-    with contextlib.suppress(OSError, ValueError):
-      self._stream.write(text)
+    self._attempt(self._stream.write, text)
     return len(text)
 
   def flush(self) -> None:
-    with contextlib.suppress(OSError, ValueError):
-      self._stream.flush()
+    self._attempt(self._stream.flush)
+
+  def _attempt(self, write: Callable[..., Any], *arguments: str) -> None:
+    try:
+      write(*arguments)
+    except (OSError, ValueError) as error:
+      self.lost = self.lost or reason_of(error)
 
   def end(self) -> None:
     """Drops what cannot be written, which would make Python exit with 120."""
@@ -96,11 +103,20 @@ class LastingStream:
 
 
 @contextlib.contextmanager
-def lasting_stderr() -> Iterator[None]:
-  """A context in which losing the reader of standard error raises nothing."""
-  stream: Any = LastingStream(sys.stderr)
+def lasting_streams() -> Iterator[None]:
+  """A context, or a decorator, in which losing a standard stream raises nothing."""
+  for descriptor in range(3):
+    try:
+      os.fstat(descriptor)
+    except OSError:  # closed: a file of the run would get its number, and foreign output
+      os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+  output, errors = LastingStream(sys.stdout), LastingStream(sys.stderr)
   try:
-    with contextlib.redirect_stderr(stream):
+    with contextlib.redirect_stdout(cast(TextIO, output)), contextlib.redirect_stderr(errors):
       yield
   finally:
-    stream.end()
+    output.flush()
+    if output.lost:
+      print(f'A part of standard output was lost ({output.lost}).', file=errors)
+    output.end()
+    errors.end()

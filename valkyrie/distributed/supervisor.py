@@ -207,6 +207,7 @@ def _say(message: str) -> None:
   print(f'supervise: {message}', file=sys.stderr, flush=True)
 
 
+@console.lasting_streams()
 def main(arguments: Sequence[str] | None = None) -> int:
   """Supervises the command of the command line, and returns its exit code."""
   parser = argparse.ArgumentParser(
@@ -226,8 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument('command', nargs='+', metavar='COMMAND', help='training command, after --')
   flags = parser.parse_args(arguments)
   seconds = {stage: getattr(flags, f'{stage}_seconds') for stage in _SECONDS}
-  with console.lasting_stderr():
-    return Supervisor(flags.command, seconds, flags.restarts, flags.pause_seconds).run()
+  return Supervisor(flags.command, seconds, flags.restarts, flags.pause_seconds).run()
 
 
 if __name__ == '__main__':

@@ -131,15 +131,16 @@ def _read_prompts(path: pathlib.Path) -> list[str]:
 @contextlib.contextmanager
 def _writer(output: str | None) -> Iterator[TextIO]:
   if output is None:
-    if sys.stdout is None:
+    stream = sys.stdout.stream if isinstance(sys.stdout, LastingStream) else sys.stdout
+    if stream is None:
       raise StorageError('Standard output is closed. Open it, or name an --output.')
-    if isinstance(sys.stdout, io.TextIOWrapper):  # not in a notebook
-      sys.stdout.reconfigure(encoding='utf-8')
+    if isinstance(stream, io.TextIOWrapper):  # not in a notebook
+      stream.reconfigure(encoding='utf-8')
     try:
       with storage_errors('Standard output cannot be written', 'Name an --output.'):
-        yield sys.stdout
+        yield stream
     finally:
-      LastingStream(sys.stdout).end()
+      LastingStream(stream).end()
     return
   if pathlib.Path(output).exists():
     raise StorageError(f'{output} is there already. Name another --output.')

@@ -20,6 +20,7 @@ import numpy as np
 
 from valkyrie import foreign
 from valkyrie.config.paths import TOKENIZER
+from valkyrie.distributed import console
 from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError, storage_errors
 from valkyrie.monitoring.json_lines import by_step
 from valkyrie.monitoring.pictures import Curve, by_position, figure
@@ -315,6 +316,7 @@ def _is_number(value: Any) -> bool:
   return isinstance(value, int | float) and abs(value) < _LARGEST
 
 
+@console.lasting_streams()
 def main(arguments: Sequence[str] | None = None) -> int:
   """Writes the page; returns the exit code."""
   about = 'Writes one page about one or more runs.'
