@@ -82,7 +82,7 @@ def long_context(
   about = {'step': steps, 'samples': samples, 'seed': seed, 'text': content}
   results = JsonLines(folder / 'results.jsonl')
   scores = {
-    _Cell(*map(line.get, _Cell._fields)): line['score']
+    _Cell._make(map(line.get, _Cell._fields)): line['score']
     for line in json_lines.read(folder / 'results.jsonl')
     if about.items() <= line.items() and isinstance(line.get('score'), float)
   }
