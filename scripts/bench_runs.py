@@ -76,7 +76,7 @@ class Trainer:
     self.curriculum = Curriculum([phase])
     self.feed = MemoryFeed(self.model.about.vocabulary_size, document, rows)
     self.batch = layout.place_batch(self.feed.read(0, tokens))
-    setup = Setup(
+    self.setup = Setup(
       StepSettings(
         seed=0,
         batch_size=rows,
@@ -86,8 +86,8 @@ class Trainer:
         optimizer=lambda: Optimizer(learning_rate=1e-3, warmup_steps=10, train_steps=1000),
       )
     )
-    self.state = setup.initial_state()
-    self.step = setup.trace(phase).lower().compile()
+    self.state = self.setup.initial_state()
+    self.step = self.setup.trace(phase).lower().compile()
     self.state, _ = self.step(self.state, self.batch)  # untimed: it allocates the memory
 
   @property
@@ -115,7 +115,7 @@ class Loop:
     self._done = 0
     self._log = TrainingLog(
       NullWriter(),
-      trainer.model,
+      trainer.setup,
       Reading(trainer.curriculum, trainer.feed, trainer.feed.rows),
       every=STEPS,
       total_steps=STEPS,

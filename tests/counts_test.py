@@ -62,11 +62,11 @@ def test_the_log_adds_in_float64(tmp_path):
   steps = Curriculum([phase()])
   feed: Any = types.SimpleNamespace(tokens_per_byte=None, progress=lambda position: {})
   about = types.SimpleNamespace(plan_interval=1, train_flops_per_token=None)
-  model: Any = types.SimpleNamespace(about=about)
+  setup: Any = types.SimpleNamespace(model=types.SimpleNamespace(about=about))
   with create_writers(tmp_path, tensorboard=False) as writer:
     log = TrainingLog(
       writer,
-      model,
+      setup,
       Reading(steps, feed, rows=4096),
       every=2,
       total_steps=10**8,

@@ -4,9 +4,11 @@ import contextlib
 import json
 import math
 import re
+import time
 import types
 from typing import Any
 
+import gin
 import numpy as np
 import pytest
 import tiny_run
@@ -43,6 +45,22 @@ WORDS = [
 ]
 
 
+paused = [0.0]  # seconds that `Pausing` has taken
+
+
+@gin.configurable
+class Pausing:
+  """A hook whose calls after even steps take 1,000 seconds by the clock."""
+
+  def pauses(self, step):
+    return step % 2 == 0
+
+  def __call__(self, step, state, metrics):
+    if self.pauses(step):
+      paused[0] += 1000
+      return {'paused_after': step}
+
+
 def texts(seed):
   random = np.random.default_rng(seed)
   return [' '.join(random.choice(WORDS, random.integers(20, 60))) for _ in range(24)]
@@ -73,7 +91,11 @@ def run(tmp_path_factory):
   )
   flags = ['--gin.train_steps=6', '--gin.log_every=2', '--gin.eval_every=3']
   flags += ['--gin.Evaluator.chunks=2', '--gin.checkpoint_every=6']
-  model_dir = tiny_run.train(folder / 'run', folder / 'data', *flags, data=data)
+  flags += ['--gin.train.hooks=(@Pausing(),)']
+  clock = time.perf_counter
+  with pytest.MonkeyPatch.context() as patched:
+    patched.setattr(training_log.time, 'perf_counter', lambda: clock() + paused[0])
+    model_dir = tiny_run.train(folder / 'run', folder / 'data', *flags, data=data)
   evaluate.evaluate(model_dir=str(model_dir))
   return model_dir, vocabulary
 
@@ -142,7 +164,8 @@ def test_console_tensorboard_and_report_have_the_numbers_of_the_lines(run):
       found.Reload()
       for tag in found.Tags()['tensors']:
         for e in found.Tensors(tag):
-          events[stream, tag.partition('/')[2], e.step] = tensor_util.make_ndarray(e.tensor_proto)
+          name = tag if tag.startswith('hooks/') else tag.partition('/')[2]
+          events[stream, name, e.step] = tensor_util.make_ndarray(e.tensor_proto)
   lines = all_lines(model_dir)
   last = lines[-1][1]  # of the run mode `eval`, on the standard output
   for stream, line in lines:
@@ -166,6 +189,10 @@ def test_console_tensorboard_and_report_have_the_numbers_of_the_lines(run):
     'memory of this process at the end: ',
   ):
     assert log.count(said) == 1
+  for stream, line in lines:
+    if not stream:  # one of the eight devices has the model
+      assert line['tokens_per_second_per_device'] == line['tokens_per_second']
+      assert line['hooks/paused_after'] == line['step'] and line['step_seconds'] < 500
   assert all(0 < line['goodput'] < 1 for stream, line in lines if not stream)
 
 
@@ -213,9 +240,10 @@ def test_speeds_are_of_steps_alone(seed, tmp_path, monkeypatch):
   pauses = random.random(total + 1) < 0.3
   device.now = 7.0  # the time of the start, which counts for the goodput
   with create_writers(tmp_path, tensorboard=False) as writer:
-    model: Any = types.SimpleNamespace(about=about)
+    layout = types.SimpleNamespace(mesh=types.SimpleNamespace(size=4))
+    setup: Any = types.SimpleNamespace(model=types.SimpleNamespace(about=about), partitioner=layout)
     reading = Reading(Curriculum(phases), feed, rows=2)
-    log = TrainingLog(writer, model, reading, every=every, total_steps=total, began=0.0)
+    log = TrainingLog(writer, setup, reading, every=every, total_steps=total, began=0.0)
     log.clock(runs=True)
     profile = contextlib.ExitStack()
     for step in range(1, total + 1):
@@ -228,6 +256,8 @@ def test_speeds_are_of_steps_alone(seed, tmp_path, monkeypatch):
         profile.close()
       if pauses[step]:
         with log.untimed():  # an evaluation, a save, samples
+          if random.random() < 0.5:
+            log.flush()
           device.now = max(device.now, device.idle_at) + random.uniform(0, 50)
     log.flush()
     profile.close()
@@ -241,6 +271,7 @@ def test_speeds_are_of_steps_alone(seed, tmp_path, monkeypatch):
     if timed:
       tokens = sum(16 if step <= 15 else 64 for step in timed)
       assert line['tokens_per_second'] == pytest.approx(tokens / took)
+      assert line['tokens_per_second_per_device'] == pytest.approx(tokens / took / 4)
       assert line['step_seconds'] == pytest.approx(took / len(timed))
     else:
       assert 'tokens_per_second' not in line  # nothing is known

@@ -7,12 +7,12 @@ import time
 
 import jax
 
-from valkyrie.models.language_model import Model
 from valkyrie.monitoring import chips, memory
 from valkyrie.monitoring.hooks import check_every
 from valkyrie.monitoring.metrics import Metrics, speed_metrics, text_metrics
 from valkyrie.monitoring.writers import RunWriter
 from valkyrie.training.reading import Reading
+from valkyrie.training.setup import Setup
 from valkyrie.training.train_step import StepMetrics
 
 
@@ -26,7 +26,7 @@ class TrainingLog:
   """
 
   writer: RunWriter
-  model: Model
+  setup: Setup
   reading: Reading
   _: dataclasses.KW_ONLY
   every: int
@@ -67,7 +67,6 @@ class TrainingLog:
   @contextlib.contextmanager
   def untimed(self) -> Iterator[None]:
     """Leaves what happens inside, steps too, out of the speed; waits for the steps before."""
-    self.flush()
     jax.block_until_ready(self._steps)
     ran = self._since is not None
     self.clock(runs=False)
@@ -84,7 +83,7 @@ class TrainingLog:
     seconds, self._seconds = self._seconds, 0.0
     timed, self._timed = self._timed, []
     self._all_seconds += seconds
-    read = self.reading.tokens
+    read, about = self.reading.tokens, self.setup.model.about
 
     def total(name: str) -> float:  # in float64: float32 counts only to 2^24
       return sum(float(getattr(s.sums, name)) for s in steps)
@@ -109,11 +108,11 @@ class TrainingLog:
         tokens=sum(read(number) - read(number - 1) for number in timed),
         steps=len(timed),
         seconds=seconds,
-        devices=jax.device_count(),
-        flops_per_token=self.model.about.train_flops_per_token,
+        devices=self.setup.partitioner.mesh.size,
+        flops_per_token=about.train_flops_per_token,
         peak_flops=chips.peak_flops(jax.devices()[0].device_kind),
       )
-    if self.model.about.plan_interval is not None:
+    if about.plan_interval is not None:
       scalars['draft_loss'] = total('draft_loss') / max(weight, 1.0)
     self.writer.write_scalars(step, {**scalars, **self._noted})
     if texts := {name: value for name, value in self._noted.items() if isinstance(value, str)}:

@@ -98,6 +98,7 @@ class Validation:
   trainer: Trainer
   train_steps: int
   model_dir: str
+  log: TrainingLog
   writer: RunWriter
   drawing: Executor
 
@@ -109,6 +110,7 @@ class Validation:
   def __call__(self, step: int, state: TrainState, metrics: StepMetrics) -> None:
     """Evaluates the state after `step`, counted from 1."""
     del metrics
+    self.log.flush()
     is_last = step == self.train_steps
     plan, stop = self.trainer.reading.curriculum.phase(step - 1).planner, self.trainer.should_stop
     try:

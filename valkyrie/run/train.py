@@ -133,7 +133,7 @@ def train(
     )
     _write_settings(writer, trainer.start)
     log = TrainingLog(
-      writer, setup.model, trainer.reading, every=log_every, total_steps=train_steps, began=began
+      writer, setup, trainer.reading, every=log_every, total_steps=train_steps, began=began
     )
     skipped = int(trainer.state.skipped)
     budget = refused_steps(skipped, trainer.documents)
@@ -141,7 +141,7 @@ def train(
       Refusals(model_dir, skipped, trainer.documents, progress.say, budget)
     )
     drawing = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix='plot'))
-    validation = Validation(evaluate, trainer, train_steps, model_dir, eval_writer, drawing)
+    validation = Validation(evaluate, trainer, train_steps, model_dir, log, eval_writer, drawing)
     stack.callback(validation.check_picture)
     saver = Saver(trainer, validation, refusals, log, patience)
 
