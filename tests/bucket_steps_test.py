@@ -154,7 +154,8 @@ def test_objects_that_mark_folders_change_nothing(address, gcs, mark):
   def mark_folders():
     run = address.removeprefix('gs://bucket/')
     names = {parent for name in gcs.objects() for parent in pathlib.PurePosixPath(name).parents}
-    for folder in [run, *(str(name) for name in names if str(name).startswith(run))]:
+    folders = {str(name) for name in names if str(name).startswith(run)}
+    for folder in [run, f'{run}/eval', f'{run}/checkpoints', *sorted(folders)]:
       if mark or '/state' not in folder:  # which Orbax would take for the state
         gcs.put(f'{folder}{mark}', b'')
 

@@ -346,7 +346,9 @@ def test_marks_of_folders_damage_no_step(gcs):
 
 def test_an_object_with_the_name_of_a_folder_is_said(place, gcs):
   gcs.put('both/run/a', b'')
-  gcs.put('both/run/a/b', b'')
+  gcs.put('both/run/a/b', b'b')
+  assert pathlib.Path(opened('gs://bucket/both/run'), 'a/b').read_bytes() == b'b', 'a mark'
+  gcs.put('both/run/a', b'a')
   with pytest.raises(StorageError, match=r'gs://bucket/both/run cannot be read: .*run/a\)'):
     opened('gs://bucket/both/run')
 

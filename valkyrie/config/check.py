@@ -12,9 +12,8 @@ import gin
 from gin import config as gin_config
 import optax
 
-from valkyrie.config import parse
+from valkyrie.config import parse, redact
 from valkyrie.config.parse import FLAG
-from valkyrie.config.redact import is_secret
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.errors import ConfigurationError
 
@@ -115,7 +114,7 @@ def check_references(effective: Effective) -> None:
           check_buildable(leaf, statement.where, effective)
       elif isinstance(leaf, parse.Macro):
         _check_macro(leaf.name, statement, macros)
-      elif statement.recorded and isinstance(leaf, str) and is_secret(leaf):  # perhaps a stranger's
+      elif statement.recorded and isinstance(leaf, str) and redact.RECORDED.fullmatch(leaf):
         raise ConfigurationError(
           f'{statement.where} was not recorded, since it is a secret. Pass '
           f'{FLAG}{statement.name}=VALUE.'

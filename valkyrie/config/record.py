@@ -54,25 +54,20 @@ def read_configuration(
   path = pathlib.Path(model_dir) / 'config.json'
   try:
     data = foreign.json_object(foreign.content(path))
-  except FileNotFoundError:
-    raise ConfigurationError(
-      f'{model_dir} is not the directory of a run: it has no config.json. Pass one as --model_dir, '
-      'or pass the --gin_file of a new run.'
-    ) from None
-  except (OSError, ValueError) as error:
-    raise ConfigurationError(
-      f'{path} cannot be read ({error}). Restore it, or pass the --gin_file of the run.'
-    ) from error
-  try:
     if data['written_by'] != parse.WRITTEN_BY:
       raise ValueError(f'it was written by {data["written_by"]!r}')
     imports = [_statement(path, line) for line in data['imports']]
     bound = {**data['statements'], **_kept_tokenizer(path.parent)}
     bindings = [_statement(path, f'{name} = {value}', name) for name, value in bound.items()]
-  except (KeyError, TypeError, AttributeError, ValueError, SyntaxError) as error:
+  except FileNotFoundError:
     raise ConfigurationError(
-      f'{path} is not the record of a configuration ({type(error).__name__}: {error}). Restore it, '
-      'or pass the --gin_file of the run.'
+      f'{model_dir} is not the directory of a run: it has no config.json. Pass one as --model_dir, '
+      'or pass the --gin_file of a new run.'
+    ) from None
+  except (OSError, KeyError, TypeError, AttributeError, ValueError, SyntaxError) as error:
+    raise ConfigurationError(
+      f'{path} cannot be read, or is not the record of a configuration ({type(error).__name__}: '
+      f'{error}). Restore it, or pass the --gin_file of the run.'
     ) from error
   for statement in imports:
     parse.check_import(statement, parse.importable(allowed_imports))

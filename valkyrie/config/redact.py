@@ -3,7 +3,8 @@
 import re
 
 REDACTED = '(redacted)'
-NAMED = re.compile(r'env:([A-Za-z_]\w*)')  # a secret of the environment, which is no secret itself
+NAMED = re.compile(r'env:[A-Za-z_]\w*')  # a secret of the environment
+RECORDED = re.compile(rf'.*{re.escape(REDACTED)}.*|{NAMED.pattern}', re.DOTALL)  # of a secret
 
 _NAME = (
   r'(?i:pass(?:w(?:or)?d|phrase)|pwd|secret|credential|authorization|bearer|cookie|web[-_]?hook'
@@ -78,8 +79,3 @@ def _end(text: str, begin: int) -> int:
 def in_value(text: str) -> str:
   """Replaces only strings that look like secrets: passwords in URLs, tokens with a known prefix."""
   return _SECRET_IN_VALUE.sub(REDACTED, text)
-
-
-def is_secret(recorded: str) -> bool:
-  """Whether a value of a recorded configuration is left out of it, or is the name of a secret."""
-  return REDACTED in recorded or NAMED.fullmatch(recorded) is not None

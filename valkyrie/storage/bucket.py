@@ -14,7 +14,6 @@ import errno
 import hashlib
 import json
 import os
-import pathlib
 import re
 from typing import Any, NamedTuple
 import uuid
@@ -25,6 +24,7 @@ from valkyrie.storage.lease import Changed
 
 SCHEME = 'gs://'
 _NOT_LITERAL = re.compile(r'[\[*?#]|/gs:/')
+_FOLDERS = ('/', '_$folder$')  # end objects by which consoles, mounts and Hadoop mark folders
 _AT_ONCE = 8  # requests
 
 
@@ -91,21 +91,14 @@ class Bucket:
     while True:
       page = self._client.call('GET', 'b/{}/o', self._bucket, json_out=True, **query)
       for found in page.get('items', ()):
-        md5 = base64.b64decode(found['md5Hash']).hex() if 'md5Hash' in found else None
-        made = Object(int(found['size']), md5, int(found['generation']))
-        objects[found['name'][start:]] = made
+        if not found['name'].endswith(_FOLDERS):
+          md5 = base64.b64decode(found['md5Hash']).hex() if 'md5Hash' in found else None
+          made = Object(int(found['size']), md5, int(found['generation']))
+          objects[found['name'][start:]] = made
       folders += [name[start:] for name in page.get('prefixes', ())]
       if 'nextPageToken' not in page:
-        break
+        return objects, folders
       query['pageToken'] = page['nextPageToken']
-    # Consoles, mounts and Hadoop mark a folder by an empty object.
-    names = [*objects, *(f'{folder}-' for folder in folders)]
-    above = {'', *(str(part) for name in names for part in pathlib.PurePosixPath(name).parents)}
-
-    def is_mark(name: str) -> bool:
-      return name.endswith(('/', '_$folder$')) or name in above
-
-    return {n: found for n, found in objects.items() if found.size or not is_mark(n)}, folders
 
   def read(self, name: str) -> tuple[bytes, int]:
     """The content of an object, and its generation."""

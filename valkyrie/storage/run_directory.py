@@ -58,9 +58,10 @@ class BucketDirectory(os.PathLike):
         if _EVENTS not in file.name and file.suffix != '.lock':
           with contextlib.suppress(FileNotFoundError):  # a process has deleted it meanwhile
             content, _ = self.bucket.read(name)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(content)
-            self._equal[name] = len(content), file.stat().st_mtime_ns
+            if content:  # else it may be the mark of a folder
+              file.parent.mkdir(parents=True, exist_ok=True)
+              file.write_bytes(content)
+              self._equal[name] = len(content), file.stat().st_mtime_ns
 
   @contextlib.contextmanager
   def uploaded(self) -> Iterator[None]:
