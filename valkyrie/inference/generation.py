@@ -17,6 +17,7 @@ from valkyrie.types import Array, Params
 EOS, STOP, LENGTH = 'eos', 'stop', 'length'
 _UNFINISHED = '\N{REPLACEMENT CHARACTER}'
 _LONGEST_CHARACTER = 8  # tokens; later an incomplete character is taken as it is
+_REACHED = 1 - 1e-6  # of a share, in sums that are rounded to float32
 _SMALLEST = float(np.finfo(np.float32).tiny)  # devices take smaller numbers for 0
 
 
@@ -61,10 +62,10 @@ class Sampling:
       order = jnp.argsort(logits, axis=-1, descending=True)
       shares = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
       before = jnp.cumsum(shares, axis=-1) - shares
-      logits = _kept(logits, order, before < max(self.top_p, _SMALLEST))
+      logits = _kept(logits, order, before < max(self.top_p * _REACHED, _SMALLEST))
     if self.min_p > 0:
       most = jnp.max(logits, axis=-1, keepdims=True)
-      logits = jnp.where(logits < most + jnp.log(self.min_p), -jnp.inf, logits)
+      logits = jnp.where(logits < most + jnp.log(self.min_p * _REACHED), -jnp.inf, logits)
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
   def __post_init__(self):
