@@ -1,5 +1,6 @@
 """Vocabularies: their ids, and messages about invalid files."""
 
+import functools
 import json
 import pickle
 import sys
@@ -147,12 +148,15 @@ def test_settings_of_a_file_change_no_text(tmp_path, caplog, named):
     assert codecs[0].eos_id not in one and codecs[0].decode(one) == text
 
 
-def unigram(path):
+def unigram(path, *, spaced=False):
   """As T5's: its model has the EOS as a piece with a better score than all others."""
   tokenizers = pytest.importorskip('tokenizers', reason=tiny_run.WITHOUT_HF)
-  pieces = [('<unk>', 0.0), ('</s>', 0.0), *((letter, -3.0) for letter in 'ab </s>')]
+  pieces = [('<unk>', 0.0), ('</s>', 0.0), *((letter, -3.0) for letter in 'ab </s>▁')]
   codec = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, 0))
   codec.add_special_tokens(['</s>'])
+  if spaced:  # before every text
+    codec.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    codec.decoder = tokenizers.decoders.Metaspace()
   codec.save(str(path))
 
 
@@ -166,7 +170,11 @@ def words(path):
 
 @pytest.mark.parametrize(
   ('name', 'write'),
-  [('u.json', unigram), ('w.json', words)],
+  [
+    ('u.json', unigram),
+    ('m.json', functools.partial(unigram, spaced=True)),
+    ('w.json', words),
+  ],
 )
 def test_no_text_becomes_the_end_of_a_document(tmp_path, name, write):
   write(tmp_path / name)
@@ -177,6 +185,8 @@ def test_no_text_becomes_the_end_of_a_document(tmp_path, name, write):
     assert codec.eos_id not in ids
     if name[0] != 'w':
       assert codec.decode(ids).replace(' ', '') == text.replace(' ', '')
+    if name[0] == 'm':
+      assert codec.decode(ids) == text
 
 
 def test_an_eos_that_is_one_character_of_text_is_refused(tmp_path):
