@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
+import itertools
 import json
 import math
 import pathlib
@@ -118,7 +119,8 @@ class Evaluator:
     Args:
       feed: the class of the split's feed, which ends (`epochs=1`).
       batch_size, chunk_size: rows of the split, and tokens of one forward call.
-      chunks: chunks of each row that a quick evaluation reads; None reads all.
+      chunks: chunks of each row that a quick evaluation reads, or more up to one with a target;
+        None reads all.
     """
     with store_location.builder:
       tokens = feed()
@@ -161,8 +163,12 @@ class Evaluator:
     Raises a DataError if the model cannot read the longest document.
     """
     for feed in self._sources.values():
-      self._chunks(feed)
+      chunks = range(self._chunks(feed))
       check_documents(self._model, feed)
+      if self._quick is not None:  # prompts may fill it, and a loss without a target is none
+        targets = (feed.read(n * self._chunk_size, self._chunk_size).weights.any() for n in chunks)
+        first = next(itertools.compress(chunks, targets), 0)
+        self._quick = max(self._quick, first + 1)
 
   def record_data(self, model_dir: str, stream: str, *, may_differ: bool) -> None:
     """Writes the fingerprint of each source's store to model_dir/STREAM/data.json.
