@@ -11,7 +11,7 @@ import sentencepiece
 import tiny
 import tiny_run
 
-from valkyrie.data import vocabularies
+from valkyrie.data import store_location, store_writer, vocabularies
 from valkyrie.data.document_source import (
   DocumentSource,
   DocumentTask,
@@ -21,7 +21,8 @@ from valkyrie.data.document_source import (
 from valkyrie.data.feed import TaskFeed
 from valkyrie.data.token_store import Selection
 from valkyrie.inference.generation import Sampling
-from valkyrie.run.evaluator import chunk_scores
+from valkyrie.run.evaluator import Evaluator, chunk_scores
+from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training import rounding
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
@@ -42,6 +43,8 @@ pytestmark = pytest.mark.usefixtures('quick_compiler')
     ([0.25] * 4, {'top_p': 1e-9}, {0}),
     ([0.5, 0.25, 0.25], {'top_p': 0.75}, {0, 1}),
     ([0.3, 0.1, 0.1, 0.5], {'top_p': 0.8}, {0, 3}),
+    ([0.3, 0.1, 0.1, 0.5], {'min_p': 0.6}, {0, 3}),
+    ([0.3, 0.07, 0.13, 0.5], {'min_p': 0.26}, {0, 2, 3}),
     ([0.25] * 4, {'top_k': 3, 'top_p': 0.6}, {0, 1}),
   ],
 )
@@ -97,12 +100,6 @@ def test_an_answer_gets_no_space_of_its_own(tmp_path, monkeypatch):
   pieces = [*document.tokens]
   assert len(pieces) > 5
   assert codec.decode(np.concatenate(pieces)) == long
-
-
-def test_a_spelled_out_eos_gets_no_space_inside(tmp_path):
-  codec = spaced(tmp_path)
-  written = 'A: </s>is it</s> Paris'
-  assert codec.decode(codec.encode(written)) == written
 
 
 class Prefixed(Letters):
@@ -214,3 +211,30 @@ def test_no_two_parameters_or_steps_round_alike():
   for n, one in enumerate(found):
     assert 50 < np.sum(one > 1) < 250  # 1.001 lies at 0.13 of the way from 1 to the next number
     assert not any(np.array_equal(one, other) for other in found[:n])
+
+
+def test_a_quick_evaluation_reads_up_to_a_target(tmp_path):
+  """Prompts may be longer than its chunks."""
+  texts = ['$' * 21 + '%&*%', '$' * 30 + '&&'] * 2
+  selection = Selection('asked', 'validation', tiny_run.BYTES)
+  documents = [
+    store_writer.Document(tiny_run.BYTES.ids(text), len(text), None, text.count('$'))
+    for text in texts
+  ]
+  place = store_location.store_path(selection, str(tmp_path))
+  store_writer.StoreWriter(place, selection, {}, shards=1).write(lambda _: documents)
+
+  def feed():
+    tokens = TaskFeed('asked', 'validation', 2, 0, shuffle=False, epochs=1, data_dir=str(tmp_path))
+    tokens.vocabulary_size = tiny.VOCABULARY
+    return tokens
+
+  model = tiny.model((tiny.s5,), layers=1)
+  params, carry = tiny.init(model, 2)
+  evaluator = Evaluator(model, Partitioner((('data', 1),), (), ()), feed, 2, 8, chunks=1)
+  evaluator.open()
+  found = evaluator(params, whole=False)
+  assert not feed().read(0, 16).weights.any()
+  scores = jax.jit(lambda batch: chunk_scores(model, params, carry, batch)[0])(feed().read(0, 24))
+  expected = scores.loss.sum() / scores.weight.sum()
+  assert found['loss'] == pytest.approx(float(expected), rel=1e-5)
