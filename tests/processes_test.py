@@ -251,11 +251,19 @@ assert processes.exchange('name', f'of {process}') == ['of 0', 'of 1']
 """
 
 
-@pytest.mark.parametrize('time', range(3))
-def test_processes_that_listen_all_the_time_end_well(folder, time):
-  for process in start(folder, 2, '-c', LISTENS):
+LATE = """
+import os, time
+leave = os._exit
+os._exit = lambda code: (time.sleep(int(process)), leave(code))  # process 0 has gone before
+processes.end(75)
+"""
+
+
+@pytest.mark.parametrize('more, code', [('', 0), ('', 0), (LATE, 75)])
+def test_processes_that_listen_all_the_time_end_well(folder, more, code):
+  for process in start(folder, 2, '-c', LISTENS + more):
     said = process.communicate()[1]
-    assert process.returncode == 0, said
+    assert process.returncode == code, said
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ DETECTED = 'auto'  # in place of the number of processes: jax detects the cluste
 _HEARTBEAT_SECONDS = 20  # after which jax reports a process that was killed or stopped
 _EXCHANGE_SECONDS = 24 * 3600.0  # a supervisor, or jax's heartbeat, ends a hang sooner
 _POLL_SECONDS = 0.5
-_LINGER_SECONDS = 5.0  # process 0 waits for the others, which need its key-value store
+_LINGER_SECONDS = 5.0  # in which the processes wait for each other at their end
 _ENDING = 'valkyrie/ending/'  # keys of announced exit codes
 _ENDED = 'valkyrie/ended/'  # keys of the exit codes of processes that are about to exit
 
@@ -179,8 +179,15 @@ def end(code: int, error: BaseException | None = None) -> None:
   announce(code)
   announce(code, _ENDED)
   until = time.monotonic() + _LINGER_SECONDS
-  while _index == 0 and time.monotonic() < until and len(_published(_ENDED)) < _count:
+  while len(_published(_ENDED)) < _count:
+    if time.monotonic() > until:
+      break
     time.sleep(0.05)
+  else:  # jax would abort a process that exits after process 0, and has not left before
+    import jax  # noqa: PLC0415
+
+    with contextlib.suppress(RuntimeError):
+      jax.distributed.shutdown()
   for stream in (sys.stdout, sys.stderr):
     with contextlib.suppress(OSError, ValueError):
       stream.flush()
