@@ -59,6 +59,15 @@ def arrow(texts, column='text'):
   return sink.getvalue().to_pybytes()
 
 
+def arrow_file(texts, column='text', **options):
+  table = pa.table({'id': [*range(len(texts))], column: texts})
+  sink = pa.BufferOutputStream()
+  settings = pyarrow.ipc.IpcWriteOptions(**options)
+  with pyarrow.ipc.new_file(sink, table.schema, options=settings) as writer:
+    writer.write_table(table, max_chunksize=3)
+  return sink.getvalue().to_pybytes()
+
+
 WRITERS = {'.jsonl': json_lines, '.parquet': parquet, '.arrow': arrow}
 COMPRESSORS = {
   '': bytes,
@@ -121,6 +130,22 @@ def test_a_location_is_a_file_a_folder_or_a_pattern(tmp_path, pattern, found):
   assert [str(pathlib.Path(f.path).relative_to(tmp_path)) for f in listed.files] == found
 
 
+@pytest.mark.parametrize('compression', [None, 'lz4', 'zstd'])
+@pytest.mark.parametrize('suffix', ['', '.gz'])
+def test_both_forms_of_arrow_are_read(tmp_path, compression, suffix):
+  written = arrow_file(TEXTS, compression=compression)
+  with pyarrow.ipc.open_file(written) as theirs:  # as its own library has it
+    assert theirs.read_all()['text'].to_pylist() == TEXTS and theirs.num_record_batches > 3
+  for name, content in {'file': written, 'stream': arrow(TEXTS)}.items():
+    file = tmp_path / f'{name}.ARROW{suffix}'
+    file.write_bytes(gzip.compress(content) if suffix else content)
+    for parts in (1, 2, 7, 30):
+      read = [[row['text'] for row in Records(str(file), ['text']).rows(part, parts)]
+              for part in range(parts)]  # fmt: skip
+      assert sorted(itertools.chain(*read)) == sorted(TEXTS)
+    assert read and len([one for one in read if one]) > 3
+
+
 @pytest.mark.parametrize(
   ('name', 'content', 'said'),
   [
@@ -135,6 +160,11 @@ def test_a_location_is_a_file_a_folder_or_a_pattern(tmp_path, pattern, found):
     ('a.jsonl', b'{"text": 1}\n', 'a.jsonl has 1 in the column text, expected a text'),
     ('a.arrow', arrow(TEXTS, 'content'), 'no column text; it has id, content'),
     ('a.arrow', arrow(TEXTS)[:400], 'a.arrow is corrupt'),
+    ('a.arrow', arrow_file(TEXTS, 'content'), 'no column text; it has id, content'),
+    ('a.arrow', arrow_file(TEXTS)[:400], 'a.arrow is corrupt'),
+    ('a.arrow', arrow_file(TEXTS)[:-1], 'a.arrow is corrupt'),
+    ('a.arrow', b'ARROW1', 'a.arrow is corrupt'),
+    ('a.arrow', b'ARR', 'a.arrow is corrupt'),
     ('a.txt', b'caf\xe9', 'not UTF-8: byte 3 is 0xe9'),
     ('a.jsonl', b'', 'a.jsonl is empty'),
     ('a.jsonl', b'{"text": "a"}\n{"text": "x\\ud83d"}\n', r"Line 2 of .*'.ud83d', after 'x'"),

@@ -28,6 +28,7 @@ _OF_ROWS = (*_OF_LINES, '.parquet', '.arrow')
 _DOCUMENTS = (b'%PDF-', b'{\\rtf')  # of letters, but not text
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _JSON = re.compile(r'\s*(\[\s*)?\{')
+_INDEXED = b'ARROW1'  # begins arrow's file form; its stream form has no index
 _MAX_NAMED = 5
 _LONGEST_VALUE = 2**31  # bytes of a file that is one JSON value
 _said: set[str] = set()  # sources whose other files were named, since every shard lists them
@@ -120,9 +121,14 @@ class Records:
       yield from batch.to_pylist()
 
   def _batches(self, file: SourceFile, part: int, parts: int) -> Iterator[Row]:
-    with self.files.open(file) as stream, pyarrow.ipc.open_stream(stream) as reader:
+    with self.files.open(file) as stream:
+      has_index = stream.read(len(_INDEXED)) == _INDEXED
+    opened = self.files.open_at_random if has_index else self.files.open
+    read = pyarrow.ipc.open_file if has_index else pyarrow.ipc.open_stream
+    with opened(file) as stream, read(stream) as reader:
       _check_columns(self._columns, reader.schema.names, file.path)
-      for number, batch in enumerate(reader):
+      batches = map(reader.get_batch, range(reader.num_record_batches)) if has_index else reader
+      for number, batch in enumerate(batches):
         if number % parts == part:
           yield from batch.select(self._columns).to_pylist()
 
