@@ -51,6 +51,11 @@ KINDS = {
   'said not': (_template('<s> $A'), NO, []),
   'SentencePiece': (None, {}, []),
   'SentencePiece of Llama': (None, LLAMA, ['<s>']),
+  'SentencePiece of Gemma': (
+    None,
+    {'tokenizer_class': 'GemmaTokenizer', 'add_bos_token': None},
+    ['<s>'],
+  ),
   'SentencePiece said so': (None, YES, ['<s>']),
   'SentencePiece said not': (None, NO | LLAMA, []),
 }
@@ -202,3 +207,10 @@ def test_a_bos_that_a_task_of_seqio_adds_is_not_doubled(inputs, targets, begun):
   found = seqio_tasks._document(example, bool(inputs), Codec())
   assert found.tokens.tolist() == [7, 8, 9]
   assert found.prompt_tokens == len(inputs)
+
+
+def test_a_tokenizer_without_a_token_for_unknown_text_has_no_bos(tmp_path):
+  tokenizers = pytest.importorskip('tokenizers', reason=tiny_run.WITHOUT_HF)
+  codec = tokenizers.Tokenizer(tokenizers.models.WordLevel({'</s>': 0, 'b': 1}))
+  codec.save(str(tmp_path / 'w.json'))
+  assert vocabularies.load(str(tmp_path / 'w.json')).bos == ()

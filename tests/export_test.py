@@ -25,6 +25,7 @@ FullAttention.kv_heads = 2
 FullAttention.head_width = 8
 FullAttention.max_context = 128
 """
+MISTRAL = ('--gin.LongformerAttention.registers=0', '--gin.LongformerAttention.window=6')
 LORA = """
 LanguageModel.lora = @Lora
 Lora.rank = 2
@@ -98,17 +99,22 @@ def test_an_export_is_read_back_bit_for_bit(run, tmp_path, mixers, more):
     'Rotary.factor = 4.0\nRotary.original_context = 32',
     "LanguageModel.compute_dtype = 'bfloat16'\nLanguageModel.parameter_dtype = 'bfloat16'",
     LORA,
+    MISTRAL,
   ],
 )
 def test_a_decoder_is_a_llama(run, tmp_path, more):
   """Computed from the equations of Llama in float64."""
-  start = run(mixers='(@FullAttention,)', more=LLAMA + more)
+  if more == MISTRAL:
+    start = run(*more, mixers='(@LongformerAttention,)')
+  else:
+    start = run(mixers='(@FullAttention,)', more=LLAMA + more)
   flags = ('--run_mode=export', '--gin.export.form="huggingface"')
   code, said = start(*flags, f'--output={tmp_path / "out"}')
   assert code == 0, said
   config = json.loads((tmp_path / 'out' / 'config.json').read_text())
   arrays = load_file(tmp_path / 'out' / 'model.safetensors')
-  assert config['architectures'] == ['LlamaForCausalLM'] and config['vocab_size'] == 259
+  kind = 'Mistral' if more == MISTRAL else 'Llama'
+  assert config['architectures'] == [f'{kind}ForCausalLM'] and config['vocab_size'] == 259
   tied = more == 'LanguageModel.embedding_scale = 1.0'
   assert config['tie_word_embeddings'] == tied == ('lm_head.weight' not in arrays)
   loaded = valkyrie.load(tmp_path / 'run')

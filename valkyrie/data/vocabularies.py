@@ -208,6 +208,8 @@ class HuggingFaceVocabulary(FileVocabulary):
 
   def _first_of_texts(self, known: Iterable[str]) -> tuple[int, ...]:
     """The ids that the file puts before a text."""
+    if not self._tokenizer.num_special_tokens_to_add(is_pair=False):
+      return ()
     text = next(filter(self._encode, ('a', *known)), '')
     framed = self._tokenizer.encode(text)
     pairs = zip(framed.ids, framed.special_tokens_mask, strict=True)
@@ -312,13 +314,14 @@ def vocabulary_size(vocabulary: str) -> int:
 
 
 def _configuration(path: pathlib.Path) -> dict[str, Any]:
-  """The content of the tokenizer_config.json beside a vocabulary, if there is one."""
+  """The entries of the tokenizer_config.json beside a vocabulary that are not null."""
   beside = path.with_name(_CONFIGURATION)
   if not beside.is_file():
     return {}
   try:
     found = foreign.json_object(foreign.content(beside))
-    if not isinstance(found.get('add_bos_token'), bool | None):
+    found = {name: value for name, value in found.items() if value is not None}
+    if not isinstance(found.get('add_bos_token', True), bool):
       raise ValueError(f'its "add_bos_token" is {found["add_bos_token"]!r:.40}')
   except (OSError, ValueError) as error:
     raise ConfigurationError(
