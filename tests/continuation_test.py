@@ -134,6 +134,45 @@ def test_a_special_token_stops(vocabulary):
   assert grown(vocabulary, tokens[:3], [*tokens, stop, *tokens], 'x</s>').ended == 'length'
 
 
+@pytest.mark.parametrize(
+  ('stop', 'kept'),
+  [
+    ('<|im_end|>\nUser', 1),
+    ('the<|im_end|>', 0),
+    ('the<|im_end|>\nUser', 0),
+    (('<|im_end|>\nUser', 'no'), 1),
+    (('x', '<|im_end|>', '<|im_end|>\nUser'), 1),
+    ('<|im_end|><|im_end|>', 2),  # the first one is followed by text
+    (('<|im_end|>\nBot', 'User'), 2),
+    ('<|im_end|>Users', None),
+    ('<|im_end|> \nUser', None),
+  ],
+)
+def test_a_special_token_between_texts_stops(kind_of_bytes, stop, kept):
+  """The text before the stop; 1: what precedes the special token, 2: also 'newline' after it."""
+  vocabulary, special = kind_of_bytes
+  before, after, rest = (vocabulary.encode(text) for text in ('deep is the', '\nUser', 's of it'))
+  again = [special, special] if '<|im_end|><|im_end|>' in stop else []
+  found = grown(vocabulary, before[:1], [*before[1:], special, *after, *again, *rest], stop)
+  expected = {0: 'deep is ', 1: 'deep is the', 2: 'deep is the\n', None: 'deep is the\nUsers of it'}
+  if again:
+    expected[2] = 'deep is the\nUser'
+  assert found.ended == ('length' if kept is None else 'stop')
+  assert vocabulary.decode(before[:1]) + found.text == expected[kept]
+
+
+@pytest.fixture(scope='module')
+def kind_of_bytes(tmp_path_factory):
+  file = tmp_path_factory.mktemp('tokenizer') / 'tokenizer.json'
+  tiny_run.write_tokenizer(file)
+  import tokenizers  # noqa: PLC0415  (which `write_tokenizer` asked for)
+
+  codec = tokenizers.Tokenizer.from_file(str(file))
+  codec.add_special_tokens(['<|im_end|>', '<|im'])
+  codec.save(str(file))
+  return load(str(file)), codec.token_to_id('<|im_end|>')
+
+
 def special_of(file: pathlib.Path) -> int:
   if file.suffix == '.json':
     tokenizers = pytest.importorskip('tokenizers', reason=tiny_run.WITHOUT_HF)

@@ -16,6 +16,7 @@ from valkyrie.types import Array, Params
 
 EOS, STOP, LENGTH = 'eos', 'stop', 'length'
 _UNFINISHED = '\N{REPLACEMENT CHARACTER}'
+_FIRST_MARK = 0xD800  # half of a character, which no text has
 _LONGEST_CHARACTER = 8  # tokens; later an incomplete character is taken as it is
 _REACHED = 1 - 1e-6  # of a share, in sums that are rounded to float32
 _SMALLEST = float(np.finfo(np.float32).tiny)  # devices take smaller numbers for 0
@@ -163,13 +164,20 @@ class Continuation:
 
     Raises a ConfigurationError if a stop string is empty.
     """
-    self._stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(one, str) and one for one in self._stop):
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(one, str) and one for one in stops):
       raise ConfigurationError(
         f'stop={stop!r} has an empty string. Use strings of one letter or more.'
       )
-    specials = vocabulary.specials if self._stop else {}
-    self._stop_tokens = {specials[one] for one in self._stop if one in specials}
+    specials = vocabulary.specials if stops else {}
+    named = sorted((name for name in specials if any(name in one for one in stops)), key=len)
+    # Decoders leave special tokens out, so each stands as a mark, no character, in what is held.
+    marks = {name: chr(_FIRST_MARK + number) for number, name in enumerate(named)}
+    self._marks = {specials[name]: mark for name, mark in marks.items()}
+    marked = [*stops]
+    for name in reversed(named):  # the longest first, since one name may contain another
+      marked = [one.replace(name, marks[name]) for one in marked]
+    self._stop = {*stops, *marked}
     self._vocabulary = vocabulary
     self._begin = vocabulary.encode('a')  # decoders drop the first space of a text
     self._ids = [int(token) for token in prompt[-_LONGEST_CHARACTER:]]
@@ -185,9 +193,8 @@ class Continuation:
       return self.end(EOS)
     self.tokens.append(token)
     self._ids.append(token)
-    if token in self._stop_tokens:
-      return self.end(STOP)
-    return self._certain(self._decode(last=False), last=False)
+    mark = self._marks.get(token, '')
+    return self._certain(self._decode(last=bool(mark)) + mark, last=False)
 
   def end(self, reason: str = LENGTH) -> str:
     """Completes the text; returns what was held back."""
@@ -217,5 +224,7 @@ class Continuation:
       kept = 0 if last else max(begun, default=0)
       split = len(self._held) - kept
       certain, self._held = self._held[:split], self._held[split:]
+    for mark in self._marks.values():
+      certain = certain.replace(mark, '')
     self.text += certain
     return certain
