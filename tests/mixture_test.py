@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import tiny_run
 
-from valkyrie.data import vocabularies
+from valkyrie.data import build_store, vocabularies
 from valkyrie.data.feed import TaskFeed
 from valkyrie.data.mixture import Mixture
 from valkyrie.data.rows import MixedRow, Units
-from valkyrie.errors import ConfigurationError
+from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.types import Batch
 
 ROWS = 2
@@ -253,3 +253,55 @@ def test_a_seqio_mixture(tmp_path, monkeypatch):
 def test_what_does_not_fit(mixture, options, message):
   with pytest.raises(ConfigurationError, match=message):
     mixture(**options)
+
+
+SAME = 'share {} files, such as'
+HELD = 'share [123] files, such as .*, which one of them holds out'
+
+
+@pytest.mark.parametrize(
+  ('a', 'held_of_a', 'b', 'said', 'refused'),
+  [
+    ('d', '0.1', 'e', '', ''),
+    ('d', '0.1', 'd', SAME.format(3), ''),
+    ('d', '0.1', 'd/1.txt', SAME.format(1), ''),
+    ('d/1.txt', '0.1', 'd', SAME.format(1), ''),
+    ('d', '0.1', 'd/*.txt', SAME.format(3), ''),
+    ('d', '0.1', 'link', SAME.format(3), ''),
+    ('link.txt', '0.1', 'd', SAME.format(1), ''),
+    ('d', 'h', 'e', '', ''),
+    ('d', 'h', 'h', '', HELD),
+    ('d', 'h', 'h/1.txt', '', HELD),
+    ('d', 'h/1.txt', 'h', '', HELD),
+    ('d', 'h/*.txt', 'h/**', '', HELD),
+    ('d', 'link_h', 'h', '', HELD),
+    ('d', 'h', 'link_h/2.txt', '', HELD),
+  ],
+)
+def test_sources_of_the_same_files(tmp_path, caplog, a, held_of_a, b, said, refused):
+  for folder in ('d', 'e', 'h'):
+    (tmp_path / folder).mkdir()
+    for number in range(3):
+      (tmp_path / folder / f'{number}.txt').write_text(f'{folder} {number} of a text\n' * 9)
+  (tmp_path / 'link').symlink_to(tmp_path / 'd')
+  (tmp_path / 'link_h').symlink_to('h')
+  (tmp_path / 'link.txt').symlink_to(tmp_path / 'd' / '2.txt')
+  held = held_of_a if held_of_a == '0.1' else str(tmp_path / held_of_a)
+  options = {'a': {'held_out': held}, 'b': {'held_out': '0.2', 'cut': '100'}}
+  sources = {name: {'source': str(tmp_path / source), 'options': options[name]}
+             for name, source in {'a': a, 'b': b}.items()}  # fmt: skip
+  for source in sources.values():
+    flags = [f'--option={name}={value}' for name, value in source['options'].items()]
+    line = ['--task=text', f'--source={source["source"]}', f'--data_dir={tmp_path / "stores"}']
+    assert build_store.main([*line, *flags, '--shards=1']) == 0
+
+  def feed(**given):
+    return TaskFeed('text', 'train', 1, 0, data_dir=str(tmp_path / 'stores'), **given)
+
+  mixture = Mixture(sources, {'a': 1, 'b': 1}, feed=feed)
+  if refused:
+    with pytest.raises(DataError, match=refused):
+      mixture.read(0, 8)
+  else:
+    mixture.read(0, 8)
+  assert ('share' in caplog.text) == bool(said) and said in caplog.text

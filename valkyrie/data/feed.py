@@ -33,7 +33,7 @@ _MAX_NAMED = 8  # rows, and documents of each row, in a message
 class TaskFeed:
   """B rows of a task's documents, each a stream of tokens: endless, or of `epochs` epochs.
 
-  It has the attributes of `types.TaskFeed`, and batch_size, reset_at and store.
+  It has the attributes of `types.TaskFeed`, and selection, batch_size, reset_at and store.
   """
 
   def __init__(
@@ -96,7 +96,7 @@ class TaskFeed:
     self.vocabulary = vocabularies.load(vocabulary)
     self.vocabulary_size = self.vocabulary.size
     given = {name: str(value) for name, value in (options or {}).items() if value is not None}
-    self._selection = Selection(task, split, self.vocabulary, source, given, unique)
+    self.selection = Selection(task, split, self.vocabulary, source, given, unique)
     self._data_dir = data_dir
     self.batch_size = batch_size
     self.reset_at = reset_at
@@ -109,7 +109,7 @@ class TaskFeed:
   @functools.cached_property
   def store(self) -> TokenStore:
     """The token store."""
-    return open_store(self._selection, self._data_dir)
+    return open_store(self.selection, self._data_dir)
 
   @functools.cached_property
   def rows(self) -> list[Row]:
@@ -120,7 +120,7 @@ class TaskFeed:
     if units < self.batch_size:
       unit = 'documents' if keys is None else 'sequences of documents'
       raise ConfigurationError(
-        f'{self._selection} has {units} {unit}, fewer than batch_size={self.batch_size}, but each '
+        f'{self.selection} has {units} {unit}, fewer than batch_size={self.batch_size}, but each '
         'row needs one. Lower the batch_size of this split, such as '
         f'validation/TaskFeed.batch_size; use a larger split; or {MORE_DOCUMENTS}'
       )
@@ -167,7 +167,7 @@ class TaskFeed:
     del begin  # an endless feed is the same from any position of the run on
     if self._epochs is not None:
       raise ConfigurationError(
-        f'{self._selection} has TaskFeed.epochs={self._epochs}, which end in one deal of its '
+        f'{self.selection} has TaskFeed.epochs={self._epochs}, which end in one deal of its '
         'documents. Keep the number of rows, or set TaskFeed.epochs = None.'
       )
     dealt = copy.copy(self)

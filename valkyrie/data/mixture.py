@@ -148,6 +148,11 @@ class Mixture:
 
   @functools.cached_property
   def _rows(self) -> list[MixedRow]:
+    selections = {name: feed.selection for name, feed in self.sources.items()}
+    if any(selection.source for selection in selections.values()):
+      from valkyrie.data import provenance  # noqa: PLC0415  (pyarrow, only for files)
+
+      provenance.check_apart(selections)
     changes = [(position - self._begin, shares) for position, shares in self._changes]
     rows = zip(*(feed.rows for feed in self._feeds), strict=True)
     return [MixedRow(sources, row, changes) for row, sources in enumerate(rows)]

@@ -6,7 +6,9 @@ a start only the time of content, since a copy on another machine does not keep 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import pathlib
@@ -15,7 +17,9 @@ from typing import Any
 from valkyrie import foreign
 from valkyrie.config import paths, redact
 from valkyrie.data import store_writer, token_store
+from valkyrie.data.records import STREAMED
 from valkyrie.data.source_files import SourceFile, SourceFiles
+from valkyrie.data.token_store import Selection
 from valkyrie.distributed import heartbeat
 from valkyrie.errors import DataError, StorageError
 
@@ -130,6 +134,27 @@ def check(
       f'The token store {path} was made from other files than {files} has now '
       f'({found}). To make it again from these, {rebuild}'
     )
+
+
+def check_apart(sources: Mapping[str, Selection]) -> None:
+  """Warns of files that two sources of a mixture read, also by another name.
+
+  Raises a DataError if the text of one source has a file that another one holds out.
+  """
+  listed: dict[tuple[str, bool], SourceFiles] = {}  # by source, and whether they are held out
+  for name, selection in sources.items():
+    for location, held in ((selection.source, False), (selection.options.get('held_out'), True)):
+      if location and not location.startswith(STREAMED):
+        with contextlib.suppress(DataError, StorageError):  # a share is no location
+          listed[name, held] = SourceFiles(location)
+  for (one, files), (other, others) in itertools.combinations(listed.items(), 2):
+    both = one[0] != other[0] and not (one[1] and other[1]) and files.shared_with(others)
+    if both:
+      found = f'The sources {one[0]} and {other[0]} of the mixture share {len(both)} files'
+      found = f'{found}, such as {redact.in_value(both[0])}'
+      if one[1] != other[1]:
+        raise DataError(f'{found}, which one of them holds out. Name the others by a pattern.')
+      logging.warning('%s: their share of the tokens is the sum of two.', found)
 
 
 def _read(file: pathlib.Path) -> list[list[Any]]:
