@@ -164,18 +164,18 @@ def _batches(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
   return [items[first : first + size] for first in range(0, len(items), size)]
 
 
-def _windows(tokens: np.ndarray, longest: int | None, bos: int) -> Iterator[tuple[int, np.ndarray]]:
+def _windows(ids: np.ndarray, longest: int | None, bos: int) -> Iterator[tuple[int, np.ndarray]]:
   """(how many tokens at its end are new, a window of at most `longest` tokens), in order.
 
-  The first `bos` tokens are only context.
+  The first `bos` tokens are never new.
   """
-  size = len(tokens) if longest is None else longest
-  end = min(size, len(tokens))
-  yield max(end - bos, 0), tokens[:end]
-  while end < len(tokens):
-    new = min(max(size - 1, 1), len(tokens) - end)
+  size = len(ids) if longest is None else longest
+  end = min(size, len(ids))
+  yield max(end - bos, 0), ids[:end]
+  while end < len(ids):
+    new = min(max(size - 1, 1), len(ids) - end)
     end += new
-    yield new, tokens[max(0, end - size) : end]
+    yield new, ids[max(0, end - size) : end]
 
 
 def _generation(settings: dict[str, Any]) -> dict[str, Any]:

@@ -220,12 +220,11 @@ class InitialWeights:
     }
     used = len(chosen) - len(zero) - len(fresh)
     bos, has = (source.config or {}).get('bos_token_id'), vocabulary.partition('+')[2]
-    begins = f'documents begin with the token {has}, as the tokenizer says'
+    begins = f'documents begin with BOS, the token {has}'
     if not has:
       begins = (
-        f'warning: documents begin without the token {bos!r:.20} (bos_token_id) of the source. If '
-        'its tokenizer adds it, write "add_bos_token": true in the tokenizer_config.json beside '
-        'the vocabulary'
+        f'warning: documents begin without the token {bos!r:.20} (bos_token_id) of the source; '
+        '"add_bos_token": true in the tokenizer_config.json beside the vocabulary adds it'
       )
     return [
       f'loaded {used} of the {len(chosen)} tensors of the model from {self.source}',
