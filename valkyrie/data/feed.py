@@ -130,7 +130,7 @@ class TaskFeed:
         '%s: the shortest of the %d rows has %s tokens and repeats %.3g times while the longest '
         'reads its %s once, so its documents count that much more. Cut long documents (text_cut, '
         "with reset_at = 'document'), or lower batch_size.",
-        self._selection, len(rows), f'{shortest:,}', longest / shortest, f'{longest:,}',
+        self.selection, len(rows), f'{shortest:,}', longest / shortest, f'{longest:,}',
       )  # fmt: skip
     return rows
 
