@@ -187,7 +187,7 @@ def test_another_vocabulary_is_refused(store):
 
 @pytest.mark.parametrize(
   ('content', 'message'),
-  [('{', 'cannot be read'), ('[]', 'expected a JSON object'), ('{"format": "x"}', "'x'")],
+  [('{', 'cannot be read'), ('[]', 'a JSON object was expected'), ('{"format": "x"}', "'x'")],
 )
 def test_an_invalid_store_json_is_refused(store, content, message):
   (store / 'store.json').write_text(content)

@@ -53,7 +53,7 @@ def json_object(text: bytes, **kinds: Any) -> dict[str, Any]:
   """The JSON object in a text, whose fields of these names have these types."""
   found = json_value(text)
   if not isinstance(found, dict):
-    raise ValueError(f'it has {found!r:.40}, expected a JSON object')
+    raise ValueError(f'it has {found!r:.40}, but a JSON object was expected')
   for name, kind in kinds.items():
     if not isinstance(found.get(name), kind):
       raise ValueError(f'its field {name!r} has {found.get(name)!r:.40}')
