@@ -18,8 +18,7 @@ with lasting_streams():
   assert not os.path.getsize('/FOLDER/file')
   pathlib.Path('/FOLDER/done').touch()
 """
-STREAMS = ['2> /dev/full', '2>&-', '2>&1 | true', '> /dev/full', '>&-', '| true', '| head -1']
-STREAMS += ['<&-', '<&- >&- 2>&-', '> /dev/full 2>&1', '<&- | true']
+STREAMS = ['2> /dev/full', '2>&-', '2>&1 | true', '> /dev/full', '| true', '<&- >&- 2>&-']
 
 
 @pytest.mark.parametrize('streams', STREAMS)
@@ -29,5 +28,4 @@ def test_a_reader_that_went_away_ends_nothing(tmp_path, streams):
   done = subprocess.run(['bash', '-c', command], check=False, stderr=subprocess.PIPE, text=True)
   assert done.returncode == 0 and (tmp_path / 'done').exists(), done.stderr
   lost = 'A part of standard output was lost ('
-  silent = '2>' in streams or streams in ('>&-', '<&-')
-  assert (lost in done.stderr) != silent and 'Traceback' not in done.stderr
+  assert (lost in done.stderr) != ('2>' in streams) and 'Traceback' not in done.stderr

@@ -5,6 +5,7 @@ import contextlib
 import importlib.util
 import itertools
 import json
+import pathlib
 import random
 import re
 import signal
@@ -99,6 +100,40 @@ def errors(harness: Harness, times: int) -> Iterator[Trial]:
       burst = server.fail(status, probability=0.1)
       yield Trial(f'status {status}', _undisturbed(harness, server, options, name, _QUICK))
       burst.end()
+      harness.forget(name)
+
+
+MARKS = ('/', '', '_$folder$')  # of Cloud Console and gcsfuse, of other programs, of Hadoop
+
+
+@fault(
+  'objects that mark the folders of a run in a bucket, and its steps, evaluation and others',
+  'change nothing: the run continues, is evaluated and tidied, bit for bit',
+  full=3,
+)
+def marks(harness: Harness, times: int) -> Iterator[Trial]:
+  with service() as (server, options):
+    for mark in MARKS[:times]:
+      name = harness.new()
+
+      def marked(name=name, mark=mark):
+        paths = [pathlib.PurePosixPath(each) for each in server.objects()]
+        folders = {str(folder) for path in paths for folder in path.parents} | {name}
+        for folder in folders | {f'{name}/eval', f'{name}/checkpoints', f'{name}/checkpoints/4'}:
+          if folder.startswith(name) and (mark or '/state' not in folder):
+            server.put(f'{folder}{mark}', b'')
+
+      marked()
+      kill = ('--gin.Act.at=13', '--gin.Act.action="kill"')
+      failure = harness.ending(name, harness.start(name, _place(name), *kill, **options), -KILL)
+      marked()
+      failure = failure or harness.outcome(name, harness.start(name, _place(name), **options))
+      if saved(server, name)[-1:] != [STEPS] or f'{name}/set_aside' in '\n'.join(server.objects()):
+        failure = failure or f'{saved(server, name)} are saved'
+      marked()
+      evaluation = harness.start(name, _place(name), '--run_mode=eval', **options)
+      failure = failure or harness.ending(name, evaluation)
+      yield Trial(f'FOLDER{mark}', failure)
       harness.forget(name)
 
 
