@@ -173,7 +173,7 @@ def _host(text: str) -> str:
 
 
 def _size_of(cut: str) -> int:
-  if not cut.isdigit() or int(cut) < 1:
+  if not cut.isdecimal() or int(cut) < 1:
     raise ConfigurationError(f'cut={cut} must be a number of bytes, 1 or more.')
   return int(cut)
 

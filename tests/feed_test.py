@@ -253,8 +253,11 @@ def test_attributes_of_a_feed(data_dir):
   ('options', 'message'),
   [
     ({'reset_at': 'line'}, "reset_at='line' is unknown. Use one of document, sequence, never"),
-    ({'seed': -1}, 'TaskFeed.seed=-1 is out of range'),
-    ({'epochs': 0}, 'epochs=0'),
+    ({'seed': -1}, 'TaskFeed.seed = -1 is out of range'),
+    ({'epochs': 0}, r'epochs = 0 is out of range. Use an integer in \[1, '),
+    ({'epochs': 2.5}, 'epochs = 2.5 is'),
+    ({'batch_size': True}, 'batch_size = True is'),
+    ({'batch_size': '8'}, "batch_size = '8' is"),
     ({'vocabulary': 'words'}, "The vocabulary 'words' is unknown"),
   ],
 )

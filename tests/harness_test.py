@@ -148,7 +148,7 @@ def test_generations_follow_the_settings_of_each(answers):
   for wrong, message in (
     ({'num_beams': 2}, 'num_beams=2, but there is no beam search'),
     ({'length_penalty': 2}, 'length_penalty is not a setting of'),
-    ({'max_new_tokens': -1}, 'max_tokens=-1 must be an integer'),
+    ({'max_new_tokens': -1}, 'max_tokens = -1 is out of range'),
     ({'until': ['']}, 'has an empty string'),
   ):
     with pytest.raises(ConfigurationError, match=message):

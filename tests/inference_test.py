@@ -149,7 +149,9 @@ def test_what_cannot_be_continued_is_refused():
     built().generate(['A', ''])
   with pytest.raises(ConfigurationError, match=r'49 tokens.* exceeds the 48'):
     built('full').generate(text(29), max_tokens=20)
-  with pytest.raises(ConfigurationError, match=r'top_p=0 must be a number above 0'):
+  with pytest.raises(
+    ConfigurationError, match=r'top_p = 0 is out of range. Use a number in \(0, 1\]'
+  ):
     Sampling(top_p=0)
 
 

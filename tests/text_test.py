@@ -537,10 +537,16 @@ def test_a_streamed_data_set(tmp_path, monkeypatch):
     next(source.at('hf://owner/pages', column='body').documents('train', 0, 1))
 
 
-@pytest.mark.parametrize('held_out', ['0', '1.5', '-0.1'])
+@pytest.mark.parametrize('held_out', ['0', '1.5', '-0.1', 'nan', 'inf', '1e-400'])
 def test_an_impossible_share_is_refused(held_out):
   with pytest.raises(ConfigurationError, match=f'held_out={held_out} must be a share above 0'):
     TextSource('/data', held_out=held_out)
+
+
+@pytest.mark.parametrize('cut', ['0', '-1', '2.5', '1e3', 'True', 'nan', '\N{SUPERSCRIPT TWO}'])
+def test_an_impossible_size_is_refused(cut):
+  with pytest.raises(ConfigurationError, match=f'cut={cut} must be a number of bytes, 1 or more'):
+    TextSource('/data', cut=cut)
 
 
 def test_unknown_options_are_refused():

@@ -1,9 +1,15 @@
 """Configurables that do not fit the annotation of their parameter are refused."""
 
+import ast
+import importlib
+import re
+
 import gin
+from gin import config as gin_config
 import pytest
 
 from valkyrie import main
+from valkyrie.config import check, parse, ranges, value_types
 from valkyrie.config.load import load_gin
 from valkyrie.errors import ConfigurationError
 
@@ -54,3 +60,121 @@ def test_a_part_of_another_type_is_refused(binding, expected):
 )
 def test_a_part_that_fits_is_accepted(binding):
   load(binding)
+
+
+# Numbers that the program gives, and the sizes of a mesh, which has a check of its own.
+NOT_SET_BY_PEOPLE = {'RefusedSteps.skipped', 'TokenConsistency.rows', 'Partitioner.mesh'}
+ZERO = {
+  'seed', 'warmup_steps', 'keep_best', 'bad_documents', 'allowed', 'registers', 'document_start',
+  'max_global_tokens', 'max_tokens', 'learning_rate', 'learning_rate_scale', 'dropout', 'epsilon',
+  'final_learning_rate_scale', 'z_loss', 'temperature', 'draft_weight', 'weights', 'low_turns',
+  'high_turns', 'depths', 'min_p', 'cooldown',
+}  # fmt: skip
+# At most 1.
+UNIT = {'dropout', 'epsilon', 'depths', 'min_p', 'top_p', 'cooldown', 'average_decay'}
+ENDLESS = {'Optimizer.clip_norm', 'LossSpikes.deviations', 'Checkpoints.patience'}
+SELDOM = {'log_every', 'eval_every', 'checkpoint_every', 'hbm_bytes'}  # may exceed int32
+SEVERAL = {'dilations', 'depths', 'lengths', 'profile_steps', 'weights'}
+
+
+def numbers():
+  """{name of a parameter of Valkyrie that takes numbers: its inspect.Parameter}."""
+  for module in main.CONFIGURABLE_MODULES:
+    importlib.import_module(module)
+  return {
+    f'{gin_config._REGISTRY.minimal_selector(selector)}.{name}': parameter
+    for selector, configurable in gin_config._REGISTRY.items()
+    if configurable.wrapped.__module__.startswith('valkyrie.')
+    for name, parameter in check.parameters_of(configurable.wrapped).items()
+    if re.search(r'\b(int|float)\b', str(parameter.annotation))
+    and 'Callable' not in str(parameter.annotation)
+  }
+
+
+def accepts(binding):
+  """Whether a value is accepted; another error than the package's fails the test."""
+  effective = check.effective_bindings(parse.read([], [f'--gin.{binding}']))
+  try:
+    value_types.check_parameter_types(effective)
+  except ConfigurationError as error:
+    assert binding.partition('=')[0] in str(error)
+    return False
+  return True
+
+
+def test_every_number_has_a_range():
+  without = {
+    name
+    for name in numbers()
+    if name not in ranges.RANGES and name.rpartition('.')[2] not in ranges.RANGES
+  }
+  assert without == NOT_SET_BY_PEOPLE
+
+
+@pytest.mark.parametrize(
+  'value', ['0', '-1', '-2.5', '1e400', '-1e400', '1e30', '1.5', str(2**40), 'True', "'3'", 'None']
+)
+def test_numbers_without_sense_are_refused(value):
+  gin.clear_config(clear_constants=True)
+  known = {name: p for name, p in numbers().items() if name not in NOT_SET_BY_PEOPLE}
+  assert len(known) > 90
+  expected = set()
+  for name, parameter in known.items():
+    short = name.rpartition('.')[2]
+    is_float = 'float' in str(parameter.annotation)
+    number = None if value in ('True', "'3'", 'None') else float(value)
+    fits = {
+      'None': parameter.default is None,
+      '0': short in ZERO,
+      '1e400': name in ENDLESS,
+      '1e30': is_float and short not in UNIT | {'grace_seconds'},
+      '1.5': is_float and short not in UNIT,
+      str(2**40): short in SELDOM or (is_float and short not in UNIT | {'grace_seconds'}),
+    }.get(value, False)
+    fits = fits or (name == 'Checkpoints.patience' and number is not None and number >= 0)
+    if fits:
+      expected.add(name)
+  form = {name: f'({value},)' for name in known if name.rpartition('.')[2] in SEVERAL}
+  form['train.profile_steps'] = f'({value}, {value})'
+  form['Mixture.weights'] = f"{{'a': {value}}}"
+  if value == 'None':
+    form = {}
+  found = {name for name in known if accepts(f'{name}={form.get(name, value)}')}
+  if value in ('True', "'3'"):
+    found -= set(form)  # whose own checks look at their elements
+  assert found - expected == set() and expected - found == set()
+
+
+@pytest.mark.parametrize('binding', [
+  'learning_rate=-1.0', 'learning_rate=1e400', 'train_steps=0', 'train_steps=-3', 'seed=-1',
+  f'seed={2**32}', 'batch_size=0', 'chunks=-1', 'log_every=0', 'warmup_steps=-1', 'eval_every=0',
+  'Evaluator.chunks=0', 'validation/TaskFeed.batch_size=-4', 'Checkpoints.keep=0',
+  'optax.adamw.b1=1.5', 'optax.adamw.b2=-0.1', 'optax.adamw.weight_decay=-0.1',
+  'optax.adamw.eps=-1e-8', 'long_context.samples=0', 'long_context.depths=(0.5, 1.5)',
+])  # fmt: skip
+def test_a_flag_out_of_range_is_named_with_its_value_and_range(binding):
+  name, value = binding.split('=')
+  with pytest.raises(ConfigurationError, match='is out of range') as refusal:
+    load(binding)
+  message = str(refusal.value)
+  assert f'--gin.{name}=' in message and re.search(r'in [\[(]-?[0-9.e]+, \S+[\])]\.$', message)
+  found = ast.literal_eval(value)
+  assert f' = {found[-1] if isinstance(found, tuple) else found!r} is' in message
+
+
+@pytest.mark.parametrize('binding', [
+  'optax.contrib.reduce_on_plateau.factor=0.5', 'optax.contrib.reduce_on_plateau.cooldown=5',
+  'optax.contrib.reduce_on_plateau.patience=0', 'optax.adamw.b1=0.0',
+  'eval_every=99999999999', 'Optimizer.cooldown=0.0', 'Preemption.grace_seconds=0.5',
+  'LongformerAttention.registers=0', 'Optimizer.clip_norm=2', 'train.patience=None',
+])  # fmt: skip
+def test_numbers_with_a_sense_are_accepted(binding):
+  load(binding)
+
+
+def test_a_number_out_of_range_ends_before_anything_is_built(tmp_path, capsys):
+  gin.clear_config(clear_constants=True)
+  flags = ['--gin_file=gin/tiny_cpu.gin', '--gin.learning_rate=-1.0']
+  assert main.main([*flags, f'--model_dir={tmp_path / "run"}']) == 78
+  assert 'Optimizer.learning_rate = -1.0 is out of range' in capsys.readouterr().err
+  assert not (tmp_path / 'run').exists()

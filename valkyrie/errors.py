@@ -118,12 +118,6 @@ def check_count(name: str, count: int) -> None:
     )
 
 
-def check_number(name: str, value: float) -> None:
-  """Raises a ConfigurationError unless a number is 0 or more, as NaN is not."""
-  if not value >= 0:
-    raise ConfigurationError(f'{name}={value} must be 0 or more.')
-
-
 def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
   """Raises a ConfigurationError if the setting `name` has a value that is no choice."""
   if value not in choices:

@@ -1,4 +1,4 @@
-"""Checks of the types of gin values: of flags against files, of bindings against annotations.
+"""Checks of gin values: of flags against files, of bindings against annotations and `ranges`.
 
 They know literal types, classes, protocols, and callables that return one of these; mismatches of
 other annotations raise an error at construction. Every check raises ConfigurationError.
@@ -14,8 +14,9 @@ from typing import Any
 from gin import config as gin_config
 import haiku as hk
 
+from valkyrie.config import ranges
 from valkyrie.config.check import Effective, check_buildable, find, parameters_of
-from valkyrie.config.parse import Macro, Reference, Statement, macros_of, resolve
+from valkyrie.config.parse import Macro, Reference, Statement, leaves, macros_of, resolve
 from valkyrie.errors import ConfigurationError
 
 _LITERALS = {bool: 'True or False', int: 'an integer', float: 'a number', str: 'a string'}
@@ -37,10 +38,11 @@ def check_flag_types(bindings: Sequence[Statement]) -> None:
 
 
 def check_parameter_types(effective: Effective) -> None:
-  """Checks that each value fits the annotation of its parameter."""
+  """Checks that each value fits the annotation of its parameter, and each number its range."""
   macros = macros_of(effective.values())
   for (scope, selector, name), statement in effective.items():
-    parameter = parameters_of(gin_config._REGISTRY[selector].wrapped).get(name)
+    wrapped = gin_config._REGISTRY[selector].wrapped
+    parameter = parameters_of(wrapped).get(name)
     if parameter is None:  # one of **kwargs
       continue
     value, source = resolve(statement.parsed.value, macros)
@@ -50,11 +52,16 @@ def check_parameter_types(effective: Effective) -> None:
     unscoped = [p.name for p in parts if isinstance(p, Reference) and '/' not in p.name]
     if expected is None and not scope and selector in [find(name).selector for name in unscoped]:
       expected = 'another part than itself'
+    where = statement.where + (f' (from {source.where})' if source else '')
     if expected is not None:
-      where = statement.where + (f' (from {source.where})' if source else '')
       raise ConfigurationError(
         f'{where}: {statement.name} takes {expected}, not {_shown(value)}.{_as_integer(value)}'
       )
+    package = wrapped.__module__.partition('.')[0]
+    owner = wrapped.__name__ if package == 'valkyrie' else package
+    for leaf in leaves(value) if package in ('valkyrie', 'optax') else ():
+      if isinstance(leaf, int | float) and not isinstance(leaf, bool):
+        ranges.check(owner, name, leaf, f'{where}: ')
     if _makes_parts(parameter.annotation):
       for part in parts:
         if isinstance(part, Reference):
@@ -93,7 +100,7 @@ def _expected(value: Any, annotation: Any) -> str | None:
   if annotation in {*_LITERALS, types.NoneType}:
     fits = _is_a(value, annotation) or isinstance(value, Macro) or _is_result(value)
     return None if fits else _LITERALS.get(annotation, 'None')
-  if value is None or isinstance(value, Macro):
+  if isinstance(value, Macro):
     return None
   if origin in (collections.abc.Sequence, list):
     if not isinstance(value, list | tuple):

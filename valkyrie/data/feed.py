@@ -12,6 +12,7 @@ import gin
 import numpy as np
 
 from valkyrie import types
+from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import vocabularies
 from valkyrie.data.rows import Row, deal
@@ -86,13 +87,9 @@ class TaskFeed:
       raise ConfigurationError(
         f'TaskFeed.reset_at={reset_at!r} is unknown. Use one of {", ".join(RESETS)}.'
       )
-    if not 0 <= seed < 2**32:
-      raise ConfigurationError(f'TaskFeed.seed={seed} is out of range. Use 0 to 2**32 - 1.')
-    if batch_size < 1 or (epochs is not None and epochs < 1) or bad_documents < 0:
-      raise ConfigurationError(
-        f'TaskFeed has batch_size={batch_size}, epochs={epochs} and bad_documents={bad_documents}. '
-        'Use a batch_size and epochs of 1 or more, and bad_documents of 0 or more.'
-      )
+    given = {'seed': seed, 'batch_size': batch_size, 'bad_documents': bad_documents}
+    for name, number in (given | ({} if epochs is None else {'epochs': epochs})).items():
+      ranges.check('TaskFeed', name, number)
     self.vocabulary = vocabularies.load(vocabulary)
     self.vocabulary_size = self.vocabulary.size
     given = {name: str(value) for name, value in (options or {}).items() if value is not None}

@@ -10,13 +10,6 @@ from valkyrie.errors import ConfigurationError, Diverged
 Text = str | np.ndarray  # or its tokens
 
 
-def check_integer(name: str, value: Any, least: int = 1, most: int = 2**32 - 1) -> None:
-  """Raises a ConfigurationError, naming the setting `name`, unless an integer is in its range."""
-  is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-  if not is_integer or not least <= value <= most:
-    raise ConfigurationError(f'{name}={value!r} must be an integer from {least} to {most:,}.')
-
-
 def check_finite(finite: Any) -> None:
   """Raises a Diverged error unless all numbers of a model are finite."""
   if not np.all(finite):

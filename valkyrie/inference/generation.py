@@ -8,9 +8,9 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from valkyrie.config import ranges
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError
-from valkyrie.inference.checked import check_integer
 from valkyrie.inference.reader import Reader, TextCarry
 from valkyrie.types import Array, Params
 
@@ -70,16 +70,7 @@ class Sampling:
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
   def __post_init__(self):
-    for name, fits, wanted in (
-      ('repetition_penalty', 1e-30 <= self.repetition_penalty <= 1e30, 'from 1e-30 to 1e30'),
-      ('temperature', self.temperature >= 0, 'a number of 0 or more'),
-      ('top_p', 0 < self.top_p <= 1, 'a number above 0 and at most 1'),
-      ('min_p', 0 <= self.min_p <= 1, 'a number from 0 to 1'),
-    ):
-      if not fits:
-        raise ConfigurationError(f'{name}={getattr(self, name)} must be {wanted}.')
-    if self.top_k is not None:
-      check_integer('top_k', self.top_k)
+    ranges.check_fields(self)
 
 
 def _kept(logits: Array, tokens: Array, keep: Array) -> Array:

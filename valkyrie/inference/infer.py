@@ -14,6 +14,7 @@ import jax
 
 from valkyrie import foreign
 from valkyrie.checkpoint.manager import LATEST
+from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import vocabularies
 from valkyrie.distributed.console import LastingStream
@@ -25,7 +26,6 @@ from valkyrie.errors import (
   reason_of,
   storage_errors,
 )
-from valkyrie.inference.checked import check_integer
 from valkyrie.inference.generation import Sampling
 from valkyrie.inference.loaded import LoadedModel
 from valkyrie.models import language_model
@@ -78,7 +78,7 @@ def infer(
     StorageError: the output is there already, or cannot be written.
     ConfigurationError: a prompt is longer than the model can read, or the vocabulary is another.
   """
-  check_integer('infer.batch_size', batch_size)
+  ranges.check('infer', 'batch_size', batch_size)
   texts = [prompt or ''] if prompts is None else _read_prompts(pathlib.Path(prompts))
   if not all(texts):
     raise UsageError('The prompt is empty. Pass --prompt=TEXT, or a text on standard input.')
@@ -175,8 +175,8 @@ class TextSamples:
         'TextSamples needs all parameters in one process, and this run has '
         f'{jax.process_count()}. Continue its checkpoints by --run_mode=infer.'
       )
-    check_integer('TextSamples.every', every)
-    check_integer('TextSamples.max_tokens', max_tokens, 0)
+    ranges.check('TextSamples', 'every', every)
+    ranges.check('TextSamples', 'max_tokens', max_tokens)
     self._prompts, self._every = prompts, every
     self._options = {'max_tokens': max_tokens, 'sampling': Sampling(temperature=temperature)}
     functions, tokenizer = language_model.transform(model), vocabularies.load(vocabulary)

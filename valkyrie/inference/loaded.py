@@ -14,9 +14,10 @@ from safetensors import SafetensorError, safe_open
 
 from valkyrie.checkpoint import manifest
 from valkyrie.checkpoint.steps import steps_of
+from valkyrie.config import ranges
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError, StorageError, UsageError, storage_errors
-from valkyrie.inference.checked import Text, check_finite, check_integer, tokens_of
+from valkyrie.inference.checked import Text, check_finite, tokens_of
 from valkyrie.inference.generation import GREEDY, LENGTH, Continuation, Generator, Sampling
 from valkyrie.inference.reader import Reader, TextCarry, TextScore
 from valkyrie.models.language_model import Model
@@ -158,7 +159,7 @@ class LoadedModel:
       ConfigurationError: a text is longer than the model can read, or has unknown tokens; the carry
         has another number of rows; or a number is out of range.
     """
-    check_integer('batch_size', batch_size)
+    ranges.check('score', 'batch_size', batch_size)
     rows = self._tokens(texts, carry)
     params = self.params if params is None else params
     scores: list[TextScore] = []
@@ -229,9 +230,9 @@ class LoadedModel:
       UsageError: a prompt is empty.
       Diverged, ConfigurationError: see `score`.
     """
-    check_integer('batch_size', batch_size)
-    check_integer('samples', samples)
-    check_integer('first', first, 0)
+    ranges.check('generate', 'batch_size', batch_size)
+    ranges.check('generate', 'samples', samples)
+    ranges.check('generate', 'first', first)
     numbered = dict(enumerate(self._tokens(prompts, carry), first))
     rows = [(prompt, sample) for prompt in numbered for sample in range(samples)]
     found = []
@@ -273,9 +274,9 @@ class LoadedModel:
     max_tokens: int,
   ) -> Iterator[tuple[int, str]]:
     """Extends the text of each row (prompt, sample); yields (row, its new text)."""
-    check_integer('seed', seed, 0)
-    check_integer('max_tokens', max_tokens, 0)
-    check_integer('the number of the last prompt', max(prompts), 0)
+    ranges.check('generate', 'seed', seed)
+    ranges.check('generate', 'max_tokens', max_tokens)
+    ranges.check('generate', 'first', max(prompts))
     own = list(dict.fromkeys(prompt for prompt, _ in rows))  # to read each prompt once
     tokens = [prompts[prompt] for prompt in own]
     if carry is None and not all(map(len, tokens)):

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from valkyrie.config import ranges
 from valkyrie.errors import ConfigurationError, UsageError, check_choice
-from valkyrie.inference.checked import check_finite, check_integer
+from valkyrie.inference.checked import check_finite
 from valkyrie.models.carry_cuts import CUTS, cut_carry
 from valkyrie.models.features import ACTIVATIONS, Features
 from valkyrie.models.language_model import Model
@@ -58,7 +59,7 @@ class Reader:
 
     Raises a ConfigurationError if the model carries nothing from chunk to chunk.
     """
-    check_integer('open_run.chunk_size', chunk_size)
+    ranges.check('open_run', 'chunk_size', chunk_size)
     if not model.about.carried:
       raise ConfigurationError(
         'FullAttention.carried is False: the model reads each chunk alone, and cannot continue a '

@@ -8,7 +8,8 @@ import itertools
 import gin
 import jax.numpy as jnp
 
-from valkyrie.errors import ConfigurationError, check_count, check_number
+from valkyrie.config import ranges
+from valkyrie.errors import ConfigurationError, check_count
 from valkyrie.types import Array
 
 
@@ -39,10 +40,7 @@ class Phase:
   long_backprop_chunks: int | None = None
 
   def __post_init__(self):
-    for name in ('chunk_size', 'chunks', 'backprop_chunks'):
-      if getattr(self, name) < 1:
-        raise ConfigurationError(f'Phase.{name}={getattr(self, name)} must be at least 1.')
-    check_number('Phase.learning_rate_scale', self.learning_rate_scale)
+    ranges.check_fields(self)
     check_count('Phase.chunks x Phase.chunk_size', self.tokens_per_row)
     if self.chunks % self.backprop_chunks:
       raise ConfigurationError(
@@ -53,7 +51,7 @@ class Phase:
     if (every, longer) == (None, None):
       return
     fits = longer is not None and longer > self.backprop_chunks and self.chunks % longer == 0
-    if every is None or every < 1 or not fits:
+    if every is None or not fits:
       raise ConfigurationError(
         f'Phase has long_every={every} and long_backprop_chunks={longer}. Give both: every 1 or '
         f'more steps, the gradient flows through more than backprop_chunks={self.backprop_chunks} '

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
-from valkyrie.errors import ConfigurationError, check_count, check_number, regular_expression
+from valkyrie.errors import ConfigurationError, check_count, regular_expression
 from valkyrie.training.algorithms import Algorithm, acts_on_layers, per_layer
 from valkyrie.types import Array, Axes, Params, leaf_path
 
@@ -40,7 +41,7 @@ class Group:
 
   def __post_init__(self):
     regular_expression('Group.pattern', self.pattern)
-    check_number('Group.learning_rate_scale', self.learning_rate_scale)
+    ranges.check_fields(self)
 
 
 @gin.configurable
@@ -92,14 +93,13 @@ class Optimizer:
       cooldown: the share of the steps in which 'wsd' decays.
       clip_norm: the largest global norm of the gradient that is not scaled down.
     """
-    check_number('Optimizer.learning_rate', learning_rate)
-    check_number('Optimizer.warmup_steps', warmup_steps)
-    check_number('Optimizer.final_learning_rate_scale', final_learning_rate_scale)
-    if not clip_norm > 0:
-      raise ConfigurationError(
-        f'Optimizer.clip_norm={clip_norm} must be above 0; a large number, such as 1e9, clips '
-        'nothing.'
-      )
+    for name, value in (
+      ('learning_rate', learning_rate),
+      ('warmup_steps', warmup_steps),
+      ('final_learning_rate_scale', final_learning_rate_scale),
+      ('clip_norm', clip_norm),
+    ):
+      ranges.check('Optimizer', name, value)
     groups = (recurrence_group(),) if groups is None else groups
     self._groups, self._clip_norm = tuple(groups), clip_norm
     self._algorithms = {True: algorithm, False: vector_algorithm}

@@ -10,11 +10,11 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
+from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel, Model
-from valkyrie.models.layers import check_sizes
 from valkyrie.models.mixer_check import check_mixer
 from valkyrie.models.parts import sums_of_parts
 from valkyrie.sharding.partitioner import Partitioner
@@ -61,15 +61,7 @@ class StepSettings:
   check_mixers: bool = True
 
   def __post_init__(self):
-    check_sizes('StepSettings', batch_size=self.batch_size, micro_batches=self.micro_batches)
-    if not 0 <= self.seed < 2**32:
-      raise ConfigurationError(f'StepSettings.seed={self.seed} is not in [0, 2**32).')
-    if self.z_loss < 0:
-      raise ConfigurationError(f'StepSettings.z_loss={self.z_loss} must be 0 or more.')
-    if self.average_decay is not None and not 0 < self.average_decay < 1:
-      raise ConfigurationError(
-        f'StepSettings.average_decay={self.average_decay} must be above 0 and below 1.'
-      )
+    ranges.check_fields(self)
 
 
 class Setup:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import gin
 import jax.numpy as jnp
 
+from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.errors import ConfigurationError, Diverged, check_choice
 from valkyrie.types import Array
@@ -47,11 +48,7 @@ class LossSpikes:
 
   def __post_init__(self):
     check_choice('LossSpikes.action', self.action, ACTIONS)
-    if self.deviations <= 0 or self.window < 2:
-      raise ConfigurationError(
-        f'LossSpikes.deviations={self.deviations} must be above 0, and LossSpikes.window='
-        f'{self.window} at least 2.'
-      )
+    ranges.check_fields(self)
 
   def initial(self) -> RecentLosses | None:
     """No losses yet; None if none are kept."""

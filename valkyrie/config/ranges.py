@@ -1,0 +1,68 @@
+"""The ranges of numbers, by the names of parameters, which mean the same everywhere.
+
+`load_gin` checks all bindings before anything is built; what Python calls directly checks its own.
+"""
+
+import dataclasses
+import numbers
+from typing import Any
+
+from valkyrie.errors import ConfigurationError
+
+# Mathematical intervals: a round bracket leaves its bound out. Each of several
+# numbers lies in it.
+_INTERVALS = {
+  '[1, 2147483647]': (
+    'batch_size chunk_size chunks backprop_chunks micro_batches long_every long_backprop_chunks '
+    'train_steps last_step steps epochs patience profile_steps samples lengths unroll every '
+    'keep keep_period vocabulary_size d_model layers heads kv_heads head_width key_width '
+    'value_width mlp_width width state_size hippo_blocks slice_size dilations max_context '
+    'original_context rank taps window plan_interval plan_tokens cycles segments top_k'
+  ),
+  '[2, 2147483647]': 'LossSpikes.window',
+  '[0, 2147483647]': (
+    'warmup_steps keep_best bad_documents allowed registers document_start max_global_tokens '
+    'max_tokens'
+  ),
+  # An interval beyond the last step is never due.
+  '[1, 9223372036854775807]': 'log_every eval_every checkpoint_every hbm_bytes',
+  '[0, 4294967295]': 'seed first',
+  '[0, 1]': 'depths min_p epsilon cooldown',
+  '[0, 1)': 'dropout optax.b1 optax.b2 optax.b3 optax.decay optax.momentum',
+  '(0, 1]': 'top_p',
+  '(0, 1)': 'average_decay',
+  '[1, inf)': 'factor largest_rate',
+  '[0, inf)': (
+    'learning_rate learning_rate_scale final_learning_rate_scale z_loss temperature draft_weight '
+    'weights low_turns high_turns optax.weight_decay optax.eps optax.eps_root'
+  ),
+  '(0, inf)': 'base embedding_scale horizon shortest step_rescale',
+  '[1e-30, 1e30]': 'repetition_penalty',
+  '(0, inf]': 'clip_norm deviations',
+  '(0, 1e9]': 'grace_seconds',
+  '[0, inf]': 'Checkpoints.patience',
+}
+RANGES = {name: interval for interval, names in _INTERVALS.items() for name in names.split()}
+
+
+def check(owner: str, name: str, value: Any, where: str = '') -> None:
+  """Raises a ConfigurationError, which begins with `where`, for a value out of its range."""
+  interval = RANGES.get(f'{owner}.{name}') or RANGES.get(name if owner != 'optax' else '')
+  if interval is None:
+    return
+  least, most = interval[1:-1].split(', ')
+  kind = numbers.Integral if most.isdigit() and most != '1' else numbers.Real
+  fits = issubclass(type(value), kind) and type(value) is not bool
+  fits = fits and (value > float(least) or (value == float(least) and interval[0] == '['))
+  if not fits or not (value < float(most) or (value == float(most) and interval[-1] == ']')):
+    number = 'an integer' if kind is numbers.Integral else 'a number'
+    raise ConfigurationError(
+      f'{where}{owner}.{name} = {value!r} is out of range. Use {number} in {interval}.'
+    )
+
+
+def check_fields(settings: Any) -> None:
+  """Checks the numbers of a dataclass; None stands for none."""
+  for field in dataclasses.fields(settings):
+    if (value := getattr(settings, field.name)) is not None:
+      check(type(settings).__name__, field.name, value)
