@@ -66,7 +66,7 @@ class Sampling:
       logits = _kept(logits, order, before < max(self.top_p * _REACHED, _SMALLEST))
     if self.min_p > 0:
       most = jnp.max(logits, axis=-1, keepdims=True)
-      logits = jnp.where(logits < most + jnp.log(self.min_p * _REACHED), -jnp.inf, logits)
+      logits = jnp.where(logits < most + jnp.log(self.min_p), -jnp.inf, logits)
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
   def __post_init__(self):
