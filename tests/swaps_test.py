@@ -427,7 +427,7 @@ def test_a_resume_with_other_rows_and_then_with_other_chunks(base, train_run, tm
 
 
 def test_a_store_of_another_tokenizer(train_run, tmp_path):
-  other = types.SimpleNamespace(size=259, eos_id=1, fingerprint='another')
+  other = types.SimpleNamespace(size=259, eos_id=1, bos=(), fingerprint='another')
   tiny_run.write_stores(tmp_path, 'letters', 'abc', other)
   with pytest.raises(ConfigurationError, match='another'):
     train_run(tmp_path / 'run', f"--gin.TaskFeed.data_dir='{tmp_path}'")
