@@ -114,5 +114,5 @@ def test_counts_that_devices_cannot_hold_are_refused(make, name):
 
 @pytest.mark.parametrize('seed', [-1, 2**32])
 def test_a_seed_that_would_be_cut_is_refused(seed):
-  with pytest.raises(ConfigurationError, match=rf'StepSettings\.seed={seed} is not in'):
+  with pytest.raises(ConfigurationError, match=rf'StepSettings\.seed = {seed} is out of range'):
     StepSettings(seed, 8, UNUSED, UNUSED, UNUSED, UNUSED)
