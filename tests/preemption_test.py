@@ -162,6 +162,7 @@ def test_a_program_ends_without_the_exit_handlers_of_libraries():
   code = (
     'import atexit, ctypes, sys; from valkyrie import main; c = ctypes.CDLL(None); '
     'c.__cxa_atexit(c.abort, None, None); atexit.register(print, "of Python"); '
+    'atexit.register(sys.stderr.close); '  # as the handlers of a library do
     'sys.argv[1:] = ["--gin.train_steps"]; print("printed", end=" "); sys.exit(main.main())'
   )
   done = subprocess.run(

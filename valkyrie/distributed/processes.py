@@ -195,10 +195,10 @@ def end(code: int, error: BaseException | None = None) -> None:
 
 
 def exit_with(code: int) -> None:
-  """Lets a program exit with `code` when Python has run its exit handlers, without those of C++.
+  """Lets a program exit with `code` when Python's exit handlers have run, and nothing after them.
 
-  After a signal jax 0.10 returns from a compilation that goes on in other threads. C++ would
-  destroy what they use, and the process would end with a segmentation fault.
+  After a signal jax 0.10 returns from a compilation that goes on in other threads. Python and C++
+  would destroy what they use, and the process would end with a segmentation fault.
   """
   global _code  # noqa: PLW0603
   _code = code
@@ -231,9 +231,10 @@ def _exit() -> None:
   if _listener is not None:
     _listener.join()
   if _code is not None:
-    with contextlib.suppress(OSError, ValueError):  # then Python says what it cannot write
-      for stream in filter(None, (sys.stdout, sys.stderr)):
-        stream.flush()
+    with contextlib.suppress(OSError):  # then Python says what it cannot write
+      for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+          stream.flush()
       os._exit(_code)
 
 
