@@ -1,5 +1,6 @@
 """Prompts that are no text, and outputs that cannot be written."""
 
+import json
 import os
 import pathlib
 import subprocess
@@ -59,6 +60,16 @@ def test_an_output_that_cannot_be_written_ends_with_74(samples):
       done = start(samples, stdout)
       assert (done.returncode, done.stderr.count('\n')) == (74, 1), done.stderr
       assert f'Standard output cannot be written: {reason}' in done.stderr.replace('[', '')
+
+
+def test_a_printed_gin_file_that_cannot_be_written_ends_with_74(tmp_path):
+  sizes = {'vocab_size': 9, 'hidden_size': 8, 'num_hidden_layers': 1, 'intermediate_size': 8}
+  more = {'model_type': 'llama', 'num_attention_heads': 2, 'max_position_embeddings': 8}
+  (tmp_path / 'config.json').write_text(json.dumps(sizes | more))
+  with open('/dev/full', 'w') as full:
+    command = [sys.executable, '-m', 'valkyrie.weights.huggingface', str(tmp_path)]
+    done = subprocess.run(command, check=False, stdout=full, stderr=subprocess.PIPE, text=True)
+  assert (done.returncode, done.stderr.count('\n')) == (74, 1), done.stderr
 
 
 @pytest.mark.parametrize(

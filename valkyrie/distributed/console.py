@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
+import io
 import os
 import signal
 import sys
 from typing import Any, TextIO, cast
 
-from valkyrie.errors import reason_of
+from valkyrie.errors import StorageError, reason_of, storage_errors
 
 # The signals that ask a process to save and end.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -100,6 +101,25 @@ class LastingStream:
 
   def __getattr__(self, name: str) -> Any:
     return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def standard_output(advice: str) -> Iterator[TextIO]:
+  """Standard output, in UTF-8, of a program whose result it is.
+
+  Raises a StorageError with the advice if it is closed or cannot be written.
+  """
+  stream = sys.stdout.stream if isinstance(sys.stdout, LastingStream) else sys.stdout
+  if stream is None:
+    raise StorageError(f'Standard output is closed. Open it, or {advice}')
+  if isinstance(stream, io.TextIOWrapper):  # not in a notebook
+    stream.reconfigure(encoding='utf-8')
+  try:
+    with storage_errors('Standard output cannot be written', f'Make room, or {advice}'):
+      yield stream
+      stream.flush()
+  finally:
+    LastingStream(stream).end()
 
 
 @contextlib.contextmanager

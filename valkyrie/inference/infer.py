@@ -3,10 +3,8 @@
 import codecs
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
-import io
 import json
 import pathlib
-import sys
 from typing import Any, TextIO
 
 import gin
@@ -17,7 +15,7 @@ from valkyrie.checkpoint.manager import LATEST
 from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import vocabularies
-from valkyrie.distributed.console import LastingStream
+from valkyrie.distributed import console
 from valkyrie.errors import (
   ConfigurationError,
   DataError,
@@ -131,16 +129,8 @@ def _read_prompts(path: pathlib.Path) -> list[str]:
 @contextlib.contextmanager
 def _writer(output: str | None) -> Iterator[TextIO]:
   if output is None:
-    stream = sys.stdout.stream if isinstance(sys.stdout, LastingStream) else sys.stdout
-    if stream is None:
-      raise StorageError('Standard output is closed. Open it, or name an --output.')
-    if isinstance(stream, io.TextIOWrapper):  # not in a notebook
-      stream.reconfigure(encoding='utf-8')
-    try:
-      with storage_errors('Standard output cannot be written', 'Name an --output.'):
-        yield stream
-    finally:
-      LastingStream(stream).end()
+    with console.standard_output('name an --output.') as file:
+      yield file
     return
   if pathlib.Path(output).exists():
     raise StorageError(f'{output} is there already. Name another --output.')

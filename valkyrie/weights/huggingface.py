@@ -16,6 +16,7 @@ from typing import Any
 import haiku as hk
 
 from valkyrie.data.vocabularies import fingerprint
+from valkyrie.distributed import console
 from valkyrie.errors import ConfigurationError, ValkyrieError, storage_errors
 from valkyrie.models.attention.full import FullAttention
 from valkyrie.models.attention.longformer import LongformerAttention
@@ -297,7 +298,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = configuration(folder)
     if config is None:
       raise ConfigurationError(f'{folder} has no config.json. Name the folder of a model.')
-    print(gin_text(config), end='')
+    with console.standard_output('name another file after >.') as file:
+      print(gin_text(config), end='', file=file)
   except ValkyrieError as error:
     print(f'valkyrie: {error}', file=sys.stderr)
     return error.exit_code
