@@ -17,7 +17,7 @@ from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import vocabularies
 from valkyrie.data.rows import Row, deal
 from valkyrie.data.store_location import open_store
-from valkyrie.data.token_store import MORE_DOCUMENTS, REBUILD, Selection, TokenStore
+from valkyrie.data.token_store import REBUILD, Selection, TokenStore, more_documents
 from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.types import Batch, position_of
 
@@ -116,10 +116,12 @@ class TaskFeed:
     units = sum(row.units_of_epoch for row in rows)
     if units < self.batch_size:
       unit = 'documents' if keys is None else 'sequences of documents'
+      enough = max(16, self.store.information['text_bytes'] // (2 * self.batch_size))
       raise ConfigurationError(
         f'{self.selection} has {units} {unit}, fewer than batch_size={self.batch_size}, but each '
         'row needs one. Lower the batch_size of this split, such as '
-        f'validation/TaskFeed.batch_size; use a larger split; or {MORE_DOCUMENTS}'
+        'validation/TaskFeed.batch_size; use a larger split; or '
+        f'{more_documents(min(enough, 2048))}'
       )
     shortest, longest = (of(row.length for row in rows) for of in (min, max))
     if self._epochs is None and longest >= _UNEVEN * shortest:

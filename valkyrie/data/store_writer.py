@@ -145,7 +145,7 @@ class StoreWriter:
     if not information['documents']:
       raise DataError(
         f'The split {self.selection.split!r} of the task {self.selection.task!r} has no documents. '
-        f'Use another split or source, or {token_store.MORE_DOCUMENTS}'
+        f'Use another split or source, or {token_store.more_documents()}'
       )
     kept = ('name', 'documents', 'tokens', 'files')
     information['shards'] = [{key: s[key] for key in kept} for s in shards]

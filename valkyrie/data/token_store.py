@@ -43,11 +43,6 @@ SHARD_FILE = 'shard.json'
 TOKENS_FILE = 'tokens.npy'
 PROMPTS_FILE = 'prompts.npy'
 DUPLICATES_FILE = 'duplicates.npy'
-MORE_DOCUMENTS = (
-  'hold out a larger share, or cut long texts: --gin.held_out=0.2 and --gin.text_cut=2048 with '
-  "gin/data/text.gin, 'options': {'held_out': 0.2, 'cut': 2048} of a source of a mixture, or "
-  '--option=held_out=0.2 and --option=cut=2048 of build_store.'
-)
 REBUILD = "Delete the store's directory and run again to rebuild it."
 _INTACT, _DAMAGED = 1, 2
 _USUAL_BYTES = (0.25, 20)  # of text a token
@@ -278,6 +273,15 @@ def information_of(content: bytes, file: str) -> dict[str, Any]:
   for name in named:
     foreign_names.checked(name, file, f'No array was read. {REBUILD}', DataError)
   return information
+
+
+def more_documents(cut: int = 2048) -> str:
+  """Advice for a split with few documents; `cut` is the bytes that leave enough of them."""
+  return (
+    f'hold out a larger share, or cut texts: --gin.held_out=0.2 and --gin.text_cut={cut} with '
+    f"gin/data/text.gin, 'options': {{'held_out': 0.2, 'cut': {cut}}} of a source of a mixture, or "
+    f'--option=held_out=0.2 and --option=cut={cut} of build_store.'
+  )
 
 
 def warn_of_ratio(path: pathlib.Path, information: Mapping[str, Any]) -> None:
