@@ -16,6 +16,7 @@ import sys
 import termios
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ from valkyrie.monitoring.json_lines import JsonLines, by_step
 from valkyrie.monitoring.metrics import speed_metrics, text_metrics
 from valkyrie.monitoring.progress import Progress
 from valkyrie.monitoring.writers import RunWriter, create_writers
+from valkyrie.run import observers
 
 MARKED = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name='mine'))
 IMAGE = np.arange(60, dtype=np.uint8).reshape(4, 5, 3)
@@ -509,3 +511,29 @@ def test_system_lines_name_versions_devices_and_memory():
   assert 'devices: 8 x cpu (cpu), 8 local, process 0 of 1' in text
   assert 'processors' in text
   assert 'available' in text
+
+
+@pytest.mark.parametrize(
+  ('steps', 'save', 'said'),
+  [(90, 12.0, True), (5, 1.5, True), (5, 0.9, False), (900, 12.0, False)],  # seconds
+)
+def test_a_run_that_waits_long_for_its_saves_is_told_to_save_less_often(
+  monkeypatch, steps, save, said
+):
+  clock, lines = [0.0], []
+  monkeypatch.setattr(observers.time, 'perf_counter', lambda: clock[0])
+
+  def write(*_):
+    clock[0] += save
+
+  trainer = types.SimpleNamespace(
+    directory=types.SimpleNamespace(save=write), say=lines.append, step=8, record=dict
+  )
+  nothing = types.SimpleNamespace(
+    flush=lambda: None, untimed=contextlib.nullcontext, lowest=None, losses={}
+  )
+  saver = observers.Saver(trainer, nothing, nothing, nothing, None)
+  clock[0] += steps
+  saver(8, None, None)
+  advice = 'for the save of step 8: a larger checkpoint_every saves less often'
+  assert lines == [f'the run waited {save:.1f} s of {steps + save:.1f} {advice}'] * said
