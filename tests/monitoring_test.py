@@ -533,7 +533,7 @@ def test_a_run_that_waits_long_for_its_saves_is_told_to_save_less_often(
     flush=lambda: None, untimed=contextlib.nullcontext, lowest=None, losses={}
   )
   saver = observers.Saver(trainer, nothing, nothing, nothing, None)
-  clock[0] += steps
+  saver._saved, clock[0] = 0.0, float(steps)
   saver(8, None, None)
   advice = 'for the save of step 8: a larger checkpoint_every saves less often'
   assert lines == [f'the run waited {save:.1f} s of {steps + save:.1f} {advice}'] * said
