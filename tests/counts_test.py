@@ -102,13 +102,14 @@ def test_the_schedule_of_many_steps_ends_where_it_should():
       lambda: Curriculum([phase(steps=LARGEST_COUNT), phase(steps=1), phase()]),
       'The sum of Phase.steps',
     ),
-    (lambda: Optimizer(1.0, 2**31, 10), 'Optimizer.warmup_steps=2,147,483,648'),
-    (lambda: Optimizer(1.0, 10, 2**31), 'Optimizer.train_steps=2,147,483,648'),
+    (lambda: Optimizer(1.0, 2**31, 10), 'Optimizer.warmup_steps = 2147483648'),
+    (lambda: Optimizer(1.0, 10, 2**31), 'Optimizer.train_steps = 2147483648'),
     (lambda: train.train('', train_steps=2**31, **REQUIRED), 'train.train_steps'),
   ],
 )
 def test_counts_that_devices_cannot_hold_are_refused(make, name):
-  with pytest.raises(ConfigurationError, match=rf'{name}.* exceeds 2,147,483,647'):
+  refused = rf'{name}.* (exceeds 2,147,483,647|is out of range.*, 2147483647\])'
+  with pytest.raises(ConfigurationError, match=refused):
     make()
 
 

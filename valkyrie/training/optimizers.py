@@ -12,7 +12,7 @@ import optax
 
 from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
-from valkyrie.errors import ConfigurationError, check_count, regular_expression
+from valkyrie.errors import ConfigurationError, regular_expression
 from valkyrie.training.algorithms import Algorithm, acts_on_layers, per_layer
 from valkyrie.types import Array, Axes, Params, leaf_path
 
@@ -96,6 +96,7 @@ class Optimizer:
     for name, value in (
       ('learning_rate', learning_rate),
       ('warmup_steps', warmup_steps),
+      ('train_steps', train_steps),
       ('final_learning_rate_scale', final_learning_rate_scale),
       ('clip_norm', clip_norm),
     ):
@@ -254,8 +255,6 @@ def schedule_of(
 
   or a function, such as one of optax, of the steps since the end of the warm-up.
   """
-  check_count('Optimizer.warmup_steps', warmup_steps)
-  check_count('Optimizer.train_steps', train_steps)
   if shape == 'wsd' and not 0 < cooldown <= 1:
     raise ConfigurationError(
       f'Optimizer.cooldown={cooldown} must be above 0 and at most 1: the share of train_steps at '
