@@ -45,8 +45,13 @@ _INTERVALS = {
 RANGES = {name: interval for interval, names in _INTERVALS.items() for name in names.split()}
 
 
-def check(owner: str, name: str, value: Any, where: str = '') -> None:
+def check(owner: str, where: str = '', /, **values: Any) -> None:
   """Raises a ConfigurationError, which begins with `where`, for a value out of its range."""
+  for name, value in values.items():
+    _check(owner, name, value, where)
+
+
+def _check(owner: str, name: str, value: Any, where: str) -> None:
   interval = RANGES.get(f'{owner}.{name}') or RANGES.get(name if owner != 'optax' else '')
   if interval is None:
     return
@@ -63,6 +68,5 @@ def check(owner: str, name: str, value: Any, where: str = '') -> None:
 
 def check_fields(settings: Any) -> None:
   """Checks the numbers of a dataclass; None stands for none."""
-  for field in dataclasses.fields(settings):
-    if (value := getattr(settings, field.name)) is not None:
-      check(type(settings).__name__, field.name, value)
+  values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+  check(type(settings).__name__, **{n: value for n, value in values.items() if value is not None})

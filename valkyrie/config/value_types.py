@@ -61,7 +61,7 @@ def check_parameter_types(effective: Effective) -> None:
     owner = wrapped.__name__ if package == 'valkyrie' else package
     for leaf in leaves(value) if package in ('valkyrie', 'optax') else ():
       if isinstance(leaf, int | float) and not isinstance(leaf, bool):
-        ranges.check(owner, name, leaf, f'{where}: ')
+        ranges.check(owner, f'{where}: ', **{name: leaf})
     if _makes_parts(parameter.annotation):
       for part in parts:
         if isinstance(part, Reference):

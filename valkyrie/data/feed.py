@@ -87,9 +87,9 @@ class TaskFeed:
       raise ConfigurationError(
         f'TaskFeed.reset_at={reset_at!r} is unknown. Use one of {", ".join(RESETS)}.'
       )
-    given = {'seed': seed, 'batch_size': batch_size, 'bad_documents': bad_documents}
-    for name, number in (given | ({} if epochs is None else {'epochs': epochs})).items():
-      ranges.check('TaskFeed', name, number)
+    ranges.check('TaskFeed', seed=seed, batch_size=batch_size, bad_documents=bad_documents)
+    if epochs is not None:
+      ranges.check('TaskFeed', epochs=epochs)
     self.vocabulary = vocabularies.load(vocabulary)
     self.vocabulary_size = self.vocabulary.size
     given = {name: str(value) for name, value in (options or {}).items() if value is not None}

@@ -76,7 +76,7 @@ def infer(
     StorageError: the output is there already, or cannot be written.
     ConfigurationError: a prompt is longer than the model can read, or the vocabulary is another.
   """
-  ranges.check('infer', 'batch_size', batch_size)
+  ranges.check('infer', batch_size=batch_size)
   texts = [prompt or ''] if prompts is None else _read_prompts(pathlib.Path(prompts))
   if not all(texts):
     raise UsageError('The prompt is empty. Pass --prompt=TEXT, or a text on standard input.')
@@ -165,8 +165,7 @@ class TextSamples:
         'TextSamples needs all parameters in one process, and this run has '
         f'{jax.process_count()}. Continue its checkpoints by --run_mode=infer.'
       )
-    ranges.check('TextSamples', 'every', every)
-    ranges.check('TextSamples', 'max_tokens', max_tokens)
+    ranges.check('TextSamples', every=every, max_tokens=max_tokens)
     self._prompts, self._every = prompts, every
     self._options = {'max_tokens': max_tokens, 'sampling': Sampling(temperature=temperature)}
     functions, tokenizer = language_model.transform(model), vocabularies.load(vocabulary)

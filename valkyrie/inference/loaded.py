@@ -159,7 +159,7 @@ class LoadedModel:
       ConfigurationError: a text is longer than the model can read, or has unknown tokens; the carry
         has another number of rows; or a number is out of range.
     """
-    ranges.check('score', 'batch_size', batch_size)
+    ranges.check('score', batch_size=batch_size)
     rows = self._tokens(texts, carry)
     params = self.params if params is None else params
     scores: list[TextScore] = []
@@ -230,9 +230,7 @@ class LoadedModel:
       UsageError: a prompt is empty.
       Diverged, ConfigurationError: see `score`.
     """
-    ranges.check('generate', 'batch_size', batch_size)
-    ranges.check('generate', 'samples', samples)
-    ranges.check('generate', 'first', first)
+    ranges.check('generate', batch_size=batch_size, samples=samples, first=first)
     numbered = dict(enumerate(self._tokens(prompts, carry), first))
     rows = [(prompt, sample) for prompt in numbered for sample in range(samples)]
     found = []
@@ -274,9 +272,7 @@ class LoadedModel:
     max_tokens: int,
   ) -> Iterator[tuple[int, str]]:
     """Extends the text of each row (prompt, sample); yields (row, its new text)."""
-    ranges.check('generate', 'seed', seed)
-    ranges.check('generate', 'max_tokens', max_tokens)
-    ranges.check('generate', 'first', max(prompts))
+    ranges.check('generate', seed=seed, max_tokens=max_tokens, first=max(prompts))
     own = list(dict.fromkeys(prompt for prompt, _ in rows))  # to read each prompt once
     tokens = [prompts[prompt] for prompt in own]
     if carry is None and not all(map(len, tokens)):

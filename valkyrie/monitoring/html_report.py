@@ -66,7 +66,7 @@ _RESULTS = ('step', 'tokens', 'loss', 'bits_per_byte', 'accuracy', 'tokens_per_s
 _DIRECTION = {'loss': -1, 'bits_per_byte': -1, 'accuracy': 1, 'tokens_per_second': 1, 'mfu': 1}
 _OF_VALIDATION = ('loss', 'bits_per_byte', 'accuracy')
 _SPEEDS = ('tokens_per_second', 'mfu')
-_OF_TOKENS = ('loss', 'accuracy', 'tokens_per_second')  # mean nothing beside those of other tokens
+_OF_TOKENS = ('loss', 'accuracy', 'tokens_per_second')  # mean nothing beside other tokens
 _SAMPLES = 3  # steps whose samples are shown
 _LARGEST = 1e39  # no float32 is larger, and pictures overflow far above
 Line = dict[str, Any]
@@ -108,9 +108,9 @@ def read_run(model_dir: str | os.PathLike) -> Run:
   file = folder / 'model_info.txt'
   with storage_errors(f'{file} cannot be read', also=(ValueError,)):
     about = foreign.content(file).decode().partition(' in ')[0] if file.exists() else ''
-  with storage_errors(f'{folder} cannot be read'):
+  with storage_errors(f'{folder} cannot be read', also=(ValueError,)):
     files = *folder.glob(f'{TOKENIZER}.*'), *folder.glob('eval/data.json')
-    tokens = tuple(file.read_bytes() for file in files)
+    tokens = tuple(map(foreign.content, files))
   lines = _with_costs(lines)
   evaluations, name = _located(evaluations, lines), folder.resolve().name
   version, bindings = config.get('version', ''), config['bindings']

@@ -22,7 +22,7 @@ class TrainingLog:
 
   Reading a number from a device waits for the device. The log therefore reads the metrics of a step
   only after the next step was dispatched. It writes a line every `every` steps, and after the last.
-  Speeds are of steps alone: what `untimed` surrounds is left out. `began` is when the process did.
+  Speeds are only of steps: what `untimed` surrounds is left out. `began` is when the process did.
   """
 
   writer: RunWriter
@@ -39,7 +39,7 @@ class TrainingLog:
     self._due: int | None = None
     self._noted: dict[str, float | str] = {}
     self._timed: list[int] = []  # the steps since the last line that count for its speed
-    self._seconds = self._all_seconds = 0.0  # that these took, and those of the lines before
+    self._seconds = self._all_seconds = 0.0  # that these took, and with the lines before
     self._since: float | None = None  # when the clock was read; None while it stands still
 
   def __call__(self, step: int, metrics: StepMetrics) -> None:

@@ -93,14 +93,14 @@ class Optimizer:
       cooldown: the share of the steps in which 'wsd' decays.
       clip_norm: the largest global norm of the gradient that is not scaled down.
     """
-    for name, value in (
-      ('learning_rate', learning_rate),
-      ('warmup_steps', warmup_steps),
-      ('train_steps', train_steps),
-      ('final_learning_rate_scale', final_learning_rate_scale),
-      ('clip_norm', clip_norm),
-    ):
-      ranges.check('Optimizer', name, value)
+    ranges.check(
+      'Optimizer',
+      learning_rate=learning_rate,
+      warmup_steps=warmup_steps,
+      train_steps=train_steps,
+      final_learning_rate_scale=final_learning_rate_scale,
+      clip_norm=clip_norm,
+    )
     groups = (recurrence_group(),) if groups is None else groups
     self._groups, self._clip_norm = tuple(groups), clip_norm
     self._algorithms = {True: algorithm, False: vector_algorithm}
