@@ -252,7 +252,9 @@ def test_a_variable_that_names_no_pipe_is_left_alone(monkeypatch, value):
   assert heartbeat.inherited() == ()
 
 
-@pytest.mark.parametrize('name', ['metrics.jsonl', 'config.json', 'model_info.txt', 'tokenizer.json'])
+@pytest.mark.parametrize(
+  'name', ['metrics.jsonl', 'config.json', 'model_info.txt', 'tokenizer.json']
+)
 def test_files_that_never_end_are_not_read(folder, name):
   (folder / name).unlink(missing_ok=True)
   for make in (os.mkfifo, lambda file: os.symlink('/dev/zero', file)):
