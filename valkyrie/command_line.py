@@ -13,6 +13,7 @@ from valkyrie.errors import ConfigurationError, UsageError
 
 # --run_mode -> (module, function).
 RUN_MODES = {
+  'vocabulary': ('valkyrie.data.train_vocabulary', 'train_vocabulary'),
   'train': ('valkyrie.run.train', 'train'),
   'eval': ('valkyrie.run.evaluate', 'evaluate'),
   'infer': ('valkyrie.inference.infer', 'infer'),
@@ -70,6 +71,8 @@ examples:
       ... with one macro of the gin file changed
   python -m valkyrie.main --gin_file=gin/tiny_cpu.gin --gin_file=mine.gin --gin.S5.state_size=64
       ... with a second file that overrides the first, and one parameter bound
+  python -m valkyrie.main --gin_file=gin/tiny_cpu.gin --model_dir=runs/words --run_mode=vocabulary
+      train a tokenizer on the training split; a run uses it by --gin.vocabulary
   python -m valkyrie.main --model_dir=runs/tiny --run_mode=eval --step=best
       without --gin_file, a run is opened with its own configuration; flags override it
   python -m valkyrie.main --model_dir=runs/tiny --run_mode=infer --prompt='def main():'
