@@ -24,11 +24,14 @@ MIXERS = {
   's5': (tiny.s5,),
   'full': (full, tiny.s5),
   'full alone': (full,),
+  'n-grams': (tiny.attention,),
 }
 
 
 @functools.cache
 def built(mixers='hybrid', **options):
+  if mixers == 'n-grams':
+    options['ngrams'] = tiny.ngrams
   model = tiny.model(MIXERS[mixers], **options)
   params, _ = tiny.init(model, 2)
   return model, params, jax.jit(model.apply)

@@ -9,6 +9,7 @@ import numpy as np
 from valkyrie.models import language_model
 from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.block import Block
+from valkyrie.models.ngrams import NgramEmbedding
 from valkyrie.models.planner.planner import Planner
 from valkyrie.models.s5.layer import S5
 from valkyrie.training.train_step import state_axes
@@ -28,6 +29,7 @@ attention = functools.partial(
   slice_size=4,
 )
 s5 = functools.partial(S5, state_size=8, hippo_blocks=2)
+ngrams = functools.partial(NgramEmbedding, rows=64, width=8)
 INTERVAL = 4
 planner = functools.partial(
   Planner, plan_interval=INTERVAL, plan_tokens=3, mlp_width=24, head_width=8, segments=3

@@ -22,6 +22,7 @@ from valkyrie.models.declarations import Declarations, Kind, Parameter, stored_a
 from valkyrie.models.features import Description, Features, Planner
 from valkyrie.models.layers import RMSNorm, check_sizes, parameter
 from valkyrie.models.lora import Lora
+from valkyrie.models.ngrams import NgramEmbedding
 from valkyrie.sharding import ambient, layer_weights
 from valkyrie.sharding.partitioner import constrain
 from valkyrie.types import Array, Axes, Carry, Params
@@ -50,6 +51,7 @@ class LanguageModel(hk.Module):
     d_model: D.
     layers: L, a multiple of the pattern's length.
     pattern: block classes (`@Block` in gin), repeated until there are `layers` blocks.
+    ngrams: a class (`@NgramEmbedding` in gin) that adds n-grams to the embeddings; None for none.
     planner: a class (`@Planner` in gin), or None. It reads the output of the lower half of the
       repeats, and the upper half reads its plans.
     embedding_scale: a factor on the embeddings of the inputs. None takes sqrt(D), which gives them
@@ -72,6 +74,7 @@ class LanguageModel(hk.Module):
   d_model: int
   layers: int
   pattern: Sequence[Callable[..., Block]] = (Block,)
+  ngrams: Callable[..., NgramEmbedding] | None = None
   planner: Callable[..., Planner] | None = None
   embedding_scale: float | None = None
   tied: bool = True
@@ -109,6 +112,7 @@ class LanguageModel(hk.Module):
     self.upper_repeats = 0 if self.planner is None else self.repeats // 2
     self.scale = self.d_model**0.5 if self.embedding_scale is None else self.embedding_scale
     self.adapters = None if self.lora is None else self.lora()
+    self._ngrams = None if self.ngrams is None else self.ngrams(name='ngrams')
     self._planner: Any = None if self.planner is None else self.planner(name='planner')
 
   def __call__(
@@ -144,6 +148,11 @@ class LanguageModel(hk.Module):
     unembedding = embedding if self.tied else table('unembedding')
     x = (self.scale * embedding[inputs]).astype(self.compute_dtype)
     fresh = self.initial_carry(inputs.shape[0])
+    if self._ngrams is not None:
+      where = {'positions': positions, 'segment_ids': segment_ids}
+      added, tail = self._ngrams(inputs, _carried('ngrams', fresh), x.shape[-1], x.dtype, **where)
+      hk.set_state('ngrams', tail)
+      x += self.scale * added
 
     def layer(x, carry):
       found = {kind: [] for kind in activations}
@@ -177,7 +186,7 @@ class LanguageModel(hk.Module):
     """The content of `hk.State` for rows that have read nothing, leaves [repeats, B, ...].
 
     'carry' is a tuple over the pattern. With a planner, which has its own 'planner', it belongs to
-    the layers below, and 'upper_carry' to those above.
+    the layers below, and 'upper_carry' to those above. 'ngrams' are the last tokens.
     """
     carries = self.inspect(
       lambda blocks: tuple(b.initial_carry(batch_size, self.compute_dtype) for b in blocks)
@@ -186,13 +195,13 @@ class LanguageModel(hk.Module):
     def repeated(times):
       return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (times, *leaf.shape)), carries)
 
-    if self.planner is None:
-      return {'carry': repeated(self.repeats)}
-    return {
-      'carry': repeated(self.repeats - self.upper_repeats),
-      'planner': self._planner.initial_carry(batch_size, self.d_model, self.compute_dtype),
-      'upper_carry': repeated(self.upper_repeats),
-    }
+    fresh = {'carry': repeated(self.repeats - self.upper_repeats)}
+    if self._ngrams is not None:
+      fresh['ngrams'] = self._ngrams.initial_carry(batch_size)
+    if self._planner is not None:
+      fresh['upper_carry'] = repeated(self.upper_repeats)
+      fresh['planner'] = self._planner.initial_carry(batch_size, self.d_model, self.compute_dtype)
+    return fresh
 
   def describe(self) -> Description:
     """The facts; raises a ConfigurationError if a mixer reads tokens that are to be predicted."""
@@ -208,6 +217,8 @@ class LanguageModel(hk.Module):
     carried = [mixer for mixer in mixers if getattr(mixer, 'carried', True)]
     whole = [type(m).__name__ for m in mixers if not getattr(m, 'sequence_parallel', False)]
     planner, flops = self._planner, self.repeats * layer_flops
+    if self._ngrams is not None:
+      flops += self._ngrams.forward_flops(self.d_model)
     if planner is not None:
       flops += planner.forward_flops(self.d_model)
       whole.append(type(planner).__name__)
@@ -292,7 +303,7 @@ class Model(NamedTuple):
       shape, axes, _ = declared
       stacked = int('layers/' in path) if axes is None else axes.count('layers')
       in_planner = planner is not None and path.startswith(f'{planner}/')
-      is_table = axes is not None and 'vocabulary' in axes
+      is_table = axes is not None and not {'vocabulary', 'ngrams'}.isdisjoint(axes)
       return Kind(len(shape.shape) - stacked > 1 and not is_table, stacked, in_planner)
 
     return self._each(kind, params)

@@ -50,7 +50,7 @@ class CausalConvolution(hk.Module):
     filters = parameter(
       'filters', (self.taps, width), init, axes=(None, 'activation'), cast=x.dtype
     )
-    before, after = _tails(carry.inputs, x, jnp.sum(segment_ids > 0, axis=1))
+    before, after = tails(carry.inputs, x, jnp.sum(segment_ids > 0, axis=1))
     extended = jnp.concatenate([before, x], axis=1)
     y = jnp.zeros_like(x)
     for lag, filter_ in enumerate(filters.astype(x.dtype)):
@@ -60,7 +60,7 @@ class CausalConvolution(hk.Module):
     return y, Tail(after)
 
 
-def _tails(carried: Array, x: Array, length: Array) -> tuple[Array, Array]:
+def tails(carried: Array, x: Array, length: Array) -> tuple[Array, Array]:
   """(the tail before this device's piece, the tail after the chunk), each [B, taps - 1, F].
 
   `carried`, the tail before the chunk, is correct on device 0, as is the tail after it. x [B, T, F]

@@ -1,0 +1,89 @@
+"""Embeddings of n-grams: each token with those before it, hashed into a table of narrow rows.
+
+A small model spends its first layers on what a table of n-grams knows at once. Collisions share a
+row: the hashing trick (Weinberger et al. 2009), for the n-grams before a token as in Scone (Yu et
+al. 2025, arXiv 2502.01637) and in the speed records of modded-nanogpt (#201, #360).
+"""
+
+from collections.abc import Sequence
+import dataclasses
+
+import gin
+import haiku as hk
+import jax.numpy as jnp
+
+from valkyrie.models.layers import check_sizes, parameter, products, projections
+from valkyrie.models.recurrence.convolution import Tail, tails
+from valkyrie.types import Array, DType
+
+_INIT = hk.initializers.RandomNormal(1e-3)
+
+
+@gin.configurable
+@dataclasses.dataclass(eq=False)
+class NgramEmbedding(hk.Module):
+  """What the tokens up to each one add to its embedding; the tables begin near zero.
+
+  Attributes:
+    rows: of each table.
+    width: of a row; a matrix projects the rows of all orders to the width of the model.
+    orders: lengths of the n-grams, 2 or more; each has a table.
+  """
+
+  rows: int
+  width: int
+  orders: Sequence[int] = (2, 3)
+  name: str | None = None
+
+  def __post_init__(self):
+    super().__post_init__()
+    check_sizes('NgramEmbedding', rows=self.rows, width=self.width, orders=len(self.orders))
+    check_sizes('NgramEmbedding', 2, orders=min(self.orders))
+    self._before = max(self.orders) - 1
+
+  def initial_carry(self, batch_size: int) -> Tail:
+    """The tokens before a chunk, int32 [B, n - 1, 1]; no document reads those before its start."""
+    return Tail(jnp.zeros((batch_size, self._before, 1), jnp.int32))
+
+  def forward_flops(self, width: int) -> int:
+    """A matrix product for each token."""
+    return 2 * len(self.orders) * self.width * width
+
+  def __call__(
+    self,
+    tokens: Array,
+    carry: Tail,
+    d_model: int,
+    dtype: DType,
+    *,
+    positions: Array,
+    segment_ids: Array,
+  ) -> tuple[Array, Tail]:
+    """tokens int32 [B, T] -> (what is added to their embeddings, [B, T, D], the carry after)."""
+    time, length = tokens.shape[1], jnp.sum(segment_ids > 0, axis=1)
+    before, after = tails(carry.inputs, tokens[..., None], length)
+    extended = jnp.concatenate([before[..., 0], tokens], axis=1)
+
+    def earlier(lag):
+      """1 + the token that many places before each, or 0 before the start of its document."""
+      start = self._before - lag
+      return jnp.where(positions >= lag, 1 + extended[:, start : start + time], 0)
+
+    found, digest = [], earlier(0).astype(jnp.uint32)
+    for lag in range(1, self._before + 1):
+      digest = _mixed(digest + jnp.uint32(lag)) ^ earlier(lag).astype(jnp.uint32)
+      if lag + 1 in self.orders:
+        shape = self.rows, self.width
+        table = parameter(f'table_{lag + 1}', shape, _INIT, axes=('ngrams', 'embed'))
+        found.append(table[(_mixed(digest) % self.rows).astype(jnp.int32)].astype(dtype))
+    rows = jnp.concatenate(found, axis=-1)
+    axes = (None, 'embed')
+    (added,) = products(rows, projections(rows, axes, out=d_model), axes)
+    return added, Tail(after)
+
+
+def _mixed(x: Array) -> Array:
+  """A hash of uint32, each bit of which depends on all of x: lowbias32 (Wellons 2018)."""
+  x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+  x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+  return x ^ (x >> 16)
