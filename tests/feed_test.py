@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 import numpy as np
 import pytest
+import tiny_run
 
 from valkyrie.data import store_writer, vocabularies
 from valkyrie.data.feed import TaskFeed, prefetch
@@ -77,14 +78,16 @@ TOTAL = sum(len(document) for document in STORED)
   begin=st.integers(0, 2000),
   reset_at=st.sampled_from(['document', 'sequence', 'never']),
   epochs=st.sampled_from([None, 1, 2]),
+  pass_carry=st.sampled_from([0, 0.7]),
 )
-def test_cuts_do_not_change_the_stream(data_dir, lengths, begin, reset_at, epochs):
-  feed = _feed(data_dir, reset_at=reset_at, epochs=epochs)
+def test_cuts_do_not_change_the_stream(data_dir, lengths, begin, reset_at, epochs, pass_carry):
+  options = {'reset_at': reset_at, 'epochs': epochs, 'pass_carry': pass_carry}
+  feed = _feed(data_dir, **options)
   cuts = list(itertools.accumulate(lengths, initial=begin))
   parts = [feed.read(at, length) for at, length in zip(cuts, lengths, strict=False)]
   joined = Batch(*(np.concatenate(leaves, axis=1) for leaves in zip(*parts, strict=True)))
   # A new feed reads all in one call: earlier reads change nothing.
-  _assert_equal(_feed(data_dir, reset_at=reset_at, epochs=epochs).read(begin, sum(lengths)), joined)
+  _assert_equal(_feed(data_dir, **options).read(begin, sum(lengths)), joined)
 
 
 def test_describe_names_the_documents_of_a_read(data_dir):
@@ -200,6 +203,51 @@ def test_positions_without_resets_do_not_overflow(data_dir):
   assert feed.read(2**30 - 2, 3).positions[0].tolist() == [2**30 - 2, 2**30 - 1, 2**30 - PERIOD]
 
 
+@pytest.mark.parametrize('shuffle', [True, False])
+@pytest.mark.parametrize('reset_at', ['document', 'sequence'])
+def test_a_carry_is_passed_on_with_its_probability(data_dir, reset_at, shuffle):
+  """The same tokens, some of whose units have no reset, as the resets that are left tell."""
+  feeds = [_feed(data_dir, reset_at=reset_at, shuffle=shuffle, pass_carry=p) for p in (0, 0.7)]
+  passed, longest = [], 0
+  for row in range(ROWS):
+    length = feeds[0].rows[row].length
+    plain, joined = (feed.read(0, 60 * length, rows=[row]) for feed in feeds)
+    for name in ('inputs', 'targets', 'weights'):
+      np.testing.assert_array_equal(getattr(plain, name), getattr(joined, name))
+    (begins,), (resets,) = plain.positions == 0, joined.positions == 0
+    assert begins[resets].all() and resets[::length].all()  # of units only, and of each epoch
+    at = np.arange(len(resets))
+    since = at - np.maximum.accumulate(np.where(resets, at, 0))
+    np.testing.assert_array_equal(joined.positions[0], since)
+    np.testing.assert_array_equal(np.diff(joined.segment_ids[0]) > 0, resets[1:])
+    inner = begins & (at % length > 0)
+    passed.append(~resets[inner])
+    assert len(np.unique(resets.reshape(-1, length), axis=0)) > 1  # in other places each epoch
+    longest = max(longest, since.max() + 1)
+  share = np.concatenate(passed)
+  # Three standard deviations of a binomial share.
+  assert np.mean(share) == pytest.approx(0.7, abs=3 * np.sqrt(0.21 / len(share)))
+  assert feeds[0].longest < longest <= feeds[1].longest <= feeds[1].row_tokens
+
+
+def test_of_the_joined_units_the_longest_has_a_bound(tmp_path):
+  """One unit in a million would join more than 20 others of probability one half."""
+  tiny_run.write_store(tmp_path, 'letters', 'train', ['a' * (i % 9 + 1) for i in range(90)])
+  feed = TaskFeed('letters', 'train', 1, 0, data_dir=str(tmp_path), pass_carry=0.5)
+  assert feed.longest == 10 * 10 + 10 * 9  # the ten longest documents and ten more, with EOS
+  often = TaskFeed('letters', 'train', 1, 0, data_dir=str(tmp_path), pass_carry=0.999)
+  assert often.longest == often.row_tokens == often.read(0, 1000).positions.max() + 1
+
+
+def test_another_deal_passes_on_other_carries(data_dir):
+  feed = _feed(data_dir, pass_carry=0.5, shuffle=False)
+  first, again, second = (feed.dealt(n, ROWS, 0).read(0, 500) for n in (0, 0, 1))
+  _assert_equal(feed.read(0, 500), first)
+  _assert_equal(again, first)
+  np.testing.assert_array_equal(second.inputs, first.inputs)
+  assert (second.positions != first.positions).any()
+
+
 @pytest.mark.parametrize('reset_at', ['document', 'sequence'])
 def test_segment_ids_increase_across_epochs(data_dir, reset_at):
   batch = _feed(data_dir, reset_at=reset_at).read(0, 3 * TOTAL)
@@ -256,6 +304,7 @@ def test_attributes_of_a_feed(data_dir):
     ({'seed': -1}, 'TaskFeed.seed = -1 is out of range'),
     ({'epochs': 0}, r'epochs = 0 is out of range. Use an integer in \[1, '),
     ({'epochs': 2.5}, 'epochs = 2.5 is'),
+    ({'pass_carry': 1}, r'TaskFeed.pass_carry = 1 is out of range. Use a number in \[0, 1\)'),
     ({'batch_size': True}, 'batch_size = True is'),
     ({'batch_size': '8'}, "batch_size = '8' is"),
     ({'vocabulary': 'words'}, "The vocabulary 'words' is unknown"),

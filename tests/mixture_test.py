@@ -94,7 +94,7 @@ class Equal:
 
   def units(self, begin, end):
     numbers = np.arange(-(-begin // 10), -(-end // 10))
-    return Units(10 * numbers, np.full(len(numbers), 10), numbers)
+    return Units(10 * numbers, np.full(len(numbers), 10), numbers, np.ones_like(numbers))
 
 
 def test_rows_do_not_read_the_same_source_at_the_same_time():
@@ -118,8 +118,27 @@ def test_each_source_has_its_own_order(mixture):
       assert len(own) > 5 and own == alone[: len(own)]
 
 
+def test_a_passed_carry_stays_in_its_source(mixture):
+  """Joined documents follow one another, and each source joins those that its feed alone does."""
+  feed = mixture(WEIGHTS, pass_carry=0.5)
+  (batch,) = [feed.read(0, 8000, rows=[1])]
+  text, positions, ids = BYTES.decode, batch.positions[0], batch.segment_ids[0]
+  starts = np.flatnonzero(positions == 0)
+  np.testing.assert_array_equal(np.diff(ids) > 0, np.diff(positions) < 0)
+  joined = [text(part.tolist()) for part in np.split(batch.inputs[0], starts[1:])][:-1]
+  sources = [{n for n, letter in LETTERS.items() if letter in units} for units in joined]
+  assert {len(source) for source in sources} == {1}
+  for name in LETTERS:
+    alone = feed.sources[name].read(0, 8000, rows=[1])
+    begins = np.flatnonzero(alone.positions[0] == 0)[1:]
+    expected = [text(part.tolist()) for part in np.split(alone.inputs[0], begins)]
+    own = [units for units, source in zip(joined, sources, strict=True) if source == {name}]
+    assert len(own) > 5 and own == expected[: len(own)]
+
+
 STAGES = [
   {'weights': WEIGHTS},
+  {'weights': [WEIGHTS, {'books': 5, 'code': 1}], 'begins': [0, 500], 'pass_carry': 0.6},
   {'weights': [{'web': 1}, {'code': 1, 'books': 1}, WEIGHTS], 'begins': [0, 700, 1900]},
   {'weights': WEIGHTS, 'sources': {**ALL, 'code': {'task': 'code', 'epochs': 2}}},
   {

@@ -39,7 +39,8 @@ class Batch(NamedTuple):
     document), and at all but the answer where a task has prompts.
   positions: int32, 0 exactly where a document starts, then counting up by one to 2^30. Beyond it
     the last POSITION_PERIOD of these repeat: far from the start, and with the same remainders.
-  segment_ids: int32, 0 at padding; documents of a row count up from 1 to 2^30, and again. Padding
+  segment_ids: int32, 0 at padding; documents of a row count up from 1 to 2^30, and again. One that
+    begins with the carry of another has its positions and its segment id, too (pass_carry). Padding
     stands only at the end of a chunk, and leaves every carry untouched.
   """
 

@@ -28,7 +28,7 @@ _INTERVALS = {
   '[1, 9223372036854775807]': 'log_every eval_every checkpoint_every hbm_bytes',
   '[0, 4294967295]': 'seed first',
   '[0, 1]': 'depths min_p epsilon cooldown',
-  '[0, 1)': 'dropout optax.b1 optax.b2 optax.b3 optax.decay optax.momentum',
+  '[0, 1)': 'dropout pass_carry optax.b1 optax.b2 optax.b3 optax.decay optax.momentum',
   '(0, 1]': 'top_p',
   '(0, 1)': 'average_decay',
   '[1, inf)': 'factor largest_rate',

@@ -46,6 +46,7 @@ class TaskFeed:
     *,
     vocabulary: str = 'bytes',
     reset_at: str = 'document',
+    pass_carry: float = 0.0,
     shuffle: bool = True,
     epochs: int | None = None,
     data_dir: str | None = None,
@@ -67,6 +68,9 @@ class TaskFeed:
       reset_at: positions restart at 0, and the carry is reset, at each 'document', at each
         'sequence' of related documents, or 'never'. With 'sequence' and 'never' the documents of a
         sequence stay together.
+      pass_carry: the probability, below 1, that a document (or sequence) has no reset: it begins
+        with the carry of the end of the one before it in its row (Buitrago & Gu 2025, arXiv
+        2507.02782, "state passing"). The first one of an epoch always has a reset.
       shuffle: False reads in the store's order.
       epochs: number of epochs after which the feed ends; None is endless.
       data_dir: directory of the stores; default $VALKYRIE_CACHE, $XDG_CACHE_HOME/valkyrie or
@@ -87,7 +91,8 @@ class TaskFeed:
       raise ConfigurationError(
         f'TaskFeed.reset_at={reset_at!r} is unknown. Use one of {", ".join(RESETS)}.'
       )
-    ranges.check('TaskFeed', seed=seed, batch_size=batch_size, bad_documents=bad_documents)
+    numbers = {'seed': seed, 'batch_size': batch_size, 'pass_carry': pass_carry}
+    ranges.check('TaskFeed', **numbers, bad_documents=bad_documents)
     if epochs is not None:
       ranges.check('TaskFeed', epochs=epochs)
     self.vocabulary = vocabularies.load(vocabulary)
@@ -97,7 +102,9 @@ class TaskFeed:
     self._data_dir = data_dir
     self.batch_size = batch_size
     self.reset_at = reset_at
-    self._seeds = [seed] if shuffle else None
+    self._pass_carry = pass_carry
+    self._seeds = [seed]
+    self._shuffle = shuffle
     self._epochs = epochs
     self._learn_eos = learn_eos
     self._bad_documents = bad_documents
@@ -112,7 +119,8 @@ class TaskFeed:
   def rows(self) -> list[Row]:
     """The documents of each row in their order."""
     keys = None if self.reset_at == 'document' else self.store.sequence_keys
-    rows = deal(self.store.lengths, keys, self.batch_size, self._seeds, self._epochs)
+    order = self._seeds, self._shuffle, self._epochs, self._pass_carry
+    rows = deal(self.store.lengths, keys, self.batch_size, *order)
     units = sum(row.units_of_epoch for row in rows)
     if units < self.batch_size:
       unit = 'documents' if keys is None else 'sequences of documents'
@@ -155,7 +163,7 @@ class TaskFeed:
 
   @property
   def longest(self) -> int:
-    """Tokens of the longest document, or sequence."""
+    """Tokens of the longest document, or sequence, with those that it may join."""
     return max(row.longest_unit for row in self.rows)
 
   def dealt(self, number: int, rows: int, begin: int) -> 'TaskFeed':
@@ -172,7 +180,7 @@ class TaskFeed:
     dealt = copy.copy(self)
     dealt.__dict__.pop('rows', None)
     dealt.batch_size = rows
-    if number and self._seeds:  # the first deal uses only the seed
+    if number:  # the first deal uses only the seed
       dealt._seeds = [*self._seeds, number]
     return dealt
 

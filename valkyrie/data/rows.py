@@ -1,7 +1,8 @@
 """Order of the documents in each row, as pure arithmetic: no token is read, no state is kept.
 
 `deal` orders the documents of a store in rows, `MixedRow` mixes rows of several sources by weight.
-Both work with units: a unit is a document, or a sequence of documents that stay together.
+Both work with units: a unit is a document, or a sequence of documents that stay together. Where a
+unit passes its carry on, the next one of its row joins it, and the two are read as one unit.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-Seeds = list[int] | None
+_RARE = 2.0**-20  # of the joined units would have more parts: they are cut there
 
 
 class Documents(NamedTuple):
@@ -29,24 +30,31 @@ class Documents(NamedTuple):
 
 
 class Units(NamedTuple):
-  """Units of a row, int64 [units]: tokens of the row before each, tokens, numbers from 0."""
+  """Units of a row, int64 [units].
+
+  starts, lengths: tokens of the row before each, and its own.
+  numbers, parts: units of the row before each, and those that it joins, as they were dealt.
+  """
 
   starts: np.ndarray
   lengths: np.ndarray
   numbers: np.ndarray
+  parts: np.ndarray
 
 
 class _Epoch(NamedTuple):
   """The documents of a row in the order of one epoch, int64; offsets count its tokens.
 
-  documents, ends, unit_numbers: numbers in the store, ends, and numbers of the units, [documents].
-  unit_starts: where each unit starts, and the last one ends, [units + 1].
+  documents, ends, units: numbers in the store, ends, and the unit of each, [documents].
+  unit_starts, unit_numbers: tokens, and units as they were dealt, before each unit and after the
+    last one, [units + 1].
   """
 
   documents: np.ndarray
   ends: np.ndarray
-  unit_numbers: np.ndarray
+  units: np.ndarray
   unit_starts: np.ndarray
+  unit_numbers: np.ndarray
 
 
 class Row:
@@ -56,8 +64,8 @@ class Row:
   and any token is found without reading those before it.
 
   Attributes:
-    length, units_of_epoch: tokens and units of an epoch.
-    longest_unit: tokens of the longest unit.
+    length, units_of_epoch: tokens of an epoch, and units as they were dealt.
+    longest_unit: tokens of the longest unit that any epoch can have.
     end: tokens of the stream; None if it is endless.
   """
 
@@ -66,14 +74,18 @@ class Row:
     lengths: np.ndarray,
     documents: np.ndarray,
     counts: np.ndarray,
-    seeds: Seeds,
+    seeds: list[int],
+    shuffle: bool,
     epochs: int | None,
+    pass_carry: float,
   ):
     """Takes the documents of all units, and their number in each; the others are as in `deal`."""
-    self._lengths, self._documents, self._counts, self._seeds = lengths, documents, counts, seeds
+    self._lengths, self._documents, self._counts = lengths, documents, counts
+    self._seeds, self._shuffle, self._pass_carry = seeds, shuffle, pass_carry
+    self._most_parts = math.ceil(math.log(_RARE, pass_carry)) if pass_carry > _RARE else 1
     unit_lengths = np.add.reduceat(lengths[documents], np.cumsum(counts) - counts)
     self.length, self.units_of_epoch = int(unit_lengths.sum()), len(counts)
-    self.longest_unit = int(unit_lengths.max(initial=0))
+    self.longest_unit = int(np.sort(unit_lengths)[-self._most_parts :].sum())
     self.end = None if epochs is None else epochs * self.length
     self._latest: tuple[int, _Epoch] | None = None
 
@@ -86,21 +98,22 @@ class Row:
       last = np.searchsorted(epoch.ends, end - base, side='left') + 1
       documents, ends, units = (leaf[first:last] for leaf in epoch[:3])
       starts, unit_starts = ends - self._lengths[documents], epoch.unit_starts[units]
-      units = number * self.units_of_epoch + units
-      parts.append((documents, base + starts, base + ends, base + unit_starts, units))
+      numbers = number * self.units_of_epoch + epoch.unit_numbers[units]
+      parts.append((documents, base + starts, base + ends, base + unit_starts, numbers))
     return Documents(*map(np.concatenate, zip(*parts, strict=True)))
 
   def units(self, begin: int, end: int) -> Units:
     """The units that begin in [begin, end)."""
     if self.end is not None:
       end = min(end, self.end)
-    parts = [Units(*np.zeros((3, 0), np.int64))]
+    parts = [Units(*np.zeros((4, 0), np.int64))]
     for number in range(begin // self.length, -(-end // self.length)):
-      starts, base = self._epoch(number).unit_starts, number * self.length
+      *_, starts, numbers = self._epoch(number)
+      base = number * self.length
       first, last = np.searchsorted(starts[:-1], (begin - base, end - base))
-      starts = starts[first : last + 1]
-      numbers = number * self.units_of_epoch + np.arange(first, last)
-      parts.append(Units(base + starts[:-1], np.diff(starts), numbers))
+      starts, numbers = starts[first : last + 1], numbers[first : last + 1]
+      before = number * self.units_of_epoch + numbers[:-1]
+      parts.append(Units(base + starts[:-1], np.diff(starts), before, np.diff(numbers)))
     return Units(*map(np.concatenate, zip(*parts, strict=True)))
 
   def _epoch(self, number: int) -> _Epoch:
@@ -111,17 +124,34 @@ class Row:
     return latest[1]
 
   def _ordered(self, epoch: int) -> _Epoch:
-    order = _order(len(self._counts), self._seeds, epoch % 2**32)
+    order = _order(len(self._counts), self._shuffle, *self._seeds, epoch % 2**32)
     counts = self._counts[order]
     firsts = np.cumsum(self._counts) - self._counts
     documents = self._documents[_ranges(firsts[order], counts)]
     ends = np.cumsum(self._lengths[documents])
     unit_starts = np.append(0, ends[np.cumsum(counts) - 1])
-    return _Epoch(documents, ends, np.repeat(np.arange(len(counts)), counts), unit_starts)
+    begins = self._begins(epoch % 2**32)
+    units = np.repeat(np.cumsum(begins) - 1, counts)
+    numbers = np.append(np.flatnonzero(begins), len(counts))
+    return _Epoch(documents, ends, units, unit_starts[numbers], numbers)
+
+  def _begins(self, epoch: int) -> np.ndarray:
+    """Which units of an epoch begin without the carry of the one before, bool [units]."""
+    drawn = np.random.RandomState([*self._seeds, epoch, 1]).uniform(size=self.units_of_epoch)
+    begins, places = drawn >= self._pass_carry, np.arange(self.units_of_epoch)
+    begins[0] = True
+    firsts = np.maximum.accumulate(np.where(begins, places, 0))
+    return (places - firsts) % self._most_parts == 0
 
 
 def deal(
-  lengths: np.ndarray, keys: np.ndarray | None, rows: int, seeds: Seeds, epochs: int | None
+  lengths: np.ndarray,
+  keys: np.ndarray | None,
+  rows: int,
+  seeds: list[int],
+  shuffle: bool,
+  epochs: int | None,
+  pass_carry: float,
 ) -> list[Row]:
   """Deals the units of a store over rows, once for all epochs.
 
@@ -129,8 +159,10 @@ def deal(
     lengths: int [documents], tokens of each document.
     keys: [documents], equal for the documents of a unit; None makes each document a unit.
     rows: the number of rows.
-    seeds: ints in [0, 2**32) of the order; None keeps the store's order.
+    seeds: ints in [0, 2**32) of the order, and of the units that are joined.
+    shuffle: False keeps the store's order.
     epochs: the epochs of each row; None is endless.
+    pass_carry: the probability that a unit joins the one before it in an epoch of its row.
   """
   if keys is None:
     members, counts = np.arange(len(lengths)), np.ones(len(lengths), np.int64)
@@ -141,20 +173,19 @@ def deal(
     members = np.argsort(first_documents[unit_of_document], kind='stable')
     counts = counts[np.argsort(first_documents)]
   firsts = np.cumsum(counts) - counts  # unit u has members[firsts[u] : firsts[u] + counts[u]]
-  order = _order(len(counts), seeds)
+  order = _order(len(counts), shuffle, *seeds)
   dealt = []
   for row in range(rows):
     units = order[row::rows]
     documents = members[_ranges(firsts[units], counts[units])]
-    dealt.append(Row(lengths, documents, counts[units], seeds and [*seeds, row], epochs))
+    of_row = counts[units], [*seeds, row], shuffle, epochs, pass_carry
+    dealt.append(Row(lengths, documents, *of_row))
   return dealt
 
 
-def _order(count: int, seeds: Seeds, *more: int) -> np.ndarray:
-  if seeds is None:
-    return np.arange(count)
+def _order(count: int, shuffle: bool, *seeds: int) -> np.ndarray:
   # RandomState's stream is frozen; newer numpy generators may change between versions.
-  return np.random.RandomState([*seeds, *more]).permutation(count)
+  return np.random.RandomState(seeds).permutation(count) if shuffle else np.arange(count)
 
 
 def _ranges(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -167,12 +198,14 @@ class Piece(NamedTuple):
   """A unit in the mixed row.
 
   source: the number of its source; start, length: tokens of the row before it, and its own.
+  parts: the units that it joins.
   places, units: tokens and units of every source before it, int64 [sources].
   """
 
   source: int
   start: int
   length: int
+  parts: int
   places: np.ndarray
   units: np.ndarray
 
@@ -283,7 +316,7 @@ class MixedRow:
     last = min(candidates, key=lambda piece: piece.start)
     places, units = last.places.copy(), last.units.copy()
     places[last.source] += last.length
-    units[last.source] += 1
+    units[last.source] += last.parts
     return self._stage(places, units)
 
   def _pieces(self, stage: _Stage, begin: int, end: int) -> list[Piece]:
@@ -299,7 +332,7 @@ class MixedRow:
   def _window(self, stage: _Stage, low: float, high: float) -> list[Piece]:
     """The units with times from low to high, in order."""
     places, units = stage.places.copy(), stage.units.copy()
-    times, numbers, lengths = [], [], []
+    times, numbers, lengths, parts = [], [], [], []
     for number in np.flatnonzero(stage.weights).tolist():
       source, weight = self._sources[number], stage.weights[number]
       start = int(stage.places[number]) - stage.delays[number]
@@ -313,15 +346,18 @@ class MixedRow:
       times.append(time[begin:end])
       numbers.append(np.full(end - begin, number))
       lengths.append(found.lengths[begin:end])
-    time, number, length = map(np.concatenate, (times, numbers, lengths))
+      parts.append(found.parts[begin:end])
+    time, number, length, part = map(np.concatenate, (times, numbers, lengths, parts))
     order = np.lexsort((number, time))
-    number, length = number[order], length[order]
+    number, length, part = number[order], length[order], part[order]
     is_of = number[:, None] == np.arange(len(self._sources))
-    lengths_of = is_of * length[:, None]
+    lengths_of, parts_of = is_of * length[:, None], is_of * part[:, None]
     places = places + np.cumsum(lengths_of, axis=0) - lengths_of
-    units = units + np.cumsum(is_of, axis=0) - is_of
+    units = units + np.cumsum(parts_of, axis=0) - parts_of
     starts = places.sum(axis=1)
-    return list(map(Piece, number.tolist(), starts.tolist(), length.tolist(), places, units))
+    return list(
+      map(Piece, number.tolist(), starts.tolist(), length.tolist(), part.tolist(), places, units)
+    )
 
   def _times(self, stage: _Stage, number: int, units: Units) -> np.ndarray:
     after = units.starts - stage.places[number] + stage.delays[number]
