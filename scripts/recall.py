@@ -4,13 +4,15 @@ Trains gin/recall_cpu.gin with each mixer's gin file over it. Then 1, 4 and 16 k
 written at the start of a stream and asked for at its end, once with the whole carry, and once with
 the recurrent states cut between chunks. The streams are of tasks/recall.py, with seeds that no
 split of the task has. The table has the share of right answers, each of one token; a guess is right
-one time in ten. Every measurement is appended to RUNS/results.jsonl, and none is repeated.
+one time in ten. Every measurement is appended to RUNS/results.jsonl, and none is repeated. One that
+is interrupted goes on from RUNS/MIXER/reading.npz, which is written once a minute.
 
     PYTHONPATH=. python scripts/recall.py
 """
 
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
+import io
 import json
 import pathlib
 import subprocess
@@ -30,7 +32,8 @@ from valkyrie.models import language_model
 from valkyrie.models.carry_cuts import cut_carry
 from valkyrie.models.language_model import LanguageModel, Model
 from valkyrie.sharding.partitioner import Partitioner
-from valkyrie.tasks.recall import recall
+from valkyrie.storage import whole_file
+from valkyrie.tasks.recall import filler, recall
 from valkyrie.training.losses import token_scores
 from valkyrie.types import Batch, Params
 from valkyrie.weights.restored import restored_params
@@ -38,10 +41,14 @@ from valkyrie.weights.restored import restored_params
 RUN = 'gin/recall_cpu.gin'
 PAIRS = (1, 4, 16)  # keys at a time
 CUTS = (None, 'state')
+BLOCK = 2**20  # letters of a stream that are generated at once
+SAVE_SECONDS = 60
 
 
 class Streams:
   """Rows of one stream each, which ask for all their keys at one distance.
+
+  Of a distance above BLOCK, whole blocks of letters follow the pairs; a row holds one at a time.
 
   Attributes:
     pairs: [B], the keys of each row.
@@ -49,26 +56,47 @@ class Streams:
   """
 
   def __init__(self, distance: int, streams: Mapping[int, int]):
-    """Writes the streams: {keys at a time: number of streams}."""
+    """Writes the streams, without their blocks: {keys at a time: number of streams}."""
     encode, eos = ByteVocabulary().encode, ByteVocabulary.eos_id
     self.pairs = np.repeat([*streams], [*streams.values()])
+    self._distance, self._blocks = distance, (distance - 1) // BLOCK
+    self._latest: dict[int, tuple[int, np.ndarray]] = {}
+    inserted = self._blocks * BLOCK
     rows, answers = [], []
     for row, pairs in enumerate(self.pairs):
-      tokens = []
-      for prompt, answer in recall(np.random.RandomState([distance, row]), pairs, distance):
+      tokens, random = [], np.random.RandomState([distance, row])
+      for prompt, answer in recall(random, pairs, distance - inserted):
         tokens += encode(prompt)
-        answers.append((row, len(tokens)))
+        answers.append((row, inserted + len(tokens)))
         tokens += [*encode(answer), eos]
       rows.append(np.array(tokens, np.int16))
-    self.length = max(map(len, rows))
+    self.length = inserted + max(map(len, rows))
     self._tokens, self._answers = rows, np.array(answers)
+
+  def _row(self, row: int, begin: int, end: int) -> np.ndarray:
+    """The tokens [begin, end) of a row, or up to its end."""
+    tokens, first, inserted = self._tokens[row], 3 * self.pairs[row], self._blocks * BLOCK
+    parts = [tokens[begin : min(end, first)]]
+    blocks = range(max(0, begin - first) // BLOCK, min(self._blocks, -((first - end) // BLOCK)))
+    for number in blocks:
+      at = first + number * BLOCK
+      parts.append(self._block(row, number)[max(0, begin - at) : end - at])
+    parts.append(tokens[max(first, begin - inserted) : max(first, end - inserted)])
+    return np.concatenate(parts)
+
+  def _block(self, row: int, number: int) -> np.ndarray:
+    """Letters of a row, as a pure function of its number and of the block's."""
+    if row not in self._latest or self._latest[row][0] != number:
+      letters = filler(np.random.RandomState([self._distance, row, number]), BLOCK)
+      self._latest[row] = number, ByteVocabulary().ids(letters).astype(np.int16)
+    return self._latest[row][1]
 
   def chunk(self, begin: int, size: int) -> Batch:
     """The tokens [begin, begin + size) of all rows."""
     tokens = np.zeros((len(self.pairs), size + 1), np.int32)
     segments, weights = np.zeros_like(tokens[:, 1:]), np.zeros(tokens[:, 1:].shape, np.float32)
-    for row, whole in enumerate(self._tokens):
-      some = whole[begin : begin + size + 1]
+    for row in range(len(tokens)):
+      some = self._row(row, begin, begin + size + 1)
       tokens[row, : len(some)] = some
       segments[row, : len(some)] = 1
     row, at = self._answers.T
@@ -80,9 +108,18 @@ class Streams:
 
 
 def measure(
-  model: Model, params: Params, streams: Streams, chunk_size: int, cut: str | None
+  model: Model,
+  params: Params,
+  streams: Streams,
+  chunk_size: int,
+  cut: str | None,
+  saved: pathlib.Path,
+  key: str = '',
 ) -> dict[int, float]:
-  """{keys at a time: the share of right answers}, with the part `cut` of the carry cut."""
+  """{keys at a time: the share of right answers}, with the part `cut` of the carry cut.
+
+  It goes on from the file `saved`, if that was written with the same `key`.
+  """
   initial = model.initial_carry(len(streams.pairs))
 
   def read(params, carry, chunk):
@@ -104,8 +141,13 @@ def measure(
     # All that is carried then is the document's start, and tokens within the reach of attention.
     recent = 4 + 16 * model.about.window // chunk_size
     begins = begins[:1] + begins[1:][-recent:]
-  carry, right, asked = initial, 0, 0
-  for begin in begins:
+  state = 0, initial, np.zeros(len(streams.pairs)), np.zeros(len(streams.pairs))
+  done, carry, right, asked = state = _saved(saved, key, state)
+  if done:
+    print(f'goes on at token {begins[done]:,} from {saved}', file=sys.stderr, flush=True)
+  latest = began = time.monotonic()
+  for number in range(done, len(begins)):
+    begin = begins[number]
     chunk = streams.chunk(begin, chunk_size)
     if chunk.weights.any():
       found, carry = scoring(params, carry, chunk)
@@ -113,15 +155,38 @@ def measure(
     else:
       carry = passing(params, carry, chunk)
     jax.block_until_ready(carry)
+    now = time.monotonic()
+    if now - latest >= SAVE_SECONDS:
+      latest = now
+      leaves = jax.tree.leaves((number + 1, carry, right, asked))
+      np.savez(file := io.BytesIO(), key, *leaves)
+      whole_file.write(saved, file.getvalue())
+      rest = (len(begins) - number - 1) * (now - began) / (number + 1 - done)
+      print(f'token {begin:,}, {rest / 3600:.1f} hours left', file=sys.stderr, flush=True)
+  saved.unlink(missing_ok=True)
   return {
     int(pairs): float(np.sum(right[streams.pairs == pairs]) / np.sum(asked[streams.pairs == pairs]))
     for pairs in np.unique(streams.pairs)
   }
 
 
+def _saved(path: pathlib.Path, key: str, state: Any) -> Any:
+  """The state in a file of this key, or the given one."""
+  if not path.exists():
+    return state
+  with np.load(path) as arrays:
+    found, *leaves = (arrays[name] for name in arrays.files)
+  if found != key:
+    return state
+  done, *rest = jax.tree.unflatten(jax.tree.structure(state), leaves)
+  return int(done), *rest
+
+
 def table(records: Iterable[Mapping[str, Any]]) -> str:
   """The measurements as a Markdown table: the whole carry, and the recurrent states cut."""
-  found = {(r['mixer'], r['distance'], r['cut']): r['accuracy'] for r in records}
+  found: dict[tuple, dict[str, float]] = {}
+  for r in records:
+    found.setdefault((r['mixer'], r['distance'], r['cut']), {}).update(r['accuracy'])
   distances = sorted({distance for _, distance, _ in found})
   lines = [
     '| mixer | keys | ' + ' | '.join(f'{distance:,} | cut' for distance in distances) + ' |',
@@ -129,12 +194,14 @@ def table(records: Iterable[Mapping[str, Any]]) -> str:
   ]
   for mixer in dict.fromkeys(mixer for mixer, _, _ in found):
     for pairs in PAIRS:
-      cells = [
-        f'{found[mixer, distance, cut][str(pairs)]:.0%}' if (mixer, distance, cut) in found else ''
+      shares = [
+        found.get((mixer, distance, cut), {}).get(str(pairs))
         for distance in distances
         for cut in CUTS
       ]
-      lines.append(f'| {mixer} | {pairs} | ' + ' | '.join(cells) + ' |')
+      cells = ['' if share is None else f'{share:.0%}' for share in shares]
+      if any(cells):
+        lines.append(f'| {mixer} | {pairs} | ' + ' | '.join(cells) + ' |')
   return '\n'.join(lines)
 
 
@@ -150,7 +217,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument('--mixers', nargs='+', help='gin files (default: gin/models/recall/*.gin)')
   parser.add_argument('--distances', type=int, nargs='+', default=[2**14, 2**17, 2**20])
   parser.add_argument(
-    '--streams', type=int, nargs=3, default=[32, 8, 4], help='numbers of streams of 1, 4, 16 keys'
+    '--streams',
+    type=int,
+    nargs=3,
+    default=[32, 8, 4],
+    help='numbers of streams of 1, 4, 16 keys; 0 for none',
   )
   parser.add_argument(
     '--chunk_size', type=int, default=512, help='tokens that a test reads at once'
@@ -167,19 +238,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
   results.touch()
   for file in flags.mixers or map(str, folder):
     mixer = pathlib.Path(file).stem
-    done = {(r['distance'], r['cut']) for r in records() if r['mixer'] == mixer}
-    missing = [(d, cut) for d in flags.distances for cut in CUTS if (d, cut) not in done]
-    if not missing:
+    done = {
+      (r['distance'], r['cut'], pairs)
+      for r in records()
+      if r['mixer'] == mixer
+      for pairs in r['accuracy']
+    }
+    streams = dict(zip(PAIRS, flags.streams, strict=True))
+    missing = {
+      (d, cut): {n: streams[n] for n in PAIRS if streams[n] and (d, cut, str(n)) not in done}
+      for d in flags.distances
+      for cut in CUTS
+    }
+    if not any(missing.values()):
       continue
     train(file, flags.runs / mixer, gin_flags)
     gin.clear_config(clear_constants=True)
     load_gin([RUN, file], gin_flags, modules=command_line.CONFIGURABLE_MODULES)
     model = language_model.transform(LanguageModel)
-    params, _ = restored_params(model, Partitioner(), str(flags.runs / mixer), ByteVocabulary())
-    for distance, cut in missing:
+    run = flags.runs / mixer
+    params, steps = restored_params(model, Partitioner(), str(run), ByteVocabulary())
+    for (distance, cut), wanted in missing.items():
+      if not wanted:
+        continue
       began = time.monotonic()
-      streams = Streams(distance, dict(zip(PAIRS, flags.streams, strict=True)))
-      accuracy = measure(model, params, streams, flags.chunk_size, cut)
+      key = json.dumps([steps, distance, cut, wanted, flags.chunk_size])
+      of_run = model, params, Streams(distance, wanted), flags.chunk_size, cut
+      accuracy = measure(*of_run, run / 'reading.npz', key)
       record = {'mixer': mixer, 'distance': distance, 'cut': cut, 'accuracy': accuracy}
       record |= {'streams': flags.streams, 'seconds': round(time.monotonic() - began, 1)}
       with results.open('a') as file_of_results:

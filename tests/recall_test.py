@@ -1,5 +1,6 @@
 """Recall at length: the streams of the task, the runs of scripts/recall, and its measurement."""
 
+import json
 import pathlib
 import re
 import string
@@ -169,16 +170,74 @@ def remembers_marked_values(vocabulary_size=259):
 
 
 @pytest.mark.parametrize(('cut', 'accuracy'), [(None, 1.0), ('state', 0.0)])
-def test_a_model_that_remembers_is_right_until_its_state_is_cut(script, cut, accuracy):
+@pytest.mark.parametrize('block', [2**20, 64])
+def test_a_model_that_remembers_is_right_until_its_state_is_cut(
+  script, tmp_path, monkeypatch, block, cut, accuracy
+):
+  monkeypatch.setattr(script, 'BLOCK', block)
   streams = script.Streams(300, {1: 2, 4: 1, 16: 1})
   assert streams.length == 16 * 3 + 300 + 16 * 4
-  found = script.measure(remembers_marked_values(), {}, streams, 32, cut)
+  found = script.measure(remembers_marked_values(), {}, streams, 32, cut, tmp_path / 'saved')
   assert found == {1: accuracy, 4: accuracy, 16: accuracy}
 
 
-def test_an_answer_within_the_chunk_of_its_pair_survives_the_cut(script):
+def test_an_answer_within_the_chunk_of_its_pair_survives_the_cut(script, tmp_path):
   streams = script.Streams(8, {1: 3})
-  assert script.measure(remembers_marked_values(), {}, streams, 64, 'state') == {1: 1.0}
+  saved = tmp_path / 'saved'
+  assert script.measure(remembers_marked_values(), {}, streams, 64, 'state', saved) == {1: 1.0}
+
+
+@pytest.mark.parametrize('size', [7, 32, 200])
+def test_streams_of_blocks_are_read_in_any_chunks(script, monkeypatch, size):
+  monkeypatch.setattr(script, 'BLOCK', 64)
+  pairs, distance = 4, 301
+  streams = script.Streams(distance, {pairs: 2})
+  whole = streams.chunk(0, streams.length)
+  for begin in range(0, streams.length, size):
+    part = streams.chunk(begin, size)
+    for leaf, of_whole in zip(part[:3], whole[:3], strict=True):
+      expected = of_whole[:, begin : begin + size]
+      np.testing.assert_array_equal(leaf[:, : expected.shape[1]], expected)
+  for tokens, weights, targets in zip(whole.inputs, whole.weights, whole.targets, strict=True):
+    text = ByteVocabulary().decode(tokens.tolist())
+    marked, between, asked = text[: 3 * pairs], text[3 * pairs :][:distance], text[-3 * pairs :]
+    written = dict(re.findall('!([A-Z])([0-9])', marked))
+    assert len(written) == pairs and '?' not in between and '!' not in between
+    assert len(set(between[i : i + 20] for i in range(0, distance, 64))) == 5  # all blocks differ
+    keys = [chr(key - 3) for key in tokens[weights > 0]]
+    answers = [chr(answer - 3) for answer in targets[weights > 0]]
+    assert sorted(keys) == sorted(written) and [written[key] for key in keys] == answers
+    assert asked.count('?') == pairs
+
+
+class Interrupted(Exception):
+  """The end of a process in the middle of a measurement."""
+
+
+def test_an_interrupted_measurement_goes_on_where_it_was_saved(script, tmp_path, monkeypatch):
+  monkeypatch.setattr(script, 'SAVE_SECONDS', 0)
+  saved, read = tmp_path / 'saved', []
+
+  class Counted(script.Streams):
+    def chunk(self, begin, size):
+      read.append(begin)
+      if len(read) == 13:  # the first questions were in the chunk before
+        raise Interrupted
+      return super().chunk(begin, size)
+
+  def measure(key):
+    model = remembers_marked_values()
+    return script.measure(model, {}, Counted(400, {16: 2}), 40, None, saved, key)
+
+  with pytest.raises(Interrupted):
+    measure('a')
+  before = saved.read_bytes()
+  assert measure('a') == {16: 1.0} and not saved.exists()
+  assert read == [*range(0, 512, 40), 480]
+  saved.write_bytes(before)
+  read[:] = [-1] * 13
+  assert measure('b') == {16: 1.0}  # of another measurement
+  assert read[13] == 0
 
 
 def test_the_table_has_a_row_for_each_mixer_and_number_of_keys(script):
@@ -222,3 +281,7 @@ def test_a_trained_model_is_measured_once_at_each_distance(script, tmp_path, mon
   assert len(lines) == 2  # whole, and with the states cut
   script.main(arguments)
   assert (tmp_path / 'results.jsonl').read_text().splitlines() == lines
+  monkeypatch.setattr(script, 'train', lambda *_: None)  # the run is finished
+  script.main([*arguments, '--streams', '0', '2', '0', '--distances', '41'])
+  more = [json.loads(line) for line in (tmp_path / 'results.jsonl').read_text().splitlines()]
+  assert [(r['distance'], [*r['accuracy']]) for r in more[2:]] == 2 * [(41, ['4'])]
