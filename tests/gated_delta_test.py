@@ -107,6 +107,28 @@ def test_values_are_those_of_the_equations(time, slice_size):
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-9), found, expected)
 
 
+def test_a_double_gate_reaches_negative_eigenvalues():
+  x, carry, positions, segment_ids = stream(40)
+  params = parameters(write_gate='double')
+  assert (2 * sigmoid(x @ params['gated_delta_net']['beta']) > 1).mean() > 0.3
+  with jax.enable_x64(True):
+    found = build(write_gate='double').apply(params, x, carry, positions, segment_ids)
+  expected = by_token(params, x, carry, positions, lambda x: 2 * sigmoid(x))
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-9), found, expected)
+
+
+def test_reflections_of_equal_keys_in_float32():
+  """β of 2 at one key changes the sign of its value at half of 4,096 tokens, and nearly no size."""
+  q, k, v, log_decay, beta, state = rule_inputs(1, 4096, 0)
+  k[:], v[:], beta[:] = k[:, :1], 0, 2 * (beta > 0.5)
+  reset = np.zeros((1, 4096), bool)
+  narrow = [a.astype(np.float32) for a in (q, k, v, log_decay, beta, state)]
+  expected, after = rule_by_token(*(a.astype(np.float64) for a in narrow), reset)
+  y, found = in_slices_of_64(*narrow, reset)
+  assert np.linalg.norm(found - after) < 1e-4 * np.linalg.norm(after)
+  assert np.linalg.norm(y - expected) < 1e-4 * np.linalg.norm(expected)
+
+
 def test_a_hard_gate_writes_nothing_at_all():
   x, carry, positions, segment_ids = stream(40)
   params = drawn(build(write_gate='hard').init(jax.random.key(0), x, carry, positions, segment_ids))
@@ -299,7 +321,10 @@ def test_dtypes_under_bfloat16():
     ({'horizon': 1.0}, r'GatedDeltaNet.shortest=10 and GatedDeltaNet.horizon=1:'),
     ({'largest_rate': 0.5}, r'GatedDeltaNet.largest_rate=0.5 must be at least 1'),
     ({'shortest': 0.0}, 'GatedDeltaNet.shortest=0 '),
-    ({'write_gate': 'relu'}, "write_gate='relu' is unknown. Use one of .'sigmoid', 'hard'."),
+    (
+      {'write_gate': 'relu'},
+      "write_gate='relu' is unknown. Use one of .'sigmoid', 'hard', 'double'.",
+    ),
   ],
 )
 def test_options_that_cannot_be_are_refused_when_the_layer_is_made(options, message):

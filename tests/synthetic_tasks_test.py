@@ -15,6 +15,7 @@ from valkyrie.tasks.key_value import PAIRS, key_value
 from valkyrie.tasks.listops import listops
 from valkyrie.tasks.passkey import KEY, passkey
 from valkyrie.tasks.selective_copy import COPIED, selective_copy
+from valkyrie.tasks.state_tracking import SWAPS, parity, permutations
 
 BYTES = vocabularies.ByteVocabulary()
 DISTANCES = (64, 200)
@@ -52,6 +53,41 @@ def test_the_value_is_exactly_its_distance_before_the_answer(distance):
     assert keys[0] >= 16
     places.add(list(pairs).index(asked))
   assert places == set(range(PAIRS))
+
+
+def test_parity_is_the_product_of_signs():
+  found = problems(parity, 33)
+  for prompt, answer in found:
+    assert len(prompt) == 34 and prompt[-1] == '='
+    sign = np.prod([{'0': 1, '1': -1}[bit] for bit in prompt[:-1]])
+    assert {'0': 1, '1': -1}[answer] == sign
+  assert 10 < sum(answer == '1' for _, answer in found) < 30
+
+
+def test_an_item_is_where_the_product_of_permutation_matrices_takes_it():
+  answers = []
+  for prompt, answer in problems(permutations, 33):
+    swaps, asked = prompt.split('?')
+    assert len(swaps) == 33
+    place = np.eye(5)[int(asked)]
+    for swap in swaps:
+      matrix = np.eye(5)
+      matrix[list(SWAPS[swap])] = matrix[list(reversed(SWAPS[swap]))]
+      place = matrix @ place
+    assert place[int(answer)] == 1
+    answers.append(answer)
+  assert set(answers) == set('01234')
+  assert len(set(SWAPS.values())) == len(SWAPS) == 10
+
+
+@pytest.mark.parametrize('task', ['parity', 'permutations'])
+def test_state_tracking_trains_on_short_problems(task):
+  source = TASKS[f'state_tracking.{task}'].source
+  lengths = [len(d.prompt.rstrip('=?0123456789') if task == 'permutations' else d.prompt[:-1])
+             for d in source.documents('validation', 0, 8)]  # fmt: skip
+  assert min(lengths) == 1 and max(lengths) == 32
+  (first, *_) = source.documents('256', 0, 64)
+  assert len(first.prompt) in (257, 258)
 
 
 @pytest.mark.parametrize('distance', DISTANCES)

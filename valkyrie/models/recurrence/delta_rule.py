@@ -49,7 +49,7 @@ def gated_delta_rule(
   Args:
     q, k: [B, T, H, K], keys of length 1.
     v: [B, T, H, Z].
-    log_decay, beta: log α <= 0 and β in [0, 1], [B, T, H]; both 0 at padding.
+    log_decay, beta: log α <= 0 and β in [0, 2], [B, T, H]; both 0 at padding.
     initial: [B, H, K, Z], the state before the chunk; like the one after, correct on device 0.
     reset: bool [B, T], true where the state before the token is replaced by zero.
     slice_size: Q, a power of two; a shorter chunk is one slice.

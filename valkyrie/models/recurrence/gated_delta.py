@@ -23,7 +23,11 @@ from valkyrie.models.recurrence.delta_rule import gated_delta_rule
 from valkyrie.models.recurrence.time_constants import DecayingHeads
 from valkyrie.types import Array
 
-WRITE_GATES = {'sigmoid': jax.nn.sigmoid, 'hard': lambda x: jnp.clip(2 * x - 0.5, 0, 1)}
+WRITE_GATES = {
+  'sigmoid': jax.nn.sigmoid,
+  'hard': lambda x: jnp.clip(2 * x - 0.5, 0, 1),
+  'double': lambda x: 2 * jax.nn.sigmoid(x),
+}
 
 
 @gin.configurable
@@ -34,8 +38,10 @@ class GatedDeltaNet(DecayingHeads):
   Attributes, besides the ones of `DecayingHeads`, whose `slice_size` is Q, a power of two:
     key_width: K, of the queries and keys of a head.
     value_width: Z, of the values of a head. The paper has HK = 3D/4 and HZ = 3D/2.
-    write_gate: β, 'sigmoid' as published, or 'hard', min(max(2 x - 1/2, 0), 1). At a hard 0 a head
-      keeps its state exactly, through any number of tokens; weight decay closes it.
+    write_gate: β, 'sigmoid' as published, 'hard', min(max(2 x - 1/2, 0), 1), or 'double', 2 σ(x).
+      At a hard 0 a head keeps its state exactly, through any number of tokens; weight decay closes
+      it. Above 1, I - β k kᵀ has a negative eigenvalue, which tracks parities and swaps (Grazzi et
+      al. 2024, arXiv 2411.12537).
   """
 
   key_width: int
