@@ -26,6 +26,7 @@ setup(
     'console_scripts': [
       'valkyrie = valkyrie.main:main',
       'valkyrie-build-store = valkyrie.data.build_store:main',
+      'valkyrie-compare = valkyrie.comparison.compare:main',
       'valkyrie-lm-eval = valkyrie.inference.harness:main',
       'valkyrie-report = valkyrie.monitoring.html_report:main',
       'valkyrie-supervise = valkyrie.distributed.supervisor:main',

@@ -1,123 +1,183 @@
-"""One trial of scripts/learn with a model of Hugging Face's transformers, in a process of its own.
+"""A run of a model of Hugging Face's transformers, with the flags and the files of ours.
 
-Training follows common practice: linear warm-up, a cosine to a tenth, and rows of WINDOW tokens,
-cut from the shuffled documents and shuffled themselves. `peers` has the models and their optimizer.
+    python scripts/learn_peers.py llama --gin_file=gin/tiny_cpu.gin --model_dir=runs/llama
+
+It reads the task, the tokenizer, the tokens of a step, learning rate, seed and steps from the gin
+files. Learning follows common practice: linear warm-up, a cosine to a tenth, and rows of 1,024
+tokens; `peers` has the models and their optimizer. The command continues after any interruption,
+from a checkpoint that is saved every minute.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+import itertools
+import json
 import math
+import os
+import pathlib
+import sys
 import time
 from typing import Any
 
-import learn_trial
-from learn_trial import Trial
-from learn_validation import (
-  WINDOW,
-  open_store,
-  read_windows,
-  sample,
-  summary,
-  windows,
-)
+import gin
+from learn_validation import WINDOW, training_rows, validation
 import numpy as np
 import peers
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
-from valkyrie.data.token_store import TokenStore
+from valkyrie import main
+from valkyrie.command_line import parse_command_line
+from valkyrie.config import record
+from valkyrie.config.load import load_gin
+from valkyrie.data import vocabularies
+from valkyrie.data.feed import TaskFeed
+from valkyrie.errors import ConfigurationError, UsageError, ValkyrieError
+from valkyrie.monitoring.json_lines import JsonLines
+from valkyrie.storage import whole_file
+from valkyrie.training.setup import StepSettings
 
-WARMUP = 0.1  # share of the steps
-WHOLE_SECONDS = 60  # a reading of whole documents that would take longer is left out
-MODELS: dict[str, Callable[[], nn.Module]] = {
-  'llama-torch': lambda: peers.llama(WINDOW),
-  'mamba2-torch': peers.mamba2,
+SAVED_EVERY = 60  # seconds
+MODELS: dict[str, Callable[[int], nn.Module]] = {
+  'llama': lambda vocabulary: peers.llama(WINDOW, vocabulary),
+  'mamba2': peers.mamba2,
 }
-# Models that can read whole documents, longer than the rows of their training.
-RECURRENT = ('mamba2-torch',)
 
 
 class Training:
-  """A model, its optimizer and its batches."""
+  """A model, its optimizer, and the steps that it has taken; a file keeps all three."""
 
-  def __init__(self, trial: Trial):
-    torch.manual_seed(trial.seed)
-    self.trial = trial
-    self.model = MODELS[trial.model]()
-    self.model.train()
-    self.optimizer = peers.adamw(self.model, trial.rate)
-    self.rows = training_rows(open_store('train'), trial.batch // WINDOW, trial.seed)
+  def __init__(self, model: nn.Module, rate: Callable[[int], float], file: pathlib.Path):
+    """Continues from the file, if it exists; `rate` is the learning rate at a step."""
+    self.model = model.train()
+    self.optimizer, self._rate = peers.adamw(model, rate(0)), rate
+    self.step, self.flops, self._file = 0, 0.0, file
+    if file.exists():
+      kept = torch.load(file, weights_only=True)
+      self.model.load_state_dict(kept['model'])
+      self.optimizer.load_state_dict(kept['optimizer'])
+      self.step, self.flops = kept['step'], kept['flops']
 
-  def step(self, number: int) -> float:
-    """Takes a step -> its loss."""
+  def save(self) -> None:
+    kept = {'model': self.model.state_dict(), 'optimizer': self.optimizer.state_dict()}
+    partial = self._file.with_suffix('.partial')
+    torch.save({**kept, 'step': self.step, 'flops': self.flops}, partial)
+    os.replace(partial, self._file)
+
+  def learn(self, rows: np.ndarray) -> float:
+    """Takes a step with rows [B, T + 1] -> its loss."""
     for group in self.optimizer.param_groups:
-      group['lr'] = self.trial.rate * schedule(number, self.trial.steps)
-    rows = torch.from_numpy(next(self.rows))
-    return peers.learn(self.model, self.optimizer, rows[:, :-1], rows[:, 1:])
+      group['lr'] = self._rate(self.step)
+    self.step += 1
+    tokens = torch.from_numpy(rows)
+
+    def step() -> float:
+      return peers.learn(self.model, self.optimizer, tokens[:, :-1], tokens[:, 1:])
+
+    if self.flops:
+      return step()
+    with FlopCounterMode(display=False) as counter:
+      loss = step()
+    self.flops = float(counter.get_total_flops())
+    return loss
 
 
-def training_rows(store: TokenStore, rows: int, seed: int) -> Iterator[np.ndarray]:
-  """Endless batches int64 [rows, WINDOW + 1]: inputs, and targets one token later."""
-  random = np.random.default_rng(seed)
-  while True:
-    documents = random.permutation(len(store.lengths))
-    lengths = store.lengths[documents]
-    tokens = store.read(documents, np.zeros_like(lengths), lengths).astype(np.int64)
-    starts = random.permutation((len(tokens) - 1) // WINDOW) * WINDOW
-    for first in range(0, len(starts) - rows + 1, rows):
-      yield np.stack([tokens[s : s + WINDOW + 1] for s in starts[first : first + rows]])
-
-
-def schedule(step: int, steps: int) -> float:
+def schedule(step: int, steps: int, warmup: int) -> float:
   """The share of the peak learning rate at a step, from 0: the schedule of training.optimizers."""
-  warmup = round(WARMUP * steps)
   if step < warmup:
     return 1 / warmup + (1 - 1 / warmup) * step / warmup
   cosine = math.cos(math.pi * (step - warmup) / max(steps - warmup, 1))
   return 0.1 + 0.9 * (1 + cosine) / 2
 
 
-def measure(trial: Trial) -> dict[str, Any]:
-  """The seconds of a step."""
-  training = Training(trial)
-  return {'step_seconds': learn_trial.step_seconds(lambda: training.step(0))}
+def feed_of(split: str) -> TaskFeed:
+  with gin.config_scope(split):
+    return gin.get_configurable(TaskFeed)()
 
 
-def train(trial: Trial) -> dict[str, Any]:
-  """Trains and validates."""
-  began = time.perf_counter()
-  training = Training(trial)
-  ready = time.perf_counter()
-  losses = [training.step(number) for number in range(trial.steps)]
-  trained = time.perf_counter()
-  model = training.model.eval()
-  documents = sample(open_store('validation'), trial.scored)
-  nats = read_windows(documents, trial.batch // WINDOW, lambda tokens: _nats(model, tokens))
-  validated = time.perf_counter()
-  whole = None
-  in_windows = WINDOW * sum(1 for document in documents for _ in windows(len(document)))
-  expected = (validated - trained) * sum(map(len, documents)) / in_windows
-  if trial.model in RECURRENT and expected < WHOLE_SECONDS:
-    whole = summary([_nats(model, document[None])[0] for document in documents])
-  return {
-    'parameters': sum(p.numel() for p in model.parameters()),
-    'seconds': trained - ready,
-    'startup_seconds': ready - began,
-    'validation_seconds': time.perf_counter() - trained,
-    'losses': [round(loss, 4) for loss in losses],
-    'reading': f'windows of {WINDOW}',
-    **summary(nats),
-    'whole': whole,
-  }
+def rows_of_a_step() -> int:
+  """The rows of WINDOW tokens that have as many tokens as a step of the gin files."""
+  settings: Any = gin.get_configurable(StepSettings)()
+  lengths = {phase.tokens_per_row for phase in settings.curriculum().phases}
+  tokens = settings.batch_size * max(lengths)
+  if len(lengths) > 1 or tokens % WINDOW:
+    raise ConfigurationError(
+      f'The phases read {sorted(lengths)} tokens of {settings.batch_size} rows in a step. Use one '
+      f'length, and a multiple of {WINDOW} tokens in a step.'
+    )
+  return tokens // WINDOW
+
+
+def train(name: str, arguments: list[str]) -> None:
+  """Trains what is left, and validates."""
+  flags, gin_flags = parse_command_line(arguments)
+  load_gin(
+    flags.gin_file,
+    gin_flags,
+    allowed_imports=flags.gin_allow_import,
+    modules=main.CONFIGURABLE_MODULES,
+  )
+  bound, folder = record.bindings(), pathlib.Path(flags.model_dir)
+  peak, warmup = bound['Optimizer.learning_rate'], bound['Optimizer.warmup_steps']
+  steps, every, rows = bound['train.train_steps'], bound['train.log_every'], rows_of_a_step()
+  feed, held_out = feed_of('train'), feed_of('validation')
+  torch.manual_seed(bound['StepSettings.seed'])
+  model = MODELS[name](feed.vocabulary_size)
+  record.write_configuration(folder)
+  parameters = sum(p.numel() for p in model.parameters())
+  whole_file.write(folder / 'model_info.txt', f'{parameters:,} parameters in transformers\n')
+  vocabularies.copy(feed.vocabulary, folder)
+  training = Training(
+    model, lambda step: peak * schedule(step, steps, warmup), folder / 'checkpoint.pt'
+  )
+  lines, saved = JsonLines(folder / 'metrics.jsonl'), time.perf_counter()
+  batches = itertools.islice(
+    training_rows(feed.store, rows, bound['StepSettings.seed']), training.step, steps
+  )
+  losses, seconds, timed = [], 0.0, 0
+  for batch in batches:
+    began, counted = time.perf_counter(), training.flops > 0
+    losses.append(training.learn(batch))
+    if counted:  # else the step was slowed by the count of its FLOPs
+      seconds, timed = seconds + time.perf_counter() - began, timed + 1
+    if (training.step % every == 0 or training.step == steps) and timed:
+      speed = timed * rows * WINDOW / seconds
+      lines.write({
+        'step': training.step,
+        'tokens': training.step * rows * WINDOW,
+        'loss': sum(losses) / len(losses),
+        'step_seconds': seconds / timed,
+        'tokens_per_second': speed,
+        'tokens_per_second_per_device': speed,
+        'tflops_per_second_per_device': training.flops * timed / seconds / 1e12,
+      })  # fmt: skip
+      losses, seconds, timed = [], 0.0, 0
+    if time.perf_counter() - saved > SAVED_EVERY:
+      training.save()
+      saved = time.perf_counter()
+  lines.close()
+  training.save()
+  whole_file.write(folder / 'eval/data.json', json.dumps({'': held_out.fingerprint}) + '\n')
+  found = validation(held_out.store, rows, lambda tokens: nats(model.eval(), tokens))
+  evaluations = JsonLines(folder / 'eval/metrics.jsonl')
+  evaluations.write({'step': training.step, **found})
+  evaluations.close()
 
 
 @torch.inference_mode()
-def _nats(model: nn.Module, tokens: np.ndarray) -> np.ndarray:
+def nats(model: nn.Module, tokens: np.ndarray) -> np.ndarray:
   """[rows, T] -> nats of the targets 1 to T - 1, [rows, T - 1]."""
-  ids = torch.from_numpy(tokens.astype(np.int64))
+  ids = torch.from_numpy(tokens)
   logits = model(input_ids=ids[:, :-1]).logits
   return functional.cross_entropy(logits.mT, ids[:, 1:], reduction='none').numpy()
 
 
 if __name__ == '__main__':
-  learn_trial.main(measure, train)
+  try:
+    if len(sys.argv) < 2 or sys.argv[1] not in MODELS:
+      raise UsageError(f'Name one of {", ".join(MODELS)} first, and then the flags of a run.')
+    train(sys.argv[1], sys.argv[2:])
+  except ValkyrieError as error:
+    print(f'learn_peers: {error}', file=sys.stderr)
+    sys.exit(error.exit_code)

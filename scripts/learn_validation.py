@@ -1,100 +1,73 @@
-"""The validation of scripts/learn: the same bytes for all models, however each reads them.
+"""How the peers of scripts/learn read the store of a run: its training and its validation split."""
 
-Scored are the bytes at position CONTEXT or later in their document, in documents that are cut at
-LONGEST bytes. Ours read each document from its start, and carry their memory. The peers read
-windows of WINDOW bytes inside the document, and score the second half of each, so that every scored
-byte has CONTEXT to WINDOW - 1 bytes before it. EOS is not read and not scored.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
-import math
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
-from valkyrie.data import store_location
-from valkyrie.data.token_store import Selection, TokenStore
-from valkyrie.data.vocabularies import ByteVocabulary
+from valkyrie.data.token_store import TokenStore
+from valkyrie.monitoring.metrics import Metrics, position_metrics, text_metrics
 
 CONTEXT = 512
-WINDOW = 1024
-LONGEST = 16384
-VOCABULARY = ByteVocabulary()
+WINDOW = 1024  # tokens of a row, of training and validation
 
 
 class Window(NamedTuple):
-  """The targets [first, end) of a document, predicted from the bytes that start at `begin`."""
+  """The targets [first, end) of a document, predicted from the tokens that start at `begin`."""
 
   begin: int
   first: int
   end: int
 
 
-def open_store(split: str) -> TokenStore:
-  """The bytes of python_stdlib, the task of gin/data/python_stdlib.gin, built if missing."""
-  return store_location.open_store(Selection('python_stdlib', split, VOCABULARY))
-
-
-def sample(store: TokenStore, scored: int) -> list[np.ndarray]:
-  """The first documents of the store with `scored` bytes to score, int32 [bytes] each."""
-  documents, left = [], scored
-  for number, tokens in enumerate(store.lengths.tolist()):
-    length = min(tokens - 1, LONGEST, CONTEXT + left)  # without EOS
-    if length > CONTEXT:
-      documents.append(store.read(*np.array([[number], [0], [length]])))
-      left -= length - CONTEXT
-    if not left:
-      break
-  return documents
-
-
 def windows(length: int) -> Iterator[Window]:
-  """The windows of a document. Together they score the targets 1 to length - 1, each once."""
+  """The windows of a document. Together they score the targets 1 to length - 1, each once.
+
+  A target at position CONTEXT or later has CONTEXT to WINDOW - 1 tokens before it.
+  """
   stride = WINDOW - CONTEXT
   for begin in range(0, max(length - CONTEXT, 1), stride):
     yield Window(begin, begin + CONTEXT if begin else 1, min(begin + WINDOW, length))
 
 
-def read_windows(
-  documents: Sequence[np.ndarray], rows: int, nats_of: Callable[[np.ndarray], np.ndarray]
-) -> list[np.ndarray]:
-  """Nats of the targets of each document, as `summary` takes them.
+def training_rows(store: TokenStore, rows: int, seed: int) -> Iterator[np.ndarray]:
+  """Endless batches int64 [rows, WINDOW + 1]: inputs, and targets one token later.
+
+  Rows are cut from the shuffled documents, and shuffled themselves.
+  """
+  random = np.random.default_rng(seed)
+  while True:
+    documents = random.permutation(len(store.lengths))
+    lengths = store.lengths[documents]
+    tokens = store.read(documents, np.zeros_like(lengths), lengths).astype(np.int64)
+    starts = random.permutation((len(tokens) - 1) // WINDOW) * WINDOW
+    for first in range(0, len(starts) - rows + 1, rows):
+      yield np.stack([tokens[s : s + WINDOW + 1] for s in starts[first : first + rows]])
+
+
+def validation(
+  store: TokenStore, rows: int, nats_of: Callable[[np.ndarray], np.ndarray]
+) -> Metrics:
+  """The metrics of the split that `valkyrie.run.evaluator` has, too.
 
   Args:
-    documents: int32 [bytes] each.
+    store: of the split.
     rows: windows that are read at a time.
-    nats_of: int32 [rows, WINDOW] -> the nats of the targets 1 to WINDOW - 1, [rows, WINDOW - 1].
+    nats_of: int64 [rows, WINDOW] -> the nats of the targets 1 to WINDOW - 1, [rows, WINDOW - 1].
   """
-  nats = [np.empty(len(document) - 1) for document in documents]
-  pending = [(n, w) for n, document in enumerate(documents) for w in windows(len(document))]
+  losses, weights = np.zeros((2, 31))
+  lengths = store.lengths.tolist()
+  pending = [(n, window) for n, length in enumerate(lengths) for window in windows(length)]
   for at in range(0, len(pending), rows):
     now = pending[at : at + rows]
-    tokens = np.zeros((len(now), WINDOW), np.int32)  # padding after the end changes nothing
+    tokens = np.zeros((len(now), WINDOW), np.int64)  # padding after the end changes nothing
     for row, (number, (begin, _, end)) in zip(tokens, now, strict=True):
-      row[: end - begin] = documents[number][begin:end]
-    for row, (number, (begin, first, end)) in zip(nats_of(tokens), now, strict=True):
-      nats[number][first - 1 : end - 1] = row[first - begin - 1 : end - begin - 1]
-  return nats
-
-
-def summary(nats: Sequence[np.ndarray]) -> dict[str, Any]:
-  """The result of a reading.
-
-  Args:
-    nats: float [length - 1] for each document, of its targets 1 to length - 1.
-
-  Returns:
-    bits_per_byte of the scored bytes, their number `scored`; and for each of the documents `bytes`,
-    its length, and `by_position`, the sums of nats over the positions 2^k to 2^(k+1) - 1.
-  """
-  targets = np.concatenate([of_document[CONTEXT - 1 :] for of_document in nats])
-  documents = []
-  for of_document in nats:
-    edges = 2 ** np.arange((len(of_document) + 1).bit_length()) - 1  # index 0 is position 1
-    sums = np.add.reduceat(of_document, edges[edges < len(of_document)])
-    documents.append({'bytes': len(of_document) + 1, 'by_position': sums.tolist()})
+      row[: end - begin] = store.read(*np.array([[number], [begin], [end - begin]]))
+    for row, (_, (begin, first, end)) in zip(nats_of(tokens), now, strict=True):
+      bins = np.log2(np.arange(first, end)).astype(int)
+      np.add.at(losses, bins, row[first - begin - 1 : end - begin - 1])
+      np.add.at(weights, bins, 1)
   return {
-    'bits_per_byte': float(np.mean(targets, dtype=float)) / math.log(2),
-    'scored': len(targets),
-    'documents': documents,
+    **text_metrics(losses.sum(), weights.sum(), store.tokens_per_byte),
+    **position_metrics(losses, weights),
   }

@@ -11,10 +11,10 @@ from torch.nn import functional
 import transformers
 
 BYTES = 259  # and three special tokens, as our vocabulary of bytes
-_SHARED = {'vocab_size': BYTES, 'hidden_size': 192, 'tie_word_embeddings': True}
+_SHARED = {'hidden_size': 192, 'tie_word_embeddings': True}
 
 
-def llama(positions: int) -> nn.Module:
+def llama(positions: int, vocabulary: int = BYTES) -> nn.Module:
   """2.3 million parameters. The width of the MLP is 8/3 of the model's, as Llama's."""
   config = transformers.LlamaConfig(
     num_hidden_layers=5,
@@ -22,12 +22,13 @@ def llama(positions: int) -> nn.Module:
     intermediate_size=512,
     max_position_embeddings=positions,
     use_cache=False,
+    vocab_size=vocabulary,
     **_SHARED,
   )
   return transformers.LlamaForCausalLM(config)
 
 
-def mamba2() -> nn.Module:
+def mamba2(vocabulary: int = BYTES) -> nn.Module:
   """2.3 million parameters. State, expansion and head width are those of the paper's models.
 
   Chunks of 64 were the fastest of 32 to 256.
@@ -40,6 +41,7 @@ def mamba2() -> nn.Module:
     n_groups=1,
     chunk_size=64,
     use_cache=False,
+    vocab_size=vocabulary,
     **_SHARED,
   )
   return transformers.Mamba2ForCausalLM(config)
@@ -57,6 +59,7 @@ def longformer(positions: int) -> nn.Module:
     attention_window=128,
     max_position_embeddings=positions + 130,  # padded to the window, from the padding's id on
     pad_token_id=0,
+    vocab_size=BYTES,
     **_SHARED,
   )
   return transformers.LongformerForMaskedLM(config)

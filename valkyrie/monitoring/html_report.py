@@ -143,13 +143,28 @@ def _located(evaluations: list[Line], lines: list[Line]) -> list[Line]:
 
 def page(runs: Sequence[Run]) -> str:
   """The text of the page."""
-  title = html.escape(', '.join(run.name for run in runs))
+  title = ', '.join(run.name for run in runs)
+  return document(title, [f'<h1>{html.escape(title)}</h1>', *sections(runs)])
+
+
+def document(title: str, parts: Sequence[str]) -> str:
+  """A page of these parts, in the style of all pages."""
+  body = '\n'.join(filter(None, parts))
+  return (
+    '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+    '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+    f'<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n'
+    f'<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n'
+  )
+
+
+def sections(runs: Sequence[Run]) -> list[str]:
+  """The parts of a page about runs: results, curves and configurations."""
   groups = [  # of the runs that can be compared; the others are empty there, and keep their colors
     [run if run.tokens == of else run._replace(lines=[], evaluations=[]) for run in runs]
     for of in dict.fromkeys(run.tokens for run in runs)
   ]
-  parts = [
-    f'<h1>{title}</h1>',
+  return [
     _results(runs),
     '<h2>Validation</h2>',
     *(_curves(runs, 'evaluations', *_BITS, axis) for axis in _AXES[1:] if len(groups) > 1),
@@ -164,13 +179,6 @@ def page(runs: Sequence[Run]) -> str:
     '<h2>Configuration</h2>',
     _differences(runs),
   ]
-  body = '\n'.join(filter(None, parts))
-  return (
-    '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-    '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-    f'<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n'
-    f'<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n'
-  )
 
 
 def _results(runs: Sequence[Run]) -> str:
@@ -194,7 +202,7 @@ def _results(runs: Sequence[Run]) -> str:
       firsts = (first if so else None for so in same)
       compared = map(_compared, itertools.repeat(name), others, firsts)
       rows.append((f'median {name}' if name in _SPEEDS else name, first, *compared))
-  return _table(('', *(run.name for run in runs)), rows)
+  return table(('', *(run.name for run in runs)), rows)
 
 
 def _compared(name: str, value: Any, first: Any) -> Any:
@@ -218,7 +226,7 @@ def _phases(runs: Sequence[Run]) -> str:
     for phase, lines in phases.items() if len(phases) > 1 else ():
       rows.append((run.name, phase, lines[0]['step'], lines[-1]['step'], lines[-1]['tokens']))
   header = ('run', 'phase', 'first line at step', 'last line at step', 'tokens until then')
-  return '<h3>Phases</h3>\n' + _table(header, rows) if rows else ''
+  return '<h3>Phases</h3>\n' + table(header, rows) if rows else ''
 
 
 def _refused(runs: Sequence[Run]) -> str:
@@ -228,7 +236,7 @@ def _refused(runs: Sequence[Run]) -> str:
     for line in run.refused[:50]
   ]
   header = ('run', 'step', 'reason', 'documents')
-  return '<h3>Refused steps</h3>\n' + _table(header, rows) if rows else ''
+  return '<h3>Refused steps</h3>\n' + table(header, rows) if rows else ''
 
 
 def _samples(runs: Sequence[Run]) -> str:
@@ -278,11 +286,11 @@ def _differences(runs: Sequence[Run]) -> str:
   same = [row for row in rows if len({*row[1:]}) == 1]
   header = ('binding', *(run.name for run in runs))
   if len(runs) == 1:
-    return _table(header, rows)
+    return table(header, rows)
   return (
     f'<p>{len(differ)} bindings differ, {len(same)} are the same.</p>\n'
-    + _table(header, differ, marked=True)
-    + f'<details><summary>The same in all runs</summary>\n{_table(header, same)}</details>'
+    + table(header, differ, marked=True)
+    + f'<details><summary>The same in all runs</summary>\n{table(header, same)}</details>'
   )
 
 
@@ -297,7 +305,8 @@ class _Cell(NamedTuple):
   kind: str
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[Any]], marked: bool = False) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]], marked: bool = False) -> str:
+  """A table of a page; numbers stand to the right, and `marked` rows have a background."""
   head = ''.join(f'<th scope="col">{html.escape(name)}</th>' for name in header)
   row_start = '<tr class="differs">' if marked else '<tr>'
   body = '\n'.join(row_start + ''.join(map(_cell, row)) + '</tr>' for row in rows)

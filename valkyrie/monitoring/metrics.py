@@ -5,6 +5,7 @@ import math
 
 Metrics = dict[str, float | None]
 BY_POSITION = 'loss_by_position/'
+TARGETS_BY_POSITION = 'targets_by_position/'
 _LARGEST_EXPONENT = 700  # of a float
 
 
@@ -28,10 +29,15 @@ def text_metrics(loss_sum: float, weight_sum: float, tokens_per_byte: float | No
 def position_metrics(loss_sums: Sequence[float], weight_sums: Sequence[float]) -> Metrics:
   """{loss_by_position/P: nats per token} of the targets at the positions P = 2^k to 2^(k+1) - 1.
 
-  The sums are over the targets of each k; bins without weight are left out.
+  The sums are over the targets of each k, whose weight is targets_by_position/P; bins without
+  weight are left out.
   """
-  bins = enumerate(zip(loss_sums, weight_sums, strict=True))
-  return {f'{BY_POSITION}{2**k}': float(loss / weight) for k, (loss, weight) in bins if weight}
+  found: Metrics = {}
+  for k, (loss, weight) in enumerate(zip(loss_sums, weight_sums, strict=True)):
+    if weight:
+      found[f'{BY_POSITION}{2**k}'] = float(loss / weight)
+      found[f'{TARGETS_BY_POSITION}{2**k}'] = float(weight)
+  return found
 
 
 def speed_metrics(

@@ -213,7 +213,8 @@ class Evaluator:
 
     Returns:
       what `text_metrics` returns; accuracy, the share of targets with the largest logit;
-      loss_by_position/P, the loss of the targets at positions P to 2 P - 1 of a document;
+      loss_by_position/P and targets_by_position/P, the loss and the number of the targets at
+      positions P to 2 P - 1 of a document;
       metrics/NAME, a user-defined metric; for the whole split also quick_loss and
       quick_bits_per_byte, of its quick part. For a mixture these are means by its weights, and
       loss/NAME and others are the metrics of each source.

@@ -1,0 +1,1 @@
+"""Comparisons: candidates, trained by ordinary runs on one text, and their tables."""

@@ -1,0 +1,206 @@
+"""The findings of a comparison: a verdict, tables, and a page with the curves of the runs."""
+
+from collections.abc import Mapping, Sequence
+import html
+import math
+import statistics
+from typing import NamedTuple
+
+from valkyrie.errors import DataError
+from valkyrie.monitoring import html_report
+from valkyrie.monitoring.html_report import Run
+from valkyrie.monitoring.metrics import TARGETS_BY_POSITION
+from valkyrie.monitoring.pictures import by_position
+
+TITLES = {'seconds': '{:g} seconds of training', 'tokens': '{:,} tokens', 'flops': '{:.3g} FLOPs'}
+
+
+class Outcome(NamedTuple):
+  """What a trial has recorded; a `run` of None diverged. `values` are those of --over, by name."""
+
+  candidate: str
+  values: dict[str, str]
+  seed: int
+  run: Run | None
+
+
+class Table(NamedTuple):
+  """Rows of texts below a head."""
+
+  head: Sequence[str]
+  rows: Sequence[Sequence[str]]
+
+
+# A paragraph, or a heading after '## '; a table; runs whose curves are drawn.
+Block = str | Table | list[Run]
+
+
+def bits(run: Run | None, context: int) -> float:
+  """Bits per byte of the targets at positions from `context` on; infinite if the run diverged.
+
+  They are bits per token if the bytes of the text are unknown. Raises a DataError without a target.
+  """
+  if run is None:
+    return math.inf
+  last = run.evaluations[-1]
+  of = [(x, last[f'{TARGETS_BY_POSITION}{p}']) for p, x in bits_by_position(run) if p >= context]
+  if not of:
+    raise DataError(
+      f'{run.name}: no target of the validation split has {context} tokens before it. Lower '
+      '--context, or validate on longer documents.'
+    )
+  return sum(loss * weight for loss, weight in of) / sum(weight for _, weight in of)
+
+
+def bits_by_position(run: Run) -> list[tuple[int, float]]:
+  """(P, bits per byte, or per token) of the targets at the positions P to 2 P - 1."""
+  last = run.evaluations[-1]
+  known = _knows_bytes(run) and last['bits_per_token']
+  ratio = last['bits_per_byte'] / last['bits_per_token'] if known else 1.0
+  return [(position, nats / math.log(2) * ratio) for position, nats in by_position(last)]
+
+
+def _knows_bytes(run: Run) -> bool:
+  return isinstance(run.evaluations[-1].get('bits_per_byte'), int | float)
+
+
+def best(name: str, outcomes: Sequence[Outcome], context: int) -> dict[str, str]:
+  """The values with which a candidate validates best."""
+  own = [outcome for outcome in outcomes if outcome.candidate == name]
+  return min(own, key=lambda outcome: bits(outcome.run, context)).values
+
+
+def verdict(scores: Mapping[str, Sequence[float]], unit: str) -> list[str]:
+  """Compares the candidate with the lowest mean with each other one.
+
+  One is better if the difference of the means is larger than the range of the seeds of either.
+
+  Args:
+    scores: the score of each seed by candidate, in the order of the means.
+    unit: of a score.
+  """
+  first, *others = scores
+  said = []
+  for other in others:
+    difference = statistics.fmean(scores[other]) - statistics.fmean(scores[first])
+    spread = max(max(scores[name]) - min(scores[name]) for name in (first, other))
+    if not math.isfinite(difference):
+      said.append(f'{other} diverged.')
+    elif len(scores[first]) == 1:
+      said.append(
+        f'{first} is ahead of {other} by {difference:.3f} {unit} with one seed. More --seeds show '
+        'how far seeds differ.'
+      )
+    elif difference > spread:
+      said.append(
+        f'{first} is better than {other} by {difference:.3f} {unit}; the seeds of one candidate '
+        f'differ by at most {spread:.3f}.'
+      )
+    else:
+      said.append(
+        f'{first} and {other}: no difference that the seeds do not explain. Their means differ by '
+        f'{difference:.3f} {unit}, the seeds of one candidate by up to {spread:.3f}.'
+      )
+  return said
+
+
+def findings(
+  budget: str, amount: float, outcomes: Sequence[Outcome], tried: Sequence[Outcome], context: int
+) -> list[Block]:
+  """The findings of a budget.
+
+  Args:
+    outcomes: of the budget; each candidate counts at its best values.
+    tried: of the budget with which the values were tried, with the first seed.
+    context: the first position that is scored.
+  """
+  chosen: dict[str, list[Outcome]] = {}
+  for outcome in outcomes:
+    if outcome.values == best(outcome.candidate, tried, context):
+      chosen.setdefault(outcome.candidate, []).append(outcome)
+  scores = {name: [bits(o.run, context) for o in of] for name, of in chosen.items()}
+  names = sorted(chosen, key=lambda name: statistics.fmean(scores[name]))
+  runs = {name: of for name in names if (of := [o.run for o in chosen[name] if o.run])}
+  drawn = [of[0]._replace(name=name) for name, of in runs.items()]
+  unit = 'bits per byte' if all(map(_knows_bytes, drawn)) else 'bits per token'
+  over = list(tried[0].values)
+
+  head = ['candidate', *over, 'parameters', 'tokens', 'tokens/s', 'seconds', 'TFLOP', unit, 'range']
+  rows = [
+    [n, *chosen[n][0].values.values(), *_costs(runs.get(n)), *_mean_and_range(scores[n])]
+    for n in names
+  ]
+  seeds = ', '.join(str(outcome.seed) for outcome in chosen[names[0]])
+  scored = (
+    f'the targets with {context} or more tokens before them' if context > 1 else 'all targets'
+  )
+  blocks: list[Block] = [
+    f'## The same {TITLES[budget].format(amount)}',
+    *verdict({name: scores[name] for name in names}, unit),
+    Table(head, rows),
+    f'Mean and range of the seeds {seeds}; {unit} of {scored} of the validation split.',
+  ]
+  if len({run.tokens for run in drawn}) > 1:
+    blocks.append('The tokenizers or the validation data differ: only equal texts are comparable.')
+  if outcomes is tried and len({(*o.values.values(),) for o in tried}) > 1:
+    found = {(o.candidate, *o.values.values()): o.run for o in reversed(tried)}  # of the first seed
+    values = list(dict.fromkeys((*o.values.values(),) for o in tried))
+    rows = [[n, *(f'{bits(found[n, *of], context):.3f}' for of in values)] for n in names]
+    head = ['candidate', *(f'{", ".join(of)}' for of in values)]
+    blocks += [f'By {", ".join(over)}, with the seed {tried[0].seed}:', Table(head, rows)]
+  return [*blocks, 'By position in the document:', _by_position(runs, context), drawn]
+
+
+def _costs(runs: Sequence[Run] | None) -> list[str]:
+  """Parameters, tokens, tokens/s, seconds and TFLOP, means over the seeds; '' if unknown."""
+  if not runs:
+    return [''] * 5
+  last = [run.lines[-1] for run in runs]
+  tokens, seconds = (
+    statistics.fmean(line[name] for line in last) for name in ('tokens', 'seconds')
+  )
+  flops = '' if last[0]['flops'] is None else f'{last[0]["flops"] / 1e12:,.3g}'
+  parameters = runs[0].about.partition(' parameters')[0]
+  return [parameters, f'{tokens:,.0f}', f'{tokens / seconds:,.0f}', f'{seconds:.1f}', flops]
+
+
+def _mean_and_range(scores: Sequence[float]) -> list[str]:
+  mean, low, high = statistics.fmean(scores), min(scores), max(scores)
+  return ['diverged' if math.isinf(mean) else f'{mean:.3f}', f'{low:.3f} to {high:.3f}']
+
+
+def _by_position(runs: Mapping[str, Sequence[Run]], context: int) -> Table:
+  """Means over the seeds."""
+  found = {name: [dict(bits_by_position(run)) for run in of] for name, of in runs.items()}
+  bins = sorted({p for of in found.values() for seed in of for p in seed if p >= context})
+  rows = [
+    [name, *(f'{statistics.fmean(seed.get(p, math.nan) for seed in of):.3f}' for p in bins)]
+    for name, of in found.items()
+  ]
+  return Table(['candidate', *(f'{p:,} to {2 * p - 1:,}' if p > 1 else '1' for p in bins)], rows)
+
+
+def markdown(blocks: Sequence[Block]) -> str:
+  """The text of the findings."""
+  parts = []
+  for block in blocks:
+    if isinstance(block, Table):
+      lines = block.head, ['---'] * len(block.head), *block.rows
+      parts.append('\n'.join(f'| {" | ".join(cells)} |' for cells in lines))
+    elif isinstance(block, str):
+      parts.append(block)
+  return '\n\n'.join(parts) + '\n'
+
+
+def page(blocks: Sequence[Block]) -> str:
+  """The page of the findings, with the curves of each candidate's first run."""
+  parts = ['<h1>Comparison</h1>']
+  for block in blocks:
+    if isinstance(block, Table):
+      parts.append(html_report.table(*block))
+    elif isinstance(block, str):
+      kind = 'h2' if block.startswith('## ') else 'p'
+      parts.append(f'<{kind}>{html.escape(block.removeprefix("## "))}</{kind}>')
+    elif block:
+      parts += html_report.sections(block)
+  return html_report.document('Comparison', parts)
