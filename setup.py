@@ -29,6 +29,7 @@ setup(
       'valkyrie-compare = valkyrie.comparison.compare:main',
       'valkyrie-lm-eval = valkyrie.inference.harness:main',
       'valkyrie-report = valkyrie.monitoring.html_report:main',
+      'valkyrie-sizes = valkyrie.training.sizes:main',
       'valkyrie-supervise = valkyrie.distributed.supervisor:main',
     ]
   },

@@ -111,7 +111,7 @@ TABLES = (
       run(
         'v4_32_tensor2d',
         'v4:4x4x2',
-        '--gin_file=gin/models/valkyrie_1b.gin',
+        '--gin_file=gin/models/deep_1b.gin',
         '--gin.LanguageModel.unroll=1',
       ),
     ),

@@ -24,6 +24,7 @@ from valkyrie.models.s5.layer import S5
 from valkyrie.run import train
 from valkyrie.sharding import mesh
 from valkyrie.sharding.partitioner import Partitioner
+from valkyrie.training import sizes
 from valkyrie.training.setup import Setup, StepSettings
 from valkyrie.types import Batch
 from valkyrie.weights import huggingface
@@ -31,6 +32,7 @@ from valkyrie.weights import huggingface
 FOLDER = pathlib.Path(__file__).parents[1] / 'gin'
 RUNS = sorted(file for file in FOLDER.glob('**/*.gin') if "'gin/run.gin'" in file.read_text())
 MODELS = [file for file in sorted(FOLDER.glob('models/*.gin')) if file.stem != 'hybrid']
+LADDER = [file for file in MODELS if 'valkyrie.training.sizes' in file.read_text()]
 PARTITIONS = [file for file in sorted(FOLDER.glob('partition/*.gin'))]
 
 
@@ -71,7 +73,7 @@ def shape(leaf):
 
 
 def test_the_gin_files_are_found():
-  assert RUNS and MODELS and PARTITIONS
+  assert RUNS and MODELS and PARTITIONS and len(LADDER) == 7
 
 
 @pytest.mark.parametrize('file', RUNS, ids=name)
@@ -158,7 +160,7 @@ def test_a_fresh_flagship_remembers_beyond_65536_tokens():
 
   The products of different states turn against each other, and their sums vanish.
   """
-  load(FOLDER / 'models' / 'valkyrie_1b.gin')
+  load(FOLDER / 'models' / 'deep_1b.gin')
   width = gin.query_parameter('GatedRecurrence.width')
 
   def layer(x):
@@ -196,12 +198,54 @@ def test_a_model_builds_and_every_parameter_declares_its_axes(file):
   assert None not in declared
 
 
+@pytest.mark.parametrize('file', LADDER, ids=name)
+def test_a_size_of_the_ladder_is_what_its_command_prints(file, capsys):
+  text = file.read_text()
+  command = re.search(r'python -m valkyrie\.training\.sizes (.*)', text)
+  assert command and sizes.main(command[1].split()) == 0
+  assert capsys.readouterr().out == text
+  load(file)
+  params, _ = jax.eval_shape(
+    lambda: language_model.transform(LanguageModel).init(jax.random.key(0), 1)
+  )
+  asked = float(command[1].split()[0])
+  assert real(params) == int(text[2:].split()[0].replace(',', ''))
+  assert real(params) == pytest.approx(asked, rel=0.02)
+  unit, letter = (1e6, 'm') if asked < 1e9 else (1e9, 'b')
+  assert file.stem == f'valkyrie_{asked // unit:.0f}{letter}'
+
+
+def test_the_rule_covers_the_sizes_between():
+  asked = [2e7 * 10 ** (n / 40) for n in range(161)]
+  found = [sizes.gin_file(n, 8192) for n in asked]
+  widths, layers, inner, mlp, counts = (
+    [int(re.search(rf'^{name} (.*?)\b(?!,)', text, re.M)[1].replace(',', '')) for text in found]
+    for name in (
+      'LanguageModel.d_model =', 'LanguageModel.layers =', 'GatedRecurrence.width =',
+      'Block.mlp_width =', '#',
+    )
+  )  # fmt: skip
+  np.testing.assert_allclose(counts, asked, rtol=0.025)
+  assert widths == sorted(widths) and len(set(widths)) > 20
+  for d, depth, f, m in zip(widths, layers, inner, mlp, strict=True):
+    assert depth % 3 == 0 and 1 / 3 < depth / (d**0.5 / 2) < 3 / 2
+    assert 4 / 3 <= f / d <= 3 / 2 and 2 <= m / d <= 4
+    assert f % 64 == m % 64 == 0 and (d < 512 or d % 128 == f % 128 == m % 128 == 0)
+
+
+def test_a_model_that_is_mostly_vocabulary_is_refused(capsys):
+  assert sizes.main(['5e6']) == 78
+  assert 'Use fewer tokens or more parameters' in capsys.readouterr().err
+  assert sizes.main(['5e6', '--vocabulary_size=8192']) == sizes.main(['20e6']) == 0
+  with pytest.raises(SystemExit, match='2'):
+    sizes.main(['50'])
+
+
 @pytest.mark.parametrize(
   ('model', 'least', 'most'),
   [
-    ('valkyrie_1b', 1.24e9, 1.26e9),
-    ('valkyrie_8b', 8.4e9, 8.5e9),
-    ('valkyrie_24b', 24.1e9, 24.2e9),
+    ('deep_1b', 1.24e9, 1.26e9),
+    ('wide_24b', 24.1e9, 24.2e9),
     ('llama3_8b_hybrid', 8.4e9, 8.6e9),
     ('llama3_8b', 8_030_261_248, 8_030_261_248),
     ('decoder_1b', 1_104_218_112, 1_104_218_112),

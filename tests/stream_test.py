@@ -15,20 +15,21 @@ from valkyrie.models.language_model import LanguageModel
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 
-# The depth of the large model counts here, so its widths are divided by eight.
+# The depth of the large model counts here, so its widths are those of a small one.
 NARROW = (
   'LanguageModel.vocabulary_size=259',
   'LanguageModel.d_model=192',
   'LanguageModel.compute_dtype="float32"',
   'Block.mlp_width=512',
   'LongformerAttention.heads=3',
+  'LongformerAttention.kv_heads=3',
   'LongformerAttention.window=128',
   'LongformerAttention.slice_size=64',
   'GatedRecurrence.width=256',
   'S5.state_size=96',
   'S5.hippo_blocks=3',
 )
-MODELS = {'toy': (), 'micro': (), 'tiny': (), 'small': (), 'valkyrie_1b': NARROW}
+MODELS = {'toy': (), 'micro': (), 'tiny': (), 'valkyrie_10m': (), 'valkyrie_24b': NARROW}
 TOKENS = 256
 
 

@@ -1,0 +1,117 @@
+"""Command line that prints the gin file of a hybrid model with a number of parameters.
+
+  python -m valkyrie.training.sizes 50e6 --vocabulary_size=8192 > mine.gin
+
+The pattern is that of gin/models/hybrid.gin. With N parameters and V tokens it has:
+
+  width D     64, 128, 192, or 4 to 7 times a power of 2, as in published models: the one for which
+              V D + 7.4 D^2.5, that is sqrt(D) / 2 layers of 14.8 D^2, is nearest to N. So D over
+              layers grows from 30 to 150, about as in GPT-3 and Griffin (De et al. 2024). The loss
+              hardly depends on it (Kaplan et al. 2020, figure 5).
+  layers      as many triples as N has room for.
+  heads       D / 128 of width 128, which fills a matrix unit of a TPU; of 64 for D below 512.
+  recurrence  of width F = 4/3 D, rounded up: its block is as large as one of attention (Griffin).
+              It has D / 2 states, in HiPPO blocks of 32.
+  MLP         of the width that is left, about 3 D (Griffin). It and F are multiples of the width of
+              a head, and of D / 8 if D is a power of 2.
+  window      the largest power of 2 up to D, at most 1,024 (Griffin): the scores of a token cost
+              less than the projections of its heads.
+
+From 100 million parameters on, the file is for accelerators and long rows: it computes in bfloat16,
+recomputes activations, and S5's time constants reach 655,360 tokens.
+"""
+
+import argparse
+from collections.abc import Sequence
+import math
+import sys
+
+from valkyrie.distributed import console
+from valkyrie.errors import ConfigurationError
+
+_RATE_TIMES_WIDTH = 0.8  # docs/learning.md, "The learning rate over widths"
+_WIDTHS = 64, 128, 192, *(n * 2**power for power in range(6, 14) for n in (4, 5, 6, 7))
+_REGISTERS = 16
+
+
+def gin_file(parameters: float, vocabulary_size: int) -> str:
+  """The text of the gin file. Raises a ConfigurationError if it is mostly vocabulary."""
+  v = vocabulary_size
+  width = min(_WIDTHS, key=lambda d: abs(math.log((v * d + 7.4 * d**2.5) / parameters)))
+  power = 2 ** int(math.log2(width))
+  head_width = 128 if width >= 512 else 64
+  unit = max(head_width, power // 8)
+  inner = math.ceil(4 * width / 3 / unit) * unit
+  states, window = width // 2, min(1024, power)
+  # The parameters of a layer with a recurrence and of one with attention, without their MLP.
+  recurrent = 3 * width * inner + 4 * inner * states + 5 * inner + 3 * states + 2 * width
+  attending = 4 * width**2 + 2 * _REGISTERS * width + 2 * width
+  of_mixers, of_vocabulary = 2 * recurrent + attending, vocabulary_size * width + width
+  room = parameters - of_vocabulary
+  triples = max(2, round(room / (of_mixers + 27 * width**2)))
+  mlp = max(1, round((room / triples - of_mixers) / (9 * width * unit))) * unit
+  if of_vocabulary > parameters / 2:
+    raise ConfigurationError(
+      f'{of_vocabulary:,} of {parameters:,.0f} parameters would be the vocabulary of '
+      f'{vocabulary_size:,} tokens, but half is the most. Use fewer tokens or more parameters.'
+    )
+  asked = f'{parameters / 1e6:.10g}e6'
+  large = parameters >= 1e8
+  total = of_vocabulary + triples * (of_mixers + 9 * width * mlp)
+  rate = f'{_RATE_TIMES_WIDTH / width:.1e}'.replace('e-0', 'e-')
+  return f"""\
+# {total:,} parameters: {3 * triples} layers of width {width}. This command prints the file:
+#
+#   python -m valkyrie.training.sizes {asked} --vocabulary_size={vocabulary_size}
+#
+# Short runs learn best at a rate of {_RATE_TIMES_WIDTH} / width (docs/learning.md):
+# --gin.learning_rate={rate}
+
+include 'gin/models/hybrid.gin'
+
+LanguageModel.vocabulary_size = {vocabulary_size}
+LanguageModel.d_model = {width}
+LanguageModel.layers = {3 * triples}
+LanguageModel.unroll = {1 if large else triples}
+LanguageModel.compute_dtype = '{'bfloat16' if large else 'float32'}'
+LanguageModel.remat_policy = {"'nothing'" if large else None}
+Block.mlp_width = {mlp}
+LongformerAttention.heads = {width // head_width}
+LongformerAttention.kv_heads = {width // head_width}
+LongformerAttention.head_width = {head_width}
+LongformerAttention.window = {window}
+LongformerAttention.registers = {_REGISTERS}
+LongformerAttention.document_start = 0
+LongformerAttention.slice_size = {window // 2}
+GatedRecurrence.width = {inner}
+S5.state_size = {states}
+S5.hippo_blocks = {states // 32}
+S5.horizon = {655360 if large else 2000}
+S5.discretization = '{'normalized' if large else 'zoh'}'
+S5.output_init = '{'lecun_normal' if large else 'trunc_standard_normal'}'
+"""
+
+
+@console.lasting_streams()
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Prints the file; returns the exit code."""
+  parser = argparse.ArgumentParser(
+    'valkyrie-sizes', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument('parameters', type=float, help='such as 50e6')
+  parser.add_argument(
+    '--vocabulary_size', type=int, default=50257, help="default: %(default)s, GPT-2's"
+  )
+  flags = parser.parse_args(arguments)
+  if not 2e6 <= flags.parameters <= 1e12 or flags.vocabulary_size < 2:
+    parser.error('expected from 2e6 to 1e12 parameters, and at least 2 tokens')
+  try:
+    print(gin_file(flags.parameters, flags.vocabulary_size), end='')
+  except ConfigurationError as error:
+    print(f'valkyrie: {error}', file=sys.stderr)
+    return error.exit_code
+  return 0
+
+
+if __name__ == '__main__':
+  sys.exit(main())
