@@ -17,9 +17,11 @@ _INTERVALS = {
     'train_steps last_step steps epochs patience profile_steps samples lengths unroll every '
     'keep keep_period vocabulary_size d_model layers heads kv_heads head_width key_width '
     'value_width mlp_width width state_size hippo_blocks slice_size dilations max_context '
-    'original_context rank taps window plan_interval plan_tokens cycles segments top_k'
+    'original_context rank taps window plan_interval plan_tokens cycles segments top_k '
+    'NgramEmbedding.rows'
   ),
-  '[2, 2147483647]': 'LossSpikes.window',
+  '[2, 2147483647]': 'LossSpikes.window orders',
+  '[260, 1048576]': 'train_vocabulary.size',  # beyond the bytes
   '[0, 2147483647]': (
     'warmup_steps keep_best bad_documents allowed registers document_start max_global_tokens '
     'max_tokens'

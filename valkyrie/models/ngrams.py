@@ -12,6 +12,7 @@ import gin
 import haiku as hk
 import jax.numpy as jnp
 
+from valkyrie.config import ranges
 from valkyrie.models.layers import check_sizes, parameter, products, projections
 from valkyrie.models.recurrence.convolution import Tail, tails
 from valkyrie.types import Array, DType
@@ -38,7 +39,8 @@ class NgramEmbedding(hk.Module):
   def __post_init__(self):
     super().__post_init__()
     check_sizes('NgramEmbedding', rows=self.rows, width=self.width, orders=len(self.orders))
-    check_sizes('NgramEmbedding', 2, orders=min(self.orders))
+    for order in self.orders:
+      ranges.check('NgramEmbedding', orders=order)
     self._before = max(self.orders) - 1
 
   def initial_carry(self, batch_size: int) -> Tail:
