@@ -127,6 +127,13 @@ def test_it_continues_after_a_stop_and_leaves_out_what_fails(common, tmp_path, c
   assert started(tmp_path)[-1] == 'sound/tokens=640,seed=0 of 10'
 
 
+def test_a_context_that_no_target_has_is_refused_after_the_first_run(common, tmp_path, capsys):
+  arguments = [*common, peer(tmp_path, 'a', '3.0'), '--tokens=64', '--context=16']
+  assert compare.main(arguments) == 65
+  assert 'no target of the validation split has 16 tokens before it' in capsys.readouterr().err
+  assert started(tmp_path) == ['a/rehearsal of 40']
+
+
 def test_warmup_phases_and_evaluations_keep_their_shares(common, tmp_path):
   text = tiny_run.gin_text(tmp_path, curriculum='short_then_long')
   (tmp_path / 'toy.gin').write_text(text.replace('train_steps = 2', 'train_steps = 20'))

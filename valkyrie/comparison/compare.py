@@ -32,7 +32,16 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-from valkyrie.comparison.findings import TITLES, Block, Outcome, best, findings, markdown, page
+from valkyrie.comparison.findings import (
+  TITLES,
+  Block,
+  Outcome,
+  best,
+  bits,
+  findings,
+  markdown,
+  page,
+)
 from valkyrie.config import parse, record
 from valkyrie.config.load import Configuration, load_gin
 from valkyrie.config.modules import CONFIGURABLE_MODULES
@@ -212,7 +221,9 @@ class Comparison:
       rehearsal = functools.partial(
         trial_of, flags, title=title, steps=REHEARSED, macros={**values, **macros}
       )
-      self._paces |= {(n, title): costs(run) if run else {} for n, run in self._turn(rehearsal)}
+      for name, run in self._turn(rehearsal):
+        self._paces[name, title] = costs(run) if run else {}
+        bits(run, flags.context)  # raises a DataError if it scores nothing
     for choice in self._choices:
       self._train(search, lambda _, choice=choice: choice, first)
     tried = [*self.outcomes[search]]
@@ -222,8 +233,9 @@ class Comparison:
 
     for seed in further:
       self._train(search, chosen, seed)
-    for budget, seed in itertools.product(others, flags.seeds):
-      self._train(budget, chosen, seed)
+    for budget in others:
+      for seed in flags.seeds:
+        self._train(budget, chosen, seed)
 
   def _train(self, budget: str, chosen: Callable[[str], dict[str, str]], seed: int) -> None:
     """One trial of each candidate, with the values that are chosen for its name."""
@@ -287,7 +299,7 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     fromfile_prefix_chars='@',
     allow_abbrev=False,
   )
-  parser.convert_arg_line_to_args = lambda line: [line] if re.match(r'--|@', line) else []
+  parser.convert_arg_line_to_args = lambda arg_line: [arg_line] * bool(re.match('--|@', arg_line))
   many: dict[str, Any] = {'action': 'append', 'default': []}
 
   def add(name: str, text: str, kind: Callable[[str], Any] = str, **options: Any) -> None:

@@ -40,9 +40,9 @@ def bits(run: Run | None, context: int) -> float:
 
   They are bits per token if the bytes of the text are unknown. Raises a DataError without a target.
   """
-  if run is None:
+  last = run.evaluations[-1] if run else {}
+  if run is None or not isinstance(last.get('loss'), int | float):  # a NaN is a text there
     return math.inf
-  last = run.evaluations[-1]
   of = [(x, last[f'{TARGETS_BY_POSITION}{p}']) for p, x in bits_by_position(run) if p >= context]
   if not of:
     raise DataError(
@@ -131,14 +131,12 @@ def findings(
     for n in names
   ]
   seeds = ', '.join(str(outcome.seed) for outcome in chosen[names[0]])
-  scored = (
-    f'the targets with {context} or more tokens before them' if context > 1 else 'all targets'
-  )
+  scored = f' with {context} or more tokens before them' if context > 1 else ''
   blocks: list[Block] = [
     f'## The same {TITLES[budget].format(amount)}',
     *verdict({name: scores[name] for name in names}, unit),
     Table(head, rows),
-    f'Mean and range of the seeds {seeds}; {unit} of {scored} of the validation split.',
+    f'Seeds {seeds}; {unit} of the targets of the whole validation split{scored}.',
   ]
   if len({run.tokens for run in drawn}) > 1:
     blocks.append('The tokenizers or the validation data differ: only equal texts are comparable.')
