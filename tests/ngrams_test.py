@@ -96,7 +96,7 @@ def test_a_model_counts_its_tables_and_never_decays_them():
   [
     ({'rows': 0}, 'rows=0'),
     ({'width': 0}, 'width=0'),
-    ({'orders': (1, 2)}, 'orders=1 must be at least 2'),
+    ({'orders': (1, 2)}, 'orders = 1 is out of range'),
     ({'orders': ()}, 'orders=0 must be at least 1'),
   ],
 )
