@@ -241,6 +241,12 @@ def test_a_model_that_is_mostly_vocabulary_is_refused(capsys):
     sizes.main(['50'])
 
 
+def test_a_file_that_cannot_be_written_is_an_error(capsys):
+  with open('/dev/full', 'w') as full, contextlib.redirect_stdout(full):
+    assert sizes.main(['50e6']) == 74
+  assert 'name another file after >' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
   ('model', 'least', 'most'),
   [

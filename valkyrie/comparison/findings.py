@@ -16,7 +16,7 @@ TITLES = {'seconds': '{:g} seconds of training', 'tokens': '{:,} tokens', 'flops
 
 
 class Outcome(NamedTuple):
-  """What a trial has recorded; a `run` of None diverged. `values` are those of --over, by name."""
+  """What a trial has recorded; a `run` of None diverged. `values` are what --over gave, by name."""
 
   candidate: str
   values: dict[str, str]

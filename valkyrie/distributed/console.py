@@ -8,7 +8,7 @@ import signal
 import sys
 from typing import Any, TextIO, cast
 
-from valkyrie.errors import StorageError, reason_of, storage_errors
+from valkyrie.errors import StorageError, ValkyrieError, reason_of, storage_errors
 
 # The signals that ask a process to save and end.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -120,6 +120,18 @@ def standard_output(advice: str) -> Iterator[TextIO]:
       stream.flush()
   finally:
     LastingStream(stream).end()
+
+
+def printed(text_of: Callable[[], str]) -> int:
+  """Prints a text, which is the result of the program; returns the exit code of its errors."""
+  try:
+    text = text_of()
+    with standard_output('name another file after >.') as file:
+      file.write(text)
+  except ValkyrieError as error:
+    print(f'valkyrie: {error}', file=sys.stderr)
+    return error.exit_code
+  return 0
 
 
 @contextlib.contextmanager

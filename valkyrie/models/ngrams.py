@@ -85,7 +85,7 @@ class NgramEmbedding(hk.Module):
 
 
 def _mixed(x: Array) -> Array:
-  """A hash of uint32, each bit of which depends on all of x: lowbias32 (Wellons 2018)."""
+  """A hash of uint32, whose bits all depend on all of x: lowbias32 (Wellons 2018)."""
   x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
   x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
   return x ^ (x >> 16)

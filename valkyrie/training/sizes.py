@@ -105,12 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   flags = parser.parse_args(arguments)
   if not 2e6 <= flags.parameters <= 1e12 or flags.vocabulary_size < 2:
     parser.error('expected from 2e6 to 1e12 parameters, and at least 2 tokens')
-  try:
-    print(gin_file(flags.parameters, flags.vocabulary_size), end='')
-  except ConfigurationError as error:
-    print(f'valkyrie: {error}', file=sys.stderr)
-    return error.exit_code
-  return 0
+  return console.printed(lambda: gin_file(flags.parameters, flags.vocabulary_size))
 
 
 if __name__ == '__main__':

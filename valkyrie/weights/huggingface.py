@@ -17,7 +17,7 @@ import haiku as hk
 
 from valkyrie.data.vocabularies import fingerprint
 from valkyrie.distributed import console
-from valkyrie.errors import ConfigurationError, ValkyrieError, storage_errors
+from valkyrie.errors import ConfigurationError, storage_errors
 from valkyrie.models.attention.full import FullAttention
 from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.language_model import LanguageModel
@@ -294,16 +294,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(__doc__, file=sys.stderr)
     return 2
   folder = pathlib.Path(arguments[0])
-  try:
+
+  def text() -> str:
     config = configuration(folder)
     if config is None:
       raise ConfigurationError(f'{folder} has no config.json. Name the folder of a model.')
-    with console.standard_output('name another file after >.') as file:
-      print(gin_text(config), end='', file=file)
-  except ValkyrieError as error:
-    print(f'valkyrie: {error}', file=sys.stderr)
-    return error.exit_code
-  return 0
+    return gin_text(config)
+
+  return console.printed(text)
 
 
 if __name__ == '__main__':
