@@ -19,13 +19,15 @@ class Peer:
 
   version = f'transformers {transformers.__version__}, torch {torch.__version__}'
 
-  def __init__(self, model: nn.Module, rows: int, tokens: int):
+  def __init__(self, model: nn.Module, rows: int, tokens: int, compiled: bool):
     self._model = model.train()
+    if compiled:
+      model.compile()
     self._optimizer = peers.adamw(model, rate=1e-3)
     batch = torch.randint(1, model.config.vocab_size, (rows, tokens + 1))
     self._inputs, self._targets = batch[:, :-1], batch[:, 1:]
     self.parameters = sum(p.numel() for p in model.parameters())
-    self.steps(1)  # untimed: it allocates the memory
+    self.steps(1)  # untimed: it allocates the memory, and compiles
 
   def steps(self, steps: int = STEPS) -> float:
     """Seconds per step."""
@@ -36,8 +38,19 @@ class Peer:
 
 
 def made(rows: int, tokens: int) -> dict[str, Peer]:
-  """The peers by name, for batches of so many rows and tokens."""
+  """The peers by name, for batches of so many rows and tokens.
+
+  Each is there in eager torch and under torch.compile, but for Longformer, which asks for values of
+  its masks on the way and becomes slower.
+  """
   transformers.logging.set_verbosity_error()
   torch.manual_seed(0)
-  models = (peers.longformer(tokens), peers.llama(tokens), peers.mamba2())
-  return {type(model).__name__: Peer(model, rows, tokens) for model in models}
+  eager = peers.longformer(tokens), peers.llama(tokens), peers.mamba2()
+  compiled = peers.llama(tokens), peers.mamba2()
+  return {
+    **{type(model).__name__: Peer(model, rows, tokens, compiled=False) for model in eager},
+    **{
+      f'{type(model).__name__} (compiled)': Peer(model, rows, tokens, compiled=True)
+      for model in compiled
+    },
+  }

@@ -49,7 +49,10 @@ class Training:
   """A model, its optimizer, and the steps that it has taken; a file keeps all three."""
 
   def __init__(self, model: nn.Module, rate: Callable[[int], float], file: pathlib.Path):
-    """Continues from the file, if it exists; `rate` is the learning rate at a step."""
+    """Continues from the file, if it exists; `rate` is the learning rate at a step.
+
+    The first step of a run counts its FLOPs in eager torch. All others are compiled.
+    """
     self.model = model.train()
     self.optimizer, self._rate = peers.adamw(model, rate(0)), rate
     self.step, self.flops, self._file = 0, 0.0, file
@@ -58,6 +61,7 @@ class Training:
       self.model.load_state_dict(kept['model'])
       self.optimizer.load_state_dict(kept['optimizer'])
       self.step, self.flops = kept['step'], kept['flops']
+      self.model.compile()
 
   def save(self) -> None:
     kept = {'model': self.model.state_dict(), 'optimizer': self.optimizer.state_dict()}
@@ -80,6 +84,7 @@ class Training:
     with FlopCounterMode(display=False) as counter:
       loss = step()
     self.flops = float(counter.get_total_flops())
+    self.model.compile()
     return loss
 
 
@@ -136,10 +141,10 @@ def train(name: str, arguments: list[str]) -> None:
     training_rows(feed.store, rows, bound['StepSettings.seed']), training.step, steps
   )
   losses, seconds, timed = [], 0.0, 0
-  for batch in batches:
-    began, counted = time.perf_counter(), training.flops > 0
+  for number, batch in enumerate(batches):
+    began = time.perf_counter()
     losses.append(training.learn(batch))
-    if counted:  # else the step was slowed by the count of its FLOPs
+    if number > 1:  # the first steps of a process count FLOPs and compile
       seconds, timed = seconds + time.perf_counter() - began, timed + 1
     if (training.step % every == 0 or training.step == steps) and timed:
       speed = timed * rows * WINDOW / seconds

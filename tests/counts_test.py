@@ -14,10 +14,10 @@ from valkyrie.monitoring.training_log import TrainingLog
 from valkyrie.monitoring.writers import create_writers
 from valkyrie.run import train
 from valkyrie.training.curriculum import Curriculum, Phase
+from valkyrie.training.objective import Sums
 from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.reading import Reading
 from valkyrie.training.setup import StepSettings
-from valkyrie.training.tbptt import Sums
 from valkyrie.training.train_step import StepMetrics
 from valkyrie.types import POSITION_PERIOD, position_of
 
@@ -73,10 +73,15 @@ def test_the_log_adds_in_float64(tmp_path):
     )
     for step, tokens in ((10**8 - 1, 2**24), (10**8, 1)):
       one, sums = jnp.float32(1), jnp.float32(tokens)
-      log(step, StepMetrics(Sums(*[sums] * 5), one, {}, one, jnp.int32(0), jnp.bool_(False)))
+      log(
+        step,
+        StepMetrics(
+          Sums(sums, sums, sums, {'mine': sums}), one, {}, one, jnp.int32(0), jnp.bool_(False)
+        ),
+      )
     log.flush()
   line = json.loads((tmp_path / 'metrics.jsonl').read_text())
-  assert (line['loss'], line['beyond_window'], line['draft_loss']) == (1.0, 1.0, 1.0)
+  assert (line['loss'], line['beyond_window'], line['terms/mine']) == (1.0, 1.0, 1.0)
   assert line['tokens'] == 10**8 * 4096 * 2**22
 
 

@@ -22,8 +22,8 @@ from valkyrie.monitoring.training_log import TrainingLog
 from valkyrie.monitoring.writers import create_writers
 from valkyrie.run import evaluate
 from valkyrie.training.curriculum import Curriculum, Phase
+from valkyrie.training.objective import Sums
 from valkyrie.training.reading import Reading
-from valkyrie.training.tbptt import Sums
 from valkyrie.training.train_step import StepMetrics
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
@@ -206,7 +206,7 @@ class Device:
     """The metrics of a step that was dispatched now."""
     self.idle_at = max(self.now, self.idle_at) + seconds
     one = Number(self, self.idle_at)
-    return StepMetrics(Sums(*[one] * 5), one, {}, one, one, one)
+    return StepMetrics(Sums(one, one, one, {}), one, {}, one, one, one)
 
 
 class Number:

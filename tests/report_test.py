@@ -11,7 +11,7 @@ import pytest
 from valkyrie.monitoring import html_report, pictures
 from valkyrie.monitoring.pictures import Curve, figure, short
 from valkyrie.run.observers import Refusals
-from valkyrie.training.tbptt import Sums
+from valkyrie.training.objective import Sums
 from valkyrie.training.train_step import StepMetrics
 
 
@@ -82,7 +82,7 @@ def run(tmp_path):
     evaluations[-1] |= {'loss': 9.0 + offset, 'quick_loss': 1.5 + offset, 'bits_per_byte': 1.25}
     for path, found in (('metrics', lines), ('eval/metrics', evaluations)):
       (folder / f'{path}.jsonl').write_text(''.join(f'{json.dumps(line)}\n' for line in found))
-    sums = Sums(*[np.float32(math.nan)] * 5)
+    sums = Sums(*[np.float32(math.nan)] * 3, {})
     refused = StepMetrics(sums, np.float32(1), {}, np.float32(1), np.int32(1), np.bool_(False))
     with Refusals(folder, 0, lambda _: 'a <file> & more', print, lambda *_: None) as refusals:
       refusals(7, refused)

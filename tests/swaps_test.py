@@ -178,8 +178,8 @@ def test_planner(base, train_run, tmp_path):
   assert any('/planner/' in name for name in parameters(run))
   assert not any('planner' in name or 'upper' in name for name in parameters(base))
   lines = tiny_run.metrics(run)
-  assert lines[1]['draft_loss'] == 0 < lines[2]['draft_loss']
-  assert 'draft_loss' not in tiny_run.metrics(base)[1]
+  assert lines[1]['terms/draft_loss'] == 0 < lines[2]['terms/draft_loss']
+  assert 'terms/draft_loss' not in tiny_run.metrics(base)[1]
 
 
 def test_a_chunk_that_ends_within_a_block(train_run, tmp_path):

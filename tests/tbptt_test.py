@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny
 
-from valkyrie.training import losses, tbptt
+from valkyrie.training import losses, objective, tbptt
 from valkyrie.training.losses import token_scores
 
 TIME = 24
@@ -41,7 +41,9 @@ def direct(params, carry, batch):
   model, _, _ = built()
 
   def loss(params):
-    return tbptt.chunk_loss(model, params, carry, batch, total=jnp.sum(batch.weights))
+    return objective.read(
+      objective.PREDICTION, model, params, carry, batch, total=jnp.sum(batch.weights)
+    )
 
   gradient, (after, sums) = jax.grad(loss, has_aux=True)(params)
   return gradient, after, sums
@@ -162,7 +164,7 @@ def test_every_chunk_draws_its_own_dropout_and_draws_it_again_when_recomputed():
 
   gradient, after, sums = gradients(remat=True)
   assert difference(gradient, gradients(remat=False)[0]) < 1e-5
-  read, expected = jax.jit(functools.partial(tbptt.chunk_loss, model)), 0.0
+  read, expected = jax.jit(functools.partial(objective.read, objective.PREDICTION, model)), 0.0
   for number in range(4):
     chunk = tiny.cut(batch, 6 * number, 6 * number + 6)
     loss, (carry, _) = read(params, carry, chunk, jax.random.fold_in(rng, number))
@@ -193,7 +195,7 @@ def test_gradients_of_a_narrow_copy_add_up_in_float32():
 
   def read(params, carry, chunk):
     loss = jnp.sum(params.astype(jnp.float32)) * chunk
-    return loss, (carry, tbptt.Sums(*[loss] * 5))
+    return loss, (carry, objective.Sums(loss, loss, loss, {}))
 
   params = jnp.ones(3, jnp.bfloat16)
   chunks = jnp.asarray([256.0] + [0.5] * 63)
@@ -211,7 +213,7 @@ def test_of_many_chunks_few_carries_are_kept():
 
   def read(params, carry, chunk):
     after = jnp.sin(carry * params[None] + chunk)
-    return jnp.sum(after), (after, tbptt.Sums(*[jnp.sum(after)] * 5))
+    return jnp.sum(after), (after, objective.Sums(*[jnp.sum(after)] * 3, {}))
 
   def memory(backprop):
     def gradient(params, carry, chunks):

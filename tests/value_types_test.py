@@ -62,13 +62,15 @@ def test_a_part_that_fits_is_accepted(binding):
   load(binding)
 
 
-# Numbers that the program gives, and the sizes of a mesh, which has a check of its own.
-NOT_SET_BY_PEOPLE = {'RefusedSteps.skipped', 'TokenConsistency.rows', 'Partitioner.mesh'}
+# Numbers that the program gives, and those that have a check of their own.
+NOT_SET_BY_PEOPLE = {
+  'RefusedSteps.skipped', 'TokenConsistency.rows', 'Partitioner.mesh', 'Sites.components',
+}  # fmt: skip
 ZERO = {
   'seed', 'warmup_steps', 'keep_best', 'bad_documents', 'allowed', 'registers', 'document_start',
   'max_global_tokens', 'max_tokens', 'learning_rate', 'learning_rate_scale', 'dropout', 'epsilon',
   'final_learning_rate_scale', 'z_loss', 'temperature', 'draft_weight', 'weights', 'low_turns',
-  'high_turns', 'depths', 'min_p', 'cooldown', 'pass_carry',
+  'high_turns', 'depths', 'min_p', 'cooldown', 'pass_carry', 'weight',
 }  # fmt: skip
 # At most 1.
 UNIT = {'dropout', 'epsilon', 'depths', 'min_p', 'top_p', 'cooldown', 'average_decay', 'pass_carry'}

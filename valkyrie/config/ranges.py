@@ -36,7 +36,7 @@ _INTERVALS = {
   '[1, inf)': 'factor largest_rate',
   '[0, inf)': (
     'learning_rate learning_rate_scale final_learning_rate_scale z_loss temperature draft_weight '
-    'weights low_turns high_turns optax.weight_decay optax.eps optax.eps_root'
+    'weight weights low_turns high_turns optax.weight_decay optax.eps optax.eps_root'
   ),
   '(0, inf)': 'base embedding_scale horizon shortest step_rescale',
   '[1e-30, 1e30]': 'repetition_penalty',

@@ -20,12 +20,15 @@ class Declared:
     axes: the logical axis of each dimension; None is never split.
     cast: the dtype to which every use casts the parameter; None if it is used in float32.
     in_products: whether only `layers.products` uses it, which takes an `Adapted` matrix, too.
+    matrix: the matrix [D_in, D_out] by which it multiplies activations, as a function of it, where
+      its uses go through `layers.behind`; None without.
   """
 
   init: Callable
   axes: Axes
   cast: DType | None
   in_products: bool = False
+  matrix: Callable[[Array], Array] | None = None
 
   def __call__(self, shape: Sequence[int], dtype: DType) -> Array:
     return self.init(shape, jnp.float32).astype(dtype)
@@ -45,6 +48,33 @@ class Adapted:
     return self.whole.shape
 
 
+class Masks(NamedTuple):
+  """Of the tokens of a site.
+
+  components: m [..., C]; delta: d [...]; route: q [...], bool, where false the matrix is as it was.
+  """
+
+  components: Array
+  delta: Array
+  route: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Decomposed:
+  """A site: the matrix as stored, its factors, its masks if it is live, and who gets its inputs."""
+
+  whole: Array
+  v: Array
+  u: Array
+  masks: Masks | None
+  note: Callable[[Array], None]
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """The shape of the matrix, as stored."""
+    return self.whole.shape
+
+
 def stored_as(dtype: DType) -> Callable:
   """A Haiku creator that stores in this dtype the parameters that every use casts."""
 
@@ -57,7 +87,7 @@ def stored_as(dtype: DType) -> Callable:
 
 
 class Parameter(NamedTuple):
-  """The shape and dtype of a parameter, and its `axes` and `cast`, see `Declared`.
+  """The shape and dtype of a parameter, and its `axes`, `cast` and `matrix`, see `Declared`.
 
   The axes begin with the layer stack's; they are None where the module declares none.
   """
@@ -65,6 +95,7 @@ class Parameter(NamedTuple):
   shape: jax.ShapeDtypeStruct
   axes: Axes | None
   cast: DType | None
+  matrix: Callable[[Array], Array] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +130,7 @@ class Declarations(dict[str, Declared]):
         return Parameter(leaf, None, None)
       axes = self[path].axes
       stacked = ('layers',) * (len(leaf.shape) - len(axes))
-      return Parameter(leaf, stacked + axes, self[path].cast)
+      return Parameter(leaf, stacked + axes, self[path].cast, self[path].matrix)
 
     return {
       module: {name: parameter(f'{module}/{name}', leaf) for name, leaf in leaves.items()}

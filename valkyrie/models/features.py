@@ -7,6 +7,7 @@ from valkyrie.types import Array, Carry, DType
 
 # What the mixers of a layer add to the residual stream, what its MLP adds, and the stream after it.
 ACTIVATIONS = ('mixers', 'mlp', 'stream')
+SITES = 'sites'  # asks for the inputs of the matrices that are sites of a decomposition
 
 
 class Drafts(NamedTuple):
@@ -27,12 +28,14 @@ class Features(NamedTuple):
 
   hidden: [B, T, D] in the compute dtype; unembedding: [V, D] float32, V padded to lanes.
   activations: {kind: [layers, B, T, D]} of the kinds in `ACTIVATIONS` that were asked for.
+  sites: {path: [L, B, T, d_in]}, what each site multiplies, if `SITES` were asked for.
   """
 
   hidden: Array
   unembedding: Array
   drafts: Drafts | None = None
   activations: Mapping[str, Array] | None = None
+  sites: Mapping[str, Array] | None = None
 
 
 class Description(NamedTuple):

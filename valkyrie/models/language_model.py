@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
+import zlib
 
 import gin
 import haiku as hk
@@ -18,11 +19,12 @@ import jax.numpy as jnp
 
 from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models.block import Block
-from valkyrie.models.declarations import Declarations, Kind, Parameter, stored_as
-from valkyrie.models.features import Description, Features, Planner
+from valkyrie.models.declarations import Declarations, Kind, Masks, Parameter, stored_as
+from valkyrie.models.features import SITES, Description, Features, Planner
 from valkyrie.models.layers import RMSNorm, check_sizes, parameter
 from valkyrie.models.lora import Lora
 from valkyrie.models.ngrams import NgramEmbedding
+from valkyrie.models.sites import Sites
 from valkyrie.sharding import ambient, layer_weights
 from valkyrie.sharding.partitioner import constrain
 from valkyrie.types import Array, Axes, Carry, Params
@@ -58,6 +60,7 @@ class LanguageModel(hk.Module):
       variance 1, as in Griffin and Gemma.
     tied: logits are products with the embedding; False learns another matrix, `unembedding`.
     lora: the class of the adapters (`@Lora` in gin); None for none.
+    sites: the class of the sites of a decomposition (`@Sites` in gin); None for none.
     compute_dtype: 'float32' or 'bfloat16', of activations.
     parameter_dtype: 'float32', or 'bfloat16' if that is the compute_dtype: half of the memory for
       the parameters that every use casts. Updates are rounded to it at random. Norm scales,
@@ -79,6 +82,7 @@ class LanguageModel(hk.Module):
   embedding_scale: float | None = None
   tied: bool = True
   lora: Callable[[], Lora] | None = None
+  sites: Callable[[], Sites] | None = None
   compute_dtype: str = 'float32'
   parameter_dtype: str = 'float32'
   remat_policy: str | None = 'products'
@@ -112,6 +116,12 @@ class LanguageModel(hk.Module):
     self.upper_repeats = 0 if self.planner is None else self.repeats // 2
     self.scale = self.d_model**0.5 if self.embedding_scale is None else self.embedding_scale
     self.adapters = None if self.lora is None else self.lora()
+    self._sites = None if self.sites is None else self.sites()
+    if self._sites is not None and (self.adapters is not None or self.planner is not None):
+      raise ConfigurationError(
+        'LanguageModel.sites decomposes a model without adapters and without a planner. Set '
+        'LanguageModel.lora = None and LanguageModel.planner = None; `export` merges adapters.'
+      )
     self._ngrams = None if self.ngrams is None else self.ngrams(name='ngrams')
     self._planner: Any = None if self.planner is None else self.planner(name='planner')
 
@@ -123,21 +133,23 @@ class LanguageModel(hk.Module):
     *,
     plan: bool = True,
     activations: Sequence[str] = (),
+    masks: Mapping[str, Masks] | None = None,
   ) -> Features:
     """Reads one chunk of every row, int32 [B, T] (see `types.Batch`), and advances the carry.
 
     Without `plan`, the planner is skipped, and its carry is reset as at a document start.
     `activations` are the kinds of intermediate values to return, see `features.ACTIVATIONS`.
+    `masks` of sites, by path, have a leading dimension of their layers; other sites compute x W.
     """
     with (
       hk.custom_creator(stored_as(jnp.dtype(self.parameter_dtype))),
       hk.custom_getter(layer_weights.getter),
       hk.custom_getter(self.adapters.getter) if self.adapters else contextlib.nullcontext(),
     ):
-      return self._read(inputs, positions, segment_ids, plan, activations)
+      return self._read(inputs, positions, segment_ids, plan, activations, masks or {})
 
   @hk.transparent
-  def _read(self, inputs, positions, segment_ids, plan, activations) -> Features:
+  def _read(self, inputs, positions, segment_ids, plan, activations, masks) -> Features:
     rows = -(-self.vocabulary_size // _LANES) * _LANES
 
     def table(name):
@@ -154,21 +166,25 @@ class LanguageModel(hk.Module):
       hk.set_state('ngrams', tail)
       x += self.scale * added
 
-    def layer(x, carry):
-      found = {kind: [] for kind in activations}
-      x, carry = self._apply_blocks(x, carry, positions, segment_ids, found)
-      return constrain(x, 'batch', 'time', 'activation'), (carry, found)
+    def layer(x, carry, masks):
+      found, seen = {kind: [] for kind in activations if kind != SITES}, {}
+      prefix = f'{self.module_name}/layers/'  # Haiku names the modules of a stack relative to it
+      sites = self._sites and hk.custom_getter(self._sites.getter(prefix, masks, seen))
+      with sites or contextlib.nullcontext():
+        x, carry = self._apply_blocks(x, carry, positions, segment_ids, found)
+      seen = seen if SITES in activations else {}
+      return constrain(x, 'batch', 'time', 'activation'), (carry, found, seen)
 
     if self.remat_policy is not None:
       layer = hk.remat(layer, policy=_REMAT_POLICIES[self.remat_policy])
 
     def stack(x, name, repeats, memory):
       layers = hk.layer_stack(repeats, with_per_layer_inputs=True, unroll=self.unroll, name=name)
-      x, (carry, values) = layers(layer)(x, _carried(memory, fresh))
+      x, (carry, values, seen) = layers(layer)(x, _carried(memory, fresh), masks)
       hk.set_state(memory, carry)
-      return x, {kind: _by_layer(blocks) for kind, blocks in values.items()}
+      return x, {kind: _by_layer(blocks) for kind, blocks in values.items()}, seen
 
-    x, values = stack(x, 'layers', self.repeats - self.upper_repeats, 'carry')
+    x, values, seen = stack(x, 'layers', self.repeats - self.upper_repeats, 'carry')
     drafts = None
     if self.planner is not None:
       carry = fresh['planner']
@@ -178,9 +194,10 @@ class LanguageModel(hk.Module):
         )
         x += planned
       hk.set_state('planner', carry)
-      x, above = stack(x, 'upper_layers', self.upper_repeats, 'upper_carry')
+      x, above, _ = stack(x, 'upper_layers', self.upper_repeats, 'upper_carry')
       values = {kind: jnp.concatenate([values[kind], above[kind]]) for kind in values}
-    return Features(RMSNorm(name='final_norm')(x), unembedding, drafts, values or None)
+    hidden = RMSNorm(name='final_norm')(x)
+    return Features(hidden, unembedding, drafts, values or None, seen or None)
 
   def initial_carry(self, batch_size: int) -> dict[str, Any]:
     """The content of `hk.State` for rows that have read nothing, leaves [repeats, B, ...].
@@ -276,8 +293,9 @@ class Model(NamedTuple):
 
   init: (rng, batch_size) -> (params, carry of rows that have read nothing).
   initial_carry: batch_size -> only that carry.
-  apply: (params, carry, inputs, positions, segment_ids, rng=None, plan=True, activations=()) ->
-    (Features, carry), see `LanguageModel`. With an rng, dropout acts. The last two are static.
+  apply: (params, carry, inputs, positions, segment_ids, rng=None, plan=True, activations=(),
+    masks=None) -> (Features, carry), see `LanguageModel`. With an rng, dropout acts. `plan` and
+    `activations` are static.
   parameters: () -> {module: {name: Parameter}}.
   """
 
@@ -286,6 +304,27 @@ class Model(NamedTuple):
   apply: Callable[..., tuple[Features, Carry]]
   parameters: Callable[[], Mapping[str, Mapping[str, Parameter]]]
   about: Description
+
+  def extended(
+    self,
+    name: str,
+    init: Callable[[Array], Params],
+    parameters: Callable[[], Mapping[str, Mapping[str, Parameter]]],
+    initial_carry: Callable[[int], Carry] | None = None,
+  ) -> 'Model':
+    """This model with further parameters, and with a carry under this name; see `created`."""
+
+    def carries(batch_size):
+      own = {} if initial_carry is None else {name: initial_carry(batch_size)}
+      return {**self.initial_carry(batch_size), **own}
+
+    def both(rng, batch_size):
+      own = jax.random.fold_in(rng, zlib.crc32(name.encode()))
+      return {**self.init(rng, batch_size)[0], **init(own)}, carries(batch_size)
+
+    return self._replace(
+      init=both, initial_carry=carries, parameters=lambda: {**self.parameters(), **parameters()}
+    )
 
   def cast(self, params: Params) -> Params:
     """The parameters in the dtypes to which every use casts them; `apply` computes the same."""
@@ -300,7 +339,7 @@ class Model(NamedTuple):
     planner = self.about.planner_module
 
     def kind(path, declared, _):
-      shape, axes, _ = declared
+      shape, axes = declared[:2]
       stacked = int('layers/' in path) if axes is None else axes.count('layers')
       in_planner = planner is not None and path.startswith(f'{planner}/')
       is_table = axes is not None and not {'vocabulary', 'ngrams'}.isdisjoint(axes)
@@ -347,6 +386,29 @@ class Model(NamedTuple):
     return jax.tree.map(of, carry, *of_rows)
 
 
+def created(
+  make: Callable[[], Any],
+) -> tuple[Callable[[Array], Params], Callable[[], Mapping[str, Mapping[str, Parameter]]]]:
+  """The functions `init` and `parameters` of the parameters that `make` creates, for `extended`.
+
+  `make` calls Haiku modules, or `layers.parameter` inside them.
+  """
+  declarations = Declarations()
+
+  def declared():
+    with hk.custom_creator(declarations.creator):
+      make()
+
+  init = jax.jit(hk.transform(declared).init)
+
+  @functools.cache
+  def parameters():
+    with ambient.within(partitioner=None, time=(), weights=()):
+      return declarations.parameters(jax.eval_shape(init, jax.random.key(0)))
+
+  return init, parameters
+
+
 def transform(make: Callable[..., LanguageModel]) -> Model:
   """The module that `make` builds as pure functions; reads gin here, and when traced.
 
@@ -355,9 +417,10 @@ def transform(make: Callable[..., LanguageModel]) -> Model:
 
   declarations = Declarations()
 
-  def forward(inputs, positions, segment_ids, plan=True, activations=()):
+  def forward(inputs, positions, segment_ids, plan=True, activations=(), masks=None):
     with hk.custom_creator(declarations.creator):
-      return make(name='model')(inputs, positions, segment_ids, plan=plan, activations=activations)
+      model = make(name='model')
+      return model(inputs, positions, segment_ids, plan=plan, activations=activations, masks=masks)
 
   pure = hk.transform_with_state(forward)
 
@@ -376,8 +439,8 @@ def transform(make: Callable[..., LanguageModel]) -> Model:
 
     return {'model': hk.without_apply_rng(hk.transform(fresh)).apply({})}
 
-  def apply(params, carry, inputs, positions, segment_ids, rng=None, plan=True, activations=()):
-    return pure.apply(params, carry, rng, inputs, positions, segment_ids, plan, activations)
+  def apply(params, carry, inputs, positions, segment_ids, rng=None, *options, **named):
+    return pure.apply(params, carry, rng, inputs, positions, segment_ids, *options, **named)
 
   @functools.cache
   def parameters():

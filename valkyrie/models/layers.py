@@ -8,6 +8,7 @@ and never cast.
 
 from collections.abc import Callable, Sequence
 import functools
+from typing import Any
 
 import gin
 import haiku as hk
@@ -17,17 +18,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.models.declarations import Adapted, Declared
+from valkyrie.models.declarations import Adapted, Declared, Decomposed
 from valkyrie.sharding import sequence_parallel
 from valkyrie.sharding.split_products import split_product
 from valkyrie.types import Array, Axes, DType
 
 
 def parameter(
-  name: str, shape: tuple[int, ...], init: Callable, *, axes: Axes, cast: DType | None = None
-) -> Array:
-  """A parameter of the calling module; see `Declared` for its initializer, axes and cast."""
-  return hk.get_parameter(name, shape, init=Declared(init, axes, cast))
+  name: str,
+  shape: tuple[int, ...],
+  init: Callable,
+  *,
+  axes: Axes,
+  cast: DType | None = None,
+  matrix: Callable | None = None,
+) -> Any:
+  """A parameter of the calling module; see `Declared` for the arguments.
+
+  With `matrix` it may be `Decomposed`, which `behind` takes.
+  """
+  return hk.get_parameter(name, shape, init=Declared(init, axes, cast, matrix=matrix))
 
 
 def matmul(x: Array, w: Array, out_dtype: DType | None = None) -> Array:
@@ -41,7 +51,36 @@ def matmul(x: Array, w: Array, out_dtype: DType | None = None) -> Array:
   return out.reshape(*x.shape[:-1], w.shape[-1])
 
 
-Matrix = Array | Adapted
+Matrix = Array | Adapted | Decomposed
+
+
+def whole(w: Matrix) -> Array:
+  """The matrix as stored."""
+  return w.whole if isinstance(w, Adapted | Decomposed) else w
+
+
+def behind(
+  w: Matrix, x: Array, y: Array, axes: Axes, scale: Callable[[Array], Array] | None = None
+) -> Array:
+  """y = x W [..., d_out] as the masks of a site replace it; y itself if w is none.
+
+  Every matrix that multiplies activations passes here. `scale` is what y has besides x W, linear
+  and from the left; the delta is applied to activations, so no matrix is formed for it.
+  """
+  if not isinstance(w, Decomposed):
+    return y
+  w.note(x)
+  if w.masks is None:
+    return y
+  components, delta, route = w.masks
+  delta = delta[..., None].astype(y.dtype)
+  inner = split_product(matmul, x, w.v, (axes[0], 'component'))
+  # ((x V) m) U + d (x W - (x V) U) with one product by U.
+  inner = inner * (components - delta).astype(inner.dtype)
+  low = split_product(
+    functools.partial(matmul, out_dtype=y.dtype), inner, w.u, ('component', axes[1])
+  )
+  return jnp.where(route[..., None], delta * y + (low if scale is None else scale(low)), y)
 
 
 def products(
@@ -70,11 +109,19 @@ def products(
     ends = np.cumsum([w.shape[1] for w in weights])[:-1]
     return jnp.split(matmul(x, jnp.concatenate(weights, axis=1), wide), ends, axis=-1)
 
-  def joined(group):
-    plain = [w.whole if isinstance(w, Adapted) else w for w in group]
-    return plain[0] if len(plain) == 1 else jnp.concatenate(plain, axis=1)
+  def joined(group, axis=1):
+    return group[0] if len(group) == 1 else jnp.concatenate(group, axis=axis)
 
-  results = split_product(side_by_side, x, [joined(group) for group in groups], axes)
+  results = split_product(
+    side_by_side, x, [joined([whole(w) for w in group]) for group in groups], axes
+  )
+  if any(isinstance(w, Decomposed) for group in groups for w in group):
+
+    def replaced(group, y):
+      parts = jnp.split(y, np.cumsum([w.shape[1] for w in group])[:-1], axis=-1)
+      return joined([behind(w, x, part, axes) for w, part in zip(group, parts, strict=True)], -1)
+
+    return [replaced(group, y) for group, y in zip(groups, results, strict=True)]
   if not adapted:
     return results
 
@@ -97,8 +144,12 @@ def projections(
   """Matrices [D_in, width] of the calling module, by name, for `products` with x."""
   fan_in = x.shape[-1]
   init = init or hk.initializers.TruncatedNormal(fan_in**-0.5)
-  declared = Declared(init, axes, x.dtype, in_products=True)
+  declared = Declared(init, axes, x.dtype, in_products=True, matrix=_itself)
   return [hk.get_parameter(name, (fan_in, width), init=declared) for name, width in widths.items()]
+
+
+def _itself(matrix: Array) -> Array:
+  return matrix
 
 
 def project(x: Array, axes: Axes, **widths: int) -> list[Array]:

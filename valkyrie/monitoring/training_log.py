@@ -89,6 +89,7 @@ class TrainingLog:
       return sum(float(getattr(s.sums, name)) for s in steps)
 
     weight, last = total('weight'), steps[-1]
+    terms = {n: sum(float(s.sums.terms[n]) for s in steps) for n in last.sums.terms}
     scalars: Metrics = {
       'tokens': read(step),
       **self.reading.progress(step),
@@ -96,6 +97,7 @@ class TrainingLog:
       'grad_norm': float(last.grad_norm),
       **{f'grad_norm/{part}': float(norm) for part, norm in last.part_norms.items()},
       'learning_rate': float(last.learning_rate),
+      **{f'terms/{name}': value / max(weight, 1.0) for name, value in terms.items()},
       'beyond_window': total('beyond_window') / max(weight, 1.0),
       'goodput': self._all_seconds / (time.perf_counter() - self.began),
       'phase': self.reading.curriculum.index(step - 1),
@@ -112,8 +114,6 @@ class TrainingLog:
         flops_per_token=about.train_flops_per_token,
         peak_flops=chips.peak_flops(jax.devices()[0].device_kind),
       )
-    if about.plan_interval is not None:
-      scalars['draft_loss'] = total('draft_loss') / max(weight, 1.0)
     self.writer.write_scalars(step, {**scalars, **self._noted})
     if texts := {name: value for name, value in self._noted.items() if isinstance(value, str)}:
       self.writer.write_texts(step, texts)

@@ -1,6 +1,7 @@
 """Optimizer: algorithms of optax by group of parameters, clipping and a schedule."""
 
 from collections.abc import Sequence
+import copy
 import dataclasses
 import re
 from typing import Any
@@ -117,6 +118,16 @@ class Optimizer:
       cooldown=cooldown,
     )
     self._schedule = lambda step: learning_rate * share(step)
+
+  def preceded_by(self, groups: Sequence[Group]) -> 'Optimizer':
+    """This optimizer, with groups before its own."""
+    other = copy.copy(self)
+    other._groups = (*groups, *self._groups)
+    other._acts_on_layers = {
+      **self._acts_on_layers,
+      **{g.algorithm: acts_on_layers(g.algorithm) for g in groups if g.algorithm is not None},
+    }
+    return other
 
   def learning_rate(self, step: Array) -> Array:
     """The schedule's learning rate at a step, counted from 0."""

@@ -1,6 +1,6 @@
 """The parts of a run, checked to fit together, and their train steps on the mesh."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import operator
@@ -19,6 +19,7 @@ from valkyrie.models.mixer_check import check_mixer
 from valkyrie.models.parts import sums_of_parts
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.curriculum import Curriculum, Phase
+from valkyrie.training.objective import Prediction, Term, terms_of
 from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.spikes import LossSpikes
 from valkyrie.training.train_step import TrainState, initial_state, make_train_step, state_axes
@@ -35,11 +36,10 @@ class StepSettings:
     seed: of the parameters and of dropout.
     batch_size: B, rows, each with a carry.
     model, partitioner, curriculum, optimizer, loss_spikes: the classes of the parts.
+    objective: the class of a `training.objective.Term`, or a sequence of them, which add up.
     remat_chunks: recompute chunks in the backward pass; False saves their activations.
     hunt_nan: wait for every step, and end at the first refused one with the name of the module
       where its first non-finite number appears.
-    z_loss: a factor on the mean squared logarithm of the softmax's normalizer, which is added to
-      the loss and keeps logits from drifting (PaLM, Chowdhery et al. 2022, has 1e-4).
     micro_batches: groups into which each device's rows are split; their gradients add up.
     average_decay: of an exponential moving average of the parameters, such as 0.999, which
       evaluations and generation then use; None keeps none.
@@ -52,10 +52,10 @@ class StepSettings:
   partitioner: Callable[[], Partitioner]
   curriculum: Callable[[], Curriculum]
   optimizer: Callable[[], Optimizer]
+  objective: Callable[[], Term] | Sequence[Callable[[], Term]] = Prediction
   loss_spikes: Callable[[], LossSpikes] = LossSpikes
   remat_chunks: bool = True
   hunt_nan: bool = False
-  z_loss: float = 0.0
   micro_batches: int = 1
   average_decay: float | None = None
   check_mixers: bool = True
@@ -69,7 +69,9 @@ class Setup:
 
   Attributes:
     settings: the settings.
-    model, partitioner, curriculum, optimizer, loss_spikes: the parts.
+    model, partitioner, curriculum, optimizer, loss_spikes: the parts; the model has the parameters
+      and carries of the objective, too.
+    terms: of the objective.
     state: the shapes, dtypes and shardings of the TrainState.
   """
 
@@ -77,11 +79,14 @@ class Setup:
     """Makes the parts, without compilation; a ConfigurationError if they do not fit together."""
     self.settings = settings
     self.partitioner = settings.partitioner()
-    self.model = language_model.transform(settings.model)
+    self.terms = terms_of(settings.objective)
+    self.model = self._extended(settings.model)
     self.curriculum = settings.curriculum()
     self._check_chunks()
     self._check_time_axis()
-    self.optimizer, self.loss_spikes = settings.optimizer(), settings.loss_spikes()
+    groups = [group for term in self.terms for group in term.groups]
+    self.optimizer = settings.optimizer().preceded_by(groups)
+    self.loss_spikes = settings.loss_spikes()
     shapes = jax.eval_shape(self._initial_state)
     self._check_average(shapes)
     axes = state_axes(self.model, self.optimizer, self.partitioner, shapes)
@@ -91,6 +96,13 @@ class Setup:
       shapes,
       self._shardings,
     )
+
+  def _extended(self, make: Callable[..., LanguageModel]) -> Model:
+    """The model of this class, with what the terms add to it."""
+    model = language_model.transform(make)
+    for term in self.terms:
+      model = term.extended(model)
+    return model
 
   def initial_state(self) -> TrainState:
     """The state before the first step, on the mesh."""
@@ -119,14 +131,14 @@ class Setup:
     """
     plain = functools.partial(self.settings.model, remat_policy=None)
     return make_train_step(
-      self.model if remat else language_model.transform(plain),
+      self.model if remat else self._extended(plain),
       self.optimizer,
       self.curriculum,
       phase,
       seed=self.settings.seed,
       remat_chunks=remat and self.settings.remat_chunks,
       spikes=self.loss_spikes,
-      z_loss=self.settings.z_loss,
+      terms=self.terms,
       micro_batches=self.settings.micro_batches,
       average_decay=self.settings.average_decay,
     )

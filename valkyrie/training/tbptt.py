@@ -11,7 +11,7 @@ the weight of the whole step, which is known beforehand, so gradients add up in 
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import lax
@@ -19,58 +19,8 @@ import jax.numpy as jnp
 
 from valkyrie.models.language_model import Model
 from valkyrie.training import rounding
-from valkyrie.training.losses import draft_losses, weighted_loss
+from valkyrie.training.objective import PREDICTION, Sums, Terms, read
 from valkyrie.types import Array, Batch, Carry, Params
-
-
-class Sums(NamedTuple):
-  """Sums over tokens, float32 scalars: they add up over chunks, steps and hosts.
-
-  loss: weighted nats; weight: of the tokens; beyond_window: weight of the tokens with more than a
-  window of their document before them; draft_loss: the planner's addition to the loss; z_loss: the
-  sum of the squared logarithms of the normalizers.
-  """
-
-  loss: Array
-  weight: Array
-  beyond_window: Array
-  draft_loss: Array
-  z_loss: Array
-
-
-def chunk_loss(
-  model: Model,
-  params: Params,
-  carry: Carry,
-  chunk: Batch,
-  rng: Array | None = None,
-  *,
-  total: Array | float = 1.0,
-  z_loss: float = 0.0,
-  plan: bool = True,
-  in_one_pass: bool = False,
-) -> tuple[Array, tuple[Carry, Sums]]:
-  """Reads one chunk [B, C] of every row; see `gradients`, and `losses.weighted_loss`.
-
-  Returns (the loss divided by `total`, (the carry after the chunk, its sums)).
-  """
-  features, carry = model.apply(
-    params, carry, chunk.inputs, chunk.positions, chunk.segment_ids, rng, plan
-  )
-  size = model.about.vocabulary_size
-  loss, predicted = weighted_loss(
-    features, chunk.targets, chunk.weights, size, total, z_loss=z_loss, in_one_pass=in_one_pass
-  )
-  drafts = jnp.sum(chunk.weights * draft_losses(features, chunk.targets, size))
-  beyond = chunk.weights * (chunk.positions > model.about.window)
-  sums = Sums(
-    loss=predicted.loss,
-    weight=jnp.sum(chunk.weights),
-    beyond_window=jnp.sum(beyond),
-    draft_loss=drafts,
-    z_loss=predicted.squares,
-  )
-  return loss + drafts / total, (carry, sums)
 
 
 def split_chunks(batch: Batch, chunk_size: int) -> Batch:
@@ -89,7 +39,7 @@ def gradients(
   chunk_size: int,
   backprop_chunks: int,
   remat_chunks: bool,
-  z_loss: float = 0.0,
+  terms: Terms = PREDICTION,
   plan: bool = True,
 ) -> tuple[Params, Carry, Sums]:
   """The gradient of the step's mean loss, cut between groups of `backprop_chunks` chunks.
@@ -103,7 +53,7 @@ def gradients(
     backprop_chunks: the chunks of a group, dividing N.
     remat_chunks: recompute chunks in the backward pass (see `_add_recomputed`), or save their
       activations.
-    z_loss: the factor of `Sums.z_loss` in the loss.
+    terms: of the objective.
     plan: whether a planner takes part.
 
   Returns:
@@ -117,17 +67,17 @@ def gradients(
   recomputes = remat_chunks and backprop_chunks > 1
   add_gradient = _add_recomputed if recomputes else _add_saved
 
-  def read(params, carry, now):
+  def read_chunk(params, carry, now):
     """One chunk -> (its share of the loss, (the carry after it, its sums))."""
     chunk, rng = now
-    return chunk_loss(
+    return read(
+      terms,
       model,
       params,
       carry,
       chunk,
       rng,
       total=total,
-      z_loss=z_loss,
       plan=plan,
       # Saved chunks would each hold a gradient of the unembedding.
       in_one_pass=recomputes or backprop_chunks == 1,
@@ -135,11 +85,11 @@ def gradients(
 
   def accumulate(so_far, chunks):
     carry, gradient = so_far
-    gradient, carry, sums = add_gradient(read, params, carry, chunks, gradient)
+    gradient, carry, sums = add_gradient(read_chunk, params, carry, chunks, gradient)
     return (carry, gradient), sums
 
   (carry, gradient), sums = _scan(accumulate, (carry, zero_gradients(params)), groups)
-  return gradient, carry, jax.tree.map(jnp.sum, sums)
+  return gradient, carry, _total(sums)
 
 
 def _scan(step: Callable, carry: Any, steps: Any) -> tuple[Any, Any]:
@@ -150,6 +100,11 @@ def _scan(step: Callable, carry: Any, steps: Any) -> tuple[Any, Any]:
     return lax.scan(step, carry, steps)
   carry, out = step(carry, jax.tree.map(lambda x: x[0], steps))
   return carry, jax.tree.map(lambda x: x[None], out)
+
+
+def _total(sums: Sums) -> Sums:
+  """The sums of several chunks, stacked, as one."""
+  return jax.tree.map(lambda parts: jnp.sum(parts, axis=0), sums)
 
 
 def zero_gradients(params: Params) -> Params:
@@ -174,7 +129,7 @@ def _add_saved(
       return carry, (loss, sums)
 
     carry, (losses, sums) = _scan(step, carry, chunks)
-    return jnp.sum(losses), (carry, jax.tree.map(jnp.sum, sums))
+    return jnp.sum(losses), (carry, _total(sums))
 
   wide = rounding.wide(params)
   (_, (carry, sums)), more = jax.value_and_grad(group_loss, has_aux=True)(wide, carry)
@@ -201,7 +156,7 @@ def _add_recomputed(
 
   def segment_forwards(first, segment):
     after, (_, sums) = lax.scan(forwards, first, segment)
-    return after, (first, jax.tree.map(jnp.sum, sums))
+    return after, (first, _total(sums))
 
   carry, (firsts, sums) = lax.scan(segment_forwards, carry, segments)
 
@@ -225,7 +180,7 @@ def _add_recomputed(
 
   zero = [jnp.zeros_like(leaf) for leaf in _floats(carry)[0]]
   (_, gradient), _ = lax.scan(segment_backwards, (zero, gradient), (firsts, segments), reverse=True)
-  return gradient, carry, jax.tree.map(jnp.sum, sums)
+  return gradient, carry, _total(sums)
 
 
 def segment_length(count: int) -> int:

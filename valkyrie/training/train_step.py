@@ -14,6 +14,7 @@ from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training import rounding, tbptt
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.data_parallel import Compute, shard_map_step
+from valkyrie.training.objective import PREDICTION, Sums, Terms
 from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.spikes import LossSpikes, RecentLosses, detect
 from valkyrie.types import Array, Batch, Carry, Params
@@ -54,7 +55,7 @@ class StepMetrics(NamedTuple):
   skipped: as in the TrainState after it; spiked: whether this step was refused for its loss.
   """
 
-  sums: tbptt.Sums
+  sums: Sums
   grad_norm: Array
   part_norms: dict[str, Array]
   learning_rate: Array
@@ -105,7 +106,7 @@ def make_train_step(
   seed: int,
   remat_chunks: bool,
   spikes: LossSpikes | None = None,
-  z_loss: float = 0.0,
+  terms: Terms = PREDICTION,
   micro_batches: int = 1,
   average_decay: float | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
@@ -185,7 +186,7 @@ def make_train_step(
       *arguments,
       backprop_chunks=phase.backprop_chunks,
       remat_chunks=remat_chunks,
-      z_loss=z_loss,
+      terms=terms,
       plan=phase.planner,
       **options,
     )

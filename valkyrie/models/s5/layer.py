@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.errors import ConfigurationError, check_choice
-from valkyrie.models.layers import Matrix, dropout, parameter, products, projections
+from valkyrie.models.layers import Matrix, dropout, parameter, products, projections, whole
 from valkyrie.models.recurrence import scan
 from valkyrie.models.recurrence.scan import Complex
 from valkyrie.models.recurrence.time_constants import check_time_constants
@@ -148,7 +148,7 @@ class S5(hk.Module):
     initial = carry if isinstance(carry, Complex) else self._zero_state(x.shape[0], x.dtype)
     chex.assert_shape(initial, (x.shape[0], self.state_size))
     width = x.shape[-1]
-    system = self._parameters(width)
+    system, sites = self._parameters(width)
     discrete = state_space.discretized(
       system,
       method=self.discretization,
@@ -166,6 +166,7 @@ class S5(hk.Module):
       None if self.causal else _document_ends(positions, segment_ids),
       form=self._form,
       conj_sym=self.conj_sym,
+      sites=sites,
     )
     y = activate(
       y.astype(x.dtype),
@@ -179,10 +180,10 @@ class S5(hk.Module):
     """What each token of x [B, T, D] adds to log Δ, before the softplus: float32 [T, B, P]."""
     weights = projections(x, ('embed', 'state'), jnp.zeros, step=self.state_size)
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    (factor,) = products(jnp.swapaxes(x, 0, 1), weights, out_dtype=wide)
-    return factor
+    (factor,) = products(x, weights, out_dtype=wide)
+    return jnp.swapaxes(factor, 0, 1)
 
-  def _parameters(self, width: int) -> StateSpace:
+  def _parameters(self, width: int) -> tuple[StateSpace, tuple[Matrix, Matrix]]:
     eigenvalues, basis = init.block_diagonal(
       self.state_size, self.hippo_blocks, conj_sym=self.conj_sym
     )
@@ -215,13 +216,28 @@ class S5(hk.Module):
       real_part = parameter('lambda_re', (p,), constant(np.real(eigenvalues)), axes=state)
     imaginary_part = parameter('lambda_im', (p,), constant(np.imag(eigenvalues)), axes=state)
     columns = p if self.causal else 2 * p
-    return StateSpace(
+    b = parameter(
+      'b',
+      (2, p, width),
+      b_init,
+      axes=(None, 'state', 'embed'),
+      matrix=lambda b: state_space.input_matrix(Complex(*b)),
+    )
+    c = parameter(
+      'c',
+      (2, width, columns),
+      c_init,
+      axes=(None, 'embed', 'state'),
+      matrix=lambda c: state_space.output_matrix(Complex(*c), self.conj_sym),
+    )
+    system = StateSpace(
       Complex(real_part, imaginary_part),
-      Complex(*parameter('b', (2, p, width), b_init, axes=(None, 'state', 'embed'))),
-      Complex(*parameter('c', (2, width, columns), c_init, axes=(None, 'embed', 'state'))),
+      Complex(*whole(b)),
+      Complex(*whole(c)),
       parameter('d', (width,), hk.initializers.RandomNormal(), axes=('activation',)),
       parameter('log_step', (p,), log_step_init, axes=state),
     )
+    return system, (b, c)
 
 
 def _document_ends(positions: Array, segment_ids: Array) -> Array:

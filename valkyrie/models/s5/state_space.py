@@ -17,12 +17,14 @@ token, and 10^6 tokens to about 8% at any angle.
   normalized   Λ̄ = exp(ΛΔ)                        γ = min(sqrt(1 - |Λ̄|²), |1 - Λ̄|)
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from valkyrie.models.layers import matmul
+from valkyrie.models.declarations import Decomposed
+from valkyrie.models.layers import Matrix, behind, matmul
 from valkyrie.models.recurrence import scan, sharded_scan
 from valkyrie.models.recurrence.scan import Complex, Number
 from valkyrie.models.recurrence.time_constants import root
@@ -127,6 +129,7 @@ def read(
   *,
   form: str,
   conj_sym: bool = True,
+  sites: tuple[Matrix | None, Matrix | None] = (None, None),
 ) -> tuple[Array, Complex]:
   """Reads a chunk, or this device's piece of one -> (y [B, T, D], the last state [B, P]), float32.
 
@@ -139,6 +142,7 @@ def read(
     ends: None, or bool [B, T], true at the last token of a document. A second scan with the same g
       and γ then reads the chunk backwards, from zero; the last P columns of C read its states.
     conj_sym: the conjugates of the states are implied: y_t = 2 Re(C x_t), else Re(C x_t).
+    sites: B and C if a decomposition has them as sites, see `layers.behind`.
   """
   wide = jnp.promote_types(u.dtype, jnp.float32)
   b, (growth, gain) = system.b, discrete
@@ -147,10 +151,14 @@ def read(
     b = _scaled(jax.tree.map(lambda part: part[:, None], gain), b)
 
   def drive(u, b):
-    driven = matmul(jnp.swapaxes(u, 0, 1), jnp.concatenate(b).T, wide)
+    driven = matmul(jnp.swapaxes(u, 0, 1), input_matrix(b), wide)
     return Complex(*jnp.split(driven, 2, -1))
 
   inputs = split_product(drive, u, b, ('state', 'embed'), inputs=1, rows=(0, 1))
+  if isinstance(sites[0], Decomposed):
+    with_gain = None if varies else functools.partial(_scaled_pairs, gain)
+    driven = behind(sites[0], u, _rows_first(inputs), (None, None), with_gain)
+    inputs = Complex(*jnp.split(jnp.swapaxes(driven, 0, 1), 2, -1))
   if varies:
     inputs = _scaled(gain, inputs)
   states, after = sharded_scan.scan_chunk(growth, inputs, initial, starts.T, length, form=form)
@@ -163,15 +171,36 @@ def read(
       form=form,
     ).map(_reverse)
     states = Complex(*(jnp.concatenate(p, axis=-1) for p in zip(states, backwards, strict=True)))
-  scale = 2 if conj_sym else 1
 
   def read_out(states, c):
-    pairs = jnp.swapaxes(jnp.concatenate(states, axis=-1), 0, 1)
-    return matmul(pairs, scale * jnp.concatenate([c.re, -c.im], axis=1).T, wide)
+    return matmul(_rows_first(states), output_matrix(c, conj_sym), wide)
 
   narrow = states.map(lambda part: part.astype(u.dtype))
   y = split_product(read_out, narrow, system.c, ('embed', 'state'), inputs=1, rows=(1, 0))
+  if isinstance(sites[1], Decomposed):
+    y = behind(sites[1], _rows_first(narrow), y, (None, None))
   return y + system.d[None, None] * u.astype(wide), after
+
+
+def input_matrix(b: Complex) -> Array:
+  """B as a real map [D, 2P] to the pairs of the states."""
+  return jnp.concatenate(b).T
+
+
+def output_matrix(c: Complex, conj_sym: bool) -> Array:
+  """C as a real map [2P, D] of the pairs of the states, with the conjugates that are implied."""
+  return (2 if conj_sym else 1) * jnp.concatenate([c.re, -c.im], axis=1).T
+
+
+def _rows_first(z: Complex) -> Array:
+  """[T, B, P] -> the pairs [B, T, 2P]."""
+  return jnp.swapaxes(jnp.concatenate(z, axis=-1), 0, 1)
+
+
+def _scaled_pairs(gain: Number, pairs: Array) -> Array:
+  """Pairs [B, T, 2P] times the gain [P]."""
+  gain = jax.tree.map(lambda part: part[None, None], gain)
+  return jnp.concatenate(_scaled(gain, Complex(*jnp.split(pairs, 2, -1))), axis=-1)
 
 
 def _scaled(gain: Number, z: Complex) -> Complex:

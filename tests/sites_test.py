@@ -1,0 +1,131 @@
+"""The sites of a decomposition: nothing changes without masks, and what masks compute."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from valkyrie.errors import ConfigurationError
+from valkyrie.models.declarations import Masks
+from valkyrie.models.features import SITES
+from valkyrie.models.recurrence.gated import GatedRecurrence
+from valkyrie.models.recurrence.gated_delta import GatedDeltaNet
+from valkyrie.models.recurrence.mamba2 import Mamba2
+from valkyrie.models.s5.layer import S5
+from valkyrie.models.sites import Sites, sites_of
+
+pytestmark = pytest.mark.usefixtures('quick_compiler')
+C = 5
+every = functools.partial(Sites, components=(('.', C),))
+MIXERS = {
+  'longformer_attention': tiny.attention,
+  's5': functools.partial(tiny.s5, activation='full_glu'),
+  's5, selective': functools.partial(tiny.s5, selective=True, activation='half_glu1'),
+  's5, normalized': functools.partial(tiny.s5, discretization='normalized', conj_sym=False),
+  'gated': functools.partial(
+    GatedRecurrence, recurrence=functools.partial(S5, state_size=8, activation='linear'), width=24
+  ),
+  'mamba2': functools.partial(Mamba2, heads=2, head_width=8, state_size=4),
+  'gated_delta': functools.partial(GatedDeltaNet, heads=2, key_width=8, value_width=8),
+}
+
+
+def read(model, params, carry, batch, **options):
+  apply = jax.jit(model.apply, static_argnames=('plan', 'activations'))
+  return apply(params, carry, batch.inputs, batch.positions, batch.segment_ids, **options)
+
+
+def masks_of(model, rows, time, make):
+  """{path: masks} of all sites, from a function of a shape."""
+  return {
+    path: Masks(
+      make((site.layers, rows, time, site.components)),
+      make((site.layers, rows, time)),
+      jnp.ones((site.layers, rows, time), bool),
+    )
+    for path, site in sites_of(model.parameters()).items()
+  }
+
+
+@pytest.mark.parametrize('name', MIXERS)
+def test_a_site_without_masks_is_the_matrix_and_masks_of_one_are_too(name):
+  plain, model = (tiny.model((MIXERS[name],), sites=sites) for sites in (None, every))
+  params, carry = tiny.init(model, 2)
+  without = {
+    m: {n: leaf for n, leaf in group.items() if n in plain.parameters()[m]}
+    for m, group in params.items()
+  }
+  batch = tiny.batch((9, 15))
+  expected = read(plain, without, carry, batch)
+  found = read(model, params, carry, batch, activations=(SITES,))
+  sites = sites_of(model.parameters())
+  assert {path: x.shape for path, x in found[0].sites.items()} == {
+    path: (2, *batch.inputs.shape, site.d_in) for path, site in sites.items()
+  }
+  ones = masks_of(model, *batch.inputs.shape, jnp.ones)
+  for features, after in (
+    read(model, params, carry, batch),
+    read(model, params, carry, batch, masks=ones),
+  ):
+    np.testing.assert_array_equal(features.hidden, expected[0].hidden)
+    jax.tree.map(np.testing.assert_array_equal, after, expected[1])
+  # More outputs of a program may change what XLA joins, and so the last digit.
+  np.testing.assert_allclose(found[0].hidden, expected[0].hidden, atol=2e-6)
+  matrices = {
+    f'{module}/{name}'
+    for module, group in plain.parameters().items()
+    for name, p in group.items()
+    if p.cast is not None and len(p.shape.shape) == 3 and name != 'filters'
+  }
+  assert matrices <= {*sites}
+  if 's5' in name:
+    assert {path.rsplit('/', 1)[1] for path in sites} > {'b', 'c'}
+
+
+@pytest.mark.parametrize('name', MIXERS)
+def test_masks_of_a_site_compute_the_formula(name):
+  """Each site alone: the layer behind it gets what a changed matrix would give it."""
+  model = tiny.model((MIXERS[name],), layers=1, sites=every)
+  params, carry = tiny.init(model, 2)
+  batch, random = tiny.batch((9, 15)), np.random.default_rng(0)
+  shape = (1, *batch.inputs.shape)
+  for path, site in sites_of(model.parameters()).items():
+    m, d = random.random(C, np.float32), np.float32(0.3)
+    masks = Masks(jnp.broadcast_to(m, (*shape, C)), jnp.full(shape, d), jnp.ones(shape, bool))
+    found, after = read(model, params, carry, batch, masks={path: masks})
+    # One mask for all tokens is a matrix: V diag(m) U + d (W - V U).
+    (v,), (u,) = site.factors(params)
+    (w,) = site.target(params)
+    changed = (v * m[None]) @ u + d * (w - v @ u)
+    stored = params[site.module][site.name]
+    if stored.shape == (1, *changed.shape):
+      leaf = changed[None]
+    elif site.name == 'b':
+      leaf = jnp.stack(jnp.split(changed.T, 2))[None]
+    else:
+      re, im = jnp.split(changed.T, 2, axis=1)
+      leaf = jnp.stack([re, -im])[None] / (1 if 'normalized' in name else 2)
+    other = {**params, site.module: {**params[site.module], site.name: leaf}}
+    expected, expected_after = read(model, other, carry, batch)
+    np.testing.assert_allclose(found.hidden, expected.hidden, atol=2e-5, err_msg=path)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), after, expected_after)
+    nothing = masks._replace(route=jnp.zeros(shape, bool))
+    untouched, _ = read(model, params, carry, batch, masks={path: nothing})
+    np.testing.assert_array_equal(untouched.hidden, read(model, params, carry, batch)[0].hidden)
+    assert np.abs(found.hidden - untouched.hidden).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+  ('components', 'message'),
+  [
+    ((('mlp/', 0),), r"contains \('mlp/', 0\)"),
+    ((('(', 4),), 'Sites.components'),
+    (('mlp/', 4), "contains 'mlp/'"),
+  ],
+)
+def test_wrong_components_are_named(components, message):
+  with pytest.raises(ConfigurationError, match=message):
+    Sites(components)

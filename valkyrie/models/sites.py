@@ -1,0 +1,118 @@
+"""Sites of a decomposition: matrices that multiply, each beside the factors of its components.
+
+A site is a matrix W [d_in, d_out] with C components, the rank-one matrices V[:, c] U[c, :] of
+V [d_in, C] and U [C, d_out]. Without masks it computes x W, bit for bit. With masks it computes
+
+    y = where(route, ((x V) ∘ m) U + d (x W - (x V) U), x W)
+
+(Bushnaq, Braun & Sharkey 2025, arXiv 2506.20790, section 3). `layers.behind` is the one place.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import re
+from typing import Any, NamedTuple
+
+import gin
+import haiku as hk
+import jax
+
+from valkyrie.errors import ConfigurationError, regular_expression
+from valkyrie.models.declarations import Declared, Decomposed, Masks, Parameter
+from valkyrie.models.layers import parameter
+from valkyrie.types import Array, Params
+
+V, U = '_v', '_u'  # end the names of the factors
+
+
+@gin.configurable
+@dataclasses.dataclass(frozen=True)
+class Sites:
+  """The sites of a model, and the number of components of each.
+
+  Attributes:
+    components: (pattern, C): a matrix has the C of the first regular expression that is found in
+      its path, as in model_info.txt; others are no sites.
+  """
+
+  components: Sequence[tuple[str, int]]
+
+  def __post_init__(self):
+    for entry in self.components:
+      try:
+        pattern, count = entry
+        fits = isinstance(count, int) and not isinstance(count, bool) and count > 0
+      except (TypeError, ValueError):
+        fits = False
+      if not fits:
+        raise ConfigurationError(
+          f'Sites.components contains {entry!r}. Use pairs of a regular expression and a number of '
+          "components of at least 1, such as (('mlp/', 64),)."
+        )
+      regular_expression('Sites.components', pattern)
+
+  def getter(self, prefix: str, masks: Mapping[str, Masks], inputs: dict[str, Array]) -> Callable:
+    """A Haiku getter that gives `layers.behind` the sites; `inputs` gets what they multiply.
+
+    Paths begin with `prefix`.
+    """
+
+    def get(following, whole: Array, context: hk.GetterContext) -> Any:
+      whole, declared = following(whole), context.original_init
+      path = prefix + context.full_name
+      if not isinstance(declared, Declared) or declared.matrix is None:
+        return whole
+      count = next((c for pattern, c in self.components if re.search(pattern, path)), None)
+      if count is None:
+        return whole
+      d_in, d_out = jax.eval_shape(declared.matrix, whole).shape
+      axis_in, axis_out = declared.axes if whole.ndim == 2 else (None, None)
+      normal = hk.initializers.RandomNormal
+      v = parameter(
+        context.name + V, (d_in, count), normal(d_in**-0.5), axes=(axis_in, 'component')
+      )
+      u = parameter(
+        context.name + U, (count, d_out), normal(count**-0.5), axes=('component', axis_out)
+      )
+
+      def note(x):
+        inputs[path] = x
+
+      return Decomposed(whole, v, u, masks.get(path), note)
+
+    return get
+
+
+class Site(NamedTuple):
+  """A stacked site: its module and name, its layers L, and the shapes of its matrix and factors."""
+
+  module: str
+  name: str
+  layers: int
+  d_in: int
+  d_out: int
+  components: int
+  matrix: Callable[[Array], Array]
+
+  def target(self, params: Params) -> Array:
+    """The matrices W [L, d_in, d_out]."""
+    return jax.vmap(self.matrix)(params[self.module][self.name])
+
+  def factors(self, params: Params) -> tuple[Array, Array]:
+    """V [L, d_in, C] and U [L, C, d_out]."""
+    return params[self.module][self.name + V], params[self.module][self.name + U]
+
+
+def sites_of(parameters: Mapping[str, Mapping[str, Parameter]]) -> dict[str, Site]:
+  """The sites of a model by path, from the declarations of its parameters, in their order."""
+  found = {}
+  for module, group in sorted(parameters.items()):
+    for name in sorted(group):
+      if (declared := group[name]).matrix is None or name + V not in group:
+        continue
+      layers, d_in, components = group[name + V].shape.shape
+      d_out = group[name + U].shape.shape[-1]
+      found[f'{module}/{name}'] = Site(
+        module, name, layers, d_in, d_out, components, declared.matrix
+      )
+  return found

@@ -1,0 +1,203 @@
+"""The objective of training: terms that add up, each computed chunk by chunk.
+
+`StepSettings.objective` names the class of a term, or of several. A term of one's own computes a
+value for each target from what the model returns, and may add parameters and carries
+(docs/objectives.md).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import gin
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from valkyrie.config import ranges
+from valkyrie.errors import ConfigurationError
+from valkyrie.models.features import Features
+from valkyrie.models.language_model import Model
+from valkyrie.training import losses
+from valkyrie.training.optimizers import Group
+from valkyrie.types import Array, Batch, Carry, Params
+
+
+class Sums(NamedTuple):
+  """Sums over tokens, float32: they add up over chunks, steps and hosts.
+
+  loss: the weighted nats of the next tokens where the objective predicts them, else its own value;
+  weight: of the tokens; beyond_window: weight of the tokens with more than a window of their
+  document before them; terms: what the terms report, by name.
+  """
+
+  loss: Array
+  weight: Array
+  beyond_window: Array
+  terms: Mapping[str, Array]
+
+
+class Chunk(NamedTuple):
+  """What a term reads of a chunk.
+
+  model, params: of the run, with the parameters that the term added.
+  features: of the model, with the `activations` that the term asks for.
+  batch: the tokens and their weights, [B, C].
+  before: the carries before the chunk: of the model as 'model', of a term by its name.
+  rng: the key of the chunk, where the model has dropout; else None.
+  total: float32, the weight of the whole step, by which a sum over tokens is divided.
+  plan: whether a planner takes part.
+  in_one_pass: see `losses.weighted_loss`.
+  """
+
+  model: Model
+  params: Params
+  features: Features
+  batch: Batch
+  before: Carry
+  rng: Array | None
+  total: Array | float
+  plan: bool
+  in_one_pass: bool
+
+
+class Part(NamedTuple):
+  """What a term returns: its share of the loss, sums over tokens by name, and its carry."""
+
+  loss: Array
+  sums: Mapping[str, Array]
+  carry: Carry = None
+
+
+class Term:
+  """A part of the objective; a subclass overrides `values`, or `__call__` for more freedom.
+
+  Attributes:
+    name: of its carry, and unique.
+    activations: the intermediate values of the model that it reads, see `features.ACTIVATIONS`.
+    groups: of parameters, which precede those of the optimizer.
+  """
+
+  name: ClassVar[str] = ''
+  activations: Sequence[str] = ()
+  groups: Sequence[Group] = ()
+
+  def extended(self, model: Model) -> Model:
+    """The model with the parameters and the carries of this term, see `Model.extended`."""
+    return model
+
+  def values(self, chunk: Chunk) -> Mapping[str, Array]:
+    """Values of the targets by name, [B, C] each: their weighted means are added to the loss."""
+    raise NotImplementedError(f'{type(self).__name__} defines neither `values` nor `__call__`')
+
+  def __call__(self, chunk: Chunk) -> Part:
+    """Sums the weighted values."""
+    weights = chunk.batch.weights
+    sums = {name: jnp.sum(weights * values) for name, values in self.values(chunk).items()}
+    return Part(sum(sums.values(), jnp.zeros(())) / chunk.total, lax.stop_gradient(sums))
+
+
+@gin.configurable
+@dataclasses.dataclass(frozen=True)
+class Prediction(Term):
+  """The cross-entropy of the next tokens, with the losses of a planner's drafts.
+
+  Attributes:
+    z_loss: a factor on the mean squared logarithm of the softmax's normalizer, which is added to
+      the loss and keeps logits from drifting (PaLM, Chowdhery et al. 2022, has 1e-4).
+    weight: a factor on the whole term, beside other terms.
+  """
+
+  z_loss: float = 0.0
+  weight: float = 1.0
+
+  def __post_init__(self):
+    ranges.check_fields(self)
+
+  def __call__(self, chunk: Chunk) -> Part:
+    features, batch, size = chunk.features, chunk.batch, chunk.model.about.vocabulary_size
+    loss, predicted = losses.weighted_loss(
+      features,
+      batch.targets,
+      batch.weights,
+      size,
+      chunk.total,
+      z_loss=self.z_loss,
+      in_one_pass=chunk.in_one_pass,
+    )
+    sums = {'loss': predicted.loss}
+    if self.z_loss:
+      sums['z_loss'] = predicted.squares
+    if chunk.model.about.plan_interval is not None:
+      drafts = jnp.sum(batch.weights * losses.draft_losses(features, batch.targets, size))
+      loss, sums['draft_loss'] = loss + drafts / chunk.total, drafts
+    return Part(loss if self.weight == 1 else self.weight * loss, sums)
+
+
+Terms = Sequence[Term]
+PREDICTION: Terms = (Prediction(),)
+
+
+def terms_of(objective: Callable[[], Term] | Sequence[Callable[[], Term]]) -> tuple[Term, ...]:
+  """The terms of `StepSettings.objective`; a ConfigurationError if they do not fit together."""
+  classes = objective if isinstance(objective, Sequence) else [objective]
+  terms = tuple(make() for make in classes)
+  for term in terms:
+    if not isinstance(term, Term):
+      raise ConfigurationError(
+        f'StepSettings.objective has {term!r:.60}, which is no Term of training.objective. Name '
+        'classes of terms, such as (@Prediction,).'
+      )
+  kinds = [type(term) for term in terms]
+  if not terms or len({*kinds}) < len(kinds):
+    raise ConfigurationError(
+      'StepSettings.objective must name at least one term, and each only once; found '
+      f'{", ".join(kind.__name__ for kind in kinds) or "none"}.'
+    )
+  return terms
+
+
+def read(
+  terms: Terms,
+  model: Model,
+  params: Params,
+  carry: Carry,
+  batch: Batch,
+  rng: Array | None = None,
+  *,
+  total: Array | float = 1.0,
+  plan: bool = True,
+  in_one_pass: bool = False,
+) -> tuple[Array, tuple[Carry, Sums]]:
+  """Reads one chunk [B, C] of every row; see `Chunk`.
+
+  Returns (the loss divided by `total`, (the carries after the chunk, its sums)).
+  """
+  asked = tuple(dict.fromkeys(kind for term in terms for kind in term.activations))
+  features, after = model.apply(
+    params,
+    {'model': carry['model']},
+    batch.inputs,
+    batch.positions,
+    batch.segment_ids,
+    rng,
+    plan,
+    asked,
+  )
+  chunk = Chunk(model, params, features, batch, carry, rng, total, plan, in_one_pass)
+  parts = [term(chunk) for term in terms]
+  after |= {t.name: part.carry for t, part in zip(terms, parts, strict=True) if t.name in carry}
+  names = [name for part in parts for name in part.sums]
+  if len({*names}) < len(names):
+    raise ConfigurationError(f'Terms of the objective share a name: {", ".join(sorted(names))}.')
+  sums: dict[str, Any] = {name: value for part in parts for name, value in part.sums.items()}
+  loss, *more = (part.loss for part in parts)
+  for other in more:
+    loss += other
+  found = Sums(
+    loss=sums.pop('loss') if 'loss' in sums else lax.stop_gradient(loss) * total,
+    weight=jnp.sum(batch.weights),
+    beyond_window=jnp.sum(batch.weights * (batch.positions > model.about.window)),
+    terms=sums,
+  )
+  return loss, (after, jax.tree.map(lax.stop_gradient, found))
