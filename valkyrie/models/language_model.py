@@ -326,6 +326,21 @@ class Model(NamedTuple):
       init=both, initial_carry=carries, parameters=lambda: {**self.parameters(), **parameters()}
     )
 
+  def sharing(self, arrays: Params) -> 'Model':
+    """This model, with arrays among its parameters that every device has whole; see `extended`."""
+
+    def parameters():
+      made = {
+        module: {
+          name: Parameter(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (None,) * leaf.ndim, None)
+          for name, leaf in group.items()
+        }
+        for module, group in arrays.items()
+      }
+      return {**self.parameters(), **made}
+
+    return self._replace(parameters=parameters) if arrays else self
+
   def cast(self, params: Params) -> Params:
     """The parameters in the dtypes to which every use casts them; `apply` computes the same."""
 

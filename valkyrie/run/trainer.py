@@ -189,7 +189,7 @@ class Trainer:
 
     def of(state: TrainState) -> dict[str, Any]:
       fields = state._asdict()
-      names = ('params', 'optimizer_state', 'average')
+      names = ('params', 'optimizer_state', 'average', 'objective')
       return {name: fields[name] for name in names if fields[name] is not None}
 
     for leaf in jax.tree.leaves(of(self.state)):

@@ -5,7 +5,8 @@ backward pass follows at once, training computes the gradient of a slice with it
 logits are there (`weighted_loss`); otherwise the backward pass computes them a second time.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -53,7 +54,6 @@ def logits(features: Features, vocabulary_size: int) -> Array:
 
 def token_scores(features: Features, targets: Array, vocabulary_size: int) -> TokenScores:
   """The scores of the predictions of targets [B, T]."""
-  time = features.hidden.shape[1]
 
   def of_slice(hidden, targets):
     scores = logits(Features(hidden, features.unembedding), vocabulary_size)
@@ -62,15 +62,39 @@ def token_scores(features: Features, targets: Array, vocabulary_size: int) -> To
     right = jnp.argmax(scores, axis=-1) == targets
     return TokenScores(log_normalizer - picked, right, log_normalizer)
 
-  size = _slice_length(features)
-  if size >= time:
-    return of_slice(features.hidden, targets)
+  return _in_slices(of_slice, features, features.hidden, targets)
 
-  scores = lax.map(
-    jax.checkpoint(lambda now: of_slice(*now)),
-    (slices.cut(features.hidden, size), slices.cut(targets, size)),
+
+def divergences(
+  target: Features, features: Features, vocabulary_size: int, temperature: float = 1.0
+) -> Array:
+  """KL(p || q) of the next tokens in nats, [B, T], p by the target and q by the features.
+
+  Logits are divided by the temperature. No gradient reaches the target.
+  """
+  target = jax.tree.map(lax.stop_gradient, target)
+
+  def log_probabilities(hidden, of):
+    return jax.nn.log_softmax(
+      logits(Features(hidden, of.unembedding), vocabulary_size) / temperature
+    )
+
+  def of_slice(hidden, others):
+    p, q = log_probabilities(others, target), log_probabilities(hidden, features)
+    return jnp.sum(jnp.exp(p) * (p - q), axis=-1)
+
+  return _in_slices(of_slice, features, features.hidden, target.hidden)
+
+
+def _in_slices(of_slice: Callable, features: Features, *arguments: Array) -> Any:
+  """A function of activations [B, T, ...] in slices of time, whose logits fit into memory."""
+  size, time = _slice_length(features), features.hidden.shape[1]
+  if size >= time:
+    return of_slice(*arguments)
+  found = lax.map(
+    jax.checkpoint(lambda now: of_slice(*now)), tuple(slices.cut(x, size) for x in arguments)
   )
-  return TokenScores(*(slices.join(part, time) for part in scores))
+  return jax.tree.map(lambda part: slices.join(part, time), found)
 
 
 def weighted_loss(

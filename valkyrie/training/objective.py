@@ -44,6 +44,7 @@ class Chunk(NamedTuple):
   features: of the model, with the `activations` that the term asks for.
   batch: the tokens and their weights, [B, C].
   before: the carries before the chunk: of the model as 'model', of a term by its name.
+  shared: arrays of the step, by name, that the term returned from `before`.
   rng: the key of the chunk, where the model has dropout; else None.
   total: float32, the weight of the whole step, by which a sum over tokens is divided.
   plan: whether a planner takes part.
@@ -55,10 +56,16 @@ class Chunk(NamedTuple):
   features: Features
   batch: Batch
   before: Carry
+  shared: Mapping[str, Array]
   rng: Array | None
   total: Array | float
   plan: bool
   in_one_pass: bool
+
+
+# (a term, its shared arrays) -> (their gradient over a whole step, its sums), with other parameters
+# constant.
+Measure = Callable[['Term', Mapping[str, Array]], tuple[Mapping[str, Array], Sums]]
 
 
 class Part(NamedTuple):
@@ -85,6 +92,25 @@ class Term:
   def extended(self, model: Model) -> Model:
     """The model with the parameters and the carries of this term, see `Model.extended`."""
     return model
+
+  def initial_state(self, model: Model, rows: int, tokens: int) -> Any:
+    """What the term keeps from step to step besides parameters and carries: a pytree, or None.
+
+    `tokens` is the largest number that a step reads of a row.
+    """
+    return None
+
+  def before(self, state: Any, step: Array, measure: Measure) -> tuple[Any, Mapping[str, Array]]:
+    """Before each step: its state and the step's number -> (state, arrays for `Chunk.shared`)."""
+    del step, measure
+    return state, {}
+
+  def after(
+    self, state: Any, step: Array, shared: Mapping[str, Array], gradient: Mapping[str, Array]
+  ) -> Any:
+    """After each step: its state, from the gradient of the loss by the shared arrays."""
+    del step, shared, gradient
+    return state
 
   def values(self, chunk: Chunk) -> Mapping[str, Array]:
     """Values of the targets by name, [B, C] each: their weighted means are added to the loss."""
@@ -157,6 +183,11 @@ def terms_of(objective: Callable[[], Term] | Sequence[Callable[[], Term]]) -> tu
   return terms
 
 
+def shared_module(term: Term) -> str:
+  """The module among the parameters that has the arrays which a term shares in a step."""
+  return f'shared/{term.name}'
+
+
 def read(
   terms: Terms,
   model: Model,
@@ -184,8 +215,8 @@ def read(
     plan,
     asked,
   )
-  chunk = Chunk(model, params, features, batch, carry, rng, total, plan, in_one_pass)
-  parts = [term(chunk) for term in terms]
+  chunk = Chunk(model, params, features, batch, carry, {}, rng, total, plan, in_one_pass)
+  parts = [term(chunk._replace(shared=params.get(shared_module(term), {}))) for term in terms]
   after |= {t.name: part.carry for t, part in zip(terms, parts, strict=True) if t.name in carry}
   names = [name for part in parts for name in part.sums]
   if len({*names}) < len(names):

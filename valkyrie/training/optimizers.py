@@ -32,6 +32,8 @@ class Group:
     decay: False takes the optimizer's algorithm for vectors, which decays nothing, for the group.
     algorithm: one of their own.
     may_be_empty: whether a model without such parameters is accepted.
+    clip_norm: the largest norm of the gradient of the group's parameters of one kind, which are
+      then left out of the optimizer's clipping; None clips them with all others.
   """
 
   pattern: str
@@ -39,6 +41,7 @@ class Group:
   decay: bool = True
   algorithm: Algorithm | None = None
   may_be_empty: bool = False
+  clip_norm: float | None = None
 
   def __post_init__(self):
     regular_expression('Group.pattern', self.pattern)
@@ -217,10 +220,13 @@ class Optimizer:
       return name
 
     labels = jax.tree_util.tree_map_with_path(label, params, kinds)
-    return optax.chain(
-      optax.clip_by_global_norm(self._clip_norm),
-      optax.partition(dict(sorted(made.items())), labels),
-    )
+    clip = optax.clip_by_global_norm(self._clip_norm)
+    if any(group.clip_norm is not None for group in self._groups):
+      with_all = jax.tree_util.tree_map_with_path(
+        lambda path, _: self._group(leaf_path(path))[1].clip_norm is None, params
+      )
+      clip = optax.masked(clip, with_all)
+    return optax.chain(clip, optax.partition(dict(sorted(made.items())), labels))
 
   def _of_leaf(self, path: str, leaf: Any, kind: Any) -> tuple[str, optax.GradientTransformation]:
     """The name of a parameter's group, and its algorithm."""
@@ -245,6 +251,8 @@ class Optimizer:
       for _ in stack:
         transformation = per_layer(transformation)
       name += ''.join(f', {count} of a stack' for count in stack)
+    if group.clip_norm is not None:
+      transformation = optax.chain(optax.clip_by_global_norm(group.clip_norm), transformation)
     if group.learning_rate_scale != 1:
       transformation = optax.chain(transformation, optax.scale(group.learning_rate_scale))
     return name, transformation

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import operator
+from typing import Any
 
 import gin
 import haiku as hk
@@ -116,8 +117,15 @@ class Setup:
       settings.seed,
       settings.batch_size,
       self.loss_spikes.initial(),
+      self._initial_objective(),
       with_average=settings.average_decay is not None,
     )
+
+  def _initial_objective(self) -> dict[str, Any] | None:
+    rows = self.settings.batch_size
+    tokens = max(phase.tokens_per_row for phase in self.curriculum.phases)
+    kept = {term.name: term.initial_state(self.model, rows, tokens) for term in self.terms}
+    return {name: state for name, state in kept.items() if state is not None} or None
 
   def initial_carry(self) -> Carry:
     """The empty carry of all rows, on the mesh."""

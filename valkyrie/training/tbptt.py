@@ -40,6 +40,7 @@ def gradients(
   backprop_chunks: int,
   remat_chunks: bool,
   terms: Terms = PREDICTION,
+  learned: Callable[[Params], Params] = lambda params: params,
   plan: bool = True,
 ) -> tuple[Params, Carry, Sums]:
   """The gradient of the step's mean loss, cut between groups of `backprop_chunks` chunks.
@@ -54,6 +55,7 @@ def gradients(
     remat_chunks: recompute chunks in the backward pass (see `_add_recomputed`), or save their
       activations.
     terms: of the objective.
+    learned: cuts the gradient of the parameters that do not learn.
     plan: whether a planner takes part.
 
   Returns:
@@ -73,7 +75,7 @@ def gradients(
     return read(
       terms,
       model,
-      params,
+      learned(params),
       carry,
       chunk,
       rng,

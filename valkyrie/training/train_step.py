@@ -14,7 +14,7 @@ from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training import rounding, tbptt
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.data_parallel import Compute, shard_map_step
-from valkyrie.training.objective import PREDICTION, Sums, Terms
+from valkyrie.training.objective import PREDICTION, Sums, Terms, shared_module
 from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.spikes import LossSpikes, RecentLosses, detect
 from valkyrie.types import Array, Batch, Carry, Params
@@ -32,6 +32,7 @@ class TrainState(NamedTuple):
   skipped: int32, steps refused for a non-finite number or a loss spike.
   recent: the losses that `spikes` compares the next one with; None without.
   average: of the parameters over the steps; None without.
+  objective: what its terms keep, by name, see `objective.Term.initial_state`; None without.
   """
 
   step: Array
@@ -41,6 +42,7 @@ class TrainState(NamedTuple):
   skipped: Array
   recent: RecentLosses | None = None
   average: Params | None = None
+  objective: Any = None
 
   @property
   def evaluated(self) -> Params:
@@ -69,6 +71,7 @@ def initial_state(
   seed: int,
   batch_size: int,
   recent: RecentLosses | None = None,
+  objective: Any = None,
   *,
   with_average: bool = False,
 ) -> TrainState:
@@ -77,7 +80,7 @@ def initial_state(
   zero = jnp.zeros((), jnp.int32)
   moments = optimizer.init(rounding.wide(params), model.kinds(params))
   average = jax.tree.map(jnp.copy, params) if with_average else None
-  return TrainState(zero, params, moments, carry, zero, recent, average)
+  return TrainState(zero, params, moments, carry, zero, recent, average, objective)
 
 
 def state_axes(
@@ -94,6 +97,7 @@ def state_axes(
     skipped=scalar,
     recent=jax.tree.map(lambda leaf: (None,) * leaf.ndim, shapes.recent),
     average=None if shapes.average is None else params,
+    objective=jax.tree.map(lambda leaf: (None,) * leaf.ndim, shapes.objective),
   )
 
 
@@ -123,19 +127,22 @@ def make_train_step(
   the seed and the step, so a resumed run draws the same numbers.
   """
 
-  # The functions follow in the order in which they run: `train_step` calls `of_device` on every
-  # device, which calls `of_rows` for each group of its rows, which calls `apply` for each chunk.
+  # The functions follow in the order in which they run: `train_step` calls `whole_step`, and this
+  # `of_device` on every device, which calls `of_rows` for each group of its rows.
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-    gradient, carry, sums = shard_map_step(
-      of_device,
-      model,
-      state.params,
-      state.carry,
-      batch,
-      key_of(_DROPOUT, state.step) if model.about.has_dropout else None,
-      chunk_size=phase.chunk_size,
-      backward=True,
-    )
+    def measure(term, shared):
+      gradient, _, sums = whole_step(state, batch, [term], {term.name: shared}, only_shared)
+      return gradient[shared_module(term)], sums
+
+    kept, shared = dict(state.objective or {}), {}
+    for term in terms:
+      found, shared[term.name] = term.before(kept.get(term.name), state.step, measure)
+      kept |= {term.name: found} if term.name in kept else {}
+    gradient, carry, sums = whole_step(state, batch, terms, shared, learned)
+    for term in terms:
+      of_shared = gradient.pop(shared_module(term), {})
+      if term.name in kept:
+        kept[term.name] = term.after(kept[term.name], state.step, shared[term.name], of_shared)
     norm = optax.tree.norm(gradient)
     squares = sums_of_parts(gradient, lambda leaf: jnp.sum(jnp.square(leaf)))
     part_norms = {part: jnp.sqrt(total) for part, total in squares.items()}
@@ -163,38 +170,60 @@ def make_train_step(
     def accept(flag, new, old):
       return jax.tree.map(lambda n, o: jnp.where(flag, n, o), new, old)
 
-    learned = healthy & (sums.weight > 0)
+    counts = healthy & (sums.weight > 0)
     state = TrainState(
       step=state.step + 1,
-      params=accept(learned, params, state.params),
-      optimizer_state=accept(learned, optimizer_state, state.optimizer_state),
+      params=accept(counts, params, state.params),
+      optimizer_state=accept(counts, optimizer_state, state.optimizer_state),
       carry=accept(healthy, carry, model.initial_carry(batch.inputs.shape[0])),
       skipped=state.skipped + jnp.where(healthy, 0, 1),
       recent=recent,
       average=state.average,
+      objective=state.objective and accept(counts, kept, state.objective),
     )
     if average_decay is not None:
       state = state._replace(average=_averaged(state, average_decay))
     return state, StepMetrics(sums, norm, part_norms, learning_rate, state.skipped, spiked)
 
-  def of_device(*arguments, **options):
-    return _in_micro_batches(of_rows, model, micro_batches, *arguments, **options)
+  def whole_step(state, batch, terms, shared, learned):
+    arrays = {shared_module(term): shared[term.name] for term in terms if shared[term.name]}
+    extended = model.sharing(arrays)
 
-  def of_rows(*arguments, **options):
-    return tbptt.gradients(
-      model._replace(apply=apply),
-      *arguments,
-      backprop_chunks=phase.backprop_chunks,
-      remat_chunks=remat_chunks,
-      terms=terms,
-      plan=phase.planner,
-      **options,
+    def of_device(*arguments, **options):
+      return _in_micro_batches(of_rows, extended, micro_batches, *arguments, **options)
+
+    def of_rows(*arguments, **options):
+      return tbptt.gradients(
+        extended,
+        *arguments,
+        backprop_chunks=phase.backprop_chunks,
+        remat_chunks=remat_chunks,
+        terms=terms,
+        learned=learned,
+        plan=phase.planner,
+        **options,
+      )
+
+    return shard_map_step(
+      of_device,
+      extended,
+      {**state.params, **arrays},
+      state.carry,
+      batch,
+      key_of(_DROPOUT, state.step) if model.about.has_dropout else None,
+      chunk_size=phase.chunk_size,
+      backward=True,
     )
 
-  def apply(params, *arguments, **options):
+  def learned(params):
     frozen = optimizer.frozen(params)
-    learned = jax.tree.map(lambda p, f: lax.stop_gradient(p) if f else p, params, frozen)
-    return model.apply(learned, *arguments, **options)
+    return jax.tree.map(lambda p, f: lax.stop_gradient(p) if f else p, params, frozen)
+
+  def only_shared(params):
+    return {
+      module: group if module.startswith('shared/') else lax.stop_gradient(group)
+      for module, group in params.items()
+    }
 
   def key_of(use: int, step: Array) -> Array:
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), use), step)

@@ -1,0 +1,1 @@
+"""Decomposition of a trained model's matrices into components whose importance is learned."""

@@ -1,0 +1,363 @@
+"""The objective of a decomposition: components that reconstruct the model wherever masks ablate.
+
+The model is frozen. Of each chunk, its own pass is the clean one. Masked passes read the chunk with
+other masks, and their next-token distributions should be the clean ones; so few components as
+possible should matter for each token. docs/decomposition.md has the rules D1 to D25.
+
+A masked pass carries a memory of its own through the document: what an ablated component would have
+written is missing later, as it is for the model whose weights are masked (D22).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import math
+from typing import Any, ClassVar, NamedTuple
+
+import gin
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from valkyrie.config import ranges
+from valkyrie.decomposition import draws, importance, masks
+from valkyrie.decomposition.adversary import Adversary, Attack
+from valkyrie.decomposition.importance import Importance, PerComponent
+from valkyrie.decomposition.masks import Stochastic, Tokens
+from valkyrie.errors import ConfigurationError, check_choice
+from valkyrie.models.features import SITES
+from valkyrie.models.language_model import Model
+from valkyrie.models.sites import Site, sites_of
+from valkyrie.training.losses import divergences
+from valkyrie.training.objective import Chunk, Measure, Part, Term
+from valkyrie.training.optimizers import Group
+from valkyrie.types import Array, Carry, Params
+
+_TINY = 1e-12
+_STEP = 'step'
+_FREQUENCY = 'frequency/'  # begins the names of shared arrays, as the number of an adversary does
+
+
+class Memory(NamedTuple):
+  """The carry of a decomposition: of the draws, and of each masked pass of each loss."""
+
+  place: draws.Place
+  passes: Sequence[Sequence[Carry]]
+
+
+@gin.configurable
+@dataclasses.dataclass(frozen=True)
+class Decomposition(Term):
+  """Reconstruction under masks, few important components, and faithfulness to the matrices.
+
+  Attributes:
+    seed: of the draws.
+    train_steps: the step at which the exponent has fallen to its end.
+    importance: the class of the importance functions.
+    reconstruction: the classes of the masked passes, `@Stochastic` or `@Adversary`.
+    minimality: the coefficient of the importances, summed over components and averaged over tokens.
+    exponent: p at the start and at the end of training, of (g + 1e-12)^p.
+    smooth: count g² / (g² + γ²) instead, with γ from and to `exponent`.
+    frequency: the coefficient of f log2(1 + a f) for the mean f of each component's importance.
+    reference_tokens: a, such as the tokens of a step.
+    faithfulness: the coefficient of the mean squared difference of W and V U.
+    faithful_steps, faithful_rate: steps of AdamW on only this difference before the run begins.
+    memory: 'own', a carry of its own for each masked pass; 'clean', the clean one for all.
+    clip_norm: the largest norm of the components' gradient.
+  """
+
+  seed: int
+  train_steps: int
+  importance: Callable[[], Importance] = PerComponent
+  reconstruction: Sequence[Callable[[], Stochastic]] = (Stochastic,)
+  minimality: float = 1e-3
+  exponent: tuple[float, float] = (2.0, 0.4)
+  smooth: bool = False
+  frequency: float = 0.0
+  reference_tokens: int = 1
+  faithfulness: float = 1.0
+  faithful_steps: int = 200
+  faithful_rate: float = 1e-3
+  memory: str = 'own'
+  clip_norm: float = 0.01
+
+  name: ClassVar[str] = 'decomposition'
+  activations: ClassVar[Sequence[str]] = (SITES,)
+
+  def __post_init__(self):
+    ranges.check_fields(self)
+    check_choice('Decomposition.memory', self.memory, ('own', 'clean'))
+    if not self.reconstruction:
+      raise ConfigurationError(
+        'Decomposition.reconstruction is empty: nothing would hold the components to the model. '
+        'Name classes of masked passes, such as (@Stochastic,).'
+      )
+
+  @property
+  def groups(self) -> Sequence[Group]:
+    """The model is frozen; components and importances do not decay."""
+    return (
+      Group(r'_[vu]$', decay=False, clip_norm=self.clip_norm),
+      Group(rf'^{importance.MODULE}/', decay=False, clip_norm=math.inf),
+      Group('^model/', learning_rate_scale=0.0),
+    )
+
+  # Parameters, carries and state.
+
+  def extended(self, model: Model) -> Model:
+    """Adds the importance functions, and the carries of the masked passes."""
+    sites, functions = sites_of(model.parameters()), self.importance()
+    if not sites:
+      raise ConfigurationError(
+        'Decomposition needs sites, but no matrix of the model is one. Set LanguageModel.sites = '
+        "@Sites, and Sites.components = (('PATTERN', C),) with a pattern of paths in "
+        'model_info.txt.'
+      )
+
+    def initial_carry(rows):
+      one = model.initial_carry(rows)
+      own = self.memory == 'own'
+      passes = [[one for _ in loss.passes(sites)] if own else [] for loss in self._losses()]
+      return Memory(draws.start(rows), passes)
+
+    return model.extended(
+      self.name,
+      lambda rng: importance.initial(functions, sites, rng),
+      lambda: importance.parameters(functions, sites),
+      initial_carry,
+    )
+
+  def _losses(self) -> list[Stochastic]:
+    return [make() for make in self.reconstruction]
+
+  def _adversaries(self) -> dict[str, Adversary]:
+    """The adversaries, by their number among the losses."""
+    return {str(n): a for n, a in enumerate(self._losses()) if isinstance(a, Adversary)}
+
+  def initial_state(self, model: Model, rows: int, tokens: int) -> dict[str, Attack] | None:
+    """The attacks of the adversaries, by their number."""
+    sites = sites_of(model.parameters())
+    return {
+      number: adversary.start(sites, rows, tokens, self.seed)
+      for number, adversary in self._adversaries().items()
+    } or None
+
+  # Around a step.
+
+  def before(
+    self, state: dict[str, Attack] | None, step: Array, measure: Measure
+  ) -> tuple[dict[str, Attack] | None, Mapping[str, Array]]:
+    """The mean importances, whose logarithm needs all tokens, and the adversaries' ascents."""
+    shared: dict[str, Array] = {_STEP: jnp.asarray(step, jnp.float32)}
+    if self.frequency:
+      _, sums = measure(_MeanImportance(self), shared)
+      shared |= {name: total / jnp.maximum(sums.weight, 1.0) for name, total in sums.terms.items()}
+    attacks = {}
+    for number, adversary in self._adversaries().items():
+
+      def gradient_of(sources, number=number):
+        found, _ = measure(_Attacked(self, number), {**shared, **_named(number, sources)})
+        return _of_number(number, found)
+
+      begun = (state or {})[number]
+      if not adversary.persistent:
+        begun = adversary.restarted(begun, self.seed, step)
+      attacks[number] = adversary.ascended(begun, step, gradient_of)
+    for number, attack in attacks.items():
+      shared |= _named(number, attack.sources)
+    return attacks or None, shared
+
+  def after(
+    self,
+    state: dict[str, Attack] | None,
+    step: Array,
+    shared: Mapping[str, Array],
+    gradient: Mapping[str, Array],
+  ) -> dict[str, Attack] | None:
+    """The last ascent, by the step's own gradient (D14)."""
+    del shared
+    found = dict(state or {})
+    for number, adversary in self._adversaries().items():
+      if adversary.persistent and adversary.coefficient:
+        of = jax.tree.map(lambda g, by=adversary: g / by.coefficient, _of_number(number, gradient))
+        found[number] = adversary.ascend(found[number], step, of)
+    return found or None
+
+  # A chunk.
+
+  def __call__(self, chunk: Chunk) -> Part:
+    """All losses of a chunk."""
+    read = _Read(self, chunk)
+    losses, sums = [], {}
+    share = read.weight / chunk.total  # of the chunk, for what no token has a part in
+
+    def add(name, coefficient, total):
+      if coefficient:
+        losses.append(coefficient * total / chunk.total)
+        sums[name] = total
+
+    passes = []
+    for number, loss in enumerate(self._losses()):
+      total, carries = read.reconstruction(number, loss)
+      kind = 'adversarial' if loss.adversarial else loss.live
+      add(f'reconstruction_{number}_{kind}', loss.coefficient, total)
+      passes.append(carries)
+    add('minimality', self.minimality, read.minimality())
+    if self.frequency:
+      slopes, value = read.frequency()
+      losses.append(self.frequency * slopes / chunk.total)
+      sums['frequency'] = value * read.weight
+    if self.faithfulness:
+      difference = unfaithfulness(chunk.params, read.sites)
+      losses.append(self.faithfulness * difference * share)
+      sums['faithfulness'] = difference * read.weight
+    sums['alive_per_token'] = read.alive()
+    loss = sum(losses[1:], losses[0])
+    return Part(loss, sums, Memory(read.place, passes))
+
+
+def unfaithfulness(params: Params, sites: Mapping[str, Site]) -> Array:
+  """The mean of (W - V U)² over all elements of all sites, float32 (D10)."""
+  total, count = jnp.zeros(()), 0
+  for site in sites.values():
+    w, (v, u) = lax.stop_gradient(site.target(params)), site.factors(params)
+    total += jnp.sum(jnp.square(w - jnp.einsum('ldc,lce->lde', v, u)))
+    count += w.size
+  return total / count
+
+
+class _Read:
+  """What the losses of a chunk share: importances, draws and the clean distribution."""
+
+  def __init__(self, settings: Decomposition, chunk: Chunk):
+    self.settings, self.chunk = settings, chunk
+    self.sites = sites_of(chunk.model.parameters())
+    self.before: Memory = chunk.before[settings.name]
+    time = chunk.batch.inputs.shape[1]
+    numbers, self.place = draws.tokens(self.before.place, time)
+    self._tokens = Tokens(settings.seed, self.before.place.row, numbers)
+    self._weights = chunk.batch.weights
+    self.weight = jnp.sum(self._weights)
+    functions, inputs = settings.importance(), chunk.features.sites or {}
+    own = chunk.params[importance.MODULE]
+    z = {
+      path: functions.logits(own, path, inputs[path], site.factors(chunk.params)[0])
+      for path, site in self.sites.items()
+    }
+    self.low = jax.tree.map(importance.lower, z)
+    self.high = jax.tree.map(importance.upper, z)
+
+  def reconstruction(self, number: int, loss: Stochastic) -> tuple[Array, list[Carry]]:
+    """The summed divergence of a loss, the mean over its passes, and their carries."""
+    passes = loss.passes(self.sites)
+    total, carries = jnp.zeros(()), []
+    for index, live in enumerate(passes):
+      use = 2 * (1000 * number + index)  # two draws each
+      routes = loss.routes(live, self.sites, use, self._tokens)
+      if isinstance(loss, Adversary):
+        shared = _of_number(str(number), self.chunk.shared)
+        sources = loss.of_tokens(shared, self._tokens)
+      else:
+        sources = loss.sources([*routes], self.sites, use + 1, self._tokens)
+      given = {path: masks.masks(self.low[path], sources[path], routes[path]) for path in routes}
+      own = self.before.passes[number]
+      divergence, after = self._masked(given, own[index] if own else self.chunk.before)
+      total += divergence / len(passes)
+      carries += [after] if own else []
+    return total, carries
+
+  def _masked(self, given: Mapping[str, Any], carry: Carry) -> tuple[Array, Carry]:
+    chunk, batch = self.chunk, self.chunk.batch
+    features, after = chunk.model.apply(
+      chunk.params,
+      {'model': carry['model']},
+      batch.inputs,
+      batch.positions,
+      batch.segment_ids,
+      chunk.rng,
+      masks=given,
+    )
+    size = chunk.model.about.vocabulary_size
+    return jnp.sum(self._weights * divergences(chunk.features, features, size)), after
+
+  def powers(self) -> dict[str, Array]:
+    """{path: f summed over the tokens [L, C]}, of the importance to some power (D11)."""
+    first, last = self.settings.exponent
+    done = lax.stop_gradient(self.chunk.shared[_STEP]) / self.settings.train_steps
+    exponent = first + (last - first) * jnp.minimum(done, 1.0)
+
+    def of(high):
+      square = high * high
+      counted = (
+        square / (square + exponent**2) if self.settings.smooth else (high + _TINY) ** exponent
+      )
+      return jnp.einsum('lbtc,bt->lc', counted, self._weights)
+
+    return {path: of(high) for path, high in self.high.items()}
+
+  def minimality(self) -> Array:
+    """The sum over tokens and components."""
+    return sum((jnp.sum(f) for f in self.powers().values()), jnp.zeros(()))
+
+  def frequency(self) -> tuple[Array, Array]:
+    """(sum of h'(f) times the chunk's f, h(f)), h(f) = f log2(1 + a f) of the step's mean f (D12).
+
+    The gradient of the first, summed over the chunks, is that of h.
+    """
+    a, slopes, value = self.settings.reference_tokens, jnp.zeros(()), jnp.zeros(())
+    for path, of_chunk in self.powers().items():
+      f = lax.stop_gradient(self.chunk.shared[_FREQUENCY + path])
+      bits = jnp.log2(1 + a * f)
+      slopes += jnp.sum((bits + a * f / ((1 + a * f) * math.log(2))) * of_chunk)
+      value += jnp.sum(f * bits)
+    return slopes, value
+
+  def alive(self) -> Array:
+    """The components with an importance above 0.1, summed over tokens."""
+    return sum(
+      (jnp.einsum('lbtc,bt->', (low > 0.1).astype(low.dtype), self._weights)
+       for low in self.low.values()),
+      jnp.zeros(()),
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attacked(Term):
+  """The loss of one adversary, everywhere routed, which its sources ascend."""
+
+  settings: Decomposition
+  number: str
+
+  name: ClassVar[str] = Decomposition.name
+  activations: ClassVar[Sequence[str]] = (SITES,)
+
+  def __call__(self, chunk: Chunk) -> Part:
+    read, number = _Read(self.settings, chunk), int(self.number)
+    adversary = dataclasses.replace(self.settings._losses()[number], live='all')
+    total, carries = read.reconstruction(number, adversary)
+    passes = [*read.before.passes]
+    passes[number] = carries
+    return Part(total / chunk.total, {}, Memory(read.place, passes))
+
+
+@dataclasses.dataclass(frozen=True)
+class _MeanImportance(Term):
+  """The importance of each component, summed over the tokens of a step."""
+
+  settings: Decomposition
+
+  name: ClassVar[str] = Decomposition.name
+  activations: ClassVar[Sequence[str]] = (SITES,)
+
+  def __call__(self, chunk: Chunk) -> Part:
+    read = _Read(self.settings, chunk)
+    found = {_FREQUENCY + path: f for path, f in read.powers().items()}
+    return Part(jnp.zeros(()), found, read.before._replace(place=read.place))
+
+
+def _named(number: str, sources: Mapping[str, Array]) -> dict[str, Array]:
+  return {f'{number} {path}': r for path, r in sources.items()}
+
+
+def _of_number(number: str, shared: Mapping[str, Array]) -> dict[str, Array]:
+  begin = f'{number} '
+  return {n.removeprefix(begin): r for n, r in shared.items() if n.startswith(begin)}
