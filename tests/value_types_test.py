@@ -70,11 +70,25 @@ ZERO = {
   'seed', 'warmup_steps', 'keep_best', 'bad_documents', 'allowed', 'registers', 'document_start',
   'max_global_tokens', 'max_tokens', 'learning_rate', 'learning_rate_scale', 'dropout', 'epsilon',
   'final_learning_rate_scale', 'z_loss', 'temperature', 'draft_weight', 'weights', 'low_turns',
-  'high_turns', 'depths', 'min_p', 'cooldown', 'pass_carry', 'weight',
+  'high_turns', 'depths', 'min_p', 'cooldown', 'pass_carry', 'weight', 'ascents',
+  'faithful_steps', 'coefficient', 'minimality', 'exponent', 'last_exponent', 'frequency',
+  'faithfulness', 'source',
 }  # fmt: skip
 # At most 1.
-UNIT = {'dropout', 'epsilon', 'depths', 'min_p', 'top_p', 'cooldown', 'average_decay', 'pass_carry'}
-ENDLESS = {'Optimizer.clip_norm', 'LossSpikes.deviations', 'Checkpoints.patience'}
+UNIT = {
+  'dropout',
+  'epsilon',
+  'depths',
+  'min_p',
+  'top_p',
+  'cooldown',
+  'average_decay',
+  'pass_carry',
+  'source',
+}
+ENDLESS = {
+  'Optimizer.clip_norm', 'Group.clip_norm', 'Decomposition.clip_norm', 'LossSpikes.deviations', 'Checkpoints.patience',
+}  # fmt: skip
 SELDOM = {'log_every', 'eval_every', 'checkpoint_every', 'hbm_bytes'}  # may exceed int32
 SEVERAL = {'dilations', 'depths', 'lengths', 'orders', 'profile_steps', 'weights'}
 

@@ -18,27 +18,28 @@ _INTERVALS = {
     'keep keep_period vocabulary_size d_model layers heads kv_heads head_width key_width '
     'value_width mlp_width width state_size hippo_blocks slice_size dilations max_context '
     'original_context rank taps window plan_interval plan_tokens cycles segments top_k '
-    'NgramEmbedding.rows'
+    'NgramEmbedding.rows groups sets reference_tokens'
   ),
   '[2, 2147483647]': 'LossSpikes.window orders',
   '[260, 1048576]': 'train_vocabulary.size',  # beyond the bytes
   '[0, 2147483647]': (
     'warmup_steps keep_best bad_documents allowed registers document_start max_global_tokens '
-    'max_tokens'
+    'max_tokens ascents faithful_steps'
   ),
   # An interval beyond the last step is never due.
   '[1, 9223372036854775807]': 'log_every eval_every checkpoint_every hbm_bytes',
   '[0, 4294967295]': 'seed first',
-  '[0, 1]': 'depths min_p epsilon cooldown',
+  '[0, 1]': 'depths min_p epsilon cooldown Stochastic.source Adversary.source',
   '[0, 1)': 'dropout pass_carry optax.b1 optax.b2 optax.b3 optax.decay optax.momentum',
   '(0, 1]': 'top_p',
   '(0, 1)': 'average_decay',
   '[1, inf)': 'factor largest_rate',
   '[0, inf)': (
     'learning_rate learning_rate_scale final_learning_rate_scale z_loss temperature draft_weight '
-    'weight weights low_turns high_turns optax.weight_decay optax.eps optax.eps_root'
+    'weight weights low_turns high_turns optax.weight_decay optax.eps optax.eps_root '
+    'coefficient minimality exponent last_exponent frequency faithfulness'
   ),
-  '(0, inf)': 'base embedding_scale horizon shortest step_rescale',
+  '(0, inf)': 'base embedding_scale horizon shortest step_rescale faithful_rate Adversary.rate',
   '[1e-30, 1e30]': 'repetition_penalty',
   '(0, inf]': 'clip_norm deviations',
   '(0, 1e9]': 'grace_seconds',

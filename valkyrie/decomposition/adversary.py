@@ -10,7 +10,6 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from valkyrie.config import ranges
 from valkyrie.decomposition.masks import Stochastic, Tokens
 from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models.sites import Site
@@ -60,7 +59,6 @@ class Adversary(Stochastic):
   def __post_init__(self):
     super().__post_init__()
     check_choice('Adversary.scope', self.scope, SCOPES)
-    ranges.check_fields(self)
     if self.source is not None or self.live not in ('all', 'subset'):
       raise ConfigurationError(
         f'Adversary.live={self.live!r} with source={self.source}: an adversary has sources of its '

@@ -132,7 +132,7 @@ def initial(importance: Importance, sites: Mapping[str, Site], rng: Array) -> Pa
 
   def value(name, shape, deviation):
     key = jax.random.fold_in(rng, zlib.crc32(name.encode()))
-    return deviation * jax.random.normal(key, shape)
+    return deviation * jax.random.normal(key, shape, jnp.float32)
 
   shapes = importance.shapes(sites)
   return {MODULE: {name: value(name, *of) for name, of in shapes.items()}}

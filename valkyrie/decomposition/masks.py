@@ -49,11 +49,8 @@ class Stochastic:
   adversarial: ClassVar[bool] = False
 
   def __post_init__(self):
-    name = type(self).__name__
-    check_choice(f'{name}.live', self.live, LIVE)
-    ranges.check(name, coefficient=self.coefficient, groups=self.groups)
-    if self.source is not None and not 0 <= self.source <= 1:
-      raise ConfigurationError(f'{name}.source={self.source} must be from 0 to 1.')
+    check_choice(f'{type(self).__name__}.live', self.live, LIVE)
+    ranges.check_fields(self)
 
   def passes(self, sites: Mapping[str, Site]) -> list[list[tuple[str, int]]]:
     """The sites (path, layer) that are live in each pass."""

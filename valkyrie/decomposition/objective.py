@@ -55,8 +55,8 @@ class Decomposition(Term):
     importance: the class of the importance functions.
     reconstruction: the classes of the masked passes, `@Stochastic` or `@Adversary`.
     minimality: the coefficient of the importances, summed over components and averaged over tokens.
-    exponent: p at the start and at the end of training, of (g + 1e-12)^p.
-    smooth: count g² / (g² + γ²) instead, with γ from and to `exponent`.
+    exponent, last_exponent: p at the start and at the end of training, of (g + 1e-12)^p.
+    smooth: count g² / (g² + γ²) instead, with γ in the place of p.
     frequency: the coefficient of f log2(1 + a f) for the mean f of each component's importance.
     reference_tokens: a, such as the tokens of a step.
     faithfulness: the coefficient of the mean squared difference of W and V U.
@@ -70,7 +70,8 @@ class Decomposition(Term):
   importance: Callable[[], Importance] = PerComponent
   reconstruction: Sequence[Callable[[], Stochastic]] = (Stochastic,)
   minimality: float = 1e-3
-  exponent: tuple[float, float] = (2.0, 0.4)
+  exponent: float = 2.0
+  last_exponent: float = 0.4
   smooth: bool = False
   frequency: float = 0.0
   reference_tokens: int = 1
@@ -188,28 +189,26 @@ class Decomposition(Term):
     """All losses of a chunk."""
     read = _Read(self, chunk)
     losses, sums = [], {}
-    share = read.weight / chunk.total  # of the chunk, for what no token has a part in
 
-    def add(name, coefficient, total):
+    def add(name, coefficient, sum_over_tokens):
       if coefficient:
-        losses.append(coefficient * total / chunk.total)
-        sums[name] = total
+        sums[name] = sum_over_tokens()
+        losses.append(coefficient * sums[name] / chunk.total)
 
     passes = []
     for number, loss in enumerate(self._losses()):
       total, carries = read.reconstruction(number, loss)
       kind = 'adversarial' if loss.adversarial else loss.live
-      add(f'reconstruction_{number}_{kind}', loss.coefficient, total)
+      add(f'reconstruction_{number}_{kind}', loss.coefficient, lambda found=total: found)
       passes.append(carries)
-    add('minimality', self.minimality, read.minimality())
-    if self.frequency:
-      slopes, value = read.frequency()
-      losses.append(self.frequency * slopes / chunk.total)
-      sums['frequency'] = value * read.weight
-    if self.faithfulness:
-      difference = unfaithfulness(chunk.params, read.sites)
-      losses.append(self.faithfulness * difference * share)
-      sums['faithfulness'] = difference * read.weight
+    add('minimality', self.minimality, read.minimality)
+    add('frequency', self.frequency, read.frequency)
+    # No token has a part in it: each chunk gets its share of the weight.
+    add(
+      'faithfulness',
+      self.faithfulness,
+      lambda: read.weight * unfaithfulness(chunk.params, read.sites),
+    )
     sums['alive_per_token'] = read.alive()
     loss = sum(losses[1:], losses[0])
     return Part(loss, sums, Memory(read.place, passes))
@@ -281,7 +280,7 @@ class _Read:
 
   def powers(self) -> dict[str, Array]:
     """{path: f summed over the tokens [L, C]}, of the importance to some power (D11)."""
-    first, last = self.settings.exponent
+    first, last = self.settings.exponent, self.settings.last_exponent
     done = lax.stop_gradient(self.chunk.shared[_STEP]) / self.settings.train_steps
     exponent = first + (last - first) * jnp.minimum(done, 1.0)
 
@@ -298,10 +297,10 @@ class _Read:
     """The sum over tokens and components."""
     return sum((jnp.sum(f) for f in self.powers().values()), jnp.zeros(()))
 
-  def frequency(self) -> tuple[Array, Array]:
-    """(sum of h'(f) times the chunk's f, h(f)), h(f) = f log2(1 + a f) of the step's mean f (D12).
+  def frequency(self) -> Array:
+    """The chunk's share of h(f) = f log2(1 + a f), of the mean f of the whole step (D12).
 
-    The gradient of the first, summed over the chunks, is that of h.
+    Its gradient is that of h'(f) times the chunk's f, so that those of all chunks add up to h's.
     """
     a, slopes, value = self.settings.reference_tokens, jnp.zeros(()), jnp.zeros(())
     for path, of_chunk in self.powers().items():
@@ -309,7 +308,7 @@ class _Read:
       bits = jnp.log2(1 + a * f)
       slopes += jnp.sum((bits + a * f / ((1 + a * f) * math.log(2))) * of_chunk)
       value += jnp.sum(f * bits)
-    return slopes, value
+    return slopes + lax.stop_gradient(value * self.weight - slopes)
 
   def alive(self) -> Array:
     """The components with an importance above 0.1, summed over tokens."""

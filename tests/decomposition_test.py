@@ -1,0 +1,430 @@
+"""Decomposition: its rules D1 to D25 (docs/decomposition.md) against references of their own."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from valkyrie.decomposition import draws, importance, masks
+from valkyrie.decomposition.adversary import Adversary
+from valkyrie.decomposition.masks import Stochastic, Tokens
+from valkyrie.decomposition.objective import Decomposition
+from valkyrie.errors import ConfigurationError
+from valkyrie.models.declarations import Masks
+from valkyrie.models.features import SITES
+from valkyrie.models.sites import Sites, sites_of
+from valkyrie.sharding.partitioner import Partitioner
+from valkyrie.training.curriculum import Curriculum, Phase
+from valkyrie.training.optimizers import Optimizer
+from valkyrie.training.train_step import initial_state, make_train_step, state_axes
+
+pytestmark = pytest.mark.usefixtures('quick_compiler')
+ROWS, TIME, C = 2, 24, 3
+SUBSET = functools.partial(Stochastic, live='subset', coefficient=0.5)
+
+
+def wide(tree):
+  def cast(x):
+    return x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+  return jax.tree.map(cast, tree)
+
+
+def decomposed(rows=ROWS, dtype='float64', **options):
+  """(model, term, optimizer, the state before the first step) of a small decomposition."""
+  term = Decomposition(0, 10, **options)
+  sites = functools.partial(Sites, components=(('s5/|mlp/hidden', C),))
+  model = tiny.model((tiny.s5,), layers=1, sites=sites, remat_policy=None, compute_dtype=dtype)
+  model = term.extended(model)
+  optimizer = Optimizer(learning_rate=0.01, warmup_steps=1, train_steps=10)
+  optimizer = optimizer.preceded_by(term.groups)
+
+  def initial():
+    kept = term.initial_state(model, rows, TIME)
+    return initial_state(model, optimizer, 0, rows, None, kept and {term.name: kept})
+
+  state = jax.jit(initial)()
+  return model, term, optimizer, wide(state) if dtype == 'float64' else state
+
+
+def step_of(model, term, optimizer, chunk_size=TIME, **options):
+  phase = Phase(chunk_size, TIME // chunk_size, TIME // chunk_size)
+  fixed = {'seed': 0, 'remat_chunks': False, 'terms': (term,)}
+  return make_train_step(model, optimizer, Curriculum([phase]), phase, **fixed, **options)
+
+
+def assert_same(found, expected, rtol=1e-12):
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    scale = max(float(np.abs(b).max()), 1.0)
+    np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * scale)
+
+
+# The functions.
+
+
+def test_squashings_and_their_gradients():
+  """D6."""
+  z = jnp.array([-2.0, -1e-3, 0.0, 0.3, 1.0, 1.5])
+  np.testing.assert_allclose(importance.lower(z), [0, 0, 0, 0.3, 1, 1])
+  np.testing.assert_allclose(importance.upper(z), [0, 0, 0, 0.3, 1, 1.005])
+  for sign, below in ((-1.0, -0.01), (1.0, 0.0)):
+    found = jax.grad(lambda z, sign=sign: jnp.sum(sign * importance.lower(z)))(z)
+    np.testing.assert_allclose(found, [below, below, below, sign, sign, 0])
+  slopes = jax.grad(lambda z: jnp.sum(importance.upper(z)))(z)
+  np.testing.assert_allclose(slopes[jnp.array([0, 1, 3, 5])], [0, 0, 1, 0.01])
+
+
+@pytest.mark.parametrize('kind', [importance.PerComponent, importance.Shared])
+def test_importance_functions(kind):
+  model, *_ = decomposed()
+  functions, sites = kind(width=4), sites_of(model.parameters())
+  params = importance.initial(functions, sites, jax.random.key(1))[importance.MODULE]
+  declared = importance.parameters(functions, sites)[importance.MODULE]
+  assert {n: p.shape.shape for n, p in declared.items()} == {n: p.shape for n, p in params.items()}
+  random = np.random.default_rng(0)
+  for path, site in sites.items():
+    x = random.normal(size=(site.layers, 2, 5, site.d_in))
+    v = random.normal(size=(site.layers, site.d_in, C))
+    w1, b1, w2, b2 = (
+      random.normal(size=params[f'{path}/{n}'].shape) for n in ('w1', 'b1', 'w2', 'b2')
+    )
+    found = functions.logits(
+      {f'{path}/{n}': jnp.asarray(w) for n, w in (('w1', w1), ('b1', b1), ('w2', w2), ('b2', b2))},
+      path, jnp.asarray(x), jnp.asarray(v),
+    )  # fmt: skip
+    gelu = np.vectorize(lambda a: a * (1 + math.erf(a / math.sqrt(2))) / 2)
+    for layer, row, token, c in np.ndindex(site.layers, 2, 5, C):
+      one = x[layer, row, token]
+      if kind is importance.PerComponent:
+        hidden = gelu(one @ v[layer, :, c] * w1[layer, c] + b1[layer, c])
+        expected = hidden @ w2[layer, c] + b2[layer, c]
+      else:
+        expected = gelu(one @ w1[layer] + b1[layer]) @ w2[layer, :, c] + b2[layer, c]
+      np.testing.assert_allclose(found[layer, row, token, c], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_draws_depend_only_on_seed_use_row_and_token():
+  """D7."""
+  row, numbers = jnp.arange(3), jnp.tile(jnp.arange(8)[None], (3, 1))
+  whole = draws.uniform(0, 1, row, numbers, 5)
+  np.testing.assert_array_equal(whole[1:, 2:6], draws.uniform(0, 1, row[1:], numbers[1:, 2:6], 5))
+  others = [draws.uniform(*of, row, numbers, 5) for of in ((0, 2), (1, 1))]
+  values = np.concatenate([np.ravel(x) for x in (whole, *others)])
+  assert len({*values.tolist()}) == values.size and values.min() >= 0 and values.max() < 1
+  place = draws.start(3)
+  first, place = draws.tokens(place, 4)
+  second, place = draws.tokens(place, 4)
+  np.testing.assert_array_equal(jnp.concatenate([first, second], axis=1), numbers)
+
+
+def test_a_subset_has_each_size_and_each_site_alike():
+  model, *_ = decomposed()
+  sites = sites_of(model.parameters())
+  known, tokens = (
+    masks.ordered(sites),
+    Tokens(0, jnp.arange(20), jnp.tile(jnp.arange(300)[None], (20, 1))),
+  )
+  routes = SUBSET().routes(known, sites, 0, tokens)
+  chosen = np.concatenate([routes[path] for path in routes]).reshape(len(known), -1)
+  sizes = np.bincount(chosen.sum(0), minlength=len(known) + 1)
+  assert sizes[0] == 0
+  share = 1 / len(known)
+  error = 4 * math.sqrt(share * (1 - share) / 6000)
+  np.testing.assert_allclose(sizes[1:] / 6000, share, atol=error)
+  np.testing.assert_allclose(
+    chosen.mean(1), (len(known) + 1) / 2 / len(known), atol=4 * 0.5 / math.sqrt(6000)
+  )
+  grouped = Stochastic(live='groups', groups=2)
+  first, second = grouped.passes(sites)
+  assert first + second == known and abs(len(first) - len(second)) <= 1
+  assert Stochastic(live='each').passes(sites) == [[site] for site in known]
+
+
+# The losses of a step.
+
+
+def reference(model, term, params, batch, sources, step):
+  """The loss of a step in one piece, from the formulas; `sources` of each loss by path."""
+  carry = model.initial_carry(ROWS)
+  where = batch.inputs, batch.positions, batch.segment_ids
+  clean, _ = model.apply(params, {'model': carry['model']}, *where, activations=(SITES,))
+  sites, weights = sites_of(model.parameters()), jnp.asarray(batch.weights)
+  own = params[importance.MODULE]
+
+  def log_p(features):
+    logits = features.hidden @ features.unembedding[: tiny.VOCABULARY].T
+    return jax.nn.log_softmax(logits)
+
+  low, high = {}, {}
+  for path, site in sites.items():
+    v, _ = site.factors(params)
+    inner = jnp.einsum('lbtd,ldc->lbtc', clean.sites[path], v)
+    hidden = inner[..., None] * own[f'{path}/w1'][:, None, None] + own[f'{path}/b1'][:, None, None]
+    hidden = hidden * (1 + jax.lax.erf(hidden / math.sqrt(2))) / 2
+    z = jnp.sum(hidden * own[f'{path}/w2'][:, None, None], -1) + own[f'{path}/b2'][:, None, None]
+    low[path], high[path] = importance.lower(z), importance.upper(z)
+  total = jnp.zeros(())
+  p = jax.lax.stop_gradient(log_p(clean))
+  for loss, (source, route) in zip(term._losses(), sources, strict=True):
+    given = {
+      path: Masks(
+        low[path] + (1 - low[path]) * source[path][..., :-1], source[path][..., -1], route[path]
+      )
+      for path in sites
+    }
+    masked, _ = model.apply(params, {'model': carry['model']}, *where, masks=given)
+    divergence = jnp.sum(jnp.exp(p) * (p - log_p(masked)), axis=-1)
+    total += loss.coefficient * jnp.sum(weights * divergence) / jnp.sum(weights)
+  first, last = term.exponent, term.last_exponent
+  exponent = first + (last - first) * (jnp.float32(step) / term.train_steps)
+  differences, elements = jnp.zeros(()), 0
+  for path, site in sites.items():
+    f = jnp.sum((high[path] + 1e-12) ** exponent * weights[None, ..., None], (1, 2)) / jnp.sum(
+      weights
+    )
+    a = term.reference_tokens
+    total += term.minimality * jnp.sum(f) + term.frequency * jnp.sum(f * jnp.log2(1 + a * f))
+    v, u = site.factors(params)
+    w = jax.lax.stop_gradient(site.target(params))
+    differences += jnp.sum((w - v @ u) ** 2)
+    elements += w.size
+  return total + term.faithfulness * differences / elements
+
+
+QUIET = functools.partial(Adversary, scope='positions', ascents=0)
+GROUPS = functools.partial(Stochastic, live='groups', groups=99)
+OPTIONS = {
+  'reconstruction': (Stochastic, SUBSET, QUIET),
+  'frequency': 2e-3, 'reference_tokens': 7, 'minimality': 3e-2, 'faithfulness': 0.7,
+}  # fmt: skip
+
+
+@functools.cache
+def whole(**changed):
+  """(a decomposition, the state after a step at step 4, its metrics, the gradient) in float64."""
+  with jax.enable_x64(True):
+    built = decomposed(**{**OPTIONS, **changed})
+    state = built[-1]._replace(step=jnp.asarray(4, jnp.int32))
+    return built, state, jax.jit(step_of(*built[:3]))(state, tiny.batch((9, 15)))
+
+
+def gradient_by_adam(state, after, path):
+  """The gradient of a parameter from the first moment after the first step of Adam."""
+  found = [
+    leaf
+    for key, leaf in jax.tree_util.tree_leaves_with_path(after.optimizer_state)
+    if 'mu' in jax.tree_util.keystr(key) and path in jax.tree_util.keystr(key).replace("']['", '/')
+  ]
+  (moment,) = found
+  return moment / (1 - 0.9)
+
+
+def test_the_loss_of_a_step_and_its_gradient():
+  """D1 to D4, D9 to D12 and D18."""
+  with jax.enable_x64(True):
+    (model, term, _, _), state, (after, metrics) = whole(clip_norm=math.inf)
+    batch = tiny.batch((9, 15))
+    sites = sites_of(model.parameters())
+    numbers = jnp.tile(jnp.arange(TIME)[None], (ROWS, 1))
+    tokens = Tokens(0, jnp.arange(ROWS), numbers)
+    sources = []
+    for number, loss in enumerate(term._losses()):
+      route = loss.routes(masks.ordered(sites), sites, 2000 * number, tokens)
+      if isinstance(loss, Adversary):
+        attack = state.objective[term.name][str(number)]
+        found = {
+          p: jnp.moveaxis(jnp.tile(r, (ROWS, 1, 1, 1)), 2, 0) for p, r in attack.sources.items()
+        }
+      else:
+        found = loss.sources([*sites], sites, 2000 * number + 1, tokens)
+      sources.append((found, route))
+    of = jax.jit(
+      jax.value_and_grad(lambda params: reference(model, term, params, batch, sources, 4))
+    )
+    value, gradient = of(state.params)
+    np.testing.assert_allclose(metrics.sums.loss / metrics.sums.weight, value, rtol=1e-7)
+    learned = {
+      f'{m}/{n}'
+      for m, g in state.params.items()
+      for n in g
+      if n.endswith(('_v', '_u')) or m == importance.MODULE
+    }
+    for module, group in state.params.items():
+      for name in group:
+        path, before, now = f'{module}/{name}', group[name], after.params[module][name]
+        if path in learned:
+          found = gradient_by_adam(state, after, path)
+          np.testing.assert_allclose(
+            found, gradient[module][name], rtol=1e-8, atol=1e-12, err_msg=path
+          )
+        else:
+          np.testing.assert_array_equal(now, before)
+    moments = {
+      jax.tree_util.keystr(key)
+      for key, _ in jax.tree_util.tree_leaves_with_path(after.optimizer_state)
+    }
+    assert not any("'lambda_re'" in key for key in moments)
+
+
+@pytest.mark.parametrize('chunk_size', [3, 12])
+def test_cuts_change_no_loss_no_gradient_and_no_adversary(chunk_size):
+  """D22, D17; with the clean memory in masked passes they do."""
+  with jax.enable_x64(True):
+    built, state, (expected, metrics) = whole()
+    found, cut = jax.jit(step_of(*built[:3], chunk_size=chunk_size))(state, tiny.batch((9, 15)))
+    np.testing.assert_allclose(cut.sums.loss, metrics.sums.loss, rtol=1e-12)
+    assert_same(cut.sums.terms, metrics.sums.terms)
+    for name in ('params', 'optimizer_state', 'carry', 'objective'):
+      assert_same(getattr(found, name), getattr(expected, name), rtol=1e-9)
+
+
+def test_the_clean_memory_depends_on_the_cuts():
+  with jax.enable_x64(True):
+    built, state, (_, metrics) = whole(memory='clean', frequency=0.0)
+    _, cut = jax.jit(step_of(*built[:3], chunk_size=12))(state, tiny.batch((9, 15)))
+    assert abs(cut.sums.loss - metrics.sums.loss) > 1e-4
+
+
+def test_masked_passes_carry_what_the_masked_model_remembers():
+  """D23: they begin anew with each document, as the clean one; and D24."""
+  model, term, optimizer, state = decomposed(dtype='float32')
+  step = jax.jit(step_of(model, term, optimizer))
+  after, _ = step(state, tiny.batch((9, 15)))
+  memory = after.carry[term.name]
+  (masked,) = memory.passes[0]
+  clean = after.carry['model']
+  differ = [
+    np.abs(a - b).max()
+    for a, b in zip(*map(jax.tree.leaves, (masked['model'], clean)), strict=True)
+  ]
+  assert max(differ) > 1e-3
+  np.testing.assert_array_equal(memory.place.read, [TIME] * ROWS)
+  # A refused step clears all carries, and changes neither the adversary nor the components.
+  broken = jax.tree_util.tree_map_with_path(
+    lambda path, x: jnp.full_like(x, jnp.nan) if 'hidden/w1' in jax.tree_util.keystr(path) else x,
+    after.params,
+  )
+  refused, _ = step(after._replace(params=broken), tiny.batch((9, 15)))
+  assert int(refused.skipped) == 1
+  jax.tree.map(np.testing.assert_array_equal, refused.carry, model.initial_carry(ROWS))
+
+
+# Adversaries.
+
+
+def test_an_adversary_ascends_with_adam_inside_the_unit_interval():
+  """D13, D16."""
+  model, *_ = decomposed()
+  sites, adversary = sites_of(model.parameters()), Adversary(rate=0.3, warmup_steps=2)
+  attack = adversary.start(sites, ROWS, TIME, 0)
+  random = np.random.default_rng(0)
+  values = {p: np.asarray(r, float) for p, r in attack.sources.items()}
+  assert all(r.min() >= 0 and r.max() < 1 for r in values.values())
+  mean, square = ({p: np.zeros_like(r) for p, r in values.items()} for _ in range(2))
+  for step in range(3):
+    gradient = {p: random.normal(size=r.shape) for p, r in values.items()}
+    attack = adversary.ascend(attack, jnp.int32(step), jax.tree.map(jnp.asarray, gradient))
+    for p, g in gradient.items():
+      mean[p], square[p] = 0.5 * mean[p] + 0.5 * g, 0.99 * square[p] + 0.01 * g**2
+      direction = (
+        mean[p] / (1 - 0.5 ** (step + 1)) / (np.sqrt(square[p] / (1 - 0.99 ** (step + 1))) + 1e-8)
+      )
+      values[p] = np.clip(values[p] + 0.3 * min(1, (step + 1) / 2) * direction, 0, 1)
+      np.testing.assert_allclose(attack.sources[p], values[p], rtol=1e-5, atol=1e-6)
+  by_signs = Adversary(rate=0.1, persistent=False)
+  moved = by_signs.ascend(attack, jnp.int32(0), jax.tree.map(jnp.asarray, gradient))
+  for p, g in gradient.items():
+    np.testing.assert_allclose(
+      moved.sources[p], np.clip(values[p] + 0.1 * np.sign(g), 0, 1), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+  ('scope', 'sets', 'shape'),
+  [('all', 1, (1, 1)), ('rows', 3, (3, 1)), ('positions', 1, (1, TIME)), ('tokens', 1, (4, TIME))],
+)
+def test_scopes_of_sources(scope, sets, shape):
+  model, *_ = decomposed()
+  sites, adversary = sites_of(model.parameters()), Adversary(scope=scope, sets=sets)
+  sources = adversary.start(sites, 4, TIME, 0).sources
+  tokens = Tokens(0, jnp.arange(4), TIME + jnp.tile(jnp.arange(TIME)[None], (4, 1)))
+  for path, found in adversary.of_tokens(sources, tokens).items():
+    assert sources[path].shape[:2] == shape
+    for row, token in ((1, 5), (3, 0)):
+      expected = sources[path][row % shape[0], token % shape[1]]
+      np.testing.assert_array_equal(found[:, row, token], expected)
+
+
+def test_ascents_raise_the_loss_and_the_step_gives_one_more():
+  """D14: ascents before a step, with all else constant, then one by the step's own gradient."""
+  options = {'frequency': 0.0, 'minimality': 0.0, 'faithfulness': 0.0}
+
+  def losses(ascents, persistent=True):
+    adversary = functools.partial(
+      Adversary, ascents=ascents, rate=0.2, persistent=persistent, coefficient=0.5
+    )
+    model, term, optimizer, state = decomposed(
+      dtype='float32', reconstruction=(adversary,), **options
+    )
+    after, metrics = jax.jit(step_of(model, term, optimizer))(state, tiny.batch((9, 15)))
+    return metrics.sums.terms['reconstruction_0_adversarial'], state, after
+
+  found = {ascents: losses(ascents) for ascents in (0, 1)}
+  assert found[1][0] > found[0][0] * 1.01
+  (_, _, none), (_, _, one) = found[0], found[1]
+  counts = [int(after.objective['decomposition']['0'].count) for after in (none, one)]
+  assert counts == [1, 2]
+  before = found[0][1].objective['decomposition']['0'].sources
+  moved = none.objective['decomposition']['0'].sources
+  assert all(np.abs(moved[p] - before[p]).max() > 0.1 for p in before)
+
+
+# Layouts.
+
+
+@pytest.mark.parametrize('micro_batches', [1, 2])
+def test_layouts_and_micro_batches_change_nothing(micro_batches):
+  """D21, in float64: rows over four devices, time over two."""
+  with jax.enable_x64(True):
+    rows = 4 * micro_batches
+    batch = jax.tree.map(lambda x: np.tile(x, (rows // 2, 1)), tiny.batch((9, 15)))
+    batch = batch._replace(
+      inputs=np.random.default_rng(0).integers(0, 50, batch.inputs.shape, np.int32)
+    )
+    model, term, optimizer, state = decomposed(rows=rows, **OPTIONS)
+    expected, metrics = jax.jit(step_of(model, term, optimizer))(state, batch)
+    mesh = Partitioner((('data', 4), ('time', 2)), (('batch', 'data'), ('time', 'time')))
+    placed = jax.device_put(
+      state,
+      mesh.shardings(state, state_axes(model, optimizer, mesh, jax.eval_shape(lambda: state))),
+    )
+    step = mesh.jit(step_of(model, term, optimizer, chunk_size=12, micro_batches=micro_batches))
+    found, many = step(placed, mesh.place_batch(batch, rows))
+    np.testing.assert_allclose(many.sums.loss, metrics.sums.loss, rtol=1e-12)
+    assert_same(many.sums.terms, metrics.sums.terms)
+    for name in ('params', 'carry', 'objective'):
+      assert_same(jax.device_get(getattr(found, name)), getattr(expected, name), rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+  ('make', 'message'),
+  [
+    (lambda: decomposed(reconstruction=()), 'reconstruction is empty'),
+    (lambda: decomposed(memory='mine'), "memory='mine' is unknown"),
+    (lambda: decomposed(minimality=-1.0), 'Decomposition.minimality = -1.0 is out of'),
+    (lambda: Stochastic(live='some'), "Stochastic.live='some' is unknown"),
+    (lambda: Stochastic(source=2.0), 'Stochastic.source = 2.0 is out of'),
+    (lambda: decomposed(reconstruction=(GROUPS,)), 'groups=99'),
+    (lambda: Adversary(scope='row'), "Adversary.scope='row' is unknown"),
+    (lambda: Adversary(sets=2), "sets=2 needs Adversary.scope = 'rows'"),
+    (lambda: Adversary(live='each'), "Adversary.live='each'"),
+    (lambda: Decomposition(0, 10).extended(tiny.model(layers=1)), 'Decomposition needs sites'),
+  ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named(make, message):
+  with pytest.raises(ConfigurationError, match=message):
+    make()
