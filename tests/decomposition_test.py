@@ -14,6 +14,7 @@ from valkyrie.decomposition.adversary import Adversary
 from valkyrie.decomposition.masks import Stochastic, Tokens
 from valkyrie.decomposition.objective import Decomposition
 from valkyrie.errors import ConfigurationError
+from valkyrie.models.block import Block
 from valkyrie.models.declarations import Masks
 from valkyrie.models.features import SITES
 from valkyrie.models.sites import Sites, sites_of
@@ -82,8 +83,8 @@ def test_squashings_and_their_gradients():
 def test_importance_functions(kind):
   model, *_ = decomposed()
   functions, sites = kind(width=4), sites_of(model.parameters())
-  params = importance.initial(functions, sites, jax.random.key(1))[importance.MODULE]
-  declared = importance.parameters(functions, sites)[importance.MODULE]
+  init, parameters = functions.created(sites)
+  params, declared = init(jax.random.key(1))[importance.NETS], parameters()[importance.NETS]
   assert {n: p.shape.shape for n, p in declared.items()} == {n: p.shape for n, p in params.items()}
   random = np.random.default_rng(0)
   for path, site in sites.items():
@@ -92,10 +93,13 @@ def test_importance_functions(kind):
     w1, b1, w2, b2 = (
       random.normal(size=params[f'{path}/{n}'].shape) for n in ('w1', 'b1', 'w2', 'b2')
     )
-    found = functions.logits(
-      {f'{path}/{n}': jnp.asarray(w) for n, w in (('w1', w1), ('b1', b1), ('w2', w2), ('b2', b2))},
-      path, jnp.asarray(x), jnp.asarray(v),
-    )  # fmt: skip
+    given = dict(zip(('w1', 'b1', 'w2', 'b2'), (w1, b1, w2, b2), strict=True))
+    own = {
+      importance.NETS: {f'{path}/{n}': jnp.asarray(w) for n, w in given.items()},
+      site.module: {f'{site.name}_v': jnp.asarray(v), f'{site.name}_u': jnp.zeros(())},
+    }
+    found, _ = functions(own, {path: site}, {path: jnp.asarray(x)}, (), tiny.batch((5,)))
+    found = found[path]
     gelu = np.vectorize(lambda a: a * (1 + math.erf(a / math.sqrt(2))) / 2)
     for layer, row, token, c in np.ndindex(site.layers, 2, 5, C):
       one = x[layer, row, token]
@@ -105,6 +109,38 @@ def test_importance_functions(kind):
       else:
         expected = gelu(one @ w1[layer] + b1[layer]) @ w2[layer, :, c] + b2[layer, c]
       np.testing.assert_allclose(found[layer, row, token, c], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_importance_by_blocks_reads_the_past_through_its_carry():
+  model, *_ = decomposed(dtype='float32')
+  sites = sites_of(model.parameters())
+  block = functools.partial(Block, mixers=(tiny.attention,), mlp_width=8)
+  functions = importance.Blocks(width=16, pattern=(block, block))
+  init, parameters = functions.created(sites)
+  params, batch = init(jax.random.key(0)), tiny.batch((9, 15))
+  shapes = {m: {n: p.shape.shape for n, p in g.items()} for m, g in parameters().items()}
+  assert shapes == jax.tree.map(jnp.shape, params)
+  assert all(module.startswith('decomposition') for module in params)
+  random = np.random.default_rng(0)
+  inputs = {
+    path: jnp.asarray(random.normal(size=(site.layers, ROWS, TIME, site.d_in)), jnp.float32)
+    for path, site in sites.items()
+  }
+  begin = functions.initial_carry(ROWS, jnp.float32)
+  whole, _ = functions(params, sites, inputs, begin, batch)
+  assert {p: z.shape for p, z in whole.items()} == {p: (1, ROWS, TIME, C) for p in sites}
+
+  def part(carry, begin, end):
+    some = {path: x[:, :, begin:end] for path, x in inputs.items()}
+    return functions(params, sites, some, carry, tiny.cut(batch, begin, end))
+
+  first, carry = part(begin, 0, 13)
+  second, _ = part(carry, 13, TIME)
+  forgotten, _ = part(begin, 13, TIME)
+  for path in sites:
+    cut = jnp.concatenate([first[path], second[path]], axis=2)
+    np.testing.assert_allclose(cut, whole[path], atol=1e-5)
+    assert np.abs(forgotten[path][:, :, 0] - second[path][:, :, 0]).max() > 1e-3
 
 
 def test_draws_depend_only_on_seed_use_row_and_token():
@@ -153,7 +189,7 @@ def reference(model, term, params, batch, sources, step):
   where = batch.inputs, batch.positions, batch.segment_ids
   clean, _ = model.apply(params, {'model': carry['model']}, *where, activations=(SITES,))
   sites, weights = sites_of(model.parameters()), jnp.asarray(batch.weights)
-  own = params[importance.MODULE]
+  own = params[importance.NETS]
 
   def log_p(features):
     logits = features.hidden @ features.unembedding[: tiny.VOCABULARY].T
@@ -251,7 +287,7 @@ def test_the_loss_of_a_step_and_its_gradient():
       f'{m}/{n}'
       for m, g in state.params.items()
       for n in g
-      if n.endswith(('_v', '_u')) or m == importance.MODULE
+      if n.endswith(('_v', '_u')) or m == importance.NETS
     }
     for module, group in state.params.items():
       for name in group:

@@ -87,7 +87,8 @@ UNIT = {
   'source',
 }
 ENDLESS = {
-  'Optimizer.clip_norm', 'Group.clip_norm', 'Decomposition.clip_norm', 'LossSpikes.deviations', 'Checkpoints.patience',
+  'Optimizer.clip_norm', 'Group.clip_norm', 'Decomposition.clip_norm', 'LossSpikes.deviations',
+  'Checkpoints.patience',
 }  # fmt: skip
 SELDOM = {'log_every', 'eval_every', 'checkpoint_every', 'hbm_bytes'}  # may exceed int32
 SEVERAL = {'dilations', 'depths', 'lengths', 'orders', 'profile_steps', 'weights'}

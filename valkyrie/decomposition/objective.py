@@ -17,6 +17,7 @@ import gin
 import jax
 from jax import lax
 import jax.numpy as jnp
+import optax
 
 from valkyrie.config import ranges
 from valkyrie.decomposition import draws, importance, masks
@@ -26,9 +27,9 @@ from valkyrie.decomposition.masks import Stochastic, Tokens
 from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models.features import SITES
 from valkyrie.models.language_model import Model
-from valkyrie.models.sites import Site, sites_of
+from valkyrie.models.sites import Site, U, V, sites_of
 from valkyrie.training.losses import divergences
-from valkyrie.training.objective import Chunk, Measure, Part, Term
+from valkyrie.training.objective import Chunk, Measure, Part, Start, Term
 from valkyrie.training.optimizers import Group
 from valkyrie.types import Array, Carry, Params
 
@@ -38,9 +39,10 @@ _FREQUENCY = 'frequency/'  # begins the names of shared arrays, as the number of
 
 
 class Memory(NamedTuple):
-  """The carry of a decomposition: of the draws, and of each masked pass of each loss."""
+  """The carry of a decomposition: of draws, importances, and each masked pass of each loss."""
 
   place: draws.Place
+  importance: Carry
   passes: Sequence[Sequence[Carry]]
 
 
@@ -98,7 +100,7 @@ class Decomposition(Term):
     """The model is frozen; components and importances do not decay."""
     return (
       Group(r'_[vu]$', decay=False, clip_norm=self.clip_norm),
-      Group(rf'^{importance.MODULE}/', decay=False, clip_norm=math.inf),
+      Group('^decomposition/', decay=False, clip_norm=math.inf),
       Group('^model/', learning_rate_scale=0.0),
     )
 
@@ -115,17 +117,13 @@ class Decomposition(Term):
       )
 
     def initial_carry(rows):
-      one = model.initial_carry(rows)
+      one = {'model': model.initial_carry(rows)['model']}
       own = self.memory == 'own'
       passes = [[one for _ in loss.passes(sites)] if own else [] for loss in self._losses()]
-      return Memory(draws.start(rows), passes)
+      of_importance = functions.initial_carry(rows, model.about.compute_dtype)
+      return Memory(draws.start(rows), of_importance, passes)
 
-    return model.extended(
-      self.name,
-      lambda rng: importance.initial(functions, sites, rng),
-      lambda: importance.parameters(functions, sites),
-      initial_carry,
-    )
+    return model.extended(self.name, *functions.created(sites), initial_carry)
 
   def _losses(self) -> list[Stochastic]:
     return [make() for make in self.reconstruction]
@@ -141,6 +139,36 @@ class Decomposition(Term):
       number: adversary.start(sites, rows, tokens, self.seed)
       for number, adversary in self._adversaries().items()
     } or None
+
+  def prepared(self, params: Params, start: Start) -> Params:
+    """The parameters after AdamW on faithfulness alone, whose moments are forgotten (D19)."""
+    if not self.faithful_steps:
+      return params
+    sites = sites_of(start.model.parameters())
+    optimizer = optax.adam(self.faithful_rate)
+
+    def faithful(params):
+      def value(factors):
+        return unfaithfulness(_with_factors(params, factors), sites)
+
+      def step(state, _):
+        factors, moments = state
+        updates, moments = optimizer.update(jax.grad(value)(factors), moments)
+        return (optax.apply_updates(factors, updates), moments), None
+
+      factors = {path: site.factors(params) for path, site in sites.items()}
+      begun = factors, optimizer.init(factors)
+      (after, _), _ = lax.scan(step, begun, length=self.faithful_steps)
+      return _with_factors(params, after), value(factors), value(after)
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
+    jit = start.partitioner.jit(faithful, donate_argnums=0, out_shardings=(shardings, None, None))
+    params, before, after = jit(params)
+    start.say(
+      f'{self.faithful_steps} steps on faithfulness: the mean squared difference of W and V U went '
+      f'from {float(before):.3g} to {float(after):.3g}'
+    )
+    return params
 
   # Around a step.
 
@@ -211,7 +239,16 @@ class Decomposition(Term):
     )
     sums['alive_per_token'] = read.alive()
     loss = sum(losses[1:], losses[0])
-    return Part(loss, sums, Memory(read.place, passes))
+    return Part(loss, sums, read.after._replace(passes=passes))
+
+
+def _with_factors(params: Params, factors: Mapping[str, tuple[Array, Array]]) -> Params:
+  """The parameters with these V and U, by path of the site."""
+  found = {module: dict(group) for module, group in params.items()}
+  for path, (v, u) in factors.items():
+    module, name = path.rsplit('/', 1)
+    found[module] |= {name + V: v, name + U: u}
+  return found
 
 
 def unfaithfulness(params: Params, sites: Mapping[str, Site]) -> Array:
@@ -232,16 +269,13 @@ class _Read:
     self.sites = sites_of(chunk.model.parameters())
     self.before: Memory = chunk.before[settings.name]
     time = chunk.batch.inputs.shape[1]
-    numbers, self.place = draws.tokens(self.before.place, time)
+    numbers, place = draws.tokens(self.before.place, time)
     self._tokens = Tokens(settings.seed, self.before.place.row, numbers)
     self._weights = chunk.batch.weights
     self.weight = jnp.sum(self._weights)
     functions, inputs = settings.importance(), chunk.features.sites or {}
-    own = chunk.params[importance.MODULE]
-    z = {
-      path: functions.logits(own, path, inputs[path], site.factors(chunk.params)[0])
-      for path, site in self.sites.items()
-    }
+    z, after = functions(chunk.params, self.sites, inputs, self.before.importance, chunk.batch)
+    self.after = self.before._replace(place=place, importance=after)
     self.low = jax.tree.map(importance.lower, z)
     self.high = jax.tree.map(importance.upper, z)
 
@@ -335,7 +369,7 @@ class _Attacked(Term):
     total, carries = read.reconstruction(number, adversary)
     passes = [*read.before.passes]
     passes[number] = carries
-    return Part(total / chunk.total, {}, Memory(read.place, passes))
+    return Part(total / chunk.total, {}, read.after._replace(passes=passes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -350,7 +384,7 @@ class _MeanImportance(Term):
   def __call__(self, chunk: Chunk) -> Part:
     read = _Read(self.settings, chunk)
     found = {_FREQUENCY + path: f for path, f in read.powers().items()}
-    return Part(jnp.zeros(()), found, read.before._replace(place=read.place))
+    return Part(jnp.zeros(()), found, read.after)
 
 
 def _named(number: str, sources: Mapping[str, Array]) -> dict[str, Array]:

@@ -18,6 +18,7 @@ from valkyrie.config import ranges
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.features import Features
 from valkyrie.models.language_model import Model
+from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training import losses
 from valkyrie.training.optimizers import Group
 from valkyrie.types import Array, Batch, Carry, Params
@@ -76,6 +77,20 @@ class Part(NamedTuple):
   carry: Carry = None
 
 
+class Start(NamedTuple):
+  """What a term reads before the first step of a new run.
+
+  model: with the parameters of the terms; partitioner: on whose mesh these are.
+  vocabulary: the fingerprint of the tokenizer.
+  say: logs a line.
+  """
+
+  model: Model
+  partitioner: Partitioner
+  vocabulary: str
+  say: Callable[[str], None]
+
+
 class Term:
   """A part of the objective; a subclass overrides `values`, or `__call__` for more freedom.
 
@@ -92,6 +107,14 @@ class Term:
   def extended(self, model: Model) -> Model:
     """The model with the parameters and the carries of this term, see `Model.extended`."""
     return model
+
+  def prepared(self, params: Params, start: Start) -> Params:
+    """The parameters with which a new run begins, on the same mesh, after its weights were loaded.
+
+    A resumed run has them in its checkpoint.
+    """
+    del start
+    return params
 
   def initial_state(self, model: Model, rows: int, tokens: int) -> Any:
     """What the term keeps from step to step besides parameters and carries: a pytree, or None.
