@@ -33,7 +33,7 @@ def of_step(
     'chunks': phase.chunks,
     'backprop_chunks': phase.backprop_chunks,
     'tokens_per_step': rows * phase.tokens_per_row,
-    'parameters': sum(jax.tree.leaves(setup.model.counts())),
+    'parameters': sum(jax.tree.leaves(setup.language_model.counts())),
     'flops_per_token': setup.model.about.train_flops_per_token,
   }
   began = time.perf_counter()

@@ -316,6 +316,8 @@ class CheckpointDirectory:
   def restore_evaluated(self, target: Any = None) -> Any:
     """As `restore`, the parameters that evaluations use: the average, if there is one.
 
+    A target may lack what terms of the objective have added, such as a teacher.
+
     Without a target they are {module: {name: array}} of any model, on the host.
     """
     self.wait()

@@ -31,6 +31,7 @@ import orbax.checkpoint as ocp
 import tensorstore
 
 from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError, storage_errors
+from valkyrie.models.parts import is_of_model
 from valkyrie.storage.bucket import SCHEME, is_bucket
 from valkyrie.types import leaf_path
 
@@ -108,6 +109,8 @@ class StateFiles:
       stored = _shapes(dict(self._metadata(path)))
       if partial:
         stored = {field: tree for field, tree in stored.items() if field in target}
+        for field in stored.keys() & {'params', 'average'}:
+          stored[field] = _without_terms(stored[field], target[field])
       if different := _differences(stored, item):
         raise ConfigurationError(
           f'{place.parent} is a checkpoint of another model. These leaves differ:\n  '
@@ -258,6 +261,11 @@ def _changed(arrays: Mapping[str, Any], written: Sequence[_Piece]) -> list[str]:
 def _digest(array: Any) -> str:
   content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
   return hashlib.sha256(content.data).hexdigest()
+
+
+def _without_terms(stored: Any, target: Any) -> Any:
+  """Parameters, without those of terms of the objective that are not asked for."""
+  return {module: of for module, of in stored.items() if module in target or is_of_model(module)}
 
 
 def _differences(stored: Any, target: Any) -> list[str]:

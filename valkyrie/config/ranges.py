@@ -36,10 +36,13 @@ _INTERVALS = {
   '[1, inf)': 'factor largest_rate',
   '[0, inf)': (
     'learning_rate learning_rate_scale final_learning_rate_scale z_loss temperature draft_weight '
-    'weight weights low_turns high_turns optax.weight_decay optax.eps optax.eps_root '
+    'weight weights match_weight low_turns high_turns optax.weight_decay optax.eps optax.eps_root '
     'coefficient minimality exponent last_exponent frequency faithfulness'
   ),
-  '(0, inf)': 'base embedding_scale horizon shortest step_rescale faithful_rate Adversary.rate',
+  '(0, inf)': (
+    'base embedding_scale horizon shortest step_rescale faithful_rate Adversary.rate '
+    'Distillation.temperature'
+  ),
   '[1e-30, 1e30]': 'repetition_penalty',
   '(0, inf]': 'clip_norm deviations',
   '(0, 1e9]': 'grace_seconds',

@@ -74,7 +74,7 @@ class Reader:
 
   def fresh(self, rows: int) -> TextCarry:
     """Rows before their first token."""
-    width = self._model.parameters()['model']['embedding'].shape.shape[-1]
+    width = self._model.about.width
     hidden = jnp.zeros((rows, width), self._model.about.compute_dtype)
     carry = TextCarry(self._model.initial_carry(rows), jnp.zeros(rows, jnp.int32), hidden)
     return jax.tree.map(jnp.copy, carry)  # no buffer twice, for the calls that overwrite them

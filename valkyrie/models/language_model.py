@@ -24,6 +24,7 @@ from valkyrie.models.features import SITES, Description, Features, Planner
 from valkyrie.models.layers import RMSNorm, check_sizes, parameter
 from valkyrie.models.lora import Lora
 from valkyrie.models.ngrams import NgramEmbedding
+from valkyrie.models.parts import is_of_model
 from valkyrie.models.sites import Sites
 from valkyrie.sharding import ambient, layer_weights
 from valkyrie.sharding.partitioner import constrain
@@ -122,6 +123,7 @@ class LanguageModel(hk.Module):
         'LanguageModel.sites decomposes a model without adapters and without a planner. Set '
         'LanguageModel.lora = None and LanguageModel.planner = None; `export` merges adapters.'
       )
+    self._scope = gin.current_scope()  # of a reference such as @teacher/LanguageModel
     self._ngrams = None if self.ngrams is None else self.ngrams(name='ngrams')
     self._planner: Any = None if self.planner is None else self.planner(name='planner')
 
@@ -142,6 +144,7 @@ class LanguageModel(hk.Module):
     `masks` of sites, by path, have a leading dimension of their layers; other sites compute x W.
     """
     with (
+      gin.config_scope(self._scope),
       hk.custom_creator(stored_as(jnp.dtype(self.parameter_dtype))),
       hk.custom_getter(layer_weights.getter),
       hk.custom_getter(self.adapters.getter) if self.adapters else contextlib.nullcontext(),
@@ -246,6 +249,7 @@ class LanguageModel(hk.Module):
 
     return Description(
       vocabulary_size=self.vocabulary_size,
+      width=self.d_model,
       compute_dtype=jnp.dtype(self.compute_dtype),
       forward_flops=flops + 2 * self.d_model * self.vocabulary_size,
       window=max(known('reach'), default=0),
@@ -262,7 +266,8 @@ class LanguageModel(hk.Module):
   @hk.transparent
   def blocks(self) -> list[Block]:
     """The blocks of the pattern, made anew."""
-    return [make(name=f'block_{i}') for i, make in enumerate(self.pattern)]
+    with gin.config_scope(self._scope):
+      return [make(name=f'block_{i}') for i, make in enumerate(self.pattern)]
 
   @hk.transparent
   def _apply_blocks(self, x, carry, positions, segment_ids, found):
@@ -274,7 +279,8 @@ class LanguageModel(hk.Module):
 
   def inspect(self, ask: Callable[[list[Block]], Any]) -> Any:
     """The answer of blocks to a question that needs no parameters, outside this transform."""
-    return hk.transform(lambda: ask(self.blocks())).apply({}, None)
+    with gin.config_scope(self._scope):
+      return hk.transform(lambda: ask(self.blocks())).apply({}, None)
 
 
 def _by_layer(blocks: Sequence[Array]) -> Array:
@@ -312,7 +318,17 @@ class Model(NamedTuple):
     parameters: Callable[[], Mapping[str, Mapping[str, Parameter]]],
     initial_carry: Callable[[int], Carry] | None = None,
   ) -> 'Model':
-    """This model with further parameters, and with a carry under this name; see `created`."""
+    """This model with further parameters, and with a carry under this name; see `created`.
+
+    Raises a ConfigurationError if their modules have names that are taken: those of this model, and
+    all that begin with 'model/'.
+    """
+    known = self.parameters()
+    if taken := [module for module in parameters() if module in known or is_of_model(module)]:
+      raise ConfigurationError(
+        f'{name} adds modules to the model whose names are taken: {", ".join(taken)}. Give them '
+        "other names, which do not begin with 'model/'."
+      )
 
     def carries(batch_size):
       own = {} if initial_carry is None else {name: initial_carry(batch_size)}
@@ -340,6 +356,10 @@ class Model(NamedTuple):
       return {**self.parameters(), **made}
 
     return self._replace(parameters=parameters) if arrays else self
+
+  def own(self, params: Params) -> Params:
+    """The parameters of this model, of those of a run, whose objective may add others."""
+    return {module: params[module] for module in self.parameters()}
 
   def cast(self, params: Params) -> Params:
     """The parameters in the dtypes to which every use casts them; `apply` computes the same."""

@@ -7,11 +7,19 @@ from typing import Any
 from valkyrie.types import Params
 
 
+def is_of_model(module: str) -> bool:
+  """Whether a module is of the language model, and not of a term of the objective."""
+  return module.partition('/')[0] == 'model'
+
+
 def part_of(module: str, name: str) -> str:
   """The part of a parameter: 'embedding', 'norms', 'mlp', or the name of its mixer or planner.
 
-  `module` is Haiku's name, such as 'model/layers/block_0/~/gated_recurrence/~/s5'.
+  `module` is Haiku's name, such as 'model/layers/block_0/~/gated_recurrence/~/s5'. What a term of
+  the objective adds is one part, such as 'teacher'.
   """
+  if not is_of_model(module):
+    return module.partition('/')[0]
   names = [re.sub(r'_\d+$', '', part) for part in module.split('/')]
   if '~' in names:
     return names[names.index('~') + 1]

@@ -11,6 +11,7 @@ import numpy as np
 
 from valkyrie import __version__
 from valkyrie.checkpoint.compatibility import version
+from valkyrie.models.parts import is_of_model
 from valkyrie.monitoring.memory import in_units, of_machine
 from valkyrie.types import leaf_path
 
@@ -36,8 +37,10 @@ def model_info(parameters: Any, axes: Any, counts: Any) -> str:
     held += math.prod(leaf.shape)
     total += size
     total_per_device += per_device
-  mesh, count = leaves[0][1].sharding.mesh, sum(jax.tree.leaves(counts))
-  padding = f' and {held - count:,} of padding' if held > count else ''
+  mesh, whole = leaves[0][1].sharding.mesh, sum(jax.tree.leaves(counts))
+  count = sum(jax.tree.leaves({m: of for m, of in counts.items() if is_of_model(m)}))
+  padding = f' and {held - whole:,} of padding' if held > whole else ''
+  padding += f' and {whole - count:,} of the objective' if whole > count else ''
   mesh_axes = ', '.join(f'{name}={size}' for name, size in mesh.shape.items())
   totals = (
     f'{count:,} parameters in {len(rows) - 1} arrays{padding}, {total:,} bytes '

@@ -219,7 +219,7 @@ class Evaluator:
       quick_bits_per_byte, of its quick part. For a mixture these are means by its weights, and
       loss/NAME and others are the metrics of each source.
     """
-    params = self._gather(params)
+    params = self._gather(self._model.own(params))
     rows = self._partitioner.local_rows(self._batch_size)
 
     def scores(feed: TaskFeed) -> list[Scores]:

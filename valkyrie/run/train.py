@@ -103,7 +103,7 @@ def train(
       initial = InitialState(setup, tokens.vocabulary.fingerprint, initial_weights, progress.say)
       if directory.latest_step() is None:  # a resumed run no longer needs them
         initial.check_source()
-      evaluate = evaluator(setup.model, setup.partitioner)
+      evaluate = evaluator(setup.language_model, setup.partitioner)
       evaluate.open()
     evaluate.record_data(model_dir, 'eval', may_differ=True)
 

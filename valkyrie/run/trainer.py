@@ -20,6 +20,7 @@ from valkyrie.run import memory_limits
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.training.curriculum import Phase
 from valkyrie.training.nan_hunt import hunting
+from valkyrie.training.objective import Start
 from valkyrie.training.reading import Reading
 from valkyrie.training.setup import Setup, check_documents
 from valkyrie.training.train_step import StepMetrics, TrainState
@@ -59,12 +60,17 @@ class InitialState:
 
   def __call__(self) -> TrainState:
     """The state on the mesh; raises as `InitialWeights.load` does."""
-    state = self._setup.initial_state()
-    if self._weights is None:
+    setup, state = self._setup, self._setup.initial_state()
+    params = state.params
+    if self._weights is not None:
+      params, self._complete = self._weights.load(
+        setup.model, setup.settings.model, params, self._vocabulary, self._say
+      )
+    start = Start(setup.model, setup.partitioner, self._vocabulary, self._say)
+    for term in setup.terms:
+      params = term.prepared(params, start)
+    if params is state.params:
       return state
-    params, self._complete = self._weights.load(
-      self._setup.model, self._setup.settings.model, state.params, self._vocabulary, self._say
-    )
     average = None if state.average is None else jax.tree.map(jnp.copy, params)
     return state._replace(params=params, average=average)
 

@@ -66,11 +66,16 @@ def token_scores(features: Features, targets: Array, vocabulary_size: int) -> To
 
 
 def divergences(
-  target: Features, features: Features, vocabulary_size: int, temperature: float = 1.0
+  target: Features,
+  features: Features,
+  vocabulary_size: int,
+  temperature: float = 1.0,
+  top_k: int | None = None,
 ) -> Array:
   """KL(p || q) of the next tokens in nats, [B, T], p by the target and q by the features.
 
-  Logits are divided by the temperature. No gradient reaches the target.
+  Logits are divided by the temperature. Only the `top_k` likeliest tokens by p are told apart, and
+  all others are one outcome; None tells all apart. No gradient reaches the target.
   """
   target = jax.tree.map(lax.stop_gradient, target)
 
@@ -81,9 +86,19 @@ def divergences(
 
   def of_slice(hidden, others):
     p, q = log_probabilities(others, target), log_probabilities(hidden, features)
+    if top_k is not None and top_k < vocabulary_size:
+      likeliest = lax.top_k(p, top_k)[1]
+      p, q = _with_rest(p, likeliest), _with_rest(q, likeliest)
     return jnp.sum(jnp.exp(p) * (p - q), axis=-1)
 
   return _in_slices(of_slice, features, features.hidden, target.hidden)
+
+
+def _with_rest(logs: Array, chosen: Array) -> Array:
+  """Logarithms of probabilities: of the chosen tokens [..., k], then of all others as one."""
+  rest = jnp.put_along_axis(logs, chosen, -1e30, axis=-1, inplace=False)
+  whole = jax.nn.logsumexp(rest, axis=-1, keepdims=True)
+  return jnp.concatenate([jnp.take_along_axis(logs, chosen, axis=-1), whole], axis=-1)
 
 
 def _in_slices(of_slice: Callable, features: Features, *arguments: Array) -> Any:

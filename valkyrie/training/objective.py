@@ -95,7 +95,7 @@ class Term:
   """A part of the objective; a subclass overrides `values`, or `__call__` for more freedom.
 
   Attributes:
-    name: of its carry, and unique.
+    name: of its carry, and unique; by default that of the class.
     activations: the intermediate values of the model that it reads, see `features.ACTIVATIONS`.
     groups: of parameters, which precede those of the optimizer.
   """
@@ -103,6 +103,9 @@ class Term:
   name: ClassVar[str] = ''
   activations: Sequence[str] = ()
   groups: Sequence[Group] = ()
+
+  def __init_subclass__(cls):
+    cls.name = cls.name or cls.__name__
 
   def extended(self, model: Model) -> Model:
     """The model with the parameters and the carries of this term, see `Model.extended`."""
@@ -137,12 +140,20 @@ class Term:
 
   def values(self, chunk: Chunk) -> Mapping[str, Array]:
     """Values of the targets by name, [B, C] each: their weighted means are added to the loss."""
-    raise NotImplementedError(f'{type(self).__name__} defines neither `values` nor `__call__`')
+    raise ConfigurationError(
+      f'{type(self).__name__} computes nothing. Define its method `values`, or `__call__`.'
+    )
 
   def __call__(self, chunk: Chunk) -> Part:
     """Sums the weighted values."""
-    weights = chunk.batch.weights
-    sums = {name: jnp.sum(weights * values) for name, values in self.values(chunk).items()}
+    found, weights = self.values(chunk), chunk.batch.weights
+    shapes = {name: jnp.shape(values) for name, values in found.items()}
+    if {*shapes.values()} - {weights.shape}:
+      raise ConfigurationError(
+        f'{type(self).__name__}.values returned {shapes}. It has to return {{name: values}} of the '
+        f'targets, {weights.shape} each.'
+      )
+    sums = {name: jnp.sum(weights * values) for name, values in found.items()}
     return Part(sum(sums.values(), jnp.zeros(())) / chunk.total, lax.stop_gradient(sums))
 
 
@@ -190,20 +201,22 @@ PREDICTION: Terms = (Prediction(),)
 def terms_of(objective: Callable[[], Term] | Sequence[Callable[[], Term]]) -> tuple[Term, ...]:
   """The terms of `StepSettings.objective`; a ConfigurationError if they do not fit together."""
   classes = objective if isinstance(objective, Sequence) else [objective]
-  terms = tuple(make() for make in classes)
-  for term in terms:
-    if not isinstance(term, Term):
+  terms = []
+  for make in classes:
+    term = make() if callable(make) and not isinstance(make, Term) else make
+    if term is make or not isinstance(term, Term):
       raise ConfigurationError(
-        f'StepSettings.objective has {term!r:.60}, which is no Term of training.objective. Name '
-        'classes of terms, such as (@Prediction,).'
+        f'StepSettings.objective has {make!r:.60}, which is no class of a Term of '
+        'training.objective. Name classes of terms, such as (@Prediction,).'
       )
-  kinds = [type(term) for term in terms]
-  if not terms or len({*kinds}) < len(kinds):
+    terms.append(term)
+  names = [term.name for term in terms]
+  if not terms or len({*names, 'model'}) <= len(names):
     raise ConfigurationError(
-      'StepSettings.objective must name at least one term, and each only once; found '
-      f'{", ".join(kind.__name__ for kind in kinds) or "none"}.'
+      "StepSettings.objective must name at least one term, and each only once; 'model' is no name "
+      f'of a term. Found {", ".join(names) or "none"}.'
     )
-  return terms
+  return tuple(terms)
 
 
 def shared_module(term: Term) -> str:

@@ -72,6 +72,7 @@ class Setup:
     settings: the settings.
     model, partitioner, curriculum, optimizer, loss_spikes: the parts; the model has the parameters
       and carries of the objective, too.
+    language_model: without those, as it is evaluated.
     terms: of the objective.
     state: the shapes, dtypes and shardings of the TrainState.
   """
@@ -81,7 +82,8 @@ class Setup:
     self.settings = settings
     self.partitioner = settings.partitioner()
     self.terms = terms_of(settings.objective)
-    self.model = self._extended(settings.model)
+    self.language_model = language_model.transform(settings.model)
+    self.model = self._extended(self.language_model)
     self.curriculum = settings.curriculum()
     self._check_chunks()
     self._check_time_axis()
@@ -98,9 +100,8 @@ class Setup:
       self._shardings,
     )
 
-  def _extended(self, make: Callable[..., LanguageModel]) -> Model:
-    """The model of this class, with what the terms add to it."""
-    model = language_model.transform(make)
+  def _extended(self, model: Model) -> Model:
+    """The model with what the terms add to it."""
     for term in self.terms:
       model = term.extended(model)
     return model
@@ -139,7 +140,7 @@ class Setup:
     """
     plain = functools.partial(self.settings.model, remat_policy=None)
     return make_train_step(
-      self.model if remat else self._extended(plain),
+      self.model if remat else self._extended(language_model.transform(plain)),
       self.optimizer,
       self.curriculum,
       phase,
@@ -168,7 +169,7 @@ class Setup:
 
   def remarks(self) -> list[str]:
     """What a run says about its configuration before it starts."""
-    params, counts = self.state.params, self.model.counts()
+    params, counts = self.state.params, self.language_model.counts()
     parts = sums_of_parts(counts, lambda count: count)
     total, by_size = sum(parts.values()), sorted(parts.items(), key=lambda item: -item[1])
     listed = ', '.join(f'{part} {size:,}' for part, size in by_size)
@@ -185,7 +186,14 @@ class Setup:
     ]
     if forgetful := self.short_horizon():
       remarks.append(f'warning: {forgetful}')
-    frozen = jax.tree.map(operator.mul, counts, self.optimizer.frozen(params))
+    added = {module: of for module, of in self.model.counts().items() if module not in counts}
+    remarks += [
+      f'{count:,} more parameters of the objective: {name}'
+      for name, count in sums_of_parts(added, lambda count: count).items()
+    ]
+    frozen = jax.tree.map(
+      operator.mul, counts, self.optimizer.frozen(self.language_model.own(params))
+    )
     if count := sum(jax.tree.leaves(frozen)):
       remarks.append(
         f'{total - count:,} of {total:,} parameters learn; groups with a learning rate of 0 are '

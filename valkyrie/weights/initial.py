@@ -15,6 +15,7 @@ import numpy as np
 from valkyrie.checkpoint.manager import open_to_read
 from valkyrie.errors import ConfigurationError, regular_expression
 from valkyrie.models.attention.longformer import WindowAttention
+from valkyrie.models.block import Block
 from valkyrie.models.language_model import LanguageModel, Model
 from valkyrie.models.layers import RMSNorm
 from valkyrie.types import Array, Params
@@ -255,14 +256,9 @@ def check_loss(loss: float, tokens: int, strict: bool) -> str:
 def _settings(make: Callable[..., LanguageModel]) -> list[tuple[str, object]]:
   """The settings of a model that shapes do not tell, as bindings of each of its parts."""
 
-  def ask():
-    model = make(name='model')
-    found: list[tuple[str, object]] = [
-      ('LanguageModel.tied', model.tied),
-      ('LanguageModel.embedding_scale', model.scale),
-      ('RMSNorm.epsilon', RMSNorm().epsilon),
-    ]
-    for mixer in model.inspect(lambda blocks: [m for block in blocks for m in block.mixers]):
+  def ask(blocks: Sequence[Block]) -> list[tuple[str, object]]:
+    found: list[tuple[str, object]] = [('RMSNorm.epsilon', RMSNorm().epsilon)]
+    for mixer in [mixer for block in blocks for mixer in block.mixers]:
       if isinstance(mixer, WindowAttention):
         owner, rotary = type(mixer).__name__, dataclasses.asdict(mixer.rotary())
         names = ('heads', 'head_width', 'window', 'document_start')
@@ -270,9 +266,14 @@ def _settings(make: Callable[..., LanguageModel]) -> list[tuple[str, object]]:
         found += [('Block.mixers', f'(@{owner},)'), (f'{owner}.dilations', dilations)]
         found += [(f'{owner}.{name}', getattr(mixer, name)) for name in names]
         found += [(f'Rotary.{name}', value) for name, value in rotary.items()]
-    return [*dict.fromkeys(found)]
+    return found
 
-  return hk.transform(ask).apply({}, None)
+  def of_model():
+    model = make(name='model')
+    own = [('LanguageModel.tied', model.tied), ('LanguageModel.embedding_scale', model.scale)]
+    return [*dict.fromkeys([*own, *model.inspect(ask)])]
+
+  return hk.transform(of_model).apply({}, None)
 
 
 def _filled(before: Array, tensors: Sequence[Tensor | str], stacked: bool) -> Array:

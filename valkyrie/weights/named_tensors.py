@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 from valkyrie import foreign
 from valkyrie.errors import ConfigurationError, StorageError
 from valkyrie.models.lora import A, B
+from valkyrie.models.parts import is_of_model
 from valkyrie.storage import foreign_names
 from valkyrie.types import Params
 
@@ -65,10 +66,14 @@ class Tensor(NamedTuple):
 
 
 def leaves(params: Mapping[str, Mapping[str, Any]]) -> list[Leaf]:
-  """The arrays of a model; `params` has the arrays or their shapes by Haiku's names."""
+  """The arrays of a model; `params` has the arrays or their shapes by Haiku's names.
+
+  What a term of the objective has added is left out.
+  """
   found = [
     (module, name, array.shape, _STACKED.fullmatch(module))
     for module, group in params.items()
+    if is_of_model(module)
     for name, array in group.items()
   ]
   stacks = [(bool(match[1]), int(match[2]), shape[0]) for *_, shape, match in found if match]

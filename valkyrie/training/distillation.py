@@ -1,0 +1,209 @@
+"""Distillation: a frozen teacher reads each chunk beside the model, which learns what it predicts.
+
+The teacher's parameters and carry are part of the train state, so that they follow layouts,
+micro-batches, refused steps and checkpoints, and a resumed run does not need the folder from which
+the teacher came.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+from typing import Any, ClassVar, Protocol
+
+import gin
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from valkyrie.config import ranges
+from valkyrie.errors import ConfigurationError, check_choice
+from valkyrie.models import language_model
+from valkyrie.models.features import ACTIVATIONS
+from valkyrie.models.language_model import LanguageModel, Model
+from valkyrie.training.losses import divergences
+from valkyrie.training.objective import Chunk, Part, Start, Term
+from valkyrie.training.optimizers import Group
+from valkyrie.types import Params
+
+_PREFIX = 'teacher/'
+
+
+class Weights(Protocol):
+  """Weights from elsewhere: `weights.initial.InitialWeights`."""
+
+  def check_source(self) -> None: ...
+
+  def load(
+    self,
+    model: Model,
+    make: Callable[..., LanguageModel],
+    params: Params,
+    vocabulary: str,
+    say: Callable[[str], None],
+  ) -> tuple[Params, bool]: ...
+
+
+@gin.configurable
+@dataclasses.dataclass(frozen=True)
+class Distillation(Term):
+  """What a teacher predicts, and optionally the outputs of its layers (Hinton et al. 2015).
+
+      weight x T² x KL(teacher || student), of the distributions softmax(logits / T)
+      + match_weight x the mean, over the pairs and D, of the squared differences of layers
+
+  The gradient of the divergence falls with 1 / T², for which the factor T² makes up (Hinton et al.
+  2015, section 2).
+
+  Attributes:
+    teacher: the class of the teacher, such as @teacher/LanguageModel: bindings in this scope, such
+      as teacher/Block.mixers, are of the teacher, and what they lack is as in the student.
+    source: the class of its weights, such as @teacher/InitialWeights.
+    weight: of the divergence.
+    temperature: T.
+    top_k: the likeliest tokens of the teacher that are told apart, and all others are one outcome;
+      None tells all apart.
+    match: (kind, layer of the student, layer of the teacher), such as ('stream', 5, 5), of a kind
+      in `ACTIVATIONS`; layers count from 0.
+    match_weight: of the differences of these.
+  """
+
+  teacher: Callable[..., LanguageModel]
+  source: Callable[[], Weights]
+  weight: float = 1.0
+  temperature: float = 1.0
+  top_k: int | None = None
+  match: Sequence[tuple[str, int, int]] = ()
+  match_weight: float = 1.0
+
+  name: ClassVar[str] = 'teacher'
+  groups: ClassVar[Sequence[Group]] = (Group(f'^{_PREFIX}', learning_rate_scale=0.0),)
+
+  def __post_init__(self):
+    ranges.check_fields(self)
+    for pair in self.match:
+      if len(pair) != 3:
+        raise ConfigurationError(
+          f"Distillation.match has {pair!r}. Use triples such as ('stream', 5, 5): a kind, a layer "
+          'of the student and one of the teacher.'
+        )
+      check_choice('Distillation.match', pair[0], ACTIVATIONS)
+
+  @property
+  def activations(self) -> Sequence[str]:
+    """The kinds of the values that are compared."""
+    return tuple(dict.fromkeys(kind for kind, *_ in self.match))
+
+  @functools.cached_property
+  def _teacher(self) -> Model:
+    return language_model.transform(self._make)
+
+  def _make(self, **named: Any) -> LanguageModel:
+    """The teacher's module; it has no backward pass, and adapters are merged as it is loaded."""
+    return self.teacher(lora=None, sites=None, remat_policy=None, **named)
+
+  def extended(self, model: Model) -> Model:
+    """Adds the teacher; raises a ConfigurationError if it does not fit the student."""
+    teacher, student = self._teacher.about, model.about
+    if teacher.vocabulary_size != student.vocabulary_size:
+      raise ConfigurationError(
+        f'The teacher has {teacher.vocabulary_size:,} tokens and the student '
+        f'{student.vocabulary_size:,}: their distributions cannot be compared. Use a teacher with '
+        "the student's tokenizer."
+      )
+    for kind, *layers in self.match:
+      self._check_layers(kind, layers, model)
+    with_teacher = model.extended(
+      self.name,
+      lambda rng: _named(self._teacher.init(rng, 1)[0]),
+      lambda: _named(self._teacher.parameters()),
+      lambda rows: self._teacher.initial_carry(rows)['model'],
+    )
+    contexts = [about.max_context for about in (teacher, student) if about.max_context is not None]
+    whole = dict.fromkeys((*student.needs_whole_rows, *teacher.needs_whole_rows))
+    return with_teacher._replace(
+      about=student._replace(max_context=min(contexts, default=None), needs_whole_rows=(*whole,))
+    )
+
+  def _check_layers(self, kind: str, layers: Sequence[int], model: Model) -> None:
+    widths, models = [], {'student': model, 'teacher': self._teacher}
+    for layer, (whose, of) in zip(layers, models.items(), strict=True):
+      count, *_, width = _shape(of, kind)
+      widths.append(width)
+      if not 0 <= layer < count:
+        raise ConfigurationError(
+          f'Distillation.match has layer {layer} of the {whose}, whose layers are 0 to {count - 1}.'
+        )
+    if widths[0] != widths[1]:
+      raise ConfigurationError(
+        f'Distillation.match compares outputs of {widths[0]} numbers with outputs of {widths[1]}. '
+        'Leave it out, or use a student as wide as the teacher (LanguageModel.d_model).'
+      )
+
+  def prepared(self, params: Params, start: Start) -> Params:
+    """Loads the teacher, which must be whole."""
+    own = {module: params[_PREFIX + module] for module in self._teacher.parameters()}
+    source = self.source()
+    source.check_source()
+    start.say('the teacher of the objective:')
+    try:
+      loaded, complete = source.load(self._teacher, self._make, own, start.vocabulary, start.say)
+      if not complete:
+        raise ConfigurationError('Some of its parameters are new.')
+    except ConfigurationError as error:
+      raise ConfigurationError(
+        'The teacher cannot be loaded. Bind its parts in the scope of Distillation.teacher, as in '
+        f'teacher/Block.mixers = (@FullAttention,); all else is as in the student. {error}'
+      ) from error
+    return {**params, **_named(loaded)}
+
+  def __call__(self, chunk: Chunk) -> Part:
+    """The divergence, and the differences of layers; no gradient reaches the teacher."""
+    batch, student = chunk.batch, chunk.features
+    params = {module: chunk.params[_PREFIX + module] for module in self._teacher.parameters()}
+    teacher, after = lax.stop_gradient(
+      self._teacher.apply(
+        lax.stop_gradient(params),
+        {'model': lax.stop_gradient(chunk.before[self.name])},
+        batch.inputs,
+        batch.positions,
+        batch.segment_ids,
+        activations=self.activations,
+      )
+    )
+
+    def total(values):
+      return jnp.sum(batch.weights * values)
+
+    size = chunk.model.about.vocabulary_size
+    found = divergences(teacher, student, size, self.temperature, self.top_k)
+    sums = {'divergence': total(found)}
+    loss = self.weight * self.temperature**2 * sums['divergence']
+    if self.match:
+      ours, theirs = student.activations or {}, teacher.activations or {}
+      differences = [
+        jnp.mean(jnp.square(_wide(ours[kind][layer]) - _wide(theirs[kind][other])), axis=-1)
+        for kind, layer, other in self.match
+      ]
+      sums['layers'] = total(sum(differences)) / len(differences)
+      loss += self.match_weight * sums['layers']
+    return Part(loss / chunk.total, lax.stop_gradient(sums), after['model'])
+
+
+def _named(params: Any) -> Any:
+  """The modules of a teacher, as the run has them."""
+  return {_PREFIX + module: group for module, group in params.items()}
+
+
+def _wide(x: jax.Array) -> jax.Array:
+  return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _shape(model: Model, kind: str) -> tuple[int, ...]:
+  """[layers, B, T, D] of the values of a kind."""
+
+  def of(rng):
+    params, carry = model.init(rng, 1)
+    one = jnp.ones((1, 1), jnp.int32)
+    return model.apply(params, carry, one, one, one, activations=(kind,))[0].activations
+
+  return jax.eval_shape(of, jax.random.key(0))[kind].shape
