@@ -25,6 +25,8 @@ from valkyrie.training.train_step import initial_state, make_train_step, state_a
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 ROWS, TIME, C = 2, 24, 3
+BATCH = tiny.batch((9, 15))
+BATCH = BATCH._replace(weights=BATCH.weights.astype(float))
 SUBSET = functools.partial(Stochastic, live='subset', coefficient=0.5)
 
 
@@ -117,7 +119,7 @@ def test_importance_by_blocks_reads_the_past_through_its_carry():
   block = functools.partial(Block, mixers=(tiny.attention,), mlp_width=8)
   functions = importance.Blocks(width=16, pattern=(block, block))
   init, parameters = functions.created(sites)
-  params, batch = init(jax.random.key(0)), tiny.batch((9, 15))
+  params, batch = init(jax.random.key(0)), BATCH
   shapes = {m: {n: p.shape.shape for n, p in g.items()} for m, g in parameters().items()}
   assert shapes == jax.tree.map(jnp.shape, params)
   assert all(module.startswith('decomposition') for module in params)
@@ -219,9 +221,7 @@ def reference(model, term, params, batch, sources, step):
   exponent = first + (last - first) * (jnp.float32(step) / term.train_steps)
   differences, elements = jnp.zeros(()), 0
   for path, site in sites.items():
-    f = jnp.sum((high[path] + 1e-12) ** exponent * weights[None, ..., None], (1, 2)) / jnp.sum(
-      weights
-    )
+    f = jnp.mean((high[path] + 1e-12) ** exponent, (1, 2))
     a = term.reference_tokens
     total += term.minimality * jnp.sum(f) + term.frequency * jnp.sum(f * jnp.log2(1 + a * f))
     v, u = site.factors(params)
@@ -245,7 +245,7 @@ def whole(**changed):
   with jax.enable_x64(True):
     built = decomposed(**{**OPTIONS, **changed})
     state = built[-1]._replace(step=jnp.asarray(4, jnp.int32))
-    return built, state, jax.jit(step_of(*built[:3]))(state, tiny.batch((9, 15)))
+    return built, state, jax.jit(step_of(*built[:3]))(state, BATCH)
 
 
 def gradient_by_adam(state, after, path):
@@ -263,7 +263,7 @@ def test_the_loss_of_a_step_and_its_gradient():
   """D1 to D4, D9 to D12 and D18."""
   with jax.enable_x64(True):
     (model, term, _, _), state, (after, metrics) = whole(clip_norm=math.inf)
-    batch = tiny.batch((9, 15))
+    batch = BATCH
     sites = sites_of(model.parameters())
     numbers = jnp.tile(jnp.arange(TIME)[None], (ROWS, 1))
     tokens = Tokens(0, jnp.arange(ROWS), numbers)
@@ -311,7 +311,7 @@ def test_cuts_change_no_loss_no_gradient_and_no_adversary(chunk_size):
   """D22, D17; with the clean memory in masked passes they do."""
   with jax.enable_x64(True):
     built, state, (expected, metrics) = whole()
-    found, cut = jax.jit(step_of(*built[:3], chunk_size=chunk_size))(state, tiny.batch((9, 15)))
+    found, cut = jax.jit(step_of(*built[:3], chunk_size=chunk_size))(state, BATCH)
     np.testing.assert_allclose(cut.sums.loss, metrics.sums.loss, rtol=1e-12)
     assert_same(cut.sums.terms, metrics.sums.terms)
     for name in ('params', 'optimizer_state', 'carry', 'objective'):
@@ -321,7 +321,7 @@ def test_cuts_change_no_loss_no_gradient_and_no_adversary(chunk_size):
 def test_the_clean_memory_depends_on_the_cuts():
   with jax.enable_x64(True):
     built, state, (_, metrics) = whole(memory='clean', frequency=0.0)
-    _, cut = jax.jit(step_of(*built[:3], chunk_size=12))(state, tiny.batch((9, 15)))
+    _, cut = jax.jit(step_of(*built[:3], chunk_size=12))(state, BATCH)
     assert abs(cut.sums.loss - metrics.sums.loss) > 1e-4
 
 
@@ -329,7 +329,7 @@ def test_masked_passes_carry_what_the_masked_model_remembers():
   """D23: they begin anew with each document, as the clean one; and D24."""
   model, term, optimizer, state = decomposed(dtype='float32')
   step = jax.jit(step_of(model, term, optimizer))
-  after, _ = step(state, tiny.batch((9, 15)))
+  after, _ = step(state, BATCH)
   memory = after.carry[term.name]
   (masked,) = memory.passes[0]
   clean = after.carry['model']
@@ -344,7 +344,7 @@ def test_masked_passes_carry_what_the_masked_model_remembers():
     lambda path, x: jnp.full_like(x, jnp.nan) if 'hidden/w1' in jax.tree_util.keystr(path) else x,
     after.params,
   )
-  refused, _ = step(after._replace(params=broken), tiny.batch((9, 15)))
+  refused, _ = step(after._replace(params=broken), BATCH)
   assert int(refused.skipped) == 1
   jax.tree.map(np.testing.assert_array_equal, refused.carry, model.initial_carry(ROWS))
 
@@ -406,7 +406,7 @@ def test_ascents_raise_the_loss_and_the_step_gives_one_more():
     model, term, optimizer, state = decomposed(
       dtype='float32', reconstruction=(adversary,), **options
     )
-    after, metrics = jax.jit(step_of(model, term, optimizer))(state, tiny.batch((9, 15)))
+    after, metrics = jax.jit(step_of(model, term, optimizer))(state, BATCH)
     return metrics.sums.terms['reconstruction_0_adversarial'], state, after
 
   found = {ascents: losses(ascents) for ascents in (0, 1)}
@@ -427,7 +427,7 @@ def test_layouts_and_micro_batches_change_nothing(micro_batches):
   """D21, in float64: rows over four devices, time over two."""
   with jax.enable_x64(True):
     rows = 4 * micro_batches
-    batch = jax.tree.map(lambda x: np.tile(x, (rows // 2, 1)), tiny.batch((9, 15)))
+    batch = jax.tree.map(lambda x: np.tile(x, (rows // 2, 1)), BATCH)
     batch = batch._replace(
       inputs=np.random.default_rng(0).integers(0, 50, batch.inputs.shape, np.int32)
     )

@@ -31,10 +31,10 @@ from valkyrie.models.sites import Site, U, V, sites_of
 from valkyrie.training.losses import divergences
 from valkyrie.training.objective import Chunk, Measure, Part, Start, Term
 from valkyrie.training.optimizers import Group
-from valkyrie.types import Array, Carry, Params
+from valkyrie.types import Array, Batch, Carry, Params
 
 _TINY = 1e-12
-_STEP = 'step'
+_STEP, _TOKENS = 'step', 'tokens'  # arrays of a step: its number, and how many tokens it reads
 _FREQUENCY = 'frequency/'  # begins the names of shared arrays, as the number of an adversary does
 
 
@@ -173,10 +173,13 @@ class Decomposition(Term):
   # Around a step.
 
   def before(
-    self, state: dict[str, Attack] | None, step: Array, measure: Measure
+    self, state: dict[str, Attack] | None, step: Array, batch: Batch, measure: Measure
   ) -> tuple[dict[str, Attack] | None, Mapping[str, Array]]:
     """The mean importances, whose logarithm needs all tokens, and the adversaries' ascents."""
-    shared: dict[str, Array] = {_STEP: jnp.asarray(step, jnp.float32)}
+    tokens = jnp.maximum(jnp.sum(batch.segment_ids > 0), 1)
+    shared = {
+      name: jnp.asarray(value, jnp.float32) for name, value in ((_STEP, step), (_TOKENS, tokens))
+    }
     if self.frequency:
       _, sums = measure(_MeanImportance(self), shared)
       shared |= {name: total / jnp.maximum(sums.weight, 1.0) for name, total in sums.terms.items()}
@@ -272,6 +275,9 @@ class _Read:
     numbers, place = draws.tokens(self.before.place, time)
     self._tokens = Tokens(settings.seed, self.before.place.row, numbers)
     self._weights = chunk.batch.weights
+    # Importances count for all tokens, also where nothing is predicted.
+    of_step = lax.stop_gradient(chunk.shared[_TOKENS])
+    self._share = (chunk.batch.segment_ids > 0) * (chunk.total / of_step)
     self.weight = jnp.sum(self._weights)
     functions, inputs = settings.importance(), chunk.features.sites or {}
     z, after = functions(chunk.params, self.sites, inputs, self.before.importance, chunk.batch)
@@ -313,7 +319,7 @@ class _Read:
     return jnp.sum(self._weights * divergences(chunk.features, features, size)), after
 
   def powers(self) -> dict[str, Array]:
-    """{path: f summed over the tokens [L, C]}, of the importance to some power (D11)."""
+    """{path: [L, C]}, sums over the tokens of the importance to some power (D11)."""
     first, last = self.settings.exponent, self.settings.last_exponent
     done = lax.stop_gradient(self.chunk.shared[_STEP]) / self.settings.train_steps
     exponent = first + (last - first) * jnp.minimum(done, 1.0)
@@ -323,7 +329,7 @@ class _Read:
       counted = (
         square / (square + exponent**2) if self.settings.smooth else (high + _TINY) ** exponent
       )
-      return jnp.einsum('lbtc,bt->lc', counted, self._weights)
+      return jnp.einsum('lbtc,bt->lc', counted, self._share)
 
     return {path: of(high) for path, high in self.high.items()}
 
@@ -347,7 +353,7 @@ class _Read:
   def alive(self) -> Array:
     """The components with an importance above 0.1, summed over tokens."""
     return sum(
-      (jnp.einsum('lbtc,bt->', (low > 0.1).astype(low.dtype), self._weights)
+      (jnp.einsum('lbtc,bt->', (low > 0.1).astype(low.dtype), self._share)
        for low in self.low.values()),
       jnp.zeros(()),
     )  # fmt: skip

@@ -8,7 +8,7 @@ V [d_in, C] and U [C, d_out]. Without masks it computes x W, bit for bit. With m
 (Bushnaq, Braun & Sharkey 2025, arXiv 2506.20790, section 3). `layers.behind` is the one place.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 import dataclasses
 import re
 from typing import Any, NamedTuple
@@ -81,6 +81,11 @@ class Sites:
       return Decomposed(whole, v, u, masks.get(path), note)
 
     return get
+
+
+def is_factor(name: str, names: Container[str]) -> bool:
+  """Whether this name of a parameter is of the V or the U of another one."""
+  return name.endswith((V, U)) and name[: -len(V)] in names
 
 
 class Site(NamedTuple):

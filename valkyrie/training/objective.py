@@ -126,9 +126,11 @@ class Term:
     """
     return None
 
-  def before(self, state: Any, step: Array, measure: Measure) -> tuple[Any, Mapping[str, Array]]:
-    """Before each step: its state and the step's number -> (state, arrays for `Chunk.shared`)."""
-    del step, measure
+  def before(
+    self, state: Any, step: Array, batch: Batch, measure: Measure
+  ) -> tuple[Any, Mapping[str, Array]]:
+    """Before each step, with its number and tokens: (its state, arrays for `Chunk.shared`)."""
+    del step, batch, measure
     return state, {}
 
   def after(

@@ -136,7 +136,7 @@ def make_train_step(
 
     kept, shared = dict(state.objective or {}), {}
     for term in terms:
-      found, shared[term.name] = term.before(kept.get(term.name), state.step, measure)
+      found, shared[term.name] = term.before(kept.get(term.name), state.step, batch, measure)
       kept |= {term.name: found} if term.name in kept else {}
     gradient, carry, sums = whole_step(state, batch, terms, shared, learned)
     for term in terms:

@@ -18,6 +18,7 @@ from valkyrie.models.attention.longformer import WindowAttention
 from valkyrie.models.block import Block
 from valkyrie.models.language_model import LanguageModel, Model
 from valkyrie.models.layers import RMSNorm
+from valkyrie.models.sites import is_factor
 from valkyrie.types import Array, Params
 from valkyrie.weights import huggingface, named_tensors
 from valkyrie.weights.named_tensors import FORMAT, TABLES, Leaf, Tensor
@@ -68,7 +69,8 @@ class InitialWeights:
       The tensor is 'fresh' for the model's own initialization, 'zero', or the name of the tensor in
       the source, in which \\1 stands for a group of the pattern. Without a rule, the name stays.
     partial: tensors that the source lacks are new: outputs (`out`) are zero, so that a new layer or
-      mixer adds nothing at first; others, and tokens that the source lacks, are initialized.
+      mixer adds nothing at first; others, and tokens that the source lacks, are initialized. The
+      factors of a decomposition may always be new.
     any_loss: accept weights whose validation loss is as high as for guessing, as on a task that is
       new to them.
   """
@@ -131,7 +133,8 @@ class InitialWeights:
         tensors = [source.tensors.get(choice, choice) for choice in of_leaf]
         loaded[leaf.module][leaf.name] = _filled(before, tensors, leaf.stacked)
         before.delete()
-    return loaded, not {FRESH, ZERO} & set(chosen.values())
+    own = {choice for name, choice in chosen.items() if not is_factor(name, chosen)}
+    return loaded, not {FRESH, ZERO} & own
 
   def _chosen(
     self, leaves: Sequence[Leaf], tensors: Mapping[str, Tensor], tokens: int
@@ -148,6 +151,8 @@ class InitialWeights:
         )
     for name, shape in shapes.items():
       choice = self._choice(name)
+      if choice not in tensors and is_factor(name, shapes):
+        choice = FRESH
       if choice not in tensors and choice not in (FRESH, ZERO):
         missing.append(name)
         choice = ZERO if name.endswith('.out') else FRESH
