@@ -24,6 +24,7 @@ from valkyrie.types import Array, Batch, Carry, DType, Params
 
 Sites = Mapping[str, Site]
 LEAK = 0.01
+_TINY = 1e-12
 NETS = 'decomposition/nets'  # the module of the nets
 
 
@@ -44,6 +45,12 @@ lower.defvjp(lambda z: (lower(z), z), _lower_backward)
 def upper(z: Array) -> Array:
   """clip(z, 0, 1), with a slope of 0.01 above 1."""
   return jnp.where(z > 1, 1 + LEAK * (z - 1), jnp.clip(z, 0, 1))
+
+
+def counted(high: Array, exponent: Array | float, smooth: bool = False) -> Array:
+  """What minimality counts of the upper importances g: (g + 1e-12)^p, or g² / (g² + p²) (D11)."""
+  square = high * high
+  return square / (square + exponent**2) if smooth else (high + _TINY) ** exponent
 
 
 class Importance(Protocol):

@@ -14,6 +14,7 @@ import math
 from typing import Any, ClassVar, NamedTuple
 
 import gin
+import haiku as hk
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -33,7 +34,6 @@ from valkyrie.training.objective import Chunk, Measure, Part, Start, Term
 from valkyrie.training.optimizers import Group
 from valkyrie.types import Array, Batch, Carry, Params
 
-_TINY = 1e-12
 _STEP, _TOKENS = 'step', 'tokens'  # arrays of a step: its number, and how many tokens it reads
 _FREQUENCY = 'frequency/'  # begins the names of shared arrays, as the number of an adversary does
 
@@ -145,24 +145,13 @@ class Decomposition(Term):
     if not self.faithful_steps:
       return params
     sites = sites_of(start.model.parameters())
-    optimizer = optax.adam(self.faithful_rate)
 
-    def faithful(params):
-      def value(factors):
-        return unfaithfulness(_with_factors(params, factors), sites)
-
-      def step(state, _):
-        factors, moments = state
-        updates, moments = optimizer.update(jax.grad(value)(factors), moments)
-        return (optax.apply_updates(factors, updates), moments), None
-
-      factors = {path: site.factors(params) for path, site in sites.items()}
-      begun = factors, optimizer.init(factors)
-      (after, _), _ = lax.scan(step, begun, length=self.faithful_steps)
-      return _with_factors(params, after), value(factors), value(after)
+    def moved(params):
+      after = faithful(params, sites, self.faithful_steps, self.faithful_rate)
+      return after, unfaithfulness(params, sites), unfaithfulness(after, sites)
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
-    jit = start.partitioner.jit(faithful, donate_argnums=0, out_shardings=(shardings, None, None))
+    jit = start.partitioner.jit(moved, donate_argnums=0, out_shardings=(shardings, None, None))
     params, before, after = jit(params)
     start.say(
       f'{self.faithful_steps} steps on faithfulness: the mean squared difference of W and V U went '
@@ -245,15 +234,6 @@ class Decomposition(Term):
     return Part(loss, sums, read.after._replace(passes=passes))
 
 
-def _with_factors(params: Params, factors: Mapping[str, tuple[Array, Array]]) -> Params:
-  """The parameters with these V and U, by path of the site."""
-  found = {module: dict(group) for module, group in params.items()}
-  for path, (v, u) in factors.items():
-    module, name = path.rsplit('/', 1)
-    found[module] |= {name + V: v, name + U: u}
-  return found
-
-
 def unfaithfulness(params: Params, sites: Mapping[str, Site]) -> Array:
   """The mean of (W - V U)² over all elements of all sites, float32 (D10)."""
   total, count = jnp.zeros(()), 0
@@ -262,6 +242,22 @@ def unfaithfulness(params: Params, sites: Mapping[str, Site]) -> Array:
     total += jnp.sum(jnp.square(w - jnp.einsum('ldc,lce->lde', v, u)))
     count += w.size
   return total / count
+
+
+def faithful(params: Params, sites: Mapping[str, Site], steps: int, rate: float) -> Params:
+  """The parameters after steps of Adam on only `unfaithfulness`, which move the factors (D19)."""
+  optimizer = optax.adam(rate)
+  slope = jax.grad(lambda factors, rest: unfaithfulness(merge(factors, rest), sites))
+
+  def step(_, carry):
+    factors, state = carry
+    updates, state = optimizer.update(slope(factors, rest), state)
+    return optax.apply_updates(factors, updates), state
+
+  factors, rest = hk.data_structures.partition(lambda _, name, __: name[-2:] in (V, U), params)
+  merge = hk.data_structures.merge
+  factors, _ = lax.fori_loop(0, steps, step, (factors, optimizer.init(factors)))
+  return merge(factors, rest)
 
 
 class _Read:
@@ -325,10 +321,7 @@ class _Read:
     exponent = first + (last - first) * jnp.minimum(done, 1.0)
 
     def of(high):
-      square = high * high
-      counted = (
-        square / (square + exponent**2) if self.settings.smooth else (high + _TINY) ** exponent
-      )
+      counted = importance.counted(high, exponent, self.settings.smooth)
       return jnp.einsum('lbtc,bt->lc', counted, self._share)
 
     return {path: of(high) for path, high in self.high.items()}
