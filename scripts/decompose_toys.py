@@ -222,7 +222,7 @@ def model_of(toy: Toy) -> Model:
   return Model(toy, init, hk.without_apply_rng(hk.transform(toy)).apply, sites_of(parameters()))
 
 
-def error(out: Array, expected: Array, weights: Array) -> Array:
+def squared_error(out: Array, expected: Array, weights: Array) -> Array:
   """The mean squared error of outputs [B, 1, F]."""
   return jnp.sum(weights * jnp.mean(jnp.square(out - expected), axis=-1))
 
@@ -269,7 +269,7 @@ def trained(model: Model, seed: int) -> tuple[Params, float]:
   def loss(own, step):
     x, weights = toy.batch(jax.random.fold_in(key, step), toy.target_rows)
     out, _ = model.apply(toy.tied(merge(own, rest)), x, {})
-    return {'error': error(out, toy.labels(x), weights)}
+    return {'error': squared_error(out, toy.labels(x), weights)}
 
   optimizer = optax.adamw(cosine(toy.target_rate, toy.target_steps), weight_decay=0.01)
   own, terms = minimizer(loss, optimizer, toy.target_steps)(own)
@@ -313,7 +313,7 @@ def losses(model: Model, params: Params, step: Array, seed: Array) -> dict[str, 
       sources = loss.sources([*routes], sites, use + 1, tokens)
       given = {path: masks.masks(low[path], sources[path], routes[path]) for path in routes}
       out, _ = model.apply(params, x, given)
-      total += error(out, lax.stop_gradient(clean), weights) / len(passes)
+      total += squared_error(out, lax.stop_gradient(clean), weights) / len(passes)
     terms[loss.live] = loss.coefficient * total
   powers = [jnp.sum(importance.counted(g, toy.exponent), axis=(0, 3)) for g in high.values()]
   terms['minimality'] = toy.minimality * sum(jnp.sum(weights * power) for power in powers)

@@ -21,7 +21,7 @@ LIVE = ('all', 'each', 'subset', 'groups')
 class Tokens(NamedTuple):
   """What the masks of a chunk depend on: the draws' seed, and row and number of each token."""
 
-  seed: int
+  seed: int | Array
   row: Array
   number: Array
 
