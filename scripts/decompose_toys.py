@@ -288,11 +288,7 @@ def check_learned(outputs: np.ndarray) -> None:
 
 def importances(model: Model, params: Params, inputs: Mapping[str, Array]) -> dict[str, Array]:
   """{path: logits [1, B, 1, C]}, of the inputs of the sites in the clean pass."""
-  own = params[importance.MODULE]
-  return {
-    path: FUNCTIONS.logits(own, path, inputs[path], site.factors(params)[0])
-    for path, site in model.sites.items()
-  }
+  return FUNCTIONS.of_tokens(params, model.sites, inputs)
 
 
 def losses(model: Model, params: Params, step: Array, seed: Array) -> dict[str, Array]:
@@ -334,9 +330,8 @@ def decomposer(model: Model, target: Params) -> Callable[[int], tuple[Params, di
     keys = jax.random.split(jax.random.key(seed))
     params = merge(model.init(keys[0]), matrices)
     params = faithful(params, model.sites, FAITHFUL_STEPS, FAITHFUL_RATE)
-    return hk.data_structures.filter(is_factor, params) | importance.initial(
-      FUNCTIONS, model.sites, keys[1]
-    )
+    initial, _ = FUNCTIONS.created(model.sites)
+    return hk.data_structures.filter(is_factor, params) | initial(keys[1])
 
   clip = optax.masked(
     optax.clip_by_global_norm(CLIP_NORM), functools.partial(hk.data_structures.map, is_factor)

@@ -93,7 +93,7 @@ def tiny():
   toy = dataclasses.replace(decompose_toys.TOYS['5-2-identity'], components=6, rows=7, steps=1)
   model = decompose_toys.model_of(toy)
   params = model.init(jax.random.key(0))
-  params |= importance.initial(decompose_toys.FUNCTIONS, model.sites, jax.random.key(1))
+  params |= decompose_toys.FUNCTIONS.created(model.sites)[0](jax.random.key(1))
   return model, toy.tied(params)
 
 
@@ -118,14 +118,14 @@ def test_the_losses_of_a_toy(tiny):
   model, params = tiny
   functions = {
     name: jnp.full_like(leaf, 2.0) if name.endswith('b2') else jnp.zeros_like(leaf)
-    for name, leaf in params[importance.MODULE].items()
+    for name, leaf in params[importance.NETS].items()
   }
   own = dict(params[decompose_toys.MODULE])
   # V U = W: five unit vectors and one component of nothing.
   own['first_v'] = jnp.eye(5, 6)[None]
   own['first_u'] = jnp.pad(own['first'], ((0, 0), (0, 1), (0, 0)))
   own['identity_v'], own['identity_u'] = jnp.eye(2, 6)[None], jnp.eye(6, 2)[None]
-  exact = model.toy.tied({decompose_toys.MODULE: own, importance.MODULE: functions})
+  exact = model.toy.tied({decompose_toys.MODULE: own, importance.NETS: functions})
   losses, zero = jax.jit(functools.partial(decompose_toys.losses, model)), jnp.array(0)
   found = losses(exact, zero, zero)
   # 3 sites of 6 importances of 1 + 0.01 each.
@@ -133,7 +133,7 @@ def test_the_losses_of_a_toy(tiny):
   assert found == pytest.approx(expected, abs=1e-12, rel=1e-5)
   # Without the identity's components the delta carries d of it, for a d of each row.
   lost = {**own, 'identity_v': jnp.zeros((1, 2, 6))}
-  lost = model.toy.tied({decompose_toys.MODULE: lost, importance.MODULE: functions})
+  lost = model.toy.tied({decompose_toys.MODULE: lost, importance.NETS: functions})
   found = losses(lost, zero, zero)
   assert found['faithfulness'] == pytest.approx(2 / (5 * 2 + 2 * 2 + 2 * 5), rel=1e-6)
   x, weights = model.toy.batch(jax.random.fold_in(jax.random.key(0), 0), 7)

@@ -106,12 +106,18 @@ class _Nets:
 
   def __call__(self, params, sites, inputs, carry, batch):
     del batch
+    return self.of_tokens(params, sites, inputs), carry
+
+  def of_tokens(
+    self, params: Params, sites: Sites, inputs: Mapping[str, Array]
+  ) -> dict[str, Array]:
+    """{path: z [L, B, T, C]}: each token has its own."""
 
     def of(path, site):
       own = {n: params[NETS][f'{path}/{n}'] for n in ('w1', 'b1', 'w2', 'b2')}
       return self._logits(own, inputs[path], site.factors(params)[0])
 
-    return {path: of(path, site) for path, site in sites.items()}, carry
+    return {path: of(path, site) for path, site in sites.items()}
 
 
 @gin.configurable
