@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+import tiny_run
 
+from valkyrie.checkpoint.manager import open_to_read
 from valkyrie.decomposition import draws, importance, masks
 from valkyrie.decomposition.adversary import Adversary
 from valkyrie.decomposition.masks import Stochastic, Tokens
@@ -464,3 +466,73 @@ def test_layouts_and_micro_batches_change_nothing(micro_batches):
 def test_what_does_not_fit_is_named(make, message):
   with pytest.raises(ConfigurationError, match=message):
     make()
+
+
+# Memory and runs.
+
+
+@pytest.mark.parametrize(('memory', 'finds'), [('own', True), ('clean', False)])
+def test_a_write_is_important_where_it_is_read_chunks_later(memory, finds):
+  """D25: only the last token counts; who ablates S5's B in the first chunk changes it."""
+  quiet = functools.partial(Adversary, scope='positions', ascents=0)
+  model, term, optimizer, state = decomposed(
+    dtype='float32', memory=memory, minimality=0.0, faithfulness=0.0, reconstruction=(quiet,)
+  )
+  batch = tiny.batch((TIME,))
+  weights = np.zeros_like(batch.weights)
+  weights[:, -1] = 1
+  step = jax.jit(step_of(model, term, optimizer, chunk_size=6))
+  after, _ = step(state, batch._replace(weights=weights))
+  gradient = after.objective[term.name]['0'].mean['model/layers/block_0/~/s5/b'] / (1 - 0.5)
+  assert (np.abs(gradient[0, :6]).max() > 1e-7) == finds
+  assert not finds or np.abs(gradient[0, :6]).min(axis=(1, 2)).max() < np.abs(gradient).max()
+  assert np.abs(gradient[0, 18:]).max() > 1e-7
+
+
+DECOMPOSE = """
+include 'gin/decompose.gin'
+Sites.components = (('s5/b', 4), ('mlp/out', 3))
+Decomposition.faithful_steps = 3
+Adversary.persistent = True
+Adversary.ascents = 1
+InitialWeights.any_loss = True
+train_steps = {steps}
+Decomposition.train_steps = 10
+Optimizer.train_steps = 10
+checkpoint_every = 2
+eval_every = 100
+"""
+
+
+def test_a_run_that_was_stopped_is_the_same_run(tmp_path, capsys):
+  """D19, D20: bit for bit, adversaries included; the steps on faithfulness are not repeated."""
+  tiny_run.write_stores(tmp_path, 'letters', 'abc ')
+  target = tiny_run.train(tmp_path / 'target', tmp_path)
+  weights = f'--gin.train.initial_weights="{target}"'
+
+  def run(name, steps):
+    return tiny_run.train(tmp_path / name, tmp_path, weights, data=DECOMPOSE.format(steps=steps))
+
+  run('parts', 2)
+  assert '3 steps on faithfulness' in capsys.readouterr().err
+  parts = run('parts', 4)
+  assert 'steps on faithfulness' not in capsys.readouterr().err
+  whole = run('whole', 4)
+  states = []
+  for folder in (parts, whole):
+    with open_to_read(str(folder), '4') as directory:
+      place, files = directory._place_of_state(), directory._files
+      fields = 'params', 'optimizer_state', 'carry', 'objective'
+      states.append({field: files.read_to_host(place, field) for field in fields})
+  assert states[0]['objective']['decomposition']
+  jax.tree.map(np.testing.assert_array_equal, *states)
+  lines = [tiny_run.metrics(folder)[4] for folder in (parts, whole)]
+  terms = {name for name in lines[0] if name.startswith('terms/')}
+  assert {name.split('/')[1][:6] for name in terms} == {'reconst'[:6], 'minima', 'faithf', 'alive_'}
+  assert [lines[0][name] for name in terms] == [lines[1][name] for name in terms]
+  # The matrices of the target are as they were.
+  with open_to_read(str(target), '2') as directory:
+    before = directory.restore_evaluated()
+  for module, group in before.items():
+    for name, leaf in group.items():
+      np.testing.assert_array_equal(states[0]['params'][module][name], leaf)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from valkyrie.config import ranges
+from valkyrie.config.computation import may_change_on_resume
 from valkyrie.decomposition import draws, importance, masks
 from valkyrie.decomposition.adversary import Adversary, Attack
 from valkyrie.decomposition.importance import Importance, PerComponent
@@ -47,6 +48,7 @@ class Memory(NamedTuple):
 
 
 @gin.configurable
+@may_change_on_resume('train_steps')  # it stretches the exponent's fall
 @dataclasses.dataclass(frozen=True)
 class Decomposition(Term):
   """Reconstruction under masks, few important components, and faithfulness to the matrices.
