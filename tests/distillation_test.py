@@ -1,14 +1,23 @@
 """Distillation against its definition, of whole rows at once, in float64."""
 
 import functools
+import re
 
+import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+import tiny_run
 
+import valkyrie
+from valkyrie import main
+from valkyrie.checkpoint.manager import open_to_read
+from valkyrie.config.load import load_gin
 from valkyrie.errors import ConfigurationError
+from valkyrie.models import language_model
+from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.block import Block
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.training import losses, tbptt
@@ -16,9 +25,13 @@ from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.distillation import Distillation
 from valkyrie.training.objective import Prediction
 from valkyrie.training.optimizers import Optimizer
+from valkyrie.training.setup import Setup, StepSettings
 from valkyrie.training.train_step import initial_state, make_train_step
+from valkyrie.weights import named_tensors
+from valkyrie.weights.initial import open_source
 
-BATCH = tiny.batch([7, 5], padding=0)
+pytestmark = pytest.mark.usefixtures('quick_compiler')
+BATCH = tiny.batch([7, 5])
 PHASE = Phase(chunk_size=4, chunks=3, backprop_chunks=3)
 
 
@@ -77,31 +90,29 @@ def by_definition(model, params, carry, batch):
   return jnp.sum(batch.weights * (0.7 * 4.0 * divergence + 0.3 * difference)) / batch.weights.sum()
 
 
-def test_loss_and_gradient_are_as_defined_for_any_cut(begun):
+def test_loss_gradient_and_carry_are_as_of_whole_rows(begun):
   term, model, params, carry = begun
   with jax.enable_x64(True):
-    expected = jax.jit(jax.grad(lambda p: by_definition(model, p, carry, BATCH)))(params)
-    for size, remat in ((4, True), (6, False)):
-      found, after, sums = jax.jit(
-        functools.partial(
-          tbptt.gradients, model, chunk_size=size, backprop_chunks=12 // size, remat_chunks=remat,
-          terms=(term,),
-        )
-      )(params, carry, BATCH, BATCH.weights.sum())  # fmt: skip
-      for module, group in found.items():
-        for name, gradient in group.items():
-          if module.startswith('teacher/'):
-            assert not np.any(gradient)
-          else:
-            np.testing.assert_allclose(gradient, expected[module][name], atol=1e-12, rtol=1e-9)
-      loss = 0.7 * 4.0 * sums.terms['divergence'] + 0.3 * sums.terms['layers']
-      whole = by_definition(model, params, carry, BATCH) * BATCH.weights.sum()
-      np.testing.assert_allclose([loss, sums.loss], whole, rtol=1e-12)
-      where = BATCH.inputs, BATCH.positions, BATCH.segment_ids
-      own = {m.removeprefix('teacher/'): p for m, p in params.items() if m.startswith('teacher/')}
-      read = term._teacher.apply(own, {'model': carry['teacher']}, *where)[1]
-      for a, b in zip(*map(jax.tree.leaves, (after['teacher'], read['model'])), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-12)
+    whole, expected = jax.jit(
+      jax.value_and_grad(lambda params: by_definition(model, params, carry, BATCH))
+    )(params)
+    in_chunks = functools.partial(
+      tbptt.gradients, model, chunk_size=4, backprop_chunks=3, remat_chunks=True, terms=(term,)
+    )
+    found, after, sums = jax.jit(in_chunks)(params, carry, BATCH, BATCH.weights.sum())
+    for module, group in found.items():
+      for name, gradient in group.items():
+        if module.startswith('teacher/'):
+          assert not np.any(gradient)
+        else:
+          np.testing.assert_allclose(gradient, expected[module][name], atol=1e-12, rtol=1e-9)
+    loss = 0.7 * 4.0 * sums.terms['divergence'] + 0.3 * sums.terms['layers']
+    np.testing.assert_allclose([loss, sums.loss], whole * BATCH.weights.sum(), rtol=1e-12)
+    where = BATCH.inputs, BATCH.positions, BATCH.segment_ids
+    own = {m.removeprefix('teacher/'): p for m, p in params.items() if m.startswith('teacher/')}
+    read = term._teacher.apply(own, {'model': carry['teacher']}, *where)[1]
+    for a, b in zip(*map(jax.tree.leaves, (after['teacher'], read['model'])), strict=True):
+      np.testing.assert_allclose(a, b, atol=1e-12)
 
 
 def test_all_tokens_apart_are_the_divergence_of_the_distributions():
@@ -164,3 +175,80 @@ def test_the_teacher_is_frozen_and_a_restored_state_continues_bit_for_bit():
 def test_what_does_not_fit_is_named(options, message):
   with pytest.raises(ConfigurationError, match=message):
     distillation(**options).extended(student())
+
+
+TEACHER = """
+StepSettings.objective = (@Prediction, @Distillation)
+Distillation.teacher = @teacher/LanguageModel
+Distillation.source = @teacher/InitialWeights
+teacher/InitialWeights.source = '{source}'
+teacher/Block.mixers = (@LongformerAttention,)
+teacher/RMSNorm.epsilon = 0.5
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+  """(gin file of a run with a teacher, the teacher's tensors, its Distillation)."""
+  tiny_run.write_stores(tmp_path / 'data', 'letters', 'ab')
+  file = tmp_path / 'run.gin'
+  more = TEACHER.format(source=tmp_path / 'teacher.safetensors')
+  file.write_text(tiny_run.gin_text(tmp_path / 'data', more=more))
+  gin.clear_config(clear_constants=True)
+  load_gin([str(file)], modules=main.CONFIGURABLE_MODULES)
+  term = Setup(StepSettings()).terms[1]
+  params = term._teacher.init(jax.random.key(7), 1)[0]
+  tensors = named_tensors.of_params(params)
+  return file, {name: t.read((slice(None),) * len(t.shape)) for name, t in tensors.items()}, term
+
+
+def test_a_scope_reaches_all_parts_of_its_model(run):
+  teacher = run[2]._teacher
+  params, carry = teacher.init(jax.random.key(0), 1)
+  where = np.ones((1, 3), np.int32), np.arange(3)[None], np.ones((1, 3), np.int32)
+  found = teacher.apply(params, carry, *where)[0].hidden
+  plain = language_model.transform(
+    functools.partial(LanguageModel, pattern=(functools.partial(Block, (LongformerAttention,)),))
+  )
+  with gin.config_scope('teacher'):
+    expected = plain.apply(params, carry, *where)[0].hidden
+  np.testing.assert_array_equal(found, expected)
+  assert np.abs(found - plain.apply(params, carry, *where)[0].hidden).max() > 0.01
+
+
+def test_a_run_keeps_its_teacher_and_is_used_without_it(run, tmp_path, capsys):
+  (file, tensors, _), source = run, tmp_path / 'teacher.safetensors'
+
+  def start(steps, *flags):
+    gin.clear_config(clear_constants=True)
+    flags = f'--gin.train_steps={steps}', '--gin.checkpoint_every=1', *flags
+    code = main.main([f'--gin_file={file}', f'--model_dir={tmp_path / "run"}', *flags])
+    said = capsys.readouterr()
+    return code, said.out + said.err
+
+  code, said = start(1)
+  assert code == 78 and f'The weights {source} are not there' in said
+  named_tensors.write(source, dict([*tensors.items()][1:]), {})
+  code, said = start(1, '--gin.InitialWeights.partial=True')
+  assert code == 78 and 'The teacher cannot be loaded' in said and 'are new' in said
+  named_tensors.write(source, tensors, {})
+  code, said = start(1)
+  assert code == 0 and f'loaded {len(tensors)} of the {len(tensors)} tensors' in said
+  assert re.search(r'[\d,]+ more parameters of the objective: teacher\n', said)
+  source.unlink()  # the checkpoint has it
+  code, said = start(1)
+  assert code == 0 and 'nothing to do' in said
+  assert 'terms/divergence' in tiny_run.metrics(tmp_path / 'run')[1]
+  with open_to_read(tmp_path / 'run') as directory:
+    kept = directory._files.read_to_host(directory._place_of_state(), 'params')
+  teacher = {m.removeprefix('teacher/'): of for m, of in kept.items() if m.startswith('teacher/')}
+  for name, tensor in named_tensors.of_params(teacher).items():
+    np.testing.assert_array_equal(tensor.read((slice(None),) * len(tensor.shape)), tensors[name])
+
+  opened = valkyrie.load(tmp_path / 'run')
+  assert {*opened.params} == {*kept} - {f'teacher/{module}' for module in teacher}
+  assert np.all(np.isfinite(opened.logits('abba')))
+  assert {*open_source(str(tmp_path / 'run')).tensors} == {*named_tensors.of_params(opened.params)}
+  head = (tmp_path / 'run' / 'model_info.txt').read_text()
+  size = sum(leaf.size for group in teacher.values() for leaf in group.values())
+  assert f'{size - 125 * 16:,} of the objective' in head.partition('\n')[0]  # 384 - 259 of padding

@@ -52,6 +52,7 @@ def test_pages_have_examples():
     'encoder',
     'data',
     'optimizers',
+    'objectives',
     'finetune',
     'hooks',
     'mixers',
