@@ -21,7 +21,7 @@ import math
 import re
 import sys
 import time
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import haiku as hk
 from haiku.data_structures import merge, partition
@@ -32,10 +32,11 @@ import numpy as np
 import optax
 from scipy.optimize import linear_sum_assignment
 
-from valkyrie.decomposition import importance, masks
+from valkyrie.decomposition import importance
 from valkyrie.decomposition.masks import Stochastic, Tokens
 from valkyrie.decomposition.objective import faithful, unfaithfulness
 from valkyrie.errors import DataError, ValkyrieError
+from valkyrie.models.declarations import Masks
 from valkyrie.models.language_model import created
 from valkyrie.models.layers import parameter, project
 from valkyrie.models.sites import Site, Sites, U, V, sites_of
@@ -67,6 +68,7 @@ class Toy:
     target_steps, target_rows: the same of the target's training.
     alive: the components that should be alive, by site; those of other sites are free.
     least: the mean cosine similarity of a success.
+    exact: whether a success has exactly these components alive.
     published: the mean cosine similarity and the ratio of norms.
     rate, target_rate: the learning rate at first, and its share at the end, by a cosine.
   """
@@ -82,11 +84,14 @@ class Toy:
   target_rows: int
   alive: Mapping[str, int]
   least: float
+  exact: bool = True
   published: tuple[str, str] = ('', '')
   rate: tuple[float, float] = (1e-3, 0.0)
   target_rate: tuple[float, float] = (5e-3, 1.0)
   probability: float = 0.05
   lowest: float = 0.0
+
+  skips: ClassVar[bool] = False  # whether features also pass by the layer
 
   def batch(self, key: Array, rows: int) -> tuple[Array, Array]:
     """Rows with at least one feature and one row of zeros, [rows + 1, 1, F]; their weights.
@@ -108,7 +113,7 @@ class Toy:
     """One row for each feature, in which only it is on, [F, 1, F]."""
     return PROBE * jnp.eye(self.features)[:, None]
 
-  def __call__(self, x: Array, given: Mapping[str, masks.Masks]) -> tuple[Array, dict[str, Array]]:
+  def __call__(self, x: Array, given: Mapping[str, Masks]) -> tuple[Array, dict[str, Array]]:
     """The output [B, 1, F] with masks of sites, and the inputs of the sites [1, B, 1, D_in]."""
     sites = Sites((('.', self.components),))
 
@@ -134,7 +139,7 @@ class Toy:
 
   def labels(self, x: Array) -> Array:
     """What the target learns."""
-    return x
+    return jax.nn.relu(x) + x * self.skips
 
   def tied(self, params: Params) -> Params:
     """The parameters, with those that others determine."""
@@ -164,6 +169,8 @@ class Superposition(Toy):
 class ResidualMLP(Toy):
   """(x E + relu(x E W_in) W_out) Eᵀ, for a random E of unit rows, which learns x + relu(x)."""
 
+  skips = True
+
   def layer(self, x):
     (h,) = project(x, ('embed', 'mlp'), first=self.hidden)
     (y,) = project(jax.nn.relu(h), ('mlp', 'embed'), second=x.shape[-1])
@@ -176,9 +183,6 @@ class ResidualMLP(Toy):
 
     return parameter('embedding', (self.features, 1000), unit, axes=('vocabulary', 'embed'))
 
-  def labels(self, x):
-    return x + jax.nn.relu(x)
-
 
 _SMALL = Superposition(
   features=5, hidden=2, components=20, minimality=3e-3, exponent=1.0, steps=10_000, rows=256,
@@ -186,8 +190,8 @@ _SMALL = Superposition(
   published=('1.000 ± 0.000', '0.993 ± 0.002'),
 )  # fmt: skip
 _LARGE = Superposition(
-  features=40, hidden=10, components=200, minimality=1e-4, exponent=2.0, steps=10_000, rows=512,
-  target_steps=10_000, target_rows=2048, alive={'first': 40, 'second': 40}, least=0.98,
+  features=40, hidden=10, components=200, minimality=1e-4, exponent=2.0, steps=8_000, rows=256,
+  target_steps=10_000, target_rows=2048, alive={'first': 40, 'second': 40}, least=0.98, exact=False,
   published=('1.000 ± 0.000', '1.010 ± 0.007'),
 )  # fmt: skip
 TOYS: Mapping[str, Toy] = {
@@ -276,12 +280,11 @@ def trained(model: Model, seed: int) -> tuple[Params, float]:
   return toy.tied(merge(own, rest)), terms['error']
 
 
-def check_learned(outputs: np.ndarray) -> None:
-  """Raises a DataError if a feature, on at PROBE, is not in the outputs [F, F] of these probes."""
-  missing = [int(n) for n in np.flatnonzero(np.diag(outputs) < PROBE / 2)]
-  if missing:
+def check_learned(shares: np.ndarray) -> None:
+  """Raises a DataError if the layer reads less than a quarter of a feature, of these shares [F]."""
+  if missing := [int(n) for n in np.flatnonzero(shares < 0.25)]:
     raise DataError(
-      f'The target has not learned the features {missing} of {len(outputs)}: no decomposition can '
+      f'The target has not learned the features {missing} of {len(shares)}: no decomposition can '
       'find them. Train it from another start: --target_seed=N.'
     )
 
@@ -302,15 +305,9 @@ def losses(model: Model, params: Params, step: Array, seed: Array) -> dict[str, 
   tokens = Tokens(seed, jnp.arange(len(x)), jnp.broadcast_to(step, (len(x), 1)))
   terms = {}
   for number, loss in enumerate(LOSSES):
-    passes, total = loss.passes(sites), jnp.zeros(())
-    for index, live in enumerate(passes):
-      use = 2 * (1000 * number + index)
-      routes = loss.routes(live, sites, use, tokens)
-      sources = loss.sources([*routes], sites, use + 1, tokens)
-      given = {path: masks.masks(low[path], sources[path], routes[path]) for path in routes}
-      out, _ = model.apply(params, x, given)
-      total += squared_error(out, lax.stop_gradient(clean), weights) / len(passes)
-    terms[loss.live] = loss.coefficient * total
+    outs = [model.apply(params, x, given)[0] for given in loss.masks(number, low, sites, tokens)]
+    errors = [squared_error(out, lax.stop_gradient(clean), weights) for out in outs]
+    terms[loss.live] = loss.coefficient * sum(errors) / len(errors)
   powers = [jnp.sum(importance.counted(g, toy.exponent), axis=(0, 3)) for g in high.values()]
   terms['minimality'] = toy.minimality * sum(jnp.sum(weights * power) for power in powers)
   return {**terms, 'faithfulness': unfaithfulness(params, sites)}
@@ -408,10 +405,11 @@ def report(name: str, toy: Toy, seeds: Sequence[int], target_seed: int) -> None:
   began, model = time.monotonic(), model_of(toy)
   names = sorted(site.name for site in model.sites.values())
   target, loss = trained(model, target_seed)
-  outputs = np.asarray(jax.jit(model.apply)(target, toy.probes(), {})[0][:, 0])
-  learned = np.diag(outputs)
-  print(f'\n{name}: loss {loss:.2e}, reads {PROBE} as {learned.min():.2f} to {learned.max():.2f}.')
-  check_learned(outputs)
+  outputs, _ = jax.jit(model.apply)(target, toy.probes(), {})
+  shares = np.diag(outputs[:, 0]) / PROBE - toy.skips
+  print(f'\n{name}: the target has a loss of {loss:.2e}, and reads', end=' ')
+  print(f'{shares.min():.2f} to {shares.max():.2f} of a feature.', flush=True)
+  check_learned(shares)
   print(f'Alive components and identity errors are of {", ".join(names)}.')
   line = '{:>9}  {:>8}  {:>13}  {:>13}  {:>8}  {:>12}  {:>12}  {:>7}  {}'
   print(line.format('seed', 'loss', 'MMCS', 'ML2R', 'distinct', 'alive', 'errors', 'success', ''))
@@ -430,7 +428,7 @@ def report(name: str, toy: Toy, seeds: Sequence[int], target_seed: int) -> None:
       matched.cosine >= toy.least
       and 0.97 <= matched.ratio <= 1.05
       and matched.distinct == toy.features
-      and all(alive[site] == count for site, count in toy.alive.items())
+      and (not toy.exact or {**alive, **toy.alive} == alive)
     )
     found[seed] = total, _ = sum(terms.values()), success
     parts = ', '.join(f'{term} {value:.2e}' for term, value in terms.items())

@@ -1,6 +1,6 @@
 """Masked passes: which sites are live, for which tokens, and where their masks come from."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import itertools
 from typing import ClassVar, NamedTuple
@@ -104,6 +104,32 @@ class Stochastic:
       begin += layers * size
     return found
 
+  def masks(
+    self,
+    number: int,
+    low: Mapping[str, Array],
+    sites: Mapping[str, Site],
+    tokens: Tokens,
+    sources: Mapping[str, Array] | None = None,
+  ) -> Iterator[dict[str, Masks]]:
+    """{path: masks} of each pass, with m = g + (1 - g) r and d = r of the delta (D1).
+
+    Args:
+      number: of the loss among others, whose draws are independent.
+      low: g, the lower importances [L, B, T, C] by path.
+      sites: of the model.
+      tokens: of the chunk.
+      sources: r of all passes, for an adversary; None draws them for each pass.
+    """
+    for index, live in enumerate(self.passes(sites)):
+      use = 2 * (1000 * number + index)  # two draws each
+      routes = self.routes(live, sites, use, tokens)
+      of = self.sources([*routes], sites, use + 1, tokens) if sources is None else sources
+      yield {
+        path: Masks(low[path] + (1 - low[path]) * of[path][..., :-1], of[path][..., -1], route)
+        for path, route in routes.items()
+      }
+
 
 def ordered(sites: Mapping[str, Site]) -> list[tuple[str, int]]:
   """The sites (path, layer) from the first layer to the last, and by path."""
@@ -111,8 +137,3 @@ def ordered(sites: Mapping[str, Site]) -> list[tuple[str, int]]:
     ((path, layer) for path, site in sites.items() for layer in range(site.layers)),
     key=lambda site: (site[1], site[0]),
   )
-
-
-def masks(low: Array, source: Array, route: Array) -> Masks:
-  """m = g + (1 - g) r, from the lower importances g [..., C]; d = r of the delta (D1)."""
-  return Masks(low + (1 - low) * source[..., :-1], source[..., -1], route)

@@ -22,7 +22,7 @@ import optax
 
 from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
-from valkyrie.decomposition import draws, importance, masks
+from valkyrie.decomposition import draws, importance
 from valkyrie.decomposition.adversary import Adversary, Attack
 from valkyrie.decomposition.importance import Importance, PerComponent
 from valkyrie.decomposition.masks import Stochastic, Tokens
@@ -285,17 +285,12 @@ class _Read:
 
   def reconstruction(self, number: int, loss: Stochastic) -> tuple[Array, list[Carry]]:
     """The summed divergence of a loss, the mean over its passes, and their carries."""
-    passes = loss.passes(self.sites)
+    sources = None
+    if isinstance(loss, Adversary):
+      sources = loss.of_tokens(_of_number(str(number), self.chunk.shared), self._tokens)
+    passes = [*loss.masks(number, self.low, self.sites, self._tokens, sources)]
     total, carries = jnp.zeros(()), []
-    for index, live in enumerate(passes):
-      use = 2 * (1000 * number + index)  # two draws each
-      routes = loss.routes(live, self.sites, use, self._tokens)
-      if isinstance(loss, Adversary):
-        shared = _of_number(str(number), self.chunk.shared)
-        sources = loss.of_tokens(shared, self._tokens)
-      else:
-        sources = loss.sources([*routes], self.sites, use + 1, self._tokens)
-      given = {path: masks.masks(self.low[path], sources[path], routes[path]) for path in routes}
+    for index, given in enumerate(passes):
       own = self.before.passes[number]
       divergence, after = self._masked(given, own[index] if own else self.chunk.before)
       total += divergence / len(passes)
