@@ -199,7 +199,7 @@ def test_long_curves_are_thinned_and_short_ones_drawn():
 
 def test_curves_have_the_colors_and_fonts_of_the_page():
   curves = [Curve(f'<{number}>', [(1.0, 2.0), (2.0, 1.0)]) for number in range(7)]
-  found = figure('t', 'x', 'y', curves, logarithmic=True)
+  found = figure('t', 'x', 'y', curves, logarithmic='x')
   for color in range(6):
     assert f'stroke: var(--c{color})' in found
   assert not re.search('#0000|font-family|<style', found)

@@ -19,6 +19,7 @@ RUN_MODES = {
   'infer': ('valkyrie.inference.infer', 'infer'),
   'long_context': ('valkyrie.suites.long_context', 'long_context'),
   'export': ('valkyrie.inference.export', 'export'),
+  'components': ('valkyrie.decomposition.components', 'components'),
   'precompile': ('valkyrie.certificates.precompile', 'precompile'),
 }
 
@@ -27,7 +28,7 @@ FLAGS_OF_MODES = {
   'prompt': ('infer',),
   'prompts': ('infer',),
   'output': ('infer', 'export'),
-  'step': ('eval', 'infer', 'long_context', 'export'),
+  'step': ('eval', 'infer', 'long_context', 'export', 'components'),
   'follow': ('eval',),
   'topology': ('precompile',),
   'allow_changed': ('train',),
@@ -50,8 +51,8 @@ _FLAGS = f"""
 --prompt TEXT  the text that infer continues (default: standard input)
 --prompts FILE  prompts for infer: JSON lines with the field "prompt" (.jsonl), or one on each line
 --output PATH  a new file for the JSON lines of infer (default: printed), or a new folder for export
---step N  the checkpoint that eval, infer, long_context and export read: a number, latest or best,
-  or numbers separated by commas, for the mean of their parameters (default: latest)
+--step N  the checkpoint that eval, infer, long_context, export and components read: a number,
+  latest or best, or numbers separated by commas, for the mean of their parameters (default: latest)
 --follow  eval reads every checkpoint of a run as it is committed, until the last one
 --topology CHIP:SHAPE  the TPU slice that precompile compiles for, such as v4:4x4x2, on a machine
   without one (default: the devices of this machine)
@@ -82,6 +83,8 @@ examples:
       needles, variables, pairs: accuracy by length and depth
   python -m valkyrie.main --model_dir=runs/tiny --run_mode=export --output=exported
       the model for other programs: safetensors, configuration and tokenizer
+  python -m valkyrie.main --model_dir=runs/decomposed --run_mode=components
+      a page of the components of a decomposition, with the texts where each is important
   python -m valkyrie.main --gin_file=gin/v4_32.gin --run_mode=precompile --topology=v4:4x4x2
       compile a run for 32 TPU chips on a machine without one; print its memory and time
   python -m valkyrie.main --gin_file=mine.gin --gin_allow_import=my_package

@@ -24,12 +24,12 @@ _INTERVALS = {
   '[260, 1048576]': 'train_vocabulary.size',  # beyond the bytes
   '[0, 2147483647]': (
     'warmup_steps keep_best bad_documents allowed registers document_start max_global_tokens '
-    'max_tokens ascents faithful_steps'
+    'max_tokens ascents faithful_steps attacked_tokens'
   ),
   # An interval beyond the last step is never due.
   '[1, 9223372036854775807]': 'log_every eval_every checkpoint_every hbm_bytes',
   '[0, 4294967295]': 'seed first',
-  '[0, 1]': 'depths min_p epsilon cooldown Stochastic.source Adversary.source',
+  '[0, 1]': 'depths min_p epsilon cooldown Stochastic.source Adversary.source threshold',
   '[0, 1)': 'dropout pass_carry optax.b1 optax.b2 optax.b3 optax.decay optax.momentum',
   '(0, 1]': 'top_p',
   '(0, 1)': 'average_decay',

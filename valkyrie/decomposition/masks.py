@@ -12,8 +12,10 @@ from valkyrie.config import ranges
 from valkyrie.decomposition import draws
 from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models.declarations import Masks
+from valkyrie.models.features import Features
 from valkyrie.models.sites import Site
-from valkyrie.types import Array
+from valkyrie.training.objective import Chunk
+from valkyrie.types import Array, Carry
 
 LIVE = ('all', 'each', 'subset', 'groups')
 
@@ -136,4 +138,18 @@ def ordered(sites: Mapping[str, Site]) -> list[tuple[str, int]]:
   return sorted(
     ((path, layer) for path, site in sites.items() for layer in range(site.layers)),
     key=lambda site: (site[1], site[0]),
+  )
+
+
+def masked(chunk: Chunk, given: Mapping[str, Masks], carry: Carry) -> tuple[Features, Carry]:
+  """Reads a chunk with masks, from a carry of the model: (its features, the carry after it)."""
+  batch = chunk.batch
+  return chunk.model.apply(
+    chunk.params,
+    {'model': carry['model']},
+    batch.inputs,
+    batch.positions,
+    batch.segment_ids,
+    chunk.rng,
+    masks=given,
   )

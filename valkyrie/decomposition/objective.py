@@ -24,8 +24,9 @@ from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.decomposition import draws, importance
 from valkyrie.decomposition.adversary import Adversary, Attack
+from valkyrie.decomposition.evaluation import ComponentScores
 from valkyrie.decomposition.importance import Importance, PerComponent
-from valkyrie.decomposition.masks import Stochastic, Tokens
+from valkyrie.decomposition.masks import Stochastic, Tokens, masked
 from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models.features import SITES
 from valkyrie.models.language_model import Model
@@ -126,6 +127,10 @@ class Decomposition(Term):
       return Memory(draws.start(rows), of_importance, passes)
 
     return model.extended(self.name, *functions.created(sites), initial_carry)
+
+  def evaluation(self) -> ComponentScores:
+    """The model under six maskings and an attack, and the importances."""
+    return ComponentScores(self.seed, self.importance, self.memory)
 
   def _losses(self) -> list[Stochastic]:
     return [make() for make in self.reconstruction]
@@ -298,18 +303,9 @@ class _Read:
     return total, carries
 
   def _masked(self, given: Mapping[str, Any], carry: Carry) -> tuple[Array, Carry]:
-    chunk, batch = self.chunk, self.chunk.batch
-    features, after = chunk.model.apply(
-      chunk.params,
-      {'model': carry['model']},
-      batch.inputs,
-      batch.positions,
-      batch.segment_ids,
-      chunk.rng,
-      masks=given,
-    )
-    size = chunk.model.about.vocabulary_size
-    return jnp.sum(self._weights * divergences(chunk.features, features, size)), after
+    features, after = masked(self.chunk, given, carry)
+    size = self.chunk.model.about.vocabulary_size
+    return jnp.sum(self._weights * divergences(self.chunk.features, features, size)), after
 
   def powers(self) -> dict[str, Array]:
     """{path: [L, C]}, sums over the tokens of the importance to some power (D11)."""

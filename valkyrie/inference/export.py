@@ -5,7 +5,10 @@
     FOLDER/README.md           the model card
     FOLDER/tokenizer.json      or tokenizer.model, as the run had it; nothing for bytes
 
-In Hugging Face's form the tensors and the configuration are a Llama's.
+In Hugging Face's form the tensors and the configuration are a Llama's. The form 'components' has
+the sites of a decomposition: for the site layers.0.mlp.out its matrix `layers.0.mlp.out`, its
+factors `..._v` and `..._u`, and `..._w1`, `..._b1`, `..._w2`, `..._b2` of its importance function;
+a stack that has the importances of all sites is `decomposition...`.
 """
 
 from collections.abc import Callable
@@ -18,13 +21,14 @@ import gin
 import numpy as np
 
 from valkyrie import __version__
-from valkyrie.checkpoint.manager import LATEST
+from valkyrie.checkpoint.manager import LATEST, open_to_read
 from valkyrie.config import check, record
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import vocabularies
 from valkyrie.errors import ConfigurationError, StorageError, storage_errors
 from valkyrie.inference.loaded import LoadedModel
 from valkyrie.models.language_model import LanguageModel
+from valkyrie.models.sites import U, V, sites_of
 from valkyrie.types import Params
 from valkyrie.weights import huggingface, named_tensors
 
@@ -44,6 +48,8 @@ _USE = {
   'valkyrie': 'Matrices are [inputs, outputs]. Valkyrie reads this folder back by '
   "`train.initial_weights = 'FOLDER'`. Its page docs/export.md shows how to compute the model "
   'without Valkyrie.',
+  'components': 'Matrices are [inputs, outputs]. docs/decomposition.md shows how to compute '
+  'importances and masked products from them in numpy.',
   'huggingface': '`transformers.AutoModelForCausalLM.from_pretrained(FOLDER)` opens it.',
 }
 
@@ -66,7 +72,8 @@ def export(
     output: the folder.
     opened: opens the run.
     model: the class of the model.
-    form: 'valkyrie'; or 'huggingface', of full attention (Llama) or only of a window (Mistral).
+    form: 'valkyrie'; 'huggingface', of full attention (Llama) or only of a window (Mistral); or
+      'components', of a decomposition, at one step.
 
   Raises:
     ConfigurationError: the run has no such step, or the model has not that form.
@@ -80,7 +87,10 @@ def export(
   theirs = huggingface.configuration_of(model) if form == 'huggingface' else None
   loaded = opened(model_dir, step)
   steps = ', '.join(map(str, loaded.steps))
-  arrays = _arrays(loaded.params, loaded.model.about.vocabulary_size)
+  arrays = (
+    _components(loaded) if form == 'components'
+    else _arrays(loaded.params, loaded.model.about.vocabulary_size)
+  )  # fmt: skip
   count = sum(array.size for array in arrays.values())
   if theirs is None:
     config: dict[str, Any] = {
@@ -92,7 +102,7 @@ def export(
       'vocabulary_size': loaded.model.about.vocabulary_size,
       'eos_id': loaded.tokenizer.eos_id,
       'bos': [*loaded.tokenizer.bos],
-      'model': _of_model(record.bindings()),
+      'model': _of_model(record.bindings(), form),
     }
   else:
     config, scale = theirs
@@ -127,11 +137,39 @@ def _arrays(params: Params, vocabulary_size: int) -> dict[str, np.ndarray]:
   return whole | tables
 
 
-def _of_model(bindings: dict[str, Any]) -> dict[str, Any]:
+def _components(loaded: LoadedModel) -> dict[str, np.ndarray]:
+  """The arrays of the sites of a decomposition, by name and layer."""
+  sites = sites_of(loaded.model.parameters())
+  if not sites or len(loaded.steps) > 1:
+    raise ConfigurationError(
+      f"export.form='components' needs one step of a run with LanguageModel.sites; found "
+      f'{len(loaded.steps)} steps and {len(sites)} sites. Name one --step of such a run.'
+    )
+  with open_to_read(loaded.model_dir, str(loaded.steps[0])) as directory:
+    params = directory.restore_evaluated()
+    functions = {  # by the path of their site, or of a stack for all
+      name if name.startswith('model/') else f'{module}/{name}': array
+      for module, group in params.items()
+      if module.partition('/')[0] == 'decomposition'
+      for name, array in group.items()
+    }
+  names = named_tensors.names_of(loaded.model.parameters())
+  found = {n.replace('/', '.'): a for n, a in functions.items() if n.startswith('decomposition')}
+  for path, site in sites.items():
+    v, u = site.factors(loaded.params)
+    parts = {'': site.target(loaded.params), V: v, U: u}
+    parts |= {f'_{n[len(path) + 1 :]}': a for n, a in functions.items() if n.startswith(f'{path}/')}
+    for layer, name in enumerate(names[path]):
+      found |= {name + part: np.asarray(array[layer]) for part, array in parts.items()}
+  return found
+
+
+def _of_model(bindings: dict[str, Any], form: str) -> dict[str, Any]:
   """The bindings of the model's parts, Valkyrie's and others: no path, no seed."""
+  rooms = ('models.', 'decomposition.') if form == 'components' else 'models.'
 
   def is_part(name: str) -> bool:
     package, _, rest = check.find(name.rpartition('.')[0]).wrapped.__module__.partition('.')
-    return rest.startswith('models.') if package == 'valkyrie' else package != 'optax'
+    return rest.startswith(rooms) if package == 'valkyrie' else package != 'optax'
 
   return {name: value for name, value in bindings.items() if is_part(name)}

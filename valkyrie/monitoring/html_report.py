@@ -147,13 +147,13 @@ def page(runs: Sequence[Run]) -> str:
   return document(title, [f'<h1>{html.escape(title)}</h1>', *sections(runs)])
 
 
-def document(title: str, parts: Sequence[str]) -> str:
-  """A page of these parts, in the style of all pages."""
+def document(title: str, parts: Sequence[str], style: str = '') -> str:
+  """A page of these parts, in the style of all pages, with more of its own."""
   body = '\n'.join(filter(None, parts))
   return (
     '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
     '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-    f'<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n'
+    f'<title>{html.escape(title)}</title>\n<style>{_STYLE}{style}</style>\n</head>\n'
     f'<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n'
   )
 
@@ -275,7 +275,7 @@ def _curves(
 def _by_position(runs: Sequence[Run]) -> str:
   curves = [Curve(run.name, by_position(_last(run.evaluations))) for run in runs]
   title = 'Loss by position in the document, from P to 2 P - 1'
-  return figure(title, 'position', 'nats per token', curves, logarithmic=True)
+  return figure(title, 'position', 'nats per token', curves, logarithmic='x')
 
 
 def _differences(runs: Sequence[Run]) -> str:

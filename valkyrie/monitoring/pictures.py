@@ -111,11 +111,11 @@ def write_heat_map(
 
 
 def figure(
-  title: str, x_name: str, y_name: str, curves: Sequence[Curve], logarithmic: bool = False
+  title: str, x_name: str, y_name: str, curves: Sequence[Curve], logarithmic: str = ''
 ) -> str:
   """A figure of a page, with its caption; '' if no curve has a point.
 
-  `logarithmic` is the axis of x. The colors are variables of the page's style.
+  `logarithmic` is an axis, 'x' or 'y'. The colors are variables of the page's style.
   """
   import matplotlib as mpl  # noqa: PLC0415
   from matplotlib.backends.backend_svg import FigureCanvasSVG  # noqa: PLC0415
@@ -131,8 +131,11 @@ def figure(
     axes.plot(xs, ys, dashes, color=color, lw=2, marker='o' if len(xs) == 1 else '')
     name = f'{html.escape(curve.name)} {short(curve.points[-1][1])}'
     legend.append(f'<span style="color: {_VARIABLES[color]}">{name}</span>')
-  if logarithmic:
+  if logarithmic == 'x':
     axes.set_xscale('log', base=2)
+  if logarithmic == 'y':
+    axes.set_yscale('log')
+    axes.minorticks_off()
   axes.xaxis.set_major_formatter(lambda x, _: short(x))
   axes.yaxis.set_major_formatter(lambda y, _: short(y))
   axes.grid(axis='y', color=colors[-1])

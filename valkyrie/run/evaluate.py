@@ -21,6 +21,8 @@ from valkyrie.monitoring.progress import describe
 from valkyrie.monitoring.writers import create_writers
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.sharding.partitioner import Partitioner
+from valkyrie.training.objective import evaluations, terms_of
+from valkyrie.training.setup import StepSettings
 from valkyrie.weights.restored import restored_params
 
 _PAUSE_SECONDS = 2.0  # between two looks of a follower
@@ -34,6 +36,7 @@ def evaluate(
   model: Callable[..., LanguageModel],
   partitioner: Callable[[], Partitioner],
   evaluator: Callable[..., Evaluator],
+  settings: Callable[[], StepSettings] = StepSettings,
   last_step: int,
   cuts: Sequence[str] = (),
   name: str = '',
@@ -43,6 +46,7 @@ def evaluate(
   """Evaluates a run's checkpoint on the whole validation split; writes and prints metrics.
 
   Args:
+    settings: of the run, whose objective can have more to report.
     last_step: of the run, at which a follower ends.
     cuts: parts of the carry, 'state' or 'all'. For each, one more evaluation resets it before every
       chunk, and writes to model_dir/eval_cut_NAME.
@@ -66,11 +70,11 @@ def evaluate(
     )
   name = name or ('whole' if follow else '')
   stream = f'eval{name and "_"}{name}'
-  functions, mesh = language_model.transform(model), partitioner()
-  measure = evaluator(functions, mesh)
+  mesh, terms = partitioner(), evaluations(terms_of(settings().objective))
+  measure = evaluator(language_model.transform(model), mesh, terms=terms)
 
   def of_step(step: str) -> None:
-    params, numbers = restored_params(functions, mesh, model_dir, measure.vocabulary, step)
+    params, numbers = restored_params(measure.model, mesh, model_dir, measure.vocabulary, step)
     number = max(numbers)
     measure.record_data(model_dir, stream, may_differ=False)
     found = {}

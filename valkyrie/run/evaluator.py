@@ -27,6 +27,7 @@ from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.storage import whole_file
 from valkyrie.training.data_parallel import gather_params, shard_map_step
 from valkyrie.training.losses import TokenScores, token_scores
+from valkyrie.training.objective import Chunk, Terms
 from valkyrie.training.setup import check_documents, check_vocabulary
 from valkyrie.types import Array, Batch, Carry, Params, TaskFeed
 
@@ -52,12 +53,14 @@ class Scores(NamedTuple):
     2^(k+1) - 1 of their document; position 0, a document's first token, is never a target.
   right: the weight of the targets with the largest logit.
   metrics: {name: (weighted values, their weight)} of the metrics of one's own.
+  terms: {name of a term: its sums}.
   """
 
   loss: Array
   weight: Array
   right: Array
   metrics: dict[str, tuple[Array, Array]]
+  terms: dict[str, Mapping[str, Array]]
 
 
 def chunk_scores(
@@ -68,11 +71,21 @@ def chunk_scores(
   *,
   plan: bool = True,
   metrics: Sequence[TokenMetric] = (),
+  terms: Terms = (),
 ) -> tuple[Scores, Carry]:
   """Reads one chunk [B, C] of every row -> (its scores, the carry after it)."""
-  features, carry = model.apply(
-    params, carry, chunk.inputs, chunk.positions, chunk.segment_ids, plan=plan
+  features, after = model.apply(
+    params,
+    {'model': carry['model']},
+    chunk.inputs,
+    chunk.positions,
+    chunk.segment_ids,
+    plan=plan,
+    activations=tuple(dict.fromkeys(kind for term in terms for kind in term.activations)),
   )
+  whole = Chunk(model, params, features, chunk, carry, {}, None, 1.0, plan, False)
+  parts = {term.name: term(whole) for term in terms}
+  carry = {**carry, **after, **{name: part.carry for name, part in parts.items() if name in carry}}
   found = token_scores(features, chunk.targets, model.about.vocabulary_size)
   floor_log2 = 31 - lax.clz(chunk.positions + 1)  # a target is one position after its input
   in_bin = floor_log2[..., None] == jnp.arange(_BINS)[None, None]
@@ -83,7 +96,8 @@ def chunk_scores(
   weights = chunk.weights
   by_loss, right = by_position(weights * found.loss), jnp.sum(weights * found.right)
   own = {metric.__name__: _sums(metric, found, chunk) for metric in metrics}
-  return Scores(by_loss, by_position(weights), right, own), carry
+  sums = {name: dict(part.sums) for name, part in parts.items()}
+  return Scores(by_loss, by_position(weights), right, own, sums), carry
 
 
 def _sums(metric: TokenMetric, scores: TokenScores, chunk: Batch) -> tuple[Array, Array]:
@@ -113,6 +127,7 @@ class Evaluator:
     chunk_size: int,
     chunks: int | None = None,
     metrics: Sequence[TokenMetric] = (),
+    terms: Terms = (),
   ):
     """Configures the evaluation; `open`, or the first call, opens the split.
 
@@ -121,18 +136,21 @@ class Evaluator:
       batch_size, chunk_size: rows of the split, and tokens of one forward call.
       chunks: chunks of each row that a quick evaluation reads, or more up to one with a target;
         None reads all.
+      terms: of `objective.evaluations`.
     """
     with store_location.builder:
       tokens = feed()
     check_vocabulary(model, tokens)
     self.vocabulary = tokens.vocabulary
     # A mixture is evaluated source by source.
-    self._sources: Mapping[str, TaskFeed] = getattr(tokens, 'sources', {'': tokens})
+    self.sources: Mapping[str, TaskFeed] = getattr(tokens, 'sources', {'': tokens})
     self._weights: Mapping[str, float] = getattr(tokens, 'weights', {'': 1.0})
-    self._chunk_size = chunk_size
+    self.chunk_size = chunk_size
     self._quick = chunks
-    self._model, self._partitioner = model, partitioner
-    self._batch_size = batch_size
+    for term in terms:
+      model = term.extended(model)
+    self.model, self._partitioner, self._terms = model, partitioner, terms
+    self.batch_size = batch_size
     partitioner.check_batch(batch_size, chunk_size)
 
     def initial_carry():
@@ -140,10 +158,14 @@ class Evaluator:
 
     def read(params, carry, chunk, cut, plan):
       def of_device(params, carry, batch, *_, **__):
-        scores, carry = chunk_scores(model, params, carry, batch, plan=plan, metrics=metrics)
+        own = () if cut else terms  # they measure the whole memory
+        scores, carry = chunk_scores(
+          model, params, carry, batch, plan=plan, metrics=metrics, terms=own
+        )
         return (), carry, scores
 
-      carry = cut_carry(carry, initial_carry(), cut)
+      if cut:
+        carry = {**carry, 'model': cut_carry(carry['model'], initial_carry()['model'], cut)}
       size = chunk.inputs.shape[1]
       return shard_map_step(
         of_device, model, params, carry, chunk, chunk_size=size, backward=False
@@ -162,12 +184,11 @@ class Evaluator:
 
     Raises a DataError if the model cannot read the longest document.
     """
-    for feed in self._sources.values():
-      chunks = range(self._chunks(feed))
-      check_documents(self._model, feed)
+    for feed in self.sources.values():
+      check_documents(self.model, feed)
       if self._quick is not None:  # prompts may fill it, and a loss without a target is none
-        targets = (feed.read(n * self._chunk_size, self._chunk_size).weights.any() for n in chunks)
-        first = next(itertools.compress(chunks, targets), 0)
+        targets = (feed.read(*span).weights.any() for span in self.spans(feed, whole=True))
+        first = next(itertools.compress(itertools.count(), targets), 0)
         self._quick = max(self._quick, first + 1)
 
   def record_data(self, model_dir: str, stream: str, *, may_differ: bool) -> None:
@@ -176,7 +197,7 @@ class Evaluator:
     Raises a ConfigurationError if the stream has evaluations of other data, unless it `may_differ`.
     """
     path = pathlib.Path(model_dir, stream, 'data.json')
-    fingerprints = {name: feed.fingerprint for name, feed in self._sources.items()}
+    fingerprints = {name: feed.fingerprint for name, feed in self.sources.items()}
     recorded = fingerprints
     with contextlib.suppress(OSError, ValueError):
       recorded = foreign.json_value(foreign.content(path))
@@ -189,9 +210,11 @@ class Evaluator:
     if jax.process_index() == 0:
       whole_file.write(path, json.dumps(fingerprints) + '\n')
 
-  def _chunks(self, feed: TaskFeed) -> int:
-    """The chunks of the longest row."""
-    return -(-feed.row_tokens // self._chunk_size)
+  def spans(self, feed: TaskFeed, whole: bool) -> list[tuple[int, int]]:
+    """(position, length) of the chunks of a source, or of its quick part."""
+    count = -(-feed.row_tokens // self.chunk_size)  # of the longest row
+    spans = [(n * self.chunk_size, self.chunk_size) for n in range(count)]
+    return spans if whole else spans[: self._quick]
 
   def __call__(
     self,
@@ -215,27 +238,26 @@ class Evaluator:
       what `text_metrics` returns; accuracy, the share of targets with the largest logit;
       loss_by_position/P and targets_by_position/P, the loss and the number of the targets at
       positions P to 2 P - 1 of a document;
-      metrics/NAME, a user-defined metric; for the whole split also quick_loss and
-      quick_bits_per_byte, of its quick part. For a mixture these are means by its weights, and
-      loss/NAME and others are the metrics of each source.
+      metrics/NAME, a user-defined metric; what terms report; for the whole split also
+      quick_loss and quick_bits_per_byte, of its quick part. For a mixture these are means by its
+      weights, and loss/NAME and others are the metrics of each source.
     """
-    params = self._gather(self._model.own(params))
-    rows = self._partitioner.local_rows(self._batch_size)
+    params = self._gather(self.model.own(params))
+    rows = self._partitioner.local_rows(self.batch_size)
 
     def scores(feed: TaskFeed) -> list[Scores]:
       """Of the chunks of a feed, on the host."""
-      spans = [(n * self._chunk_size, self._chunk_size) for n in range(self._chunks(feed))]
       carry, found = self._initial_carry(), []
-      for chunk in prefetch(feed, spans if whole else spans[: self._quick], rows=rows):
+      for chunk in prefetch(feed, self.spans(feed, whole), rows=rows):
         if stop():
           raise Preempted('stopped during an evaluation, which was abandoned')
-        batch = self._partitioner.place_batch(chunk, self._batch_size)
+        batch = self._partitioner.place_batch(chunk, self.batch_size)
         carry, of_chunk = self._read(params, carry, batch, cut, plan)
         found.append(of_chunk)
         found[-2:-1] = jax.device_get(found[-2:-1])  # two chunks in flight, as in training
       return jax.device_get(found)
 
-    chunks = {name: scores(feed) for name, feed in self._sources.items()}
+    chunks = {name: scores(feed) for name, feed in self.sources.items()}
     quick = self._metrics({name: _sum(parts[: self._quick]) for name, parts in chunks.items()})
     if not whole:
       return quick
@@ -247,23 +269,27 @@ class Evaluator:
   def _metrics(self, scores: Mapping[str, Scores]) -> Metrics:
     """The metrics of the sums of each source."""
     # Of the split, also for its quick part: a store knows the bytes of a whole text only.
-    ratios = {name: feed.tokens_per_byte for name, feed in self._sources.items()}
+    ratios = {name: feed.tokens_per_byte for name, feed in self.sources.items()}
     if len(scores) == 1:
       (only,), (ratio,) = scores.values(), ratios.values()
-      return _metrics(only, ratio)
+      return {**_metrics(only, ratio), **self._of_terms(only)}
     shares = [self._weights[name] / scores[name].weight.sum() for name in scores]
 
     def weighted(*parts):
       return sum(share * part for share, part in zip(shares, parts, strict=True) if share)
 
     mean = jax.tree.map(weighted, *scores.values())
-    found = _metrics(mean, mean_tokens_per_byte(self._weights, ratios))
+    found = _metrics(mean, mean_tokens_per_byte(self._weights, ratios)) | self._of_terms(mean)
     found['targets'] = sum(float(of_source.weight.sum()) for of_source in scores.values())
     for name, of_source in scores.items():
       metrics = _metrics(of_source, ratios[name])
       names = [*_OF_SOURCES, *(f'metrics/{own}' for own in of_source.metrics)]
       found |= {f'{metric}/{name}': metrics[metric] for metric in names}
     return found
+
+  def _of_terms(self, scores: Any) -> dict[str, float]:
+    known = (term for term in self._terms if term.name in scores.terms)
+    return {k: v for t in known for k, v in t.metrics(self.model, scores.terms[t.name]).items()}
 
 
 def _sum(parts: Sequence[Scores]) -> Scores:

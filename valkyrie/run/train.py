@@ -29,6 +29,7 @@ from valkyrie.run.evaluator import Evaluator
 from valkyrie.run.observers import Refusals, Saver, Validation
 from valkyrie.run.trainer import InitialState, Lowest, Trainer, batches
 from valkyrie.storage import whole_file
+from valkyrie.training.objective import evaluations
 from valkyrie.training.setup import Setup, StepSettings, check_mixers, check_vocabulary
 from valkyrie.training.spikes import RefusedSteps
 from valkyrie.types import TaskFeed
@@ -103,7 +104,7 @@ def train(
       initial = InitialState(setup, tokens.vocabulary.fingerprint, initial_weights, progress.say)
       if directory.latest_step() is None:  # a resumed run no longer needs them
         initial.check_source()
-      evaluate = evaluator(setup.language_model, setup.partitioner)
+      evaluate = evaluator(setup.language_model, setup.partitioner, terms=evaluations(setup.terms))
       evaluate.open()
     evaluate.record_data(model_dir, 'eval', may_differ=True)
 

@@ -146,6 +146,14 @@ class Term:
       f'{type(self).__name__} computes nothing. Define its method `values`, or `__call__`.'
     )
 
+  def evaluation(self) -> 'Term | None':
+    """A term that evaluations compute and report by its `metrics`; None for none."""
+    return None
+
+  def metrics(self, model: Model, sums: Mapping[str, Any]) -> dict[str, float]:
+    """{name: number} of an evaluation, from its sums over all chunks, on the host."""
+    raise NotImplementedError(f'{type(self).__name__} has no `metrics`')
+
   def __call__(self, chunk: Chunk) -> Part:
     """Sums the weighted values."""
     found, weights = self.values(chunk), chunk.batch.weights
@@ -219,6 +227,11 @@ def terms_of(objective: Callable[[], Term] | Sequence[Callable[[], Term]]) -> tu
       f'of a term. Found {", ".join(names) or "none"}.'
     )
   return tuple(terms)
+
+
+def evaluations(terms: Terms) -> tuple[Term, ...]:
+  """What evaluations report of the terms."""
+  return tuple(found for term in terms if (found := term.evaluation()) is not None)
 
 
 def shared_module(term: Term) -> str:

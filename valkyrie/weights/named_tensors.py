@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 
 from valkyrie import foreign
 from valkyrie.errors import ConfigurationError, StorageError
+from valkyrie.models.declarations import Parameter
 from valkyrie.models.lora import A, B
 from valkyrie.models.parts import is_of_model
 from valkyrie.storage import foreign_names
@@ -95,6 +96,12 @@ def leaves(params: Mapping[str, Mapping[str, Any]]) -> list[Leaf]:
 def _plain(module: str, name: str) -> str:
   path = [*filter(None, module.replace('/~', '').split('/')), name]
   return _ATTENTION.sub('attention', '.'.join(path))
+
+
+def names_of(parameters: Mapping[str, Mapping[str, Parameter]]) -> dict[str, tuple[str, ...]]:
+  """{path in Haiku's params: its `Leaf.tensors`} of declared parameters."""
+  shapes = {m: {n: p.shape for n, p in group.items()} for m, group in parameters.items()}
+  return {f'{leaf.module}/{leaf.name}': leaf.tensors for leaf in leaves(shapes)}
 
 
 def of_params(params: Params) -> dict[str, Tensor]:
