@@ -204,8 +204,8 @@ TOYS: Mapping[str, Toy] = {
     _LARGE, alive={**_LARGE.alive, 'identity': 10}, published=('1.000 ± 0.000', '1.031 ± 0.001')
   ),
   'residual': ResidualMLP(
-    features=100, hidden=50, components=100, minimality=1e-5, exponent=2.0, steps=20_000, rows=256,
-    target_steps=1000, target_rows=1024, alive={'first': 100}, least=0.95, rate=(2e-3, 1.0),
+    features=100, hidden=50, components=100, minimality=1e-5, exponent=2.0, steps=12_000, rows=256,
+    target_steps=1000, target_rows=1024, alive={'first': 100}, least=0.98, rate=(2e-3, 1.0),
     target_rate=(3e-3, 0.0), probability=0.01, lowest=-1.0,
   ),
 }  # fmt: skip
@@ -231,8 +231,8 @@ def squared_error(out: Array, expected: Array, weights: Array) -> Array:
   return jnp.sum(weights * jnp.mean(jnp.square(out - expected), axis=-1))
 
 
-def cosine(rate: tuple[float, float], steps: int) -> optax.Schedule:
-  """The learning rate of each step."""
+def falling(rate: tuple[float, float], steps: int) -> optax.Schedule:
+  """A learning rate that falls by a cosine from `rate[0]` to its share `rate[1]`."""
   return optax.cosine_decay_schedule(rate[0], steps, rate[1])
 
 
@@ -275,7 +275,7 @@ def trained(model: Model, seed: int) -> tuple[Params, float]:
     out, _ = model.apply(toy.tied(merge(own, rest)), x, {})
     return {'error': squared_error(out, toy.labels(x), weights)}
 
-  optimizer = optax.adamw(cosine(toy.target_rate, toy.target_steps), weight_decay=0.01)
+  optimizer = optax.adamw(falling(toy.target_rate, toy.target_steps), weight_decay=0.01)
   own, terms = minimizer(loss, optimizer, toy.target_steps)(own)
   return toy.tied(merge(own, rest)), terms['error']
 
@@ -333,7 +333,7 @@ def decomposer(model: Model, target: Params) -> Callable[[int], tuple[Params, di
   clip = optax.masked(
     optax.clip_by_global_norm(CLIP_NORM), functools.partial(hk.data_structures.map, is_factor)
   )
-  optimizer = optax.chain(clip, optax.adam(cosine(toy.rate, toy.steps)))
+  optimizer = optax.chain(clip, optax.adam(falling(toy.rate, toy.steps)))
   minimized = minimizer(
     lambda own, *of: losses(model, toy.tied(merge(own, matrices)), *of), optimizer, toy.steps
   )
@@ -454,7 +454,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument('toys', nargs='*', help=f'of {", ".join(TOYS)}; without, all')
   parser.add_argument('--seeds', default='0', help='of the decomposition, such as 0,1,2,3,4')
   parser.add_argument('--target_seed', type=int, default=0, help='of the starts of the target')
-  parser.add_argument('--steps', type=int, help='of the decomposition')
+  parser.add_argument('--steps', type=int, help='of the decomposition, rounded up to 500s')
   flags = parser.parse_args(arguments)
   if unknown := sorted({*flags.toys} - {*TOYS}):
     parser.error(f'unknown toys: {" ".join(unknown)}. Use {", ".join(TOYS)}.')
