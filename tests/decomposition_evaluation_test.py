@@ -1,5 +1,6 @@
 """What evaluations, the page of components and the export report, against numpy."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -245,6 +246,16 @@ def test_components_are_counted_over_all_tokens():
   assert found['active'] == pytest.approx(share.sum())
   assert found['alive'] == alive.sum()
   assert found['density'] == pytest.approx(share[alive].mean())
+
+
+def test_with_clean_memory_masked_passes_carry_nothing():
+  term = dataclasses.replace(scores(), memory='clean')
+  model, (_, params, _) = term.extended(target()), built()
+  carry = model.initial_carry(ROWS)
+  assert not jax.tree.leaves(carry['decomposition'].passes)
+  run = functools.partial(chunk_scores, model, terms=(term,))
+  _, after = jax.eval_shape(run, params, carry, tiny.cut(BATCH, 0, CHUNK))
+  assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, carry)
 
 
 def feed(path):
