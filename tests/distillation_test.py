@@ -168,7 +168,7 @@ def test_the_teacher_is_frozen_and_a_restored_state_continues_bit_for_bit():
     ({'match': (('rivers', 0, 0),)}, 'Distillation.match'),
     ({'match': (('stream', 0),)}, r"Use triples such as \('stream', 5, 5\)"),
     ({'make': make_teacher(d_model=24), 'match': (('mlp', 0, 0),)}, '16 numbers with outputs'),
-    ({'temperature': 0.0}, 'Distillation.temperature = 0.0 is out of range'),
+    ({'temperature': 0.0}, 'Use a number above 0'),
     ({'top_k': 0}, 'Distillation.top_k = 0 is out of range'),
   ],
 )

@@ -38,6 +38,10 @@ def load(binding):
     ('train.checkpoints=3.5', 'a Checkpoints, such as @NAME(), not a number (3.5)'),
     ('train.initial_weights=@Checkpoints()', 'a string or None, not @Checkpoints()'),
     ('LanguageModel.d_model=@S5', 'an integer, not @S5'),
+    (
+      'StepSettings.objective=(@Prediction, @LanguageModel)',
+      'a reference to a Term or a Term, not (@Prediction, @LanguageModel)',
+    ),
     ('StepSettings.model=3.5', 'a reference to a LanguageModel, not a number (3.5)'),
   ],
 )
@@ -65,6 +69,7 @@ def test_a_part_that_fits_is_accepted(binding):
 # Numbers that the program gives, and those that have a check of their own.
 NOT_SET_BY_PEOPLE = {
   'RefusedSteps.skipped', 'TokenConsistency.rows', 'Partitioner.mesh', 'Sites.components',
+  'Distillation.match',
 }  # fmt: skip
 ZERO = {
   'seed', 'warmup_steps', 'keep_best', 'bad_documents', 'allowed', 'registers', 'document_start',
@@ -72,7 +77,7 @@ ZERO = {
   'final_learning_rate_scale', 'z_loss', 'temperature', 'draft_weight', 'weights', 'low_turns',
   'high_turns', 'depths', 'min_p', 'cooldown', 'pass_carry', 'weight', 'ascents',
   'faithful_steps', 'coefficient', 'minimality', 'exponent', 'last_exponent', 'frequency',
-  'faithfulness', 'source',
+  'faithfulness', 'source', 'match_weight',
 }  # fmt: skip
 # At most 1.
 UNIT = {

@@ -39,10 +39,7 @@ _INTERVALS = {
     'weight weights match_weight low_turns high_turns optax.weight_decay optax.eps optax.eps_root '
     'coefficient minimality exponent last_exponent frequency faithfulness'
   ),
-  '(0, inf)': (
-    'base embedding_scale horizon shortest step_rescale faithful_rate Adversary.rate '
-    'Distillation.temperature'
-  ),
+  '(0, inf)': 'base embedding_scale horizon shortest step_rescale faithful_rate Adversary.rate',
   '[1e-30, 1e30]': 'repetition_penalty',
   '(0, inf]': 'clip_norm deviations',
   '(0, 1e9]': 'grace_seconds',

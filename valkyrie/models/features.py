@@ -41,7 +41,7 @@ class Features(NamedTuple):
 class Description(NamedTuple):
   """The facts about a model that training, inference and reports need.
 
-  vocabulary_size: the tokens that exist; width: D, of the residual stream.
+  vocabulary_size: the tokens that exist; width: D, of the residual stream; layers: L.
   forward_flops: operations of one token in a forward pass, the unembedding included.
   window: the largest distance at which any attention window sees a token; 0 without one.
   horizon: the longest time constant at initialization, in tokens; None without a recurrence.
@@ -55,6 +55,7 @@ class Description(NamedTuple):
 
   vocabulary_size: int
   width: int
+  layers: int
   compute_dtype: DType
   forward_flops: int
   window: int

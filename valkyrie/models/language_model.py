@@ -250,6 +250,7 @@ class LanguageModel(hk.Module):
     return Description(
       vocabulary_size=self.vocabulary_size,
       width=self.d_model,
+      layers=self.layers,
       compute_dtype=jnp.dtype(self.compute_dtype),
       forward_flops=flops + 2 * self.d_model * self.vocabulary_size,
       window=max(known('reach'), default=0),

@@ -80,6 +80,8 @@ class Distillation(Term):
 
   def __post_init__(self):
     ranges.check_fields(self)
+    if not self.temperature:
+      raise ConfigurationError('Distillation.temperature = 0 divides by 0. Use a number above 0.')
     for pair in self.match:
       if len(pair) != 3:
         raise ConfigurationError(
@@ -110,8 +112,20 @@ class Distillation(Term):
         f'{student.vocabulary_size:,}: their distributions cannot be compared. Use a teacher with '
         "the student's tokenizer."
       )
-    for kind, *layers in self.match:
-      self._check_layers(kind, layers, model)
+    if self.match and teacher.width != student.width:
+      raise ConfigurationError(
+        f'Distillation.match compares outputs of {student.width} numbers with outputs of '
+        f'{teacher.width}. Leave it out, or use models of one width (LanguageModel.d_model).'
+      )
+    for _, *layers in self.match:
+      for layer, about, whose in zip(
+        layers, (student, teacher), ('student', 'teacher'), strict=True
+      ):
+        if not 0 <= layer < about.layers:
+          raise ConfigurationError(
+            f'Distillation.match has layer {layer} of the {whose}, whose layers are 0 to '
+            f'{about.layers - 1}.'
+          )
     with_teacher = model.extended(
       self.name,
       lambda rng: _named(self._teacher.init(rng, 1)[0]),
@@ -123,21 +137,6 @@ class Distillation(Term):
     return with_teacher._replace(
       about=student._replace(max_context=min(contexts, default=None), needs_whole_rows=(*whole,))
     )
-
-  def _check_layers(self, kind: str, layers: Sequence[int], model: Model) -> None:
-    widths, models = [], {'student': model, 'teacher': self._teacher}
-    for layer, (whose, of) in zip(layers, models.items(), strict=True):
-      count, *_, width = _shape(of, kind)
-      widths.append(width)
-      if not 0 <= layer < count:
-        raise ConfigurationError(
-          f'Distillation.match has layer {layer} of the {whose}, whose layers are 0 to {count - 1}.'
-        )
-    if widths[0] != widths[1]:
-      raise ConfigurationError(
-        f'Distillation.match compares outputs of {widths[0]} numbers with outputs of {widths[1]}. '
-        'Leave it out, or use a student as wide as the teacher (LanguageModel.d_model).'
-      )
 
   def prepared(self, params: Params, start: Start) -> Params:
     """Loads the teacher, which must be whole."""
@@ -196,14 +195,3 @@ def _named(params: Any) -> Any:
 
 def _wide(x: jax.Array) -> jax.Array:
   return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
-def _shape(model: Model, kind: str) -> tuple[int, ...]:
-  """[layers, B, T, D] of the values of a kind."""
-
-  def of(rng):
-    params, carry = model.init(rng, 1)
-    one = jnp.ones((1, 1), jnp.int32)
-    return model.apply(params, carry, one, one, one, activations=(kind,))[0].activations
-
-  return jax.eval_shape(of, jax.random.key(0))[kind].shape
