@@ -190,7 +190,7 @@ _SMALL = Superposition(
   published=('1.000 ± 0.000', '0.993 ± 0.002'),
 )  # fmt: skip
 _LARGE = Superposition(
-  features=40, hidden=10, components=200, minimality=1e-4, exponent=2.0, steps=8_000, rows=256,
+  features=40, hidden=10, components=200, minimality=1e-4, exponent=2.0, steps=10_000, rows=512,
   target_steps=10_000, target_rows=2048, alive={'first': 40, 'second': 40}, least=0.98, exact=False,
   published=('1.000 ± 0.000', '1.010 ± 0.007'),
 )  # fmt: skip
