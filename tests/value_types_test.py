@@ -77,7 +77,7 @@ ZERO = {
   'final_learning_rate_scale', 'z_loss', 'temperature', 'draft_weight', 'weights', 'low_turns',
   'high_turns', 'depths', 'min_p', 'cooldown', 'pass_carry', 'weight', 'ascents',
   'faithful_steps', 'coefficient', 'minimality', 'exponent', 'last_exponent', 'frequency',
-  'faithfulness', 'source', 'match_weight',
+  'faithfulness', 'source', 'match_weight', 'threshold', 'attacked_tokens',
 }  # fmt: skip
 # At most 1.
 UNIT = {
@@ -90,6 +90,7 @@ UNIT = {
   'average_decay',
   'pass_carry',
   'source',
+  'threshold',
 }
 ENDLESS = {
   'Optimizer.clip_norm', 'Group.clip_norm', 'Decomposition.clip_norm', 'LossSpikes.deviations',

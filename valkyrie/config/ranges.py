@@ -18,7 +18,7 @@ _INTERVALS = {
     'keep keep_period vocabulary_size d_model layers heads kv_heads head_width key_width '
     'value_width mlp_width width state_size hippo_blocks slice_size dilations max_context '
     'original_context rank taps window plan_interval plan_tokens cycles segments top_k '
-    'NgramEmbedding.rows groups sets reference_tokens'
+    'NgramEmbedding.rows groups sets reference_tokens components.shown components.windows'
   ),
   '[2, 2147483647]': 'LossSpikes.window orders',
   '[260, 1048576]': 'train_vocabulary.size',  # beyond the bytes
@@ -29,7 +29,7 @@ _INTERVALS = {
   # An interval beyond the last step is never due.
   '[1, 9223372036854775807]': 'log_every eval_every checkpoint_every hbm_bytes',
   '[0, 4294967295]': 'seed first',
-  '[0, 1]': 'depths min_p epsilon cooldown Stochastic.source Adversary.source threshold',
+  '[0, 1]': 'depths min_p epsilon cooldown threshold Stochastic.source Adversary.source threshold',
   '[0, 1)': 'dropout pass_carry optax.b1 optax.b2 optax.b3 optax.decay optax.momentum',
   '(0, 1]': 'top_p',
   '(0, 1)': 'average_decay',

@@ -135,7 +135,7 @@ def harvest(
     more = jax.device_get(totals(chunk.importances, chunk.batch))
     sums = more if sums is None else jax.tree.map(np.add, sums, more)
     for counts, ids in zip(base, _pairs(chunk.batch, eos), strict=True):
-      counts += np.bincount(ids, minlength=len(counts))
+      np.add.at(counts, ids, 1)
   means, shares = jax.tree.map(lambda total: total / inputs.sum(), sums)
   order = {  # of components, the most frequent first, and those that are not alive last
     path: np.lexsort((-means[path], -share, means[path] <= ALIVE)) for path, share in shares.items()
