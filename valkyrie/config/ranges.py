@@ -29,7 +29,7 @@ _INTERVALS = {
   # An interval beyond the last step is never due.
   '[1, 9223372036854775807]': 'log_every eval_every checkpoint_every hbm_bytes',
   '[0, 4294967295]': 'seed first',
-  '[0, 1]': 'depths min_p epsilon cooldown threshold Stochastic.source Adversary.source threshold',
+  '[0, 1]': 'depths min_p epsilon cooldown Stochastic.source Adversary.source threshold',
   '[0, 1)': 'dropout pass_carry optax.b1 optax.b2 optax.b3 optax.decay optax.momentum',
   '(0, 1]': 'top_p',
   '(0, 1)': 'average_decay',
@@ -39,7 +39,10 @@ _INTERVALS = {
     'weight weights match_weight low_turns high_turns optax.weight_decay optax.eps optax.eps_root '
     'coefficient minimality exponent last_exponent frequency faithfulness'
   ),
-  '(0, inf)': 'base embedding_scale horizon shortest step_rescale faithful_rate Adversary.rate',
+  '(0, inf)': (
+    'base embedding_scale horizon shortest step_rescale faithful_rate Adversary.rate '
+    'ComponentScores.rate'
+  ),
   '[1e-30, 1e30]': 'repetition_penalty',
   '(0, inf]': 'clip_norm deviations',
   '(0, 1e9]': 'grace_seconds',
