@@ -170,6 +170,8 @@ def test_constant_maskings_are_the_model_with_other_matrices_or_masks():
     'rounded': sums_of(read(masks=everywhere(rounded))[1]),
     'zero': sums_of(read(params=zeros)[1]),
   }
+  right = read(masks=everywhere(g))[1].argmax(-1) == BATCH.targets
+  assert 0 < (BATCH.weights * right).sum() == evaluated()[0]['accuracy/important']
   assert len({round(loss, 2) for loss, _ in expected.values()}) == len(expected)
   sums, metrics = evaluated()
   weight = BATCH.weights.sum()
@@ -187,10 +189,14 @@ def test_random_maskings_are_drawn_by_token_and_pass():
   _, g = clean()
   rows, numbers = np.arange(ROWS), np.tile(np.arange(BATCH.inputs.shape[1]), (ROWS, 1))
   sums, _ = evaluated()
-  for name, use in (('stochastic', 1), ('random', 4)):
+  for name, use in (('stochastic', 1), ('random', 4), ('shuffled', 6)):
     r = np.asarray(draws.uniform(0, 2**20 + use, rows, numbers, 2 * (C + 1)))[None]
     of = dict(zip(g, np.split(r, 2, axis=-1), strict=True))
     m, delta = {path: x[..., :C] for path, x in of.items()}, None
+    if name == 'shuffled':  # as many as are active: those with the smallest r
+      counts = {path: (x > THRESHOLD).sum(-1, keepdims=True) for path, x in g.items()}
+      m = {path: x <= np.take_along_axis(np.pad(np.sort(x), ((0, 0),) * 3 + ((1, 0),),
+           constant_values=-1), counts[path], -1) for path, x in m.items()}  # fmt: skip
     if name == 'stochastic':
       m = {path: g[path] + (1 - g[path]) * x for path, x in m.items()}
       delta = {path: x[..., C] for path, x in of.items()}

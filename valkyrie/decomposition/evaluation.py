@@ -1,7 +1,7 @@
 """What evaluations report of a decomposition: the model under masks, and how many components act.
 
-Of the targets: the cross-entropy under six maskings, its excess over the target model's, and the
-divergence from it. Of all tokens: how many components are active, and how many are ever alive.
+Of the targets: accuracy and cross-entropy under seven maskings, its excess over the target model's,
+and the divergence from it. Of all tokens: how many components are active, and how many are alive.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +31,8 @@ from valkyrie.types import Array, Batch, Carry, Params
 from valkyrie.weights.named_tensors import names_of
 
 # The masks m of components with importances g, for r uniform in [0, 1]: 1; g + (1 - g) r, with the
-# delta; g; g > threshold; r; 0.
-MASKINGS = ('unmasked', 'stochastic', 'important', 'rounded', 'random', 'zero')
+# delta; g; g > threshold; r; 0; and for each token as many as exceed the threshold, at random.
+MASKINGS = ('unmasked', 'stochastic', 'important', 'rounded', 'random', 'zero', 'shuffled')
 ADVERSARIAL = 'adversarial'
 ALIVE = 1e-6  # the mean importance above which a component is alive
 _USE = 2**20  # of the first draw: no pass of training has it
@@ -106,12 +106,12 @@ class ComponentScores(Term):
     )
     read = _Read(chunk, sites, low, Tokens(self.seed, place.row, numbers))
     clean = {'model': chunk.before['model']}
-    *six, last = before.passes or [clean] * (len(MASKINGS) + 1)
+    *own, last = before.passes or [clean] * (len(MASKINGS) + 1)
 
     # One program for all maskings, over their stacked carries.
     found, afters = lax.map(
       lambda at: read.under(read.masking(at[0], self.threshold), at[1]),
-      (jnp.arange(len(MASKINGS)), jax.tree.map(lambda *leaves: jnp.stack(leaves), *six)),
+      (jnp.arange(len(MASKINGS)), jax.tree.map(lambda *leaves: jnp.stack(leaves), *own)),
     )
     nothing, weight = jnp.zeros(()), jnp.sum(chunk.batch.weights)
     divergence, after, attacked = nothing, last, before.place.read[0] < self.attacked_tokens
@@ -161,7 +161,9 @@ class ComponentScores(Term):
     for name in MASKINGS:
       loss = _mean(sums[f'loss/{name}'], sums['weight'])
       found |= {f'loss/{name}': loss, f'excess_loss/{name}': loss - target}
-      found[f'kl/{name}'] = _mean(sums[f'kl/{name}'], sums['weight'])
+      found |= {
+        f'{n}/{name}': _mean(sums[f'{n}/{name}'], sums['weight']) for n in ('kl', 'accuracy')
+      }
     if sums['attacked']:
       found[f'kl/{ADVERSARIAL}'] = _mean(sums[f'kl/{ADVERSARIAL}'], sums['attacked'])
     names, alive, shares = names_of(model.parameters()), [], []
@@ -198,6 +200,7 @@ class _Read(NamedTuple):
         lambda g: (g > threshold).astype(g.dtype),
         lambda g: r[path][..., :-1].astype(g.dtype),
         jnp.zeros_like,
+        lambda g: _as_many((g > threshold).sum(-1, keepdims=True), r[path]).astype(g.dtype),
       )
       delta = jnp.where(number == MASKINGS.index('stochastic'), stochastic[path].delta, 0)
       return Masks(lax.switch(number, kinds, low), delta, stochastic[path].route)
@@ -210,12 +213,20 @@ class _Read(NamedTuple):
     return self.scores(features), after
 
   def scores(self, features: Features) -> dict[str, Array]:
-    """The weighted cross-entropy, and the divergence from the target model, summed."""
+    """Weighted cross-entropy, right targets, and divergence from the target model, summed."""
     batch, size = self.chunk.batch, self.chunk.model.about.vocabulary_size
+    found = token_scores(features, batch.targets, size)
     return {
-      'loss': jnp.sum(batch.weights * token_scores(features, batch.targets, size).loss),
+      'loss': jnp.sum(batch.weights * found.loss),
+      'accuracy': jnp.sum(batch.weights * found.right),
       'kl': jnp.sum(batch.weights * divergences(self.chunk.features, features, size)),
     }
+
+
+def _as_many(count: Array, r: Array) -> Array:
+  """Where the components of a site are the `count` with the smallest r [..., C + 1]."""
+  ranks = jnp.argsort(jnp.argsort(r[..., :-1], axis=-1), axis=-1)
+  return ranks < count
 
 
 def _mean(total: Any, weight: Any) -> float:
