@@ -84,6 +84,14 @@ class _Nets:
   def __post_init__(self):
     check_sizes(type(self).__name__, width=self.width)
 
+  def _shapes(self, site: Site) -> dict[str, tuple[tuple[int, ...], float]]:
+    """{name: (shape, standard deviation)} of the parameters of a site."""
+    raise NotImplementedError
+
+  def _logits(self, own: Mapping[str, Array], x: Array, v: Array) -> Array:
+    """z [L, B, T, C] from the parameters of a site, its inputs [L, B, T, d_in] and its V."""
+    raise NotImplementedError
+
   def created(self, sites):
     """Every device has the parameters whole. Each has its first values by a key of its name."""
     shapes = {f'{path}/{n}': of for path, s in sites.items() for n, of in self._shapes(s).items()}

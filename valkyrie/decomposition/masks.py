@@ -88,7 +88,7 @@ class Stochastic:
     }
 
   def sources(
-    self, paths: Sequence[str], sites: Mapping[str, Site], use: int, tokens: Tokens
+    self, paths: Sequence[str], sites: Mapping[str, Site], use: int | Array, tokens: Tokens
   ) -> dict[str, Array]:
     """{path: r [L, B, T, C + 1]}, the last of the delta."""
     shapes = {path: (sites[path].layers, sites[path].components + 1) for path in paths}

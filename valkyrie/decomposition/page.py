@@ -99,8 +99,10 @@ def page(title: str, sites: Sequence[ShownSite], decode: Decode) -> str:
   """The text of the page."""
   title = f'Components of {title}'
   scale = ''.join(f'<i class="h{n}"> {n / _LEVELS:g} </i>' for n in range(1, _LEVELS + 1))
-  rows = [(site.name, len(site.means), site.alive, site.active) for site in sites]
-  rows.append(('all', *(sum(row[n] for row in rows) for n in (1, 2, 3))))
+  counts = [(len(site.means), site.alive, site.active) for site in sites]
+  totals = [sum(of) for of in zip(*counts, strict=True)]
+  names = [*(site.name for site in sites), 'all']
+  rows = [(name, *row) for name, row in zip(names, [*counts, totals], strict=True)]
   links = (f'<a href="#s{n}">{html.escape(site.name)}</a>' for n, site in enumerate(sites))
   parts = [
     f'<h1>{html.escape(title)}</h1>\n{_ABOUT}\n<p class="text">importance{scale}</p>',

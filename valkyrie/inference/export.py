@@ -140,7 +140,7 @@ def _arrays(params: Params, vocabulary_size: int) -> dict[str, np.ndarray]:
 def _components(loaded: LoadedModel) -> dict[str, np.ndarray]:
   """The arrays of the sites of a decomposition, by name and layer."""
   sites = sites_of(loaded.model.parameters())
-  if not sites or len(loaded.steps) > 1:
+  if not sites or len(loaded.steps) != 1:
     raise ConfigurationError(
       f"export.form='components' needs one step of a run with LanguageModel.sites; found "
       f'{len(loaded.steps)} steps and {len(sites)} sites. Name one --step of such a run.'

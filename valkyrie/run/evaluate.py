@@ -36,7 +36,7 @@ def evaluate(
   model: Callable[..., LanguageModel],
   partitioner: Callable[[], Partitioner],
   evaluator: Callable[..., Evaluator],
-  settings: Callable[[], StepSettings] = StepSettings,
+  settings: Callable[..., StepSettings] = StepSettings,
   last_step: int,
   cuts: Sequence[str] = (),
   name: str = '',

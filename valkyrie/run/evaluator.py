@@ -96,7 +96,7 @@ def chunk_scores(
   weights = chunk.weights
   by_loss, right = by_position(weights * found.loss), jnp.sum(weights * found.right)
   own = {metric.__name__: _sums(metric, found, chunk) for metric in metrics}
-  sums = {name: dict(part.sums) for name, part in parts.items()}
+  sums = {name: part.sums for name, part in parts.items()}
   return Scores(by_loss, by_position(weights), right, own, sums), carry
 
 
