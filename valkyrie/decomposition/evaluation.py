@@ -1,4 +1,4 @@
-"""What evaluations report of a decomposition: the model under masks, and how many components act.
+"""Evaluations of a decomposition: the model under masks, and how many components are active.
 
 Of the targets: accuracy and cross-entropy under seven maskings, its excess over the target model's,
 and the divergence from it. Of all tokens: how many components are active, and how many are alive.
