@@ -97,6 +97,6 @@ def test_the_step_of_something_else_has_no_weights(run, tmp_path):
 
 def test_weights_of_a_record_without_a_vocabulary_have_none(tmp_path):
   with Checkpoints().open(tmp_path) as checkpoints:
-    checkpoints.save(1, {'params': {'m': {'w': jnp.ones(3)}}}, {})
+    checkpoints.save(1, {'params': {'model': {'w': jnp.ones(3)}}}, {})
   source = initial.open_source(str(tmp_path))
   assert len(source.tensors) == 1 and source.vocabularies == ['None']

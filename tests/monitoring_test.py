@@ -489,19 +489,19 @@ def test_model_info_has_every_parameter_and_totals():
   mesh = Mesh(np.asarray(jax.devices()[:2]).reshape(2), ('data',))
   split, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (('data',), ()))
   shapes = {
-    'embed': jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=split),
-    'mlp': {'b': jax.ShapeDtypeStruct((4,), jnp.bfloat16, sharding=whole)},
+    'model': {'embed': jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=split)},
+    'model/mlp': {'b': jax.ShapeDtypeStruct((4,), jnp.bfloat16, sharding=whole)},
   }
-  axes = {'embed': ('vocabulary', None), 'mlp': {'b': (None,)}}
-  counts = {'embed': 28, 'mlp': {'b': 4}}  # a row of `embed` is padding
+  axes = {'model': {'embed': ('vocabulary', None)}, 'model/mlp': {'b': (None,)}}
+  counts = {'model': {'embed': 28}, 'model/mlp': {'b': 4}}  # a row of `embed` is padding
   totals, _, *table = report.model_info(shapes, axes, counts).splitlines()
   assert totals == (
     '32 parameters in 2 arrays and 4 of padding, 136 bytes (136 B), 72 bytes (72 B) on each of 2 '
     'devices (mesh data=2)'
   )
   assert [row.split() for row in table[1:]] == [
-    ['embed', '(8,4)', 'float32', '(vocabulary,-)', '(data)', '128', '64'],
-    ['mlp/b', '(4)', 'bfloat16', '(-)', '()', '8', '8'],
+    ['model/embed', '(8,4)', 'float32', '(vocabulary,-)', '(data)', '128', '64'],
+    ['model/mlp/b', '(4)', 'bfloat16', '(-)', '()', '8', '8'],
   ]
 
 

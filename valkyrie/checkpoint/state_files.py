@@ -110,7 +110,10 @@ class StateFiles:
       if partial:
         stored = {field: tree for field, tree in stored.items() if field in target}
         for field in stored.keys() & {'params', 'average'}:
-          stored[field] = _without_terms(stored[field], target[field])
+          stored[field] = _without_terms(stored[field] or {}, target[field])
+      elif 'objective' not in stored and getattr(target, 'objective', ()) is None:
+        stored['objective'] = None  # of an earlier version, whose states had no such field
+        partial = True
       if different := _differences(stored, item):
         raise ConfigurationError(
           f'{place.parent} is a checkpoint of another model. These leaves differ:\n  '

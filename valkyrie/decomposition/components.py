@@ -48,7 +48,7 @@ def components(
   model_dir: str,
   *,
   evaluator: Callable[..., Evaluator],
-  settings: Callable[..., StepSettings] = StepSettings,
+  settings: Callable[[], StepSettings],
   step: str = LATEST,
   shown: int = 20,
   windows: int = 6,

@@ -36,7 +36,7 @@ def evaluate(
   model: Callable[..., LanguageModel],
   partitioner: Callable[[], Partitioner],
   evaluator: Callable[..., Evaluator],
-  settings: Callable[..., StepSettings] = StepSettings,
+  settings: Callable[[], StepSettings] | None = None,
   last_step: int,
   cuts: Sequence[str] = (),
   name: str = '',
@@ -46,7 +46,7 @@ def evaluate(
   """Evaluates a run's checkpoint on the whole validation split; writes and prints metrics.
 
   Args:
-    settings: of the run, whose objective can have more to report.
+    settings: of the run, whose objective can have more to report; None for a run without.
     last_step: of the run, at which a follower ends.
     cuts: parts of the carry, 'state' or 'all'. For each, one more evaluation resets it before every
       chunk, and writes to model_dir/eval_cut_NAME.
@@ -70,7 +70,7 @@ def evaluate(
     )
   name = name or ('whole' if follow else '')
   stream = f'eval{name and "_"}{name}'
-  mesh, terms = partitioner(), evaluations(terms_of(settings().objective))
+  mesh, terms = partitioner(), evaluations(terms_of(settings().objective)) if settings else ()
   measure = evaluator(language_model.transform(model), mesh, terms=terms)
 
   def of_step(step: str) -> None:
