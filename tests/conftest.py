@@ -44,6 +44,13 @@ hypothesis.settings.register_profile('first_failure', phases=[hypothesis.Phase.g
 
 # Tests that start no process, but take 4 seconds or more of a core. Others look at the same rooms.
 SLOW = {
+  'test_a_run_that_was_stopped_is_the_same_run',
+  'test_a_site_without_masks_is_the_matrix_and_masks_of_one_are_too',
+  'test_ascents_raise_the_loss_and_the_step_gives_one_more',
+  'test_cuts_change_no_loss_no_gradient_and_no_adversary',
+  'test_layouts_and_micro_batches_change_nothing',
+  'test_the_clean_memory_depends_on_the_cuts',
+  'test_the_loss_of_a_step_and_its_gradient',
   'test_micro_batches_over_devices',
   'test_optimizer',
   'test_what_a_policy_names_is_not_computed_again',
