@@ -271,7 +271,6 @@ def variants():
 @pytest.mark.parametrize(('flags', 'candidate'), [*variants()])
 def test_every_shipped_candidate_reads_the_tokens_of_a_step(flags, candidate, tmp_path):
   flags.results = tmp_path
-  flags.gin.append("--gin.vocabulary='bytes'")  # the tokenizer of words is trained first
   trial = compare.trial_of(flags, candidate, 'trial', 100, {'learning_rate': '1e-3'})
   names = ('StepSettings.batch_size', 'Phase.chunk_size', 'Phase.chunks')
   assert math.prod(trial.bindings[name] for name in names) == 1024
