@@ -111,9 +111,10 @@ class StateFiles:
         stored = {field: tree for field, tree in stored.items() if field in target}
         for field in stored.keys() & {'params', 'average'}:
           stored[field] = _without_terms(stored[field] or {}, target[field])
-      elif 'objective' not in stored and getattr(target, 'objective', ()) is None:
-        stored['objective'] = None  # of an earlier version, whose states had no such field
-        partial = True
+      elif hasattr(target, '_asdict'):  # an earlier version may lack a field that is empty here
+        fields = target._asdict().items()
+        absent = {name: None for name, of in fields if of is None and name not in stored}
+        stored, partial = {**stored, **absent}, bool(absent)
       if different := _differences(stored, item):
         raise ConfigurationError(
           f'{place.parent} is a checkpoint of another model. These leaves differ:\n  '

@@ -129,7 +129,7 @@ class Decomposition(Term):
     return model.extended(self.name, *functions.created(sites), initial_carry)
 
   def evaluation(self) -> ComponentScores:
-    """The model under six maskings and an attack, and the importances."""
+    """The model under maskings and an attack, and the importances."""
     return ComponentScores(self.seed, self.importance, self.memory)
 
   def _losses(self) -> list[Stochastic]:

@@ -27,7 +27,7 @@ from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.storage import whole_file
 from valkyrie.training.data_parallel import gather_params, shard_map_step
 from valkyrie.training.losses import TokenScores, token_scores
-from valkyrie.training.objective import Chunk, Terms
+from valkyrie.training.objective import Terms, visit
 from valkyrie.training.setup import check_documents, check_vocabulary
 from valkyrie.types import Array, Batch, Carry, Params, TaskFeed
 
@@ -74,18 +74,7 @@ def chunk_scores(
   terms: Terms = (),
 ) -> tuple[Scores, Carry]:
   """Reads one chunk [B, C] of every row -> (its scores, the carry after it)."""
-  features, after = model.apply(
-    params,
-    {'model': carry['model']},
-    chunk.inputs,
-    chunk.positions,
-    chunk.segment_ids,
-    plan=plan,
-    activations=tuple(dict.fromkeys(kind for term in terms for kind in term.activations)),
-  )
-  whole = Chunk(model, params, features, chunk, carry, {}, None, 1.0, plan, False)
-  parts = {term.name: term(whole) for term in terms}
-  carry = {**carry, **after, **{name: part.carry for name, part in parts.items() if name in carry}}
+  features, carry, parts = visit(terms, model, params, carry, chunk, plan=plan)
   found = token_scores(features, chunk.targets, model.about.vocabulary_size)
   floor_log2 = 31 - lax.clz(chunk.positions + 1)  # a target is one position after its input
   in_bin = floor_log2[..., None] == jnp.arange(_BINS)[None, None]

@@ -239,6 +239,40 @@ def shared_module(term: Term) -> str:
   return f'shared/{term.name}'
 
 
+def visit(
+  terms: Terms,
+  model: Model,
+  params: Params,
+  carry: Carry,
+  batch: Batch,
+  rng: Array | None = None,
+  *,
+  total: Array | float = 1.0,
+  plan: bool = True,
+  in_one_pass: bool = False,
+) -> tuple[Features, Carry, dict[str, Part]]:
+  """Reads one chunk [B, C] of every row: (features, all carries after it, the part of each term).
+
+  The carry of a term that is not among `terms` stays as it is.
+  """
+  features, after = model.apply(
+    params,
+    {'model': carry['model']},
+    batch.inputs,
+    batch.positions,
+    batch.segment_ids,
+    rng,
+    plan,
+    tuple(dict.fromkeys(kind for term in terms for kind in term.activations)),
+  )
+  chunk = Chunk(model, params, features, batch, carry, {}, rng, total, plan, in_one_pass)
+  parts = {
+    term.name: term(chunk._replace(shared=params.get(shared_module(term), {}))) for term in terms
+  }
+  own = {name: part.carry for name, part in parts.items() if name in carry}
+  return features, {**carry, **after, **own}, parts
+
+
 def read(
   terms: Terms,
   model: Model,
@@ -255,20 +289,9 @@ def read(
 
   Returns (the loss divided by `total`, (the carries after the chunk, its sums)).
   """
-  asked = tuple(dict.fromkeys(kind for term in terms for kind in term.activations))
-  features, after = model.apply(
-    params,
-    {'model': carry['model']},
-    batch.inputs,
-    batch.positions,
-    batch.segment_ids,
-    rng,
-    plan,
-    asked,
-  )
-  chunk = Chunk(model, params, features, batch, carry, {}, rng, total, plan, in_one_pass)
-  parts = [term(chunk._replace(shared=params.get(shared_module(term), {}))) for term in terms]
-  after |= {t.name: part.carry for t, part in zip(terms, parts, strict=True) if t.name in carry}
+  options = {'total': total, 'plan': plan, 'in_one_pass': in_one_pass}
+  _, after, by_name = visit(terms, model, params, carry, batch, rng, **options)
+  parts = [*by_name.values()]
   names = [name for part in parts for name in part.sums]
   if len({*names}) < len(names):
     raise ConfigurationError(f'Terms of the objective share a name: {", ".join(sorted(names))}.')
