@@ -39,10 +39,10 @@ def wide(tree):
   return jax.tree.map(cast, tree)
 
 
-def decomposed(rows=ROWS, dtype='float64', **options):
+def decomposed(rows=ROWS, dtype='float64', components=C, **options):
   """(model, term, optimizer, the state before the first step) of a small decomposition."""
   term = Decomposition(0, 10, **options)
-  sites = functools.partial(Sites, components=(('s5/|mlp/hidden', C),))
+  sites = functools.partial(Sites, components=(('s5/|mlp/hidden', components),))
   model = tiny.model((tiny.s5,), layers=1, sites=sites, remat_policy=None, compute_dtype=dtype)
   model = term.extended(model)
   optimizer = Optimizer(learning_rate=0.01, warmup_steps=1, train_steps=10)
@@ -442,6 +442,32 @@ def test_layouts_and_micro_batches_change_nothing(micro_batches):
     )
     step = mesh.jit(step_of(model, term, optimizer, chunk_size=12, micro_batches=micro_batches))
     found, many = step(placed, mesh.place_batch(batch, rows))
+    np.testing.assert_allclose(many.sums.loss, metrics.sums.loss, rtol=1e-12)
+    assert_same(many.sums.terms, metrics.sums.terms)
+    for name in ('params', 'carry', 'objective'):
+      assert_same(jax.device_get(getattr(found, name)), getattr(expected, name), rtol=1e-9)
+
+
+@pytest.mark.parametrize('importance', [importance.PerComponent, importance.Shared])
+@pytest.mark.parametrize('layout', ['gathered by layer', 'split in two dimensions'])
+def test_split_matrices_and_factors_change_nothing(layout, importance):
+  """D21, in float64, where no device holds a whole site."""
+  two = layout == 'split in two dimensions'
+  split = (('mlp', 'x'), ('state', 'x')) if two else ()
+  mesh = Partitioner(
+    (('x', 2), ('y', 2), ('z', 2)) if two else (('z', 8),),
+    (('batch', 'z'), ('embed', ('y', 'z') if two else 'z'), *split),
+    manual=not two, gather_layers=not two,
+  )  # fmt: skip
+  with jax.enable_x64(True):
+    batch = jax.tree.map(lambda x: np.tile(x, (4, 1)), BATCH)
+    model, term, optimizer, state = decomposed(8, components=8, importance=importance, **OPTIONS)
+    expected, metrics = jax.jit(step_of(model, term, optimizer))(state, batch)
+    axes = state_axes(model, optimizer, mesh, jax.eval_shape(lambda: state))
+    placed = jax.device_put(state, mesh.shardings(state, axes))
+    for site in sites_of(model.parameters()).values():
+      assert not any(factor.is_fully_replicated for factor in site.factors(placed.params))
+    found, many = mesh.jit(step_of(model, term, optimizer))(placed, mesh.place_batch(batch, 8))
     np.testing.assert_allclose(many.sums.loss, metrics.sums.loss, rtol=1e-12)
     assert_same(many.sums.terms, metrics.sums.terms)
     for name in ('params', 'carry', 'objective'):

@@ -59,7 +59,9 @@ def of_step(model, remat_chunks=True, backprop_chunks=3):
     compute = functools.partial(
       tbptt.gradients, model, backprop_chunks=backprop_chunks, remat_chunks=remat_chunks
     )
-    return shard_map_step(compute, model, params, carry, batch, chunk_size=8, backward=True)
+    return shard_map_step(
+      compute, model, params, carry, batch, chunk_size=8, learns=lambda module, name: True
+    )
 
   return of
 

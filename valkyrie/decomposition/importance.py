@@ -20,6 +20,7 @@ from valkyrie.models.declarations import Parameter
 from valkyrie.models.language_model import created
 from valkyrie.models.layers import RMSNorm, check_sizes, project
 from valkyrie.models.sites import Site
+from valkyrie.sharding import layer_weights
 from valkyrie.types import Array, Batch, Carry, DType, Params
 
 Sites = Mapping[str, Site]
@@ -88,8 +89,8 @@ class _Nets:
     """{name: (shape, standard deviation)} of the parameters of a site."""
     raise NotImplementedError
 
-  def _logits(self, own: Mapping[str, Array], x: Array, v: Array) -> Array:
-    """z [L, B, T, C] from the parameters of a site, its inputs [L, B, T, d_in] and its V."""
+  def _logits(self, own: Mapping[str, Array], x: Array, v: Callable[[], Array]) -> Array:
+    """z [L, B, T, C] from the parameters of a site, its inputs [L, B, T, d_in] and its V()."""
     raise NotImplementedError
 
   def created(self, sites):
@@ -123,7 +124,12 @@ class _Nets:
 
     def of(path, site):
       own = {n: params[NETS][f'{path}/{n}'] for n in ('w1', 'b1', 'w2', 'b2')}
-      return self._logits(own, inputs[path], site.factors(params)[0])
+      shape = site.layers, site.d_in, site.components
+
+      def v():
+        return layer_weights.whole(site.factors(params)[0], shape, inputs[path].dtype)
+
+      return self._logits(own, inputs[path], v)
 
     return {path: of(path, site) for path, site in sites.items()}
 
@@ -143,7 +149,7 @@ class PerComponent(_Nets):
     }
 
   def _logits(self, own, x, v):
-    inner = jnp.einsum('lbtd,ldc->lbtc', x, v.astype(x.dtype))
+    inner = jnp.einsum('lbtd,ldc->lbtc', x, v().astype(x.dtype))
     hidden = inner[..., None] * own['w1'][:, None, None] + own['b1'][:, None, None]
     active = jax.nn.gelu(hidden, approximate=False)
     return jnp.einsum('lbtch,lch->lbtc', active, own['w2']) + own['b2'][:, None, None]

@@ -10,6 +10,7 @@ written is missing later, as it is for the model whose weights are masked (D22).
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import functools
 import math
 from typing import Any, ClassVar, NamedTuple
 
@@ -32,7 +33,7 @@ from valkyrie.models.features import SITES
 from valkyrie.models.language_model import Model
 from valkyrie.models.sites import Site, U, V, sites_of
 from valkyrie.training.losses import divergences
-from valkyrie.training.objective import Chunk, Measure, Part, Start, Term
+from valkyrie.training.objective import PENALTY, Chunk, Measure, Part, Start, Term
 from valkyrie.training.optimizers import Group
 from valkyrie.types import Array, Batch, Carry, Params
 
@@ -65,7 +66,7 @@ class Decomposition(Term):
     frequency: the coefficient of f log2(1 + a f) for the mean f of each component's importance.
     reference_tokens: a, such as the tokens of a step.
     faithfulness: the coefficient of the mean squared difference of W and V U.
-    faithful_steps, faithful_rate: steps of AdamW on only this difference before the run begins.
+    faithful_steps, faithful_rate: steps of Adam on only this difference before the run begins.
     memory: 'own', a carry of its own for each masked pass; 'clean', the clean one for all.
     clip_norm: the largest norm of the components' gradient.
   """
@@ -122,7 +123,7 @@ class Decomposition(Term):
     def initial_carry(rows):
       one = {'model': model.initial_carry(rows)['model']}
       own = self.memory == 'own'
-      passes = [[one for _ in loss.passes(sites)] if own else [] for loss in self._losses()]
+      passes = [[one for _ in loss.passes(sites)] if own else [] for loss in self.losses]
       of_importance = functions.initial_carry(rows, model.about.compute_dtype)
       return Memory(draws.start(rows), of_importance, passes)
 
@@ -132,12 +133,14 @@ class Decomposition(Term):
     """The model under maskings and an attack, and the importances."""
     return ComponentScores(self.seed, self.importance, self.memory)
 
-  def _losses(self) -> list[Stochastic]:
+  @functools.cached_property
+  def losses(self) -> Sequence[Stochastic]:
+    """The masked passes."""
     return [make() for make in self.reconstruction]
 
   def _adversaries(self) -> dict[str, Adversary]:
     """The adversaries, by their number among the losses."""
-    return {str(n): a for n, a in enumerate(self._losses()) if isinstance(a, Adversary)}
+    return {str(n): a for n, a in enumerate(self.losses) if isinstance(a, Adversary)}
 
   def initial_state(self, model: Model, rows: int, tokens: int) -> dict[str, Attack] | None:
     """The attacks of the adversaries, by their number."""
@@ -148,7 +151,7 @@ class Decomposition(Term):
     } or None
 
   def prepared(self, params: Params, start: Start) -> Params:
-    """The parameters after AdamW on faithfulness alone, whose moments are forgotten (D19)."""
+    """The parameters after Adam on only faithfulness, whose moments are forgotten (D19)."""
     if not self.faithful_steps:
       return params
     sites = sites_of(start.model.parameters())
@@ -210,6 +213,12 @@ class Decomposition(Term):
         found[number] = adversary.ascend(found[number], step, of)
     return found or None
 
+  def penalty(self, model: Model, params: Params) -> Array | None:
+    """Faithfulness."""
+    if not self.faithfulness:
+      return None
+    return self.faithfulness * unfaithfulness(params, sites_of(model.parameters()))
+
   # A chunk.
 
   def __call__(self, chunk: Chunk) -> Part:
@@ -223,7 +232,7 @@ class Decomposition(Term):
         losses.append(coefficient * sums[name] / chunk.total)
 
     passes = []
-    for number, loss in enumerate(self._losses()):
+    for number, loss in enumerate(self.losses):
       total, carries = read.reconstruction(number, loss)
       kind = 'adversarial' if loss.adversarial else loss.live
       add(f'reconstruction_{number}_{kind}', loss.coefficient, lambda found=total: found)
@@ -231,13 +240,12 @@ class Decomposition(Term):
     add('minimality', self.minimality, read.minimality)
     add('frequency', self.frequency, read.frequency)
     # No token has a part in it: each chunk gets its share of the weight.
-    add(
-      'faithfulness',
-      self.faithfulness,
-      lambda: read.weight * unfaithfulness(chunk.params, read.sites),
-    )
+    if self.faithfulness:
+      penalty = read.weight * lax.stop_gradient(chunk.shared[PENALTY])
+      sums['faithfulness'] = penalty / self.faithfulness
+      losses.append(penalty / chunk.total)
     sums['alive_per_token'] = read.alive()
-    loss = sum(losses[1:], losses[0])
+    loss = sum(losses, jnp.zeros(()))
     return Part(loss, sums, read.after._replace(passes=passes))
 
 
@@ -245,10 +253,12 @@ def unfaithfulness(params: Params, sites: Mapping[str, Site]) -> Array:
   """The mean of (W - V U)² over all elements of all sites, float32 (D10)."""
   total, count = jnp.zeros(()), 0
   for site in sites.values():
-    w, (v, u) = lax.stop_gradient(site.target(params)), site.factors(params)
-    total += jnp.sum(jnp.square(w - jnp.einsum('ldc,lce->lde', v, u)))
-    count += w.size
-  return total / count
+    # One layer after the other: a device of a split model holds V U of one layer at a time.
+    of_layer = jax.checkpoint(lambda now: jnp.sum(jnp.square(now[0] - now[1] @ now[2])))
+    layers = lax.stop_gradient(site.target(params)), *site.factors(params)
+    total += jnp.sum(lax.map(of_layer, layers))
+    count += site.layers * site.d_in * site.d_out
+  return total / float(count)  # more than an int32 holds
 
 
 def faithful(params: Params, sites: Mapping[str, Site], steps: int, rate: float) -> Params:
@@ -307,6 +317,7 @@ class _Read:
     size = self.chunk.model.about.vocabulary_size
     return jnp.sum(self._weights * divergences(self.chunk.features, features, size)), after
 
+  @functools.cached_property
   def powers(self) -> dict[str, Array]:
     """{path: [L, C]}, sums over the tokens of the importance to some power (D11)."""
     first, last = self.settings.exponent, self.settings.last_exponent
@@ -321,7 +332,7 @@ class _Read:
 
   def minimality(self) -> Array:
     """The sum over tokens and components."""
-    return sum((jnp.sum(f) for f in self.powers().values()), jnp.zeros(()))
+    return sum((jnp.sum(f) for f in self.powers.values()), jnp.zeros(()))
 
   def frequency(self) -> Array:
     """The chunk's share of h(f) = f log2(1 + a f), of the mean f of the whole step (D12).
@@ -329,7 +340,7 @@ class _Read:
     Its gradient is that of h'(f) times the chunk's f, so that those of all chunks add up to h's.
     """
     a, slopes, value = self.settings.reference_tokens, jnp.zeros(()), jnp.zeros(())
-    for path, of_chunk in self.powers().items():
+    for path, of_chunk in self.powers.items():
       f = lax.stop_gradient(self.chunk.shared[_FREQUENCY + path])
       bits = jnp.log2(1 + a * f)
       slopes += jnp.sum((bits + a * f / ((1 + a * f) * math.log(2))) * of_chunk)
@@ -357,7 +368,7 @@ class _Attacked(Term):
 
   def __call__(self, chunk: Chunk) -> Part:
     read, number = _Read(self.settings, chunk), int(self.number)
-    adversary = dataclasses.replace(self.settings._losses()[number], live='all')
+    adversary = dataclasses.replace(self.settings.losses[number], live='all')
     total, carries = read.reconstruction(number, adversary)
     passes = [*read.before.passes]
     passes[number] = carries
@@ -375,7 +386,7 @@ class _MeanImportance(Term):
 
   def __call__(self, chunk: Chunk) -> Part:
     read = _Read(self.settings, chunk)
-    found = {_FREQUENCY + path: f for path, f in read.powers().items()}
+    found = {_FREQUENCY + path: f for path, f in read.powers.items()}
     return Part(jnp.zeros(()), found, read.after)
 
 

@@ -74,13 +74,18 @@ def behind(
     return y
   components, delta, route = w.masks
   delta = delta[..., None].astype(y.dtype)
-  inner = split_product(matmul, x, w.v, (axes[0], 'component'))
+  inner = split_product(matmul, x, w.v, (axes[0], component_axis(axes[0])))
   # ((x V) m) U + d (x W - (x V) U) with one product by U.
   inner = inner * (components - delta).astype(inner.dtype)
   low = split_product(
-    functools.partial(matmul, out_dtype=y.dtype), inner, w.u, ('component', axes[1])
+    functools.partial(matmul, out_dtype=y.dtype), inner, w.u, (component_axis(axes[1]), axes[1])
   )
   return jnp.where(route[..., None], delta * y + (low if scale is None else scale(low)), y)
+
+
+def component_axis(other: str | None) -> str:
+  """The logical axis of a factor's components, which layouts split as no matrix's `other` one."""
+  return 'mlp' if other == 'embed' else 'embed'
 
 
 def products(

@@ -19,7 +19,7 @@ import jax
 
 from valkyrie.errors import ConfigurationError, regular_expression
 from valkyrie.models.declarations import Declared, Decomposed, Masks, Parameter
-from valkyrie.models.layers import parameter
+from valkyrie.models.layers import component_axis, parameter
 from valkyrie.types import Array, Params
 
 V, U = '_v', '_u'  # end the names of the factors
@@ -67,12 +67,20 @@ class Sites:
         return whole
       d_in, d_out = jax.eval_shape(declared.matrix, whole).shape
       axis_in, axis_out = declared.axes if whole.ndim == 2 else (None, None)
-      normal = hk.initializers.RandomNormal
+      normal, cast = hk.initializers.RandomNormal, declared.cast
       v = parameter(
-        context.name + V, (d_in, count), normal(d_in**-0.5), axes=(axis_in, 'component')
+        context.name + V,
+        (d_in, count),
+        normal(d_in**-0.5),
+        axes=(axis_in, component_axis(axis_in)),
+        cast=cast,
       )
       u = parameter(
-        context.name + U, (count, d_out), normal(count**-0.5), axes=('component', axis_out)
+        context.name + U,
+        (count, d_out),
+        normal(count**-0.5),
+        axes=(component_axis(axis_out), axis_out),
+        cast=cast,
       )
 
       def note(x):

@@ -156,9 +156,9 @@ class Evaluator:
       if cut:
         carry = {**carry, 'model': cut_carry(carry['model'], initial_carry()['model'], cut)}
       size = chunk.inputs.shape[1]
-      return shard_map_step(
-        of_device, model, params, carry, chunk, chunk_size=size, backward=False
-      )[1:]
+      return shard_map_step(of_device, model, params, carry, chunk, chunk_size=size, learns=None)[
+        1:
+      ]
 
     shapes = jax.eval_shape(initial_carry)
     shardings = partitioner.shardings(shapes, model.carry_axes(shapes))

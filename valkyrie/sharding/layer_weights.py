@@ -21,12 +21,17 @@ from valkyrie.types import Array, DType
 
 
 def getter(following: Callable, part: Array, context: hk.GetterContext) -> Array:
-  """A Haiku getter of the whole weight; a device holds a part along at most one dimension."""
-  for dimension, (held, size) in enumerate(zip(part.shape, context.original_shape, strict=True)):
+  """A Haiku getter of the whole weight."""
+  cast = getattr(context.original_init, 'cast', None) or part.dtype
+  return following(whole(part, context.original_shape, cast))
+
+
+def whole(part: Array, shape: Sequence[int], cast: DType) -> Array:
+  """The weight of a shape, of which a device holds a part along at most one dimension."""
+  for dimension, (held, size) in enumerate(zip(part.shape, shape, strict=True)):
     if held < size:
-      cast = getattr(context.original_init, 'cast', None) or part.dtype
-      return following(gather(part, ambient.current().weights, dimension, cast))
-  return following(part)
+      return gather(part, ambient.current().weights, dimension, cast)
+  return part
 
 
 def gather(part: Array, over: Sequence[str], dimension: int, cast: DType) -> Array:

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 from valkyrie.models.language_model import Model
 from valkyrie.sharding import ambient, messages, sequence_parallel
 from valkyrie.sharding.partitioner import Partitioner, as_tuple, current_partitioner
+from valkyrie.training.tbptt import Learns, learned_and_frozen
 from valkyrie.types import Array, Batch, Carry, Params
 
 # The computation of one device, with all weights and its part of the other arguments, which are
@@ -40,14 +41,14 @@ def shard_map_step(
   rng: Array | None = None,
   *,
   chunk_size: int,
-  backward: bool,
+  learns: Learns | None,
 ) -> tuple[Params, Carry, Any]:
   """`compute` over the devices of the current partitioner, if any.
 
   Args:
     params, carry, rng, chunk_size: the arguments of `compute`, over all devices.
     batch: [B, N·C].
-    backward: whether it returns gradients.
+    learns: the parameters whose gradients it returns; None for no gradients.
 
   Returns:
     The result of `compute` for the whole batch: gradients with the sharding of the parameters, and
@@ -67,6 +68,11 @@ def shard_map_step(
   kept = _kept_split(model, partitioner, params)
   held = jax.tree.map(lambda keep, shard: shard if keep else PartitionSpec(), kept, shards)
 
+  def of(tree):
+    return learned_and_frozen(tree, learns)[0] if learns is not None else ()
+
+  learned = of(shards)
+
   def of_device(params, carry, batch, rng):
     if rng is not None and rows:
       rng = jax.random.fold_in(rng, lax.axis_index(rows))
@@ -75,16 +81,16 @@ def shard_map_step(
       total = _at_least_one(lax.psum(jnp.sum(batch.weights), everywhere))
       gradient, carry, sums = compute(params, carry, batch, total, rng, chunk_size=size)
       carry = sequence_parallel.broadcast_carry(carry)
-    if backward:
+    if learns is not None:
       reduce_scatter = functools.partial(_reduce_scatter, over=everywhere)
-      gradient = jax.tree.map(reduce_scatter, gradient, shards, kept)
+      gradient = jax.tree.map(reduce_scatter, gradient, learned, of(kept))
     return gradient, carry, lax.psum(sums, everywhere)
 
   carries, batches = specs(carry, model.carry_axes(carry)), partitioner.batch_sharding().spec
   return partitioner.shard_map(
     of_device,
     in_specs=(held, carries, batches, PartitionSpec()),
-    out_specs=(shards if backward else (), carries, PartitionSpec()),
+    out_specs=(learned, carries, PartitionSpec()),
   )(gather_params(model, params), carry, batch, rng)
 
 

@@ -23,6 +23,8 @@ from valkyrie.training import losses
 from valkyrie.training.optimizers import Group
 from valkyrie.types import Array, Batch, Carry, Params
 
+PENALTY = 'penalty'
+
 
 class Sums(NamedTuple):
   """Sums over tokens, float32: they add up over chunks, steps and hosts.
@@ -139,6 +141,13 @@ class Term:
     """After each step: its state, from the gradient of the loss by the shared arrays."""
     del step, shared, gradient
     return state
+
+  def penalty(self, model: Model, params: Params) -> Array | None:
+    """A value of only the float32 parameters, None for none: `Chunk.shared[PENALTY]` of each chunk.
+
+    It is computed once a step, and its gradient is added to that of the chunks.
+    """
+    return None
 
   def values(self, chunk: Chunk) -> Mapping[str, Array]:
     """Values of the targets by name, [B, C] each: their weighted means are added to the loss."""

@@ -181,14 +181,9 @@ class Optimizer:
     groups = after[1]._replace(inner_states={**after[1].inner_states, **kept})
     return moved, (after[0], groups)
 
-  def frozen(self, params: Params) -> Any:
-    """Whether each parameter belongs to a group that does not learn, a pytree of bools."""
-
-    def is_frozen(path, _):
-      group = self._group(leaf_path(path))[1]
-      return not group.learning_rate_scale
-
-    return jax.tree_util.tree_map_with_path(is_frozen, params)
+  def learns(self, path: str) -> bool:
+    """Whether a parameter belongs to a group that learns."""
+    return self._group(path)[1].learning_rate_scale > 0
 
   def _group(self, path: str) -> tuple[int | None, Group]:
     """The number of the first group that a path matches, and the group."""

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
-import operator
 from typing import Any
 
 import gin
@@ -191,10 +190,13 @@ class Setup:
       f'{count:,} more parameters of the objective: {name}'
       for name, count in sums_of_parts(added, lambda count: count).items()
     ]
-    frozen = jax.tree.map(
-      operator.mul, counts, self.optimizer.frozen(self.language_model.own(params))
-    )
-    if count := sum(jax.tree.leaves(frozen)):
+    frozen = [
+      count
+      for module, group in counts.items()
+      for name, count in group.items()
+      if not self.optimizer.learns(f'{module}/{name}')
+    ]
+    if count := sum(frozen):
       remarks.append(
         f'{total - count:,} of {total:,} parameters learn; groups with a learning rate of 0 are '
         'frozen'

@@ -13,6 +13,7 @@ the weight of the whole step, which is known beforehand, so gradients add up in 
 from collections.abc import Callable
 from typing import Any
 
+import haiku as hk
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -21,6 +22,8 @@ from valkyrie.models.language_model import Model
 from valkyrie.training import rounding
 from valkyrie.training.objective import PREDICTION, Sums, Terms, read
 from valkyrie.types import Array, Batch, Carry, Params
+
+Learns = Callable[[str, str], bool]  # whether a parameter learns, by its module and its name
 
 
 def split_chunks(batch: Batch, chunk_size: int) -> Batch:
@@ -40,7 +43,7 @@ def gradients(
   backprop_chunks: int,
   remat_chunks: bool,
   terms: Terms = PREDICTION,
-  learned: Callable[[Params], Params] = lambda params: params,
+  learns: Learns = lambda module, name: True,
   plan: bool = True,
 ) -> tuple[Params, Carry, Sums]:
   """The gradient of the step's mean loss, cut between groups of `backprop_chunks` chunks.
@@ -55,11 +58,12 @@ def gradients(
     remat_chunks: recompute chunks in the backward pass (see `_add_recomputed`), or save their
       activations.
     terms: of the objective.
-    learned: cuts the gradient of the parameters that do not learn.
+    learns: the parameters without a gradient need no memory for one.
     plan: whether a planner takes part.
 
   Returns:
-    (gradients in float32, the carry after the last chunk, the sums over all chunks).
+    (gradients in float32 of the parameters that learn, the carry after the last chunk, the sums
+    over all chunks).
   """
   chunks = split_chunks(batch, chunk_size)
   numbers = jnp.arange(chunks.inputs.shape[0])
@@ -69,13 +73,15 @@ def gradients(
   recomputes = remat_chunks and backprop_chunks > 1
   add_gradient = _add_recomputed if recomputes else _add_saved
 
-  def read_chunk(params, carry, now):
+  learning, constant = learned_and_frozen(params, learns)
+
+  def read_chunk(learning, carry, now):
     """One chunk -> (its share of the loss, (the carry after it, its sums))."""
     chunk, rng = now
     return read(
       terms,
       model,
-      learned(params),
+      hk.data_structures.merge(constant, learning),
       carry,
       chunk,
       rng,
@@ -87,10 +93,10 @@ def gradients(
 
   def accumulate(so_far, chunks):
     carry, gradient = so_far
-    gradient, carry, sums = add_gradient(read_chunk, params, carry, chunks, gradient)
+    gradient, carry, sums = add_gradient(read_chunk, learning, carry, chunks, gradient)
     return (carry, gradient), sums
 
-  (carry, gradient), sums = _scan(accumulate, (carry, zero_gradients(params)), groups)
+  (carry, gradient), sums = _scan(accumulate, (carry, zero_gradients(learning)), groups)
   return gradient, carry, _total(sums)
 
 
@@ -107,6 +113,11 @@ def _scan(step: Callable, carry: Any, steps: Any) -> tuple[Any, Any]:
 def _total(sums: Sums) -> Sums:
   """The sums of several chunks, stacked, as one."""
   return jax.tree.map(lambda parts: jnp.sum(parts, axis=0), sums)
+
+
+def learned_and_frozen(params: Params, learns: Learns) -> tuple[Params, Params]:
+  """The parameters that learn, and the others."""
+  return hk.data_structures.partition(lambda module, name, _: learns(module, name), params)
 
 
 def zero_gradients(params: Params) -> Params:

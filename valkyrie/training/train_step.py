@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import haiku as hk
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training import rounding, tbptt
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.data_parallel import Compute, shard_map_step
-from valkyrie.training.objective import PREDICTION, Sums, Terms, shared_module
+from valkyrie.training.objective import PENALTY, PREDICTION, Sums, Terms, shared_module
 from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.spikes import LossSpikes, RecentLosses, detect
 from valkyrie.types import Array, Batch, Carry, Params
@@ -131,18 +132,24 @@ def make_train_step(
   # `of_device` on every device, which calls `of_rows` for each group of its rows.
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
     def measure(term, shared):
-      gradient, _, sums = whole_step(state, batch, [term], {term.name: shared}, only_shared)
+      gradient, _, sums = whole_step(state, batch, [term], {term.name: shared}, is_shared)
       return gradient[shared_module(term)], sums
 
     kept, shared = dict(state.objective or {}), {}
     for term in terms:
       found, shared[term.name] = term.before(kept.get(term.name), state.step, batch, measure)
       kept |= {term.name: found} if term.name in kept else {}
-    gradient, carry, sums = whole_step(state, batch, terms, shared, learned)
+    slopes = add_penalties(state.params, shared)
+    gradient, carry, sums = whole_step(state, batch, terms, shared, learns)
     for term in terms:
       of_shared = gradient.pop(shared_module(term), {})
       if term.name in kept:
         kept[term.name] = term.after(kept[term.name], state.step, shared[term.name], of_shared)
+    # Where nothing learns, XLA needs no memory for the zeros.
+    zeros = jax.tree.map(jnp.zeros_like, rounding.wide(state.params))
+    gradient = hk.data_structures.merge(
+      zeros, jax.tree.map(jnp.add, gradient, slopes) if slopes else gradient
+    )
     norm = optax.tree.norm(gradient)
     squares = sums_of_parts(gradient, lambda leaf: jnp.sum(jnp.square(leaf)))
     part_norms = {part: jnp.sqrt(total) for part, total in squares.items()}
@@ -185,12 +192,12 @@ def make_train_step(
       state = state._replace(average=_averaged(state, average_decay))
     return state, StepMetrics(sums, norm, part_norms, learning_rate, state.skipped, spiked)
 
-  def whole_step(state, batch, terms, shared, learned):
+  def whole_step(state, batch, terms, shared, learns):
     arrays = {shared_module(term): shared[term.name] for term in terms if shared[term.name]}
     extended = model.sharing(arrays)
 
     def of_device(*arguments, **options):
-      return _in_micro_batches(of_rows, extended, micro_batches, *arguments, **options)
+      return _in_micro_batches(of_rows, extended, micro_batches, learns, *arguments, **options)
 
     def of_rows(*arguments, **options):
       return tbptt.gradients(
@@ -199,7 +206,7 @@ def make_train_step(
         backprop_chunks=phase.backprop_chunks,
         remat_chunks=remat_chunks,
         terms=terms,
-        learned=learned,
+        learns=learns,
         plan=phase.planner,
         **options,
       )
@@ -212,18 +219,28 @@ def make_train_step(
       batch,
       key_of(_DROPOUT, state.step) if model.about.has_dropout else None,
       chunk_size=phase.chunk_size,
-      backward=True,
+      learns=learns,
     )
 
-  def learned(params):
-    frozen = optimizer.frozen(params)
-    return jax.tree.map(lambda p, f: lax.stop_gradient(p) if f else p, params, frozen)
+  def add_penalties(params, shared):
+    """Puts the terms' penalties among their shared arrays; returns their gradient, if any."""
+    learning, frozen = tbptt.learned_and_frozen(rounding.wide(params), learns)
 
-  def only_shared(params):
-    return {
-      module: group if module.startswith('shared/') else lax.stop_gradient(group)
-      for module, group in params.items()
-    }
+    def penalties(learning):
+      whole = hk.data_structures.merge(frozen, learning)
+      of_terms = {term.name: term.penalty(model, whole) for term in terms}
+      return {name: value for name, value in of_terms.items() if value is not None}
+
+    found, pull_back = jax.vjp(penalties, learning)
+    for name, value in found.items():
+      shared[name] = {**shared[name], PENALTY: value}
+    return pull_back(jax.tree.map(jnp.ones_like, found))[0] if found else None
+
+  def learns(module, name):
+    return optimizer.learns(f'{module}/{name}')
+
+  def is_shared(module, _):
+    return module.startswith('shared/')
 
   def key_of(use: int, step: Array) -> Array:
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), use), step)
@@ -235,6 +252,7 @@ def _in_micro_batches(
   compute: Compute,
   model: Model,
   count: int,
+  learns: tbptt.Learns,
   params: Params,
   carry: Carry,
   batch: Batch,
@@ -277,7 +295,8 @@ def _in_micro_batches(
     jax.tree.map(split, carry, batch_axes),
     jax.tree.map(lambda leaf: split(leaf, 0), batch),
   )
-  gradient, (carries, sums) = lax.scan(one, tbptt.zero_gradients(params), groups)
+  learning, _ = tbptt.learned_and_frozen(params, learns)
+  gradient, (carries, sums) = lax.scan(one, tbptt.zero_gradients(learning), groups)
   carry = jax.tree.map(join, carries, batch_axes)
   return gradient, carry, jax.tree.map(lambda parts: jnp.sum(parts, axis=0), sums)
 
