@@ -20,6 +20,7 @@ RUN_MODES = {
   'long_context': ('valkyrie.suites.long_context', 'long_context'),
   'export': ('valkyrie.inference.export', 'export'),
   'components': ('valkyrie.decomposition.components', 'components'),
+  'verify': ('valkyrie.run.verify', 'verify'),
   'precompile': ('valkyrie.certificates.precompile', 'precompile'),
 }
 

@@ -40,6 +40,10 @@ class Diverged(ValkyrieError, exit_code=76):
   """The numbers are no longer finite, and the budget for skipping steps is spent."""
 
 
+class Disagreement(ValkyrieError, exit_code=77):
+  """Forms of one computation differ by more than rounding explains."""
+
+
 class ConfigurationError(ValkyrieError, exit_code=78):
   """The gin configuration is wrong, or does not fit this machine, data or checkpoint."""
 
