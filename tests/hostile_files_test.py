@@ -109,7 +109,7 @@ READERS = {
 
 class LeaseAt:
   def __init__(self, path):
-    self._path = path
+    self._place = path
 
 
 def refusal(reader, file):

@@ -13,6 +13,7 @@ such as one that was copied from a disk, has the steps with a manifest.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+import contextlib
 import hashlib
 import json
 import logging
@@ -27,7 +28,7 @@ from valkyrie.checkpoint.manifest import FOLDER, SET_ASIDE, is_litter, is_step
 from valkyrie.errors import StorageError, reason_of, storage_errors
 from valkyrie.storage import foreign_names
 from valkyrie.storage.bucket import Bucket, Object
-from valkyrie.storage.lease import Lease, lock_name, taking
+from valkyrie.storage.lease import Lease, lock_name
 from valkyrie.storage.run_directory import BucketDirectory
 
 _MANIFESTS = tuple(manifest.name(algorithm) for algorithm in (manifest.SHA256, manifest.MD5))
@@ -38,9 +39,7 @@ class BucketLock(Lease):
 
   def __init__(self, bucket: Bucket, process: int | None = None):
     self._bucket, self._name = bucket, lock_name(process)
-    place = f'{bucket}/{self._name}'
-    with taking(place, bucket, process):
-      super().__init__(place)
+    super().__init__(f'{bucket}/{self._name}', bucket, process)
 
   def _read(self) -> tuple[dict[str, Any], int]:
     return read_lock(self._bucket, self._name)
@@ -48,28 +47,21 @@ class BucketLock(Lease):
   def _write(self, content: Mapping[str, Any], version: int) -> int:
     return self._bucket.write(self._name, json.dumps(content).encode(), replaces=version)
 
-  def _inherited(self, found: Mapping[str, Any]) -> dict[str, Any]:
-    steps, unfinished = found.get('steps'), found.get('unfinished', [])
-    return {'ended': False, 'steps': steps, 'unfinished': unfinished}
-
   def _end(self) -> None:
     self.update(ended=True)  # the steps stay
 
 
 def read_lock(bucket: Bucket, name: str = lock_name(None)) -> tuple[dict[str, Any], int]:
-  """The content of a lock, and its generation; {} and 0 without one.
+  """The content of a lock, and its generation; a content without a token, and 0, without one.
 
   Raises a StorageError if steps or token, which become names of folders, are of another form.
   """
-  try:
-    content, generation = bucket.read(name)
-  except FileNotFoundError:
-    return {}, 0
-  try:
-    found = foreign.json_object(content)
-  except ValueError:  # a run that was copied from a disk
-    found = {}
-  steps = [found.get('steps') or [], found.get('unfinished', [])]
+  found, generation = {}, 0
+  with contextlib.suppress(FileNotFoundError, ValueError):  # a run that was copied from a disk
+    text, generation = bucket.read(name)
+    found = foreign.json_object(text)
+  found = {'steps': None, 'unfinished': [], **found}
+  steps = [found['steps'] or [], found['unfinished']]
   numbers = all(isinstance(some, list) and all(is_step(repr(s)) for s in some) for some in steps)
   if not (numbers and foreign_names.is_below(found.get('token', 'none'))):
     raise StorageError(
@@ -84,26 +76,25 @@ class BucketFiles:
 
   def __init__(self, bucket: Bucket, folder: str):
     self._bucket, self._folder = bucket, folder
-    found = bucket.objects(folder)
-    self._objects = {name.removeprefix(folder): found[name] for name in found}
+    self.objects = bucket.objects(folder)
 
   def read(self, name: str) -> bytes:
     return self._bucket.read(self._folder + name)[0]
 
   def has(self, name: str) -> bool:
-    return name in self._objects
+    return self._folder + name in self.objects
 
   def names(self) -> list[str]:
-    return list(self._objects)
+    return [name.removeprefix(self._folder) for name in self.objects]
 
   def digests(self, names: Iterable[str], algorithm: str) -> Iterator[str]:
     """MD5 digests come from the bucket's metadata; other algorithms read the objects."""
     for name in names:
-      known = self._objects[name].md5 if algorithm == manifest.MD5 else None
+      known = self.objects[self._folder + name].md5 if algorithm == manifest.MD5 else None
       yield known or hashlib.new(algorithm, self.read(name)).hexdigest()
 
   def size(self) -> int:
-    return sum(found.size for found in self._objects.values())
+    return sum(found.size for found in self.objects.values())
 
 
 class BucketSteps:
@@ -116,7 +107,7 @@ class BucketSteps:
 
   def find(self) -> list[int]:
     """The steps in order."""
-    steps = (self._lock.content if self._lock else read_lock(self._bucket)[0]).get('steps')
+    steps = (self._lock.content if self._lock else read_lock(self._bucket)[0])['steps']
     return sorted(self._with_manifest() if steps is None else steps)
 
   def _with_manifest(self) -> set[int]:
@@ -128,9 +119,6 @@ class BucketSteps:
 
   def path(self, step: int) -> Any:
     return self.place / str(step)
-
-  def size(self, step: int) -> int:
-    return self.files(step).size()
 
   def holder(self) -> str:
     with storage_errors(f'{self._bucket} cannot be read'):
@@ -167,39 +155,30 @@ class BucketSteps:
     return self._lock
 
   def begin(self, step: int) -> None:
-    self._bucket.delete(self._bucket.objects(f'{FOLDER}/{self.unfinished(step).name}/'))
+    self._bucket.delete(self._bucket.objects(_folder(self.unfinished(step).name)))
 
   def finish(self, step: int, record: bytes) -> None:
     """Copies the objects of an unfinished step to their final names, and then lists the step."""
     self._directory.upload()  # the metrics of a step are there before the step
-    source, others = f'{FOLDER}/{self.unfinished(step).name}/', self._held.content['unfinished']
-    saved = self._bucket.objects(source)
+    source, target = _folder(self.unfinished(step).name), _folder(step)
+    saved, others = BucketFiles(self._bucket, source), self._held.content['unfinished']
     try:
       # What is there is of a save that was interrupted.
-      self._delete_safely([_folder(step)], unfinished=[*others, step])
-      self._copy_finished(step, source, saved, record)
+      self._delete_safely([target], unfinished=[*others, step])
+      self._bucket.copy(saved.objects, source, target)
+      names = saved.names()
+      digests = dict(zip(names, saved.digests(names, manifest.MD5), strict=True))
+      digests['record.json'] = hashlib.md5(record).hexdigest()
+      self._bucket.write(target + 'record.json', record, replaces=0)
+      text = manifest.content(step, digests)
+      self._bucket.write(target + manifest.name(manifest.MD5), text, replaces=0)
+      if damage := manifest.damage(self.files(step), step):
+        raise OSError(f'{self.path(step)} is not what was saved: {damage}')
     except OSError:
       self._held.check()  # perhaps another trainer was in the way
       raise
     self._held.update(steps=[*self.find(), step], unfinished=others)
-    self._bucket.delete(saved)
-
-  def _copy_finished(
-    self, step: int, source: str, saved: Mapping[str, Object], record: bytes
-  ) -> None:
-    """Writes the objects of a step; raises `Changed` if one exists already."""
-    target = _folder(step)
-    self._bucket.copy(saved, lambda name: target + name.removeprefix(source))
-    digests = {
-      name.removeprefix(source): found.md5 or _md5(self._bucket.read(name)[0])
-      for name, found in saved.items()
-    }
-    digests['record.json'] = _md5(record)
-    self._bucket.write(target + 'record.json', record, replaces=0)
-    text = manifest.content(step, digests)
-    self._bucket.write(target + manifest.name(manifest.MD5), text, replaces=0)
-    if damage := manifest.damage(self.files(step), step):
-      raise OSError(f'{self.path(step)} is not what was saved: {damage}')
+    self._bucket.delete(saved.objects)
 
   def _delete_safely(self, folders: Iterable[str], **fields: Any) -> None:
     """Changes the lock, then deletes folders."""
@@ -237,29 +216,22 @@ class BucketSteps:
       complete = sorted(unknown & self._with_manifest())
       self._held.update()  # if the lock is still held, it was held at the listing: they are its own
       self.set_aside({step: f'{lock_name(None)} does not name it' for step in complete})
-    litter = [name for name in names if is_litter(name.partition('-')[0])]
-    litter += map(str, sorted(unlisted))
-    unfinished = self._held.content['unfinished']
+    litter = [name for name in names if is_litter(name)] + sorted(unlisted)
     if litter:
-      self._delete_safely([f'{FOLDER}/{name}/' for name in litter], unfinished=unfinished)
-    if unfinished:
+      self._delete_safely(map(_folder, litter))
+    if self._held.content['unfinished']:
       self._held.update(unfinished=[])
 
   def set_aside(self, damaged: Mapping[int, str]) -> None:
     for step, damage in damaged.items():
-      source = _folder(step)
       name = manifest.free(str(step), lambda n: self._bucket.objects(f'{SET_ASIDE}/{n}/'))
-      target, names = f'{SET_ASIDE}/{name}/', self._bucket.objects(source)
-      self._bucket.copy(names, lambda name, s=source, t=target: t + name.removeprefix(s))
+      source, target = _folder(step), f'{SET_ASIDE}/{name}/'
+      self._bucket.copy(self._bucket.objects(source), source, target)
       self._give_up([step])
       logging.warning(
         '%s is not valid: %s. Moved to %s/%s', self.path(step), damage, self._bucket, target
       )
 
 
-def _md5(content: bytes) -> str:
-  return hashlib.md5(content).hexdigest()
-
-
-def _folder(step: int) -> str:
-  return f'{FOLDER}/{step}/'
+def _folder(name: int | str) -> str:
+  return f'{FOLDER}/{name}/'

@@ -18,6 +18,7 @@ bucket has MD5 digests, which the bucket computes; both are read everywhere, sin
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import hashlib
 import itertools
+import re
 from typing import Any, Protocol
 
 from valkyrie.storage import foreign_names
@@ -31,19 +32,15 @@ class Files(Protocol):
 
   def read(self, name: str) -> bytes:
     """The content of a file; raises FileNotFoundError or NotADirectoryError without it."""
-    ...
 
   def has(self, name: str) -> bool:
     """Whether there is a file of that name, inside the step."""
-    ...
 
   def names(self) -> list[str]:
     """The names of all files."""
-    ...
 
   def digests(self, names: Iterable[str], algorithm: str) -> Iterator[str]:
     """The digests of files, in hexadecimal; raises OSError if a file cannot be read."""
-    ...
 
 
 def is_step(name: str) -> bool:
@@ -53,8 +50,7 @@ def is_step(name: str) -> bool:
 
 def is_litter(name: str) -> bool:
   """Whether a folder of that name is the remainder of a save or of a deletion."""
-  number, _, ending = name.partition('.')
-  return number.isdecimal() and ending.endswith(('unfinished', 'deleted'))
+  return bool(re.fullmatch(r'\d+\..*(unfinished(-.*)?|deleted)', name))
 
 
 def free(name: str, is_taken: Callable[[str], Any]) -> str:

@@ -77,17 +77,14 @@ class Bucket:
 
   def objects(self, below: str = '') -> dict[str, Object]:
     """The objects whose names begin with `below`, in the order of their names."""
-    return self._listed(below)[0]
+    return self.browse(below, None)[0]
 
-  def browse(self, folder: str = '') -> tuple[list[str], list[str]]:
-    """The files and the folders in a folder, '' or ending with a slash, as folders do."""
-    files, folders = self._listed(folder, delimiter='/')
-    return list(files), folders
-
-  def _listed(self, below: str, **query: str) -> tuple[dict[str, Object], list[str]]:
-    """The objects, and the folders, whose names begin with `below`."""
+  def browse(
+    self, below: str = '', delimiter: str | None = '/'
+  ) -> tuple[dict[str, Object], list[str]]:
+    """The objects whose names begin with `below` and go on without the delimiter; the folders."""
     objects, folders, start = {}, [], len(self._prefix)
-    query |= {'prefix': self._prefix + below}
+    query: dict[str, Any] = {'prefix': self._prefix + below, 'delimiter': delimiter}
     while True:
       page = self._client.call('GET', 'b/{}/o', self._bucket, json_out=True, **query)
       for found in page.get('items', ()):
@@ -160,11 +157,11 @@ class Bucket:
       return self.read(name)[0][before.size : before.size + len(content)] == content
     return True
 
-  def copy(self, names: Iterable[str], rename: Callable[[str], str]) -> None:
-    """Copies objects inside the bucket to unused names; Changed if one has another content."""
+  def copy(self, objects: Mapping[str, Object], source: str, target: str) -> None:
+    """Copies objects below `source` to below `target`; Changed if one there has another content."""
 
     def copy_one(name: str) -> None:
-      target, answer = rename(name), {'done': False}
+      copied, answer = target + name.removeprefix(source), {'done': False}
       try:
         while not answer['done']:  # of a large object, or to another place
           answer = self._call(
@@ -172,17 +169,17 @@ class Bucket:
             name,
             '/rewriteTo/b/{}/o/{}',
             self._bucket,
-            self._prefix + target,
+            self._prefix + copied,
             rewriteToken=answer.get('rewriteToken'),
             ifGenerationMatch=0,
             headers={'Content-Type': 'application/json'},  # of a body that is empty
             json_out=True,
           )
       except Changed:  # unless the answer to this copy got lost
-        if self.objects(name)[name].md5 != self.objects(target)[target].md5:
+        if objects[name].md5 != self.objects(copied)[copied].md5:
           raise
 
-    self._at_once(copy_one, names)
+    self._at_once(copy_one, objects)
 
   def delete(self, objects: Mapping[str, Object]) -> None:
     """Deletes objects of a listing, unless they are gone or were replaced since."""

@@ -10,7 +10,7 @@ the holder has ended. A process that does not find it, as in another container, 
 """
 
 import abc
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 import contextlib
 import errno
 import fcntl
@@ -26,7 +26,8 @@ import uuid
 import weakref
 
 from valkyrie import foreign
-from valkyrie.errors import StorageError, Unreachable, storage_errors
+from valkyrie.errors import StorageError, Unreachable, ValkyrieError, storage_errors
+from valkyrie.storage import whole_file
 
 BEAT_SECONDS = 10.0
 MISSED = 3  # beats, after which a lease is free
@@ -37,10 +38,6 @@ class Changed(OSError):
   """Another process has written an object or a file since it was read."""
 
 
-class LeaseTaken(Exception):
-  """Another process holds the lease; the message names it."""
-
-
 class Lease(abc.ABC):
   """A lease that this process holds; a thread renews it until `release`.
 
@@ -48,14 +45,14 @@ class Lease(abc.ABC):
   and has lost it, therefore changes nothing.
   """
 
-  def __init__(self, place: str):
-    """Takes the lease; `place` names it in messages. LeaseTaken if another process holds it."""
-    self._place = place
-    token, host = uuid.uuid4().hex, socket.gethostname()
-    self._holder = {'token': token, 'process': os.getpid(), 'host': host, 'beat': 0}
+  def __init__(self, place: Any, run: Any, process: int | None):
+    """Takes the lease at a place, which messages name; for the rest, and errors, see `DiskLock`."""
+    self._place, self._run, self._process = place, run, process
+    token = uuid.uuid4().hex
     self._let_go = weakref.finalize(self, _marked(token).close)  # also if no lease is taken
     self._writing = threading.Lock()
-    self.content, self._version = self._taken()  # what this process wrote last
+    with storage_errors(f'{place} cannot be locked'):
+      self.content, self._version = self._taken(token)  # what this process wrote last
     self._over = threading.Event()
     self._thread = threading.Thread(target=self._renew, name='lease', daemon=True)
     self._thread.start()
@@ -71,10 +68,6 @@ class Lease(abc.ABC):
   @abc.abstractmethod
   def _end(self) -> None:
     """Frees the lease for others."""
-
-  def _inherited(self, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a new content beside the holder's, from the content before."""
-    return {}
 
   @property
   def is_in_place(self) -> bool:
@@ -110,22 +103,23 @@ class Lease(abc.ABC):
       self._end()
     self._let_go()
 
-  def _taken(self) -> tuple[dict[str, Any], Any]:
+  def _taken(self, token: str) -> tuple[dict[str, Any], Any]:
+    holder = {'token': token, 'process': os.getpid(), 'host': socket.gethostname(), 'beat': 0}
     while True:
       found, version = self._read()
       if _is_held(found):
         self._wait_for_end(found)
-      mine = {**self._holder, **self._inherited(found)}
+      mine = {**found, **holder, 'ended': False}
       with contextlib.suppress(Changed):  # by another process, or by the holder as it ended
         return mine, self._write(mine, version)
 
   def _wait_for_end(self, found: Mapping[str, Any]) -> None:
-    """Returns when the holder has ended or released the lease; LeaseTaken if a process holds it."""
+    """Returns when the holder has ended or released the lease; raises if it holds it."""
     ended = has_ended(found)
     if ended:
       _remove(found['token'])
     elif ended is not None:
-      raise LeaseTaken(_words(found))
+      raise self._refusal(found)
     else:
       # Pauses are counted, not seconds: a clock goes on while the virtual machine is paused.
       for _ in range(4 * MISSED):
@@ -134,7 +128,11 @@ class Lease(abc.ABC):
         if not _is_held(now):
           return
         if now != found:
-          raise LeaseTaken(_words(now))
+          raise self._refusal(now)
+
+  def _refusal(self, found: Mapping[str, Any]) -> ValkyrieError:
+    holder = f'process {found.get("process")} on {found.get("host")}'
+    return _refusal(holder, self._run, self._process)
 
   def _renew(self) -> None:
     while not self._over.wait(BEAT_SECONDS):
@@ -154,32 +152,23 @@ def lock_name(process: int | None) -> str:
   return 'trainer.lock' if process is None else f'trainer-{process}.lock'
 
 
-@contextlib.contextmanager
-def taking(place: str, run: Any, process: int | None) -> Iterator[None]:
-  """Converts errors inside, LeaseTaken of a lock at `place` and OSErrors, as `DiskLock` raises."""
-  try:
-    with storage_errors(f'{place} cannot be locked'):
-      yield
-  except LeaseTaken as error:
-    if process is not None:
-      raise Unreachable(
-        f'{error} is process {process} of the run in {run} already. Give each process its own '
-        '--process. To replace it, run the same command again after its end.'
-      ) from error
-    raise StorageError(
-      f'{error} is training in {run}, and two trainers would overwrite each other. Wait for it or '
-      'stop it, or name another --model_dir.'
-    ) from error
+def _refusal(holder: str, run: Any, process: int | None) -> ValkyrieError:
+  """The error of a process whose lock another one holds."""
+  if process is not None:
+    return Unreachable(
+      f'{holder} is process {process} of the run in {run} already. Give each process its own '
+      '--process. To replace it, run the same command again after its end.'
+    )
+  return StorageError(
+    f'{holder} is training in {run}, and two trainers would overwrite each other. Wait for it or '
+    'stop it, or name another --model_dir.'
+  )
 
 
-def lock_holder(directory: pathlib.Path) -> str:
-  """Names the present or last holder of the lock of a directory; '' if it was never locked."""
-  return _text(directory / lock_name(None))
-
-
-def _text(path: pathlib.Path) -> str:
+def lock_holder(directory: pathlib.Path, process: int | None = None) -> str:
+  """Names the present or last holder of a lock of a directory; '' if it was never locked."""
   with contextlib.suppress(OSError, ValueError):
-    return foreign.content(path).decode(errors='replace')
+    return foreign.content(directory / lock_name(process)).decode(errors='replace')
   return ''
 
 
@@ -201,11 +190,17 @@ class DiskLock:
     """
     self._path = directory / lock_name(process)
     self._lease: _FileLease | None = None
-    with contextlib.ExitStack() as stack:
-      stack.enter_context(taking(str(self._path), directory, process))
+    with storage_errors(f'{self._path} cannot be locked'), contextlib.ExitStack() as stack:
       self._file = stack.enter_context(open(self._path, 'a+'))
-      if not self._is_locked():
-        self._lease = _FileLease(self._path.with_suffix('.lease'))
+      try:
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError as error:
+        holder = lock_holder(directory, process).partition(',')[0] or 'another process'
+        raise _refusal(holder, directory, process) from error
+      except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+          raise
+        self._lease = _FileLease(self._path.with_suffix('.lease'), directory, process)
       self._file.truncate(0)
       # Containers repeat PIDs and host names: the number tells this holder from those before.
       words = f'process {os.getpid()} on {socket.gethostname()}'
@@ -213,18 +208,6 @@ class DiskLock:
       self._file.flush()
       os.fsync(self._file.fileno())  # other hosts that share the directory can read it now
       stack.pop_all()  # the file is held until `release`
-
-  def _is_locked(self) -> bool:
-    """Locks the file; False on a file system without locks."""
-    try:
-      fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-      raise LeaseTaken(_text(self._path).partition(',')[0] or 'another process') from error
-    except OSError as error:
-      if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-        raise
-      return False
-    return True
 
   @property
   def is_in_place(self) -> bool:
@@ -254,60 +237,52 @@ class DiskLock:
 class _FileLease(Lease):
   """The lease of a lock on a file system without locks, as Lustre and NFS may be.
 
-  The version of the content is its bytes; None is no file. Unlike for an object, comparing and
-  replacing the content are two operations.
+  Its place is the path of a file. The version of the content is its bytes; None is no file. Unlike
+  for an object, comparing and replacing the content are two operations.
   """
-
-  def __init__(self, path: pathlib.Path):
-    self._path = path
-    super().__init__(str(path))
 
   def _read(self) -> tuple[dict[str, Any], bytes | None]:
     try:
-      content = foreign.content(self._path)
+      content = foreign.content(self._place)
     except FileNotFoundError:
       return {}, None
-    try:
+    with contextlib.suppress(ValueError):  # a machine has lost its power
       return foreign.json_object(content), content
-    except ValueError:  # a machine has lost its power
-      return {}, content
+    return {}, content
 
   def _write(self, content: Mapping[str, Any], version: bytes | None) -> bytes:
     found, present = self._read()
     if present != version:
-      raise Changed(errno.EAGAIN, 'another process has written it', str(self._path))
+      raise Changed(errno.EAGAIN, 'another process has written it', str(self._place))
     text = json.dumps(content).encode()
-    new = self._path.with_name(f'{self._path.name}.{content["token"]}')
-    with open(new, 'wb') as file:
-      file.write(text)
-      file.flush()
-      os.fsync(file.fileno())
+    new = self._place.with_name(f'{self._place.name}.{content["token"]}')
+    whole_file.write(new, text)
     try:
       if found.get('token') == content['token']:
-        new.replace(self._path)  # a renewal, without a moment in which the lease is free
+        new.replace(self._place)  # a renewal, without a moment in which the lease is free
       else:
         if present is not None:
           self._remove(present)
-        os.link(new, self._path)
+        os.link(new, self._place)
     except FileExistsError as error:
-      raise Changed(errno.EEXIST, 'another process has made it', str(self._path)) from error
+      raise Changed(errno.EEXIST, 'another process has made it', str(self._place)) from error
     finally:
       new.unlink(missing_ok=True)
     return text
 
   def _remove(self, version: bytes) -> None:
     """Removes an expired lease. If several processes try at once, exactly one succeeds."""
-    taken = self._path.with_name(f'{self._path.name}.{uuid.uuid4().hex}')
+    taken = self._place.with_name(f'{self._place.name}.{uuid.uuid4().hex}')
     with contextlib.suppress(FileNotFoundError):
-      self._path.rename(taken)
+      self._place.rename(taken)
       if taken.read_bytes() != version:  # another process has taken it over meanwhile
         with contextlib.suppress(FileExistsError):
-          os.link(taken, self._path)
+          os.link(taken, self._place)
       taken.unlink()
 
   def _end(self) -> None:
     if self.is_in_place:
-      self._path.unlink()
+      self._place.unlink()
 
 
 def has_ended(lease: Mapping[str, Any]) -> bool | None:
@@ -337,10 +312,6 @@ def _marked(token: str) -> contextlib.ExitStack:
 
 def _is_held(content: Mapping[str, Any]) -> bool:
   return bool(content.get('token')) and not content.get('ended')
-
-
-def _words(lease: Mapping[str, Any]) -> str:
-  return f'process {lease.get("process")} on {lease.get("host")}'
 
 
 def _file(token: str) -> pathlib.Path:

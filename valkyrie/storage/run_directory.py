@@ -14,7 +14,7 @@ from valkyrie.storage.bucket import Bucket, is_bucket
 
 _SECONDS = 30.0  # between two uploads
 # The other files are copied, since processes read them and append to them.
-_NOT_COPIED = ('checkpoints/', 'set_aside/', 'profile/')
+_NOT_COPIED = {'checkpoints/', 'set_aside/', 'profile/'}
 _EVENTS = 'events.out.tfevents'  # each process writes files of its own
 
 
@@ -49,9 +49,8 @@ class BucketDirectory(os.PathLike):
     """
     with storage_errors(f'{self} cannot be read'):
       names, folders = self.bucket.browse()
-      for folder in folders:
-        if folder not in _NOT_COPIED:
-          names += self.bucket.objects(folder)
+      for folder in {*folders} - _NOT_COPIED:
+        names |= self.bucket.objects(folder)
       advice = 'Nothing was copied. Delete this object, or use another copy of the run.'
       for name in [foreign_names.checked(name, self, advice) for name in names]:
         file = self._local / name
@@ -62,37 +61,6 @@ class BucketDirectory(os.PathLike):
               file.parent.mkdir(parents=True, exist_ok=True)
               file.write_bytes(content)
               self._equal[name] = len(content), file.stat().st_mtime_ns
-
-  @contextlib.contextmanager
-  def uploaded(self) -> Iterator[None]:
-    """Uploads changed files, every 30 seconds and at the end; StorageError if the last fails."""
-    over = threading.Event()
-
-    def upload_often() -> None:
-      while not over.wait(_SECONDS):
-        try:
-          self.upload()
-        except OSError as error:
-          logging.warning('%s cannot be written (%s); it is tried again', self, reason_of(error))
-
-    thread = threading.Thread(target=upload_often, name='upload', daemon=True)
-    thread.start()
-    first: BaseException | None = None
-    try:
-      yield
-    except BaseException as error:
-      first = error
-      raise
-    finally:
-      over.set()
-      thread.join()
-      try:
-        with storage_errors(f'The last metrics and logs of {self} are lost'):
-          self.upload()
-      except StorageError as error:
-        if first is None:
-          raise
-        first.add_note(str(error))
 
   def upload(self) -> None:
     """Uploads the files that have changed; raises OSError."""
@@ -131,8 +99,38 @@ def opened(model_dir: str | os.PathLike) -> 'str | BucketDirectory':
   return BucketDirectory(path) if is_bucket(path) else usable_path('--model_dir', path)
 
 
-def uploaded(model_dir: str | os.PathLike) -> contextlib.AbstractContextManager[None]:
-  """A context in which the files of a run are uploaded; does nothing for a path."""
-  if isinstance(model_dir, BucketDirectory):
-    return model_dir.uploaded()
-  return contextlib.nullcontext()
+@contextlib.contextmanager
+def uploaded(model_dir: str | os.PathLike) -> Iterator[None]:
+  """A context in which changed files of a run in a bucket are uploaded every 30 seconds.
+
+  They are uploaded at its end, too; StorageError if that fails. Does nothing for a path.
+  """
+  if not isinstance(model_dir, BucketDirectory):
+    yield
+    return
+  over = threading.Event()
+
+  def upload_often() -> None:
+    while not over.wait(_SECONDS):
+      try:
+        model_dir.upload()
+      except OSError as error:
+        logging.warning('%s cannot be written (%s); it is tried again', model_dir, reason_of(error))
+
+  def end() -> None:
+    over.set()
+    thread.join()
+    with storage_errors(f'The last metrics and logs of {model_dir} are lost'):
+      model_dir.upload()
+
+  thread = threading.Thread(target=upload_often, name='upload', daemon=True)
+  thread.start()
+  try:
+    yield
+  except BaseException as error:
+    try:
+      end()
+    except StorageError as second:
+      error.add_note(str(second))
+    raise
+  end()
