@@ -207,11 +207,11 @@ def test_opening_read_only_writes_nothing(tmp_path):
 
 
 def test_impossible_retention_policies_are_refused():
-  with pytest.raises(ConfigurationError, match='keep=0'):
+  with pytest.raises(ConfigurationError, match='keep = 0'):
     Checkpoints(keep=0)
-  with pytest.raises(ConfigurationError, match='keep_period=0'):
+  with pytest.raises(ConfigurationError, match='keep_period = 0'):
     Checkpoints(keep_period=0)
-  with pytest.raises(ConfigurationError, match='keep_best=-1'):
+  with pytest.raises(ConfigurationError, match='keep_best = -1'):
     Checkpoints(keep_best=-1)
 
 

@@ -64,6 +64,6 @@ def test_a_file_system_that_cannot_flush_directories_is_refused_at_the_start(tmp
   def refuse(path):
     raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
 
-  monkeypatch.setattr(steps, 'sync_directory', refuse)
+  monkeypatch.setattr(steps, 'sync', refuse)
   with pytest.raises(StorageError, match='directory that can be written: Invalid argument'):
     DiskSteps(tmp_path / 'run').check_writable()

@@ -186,9 +186,7 @@ def test_sha256sum_checks_the_manifest(run):
 
 
 @pytest.mark.invariant(11)
-@pytest.mark.parametrize(
-  'moment', ['steps.write_manifest', 'steps.sync_directory', 'steps.shutil.rmtree']
-)
+@pytest.mark.parametrize('moment', ['steps.write_manifest', 'steps.sync', 'steps.shutil.rmtree'])
 def test_a_kill_during_a_save_leaves_the_steps_before(run, moment):
   """Kills before the manifest, after the manifest, and while an old step is deleted."""
   script = f"""
@@ -328,14 +326,14 @@ def test_a_save_on_a_full_disk_fails_leaves_no_files_and_the_next_save_succeeds(
 def failing(monkeypatch):
   """A list of the reasons with which the next saves fail, and the pauses in seconds after them."""
   reasons, pauses = [], []
-  sync = steps.sync_directory
+  sync = steps.sync
 
   def fail(path):
     if reasons and 'checkpoints' in path.parts:
       raise OSError(errno.EIO, reasons.pop(0), str(path))
     sync(path)
 
-  monkeypatch.setattr(steps, 'sync_directory', fail)
+  monkeypatch.setattr(steps, 'sync', fail)
   monkeypatch.setattr(manager.time, 'sleep', pauses.append)
   return reasons, pauses
 
@@ -394,7 +392,7 @@ def test_the_end_of_a_run_tries_again_until_its_patience_ends(tmp_path, failing)
 
 
 def test_a_save_that_fails_after_its_rename_is_made_again(tmp_path, monkeypatch):
-  left, sync = [2], steps.sync_directory
+  left, sync = [2], steps.sync
 
   def fail(path):
     if path.name == 'checkpoints' and left[0]:
@@ -402,7 +400,7 @@ def test_a_save_that_fails_after_its_rename_is_made_again(tmp_path, monkeypatch)
       raise OSError(errno.EIO, 'a broken disk', str(path))
     sync(path)
 
-  monkeypatch.setattr(steps, 'sync_directory', fail)
+  monkeypatch.setattr(steps, 'sync', fail)
   monkeypatch.setattr(manager.time, 'sleep', lambda seconds: None)
   with Checkpoints(patience=60.0).open(tmp_path) as checkpoints:
     checkpoints.save_now(4, weights(4), {})

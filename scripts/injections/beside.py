@@ -123,7 +123,7 @@ def lower_keep(harness: Harness, times: int) -> Iterator[Trial]:
       run, place = disk / 'run', f'--model_dir={disk / "run"}'
       harness.run(name, place, '--gin.Act.at=14', '--gin.Act.action="kill"', code=-9)
       room, (*_, newest) = os.statvfs(disk), DiskSteps(run).find()
-      left = DiskSteps(run).size(newest) // 2
+      left = DiskSteps(run).files(newest).size() // 2
       (disk / 'ballast').write_bytes(bytes(room.f_bavail * room.f_frsize - left))
       patience = '--gin.Checkpoints.patience=0'
       failure = harness.ending(name, harness.start(name, place, patience), STORAGE)

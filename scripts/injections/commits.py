@@ -39,7 +39,7 @@ MOMENTS = {
   'before the manifest': (8, steps, 'write_manifest', lambda *_: True),
   'with half a manifest': (8, steps, 'write_manifest', _half_a_manifest),
   'with a manifest and no number': (8, steps, 'write_manifest', _write_manifest),
-  'before the new number is flushed': (8, steps, 'sync_directory', _is_of_the_run),
+  'before the new number is flushed': (8, steps, 'sync', _is_of_the_run),
   'before an old step is deleted': (16, DiskSteps, 'delete', lambda *_: True),
   'while an old step is deleted': (16, steps.shutil, 'rmtree', _half_of_a_step),
 }
@@ -73,7 +73,7 @@ class FailSaves:
 
   def __init__(self, times):
     self._left = times
-    sync = steps.sync_directory
+    sync = steps.sync
 
     def fail(path):
       if self._left and _is_of_the_run(path):
@@ -81,7 +81,7 @@ class FailSaves:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
       sync(path)
 
-    steps.sync_directory = fail
+    steps.sync = fail
 
   def __call__(self, step, state, metrics):
     pass

@@ -30,6 +30,7 @@ from valkyrie.checkpoint.state_files import (
   without_descriptors,
 )
 from valkyrie.checkpoint.steps import BEST, LATEST, Lock
+from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.distributed import heartbeat, processes
 from valkyrie.errors import ConfigurationError, Diverged, StorageError, reason_of
@@ -54,13 +55,7 @@ class Checkpoints:
   patience: float = 3600.0
 
   def __post_init__(self):
-    bad_period = self.keep_period is not None and self.keep_period < 1
-    if self.keep < 1 or bad_period or self.keep_best < 0 or not self.patience >= 0:
-      raise ConfigurationError(
-        f'Checkpoints has keep={self.keep}, keep_period={self.keep_period}, '
-        f'keep_best={self.keep_best} and patience={self.patience}. Use a keep and keep_period of 1 '
-        'or more, and a keep_best and patience of 0 or more.'
-      )
+    ranges.check_fields(self)
 
   def kept(self, saved: Sequence[int], losses: Mapping[int, float]) -> set[int]:
     """The `saved` steps to keep; `losses` maps some steps to their validation loss."""
@@ -231,7 +226,10 @@ class CheckpointDirectory:
       content = json.dumps(record, indent=2).encode()
       problems = processes.exchange('saved', self._change(self._steps.finish, step, content))
     if any(problems):
-      self._discard(step)
+      with contextlib.suppress(Exception):  # Orbax may still write; its next call would raise this
+        self._files.wait()
+      if self._lock and self._lock.is_in_place:
+        self._steps.discard(step)
       self._failed.add(step, next(filter(None, problems)))
       return
     self._failed.forget()
@@ -239,8 +237,14 @@ class CheckpointDirectory:
     self._own.add(step)
     heartbeat.beat(saved=step)
     if self._lock:
+      took = time.perf_counter() - began
       try:
-        self._tidy(step, time.perf_counter() - began, waited)
+        size = self._steps.files(step).size() / 2**20
+        self._say(
+          f'saved step {step}: {size:,.1f} MiB in {took:.1f} s, of which the run waited '
+          f'{waited:.2f} s'
+        )
+        self._report(self._steps.delete(self._old()))
       except OSError as error:  # no reason to end a run that has saved
         self._say(f'{self.directory} cannot be read after step {step}: {reason_of(error)}')
 
@@ -250,22 +254,6 @@ class CheckpointDirectory:
       return ''
     self._lock.check()
     return _problem(change, *arguments)
-
-  def _discard(self, step: int) -> None:
-    """Deletes what a failed save has written."""
-    with contextlib.suppress(Exception):  # Orbax may still write; its next call would raise this
-      self._files.wait()
-    if self._lock and self._lock.is_in_place:
-      self._steps.discard(step)
-
-  def _tidy(self, step: int, took: float, waited: float) -> None:
-    """Reports that a step was saved, and deletes those that it replaces."""
-    size = self._steps.size(step)
-    self._say(
-      f'saved step {step}: {size / 2**20:,.1f} MiB in {took:.1f} s, of which the run waited '
-      f'{waited:.2f} s'
-    )
-    self._report(self._steps.delete(self._old()))
 
   def _old(self) -> list[int]:
     """The steps of this run that are not to be kept; never the newest one."""

@@ -57,6 +57,10 @@ class DiskFiles:
     with ThreadPoolExecutor(_READERS) as readers:
       yield from readers.map(of_file, names)
 
+  def size(self) -> int:
+    """Bytes."""
+    return sum(file.stat().st_size for file in self._place.rglob('*'))
+
 
 class DiskSteps:
   """The steps of a run, whose directory need not exist; OSError if the file system refuses."""
@@ -85,10 +89,6 @@ class DiskSteps:
     """The folder of a step, for Orbax."""
     return self.place / str(step)
 
-  def size(self, step: int) -> int:
-    """The bytes of a step."""
-    return sum(file.stat().st_size for file in self.path(step).rglob('*'))
-
   def holder(self) -> str:
     """Names the present or last trainer; '' before the first."""
     return lock_holder(self._root)
@@ -107,7 +107,7 @@ class DiskSteps:
         trial.write(bytes(4096))
         trial.flush()
         os.fsync(trial.fileno())
-      sync_directory(self._root)  # which some file systems refuse
+      sync(self._root)  # which some file systems refuse
 
   def lock(self, process: int | None = None) -> DiskLock:
     """Takes the lock of the run, or of the number of a process; raises as `DiskLock`."""
@@ -135,12 +135,12 @@ class DiskSteps:
     for lines in (*self._root.glob('*.jsonl'), *self._root.glob('*/*.jsonl')):
       with contextlib.suppress(FileNotFoundError, PermissionError):  # of another user
         if lines.is_file():
-          _sync(lines)
+          sync(lines)
     write_manifest(place, step)
     if self.path(step).exists():  # of a save that failed after its rename
       _remove(_discarded(self.path(step), step))
     place.rename(self.path(step))
-    sync_directory(self.place)
+    sync(self.place)
 
   def discard(self, step: int) -> None:
     """Deletes an unfinished step, as far as it can."""
@@ -243,20 +243,13 @@ def write_manifest(place: pathlib.Path, step: int) -> None:
   digests = dict(zip(names, files.digests(names, manifest.SHA256), strict=True))
   file = place / manifest.name(manifest.SHA256)
   file.write_bytes(manifest.content(step, digests))
-  _sync(file)
-  for directory in (place, *(path for path in place.rglob('*') if path.is_dir())):
-    sync_directory(directory)
+  for path in (file, place, *(path for path in place.rglob('*') if path.is_dir())):
+    sync(path)
 
 
-def _sync(path: pathlib.Path) -> None:
-  """Flushes a file to disk."""
-  with open(path, 'rb') as file:
-    os.fsync(file.fileno())
-
-
-def sync_directory(path: pathlib.Path) -> None:
-  """Flushes the list of a directory's files to disk."""
-  descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: pathlib.Path) -> None:
+  """Flushes a file, or the list of a directory's files, to disk."""
+  descriptor = os.open(path, os.O_RDONLY)
   try:
     os.fsync(descriptor)
   finally:
@@ -276,8 +269,6 @@ def _remove(place: pathlib.Path) -> list[str]:
   """Why a folder cannot be deleted; [] if it is gone."""
   try:
     shutil.rmtree(place)
-  except FileNotFoundError:
-    pass
   except OSError as error:
     return [f'{place} cannot be deleted ({error.strerror})']
   return []
