@@ -18,7 +18,6 @@ import pickle
 import platform
 import time
 from typing import Any
-import uuid
 
 from etils import epath
 import jax
@@ -26,6 +25,8 @@ from jax.experimental import serialize_executable
 import jaxlib.version
 
 from valkyrie.config import paths
+from valkyrie.errors import StorageError
+from valkyrie.storage import whole_file
 
 _MAX_BYTES = 2**30  # of all programs; the oldest are deleted
 _LEAST_SECONDS = 0.2  # of a compilation that is worth a file
@@ -79,10 +80,8 @@ def compiled(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> jax.stages.
     program = lowered.compile()
   if time.monotonic() - began > _LEAST_SECONDS:
     # A backend without serialized programs, or a full disk: it is compiled again the next time.
-    with contextlib.suppress(OSError, ValueError, RuntimeError):
-      unfinished = file.with_name(f'{file.name}.{uuid.uuid4().hex}')
-      unfinished.write_bytes(serialize_executable.serialize(program)[0])
-      unfinished.replace(file)
+    with contextlib.suppress(StorageError, ValueError, RuntimeError):
+      whole_file.write(file, serialize_executable.serialize(program)[0])
   return program
 
 

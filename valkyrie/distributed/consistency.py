@@ -8,6 +8,7 @@ from typing import Any
 import gin
 from jax.stages import Compiled
 
+from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.distributed import processes
 from valkyrie.errors import ConfigurationError, DataError
@@ -70,10 +71,7 @@ class TokenConsistency:
   """
 
   def __init__(self, feed: TaskFeed, rows: Sequence[int], every: int = 100):
-    if every < 1:
-      raise ConfigurationError(
-        f'TokenConsistency.every={every} is not a number of steps. Use 1 or more.'
-      )
+    ranges.check('TokenConsistency', every=every)
     self._feed, self._every, self._rows = feed, every, list(rows)
     rows_of = processes.exchange('rows', self._rows)
     self._is_alone = len(rows_of) == 1

@@ -46,17 +46,12 @@ def beat(**facts: str | int) -> None:
 
 
 def inherited() -> tuple[int, ...]:
-  """The `pass_fds` of a child process that sends heartbeats for this one."""
-  return _pipe(os.environ.get(VARIABLE, ''))
-
-
-@functools.cache
-def _pipe(value: str) -> tuple[int, ...]:
-  """The descriptor of the pipe, if there is one.
+  """The descriptor of the pipe, if there is one: the `pass_fds` of a child that sends heartbeats.
 
   A program between supervisor and run may close the descriptor, and its number may be reused for
   another file.
   """
+  value = os.environ.get(VARIABLE, '')
   descriptor = value.partition(':')[0]
   with contextlib.suppress(OSError, OverflowError, ValueError):
     if descriptor.isdecimal() and address(int(descriptor)) == value:

@@ -23,9 +23,10 @@ from typing import Any
 
 import gin
 
+from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.distributed import console, processes
-from valkyrie.errors import ConfigurationError, Preempted
+from valkyrie.errors import Preempted
 
 _START_UP_GRACE = 1.5  # seconds in which start-up may end in order, with its child processes
 
@@ -42,10 +43,7 @@ class Preemption:
   """
 
   def __init__(self, grace_seconds: float = 25.0):  # Kubernetes kills after 30
-    if grace_seconds <= 0:
-      raise ConfigurationError(
-        f'Preemption.grace_seconds={grace_seconds} leaves no time to save. Use more than 0.'
-      )
+    ranges.check('Preemption', grace_seconds=grace_seconds)
     self._grace_seconds = grace_seconds
     self._calls = 0
     self._signaled = False
