@@ -30,11 +30,11 @@ _EXCHANGE_SECONDS = 24 * 3600.0  # a supervisor, or jax's heartbeat, ends a hang
 _POLL_SECONDS = 0.5
 _LINGER_SECONDS = 5.0  # in which the processes wait for each other at their end
 _ENDING = 'valkyrie/ending/'  # keys of announced exit codes
-_ENDED = 'valkyrie/ended/'  # keys of the exit codes of processes that are about to exit
 
 _client: Any = None
 _listener: threading.Thread | None = None
 _exits = threading.Event()
+_ending = threading.Lock()  # of the thread that ends this process
 _code: int | None = None  # with which this process exits, once `exit_with` has named it
 _index = 0
 _count = 1
@@ -157,11 +157,11 @@ def exchange(name: str, value: Any, seconds: float = _EXCHANGE_SECONDS) -> list[
   return [json.loads(found[str(process)]) for process in range(_count)]
 
 
-def announce(code: int, place: str = _ENDING) -> None:
+def announce(code: int) -> None:
   """Announces the exit code of this process, on which the other processes end too."""
   if _client is not None:
     with contextlib.suppress(RuntimeError):  # process 0 has ended
-      _client.key_value_set(f'{place}{_index}', str(code), allow_overwrite=True)
+      _client.key_value_set(f'{_ENDING}{_index}', str(code), allow_overwrite=True)
 
 
 def end(code: int, error: BaseException | None = None) -> None:
@@ -177,17 +177,12 @@ def end(code: int, error: BaseException | None = None) -> None:
     say('checking whether another process is lost')
     time.sleep(_HEARTBEAT_SECONDS + 5)  # if one is, `_listen` or jax ends this process meanwhile
   announce(code)
-  announce(code, _ENDED)
-  until = time.monotonic() + _LINGER_SECONDS
-  while len(_published(_ENDED)) < _count:
-    if time.monotonic() > until:
-      break
-    time.sleep(0.05)
-  else:  # jax would abort a process that exits after process 0, and has not left before
-    import jax  # noqa: PLC0415
+  _ending.acquire()  # for good
+  import jax  # noqa: PLC0415
 
-    with contextlib.suppress(RuntimeError):
-      jax.distributed.shutdown()
+  with contextlib.suppress(RuntimeError):  # a process is lost, or comes later
+    _client.wait_at_barrier(_ENDING, int(_LINGER_SECONDS * 1000))
+    jax.distributed.shutdown()  # jax would abort a process that has not left before process 0 exits
   for stream in (sys.stdout, sys.stderr):
     with contextlib.suppress(OSError, ValueError):
       stream.flush()
@@ -216,14 +211,6 @@ def abort(message: str) -> None:
   os._exit(Preempted.exit_code)
 
 
-def _published(place: str) -> dict[int, int]:
-  """{process: its exit code}."""
-  with contextlib.suppress(RuntimeError):  # process 0 has ended
-    found = _client.key_value_dir_get(place)
-    return {int(key.rpartition('/')[2]): int(code) for key, code in found}
-  return {}
-
-
 @atexit.register  # before jax is imported, so that this comes after jax's own last barrier
 def _exit() -> None:
   """Ends the thread: Python aborts if it exits while a thread is inside a call of jax."""
@@ -242,7 +229,10 @@ def _listen() -> None:
   """Acts on the exit codes that other processes announce."""
   stopping = False
   while not _exits.wait(_POLL_SECONDS):
-    endings = _published(_ENDING)
+    endings = {}
+    with contextlib.suppress(RuntimeError):  # process 0 has ended
+      found = _client.key_value_dir_get(_ENDING)
+      endings = {int(key.rpartition('/')[2]): int(code) for key, code in found}
     if endings.pop(_index, None) is not None:  # this process is ending
       stopping = True
     for process, code in endings.items():
