@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from concurrent.futures import Future
 import math
-import threading
 import time
 
 from valkyrie.distributed import heartbeat, processes
@@ -27,7 +26,6 @@ class FailedSaves:
     self._step = 0
     self._first: tuple[int, float] | None = None
     self._agreement: Future[None] | None = None
-    self._lock = threading.Lock()
 
   @property
   def pause(self) -> float:
@@ -36,12 +34,10 @@ class FailedSaves:
 
   def is_due(self, step: int) -> bool:
     """Whether to save step `step` in place of one that failed; call it after each step."""
-    with self._lock:
-      self._step = step
-      self._first = self._first or (step, time.monotonic())
-      agreement = self._agreement
-    if agreement is not None:
-      agreement.result()
+    self._step = step
+    self._first = self._first or (step, time.monotonic())
+    if self._agreement is not None:
+      self._agreement.result()
     return self._again_at is not None and step >= self._again_at
 
   def is_too_early(self, step: int) -> bool:
@@ -70,11 +66,12 @@ class FailedSaves:
     now = time.monotonic()
     self._since = now if self._since is None else self._since
     self._count += 1
-    agreement: Future[None] = Future()
-    with self._lock:
-      finished, self._agreement = self._step, agreement
+    # The loop writes its step before it reads the agreement: one of both sees the other.
+    agreement = self._agreement = Future[None]()
     failed_for = now - self._since
-    mine = finished, self._steps_of_pause(now), failed_for >= self._patience
+    first, began = self._first or (self._step, now)
+    pause = math.ceil(self.pause * (self._step - first) / max(now - began, 1e-9)) or 1  # in steps
+    mine = self._step, pause, failed_for >= self._patience
     try:
       steps, pauses, over = zip(*processes.exchange('failed', mine), strict=True)
     except BaseException as error:
@@ -95,9 +92,3 @@ class FailedSaves:
       f'{self.pause:.0f} s, after step {self._again_at} or at the end. If saves fail for '
       f'{self._patience - failed_for:.0f} s more, the run ends'
     )
-
-  def _steps_of_pause(self, now: float) -> int:
-    """The number of steps that take as long as the pause, at the pace of this run."""
-    first, began = self._first or (self._step, now)
-    taken = self._step - first
-    return math.ceil(self.pause * taken / (now - began)) if taken and now > began else 1
