@@ -305,12 +305,13 @@ def test_saves_outlive_bursts_of_errors(address, gcs, fault):
   assert folders(address) == ['1', '2']
 
 
-def test_a_save_that_fails_is_dropped_and_made_again_later(address, gcs):
+@pytest.mark.parametrize('failing', [on('POST|PUT|DELETE', '.*/checkpoints/.*'), on('.*')])
+def test_a_save_that_fails_is_dropped_and_made_again_later(address, gcs, failing):
   said = []
   with Checkpoints().open(address, say=said.append) as checkpoints:
     checkpoints.save(1, weights(1), {'position': 1})
     checkpoints.wait()
-    rule = gcs.fail(403, on('POST|PUT|DELETE', '.*/checkpoints/.*'))
+    rule = gcs.fail(403, failing)
     checkpoints.save(2, weights(2), {'position': 2})
     checkpoints.wait()
     rule.end()

@@ -253,8 +253,10 @@ def test_a_step_of_another_owner_stays(run, monkeypatch):
 
 
 def test_an_unfinished_step_that_cannot_be_deleted_makes_room(run, monkeypatch):
-  monkeypatch.setattr(shutil, 'rmtree', lambda *_, **__: 1 / 0)
-  monkeypatch.setattr(steps, '_remove', lambda place: [f'{place} is busy'])
+  def busy(path):
+    raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+
+  monkeypatch.setattr(shutil, 'rmtree', busy)
   (run / 'checkpoints' / '4.unfinished').mkdir()
   with Checkpoints(keep=9).open(run) as checkpoints:
     checkpoints.save(4, {'w': jnp.ones(3)}, {})

@@ -47,9 +47,6 @@ class BucketLock(Lease):
   def _write(self, content: Mapping[str, Any], version: int) -> int:
     return self._bucket.write(self._name, json.dumps(content).encode(), replaces=version)
 
-  def _end(self) -> None:
-    self.update(ended=True)  # the steps stay
-
 
 def read_lock(bucket: Bucket, name: str = lock_name(None)) -> tuple[dict[str, Any], int]:
   """The content of a lock, and its generation; a content without a token, and 0, without one.
@@ -102,7 +99,7 @@ class BucketSteps:
 
   def __init__(self, directory: BucketDirectory):
     self._directory, self._bucket = directory, directory.bucket
-    self._lock: BucketLock | None = None
+    self._lock: Any = None  # the BucketLock of the trainer
     self.place = epath.Path(self._bucket.address) / FOLDER
 
   def find(self) -> list[int]:
@@ -146,13 +143,8 @@ class BucketSteps:
     return self.place / f'{step}.unfinished-{token}'
 
   def open(self) -> None:
-    if self._held.content['steps'] is None:
-      self._held.update(steps=sorted(self._with_manifest()))
-
-  @property
-  def _held(self) -> BucketLock:
-    assert self._lock is not None, 'the process with the lock'
-    return self._lock
+    if self._lock.content['steps'] is None:
+      self._lock.update(steps=sorted(self._with_manifest()))
 
   def begin(self, step: int) -> None:
     self._bucket.delete(self._bucket.objects(_folder(self.unfinished(step).name)))
@@ -161,7 +153,7 @@ class BucketSteps:
     """Copies the objects of an unfinished step to their final names, and then lists the step."""
     self._directory.upload()  # the metrics of a step are there before the step
     source, target = _folder(self.unfinished(step).name), _folder(step)
-    saved, others = BucketFiles(self._bucket, source), self._held.content['unfinished']
+    saved, others = BucketFiles(self._bucket, source), self._lock.content['unfinished']
     try:
       # What is there is of a save that was interrupted.
       self._delete_safely([target], unfinished=[*others, step])
@@ -175,23 +167,20 @@ class BucketSteps:
       if damage := manifest.damage(self.files(step), step):
         raise OSError(f'{self.path(step)} is not what was saved: {damage}')
     except OSError:
-      self._held.check()  # perhaps another trainer was in the way
+      self._lock.check()  # perhaps another trainer was in the way
       raise
-    self._held.update(steps=[*self.find(), step], unfinished=others)
+    self._lock.update(steps=[*self.find(), step], unfinished=others)
     self._bucket.delete(saved.objects)
 
   def _delete_safely(self, folders: Iterable[str], **fields: Any) -> None:
     """Changes the lock, then deletes folders."""
     listed = [self._bucket.objects(folder) for folder in folders]
-    self._held.update(**fields)  # raises unless still held: nothing listed is another's
+    self._lock.update(**fields)  # raises unless still held: nothing listed is another's
     for found in listed:
       self._bucket.delete(found)
 
   def discard(self, step: int) -> None:
-    try:
-      self.begin(step)
-    except OSError as error:
-      logging.warning('%s cannot be deleted (%s)', self.unfinished(step), reason_of(error))
+    self.begin(step)
 
   def delete(self, steps: Iterable[int]) -> list[str]:
     try:
@@ -204,23 +193,23 @@ class BucketSteps:
   def _give_up(self, steps: list[int]) -> None:
     """Stops listing steps; the next `_delete_litter` deletes their objects."""
     if steps:
-      unfinished = [*self._held.content['unfinished'], *steps]
-      self._held.update(steps=[s for s in self.find() if s not in steps], unfinished=unfinished)
+      unfinished = [*self._lock.content['unfinished'], *steps]
+      self._lock.update(steps=[s for s in self.find() if s not in steps], unfinished=unfinished)
 
   def _delete_litter(self) -> None:
     """Deletes what the lock does not list; a complete step that it does not know is set aside."""
     _, folders = self._bucket.browse(f'{FOLDER}/')
     names = [folder.split('/')[1] for folder in folders]
     unlisted = {int(name) for name in names if is_step(name)} - {*self.find()}
-    if unknown := unlisted - {*self._held.content['unfinished']}:
+    if unknown := unlisted - {*self._lock.content['unfinished']}:
       complete = sorted(unknown & self._with_manifest())
-      self._held.update()  # if the lock is still held, it was held at the listing: they are its own
+      self._lock.update()  # if the lock is still held, it was held at the listing: they are its own
       self.set_aside({step: f'{lock_name(None)} does not name it' for step in complete})
     litter = [name for name in names if is_litter(name)] + sorted(unlisted)
     if litter:
       self._delete_safely(map(_folder, litter))
-    if self._held.content['unfinished']:
-      self._held.update(unfinished=[])
+    if self._lock.content['unfinished']:
+      self._lock.update(unfinished=[])
 
   def set_aside(self, damaged: Mapping[int, str]) -> None:
     for step, damage in damaged.items():

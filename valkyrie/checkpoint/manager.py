@@ -9,7 +9,7 @@ module therefore verifies steps, and selects those to read and to keep. Several 
 the same directory: each writes the shards of its devices, process 0 all other files.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 import contextlib
 import dataclasses
@@ -56,13 +56,6 @@ class Checkpoints:
 
   def __post_init__(self):
     ranges.check_fields(self)
-
-  def kept(self, saved: Sequence[int], losses: Mapping[int, float]) -> set[int]:
-    """The `saved` steps to keep; `losses` maps some steps to their validation loss."""
-    newest = sorted(saved)[-self.keep :]
-    best = sorted(losses, key=lambda step: (losses[step], step))[: self.keep_best]
-    periodic = [step for step in saved if self.keep_period and step % self.keep_period == 0]
-    return {*newest, *best, *periodic}
 
   def open(
     self, model_dir: str | os.PathLike, say: Callable[[str], None] = lambda text: None
@@ -228,8 +221,7 @@ class CheckpointDirectory:
     if any(problems):
       with contextlib.suppress(Exception):  # Orbax may still write; its next call would raise this
         self._files.wait()
-      if self._lock and self._lock.is_in_place:
-        self._steps.discard(step)
+      self._change(self._steps.discard, step)
       self._failed.add(step, next(filter(None, problems)))
       return
     self._failed.forget()
@@ -250,16 +242,14 @@ class CheckpointDirectory:
 
   def _change(self, change: Callable[..., None], *arguments: Any) -> str:
     """Lets the process with the lock change the steps; returns as `_problem`, raises as `save`."""
-    if not self._lock:
-      return ''
-    self._lock.check()
-    return _problem(change, *arguments)
+    return (_problem(self._lock.check) or _problem(change, *arguments)) if self._lock else ''
 
   def _old(self) -> list[int]:
-    """The steps of this run that are not to be kept; never the newest one."""
-    saved = [step for step in self._steps.find() if step in self._own]
-    stay = self._options.kept(saved, steps.validation_losses(self._steps, saved))
-    return [step for step in saved if step not in stay]
+    """The steps of this run that `Checkpoints` does not keep; never the newest one."""
+    saved, period = [s for s in self._steps.find() if s in self._own], self._options.keep_period
+    kept = steps.best_first(self._steps, saved)[: self._options.keep_best]
+    kept += [step for step in saved if period and step % period == 0]
+    return [step for step in saved[: -self._options.keep] if step not in kept]
 
   def _report(self, problems: Sequence[str]) -> None:
     """Reports, once, what cannot be deleted: it does no harm."""

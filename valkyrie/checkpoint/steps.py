@@ -124,8 +124,7 @@ class DiskSteps:
   def begin(self, step: int) -> None:
     """Creates the folder of an unfinished step, empty."""
     place = self.unfinished(step)
-    if place.exists():
-      _remove(_discarded(place, step))
+    _free_name(place)  # of what `discard` could not delete
     place.mkdir()
 
   def finish(self, step: int, record: bytes) -> None:
@@ -137,8 +136,7 @@ class DiskSteps:
         if lines.is_file():
           sync(lines)
     write_manifest(place, step)
-    if self.path(step).exists():  # of a save that failed after its rename
-      _remove(_discarded(self.path(step), step))
+    _free_name(self.path(step))  # of a save that failed after its rename
     place.rename(self.path(step))
     sync(self.place)
 
@@ -151,12 +149,15 @@ class DiskSteps:
     problems = []
     for step in steps:
       try:
-        _discarded(self.path(step), step)  # a partly deleted folder has no step's name
+        _free_name(self.path(step))  # a partly deleted folder has no step's name
       except OSError as error:
         problems.append(f'{self.path(step)} cannot be deleted ({error.strerror})')
     for place in self.place.iterdir():
       if is_litter(place.name):
-        problems += _remove(place)
+        try:
+          shutil.rmtree(place)
+        except OSError as error:
+          problems.append(f'{place} cannot be deleted ({error.strerror})')
     return problems
 
   def set_aside(self, damaged: Mapping[int, str]) -> None:
@@ -206,8 +207,7 @@ def in_order_of_preference(steps: Steps, step: str) -> list[int]:
   if step == LATEST:
     return found[::-1]
   if step == BEST:
-    losses = validation_losses(steps, found)
-    chosen = sorted(losses, key=lambda saved: (losses[saved], saved))
+    chosen = best_first(steps, found)
   else:
     chosen = [saved for saved in found if str(saved) == step]
   if not chosen:
@@ -218,15 +218,15 @@ def in_order_of_preference(steps: Steps, step: str) -> list[int]:
   return chosen
 
 
-def validation_losses(steps: Steps, saved: Iterable[int]) -> dict[int, float]:
-  """{step: its validation loss}, of those steps that have a finite one."""
+def best_first(steps: Steps, saved: Iterable[int]) -> list[int]:
+  """Those steps that have a finite validation loss, the lowest first."""
   losses = {}
   for step in saved:
     with contextlib.suppress(StorageError):  # a record that was damaged meanwhile
       loss = record(steps, step).get('validation_loss')
       if isinstance(loss, float) and math.isfinite(loss):
         losses[step] = loss
-  return losses
+  return sorted(losses, key=lambda step: (losses[step], step))
 
 
 def record(steps: Steps, step: int) -> dict[str, Any]:
@@ -256,19 +256,9 @@ def sync(path: pathlib.Path) -> None:
     os.close(descriptor)
 
 
-def _discarded(place: pathlib.Path, step: int) -> pathlib.Path:
-  """Renames a folder before its deletion; one of an earlier deletion that failed may be there."""
-
-  def is_taken(name: str) -> bool:
-    return place.with_name(f'{name}.deleted').exists()
-
-  return place.rename(place.with_name(f'{manifest.free(str(step), is_taken)}.deleted'))
-
-
-def _remove(place: pathlib.Path) -> list[str]:
-  """Why a folder cannot be deleted; [] if it is gone."""
-  try:
-    shutil.rmtree(place)
-  except OSError as error:
-    return [f'{place} cannot be deleted ({error.strerror})']
-  return []
+def _free_name(place: pathlib.Path) -> None:
+  """Renames a folder, if it is there, for `delete`; one that could not be deleted may stand by."""
+  number = place.name.partition('.')[0]
+  name = manifest.free(number, lambda name: place.with_name(f'{name}.deleted').exists())
+  if place.exists():
+    place.rename(place.with_name(f'{name}.deleted'))

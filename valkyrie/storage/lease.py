@@ -65,20 +65,15 @@ class Lease(abc.ABC):
   def _write(self, content: Mapping[str, Any], version: Any) -> Any:
     """Writes the content, and returns its version; raises Changed if `version` is not there."""
 
-  @abc.abstractmethod
-  def _end(self) -> None:
-    """Frees the lease for others."""
-
   @property
   def is_in_place(self) -> bool:
     """Whether this process still holds the lease."""
     return self._read()[0].get('token') == self.content['token']
 
   def check(self) -> None:
-    """Raises StorageError if this process no longer holds the lease."""
-    with storage_errors(f'{self._place} cannot be read'):
-      if not self.is_in_place:
-        self._raise_lost()
+    """Raises StorageError if this process no longer holds the lease, OSError if nobody can tell."""
+    if not self.is_in_place:
+      self._raise_lost()
 
   def update(self, **fields: Any) -> None:
     """Changes fields of the content, all at once; a StorageError if the lease is no longer held."""
@@ -96,11 +91,11 @@ class Lease(abc.ABC):
       self.content = new
 
   def release(self) -> None:
-    """Frees the lease."""
+    """Frees the lease; a bucket keeps the other fields."""
     self._over.set()
     self._thread.join()
     with contextlib.suppress(OSError, StorageError):
-      self._end()
+      self.update(ended=True)
     self._let_go()
 
   def _taken(self, token: str) -> tuple[dict[str, Any], Any]:
@@ -219,13 +214,12 @@ class DiskLock:
 
   def check(self) -> None:
     """Raises StorageError if the directory at the path no longer belongs to this trainer."""
-    with storage_errors(f'{self._path} cannot be read'):
-      if not self.is_in_place:
-        raise StorageError(
-          f'{self._path} is not the file that this run has locked: its directory was moved, or the '
-          'file deleted, while the run trained, or its lease went to another one. Nothing was '
-          'written there. To go on, give the directory of this run as --model_dir.'
-        )
+    if not self.is_in_place:
+      raise StorageError(
+        f'{self._path} is not the file that this run has locked: its directory was moved, or the '
+        'file deleted, while the run trained, or its lease went to another one. Nothing was '
+        'written there. To go on, give the directory of this run as --model_dir.'
+      )
 
   def release(self) -> None:
     """Frees the lock."""
@@ -255,6 +249,9 @@ class _FileLease(Lease):
     if present != version:
       raise Changed(errno.EAGAIN, 'another process has written it', str(self._place))
     text = json.dumps(content).encode()
+    if content['ended']:
+      self._place.unlink()
+      return text
     new = self._place.with_name(f'{self._place.name}.{content["token"]}')
     whole_file.write(new, text)
     try:
@@ -279,10 +276,6 @@ class _FileLease(Lease):
         with contextlib.suppress(FileExistsError):
           os.link(taken, self._place)
       taken.unlink()
-
-  def _end(self) -> None:
-    if self.is_in_place:
-      self._place.unlink()
 
 
 def has_ended(lease: Mapping[str, Any]) -> bool | None:
