@@ -106,11 +106,12 @@ class StateFiles:
     """Reads the state in the directory `place`; otherwise like `CheckpointDirectory.restore`."""
     with _readable(place) as path:
       item = _without_empty_arrays(target)
-      stored = _shapes(dict(self._metadata(path)))
+      stored = _shapes(dict(self._handler.metadata(path).tree))
       if partial:
         stored = {field: tree for field, tree in stored.items() if field in target}
-        for field in stored.keys() & {'params', 'average'}:
-          stored[field] = _without_terms(stored[field] or {}, target[field])
+        for field in stored.keys() & {'params', 'average'}:  # without terms that are not asked for
+          modules, asked = (stored[field] or {}).items(), target[field]
+          stored[field] = {name: of for name, of in modules if name in asked or is_of_model(name)}
       elif hasattr(target, '_asdict'):  # an earlier version may lack a field that is empty here
         fields = target._asdict().items()
         absent = {name: None for name, of in fields if of is None and name not in stored}
@@ -133,19 +134,16 @@ class StateFiles:
   def fields(self, place: pathlib.Path) -> set[str]:
     """The fields of a state that have arrays."""
     with _readable(place) as path:
-      return {name for name, tree in dict(self._metadata(path)).items() if jax.tree.leaves(tree)}
+      stored = dict(self._handler.metadata(path).tree)
+      return {name for name in stored if jax.tree.leaves(stored[name])}
 
   def read_to_host(self, place: pathlib.Path, field: str) -> Any:
     """Reads a field of a state of any model to the host."""
     with _readable(place) as path:
-      shapes = {field: _shapes(self._metadata(path)[field])}
+      shapes = {field: _shapes(self._handler.metadata(path).tree[field])}
       to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
       args = ocp.args.PyTreeRestore(shapes, restore_args=to_host, partial_restore=True)
       return self._orbax.restore(path, args=args)[field]
-
-  def _metadata(self, path: Any) -> Any:
-    """The metadata of the stored arrays; Orbax opens each array to read it."""
-    return self._handler.metadata(path).tree
 
   def close(self) -> None:
     """Ends the threads of Orbax."""
@@ -253,23 +251,17 @@ def _pieces(state: Any) -> list[_Piece]:
 def _changed(arrays: Mapping[str, Any], written: Sequence[_Piece]) -> list[str]:
   """The paths of the leaves whose pieces, read from opened arrays, have other values."""
 
-  def is_same(piece: _Piece) -> bool:
+  def changed(piece: _Piece) -> set[str]:
     path, index, digest = piece
-    return _digest(arrays[path][index].read().result()) == digest
+    return set() if _digest(arrays[path][index].read().result()) == digest else {path}
 
   with ThreadPoolExecutor(_READERS) as threads:
-    same = threads.map(is_same, written)
-    return sorted({piece[0] for piece, is_so in zip(written, same, strict=True) if not is_so})
+    return sorted(set().union(*threads.map(changed, written)))
 
 
 def _digest(array: Any) -> str:
   content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
   return hashlib.sha256(content.data).hexdigest()
-
-
-def _without_terms(stored: Any, target: Any) -> Any:
-  """Parameters, without those of terms of the objective that are not asked for."""
-  return {module: of for module, of in stored.items() if module in target or is_of_model(module)}
 
 
 def _differences(stored: Any, target: Any) -> list[str]:

@@ -91,9 +91,9 @@ def seal() -> None:
     return
   with contextlib.suppress(OSError):  # of a full disk: the programs are compiled again
     for program in directory.glob('*-cache'):
-      hash_file = _hash_file(program)
+      hash_file = pathlib.Path(f'{program}.sha256')
       if not hash_file.exists():
-        hash_file.write_text(_hash(program))
+        hash_file.write_bytes(_hash(program))
 
 
 def _directory() -> pathlib.Path | None:
@@ -121,20 +121,16 @@ def _clean(directory: pathlib.Path) -> None:
   total = 0
   for _, size, program in sorted(programs, reverse=True):
     total += size
-    hash_file = _hash_file(program)
+    hash_file = pathlib.Path(f'{program}.sha256')
     with contextlib.suppress(FileNotFoundError):
-      if total <= _MAX_BYTES and hash_file.read_bytes() == _hash(program).encode():
+      if total <= _MAX_BYTES and hash_file.read_bytes() == _hash(program):
         continue
     for file in (program, hash_file):
       file.unlink(missing_ok=True)
 
 
-def _hash_file(program: pathlib.Path) -> pathlib.Path:
-  return program.with_name(f'{program.name}.sha256')
-
-
-def _hash(program: pathlib.Path) -> str:
-  return hashlib.sha256(program.read_bytes()).hexdigest()
+def _hash(program: pathlib.Path) -> bytes:
+  return hashlib.sha256(program.read_bytes()).hexdigest().encode()
 
 
 def _key() -> str:

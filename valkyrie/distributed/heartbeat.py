@@ -6,7 +6,6 @@ supervisor is gone saves and ends, as after SIGTERM, since nobody would end it i
 
 import contextlib
 import faulthandler
-import functools
 import json
 import os
 import signal
@@ -42,7 +41,7 @@ def beat(**facts: str | int) -> None:
     except BlockingIOError:  # a busy supervisor
       pass
     except OSError:  # nobody reads the pipe any more
-      _end_once()
+      os.kill(os.getpid(), signal.SIGTERM)
 
 
 def inherited() -> tuple[int, ...]:
@@ -57,8 +56,3 @@ def inherited() -> tuple[int, ...]:
     if descriptor.isdecimal() and address(int(descriptor)) == value:
       return (int(descriptor),)
   return ()
-
-
-@functools.cache
-def _end_once() -> None:
-  os.kill(os.getpid(), signal.SIGTERM)

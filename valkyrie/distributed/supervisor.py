@@ -63,11 +63,9 @@ class RunStatus:
       facts = foreign.json_object(line)
     except ValueError:
       return False
-    if not facts.keys() <= vars(self).keys():
-      return False
     kinds = {'stage': str, 'model_dir': str, 'transient': bool}
     right = all(type(value) is kinds.get(name, int) for name, value in facts.items())
-    if not right or facts.get('stage', 'step') not in _SECONDS:
+    if not (right and facts.keys() <= vars(self).keys() and facts.get('stage', 'step') in _SECONDS):
       return False
     vars(self).update(facts)
     return bool(facts)

@@ -82,7 +82,7 @@ class Bucket:
   def browse(
     self, below: str = '', delimiter: str | None = '/'
   ) -> tuple[dict[str, Object], list[str]]:
-    """The objects whose names begin with `below` and go on without the delimiter; the folders."""
+    """The objects whose names begin with `below`, as far as the next delimiter, and the folders."""
     objects, folders, start = {}, [], len(self._prefix)
     query: dict[str, Any] = {'prefix': self._prefix + below, 'delimiter': delimiter}
     while True:
@@ -137,25 +137,21 @@ class Bucket:
 
   def append(self, name: str, content: bytes) -> None:
     """Appends to an object, or creates it; several writers can do so at once."""
-    part = f'{name}.{uuid.uuid4().hex}'
+    part, is_appended = f'{name}.{uuid.uuid4().hex}', False
     uploaded = Object(len(content), None, self.write(part, content))
     try:
-      while not self._is_appended(name, part, content):
-        pass
+      while not is_appended:
+        before = self.objects(name).get(name, Object(0, None, 0))
+        sources = [name, part] if before.generation else [part]
+        parts = [{'name': self._prefix + source} for source in sources]
+        body = {'sourceObjects': parts, 'destination': {'contentType': 'application/octet-stream'}}
+        try:
+          self._call('POST', name, '/compose', json=body, ifGenerationMatch=before.generation)
+          is_appended = True
+        except Changed:  # by another writer, or by this one, to whom the answer got lost
+          is_appended = self.read(name)[0][before.size : before.size + len(content)] == content
     finally:
       self.delete({part: uploaded})
-
-  def _is_appended(self, name: str, part: str, content: bytes) -> bool:
-    """Tries once to append the object `part`; False if the object has changed meanwhile."""
-    before = self.objects(name).get(name, Object(0, None, 0))
-    sources = [name, part] if before.generation else [part]
-    parts = [{'name': self._prefix + source} for source in sources]
-    body = {'sourceObjects': parts, 'destination': {'contentType': 'application/octet-stream'}}
-    try:
-      self._call('POST', name, '/compose', json=body, ifGenerationMatch=before.generation)
-    except Changed:  # by another writer, or by this one, to whom the answer got lost
-      return self.read(name)[0][before.size : before.size + len(content)] == content
-    return True
 
   def copy(self, objects: Mapping[str, Object], source: str, target: str) -> None:
     """Copies objects below `source` to below `target`; Changed if one there has another content."""
