@@ -1,6 +1,5 @@
 """Certificates of a tiny run, changes that reduce its memory, and names of TPU slices."""
 
-import fcntl
 from importlib import metadata
 import importlib.util
 import json
@@ -245,15 +244,6 @@ def test_a_missing_libtpu_is_reported_with_its_installation():
     '  print(error)\n'
   )
   assert "pip install 'valkyrie[tpu]'" in done.stdout, done.stderr
-
-
-@needs_libtpu
-def test_a_lock_of_libtpu_is_reported(monkeypatch):
-  monkeypatch.setenv('ALLOW_MULTIPLE_LIBTPU_LOAD', '0')
-  with open('/tmp/libtpu_lockfile', 'a') as lock:
-    fcntl.lockf(lock, fcntl.LOCK_EX)
-    done = child("from valkyrie.certificates import topologies; topologies.devices('v4:2x2x1')")
-  assert 'ConfigurationError' in done.stderr and '/tmp/libtpu_lockfile is held by ' in done.stderr
 
 
 @needs_libtpu

@@ -176,7 +176,7 @@ def text(c: Mapping[str, Any]) -> str:
   if largest := c['largest_collective_in_loops']:
     lines.append(
       f'  largest in a loop   {largest["kind"]} of {largest["bytes"] / 1e6:.1f} MB, '
-      f'{largest["times"]:,} times: {_short(largest["source"])}'
+      f'{largest["times"]:,} times: {largest["source"][-80:]}'  # paths differ at their ends
     )
   if 'estimated_instruction_seconds' in c:
     lines.append(_estimate_text(c))
@@ -184,7 +184,7 @@ def text(c: Mapping[str, Any]) -> str:
 
 
 def _estimate_text(c: Mapping[str, Any]) -> str:
-  """The range of the time, and its parts, the longest first."""
+  """The range of the time, which docs/performance.md explains, and its parts, longest first."""
   by_part = sorted(c['estimated_seconds_by_part'].items(), key=lambda one: -one[1][1])
   parts = ', '.join(f'{name} {_range(seconds, ".2g")}' for name, seconds in by_part)
   axes = c['estimated_communication_seconds_by_axes']
@@ -194,12 +194,7 @@ def _estimate_text(c: Mapping[str, Any]) -> str:
   return (
     f'  estimate, not measured: {_range(both, ".3g")} s per step; {_range(rates[::-1], ",.0f")} '
     f'tokens/s per chip, {_range(shares[::-1], ".0%")} of peak\n'
-    f'  seconds by part     {parts}{f"; links {along}" if along else ""}\n'
-    '  the shortest time   each instruction at the peak or at the bandwidth of the memory, one '
-    'after the other. Not priced: elementwise work, heads narrower than a matrix unit, the starts '
-    f'of {c["executed_instructions"]:,} instructions\n'
-    '  the longest time    the cycles that the compiler expects, with all of these, one after the '
-    'other'
+    f'  seconds by part     {parts}{f"; links {along}" if along else ""}'
   )
 
 
@@ -219,6 +214,3 @@ def _sizes(by_kind: Mapping[str, float]) -> str:
   return f'{sum(by_kind.values()) / 1e9:.3g} GB' + (f' ({kinds})' if kinds else '')
 
 
-def _short(source: str) -> str:
-  """The end of an operation's path, where operations differ."""
-  return source if len(source) <= 80 else '...' + source[-77:]

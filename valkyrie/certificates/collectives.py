@@ -189,7 +189,7 @@ def replica_groups(attributes: str, partitions: int) -> np.ndarray:
     return np.asarray(rows or [range(partitions)], int)
   if iota := re.match(rf'\[([\d,]+)\]<={_ORDER}', text):
     sizes, dims, order = iota.groups()
-    return _in_order(dims, order).reshape(_integers(sizes))
+    return _in_order(dims, order).reshape(hlo.integers(sizes))
   mesh = re.match(rf'mesh\[([^\]]*)\](?:, *device_ids=\({_ORDER}\))? *\{{([^}}]*)\}}', text)
   if mesh is None:
     raise ValueError(f'The notation of the replica groups is unknown: {text[:120]!r}.')
@@ -198,14 +198,10 @@ def replica_groups(attributes: str, partitions: int) -> np.ndarray:
   return _over_axes(_in_order(dims or str(math.prod(sizes.values())), order), sizes, over)
 
 
-def _integers(text: str) -> list[int]:
-  return [int(number) for number in text.split(',')]
-
-
 def _in_order(dims: str, order: str | None) -> np.ndarray:
   """The numbers from 0 on, reshaped, transposed if `order` is given, and flattened."""
-  numbers = np.arange(math.prod(_integers(dims))).reshape(_integers(dims))
-  return (numbers.transpose(_integers(order)) if order else numbers).reshape(-1)
+  numbers = np.arange(math.prod(hlo.integers(dims))).reshape(hlo.integers(dims))
+  return (numbers.transpose(hlo.integers(order)) if order else numbers).reshape(-1)
 
 
 def _over_axes(devices: np.ndarray, sizes: Mapping[str, int], axes: str) -> np.ndarray:

@@ -12,28 +12,25 @@ import operator
 import re
 from typing import Any, NamedTuple, TypeVar
 
-# Bits of a value of the types without a size in their name. Tokens and opaque values have no bits.
-_BITS = {'pred': 8, 'token': 0, 'opaque': 0}
-
-
 class ArrayShape(NamedTuple):
   """`bf16[8,128]{1,0:T(8,128)(2,1)S(3)}`.
 
+  bits: of a value, here 16.
   minor_to_major: the dimensions in the order of the layout, the contiguous one first.
   tile: the first tile of the layout, over the most minor dimensions; () without tiles.
   space: the memory space; 0 is the device's main memory.
   """
 
-  dtype: str
+  bits: int
   dims: tuple[int, ...]
-  minor_to_major: tuple[int, ...] = ()
-  tile: tuple[int, ...] = ()
-  space: int = 0
+  minor_to_major: tuple[int, ...]
+  tile: tuple[int, ...]
+  space: int
 
   @property
   def bytes(self) -> int:
     """Bytes without padding."""
-    return math.prod(self.dims) * _bits(self.dtype) // 8
+    return math.prod(self.dims) * self.bits // 8
 
   @property
   def padded_bytes(self) -> int:
@@ -41,7 +38,7 @@ class ArrayShape(NamedTuple):
     dims = [self.dims[number] for number in self.minor_to_major]
     for place, tile in enumerate(self.tile[::-1][: len(dims)]):
       dims[place] = -(-dims[place] // tile) * tile
-    return math.prod(dims) * _bits(self.dtype) // 8
+    return math.prod(dims) * self.bits // 8
 
 
 Arrays = tuple[ArrayShape, ...]  # of a value, including those inside nested tuples
@@ -98,9 +95,12 @@ class Module(NamedTuple):
 _COMPUTATION = re.compile(
   r'^(ENTRY )?%?([\w.-]+) \(.*\{\n((?:.*\n)*?)\}(?:, execution_thread=.*)?$', re.MULTILINE
 )
-_INSTRUCTION = re.compile(r'\s+(ROOT )?%?([\w.-]+) = ')
-_OPCODE = re.compile(r' ([a-z][\w-]*)\(')
-_ARRAY = re.compile(r'([a-z]\w*)\[([\d,<=]*)\](\{[^{}]*\})?')
+# A shape ends before ` opcode(`, and the operands end with the bracket before an attribute.
+_INSTRUCTION = re.compile(
+  r'\s+(ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([a-z][\w-]*)\((.*?)\)(?:, (?=\w+=)(.*))?'
+)
+_ARRAY = re.compile(r'(pred|token|opaque|[a-z]+(\d+)\w*)\[([\d,<=]*)\](\{[^{}]*\})?')
+_BITS = {'pred': 8, 'token': 0, 'opaque': 0}  # the names of other types have theirs: f8e4m3fn
 
 
 def parse(text: str) -> Module:
@@ -122,73 +122,40 @@ def parse(text: str) -> Module:
 
 def _add(computation: Computation, line: str) -> None:
   """Adds the instruction of a line, whose operands stand above it."""
-  head = _INSTRUCTION.match(line)
-  if head is None:
+  found = _INSTRUCTION.fullmatch(line)
+  arrays = _ARRAY.findall(found[3]) if found else []
+  if found is None or len(arrays) != found[3].count('['):
     raise ValueError(f'Expected an instruction, found {line[:200]!r}.')
-  arrays, at = _arrays(line, head.end())
-  opcode = _OPCODE.match(line, at)
-  if opcode is None:
-    raise ValueError(f'Expected an opcode in {line[:200]!r}.')
-  end = _closing(line, opcode.end() - 1)
-  inside = line[opcode.end() : end]
+  is_root, name, _, opcode, inside, attributes = found.groups()
   operands = [computation.instructions[name] for name in re.findall(r'%([\w.-]+)', inside)]
-  is_root, name = head.groups()
-  made = Instruction(computation, name, arrays, opcode.group(1), operands, inside, line[end + 1 :])
+  shapes = tuple(_array(*array) for array in arrays)
+  made = Instruction(computation, name, shapes, opcode, operands, inside, attributes or '')
   computation.instructions[name] = made
   for operand in dict.fromkeys(operands):
     operand.users.append(made)
-  if made.opcode == 'parameter':
+  if opcode == 'parameter':
     computation.parameters[int(inside)] = made
   if is_root:
     computation.root = made
 
 
-def _closing(line: str, at: int) -> int:
-  """The index of the bracket that closes the one at `at`."""
-  depth = 0
-  for mark in re.compile(r'[(){}]|"(?:[^"\\]|\\.)*"').finditer(line, at):
-    depth += {'(': 1, '{': 1, ')': -1, '}': -1}.get(mark.group(), 0)
-    if depth == 0:
-      return mark.start()
-  raise ValueError(f'Expected a closing bracket in {line[:200]!r}.')
-
-
-def _arrays(line: str, at: int) -> tuple[Arrays, int]:
-  """The arrays of the shape at index `at`, which may be a tuple, and the index after it."""
-  single = _ARRAY.match(line, at)
-  if single is None and line[at] != '(':
-    raise ValueError(f'Expected a shape, found {line[at : at + 80]!r}.')
-  end = single.end() if single else _closing(line, at) + 1
-  found = _ARRAY.findall(line, at, end)
-  if len(found) != line.count('[', at, end):
-    raise ValueError(f'Expected a tuple of arrays, found {line[at:end]!r}.')
-  return tuple(_array(*array) for array in found), end
-
-
 @functools.cache
-def _array(dtype: str, dims: str, layout: str) -> ArrayShape:
-  sizes = tuple(int(size.strip('<=')) for size in dims.split(',') if size)
-  order, _, rest = (layout or '{}')[1:-1].partition(':')
-  minor_to_major = tuple(int(number) for number in order.split(',') if number)
-  tile = re.match(r'T\(([\d,]+)\)', rest)
-  space = re.search(r'S\((\d+)\)', rest)
+def _array(dtype: str, bits: str, dims: str, layout: str) -> ArrayShape:
+  order, _, rest = layout[1:-1].partition(':')
+  tile, space = re.match(r'T\(([\d,]+)\)', rest), re.search(r'S\((\d+)\)', rest)
+  sizes = integers(dims)
   return ArrayShape(
-    dtype,
-    sizes,
-    minor_to_major or tuple(reversed(range(len(sizes)))),
-    tuple(int(size) for size in tile.group(1).split(',')) if tile else (),
-    int(space.group(1)) if space else 0,
+    bits=int(bits or _BITS[dtype]),
+    dims=sizes,
+    minor_to_major=integers(order) or tuple(reversed(range(len(sizes)))),
+    tile=integers(tile[1]) if tile else (),
+    space=int(space[1]) if space else 0,
   )
 
 
-def _bits(dtype: str) -> int:
-  """8 for s8 and f8e4m3fn, 16 for bf16, 64 for c64."""
-  if dtype in _BITS:
-    return _BITS[dtype]
-  digits = re.search(r'\d+', dtype)
-  if digits is None:
-    raise ValueError(f'The element type {dtype} is unknown.')
-  return int(digits.group())
+def integers(text: str) -> tuple[int, ...]:
+  """The integers in a text such as '8,<=128'."""
+  return tuple(map(int, re.findall(r'\d+', text)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,7 @@ def parse(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def devices(name: str) -> Sequence[Any]:
-  """The devices of a slice, one per chip; raises as `parse`, or if libtpu is missing or in use."""
+  """The devices of a slice, one per chip; raises as `parse`, or if libtpu is missing."""
   chip, sides = parse(name)
   if importlib.util.find_spec('libtpu') is None and 'TPU_LIBRARY_PATH' not in os.environ:
     raise ConfigurationError(
@@ -73,22 +73,14 @@ def devices(name: str) -> Sequence[Any]:
   jax.config.update('jax_platforms', 'cpu')
   from jax.experimental import topologies  # noqa: PLC0415, after the variables that it reads
 
-  try:
-    return topologies.get_topology_desc(
-      platform='tpu',
-      topology_name=name,
-      num_slices=1,
-      chips_per_host_bounds=(1, 1, 1) if math.prod(sides) == 1 else (2, 2, 1),
-      # One device per chip: v4 and v5p chips have two cores.
-      **({'chip_config_name': 'megacore'} if cores == 2 else {}),
-    ).devices
-  except jax.errors.JaxRuntimeError as error:
-    if 'lockfile' not in str(error):
-      raise
-    raise ConfigurationError(
-      f'--topology={name}: libtpu is in use: /tmp/libtpu_lockfile is held by another process. Wait '
-      'for it, or set ALLOW_MULTIPLE_LIBTPU_LOAD=1: compiling uses no chip of this machine.'
-    ) from error
+  return topologies.get_topology_desc(
+    platform='tpu',
+    topology_name=name,
+    num_slices=1,
+    chips_per_host_bounds=(1, 1, 1) if math.prod(sides) == 1 else (2, 2, 1),
+    # One device per chip: v4 and v5p chips have two cores.
+    **({'chip_config_name': 'megacore'} if cores == 2 else {}),
+  ).devices
 
 
 def wraps(chip: str, sides: Sequence[int]) -> tuple[bool, ...]:

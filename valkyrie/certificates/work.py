@@ -134,17 +134,13 @@ def _multiplications(instruction: hlo.Instruction, left: Dims, right: Dims, out:
   )
   groups = int(instruction.find(r'batch_group_count=(\d+)') or 1)
   count = outputs['b'] * outputs['f'] * kernel['i'] // groups
-  window = _window(instruction)
+  # `window={size=2x3 stride=1x2 pad=0_0x1_1}` as {'size': ['2', '3'], ...}.
+  found = re.findall(r'(\w+)=(\S+)', instruction.find(r'window=\{([^}]*)\}'))
+  window = {name: values.split('x') for name, values in found}
   for number in (label for label in labels[0] if label.isdecimal()):
     of_place = {name: values[int(number)] for name, values in window.items()}
     count *= _meetings(inputs[number], kernel[number], outputs[number], of_place)
   return count
-
-
-def _window(instruction: hlo.Instruction) -> dict[str, list[str]]:
-  """`window={size=2x3 stride=1x2 pad=0_0x1_1}` as {'size': ['2', '3'], ...}."""
-  found = re.findall(r'(\w+)=(\S+)', instruction.find(r'window=\{([^}]*)\}'))
-  return {name: values.split('x') for name, values in found}
 
 
 def _meetings(inputs: int, kernel: int, outputs: int, window: dict[str, str]) -> int:
