@@ -73,8 +73,7 @@ def test_mesh_axes_of_collectives():
   assert collectives.mesh_axes(along_time, mesh) == ('time',)
   assert collectives.mesh_axes(along_rows, mesh) == ('rows',)
   assert collectives.mesh_axes(halo, mesh) == ('time',)
-  rare = dataclasses.replace(everywhere, rare=True)
-  spent = collectives.by_mesh_axes([halo, everywhere, rare], mesh, network(2, 4), RATE)
+  spent = collectives.by_mesh_axes([halo, everywhere], mesh, network(2, 4), RATE)
   assert spent == pytest.approx({'time': 0.2, 'rows+time': 3 * 0.4 * 7 / 8 / 2})
 
 

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 import numpy as np
 
 from valkyrie.certificates import collectives, hlo, topologies, work
+from valkyrie.checkpoint.compatibility import version
 from valkyrie.monitoring import chips
 from valkyrie.training.curriculum import Phase
 from valkyrie.training.setup import Setup
@@ -20,9 +21,10 @@ def of_step(
 ) -> dict[str, Any]:
   """Compiles the step of a phase, and returns its certificate; a program can use `hbm_bytes`."""
   mesh, rows = setup.partitioner.mesh, setup.settings.batch_size
+  compiler = 'jaxlib' if topology is None else 'libtpu'
   facts = {
     'topology': topology,
-    'compiler': topologies.compiler(topology),
+    'compiler': f'{compiler} {version(compiler)}',
     'device_kind': mesh.devices.flat[0].device_kind,
     'chips': mesh.size,
     'mesh': dict(mesh.shape),
@@ -83,7 +85,7 @@ def _program(
 
   executed_instructions, executed_flops: with loops multiplied out, and what is computed again.
   useful_flops: of the model's matrix products, once forward and once backward.
-  collective_bytes: bytes sent, by kind; rare_collective_bytes: what rarely taken branches add.
+  collective_bytes: bytes sent, by kind.
   """
   largest = collectives.largest_in_loops(sent)
   most = sorted(done, key=lambda one: -one.bytes * one.times)[:5]
@@ -93,7 +95,6 @@ def _program(
     'useful_flops': facts['flops_per_token'] * facts['tokens_per_step'] // facts['chips'],
     'executed_flops': sum(one.flops * one.times for one in done),
     'collective_bytes': collectives.by_kind(sent),
-    'rare_collective_bytes': collectives.by_kind(sent, rare=True),
     'largest_collective_in_loops': largest and {'kind': largest.kind, **_shown(largest)},
     'hbm_traffic_bytes': hlo.total(done),
     'largest_hbm_traffic': [_shown(one) for one in most],
@@ -171,8 +172,6 @@ def text(c: Mapping[str, Any]) -> str:
     f'  memory traffic      {c["hbm_traffic_bytes"] / 1e12:.3g} TB per chip and step',
     f'  bytes sent          {_sizes(c["collective_bytes"])} per chip and step',
   ]
-  if c['rare_collective_bytes']:
-    lines.append(f'  in rare branches    {_sizes(c["rare_collective_bytes"])} more')
   if largest := c['largest_collective_in_loops']:
     lines.append(
       f'  largest in a loop   {largest["kind"]} of {largest["bytes"] / 1e6:.1f} MB, '
@@ -212,5 +211,3 @@ def gib(size: float) -> str:
 def _sizes(by_kind: Mapping[str, float]) -> str:
   kinds = ', '.join(f'{kind} {size / 1e9:.3g}' for kind, size in by_kind.items())
   return f'{sum(by_kind.values()) / 1e9:.3g} GB' + (f' ({kinds})' if kinds else '')
-
-

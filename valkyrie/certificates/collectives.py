@@ -56,17 +56,15 @@ class Collective(hlo.Transfer):
 
 
 def of_module(module: hlo.Module) -> list[Collective]:
-  """All collectives; a conditional usually takes the branch that sends least."""
+  """All collectives; a conditional takes the branch that sends least."""
   read = functools.partial(_read, partitions=module.partitions)
   return [one for one in hlo.transfers(module, read) if one.bytes]
 
 
-def by_kind(collectives: Sequence[Collective], *, rare: bool = False) -> dict[str, int]:
+def by_kind(collectives: Sequence[Collective]) -> dict[str, int]:
   """The `hlo.total` of each kind of collective."""
-  kinds = dict.fromkeys(c.kind for c in collectives if c.rare == rare)
-  return {
-    kind: round(hlo.total((c for c in collectives if c.kind == kind), rare=rare)) for kind in kinds
-  }
+  kinds = dict.fromkeys(c.kind for c in collectives)
+  return {kind: round(hlo.total(c for c in collectives if c.kind == kind)) for kind in kinds}
 
 
 def largest_in_loops(collectives: Sequence[Collective]) -> Collective | None:
@@ -120,12 +118,11 @@ def mesh_axes(collective: Collective, mesh: Mesh) -> tuple[str, ...]:
 def by_mesh_axes(
   collectives: Sequence[Collective], mesh: Mesh, network: Torus, link_bytes_per_second: float
 ) -> dict[str, float]:
-  """Seconds per step by the mesh axes crossed, e.g. {'x+y': 0.1}, without rare collectives."""
+  """Seconds per step by the mesh axes crossed, e.g. {'x+y': 0.1}."""
   spent: dict[str, float] = defaultdict(float)
   for collective in collectives:
-    if not collective.rare:
-      once = seconds(collective, network, link_bytes_per_second)
-      spent['+'.join(mesh_axes(collective, mesh))] += collective.times * once
+    once = seconds(collective, network, link_bytes_per_second)
+    spent['+'.join(mesh_axes(collective, mesh))] += collective.times * once
   return spent
 
 

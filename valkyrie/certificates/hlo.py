@@ -12,6 +12,7 @@ import operator
 import re
 from typing import Any, NamedTuple, TypeVar
 
+
 class ArrayShape(NamedTuple):
   """`bf16[8,128]{1,0:T(8,128)(2,1)S(3)}`.
 
@@ -164,21 +165,19 @@ class Transfer:
 
   bytes, source: moved in one execution, and the operation's name in jax.
   times: executions per step.
-  rare: whether it is in a branch that is not the usual one.
   """
 
   bytes: float
   source: str
   times: int = 1
   in_loop: bool = False
-  rare: bool = False
 
 
 _Transfer = TypeVar('_Transfer', bound=Transfer)
 
 
 def transfers(module: Module, read: Callable[[Instruction], _Transfer | None]) -> list[_Transfer]:
-  """All transfers of a program, including those in its loops, branches and calls.
+  """All transfers of a program, including those in its loops, usual branches and calls.
 
   `read` returns the transfer of an instruction, or None to read the computations that it calls. The
   branch of a conditional that moves least is the usual one. A loop without a known trip count is
@@ -198,11 +197,8 @@ def transfers(module: Module, read: Callable[[Instruction], _Transfer | None]) -
           yield dataclasses.replace(part, times=times, in_loop=True)
     elif instruction.opcode == 'conditional':
       names = ('branch_computations', 'true_computation', 'false_computation')
-      branches = [within(branch) for branch in instruction.called(*names)]
-      usual = min(range(len(branches)), key=lambda number: total(branches[number]))
-      for number, branch in enumerate(branches):
-        for part in branch:
-          yield part if number == usual else dataclasses.replace(part, rare=True)
+      usual = min(map(within, instruction.called(*names)), key=total)
+      yield from usual
     elif (one := read(instruction)) is not None:
       yield one
     elif instruction.opcode in ('call', 'fusion', 'async-start'):
@@ -212,9 +208,9 @@ def transfers(module: Module, read: Callable[[Instruction], _Transfer | None]) -
   return within(module.entry)
 
 
-def total(found: Iterable[Transfer], *, rare: bool = False) -> float:
-  """Bytes per step in the usual branches, or with `rare` in the other ones."""
-  return sum(t.bytes * t.times for t in found if t.rare == rare)
+def total(found: Iterable[Transfer]) -> float:
+  """Bytes per step."""
+  return sum(t.bytes * t.times for t in found)
 
 
 _SAME_VALUE = (

@@ -5,13 +5,11 @@ import importlib.util
 import itertools
 import math
 import os
-import pathlib
 import re
 from typing import Any
 
 import jax
 
-from valkyrie.checkpoint.compatibility import version
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.errors import ConfigurationError
 from valkyrie.monitoring.chips import TPUS
@@ -60,7 +58,7 @@ def parse(name: str) -> tuple[str, tuple[int, ...]]:
 def devices(name: str) -> Sequence[Any]:
   """The devices of a slice, one per chip; raises as `parse`, or if libtpu is missing."""
   chip, sides = parse(name)
-  if importlib.util.find_spec('libtpu') is None and 'TPU_LIBRARY_PATH' not in os.environ:
+  if importlib.util.find_spec('libtpu') is None:
     raise ConfigurationError(
       f'--topology={name}: libtpu, the compiler for TPUs, is not installed. Install it, also on a '
       "machine without TPUs: pip install 'valkyrie[tpu]'"
@@ -95,16 +93,6 @@ def wraps(chip: str, sides: Sequence[int]) -> tuple[bool, ...]:
   if TPUS[chip].axes == 3:
     return (all(side % 4 == 0 for side in sides),) * len(sides)
   return tuple(side == 16 for side in sides)
-
-
-def compiler(name: str | None) -> str:
-  """The compiler of a slice, such as 'libtpu 0.0.42.1', after `devices`; None is this machine's."""
-  if name is None:
-    return f'jaxlib {version("jaxlib")}'
-  used, installed = os.environ['TPU_LIBRARY_PATH'], importlib.util.find_spec('libtpu')
-  if installed and pathlib.Path(used).parent == pathlib.Path(installed.origin or '').parent:
-    return f'libtpu {version("libtpu")}'
-  return f'libtpu at {used}'
 
 
 def _shapes(chip: str) -> tuple[tuple[int, ...], ...]:

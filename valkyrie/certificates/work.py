@@ -75,7 +75,7 @@ def of_module(module: hlo.Module) -> list[Work]:
     )
 
   found = hlo.transfers(module, read)
-  return [one for one in found if not one.rare and (one.bytes or one.flops or one.cycles)]
+  return [one for one in found if one.bytes or one.flops or one.cycles]
 
 
 def _part(instruction: hlo.Instruction, flops: int) -> str:
