@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from valkyrie.config.load import load_gin
-from valkyrie.inference.generation import GREEDY, Generator
+from valkyrie.inference.generation import GREEDY
 from valkyrie.inference.reader import Reader, TextCarry
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
@@ -44,7 +44,6 @@ class Hybrid:
     load_gin(['gin/models/tiny.gin'], modules=MODULES)
     model = language_model.transform(LanguageModel)
     self._reader = Reader(model, chunk_size)
-    self._generator = Generator(self._reader)
     self._params, _ = jax.jit(model.init, static_argnums=1)(jax.random.key(0), 1)
 
   def after(self, tokens: int) -> tuple[Timed, int]:
@@ -56,7 +55,7 @@ class Hybrid:
     def timed(count: int) -> float:
       begun = jax.block_until_ready(TextCarry(*jax.tree.map(jax.numpy.copy, carry)))
       began = time.perf_counter()
-      for _ in self._generator.tokens(
+      for _ in self._reader.generate(
         self._params, begun, [], GREEDY, seed=0, numbers=[(0, 0)], count=count
       ):
         pass

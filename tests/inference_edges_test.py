@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from valkyrie.errors import ConfigurationError, DataError, Diverged, UsageError
-from valkyrie.inference.generation import Generator, Sampling
+from valkyrie.inference.generation import Sampling
 from valkyrie.inference.infer import TextSamples
 from valkyrie.inference.loaded import LoadedModel
 from valkyrie.inference.reader import Reader
@@ -129,10 +129,10 @@ def test_other_settings_out_of_range_are_refused():
 
 def test_samples_of_any_numbers_differ():
   loaded = built()
-  generator, numbers = Generator(Reader(loaded.model, 16)), [0, 1, 4096, 2**20, 2**32 - 1]
+  reader, numbers = Reader(loaded.model, 16), [0, 1, 4096, 2**20, 2**32 - 1]
   rows = [(prompt, sample) for prompt in numbers for sample in numbers]
   carry = loaded.rows(loaded.read('A'), [0] * len(rows))
-  made = generator.tokens(
+  made = reader.generate(
     loaded.params, carry, [], Sampling(temperature=9.0), seed=0, numbers=rows, count=16
   )
   assert len({*zip(*(tuple(step.tolist()) for step in made), strict=True)}) == len(rows)

@@ -9,8 +9,6 @@ one needs more memory than a device has, changes that reduce it are compiled, to
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import json
 import pathlib
-import shlex
-import sys
 from typing import Any
 
 import gin
@@ -23,7 +21,6 @@ from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.load import override_gin
 from valkyrie.config.parse import FLAG
 from valkyrie.config.record import bindings
-from valkyrie.config.redact import redact
 from valkyrie.errors import ConfigurationError
 from valkyrie.monitoring import chips
 from valkyrie.sharding import mesh
@@ -74,7 +71,7 @@ def precompile(
     return [{'phase': number, **found[phases[number].shape]} for number in numbers]
 
   with mesh.target_devices(devices):
-    all_found = [{'command': _command(), **found} for found in certificates()]
+    all_found = certificates()
     path = pathlib.Path(model_dir) / 'precompile.json'
     whole_file.write(path, json.dumps(all_found, indent=2) + '\n', 'Pass another --model_dir.')
     for found in all_found:
@@ -90,18 +87,6 @@ def precompile(
           partitioner=lambda: settings().partitioner(),
         )
       )
-
-
-def _command() -> str:
-  """The command line without secrets."""
-
-  def shown(argument: str) -> str:
-    if not argument.startswith(FLAG):
-      return argument
-    name, _, value = argument.removeprefix(FLAG).partition('=')
-    return FLAG + redact(f'{name} = {value}').replace(' = ', '=', 1)
-
-  return shlex.join(['python', '-m', 'valkyrie.main', *map(shown, sys.argv[1:])])
 
 
 def advice(

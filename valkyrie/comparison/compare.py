@@ -32,16 +32,7 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-from valkyrie.comparison.findings import (
-  TITLES,
-  Block,
-  Outcome,
-  best,
-  bits,
-  findings,
-  markdown,
-  page,
-)
+from valkyrie.comparison.findings import TITLES, Outcome, best, bits, write
 from valkyrie.config import parse, record
 from valkyrie.config.load import Configuration, load_gin
 from valkyrie.config.modules import CONFIGURABLE_MODULES
@@ -214,7 +205,7 @@ class Comparison:
 
   def run(self) -> None:
     """Trains what is not done, and writes the findings after each turn."""
-    flags, (search, *others) = self._flags, self.outcomes
+    flags, search = self._flags, next(iter(self.outcomes))
     first, *further = flags.seeds
     for values in map(_timed, self._choices):
       title, macros = _title('rehearsal', values), {'log_every': 4, 'eval_every': REHEARSED}
@@ -231,10 +222,8 @@ class Comparison:
     def chosen(name: str) -> dict[str, str]:
       return best(name, tried, flags.context)
 
-    for seed in further:
-      self._train(search, chosen, seed)
-    for budget in others:
-      for seed in flags.seeds:
+    for budget in self.outcomes:
+      for seed in further if budget == search else flags.seeds:
         self._train(budget, chosen, seed)
 
   def _train(self, budget: str, chosen: Callable[[str], dict[str, str]], seed: int) -> None:
@@ -251,13 +240,7 @@ class Comparison:
 
     for name, run in self._turn(trial):
       self.outcomes[budget].append(Outcome(name, chosen(name), seed, run))
-    tried, blocks = next(iter(self.outcomes.values())), list[Block]()
-    for name, found in self.outcomes.items():
-      if found:
-        amount = getattr(self._flags, name)
-        blocks += findings(name, amount, found, tried, self._flags.context)
-    whole_file.write(self._flags.results / 'compare.md', markdown(blocks))
-    whole_file.write(self._flags.results / 'compare.html', page(blocks))
+    write(self._flags.results, vars(self._flags), self.outcomes, self._flags.context)
 
   def _turn(self, trial_of: Callable[[Candidate], Trial]) -> list[tuple[str, Run | None]]:
     """Trains a trial of each candidate that is left -> their names and what was recorded."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 import html
 import math
+import pathlib
 import statistics
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from valkyrie.monitoring import html_report
 from valkyrie.monitoring.html_report import Run
 from valkyrie.monitoring.metrics import TARGETS_BY_POSITION
 from valkyrie.monitoring.pictures import by_position
+from valkyrie.storage import whole_file
 
 TITLES = {'seconds': '{:g} seconds of training', 'tokens': '{:,} tokens', 'flops': '{:.3g} FLOPs'}
 
@@ -102,6 +104,21 @@ def verdict(scores: Mapping[str, Sequence[float]], unit: str) -> list[str]:
         f'{difference:.3f} {unit}, the seeds of one candidate by up to {spread:.3f}.'
       )
   return said
+
+
+def write(
+  folder: pathlib.Path,
+  amounts: Mapping[str, float],
+  outcomes: Mapping[str, Sequence[Outcome]],
+  context: int,
+) -> None:
+  """Writes compare.md and compare.html; the amounts and the outcomes are by budget."""
+  tried, blocks = next(iter(outcomes.values())), list[Block]()
+  for budget, found in outcomes.items():
+    if found:
+      blocks += findings(budget, amounts[budget], found, tried, context)
+  whole_file.write(folder / 'compare.md', markdown(blocks))
+  whole_file.write(folder / 'compare.html', page(blocks))
 
 
 def findings(

@@ -1,14 +1,9 @@
 """The run mode `export`: a folder with the model of a run, for other programs.
 
-    FOLDER/model.safetensors   the tensors, see `weights.named_tensors`
-    FOLDER/config.json         `model`: the bindings of its parts; sizes, vocabulary, run and steps
-    FOLDER/README.md           the model card
-    FOLDER/tokenizer.json      or tokenizer.model, as the run had it; nothing for bytes
-
-In Hugging Face's form the tensors and the configuration are a Llama's. The form 'components' has
-the sites of a decomposition: for the site layers.0.mlp.out its matrix `layers.0.mlp.out`, its
-factors `..._v` and `..._u`, and `..._w1`, `..._b1`, `..._w2`, `..._b2` of its importance function;
-a stack that has the importances of all sites is `decomposition...`.
+Its tensors have the names of `weights.named_tensors`, or in Hugging Face's form a Llama's. The form
+'components' has the sites of a decomposition: for the site layers.0.mlp.out its matrix
+`layers.0.mlp.out`, its factors `..._v` and `..._u`, and `..._w1`, `..._b1`, `..._w2`, `..._b2` of
+its importance function; a stack that has the importances of all sites is `decomposition...`.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""Text after a text, token by token: chosen, read like a chunk of one token, and decoded."""
+"""The tokens of a text after a text: how each is chosen, and what they decode to."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 import dataclasses
 
 import jax
@@ -11,8 +11,7 @@ import numpy as np
 from valkyrie.config import ranges
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError
-from valkyrie.inference.reader import Reader, TextCarry
-from valkyrie.types import Array, Params
+from valkyrie.types import Array
 
 EOS, STOP, LENGTH = 'eos', 'stop', 'length'
 _UNFINISHED = '\N{REPLACEMENT CHARACTER}'
@@ -80,58 +79,6 @@ def _kept(logits: Array, tokens: Array, keep: Array) -> Array:
 
 
 GREEDY = Sampling()
-
-
-class Generator:
-  """Continues rows of text."""
-
-  def __init__(self, reader: Reader):
-    self._reader = reader
-    self._step = jax.jit(self._next, static_argnums=0, donate_argnums=(2, 3))
-
-  def tokens(
-    self,
-    params: Params,
-    carry: TextCarry,
-    texts: Sequence[np.ndarray],
-    sampling: Sampling,
-    *,
-    seed: int,
-    numbers: Sequence[tuple[int, int]],
-    count: int,
-  ) -> Iterator[np.ndarray]:
-    """Yields the next tokens int32 [B], `count` times; the first step deletes the carry.
-
-    `texts` are the tokens of each row so far, for a repetition penalty. A choice depends on the
-    seed, the numbers of its row, its position, and the text before it, not on the other rows. It is
-    -1 if the logits are not finite.
-    """
-    seen = np.zeros((), bool)
-    if sampling.repetition_penalty != 1:
-      seen = np.zeros((len(texts), self._reader.next_logits(params, carry).shape[-1]), bool)
-      for row, text in enumerate(texts):
-        seen[row, text] = True
-    seen = jnp.asarray(seen)
-    keys = jnp.repeat(jax.random.key(seed), len(numbers))
-    for number in np.asarray(numbers, np.uint32).T:
-      keys = jax.vmap(jax.random.fold_in)(keys, number)
-    ahead = []
-    for _ in range(count):
-      tokens, carry, seen = self._step(sampling, params, carry, seen, keys)
-      yield from map(np.asarray, ahead)  # while the device computes the next one
-      ahead = [tokens]
-    yield from map(np.asarray, ahead)
-
-  def _next(
-    self, sampling: Sampling, params: Params, carry: TextCarry, seen: Array, keys: Array
-  ) -> tuple[Array, TextCarry, Array]:
-    logits = self._reader.next_logits(params, carry)
-    tokens = sampling.choose(logits, seen, jax.vmap(jax.random.fold_in)(keys, carry.position))
-    tokens = jnp.where(jnp.isfinite(logits).all(axis=-1), tokens, -1)
-    if seen.ndim:
-      seen = seen.at[jnp.arange(len(tokens)), tokens].set(True)
-    carry = self._reader.advance(params, carry, tokens[:, None], jnp.ones_like(tokens))
-    return tokens, carry, seen
 
 
 class Continuation:

@@ -61,14 +61,9 @@ def infer(
     prompt: a text to continue.
     prompts: a file instead: JSON lines with the field `prompt` (.jsonl), or one on each line.
     output: a new file for the JSON lines; None is standard output.
-    opened: opens the run.
-    seed: of the samples.
-    max_tokens: the most tokens of a continuation, if the document does not end before.
-    samples: continuations of each prompt.
-    stop: strings, or one, before which a continuation ends; the names of special tokens, too.
+    seed, max_tokens, samples, stop, batch_size: see `LoadedModel.generate`.
     temperature, top_k, top_p, min_p, repetition_penalty: the choice of tokens, see `Sampling`;
       greedy by default.
-    batch_size: continuations that are made at the same time.
 
   Raises:
     UsageError: a prompt is empty.

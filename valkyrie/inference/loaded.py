@@ -15,14 +15,16 @@ from safetensors import SafetensorError, safe_open
 from valkyrie.checkpoint import manifest
 from valkyrie.checkpoint.steps import steps_of
 from valkyrie.config import ranges
-from valkyrie.data.vocabularies import Vocabulary
+from valkyrie.data.vocabularies import ANY_TEXT, Vocabulary, as_utf8, following
 from valkyrie.errors import ConfigurationError, StorageError, UsageError, storage_errors
-from valkyrie.inference.checked import Text, check_finite, tokens_of
-from valkyrie.inference.generation import GREEDY, LENGTH, Continuation, Generator, Sampling
-from valkyrie.inference.reader import Reader, TextCarry, TextScore
+from valkyrie.inference.generation import GREEDY, LENGTH, Continuation, Sampling
+from valkyrie.inference.reader import Reader, TextCarry, TextScore, check_finite
+from valkyrie.models.features import ACTIVATIONS
 from valkyrie.models.language_model import Model
 from valkyrie.types import Array, Params
 from valkyrie.weights import named_tensors
+
+Text = str | np.ndarray  # or its tokens
 
 
 class Generated(NamedTuple):
@@ -40,6 +42,9 @@ class Generated(NamedTuple):
 
 class LoadedModel:
   """A model with its parameters.
+
+  The texts of a call are documents, or, with the carry of an earlier call, what follows the texts
+  that it has read; a carry of one row is used for all of them.
 
   Attributes:
     model: pure functions, such as model.apply(params, carry, inputs, positions, segment_ids).
@@ -68,19 +73,14 @@ class LoadedModel:
     self.model, self.params, self.tokenizer = model._replace(apply=apply), params, tokenizer
     self.model_dir, self.steps = model_dir, steps
     self._reader = Reader(model, chunk_size)
-    self._generator = Generator(self._reader)
 
   def read(
     self, texts: Text | Sequence[Text], carry: TextCarry | None = None, *, cut: str | None = None
   ) -> TextCarry:
     """Reads texts and returns the carry after them, with a row for each text.
 
-    Its size does not depend on the length of the texts, unless the model has full attention.
-
-    Args:
-      texts: documents, or, with a carry, what follows the texts that it has read.
-      carry: of an earlier call.
-      cut: a part of the carry to reset before every chunk: 'state', of recurrences, or 'all'.
+    Its size does not depend on the length of the texts, unless the model has full attention. `cut`
+    is a part of the carry to reset before every chunk: 'state', of recurrences, or 'all'.
     """
     rows = self._tokens(texts, carry)
     return self._reader.read(self.params, self._begun(carry, len(rows)), rows, cut)
@@ -127,8 +127,7 @@ class LoadedModel:
         f'{path} was saved with other weights ({json.dumps(made_by)}) than the loaded ones '
         f'({json.dumps(self._weights())}). Read the text again.'
       )
-    position = found.get('position', np.zeros(1))
-    like = self._reader.fresh(position.shape[0] if position.ndim else 1)
+    like = self._reader.fresh(np.size(found.get('position', 0)))
     expected = _named_leaves(like)
     sizes = {name: (leaf.shape, leaf.dtype) for name, leaf in expected.items()}
     if sizes != {name: (leaf.shape, leaf.dtype) for name, leaf in found.items()}:
@@ -146,13 +145,9 @@ class LoadedModel:
     params: Params | None = None,
     batch_size: int = 8,
   ) -> list[TextScore]:
-    """The log-probabilities of all tokens of each text.
+    """The log-probabilities of all tokens of each text, of which `batch_size` are read at once.
 
-    Args:
-      texts: documents, or, with a carry, what follows the texts that it has read.
-      carry: of `read`; a carry of one row is used for all texts.
-      params: other parameters of the same model.
-      batch_size: the number of texts that are read at the same time.
+    `params` are other parameters of the same model.
 
     Raises:
       Diverged: a number is not finite, as with weights that are NaN.
@@ -177,28 +172,39 @@ class LoadedModel:
     A pure function of `params`, for gradients; padding of the vocabulary is left out. The arguments
     and errors are those of `score`, but what is not finite is returned as it is.
     """
-    (tokens,), params = self._tokens([text], carry), self.params if params is None else params
-    return self._reader.logits(params, self._begun(carry, 1), tokens)
+    rows, carry = self._tokens([text], carry), self._begun(carry, 1)
+    found = [jnp.zeros((0, self.model.about.vocabulary_size))]
+    for tokens, lengths in self._reader.chunks(carry, rows):
+      args = self.params if params is None else params, carry, tokens, lengths
+      logits, carry = self._reader.predict(*args)
+      found.append(logits[0, : lengths[0]])
+    return jnp.concatenate(found)
 
   def activations(
-    self,
-    text: Text,
-    kinds: Sequence[str] = ('stream',),
-    carry: TextCarry | None = None,
-    *,
-    params: Params | None = None,
+    self, text: Text, kinds: Sequence[str] = ('stream',), carry: TextCarry | None = None
   ) -> dict[str, np.ndarray]:
     """Intermediate values of each token: {kind: [layers, T, D]}.
 
     The kinds are 'mixers' and 'mlp', which a layer adds to the residual stream, and 'stream' after
-    it. For the other arguments see `score`.
+    it.
 
     Raises:
       ConfigurationError: a kind is unknown, or the text is longer than the model can read.
       UsageError: the text is empty.
     """
-    (tokens,), params = self._tokens([text], carry), self.params if params is None else params
-    return self._reader.activations(params, self._begun(carry, 1), tokens, kinds)
+    rows, carry = self._tokens([text], carry), self._begun(carry, 1)
+    if not len(rows[0]):
+      raise UsageError('The text is empty, and has no activations.')
+    if unknown := [kind for kind in kinds if kind not in ACTIVATIONS]:
+      raise ConfigurationError(
+        f'There are no activations of the kind {unknown[0]!r}. Use {", ".join(ACTIVATIONS)}.'
+      )
+    found: dict[str, list[np.ndarray]] = {kind: [] for kind in kinds}
+    for tokens, lengths in self._reader.chunks(carry, rows):
+      features, carry = self._reader.show(self.params, carry, tokens, lengths, tuple(kinds))
+      for kind, parts in found.items():
+        parts.append(np.asarray(features.activations[kind][:, 0, : lengths[0]]))
+    return {kind: np.concatenate(parts, axis=1) for kind, parts in found.items()}
 
   def generate(
     self,
@@ -213,11 +219,9 @@ class LoadedModel:
     batch_size: int = 8,
     sampling: Sampling = GREEDY,
   ) -> list[Generated]:
-    """Continues prompts.
+    """Continues prompts, which may be empty with a carry.
 
     Args:
-      prompts: texts; with a carry they follow the texts that it has read, and may be empty.
-      carry: of `read`.
       max_tokens: the largest number of tokens of a continuation.
       samples: continuations of each prompt.
       stop: strings, or one, before which a continuation ends; the names of special tokens, too.
@@ -284,7 +288,7 @@ class LoadedModel:
     begun = self._reader.read(self.params, begun, tokens)
     of_row = [own.index(prompt) for prompt, _ in rows]
     carry, before = self.rows(begun, of_row), [tokens[number] for number in of_row]
-    for step in self._generator.tokens(
+    for step in self._reader.generate(
       self.params, carry, before, sampling, seed=seed, numbers=rows, count=max_tokens
     ):
       for row, text in enumerate(texts):
@@ -299,10 +303,38 @@ class LoadedModel:
         yield row, text.end(LENGTH)
 
   def _tokens(self, texts: Text | Sequence[Text], carry: TextCarry | None) -> list[np.ndarray]:
-    several = [texts] if isinstance(texts, str | np.ndarray) else texts
-    size = self.model.about.vocabulary_size
+    """The tokens int32 [T] of each text, which begins a document unless the carry has read some.
+
+    A document begins with its BOS, if the vocabulary has one; tokens are taken as they are.
+
+    Raises:
+      DataError: a text is no Unicode.
+      ConfigurationError: there are tokens that the model does not have.
+    """
     begins = carry is None or not np.any(carry.position)
-    return [tokens_of(text, self.tokenizer, size, begins=begins) for text in several]
+    several = [texts] if isinstance(texts, str | np.ndarray) else texts
+    return [self._tokens_of(text, begins) for text in several]
+
+  def _tokens_of(self, text: Text, begins: bool) -> np.ndarray:
+    size = self.model.about.vocabulary_size
+    if isinstance(text, str):
+      as_utf8(text, 'A text')
+      codec = self.tokenizer
+      found = codec.begun(text) if begins else following(codec.ids, ANY_TEXT, text)
+    else:
+      found = np.asarray(text)
+    if found.ndim != 1 or (found.size and found.dtype.kind not in 'iu'):
+      raise ConfigurationError(
+        f'A text is an array {list(found.shape)} of {found.dtype}. Pass strings, or one row '
+        'of integers for each text.'
+      )
+    if found.size and not 0 <= found.min() <= found.max() < size:
+      wrong = found[(found < 0) | (found >= size)][0]  # jax would clamp, fill or wrap it
+      raise ConfigurationError(
+        f'A text has the token {wrong}, but the model has the tokens 0 to {size - 1:,}. Encode the '
+        'text with the tokenizer of this run.'
+      )
+    return found.astype(np.int32)
 
   def _begun(
     self, carry: TextCarry | None, texts: int, rows: Sequence[int] | None = None

@@ -1,17 +1,17 @@
-"""Rows of tokens, read in chunks by a trained model: their scores, and the carry after them."""
+"""Rows of tokens, read in chunks by a trained model: their scores, and the tokens after them."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.config import ranges
-from valkyrie.errors import ConfigurationError, UsageError, check_choice
-from valkyrie.inference.checked import check_finite
+from valkyrie.errors import ConfigurationError, Diverged, check_choice
+from valkyrie.inference.generation import Sampling
 from valkyrie.models.carry_cuts import CUTS, cut_carry
-from valkyrie.models.features import ACTIVATIONS, Features
+from valkyrie.models.features import Features
 from valkyrie.models.language_model import Model
 from valkyrie.training.losses import logits, token_scores
 from valkyrie.types import Array, Carry, Params, position_of
@@ -51,6 +51,15 @@ class TextScore(NamedTuple):
     return float(np.nansum(self.log_probs, dtype=np.float64))
 
 
+def check_finite(finite: Any) -> None:
+  """Raises a Diverged error unless all numbers of a model are finite."""
+  if not np.all(finite):
+    raise Diverged(
+      'The model gives NaN or infinite numbers: its weights have diverged or are damaged, or the '
+      'carry that it continues is. Load an earlier step, and read the text again.'
+    )
+
+
 class Reader:
   """Reads documents. Rows may have different lengths: padding changes no carry."""
 
@@ -67,10 +76,12 @@ class Reader:
       )
     self._model = model
     self._chunk_size = chunk_size
-    self._read = jax.jit(self.advance, static_argnums=4, donate_argnums=1)
+    self._read = jax.jit(self._advance, static_argnums=4, donate_argnums=1)
     self._score = jax.jit(self._scored, donate_argnums=1)
-    self._predict = jax.jit(self._predicted)  # not donated: users take gradients through it
-    self._show = jax.jit(self._apply, static_argnums=4, donate_argnums=1)
+    self._next = jax.jit(self._chosen, static_argnums=0, donate_argnums=(2, 3))
+    # Of chunks, like `_score`: (..., the carry after them); users take gradients through `predict`.
+    self.predict = jax.jit(self._predicted)
+    self.show = jax.jit(self._apply, static_argnums=4, donate_argnums=1)
 
   def fresh(self, rows: int) -> TextCarry:
     """Rows before their first token."""
@@ -84,22 +95,18 @@ class Reader:
   ) -> TextCarry:
     """Reads more tokens of every row, int [T of the row] each, and overwrites the carry.
 
-    `cut` names a part of the carry to reset before every chunk, see `models.carry_cuts`. This and
-    the next two raise a ConfigurationError if a row is longer than the model can read.
+    `cut` names a part of the carry to reset before every chunk, see `models.carry_cuts`.
     """
     check_choice('cut', cut, (None, *CUTS))
-    for tokens, lengths in self._chunks(carry, rows):
+    for tokens, lengths in self.chunks(carry, rows):
       carry = self._read(params, carry, tokens, lengths, cut)
     return carry
 
   def score(self, params: Params, carry: TextCarry, rows: Sequence[np.ndarray]) -> list[TextScore]:
-    """Like `read`, but returns the scores of the tokens of each row.
-
-    Raises a Diverged error if one is not finite.
-    """
+    """Like `read`, but returns the scores of the tokens of each row."""
     is_first = np.asarray(carry.position) == 0
     found = [(np.zeros((len(rows), 0), np.float32), np.zeros((len(rows), 0), bool))]
-    for tokens, lengths in self._chunks(carry, rows):
+    for tokens, lengths in self.chunks(carry, rows):
       (log_probs, greedy), carry = self._score(params, carry, tokens, lengths)
       found.append((np.asarray(log_probs), np.asarray(greedy)))
     log_probs, greedy = (np.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
@@ -112,44 +119,57 @@ class Reader:
       score.log_probs[: int(first)] = np.nan
     return scores
 
-  def logits(self, params: Params, carry: TextCarry, tokens: np.ndarray) -> Array:
-    """Reads a row and returns the logits after each of its tokens, float32 [T, vocabulary size]."""
-    found = [jnp.zeros((0, self._model.about.vocabulary_size))]
-    for piece, lengths in self._chunks(carry, [tokens]):
-      scores, carry = self._predict(params, carry, piece, lengths)
-      found.append(scores[0, : lengths[0]])
-    return jnp.concatenate(found)
+  def generate(
+    self,
+    params: Params,
+    carry: TextCarry,
+    texts: Sequence[np.ndarray],
+    sampling: Sampling,
+    *,
+    seed: int,
+    numbers: Sequence[tuple[int, int]],
+    count: int,
+  ) -> Iterator[np.ndarray]:
+    """Yields the next tokens int32 [B], `count` times; the first step deletes the carry.
 
-  def activations(
-    self, params: Params, carry: TextCarry, tokens: np.ndarray, kinds: Sequence[str]
-  ) -> dict[str, np.ndarray]:
-    """Reads a row and returns {kind: [layers, T, D]}; see `features.ACTIVATIONS`."""
-    if not len(tokens):
-      raise UsageError('The text is empty, and has no activations.')
-    if unknown := [kind for kind in kinds if kind not in ACTIVATIONS]:
-      raise ConfigurationError(
-        f'There are no activations of the kind {unknown[0]!r}. Use {", ".join(ACTIVATIONS)}.'
-      )
-    parts: list[dict[str, np.ndarray]] = []
-    for piece, lengths in self._chunks(carry, [tokens]):
-      features, carry = self._show(params, carry, piece, lengths, tuple(kinds))
-      found = features.activations
-      parts.append({kind: np.asarray(found[kind][:, 0, : lengths[0]]) for kind in kinds})
-    return {kind: np.concatenate([p[kind] for p in parts], axis=1) for kind in kinds}
+    `texts` are the tokens of each row so far, for a repetition penalty. A choice depends on the
+    seed, the numbers of its row, its position, and the text before it, not on the other rows. It is
+    -1 if the logits are not finite.
+    """
+    seen = np.zeros((), bool)
+    if sampling.repetition_penalty != 1:
+      seen = np.zeros((len(texts), self._model.about.vocabulary_size), bool)
+      for row, text in enumerate(texts):
+        seen[row, text] = True
+    seen = jnp.asarray(seen)
+    keys = jnp.repeat(jax.random.key(seed), len(numbers))
+    for number in np.asarray(numbers, np.uint32).T:
+      keys = jax.vmap(jax.random.fold_in)(keys, number)
+    ahead = []
+    for _ in range(count):
+      tokens, carry, seen = self._next(sampling, params, carry, seen, keys)
+      yield from map(np.asarray, ahead)  # while the device computes the next one
+      ahead = [tokens]
+    yield from map(np.asarray, ahead)
 
-  def advance(
+  def _chosen(
+    self, sampling: Sampling, params: Params, carry: TextCarry, seen: Array, keys: Array
+  ) -> tuple[Array, TextCarry, Array]:
+    tables, size = params['model'], self._model.about.vocabulary_size
+    features = Features(carry.hidden[:, None], tables.get('unembedding', tables['embedding']))
+    found = logits(features, size)[:, 0, :size]
+    tokens = sampling.choose(found, seen, jax.vmap(jax.random.fold_in)(keys, carry.position))
+    tokens = jnp.where(jnp.isfinite(found).all(axis=-1), tokens, -1)
+    if seen.ndim:
+      seen = seen.at[jnp.arange(len(tokens)), tokens].set(True)
+    return tokens, self._advance(params, carry, tokens[:, None], jnp.ones_like(tokens)), seen
+
+  def _advance(
     self, params: Params, carry: TextCarry, tokens: Array, lengths: Array, cut: str | None = None
   ) -> TextCarry:
-    """Reads the first `lengths` [B] of the tokens [B, T], after a cut of the carry; pure."""
+    """Reads the first `lengths` [B] of the tokens [B, T], after a cut of the carry."""
     before = cut_carry(carry.carry, self._model.initial_carry(len(tokens)), cut)
     return self._apply(params, carry._replace(carry=before), tokens, lengths)[1]
-
-  def next_logits(self, params: Params, carry: TextCarry) -> Array:
-    """The logits of the next token, float32 [B, vocabulary size]; pure."""
-    tables = params['model']
-    features = Features(carry.hidden[:, None], tables.get('unembedding', tables['embedding']))
-    size = self._model.about.vocabulary_size
-    return logits(features, size)[:, 0, :size]
 
   def check_length(self, tokens: int) -> None:
     """Raises a ConfigurationError if a text is longer than the model can read."""
@@ -199,10 +219,10 @@ class Reader:
     size = self._model.about.vocabulary_size
     return logits(features, size)[..., :size], after
 
-  def _chunks(
+  def chunks(
     self, carry: TextCarry, rows: Sequence[np.ndarray]
   ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(tokens [B, T], real tokens of each row [B]) of each chunk."""
+    """(tokens [B, T], real tokens of each row [B]) of each chunk; raises as `check_length`."""
     lengths = np.array([len(row) for row in rows])
     self.check_length(int((np.asarray(carry.position) + lengths).max(initial=0)))
     longest = int(lengths.max(initial=0))

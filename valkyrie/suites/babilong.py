@@ -29,7 +29,6 @@ class _World:
 
   def __init__(self, random: np.random.Generator, objects: bool):
     self._random, self._objects = random, objects
-    self._at: dict[str, str] = {}
     self._holder: dict[str, str] = {}
     self.facts: list[str] = []
     self.rooms: dict[str, list[str]] = {}  # in which a person or an object has been, in order
@@ -38,33 +37,31 @@ class _World:
     """Someone moves, takes an object from the floor, or drops one."""
     person = str(self._random.choice(PEOPLE))
     held = [thing for thing, holder in self._holder.items() if holder == person]
-    free = [thing for thing in OBJECTS if self._is_free(thing, person)]
-    kind = self._random.uniform() if self._objects and person in self._at else 1.0
+    here = self._at(person)
+    near = [thing for thing in OBJECTS if self._at(thing) in (None, here)]  # or never seen
+    free = [thing for thing in near if thing not in self._holder]
+    kind = self._random.uniform() if self._objects and here else 1.0
     if kind < 0.25 and free:
       thing = str(self._random.choice(free))
       self._holder[thing] = person
-      self._seen(thing, self._at[person])
+      self._seen(thing, self.rooms[person][-1])
       self._tell(person, _TAKES, f'the {thing} there')
     elif kind < 0.4 and held:
       thing = held[0]
       del self._holder[thing]
       self._tell(person, _DROPS, f'the {thing}')
     else:
-      room = str(self._random.choice([room for room in ROOMS if room != self._at.get(person)]))
-      self._at[person] = room
+      room = str(self._random.choice([room for room in ROOMS if room != here]))
       for moved in [person, *held]:
         self._seen(moved, room)
       self._tell(person, _MOVES, f'to the {room}')
 
-  def _is_free(self, thing: str, person: str) -> bool:
-    """Whether nobody holds it, and it was never seen or lies in the person's room."""
-    here = thing not in self.rooms or self.rooms[thing][-1] == self._at.get(person)
-    return here and thing not in self._holder
+  def _at(self, what: str) -> str | None:
+    return self.rooms[what][-1] if what in self.rooms else None
 
   def _seen(self, what: str, room: str) -> None:
-    rooms = self.rooms.setdefault(what, [])
-    if not rooms or rooms[-1] != room:
-      rooms.append(room)
+    if room != self._at(what):
+      self.rooms.setdefault(what, []).append(room)
 
   def _tell(self, person: str, verbs: Sequence[str], rest: str) -> None:
     self.facts.append(f'{person} {self._random.choice(verbs)} {rest}.')

@@ -89,14 +89,14 @@ OURS = {
 THEIRS = {ours: theirs for theirs, ours in OURS.items()}
 
 
-def configuration(folder: pathlib.Path) -> dict[str, Any] | None:
-  """The configuration in a folder; None if it has none.
+def configuration(folder: pathlib.Path) -> dict[str, Any]:
+  """The configuration in a folder.
 
-  Raises a ConfigurationError if it is of a model that Valkyrie's blocks do not compute.
+  Raises a ConfigurationError if there is none, or of a model that Valkyrie's blocks do not compute.
   """
   file = folder / 'config.json'
   if not file.is_file():
-    return None
+    raise ConfigurationError(f'{folder} has no config.json. Name the folder of a model.')
   found = read_json(file)
   kind = found.get('model_type')
   if kind not in _TYPES:
@@ -193,9 +193,9 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def gin_text(config: Mapping[str, Any]) -> str:
   """A gin file of the model, to be included in a run."""
-  lines = bindings(config)
-  text = [f'LanguageModel.pattern = (@Block,)\nBlock.mixers = (@{_attention(lines)},)']
-  return '\n'.join([*text, *(f'{name} = {value!r}' for name, value in lines.items())]) + '\n'
+  found = bindings(config)
+  lines = ['LanguageModel.pattern = (@Block,)', f'Block.mixers = (@{_attention(found)},)']
+  return '\n'.join([*lines, *(f'{name} = {value!r}' for name, value in found.items())]) + '\n'
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def _configuration_of(model: LanguageModel) -> tuple[dict[str, Any], float] | st
   facts = {(type(m), m.heads, m.kv_heads, m.head_width, m.window, m.rotary()) for m in attentions}
   if len(facts) > 1 or len(attentions) < len(mixers):
     return 'its layers have different attention'
-  if first.registers or first.document_start or len(set(first.dilations or (1,))) > 1:
+  if first.registers or first.document_start or {*(first.dilations or (1,))} != {1}:
     return 'its attention has registers, global tokens or dilations'
   if model.planner is not None or len({block.mlp.width for block in blocks}) > 1:
     return 'it has a planner, or MLPs of different widths'
@@ -293,15 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   if len(arguments) != 1 or arguments[0].startswith('-'):
     print(__doc__, file=sys.stderr)
     return 2
-  folder = pathlib.Path(arguments[0])
-
-  def text() -> str:
-    config = configuration(folder)
-    if config is None:
-      raise ConfigurationError(f'{folder} has no config.json. Name the folder of a model.')
-    return gin_text(config)
-
-  return console.printed(text)
+  return console.printed(lambda: gin_text(configuration(pathlib.Path(arguments[0]))))
 
 
 if __name__ == '__main__':

@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import pathlib
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import gin
 import haiku as hk
@@ -47,13 +47,11 @@ def open_source(path: str) -> Source:
       record, params = directory.latest_record() or {}, directory.restore_evaluated()
     return Source(named_tensors.of_params(params), [str(record.get('vocabulary'))])
   file = place / 'config.json'
-  own = named_tensors.read_json(file) if file.is_file() else {}
-  if own.get('format') == FORMAT:
+  if not file.is_file():
+    return Source(named_tensors.in_files(place))
+  if (own := named_tensors.read_json(file)).get('format') == FORMAT:
     return Source(named_tensors.in_files(place), [str(own.get('vocabulary'))])
-  config = huggingface.configuration(place)
-  tensors = named_tensors.in_files(place)
-  if config is None:
-    return Source(tensors)
+  config, tensors = huggingface.configuration(place), named_tensors.in_files(place)
   return Source(huggingface.renamed(tensors), huggingface.vocabularies(place), config)
 
 
@@ -283,11 +281,10 @@ def _settings(make: Callable[..., LanguageModel]) -> list[tuple[str, object]]:
 
 def _filled(before: Array, tensors: Sequence[Tensor | str], stacked: bool) -> Array:
   """The array of these tensors, one for each layer of a stack; a string is FRESH or ZERO."""
-  kept = {_place(shard.index, before.shape): shard.data for shard in before.addressable_shards}
+  kept = {str(shard.index): shard.data for shard in before.addressable_shards}
 
-  def of_device(index: tuple[slice, ...] | None) -> np.ndarray:
-    assert index is not None, 'JAX passes the place of each shard'
-    block = np.array(kept[_place(index, before.shape)])
+  def of_device(index: Any) -> np.ndarray:
+    block = np.array(kept[str(index)])
     layers, inside = (index[0], index[1:]) if stacked else (slice(None), index)
     parts = block if stacked else [block]
     for part, tensor in zip(parts, tensors[layers], strict=True):
@@ -309,10 +306,6 @@ def _fill(part: np.ndarray, tensor: Tensor, index: tuple[slice, ...]) -> None:
   rows = min(len(part), tensor.shape[0] - first)
   if rows > 0:
     part[:rows] = tensor.read((slice(first, first + rows), *index[1:]))
-
-
-def _place(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-  return tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
 
 
 def _over_layers(tensors: Sequence[str]) -> str:
