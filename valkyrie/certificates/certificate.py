@@ -21,6 +21,8 @@ def of_step(
 ) -> dict[str, Any]:
   """Compiles the step of a phase, and returns its certificate; a program can use `hbm_bytes`."""
   mesh, rows = setup.partitioner.mesh, setup.settings.batch_size
+  axes = {logical: setup.partitioner.axes_of(logical) for logical in setup.partitioner.axis_rules}
+  rules = [f'{logical} over {"+".join(names)}' for logical, names in axes.items() if names]
   compiler = 'jaxlib' if topology is None else 'libtpu'
   facts = {
     'topology': topology,
@@ -28,7 +30,7 @@ def of_step(
     'device_kind': mesh.devices.flat[0].device_kind,
     'chips': mesh.size,
     'mesh': dict(mesh.shape),
-    'layout': _layout(setup),
+    'layout': ', '.join(rules) or 'whole on one device',
     'activations': {a: setup.partitioner.axes_of(a) for a in ('batch', 'time', 'activation')},
     'rows': rows,
     'chunk_size': phase.chunk_size,
@@ -144,70 +146,52 @@ def _shown(one: hlo.Transfer) -> dict[str, Any]:
   return {'bytes': one.bytes, 'times': one.times, 'source': one.source}
 
 
-def _layout(setup: Setup) -> str:
-  """The axis rules, as 'batch over data, embed over data'."""
-  axes = {logical: setup.partitioner.axes_of(logical) for logical in setup.partitioner.axis_rules}
-  rules = [f'{logical} over {"+".join(names)}' for logical, names in axes.items() if names]
-  return ', '.join(rules) or 'whole on one device'
-
-
 def text(c: Mapping[str, Any]) -> str:
   """A paragraph with the step, its memory, program, operations, traffic and estimated time."""
-  lines = [
+  step = (
     f'phase {c["phase"]}: {c["rows"]} rows of {c["chunks"]} x {c["chunk_size"]:,} tokens, gradient '
     f'through {c["backprop_chunks"]} chunks, on {c["chips"]} x {c["device_kind"]}: {c["layout"]}'
-  ]
+  )
   if 'refused' in c:
-    return '\n'.join([*lines, f'  does not fit: {c["refused"]}'])
+    return f'{step}\n  does not fit: {c["refused"]}'
   offered = f' of {gib(c["hbm_bytes"])}' if c['hbm_bytes'] else ''
   verdict = {True: ': fits', False: ': DOES NOT FIT', None: ''}[c['fits']]
-  lines += [
-    f'  memory per chip     {gib(c["total_bytes"])}{offered}{verdict} (arguments '
+  sent = c['collective_bytes']
+  kinds = ', '.join(f'{kind} {size / 1e9:.3g}' for kind, size in sent.items()) or 'none'
+  lines = {
+    'memory per chip': f'{gib(c["total_bytes"])}{offered}{verdict} (arguments '
     f'{gib(c["argument_bytes"])}, temporaries {gib(c["temporary_bytes"])})',
-    f'  program             {c["parameters"]:,} parameters; {c["compiler"]}, in '
-    f'{c["compile_seconds"]} s: {c["instructions"]:,} instructions, '
-    f'{c["code_bytes"] / 1e6:.1f} MB of code',
-    f'  products            {c["useful_flops"] / 1e12:.3g} TFLOP per chip and step for the model; '
+    'program': f'{c["parameters"]:,} parameters; {c["compiler"]}, in {c["compile_seconds"]} s: '
+    f'{c["instructions"]:,} instructions, {c["code_bytes"] / 1e6:.1f} MB of code',
+    'products': f'{c["useful_flops"] / 1e12:.3g} TFLOP per chip and step for the model; '
     f'the program executes {c["executed_flops"] / c["useful_flops"]:.2f} times as much',
-    f'  memory traffic      {c["hbm_traffic_bytes"] / 1e12:.3g} TB per chip and step',
-    f'  bytes sent          {_sizes(c["collective_bytes"])} per chip and step',
-  ]
+    'memory traffic': f'{c["hbm_traffic_bytes"] / 1e12:.3g} TB per chip and step',
+    'bytes sent': f'{sum(sent.values()) / 1e9:.3g} GB per chip and step ({kinds})',
+  }
   if largest := c['largest_collective_in_loops']:
-    lines.append(
-      f'  largest in a loop   {largest["kind"]} of {largest["bytes"] / 1e6:.1f} MB, '
-      f'{largest["times"]:,} times: {largest["source"][-80:]}'  # paths differ at their ends
+    lines['largest in a loop'] = (
+      f'{largest["kind"]} of {largest["bytes"] / 1e6:.1f} MB, {largest["times"]:,} times: '
+      f'{largest["source"][-80:]}'  # paths differ at their ends
     )
-  if 'estimated_instruction_seconds' in c:
-    lines.append(_estimate_text(c))
-  return '\n'.join(lines)
-
-
-def _estimate_text(c: Mapping[str, Any]) -> str:
-  """The range of the time, which docs/performance.md explains, and its parts, longest first."""
-  by_part = sorted(c['estimated_seconds_by_part'].items(), key=lambda one: -one[1][1])
-  parts = ', '.join(f'{name} {_range(seconds, ".2g")}' for name, seconds in by_part)
-  axes = c['estimated_communication_seconds_by_axes']
-  along = ', '.join(f'{name} {seconds:.2g} s' for name, seconds in axes.items())
-  both = (c['estimated_instruction_seconds'], c['estimated_cycles_seconds'])
-  rates, shares = c['estimated_tokens_per_second_per_chip'], c['estimated_share_of_peak']
-  return (
-    f'  estimate, not measured: {_range(both, ".3g")} s per step; {_range(rates[::-1], ",.0f")} '
-    f'tokens/s per chip, {_range(shares[::-1], ".0%")} of peak\n'
-    f'  seconds by part     {parts}{f"; links {along}" if along else ""}'
-  )
+  if 'estimated_instruction_seconds' in c:  # docs/performance.md explains the two times
+    by_part = sorted(c['estimated_seconds_by_part'].items(), key=lambda one: -one[1][1])
+    axes = c['estimated_communication_seconds_by_axes'].items()
+    both = (c['estimated_instruction_seconds'], c['estimated_cycles_seconds'])
+    rates, shares = c['estimated_tokens_per_second_per_chip'], c['estimated_share_of_peak']
+    lines |= {
+      'estimate': f'{_range(both, ".3g")} s per step, not measured; {_range(rates[::-1], ",.0f")} '
+      f'tokens/s per chip, {_range(shares[::-1], ".0%")} of peak',
+      'seconds by part': ', '.join(f'{name} {_range(times, ".2g")}' for name, times in by_part),
+      'seconds on links': ', '.join(f'{name} {seconds:.2g}' for name, seconds in axes) or 'none',
+    }
+  return '\n'.join([step, *(f'  {name:<19} {value}' for name, value in lines.items())])
 
 
 def _range(pair: Sequence[float], form: str) -> str:
   """'1.2 to 3.4', or one number if they are equal."""
-  first, second = (f'{number:{form}}' for number in pair)
-  return first if first == second else f'{first} to {second}'
+  return ' to '.join(dict.fromkeys(f'{number:{form}}' for number in pair))
 
 
 def gib(size: float) -> str:
   """'30.75 GiB'."""
   return f'{size / 2**30:.2f} GiB'
-
-
-def _sizes(by_kind: Mapping[str, float]) -> str:
-  kinds = ', '.join(f'{kind} {size / 1e9:.3g}' for kind, size in by_kind.items())
-  return f'{sum(by_kind.values()) / 1e9:.3g} GB' + (f' ({kinds})' if kinds else '')

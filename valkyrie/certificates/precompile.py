@@ -32,7 +32,6 @@ Certificate = Mapping[str, Any]
 Change = tuple[str, ...]  # flags to add to a run: --gin_file=FILE and --gin.NAME=VALUE
 
 _FILE = '--gin_file='
-_PARTS = (2, 4, 8, 16)  # into which a chunk that is too long is divided
 
 
 @may_change_on_resume()
@@ -180,10 +179,12 @@ def _speed(found: Certificate) -> Sequence[float]:
 
 def _knobs(worst: Certificate, layouts: Sequence[str] | None) -> list[list[Change]]:
   """The changes of each knob, in ascending order of their effect."""
-  knobs = [
-    [_shorter(worst, parts) for parts in _PARTS if worst['chunk_size'] % parts == 0],
-    [(f"{FLAG}LanguageModel.remat_policy='nothing'",)],
-  ]
+  shorter = []
+  for parts in (2, 4, 8, 16):  # into which a chunk is divided
+    longer = (f'{FLAG}{name}={parts * worst[name]}' for name in ('chunks', 'backprop_chunks'))
+    if worst['chunk_size'] % parts == 0:
+      shorter.append((f'{FLAG}chunk_size={worst["chunk_size"] // parts}', *longer))
+  knobs = [shorter, [(f"{FLAG}LanguageModel.remat_policy='nothing'",)]]
   if bindings().get('StepSettings.remat_chunks') is False:
     knobs.append([(f'{FLAG}StepSettings.remat_chunks=True',)])
   if worst['rows'] > 1:
@@ -192,9 +193,3 @@ def _knobs(worst: Certificate, layouts: Sequence[str] | None) -> list[list[Chang
     known = sorted(path.stem for path in (paths.GIN / 'partition').glob('*.gin'))
     layouts = [f'gin/partition/{name}.gin' for name in known if name != 'single']
   return knobs + [[(f'{_FILE}{layout}',)] for layout in layouts]
-
-
-def _shorter(worst: Certificate, parts: int) -> Change:
-  """Divides the chunk size by `parts`, and multiplies the number of chunks by it."""
-  longer = (f'{FLAG}{name}={parts * worst[name]}' for name in ('chunks', 'backprop_chunks'))
-  return f'{FLAG}chunk_size={worst["chunk_size"] // parts}', *longer

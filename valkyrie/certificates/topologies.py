@@ -14,17 +14,13 @@ from valkyrie.config.suggest import did_you_mean
 from valkyrie.errors import ConfigurationError
 from valkyrie.monitoring.chips import TPUS
 
-_MOST_CHIPS = 512
-
-# The slices that Google offers, with their sides in ascending order: cloud.google.com/tpu/docs. For
-# v4 and v5p, `_CUBES` are those that consist of whole cubes of 4 x 4 x 4 chips.
-_SHAPES_2D = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-_SHAPES_3D = ((1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 4, 4))
-_CUBES = tuple(
-  sides
-  for sides in itertools.combinations_with_replacement(range(4, 33, 4), 3)
-  if math.prod(sides) <= _MOST_CHIPS
-)
+# The slices that Google offers, with their sides in ascending order: cloud.google.com/tpu/docs. The
+# larger ones of v4 and v5p consist of whole cubes of 4 x 4 x 4 chips.
+_CUBES = itertools.combinations_with_replacement(range(4, 33, 4), 3)
+_SHAPES = {  # by the axes of the network
+  2: [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)],
+  3: [(1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 4, 4)] + [s for s in _CUBES if math.prod(s) <= 512],
+}
 _ENVIRONMENT = {
   'TPU_SKIP_MDS_QUERY': '1',  # do not ask the metadata server for the type of this machine
   'TPU_WORKER_HOSTNAMES': 'localhost',
@@ -41,16 +37,19 @@ def parse(name: str) -> tuple[str, tuple[int, ...]]:
       f'--topology={name}: the chip {chip!r} is unknown. Use one of {", ".join(TPUS)}, as in '
       f'v4:4x4x2.{did_you_mean(chip, TPUS)}'
     )
+  shapes = _SHAPES[TPUS[chip].axes]
   if not re.fullmatch(r'\d{1,4}(x\d{1,4}){1,2}', shape):
     raise ConfigurationError(
       f'--topology={name}: the sides of the slice are missing or invalid. Write them as in '
-      f'{_name(chip, _shapes(chip)[2])}.'
+      f'{_name(chip, shapes[2])}.'
     )
   sides = tuple(int(side) for side in shape.split('x'))
-  if tuple(sorted(sides)) not in _shapes(chip) or (len(sides) == 3 and (sides[0] | sides[1]) % 2):
+  if tuple(sorted(sides)) not in shapes or (len(sides) == 3 and (sides[0] | sides[1]) % 2):
+    size = math.log(max(math.prod(sides), 1))
+    nearest = sorted(shapes, key=lambda shape: abs(math.log(math.prod(shape)) - size))[:3]
     raise ConfigurationError(
       f'--topology={name}: {chip} has no slice of this shape. Use one of the nearest: '
-      f'{", ".join(_nearest(chip, sides))}.'
+      + ', '.join(f'{_name(chip, one)} ({math.prod(one)} chips)' for one in nearest)
     )
   return chip, sides
 
@@ -95,19 +94,5 @@ def wraps(chip: str, sides: Sequence[int]) -> tuple[bool, ...]:
   return tuple(side == 16 for side in sides)
 
 
-def _shapes(chip: str) -> tuple[tuple[int, ...], ...]:
-  return _SHAPES_3D + _CUBES if TPUS[chip].axes == 3 else _SHAPES_2D
-
-
-def _nearest(chip: str, sides: Sequence[int]) -> list[str]:
-  """At most three slices with the nearest numbers of chips, the smallest first."""
-  chips = max(math.prod(sides), 1)
-  shapes = sorted(_shapes(chip), key=lambda shape: abs(math.log(math.prod(shape) / chips)))
-  return [
-    f'{_name(chip, sorted(shape, reverse=True))} ({math.prod(shape)} chips)'
-    for shape in sorted(shapes[:3], key=math.prod)
-  ]
-
-
-def _name(chip: str, sides: Sequence[int]) -> str:
-  return f'{chip}:{"x".join(map(str, sides))}'
+def _name(chip: str, shape: Sequence[int]) -> str:
+  return f'{chip}:{"x".join(map(str, sorted(shape, reverse=True)))}'

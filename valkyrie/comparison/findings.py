@@ -143,10 +143,11 @@ def findings(
   over = list(tried[0].values)
 
   head = ['candidate', *over, 'parameters', 'tokens', 'tokens/s', 'seconds', 'TFLOP', unit, 'range']
-  rows = [
-    [n, *chosen[n][0].values.values(), *_costs(runs.get(n)), *_mean_and_range(scores[n])]
-    for n in names
-  ]
+  rows = []
+  for name in names:
+    mean, low, high = statistics.fmean(scores[name]), min(scores[name]), max(scores[name])
+    results = 'diverged' if math.isinf(mean) else f'{mean:.3f}', f'{low:.3f} to {high:.3f}'
+    rows.append([name, *chosen[name][0].values.values(), *_costs(runs.get(name)), *results])
   seeds = ', '.join(str(outcome.seed) for outcome in chosen[names[0]])
   scored = f' with {context} or more tokens before them' if context > 1 else ''
   blocks: list[Block] = [
@@ -177,11 +178,6 @@ def _costs(runs: Sequence[Run] | None) -> list[str]:
   flops = '' if last[0]['flops'] is None else f'{last[0]["flops"] / 1e12:,.3g}'
   parameters = runs[0].about.partition(' parameters')[0]
   return [parameters, f'{tokens:,.0f}', f'{tokens / seconds:,.0f}', f'{seconds:.1f}', flops]
-
-
-def _mean_and_range(scores: Sequence[float]) -> list[str]:
-  mean, low, high = statistics.fmean(scores), min(scores), max(scores)
-  return ['diverged' if math.isinf(mean) else f'{mean:.3f}', f'{low:.3f} to {high:.3f}']
 
 
 def _by_position(runs: Mapping[str, Sequence[Run]], context: int) -> Table:
