@@ -6,7 +6,7 @@ Nothing is allocated and no data is read: the train step of every phase is compi
 one needs more memory than a device has, changes that reduce it are compiled, too.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import json
 import pathlib
 from typing import Any
@@ -104,12 +104,23 @@ def advice(
     f'Phase {worst["phase"]} needs {needs} per device. A device has {gib(worst["hbm_bytes"])}. '
     'These changes were compiled:'
   ]
-  tried = []
+  tried, before = [], _run(partitioner())
   for knob in _knobs(worst, layouts):
-    for change, found in _compiled(knob, ask, partitioner):
+    for change in knob:
+      files = [flag.removeprefix(_FILE) for flag in change if flag.startswith(_FILE)]
+      try:
+        with override_gin(files, [flag for flag in change if flag.startswith(FLAG)]):
+          if _run(partitioner()) == before:
+            continue  # the same layout
+          found = ask()
+      except ConfigurationError as error:
+        refused = str(error).partition('\n')[0]
+        found = {'fits': False, 'total_bytes': None, 'not_possible': refused}
       lines.append(f'  {" ".join(change)}: {_outcome(found)}')
       print(lines[-1].strip(), flush=True)
       tried.append((change, found))
+      if found['fits']:
+        break
   return '\n'.join([*lines, best(tried, worst)])
 
 
@@ -131,26 +142,6 @@ def best(tried: Sequence[tuple[Change, Certificate]], before: Certificate) -> st
     size, change = min(less)
     return f'No single change is enough. Recommended: add {change}, which reduces it to {gib(size)}'
   return 'No change reduces it. Use a smaller model or more chips.'
-
-
-def _compiled(
-  knob: Sequence[Change], ask: Callable[[], Certificate], partitioner: Callable[[], Partitioner]
-) -> Iterator[tuple[Change, Certificate]]:
-  """Compiles the changes of a knob up to the first that fits, and yields them with the result."""
-  before = _run(partitioner())
-  for change in knob:
-    files = [flag.removeprefix(_FILE) for flag in change if flag.startswith(_FILE)]
-    try:
-      with override_gin(files, [flag for flag in change if flag.startswith(FLAG)]):
-        if _run(partitioner()) == before:
-          continue  # the same layout
-        found = ask()
-    except ConfigurationError as error:
-      refused = str(error).partition('\n')[0]
-      found = {'fits': False, 'total_bytes': None, 'not_possible': refused}
-    yield change, found
-    if found['fits']:
-      return
 
 
 def _run(layout: Partitioner) -> tuple[Any, ...]:

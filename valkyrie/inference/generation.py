@@ -108,13 +108,12 @@ class Continuation:
         f'stop={stop!r} has an empty string. Use strings of one letter or more.'
       )
     specials = vocabulary.specials if stops else {}
-    named = sorted((name for name in specials if any(name in one for one in stops)), key=len)
+    named = [name for name in specials if any(name in one for one in stops)]
     # Decoders leave special tokens out, so each stands as a mark, no character, in what is held.
-    marks = {name: chr(_FIRST_MARK + number) for number, name in enumerate(named)}
-    self._marks = {specials[name]: mark for name, mark in marks.items()}
-    marked = [*stops]
-    for name in reversed(named):  # the longest first, since one name may contain another
-      marked = [one.replace(name, marks[name]) for one in marked]
+    self._marks, marked = {}, [*stops]
+    for name in sorted(named, key=len, reverse=True):  # since one name may contain another
+      mark = self._marks[specials[name]] = chr(_FIRST_MARK + len(self._marks))
+      marked = [one.replace(name, mark) for one in marked]
     self._stop = {*stops, *marked}
     self._vocabulary = vocabulary
     self._begin = vocabulary.encode('a')  # decoders drop the first space of a text
