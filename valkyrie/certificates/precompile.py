@@ -61,13 +61,11 @@ def precompile(
   def certificates(only: int | None = None) -> list[Certificate]:
     """One for each phase, or for phase `only`; phases of one shape share a program."""
     setup = Setup(settings())
-    phases = setup.curriculum.forms
-    numbers = range(len(phases)) if only is None else [only]
-    found: dict[tuple, Certificate] = {}
-    for phase in (phases[number] for number in numbers):
-      if phase.shape not in found:
-        found[phase.shape] = certificate.of_step(setup, phase, topology, offered)
-    return [{'phase': number, **found[phases[number].shape]} for number in numbers]
+    phases = dict(enumerate(setup.curriculum.forms))
+    chosen = phases if only is None else {only: phases[only]}
+    programs = {phase.shape: phase for phase in chosen.values()}
+    found = {s: certificate.of_step(setup, p, topology, offered) for s, p in programs.items()}
+    return [{'phase': number, **found[phase.shape]} for number, phase in chosen.items()]
 
   with mesh.target_devices(devices):
     all_found = certificates()

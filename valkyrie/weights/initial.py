@@ -80,14 +80,12 @@ class InitialWeights:
 
   def __post_init__(self):
     for rule in self.rules:
-      try:
-        pattern, _ = rule
-      except (TypeError, ValueError) as error:
+      if not isinstance(rule, list | tuple) or len(rule) != 2:
         raise ConfigurationError(
           f'InitialWeights.rules contains {rule!r}. Use pairs of a regular expression and of '
           "'fresh', 'zero' or the name of a tensor."
-        ) from error
-      regular_expression('InitialWeights.rules', pattern)
+        )
+      regular_expression('InitialWeights.rules', rule[0])
 
   def check_source(self) -> None:
     """Raises a ConfigurationError if the source is not there, before anything is read."""
