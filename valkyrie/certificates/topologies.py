@@ -1,6 +1,6 @@
 """TPU slices by name, such as 'v4:4x4x2' and 'v6e:8x8', and devices to compile for them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import importlib.util
 import itertools
 import math
@@ -17,7 +17,7 @@ from valkyrie.monitoring.chips import TPUS
 # The slices that Google offers, with their sides in ascending order: cloud.google.com/tpu/docs. The
 # larger ones of v4 and v5p consist of whole cubes of 4 x 4 x 4 chips.
 _CUBES = itertools.combinations_with_replacement(range(4, 33, 4), 3)
-_SHAPES = {  # by the axes of the network
+_SHAPES: Mapping[int | None, Sequence[tuple[int, ...]]] = {  # by the axes of the network
   2: [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)],
   3: [(1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 4, 4)] + [s for s in _CUBES if math.prod(s) <= 512],
 }

@@ -122,17 +122,15 @@ class LoadedModel:
         found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
     except (OSError, SafetensorError) as error:
       raise StorageError(f'{path} is not a complete file of a carry ({error}).') from error
-    if made_by != self._weights():
-      raise ConfigurationError(
-        f'{path} was saved with other weights ({json.dumps(made_by)}) than the loaded ones '
-        f'({json.dumps(self._weights())}). Read the text again.'
-      )
     like = self._reader.fresh(np.size(found.get('position', 0)))
     expected = _named_leaves(like)
-    sizes = {name: (leaf.shape, leaf.dtype) for name, leaf in expected.items()}
-    if sizes != {name: (leaf.shape, leaf.dtype) for name, leaf in found.items()}:
+    sizes, own = (
+      {name: (leaf.shape, leaf.dtype) for name, leaf in each.items()} for each in (found, expected)
+    )
+    if made_by != self._weights() or sizes != own:
       raise ConfigurationError(
-        f'{path} is the carry of a model with other sizes. Read the text again with this model.'
+        f'{path} was saved with other weights ({json.dumps(made_by)}) than the loaded ones '
+        f'({json.dumps(self._weights())}), or by a model of other sizes. Read the text again.'
       )
     leaves = [jnp.asarray(found[name]) for name in expected]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)

@@ -20,7 +20,6 @@ OBJECTS = ('football', 'apple', 'milk')
 _MOVES = ('moved', 'went', 'went back', 'journeyed', 'travelled')
 _TAKES = ('got', 'grabbed', 'picked up', 'took')
 _DROPS = ('dropped', 'discarded', 'left', 'put down')
-_EVENTS = {'qa1': (2, 10), 'qa2': (8, 20), 'qa3': (15, 35)}  # the fewest and the most of a story
 _WIDTH = 0.2  # the part of the text that holds the story
 
 
@@ -67,7 +66,7 @@ class _World:
     self.facts.append(f'{person} {self._random.choice(verbs)} {rest}.')
 
 
-def _where_is(world: _World, names: Sequence[str], random: np.random.Generator) -> Question | None:
+def _where_is(names: Sequence[str], world: _World, random: np.random.Generator) -> Question | None:
   known = [name for name in names if name in world.rooms]
   if not known:
     return None
@@ -89,19 +88,22 @@ def _where_was(world: _World, random: np.random.Generator) -> Question | None:
   return Question(asked, [before])
 
 
+_TASKS = {  # the fewest and the most events of a story, and its question
+  'qa1': (2, 10, functools.partial(_where_is, PEOPLE)),
+  'qa2': (8, 20, functools.partial(_where_is, OBJECTS)),
+  'qa3': (15, 35, _where_was),
+}
+
+
 def story(order: Order, task: str) -> Problem:
   """A story of the task in the order's text."""
   random = order.random
   world, question = _World(random, objects=task != 'qa1'), None
-  fewest, most = _EVENTS[task]
+  fewest, most, ask = _TASKS[task]
   events = random.integers(fewest, most + 1)
   while question is None or len(world.facts) < events:
     world.event()
-    question = {
-      'qa1': lambda: _where_is(world, PEOPLE, random),
-      'qa2': lambda: _where_is(world, OBJECTS, random),
-      'qa3': lambda: _where_was(world, random),
-    }[task]()
+    question = ask(world, random)
   text = filler(order)
   begin = (order.depth or 0.0) * (1 - _WIDTH) * len(text)
   places = random.uniform(begin, begin + _WIDTH * len(text), size=len(world.facts))
@@ -115,5 +117,5 @@ def names_the_room(continuation: str, question: Question) -> float:
   return float(named == {*question.answers})
 
 
-for _task in _EVENTS:
+for _task in _TASKS:
   register(_task, Suite(functools.partial(story, task=_task), names_the_room, 20, needs_text=True))
