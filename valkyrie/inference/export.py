@@ -24,7 +24,6 @@ from valkyrie.errors import ConfigurationError, StorageError, storage_errors
 from valkyrie.inference.loaded import LoadedModel
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.sites import U, V, sites_of
-from valkyrie.types import Params
 from valkyrie.weights import huggingface, named_tensors
 
 _CARD = """# {name}
@@ -82,10 +81,7 @@ def export(
   theirs = huggingface.configuration_of(model) if form == 'huggingface' else None
   loaded = opened(model_dir, step)
   steps = ', '.join(map(str, loaded.steps))
-  arrays = (
-    _components(loaded) if form == 'components'
-    else _arrays(loaded.params, loaded.model.about.vocabulary_size)
-  )  # fmt: skip
+  arrays = _components(loaded) if form == 'components' else _arrays(loaded)
   count = sum(array.size for array in arrays.values())
   if theirs is None:
     config: dict[str, Any] = {
@@ -124,12 +120,12 @@ def export(
   print(f'step {steps}: {count:,} parameters in {output}')
 
 
-def _arrays(params: Params, vocabulary_size: int) -> dict[str, np.ndarray]:
+def _arrays(loaded: LoadedModel) -> dict[str, np.ndarray]:
   """The arrays by name on the host: adapters merged, tables without the vocabulary's padding."""
-  merged = named_tensors.merged(named_tensors.of_params(params))
+  merged = named_tensors.merged(named_tensors.of_params(loaded.params))
   whole = {name: tensor.read((slice(None),) * len(tensor.shape)) for name, tensor in merged.items()}
-  tables = {name: whole[name][:vocabulary_size] for name in named_tensors.TABLES if name in whole}
-  return whole | tables
+  size = loaded.model.about.vocabulary_size
+  return whole | {name: whole[name][:size] for name in named_tensors.TABLES if name in whole}
 
 
 def _components(loaded: LoadedModel) -> dict[str, np.ndarray]:
