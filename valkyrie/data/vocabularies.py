@@ -42,9 +42,8 @@ _EOS_NAMES = ('<|endoftext|>', '</s>', '<eos>', '<|end_of_text|>', '<|eot_id|>',
 class Vocabulary(Protocol):
   """A codec. Ids are in [0, size); `encode` adds no EOS; `file` holds the codec; bytes have none.
 
-  `ids` is `encode` as an int32 array [tokens], where that can be faster. `specials` are the tokens
-  beside those of texts, {name: id}; `bos` those before the text of each document, usually one or
-  none, which the fingerprint names.
+  `ids` is `encode` as an int32 array [tokens]. `specials` are the tokens beside those of texts,
+  {name: id}; `bos` those before each document, usually one or none, which the fingerprint names.
   """
 
   size: int
@@ -187,7 +186,7 @@ class HuggingFaceVocabulary(FileVocabulary):
     if (added := config.get('add_bos_token')) is None:
       self.bos = self._first_of_texts(ids)
     elif added:
-      self.bos = (_bos_id(path, ids.get(str(_name(path, config, 'bos_token')))),)
+      self.bos = (_bos_id(path, ids.get(config.get('bos_token', ''))),)
 
   def _switch_off(self, path: pathlib.Path) -> None:
     """Switches off what cuts, pads or varies the ids of a text, or makes an EOS of it."""
@@ -204,7 +203,8 @@ class HuggingFaceVocabulary(FileVocabulary):
       codec.add_special_tokens([self._eos])
     codec.encode_special_tokens = True  # as ordinary text
     if found := [name for name, value in settings.items() if value]:
-      _say(f'{path} has {" and ".join(found)}, which would change texts and is ignored.')
+      ignored = f'{" and ".join(found)}, which would change texts and is ignored.'
+      _warn_once(f'The vocabulary {path} has {ignored}')
 
   def _first_of_texts(self, known: Iterable[str]) -> tuple[int, ...]:
     """The ids that the file puts before a text."""
@@ -227,10 +227,7 @@ class HuggingFaceVocabulary(FileVocabulary):
     return {token.content: number for number, token in added.items() if token.special}
 
 
-@functools.cache
-def _say(message: str) -> None:
-  """Warns once, though a run loads its vocabulary several times."""
-  logging.warning('The vocabulary %s', message)
+_warn_once = functools.cache(logging.warning)  # a run loads its vocabulary several times
 
 
 def following(encode: Callable[[str], Any], before: str, text: str) -> Any:
@@ -259,14 +256,16 @@ def as_utf8(text: str, place: str) -> bytes:
     ) from error
 
 
-_CODECS = {'.model': SentencePieceVocabulary, '.json': HuggingFaceVocabulary}
-_KINDS = {'.model': 'sentencepiece', '.json': 'huggingface'}
+_CODECS = {
+  '.model': ('sentencepiece', SentencePieceVocabulary),
+  '.json': ('huggingface', HuggingFaceVocabulary),
+}
 
 
 def fingerprint(path: pathlib.Path, content: bytes, bos: Iterable[int] = ()) -> str:
   """The fingerprint of a vocabulary file's codec, and of what begins a document: '...+1'."""
-  digest = hashlib.sha256(content).hexdigest()
-  return '+'.join([f'{_KINDS[path.suffix]}-{digest}', *map(str, bos)])
+  kind, _ = _CODECS[path.suffix]
+  return '+'.join([f'{kind}-{hashlib.sha256(content).hexdigest()}', *map(str, bos)])
 
 
 def load(specification: str) -> Vocabulary:
@@ -287,7 +286,8 @@ def load(specification: str) -> Vocabulary:
     ) from error
   if not content:
     raise ConfigurationError(f'The vocabulary file {path} is empty. Copy or download it again.')
-  vocabulary = _CODECS[path.suffix](path, content)
+  _, codec = _CODECS[path.suffix]
+  vocabulary = codec(path, content)
   vocabulary.fingerprint, vocabulary.file = fingerprint(path, content, vocabulary.bos), path
   return vocabulary
 
@@ -319,25 +319,17 @@ def _configuration(path: pathlib.Path) -> dict[str, Any]:
   if not beside.is_file():
     return {}
   try:
-    found = foreign.json_object(foreign.content(beside))
-    found = {name: value for name, value in found.items() if value is not None}
-    if not isinstance(found.get('add_bos_token', True), bool):
-      raise ValueError(f'its "add_bos_token" is {found["add_bos_token"]!r:.40}')
+    found = foreign.json_object(foreign.content(beside), add_bos_token=bool | None)
+    for name in ('bos_token', 'eos_token'):
+      if isinstance(token := found.get(name), dict):
+        found[name] = token.get('content')
+      if not isinstance(found.get(name), str | None):
+        raise ValueError(f'its field {name!r} has {token!r:.40}')
   except (OSError, ValueError) as error:
     raise ConfigurationError(
       f'{beside} is not a tokenizer configuration ({error}). Copy or download it again.'
     ) from error
-  return found
-
-
-def _name(path: pathlib.Path, config: Mapping[str, Any], kind: str) -> str | None:
-  named = config.get(kind)
-  named = named.get('content') if isinstance(named, dict) else named
-  if not isinstance(named, str | None):
-    raise ConfigurationError(
-      f'{path.with_name(_CONFIGURATION)} has {named!r:.40} as its "{kind}", expected a text.'
-    )
-  return named
+  return {name: value for name, value in found.items() if value is not None}
 
 
 def _bos_id(path: pathlib.Path, found: int | None) -> int:
@@ -350,8 +342,7 @@ def _bos_id(path: pathlib.Path, found: int | None) -> int:
 
 
 def _eos_name(path: pathlib.Path, config: Mapping[str, Any], ids: Mapping[str, int]) -> str:
-  named = _name(path, config, 'eos_token')
-  names = _EOS_NAMES if named is None else [named]
+  names = [config['eos_token']] if 'eos_token' in config else _EOS_NAMES
   found = [name for name in names if name in ids]
   if not found:
     raise ConfigurationError(
