@@ -18,7 +18,7 @@ from valkyrie import foreign
 from valkyrie.config import paths, redact
 from valkyrie.data import store_writer, token_store
 from valkyrie.data.records import STREAMED
-from valkyrie.data.source_files import SourceFile, SourceFiles
+from valkyrie.data.source_files import SourceFile, SourceFiles, access
 from valkyrie.data.token_store import Selection
 from valkyrie.distributed import heartbeat
 from valkyrie.errors import DataError, StorageError
@@ -192,16 +192,10 @@ def _hash(file: SourceFile) -> str | None:
   if not file.changed:
     return None
   digest = hashlib.blake2b(digest_size=16)
-  try:
-    with open(file.path, 'rb') as stream:
-      while piece := stream.read(_PIECE):
-        digest.update(piece)
-        heartbeat.beat()  # of the run that waits for the store
-  except OSError as error:
-    raise DataError(
-      f'{file.path} cannot be read ({error.strerror}). Check its permissions, and run again when '
-      'nobody writes to it.'
-    ) from error
+  with access(file.path, f'{file.path} cannot be read'), open(file.path, 'rb') as stream:
+    while piece := stream.read(_PIECE):
+      digest.update(piece)
+      heartbeat.beat()  # of the run that waits for the store
   return digest.hexdigest()
 
 

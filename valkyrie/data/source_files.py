@@ -1,6 +1,7 @@
 """The files of a text source: found by a path, a folder or a pattern, here or in a bucket."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+import contextlib
 import fnmatch
 import os
 import posixpath
@@ -63,15 +64,12 @@ class SourceFiles:
     self.location, self.formats = location, tuple(formats)
     self._place = location if isinstance(location, str) else location[0]
     self.left_out: list[SourceFile] = []
-    named = f'The source {self}'
-    try:
+    with access(self._place, f'The source {self} cannot be listed'):
       self._filesystem, path = filesystem_of(self._place)
       self.root, self.files = self._listed(path) if self._place == location else self._named()
-    except (pa.ArrowException, OSError, ValueError) as error:
-      raise refused(self._place, f'{named} cannot be listed', error) from error
     if not self.files:
       raise DataError(
-        f'{named} has no files of a known format. Found nothing that ends with '
+        f'The source {self} has no files of a known format. Found nothing that ends with '
         f'{", ".join(self.formats)}, also compressed as {" or ".join(COMPRESSIONS)}. Name a '
         'file, a folder or a pattern of such files.'
       )
@@ -109,10 +107,8 @@ class SourceFiles:
 
     Times are compared in seconds, since S3 tells no more of a single file.
     """
-    try:
+    with access(self._place, f'{file.path} cannot be read'):
       found = self._file(self._filesystem.get_file_info(file.path))
-    except (pa.ArrowException, OSError) as error:
-      raise refused(self._place, f'{file.path} cannot be read', error) from error
     if (found.size, found.modified // 10**9) != (file.size, file.modified // 10**9):
       now = 'it is gone' if found.size is None else f'it has {found.size} bytes'
       raise DataError(
@@ -213,21 +209,23 @@ def filesystem_of(location: str) -> tuple[Any, str]:
   return pyarrow.fs.FileSystem.from_uri(f'{scheme}://{quoted}{"?" if query else ""}{query}')
 
 
-def refused(location: str, task: str, error: Exception) -> DataError | StorageError:
-  """Converts an error of pyarrow to one of this program: 'TASK (reason). ADVICE'.
+@contextlib.contextmanager
+def access(location: str, failure: str) -> Iterator[None]:
+  """Converts errors of pyarrow inside: 'FAILURE (reason). ADVICE'.
 
   A missing file or bucket, and any error of this machine, is a DataError; denied access and a
   service that does not answer are a StorageError.
   """
-  words = str(error)
-  wrong = isinstance(error, ValueError | FileNotFoundError) or 'NO_SUCH_' in words
-  if wrong or not paths.is_address(location):
-    return DataError(f'{task} ({words}). Check its path and its permissions.')
-  scheme = location.partition('://')[0].replace('gcs', 'gs')
-  denied = isinstance(error, PermissionError) or _DENIED.search(words)
-  if denied and scheme in _ADVICE:
-    return StorageError(f'{task} ({words}). {_ADVICE[scheme]}')
-  return StorageError(f'{task} ({words}). Check the address and the network, and run again.')
+  try:
+    yield
+  except (pa.ArrowException, OSError, ValueError) as error:
+    kind, advice = StorageError, 'Check the address and the network, and run again.'
+    wrong = isinstance(error, ValueError | FileNotFoundError) or 'NO_SUCH_' in str(error)
+    if wrong or not paths.is_address(location):
+      kind, advice = DataError, 'Check its path and its permissions.'
+    elif isinstance(error, PermissionError) or _DENIED.search(str(error)):
+      advice = _ADVICE.get(location.partition('://')[0].replace('gcs', 'gs'), advice)
+    raise kind(f'{failure} ({error}). {advice}') from error
 
 
 def format_of(path: str) -> str:

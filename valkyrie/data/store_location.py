@@ -1,22 +1,38 @@
-"""Location of a run's token store, and its build on first use, in a process of its own."""
+"""Location of a run's token store: built on first use, or copied from a bucket.
 
-from collections.abc import Sequence
+The arrays of a store are mapped into memory, so a run copies a store in a bucket to its cache. The
+name of the copy contains the hash of store.json, so a replaced store is copied anew. A file gets
+its name when it is complete, and store.json comes last, so a killed copy continues where it was.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
+import hashlib
 import json
 import os
 import pathlib
+import posixpath
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
 from typing import Any
 
+import tqdm
+
 from valkyrie import errors
 from valkyrie.config import paths, redact
+from valkyrie.data import store_writer, token_store
 from valkyrie.data.token_store import STORE_FILE, Selection, TokenStore, read_information
 from valkyrie.distributed import heartbeat
+from valkyrie.errors import DataError, StorageError
+from valkyrie.storage import whole_file
 
 _COMMAND = ('python', '-m', 'valkyrie.data.build_store')
+_BLOCK = 2**23  # bytes that are read at once
+_PART = '.part'  # the file that is being copied
+_UPLOAD = 'Upload the whole store again, store.json last.'
 
 
 def store_path(selection: Selection, data_dir: str | None) -> pathlib.Path:
@@ -35,7 +51,8 @@ def open_store(selection: Selection, data_dir: str | None = None) -> TokenStore:
 
   Raises:
     ConfigurationError, DataError: as in the builder and `TokenStore.open`; or the files of the
-      source have changed since the store was built.
+      source have changed since the store was built; or the store in a bucket is not finished.
+    StorageError: the bucket or the disk refuses a copy, or the disk is too small.
   """
   recipe = [
     f'--task={selection.task}',
@@ -46,10 +63,8 @@ def open_store(selection: Selection, data_dir: str | None = None) -> TokenStore:
     *(['--unique'] if selection.unique else []),
   ]
   if data_dir is not None and paths.is_address(data_dir):
-    from valkyrie.data import remote_store  # noqa: PLC0415  (pyarrow, only for buckets)
-
     make = _uploading([*recipe, f'--output={selection.name}'], data_dir, selection.name)
-    path = remote_store.copied(data_dir, selection.name, f'To build it, {make}')
+    path = _copied(_RemoteStore(data_dir, selection.name), f'To build it, {make}')
   else:
     path = store_path(selection, data_dir)
     recipe.append(f'--output={path}')
@@ -81,11 +96,95 @@ def _check_other_splits(path: pathlib.Path, selection: Selection) -> None:
 
 def _uploading(recipe: Sequence[str], data_dir: str, name: str) -> str:
   """How to build a store and upload it to an address."""
-  place = redact.in_value(data_dir.partition('?')[0].rstrip('/'))
+  place = _shown(data_dir)
   copy = f'gcloud storage cp --recursive {name} {place}/'
   if place.startswith('s3://'):
     copy = f'aws s3 cp --recursive {name} {place}/{name}'
   return f'run this, and upload the folder:\n  {_command(recipe)}\n  {copy}'
+
+
+class _RemoteStore:
+  """The files of the store `name` in a folder of stores at an address."""
+
+  def __init__(self, data_dir: str, name: str):
+    from valkyrie.data import source_files  # noqa: PLC0415  (pyarrow, only for buckets)
+
+    self.name, self._address, self._access = name, f'{_shown(data_dir)}/{name}', source_files.access
+    with self._access(data_dir, f'{self} cannot be read'):
+      self._filesystem, folder = source_files.filesystem_of(data_dir)
+    self._path = posixpath.join(folder, name)
+
+  def __str__(self) -> str:
+    return self._address
+
+  def blocks(self, file: str, missing: str) -> Iterator[bytes]:
+    """The content of a file; raises DataError, with the message `missing`, or StorageError."""
+    with self._access(str(self), f'{self}/{file} cannot be read'):
+      try:
+        with self._filesystem.open_input_stream(f'{self._path}/{file}') as stream:
+          while block := stream.read(_BLOCK):
+            yield block
+      except FileNotFoundError as error:
+        raise DataError(missing) from error
+
+
+def _copied(remote: _RemoteStore, build: str) -> pathlib.Path:
+  """Copies a store to this machine, unless the copy exists; returns its directory.
+
+  `build` says how to build the store, for the message if there is none.
+  """
+  unfinished = f'{remote} is not a finished token store: no {STORE_FILE}. {build}'
+  content = b''.join(remote.blocks(STORE_FILE, unfinished))
+  information = token_store.information_of(content, f'{remote}/{STORE_FILE}')
+  local = paths.cache() / f'{remote.name}-{hashlib.sha256(content).hexdigest()[:8]}'
+  if (local / STORE_FILE).exists():
+    return local
+  with (
+    errors.storage_errors(f'{remote} cannot be copied to {local}', 'Complete files are kept.'),
+    store_writer.locked(local / '.lock', local, lambda *_: heartbeat.beat()),
+  ):
+    if not (local / STORE_FILE).exists():  # another process may have made the copy meanwhile
+      _copy(remote, token_store.recorded_files(information), local)
+      whole_file.write(local / STORE_FILE, content)
+  return local
+
+
+def _copy(remote: _RemoteStore, files: Mapping[str, dict[str, Any]], local: pathlib.Path) -> None:
+  """Copies the files that are missing in `local`."""
+  part = local / _PART
+  part.unlink(missing_ok=True)
+  missing = {name: recorded for name, recorded in files.items() if not (local / name).exists()}
+  size, free = sum(r['bytes'] for r in missing.values()), shutil.disk_usage(local).free
+  if size > free:
+    raise StorageError(
+      f'{remote} does not fit on the disk of {local}: it needs {size / 1e9:,.3g} GB, but '
+      f'{free / 1e9:,.3g} GB are free. Free space there, or name a folder on a larger disk in '
+      'VALKYRIE_CACHE.'
+    )
+  print(f'copying {remote} to {local}', file=sys.stderr, flush=True)
+  interval = 0.2 if sys.stderr.isatty() else 10
+  with tqdm.tqdm(total=size, unit='B', unit_scale=True, mininterval=interval) as bar:
+    for name, recorded in missing.items():
+      digest = hashlib.sha256()
+      lacks = f'{remote} lacks {name}, which its {STORE_FILE} records. {_UPLOAD}'
+      with store_writer.flushed(part) as stream:
+        for block in remote.blocks(name, lacks):
+          stream.write(block)
+          digest.update(block)
+          bar.update(len(block))
+          heartbeat.beat()
+      if digest.hexdigest() != recorded['sha256']:
+        raise DataError(
+          f'{remote}/{name} has the SHA-256 {digest.hexdigest()}, but {recorded["sha256"]} is '
+          f'recorded in its {STORE_FILE}. {_UPLOAD}'
+        )
+      (local / name).parent.mkdir(exist_ok=True)
+      part.rename(local / name)
+
+
+def _shown(address: str) -> str:
+  """An address without its query and secrets."""
+  return redact.in_value(address.partition('?')[0].rstrip('/'))
 
 
 class _Builder:
@@ -137,7 +236,7 @@ class _Builder:
         print(json.dumps(list(arguments)), file=process.stdin, flush=True)
       if not (answer := process.stdout.readline()):
         self._process = None
-        raise errors.DataError(
+        raise DataError(
           f'{task} ended with exit code {process.wait()}; its output is above. Finished shards are '
           f'kept. Run again to continue, or run this by itself:\n  {_command(arguments)}'
         )

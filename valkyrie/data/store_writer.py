@@ -17,7 +17,6 @@ import pathlib
 import shutil
 import time
 from typing import Any, BinaryIO, NamedTuple
-import uuid
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from valkyrie import foreign
 from valkyrie.data import token_store
 from valkyrie.data.token_store import SHARD_FILE, STORE_FILE, Selection
 from valkyrie.errors import ConfigurationError, DataError, storage_errors
-from valkyrie.storage import foreign_names
+from valkyrie.storage import foreign_names, whole_file
 
 SOURCE_FILE = '.source.jsonl'  # of an unfinished store, see `provenance.Origin`
 COUNTS = ('documents', 'tokens', 'text_bytes', 'skipped_empty', 'skipped_one_token')
@@ -118,7 +117,7 @@ class StoreWriter:
       counts = self._write_arrays(temporary, shard, documents, report)
       files = {file.name: _recorded(file) for file in sorted(temporary.glob('*.npy'))}
       record = self._information() | {'name': folder.name, 'files': files} | counts
-      _write_json(temporary / SHARD_FILE, record)
+      whole_file.write(temporary / SHARD_FILE, _json(record))
       temporary.rename(folder)
 
   def check_shards(self) -> None:
@@ -162,9 +161,8 @@ class StoreWriter:
       information['fingerprint'] = token_store.content_hash([information['vocabulary'], files])
       lengths = [np.diff(np.load(folder / 'offsets.npy')) for folder in folders]
       information['lengths'] = _histogram(np.concatenate(lengths)[stays])
-      temporary = self.path / f'.{STORE_FILE}.{uuid.uuid4().hex}.tmp'
-      _write_json(temporary, information | {'sha256': token_store.content_hash(information)})
-      temporary.replace(self.path / STORE_FILE)
+      whole = information | {'sha256': token_store.content_hash(information)}
+      whole_file.write(self.path / STORE_FILE, _json(whole))
       for left in [*self.path.glob('.*.lock'), self.path / SOURCE_FILE]:
         left.unlink(missing_ok=True)
     token_store.warn_of_ratio(self.path, information)
@@ -310,9 +308,8 @@ def _save(file: pathlib.Path, array: np.ndarray) -> None:
     np.save(stream, array)
 
 
-def _write_json(file: pathlib.Path, content: dict[str, Any]) -> None:
-  with flushed(file) as stream:
-    stream.write(json.dumps(content, indent=1, sort_keys=True).encode())
+def _json(content: dict[str, Any]) -> str:
+  return json.dumps(content, indent=1, sort_keys=True)
 
 
 def _recorded(file: pathlib.Path) -> dict[str, Any]:
