@@ -8,10 +8,11 @@ builds the same store, and so do the workers of Apache Beam on other machines.
 # pyright: reportMissingImports=false
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures.process import BrokenProcessPool
 import functools
 import hashlib
 import multiprocessing
-import multiprocessing.connection
 import os
 import pathlib
 import shutil
@@ -27,7 +28,7 @@ from valkyrie.data.document_source import TASKS, TaskReader
 from valkyrie.data.store_writer import Report, StoreWriter
 from valkyrie.data.token_store import Selection
 from valkyrie.distributed import heartbeat
-from valkyrie.errors import ConfigurationError, DataError, Preempted, ValkyrieError
+from valkyrie.errors import ConfigurationError, DataError, Preempted
 
 DEFAULT_SHARDS = 8
 
@@ -45,12 +46,7 @@ def build(
 ) -> dict[str, Any] | None:
   """Builds a store, or one shard of it; returns store.json, or None while shards are missing.
 
-  Args:
-    shard: the number of the only shard to build; None builds all.
-    processes: the number of processes; it does not change the store.
-    rebuild: remove a store that is there first.
-    renew: build shards of an unfinished store again if they are of another source.
-    beam: options of Apache Beam, whose workers then build the shards in place of this machine.
+  The arguments are the options of the command line, see `build_store`.
 
   Raises:
     ConfigurationError: the task or split is unknown, or does not fit the other arguments; Beam is
@@ -175,60 +171,50 @@ class _Progress(tqdm.tqdm):
 def _in_processes(
   opened: Callable[[], Bench], numbers: Iterable[int], count: int, progress: _Progress
 ) -> None:
-  """Builds shards in `count` processes; raises the first error after all have ended."""
+  """Builds shards in `count` processes; raises the first error, and ends the others."""
   context = multiprocessing.get_context('spawn')
-  waiting = context.SimpleQueue()
-  for number in [*numbers, *[None] * count]:
-    waiting.put(number)
-  readers, processes = [], []
-  try:
-    for _ in range(count):
-      reader, writer = context.Pipe(duplex=False)
-      process = context.Process(target=_work, args=(opened, waiting, writer), daemon=True)
-      process.start()
-      processes.append(process)
-      writer.close()
-      readers.append(reader)
-    while readers:
-      for ready in multiprocessing.connection.wait(readers):
-        reader: Any = ready
-        try:
-          message = reader.recv()
-        except EOFError:
-          raise DataError(
-            'A process that built shards has died, perhaps for lack of memory. Finished shards '
-            'are kept. Run the same command again, with fewer --processes.'
-          ) from None
-        if isinstance(message, ValkyrieError):
-          raise message
-        if message is None:
-          readers.remove(reader)
-        else:
-          progress.add(*message)
-  finally:
-    for process in processes:
-      process.terminate()
-      process.join()
+  reports = context.SimpleQueue()
+  with futures.ProcessPoolExecutor(count, context, _start, (opened, reports)) as pool:
+    try:
+      running = {pool.submit(_build_one, number) for number in numbers}
+      while running:
+        done, running = futures.wait(running, 1, futures.FIRST_COMPLETED)
+        while not reports.empty():
+          progress.add(*reports.get())
+        for finished in done:
+          finished.result()
+    except BrokenProcessPool as error:
+      raise DataError(
+        'A process that built shards has died, perhaps for lack of memory. Finished shards '
+        'are kept. Run the same command again, with fewer --processes.'
+      ) from error
+    except BaseException:
+      for process in multiprocessing.active_children():
+        process.terminate()
+      raise
 
 
-def _work(opened: Callable[[], Bench], waiting: Any, writer: Any) -> None:
-  """The main function of a process: builds shards from the queue, and sends its progress."""
+_worker: tuple[Callable[[], Bench], Any]  # of this process, if it is one of several
+
+
+def _start(opened: Callable[[], Bench], reports: Any) -> None:
+  """Begins a process, which opens its bench with its first shard, and ends with its parent."""
+  global _worker  # noqa: PLW0603
+  _worker = functools.cache(opened), reports
   threading.Thread(target=_end_with_the_parent, daemon=True).start()
-  try:
-    bench = opened()
-    while (number := waiting.get()) is not None:
-      bench.build(number, lambda *read: writer.send(read))
-      writer.send((0, 0, 1))
-    writer.send(None)
-  except ValkyrieError as error:
-    writer.send(error)
+
+
+def _build_one(number: int) -> None:
+  opened, reports = _worker
+  opened().build(number, lambda *read: reports.put(read))
+  reports.put((0, 0, 1))
 
 
 def _end_with_the_parent() -> None:
   """Ends this process when its parent does, by whatever means."""
   parent = multiprocessing.parent_process()
   assert parent is not None
-  multiprocessing.connection.wait([parent.sentinel])
+  parent.join()
   os._exit(Preempted.exit_code)
 
 
