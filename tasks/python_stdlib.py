@@ -81,12 +81,7 @@ def _split(path: str) -> str:
 
 def _text(file: pathlib.Path) -> str:
   """The text of a file in its declared encoding, or in UTF-8 with replacement characters."""
-  try:
-    content = file.read_bytes()
-  except OSError as error:
-    raise DataError(
-      f'The library file {file} cannot be read ({error.strerror}). Check its permissions.'
-    ) from error
+  content = file.read_bytes()
   try:
     encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
     text = content.decode(encoding)

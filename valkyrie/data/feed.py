@@ -15,7 +15,7 @@ from valkyrie import types
 from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import vocabularies
-from valkyrie.data.rows import Row, deal
+from valkyrie.data.rows import Order, Row, deal
 from valkyrie.data.store_location import open_store
 from valkyrie.data.token_store import REBUILD, Selection, TokenStore, more_documents
 from valkyrie.errors import ConfigurationError, DataError
@@ -25,6 +25,7 @@ RESETS = ('document', 'sequence', 'never')
 _SEGMENTS = 2**30  # documents with the same segment id are too far apart to meet in a step
 _UNEVEN = 4  # times the shortest row
 _MAX_NAMED = 8  # rows, and documents of each row, in a message
+_warn_once = functools.cache(logging.warning)
 
 
 # The fingerprints of store and vocabulary tell whether the tokens are the same, and a checkpoint
@@ -102,25 +103,19 @@ class TaskFeed:
     self._data_dir = data_dir
     self.batch_size = batch_size
     self.reset_at = reset_at
-    self._pass_carry = pass_carry
-    self._seeds = [seed]
-    self._shuffle = shuffle
-    self._epochs = epochs
+    self._order = Order([seed], shuffle, epochs, pass_carry)
     self._learn_eos = learn_eos
     self._bad_documents = bad_documents
-    self._reported: set[int] = set()
 
   @functools.cached_property
   def store(self) -> TokenStore:
-    """The token store."""
     return open_store(self.selection, self._data_dir)
 
   @functools.cached_property
   def rows(self) -> list[Row]:
     """The documents of each row in their order."""
     keys = None if self.reset_at == 'document' else self.store.sequence_keys
-    order = self._seeds, self._shuffle, self._epochs, self._pass_carry
-    rows = deal(self.store.lengths, keys, self.batch_size, *order)
+    rows = deal(self.store.lengths, keys, self.batch_size, self._order)
     units = sum(row.units_of_epoch for row in rows)
     if units < self.batch_size:
       unit = 'documents' if keys is None else 'sequences of documents'
@@ -132,7 +127,7 @@ class TaskFeed:
         f'{more_documents(min(enough, 2048))}'
       )
     shortest, longest = (of(row.length for row in rows) for of in (min, max))
-    if self._epochs is None and longest >= _UNEVEN * shortest:
+    if self._order.epochs is None and longest >= _UNEVEN * shortest:
       logging.warning(
         '%s: the shortest of the %d rows has %s tokens and repeats %.3g times while the longest '
         'reads its %s once, so its documents count that much more. Cut long documents (text_cut, '
@@ -143,7 +138,6 @@ class TaskFeed:
 
   @property
   def fingerprint(self) -> str:
-    """The hash of the store's content."""
     return self.store.fingerprint
 
   @property
@@ -153,13 +147,11 @@ class TaskFeed:
 
   @property
   def row_tokens(self) -> int:
-    """Tokens of the longest row in one epoch."""
     return max(row.length for row in self.rows)
 
   @property
   def row_end(self) -> int | None:
-    """Tokens after which all rows are padding; None if the feed is endless."""
-    return None if self._epochs is None else self._epochs * self.row_tokens
+    return None if self._order.epochs is None else self._order.epochs * self.row_tokens
 
   @property
   def longest(self) -> int:
@@ -167,38 +159,29 @@ class TaskFeed:
     return max(row.longest_unit for row in self.rows)
 
   def dealt(self, number: int, rows: int, begin: int) -> 'TaskFeed':
-    """Deal `number` of the store over other rows; see `types.TaskFeed`.
-
-    A feed with `epochs`, which end within one deal, raises a ConfigurationError.
-    """
+    """As `types.TaskFeed`; ConfigurationError for `epochs`, which end within one deal."""
     del begin  # an endless feed is the same from any position of the run on
-    if self._epochs is not None:
+    if self._order.epochs is not None:
       raise ConfigurationError(
-        f'{self.selection} has TaskFeed.epochs={self._epochs}, which end in one deal of its '
+        f'{self.selection} has TaskFeed.epochs={self._order.epochs}, which end in one deal of its '
         'documents. Keep the number of rows, or set TaskFeed.epochs = None.'
       )
     dealt = copy.copy(self)
     dealt.__dict__.pop('rows', None)
     dealt.batch_size = rows
     if number:  # the first deal uses only the seed
-      dealt._seeds = [*self._seeds, number]
+      dealt._order = self._order._replace(seeds=[*self._order.seeds, number])
     return dealt
 
   def unfinished(self, position: int) -> int:
-    """Tokens before a position that belong to unfinished epochs, over all rows."""
     return sum(position % row.length for row in self.rows)
 
   def progress(self, position: int) -> dict[str, float]:
-    """The epochs before a position, over all rows."""
     read = sum(position if row.end is None else min(position, row.end) for row in self.rows)
     return {'epochs': read / self.store.tokens}
 
   def read(self, position: int, length: int, rows: Sequence[int] | None = None) -> Batch:
-    """Reads the tokens [position, position + length) of `rows` -> numpy arrays [rows, length].
-
-    Raises:
-      DataError: a row has more than `bad_documents` damaged documents.
-    """
+    """As `types.TaskFeed`; DataError if a row has more than `bad_documents` damaged documents."""
     rows = range(self.batch_size) if rows is None else rows
     dtypes = {'weights': np.float32}
     leaves = [np.zeros((len(rows), length), dtypes.get(f, np.int32)) for f in Batch._fields]
@@ -260,10 +243,8 @@ class TaskFeed:
         f'TaskFeed.bad_documents={self._bad_documents}: {"; ".join(names)}{more}. They were '
         f'damaged after they were written. {REBUILD}'
       )
-    for document, name in zip(damaged, names, strict=False):
-      if document not in self._reported:
-        self._reported.add(document)
-        logging.warning('Passing over %s', name)
+    for name in names:
+      _warn_once(f'Passing over {name}')
 
 
 def _some(names: Sequence[str], separator: str) -> str:

@@ -1,9 +1,10 @@
 """Batches of several sources by weight, as a pure function of the position in the rows."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import copy
 import functools
 import hashlib
+import itertools
 import json
 import math
 import operator
@@ -26,14 +27,14 @@ class _Span(NamedTuple):
   """A stretch of a row from one source.
 
   start, length: tokens of the row before it, and its own.
-  place: tokens of the source's row before it; before: units of the other sources before it.
+  place: tokens of the source's row before it; others: units of the other sources before it.
   """
 
   start: int
   length: int
   source: int
   place: int
-  before: int
+  others: int
 
 
 @gin.configurable
@@ -129,21 +130,16 @@ class Mixture:
   @property
   def row_tokens(self) -> int:
     """Tokens of the longest row until every source with a weight has been read once."""
-    return max(
-      math.ceil(feed.row_tokens / self.weights[name])
-      for name, feed in self.sources.items()
-      if self.weights[name]
-    )
+    weighted = zip(self._feeds, self.weights.values(), strict=True)
+    return max(math.ceil(feed.row_tokens / weight) for feed, weight in weighted if weight)
 
   @property
   def row_end(self) -> int | None:
-    """Tokens after which all rows are padding; None if the feed is endless."""
     ends = [row.end for row in self._rows]
     return None if None in ends else max(end for end in ends if end is not None)
 
   @property
   def longest(self) -> int:
-    """Tokens of the longest document, or sequence, of any source."""
     return max(feed.longest for feed in self.sources.values())
 
   @functools.cached_property
@@ -158,7 +154,6 @@ class Mixture:
     return [MixedRow(sources, row, changes) for row, sources in enumerate(rows)]
 
   def dealt(self, number: int, rows: int, begin: int) -> 'Mixture':
-    """Deal `number` of every source over other rows; see `types.TaskFeed`."""
     dealt = copy.copy(self)
     dealt.__dict__.pop('_rows', None)
     dealt.sources = {name: feed.dealt(number, rows, 0) for name, feed in self.sources.items()}
@@ -166,7 +161,6 @@ class Mixture:
     return dealt
 
   def unfinished(self, position: int) -> int:
-    """Tokens before a position that belong to unfinished epochs of the sources, over all rows."""
     return sum(
       int(place % feed.rows[row].length)
       for row, mixed in enumerate(self._rows)
@@ -182,21 +176,19 @@ class Mixture:
     return found
 
   def read(self, position: int, length: int, rows: Sequence[int] | None = None) -> Batch:
-    """Reads the tokens [position, position + length) of `rows`; see `TaskFeed.read`."""
     rows = range(len(self._rows)) if rows is None else rows
     parts = [self._read_row(row, position, length) for row in rows]
     return Batch(*(np.concatenate(leaves) for leaves in zip(*parts, strict=True)))
 
   def describe(self, position: int, length: int) -> str:
     """Names the documents of the tokens [position, position + length) of all rows by number."""
-    rows = []
+    rows, names = [], [*self.sources]
     for row in range(len(self._rows))[:_MAX_NAMED]:
-      spans = self._spans(row, position, position + length)[:_MAX_NAMED]
-      named = [
-        f'{list(self.sources)[span.source]} '
-        + self._feeds[span.source].documents(row, span.place, span.place + span.length)
-        for span in spans
-      ]
+      spans = itertools.islice(self._spans(row, position, position + length), _MAX_NAMED)
+      named = (
+        f'{names[number]} {self._feeds[number].documents(row, place, place + size)}'
+        for _, size, number, place, _ in spans
+      )
       rows.append(f'row {row}: {", ".join(named)}')
     stores = ', '.join(f'{name} is {feed.store.path}' for name, feed in self.sources.items())
     return f'these documents (the first of each row; {stores}): {"; ".join(rows)}'
@@ -204,28 +196,24 @@ class Mixture:
   def _read_row(self, row: int, position: int, length: int) -> Batch:
     """One row, [1, length]."""
     leaves = Batch(*(np.zeros((1, length + 1), d) for d in ('i4', 'i4', 'f4', 'i4', 'i4')))
-    for start, size, source, place, before in self._spans(row, position, position + length + 1):
+    for start, size, source, place, others in self._spans(row, position, position + length + 1):
       part = self._feeds[source].read(place, size, rows=[row])
-      numbers = part.segment_ids.astype(np.int64) + before
+      numbers = part.segment_ids.astype(np.int64) + others
       part = part._replace(segment_ids=segment_ids_of(numbers))
       for leaf, values in zip(leaves, part, strict=True):
         leaf[:, start - position : start - position + size] = values
     leaves = leaves._replace(targets=np.roll(leaves.inputs, -1))  # across sources too
     return Batch(*(leaf[:, :length] for leaf in leaves))
 
-  def _spans(self, row: int, begin: int, end: int) -> list[_Span]:
+  def _spans(self, row: int, begin: int, end: int) -> Iterator[_Span]:
     """What the tokens [begin, end) of a row are, in order."""
-    spans: list[_Span] = []
-    for piece in self._rows[row].pieces(begin, end):
-      first, last = max(begin, piece.start), min(end, piece.start + piece.length)
-      latest = spans[-1] if spans else None
-      if latest and latest.source == piece.source:
-        spans[-1] = latest._replace(length=last - latest.start)
-        continue
-      place = int(piece.places[piece.source]) + first - piece.start
-      before = int(piece.units.sum() - piece.units[piece.source])
-      spans.append(_Span(first, last - first, piece.source, place, before))
-    return spans
+    pieces = self._rows[row].pieces(begin, end)
+    for source, group in itertools.groupby(pieces, operator.attrgetter('source')):
+      units = [*group]
+      (places, numbers), first, last = units[0].before, units[0], units[-1]
+      start, stop = max(begin, first.start), min(end, last.start + last.length)
+      place, others = int(places[source]) + start - first.start, numbers.sum() - numbers[source]
+      yield _Span(start, stop - start, source, place, int(others))
 
 
 def mean_tokens_per_byte(weights: Weights, ratios: Mapping[str, float | None]) -> float | None:

@@ -31,9 +31,9 @@ _JSON = re.compile(r'\s*(\[\s*)?\{')
 _INDEXED = b'ARROW1'  # begins arrow's file form; its stream form has no index
 _MAX_NAMED = 5
 _LONGEST_VALUE = 2**31  # bytes of a file that is one JSON value
-_said: set[str] = set()  # sources whose other files were named, since every shard lists them
 _ROWS_AT_ONCE = 1024
 _BLOCK = 2**20  # bytes
+_warn_once = functools.cache(logging.warning)  # every shard lists the files of the source
 STREAMED = 'hf://'  # begins the address of a data set: hf://OWNER/NAME/CONFIGURATION
 Row = dict[str, Any]
 
@@ -53,13 +53,11 @@ class Records:
   def __init__(self, location: str, columns: Sequence[str], formats: Sequence[str] = FORMATS):
     self._columns = list(columns)
     self.files = SourceFiles(location, formats)
-    if self.files.left_out and str(self.files) not in _said:
-      _said.add(str(self.files))
-      names = sorted(map(self.files.name, self.files.left_out))
-      logging.warning(
-        'The source %s is read without %d files of the folder: %s. To read others, name them by a '
-        'pattern, or convert them to %s.',
-        *(self.files, len(names), ', '.join(names[:_MAX_NAMED]), ', '.join(FORMATS)),
+    if names := sorted(map(self.files.name, self.files.left_out)):
+      _warn_once(
+        f'The source {self.files} is read without {len(names)} files of the folder: '
+        f'{", ".join(names[:_MAX_NAMED])}. To read others, name them by a pattern, or convert them '
+        f'to {", ".join(FORMATS)}.'
       )
     self._groups: list[tuple[SourceFile, int]] = []  # row groups of parquet; -1 is a whole file
     for file in self.files.files:

@@ -6,12 +6,32 @@ unit passes its carry on, the next one of its row joins it, and the two are read
 """
 
 from collections.abc import Sequence
+import functools
 import math
 from typing import NamedTuple
 
 import numpy as np
 
 _RARE = 2.0**-20  # of the joined units would have more parts: they are cut there
+
+
+class Order(NamedTuple):
+  """The order in which the units of a store are dealt, and those of a row are read.
+
+  seeds: ints in [0, 2**32); shuffle: False keeps the store's order.
+  epochs: the epochs of each row; None is endless.
+  pass_carry: the probability that a unit joins the one before it in an epoch of its row.
+  """
+
+  seeds: list[int]
+  shuffle: bool
+  epochs: int | None
+  pass_carry: float
+
+  def permutation(self, count: int, *seeds: int) -> np.ndarray:
+    # RandomState's stream is frozen; newer numpy generators may change between versions.
+    random = np.random.RandomState([*self.seeds, *seeds])
+    return random.permutation(count) if self.shuffle else np.arange(count)
 
 
 class Documents(NamedTuple):
@@ -69,25 +89,16 @@ class Row:
     end: tokens of the stream; None if it is endless.
   """
 
-  def __init__(
-    self,
-    lengths: np.ndarray,
-    documents: np.ndarray,
-    counts: np.ndarray,
-    seeds: list[int],
-    shuffle: bool,
-    epochs: int | None,
-    pass_carry: float,
-  ):
-    """Takes the documents of all units, and their number in each; the others are as in `deal`."""
-    self._lengths, self._documents, self._counts = lengths, documents, counts
-    self._seeds, self._shuffle, self._pass_carry = seeds, shuffle, pass_carry
-    self._most_parts = math.ceil(math.log(_RARE, pass_carry)) if pass_carry > _RARE else 1
+  def __init__(self, lengths: np.ndarray, documents: np.ndarray, counts: np.ndarray, order: Order):
+    """Takes the lengths of a store, the documents of all units, and their number in each."""
+    self._lengths, self._documents, self._counts, self._order = lengths, documents, counts, order
+    rarely = order.pass_carry <= _RARE
+    self._most_parts = 1 if rarely else math.ceil(math.log(_RARE, order.pass_carry))
     unit_lengths = np.add.reduceat(lengths[documents], np.cumsum(counts) - counts)
     self.length, self.units_of_epoch = int(unit_lengths.sum()), len(counts)
     self.longest_unit = int(np.sort(unit_lengths)[-self._most_parts :].sum())
-    self.end = None if epochs is None else epochs * self.length
-    self._latest: tuple[int, _Epoch] | None = None
+    self.end = None if order.epochs is None else order.epochs * self.length
+    self._epoch = functools.lru_cache(maxsize=1)(self._ordered)
 
   def documents(self, begin: int, end: int) -> Documents:
     """The documents that have tokens in [begin, end)."""
@@ -116,15 +127,8 @@ class Row:
       parts.append(Units(base + starts[:-1], np.diff(starts), before, np.diff(numbers)))
     return Units(*map(np.concatenate, zip(*parts, strict=True)))
 
-  def _epoch(self, number: int) -> _Epoch:
-    latest = self._latest
-    if latest is None or latest[0] != number:
-      latest = number, self._ordered(number)
-      self._latest = latest  # one assignment: safe with a prefetching thread
-    return latest[1]
-
   def _ordered(self, epoch: int) -> _Epoch:
-    order = _order(len(self._counts), self._shuffle, *self._seeds, epoch % 2**32)
+    order = self._order.permutation(len(self._counts), epoch % 2**32)
     counts = self._counts[order]
     firsts = np.cumsum(self._counts) - self._counts
     documents = self._documents[_ranges(firsts[order], counts)]
@@ -137,32 +141,19 @@ class Row:
 
   def _begins(self, epoch: int) -> np.ndarray:
     """Which units of an epoch begin without the carry of the one before, bool [units]."""
-    drawn = np.random.RandomState([*self._seeds, epoch, 1]).uniform(size=self.units_of_epoch)
-    begins, places = drawn >= self._pass_carry, np.arange(self.units_of_epoch)
+    random = np.random.RandomState([*self._order.seeds, epoch, 1])
+    begins = random.uniform(size=self.units_of_epoch) >= self._order.pass_carry
+    places = np.arange(self.units_of_epoch)
     begins[0] = True
     firsts = np.maximum.accumulate(np.where(begins, places, 0))
     return (places - firsts) % self._most_parts == 0
 
 
-def deal(
-  lengths: np.ndarray,
-  keys: np.ndarray | None,
-  rows: int,
-  seeds: list[int],
-  shuffle: bool,
-  epochs: int | None,
-  pass_carry: float,
-) -> list[Row]:
-  """Deals the units of a store over rows, once for all epochs.
+def deal(lengths: np.ndarray, keys: np.ndarray | None, rows: int, order: Order) -> list[Row]:
+  """Deals the units of a store over a number of rows, once for all epochs.
 
-  Args:
-    lengths: int [documents], tokens of each document.
-    keys: [documents], equal for the documents of a unit; None makes each document a unit.
-    rows: the number of rows.
-    seeds: ints in [0, 2**32) of the order, and of the units that are joined.
-    shuffle: False keeps the store's order.
-    epochs: the epochs of each row; None is endless.
-    pass_carry: the probability that a unit joins the one before it in an epoch of its row.
+  lengths: int [documents], tokens of each document.
+  keys: [documents], equal for the documents of a unit; None makes each document a unit.
   """
   if keys is None:
     members, counts = np.arange(len(lengths)), np.ones(len(lengths), np.int64)
@@ -173,19 +164,13 @@ def deal(
     members = np.argsort(first_documents[unit_of_document], kind='stable')
     counts = counts[np.argsort(first_documents)]
   firsts = np.cumsum(counts) - counts  # unit u has members[firsts[u] : firsts[u] + counts[u]]
-  order = _order(len(counts), shuffle, *seeds)
-  dealt = []
+  permutation, dealt = order.permutation(len(counts)), []
   for row in range(rows):
-    units = order[row::rows]
+    units = permutation[row::rows]
     documents = members[_ranges(firsts[units], counts[units])]
-    of_row = counts[units], [*seeds, row], shuffle, epochs, pass_carry
-    dealt.append(Row(lengths, documents, *of_row))
+    of_row = order._replace(seeds=[*order.seeds, row])
+    dealt.append(Row(lengths, documents, counts[units], of_row))
   return dealt
-
-
-def _order(count: int, shuffle: bool, *seeds: int) -> np.ndarray:
-  # RandomState's stream is frozen; newer numpy generators may change between versions.
-  return np.random.RandomState(seeds).permutation(count) if shuffle else np.arange(count)
 
 
 def _ranges(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -199,27 +184,24 @@ class Piece(NamedTuple):
 
   source: the number of its source; start, length: tokens of the row before it, and its own.
   parts: the units that it joins.
-  places, units: tokens and units of every source before it, int64 [sources].
+  before: tokens and units of every source before it, int64 [2, sources].
   """
 
   source: int
   start: int
   length: int
   parts: int
-  places: np.ndarray
-  units: np.ndarray
+  before: np.ndarray
 
 
 class _Stage(NamedTuple):
   """A stretch of a row with constant weights [sources], which are 0 for those that take no part.
 
-  begin: tokens of the mixed row before it; places, units: as in `Piece`.
-  delays: tokens, float [sources].
+  begin: tokens of the mixed row before it; before: as in `Piece`; delays: tokens, float [sources].
   """
 
   begin: int
-  places: np.ndarray
-  units: np.ndarray
+  before: np.ndarray
   weights: np.ndarray
   delays: np.ndarray
 
@@ -253,8 +235,7 @@ class MixedRow:
     self._sources, self._changes = sources, changes
     # RandomState's stream is frozen.
     self._phases = 1 - np.random.RandomState(row).uniform(size=len(sources))
-    nothing = np.zeros(len(sources), np.int64)
-    following = self._stage(nothing, nothing)
+    following = self._stage(np.zeros((2, len(sources)), np.int64))
     self._stages: list[_Stage] = []
     while following is not None:
       self._stages.append(following)
@@ -275,13 +256,14 @@ class MixedRow:
   def places(self, position: int) -> np.ndarray:
     """Tokens of every source in the first `position` tokens of the row, int64 [sources]."""
     for piece in self.pieces(position, position + 1):
-      places = piece.places.copy()
+      places = piece.before[0].copy()
       places[piece.source] += position - piece.start
       return places
-    return self._stages[-1].places
+    return self._stages[-1].before[0]
 
-  def _stage(self, places: np.ndarray, units: np.ndarray) -> _Stage:
-    """The stage that begins after so much of every source."""
+  def _stage(self, before: np.ndarray) -> _Stage:
+    """The stage that begins after so many tokens and units of every source."""
+    places = before[0]
     begin = int(places.sum())
     (*_, weights) = [np.asarray(w, float) for position, w in self._changes if position <= begin]
     ends = [math.inf if source.end is None else source.end for source in self._sources]
@@ -292,14 +274,14 @@ class MixedRow:
       (first, *_) = self._sources[number].units(place, place + 1).lengths
       delays[number] = self._phases[number] * first
     shares = weights / weights.sum() if weights.any() else weights
-    return _Stage(begin, places, units, shares, delays)
+    return _Stage(begin, before, shares, delays)
 
   def _following(self, stage: _Stage) -> _Stage | None:
     """The stage after one: where the next weights begin, or the first source ends."""
     if not stage.weights.any():
       return None
     candidates: list[Piece] = []
-    lasts = []
+    lasts: list[tuple[float, int]] = []  # the time of the last unit of each source that ends
     for number in np.flatnonzero(stage.weights).tolist():
       source = self._sources[number]
       if source.end is not None:
@@ -307,17 +289,16 @@ class MixedRow:
         lasts.append((self._times(stage, number, units)[-1], number))
     if lasts:
       time, number = min(lasts)
-      candidates += [p for p in self._window(stage, time, time) if p.source == number]
+      candidates = [p for p in self._window(stage, time, time) if p.source == number]
     changes = [position for position, _ in self._changes if position > stage.begin]
     if changes and not any(piece.start + piece.length < changes[0] for piece in candidates):
       candidates += self._pieces(stage, changes[0] - 1, changes[0])
     if not candidates:
       return None
     last = min(candidates, key=lambda piece: piece.start)
-    places, units = last.places.copy(), last.units.copy()
-    places[last.source] += last.length
-    units[last.source] += last.parts
-    return self._stage(places, units)
+    before = last.before.copy()
+    before[:, last.source] += last.length, last.parts
+    return self._stage(before)
 
   def _pieces(self, stage: _Stage, begin: int, end: int) -> list[Piece]:
     """The units of a stage that have tokens in [begin, end)."""
@@ -331,34 +312,30 @@ class MixedRow:
 
   def _window(self, stage: _Stage, low: float, high: float) -> list[Piece]:
     """The units with times from low to high, in order."""
-    places, units = stage.places.copy(), stage.units.copy()
-    times, numbers, lengths, parts = [], [], [], []
+    before, windows = stage.before.copy(), []
     for number in np.flatnonzero(stage.weights).tolist():
       source, weight = self._sources[number], stage.weights[number]
-      start = int(stage.places[number]) - stage.delays[number]
+      place = int(stage.before[0, number])
+      start = place - stage.delays[number]
       first = math.floor(start + low * weight) - 1
       last = math.ceil(start + high * weight) + 2
       last += source.longest_unit  # one more unit at least
-      found = source.units(max(int(stage.places[number]), first), last)
-      time = self._times(stage, number, found)
-      begin, end = np.searchsorted(time, low, 'left'), np.searchsorted(time, high, 'right')
-      places[number], units[number] = found.starts[begin], found.numbers[begin]
-      times.append(time[begin:end])
-      numbers.append(np.full(end - begin, number))
-      lengths.append(found.lengths[begin:end])
-      parts.append(found.parts[begin:end])
-    time, number, length, part = map(np.concatenate, (times, numbers, lengths, parts))
-    order = np.lexsort((number, time))
-    number, length, part = number[order], length[order], part[order]
-    is_of = number[:, None] == np.arange(len(self._sources))
-    lengths_of, parts_of = is_of * length[:, None], is_of * part[:, None]
-    places = places + np.cumsum(lengths_of, axis=0) - lengths_of
-    units = units + np.cumsum(parts_of, axis=0) - parts_of
-    starts = places.sum(axis=1)
-    return list(
-      map(Piece, number.tolist(), starts.tolist(), length.tolist(), part.tolist(), places, units)
-    )
+      found = source.units(max(place, first), last)
+      times = self._times(stage, number, found)
+      begin, end = np.searchsorted(times, low, 'left'), np.searchsorted(times, high, 'right')
+      before[:, number] = found.starts[begin], found.numbers[begin]
+      leaves = (times, np.full(len(times), number), found.lengths, found.parts)
+      windows.append([leaf[begin:end] for leaf in leaves])
+    times, numbers, lengths, parts = map(np.concatenate, zip(*windows, strict=True))
+    order = np.lexsort((numbers, times))
+    numbers, lengths, parts = numbers[order], lengths[order], parts[order]
+    is_of = numbers[:, None] == np.arange(len(self._sources))
+    read = np.stack([is_of * lengths[:, None], is_of * parts[:, None]], axis=1)
+    every = before + np.cumsum(read, axis=0) - read  # [units, 2, sources]
+    starts = every[:, 0].sum(axis=1)
+    columns = (leaf.tolist() for leaf in (numbers, starts, lengths, parts))
+    return list(map(Piece, *columns, every))
 
   def _times(self, stage: _Stage, number: int, units: Units) -> np.ndarray:
-    after = units.starts - stage.places[number] + stage.delays[number]
+    after = units.starts - stage.before[0, number] + stage.delays[number]
     return after / stage.weights[number]

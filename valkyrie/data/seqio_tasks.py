@@ -94,7 +94,7 @@ class SeqioSource(seqio.DataSource):
     **unused,
   ) -> tf.data.Dataset:
     """The documents in a fixed order: `shuffle` is ignored, since the feed shuffles."""
-    shard = shard_info or seqio.ShardInfo(index=0, num_shards=1)
+    shard = shard_info or seqio.ShardInfo(0, 1)
     names = ('targets', 'sequence_key', 'name', 'inputs')  # in the order of TextDocument
 
     def examples():
@@ -149,15 +149,15 @@ def task_reader_of(name: str, selection: Selection) -> TaskReader:
     documents = document_source.relocated(source.source, selection)
     source = SeqioSource(documents)
     description, files = documents.describe(split), documents.files(split)
-  else:
-    if selection.source is not None or selection.options:
-      raise ConfigurationError(
-        f'The source of the task {name} is not of documents (valkyrie.data.document_source) and '
-        'has neither another location nor options, but got '
-        f'{selection.source!r} and {dict(selection.options)}. '
-        'Remove TaskFeed.source and TaskFeed.options, or --source and --option.'
-      )
+  elif selection.source is None and not selection.options:
     documents, description, files = source, {'kind': str(source)}, _files(source, split)
+  else:
+    raise ConfigurationError(
+      f'The source of the task {name} is not of documents (valkyrie.data.document_source) and has '
+      f'neither another location nor options, but got {selection.source!r} and '
+      f'{dict(selection.options)}. Remove TaskFeed.source and TaskFeed.options, or --source and '
+      '--option.'
+    )
   steps = [getattr(step, 'func', step) for step in original.preprocessors]
   modules = [str(code.__module__) for code in [*type(documents).__mro__, *steps]]
   adapter = SeqioVocabulary(selection.vocabulary)
@@ -166,13 +166,11 @@ def task_reader_of(name: str, selection: Selection) -> TaskReader:
     for feature, settings in original.output_features.items()
   }
   task = original.replace(source=source, output_features=features)
+  how = {'split': split, 'shuffle': False, 'try_in_mem_cache': False}
 
   def read(shard: int, shards: int) -> Iterator[store_writer.Document]:
-    info = seqio.ShardInfo(shard, shards)
     try:
-      dataset = task.get_dataset(
-        split=split, shuffle=False, shard_info=info, try_in_mem_cache=False
-      )
+      dataset = task.get_dataset(shard_info=seqio.ShardInfo(shard, shards), **how)
       for example in dataset.as_numpy_iterator():
         yield _document(example, 'inputs' in features, selection.vocabulary)
     except tf.errors.OpError as error:
