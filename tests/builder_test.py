@@ -1,6 +1,9 @@
-"""data/store_location: one process builds the stores of a run, and ends with it."""
+"""data/store_location: a process of its own builds a store for a run, and ends with it."""
 
 import os
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -20,7 +23,7 @@ def package(tmp_path, monkeypatch):
     imported = tmp_path / 'imported'
     code = f'import os\nprint(os.getpid(), file=open({str(imported)!r}, "a"))\n{more}'
     (tmp_path / 'of_users' / '__init__.py').write_text(code)
-    return lambda: imported.read_text().split()
+    return lambda: imported.read_text().split() if imported.exists() else []
 
   return write
 
@@ -33,31 +36,29 @@ def has_ended(number):
   return False
 
 
-def test_one_process_answers_all_orders_and_ends_with_them(package, capfd):
+def test_a_build_has_a_process_of_its_own(package, capfd):
   imported = package('print("a package that prints")')
-  with store_location.builder, store_location.builder:
-    for _ in range(2):
-      with pytest.raises(ConfigurationError, match=r'There is no module of_users\.no_module'):
-        store_location.builder.order(UNKNOWN, 'Building a store')
-    (number,) = imported()
-    assert not has_ended(number)
+  with pytest.raises(ConfigurationError, match=r'There is no module of_users\.no_module'):
+    store_location.build(UNKNOWN, 'Building a store')
+  (number,) = imported()
   assert has_ended(number)
   assert 'a package that prints' in capfd.readouterr().err
 
 
-def test_an_order_alone_has_a_process_alone(package):
-  imported = package()
-  for _ in range(2):
-    with pytest.raises(ConfigurationError, match='There is no module'):
-      store_location.builder.order(UNKNOWN, 'Building a store')
-  assert len(set(imported())) == 2 and all(map(has_ended, imported()))
-
-
-def test_a_process_that_ends_is_reported_and_another_one_started(package):
-  imported = package('os._exit(9)')
+def test_a_process_that_ends_is_reported(package):
+  package('os._exit(9)')
   again = r'python -m valkyrie.data.build_store --task=of_users.no_module:name --output=nowhere$'
-  with store_location.builder:
-    for _ in range(2):
-      with pytest.raises(DataError, match=rf'A build ended with exit code 9; (.*\n)+  {again}'):
-        store_location.builder.order(UNKNOWN, 'A build')
-  assert len(set(imported())) == 2
+  with pytest.raises(DataError, match=rf'A build ended with exit code 9; (.*\n)+  {again}'):
+    store_location.build(UNKNOWN, 'A build')
+
+
+def test_a_build_ends_with_its_run(package):
+  imported = package('import time\ntime.sleep(600)')
+  code = f'from valkyrie.data import store_location\nstore_location.build({UNKNOWN}, "A build")'
+  env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)}
+  with subprocess.Popen([sys.executable, '-c', code], env=env, stderr=subprocess.PIPE) as run:
+    while not imported():
+      time.sleep(0.01)
+    run.kill()
+    assert run.stderr is not None
+    run.stderr.read()  # to its end, when no process has it any more

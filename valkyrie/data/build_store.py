@@ -24,7 +24,6 @@ from collections.abc import Mapping, Sequence
 import json
 import os
 import pathlib
-import queue
 import sys
 import threading
 from typing import Any, NoReturn
@@ -59,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
   add('--shard', type=int, help='number, from 0, of the only shard to build (default: all)')
   add('--mixture', help='print the tasks and rates of this seqio Mixture, package.module:NAME')
   add('--verify', action='store_true', help='check every byte of the store in --output instead')
-  add('--orders', action='store_true', help='run each line of standard input (for runs)')
+  add('--for_a_run', action='store_true', help='print JSON; end with standard input')
   add(
     '--beam',
     nargs=argparse.REMAINDER,
@@ -136,28 +135,26 @@ def _option(text: str) -> tuple[str, str]:
   return name, value
 
 
-def _answer_orders() -> NoReturn:
-  """Runs each line of standard input, a JSON list of arguments; prints the result as JSON.
+def _answer(arguments: argparse.Namespace) -> NoReturn:
+  """Runs the command for a run: prints the result, or the error, as JSON, and ends the process.
 
   All other output, such as what a task prints, goes to standard error.
   """
-  answers = open(os.dup(1), 'w', buffering=1)  # noqa: SIM115, for as long as the process lives
+  answers = open(os.dup(1), 'w')  # noqa: SIM115, for as long as the process lives
   os.dup2(2, 1)
   sys.stdout = sys.stderr
-  orders = queue.SimpleQueue[str]()
-  threading.Thread(target=_receive, args=(orders,), daemon=True).start()
-  while True:
-    try:
-      answer = {'done': _run(_parser().parse_args(json.loads(orders.get())))}
-    except ValkyrieError as error:
-      answer = {'error': type(error).__name__, 'message': str(error)}
-    print(json.dumps(answer), file=answers)
+  threading.Thread(target=_end_with_the_input, daemon=True).start()
+  try:
+    answer = {'done': _run(arguments)}
+  except ValkyrieError as error:
+    answer = {'error': type(error).__name__, 'message': str(error)}
+  print(json.dumps(answer), file=answers, flush=True)
+  os._exit(0)
 
 
-def _receive(orders: queue.SimpleQueue[str]) -> None:
+def _end_with_the_input() -> NoReturn:
   """Ends this process when its standard input is closed, as the system does after `kill -9`."""
-  for line in sys.stdin:
-    orders.put(line)
+  os.read(0, 1)
   os._exit(Preempted.exit_code)
 
 
@@ -167,8 +164,8 @@ def main(line: Sequence[str] | None = None) -> int:
   arguments = _parser().parse_args(line)
   # Only tf.data is used, so that the accelerators stay free for training.
   os.environ |= {'CUDA_VISIBLE_DEVICES': '', 'JAX_PLATFORMS': 'cpu'}
-  if arguments.orders:
-    _answer_orders()
+  if arguments.for_a_run:
+    _answer(arguments)
   try:
     done = _run(arguments)
   except ValkyrieError as error:

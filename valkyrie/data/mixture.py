@@ -15,7 +15,7 @@ import numpy as np
 
 from valkyrie.data.feed import TaskFeed, segment_ids_of
 from valkyrie.data.rows import MixedRow
-from valkyrie.data.store_location import builder
+from valkyrie.data.store_location import build
 from valkyrie.errors import ConfigurationError
 from valkyrie.types import Batch
 
@@ -73,7 +73,7 @@ class Mixture:
       ConfigurationError: the arguments do not fit together.
     """
     if isinstance(sources, str):
-      rates = builder.order([f'--mixture={sources}'], f'Reading the seqio mixture {sources}')
+      rates = build([f'--mixture={sources}'], f'Reading the seqio mixture {sources}')
       weights = rates if weights is None else weights
       sources = {task: {'task': task} for task in rates}
     if weights is None:

@@ -6,7 +6,6 @@ its name when it is complete, and store.json comes last, so a killed copy contin
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-import contextlib
 import hashlib
 import json
 import os
@@ -16,7 +15,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
 from typing import Any
 
 import tqdm
@@ -69,7 +67,7 @@ def open_store(selection: Selection, data_dir: str | None = None) -> TokenStore:
     path = store_path(selection, data_dir)
     recipe.append(f'--output={path}')
     if not (path / STORE_FILE).exists():
-      builder.order([*recipe, '--renew'], f'Building the token store {path}')
+      build([*recipe, '--renew'], f'Building the token store {path}')
       _check_other_splits(path, selection)
       return TokenStore.open(path, selection.vocabulary)
     make = f'run:\n  {_command([*recipe, "--rebuild"])}'
@@ -187,66 +185,38 @@ def _shown(address: str) -> str:
   return redact.in_value(address.partition('?')[0].rstrip('/'))
 
 
-class _Builder:
-  """A process that builds token stores, and keeps TensorFlow out of this one.
+def build(arguments: Sequence[str], task: str) -> Any:
+  """Runs `valkyrie.data.build_store` with arguments -> store.json, or the rates of a mixture.
 
-  The first order starts it, and what a task loads is loaded once. It ends with this process,
-  however this one ends: its standard input is a pipe, which the system closes. It sends the
-  heartbeats of this process, and logs its progress to standard error.
+  It runs in a process of its own, which keeps TensorFlow out of this one. That ends with this
+  process, however this one ends: its standard input is a pipe, which the system closes. It sends
+  the heartbeats of this process, and logs its progress to standard error.
+
+  Raises:
+    ValkyrieError: the error of the command, with its class and message.
+    DataError: the process has died; the message begins with `task`, such as 'Building ...'.
   """
-
-  def __init__(self):
-    self._process: subprocess.Popen[str] | None = None
-    self._lock, self._users = threading.RLock(), 0
-
-  def __enter__(self) -> None:
-    with self._lock:
-      self._users += 1
-
-  def __exit__(self, *_: object) -> None:
-    with self._lock:
-      self._users -= 1
-      if not self._users and self._process is not None:
-        self._process.kill()
-        self._process.communicate()
-        self._process = None
-
-  def order(self, arguments: Sequence[str], task: str) -> Any:
-    """Runs `valkyrie.data.build_store` with arguments -> store.json, or the rates of a mixture.
-
-    Raises:
-      ValkyrieError: the error of the command, with its class and message.
-      DataError: the process has died; the message begins with `task`, such as 'Building ...'.
-    """
-    with self, self._lock:
-      if self._process is None:
-        # It searches packages, such as a user's own, where this process does.
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        self._process = subprocess.Popen(
-          [sys.executable, *_COMMAND[1:], '--orders'],
-          stdin=subprocess.PIPE,
-          stdout=subprocess.PIPE,
-          text=True,
-          env=os.environ | {'PYTHONPATH': path},
-          pass_fds=heartbeat.inherited(),
-        )
-      process = self._process
-      assert process.stdin is not None and process.stdout is not None
-      with contextlib.suppress(BrokenPipeError):
-        print(json.dumps(list(arguments)), file=process.stdin, flush=True)
-      if not (answer := process.stdout.readline()):
-        self._process = None
-        raise DataError(
-          f'{task} ended with exit code {process.wait()}; its output is above. Finished shards are '
-          f'kept. Run again to continue, or run this by itself:\n  {_command(arguments)}'
-        )
-    answered = json.loads(answer)
-    if 'error' in answered:
-      raise getattr(errors, answered['error'])(answered['message'])
-    return answered['done']
-
-
-builder = _Builder()  # inside `with builder:`, its process stays for the next order
+  # It searches packages, such as a user's own, where this process does.
+  path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+  with subprocess.Popen(
+    [sys.executable, *_COMMAND[1:], '--for_a_run', *arguments],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+    env=os.environ | {'PYTHONPATH': path},
+    pass_fds=heartbeat.inherited(),
+  ) as process:
+    assert process.stdout is not None
+    answer = process.stdout.read()
+  if process.returncode:
+    raise DataError(
+      f'{task} ended with exit code {process.returncode}; its output is above. Finished shards are '
+      f'kept. Run again to continue, or run this by itself:\n  {_command(arguments)}'
+    )
+  answered = json.loads(answer)
+  if 'error' in answered:
+    raise getattr(errors, answered['error'])(answered['message'])
+  return answered['done']
 
 
 def _command(arguments: Sequence[str]) -> str:

@@ -16,7 +16,6 @@ import numpy as np
 
 from valkyrie import foreign
 from valkyrie.config.computation import may_change_on_resume
-from valkyrie.data import store_location
 from valkyrie.data.feed import prefetch
 from valkyrie.data.mixture import mean_tokens_per_byte
 from valkyrie.errors import ConfigurationError, Preempted
@@ -127,8 +126,7 @@ class Evaluator:
         None reads all.
       terms: of `objective.evaluations`.
     """
-    with store_location.builder:
-      tokens = feed()
+    tokens = feed()
     check_vocabulary(model, tokens)
     self.vocabulary = tokens.vocabulary
     # A mixture is evaluated source by source.

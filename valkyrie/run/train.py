@@ -12,7 +12,7 @@ import jax
 from valkyrie.checkpoint.manager import Checkpoints
 from valkyrie.config.computation import computation, may_change_on_resume
 from valkyrie.config.record import bindings, write_configuration, write_operative_configuration
-from valkyrie.data import store_location, vocabularies
+from valkyrie.data import vocabularies
 from valkyrie.distributed import heartbeat
 from valkyrie.distributed.consistency import check_same_bindings
 from valkyrie.distributed.preemption import Preemption
@@ -98,14 +98,13 @@ def train(
     directory = stack.enter_context(checkpoints.open(model_dir, progress.say))
     progress.log_to(pathlib.Path(model_dir, 'log.txt') if jax.process_index() == 0 else None)
     progress.say(*report.system_lines(), *setup.remarks())
-    with store_location.builder:
-      tokens = feed()
-      check_vocabulary(setup.model, tokens)
-      initial = InitialState(setup, tokens.vocabulary.fingerprint, initial_weights, progress.say)
-      if directory.latest_step() is None:  # a resumed run no longer needs them
-        initial.check_source()
-      evaluate = evaluator(setup.language_model, setup.partitioner, terms=evaluations(setup.terms))
-      evaluate.open()
+    tokens = feed()
+    check_vocabulary(setup.model, tokens)
+    initial = InitialState(setup, tokens.vocabulary.fingerprint, initial_weights, progress.say)
+    if directory.latest_step() is None:  # a resumed run no longer needs them
+      initial.check_source()
+    evaluate = evaluator(setup.language_model, setup.partitioner, terms=evaluations(setup.terms))
+    evaluate.open()
     evaluate.record_data(model_dir, 'eval', may_differ=True)
 
     # State: initial, or of the newest checkpoint.
