@@ -22,6 +22,7 @@ from valkyrie.data.source_files import SourceFile, SourceFiles, access
 from valkyrie.data.token_store import Selection
 from valkyrie.distributed import heartbeat
 from valkyrie.errors import DataError, StorageError
+from valkyrie.storage import whole_file
 
 _MAX_NAMED = 5
 _PIECE = 2**24  # bytes of a file that are hashed at once
@@ -44,20 +45,12 @@ class Origin:
     self._files, self._store = files, store
     self._compared: list[SourceFile] = []
     file = store / store_writer.SOURCE_FILE
-    with (
-      store_writer.write_errors(store),
-      # The file grows as it is written, which shows waiting builders that its writer is alive.
-      store_writer.locked(file.with_suffix('.lock'), store, lambda *_: heartbeat.beat()),
-    ):
+    lock = store_writer.locked(file.with_suffix('.lock'), heartbeat.beat)
+    with store_writer.write_errors(store), lock:
       known = _read(file) if file.exists() else None
       if known is None or ((renew or not any(store.glob('shard-*'))) and _changes(known, files)):
-        part = file.with_suffix('.tmp')
-        with store_writer.flushed(part) as stream:
-          for found in files.files:
-            times = found.modified, _hash(found), found.changed
-            stream.write(json.dumps([files.name(found), found.size, *times]).encode() + b'\n')
-            stream.flush()
-        part.replace(file)
+        found = ([files.name(f), f.size, f.modified, _hash(f), f.changed] for f in files.files)
+        whole_file.write(file, ''.join(f'{json.dumps(entry)}\n' for entry in found))
       self._entries = _read(file)
     self.check()
 

@@ -139,7 +139,7 @@ def _copied(remote: _RemoteStore, build: str) -> pathlib.Path:
     return local
   with (
     errors.storage_errors(f'{remote} cannot be copied to {local}', 'Complete files are kept.'),
-    store_writer.locked(local / '.lock', local, lambda *_: heartbeat.beat()),
+    store_writer.locked(local / '.lock', heartbeat.beat),
   ):
     if not (local / STORE_FILE).exists():  # another process may have made the copy meanwhile
       _copy(remote, token_store.recorded_files(information), local)

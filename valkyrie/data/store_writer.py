@@ -33,7 +33,7 @@ MAX_SKIPPED = 0.5
 _JUDGED_AFTER = 1000
 _REPORT_SECONDS = 1.0  # between two reports
 _LONG = 2**16  # tokens; each longer piece of a document is followed by a report
-_PAUSE_SECONDS = 1.0  # between two looks at a shard of another builder
+_PAUSE_SECONDS = 1.0  # between two attempts to lock
 Report = Callable[[int, int], None]
 
 
@@ -101,7 +101,7 @@ class StoreWriter:
     """
     folder = self.folders[shard]
     temporary, lock = (folder.with_name(f'.{folder.name}.{kind}') for kind in ('tmp', 'lock'))
-    with write_errors(self.path), locked(lock, temporary, report):
+    with write_errors(self.path), locked(lock, lambda: report(0, 0)):
       if folder.exists():
         try:
           self._read_shard(folder)
@@ -327,30 +327,17 @@ def flushed(file: pathlib.Path) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def locked(file: pathlib.Path, written: pathlib.Path, report: Report) -> Iterator[None]:
-  """Waits for other writers of `written`; the lock is released when its process dies.
-
-  `report` is called while the folder `written` of another writer grows.
-  """
+def locked(file: pathlib.Path, waits: Callable[[], None]) -> Iterator[None]:
+  """Waits for the lock, and calls `waits` meanwhile; it is released when its process dies."""
   file.parent.mkdir(parents=True, exist_ok=True)
-  before = 0
   with file.open('w') as stream:
     while True:
       with contextlib.suppress(BlockingIOError):
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         break
+      waits()
       time.sleep(_PAUSE_SECONDS)
-      if (now := _size(written)) != before:
-        before = now
-        report(0, 0)
     yield
-
-
-def _size(folder: pathlib.Path) -> int:
-  """The bytes of the files of a folder, which may vanish meanwhile."""
-  with contextlib.suppress(FileNotFoundError):
-    return sum(file.stat().st_size for file in folder.iterdir())
-  return 0
 
 
 def write_errors(path: pathlib.Path):
