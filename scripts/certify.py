@@ -152,6 +152,7 @@ TABLES = (
       run('v5p_64_8b', 'v4:4x4x4', _mesh(z=1, x=4, y=16), _LLAMA, batch_size=2),
       run('v5p_64_8b', 'v6e:16x16', _mesh(z=1, x=16, y=16), _LLAMA, batch_size=4),
       run('v5p_64_8b', 'v5p:8x8x8', _mesh(z=8, x=8, y=8), _LLAMA, batch_size=8),
+      run('decompose_llama3_8b', 'v5p:4x4x4'),
     ),
   ),
 )
