@@ -23,33 +23,43 @@ RUN_MACROS = frozenset({
   'eval_every', 'checkpoint_every', 'learning_rate', 'warmup_steps',
 })  # fmt: skip
 
-_OPTAX = (optax, optax.contrib)
+# {complete name: value}
+_OPTAX = {
+  f'{m.__name__}.{name}': getattr(m, name) for m in (optax, optax.contrib) for name in dir(m)
+}
 
 # {(scope, complete selector, parameter): statement}, with gin's keys; the key of a macro is
 # (name, 'gin.macro', 'value').
 Effective = dict[tuple[str, str, str], parse.Statement]
 
 
-def check_macro_names(bindings: Sequence[parse.Statement]) -> None:
-  """Checks that files define the macros of flags, and that bindings read the macros of files."""
-  macros = parse.macros_of(bindings)
-  used = set().union(*(parse.macros_in(item.parsed.value, macros) for item in bindings))
+def check_macros(bindings: Sequence[parse.Statement], effective: Effective) -> None:
+  """Checks that macros are read: those of flags by bindings in force, those of files by any."""
+  macros = parse.macros_of(effective.values())
+  used = parse.macros_in([item.parsed.value for item in bindings], {})
+  in_force = [item.parsed.value for item in effective.values() if not item.is_macro]
+  read = parse.macros_in(in_force, macros)
   defined = {item.name for item in bindings if item.is_macro and not item.is_flag}
   for statement in bindings:
-    name = statement.name
-    if not statement.is_macro or name in used:
+    name, where = statement.name, statement.where
+    if not statement.is_macro or name in read:
       continue
-    if statement.is_flag and name not in defined:
+    if not statement.is_flag:
+      if not statement.recorded and name not in used | RUN_MACROS:
+        raise ConfigurationError(
+          f'{where}: no binding reads the macro {name!r}. Use it as %{name}, or remove it.'
+          + did_you_mean(name, (used | RUN_MACROS) - defined)
+        )
+    elif name in used | defined:
+      raise ConfigurationError(
+        f'{where} has no effect: no binding in force reads %{name}. Leave it out.'
+      )
+    else:
       same = [item.name for item in bindings if item.parsed.arg_name == name]
       hint = f' Did you mean {same[0]}?' if same else did_you_mean(name, used | defined)
       raise ConfigurationError(
-        f'{statement.where}: no gin file defines or reads a macro {name!r}.{hint} '
+        f'{where}: no gin file defines or reads a macro {name!r}.{hint} '
         f'The macros are {", ".join(sorted(used | defined))}.'
-      )
-    if not statement.is_flag and not statement.recorded and name not in RUN_MACROS:
-      raise ConfigurationError(
-        f'{statement.where}: no binding reads the macro {name!r}. Use it as %{name}, or remove it.'
-        + did_you_mean(name, (used | RUN_MACROS) - defined)
       )
 
 
@@ -103,34 +113,32 @@ def check_scopes(bindings: Sequence[parse.Statement]) -> None:
 
 
 def check_references(effective: Effective) -> None:
-  """Checks that references, macros and secrets have values, and that macros of flags are read."""
+  """Checks that references, macros and secrets have values."""
   macros = parse.macros_of(effective.values())
-  read = set()
   for statement in effective.values():
+    where, name = statement.where, statement.name
     for leaf in parse.leaves(statement.parsed.value):
       if isinstance(leaf, parse.Reference):
-        find(leaf.name, statement.where)
+        find(leaf.name, where)
         if leaf.evaluated:
-          check_buildable(leaf, statement.where, effective)
-      elif isinstance(leaf, parse.Macro):
-        _check_macro(leaf.name, statement, macros)
+          check_buildable(leaf, where, effective)
+      elif isinstance(leaf, parse.Macro) and leaf.name not in macros:
+        constants = gin_config._CONSTANTS.matching_selectors(leaf.name)
+        if constants == ['gin.REQUIRED']:
+          raise ConfigurationError(
+            f'{where}: {name} is required and has no value. Pass {FLAG}{name}=VALUE.'
+          )
+        if not constants:
+          raise ConfigurationError(
+            f'{where}: no statement defines %{leaf.name}. Add `{leaf.name} = ...` to the gin file, '
+            f'or pass {FLAG}{leaf.name}=VALUE.{did_you_mean(leaf.name, macros)}'
+          )
       elif statement.recorded and isinstance(leaf, str) and redact.RECORDED.fullmatch(leaf):
         raise ConfigurationError(
-          f'{statement.where} was not recorded, since it is a secret. Pass '
-          f'{FLAG}{statement.name}=VALUE.'
+          f'{where} was not recorded, since it is a secret. Pass {FLAG}{name}=VALUE.'
         )
-    its_macros = parse.macros_in(statement.parsed.value, macros)
-    if not statement.is_macro:
-      read |= its_macros
-    elif statement.name in its_macros:
-      raise ConfigurationError(
-        f'{statement.where}: the macro %{statement.name} is defined by itself. Give it a value.'
-      )
-  for name, statement in macros.items():
-    if statement.is_flag and name not in read:
-      raise ConfigurationError(
-        f'{statement.where} has no effect: no binding in force reads %{name}. Leave it out.'
-      )
+    if statement.is_macro and name in parse.macros_in(statement.parsed.value, macros):
+      raise ConfigurationError(f'{where}: the macro %{name} is defined by itself. Give it a value.')
 
 
 def check_tasks(effective: Effective, allowed: Sequence[str]) -> None:
@@ -169,32 +177,21 @@ def check_buildable(leaf: parse.Reference, where: str, effective: Effective) -> 
     )
 
 
-def _check_macro(name: str, statement: parse.Statement, macros: dict[str, parse.Statement]) -> None:
-  constants = gin_config._CONSTANTS.matching_selectors(name)
-  if constants == ['gin.REQUIRED']:
-    raise ConfigurationError(
-      f'{statement.where}: {statement.name} is required and has no value. Pass '
-      f'{FLAG}{statement.name}=VALUE.'
-    )
-  if not constants and name not in macros:
-    raise ConfigurationError(
-      f'{statement.where}: no statement defines %{name}. Add `{name} = ...` to the gin file, or '
-      f'pass {FLAG}{name}=VALUE.{did_you_mean(name, macros)}'
-    )
-
-
 def find(name: str, where: str = '') -> gin_config.Configurable:
-  """The configurable of 'scope/selector', which may omit leading modules.
+  """The configurable of 'scope/selector', which may omit leading modules; registers optax's.
 
   An unknown or ambiguous name raises a ConfigurationError, whose message begins with `where`.
   """
   registry = gin_config._REGISTRY
   selector = name.rsplit('/', 1)[-1]
-  matches = registry.matching_selectors(selector) or _of_optax(selector)
+  matches = registry.matching_selectors(selector)
   if not matches:
-    known = {registry.minimal_selector(complete) for complete, _ in registry.items()}
-    for module in _OPTAX:
-      known |= {f'{module.__name__}.{name}' for name in dir(module)}
+    for dotted in (name for name in _OPTAX if selector in (name, name.rpartition('.')[2])):
+      if callable(function := _OPTAX[dotted]):
+        module, _, short = dotted.rpartition('.')
+        gin.external_configurable(function, name=short, module=module)
+        return registry[dotted]
+    known = {registry.minimal_selector(complete) for complete, _ in registry.items()} | {*_OPTAX}
     raise ConfigurationError(
       f'{where}: there is no configurable {selector!r}.{did_you_mean(selector, known)}'
     )
@@ -203,17 +200,6 @@ def find(name: str, where: str = '') -> gin_config.Configurable:
       f'{where}: {selector!r} is ambiguous. Write one of {", ".join(sorted(matches))}.'
     )
   return registry[matches[0]]
-
-
-def _of_optax(selector: str) -> list[str]:
-  """Registers a function of optax, named with or without its module; returns its dotted names."""
-  name = selector.rpartition('.')[2]
-  for module in _OPTAX:
-    dotted, found = f'{module.__name__}.{name}', getattr(module, name, None)
-    if selector in (name, dotted) and callable(found):
-      gin.external_configurable(found, name=name, module=module.__name__)
-      return [dotted]
-  return []
 
 
 def constructor(function: Callable) -> Callable:

@@ -55,7 +55,6 @@ def load_gin(
   if run is not None:
     statements = record.read_configuration(run, allowed_imports) + statements
   bindings = [statement for statement in statements if statement.is_binding]
-  check.check_macro_names(bindings)
   value_types.check_flag_types(bindings)
   for module in modules:
     importlib.import_module(module)
@@ -63,6 +62,7 @@ def load_gin(
     if statement.is_import:
       _import(statement)
   effective = check.effective_bindings(statements)
+  check.check_macros(bindings, effective)
   check.check_scopes(bindings)
   check.check_references(effective)
   check.check_tasks(effective, parse.importable(allowed_imports))

@@ -98,7 +98,10 @@ def _expected(value: Any, annotation: Any) -> str | None:
     found = [_expected(value, option) for option in arguments]
     return None if None in found else ' or '.join(filter(None, found))
   if annotation in {*_LITERALS, types.NoneType}:
-    fits = _is_a(value, annotation) or isinstance(value, Macro) or _is_result(value)
+    # The result of a function is of an unknown type.
+    of_call = isinstance(value, Reference) and value.evaluated
+    is_result = of_call and not inspect.isclass(_target(value))
+    fits = _is_a(value, annotation) or isinstance(value, Macro) or is_result
     return None if fits else _LITERALS.get(annotation, 'None')
   if isinstance(value, Macro):
     return None
@@ -110,11 +113,6 @@ def _expected(value: Any, annotation: Any) -> str | None:
   part = arguments[-1] if is_callable else annotation
   is_class = origin is None and inspect.isclass(part) and part is not inspect.Parameter.empty
   return _expected_part(value, part, is_callable) if is_callable or is_class else None
-
-
-def _is_result(value: Any) -> bool:
-  """Whether a function returns the value, whose type is then unknown."""
-  return isinstance(value, Reference) and value.evaluated and not inspect.isclass(_target(value))
 
 
 def _expected_part(value: Any, part: Any, is_callable: bool) -> str | None:
