@@ -73,27 +73,12 @@ examples:
       ... with one macro of the gin file changed
   python -m valkyrie.main --gin_file=gin/tiny_cpu.gin --gin_file=mine.gin --gin.S5.state_size=64
       ... with a second file that overrides the first, and one parameter bound
-  python -m valkyrie.main --gin_file=gin/tiny_cpu.gin --model_dir=runs/words --run_mode=vocabulary
-      train a tokenizer on the training split; a run uses it by --gin.vocabulary
   python -m valkyrie.main --model_dir=runs/tiny --run_mode=eval --step=best
       without --gin_file, a run is opened with its own configuration; flags override it
   python -m valkyrie.main --model_dir=runs/tiny --run_mode=infer --prompt='def main():'
-  python -m valkyrie.main --model_dir=runs/tiny --run_mode=infer --prompts=mine.jsonl \\
-      --output=answers.jsonl --gin.infer.samples=4 --gin.infer.temperature=0.8
-  python -m valkyrie.main --model_dir=runs/tiny --run_mode=long_context
-      needles, variables, pairs: accuracy by length and depth
-  python -m valkyrie.main --model_dir=runs/tiny --run_mode=export --output=exported
-      the model for other programs: safetensors, configuration and tokenizer
-  python -m valkyrie.main --model_dir=runs/decomposed --run_mode=components
-      a page of the components of a decomposition, with the texts where each is important
-  python -m valkyrie.main --gin_file=gin/v4_32.gin --run_mode=precompile --topology=v4:4x4x2
-      compile a run for 32 TPU chips on a machine without one; print its memory and time
-  python -m valkyrie.main --gin_file=mine.gin --gin_allow_import=my_package
-      ... where mine.gin has the line `import my_package.mixers`
-  python -m valkyrie.main --gin_file=mine.gin --processes=2 --process=0
-      ... one of two processes on this machine; the other has --process=1
   python -m valkyrie.main --gin_file=gin/v4_32.gin --processes=auto
-      ... on each host of a TPU pod, or as each task of a SLURM job
+      ... on each host of a TPU pod, or as each task of a SLURM job; --processes=2 --process=0 is
+      one of two processes on this machine
 
 values of --gin.NAME=VALUE are gin's: 8192, 1e-3, True, None, (1, 2), @S5, %chunk_size; strings
 need quotes inside the shell's: --gin.task='"fineweb"'. There are no expressions. If a flag is
