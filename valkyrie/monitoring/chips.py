@@ -6,11 +6,9 @@ GIB = 2**30
 
 
 class Chip(NamedTuple):
-  """One JAX device. For TPU v4 and v5p that is a chip with both of its cores.
+  """A TPU chip, one JAX device. For v4 and v5p that is a chip with both of its cores.
 
-  The memory and network fields are None for GPUs, whose time is not estimated.
-
-  device_kind: JAX's name for the device, or the beginning of that name for a GPU.
+  device_kind: JAX's name for the device.
   peak_flops: dense bfloat16 FLOP/s.
   hbm_bytes: memory that a program can use. The runtime keeps the rest.
   link_bytes_per_second: bandwidth of one link between neighbors, in one direction.
@@ -20,11 +18,11 @@ class Chip(NamedTuple):
 
   device_kind: str
   peak_flops: float
-  hbm_bytes: int | None = None
-  hbm_bytes_per_second: float | None = None
-  link_bytes_per_second: float | None = None
-  axes: int | None = None
-  cycles_per_second: float | None = None
+  hbm_bytes: int
+  hbm_bytes_per_second: float
+  link_bytes_per_second: float
+  axes: int
+  cycles_per_second: float
 
 
 # FLOP/s: the vendors' data sheets.
@@ -40,20 +38,20 @@ TPUS = {
   'v5p': Chip('TPU v5', 459e12, int(95.74 * GIB), 2.8e12, 9e10, 3, 1.75e9),
   'v6e': Chip('TPU v6 lite', 918e12, int(31.25 * GIB), 1.6e12, 9e10, 2, 1.75e9),
 }
-GPUS = (Chip('NVIDIA A100', 312e12), Chip('NVIDIA H100', 989e12), Chip('NVIDIA H200', 989e12))
+# The peaks of GPUs, whose time is not estimated, by the beginning of JAX's name.
+_GPUS = {'NVIDIA A100': 312e12, 'NVIDIA H100': 989e12, 'NVIDIA H200': 989e12}
 
 
 def of_kind(device_kind: str) -> Chip | None:
-  """The chip of a JAX device kind, e.g. 'TPU v4' or 'NVIDIA H100 80GB HBM3'; None if unknown.
-
-  A CPU is unknown: its peak depends on clock and load, and scripts/bench measures it.
-  """
-  found = [chip for chip in TPUS.values() if chip.device_kind == device_kind]
-  found += [chip for chip in GPUS if device_kind.startswith(chip.device_kind)]
-  return found[0] if found else None
+  """The TPU chip of a JAX device kind, such as 'TPU v4'; None for other devices."""
+  return next((chip for chip in TPUS.values() if chip.device_kind == device_kind), None)
 
 
 def peak_flops(device_kind: str) -> float | None:
-  """The dense bfloat16 peak of a JAX device kind, in FLOP/s; None if unknown."""
-  chip = of_kind(device_kind)
-  return None if chip is None else chip.peak_flops
+  """The dense bfloat16 peak of a JAX device kind, in FLOP/s; None if unknown.
+
+  The peak of a CPU depends on clock and load, and scripts/bench measures it.
+  """
+  peaks = {chip.device_kind: chip.peak_flops for chip in TPUS.values()}
+  gpu = (peak for name, peak in _GPUS.items() if device_kind.startswith(name))
+  return peaks.get(device_kind) or next(gpu, None)
