@@ -21,22 +21,22 @@ class Progress:
     self._stream = sys.stderr if stream is None else stream
     self._quiet, self._is_terminal = quiet, self._stream.isatty()
     self._bar: tqdm | None = None
-    self._log: TextIO | None = io.StringIO()  # until the file is open
+    self._early = io.StringIO()
+    self._log: TextIO | None = self._early  # until the file is open
 
   def log_to(self, path: pathlib.Path | None) -> None:
     """Appends all lines, including earlier ones, to a file with their times; None writes no log.
 
     A file that cannot be written is reported once, and the run continues.
     """
-    early, self._log = self._log, None
-    if path is None:
-      return
+    self._log = None
     try:
-      self._log = path.open('a', buffering=1, encoding='utf-8')
+      if path is not None:
+        self._log = path.open('a', buffering=1, encoding='utf-8')
+        self._log.write(self._early.getvalue())
     except OSError as error:
+      self._log = None
       self.say(f'the log {path} cannot be written ({error.strerror})')
-    if isinstance(early, io.StringIO):
-      self._append(early.getvalue())
 
   def show(self, step: int, metrics: Mapping[str, Any]) -> None:
     """Shows the metrics of the last step, as numbers of the host."""
@@ -75,15 +75,12 @@ class Progress:
 
   def _write(self, text: str) -> None:
     """Appends a line to the log."""
-    self._append(f'{time.strftime("%Y-%m-%d %H:%M:%S")} {text}\n')
-
-  def _append(self, lines: str) -> None:
-    if self._log is None:
+    if (log := self._log) is None:
       return
     try:
-      self._log.write(lines)
+      log.write(f'{time.strftime("%Y-%m-%d %H:%M:%S")} {text}\n')
     except OSError as error:
-      log, self._log = self._log, None
+      self._log = None
       self.say(f'the log {log.name} cannot be written ({error.strerror}), and ends here')
 
 

@@ -109,7 +109,7 @@ def _id(model_dir: pathlib.Path) -> str:
 class _Client:
   """A tracker that calls a package with the functions of wandb."""
 
-  def __init__(self, package: str, name: str | None, **options: str | None):
+  def __init__(self, package: str, **options: str | None):
     try:
       self._package: Any = importlib.import_module(package)
     except ImportError as error:
@@ -117,17 +117,13 @@ class _Client:
         f'train.trackers needs the package {package}, which this Python does not have ({error}). '
         f'Install it: pip install {package}'
       ) from error
-    self._name, self._options = name, options
+    self._options = options
 
   def _init(self, run: Run, **options: Any) -> None:
     """Begins or resumes the run, which is by default named after its directory."""
-    self._run = self._package.init(
-      **self._options,
-      **options,
-      name=self._name or os.path.basename(os.path.abspath(run.model_dir)),
-      resume='allow',
-      config=dict(run.configuration),
-    )
+    name = self._options['name'] or os.path.basename(os.path.abspath(run.model_dir))
+    options |= {**self._options, 'name': name, 'resume': 'allow'}
+    self._run = self._package.init(**options, config=dict(run.configuration))
 
   def end(self) -> None:
     self._run.finish()
@@ -145,7 +141,7 @@ class WeightsAndBiases(_Client):
 
     `mode` is 'online', 'offline' or 'disabled'; None lets wandb decide.
     """
-    super().__init__('wandb', name, project=project, entity=entity, mode=mode)
+    super().__init__('wandb', name=name, project=project, entity=entity, mode=mode)
 
   def start(self, run: Run) -> None:
     self._init(run, id=run.id, dir=run.model_dir)
@@ -163,7 +159,7 @@ class Trackio(_Client):
 
   def __init__(self, project: str, name: str | None = None, space_id: str | None = None):
     """Takes arguments of trackio.init; if `name` is None, the run is named after its directory."""
-    super().__init__('trackio', name, project=project, space_id=space_id)
+    super().__init__('trackio', name=name, project=project, space_id=space_id)
 
   def start(self, run: Run) -> None:
     self._init(run, embed=False)
