@@ -1,6 +1,7 @@
 """The run mode `eval`: a run's checkpoint on the whole validation split."""
 
 from collections.abc import Callable, Iterator, Sequence
+import contextlib
 import pathlib
 import sys
 import time
@@ -103,22 +104,15 @@ def evaluate(
       print(f'step {number} was deleted before it was read (Checkpoints.keep)', file=sys.stderr)
 
 
-def _stopped(steps: Steps, step: int) -> bool:
-  """Whether the run stopped early at a step; False if it was deleted meanwhile."""
-  try:
-    return bool(record(steps, step).get('stopped'))
-  except StorageError:
-    return False
-
-
 def _committed(steps: Steps, done: set[int], last: int) -> Iterator[int]:
-  """Yields the steps that are not done, as they appear, up to the last one of the run."""
+  """Yields the steps that are not done, as they appear, until the run has ended."""
   while True:
     found = steps.find()
     for number in found:
       if number not in done:
         done.add(number)
         yield number
-    if found and (found[-1] >= last or _stopped(steps, found[-1])):
-      return
+    with contextlib.suppress(StorageError):  # the newest was deleted meanwhile
+      if found and (found[-1] >= last or record(steps, found[-1]).get('stopped')):
+        return
     time.sleep(_PAUSE_SECONDS)

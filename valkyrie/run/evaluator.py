@@ -30,8 +30,6 @@ from valkyrie.training.objective import Terms, visit
 from valkyrie.training.setup import check_documents, check_vocabulary
 from valkyrie.types import Array, Batch, Carry, Params, TaskFeed
 
-# The metrics that each source of a mixture has, too.
-_OF_SOURCES = ('loss', 'perplexity', 'bits_per_token', 'bits_per_byte', 'targets', 'accuracy')
 _BINS = 31  # powers of two below the largest int32 position
 
 
@@ -269,9 +267,8 @@ class Evaluator:
     found = _metrics(mean, mean_tokens_per_byte(self._weights, ratios)) | self._of_terms(mean)
     found['targets'] = sum(float(of_source.weight.sum()) for of_source in scores.values())
     for name, of_source in scores.items():
-      metrics = _metrics(of_source, ratios[name])
-      names = [*_OF_SOURCES, *(f'metrics/{own}' for own in of_source.metrics)]
-      found |= {f'{metric}/{name}': metrics[metric] for metric in names}
+      metrics = _metrics(of_source, ratios[name]).items()
+      found |= {f'{metric}/{name}': v for metric, v in metrics if '_by_position/' not in metric}
     return found
 
   def _of_terms(self, scores: Any) -> dict[str, float]:
