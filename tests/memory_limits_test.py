@@ -10,7 +10,6 @@ import pytest
 
 from valkyrie.errors import ConfigurationError
 from valkyrie.monitoring import memory
-from valkyrie.run import memory_limits
 
 GIB = 2**30
 
@@ -31,7 +30,7 @@ def one_gib_left():
 
 def test_the_room_is_that_of_the_smallest_limit():
   with one_gib_left():
-    room = memory_limits.room()
+    room = memory.room()
   assert 0 < room.left <= GIB and 'ulimit -v' in room.limit
 
 
@@ -45,17 +44,17 @@ def test_a_cgroup_limits_what_its_cache_leaves(tmp_path, monkeypatch, files):
     for name, content in zip((*files, 'memory.stat'), ('9000', '8500', 'inactive_file 100\nx 1\n'),
                              strict=True):  # fmt: skip
       (folder / name).write_text(content)
-  monkeypatch.setattr(memory_limits, '_CGROUPS', tmp_path)
-  assert memory_limits.room() == (600, 'a cgroup of 8.8 KiB')
+  monkeypatch.setattr(memory, '_CGROUPS', tmp_path)
+  assert memory.room() == (600, 'a cgroup of 8.8 KiB')
   for folder in (tmp_path, tmp_path / 'memory'):
     (folder / files[0]).write_text('max')
-  assert memory_limits.room().left > 9000
+  assert memory.room().left > 9000
 
 
 def test_a_step_that_does_not_fit_is_said_before_it_runs():
   large, small = (jax.jit(lambda n=n: jnp.zeros(n)).lower().compile() for n in (2**29, 2**20))
   with one_gib_left():
-    warning, nothing = memory_limits.shortage(large) or '', memory_limits.shortage(small)
+    warning, nothing = memory.shortage(large) or '', memory.shortage(small)
   assert f'takes {2 * jax.local_device_count()}.0 GiB more of memory, but' in warning
   assert 'the run may be killed' in warning and 'ulimit -v' in warning
   assert nothing is None
@@ -64,7 +63,7 @@ def test_a_step_that_does_not_fit_is_said_before_it_runs():
 def test_memory_that_runs_out_is_explained():
   with (
     pytest.raises(ConfigurationError) as found,
-    memory_limits.explained(lambda: 'a step takes 9 B'),
+    memory.explained(lambda: 'a step takes 9 B'),
   ):
     try:
       jnp.zeros(2**46).block_until_ready()
@@ -75,7 +74,7 @@ def test_memory_that_runs_out_is_explained():
   assert 'The memory is too small for this run: RESOURCE_EXHAUSTED' in message
   assert 'a step takes 9 B; memory of this process: ' in message and ' left of ' in message
   assert found.value.__notes__ == ['nothing was saved']
-  with pytest.raises(ConfigurationError, match='MemoryError'), memory_limits.explained(str):
+  with pytest.raises(ConfigurationError, match='MemoryError'), memory.explained(str):
     raise MemoryError
-  with pytest.raises(jax.errors.JaxRuntimeError), memory_limits.explained(str):
+  with pytest.raises(jax.errors.JaxRuntimeError), memory.explained(str):
     raise jax.errors.JaxRuntimeError('INTERNAL: something else')

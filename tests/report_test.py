@@ -12,6 +12,7 @@ from valkyrie.monitoring import html_report, pictures
 from valkyrie.monitoring.pictures import Curve, figure, short
 from valkyrie.run.observers import Refusals
 from valkyrie.training.objective import Sums
+from valkyrie.training.spikes import RefusedSteps
 from valkyrie.training.train_step import StepMetrics
 
 
@@ -84,9 +85,8 @@ def run(tmp_path):
       (folder / f'{path}.jsonl').write_text(''.join(f'{json.dumps(line)}\n' for line in found))
     sums = Sums(*[np.float32(math.nan)] * 3, {})
     refused = StepMetrics(sums, np.float32(1), {}, np.float32(1), np.int32(1), np.bool_(False))
-    with Refusals(folder, 0, lambda _: 'a <file> & more', print, lambda *_: None) as refusals:
+    with Refusals(folder, RefusedSteps(0, lambda _: 'a <file> & more'), print) as refusals:
       refusals(7, refused)
-      refusals.flush()
     bindings = {'Optimizer.learning_rate': rate, 'S5.state_size': 8}
     (folder / 'config.json').write_text(json.dumps({'version': '7.8.9', 'bindings': bindings}))
     (folder / 'model_info.txt').write_text('1,234 parameters\n\ntable')

@@ -52,27 +52,26 @@ RANGES = {name: interval for interval, names in _INTERVALS.items() for name in n
 
 
 def check(owner: str, where: str = '', /, **values: Any) -> None:
-  """Raises a ConfigurationError, which begins with `where`, for a value out of its range."""
+  """Raises a ConfigurationError, which begins with `where`, for a value out of its range.
+
+  None stands for no number.
+  """
   for name, value in values.items():
-    _check(owner, name, value, where)
-
-
-def _check(owner: str, name: str, value: Any, where: str) -> None:
-  interval = RANGES.get(f'{owner}.{name}') or RANGES.get(name if owner != 'optax' else '')
-  if interval is None:
-    return
-  least, most = interval[1:-1].split(', ')
-  kind = numbers.Integral if most.isdigit() and most != '1' else numbers.Real
-  fits = issubclass(type(value), kind) and type(value) is not bool
-  fits = fits and (value > float(least) or (value == float(least) and interval[0] == '['))
-  if not fits or not (value < float(most) or (value == float(most) and interval[-1] == ']')):
-    number = 'an integer' if kind is numbers.Integral else 'a number'
-    raise ConfigurationError(
-      f'{where}{owner}.{name} = {value!r} is out of range. Use {number} in {interval}.'
-    )
+    interval = RANGES.get(f'{owner}.{name}') or RANGES.get(name if owner != 'optax' else '')
+    if interval is None or value is None:
+      continue
+    least, most = interval[1:-1].split(', ')
+    kind = numbers.Integral if most.isdigit() and most != '1' else numbers.Real
+    fits = issubclass(type(value), kind) and type(value) is not bool
+    fits = fits and (value > float(least) or (value == float(least) and interval[0] == '['))
+    if not fits or not (value < float(most) or (value == float(most) and interval[-1] == ']')):
+      number = 'an integer' if kind is numbers.Integral else 'a number'
+      raise ConfigurationError(
+        f'{where}{owner}.{name} = {value!r} is out of range. Use {number} in {interval}.'
+      )
 
 
 def check_fields(settings: Any) -> None:
-  """Checks the numbers of a dataclass; None stands for none."""
+  """Checks the numbers of a dataclass."""
   values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
-  check(type(settings).__name__, **{n: value for n, value in values.items() if value is not None})
+  check(type(settings).__name__, **values)

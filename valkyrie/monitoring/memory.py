@@ -1,16 +1,24 @@
-"""Memory of this machine, of this process and of its devices."""
+"""Memory of this machine, of this process and its devices, and the limits of the process."""
 
+from collections.abc import Callable, Iterator
+import contextlib
 import math
 import os
 import pathlib
 import resource
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
+from valkyrie.errors import ConfigurationError
+
 _PEAK = 'peak_bytes_in_use'
 _WORDS = {'bytes_in_use': 'in use', _PEAK: 'peak', 'bytes_limit': 'limit'}
+_CGROUPS = pathlib.Path('/sys/fs/cgroup')
+# The files of a limit and of what is used, in a cgroup of version 2 and of version 1.
+_FILES = (('memory.max', 'memory.current'), ('memory.limit_in_bytes', 'memory.usage_in_bytes'))
+_CACHE = ('inactive_file', 'total_inactive_file')  # what the kernel frees when memory is short
 
 
 def host_peak() -> int:
@@ -33,10 +41,13 @@ def available() -> int | None:
 
 
 def _of_linux(path: str, field: str) -> int | None:
-  file = pathlib.Path(path)
-  lines = file.read_text().splitlines() if file.exists() else []
-  sizes = [int(line.split()[1]) for line in lines if line.startswith(f'{field}:')]
+  sizes = [int(line.split()[1]) for line in _lines_of(path) if line.startswith(f'{field}:')]
   return 1024 * sizes[0] if sizes else None
+
+
+def _lines_of(path: str) -> list[str]:
+  file = pathlib.Path(path)
+  return file.read_text().splitlines() if file.exists() else []
 
 
 def device_peak() -> int | None:
@@ -58,6 +69,13 @@ def lines(when: str = '') -> list[str]:
   return found
 
 
+def of_machine() -> str:
+  """The memory of the machine, and how much of it is available."""
+  total = in_units(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))
+  now = available()
+  return f'{total} memory' + ('' if now is None else f', {in_units(now)} available')
+
+
 def of_program(program: jax.stages.Compiled) -> str:
   """The memory that a compiled step takes on each device."""
   found: Any = program.memory_analysis()
@@ -70,24 +88,87 @@ def of_program(program: jax.stages.Compiled) -> str:
   )
 
 
-def of_host(program: jax.stages.Compiled) -> int:
-  """The bytes of this machine that a compiled step takes in addition to its state and batch."""
+def shortage(program: jax.stages.Compiled) -> str | None:
+  """A warning if a compiled step takes more memory of the host than is left; None if it fits.
+
+  The kernel may kill such a process, and then there is no other message.
+  """
   found: Any = program.memory_analysis()
   if found is None or jax.default_backend() != 'cpu':
-    return 0
-  new = found.output_size_in_bytes - found.alias_size_in_bytes
-  return jax.local_device_count() * (found.temp_size_in_bytes + new)
+    return None
+  new = found.output_size_in_bytes - found.alias_size_in_bytes  # besides state and batch
+  needed, left = jax.local_device_count() * (found.temp_size_in_bytes + new), room()
+  if needed <= left.left:
+    return None
+  return (
+    f'warning: a step takes {in_units(needed)} more of memory, but {left}: the run may be killed'
+  )
 
 
-def of_machine() -> str:
-  """The memory of the machine, and how much of it is available."""
-  total = in_units(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))
-  now = available()
-  return f'{total} memory' + ('' if now is None else f', {in_units(now)} available')
+@contextlib.contextmanager
+def explained(needs: Callable[[], str]) -> Iterator[None]:
+  """Raises a ConfigurationError if memory runs out inside; `needs` returns what a step takes."""
+  try:
+    yield
+  except (MemoryError, jax.errors.JaxRuntimeError) as error:
+    first = (str(error) or 'MemoryError').splitlines()[0]
+    if isinstance(error, jax.errors.JaxRuntimeError) and 'RESOURCE_EXHAUSTED' not in first:
+      raise
+    refused = ConfigurationError(
+      f'The memory is too small for this run: {first}\n'
+      f'{"; ".join(filter(None, (needs(), *lines(), str(room()))))}. Use a smaller batch_size or '
+      'chunk_size, or more StepSettings.micro_batches; --run_mode=precompile recommends a change.'
+    )
+    for note in getattr(error, '__notes__', ()):
+      if 'JAX_TRACEBACK_FILTERING' not in note:  # no traceback is printed
+        refused.add_note(note)
+    raise refused from error
+
+
+class Room(NamedTuple):
+  """The bytes that this process can still take, and the name of the limit."""
+
+  left: float
+  limit: str
+
+  def __str__(self) -> str:
+    return f'{in_units(max(self.left, 0))} are left of {self.limit}'
+
+
+def room() -> Room:
+  """The smallest room of all limits; infinite where none is known."""
+  return min(_rooms(), default=Room(math.inf, 'nothing'))
+
+
+def _rooms() -> Iterator[Room]:
+  if (free := available()) is not None:
+    yield Room(free, 'the memory of the machine')
+  most, size = resource.getrlimit(resource.RLIMIT_AS)[0], of_process('VmSize')
+  if most != resource.RLIM_INFINITY and size is not None:
+    yield Room(most - size, f'an address space of {in_units(most)} (ulimit -v)')
+  for folder in _cgroups():
+    for limit, used in _FILES:
+      with contextlib.suppress(OSError, ValueError):  # no such file, or 'max'
+        most = int((folder / limit).read_text())
+        stat = dict(line.split() for line in _lines_of(f'{folder}/memory.stat'))
+        cache = max(int(stat.get(name, 0)) for name in _CACHE)
+        taken = int((folder / used).read_text()) - cache
+        yield Room(most - taken, f'a cgroup of {in_units(most)}')
+
+
+def _cgroups() -> Iterator[pathlib.Path]:
+  """The folders of the cgroups of this process and of their parents."""
+  for line in _lines_of('/proc/self/cgroup'):
+    _, controllers, path = line.split(':', 2)
+    if controllers and 'memory' not in controllers.split(','):
+      continue
+    root = _CGROUPS / 'memory' if controllers else _CGROUPS
+    inside = root / path.lstrip('/')
+    yield from (inside, *(folder for folder in inside.parents if folder.is_relative_to(root)))
 
 
 def in_units(size: float) -> str:
   """'512 B', '1.5 KiB', '2.3 GiB'."""
   units = ('B', 'KiB', 'MiB', 'GiB', 'TiB')
-  power = min(len(units) - 1, max(0, int(math.log(size, 1024)))) if size else 0
+  power = int(min(len(units) - 1, max(0, math.log(size, 1024)))) if size else 0
   return f'{size / 1024**power:.{1 if power else 0}f} {units[power]}'

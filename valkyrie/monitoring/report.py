@@ -1,6 +1,6 @@
 """Description of the model and the system: model_info.txt and the first lines of a run."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 import math
 import os
 import platform
@@ -9,13 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from valkyrie import __version__
-from valkyrie.checkpoint.compatibility import version
+from valkyrie.checkpoint.compatibility import versions
 from valkyrie.models.parts import is_of_model
 from valkyrie.monitoring.memory import in_units, of_machine
 from valkyrie.types import leaf_path
-
-_PACKAGES = ('jax', 'jaxlib', 'dm-haiku', 'optax', 'orbax-checkpoint')
 
 
 def model_info(parameters: Any, axes: Any, counts: Any) -> str:
@@ -47,41 +44,27 @@ def model_info(parameters: Any, axes: Any, counts: Any) -> str:
     f'({in_units(total)}), {total_per_device:,} bytes ({in_units(total_per_device)}) on each of '
     f'{mesh.size} devices (mesh {mesh_axes})'
   )
-  return f'{totals}\n\n{_table(rows)}\n'
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  sides = ['<'] * (len(widths) - 2) + ['>'] * 2  # the last two columns are numbers
+  template = '  '.join(f'{{:{side}{width}}}' for side, width in zip(sides, widths, strict=True))
+  return '\n'.join([totals, '', *(template.format(*row) for row in rows), ''])
 
 
 def system_lines() -> list[str]:
   """Lines with the versions, devices, processors and memory of this process."""
-  versions = [f'{name} {version(name)}' for name in _PACKAGES]
   devices = jax.devices()
+  # In a container a process may use fewer processors than exist.
+  own = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
   return [
-    f'valkyrie {__version__}, python {platform.python_version()}, {", ".join(versions)}',
-    f'{platform.platform()}, {_processors()} processors, {of_machine()}',
+    ', '.join(f'{name} {version}' for name, version in versions().items()),
+    f'{platform.platform()}, {own} processors, {of_machine()}',
     f'{"device" if len(devices) == 1 else "devices"}: {len(devices)} x {devices[0].platform} '
     f'({devices[0].device_kind}), {jax.local_device_count()} local, process '
     f'{jax.process_index()} of {jax.process_count()}',
   ]
 
 
-def as_markdown(bindings: Mapping[str, Any]) -> str:
-  """A table of bindings, for TensorBoard."""
-  rows = [f'| `{name}` | `{value}` |' for name, value in sorted(bindings.items())]
-  return '\n'.join(['| binding | value |', '| --- | --- |', *rows])
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-  sides = ['<'] * (len(widths) - 2) + ['>'] * 2  # the last two columns are numbers
-  template = '  '.join(f'{{:{side}{width}}}' for side, width in zip(sides, widths, strict=True))
-  return '\n'.join(template.format(*row) for row in rows)
-
-
 def _tuple(values: Iterable[Any]) -> str:
   """'(layers,-,data+model)' for ('layers', None, ('data', 'model')), without spaces for `cut`."""
   texts = ['+'.join(v) if isinstance(v, tuple) else '-' if v is None else str(v) for v in values]
   return f'({",".join(texts)})'
-
-
-def _processors() -> int:
-  """The processors that this process may use; in a container they can be fewer than exist."""
-  return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1

@@ -1,14 +1,14 @@
-"""The log of the steps of training, which is read one step behind the devices."""
+"""The log of the steps of training, read one step behind the devices, with what hooks return."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
 import dataclasses
 import time
+from typing import Any, Protocol
 
 import jax
 
 from valkyrie.monitoring import chips, memory
-from valkyrie.monitoring.hooks import check_every
 from valkyrie.monitoring.metrics import Metrics, speed_metrics, text_metrics
 from valkyrie.monitoring.writers import RunWriter
 from valkyrie.training.reading import Reading
@@ -16,13 +16,26 @@ from valkyrie.training.setup import Setup
 from valkyrie.training.train_step import StepMetrics
 
 
+class Hook(Protocol):
+  """An action after a step. `step` counts completed steps: it is 1 after the first one."""
+
+  def __call__(self, step: int, state: Any, metrics: Any) -> Mapping[str, float | str] | None:
+    """Reads the state and metrics of a step from the devices, and changes neither.
+
+    The numbers and texts that it returns are logged with the next line of training, as
+    'hooks/NAME'. If a hook has the method `pauses(step)`, the speed leaves out the calls for which
+    it returns True.
+    """
+
+
 @dataclasses.dataclass
 class TrainingLog:
   """Averages the metrics of steps, and writes them while a later step is running.
 
   Reading a number from a device waits for the device. The log therefore reads the metrics of a step
-  only after the next step was dispatched. It writes a line every `every` steps, and after the last.
-  Speeds are only of steps: what `untimed` surrounds is left out. `began` is when the process did.
+  only after the next step was dispatched, and then passes them to `check`. It writes a line every
+  `every` steps, and after the last. Speeds are only of steps: what `untimed` surrounds is left out.
+  `began` is when the process did.
   """
 
   writer: RunWriter
@@ -31,12 +44,12 @@ class TrainingLog:
   _: dataclasses.KW_ONLY
   every: int
   total_steps: int
+  check: Callable[[int, StepMetrics], None] = lambda step, metrics: None
   began: float = dataclasses.field(default_factory=time.perf_counter)
 
   def __post_init__(self):
-    check_every(self.every)
-    self._steps: list[StepMetrics] = []
-    self._due: int | None = None
+    self._running: tuple[int, StepMetrics] | None = None
+    self._steps: list[StepMetrics] = []  # that were read since the last line
     self._noted: dict[str, float | str] = {}
     self._timed: list[int] = []  # the steps since the last line that count for its speed
     self._seconds = self._all_seconds = 0.0  # that these took, and with the lines before
@@ -45,18 +58,18 @@ class TrainingLog:
   def __call__(self, step: int, metrics: StepMetrics) -> None:
     """Takes the metrics of step `step`, counted from 1, directly after its dispatch."""
     self.flush()
-    self._steps.append(metrics)
+    self._running = step, metrics
     if self._since is not None:
       self._timed.append(step)
-    if step % self.every == 0 or step == self.total_steps:
-      self._due = step
 
-  def note(self, found: Mapping[str, float | str] | None) -> None:
-    """Adds the numbers and texts of a hook to the next line, as 'hooks/NAME'."""
-    self._noted |= {
-      f'hooks/{name}': value if isinstance(value, str) else float(value)
-      for name, value in (found or {}).items()
-    }
+  def call_hooks(self, hooks: Iterable[Hook], step: int, state: Any, metrics: Any) -> None:
+    """Calls hooks, and adds their numbers and texts to the next line, as 'hooks/NAME'."""
+    for hook in hooks:
+      pauses = getattr(hook, 'pauses', lambda step: False)(step)
+      with self.untimed() if pauses else contextlib.nullcontext():
+        found = hook(step, state, metrics) or {}
+      for name, value in found.items():
+        self._noted[f'hooks/{name}'] = value if isinstance(value, str) else float(value)
 
   def clock(self, runs: bool) -> None:
     """Reads the clock; the time that follows counts for the speed if it `runs`."""
@@ -67,17 +80,24 @@ class TrainingLog:
   @contextlib.contextmanager
   def untimed(self) -> Iterator[None]:
     """Leaves what happens inside, steps too, out of the speed; waits for the steps before."""
-    jax.block_until_ready(self._steps)
+    jax.block_until_ready((self._steps, self._running))
     ran = self._since is not None
     self.clock(runs=False)
     yield
     self.clock(runs=ran)
 
   def flush(self) -> None:
-    """Waits for the metrics that are due, and writes them."""
-    step, self._due = self._due, None
-    if step is None:
+    """Reads the metrics of the last step, and writes a line if one is due; raises as `check`."""
+    last, self._running = self._running, None
+    if last is None:
       return
+    step, metrics = last
+    self._steps.append(metrics)
+    if step % self.every == 0 or step == self.total_steps:
+      self._write(step)
+    self.check(step, metrics)
+
+  def _write(self, step: int) -> None:
     steps, self._steps = jax.device_get(self._steps), []
     self.clock(runs=self._since is not None)
     seconds, self._seconds = self._seconds, 0.0

@@ -88,8 +88,14 @@ class RunWriter(contextlib.AbstractContextManager['RunWriter']):
 
   def __post_init__(self):
     self._thread = ThreadPoolExecutor(1, thread_name_prefix='tensorboard')
-    self._opened = [self._thread.submit(opened) for opened in self.writers]
-    self._pending: list[Future] = [*self._opened]
+    self._pending: list[Future] = []
+    self._opened = [self.submit(opened) for opened in self.writers]
+
+  def submit(self, function: Callable, *args: Any) -> Future:
+    """Calls a function in the thread, after the calls before; a later call raises its failure."""
+    self._raise_failures(wait=False)
+    self._pending.append(self._thread.submit(function, *args))
+    return self._pending[-1]
 
   def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
     """Writes numbers of Python, numpy or jax (waiting for these); None is an unknown value.
@@ -109,24 +115,20 @@ class RunWriter(contextlib.AbstractContextManager['RunWriter']):
     known = {self._tag(key): value for key, value in numbers.items() if value is not None}
     self._submit('write_scalars', step, known)
 
-  def _submit(self, method: str, *args: Any, **kwargs: Any) -> None:
-    """Calls a method of all CLU writers, in the thread."""
-    self._raise_failures(wait=False)
+  def _submit(self, method: str, *args: Any) -> None:
+    """Calls a method of all CLU writers, in the thread; a Future among `args` is its result."""
 
     def call(opened: Future) -> None:
       writer = opened.result()
       message = f'{type(writer).__name__} cannot write in {self.folder}'
       with storage_errors(message, _ADVICE, also=(Exception,)):
-        getattr(writer, method)(*args, **kwargs)
+        getattr(writer, method)(*(a.result() if isinstance(a, Future) else a for a in args))
 
-    self._pending += [self._thread.submit(call, opened) for opened in self._opened]
+    for opened in self._opened:
+      self.submit(call, opened)
 
-  write_summaries = functools.partialmethod(_submit, 'write_summaries')
   write_images = functools.partialmethod(_submit, 'write_images')
-  write_videos = functools.partialmethod(_submit, 'write_videos')
-  write_audios = functools.partialmethod(_submit, 'write_audios')
   write_texts = functools.partialmethod(_submit, 'write_texts')
-  write_histograms = functools.partialmethod(_submit, 'write_histograms')
   write_hparams = functools.partialmethod(_submit, 'write_hparams')
 
   def flush(self) -> None:

@@ -1,7 +1,6 @@
 """The run mode `train`: parts, state, compiled steps, hooks, loop."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 import contextlib
 import pathlib
 import time
@@ -10,29 +9,29 @@ import gin
 import jax
 
 from valkyrie.checkpoint.manager import Checkpoints
+from valkyrie.config import ranges
 from valkyrie.config.computation import computation, may_change_on_resume
 from valkyrie.config.record import bindings, write_configuration, write_operative_configuration
 from valkyrie.data import vocabularies
+from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.distributed import heartbeat
 from valkyrie.distributed.consistency import check_same_bindings
 from valkyrie.distributed.preemption import Preemption
-from valkyrie.errors import Preempted, check_count
-from valkyrie.models.layers import check_sizes
+from valkyrie.errors import Preempted
 from valkyrie.monitoring import memory, report
-from valkyrie.monitoring.hooks import Every, Hook, Profile
 from valkyrie.monitoring.progress import Progress
 from valkyrie.monitoring.trackers import Tracker, Tracking
-from valkyrie.monitoring.training_log import TrainingLog
+from valkyrie.monitoring.training_log import Hook, TrainingLog
 from valkyrie.monitoring.writers import RunWriter, create_writers
-from valkyrie.run import memory_limits
 from valkyrie.run.evaluator import Evaluator
-from valkyrie.run.observers import Refusals, Saver, Validation
-from valkyrie.run.trainer import InitialState, Lowest, Trainer, batches
+from valkyrie.run.observers import Profile, Refusals, Saver, Validation
+from valkyrie.run.trainer import InitialState, Trainer, batches
 from valkyrie.storage import whole_file
 from valkyrie.training.objective import evaluations
 from valkyrie.training.setup import Setup, StepSettings, check_mixers, check_vocabulary
 from valkyrie.training.spikes import RefusedSteps
 from valkyrie.types import TaskFeed
+from valkyrie.weights.initial import InitialWeights
 
 
 @gin.configurable
@@ -81,8 +80,8 @@ def train(
     Preempted: the process was asked to stop, and has saved.
   """
   began = time.perf_counter()
-  check_sizes('train', train_steps=train_steps, patience=1 if patience is None else patience)
-  check_count('train.train_steps', train_steps)
+  ranges.check('train', train_steps=train_steps, log_every=log_every, patience=patience)
+  ranges.check('train', eval_every=eval_every, checkpoint_every=checkpoint_every)
   profile = Profile(model_dir, profile_steps)
   with contextlib.ExitStack() as stack:
     stack.callback(profile.close)
@@ -100,27 +99,29 @@ def train(
     progress.say(*report.system_lines(), *setup.remarks())
     tokens = feed()
     check_vocabulary(setup.model, tokens)
-    initial = InitialState(setup, tokens.vocabulary.fingerprint, initial_weights, progress.say)
-    if directory.latest_step() is None:  # a resumed run no longer needs them
-      initial.check_source()
+    weights = None if initial_weights is None else InitialWeights(initial_weights)
+    if weights and directory.latest_step() is None:  # a resumed run no longer needs them
+      weights.check_source()
     evaluate = evaluator(setup.language_model, setup.partitioner, terms=evaluations(setup.terms))
     evaluate.open()
     evaluate.record_data(model_dir, 'eval', may_differ=True)
 
     # State: initial, or of the newest checkpoint.
-    trainer = Trainer(setup, tokens, directory, stop, allow_changed, initial, progress.say)
+    initial = InitialState(setup, tokens.vocabulary.fingerprint, weights, progress.say)
+    trainer = Trainer(
+      setup, tokens, directory, stop, train_steps, patience, allow_changed, initial, progress.say
+    )
     progress.say(*memory.lines(' with the state'), trainer.reading.plan(train_steps))
     initial.check(evaluate, trainer.state, trainer.should_stop)
     if jax.process_index() == 0:
-      _write_description(model_dir, setup)
-      vocabularies.copy(tokens.vocabulary, pathlib.Path(model_dir))
-    if done := _done(trainer.step, train_steps, trainer.lowest, patience):
+      _write_description(pathlib.Path(model_dir), setup, tokens.vocabulary)
+    if done := trainer.done():
       progress.say(f'nothing to do: {done}')
       return
 
     # Steps. Every shape is compiled before the first step is taken.
-    stack.enter_context(memory_limits.explained(lambda: trainer.needs))
-    trainer.compile(train_steps)
+    stack.enter_context(memory.explained(lambda: trainer.needs))
+    trainer.compile()
 
     # Observers.
     tracking = Tracking(trackers, model_dir, trainer.start, progress.say)
@@ -132,23 +133,16 @@ def train(
       create_writers(model_dir, also=[progress.show, tracking.stream('train')])
     )
     _write_settings(writer, trainer.start)
+    budget = refused_steps(
+      int(trainer.state.skipped), lambda step: trainer.reading.describe(step - 1)
+    )
+    refusals = stack.enter_context(Refusals(model_dir, budget, progress.say))
     log = TrainingLog(
-      writer, setup, trainer.reading, every=log_every, total_steps=train_steps, began=began
-    )
-    skipped = int(trainer.state.skipped)
-    budget = refused_steps(skipped, trainer.documents)
-    refusals = stack.enter_context(
-      Refusals(model_dir, skipped, trainer.documents, progress.say, budget)
-    )
-    drawing = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix='plot'))
-    validation = Validation(evaluate, trainer, train_steps, model_dir, log, eval_writer, drawing)
-    stack.callback(validation.check_picture)
-    saver = Saver(trainer, validation, refusals, log, patience)
-
-    def every(n: int, hook: Hook) -> Hook:
-      return Every(n, hook, total_steps=train_steps, start_step=trainer.start)
-
-    observers = *hooks, every(eval_every, validation), every(checkpoint_every, saver), saver.retry
+      writer, setup, trainer.reading, every=log_every, total_steps=train_steps, check=refusals,
+      began=began,
+    )  # fmt: skip
+    validation = Validation(evaluate, trainer, model_dir, log, eval_writer)
+    saver = Saver(trainer, log)
 
     # Loop. A step is dispatched while the one before it runs, and the metrics of the older one are
     # read then: at most two steps are in flight, and no device waits for the host.
@@ -159,7 +153,7 @@ def train(
     log.clock(runs=True)
     with saver.saving_on_error():
       for batch in batches(trainer.reading, setup, range(trainer.step, train_steps)):
-        done = _done(trainer.step, train_steps, validation.lowest, patience)
+        done = trainer.done()
         if done or trainer.should_stop():
           break
         with profile.step(trainer.step + 1, log.untimed):
@@ -168,46 +162,41 @@ def train(
         if setup.loss_spikes.action == 'rewind' and bool(metrics.spiked):
           with log.untimed():
             refusals.rewound(trainer.step, trainer.rewind(checkpoint_every))
-        refusals(trainer.step, metrics)
         if trainer.step == trainer.start + 2:  # whose dispatch the first one's end has followed
           progress.say(*memory.lines(' after the first step'))
-        for observe in observers:
-          pauses = getattr(observe, 'pauses', lambda step: False)(trainer.step)
-          with log.untimed() if pauses else contextlib.nullcontext():
-            log.note(observe(trainer.step, trainer.state, metrics))
-      saver.flush()
+        log.call_hooks(hooks, trainer.step, trainer.state, metrics)
+        for every, act in ((eval_every, validation), (checkpoint_every, saver)):
+          if trainer.step % every == 0 or trainer.step == train_steps:
+            act()
+        saver.retry()
+      log.flush()
     progress.close()
     progress.say(*memory.lines(' at the end'))
     saver.save_now()
-    if trainer.step == train_steps:
-      return
-    if done := _done(trainer.step, train_steps, validation.lowest, patience):
+    done = trainer.done()
+    if not done:
+      raise Preempted(
+        f'stopped after step {trainer.step} of {train_steps}; the newest checkpoint is '
+        f'{directory.describe_newest()}. Run the same command again to continue.'
+      )
+    if trainer.step < train_steps:
       progress.say(done)
-      return
-    raise Preempted(
-      f'stopped after step {trainer.step} of {train_steps}; the newest checkpoint is '
-      f'{directory.describe_newest()}. Run the same command again to continue.'
-    )
-
-
-def _done(step: int, train_steps: int, lowest: Lowest | None, patience: int | None) -> str | None:
-  """Why no step is left; None if one is."""
-  if step >= train_steps:
-    return f'train_steps={train_steps} are done'
-  return lowest and lowest.stops(patience)
 
 
 def _write_settings(writer: RunWriter, step: int) -> None:
   """Writes the configuration to TensorBoard."""
   bound = bindings()
-  writer.write_texts(step, {'configuration': report.as_markdown(bound)})
+  rows = [f'| `{name}` | `{value}` |' for name, value in sorted(bound.items())]
+  table = '\n'.join(['| binding | value |', '| --- | --- |', *rows])
+  writer.write_texts(step, {'configuration': table})
   writer.write_hparams({n: v for n, v in bound.items() if isinstance(v, int | float | str)})
 
 
-def _write_description(model_dir: str, setup: Setup) -> None:
-  """Writes the configuration, and the table of parameters."""
+def _write_description(model_dir: pathlib.Path, setup: Setup, vocabulary: Vocabulary) -> None:
+  """Writes the configuration, the tokenizer, and the table of parameters."""
   write_configuration(model_dir)
   write_operative_configuration(model_dir)
   axes = setup.model.parameter_axes(setup.partitioner.parameter_axes)
   text = report.model_info(setup.state.params, axes, setup.model.counts())
-  whole_file.write(pathlib.Path(model_dir, 'model_info.txt'), text)
+  whole_file.write(model_dir / 'model_info.txt', text)
+  vocabularies.copy(vocabulary, model_dir)

@@ -16,7 +16,6 @@ from valkyrie.data.feed import prefetch
 from valkyrie.distributed import compilation_cache, consistency, heartbeat
 from valkyrie.distributed.preemption import Preemption
 from valkyrie.monitoring import memory
-from valkyrie.run import memory_limits
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.training.curriculum import Phase
 from valkyrie.training.nan_hunt import hunting
@@ -45,28 +44,25 @@ class Lowest(NamedTuple):
     )
 
 
+@dataclasses.dataclass
 class InitialState:
   """Makes the state, with the fingerprint of a vocabulary; a call reads the weights again."""
 
-  def __init__(self, setup: Setup, vocabulary: str, source: str | None, say: Callable[[str], None]):
-    self._setup, self._vocabulary, self._say = setup, vocabulary, say
-    self._weights = None if source is None else InitialWeights(source)
-    self._complete: bool | None = None  # whether all weights were loaded; None if none were
-
-  def check_source(self) -> None:
-    """Raises a ConfigurationError if weights are to be loaded that are not there."""
-    if self._weights is not None:
-      self._weights.check_source()
+  setup: Setup
+  vocabulary: str
+  weights: InitialWeights | None
+  say: Callable[[str], None]
+  _complete: bool | None = None  # whether all weights were loaded; None if none were
 
   def __call__(self) -> TrainState:
     """The state on the mesh; raises as `InitialWeights.load` does."""
-    setup, state = self._setup, self._setup.initial_state()
+    setup, state = self.setup, self.setup.initial_state()
     params = state.params
-    if self._weights is not None:
-      params, self._complete = self._weights.load(
-        setup.model, setup.settings.model, params, self._vocabulary, self._say
+    if self.weights is not None:
+      params, self._complete = self.weights.load(
+        setup.model, setup.settings.model, params, self.vocabulary, self.say
       )
-    start = Start(setup.model, setup.partitioner, self._vocabulary, self._say)
+    start = Start(setup.model, setup.partitioner, self.vocabulary, self.say)
     for term in setup.terms:
       params = term.prepared(params, start)
     if params is state.params:
@@ -76,13 +72,13 @@ class InitialState:
 
   def check(self, evaluate: Evaluator, state: TrainState, stop: Callable[[], bool]) -> None:
     """Evaluates loaded weights once, and says their loss; raises as `check_loss` does."""
-    if self._weights is None or self._complete is None:
+    if self.weights is None or self._complete is None:
       return
-    plan = self._setup.curriculum.phase(0).planner
+    plan = self.setup.curriculum.phase(0).planner
     loss = evaluate(state.evaluated, whole=False, plan=plan, stop=stop)['loss']
     if loss is not None:
-      strict = self._complete and not self._weights.any_loss
-      self._say(check_loss(loss, self._setup.model.about.vocabulary_size, strict))
+      strict = self._complete and not self.weights.any_loss
+      self.say(check_loss(loss, self.setup.model.about.vocabulary_size, strict))
 
 
 @dataclasses.dataclass
@@ -95,7 +91,8 @@ class Trainer:
     step: the number of steps done.
     start: the number of steps done before this process began.
     reading: what each step reads.
-    lowest: the lowest validation loss before `start`.
+    losses: the validation loss after each step that this process has evaluated.
+    lowest: the lowest validation loss of the run until now; None before the first.
     needs: the memory that a step takes, once it is compiled.
   """
 
@@ -103,6 +100,8 @@ class Trainer:
   feed: TaskFeed
   directory: CheckpointDirectory
   stop: Preemption
+  train_steps: int
+  patience: int | None
   allow_changed: Collection[str]
   initial_state: Callable[[], TrainState]
   say: Callable[[str], None]
@@ -117,13 +116,14 @@ class Trainer:
     self.reading = Reading(self.setup.curriculum, self.feed, self.setup.settings.batch_size)
     self._programs: Mapping[str, str] = {}
     self._saved_programs: Mapping[str, str] = {}
+    self.losses: dict[int, float | None] = {}
     self.lowest: Lowest | None = None
     self.needs = ''
     self._steps: dict[tuple, Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]] = {}
     self.state = self._restored() or self.initial_state()
     self.step = self.start = int(self.state.step)
 
-  def compile(self, train_steps: int) -> None:
+  def compile(self) -> None:
     """Compiles the step of every phase, before the first is taken; one for each shape.
 
     Raises a ConfigurationError if the programs differ between processes, or from the checkpoint's.
@@ -147,27 +147,24 @@ class Trainer:
         takes = memory.of_program(compiled[phase.shape])
         self.say(f'traced in {times}; {takes}')
         self.needs = f'a step of {_shape_text(phase)} takes {takes}'
-        if warning := memory_limits.shortage(compiled[phase.shape]):
+        if warning := memory.shortage(compiled[phase.shape]):
           self.say(warning)
     compilation_cache.seal()
     hunt_nan = self.setup.settings.hunt_nan
     self._programs = consistency.fingerprints(
-      {_program_name(phase, train_steps, hunt_nan): compiled[phase.shape] for phase in phases}
+      {_program_name(phase, self.train_steps, hunt_nan): compiled[phase.shape] for phase in phases}
     )
-    self._check_programs(consistency.is_autotuned(devices))
-    self._steps = dict(compiled)
-    for phase in phases if hunt_nan else ():
-      step = self.setup.train_step(phase, remat=False)
-      self._steps[phase.shape] = hunting(compiled[phase.shape], step)
-
-  def _check_programs(self, autotuned: bool) -> None:
-    """Compares the programs with the checkpoint's; `autotuned` ones may differ."""
+    autotuned = consistency.is_autotuned(devices)  # then the programs may differ
     allowed = [*self.allow_changed, *(['executable'] if autotuned else [])]
     saved, now = {'executable': self._saved_programs}, {'executable': self._programs}
     if self._changed(saved, now, allowed) and autotuned:
       self.say(
         'XLA has timed its kernels anew, and chosen others: the run continues, but not bit for bit'
       )
+    self._steps = dict(compiled)
+    for phase in phases if hunt_nan else ():
+      step = self.setup.train_step(phase, remat=False)
+      self._steps[phase.shape] = hunting(compiled[phase.shape], step)
 
   def take_step(self, batch: Batch) -> StepMetrics:
     """Dispatches the next step, and returns its metrics without waiting for them."""
@@ -176,14 +173,16 @@ class Trainer:
     self.step += 1
     return metrics
 
+  def done(self) -> str | None:
+    """Why no step is left; None if one is."""
+    if self.step >= self.train_steps:
+      return f'train_steps={self.train_steps} are done'
+    return self.lowest and self.lowest.stops(self.patience)
+
   def should_stop(self) -> bool:
     """Whether the run is to stop; called before each dispatch, by all processes alike."""
     heartbeat.beat(stage='step', step=self.step + 1)
     return self.stop.requested()
-
-  def documents(self, step: int) -> str:
-    """The documents that step number `step`, counted from 1, reads."""
-    return self.reading.describe(step - 1)
 
   def rewind(self, checkpoint_every: int) -> int:
     """Restores parameters, average and optimizer of the last checkpoint due; returns its step.
@@ -258,11 +257,17 @@ class Trainer:
     }
 
   def record(self) -> dict[str, Any]:
-    """The facts that a checkpoint of the state records, and where a resumed run continues."""
+    """The facts that a checkpoint of the state records, and where a resumed run continues.
+
+    A follower of the run ends at a step that has `stopped`.
+    """
     return {
       **self._facts(),
       'position': self.reading.position(self.step),
       'stretches': self.reading.stretches,
+      'lowest': self.lowest,
+      'stopped': self.lowest and self.lowest.stops(self.patience),
+      'validation_loss': self.losses.get(self.step),
     }
 
 
