@@ -64,8 +64,11 @@ class JsonLines:
 
   def write(self, fields: Mapping[str, int | float | str | None]) -> None:
     """Appends a line, in one system call."""
-    line = json.dumps({key: _to_json(value) for key, value in fields.items()}, allow_nan=False)
-    self._left += line.encode() + b'\n'
+    known = {  # json writes NaN without quotes, which is no JSON
+      key: json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value
+      for key, value in fields.items()
+    }
+    self._left += json.dumps(known, allow_nan=False).encode() + b'\n'
     with contextlib.suppress(OSError):
       self._write_left()
 
@@ -85,9 +88,3 @@ class JsonLines:
         self._write_left()
     finally:
       self._file.close()
-
-
-def _to_json(value: int | float | str | None) -> int | float | str | None:
-  if isinstance(value, float) and not math.isfinite(value):
-    return 'NaN' if math.isnan(value) else 'Infinity' if value > 0 else '-Infinity'
-  return value
