@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 import contextlib
 import math
-import os
 import pathlib
 import resource
 import sys
@@ -67,13 +66,6 @@ def lines(when: str = '') -> list[str]:
     if facts:
       found.append(f'memory of {device}{when}: {", ".join(facts)}')
   return found
-
-
-def of_machine() -> str:
-  """The memory of the machine, and how much of it is available."""
-  total = in_units(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))
-  now = available()
-  return f'{total} memory' + ('' if now is None else f', {in_units(now)} available')
 
 
 def of_program(program: jax.stages.Compiled) -> str:

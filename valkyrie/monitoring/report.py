@@ -11,7 +11,7 @@ import numpy as np
 
 from valkyrie.checkpoint.compatibility import versions
 from valkyrie.models.parts import is_of_model
-from valkyrie.monitoring.memory import in_units, of_machine
+from valkyrie.monitoring.memory import available, in_units
 from valkyrie.types import leaf_path
 
 
@@ -55,9 +55,12 @@ def system_lines() -> list[str]:
   devices = jax.devices()
   # In a container a process may use fewer processors than exist.
   own = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+  total = in_units(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))
+  free = available()
   return [
     ', '.join(f'{name} {version}' for name, version in versions().items()),
-    f'{platform.platform()}, {own} processors, {of_machine()}',
+    f'{platform.platform()}, {own} processors, {total} memory'
+    + ('' if free is None else f', {in_units(free)} available'),
     f'{"device" if len(devices) == 1 else "devices"}: {len(devices)} x {devices[0].platform} '
     f'({devices[0].device_kind}), {jax.local_device_count()} local, process '
     f'{jax.process_index()} of {jax.process_count()}',

@@ -25,7 +25,7 @@ from valkyrie.monitoring.training_log import Hook, TrainingLog
 from valkyrie.monitoring.writers import RunWriter, create_writers
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.run.observers import Profile, Refusals, Saver, Validation
-from valkyrie.run.trainer import InitialState, Trainer, batches
+from valkyrie.run.trainer import Trainer, batches
 from valkyrie.storage import whole_file
 from valkyrie.training.objective import evaluations
 from valkyrie.training.setup import Setup, StepSettings, check_mixers, check_vocabulary
@@ -107,12 +107,11 @@ def train(
     evaluate.record_data(model_dir, 'eval', may_differ=True)
 
     # State: initial, or of the newest checkpoint.
-    initial = InitialState(setup, tokens.vocabulary.fingerprint, weights, progress.say)
     trainer = Trainer(
-      setup, tokens, directory, stop, train_steps, patience, allow_changed, initial, progress.say
+      setup, tokens, directory, stop, train_steps, patience, allow_changed, weights, progress.say
     )
     progress.say(*memory.lines(' with the state'), trainer.reading.plan(train_steps))
-    initial.check(evaluate, trainer.state, trainer.should_stop)
+    trainer.check_weights(evaluate)
     if jax.process_index() == 0:
       _write_description(pathlib.Path(model_dir), setup, tokens.vocabulary)
     if done := trainer.done():

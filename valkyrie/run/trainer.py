@@ -45,48 +45,12 @@ class Lowest(NamedTuple):
 
 
 @dataclasses.dataclass
-class InitialState:
-  """Makes the state, with the fingerprint of a vocabulary; a call reads the weights again."""
-
-  setup: Setup
-  vocabulary: str
-  weights: InitialWeights | None
-  say: Callable[[str], None]
-  _complete: bool | None = None  # whether all weights were loaded; None if none were
-
-  def __call__(self) -> TrainState:
-    """The state on the mesh; raises as `InitialWeights.load` does."""
-    setup, state = self.setup, self.setup.initial_state()
-    params = state.params
-    if self.weights is not None:
-      params, self._complete = self.weights.load(
-        setup.model, setup.settings.model, params, self.vocabulary, self.say
-      )
-    start = Start(setup.model, setup.partitioner, self.vocabulary, self.say)
-    for term in setup.terms:
-      params = term.prepared(params, start)
-    if params is state.params:
-      return state
-    average = None if state.average is None else jax.tree.map(jnp.copy, params)
-    return state._replace(params=params, average=average)
-
-  def check(self, evaluate: Evaluator, state: TrainState, stop: Callable[[], bool]) -> None:
-    """Evaluates loaded weights once, and says their loss; raises as `check_loss` does."""
-    if self.weights is None or self._complete is None:
-      return
-    plan = self.setup.curriculum.phase(0).planner
-    loss = evaluate(state.evaluated, whole=False, plan=plan, stop=stop)['loss']
-    if loss is not None:
-      strict = self._complete and not self.weights.any_loss
-      self.say(check_loss(loss, self.setup.model.about.vocabulary_size, strict))
-
-
-@dataclasses.dataclass
 class Trainer:
   """Restores and advances the state of a run.
 
   Attributes:
     allow_changed: the accepted differences to the saved run, of compatibility.KINDS.
+    weights: those that a new run begins with; None initializes them.
     state: the train state, on the devices.
     step: the number of steps done.
     start: the number of steps done before this process began.
@@ -103,14 +67,14 @@ class Trainer:
   train_steps: int
   patience: int | None
   allow_changed: Collection[str]
-  initial_state: Callable[[], TrainState]
+  weights: InitialWeights | None
   say: Callable[[str], None]
 
   def __post_init__(self):
     """Restores the newest checkpoint.
 
     Raises a ConfigurationError if its run differs from this one, and a DataError if the model
-    cannot read the feed's longest document.
+    cannot read the feed's longest document; without a checkpoint, as `InitialWeights.load` does.
     """
     check_documents(self.setup.model, self.feed)
     self.reading = Reading(self.setup.curriculum, self.feed, self.setup.settings.batch_size)
@@ -119,9 +83,36 @@ class Trainer:
     self.losses: dict[int, float | None] = {}
     self.lowest: Lowest | None = None
     self.needs = ''
+    self._complete: bool | None = None  # whether all weights were loaded; None if none were
     self._steps: dict[tuple, Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]] = {}
-    self.state = self._restored() or self.initial_state()
+    self.state = self._restored() or self._initial()
     self.step = self.start = int(self.state.step)
+
+  def _initial(self) -> TrainState:
+    """The state of a new run."""
+    setup, state = self.setup, self.setup.initial_state()
+    params, vocabulary = state.params, self.feed.vocabulary.fingerprint
+    if self.weights is not None:
+      params, self._complete = self.weights.load(
+        setup.model, setup.settings.model, params, vocabulary, self.say
+      )
+    start = Start(setup.model, setup.partitioner, vocabulary, self.say)
+    for term in setup.terms:
+      params = term.prepared(params, start)
+    if params is state.params:
+      return state
+    average = None if state.average is None else jax.tree.map(jnp.copy, params)
+    return state._replace(params=params, average=average)
+
+  def check_weights(self, evaluate: Evaluator) -> None:
+    """Evaluates loaded weights once, and says their loss; raises as `check_loss` does."""
+    if self.weights is None or self._complete is None:
+      return
+    plan = self.setup.curriculum.phase(0).planner
+    loss = evaluate(self.state.evaluated, whole=False, plan=plan, stop=self.should_stop)['loss']
+    if loss is not None:
+      strict = self._complete and not self.weights.any_loss
+      self.say(check_loss(loss, self.setup.model.about.vocabulary_size, strict))
 
   def compile(self) -> None:
     """Compiles the step of every phase, before the first is taken; one for each shape.
@@ -202,7 +193,7 @@ class Trainer:
     due = (self.step - 1) // checkpoint_every * checkpoint_every
     found = self.directory.nearest_valid(due) if due else None
     if found is None:
-      fields = of(self.initial_state())
+      fields = of(self._initial())
     else:
       fields = self.directory.restore(of(self.setup.state), partial=True, step=found)
     self.state = self.state._replace(**fields)
