@@ -37,8 +37,8 @@ from valkyrie.decomposition.masks import Stochastic, Tokens
 from valkyrie.decomposition.objective import faithful, unfaithfulness
 from valkyrie.errors import DataError, ValkyrieError
 from valkyrie.models.declarations import Masks
-from valkyrie.models.language_model import created
 from valkyrie.models.layers import parameter, project
+from valkyrie.models.model import created
 from valkyrie.models.sites import Site, Sites, U, V, sites_of
 from valkyrie.types import Array, Params
 

@@ -30,7 +30,8 @@ from valkyrie.config.load import load_gin
 from valkyrie.data.vocabularies import ByteVocabulary
 from valkyrie.models import language_model
 from valkyrie.models.carry_cuts import cut_carry
-from valkyrie.models.language_model import LanguageModel, Model
+from valkyrie.models.language_model import LanguageModel
+from valkyrie.models.model import Model
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.storage import whole_file
 from valkyrie.tasks.recall import filler, recall

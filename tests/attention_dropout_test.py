@@ -8,14 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from valkyrie.models.attention import bidirectional_window, kv_cache, sliding_window
-from valkyrie.models.attention.bidirectional_window import Projections
+from valkyrie.models.attention import bidirectional_longformer, kv_cache, sliding_window
+from valkyrie.models.attention.bidirectional_longformer import Projections
 from valkyrie.models.attention.rotary import Rotary
 from valkyrie.models.attention.softmax import Dropout
+from valkyrie.models.attention.windows import windows_of
 
 TIME, HEADS, RATE, FAR = 24, 3, 0.25, 5
-how = {'dilations': (1, 2, 1), 'slice_size': 8, 'rotary': Rotary()}
 segments = jnp.ones((1, TIME), jnp.int32)
+
+
+def seen(width):
+  return tuple(windows_of((1, 2, 1), HEADS, width, 8, Rotary()))
 
 
 def causal(q, k, v, dropout):
@@ -30,22 +34,21 @@ def causal(q, k, v, dropout):
     positions=positions,
     segment_ids=segments,
     registers=registers,
+    windows=seen(30),
     dropout=dropout,
-    **how,
   )
   return out
 
 
 def both_ways(q, k, v, dropout):
   local, at = Projections(q, k, v), jnp.array([[FAR, TIME]], jnp.int32)
-  return bidirectional_window.bidirectional_attention(
+  return bidirectional_longformer.bidirectional_attention(
     local,
-    local._replace(q=bidirectional_window.take(q, at)),
+    local._replace(q=bidirectional_longformer.take(q, at)),
     segment_ids=segments,
     global_tokens=at,
-    window=30,
+    windows=seen(30),
     dropout=dropout,
-    **how,
   )
 
 

@@ -12,13 +12,21 @@ import numpy as np
 import pytest
 
 from valkyrie.models import slices
-from valkyrie.models.attention import bidirectional_window
-from valkyrie.models.attention.bidirectional_window import Projections
+from valkyrie.models.attention import bidirectional_longformer
+from valkyrie.models.attention.bidirectional_longformer import Projections
 from valkyrie.models.attention.rotary import Rotary
+from valkyrie.models.attention.windows import windows_of
 
 HEADS, KV_HEADS, WIDTH, TIME, LIMIT = 4, 2, 6, 26, 5
 
-attention = functools.partial(bidirectional_window.bidirectional_attention, rotary=Rotary())
+
+def attention(local, from_global, window, dilations, slice_size, **options):
+  seen = tuple(windows_of(dilations, HEADS, window, slice_size, Rotary()))
+  return bidirectional_longformer.bidirectional_attention(
+    local, from_global, windows=seen, **options
+  )
+
+
 compiled = jax.jit(attention, static_argnames=('window', 'dilations', 'slice_size'))
 
 
@@ -44,8 +52,8 @@ def problem(lengths, seed=0, rows=2, time=TIME):
 
 
 def run(p, dtype=np.float64, limit=LIMIT, **how):
-  global_tokens = bidirectional_window.first_positions(jnp.asarray(p['mask']), limit)
-  q = bidirectional_window.take(jnp.asarray(p['from_global'].q), global_tokens)
+  global_tokens = bidirectional_longformer.first_positions(jnp.asarray(p['mask']), limit)
+  q = bidirectional_longformer.take(jnp.asarray(p['from_global'].q), global_tokens)
   cast = functools.partial(jnp.asarray, dtype=dtype)
   local, from_global = jax.tree.map(cast, (p['local'], p['from_global']._replace(q=q)))
   return compiled(
@@ -103,10 +111,10 @@ def test_the_gradient_is_that_of_the_definition():
     return np.sum(reference({**p, **there}, **how) * weights)
 
   with jax.enable_x64(True):
-    at = bidirectional_window.first_positions(jnp.asarray(p['mask']), LIMIT)
+    at = bidirectional_longformer.first_positions(jnp.asarray(p['mask']), LIMIT)
 
     def computed(local, from_global):
-      q = bidirectional_window.take(from_global.q, at)
+      q = bidirectional_longformer.take(from_global.q, at)
       out = attention(
         local,
         from_global._replace(q=q),

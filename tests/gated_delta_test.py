@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.models.recurrence import delta_rule
+from valkyrie.models.recurrence import gated_delta
 from valkyrie.models.recurrence.convolution import ConvolvedCarry, Tail
 from valkyrie.models.recurrence.gated_delta import GatedDeltaNet
 from valkyrie.sharding import ambient, sequence_parallel
@@ -183,7 +183,7 @@ def rule_by_token(q, k, v, log_decay, beta, state, reset):
   return y, state
 
 
-in_slices_of_64 = jax.jit(functools.partial(delta_rule.gated_delta_rule, slice_size=64))
+in_slices_of_64 = jax.jit(functools.partial(gated_delta.gated_delta_rule, slice_size=64))
 
 
 def test_long_memories_in_float32():
@@ -220,7 +220,7 @@ def test_gradients_are_finite_where_decays_underflow():
   reset[0, ::2] = True
 
   def loss(*arguments):
-    y, after = delta_rule.gated_delta_rule(*arguments, reset, slice_size=8)
+    y, after = gated_delta.gated_delta_rule(*arguments, reset, slice_size=8)
     return jnp.sum(y**2) + jnp.sum(after**2)
 
   arguments = [jnp.asarray(a, jnp.float32) for a in (q, k, v, log_decay, beta, state)]
@@ -241,7 +241,7 @@ def test_pieces_of_a_chunk_on_eight_devices():
   weights = random.normal(size=arrays[2].shape), random.normal(size=state.shape)
 
   def loss(arrays, state, weights, reset):
-    y, after = delta_rule.gated_delta_rule(*arrays, state, reset, slice_size=4)
+    y, after = gated_delta.gated_delta_rule(*arrays, state, reset, slice_size=4)
     counts = sequence_parallel.index() == 0 if sequence_parallel.axes() else True
     total = jnp.sum(weights[0] * y) + jnp.where(counts, jnp.sum(weights[1] * after), 0)
     return total, (y, after)
@@ -279,7 +279,7 @@ def test_the_inverse_of_the_worst_triangle():
   """Equal keys that erase all: the powers of L reach 10^18, its inverse has entries of 1."""
   lower = np.tril(np.ones((64, 64), np.float32), -1)
   inverse = np.eye(64) - np.eye(64, k=-1)
-  np.testing.assert_allclose(jax.jit(delta_rule.unit_lower_inverse)(lower), inverse, atol=1e-6)
+  np.testing.assert_allclose(jax.jit(gated_delta.unit_lower_inverse)(lower), inverse, atol=1e-6)
 
 
 def test_steps_at_initialization():
@@ -316,11 +316,11 @@ def test_dtypes_under_bfloat16():
 @pytest.mark.parametrize(
   ('options', 'message'),
   [
-    ({'heads': 0}, 'GatedDeltaNet.heads=0 must be at least 1'),
+    ({'heads': 0}, 'GatedDeltaNet.heads = 0 is out of range'),
     ({'slice_size': 48}, 'GatedDeltaNet.slice_size=48 must be a power of two'),
     ({'horizon': 1.0}, r'GatedDeltaNet.shortest=10 and GatedDeltaNet.horizon=1:'),
-    ({'largest_rate': 0.5}, r'GatedDeltaNet.largest_rate=0.5 must be at least 1'),
-    ({'shortest': 0.0}, 'GatedDeltaNet.shortest=0 '),
+    ({'largest_rate': 0.5}, 'GatedDeltaNet.largest_rate = 0.5 is out of range'),
+    ({'shortest': 0.0}, 'GatedDeltaNet.shortest = 0.0 is out of range'),
     (
       {'write_gate': 'relu'},
       "write_gate='relu' is unknown. Use one of .'sigmoid', 'hard', 'double'.",

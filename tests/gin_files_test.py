@@ -22,7 +22,7 @@ from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.s5.layer import S5
 from valkyrie.run import train
-from valkyrie.sharding import mesh
+from valkyrie.sharding import ambient
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training import sizes
 from valkyrie.training.setup import Setup, StepSettings
@@ -52,7 +52,7 @@ def enough_devices():
     def repeat_device():
       wanted = math.prod(size for _, size in gin.query_parameter('Partitioner.mesh'))
       if wanted > 0:
-        within.enter_context(mesh.target_devices(jax.devices()[:1] * wanted))
+        within.enter_context(ambient.within(devices=jax.devices()[:1] * wanted))
 
     yield repeat_device
 

@@ -14,7 +14,7 @@ from valkyrie.errors import ConfigurationError
 from valkyrie.models import language_model, layers
 from valkyrie.models.attention.full import FullAttention
 from valkyrie.models.block import Block
-from valkyrie.models.declarations import Declarations
+from valkyrie.models.model import created
 from valkyrie.types import Batch
 
 full = functools.partial(FullAttention, heads=2, head_width=8, max_context=24)
@@ -259,14 +259,11 @@ def test_a_declaration_belongs_to_its_innermost_module():
   def stacked(x):
     return x + Named('inner')('b')
 
-  declarations = Declarations()
-
   def f():
-    with hk.custom_creator(declarations.creator):
-      hk.get_parameter('plain', (2,), init=jnp.ones)
-      return hk.layer_stack(3, name='outer')(stacked)(Named('inner')('a'))
+    hk.get_parameter('plain', (2,), init=jnp.ones)
+    return hk.layer_stack(3, name='outer')(stacked)(Named('inner')('a'))
 
-  made = declarations.parameters(jax.eval_shape(hk.transform(f).init, jax.random.key(0)))
+  made = created(f)[1]()
   axes = {module: group['weight'].axes for module, group in made.items() if 'weight' in group}
   assert axes == {'inner': ('a',), 'outer/inner': ('layers', 'b')}
   assert made['~']['plain'].axes is None and made['~']['plain'].cast is None
@@ -370,8 +367,8 @@ def test_a_mixer_that_reads_later_tokens_is_refused():
 @pytest.mark.parametrize(
   ('options', 'message'),
   [
-    ({'unroll': 0}, 'unroll=0 must be at least 1'),
-    ({'layers': 0}, 'layers=0 must be a multiple of the 1 blocks .* and at least 1'),
+    ({'unroll': 0}, 'unroll = 0 is out of range'),
+    ({'layers': 0}, 'layers = 0 is out of range'),
     ({'remat_policy': 'all'}, "remat_policy='all' is unknown. Use one of"),
     ({'compute_dtype': 'half'}, "compute_dtype='half' is unknown. Use one of"),
   ],

@@ -126,7 +126,10 @@ def test_a_cast_copy_computes_the_same():
 
 @pytest.mark.parametrize(
   ('options', 'message'),
-  [({'rank': 0}, r'Lora\.rank=0'), ({'pattern': '('}, r'is not a regular expression')],
+  [
+    ({'rank': 0}, r'Lora\.rank = 0'),
+    ({'pattern': '('}, r'is not a regular expression'),
+  ],
 )
 def test_bad_adapters_are_refused(options, message):
   with pytest.raises(ConfigurationError, match=message):

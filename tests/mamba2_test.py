@@ -240,11 +240,11 @@ def test_operations_are_counted():
 
 def test_options_that_cannot_be_are_refused():
   for options, message in (
-    ({'heads': 0}, 'Mamba2.heads=0 must be at least 1'),
-    ({'slice_size': 0}, 'Mamba2.slice_size=0 must be at least 1'),
+    ({'heads': 0}, 'Mamba2.heads = 0 is out of range'),
+    ({'slice_size': 0}, 'Mamba2.slice_size = 0 is out of range'),
     ({'shortest': 30, 'horizon': 20}, 'Mamba2.shortest=30 and Mamba2.horizon=20'),
-    ({'shortest': 0}, 'Mamba2.shortest=0 and'),
-    ({'largest_rate': 0.5}, 'Mamba2.largest_rate=0.5 must be at least 1'),
+    ({'shortest': 0}, 'Mamba2.shortest = 0 is out of range'),
+    ({'largest_rate': 0.5}, 'Mamba2.largest_rate = 0.5 is out of range'),
   ):
     with pytest.raises(ConfigurationError, match=message):
       hk.transform(lambda options=options: layer(**options)).init(None)

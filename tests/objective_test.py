@@ -9,8 +9,8 @@ import tiny
 
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.features import Features
-from valkyrie.models.language_model import created
 from valkyrie.models.layers import RMSNorm
+from valkyrie.models.model import created
 from valkyrie.training.objective import Chunk, Part, Prediction, Term, read, terms_of
 
 BATCH = tiny.batch([4, 3])

@@ -357,7 +357,7 @@ def test_dtypes_under_bfloat16():
 @pytest.mark.parametrize(
   'options, message',
   [
-    ({'segments': 0}, 'segments=0 must be at least 1'),
+    ({'segments': 0}, 'segments = 0 is out of range'),
     ({'head_width': 5}, 'head_width=5 must div'),
     ({'plan_interval': 13}, r'plan_interval=13 does not divide .* Use 12 or 14\.'),
   ],

@@ -17,7 +17,7 @@ from valkyrie import main
 from valkyrie.certificates import precompile, topologies
 from valkyrie.config.load import load_gin, override_gin
 from valkyrie.errors import ConfigurationError
-from valkyrie.sharding import mesh
+from valkyrie.sharding import ambient
 from valkyrie.sharding.partitioner import Partitioner
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
@@ -144,7 +144,7 @@ def test_chunks_are_shortened_until_the_step_fits(tmp_path):
   worst = {'phase': 0, 'total_bytes': 16, 'hbm_bytes': 4, 'rows': 1}
   worst |= {'chunk_size': 16, 'chunks': 2, 'backprop_chunks': 2}
   same = ['gin/partition/data.gin']  # the same layout on one device
-  with mesh.target_devices(jax.devices()[:1]):
+  with ambient.within(devices=jax.devices()[:1]):
     said = precompile.advice(worst, same, one_byte_per_token, Partitioner).splitlines()
   fits = '--gin.chunk_size=4 --gin.chunks=8 --gin.backprop_chunks=8'
   assert [line.strip().partition(':')[0] for line in said[1:-2]] == [

@@ -179,7 +179,7 @@ def test_dtypes_under_bfloat16():
   ('options', 'message'),
   [
     ({'heads': 4}, 'RGLRU.width=6 must be a multiple of RGLRU.heads=4'),
-    ({'width': 0}, 'RGLRU.width=0 must be at least 1'),
+    ({'width': 0}, 'RGLRU.width = 0 is out of range'),
     ({'shortest': 3000.0}, r'RGLRU.shortest=3000 and RGLRU.horizon=1999:'),
     ({'spread': 'even'}, r"RGLRU.spread='even' is unknown. Use one of \['decay', 'log'\]"),
     ({'scan_form': 'fft'}, "RGLRU.scan_form='fft' is unknown"),

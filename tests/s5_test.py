@@ -299,10 +299,10 @@ def test_dtypes_under_bfloat16():
     ({'output_init': 'hippo'}, "S5.output_init='hippo' is unknown"),
     ({'activation': 'relu'}, "S5.activation='relu' is unknown"),
     ({'scan_form': 'fft'}, "S5.scan_form='fft' is unknown"),
-    ({'hippo_blocks': 5}, 'S5.state_size=8 must be a positive multiple of S5.hippo_blocks=5'),
+    ({'hippo_blocks': 5}, 'S5.state_size=8 must be a multiple of S5.hippo_blocks=5'),
     ({'shortest': 30, 'horizon': 20}, 'S5.shortest=30 and S5.horizon=20'),
-    ({'step_rescale': 0.0}, 'S5.step_rescale=0.0 must be above 0'),
-    ({'dropout': 1.0}, 'S5.dropout=1.0 must be at least 0 and below 1'),
+    ({'step_rescale': 0.0}, 'S5.step_rescale = 0.0 is out of range'),
+    ({'dropout': 1.0}, 'S5.dropout = 1.0 is out of range'),
   ],
 )
 def test_options_that_cannot_be_are_refused_when_the_layer_is_made(options, message):

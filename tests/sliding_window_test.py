@@ -1,7 +1,5 @@
 """Window attention against a dense masked softmax in float64, however it is cut."""
 
-import functools
-
 import dense_attention
 import hypothesis
 from hypothesis import strategies as st
@@ -14,11 +12,19 @@ import pytest
 from valkyrie.models import slices
 from valkyrie.models.attention import kv_cache, sliding_window
 from valkyrie.models.attention.rotary import Rotary
+from valkyrie.models.attention.windows import windows_of
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 6
 PLAIN = (1,) * KV_HEADS
 
-attention = functools.partial(sliding_window.sliding_window_attention, rotary=Rotary())
+
+def attention(q, k, v, carry, slice_size, dilations, **options):
+  """`sliding_window_attention`, with the window that the carry has."""
+  width = carry.window.segment_ids.shape[1] // max(dilations)
+  seen = tuple(windows_of(dilations, HEADS, width, slice_size, Rotary()))
+  return sliding_window.sliding_window_attention(q, k, v, carry, windows=seen, **options)
+
+
 compiled = jax.jit(attention, static_argnames=('slice_size', 'dilations'))
 
 

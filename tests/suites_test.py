@@ -249,7 +249,7 @@ def test_what_cannot_be_asked_is_named(tmp_path, capsys):
     run(tmp_path, None, suites=('niah',))
   with pytest.raises(ConfigurationError, match='qa1 hides facts in a text'):
     run(tmp_path, None, suites=('qa1',))
-  with pytest.raises(ConfigurationError, match=r"long_context\.cuts contains 'window'"):
+  with pytest.raises(ConfigurationError, match=r"long_context\.cuts='window' is unknown"):
     run(tmp_path, None, cuts=('window',))
   (tmp_path / 'text.txt').write_bytes(b'\xff\xfe')
   with pytest.raises(DataError, match='UTF-8 is expected'):

@@ -9,6 +9,7 @@ import numpy as np
 from valkyrie.models import language_model
 from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.block import Block
+from valkyrie.models.model import Model
 from valkyrie.models.ngrams import NgramEmbedding
 from valkyrie.models.planner.planner import Planner
 from valkyrie.models.s5.layer import S5
@@ -56,9 +57,7 @@ def documents(random, rows, time):
   return positions, 1 + np.cumsum(positions == 0, axis=1, dtype=np.int32)
 
 
-def model(
-  mixers=(attention, s5), layers=2, vocabulary_size=VOCABULARY, **options
-) -> language_model.Model:
+def model(mixers=(attention, s5), layers=2, vocabulary_size=VOCABULARY, **options) -> Model:
   """A hybrid of width 16 whose every part is in use."""
   block = functools.partial(Block, mixers=mixers, mlp_width=24)
   return language_model.transform(
@@ -73,7 +72,7 @@ def model(
   )
 
 
-def init(of: language_model.Model, rows: int):
+def init(of: Model, rows: int):
   """(params, carry), compiled: Haiku's init alone would run op by op."""
   return jax.jit(of.init, static_argnums=1)(jax.random.key(0), rows)
 

@@ -85,8 +85,8 @@ need quotes inside the shell's: --gin.task='"fineweb"'. There are no expressions
 repeated with one name, the last one wins.
 
 exit codes: 0 done; 2 usage; 65 bad data; 70 bug; 74 storage; 75 preempted and saved, or the other
-processes did not join in time (run the same command again); 76 diverged; 77 forms of a model differ; 78 bad configuration; 130
-interrupted with nothing to save
+processes did not join in time (run the same command again); 76 diverged; 77 forms of a model
+differ; 78 bad configuration; 130 interrupted with nothing to save
 """
 
 

@@ -23,7 +23,7 @@ from valkyrie.config.parse import FLAG
 from valkyrie.config.record import bindings
 from valkyrie.errors import ConfigurationError
 from valkyrie.monitoring import chips
-from valkyrie.sharding import mesh
+from valkyrie.sharding import ambient
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.storage import whole_file
 from valkyrie.training.setup import Setup, StepSettings
@@ -67,7 +67,7 @@ def precompile(
     found = {s: certificate.of_step(setup, p, topology, offered) for s, p in programs.items()}
     return [{'phase': number, **found[phase.shape]} for number, phase in chosen.items()]
 
-  with mesh.target_devices(devices):
+  with ambient.within(devices=devices):
     all_found = certificates()
     path = pathlib.Path(model_dir) / 'precompile.json'
     whole_file.write(path, json.dumps(all_found, indent=2) + '\n', 'Pass another --model_dir.')

@@ -57,18 +57,24 @@ def check(owner: str, where: str = '', /, **values: Any) -> None:
   None stands for no number.
   """
   for name, value in values.items():
-    interval = RANGES.get(f'{owner}.{name}') or RANGES.get(name if owner != 'optax' else '')
-    if interval is None or value is None:
-      continue
-    least, most = interval[1:-1].split(', ')
-    kind = numbers.Integral if most.isdigit() and most != '1' else numbers.Real
-    fits = issubclass(type(value), kind) and type(value) is not bool
-    fits = fits and (value > float(least) or (value == float(least) and interval[0] == '['))
-    if not fits or not (value < float(most) or (value == float(most) and interval[-1] == ']')):
-      number = 'an integer' if kind is numbers.Integral else 'a number'
-      raise ConfigurationError(
-        f'{where}{owner}.{name} = {value!r} is out of range. Use {number} in {interval}.'
-      )
+    # An empty sequence is no number.
+    for number in (isinstance(value, list | tuple) and value) or [value]:
+      _check(owner, name, number, where)
+
+
+def _check(owner: str, name: str, value: Any, where: str) -> None:
+  interval = RANGES.get(f'{owner}.{name}') or RANGES.get(name if owner != 'optax' else '')
+  if interval is None or value is None:
+    return
+  least, most = interval[1:-1].split(', ')
+  kind = numbers.Integral if most.isdigit() and most != '1' else numbers.Real
+  fits = issubclass(type(value), kind) and type(value) is not bool
+  fits = fits and (value > float(least) or (value == float(least) and interval[0] == '['))
+  if not fits or not (value < float(most) or (value == float(most) and interval[-1] == ']')):
+    number = 'an integer' if kind is numbers.Integral else 'a number'
+    raise ConfigurationError(
+      f'{where}{owner}.{name} = {value!r} is out of range. Use {number} in {interval}.'
+    )
 
 
 def check_fields(settings: Any) -> None:

@@ -23,7 +23,7 @@ from valkyrie.decomposition.importance import Importance
 from valkyrie.decomposition.masks import Stochastic, Tokens, masked
 from valkyrie.models.declarations import Masks
 from valkyrie.models.features import SITES, Features
-from valkyrie.models.language_model import Model
+from valkyrie.models.model import Model
 from valkyrie.models.sites import Site, sites_of
 from valkyrie.training.losses import divergences, token_scores
 from valkyrie.training.objective import Chunk, Part, Term

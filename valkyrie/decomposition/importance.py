@@ -15,10 +15,12 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
+from valkyrie.config import ranges
+from valkyrie.errors import ConfigurationError
 from valkyrie.models.block import Block
 from valkyrie.models.declarations import Parameter
-from valkyrie.models.language_model import created
-from valkyrie.models.layers import RMSNorm, check_sizes, project
+from valkyrie.models.layers import RMSNorm, project
+from valkyrie.models.model import created
 from valkyrie.models.sites import Site
 from valkyrie.sharding import layer_weights
 from valkyrie.types import Array, Batch, Carry, DType, Params
@@ -83,7 +85,7 @@ class _Nets:
   width: int = 16
 
   def __post_init__(self):
-    check_sizes(type(self).__name__, width=self.width)
+    ranges.check_fields(self)
 
   def _shapes(self, site: Site) -> dict[str, tuple[tuple[int, ...], float]]:
     """{name: (shape, standard deviation)} of the parameters of a site."""
@@ -210,8 +212,9 @@ class Blocks:
   pattern: Sequence[Callable[..., Block]]
 
   def __post_init__(self):
-    check_sizes('Blocks', width=self.width)
-    check_sizes('Blocks.pattern', length=len(self.pattern))
+    ranges.check_fields(self)
+    if not self.pattern:
+      raise ConfigurationError('Blocks.pattern is empty. Name at least one block.')
 
   def _made(self, sites: Sites) -> _Stack:
     logits = sum(site.layers * site.components for site in sites.values())

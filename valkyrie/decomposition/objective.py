@@ -30,7 +30,7 @@ from valkyrie.decomposition.importance import Importance, PerComponent
 from valkyrie.decomposition.masks import Stochastic, Tokens, masked
 from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models.features import SITES
-from valkyrie.models.language_model import Model
+from valkyrie.models.model import Model
 from valkyrie.models.sites import Site, U, V, sites_of
 from valkyrie.training.losses import divergences
 from valkyrie.training.objective import PENALTY, Chunk, Measure, Part, Start, Term

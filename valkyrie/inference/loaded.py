@@ -20,7 +20,7 @@ from valkyrie.errors import ConfigurationError, StorageError, UsageError, storag
 from valkyrie.inference.generation import GREEDY, LENGTH, Continuation, Sampling
 from valkyrie.inference.reader import Reader, TextCarry, TextScore, check_finite
 from valkyrie.models.features import ACTIVATIONS
-from valkyrie.models.language_model import Model
+from valkyrie.models.model import Model
 from valkyrie.types import Array, Params
 from valkyrie.weights import named_tensors
 

@@ -12,7 +12,7 @@ from valkyrie.errors import ConfigurationError, Diverged, check_choice
 from valkyrie.inference.generation import Sampling
 from valkyrie.models.carry_cuts import CUTS, cut_carry
 from valkyrie.models.features import Features
-from valkyrie.models.language_model import Model
+from valkyrie.models.model import Model
 from valkyrie.training.losses import logits, token_scores
 from valkyrie.types import Array, Carry, Params, position_of
 

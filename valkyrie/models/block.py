@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 import gin
 import haiku as hk
 
-from valkyrie.models.layers import GatedMLP, RMSNorm, check_sizes
+from valkyrie.config import ranges
+from valkyrie.models.layers import GatedMLP, RMSNorm
 from valkyrie.models.mixer_check import check_members, check_result
 from valkyrie.types import Array, Carry, DType, SequenceMixer
 
@@ -23,7 +24,7 @@ class Block(hk.Module):
     self, mixers: Sequence[Callable[[], SequenceMixer]], mlp_width: int, name: str | None = None
   ):
     super().__init__(name)
-    check_sizes('Block', mlp_width=mlp_width)
+    ranges.check('Block', mlp_width=mlp_width)
     self.mixers = tuple(make() for make in mixers)
     for mixer in self.mixers:
       check_members(mixer)

@@ -1,22 +1,12 @@
 """Resets parts of a carry between chunks, to measure what memory is worth."""
 
-from collections.abc import Sequence
-
 import jax
 
-from valkyrie.errors import ConfigurationError
 from valkyrie.models.attention.kv_cache import AttentionCarry
 from valkyrie.models.recurrence.convolution import Tail
 from valkyrie.types import Carry
 
 CUTS = ('state', 'all')
-
-
-def check_cuts(name: str, cuts: Sequence[str]) -> None:
-  """Raises a ConfigurationError if the binding `name` contains an unknown cut."""
-  for cut in cuts:
-    if cut not in CUTS:
-      raise ConfigurationError(f'{name} contains {cut!r}. Use {CUTS}.')
 
 
 def cut_carry(carry: Carry, initial: Carry, cut: str | None) -> Carry:

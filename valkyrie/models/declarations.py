@@ -4,30 +4,24 @@ from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 from typing import NamedTuple
 
-import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from valkyrie.types import Array, Axes, DType, Params
+from valkyrie.types import Array, Axes, DType
 
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
   """A Haiku initializer, through which Haiku's getters and creators see a declaration.
 
-  Attributes:
-    init: gives the first values, in float32.
-    axes: the logical axis of each dimension; None is never split.
-    cast: the dtype to which every use casts the parameter; None if it is used in float32.
-    in_products: whether only `layers.products` uses it, which takes an `Adapted` matrix, too.
-    matrix: the matrix [D_in, D_out] by which it multiplies activations, as a function of it, where
-      its uses go through `layers.behind`; None without.
+  `matrix` gives the matrix [D_in, D_out] by which a parameter multiplies activations, if its uses
+  go through `layers.behind`.
   """
 
-  init: Callable
-  axes: Axes
-  cast: DType | None
-  in_products: bool = False
+  init: Callable  # gives the first values, in float32
+  axes: Axes  # the logical axis of each dimension; None is never split
+  cast: DType | None  # the dtype to which every use casts it; None if it is used in float32
+  in_products: bool = False  # only `layers.products` uses it, which takes an `Adapted` matrix, too
   matrix: Callable[[Array], Array] | None = None
 
   def __call__(self, shape: Sequence[int], dtype: DType) -> Array:
@@ -44,19 +38,16 @@ class Adapted:
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """The shape of W."""
+    """The shape of W, which Haiku compares with what was asked for."""
     return self.whole.shape
 
 
 class Masks(NamedTuple):
-  """Of the tokens of a site.
+  """Of the tokens of a site."""
 
-  components: m [..., C]; delta: d [...]; route: q [...], bool, where false the matrix is as it was.
-  """
-
-  components: Array
-  delta: Array
-  route: Array
+  components: Array  # m [..., C]
+  delta: Array  # d [...]
+  route: Array  # q [...], bool: where false, the matrix is as it was
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +62,7 @@ class Decomposed:
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """The shape of the matrix, as stored."""
+    """The shape of the matrix as stored, see `Adapted`."""
     return self.whole.shape
 
 
@@ -98,41 +89,13 @@ class Parameter(NamedTuple):
   matrix: Callable[[Array], Array] | None = None
 
 
+Parameters = Mapping[str, Mapping[str, Parameter]]  # {module: {name: its parameter}}
+
+
 @dataclasses.dataclass(frozen=True)
 class Kind:
-  """What an optimizer distinguishes.
+  """What an optimizer distinguishes."""
 
-  is_matrix: whether it has several dimensions in its own layer, and no vector for each token.
-  stacked: its leading dimensions that are layers.
-  in_planner: whether a planner has it.
-  """
-
-  is_matrix: bool
-  stacked: int = 0
+  is_matrix: bool  # it has several dimensions in its own layer, and no vector for each token
+  stacked: int = 0  # its leading dimensions that are layers
   in_planner: bool = False
-
-
-class Declarations(dict[str, Declared]):
-  """The declarations of the parameters that were created, by path."""
-
-  def creator(self, create, shape, dtype, init, context: hk.GetterContext) -> Array:
-    """A Haiku creator that adds what it sees."""
-    if isinstance(init, Declared):
-      # Inside a layer stack, Haiku names modules relative to it.
-      self[(context.lifted_prefix_name or '') + context.full_name] = init
-    return create(shape, dtype, init)
-
-  def parameters(self, shapes: Params) -> Mapping[str, Mapping[str, Parameter]]:
-    """The parameters of these shapes, {module: {name: Parameter}}."""
-
-    def parameter(path: str, leaf: jax.ShapeDtypeStruct) -> Parameter:
-      if path not in self:
-        return Parameter(leaf, None, None)
-      axes = self[path].axes
-      stacked = ('layers',) * (len(leaf.shape) - len(axes))
-      return Parameter(leaf, stacked + axes, self[path].cast, self[path].matrix)
-
-    return {
-      module: {name: parameter(f'{module}/{name}', leaf) for name, leaf in leaves.items()}
-      for module, leaves in shapes.items()
-    }

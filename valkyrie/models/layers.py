@@ -7,6 +7,7 @@ and never cast.
 """
 
 from collections.abc import Callable, Sequence
+import dataclasses
 import functools
 from typing import Any
 
@@ -17,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import numpy as np
 
-from valkyrie.errors import ConfigurationError
+from valkyrie.config import ranges
 from valkyrie.models.declarations import Adapted, Declared, Decomposed
 from valkyrie.sharding import sequence_parallel
 from valkyrie.sharding.split_products import split_product
@@ -38,6 +39,22 @@ def parameter(
   With `matrix` it may be `Decomposed`, which `behind` takes.
   """
   return hk.get_parameter(name, shape, init=Declared(init, axes, cast, matrix=matrix))
+
+
+def wide(dtype: DType) -> DType:
+  """The dtype of states, norms and logits: float32, or their inputs' own if that is wider."""
+  return jnp.promote_types(dtype, jnp.float32)
+
+
+@dataclasses.dataclass(eq=False)
+class Module(hk.Module):
+  """A Haiku module whose options are fields; a number out of its range is a ConfigurationError."""
+
+  name: str | None = dataclasses.field(default=None, kw_only=True)
+
+  def __post_init__(self):
+    super().__post_init__()
+    ranges.check_fields(self)
 
 
 def matmul(x: Array, w: Array, out_dtype: DType | None = None) -> Array:
@@ -62,11 +79,15 @@ def whole(w: Matrix) -> Array:
 def behind(
   w: Matrix, x: Array, y: Array, axes: Axes, scale: Callable[[Array], Array] | None = None
 ) -> Array:
-  """y = x W [..., d_out] as the masks of a site replace it; y itself if w is none.
+  """y = x W [..., d_out] with an adapter added, or as the masks of a site replace it; else y.
 
   Every matrix that multiplies activations passes here. `scale` is what y has besides x W, linear
   and from the left; the delta is applied to activations, so no matrix is formed for it.
   """
+  outwards = functools.partial(matmul, out_dtype=y.dtype)
+  if isinstance(w, Adapted):
+    low = split_product(matmul, x, w.down, (axes[0], None))
+    return y + split_product(outwards, low, w.up, (None, axes[1]))
   if not isinstance(w, Decomposed):
     return y
   w.note(x)
@@ -77,9 +98,7 @@ def behind(
   inner = split_product(matmul, x, w.v, (axes[0], component_axis(axes[0])))
   # ((x V) m) U + d (x W - (x V) U) with one product by U.
   inner = inner * (components - delta).astype(inner.dtype)
-  low = split_product(
-    functools.partial(matmul, out_dtype=y.dtype), inner, w.u, (component_axis(axes[1]), axes[1])
-  )
+  low = split_product(outwards, inner, w.u, (component_axis(axes[1]), axes[1]))
   return jnp.where(route[..., None], delta * y + (low if scale is None else scale(low)), y)
 
 
@@ -99,48 +118,34 @@ def products(
   Side by side the weights make one wide product, with one sum in the backward pass; a product for
   each would read x again and write its gradient again.
 
-  Args:
-    x: the activations.
-    weights: matrices, or several whose results stand side by side in one.
-    axes: the logical axes of the weights, by which `split_product` splits their product.
-    out_dtype: of the results; None for x's.
+  The results of several weights in one entry stand side by side in one. `axes` are the logical axes
+  of the weights, by which `split_product` splits their product.
   """
   groups = [w if isinstance(w, Sequence) else [w] for w in weights]
-  adapted = any(isinstance(w, Adapted) for group in groups for w in group)
+  kinds = {type(w) for group in groups for w in group}
   own: DType = x.dtype if out_dtype is None else out_dtype
-  wide = jnp.promote_types(own, jnp.float32) if adapted else own
+  # The sum with an adapter is rounded once, so that its effect is as exact as the products are.
+  summed = wide(own) if Adapted in kinds else own
+
+  def apart(y, weights):
+    return jnp.split(y, np.cumsum([w.shape[1] for w in weights])[:-1], axis=-1)
+
+  def joined(parts, axis):
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=axis)
 
   def side_by_side(x, weights):
-    ends = np.cumsum([w.shape[1] for w in weights])[:-1]
-    return jnp.split(matmul(x, jnp.concatenate(weights, axis=1), wide), ends, axis=-1)
+    return apart(matmul(x, jnp.concatenate(weights, axis=1), summed), weights)
 
-  def joined(group, axis=1):
-    return group[0] if len(group) == 1 else jnp.concatenate(group, axis=axis)
-
-  results = split_product(
-    side_by_side, x, [joined([whole(w) for w in group]) for group in groups], axes
-  )
-  if any(isinstance(w, Decomposed) for group in groups for w in group):
-
-    def replaced(group, y):
-      parts = jnp.split(y, np.cumsum([w.shape[1] for w in group])[:-1], axis=-1)
-      return joined([behind(w, x, part, axes) for w, part in zip(group, parts, strict=True)], -1)
-
-    return [replaced(group, y) for group, y in zip(groups, results, strict=True)]
-  if not adapted:
+  plain = [joined([whole(w) for w in group], 1) for group in groups]
+  results = split_product(side_by_side, x, plain, axes)
+  if kinds.isdisjoint({Adapted, Decomposed}):
     return results
 
-  def added(w):
-    if not isinstance(w, Adapted):
-      return jnp.zeros((*x.shape[:-1], w.shape[1]), wide)
-    low = split_product(matmul, x, w.down, (axes[0], None))
-    return split_product(functools.partial(matmul, out_dtype=wide), low, w.up, (None, axes[1]))
+  def replaced(group, y):
+    pairs = zip(group, apart(y, group), strict=True)
+    return joined([behind(w, x, part, axes) for w, part in pairs], -1).astype(own)
 
-  # The sum is rounded once, so that an adapter's effect is as exact as the products are.
-  return [
-    (result + jnp.concatenate([added(w) for w in group], axis=-1)).astype(own)
-    for result, group in zip(results, groups, strict=True)
-  ]
+  return [replaced(group, y) for group, y in zip(groups, results, strict=True)]
 
 
 def projections(
@@ -149,12 +154,8 @@ def projections(
   """Matrices [D_in, width] of the calling module, by name, for `products` with x."""
   fan_in = x.shape[-1]
   init = init or hk.initializers.TruncatedNormal(fan_in**-0.5)
-  declared = Declared(init, axes, x.dtype, in_products=True, matrix=_itself)
+  declared = Declared(init, axes, x.dtype, in_products=True, matrix=lambda matrix: matrix)
   return [hk.get_parameter(name, (fan_in, width), init=declared) for name, width in widths.items()]
-
-
-def _itself(matrix: Array) -> Array:
-  return matrix
 
 
 def project(x: Array, axes: Axes, **widths: int) -> list[Array]:
@@ -177,26 +178,24 @@ def dropout(x: Array, rate: float, shared: Sequence[int] = ()) -> Array:
 
 
 @gin.configurable
-class RMSNorm(hk.Module):
+@dataclasses.dataclass(eq=False)
+class RMSNorm(Module):
   """Root-mean-square normalization (Zhang & Sennrich 2019, eq. 4), of [B, T, D] in float32."""
 
-  def __init__(self, epsilon: float = 1e-6, name: str | None = None):
-    super().__init__(name)
-    self.epsilon = epsilon
+  epsilon: float = 1e-6
 
   def __call__(self, x: Array) -> Array:
     scale = parameter('scale', (x.shape[-1],), jnp.ones, axes=('norm',))
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(mean_square + self.epsilon) * scale[None, None]).astype(x.dtype)
+    own, x = x.dtype, x.astype(wide(x.dtype))
+    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    return (x * jax.lax.rsqrt(mean_square + self.epsilon) * scale[None, None]).astype(own)
 
 
-class GatedMLP(hk.Module):
+@dataclasses.dataclass(eq=False)
+class GatedMLP(Module):
   """(silu(x w_gate) * x w_hidden) w_out (Shazeer 2020, SwiGLU)."""
 
-  def __init__(self, width: int, name: str | None = None):
-    super().__init__(name)
-    self.width = width
+  width: int
 
   def __call__(self, x: Array) -> Array:
     wide = project(x, ('embed', 'mlp'), gate=self.width, hidden=self.width)
@@ -207,10 +206,3 @@ class GatedMLP(hk.Module):
   def forward_flops(self, width: int) -> int:
     """Three matrix products of width x self.width for each token."""
     return 6 * width * self.width
-
-
-def check_sizes(owner: str, least: int = 1, /, **sizes: int) -> None:
-  """Raises a ConfigurationError, naming the module `owner`, for a size smaller than `least`."""
-  for name, size in sizes.items():
-    if size < least:
-      raise ConfigurationError(f'{owner}.{name}={size} must be at least {least}.')

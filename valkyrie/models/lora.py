@@ -9,6 +9,7 @@ import gin
 import haiku as hk
 import jax.numpy as jnp
 
+from valkyrie.config import ranges
 from valkyrie.errors import ConfigurationError, regular_expression
 from valkyrie.models.declarations import Adapted, Declared
 from valkyrie.models.layers import parameter
@@ -31,8 +32,7 @@ class Lora:
   rank: int = 8
 
   def __post_init__(self):
-    if self.rank < 1:
-      raise ConfigurationError(f'Lora.rank={self.rank} must be at least 1.')
+    ranges.check_fields(self)
     regular_expression('Lora.pattern', self.pattern)
 
   def getter(self, following, whole: Array, context: hk.GetterContext) -> Any:

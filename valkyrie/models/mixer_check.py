@@ -52,13 +52,9 @@ def check_mixer(make: Callable[[], SequenceMixer], width: int, tolerance: float 
   """
   name = getattr(make, '__name__', repr(make))
 
-  def initial_carry(rows: int) -> Carry:
-    def fresh():
-      mixer = make()
-      check_members(mixer)
-      return mixer.initial_carry(rows, jnp.float32)
-
-    return hk.transform(fresh).apply({}, None)
+  def initial_carry() -> Carry:
+    check_members(made := make())
+    return made.initial_carry(_ROWS, jnp.float32)
 
   def read(x, carry, positions, segment_ids):
     return make()(x, carry, positions=positions, segment_ids=segment_ids)
@@ -73,7 +69,7 @@ def check_mixer(make: Callable[[], SequenceMixer], width: int, tolerance: float 
   x = random.normal(size=(_ROWS, _TIME, width)).astype(np.float32)
   at = np.tile(np.r_[0:_START, 0 : _TIME - _START].astype(np.int32), (_ROWS, 1))
   segments = np.ones_like(at) + (np.arange(_TIME) >= _START).astype(np.int32)
-  fresh = initial_carry(_ROWS)
+  fresh = hk.transform(initial_carry).apply({}, None)
   params = jax.tree.map(moved, mixer.init(jax.random.key(0), x, fresh, at, segments))
   run = jax.jit(mixer.apply)
 

@@ -12,9 +12,8 @@ import gin
 import haiku as hk
 import jax.numpy as jnp
 
-from valkyrie.config import ranges
-from valkyrie.models.layers import check_sizes, parameter, products, projections
-from valkyrie.models.recurrence.convolution import Tail, tails
+from valkyrie.models.layers import Module, parameter, products, projections
+from valkyrie.models.recurrence.convolution import Tail, lagged
 from valkyrie.types import Array, DType
 
 _INIT = hk.initializers.RandomNormal(1e-3)
@@ -22,7 +21,7 @@ _INIT = hk.initializers.RandomNormal(1e-3)
 
 @gin.configurable
 @dataclasses.dataclass(eq=False)
-class NgramEmbedding(hk.Module):
+class NgramEmbedding(Module):
   """What the tokens up to each one add to its embedding; the tables begin near zero.
 
   Attributes:
@@ -34,13 +33,9 @@ class NgramEmbedding(hk.Module):
   rows: int
   width: int
   orders: Sequence[int] = (2, 3)
-  name: str | None = None
 
   def __post_init__(self):
     super().__post_init__()
-    check_sizes('NgramEmbedding', rows=self.rows, width=self.width, orders=len(self.orders))
-    for order in self.orders:
-      ranges.check('NgramEmbedding', orders=order)
     self._before = max(self.orders) - 1
 
   def initial_carry(self, batch_size: int) -> Tail:
@@ -62,18 +57,15 @@ class NgramEmbedding(hk.Module):
     segment_ids: Array,
   ) -> tuple[Array, Tail]:
     """tokens int32 [B, T] -> (what is added to their embeddings, [B, T, D], the carry after)."""
-    time, length = tokens.shape[1], jnp.sum(segment_ids > 0, axis=1)
-    before, after = tails(carry.inputs, tokens[..., None], length)
-    extended = jnp.concatenate([before[..., 0], tokens], axis=1)
-
-    def earlier(lag):
-      """1 + the token that many places before each, or 0 before the start of its document."""
-      start = self._before - lag
-      return jnp.where(positions >= lag, 1 + extended[:, start : start + time], 0)
-
-    found, digest = [], earlier(0).astype(jnp.uint32)
-    for lag in range(1, self._before + 1):
-      digest = _mixed(digest + jnp.uint32(lag)) ^ earlier(lag).astype(jnp.uint32)
+    shifted, tail = lagged(carry, tokens[..., None], segment_ids)
+    # 1 + the token that many places before each, or 0 before the start of its document.
+    digest, *earlier = (
+      jnp.where(positions >= lag, 1 + token[..., 0], 0).astype(jnp.uint32)
+      for lag, token in enumerate(shifted)
+    )
+    found = []
+    for lag, token in enumerate(earlier, 1):
+      digest = _mixed(digest + jnp.uint32(lag)) ^ token
       if lag + 1 in self.orders:
         shape = self.rows, self.width
         table = parameter(f'table_{lag + 1}', shape, _INIT, axes=('ngrams', 'embed'))
@@ -81,7 +73,7 @@ class NgramEmbedding(hk.Module):
     rows = jnp.concatenate(found, axis=-1)
     axes = (None, 'embed')
     (added,) = products(rows, projections(rows, axes, out=d_model), axes)
-    return added, Tail(after)
+    return added, tail
 
 
 def _mixed(x: Array) -> Array:

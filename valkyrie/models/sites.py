@@ -18,7 +18,7 @@ import haiku as hk
 import jax
 
 from valkyrie.errors import ConfigurationError, regular_expression
-from valkyrie.models.declarations import Declared, Decomposed, Masks, Parameter
+from valkyrie.models.declarations import Declared, Decomposed, Masks, Parameters
 from valkyrie.models.layers import component_axis, parameter
 from valkyrie.types import Array, Params
 
@@ -39,17 +39,14 @@ class Sites:
 
   def __post_init__(self):
     for entry in self.components:
-      try:
-        pattern, count = entry
-        fits = isinstance(count, int) and not isinstance(count, bool) and count > 0
-      except (TypeError, ValueError):
-        fits = False
-      if not fits:
-        raise ConfigurationError(
-          f'Sites.components contains {entry!r}. Use pairs of a regular expression and a number of '
-          "components of at least 1, such as (('mlp/', 64),)."
-        )
-      regular_expression('Sites.components', pattern)
+      match entry:
+        case (pattern, int(count)) if count > 0:
+          regular_expression('Sites.components', pattern)
+        case _:
+          raise ConfigurationError(
+            f'Sites.components contains {entry!r}. Use pairs of a regular expression and a number '
+            "of components of at least 1, such as (('mlp/', 64),)."
+          )
 
   def getter(self, prefix: str, masks: Mapping[str, Masks], inputs: dict[str, Array]) -> Callable:
     """A Haiku getter that gives `layers.behind` the sites; `inputs` gets what they multiply.
@@ -116,7 +113,7 @@ class Site(NamedTuple):
     return params[self.module][self.name + V], params[self.module][self.name + U]
 
 
-def sites_of(parameters: Mapping[str, Mapping[str, Parameter]]) -> dict[str, Site]:
+def sites_of(parameters: Parameters) -> dict[str, Site]:
   """The sites of a model by path, from the declarations of its parameters, in their order."""
   found = {}
   for module, group in sorted(parameters.items()):

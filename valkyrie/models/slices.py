@@ -48,18 +48,13 @@ def split_residues(x: Array, dilation: int) -> Array:
 
   Tokens at distances that d divides share a residue: a dilated window is undilated in these rows.
   """
-  padded = _padded(x, dilation)
-  batch, time, *rest = padded.shape
-  separate = jnp.swapaxes(padded.reshape(batch, time // dilation, dilation, *rest), 1, 2)
-  return separate.reshape(batch * dilation, time // dilation, *rest)
+  steps = cut(x, dilation)
+  return jnp.moveaxis(steps, 0, 2).reshape(-1, len(steps), *x.shape[2:])
 
 
 def merge_residues(x: Array, dilation: int, time: int) -> Array:
   """[B · d, ceil(T / d), ...] -> [B, T, ...]: the inverse of `split_residues`."""
-  rows, steps, *rest = x.shape
-  separate = x.reshape(rows // dilation, dilation, steps, *rest)
-  merged = jnp.swapaxes(separate, 1, 2).reshape(rows // dilation, steps * dilation, *rest)
-  return merged[:, :time]
+  return join(jnp.moveaxis(x.reshape(-1, dilation, *x.shape[1:]), 2, 0), time)
 
 
 def for_each(fn: Callable[[Any], Any], slices: Any, logits: int) -> Any:

@@ -12,9 +12,9 @@ import jax
 from valkyrie.checkpoint.manager import LATEST
 from valkyrie.checkpoint.steps import Steps, record, steps_of
 from valkyrie.config.computation import may_change_on_resume
-from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError
+from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError, check_choice
 from valkyrie.models import language_model
-from valkyrie.models.carry_cuts import check_cuts
+from valkyrie.models.carry_cuts import CUTS
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.monitoring import pictures
 from valkyrie.monitoring.json_lines import by_step
@@ -59,7 +59,8 @@ def evaluate(
 
   Raises a ConfigurationError without such a step, or if metrics would mix with other data's.
   """
-  check_cuts('evaluate.cuts', cuts)
+  for cut in cuts:
+    check_choice('evaluate.cuts', cut, CUTS)
   if not all(letter.isalnum() or letter in '._-' for letter in name):
     raise ConfigurationError(
       f'evaluate.name={name!r} is part of a file name. Use letters, digits, dots and dashes.'

@@ -20,7 +20,7 @@ from valkyrie.data.feed import prefetch
 from valkyrie.data.mixture import mean_tokens_per_byte
 from valkyrie.errors import ConfigurationError, Preempted
 from valkyrie.models.carry_cuts import cut_carry
-from valkyrie.models.language_model import Model
+from valkyrie.models.model import Model
 from valkyrie.monitoring.metrics import Metrics, position_metrics, text_metrics
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.storage import whole_file

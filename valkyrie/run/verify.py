@@ -30,7 +30,8 @@ from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.load import override_gin
 from valkyrie.errors import ConfigurationError, Disagreement, message_of
 from valkyrie.models import language_model
-from valkyrie.models.language_model import Description, Model
+from valkyrie.models.features import Description
+from valkyrie.models.model import Model
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.storage import whole_file
 from valkyrie.training import rounding, tbptt

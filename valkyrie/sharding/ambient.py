@@ -9,14 +9,12 @@ from typing import Any, NamedTuple
 class Ambient(NamedTuple):
   """The devices of a program, and how its arrays are split over them.
 
-  devices: the target devices; None takes the devices of this machine.
-  partitioner: the `Partitioner` whose `jit` traces the caller; None inside a `jax.shard_map`.
   time, weights: inside a `jax.shard_map`: the mesh axes over which the time of a chunk, and the
     weights of layers, are split, outermost first; over none, they are whole.
   """
 
-  devices: Sequence[Any] | None = None
-  partitioner: Any = None
+  devices: Sequence[Any] | None = None  # the target devices; None takes those of this machine
+  partitioner: Any = None  # the one whose `jit` traces the caller; None inside a `jax.shard_map`
   time: tuple[str, ...] = ()
   weights: tuple[str, ...] = ()
 
@@ -32,7 +30,7 @@ def current() -> Ambient:
 
 @contextlib.contextmanager
 def within(**fields: Any) -> Iterator[None]:
-  """Inside, these fields of `Ambient` have other values."""
+  """Inside the block, or the decorated function, these fields of `Ambient` have other values."""
   token = _ambient.set(_ambient.get()._replace(**fields))
   try:
     yield

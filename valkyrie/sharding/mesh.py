@@ -1,7 +1,6 @@
 """The target devices of a program, which need not be attached to this machine, and their mesh."""
 
 from collections.abc import Sequence
-import contextlib
 import math
 from typing import Any
 
@@ -13,13 +12,8 @@ from valkyrie.errors import ConfigurationError
 from valkyrie.sharding import ambient
 
 
-def target_devices(devices: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-  """Inside, programs and meshes are for these devices."""
-  return ambient.within(devices=tuple(devices))
-
-
 def current_devices() -> Sequence[Any]:
-  """The target devices; outside `target_devices`, the devices of this machine."""
+  """The target devices, `Ambient.devices`, or the devices of this machine."""
   return ambient.current().devices or jax.devices()
 
 

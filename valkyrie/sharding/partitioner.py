@@ -1,13 +1,6 @@
 """Partitioner: a mesh, rules from logical axes to mesh axes, and the jit that obeys them.
 
 Every array of a train state has logical axes, which its module declares (see `models.layers`).
-Two ordered tables in gin decide over which mesh axes they are split:
-
-    axis_rules     = (('batch', 'data'), ('embed', 'data'), ...)
-    parameter_axes = (('my_mixer/weight$', ('layers', 'embed')), ...)
-
-The first maps a logical axis to mesh axes. The second replaces the declared axes of the parameters
-whose paths match; it is needed only for modules that declare none.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,9 +46,10 @@ class Partitioner:
 
     Args:
       mesh: its axes, as `make_mesh` takes them.
-      axis_rules: (logical axis, mesh axis or axes); an axis without a rule is not split.
-      parameter_axes: (regular expression, logical axes); the first match in a parameter's path
-        replaces the axes that its module declares.
+      axis_rules: (logical axis, mesh axis or axes), such as ('embed', 'data'); an axis without a
+        rule is not split.
+      parameter_axes: (regular expression, logical axes), such as ('my_mixer/weight$', ('layers',
+        'embed')): the first match in a parameter's path replaces the axes that its module declares.
       manual: all mesh axes are manual: the step is one `shard_map`, in which each device computes
         with all weights, gathered once a step. The rules then split rows ('batch') and chunks
         ('time'). False: products are split as in `split_products`, and XLA's partitioner splits
@@ -208,45 +202,31 @@ class Partitioner:
     It has the rows `local_rows(batch_size)`, each in its whole length, or all rows without a size.
     The result is the batch [B, T], sharded over the devices of all processes.
     """
-    sharding = self.batch_sharding()
-    held = None if batch_size is None else self.local_rows(batch_size)
+    rows = len(batch.inputs) if batch_size is None else batch_size
+    sharding, held = self.batch_sharding(), self.local_rows(rows)
 
     def place(x):
       def part(index):
-        of_device = range(shape[0])[index[0]]
-        first = of_device.start if held is None else held.index(of_device.start)
+        of_device = range(rows)[index[0]]
+        first = held.index(of_device.start)
         return x[first : first + len(of_device), index[1]]
 
-      shape = (len(x) if batch_size is None else batch_size, x.shape[1])
-      return jax.make_array_from_callback(shape, sharding, part)
+      return jax.make_array_from_callback((rows, x.shape[1]), sharding, part)
 
     return jax.tree.map(place, batch)
 
   def jit(self, fn: Callable, **options: Any) -> Callable:
     """`jax.jit` on this mesh, inside which `constrain` applies these rules."""
-    return jax.jit(_under(self, fn), **options)
+    return jax.jit(ambient.within(partitioner=self)(fn), **options)
 
   def shard_map(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
     """`jax.shard_map` over all mesh axes, inside which `constrain` does nothing."""
+    body = ambient.within(partitioner=None)(fn)
     return jax.shard_map(
-      _under(None, fn), mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+      body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
-
-  def replicate(self, tree: Any) -> Any:
-    """Gathers a pytree of traced arrays onto every device."""
-    return jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, PartitionSpec()))
 
 
 def as_tuple(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
   """The mesh axes that one entry of a PartitionSpec, or of a rule, names."""
   return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-
-
-def _under(partitioner: Partitioner | None, fn: Callable) -> Callable:
-  """`fn`, traced with this partitioner as the current one."""
-
-  def within(*args):
-    with ambient.within(partitioner=partitioner):
-      return fn(*args)
-
-  return within

@@ -62,19 +62,23 @@ def all_gather(tree: T) -> T:
   return structure.unflatten(next(gathered[x.dtype]) for x in leaves)
 
 
-def device_prefix_scan(piece: T, then: Callable[[T, T], T]) -> tuple[T, T]:
+def device_prefix_scan(piece: T, then: Callable[[T, T], T], first: T) -> tuple[T, T]:
   """(the composition of the pieces to the left of this one, the composition of all pieces).
-
-  Device 0 has no piece to its left; its first result is meaningless.
 
   Args:
     piece: the effect of this device's piece, a small pytree.
     then: the associative composition of two effects, of leaves [m, ...]: first one, then the other.
+    first: the first result on device 0, which has no piece to its left.
   """
-  composed = lax.associative_scan(then, all_gather(piece))
-  left = jnp.maximum(index() - 1, 0)
+  composed, left = lax.associative_scan(then, all_gather(piece)), jnp.maximum(index() - 1, 0)
   before = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, left, keepdims=False), composed)
-  return before, jax.tree.map(lambda x: x[-1], composed)
+  return select_first(first, before), jax.tree.map(lambda x: x[-1], composed)
+
+
+def select_first(first: T, others: T) -> T:
+  """`first` on device 0, `others` on the other devices."""
+  is_first = index() == 0
+  return jax.tree.map(lambda a, b: jnp.where(is_first, a, b), first, others)
 
 
 def broadcast_from(tree: T, is_source: Array) -> T:

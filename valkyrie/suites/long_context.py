@@ -16,9 +16,9 @@ import numpy as np
 from valkyrie.checkpoint.manager import LATEST
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.suggest import did_you_mean
-from valkyrie.errors import ConfigurationError, DataError
+from valkyrie.errors import ConfigurationError, DataError, check_choice
 from valkyrie.inference.loaded import LoadedModel
-from valkyrie.models.carry_cuts import check_cuts
+from valkyrie.models.carry_cuts import CUTS
 from valkyrie.monitoring import json_lines, pictures
 from valkyrie.monitoring.json_lines import JsonLines
 from valkyrie.suites import babilong, ruler  # noqa: F401, they register theirs
@@ -73,7 +73,8 @@ def long_context(
     ConfigurationError: a suite is unknown, needs a text, or fits no length; or the step is missing.
     DataError: the text cannot be read.
   """
-  check_cuts('long_context.cuts', cuts)
+  for cut in cuts:
+    check_choice('long_context.cuts', cut, CUTS)
   names, sentences = _chosen(suites, text), _sentences(text)
   run = opened(model_dir, step)
   steps = ', '.join(map(str, run.steps))

@@ -20,7 +20,7 @@ from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from valkyrie.models.language_model import Model
+from valkyrie.models.model import Model
 from valkyrie.sharding import ambient, messages, sequence_parallel
 from valkyrie.sharding.partitioner import Partitioner, as_tuple, current_partitioner
 from valkyrie.training.tbptt import Learns, learned_and_frozen
@@ -99,10 +99,10 @@ def gather_params(model: Model, params: Params) -> Params:
   partitioner = current_partitioner()
   if partitioner is None or not partitioner.manual:
     return params
-  kept = _kept_split(model, partitioner, params)
+  kept, whole = _kept_split(model, partitioner, params), partitioner.sharding(())
 
   def gather(keep, leaf, cast):
-    return leaf if keep else partitioner.replicate(cast)
+    return leaf if keep else jax.lax.with_sharding_constraint(cast, whole)
 
   return jax.tree.map(gather, kept, params, model.cast(params))
 

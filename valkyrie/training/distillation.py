@@ -19,7 +19,8 @@ from valkyrie.config import ranges
 from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models import language_model
 from valkyrie.models.features import ACTIVATIONS
-from valkyrie.models.language_model import LanguageModel, Model
+from valkyrie.models.language_model import LanguageModel
+from valkyrie.models.model import Model
 from valkyrie.training.losses import divergences
 from valkyrie.training.objective import Chunk, Part, Start, Term
 from valkyrie.training.optimizers import Group

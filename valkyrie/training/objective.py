@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from valkyrie.config import ranges
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.features import Features
-from valkyrie.models.language_model import Model
+from valkyrie.models.model import Model
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training import losses
 from valkyrie.training.optimizers import Group

@@ -14,8 +14,9 @@ from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.models import language_model
-from valkyrie.models.language_model import LanguageModel, Model
+from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.mixer_check import check_mixer
+from valkyrie.models.model import Model
 from valkyrie.models.parts import sums_of_parts
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.curriculum import Curriculum, Phase

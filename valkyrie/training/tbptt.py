@@ -18,7 +18,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from valkyrie.models.language_model import Model
+from valkyrie.models.model import Model
 from valkyrie.training import rounding
 from valkyrie.training.objective import PREDICTION, Sums, Terms, read
 from valkyrie.types import Array, Batch, Carry, Params

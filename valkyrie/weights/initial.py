@@ -16,8 +16,9 @@ from valkyrie.checkpoint.manager import open_to_read
 from valkyrie.errors import ConfigurationError, regular_expression
 from valkyrie.models.attention.longformer import WindowAttention
 from valkyrie.models.block import Block
-from valkyrie.models.language_model import LanguageModel, Model
+from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.layers import RMSNorm
+from valkyrie.models.model import Model
 from valkyrie.models.sites import is_factor
 from valkyrie.types import Array, Params
 from valkyrie.weights import huggingface, named_tensors

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from valkyrie.checkpoint.manager import LATEST, open_to_read
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError
-from valkyrie.models.language_model import Model
+from valkyrie.models.model import Model
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training import rounding
 from valkyrie.types import Params

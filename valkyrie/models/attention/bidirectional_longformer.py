@@ -1,20 +1,168 @@
-"""Bidirectional Longformer attention, as published, as a sequence mixer."""
+"""Bidirectional Longformer attention with global tokens (Beltagy et al. 2020), as a mixer.
 
+A token reads the W tokens before it, itself, the W tokens after it, and all global tokens of its
+document: one softmax, each key once. A global token reads all of its document, through separate
+queries, keys and values (§3.1). Cost and memory are linear in time. A key outside the window, or
+between the tokens that a dilated window sees, is rotated to its edge.
+"""
+
+from collections.abc import Sequence
 import dataclasses
-from typing import ClassVar
+import functools
+from typing import ClassVar, NamedTuple
 
-import chex
 import gin
+import jax
+import jax.numpy as jnp
+import numpy as np
 
-from valkyrie.models.attention.bidirectional_window import (
-  Projections,
-  bidirectional_attention,
-  first_positions,
-  take,
-)
+from valkyrie.models import slices
+from valkyrie.models.attention.kv_cache import KVCache
 from valkyrie.models.attention.longformer import WindowAttention
-from valkyrie.models.layers import project
+from valkyrie.models.attention.rotary import rotate
+from valkyrie.models.attention.softmax import Dropout, Part, attend, ungroup_queries
+from valkyrie.models.attention.windows import Queries, Windows, attend_windows
+from valkyrie.models.layers import project, wide
 from valkyrie.types import Array, DType
+
+
+class Projections(NamedTuple):
+  """Queries [B, N, H, K], and keys and values [B, T, J, K] with J dividing H; all unrotated."""
+
+  q: Array
+  k: Array
+  v: Array
+
+
+def first_positions(mask: Array, limit: int) -> Array:
+  """Indices of the first `limit` true elements of each row of [B, T]: int32 [B, limit], then T."""
+  of_row = functools.partial(jnp.nonzero, size=limit, fill_value=mask.shape[1])
+  return jax.vmap(of_row)(mask)[0].astype(jnp.int32)
+
+
+@jax.named_scope('attention')
+def bidirectional_attention(
+  local: Projections,
+  from_global: Projections,
+  *,
+  segment_ids: Array,
+  global_tokens: Array,
+  windows: Sequence[Windows],
+  dropout: Dropout | None = None,
+) -> Array:
+  """Attention of every token of a row to its own document -> [B, T, H, K], zero at padding.
+
+  Args:
+    local: the projections for all tokens, N = T.
+    from_global: the projections for global tokens, N = G.
+    segment_ids: int32 [B, T], 0 at padding.
+    global_tokens: int32 [B, G], the indices of the global tokens, as `first_positions` gives them.
+    windows: of all heads, W tokens on each side; those of dilation d see the distances d, 2d, ...,
+      Wd. S queries, or keys of global queries, are scored at once.
+  """
+  batch, outs = len(segment_ids), []
+  for number, seen in enumerate(windows):
+    mine, globally = (
+      Projections(q[:, :, seen.query_heads], k[:, :, seen.heads], v[:, :, seen.heads])
+      for q, k, v in (local, from_global)
+    )
+    near, far = (dropout and dropout.of(2 * number + part) for part in (0, 1))
+    out = _attend_windows(mine, segment_ids, global_tokens, seen, near)
+    if global_tokens.shape[1]:
+      read = _attend_documents(globally, segment_ids, global_tokens, seen, far)
+      out = out.at[np.arange(batch)[:, None], global_tokens].set(read, mode='drop')
+    outs.append(out)
+  return jnp.where(segment_ids[:, :, None, None] > 0, jnp.concatenate(outs, axis=2), 0)
+
+
+def take(x: Array, at: Array) -> Array:
+  """x [B, T, ...] at the positions [B, G]; zero beyond the end."""
+  index = at.reshape(*at.shape, *(1,) * (x.ndim - 2))
+  return jnp.take_along_axis(x, index, axis=1, mode='fill', fill_value=0)
+
+
+def _attend_windows(
+  local: Projections,
+  segment_ids: Array,
+  global_tokens: Array,
+  seen: Windows,
+  dropout: Dropout | None,
+) -> Array:
+  """Every token over its window and the global tokens."""
+  time, d = segment_ids.shape[1], seen.dilation
+  size = max(1, min(seen.slice_size // d, -(-time // d)))
+  beside = -(-seen.width // size)  # whole slices within reach of a window, on each side
+  at = jnp.broadcast_to(jnp.arange(time)[None], segment_ids.shape)
+  tokens = KVCache(local.k, local.v, segment_ids)
+
+  def with_reach(x):
+    around = ((0, 0), (beside * size, beside * size)) + ((0, 0),) * (x.ndim - 2)
+    return jnp.pad(slices.split_residues(x, d), around)
+
+  row = jax.tree.map(with_reach, tokens)
+  far, far_at = jax.tree.map(lambda x: jnp.repeat(take(x, global_tokens), d, axis=0), (tokens, at))
+
+  def global_parts(now, _, edge):
+    """A global token outside the window is rotated to the edge on its side."""
+    if not global_tokens.shape[1]:
+      return []
+    ahead = now.positions[:, :, None] - far_at[:, None]
+    outside = (jnp.abs(ahead) > seen.width * d) | (ahead % d != 0)
+    visible = outside & (now.segment_ids[:, :, None] == far.segment_ids[:, None])
+    return [
+      Part.of(rotate(now.q, *edge), far.keys, far.values, visible & (ahead > 0)),
+      Part.of(now.q, rotate(far.keys, *edge), far.values, visible & (ahead < 0)),
+    ]
+
+  queries = Queries(local.q, at, segment_ids)
+  return attend_windows(seen, queries, row, (beside, beside), size, global_parts, None, dropout)
+
+
+def _attend_documents(
+  from_global: Projections,
+  segment_ids: Array,
+  global_tokens: Array,
+  seen: Windows,
+  dropout: Dropout | None,
+) -> Array:
+  """Every global token over all of its document -> [B, G, H, K]."""
+  batch, chosen, heads, width = from_global.q.shape
+  reach, size = seen.width * seen.dilation, min(seen.slice_size, segment_ids.shape[1])
+  q, own = from_global.q * width**-0.5, take(segment_ids, global_tokens)
+  cos, sin = seen.rotary.angles(2 * reach + size, width)
+  tables = [jnp.asarray(table, wide(q.dtype)) for table in (cos, sin)]
+
+  def rotated(x, where):
+    return rotate(x, cos[where], sin[where])
+
+  def attend_slice(now):
+    k, v, documents, number = now
+    # The slice's first key is at coordinate 0; far queries are clipped, since no key is then
+    # inside.
+    coordinate = global_tokens - number * size
+    row = reach + jnp.clip(coordinate, -reach, size - 1 + reach)
+    ahead = coordinate[:, :, None] - np.arange(size)[None, None]
+    visible = own[:, :, None] == documents[:, None]
+    inside, edge = slice(reach, reach + size), slice(reach, reach + 1)
+    near = rotate(q, *(table[row] for table in tables))
+    parts = (
+      Part.of(near, rotated(k, inside), v, visible & (jnp.abs(ahead) <= reach)),
+      Part.of(rotated(q, edge), k, v, visible & (ahead > reach)),
+      Part.of(q, rotated(k, edge), v, visible & (ahead < -reach)),
+    )
+    return attend(parts, dropout and dropout.of(number))
+
+  keys, values, documents = (
+    slices.cut(x, size) for x in (from_global.k, from_global.v, segment_ids)
+  )
+  outs, log_totals = slices.for_each(
+    attend_slice,
+    (keys, values, documents, jnp.arange(len(keys))),
+    logits=3 * batch * chosen * heads * size,
+  )
+  # Each slice of keys has its own softmax; the denominators give each slice's share.
+  out = jnp.sum(jax.nn.softmax(log_totals, axis=0) * outs, axis=0)
+  return ungroup_queries(out.astype(q.dtype), heads)
 
 
 @gin.configurable
@@ -54,7 +202,6 @@ class BidirectionalLongformer(WindowAttention):
     self, x: Array, carry: tuple[()], *, positions: Array, segment_ids: Array
   ) -> tuple[Array, tuple[()]]:
     """Mixes a chunk; see `types.SequenceMixer`."""
-    chex.assert_rank(x, 3)
     axes, kv_width = ('embed', 'heads'), self._kv_width
     local = from_global = Projections(*self._project_heads(x))
     starts = (positions < self.document_start) & (segment_ids > 0)
@@ -68,10 +215,7 @@ class BidirectionalLongformer(WindowAttention):
       from_global,
       segment_ids=segment_ids,
       global_tokens=global_tokens,
-      window=self.window,
-      dilations=self._dilations,
-      slice_size=self.slice_size,
-      rotary=self._rotary,
+      windows=self._windows,
       dropout=self._dropout(),
     )
     return self._project_out(out, x.shape[-1]), carry

@@ -77,19 +77,13 @@ class FullAttention(LongformerAttention):
     time, heads, width = q.shape[1:]
     dropout, angles = self._dropout(), self._rotary.angles(time, width)
     q, k = rotate(q * width**-0.5, *angles), rotate(k, *angles)
-    keys, values = softmax.group_keys(k), softmax.group_keys(v)
     outs = []
     # A slice of queries reads the keys up to its end, and none after it.
     for begin in range(0, time, self.slice_size):
       end = min(begin + self.slice_size, time)
       same = segment_ids[:, begin:end, None] == segment_ids[:, None, :end]
       past = np.arange(begin, end)[:, None] >= np.arange(end)[None]
-      part = Part(
-        softmax.group_queries(q[:, begin:end], k.shape[2]),
-        keys[:, :, :end],
-        values[:, :, :end],
-        same & past[None],
-      )
+      part = Part.of(q[:, begin:end], k[:, :end], v[:, :end], same & past[None])
       out, _ = softmax.attend((part,), dropout and dropout.of(begin))
       outs.append(softmax.ungroup_queries(out.astype(q.dtype), heads))
     return jnp.concatenate(outs, axis=1)

@@ -105,7 +105,7 @@ def _exchange_windows(window: KVCache, tokens: KVCache, length: Array) -> tuple[
   for _ in range(min(-(-slots // time), sequence_parallel.size())):
     last = jax.tree.map(lambda x, new: jnp.concatenate([x, new], axis=1)[:, time:], before, tokens)
     after = sequence_parallel.shift_right(last)
-    before = _select_first(window, after)
+    before = sequence_parallel.select_first(window, after)
 
   # Padding ends a chunk, so only the carry after the chunk can lie behind it: the window after a
   # row's last token, on whichever device that is.
@@ -137,11 +137,7 @@ def _exchange_starts(
 
     return jax.tree.map(pick, earlier, later), were_carried & are_carried
 
-  (before, _), (after, _) = sequence_parallel.device_prefix_scan((found, carried), then)
-  return _select_first(starts, before), after
-
-
-def _select_first(first: KVCache, others: KVCache) -> KVCache:
-  """`first` on device 0, `others` on the other devices."""
-  is_first = sequence_parallel.index() == 0
-  return jax.tree.map(lambda a, b: jnp.where(is_first, a, b), first, others)
+  (before, _), (after, _) = sequence_parallel.device_prefix_scan(
+    (found, carried), then, (starts, carried)
+  )
+  return before, after

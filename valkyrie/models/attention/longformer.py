@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 import dataclasses
 from typing import ClassVar
 
-import chex
 import gin
 import haiku as hk
 import jax.numpy as jnp
@@ -14,13 +13,14 @@ from valkyrie.models.attention.kv_cache import AttentionCarry, empty_carry
 from valkyrie.models.attention.rotary import Rotary
 from valkyrie.models.attention.sliding_window import sliding_window_attention
 from valkyrie.models.attention.softmax import Dropout
-from valkyrie.models.layers import check_sizes, parameter, project
+from valkyrie.models.attention.windows import windows_of
+from valkyrie.models.layers import Module, parameter, project
 from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array, DType
 
 
 @dataclasses.dataclass(eq=False)
-class WindowAttention(hk.Module):
+class WindowAttention(Module):
   """Heads with windows, and their projections: the base of the Longformer mixers.
 
   Attributes:
@@ -44,7 +44,6 @@ class WindowAttention(hk.Module):
   slice_size: int = 128
   dropout: float = 0.0
   rotary: Callable[[], Rotary] = Rotary
-  name: str | None = None
 
   def __post_init__(self):
     super().__post_init__()
@@ -53,19 +52,17 @@ class WindowAttention(hk.Module):
     self._q_width, self._kv_width = self.heads * self.head_width, self._kv_heads * self.head_width
     self._rotary = self.rotary()
     owner = type(self).__name__
-    check_sizes(owner, heads=self.heads, kv_heads=self._kv_heads, head_width=self.head_width)
-    check_sizes(owner, window=self.window, slice_size=self.slice_size)
-    check_sizes(owner, 0, document_start=self.document_start)
     if self.heads % self._kv_heads or self.head_width % 2:
       raise ConfigurationError(
         f'{owner}: heads={self.heads} must be a multiple of kv_heads={self._kv_heads}, and '
         f'head_width={self.head_width} must be even.'
       )
-    if len(self._dilations) != self._kv_heads or min(self._dilations) < 1:
+    if len(self._dilations) != self._kv_heads:
       raise ConfigurationError(
-        f'{owner}.dilations={self._dilations}: give one integer of at least 1 for each of the '
-        f'kv_heads={self._kv_heads}.'
+        f'{owner}.dilations={self._dilations}: give one for each of the kv_heads={self._kv_heads}.'
       )
+    sizes = self.heads, self.window, self.slice_size
+    self._windows = tuple(windows_of(self._dilations, *sizes, self._rotary))
 
   def _split(self, x: Array) -> Array:
     """[B, T, heads · K] -> [B, T, heads, K]."""
@@ -106,7 +103,6 @@ class LongformerAttention(WindowAttention):
 
   def __post_init__(self):
     super().__post_init__()
-    check_sizes(type(self).__name__, 0, registers=self.registers)
     self.reach = self.window * max(self._dilations)
 
   def initial_carry(self, batch_size: int, dtype: DType) -> AttentionCarry:
@@ -123,10 +119,13 @@ class LongformerAttention(WindowAttention):
     self, x: Array, carry: AttentionCarry, *, positions: Array, segment_ids: Array
   ) -> tuple[Array, AttentionCarry]:
     """Mixes a chunk; see `types.SequenceMixer`."""
-    chex.assert_rank(x, 3)
-    chex.assert_shape(carry.window.keys, (x.shape[0], self.reach, self._kv_heads, self.head_width))
     q, k, v = self._project_heads(x)
     dropout = self._dropout()
+    shape, init = (self.registers, *k.shape[2:]), hk.initializers.RandomNormal(1.0)
+    keys, values = (
+      parameter(name, shape, init, axes=(None, None, None)) if self.registers else jnp.zeros(shape)
+      for name in ('register_keys', 'register_values')
+    )
     out, carry = sliding_window_attention(
       q,
       k,
@@ -134,21 +133,8 @@ class LongformerAttention(WindowAttention):
       carry,
       positions=positions,
       segment_ids=segment_ids,
-      registers=self._registers(),
-      slice_size=self.slice_size,
-      rotary=self._rotary,
-      dilations=self._dilations,
+      registers=(keys, values),
+      windows=self._windows,
       dropout=dropout,
     )
     return self._project_out(out, x.shape[-1]), carry
-
-  def _registers(self) -> tuple[Array, Array]:
-    """The learned keys and values, [R, J, K] each."""
-    shape, axes = (self.registers, self._kv_heads, self.head_width), (None, None, None)
-    if not self.registers:
-      return jnp.zeros(shape), jnp.zeros(shape)
-    init = hk.initializers.RandomNormal(1.0)
-    return (
-      parameter('register_keys', shape, init, axes=axes),
-      parameter('register_values', shape, init, axes=axes),
-    )

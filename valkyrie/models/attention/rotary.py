@@ -4,17 +4,15 @@ A score depends only on the distance of two tokens, so coordinates may start any
 grows with the length of a document, and none loses precision.
 """
 
-from collections.abc import Iterator, Sequence
 import dataclasses
-import itertools
-from typing import NamedTuple
 
 import gin
 import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.types import Array, DType
+from valkyrie.models.layers import wide
+from valkyrie.types import Array
 
 
 @gin.configurable
@@ -59,39 +57,13 @@ class Rotary:
     return np.cos(angle), np.sin(angle)
 
 
-class Windows(NamedTuple):
-  """The windows of the key-value heads that share a dilation; W = `width`, and S = `slice_size`."""
-
-  heads: slice
-  width: int
-  dilation: int
-  slice_size: int
-  rotary: Rotary
-
-
-def windows(
-  dilations: Sequence[int], width: int, slice_size: int, rotary: Rotary
-) -> Iterator[Windows]:
-  """The windows of each run of neighboring heads that share a dilation."""
-  first = 0
-  for dilation, run in itertools.groupby(dilations):
-    last = first + len(list(run))
-    yield Windows(slice(first, last), width, dilation, slice_size, rotary)
-    first = last
-
-
-def wide(x: Array) -> DType:
-  """The dtype of rotation, logits and softmax: float32, or x's own if that is wider."""
-  return jnp.promote_types(x.dtype, jnp.float32)
-
-
 def rotate(x: Array, cos: Array | np.ndarray, sin: Array | np.ndarray) -> Array:
   """Rotates the halves of x [B, S, ..., K] by the angles of each position [S, K/2], or [B, S, K/2].
 
   A single row of angles, S = 1, puts all of x at one coordinate.
   """
   # Pair i is the channels i and K/2 + i, turned as (a + ib) e^(i angle).
-  first, second = jnp.split(x.astype(wide(x)), 2, axis=-1)
+  first, second = jnp.split(x.astype(wide(x.dtype)), 2, axis=-1)
 
   def broadcast(angle):
     rows = angle.shape[0] if angle.ndim == 3 else 1

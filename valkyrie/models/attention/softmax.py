@@ -12,7 +12,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from valkyrie.models.attention.rotary import wide
+from valkyrie.models.layers import wide
 from valkyrie.types import Array
 
 MASKED = -1e30  # finite, so that a masked logit has a gradient of zero and not of NaN
@@ -47,23 +47,14 @@ class Part(NamedTuple):
   @classmethod
   def of(cls, q: Array, k: Array, v: Array, mask: Any) -> 'Part':
     """The part of queries [B, S, H, K] and of keys and values [B, N, J, K]."""
-    return cls(group_queries(q, k.shape[2]), group_keys(k), group_keys(v), mask)
-
-
-def group_queries(q: Array, kv_heads: int) -> Array:
-  """[B, S, H, K] -> [B, J, H/J · S, K], the layout of queries in a `Part`."""
-  batch, size, heads, width = q.shape
-  grouped = q.reshape(batch, size, kv_heads, heads // kv_heads, width)
-  return jnp.einsum('bsjgk->bjgsk', grouped).reshape(batch, kv_heads, -1, width)
-
-
-def group_keys(x: Array) -> Array:
-  """[B, N, J, K] -> [B, J, N, K], the layout of keys and values in a `Part`."""
-  return jnp.swapaxes(x, 1, 2)
+    (batch, size, heads, width), kv_heads = q.shape, k.shape[2]
+    by_group = q.reshape(batch, size, kv_heads, heads // kv_heads, width)
+    queries = jnp.einsum('bsjgk->bjgsk', by_group).reshape(batch, kv_heads, -1, width)
+    return cls(queries, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), mask)
 
 
 def ungroup_queries(out: Array, heads: int) -> Array:
-  """[B, J, H/J · S, K] -> [B, S, H, K]: the inverse of `group_queries`."""
+  """[B, J, H/J · S, K] -> [B, S, H, K]: the inverse of the layout of queries in a `Part`."""
   batch, kv_heads, queries, width = out.shape
   group = heads // kv_heads
   grouped = out.reshape(batch, kv_heads, group, queries // group, width)
@@ -72,7 +63,8 @@ def ungroup_queries(out: Array, heads: int) -> Array:
 
 def _logits(part: Part) -> Array:
   """The masked scores of a part: [B, J, Q, N] in the wide dtype."""
-  scores = jnp.einsum('bjqk,bjnk->bjqn', part.q, part.k, preferred_element_type=wide(part.q))
+  dtype = wide(part.q.dtype)
+  scores = jnp.einsum('bjqk,bjnk->bjqn', part.q, part.k, preferred_element_type=dtype)
   batch, kv_heads, queries, keys = scores.shape
   grouped = scores.reshape(batch, kv_heads, -1, part.mask.shape[1], keys)
   masked = jnp.where(part.mask[:, None, None], grouped, MASKED)
@@ -121,11 +113,11 @@ def _attend_backward(residuals, gradients):
   own = jnp.sum(gradient * out, axis=-1, keepdims=True) - d_log_total
   cotangents = []
   for number, part in enumerate(parts):
-    narrow, wide = part.v.dtype, gradient.dtype
+    narrow, dtype = part.v.dtype, gradient.dtype
     # Computed anew, a large logit may be rounded above its own logarithm of the sum.
     weights = jnp.exp(jnp.minimum(_logits(part) - log_total, 0))
     d_weights = jnp.einsum(
-      'bjqk,bjnk->bjqn', gradient.astype(narrow), part.v, preferred_element_type=wide
+      'bjqk,bjnk->bjqn', gradient.astype(narrow), part.v, preferred_element_type=dtype
     )
     d_scores = (weights * (_dropped(d_weights, dropout, number) - own)).astype(narrow)
     weights = _dropped(weights, dropout, number).astype(narrow)

@@ -13,10 +13,10 @@ unfinished interval is carried, so the cuts between chunks change nothing.
 """
 
 import dataclasses
+import functools
 import itertools
 from typing import NamedTuple
 
-import chex
 import gin
 import haiku as hk
 import jax
@@ -27,28 +27,23 @@ import numpy as np
 from valkyrie.errors import ConfigurationError
 from valkyrie.models import slices
 from valkyrie.models.features import Drafts
-from valkyrie.models.layers import RMSNorm, check_sizes, parameter, products, project, projections
+from valkyrie.models.layers import Module, RMSNorm, parameter, products, project, projections, wide
 from valkyrie.models.planner import hrm
 from valkyrie.models.planner.hrm import Pace, Plan, Reasoner, State, Weights
 from valkyrie.types import POSITION_PERIOD, Array, DType
 
 
 class PlannerCarry(NamedTuple):
-  """The planner's carry of a row.
+  """The planner's carry of a row."""
 
-  tokens: [B, plan_interval - 1, D], its last tokens, oldest first, in the compute dtype.
-  state: [B, R, D] float32, before the next plan.
-  plan: of the last finished interval.
-  """
-
-  tokens: Array
-  state: State
-  plan: Plan
+  tokens: Array  # [B, plan_interval - 1, D], the last ones, oldest first, in the compute dtype
+  state: State  # [B, R, D] float32, before the next plan
+  plan: Plan  # of the last finished interval
 
 
 @gin.configurable
 @dataclasses.dataclass(eq=False)
-class Planner(hk.Module):
+class Planner(Module):
   """Summarizes intervals of tokens, plans the next one, and lets its tokens read the plan.
 
   It differs from the paper, whose task is a puzzle and not a stream. The state starts from zero;
@@ -75,13 +70,9 @@ class Planner(hk.Module):
   steps: int = 2
   segments: int = 2
   draft_weight: float = 0.1
-  name: str | None = None
 
   def __post_init__(self):
     super().__post_init__()
-    counts = ('plan_interval', 'plan_tokens', 'mlp_width', 'head_width')
-    counts += ('cycles', 'steps', 'segments')
-    check_sizes('Planner', **{name: getattr(self, name) for name in counts})
     if POSITION_PERIOD % self.plan_interval:
       below, above = (
         next(n for n in candidates if POSITION_PERIOD % n == 0)
@@ -94,12 +85,10 @@ class Planner(hk.Module):
 
   def initial_carry(self, batch_size: int, width: int, dtype: DType) -> PlannerCarry:
     """The carry at a document start, at model width D: all zero."""
-    wide = jnp.promote_types(dtype, jnp.float32)
-    state = jnp.zeros((batch_size, self.plan_tokens, width), wide)
-    plan = Plan(
-      jnp.zeros((batch_size, self.segments, self.plan_tokens, width), wide),
-      jnp.zeros((batch_size, self.segments, 2), wide),
-    )
+    zeros = functools.partial(jnp.zeros, dtype=wide(dtype))
+    state = zeros((batch_size, self.plan_tokens, width))
+    tokens = zeros((batch_size, self.segments, self.plan_tokens, width))
+    plan = Plan(tokens, zeros((batch_size, self.segments, 2)))
     return PlannerCarry(
       jnp.zeros((batch_size, self.plan_interval - 1, width), dtype), State(state, state), plan
     )
@@ -120,21 +109,19 @@ class Planner(hk.Module):
   ) -> tuple[Array, PlannerCarry, Drafts]:
     """Reads a chunk of the residual stream, x [B, T, D]; see `features.Planner`."""
     batch, time, width = x.shape
-    chex.assert_shape(carry.tokens, (batch, self.plan_interval - 1, width))
     if width % self.head_width:
       raise ConfigurationError(
         f'Planner.head_width={self.head_width} must divide the width of the model, {width}.'
       )
     pace = Pace(self.segments, self.cycles, self.steps, width // self.head_width)
     x = RMSNorm(name='input_norm')(x)
-    wide = carry.state.slow.dtype
 
     # The plans of the intervals that end in this chunk.
     ends, number = _interval_ends(positions, segment_ids, self.plan_interval)
     last = jnp.minimum(ends, time - 1)
     tokens = jnp.concatenate([carry.tokens, x], axis=1)
     at = last[:, :, None] + np.arange(self.plan_interval)[None, None]
-    given = self._summarize(jax.vmap(lambda row, at: row[at])(tokens, at)).astype(wide)
+    given = self._summarize(jax.vmap(lambda row, at: row[at])(tokens, at)).astype(wide(x.dtype))
     first = jnp.take_along_axis(positions, last, axis=1) == self.plan_interval - 1
     weights = self._weights(width, x.dtype)
     state, plans = hrm.make_plans(
@@ -180,12 +167,8 @@ class Planner(hk.Module):
     shape = (self.plan_tokens, width)
     init = hk.initializers.RandomNormal(1.0)
     queries = parameter('queries', shape, init, axes=(None, 'embed'))
-    scores = jnp.einsum(
-      'bnid,rd->bnri',
-      tokens,
-      queries.astype(tokens.dtype),
-      preferred_element_type=jnp.promote_types(tokens.dtype, jnp.float32),
-    )
+    asked = queries.astype(tokens.dtype)
+    scores = jnp.einsum('bnid,rd->bnri', tokens, asked, preferred_element_type=wide(asked.dtype))
     shares = jax.nn.softmax(scores * width**-0.5).astype(tokens.dtype)
     summed = jnp.einsum('bnri,bnid->bnrd', shares, tokens)
     (summary,) = project(summed, ('embed', 'heads'), summary=width)
@@ -193,21 +176,20 @@ class Planner(hk.Module):
 
   @hk.transparent
   def _weights(self, width: int, dtype: DType) -> Weights:
-    hidden = self.mlp_width
-
-    def matrix(name, rows, columns, *axes):
-      init = hk.initializers.TruncatedNormal(rows**-0.5)
-      return parameter(name, (rows, columns), init, axes=axes, cast=dtype).astype(dtype)
+    def matrix(name, *axes):
+      shape = tuple(self.mlp_width if axis == 'mlp' else width for axis in axes)
+      init = hk.initializers.TruncatedNormal(shape[0] ** -0.5)
+      return parameter(name, shape, init, axes=axes, cast=dtype).astype(dtype)
 
     def reasoner(pace):
       return Reasoner(
-        query=matrix(f'{pace}_query', width, width, 'embed', 'heads'),
-        key=matrix(f'{pace}_key', width, width, 'embed', 'heads'),
-        value=matrix(f'{pace}_value', width, width, 'embed', 'heads'),
-        out=matrix(f'{pace}_out', width, width, 'heads', 'embed'),
-        gate=matrix(f'{pace}_gate', width, hidden, 'embed', 'mlp'),
-        hidden=matrix(f'{pace}_hidden', width, hidden, 'embed', 'mlp'),
-        mlp_out=matrix(f'{pace}_mlp_out', hidden, width, 'mlp', 'embed'),
+        query=matrix(f'{pace}_query', 'embed', 'heads'),
+        key=matrix(f'{pace}_key', 'embed', 'heads'),
+        value=matrix(f'{pace}_value', 'embed', 'heads'),
+        out=matrix(f'{pace}_out', 'heads', 'embed'),
+        gate=matrix(f'{pace}_gate', 'embed', 'mlp'),
+        hidden=matrix(f'{pace}_hidden', 'embed', 'mlp'),
+        mlp_out=matrix(f'{pace}_mlp_out', 'mlp', 'embed'),
       )
 
     # As in the authors' code, both values are near zero at first.
@@ -248,8 +230,8 @@ def _read_plans(q: Array, keys: Array, values: Array, number: Array, length: int
   both = jnp.minimum(jnp.stack([first, first + 1], axis=-1), keys.shape[1] - 1)
   pick = jax.vmap(jax.vmap(lambda row, at: row[at]), (None, 0))  # over slices, over rows
   near_keys, near_values = pick(keys, both), pick(values, both)  # [N, B, 2, M, R, H, K]
-  wide = jnp.promote_types(q.dtype, jnp.float32)
-  scores = jnp.einsum('nbqhk,nbcmrhk->nbhqcmr', q, near_keys, preferred_element_type=wide)
+  dtype = wide(q.dtype)
+  scores = jnp.einsum('nbqhk,nbcmrhk->nbhqcmr', q, near_keys, preferred_element_type=dtype)
   shares = jax.nn.softmax(scores * q.shape[-1] ** -0.5)
   mine = (number[..., None] - first[..., None, None]) == np.arange(2)[None, None, None]
   shares = jnp.where(mine[:, :, None, :, :, None, None], shares, 0).astype(values.dtype)

@@ -1,12 +1,12 @@
 """A causal convolution over the last few tokens of a document, one filter for each channel."""
 
+import dataclasses
 from typing import NamedTuple
 
-import chex
 import haiku as hk
 import jax.numpy as jnp
 
-from valkyrie.models.layers import check_sizes, parameter
+from valkyrie.models.layers import Module, parameter
 from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array, Carry, DType
 
@@ -24,13 +24,11 @@ class ConvolvedCarry(NamedTuple):
   state: Carry
 
 
-class CausalConvolution(hk.Module):
+@dataclasses.dataclass(eq=False)
+class CausalConvolution(Module):
   """y_t = Σ_k w_k ∘ x_{t-k} for k < taps, within a document; its carry is a `Tail`."""
 
-  def __init__(self, taps: int = 4, name: str | None = None):
-    super().__init__(name)
-    check_sizes('CausalConvolution', taps=taps)
-    self.taps = taps
+  taps: int
 
   def initial_carry(self, batch_size: int, width: int, dtype: DType) -> Tail:
     """Zeros for a width of F; no document reads them."""
@@ -44,28 +42,30 @@ class CausalConvolution(hk.Module):
     self, x: Array, carry: Tail, *, positions: Array, segment_ids: Array
   ) -> tuple[Array, Tail]:
     """x [B, T, F] -> (y [B, T, F], the tail after the chunk)."""
-    batch, time, width = x.shape
-    chex.assert_shape(carry.inputs, (batch, self.taps - 1, width))
     init = hk.initializers.RandomUniform(-(self.taps**-0.5), self.taps**-0.5)
     filters = parameter(
-      'filters', (self.taps, width), init, axes=(None, 'activation'), cast=x.dtype
+      'filters', (self.taps, x.shape[2]), init, axes=(None, 'activation'), cast=x.dtype
     )
-    before, after = tails(carry.inputs, x, jnp.sum(segment_ids > 0, axis=1))
-    extended = jnp.concatenate([before, x], axis=1)
+    shifted, tail = lagged(carry, x, segment_ids)
     y = jnp.zeros_like(x)
-    for lag, filter_ in enumerate(filters.astype(x.dtype)):
-      start = self.taps - 1 - lag
-      shifted = extended[:, start : start + time]
-      y += filter_[None, None] * jnp.where(positions[..., None] >= lag, shifted, 0)
-    return y, Tail(after)
+    for lag, (filter_, earlier) in enumerate(zip(filters.astype(x.dtype), shifted, strict=True)):
+      y += filter_[None, None] * jnp.where(positions[..., None] >= lag, earlier, 0)
+    return y, tail
 
 
-def tails(carried: Array, x: Array, length: Array) -> tuple[Array, Array]:
-  """(the tail before this device's piece, the tail after the chunk), each [B, taps - 1, F].
+def lagged(carry: Tail, x: Array, segment_ids: Array) -> tuple[list[Array], Tail]:
+  """([x, x one token before, ..], each [B, T, F], as far as the tail reaches; the tail after x).
 
-  `carried`, the tail before the chunk, is correct on device 0, as is the tail after it. x [B, T, F]
-  is the piece, and `length` int32 [B] counts its tokens that are not padding.
+  Of a device's piece x, the tail before the chunk is correct on device 0, as is the one after it.
   """
+  before, after = _tails(carry.inputs, x, jnp.sum(segment_ids > 0, axis=1))
+  slots, extended = before.shape[1], jnp.concatenate([before, x], axis=1)
+  starts = range(slots, -1, -1)
+  return [extended[:, start : start + x.shape[1]] for start in starts], Tail(after)
+
+
+def _tails(carried: Array, x: Array, length: Array) -> tuple[Array, Array]:
+  """(the tail before this device's piece, the tail after the chunk), each [B, taps - 1, F]."""
   slots = carried.shape[1]
   index = length[:, None] + jnp.arange(slots)[None]
   both = jnp.concatenate([carried, x], axis=1)
@@ -82,5 +82,7 @@ def tails(carried: Array, x: Array, length: Array) -> tuple[Array, Array]:
 
   # A piece fills the last slots with its own tokens; only device 0 knows those before them.
   filled = jnp.minimum(length, slots)
-  (before, _), (after, _) = sequence_parallel.device_prefix_scan((ended, filled), then)
-  return jnp.where(sequence_parallel.index() == 0, carried, before), after
+  (before, _), (after, _) = sequence_parallel.device_prefix_scan(
+    (ended, filled), then, (carried, filled)
+  )
+  return before, after

@@ -10,11 +10,10 @@ from collections.abc import Callable
 import dataclasses
 
 import gin
-import haiku as hk
 import jax
 
 from valkyrie.errors import check_choice
-from valkyrie.models.layers import check_sizes, project
+from valkyrie.models.layers import Module, project
 from valkyrie.models.recurrence.convolution import CausalConvolution, ConvolvedCarry
 from valkyrie.types import Array, DType, SequenceMixer
 
@@ -23,7 +22,7 @@ ACTIVATIONS = {'silu': jax.nn.silu, 'linear': lambda x: x}
 
 @gin.configurable
 @dataclasses.dataclass(eq=False)
-class GatedRecurrence(hk.Module):
+class GatedRecurrence(Module):
   """A sequence mixer made of another one; see the module.
 
   Attributes:
@@ -37,11 +36,9 @@ class GatedRecurrence(hk.Module):
   width: int
   taps: int = 4
   activation: str = 'linear'
-  name: str | None = None
 
   def __post_init__(self):
     super().__post_init__()
-    check_sizes('GatedRecurrence', width=self.width, taps=self.taps)
     check_choice('GatedRecurrence.activation', self.activation, ACTIVATIONS)
     self._recurrence = self.recurrence()
     self._convolution = CausalConvolution(self.taps)

@@ -15,16 +15,15 @@ the states pass, one for each slice.
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
-import chex
 import gin
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from valkyrie.models.layers import RMSNorm, check_sizes, parameter, project
+from valkyrie.models.layers import RMSNorm, parameter, project, wide
 from valkyrie.models.recurrence.convolution import ConvolvedCarry
+from valkyrie.models.recurrence.sharded_scan import Piece, then
 from valkyrie.models.recurrence.time_constants import DecayingHeads
 from valkyrie.models.slices import cut, join
 from valkyrie.sharding import sequence_parallel
@@ -46,7 +45,6 @@ class Mamba2(DecayingHeads):
 
   def __post_init__(self):
     super().__post_init__()
-    check_sizes('Mamba2', head_width=self.head_width, state_size=self.state_size)
     self._inner = self.heads * self.head_width
     self._convolved = self._inner + 2 * self.state_size
     self._state_shape = (self.state_size, self.head_width)
@@ -62,9 +60,7 @@ class Mamba2(DecayingHeads):
     self, x: Array, carry: ConvolvedCarry, *, positions: Array, segment_ids: Array
   ) -> tuple[Array, ConvolvedCarry]:
     """Mixes a chunk; see `types.SequenceMixer`."""
-    chex.assert_rank(x, 3)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    is_token = segment_ids > 0
+    dtype, is_token = wide(x.dtype), segment_ids > 0
     widths = {'z': self._inner, 'xbc': self._convolved, 'dt': self.heads}
     z, xbc, dt = project(x, ('embed', 'mlp'), **widths)
     xbc, tail = self._convolution(xbc, carry.tail, positions=positions, segment_ids=segment_ids)
@@ -73,7 +69,7 @@ class Mamba2(DecayingHeads):
 
     log_rate, step_bias = self._rates_and_steps()
     skip = parameter('skip', (self.heads,), jnp.ones, axes=('norm',))
-    dt = jax.nn.softplus(dt.astype(wide) + step_bias[None, None])
+    dt = jax.nn.softplus(dt.astype(dtype) + step_bias[None, None])
     # A step of length zero changes no state.
     dt = jnp.where(is_token[..., None], dt, 0)
     y, state = ssd(
@@ -86,21 +82,9 @@ class Mamba2(DecayingHeads):
       slice_size=self.slice_size,
     )
     y += skip[None, None, :, None] * inner
-    y = RMSNorm()(y.reshape(z.shape) * jax.nn.silu(z.astype(wide)))
+    y = RMSNorm()(y.reshape(z.shape) * jax.nn.silu(z.astype(dtype)))
     (out,) = project(y.astype(x.dtype), ('mlp', 'embed'), out=x.shape[-1])
     return out, ConvolvedCarry(tail, state)
-
-
-class _Piece(NamedTuple):
-  """The effect of a piece on the state S before it: decay [..., B, H] · S + state."""
-
-  decay: Array
-  state: Array
-
-
-def _then(first: _Piece, second: _Piece) -> _Piece:
-  kept = second.decay[..., None, :, None] * first.state
-  return _Piece(second.decay * first.decay, kept + second.state)
 
 
 @jax.named_scope('scan')
@@ -118,8 +102,8 @@ def ssd(
     reset: bool [B, T], true where the state before the token is replaced by zero.
     carry: [B, H, P, K], the state before the chunk; correct on device 0, as is the state after it.
   """
-  time, heads, wide = x.shape[1], x.shape[2], log_decay.dtype
-  dot = functools.partial(jnp.einsum, preferred_element_type=wide)
+  time, heads, dtype = x.shape[1], x.shape[2], log_decay.dtype
+  dot = functools.partial(jnp.einsum, preferred_element_type=dtype)
   size = -(-time // -(-time // slice_size))  # the last slice is padded the least
   x, b, c = (cut(part.astype(x.dtype), size) for part in (x, b, c))
   starts = cut(reset, size)
@@ -135,10 +119,12 @@ def ssd(
   to_last = (total[:, :, -1:] - total) + (lost[:, :, -1:] - lost)
   remains = jnp.where(in_last, jnp.exp(jnp.where(in_last, to_last, 0)), 0)
   # For all heads at once: B and C are theirs together.
-  written = dot('nbqp,nbqf->nbpf', b, _joined(remains[..., None] * x).astype(x.dtype))
-  slices = _Piece(reads[:, :, -1], _apart(written, heads))
-  before, after = _between_slices(slices, jnp.swapaxes(carry, 1, 2).astype(wide))
-  from_before = dot('nbqp,nbpf->nbqf', c, _joined(before).astype(x.dtype))
+  kept = (remains[..., None] * x).astype(x.dtype)
+  written = dot('nbqp,nbqf->nbpf', b, kept.reshape(*kept.shape[:3], -1))
+  slices = Piece(reads[:, :, -1, None, :, None], written.reshape(*written.shape[:3], heads, -1))
+  before, after = _between_slices(slices, jnp.swapaxes(carry, 1, 2).astype(dtype))
+  before = before.astype(x.dtype).reshape(*written.shape)
+  from_before = dot('nbqp,nbpf->nbqf', c, before).reshape(x.shape)
 
   # Inside a slice: y_i = Σ_j (C_i · B_j) exp(total_i - total_j) x_j over the j <= i of a document.
   order = jnp.tri(size, dtype=bool)[None, None]
@@ -152,7 +138,7 @@ def ssd(
   passed = jnp.where(sees[:, :, None], between(total) + between(lost), 0)
   weights = (scores[:, :, None] * jnp.exp(passed)).astype(x.dtype)
   within = dot('nbhij,nbhjk->nbhik', weights, jnp.swapaxes(x, 2, 3))
-  y = reads[..., None] * _apart(from_before, heads) + jnp.swapaxes(within, 2, 3)
+  y = reads[..., None] * from_before + jnp.swapaxes(within, 2, 3)
   return join(y, time), jnp.swapaxes(after, 1, 2)
 
 
@@ -174,31 +160,20 @@ def _sums(x: Array, starts: Array) -> tuple[Array, Array]:
   return lax.associative_scan(then, (starts, x, jnp.zeros_like(x)), axis=2)[1:]
 
 
-def _joined(x: Array) -> Array:
-  """[..., H, K] -> [..., H x K]."""
-  return x.reshape(*x.shape[:-2], -1)
-
-
-def _apart(x: Array, heads: int) -> Array:
-  """[..., H x K] -> [..., H, K]."""
-  return x.reshape(*x.shape[:-1], heads, -1)
-
-
-def _between_slices(slices: _Piece, carry: Array) -> tuple[Array, Array]:
+def _between_slices(slices: Piece, carry: Array) -> tuple[Array, Array]:
   """(the states before each slice [N, B, P, H, K], the state after the chunk [B, P, H, K])."""
 
   def scan(state):
     def step(before, piece):
-      return _then(_Piece(piece.decay, before), piece).state, before
+      return piece.decay * before + piece.state, before
 
     return lax.scan(step, state, slices)
 
   if not sequence_parallel.axes():
     after, before = scan(carry)
     return before, after
-  is_first = sequence_parallel.index() == 0
-  last, _ = scan(jnp.where(is_first, carry, 0))
-  piece = _Piece(jnp.prod(slices.decay, axis=0), last)
-  left, whole = sequence_parallel.device_prefix_scan(piece, _then)
-  _, before = scan(jnp.where(is_first, carry, left.state))
+  last, _ = scan(sequence_parallel.select_first(carry, jnp.zeros_like(carry)))
+  piece = Piece(jnp.prod(slices.decay, axis=0), last)
+  left, whole = sequence_parallel.device_prefix_scan(piece, then, piece._replace(state=carry))
+  _, before = scan(left.state)
   return before, whole.state

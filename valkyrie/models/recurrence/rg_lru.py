@@ -12,14 +12,13 @@ adds the projections, the convolution and the gate.
 import dataclasses
 import math
 
-import chex
 import gin
 import haiku as hk
 import jax
 import jax.numpy as jnp
 
 from valkyrie.errors import ConfigurationError, check_choice
-from valkyrie.models.layers import check_sizes, parameter
+from valkyrie.models.layers import Module, parameter, wide
 from valkyrie.models.recurrence import scan, sharded_scan
 from valkyrie.models.recurrence.time_constants import check_time_constants, inverse_softplus, root
 from valkyrie.types import Array, DType
@@ -30,7 +29,7 @@ SPREADS = ('decay', 'log')
 
 @gin.configurable
 @dataclasses.dataclass(eq=False)
-class RGLRU(hk.Module):
+class RGLRU(Module):
   """The RG-LRU. Its carry is the state, [B, F] float32.
 
   A time constant τ is meant at r = 1/2, where the gate starts on average: a = exp(-1/τ), and the
@@ -52,7 +51,6 @@ class RGLRU(hk.Module):
   horizon: float = -2 / math.log(0.999)
   spread: str = 'decay'
   scan_form: str | None = None
-  name: str | None = None
 
   causal = True
   sequence_parallel = True
@@ -60,11 +58,9 @@ class RGLRU(hk.Module):
 
   def __post_init__(self):
     super().__post_init__()
-    self._form = self.scan_form or scan.default_form()
-    check_sizes('RGLRU', width=self.width, heads=self.heads)
-    check_time_constants('RGLRU', self.shortest, self.horizon)
+    check_time_constants(self)
     check_choice('RGLRU.spread', self.spread, SPREADS)
-    check_choice('RGLRU.scan_form', self._form, scan.FORMS)
+    check_choice('RGLRU.scan_form', self.scan_form, (None, *scan.FORMS))
     if self.width % self.heads:
       raise ConfigurationError(
         f'RGLRU.width={self.width} must be a multiple of RGLRU.heads={self.heads}: the blocks of '
@@ -73,7 +69,7 @@ class RGLRU(hk.Module):
 
   def initial_carry(self, batch_size: int, dtype: DType) -> Array:
     """The zero state: float32 or wider, since rounding would accumulate."""
-    return jnp.zeros((batch_size, self.width), jnp.promote_types(dtype, jnp.float32))
+    return jnp.zeros((batch_size, self.width), wide(dtype))
 
   def forward_flops(self, width: int) -> int:
     """Two block-diagonal products, two gated inputs, and the recurrence (2)."""
@@ -83,41 +79,39 @@ class RGLRU(hk.Module):
     self, x: Array, carry: Array, *, positions: Array, segment_ids: Array
   ) -> tuple[Array, Array]:
     """Mixes a chunk x [B, T, F]; see `types.SequenceMixer`."""
-    chex.assert_shape(carry, (x.shape[0], self.width))
     if x.shape[-1] != self.width:
       raise ConfigurationError(
         f'RGLRU.width={self.width} differs from its input, of width {x.shape[-1]}. Set it to '
         'that, which is GatedRecurrence.width inside a GatedRecurrence.'
       )
-    wide = jnp.promote_types(x.dtype, jnp.float32)
     reset, length = (positions == 0).T, jnp.sum(segment_ids > 0, axis=1)
     x_over_time = jnp.swapaxes(x, 0, 1)
-    recurrence_gate, input_gate = self._gates(x_over_time, wide)
+    recurrence_gate, input_gate = self._gates(x_over_time)
     rate = parameter('lambda', (self.width,), self._lambda_init, axes=('state',))
     log_decay = -_C * jax.nn.softplus(rate)[None, None] * recurrence_gate
-    inputs = gain(log_decay, reset) * input_gate * x_over_time.astype(wide)
+    inputs = gain(log_decay, reset) * input_gate * x_over_time.astype(wide(x.dtype))
     growth = jnp.expm1(log_decay)
-    states, after = sharded_scan.scan_chunk(growth, inputs, carry, reset, length, form=self._form)
+    states, after = sharded_scan.scan_chunk(
+      growth, inputs, carry, reset, length, form=self.scan_form
+    )
     return jnp.swapaxes(states, 0, 1).astype(x.dtype), after
 
-  def _gates(self, x: Array, wide: DType) -> list[Array]:
-    """r and i of x [T, B, F], both [T, B, F] in the dtype `wide`."""
-    block = self.width // self.heads
+  def _gates(self, x: Array) -> list[Array]:
+    """r and i of x [T, B, F], both [T, B, F] in float32 or wider."""
+    block, dtype = self.width // self.heads, wide(x.dtype)
     init = hk.initializers.RandomNormal(block**-0.5)
-
-    def learned(name):
-      weights = parameter(
-        f'{name}_gate', (self.heads, block, block), init, axes=('heads', None, None), cast=x.dtype
-      )
-      return weights, parameter(f'{name}_bias', (self.width,), jnp.zeros, axes=('state',))
-
-    (recurrence, recurrence_bias), (input_, input_bias) = learned('recurrence'), learned('input')
-    weights = jnp.concatenate([recurrence, input_], axis=2).astype(x.dtype).astype(wide)
-    blocks = x.reshape(-1, self.heads, block).astype(wide)
+    shape, gates = (self.heads, block, block), ('recurrence', 'input')
+    matrices = [
+      parameter(f'{gate}_gate', shape, init, axes=('heads', None, None), cast=x.dtype)
+      for gate in gates
+    ]
+    biases = [parameter(f'{g}_bias', (self.width,), jnp.zeros, axes=('state',)) for g in gates]
+    weights = jnp.concatenate(matrices, axis=2).astype(x.dtype).astype(dtype)
+    blocks = x.reshape(-1, self.heads, block).astype(dtype)
     driven = jnp.split(jnp.einsum('nhi,hij->nhj', blocks, weights), 2, axis=-1)
     return [
       jax.nn.sigmoid(part.reshape(x.shape) + bias[None, None])
-      for part, bias in zip(driven, (recurrence_bias, input_bias), strict=True)
+      for part, bias in zip(driven, biases, strict=True)
     ]
 
   def _lambda_init(self, shape, dtype) -> Array:

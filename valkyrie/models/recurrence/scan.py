@@ -91,11 +91,6 @@ def _associative(growth: Number, reset: Array, inputs: Number, *, reverse: bool)
 FORMS = {'sequential': _sequential, 'associative': _associative}
 
 
-def default_form() -> str:
-  """The fastest form on the platform of the target devices."""
-  return 'sequential' if platform() == 'cpu' else 'associative'
-
-
 def _length(x: Number) -> int:
   return jax.tree.leaves(x)[0].shape[0]
 
@@ -140,12 +135,12 @@ _recurrence.defvjp(_recurrence_forward, _recurrence_backward)
 
 @jax.named_scope('scan')
 def diagonal_scan(
-  growth: Number, inputs: Number, initial: Number, reset: Array, *, form: str
+  growth: Number, inputs: Number, initial: Number, reset: Array, *, form: str | None
 ) -> Number:
   """The states x_1 to x_T, [T, B, P], from x_0 = `initial` [B, P] and the inputs b [T, B, P].
 
   The growth g is [T, B, P], or [P], the same at every step. Where `reset`, bool [T, B], the state
-  before the step is replaced by zero. `form` is a key of `FORMS`.
+  before the step is replaced by zero. `form` is a key of `FORMS`; None takes the fastest.
   """
   reset = reset[..., None]
   growth = jax.tree.map(lambda part: part if part.ndim == 3 else part[None, None], growth)
@@ -153,7 +148,8 @@ def diagonal_scan(
   # x_0 enters through the first input: every form continues a chunk by this line.
   carried = _unless(reset[0], first * initial + initial)
   inputs = jax.tree.map(lambda part, x: part.at[0].add(x), inputs, carried)
-  return _recurrence(form, growth, reset, inputs)
+  fastest = 'sequential' if platform() == 'cpu' else 'associative'
+  return _recurrence(form or fastest, growth, reset, inputs)
 
 
 def state_after(states: Number, initial: Number, length: Array) -> Number:

@@ -25,20 +25,21 @@ from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array
 
 
-class _Piece(NamedTuple):
-  """The effect of a piece of time on the state x before it, decay · x + state; [B, P] each."""
+class Piece(NamedTuple):
+  """The effect of a piece of time on the state x before it, decay · x + state."""
 
   decay: Number
   state: Number
 
 
-def _then(first: _Piece, second: _Piece) -> _Piece:
-  return _Piece(second.decay * first.decay, second.decay * first.state + second.state)
+def then(first: Piece, second: Piece) -> Piece:
+  """The effect of the first piece, then of the second."""
+  return Piece(second.decay * first.decay, second.decay * first.state + second.state)
 
 
 @jax.named_scope('scan')
 def scan_chunk(
-  growth: Number, inputs: Number, carry: Number, reset: Array, length: Array, *, form: str
+  growth: Number, inputs: Number, carry: Number, reset: Array, length: Array, *, form: str | None
 ) -> tuple[Number, Number]:
   """(the states [T, B, P] of a chunk, or of this device's piece, the state [B, P] after the chunk).
 
@@ -49,16 +50,14 @@ def scan_chunk(
   if not sequence_parallel.axes():
     states = diagonal_scan(growth, inputs, carry, reset, form=form)
     return states, state_after(states, carry, length)
-  is_first = sequence_parallel.index() == 0
-  known = jax.tree.map(lambda part: jnp.where(is_first, part, 0), carry)
+  zero = jax.tree.map(jnp.zeros_like, carry)
+  known = sequence_parallel.select_first(carry, zero)
   states = diagonal_scan(growth, inputs, known, reset, form=form)
   product = _powers if jax.tree.leaves(growth)[0].ndim == 1 else _running_product
   through, grow = product(growth, known, reset, length, form)
-  before, after = sequence_parallel.device_prefix_scan(
-    _Piece(through, state_after(states, known, length)), _then
-  )
-  entering = jax.tree.map(lambda part: jnp.where(is_first, 0, part), before.state)
-  return states + grow(entering), after.state
+  piece = Piece(through, state_after(states, known, length))
+  before, after = sequence_parallel.device_prefix_scan(piece, then, piece._replace(state=zero))
+  return states + grow(before.state), after.state
 
 
 def _running_product(growth, state, reset, length, form):

@@ -1,6 +1,7 @@
 """Time constants of a fresh recurrence, and the base of mixers whose heads decay as in Mamba-2."""
 
 import dataclasses
+from typing import Any
 
 import haiku as hk
 import jax
@@ -8,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.models.layers import check_sizes, parameter
+from valkyrie.models.layers import Module, parameter, wide
 from valkyrie.models.recurrence.convolution import CausalConvolution, ConvolvedCarry
 from valkyrie.types import Array, DType
 
 
 @dataclasses.dataclass(eq=False)
-class DecayingHeads(hk.Module):
+class DecayingHeads(Module):
   """Heads with matrices as states, which decay by exp(-step · rate), behind a convolution.
 
   Attributes:
@@ -35,7 +36,6 @@ class DecayingHeads(hk.Module):
   shortest: float = 10.0
   horizon: float = 1000.0
   largest_rate: float = 16.0
-  name: str | None = None
 
   causal = True
   sequence_parallel = True
@@ -43,9 +43,7 @@ class DecayingHeads(hk.Module):
 
   def __post_init__(self):
     super().__post_init__()
-    owner = type(self).__name__
-    check_sizes(owner, heads=self.heads, taps=self.taps, slice_size=self.slice_size)
-    check_time_constants(owner, self.shortest, self.horizon, self.largest_rate)
+    check_time_constants(self)
     self._convolution = CausalConvolution(self.taps)
     # A subclass sets the channels of the convolution, and the shape of a head's state.
     self._convolved = 0
@@ -54,7 +52,7 @@ class DecayingHeads(hk.Module):
   def initial_carry(self, batch_size: int, dtype: DType) -> ConvolvedCarry:
     """Zeros; the state is float32 or wider, since rounding would accumulate."""
     shape = (batch_size, self.heads, *self._state_shape)
-    state = jnp.zeros(shape, jnp.promote_types(dtype, jnp.float32))
+    state = jnp.zeros(shape, wide(dtype))
     return ConvolvedCarry(
       self._convolution.initial_carry(batch_size, self._convolved, dtype), state
     )
@@ -87,14 +85,11 @@ def root(x: Array) -> Array:
   return jnp.sqrt(jnp.maximum(x, 1e-30))
 
 
-def check_time_constants(
-  owner: str, shortest: float, horizon: float, largest_rate: float = 1.0
-) -> None:
-  """Raises a ConfigurationError, naming the module `owner`, for an impossible range."""
-  if not 0 < shortest <= horizon:
+def check_time_constants(mixer: Any) -> None:
+  """Raises a ConfigurationError if a mixer's `horizon` is below its `shortest` time constant."""
+  owner, shortest, horizon = type(mixer).__name__, mixer.shortest, mixer.horizon
+  if shortest > horizon:
     raise ConfigurationError(
-      f'{owner}.shortest={shortest:g} and {owner}.horizon={horizon:g}: time constants, in tokens, '
-      'must be above 0, and the shortest not above the horizon.'
+      f'{owner}.shortest={shortest:g} and {owner}.horizon={horizon:g}: the shortest time constant '
+      'must not be above the horizon.'
     )
-  if largest_rate < 1:
-    raise ConfigurationError(f'{owner}.largest_rate={largest_rate:g} must be at least 1.')

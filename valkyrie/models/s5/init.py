@@ -94,8 +94,3 @@ def log_steps(key: Array, rates: np.ndarray, shortest: float, longest: float) ->
   low, high = np.log(shortest), np.log(longest)
   drawn = jax.random.uniform(key, rates.shape, jnp.float32, low, high)
   return -drawn - np.float32(np.log(rates))
-
-
-def clip_eigenvalues(eigenvalues: Complex) -> Complex:
-  """Λ with real parts of at most -1e-4, as in the reference implementation: every state decays."""
-  return Complex(jnp.minimum(eigenvalues.re, -1e-4), eigenvalues.im)

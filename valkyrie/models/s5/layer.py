@@ -8,7 +8,6 @@ input. `init` and `state_space` compute the mathematics, as functions of arrays.
 from collections.abc import Callable, Sequence
 import dataclasses
 
-import chex
 import gin
 import haiku as hk
 import jax
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.errors import ConfigurationError, check_choice
-from valkyrie.models.layers import Matrix, dropout, parameter, products, projections, whole
+from valkyrie.models.layers import Matrix, Module, dropout, parameter, products, projections, wide
 from valkyrie.models.recurrence import scan
 from valkyrie.models.recurrence.scan import Complex
 from valkyrie.models.recurrence.time_constants import check_time_constants
@@ -57,18 +56,13 @@ def activate(
   if activation == 'gelu':
     return active
   gate, *projected = products(active, weights)
-  if activation == 'half_glu1':
-    value = active
-  elif activation == 'half_glu2':
-    value = y
-  else:
-    (value,) = projected
+  (value,) = {'half_glu1': [active], 'half_glu2': [y], 'full_glu': projected}[activation]
   return drop(value * jax.nn.sigmoid(gate))
 
 
 @gin.configurable
 @dataclasses.dataclass(eq=False)
-class S5(hk.Module):
+class S5(Module):
   """The S5 layer. Its carry is the state, `Complex` of [B, P] float32; bidirectional, nothing.
 
   Attributes:
@@ -104,33 +98,27 @@ class S5(hk.Module):
   dropout: float = 0.0
   bidirectional: bool = False
   scan_form: str | None = None
-  name: str | None = None
 
   def __post_init__(self):
     super().__post_init__()
     self.causal = self.sequence_parallel = not self.bidirectional
-    self._form = self.scan_form or scan.default_form()
     check_choice('S5.discretization', self.discretization, DISCRETIZATIONS)
     check_choice('S5.output_init', self.output_init, init.OUTPUT_INITS)
     check_choice('S5.activation', self.activation, ACTIVATIONS)
-    check_choice('S5.scan_form', self._form, scan.FORMS)
-    if self.state_size < 1 or self.hippo_blocks < 1 or self.state_size % self.hippo_blocks:
+    check_choice('S5.scan_form', self.scan_form, (None, *scan.FORMS))
+    check_time_constants(self)
+    if self.state_size % self.hippo_blocks:
       raise ConfigurationError(
-        f'S5.state_size={self.state_size} must be a positive multiple of S5.hippo_blocks='
+        f'S5.state_size={self.state_size} must be a multiple of S5.hippo_blocks='
         f'{self.hippo_blocks}: HiPPO blocks have equal sizes.'
       )
-    check_time_constants('S5', self.shortest, self.horizon)
-    if self.step_rescale <= 0:
-      raise ConfigurationError(f'S5.step_rescale={self.step_rescale} must be above 0.')
-    if not 0 <= self.dropout < 1:
-      raise ConfigurationError(f'S5.dropout={self.dropout} must be at least 0 and below 1.')
 
   def initial_carry(self, batch_size: int, dtype: DType) -> Complex | tuple[()]:
     """The zero state: float32 or wider, since rounding would accumulate."""
     return self._zero_state(batch_size, dtype) if self.causal else ()
 
   def _zero_state(self, batch_size: int, dtype: DType) -> Complex:
-    zero = jnp.zeros((batch_size, self.state_size), jnp.promote_types(dtype, jnp.float32))
+    zero = jnp.zeros((batch_size, self.state_size), wide(dtype))
     return Complex(zero, zero)
 
   def forward_flops(self, width: int) -> int:
@@ -144,11 +132,8 @@ class S5(hk.Module):
     self, x: Array, carry: Complex | tuple[()], *, positions: Array, segment_ids: Array
   ) -> tuple[Array, Complex | tuple[()]]:
     """Mixes a chunk; see `types.SequenceMixer`."""
-    chex.assert_rank(x, 3)
     initial = carry if isinstance(carry, Complex) else self._zero_state(x.shape[0], x.dtype)
-    chex.assert_shape(initial, (x.shape[0], self.state_size))
-    width = x.shape[-1]
-    system, sites = self._parameters(width)
+    width, system = x.shape[-1], self._parameters(x.shape[-1])
     discrete = state_space.discretized(
       system,
       method=self.discretization,
@@ -156,6 +141,9 @@ class S5(hk.Module):
       clip_eigenvalues=self.clip_eigenvalues,
       log_factor=self._log_factor(x) if self.selective else None,
     )
+    # The last token of a document, of the chunk, or before padding.
+    next_is_another = (positions[:, 1:] == 0) | (segment_ids[:, 1:] == 0)
+    ends = jnp.pad(next_is_another, ((0, 0), (0, 1)), constant_values=True)
     y, after = state_space.read(
       system,
       discrete,
@@ -163,10 +151,9 @@ class S5(hk.Module):
       initial,
       positions == 0,
       jnp.sum(segment_ids > 0, axis=1),
-      None if self.causal else _document_ends(positions, segment_ids),
-      form=self._form,
+      None if self.causal else ends,
+      form=self.scan_form,
       conj_sym=self.conj_sym,
-      sites=sites,
     )
     y = activate(
       y.astype(x.dtype),
@@ -179,11 +166,10 @@ class S5(hk.Module):
   def _log_factor(self, x: Array) -> Array:
     """What each token of x [B, T, D] adds to log Δ, before the softplus: float32 [T, B, P]."""
     weights = projections(x, ('embed', 'state'), jnp.zeros, step=self.state_size)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    (factor,) = products(x, weights, out_dtype=wide)
+    (factor,) = products(x, weights, out_dtype=wide(x.dtype))
     return jnp.swapaxes(factor, 0, 1)
 
-  def _parameters(self, width: int) -> tuple[StateSpace, tuple[Matrix, Matrix]]:
+  def _parameters(self, width: int) -> StateSpace:
     eigenvalues, basis = init.block_diagonal(
       self.state_size, self.hippo_blocks, conj_sym=self.conj_sym
     )
@@ -192,13 +178,10 @@ class S5(hk.Module):
       return jnp.stack(init.input_matrix(hk.next_rng_key(), basis, self.hippo_blocks, width))
 
     def c_init(*_):
-      scans = [
-        init.output_matrix(
-          hk.next_rng_key(), basis, self.hippo_blocks, width, method=self.output_init
-        )
-        for _ in range(1 if self.causal else 2)
-      ]
-      return jnp.concatenate([jnp.stack(c) for c in scans], axis=-1)
+      keys = [hk.next_rng_key() for _ in range(1 if self.causal else 2)]
+      shape, method = (basis, self.hippo_blocks, width), self.output_init
+      scans = [jnp.stack(init.output_matrix(key, *shape, method=method)) for key in keys]
+      return jnp.concatenate(scans, axis=-1)
 
     def log_step_init(*_):
       rates = -np.real(eigenvalues)
@@ -230,17 +213,6 @@ class S5(hk.Module):
       axes=(None, 'embed', 'state'),
       matrix=lambda c: state_space.output_matrix(Complex(*c), self.conj_sym),
     )
-    system = StateSpace(
-      Complex(real_part, imaginary_part),
-      Complex(*whole(b)),
-      Complex(*whole(c)),
-      parameter('d', (width,), hk.initializers.RandomNormal(), axes=('activation',)),
-      parameter('log_step', (p,), log_step_init, axes=state),
-    )
-    return system, (b, c)
-
-
-def _document_ends(positions: Array, segment_ids: Array) -> Array:
-  """True at the last token of a document, of the chunk, and before padding: bool [B, T]."""
-  next_is_another = (positions[:, 1:] == 0) | (segment_ids[:, 1:] == 0)
-  return jnp.pad(next_is_another, ((0, 0), (0, 1)), constant_values=True)
+    d = parameter('d', (width,), hk.initializers.RandomNormal(), axes=('activation',))
+    log_step = parameter('log_step', (p,), log_step_init, axes=state)
+    return StateSpace(Complex(real_part, imaginary_part), b, c, d, log_step)

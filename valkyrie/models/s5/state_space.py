@@ -18,17 +18,16 @@ token, and 10^6 tokens to about 8% at any angle.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from valkyrie.models.declarations import Decomposed
-from valkyrie.models.layers import Matrix, behind, matmul
+from valkyrie.models.layers import behind, matmul, whole, wide
 from valkyrie.models.recurrence import scan, sharded_scan
 from valkyrie.models.recurrence.scan import Complex, Number
 from valkyrie.models.recurrence.time_constants import root
-from valkyrie.models.s5 import init
 from valkyrie.sharding.split_products import split_product
 from valkyrie.types import Array
 
@@ -37,8 +36,8 @@ class StateSpace(NamedTuple):
   """The learned continuous system x' = Λx + Bu, float32. P stored states, D channels."""
 
   eigenvalues: Complex  # Λ [P]
-  b: Complex  # B [P, D]
-  c: Complex  # C [D, P], or [D, 2P] with a second, backward scan
+  b: Any  # B [P, D]: `Complex`, or its parts [2, P, D], which may be a site of a decomposition
+  c: Any  # C [D, P] likewise, or [D, 2P] with a second, backward scan
   d: Array  # D [D]
   log_step: Array  # log Δ [P]
 
@@ -104,12 +103,13 @@ def discretized(
   Args:
     method: a key of `DISCRETIZATIONS`; 'normalized' needs real parts of Λ below zero.
     step_rescale: a factor on every Δ: 2 for a signal sampled at half the rate.
+    clip_eigenvalues: keep Re Λ at most -1e-4, as the reference implementation does.
     log_factor: s [T, B, P], if every step depends on its input: Δ_t = log(1 + Δ exp(s_t)), which is
       the softplus of Mamba (Gu & Dao 2023, section 3.5), and Δ exp(s_t) where that is small.
   """
   eigenvalues, log_step = system.eigenvalues, system.log_step
   if clip_eigenvalues:
-    eigenvalues = init.clip_eigenvalues(eigenvalues)
+    eigenvalues = eigenvalues._replace(re=jnp.minimum(eigenvalues.re, -1e-4))
   if log_factor is None:
     step = jnp.exp(log_step)
   else:
@@ -127,9 +127,8 @@ def read(
   length: Array,
   ends: Array | None = None,
   *,
-  form: str,
+  form: str | None = None,
   conj_sym: bool = True,
-  sites: tuple[Matrix | None, Matrix | None] = (None, None),
 ) -> tuple[Array, Complex]:
   """Reads a chunk, or this device's piece of one -> (y [B, T, D], the last state [B, P]), float32.
 
@@ -142,44 +141,44 @@ def read(
     ends: None, or bool [B, T], true at the last token of a document. A second scan with the same g
       and γ then reads the chunk backwards, from zero; the last P columns of C read its states.
     conj_sym: the conjugates of the states are implied: y_t = 2 Re(C x_t), else Re(C x_t).
-    sites: B and C if a decomposition has them as sites, see `layers.behind`.
   """
-  wide = jnp.promote_types(u.dtype, jnp.float32)
-  b, (growth, gain) = system.b, discrete
+  b, (growth, gain), dtype = Complex(*whole(system.b)), discrete, wide(u.dtype)
   varies = growth.re.ndim > 1
   if not varies:
     b = _scaled(jax.tree.map(lambda part: part[:, None], gain), b)
 
   def drive(u, b):
-    driven = matmul(jnp.swapaxes(u, 0, 1), input_matrix(b), wide)
+    driven = matmul(jnp.swapaxes(u, 0, 1), input_matrix(b), dtype)
     return Complex(*jnp.split(driven, 2, -1))
 
   inputs = split_product(drive, u, b, ('state', 'embed'), inputs=1, rows=(0, 1))
-  if isinstance(sites[0], Decomposed):
+  if isinstance(system.b, Decomposed):
     with_gain = None if varies else functools.partial(_scaled_pairs, gain)
-    driven = behind(sites[0], u, _rows_first(inputs), (None, None), with_gain)
+    driven = behind(system.b, u, _rows_first(inputs), (None, None), with_gain)
     inputs = Complex(*jnp.split(jnp.swapaxes(driven, 0, 1), 2, -1))
   if varies:
     inputs = _scaled(gain, inputs)
   states, after = sharded_scan.scan_chunk(growth, inputs, initial, starts.T, length, form=form)
   if ends is not None:
+    reverse = functools.partial(jnp.flip, axis=0)
     backwards = scan.diagonal_scan(
-      growth.map(_reverse) if varies else growth,
-      inputs.map(_reverse),
+      growth.map(reverse) if varies else growth,
+      inputs.map(reverse),
       initial.map(jnp.zeros_like),
-      _reverse(ends.T),
+      reverse(ends.T),
       form=form,
-    ).map(_reverse)
+    ).map(reverse)
     states = Complex(*(jnp.concatenate(p, axis=-1) for p in zip(states, backwards, strict=True)))
 
   def read_out(states, c):
-    return matmul(_rows_first(states), output_matrix(c, conj_sym), wide)
+    return matmul(_rows_first(states), output_matrix(c, conj_sym), dtype)
 
   narrow = states.map(lambda part: part.astype(u.dtype))
-  y = split_product(read_out, narrow, system.c, ('embed', 'state'), inputs=1, rows=(1, 0))
-  if isinstance(sites[1], Decomposed):
-    y = behind(sites[1], _rows_first(narrow), y, (None, None))
-  return y + system.d[None, None] * u.astype(wide), after
+  c = Complex(*whole(system.c))
+  y = split_product(read_out, narrow, c, ('embed', 'state'), inputs=1, rows=(1, 0))
+  if isinstance(system.c, Decomposed):
+    y = behind(system.c, _rows_first(narrow), y, (None, None))
+  return y + system.d[None, None] * u.astype(dtype), after
 
 
 def input_matrix(b: Complex) -> Array:
@@ -205,7 +204,3 @@ def _scaled_pairs(gain: Number, pairs: Array) -> Array:
 
 def _scaled(gain: Number, z: Complex) -> Complex:
   return gain * z if isinstance(gain, Complex) else z.map(lambda part: gain * part)
-
-
-def _reverse(x: Array) -> Array:
-  return jnp.flip(x, axis=0)

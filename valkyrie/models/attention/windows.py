@@ -1,0 +1,98 @@
+"""Windows over time, in slices of queries, of causal and of bidirectional attention.
+
+A slice of S queries reads its own keys, those of the whole slices within reach of its windows, and
+what its caller adds. So cost and memory are linear in time. Each residue of time modulo a dilation
+d is a row of its own (Longformer, Beltagy et al. 2020, section 3.1).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from valkyrie.models import slices
+from valkyrie.models.attention.kv_cache import KVCache
+from valkyrie.models.attention.rotary import Rotary, rotate
+from valkyrie.models.attention.softmax import Dropout, Part, attend, ungroup_queries
+from valkyrie.types import Array
+
+
+class Windows(NamedTuple):
+  """The windows of key-value heads that share a dilation, and of the heads of their queries."""
+
+  heads: slice
+  query_heads: slice
+  width: int  # W
+  dilation: int
+  slice_size: int
+  rotary: Rotary
+
+
+def windows_of(
+  dilations: Sequence[int], heads: int, width: int, slice_size: int, rotary: Rotary
+) -> Iterator[Windows]:
+  """The windows of each run of neighboring heads that share a dilation; H = `heads` queries."""
+  first, group = 0, heads // len(dilations)
+  for dilation, run in itertools.groupby(dilations):
+    last = first + len(list(run))
+    queries = slice(group * first, group * last)
+    yield Windows(slice(first, last), queries, width, dilation, slice_size, rotary)
+    first = last
+
+
+class Queries(NamedTuple):
+  """Queries [B, S, H, K], and the positions and documents of their tokens, [B, S]."""
+
+  q: Array
+  positions: Array
+  segment_ids: Array
+
+
+def attend_windows(
+  seen: Windows,
+  queries: Queries,
+  row: KVCache,
+  around: tuple[int, int],
+  size: int,
+  others: Callable[[Queries, Any, tuple[np.ndarray, np.ndarray]], Sequence[Part]],
+  beside: Any,
+  dropout: Dropout | None,
+) -> Array:
+  """The queries of a chunk over their windows and the `others` -> [B, T, H, K].
+
+  Args:
+    queries: all of the chunk, S = T.
+    row: keys of each residue [B · d, ...], with the slices `around`: before and after the chunk's.
+    around: the whole slices within reach before and after; without any after, a window is causal.
+    size: S, of a slice of a residue.
+    others: (scaled queries of a slice, its part of `beside`, cos and sin of the angle W) -> further
+      keys, in the same softmax.
+    beside: a pytree of leaves [slices, B · d, ...].
+  """
+  (batch, time, heads, width), d = queries.q.shape, seen.dilation
+  now = jax.tree.map(lambda x: slices.cut(slices.split_residues(x, d), size), queries)
+  near = jax.tree.map(lambda x: slices.overlapping(x, size, sum(around) + 1), row)
+  draws = None if dropout is None else jax.vmap(dropout.of)(jnp.arange(len(now.q)))
+  length, first = near.keys.shape[2], around[0] * size
+  own, edge = slice(first, first + size), slice(seen.width, seen.width + 1)
+  cos, sin = seen.rotary.angles(length, width, d)
+  steps = np.arange(first, first + size)[:, None] - np.arange(length)[None]
+  inside = (steps >= (-seen.width if around[1] else 0)) & (steps <= seen.width)
+
+  def attend_slice(one):
+    now, near, beside, dropout = one
+    now = now._replace(q=now.q * width**-0.5)
+    same = now.segment_ids[:, :, None] == near.segment_ids[:, None]
+    keys, visible = rotate(near.keys, cos, sin), same & inside[None]
+    window = Part.of(rotate(now.q, cos[own], sin[own]), keys, near.values, visible)
+    parts = window, *others(now, beside, (cos[edge], sin[edge]))
+    out, _ = attend(parts, dropout)
+    return ungroup_queries(out.astype(now.q.dtype), heads)
+
+  out = slices.for_each(
+    attend_slice, (now, near, beside, draws), logits=batch * d * heads * size * length
+  )
+  return slices.merge_residues(slices.join(out, -(-time // d)), d, time)
