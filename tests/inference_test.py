@@ -271,6 +271,13 @@ def test_carries_in_files(tmp_path):
   of_run.save_carry(tmp_path / 'several.safetensors', several)
   again = of_run.load_carry(tmp_path / 'several.safetensors')
   jax.tree.map(np.testing.assert_array_equal, again, several)
+  document = of_run.read(text(100), keep='log')
+  of_run.save_carry(tmp_path / 'document.safetensors', document)
+  again = of_run.load_carry(tmp_path / 'document.safetensors')
+  jax.tree.map(np.testing.assert_array_equal, again, document)
+  changed = of_run.read(text(80) + text(20, 1), keep=again)
+  anew = of_run.read(text(80) + text(20, 1), keep='log')
+  jax.tree.map(np.testing.assert_array_equal, changed, anew)
   with pytest.raises(StorageError, match='is there already'):
     of_run.save_carry(tmp_path / 'long.safetensors', carry)
   with pytest.raises(StorageError, match='is not a complete file'):
@@ -278,3 +285,39 @@ def test_carries_in_files(tmp_path):
   (run / 'manifest.sha256').write_text('others')
   with pytest.raises(ConfigurationError, match='was saved with other weights'):
     of_run.load_carry(tmp_path / 'long.safetensors')
+
+
+@pytest.mark.parametrize('mixers', sorted({*MIXERS} - {'full'}))
+def test_a_document_is_read_on_from_any_place(mixers, monkeypatch):
+  """At most half of what precedes a change, or a chunk, is read again: as if anew, bit for bit."""
+  loaded, size = built(mixers), 16
+  whole = text(150)
+  document = loaded.read(whole, keep='log')
+  assert [*document.kept] == [16, 32, 64, 128, 144]
+  assert not loaded.read(text(15), keep='log').kept
+  jax.tree.map(np.testing.assert_array_equal, tuple(document)[:3], tuple(loaded.read(whole)))
+  read, counts = loaded._reader.read, []
+
+  def counted(params, carry, rows, cut=None):
+    counts.append(len(rows[0]))
+    return read(params, carry, rows, cut)
+
+  for place in (1, 15, 16, 31, 40, 63, 64, 100, 127, 128, 143, 150):
+    for changed in (whole[:place], whole[:place] + text(30, 7)):
+      monkeypatch.setattr(loaded._reader, 'read', counted)
+      counts.clear()
+      found = loaded.read(changed, keep=document)
+      monkeypatch.undo()
+      kept = {n: carry for n, carry in found.kept.items() if n and n <= place}
+      again = sum(counts) - (len(changed) - place)
+      assert again <= max(place // 2, size)
+      assert all(document.kept[n] is carry for n, carry in kept.items() if n in document.kept)
+      jax.tree.map(np.testing.assert_array_equal, found, loaded.read(changed, keep='log'))
+
+
+def test_what_cannot_be_kept_is_named():
+  loaded = built('hybrid')
+  with pytest.raises(ConfigurationError, match="keep='all' is unknown"):
+    loaded.read(text(9), keep='all')
+  with pytest.raises(UsageError, match='reads one text from its start'):
+    loaded.read([text(9), text(8)], keep='log')

@@ -1,22 +1,32 @@
 """A trained model in Python: texts are scored, continued and read by it."""
 
 from collections.abc import Iterator, Mapping, Sequence
+import contextlib
 import hashlib
 import json
 import os
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from valkyrie import foreign
 from valkyrie.checkpoint import manifest
 from valkyrie.checkpoint.steps import steps_of
 from valkyrie.config import ranges
 from valkyrie.data.vocabularies import ANY_TEXT, Vocabulary, as_utf8, following
-from valkyrie.errors import ConfigurationError, StorageError, UsageError, storage_errors
+from valkyrie.errors import (
+  ConfigurationError,
+  StorageError,
+  UsageError,
+  check_choice,
+  storage_errors,
+)
+from valkyrie.inference import documents
+from valkyrie.inference.documents import Document
 from valkyrie.inference.generation import GREEDY, LENGTH, Continuation, Sampling
 from valkyrie.inference.reader import Reader, TextCarry, TextScore, check_finite
 from valkyrie.models.features import ACTIVATIONS
@@ -25,6 +35,9 @@ from valkyrie.types import Array, Params
 from valkyrie.weights import named_tensors
 
 Text = str | np.ndarray  # or its tokens
+
+
+AnyCarry = TextCarry | Document
 
 
 class Generated(NamedTuple):
@@ -74,18 +87,41 @@ class LoadedModel:
     self.model_dir, self.steps = model_dir, steps
     self._reader = Reader(model, chunk_size)
 
+  @overload
   def read(
-    self, texts: Text | Sequence[Text], carry: TextCarry | None = None, *, cut: str | None = None
-  ) -> TextCarry:
+    self, texts: Text | Sequence[Text], carry: AnyCarry | None = None, *, cut: str | None = None
+  ) -> TextCarry: ...
+
+  @overload
+  def read(self, texts: Text, *, keep: str | Document) -> Document: ...
+
+  def read(self, texts: Any, carry: Any = None, *, cut: str | None = None, keep: Any = None) -> Any:
     """Reads texts and returns the carry after them, with a row for each text.
 
-    Its size does not depend on the length of the texts, unless the model has full attention. `cut`
-    is a part of the carry to reset before every chunk: 'state', of recurrences, or 'all'.
+    Its size does not depend on the length of the texts, unless the model has full attention.
+
+    Args:
+      texts: one, or several.
+      carry: after the texts that these follow.
+      cut: a part of the carry to reset before every chunk: 'state', of recurrences, or 'all'.
+      keep: for one text from its start, 'log' keeps about log2 of the carries on the way, so that
+        one can read on from any place. A `Document` that was read so, such as the text before a
+        change in its middle, does the same, and only what follows the nearest carry that both share
+        is read. The result is the same, bit for bit.
     """
     rows = self._tokens(texts, carry)
-    return self._reader.read(self.params, self._begun(carry, len(rows)), rows, cut)
+    if keep is None:
+      return self._reader.read(self.params, self._begun(carry, len(rows)), rows, cut)
+    if not isinstance(keep, Document):
+      check_choice('keep', keep, ('log',))
+    if carry is not None or cut is not None or len(rows) != 1:
+      raise UsageError(
+        'read(..., keep) reads one text from its start. Leave out carry and cut, and pass one text.'
+      )
+    like = keep if isinstance(keep, Document) else None
+    return documents.read(self._reader, self.params, rows[0], like)
 
-  def rows(self, carry: TextCarry, numbers: Sequence[int]) -> TextCarry:
+  def rows(self, carry: AnyCarry, numbers: Sequence[int]) -> TextCarry:
     """The rows of a carry with these numbers, in this order; a number may be repeated.
 
     Raises an IndexError if the carry has no such row.
@@ -98,19 +134,21 @@ class LoadedModel:
     )
     return TextCarry(inside, carry.position[index], carry.hidden[index])
 
-  def save_carry(self, path: str | os.PathLike, carry: TextCarry) -> None:
-    """Writes a carry to a new safetensors file, or raises a StorageError."""
+  def save_carry(self, path: str | os.PathLike, carry: AnyCarry) -> None:
+    """Writes a carry or a document to a new safetensors file, or raises a StorageError."""
     place = pathlib.Path(path)
     if place.exists():
       raise StorageError(f'{place} is there already. Name another file, or delete it.')
     leaves = {name: np.asarray(leaf) for name, leaf in _named_leaves(carry).items()}
     with storage_errors(f'{place} cannot be written'):
       unfinished = place.with_name(f'.{place.name}.new')
-      named_tensors.write(unfinished, leaves, {'weights': self._weights()})
+      kept = [*carry.kept] if isinstance(carry, Document) else None
+      made_by = {'weights': self._weights(), 'tokenizer': self.tokenizer.fingerprint}
+      named_tensors.write(unfinished, leaves, {**made_by, 'kept': json.dumps(kept)})
       unfinished.replace(place)
 
-  def load_carry(self, path: str | os.PathLike) -> TextCarry:
-    """Reads a carry that was saved by this step of this run.
+  def load_carry(self, path: str | os.PathLike) -> AnyCarry:
+    """Reads a carry or a document that was saved by this step of this run.
 
     Raises:
       ConfigurationError: another model or step saved it.
@@ -118,27 +156,34 @@ class LoadedModel:
     """
     try:
       with safe_open(path, 'numpy') as file:
-        made_by = (file.metadata() or {}).get('weights')
+        made_by = file.metadata() or {}
         found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
     except (OSError, SafetensorError) as error:
       raise StorageError(f'{path} is not a complete file of a carry ({error}).') from error
-    like = self._reader.fresh(np.size(found.get('position', 0)))
+    like: Any = self._reader.fresh(np.size(found.get('position', 0)))
+    with contextlib.suppress(ValueError):
+      kept = foreign.json_value(made_by.get('kept', 'null').encode())
+      if isinstance(kept, list):
+        of_each = {place: like for place in kept if isinstance(place, int)}
+        tokens = found.get('tokens', np.zeros(0, np.int32))
+        like = Document(*like[:3], tokens=tokens, kept=of_each)
     expected = _named_leaves(like)
     sizes, own = (
       {name: (leaf.shape, leaf.dtype) for name, leaf in each.items()} for each in (found, expected)
     )
-    if made_by != self._weights() or sizes != own:
+    ours = {'weights': self._weights(), 'tokenizer': self.tokenizer.fingerprint}
+    if {name: made_by.get(name) for name in ours} != ours or sizes != own:
       raise ConfigurationError(
-        f'{path} was saved with other weights ({json.dumps(made_by)}) than the loaded ones '
-        f'({json.dumps(self._weights())}), or by a model of other sizes. Read the text again.'
+        f'{path} was saved with other weights or tokenizer ({json.dumps(made_by)}) than the '
+        f'loaded ones ({json.dumps(ours)}), or by a model of other sizes. Read the text again.'
       )
-    leaves = [jnp.asarray(found[name]) for name in expected]
+    leaves = [found[name] if name == 'tokens' else jnp.asarray(found[name]) for name in expected]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
   def score(
     self,
     texts: Text | Sequence[Text],
-    carry: TextCarry | None = None,
+    carry: AnyCarry | None = None,
     *,
     params: Params | None = None,
     batch_size: int = 8,
@@ -163,7 +208,7 @@ class LoadedModel:
     return scores
 
   def logits(
-    self, text: Text, carry: TextCarry | None = None, *, params: Params | None = None
+    self, text: Text, carry: AnyCarry | None = None, *, params: Params | None = None
   ) -> Array:
     """The logits of the token after each token of a text, float32 [T, vocabulary size].
 
@@ -179,7 +224,7 @@ class LoadedModel:
     return jnp.concatenate(found)
 
   def activations(
-    self, text: Text, kinds: Sequence[str] = ('stream',), carry: TextCarry | None = None
+    self, text: Text, kinds: Sequence[str] = ('stream',), carry: AnyCarry | None = None
   ) -> dict[str, np.ndarray]:
     """Intermediate values of each token: {kind: [layers, T, D]}.
 
@@ -207,7 +252,7 @@ class LoadedModel:
   def generate(
     self,
     prompts: Text | Sequence[Text],
-    carry: TextCarry | None = None,
+    carry: AnyCarry | None = None,
     *,
     max_tokens: int = 256,
     samples: int = 1,
@@ -250,7 +295,7 @@ class LoadedModel:
   def stream(
     self,
     prompt: Text,
-    carry: TextCarry | None = None,
+    carry: AnyCarry | None = None,
     *,
     max_tokens: int = 256,
     stop: str | Sequence[str] = (),
@@ -268,7 +313,7 @@ class LoadedModel:
     prompts: Mapping[int, np.ndarray],
     rows: Sequence[tuple[int, int]],
     texts: Sequence[Continuation],
-    carry: TextCarry | None,
+    carry: AnyCarry | None,
     sampling: Sampling,
     seed: int,
     max_tokens: int,
@@ -300,7 +345,7 @@ class LoadedModel:
       if text.ended is None:
         yield row, text.end(LENGTH)
 
-  def _tokens(self, texts: Text | Sequence[Text], carry: TextCarry | None) -> list[np.ndarray]:
+  def _tokens(self, texts: Text | Sequence[Text], carry: AnyCarry | None) -> list[np.ndarray]:
     """The tokens int32 [T] of each text, which begins a document unless the carry has read some.
 
     A document begins with its BOS, if the vocabulary has one; tokens are taken as they are.
@@ -335,7 +380,7 @@ class LoadedModel:
     return found.astype(np.int32)
 
   def _begun(
-    self, carry: TextCarry | None, texts: int, rows: Sequence[int] | None = None
+    self, carry: AnyCarry | None, texts: int, rows: Sequence[int] | None = None
   ) -> TextCarry:
     """The rows, all by default, with which so many texts begin: copies of those of a carry."""
     rows = range(texts) if rows is None else rows
@@ -355,6 +400,6 @@ class LoadedModel:
     return hashlib.sha256(b''.join(manifests)).hexdigest()
 
 
-def _named_leaves(carry: TextCarry) -> dict[str, Array]:
+def _named_leaves(carry: AnyCarry) -> dict[str, Array]:
   leaves, _ = jax.tree_util.tree_flatten_with_path(carry)
   return {jax.tree_util.keystr(path, simple=True, separator='.'): leaf for path, leaf in leaves}

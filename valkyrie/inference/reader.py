@@ -75,7 +75,7 @@ class Reader:
         'text. Bind FullAttention.carried = True; the parameters stay the same.'
       )
     self._model = model
-    self._chunk_size = chunk_size
+    self.chunk_size = chunk_size
     self._read = jax.jit(self._advance, static_argnums=4, donate_argnums=1)
     self._score = jax.jit(self._scored, donate_argnums=1)
     self._next = jax.jit(self._chosen, static_argnums=0, donate_argnums=(2, 3))
@@ -226,9 +226,9 @@ class Reader:
     lengths = np.array([len(row) for row in rows])
     self.check_length(int((np.asarray(carry.position) + lengths).max(initial=0)))
     longest = int(lengths.max(initial=0))
-    for start in range(0, longest, self._chunk_size):
-      here = np.clip(lengths - start, 0, self._chunk_size).astype(np.int32)
-      size = min(self._chunk_size, max(_SMALLEST, 1 << int(here.max() - 1).bit_length()))
+    for start in range(0, longest, self.chunk_size):
+      here = np.clip(lengths - start, 0, self.chunk_size).astype(np.int32)
+      size = min(self.chunk_size, max(_SMALLEST, 1 << int(here.max() - 1).bit_length()))
       tokens = np.zeros((len(rows), size), np.int32)
       for row, (whole, real) in enumerate(zip(rows, here, strict=True)):
         tokens[row, :real] = whole[start : start + real]
