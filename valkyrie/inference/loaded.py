@@ -26,6 +26,7 @@ from valkyrie.errors import (
   storage_errors,
 )
 from valkyrie.inference import documents
+from valkyrie.inference.attribution import Attribution, Attributor
 from valkyrie.inference.documents import Document
 from valkyrie.inference.generation import GREEDY, LENGTH, Continuation, Sampling
 from valkyrie.inference.reader import Reader, TextCarry, TextScore, check_finite
@@ -86,6 +87,7 @@ class LoadedModel:
     self.model, self.params, self.tokenizer = model._replace(apply=apply), params, tokenizer
     self.model_dir, self.steps = model_dir, steps
     self._reader = Reader(model, chunk_size)
+    self._attributor = Attributor(self._reader)
 
   @overload
   def read(
@@ -248,6 +250,34 @@ class LoadedModel:
       for kind, parts in found.items():
         parts.append(np.asarray(features.activations[kind][:, 0, : lengths[0]]))
     return {kind: np.concatenate(parts, axis=1) for kind, parts in found.items()}
+
+  def attribution(
+    self, document: Text | Document, question: Text, answer: Text, *, since: int = 0
+  ) -> Attribution:
+    """How the log-probability of an answer depends on each token before it, to first order.
+
+    The gradient passes through the whole document, in chunks, with about 2 sqrt(n) carries of n.
+
+    Args:
+      document, question, answer: texts that follow one another.
+      since: a token of the document; chunks before it are only read forwards, and have no effects.
+
+    Raises:
+      UsageError: the answer is empty, or `since` is not in the text.
+      Diverged, ConfigurationError: see `score`.
+    """
+    if isinstance(document, Document):
+      document = document.tokens
+    (begun,) = self._tokens([document], None)
+    more = [self._tokens_of(text, begins=False) for text in (question, answer)]
+    tokens = np.concatenate([begun, *more])
+    if not len(more[-1]) or not 0 <= since < len(tokens):
+      raise UsageError(
+        f'The answer has {len(more[-1])} tokens, and since={since} of {len(tokens)}. Give an '
+        'answer of one token or more, and a place in the text, from 0.'
+      )
+    effects, log_prob = self._attributor(self.params, tokens, len(more[-1]), since)
+    return Attribution(tokens, effects, log_prob, self.tokenizer)
 
   def generate(
     self,

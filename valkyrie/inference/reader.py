@@ -77,7 +77,7 @@ class Reader:
     self._model = model
     self.chunk_size = chunk_size
     self._read = jax.jit(self._advance, static_argnums=4, donate_argnums=1)
-    self._score = jax.jit(self._scored, donate_argnums=1)
+    self._score = jax.jit(self.scored, donate_argnums=1)
     self._next = jax.jit(self._chosen, static_argnums=0, donate_argnums=(2, 3))
     # Of chunks, like `_score`: (..., the carry after them); users take gradients through `predict`.
     self.predict = jax.jit(self._predicted)
@@ -187,13 +187,14 @@ class Reader:
     tokens: Array,
     lengths: Array,
     activations: Sequence[str] = (),
+    inputs: Array | None = None,
   ) -> tuple[Features, TextCarry]:
     index = jnp.arange(tokens.shape[1])[None]
     real = index < lengths[:, None]
     features, after = self._model.apply(
       params,
       carry.carry,
-      tokens,
+      tokens if inputs is None else inputs,
       jnp.where(real, position_of(carry.position[:, None] + index), 0),
       real.astype(jnp.int32),
       activations=activations,
@@ -203,10 +204,19 @@ class Reader:
     hidden = jnp.where(lengths[:, None] > 0, hidden, carry.hidden)
     return features, TextCarry(after, position_of(carry.position + lengths), hidden)
 
-  def _scored(
-    self, params: Params, carry: TextCarry, tokens: Array, lengths: Array
+  def scored(
+    self,
+    params: Params,
+    carry: TextCarry,
+    tokens: Array,
+    lengths: Array,
+    inputs: Array | None = None,
   ) -> tuple[tuple[Array, Array], TextCarry]:
-    features, after = self._apply(params, carry, tokens, lengths)
+    """((log-probabilities of a chunk's tokens, which were greedy), the carry after it); pure.
+
+    `inputs` may take the place of the tokens' embeddings.
+    """
+    features, after = self._apply(params, carry, tokens, lengths, inputs=inputs)
     before = jnp.concatenate([carry.hidden[:, None], features.hidden[:, :-1]], axis=1)
     size = self._model.about.vocabulary_size
     found = token_scores(Features(before, features.unembedding), tokens, size)

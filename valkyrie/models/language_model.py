@@ -131,6 +131,7 @@ class LanguageModel(Module):
   ) -> Features:
     """Reads one chunk of every row, int32 [B, T] (see `types.Batch`), and advances the carry.
 
+    Inputs of numbers, [B, T, D], take the place of the rows of the embedding.
     Without `plan`, the planner is skipped, and its carry is reset as at a document start.
     `activations` are the kinds of intermediate values to return, see `features.ACTIVATIONS`.
     `masks` of sites, by path, have a leading dimension of their layers; other sites compute x W.
@@ -154,13 +155,18 @@ class LanguageModel(Module):
 
     embedding = table('embedding')
     unembedding = embedding if self.tied else table('unembedding')
-    x = (self.scale * embedding[inputs]).astype(self.compute_dtype)
+    embedded = embedding[inputs] if jnp.issubdtype(inputs.dtype, jnp.integer) else inputs
+    x = (self.scale * embedded).astype(self.compute_dtype)
     fresh = self.initial_carry(inputs.shape[0])
 
     def carried(memory: str) -> Any:
       return hk.get_state(memory, (), init=lambda *_: fresh[memory])
 
     if self._ngrams is not None:
+      if inputs.ndim > 2:
+        raise ConfigurationError(
+          'LanguageModel.ngrams looks up tokens, but the inputs are numbers. Set it to None.'
+        )
       added, tail = self._ngrams(inputs, carried('ngrams'), x.shape[-1], x.dtype, **where)
       hk.set_state('ngrams', tail)
       x += self.scale * added

@@ -176,11 +176,11 @@ def _add_recomputed(
   def backwards(later, now):
     d_after, gradient = later
     before, chunk = now
-    floats, rebuild = _floats(before)
+    floats, rebuild = floats_of(before)
 
     def of(params, floats):
       loss, (after, _) = read(params, rebuild(floats), chunk)
-      return loss, _floats(after)[0]
+      return loss, floats_of(after)[0]
 
     (loss, _), pull_back = jax.vjp(of, params, floats)
     d_params, d_before = pull_back((jnp.ones_like(loss), d_after))
@@ -191,7 +191,7 @@ def _add_recomputed(
     _, (befores, _) = lax.scan(forwards, first, segment)
     return lax.scan(backwards, later, (befores, segment), reverse=True)
 
-  zero = [jnp.zeros_like(leaf) for leaf in _floats(carry)[0]]
+  zero = [jnp.zeros_like(leaf) for leaf in floats_of(carry)[0]]
   (_, gradient), _ = lax.scan(segment_backwards, (zero, gradient), (firsts, segments), reverse=True)
   return gradient, carry, _total(sums)
 
@@ -201,7 +201,7 @@ def segment_length(count: int) -> int:
   return min((n for n in range(1, count + 1) if count % n == 0), key=lambda n: n + count // n)
 
 
-def _floats(carry: Carry) -> tuple[list[Array], Callable[[list[Array]], Carry]]:
+def floats_of(carry: Carry) -> tuple[list[Array], Callable[[list[Array]], Carry]]:
   """The leaves with a gradient, and the function that replaces them in the carry."""
   leaves, structure = jax.tree.flatten(carry)
   flows = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]

@@ -1,0 +1,130 @@
+"""What mattered: the gradient of an answer's log-probability by each token of a document.
+
+The gradient is exact through all chunks: read forwards, they leave the carry before each segment of
+about sqrt(n) of n chunks. Backwards, a segment is read again, then each of its chunks, whose carry
+passes its gradient to the chunk before it, as in `tbptt`.
+"""
+
+from collections.abc import Sequence
+import math
+import os
+import pathlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from valkyrie.data.vocabularies import Vocabulary
+from valkyrie.inference.reader import Reader, TextCarry, check_finite
+from valkyrie.monitoring import pictures
+from valkyrie.training.tbptt import floats_of
+from valkyrie.types import Array, Params
+
+
+class Passage(NamedTuple):
+  """The tokens [begin, end), their text, and the sum of their effects."""
+
+  begin: int
+  end: int
+  effect: float
+  text: str
+
+
+class Attribution(NamedTuple):
+  """How an answer depends on what precedes it.
+
+  tokens: int32 [N], of document, question and answer.
+  effects: float32 [N], the first-order effect of each token's embedding on the log-probability of
+    the answer, in nats: the gradient times the embedding.
+  log_prob: of the answer, in nats.
+  tokenizer: of the tokens.
+  """
+
+  tokens: np.ndarray
+  effects: np.ndarray
+  log_prob: float
+  tokenizer: Vocabulary
+
+  def passages(self, count: int = 10, width: int = 16) -> list[Passage]:
+    """The `count` strongest passages of `width` tokens, apart from one another, strongest first.
+
+    The strength is the sum of the sizes of the effects.
+    """
+    strength = np.convolve(np.abs(self.effects), np.ones(width), 'valid')
+    found = []
+    while len(found) < count and strength.max(initial=0) > 0:
+      begin = int(np.argmax(strength))
+      strength[max(0, begin - width + 1) : begin + width] = 0
+      span = slice(begin, begin + width)
+      text = self.tokenizer.decode(self.tokens[span].tolist())
+      found.append(Passage(begin, begin + width, float(self.effects[span].sum()), text))
+    return found
+
+  def save_picture(self, path: str | os.PathLike) -> None:
+    """Draws the sizes of the effects over the places of the tokens to a .png file."""
+    pictures.write_spikes(pathlib.Path(path), np.abs(self.effects), 'token', 'effect, nats')
+
+
+class Attributor:
+  """Computes attributions by a reader's model."""
+
+  def __init__(self, reader: Reader):
+    self._reader = reader
+    self._forwards, self._backwards = jax.jit(self._read), jax.jit(self._pulled_back)
+
+  def __call__(
+    self, params: Params, tokens: np.ndarray, answer: int, since: int
+  ) -> tuple[np.ndarray, float]:
+    """(effects float32 [N], the log-probability of the last `answer` tokens in nats).
+
+    Chunks that end before token `since` are only read forwards, and their effects are zero.
+    """
+    weights = np.zeros((1, len(tokens)), np.float32)
+    weights[:, max(len(tokens) - answer, 1) :] = 1  # a document's first token has no context
+    carry, size, chunks = self._reader.fresh(1), self._reader.chunk_size, []
+    for number, (padded, lengths) in enumerate(self._reader.chunks(carry, [tokens])):
+      now = weights[:, number * size :][:, : lengths[0]]
+      now = np.pad(now, ((0, 0), (0, padded.shape[1] - lengths[0])))
+      chunks.append((padded, lengths, now))
+    first, log_probs = since // size, []
+    per_segment = math.isqrt(len(chunks) - first)
+    begins: dict[int, TextCarry] = {}
+    for number, chunk in enumerate(chunks):
+      if number >= first and (number - first) % per_segment == 0:
+        begins[number] = carry
+      log_prob, carry = self._forwards(params, carry, chunk)
+      log_probs.append(log_prob)
+    later, found = [jnp.zeros_like(leaf) for leaf in floats_of(carry)[0]], []
+    for begin, carry in reversed(begins.items()):
+      befores, segment = [carry], chunks[begin : begin + per_segment]
+      for chunk in segment[:-1]:
+        befores.append(self._forwards(params, befores[-1], chunk)[1])
+      for before, chunk in zip(reversed(befores), reversed(segment), strict=True):
+        later, effects = self._backwards(params, before, chunk, later)
+        found.append(np.asarray(effects)[0, : chunk[1][0]])
+    effects = np.concatenate([np.zeros(first * size, np.float32), *reversed(found)])
+    check_finite(np.isfinite(effects))
+    return effects, float(sum(log_probs))
+
+  def _read(
+    self, params: Params, carry: TextCarry, chunk: Any, inputs: Array | None = None
+  ) -> tuple[Array, TextCarry]:
+    tokens, lengths, weights = chunk
+    (log_probs, _), after = self._reader.scored(params, carry, tokens, lengths, inputs)
+    return jnp.sum(weights * log_probs), after
+
+  def _pulled_back(
+    self, params: Params, carry: TextCarry, chunk: Any, later: Sequence[Array]
+  ) -> tuple[Sequence[Array], Array]:
+    """(The gradient of the carry before a chunk, the effects), from that of the carry after it."""
+    floats, rebuild = floats_of(carry)
+    rows = params['model']['embedding'][chunk[0]]
+
+    def of(rows, floats):
+      log_prob, after = self._read(params, rebuild(floats), chunk, rows)
+      return log_prob, floats_of(after)[0]
+
+    (log_prob, _), pull_back = jax.vjp(of, rows, floats)
+    by_rows, before = pull_back((jnp.ones_like(log_prob), later))
+    return before, jnp.sum(rows * by_rows, axis=-1)
