@@ -333,7 +333,7 @@ def test_effects_are_gradients_times_embeddings_of_the_model_read_at_once(mixers
     tokens = np.asarray(loaded.tokenizer.encode(''.join(parts)))
     rows = loaded.params['model']['embedding'][tokens[None]]
 
-    def log_prob(rows):
+    def log_odds(rows):
       length = len(tokens)
       features, _ = loaded.model.apply(
         loaded.params,
@@ -343,31 +343,34 @@ def test_effects_are_gradients_times_embeddings_of_the_model_read_at_once(mixers
         np.ones((1, length), np.int32),
       )
       logits = jnp.matmul(features.hidden, features.unembedding.T, precision='highest')[0]
-      return jnp.sum(jax.nn.log_softmax(logits)[np.arange(34, 39), tokens[35:]])
+      found = jax.nn.log_softmax(logits)[np.arange(34, 39), tokens[35:]]
+      return jnp.sum(found - jnp.log1p(-jnp.exp(found))), jnp.sum(found)
 
-    expected, slopes = jax.jit(jax.value_and_grad(log_prob))(rows)
+    (_, expected), slopes = jax.jit(jax.value_and_grad(log_odds, has_aux=True))(rows)
     np.testing.assert_array_equal(found.tokens, tokens)
     assert found.log_prob == pytest.approx(float(expected), rel=1e-6)
     effects = jnp.sum(rows * slopes, axis=-1)[0]
     np.testing.assert_allclose(found.effects, effects, rtol=1e-6, atol=1e-9)
+    sizes = jnp.linalg.norm(rows, axis=-1) * jnp.linalg.norm(slopes, axis=-1)
+    np.testing.assert_allclose(found.strengths, sizes[0], rtol=1e-6, atol=1e-9)
     late = loaded.attribution(*parts, since=20)
     np.testing.assert_array_equal(late.effects[:16], 0)
     np.testing.assert_allclose(late.effects[16:], effects[16:], rtol=1e-6, atol=1e-9)
 
 
 def test_passages_lie_apart_and_the_strongest_is_first(tmp_path):
-  effects = np.zeros(40, np.float32)
-  effects[[3, 4, 20, 33]] = 2, -3, 4, 1
+  strengths = np.zeros(40, np.float32)
+  strengths[[3, 4, 20, 33]] = 2, 3, 4, 1
   tokens = np.arange(40) % 26 + 3
-  found = Attribution(tokens, effects, 0.0, Letters()).passages(count=9, width=4)
-  assert [found[0].effect, found[1].effect] == [-1, 4]
+  found = Attribution(tokens, strengths, strengths, 0.0, Letters()).passages(count=9, width=4)
+  assert [passage.strength for passage in found] == [5, 4, 1]
   assert all(
     passage.text == Letters().decode(tokens[passage.begin : passage.end]) for passage in found
   )
   assert len(found) == 3
   assert 3 in range(*found[0][:2])
   assert all(a.end <= b.begin or b.end <= a.begin for a in found for b in found if a is not b)
-  Attribution(tokens, effects, 0.0, Letters()).save_picture(tmp_path / 'effects.png')
+  Attribution(tokens, strengths, strengths, 0.0, Letters()).save_picture(tmp_path / 'effects.png')
   assert (tmp_path / 'effects.png').read_bytes()[:4] == b'\x89PNG'
   with pytest.raises(UsageError, match='The answer has 0 tokens'):
     built('hybrid').attribution(text(9), text(3), '')

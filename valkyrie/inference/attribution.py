@@ -1,8 +1,10 @@
-"""What mattered: the gradient of an answer's log-probability by each token of a document.
+"""What mattered: the gradient of an answer's log-odds by each token of a document.
 
-The gradient is exact through all chunks: read forwards, they leave the carry before each segment of
-about sqrt(n) of n chunks. Backwards, a segment is read again, then each of its chunks, whose carry
-passes its gradient to the chunk before it, as in `tbptt`.
+The log-odds of a token are log p / (1 - p): their gradient points where that of log p does, and
+does not vanish where the model is certain. It is exact through all chunks: read forwards, they
+leave the carry before each segment of about sqrt(n) of n chunks. Backwards, a segment is read
+again, then each of its chunks, whose carry passes its gradient to the chunk before it, as in
+`tbptt`.
 """
 
 from collections.abc import Sequence
@@ -12,22 +14,24 @@ import pathlib
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.inference.reader import Reader, TextCarry, check_finite
 from valkyrie.monitoring import pictures
+from valkyrie.training.losses import logits
 from valkyrie.training.tbptt import floats_of
 from valkyrie.types import Array, Params
 
 
 class Passage(NamedTuple):
-  """The tokens [begin, end), their text, and the sum of their effects."""
+  """The tokens [begin, end), their text, and the sum of their strengths."""
 
   begin: int
   end: int
-  effect: float
+  strength: float
   text: str
 
 
@@ -35,35 +39,35 @@ class Attribution(NamedTuple):
   """How an answer depends on what precedes it.
 
   tokens: int32 [N], of document, question and answer.
-  effects: float32 [N], the first-order effect of each token's embedding on the log-probability of
-    the answer, in nats: the gradient times the embedding.
+  effects: float32 [N], the first-order effect of each token's embedding on the log-odds of the
+    answer's tokens, in nats: the gradient times the embedding.
+  strengths: float32 [N], the size of the gradient times that of the embedding, which the effect of
+    another token in its place to first order hardly exceeds.
   log_prob: of the answer, in nats.
   tokenizer: of the tokens.
   """
 
   tokens: np.ndarray
   effects: np.ndarray
+  strengths: np.ndarray
   log_prob: float
   tokenizer: Vocabulary
 
   def passages(self, count: int = 10, width: int = 16) -> list[Passage]:
-    """The `count` strongest passages of `width` tokens, apart from one another, strongest first.
-
-    The strength is the sum of the sizes of the effects.
-    """
-    strength = np.convolve(np.abs(self.effects), np.ones(width), 'valid')
+    """The `count` strongest passages of `width` tokens, apart from one another, strongest first."""
+    strength = np.convolve(self.strengths, np.ones(width), 'valid')
     found = []
     while len(found) < count and strength.max(initial=0) > 0:
       begin = int(np.argmax(strength))
       strength[max(0, begin - width + 1) : begin + width] = 0
       span = slice(begin, begin + width)
       text = self.tokenizer.decode(self.tokens[span].tolist())
-      found.append(Passage(begin, begin + width, float(self.effects[span].sum()), text))
+      found.append(Passage(begin, begin + width, float(self.strengths[span].sum()), text))
     return found
 
   def save_picture(self, path: str | os.PathLike) -> None:
-    """Draws the sizes of the effects over the places of the tokens to a .png file."""
-    pictures.write_spikes(pathlib.Path(path), np.abs(self.effects), 'token', 'effect, nats')
+    """Draws the strengths over the places of the tokens to a .png file."""
+    pictures.write_spikes(pathlib.Path(path), self.strengths, 'token', 'strength, nats')
 
 
 class Attributor:
@@ -71,14 +75,15 @@ class Attributor:
 
   def __init__(self, reader: Reader):
     self._reader = reader
-    self._forwards, self._backwards = jax.jit(self._read), jax.jit(self._pulled_back)
+    self._forwards = jax.jit(self._read, static_argnums=3)
+    self._backwards = jax.jit(self._pulled_back, static_argnums=3)
 
   def __call__(
     self, params: Params, tokens: np.ndarray, answer: int, since: int
   ) -> tuple[np.ndarray, float]:
-    """(effects float32 [N], the log-probability of the last `answer` tokens in nats).
+    """(effects and strengths [2, N], the log-probability of the last `answer` tokens in nats).
 
-    Chunks that end before token `since` are only read forwards, and their effects are zero.
+    Chunks that end before token `since` are only read forwards, and have zeros.
     """
     weights = np.zeros((1, len(tokens)), np.float32)
     weights[:, max(len(tokens) - answer, 1) :] = 1  # a document's first token has no context
@@ -93,38 +98,47 @@ class Attributor:
     for number, chunk in enumerate(chunks):
       if number >= first and (number - first) % per_segment == 0:
         begins[number] = carry
-      log_prob, carry = self._forwards(params, carry, chunk)
+      (_, log_prob), carry = self._forwards(params, carry, chunk, answer)
       log_probs.append(log_prob)
     later, found = [jnp.zeros_like(leaf) for leaf in floats_of(carry)[0]], []
     for begin, carry in reversed(begins.items()):
       befores, segment = [carry], chunks[begin : begin + per_segment]
       for chunk in segment[:-1]:
-        befores.append(self._forwards(params, befores[-1], chunk)[1])
+        befores.append(self._forwards(params, befores[-1], chunk, answer)[1])
       for before, chunk in zip(reversed(befores), reversed(segment), strict=True):
-        later, effects = self._backwards(params, before, chunk, later)
-        found.append(np.asarray(effects)[0, : chunk[1][0]])
-    effects = np.concatenate([np.zeros(first * size, np.float32), *reversed(found)])
+        later, effects = self._backwards(params, before, chunk, answer, later)
+        found.append(np.asarray(effects)[:, 0, : chunk[1][0]])
+    effects = np.concatenate([np.zeros((2, first * size), np.float32), *reversed(found)], axis=1)
     check_finite(np.isfinite(effects))
     return effects, float(sum(log_probs))
 
   def _read(
-    self, params: Params, carry: TextCarry, chunk: Any, inputs: Array | None = None
-  ) -> tuple[Array, TextCarry]:
+    self, params: Params, carry: TextCarry, chunk: Any, count: int, inputs: Array | None = None
+  ) -> tuple[tuple[Array, Array], TextCarry]:
+    """((log-odds, log-probability) of at most `count` weighted tokens, the carry after it)."""
     tokens, lengths, weights = chunk
-    (log_probs, _), after = self._reader.scored(params, carry, tokens, lengths, inputs)
-    return jnp.sum(weights * log_probs), after
+    features, after = self._reader.apply(params, carry, tokens, lengths, inputs=inputs)
+    before = jnp.concatenate([carry.hidden[:, None], features.hidden[:, :-1]], axis=1)
+    weights, places = lax.top_k(weights[0], min(count, weights.shape[1]))
+    chosen = features._replace(hidden=before[:, places])
+    scores = logits(chosen, self._reader.model.about.vocabulary_size)[0]
+    is_target = jnp.arange(scores.shape[-1])[None] == tokens[0, places, None]
+    target = jnp.sum(jnp.where(is_target, scores, 0), axis=-1)
+    odds = target - jax.nn.logsumexp(jnp.where(is_target, -jnp.inf, scores), axis=-1)
+    return (jnp.sum(weights * odds), jnp.sum(weights * jax.nn.log_sigmoid(odds))), after
 
   def _pulled_back(
-    self, params: Params, carry: TextCarry, chunk: Any, later: Sequence[Array]
+    self, params: Params, carry: TextCarry, chunk: Any, count: int, later: Sequence[Array]
   ) -> tuple[Sequence[Array], Array]:
-    """(The gradient of the carry before a chunk, the effects), from that of the carry after it."""
+    """(The gradient of the carry before a chunk, effects and strengths), from that after it."""
     floats, rebuild = floats_of(carry)
     rows = params['model']['embedding'][chunk[0]]
 
     def of(rows, floats):
-      log_prob, after = self._read(params, rebuild(floats), chunk, rows)
-      return log_prob, floats_of(after)[0]
+      (odds, _), after = self._read(params, rebuild(floats), chunk, count, rows)
+      return odds, floats_of(after)[0]
 
-    (log_prob, _), pull_back = jax.vjp(of, rows, floats)
-    by_rows, before = pull_back((jnp.ones_like(log_prob), later))
-    return before, jnp.sum(rows * by_rows, axis=-1)
+    (odds, _), pull_back = jax.vjp(of, rows, floats)
+    by_rows, before = pull_back((jnp.ones_like(odds), later))
+    sizes = jnp.linalg.norm(rows, axis=-1) * jnp.linalg.norm(by_rows, axis=-1)
+    return before, jnp.stack([jnp.sum(rows * by_rows, axis=-1), sizes])

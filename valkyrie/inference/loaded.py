@@ -254,7 +254,7 @@ class LoadedModel:
   def attribution(
     self, document: Text | Document, question: Text, answer: Text, *, since: int = 0
   ) -> Attribution:
-    """How the log-probability of an answer depends on each token before it, to first order.
+    """How the log-odds of an answer depend on each token before it, to first order.
 
     The gradient passes through the whole document, in chunks, with about 2 sqrt(n) carries of n.
 
@@ -276,8 +276,8 @@ class LoadedModel:
         f'The answer has {len(more[-1])} tokens, and since={since} of {len(tokens)}. Give an '
         'answer of one token or more, and a place in the text, from 0.'
       )
-    effects, log_prob = self._attributor(self.params, tokens, len(more[-1]), since)
-    return Attribution(tokens, effects, log_prob, self.tokenizer)
+    (effects, sizes), log_prob = self._attributor(self.params, tokens, len(more[-1]), since)
+    return Attribution(tokens, effects, sizes, log_prob, self.tokenizer)
 
   def generate(
     self,

@@ -74,20 +74,20 @@ class Reader:
         'FullAttention.carried is False: the model reads each chunk alone, and cannot continue a '
         'text. Bind FullAttention.carried = True; the parameters stay the same.'
       )
-    self._model = model
+    self.model = model
     self.chunk_size = chunk_size
     self._read = jax.jit(self._advance, static_argnums=4, donate_argnums=1)
-    self._score = jax.jit(self.scored, donate_argnums=1)
+    self._score = jax.jit(self._scored, donate_argnums=1)
     self._next = jax.jit(self._chosen, static_argnums=0, donate_argnums=(2, 3))
     # Of chunks, like `_score`: (..., the carry after them); users take gradients through `predict`.
     self.predict = jax.jit(self._predicted)
-    self.show = jax.jit(self._apply, static_argnums=4, donate_argnums=1)
+    self.show = jax.jit(self.apply, static_argnums=4, donate_argnums=1)
 
   def fresh(self, rows: int) -> TextCarry:
     """Rows before their first token."""
-    width = self._model.about.width
-    hidden = jnp.zeros((rows, width), self._model.about.compute_dtype)
-    carry = TextCarry(self._model.initial_carry(rows), jnp.zeros(rows, jnp.int32), hidden)
+    width = self.model.about.width
+    hidden = jnp.zeros((rows, width), self.model.about.compute_dtype)
+    carry = TextCarry(self.model.initial_carry(rows), jnp.zeros(rows, jnp.int32), hidden)
     return jax.tree.map(jnp.copy, carry)  # no buffer twice, for the calls that overwrite them
 
   def read(
@@ -138,7 +138,7 @@ class Reader:
     """
     seen = np.zeros((), bool)
     if sampling.repetition_penalty != 1:
-      seen = np.zeros((len(texts), self._model.about.vocabulary_size), bool)
+      seen = np.zeros((len(texts), self.model.about.vocabulary_size), bool)
       for row, text in enumerate(texts):
         seen[row, text] = True
     seen = jnp.asarray(seen)
@@ -155,7 +155,7 @@ class Reader:
   def _chosen(
     self, sampling: Sampling, params: Params, carry: TextCarry, seen: Array, keys: Array
   ) -> tuple[Array, TextCarry, Array]:
-    tables, size = params['model'], self._model.about.vocabulary_size
+    tables, size = params['model'], self.model.about.vocabulary_size
     features = Features(carry.hidden[:, None], tables.get('unembedding', tables['embedding']))
     found = logits(features, size)[:, 0, :size]
     tokens = sampling.choose(found, seen, jax.vmap(jax.random.fold_in)(keys, carry.position))
@@ -168,19 +168,19 @@ class Reader:
     self, params: Params, carry: TextCarry, tokens: Array, lengths: Array, cut: str | None = None
   ) -> TextCarry:
     """Reads the first `lengths` [B] of the tokens [B, T], after a cut of the carry."""
-    before = cut_carry(carry.carry, self._model.initial_carry(len(tokens)), cut)
-    return self._apply(params, carry._replace(carry=before), tokens, lengths)[1]
+    before = cut_carry(carry.carry, self.model.initial_carry(len(tokens)), cut)
+    return self.apply(params, carry._replace(carry=before), tokens, lengths)[1]
 
   def check_length(self, tokens: int) -> None:
     """Raises a ConfigurationError if a text is longer than the model can read."""
-    longest = self._model.about.max_context
+    longest = self.model.about.max_context
     if longest is not None and tokens > longest:
       raise ConfigurationError(
         f'The text of {tokens} tokens, with those to be generated, exceeds the {longest} that '
         'this model can read (FullAttention.max_context). Shorten it.'
       )
 
-  def _apply(
+  def apply(
     self,
     params: Params,
     carry: TextCarry,
@@ -189,9 +189,10 @@ class Reader:
     activations: Sequence[str] = (),
     inputs: Array | None = None,
   ) -> tuple[Features, TextCarry]:
+    """Reads a chunk; `inputs` may take the place of the tokens' embeddings; pure."""
     index = jnp.arange(tokens.shape[1])[None]
     real = index < lengths[:, None]
-    features, after = self._model.apply(
+    features, after = self.model.apply(
       params,
       carry.carry,
       tokens if inputs is None else inputs,
@@ -204,29 +205,20 @@ class Reader:
     hidden = jnp.where(lengths[:, None] > 0, hidden, carry.hidden)
     return features, TextCarry(after, position_of(carry.position + lengths), hidden)
 
-  def scored(
-    self,
-    params: Params,
-    carry: TextCarry,
-    tokens: Array,
-    lengths: Array,
-    inputs: Array | None = None,
+  def _scored(
+    self, params: Params, carry: TextCarry, tokens: Array, lengths: Array
   ) -> tuple[tuple[Array, Array], TextCarry]:
-    """((log-probabilities of a chunk's tokens, which were greedy), the carry after it); pure.
-
-    `inputs` may take the place of the tokens' embeddings.
-    """
-    features, after = self._apply(params, carry, tokens, lengths, inputs=inputs)
+    features, after = self.apply(params, carry, tokens, lengths)
     before = jnp.concatenate([carry.hidden[:, None], features.hidden[:, :-1]], axis=1)
-    size = self._model.about.vocabulary_size
+    size = self.model.about.vocabulary_size
     found = token_scores(Features(before, features.unembedding), tokens, size)
     return (-found.loss, found.right), after
 
   def _predicted(
     self, params: Params, carry: TextCarry, tokens: Array, lengths: Array
   ) -> tuple[Array, TextCarry]:
-    features, after = self._apply(params, carry, tokens, lengths)
-    size = self._model.about.vocabulary_size
+    features, after = self.apply(params, carry, tokens, lengths)
+    size = self.model.about.vocabulary_size
     return logits(features, size)[..., :size], after
 
   def chunks(
