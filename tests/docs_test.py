@@ -56,6 +56,7 @@ def test_pages_have_examples():
     'finetune',
     'hooks',
     'mixers',
+    'own_loop',
     'layouts',
     'use',
     'export',

@@ -103,3 +103,11 @@ def test_a_model_counts_its_tables_and_never_decays_them():
 def test_sizes_that_cannot_be_are_refused(options, message):
   with pytest.raises(ConfigurationError, match=message):
     tiny.model(ngrams=functools.partial(NgramEmbedding, **({'rows': 8, 'width': 8} | options)))
+
+
+def test_numbers_have_no_ngrams():
+  model = tiny.model(ngrams=tiny.ngrams)
+  params, carry = tiny.init(model, 1)
+  where = np.arange(4)[None], np.ones((1, 4), np.int32)
+  with pytest.raises(ConfigurationError, match='looks up tokens, but the inputs are numbers'):
+    model.apply(params, carry, np.zeros((1, 4, 16), np.float32), *where)
