@@ -251,6 +251,7 @@ def test_components_are_counted_over_all_tokens():
   assert found['active/layers.0.mlp.out'] == pytest.approx(active[OUT].sum(-1).mean())
   assert found['active'] == pytest.approx(share.sum())
   assert found['alive'] == alive.sum()
+  assert found['ever_active'] == (share > 0).sum()
   assert found['density'] == pytest.approx(share[alive].mean())
 
 

@@ -209,7 +209,7 @@ def reference(model, term, params, batch, sources, step):
     low[path], high[path] = importance.lower(z), importance.upper(z)
   total = jnp.zeros(())
   p = jax.lax.stop_gradient(log_p(clean))
-  for loss, (source, route) in zip(term._losses(), sources, strict=True):
+  for loss, (source, route) in zip(term.losses, sources, strict=True):
     given = {
       path: Masks(
         low[path] + (1 - low[path]) * source[path][..., :-1], source[path][..., -1], route[path]
@@ -270,7 +270,7 @@ def test_the_loss_of_a_step_and_its_gradient():
     numbers = jnp.tile(jnp.arange(TIME)[None], (ROWS, 1))
     tokens = Tokens(0, jnp.arange(ROWS), numbers)
     sources = []
-    for number, loss in enumerate(term._losses()):
+    for number, loss in enumerate(term.losses):
       route = loss.routes(masks.ordered(sites), sites, 2000 * number, tokens)
       if isinstance(loss, Adversary):
         attack = state.objective[term.name][str(number)]

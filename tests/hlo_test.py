@@ -214,3 +214,14 @@ def test_memory_traffic_of_slices_of_a_buffer():
 def test_text_without_a_program_is_refused():
   with pytest.raises(ValueError, match='ENTRY'):
     hlo.parse('HloModule nothing\n')
+
+
+def test_names_of_attributes_may_have_hyphens():
+  module = hlo.parse(
+    'HloModule m, num_partitions=2\n\nENTRY %main (p: f32[2]) -> f32[2] {\n'
+    '  %p = f32[2]{0} parameter(0)\n'
+    '  ROOT %copy.1 = f32[2]{0} copy(%p), control-predecessors={%p}\n}\n'
+  )
+  root = module.entry.root
+  assert (root.opcode, root.attributes) == ('copy', 'control-predecessors={%p}')
+  assert root.operands == [module.entry.parameters[0]]

@@ -160,12 +160,6 @@ def test_the_gradient_of_an_endless_memory_is_finite():
       assert np.all(np.isfinite(leaf)), s
 
 
-def test_clipped_eigenvalues_decay():
-  clipped = init.clip_eigenvalues(Complex(jnp.array([-0.5, -5e-5, 0.2]), jnp.arange(3.0)))
-  np.testing.assert_allclose(clipped.re, [-0.5, -1e-4, -1e-4])
-  np.testing.assert_array_equal(clipped.im, [0, 1, 2])
-
-
 def test_time_constants_spread_from_the_shortest_to_the_longest():
   rates = np.full(1000, 0.5)
   constants = np.exp(-init.log_steps(jax.random.key(0), rates, 20.0, 2e6)) / rates

@@ -45,7 +45,7 @@ class ArrayShape(NamedTuple):
 Arrays = tuple[ArrayShape, ...]  # of a value, including those inside nested tuples
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)  # they refer to one another
 class Instruction:
   """`%name = arrays opcode(%operands), attributes`; `literal` is the text inside the brackets."""
 
@@ -74,7 +74,7 @@ class Instruction:
     return self.find(r'op_name="([^"]*)"')
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)  # they refer to one another
 class Computation:
   """Instructions in execution order, `parameters` by number, and `others` of the program."""
 
@@ -98,7 +98,7 @@ _COMPUTATION = re.compile(
 )
 # A shape ends before ` opcode(`, and the operands end with the bracket before an attribute.
 _INSTRUCTION = re.compile(
-  r'\s+(ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([a-z][\w-]*)\((.*?)\)(?:, (?=\w+=)(.*))?'
+  r'\s+(ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([a-z][\w-]*)\((.*?)\)(?:, (?=[\w-]+=)(.*))?'
 )
 _ARRAY = re.compile(r'(pred|token|opaque|[a-z]+(\d+)\w*)\[([\d,<=]*)\](\{[^{}]*\})?')
 _BITS = {'pred': 8, 'token': 0, 'opaque': 0}  # the names of other types have theirs: f8e4m3fn

@@ -174,6 +174,7 @@ class ComponentScores(Term):
       shares.append(share.ravel())
     lives, active = np.concatenate(alive), np.concatenate(shares)
     found |= {'active': float(active.sum()), 'alive': float(lives.sum())}
+    found['ever_active'] = float((active > 0).sum())
     found['density'] = _mean(active[lives].sum(), lives.sum())
     return {f'components/{name}': value for name, value in found.items()}
 
