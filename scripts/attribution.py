@@ -1,9 +1,9 @@
 """Whether `run.attribution` finds what matters: planted passages in long texts, and occlusion.
 
-Each text has 131,072 tokens of filler, with keys and values at random places that the model of
-gin/recall_cpu.gin is asked for. The strongest passage of each answer is compared with the planted
-one, then overwritten with filler, and so is another: the log-probability of the answer tells
-whether it mattered.
+Each text has 131,072 tokens of filler, with k keys and values at random places, and the model of
+gin/recall_cpu.gin is asked for all of them. The k passages that are the strongest for all answers
+together are compared with the planted ones, then overwritten with filler, and so are k others: the
+log-probabilities of the answers tell whether they mattered.
 
     PYTHONPATH=. python scripts/attribution.py runs/recall/gated_delta
 """
@@ -57,26 +57,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
   for number in range(options.texts):
     random = np.random.RandomState([options.tokens, number])
     now = planted(random, options.tokens, options.keys)
-    found = 0
-    for place, question, answer in zip(now.places, now.questions, now.answers, strict=True):
-      result = run.attribution(now.text, question, answer)
-      end = options.tokens - WIDTH  # the question itself is not of the text
-      strongest = next(
-        passage.begin for passage in result.passages(2, WIDTH) if passage.begin < end
-      )
-      found += abs(strongest - place) < WIDTH
-      for hidden, into in ((strongest, drops), (random.randint(end), others)):
-        noise = filler(random, WIDTH, 0.0)
-        text = f'{now.text[:hidden]}{noise}{now.text[hidden + WIDTH :]}'
-        (score,) = run.score(text + question + answer)
-        into.append(result.log_prob - float(score.log_probs[-1]))
+    results = [
+      run.attribution(now.text, *pair) for pair in zip(now.questions, now.answers, strict=True)
+    ]
+    strengths = sum(result.strengths for result in results)
+    strengths[options.tokens :] = 0  # the question is not of the text
+    passages = results[0]._replace(strengths=strengths).passages(options.keys, WIDTH)
+    strongest = [passage.begin for passage in passages]
+    found = sum(any(abs(place - at) < WIDTH for at in strongest) for place in now.places)
     right += found
-    print(
-      f'text {number}: {found} of {options.keys} planted passages are the strongest', flush=True
-    )
+    elsewhere = random.randint(options.tokens - WIDTH, size=options.keys)
+    for places, into in ((strongest, drops), (elsewhere, others)):
+      text = now.text
+      for place in places:
+        text = f'{text[:place]}{filler(random, WIDTH, 0.0)}{text[place + WIDTH :]}'
+      for result, *pair in zip(results, now.questions, now.answers, strict=True):
+        (score,) = run.score(text + ''.join(pair))
+        into.append(result.log_prob - float(score.log_probs[-1]))
+    print(f'text {number}: {found} of {options.keys} planted passages found', flush=True)
   print(
-    f'{right / len(drops):.0%} of {len(drops)} planted passages are the strongest; without them an '
-    f'answer loses {np.mean(drops):.2f} nats, without a passage elsewhere {np.mean(others):.2f}'
+    f'{right / len(drops):.0%} of {len(drops)} planted passages are among the first '
+    f'{options.keys}; without these an answer loses {np.mean(drops):.2f} nats, without others '
+    f'{np.mean(others):.2f}'
   )
   return 0
 
