@@ -1,4 +1,4 @@
-"""What mattered: the gradient of an answer's log-odds by each token of a document.
+"""The gradient of an answer's log-odds by each token of a document: what mattered for it.
 
 The log-odds of a token are log p / (1 - p): their gradient points where that of log p does, and
 does not vanish where the model is certain. It is exact through all chunks: read forwards, they
