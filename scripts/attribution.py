@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument('run', help='the directory of a run of gin/recall_cpu.gin')
   parser.add_argument('--tokens', type=int, default=131072, help='of a text (default: %(default)s)')
   parser.add_argument('--keys', type=int, default=4, help='of a text (default: %(default)s)')
-  parser.add_argument('--texts', type=int, default=4, help='default: %(default)s')
+  parser.add_argument('--texts', type=int, default=8, help='default: %(default)s')
   options = parser.parse_args(arguments)
   run = valkyrie.load(options.run)
   right, drops, others = 0, [], []

@@ -1,4 +1,4 @@
-"""FineWeb: web pages in .parquet files, or streamed from hf://HuggingFaceFW/fineweb.
+"""FineWeb and FineWeb-Edu: web pages in .parquet files, or streamed from hf://HuggingFaceFW/fineweb.
 
 It is the task text with the column `url` for its option `together`: the pages of a host are a
 sequence, and one host of 200 is in 'validation'. Its other options are the same.
@@ -18,3 +18,4 @@ class FineWebSource(TextSource):
 
 
 register('fineweb', FineWebSource())
+register('fineweb-edu', FineWebSource())

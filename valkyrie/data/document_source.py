@@ -12,6 +12,7 @@ import importlib.util
 import itertools
 import os
 import pkgutil
+import re
 import sys
 from typing import Any, NamedTuple, Self
 import zlib
@@ -103,7 +104,7 @@ def loaded(task: str) -> tuple[str, str]:
   module, colon, name = task.partition(':')
   if not colon:
     name = task
-    module = f'{OURS}.{task.replace("/", ".").split(".")[0]}'
+    module = f'{OURS}.{re.split("[/.-]", task)[0]}'
   try:
     found = importlib.util.find_spec(module) is not None
   except (ImportError, ValueError):

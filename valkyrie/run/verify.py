@@ -28,7 +28,7 @@ from valkyrie.checkpoint.manager import Checkpoints
 from valkyrie.config import paths
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.load import override_gin
-from valkyrie.errors import ConfigurationError, Disagreement, message_of
+from valkyrie.errors import ConfigurationError, Disagreement, StorageError, message_of
 from valkyrie.models import language_model
 from valkyrie.models.features import Description
 from valkyrie.models.model import Model
@@ -157,7 +157,7 @@ def _findings(
   (found, spread), (expected, _) = runs[0], runs[-1]
   if len(runs) > 1:
     yield _largest('beside the widest', own, found, expected, (spread,))
-  yield _restored(setup, model_dir / 'verify')
+  yield _restored(setup, model_dir / 'verify.unfinished')
 
 
 def comparisons(
@@ -403,6 +403,8 @@ def _restored(setup: Setup, place: pathlib.Path) -> Finding:
   batch = setup.partitioner.place_batch(mine, rows)
   step = setup.trace(phase).lower().compile()
   state, _ = step(setup.initial_state(), batch)
+  if jax.process_index() == 0 and place.exists():
+    raise StorageError(f'{place} is there already, perhaps of a run that was killed. Delete it.')
   try:
     with Checkpoints().open(place) as directory:
       directory.save_now(1, state, {}, patiently=False)
