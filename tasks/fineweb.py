@@ -18,4 +18,4 @@ class FineWebSource(TextSource):
 
 
 register('fineweb', FineWebSource())
-register('fineweb-edu', FineWebSource())
+register('fineweb.edu', FineWebSource())

@@ -202,7 +202,7 @@ def test_fineweb_pages(pages, whole, tmp_path):
   validation = _build(tmp_path, source=f'{pages}/*.parquet', split='validation', shards=1)
   assert train['documents'] + validation['documents'] == PAGES and validation['documents']
   edu = _build(
-    tmp_path / 'edu', task='fineweb-edu', source=f'{pages}/*.parquet', split='validation', shards=1
+    tmp_path / 'edu', task='fineweb.edu', source=f'{pages}/*.parquet', split='validation', shards=1
   )
   assert edu['documents'] == validation['documents']
   skipped = [(s['skipped_empty'], s['skipped_one_token']) for s in (train, validation)]

@@ -12,7 +12,6 @@ import importlib.util
 import itertools
 import os
 import pkgutil
-import re
 import sys
 from typing import Any, NamedTuple, Self
 import zlib
@@ -104,7 +103,7 @@ def loaded(task: str) -> tuple[str, str]:
   module, colon, name = task.partition(':')
   if not colon:
     name = task
-    module = f'{OURS}.{re.split("[/.-]", task)[0]}'
+    module = f'{OURS}.{task.replace("/", ".").split(".")[0]}'
   try:
     found = importlib.util.find_spec(module) is not None
   except (ImportError, ValueError):
