@@ -188,7 +188,9 @@ def _forms(setup: Setup, layouts: Mapping[str, Partitioner]) -> Iterator[list[Fo
   longer = _documents(setup.settings.batch_size, 2 * time, about)
   batch = jax.tree.map(lambda x: x[:, :time], longer)
   run = Form(_RUN, batch, size, layout)
-  same = [run, run._replace(name='activations saved', recomputes=False)]
+  same = [run]
+  if about.remat_policy is not None or setup.settings.remat_chunks:
+    same.append(run._replace(name='activations saved', recomputes=False))
   same += [run._replace(name=f'layout {name}', layout=other) for name, other in layouts.items()]
   unit = (about.plan_interval or 1) * layout.parts_of('time')
   if about.carried:
