@@ -152,9 +152,10 @@ class Evaluator:
       if cut:
         carry = {**carry, 'model': cut_carry(carry['model'], initial_carry()['model'], cut)}
       size = chunk.inputs.shape[1]
-      return shard_map_step(of_device, model, params, carry, chunk, chunk_size=size, learns=None)[
-        1:
-      ]
+      _, carry, scores = shard_map_step(
+        of_device, model, params, carry, chunk, chunk_size=size, learns=None
+      )
+      return carry, scores
 
     shapes = jax.eval_shape(initial_carry)
     shardings = partitioner.shardings(shapes, model.carry_axes(shapes))

@@ -31,6 +31,7 @@ from valkyrie.config.load import override_gin
 from valkyrie.errors import ConfigurationError, Disagreement, StorageError, message_of
 from valkyrie.models import language_model
 from valkyrie.models.features import Description
+from valkyrie.models.layers import wide
 from valkyrie.models.model import Model
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.storage import whole_file
@@ -149,9 +150,9 @@ def _findings(
   setup: Setup, layouts: Mapping[str, Partitioner], model_dir: pathlib.Path
 ) -> Iterator[Finding]:
   own = str(setup.model.about.compute_dtype)
-  wide = ['float32'] if jax.devices()[0].platform == 'tpu' else ['float32', 'float64']
+  others = ['float32'] if jax.devices()[0].platform == 'tpu' else ['float32', 'float64']
   runs = []
-  for precision in [own, *(other for other in wide if other != own)]:
+  for precision in [own, *(other for other in others if other != own)]:
     run = yield from comparisons(setup, layouts, precision)
     runs.append(run)
   (found, spread), (expected, _) = runs[0], runs[-1]
@@ -258,8 +259,7 @@ class _Computation:
     make = self._program(('parameters', id(layout)), layout, self._parameters(model, layout))
     key = form.batch.inputs.shape, form.chunk_size, form.recomputes, form.learns, id(layout)
     read = self._program(key, layout, functools.partial(self._read, form, model))
-    wide = jnp.promote_types(self._dtype, jnp.float32)
-    batch = form.batch._replace(weights=form.batch.weights.astype(wide))
+    batch = form.batch._replace(weights=form.batch.weights.astype(wide(self._dtype)))
     mine = jax.tree.map(lambda x: x[layout.local_rows(rows)], batch)
     batch = layout.place_batch(mine, rows)
 
@@ -292,10 +292,10 @@ class _Computation:
       leaves, structure = jax.tree.flatten(rounding.wide(model.init(jax.random.key(0), 1)[0]))
       epsilon = jnp.where(seed == 0, 0.0, float(jnp.finfo(self._dtype).eps))
       for number, leaf in enumerate(leaves):
-        wide = jnp.promote_types(leaf.dtype, self._dtype)
-        moved = leaf.astype(wide) + _MOVED * _uniform(leaf.shape, 3 * number).astype(wide)
-        change = _uniform(leaf.shape, 3 * number + seed).astype(wide)
-        leaves[number] = moved * (1 + epsilon.astype(wide) * change)
+        own = jnp.promote_types(leaf.dtype, self._dtype)
+        moved = leaf.astype(own) + _MOVED * _uniform(leaf.shape, 3 * number).astype(own)
+        change = _uniform(leaf.shape, 3 * number + seed).astype(own)
+        leaves[number] = moved * (1 + epsilon.astype(own) * change)
       params = structure.unflatten(leaves)
       axes = model.parameter_axes(layout.parameter_axes)
       return lax.with_sharding_constraint(params, layout.shardings(params, axes))
@@ -342,8 +342,8 @@ def _sketches(tree: Any) -> Any:
       return None
     shift = 16 + lax.broadcasted_iota(jnp.uint32, (_SKETCH, *leaf.shape), 0)
     bits = (_hashes(leaf.shape, 0)[None] >> shift) & 1
-    wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-    signed = jnp.where(bits == 1, wide[None], -wide[None])
+    values = leaf.astype(wide(leaf.dtype))[None]
+    signed = jnp.where(bits == 1, values, -values)
     return jnp.sum(signed, axis=tuple(range(1, signed.ndim))) / _SKETCH**0.5
 
   return jax.tree.map(of, tree)

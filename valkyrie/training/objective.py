@@ -291,15 +291,13 @@ def read(
   rng: Array | None = None,
   *,
   total: Array | float = 1.0,
-  plan: bool = True,
-  in_one_pass: bool = False,
+  **options: bool,
 ) -> tuple[Array, tuple[Carry, Sums]]:
-  """Reads one chunk [B, C] of every row; see `Chunk`.
+  """Reads one chunk [B, C] of every row, with the options of `visit`; see `Chunk`.
 
   Returns (the loss divided by `total`, (the carries after the chunk, its sums)).
   """
-  options = {'total': total, 'plan': plan, 'in_one_pass': in_one_pass}
-  _, after, by_name = visit(terms, model, params, carry, batch, rng, **options)
+  _, after, by_name = visit(terms, model, params, carry, batch, rng, total=total, **options)
   parts = [*by_name.values()]
   names = [name for part in parts for name in part.sums]
   if len({*names}) < len(names):
