@@ -1,9 +1,10 @@
 """Whether `run.attribution` finds what matters: planted passages in long texts, and occlusion.
 
 Each text has 131,072 tokens of filler, with k keys and values at random places, and the model of
-gin/recall_cpu.gin is asked for all of them. The k passages that are the strongest for all answers
-together are compared with the planted ones, then overwritten with filler, and so are k others: the
-log-probabilities of the answers tell whether they mattered.
+gin/recall_cpu.gin is asked for all of them. The strengths of each answer are divided by their largest,
+since a certain answer depends on all tokens less than an uncertain one. The k passages that are the
+strongest for all answers together are compared with the planted ones, then overwritten with filler,
+and so are k others: the log-probabilities of the answers tell whether they mattered.
 
     PYTHONPATH=. python scripts/attribution.py runs/recall/gated_delta
 """
@@ -60,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = [
       run.attribution(now.text, *pair) for pair in zip(now.questions, now.answers, strict=True)
     ]
-    strengths = sum(result.strengths for result in results)
-    strengths[options.tokens :] = 0  # the question is not of the text
+    of_text = np.stack([result.strengths[: options.tokens] for result in results])
+    strengths = np.sum(of_text / np.max(of_text, axis=1, keepdims=True), axis=0)
     passages = results[0]._replace(strengths=strengths).passages(options.keys, WIDTH)
     strongest = [passage.begin for passage in passages]
     found = sum(any(abs(place - at) < WIDTH for at in strongest) for place in now.places)

@@ -55,6 +55,7 @@ class Attribution(NamedTuple):
 
   def passages(self, count: int = 10, width: int = 16) -> list[Passage]:
     """The `count` strongest passages of `width` tokens, apart from one another, strongest first."""
+    width = min(width, len(self.strengths))
     strength = np.convolve(self.strengths, np.ones(width), 'valid')
     found = []
     while len(found) < count and strength.max(initial=0) > 0:

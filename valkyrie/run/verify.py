@@ -2,9 +2,9 @@
 
     python -m valkyrie.main --gin_file=gin/tiny_cpu.gin --run_mode=verify
 
-Random documents are read in the run's form, with its chunks, layout and devices. Loss, gradient and
-carry are compared with those of other cuts, layouts, neighbors and lengths, and of one token after
-the other. Rounding explains a difference if it is not much larger than the difference of two runs
+Random documents are read in the run's form, with its chunks, layout and devices, in a few rows. Loss,
+gradient and carry are compared with those of other cuts, layouts, neighbors and lengths, and of one
+token after the other. Rounding explains a difference if it is not much larger than the difference of two runs
 of one form whose parameters differ in the last digit, so that all roundings fall differently (a
 random arithmetic, as Vignes 1993 has it). It explains little in float32, and in float64 where the
 devices have it: these show what the run's own precision hides.
@@ -186,7 +186,8 @@ def _forms(setup: Setup, layouts: Mapping[str, Partitioner]) -> Iterator[list[Fo
   about, layout = setup.language_model.about, setup.partitioner
   size = setup.curriculum.phases[0].chunk_size
   time = _CHUNKS * size
-  longer = _documents(setup.settings.batch_size, 2 * time, about)
+  rows = min(setup.settings.batch_size, 2 * jax.device_count())
+  longer = _documents(rows, 2 * time, about)
   batch = jax.tree.map(lambda x: x[:, :time], longer)
   run = Form(_RUN, batch, size, layout)
   same = [run]
@@ -276,7 +277,7 @@ class _Computation:
     }
 
   def _program(self, key: Any, layout: Partitioner, function: Callable) -> Callable:
-    return self._programs.setdefault(key, layout.jit(function))
+    return self._programs.setdefault(key, layout.jit(function, compiler_options=_options()))
 
   def _model(self, form: Form) -> Model:
     kept = {} if form.recomputes else {'remat_policy': None}
@@ -328,6 +329,11 @@ class _Computation:
     )
     loss = sums.loss / jnp.maximum(sums.weight, 1)
     return {'loss': loss, 'gradient': _sketches(gradient), 'carry': _sketches(carry)}
+
+
+def _options() -> dict[str, int] | None:
+  """Of the compiler: on CPU, LLVM's optimizations are most of the time that `verify` takes."""
+  return {'xla_backend_optimization_level': 0} if jax.default_backend() == 'cpu' else None
 
 
 def _sketches(tree: Any) -> Any:
@@ -403,7 +409,7 @@ def _restored(setup: Setup, place: pathlib.Path) -> Finding:
   batch = _documents(rows, phase.tokens_per_row, setup.language_model.about)
   mine = jax.tree.map(lambda x: x[setup.partitioner.local_rows(rows)], batch)
   batch = setup.partitioner.place_batch(mine, rows)
-  step = setup.trace(phase).lower().compile()
+  step = setup.trace(phase).lower().compile(_options())
   state, _ = step(setup.initial_state(), batch)
   if jax.process_index() == 0 and place.exists():
     raise StorageError(f'{place} is there already, perhaps of a run that was killed. Delete it.')
