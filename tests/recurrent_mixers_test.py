@@ -57,8 +57,11 @@ def float64():
 
 
 def transformed(name):
+  name, _, first = name.partition(' with ')
+
   def mix(carry, x, positions, segment_ids):
-    return MIXERS[name]()(x, carry, positions=positions, segment_ids=segment_ids)
+    with ambient.within(learned_carry=bool(first)):
+      return MIXERS[name]()(x, carry, positions=positions, segment_ids=segment_ids)
 
   return hk.transform(mix)
 
@@ -79,7 +82,7 @@ def built(name):
 
 
 def initial_carry(name, dtype):
-  made = []
+  made, name = [], name.partition(' with ')[0]
   hk.transform(lambda: made.append(MIXERS[name]().initial_carry(ROWS, dtype))).init(None)
   return made[0]
 
@@ -151,6 +154,52 @@ def test_no_output_depends_on_a_later_token_and_every_later_output_on_a_token(na
     np.testing.assert_array_equal(changed, np.tile(np.arange(12) >= t, (ROWS, 1)))
 
 
+@pytest.mark.parametrize(
+  'name', ['s5', 's5_selective_associative', 'rg_lru', 'gated_delta', 'mamba2']
+)
+@pytest.mark.usefixtures('float64')
+def test_documents_begin_with_the_learned_state(name):
+  """As if they went on from it, in values, carries and gradients; the first document does."""
+  learned, params, carry = built(f'{name} with first')
+  plain, _, _ = built(name)
+  x, weights = normal(2, ROWS, 18, WIDTH)
+  positions = np.tile(np.r_[4:7, np.arange(15) % 3].astype(np.int32), (ROWS, 1))
+  segment_ids = np.ones_like(positions)
+  paths, structure = jax.tree.flatten_with_path(params)
+  is_first = ['first_carry' in jax.tree_util.keystr(path) for path, _ in paths]
+  state, of_state = jax.tree.flatten(initial_carry(name, 'float64').state)
+
+  def packed(first):
+    new = iter(first)
+    leaves = [next(new) if one else leaf for one, (_, leaf) in zip(is_first, paths, strict=True)]
+    y, after = learned(structure.unflatten(leaves), carry, x, positions, segment_ids)
+    return jnp.sum(weights * y), (y, after)
+
+  def alone(first):
+    out, after = [], carry
+    for begin in range(0, 18, 3):
+      now, at, more = x[:, begin : begin + 3], np.tile(np.int32([1, 2, 3]), (ROWS, 1)), 0
+      if begin:
+        fresh = initial_carry(name, 'float64')
+        begun = [jnp.broadcast_to(one, leaf.shape) for one, leaf in zip(first, state, strict=True)]
+        after = fresh._replace(state=of_state.unflatten(begun[::-1]))  # Haiku sorts re and im
+        if 'rg_lru' in name:  # which scales the first input of a document otherwise
+          (y0, s0), (y1, s1) = (plain(params, fresh, now, t, at * 0 + 1) for t in (at - 1, at))
+          more, more_state = y0 - y1, s0.state - s1.state
+      else:
+        at += 3
+      y, after = plain(params, after, now, at, np.ones_like(at))
+      out.append(y + more)
+    if 'rg_lru' in name:
+      after = after._replace(state=after.state + more_state)
+    y = jnp.concatenate(out, axis=1)
+    return jnp.sum(weights * y), (y, after)
+
+  first = [leaf for one, (_, leaf) in zip(is_first, paths, strict=True) if one]
+  assert len(first) == len(state) and min(map(np.linalg.norm, first)) > 0.1
+  close(*(jax.value_and_grad(of, has_aux=True)(first) for of in (packed, alone)))
+
+
 @pytest.mark.invariant(4)
 @every_mixer
 @pytest.mark.usefixtures('float64')
@@ -219,7 +268,11 @@ def on_eight_devices(name):
 @pytest.mark.invariant(6)
 @pytest.mark.parametrize(
   ('name', 'piece'),
-  [*((name, 2) for name in MIXERS), ('s5', 8), ('gated_delta', 8), ('mamba2', 8)],
+  [
+    *((name, 2) for name in MIXERS),
+    *(('s5', 8), ('gated_delta', 8), ('mamba2', 8)),
+    *(('gated_delta with first', 2), ('mamba2 with first', 8)),
+  ],
 )
 @pytest.mark.usefixtures('float64')
 def test_values_carries_and_gradients_over_eight_devices_are_those_of_one(name, piece):

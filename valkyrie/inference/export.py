@@ -44,6 +44,7 @@ _USE = {
   'without Valkyrie.',
   'components': 'Matrices are [inputs, outputs]. docs/decomposition.md shows how to compute '
   'importances and masked products from them in numpy.',
+  'first_carry': "Valkyrie begins documents with it: `open_run.first_carry = 'FOLDER'`.",
   'huggingface': '`transformers.AutoModelForCausalLM.from_pretrained(FOLDER)` opens it.',
 }
 
@@ -66,8 +67,9 @@ def export(
     output: the folder.
     opened: opens the run.
     model: the class of the model.
-    form: 'valkyrie'; 'huggingface', of full attention (Llama) or only of a window (Mistral); or
-      'components', of a decomposition, at one step.
+    form: 'valkyrie'; 'huggingface', of full attention (Llama) or only of a window (Mistral);
+      'components', of a decomposition, at one step; or 'first_carry', only of a learned carry, with
+      the norm that tells its weights from others.
 
   Raises:
     ConfigurationError: the run has no such step, or the model has not that form.
@@ -82,6 +84,12 @@ def export(
   loaded = opened(model_dir, step)
   steps = ', '.join(map(str, loaded.steps))
   arrays = _components(loaded) if form == 'components' else _arrays(loaded)
+  if form == 'first_carry':
+    arrays = {n: a for n, a in arrays.items() if n == 'final_norm.scale' or '.first_carry' in n}
+    if len(arrays) < 2:
+      raise ConfigurationError(
+        "export.form='first_carry' needs a run with LanguageModel.learned_carry = True."
+      )
   count = sum(array.size for array in arrays.values())
   if theirs is None:
     config: dict[str, Any] = {

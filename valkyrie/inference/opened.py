@@ -1,6 +1,7 @@
 """Opens the model of a run, with its own configuration or the one of the process."""
 
 from collections.abc import Callable, Sequence
+import functools
 import os
 
 import gin
@@ -15,6 +16,7 @@ from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.storage.run_directory import opened
+from valkyrie.weights.initial import with_first_carry
 from valkyrie.weights.restored import restored_params
 
 
@@ -28,6 +30,7 @@ def open_run(
   model: Callable[..., LanguageModel],
   vocabulary: str,
   chunk_size: int,
+  first_carry: str | None = None,
 ) -> LoadedModel:
   """The model of a run, on one device.
 
@@ -37,18 +40,28 @@ def open_run(
     model: the class of the model.
     vocabulary: 'bytes', or the path of a SentencePiece .model or a tokenizer.json.
     chunk_size: the largest number of tokens of a row that are read at once.
+    first_carry: an export or a run that has learned one with these weights; None begins with zeros.
 
   Raises:
     ConfigurationError: the run has no such step, or has another model or vocabulary.
   """
-  functions = language_model.transform(model)
-  if configuration is not None:  # the functions read gin while they are traced
-    inside = configuration.installed  # a context that decorates functions
-    traced = ('init', 'initial_carry', 'apply', 'parameters')
-    functions = functions._replace(**{n: inside()(getattr(functions, n)) for n in traced})
+
+  def transformed(make):
+    functions = language_model.transform(make)
+    if configuration is not None:  # the functions read gin while they are traced
+      inside = configuration.installed  # a context that decorates functions
+      traced = ('init', 'initial_carry', 'apply', 'parameters')
+      functions = functions._replace(**{n: inside()(getattr(functions, n)) for n in traced})
+    return functions
+
+  functions = transformed(model)
   tokenizer = vocabularies.load(vocabulary)
   one_device = Partitioner((('data', 1),), (), (), manual=True)
   params, steps = restored_params(functions, one_device, model_dir, tokenizer, step)
+  if first_carry is not None:
+    model = functools.partial(model, learned_carry=True)
+    functions = transformed(model)
+    params = with_first_carry(functions, model, params, first_carry)
   return LoadedModel(
     functions, params, tokenizer, model_dir=model_dir, steps=steps, chunk_size=chunk_size
   )

@@ -24,7 +24,7 @@ from valkyrie.models.lora import Lora
 from valkyrie.models.model import Model, created
 from valkyrie.models.ngrams import NgramEmbedding
 from valkyrie.models.sites import Sites
-from valkyrie.sharding import layer_weights
+from valkyrie.sharding import ambient, layer_weights
 from valkyrie.sharding.partitioner import constrain
 from valkyrie.types import Array
 
@@ -60,6 +60,7 @@ class LanguageModel(Module):
     tied: logits are products with the embedding; False learns another matrix, `unembedding`.
     lora: the class of the adapters (`@Lora` in gin); None for none.
     sites: the class of the sites of a decomposition (`@Sites` in gin); None for none.
+    learned_carry: documents begin with states of the recurrences that are learned, zero at first.
     compute_dtype: 'float32' or 'bfloat16', of activations.
     parameter_dtype: 'float32', or 'bfloat16' if that is the compute_dtype: half of the memory for
       the parameters that every use casts. Updates are rounded to it at random. Norm scales,
@@ -82,6 +83,7 @@ class LanguageModel(Module):
   tied: bool = True
   lora: Callable[[], Lora] | None = None
   sites: Callable[[], Sites] | None = None
+  learned_carry: bool = False
   compute_dtype: str = 'float32'
   parameter_dtype: str = 'float32'
   remat_policy: str | None = 'products'
@@ -138,6 +140,7 @@ class LanguageModel(Module):
     """
     with (
       gin.config_scope(self._scope),
+      ambient.within(learned_carry=self.learned_carry),
       hk.custom_creator(stored_as(jnp.dtype(self.parameter_dtype))),
       hk.custom_getter(layer_weights.getter),
       hk.custom_getter(self.adapters.getter) if self.adapters else contextlib.nullcontext(),
@@ -306,9 +309,13 @@ def transform(make: Callable[..., LanguageModel]) -> Model:
 
   @functools.cache
   def parameters():
-    made, lora = declared(), ask(lambda model: model.adapters)
+    made, (lora, learned) = declared(), ask(lambda model: (model.adapters, model.learned_carry))
     if lora is not None:
       lora.check([f'{m}/{n}' for m, group in made.items() for n, p in group.items() if p.cast])
+    if learned and not any('first_carry' in ' '.join(group) for group in made.values()):
+      raise ConfigurationError(
+        'LanguageModel.learned_carry=True needs a recurrence in Block.mixers. Add one, such as S5.'
+      )
     return made
 
   return Model(init, initial_carry, apply, parameters, ask(lambda model: model.describe()))

@@ -20,9 +20,9 @@ import numpy as np
 
 from valkyrie.config import ranges
 from valkyrie.models.declarations import Adapted, Declared, Decomposed
-from valkyrie.sharding import sequence_parallel
+from valkyrie.sharding import ambient, sequence_parallel
 from valkyrie.sharding.split_products import split_product
-from valkyrie.types import Array, Axes, DType
+from valkyrie.types import Array, Axes, DType, leaf_path
 
 
 def parameter(
@@ -55,6 +55,17 @@ class Module(hk.Module):
   def __post_init__(self):
     super().__post_init__()
     ranges.check_fields(self)
+
+  @hk.transparent
+  def first_state(self, state: Any) -> Any:
+    """What documents begin with instead of zero: parameters like a state, without B; or None."""
+
+    def learned(path, part):
+      name, shape = '.'.join(filter(None, ['first_carry', leaf_path(path)])), part.shape[1:]
+      return parameter(name, shape, jnp.zeros, axes=(None,) * len(shape)).astype(part.dtype)
+
+    is_learned = ambient.current().learned_carry
+    return jax.tree_util.tree_map_with_path(learned, state) if is_learned else None
 
 
 def matmul(x: Array, w: Array, out_dtype: DType | None = None) -> Array:

@@ -11,12 +11,14 @@ class Ambient(NamedTuple):
 
   time, weights: inside a `jax.shard_map`: the mesh axes over which the time of a chunk, and the
     weights of layers, are split, outermost first; over none, they are whole.
+  learned_carry: of the language model that is traced; only `layers.Module.first_state` asks.
   """
 
   devices: Sequence[Any] | None = None  # the target devices; None takes those of this machine
   partitioner: Any = None  # the one whose `jit` traces the caller; None inside a `jax.shard_map`
   time: tuple[str, ...] = ()
   weights: tuple[str, ...] = ()
+  learned_carry: bool = False
 
 
 _NOTHING = Ambient()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import gin
 import haiku as hk
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.checkpoint.manager import open_to_read
@@ -234,6 +235,30 @@ class InitialWeights:
       *(f'{title}: {_over_layers(group)}' for title, group in groups.items() if group),
       *([begins] if has or bos is not None else []),
     ]
+
+
+def with_first_carry(
+  model: Model, make: Callable[..., LanguageModel], params: Params, source: str
+) -> Params:
+  """The parameters of a run, with the first carry of a source for a model that has one.
+
+  Raises a ConfigurationError if the source has none, or one that was learned with other weights.
+  """
+  tensors, scale = open_source(source).tensors, params['model/final_norm']['scale']
+  found = tensors.get('final_norm.scale')
+  same = found and found.shape == scale.shape and np.allclose(found.read((slice(None),)), scale)
+  if not same or not any('.first_carry' in name for name in tensors):
+    raise ConfigurationError(
+      f'{source} has no first carry that was learned with the weights of this run. Learn one by '
+      "gin/optimizers/first_carry.gin from this run; export.form = 'first_carry' exports it."
+    )
+  new = {
+    module: {n: jnp.zeros_like(p.shape) for n, p in group.items() if n not in params[module]}
+    for module, group in model.parameters().items()
+  }
+  weights = InitialWeights(source, ((r'^(?!.*\.first_carry)', FRESH),), partial=False)
+  whole = hk.data_structures.merge(params, new)
+  return weights.load(model, make, whole, '', lambda line: None)[0]
 
 
 def check_loss(loss: float, tokens: int, strict: bool) -> str:

@@ -113,6 +113,7 @@ class GatedDeltaNet(DecayingHeads):
       carry.state,
       (positions == 0) & is_token,
       slice_size=self.slice_size,
+      first=self.first_state(carry.state),
     )
     y = y.reshape(batch, -1, self.value_width)
     normed = RMSNorm(name='norm')(y).reshape(batch, time, values)
@@ -147,6 +148,7 @@ def gated_delta_rule(
   reset: Array,
   *,
   slice_size: int,
+  first: Array | None = None,
 ) -> tuple[Array, Array]:
   """Reads a chunk, or this device's piece of one, in float32 -> (y [B, T, H, Z], the state after).
 
@@ -157,6 +159,7 @@ def gated_delta_rule(
     initial: [B, H, K, Z], the state before the chunk; like the one after, correct on device 0.
     reset: bool [B, T], true where the state before the token is replaced by zero.
     slice_size: Q, a power of two; a shorter chunk is one slice.
+    first: [H, K, Z], the state before each document; None is zero.
   """
   time = q.shape[1]
   size = min(slice_size, 1 << (time - 1).bit_length())
@@ -165,6 +168,9 @@ def gated_delta_rule(
   )
   within, entering, growth = _decays(log_decay, reset)
   values, across = v.shape[-1], jnp.swapaxes(k, -1, -2)
+  if first is not None:  # a share is kept by the documents that start in the slice
+    kept = within @ jnp.where(reset, jnp.exp(log_decay), 0)[..., None]
+    v, first = v - kept * (k @ first[None, None]), first[None, None]
 
   # (I + L) U = β (V - e K S_0): solved for V and for e K at once, before S_0 is known.
   lower = jnp.tril(beta[..., None] * within * (k @ across), -1)
@@ -175,11 +181,16 @@ def gated_delta_rule(
   identity = jnp.eye(k.shape[-1], dtype=k.dtype)[None, None, None]
   change = growth[..., None, None] * identity - stored[..., values:]
   starts = jnp.any(reset, axis=-1)[..., None, None]
-  effects = _Effect(starts, change, stored[..., :values])
+  written = stored[..., :values]
+  if first is not None:
+    written += kept[..., -1:, :] * first
+  effects = _Effect(starts, change, written)
   states, after = _states(effects, initial.astype(v.dtype))
 
   u = solved[..., :values] - solved[..., values:] @ states
   y = (entering[..., None] * q) @ states + (within * (q @ across)) @ u
+  if first is not None:
+    y += (kept * q) @ first
   return slices.join(jnp.swapaxes(y, 2, 3), time), after
 
 

@@ -80,6 +80,7 @@ class Mamba2(DecayingHeads):
       (positions == 0) & is_token,
       carry.state,
       slice_size=self.slice_size,
+      first=self.first_state(carry.state),
     )
     y += skip[None, None, :, None] * inner
     y = RMSNorm()(y.reshape(z.shape) * jax.nn.silu(z.astype(dtype)))
@@ -89,8 +90,9 @@ class Mamba2(DecayingHeads):
 
 @jax.named_scope('scan')
 def ssd(
-  x: Array, log_decay: Array, b: Array, c: Array, reset: Array, carry: Array, *, slice_size: int
-) -> tuple[Array, Array]:
+  x: Array, log_decay: Array, b: Array, c: Array, reset: Array, carry: Array, *, slice_size: int,
+  first: Array | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
   """(y [B, T, H, K], the state after the chunk [B, H, P, K]), both in the dtype of `log_decay`.
 
   Under sequence parallelism, the arrays are this device's piece of the chunk.
@@ -101,6 +103,7 @@ def ssd(
     b, c: [B, T, P], which all heads share.
     reset: bool [B, T], true where the state before the token is replaced by zero.
     carry: [B, H, P, K], the state before the chunk; correct on device 0, as is the state after it.
+    first: [H, P, K], the state before each document; None is zero.
   """
   time, heads, dtype = x.shape[1], x.shape[2], log_decay.dtype
   dot = functools.partial(jnp.einsum, preferred_element_type=dtype)
@@ -122,6 +125,10 @@ def ssd(
   kept = (remains[..., None] * x).astype(x.dtype)
   written = dot('nbqp,nbqf->nbpf', b, kept.reshape(*kept.shape[:3], -1))
   slices = Piece(reads[:, :, -1, None, :, None], written.reshape(*written.shape[:3], heads, -1))
+  if first is not None:  # a share is kept by the documents that start in the slice
+    kept, first = jnp.where((document > 0)[..., None], jnp.exp(total), 0), jnp.swapaxes(first, 0, 1)
+    entered = kept[:, :, -1, None, :, None] * first[None, None]
+    slices = slices._replace(state=slices.state + entered)
   before, after = _between_slices(slices, jnp.swapaxes(carry, 1, 2).astype(dtype))
   before = before.astype(x.dtype).reshape(*written.shape)
   from_before = dot('nbqp,nbpf->nbqf', c, before).reshape(x.shape)
@@ -139,6 +146,8 @@ def ssd(
   weights = (scores[:, :, None] * jnp.exp(passed)).astype(x.dtype)
   within = dot('nbhij,nbhjk->nbhik', weights, jnp.swapaxes(x, 2, 3))
   y = reads[..., None] * from_before + jnp.swapaxes(within, 2, 3)
+  if first is not None:
+    y += kept[..., None] * dot('nbqp,phk->nbqhk', c, first.astype(x.dtype))
   return join(y, time), jnp.swapaxes(after, 1, 2)
 
 

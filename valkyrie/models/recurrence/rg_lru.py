@@ -91,6 +91,7 @@ class RGLRU(Module):
     log_decay = -_C * jax.nn.softplus(rate)[None, None] * recurrence_gate
     inputs = gain(log_decay, reset) * input_gate * x_over_time.astype(wide(x.dtype))
     growth = jnp.expm1(log_decay)
+    inputs = scan.begun(growth, inputs, self.first_state(carry), reset)
     states, after = sharded_scan.scan_chunk(
       growth, inputs, carry, reset, length, form=self.scan_form
     )

@@ -152,6 +152,16 @@ def diagonal_scan(
   return _recurrence(form or fastest, growth, reset, inputs)
 
 
+def begun(growth: Number, inputs: Number, first: Number | None, reset: Array) -> Number:
+  """The inputs [T, B, P] where documents begin with the state `first` [P] instead of zero."""
+  if first is None:
+    return inputs
+  pair = (growth, first)
+  growth, first = jax.tree.map(lambda part: part if part.ndim == 3 else part[None, None], pair)
+  entering = growth * first + first
+  return jax.tree.map(lambda b, x: jnp.where(reset[..., None], b + x, b), inputs, entering)
+
+
 def state_after(states: Number, initial: Number, length: Array) -> Number:
   """The state [B, P] after `length` [B] of the states [T, B, P]; `initial` after none."""
 

@@ -154,6 +154,7 @@ class S5(Module):
       None if self.causal else ends,
       form=self.scan_form,
       conj_sym=self.conj_sym,
+      first=self.first_state(carry) or None,
     )
     y = activate(
       y.astype(x.dtype),

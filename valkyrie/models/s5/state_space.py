@@ -129,6 +129,7 @@ def read(
   *,
   form: str | None = None,
   conj_sym: bool = True,
+  first: Complex | None = None,
 ) -> tuple[Array, Complex]:
   """Reads a chunk, or this device's piece of one -> (y [B, T, D], the last state [B, P]), float32.
 
@@ -141,6 +142,7 @@ def read(
     ends: None, or bool [B, T], true at the last token of a document. A second scan with the same g
       and γ then reads the chunk backwards, from zero; the last P columns of C read its states.
     conj_sym: the conjugates of the states are implied: y_t = 2 Re(C x_t), else Re(C x_t).
+    first: the state [P] before each document; None is zero.
   """
   b, (growth, gain), dtype = Complex(*whole(system.b)), discrete, wide(u.dtype)
   varies = growth.re.ndim > 1
@@ -158,6 +160,7 @@ def read(
     inputs = Complex(*jnp.split(jnp.swapaxes(driven, 0, 1), 2, -1))
   if varies:
     inputs = _scaled(gain, inputs)
+  inputs = scan.begun(growth, inputs, first, starts.T)
   states, after = sharded_scan.scan_chunk(growth, inputs, initial, starts.T, length, form=form)
   if ends is not None:
     reverse = functools.partial(jnp.flip, axis=0)
