@@ -343,6 +343,42 @@ def test_dropout_draws_for_each_layer_and_row_and_only_with_an_rng(remat):
   assert np.any(drawn != draws(jax.random.key(1)))
 
 
+def test_dropout_of_a_block_zeroes_what_its_parts_add():
+  block = functools.partial(Block, mixers=(tiny.s5,), mlp_width=24)
+  plain, model = (
+    language_model.transform(
+      functools.partial(
+        language_model.LanguageModel,
+        vocabulary_size=50,
+        d_model=16,
+        layers=1,
+        pattern=(make,),
+        remat_policy=None,
+      )
+    )
+    for make in (block, functools.partial(block, dropout=0.5))
+  )
+  assert model.about.has_dropout and not plain.about.has_dropout
+  params, fresh = tiny.init(plain, 2)
+  batch = tiny.batch((96,))
+
+  @jax.jit
+  def added(rng):
+    features, _ = model.apply(
+      params, fresh, batch.inputs, batch.positions, batch.segment_ids, rng,
+      activations=('mixers', 'mlp'),
+    )  # fmt: skip
+    return features.activations
+
+  whole, dropped = added(None), added(jax.random.key(0))
+  kept = np.abs(dropped['mixers']) > 1e-6
+  np.testing.assert_allclose(dropped['mixers'][kept], 2 * whole['mixers'][kept], atol=1e-5)
+  for values in dropped.values():
+    zero = np.abs(values) < 1e-6
+    assert abs(zero.mean() - 0.5) < 0.05
+    assert np.any(zero[0, 0] != zero[0, 1]) and np.any(zero[0, :, 0] != zero[0, :, 1])
+
+
 class Backwards(hk.Module):
   """A mixer that reads the next token."""
 

@@ -9,6 +9,7 @@ from valkyrie.config.load import load_gin
 from valkyrie.data import vocabularies
 from valkyrie.data.document_source import TASKS
 from valkyrie.data.feed import TaskFeed
+from valkyrie.errors import ConfigurationError
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.tasks.key_value import PAIRS, key_value
@@ -183,3 +184,24 @@ def test_the_passkey_run_needs_memory():
   assert gin.query_parameter('chunk_size/macro.value') < distance
   assert gin.query_parameter('LongformerAttention.document_start') <= 16
   assert gin.query_parameter('evaluate.cuts') == ('state', 'all')
+
+
+def test_random_tokens_are_a_pure_function_of_their_place_without_a_store(tmp_path):
+  def feed(split='train', **options):
+    place = {'options': {'documents': 64, 'tokens': 50} | options, 'data_dir': str(tmp_path)}
+    return TaskFeed('synthetic', split, 4, 0, **place)
+
+  whole, parts = feed().read(0, 300), [feed().read(at, 60) for at in range(0, 300, 60)]
+  for leaf, *pieces in zip(whole, *parts, strict=True):
+    np.testing.assert_array_equal(leaf, np.concatenate(pieces, axis=1))
+  is_last = whole.positions == 49
+  assert np.all(whole.inputs[is_last] == 1) and np.all(whole.weights == ~is_last)
+  everything = np.sort(feed().read(0, 800).inputs, axis=None)  # an epoch of 64 x 50 tokens
+  counts = np.bincount(everything, minlength=259)
+  assert len(counts) == 259 and counts[2:].max() < 40 and abs(everything.mean() - 126.5) < 5
+  assert np.any(feed('validation').read(0, 300).inputs != whole.inputs)
+  assert feed().fingerprint != feed(tokens=51).fingerprint
+  assert not [*tmp_path.iterdir()]
+  for wrong in ({'tokens': 1}, {'documents': 'many'}, {'text': 'x'}):
+    with pytest.raises(ConfigurationError, match='synthetic'):
+      _ = feed(**wrong).store

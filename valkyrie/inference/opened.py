@@ -45,23 +45,18 @@ def open_run(
   Raises:
     ConfigurationError: the run has no such step, or has another model or vocabulary.
   """
-
-  def transformed(make):
-    functions = language_model.transform(make)
-    if configuration is not None:  # the functions read gin while they are traced
-      inside = configuration.installed  # a context that decorates functions
-      traced = ('init', 'initial_carry', 'apply', 'parameters')
-      functions = functions._replace(**{n: inside()(getattr(functions, n)) for n in traced})
-    return functions
-
-  functions = transformed(model)
+  functions = language_model.transform(model)
   tokenizer = vocabularies.load(vocabulary)
   one_device = Partitioner((('data', 1),), (), (), manual=True)
   params, steps = restored_params(functions, one_device, model_dir, tokenizer, step)
   if first_carry is not None:
     model = functools.partial(model, learned_carry=True)
-    functions = transformed(model)
+    functions = language_model.transform(model)
     params = with_first_carry(functions, model, params, first_carry)
+  if configuration is not None:  # the functions read gin while they are traced
+    inside = configuration.installed  # a context that decorates functions
+    traced = ('init', 'initial_carry', 'apply', 'parameters')
+    functions = functions._replace(**{n: inside()(getattr(functions, n)) for n in traced})
   return LoadedModel(
     functions, params, tokenizer, model_dir=model_dir, steps=steps, chunk_size=chunk_size
   )

@@ -6,6 +6,7 @@ import gin
 import haiku as hk
 
 from valkyrie.config import ranges
+from valkyrie.models import layers
 from valkyrie.models.layers import GatedMLP, RMSNorm
 from valkyrie.models.mixer_check import check_members, check_result
 from valkyrie.types import Array, Carry, DType, SequenceMixer
@@ -16,19 +17,25 @@ class Block(hk.Module):
   """x += mixer(norm(x)) for each mixer, then x += mlp(norm(x)).
 
   `mixers` are the classes of the sequence mixers (`@S5` in gin, not `@S5()`), applied in this
-  order, and `mlp_width` is the hidden width of the MLP. A mixer that lacks an attribute raises a
-  ConfigurationError.
+  order, and `mlp_width` is the hidden width of the MLP. `dropout` is the share of what the mixers
+  and the MLP add to the residual stream, and of the MLP's inner values, that is zeroed in training.
+  A mixer that lacks an attribute raises a ConfigurationError.
   """
 
   def __init__(
-    self, mixers: Sequence[Callable[[], SequenceMixer]], mlp_width: int, name: str | None = None
+    self,
+    mixers: Sequence[Callable[[], SequenceMixer]],
+    mlp_width: int,
+    dropout: float = 0.0,
+    name: str | None = None,
   ):
     super().__init__(name)
-    ranges.check('Block', mlp_width=mlp_width)
+    ranges.check('Block', mlp_width=mlp_width, dropout=dropout)
+    self.dropout = dropout
     self.mixers = tuple(make() for make in mixers)
     for mixer in self.mixers:
       check_members(mixer)
-    self.mlp = GatedMLP(mlp_width, name='mlp')
+    self.mlp = GatedMLP(mlp_width, dropout, name='mlp')
 
   def initial_carry(self, batch_size: int, dtype: DType) -> tuple[Carry, ...]:
     """The carry of each mixer at a document start."""
@@ -59,9 +66,9 @@ class Block(hk.Module):
         RMSNorm(name='mixer_norm')(x), before, positions=positions, segment_ids=segment_ids
       )
       check_result(type(mixer).__name__, x, before, mixed, mixer_carry)
-      x = x + mixed.astype(x.dtype)
+      x = x + layers.dropout(mixed.astype(x.dtype), self.dropout)
       after.append(mixer_carry)
-    between, of_mlp = x, self.mlp(RMSNorm(name='mlp_norm')(x))
+    between, of_mlp = x, layers.dropout(self.mlp(RMSNorm(name='mlp_norm')(x)), self.dropout)
     x = between + of_mlp
     for kind, values in (found or {}).items():
       values.append({'mixers': between - begun, 'mlp': of_mlp, 'stream': x}[kind])

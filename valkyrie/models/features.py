@@ -44,7 +44,7 @@ class Description(NamedTuple):
   horizon: float | None  # the longest time constant at initialization, in tokens
   max_context: int | None  # the longest document that every mixer can read; None without a bound
   carried: bool  # False if a mixer reads every chunk by itself, as `FullAttention` can
-  has_dropout: bool  # whether any mixer draws random numbers in training
+  has_dropout: bool  # whether any block or mixer draws random numbers in training
   plan_interval: int | None  # tokens; None without a planner
   planner_module: str | None  # its Haiku name
   needs_whole_rows: tuple[str, ...]  # the kinds of parts that accept no pieces of time

@@ -243,6 +243,7 @@ class LanguageModel(Module):
           'such as LongformerAttention, or S5 with S5.bidirectional = False.'
         )
     carried = [mixer for mixer in mixers if getattr(mixer, 'carried', True)]
+    draws = self.inspect(lambda blocks: any(of.dropout for b in blocks for of in (b, *b.mixers)))
     planner = self._planner
     parts = mixers if planner is None else [*mixers, planner]
     whole = [part for part in parts if not getattr(part, 'sequence_parallel', False)]
@@ -263,7 +264,7 @@ class LanguageModel(Module):
       horizon=max(known('horizon'), default=None),
       max_context=min(known('max_context', carried), default=None),
       carried=len(carried) == len(mixers),
-      has_dropout=any(mixer.dropout > 0 for mixer in mixers),
+      has_dropout=draws,
       plan_interval=None if planner is None else planner.plan_interval,
       planner_module=None if planner is None else planner.module_name,
       needs_whole_rows=tuple(dict.fromkeys(type(part).__name__ for part in whole)),

@@ -207,11 +207,13 @@ class GatedMLP(Module):
   """(silu(x w_gate) * x w_hidden) w_out (Shazeer 2020, SwiGLU)."""
 
   width: int
+  dropout: float = 0.0  # the share of its inner values that is zeroed in training
 
   def __call__(self, x: Array) -> Array:
     wide = project(x, ('embed', 'mlp'), gate=self.width, hidden=self.width)
     gate, hidden = (checkpoint_name(product, 'mlp') for product in wide)
-    (out,) = project(jax.nn.silu(gate) * hidden, ('mlp', 'embed'), out=x.shape[-1])
+    inner = dropout(jax.nn.silu(gate) * hidden, self.dropout)
+    (out,) = project(inner, ('mlp', 'embed'), out=x.shape[-1])
     return out
 
   def forward_flops(self, width: int) -> int:

@@ -1,0 +1,62 @@
+"""A first carry that is learned: alone, exported, and loaded beside the weights of another run."""
+
+import gin
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+import tiny
+import tiny_run
+
+import valkyrie
+from valkyrie import main
+from valkyrie.errors import ConfigurationError
+
+pytestmark = pytest.mark.usefixtures('quick_compiler')
+LEARNED = "\ninclude 'gin/optimizers/first_carry.gin'\nInitialWeights.any_loss = True\n"
+
+
+def start(*flags):
+  gin.clear_config(clear_constants=True)
+  return main.main([*flags])
+
+
+def with_first_carry(run, file):
+  return valkyrie.load(run, bindings=[f"open_run.first_carry = '{file}'"])
+
+
+def test_a_task_is_one_small_file_beside_the_weights(tmp_path):
+  tiny_run.write_stores(tmp_path / 'data', 'letters', 'ab')
+  base = tiny_run.train(tmp_path / 'base', tmp_path / 'data')
+  more = f"train.initial_weights = '{base}'\nlearning_rate = 0.1\n{LEARNED}"
+  task = tiny_run.train(tmp_path / 'task', tmp_path / 'data', data=more)
+  folder = tmp_path / 'exported'
+  form = "--gin.export.form='first_carry'"
+  flags = ['--run_mode=export', f'--output={folder}', form]
+  assert start(f'--model_dir={base}', *flags) == ConfigurationError.exit_code
+  assert start(f'--model_dir={task}', *flags) == 0
+  assert (folder / 'model.safetensors').stat().st_size < 8000
+  plain, learned = valkyrie.load(base), valkyrie.load(task)
+  for module, group in learned.params.items():
+    for name, array in group.items():
+      if name.startswith('first_carry'):
+        assert np.linalg.norm(array) > 0.01
+      else:
+        np.testing.assert_array_equal(array, plain.params[module][name])
+  scores = []
+  for run in (learned, plain, *(with_first_carry(base, of) for of in (folder, task))):
+    scores.append(run.score('abba' * 20)[0].log_prob)
+  assert scores[0] != scores[1]
+  assert scores[2:] == scores[:1] * 2
+  tensors = load_file(folder / 'model.safetensors')
+  tensors['final_norm.scale'][0] += 0.001
+  save_file(tensors, tmp_path / 'other.safetensors')
+  for source in (base, tmp_path / 'other.safetensors'):
+    with pytest.raises(
+      ConfigurationError, match='no first carry that was learned with the weights'
+    ):
+      with_first_carry(base, source)
+
+
+def test_a_model_without_recurrences_has_none():
+  with pytest.raises(ConfigurationError, match='learned_carry=True needs a recurrence'):
+    tiny.model(mixers=(tiny.attention,), learned_carry=True).parameters()
