@@ -177,6 +177,8 @@ def test_a_model_reads_texts_after_the_bos(tmp_path, name):
   assert len(run.logits(TEXT)) == len(expected)
   made, again = run.generate(TEXT, max_tokens=3), run.generate(expected, max_tokens=3)
   assert made == again
+  nothing = np.array(codec.bos or codec.encode('\n'), np.int32)
+  assert run.generate(max_tokens=3) == run.generate(nothing, max_tokens=3)
   carry = run.read(TEXT)
   assert carry.position.tolist() == [len(expected)]
   assert run.read(' is', carry).position.tolist() == [len(expected) + len(codec.ids(' is'))]

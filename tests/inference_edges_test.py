@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny
 
-from valkyrie.errors import ConfigurationError, DataError, Diverged, UsageError
+from valkyrie.errors import ConfigurationError, DataError, Diverged
 from valkyrie.inference.generation import Sampling
 from valkyrie.inference.infer import TextSamples
 from valkyrie.inference.loaded import LoadedModel
@@ -28,6 +28,7 @@ def test_weights_that_give_no_numbers_end_with_an_error(value):
     other = LoadedModel(loaded.model, params, Letters(), model_dir='', steps=(1,), chunk_size=16)
     for ask in (
       lambda: loaded.score(text(20), params=params),  # noqa: B023
+      lambda: other.embed(text(20)),  # noqa: B023
       lambda: other.generate(text(5), max_tokens=3),  # noqa: B023
       lambda: other.generate(text(5), max_tokens=3, sampling=SAMPLED),  # noqa: B023
       lambda: list(other.stream(text(5), max_tokens=3)),  # noqa: B023
@@ -80,7 +81,7 @@ def test_tokens_of_every_integer_are_read():
 def test_a_carry_has_one_row_or_one_for_each_text(rows, texts):
   loaded = built()
   carry = loaded.read(['A'] * rows)
-  for ask in (loaded.score, loaded.read, loaded.generate):
+  for ask in (loaded.score, loaded.embed, loaded.read, loaded.generate):
     with pytest.raises(ConfigurationError, match=f'has {rows} rows, but {texts} texts'):
       ask(['B'] * texts, carry)
   for ask in (loaded.activations, lambda text, carry: list(loaded.stream(text, carry))):
@@ -123,8 +124,6 @@ def test_other_settings_out_of_range_are_refused():
   ):  # fmt: skip
     with pytest.raises(ConfigurationError, match='out of range'):
       Sampling(**wrong)
-  with pytest.raises(UsageError, match='continue the carry'):
-    built().generate('')
 
 
 def test_samples_of_any_numbers_differ():

@@ -65,6 +65,58 @@ def test_scores_are_those_of_the_model_read_at_once(mixers):
   assert abs(doubled.log_prob - loaded.score(texts[0])[0].log_prob) > 1e-3
 
 
+@pytest.mark.parametrize('mixers', MIXERS)
+def test_an_embedding_is_the_mean_of_the_features_of_the_model_read_at_once(mixers):
+  """Of texts of different lengths in one batch, and of what follows a carry."""
+  loaded = built(mixers)
+  texts = [text(3), text(37, 1), text(3, 2)]
+  apply = jax.jit(loaded.model.apply)
+
+  def features(whole):
+    tokens, length = loaded.tokenizer.ids(whole)[None], len(whole)
+    args = tokens, np.arange(length)[None], np.ones((1, length), np.int32)
+    found, _ = apply(loaded.params, loaded.model.initial_carry(1), *args)
+    return np.asarray(found.hidden[0], np.float64)
+
+  found, expected = loaded.embed(texts, batch_size=2), [*map(features, texts)]
+  assert found.shape == (3, 16) and found.dtype == np.float32
+  means = [each.mean(axis=0) for each in expected]
+  np.testing.assert_allclose(found, means, rtol=1e-4, atol=1e-5)
+  (later,) = loaded.embed(texts[1][9:], loaded.read(texts[1][:9]))
+  np.testing.assert_allclose(later, expected[1][9:].mean(axis=0), rtol=1e-4, atol=1e-5)
+  assert loaded.embed([]).shape == (0, 16)
+  with pytest.raises(UsageError, match='A text is empty, and has no features'):
+    loaded.embed(['A', ''])
+
+
+def test_progress_is_told_before_each_chunk_and_at_the_end(monkeypatch):
+  loaded, told = built(), []
+  monkeypatch.setattr(loaded, 'progress', lambda read, total: told.append((read, total)))
+  for call in (loaded.read, loaded.score, loaded.embed, loaded.activations):
+    told.clear()
+    call(text(40))
+    assert told == [(0, 40), (16, 40), (32, 40), (40, 40)]
+
+
+def test_a_text_from_nothing_begins_with_a_line_break():
+  """Or with BOS: tests/bos_test.py."""
+  loaded, break_ = built(), [0]
+
+  class Lines(Letters):
+    def encode(self, text):
+      return break_ if text == '\n' else super().encode(text)
+
+  place = {'model_dir': '', 'steps': (1,), 'chunk_size': 16}
+  lines = LoadedModel(loaded.model, loaded.params, Lines(), **place)
+  (made,) = lines.generate(max_tokens=9)
+  assert made.tokens == loaded.generate(np.array([0]), max_tokens=9)[0].tokens
+  assert ''.join(lines.stream(max_tokens=9)) == made.text
+  assert lines.generate(['A', ''], max_tokens=9)[1].tokens == made.tokens
+  break_.clear()  # as a tokenizer that takes line breaks for the spaces before a text
+  with pytest.raises(UsageError, match='A prompt has no tokens'):
+    lines.generate(['A', ''])
+
+
 def test_a_long_text_is_read_once(tmp_path):
   loaded = built()
   begin, end = text(25), text(9, 1)
@@ -146,8 +198,6 @@ def test_samples_depend_on_their_numbers_alone():
 
 
 def test_what_cannot_be_continued_is_refused():
-  with pytest.raises(UsageError, match='A prompt is empty'):
-    built().generate(['A', ''])
   with pytest.raises(ConfigurationError, match=r'49 tokens.* exceeds the 48'):
     built('full').generate(text(29), max_tokens=20)
   with pytest.raises(

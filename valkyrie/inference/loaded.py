@@ -1,6 +1,6 @@
 """A trained model in Python: texts are scored, continued and read by it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import hashlib
 import json
@@ -36,8 +36,6 @@ from valkyrie.types import Array, Params
 from valkyrie.weights import named_tensors
 
 Text = str | np.ndarray  # or its tokens
-
-
 AnyCarry = TextCarry | Document
 
 
@@ -65,6 +63,8 @@ class LoadedModel:
     params: {module: {name: array}}; the moving average if the run keeps one.
     tokenizer: encode, decode, eos_id, size; bos, which begins the documents that are texts.
     model_dir, steps: the run, and the checkpoints whose mean the parameters are: usually one.
+    progress: a function that you may set. It is called with the tokens read and their number,
+      of the longest text, before each chunk; at the first ones programs compile.
   """
 
   def __init__(
@@ -86,7 +86,8 @@ class LoadedModel:
 
     self.model, self.params, self.tokenizer = model._replace(apply=apply), params, tokenizer
     self.model_dir, self.steps = model_dir, steps
-    self._reader = Reader(model, chunk_size)
+    self.progress: Callable[[int, int], Any] = lambda read, total: None
+    self._reader = Reader(model, chunk_size, lambda read, total: self.progress(read, total))
     self._attributor = Attributor(self._reader)
 
   @overload
@@ -199,15 +200,28 @@ class LoadedModel:
       ConfigurationError: a text is longer than the model can read, or has unknown tokens; the carry
         has another number of rows; or a number is out of range.
     """
-    ranges.check('score', batch_size=batch_size)
-    rows = self._tokens(texts, carry)
-    params = self.params if params is None else params
-    scores: list[TextScore] = []
-    for first in range(0, len(rows), batch_size):
-      batch = rows[first : first + batch_size]
+    return self._of_each(self._reader.score, texts, carry, params, batch_size)
+
+  def embed(
+    self, texts: Text | Sequence[Text], carry: AnyCarry | None = None, *, batch_size: int = 8
+  ) -> np.ndarray:
+    """A vector for each of N texts, float32 [N, D]: the mean of its tokens' features.
+
+    Features are what the unembedding reads, after the last norm. For the arguments and errors see
+    `score`; a UsageError, too, if a text is empty.
+    """
+    found = self._of_each(self._reader.embed, texts, carry, None, batch_size)
+    return np.array(found, np.float32).reshape(-1, self.model.about.width)
+
+  def _of_each(self, find: Callable, texts: Any, carry: Any, params: Any, size: int) -> list:
+    """What a function of the reader returns for each text, of which `size` are read at once."""
+    ranges.check('score', batch_size=size)
+    rows, found = self._tokens(texts, carry), []
+    for first in range(0, len(rows), size):
+      batch = rows[first : first + size]
       begun = self._begun(carry, len(rows), range(first, first + len(batch)))
-      scores += self._reader.score(params, begun, batch)
-    return scores
+      found += [*find(self.params if params is None else params, begun, batch)]
+    return found
 
   def logits(
     self, text: Text, carry: AnyCarry | None = None, *, params: Params | None = None
@@ -281,7 +295,7 @@ class LoadedModel:
 
   def generate(
     self,
-    prompts: Text | Sequence[Text],
+    prompts: Text | Sequence[Text] = '',
     carry: AnyCarry | None = None,
     *,
     max_tokens: int = 256,
@@ -292,7 +306,10 @@ class LoadedModel:
     batch_size: int = 8,
     sampling: Sampling = GREEDY,
   ) -> list[Generated]:
-    """Continues prompts, which may be empty with a carry.
+    """Continues prompts.
+
+    An empty one continues the carry, or begins a document: with BOS, or with a line break where the
+    tokenizer has none, since nothing predicts the first token of a document.
 
     Args:
       max_tokens: the largest number of tokens of a continuation.
@@ -304,11 +321,11 @@ class LoadedModel:
       sampling: such as valkyrie.Sampling(temperature=0.8, top_p=0.9); greedy by default.
 
     Raises:
-      UsageError: a prompt is empty.
+      UsageError: a prompt has no tokens.
       Diverged, ConfigurationError: see `score`.
     """
     ranges.check('generate', batch_size=batch_size, samples=samples, first=first)
-    numbered = dict(enumerate(self._tokens(prompts, carry), first))
+    numbered = dict(enumerate(self._prompts(prompts, carry), first))
     rows = [(prompt, sample) for prompt in numbered for sample in range(samples)]
     found = []
     for start in range(0, len(rows), batch_size):
@@ -324,7 +341,7 @@ class LoadedModel:
 
   def stream(
     self,
-    prompt: Text,
+    prompt: Text = '',
     carry: AnyCarry | None = None,
     *,
     max_tokens: int = 256,
@@ -333,7 +350,7 @@ class LoadedModel:
     sampling: Sampling = GREEDY,
   ) -> Iterator[str]:
     """Yields the first sample of `generate` piece by piece while it is generated."""
-    prompts = dict(enumerate(self._tokens([prompt], carry)))
+    prompts = dict(enumerate(self._prompts([prompt], carry)))
     text = Continuation(self.tokenizer, stop, prompts[0])
     for _, new in self._continue(prompts, [(0, 0)], [text], carry, sampling, seed, max_tokens):
       yield new
@@ -352,10 +369,6 @@ class LoadedModel:
     ranges.check('generate', seed=seed, max_tokens=max_tokens, first=max(prompts))
     own = list(dict.fromkeys(prompt for prompt, _ in rows))  # to read each prompt once
     tokens = [prompts[prompt] for prompt in own]
-    if carry is None and not all(map(len, tokens)):
-      raise UsageError(
-        'A prompt is empty, or has no tokens. Write a text, or continue the carry of one.'
-      )
     begun = self._begun(carry, len(prompts), [number - min(prompts) for number in own])
     self._reader.check_length(int(begun.position.max()) + max(map(len, tokens)) + max_tokens)
     begun = self._reader.read(self.params, begun, tokens)
@@ -374,6 +387,14 @@ class LoadedModel:
     for row, text in enumerate(texts):
       if text.ended is None:
         yield row, text.end(LENGTH)
+
+  def _prompts(self, prompts: Any, carry: AnyCarry | None) -> list[np.ndarray]:
+    tokens = self._tokens(prompts, carry)
+    if carry is None:
+      tokens = [row if len(row) else self._tokens_of('\n', begins=True) for row in tokens]
+    if carry is None and not all(map(len, tokens)):
+      raise UsageError('A prompt has no tokens. Write a text, or continue the carry of one.')
+    return tokens
 
   def _tokens(self, texts: Text | Sequence[Text], carry: AnyCarry | None) -> list[np.ndarray]:
     """The tokens int32 [T] of each text, which begins a document unless the carry has read some.

@@ -1,6 +1,6 @@
 """Rows of tokens, read in chunks by a trained model: their scores, and the tokens after them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.config import ranges
-from valkyrie.errors import ConfigurationError, Diverged, check_choice
+from valkyrie.errors import ConfigurationError, Diverged, UsageError, check_choice
 from valkyrie.inference.generation import Sampling
 from valkyrie.models.carry_cuts import CUTS, cut_carry
 from valkyrie.models.features import Features
@@ -63,8 +63,15 @@ def check_finite(finite: Any) -> None:
 class Reader:
   """Reads documents. Rows may have different lengths: padding changes no carry."""
 
-  def __init__(self, model: Model, chunk_size: int):
+  def __init__(
+    self,
+    model: Model,
+    chunk_size: int,
+    progress: Callable[[int, int], Any] = lambda read, total: None,
+  ):
     """A reader for the pure functions of a model; one call reads up to `chunk_size` tokens a row.
+
+    `progress` is called before each chunk, and after the last one: see `LoadedModel.progress`.
 
     Raises a ConfigurationError if the model carries nothing from chunk to chunk.
     """
@@ -76,6 +83,7 @@ class Reader:
       )
     self.model = model
     self.chunk_size = chunk_size
+    self._progress = progress
     self._read = jax.jit(self._advance, static_argnums=4, donate_argnums=1)
     self._score = jax.jit(self._scored, donate_argnums=1)
     self._next = jax.jit(self._chosen, static_argnums=0, donate_argnums=(2, 3))
@@ -98,6 +106,7 @@ class Reader:
     `cut` names a part of the carry to reset before every chunk, see `models.carry_cuts`.
     """
     check_choice('cut', cut, (None, *CUTS))
+    before = ()
     for tokens, lengths in self.chunks(carry, rows):
       carry = self._read(params, carry, tokens, lengths, cut)
     return carry
@@ -118,6 +127,19 @@ class Reader:
       check_finite(np.isfinite(score.log_probs[int(first) :]))
       score.log_probs[: int(first)] = np.nan
     return scores
+
+  def embed(self, params: Params, carry: TextCarry, rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Like `read`, but returns the mean of the features of each row, float32 [B, D]."""
+    lengths = np.array([[len(row)] for row in rows])
+    if not lengths.all():
+      raise UsageError('A text is empty, and has no features. Leave it out.')
+    sums = np.zeros((len(rows), self.model.about.width))
+    for tokens, here in self.chunks(carry, rows):
+      features, carry = self.show(params, carry, tokens, here, ())
+      real = np.arange(tokens.shape[1])[None, :, None] < here[:, None, None]
+      sums += jnp.sum(features.hidden, axis=1, dtype=jnp.float32, where=real)
+    check_finite(np.isfinite(sums))
+    return (sums / lengths).astype(np.float32)
 
   def generate(
     self,
@@ -229,9 +251,11 @@ class Reader:
     self.check_length(int((np.asarray(carry.position) + lengths).max(initial=0)))
     longest = int(lengths.max(initial=0))
     for start in range(0, longest, self.chunk_size):
+      self._progress(start, longest)
       here = np.clip(lengths - start, 0, self.chunk_size).astype(np.int32)
       size = min(self.chunk_size, max(_SMALLEST, 1 << int(here.max() - 1).bit_length()))
       tokens = np.zeros((len(rows), size), np.int32)
       for row, (whole, real) in enumerate(zip(rows, here, strict=True)):
         tokens[row, :real] = whole[start : start + real]
       yield tokens, here
+    self._progress(longest, longest)
