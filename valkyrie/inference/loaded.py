@@ -87,7 +87,7 @@ class LoadedModel:
     self.model, self.params, self.tokenizer = model._replace(apply=apply), params, tokenizer
     self.model_dir, self.steps = model_dir, steps
     self.progress: Callable[[int, int], Any] = lambda read, total: None
-    self._reader = Reader(model, chunk_size, lambda read, total: self.progress(read, total))
+    self._reader = Reader(model, chunk_size, lambda *at: self.progress(*at))  # noqa: PLW0108
     self._attributor = Attributor(self._reader)
 
   @overload

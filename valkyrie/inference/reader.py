@@ -109,6 +109,8 @@ class Reader:
     before = ()
     for tokens, lengths in self.chunks(carry, rows):
       carry = self._read(params, carry, tokens, lengths, cut)
+      jax.block_until_ready(before)  # so that progress is true, while the device reads this chunk
+      before = jnp.copy(carry.position)
     return carry
 
   def score(self, params: Params, carry: TextCarry, rows: Sequence[np.ndarray]) -> list[TextScore]:
