@@ -63,8 +63,6 @@ class LoadedModel:
     params: {module: {name: array}}; the moving average if the run keeps one.
     tokenizer: encode, decode, eos_id, size; bos, which begins the documents that are texts.
     model_dir, steps: the run, and the checkpoints whose mean the parameters are: usually one.
-    progress: a function that you may set. It is called with the tokens read and their number,
-      of the longest text, before each chunk; at the first ones programs compile.
   """
 
   def __init__(
@@ -86,9 +84,20 @@ class LoadedModel:
 
     self.model, self.params, self.tokenizer = model._replace(apply=apply), params, tokenizer
     self.model_dir, self.steps = model_dir, steps
-    self.progress: Callable[[int, int], Any] = lambda read, total: None
-    self._reader = Reader(model, chunk_size, lambda *at: self.progress(*at))  # noqa: PLW0108
+    self._reader = Reader(model, chunk_size)
     self._attributor = Attributor(self._reader)
+
+  @property
+  def progress(self) -> Callable[[int, int], Any] | None:
+    """A function that you may set, called before each chunk of texts and after the last one.
+
+    It gets the tokens read and all tokens of the longest text. First chunks wait for a compiler.
+    """
+    return self._reader.progress
+
+  @progress.setter
+  def progress(self, function: Callable[[int, int], Any] | None) -> None:
+    self._reader.progress = function
 
   @overload
   def read(
@@ -207,8 +216,7 @@ class LoadedModel:
   ) -> np.ndarray:
     """A vector for each of N texts, float32 [N, D]: the mean of its tokens' features.
 
-    Features are what the unembedding reads, after the last norm. For the arguments and errors see
-    `score`; a UsageError, too, if a text is empty.
+    Features are what the unembedding reads. Errors: see `score`, and UsageError for an empty text.
     """
     found = self._of_each(self._reader.embed, texts, carry, None, batch_size)
     return np.array(found, np.float32).reshape(-1, self.model.about.width)
@@ -308,8 +316,7 @@ class LoadedModel:
   ) -> list[Generated]:
     """Continues prompts.
 
-    An empty one continues the carry, or begins a document: with BOS, or with a line break where the
-    tokenizer has none, since nothing predicts the first token of a document.
+    An empty one continues the carry, or begins a document with BOS, or if there is none a line break.
 
     Args:
       max_tokens: the largest number of tokens of a continuation.

@@ -63,15 +63,8 @@ def check_finite(finite: Any) -> None:
 class Reader:
   """Reads documents. Rows may have different lengths: padding changes no carry."""
 
-  def __init__(
-    self,
-    model: Model,
-    chunk_size: int,
-    progress: Callable[[int, int], Any] = lambda read, total: None,
-  ):
+  def __init__(self, model: Model, chunk_size: int):
     """A reader for the pure functions of a model; one call reads up to `chunk_size` tokens a row.
-
-    `progress` is called before each chunk, and after the last one: see `LoadedModel.progress`.
 
     Raises a ConfigurationError if the model carries nothing from chunk to chunk.
     """
@@ -83,7 +76,7 @@ class Reader:
       )
     self.model = model
     self.chunk_size = chunk_size
-    self._progress = progress
+    self.progress: Callable[[int, int], Any] | None = None  # see `LoadedModel.progress`
     self._read = jax.jit(self._advance, static_argnums=4, donate_argnums=1)
     self._score = jax.jit(self._scored, donate_argnums=1)
     self._next = jax.jit(self._chosen, static_argnums=0, donate_argnums=(2, 3))
@@ -109,8 +102,9 @@ class Reader:
     before = ()
     for tokens, lengths in self.chunks(carry, rows):
       carry = self._read(params, carry, tokens, lengths, cut)
-      jax.block_until_ready(before)  # so that progress is true, while the device reads this chunk
-      before = jnp.copy(carry.position)
+      if self.progress is not None:  # else calls run ahead of a device by dozens of chunks
+        jax.block_until_ready(before)
+        before = jnp.copy(carry.position)
     return carry
 
   def score(self, params: Params, carry: TextCarry, rows: Sequence[np.ndarray]) -> list[TextScore]:
@@ -253,11 +247,13 @@ class Reader:
     self.check_length(int((np.asarray(carry.position) + lengths).max(initial=0)))
     longest = int(lengths.max(initial=0))
     for start in range(0, longest, self.chunk_size):
-      self._progress(start, longest)
+      if self.progress is not None:
+        self.progress(start, longest)
       here = np.clip(lengths - start, 0, self.chunk_size).astype(np.int32)
       size = min(self.chunk_size, max(_SMALLEST, 1 << int(here.max() - 1).bit_length()))
       tokens = np.zeros((len(rows), size), np.int32)
       for row, (whole, real) in enumerate(zip(rows, here, strict=True)):
         tokens[row, :real] = whole[start : start + real]
       yield tokens, here
-    self._progress(longest, longest)
+    if self.progress is not None:
+      self.progress(longest, longest)
