@@ -316,7 +316,7 @@ class LoadedModel:
   ) -> list[Generated]:
     """Continues prompts.
 
-    An empty one continues the carry, or begins a document with BOS, or if there is none a line break.
+    An empty one continues the carry, or begins a document with BOS, or without BOS a line break.
 
     Args:
       max_tokens: the largest number of tokens of a continuation.
