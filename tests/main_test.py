@@ -28,7 +28,7 @@ def train(model_dir, ending='well'):
     raise KeyboardInterrupt
 
 @gin.configurable
-def infer(model_dir, prompt, prompts, output):
+def infer(model_dir, prompt, prompts, messages, output):
   print('infer', repr(prompt))
 """
 

@@ -28,6 +28,7 @@ RUN_MODES = {
 FLAGS_OF_MODES = {
   'prompt': ('infer',),
   'prompts': ('infer',),
+  'messages': ('infer',),
   'output': ('infer', 'export'),
   'step': ('eval', 'infer', 'long_context', 'export', 'components'),
   'follow': ('eval',),
@@ -51,6 +52,7 @@ _FLAGS = f"""
   commas: {', '.join(KINDS)} (default: none)
 --prompt TEXT  the text that infer continues (default: standard input)
 --prompts FILE  prompts for infer: JSON lines with the field "prompt" (.jsonl), or one on each line
+--messages FILE  conversations that infer answers: JSON lines with the field "messages"
 --output PATH  a new file for the JSON lines of infer (default: printed), or a new folder for export
 --step N  the checkpoint that eval, infer, long_context, export and components read: a number,
   latest or best, or numbers separated by commas, for the mean of their parameters (default: latest)
@@ -170,8 +172,9 @@ def _check(flags: argparse.Namespace) -> None:
     raise UsageError('--follow reads every step in one process: remove --step and --processes')
   if flags.run_mode == 'export' and flags.output is None:
     raise UsageError('--run_mode=export needs --output=FOLDER')
-  if flags.prompt is not None and flags.prompts is not None:
-    raise UsageError('--prompt and --prompts exclude each other')
+  asked = [n for n in ('prompt', 'prompts', 'messages') if getattr(flags, n) is not None]
+  if len(asked) > 1:
+    raise UsageError(f'--{" and --".join(asked)} exclude each other')
   if flags.processes is None and (flags.process is not None or flags.coordinator is not None):
     raise ConfigurationError('--process and --coordinator need --processes=N')
   if flags.processes is not None and flags.run_mode not in ('train', 'eval'):

@@ -78,8 +78,8 @@ def run(
   if flags.run_mode == 'infer':
     # Only the command line may name files to read and write, not a configuration, which others may
     # have recorded.
-    given = {'prompts': None, 'output': None, **given}
-    if flags.prompts is None:
+    given = {'prompts': None, 'messages': None, 'output': None, **given}
+    if flags.prompts is None and flags.messages is None:
       given['prompt'] = _read_prompt(flags.prompt)
   check_call(function, *given)
   console.raise_interrupts()

@@ -22,6 +22,7 @@ from valkyrie.config.suggest import did_you_mean
 from valkyrie.data import store_writer, vocabularies
 from valkyrie.data.source_files import SourceFiles
 from valkyrie.data.token_store import Selection
+from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError
 
 OURS = 'valkyrie.tasks'
@@ -50,7 +51,9 @@ class DocumentSource(abc.ABC):
     self.splits = splits
 
   @abc.abstractmethod
-  def documents(self, split: str, shard: int, shards: int) -> Iterator[TextDocument]:
+  def documents(
+    self, split: str, shard: int, shards: int
+  ) -> Iterator[TextDocument | store_writer.Document]:
     """The documents of one of `shards` parts; each document is in exactly one part."""
 
   @abc.abstractmethod
@@ -63,6 +66,11 @@ class DocumentSource(abc.ABC):
   def files(self, split: str) -> SourceFiles | None:
     """The files that the documents are read from; None if there are none to compare."""
     del split
+
+  def encoded_by(self, vocabulary: Vocabulary) -> Self:
+    """This source, or one whose documents are tokens of the vocabulary."""
+    del vocabulary
+    return self
 
   def at(self, location: str | None, **options: str) -> Self:
     """This source with its documents at `location`, and with options of its own."""
@@ -162,10 +170,14 @@ def document_reader(task: DocumentTask, selection: Selection) -> TaskReader:
   """The reader of a task of documents. It tokenizes a long text piece by piece."""
   check_split(selection, task.source.splits)
   source, split = relocated(task.source, selection), selection.split
+  source = source.encoded_by(selection.vocabulary)
 
   def documents(shard: int, shards: int) -> Iterator[store_writer.Document]:
     ids = selection.vocabulary.ids
     for document in source.documents(split, shard, shards):
+      if isinstance(document, store_writer.Document):
+        yield document
+        continue
       asked = [*pieces(document.prompt)] if task.prompts else []
       answer = [*pieces(document.text)]
       texts = itertools.pairwise(['', *asked, *answer])

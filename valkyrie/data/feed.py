@@ -16,7 +16,7 @@ from valkyrie import types
 from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import vocabularies
-from valkyrie.data.rows import Order, Row, deal
+from valkyrie.data.rows import Order, Row, deal, numbers_in
 from valkyrie.data.store_location import open_store
 from valkyrie.data.token_store import REBUILD, Selection, TokenStore, more_documents
 from valkyrie.errors import ConfigurationError, DataError
@@ -226,12 +226,15 @@ class TaskFeed:
     n = min(wanted, length)
     inputs[:n] = tokens[:n]
     targets[: wanted - 1] = tokens[1:]
-    # In a document with a prompt only the answer has weight.
+    # In a document with prompts only the answers have weight.
     prompts = self.store.prompts[documents]
     firsts, lasts = starts + prompts, ends if self._learn_eos else ends - (prompts > 0)
     target = np.arange(position + 1, position + wanted + 1)
     counted = (target >= np.repeat(firsts, counts)) & (target < np.repeat(lasts, counts))
     counted &= ~np.repeat(damaged, counts)
+    if (later := self.store.later_prompts).size:
+      places = self.store.places(documents) + begins - starts + 1  # of the first targets
+      counted &= np.searchsorted(later, numbers_in(places, counts), side='right') % 2 == 0
     weights[:n] = counted[:n]
     distance = np.arange(position, position + wanted) - np.repeat(resets, counts)
     positions[:n] = position_of(distance)[:n]

@@ -38,12 +38,26 @@ STREAMED = 'hf://'  # begins the address of a data set: hf://OWNER/NAME/CONFIGUR
 Row = dict[str, Any]
 
 
+def texts(row: Row, columns: Sequence[str], place: str) -> Row:
+  """The row at a place; raises a DataError if a column is neither a text nor None."""
+  for column in columns:
+    if isinstance(row[column], str):
+      as_utf8(row[column], f'{place}, in its column {column},')
+    elif row[column] is not None:
+      raise DataError(
+        f'{place} has {row[column]!r:.40} in the column {column}, expected a text. '
+        'Correct or remove such rows, or name another column.'
+      )
+  return row
+
+
 class Records:
   """The rows of all files at a location; only the named columns are read.
 
   A plain text, and one of unknown suffix that its name or a pattern selects, is one row with the
   column `text`. JSON is an object a line, a list of objects, or an object. `rows` divides files,
-  row groups of parquet, batches of arrow and rows of JSON and CSV among the parts.
+  row groups of parquet, batches of arrow and rows of JSON and CSV among the parts. The
+  attribute `checked` may replace `texts`, which checks each row.
 
   Raises:
     DataError: there are no files, or the named file is corrupt, empty, no text, or lacks a column.
@@ -51,7 +65,7 @@ class Records:
   """
 
   def __init__(self, location: str, columns: Sequence[str], formats: Sequence[str] = FORMATS):
-    self._columns = list(columns)
+    self._columns, self.checked = list(columns), texts
     self.files = SourceFiles(location, formats)
     if names := sorted(map(self.files.name, self.files.left_out)):
       _warn_once(
@@ -87,8 +101,7 @@ class Records:
         continue
       with self._errors(file):
         for place, row in read:
-          _check_texts(row, self._columns, place)
-          yield row
+          yield self.checked(row, self._columns, place)
 
   def has_fewer_rows(self, count: int) -> bool:
     """Whether there are fewer rows than `count`; it reads no more than these."""
@@ -197,7 +210,7 @@ class StreamedRecords:
   """The rows of the split 'train' of a data set that Hugging Face streams; see `Records`."""
 
   def __init__(self, location: str, columns: Sequence[str]):
-    self._location, self._columns = location, columns
+    self._location, self._columns, self.checked = location, columns, texts
 
   def rows(self, part: int, parts: int) -> Iterator[Row]:
     """The rows of one of `parts` parts. Every part streams all rows."""
@@ -205,8 +218,7 @@ class StreamedRecords:
       streamed = _revision(self._location).as_streaming_dataset(split='train')
       for row in itertools.islice(streamed, part, None, parts):
         _check_columns(self._columns, list(row), self._location)
-        _check_texts(row, self._columns, f'A row of {self._location}')
-        yield row
+        yield self.checked(row, self._columns, f'A row of {self._location}')
 
   def describe(self) -> dict[str, Any]:
     """For store.json: the hash of the revision, since the files are not known."""
@@ -243,21 +255,9 @@ def _check_columns(columns: Sequence[str], names: Sequence[str], place: str) -> 
   if missing := [column for column in columns if column not in names]:
     raise DataError(
       f'{place} has no column {", ".join(missing)}; it has {", ".join(names)}. Name the one to '
-      'read: text_column in gin (prompt_column and answer_column of prompts), or '
-      '--option=column=NAME of build_store.'
+      'read: text_column in gin (prompt_column and answer_column of prompts, messages_column of '
+      'conversations), or --option=column=NAME of build_store.'
     )
-
-
-def _check_texts(row: Row, columns: Sequence[str], place: str) -> None:
-  """Raises a DataError if a column of a row is neither a text nor None."""
-  for column in columns:
-    if isinstance(row[column], str):
-      as_utf8(row[column], f'{place}, in its column {column},')
-    elif row[column] is not None:
-      raise DataError(
-        f'{place} has {row[column]!r:.40} in the column {column}, expected a text. '
-        'Correct or remove such rows, or name another column.'
-      )
 
 
 def _separated(lines: Any, separator: str, path: str) -> Iterator[tuple[str, Row]]:

@@ -131,7 +131,7 @@ class Row:
     order = self._order.permutation(len(self._counts), epoch % 2**32)
     counts = self._counts[order]
     firsts = np.cumsum(self._counts) - self._counts
-    documents = self._documents[_ranges(firsts[order], counts)]
+    documents = self._documents[numbers_in(firsts[order], counts)]
     ends = np.cumsum(self._lengths[documents])
     unit_starts = np.append(0, ends[np.cumsum(counts) - 1])
     begins = self._begins(epoch % 2**32)
@@ -167,13 +167,13 @@ def deal(lengths: np.ndarray, keys: np.ndarray | None, rows: int, order: Order) 
   permutation, dealt = order.permutation(len(counts)), []
   for row in range(rows):
     units = permutation[row::rows]
-    documents = members[_ranges(firsts[units], counts[units])]
+    documents = members[numbers_in(firsts[units], counts[units])]
     of_row = order._replace(seeds=[*order.seeds, row])
     dealt.append(Row(lengths, documents, counts[units], of_row))
   return dealt
 
 
-def _ranges(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def numbers_in(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
   """The numbers [firsts[i], firsts[i] + counts[i]) of all i, one range after the other."""
   before = np.cumsum(counts) - counts
   return np.arange(counts.sum()) + np.repeat(firsts - before, counts)

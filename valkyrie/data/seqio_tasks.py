@@ -100,6 +100,7 @@ class SeqioSource(seqio.DataSource):
     def examples():
       try:
         for document in self.source.documents(split, shard.index, shard.num_shards):
+          assert isinstance(document, document_source.TextDocument)
           values = (value.encode('utf-8', errors='replace') for value in document)
           yield dict(zip(names, values, strict=True))
       except ValkyrieError as error:

@@ -21,7 +21,7 @@ import tqdm
 
 from valkyrie import errors
 from valkyrie.config import paths, redact
-from valkyrie.data import store_writer, token_store
+from valkyrie.data import chat_template, store_writer, token_store
 from valkyrie.data.token_store import STORE_FILE, Selection, TokenStore, read_information
 from valkyrie.distributed import heartbeat
 from valkyrie.errors import DataError, StorageError
@@ -72,6 +72,11 @@ def open_store(selection: Selection, data_dir: str | None = None) -> TokenStore:
       return TokenStore.open(path, selection.vocabulary)
     make = f'run:\n  {_command([*recipe, "--rebuild"])}'
   store = TokenStore.open(path, selection.vocabulary)
+  source, known = store.information['source'], 'chat_template'
+  if known in source and source[known] != chat_template.source_of(selection.vocabulary):
+    raise errors.ConfigurationError(
+      f'The token store {path} was built with another chat template. To build it again, {make}'
+    )
   if store.information.get('origin') is not None or ':' in selection.task:
     from valkyrie.data import provenance  # noqa: PLC0415  (pyarrow, only for files)
 

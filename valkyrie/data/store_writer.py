@@ -4,7 +4,7 @@ A shard is written to a temporary directory under a lock and renamed when it is 
 comes last. Several builders may work on one store at once, each on other shards.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import fcntl
@@ -44,12 +44,16 @@ class Document(NamedTuple):
   text_bytes: bytes of its text in UTF-8.
   sequence_key: equal for documents that belong together; None for a document on its own.
   prompt_tokens: number of leading tokens that are the prompt; the others are the answer.
+  later_prompts: of a conversation, where each further prompt begins and ends: [begin, end, ...].
+  bos: whether the document begins with the BOS of its vocabulary.
   """
 
   tokens: np.ndarray | Iterable[np.ndarray]
   text_bytes: int
   sequence_key: str | None = None
   prompt_tokens: int = 0
+  later_prompts: Sequence[int] = ()
+  bos: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,8 +194,7 @@ class StoreWriter:
     """Writes the arrays of a shard and returns its counts."""
     vocabulary = self.selection.vocabulary
     dtype = token_store.token_dtype(vocabulary.size)
-    begin = [np.array(vocabulary.bos, np.int32)]
-    offsets, hashes, keys, prompts = [0], bytearray(), bytearray(), []
+    offsets, hashes, keys, prompts, later_prompts = [0], bytearray(), bytearray(), [], []
     counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
     with flushed(directory / token_store.TOKENS_FILE) as stream:
       _write_header(stream, dtype, 0)
@@ -207,7 +210,8 @@ class StoreWriter:
           continue
         pieces = [document.tokens] if isinstance(document.tokens, np.ndarray) else document.tokens
         digest, length = hashlib.blake2b(digest_size=16), 0
-        for piece in itertools.chain(begin, pieces, [np.array([vocabulary.eos_id])]):
+        begin = np.array(vocabulary.bos if document.bos else (), np.int32)
+        for piece in itertools.chain([begin], pieces, [np.array([vocabulary.eos_id])]):
           if piece.max(initial=0) >= vocabulary.size or piece.min(initial=0) < 0:
             raise DataError(
               f'Document {number} of shard {shard} of {self.selection.task} has token ids from '
@@ -225,7 +229,8 @@ class StoreWriter:
         hashes += digest.digest()
         key = (document.sequence_key or f'\0{shard}/{number}').encode('utf-8', errors='replace')
         keys += hashlib.blake2b(key, digest_size=8).digest()
-        prompts.append(document.prompt_tokens and document.prompt_tokens + len(vocabulary.bos))
+        prompts.append(document.prompt_tokens and document.prompt_tokens + len(begin))
+        later_prompts += [offsets[-2] + len(begin) + place for place in document.later_prompts]
         counts['documents'] += 1
         counts['text_bytes'] += document.text_bytes
       counts['tokens'] = offsets[-1]
@@ -237,6 +242,8 @@ class StoreWriter:
     _save(directory / 'keys.npy', np.frombuffer(keys, '<u8'))
     if any(prompts):
       _save(directory / token_store.PROMPTS_FILE, np.array(prompts, np.int64))
+    if later_prompts:
+      _save(directory / token_store.LATER_PROMPTS_FILE, np.array(later_prompts, np.int64))
     return counts
 
   def _read_shard(self, folder: pathlib.Path) -> dict[str, Any]:

@@ -10,6 +10,8 @@
     keys.npy       uint64 [documents]            equal for the documents of one sequence
     prompts.npy    int64 [documents]             length of the prompt before each answer; absent
                                                  in a shard without prompts
+    later_prompts.npy  int64 [2 * prompts]       where each further prompt of a conversation begins
+                                                 and ends in tokens.npy; absent without any
     shard.json                                   counts, and size and SHA-256 of these files
   duplicates.npy                  int64, the numbers of the duplicates that are left out; only in
                                   a store that is built with `unique`
@@ -42,6 +44,7 @@ STORE_FILE = 'store.json'
 SHARD_FILE = 'shard.json'
 TOKENS_FILE = 'tokens.npy'
 PROMPTS_FILE = 'prompts.npy'
+LATER_PROMPTS_FILE = 'later_prompts.npy'
 DUPLICATES_FILE = 'duplicates.npy'
 REBUILD = "Delete the store's directory and run again to rebuild it."
 _INTACT, _DAMAGED = 1, 2
@@ -112,6 +115,7 @@ class TokenStore:
     lengths: int64 [documents], tokens of each document with its EOS.
     sequence_keys: uint64 [documents], equal for documents that belong together.
     prompts: int64 [documents], prompt tokens of each document; 0 without a prompt.
+    later_prompts: int64 [2 * prompts], the `places` where further prompts begin and end, in turns.
     tokens: number of tokens of all documents.
     tokens_per_byte: tokens per byte of their text, without BOS, which nothing predicts.
   """
@@ -128,6 +132,14 @@ class TokenStore:
     def arrays(name: str, **options: bool) -> list[np.ndarray]:
       return [_load(path / shard['name'] / name, **options) for shard in self._shards]
 
+    def arrays_if_any(name: str, length: str) -> list[np.ndarray]:
+      return [
+        _load(path / shard['name'] / name)
+        if name in shard['files']
+        else np.zeros(shard.get(length, 0), np.int64)
+        for shard in self._shards
+      ]
+
     self._tokens = arrays(TOKENS_FILE, mapped=True)
     self._hashes = arrays('hashes.npy', mapped=True)
     offsets = arrays('offsets.npy')
@@ -137,16 +149,13 @@ class TokenStore:
     if 'duplicates' in information:
       numbers = np.arange(self._first_documents[-1])
       kept = self._numbers = np.delete(numbers, _load(path / DUPLICATES_FILE))
-    prompts = [
-      _load(path / shard['name'] / PROMPTS_FILE)
-      if PROMPTS_FILE in shard['files']
-      else np.zeros(shard['documents'], np.int64)
-      for shard in self._shards
-    ]
+    self._first_tokens = np.cumsum([0] + [shard['tokens'] for shard in self._shards])
     self._starts = np.concatenate([o[:-1] for o in offsets])[kept]
     self.lengths = np.concatenate([np.diff(o) for o in offsets])[kept]
     self.sequence_keys = np.concatenate(arrays('keys.npy'))[kept]
-    self.prompts = np.concatenate(prompts)[kept]
+    self.prompts = np.concatenate(arrays_if_any(PROMPTS_FILE, 'documents'))[kept]
+    later = zip(self._first_tokens, arrays_if_any(LATER_PROMPTS_FILE, ''), strict=False)
+    self.later_prompts = np.concatenate([first + places for first, places in later])
     self.tokens = int(self.lengths.sum())
     self._checked = np.zeros(len(self.lengths), np.uint8)  # _INTACT or _DAMAGED once read
     dtype = token_dtype(self._vocabulary_size)
@@ -193,6 +202,10 @@ class TokenStore:
     for shard, begin, end in zip(*(bound.tolist() for bound in bounds), strict=True):
       pieces.append(self._tokens[shard][begin:end])
     return np.concatenate(pieces, dtype=np.int32, casting='unsafe')
+
+  def places(self, documents: np.ndarray) -> np.ndarray:
+    """Tokens that are stored before each document, int [documents]."""
+    return self._first_tokens[self._shards_of(documents)] + self._starts[documents]
 
   def damaged(self, documents: np.ndarray) -> np.ndarray:
     """Checks documents, int [documents], by their hashes -> bool [documents], True if damaged.

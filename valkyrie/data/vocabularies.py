@@ -30,7 +30,7 @@ from valkyrie.config.paths import TOKENIZER
 from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.storage import whole_file
 
-_CONFIGURATION = 'tokenizer_config.json'
+_CONFIGURATION, TEMPLATE = 'tokenizer_config.json', 'chat_template.jinja'  # beside the file
 _CONTEXT = 64  # characters that decide how the text after them begins
 ANY_TEXT = '#'  # stands for a text that is not known
 # The tokenizers of transformers that begin a text with BOS, unless their configuration says no.
@@ -143,7 +143,7 @@ class SentencePieceVocabulary(FileVocabulary):
         'as its last token. Train it with an eos_id.'
       )
     self._eos = self._processor.IdToPiece(self.eos_id)
-    config = _configuration(path)
+    config = configuration(path)
     if config.get('add_bos_token', _WITH_BOS.fullmatch(f'{config.get("tokenizer_class")}')):
       self.bos = (_bos_id(path, self._processor.bos_id()),)
 
@@ -179,7 +179,7 @@ class HuggingFaceVocabulary(FileVocabulary):
       ) from error
     ids = self._tokenizer.get_vocab(with_added_tokens=True)
     self.size = max(ids.values()) + 1
-    config = _configuration(path)
+    config = configuration(path)
     self._eos = _eos_name(path, config, ids)
     self.eos_id = ids[self._eos]
     self._switch_off(path)
@@ -217,6 +217,14 @@ class HuggingFaceVocabulary(FileVocabulary):
 
   def _encode(self, text: str) -> list[int]:
     return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+  def template_ids(self, text: str) -> np.ndarray:
+    """As `ids`, but the names of special tokens in the text are these tokens."""
+    self._tokenizer.encode_special_tokens = False
+    try:
+      return np.asarray(self._encode(text), np.int32)
+    finally:
+      self._tokenizer.encode_special_tokens = True
 
   def decode(self, ids: Iterable[int]) -> str:
     return self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.size])
@@ -299,8 +307,9 @@ def copy(vocabulary: Vocabulary, folder: pathlib.Path) -> None:
   """
   if vocabulary.file is None:
     return
-  kept, beside = TOKENIZER + vocabulary.file.suffix, vocabulary.file.with_name(_CONFIGURATION)
-  for file, copied in ((vocabulary.file, folder / kept), (beside, folder / beside.name)):
+  names = {vocabulary.file.name: TOKENIZER + vocabulary.file.suffix}
+  for name in (vocabulary.file.name, _CONFIGURATION, TEMPLATE):
+    file, copied = vocabulary.file.with_name(name), folder / names.get(name, name)
     if file.is_file() and not (copied.is_file() and filecmp.cmp(file, copied, shallow=False)):
       whole_file.write(copied, file.read_bytes())
 
@@ -313,18 +322,23 @@ def vocabulary_size(vocabulary: str) -> int:
   return load(vocabulary).size
 
 
-def _configuration(path: pathlib.Path) -> dict[str, Any]:
-  """The entries of the tokenizer_config.json beside a vocabulary that are not null."""
-  beside = path.with_name(_CONFIGURATION)
-  if not beside.is_file():
-    return {}
+def configuration(path: pathlib.Path) -> dict[str, Any]:
+  """The entries of the tokenizer_config.json beside a vocabulary that are not null.
+
+  A file with a chat template beside it has the entry `chat_template`.
+  """
+  beside, template = path.with_name(_CONFIGURATION), path.with_name(TEMPLATE)
   try:
-    found = foreign.json_object(foreign.content(beside), add_bos_token=bool | None)
+    content = foreign.content(beside) if beside.is_file() else b'{}'
+    found = foreign.json_object(content, add_bos_token=bool | None)
     for name in ('bos_token', 'eos_token'):
       if isinstance(token := found.get(name), dict):
         found[name] = token.get('content')
       if not isinstance(found.get(name), str | None):
         raise ValueError(f'its field {name!r} has {token!r:.40}')
+    if template.is_file():
+      beside = template
+      found['chat_template'] = foreign.content(template).decode()
   except (OSError, ValueError) as error:
     raise ConfigurationError(
       f'{beside} is not a tokenizer configuration ({error}). Copy or download it again.'

@@ -15,6 +15,7 @@ from valkyrie.checkpoint.manager import LATEST
 from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import vocabularies
+from valkyrie.data.chat_template import ChatTemplate
 from valkyrie.distributed import console
 from valkyrie.errors import (
   ConfigurationError,
@@ -36,6 +37,7 @@ def infer(
   model_dir: str,
   prompt: str | None = None,
   prompts: str | None = None,
+  messages: str | None = None,
   output: str | None = None,
   step: str = LATEST,
   *,
@@ -60,6 +62,7 @@ def infer(
     model_dir, step: of the checkpoint, see `weights.restored`.
     prompt: a text to continue.
     prompts: a file instead: JSON lines with the field `prompt` (.jsonl), or one on each line.
+    messages: a file instead: JSON lines with the field `messages`, conversations to answer.
     output: a new file for the JSON lines; None is standard output.
     seed, max_tokens, samples, stop, batch_size: see `LoadedModel.generate`.
     temperature, top_k, top_p, min_p, repetition_penalty: the choice of tokens, see `Sampling`;
@@ -72,14 +75,18 @@ def infer(
     ConfigurationError: a prompt is longer than the model can read, or the vocabulary is another.
   """
   ranges.check('infer', batch_size=batch_size)
-  texts = [prompt or ''] if prompts is None else _read_prompts(pathlib.Path(prompts))
-  if not all(texts):
+  talks = [] if messages is None else _read_conversations(messages)
+  texts: list[Any] = [prompt or ''] if prompts is None else _read_prompts(pathlib.Path(prompts))
+  if messages is None and not all(texts):
     raise UsageError('The prompt is empty. Pass --prompt=TEXT, or a text on standard input.')
   sampling = Sampling(repetition_penalty, temperature, top_k, top_p, min_p)
   options = {'max_tokens': max_tokens, 'stop': stop, 'seed': seed, 'sampling': sampling}
   loaded = opened(model_dir, step)
+  if messages is not None:
+    template = ChatTemplate(loaded.tokenizer)
+    texts, options['stop'] = [template.prompt(**talk) for talk in talks], template.stops(stop)
   with _writer(output) as file:
-    if prompts is None and samples == 1 and output is None:
+    if prompts is None and messages is None and samples == 1 and output is None:
       pieces = loaded.stream(texts[0], **options)
       print(texts[0] + next(pieces, ''), end='', file=file, flush=True)
       for piece in pieces:
@@ -90,7 +97,8 @@ def infer(
       batch = texts[first : first + batch_size]
       made = loaded.generate(batch, first=first, samples=samples, batch_size=batch_size, **options)
       for one in made:
-        line = {**one._asdict(), 'prompt': texts[one.prompt], 'tokens': len(one.tokens)}
+        asked = talks[one.prompt]['messages'] if talks else texts[one.prompt]
+        line = {**one._asdict(), 'prompt': asked, 'tokens': len(one.tokens)}
         print(json.dumps(line, ensure_ascii=False), file=file, flush=True)
 
 
@@ -119,6 +127,15 @@ def _read_prompts(path: pathlib.Path) -> list[str]:
   if not found:
     raise DataError(f'{path} has no prompts. Write one on each line.')
   return found
+
+
+def _read_conversations(location: str) -> list[dict[str, Any]]:
+  """The arguments of `ChatTemplate.prompt` of each conversation in a file."""
+  from valkyrie.data.records import Records  # noqa: PLC0415  (pyarrow)
+
+  records = Records(location, ['messages'])
+  records.checked = lambda row, columns, place: {**row, 'place': place}
+  return [*records.rows(0, 1)]
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from valkyrie import foreign
 from valkyrie.checkpoint import manifest
 from valkyrie.checkpoint.steps import steps_of
 from valkyrie.config import ranges
+from valkyrie.data.chat_template import ChatTemplate, Messages
 from valkyrie.data.vocabularies import ANY_TEXT, Vocabulary, as_utf8, following
 from valkyrie.errors import (
   ConfigurationError,
@@ -306,6 +307,7 @@ class LoadedModel:
     prompts: Text | Sequence[Text] = '',
     carry: AnyCarry | None = None,
     *,
+    messages: Messages | None = None,
     max_tokens: int = 256,
     samples: int = 1,
     stop: str | Sequence[str] = (),
@@ -319,6 +321,8 @@ class LoadedModel:
     An empty one continues the carry, or begins a document with BOS, or without BOS a line break.
 
     Args:
+      messages: a conversation instead, [{'role': 'user', 'content': TEXT}], which the assistant of
+        the tokenizer's chat template answers.
       max_tokens: the largest number of tokens of a continuation.
       samples: continuations of each prompt.
       stop: strings, or one, before which a continuation ends; the names of special tokens, too.
@@ -328,10 +332,16 @@ class LoadedModel:
       sampling: such as valkyrie.Sampling(temperature=0.8, top_p=0.9); greedy by default.
 
     Raises:
-      UsageError: a prompt has no tokens.
+      UsageError: a prompt has no tokens, or there are messages and prompts.
+      DataError: the messages are wrong, or the chat template refuses them.
       Diverged, ConfigurationError: see `score`.
     """
     ranges.check('generate', batch_size=batch_size, samples=samples, first=first)
+    if messages is not None:
+      if len(prompts):
+        raise UsageError('There are prompts and messages. Pass one of the two.')
+      template = ChatTemplate(self.tokenizer)
+      prompts, stop = template.prompt(messages, 'messages'), template.stops(stop)
     numbered = dict(enumerate(self._prompts(prompts, carry), first))
     rows = [(prompt, sample) for prompt in numbered for sample in range(samples)]
     found = []

@@ -1,0 +1,325 @@
+"""Conversations as training data and as prompts, by the chat template of a tokenizer."""
+
+import dataclasses
+import itertools
+import json
+import re
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tiny
+import tiny_run
+
+from valkyrie.command_line import parse_command_line
+from valkyrie.data import chat_template, store_builder, vocabularies
+from valkyrie.data.chat_template import ChatTemplate
+from valkyrie.data.feed import TaskFeed
+from valkyrie.data.store_location import store_path
+from valkyrie.data.token_store import TokenStore
+from valkyrie.errors import ConfigurationError, DataError, UsageError
+from valkyrie.inference.generation import Sampling
+from valkyrie.inference.infer import infer
+from valkyrie.inference.loaded import LoadedModel
+
+WITHOUT = "only pip install '.[hf]' or '.[test]' installs jinja2"
+CHATML = (
+  "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] "
+  "+ '<|im_end|>' + '\\n' }}{% endfor %}"
+  "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# As transformers 5 renders it.
+TRICKY = """
+{%- if messages[0]['role'] == 'system' %}
+    {%- set about = messages[0]['content'] %}
+{%- endif %}
+{{ bos_token }}{{ about | tojson }} é
+{% for message in messages if message['role'] != 'system' %}
+    {% if loop.index > 3 %}{% break %}{% endif %}
+    {% if message.role == 'assistant' %}
+        {% generation %}{{ message.content.strip() }}{{ eos_token }}{% endgeneration %}
+    {% else %}
+        [{{ message['content'] | trim }}{% if tools is not none %}tools{% endif %}]
+    {% endif %}
+{% endfor %}
+"""
+TALK = (
+  ('system', 'Be <kind>.'),
+  ('user', 'the sea'),
+  ('assistant', '\nthe deep sea\n'),
+  ('user', 'more'),
+  ('assistant', 'deep'),
+  ('user', 'unanswered'),
+)
+RENDERED = (
+  '<|im_start|>system\nBe <kind>.<|im_end|>\n<|im_start|>user\nthe sea<|im_end|>\n'
+  '<|im_start|>assistant\n\nthe deep sea\n<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n'
+  '<|im_start|>assistant\ndeep<|im_end|>'
+)
+ASK = [{'role': 'user', 'content': 'the sea'}]
+
+
+def messages(talk=TALK):
+  return [{'role': role, 'content': content} for role, content in talk]
+
+
+def sharegpt(talk=TALK):
+  names = {'user': 'human', 'assistant': 'gpt'}
+  return [{'from': names.get(role, role), 'value': content} for role, content in talk]
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+  """The path of a tokenizer.json that begins texts with BOS, with the template CHATML."""
+  tokenizers = pytest.importorskip('tokenizers', reason=tiny_run.WITHOUT_HF)
+  pytest.importorskip('jinja2', reason=WITHOUT)
+  file = tmp_path / 'tokenizer.json'
+  tiny_run.write_tokenizer(file)
+  codec = tokenizers.Tokenizer.from_file(str(file))
+  codec.add_special_tokens(['<|im_start|>', '<|im_end|>', '<s>'])
+  codec.save(str(file))
+  write_template(tmp_path, CHATML)
+  return file
+
+
+def write_template(folder, template):
+  config = {'chat_template': template, 'add_bos_token': True, 'bos_token': '<s>'}
+  config |= {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': '<|endoftext|>'}
+  (folder / 'tokenizer_config.json').write_text(json.dumps(config))
+
+
+def compiled(tokenizer, template=CHATML):
+  write_template(tokenizer.parent, template)
+  return ChatTemplate(vocabularies.load(str(tokenizer)))
+
+
+@pytest.fixture
+def feed(tmp_path, tokenizer):
+  def make(*talks, column='messages', shards=1, **options):
+    (tmp_path / 'talks.jsonl').write_text('\n'.join(json.dumps({column: talk}) for talk in talks))
+    (tmp_path / 'held.jsonl').write_text(json.dumps({column: messages()}))
+    found = TaskFeed(
+      'conversations', 'train', 1, 0, vocabulary=str(tokenizer),
+      source=str(tmp_path / 'talks.jsonl'), shuffle=False, epochs=1, data_dir=str(tmp_path),
+      options={'column': column, 'held_out': str(tmp_path / 'held.jsonl')}, **options,
+    )  # fmt: skip
+    store_builder.build(
+      found.selection, store_path(found.selection, str(tmp_path)), shards=shards, rebuild=True
+    )
+    return found
+
+  return make
+
+
+def shown(codec, ids):
+  """The text of ids, with the names of special tokens."""
+  names = {number: name for name, number in codec.specials.items()}
+  return ''.join(names.get(int(number)) or codec.decode([int(number)]) for number in ids)
+
+
+def learned(feed, batch):
+  weights = batch.weights[0]
+  runs = np.split(batch.targets[0], np.flatnonzero(np.diff(weights)) + 1)
+  return [shown(feed.vocabulary, ids) for ids in runs[int(not weights[0]) :: 2]]
+
+
+@pytest.mark.parametrize(('column', 'form'), [('messages', messages), ('conversations', sharegpt)])
+def test_only_answers_and_what_ends_them_are_learned(feed, column, form):
+  found = feed(form(), column=column)
+  batch = found.read(0, found.row_tokens)
+  assert shown(found.vocabulary, batch.inputs[0]) == f'{RENDERED}<|endoftext|>'  # and no BOS
+  assert learned(found, batch) == ['\nthe deep sea\n<|im_end|>', 'deep<|im_end|>']
+  assert found.tokens_per_byte is None  # of bytes that are not all learned
+
+
+def test_answers_without_weight_are_read_only(feed):
+  talk = messages()
+  talk[2]['weight'] = 0
+  greeting = [('assistant', 'Hello!'), ('user', 'sea?'), ('assistant', 'sea.')]
+  found = feed(talk, messages(greeting))
+  answers = ['deep<|im_end|>', 'sea.<|im_end|>']
+  assert learned(found, found.read(0, found.row_tokens)) == answers
+
+
+def test_a_table_of_messages_is_read(feed, tmp_path):
+  talk = [{**message, 'weight': None} for message in messages()]
+  talk[2]['weight'] = 0
+  pq.write_table(pa.Table.from_pylist([{'messages': talk}]), tmp_path / 'talks.parquet')
+  selection = dataclasses.replace(
+    feed(messages()).selection, source=str(tmp_path / 'talks.parquet')
+  )
+  store_builder.build(selection, tmp_path / 'table', shards=1)
+  store = TokenStore.open(tmp_path / 'table', selection.vocabulary)
+  first = RENDERED.removesuffix('deep<|im_end|>')
+  assert store.prompts.tolist() == [len(selection.vocabulary.template_ids(first))]
+  assert not store.later_prompts.size
+
+
+def test_conversations_are_packed_whole_however_they_are_cut(feed):
+  talks, answers = [], []
+  for number in range(12):
+    said = [(f'ask {number} {turn}', f'say {number} {turn}') for turn in range(1 + number % 4)]
+    talks.append(messages([m for q, a in said for m in (('user', q), ('assistant', a))]))
+    answers += [f'{answer}<|im_end|>' for _, answer in said]
+  found = feed(*talks, talks[3], talks[7], shards=3, unique=True)
+  whole = found.read(0, found.row_tokens)
+  assert len(found.store.lengths) == 12
+  assert sorted(learned(found, whole)) == sorted(answers)
+  for cuts in ([1, 50], [7, 8, 9, 300], range(1, found.row_tokens, 11)):
+    places = [0, *cuts, found.row_tokens]
+    parts = [found.read(a, b - a) for a, b in itertools.pairwise(places)]
+    for leaf, pieces in zip(whole, zip(*parts, strict=True), strict=True):
+      np.testing.assert_array_equal(np.concatenate(pieces, axis=1), leaf)
+
+
+def test_the_text_is_that_of_transformers(tokenizer):
+  """The literal is what transformers 5.0 renders."""
+  template = compiled(tokenizer, TRICKY)
+  expected = '<s>"Be <kind>." é\n        [the sea]\nthe deep sea<|endoftext|>        [more]\n'
+  assert template.render(messages(), 'here', asks=True) == expected
+  transformers = pytest.importorskip('transformers', reason="only '.[learn]' installs transformers")
+  theirs = transformers.AutoTokenizer.from_pretrained(tokenizer.parent)
+  for asks in (True, False):
+    for each in (TRICKY, CHATML):
+      ours = compiled(tokenizer, each).render(messages(), 'here', asks=asks)
+      assert ours == theirs.apply_chat_template(
+        messages(), chat_template=each, tokenize=False, add_generation_prompt=asks
+      )
+
+
+def test_special_tokens_of_the_template_are_tokens(tokenizer):
+  import tokenizers  # noqa: PLC0415  (which the fixture asked for)
+
+  ids = compiled(tokenizer).prompt(messages(), 'here')
+  theirs = tokenizers.Tokenizer.from_file(str(tokenizer))
+  text = f'{RENDERED}\n<|im_start|>user\nunanswered<|im_end|>\n<|im_start|>assistant\n'
+  assert ids.tolist() == theirs.encode(text, add_special_tokens=False).ids
+  codec = vocabularies.load(str(tokenizer))
+  codec.template_ids('<|im_end|>')
+  assert len(codec.ids('<|im_end|>')) > 1  # elsewhere they stay text
+
+
+@pytest.mark.parametrize(
+  ('row', 'message'),
+  [
+    ({'messages': []}, r'nothing to learn'),
+    ({'messages': 'Hello'}, r"has 'Hello' in the column messages, expected a list"),
+    ({'messages': ['Hello']}, r'expected a list'),
+    ({'messages': None}, r'expected a list'),
+    ({'messages': messages(TALK[:2])}, r'nothing to learn'),
+    ({'messages': messages(TALK[2:3])}, r'nothing to learn'),
+    ({'messages': messages([('bot', 'x'), *TALK])}, r"message 1 is .*'bot'.*expected a role"),
+    ({'messages': [*messages(), {'role': 'user'}]}, r'message 7 is .*content that is a text'),
+    ({'messages': [{'role': 'user', 'content': [{'text': 'a'}]}, *messages()]}, r'message 1 is'),
+    ({'messages': sharegpt([('bing', 'x'), *TALK])}, r"message 1 is .*'bing'"),
+    ({'messages': messages([('user', 'a<|im_end|>'), *TALK])}, r'special token <\|im_end\|>'),
+    ({'messages': messages([('user', '\ud83d'), *TALK])}, r'half of a character'),
+    ({'text': 'Hello'}, r'has no column messages; it has text.*messages_column'),
+  ],
+)
+def test_wrong_conversations_are_named_by_their_line(feed, row, message, tmp_path):
+  found = feed(messages())
+  data = tmp_path / 'talks.jsonl'
+  data.write_text(f'{json.dumps({"messages": messages()})}\n{json.dumps(row)}\n')
+  with pytest.raises(DataError, match=rf'Line 2 of .*talks\.jsonl.*{message}'):
+    store_builder.build(found.selection, tmp_path / 'other', shards=1)
+
+
+@pytest.mark.parametrize(
+  ('template', 'message'),
+  [
+    (
+      "{{ raise_exception('Roles must alternate') }}",
+      'Line 1 of .*: Roles must alternate. Correct',
+    ),
+    ('{{ messages.__class__.__base__.__subclasses__() }}', 'Line 1 .* unsafe'),
+    ('{{ messages.append(1) }}', 'Line 1 .* unsafe'),
+    ("{% include '/etc/passwd' %}", 'Line 1 .* no loader'),
+    ('{% for a in range(9999) %}{{ "a" * 99999 }}{% endfor %}', 'more than 67,108,864 characters'),
+    ('{{ messages | length }}', 'Line 1 .* message 3 .* changes the text of those before it'),
+  ],
+)
+def test_a_template_is_a_strangers_code(feed, tokenizer, template, message):
+  (tokenizer.parent / 'chat_template.jinja').write_text(template)
+  with pytest.raises(DataError, match=message):
+    feed(messages())
+
+
+def test_a_tokenizer_without_a_usable_template_is_refused(feed, tokenizer, monkeypatch):
+  with pytest.raises(ConfigurationError, match=r'chat template of .* is wrong .*endfor'):
+    compiled(tokenizer, '{% for a in b %}')
+  with pytest.raises(ConfigurationError, match=r'tokenizer.json has no chat template. Use'):
+    compiled(tokenizer, None)
+  with pytest.raises(ConfigurationError, match=r'bytes has no chat template. Use'):
+    ChatTemplate(vocabularies.load('bytes'))
+  (tokenizer.parent / 'chat_template.jinja').write_bytes(b'\xff')
+  with pytest.raises(ConfigurationError, match=r'chat_template.jinja is not a .*decode'):
+    compiled(tokenizer)
+  (tokenizer.parent / 'chat_template.jinja').write_text(CHATML)  # goes before the configuration
+  assert compiled(tokenizer, '{{ wrong }}').stops('x') == ['<|im_end|>', 'x']
+  monkeypatch.setitem(sys.modules, 'jinja2', None)
+  with pytest.raises(ConfigurationError, match='pip install jinja2'):
+    compiled(tokenizer)
+
+
+def test_a_store_of_another_template_is_refused(feed, tokenizer):
+  found = feed(messages())
+  assert found.store.information['source']['chat_template'] == CHATML
+  (tokenizer.parent / 'chat_template.jinja').write_text(CHATML.replace('assistant', 'helper'))
+  del found.store
+  with pytest.raises(ConfigurationError, match=r'(?s)another chat template.*--rebuild'):
+    _ = found.store
+
+
+def test_a_run_keeps_the_template(tokenizer, tmp_path):
+  (tmp_path / 'chat_template.jinja').write_text(CHATML)
+  (tmp_path / 'run').mkdir()
+  vocabularies.copy(vocabularies.load(str(tokenizer)), tmp_path / 'run')
+  kept = vocabularies.load(str(tmp_path / 'run' / 'tokenizer.json'))
+  assert chat_template.source_of(kept) == CHATML
+
+
+@pytest.fixture
+def run(tokenizer, quick_compiler):
+  codec = vocabularies.load(str(tokenizer))
+  model = tiny.model(vocabulary_size=codec.size)
+  params, _ = tiny.init(model, 1)
+  return LoadedModel(model, params, codec, model_dir='', steps=(1,), chunk_size=16)
+
+
+def test_messages_are_answered_up_to_the_end_of_the_turn(run, tokenizer, tmp_path, capsys):
+  sampling = {'max_tokens': 30, 'sampling': Sampling(temperature=1.0)}
+  (whole,) = run.generate(messages=ASK, **sampling)
+  prompt = '<|im_start|>user\nthe sea<|im_end|>\n<|im_start|>assistant\n'
+  assert run.generate(run.tokenizer.template_ids(prompt), **sampling) == [whole]
+  # The prompt stays the same with a template that ends answers by what this model says.
+  end = re.search(r'[a-zA-Z0-9]', whole.text)[0]
+  ends = f"+ ({end!r} if message['role'] == 'assistant' else '<|im_end|>')"
+  write_template(tokenizer.parent, CHATML.replace("+ '<|im_end|>'", ends))
+  (answer,) = run.generate(messages=ASK, **sampling)
+  assert (answer.text, answer.ended) == (whole.text[: whole.text.index(end)], 'stop')
+  file = tmp_path / 'asked.jsonl'
+  file.write_text(f'{json.dumps({"messages": ASK})}\n' * 2)
+  infer('', messages=str(file), opened=lambda *_: run, seed=0, max_tokens=30, temperature=1.0)
+  lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+  assert [line['prompt'] for line in lines] == [ASK, ASK]
+  assert lines[0]['text'] == answer.text
+  file.write_text(
+    f'{json.dumps({"messages": ASK})}\n{json.dumps({"messages": messages(TALK[:3])})}'
+  )
+  with pytest.raises(DataError, match=r'Line 2 of .*asked.jsonl: nothing asks.*assistant'):
+    infer('', messages=str(file), opened=lambda *_: run, seed=0)
+
+
+def test_wrong_questions_are_refused(run):
+  for wrong in ([], {}, 'Hello', ['Hello'], messages(TALK[:3])):
+    with pytest.raises(DataError, match=r'^messages: nothing asks for an answer'):
+      run.generate(messages=wrong)
+  with pytest.raises(DataError, match=r'^messages: the message 1 is'):
+    run.generate(messages=[{'role': 'user'}])
+  with pytest.raises(UsageError, match='prompts and messages'):
+    run.generate('Hello', messages=ASK)
+  with pytest.raises(UsageError, match='--prompts and --messages exclude'):
+    parse_command_line(['--model_dir=r', '--run_mode=infer', '--prompts=a', '--messages=b'])
