@@ -61,7 +61,7 @@ setup(
     # Beam excludes protobuf 7, without which a newer sentencepiece cannot be imported.
     'beam': ['apache-beam>=2.77', 'sentencepiece<0.2.3'],
     'gcs': ['gcsfs>=2025.9'],  # runs, texts and stores in gs://
-    'hf': ['datasets>=3', 'tokenizers>=0.21'],
+    'hf': ['datasets>=3', 'jinja2>=3.1', 'tokenizers>=0.21'],  # jinja2 renders conversations
     'lm-eval': ['lm-eval>=0.4.13'],  # EleutherAI's lm-evaluation-harness
     'learn': ['torch>=2.6', 'transformers>=5'],  # the peers of scripts/learn and scripts/bench
     'trackers': ['wandb>=0.19', 'trackio>=0.3'],
@@ -72,6 +72,7 @@ setup(
       'gcsfs>=2025.9',
       'google-cloud-storage>=3',
       'hypothesis>=6.100',
+      'jinja2>=3.1',
       'pre-commit>=4',
       'pyright[nodejs]>=1.1.400',  # with node from the registry instead of a download at first run
       'pytest>=8',

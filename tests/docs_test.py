@@ -22,6 +22,7 @@ import gin
 import llama_reference
 import pytest
 from safetensors.numpy import save_file
+import tiny_run
 
 import valkyrie
 from valkyrie import main
@@ -203,6 +204,7 @@ def inputs(tmp_path_factory):
   )
   (folder / 'my_answers.jsonl').write_text('\n'.join(answers))
   _write_llama(folder / 'my_llama')
+  _write_conversations(folder)
   (folder / 'gin' / 'models').mkdir(parents=True)
   (folder / 'gin' / 'models' / 'tiny.gin').write_text(THIN)
   return folder
@@ -254,6 +256,23 @@ def test_examples(page, folder, cache):
     )
     assert done.returncode == 0, done.stderr
     assert 'bits' in done.stdout and 'layer 5' in done.stdout
+
+
+def _write_conversations(folder):
+  """Conversations and questions, and a tokenizer with a chat template."""
+  (folder / 'my_chat').mkdir()
+  tiny_run.write_tokenizer(folder / 'my_chat' / 'tokenizer.json')
+  (folder / 'my_chat' / 'chat_template.jinja').write_text(
+    '{% for message in messages %}{{ message.role }}: {{ message.content }}{{ eos_token }}\n'
+    '{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}'
+  )
+  for name, count in (('my_talks', 2), ('my_questions', 1)):
+    roles = ('user', 'assistant')[:count]
+    rows = (
+      json.dumps({'messages': [{'role': role, 'content': f'Text {n}'} for role in roles]})
+      for n in range(20)
+    )
+    (folder / f'{name}.jsonl').write_text('\n'.join(rows))
 
 
 def _write_llama(folder):
