@@ -1,5 +1,6 @@
 """Products, bytes and cycles of compiled programs, counted by hand."""
 
+import dataclasses
 import math
 import pathlib
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from valkyrie.certificates import hlo, work
+from valkyrie.monitoring import chips
 
 TPU = (pathlib.Path(__file__).parent / 'tpu_program.hlo').read_text()
 
@@ -124,9 +126,12 @@ def test_parts_and_cycles_of_a_tpu_program():
   assert (scan.cycles, scan.times, scan.flops) == (210, 8, 0)
   assert (kernel.flops, kernel.bytes, kernel.times) == (70, 2 * 8 * 128 * 4, 1)
 
-  spent = work.seconds([scan, kernel, *parts['communication']], 10.0, scan.bytes, 105.0)
+  chip = chips.Chip('TPU', 10.0, 0, scan.bytes, 0.0, 3, 105.0, 20.0)
+  spent = work.seconds([scan, kernel, *parts['communication']], chip)
   assert set(spent) == {'scan', 'kernels'}, 'the network has its own estimate'
   assert spent['scan'] == pytest.approx([8.0, 8 * 2.0])
+  half = work.seconds([dataclasses.replace(kernel, int8=True)], chip)
+  assert half['kernels'] == pytest.approx([3.5, 3.5])
   assert spent['kernels'] == pytest.approx([7.0, 7.0]), 'its products are longer than its bytes'
 
 

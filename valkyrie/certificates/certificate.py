@@ -124,7 +124,7 @@ def _estimates(
   network = collectives.Torus(places, topologies.wraps(name, sides), sides)
   axes = collectives.by_mesh_axes(sent, mesh, network, chip.link_bytes_per_second)
   communication = sum(axes.values())
-  parts = work.seconds(done, chip.peak_flops, chip.hbm_bytes_per_second, chip.cycles_per_second)
+  parts = work.seconds(done, chip)
   sums = [communication + sum(column) for column in zip(*parts.values(), strict=True)]
   rates = [facts['tokens_per_step'] / mesh.size / seconds for seconds in sums]
   return {

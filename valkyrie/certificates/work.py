@@ -25,6 +25,7 @@ import re
 import numpy as np
 
 from valkyrie.certificates import collectives, hlo
+from valkyrie.monitoring.chips import Chip
 
 _SCOPES = {name: re.compile(rf'(?:^|[/(]){name}(?:$|[/)])') for name in ('attention', 'scan')}
 _KERNEL = 'custom_call_target="tpu_custom_call"'
@@ -48,12 +49,13 @@ class Work(hlo.Transfer):
   part: 'communication' for a collective, 'kernels' for a program of Pallas, 'attention' or 'scan'
     inside a jax.named_scope of this name; otherwise 'products' for a matrix product, and 'memory'
     for the rest: norms, activations, copies, the optimizer.
-  flops: 2 for each multiplication of a matrix product.
+  flops: 2 for each multiplication of a matrix product, whose factors may be `int8`.
   cycles: expected by the compiler; 0 if the text has none.
   """
 
   part: str
   flops: int
+  int8: bool
   cycles: int
 
 
@@ -71,6 +73,7 @@ def of_module(module: hlo.Module) -> list[Work]:
       source=f'{instruction.op_name} {instruction.name}'.strip(),
       part=_part(instruction, flops),
       flops=flops,
+      int8=_is_int8(instruction),
       cycles=int(instruction.find(r'"estimated_cycles":"(\d+)"') or 0),
     )
 
@@ -87,9 +90,14 @@ def _part(instruction: hlo.Instruction, flops: int) -> str:
   return next(scopes, 'products' if flops else 'memory')
 
 
-def seconds(
-  works: Sequence[Work], peak_flops: float, bytes_per_second: float, cycles_per_second: float
-) -> dict[str, list[float]]:
+def _is_int8(instruction: hlo.Instruction) -> bool:
+  if instruction.opcode == 'fusion':
+    return any(map(_is_int8, instruction.called('calls')[0].instructions.values()))
+  is_product = instruction.opcode in ('dot', 'convolution')
+  return is_product and all(factor.arrays[0].bits == 8 for factor in instruction.operands)
+
+
+def seconds(works: Sequence[Work], chip: Chip) -> dict[str, list[float]]:
   """The time of each part except communication, which `collectives` estimates.
 
   {part: [by roofline, by cycles]}, if its instructions run one after the other. By roofline, each
@@ -99,8 +107,9 @@ def seconds(
   spent: dict[str, list[float]] = {}
   for one in works:
     if one.part != 'communication':
-      roofline = max(one.flops / peak_flops, one.bytes / bytes_per_second)
-      cycles = roofline if one.part == 'kernels' else one.cycles / cycles_per_second
+      peak = chip.peak_int8 if one.int8 else chip.peak_flops
+      roofline = max(one.flops / peak, one.bytes / chip.hbm_bytes_per_second)
+      cycles = roofline if one.part == 'kernels' else one.cycles / chip.cycles_per_second
       both = spent.setdefault(one.part, [0.0, 0.0])
       both[0] += one.times * roofline
       both[1] += one.times * cycles
