@@ -9,6 +9,7 @@ import pytest
 import tiny
 
 from valkyrie.errors import ConfigurationError
+from valkyrie.models.quantization import Quantization
 from valkyrie.training import rounding
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
@@ -21,13 +22,17 @@ TOLERANCE = 0.02
 
 
 @functools.cache
-def losses(compute_dtype, parameter_dtype='float32'):
+def losses(compute_dtype, parameter_dtype='float32', quantization=None):
   """The mean loss of each step on counting sequences, whose step the model must find out."""
   phase = Phase(chunk_size=16, chunks=2, backprop_chunks=2)
   curriculum = Curriculum([phase])
   optimizer = Optimizer(learning_rate=1e-2, warmup_steps=10, train_steps=STEPS)
   model = tiny.model(
-    layers=1, compute_dtype=compute_dtype, parameter_dtype=parameter_dtype, remat_policy=None
+    layers=1,
+    compute_dtype=compute_dtype,
+    parameter_dtype=parameter_dtype,
+    quantization=quantization,
+    remat_policy=None,
   )
   state = jax.jit(lambda: initial_state(model, optimizer, 0, 8))()
   step = jax.jit(
@@ -50,6 +55,13 @@ def test_bfloat16_stays_with_float32_for_200_steps():
   wide, narrow = (losses(dtype).reshape(-1, 20).mean(1) for dtype in ('float32', 'bfloat16'))
   assert wide[-1] < 0.5 * wide[0]  # there was something to learn, and it was learned
   assert not np.array_equal(wide, narrow)  # bfloat16 was really at work
+  np.testing.assert_allclose(narrow, wide, rtol=TOLERANCE)
+
+
+def test_products_in_int8_learn_as_much():
+  wide = losses('float32').reshape(-1, 20).mean(1)
+  narrow = losses('float32', quantization=Quantization).reshape(-1, 20).mean(1)
+  assert not np.array_equal(wide, narrow)
   np.testing.assert_allclose(narrow, wide, rtol=TOLERANCE)
 
 

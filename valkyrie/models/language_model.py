@@ -23,6 +23,7 @@ from valkyrie.models.layers import Module, RMSNorm, parameter
 from valkyrie.models.lora import Lora
 from valkyrie.models.model import Model, created
 from valkyrie.models.ngrams import NgramEmbedding
+from valkyrie.models.quantization import Quantization
 from valkyrie.models.sites import Sites
 from valkyrie.sharding import ambient, layer_weights
 from valkyrie.sharding.partitioner import constrain
@@ -36,6 +37,7 @@ _REMAT_POLICIES = {
   ),
   'mlp': _SAVED('attention', 'mlp'),
   'attention': _SAVED('attention'),
+  'weights': _SAVED('weights'),
   'nothing': jax.checkpoint_policies.nothing_saveable,
 }
 _COMPUTE_DTYPES = ('float32', 'bfloat16', 'float64')  # float64 for tests, with jax_enable_x64
@@ -61,13 +63,14 @@ class LanguageModel(Module):
     lora: the class of the adapters (`@Lora` in gin); None for none.
     sites: the class of the sites of a decomposition (`@Sites` in gin); None for none.
     learned_carry: documents begin with states of the recurrences that are learned, zero at first.
+    quantization: the class of the products in int8 (`@Quantization` in gin); None for none.
     compute_dtype: 'float32' or 'bfloat16', of activations.
     parameter_dtype: 'float32', or 'bfloat16' if that is the compute_dtype: half of the memory for
       the parameters that every use casts. Updates are rounded to it at random. Norm scales,
       embeddings and the recurrences' rates stay float32.
     remat_policy: what a layer saves for the backward pass, which recomputes the rest: 'products'
       saves matrix products and attention outputs; 'mlp' attention outputs and the products of the
-      MLP's width; 'attention' only the former; 'nothing' nothing; None all.
+      MLP's width; 'attention' only the former; 'weights' int8 ones; 'nothing' nothing; None all.
     unroll: repeats of the pattern that are compiled one after the other, inside a loop over the
       rest. A few layers on a CPU run faster without the loop, which copies the saved activations
       into and out of stacked arrays; many would compile slowly.
@@ -84,6 +87,7 @@ class LanguageModel(Module):
   lora: Callable[[], Lora] | None = None
   sites: Callable[[], Sites] | None = None
   learned_carry: bool = False
+  quantization: Callable[[], Quantization] | None = None
   compute_dtype: str = 'float32'
   parameter_dtype: str = 'float32'
   remat_policy: str | None = 'products'
@@ -118,6 +122,12 @@ class LanguageModel(Module):
         'LanguageModel.sites decomposes a model without adapters and without a planner. Set '
         'LanguageModel.lora = None and LanguageModel.planner = None; `export` merges adapters.'
       )
+    self.quantized = None if self.quantization is None else self.quantization()
+    if self.quantized and (self.adapters or self._sites):
+      raise ConfigurationError(
+        'LanguageModel.quantization excludes adapters and sites. Set LanguageModel.lora = None and '
+        'LanguageModel.sites = None, or LanguageModel.quantization = None.'
+      )
     self._scope = gin.current_scope()  # of a reference such as @teacher/LanguageModel
     self._ngrams = None if self.ngrams is None else self.ngrams(name='ngrams')
     self._planner: Any = None if self.planner is None else self.planner(name='planner')
@@ -142,6 +152,7 @@ class LanguageModel(Module):
       gin.config_scope(self._scope),
       ambient.within(learned_carry=self.learned_carry),
       hk.custom_creator(stored_as(jnp.dtype(self.parameter_dtype))),
+      hk.custom_getter(self.quantized.getter) if self.quantized else contextlib.nullcontext(),
       hk.custom_getter(layer_weights.getter),
       hk.custom_getter(self.adapters.getter) if self.adapters else contextlib.nullcontext(),
     ):

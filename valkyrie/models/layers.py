@@ -19,7 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.config import ranges
+from valkyrie.models import quantization
 from valkyrie.models.declarations import Adapted, Declared, Decomposed
+from valkyrie.models.quantization import Quantized
 from valkyrie.sharding import ambient, sequence_parallel
 from valkyrie.sharding.split_products import split_product
 from valkyrie.types import Array, Axes, DType, leaf_path
@@ -79,12 +81,12 @@ def matmul(x: Array, w: Array, out_dtype: DType | None = None) -> Array:
   return out.reshape(*x.shape[:-1], w.shape[-1])
 
 
-Matrix = Array | Adapted | Decomposed
+Matrix = Array | Adapted | Decomposed | Quantized
 
 
 def whole(w: Matrix) -> Array:
   """The matrix as stored."""
-  return w.whole if isinstance(w, Adapted | Decomposed) else w
+  return w.whole if isinstance(w, Adapted | Decomposed | Quantized) else w
 
 
 def behind(
@@ -148,6 +150,8 @@ def products(
     return apart(matmul(x, jnp.concatenate(weights, axis=1), summed), weights)
 
   plain = [joined([whole(w) for w in group], 1) for group in groups]
+  if Quantized in kinds:  # all of them, which are of one module
+    return apart(quantization.product(x, [w for group in groups for w in group], own), plain)
   results = split_product(side_by_side, x, plain, axes)
   if kinds.isdisjoint({Adapted, Decomposed}):
     return results

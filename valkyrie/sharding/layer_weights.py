@@ -34,25 +34,27 @@ def whole(part: Array, shape: Sequence[int], cast: DType) -> Array:
   return part
 
 
-def gather(part: Array, over: Sequence[str], dimension: int, cast: DType) -> Array:
-  """The parts of the devices along these mesh axes, joined and cast."""
-  return _gather(part, tuple(over), dimension, part.dtype, cast)
+def gather(
+  part: Array, over: Sequence[str], dimension: int, cast: DType, sent: DType | None = None
+) -> Array:
+  """The parts along these mesh axes, joined and cast; gradients are `sent` in float32 or this."""
+  return _gather(part, tuple(over), dimension, part.dtype, cast, sent)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _gather(part: Array, over: tuple[str, ...], dimension: int, own: DType, cast: DType) -> Array:
-  del own
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
+def _gather(part, over, dimension, own, cast, sent):
+  del own, sent
   return messages.all_gather(part.astype(cast), over, dimension)
 
 
-def _gather_forward(part, over, dimension, own, cast):
-  return _gather(part, over, dimension, own, cast), None
+def _gather_forward(part, over, dimension, own, cast, sent):
+  return _gather(part, over, dimension, own, cast, sent), None
 
 
-def _gather_backward(over, dimension, own, cast, residuals, gradient):
+def _gather_backward(over, dimension, own, cast, sent, residuals, gradient):
   del cast, residuals
-  wide = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
-  return (messages.reduce_scatter(wide, over, dimension).astype(own),)
+  gradient = gradient.astype(sent or jnp.promote_types(gradient.dtype, jnp.float32))
+  return (messages.reduce_scatter(gradient, over, dimension).astype(own),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)

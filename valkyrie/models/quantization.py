@@ -1,0 +1,102 @@
+"""Products in int8: each token of activations and each output feature of weights has its scale.
+
+    y = (x8 w8) s_x s_w    x [T, D_in] ~ x8 s_x and w [D_in, D_out] ~ w8 s_w
+    dx = (g8 w8^T) s_g     g s_w ~ g8 s_g: the same w8 serves all passes
+    dw = x^T g             in the dtype of x
+
+One scale for all tokens would tell a token how large later ones are. Where layers gather their
+weights (`layer_weights`), each device rounds its part, and int8 is sent.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import re
+from typing import Any
+
+import gin
+import haiku as hk
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+
+from valkyrie.models.declarations import Declared
+from valkyrie.sharding import ambient, layer_weights, messages
+from valkyrie.types import Array, DType
+
+_STEPS = 127  # the largest int8; sums in int32 are exact up to 133,152 features
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+  """A matrix of this shape in int8 with scales [1, D_out]; only the gradient needs it `whole`."""
+
+  shape: tuple[int, ...]
+  whole: Array
+  w8: Array
+  scale: Array
+
+
+@gin.configurable
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+  """The products of attention and MLPs in int8; recurrences, whose errors add up, stay wide.
+
+  With `bfloat16_gradients` devices send the gradients of weights that layers gather in bfloat16,
+  which also rounds their sum over devices, otherwise in float32.
+  """
+
+  bfloat16_gradients: bool = False
+
+  def getter(self, following: Callable, part: Array, context: hk.GetterContext) -> Any:
+    """A Haiku getter of `Quantized`; it precedes `layer_weights.getter`, which gathers the rest."""
+    of, shape, over = context.original_init, context.original_shape, ambient.current().weights
+    named = re.search(r'(attention|mlp)(_\d+)?$', context.module_name)
+    if not (named and isinstance(of, Declared) and of.in_products):
+      return following(part)
+    own = part.astype(of.cast)  # first, so that all layouts round the same numbers
+    split = next((n for n, size in enumerate(shape) if part.shape[n] < size), None)
+    w8, scale = _rounded(lax.stop_gradient(own), 0, over if split == 0 else ())
+    if split is not None:
+      w8 = messages.all_gather(w8, over, split)
+      scale = messages.all_gather(scale, over, 1) if split == 1 else scale
+      sent = jnp.bfloat16 if self.bfloat16_gradients else None
+      own = layer_weights.gather(part, over, split, of.cast, sent)
+    return Quantized(shape, own, *(checkpoint_name(value, 'weights') for value in (w8, scale)))
+
+
+def product(x: Array, weights: Sequence[Quantized], out_dtype: DType) -> Array:
+  """x [..., D_in] @ the weights [D_in, D_out], side by side -> [..., the sum of D_out]."""
+  parts = ([getattr(w, name) for w in weights] for name in ('whole', 'w8', 'scale'))
+  joined = (jnp.concatenate(part, axis=1) for part in parts)
+  y = _product(out_dtype, x.reshape(-1, x.shape[-1]), *joined)
+  return checkpoint_name(y, 'product').reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _forward(out_dtype, x, _, w8, scale):
+  return (_by_rows(x, w8, 0) * scale).astype(out_dtype), (x, w8, scale)
+
+
+def _backward(_, residuals, g):
+  x, w8, scale = residuals
+  dw = lax.dot_general(x, g.astype(x.dtype), (((0,), (0,)), ((), ())))
+  return _by_rows(g * scale, w8, 1).astype(x.dtype), dw, None, None
+
+
+_product = jax.custom_vjp(lambda *inputs: _forward(*inputs)[0], nondiff_argnums=(0,))
+_product.defvjp(_forward, _backward)
+
+
+def _by_rows(x, w8, summed):
+  """The sums over this dimension of w8, with x in int8 and a scale for each row; wide."""
+  x8, scale = _rounded(x, 1)
+  sums = lax.dot_general(x8, w8, (((1,), (summed,)), ((), ())), preferred_element_type=jnp.int32)
+  return sums.astype(scale.dtype) * scale
+
+
+def _rounded(x, axis, over=()):
+  """x in int8, and its scale along an axis, of which devices `over` mesh axes hold parts; wide."""
+  wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+  largest = jnp.maximum(jnp.max(jnp.abs(wide), axis, keepdims=True), 1e-30)
+  largest = lax.pmax(largest, over) if over else largest
+  return jnp.round(wide * (_STEPS / largest)).astype(jnp.int8), largest / _STEPS
