@@ -129,6 +129,11 @@ TABLES = (
         measured='8,927 in int8, with 1.8 GB, of them 0.4 arguments (MaxText)',
       ),
       run(
+        'int8',
+        'v6e:4x8',
+        measured='8,927 in int8, with 1.8 GB, of them 0.4 arguments (MaxText)',
+      ),
+      run(
         'llama3_8b_sgd',
         'v6e:16x16',
         '--gin.Optimizer.algorithm=@optax.adamw',

@@ -150,8 +150,8 @@ def products(
     return apart(matmul(x, jnp.concatenate(weights, axis=1), summed), weights)
 
   plain = [joined([whole(w) for w in group], 1) for group in groups]
-  if Quantized in kinds:  # all of them, which are of one module
-    return apart(quantization.product(x, [w for group in groups for w in group], own), plain)
+  if quantized := [w for group in groups for w in group if isinstance(w, Quantized)]:
+    return apart(quantization.product(x, quantized, own), plain)  # all are, of one module
   results = split_product(side_by_side, x, plain, axes)
   if kinds.isdisjoint({Adapted, Decomposed}):
     return results

@@ -31,7 +31,7 @@ _STEPS = 127  # the largest int8; sums in int32 are exact up to 133,152 features
 class Quantized:
   """A matrix of this shape in int8 with scales [1, D_out]; only the gradient needs it `whole`."""
 
-  shape: tuple[int, ...]
+  shape: Sequence[int]
   whole: Array
   w8: Array
   scale: Array
