@@ -4,6 +4,7 @@ import contextlib
 import math
 import pathlib
 import re
+import types
 
 import gin
 import haiku as hk
@@ -103,11 +104,33 @@ def test_a_run_builds_its_shapes(file, enough_devices):
   moments = count(state.optimizer_state)
   assert moments == 0 if 'sgd' in file.stem else moments >= count(state.params)
   for phase in set(setup.curriculum.phases):
-    rectangle = (setup.settings.batch_size, phase.tokens_per_row)
-    integers, floats = (jax.ShapeDtypeStruct(rectangle, t) for t in (jnp.int32, jnp.float32))
     step = setup.partitioner.jit(setup.train_step(phase))
-    after, _ = jax.eval_shape(step, state, Batch(integers, integers, floats, integers, integers))
+    after, _ = jax.eval_shape(step, state, batch(setup, phase))
     assert jax.tree.map(shape, after) == jax.tree.map(shape, state)
+
+
+def batch(setup, phase):
+  """The shapes of a batch."""
+  rectangle = (setup.settings.batch_size, phase.tokens_per_row)
+  integers, floats = (jax.ShapeDtypeStruct(rectangle, t) for t in (jnp.int32, jnp.float32))
+  return Batch(integers, integers, floats, integers, integers)
+
+
+def test_the_step_for_a_gpu_is_lowered_without_one():
+  """With the forms of a GPU: no loop goes over the tokens of a chunk, as that of a CPU does."""
+  load(FOLDER / 'h200.gin')
+  setup = Setup(StepSettings())
+  (phase,) = setup.curriculum.forms
+  with ambient.within(devices=[types.SimpleNamespace(platform='gpu')]):
+    step = setup.partitioner.jit(setup.train_step(phase), donate_argnums=0)
+    exported = jax.export.export(step, platforms=['cuda'])(setup.state, batch(setup, phase))
+  assert exported.platforms == ('cuda',)
+  loops = set()
+  for function in exported.mlir_module().split('func.func')[1:]:
+    numbers = dict(re.findall(r'(%\w+) = stablehlo.constant dense<(\d+)> :', function))
+    bounds = re.findall(r'cond \{\s+%\w+ = stablehlo.compare LT, %\w+, (%\w+)', function)
+    loops |= {int(numbers[bound]) for bound in bounds}
+  assert loops and max(loops) < phase.chunk_size
 
 
 def test_a_run_says_how_many_parameters_learn():
