@@ -71,6 +71,19 @@ def _beside(row: Row, c: Certificate) -> Sequence[str]:
   )
 
 
+def _of_slices(row: Row, c: Certificate) -> Sequence[str]:
+  return (
+    f'`{_typed(row.flags)}`',
+    f'{c["rows"]} x {c["chunks"] * c["chunk_size"]:,}',
+    f'{c["total_bytes"] / GIB:.1f} of {c["hbm_bytes"] / GIB:.2f}' + ('' if c['fits'] else ' (no)'),
+    f'{sum(c["collective_bytes"].values()) / GB:,.1f}, {c["dcn_bytes"] / GB:.3f}',
+    _range((c['estimated_instruction_seconds'], c['estimated_cycles_seconds']), '.2f'),
+    f'{c["estimated_communication_seconds"]:.2f}, {c["dcn_bytes"] / c["dcn_bytes_per_second"]:.3f}',
+    _range(c['estimated_tokens_per_second_per_chip'], ',.0f'),
+    _range(c['estimated_share_of_peak'], '.0%'),
+  )
+
+
 def _typed(flags: Sequence[str]) -> str:
   return ' '.join(f'"{flag}"' if "'" in flag else flag for flag in flags)
 
@@ -86,6 +99,10 @@ def _chunks(count: int) -> dict[str, int]:
 
 def _mesh(**axes: int) -> str:
   return f'--gin.Partitioner.mesh={tuple(axes.items())}'
+
+
+def _slices(count: int) -> str:
+  return f'--gin.Partitioner.slices={count}'
 
 
 _LLAMA = '--gin_file=gin/models/llama3_8b_hybrid.gin'
@@ -158,6 +175,19 @@ TABLES = (
       run('v5p_64_8b', 'v6e:16x16', _mesh(z=1, x=16, y=16), _LLAMA, batch_size=4),
       run('v5p_64_8b', 'v5p:8x8x8', _mesh(z=8, x=8, y=8), _LLAMA, batch_size=8),
       run('decompose_llama3_8b', 'v5p:4x4x4'),
+    ),
+  ),
+  Table(
+    'several slices',
+    '| flags of `--run_mode=precompile` | rows x tokens | GiB a chip | GB sent a chip, by DCN '
+    '| seconds | of them communication, by DCN | tokens/s a chip | share of peak |\n'
+    '| --- | --- | --- | --- | --- | --- | --- | --- |',
+    _of_slices,
+    (
+      run('v5p_64_8b', '2xv5p:4x4x4', _slices(2), batch_size=8),
+      run('v5p_64_8b', '4xv5p:4x4x4', _slices(4), batch_size=16),
+      run('v5p_64_8b', '2xv6e:16x16', _slices(2), _mesh(z=1, x=16, y=16), batch_size=8),
+      run('v5p_64_8b', '4xv6e:16x16', _slices(4), _mesh(z=1, x=16, y=16), batch_size=16),
     ),
   ),
 )

@@ -11,13 +11,14 @@ from valkyrie.certificates.collectives import Collective
 from valkyrie.monitoring import chips
 
 RATE = chips.TPUS['v4'].link_bytes_per_second
+DCN = 3e9
 SIZE = 9_000_000_000  # at 45 GB/s, 0.2 s over one link
 
 
 def network(*sides, rings=None):
   """Partitions in the order of their coordinates, the last axis fastest."""
   places = np.stack(np.unravel_index(np.arange(np.prod(sides)), sides), axis=1)
-  return collectives.Torus(places, rings or (False,) * len(sides), sides)
+  return collectives.Torus(places, rings or (False,) * len(sides), sides, DCN)
 
 
 def collective(kind, groups, size=SIZE, dimensions=None):
@@ -73,8 +74,9 @@ def test_mesh_axes_of_collectives():
   assert collectives.mesh_axes(along_time, mesh) == ('time',)
   assert collectives.mesh_axes(along_rows, mesh) == ('rows',)
   assert collectives.mesh_axes(halo, mesh) == ('time',)
-  spent = collectives.by_mesh_axes([halo, everywhere], mesh, network(2, 4), RATE)
-  assert spent == pytest.approx({'time': 0.2, 'rows+time': 3 * 0.4 * 7 / 8 / 2})
+  between = dataclasses.replace(collective('all-reduce', [[0, 1]]), between_slices=True)
+  spent = collectives.by_mesh_axes([halo, everywhere, between], mesh, network(2, 4), RATE)
+  assert spent == pytest.approx({'time': 0.2, 'rows+time': 3 * 0.4 * 7 / 8 / 2, 'slice': 3.0})
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,42 @@ def test_collectives_of_a_tpu_program():
   }
 
 
+def test_messages_between_slices():
+  """What libtpu makes of sums, gathers and a permutation over four slices."""
+
+  def message(number, dims, operand, kind, target):
+    how = f'_xla_megascale_target={target},_xla_megascale_transfer_type="{kind}"'
+    how, moved = f'frontend_attributes={{{how}}}', f'(f32[{dims}], u32[], token[])'
+    return (
+      f'  %s{number} = {moved} send(%{operand}, %token), is_host_transfer=true, {how}\n'
+      f'  %d{number} = token[] send-done(%s{number}), is_host_transfer=true\n'
+      f'  %r{number} = {moved} recv(%token), is_host_transfer=true, {how}\n'
+    )
+
+  text = (
+    'HloModule m, num_partitions=4\n\nENTRY %m (a: f32[8,4]) -> f32[8,4] {\n'
+    '  %a = f32[8,4] parameter(0)\n  %token = token[] after-all()\n'
+    + message(1, '8,4', 'a', 'ALL_REDUCE', '"{1,2,3,4}x{0:3}"')
+    + message(2, '8,4', 'a', 'ALL_GATHER', '"{1,2,3,4}x{0:3}"')
+    + message(
+      3, '8,4', 'a', 'REDUCE_SCATTER', '{{100000,200000,300000,400000},{100001,200001,3,4}}'
+    )
+    + message(4, '8,4', 'a', 'ONE_TO_ONE', '{{100000->200000},{100001->200001}}')
+    + '  ROOT %sum = f32[8,4] add(%a, %a)\n}\n'
+  )
+  module = hlo.parse(text)
+  size = 8 * 4 * 4
+  assert collectives.by_kind(found := collectives.of_module(module)) == {
+    'all-reduce between slices': 2 * size * 3 / 4,
+    'all-gather between slices': size * 3,
+    'reduce-scatter between slices': size * 3 / 4,
+    'one-to-one between slices': size,
+  }
+  assert all(one.between_slices for one in found)
+  parts = {one.part for one in work.of_module(module) if 's1' in one.source or 'r1' in one.source}
+  assert parts == {'communication'}
+
+
 def test_an_instruction_on_several_lines():
   """jax writes the metadata of a Pallas kernel, e.g. of splash attention, as indented JSON."""
   kernel = """  %kernel = f32[8,128]{1,0:T(8,128)} custom-call(%z), frontend_attributes={k={

@@ -59,10 +59,17 @@ def test_the_tpu_vm_launcher_starts_and_stops_all_hosts():
 
 
 def test_the_gke_launcher_restarts_after_the_retryable_exit_codes():
-  words = shlex.split(dry_run('launch_gke', 'c', 'w', 'v4-64', 'image', XPK_FLAGS='--num-slices=2'))
+  words = shlex.split(dry_run('launch_gke', 'c', 'w', '2xv4-64', 'image', XPK_FLAGS='--zone=z'))
   assert words[:3] == ['xpk', 'workload', 'create']
   options = dict(word.split('=', 1) for word in words[3:])
-  assert options['--cluster'] == 'c' and options['--num-slices'] == '2'
+  assert (options['--cluster'], options['--zone']) == ('c', 'z')
+  assert (options['--tpu-type'], options['--num-slices']) == ('v4-64', '2')
+  (one,) = (
+    word
+    for word in shlex.split(dry_run('launch_gke', 'c', 'w', 'v5litepod-16', 'image'))
+    if word.startswith('--tpu-type=')
+  )
+  assert one == '--tpu-type=v5litepod-16'
   codes = options['--restart-on-exit-codes'].split(',')
   assert tuple(map(int, codes)) == supervisor.RETRYABLE
   assert options['--command'].startswith('exec python -m valkyrie.distributed')
@@ -93,6 +100,23 @@ def test_the_trial_of_the_slurm_launcher_says_what_it_needs(tmp_path):
   )
   assert done.returncode == 2 and 'apt install slurm-wlm munge' in done.stderr
   assert 'slurmctld' in done.stderr and 'Traceback' not in done.stderr
+
+
+def test_the_flags_for_gpus_are_known_and_yield_to_those_set_before():
+  """XLA ends a process that has an unknown flag, also one without a GPU."""
+  program = (
+    'import jax, os; jax.devices(); print(os.environ["XLA_FLAGS"], os.environ["NCCL_DEBUG"])'
+  )
+  done = subprocess.run(
+    ['bash', '-c', f"source {SCRIPTS}/gpu_environment && exec {sys.executable} -c '{program}'"],
+    capture_output=True,
+    text=True,
+    check=False,
+    env={'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '--xla_gpu_autotune_level=0', 'NCCL_DEBUG': 'INFO'},
+  )
+  *flags, debug = done.stdout.split()
+  assert done.returncode == 0 and debug == 'INFO', done.stderr
+  assert len(flags) > 1 and flags[-1] == '--xla_gpu_autotune_level=0'
 
 
 @pytest.mark.parametrize('name', ['launch_tpu_vm', 'launch_gke', 'launch_slurm'])

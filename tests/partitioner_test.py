@@ -1,5 +1,6 @@
 """However a train step is laid out over devices, it computes what one device does."""
 
+import dataclasses
 import functools
 import pathlib
 
@@ -15,6 +16,8 @@ from valkyrie import main
 from valkyrie.certificates import collectives, hlo
 from valkyrie.config.load import load_gin
 from valkyrie.errors import ConfigurationError
+from valkyrie.sharding import ambient
+from valkyrie.sharding.mesh import make_mesh
 from valkyrie.sharding.partitioner import Partitioner, constrain
 from valkyrie.training import tbptt
 from valkyrie.training.curriculum import Curriculum, Phase
@@ -96,6 +99,16 @@ def gradients(name, dtype, *bindings, backprop_chunks=3, **options):
     return jax.device_get(found), layout
 
 
+def sent_by(layout, model):
+  """(the collectives of a step, its parameters, their shardings)."""
+  params, carry = tiny.init(model, ROWS)
+  placed = tiny.shardings(layout, model, params, carry)
+  state = jax.device_put({'params': params, 'carry': carry}, placed)
+  arguments = state['params'], state['carry'], layout.place_batch(batch('float32'))
+  compiled = layout.jit(of_step(model)).lower(*arguments).compile()
+  return collectives.of_module(hlo.parse(compiled.as_text())), params, placed['params']
+
+
 def relative(a, b):
   """The 2-norm of the difference over that of b, the largest over leaves."""
   return max(
@@ -144,17 +157,66 @@ def test_layers_that_gather_their_weights_change_nothing(name, layout, options):
   assert_equal(found, gradients('single', 'float64', **options)[0])
 
 
+@pytest.mark.invariant(6)
+@pytest.mark.parametrize('name', ['zero1', 'context_fsdp'])
+def test_two_slices_of_four_change_nothing(name):
+  found, layout = gradients(name, 'float64', '--gin.Partitioner.slices=2', ngrams=tiny.ngrams)
+  assert layout.mesh.shape['slice'] == 2 and layout.mesh.size == 8
+  assert_equal(found, gradients('single', 'float64', ngrams=tiny.ngrams)[0])
+
+
+@pytest.mark.parametrize('name', ['zero1', 'fsdp'])
+def test_only_gradients_cross_slices_and_once(name):
+  """Each device exchanges its quarter of the gradient with its peer in the other slice."""
+  layout = layout_of(name, '--gin.Partitioner.slices=2')
+  sent, params, placed = sent_by(layout, tiny.model())
+  across = [one for one in sent if 'slice' in collectives.mesh_axes(one, layout.mesh)]
+  assert {one.kind for one in across} == {'all-reduce'}
+  assert not any(one.in_loop for one in across)
+  quarters = sum(
+    leaf.nbytes // 4
+    for leaf, place in zip(jax.tree.leaves(params), jax.tree.leaves(placed), strict=True)
+    if any(place.spec)
+  )
+  peers = [one for one in across if collectives.mesh_axes(one, layout.mesh) == ('slice',)]
+  assert sum(one.bytes for one in peers) == quarters
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  """What jax.experimental.mesh_utils reads of a device."""
+
+  id: int
+  slice_index: int
+  platform: str = 'gpu'
+  device_kind: str = 'chip'
+  process_index: int = 0
+
+
+def test_a_mesh_keeps_each_slice_together():
+  chips = [Chip(number, number % 2) for number in range(8)]
+  with ambient.within(devices=chips):
+    made = make_mesh((('x', 2), ('y', -1)), slices=2)
+    assert dict(made.shape) == {'slice': 2, 'x': 2, 'y': 2}
+    assert [[chip.slice_index for chip in one.flat] for one in made.devices] == [[0] * 4, [1] * 4]
+    assert [chip.id for chip in made.devices[1].flat] == [1, 3, 5, 7]
+    with pytest.raises(
+      ConfigurationError, match=r'belong to 2 slices, but .*slices = 4. Set it to 2'
+    ):
+      make_mesh((('x', 2),), slices=4)
+    assert [chip.id for chip in make_mesh((('x', 8),)).devices] == list(range(8))
+  tpus = [dataclasses.replace(chip, platform='tpu') for chip in chips]
+  with (
+    ambient.within(devices=tpus),
+    pytest.raises(ConfigurationError, match=r'slices = 1\. Set it to 2'),
+  ):
+    make_mesh((('x', 4),))
+
+
 @pytest.mark.parametrize('remat_policy, passes', [('nothing', 3), (None, 2)])
 def test_a_layer_gathers_its_weights_once_for_each_pass_and_chunk(remat_policy, passes):
   """And scatters its gradient once for each chunk; all others move once."""
-  layout = layout_of('fsdp')
-  model = tiny.model(remat_policy=remat_policy)
-  params, carry = tiny.init(model, ROWS)
-  placed = tiny.shardings(layout, model, params, carry)
-  state = jax.device_put({'params': params, 'carry': carry}, placed)
-  arguments = state['params'], state['carry'], layout.place_batch(batch('float32'))
-  compiled = layout.jit(of_step(model)).lower(*arguments).compile()
-  sent = collectives.of_module(hlo.parse(compiled.as_text()))
+  sent, params, placed = sent_by(layout_of('fsdp'), tiny.model(remat_policy=remat_policy))
 
   def split(in_layers):
     """Bytes of the parts that the other devices hold."""
@@ -162,7 +224,7 @@ def test_a_layer_gathers_its_weights_once_for_each_pass_and_chunk(remat_policy, 
       leaf.nbytes * 7 // 8
       for module, group in params.items()
       for name, leaf in group.items()
-      if ('layers/' in module) == in_layers and any(placed['params'][module][name].spec)
+      if ('layers/' in module) == in_layers and any(placed[module][name].spec)
     )
 
   inside = collectives.by_kind([one for one in sent if one.in_loop])

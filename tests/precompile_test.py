@@ -198,6 +198,9 @@ def test_override_gin_restores_the_configuration(tmp_path):
     ('v5e:6x6', r'one of the nearest: .*v5e:8x4 \(32 chips\)'),
     ('v6e:2x2x2', 'v6e has no slice of this shape'),
     ('v4:16x16x16', r'one of the nearest: .*v4:8x8x8 \(512 chips\)'),
+    ('0xv4:4x4x2', "chip '0xv4' is unknown"),
+    ('2x', "chip '' is unknown"),
+    ('2xv4:3x3x3', 'v4 has no slice of this shape'),
   ],
 )
 def test_slices_that_do_not_exist_are_refused(name, message):
@@ -207,16 +210,16 @@ def test_slices_that_do_not_exist_are_refused(name, message):
 
 
 @pytest.mark.parametrize(
-  'name, sides',
+  'name, parsed',
   [
-    ('v4:4x4x2', (4, 4, 2)),
-    ('v4:2x2x1', (2, 2, 1)),
-    ('v5p:8x8x8', (8, 8, 8)),
-    ('v6e:16x16', (16, 16)),
+    ('v4:4x4x2', (1, 'v4', (4, 4, 2))),
+    ('v4:2x2x1', (1, 'v4', (2, 2, 1))),
+    ('4xv5p:8x8x8', (4, 'v5p', (8, 8, 8))),
+    ('12xv6e:16x16', (12, 'v6e', (16, 16))),
   ],
 )
-def test_names_of_slices_are_parsed(name, sides):
-  assert topologies.parse(name) == (name.partition(':')[0], sides)
+def test_names_of_slices_are_parsed(name, parsed):
+  assert topologies.parse(name) == parsed
 
 
 def child(code):

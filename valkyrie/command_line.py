@@ -57,8 +57,8 @@ _FLAGS = f"""
 --step N  the checkpoint that eval, infer, long_context, export and components read: a number,
   latest or best, or numbers separated by commas, for the mean of their parameters (default: latest)
 --follow  eval reads every checkpoint of a run as it is committed, until the last one
---topology CHIP:SHAPE  the TPU slice that precompile compiles for, such as v4:4x4x2, on a machine
-  without one (default: the devices of this machine)
+--topology CHIP:SHAPE  the TPU slice that precompile compiles for, such as v4:4x4x2, or 2xv4:4x4x2
+  for two, on a machine without one (default: the devices of this machine)
 --processes N  the number of processes of the run; {processes.DETECTED} if jax can detect it: TPU
   pods, SLURM, Kubernetes, MPI (default: only this process)
 --process I  the number of this process, from 0

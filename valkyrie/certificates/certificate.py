@@ -17,9 +17,13 @@ from valkyrie.training.setup import Setup
 
 
 def of_step(
-  setup: Setup, phase: Phase, topology: str | None, hbm_bytes: int | None
+  setup: Setup,
+  phase: Phase,
+  topology: str | None,
+  hbm_bytes: int | None,
+  dcn_bytes_per_second: float | None,
 ) -> dict[str, Any]:
-  """Compiles the step of a phase, and returns its certificate; a program can use `hbm_bytes`."""
+  """Compiles the step of a phase, and returns its certificate; see `precompile`."""
   mesh, rows = setup.partitioner.mesh, setup.settings.batch_size
   axes = {logical: setup.partitioner.axes_of(logical) for logical in setup.partitioner.axis_rules}
   rules = [f'{logical} over {"+".join(names)}' for logical, names in axes.items() if names]
@@ -54,7 +58,9 @@ def of_step(
   module = hlo.parse(compiled.as_text() or '')
   done, sent = work.of_module(module), collectives.of_module(module)
   facts |= _memory(compiled, hbm_bytes) | _program(module, done, sent, facts)
-  return facts if topology is None else facts | _estimates(topology, done, sent, facts, mesh)
+  if topology is None:
+    return facts
+  return facts | _estimates(topology, done, sent, facts, mesh, dcn_bytes_per_second)
 
 
 def _memory(compiled: jax.stages.Compiled, hbm_bytes: int | None) -> dict[str, Any]:
@@ -109,6 +115,7 @@ def _estimates(
   sent: Sequence[collectives.Collective],
   facts: Mapping[str, Any],
   mesh: Mesh,
+  dcn_bytes_per_second: float | None,
 ) -> dict[str, Any]:
   """Estimated time and share of peak on a TPU slice, see `collectives`. Nothing is measured.
 
@@ -117,17 +124,22 @@ def _estimates(
   lies between them. estimated_compute_seconds is operations / peak FLOP/s, and
   estimated_memory_seconds is bytes / HBM bandwidth.
   """
-  name, sides = topologies.parse(topology)
+  _, name, sides = topologies.parse(topology)
   chip = chips.TPUS[name]
-  assert chip.hbm_bytes_per_second and chip.link_bytes_per_second and chip.cycles_per_second, chip
-  places = np.asarray([device.coords[: len(sides)] for device in mesh.devices.flat])
-  network = collectives.Torus(places, topologies.wraps(name, sides), sides)
+  network = collectives.Torus(
+    places=np.asarray([device.coords[: len(sides)] for device in mesh.devices.flat]),
+    rings=topologies.wraps(name, sides),
+    sides=sides,
+    dcn_bytes_per_second=dcn_bytes_per_second or chip.dcn_bytes_per_second,
+  )
   axes = collectives.by_mesh_axes(sent, mesh, network, chip.link_bytes_per_second)
   communication = sum(axes.values())
   parts = work.seconds(done, chip)
   sums = [communication + sum(column) for column in zip(*parts.values(), strict=True)]
   rates = [facts['tokens_per_step'] / mesh.size / seconds for seconds in sums]
   return {
+    'dcn_bytes': round(hlo.total(one for one in sent if one.between_slices)),
+    'dcn_bytes_per_second': network.dcn_bytes_per_second,
     'estimated_seconds_by_part': {**parts, 'communication': [communication] * 2},
     'estimated_compute_seconds': facts['executed_flops'] / chip.peak_flops,
     'estimated_memory_seconds': facts['hbm_traffic_bytes'] / chip.hbm_bytes_per_second,

@@ -9,7 +9,9 @@ least possible; n is the number of chips in a group:
   all-to-all           (n-1)/n of its operand
   collective-permute   its operand
 
-An operation that is split into a start and a done is counted once.
+An operation that is split into a start and a done is counted once. What crosses slices, libtpu
+divides into collectives within each slice and one between chips at the same place in each, a `send`
+to its host; n is then the number of slices.
 
 The time is an estimate, not a measurement: links have their full bandwidth, and nothing overlaps
 with other work. A collective over several axes of a torus uses the links of all these axes at once,
@@ -31,6 +33,7 @@ from jax.sharding import Mesh
 import numpy as np
 
 from valkyrie.certificates import hlo
+from valkyrie.sharding.mesh import SLICE
 
 KINDS = (
   'all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute',
@@ -47,12 +50,14 @@ class Collective(hlo.Transfer):
   operand_bytes: bytes of a chip's operands.
   groups: partitions [groups, n]; for a permutation, its (source, target) pairs [pairs, 2].
   dimensions: number of network axes that the compiler's algorithm uses at once; None if unknown.
+  between_slices: whether the chips have the same place in the slices, which the groups then number.
   """
 
   kind: str
   operand_bytes: int
   groups: np.ndarray
   dimensions: int | None = None
+  between_slices: bool = False
 
 
 def of_module(module: hlo.Module) -> list[Collective]:
@@ -78,15 +83,19 @@ class Torus(NamedTuple):
   places: coordinates of each partition's chip, [partitions, axes], in the order of the mesh.
   rings: whether each axis is a ring.
   sides: length of each axis, in chips.
+  dcn_bytes_per_second: what a chip sends over the data-center network, which joins slices.
   """
 
   places: np.ndarray
   rings: tuple[bool, ...]
   sides: tuple[int, ...]
+  dcn_bytes_per_second: float
 
 
 def seconds(collective: Collective, network: Torus, link_bytes_per_second: float) -> float:
   """Seconds of one execution of a collective."""
+  if collective.between_slices:
+    return collective.bytes / network.dcn_bytes_per_second
   if collective.kind == 'collective-permute':
     load = _busiest_link(collective.groups, network)
     return load * collective.operand_bytes / link_bytes_per_second
@@ -110,6 +119,8 @@ def seconds(collective: Collective, network: Torus, link_bytes_per_second: float
 
 def mesh_axes(collective: Collective, mesh: Mesh) -> tuple[str, ...]:
   """The mesh axes that a collective crosses."""
+  if collective.between_slices:
+    return (SLICE,)
   group = np.stack(np.unravel_index(collective.groups, mesh.devices.shape))  # [axes, groups, n]
   crossed = (group != group[..., :1]).any(axis=(1, 2))
   return tuple(name for name, is_one in zip(mesh.axis_names, crossed, strict=True) if is_one)
@@ -143,10 +154,15 @@ def _busiest_link(pairs: np.ndarray, network: Torus) -> int:
 
 def _read(instruction: hlo.Instruction, partitions: int) -> Collective | None:
   kind = instruction.opcode.removesuffix('-start')
-  if kind not in KINDS:
+  between = kind == 'send' and instruction.find(r'_xla_megascale_transfer_type="(\w+)"')
+  if kind not in KINDS and not between:
     return None
   size = sum(array.bytes for operand in instruction.operands for array in operand.arrays)
-  if kind == 'collective-permute':
+  if between:
+    kind = between.lower().replace('_', '-')
+    slices = instruction.find(r'_xla_megascale_target="?\{+([\d,]+)\}') or '0,1'  # a permutation
+    groups = np.arange(len(slices.split(',')))[None]
+  elif kind == 'collective-permute':
     pairs = instruction.find(r'source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}')
     groups = np.asarray(re.findall(r'\{(\d+),(\d+)\}', pairs), int).reshape(-1, 2)
   else:
@@ -160,15 +176,17 @@ def _read(instruction: hlo.Instruction, partitions: int) -> Collective | None:
     'all-reduce': 2 * size * (n - 1) / n,
     'collective-broadcast': size * (n > 1),
     'collective-permute': size * np.ptp(groups, axis=1).any(),  # unless none leaves its chip
+    'one-to-one': size,
   }
   dimensions = instruction.find(r'"(?:emitter|strategy)":"[^"]*?(\d)D')
   return Collective(
-    kind=kind,
+    kind=f'{kind} between slices' if between else kind,
     operand_bytes=size,
     bytes=float(sent.get(kind, size * (n - 1) / n)),
     groups=groups,
     source=instruction.op_name or instruction.name,
     dimensions=int(dimensions) if dimensions else None,
+    between_slices=bool(between),
   )
 
 

@@ -42,6 +42,7 @@ def precompile(
   *,
   settings: Callable[[], StepSettings],
   hbm_bytes: int | None = None,
+  dcn_bytes_per_second: float | None = None,
   layouts: Sequence[str] | None = None,
 ) -> None:
   """Compiles the train step of every phase; writes and prints a certificate of each.
@@ -50,8 +51,10 @@ def precompile(
 
   Args:
     model_dir: the directory of precompile.json.
-    topology: a TPU slice, such as 'v4:4x4x2'; None means the devices of this machine.
+    topology: a TPU slice, such as 'v4:4x4x2', or several, such as '2xv4:4x4x2'; None means the
+      devices of this machine.
     hbm_bytes: the memory of a device that a program may use; None takes what the chip has.
+    dcn_bytes_per_second: what a chip sends over the network between slices; None takes the chip's.
     layouts: gin files of partitioners to try if a step needs more; None takes all of gin/partition.
   """
   devices = jax.devices() if topology is None else topologies.devices(topology)
@@ -64,7 +67,10 @@ def precompile(
     phases = dict(enumerate(setup.curriculum.forms))
     chosen = phases if only is None else {only: phases[only]}
     programs = {phase.shape: phase for phase in chosen.values()}
-    found = {s: certificate.of_step(setup, p, topology, offered) for s, p in programs.items()}
+    found = {
+      shape: certificate.of_step(setup, phase, topology, offered, dcn_bytes_per_second)
+      for shape, phase in programs.items()
+    }
     return [{'phase': number, **found[phase.shape]} for number, phase in chosen.items()]
 
   with ambient.within(devices=devices):

@@ -1,4 +1,4 @@
-"""TPU slices by name, such as 'v4:4x4x2' and 'v6e:8x8', and devices to compile for them."""
+"""TPU slices by name, such as 'v4:4x4x2' and '2xv6e:8x8', and devices to compile for them."""
 
 from collections.abc import Mapping, Sequence
 import importlib.util
@@ -29,9 +29,14 @@ _ENVIRONMENT = {
 }
 
 
-def parse(name: str) -> tuple[str, tuple[int, ...]]:
-  """'v4:4x4x2' as ('v4', (4, 4, 2)); raises a ConfigurationError if there is no such slice."""
-  chip, _, shape = name.partition(':')
+def parse(name: str) -> tuple[int, str, tuple[int, ...]]:
+  """'v4:4x4x2' as (1, 'v4', (4, 4, 2)), and '2xv4:4x4x2', two such slices, as (2, ...).
+
+  Raises a ConfigurationError if there is no such slice.
+  """
+  count, _, one = name.partition('x')
+  slices, one = (int(count), one) if re.fullmatch(r'[1-9]\d{0,2}', count) else (1, name)
+  chip, _, shape = one.partition(':')
   if chip not in TPUS:
     raise ConfigurationError(
       f'--topology={name}: the chip {chip!r} is unknown. Use one of {", ".join(TPUS)}, as in '
@@ -51,12 +56,12 @@ def parse(name: str) -> tuple[str, tuple[int, ...]]:
       f'--topology={name}: {chip} has no slice of this shape. Use one of the nearest: '
       + ', '.join(f'{_name(chip, one)} ({math.prod(one)} chips)' for one in nearest)
     )
-  return chip, sides
+  return slices, chip, sides
 
 
 def devices(name: str) -> Sequence[Any]:
-  """The devices of a slice, one per chip; raises as `parse`, or if libtpu is missing."""
-  chip, sides = parse(name)
+  """The devices of the slices, one per chip; raises as `parse`, or if libtpu is missing."""
+  slices, chip, sides = parse(name)
   if importlib.util.find_spec('libtpu') is None:
     raise ConfigurationError(
       f'--topology={name}: libtpu, the compiler for TPUs, is not installed. Install it, also on a '
@@ -72,8 +77,8 @@ def devices(name: str) -> Sequence[Any]:
 
   return topologies.get_topology_desc(
     platform='tpu',
-    topology_name=name,
-    num_slices=1,
+    topology_name=f'{chip}:{"x".join(map(str, sides))}',
+    num_slices=slices,
     chips_per_host_bounds=(1, 1, 1) if math.prod(sides) == 1 else (2, 2, 1),
     # One device per chip: v4 and v5p chips have two cores.
     **({'chip_config_name': 'megacore'} if cores == 2 else {}),

@@ -82,7 +82,7 @@ def of_module(module: hlo.Module) -> list[Work]:
 
 
 def _part(instruction: hlo.Instruction, flops: int) -> str:
-  if instruction.opcode.removesuffix('-start') in collectives.KINDS:
+  if instruction.opcode.removesuffix('-start') in (*collectives.KINDS, 'send', 'recv'):
     return 'communication'
   if _KERNEL in instruction.attributes:
     return 'kernels'

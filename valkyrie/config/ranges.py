@@ -18,7 +18,7 @@ _INTERVALS = {
     'keep keep_period vocabulary_size d_model layers heads kv_heads head_width key_width '
     'value_width mlp_width width state_size hippo_blocks slice_size dilations max_context '
     'original_context rank taps window plan_interval plan_tokens cycles segments top_k '
-    'NgramEmbedding.rows groups sets reference_tokens components.shown components.windows'
+    'NgramEmbedding.rows groups sets reference_tokens components.shown components.windows slices'
   ),
   '[2, 2147483647]': 'LossSpikes.window orders',
   '[260, 1048576]': 'train_vocabulary.size',  # beyond the bytes
@@ -41,7 +41,7 @@ _INTERVALS = {
   ),
   '(0, inf)': (
     'base embedding_scale horizon shortest step_rescale faithful_rate Adversary.rate '
-    'ComponentScores.rate'
+    'ComponentScores.rate dcn_bytes_per_second'
   ),
   '[1e-30, 1e30]': 'repetition_penalty',
   '(0, inf]': 'clip_norm deviations',

@@ -15,6 +15,7 @@ class Chip(NamedTuple):
   axes: dimensions of the network. A chip has a link to both of its neighbors along each.
   cycles_per_second: of the clock of its cores.
   peak_int8: dense int8 operations/s.
+  dcn_bytes_per_second: its share of the network that joins slices, in one direction.
   """
 
   device_kind: str
@@ -25,6 +26,7 @@ class Chip(NamedTuple):
   axes: int
   cycles_per_second: float
   peak_int8: float
+  dcn_bytes_per_second: float
 
 
 # FLOP/s, int8 operations/s: the vendors' data sheets.
@@ -35,10 +37,10 @@ class Chip(NamedTuple):
 # Clocks: FLOP/s / (2 x multipliers of the matrix units of a chip): 8 units of 128 x 128 for v4 and
 # v5p, 4 for v5e, 4 of 256 x 256 for v6e.
 TPUS = {
-  'v4': Chip('TPU v4', 275e12, int(30.75 * GIB), 1.2e12, 4.5e10, 3, 1.05e9, 275e12),
-  'v5e': Chip('TPU v5 lite', 197e12, int(15.75 * GIB), 8.1e11, 4.5e10, 2, 1.5e9, 394e12),
-  'v5p': Chip('TPU v5', 459e12, int(95.74 * GIB), 2.8e12, 9e10, 3, 1.75e9, 918e12),
-  'v6e': Chip('TPU v6 lite', 918e12, int(31.25 * GIB), 1.6e12, 9e10, 2, 1.75e9, 1836e12),
+  'v4': Chip('TPU v4', 275e12, int(30.75 * GIB), 1.2e12, 4.5e10, 3, 1.05e9, 275e12, 6.25e9),
+  'v5e': Chip('TPU v5 lite', 197e12, int(15.75 * GIB), 8.1e11, 4.5e10, 2, 1.5e9, 394e12, 3.125e9),
+  'v5p': Chip('TPU v5', 459e12, int(95.74 * GIB), 2.8e12, 9e10, 3, 1.75e9, 918e12, 6.25e9),
+  'v6e': Chip('TPU v6 lite', 918e12, int(31.25 * GIB), 1.6e12, 9e10, 2, 1.75e9, 1836e12, 1.25e10),
 }
 # The peaks of GPUs, whose time is not estimated, by the beginning of JAX's name.
 _GPUS = {'NVIDIA A100': 312e12, 'NVIDIA H100': 989e12, 'NVIDIA H200': 989e12}

@@ -11,6 +11,8 @@ from jax.sharding import Mesh
 from valkyrie.errors import ConfigurationError
 from valkyrie.sharding import ambient
 
+SLICE = 'slice'  # the mesh axis over the data-center network
+
 
 def current_devices() -> Sequence[Any]:
   """The target devices, `Ambient.devices`, or the devices of this machine."""
@@ -22,12 +24,14 @@ def platform() -> str:
   return current_devices()[0].platform
 
 
-def make_mesh(axes: Sequence[tuple[str, int]]) -> Mesh:
+def make_mesh(axes: Sequence[tuple[str, int]], slices: int = 1) -> Mesh:
   """The mesh of these axes over all devices, or over the first one if every axis has size 1.
 
-  An axis is (name, size), outermost first; one size may be -1, for all remaining devices. Raises a
-  ConfigurationError if the axes are malformed, or need another number of devices.
+  An axis is (name, size), outermost first; one size may be -1, for all remaining devices. With
+  several slices, these are the axes of each, and the outermost axis SLICE joins the slices. Raises
+  a ConfigurationError if the axes are malformed, or need other devices.
   """
+  axes = ((SLICE, slices), *axes) if slices > 1 and isinstance(axes, tuple | list) else axes
   _check_axes(axes)
   devices = current_devices()
   names = [name for name, _ in axes]
@@ -35,6 +39,11 @@ def make_mesh(axes: Sequence[tuple[str, int]]) -> Mesh:
   fixed = math.prod(size for size in sizes if size != -1)
   if sizes == [1] * len(sizes):
     devices = devices[:1]
+  found = len({getattr(device, 'slice_index', 0) for device in devices})
+  if slices != found > 1 and (slices > 1 or devices[0].platform == 'tpu'):
+    raise ConfigurationError(
+      f'The devices belong to {found} slices, but Partitioner.slices = {slices}. Set it to {found}.'
+    )
   if sizes.count(-1) == 1 and len(devices) % fixed == 0:
     sizes[sizes.index(-1)] = len(devices) // fixed
   if math.prod(sizes) != len(devices) or -1 in sizes:
@@ -46,7 +55,14 @@ def make_mesh(axes: Sequence[tuple[str, int]]) -> Mesh:
       'as gin/partition/data.gin, which takes any number.'
     )
   # On a TPU, each mesh axis follows axes of the torus; elsewhere, devices keep their order.
-  return Mesh(mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True), names)
+  if slices == found > 1:
+    over = [slices] + [1] * (len(sizes) - 1)
+    made = mesh_utils.create_hybrid_device_mesh(
+      [1, *sizes[1:]], over, devices, allow_split_physical_axes=True
+    )
+  else:
+    made = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+  return Mesh(made, names)
 
 
 def _check_axes(axes: Any) -> None:

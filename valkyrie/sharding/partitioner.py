@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from valkyrie.errors import ConfigurationError, regular_expression
 from valkyrie.sharding import ambient
-from valkyrie.sharding.mesh import make_mesh
+from valkyrie.sharding.mesh import SLICE, make_mesh
 from valkyrie.types import Array, Axes, Batch, leaf_path
 
 
@@ -41,6 +41,7 @@ class Partitioner:
     parameter_axes: Sequence[tuple[str, Axes]] = (),
     manual: bool = True,
     gather_layers: bool = False,
+    slices: int = 1,
   ):
     """Builds the mesh.
 
@@ -56,15 +57,19 @@ class Partitioner:
         all other operations by the rules, and inserts their communication.
       gather_layers: in a manual layout: the weights of layers stay split, and each layer gathers
         its own where it runs, see `layer_weights`.
+      slices: groups of devices that only the data-center network joins. Each has the whole mesh,
+        all weights by its rules, and its own rows; the outermost mesh axis 'slice' joins them.
 
     Raises:
       ConfigurationError: the devices cannot form the mesh, or a rule names an unknown axis or one
         that such a layout cannot split.
     """
-    self.mesh = make_mesh(mesh)
+    self.mesh = make_mesh(mesh, slices)
     self.manual = manual
     self.gather_layers = gather_layers
     self.axis_rules = dict(axis_rules)
+    if slices > 1:
+      self.axis_rules['batch'] = (SLICE, *self.axes_of('batch'))
     self._parameter_axes = tuple(
       (regular_expression('Partitioner.parameter_axes', pattern), axes)
       for pattern, axes in parameter_axes
