@@ -1,5 +1,6 @@
 """Programs of earlier runs: found again, private, and used only unchanged."""
 
+import math
 import os
 import pathlib
 import socket
@@ -7,6 +8,8 @@ import stat
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from valkyrie.distributed import compilation_cache
@@ -45,7 +48,7 @@ lowered = step.lower(x)
 if may_compile == 'no':
   lowered.compile = None
 try:
-  program = compilation_cache.compiled(lowered, mesh.devices.flatten().tolist())
+  program, _ = compilation_cache.compiled(lowered, mesh.devices.flatten().tolist())
 except TypeError:
   program = step
 new, total = program(x)
@@ -187,3 +190,48 @@ def test_the_programs_of_other_processes_are_kept_too(tmp_path):
   kept.write_bytes(kept.read_bytes()[:-1])
   second, errors = start(('yes', 'no'))
   assert 'compiled anew' in second[1], errors
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+  """The folder of programs, which this process uses during the test."""
+  name = 'jax_compilation_cache_dir'
+  before = getattr(jax.config, name)
+  monkeypatch.setenv('VALKYRIE_CACHE', str(tmp_path))
+  jax.config.update(name, None)
+  yield tmp_path / 'compiled'
+  jax.config.update(name, before)
+
+
+def test_a_precompiled_program_is_used_and_says_what_it_took(cache):
+  step = jax.jit(lambda x: (jnp.tanh(x) * 2, x.sum()), donate_argnums=0)
+  x, devices = jnp.arange(8.0), jax.devices()[:1]
+  lowered = step.lower(x)
+  kept = pathlib.Path(compilation_cache.keep(lowered.compile(), lowered, devices, 12.34))
+  assert kept.parent == cache / 'precompiled' and stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
+  assert compilation_cache.enable() is None
+
+  def found(x):
+    again = step.lower(x)
+    again.compile = lambda: 'compiled anew'
+    return compilation_cache.compiled(again, devices)
+
+  program, seconds = found(x)
+  new, total = program(x)
+  assert seconds == 12.3 and float(total) == 28 and x.is_deleted()
+  assert float(new[1]) == pytest.approx(2 * math.tanh(1))
+  assert found(jnp.arange(9.0)) == ('compiled anew', None)  # another program
+  kept.write_bytes(kept.read_bytes()[:-9])
+  assert found(jnp.arange(8.0)) == ('compiled anew', None)  # cut off after it was checked
+  assert compilation_cache.keep(lowered.compile(), lowered, devices, 1.0).startswith(
+    'compiled programs are not'
+  )
+
+
+def test_a_precompiled_program_that_changed_is_deleted(cache):
+  lowered, devices = jax.jit(jnp.tanh).lower(jnp.arange(8.0)), jax.devices()[:1]
+  kept = pathlib.Path(compilation_cache.keep(lowered.compile(), lowered, devices, 1.0))
+  content = bytearray(kept.read_bytes())
+  content[len(content) // 2] ^= 1
+  kept.write_bytes(content)
+  assert compilation_cache.enable() is None and not kept.exists()

@@ -11,6 +11,7 @@ import numpy as np
 
 from valkyrie.certificates import collectives, hlo, topologies, work
 from valkyrie.checkpoint.compatibility import version
+from valkyrie.distributed import compilation_cache
 from valkyrie.monitoring import chips
 from valkyrie.training.curriculum import Phase
 from valkyrie.training.setup import Setup
@@ -46,7 +47,8 @@ def of_step(
   }
   began = time.perf_counter()
   try:
-    compiled = setup.trace(phase).lower().compile()
+    lowered = setup.trace(phase).lower()
+    compiled = lowered.compile()
   except jax.errors.JaxRuntimeError as error:
     refused = str(error).partition('\n')[0]
     if 'RESOURCE_EXHAUSTED' not in refused:
@@ -54,7 +56,9 @@ def of_step(
     needed = re.search(r'\(([\d.]+)G\)', refused)
     total = int(float(needed.group(1)) * chips.GIB) if needed else None
     return facts | {'total_bytes': total, 'hbm_bytes': hbm_bytes, 'fits': False, 'refused': refused}
-  facts['compile_seconds'] = round(time.perf_counter() - began, 1)
+  seconds = time.perf_counter() - began
+  facts['compile_seconds'] = round(seconds, 1)
+  facts['program'] = compilation_cache.keep(compiled, lowered, [*mesh.devices.flat], seconds)
   module = hlo.parse(compiled.as_text() or '')
   done, sent = work.of_module(module), collectives.of_module(module)
   facts |= _memory(compiled, hbm_bytes) | _program(module, done, sent, facts)
@@ -177,6 +181,7 @@ def text(c: Mapping[str, Any]) -> str:
     f'{c["instructions"]:,} instructions, {c["code_bytes"] / 1e6:.1f} MB of code',
     'products': f'{c["useful_flops"] / 1e12:.3g} TFLOP per chip and step for the model; '
     f'the program executes {c["executed_flops"] / c["useful_flops"]:.2f} times as much',
+    'kept for the run': c['program'],
     'memory traffic': f'{c["hbm_traffic_bytes"] / 1e12:.3g} TB per chip and step',
     'bytes sent': f'{sum(sent.values()) / 1e9:.3g} GB per chip and step ({kinds})',
   }

@@ -3,6 +3,7 @@
     CACHE/compiled/KEY/*-cache          a program; KEY stands for the processor and jaxlib
     CACHE/compiled/KEY/process-*-cache  a program of a process other than 0, which jax does not keep
     CACHE/compiled/KEY/*-cache.sha256   the hash of a program
+    CACHE/compiled/precompiled/*-cache  a program of --run_mode=precompile, also for other machines
 
 A program is code. So only its owner can read the directory, a directory of another owner is not
 used, and a program without a hash or with another one is deleted before jax can read it.
@@ -12,6 +13,7 @@ import atexit
 from collections.abc import Sequence
 import contextlib
 import hashlib
+from importlib import metadata
 import os
 import pathlib
 import pickle
@@ -28,7 +30,9 @@ from valkyrie.config import paths
 from valkyrie.errors import StorageError
 from valkyrie.storage import whole_file
 
+_PRECOMPILED = 'compiled/precompiled'
 _MAX_BYTES = 2**30  # of all programs; the oldest are deleted
+_REFUSED = 'compiled programs are not kept:'
 _LEAST_SECONDS = 0.2  # of a compilation that is worth a file
 _jax: Any = jax.config  # whose options have no types
 
@@ -42,53 +46,76 @@ def enable() -> str | None:
   directory = paths.cache() / 'compiled' / _key()
   if _jax.jax_compilation_cache_dir or not _jax.jax_enable_compilation_cache:
     return None
-  refused = 'compiled programs are not kept:'
   if (address := str(epath.Path(directory))) != str(directory):  # as jax reads it
-    return f'{refused} jax takes {directory} for {address}'
-  try:
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for place in (directory.parent, directory):
-      found = place.lstat()
-      if found.st_uid != os.geteuid() or place.is_symlink():
-        return f'{refused} {place} belongs to another user'
-      if found.st_mode & 0o077:
-        place.chmod(0o700)
-    _clean(directory)
-  except OSError as error:
-    return f'{refused} {directory}: {error.strerror}'
+    return f'{_REFUSED} jax takes {directory} for {address}'
+  if problem := _private(directory) or _private(paths.cache() / _PRECOMPILED):
+    return problem
   _jax.update('jax_compilation_cache_dir', str(directory))
   _jax.update('jax_persistent_cache_min_compile_time_secs', _LEAST_SECONDS)
   atexit.register(seal)
   return None
 
 
-def compiled(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> jax.stages.Compiled:
-  """`lowered.compile()` for these devices, or the program that an earlier run made of it.
-
-  jax writes only the programs of process 0, and may name the programs of others differently.
-  """
-  directory = _directory()
-  if directory is None or jax.process_index() == 0:
-    return lowered.compile()
-  file = directory / f'process-{_name(lowered, devices)}-cache'
+def keep(
+  program: jax.stages.Compiled, lowered: jax.stages.Lowered, devices: Sequence[Any], seconds: float
+) -> str:
+  """Keeps a program that took `seconds` for `compiled` in a run; returns its file, or why not."""
+  file = paths.cache() / _PRECOMPILED / f'{_name(lowered, devices)}-cache'
+  if _jax.jax_compilation_cache_dir or not _jax.jax_enable_compilation_cache:
+    return f'{_REFUSED} the environment disables the cache or sets JAX_COMPILATION_CACHE_DIR'
+  if problem := _private(file.parent):
+    return problem
   try:
-    return serialize_executable.deserialize_and_load(
-      file.read_bytes(), lowered.in_tree, lowered.out_tree, execution_devices=devices
-    )
-  except (OSError, ValueError, RuntimeError, pickle.UnpicklingError):  # none, or of another jax
-    began = time.monotonic()
-    program = lowered.compile()
-  if time.monotonic() - began > _LEAST_SECONDS:
+    _write(file, program, seconds)
+  except (StorageError, ValueError, RuntimeError) as error:
+    return f'{_REFUSED} {error}'
+  _seal(file.parent)
+  return str(file)
+
+
+def compiled(
+  lowered: jax.stages.Lowered, devices: Sequence[Any]
+) -> tuple[jax.stages.Compiled, float | None]:
+  """`lowered.compile()` for these devices, or the program that was kept of it.
+
+  The number is the seconds that a kept program took; None for others. jax keeps only the programs
+  of process 0, silently, and may name the programs of others differently.
+  """
+  directory, process = _directory(), jax.process_index()
+  precompiled = paths.cache() / _PRECOMPILED
+  if directory is None or not (process or any(precompiled.glob('*-cache'))):
+    return lowered.compile(), None
+  name = _name(lowered, devices)
+  own = directory / f'process-{process}-of-{jax.process_count()}-{name}-cache'
+  for file in (precompiled / f'{name}-cache', own):
+    # There is none, or one of another jax.
+    with contextlib.suppress(OSError, ValueError, RuntimeError, pickle.UnpicklingError):
+      seconds, _, content = file.read_bytes().partition(b'\n')
+      program = serialize_executable.deserialize_and_load(
+        content, lowered.in_tree, lowered.out_tree, execution_devices=devices
+      )
+      return program, float(seconds)
+  began = time.monotonic()
+  program = lowered.compile()
+  if process and time.monotonic() - began > _LEAST_SECONDS:
     # A backend without serialized programs, or a full disk: it is compiled again the next time.
     with contextlib.suppress(StorageError, ValueError, RuntimeError):
-      whole_file.write(file, serialize_executable.serialize(program)[0])
-  return program
+      _write(own, program, time.monotonic() - began)
+  return program, None
+
+
+def _write(file: pathlib.Path, program: jax.stages.Compiled, seconds: float) -> None:
+  content = serialize_executable.serialize(program)[0]
+  whole_file.write(file, f'{seconds:.1f}\n'.encode() + content)
 
 
 def seal() -> None:
   """Writes the hashes of newly compiled programs; a program without a hash is not used."""
-  if (directory := _directory()) is None:
-    return
+  if directory := _directory():
+    _seal(directory)
+
+
+def _seal(directory: pathlib.Path) -> None:
   with contextlib.suppress(OSError):  # of a full disk: the programs are compiled again
     for program in directory.glob('*-cache'):
       hash_file = pathlib.Path(f'{program}.sha256')
@@ -102,12 +129,31 @@ def _directory() -> pathlib.Path | None:
   return pathlib.Path(directory) if directory and directory.endswith(_key()) else None
 
 
+def _private(directory: pathlib.Path) -> str | None:
+  """Makes a directory of programs that only its owner reads, and cleans it; returns why not."""
+  try:
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for place in (directory.parent, directory):
+      found = place.lstat()
+      if found.st_uid != os.geteuid() or place.is_symlink():
+        return f'{_REFUSED} {place} belongs to another user'
+      if found.st_mode & 0o077:
+        place.chmod(0o700)
+    _clean(directory)
+  except OSError as error:
+    return f'{_REFUSED} {directory}: {error.strerror}'
+  return None
+
+
 def _name(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> str:
-  """A hash of all that a program depends on besides `_key`."""
+  """A hash of all that a program depends on, the same without its devices."""
+  if devices[0].platform == 'tpu':  # whose programs do not depend on the processor of the host
+    compiler = [one.version for one in metadata.distributions(name='libtpu')]
+  else:
+    compiler = [_key(), devices[0].client.platform_version]
   flags = [os.environ.get(name) for name in ('XLA_FLAGS', 'LIBTPU_INIT_ARGS')]
-  places = [(device.id, device.process_index, device.device_kind) for device in devices]
-  version = devices[0].client.platform_version
-  settings = f'{jax.__version__} {version} {jax.process_index()} {places} {flags}'
+  places = [(device.id, device.device_kind) for device in devices]
+  settings = f'{jax.__version__} {jaxlib.version.__version__} {compiler} {places} {flags}'
   return hashlib.sha256(f'{settings}\n{lowered.as_text()}'.encode()).hexdigest()
 
 

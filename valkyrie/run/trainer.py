@@ -133,8 +133,11 @@ class Trainer:
         began = time.perf_counter()
         lowered = self.setup.trace(phase).lower()
         traced = time.perf_counter()
-        compiled[phase.shape] = compilation_cache.compiled(lowered, devices)
-        times = f'{traced - began:.1f} s, compiled in {time.perf_counter() - traced:.1f} s'
+        compiled[phase.shape], before = compilation_cache.compiled(lowered, devices)
+        seconds = time.perf_counter() - traced
+        times = f'{traced - began:.1f} s, compiled in {seconds:.1f} s'
+        if before is not None:
+          times += f': read from a file, {before - seconds:.1f} s saved'
         takes = memory.of_program(compiled[phase.shape])
         self.say(f'traced in {times}; {takes}')
         self.needs = f'a step of {_shape_text(phase)} takes {takes}'
