@@ -184,10 +184,10 @@ TABLES = (
     '| --- | --- | --- | --- | --- | --- | --- | --- |',
     _of_slices,
     (
-      run('v5p_64_8b', '2xv5p:4x4x4', _slices(2), batch_size=8),
-      run('v5p_64_8b', '4xv5p:4x4x4', _slices(4), batch_size=16),
-      run('v5p_64_8b', '2xv6e:16x16', _slices(2), _mesh(z=1, x=16, y=16), batch_size=8),
-      run('v5p_64_8b', '4xv6e:16x16', _slices(4), _mesh(z=1, x=16, y=16), batch_size=16),
+      run('decoder_1b', '2xv5p:4x4x4', _slices(2), batch_size=128),
+      run('decoder_1b', '4xv5p:4x4x4', _slices(4), batch_size=256),
+      run('decoder_1b', '2xv6e:16x16', _slices(2), batch_size=512),
+      run('decoder_1b', '4xv6e:16x16', _slices(4), batch_size=1024),
     ),
   ),
 )
