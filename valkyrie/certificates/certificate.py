@@ -1,12 +1,13 @@
 """Certificate of a compiled train step: an entry of precompile.json, and its text form."""
 
 from collections.abc import Mapping, Sequence
+import functools
 import re
 import time
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 import numpy as np
 
 from valkyrie.certificates import collectives, hlo, topologies, work
@@ -14,7 +15,7 @@ from valkyrie.checkpoint.compatibility import version
 from valkyrie.distributed import compilation_cache
 from valkyrie.monitoring import chips
 from valkyrie.training.curriculum import Phase
-from valkyrie.training.setup import Setup
+from valkyrie.training.setup import Setup, by_kernels
 
 
 def of_step(
@@ -64,7 +65,23 @@ def of_step(
   facts |= _memory(compiled, hbm_bytes) | _program(module, done, sent, facts)
   if topology is None:
     return facts
+  facts['plain_cycles_per_flop'] = _plain_cycles(setup)
   return facts | _estimates(topology, done, sent, facts, mesh, dcn_bytes_per_second)
+
+
+def _plain_cycles(setup: Setup) -> float:
+  """The cycles of an operation in the plain forms of the kernels, compiled for one device.
+
+  Only their matrix products count, with what the compiler fuses into them.
+  """
+  one, found = SingleDeviceSharding(setup.partitioner.mesh.devices.flat[0]), []
+  for _, compared in by_kernels(setup):
+    plain = jax.jit(functools.partial(compared.results, False), out_shardings=one)
+    compiled = plain.lower().compile()
+    found += work.of_module(hlo.parse(compiled.as_text() or ''))
+  products = [one for one in found if one.flops and one.part == 'attention']
+  flops = sum(one.flops * one.times for one in products)
+  return sum(one.cycles * one.times for one in products) / max(flops, 1)
 
 
 def _memory(compiled: jax.stages.Compiled, hbm_bytes: int | None) -> dict[str, Any]:
@@ -138,7 +155,7 @@ def _estimates(
   )
   axes = collectives.by_mesh_axes(sent, mesh, network, chip.link_bytes_per_second)
   communication = sum(axes.values())
-  parts = work.seconds(done, chip)
+  parts = work.seconds(done, chip, facts['plain_cycles_per_flop'])
   sums = [communication + sum(column) for column in zip(*parts.values(), strict=True)]
   rates = [facts['tokens_per_step'] / mesh.size / seconds for seconds in sums]
   return {

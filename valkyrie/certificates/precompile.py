@@ -73,7 +73,7 @@ def precompile(
     }
     return [{'phase': number, **found[phase.shape]} for number, phase in chosen.items()]
 
-  with ambient.within(devices=devices):
+  with ambient.within(devices=devices, kernels=range(2**31)):  # no chip is here to compare them
     all_found = certificates()
     path = pathlib.Path(model_dir) / 'precompile.json'
     whole_file.write(path, json.dumps(all_found, indent=2) + '\n', 'Pass another --model_dir.')

@@ -29,6 +29,10 @@ from valkyrie.monitoring.chips import Chip
 
 _SCOPES = {name: re.compile(rf'(?:^|[/(]){name}(?:$|[/)])') for name in ('attention', 'scan')}
 _KERNEL = 'custom_call_target="tpu_custom_call"'
+# The scope of `models.attention.kernels`: the logits that a splash attention computes, and the
+# queries, or keys, of a block. The kernels do so many products for each of them.
+_SPLASH = re.compile(r'splash_(\d+)_(\d+)/.*splash_mha_(fwd|dq|dkv)')
+_PRODUCTS = {'fwd': 2, 'dq': 3, 'dkv': 4}
 
 # No traffic: these name a value, wait, or end an operation that was counted at its start.
 _FREE = (
@@ -65,11 +69,14 @@ def of_module(module: hlo.Module) -> list[Work]:
   def read(instruction: hlo.Instruction) -> Work | None:
     if instruction.opcode == 'call':
       return None
-    flops = flops_of(instruction)
+    flops, moved = flops_of(instruction), bytes_of(instruction)
     if _KERNEL in instruction.attributes:  # with an estimate by its author
       flops = int(instruction.find(r'"cost_estimate":\{[^{}]*"flops":"(\d+)"') or 0)
+      if splash := _SPLASH.search(instruction.op_name):
+        flops, again = _of_splash(instruction, *splash.groups())
+        moved += again
     return Work(
-      bytes=bytes_of(instruction),
+      bytes=moved,
       source=f'{instruction.op_name} {instruction.name}'.strip(),
       part=_part(instruction, flops),
       flops=flops,
@@ -79,6 +86,17 @@ def of_module(module: hlo.Module) -> list[Work]:
 
   found = hlo.transfers(module, read)
   return [one for one in found if one.bytes or one.flops or one.cycles]
+
+
+def _of_splash(instruction: hlo.Instruction, logits: str, block: str, kind: str) -> tuple[int, int]:
+  """The operations of a kernel, and the bytes that it reads more than once.
+
+  For each block of logits it reads a block of keys and values again, or of queries and gradients.
+  """
+  largest = max(instruction.arrays, key=lambda array: len(array.dims))
+  products = 2 * int(logits) * largest.dims[-1]
+  again = products // int(block) * largest.bits // 8
+  return _PRODUCTS[kind] * products, again
 
 
 def _part(instruction: hlo.Instruction, flops: int) -> str:
@@ -97,19 +115,23 @@ def _is_int8(instruction: hlo.Instruction) -> bool:
   return is_product and all(factor.arrays[0].bits == 8 for factor in instruction.operands)
 
 
-def seconds(works: Sequence[Work], chip: Chip) -> dict[str, list[float]]:
+def seconds(
+  works: Sequence[Work], chip: Chip, plain_cycles: float = 0.0
+) -> dict[str, list[float]]:
   """The time of each part except communication, which `collectives` estimates.
 
   {part: [by roofline, by cycles]}, if its instructions run one after the other. By roofline, each
   takes the longer of its products at the peak and its bytes at HBM's bandwidth; by cycles, what the
-  compiler expects, or for a Pallas kernel its roofline.
+  compiler expects. A Pallas kernel is assumed to take `plain_cycles` for each operation, those of
+  the same products without it, or its roofline if they are 0.
   """
   spent: dict[str, list[float]] = {}
   for one in works:
     if one.part != 'communication':
       peak = chip.peak_int8 if one.int8 else chip.peak_flops
       roofline = max(one.flops / peak, one.bytes / chip.hbm_bytes_per_second)
-      cycles = roofline if one.part == 'kernels' else one.cycles / chip.cycles_per_second
+      expected = one.flops * plain_cycles if one.part == 'kernels' else one.cycles
+      cycles = expected / chip.cycles_per_second or roofline * (one.part == 'kernels')
       both = spent.setdefault(one.part, [0.0, 0.0])
       both[0] += one.times * roofline
       both[1] += one.times * cycles

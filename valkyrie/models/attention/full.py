@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.models.attention import softmax
+from valkyrie.models.attention import kernels, softmax
 from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.attention.rotary import rotate
 from valkyrie.models.attention.softmax import Part
@@ -77,6 +77,9 @@ class FullAttention(LongformerAttention):
     time, heads, width = q.shape[1:]
     dropout, angles = self._dropout(), self._rotary.angles(time, width)
     q, k = rotate(q * width**-0.5, *angles), rotate(k, *angles)
+    if kernels.used(self.kernels, time):
+      form = kernels.Form(time, time, self.window, self.kernels == 'interpret')
+      return kernels.attend(form, q, k, v, (segment_ids, segment_ids), ())
     outs = []
     # A slice of queries reads the keys up to its end, and none after it.
     for begin in range(0, time, self.slice_size):

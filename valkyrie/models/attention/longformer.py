@@ -8,7 +8,8 @@ import gin
 import haiku as hk
 import jax.numpy as jnp
 
-from valkyrie.errors import ConfigurationError
+from valkyrie.errors import ConfigurationError, check_choice
+from valkyrie.models.attention import kernels
 from valkyrie.models.attention.kv_cache import AttentionCarry, empty_carry
 from valkyrie.models.attention.rotary import Rotary
 from valkyrie.models.attention.sliding_window import sliding_window_attention
@@ -92,11 +93,15 @@ class WindowAttention(Module):
 class LongformerAttention(WindowAttention):
   """Sliding window, registers and document starts in one softmax; see `sliding_window`.
 
-  It has the options of `WindowAttention`, and `registers`: R, learned keys and values that every
-  token reads.
+  Attributes, besides the ones of `WindowAttention`:
+    registers: R, learned keys and values that every token reads.
+    kernels: 'prefer' trains by a library's kernel, where there is one that agrees with this form as
+      the run starts; 'require' ends the run if there is none; 'interpret' is for tests, on any
+      device; None never uses one.
   """
 
   registers: int = 0
+  kernels: str | None = None
 
   causal: ClassVar[bool] = True
   sequence_parallel: ClassVar[bool] = True
@@ -104,6 +109,20 @@ class LongformerAttention(WindowAttention):
   def __post_init__(self):
     super().__post_init__()
     self.reach = self.window * max(self._dilations)
+    owner, starts = type(self).__name__, self.document_start
+    check_choice(f'{owner}.kernels', self.kernels, kernels.CHOICES)
+    if self.kernels and (self.dropout or max(self._dilations) > 1):
+      raise ConfigurationError(
+        f'{owner}.kernels={self.kernels!r} with dilations={self._dilations} and '
+        f'dropout={self.dropout}: kernels have neither. Set {owner}.kernels = None, or '
+        f'{owner}.dilations = None and {owner}.dropout = 0.0.'
+      )
+    if self.kernels and starts and self.window < kernels.LANES:
+      raise ConfigurationError(
+        f'{owner}.kernels={self.kernels!r} with document_start={starts} needs a window of '
+        f'{kernels.LANES} or more, not {self.window}. Set {owner}.kernels = None.'
+      )
+    self._windows = tuple(seen._replace(kernels=self.kernels) for seen in self._windows)
 
   def initial_carry(self, batch_size: int, dtype: DType) -> AttentionCarry:
     """An empty window, in the compute dtype: keys are stored as they were computed."""

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.models import slices
+from valkyrie.models.attention import kernels
 from valkyrie.models.attention.kv_cache import (
   AttentionCarry,
   KVCache,
@@ -85,6 +86,8 @@ def _attend_heads(
   # At most W, so that a document which starts inside a slice is wholly inside the window of the
   # slice's last query.
   size = max(1, min(seen.slice_size // d, window, -(-time // d)))
+  if kernels.used(seen.kernels, time):  # of whole blocks
+    size = max(1, min(window + (not slots), time) // kernels.LANES) * kernels.LANES
   back = -(-window // size)
 
   def with_reach(old, new):

@@ -104,7 +104,7 @@ def _attend_forward(parts, dropout):
   return (out, log_total), (parts, dropout, out, log_total)
 
 
-def _attend_backward(residuals, gradients):
+def attend_backward(residuals, gradients):
   """Recomputes the weights from `log_total` (Dao et al. 2022, FlashAttention, algorithm 4)."""
   # The derivative of the softmax p = exp(s - log_total) with o = Σ p v:
   # ds = p (do·v - do·o + d log_total), where `own` is the part that all keys share.
@@ -128,7 +128,7 @@ def _attend_backward(residuals, gradients):
   return tuple(cotangents), None
 
 
-attend.defvjp(_attend_forward, _attend_backward)
+attend.defvjp(_attend_forward, attend_backward)
 
 
 def _sum_over_queries(x: Array, weights: Array) -> Array:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.models import slices
+from valkyrie.models.attention import kernels
 from valkyrie.models.attention.kv_cache import KVCache
 from valkyrie.models.attention.rotary import Rotary, rotate
 from valkyrie.models.attention.softmax import Dropout, Part, attend, ungroup_queries
@@ -29,6 +30,7 @@ class Windows(NamedTuple):
   dilation: int
   slice_size: int
   rotary: Rotary
+  kernels: str | None = None  # of `kernels.CHOICES`; without dilation
 
 
 def windows_of(
@@ -75,6 +77,7 @@ def attend_windows(
   (batch, time, heads, width), d = queries.q.shape, seen.dilation
   now = jax.tree.map(lambda x: slices.cut(slices.split_residues(x, d), size), queries)
   near = jax.tree.map(lambda x: slices.overlapping(x, size, sum(around) + 1), row)
+  by_kernel = kernels.used(seen.kernels, time)
   draws = None if dropout is None else jax.vmap(dropout.of)(jnp.arange(len(now.q)))
   length, first = near.keys.shape[2], around[0] * size
   own, edge = slice(first, first + size), slice(seen.width, seen.width + 1)
@@ -87,12 +90,20 @@ def attend_windows(
     now = now._replace(q=now.q * width**-0.5)
     same = now.segment_ids[:, :, None] == near.segment_ids[:, None]
     keys, visible = rotate(near.keys, cos, sin), same & inside[None]
-    window = Part.of(rotate(now.q, cos[own], sin[own]), keys, near.values, visible)
-    parts = window, *others(now, beside, (cos[edge], sin[edge]))
-    out, _ = attend(parts, dropout)
+    q = rotate(now.q, cos[own], sin[own])
+    window = Part.of(q, keys, near.values, visible)
+    further = others(now, beside, (cos[edge], sin[edge]))
+    if by_kernel:
+      segments = now.segment_ids, near.segment_ids
+      form = kernels.Form(size, length, seen.width, seen.kernels == 'interpret')
+      return kernels.attend(form, q, keys, near.values, segments, further)
+    out, _ = attend((window, *further), dropout)
     return ungroup_queries(out.astype(now.q.dtype), heads)
 
-  out = slices.for_each(
-    attend_slice, (now, near, beside, draws), logits=batch * d * heads * size * length
-  )
+  given = now, near, beside, draws
+  if by_kernel:  # a row for each slice
+    rows = jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), given)
+    out = attend_slice(rows).reshape(now.q.shape)
+  else:
+    out = slices.for_each(attend_slice, given, logits=batch * d * heads * size * length)
   return slices.merge_residues(slices.join(out, -(-time // d)), d, time)
