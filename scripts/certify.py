@@ -106,6 +106,12 @@ def _slices(count: int) -> str:
 
 
 _LLAMA = '--gin_file=gin/models/llama3_8b_hybrid.gin'
+_LLAMA_8K = (
+  '--gin.Optimizer.algorithm=@optax.adamw',
+  '--gin.FullAttention.max_context=8192',
+)
+_WINDOWS = "--gin.LongformerAttention.kernels='prefer'"
+_WHOLE = "--gin.FullAttention.kernels='prefer'"
 HEAD_OF_RUNS = (
   '| flags of `--run_mode=precompile` | rows x tokens | GiB a chip | GB sent a chip '
   '| executed / useful | seconds | of them communication | tokens/s a chip | share of peak |\n'
@@ -153,12 +159,23 @@ TABLES = (
       run(
         'llama3_8b_sgd',
         'v6e:16x16',
-        '--gin.Optimizer.algorithm=@optax.adamw',
-        '--gin.FullAttention.max_context=8192',
+        *_LLAMA_8K,
         measured='7,207 in bfloat16 (MaxText)',
         batch_size=256,
         chunk_size=8192,
       ),
+    ),
+  ),
+  Table(
+    'by kernels',
+    HEAD_OF_RUNS,
+    _of_run,
+    (
+      run('v4_32', 'v4:4x4x2', _WINDOWS),
+      run('v4_32_context', 'v4:4x4x2', _WINDOWS),
+      run('v5p_64_8b', 'v5p:4x4x4', _WINDOWS),
+      run('decoder_1b', 'v6e:4x8', '--gin_file=gin/partition/fsdp.gin', _WHOLE),
+      run('llama3_8b_sgd', 'v6e:16x16', *_LLAMA_8K, _WHOLE, batch_size=256, chunk_size=8192),
     ),
   ),
   Table(

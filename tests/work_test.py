@@ -135,6 +135,21 @@ def test_parts_and_cycles_of_a_tpu_program():
   assert spent['kernels'] == pytest.approx([7.0, 7.0]), 'its products are longer than its bytes'
 
 
+@pytest.mark.parametrize('kind, products', [('fwd', 2), ('dq', 3), ('dkv', 4)])
+def test_splash_attention_is_priced_by_its_logits(kind, products):
+  """8 x 512 x 512 logits of heads of 128 in float32: a block of two arrays again for each block."""
+  scope = f'attention/splash_{8 * 512**2}_512/vmap(x)/splash_mha_{kind}_segmented'
+  (kernel,) = of_parts(
+    TPU.replace(
+      '  ROOT %scattered', KERNEL.replace('attention/pallas_call', scope) + '  ROOT %scattered'
+    )
+  )['kernels']
+  assert kernel.flops == products * 2 * 128 * 8 * 512**2
+  assert kernel.bytes == 2 * 8 * 128 * 4 + 8 * 2 * 512 * 128 * 4
+  (assumed,) = work.seconds([kernel], 1e9, 1e12, 1e6, 2e-3).values()
+  assert assumed == pytest.approx([kernel.flops / 1e9, kernel.flops * 2e-3 / 1e6])
+
+
 @pytest.mark.parametrize(
   'operation, part',
   [

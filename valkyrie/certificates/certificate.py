@@ -15,7 +15,7 @@ from valkyrie.checkpoint.compatibility import version
 from valkyrie.distributed import compilation_cache
 from valkyrie.monitoring import chips
 from valkyrie.training.curriculum import Phase
-from valkyrie.training.setup import Setup, by_kernels
+from valkyrie.training.setup import Setup
 
 
 def of_step(
@@ -75,8 +75,8 @@ def _plain_cycles(setup: Setup) -> float:
   Only their matrix products count, with what the compiler fuses into them.
   """
   one, found = SingleDeviceSharding(setup.partitioner.mesh.devices.flat[0]), []
-  for _, compared in by_kernels(setup):
-    plain = jax.jit(functools.partial(compared.results, False), out_shardings=one)
+  for _, _, results in setup.by_kernels():
+    plain = jax.jit(functools.partial(results, False), out_shardings=one)
     compiled = plain.lower().compile()
     found += work.of_module(hlo.parse(compiled.as_text() or ''))
   products = [one for one in found if one.flops and one.part == 'attention']
@@ -141,8 +141,8 @@ def _estimates(
   """Estimated time and share of peak on a TPU slice, see `collectives`. Nothing is measured.
 
   Pairs are [by roofline, by cycles], see `work`. estimated_instruction_seconds and
-  estimated_cycles_seconds are the sums of the parts by roofline and by cycles; the time of a step
-  lies between them. estimated_compute_seconds is operations / peak FLOP/s, and
+  estimated_cycles_seconds are the sums of the parts by roofline and by cycles; neither is a bound.
+  estimated_compute_seconds is operations / peak FLOP/s, and
   estimated_memory_seconds is bytes / HBM bandwidth.
   """
   _, name, sides = topologies.parse(topology)

@@ -29,13 +29,7 @@ from valkyrie.run.trainer import Trainer, batches
 from valkyrie.sharding import ambient
 from valkyrie.storage import whole_file
 from valkyrie.training.objective import evaluations
-from valkyrie.training.setup import (
-  Setup,
-  StepSettings,
-  check_kernels,
-  check_mixers,
-  check_vocabulary,
-)
+from valkyrie.training.setup import Setup, StepSettings, check_mixers, check_vocabulary
 from valkyrie.training.spikes import RefusedSteps
 from valkyrie.types import TaskFeed
 from valkyrie.weights.initial import InitialWeights
@@ -104,7 +98,7 @@ def train(
     directory = stack.enter_context(checkpoints.open(model_dir, progress.say))
     progress.log_to(pathlib.Path(model_dir, 'log.txt') if jax.process_index() == 0 else None)
     progress.say(*report.system_lines(), *setup.remarks())
-    stack.enter_context(ambient.within(kernels=check_kernels(setup, progress.say)))
+    stack.enter_context(ambient.within(kernels=setup.check_kernels(progress.say)))
     tokens = feed()
     check_vocabulary(setup.model, tokens)
     weights = None if initial_weights is None else InitialWeights(initial_weights)

@@ -15,7 +15,6 @@ from valkyrie.config.computation import may_change_on_resume
 from valkyrie.errors import ConfigurationError, DataError, Disagreement
 from valkyrie.models import language_model
 from valkyrie.models.attention import kernels
-from valkyrie.models.attention.kernels import Compared
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.mixer_check import check_mixer
 from valkyrie.models.model import Model
@@ -219,6 +218,41 @@ class Setup:
       f'(such as S5.horizon) to {row} or more'
     )
 
+  def by_kernels(self) -> Iterator[tuple[Any, tuple[int, int, int], Callable[[bool], Any]]]:
+    """The mixers that ask for kernels, what one device reads at once, and `kernels.results`."""
+    blocks = hk.transform(lambda: self.settings.model(name='model').blocks()).apply({}, None)
+    about, parts_of = self.model.about, self.partitioner.parts_of
+    rows = self.settings.batch_size // parts_of('batch') // self.settings.micro_batches
+    for time in sorted({phase.chunk_size // parts_of('time') for phase in self.curriculum.phases}):
+      for mixer in (mixer for block in blocks for mixer in block.mixers):
+        if getattr(mixer, 'kernels', None):
+          shape, anew = (rows, time, about.width), functools.partial(dataclasses.replace, mixer)
+          yield mixer, shape, functools.partial(kernels.results, anew, shape, about.compute_dtype)
+
+  def check_kernels(self, say: Callable[[str], None], bound: float = 2**-6) -> set[int]:
+    """The tokens of pieces on which kernels agree with the plain forms, see `Ambient.kernels`.
+
+    The norm of a difference may be `bound`, four units in the last place of bfloat16, to which TPUs
+    round what they multiply. Of a required kernel, a misfit is a Disagreement, and where there is
+    none, a ConfigurationError.
+    """
+    agreed, failed, norm = set(), set(), jnp.linalg.norm
+    for mixer, (rows, time, _), results in self.by_kernels():
+      name, found, error = f'{type(mixer).__name__}.kernels', '', ConfigurationError
+      with ambient.within(partitioner=None if self.partitioner.manual else self.partitioner):
+        misfit = kernels.why_not(mixer.kernels, time)
+      if not misfit:
+        plain, kernel = (jax.jit(functools.partial(results, by))() for by in (False, True))
+        parts = jax.tree.map(lambda x, y: norm(x - y) / (norm(y) + 1e-30), kernel, plain)
+        apart, error = float(jnp.max(jnp.stack(parts))), Disagreement
+        found = f'{apart:.2g} of the norm from the plain form, on {rows} x {time:,} tokens'
+        misfit = '' if apart <= bound else f'{found}, more than {bound:.2g}'
+      if misfit and mixer.kernels != 'prefer':
+        raise error(f'{name}={mixer.kernels!r}: {misfit}. Set {name} = None.')
+      say(f'{name}: {misfit}: the plain form is used' if misfit else f'{name}: {found}')
+      (failed if misfit else agreed).add(time)
+    return agreed - failed
+
   def undeclared_parameters(self) -> list[str]:
     """The paths of the parameters that no module and no rule gives axes: they are replicated."""
     undeclared = []
@@ -298,58 +332,17 @@ def check_mixers(model: Callable[..., LanguageModel]) -> None:
 
   Raises a ConfigurationError that names the broken rule.
   """
-  width, mixers = _mixers(model)
-  for mixer, make in mixers:
-    if type(mixer).__module__.partition('.')[0] != 'valkyrie':
-      check_mixer(functools.update_wrapper(make, type(mixer), updated=()), width)
 
-
-def _mixers(model: Callable[..., LanguageModel]) -> tuple[int, list[tuple[Any, Callable]]]:
-  """D, and each mixer of the pattern with a function that makes it anew, inside a transform."""
-
-  def made() -> tuple[int, list[Sequence[Any]]]:
+  def made() -> tuple[int, list[list[type]]]:
     one = model(name='model')
-    return one.d_model, [block.mixers for block in one.blocks()]
+    return one.d_model, [[type(mixer) for mixer in block.mixers] for block in one.blocks()]
 
-  def make(row: int, column: int) -> Any:
-    # Within its block, so that the bindings of the block's scope apply.
-    return model(name='model').blocks()[row].mixers[column]
-
-  width, blocks = hk.transform(made).apply({}, None)
-  numbered = ((i, j, mixer) for i, block in enumerate(blocks) for j, mixer in enumerate(block))
-  return width, [(mixer, functools.partial(make, i, j)) for i, j, mixer in numbered]
-
-
-def by_kernels(setup: Setup) -> Iterator[tuple[Any, Compared]]:
-  """The mixers that ask for kernels, with what one device reads of a chunk of each size."""
-  settings, parts_of = setup.settings, setup.partitioner.parts_of
-  rows = settings.batch_size // parts_of('batch') // settings.micro_batches
-  sizes = {phase.chunk_size // parts_of('time') for phase in setup.curriculum.phases}
-  width, mixers = _mixers(settings.model)
-  for mixer, make in mixers:
-    for time in sorted(sizes) if getattr(mixer, 'kernels', None) else ():
-      yield mixer, Compared(make, (rows, time, width), setup.model.about.compute_dtype)
-
-
-def check_kernels(setup: Setup, say: Callable[[str], None], bound: float = 2**-6) -> set[int]:
-  """The tokens of pieces on which all kernels agree with the plain forms, see `Ambient.kernels`.
-
-  `bound` is of `Compared.difference`: four units in the last place of bfloat16, to which TPUs round
-  the factors of products. A kernel beyond it is not used, and the run says so; where kernels are
-  required, that is a Disagreement, and a ConfigurationError if there is none.
-  """
-  agreed, failed = set(), set()
-  for mixer, compared in by_kernels(setup):
-    name, kind, misfit = f'{type(mixer).__name__}.kernels', ConfigurationError, None
-    rows, time, _ = compared.shape
-    with ambient.within(partitioner=None if setup.partitioner.manual else setup.partitioner):
-      misfit = kernels.why_not(mixer.kernels, time)
-    if misfit is None:
-      kind, apart = Disagreement, compared.difference()
-      found = f'on {rows} x {time:,} tokens they differ by {apart:.2g} of the norm'
-      misfit = None if apart <= bound else f'{found}, more than {bound:.2g}'
-    if misfit and mixer.kernels != 'prefer':
-      raise kind(f'{name}={mixer.kernels!r}: {misfit}. Set {name} = None.')
-    say(f'{name}: {misfit}: the plain form is used' if misfit else f'{name}: {found}')
-    (failed if misfit else agreed).add(time)
-  return agreed - failed
+  width, kinds = hk.transform(made).apply({}, None)
+  for row, of_block in enumerate(kinds):
+    for column, kind in enumerate(of_block):
+      if kind.__module__.partition('.')[0] != 'valkyrie':
+        # Within its block, so that the bindings of the block's scope apply.
+        make = functools.partial(
+          lambda i, j: model(name='model').blocks()[i].mixers[j], row, column
+        )
+        check_mixer(functools.update_wrapper(make, kind, updated=()), width)

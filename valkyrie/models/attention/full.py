@@ -78,7 +78,7 @@ class FullAttention(LongformerAttention):
     dropout, angles = self._dropout(), self._rotary.angles(time, width)
     q, k = rotate(q * width**-0.5, *angles), rotate(k, *angles)
     if kernels.used(self.kernels, time):
-      form = kernels.Form(time, time, self.window, self.kernels == 'interpret')
+      form = (time, time, self.window, self.kernels)
       return kernels.attend(form, q, k, v, (segment_ids, segment_ids), ())
     outs = []
     # A slice of queries reads the keys up to its end, and none after it.

@@ -9,7 +9,7 @@ the joint one (Dao et al. 2022, FlashAttention, algorithm 4).
 from collections.abc import Callable, Sequence
 import functools
 import importlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import haiku as hk
 import jax
@@ -18,16 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.models.attention import softmax
-from valkyrie.models.attention.softmax import Part
 from valkyrie.models.layers import wide
 from valkyrie.sharding import ambient
 from valkyrie.sharding.mesh import platform
 from valkyrie.types import Array, DType, SequenceMixer
 
-# Of `LongformerAttention.kernels`: where it can, always, or always in Pallas's interpreter.
-CHOICES = (None, 'prefer', 'require', 'interpret')
+CHOICES = (None, 'prefer', 'require', 'interpret')  # of `LongformerAttention.kernels`
 LANES = 128  # the queries and keys of a block are a multiple
-_BLOCKS = ('q', 'kv', 'kv_compute', 'q_dkv', 'kv_dkv', 'kv_dkv_compute', 'q_dq', 'kv_dq')
+# S, N, W, choice: the last S of N tokens see W before themselves.
+Form = tuple[int, int, int, str | None]
 
 
 def why_not(choice: str, time: int) -> str | None:
@@ -47,78 +46,55 @@ def used(choice: str | None, time: int) -> bool:
   return choice is not None and time in ambient.current().kernels and not why_not(choice, time)
 
 
-class Form(NamedTuple):
-  """Static sizes: the last `queries` of `keys` tokens see `window` tokens before themselves."""
+def _splash(form: Form, rows: int, heads: int) -> tuple[Any, ...]:
+  """A scope that tells `certificates.work` the logits, the kernel of rows, and its gradient."""
+  # Not at the head: Pallas takes a second to import, for which runs without kernels do not wait.
+  splash = importlib.import_module('jax.experimental.pallas.ops.tpu.splash_attention')
+  queries, keys, window, choice = form
+  size = next(size for size in (4 * LANES, 2 * LANES, LANES) if queries % size == 0)
+  begins = range(keys - queries, keys, size)
+  blocks = sum(begin // size - max(0, begin - window) // size + 1 for begin in begins)
+  mask = splash.LocalMask((queries, keys), (window, 0), offset=keys - queries)
+  options = {'block_sizes': splash.BlockSizes(*8 * [size]), 'interpret': choice == 'interpret'}
+  masks = splash.MultiHeadMask([mask] * heads)
+  kernel = splash.make_splash_mha_single_device(masks, save_residuals=True, **options)
 
-  queries: int
-  keys: int
-  window: int
-  interpret: bool
+  def forward(q, k, v, segments):
+    return kernel(q, k, v, splash.SegmentIds(*segments))
 
-  @property
-  def block(self) -> int:
-    """Queries, and keys, of a block of logits."""
-    return next(size for size in (4 * LANES, 2 * LANES, LANES) if self.queries % size == 0)
+  # The public gradient takes no cotangent of the logarithm. That of a joint softmax needs none:
+  # the rule reads the outputs and the logarithm of the forward pass, here the joint ones.
+  def backward(q, k, v, segments, out, log_total, gradient):
+    information = kernel.dq_mask_info, kernel.dkv_mask_info
+    saved = q, k, v, splash.SegmentIds(*segments), None, out, log_total, *information
+    rule = splash.splash_attention_kernel._splash_attention_bwd
+    return rule(**kernel.kwargs, res=saved, do=gradient)[3:6]
 
-  def scope(self, rows_and_heads: int) -> Any:
-    """Tells `certificates.work` the logits that a kernel computes."""
-    begins = range(self.keys - self.queries, self.keys, self.block)
-    first = (max(0, begin - self.window) // self.block for begin in begins)
-    blocks = sum(begin // self.block - at + 1 for begin, at in zip(begins, first, strict=True))
-    return jax.named_scope(f'splash_{rows_and_heads * blocks * self.block**2}_{self.block}')
-
-  def make(self, heads: int) -> tuple[Callable, Callable]:
-    """The kernel of a row, and the rule of its gradient, of arrays."""
-    # Not at the head: Pallas takes a second to import, for which runs without kernels do not wait.
-    splash = importlib.import_module('jax.experimental.pallas.ops.tpu.splash_attention')
-    before = self.keys - self.queries
-    mask = splash.LocalMask((self.queries, self.keys), (self.window, 0), before)
-    kernel = splash.make_splash_mha(
-      splash.MultiHeadMask([mask] * heads),
-      block_sizes=splash.BlockSizes(**{f'block_{name}': self.block for name in _BLOCKS}),
-      save_residuals=True,
-      head_shards=1,
-      q_seq_shards=1,
-      interpret=self.interpret,
-    )
-
-    def forward(q, k, v, segments):
-      return kernel(q, k, v, splash.SegmentIds(*segments))
-
-    # The public gradient takes no cotangent of the logarithm. That of a joint softmax needs none:
-    # the rule reads the outputs and the logarithm of the forward pass, here the joint ones.
-    def backward(q, k, v, segments, out, log_total, gradient):
-      information = kernel.dq_mask_info, kernel.dkv_mask_info
-      saved = q, k, v, splash.SegmentIds(*segments), None, out, log_total, *information
-      rule = splash.splash_attention_kernel._splash_attention_bwd
-      return rule(**kernel.kwargs, res=saved, do=gradient)[3:6]
-
-    return forward, backward
+  scope = jax.named_scope(f'splash_{rows * heads * blocks * size**2}_{size}')
+  return scope, jax.vmap(forward), jax.vmap(backward)
 
 
-def attend(
-  form: Form, q: Array, k: Array, v: Array, segments: tuple[Array, Array], parts: Sequence[Part]
-) -> Array:
-  """One softmax over the window and the parts, as `softmax.attend` -> [R, S, H, K].
+def attend(form: Form, q: Array, k: Array, v: Array, segments: Any, parts: Sequence) -> Array:
+  """One softmax over a window and the parts, as `softmax.attend` -> [R, S, H, K].
 
-  q [R, S, H, K], k and v [R, N, J, K] are scaled and rotated; `segments` are their documents.
+  q [R, S, H, K], and k and v [R, N, J, K], are scaled and rotated; `segments` are of both.
   """
   q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
   return jnp.swapaxes(_attend(form, q, k, v, segments, tuple(parts)), 1, 2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(form, q, k, v, segments, parts):
-  return _forward(form, q, k, v, segments, parts)[0]
+def _attend(form, *arrays):
+  return _forward(form, *arrays)[0]
 
 
 def _forward(form, q, k, v, segments, parts):
-  rows, heads, time, _ = q.shape
-  with form.scope(rows * heads):
-    out, (log_total,) = jax.vmap(form.make(heads)[0])(q, k, v, segments)
+  scope, forward, _ = _splash(form, *q.shape[:2])
+  with scope:
+    out, (log_total,) = forward(q, k, v, segments)
   out, log_total = out.astype(wide(q.dtype)), log_total[..., None]
   if parts:
-    others, log_others = (x.reshape(rows, heads, time, -1) for x in softmax.attend(parts))
+    others, log_others = (x.reshape(*q.shape[:3], -1) for x in softmax.attend(parts))
     log_window, log_total = log_total, jnp.logaddexp(log_total, log_others)
     out = jnp.exp(log_window - log_total) * out + jnp.exp(log_others - log_total) * others
   out, log_total = (checkpoint_name(x, 'attention') for x in (out, log_total))
@@ -127,14 +103,12 @@ def _forward(form, q, k, v, segments, parts):
 
 def _backward(form, residuals, gradient):
   q, k, v, segments, parts, out, log_total = residuals
-  with form.scope(q.shape[0] * q.shape[1]):
-    backward = jax.vmap(form.make(q.shape[1])[1])
+  scope, _, backward = _splash(form, *q.shape[:2])
+  with scope:
     d_window = backward(q, k, v, segments, out, log_total[..., 0], gradient)
-  d_parts = ()
+  d_parts, joint = (), (out, log_total, gradient.astype(out.dtype))
   if parts:
-    out, log_total, gradient = (
-      x.reshape(*k.shape[:2], -1, x.shape[3]) for x in (out, log_total, gradient.astype(out.dtype))
-    )
+    out, log_total, gradient = (x.reshape(*k.shape[:2], -1, x.shape[3]) for x in joint)
     d_parts, _ = softmax.attend_backward((parts, None, out, log_total), (gradient, 0.0))
   return *d_window, None, d_parts
 
@@ -142,34 +116,25 @@ def _backward(form, residuals, gradient):
 _attend.defvjp(_forward, _backward)
 
 
-class Compared(NamedTuple):
-  """A mixer that `make` makes, on what one device reads of a chunk: x [B, T, D] = `shape`."""
+def results(
+  make: Callable[[], SequenceMixer], shape: tuple[int, int, int], dtype: DType, by_kernel: bool
+) -> list[Array]:
+  """Outputs and gradients of random x [B, T, D] = `shape`, in the mixer that `make` makes.
 
-  make: Callable[[], SequenceMixer]
-  shape: tuple[int, int, int]
-  dtype: DType
-
-  def results(self, by_kernel: bool) -> list[Array]:
-    """Outputs and gradients of rows that go on, begin a document, and end with padding."""
-    (rows, time, _), keys = self.shape, jax.random.split(jax.random.key(0), 3)
-    at = np.tile(np.arange(time, dtype=np.int32), (rows, 1))
-    begun = at >= time // 3
-    segments = np.where(at < time - time // 9, 1 + begun, 0).astype(np.int32)
-    where = {'positions': np.where(begun, at - time // 3, at + 10**6), 'segment_ids': segments}
-    mixer = hk.transform(lambda x, carry: self.make()(x, carry, **where)[0])
-    fresh = hk.transform(lambda: self.make().initial_carry(rows, self.dtype)).apply({}, None)
-    carry = jax.tree.map(lambda x: jax.random.normal(keys[0], x.shape).astype(x.dtype), fresh)
-    carry = jax.tree.map(lambda x: jnp.ones_like(x) if x.dtype == jnp.int32 else x, carry)
-    x, weights = (jax.random.normal(key, self.shape, self.dtype) for key in keys[1:])
-    weights = jnp.where(segments[..., None] > 0, weights, 0)
-    with ambient.within(kernels=(time,) if by_kernel else ()):
-      params = mixer.init(keys[0], x, carry)
-      out, pull = jax.vjp(lambda *given: mixer.apply(given[0], None, given[1], carry), params, x)
-      found = jax.tree.leaves((jnp.where(weights == 0, 0, out), pull(weights)))
-    return [leaf.astype(jnp.float32) for leaf in found]
-
-  def difference(self) -> float:
-    """The largest norm of a difference, over the norm of the plain form's result."""
-    kernel, plain = (jax.jit(functools.partial(self.results, by))() for by in (True, False))
-    norm, pairs = jnp.linalg.norm, zip(kernel, plain, strict=True)
-    return max(float(norm(x - y) / jnp.maximum(norm(y), 1e-30)) for x, y in pairs)
+  Its rows go on in a document, begin another one, and end with padding.
+  """
+  (rows, time, _), keys = shape, jax.random.split(jax.random.key(0), 3)
+  at = np.tile(np.arange(time, dtype=np.int32), (rows, 1))
+  begun = at >= time // 3
+  segments = np.where(at < time - time // 9, 1 + begun, 0).astype(np.int32)
+  where = {'positions': np.where(begun, at - time // 3, at + 10**6), 'segment_ids': segments}
+  mixer = hk.transform(lambda x, carry: make()(x, carry, **where)[0])
+  fresh = hk.transform(lambda: make().initial_carry(rows, dtype)).apply({}, None)
+  carry = jax.tree.map(lambda x: (1.5 + jax.random.normal(keys[0], x.shape)).astype(x.dtype), fresh)
+  x, weights = (jax.random.normal(key, shape, dtype) for key in keys[1:])
+  weights = jnp.where(segments[..., None] > 0, weights, 0)
+  with ambient.within(kernels=(time,) if by_kernel else ()):
+    params = mixer.init(keys[0], x, carry)
+    out, pull = jax.vjp(lambda *given: mixer.apply(given[0], None, given[1], carry), params, x)
+    found = jax.tree.leaves((jnp.where(weights == 0, 0, out), pull(weights)))
+  return [leaf.astype(jnp.float32) for leaf in found]

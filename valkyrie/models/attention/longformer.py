@@ -95,9 +95,8 @@ class LongformerAttention(WindowAttention):
 
   Attributes, besides the ones of `WindowAttention`:
     registers: R, learned keys and values that every token reads.
-    kernels: 'prefer' trains by a library's kernel, where there is one that agrees with this form as
-      the run starts; 'require' ends the run if there is none; 'interpret' is for tests, on any
-      device; None never uses one.
+    kernels: 'prefer' trains by a library's kernel where one agrees with this form; 'require' ends
+      the run if none does; 'interpret' is for tests, on any device; None uses none.
   """
 
   registers: int = 0
@@ -109,18 +108,13 @@ class LongformerAttention(WindowAttention):
   def __post_init__(self):
     super().__post_init__()
     self.reach = self.window * max(self._dilations)
-    owner, starts = type(self).__name__, self.document_start
-    check_choice(f'{owner}.kernels', self.kernels, kernels.CHOICES)
-    if self.kernels and (self.dropout or max(self._dilations) > 1):
+    name, short = f'{type(self).__name__}.kernels', self.window < kernels.LANES
+    check_choice(name, self.kernels, kernels.CHOICES)
+    refused = self.dropout or max(self._dilations) > 1 or (self.document_start and short)
+    if self.kernels and refused:
       raise ConfigurationError(
-        f'{owner}.kernels={self.kernels!r} with dilations={self._dilations} and '
-        f'dropout={self.dropout}: kernels have neither. Set {owner}.kernels = None, or '
-        f'{owner}.dilations = None and {owner}.dropout = 0.0.'
-      )
-    if self.kernels and starts and self.window < kernels.LANES:
-      raise ConfigurationError(
-        f'{owner}.kernels={self.kernels!r} with document_start={starts} needs a window of '
-        f'{kernels.LANES} or more, not {self.window}. Set {owner}.kernels = None.'
+        f'{name}={self.kernels!r}: kernels have no dropout, no dilations, and no document_start '
+        f'with a window below {kernels.LANES}. Set {name} = None, or change these.'
       )
     self._windows = tuple(seen._replace(kernels=self.kernels) for seen in self._windows)
 

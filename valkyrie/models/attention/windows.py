@@ -94,8 +94,7 @@ def attend_windows(
     window = Part.of(q, keys, near.values, visible)
     further = others(now, beside, (cos[edge], sin[edge]))
     if by_kernel:
-      segments = now.segment_ids, near.segment_ids
-      form = kernels.Form(size, length, seen.width, seen.kernels == 'interpret')
+      form, segments = (size, length, seen.width, seen.kernels), (now.segment_ids, near.segment_ids)
       return kernels.attend(form, q, keys, near.values, segments, further)
     out, _ = attend((window, *further), dropout)
     return ungroup_queries(out.astype(now.q.dtype), heads)
