@@ -1,10 +1,10 @@
 """Whether `run.attribution` finds what matters: planted passages in long texts, and occlusion.
 
 Each text has 131,072 tokens of filler, with k keys and values at random places, and the model of
-gin/recall_cpu.gin is asked for all of them. The strengths of each answer are divided by their largest,
-since a certain answer depends on all tokens less than an uncertain one. The k passages that are the
-strongest for all answers together are compared with the planted ones, then overwritten with filler,
-and so are k others: the log-probabilities of the answers tell whether they mattered.
+gin/recall_cpu.gin is asked for all of them. The strengths of each answer are divided by their
+largest, since a certain answer depends on all tokens less than an uncertain one. The k passages
+that are the strongest for all answers together are compared with the planted ones, then overwritten
+with filler, and so are k others: the log-probabilities of the answers tell whether they mattered.
 
     PYTHONPATH=. python scripts/attribution.py runs/recall/gated_delta
 """

@@ -72,8 +72,9 @@ def peaks(flags: argparse.Namespace) -> Iterable[str]:
   found = {record['name']: record for record in map(json.loads, path.read_text().splitlines())}
   machine, peak = found['machine'], found['peak']
   rate = peak['flops_per_second']['median'] / 1e12
-  yield f'{machine["device"]}, jax {machine["jax"]}: {peak["dtype"]} products of {peak["size"]}^3 run'
-  yield f'at {rate:,.2f} TFLOP/s. A step of one row of {flags.tokens[0]:,} tokens of {flags.model}:'
+  product = f'{peak["dtype"]} products of {peak["size"]}^3'
+  yield f'{machine["device"]}, jax {machine["jax"]}: {product} run'
+  yield f'at {rate:,.2f} TFLOP/s. A step of {flags.model} on a row of {flags.tokens[0]:,} tokens:'
   yield from ('', '| part | ms |', '| --- | --- |')
   for part, seconds in found['parts']['seconds'].items():
     yield f'| {part} | {1e3 * seconds["median"]:,.1f} |'
@@ -121,8 +122,8 @@ def resumed(flags: argparse.Namespace) -> Iterable[str]:
   found, expected = ([m['loss'] for m in run.metrics(name).values()] for name in names)
   if found != expected or begun == last:
     raise ValueError(f'killed after {begun} of {last} steps: {found}; without a kill: {expected}')
-  yield f'A run that was killed (SIGKILL) after {begun} of {last} steps and started again has the losses'
-  yield 'of a run that was not, in every digit.'
+  yield f'A run that was killed (SIGKILL) after {begun} of {last} steps and started again has the'
+  yield 'losses of a run that was not, in every digit.'
 
 
 def generated(flags: argparse.Namespace) -> Iterable[str]:

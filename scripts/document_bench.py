@@ -1,10 +1,10 @@
 """A long document that is kept and changed: bytes and seconds, beside the cache of a Llama.
 
-Ours keeps about log2 N carries (`run.read(text, keep='log')`), the Llama of Hugging Face the keys and
-values of all tokens, which are random numbers, since two cores would read the text for hours. Then the
-document is changed so many tokens before its end, and the rest of it is read: ours from the nearest carry,
-the Llama from its cache, which is cut there. Medians of turns; both have the sizes of
-gin/models/tiny.gin, random weights, float32.
+Ours keeps about log2 N carries (`run.read(text, keep='log')`), the Llama of Hugging Face the keys
+and values of all tokens, which are random numbers, since two cores would read the text for hours.
+Then the document is changed so many tokens before its end, and the rest of it is read: ours from
+the nearest carry, the Llama from its cache, which is cut there. Medians of turns; both have the
+sizes of gin/models/tiny.gin, random weights, float32.
 
     PYTHONPATH=. python scripts/document_bench.py
 """
@@ -61,9 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument('--repeats', type=int, default=3)
   parser.add_argument('--chunk_size', type=int, default=2048)
   flags = parser.parse_args(arguments)
-  made = {
-    'hybrid': ours(flags.tokens, flags.chunk_size), 'Llama': of_llama(flags.tokens)
-  }
+  made = {'hybrid': ours(flags.tokens, flags.chunk_size), 'Llama': of_llama(flags.tokens)}
   print(f'A document of {flags.tokens:,} tokens, medians of {flags.repeats} turns:\n')
   print('| | kept |' + ''.join(f' a change {n:,} tokens before the end |' for n in flags.before))
   print('| --- ' * (2 + len(flags.before)) + '|')

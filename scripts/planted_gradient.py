@@ -4,7 +4,8 @@ A row has random tokens, one of which occurs only once, after the window and the
 attention keeps, and only the last tokens have a weight. So the loss depends on its embedding only
 through the states of all chunks between. Its gradient is computed by the training step's
 backpropagation, which keeps about 2 sqrt(n) carries of n chunks. Along the gradient its length must
-be the derivative that passes forwards through the chunks with the carry and saves nothing, and nothing may pass where the states pass none on in the middle.
+be the derivative that passes forwards through the chunks with the carry and saves nothing. Where
+the states pass none on in the middle, only what the caches of attention hold passes.
 
     PYTHONPATH=. python scripts/planted_gradient.py --tokens=20971520
 """
@@ -105,7 +106,8 @@ def timed(name: str, function: Callable[..., Array], *arguments: Any) -> np.ndar
   began = time.perf_counter()
   found = np.asarray(compiled(*arguments))
   memory = compiled.memory_analysis().temp_size_in_bytes / 2**20
-  print(f'{name}: {time.perf_counter() - began:,.1f} s, {memory:,.1f} MiB of temporaries', flush=True)
+  seconds = time.perf_counter() - began
+  print(f'{name}: {seconds:,.1f} s, {memory:,.1f} MiB of temporaries', flush=True)
   return found
 
 
@@ -138,8 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
   difference = abs(whole / length - 1)
   print(
     f'{flags.tokens:,} tokens, {flags.dtype}: the gradient has the length {length:.6e}, the '
-    f'derivative forwards is {whole:.6e}: they differ by {difference:.1e}. With the states cut before '
-    f'chunk {middle:,} it is {cut:.6e}.'
+    f'derivative forwards is {whole:.6e}: they differ by {difference:.1e}. With the states cut '
+    f'before chunk {middle:,} it is {cut:.6e}.'
   )
   return int(not (length > 0 and difference < 1e-3 and abs(cut) < 1e-3 * length))
 

@@ -126,7 +126,7 @@ def test_parts_and_cycles_of_a_tpu_program():
   assert (scan.cycles, scan.times, scan.flops) == (210, 8, 0)
   assert (kernel.flops, kernel.bytes, kernel.times) == (70, 2 * 8 * 128 * 4, 1)
 
-  chip = chips.Chip('TPU', 10.0, 0, scan.bytes, 0.0, 3, 105.0, 20.0)
+  chip = chips.Chip('TPU', 10.0, 0, scan.bytes, 0.0, 3, 105.0, 20.0, 0.0)
   spent = work.seconds([scan, kernel, *parts['communication']], chip)
   assert set(spent) == {'scan', 'kernels'}, 'the network has its own estimate'
   assert spent['scan'] == pytest.approx([8.0, 8 * 2.0])
@@ -146,7 +146,8 @@ def test_splash_attention_is_priced_by_its_logits(kind, products):
   )['kernels']
   assert kernel.flops == products * 2 * 128 * 8 * 512**2
   assert kernel.bytes == 2 * 8 * 128 * 4 + 8 * 2 * 512 * 128 * 4
-  (assumed,) = work.seconds([kernel], 1e9, 1e12, 1e6, 2e-3).values()
+  chip = chips.Chip('TPU', 1e9, 0, 1e12, 0.0, 3, 1e6, 1e9, 0.0)
+  (assumed,) = work.seconds([kernel], chip, 2e-3).values()
   assert assumed == pytest.approx([kernel.flops / 1e9, kernel.flops * 2e-3 / 1e6])
 
 

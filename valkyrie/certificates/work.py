@@ -115,9 +115,7 @@ def _is_int8(instruction: hlo.Instruction) -> bool:
   return is_product and all(factor.arrays[0].bits == 8 for factor in instruction.operands)
 
 
-def seconds(
-  works: Sequence[Work], chip: Chip, plain_cycles: float = 0.0
-) -> dict[str, list[float]]:
+def seconds(works: Sequence[Work], chip: Chip, plain_cycles: float = 0.0) -> dict[str, list[float]]:
   """The time of each part except communication, which `collectives` estimates.
 
   {part: [by roofline, by cycles]}, if its instructions run one after the other. By roofline, each

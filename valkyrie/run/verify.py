@@ -2,12 +2,12 @@
 
     python -m valkyrie.main --gin_file=gin/tiny_cpu.gin --run_mode=verify
 
-Random documents are read in the run's form, with its chunks, layout and devices, in a few rows. Loss,
-gradient and carry are compared with those of other cuts, layouts, neighbors and lengths, and of one
-token after the other. Rounding explains a difference if it is not much larger than the difference of two runs
-of one form whose parameters differ in the last digit, so that all roundings fall differently (a
-random arithmetic, as Vignes 1993 has it). It explains little in float32, and in float64 where the
-devices have it: these show what the run's own precision hides.
+Random documents are read in the run's form, with its chunks, layout and devices, in a few rows.
+Loss, gradient and carry are compared with those of other cuts, layouts, neighbors and lengths, and
+of one token after the other. Rounding explains a difference if it is not much larger than the
+difference of two runs of one form whose parameters differ in the last digit, so that all roundings
+fall differently (a random arithmetic, as Vignes 1993 has it). It explains little in float32, and in
+float64 where the devices have it: these show what the run's own precision hides.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -331,7 +331,7 @@ class _Computation:
     return {'loss': loss, 'gradient': _sketches(gradient), 'carry': _sketches(carry)}
 
 
-def _options() -> dict[str, int] | None:
+def _options() -> dict[str, Any] | None:
   """Of the compiler: on CPU, LLVM's optimizations are most of the time that `verify` takes."""
   return {'xla_backend_optimization_level': 0} if jax.default_backend() == 'cpu' else None
 
