@@ -7,6 +7,7 @@ import socket
 import stat
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ print(hits.count('/jax/compilation_cache/cache_hits'))
 
 SCRIPT_OF_TWO = """
 import sys
+from typing import Any
 import jax
 import jax.numpy as jnp
 from valkyrie.distributed import compilation_cache, processes
@@ -212,7 +214,7 @@ def test_a_precompiled_program_is_used_and_says_what_it_took(cache):
   assert compilation_cache.enable() is None
 
   def found(x):
-    again = step.lower(x)
+    again: Any = step.lower(x)
     again.compile = lambda: 'compiled anew'
     return compilation_cache.compiled(again, devices)
 
