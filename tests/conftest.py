@@ -89,6 +89,7 @@ SLOW = {
   'test_mixers',
   'test_only_adapters_learn_and_count',
   'test_parameters_in_bfloat16_learn_as_much',
+  'test_products_in_int8_learn_as_much',
   'test_planner',
   'test_programs_of_a_compiler_that_times_kernels_may_change',
   'test_remat_changes_nothing',
