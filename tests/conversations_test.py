@@ -175,7 +175,7 @@ def test_conversations_are_packed_whole_however_they_are_cut(feed):
 
 
 def test_the_text_is_that_of_transformers(tokenizer):
-  """The literal is what transformers 5.0 renders."""
+  """The literal is what transformers 5.24 renders."""
   template = compiled(tokenizer, TRICKY)
   expected = '<s>"Be <kind>." é\n        [the sea]\nthe deep sea<|endoftext|>        [more]\n'
   assert template.render(messages(), 'here', asks=True) == expected
