@@ -38,7 +38,7 @@ class RandomTokens:
     documents, self._length = (int(options[name]) for name in _DEFAULTS)
     self.lengths = np.full(documents, self._length)
     self.sequence_keys = np.arange(documents, dtype=np.uint64)
-    self.prompts = np.zeros(documents, np.int64)
+    self.prompts, self.later_prompts = np.zeros(documents, np.int64), np.zeros(0, np.int64)
     self.tokens = documents * self._length
     self.information = {'text_bytes': self.tokens}
     self._vocabulary, self._seed = selection.vocabulary, zlib.crc32(selection.split.encode())
