@@ -2,13 +2,12 @@
 
 import functools
 
+import hrm
+from hrm import Pace, Reasoner, State, Weights
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from valkyrie.models.planner import hrm
-from valkyrie.models.planner.hrm import Pace, Reasoner, State, Weights
 
 WIDTH, HIDDEN, TOKENS, HEADS = 8, 12, 3, 2
 

@@ -3,6 +3,7 @@
 import functools
 
 import haiku as hk
+from hrm import Pace, Reasoner, Weights
 from hrm_test import reference as deliberate
 from hypothesis import given, settings, strategies
 import jax
@@ -12,7 +13,6 @@ import pytest
 import tiny
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.models.planner.hrm import Pace, Reasoner, Weights
 from valkyrie.training import tbptt
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer

@@ -8,6 +8,7 @@ import shutil
 import types
 
 import gin
+import planner  # noqa: F401  (a configurable)
 import pytest
 import tiny_run
 

@@ -5,13 +5,13 @@ import functools
 import haiku as hk
 import jax
 import numpy as np
+from planner import Planner
 
 from valkyrie.models import language_model
 from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.block import Block
 from valkyrie.models.model import Model
 from valkyrie.models.ngrams import NgramEmbedding
-from valkyrie.models.planner.planner import Planner
 from valkyrie.models.s5.layer import S5
 from valkyrie.training.train_step import state_axes
 from valkyrie.types import Batch

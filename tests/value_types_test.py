@@ -16,7 +16,8 @@ from valkyrie.errors import ConfigurationError
 
 def load(binding):
   gin.clear_config(clear_constants=True)
-  load_gin(['gin/tiny_cpu.gin'], [f'--gin.{binding}'], modules=main.CONFIGURABLE_MODULES)
+  modules = *main.CONFIGURABLE_MODULES, 'planner'
+  load_gin(['gin/tiny_cpu.gin'], [f'--gin.{binding}'], modules=modules)
 
 
 @pytest.mark.parametrize(

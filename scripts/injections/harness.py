@@ -117,7 +117,7 @@ class Harness:
     """The environment of the processes of a run."""
     return {
       **os.environ,
-      'PYTHONPATH': f'{ROOT}{os.pathsep}{ROOT / "scripts"}',
+      'PYTHONPATH': os.pathsep.join(map(str, (ROOT, ROOT / 'scripts', ROOT / 'docs' / 'examples'))),
       'JAX_PLATFORMS': 'cpu',
       'XLA_FLAGS': f'{quick_compiler.FLAGS} --xla_force_host_platform_device_count={devices}',
       'JAX_COMPILATION_CACHE_DIR': str(self.folder / 'compiled'),

@@ -9,7 +9,8 @@ from valkyrie.types import POSITION_PERIOD
 
 BORDERS = (2**30, 2**31, 2**40)
 PLANNER = (
-  '--gin.LanguageModel.layers=2', '--gin.LanguageModel.planner=@Planner',
+  '--gin_file=docs/examples/tiny_planner.gin', '--gin_allow_import=planner',
+  '--gin.LanguageModel.layers=2',
   '--gin.Planner.plan_interval=8', '--gin.Planner.plan_tokens=2', '--gin.Planner.mlp_width=24',
   '--gin.Planner.head_width=8',
 )  # fmt: skip

@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import gin
 import haiku as hk
+import hrm
+from hrm import Pace, Plan, Reasoner, State, Weights
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -28,8 +30,6 @@ from valkyrie.errors import ConfigurationError
 from valkyrie.models import slices
 from valkyrie.models.features import Drafts
 from valkyrie.models.layers import Module, RMSNorm, parameter, products, project, projections, wide
-from valkyrie.models.planner import hrm
-from valkyrie.models.planner.hrm import Pace, Plan, Reasoner, State, Weights
 from valkyrie.types import POSITION_PERIOD, Array, DType
 
 

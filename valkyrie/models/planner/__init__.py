@@ -1,1 +1,0 @@
-"""The planner: a hierarchical reasoning model over intervals of tokens."""
