@@ -270,7 +270,7 @@ def _write_conversations(folder):
     roles = ('user', 'assistant')[:count]
     rows = (
       json.dumps({'messages': [{'role': role, 'content': f'Text {n}'} for role in roles]})
-      for n in range(20)
+      for n in range(60)
     )
     (folder / f'{name}.jsonl').write_text('\n'.join(rows))
 

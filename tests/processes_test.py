@@ -109,7 +109,7 @@ def start(folder, count, *arguments, acts='0 0 none', command=(sys.executable,),
       cwd=ROOT,
       env={
         **os.environ,
-        'PYTHONPATH': f'{ROOT}:{folder}',
+        'PYTHONPATH': f'{ROOT}:{ROOT}/docs/examples:{folder}',
         'PYTHON': sys.executable,
         'XLA_FLAGS': f'{os.environ["XLA_FLAGS"]} {DEVICES}={8 // count}',
         'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
