@@ -219,13 +219,15 @@ def access(location: str, failure: str) -> Iterator[None]:
   try:
     yield
   except (pa.ArrowException, OSError, ValueError) as error:
-    kind, advice = StorageError, 'Check the address and the network, and run again.'
+    kind, advice, reason = StorageError, 'Check the address and the network, and run again.', error
     wrong = isinstance(error, ValueError | FileNotFoundError) or 'NO_SUCH_' in str(error)
     if wrong or not paths.is_address(location):
       kind, advice = DataError, 'Check its path and its permissions.'
+      if isinstance(error, FileNotFoundError) and not paths.is_address(location):
+        reason = 'there is no such file or folder'
     elif isinstance(error, PermissionError) or _DENIED.search(str(error)):
       advice = _ADVICE.get(location.partition('://')[0].replace('gcs', 'gs'), advice)
-    raise kind(f'{failure} ({error}). {advice}') from error
+    raise kind(f'{failure} ({reason}). {advice}') from error
 
 
 def format_of(path: str) -> str:

@@ -291,9 +291,9 @@ def information_of(content: bytes, file: str) -> dict[str, Any]:
 def more_documents(cut: int = 2048) -> str:
   """Advice for a split with few documents; `cut` is the bytes that leave enough of them."""
   return (
-    f'hold out a larger share, or cut texts: --gin.held_out=0.2 and --gin.text_cut={cut} with '
-    f"gin/data/text.gin, 'options': {{'held_out': 0.2, 'cut': {cut}}} of a source of a mixture, or "
-    f'--option=held_out=0.2 and --option=cut={cut} of build_store.'
+    f'hold out a larger share, or cut documents that are texts, too: --gin.held_out=0.2 and '
+    f"--gin.text_cut={cut} with gin/data/text.gin, 'options': {{'held_out': 0.2, 'cut': {cut}}} of "
+    f'a source of a mixture, or --option=held_out=0.2 and --option=cut={cut} of build_store.'
   )
 
 
