@@ -14,9 +14,9 @@ from valkyrie.types import Array, Carry, Params
 class Document(NamedTuple):
   """A text that was read from its start, and all that a `TextCarry` has; it stands for one.
 
-  Carries are kept after 1, 2, 4, 8, ... chunks, and after the last whole one: about log2 of their
-  number. So whatever shares its first p tokens with this document reads at most p / 2 of them
-  again, or a chunk, and in the same chunks as if it were read anew.
+  Carries are kept after 1, 2, 4, 8, ... chunks, as many before the last whole one, and after it:
+  about 2 log2 of their number. So whatever shares its first p of N tokens with this document reads
+  at most p / 2, or N - p and a chunk, of them again, and in the same chunks as if it were read anew.
   """
 
   carry: Carry
@@ -40,12 +40,15 @@ def read(
   place = max(kept, default=0)
   carry = _copy(kept[place]) if kept else reader.fresh(1)
   last = len(tokens) // size * size
-  marks = {size << power for power in range((last // size).bit_length())} | {last}
+  steps = {size << power for power in range((last // size).bit_length())}
+  marks = steps | {last - step for step in steps} | {last}
   for end in sorted(mark for mark in marks if place < mark <= last):
     carry = reader.read(params, carry, [tokens[place:end]])
     kept[end], place = _copy(carry), end
   carry = reader.read(params, carry, [tokens[place:]])
-  return Document(*carry, tokens, {mark: kept[mark] for mark in sorted(marks & {*kept})})
+  # Some marks lie where the other document was read without one: the carry before stands for it.
+  near = {max((at for at in kept if at <= mark), default=0) for mark in marks} - {0}
+  return Document(*carry, tokens, {at: kept[at] for at in sorted(near)})
 
 
 def _copy(carry: TextCarry) -> TextCarry:
