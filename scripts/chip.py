@@ -130,7 +130,7 @@ def generated(flags: argparse.Namespace) -> Iterable[str]:
   """Tokens after a long text."""
   path = pathlib.Path(flags.results) / 'generated.json'
   shape = [f'--gin_file={flags.model}', f'--chunk_size={flags.chunk_size}', f'--json={path}']
-  lengths = [str(n) for n in (flags.tokens[0], flags.tokens[-1])]
+  lengths = map(str, sorted({flags.tokens[0], flags.tokens[-1]}))
   script = str(SCRIPTS / 'generate_bench.py')
   call([sys.executable, script, '--alone', *shape, '--tokens', *lengths])
   yield from ('| tokens before | ms a token | MiB of the carry |', '| --- | --- | --- |')
