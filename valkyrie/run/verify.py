@@ -253,11 +253,13 @@ class _Computation:
 
   def __init__(self, setup: Setup, dtype: str):
     self._settings, self._dtype, self._programs = setup.settings, dtype, {}
+    self._own = setup.partitioner
 
   def __call__(self, form: Form) -> tuple[Numbers, Numbers]:
     """(the numbers, their largest changes if the parameters change in the last digit)."""
     model, layout, rows = self._model(form), form.layout, len(form.batch.inputs)
-    make = self._program(('parameters', id(layout)), layout, self._parameters(model, layout))
+    make = self._program('parameters', self._own, self._parameters(model, self._own))
+    axes = model.parameter_axes(layout.parameter_axes)
     key = form.batch.inputs.shape, form.chunk_size, form.recomputes, form.learns, id(layout)
     read = self._program(key, layout, functools.partial(self._read, form, model))
     batch = form.batch._replace(weights=form.batch.weights.astype(wide(self._dtype)))
@@ -265,7 +267,10 @@ class _Computation:
     batch = layout.place_batch(mine, rows)
 
     def numbers(seed):
-      found = jax.device_get(read(make(seed), batch))
+      params = make(seed)
+      if layout is not self._own:  # whose program would round the initial values its own way
+        params = jax.device_put(params, layout.shardings(params, axes))
+      found = jax.device_get(read(params, batch))
       found = found if form.carry else found | {'carry': ()}
       leaves = jax.tree_util.tree_leaves_with_path(found)
       return {leaf_path(path): np.asarray(leaf, np.float64) for path, leaf in leaves}
