@@ -44,7 +44,7 @@ def enable() -> str | None:
   JAX_ENABLE_COMPILATION_CACHE=false disables the cache. Raises as `paths.cache`.
   """
   directory = paths.cache() / 'compiled' / _key()
-  if _jax.jax_compilation_cache_dir or not _jax.jax_enable_compilation_cache:
+  if _is_others():
     return None
   if (address := str(epath.Path(directory))) != str(directory):  # as jax reads it
     return f'{_REFUSED} jax takes {directory} for {address}'
@@ -61,7 +61,7 @@ def keep(
 ) -> str:
   """Keeps a program that took `seconds` for `compiled` in a run; returns its file, or why not."""
   file = paths.cache() / _PRECOMPILED / f'{_name(lowered, devices)}-cache'
-  if _jax.jax_compilation_cache_dir or not _jax.jax_enable_compilation_cache:
+  if _is_others():
     return f'{_REFUSED} the environment disables the cache or sets JAX_COMPILATION_CACHE_DIR'
   if problem := _private(file.parent):
     return problem
@@ -127,6 +127,11 @@ def _directory() -> pathlib.Path | None:
   """The directory that `enable` has chosen, or None."""
   directory = _jax.jax_compilation_cache_dir
   return pathlib.Path(directory) if directory and directory.endswith(_key()) else None
+
+
+def _is_others() -> bool:
+  """Whether the environment, or a caller, disables the cache or sets a directory of its own."""
+  return bool(_jax.jax_compilation_cache_dir) or not _jax.jax_enable_compilation_cache
 
 
 def _private(directory: pathlib.Path) -> str | None:
