@@ -42,7 +42,7 @@ MODULES = (
   'valkyrie.models.recurrence.rg_lru',
   'valkyrie.models.s5.layer',
 )
-MATRIX = 2048
+MATRIX = 2048 if jax.default_backend() == 'cpu' else 8192
 
 
 def matmul_peak(dtype: Any) -> Callable[[], float]:

@@ -1,4 +1,4 @@
-"""What one chip does, measured in about ten minutes, beside what its certificates expect.
+"""What one chip does, measured, beside what its certificates expect.
 
 Measured are the peak and the parts of a step (scripts/bench.py), whole steps of one row at several
 lengths, a kill and a resume, generation after a long text, and the checks of --run_mode=verify. A

@@ -4,6 +4,9 @@ Every step runs forward and backward through all chunks of the row, without a cu
 and updates the parameters. The lengths are timed in turns within one run.
 
     PYTHONPATH=. python scripts/long_rows.py
+    PYTHONPATH=. python scripts/long_rows.py --gin_file=gin/h100.gin --chunk_size=8192
+
+scripts/long_llama.py has the same table of Hugging Face's Llama.
 """
 
 import argparse
@@ -14,22 +17,18 @@ from bench_runs import WHOLE, Trainer, variants
 import jax
 
 from valkyrie.config.load import load_gin
+from valkyrie.main import CONFIGURABLE_MODULES
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training import tbptt
 
-GIN_FILES = ('gin/models/tiny.gin', 'gin/partition/single.gin')
-MODULES = (
-  'valkyrie.models.attention.longformer',
-  'valkyrie.models.recurrence.gated',
-  'valkyrie.models.s5.layer',
-)
+LAYOUT = 'gin/partition/single.gin'
 MIB = 2**20
 
 
 def carries_in_bytes(trainer: Trainer, chunks: int) -> int:
   """Bytes of the carries that a step keeps for its backward pass."""
   one = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.state.carry))
-  length = tbptt.segment_length(chunks)
+  length = 1 if trainer.setup.settings.keep_carries else tbptt.segment_length(chunks)
   return (length + chunks // length) * one
 
 
@@ -39,12 +38,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument(
     '--tokens', type=int, nargs='+', default=[8192, 655360], help='tokens of a row'
   )
+  parser.add_argument('--gin_file', default='gin/models/tiny.gin', help='a model, or a run')
   parser.add_argument('--chunk_size', type=int, default=2048)
   parser.add_argument('--repeats', type=int, default=5)
   flags = parser.parse_args(arguments)
-  load_gin(GIN_FILES, modules=MODULES)
+  load_gin([LAYOUT, flags.gin_file], modules=CONFIGURABLE_MODULES)
 
-  trainers, memory = {}, {}
+  trainers, memory, state = {}, {}, None
   for tokens in flags.tokens:
     chunks = tokens // flags.chunk_size
     trainers[tokens] = trainer = Trainer(
@@ -52,17 +52,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     temporary = trainer.step.memory_analysis().temp_size_in_bytes
     memory[tokens] = temporary, carries_in_bytes(trainer, chunks)
+    state, trainer.state = trainer.state, None  # all lengths train one state, in turns
 
   seconds: dict[int, list[float]] = {tokens: [] for tokens in flags.tokens}
   for _ in range(flags.repeats):
     for tokens, trainer in trainers.items():
       # Short rows take more steps, so that every length reads equally many tokens in a turn.
       steps = max(1, max(flags.tokens) // tokens)
+      trainer.state = state
       seconds[tokens].append(trainer.bare_steps(steps) / tokens)
+      state, trainer.state = trainer.state, None
 
   print(
-    f'gin/models/tiny.gin, {trainer.parameters:,} parameters, one row, chunks of '
-    f'{flags.chunk_size}, exact gradients, median of {flags.repeats}:\n'
+    f'{flags.gin_file}, {trainer.parameters:,} parameters, one row, chunks of {flags.chunk_size}, '
+    f'exact gradients, {jax.devices()[0].device_kind}, median of {flags.repeats}:\n'
   )
   print(' tokens  µs a token  of the first  temporaries  of them carries  the rest  of the first')
   first = flags.tokens[0]

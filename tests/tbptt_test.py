@@ -22,7 +22,7 @@ def built():
 
 
 @functools.cache
-def gradient_of(chunk_size, backprop_chunks, remat=True):
+def gradient_of(chunk_size, backprop_chunks, remat=True, keep_carries=False):
   model, _, _ = built()
   return jax.jit(
     functools.partial(
@@ -31,6 +31,7 @@ def gradient_of(chunk_size, backprop_chunks, remat=True):
       chunk_size=chunk_size,
       backprop_chunks=backprop_chunks,
       remat_chunks=remat,
+      keep_carries=keep_carries,
     )
   )
 
@@ -59,13 +60,20 @@ def difference(a, b):
 
 @pytest.mark.invariant(1)
 @pytest.mark.parametrize(
-  ('chunk_size', 'remat'),  # shorter and longer than the window of 6
-  [(1, True), (4, True), (4, False), (12, True), (24, False)],
+  ('chunk_size', 'remat', 'keep'),  # shorter and longer than the window of 6
+  [
+    (1, True, False),
+    (4, True, False),
+    (4, False, False),
+    (12, True, False),
+    (24, False, False),
+    (4, True, True),
+  ],
 )
-def test_with_all_chunks_the_gradient_is_that_of_the_whole(chunk_size, remat):
+def test_with_all_chunks_the_gradient_is_that_of_the_whole(chunk_size, remat, keep):
   _, params, carry = built()
   batch = tiny.batch((7, 15, 2))
-  gradient, after, sums = gradient_of(chunk_size, TIME // chunk_size, remat)(
+  gradient, after, sums = gradient_of(chunk_size, TIME // chunk_size, remat, keep)(
     params, carry, batch, batch.weights.sum()
   )
   expected, expected_after, expected_sums = direct(params, carry, batch)
@@ -199,7 +207,7 @@ def test_gradients_of_a_narrow_copy_add_up_in_float32():
 
   params = jnp.ones(3, jnp.bfloat16)
   chunks = jnp.asarray([256.0] + [0.5] * 63)
-  for backprop in (tbptt._add_recomputed, tbptt._add_saved):
+  for backprop in (functools.partial(tbptt._add_recomputed, 8), tbptt._add_saved):
     zeros = tbptt.zero_gradients(params)
     gradient, _, _ = backprop(read, params, jnp.zeros((1, 1)), chunks, zeros)
     assert gradient.dtype == jnp.float32
@@ -223,11 +231,13 @@ def test_of_many_chunks_few_carries_are_kept():
     compiled = jax.jit(gradient).lower(*shapes).compile()
     return compiled.memory_analysis().temp_size_in_bytes / (4 * size), compiled(*shapes)
 
-  recomputed, found = memory(tbptt._add_recomputed)
-  kept, expected = memory(tbptt._add_saved)
-  assert recomputed < 8 + 8 + 8 < count <= kept
-  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-    np.testing.assert_allclose(a, b, rtol=1e-5)
+  recomputed, found = memory(functools.partial(tbptt._add_recomputed, tbptt.segment_length(count)))
+  all_carries, kept = memory(functools.partial(tbptt._add_recomputed, 1))
+  activations, expected = memory(tbptt._add_saved)
+  assert recomputed < 8 + 8 + 8 < count <= all_carries < count + 8 <= activations
+  for results in zip(*map(jax.tree.leaves, (found, kept, expected)), strict=True):
+    for other in results[:2]:
+      np.testing.assert_allclose(other, results[2], rtol=1e-5)
 
 
 def test_the_share_beyond_the_window_is_counted():

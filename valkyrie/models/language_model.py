@@ -25,6 +25,7 @@ from valkyrie.models.model import Model, created
 from valkyrie.models.ngrams import NgramEmbedding
 from valkyrie.models.quantization import Quantization
 from valkyrie.models.sites import Sites
+from valkyrie.models.tables import rows_of
 from valkyrie.sharding import ambient, layer_weights
 from valkyrie.sharding.partitioner import constrain
 from valkyrie.types import Array
@@ -169,7 +170,8 @@ class LanguageModel(Module):
 
     embedding = table('embedding')
     unembedding = embedding if self.tied else table('unembedding')
-    embedded = embedding[inputs] if jnp.issubdtype(inputs.dtype, jnp.integer) else inputs
+    are_tokens = jnp.issubdtype(inputs.dtype, jnp.integer)
+    embedded = rows_of(embedding, inputs) if are_tokens else inputs
     x = (self.scale * embedded).astype(self.compute_dtype)
     fresh = self.initial_carry(inputs.shape[0])
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from valkyrie.models.layers import Module, parameter, products, projections
 from valkyrie.models.recurrence.convolution import Tail, lagged
+from valkyrie.models.tables import rows_of
 from valkyrie.types import Array, DType
 
 _INIT = hk.initializers.RandomNormal(1e-3)
@@ -69,7 +70,8 @@ class NgramEmbedding(Module):
       if lag + 1 in self.orders:
         shape = self.rows, self.width
         table = parameter(f'table_{lag + 1}', shape, _INIT, axes=('ngrams', 'embed'))
-        found.append(table[(_mixed(digest) % self.rows).astype(jnp.int32)].astype(dtype))
+        row = (_mixed(digest) % self.rows).astype(jnp.int32)
+        found.append(rows_of(table, row).astype(dtype))
     rows = jnp.concatenate(found, axis=-1)
     axes = (None, 'embed')
     (added,) = products(rows, projections(rows, axes, out=d_model), axes)

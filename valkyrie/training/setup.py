@@ -41,6 +41,8 @@ class StepSettings:
     model, partitioner, curriculum, optimizer, loss_spikes: the classes of the parts.
     objective: the class of a `training.objective.Term`, or a sequence of them, which add up.
     remat_chunks: recompute chunks in the backward pass; False saves their activations.
+    keep_carries: with `remat_chunks`, keep the carries of all chunks instead of about 2 sqrt(n):
+      more memory, and one forward pass less.
     hunt_nan: wait for every step, and end at the first refused one with the name of the module
       where its first non-finite number appears.
     micro_batches: groups into which each device's rows are split; their gradients add up.
@@ -58,6 +60,7 @@ class StepSettings:
   objective: Callable[[], Term] | Sequence[Callable[[], Term]] = Prediction
   loss_spikes: Callable[[], LossSpikes] = LossSpikes
   remat_chunks: bool = True
+  keep_carries: bool = False
   hunt_nan: bool = False
   micro_batches: int = 1
   average_decay: float | None = None
@@ -148,6 +151,7 @@ class Setup:
       phase,
       seed=self.settings.seed,
       remat_chunks=remat and self.settings.remat_chunks,
+      keep_carries=self.settings.keep_carries,
       spikes=self.loss_spikes,
       terms=self.terms,
       micro_batches=self.settings.micro_batches,

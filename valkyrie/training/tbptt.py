@@ -11,6 +11,7 @@ the weight of the whole step, which is known beforehand, so gradients add up in 
 """
 
 from collections.abc import Callable
+import functools
 from typing import Any
 
 import haiku as hk
@@ -42,6 +43,7 @@ def gradients(
   chunk_size: int,
   backprop_chunks: int,
   remat_chunks: bool,
+  keep_carries: bool = False,
   terms: Terms = PREDICTION,
   learns: Learns = lambda module, name: True,
   plan: bool = True,
@@ -57,6 +59,7 @@ def gradients(
     backprop_chunks: the chunks of a group, dividing N.
     remat_chunks: recompute chunks in the backward pass (see `_add_recomputed`), or save their
       activations.
+    keep_carries: keep those of all chunks that are recomputed.
     terms: of the objective.
     learns: the parameters without a gradient need no memory for one.
     plan: whether a planner takes part.
@@ -71,7 +74,8 @@ def gradients(
   groups = jax.tree.map(lambda x: x.reshape(-1, backprop_chunks, *x.shape[1:]), (chunks, rngs))
 
   recomputes = remat_chunks and backprop_chunks > 1
-  add_gradient = _add_recomputed if recomputes else _add_saved
+  count = 1 if keep_carries else segment_length(backprop_chunks)
+  add_gradient = functools.partial(_add_recomputed, count) if recomputes else _add_saved
 
   learning, constant = learned_and_frozen(params, learns)
 
@@ -100,12 +104,12 @@ def gradients(
   return gradient, carry, _total(sums)
 
 
-def _scan(step: Callable, carry: Any, steps: Any) -> tuple[Any, Any]:
+def _scan(step: Callable, carry: Any, steps: Any, **options: Any) -> tuple[Any, Any]:
   """`lax.scan`, without a loop for a single step."""
   # XLA removes such a loop too, but too late to see that the backward pass unstacks the activations
   # that the forward pass stacks over the layers.
   if len(jax.tree.leaves(steps)[0]) > 1:
-    return lax.scan(step, carry, steps)
+    return lax.scan(step, carry, steps, **options)
   carry, out = step(carry, jax.tree.map(lambda x: x[0], steps))
   return carry, jax.tree.map(lambda x: x[None], out)
 
@@ -150,17 +154,16 @@ def _add_saved(
 
 
 def _add_recomputed(
-  read: Callable, params: Params, carry: Carry, chunks: Any, gradient: Params
+  length: int, read: Callable, params: Params, carry: Carry, chunks: Any, gradient: Params
 ) -> tuple[Params, Carry, Sums]:
-  """Does the same from about 2 sqrt(n) carries of n chunks, and without saved activations.
+  """Does the same from n / length + length carries of n chunks, and without saved activations.
 
-  The chunks form segments of about sqrt(n). The forward pass saves the carry before each segment.
+  The chunks form segments of this length. The forward pass saves the carry before each segment.
   The backward pass recomputes the carries of a segment from its first, then each chunk from its own
   carry, and passes the carry's cotangent to the chunk before it.
   """
   # The loops are written out: the derivative of nested loops would accumulate the parameters'
   # gradient once in each loop.
-  length = segment_length(jax.tree.leaves(chunks)[0].shape[0])
   segments = jax.tree.map(lambda x: x.reshape(-1, length, *x.shape[1:]), chunks)
 
   def forwards(carry, chunk):
@@ -168,7 +171,7 @@ def _add_recomputed(
     return after, (carry, sums)
 
   def segment_forwards(first, segment):
-    after, (_, sums) = lax.scan(forwards, first, segment)
+    after, (_, sums) = _scan(forwards, first, segment)
     return after, (first, _total(sums))
 
   carry, (firsts, sums) = lax.scan(segment_forwards, carry, segments)
@@ -188,8 +191,9 @@ def _add_recomputed(
 
   def segment_backwards(later, now):
     first, segment = now
-    _, (befores, _) = lax.scan(forwards, first, segment)
-    return lax.scan(backwards, later, (befores, segment), reverse=True)
+    # Of a single chunk, all but its carry is unused, and XLA drops it.
+    _, (befores, _) = _scan(forwards, first, segment)
+    return _scan(backwards, later, (befores, segment), reverse=True)
 
   zero = [jnp.zeros_like(leaf) for leaf in floats_of(carry)[0]]
   (_, gradient), _ = lax.scan(segment_backwards, (zero, gradient), (firsts, segments), reverse=True)

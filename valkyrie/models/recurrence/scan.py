@@ -13,11 +13,13 @@ speed of complex64 and give the same bits. The forms differ in their order of ar
 
   sequential    one step after the other, in compensated sums (Kahan 1965); the most accurate, and
                 the fastest on a CPU
-  associative   a parallel prefix of depth O(log T); for TPUs and GPUs
+  associative   a parallel prefix of depth O(log T), for TPUs and GPUs: the effects of blocks of a
+                few steps are scanned alike, then the steps of all blocks at once
 """
 
 from collections.abc import Callable
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -51,6 +53,7 @@ class Complex(NamedTuple):
     return Complex(f(self.re), f(self.im))
 
 
+_BLOCK = 8  # steps, of the associative form
 Number = Any  # a real array, or a `Complex`: `*`, `+`, `-` and `conj()` act on both
 
 
@@ -76,16 +79,43 @@ def _sequential(growth: Number, reset: Array, inputs: Number, *, reverse: bool) 
 
 
 def _associative(growth: Number, reset: Array, inputs: Number, *, reverse: bool) -> Number:
-  def then(first, second):
-    (r1, g1, x1), (r2, g2, x2) = first, second
-    # (1 + g2)(1 + g1) = 1 + (g1 + g2 + g2 g1). The two smaller terms of a long memory are added
-    # first, and no growth across a reset is read.
-    x = jax.tree.map(functools.partial(jnp.where, r2), x2, x1 + (x2 + g2 * x1))
-    return r1 | r2, g1 + g2 + g2 * g1, x
+  time, count = _length(inputs), -(-_length(inputs) // _BLOCK)
+  if time == 1:
+    return inputs
 
-  shape = jnp.broadcast_shapes(*(part.shape for part in jax.tree.leaves((growth, inputs))))
-  growth = jax.tree.map(lambda part: jnp.broadcast_to(part, shape), growth)
-  return lax.associative_scan(then, (reset, growth, inputs), reverse=reverse)[2]
+  def cut(part):
+    """Step s of every block, for each s: [T, B, P] -> a list of [T / _BLOCK, B, P]."""
+    if part.shape[0] == 1:
+      return [part] * _BLOCK
+    padding = [(0, count * _BLOCK - time), *[(0, 0)] * (part.ndim - 1)]
+    blocks = jnp.pad(part, padding).reshape(count, _BLOCK, *part.shape[1:])
+    return [blocks[:, s] for s in range(_BLOCK)]
+
+  def after(state, now):
+    r, g, x = now
+    return jax.tree.map(functools.partial(jnp.where, r), x, state + (x + g * state))
+
+  def then(first, second):
+    (r1, g1, x1), (r2, g2, _) = first, second
+    # (1 + g2)(1 + g1) = 1 + (g1 + g2 + g2 g1). The two smaller terms of a long memory are added
+    # first, and no growth across a reset is read: a growth that is constant stays one number.
+    return r1 | r2, g1 + g2 + g2 * g1, after(x1, second)
+
+  leaves, structure = jax.tree.flatten((reset, growth, inputs))
+  steps = [structure.unflatten(now) for now in zip(*map(cut, leaves), strict=True)]
+  steps = steps[::-1] if reverse else steps
+  r, g, x = functools.reduce(then, steps)
+  ends = _associative(g, r, x, reverse=reverse)
+
+  def begin(part):
+    zero = jnp.zeros_like(part[:1])
+    return jnp.concatenate([part[1:], zero] if reverse else [zero, part[:-1]])
+
+  states = list(itertools.accumulate(steps, after, initial=jax.tree.map(begin, ends)))[1:]
+  states = states[::-1] if reverse else states
+  return jax.tree.map(
+    lambda *parts: jnp.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:])[:time], *states
+  )
 
 
 FORMS = {'sequential': _sequential, 'associative': _associative}
@@ -95,34 +125,42 @@ def _length(x: Number) -> int:
   return jax.tree.leaves(x)[0].shape[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _recurrence(form: str, growth: Number, reset: Array, inputs: Number) -> Number:
-  return FORMS[form](growth, reset, inputs, reverse=False)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _recurrence(form: str, reverse: bool, growth: Number, reset: Array, inputs: Number) -> Number:
+  return FORMS[form](growth, reset, inputs, reverse=reverse)
 
 
-def _recurrence_forward(form, growth, reset, inputs):
-  states = _recurrence(form, growth, reset, inputs)
+def _recurrence_forward(form, reverse, growth, reset, inputs):
+  states = _recurrence(form, reverse, growth, reset, inputs)
   return states, (growth, reset, states)
 
 
-def _recurrence_backward(form, residuals, cotangent):
-  """The adjoint of a linear recurrence: the same recurrence, backwards in time.
+def _recurrence_backward(form, reverse, residuals, cotangent):
+  """The adjoint of a linear recurrence: the same recurrence, in the other direction of time.
 
   With c the cotangent of the states and h_t = c_t + keep_{t+1} conj(1 + g_{t+1}) h_{t+1}, the
-  cotangent of b_t is h_t, of g_t keep_t conj(x_{t-1}) h_t. Only the states are kept.
+  cotangent of b_t is h_t, of g_t keep_t conj(x_{t-1}) h_t. Only the states are kept. The rule
+  applies to its own recurrence, too: derivatives of every order are computed in this form.
   """
   growth, reset, states = residuals
-  end = jnp.ones_like(reset[:1])
+  first, rest, but_last = slice(None, 1), slice(1, None), slice(None, -1)
+  if reverse:
+    first, rest, but_last = slice(-1, None), slice(None, -1), slice(1, None)
+
+  def join(sooner, later):
+    return jnp.concatenate([later, sooner] if reverse else [sooner, later])
+
+  next_reset = join(reset[rest], jnp.ones_like(reset[first]))
   later = growth.conj()
   if _length(growth) > 1:
-    later = jax.tree.map(lambda part: jnp.concatenate([part[1:], part[:1]]), later)
-  adjoint = FORMS[form](later, jnp.concatenate([reset[1:], end]), cotangent, reverse=True)
-  before = _unless(reset[1:], jax.tree.map(lambda part: part[:-1], states))
-  products = before.conj() * jax.tree.map(lambda part: part[1:], adjoint)
+    later = jax.tree.map(lambda part: join(part[rest], part[first]), later)
+  adjoint = _recurrence(form, not reverse, later, next_reset, cotangent)
+  before = _unless(reset[rest], jax.tree.map(lambda part: part[but_last], states))
+  products = before.conj() * jax.tree.map(lambda part: part[rest], adjoint)
 
   def of_growth(g, part):
     if g.shape[0] > 1:
-      part = jnp.concatenate([jnp.zeros_like(part[:1]), part])  # the first input holds x_0
+      part = join(jnp.zeros_like(part[first]), part)  # the first input holds x_0
     summed = [axis for axis in range(part.ndim) if g.shape[axis] == 1 != part.shape[axis]]
     return jnp.sum(part, axis=summed, keepdims=True)
 
@@ -149,7 +187,7 @@ def diagonal_scan(
   carried = _unless(reset[0], first * initial + initial)
   inputs = jax.tree.map(lambda part, x: part.at[0].add(x), inputs, carried)
   fastest = 'sequential' if platform() == 'cpu' else 'associative'
-  return _recurrence(form or fastest, growth, reset, inputs)
+  return _recurrence(form or fastest, False, growth, reset, inputs)
 
 
 def begun(growth: Number, inputs: Number, first: Number | None, reset: Array) -> Number:

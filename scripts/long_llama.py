@@ -1,0 +1,99 @@
+"""Cost per token of Hugging Face's Llama in rows of different lengths, on a GPU.
+
+It has the parameters of gin/models/deep_1b.gin, and learns as fast as its users know: parameters and
+AdamW in bfloat16, flash attention, torch.compile, layers that are computed again from their inputs
+in the backward pass, and logits in pieces that are computed again, too. A length that does not fit
+is named.
+
+    python scripts/long_llama.py
+"""
+
+import argparse
+from collections.abc import Sequence
+import statistics
+import time
+
+import peers
+import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+import transformers
+
+VOCABULARY, PIECE = 50257, 8192  # tokens of a piece of the logits
+GIB = 2**30
+
+
+def llama(positions: int) -> transformers.LlamaForCausalLM:
+  """1.26 billion parameters."""
+  config = transformers.LlamaConfig(
+    vocab_size=VOCABULARY,
+    hidden_size=2048,
+    intermediate_size=5632,
+    num_hidden_layers=24,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    max_position_embeddings=positions,
+    tie_word_embeddings=True,
+    use_cache=False,
+    attn_implementation='sdpa',
+    dtype='bfloat16',
+  )
+  with torch.device('cuda'):
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+  model.gradient_checkpointing_enable({'use_reentrant': False})
+  for layer in model.model.layers:
+    layer.compile()
+  return model.train()
+
+
+def loss_of(model: transformers.LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
+  """The mean loss of tokens [1, T + 1]."""
+
+  def summed(features, targets):
+    logits = model.lm_head(features).float()
+    return functional.cross_entropy(logits, targets, reduction='sum')
+
+  inputs, targets = tokens[:, :-1], tokens[0, 1:]
+  features = model.model(input_ids=inputs).last_hidden_state[0]
+  pieces = zip(features.split(PIECE), targets.split(PIECE), strict=True)
+  return sum(checkpoint(summed, *piece, use_reentrant=False) for piece in pieces) / len(targets)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+  """Prints the table."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--tokens', type=int, nargs='+', default=[8192, 65536, 131072, 1048576])
+  parser.add_argument('--repeats', type=int, default=3)
+  flags = parser.parse_args(arguments)
+
+  torch.manual_seed(0)
+  model = llama(max(flags.tokens))
+  optimizer = peers.adamw(model, rate=1e-4)
+  count = sum(p.numel() for p in model.parameters())
+  versions = f'transformers {transformers.__version__}, torch {torch.__version__}'
+  print(f'{versions}, {torch.cuda.get_device_name()}, {count:,} parameters, median of')
+  print(f'{flags.repeats} steps:\n\n   tokens  µs a token   GiB', flush=True)
+  for tokens in flags.tokens:
+    row = torch.randint(1, VOCABULARY, (1, tokens + 1), device='cuda')
+    torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    try:
+      for _ in range(1 + flags.repeats):  # the first step compiles
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        loss_of(model, row).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    except torch.cuda.OutOfMemoryError:
+      print(f'{tokens:9,}  does not fit')
+      break
+    used = torch.cuda.max_memory_allocated() / GIB
+    micros = 1e6 * statistics.median(seconds[1:]) / tokens
+    print(f'{tokens:9,} {micros:11.1f} {used:5.1f}', flush=True)
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,49 @@
+"""Rows of a table of embeddings, with a gradient that is the same in every run.
+
+The gradient of a row is a sum over the tokens that read it. A GPU adds them as its threads arrive,
+so that the roundings of two runs differ. There the tokens are sorted by row, a scan adds the tokens
+of a row in order, and the sum that stands at its last token is the row's.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from valkyrie.models.recurrence import scan
+from valkyrie.sharding.mesh import platform
+from valkyrie.types import Array
+
+
+def rows_of(table: Array, index: Array) -> Array:
+  """The rows [..., D] of table [R, D] with these numbers, int32 [...]."""
+  return _sorted_rows(len(table), table, index) if platform() == 'gpu' else table[index]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sorted_rows(count: int, table: Array, index: Array) -> Array:
+  del count
+  return table[index]
+
+
+def _forward(count, table, index):
+  del count
+  return table[index], index
+
+
+def _backward(count, index, gradient):
+  order = jnp.argsort(index, axis=None)
+  rows, width = index.reshape(-1)[order], gradient.shape[-1]
+  inputs = gradient.reshape(-1, 1, width)[order].astype(
+    jnp.promote_types(gradient.dtype, 'float32')
+  )
+  differs, one = rows[1:] != rows[:-1], jnp.ones(1, bool)
+  first, last = jnp.concatenate([one, differs]), jnp.concatenate([differs, one])
+  zero = jnp.zeros_like(inputs[0])
+  # A growth of zero is a decay of one: the states are running sums, which begin anew at each row.
+  sums = scan.diagonal_scan(zero[0], inputs, zero, first[:, None], form='associative')[:, 0]
+  found = jnp.zeros((count, width), gradient.dtype)
+  return found.at[jnp.where(last, rows, count)].set(sums.astype(gradient.dtype), mode='drop'), None
+
+
+_sorted_rows.defvjp(_forward, _backward)
