@@ -1,9 +1,8 @@
 """Cost per token of Hugging Face's Llama in rows of different lengths, on a GPU.
 
-It has the parameters of gin/models/deep_1b.gin, and learns as fast as its users know: parameters and
+It is about as large as gin/models/deep_1b.gin, and learns as fast as its users know: parameters and
 AdamW in bfloat16, flash attention, torch.compile, layers that are computed again from their inputs
-in the backward pass, and logits in pieces that are computed again, too. A length that does not fit
-is named.
+in the backward pass, and logits in pieces that are computed again, too.
 
     python scripts/long_llama.py
 """
@@ -24,7 +23,7 @@ GIB = 2**30
 
 
 def llama(positions: int) -> transformers.LlamaForCausalLM:
-  """1.26 billion parameters."""
+  """1.19 billion parameters."""
   config = transformers.LlamaConfig(
     vocab_size=VOCABULARY,
     hidden_size=2048,
