@@ -101,6 +101,7 @@ def _mesh(**axes: int) -> str:
   return f'--gin.Partitioner.mesh={tuple(axes.items())}'
 
 
+_CARRIES = '--gin.StepSettings.keep_carries=True'
 _LLAMA = '--gin_file=gin/models/llama3_8b_hybrid.gin'
 _LLAMA_8K = (
   '--gin.Optimizer.algorithm=@optax.adamw',
@@ -120,9 +121,9 @@ TABLES = (
     _of_run,
     (
       run('v4_32', 'v4:4x4x2'),
-      run('v4_32', 'v4:4x4x2', '--gin.StepSettings.remat_chunks=True', **_chunks(80)),
+      run('v4_32', 'v4:4x4x2', '--gin.StepSettings.remat_chunks=True', _CARRIES, **_chunks(80)),
       run('v4_32_context', 'v4:4x4x2'),
-      run('v4_32_context', 'v4:4x4x2', chunk_size=131072, **_chunks(80)),
+      run('v4_32_context', 'v4:4x4x2', _CARRIES, chunk_size=131072, **_chunks(80)),
       run('v4_8', 'v4:2x2x1'),
       run('v5p_64_8b', 'v5p:4x4x4'),
       run('v4_32_fsdp', 'v4:4x4x2', **_chunks(80)),
