@@ -20,7 +20,7 @@ import numpy as np
 from valkyrie.data import chat_template, store_writer
 from valkyrie.data.chat_template import ChatTemplate
 from valkyrie.data.document_source import register
-from valkyrie.data.records import Records, Row, StreamedRecords
+from valkyrie.data.records import Row
 from valkyrie.data.vocabularies import Vocabulary, following
 from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.tasks.text import TextSource
@@ -55,28 +55,23 @@ class ConversationSource(TextSource):
       if self._is_in(split, json.dumps(row['messages'], default=str)):
         yield document(self._template, row['messages'], row['place'])
 
-  def _records(self, split: str) -> Records | StreamedRecords:
-    records = super()._records(split)
-    records.checked = _in_openai_form
-    return records
-
-
-def _in_openai_form(row: Row, columns: Sequence[str], place: str) -> Row:
-  """The row at a place as {'messages': with role and content, 'place': place}."""
-  messages = row[columns[0]]
-  if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
-    raise DataError(
-      f'{place} has {messages!r:.80} in the column {columns[0]}, expected a list such as '
-      '[{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}].'
-    )
-  found = []
-  for message in messages:
-    given = {name: value for name, value in message.items() if value is not None}
-    if 'from' in given and 'role' not in given:
-      role, given['content'] = given.pop('from'), given.pop('value', None)
-      given['role'] = _OF_SHAREGPT.get(str(role), role)
-    found.append(given)
-  return {'messages': found, 'place': place}
+  @staticmethod
+  def _check(row: Row, columns: Sequence[str], place: str) -> Row:
+    """The row at a place as {'messages': with role and content, 'place': place}."""
+    messages = row[columns[0]]
+    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+      raise DataError(
+        f'{place} has {messages!r:.80} in the column {columns[0]}, expected a list such as '
+        '[{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}].'
+      )
+    found = []
+    for message in messages:
+      given = {name: value for name, value in message.items() if value is not None}
+      if 'from' in given and 'role' not in given:
+        role, given['content'] = given.pop('from'), given.pop('value', None)
+        given['role'] = _OF_SHAREGPT.get(str(role), role)
+      found.append(given)
+    return {'messages': found, 'place': place}
 
 
 def document(

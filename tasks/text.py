@@ -24,7 +24,7 @@ import urllib.parse
 
 from valkyrie.config import redact
 from valkyrie.data.document_source import DocumentSource, TextDocument, register, stable_hash
-from valkyrie.data.records import STREAMED, Records, StreamedRecords
+from valkyrie.data.records import STREAMED, Records, StreamedRecords, texts
 from valkyrie.data.source_files import FORMATS, SourceFiles
 from valkyrie.errors import ConfigurationError, DataError
 
@@ -36,6 +36,7 @@ class TextSource(DocumentSource):
   """The documents of the files at `location`."""
 
   FORMATS = FORMATS
+  _check = staticmethod(texts)  # of a row
   OPTIONS: tuple[str, ...] = ('column', 'cut', 'held_out', 'together')
 
   def __init__(
@@ -101,8 +102,8 @@ class TextSource(DocumentSource):
   def _records(self, split: str) -> Records | StreamedRecords:
     location = self._location_of(split)
     if location.startswith(STREAMED):
-      return StreamedRecords(location, self._columns)
-    return Records(location, self._columns, self.FORMATS)
+      return StreamedRecords(location, self._columns, self._check)
+    return Records(location, self._columns, self.FORMATS, self._check)
 
   def _check_held_out(self) -> None:
     """Raises a DataError if text of the validation split is in the training split."""

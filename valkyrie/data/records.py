@@ -1,7 +1,7 @@
 """Rows of texts: in plain text, JSON, CSV, parquet and arrow, or streamed from Hugging Face."""
 
 import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import csv
 import functools
@@ -36,6 +36,7 @@ _BLOCK = 2**20  # bytes
 _warn_once = functools.cache(logging.warning)  # every shard lists the files of the source
 STREAMED = 'hf://'  # begins the address of a data set: hf://OWNER/NAME/CONFIGURATION
 Row = dict[str, Any]
+Check = Callable[[Row, Sequence[str], str], Row]
 
 
 def texts(row: Row, columns: Sequence[str], place: str) -> Row:
@@ -56,16 +57,22 @@ class Records:
 
   A plain text, and one of unknown suffix that its name or a pattern selects, is one row with the
   column `text`. JSON is an object a line, a list of objects, or an object. `rows` divides files,
-  row groups of parquet, batches of arrow and rows of JSON and CSV among the parts. The
-  attribute `checked` may replace `texts`, which checks each row.
+  row groups of parquet, batches of arrow and rows of JSON and CSV among the parts. `check`
+  gets each row, the columns, and the row's place for errors, and returns what `rows` yields.
 
   Raises:
     DataError: there are no files, or the named file is corrupt, empty, no text, or lacks a column.
     StorageError: a bucket refuses.
   """
 
-  def __init__(self, location: str, columns: Sequence[str], formats: Sequence[str] = FORMATS):
-    self._columns, self.checked = list(columns), texts
+  def __init__(
+    self,
+    location: str,
+    columns: Sequence[str],
+    formats: Sequence[str] = FORMATS,
+    check: Check = texts,
+  ):
+    self._columns, self._check = list(columns), check
     self.files = SourceFiles(location, formats)
     if names := sorted(map(self.files.name, self.files.left_out)):
       _warn_once(
@@ -101,7 +108,7 @@ class Records:
         continue
       with self._errors(file):
         for place, row in read:
-          yield self.checked(row, self._columns, place)
+          yield self._check(row, self._columns, place)
 
   def has_fewer_rows(self, count: int) -> bool:
     """Whether there are fewer rows than `count`; it reads no more than these."""
@@ -209,8 +216,8 @@ class Records:
 class StreamedRecords:
   """The rows of the split 'train' of a data set that Hugging Face streams; see `Records`."""
 
-  def __init__(self, location: str, columns: Sequence[str]):
-    self._location, self._columns, self.checked = location, columns, texts
+  def __init__(self, location: str, columns: Sequence[str], check: Check = texts):
+    self._location, self._columns, self._check = location, columns, check
 
   def rows(self, part: int, parts: int) -> Iterator[Row]:
     """The rows of one of `parts` parts. Every part streams all rows."""
@@ -218,7 +225,7 @@ class StreamedRecords:
       streamed = _revision(self._location).as_streaming_dataset(split='train')
       for row in itertools.islice(streamed, part, None, parts):
         _check_columns(self._columns, list(row), self._location)
-        yield self.checked(row, self._columns, f'A row of {self._location}')
+        yield self._check(row, self._columns, f'A row of {self._location}')
 
   def describe(self) -> dict[str, Any]:
     """For store.json: the hash of the revision, since the files are not known."""

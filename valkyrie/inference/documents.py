@@ -1,14 +1,26 @@
-"""Documents that were read, with the carries from which a changed document is read on."""
+"""Documents that were read, with the carries from which a changed document is read on; their files.
+
+A file of a carry or a document is only for the weights and the tokenizer that made it.
+"""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+import contextlib
+import json
+import pathlib
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
+from valkyrie import foreign
+from valkyrie.errors import ConfigurationError, StorageError, storage_errors
 from valkyrie.inference.reader import Reader, TextCarry
 from valkyrie.types import Array, Carry, Params
+from valkyrie.weights import named_tensors
+
+_KEPT = 'kept'  # the places of a document's carries, in JSON
 
 
 class Document(NamedTuple):
@@ -24,6 +36,9 @@ class Document(NamedTuple):
   hidden: Array
   tokens: np.ndarray  # int32 [N]
   kept: Mapping[int, TextCarry]  # by the number of tokens read, a multiple of the chunk size
+
+
+AnyCarry = TextCarry | Document
 
 
 def read(
@@ -54,3 +69,48 @@ def read(
 def _copy(carry: TextCarry) -> TextCarry:
   """The reader overwrites what it is given."""
   return jax.tree.map(jnp.copy, carry)
+
+
+def save(path: pathlib.Path, carry: AnyCarry, origin: Mapping[str, str]) -> None:
+  """Writes a new safetensors file; raises a StorageError if it exists or cannot be written."""
+  if path.exists():
+    raise StorageError(f'{path} is there already. Name another file, or delete it.')
+  leaves = {name: np.asarray(leaf) for name, leaf in _named_leaves(carry).items()}
+  with storage_errors(f'{path} cannot be written'):
+    unfinished = path.with_name(f'.{path.name}.new')
+    kept = [*carry.kept] if isinstance(carry, Document) else None
+    named_tensors.write(unfinished, leaves, {**origin, _KEPT: json.dumps(kept)})
+    unfinished.replace(path)
+
+
+def load(path: pathlib.Path, reader: Reader, origin: Mapping[str, str]) -> AnyCarry:
+  """Reads what was written with this origin, for this reader; for errors see `load_carry`."""
+  try:
+    with safe_open(path, 'numpy') as file:
+      made_by = file.metadata() or {}
+      found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
+  except (OSError, SafetensorError) as error:
+    raise StorageError(f'{path} is not a complete file of a carry ({error}).') from error
+  like: Any = reader.fresh(np.size(found.get('position', 0)))
+  with contextlib.suppress(ValueError):
+    kept = foreign.json_value(made_by.get(_KEPT, 'null').encode())
+    if isinstance(kept, list):
+      of_each = {place: like for place in kept if isinstance(place, int)}
+      tokens = found.get('tokens', np.zeros(0, np.int32))
+      like = Document(*like[:3], tokens=tokens, kept=of_each)
+  expected = _named_leaves(like)
+  sizes, own = (
+    {name: (leaf.shape, leaf.dtype) for name, leaf in each.items()} for each in (found, expected)
+  )
+  if {name: made_by.get(name) for name in origin} != origin or sizes != own:
+    raise ConfigurationError(
+      f'{path} was saved with other weights or tokenizer ({json.dumps(made_by)}) than the '
+      f'loaded ones ({json.dumps(origin)}), or by a model of other sizes. Read the text again.'
+    )
+  leaves = [found[name] if name == 'tokens' else jnp.asarray(found[name]) for name in expected]
+  return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _named_leaves(carry: AnyCarry) -> dict[str, Array]:
+  leaves, _ = jax.tree_util.tree_flatten_with_path(carry)
+  return {jax.tree_util.keystr(path, simple=True, separator='.'): leaf for path, leaf in leaves}

@@ -133,9 +133,8 @@ def _read_conversations(location: str) -> list[dict[str, Any]]:
   """The arguments of `ChatTemplate.prompt` of each conversation in a file."""
   from valkyrie.data.records import Records  # noqa: PLC0415  (pyarrow)
 
-  records = Records(location, ['messages'])
-  records.checked = lambda row, columns, place: {**row, 'place': place}
-  return [*records.rows(0, 1)]
+  placed = Records(location, ['messages'], check=lambda row, _, place: {**row, 'place': place})
+  return [*placed.rows(0, 1)]
 
 
 @contextlib.contextmanager

@@ -1,9 +1,7 @@
 """A trained model in Python: texts are scored, continued and read by it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-import contextlib
 import hashlib
-import json
 import os
 import pathlib
 from typing import Any, NamedTuple, overload
@@ -11,33 +9,23 @@ from typing import Any, NamedTuple, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
-from valkyrie import foreign
 from valkyrie.checkpoint import manifest
 from valkyrie.checkpoint.steps import steps_of
 from valkyrie.config import ranges
 from valkyrie.data.chat_template import ChatTemplate, Messages
 from valkyrie.data.vocabularies import ANY_TEXT, Vocabulary, as_utf8, following
-from valkyrie.errors import (
-  ConfigurationError,
-  StorageError,
-  UsageError,
-  check_choice,
-  storage_errors,
-)
+from valkyrie.errors import ConfigurationError, UsageError, check_choice
 from valkyrie.inference import documents
 from valkyrie.inference.attribution import Attribution, Attributor
-from valkyrie.inference.documents import Document
+from valkyrie.inference.documents import AnyCarry, Document
 from valkyrie.inference.generation import GREEDY, LENGTH, Continuation, Sampling
 from valkyrie.inference.reader import Reader, TextCarry, TextScore, check_finite
 from valkyrie.models.features import ACTIVATIONS
 from valkyrie.models.model import Model
 from valkyrie.types import Array, Params
-from valkyrie.weights import named_tensors
 
 Text = str | np.ndarray  # or its tokens
-AnyCarry = TextCarry | Document
 
 
 class Generated(NamedTuple):
@@ -64,6 +52,8 @@ class LoadedModel:
     params: {module: {name: array}}; the moving average if the run keeps one.
     tokenizer: encode, decode, eos_id, size; bos, which begins the documents that are texts.
     model_dir, steps: the run, and the checkpoints whose mean the parameters are: usually one.
+    progress: a function that you may set, called before each chunk of texts and after the last one
+      with the tokens read and all tokens of the longest text. First chunks wait for a compiler.
   """
 
   def __init__(
@@ -88,17 +78,10 @@ class LoadedModel:
     self._reader = Reader(model, chunk_size)
     self._attributor = Attributor(self._reader)
 
-  @property
-  def progress(self) -> Callable[[int, int], Any] | None:
-    """A function that you may set, called before each chunk of texts and after the last one.
-
-    It gets the tokens read and all tokens of the longest text. First chunks wait for a compiler.
-    """
-    return self._reader.progress
-
-  @progress.setter
-  def progress(self, function: Callable[[int, int], Any] | None) -> None:
-    self._reader.progress = function
+  progress = property(
+    lambda self: self._reader.progress,
+    lambda self, function: setattr(self._reader, 'progress', function),
+  )
 
   @overload
   def read(
@@ -149,16 +132,7 @@ class LoadedModel:
 
   def save_carry(self, path: str | os.PathLike, carry: AnyCarry) -> None:
     """Writes a carry or a document to a new safetensors file, or raises a StorageError."""
-    place = pathlib.Path(path)
-    if place.exists():
-      raise StorageError(f'{place} is there already. Name another file, or delete it.')
-    leaves = {name: np.asarray(leaf) for name, leaf in _named_leaves(carry).items()}
-    with storage_errors(f'{place} cannot be written'):
-      unfinished = place.with_name(f'.{place.name}.new')
-      kept = [*carry.kept] if isinstance(carry, Document) else None
-      made_by = {'weights': self._weights(), 'tokenizer': self.tokenizer.fingerprint}
-      named_tensors.write(unfinished, leaves, {**made_by, 'kept': json.dumps(kept)})
-      unfinished.replace(place)
+    documents.save(pathlib.Path(path), carry, self._origin())
 
   def load_carry(self, path: str | os.PathLike) -> AnyCarry:
     """Reads a carry or a document that was saved by this step of this run.
@@ -167,31 +141,7 @@ class LoadedModel:
       ConfigurationError: another model or step saved it.
       StorageError: the file is missing or damaged.
     """
-    try:
-      with safe_open(path, 'numpy') as file:
-        made_by = file.metadata() or {}
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
-    except (OSError, SafetensorError) as error:
-      raise StorageError(f'{path} is not a complete file of a carry ({error}).') from error
-    like: Any = self._reader.fresh(np.size(found.get('position', 0)))
-    with contextlib.suppress(ValueError):
-      kept = foreign.json_value(made_by.get('kept', 'null').encode())
-      if isinstance(kept, list):
-        of_each = {place: like for place in kept if isinstance(place, int)}
-        tokens = found.get('tokens', np.zeros(0, np.int32))
-        like = Document(*like[:3], tokens=tokens, kept=of_each)
-    expected = _named_leaves(like)
-    sizes, own = (
-      {name: (leaf.shape, leaf.dtype) for name, leaf in each.items()} for each in (found, expected)
-    )
-    ours = {'weights': self._weights(), 'tokenizer': self.tokenizer.fingerprint}
-    if {name: made_by.get(name) for name in ours} != ours or sizes != own:
-      raise ConfigurationError(
-        f'{path} was saved with other weights or tokenizer ({json.dumps(made_by)}) than the '
-        f'loaded ones ({json.dumps(ours)}), or by a model of other sizes. Read the text again.'
-      )
-    leaves = [found[name] if name == 'tokens' else jnp.asarray(found[name]) for name in expected]
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+    return documents.load(pathlib.Path(path), self._reader, self._origin())
 
   def score(
     self,
@@ -224,7 +174,7 @@ class LoadedModel:
 
   def _of_each(self, find: Callable, texts: Any, carry: Any, params: Any, size: int) -> list:
     """What a function of the reader returns for each text, of which `size` are read at once."""
-    ranges.check('score', batch_size=size)
+    ranges.check(find.__name__, batch_size=size)
     rows, found = self._tokens(texts, carry), []
     for first in range(0, len(rows), size):
       batch = rows[first : first + size]
@@ -461,13 +411,9 @@ class LoadedModel:
       )
     return self.rows(carry, rows if len(carry.position) > 1 else [0] * len(rows))
 
-  def _weights(self) -> str:
-    """A fingerprint of the checkpoints that the parameters come from."""
+  def _origin(self) -> dict[str, str]:
+    """Fingerprints of what carries depend on."""
     steps = steps_of(self.model_dir)
     manifests = [manifest.read(steps.files(step))[1] for step in self.steps]
-    return hashlib.sha256(b''.join(manifests)).hexdigest()
-
-
-def _named_leaves(carry: AnyCarry) -> dict[str, Array]:
-  leaves, _ = jax.tree_util.tree_flatten_with_path(carry)
-  return {jax.tree_util.keystr(path, simple=True, separator='.'): leaf for path, leaf in leaves}
+    weights = hashlib.sha256(b''.join(manifests)).hexdigest()
+    return {'weights': weights, 'tokenizer': self.tokenizer.fingerprint}

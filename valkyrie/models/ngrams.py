@@ -66,11 +66,11 @@ class NgramEmbedding(Module):
     )
     found = []
     for lag, token in enumerate(earlier, 1):
-      digest = _mixed(digest + jnp.uint32(lag)) ^ token
+      digest = mixed(digest + jnp.uint32(lag)) ^ token
       if lag + 1 in self.orders:
         shape = self.rows, self.width
         table = parameter(f'table_{lag + 1}', shape, _INIT, axes=('ngrams', 'embed'))
-        row = (_mixed(digest) % self.rows).astype(jnp.int32)
+        row = (mixed(digest) % self.rows).astype(jnp.int32)
         found.append(rows_of(table, row).astype(dtype))
     rows = jnp.concatenate(found, axis=-1)
     axes = (None, 'embed')
@@ -78,7 +78,7 @@ class NgramEmbedding(Module):
     return added, tail
 
 
-def _mixed(x: Array) -> Array:
+def mixed(x: Array) -> Array:
   """A hash of uint32, whose bits all depend on all of x: lowbias32 (Wellons 2018)."""
   x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
   x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)

@@ -21,14 +21,8 @@ def rows_of(table: Array, index: Array) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sorted_rows(count: int, table: Array, index: Array) -> Array:
-  del count
+def _sorted_rows(_: int, table: Array, index: Array) -> Array:
   return table[index]
-
-
-def _forward(count, table, index):
-  del count
-  return table[index], index
 
 
 def _backward(count, index, gradient):
@@ -46,4 +40,4 @@ def _backward(count, index, gradient):
   return found.at[jnp.where(last, rows, count)].set(sums.astype(gradient.dtype), mode='drop'), None
 
 
-_sorted_rows.defvjp(_forward, _backward)
+_sorted_rows.defvjp(lambda _, table, index: (table[index], index), _backward)

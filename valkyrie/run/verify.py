@@ -33,6 +33,7 @@ from valkyrie.models import language_model
 from valkyrie.models.features import Description
 from valkyrie.models.layers import wide
 from valkyrie.models.model import Model
+from valkyrie.models.ngrams import mixed
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.storage import whole_file
 from valkyrie.training import rounding, tbptt
@@ -325,6 +326,7 @@ class _Computation:
         chunk_size=chunk_size,
         backprop_chunks=time // form.chunk_size if form.learns else 1,
         remat_chunks=form.recomputes and self._settings.remat_chunks,
+        keep_carries=self._settings.keep_carries,
         learns=learns,
       )
 
@@ -366,7 +368,7 @@ def _uniform(shape: tuple[int, ...], salt: int | Array) -> Array:
 
 
 def _hashes(shape: tuple[int, ...], salt: int | Array) -> Array:
-  """32 random bits at each place, the same in every layout (Wellons 2018, "Hash functions").
+  """32 random bits at each place, the same in every layout.
 
   jax.random has better numbers, and programs whose compilation takes much longer.
   """
@@ -374,9 +376,7 @@ def _hashes(shape: tuple[int, ...], salt: int | Array) -> Array:
   for dimension in range(len(shape)):
     place = place * jnp.uint32(shape[dimension])
     place += lax.broadcasted_iota(jnp.uint32, shape, dimension)
-  for factor in (0x7FEB352D, 0x846CA68B):
-    place = (place ^ (place >> 16)) * jnp.uint32(factor)
-  return place
+  return mixed(place)
 
 
 def _largest(

@@ -20,6 +20,7 @@ from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models import language_model
 from valkyrie.models.features import ACTIVATIONS
 from valkyrie.models.language_model import LanguageModel
+from valkyrie.models.layers import wide
 from valkyrie.models.model import Model
 from valkyrie.training.losses import divergences
 from valkyrie.training.objective import Chunk, Part, Start, Term
@@ -180,10 +181,7 @@ class Distillation(Term):
     loss = self.weight * self.temperature**2 * sums['divergence']
     if self.match:
       ours, theirs = student.activations or {}, teacher.activations or {}
-      differences = [
-        jnp.mean(jnp.square(_wide(ours[kind][layer]) - _wide(theirs[kind][other])), axis=-1)
-        for kind, layer, other in self.match
-      ]
+      differences = [_squared(ours[kind][one], theirs[kind][two]) for kind, one, two in self.match]
       sums['layers'] = total(sum(differences)) / len(differences)
       loss += self.match_weight * sums['layers']
     return Part(loss / chunk.total, lax.stop_gradient(sums), after['model'])
@@ -194,5 +192,6 @@ def _named(params: Any) -> Any:
   return {_PREFIX + module: group for module, group in params.items()}
 
 
-def _wide(x: jax.Array) -> jax.Array:
-  return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+def _squared(a: jax.Array, b: jax.Array) -> jax.Array:
+  a, b = (x.astype(wide(x.dtype)) for x in (a, b))
+  return jnp.mean(jnp.square(a - b), axis=-1)
