@@ -88,8 +88,8 @@ def _associative(growth: Number, reset: Array, inputs: Number, *, reverse: bool)
     if part.shape[0] == 1:
       return [part] * _BLOCK
     padding = [(0, count * _BLOCK - time), *[(0, 0)] * (part.ndim - 1)]
-    blocks = jnp.pad(part, padding).reshape(count, _BLOCK, *part.shape[1:])
-    return [blocks[:, s] for s in range(_BLOCK)]
+    padded = jnp.pad(part, padding)
+    return [lax.slice_in_dim(padded, s, None, _BLOCK) for s in range(_BLOCK)]
 
   def after(state, now):
     r, g, x = now
