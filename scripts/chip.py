@@ -21,7 +21,7 @@ from typing import Any
 
 SCRIPTS = pathlib.Path(__file__).parent
 GIB = 2**30
-STEPS = 3  # of which the last one is timed
+STEPS = 3  # the last one is timed
 Metrics = Mapping[int, Mapping[str, Any]]
 
 

@@ -1,6 +1,6 @@
 """The exact gradient of one very long row, beside a derivative that is computed forwards.
 
-A row has random tokens, one of which occurs only once, after the window and the first tokens that
+A row has random tokens. One of them occurs only once, after the window and the first tokens that
 attention keeps, and only the last tokens have a weight. So the loss depends on its embedding only
 through the states of all chunks between. Its gradient is computed by the training step's
 backpropagation, which keeps about 2 sqrt(n) carries of n chunks. Along the gradient its length must

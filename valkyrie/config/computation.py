@@ -35,7 +35,7 @@ def may_change_on_resume(*parameters: str) -> Callable[[_Configurable], _Configu
 
 
 def computation(bindings: Mapping[str, Any]) -> dict[str, Any]:
-  """The bindings, of those from `record.bindings`, that change the computation of a training step.
+  """The bindings among `record.bindings` that change the computation of a training step.
 
   A binding `scope/Selector.parameter` is left out
   - if the configurable declares the parameter with `may_change_on_resume`, or

@@ -151,7 +151,7 @@ class LoadedModel:
     params: Params | None = None,
     batch_size: int = 8,
   ) -> list[TextScore]:
-    """The log-probabilities of all tokens of each text, of which `batch_size` are read at once.
+    """The log-probabilities of all tokens of each text; `batch_size` texts are read at once.
 
     `params` are other parameters of the same model.
 
@@ -173,7 +173,7 @@ class LoadedModel:
     return np.array(found, np.float32).reshape(-1, self.model.about.width)
 
   def _of_each(self, find: Callable, texts: Any, carry: Any, params: Any, size: int) -> list:
-    """What a function of the reader returns for each text, of which `size` are read at once."""
+    """What a function of the reader returns for each text; `size` texts are read at once."""
     ranges.check(find.__name__, batch_size=size)
     rows, found = self._tokens(texts, carry), []
     for first in range(0, len(rows), size):
@@ -400,7 +400,7 @@ class LoadedModel:
   def _begun(
     self, carry: AnyCarry | None, texts: int, rows: Sequence[int] | None = None
   ) -> TextCarry:
-    """The rows, all by default, with which so many texts begin: copies of those of a carry."""
+    """The rows that so many texts begin with, by default all: copies of the rows of a carry."""
     rows = range(texts) if rows is None else rows
     if carry is None:
       return self._reader.fresh(len(rows))

@@ -75,7 +75,7 @@ class Model(NamedTuple):
     return self._replace(parameters=lambda: {**self.parameters(), **shared})
 
   def own(self, params: Params) -> Params:
-    """The parameters of this model, of those of a run, whose objective may add others."""
+    """The parameters of this model among a run's, whose objective may add others."""
     return {module: params[module] for module in self.parameters()}
 
   def cast(self, params: Params) -> Params:

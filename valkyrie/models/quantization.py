@@ -95,7 +95,7 @@ def _by_rows(x, w8, summed):
 
 
 def _rounded(x, axis, over=()):
-  """x in int8, and its scale along an axis, of which devices `over` mesh axes hold parts; wide."""
+  """x in int8, and its wide scale along an axis that devices `over` mesh axes may share."""
   wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
   largest = jnp.maximum(jnp.max(jnp.abs(wide), axis, keepdims=True), 1e-30)
   largest = lax.pmax(largest, over) if over else largest

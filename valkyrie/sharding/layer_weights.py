@@ -27,7 +27,7 @@ def getter(following: Callable, part: Array, context: hk.GetterContext) -> Array
 
 
 def whole(part: Array, shape: Sequence[int], cast: DType) -> Array:
-  """The weight of a shape, of which a device holds a part along at most one dimension."""
+  """The weight of a shape; a device holds a part of it, along at most one dimension."""
   for dimension, (held, size) in enumerate(zip(part.shape, shape, strict=True)):
     if held < size:
       return gather(part, ambient.current().weights, dimension, cast)
