@@ -181,7 +181,7 @@ def steps_of(model_dir: str | os.PathLike) -> Steps:
 
 
 def first_valid(steps: Steps, order: Iterable[int]) -> tuple[int | None, dict[int, str]]:
-  """The first valid step in an order, None if it is empty; and {step: damage} of the steps before it.
+  """The first valid step in an order, None if it is empty; and {step: damage} of steps before it.
 
   Raises a StorageError if all steps are damaged.
   """
