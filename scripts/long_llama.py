@@ -20,25 +20,19 @@ import transformers
 
 VOCABULARY, PIECE = 50257, 8192  # tokens of a piece of the logits
 GIB = 2**30
+SIZES = {
+  'hidden_size': 2048,
+  'intermediate_size': 5632,
+  'num_hidden_layers': 24,
+  'num_attention_heads': 16,
+  'num_key_value_heads': 4,
+}
 
 
 def llama(positions: int) -> transformers.LlamaForCausalLM:
   """1.19 billion parameters."""
-  config = transformers.LlamaConfig(
-    vocab_size=VOCABULARY,
-    hidden_size=2048,
-    intermediate_size=5632,
-    num_hidden_layers=24,
-    num_attention_heads=16,
-    num_key_value_heads=4,
-    max_position_embeddings=positions,
-    tie_word_embeddings=True,
-    use_cache=False,
-    attn_implementation='sdpa',
-    dtype='bfloat16',
-  )
   with torch.device('cuda'):
-    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    model = peers.llama(positions, VOCABULARY, **SIZES).to(torch.bfloat16)
   model.gradient_checkpointing_enable({'use_reentrant': False})
   for layer in model.model.layers:
     layer.compile()
@@ -80,10 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
       for _ in range(1 + flags.repeats):  # the first step compiles
         torch.cuda.synchronize()
         began = time.perf_counter()
-        optimizer.zero_grad()
-        loss_of(model, row).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        peers.take_step(model, optimizer, loss_of(model, row))
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
     except torch.cuda.OutOfMemoryError:

@@ -14,16 +14,17 @@ BYTES = 259  # and three special tokens, as our vocabulary of bytes
 _SHARED = {'hidden_size': 192, 'tie_word_embeddings': True}
 
 
-def llama(positions: int, vocabulary: int = BYTES) -> nn.Module:
-  """2.3 million parameters. The width of the MLP is 8/3 of the model's, as Llama's."""
+def llama(positions: int, vocabulary: int = BYTES, **sizes: int) -> nn.Module:
+  """2.3 million parameters, if no `sizes` of a LlamaConfig are given.
+
+  The width of the MLP is then 8/3 of the model's, as Llama's.
+  """
+  small = {'num_hidden_layers': 5, 'num_attention_heads': 3, 'intermediate_size': 512}
   config = transformers.LlamaConfig(
-    num_hidden_layers=5,
-    num_attention_heads=3,
-    intermediate_size=512,
     max_position_embeddings=positions,
     use_cache=False,
     vocab_size=vocabulary,
-    **_SHARED,
+    **(_SHARED | small | sizes),
   )
   return transformers.LlamaForCausalLM(config)
 
@@ -79,8 +80,13 @@ def learn(
   """Takes a step with tokens [rows, T] -> its loss."""
   logits = model(input_ids=inputs).logits
   loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+  take_step(model, optimizer, loss)
+  return loss.item()
+
+
+def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+  """The step of a loss."""
   optimizer.zero_grad()
   loss.backward()
   nn.utils.clip_grad_norm_(model.parameters(), 1.0)
   optimizer.step()
-  return loss.item()

@@ -141,7 +141,7 @@ def test_gradient_is_that_of_the_equation(form, varies):
     for derivative in functools.partial(jax.grad, argnums=(0, 1, 2)), twice:
       got, expected = (derivative(of)(*arguments) for of in (scanned, unrolled))
       for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-11)
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize('form', scan.FORMS)

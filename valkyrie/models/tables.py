@@ -10,6 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from valkyrie.models.layers import wide
 from valkyrie.models.recurrence import scan
 from valkyrie.sharding.mesh import platform
 from valkyrie.types import Array
@@ -28,9 +29,7 @@ def _sorted_rows(_: int, table: Array, index: Array) -> Array:
 def _backward(count, index, gradient):
   order = jnp.argsort(index, axis=None)
   rows, width = index.reshape(-1)[order], gradient.shape[-1]
-  inputs = gradient.reshape(-1, 1, width)[order].astype(
-    jnp.promote_types(gradient.dtype, 'float32')
-  )
+  inputs = gradient.reshape(-1, 1, width)[order].astype(wide(gradient.dtype))
   differs, one = rows[1:] != rows[:-1], jnp.ones(1, bool)
   first, last = jnp.concatenate([one, differs]), jnp.concatenate([differs, one])
   zero = jnp.zeros_like(inputs[0])
