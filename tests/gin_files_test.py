@@ -17,7 +17,7 @@ import s5_reference
 import tiny
 
 from valkyrie import main
-from valkyrie.config import check
+from valkyrie.config import check, parse
 from valkyrie.config.load import check_call, load_gin
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
@@ -36,6 +36,7 @@ COMMAND = '# python -m valkyrie.main'  # of runs that include another run
 RUNS = [f for f, text in TEXTS.items() if text.startswith(COMMAND) or "'gin/run.gin'" in text]
 MODELS = [file for file in sorted(FOLDER.glob('models/*.gin')) if file.stem != 'hybrid']
 LADDER = [file for file in MODELS if 'valkyrie.training.sizes' in file.read_text()]
+DATA = [file for file in sorted(FOLDER.glob('data/*.gin'))]
 PARTITIONS = [file for file in sorted(FOLDER.glob('partition/*.gin'))]
 
 
@@ -117,6 +118,18 @@ def batch(setup, phase):
   rectangle = (setup.settings.batch_size, phase.tokens_per_row)
   integers, floats = (jax.ShapeDtypeStruct(rectangle, t) for t in (jnp.int32, jnp.float32))
   return Batch(integers, integers, floats, integers, integers)
+
+
+@pytest.mark.parametrize('file', [f for f in DATA if f.stem != 'feeds'], ids=name)
+def test_a_file_of_data_takes_the_place_of_any_other_one(file):
+  def feed(*files):
+    bindings = [statement.parsed for statement in parse.read([name(f) for f in files])]
+    chosen = [found for found in bindings if found.selector.endswith('TaskFeed')]
+    return {(found.scope, found.arg_name): repr(found.value) for found in chosen}
+
+  assert feed(file)
+  for other in DATA:
+    assert feed(other, file) == feed(file), other
 
 
 def test_the_step_for_a_gpu_is_lowered_without_one():
