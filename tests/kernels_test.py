@@ -1,11 +1,14 @@
 """Attention by a library's kernel, in Pallas's interpreter, against the definition in float64."""
 
 import functools
+import importlib
+import types
 
 import dense_attention
 import gin
 import haiku as hk
 import jax
+from jax import lax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 import numpy as np
@@ -27,10 +30,6 @@ pytestmark = pytest.mark.usefixtures('quick_compiler')
 
 HEADS, KV_HEADS, WIDTH, WINDOW, STARTS = 2, 1, 8, 130, 3
 PIECE = 128
-SEEN = tuple(
-  seen._replace(kernels='interpret')
-  for seen in windows_of((1,) * KV_HEADS, HEADS, WINDOW, 64, Rotary())
-)
 
 
 def problem(time, lengths, padding):
@@ -44,8 +43,12 @@ def problem(time, lengths, padding):
   return whole, registers, positions[None], segments[None]
 
 
-def attend(arrays, registers, positions, segments, cut):
+def attend(arrays, registers, positions, segments, cut, choice='interpret'):
   """Chunks of `cut` tokens, one after the other -> out [1, T, H, K]."""
+  windows = [
+    seen._replace(kernels=choice)
+    for seen in windows_of((1,) * KV_HEADS, HEADS, WINDOW, 64, Rotary())
+  ]
   dtype = arrays['q'].dtype
   carry = kv_cache.empty_carry(1, WINDOW, STARTS, KV_HEADS, WIDTH, dtype)
   outs = []
@@ -56,7 +59,7 @@ def attend(arrays, registers, positions, segments, cut):
       positions=positions[:, n : n + cut],
       segment_ids=segments[:, n : n + cut],
       registers=registers,
-      windows=SEEN,
+      windows=windows,
     )
     outs.append(out)
   return jnp.concatenate(outs, axis=1)
@@ -66,11 +69,47 @@ def cast(tree, dtype):
   return jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
 
 
+def of_definition(q, k, v, bias, *more, scale, **options):
+  """What cuDNN documents: softmax(q k + bias) v and the logarithm of its denominator."""
+  del options
+  k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+  logits = scale * jnp.einsum('bhqk,bhnk->bhqn', q, k) + bias
+  log_total = jax.nn.logsumexp(logits, axis=-1)
+  return jnp.einsum('bhqn,bhnk->bhqk', jnp.exp(logits - log_total[..., None]), v), log_total
+
+
+def gradient_of_definition(q, k, v, bias, *more, scale, **options):
+  """Its gradient, from the outputs and the logarithm that it is given."""
+  del options
+  *_, log_total, out, gradient = more
+
+  def weights(q, k):
+    k = jnp.repeat(k, q.shape[1] // k.shape[1], axis=1)
+    return jnp.exp(scale * jnp.einsum('bhqk,bhnk->bhqn', q, k) + bias - log_total[..., None])
+
+  def shared(q, k, v):  # the derivative of a softmax: p (do v - do o)
+    v = jnp.repeat(v, q.shape[1] // v.shape[1], axis=1)
+    own = jnp.sum(gradient * out, axis=-1, keepdims=True)
+    seen = jnp.einsum('bhqk,bhnk->bhqn', gradient, v) - lax.stop_gradient(own)
+    return jnp.sum(weights(q, k) * seen)
+
+  return jax.grad(shared, argnums=(0, 1, 2))(q, k, v)
+
+
 @pytest.mark.invariant(1)
 @pytest.mark.invariant(3)
-def test_value_and_gradient_are_those_of_the_definition():
-  """Two chunks; documents begin in both and end in padding; heads share keys."""
-  whole, registers, *where = problem(256, (90, 110, 30), padding=26)
+@pytest.mark.parametrize('choice', ['interpret', 'require'])
+def test_value_and_gradient_are_those_of_the_definition(choice, monkeypatch):
+  """Two chunks; documents begin in both, one exceeds the window; padding; heads share keys.
+
+  Splash attention is interpreted. No GPU is here, so cuDNN's part is computed by its definition.
+  """
+  cudnn = importlib.import_module('jax._src.cudnn.fused_attention_stablehlo')
+  for name, function in (('fwd', of_definition), ('bwd', gradient_of_definition)):
+    primitive = types.SimpleNamespace(bind=function)
+    monkeypatch.setattr(cudnn, f'_dot_product_attention_{name}_p_wrapper', primitive)
+  on_gpu = {'devices': [types.SimpleNamespace(platform='gpu')]} if choice == 'require' else {}
+  whole, registers, *where = problem(256, (20, 170, 40), padding=26)
   expected = dense_attention.causal(
     *whole.values(), registers, *where, WINDOW, (1,) * KV_HEADS, STARTS
   )
@@ -78,10 +117,10 @@ def test_value_and_gradient_are_those_of_the_definition():
   weights = np.where(real, np.random.default_rng(1).normal(size=expected.shape), 0)
 
   def loss(inputs, dtype):
-    out = attend(*inputs, *(jnp.asarray(x, jnp.int32) for x in where), cut=PIECE)
+    out = attend(*inputs, *(jnp.asarray(x, jnp.int32) for x in where), cut=PIECE, choice=choice)
     return jnp.sum(jnp.asarray(weights, dtype) * out), out
 
-  with ambient.within(kernels=(PIECE,)):
+  with ambient.within(kernels=(PIECE,), **on_gpu):
     by_kernel = jax.jit(jax.grad(functools.partial(loss, dtype=jnp.float32), has_aux=True))
     gradient, out = by_kernel(cast((whole, registers), jnp.float32))
   with jax.enable_x64(True):  # the plain form's, which tests/sliding_window_test.py holds
@@ -153,7 +192,7 @@ def test_a_run_uses_a_kernel_only_where_it_agrees(tmp_path):
 
 
 def test_without_a_kernel_a_run_prefers_the_plain_form_or_ends(tmp_path):
-  said, found = [], 'the kernel is for TPUs, and this program for a CPU'
+  said, found = [], 'the kernels are for TPUs and GPUs, and this program for a CPU'
   assert setup(tmp_path, 'prefer').check_kernels(said.append) == set()
   assert said == [f'LongformerAttention.kernels: {found}: the plain form is used']
   with pytest.raises(ConfigurationError, match=f"kernels='require': {found}. Set"):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 import tiny
 
-from valkyrie.errors import Disagreement
+from valkyrie.errors import ConfigurationError, Disagreement
 from valkyrie.models.attention import sliding_window
 from valkyrie.models.block import Block
 from valkyrie.models.language_model import LanguageModel
@@ -102,8 +102,24 @@ class SeesTheNext(Sum):
     )
 
 
-def comparisons(*mixers, precision='float32', layouts=None, **options):
-  return verify.comparisons(Setup(settings(*mixers, **options)), layouts or {}, precision)
+class NeedsMemory(Sum):
+  """It cannot read 4 tokens, or `most`, at once."""
+
+  most = 4 * SIZE
+
+  def __call__(self, x, carry, **where):
+    if x.shape[1] in (4, self.most):
+      raise MemoryError
+    return super().__call__(x, carry, **where)
+
+
+class NeedsMore(NeedsMemory):
+  most = SIZE
+
+
+def comparisons(*mixers, precision='float32', layouts=None, refused=None, **options):
+  refused = {} if refused is None else refused
+  return verify.comparisons(Setup(settings(*mixers, **options)), layouts or {}, precision, refused)
 
 
 def agrees(check, *mixers, **options):
@@ -140,6 +156,20 @@ def test_a_halo_that_is_a_token_short_is_found(monkeypatch):
 
   monkeypatch.setattr(sliding_window, 'exchange_halo', short)
   assert not agrees('layout time', tiny.attention, layouts={'time': TIME()})
+
+
+def test_a_form_that_does_not_fit_is_named_and_the_run_has_to_fit():
+  refused = {}
+  found = {finding.check for finding in comparisons(NeedsMemory, refused=refused)}
+  assert found == {'activations saved', 'twice the length', 'a document alone', 'token by token'}
+  assert set(refused) == {'chunks of 4 in float32', 'chunks of 32 in float32'}
+  assert set(refused.values()) == {'The memory is too small for this run: MemoryError'}
+  with pytest.raises(ConfigurationError, match='smaller batch_size or chunk_size'):
+    next(comparisons(NeedsMore))
+  # In a wider precision it may not fit.
+  refused = {}
+  assert not [*comparisons(NeedsMore, dtype='bfloat16', refused=refused)]
+  assert 'the run in float32' in refused
 
 
 def test_the_run_mode(tmp_path, capsys):

@@ -34,6 +34,7 @@ from valkyrie.models.features import Description
 from valkyrie.models.layers import wide
 from valkyrie.models.model import Model
 from valkyrie.models.ngrams import mixed
+from valkyrie.monitoring import memory
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.storage import whole_file
 from valkyrie.training import rounding, tbptt
@@ -99,9 +100,7 @@ def verify(model_dir: str, *, settings: Callable[[], StepSettings]) -> None:
   """
   setup, findings = Setup(settings()), []
   layouts, refused = _layouts(settings, setup.partitioner)
-  for name, reason in refused.items():
-    print(f'layout {name} is not possible: {reason}', flush=True)
-  for found in _findings(setup, layouts, pathlib.Path(model_dir)):
+  for found in _findings(setup, layouts, pathlib.Path(model_dir), refused):
     findings.append(found)
     print(
       f'{found.check:24} {found.precision:9} {found.deviation:8.1e}   rounding explains '
@@ -140,22 +139,27 @@ def _layouts(
       with override_gin([f'gin/partition/{path.name}'], []):
         other = Setup(settings()).partitioner
     except ConfigurationError as error:
-      refused[path.stem] = message_of(error).partition('\n')[0]
+      _refuse(refused, f'layout {path.stem}', error)
       continue
     if key(other) not in map(key, (own, *found.values())):
       found[path.stem] = other
   return found, refused
 
 
+def _refuse(refused: dict[str, str], name: str, error: ConfigurationError) -> None:
+  refused[name] = message_of(error).partition('\n')[0]
+  print(f'{name} is not possible: {refused[name]}', flush=True)
+
+
 def _findings(
-  setup: Setup, layouts: Mapping[str, Partitioner], model_dir: pathlib.Path
+  setup: Setup, layouts: Mapping[str, Partitioner], model_dir: pathlib.Path, refused: dict[str, str]
 ) -> Iterator[Finding]:
   own = str(setup.model.about.compute_dtype)
   others = ['float32'] if jax.devices()[0].platform == 'tpu' else ['float32', 'float64']
   runs = []
   for precision in [own, *(other for other in others if other != own)]:
-    run = yield from comparisons(setup, layouts, precision)
-    runs.append(run)
+    run = yield from comparisons(setup, layouts, precision, refused)
+    runs += [run] if run else []
   (found, spread), (expected, _) = runs[0], runs[-1]
   if len(runs) > 1:
     yield _largest('beside the widest', own, found, expected, (spread,))
@@ -163,19 +167,23 @@ def _findings(
 
 
 def comparisons(
-  setup: Setup, layouts: Mapping[str, Partitioner], precision: str
-) -> Generator[Finding, None, tuple[Numbers, Numbers]]:
-  """All that is compared in one precision; returns the numbers of the run, and their spread."""
+  setup: Setup, layouts: Mapping[str, Partitioner], precision: str, refused: dict[str, str]
+) -> Generator[Finding, None, tuple[Numbers, Numbers] | None]:
+  """All that is compared in one precision; returns the numbers of the run, and their spread.
+
+  `refused` receives the forms for which the memory is too small, and the reasons. In the run's own
+  precision the run itself has to fit, or a ConfigurationError is raised.
+  """
   # A platform's own rounding of the factors of float32 products breaks no rule.
   with jax.enable_x64(precision == 'float64'), jax.default_matmul_precision('highest'):
-    compute = _Computation(setup, precision)
-    of_run: tuple[Numbers, Numbers] = {}, {}
+    compute = _Computation(setup, precision, refused)
+    of_run = None
     for first, *forms in _forms(setup, layouts):
-      expected, spread = compute(first)
-      of_run = (expected, spread) if first.name == _RUN else of_run
-      for form in forms:
-        found, of_form = compute(form)
-        yield _largest(form.name, precision, found, expected, (spread, of_form))
+      expected = compute(first)
+      of_run = expected if first.name == _RUN else of_run
+      for form in forms if expected else ():
+        if found := compute(form):
+          yield _largest(form.name, precision, found[0], expected[0], (expected[1], found[1]))
   return of_run
 
 
@@ -252,12 +260,26 @@ def _apart(batch: Batch) -> tuple[Batch, Batch]:
 class _Computation:
   """The numbers of forms in one precision; forms of one shape share a program."""
 
-  def __init__(self, setup: Setup, dtype: str):
+  def __init__(self, setup: Setup, dtype: str, refused: dict[str, str]):
     self._settings, self._dtype, self._programs = setup.settings, dtype, {}
-    self._own = setup.partitioner
+    self._own, self._refused = setup.partitioner, refused
+    self._required = dtype == str(setup.model.about.compute_dtype)
 
-  def __call__(self, form: Form) -> tuple[Numbers, Numbers]:
-    """(the numbers, their largest changes if the parameters change in the last digit)."""
+  def __call__(self, form: Form) -> tuple[Numbers, Numbers] | None:
+    """(the numbers, their largest changes if the parameters change in the last digit).
+
+    None if the memory is too small.
+    """
+    try:
+      with memory.explained(lambda: form.name):
+        return self._numbers(form)
+    except ConfigurationError as error:
+      if self._required and form.name == _RUN:
+        raise
+      _refuse(self._refused, f'{form.name} in {self._dtype}', error)
+      return None
+
+  def _numbers(self, form: Form) -> tuple[Numbers, Numbers]:
     model, layout, rows = self._model(form), form.layout, len(form.batch.inputs)
     make = self._program('parameters', self._own, self._parameters(model, self._own))
     axes = model.parameter_axes(layout.parameter_axes)
@@ -289,7 +311,9 @@ class _Computation:
     kept = {} if form.recomputes else {'remat_policy': None}
     model = self._settings.model
     return language_model.transform(
-      functools.partial(model, compute_dtype=self._dtype, unroll=1, **kept)
+      functools.partial(
+        model, compute_dtype=self._dtype, parameter_dtype='float32', unroll=1, **kept
+      )
     )
 
   def _parameters(self, model: Model, layout: Partitioner) -> Callable[[Array], Params]:

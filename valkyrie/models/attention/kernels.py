@@ -1,4 +1,4 @@
-"""Window attention by a library's kernel: jax's splash attention, for TPUs.
+"""Window attention by a library's kernel: jax's splash attention on TPUs, cuDNN's on NVIDIA GPUs.
 
 The kernel computes the softmax of a window, forwards and backwards, and writes no logits to memory.
 Registers and document starts, which it does not know, are read beside it by `softmax.attend`. The
@@ -32,8 +32,8 @@ Form = tuple[int, int, int, str | None]
 def why_not(choice: str, time: int) -> str | None:
   """Why no kernel reads a chunk, or a device's piece, of `time` tokens; None if one does."""
   partitioner = ambient.current().partitioner
-  if choice != 'interpret' and platform() != 'tpu':
-    return f'the kernel is for TPUs, and this program for a {platform().upper()}'
+  if choice != 'interpret' and platform() == 'cpu':
+    return 'the kernels are for TPUs and GPUs, and this program for a CPU'
   if time % LANES:
     return f'a device reads {time} tokens of a chunk at once, no multiple of {LANES}'
   if partitioner is not None and partitioner.mesh.size > 1:
@@ -74,6 +74,54 @@ def _splash(form: Form, rows: int, heads: int) -> tuple[Any, ...]:
   return scope, jax.vmap(forward), jax.vmap(backward)
 
 
+def _cudnn(form: Form) -> tuple[Any, ...]:
+  """A scope, cuDNN's attention of rows, and its gradient, in bfloat16 and float16."""
+  cudnn = importlib.import_module('jax._src.cudnn.fused_attention_stablehlo')
+  queries, keys, window, _ = form
+  steps = np.arange(keys - queries, keys)[:, None] - np.arange(keys)
+  inside = (steps >= 0) & (steps <= window)
+
+  # As in jax.nn.dot_product_attention, whose gradient reads only its own denominator.
+  def call(primitive, q, k, v, segments, *more, **options):
+    seen = inside[None] & (segments[0][:, :, None] == segments[1][:, None])
+    bias = jnp.where(seen, 0, softmax.MASKED).astype(q.dtype)[:, None]
+    return primitive.bind(
+      *(q, k, v, bias, *6 * [jnp.zeros(0, q.dtype)], *more),
+      scale=1.0,
+      seed=0,
+      dropout_rate=0.0,
+      variadic_args=(True, False),  # the bias has no gradient
+      mask_type=cudnn.MaskType.NO_MASK,
+      layout=cudnn.AttentionLayout.BNTH.value,
+      sliding_window_length=None,
+      **options,
+    )
+
+  def forward(*given):
+    out, log_total = call(cudnn._dot_product_attention_fwd_p_wrapper, *given, is_training=True)
+    return out, (log_total,)
+
+  def backward(q, k, v, segments, out, log_total, gradient):
+    results = out.astype(q.dtype), gradient.astype(q.dtype)
+    primitive = cudnn._dot_product_attention_bwd_p_wrapper
+    return call(primitive, q, k, v, segments, log_total, *results)
+
+  return jax.named_scope('cudnn'), forward, backward
+
+
+def _by_cudnn(choice: str | None) -> bool:
+  return platform() == 'gpu' and choice != 'interpret'
+
+
+def _kernel(form: Form, rows: int, heads: int) -> tuple[Any, ...]:
+  return _cudnn(form) if _by_cudnn(form[-1]) else _splash(form, rows, heads)
+
+
+def slice_size(choice: str | None, most: int, plain: int) -> int:
+  """Queries of a slice: splash skips the blocks that none of them sees, cuDNN computes all."""
+  return max(1, (min(most, plain) if _by_cudnn(choice) else most) // LANES) * LANES
+
+
 def attend(form: Form, q: Array, k: Array, v: Array, segments: Any, parts: Sequence) -> Array:
   """One softmax over a window and the parts, as `softmax.attend` -> [R, S, H, K].
 
@@ -89,7 +137,7 @@ def _attend(form, *arrays):
 
 
 def _forward(form, q, k, v, segments, parts):
-  scope, forward, _ = _splash(form, *q.shape[:2])
+  scope, forward, _ = _kernel(form, *q.shape[:2])
   with scope:
     out, (log_total,) = forward(q, k, v, segments)
   out, log_total = out.astype(wide(q.dtype)), log_total[..., None]
@@ -103,7 +151,7 @@ def _forward(form, q, k, v, segments, parts):
 
 def _backward(form, residuals, gradient):
   q, k, v, segments, parts, out, log_total = residuals
-  scope, _, backward = _splash(form, *q.shape[:2])
+  scope, _, backward = _kernel(form, *q.shape[:2])
   with scope:
     d_window = backward(q, k, v, segments, out, log_total[..., 0], gradient)
   d_parts, joint = (), (out, log_total, gradient.astype(out.dtype))

@@ -87,7 +87,8 @@ def _attend_heads(
   # slice's last query.
   size = max(1, min(seen.slice_size // d, window, -(-time // d)))
   if kernels.used(seen.kernels, time):  # of whole blocks
-    size = max(1, min(window + (not slots), time) // kernels.LANES) * kernels.LANES
+    most = min(window + (not slots), time)
+    size = kernels.slice_size(seen.kernels, most, seen.slice_size)
   back = -(-window // size)
 
   def with_reach(old, new):
