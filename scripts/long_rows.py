@@ -4,7 +4,7 @@ Every step runs forward and backward through all chunks of the row, without a cu
 and updates the parameters. The lengths are timed in turns within one run.
 
     PYTHONPATH=. python scripts/long_rows.py
-    PYTHONPATH=. python scripts/long_rows.py --gin_file=gin/h100.gin --chunk_size=8192
+    PYTHONPATH=. python scripts/long_rows.py --gin_file=gin/h100.gin --chunk_size=8192 --gin.NAME=VALUE
 
 scripts/long_llama.py has the same table of Hugging Face's Llama.
 """
@@ -41,8 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument('--gin_file', default='gin/models/tiny.gin', help='a model, or a run')
   parser.add_argument('--chunk_size', type=int, default=2048)
   parser.add_argument('--repeats', type=int, default=5)
-  flags = parser.parse_args(arguments)
-  load_gin([LAYOUT, flags.gin_file], modules=CONFIGURABLE_MODULES)
+  flags, others = parser.parse_known_args(arguments)
+  if unknown := [flag for flag in others if not flag.startswith('--gin.')]:
+    parser.error(f'unknown: {" ".join(unknown)}')
+  load_gin([LAYOUT, flags.gin_file], others, modules=CONFIGURABLE_MODULES)
 
   trainers, memory, state = {}, {}, None
   for tokens in flags.tokens:
