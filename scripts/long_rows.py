@@ -4,7 +4,9 @@ Every step runs forward and backward through all chunks of the row, without a cu
 and updates the parameters. The lengths are timed in turns within one run.
 
     PYTHONPATH=. python scripts/long_rows.py
-    PYTHONPATH=. python scripts/long_rows.py --gin_file=gin/h100.gin --chunk_size=8192 --gin.NAME=VALUE
+    PYTHONPATH=. python scripts/long_rows.py --gin_file=gin/h100.gin --chunk_size=8192
+
+--gin.NAME=VALUE changes the model.
 
 scripts/long_llama.py has the same table of Hugging Face's Llama.
 """
