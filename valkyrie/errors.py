@@ -73,14 +73,23 @@ def storage_errors(
     raise StorageError(f'{message}: {reason}' + (f'. {advice}' if advice else '')) from error
 
 
+Kinds = type[Exception] | tuple[type[Exception], ...]
+
+
+@contextlib.contextmanager
+def converted(of: Kinds, to: type[ValkyrieError], message: str, advice: str) -> Iterator[None]:
+  """Raises to('MESSAGE (error). ADVICE') for an error of these types inside."""
+  try:
+    yield
+  except of as error:
+    raise to(f'{message} ({error}). {advice}') from error
+
+
 def regular_expression(name: str, pattern: str) -> re.Pattern[str]:
   """The compiled pattern of the setting `name`; raises a ConfigurationError if it is none."""
-  try:
+  message = f'{name} has {pattern!r}, which is not a regular expression'
+  with converted((TypeError, re.error), ConfigurationError, message, 'Change the pattern.'):
     return re.compile(pattern)
-  except (TypeError, re.error) as error:
-    raise ConfigurationError(
-      f'{name} has {pattern!r}, which is not a regular expression ({error}). Change the pattern.'
-    ) from error
 
 
 _LONGEST_PATH = 4096 - 512  # bytes of a directory: Linux allows 4096, less the names of its files

@@ -14,7 +14,7 @@ import numpy as np
 
 from valkyrie.data import vocabularies
 from valkyrie.data.vocabularies import HuggingFaceVocabulary, Vocabulary
-from valkyrie.errors import ConfigurationError, DataError
+from valkyrie.errors import ConfigurationError, DataError, converted
 
 Messages = Sequence[Mapping[str, Any]]
 _ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
@@ -53,10 +53,9 @@ class ChatTemplate:
     }
     environment.filters['tojson'] = functools.partial(json.dumps, ensure_ascii=False)
     unmarked = _GENERATION.sub(lambda t: t[1] + ('endif' if t[2] else 'if true'), source)
-    try:
+    wrong = f'{self._name} is wrong'
+    with converted(jinja2.TemplateError, ConfigurationError, wrong, 'Correct it.'):
       self._template = environment.from_string(unmarked)
-    except jinja2.TemplateError as error:
-      raise ConfigurationError(f'{self._name} is wrong ({error}). Correct it.') from error
 
   def render(self, messages: Messages, place: str, *, asks: bool) -> str:
     """The text of messages, and what begins an answer if it `asks`; DataError names the place."""

@@ -21,7 +21,7 @@ from valkyrie.data.records import STREAMED
 from valkyrie.data.source_files import SourceFile, SourceFiles, access
 from valkyrie.data.token_store import Selection
 from valkyrie.distributed import heartbeat
-from valkyrie.errors import DataError, StorageError
+from valkyrie.errors import DataError, StorageError, converted
 from valkyrie.storage import whole_file
 
 _MAX_NAMED = 5
@@ -152,10 +152,8 @@ def check_apart(sources: Mapping[str, Selection]) -> None:
 
 def _read(file: pathlib.Path) -> list[list[Any]]:
   """The record of a build: [name, size, time of content, hash, time of the inode] of each file."""
-  try:
+  with converted(ValueError, DataError, f'{file} cannot be read', f'Delete {file.parent}.'):
     return [foreign.json_value(line) for line in foreign.content(file).splitlines()]
-  except ValueError as error:
-    raise DataError(f'{file} cannot be read ({error}). Delete {file.parent}.') from error
 
 
 def _changes(recorded: Sequence[Sequence[Any]], files: SourceFiles) -> str:

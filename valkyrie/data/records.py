@@ -19,7 +19,7 @@ import pyarrow.parquet
 from valkyrie import foreign
 from valkyrie.data.source_files import FORMATS, SourceFile, SourceFiles, format_of
 from valkyrie.data.vocabularies import as_utf8
-from valkyrie.errors import ConfigurationError, DataError
+from valkyrie.errors import ConfigurationError, DataError, converted
 
 _REPAIR = 'Mend the file, fetch it again, or leave it out of the source.'
 _SEPARATORS = {'.csv': ',', '.tsv': '\t'}
@@ -218,6 +218,8 @@ class StreamedRecords:
 
   def __init__(self, location: str, columns: Sequence[str], check: Check = texts):
     self._location, self._columns, self._check = location, columns, check
+    failed = (OSError, ValueError), DataError, f'Streaming {location} failed'
+    self._errors = functools.partial(converted, *failed, 'Run again to continue.')
 
   def rows(self, part: int, parts: int) -> Iterator[Row]:
     """The rows of one of `parts` parts. Every part streams all rows."""
@@ -231,15 +233,6 @@ class StreamedRecords:
     """For store.json: the hash of the revision, since the files are not known."""
     with self._errors():
       return {'streamed': _revision(self._location).hash}
-
-  @contextlib.contextmanager
-  def _errors(self) -> Iterator[None]:
-    try:
-      yield
-    except (OSError, ValueError) as error:
-      raise DataError(
-        f'Streaming {self._location} failed ({error}). Run again to continue.'
-      ) from error
 
 
 @functools.cache

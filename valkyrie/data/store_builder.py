@@ -28,7 +28,7 @@ from valkyrie.data.document_source import TASKS, TaskReader
 from valkyrie.data.store_writer import Report, StoreWriter
 from valkyrie.data.token_store import Selection
 from valkyrie.distributed import heartbeat
-from valkyrie.errors import ConfigurationError, DataError, Preempted
+from valkyrie.errors import ConfigurationError, DataError, Preempted, converted
 
 DEFAULT_SHARDS = 8
 
@@ -220,14 +220,11 @@ def _end_with_the_parent() -> None:
 
 def _pipeline(options: Sequence[str]) -> Any:
   """A pipeline of Apache Beam with these options, as on its command line: --runner=NAME."""
-  try:
+  advice = "Install it into an environment of its own: pip install 'valkyrie[beam]'"
+  lacks = '--beam needs Apache Beam, which this Python does not have'
+  with converted(ImportError, ConfigurationError, lacks, advice):
     import apache_beam  # noqa: PLC0415  (an optional package)
     from apache_beam.options import pipeline_options  # noqa: PLC0415
-  except ImportError as error:
-    raise ConfigurationError(
-      f'--beam needs Apache Beam, which this Python does not have ({error}). Install it into an '
-      "environment of its own: pip install 'valkyrie[beam]'"
-    ) from error
   try:
     return apache_beam.Pipeline(options=pipeline_options.PipelineOptions([*options]))
   except (AttributeError, ImportError, ValueError) as error:

@@ -23,7 +23,7 @@ import numpy as np
 from valkyrie import foreign
 from valkyrie.data import token_store
 from valkyrie.data.token_store import SHARD_FILE, STORE_FILE, Selection
-from valkyrie.errors import ConfigurationError, DataError, storage_errors
+from valkyrie.errors import ConfigurationError, DataError, converted, storage_errors
 from valkyrie.storage import foreign_names, whole_file
 
 SOURCE_FILE = '.source.jsonl'  # of an unfinished store, see `provenance.Origin`
@@ -248,15 +248,10 @@ class StoreWriter:
 
   def _read_shard(self, folder: pathlib.Path) -> dict[str, Any]:
     """Reads shard.json of a finished shard, which must be complete, and of this store."""
-    try:
-      counts = dict.fromkeys(COUNTS, int)
-      record = foreign.json_object(foreign.content(folder / SHARD_FILE), files=dict, **counts)
-      files = record['files']
-    except (OSError, ValueError) as error:
-      raise DataError(
-        f'{folder} has no readable {SHARD_FILE} ({error}). {token_store.REBUILD}'
-      ) from error
-    for file, recorded in files.items():
+    kinds, message = dict.fromkeys(COUNTS, int), f'{folder} has no readable {SHARD_FILE}'
+    with converted((OSError, ValueError), DataError, message, token_store.REBUILD):
+      record = foreign.json_object(foreign.content(folder / SHARD_FILE), files=dict, **kinds)
+    for file, recorded in record['files'].items():
       foreign_names.checked(file, folder / SHARD_FILE, token_store.REBUILD, DataError)
       token_store.check_file(folder / file, recorded, content=False)
     for key, expected in (self._information() | {'name': folder.name}).items():

@@ -36,7 +36,7 @@ import numpy as np
 from valkyrie import foreign
 from valkyrie.config import paths, redact
 from valkyrie.data.vocabularies import Vocabulary
-from valkyrie.errors import ConfigurationError, DataError
+from valkyrie.errors import ConfigurationError, DataError, converted
 from valkyrie.storage import foreign_names
 
 FORMAT = 'valkyrie-token-store-3'
@@ -267,10 +267,8 @@ def information_of(content: bytes, file: str) -> dict[str, Any]:
 
   A DataError is raised if it is corrupt or of another format, or a name leads out of the store.
   """
-  try:
+  with converted(ValueError, DataError, f'{file} cannot be read', REBUILD):
     information = foreign.json_object(content)
-  except ValueError as error:
-    raise DataError(f'{file} cannot be read ({error}). {REBUILD}') from error
   if (found := information.get('format')) != FORMAT:
     raise DataError(f'{file} has the format {found!r}, expected {FORMAT!r}. {REBUILD}')
   if information.pop('sha256', None) != content_hash(information):
@@ -354,8 +352,7 @@ def file_sha256(file: pathlib.Path) -> str:
 
 
 def _load(file: pathlib.Path, *, mapped: bool = False) -> np.ndarray:
-  try:
+  # numpy parses the header as Python and raises many types.
+  with converted(Exception, DataError, f'{file} is not a readable array', REBUILD):
     # Slicing an np.memmap costs ten times as much as slicing an ndarray that views it.
     return np.asarray(np.load(file, mmap_mode='r' if mapped else None, allow_pickle=False))
-  except Exception as error:  # numpy parses the header as Python and raises many types
-    raise DataError(f'{file} is not a readable array ({error}). {REBUILD}') from error

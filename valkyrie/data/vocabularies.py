@@ -27,7 +27,7 @@ import numpy as np
 from valkyrie import foreign
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.paths import TOKENIZER
-from valkyrie.errors import ConfigurationError, DataError
+from valkyrie.errors import ConfigurationError, DataError, converted
 from valkyrie.storage import whole_file
 
 _CONFIGURATION, TEMPLATE = 'tokenizer_config.json', 'chat_template.jinja'  # beside the file
@@ -128,13 +128,10 @@ class SentencePieceVocabulary(FileVocabulary):
     import sentencepiece  # noqa: PLC0415  (the byte vocabulary needs no package)
 
     self._processor = sentencepiece.SentencePieceProcessor()
-    try:
+    message = f'The vocabulary {path} is not a SentencePiece model'
+    advice = 'Use a .model file that spm_train wrote.'
+    with converted((RuntimeError, OSError), ConfigurationError, message, advice):
       self._processor.LoadFromSerializedProto(content)
-    except (RuntimeError, OSError) as error:
-      raise ConfigurationError(
-        f'The vocabulary {path} is not a SentencePiece model ({error}). '
-        'Use a .model file that spm_train wrote.'
-      ) from error
     self.size = self._processor.GetPieceSize()
     self.eos_id = self._processor.eos_id()
     if self.eos_id < 0:
@@ -170,13 +167,10 @@ class HuggingFaceVocabulary(FileVocabulary):
         f'The vocabulary {path} needs the package tokenizers, which is not installed. '
         "Run pip install tokenizers, or use vocabulary = 'bytes'."
       ) from error
-    try:
+    message = f'The vocabulary {path} is not a Hugging Face tokenizer.json'
+    advice = 'Use a file that the save method of tokenizers wrote.'
+    with converted(Exception, ConfigurationError, message, advice):  # as tokenizers raises
       self._tokenizer = tokenizers.Tokenizer.from_str(content.decode('utf-8'))
-    except Exception as error:  # tokenizers raises bare Exception
-      raise ConfigurationError(
-        f'The vocabulary {path} is not a Hugging Face tokenizer.json ({error}). '
-        'Use a file that the save method of tokenizers wrote.'
-      ) from error
     ids = self._tokenizer.get_vocab(with_added_tokens=True)
     self.size = max(ids.values()) + 1
     config = configuration(path)

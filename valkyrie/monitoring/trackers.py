@@ -14,7 +14,7 @@ import jax
 from valkyrie import foreign
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.record import bindings
-from valkyrie.errors import ConfigurationError, storage_errors
+from valkyrie.errors import ConfigurationError, converted, storage_errors
 from valkyrie.storage import foreign_names, whole_file
 
 Numbers = Mapping[str, Any]
@@ -110,13 +110,10 @@ class _Client:
   """A tracker that calls a package with the functions of wandb."""
 
   def __init__(self, package: str, **options: str | None):
-    try:
+    lacks = f'train.trackers needs the package {package}, which this Python does not have'
+    advice = f'Install it: pip install {package}'
+    with converted(ImportError, ConfigurationError, lacks, advice):
       self._package: Any = importlib.import_module(package)
-    except ImportError as error:
-      raise ConfigurationError(
-        f'train.trackers needs the package {package}, which this Python does not have ({error}). '
-        f'Install it: pip install {package}'
-      ) from error
     self._options = options
 
   def _init(self, run: Run, **options: Any) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from valkyrie.checkpoint.manager import LATEST
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.suggest import did_you_mean
-from valkyrie.errors import ConfigurationError, DataError, check_choice
+from valkyrie.errors import ConfigurationError, DataError, check_choice, converted
 from valkyrie.inference.loaded import LoadedModel
 from valkyrie.models.carry_cuts import CUTS
 from valkyrie.monitoring import json_lines, pictures
@@ -126,11 +126,9 @@ def _sentences(text: str | None) -> list[str]:
   from valkyrie.data.source_files import SourceFiles  # noqa: PLC0415, pyarrow
 
   files = SourceFiles(text, ('.txt', '.md'))
-  try:
-    whole = '\n'.join(files.open(file).read().decode() for file in files.files)
-  except (OSError, ValueError) as error:
-    raise DataError(f'The text {text} cannot be read ({error}). UTF-8 is expected.') from error
-  return sentences_of(whole)
+  message, advice = f'The text {text} cannot be read', 'UTF-8 is expected.'
+  with converted((OSError, ValueError), DataError, message, advice):
+    return sentences_of('\n'.join(files.open(file).read().decode() for file in files.files))
 
 
 def _score(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from valkyrie.errors import ConfigurationError
+from valkyrie.errors import ConfigurationError, converted
 
 Algorithm = Callable[..., optax.GradientTransformation]
 # Known to treat all numbers alike; the trial takes a second.
@@ -65,13 +65,10 @@ def per_layer(algorithm: optax.GradientTransformation) -> optax.GradientTransfor
 
 
 def _made(algorithm: Algorithm) -> optax.GradientTransformation:
-  try:
+  message = f'{_name(algorithm)} cannot be created from only a learning_rate'
+  advice = 'Bind its other parameters, or use another algorithm.'
+  with converted(TypeError, ConfigurationError, message, advice):
     return algorithm(learning_rate=1.0)
-  except TypeError as error:
-    raise ConfigurationError(
-      f'{_name(algorithm)} cannot be created from only a learning_rate ({error}). Bind its other '
-      'parameters, or use another algorithm.'
-    ) from error
 
 
 def _after(

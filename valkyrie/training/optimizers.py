@@ -13,7 +13,7 @@ import optax
 
 from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
-from valkyrie.errors import ConfigurationError, regular_expression
+from valkyrie.errors import ConfigurationError, converted, regular_expression
 from valkyrie.training.algorithms import Algorithm, acts_on_layers, per_layer
 from valkyrie.types import Array, Axes, Params, leaf_path
 
@@ -299,14 +299,12 @@ def schedule_of(
 def _checked(after: optax.Schedule) -> optax.Schedule:
   """The function, if it returns a number for a step."""
   name = getattr(after, '__name__', type(after).__name__)
-  try:
+  message = f'Optimizer.schedule={name} did not return a number for a step'
+  advice = f'A reference to a function that creates a schedule needs parentheses: @{name}().'
+  kinds = TypeError, AttributeError, ValueError, OverflowError
+  with converted(kinds, ConfigurationError, message, advice):
     share = jax.eval_shape(after, jax.ShapeDtypeStruct((), jnp.int32))
     fits = share.shape == ()
-  except (TypeError, AttributeError, ValueError, OverflowError) as error:
-    raise ConfigurationError(
-      f'Optimizer.schedule={name} did not return a number for a step ({error}). A reference to a '
-      f'function that creates a schedule needs parentheses: @{name}().'
-    ) from error
   if not fits:
     raise ConfigurationError(
       f'Optimizer.schedule={name} returned an array of shape {share.shape} for a step, but a '

@@ -21,7 +21,7 @@ import safetensors
 from safetensors.numpy import save_file
 
 from valkyrie import foreign
-from valkyrie.errors import ConfigurationError, StorageError
+from valkyrie.errors import ConfigurationError, StorageError, converted
 from valkyrie.models.declarations import Parameter
 from valkyrie.models.lora import A, B
 from valkyrie.models.parts import is_of_model
@@ -211,7 +211,6 @@ def write(path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata: dict[s
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:
   """The object in a file; raises a StorageError if it has none."""
-  try:
+  message = f'{file} cannot be read'
+  with converted((OSError, ValueError), StorageError, message, 'Fetch it again.'):
     return foreign.json_object(foreign.content(file))
-  except (OSError, ValueError) as error:
-    raise StorageError(f'{file} cannot be read ({error}). Fetch it again.') from error
