@@ -65,11 +65,9 @@ class DocumentSource(abc.ABC):
 
   def files(self, split: str) -> SourceFiles | None:
     """The files that the documents are read from; None if there are none to compare."""
-    del split
 
   def encoded_by(self, vocabulary: Vocabulary) -> Self:
     """This source, or one whose documents are tokens of the vocabulary."""
-    del vocabulary
     return self
 
   def at(self, location: str | None, **options: str) -> Self:

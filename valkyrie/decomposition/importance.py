@@ -112,11 +112,9 @@ class _Nets:
     return init, lambda: {NETS: {name: declared(*of) for name, of in shapes.items()}}
 
   def initial_carry(self, rows, dtype):
-    del rows, dtype
     return ()
 
   def __call__(self, params, sites, inputs, carry, batch):
-    del batch
     return self.of_tokens(params, sites, inputs), carry
 
   def of_tokens(
@@ -171,7 +169,6 @@ class Shared(_Nets):
     }
 
   def _logits(self, own, x, v):
-    del v
     hidden = jnp.einsum('lbtd,ldh->lbth', x, own['w1'].astype(x.dtype))
     active = jax.nn.gelu(hidden + own['b1'][:, None, None], approximate=False)
     return jnp.einsum('lbth,lhc->lbtc', active, own['w2']) + own['b2'][:, None, None]

@@ -205,7 +205,6 @@ class Decomposition(Term):
     gradient: Mapping[str, Array],
   ) -> dict[str, Attack] | None:
     """The last ascent, by the step's own gradient (D14)."""
-    del shared
     found = dict(state or {})
     for number, adversary in self._adversaries().items():
       if adversary.persistent and adversary.coefficient:

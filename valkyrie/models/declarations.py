@@ -70,7 +70,6 @@ def stored_as(dtype: DType) -> Callable:
   """A Haiku creator that stores in this dtype the parameters that every use casts."""
 
   def creator(create, shape, own, init, context):
-    del context
     cast = init.cast if isinstance(init, Declared) else None
     return create(shape, own if cast is None else dtype, init)
 

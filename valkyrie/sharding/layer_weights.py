@@ -43,7 +43,6 @@ def gather(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
 def _gather(part, over, dimension, own, cast, sent):
-  del own, sent
   return messages.all_gather(part.astype(cast), over, dimension)
 
 
@@ -52,7 +51,6 @@ def _gather_forward(part, over, dimension, own, cast, sent):
 
 
 def _gather_backward(over, dimension, own, cast, sent, residuals, gradient):
-  del cast, residuals
   gradient = gradient.astype(sent or jnp.promote_types(gradient.dtype, jnp.float32))
   return (messages.reduce_scatter(gradient, over, dimension).astype(own),)
 

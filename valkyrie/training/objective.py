@@ -118,7 +118,6 @@ class Term:
 
     A resumed run has them in its checkpoint.
     """
-    del start
     return params
 
   def initial_state(self, model: Model, rows: int, tokens: int) -> Any:
@@ -132,14 +131,12 @@ class Term:
     self, state: Any, step: Array, batch: Batch, measure: Measure
   ) -> tuple[Any, Mapping[str, Array]]:
     """Before each step, with its number and tokens: (its state, arrays for `Chunk.shared`)."""
-    del step, batch, measure
     return state, {}
 
   def after(
     self, state: Any, step: Array, shared: Mapping[str, Array], gradient: Mapping[str, Array]
   ) -> Any:
     """After each step: its state, from the gradient of the loss by the shared arrays."""
-    del step, shared, gradient
     return state
 
   def penalty(self, model: Model, params: Params) -> Array | None:

@@ -189,7 +189,6 @@ class BidirectionalLongformer(WindowAttention):
 
   def initial_carry(self, batch_size: int, dtype: DType) -> tuple[()]:
     """Nothing."""
-    del batch_size, dtype
     return ()
 
   def forward_flops(self, width: int) -> int:
