@@ -100,9 +100,7 @@ class Setup:
     axes = state_axes(self.model, self.optimizer, self.partitioner, shapes)
     self._shardings: TrainState = self.partitioner.shardings(shapes, axes)
     self.state: TrainState = jax.tree.map(
-      lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-      shapes,
-      self._shardings,
+      lambda leaf, sharding: leaf.update(sharding=sharding), shapes, self._shardings
     )
 
   def _extended(self, model: Model) -> Model:

@@ -34,11 +34,8 @@ def restored_params(
     module: {name: p.shape for name, p in group.items()}
     for module, group in model.parameters().items()
   }
-  target = jax.tree.map(
-    lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-    shapes,
-    partitioner.shardings(shapes, model.parameter_axes(partitioner.parameter_axes)),
-  )
+  shardings = partitioner.shardings(shapes, model.parameter_axes(partitioner.parameter_axes))
+  target = jax.tree.map(lambda leaf, of: leaf.update(sharding=of), shapes, shardings)
   steps = step.split(',')
   if len({*steps}) < len(steps):
     raise ConfigurationError(f'The steps {step} name one twice. Name different ones.')
