@@ -65,6 +65,7 @@ class DocumentSource(abc.ABC):
 
   def files(self, split: str) -> SourceFiles | None:
     """The files that the documents are read from; None if there are none to compare."""
+    return None
 
   def encoded_by(self, vocabulary: Vocabulary) -> Self:
     """This source, or one whose documents are tokens of the vocabulary."""
