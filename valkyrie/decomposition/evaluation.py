@@ -39,14 +39,28 @@ _USE = 2**20  # of the first draw: no pass of training has it
 
 
 class Memory(NamedTuple):
-  """The carry: of draws, importances, and each masked pass, the attacked one last.
+  """The carry of a decomposition: of draws, importances, and masked passes.
 
-  With the memory 'clean', masked passes have none.
+  Training has those of each loss, an evaluation one of each masking and the attacked one last. With
+  the memory 'clean', masked passes have none.
   """
 
   place: draws.Place
   importance: Carry
-  passes: Sequence[Carry]
+  passes: Sequence[Any]
+
+
+def with_memory(
+  model: Model, name: str, functions: Importance, passes: Callable[[Carry], Sequence[Any]]
+) -> Model:
+  """Adds the importance functions, and the carries of the masked passes, made of a fresh carry."""
+
+  def initial_carry(rows):
+    one = {'model': model.initial_carry(rows)['model']}
+    of_importance = functions.initial_carry(rows, model.about.compute_dtype)
+    return Memory(draws.start(rows), of_importance, passes(one))
+
+  return model.extended(name, *functions.created(sites_of(model.parameters())), initial_carry)
 
 
 @may_change_on_resume()
@@ -77,16 +91,9 @@ class ComponentScores(Term):
     ranges.check_fields(self)
 
   def extended(self, model: Model) -> Model:
-    """Adds the importance functions, and the carries of the masked passes."""
-    sites, functions = sites_of(model.parameters()), self.importance()
-
-    def initial_carry(rows):
-      one = {'model': model.initial_carry(rows)['model']}
-      passes = [one] * (len(MASKINGS) + 1) if self.memory == 'own' else []
-      of_importance = functions.initial_carry(rows, model.about.compute_dtype)
-      return Memory(draws.start(rows), of_importance, passes)
-
-    return model.extended(self.name, *functions.created(sites), initial_carry)
+    """See `with_memory`."""
+    count = len(MASKINGS) + 1 if self.memory == 'own' else 0
+    return with_memory(model, self.name, self.importance(), lambda one: [one] * count)
 
   def importances(
     self, model: Model, params: Params, features: Features, carry: Carry, batch: Batch

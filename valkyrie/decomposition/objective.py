@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 import gin
 import haiku as hk
@@ -25,7 +25,7 @@ from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.decomposition import draws, importance
 from valkyrie.decomposition.adversary import Adversary, Attack
-from valkyrie.decomposition.evaluation import ComponentScores
+from valkyrie.decomposition.evaluation import ComponentScores, Memory, with_memory
 from valkyrie.decomposition.importance import Importance, PerComponent
 from valkyrie.decomposition.masks import Stochastic, Tokens, masked
 from valkyrie.errors import ConfigurationError, check_choice
@@ -39,14 +39,6 @@ from valkyrie.types import Array, Batch, Carry, Params
 
 _STEP, _TOKENS = 'step', 'tokens'  # arrays of a step: its number, and how many tokens it reads
 _FREQUENCY = 'frequency/'  # begins the names of shared arrays, as the number of an adversary does
-
-
-class Memory(NamedTuple):
-  """The carry of a decomposition: of draws, importances, and each masked pass of each loss."""
-
-  place: draws.Place
-  importance: Carry
-  passes: Sequence[Sequence[Carry]]
 
 
 @gin.configurable
@@ -111,8 +103,8 @@ class Decomposition(Term):
   # Parameters, carries and state.
 
   def extended(self, model: Model) -> Model:
-    """Adds the importance functions, and the carries of the masked passes."""
-    sites, functions = sites_of(model.parameters()), self.importance()
+    """See `with_memory`."""
+    sites, own = sites_of(model.parameters()), self.memory == 'own'
     if not sites:
       raise ConfigurationError(
         'Decomposition needs sites, but no matrix of the model is one. Set LanguageModel.sites = '
@@ -120,14 +112,10 @@ class Decomposition(Term):
         'model_info.txt.'
       )
 
-    def initial_carry(rows):
-      one = {'model': model.initial_carry(rows)['model']}
-      own = self.memory == 'own'
-      passes = [[one for _ in loss.passes(sites)] if own else [] for loss in self.losses]
-      of_importance = functions.initial_carry(rows, model.about.compute_dtype)
-      return Memory(draws.start(rows), of_importance, passes)
+    def passes(one):
+      return [[one for _ in loss.passes(sites)] if own else [] for loss in self.losses]
 
-    return model.extended(self.name, *functions.created(sites), initial_carry)
+    return with_memory(model, self.name, self.importance(), passes)
 
   def evaluation(self) -> ComponentScores:
     """The model under maskings and an attack, and the importances."""
@@ -303,18 +291,14 @@ class _Read:
     if isinstance(loss, Adversary):
       sources = loss.of_tokens(_of_number(str(number), self.chunk.shared), self._tokens)
     passes = [*loss.masks(number, self.low, self.sites, self._tokens, sources)]
+    own, size = self.before.passes[number], self.chunk.model.about.vocabulary_size
     total, carries = jnp.zeros(()), []
     for index, given in enumerate(passes):
-      own = self.before.passes[number]
-      divergence, after = self._masked(given, own[index] if own else self.chunk.before)
-      total += divergence / len(passes)
+      features, after = masked(self.chunk, given, own[index] if own else self.chunk.before)
+      found = divergences(self.chunk.features, features, size)
+      total += jnp.sum(self._weights * found) / len(passes)
       carries += [after] if own else []
     return total, carries
-
-  def _masked(self, given: Mapping[str, Any], carry: Carry) -> tuple[Array, Carry]:
-    features, after = masked(self.chunk, given, carry)
-    size = self.chunk.model.about.vocabulary_size
-    return jnp.sum(self._weights * divergences(self.chunk.features, features, size)), after
 
   @functools.cached_property
   def powers(self) -> dict[str, Array]:
