@@ -1,6 +1,6 @@
 """The errors that can end a run, with their exit codes."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 import contextlib
 import os
 import re
@@ -71,6 +71,16 @@ def storage_errors(
     if file is not None and str(file) not in message:
       reason += f' ({file})'
     raise StorageError(f'{message}: {reason}' + (f'. {advice}' if advice else '')) from error
+
+
+def end_after(end: Callable[[], None], error: BaseException | None) -> None:
+  """Calls `end` after a block. If the block raised an error, a failure becomes its note."""
+  try:
+    end()
+  except ValkyrieError as failure:
+    if error is None:
+      raise
+    error.add_note(str(failure))
 
 
 Kinds = type[Exception] | tuple[type[Exception], ...]

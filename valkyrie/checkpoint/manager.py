@@ -33,7 +33,7 @@ from valkyrie.checkpoint.steps import BEST, LATEST, Lock
 from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.distributed import heartbeat, processes
-from valkyrie.errors import ConfigurationError, Diverged, StorageError, reason_of
+from valkyrie.errors import ConfigurationError, Diverged, StorageError, end_after, reason_of
 
 
 @may_change_on_resume()
@@ -338,12 +338,7 @@ class CheckpointDirectory:
     return self
 
   def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-    try:
-      self.close()
-    except StorageError as failure:
-      if error is None:
-        raise
-      error.add_note(str(failure))  # the first error is the cause
+    end_after(self.close, error)
 
 
 def _problem(write: Callable[..., None], *arguments: Any) -> str:

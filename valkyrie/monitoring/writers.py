@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from valkyrie.config.computation import may_change_on_resume
-from valkyrie.errors import ConfigurationError, ValkyrieError, storage_errors
+from valkyrie.errors import ConfigurationError, end_after, storage_errors
 from valkyrie.monitoring.json_lines import JsonLines
 from valkyrie.storage import foreign_names
 
@@ -150,12 +150,7 @@ class RunWriter(contextlib.AbstractContextManager['RunWriter']):
         self._thread.shutdown()
 
   def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-    try:
-      self.close()
-    except ValkyrieError as failure:
-      if error is None:
-        raise
-      error.add_note(str(failure))  # the first error is the one to report
+    end_after(self.close, error)
 
   def _tag(self, name: str) -> str:
     """The name of a number in TensorBoard, with its group."""

@@ -8,7 +8,7 @@ import pathlib
 import tempfile
 import threading
 
-from valkyrie.errors import StorageError, reason_of, storage_errors, usable_path
+from valkyrie.errors import end_after, reason_of, storage_errors, usable_path
 from valkyrie.storage import foreign_names
 from valkyrie.storage.bucket import Bucket, is_bucket
 
@@ -128,9 +128,6 @@ def uploaded(model_dir: str | os.PathLike) -> Iterator[None]:
   try:
     yield
   except BaseException as error:
-    try:
-      end()
-    except StorageError as second:
-      error.add_note(str(second))
+    end_after(end, error)
     raise
   end()
