@@ -280,14 +280,13 @@ class _Computation:
       return None
 
   def _numbers(self, form: Form) -> tuple[Numbers, Numbers]:
-    model, layout, rows = self._model(form), form.layout, len(form.batch.inputs)
+    model, layout = self._model(form), form.layout
     make = self._program('parameters', self._own, self._parameters(model, self._own))
     axes = model.parameter_axes(layout.parameter_axes)
     key = form.batch.inputs.shape, form.chunk_size, form.recomputes, form.learns, id(layout)
     read = self._program(key, layout, functools.partial(self._read, form, model))
     batch = form.batch._replace(weights=form.batch.weights.astype(wide(self._dtype)))
-    mine = jax.tree.map(lambda x: x[layout.local_rows(rows)], batch)
-    batch = layout.place_batch(mine, rows)
+    batch = layout.place_batch(batch)
 
     def numbers(seed):
       params = make(seed)
@@ -434,10 +433,8 @@ def _restored(setup: Setup, place: pathlib.Path) -> Finding:
   phase = dataclasses.replace(
     setup.curriculum.phases[0].long, chunks=_CHUNKS, backprop_chunks=_CHUNKS, steps=None
   )
-  rows = setup.settings.batch_size
-  batch = _documents(rows, phase.tokens_per_row, setup.language_model.about)
-  mine = jax.tree.map(lambda x: x[setup.partitioner.local_rows(rows)], batch)
-  batch = setup.partitioner.place_batch(mine, rows)
+  rows, about = setup.settings.batch_size, setup.language_model.about
+  batch = setup.partitioner.place_batch(_documents(rows, phase.tokens_per_row, about))
   step = setup.trace(phase).lower().compile(_options())
   state, _ = step(setup.initial_state(), batch)
   if jax.process_index() == 0 and place.exists():

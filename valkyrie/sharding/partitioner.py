@@ -208,7 +208,8 @@ class Partitioner:
     The result is the batch [B, T], sharded over the devices of all processes.
     """
     rows = len(batch.inputs) if batch_size is None else batch_size
-    sharding, held = self.batch_sharding(), self.local_rows(rows)
+    sharding = self.batch_sharding()
+    held = range(rows) if batch_size is None else self.local_rows(rows)
 
     def place(x):
       def part(index):
