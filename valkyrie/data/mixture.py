@@ -3,9 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import copy
 import functools
-import hashlib
 import itertools
-import json
 import math
 import operator
 from typing import Any, NamedTuple
@@ -16,6 +14,7 @@ import numpy as np
 from valkyrie.data.feed import TaskFeed, segment_ids_of
 from valkyrie.data.rows import MixedRow
 from valkyrie.data.store_location import build
+from valkyrie.data.token_store import content_hash
 from valkyrie.errors import ConfigurationError
 from valkyrie.types import Batch
 
@@ -118,8 +117,7 @@ class Mixture:
   @property
   def fingerprint(self) -> str:
     """The hash of the sources' content and of the weights."""
-    content = [[n, feed.fingerprint] for n, feed in self.sources.items()], self._changes
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return content_hash([[[n, f.fingerprint] for n, f in self.sources.items()], self._changes])
 
   @property
   def tokens_per_byte(self) -> float | None:
