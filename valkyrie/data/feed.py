@@ -94,9 +94,7 @@ class TaskFeed:
         f'TaskFeed.reset_at={reset_at!r} is unknown. Use one of {", ".join(RESETS)}.'
       )
     numbers = {'seed': seed, 'batch_size': batch_size, 'pass_carry': pass_carry}
-    ranges.check('TaskFeed', **numbers, bad_documents=bad_documents)
-    if epochs is not None:
-      ranges.check('TaskFeed', epochs=epochs)
+    ranges.check('TaskFeed', **numbers, bad_documents=bad_documents, epochs=epochs)
     self.vocabulary = vocabularies.load(vocabulary)
     self.vocabulary_size = self.vocabulary.size
     given = {name: str(value) for name, value in (options or {}).items() if value is not None}

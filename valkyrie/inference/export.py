@@ -20,7 +20,7 @@ from valkyrie.checkpoint.manager import LATEST, open_to_read
 from valkyrie.config import check, record
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import vocabularies
-from valkyrie.errors import ConfigurationError, StorageError, storage_errors
+from valkyrie.errors import ConfigurationError, StorageError, check_choice, storage_errors
 from valkyrie.inference.loaded import LoadedModel
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.sites import U, V, sites_of
@@ -75,8 +75,7 @@ def export(
     ConfigurationError: the run has no such step, or the model has not that form.
     StorageError: the folder is there already, or cannot be written.
   """
-  if form not in _USE:
-    raise ConfigurationError(f'export.form={form!r} is unknown. Use one of {", ".join(_USE)}.')
+  check_choice('export.form', form, _USE)
   folder = pathlib.Path(output)
   if folder.exists():
     raise StorageError(f'{folder} is there already. Name another --output, or move it away.')

@@ -36,12 +36,7 @@ class Weights(Protocol):
   def check_source(self) -> None: ...
 
   def load(
-    self,
-    model: Model,
-    make: Callable[..., LanguageModel],
-    params: Params,
-    vocabulary: str,
-    say: Callable[[str], None],
+    self, model: Model, make: Callable, params: Params, vocabulary: str, say: Callable
   ) -> tuple[Params, bool]: ...
 
 
