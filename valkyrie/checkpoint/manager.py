@@ -21,14 +21,8 @@ from typing import Any
 import gin
 import jax
 
-from valkyrie.checkpoint import steps
+from valkyrie.checkpoint import state_files, steps
 from valkyrie.checkpoint.failed_saves import FailedSaves
-from valkyrie.checkpoint.state_files import (
-  StateFiles,
-  checkpoint_errors,
-  not_finite,
-  without_descriptors,
-)
 from valkyrie.checkpoint.steps import BEST, LATEST, Lock
 from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
@@ -109,7 +103,7 @@ class CheckpointDirectory:
       if not self._read_only and jax.process_index() == 0:
         self._lock = self._steps.lock()
         stack.callback(self._lock.release)
-      self._files = StateFiles()
+      self._files = state_files.StateFiles()
       stack.callback(self._files.close)
       newest = self._recover(step or LATEST) if jax.process_index() == 0 else None
       self._newest, holder = processes.exchange('checkpoints', [newest, self._steps.holder()])[0]
@@ -123,7 +117,7 @@ class CheckpointDirectory:
 
   def _recover(self, step: str) -> int | None:
     """Finds the step to read; the trainer also sets aside damaged steps and deletes litter."""
-    with checkpoint_errors(f'{self.directory} cannot be opened'):
+    with state_files.checkpoint_errors(f'{self.directory} cannot be opened'):
       order = steps.in_order_of_preference(self._steps, step)
       newest, damaged = steps.first_valid(self._steps, order)
       if self._lock:
@@ -176,7 +170,7 @@ class CheckpointDirectory:
         'and the steps of a run only increase. Nothing was written. To train again from an earlier '
         'step, move the later ones out of the directory, or name another --model_dir.'
       )
-    if paths := not_finite(state):
+    if paths := state_files.not_finite(state):
       raise Diverged(
         f'The state after step {step} is not finite in {", ".join(paths[:5])}. It was not saved. '
         f'The newest checkpoint is step {self._newest}.'
@@ -270,7 +264,7 @@ class CheckpointDirectory:
     self.wait()
     nearest = None
     if jax.process_index() == 0:
-      with checkpoint_errors(f'{self.directory} cannot be read'):
+      with state_files.checkpoint_errors(f'{self.directory} cannot be read'):
         found = self._steps.find()
         order = sorted(found, key=lambda step: (step < goal, abs(step - goal)))
         nearest, _ = steps.first_valid(self._steps, order)
@@ -325,7 +319,7 @@ class CheckpointDirectory:
   def _collect(self) -> None:
     save, self._running_save = self._running_save, None
     if save is not None:
-      with checkpoint_errors(f'The last save in {self.directory} failed'):
+      with state_files.checkpoint_errors(f'The last save in {self.directory} failed'):
         save.result()
 
   def close(self) -> None:
@@ -346,5 +340,5 @@ def _problem(write: Callable[..., None], *arguments: Any) -> str:
   try:
     write(*arguments)
   except (OSError, ValueError, RuntimeError) as error:
-    return without_descriptors(reason_of(error))
+    return state_files.without_descriptors(reason_of(error))
   return ''
