@@ -12,7 +12,7 @@ Letters of shapes, in names and docstrings throughout:
   S  queries of a slice       I  tokens of an interval of a planner
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -158,6 +158,11 @@ class TaskFeed(Protocol):
   def describe(self, position: int, length: int) -> str:
     """Names the documents of the tokens [position, position + length) of all rows."""
     ...
+
+
+def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+  """{`leaf_path`: leaf} of a pytree."""
+  return {leaf_path(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf)}
 
 
 def leaf_path(key_path: Sequence[Any]) -> str:

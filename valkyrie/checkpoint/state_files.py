@@ -33,7 +33,7 @@ import tensorstore
 from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError, storage_errors
 from valkyrie.models.parts import is_of_model
 from valkyrie.storage.bucket import SCHEME, is_bucket
-from valkyrie.types import leaf_path
+from valkyrie.types import leaves_by_path
 
 _DESCRIPTORS = '/proc/self/fd'  # of Linux; elsewhere the path itself is used
 _SHOWN = 5  # leaves that differ
@@ -70,7 +70,7 @@ class StateFiles:
   def write(self, place: pathlib.Path, state: Any) -> None:
     """Copies a pytree of jax arrays to the host, and starts to write it."""
     item = _without_empty_arrays(state)
-    self._written = _leaves(_shapes(item))
+    self._written = leaves_by_path(_shapes(item))
     self._pieces = _pieces(item) if self._is_first else []
     self._folder.close()
     self._path = self._folder.enter_context(literal(place))
@@ -153,7 +153,7 @@ class StateFiles:
 
 def not_finite(state: Any) -> list[str]:
   """The paths of the leaves that hold an infinity or a NaN; waits for the state."""
-  leaves = _leaves(state)
+  leaves = leaves_by_path(state)
   inexact = {path: leaf for path, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)}
   finite = jax.device_get(_are_finite(inexact))
   return [path for path in inexact if not finite[path]]
@@ -239,7 +239,7 @@ def _pieces(state: Any) -> list[_Piece]:
   """The pieces of a pytree of jax arrays that this process writes."""
   shards = [
     (path, shard)
-    for path, leaf in _leaves(state).items()
+    for path, leaf in leaves_by_path(state).items()
     for shard in leaf.addressable_shards
     if shard.replica_id == 0
   ]
@@ -285,13 +285,8 @@ def _describe(tree: Any) -> dict[str, str]:
 
   return {
     path: 'empty' if is_empty(leaf) else f'{np.dtype(leaf.dtype).name}{list(leaf.shape)}'
-    for path, leaf in _leaves(tree, is_empty).items()
+    for path, leaf in leaves_by_path(tree, is_empty).items()
   }
-
-
-def _leaves(tree: Any, is_leaf: Any = None) -> dict[str, Any]:
-  """{path: leaf} of a pytree."""
-  return {leaf_path(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf)}
 
 
 def _shapes(tree: Any) -> Any:

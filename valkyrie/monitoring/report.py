@@ -12,7 +12,7 @@ import numpy as np
 from valkyrie.checkpoint.compatibility import versions
 from valkyrie.models.parts import is_of_model
 from valkyrie.monitoring.memory import available, in_units
-from valkyrie.types import leaf_path
+from valkyrie.types import leaves_by_path
 
 
 def model_info(parameters: Any, axes: Any, counts: Any) -> str:
@@ -22,19 +22,19 @@ def model_info(parameters: Any, axes: Any, counts: Any) -> str:
   """
   rows = [('parameter', 'shape', 'dtype', 'logical axes', 'mesh axes', 'bytes', 'bytes per device')]
   held = total = total_per_device = 0
-  leaves = jax.tree_util.tree_leaves_with_path(parameters)
+  leaves = leaves_by_path(parameters)
   axes_of_leaves = jax.tree.structure(parameters).flatten_up_to(axes)
-  for (key_path, leaf), names in zip(leaves, axes_of_leaves, strict=True):
+  for (path, leaf), names in zip(leaves.items(), axes_of_leaves, strict=True):
     dtype = np.dtype(leaf.dtype)
     size = math.prod(leaf.shape) * dtype.itemsize
     per_device = math.prod(leaf.sharding.shard_shape(leaf.shape)) * dtype.itemsize
     logical, mesh_axes = _tuple(names), _tuple(tuple(leaf.sharding.spec))
-    about = leaf_path(key_path), _tuple(leaf.shape), str(dtype), logical, mesh_axes
+    about = path, _tuple(leaf.shape), str(dtype), logical, mesh_axes
     rows.append((*about, f'{size:,}', f'{per_device:,}'))
     held += math.prod(leaf.shape)
     total += size
     total_per_device += per_device
-  mesh, whole = leaves[0][1].sharding.mesh, sum(jax.tree.leaves(counts))
+  mesh, whole = leaf.sharding.mesh, sum(jax.tree.leaves(counts))
   count = sum(jax.tree.leaves({m: of for m, of in counts.items() if is_of_model(m)}))
   padding = f' and {held - whole:,} of padding' if held > whole else ''
   padding += f' and {whole - count:,} of the objective' if whole > count else ''

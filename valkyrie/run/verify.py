@@ -40,7 +40,7 @@ from valkyrie.storage import whole_file
 from valkyrie.training import rounding, tbptt
 from valkyrie.training.data_parallel import shard_map_step
 from valkyrie.training.setup import Setup, StepSettings
-from valkyrie.types import Array, Batch, Params, leaf_path
+from valkyrie.types import Array, Batch, Params, leaves_by_path
 
 _CHUNKS = 4  # that are read of each row
 _SINGLY = 256  # tokens at most that are read one by one
@@ -294,8 +294,7 @@ class _Computation:
         params = jax.device_put(params, layout.shardings(params, axes))
       found = jax.device_get(read(params, batch))
       found = found if form.carry else found | {'carry': ()}
-      leaves = jax.tree_util.tree_leaves_with_path(found)
-      return {leaf_path(path): np.asarray(leaf, np.float64) for path, leaf in leaves}
+      return {path: np.asarray(leaf, np.float64) for path, leaf in leaves_by_path(found).items()}
 
     found, *others = (numbers(seed) for seed in (0, 1, 2))
     return found, {
@@ -450,8 +449,6 @@ def _restored(setup: Setup, place: pathlib.Path) -> Finding:
   expected, _ = step(state, batch)
   found, _ = step(restored, batch)
   differs = jax.jit(lambda a, b: jax.tree.map(lambda x, y: jnp.any(x != y), a, b))(found, expected)
-  wrong = [
-    leaf_path(path) for path, one in jax.tree_util.tree_leaves_with_path(differs) if bool(one)
-  ]
+  wrong = [path for path, one in leaves_by_path(differs).items() if bool(one)]
   where = wrong[0] if wrong else 'all arrays'
   return Finding('saved and restored', 'bit for bit', where, float(len(wrong)), 0.0)

@@ -15,7 +15,7 @@ from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.errors import ConfigurationError, converted, regular_expression
 from valkyrie.training.algorithms import Algorithm, acts_on_layers, per_layer
-from valkyrie.types import Array, Axes, Params, leaf_path
+from valkyrie.types import Array, Axes, Params, leaf_path, leaves_by_path
 
 _PLANNER = 'planner '  # the beginning of the names of groups with a planner's parameters
 
@@ -141,7 +141,7 @@ class Optimizer:
 
     A group without parameters raises a ConfigurationError.
     """
-    paths = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    paths = [*leaves_by_path(params)]
     for group in self._groups:
       if not group.may_be_empty and not any(re.search(group.pattern, path) for path in paths):
         raise ConfigurationError(
