@@ -34,7 +34,7 @@ def model_info(parameters: Any, axes: Any, counts: Any) -> str:
     held += math.prod(leaf.shape)
     total += size
     total_per_device += per_device
-  mesh, whole = leaf.sharding.mesh, sum(jax.tree.leaves(counts))
+  mesh, whole = next(iter(leaves.values())).sharding.mesh, sum(jax.tree.leaves(counts))
   count = sum(jax.tree.leaves({m: of for m, of in counts.items() if is_of_model(m)}))
   padding = f' and {held - whole:,} of padding' if held > whole else ''
   padding += f' and {whole - count:,} of the objective' if whole > count else ''
