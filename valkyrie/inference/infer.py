@@ -10,21 +10,13 @@ from typing import Any, TextIO
 import gin
 import jax
 
-from valkyrie import foreign
+from valkyrie import errors, foreign
 from valkyrie.checkpoint.manager import LATEST
 from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import vocabularies
 from valkyrie.data.chat_template import ChatTemplate
 from valkyrie.distributed import console
-from valkyrie.errors import (
-  ConfigurationError,
-  DataError,
-  StorageError,
-  UsageError,
-  reason_of,
-  storage_errors,
-)
 from valkyrie.inference.generation import Sampling
 from valkyrie.inference.loaded import LoadedModel
 from valkyrie.models import language_model
@@ -78,7 +70,7 @@ def infer(
   talks = [] if messages is None else _read_conversations(messages)
   texts: list[Any] = [prompt or ''] if prompts is None else _read_prompts(pathlib.Path(prompts))
   if messages is None and not all(texts):
-    raise UsageError('The prompt is empty. Pass --prompt=TEXT, or a text on standard input.')
+    raise errors.UsageError('The prompt is empty. Pass --prompt=TEXT, or a text on standard input.')
   sampling = Sampling(repetition_penalty, temperature, top_k, top_p, min_p)
   options = {'max_tokens': max_tokens, 'stop': stop, 'seed': seed, 'sampling': sampling}
   loaded = opened(model_dir, step)
@@ -108,8 +100,8 @@ def _read_prompts(path: pathlib.Path) -> list[str]:
   try:
     lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
   except (OSError, MemoryError) as error:
-    reason = reason_of(error) or 'it is larger than the memory'
-    raise DataError(f'The prompts {path} cannot be read ({reason}).') from error
+    reason = errors.reason_of(error) or 'it is larger than the memory'
+    raise errors.DataError(f'The prompts {path} cannot be read ({reason}).') from error
   found = []
   for number, line in enumerate(lines, 1):
     if not line.strip():
@@ -118,14 +110,14 @@ def _read_prompts(path: pathlib.Path) -> list[str]:
       found.append(foreign.json_value(line)['prompt'] if is_json else line.decode())
     except (ValueError, KeyError, TypeError) as error:
       wanted = 'a JSON object with the field "prompt"' if is_json else 'UTF-8 text'
-      raise DataError(
+      raise errors.DataError(
         f'{path}:{number}: {wanted} was expected, found {line[:40]!r} ({error}). Correct the line.'
       ) from error
     if not found[-1] or not isinstance(found[-1], str):
-      raise DataError(f'{path}:{number}: "prompt" is {found[-1]!r:.40}. Write a text.')
+      raise errors.DataError(f'{path}:{number}: "prompt" is {found[-1]!r:.40}. Write a text.')
     vocabularies.as_utf8(found[-1], f'{path}:{number}: "prompt"')
   if not found:
-    raise DataError(f'{path} has no prompts. Write one on each line.')
+    raise errors.DataError(f'{path} has no prompts. Write one on each line.')
   return found
 
 
@@ -144,9 +136,9 @@ def _writer(output: str | None) -> Iterator[TextIO]:
       yield file
     return
   if pathlib.Path(output).exists():
-    raise StorageError(f'{output} is there already. Name another --output.')
+    raise errors.StorageError(f'{output} is there already. Name another --output.')
   with (
-    storage_errors(f'{output} cannot be written', 'Name another --output.'),
+    errors.storage_errors(f'{output} cannot be written', 'Name another --output.'),
     open(output, 'x', encoding='utf-8') as file,
   ):
     yield file
@@ -172,7 +164,7 @@ class TextSamples:
   ):
     """Configures the samples; for the arguments see `infer` and `open_run`."""
     if jax.process_count() > 1:
-      raise ConfigurationError(
+      raise errors.ConfigurationError(
         'TextSamples needs all parameters in one process, and this run has '
         f'{jax.process_count()}. Continue its checkpoints by --run_mode=infer.'
       )

@@ -15,14 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.models import slices
-from valkyrie.models.attention import kernels
-from valkyrie.models.attention.kv_cache import (
-  AttentionCarry,
-  KVCache,
-  exchange_halo,
-  slide_window,
-  starts_before,
-)
+from valkyrie.models.attention import kernels, kv_cache
+from valkyrie.models.attention.kv_cache import AttentionCarry, KVCache
 from valkyrie.models.attention.rotary import rotate
 from valkyrie.models.attention.softmax import Dropout, Part
 from valkyrie.models.attention.windows import Queries, Windows, attend_windows
@@ -101,7 +95,7 @@ def _attend_heads(
   count = -(-time // (size * d))
   begins = jnp.broadcast_to(size * d * jnp.arange(count)[None], (batch, count))
   ends = jnp.concatenate([begins, length[:, None]], axis=1)
-  starts, _ = starts_before(carry.starts, tokens, queries.positions, ends)
+  starts, _ = kv_cache.starts_before(carry.starts, tokens, queries.positions, ends)
 
   def for_each_residue(x):
     return jnp.repeat(x, d, axis=1) if d > 1 else x
@@ -156,7 +150,7 @@ def sliding_window_attention(
   length = jnp.sum(segment_ids > 0, axis=1)  # padding does not enter the carry
   after_chunk = None
   if sequence_parallel.axes():
-    carry, after_chunk = exchange_halo(carry, tokens, positions, length)
+    carry, after_chunk = kv_cache.exchange_halo(carry, tokens, positions, length)
   outs, starts = [], []
   for number, seen in enumerate(windows):
     out, started = _attend_heads(
@@ -175,4 +169,4 @@ def sliding_window_attention(
     return out, after_chunk
   keys, values = (jnp.concatenate(parts, axis=2) for parts in list(zip(*starts, strict=True))[:2])
   after = KVCache(keys, values, starts[0].segment_ids)
-  return out, AttentionCarry(slide_window(carry.window, tokens, length), after)
+  return out, AttentionCarry(kv_cache.slide_window(carry.window, tokens, length), after)
