@@ -41,8 +41,7 @@ def check(
       fingerprints of programs, shows what nothing else records: the compiler's flags, the machine.
     allowed: the KINDS that may differ.
 
-  Raises:
-    ConfigurationError: with all differences that are not allowed.
+  Raises a ConfigurationError with all differences that are not allowed.
   """
   differences = {kind: _compare(kind, found.get(kind), value) for kind, value in expected.items()}
   refused = [kind for kind in differences if differences[kind] and kind not in allowed]

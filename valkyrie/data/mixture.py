@@ -68,8 +68,7 @@ class Mixture:
       phases: the class of the curriculum, with several weights. Its `begins` are the positions at
         which its phases begin, in tokens of a row.
 
-    Raises:
-      ConfigurationError: the arguments do not fit together.
+    Raises a ConfigurationError if the arguments do not fit together.
     """
     if isinstance(sources, str):
       rates = build([f'--mixture={sources}'], f'Reading the seqio mixture {sources}')

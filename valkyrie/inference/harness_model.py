@@ -44,8 +44,7 @@ class HarnessModel(LM):
       batch_size: the number of continuations that are read at the same time.
       of_torch: the harness's arguments for other models, `device` and `max_batch_size`: ignored.
 
-    Raises:
-      ConfigurationError: an argument is unknown, or the run cannot be opened.
+    Raises a ConfigurationError if an argument is unknown, or the run cannot be opened.
     """
     super().__init__()
     unknown = sorted(set(of_torch) - {'device', 'max_batch_size'})

@@ -42,8 +42,7 @@ def open_run(
     chunk_size: the largest number of tokens of a row that are read at once.
     first_carry: an export or a run that has learned one with these weights; None begins with zeros.
 
-  Raises:
-    ConfigurationError: the run has no such step, or has another model or vocabulary.
+  Raises a ConfigurationError if the run has no such step, or has another model or vocabulary.
   """
   functions = language_model.transform(model)
   tokenizer = vocabularies.load(vocabulary)

@@ -60,9 +60,8 @@ class Partitioner:
       slices: groups of devices that only the data-center network joins. Each has the whole mesh,
         all weights by its rules, and its own rows; the outermost mesh axis 'slice' joins them.
 
-    Raises:
-      ConfigurationError: the devices cannot form the mesh, or a rule names an unknown axis or one
-        that such a layout cannot split.
+    Raises a ConfigurationError if the devices cannot form the mesh, or a rule names an unknown axis
+    or one that such a layout cannot split.
     """
     self.mesh = make_mesh(mesh, slices)
     self.manual = manual

@@ -27,8 +27,7 @@ def restored_params(
   or 'best', see `checkpoint.manager.open_to_read`; or several numbers separated by commas, whose
   parameters have the mean of their values.
 
-  Raises:
-    ConfigurationError: the run has no such step, or one of another model or vocabulary.
+  Raises a ConfigurationError if the run has no such step, or one of another model or vocabulary.
   """
   shapes = {
     module: {name: p.shape for name, p in group.items()}
