@@ -64,21 +64,13 @@ class Sites:
         return whole
       d_in, d_out = jax.eval_shape(declared.matrix, whole).shape
       axis_in, axis_out = declared.axes if whole.ndim == 2 else (None, None)
-      normal, cast = hk.initializers.RandomNormal, declared.cast
-      v = parameter(
-        context.name + V,
-        (d_in, count),
-        normal(d_in**-0.5),
-        axes=(axis_in, component_axis(axis_in)),
-        cast=cast,
-      )
-      u = parameter(
-        context.name + U,
-        (count, d_out),
-        normal(count**-0.5),
-        axes=(component_axis(axis_out), axis_out),
-        cast=cast,
-      )
+
+      def factor(end, shape, axes):
+        normal = hk.initializers.RandomNormal(shape[0] ** -0.5)
+        return parameter(context.name + end, shape, normal, axes=axes, cast=declared.cast)
+
+      v = factor(V, (d_in, count), (axis_in, component_axis(axis_in)))
+      u = factor(U, (count, d_out), (component_axis(axis_out), axis_out))
 
       def note(x):
         inputs[path] = x
