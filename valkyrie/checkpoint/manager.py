@@ -77,7 +77,7 @@ def open_to_read(model_dir: str | os.PathLike, step: str = LATEST) -> 'Checkpoin
   return CheckpointDirectory(model_dir, Checkpoints(), step, lambda text: None)
 
 
-class CheckpointDirectory:
+class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory']):
   """The checkpoints of one run. A context manager, which waits for the running save."""
 
   def __init__(
@@ -327,9 +327,6 @@ class CheckpointDirectory:
     with self._resources:
       self.wait()
       self._failed.check()
-
-  def __enter__(self) -> 'CheckpointDirectory':
-    return self
 
   def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
     end_after(self.close, error)
