@@ -16,20 +16,8 @@ import uuid
 
 import numpy as np
 
-from valkyrie.suites.problem import (
-  NOISE,
-  Order,
-  Problem,
-  Question,
-  Suite,
-  begins_with_answer,
-  filler,
-  inserted,
-  placed,
-  register,
-  share_of_answers,
-  words,
-)
+from valkyrie.suites import problem
+from valkyrie.suites.problem import NOISE, Order, Problem, Question, Suite, register
 
 _SHORT = 4096  # tokens, below which the words of a list are repeated less often
 
@@ -91,21 +79,22 @@ class Needles:
     elif self.haystack == 'noise':
       hay = [NOISE] * order.units
     else:
-      hay = filler(order)
+      hay = problem.filler(order)
     if order.depth is None:
-      return inserted(order.random, hay, [sentence for _, sentence in needles])
-    hay = inserted(order.random, hay, [sentence for asked, sentence in needles if not asked])
+      return problem.inserted(order.random, hay, [sentence for _, sentence in needles])
     wanted = [sentence for asked, sentence in needles if asked]
-    return placed(hay, wanted, [round(order.depth * len(hay))] * len(wanted))
+    others = [sentence for asked, sentence in needles if not asked]
+    hay = problem.inserted(order.random, hay, others)
+    return problem.placed(hay, wanted, [round(order.depth * len(hay))] * len(wanted))
 
 
 def variable_tracking(order: Order) -> Problem:
   """A chain of five variables that have one value, among noise; a solved example precedes it."""
   random = order.random
   example, asked = _tracked(random, 3, '12345', 5)
-  problem, question = _tracked(random, 5, str(random.integers(10000, 99999)), order.units)
+  text, question = _tracked(random, 5, str(random.integers(10000, 99999)), order.units)
   solved = f'{example}{asked.text} {" ".join(asked.answers)}\n'
-  return Problem(solved + problem, [question])
+  return Problem(solved + text, [question])
 
 
 def _tracked(
@@ -117,7 +106,7 @@ def _tracked(
     names += [] if name in names else [name]
   chain = [f'VAR {names[0]} = {value}']
   chain += [f'VAR {name} = VAR {before}' for before, name in itertools.pairwise(names)]
-  lines = '\n'.join(inserted(random, [NOISE] * units, chain))
+  lines = '\n'.join(problem.inserted(random, [NOISE] * units, chain))
   return (
     'Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n'
     + lines,
@@ -134,16 +123,16 @@ def common_words(order: Order) -> Problem:
   """A list of words with ten more frequent ones; a solved example precedes it."""
   few = order.length < _SHORT
   example, asked = _list(order.random, 10, *((3, 1) if few else (10, 3)))
-  problem, question = _list(order.random, order.units, *((6, 1) if few else (30, 3)))
+  text, question = _list(order.random, order.units, *((6, 1) if few else (30, 3)))
   answers = ' '.join(f'{number}. {word}' for number, word in enumerate(asked.answers, 1))
-  return Problem(f'{example}{asked.text} {answers}\n{problem}', [question])
+  return Problem(f'{example}{asked.text} {answers}\n{text}', [question])
 
 
 def _list(
   random: np.random.Generator, others: int, often: int, seldom: int
 ) -> tuple[str, Question]:
   """Ten words as often, others as seldom, in random order."""
-  every = words(random, 10 + others)
+  every = problem.words(random, 10 + others)
   listed = every[:10] * often + every[10:] * seldom
   order = random.permutation(len(listed))
   text = ' '.join(f'{number}. {listed[place]}' for number, place in enumerate(order, 1))
@@ -163,13 +152,13 @@ def pairs(order: Order, count: int) -> Problem:
 
   A guess is right one time in ninety.
   """
-  keys = words(order.random, count, syllables=2)
+  keys = problem.words(order.random, count, syllables=2)
   values = [str(value) for value in order.random.integers(10, 100, size=count)]
   noise = [NOISE] * order.units
   facts = ' '.join(f'{key}={value}.' for key, value in zip(keys, values, strict=True))
   place = round((order.depth or 0.0) * len(noise))
   return Problem(
-    '\n'.join(placed(noise, [facts], [place])),
+    '\n'.join(problem.placed(noise, [facts], [place])),
     [Question(f'\n{key}=', [value]) for key, value in zip(keys, values, strict=True)],
   )
 
@@ -179,7 +168,7 @@ def _symbols(random: np.random.Generator, kind: str, count: int) -> list[str]:
     return [str(number) for number in random.integers(10**6, 10**7, size=count)]
   if kind == 'uuids':
     return [str(uuid.UUID(bytes=random.bytes(16), version=4)) for _ in range(count)]
-  pairs = words(random, 2 * count)
+  pairs = problem.words(random, 2 * count)
   return [f'{first}-{second}' for first, second in zip(pairs[::2], pairs[1::2], strict=True)]
 
 
@@ -194,8 +183,9 @@ for _name, _needles in {
   'niah_multiquery': Needles(queries=4),
 }.items():
   _alone, _needs_text = _needles.values * _needles.queries == 1, _needles.haystack == 'essay'
-  register(_name, Suite(_needles, share_of_answers, 128, _alone, _needs_text))
-register('vt', Suite(variable_tracking, share_of_answers, 30, has_depth=False))
-register('cwe', Suite(common_words, share_of_answers, 120, has_depth=False))
+  register(_name, Suite(_needles, problem.share_of_answers, 128, _alone, _needs_text))
+register('vt', Suite(variable_tracking, problem.share_of_answers, 30, has_depth=False))
+register('cwe', Suite(common_words, problem.share_of_answers, 120, has_depth=False))
 for _count in (4, 8, 16, 32, 64):
-  register(f'mqar_{_count}', Suite(functools.partial(pairs, count=_count), begins_with_answer, 4))
+  _pairs = functools.partial(pairs, count=_count)
+  register(f'mqar_{_count}', Suite(_pairs, problem.begins_with_answer, 4))
