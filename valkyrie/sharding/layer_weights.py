@@ -46,8 +46,7 @@ def _gather(part, over, dimension, own, cast, sent):
   return messages.all_gather(part.astype(cast), over, dimension)
 
 
-def _gather_forward(part, over, dimension, own, cast, sent):
-  return _gather(part, over, dimension, own, cast, sent), None
+
 
 
 def _gather_backward(over, dimension, own, cast, sent, residuals, gradient):
@@ -55,4 +54,4 @@ def _gather_backward(over, dimension, own, cast, sent, residuals, gradient):
   return (messages.reduce_scatter(gradient, over, dimension).astype(own),)
 
 
-_gather.defvjp(_gather_forward, _gather_backward)
+_gather.defvjp(lambda *given: (_gather(*given), None), _gather_backward)
