@@ -121,10 +121,9 @@ class Model(NamedTuple):
   def _each(self, of: Callable[[str, Parameter, Any], Any], params: Any) -> Any:
     """A pytree like params of `of(path, declaration, leaf)`."""
     known = self.parameters()
-    return {
-      module: {name: of(f'{module}/{name}', known[module][name], leaf[name]) for name in leaf}
-      for module, leaf in params.items()
-    }
+    return hk.data_structures.map(
+      lambda module, name, leaf: of(f'{module}/{name}', known[module][name], leaf), params
+    )
 
   def carry_axes(self, carry: Carry) -> Any:
     """The logical axes of each leaf of a carry: layers where it is stacked, rows, and no others."""
@@ -159,8 +158,8 @@ def created(make: Callable[[], Any]) -> tuple[Callable[[Array], Params], Callabl
   def init(rng):
     return hk.transform_with_state(noted).init(rng)[0]
 
-  def parameter(path, leaf):
-    if (declared := declarations.get(path)) is None:
+  def parameter(module, name, leaf):
+    if (declared := declarations.get(f'{module}/{name}')) is None:
       return Parameter(leaf, None, None)
     stacked = ('layers',) * (len(leaf.shape) - len(declared.axes))
     return Parameter(leaf, stacked + declared.axes, declared.cast, declared.matrix)
@@ -169,9 +168,6 @@ def created(make: Callable[[], Any]) -> tuple[Callable[[Array], Params], Callabl
   def parameters():
     with ambient.within(partitioner=None, time=(), weights=()):
       shapes = jax.eval_shape(init, jax.random.key(0))
-    return {
-      module: {name: parameter(f'{module}/{name}', leaf) for name, leaf in group.items()}
-      for module, group in shapes.items()
-    }
+    return hk.data_structures.map(parameter, shapes)
 
   return init, parameters

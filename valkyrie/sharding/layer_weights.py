@@ -46,9 +46,6 @@ def _gather(part, over, dimension, own, cast, sent):
   return messages.all_gather(part.astype(cast), over, dimension)
 
 
-
-
-
 def _gather_backward(over, dimension, own, cast, sent, residuals, gradient):
   gradient = gradient.astype(sent or jnp.promote_types(gradient.dtype, jnp.float32))
   return (messages.reduce_scatter(gradient, over, dimension).astype(own),)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import functools
 from typing import Any
 
+import haiku as hk
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -112,14 +113,13 @@ def _kept_split(model: Model, partitioner: Partitioner, params: Params) -> Any:
   declared = model.parameters()
   axes = model.parameter_axes(partitioner.parameter_axes)
 
-  def kept(module, name):
-    of_layer = declared[module][name].axes is not None and 'layers' in axes[module][name]
-    return of_layer and any(partitioner.axes_of(axis) for axis in axes[module][name] if axis)
+  def kept(module, name, _):
+    own = axes[module][name]
+    of_layer = declared[module][name].axes is not None and 'layers' in own
+    is_split = any(partitioner.axes_of(axis) for axis in own if axis)
+    return partitioner.gather_layers and of_layer and is_split
 
-  return {
-    module: {name: partitioner.gather_layers and kept(module, name) for name in group}
-    for module, group in params.items()
-  }
+  return hk.data_structures.map(kept, params)
 
 
 def _local_pieces(batch: Batch, chunk_size: int) -> tuple[Batch, int]:

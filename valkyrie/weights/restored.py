@@ -2,6 +2,7 @@
 
 import os
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
 
@@ -29,10 +30,7 @@ def restored_params(
 
   Raises a ConfigurationError if the run has no such step, or one of another model or vocabulary.
   """
-  shapes = {
-    module: {name: p.shape for name, p in group.items()}
-    for module, group in model.parameters().items()
-  }
+  shapes = hk.data_structures.map(lambda _, __, declared: declared.shape, model.parameters())
   shardings = partitioner.shardings(shapes, model.parameter_axes(partitioner.parameter_axes))
   target = jax.tree.map(lambda leaf, of: leaf.update(sharding=of), shapes, shardings)
   steps = step.split(',')
