@@ -1,6 +1,6 @@
 """The errors that can end a run, with their exit codes."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import contextlib
 import os
 import re
@@ -71,6 +71,12 @@ def storage_errors(
     if file is not None and str(file) not in message:
       reason += f' ({file})'
     raise StorageError(f'{message}: {reason}' + (f'. {advice}' if advice else '')) from error
+
+
+def first_of(texts: Sequence[str], most: int) -> list[str]:
+  """The first of the texts, and how many more there are."""
+  more = len(texts) - most
+  return [*texts[:most], f'and {more} more'] if more > 0 else [*texts]
 
 
 def end_after(end: Callable[[], None], error: BaseException | None) -> None:

@@ -7,7 +7,7 @@ import platform
 from typing import Any
 
 from valkyrie import __version__
-from valkyrie.errors import ConfigurationError, StorageError
+from valkyrie.errors import ConfigurationError, StorageError, first_of
 
 # The kinds of differences that --allow_changed accepts.
 KINDS = ('configuration', 'rows', 'store', 'vocabulary', 'mesh', 'versions', 'executable')
@@ -46,11 +46,10 @@ def check(
   differences = {kind: _compare(kind, found.get(kind), value) for kind, value in expected.items()}
   refused = [kind for kind in differences if differences[kind] and kind not in allowed]
   if refused:
-    lines = [f'  {kind}: {line}' for kind in refused for line in differences[kind]]
-    if len(lines) > _SHOWN:
-      lines[_SHOWN:] = [f'  and {len(lines) - _SHOWN} more']
+    lines = [f'{kind}: {line}' for kind in refused for line in differences[kind]]
+    shown = '\n  '.join(first_of(lines, _SHOWN))
     raise ConfigurationError(
-      f'{place} was saved by a run that differs from this one:\n' + '\n'.join(lines) + '\n'
+      f'{place} was saved by a run that differs from this one:\n  {shown}\n'
       'Nothing was changed. Use the earlier values, name another --model_dir, or continue anyway '
       f'with --allow_changed={",".join(refused)}.'
     )

@@ -30,7 +30,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 
-from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError, storage_errors
+from valkyrie import errors
 from valkyrie.models.parts import is_of_model
 from valkyrie.storage.bucket import SCHEME, is_bucket
 from valkyrie.types import leaves_by_path
@@ -41,7 +41,7 @@ _READERS = 4  # threads: hashing releases Python's lock
 _CACHE_BYTES = 100_000_000  # of the index that all arrays share
 
 # Tensorstore reports errors of files as ValueError and RuntimeError.
-checkpoint_errors = functools.partial(storage_errors, also=(ValueError, RuntimeError))
+checkpoint_errors = functools.partial(errors.storage_errors, also=(ValueError, RuntimeError))
 
 # The piece of an array that a process writes: the array's path, the slices, the hash of the values.
 _Piece = tuple[str, tuple[slice, ...], str]
@@ -117,7 +117,7 @@ class StateFiles:
         absent = {name: None for name, of in fields if of is None and name not in stored}
         stored, partial = {**stored, **absent}, bool(absent)
       if different := _differences(stored, item):
-        raise ConfigurationError(
+        raise errors.ConfigurationError(
           f'{place.parent} is a checkpoint of another model. These leaves differ:\n  '
           + '\n  '.join(different)
           + '\nNothing was changed. Use another --model_dir, or the gin file of the checkpoint.'
@@ -190,10 +190,10 @@ def _readable(place: pathlib.Path) -> Iterator[epath.Path]:
   try:
     with literal(place) as path:
       yield path
-  except ValkyrieError:
+  except errors.ValkyrieError:
     raise
   except Exception as error:
-    raise StorageError(
+    raise errors.StorageError(
       f'{place} matches its manifest, but cannot be read ({_reason(error)}). Use the versions of '
       'record.json there, restore the step from a copy, or move it away to continue from the one '
       'before.'
@@ -272,9 +272,7 @@ def _differences(stored: Any, target: Any) -> list[str]:
     f'{path}: found {found.get(path, "nothing")}, expected {expected.get(path, "nothing")}'
     for path in different
   ]
-  if len(lines) > _SHOWN:
-    lines[_SHOWN:] = [f'and {len(lines) - _SHOWN} more']
-  return lines
+  return errors.first_of(lines, _SHOWN)
 
 
 def _describe(tree: Any) -> dict[str, str]:

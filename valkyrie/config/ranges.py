@@ -9,8 +9,7 @@ from typing import Any
 
 from valkyrie.errors import ConfigurationError
 
-# Mathematical intervals: a round bracket leaves its bound out. Each of several
-# numbers lies in it.
+# Mathematical intervals: a round bracket leaves its bound out. Each of several numbers lies in it.
 _INTERVALS = {
   '[1, 2147483647]': (
     'batch_size chunk_size chunks backprop_chunks micro_batches long_every long_backprop_chunks '

@@ -222,10 +222,9 @@ class Evaluator:
     Returns:
       what `text_metrics` returns; accuracy, the share of targets with the largest logit;
       loss_by_position/P and targets_by_position/P, the loss and the number of the targets at
-      positions P to 2 P - 1 of a document;
-      metrics/NAME, a user-defined metric; what terms report; for the whole split also
-      quick_loss and quick_bits_per_byte, of its quick part. For a mixture these are means by its
-      weights, and loss/NAME and others are the metrics of each source.
+      positions P to 2 P - 1 of a document; metrics/NAME, a user-defined metric; what terms report;
+      for the whole split also quick_loss and quick_bits_per_byte, of its quick part. For a mixture
+      these are means by its weights, and loss/NAME and others are the metrics of each source.
     """
     params = self._gather(self.model.own(params))
     rows = self._partitioner.local_rows(self.batch_size)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.checkpoint.manager import open_to_read
-from valkyrie.errors import ConfigurationError, regular_expression
+from valkyrie.errors import ConfigurationError, first_of, regular_expression
 from valkyrie.models.attention.longformer import WindowAttention
 from valkyrie.models.block import Block
 from valkyrie.models.language_model import LanguageModel
@@ -347,14 +347,9 @@ def _over_layers(tensors: Sequence[str]) -> str:
       runs.append(str(numbers[0]) + (f'-{numbers[-1]}' if len(numbers) > 1 else ''))
     return ','.join(runs)
 
-  return ', '.join(_first([a + (ranges(n) if b else '') + b for (a, b), n in found.items()]))
+  texts = [a + (ranges(n) if b else '') + b for (a, b), n in found.items()]
+  return ', '.join(first_of(texts, _SHOWN))
 
 
 def _lines(texts: Sequence[str]) -> str:
-  return '\n'.join(f'  {text}' for text in _first(texts))
-
-
-def _first(texts: Sequence[str]) -> list[str]:
-  """The first of the texts, and how many more there are."""
-  more = len(texts) - _SHOWN
-  return [*texts[:_SHOWN], f'and {more} more'] if more > 0 else [*texts]
+  return '\n'.join(f'  {text}' for text in first_of(texts, _SHOWN))
