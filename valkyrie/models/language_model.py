@@ -296,6 +296,11 @@ class LanguageModel(Module):
       return hk.transform(lambda: ask(self.blocks())).apply({}, None)
 
 
+def asked(make: Callable[..., LanguageModel], question: Callable[[LanguageModel], Any]) -> Any:
+  """The answer of the module that `make` builds to a question that needs no parameters."""
+  return hk.transform(lambda: question(make(name='model'))).apply({}, None)
+
+
 def transform(make: Callable[..., LanguageModel]) -> Model:
   """The module that `make` builds as pure functions; reads gin here, and when traced.
 
@@ -305,9 +310,6 @@ def transform(make: Callable[..., LanguageModel]) -> Model:
   def forward(*inputs, **options):
     return make(name='model')(*inputs, **options)
 
-  def ask(question):
-    return hk.transform(lambda: question(make(name='model'))).apply({}, None)
-
   pure = hk.transform_with_state(forward)
   params_of, declared = created(lambda: forward(*[jnp.ones((1, 1), jnp.int32)] * 3))
 
@@ -316,14 +318,15 @@ def transform(make: Callable[..., LanguageModel]) -> Model:
     return params_of(rng), initial_carry(batch_size)
 
   def initial_carry(batch_size):
-    return {'model': ask(lambda model: model.initial_carry(batch_size))}
+    return {'model': asked(make, lambda model: model.initial_carry(batch_size))}
 
   def apply(params, carry, inputs, positions, segment_ids, rng=None, *options, **named):
     return pure.apply(params, carry, rng, inputs, positions, segment_ids, *options, **named)
 
   @functools.cache
   def parameters():
-    made, (lora, learned) = declared(), ask(lambda model: (model.adapters, model.learned_carry))
+    made = declared()
+    lora, learned = asked(make, lambda model: (model.adapters, model.learned_carry))
     if lora is not None:
       lora.check([f'{m}/{n}' for m, group in made.items() for n, p in group.items() if p.cast])
     if learned and not any('first_carry' in ' '.join(group) for group in made.values()):
@@ -332,4 +335,4 @@ def transform(make: Callable[..., LanguageModel]) -> Model:
       )
     return made
 
-  return Model(init, initial_carry, apply, parameters, ask(lambda model: model.describe()))
+  return Model(init, initial_carry, apply, parameters, asked(make, lambda model: model.describe()))

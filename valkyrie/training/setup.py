@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 import gin
-import haiku as hk
 import jax
 import jax.numpy as jnp
 
@@ -222,7 +221,7 @@ class Setup:
 
   def by_kernels(self) -> Iterator[tuple[Any, tuple[int, int, int], Callable[[bool], Any]]]:
     """The mixers that ask for kernels, what one device reads at once, and `kernels.results`."""
-    blocks = hk.transform(lambda: self.settings.model(name='model').blocks()).apply({}, None)
+    blocks = language_model.asked(self.settings.model, lambda model: model.blocks())
     about, parts_of = self.model.about, self.partitioner.parts_of
     rows = self.settings.batch_size // parts_of('batch') // self.settings.micro_batches
     for time in sorted({phase.chunk_size // parts_of('time') for phase in self.curriculum.phases}):
@@ -341,11 +340,10 @@ def check_mixers(model: Callable[..., LanguageModel]) -> None:
   Raises a ConfigurationError that names the broken rule.
   """
 
-  def made() -> tuple[int, list[list[type]]]:
-    one = model(name='model')
+  def made(one: LanguageModel) -> tuple[int, list[list[type]]]:
     return one.d_model, [[type(mixer) for mixer in block.mixers] for block in one.blocks()]
 
-  width, kinds = hk.transform(made).apply({}, None)
+  width, kinds = language_model.asked(model, made)
   for row, of_block in enumerate(kinds):
     for column, kind in enumerate(of_block):
       if kind.__module__.partition('.')[0] != 'valkyrie':

@@ -13,14 +13,12 @@ import re
 import sys
 from typing import Any
 
-import haiku as hk
-
 from valkyrie.data.vocabularies import fingerprint
 from valkyrie.distributed import console
 from valkyrie.errors import ConfigurationError, storage_errors
 from valkyrie.models.attention.full import FullAttention
 from valkyrie.models.attention.longformer import LongformerAttention
-from valkyrie.models.language_model import LanguageModel
+from valkyrie.models.language_model import LanguageModel, asked
 from valkyrie.models.layers import RMSNorm
 from valkyrie.weights.named_tensors import read_json
 
@@ -220,7 +218,7 @@ def configuration_of(make: Callable[..., LanguageModel]) -> tuple[dict[str, Any]
 
   Raises a ConfigurationError for another model, which says what differs.
   """
-  found = hk.transform(lambda: _configuration_of(make(name='model'))).apply({}, None)
+  found = asked(make, _configuration_of)
   if isinstance(found, str):
     raise ConfigurationError(
       f"The model is no Llama or Mistral: {found}. Export it with export.form = 'valkyrie'."

@@ -17,7 +17,7 @@ from valkyrie.checkpoint.manager import open_to_read
 from valkyrie.errors import ConfigurationError, first_of, regular_expression
 from valkyrie.models.attention.longformer import WindowAttention
 from valkyrie.models.block import Block
-from valkyrie.models.language_model import LanguageModel
+from valkyrie.models.language_model import LanguageModel, asked
 from valkyrie.models.layers import RMSNorm
 from valkyrie.models.model import Model
 from valkyrie.models.sites import is_factor
@@ -295,12 +295,11 @@ def _settings(make: Callable[..., LanguageModel]) -> list[tuple[str, object]]:
         found += [(f'Rotary.{name}', value) for name, value in rotary.items()]
     return found
 
-  def of_model():
-    model = make(name='model')
+  def of_model(model: LanguageModel) -> list[tuple[str, object]]:
     own = [('LanguageModel.tied', model.tied), ('LanguageModel.embedding_scale', model.scale)]
     return [*dict.fromkeys([*own, *model.inspect(ask)])]
 
-  return hk.transform(of_model).apply({}, None)
+  return asked(make, of_model)
 
 
 def _filled(before: Array, tensors: Sequence[Tensor | str], stacked: bool) -> Array:
