@@ -97,6 +97,7 @@ def infer(
 def _read_prompts(path: pathlib.Path) -> list[str]:
   """The prompts in a file; raises a DataError that names the line."""
   is_json = path.suffix.lower() in ('.jsonl', '.ndjson', '.json')
+  wanted = 'a JSON object with the field "prompt"' if is_json else 'UTF-8 text'
   try:
     lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
   except (OSError, MemoryError) as error:
@@ -106,13 +107,10 @@ def _read_prompts(path: pathlib.Path) -> list[str]:
   for number, line in enumerate(lines, 1):
     if not line.strip():
       continue
-    try:
+    message = f'{path}:{number}: {wanted} was expected, found {line[:40]!r}'
+    kinds = ValueError, KeyError, TypeError
+    with errors.converted(kinds, errors.DataError, message, 'Correct the line.'):
       found.append(foreign.json_value(line)['prompt'] if is_json else line.decode())
-    except (ValueError, KeyError, TypeError) as error:
-      wanted = 'a JSON object with the field "prompt"' if is_json else 'UTF-8 text'
-      raise errors.DataError(
-        f'{path}:{number}: {wanted} was expected, found {line[:40]!r} ({error}). Correct the line.'
-      ) from error
     if not found[-1] or not isinstance(found[-1], str):
       raise errors.DataError(f'{path}:{number}: "prompt" is {found[-1]!r:.40}. Write a text.')
     vocabularies.as_utf8(found[-1], f'{path}:{number}: "prompt"')

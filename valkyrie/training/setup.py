@@ -113,22 +113,18 @@ class Setup:
     return self.partitioner.jit(self._initial_state, out_shardings=self._shardings)()
 
   def _initial_state(self) -> TrainState:
-    settings = self.settings
+    settings, rows = self.settings, self.settings.batch_size
+    tokens = max(phase.tokens_per_row for phase in self.curriculum.phases)
+    kept = {term.name: term.initial_state(self.model, rows, tokens) for term in self.terms}
     return initial_state(
       self.model,
       self.optimizer,
       settings.seed,
-      settings.batch_size,
+      rows,
       self.loss_spikes.initial(),
-      self._initial_objective(),
+      {name: state for name, state in kept.items() if state is not None} or None,
       with_average=settings.average_decay is not None,
     )
-
-  def _initial_objective(self) -> dict[str, Any] | None:
-    rows = self.settings.batch_size
-    tokens = max(phase.tokens_per_row for phase in self.curriculum.phases)
-    kept = {term.name: term.initial_state(self.model, rows, tokens) for term in self.terms}
-    return {name: state for name, state in kept.items() if state is not None} or None
 
   def initial_carry(self) -> Carry:
     """The empty carry of all rows, on the mesh."""
