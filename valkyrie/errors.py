@@ -89,11 +89,10 @@ def end_after(end: Callable[[], None], error: BaseException | None) -> None:
     error.add_note(str(failure))
 
 
-Kinds = type[Exception] | tuple[type[Exception], ...]
-
-
 @contextlib.contextmanager
-def converted(of: Kinds, to: type[ValkyrieError], message: str, advice: str) -> Iterator[None]:
+def converted(
+  of: type | tuple[type, ...], to: type[ValkyrieError], message: str, advice: str
+) -> Iterator[None]:
   """Raises to('MESSAGE (error). ADVICE') for an error of these types inside."""
   try:
     yield

@@ -15,7 +15,7 @@ from valkyrie.data import store_builder, vocabularies
 from valkyrie.data.document_source import TaskReader
 from valkyrie.data.feed import TaskFeed
 from valkyrie.data.mixture import Mixture
-from valkyrie.errors import ConfigurationError
+from valkyrie.errors import ConfigurationError, converted
 from valkyrie.storage import whole_file
 
 _BYTES = vocabularies.ByteVocabulary()
@@ -66,7 +66,9 @@ def trained(texts: Sequence[str], size: int) -> bytes:
   characters = collections.Counter(character for text in texts for character in text)
   usual = characters.most_common(max(1, (size - _BYTES.size) // 2))
   model = io.BytesIO()
-  try:
+  message = f'SentencePiece cannot train {size} tokens on {characters.total():,} characters of text'
+  advice = "Give another train_vocabulary.size, use more text, or vocabulary = 'bytes'."
+  with converted((RuntimeError, OSError), ConfigurationError, message, advice):
     sentencepiece.SentencePieceTrainer.Train(
       sentence_iterator=iter(texts),
       model_writer=model,
@@ -84,11 +86,6 @@ def trained(texts: Sequence[str], size: int) -> bytes:
       max_sentence_length=8 * _PIECE,
       minloglevel=2,
     )  # fmt: skip
-  except (RuntimeError, OSError) as error:
-    raise ConfigurationError(
-      f'SentencePiece cannot train {size} tokens on {characters.total():,} characters of text '
-      f"({error}). Give another train_vocabulary.size, use more text, or vocabulary = 'bytes'."
-    ) from error
   return model.getvalue()
 
 

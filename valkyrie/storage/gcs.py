@@ -16,7 +16,7 @@ from fsspec.asyn import sync_wrapper
 from gcsfs.core import GCSFileSystem
 from google.auth.exceptions import GoogleAuthError
 
-from valkyrie.errors import StorageError
+from valkyrie.errors import storage_errors
 from valkyrie.storage.lease import Changed
 
 # A connection that is silent for so many seconds is considered lost.
@@ -70,10 +70,6 @@ def connected(address: str, anonymous: bool = False, timeout: float | None = Non
   for scheme in ('gs', 'gcs'):
     fsspec.register_implementation(scheme, Client, clobber=True)
   logging.getLogger('gcsfs').setLevel(logging.CRITICAL)  # it logs a stack for errors that it raises
-  try:
+  advice = 'Give this machine a service account, or run: gcloud auth application-default login'
+  with storage_errors(f'{address} cannot be opened', advice, also=(GoogleAuthError,)):
     return Client(token='anon' if anonymous else 'google_default', timeout=timeout)
-  except GoogleAuthError as error:
-    raise StorageError(
-      f'{address} cannot be opened: {error}. Give this machine a service account, or run: '
-      'gcloud auth application-default login'
-    ) from error

@@ -159,16 +159,13 @@ def in_files(path: pathlib.Path) -> dict[str, Tensor]:
   files, named_by = _files(path)
   tensors: dict[str, Tensor] = {}
   for file in files:
-    try:
-      opened: Any = safetensors.safe_open(file, 'numpy')
-    except FileNotFoundError:
+    if not file.exists():
       raise StorageError(
         f'{named_by} names {file.name}, which is not there. Fetch all files of these weights.'
-      ) from None
-    except (OSError, safetensors.SafetensorError) as error:
-      raise StorageError(
-        f'{file} is not a whole safetensors file ({error}). Fetch it again.'
-      ) from error
+      )
+    kinds, message = (OSError, safetensors.SafetensorError), 'is not a whole safetensors file'
+    with converted(kinds, StorageError, f'{file} {message}', 'Fetch it again.'):
+      opened: Any = safetensors.safe_open(file, 'numpy')
     for name in opened.keys():  # noqa: SIM118, it is no mapping
       part = opened.get_slice(name)
       tensors[name] = Tensor(tuple(part.get_shape()), part.__getitem__, part.get_dtype())
