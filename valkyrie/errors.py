@@ -91,7 +91,7 @@ def end_after(end: Callable[[], None], error: BaseException | None) -> None:
 
 @contextlib.contextmanager
 def converted(
-  of: type | tuple[type, ...], to: type[ValkyrieError], message: str, advice: str
+  of: tuple[type[Exception], ...], to: type[ValkyrieError], message: str, advice: str
 ) -> Iterator[None]:
   """Raises to('MESSAGE (error). ADVICE') for an error of these types inside."""
   try:

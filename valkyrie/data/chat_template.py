@@ -54,7 +54,7 @@ class ChatTemplate:
     environment.filters['tojson'] = functools.partial(json.dumps, ensure_ascii=False)
     unmarked = _GENERATION.sub(lambda t: t[1] + ('endif' if t[2] else 'if true'), source)
     wrong = f'{self._name} is wrong'
-    with converted(jinja2.TemplateError, ConfigurationError, wrong, 'Correct it.'):
+    with converted((jinja2.TemplateError,), ConfigurationError, wrong, 'Correct it.'):
       self._template = environment.from_string(unmarked)
 
   def render(self, messages: Messages, place: str, *, asks: bool) -> str:

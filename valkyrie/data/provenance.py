@@ -152,7 +152,7 @@ def check_apart(sources: Mapping[str, Selection]) -> None:
 
 def _read(file: pathlib.Path) -> list[list[Any]]:
   """The record of a build: [name, size, time of content, hash, time of the inode] of each file."""
-  with converted(ValueError, DataError, f'{file} cannot be read', f'Delete {file.parent}.'):
+  with converted((ValueError,), DataError, f'{file} cannot be read', f'Delete {file.parent}.'):
     return [foreign.json_value(line) for line in foreign.content(file).splitlines()]
 
 

@@ -222,7 +222,7 @@ def _pipeline(options: Sequence[str]) -> Any:
   """A pipeline of Apache Beam with these options, as on its command line: --runner=NAME."""
   advice = "Install it into an environment of its own: pip install 'valkyrie[beam]'"
   lacks = '--beam needs Apache Beam, which this Python does not have'
-  with converted(ImportError, ConfigurationError, lacks, advice):
+  with converted((ImportError,), ConfigurationError, lacks, advice):
     import apache_beam  # noqa: PLC0415  (an optional package)
     from apache_beam.options import pipeline_options  # noqa: PLC0415
   try:

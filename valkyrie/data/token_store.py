@@ -267,7 +267,7 @@ def information_of(content: bytes, file: str) -> dict[str, Any]:
 
   A DataError is raised if it is corrupt or of another format, or a name leads out of the store.
   """
-  with converted(ValueError, DataError, f'{file} cannot be read', REBUILD):
+  with converted((ValueError,), DataError, f'{file} cannot be read', REBUILD):
     information = foreign.json_object(content)
   if (found := information.get('format')) != FORMAT:
     raise DataError(f'{file} has the format {found!r}, expected {FORMAT!r}. {REBUILD}')
@@ -353,6 +353,6 @@ def file_sha256(file: pathlib.Path) -> str:
 
 def _load(file: pathlib.Path, *, mapped: bool = False) -> np.ndarray:
   # numpy parses the header as Python and raises many types.
-  with converted(Exception, DataError, f'{file} is not a readable array', REBUILD):
+  with converted((Exception,), DataError, f'{file} is not a readable array', REBUILD):
     # Slicing an np.memmap costs ten times as much as slicing an ndarray that views it.
     return np.asarray(np.load(file, mmap_mode='r' if mapped else None, allow_pickle=False))

@@ -169,7 +169,7 @@ class HuggingFaceVocabulary(FileVocabulary):
       ) from error
     message = f'The vocabulary {path} is not a Hugging Face tokenizer.json'
     advice = 'Use a file that the save method of tokenizers wrote.'
-    with converted(Exception, ConfigurationError, message, advice):  # as tokenizers raises
+    with converted((Exception,), ConfigurationError, message, advice):  # as tokenizers raises
       self._tokenizer = tokenizers.Tokenizer.from_str(content.decode('utf-8'))
     ids = self._tokenizer.get_vocab(with_added_tokens=True)
     self.size = max(ids.values()) + 1

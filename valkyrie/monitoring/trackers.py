@@ -112,7 +112,7 @@ class _Client:
   def __init__(self, package: str, **options: str | None):
     lacks = f'train.trackers needs the package {package}, which this Python does not have'
     advice = f'Install it: pip install {package}'
-    with converted(ImportError, ConfigurationError, lacks, advice):
+    with converted((ImportError,), ConfigurationError, lacks, advice):
       self._package: Any = importlib.import_module(package)
     self._options = options
 

@@ -67,7 +67,7 @@ def per_layer(algorithm: optax.GradientTransformation) -> optax.GradientTransfor
 def _made(algorithm: Algorithm) -> optax.GradientTransformation:
   message = f'{_name(algorithm)} cannot be created from only a learning_rate'
   advice = 'Bind its other parameters, or use another algorithm.'
-  with converted(TypeError, ConfigurationError, message, advice):
+  with converted((TypeError,), ConfigurationError, message, advice):
     return algorithm(learning_rate=1.0)
 
 
