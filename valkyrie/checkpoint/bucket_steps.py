@@ -149,6 +149,8 @@ class BucketSteps:
   def begin(self, step: int) -> None:
     self._bucket.delete(self._bucket.objects(_folder(self.unfinished(step).name)))
 
+  discard = begin
+
   def finish(self, step: int, record: bytes) -> None:
     """Copies the objects of an unfinished step to their final names, and then lists the step."""
     self._directory.upload()  # the metrics of a step are there before the step
@@ -178,9 +180,6 @@ class BucketSteps:
     self._lock.update(**fields)  # raises unless still held: nothing listed is another's
     for found in listed:
       self._bucket.delete(found)
-
-  def discard(self, step: int) -> None:
-    self.begin(step)
 
   def delete(self, steps: Iterable[int]) -> list[str]:
     try:

@@ -159,13 +159,9 @@ def _in_force(state: Mapping[str, Any]) -> Iterator[None]:
   bound = {key: dict(values) for key, values in state['_CONFIG'].items()}
   with _ONE_AT_A_TIME:
     before = _state()
-    _set({name: copy.copy(part) for name, part in state.items()} | {'_CONFIG': bound})
+    parts = {name: copy.copy(part) for name, part in state.items()}
+    vars(gin_config).update({**parts, '_CONFIG': bound})
     try:
       yield
     finally:
-      _set(before)
-
-
-def _set(state: Mapping[str, Any]) -> None:
-  for name, part in state.items():
-    setattr(gin_config, name, part)
+      vars(gin_config).update(before)
