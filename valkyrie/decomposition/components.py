@@ -105,9 +105,7 @@ def harvest(
   @jax.jit
   def read(carry, batch):
     of_model, of_importance = carry
-    features, of_model = model.apply(
-      params, of_model, batch.inputs, batch.positions, batch.segment_ids, activations=(SITES,)
-    )
+    features, of_model = model.read(params, of_model, batch, activations=(SITES,))
     low, of_importance = scores.importances(model, params, features, of_importance, batch)
     return low, (of_model, of_importance)
 

@@ -143,13 +143,5 @@ def ordered(sites: Mapping[str, Site]) -> list[tuple[str, int]]:
 
 def masked(chunk: Chunk, given: Mapping[str, Masks], carry: Carry) -> tuple[Features, Carry]:
   """Reads a chunk with masks, from a carry of the model: (its features, the carry after it)."""
-  batch = chunk.batch
-  return chunk.model.apply(
-    chunk.params,
-    {'model': carry['model']},
-    batch.inputs,
-    batch.positions,
-    batch.segment_ids,
-    chunk.rng,
-    masks=given,
-  )
+  before = {'model': carry['model']}
+  return chunk.model.read(chunk.params, before, chunk.batch, chunk.rng, masks=given)

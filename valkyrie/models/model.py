@@ -14,7 +14,7 @@ from valkyrie.models.declarations import Declared, Kind, Parameter, Parameters
 from valkyrie.models.features import Description, Features
 from valkyrie.models.parts import is_of_model
 from valkyrie.sharding import ambient
-from valkyrie.types import Array, Axes, Carry, Params
+from valkyrie.types import Array, Axes, Batch, Carry, Params
 
 
 class Model(NamedTuple):
@@ -33,6 +33,13 @@ class Model(NamedTuple):
   apply: Callable[..., tuple[Features, Carry]]
   parameters: Callable[[], Parameters]
   about: Description
+
+  def read(
+    self, params: Params, carry: Carry, batch: Batch, *options: Any, **named: Any
+  ) -> tuple[Features, Carry]:
+    """`apply` to a batch."""
+    where = batch.inputs, batch.positions, batch.segment_ids
+    return self.apply(params, carry, *where, *options, **named)
 
   def extended(
     self,

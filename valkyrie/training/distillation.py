@@ -156,15 +156,9 @@ class Distillation(Term):
     """The divergence, and the differences of layers; no gradient reaches the teacher."""
     batch, student = chunk.batch, chunk.features
     params = {module: chunk.params[_PREFIX + module] for module in self._teacher.parameters()}
+    given = lax.stop_gradient((params, {'model': chunk.before[self.name]}))
     teacher, after = lax.stop_gradient(
-      self._teacher.apply(
-        lax.stop_gradient(params),
-        {'model': lax.stop_gradient(chunk.before[self.name])},
-        batch.inputs,
-        batch.positions,
-        batch.segment_ids,
-        activations=self.activations,
-      )
+      self._teacher.read(*given, batch, activations=self.activations)
     )
 
     def total(values):

@@ -261,16 +261,8 @@ def visit(
 
   The carry of a term that is not among `terms` stays as it is.
   """
-  features, after = model.apply(
-    params,
-    {'model': carry['model']},
-    batch.inputs,
-    batch.positions,
-    batch.segment_ids,
-    rng,
-    plan,
-    tuple(dict.fromkeys(kind for term in terms for kind in term.activations)),
-  )
+  kinds = tuple(dict.fromkeys(kind for term in terms for kind in term.activations))
+  features, after = model.read(params, {'model': carry['model']}, batch, rng, plan, kinds)
   chunk = Chunk(model, params, features, batch, carry, {}, rng, total, plan, in_one_pass)
   parts = {
     term.name: term(chunk._replace(shared=params.get(shared_module(term), {}))) for term in terms
