@@ -338,20 +338,14 @@ class _Computation:
     def learns(module, name):
       return form.learns
 
-    def of_device(params, carry, batch, total, rng, *, chunk_size):
-      return tbptt.gradients(
-        model,
-        params,
-        carry,
-        batch,
-        total,
-        chunk_size=chunk_size,
-        backprop_chunks=time // form.chunk_size if form.learns else 1,
-        remat_chunks=form.recomputes and self._settings.remat_chunks,
-        keep_carries=self._settings.keep_carries,
-        learns=learns,
-      )
-
+    of_device = functools.partial(
+      tbptt.gradients,
+      model,
+      backprop_chunks=time // form.chunk_size if form.learns else 1,
+      remat_chunks=form.recomputes and self._settings.remat_chunks,
+      keep_carries=self._settings.keep_carries,
+      learns=learns,
+    )
     carry = model.initial_carry(rows)
     gradient, carry, sums = shard_map_step(
       of_device, model, params, carry, batch, chunk_size=form.chunk_size, learns=learns

@@ -1,6 +1,7 @@
 """One optimizer step, as a pure function of the train state and a batch."""
 
 from collections.abc import Callable
+import functools
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -130,7 +131,7 @@ def make_train_step(
   """
 
   # The functions follow in the order in which they run: `train_step` calls `whole_step`, and this
-  # `of_device` on every device, which calls `of_rows` for each group of its rows.
+  # `_in_micro_batches` on every device, which calls `of_rows` for each group of its rows.
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
     def measure(term, shared):
       gradient, _, sums = whole_step(state, batch, [term], {term.name: shared}, is_shared)
@@ -179,14 +180,13 @@ def make_train_step(
       return jax.tree.map(lambda n, o: jnp.where(flag, n, o), new, old)
 
     counts = healthy & (sums.weight > 0)
-    state = TrainState(
+    state = state._replace(
       step=state.step + 1,
       params=accept(counts, params, state.params),
       optimizer_state=accept(counts, optimizer_state, state.optimizer_state),
       carry=accept(healthy, carry, model.initial_carry(batch.inputs.shape[0])),
       skipped=state.skipped + jnp.where(healthy, 0, 1),
       recent=recent,
-      average=state.average,
       objective=state.objective and accept(counts, kept, state.objective),
     )
     if average_decay is not None:
@@ -197,24 +197,18 @@ def make_train_step(
     arrays = {shared_module(term): shared[term.name] for term in terms if shared[term.name]}
     extended = model.sharing(arrays)
 
-    def of_device(*arguments, **options):
-      return _in_micro_batches(of_rows, extended, micro_batches, learns, *arguments, **options)
-
-    def of_rows(*arguments, **options):
-      return tbptt.gradients(
-        extended,
-        *arguments,
-        backprop_chunks=phase.backprop_chunks,
-        remat_chunks=remat_chunks,
-        keep_carries=keep_carries,
-        terms=terms,
-        learns=learns,
-        plan=phase.planner,
-        **options,
-      )
-
+    of_rows = functools.partial(
+      tbptt.gradients,
+      extended,
+      backprop_chunks=phase.backprop_chunks,
+      remat_chunks=remat_chunks,
+      keep_carries=keep_carries,
+      terms=terms,
+      learns=learns,
+      plan=phase.planner,
+    )
     return shard_map_step(
-      of_device,
+      functools.partial(_in_micro_batches, of_rows, extended, micro_batches, learns),
       extended,
       {**state.params, **arrays},
       state.carry,
