@@ -57,11 +57,7 @@ def acts_on_layers(algorithm: Algorithm) -> bool:
 
 def per_layer(algorithm: optax.GradientTransformation) -> optax.GradientTransformation:
   """The algorithm on each layer of parameters [layers, ...], all with the same layers."""
-
-  def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-    return jax.vmap(algorithm.update)(updates, state, params)
-
-  return optax.GradientTransformation(jax.vmap(algorithm.init), update)
+  return optax.GradientTransformation(jax.vmap(algorithm.init), jax.vmap(algorithm.update))
 
 
 def _made(algorithm: Algorithm) -> optax.GradientTransformation:
