@@ -87,14 +87,17 @@ class SequenceMixer(Protocol):
 
     `dtype` is the compute dtype; the state of a recurrence is float32 or wider.
     """
+    ...
 
   def forward_flops(self, width: int) -> int:
     """Operations of one token in a forward pass at model width D; a multiply-add is two."""
+    ...
 
   def __call__(
     self, x: Array, carry: Carry, *, positions: Array, segment_ids: Array
   ) -> tuple[Array, Carry]:
     """x [B, T, D] -> (y [B, T, D], the carry after the chunk's last token that is not padding)."""
+    ...
 
 
 class TaskFeed(Protocol):
@@ -135,21 +138,26 @@ class TaskFeed(Protocol):
 
     `rows` are the numbers of the wanted rows; None is all B.
     """
+    ...
 
   def progress(self, position: int) -> Mapping[str, float]:
     """What was read before a position: 'epochs'; of several sources, 'tokens/NAME' and others."""
+    ...
 
   def dealt(self, number: int, rows: int, begin: int) -> 'TaskFeed':
     """The documents dealt over other rows, in another order for each `number`; 0 is the first deal.
 
     Its position 0 is token `begin` of each row of the run.
     """
+    ...
 
   def unfinished(self, position: int) -> int:
     """Tokens before a position that belong to unfinished epochs, over all rows."""
+    ...
 
   def describe(self, position: int, length: int) -> str:
     """Names the documents of the tokens [position, position + length) of all rows."""
+    ...
 
 
 def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:

@@ -32,15 +32,19 @@ class Files(Protocol):
 
   def read(self, name: str) -> bytes:
     """The content of a file; raises FileNotFoundError or NotADirectoryError without it."""
+    ...
 
   def has(self, name: str) -> bool:
     """Whether there is a file of that name, inside the step."""
+    ...
 
   def names(self) -> list[str]:
     """The names of all files."""
+    ...
 
   def digests(self, names: Iterable[str], algorithm: str) -> Iterator[str]:
     """The digests of files, in hexadecimal; raises OSError if a file cannot be read."""
+    ...
 
 
 def is_step(name: str) -> bool:

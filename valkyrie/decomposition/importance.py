@@ -61,14 +61,17 @@ class Importance(Protocol):
 
   def created(self, sites: Sites) -> tuple[Callable, Callable]:
     """The functions `init` and `parameters` of `Model.extended`."""
+    ...
 
   def initial_carry(self, rows: int, dtype: DType) -> Carry:
     """The carry of rows that have read nothing."""
+    ...
 
   def __call__(
     self, params: Params, sites: Sites, inputs: Mapping[str, Array], carry: Carry, batch: Batch
   ) -> tuple[dict[str, Array], Carry]:
     """({path: z [L, B, T, C]}, the carry after), from the inputs [L, B, T, d_in] of each site."""
+    ...
 
 
 @dataclasses.dataclass(frozen=True)

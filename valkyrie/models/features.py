@@ -76,3 +76,4 @@ class Planner(Protocol):
     self, x: Array, carry: Carry, *, positions: Array, segment_ids: Array
   ) -> tuple[Array, Carry, Drafts]:
     """x [B, T, D] -> (the addition to the residual stream [B, T, D], the carry, the drafts)."""
+    ...

@@ -40,6 +40,7 @@ class TokenMetric(Protocol):
 
   def __call__(self, scores: TokenScores, chunk: Batch) -> tuple[Array, Array]:
     """The values and the weights of the targets, [B, C] each, from their scores."""
+    ...
 
 
 class Scores(NamedTuple):
