@@ -160,8 +160,8 @@ def _in_force(state: Mapping[str, Any]) -> Iterator[None]:
   with _ONE_AT_A_TIME:
     before = _state()
     parts = {name: copy.copy(part) for name, part in state.items()}
-    vars(gin_config).update({**parts, '_CONFIG': bound})
+    gin_config.__dict__.update({**parts, '_CONFIG': bound})
     try:
       yield
     finally:
-      vars(gin_config).update(before)
+      gin_config.__dict__.update(before)

@@ -181,8 +181,8 @@ def comparisons(
     for first, *forms in _forms(setup, layouts):
       expected = compute(first)
       of_run = expected if first.name == _RUN else of_run
-      for form in forms if expected else ():
-        if found := compute(form):
+      for form in forms:
+        if expected and (found := compute(form)):
           yield _largest(form.name, precision, found[0], expected[0], (expected[1], found[1]))
   return of_run
 
