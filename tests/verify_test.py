@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from valkyrie.errors import ConfigurationError, Disagreement
-from valkyrie.models.attention import sliding_window
+from valkyrie.models.attention import kv_cache
 from valkyrie.models.block import Block
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.layers import project
@@ -147,14 +147,14 @@ def test_a_mask_that_leaks_is_found():
 
 
 def test_a_halo_that_is_a_token_short_is_found(monkeypatch):
-  whole = sliding_window.exchange_halo
+  whole = kv_cache.exchange_halo
 
   def short(*arguments):
     carry, after = whole(*arguments)
     segments = carry.window.segment_ids.at[:, 0].set(0)
     return carry._replace(window=carry.window._replace(segment_ids=segments)), after
 
-  monkeypatch.setattr(sliding_window, 'exchange_halo', short)
+  monkeypatch.setattr(kv_cache, 'exchange_halo', short)
   assert not agrees('layout time', tiny.attention, layouts={'time': TIME()})
 
 
