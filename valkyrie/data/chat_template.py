@@ -34,12 +34,9 @@ class ChatTemplate:
     source, self.specials = source_of(vocabulary), vocabulary.specials
     assert isinstance(vocabulary, HuggingFaceVocabulary) and vocabulary.file
     self.ids, self._name = vocabulary.template_ids, f'the chat template of {vocabulary.file}'
-    try:
+    lacks = 'Conversations need the package jinja2, which is not installed'
+    with converted((ImportError,), ConfigurationError, lacks, 'Run pip install jinja2.'):
       import jinja2.sandbox  # noqa: PLC0415  (an optional package)  # pyright: ignore
-    except ImportError as error:
-      raise ConfigurationError(
-        'Conversations need the package jinja2, which is not installed. Run pip install jinja2.'
-      ) from error
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
       trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols']
     )

@@ -238,13 +238,10 @@ class StreamedRecords:
 @functools.cache
 def _revision(location: str) -> Any:
   """The builder of a data set, at the revision of its first use in this process."""
-  try:
+  lacks = f'The source {location} needs the package datasets, which is not installed'
+  advice = 'Run pip install datasets, or use a directory of parquet shards.'
+  with converted((ImportError,), ConfigurationError, lacks, advice):
     import datasets  # noqa: PLC0415  (an optional package)  # pyright: ignore
-  except ImportError as error:
-    raise ConfigurationError(
-      f'The source {location} needs the package datasets, which is not installed. '
-      'Run pip install datasets, or use a directory of parquet shards.'
-    ) from error
   owner, _, rest = location.removeprefix(STREAMED).partition('/')
   name, _, configuration = rest.partition('/')
   return datasets.load_dataset_builder(f'{owner}/{name}', configuration or None)

@@ -160,13 +160,10 @@ class HuggingFaceVocabulary(FileVocabulary):
   """A Hugging Face tokenizer.json; the tokenizer_config.json beside it may name the EOS."""
 
   def __init__(self, path: pathlib.Path, content: bytes):
-    try:
+    message = f'The vocabulary {path} needs the package tokenizers, which is not installed'
+    advice = "Run pip install tokenizers, or use vocabulary = 'bytes'."
+    with converted((ImportError,), ConfigurationError, message, advice):
       import tokenizers  # noqa: PLC0415  (an optional package)
-    except ImportError as error:
-      raise ConfigurationError(
-        f'The vocabulary {path} needs the package tokenizers, which is not installed. '
-        "Run pip install tokenizers, or use vocabulary = 'bytes'."
-      ) from error
     message = f'The vocabulary {path} is not a Hugging Face tokenizer.json'
     advice = 'Use a file that the save method of tokenizers wrote.'
     with converted((Exception,), ConfigurationError, message, advice):  # as tokenizers raises
