@@ -16,6 +16,7 @@ import numpy as np
 
 from valkyrie.errors import ConfigurationError
 from valkyrie.inference.generation import Sampling
+from valkyrie.inference.loaded import batches
 from valkyrie.inference.opened import load
 
 _SAMPLING = [field.name for field in dataclasses.fields(Sampling)]
@@ -71,10 +72,10 @@ class HarnessModel(LM):
     for number, (context, _) in enumerate(rows):
       by_context[context.tobytes()].append(number)
     answers: dict[int, tuple[float, bool]] = {}
-    for contexts in _batches(sorted(by_context, key=len, reverse=True), self._batch_size):
+    for contexts in batches(sorted(by_context, key=len, reverse=True), self._batch_size):
       begun = self._run.read([np.frombuffer(context, np.int32) for context in contexts])
       asked = [(row, n) for row, context in enumerate(contexts) for n in by_context[context]]
-      for batch in _batches(asked, self._batch_size):
+      for batch in batches(asked, self._batch_size):
         carry = self._run.rows(begun, [row for row, _ in batch])
         scores = self._run.score([rows[number][1] for _, number in batch], carry)
         for (_, number), score in zip(batch, scores, strict=True):
@@ -157,10 +158,6 @@ class HarnessModel(LM):
     for number, request in enumerate(requests):
       self.cache_hook.add_partial(kind, request.args, answers[number])
     return [answers[number] for number in range(len(requests))]
-
-
-def _batches(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
-  return [items[first : first + size] for first in range(0, len(items), size)]
 
 
 def _windows(ids: np.ndarray, longest: int | None, bos: int) -> Iterator[tuple[int, np.ndarray]]:

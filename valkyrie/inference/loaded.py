@@ -41,6 +41,11 @@ class Generated(NamedTuple):
   ended: str
 
 
+def batches(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
+  """The items in their order, at most `size` at once."""
+  return [items[first : first + size] for first in range(0, len(items), size)]
+
+
 class LoadedModel:
   """A model with its parameters.
 
@@ -295,8 +300,7 @@ class LoadedModel:
     numbered = dict(enumerate(self._prompts(prompts, carry), first))
     rows = [(prompt, sample) for prompt in numbered for sample in range(samples)]
     found = []
-    for start in range(0, len(rows), batch_size):
-      batch = rows[start : start + batch_size]
+    for batch in batches(rows, batch_size):
       texts = [Continuation(self.tokenizer, stop, numbered[prompt]) for prompt, _ in batch]
       for _ in self._continue(numbered, batch, texts, carry, sampling, seed, max_tokens):
         pass

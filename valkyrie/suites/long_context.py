@@ -17,7 +17,7 @@ from valkyrie.checkpoint.manager import LATEST
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.errors import ConfigurationError, DataError, check_choice, converted
-from valkyrie.inference.loaded import LoadedModel
+from valkyrie.inference.loaded import LoadedModel, batches
 from valkyrie.models.carry_cuts import CUTS
 from valkyrie.monitoring import json_lines, pictures
 from valkyrie.monitoring.json_lines import JsonLines
@@ -144,12 +144,10 @@ def _score(
   seeds = [(seed, place, number) for number in range(samples)]
   problems = [fitted(name, length, depth, sentences, tokens, one) for one in seeds]
   suite, found = SUITES[name], []
-  for first in range(0, samples, batch_size):
-    batch = problems[first : first + batch_size]
+  for batch in batches(problems, batch_size):
     carry = run.read([problem.context for problem in batch], cut=cut)
     asked = [(row, question) for row, one in enumerate(batch) for question in one.questions]
-    for begin in range(0, len(asked), batch_size):
-      part = asked[begin : begin + batch_size]
+    for part in batches(asked, batch_size):
       answers = run.generate(
         [question.text for _, question in part],
         run.rows(carry, [row for row, _ in part]),
