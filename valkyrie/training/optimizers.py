@@ -46,6 +46,8 @@ class Group:
   def __post_init__(self):
     regular_expression('Group.pattern', self.pattern)
     ranges.check_fields(self)
+    if self.algorithm is not None:
+      acts_on_layers(self.algorithm)  # refuses some; `Optimizer._of_leaf` uses the answer
 
 
 @gin.configurable
@@ -108,11 +110,8 @@ class Optimizer:
     groups = (recurrence_group(),) if groups is None else groups
     self._groups, self._clip_norm = tuple(groups), clip_norm
     self._algorithms = {True: algorithm, False: vector_algorithm}
-    self._acts_on_layers = {
-      made: acts_on_layers(made)
-      for made in (algorithm, vector_algorithm, *(group.algorithm for group in groups))
-      if made is not None
-    }
+    for made in self._algorithms.values():
+      acts_on_layers(made)
     share = schedule_of(
       schedule,
       warmup_steps=warmup_steps,
@@ -126,10 +125,6 @@ class Optimizer:
     """This optimizer, with groups before its own."""
     other = copy.copy(self)
     other._groups = (*groups, *self._groups)
-    other._acts_on_layers = {
-      **self._acts_on_layers,
-      **{g.algorithm: acts_on_layers(g.algorithm) for g in groups if g.algorithm is not None},
-    }
     return other
 
   def learning_rate(self, step: Array) -> Array:
@@ -241,7 +236,7 @@ class Optimizer:
     transformation = algorithm(learning_rate=1.0)
     # An algorithm that acts on whole parameters gets each matrix of a stack, its last two
     # dimensions: a layer, a part of S5's C, a block of a gate. Stacks of equal sizes form a group.
-    if self._acts_on_layers[algorithm]:
+    if acts_on_layers(algorithm):
       stack = leaf.shape[:-2] if kind.is_matrix else leaf.shape[: kind.stacked]
       for _ in stack:
         transformation = per_layer(transformation)
