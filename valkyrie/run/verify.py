@@ -159,17 +159,12 @@ def _largest(
   }
   # The spread of a single number may be small by chance, but not much below those of all others.
   least = 0.1 * float(np.median([*spread.values()]))
-  findings = [
-    Finding(
-      check,
-      precision,
-      name,
-      float(np.linalg.norm(found[name] - expected[name]) / size),
-      max(float(spread[name]), least),
-    )
-    for name, size in sizes.items()
-  ]
-  return max(findings, key=lambda f: np.nan_to_num(f.deviation / f.rounding, nan=np.inf))
+
+  def of(name):
+    deviation = float(np.linalg.norm(found[name] - expected[name]) / sizes[name])
+    return Finding(check, precision, name, deviation, max(float(spread[name]), least))
+
+  return max(map(of, sizes), key=lambda f: np.nan_to_num(f.deviation / f.rounding, nan=np.inf))
 
 
 def _restored(setup: Setup, place: pathlib.Path) -> Finding:

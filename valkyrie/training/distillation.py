@@ -114,10 +114,9 @@ class Distillation(Term):
         f'Distillation.match compares outputs of {student.width} numbers with outputs of '
         f'{teacher.width}. Leave it out, or use models of one width (LanguageModel.d_model).'
       )
+    sides = ('student', student), ('teacher', teacher)
     for _, *layers in self.match:
-      for layer, about, whose in zip(
-        layers, (student, teacher), ('student', 'teacher'), strict=True
-      ):
+      for layer, (whose, about) in zip(layers, sides, strict=True):
         if not 0 <= layer < about.layers:
           raise ConfigurationError(
             f'Distillation.match has layer {layer} of the {whose}, whose layers are 0 to '

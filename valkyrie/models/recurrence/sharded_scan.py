@@ -188,16 +188,10 @@ def _tables_backward(size, count, tables, cotangent):
     return (lower.conj() * g).map(lambda part: jnp.sum(n * part, axis=0))
 
   last = tables.fine.map(lambda part: part[-1:])
-  fine = pull_back(
-    tables.fine.map(lambda part: part[:-1]),
-    jnp.arange(1, size),
-    cotangent.fine.map(lambda part: part[1:]),
-  )
-  coarse = pull_back(
-    tables.coarse.map(lambda part: part[:-1]) * last,
-    size * jnp.arange(1, count),
-    cotangent.coarse.map(lambda part: part[1:]),
-  )
+  lower = jax.tree.map(lambda part: part[:-1], tables)
+  above = jax.tree.map(lambda part: part[1:], cotangent)
+  fine = pull_back(lower.fine, jnp.arange(1, size), above.fine)
+  coarse = pull_back(lower.coarse * last, size * jnp.arange(1, count), above.coarse)
   return (fine + coarse,)
 
 

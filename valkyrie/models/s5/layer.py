@@ -7,6 +7,7 @@ input. `init` and `state_space` compute the mathematics, as functions of arrays.
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 
 import gin
 import haiku as hk
@@ -200,20 +201,10 @@ class S5(Module):
       real_part = parameter('lambda_re', (p,), constant(np.real(eigenvalues)), axes=state)
     imaginary_part = parameter('lambda_im', (p,), constant(np.imag(eigenvalues)), axes=state)
     columns = p if self.causal else 2 * p
-    b = parameter(
-      'b',
-      (2, p, width),
-      b_init,
-      axes=(None, 'state', 'embed'),
-      matrix=lambda b: state_space.input_matrix(Complex(*b)),
-    )
-    c = parameter(
-      'c',
-      (2, width, columns),
-      c_init,
-      axes=(None, 'embed', 'state'),
-      matrix=lambda c: state_space.output_matrix(Complex(*c), self.conj_sym),
-    )
+    of_b = state_space.input_matrix
+    of_c = functools.partial(state_space.output_matrix, conj_sym=self.conj_sym)
+    b = parameter('b', (2, p, width), b_init, axes=(None, 'state', 'embed'), matrix=of_b)
+    c = parameter('c', (2, width, columns), c_init, axes=(None, 'embed', 'state'), matrix=of_c)
     d = parameter('d', (width,), hk.initializers.RandomNormal(), axes=('activation',))
     log_step = parameter('log_step', (p,), log_step_init, axes=state)
     return StateSpace(Complex(real_part, imaginary_part), b, c, d, log_step)

@@ -184,14 +184,15 @@ def read(
   return y + system.d[None, None] * u.astype(dtype), after
 
 
-def input_matrix(b: Complex) -> Array:
-  """B as a real map [D, 2P] to the pairs of the states."""
-  return jnp.concatenate(b).T
+def input_matrix(b: Complex | Array) -> Array:
+  """B, or its parts [2, P, D], as a real map [D, 2P] to the pairs of the states."""
+  return jnp.concatenate([*b]).T
 
 
-def output_matrix(c: Complex, conj_sym: bool) -> Array:
+def output_matrix(c: Complex | Array, conj_sym: bool) -> Array:
   """C as a real map [2P, D] of the pairs of the states, with the conjugates that are implied."""
-  return (2 if conj_sym else 1) * jnp.concatenate([c.re, -c.im], axis=1).T
+  real, imaginary = c
+  return (2 if conj_sym else 1) * jnp.concatenate([real, -imaginary], axis=1).T
 
 
 def _rows_first(z: Complex) -> Array:
