@@ -79,8 +79,7 @@ def precompile(
     whole_file.write(path, json.dumps(all_found, indent=2) + '\n', 'Pass another --model_dir.')
     for found in all_found:
       print(certificate.text(found), flush=True)
-    over = [found for found in all_found if found['fits'] is False]
-    if over:
+    if over := [found for found in all_found if found['fits'] is False]:
       worst = max(over, key=lambda c: c['total_bytes'] or 0)
       raise ConfigurationError(
         advice(

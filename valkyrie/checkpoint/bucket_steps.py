@@ -204,8 +204,7 @@ class BucketSteps:
       complete = sorted(unknown & self._with_manifest())
       self._lock.update()  # if the lock is still held, it was held at the listing: they are its own
       self.set_aside({step: f'{lock_name(None)} does not name it' for step in complete})
-    litter = [name for name in names if is_litter(name)] + sorted(unlisted)
-    if litter:
+    if litter := [name for name in names if is_litter(name)] + sorted(unlisted):
       self._delete_safely(map(_folder, litter))
     if self._lock.content['unfinished']:
       self._lock.update(unfinished=[])

@@ -44,8 +44,7 @@ def check(
   Raises a ConfigurationError with all differences that are not allowed.
   """
   differences = {kind: _compare(kind, found.get(kind), value) for kind, value in expected.items()}
-  refused = [kind for kind in differences if differences[kind] and kind not in allowed]
-  if refused:
+  if refused := [kind for kind in differences if differences[kind] and kind not in allowed]:
     lines = [f'{kind}: {line}' for kind in refused for line in differences[kind]]
     shown = '\n  '.join(first_of(lines, _SHOWN))
     raise ConfigurationError(

@@ -48,8 +48,7 @@ class HarnessModel(LM):
     Raises a ConfigurationError if an argument is unknown, or the run cannot be opened.
     """
     super().__init__()
-    unknown = sorted(set(of_torch) - {'device', 'max_batch_size'})
-    if unknown:
+    if unknown := sorted(set(of_torch) - {'device', 'max_batch_size'}):
       raise ConfigurationError(
         f'--model_args has {unknown[0]}. Use model_dir, step, batch_size and allow_import.'
       )

@@ -62,8 +62,7 @@ def lines(when: str = '') -> list[str]:
   found = [f'memory of this process{when}: {now}{in_units(host_peak())} peak']
   for device in jax.local_devices():
     stats = device.memory_stats() or {}
-    facts = [f'{in_units(stats[key])} {name}' for key, name in _WORDS.items() if key in stats]
-    if facts:
+    if facts := [f'{in_units(stats[key])} {name}' for key, name in _WORDS.items() if key in stats]:
       found.append(f'memory of {device}{when}: {", ".join(facts)}')
   return found
 
