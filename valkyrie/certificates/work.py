@@ -30,7 +30,7 @@ from valkyrie.monitoring.chips import Chip
 _SCOPES = {name: re.compile(rf'(?:^|[/(]){name}(?:$|[/)])') for name in ('attention', 'scan')}
 _KERNEL = 'custom_call_target="tpu_custom_call"'
 # The scope of `models.attention.kernels`: the logits that a splash attention computes, and the
-# queries, or keys, of a block. The kernels do so many products for each of them.
+# queries, or keys, of a block. The kernels compute each logit with so many products.
 _SPLASH = re.compile(r'splash_(\d+)_(\d+)/.*splash_mha_(fwd|dq|dkv)')
 _PRODUCTS = {'fwd': 2, 'dq': 3, 'dkv': 4}
 
@@ -120,8 +120,8 @@ def seconds(works: Sequence[Work], chip: Chip, plain_cycles: float = 0.0) -> dic
 
   {part: [by roofline, by cycles]}, if its instructions run one after the other. By roofline, each
   takes the longer of its products at the peak and its bytes at HBM's bandwidth; by cycles, what the
-  compiler expects. A Pallas kernel is assumed to take `plain_cycles` for each operation, those of
-  the same products without it, or its roofline if they are 0.
+  compiler expects. A Pallas kernel is assumed to take `plain_cycles` for each operation, as the
+  same products take without it, or its roofline if they are 0.
   """
   spent: dict[str, list[float]] = {}
   for one in works:

@@ -34,7 +34,7 @@ Effective = dict[tuple[str, str, str], parse.Statement]
 
 
 def check_macros(bindings: Sequence[parse.Statement], effective: Effective) -> None:
-  """Checks that macros are read: those of flags by bindings in force, those of files by any."""
+  """Checks that bindings read the macros: bindings in force the flags' macros, any the files'."""
   macros = parse.macros_of(effective.values())
   used = parse.macros_in([item.parsed.value for item in bindings], {})
   in_force = [item.parsed.value for item in effective.values() if not item.is_macro]

@@ -16,7 +16,7 @@ _RARE = 2.0**-20  # of the joined units would have more parts: they are cut ther
 
 
 class Order(NamedTuple):
-  """The order in which the units of a store are dealt, and those of a row are read.
+  """The order in which the units of a store are dealt, and a row reads its units.
 
   seeds: ints in [0, 2**32); shuffle: False keeps the store's order.
   epochs: the epochs of each row; None is endless.

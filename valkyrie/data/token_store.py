@@ -287,7 +287,7 @@ def information_of(content: bytes, file: str) -> dict[str, Any]:
 
 
 def more_documents(cut: int = 2048) -> str:
-  """Advice for a split with few documents; `cut` is the bytes that leave enough of them."""
+  """Advice for a split with few documents; a `cut` of so many bytes leaves enough."""
   return (
     f'hold out a larger share, or cut documents that are texts, too: --gin.held_out=0.2 and '
     f"--gin.text_cut={cut} with gin/data/text.gin, 'options': {{'held_out': 0.2, 'cut': {cut}}} of "

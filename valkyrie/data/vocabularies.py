@@ -42,8 +42,8 @@ _EOS_NAMES = ('<|endoftext|>', '</s>', '<eos>', '<|end_of_text|>', '<|eot_id|>',
 class Vocabulary(Protocol):
   """A codec. Ids are in [0, size); `encode` adds no EOS; `file` holds the codec; bytes have none.
 
-  `ids` is `encode` as an int32 array [tokens]. `specials` are the tokens beside those of texts,
-  {name: id}; `bos` those before each document, usually one or none, which the fingerprint names.
+  `ids` is `encode` as an int32 array [tokens]. `specials` are the tokens that no text has, {name:
+  id}; `bos` the ids before each document, usually one or none, which the fingerprint names.
   """
 
   size: int
@@ -232,8 +232,8 @@ _warn_once = functools.cache(logging.warning)  # a run loads its vocabulary seve
 def following(encode: Callable[[str], Any], before: str, text: str) -> Any:
   """The ids of a text that follows the text `before`; `ANY_TEXT` stands for one that is not known.
 
-  Many codecs put a space before a text. Here the ids are those of both texts, less those of
-  `before`; where a token would span both, they are those after a sign.
+  Many codecs put a space before a text. So both texts are encoded, and the ids of `before` are
+  removed; where a token would span both, `text` is encoded after a sign.
   """
   for context in (before[-_CONTEXT:], ANY_TEXT, '\n') if before else ():
     alone, whole = encode(context), encode(context + text)

@@ -36,9 +36,9 @@ class Adversary(Stochastic):
   """A pass whose sources maximize its loss, which the components then learn to withstand.
 
   Attributes:
-    scope: who shares a source: 'all' tokens; 'rows', those of a row, with `sets` sources for the
-      rows in turns; 'positions', those at the same place of each step's rows; 'tokens', only the
-      token at this place of this row.
+    scope: who shares a source: 'all' tokens; 'rows', the tokens of a row, with `sets` sources for
+      the rows in turns; 'positions', the tokens at the same place of each step's rows; 'tokens',
+      only the token at this place of this row.
     sets: of sources, in the scope 'rows'.
     ascents: before each step; the step's own gradient gives one more to a persistent adversary.
     persistent: keep the sources and their moments from step to step, and ascend with Adam; else

@@ -41,8 +41,8 @@ _USE = 2**20  # of the first draw: no pass of training has it
 class Memory(NamedTuple):
   """The carry of a decomposition: of draws, importances, and masked passes.
 
-  Training has those of each loss, an evaluation one of each masking and the attacked one last. With
-  the memory 'clean', masked passes have none.
+  Training has the passes of each loss, an evaluation one pass of each masking and the attacked one
+  last. With the memory 'clean', masked passes have none.
   """
 
   place: draws.Place

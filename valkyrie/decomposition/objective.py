@@ -320,7 +320,7 @@ class _Read:
   def frequency(self) -> Array:
     """The chunk's share of h(f) = f log2(1 + a f), of the mean f of the whole step (D12).
 
-    Its gradient is that of h'(f) times the chunk's f, so that those of all chunks add up to h's.
+    Its gradient is the gradient of h'(f) times the chunk's f; over all chunks, they add up to h's.
     """
     a, slopes, value = self.settings.reference_tokens, jnp.zeros(()), jnp.zeros(())
     for path, of_chunk in self.powers.items():

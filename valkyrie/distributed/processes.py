@@ -144,7 +144,7 @@ def exchange(name: str, value: Any, seconds: float = _EXCHANGE_SECONDS) -> list[
     if jax.process_count() > 1:  # a TPU pod shows all its devices to every process
       raise ConfigurationError(
         f'{jax.process_count()} processes share these devices, but are not connected. Start each '
-        f'of them with --processes={DETECTED}.'
+        f'process with --processes={DETECTED}.'
       )
     return [value]
   turn = _turns[name] = _turns.get(name, 0) + 1

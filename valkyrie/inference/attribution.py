@@ -1,7 +1,7 @@
 """The gradient of an answer's log-odds by each token of a document: what mattered for it.
 
-The log-odds of a token are log p / (1 - p): their gradient points where that of log p does, and
-does not vanish where the model is certain. It is exact through all chunks: read forwards, they
+The log-odds of a token are log p / (1 - p): their gradient points where the gradient of log p does,
+and does not vanish where the model is certain. It is exact through all chunks: read forwards, they
 leave the carry before each segment of about sqrt(n) of n chunks. Backwards, a segment is read
 again, then each of its chunks, whose carry passes its gradient to the chunk before it, as in
 `tbptt`.
@@ -41,8 +41,8 @@ class Attribution(NamedTuple):
   tokens: int32 [N], of document, question and answer.
   effects: float32 [N], the first-order effect of each token's embedding on the log-odds of the
     answer's tokens, in nats: the gradient times the embedding.
-  strengths: float32 [N], the size of the gradient times that of the embedding, which the effect of
-    another token in its place to first order hardly exceeds.
+  strengths: float32 [N], the size of the gradient times the size of the embedding. To first order,
+    another token in its place hardly has a larger effect.
   log_prob: of the answer, in nats.
   tokenizer: of the tokens.
   """

@@ -27,8 +27,8 @@ class Document(NamedTuple):
   """A text that was read from its start, and all that a `TextCarry` has; it stands for one.
 
   Carries are kept after 1, 2, 4, 8, ... chunks, as many before the last whole one, and after it:
-  about 2 log2 of their number. So whatever shares its first p of N tokens with this document reads
-  at most p / 2, or N - p and a chunk, of them again, in the same chunks as if it were read anew.
+  about 2 log2 of their number. Whatever shares its first p of N tokens with this document reads at
+  most p / 2 tokens, or N - p and a chunk, again, in the same chunks as if it were read anew.
   """
 
   carry: Carry

@@ -85,7 +85,7 @@ class HarnessModel(LM):
     """log p(text) of each text as a document.
 
     A text longer than the model can read is read in windows, as the harness's own models do: each
-    token is scored once, those of a later window after at least one token.
+    token is scored once. A later window begins with at least one token that is not scored again.
     """
     codec = self._run.tokenizer
     windows = [

@@ -62,7 +62,7 @@ def infer(
 
   Raises:
     UsageError: a prompt is empty.
-    DataError: the file of prompts is not readable, or one of them is no text.
+    DataError: the file of prompts is not readable, or a prompt is no text.
     StorageError: the output is there already, or cannot be written.
     ConfigurationError: a prompt is longer than the model can read, or the vocabulary is another.
   """

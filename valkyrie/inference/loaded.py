@@ -50,7 +50,7 @@ class LoadedModel:
   """A model with its parameters.
 
   The texts of a call are documents, or, with the carry of an earlier call, what follows the texts
-  that it has read; a carry of one row is used for all of them.
+  that it has read; a carry of one row is used for all texts.
 
   Attributes:
     model: pure functions, such as model.apply(params, carry, inputs, positions, segment_ids).
@@ -192,8 +192,8 @@ class LoadedModel:
   ) -> Array:
     """The logits of the token after each token of a text, float32 [T, vocabulary size].
 
-    A pure function of `params`, for gradients; padding of the vocabulary is left out. The arguments
-    and errors are those of `score`, but what is not finite is returned as it is.
+    A pure function of `params`, for gradients; padding of the vocabulary is left out. See `score`
+    for the arguments and errors, but what is not finite is returned as it is.
     """
     rows, carry = self._tokens([text], carry), self._begun(carry, 1)
     found = [jnp.zeros((0, self.model.about.vocabulary_size))]

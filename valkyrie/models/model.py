@@ -50,8 +50,8 @@ class Model(NamedTuple):
   ) -> 'Model':
     """This model with further parameters, and with a carry under this name; see `created`.
 
-    Raises a ConfigurationError if their modules have names that are taken: those of this model, and
-    all that begin with 'model/'.
+    Raises a ConfigurationError if their modules have names that are taken: the modules of this
+    model have them, or they begin with 'model/'.
     """
     known = self.parameters()
     if taken := [module for module in parameters() if module in known or is_of_model(module)]:

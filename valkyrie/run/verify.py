@@ -3,8 +3,8 @@
     python -m valkyrie.main --gin_file=gin/tiny_cpu.gin --run_mode=verify
 
 Random documents are read in the run's form, with its chunks, layout and devices, in a few rows.
-Loss, gradient and carry are compared with those of other cuts, layouts, neighbors and lengths, and
-of one token after the other. Rounding explains a difference if it is not much larger than the
+Loss, gradient and carry are compared with other cuts, layouts, neighbors and lengths, and with
+reading one token after the other. Rounding explains a difference if it is not much larger than the
 difference of two runs of one form whose parameters differ in the last digit, so that all roundings
 fall differently (a random arithmetic, as Vignes 1993 has it). It explains little in float32, and in
 float64 where the devices have it: these show what the run's own precision hides.
@@ -58,7 +58,7 @@ class Finding(NamedTuple):
 @gin.configurable
 @may_change_on_resume()
 def verify(model_dir: str, *, settings: Callable[[], StepSettings]) -> None:
-  """Prints a line for each comparison, and writes all of them to model_dir/verify.json.
+  """Prints a line for each comparison, and writes all comparisons to model_dir/verify.json.
 
   Raises a Disagreement if rounding does not explain a difference.
   """
@@ -80,7 +80,7 @@ def verify(model_dir: str, *, settings: Callable[[], StepSettings]) -> None:
     raise Disagreement(
       f'{len(wrong)} of {len(findings)} comparisons differ by more than rounding explains. The '
       f'first: {first.check}, in {first.precision}, {first.where} by {first.deviation:.1e} of its '
-      f'size. {path} has all of them.'
+      f'size. {path} has all comparisons.'
     )
   print(f'all {len(findings)} comparisons agree')
 
@@ -157,7 +157,7 @@ def _largest(
     name: max(np.linalg.norm(of[name]) for of in spreads if name in of) / size
     for name, size in sizes.items()
   }
-  # The spread of a single number may be small by chance, but not much below those of all others.
+  # The spread of a single number may be small by chance, but not much below all other spreads.
   least = 0.1 * float(np.median([*spread.values()]))
 
   def of(name):

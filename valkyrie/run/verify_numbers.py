@@ -131,7 +131,7 @@ def compiler_options() -> dict[str, Any] | None:
 
 
 def _sketches(tree: Any) -> Any:
-  """Sums of each array with _SKETCH patterns of signs: their norm is about that of the array.
+  """Sums of each array with _SKETCH patterns of signs: their norm is about the array's norm.
 
   So differences of arrays that no host could hold are seen in a few numbers (Johnson and
   Lindenstrauss 1984).

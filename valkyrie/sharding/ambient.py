@@ -15,7 +15,7 @@ class Ambient(NamedTuple):
   kernels: the tokens of pieces on which libraries' kernels were compared with the plain forms.
   """
 
-  devices: Sequence[Any] | None = None  # the target devices; None takes those of this machine
+  devices: Sequence[Any] | None = None  # the target devices; None takes this machine's
   partitioner: Any = None  # the one whose `jit` traces the caller; None inside a `jax.shard_map`
   time: tuple[str, ...] = ()
   weights: tuple[str, ...] = ()

@@ -109,8 +109,8 @@ class Partitioner:
     if self.gather_layers and (len(over) != 1 or self.axes_of('layers')):
       raise ConfigurationError(
         f'Partitioner.gather_layers = True needs all weights split over the same mesh axes, but '
-        f'axis_rules split {", ".join(map(repr, self._of_weights())) or "none"}. Use the rule of '
-        "'embed' alone, as gin/partition/context_fsdp.gin."
+        f'axis_rules split {", ".join(map(repr, self._of_weights())) or "none"}. Use only the rule '
+        "of 'embed', as gin/partition/context_fsdp.gin."
       )
 
   def _of_weights(self) -> list[str]:

@@ -97,9 +97,9 @@ class Term:
   """A part of the objective; a subclass overrides `values`, or `__call__` for more freedom.
 
   Attributes:
-    name: of its carry, and unique; by default that of the class.
+    name: of its carry, and unique; by default the class's name.
     activations: the intermediate values of the model that it reads, see `features.ACTIVATIONS`.
-    groups: of parameters, which precede those of the optimizer.
+    groups: of parameters, which precede the optimizer's groups.
   """
 
   name: ClassVar[str] = ''
@@ -142,7 +142,7 @@ class Term:
   def penalty(self, model: Model, params: Params) -> Array | None:
     """A value of only the float32 parameters, None for none: `Chunk.shared[PENALTY]` of each chunk.
 
-    It is computed once a step, and its gradient is added to that of the chunks.
+    It is computed once a step, and its gradient is added to the gradient of the chunks.
     """
     return None
 

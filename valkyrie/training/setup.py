@@ -38,7 +38,7 @@ class StepSettings:
     seed: of the parameters and of dropout.
     batch_size: B, rows, each with a carry.
     model, partitioner, curriculum, optimizer, loss_spikes: the classes of the parts.
-    objective: the class of a `training.objective.Term`, or a sequence of them, which add up.
+    objective: the class of a `training.objective.Term`, or a sequence of classes, which add up.
     remat_chunks: recompute chunks in the backward pass; False saves their activations.
     keep_carries: with `remat_chunks`, keep the carries of all chunks instead of about 2 sqrt(n):
       more memory, and one forward pass less.

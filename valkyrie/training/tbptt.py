@@ -59,7 +59,7 @@ def gradients(
     backprop_chunks: the chunks of a group, dividing N.
     remat_chunks: recompute chunks in the backward pass (see `_add_recomputed`), or save their
       activations.
-    keep_carries: keep those of all chunks that are recomputed.
+    keep_carries: keep the carries of all chunks that are recomputed.
     terms: of the objective.
     learns: the parameters without a gradient need no memory for one.
     plan: whether a planner takes part.

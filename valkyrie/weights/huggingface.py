@@ -197,7 +197,7 @@ def gin_text(config: Mapping[str, Any]) -> str:
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
-  """The bindings to compare with those of a model, which may have either kind of attention."""
+  """The bindings to compare with a model's, which may have either kind of attention."""
   found = bindings(config)
   attention = _attention(found)
   heads = {

@@ -57,7 +57,7 @@ def bidirectional_attention(
     from_global: the projections for global tokens, N = G.
     segment_ids: int32 [B, T], 0 at padding.
     global_tokens: int32 [B, G], the indices of the global tokens, as `first_positions` gives them.
-    windows: of all heads, W tokens on each side; those of dilation d see the distances d, 2d, ...,
+    windows: of all heads, W tokens on each side; heads of dilation d see the distances d, 2d, ...,
       Wd. S queries, or keys of global queries, are scored at once.
   """
   batch, outs = len(segment_ids), []

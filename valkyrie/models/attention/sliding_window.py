@@ -139,7 +139,7 @@ def sliding_window_attention(
     carry: of the chunk before; its shapes give g.
     positions, segment_ids: int32 [B, T], see `types.Batch`.
     registers: learned keys and values that every query reads.
-    windows: of all heads; those of dilation d see the distances d, 2d, ..., Wd. If a slice size
+    windows: of all heads; heads of dilation d see the distances d, 2d, ..., Wd. If a slice size
       divides W, every key read is visible to some query.
 
   Returns:

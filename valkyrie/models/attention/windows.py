@@ -1,6 +1,6 @@
 """Windows over time, in slices of queries, of causal and of bidirectional attention.
 
-A slice of S queries reads its own keys, those of the whole slices within reach of its windows, and
+A slice of S queries reads its own keys, all keys of the slices within reach of its windows, and
 what its caller adds. So cost and memory are linear in time. Each residue of time modulo a dilation
 d is a row of its own (Longformer, Beltagy et al. 2020, section 3.1).
 """
