@@ -2,7 +2,7 @@
 
 Measured are the peak and the parts of a step (scripts/bench.py), whole steps of one row at several
 lengths, a kill and a resume, generation after a long text, and the checks of --run_mode=verify. A
-chip belongs to one process, so each of them is a command of its own, which is printed. They need
+chip belongs to one process, so each is a command of its own, which is printed. They need
 jax, Haiku, optax, Orbax and gin, and read synthetic tokens. The page is RESULTS/chip.md.
 
     PYTHONPATH=. python scripts/chip.py

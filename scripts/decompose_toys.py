@@ -66,7 +66,7 @@ class Toy:
     minimality, exponent: the coefficient and the power of importances.
     steps, rows: of the decomposition; rows of a step that are not zero.
     target_steps, target_rows: the same of the target's training.
-    alive: the components that should be alive, by site; those of other sites are free.
+    alive: the components that should be alive, by site; other sites' components are free.
     least: the mean cosine similarity of a success.
     exact: whether a success has exactly these components alive.
     published: the mean cosine similarity and the ratio of norms.
@@ -96,7 +96,7 @@ class Toy:
   def batch(self, key: Array, rows: int) -> tuple[Array, Array]:
     """Rows with at least one feature and one row of zeros, [rows + 1, 1, F]; their weights.
 
-    The weights make their mean that of rows of independent features, which are mostly zero.
+    The weights make their mean equal the mean of rows of independent features, mostly zero.
     """
     p, zero = self.probability, (1 - self.probability) ** self.features
     keys = jax.random.split(key, 3)
@@ -147,7 +147,7 @@ class Toy:
 
 
 class Superposition(Toy):
-  """relu(x W (I) Wᵀ + b); the components of Wᵀ are those of W, transposed."""
+  """relu(x W (I) Wᵀ + b); the components of Wᵀ are W's, transposed."""
 
   def layer(self, x):
     (h,) = project(x, ('embed', 'mlp'), first=self.hidden)

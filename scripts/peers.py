@@ -30,7 +30,7 @@ def llama(positions: int, vocabulary: int = BYTES, **sizes: int) -> nn.Module:
 
 
 def mamba2(vocabulary: int = BYTES) -> nn.Module:
-  """2.3 million parameters. State, expansion and head width are those of the paper's models.
+  """2.3 million parameters. State, expansion and head width are as in the paper's models.
 
   Chunks of 64 were the fastest of 32 to 256.
   """

@@ -1,4 +1,4 @@
-"""Recall at distances far beyond those of training, mixer by mixer, with and without memory.
+"""Recall at distances far beyond training, mixer by mixer, with and without memory.
 
 Trains gin/recall_cpu.gin with each mixer's gin file over it. Then 1, 4 and 16 keys at a time are
 written at the start of a stream and asked for at its end, once with the whole carry, and once with

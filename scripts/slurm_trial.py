@@ -1,4 +1,4 @@
-"""Runs jobs of scripts/launch_slurm on a SLURM cluster of this machine alone, and disturbs them.
+"""Runs jobs of scripts/launch_slurm on a SLURM cluster of only this machine, and disturbs them.
 
 The table has the promises that were kept. The cluster needs the programs of Debian's packages
 slurm-wlm and munge; its files and its ports are its own, and it ends with this command.

@@ -20,7 +20,7 @@ import time
 
 from valkyrie.config import paths
 
-# The beginning of the line that ends each part; that of the third says how long each half took.
+# The beginning of the line that ends each part; the third line tells how long each half took.
 PARTS = {
   'imports': 'python ',
   'model, data and state': 'compiling ',

@@ -60,7 +60,7 @@ def _failure(harness: Harness, server, name: str, code: int) -> str | None:
 
 
 def _nth(when, number: int):
-  """A predicate that holds for the request `number` of those of another one."""
+  """A predicate that holds for request `number` among the requests of another predicate."""
   counter = itertools.count(1)
   return lambda call: when(call) and next(counter) == number
 

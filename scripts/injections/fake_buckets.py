@@ -1,6 +1,6 @@
 """Buckets in memory: generations, preconditions, listing and composition as Cloud Storage has them.
 
-The rules are those of https://cloud.google.com/storage/docs/json_api/v1/objects and of
+The rules follow https://cloud.google.com/storage/docs/json_api/v1/objects and of
 https://cloud.google.com/storage/docs/request-preconditions.
 """
 

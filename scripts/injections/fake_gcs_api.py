@@ -1,6 +1,6 @@
 """The JSON API of Google Cloud Storage: a request becomes an answer.
 
-The routes are those of https://cloud.google.com/storage/docs/json_api and
+The routes follow https://cloud.google.com/storage/docs/json_api and
 https://cloud.google.com/storage/docs/resumable-uploads.
 """
 

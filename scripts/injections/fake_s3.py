@@ -1,6 +1,6 @@
 """A server that is read by S3's API on this machine, with faults; it does not check signatures.
 
-The routes are those of https://docs.aws.amazon.com/AmazonS3/latest/API: GetObject, HeadObject,
+The routes follow https://docs.aws.amazon.com/AmazonS3/latest/API: GetObject, HeadObject,
 HeadBucket and ListObjectsV2.
 """
 

@@ -40,7 +40,7 @@ def growth(run: pathlib.Path, times: int) -> dict[str, int]:
 
 def _in_use(run: pathlib.Path) -> dict[str, int]:
   gc.collect()
-  with contextlib.suppress(AttributeError):  # glibc alone has it
+  with contextlib.suppress(AttributeError):  # only glibc has it
     ctypes.CDLL(None).malloc_trim(0)
   pages = int(pathlib.Path('/proc/self/statm').read_text().split()[1])
   return {

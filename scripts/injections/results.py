@@ -37,7 +37,7 @@ class Results:
 
   Attributes:
     file: the file, which may have results of other commits, too; None keeps none.
-    commit: None for files that are not those of a commit, whose results are not found again.
+    commit: None for files that no commit has, whose results are not found again.
     rows: {name: result}.
   """
 
