@@ -363,3 +363,14 @@ def test_constrain_pins_inside_a_partition_and_does_nothing_outside():
   assert constrain(x, 'batch', None) is x
   pinned = layout().jit(lambda x: constrain(x, 'batch', None))(x)
   assert pinned.addressable_shards[0].data.shape == (1, 4)
+
+
+def test_layouts_that_differ_only_in_what_layers_gather_are_not_the_same():
+  gathers, whole = (
+    layout_of('context_fsdp', f'--gin.Partitioner.gather_layers={gathered}').computation
+    for gathered in (True, False)
+  )
+  assert gathers != whole and gathers == layout_of('context_fsdp').computation
+  with ambient.within(devices=jax.devices()[:1]):
+    one = {name: layout_of(name).computation for name in ('context_fsdp', 'single')}
+  assert one['single'] == one['context_fsdp'] == ()

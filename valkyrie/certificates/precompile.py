@@ -152,10 +152,7 @@ def _run(layout: Partitioner) -> tuple[Any, ...]:
   others = {
     name: found for name, found in bindings().items() if not name.startswith('Partitioner.')
   }
-  if layout.mesh.size == 1:
-    return (others,)
-  rules = {logical: layout.axes_of(logical) for logical in layout.axis_rules}
-  return others, dict(layout.mesh.shape), rules, layout.manual
+  return others, layout.computation
 
 
 def _outcome(found: Certificate) -> str:

@@ -15,7 +15,7 @@ import dataclasses
 import json
 import pathlib
 import shutil
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import gin
 import jax
@@ -89,12 +89,6 @@ def _layouts(
   settings: Callable[[], StepSettings], own: Partitioner
 ) -> tuple[dict[str, Partitioner], dict[str, str]]:
   """The other layouts of gin/partition for these devices, and why the rest is not possible."""
-
-  def key(layout: Partitioner) -> Any:
-    rules = {name: layout.axes_of(name) for name in layout.axis_rules}
-    one = layout.mesh.size == 1
-    return one or (dict(layout.mesh.shape), rules, layout.manual, layout.gather_layers)
-
   found, refused = {}, {}
   if jax.device_count() == 1:
     return found, refused
@@ -105,7 +99,7 @@ def _layouts(
     except ConfigurationError as error:
       verify_forms.refuse(refused, f'layout {path.stem}', error)
       continue
-    if key(other) not in map(key, (own, *found.values())):
+    if other.computation not in [layout.computation for layout in (own, *found.values())]:
       found[path.stem] = other
   return found, refused
 

@@ -121,6 +121,14 @@ class Partitioner:
     """The mesh axes over which the weights of layers stay split; empty unless `gather_layers`."""
     return self.axes_of(self._of_weights()[0]) if self.gather_layers else ()
 
+  @property
+  def computation(self) -> tuple[Any, ...]:
+    """What tells layouts apart, which several bindings can give; equal on one device."""
+    if self.mesh.size == 1:
+      return ()
+    rules = {name: self.axes_of(name) for name in self.axis_rules}
+    return dict(self.mesh.shape), rules, self.manual, self.gather_layers
+
   def axes_of(self, logical: str) -> tuple[str, ...]:
     """The mesh axes over which a logical axis is split, outermost first."""
     return as_tuple(self.axis_rules.get(logical))
