@@ -44,6 +44,8 @@ def load(binding):
       'a reference to a Term or a Term, not (@Prediction, @LanguageModel)',
     ),
     ('StepSettings.model=3.5', 'a reference to a LanguageModel, not a number (3.5)'),
+    ('StepSettings.model=None', 'a reference to a LanguageModel, not None'),
+    ('Block.mixers=(@S5, None)', 'a reference to a SequenceMixer, not (@S5, None)'),
   ],
 )
 def test_a_part_of_another_type_is_refused(binding, expected):

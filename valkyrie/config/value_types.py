@@ -121,7 +121,7 @@ def _expected_part(value: Any, part: Any, is_callable: bool) -> str | None:
   if not isinstance(value, Reference):
     is_ours = is_callable or part.__module__.startswith('valkyrie.')
     form = f'a reference to a {name}' if is_callable else f'a {name}, such as @NAME()'
-    no_part = type(value) in _LITERALS or (is_callable and isinstance(value, list | tuple))
+    no_part = type(value) in _LITERALS or (is_callable and isinstance(value, list | tuple | None))
     return form if is_ours and no_part else None
   if value.evaluated != is_callable:
     return _expected_class(value, part)
