@@ -494,6 +494,18 @@ def test_what_does_not_fit_is_named(make, message):
     make()
 
 
+def test_importances_of_another_shape_are_named():
+  """Also one for all components, which would broadcast."""
+
+  class One(importance.Shared):
+    def _logits(self, own, x, v):
+      return super()._logits(own, x, v)[..., :1]
+
+  *parts, state = decomposed(importance=One, dtype='float32')
+  with pytest.raises(ConfigurationError, match=r'shape \(1, 2, 24, 1\).* give \(1, 2, 24, 3\)'):
+    jax.eval_shape(step_of(*parts), state, BATCH)
+
+
 # Memory and runs.
 
 

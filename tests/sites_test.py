@@ -129,3 +129,15 @@ def test_masks_of_a_site_compute_the_formula(name):
 def test_wrong_components_are_named(components, message):
   with pytest.raises(ConfigurationError, match=message):
     Sites(components)
+
+
+@pytest.mark.parametrize('part', Masks._fields)
+def test_a_mask_of_another_shape_is_named(part):
+  """Shapes that would broadcast, too: they are as wrong."""
+  model = tiny.model(layers=1, sites=every)
+  (params, carry), batch = tiny.init(model, 2), tiny.batch((9, 15))
+  path = next(iter(sites_of(model.parameters())))
+  ones = masks_of(model, *batch.inputs.shape, jnp.ones)[path]
+  wrong = ones._replace(**{part: getattr(ones, part)[..., :1]})
+  with pytest.raises(ConfigurationError, match=f'of {path} have the shapes .* need'):
+    read(model, params, carry, batch, masks={path: wrong})

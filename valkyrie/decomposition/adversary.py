@@ -101,14 +101,10 @@ class Adversary(Stochastic):
     return {path: of(source) for path, source in sources.items()}
 
   def ascend(self, attack: Attack, step: Array, gradient: Sources) -> Attack:
-    """One update by a gradient of the loss."""
-
-    def project(source):
-      return jnp.clip(source, 0, 1)
-
+    """One update by a gradient of the loss, projected to [0, 1]."""
     if not self.persistent:
       moved = jax.tree.map(
-        lambda r, g: project(r + self.rate * jnp.sign(g)), attack.sources, gradient
+        lambda r, g: jnp.clip(r + self.rate * jnp.sign(g), 0, 1), attack.sources, gradient
       )
       return attack._replace(sources=moved)
     count = attack.count + 1
@@ -119,7 +115,7 @@ class Adversary(Stochastic):
 
     def moved(r, m, v):
       direction = m / (1 - _B1**exponent) / (jnp.sqrt(v / (1 - _B2**exponent)) + _EPSILON)
-      return project(r + rate * direction).astype(r.dtype)
+      return jnp.clip(r + rate * direction, 0, 1).astype(r.dtype)
 
     return Attack(jax.tree.map(moved, attack.sources, mean, square), mean, square, count)
 

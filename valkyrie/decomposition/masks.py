@@ -123,6 +123,12 @@ class Stochastic:
       tokens: of the chunk.
       sources: r of all passes, for an adversary; None draws them for each pass.
     """
+    for path, g in low.items():
+      expected = (sites[path].layers, *tokens.number.shape, sites[path].components)
+      if g.shape != expected:
+        raise ConfigurationError(
+          f'The importances of {path} have the shape {g.shape}. Let their function give {expected}.'
+        )
     for index, live in enumerate(self.passes(sites)):
       use = 2 * (1000 * number + index)  # two draws each
       routes = self.routes(live, sites, use, tokens)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import gin
 import haiku as hk
 import jax
+import jax.numpy as jnp
 
 from valkyrie.errors import ConfigurationError, regular_expression
 from valkyrie.models.declarations import Declared, Decomposed, Masks, Parameters
@@ -72,10 +73,18 @@ class Sites:
       v = factor(V, (d_in, count), (axis_in, component_axis(axis_in)))
       u = factor(U, (count, d_out), (component_axis(axis_out), axis_out))
 
-      def note(x):
-        inputs[path] = x
+      given = masks.get(path)
 
-      return Decomposed(whole, v, u, masks.get(path), note)
+      def note(x):
+        inputs[path], tokens = x, x.shape[:-1]
+        expected = (*tokens, count), tokens, tokens
+        if given is not None and (found := tuple(map(jnp.shape, given))) != expected:
+          raise ConfigurationError(
+            f'The masks, deltas and routes of {path} have the shapes {found}, but its {count} '
+            f'components of {tokens} tokens need {expected}. Give each layer masks of these shapes.'
+          )
+
+      return Decomposed(whole, v, u, given, note)
 
     return get
 
