@@ -39,10 +39,10 @@ def wide(tree):
   return jax.tree.map(cast, tree)
 
 
-def decomposed(rows=ROWS, dtype='float64', components=C, **options):
+def decomposed(rows=ROWS, dtype='float64', components=C, also=(), **options):
   """(model, term, optimizer, the state before the first step) of a small decomposition."""
   term = Decomposition(0, 10, **options)
-  sites = functools.partial(Sites, components=(('s5/|mlp/hidden', components),))
+  sites = functools.partial(Sites, components=(('s5/|mlp/hidden', components), *also))
   model = tiny.model((tiny.s5,), layers=1, sites=sites, remat_policy=None, compute_dtype=dtype)
   model = term.extended(model)
   optimizer = Optimizer(learning_rate=0.01, warmup_steps=1, train_steps=10)
@@ -487,6 +487,8 @@ def test_split_matrices_and_factors_change_nothing(layout, importance):
     (lambda: Adversary(sets=2), "sets=2 needs Adversary.scope = 'rows'"),
     (lambda: Adversary(live='each'), "Adversary.live='each'"),
     (lambda: Decomposition(0, 10).extended(tiny.model(layers=1)), 'Decomposition needs sites'),
+    (lambda: decomposed(also=(('mpl/', 2),)), "has 'mpl/', but no site"),
+    (lambda: Adversary(scope='rows', sets=5).start({}, 4, TIME, 0), 'a step has 4 rows'),
   ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named(make, message):

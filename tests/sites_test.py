@@ -122,6 +122,7 @@ def test_masks_of_a_site_compute_the_formula(name):
   ('components', 'message'),
   [
     ((('mlp/', 0),), r"contains \('mlp/', 0\)"),
+    ((('mlp/', True),), r"contains \('mlp/', True\)"),
     ((('(', 4),), 'Sites.components'),
     (('mlp/', 4), "contains 'mlp/'"),
   ],

@@ -71,6 +71,10 @@ class Adversary(Stochastic):
 
   def start(self, sites: Mapping[str, Site], rows: int, tokens: int, seed: int) -> Attack:
     """Uniform sources [R, S, L, C + 1], for the rows and the tokens of a row that do not share."""
+    if self.sets > rows:
+      raise ConfigurationError(
+        f'Adversary.sets={self.sets}, but a step has {rows} rows. Use at most as many sets.'
+      )
     own_rows = {'rows': self.sets, 'tokens': rows}.get(self.scope, 1)
     own_tokens = tokens if self.scope in ('positions', 'tokens') else 1
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import math
+import re
 from typing import ClassVar
 
 import gin
@@ -111,6 +112,12 @@ class Decomposition(Term):
         "@Sites, and Sites.components = (('PATTERN', C),) with a pattern of paths in "
         'model_info.txt.'
       )
+    for pattern in model.about.site_patterns:
+      if not any(re.search(pattern, path) for path in sites):
+        raise ConfigurationError(
+          f'Sites.components has {pattern!r}, but no site: no path has it, or earlier patterns '
+          'take them all. Correct it, or leave it out; model_info.txt has the paths.'
+        )
 
     def passes(one):
       return [[one for _ in loss.passes(sites)] if own else [] for loss in self.losses]

@@ -49,6 +49,7 @@ class Description(NamedTuple):
   planner_module: str | None  # its Haiku name
   needs_whole_rows: tuple[str, ...]  # the kinds of parts that accept no pieces of time
   remat_policy: str | None  # what a layer saves for the backward pass
+  site_patterns: tuple[str, ...]  # regular expressions, one of which finds the path of each site
 
   @property
   def train_flops_per_token(self) -> int:

@@ -282,6 +282,7 @@ class LanguageModel(Module):
       planner_module=None if planner is None else planner.module_name,
       needs_whole_rows=tuple(dict.fromkeys(type(part).__name__ for part in whole)),
       remat_policy=self.remat_policy,
+      site_patterns=tuple(pattern for pattern, _ in self._sites.components) if self._sites else (),
     )
 
   @hk.transparent

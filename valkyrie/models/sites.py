@@ -41,7 +41,7 @@ class Sites:
   def __post_init__(self):
     for entry in self.components:
       match entry:
-        case (pattern, int(count)) if count > 0:
+        case (pattern, int(count)) if count > 0 and count is not True:
           regular_expression('Sites.components', pattern)
         case _:
           raise ConfigurationError(
