@@ -93,6 +93,17 @@ def test_a_carry_has_one_row_or_one_for_each_text(rows, texts):
   np.testing.assert_array_equal(last.hidden, carry.hidden[-1:])
 
 
+def test_a_carry_of_another_model_is_named():
+  loaded, other = built(), built('full')
+  carry, document = other.read('AB'), other.read('AB' * 20, keep='log')
+  for ask in (loaded.score, loaded.embed, loaded.read, loaded.generate, loaded.logits):
+    for of in (carry, document):
+      with pytest.raises(ConfigurationError, match='made by a model of other sizes'):
+        ask('B', of)
+  with pytest.raises(ConfigurationError, match='made by a model of other sizes'):
+    loaded.read('AB' * 30, keep=document)
+
+
 RANGES = [
   ('seed', (-1, 2**32, 2**40, 1.5, True)),
   ('max_tokens', (-1, 2.0)),

@@ -176,7 +176,7 @@ def test_activations_of_every_layer_add_up_to_the_stream(options):
   begin = loaded.read(text(21)[:7])
   rest = loaded.activations(text(21)[7:], ('stream',), begin)
   np.testing.assert_allclose(rest['stream'], found['stream'][:, 7:], rtol=1e-4, atol=1e-5)
-  with pytest.raises(ConfigurationError, match="no activations of the kind 'heads'"):
+  with pytest.raises(ConfigurationError, match="kind='heads' is unknown"):
     loaded.activations('A', ('heads',))
   with pytest.raises(UsageError, match='The text is empty'):
     loaded.activations('')

@@ -4,9 +4,9 @@ A file of a carry or a document is only for the weights and the tokenizer that m
 """
 
 from collections.abc import Mapping
-import contextlib
 import json
 import pathlib
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -14,13 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from valkyrie import foreign
 from valkyrie.errors import ConfigurationError, StorageError, storage_errors
 from valkyrie.inference.reader import Reader, TextCarry
 from valkyrie.types import Array, Carry, Params
 from valkyrie.weights import named_tensors
-
-_KEPT = 'kept'  # the places of a document's carries, in JSON
 
 
 class Document(NamedTuple):
@@ -78,8 +75,7 @@ def save(path: pathlib.Path, carry: AnyCarry, origin: Mapping[str, str]) -> None
   leaves = {name: np.asarray(leaf) for name, leaf in _named_leaves(carry).items()}
   with storage_errors(f'{path} cannot be written'):
     unfinished = path.with_name(f'.{path.name}.new')
-    kept = [*carry.kept] if isinstance(carry, Document) else None
-    named_tensors.write(unfinished, leaves, {**origin, _KEPT: json.dumps(kept)})
+    named_tensors.write(unfinished, leaves, {**origin})
     unfinished.replace(path)
 
 
@@ -92,23 +88,29 @@ def load(path: pathlib.Path, reader: Reader, origin: Mapping[str, str]) -> AnyCa
   except (OSError, SafetensorError) as error:
     raise StorageError(f'{path} is not a complete file of a carry ({error}).') from error
   like: Any = reader.fresh(np.size(found.get('position', 0)))
-  with contextlib.suppress(ValueError):
-    kept = foreign.json_value(made_by.get(_KEPT, 'null').encode())
-    if isinstance(kept, list):
-      of_each = {place: like for place in kept if isinstance(place, int)}
-      tokens = found.get('tokens', np.zeros(0, np.int32))
-      like = Document(*like[:3], tokens=tokens, kept=of_each)
-  expected = _named_leaves(like)
-  sizes, own = (
-    {name: (leaf.shape, leaf.dtype) for name, leaf in each.items()} for each in (found, expected)
-  )
-  if {name: made_by.get(name) for name in origin} != origin or sizes != own:
+  if 'tokens' in found:
+    kept = {int(n.split('.')[1]): like for n in found if re.match(r'kept\.\d{1,18}\.', n)}
+    like = Document(*like[:3], tokens=found['tokens'], kept=kept)
+  if {name: made_by.get(name) for name in origin} != origin or _sizes(found) != _sizes(like):
     raise ConfigurationError(
       f'{path} was saved with other weights or tokenizer ({json.dumps(made_by)}) than the '
       f'loaded ones ({json.dumps(origin)}), or by a model of other sizes. Read the text again.'
     )
-  leaves = [found[name] if name == 'tokens' else jnp.asarray(found[name]) for name in expected]
+  leaves = [found[n] if n == 'tokens' else jnp.asarray(found[n]) for n in _named_leaves(like)]
   return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def check(carry: AnyCarry, reader: Reader) -> None:
+  """Raises a ConfigurationError if a model of other sizes has made the carry."""
+  own = jax.eval_shape(lambda: reader.fresh(len(carry.position)))
+  if _sizes(TextCarry(*carry[:3])) != _sizes(own):
+    raise ConfigurationError(
+      'The carry was made by a model of other sizes. Read the text again with the run that goes on.'
+    )
+
+
+def _sizes(carry: Any) -> dict[str, Any]:
+  return {name: (leaf.shape, leaf.dtype) for name, leaf in _named_leaves(carry).items()}
 
 
 def _named_leaves(carry: AnyCarry) -> dict[str, Array]:

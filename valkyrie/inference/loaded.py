@@ -119,7 +119,8 @@ class LoadedModel:
       raise UsageError(
         'read(..., keep) reads one text from its start. Leave out carry and cut, and pass one text.'
       )
-    like = keep if isinstance(keep, Document) else None
+    if like := keep if isinstance(keep, Document) else None:
+      documents.check(like, self._reader)
     return documents.read(self._reader, self.params, rows[0], like)
 
   def rows(self, carry: AnyCarry, numbers: Sequence[int]) -> TextCarry:
@@ -127,13 +128,11 @@ class LoadedModel:
 
     Raises an IndexError if the carry has no such row.
     """
+    documents.check(carry, self._reader)
     index = np.arange(len(carry.position))[np.asarray(numbers)]
-    inside = jax.tree.map(
-      lambda leaf, axes: jnp.take(leaf, index, axis=axes.index('batch')),
-      carry.carry,
-      self.model.carry_axes(carry.carry),
-    )
-    return TextCarry(inside, carry.position[index], carry.hidden[index])
+    axes = self.model.carry_axes(carry.carry)
+    taken = jax.tree.map(lambda x, of: jnp.take(x, index, of.index('batch')), carry.carry, axes)
+    return TextCarry(taken, carry.position[index], carry.hidden[index])
 
   def save_carry(self, path: str | os.PathLike, carry: AnyCarry) -> None:
     """Writes a carry or a document to a new safetensors file, or raises a StorageError."""
@@ -218,10 +217,8 @@ class LoadedModel:
     rows, carry = self._tokens([text], carry), self._begun(carry, 1)
     if not len(rows[0]):
       raise UsageError('The text is empty, and has no activations.')
-    if unknown := [kind for kind in kinds if kind not in ACTIVATIONS]:
-      raise ConfigurationError(
-        f'There are no activations of the kind {unknown[0]!r}. Use {", ".join(ACTIVATIONS)}.'
-      )
+    for kind in kinds:
+      check_choice('kind', kind, ACTIVATIONS)
     found: dict[str, list[np.ndarray]] = {kind: [] for kind in kinds}
     for tokens, lengths in self._reader.chunks(carry, rows):
       features, carry = self._reader.show(self.params, carry, tokens, lengths, tuple(kinds))
