@@ -1,6 +1,7 @@
 """Random tokens, computed from their places: for runs that measure speed, without a store.
 
-`TaskFeed.options` has two numbers: `documents`, and `tokens` of each, its EOS included.
+`TaskFeed.options` has three numbers: `documents`, `tokens` of each, its EOS included, and the
+documents of `validation`: few, since the last step of a run evaluates all of them.
 """
 
 import zlib
@@ -10,7 +11,7 @@ import numpy as np
 from valkyrie.data.token_store import Selection, content_hash
 from valkyrie.errors import ConfigurationError
 
-_DEFAULTS = {'documents': '4096', 'tokens': '1024'}
+_DEFAULTS = {'documents': '4096', 'tokens': '1024', 'validation': '64'}
 _MOST = 2**24
 
 
@@ -23,19 +24,21 @@ class RandomTokens:
   tokens_per_byte = None
 
   def __init__(self, selection: Selection):
-    """Raises a ConfigurationError if an option is unknown or no number of 2 or more."""
+    """Raises a ConfigurationError if an option is unknown, or no number in its range."""
     options, self.path = {**_DEFAULTS, **selection.options}, 'random tokens'
     if selection.source is not None or options.keys() != _DEFAULTS.keys():
       raise ConfigurationError(
         f'The task synthetic got TaskFeed.source={selection.source!r} and the options '
-        f'{", ".join(options)}. Its only options are documents and tokens; it has no source.'
+        f'{", ".join(options)}. Its only options are {", ".join(_DEFAULTS)}; it has no source.'
       )
     for name, value in options.items():
-      if not value.isascii() or not value.isdigit() or not 2 <= int(value) <= _MOST:
+      least = 2 if name == 'tokens' else 1
+      if not value.isascii() or not value.isdigit() or not least <= int(value) <= _MOST:
         raise ConfigurationError(
-          f'TaskFeed.options has {name!r}: {value} of the task synthetic. Use 2 to {_MOST}.'
+          f'TaskFeed.options has {name!r}: {value} of the task synthetic. Use {least} to {_MOST}.'
         )
-    documents, self._length = (int(options[name]) for name in _DEFAULTS)
+    documents = int(options['documents' if selection.split == 'train' else 'validation'])
+    self._length = int(options['tokens'])
     self.lengths = np.full(documents, self._length)
     self.sequence_keys = np.arange(documents, dtype=np.uint64)
     self.prompts, self.later_prompts = np.zeros(documents, np.int64), np.zeros(0, np.int64)

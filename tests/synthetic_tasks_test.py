@@ -200,8 +200,9 @@ def test_random_tokens_are_a_pure_function_of_their_place_without_a_store(tmp_pa
   counts = np.bincount(everything, minlength=259)
   assert len(counts) == 259 and counts[2:].max() < 40 and abs(everything.mean() - 126.5) < 5
   assert np.any(feed('validation').read(0, 300).inputs != whole.inputs)
+  assert feed('validation', validation=5).store.tokens == 5 * 50
   assert feed().fingerprint != feed(tokens=51).fingerprint
   assert not [*tmp_path.iterdir()]
-  for wrong in ({'tokens': 1}, {'documents': 'many'}, {'text': 'x'}):
+  for wrong in ({'tokens': 1}, {'documents': 'many'}, {'validation': 0}, {'text': 'x'}):
     with pytest.raises(ConfigurationError, match='synthetic'):
       _ = feed(**wrong).store
