@@ -36,8 +36,7 @@ class Run:
       *(f'--gin.{name}=1' for name in ('batch_size', 'log_every')),
       f'--gin.chunk_size={min(tokens, flags.chunk_size)}',
       *(f'--gin.{name}={chunks}' for name in ('chunks', 'backprop_chunks')),
-      # The last step evaluates the validation split, which should take no time.
-      *('--gin.documents=8', '--gin.create_writers.tensorboard=False'),
+      '--gin.create_writers.tensorboard=False',
     ]
 
   def folder(self, name: str) -> pathlib.Path:

@@ -1,5 +1,7 @@
 """The comparison of a checkpoint's record with that of the resuming run."""
 
+import importlib
+
 import pytest
 
 from valkyrie.checkpoint import compatibility
@@ -35,6 +37,18 @@ def test_differences_are_refused_by_name_and_allowed_ones_are_returned():
     "versions: jax was '1', is '3'",
     "versions: numpy was '2', is not set",
   ]
+
+
+def test_a_binding_of_the_default_is_as_none():
+  importlib.import_module('valkyrie.data.feed')
+  bare = record(configuration={})
+  bound = record(configuration={'TaskFeed.reset_at': 'document', 'TaskFeed.learn_eos': False})
+  assert compatibility.check(bare, bound, (), 'here') == []
+  assert compatibility.check(bound, bare, (), 'here') == []
+  # In a scope the binding without one counts; what has no default, or is unknown, always does.
+  for name in ('validation/TaskFeed.reset_at', 'TaskFeed.task', 'Gone.reset_at'):
+    with pytest.raises(ConfigurationError, match=f"{name} was not set, is 'document'"):
+      compatibility.check(bare, record(configuration={name: 'document'}), (), 'here')
 
 
 def test_a_record_without_a_kind_differs():

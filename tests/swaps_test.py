@@ -378,7 +378,7 @@ def test_a_checkpoint_of_another_model(base, train_run):
       ["mesh: axes was {'data': 1}, is {'data': 8}"],
     ),
     (["task='digits'"], ['store: was ']),
-    (['TaskFeed.reset_at="never"'], ["TaskFeed.reset_at was not set, is 'never'"]),
+    (['TaskFeed.reset_at="never"'], ["TaskFeed.reset_at was 'document', is 'never'"]),
   ],
 )
 def test_a_resume_that_would_not_go_on(base, train_run, changes, named):

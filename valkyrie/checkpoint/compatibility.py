@@ -7,6 +7,7 @@ import platform
 from typing import Any
 
 from valkyrie import __version__
+from valkyrie.config.computation import default_of
 from valkyrie.errors import ConfigurationError, StorageError, first_of
 
 # The kinds of differences that --allow_changed accepts.
@@ -14,6 +15,7 @@ KINDS = ('configuration', 'rows', 'store', 'vocabulary', 'mesh', 'versions', 'ex
 
 _PACKAGES = ('jax', 'jaxlib', 'dm-haiku', 'optax', 'orbax-checkpoint', 'numpy')
 _SHOWN = 10
+_NOTHING = object()
 
 
 def version(package: str) -> str:
@@ -88,11 +90,14 @@ def _compare(kind: str, found: Any, expected: Any) -> list[str]:
     found, expected = ({name: programs[name] for name in both} for programs in (found, expected))
   if not isinstance(found, dict) or not isinstance(expected, dict):
     return [] if found == expected else [f'was {found!r}, is {expected!r}']
-  nothing = object()
+
+  def differ(name):
+    other = default_of(name) if kind == 'configuration' else _NOTHING
+    return found.get(name, other) != expected.get(name, other)
+
   return [
     f'{name} was {_text(found, name)}, is {_text(expected, name)}'
-    for name in sorted({*found, *expected})
-    if found.get(name, nothing) != expected.get(name, nothing)
+    for name in filter(differ, sorted({*found, *expected}))
   ]
 
 

@@ -69,6 +69,19 @@ def computation(bindings: Mapping[str, Any]) -> dict[str, Any]:
   return {name: value for name, value in bindings.items() if name not in left_out}
 
 
+def default_of(name: str) -> Any:
+  """The default of the parameter 'Selector.parameter', which is what it is without a binding.
+
+  `inspect.Parameter.empty` if it has none, or in a scope, where the binding without one counts.
+  """
+  scope, selector = _scope_and_selector(name.rpartition('.')[0])
+  registry, empty = gin_config._REGISTRY, inspect.Parameter.empty
+  if scope or selector not in registry:
+    return empty
+  parameter = parameters_of(registry[selector].wrapped).get(name.rpartition('.')[2])
+  return parameter.default if parameter else empty
+
+
 def _default_references() -> dict[str, list[str]]:
   """{parameter: references to the configurables in its default}, as bindings are."""
   registry, found = gin_config._REGISTRY, {}
