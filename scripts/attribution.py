@@ -36,7 +36,6 @@ class Planted(NamedTuple):
 
 def passkey(random: np.random.RandomState, tokens: int, keys: int) -> Planted:
   """A text of letters with one number, which is asked for."""
-  del keys
   text, key = symbols(random, NOISE, tokens), symbols(random, DIGITS, 2)
   place = random.randint(tokens - WIDTH)
   return Planted(f'{text[:place]}{key}{text[place + 2 :]}', [place], ['?'], [key])

@@ -25,7 +25,7 @@ import time
 from typing import Any
 
 from bench_report import parts, report, speeds, spread
-from bench_runs import NO_MIXERS, STEPS, WHOLE, Loop, Trainer, variants
+from bench_runs import NO_MIXERS, STEPS, WHOLE, Loop, Trainer, variants, with_bindings
 import jax
 import jax.numpy as jnp
 
@@ -178,11 +178,7 @@ def _flags(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
   parser.add_argument(
     '--json', type=pathlib.Path, metavar='FILE', help='also write one JSON object per line to FILE'
   )
-  flags, others = parser.parse_known_args(arguments)
-  gin_flags = [flag for flag in others if flag.startswith('--gin.')]
-  if len(gin_flags) < len(others):
-    parser.error(f'unknown: {" ".join(flag for flag in others if flag not in gin_flags)}')
-  return flags, gin_flags
+  return with_bindings(parser, arguments)
 
 
 def _positive(text: str) -> int:

@@ -1,5 +1,6 @@
 """Workloads of the benchmarks: the train step of a model variant, and the training loop."""
 
+import argparse
 import collections
 from collections.abc import Callable, Mapping, Sequence
 import functools
@@ -38,6 +39,16 @@ class Forward(NamedTuple):
   terms: list[tuple[str, int]]
   words: dict[str, str]
   unembedding: int
+
+
+def with_bindings(
+  parser: argparse.ArgumentParser, arguments: Sequence[str] | None
+) -> tuple[argparse.Namespace, list[str]]:
+  """(the flags of the parser, the flags --gin.NAME=VALUE beside them)."""
+  flags, others = parser.parse_known_args(arguments)
+  if unknown := [flag for flag in others if not flag.startswith('--gin.')]:
+    parser.error(f'unknown: {" ".join(unknown)}')
+  return flags, others
 
 
 def variants() -> dict[str, tuple[Callable[..., Block], ...]]:

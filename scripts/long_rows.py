@@ -15,7 +15,7 @@ import argparse
 from collections.abc import Sequence
 import statistics
 
-from bench_runs import WHOLE, Trainer, variants
+from bench_runs import WHOLE, Trainer, variants, with_bindings
 import jax
 
 from valkyrie.config.load import load_gin
@@ -43,10 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument('--gin_file', default='gin/models/tiny.gin', help='a model, or a run')
   parser.add_argument('--chunk_size', type=int, default=2048)
   parser.add_argument('--repeats', type=int, default=5)
-  flags, others = parser.parse_known_args(arguments)
-  if unknown := [flag for flag in others if not flag.startswith('--gin.')]:
-    parser.error(f'unknown: {" ".join(unknown)}')
-  load_gin([LAYOUT, flags.gin_file], others, modules=CONFIGURABLE_MODULES)
+  flags, bindings = with_bindings(parser, arguments)
+  load_gin([LAYOUT, flags.gin_file], bindings, modules=CONFIGURABLE_MODULES)
 
   trainers, memory, state = {}, {}, None
   for tokens in flags.tokens:

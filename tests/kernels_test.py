@@ -71,7 +71,6 @@ def cast(tree, dtype):
 
 def of_definition(q, k, v, bias, *more, scale, **options):
   """What cuDNN documents: softmax(q k + bias) v and the logarithm of its denominator."""
-  del options
   k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
   logits = scale * jnp.einsum('bhqk,bhnk->bhqn', q, k) + bias
   log_total = jax.nn.logsumexp(logits, axis=-1)
@@ -80,7 +79,6 @@ def of_definition(q, k, v, bias, *more, scale, **options):
 
 def gradient_of_definition(q, k, v, bias, *more, scale, **options):
   """Its gradient, from the outputs and the logarithm that it is given."""
-  del options
   *_, log_total, out, gradient = more
 
   def weights(q, k):

@@ -92,7 +92,8 @@ def _compare(kind: str, found: Any, expected: Any) -> list[str]:
     return [] if found == expected else [f'was {found!r}, is {expected!r}']
 
   def differ(name):
-    other = default_of(name) if kind == 'configuration' else _NOTHING
+    is_bound = name in found and name in expected
+    other = default_of(name) if kind == 'configuration' and not is_bound else _NOTHING
     return found.get(name, other) != expected.get(name, other)
 
   return [

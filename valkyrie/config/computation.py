@@ -74,12 +74,13 @@ def default_of(name: str) -> Any:
 
   `inspect.Parameter.empty` if it has none, or in a scope, where the binding without one counts.
   """
-  scope, selector = _scope_and_selector(name.rpartition('.')[0])
+  configurable, _, parameter = name.rpartition('.')
+  scope, selector = _scope_and_selector(configurable)
   registry, empty = gin_config._REGISTRY, inspect.Parameter.empty
   if scope or selector not in registry:
     return empty
-  parameter = parameters_of(registry[selector].wrapped).get(name.rpartition('.')[2])
-  return parameter.default if parameter else empty
+  found = parameters_of(registry[selector].wrapped).get(parameter)
+  return found.default if found else empty
 
 
 def _default_references() -> dict[str, list[str]]:

@@ -62,7 +62,7 @@ def _splash(form: Form, rows: int, heads: int) -> tuple[Any, ...]:
   def forward(q, k, v, segments):
     return kernel(q, k, v, splash.SegmentIds(*segments))
 
-  # The public gradient takes no cotangent of the logarithm. That of a joint softmax needs none:
+  # The public gradient takes no cotangent of the logarithm. A joint softmax needs none:
   # the rule reads the outputs and the logarithm of the forward pass, here the joint ones.
   def backward(q, k, v, segments, out, log_total, gradient):
     information = kernel.dq_mask_info, kernel.dkv_mask_info
@@ -118,7 +118,7 @@ def _kernel(form: Form, rows: int, heads: int) -> tuple[Any, ...]:
 
 
 def slice_size(choice: str | None, most: int, plain: int) -> int:
-  """Queries of a slice: splash skips the blocks that none of them sees, cuDNN computes all."""
+  """Queries of a slice: splash skips blocks that no query sees, cuDNN computes all."""
   return max(1, (min(most, plain) if _by_cudnn(choice) else most) // LANES) * LANES
 
 
