@@ -7,7 +7,6 @@ import platform
 from typing import Any
 
 from valkyrie import __version__
-from valkyrie.config.computation import default_of
 from valkyrie.errors import ConfigurationError, StorageError, first_of
 
 # The kinds of differences that --allow_changed accepts.
@@ -84,6 +83,8 @@ def _is_count(value: Any, least: int = 0) -> bool:
 
 
 def _compare(kind: str, found: Any, expected: Any) -> list[str]:
+  from valkyrie.config.computation import default_of  # noqa: PLC0415, imports gin: not for --help
+
   expected = json.loads(json.dumps(expected))  # as the record was: tuples become lists
   if kind == 'executable':  # only programs that both have: before compilation a run has none
     both = {*(found or {})} & {*expected}
