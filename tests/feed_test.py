@@ -324,9 +324,12 @@ def test_fewer_units_than_rows(data_dir, reset_at, message):
     _feed(data_dir, batch_size=DOCUMENTS + 1, reset_at=reset_at).read(0, 1)
 
 
-def test_a_failed_build_raises_its_error(tmp_path):
-  with pytest.raises(ConfigurationError, match='Did you mean python_stdlib'):
-    TaskFeed('python_stdlb', 'train', 1, 0, data_dir=str(tmp_path)).read(0, 1)
+@pytest.mark.parametrize(
+  ('task', 'meant'), [('python_stdlb', 'python_stdlib'), ('fineweb-edu', r'fineweb\.edu')]
+)
+def test_a_failed_build_raises_its_error(tmp_path, task, meant):
+  with pytest.raises(ConfigurationError, match=f'Did you mean {meant}\\?'):
+    TaskFeed(task, 'train', 1, 0, data_dir=str(tmp_path)).read(0, 1)
 
 
 def _threads():

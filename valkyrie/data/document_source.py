@@ -117,8 +117,10 @@ def loaded(task: str) -> tuple[str, str]:
     found = False
   if not found:
     known = [ours.removeprefix(f'{OURS}.') for ours in our_modules()]
+    for ours in our_modules():
+      importlib.import_module(ours)
     raise ConfigurationError(
-      f'There is no module {module} to register the task {task!r}.{did_you_mean(task, known)} '
+      f'There is no module {module} to register the task {task!r}.{did_you_mean(task, TASKS)} '
       f"Use one of {', '.join(known)}, or 'package.module:NAME' for a task of your own."
     )
   if module not in sys.modules and not module.startswith('valkyrie.'):  # it may take seconds
