@@ -1,9 +1,12 @@
 """scripts/chip: everything that it measures on a chip, on a toy."""
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
+
+from injections import quick_compiler
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -17,7 +20,9 @@ def test_a_toy_is_measured_killed_resumed_and_checked(tmp_path):
     *(sys.executable, 'scripts/chip.py', f'--gin_file={toy}', '--model=gin/models/toy.gin'),
     *(f'--results={results}', '--chunk_size=16', '--steps=600', '--tokens', '16'),
   ]
-  ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+  one_device = {**os.environ, 'XLA_FLAGS': quick_compiler.FLAGS, 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}
+  options = {'cwd': ROOT, 'env': one_device, 'capture_output': True, 'text': True, 'check': False}
+  ended = subprocess.run(command, **options)
   assert ended.returncode == 0, ended.stdout + ended.stderr
   page = (results / 'chip.md').read_text()
   for title in 'Peak and parts', 'Steps', 'Kill and resume', 'Generation', 'Checks':
@@ -29,6 +34,6 @@ def test_a_toy_is_measured_killed_resumed_and_checked(tmp_path):
   timed = [found['step_seconds'] for found in of_steps if found['step'] == 3 and 'loss' in found]
   assert f'| 16 | {timed[0]:,.3f} | {16 / timed[0]:,.0f} |' in page
   # Nothing is overwritten.
-  ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+  ended = subprocess.run(command, **options)
   assert ended.returncode == 2
   assert 'is there already' in ended.stderr
