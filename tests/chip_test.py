@@ -20,9 +20,9 @@ def test_a_toy_is_measured_killed_resumed_and_checked(tmp_path):
     *(sys.executable, 'scripts/chip.py', f'--gin_file={toy}', '--model=gin/models/toy.gin'),
     *(f'--results={results}', '--chunk_size=16', '--steps=600', '--tokens', '16'),
   ]
-  one_device = {**os.environ, 'XLA_FLAGS': quick_compiler.FLAGS, 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}
-  options = {'cwd': ROOT, 'env': one_device, 'capture_output': True, 'text': True, 'check': False}
-  ended = subprocess.run(command, **options)
+  one_device = {'XLA_FLAGS': quick_compiler.FLAGS, 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}
+  options = {'cwd': ROOT, 'env': {**os.environ, **one_device}, 'capture_output': True, 'text': True}
+  ended = subprocess.run(command, check=False, **options)
   assert ended.returncode == 0, ended.stdout + ended.stderr
   page = (results / 'chip.md').read_text()
   for title in 'Peak and parts', 'Steps', 'Kill and resume', 'Generation', 'Checks':
@@ -34,6 +34,6 @@ def test_a_toy_is_measured_killed_resumed_and_checked(tmp_path):
   timed = [found['step_seconds'] for found in of_steps if found['step'] == 3 and 'loss' in found]
   assert f'| 16 | {timed[0]:,.3f} | {16 / timed[0]:,.0f} |' in page
   # Nothing is overwritten.
-  ended = subprocess.run(command, **options)
+  ended = subprocess.run(command, check=False, **options)
   assert ended.returncode == 2
   assert 'is there already' in ended.stderr
