@@ -84,7 +84,7 @@ def report(records: Sequence[Mapping[str, Any]]) -> str:
   for record in peers:
     lines += [
       _row(f'{record["name"]}, {record["parameters"]:,}', 'tokens/s', record['tokens_per_second']),
-      _row('  its step over that of the model', 'times', record['times_model'], form='.2f'),
+      _row('  its step, divided by the model step', 'times', record['times_model'], form='.2f'),
     ]
   return '\n'.join(lines)
 

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     f'{flags.gin_file}, {trainer.parameters:,} parameters, one row, chunks of {flags.chunk_size}, '
     f'exact gradients, {jax.devices()[0].device_kind}, median of {flags.repeats}:\n'
   )
-  print(' tokens  µs a token  of the first  temporaries  of them carries  the rest  of the first')
+  print(' tokens  µs a token  of the first  temporaries         carries  the rest  of the first')
   first = flags.tokens[0]
   for tokens in flags.tokens:
     cost = statistics.median(seconds[tokens])

@@ -227,8 +227,7 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
       try:
         size = self._steps.files(step).size() / 2**20
         self._say(
-          f'saved step {step}: {size:,.1f} MiB in {took:.1f} s, of which the run waited '
-          f'{waited:.2f} s'
+          f'saved step {step}: {size:,.1f} MiB in {took:.1f} s; the run waited {waited:.2f} s'
         )
         self._report(self._steps.delete(self._old()))
       except OSError as error:  # no reason to end a run that has saved
