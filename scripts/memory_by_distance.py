@@ -5,19 +5,21 @@
 Each row reads the first sequence that the run's validation split deals to it, three times: with its
 carry, and with the recurrent states cut every so many tokens; caches of attention are never cut.
 Beside each cut is what it costs: the mean over sequences in bits per byte, with its 95% interval
-(Student's t of the differences). The picture is loss_by_position_distance.png in the run's folder.
+(Student's t of the differences), and memory_by_distance.png in the run's folder shows it.
 --gin.NAME=VALUE changes the run's configuration.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import functools
+import itertools
 import math
 import pathlib
 
 import jax
 from jax import lax
 import jax.numpy as jnp
+import matplotlib.figure
 import numpy as np
 import scipy.stats
 
@@ -27,7 +29,6 @@ from valkyrie.data.feed import prefetch
 from valkyrie.models import language_model
 from valkyrie.models.carry_cuts import cut_carry
 from valkyrie.monitoring import pictures
-from valkyrie.monitoring.metrics import BY_POSITION
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.losses import token_scores
@@ -77,26 +78,47 @@ def main(arguments: Sequence[str] | None = None) -> None:
       found, carries[every] = read(carries[every], batch, start, is_cut)
       sums[every] += np.asarray(found, np.float64)
 
-  nats_to_bits_per_byte = feed.tokens_per_byte / math.log(2)
-  by_bin = {every: nats_to_bits_per_byte * loss / weight for every, (loss, weight) in sums.items()}
+  bits_per_byte = {
+    every: loss / weight * feed.tokens_per_byte / math.log(2)
+    for every, (loss, weight) in sums.items()
+  }
+  whole = bits_per_byte[None]
+  costs = {every: _mean_and_interval(bits_per_byte[every] - whole) for every in flags.cuts}
   print('| position | sequences | whole |', *(f'cut every {every:,} |' for every in flags.cuts))
   print('| --- ' * (3 + len(flags.cuts)) + '|')
-  for n in range(size.bit_length() - 1, bins):
-    whole = by_bin[None][:, n]
-    read_so_far = np.isfinite(whole)
-    cells = [f'{2**n:,}', f'{read_so_far.sum()}', f'{whole[read_so_far].mean():.3f}']
-    for every in flags.cuts:
-      costs = (by_bin[every][:, n] - whole)[read_so_far]
-      half = scipy.stats.sem(costs) * scipy.stats.t.ppf(0.975, len(costs) - 1)
-      cells.append(f'{costs.mean():+.4f} ± {half:.4f}')
+  shown = range(size.bit_length() - 1, bins)
+  for n in shown:
+    cells = [f'{2**n:,}', f'{np.isfinite(whole[:, n]).sum()}', f'{np.nanmean(whole[:, n]):.3f}']
+    cells += [f'{mean[n]:+.4f} ± {half[n]:.4f}' for mean, half in costs.values()]
     print('|', ' | '.join(cells), '|')
-  curves = {
-    'whole carry' if every is None else f'states cut every {every:,} tokens': {
-      f'{BY_POSITION}{2**n}': float(np.nanmean(found[:, n])) for n in range(1, bins)
-    }
-    for every, found in by_bin.items()
-  }
-  pictures.write_loss_by_position(flags.run, curves, 'distance')
+  _draw(flags.run / 'memory_by_distance.png', [*shown], costs)
+
+
+def _mean_and_interval(differences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """The mean of [sequences, bins] over sequences, and half of its 95% interval, without NaN."""
+  count = np.isfinite(differences).sum(0)
+  mean, deviation = np.nanmean(differences, 0), np.nanstd(differences, 0, ddof=1)
+  return mean, deviation / np.sqrt(count) * scipy.stats.t.ppf(0.975, count - 1)
+
+
+def _draw(path: pathlib.Path, bins: list[int], costs: Mapping[int, tuple]) -> None:
+  figure = matplotlib.figure.Figure((9.6, 4.4), layout='constrained')
+  axes = figure.subplots()
+  axes.set_xscale('log', base=2)
+  for (every, (mean, half)), color in zip(costs.items(), itertools.cycle(pictures.COLORS)):
+    positions = [2**n for n in bins if 2**n >= every]
+    where = bins[-len(positions) :]
+    label = f'memory of at most {every:,} tokens'
+    axes.errorbar(
+      positions, mean[where], half[where], fmt='o-', color=color, lw=3, capsize=4, label=label
+    )
+  axes.axhline(0, color='black', lw=1)
+  axes.xaxis.set_major_formatter('{x:,.0f}')
+  axes.grid(axis='y', color='#dddddd')
+  axes.set_xlabel('position in the sequence, from P to 2 P - 1')
+  axes.set_ylabel('bits per byte above the whole memory')
+  axes.legend(labelcolor='linecolor', frameon=False)
+  figure.savefig(path, dpi=100)
 
 
 if __name__ == '__main__':
