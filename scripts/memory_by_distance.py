@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     carry = lax.cond(cut, lambda: cut_carry(carry, initial, 'state'), lambda: carry)
     features, carry = model.apply(params, carry, batch.inputs, batch.positions, batch.segment_ids)
     loss = token_scores(features, batch.targets, model.about.vocabulary_size).loss
-    weights = batch.weights * (batch.positions == start + jnp.arange(size))
+    weights = batch.weights * (batch.positions == start + jnp.arange(size)[None])
     of_bin = jax.nn.one_hot(31 - lax.clz(batch.positions + 1), bins)
     sums = [jnp.einsum('bt,btn->bn', of, of_bin) for of in (weights * loss, weights)]
     return jnp.array(sums), carry
@@ -106,8 +106,8 @@ def _draw(path: pathlib.Path, bins: list[int], costs: Mapping[int, tuple]) -> No
   axes = figure.subplots()
   axes.set_xscale('log', base=2)
   for (every, (mean, half)), color in zip(costs.items(), itertools.cycle(pictures.COLORS)):
-    positions = [2**n for n in bins if 2**n >= every]
-    where = bins[-len(positions) :]
+    where = [n for n in bins if 2**n >= every]
+    positions = [2**n for n in where]
     label = f'memory of at most {every:,} tokens'
     axes.errorbar(
       positions, mean[where], half[where], fmt='o-', color=color, lw=3, capsize=4, label=label

@@ -62,13 +62,16 @@ class LinuxSource(DocumentSource):
 
   def files(self, split: str) -> SourceFiles:
     try:
-      return SourceFiles(self._location, ('.xz', '.tar'))
+      found = SourceFiles(self._location, ('.xz', '.tar'))
     except DataError as error:
       raise DataError(
         f"{error}\nThis task reads the sources of a Linux kernel. Install Debian's: "
         'apt-get install linux-source-6.1. Or name the .tar.xz of another one: '
         '--gin.linux=\'"/data/linux-6.12.tar.xz"\''
       ) from None
+    if len(found.files) > 1:
+      raise DataError(f'{found} has {len(found.files)} archives. Name one of them.')
+    return found
 
   def _has(self, split: str, subsystem: str) -> bool:
     is_held_out = subsystem in HELD_OUT

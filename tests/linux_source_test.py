@@ -64,6 +64,12 @@ def test_without_the_package_the_message_names_it(tmp_path):
     document_source.document_reader(document_source.TASKS['linux_source'], selection)
 
 
+def test_one_archive_is_read(archive):
+  (archive.parent / 'older.tar.xz').write_bytes(archive.read_bytes())
+  with pytest.raises(DataError, match=r'has 2 archives\. Name one'):
+    documents(archive.parent, 'train')
+
+
 def test_a_damaged_archive_and_an_unknown_option_are_named(archive):
   archive.write_bytes(archive.read_bytes()[:100])
   with pytest.raises(DataError, match=r'linux.tar.xz .*Install the package again'):
