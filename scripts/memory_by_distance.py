@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python scripts/memory_by_distance.py runs/linux --sequences 12
 
-Each row reads the first sequence that the run's validation split deals to it, three times: with its
-carry, and with the recurrent states cut every so many tokens; caches of attention are never cut.
+Each row reads the first sequence that the run's validation split deals to it: once with its carry,
+and for each cut with the recurrent states reset every so many tokens; caches of attention stay.
 Beside each cut is what it costs: the mean over sequences in bits per byte, with its 95% interval
 (Student's t of the differences), and memory_by_distance.png in the run's folder shows it.
 --gin.NAME=VALUE changes the run's configuration.
@@ -16,6 +16,7 @@ import itertools
 import math
 import pathlib
 
+from bench_runs import with_bindings
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     '--cuts', type=int, nargs='+', default=[512, 8192], help='tokens between cuts'
   )
   parser.add_argument('--chunk_size', type=int, default=512, help='(default: %(default)s)')
-  flags, bindings = parser.parse_known_args(arguments)
+  flags, bindings = with_bindings(parser, arguments)
   rows, size = flags.sequences, flags.chunk_size
   if flags.tokens % size or any(every % size for every in flags.cuts):
     parser.error(f'--tokens and --cuts have to be multiples of --chunk_size={size}.')

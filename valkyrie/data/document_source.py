@@ -13,6 +13,7 @@ import itertools
 import os
 import pkgutil
 import sys
+import types
 from typing import Any, NamedTuple, Self
 import zlib
 
@@ -99,10 +100,11 @@ def register(name: str, source: DocumentSource, *, prompts: bool = False) -> Non
   TASKS[name] = DocumentTask(source, prompts)
 
 
-def our_modules() -> list[str]:
-  """The names of the modules that register our tasks."""
+def our_modules() -> list[types.ModuleType]:
+  """The modules that register our tasks, imported."""
   folder = importlib.import_module(OURS).__path__
-  return sorted(module.name for module in pkgutil.iter_modules(folder, f'{OURS}.'))
+  names = sorted(module.name for module in pkgutil.iter_modules(folder, f'{OURS}.'))
+  return [importlib.import_module(name) for name in names]
 
 
 def loaded(task: str) -> tuple[str, str]:
@@ -116,9 +118,7 @@ def loaded(task: str) -> tuple[str, str]:
   except (ImportError, ValueError):
     found = False
   if not found:
-    known = [ours.removeprefix(f'{OURS}.') for ours in our_modules()]
-    for ours in our_modules():
-      importlib.import_module(ours)
+    known = [ours.__name__.removeprefix(f'{OURS}.') for ours in our_modules()]
     raise ConfigurationError(
       f'There is no module {module} to register the task {task!r}.{did_you_mean(task, TASKS)} '
       f"Use one of {', '.join(known)}, or 'package.module:NAME' for a task of your own."

@@ -10,7 +10,6 @@ preprocessors:
 
 from collections.abc import Iterable, Iterator, Sequence
 import dataclasses
-import importlib
 import os
 from typing import Any
 
@@ -35,8 +34,7 @@ def publish() -> None:
   A second call registers the tasks that were added since the first one. A task that seqio has under
   the same name raises a ConfigurationError.
   """
-  for module in document_source.our_modules():
-    importlib.import_module(module)
+  document_source.our_modules()  # their import registers tasks
   known = seqio.TaskRegistry.names()
   for name, task in TASKS.items():
     if name in known:
