@@ -1,10 +1,11 @@
 """A run of a model of Hugging Face's transformers, with the flags and the files of ours.
 
-    python scripts/learn_peers.py llama --gin_file=gin/tiny_cpu.gin --model_dir=runs/llama
+    python scripts/learn_peers.py llama 256 --gin_file=gin/tiny_cpu.gin --model_dir=runs/llama
 
 It reads the task, the tokenizer, the tokens of a step, learning rate, seed and steps from the gin
-files. Learning follows common practice: linear warm-up, a cosine to a tenth, and rows of 1,024
-tokens; `peers` has the models and their optimizer. The command continues after any interruption,
+files. Learning follows common practice: linear warm-up, a cosine to a tenth, and rows of as many
+tokens as the command says, here 256, in training and validation; `peers` has the models and their
+optimizer. The command continues after any interruption,
 from a checkpoint that is saved every minute.
 """
 
@@ -19,7 +20,7 @@ import time
 from typing import Any
 
 import gin
-from learn_validation import WINDOW, training_rows, validation
+from learn_validation import training_rows, validation
 import numpy as np
 import peers
 import torch
@@ -39,9 +40,9 @@ from valkyrie.storage import whole_file
 from valkyrie.training.setup import StepSettings
 
 SAVED_EVERY = 60  # seconds
-MODELS: dict[str, Callable[[int], nn.Module]] = {
-  'llama': lambda vocabulary: peers.llama(WINDOW, vocabulary),
-  'mamba2': peers.mamba2,
+MODELS: dict[str, Callable[[int, int], nn.Module]] = {
+  'llama': peers.llama,
+  'mamba2': lambda _, vocabulary: peers.mamba2(vocabulary),
 }
 
 
@@ -101,21 +102,21 @@ def feed_of(split: str) -> TaskFeed:
     return gin.get_configurable(TaskFeed)()
 
 
-def rows_of_a_step() -> int:
-  """The rows of WINDOW tokens that have as many tokens as a step of the gin files."""
+def rows_of_a_step(size: int) -> int:
+  """The rows of `size` tokens that have as many tokens as a step of the gin files."""
   settings: Any = gin.get_configurable(StepSettings)()
   lengths = {phase.tokens_per_row for phase in settings.curriculum().phases}
   tokens = settings.batch_size * max(lengths)
-  if len(lengths) > 1 or tokens % WINDOW:
+  if len(lengths) > 1 or tokens % size:
     raise ConfigurationError(
       f'The phases read {sorted(lengths)} tokens of {settings.batch_size} rows in a step. Use one '
-      f'length, and a multiple of {WINDOW} tokens in a step.'
+      f'length, and a multiple of {size} tokens in a step.'
     )
-  return tokens // WINDOW
+  return tokens // size
 
 
-def train(name: str, arguments: list[str]) -> None:
-  """Trains what is left, and validates."""
+def train(name: str, size: int, arguments: list[str]) -> None:
+  """Trains what is left on rows of `size` tokens, and validates."""
   flags, gin_flags = parse_command_line(arguments)
   load_gin(
     flags.gin_file,
@@ -125,10 +126,10 @@ def train(name: str, arguments: list[str]) -> None:
   )
   bound, folder = record.bindings(), pathlib.Path(flags.model_dir)
   peak, warmup = bound['Optimizer.learning_rate'], bound['Optimizer.warmup_steps']
-  steps, every, rows = bound['train.train_steps'], bound['train.log_every'], rows_of_a_step()
+  steps, every, rows = bound['train.train_steps'], bound['train.log_every'], rows_of_a_step(size)
   feed, held_out = feed_of('train'), feed_of('validation')
   torch.manual_seed(bound['StepSettings.seed'])
-  model = MODELS[name](feed.vocabulary_size)
+  model = MODELS[name](size, feed.vocabulary_size)
   record.write_configuration(folder)
   parameters = sum(p.numel() for p in model.parameters())
   whole_file.write(folder / 'model_info.txt', f'{parameters:,} parameters in transformers\n')
@@ -138,7 +139,7 @@ def train(name: str, arguments: list[str]) -> None:
   )
   lines, saved = JsonLines(folder / 'metrics.jsonl'), time.perf_counter()
   batches = itertools.islice(
-    training_rows(feed.store, rows, bound['StepSettings.seed']), training.step, steps
+    training_rows(feed.store, rows, size, bound['StepSettings.seed']), training.step, steps
   )
   losses, seconds, timed = [], 0.0, 0
   for number, batch in enumerate(batches):
@@ -147,10 +148,10 @@ def train(name: str, arguments: list[str]) -> None:
     if number > 1:  # the first steps of a process count FLOPs and compile
       seconds, timed = seconds + time.perf_counter() - began, timed + 1
     if (training.step % every == 0 or training.step == steps) and timed:
-      speed = timed * rows * WINDOW / seconds
+      speed = timed * rows * size / seconds
       lines.write({
         'step': training.step,
-        'tokens': training.step * rows * WINDOW,
+        'tokens': training.step * rows * size,
         'loss': sum(losses) / len(losses),
         'step_seconds': seconds / timed,
         'tokens_per_second': speed,
@@ -164,7 +165,7 @@ def train(name: str, arguments: list[str]) -> None:
   lines.close()
   training.save()
   whole_file.write(folder / 'eval/data.json', json.dumps({'': held_out.fingerprint}) + '\n')
-  found = validation(held_out.store, rows, lambda tokens: nats(model.eval(), tokens))
+  found = validation(held_out.store, rows, size, lambda tokens: nats(model.eval(), tokens))
   evaluations = JsonLines(folder / 'eval/metrics.jsonl')
   evaluations.write({'step': training.step, **found})
   evaluations.close()
@@ -174,15 +175,19 @@ def train(name: str, arguments: list[str]) -> None:
 def nats(model: nn.Module, tokens: np.ndarray) -> np.ndarray:
   """[rows, T] -> nats of the targets 1 to T - 1, [rows, T - 1]."""
   ids = torch.from_numpy(tokens)
-  logits = model(input_ids=ids[:, :-1]).logits
+  logits = model(input_ids=ids).logits[:, :-1]  # the shape of a step, which needs no new program
   return functional.cross_entropy(logits.mT, ids[:, 1:], reduction='none').numpy()
 
 
 if __name__ == '__main__':
   try:
-    if len(sys.argv) < 2 or sys.argv[1] not in MODELS:
-      raise UsageError(f'Name one of {", ".join(MODELS)} first, and then the flags of a run.')
-    train(sys.argv[1], sys.argv[2:])
+    name, size, *flags = [*sys.argv[1:], '', ''][: max(2, len(sys.argv) - 1)]
+    if name not in MODELS or not size.isdecimal() or int(size) < 2 or int(size) % 2:
+      raise UsageError(
+        f'Name one of {", ".join(MODELS)} first, then the tokens of a row, an even number such as '
+        '256, and then the flags of a run.'
+      )
+    train(name, int(size), flags)
   except ValkyrieError as error:
     print(f'learn_peers: {error}', file=sys.stderr)
     sys.exit(error.exit_code)

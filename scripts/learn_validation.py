@@ -8,9 +8,6 @@ import numpy as np
 from valkyrie.data.token_store import TokenStore
 from valkyrie.monitoring.metrics import Metrics, position_metrics, text_metrics
 
-CONTEXT = 512
-WINDOW = 1024  # tokens of a row, of training and validation
-
 
 class Window(NamedTuple):
   """The targets [first, end) of a document, predicted from the tokens that start at `begin`."""
@@ -20,18 +17,18 @@ class Window(NamedTuple):
   end: int
 
 
-def windows(length: int) -> Iterator[Window]:
+def windows(length: int, size: int) -> Iterator[Window]:
   """The windows of a document. Together they score the targets 1 to length - 1, each once.
 
-  A target at position CONTEXT or later has CONTEXT to WINDOW - 1 tokens before it.
+  A target at position size / 2 or later has size / 2 to size - 1 tokens before it.
   """
-  stride = WINDOW - CONTEXT
-  for begin in range(0, max(length - CONTEXT, 1), stride):
-    yield Window(begin, begin + CONTEXT if begin else 1, min(begin + WINDOW, length))
+  half = size // 2
+  for begin in range(0, max(length - half, 1), half):
+    yield Window(begin, begin + half if begin else 1, min(begin + size, length))
 
 
-def training_rows(store: TokenStore, rows: int, seed: int) -> Iterator[np.ndarray]:
-  """Endless batches int64 [rows, WINDOW + 1]: inputs, and targets one token later.
+def training_rows(store: TokenStore, rows: int, size: int, seed: int) -> Iterator[np.ndarray]:
+  """Endless batches int64 [rows, size + 1]: inputs, and targets one token later.
 
   Rows are cut from the shuffled documents, and shuffled themselves.
   """
@@ -40,27 +37,28 @@ def training_rows(store: TokenStore, rows: int, seed: int) -> Iterator[np.ndarra
     documents = random.permutation(len(store.lengths))
     lengths = store.lengths[documents]
     tokens = store.read(documents, np.zeros_like(lengths), lengths).astype(np.int64)
-    starts = random.permutation((len(tokens) - 1) // WINDOW) * WINDOW
+    starts = random.permutation((len(tokens) - 1) // size) * size
     for first in range(0, len(starts) - rows + 1, rows):
-      yield np.stack([tokens[s : s + WINDOW + 1] for s in starts[first : first + rows]])
+      yield np.stack([tokens[s : s + size + 1] for s in starts[first : first + rows]])
 
 
 def validation(
-  store: TokenStore, rows: int, nats_of: Callable[[np.ndarray], np.ndarray]
+  store: TokenStore, rows: int, size: int, nats_of: Callable[[np.ndarray], np.ndarray]
 ) -> Metrics:
   """The metrics of the split that `valkyrie.run.evaluator` has, too.
 
   Args:
     store: of the split.
     rows: windows that are read at a time.
-    nats_of: int64 [rows, WINDOW] -> the nats of the targets 1 to WINDOW - 1, [rows, WINDOW - 1].
+    size: tokens of a window, even.
+    nats_of: int64 [rows, size] -> the nats of the targets 1 to size - 1, [rows, size - 1].
   """
   losses, weights = np.zeros((2, 31))
   lengths = store.lengths.tolist()
-  pending = [(n, window) for n, length in enumerate(lengths) for window in windows(length)]
+  pending = [(n, window) for n, length in enumerate(lengths) for window in windows(length, size)]
   for at in range(0, len(pending), rows):
     now = pending[at : at + rows]
-    tokens = np.zeros((len(now), WINDOW), np.int64)  # padding after the end changes nothing
+    tokens = np.zeros((len(now), size), np.int64)  # padding after the end changes nothing
     for row, (number, (begin, _, end)) in zip(tokens, now, strict=True):
       row[: end - begin] = store.read(*np.array([[number], [begin], [end - begin]]))
     for row, (_, (begin, first, end)) in zip(nats_of(tokens), now, strict=True):

@@ -290,17 +290,19 @@ def write_store(data_dir: pathlib.Path, lengths) -> TokenStore:
   return TokenStore.open(path, tiny_run.BYTES)
 
 
-def test_peers_score_each_target_once_with_the_context_of_their_windows(tmp_path):
+@pytest.mark.parametrize('size', [256, 1024])
+def test_peers_score_each_target_once_with_the_context_of_their_windows(size, tmp_path):
   lengths = (20, 513, 600, 1024, 1025, 1536, 1537, 4000)
   for length in lengths:
     scored = []
-    for begin, first, end in learn_validation.windows(length):
-      assert begin + (512 if begin else 1) <= first < end <= begin + 1024
+    for begin, first, end in learn_validation.windows(length, size):
+      assert begin + (size // 2 if begin else 1) <= first < end <= begin + size
       scored += range(first, end)
     assert scored == list(range(1, length))
   store = write_store(tmp_path, lengths)
   assert store.lengths.tolist() == [*lengths]
-  found = learn_validation.validation(store, 4, lambda rows: rows[:, 1:] % 7 + rows[:, :-1] / 1000)
+  nats = lambda rows: rows[:, 1:] % 7 + rows[:, :-1] / 1000
+  found = learn_validation.validation(store, 4, size, nats)
   losses, weights = np.zeros((2, 31))
   for number, length in enumerate(lengths):
     tokens = store.read(*np.array([[number], [0], [length]])).astype(float)
@@ -320,10 +322,10 @@ def test_peers_score_each_target_once_with_the_context_of_their_windows(tmp_path
 
 def test_training_rows_of_peers_are_whole_batches_of_the_store(tmp_path):
   store = write_store(tmp_path, (3000, 2500, 900))
-  rows = learn_validation.training_rows(store, 2, seed=5)
+  rows = learn_validation.training_rows(store, 2, 1024, seed=5)
   batches = [next(rows) for _ in range(4)]
   assert {batch.shape for batch in batches} == {(2, 1025)}
-  again = learn_validation.training_rows(store, 2, seed=5)
+  again = learn_validation.training_rows(store, 2, 1024, seed=5)
   np.testing.assert_array_equal(batches, [next(again) for _ in range(4)])
   text = json.dumps(store.read(*np.array([[0, 1, 2], [0, 0, 0], store.lengths])).tolist())[1:-1]
   inside = [json.dumps(row[10:20].tolist())[1:-1] in text for row in np.concatenate(batches)]
