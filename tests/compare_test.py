@@ -301,7 +301,10 @@ def test_peers_score_each_target_once_with_the_context_of_their_windows(size, tm
     assert scored == list(range(1, length))
   store = write_store(tmp_path, lengths)
   assert store.lengths.tolist() == [*lengths]
-  nats = lambda rows: rows[:, 1:] % 7 + rows[:, :-1] / 1000
+
+  def nats(rows):
+    return rows[:, 1:] % 7 + rows[:, :-1] / 1000
+
   found = learn_validation.validation(store, 4, size, nats)
   losses, weights = np.zeros((2, 31))
   for number, length in enumerate(lengths):
