@@ -15,6 +15,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import sys
 import time
 from typing import Any
@@ -107,10 +108,11 @@ def rows_of_a_step(size: int) -> int:
   settings: Any = gin.get_configurable(StepSettings)()
   lengths = {phase.tokens_per_row for phase in settings.curriculum().phases}
   tokens = settings.batch_size * max(lengths)
-  if len(lengths) > 1 or tokens % size:
+  if len(lengths) > 1 or tokens % size or size % 2:
     raise ConfigurationError(
-      f'The phases read {sorted(lengths)} tokens of {settings.batch_size} rows in a step. Use one '
-      f'length, and a multiple of {size} tokens in a step.'
+      f'The phases read {sorted(lengths)} tokens of {settings.batch_size} rows in a step, and a '
+      f'peer rows of {size}. Use one length, and for a peer an even number that divides the tokens '
+      'of a step, such as 256.'
     )
   return tokens // size
 
@@ -181,13 +183,14 @@ def nats(model: nn.Module, tokens: np.ndarray) -> np.ndarray:
 
 if __name__ == '__main__':
   try:
-    name, size, *flags = [*sys.argv[1:], '', ''][: max(2, len(sys.argv) - 1)]
-    if name not in MODELS or not size.isdecimal() or int(size) < 2 or int(size) % 2:
-      raise UsageError(
-        f'Name one of {", ".join(MODELS)} first, then the tokens of a row, an even number such as '
-        '256, and then the flags of a run.'
-      )
-    train(name, int(size), flags)
+    match sys.argv[1:]:
+      case [name, size, *flags] if name in MODELS and re.fullmatch(r'[1-9]\d*', size):
+        train(name, int(size), flags)
+      case _:
+        raise UsageError(
+          f'Name one of {", ".join(MODELS)} first, then the tokens of a row, such as 256, and then '
+          'the flags of a run.'
+        )
   except ValkyrieError as error:
     print(f'learn_peers: {error}', file=sys.stderr)
     sys.exit(error.exit_code)
