@@ -1,12 +1,12 @@
 """A run of a model of Hugging Face's transformers, with the flags and the files of ours.
 
-    python scripts/learn_peers.py llama 256 --gin_file=gin/tiny_cpu.gin --model_dir=runs/llama
+    python scripts/learn_peers.py llama 64 --gin_file=gin/words_cpu.gin --model_dir=runs/llama
 
 It reads the task, the tokenizer, the tokens of a step, learning rate, seed and steps from the gin
-files. Learning follows common practice: linear warm-up, a cosine to a tenth, and rows of as many
-tokens as the command says, here 256, in training and validation; `peers` has the models and their
-optimizer. The command continues after any interruption,
-from a checkpoint that is saved every minute.
+files. Learning follows common practice: linear warm-up, and a cosine to a tenth. Training and
+validation read rows of as many tokens as the command says, here 64. `peers` has the models and
+their optimizer. The command continues after any interruption, from a checkpoint that is saved every
+minute.
 """
 
 from collections.abc import Callable
@@ -112,7 +112,7 @@ def rows_of_a_step(size: int) -> int:
     raise ConfigurationError(
       f'The phases read {sorted(lengths)} tokens of {settings.batch_size} rows in a step, and a '
       f'peer rows of {size}. Use one length, and for a peer an even number that divides the tokens '
-      'of a step, such as 256.'
+      'of a step, such as 64.'
     )
   return tokens // size
 
@@ -188,7 +188,7 @@ if __name__ == '__main__':
         train(name, int(size), flags)
       case _:
         raise UsageError(
-          f'Name one of {", ".join(MODELS)} first, then the tokens of a row, such as 256, and then '
+          f'Name one of {", ".join(MODELS)} first, then the tokens of a row, such as 64, and then '
           'the flags of a run.'
         )
   except ValkyrieError as error:
