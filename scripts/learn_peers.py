@@ -2,11 +2,11 @@
 
     python scripts/learn_peers.py llama 64 --gin_file=gin/words_cpu.gin --model_dir=runs/llama
 
-It reads the task, the tokenizer, the tokens of a step, learning rate, seed and steps from the gin
-files. Learning follows common practice: linear warm-up, and a cosine to a tenth. Training and
-validation read rows of as many tokens as the command says, here 64. `peers` has the models and
-their optimizer. The command continues after any interruption, from a checkpoint that is saved every
-minute.
+It reads the task, the tokenizer, the width of the model, the tokens of a step, learning rate, seed
+and steps from the gin files. Learning follows common practice: linear warm-up, and a cosine to a
+tenth. Training and validation read rows of as many tokens as the command says, here 64. `peers` has
+the models and their optimizer. The command continues after any interruption, from a checkpoint that
+is saved every minute.
 """
 
 from collections.abc import Callable
@@ -41,9 +41,9 @@ from valkyrie.storage import whole_file
 from valkyrie.training.setup import StepSettings
 
 SAVED_EVERY = 60  # seconds
-MODELS: dict[str, Callable[[int, int], nn.Module]] = {
+MODELS: dict[str, Callable[..., nn.Module]] = {
   'llama': peers.llama,
-  'mamba2': lambda _, vocabulary: peers.mamba2(vocabulary),
+  'mamba2': lambda _, vocabulary, width: peers.mamba2(vocabulary, width),
 }
 
 
@@ -131,7 +131,7 @@ def train(name: str, size: int, arguments: list[str]) -> None:
   steps, every, rows = bound['train.train_steps'], bound['train.log_every'], rows_of_a_step(size)
   feed, held_out = feed_of('train'), feed_of('validation')
   torch.manual_seed(bound['StepSettings.seed'])
-  model = MODELS[name](size, feed.vocabulary_size)
+  model = MODELS[name](size, feed.vocabulary_size, bound['LanguageModel.d_model'])
   record.write_configuration(folder)
   parameters = sum(p.numel() for p in model.parameters())
   whole_file.write(folder / 'model_info.txt', f'{parameters:,} parameters in transformers\n')

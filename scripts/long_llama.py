@@ -21,7 +21,7 @@ import transformers
 VOCABULARY, PIECE = 50257, 8192  # tokens of a piece of the logits
 GIB = 2**30
 SIZES = {
-  'hidden_size': 2048,
+  'width': 2048,
   'intermediate_size': 5632,
   'num_hidden_layers': 24,
   'num_attention_heads': 16,

@@ -11,39 +11,46 @@ from torch.nn import functional
 import transformers
 
 BYTES = 259  # and three special tokens, as our vocabulary of bytes
-_SHARED = {'hidden_size': 192, 'tie_word_embeddings': True}
+WIDTH = 192
 
 
-def llama(positions: int, vocabulary: int = BYTES, **sizes: int) -> nn.Module:
-  """2.3 million parameters, if no `sizes` of a LlamaConfig are given.
+def llama(positions: int, vocabulary: int = BYTES, width: int = WIDTH, **sizes: int) -> nn.Module:
+  """2.3 million parameters, if no `width` and `sizes` of a LlamaConfig are given.
 
   The width of the MLP is then 8/3 of the model's, as Llama's.
   """
-  small = {'num_hidden_layers': 5, 'num_attention_heads': 3, 'intermediate_size': 512}
+  small = {
+    'num_hidden_layers': 5,
+    'num_attention_heads': width // 64,
+    'intermediate_size': 8 * width // 3,
+  }
   config = transformers.LlamaConfig(
     max_position_embeddings=positions,
     use_cache=False,
+    tie_word_embeddings=True,
     vocab_size=vocabulary,
-    **(_SHARED | small | sizes),
+    hidden_size=width,
+    **(small | sizes),
   )
   return transformers.LlamaForCausalLM(config)
 
 
-def mamba2(vocabulary: int = BYTES) -> nn.Module:
+def mamba2(vocabulary: int = BYTES, width: int = WIDTH) -> nn.Module:
   """2.3 million parameters. State, expansion and head width are as in the paper's models.
 
   Chunks of 64 were the fastest of 32 to 256.
   """
   config = transformers.Mamba2Config(
     num_hidden_layers=8,
-    num_heads=6,
+    num_heads=width // 32,
     head_dim=64,
     state_size=128,
     n_groups=1,
     chunk_size=64,
     use_cache=False,
+    tie_word_embeddings=True,
     vocab_size=vocabulary,
-    **_SHARED,
+    hidden_size=width,
   )
   return transformers.Mamba2ForCausalLM(config)
 
@@ -60,8 +67,9 @@ def longformer(positions: int) -> nn.Module:
     attention_window=128,
     max_position_embeddings=positions + 130,  # padded to the window, from the padding's id on
     pad_token_id=0,
+    tie_word_embeddings=True,
     vocab_size=BYTES,
-    **_SHARED,
+    hidden_size=WIDTH,
   )
   return transformers.LongformerForMaskedLM(config)
 

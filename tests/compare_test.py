@@ -127,6 +127,16 @@ def test_it_continues_after_a_stop_and_leaves_out_what_fails(common, tmp_path, c
   assert started(tmp_path)[-1] == 'sound/tokens=640,seed=0 of 10'
 
 
+def test_results_of_another_program_are_refused(common, tmp_path, capsys):
+  arguments = [*common, '--tokens=640', '--gin.learning_rate=1e-3', '--seeds=0']
+  assert compare.main([*arguments, peer(tmp_path, 'a', '3.0')]) == 0
+  assert compare.main([*arguments, peer(tmp_path, 'a', '2.0')]) == 78
+  assert 'rehearsal has a run with program = ' in capsys.readouterr().err
+  assert compare.main([*arguments, '--candidate=a']) == 78
+  assert "which is 'valkyrie.main' in this comparison" in capsys.readouterr().err
+  assert len(started(tmp_path)) == 2
+
+
 def test_a_context_that_no_target_has_is_refused_after_the_first_run(common, tmp_path, capsys):
   arguments = [*common, peer(tmp_path, 'a', '3.0'), '--tokens=64', '--context=16']
   assert compare.main(arguments) == 65
@@ -156,8 +166,8 @@ def test_a_trial_is_a_run_and_is_trained_once(common, tmp_path):
   flags = compare.parse_flags(arguments)
   trial = compare.trial_of(flags, flags.candidates[0], 'trial', 2, {'seed': 1})
   assert compare.recorded(trial) is None
-  assert trial.command[: len(compare.VALKYRIE)] == [*compare.VALKYRIE]
-  main.run(trial.command[len(compare.VALKYRIE) :])
+  assert trial.program == compare.VALKYRIE
+  main.run(trial.flags)
   run = compare.recorded(trial)
   last = tiny_run.metrics(trial.folder, 'eval')[2]
   assert findings.bits(run, 1) == pytest.approx(last['bits_per_byte'], rel=1e-6)
@@ -271,10 +281,12 @@ def variants():
 @pytest.mark.parametrize(('flags', 'candidate'), [*variants()])
 def test_every_shipped_candidate_reads_the_tokens_of_a_step(flags, candidate, tmp_path):
   flags.results = tmp_path
-  trial = compare.trial_of(flags, candidate, 'trial', 100, {'learning_rate': '1e-3'})
+  # The tokenizer of a run is made by its first command. Bytes need no file.
+  values = {'learning_rate': '1e-3', 'vocabulary': "'bytes'"}
+  trial = compare.trial_of(flags, candidate, 'trial', 100, values)
   names = ('StepSettings.batch_size', 'Phase.chunk_size', 'Phase.chunks')
   assert math.prod(trial.bindings[name] for name in names) == 1024
-  flags, gin_flags = parse_command_line(trial.command[len(candidate.program) :])
+  flags, gin_flags = parse_command_line(trial.flags)
   load_gin(flags.gin_file, gin_flags, modules=main.CONFIGURABLE_MODULES)
   assert language_model.transform(LanguageModel).about.forward_flops > 0
 

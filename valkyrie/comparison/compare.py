@@ -42,7 +42,7 @@ from valkyrie.monitoring.html_report import Run, read_run
 from valkyrie.storage import whole_file
 
 REHEARSED = 40  # steps
-VALKYRIE = (sys.executable, '-m', 'valkyrie.main')
+VALKYRIE = ('valkyrie.main',)  # a module of this Python
 
 
 class Candidate(NamedTuple):
@@ -54,10 +54,11 @@ class Candidate(NamedTuple):
 
 
 class Trial(NamedTuple):
-  """A run to train: its folder, its command, its last step, and all its bindings."""
+  """A run to train: its folder, its program and flags, its last step, and all its bindings."""
 
   folder: pathlib.Path
-  command: list[str]
+  program: tuple[str, ...]
+  flags: list[str]
   steps: int
   bindings: dict[str, Any]
 
@@ -107,7 +108,8 @@ def trial_of(
   folder = flags.results / candidate.name / title
   passed = [f'--gin_file={file}' for file in files] + given
   passed += [f'--gin_allow_import={package}' for package in imports]
-  return Trial(folder, [*candidate.program, *passed, f'--model_dir={folder}'], steps, bindings)
+  passed.append(f'--model_dir={folder}')
+  return Trial(folder, candidate.program, passed, steps, bindings)
 
 
 def _stretched(macros: Mapping[str, parse.Statement], steps: int) -> dict[str, int]:
@@ -128,18 +130,29 @@ def _stretched(macros: Mapping[str, parse.Statement], steps: int) -> dict[str, i
 
 
 def recorded(trial: Trial) -> Run | None:
-  """What a trial has recorded if it is done; a ConfigurationError if it had other bindings."""
+  """What a trial has recorded if it is done.
+
+  Raises a ConfigurationError if another program recorded it, or if it had other bindings.
+  """
   if not (trial.folder / 'metrics.jsonl').exists():
     return None
-  run = read_run(trial.folder)
-  for name in sorted({*run.bindings, *trial.bindings}) if run.bindings else ():
-    then, now = run.bindings.get(name), trial.bindings.get(name)
+  run, kept = read_run(trial.folder), _program_of(trial)
+  before, after = (run.bindings, trial.bindings) if run.bindings else ({}, {})
+  pairs = [(name, before.get(name), after.get(name)) for name in sorted({*before, *after})]
+  if kept.exists():
+    pairs.append(('program', kept.read_text(), shlex.join(trial.program)))
+  for name, then, now in pairs:
     if then != now:
       raise ConfigurationError(
         f'{trial.folder} has a run with {name} = {then!r}, which is {now!r} in this comparison. '
         'Name other --results, or delete that folder.'
       )
   return run if run.evaluations and run.evaluations[-1]['step'] == trial.steps else None
+
+
+def _program_of(trial: Trial) -> pathlib.Path:
+  """The file that keeps the program of a trial, whose command is a part of no configuration."""
+  return pathlib.Path(f'{trial.folder}.program')
 
 
 def train(trial: Trial) -> Run | None:
@@ -149,10 +162,13 @@ def train(trial: Trial) -> Run | None:
   """
   log = pathlib.Path(f'{trial.folder}.log')
   log.parent.mkdir(parents=True, exist_ok=True)
+  whole_file.write(_program_of(trial), shlex.join(trial.program))
+  python = [sys.executable, '-m'] if trial.program == VALKYRIE else []
+  command = [*python, *trial.program, *trial.flags]
   # A run that was stopped during its last evaluation has no step left, only this evaluation.
   for mode in ([], ['--run_mode=eval']):
     with log.open('a') as output:
-      process = subprocess.Popen([*trial.command, *mode], stdout=output, stderr=output)
+      process = subprocess.Popen(command + mode, stdout=output, stderr=output)
       try:
         code = process.wait()
       finally:
