@@ -136,7 +136,7 @@ def recorded(trial: Trial) -> Run | None:
   """
   if not (trial.folder / 'metrics.jsonl').exists():
     return None
-  run, kept = read_run(trial.folder), _program_of(trial)
+  run, kept = read_run(trial.folder), _program_file(trial)
   before, after = (run.bindings, trial.bindings) if run.bindings else ({}, {})
   pairs = [(name, before.get(name), after.get(name)) for name in sorted({*before, *after})]
   if kept.exists():
@@ -150,8 +150,8 @@ def recorded(trial: Trial) -> Run | None:
   return run if run.evaluations and run.evaluations[-1]['step'] == trial.steps else None
 
 
-def _program_of(trial: Trial) -> pathlib.Path:
-  """The file that keeps the program of a trial, whose command is a part of no configuration."""
+def _program_file(trial: Trial) -> pathlib.Path:
+  """The file that keeps the program of a trial: a configuration does not name it."""
   return pathlib.Path(f'{trial.folder}.program')
 
 
@@ -162,7 +162,7 @@ def train(trial: Trial) -> Run | None:
   """
   log = pathlib.Path(f'{trial.folder}.log')
   log.parent.mkdir(parents=True, exist_ok=True)
-  whole_file.write(_program_of(trial), shlex.join(trial.program))
+  whole_file.write(_program_file(trial), shlex.join(trial.program))
   python = [sys.executable, '-m'] if trial.program == VALKYRIE else []
   command = [*python, *trial.program, *trial.flags]
   # A run that was stopped during its last evaluation has no step left, only this evaluation.
