@@ -302,7 +302,7 @@ def write_store(data_dir: pathlib.Path, lengths) -> TokenStore:
   return TokenStore.open(path, tiny_run.BYTES)
 
 
-@pytest.mark.parametrize('size', [64, 256, 1024])
+@pytest.mark.parametrize('size', [32, 64, 256, 1024])
 def test_peers_score_each_target_once_with_the_context_of_their_windows(size, tmp_path):
   lengths = (20, 513, 600, 1024, 1025, 1536, 1537, 4000)
   for length in lengths:

@@ -138,10 +138,11 @@ def recorded(trial: Trial) -> Run | None:
     return None
   run, kept = read_run(trial.folder), _program_file(trial)
   before, after = (run.bindings, trial.bindings) if run.bindings else ({}, {})
-  pairs = [(name, before.get(name), after.get(name)) for name in sorted({*before, *after})]
   if kept.exists():
-    pairs.append(('program', kept.read_text(), shlex.join(trial.program)))
-  for name, then, now in pairs:
+    before = {**before, 'program': kept.read_text()}
+    after = {**after, 'program': shlex.join(trial.program)}
+  for name in sorted({*before, *after}):
+    then, now = before.get(name), after.get(name)
     if then != now:
       raise ConfigurationError(
         f'{trial.folder} has a run with {name} = {then!r}, which is {now!r} in this comparison. '
