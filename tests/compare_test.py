@@ -148,15 +148,21 @@ def test_warmup_phases_and_evaluations_keep_their_shares(common, tmp_path):
   text = tiny_run.gin_text(tmp_path, curriculum='short_then_long')
   (tmp_path / 'toy.gin').write_text(text.replace('train_steps = 2', 'train_steps = 20'))
   flags = compare.parse_flags(
-    [*common, '--tokens=1', '--gin.eval_every=5', '--gin.short_steps=8', '--candidate=a: seed = 4']
+    [
+      *common,
+      '--tokens=1',
+      '--gin.eval_every=5',
+      '--gin.short_steps=8',
+      '--candidate=a: warmup_steps = 2',
+    ]
   )
   trial = compare.trial_of(flags, flags.candidates[0], 't', 200, {'seed': 7, 'S5.horizon': '9.0'})
   found = {name: trial.bindings[name] for name in (
     'train.train_steps', 'Optimizer.train_steps', 'Optimizer.warmup_steps', 'train.eval_every',
     'short/Phase.steps', 'train.log_every', 'StepSettings.seed', 'S5.horizon',
   )}  # fmt: skip
-  assert [*found.values()] == [200, 200, 10, 50, 80, 1, 7, 9.0]
-  assert (tmp_path / 'results/a/candidate.gin').read_text() == 'seed = 4\n'
+  assert [*found.values()] == [200, 200, 20, 50, 80, 1, 7, 9.0]
+  assert (tmp_path / 'results/a/candidate.gin').read_text() == 'warmup_steps = 2\n'
 
 
 @pytest.mark.usefixtures('quick_compiler')
@@ -252,6 +258,11 @@ def test_a_wrong_candidate_is_refused_before_anything_is_trained(common, tmp_pat
   assert compare.main([*common, sound, '--over=S5.horizon="far"', '--tokens=64']) == 78
   assert compare.main(['--gin_file=gin/models/toy.gin', '--tokens=64', common[1]]) == 78
   assert 'set no train_steps' in capsys.readouterr().err
+  of_all = '--candidate=mine: S5.horizon = 9.0; warmup_steps = 2'
+  for flag in ('--gin.S5.horizon=8.0', '--over=S5.horizon=7.0,8.0'):
+    assert compare.main([*common, of_all, flag, '--tokens=64']) == 78
+    assert 'The candidate mine sets S5.horizon, but' in capsys.readouterr().err
+  assert compare.main([*common, '--candidate=mine: seed = 3', '--tokens=64']) == 78
   assert not (tmp_path / 'results/sound').exists()
 
 
@@ -273,7 +284,7 @@ def test_the_commands_of_the_pages_name_what_exists(capsys):
 
 
 def variants():
-  files = ('screen.args', 'learn.args')
+  files = ('screen.args', 'words.args', 'learn.args')
   for flags in (compare.parse_flags([f'@{ROOT}/scripts/{file}', '--tokens=9']) for file in files):
     yield from (pytest.param(flags, each, id=each.name) for each in flags.candidates)
 
@@ -287,7 +298,8 @@ def test_every_shipped_candidate_reads_the_tokens_of_a_step(flags, candidate, tm
   names = ('StepSettings.batch_size', 'Phase.chunk_size', 'Phase.chunks')
   assert math.prod(trial.bindings[name] for name in names) == 1024
   flags, gin_flags = parse_command_line(trial.flags)
-  load_gin(flags.gin_file, gin_flags, modules=main.CONFIGURABLE_MODULES)
+  imports = flags.gin_allow_import
+  load_gin(flags.gin_file, gin_flags, allowed_imports=imports, modules=main.CONFIGURABLE_MODULES)
   assert language_model.transform(LanguageModel).about.forward_flops > 0
 
 

@@ -97,7 +97,15 @@ def trial_of(
     files.append(str(flags.results / candidate.name / 'candidate.gin'))
     whole_file.write(pathlib.Path(files[-1]), candidate.statements)
   given = [*flags.gin, *(f'{parse.FLAG}{name}={value}' for name, value in macros.items())]
-  own = _stretched(parse.macros_of(parse.read(files, given, (), imports)), steps)
+  statements = parse.read(files, given, (), imports)
+  of_all = {'seed', *dict(flags.over), *(_name(flag) for flag in flags.gin)}
+  for bound in (each for each in statements if each.is_binding and each.name in of_all):
+    if bound.where.startswith(f'{flags.results / candidate.name}/candidate.gin:'):
+      raise ConfigurationError(
+        f'The candidate {candidate.name} sets {bound.name}, but --gin.{bound.name}, --over or '
+        '--seeds sets it for all candidates. Leave one of them out.'
+      )
+  own = _stretched(parse.macros_of(statements), steps)
   given += [f'{parse.FLAG}{name}={value}' for name, value in own.items() if name not in macros]
   modules = CONFIGURABLE_MODULES
   configuration = Configuration(
@@ -110,6 +118,11 @@ def trial_of(
   passed += [f'--gin_allow_import={package}' for package in imports]
   passed.append(f'--model_dir={folder}')
   return Trial(folder, candidate.program, passed, steps, bindings)
+
+
+def _name(flag: str) -> str:
+  """NAME of --gin.NAME=VALUE."""
+  return flag.removeprefix(parse.FLAG).partition('=')[0]
 
 
 def _stretched(macros: Mapping[str, parse.Statement], steps: int) -> dict[str, int]:
