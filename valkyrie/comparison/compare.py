@@ -98,7 +98,7 @@ def trial_of(
     whole_file.write(pathlib.Path(files[-1]), candidate.statements)
   given = [*flags.gin, *(f'{parse.FLAG}{name}={value}' for name, value in macros.items())]
   statements = parse.read(files, given, (), imports)
-  of_all = {'seed', *dict(flags.over), *(_name(flag) for flag in flags.gin)}
+  of_all = {'seed', *dict(flags.over), *(each.name for each in parse.read((), flags.gin))}
   for bound in (each for each in statements if each.is_binding and each.name in of_all):
     if bound.where.startswith(f'{flags.results / candidate.name}/candidate.gin:'):
       raise ConfigurationError(
@@ -118,11 +118,6 @@ def trial_of(
   passed += [f'--gin_allow_import={package}' for package in imports]
   passed.append(f'--model_dir={folder}')
   return Trial(folder, candidate.program, passed, steps, bindings)
-
-
-def _name(flag: str) -> str:
-  """NAME of --gin.NAME=VALUE."""
-  return flag.removeprefix(parse.FLAG).partition('=')[0]
 
 
 def _stretched(macros: Mapping[str, parse.Statement], steps: int) -> dict[str, int]:
