@@ -199,7 +199,9 @@ TABLES = (
     _of_slices,
     (
       run('decoder_1b', '2xv5p:4x4x4', '--gin.Partitioner.slices=2', batch_size=128),
+      run('decoder_1b', '4xv5p:4x4x4', '--gin.Partitioner.slices=4', batch_size=256),
       run('decoder_1b', '2xv6e:16x16', '--gin.Partitioner.slices=2', batch_size=512),
+      run('decoder_1b', '4xv6e:16x16', '--gin.Partitioner.slices=4', batch_size=1024),
     ),
   ),
 )
