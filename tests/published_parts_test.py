@@ -1,0 +1,94 @@
+"""Published ideas that scripts/words.args compares: each does what its paper says."""
+
+import functools
+
+import gin
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from scripts import published_parts as parts
+from valkyrie.models.declarations import Kind
+from valkyrie.models.mixer_check import check_mixer
+from valkyrie.training.algorithms import acts_on_layers
+
+WIDTH, TOKENS = 16, 12
+
+
+@pytest.fixture
+def bindings():
+  gin.parse_config(f"""
+    LanguageModel.d_model = {WIDTH}
+    LongformerAttention.heads = 2
+    LongformerAttention.kv_heads = 1
+    LongformerAttention.head_width = 8
+    LongformerAttention.window = 4
+    LongformerAttention.slice_size = 4
+  """)
+
+
+@pytest.mark.parametrize('name', ['Normed', 'HeadGated', 'Convolved', 'ValueEmbedded'])
+@pytest.mark.usefixtures('bindings')
+def test_each_attention_keeps_the_rules_of_mixers(name):
+  check_mixer(getattr(parts, f'{name}Attention'), WIDTH)
+
+
+@pytest.mark.usefixtures('bindings')
+def test_the_size_of_queries_and_keys_changes_nothing():
+  """Larger inputs leave the attention weights as they are, and only values grow."""
+  where = {'positions': jnp.arange(TOKENS)[None], 'segment_ids': jnp.ones((1, TOKENS), int)}
+
+  def read(x):
+    mixer = parts.NormedAttention()
+    return mixer(x, mixer.initial_carry(1, x.dtype), **where)[0]
+
+  x = jax.random.normal(jax.random.key(0), (1, TOKENS, WIDTH))
+  reading = hk.without_apply_rng(hk.transform(read))
+  params = reading.init(jax.random.key(1), x)
+  np.testing.assert_allclose(
+    reading.apply(params, 1000 * x), 1000 * reading.apply(params, x), rtol=1e-3
+  )
+
+
+def test_decay_is_cautious():
+  """Where the step leads away from zero, nothing decays."""
+  params, gradient = jnp.array([2.0, 2.0]), jnp.array([1.0, -1.0])
+  decayed, plain = (
+    algorithm.update(gradient, algorithm.init(params), params)[0]
+    for algorithm in (parts.cautious_adamw(0.1), optax.adamw(0.1, weight_decay=0.0))
+  )
+  np.testing.assert_allclose(decayed - plain, [-0.1 * 0.1 * 2, 0.0], atol=1e-6)
+
+
+def test_columns_of_a_step_of_normuon_are_of_one_size():
+  random = np.random.default_rng(0)
+  params = jnp.asarray(random.normal(size=(8, 6)), jnp.float32)
+  algorithm = parts.normuon(1.0, weight_decay=0.0)
+  step, _ = algorithm.update(params, algorithm.init(params), params)
+  np.testing.assert_allclose(jnp.linalg.norm(step, axis=0), 0.2 * 8**0.5, rtol=1e-4)
+  assert jnp.sum(step * params) < 0
+  assert acts_on_layers(parts.normuon) and not acts_on_layers(parts.cautious_adamw)
+
+
+def test_the_average_takes_the_place_of_the_parameters_after_the_last_step():
+  options = {'learning_rate': 0.1, 'warmup_steps': 0, 'train_steps': 3}
+  averaged = parts.Averaged(last_step=3, horizon=4, **options)
+  plain = parts.Optimizer(**options)
+  kinds, params = {'w': Kind(False)}, {'w': jnp.ones(3)}
+  ends = []
+  for optimizer in (averaged, plain):
+    step = functools.partial(optimizer.update, kinds=kinds)
+    now, state, seen = params, optimizer.init(params, kinds), []
+    for _ in range(3):
+      now, state = step({'w': jnp.ones(3)}, state, now, jnp.float32(0.1))
+      seen.append(now['w'])
+    ends.append(seen)
+  (*before, last), (*steps, end) = ends
+  np.testing.assert_allclose(before, steps)
+  average = params['w']
+  for now in (*steps, end):
+    average = 0.75 * average + 0.25 * now
+  np.testing.assert_allclose(last, average, rtol=1e-6)
