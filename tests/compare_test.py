@@ -46,8 +46,9 @@ speed = {'step_seconds': 0.5, 'tokens_per_second_per_device': 128.0}
 speed |= {'tflops_per_second_per_device': 0.002}
 lines = [{'step': n, 'tokens': 64 * n, 'loss': 3.0, **speed} for n in range(1, steps + 1)]
 nats = result * math.log(2)
-by_position = {f'loss_by_position/{p}': 9.0 if p < 4 else nats for p in (1, 2, 4, 8)}
-by_position |= {f'targets_by_position/{p}': float(p) for p in (1, 2, 4, 8)}
+bins = (1, 2, 4) if 'brief' in folder.parent.name else (1, 2, 4, 8)
+by_position = {f'loss_by_position/{p}': 9.0 if p < 4 else nats for p in bins}
+by_position |= {f'targets_by_position/{p}': float(p) for p in bins}
 last = {'step': steps, 'loss': nats, 'bits_per_token': result, 'bits_per_byte': result / 2}
 for name, found in (('metrics', lines), ('eval/metrics', [{**last, **by_position}])):
   (folder / f'{name}.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in found))
@@ -125,6 +126,13 @@ def test_it_continues_after_a_stop_and_leaves_out_what_fails(common, tmp_path, c
   trial = 'stopped/tokens=640,seed=0 of 10'
   assert started(tmp_path).count(trial) == 2
   assert started(tmp_path)[-1] == 'sound/tokens=640,seed=0 of 10'
+
+
+def test_a_position_that_a_candidate_never_reads_is_left_empty(common, tmp_path, capsys):
+  candidates = [peer(tmp_path, 'whole', '3.0'), peer(tmp_path, 'brief', '4.0')]
+  assert compare.main([*common, *candidates, '--tokens=640', '--seeds=0']) == 0
+  said = capsys.readouterr().out
+  assert '| whole | 1.500 | 1.500 |' in said and '| brief | 2.000 |  |' in said
 
 
 def test_results_of_another_program_are_refused(common, tmp_path, capsys):

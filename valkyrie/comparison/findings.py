@@ -184,8 +184,13 @@ def _by_position(runs: Mapping[str, Sequence[Run]], context: int) -> Table:
   """Means over the seeds."""
   found = {name: [dict(bits_by_position(run)) for run in of] for name, of in runs.items()}
   bins = sorted({p for of in found.values() for seed in of for p in seed if p >= context})
+
+  def mean(values: list[float]) -> str:
+    return f'{statistics.fmean(values):.3f}' if values else ''
+
+  # Candidates with other tokens may have other positions.
   rows = [
-    [name, *(f'{statistics.fmean(seed.get(p, math.nan) for seed in of):.3f}' for p in bins)]
+    [name, *(mean([seed[p] for seed in of if p in seed]) for p in bins)]
     for name, of in found.items()
   ]
   return Table(['candidate', *(f'{p:,} to {2 * p - 1:,}' if p > 1 else '1' for p in bins)], rows)
