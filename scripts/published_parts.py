@@ -10,7 +10,7 @@ with normed.gin of the two lines
     import scripts.published_parts
     local/Block.mixers = (@NormedAttention,)
 
-docs/learning.md says what each is worth. What pays is moved into the package.
+docs/learning.md says what each is worth.
 """
 
 from typing import Any
