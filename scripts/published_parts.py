@@ -192,7 +192,7 @@ class Averaged(Optimizer):
   def __init__(self, last_step: int, horizon: int, **options: Any):
     """horizon: the steps over which the average reaches back."""
     super().__init__(**options)
-    self._last_step, self._kept = last_step, 1 - 1 / horizon
+    self._last_step, self._share = last_step, 1 / horizon
 
   def init(self, params, kinds):
     return super().init(params, kinds), (jnp.zeros((), jnp.int32), params)
@@ -200,7 +200,7 @@ class Averaged(Optimizer):
   def update(self, gradients, state, params, learning_rate, kinds, *, plan=True):
     inner, (step, average) = state
     params, inner = super().update(gradients, inner, params, learning_rate, kinds, plan=plan)
-    average = optax.incremental_update(params, average, 1 - self._kept)
+    average = optax.incremental_update(params, average, self._share)
     is_last = step + 1 == self._last_step
     params = jax.tree.map(lambda new, old: jnp.where(is_last, old, new), params, average)
     return params, (inner, (step + 1, average))
