@@ -2,13 +2,13 @@
 
 Each part is bound in the place of one of the package's and takes its bindings:
 
-    python -m valkyrie.main --gin_file=gin/words_cpu.gin --gin_file=normed.gin \\
-        --gin_allow_import=scripts --model_dir=runs/normed
+    python -m valkyrie.main --gin_file=gin/words_cpu.gin --gin_file=gated.gin \\
+        --gin_allow_import=scripts --model_dir=runs/gated
 
-with normed.gin of the two lines
+with gated.gin of the two lines
 
     import scripts.published_parts
-    local/Block.mixers = (@NormedAttention,)
+    local/Block.mixers = (@HeadGatedAttention,)
 
 docs/learning.md says what each is worth.
 """
@@ -24,29 +24,10 @@ import optax
 from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.block import Block
 from valkyrie.models.language_model import LanguageModel
-from valkyrie.models.layers import GatedMLP, RMSNorm, parameter, project
+from valkyrie.models.layers import GatedMLP, parameter, project
 from valkyrie.models.recurrence.convolution import CausalConvolution, ConvolvedCarry
 from valkyrie.models.tables import rows_of
 from valkyrie.training.optimizers import Optimizer
-
-
-@gin.configurable
-class NormedAttention(LongformerAttention):
-  """Queries and keys of each head have a root mean square of 1, times a learned scale.
-
-  Henry et al. 2020 (query-key normalization), with the scale of Dehghani et al. 2023 (ViT-22B).
-  """
-
-  @hk.transparent
-  def _project_heads(self, x):
-    q, k, v = super()._project_heads(x)
-    return _normed('query_norm', q), _normed('key_norm', k), v
-
-
-def _normed(name: str, heads: jax.Array) -> jax.Array:
-  """[B, T, H, K], normalized over K."""
-  flat = heads.reshape(heads.shape[0], -1, heads.shape[-1])
-  return RMSNorm(name=name)(flat).reshape(heads.shape)
 
 
 @gin.configurable
@@ -136,7 +117,7 @@ class ValueEmbeddedAttention(LongformerAttention):
     tokens, size = _read[-1]
     axes = ('vocabulary', 'embed')
     table = parameter('value_embedding', (size, self._kv_width), jnp.zeros, axes=axes)
-    return q, k, v + self._split(rows_of(table, tokens).astype(v.dtype))
+    return q, k, v + rows_of(table, tokens).astype(v.dtype).reshape(v.shape)
 
 
 @gin.configurable

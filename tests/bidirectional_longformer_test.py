@@ -36,20 +36,35 @@ def transformed(**options):
   return hk.transform(mix)
 
 
-def test_equals_the_definition_from_its_parameters():
+@pytest.mark.parametrize('normed', [False, True])
+def test_equals_the_definition_from_its_parameters(normed):
   """The first document goes on from an earlier chunk: its first tokens are not in this one."""
   batch = tiny.batch((6, 14, 5, 3), padding=2)
   first = batch.segment_ids == 1
   positions = np.where(first, batch.positions + 10_000_000, batch.positions)
   x = np.random.default_rng(0).normal(size=(*positions.shape, 16))
-  mixer = transformed(dropout=0.5)
+  mixer = transformed(dropout=0.5, query_key_norm=normed)
   params = jax.jit(mixer.init)(
     jax.random.key(0), jnp.asarray(x, jnp.float32), positions, batch.segment_ids
   )
-  (p,) = (jax.tree.map(np.float64, group) for group in params.values())
+  random = np.random.default_rng(1)
+  params = {
+    module: {'scale': jnp.float32(random.uniform(0.5, 2, WIDTH))} if 'norm' in module else group
+    for module, group in params.items()
+  }
+  p = jax.tree.map(np.float64, params['bidirectional_longformer'])
+  assert len(params) == (5 if normed else 1)
+
+  def projected(name):
+    heads = (x @ p[name]).reshape(*x.shape[:2], -1, WIDTH)
+    if not normed or 'value' in name:
+      return heads
+    size = np.sqrt(np.mean(heads**2, axis=-1, keepdims=True) + 1e-6)
+    scale = np.float64(params[f'bidirectional_longformer/{name}_norm']['scale'])
+    return heads / size * scale[None, None, None]
 
   def projections(*names):
-    return tuple((x @ p[name]).reshape(*x.shape[:2], -1, WIDTH) for name in names)
+    return tuple(map(projected, names))
 
   starts = (positions < 2) & (batch.segment_ids > 0)
   expected = dense_attention.bidirectional(

@@ -100,6 +100,7 @@ def test_an_export_is_read_back_bit_for_bit(run, tmp_path, mixers, more):
     "LanguageModel.compute_dtype = 'bfloat16'\nLanguageModel.parameter_dtype = 'bfloat16'",
     LORA,
     MISTRAL,
+    'FullAttention.query_key_norm = True',
   ],
 )
 def test_a_decoder_is_a_llama(run, tmp_path, more):
@@ -113,7 +114,7 @@ def test_a_decoder_is_a_llama(run, tmp_path, more):
   assert code == 0, said
   config = json.loads((tmp_path / 'out' / 'config.json').read_text())
   arrays = load_file(tmp_path / 'out' / 'model.safetensors')
-  kind = 'Mistral' if more == MISTRAL else 'Llama'
+  kind = 'Mistral' if more == MISTRAL else 'Qwen3' if 'norm' in more else 'Llama'
   assert config['architectures'] == [f'{kind}ForCausalLM'] and config['vocab_size'] == 259
   tied = more == 'LanguageModel.embedding_scale = 1.0'
   assert config['tie_word_embeddings'] == tied == ('lm_head.weight' not in arrays)
@@ -143,7 +144,7 @@ def test_a_hybrid_is_no_llama(trained, tmp_path, capsys):
 
   output = f'--output={tmp_path / "out"}'
   code, said = export(output, '--gin.export.form="huggingface"')
-  assert code == 78 and 'no Llama or Mistral: a layer has another mixer' in said
+  assert code == 78 and 'no Llama, Mistral or Qwen3: a layer has another mixer' in said
   code, said = export(output, '--gin.export.form="onnx"')
   assert code == 78 and "export.form='onnx' is unknown" in said
   assert export()[0] == 2

@@ -1,4 +1,4 @@
-"""A Llama of Hugging Face's transformers against ours, with its own files. Needs torch.
+"""A Llama and a Qwen3 of Hugging Face's transformers against ours, with its own files. Needs torch.
 
 pip install -e '.[learn]'
 """
@@ -23,24 +23,28 @@ REASON = "only pip install '.[learn]' installs torch and transformers"
 
 
 @pytest.mark.parametrize('tied', [False, True])
-@pytest.mark.parametrize('scaled', [False, True])
+@pytest.mark.parametrize('kind', ['Llama', 'scaled Llama', 'Qwen3'])
 @pytest.mark.parametrize('files', ['one', 'sharded in bfloat16'])
-def test_logits_are_those_of_transformers(tmp_path, tied, scaled, files):
+def test_logits_are_those_of_transformers(tmp_path, tied, kind, files):
   torch = pytest.importorskip('torch', reason=REASON)
   transformers = pytest.importorskip('transformers', reason=REASON)
   torch.manual_seed(0)
-  changes = {'rope_scaling': {**llama_reference.SCALED, 'rope_theta': 500.0}} if scaled else {}
-  options = llama_reference.config(tie_word_embeddings=tied, **changes)
-  model = transformers.LlamaForCausalLM(
-    transformers.LlamaConfig(**{k: v for k, v in options.items() if k != 'model_type'})
-  ).eval()
+  options = llama_reference.config(tie_word_embeddings=tied, model_type=kind.split()[-1].lower())
+  if kind == 'scaled Llama':
+    options |= {'rope_scaling': {**llama_reference.SCALED, 'rope_theta': 500.0}}
+  config = transformers.AutoConfig.for_model(**options)
+  model = transformers.AutoModelForCausalLM.from_config(config).eval()
+  for name, scale in model.named_parameters():
+    if 'norm' in name:
+      torch.nn.init.uniform_(scale, 0.5, 1.5)
   if files != 'one':
     model = model.to(torch.bfloat16)
   size = '5GB' if files == 'one' else '20KB'
   model.save_pretrained(tmp_path / 'hf', max_shard_size=size)
   if files != 'one':
     assert len(list((tmp_path / 'hf').glob('*.safetensors'))) > 1
-  model = model.to(torch.float32)
+  # Read again: the frequencies of positions were rounded, too, and no file has them.
+  model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'hf', dtype=torch.float32)
 
   config = huggingface.configuration(tmp_path / 'hf')
   (tmp_path / 'model.gin').write_text(huggingface.gin_text(config))

@@ -1,6 +1,7 @@
 """Llama in float64 from its equations (Touvron et al. 2023), with the tensors of Hugging Face.
 
-Rotary positions as in Llama 3.1 where the configuration says so (rope_type 'llama3').
+Mistral has a window, and Qwen3 a norm of its queries and keys (Yang et al. 2025). Rotary positions
+as in Llama 3.1 where the configuration says so (rope_type 'llama3').
 """
 
 import math
@@ -45,8 +46,8 @@ def tensors(of, seed=0, dtype=np.float32):
   def matrix(outputs, inputs):
     return (random.normal(size=(outputs, inputs)) / math.sqrt(inputs)).astype(dtype)
 
-  def scale():
-    return random.uniform(0.5, 1.5, d).astype(dtype)
+  def scale(width=d):
+    return random.uniform(0.5, 1.5, width).astype(dtype)
 
   found = {'model.embed_tokens.weight': matrix(of['vocab_size'], d), 'model.norm.weight': scale()}
   if not of['tie_word_embeddings']:
@@ -63,6 +64,8 @@ def tensors(of, seed=0, dtype=np.float32):
       'mlp.up_proj': matrix(mlp, d),
       'mlp.down_proj': matrix(d, mlp),
     }
+    if of['model_type'] == 'qwen3':
+      of_layer |= {'self_attn.q_norm': scale(k), 'self_attn.k_norm': scale(k)}
     found |= {f'model.layers.{layer}.{name}.weight': value for name, value in of_layer.items()}
   return found
 
@@ -108,9 +111,13 @@ def logits(of, weights, tokens):
       return x @ weights[f'model.layers.{layer}.{name}.weight'].T
 
     h = norm(x, f'model.layers.{layer}.input_layernorm.weight')
-    q = rotate(read(h, 'self_attn.q_proj').reshape(time, heads, width))
-    k = rotate(read(h, 'self_attn.k_proj').reshape(time, kv, width))
+    q = read(h, 'self_attn.q_proj').reshape(time, heads, width)
+    k = read(h, 'self_attn.k_proj').reshape(time, kv, width)
     v = read(h, 'self_attn.v_proj').reshape(time, kv, width)
+    if of['model_type'] == 'qwen3':
+      q = norm(q, f'model.layers.{layer}.self_attn.q_norm.weight')
+      k = norm(k, f'model.layers.{layer}.self_attn.k_norm.weight')
+    q, k = rotate(q), rotate(k)
     k, v = (np.repeat(part, heads // kv, axis=1) for part in (k, v))
     scores = np.where(seen, np.einsum('qhk,nhk->hqn', q, k) / math.sqrt(width), -np.inf)
     shares = np.exp(scores - scores.max(-1, keepdims=True))

@@ -32,7 +32,11 @@ LAYOUTS = {
 MODELS = {
   'hybrid': {'mixers': (tiny.attention, tiny.s5)},
   'dilated': {
-    'mixers': (functools.partial(tiny.attention, dilations=(1, 3), document_start=0, window=4),)
+    'mixers': (
+      functools.partial(
+        tiny.attention, dilations=(1, 3), document_start=0, window=4, query_key_norm=True
+      ),
+    )
   },
   'dilated_starts': {
     'mixers': (

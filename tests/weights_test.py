@@ -1,4 +1,4 @@
-"""Weights from elsewhere: names, files, Llama and Mistral, and what a run begins with."""
+"""Weights from elsewhere: names, files, Llama, Mistral and Qwen3, and what a run begins with."""
 
 import functools
 import json
@@ -81,6 +81,7 @@ def read(model, params, tokens, carry=None, start=0):
     {'tie_word_embeddings': True},
     {'rope_scaling': llama_reference.SCALED},
     {'model_type': 'mistral', 'sliding_window': 7, 'vocab_size': 128},
+    {'model_type': 'qwen3', 'use_sliding_window': False, 'layer_types': ['full_attention'] * 3},
   ],
 )
 def test_a_folder_of_llama_computes_its_logits_whole_and_in_chunks(tmp_path, changes):
@@ -262,7 +263,8 @@ WRONG = [
       ('attention_bias', True), ('mlp_bias', True), ('partial_rotary_factor', 0.5),
       ('quantization_config', {'quant_method': 'fp8'}), ('logits_scaling', 8.0),
       ('attention_multiplier', 0.1), ('final_logit_softcapping', 30.0), ('sliding_window', 8),
-      ('layer_types', ['full_attention']), ('use_qk_norm', True), ('clip_qkv', 6),
+      ('layer_types', ['full_attention', 'sliding_attention']), ('layer_types', 'full_attention'),
+      ('use_sliding_window', True), ('use_qk_norm', True), ('clip_qkv', 6),
     )
   ),
   *(
@@ -307,6 +309,7 @@ HARMLESS = {
 
 @pytest.mark.parametrize('changes', [
   {}, {'rope_scaling': llama_reference.SCALED}, {'model_type': 'mistral', 'sliding_window': 7},
+  {'model_type': 'qwen3', 'max_window_layers': 28, 'layer_types': ['full_attention'] * 3},
 ])  # fmt: skip
 def test_every_field_that_counts_is_compared(tmp_path, changes):
   """A model of another configuration is refused, though its shapes are the same."""
@@ -314,9 +317,12 @@ def test_every_field_that_counts_is_compared(tmp_path, changes):
   model = model_of(huggingface.configuration(tmp_path / 'hf'), tmp_path)
   _, complete, lines = loaded(tmp_path / 'hf', model)
   assert complete and 'begin without the token 1 (bos_token_id)' in lines[-1]
+  other_heads = {'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 12}
+  if config['model_type'] == 'qwen3':  # whose norms would be left out
+    other_heads = {'model_type': 'llama'}
   others = [
-    {'rope_theta': 501.0}, {'rms_norm_eps': 1e-6}, {'num_attention_heads': 2, 'num_key_value_heads':
-     1, 'head_dim': 12}, {'rope_scaling': {**llama_reference.SCALED, 'factor': 4.0}},
+    {'rope_theta': 501.0}, {'rms_norm_eps': 1e-6}, other_heads,
+    {'rope_scaling': {**llama_reference.SCALED, 'factor': 4.0}},
   ]  # fmt: skip
   if 'rope_scaling' in changes:
     names = ('low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings')
@@ -336,6 +342,13 @@ def test_every_field_that_counts_is_compared(tmp_path, changes):
 def test_long_rotary_periods_are_read(tmp_path):
   (tmp_path / 'config.json').write_text(json.dumps(llama_reference.config(rope_theta=4.5e10)))
   assert huggingface.bindings(huggingface.configuration(tmp_path))['Rotary.base'] == 4.5e10
+
+
+def test_a_qwen3_has_its_defaults():
+  config = llama_reference.config(model_type='qwen3', num_attention_heads=64)
+  del config['num_key_value_heads'], config['head_dim']
+  found = huggingface.bindings(config)
+  assert (found['FullAttention.head_width'], found['FullAttention.kv_heads']) == (128, 32)
 
 
 def test_a_mistral_has_its_defaults():

@@ -67,7 +67,7 @@ def export(
     output: the folder.
     opened: opens the run.
     model: the class of the model.
-    form: 'valkyrie'; 'huggingface', of full attention (Llama) or only of a window (Mistral);
+    form: 'valkyrie'; 'huggingface', of full attention (Llama, Qwen3) or only of a window (Mistral);
       'components', of a decomposition, at one step; or 'first_carry', only of a learned carry, with
       the norm that tells its weights from others.
 

@@ -195,7 +195,7 @@ def dropout(x: Array, rate: float, shared: Sequence[int] = ()) -> Array:
 @gin.configurable
 @dataclasses.dataclass(eq=False)
 class RMSNorm(Module):
-  """Root-mean-square normalization (Zhang & Sennrich 2019, eq. 4), of [B, T, D] in float32."""
+  """Root-mean-square normalization (Zhang & Sennrich 2019, eq. 4), of [..., D] in float32."""
 
   epsilon: float = 1e-6
 
@@ -203,7 +203,8 @@ class RMSNorm(Module):
     scale = parameter('scale', (x.shape[-1],), jnp.ones, axes=('norm',))
     own, x = x.dtype, x.astype(wide(x.dtype))
     mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-    return (x * jax.lax.rsqrt(mean_square + self.epsilon) * scale[None, None]).astype(own)
+    scale = jnp.expand_dims(scale, range(x.ndim - 1))
+    return (x * jax.lax.rsqrt(mean_square + self.epsilon) * scale).astype(own)
 
 
 @dataclasses.dataclass(eq=False)

@@ -1,8 +1,9 @@
-"""Hugging Face's Llama and Mistral: their configurations and tensors read and written.
+"""Hugging Face's Llama, Mistral and Qwen3: their configurations and tensors read and written.
 
     python -m valkyrie.weights.huggingface FOLDER > my_model.gin
 
-prints the model of a folder. A Mistral is a Llama with a window.
+prints the model of a folder. A Mistral is a Llama with a window, and a Qwen3 is one with a
+norm of queries and keys.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,12 @@ from valkyrie.models.language_model import LanguageModel, asked
 from valkyrie.models.layers import RMSNorm
 from valkyrie.weights.named_tensors import read_json
 
-_TYPES = ('llama', 'mistral')
+# The types of models, with the defaults that differ from a Llama's.
+_TYPES: dict[str, dict[str, Any]] = {
+  'llama': {},
+  'mistral': {'num_key_value_heads': 8, 'sliding_window': 4096},
+  'qwen3': {'num_key_value_heads': 32, 'head_dim': 128},
+}
 # {name there: binding here}.
 _SIZES = {
   'vocab_size': 'LanguageModel.vocabulary_size',
@@ -62,7 +68,7 @@ _NO_EFFECT = re.compile(
   r'transformers_version|initializer_range|pretraining_tp|attention_dropout|tokenizer_class|'
   r'output_.*|id2label|label2id|chunk_size_feed_forward|max_length|min_length|top_[kp]|temperature|'
   r'num_(beams|beam_groups|return_sequences)|typical_p|do_sample|.*_penalty|early_stopping|'
-  r'problem_type|finetuning_task|attn_implementation'
+  r'problem_type|finetuning_task|attn_implementation|max_window_layers'
 )
 # What a token sees, in both kinds of attention.
 SIGHT = (
@@ -80,6 +86,8 @@ OURS = {
   'model.layers.#.self_attn.k_proj.weight': 'layers.#.attention.key',
   'model.layers.#.self_attn.v_proj.weight': 'layers.#.attention.value',
   'model.layers.#.self_attn.o_proj.weight': 'layers.#.attention.out',
+  'model.layers.#.self_attn.q_norm.weight': 'layers.#.attention.query_norm.scale',
+  'model.layers.#.self_attn.k_norm.weight': 'layers.#.attention.key_norm.scale',
   'model.layers.#.mlp.gate_proj.weight': 'layers.#.mlp.gate',
   'model.layers.#.mlp.up_proj.weight': 'layers.#.mlp.hidden',
   'model.layers.#.mlp.down_proj.weight': 'layers.#.mlp.out',
@@ -97,11 +105,14 @@ def configuration(folder: pathlib.Path) -> dict[str, Any]:
     raise ConfigurationError(f'{folder} has no config.json. Name the folder of a model.')
   found = read_json(file)
   kind = found.get('model_type')
-  if kind not in _TYPES:
+  if kind not in [*_TYPES]:  # which may be of any type
     raise ConfigurationError(
-      f'{file} is of a model of type {kind!r}. Valkyrie reads {" and ".join(_TYPES)}.'
+      f'{file} is of a model of type {kind!r}. Valkyrie reads {", ".join(_TYPES)}.'
     )
-  _check(file, found, _FIELDS if kind == 'llama' else {**_FIELDS, 'sliding_window': int})
+  layers = found.get('layer_types')  # None stands for full attention in all of them
+  if isinstance(layers, list) and all(layer == 'full_attention' for layer in layers):
+    del found['layer_types']
+  _check(file, found, {**_FIELDS, 'sliding_window': int} if kind == 'mistral' else _FIELDS)
   for name in ('rope_scaling', 'rope_parameters'):
     _check(file, found.get(name) or {}, _ROTARY)
   # Null stands for the default, except for a window.
@@ -145,8 +156,8 @@ def vocabularies(folder: pathlib.Path) -> list[str]:
 
 def bindings(config: Mapping[str, Any]) -> dict[str, Any]:
   """The gin bindings of the model that a configuration describes."""
-  if config.get('model_type') == 'mistral':
-    config = {'num_key_value_heads': 8, 'sliding_window': 4096, **config}  # its defaults
+  kind = config['model_type']
+  config = {**_TYPES[kind], **config}
   heads, width = config['num_attention_heads'], config['hidden_size']
   window = config.get('sliding_window')
   mixer = 'LongformerAttention' if window else 'FullAttention'
@@ -154,6 +165,7 @@ def bindings(config: Mapping[str, Any]) -> dict[str, Any]:
     'heads': heads,
     'kv_heads': config.get('num_key_value_heads') or heads,
     'head_width': config.get('head_dim') or width // heads,
+    'query_key_norm': kind == 'qwen3',
   }
   if window:
     of_mixer |= {'window': window - 1, 'registers': 0, 'document_start': 0}
@@ -203,7 +215,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
   heads = {
     f'{either}.{name}': found[f'{attention}.{name}']
     for either in ('FullAttention', 'LongformerAttention')
-    for name in ('heads', 'head_width')
+    for name in ('heads', 'head_width', 'query_key_norm')
   }
   sight = {'Block.mixers': f'(@{attention},)', 'LongformerAttention.dilations': None}
   return found | heads | sight
@@ -221,7 +233,7 @@ def configuration_of(make: Callable[..., LanguageModel]) -> tuple[dict[str, Any]
   found = asked(make, _configuration_of)
   if isinstance(found, str):
     raise ConfigurationError(
-      f"The model is no Llama or Mistral: {found}. Export it with export.form = 'valkyrie'."
+      f"The model is no Llama, Mistral or Qwen3: {found}. Export it with export.form = 'valkyrie'."
     )
   return found
 
@@ -234,7 +246,10 @@ def _configuration_of(model: LanguageModel) -> tuple[dict[str, Any], float] | st
   if not isinstance(first, LongformerAttention) or any(len(b.mixers) != 1 for b in blocks):
     return 'a layer has another mixer than one attention'
   attentions = [mixer for mixer in mixers if isinstance(mixer, LongformerAttention)]
-  facts = {(type(m), m.heads, m.kv_heads, m.head_width, m.window, m.rotary()) for m in attentions}
+  facts = {
+    (type(m), m.heads, m.kv_heads, m.head_width, m.window, m.query_key_norm, m.rotary())
+    for m in attentions
+  }
   if len(facts) > 1 or len(attentions) < len(mixers):
     return 'its layers have different attention'
   if first.registers or first.document_start or {*(first.dilations or (1,))} != {1}:
@@ -242,9 +257,12 @@ def _configuration_of(model: LanguageModel) -> tuple[dict[str, Any], float] | st
   if model.planner is not None or len({block.mlp.width for block in blocks}) > 1:
     return 'it has a planner, or MLPs of different widths'
   rotary, full = first.rotary(), isinstance(first, FullAttention)
+  if first.query_key_norm and not full:
+    return 'its attention has a window, and a norm of queries and keys'
+  kind = 'Qwen3' if first.query_key_norm else 'Llama' if full else 'Mistral'
   config = {
-    'architectures': ['LlamaForCausalLM' if full else 'MistralForCausalLM'],
-    'model_type': 'llama' if full else 'mistral',
+    'architectures': [f'{kind}ForCausalLM'],
+    'model_type': kind.lower(),
     'hidden_act': 'silu',
     'hidden_size': model.d_model,
     'intermediate_size': blocks[0].mlp.width,

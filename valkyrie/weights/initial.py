@@ -64,7 +64,7 @@ class InitialWeights:
 
   Attributes:
     source: the directory of a run, whose newest checkpoint is read; a safetensors file or a folder
-      with such files, as an export has; or a folder of Hugging Face's Llama or Mistral.
+      with such files, as an export has; or a folder of Hugging Face's Llama, Mistral or Qwen3.
     rules: (pattern, tensor); the first rule whose regular expression is found in the name applies.
       The tensor is 'fresh' for the model's own initialization, 'zero', or the name of the tensor in
       the source, in which \\1 stands for a group of the pattern. Without a rule, the name stays.
@@ -227,8 +227,9 @@ class InitialWeights:
     begins = f'documents begin with BOS, the token {has}'
     if not has:
       begins = (
-        f'warning: documents begin without the token {bos!r:.20} (bos_token_id) of the source; '
-        '"add_bos_token": true in the tokenizer_config.json beside the vocabulary adds it'
+        f'warning: documents begin without the token {bos!r:.20} (bos_token_id) of the source. '
+        'If it was trained with that (Qwen3 was not), "add_bos_token": true in the '
+        'tokenizer_config.json beside the vocabulary adds it'
       )
     return [
       f'loaded {used} of the {len(chosen)} tensors of the model from {self.source}',
@@ -288,7 +289,7 @@ def _settings(make: Callable[..., LanguageModel]) -> list[tuple[str, object]]:
     for mixer in [mixer for block in blocks for mixer in block.mixers]:
       if isinstance(mixer, WindowAttention):
         owner, rotary = type(mixer).__name__, dataclasses.asdict(mixer.rotary())
-        names = ('heads', 'head_width', 'window', 'document_start')
+        names = ('heads', 'head_width', 'window', 'document_start', 'query_key_norm')
         dilations = None if {*(mixer.dilations or (1,))} == {1} else mixer.dilations
         found += [('Block.mixers', f'(@{owner},)'), (f'{owner}.dilations', dilations)]
         found += [(f'{owner}.{name}', getattr(mixer, name)) for name in names]

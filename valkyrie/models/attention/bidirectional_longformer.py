@@ -208,7 +208,7 @@ class BidirectionalLongformer(WindowAttention):
     if self._global_tokens:
       k, v = project(x, axes, global_key=kv_width, global_value=kv_width)
       (q,) = project(take(x, global_tokens), axes, global_query=self._q_width)
-      from_global = Projections(self._split(q), self._split(k), self._split(v))
+      from_global = Projections(*self._heads(q, k, v, of='global_'))
     out = bidirectional_attention(
       local,
       from_global,

@@ -15,7 +15,7 @@ from valkyrie.models.attention.rotary import Rotary
 from valkyrie.models.attention.sliding_window import sliding_window_attention
 from valkyrie.models.attention.softmax import Dropout
 from valkyrie.models.attention.windows import windows_of
-from valkyrie.models.layers import Module, parameter, project
+from valkyrie.models.layers import Module, RMSNorm, parameter, project
 from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array, DType
 
@@ -34,6 +34,8 @@ class WindowAttention(Module):
     slice_size: S, queries computed at once; memory grows with S x (W + S).
     dropout: the share of attention weights zeroed in training.
     rotary: the class of the frequencies of positions (`Rotary.base = 500000.0` in gin).
+    query_key_norm: queries and keys of each head have a root mean square of 1, times a learned
+      scale, as in Qwen3 (Henry et al. 2020; Dehghani et al. 2023, section 2).
   """
 
   heads: int
@@ -45,6 +47,7 @@ class WindowAttention(Module):
   slice_size: int = 128
   dropout: float = 0.0
   rotary: Callable[[], Rotary] = Rotary
+  query_key_norm: bool = False
 
   def __post_init__(self):
     super().__post_init__()
@@ -65,16 +68,19 @@ class WindowAttention(Module):
     sizes = self.heads, self.window, self.slice_size
     self._windows = tuple(windows_of(self._dilations, *sizes, self._rotary))
 
-  def _split(self, x: Array) -> Array:
-    """[B, T, heads · K] -> [B, T, heads, K]."""
-    return x.reshape(*x.shape[:2], -1, self.head_width)
+  @hk.transparent
+  def _heads(self, q: Array, k: Array, v: Array, *, of: str = '') -> tuple[Array, Array, Array]:
+    """[B, T, heads · K] -> [B, T, heads, K] each; `of` begins the names of the norms."""
+    q, k, v = (x.reshape(*x.shape[:2], -1, self.head_width) for x in (q, k, v))
+    if self.query_key_norm:
+      q, k = RMSNorm(name=f'{of}query_norm')(q), RMSNorm(name=f'{of}key_norm')(k)
+    return q, k, v
 
   @hk.transparent
   def _project_heads(self, x: Array) -> tuple[Array, Array, Array]:
     """x [B, T, D] -> queries [B, T, H, K], and keys and values [B, T, J, K]."""
     widths = {'query': self._q_width, 'key': self._kv_width, 'value': self._kv_width}
-    q, k, v = project(x, ('embed', 'heads'), **widths)
-    return self._split(q), self._split(k), self._split(v)
+    return self._heads(*project(x, ('embed', 'heads'), **widths))
 
   @hk.transparent
   def _project_out(self, out: Array, width: int) -> Array:
