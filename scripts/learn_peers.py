@@ -10,6 +10,7 @@ is saved every minute.
 """
 
 from collections.abc import Callable
+import functools
 import itertools
 import json
 import math
@@ -43,6 +44,7 @@ from valkyrie.training.setup import StepSettings
 SAVED_EVERY = 60  # seconds
 MODELS: dict[str, Callable[..., nn.Module]] = {
   'llama': peers.llama,
+  'qwen3': functools.partial(peers.llama, kind='qwen3'),
   'mamba2': lambda _, vocabulary, width: peers.mamba2(vocabulary, width),
 }
 

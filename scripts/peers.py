@@ -14,17 +14,23 @@ BYTES = 259  # and three special tokens, as our vocabulary of bytes
 WIDTH = 192
 
 
-def llama(positions: int, vocabulary: int = BYTES, width: int = WIDTH, **sizes: int) -> nn.Module:
+def llama(
+  positions: int, vocabulary: int = BYTES, width: int = WIDTH, kind: str = 'llama', **sizes: int
+) -> nn.Module:
   """2.3 million parameters, if no `width` and `sizes` of a LlamaConfig are given.
 
-  The width of the MLP is then 8/3 of the model's, as Llama's.
+  The width of the MLP is then 8/3 of the model's, as Llama's. The kind 'qwen3' has a norm of
+  queries and keys.
   """
   small = {
     'num_hidden_layers': 5,
     'num_attention_heads': width // 64,
+    'num_key_value_heads': sizes.get('num_attention_heads', width // 64),
+    'head_dim': width // sizes.get('num_attention_heads', width // 64),
     'intermediate_size': 8 * width // 3,
   }
-  config = transformers.LlamaConfig(
+  config = transformers.AutoConfig.for_model(
+    kind,
     max_position_embeddings=positions,
     use_cache=False,
     tie_word_embeddings=True,
@@ -32,7 +38,7 @@ def llama(positions: int, vocabulary: int = BYTES, width: int = WIDTH, **sizes: 
     hidden_size=width,
     **(small | sizes),
   )
-  return transformers.LlamaForCausalLM(config)
+  return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def mamba2(vocabulary: int = BYTES, width: int = WIDTH) -> nn.Module:

@@ -351,6 +351,13 @@ def test_a_qwen3_has_its_defaults():
   assert (found['FullAttention.head_width'], found['FullAttention.kv_heads']) == (128, 32)
 
 
+@pytest.mark.parametrize('kind', ['llama', 'mistral', 'qwen3'])
+def test_no_number_of_key_value_heads_means_all(tmp_path, kind):
+  config = llama_reference.config(model_type=kind, num_key_value_heads=None, sliding_window=None)
+  (tmp_path / 'config.json').write_text(json.dumps(config))
+  assert huggingface.bindings(huggingface.configuration(tmp_path))['FullAttention.kv_heads'] == 4
+
+
 def test_a_mistral_has_its_defaults():
   config = llama_reference.config(model_type='mistral', num_attention_heads=16)
   del config['num_key_value_heads']

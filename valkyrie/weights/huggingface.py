@@ -115,8 +115,9 @@ def configuration(folder: pathlib.Path) -> dict[str, Any]:
   _check(file, found, {**_FIELDS, 'sliding_window': int} if kind == 'mistral' else _FIELDS)
   for name in ('rope_scaling', 'rope_parameters'):
     _check(file, found.get(name) or {}, _ROTARY)
-  # Null stands for the default, except for a window.
-  found = {name: value for name, value in found.items() if value is not None or 'sliding' in name}
+  # Null stands for the default, except for a window and for as many keys as queries.
+  meant = ('sliding_window', 'num_key_value_heads')
+  found = {name: value for name, value in found.items() if value is not None or name in meant}
   if missing := ', '.join(name for name in _NEEDED if name not in found):
     raise ConfigurationError(f'{file} lacks {missing}, which a Llama has. Fetch it again.')
   if found.get('hidden_act', 'silu') != 'silu':
