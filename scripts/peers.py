@@ -22,11 +22,12 @@ def llama(
   The width of the MLP is then 8/3 of the model's, as Llama's. The kind 'qwen3' has a norm of
   queries and keys.
   """
+  heads = sizes.get('num_attention_heads', width // 64)
   small = {
     'num_hidden_layers': 5,
-    'num_attention_heads': width // 64,
-    'num_key_value_heads': sizes.get('num_attention_heads', width // 64),
-    'head_dim': width // sizes.get('num_attention_heads', width // 64),
+    'num_attention_heads': heads,
+    'num_key_value_heads': heads,
+    'head_dim': width // heads,
     'intermediate_size': 8 * width // 3,
   }
   config = transformers.AutoConfig.for_model(
