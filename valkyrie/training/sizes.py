@@ -2,7 +2,7 @@
 
   python -m valkyrie.training.sizes 50e6 --vocabulary_size=8192 > mine.gin
 
-The pattern is the one in gin/models/hybrid.gin. With N parameters and V tokens it has:
+The pattern and query-key norm are those of gin/models/hybrid.gin. With N parameters and V tokens it has:
 
   width D     64, 128, 192, or 4 to 7 times a power of 2, as in published models: the one for which
               V D + 7.4 D^2.5, that is sqrt(D) / 2 layers of 14.8 D^2, is nearest to N. So D over
@@ -45,7 +45,7 @@ def gin_file(parameters: float, vocabulary_size: int) -> str:
   states, window = width // 2, min(1024, power)
   # The parameters of a layer with a recurrence and of one with attention, without their MLP.
   recurrent = 3 * width * inner + 4 * inner * states + 5 * inner + 3 * states + 2 * width
-  attending = 4 * width**2 + 2 * _REGISTERS * width + 2 * width
+  attending = 4 * width**2 + 2 * _REGISTERS * width + 2 * width + 2 * head_width
   of_mixers, of_vocabulary = 2 * recurrent + attending, vocabulary_size * width + width
   room = parameters - of_vocabulary
   triples = max(2, round(room / (of_mixers + 27 * width**2)))
