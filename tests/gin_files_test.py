@@ -121,16 +121,29 @@ def batch(setup, phase):
   return Batch(integers, integers, floats, integers, integers)
 
 
+def bound(selectors, *files):
+  """What a run and these files bind of the selectors."""
+  names = [name(f) for f in (FOLDER / 'run.gin', *files)]
+  bindings = [statement.parsed for statement in parse.read(names)]
+  chosen = [found for found in bindings if found.selector in selectors]
+  return {(found.scope, found.selector, found.arg_name): repr(found.value) for found in chosen}
+
+
 @pytest.mark.parametrize('file', [f for f in DATA if f.stem != 'feeds'], ids=name)
 def test_a_file_of_data_takes_the_place_of_any_other_one(file):
-  def feed(*files):
-    bindings = [statement.parsed for statement in parse.read([name(f) for f in files])]
-    chosen = [found for found in bindings if found.selector.endswith('TaskFeed')]
-    return {(found.scope, found.arg_name): repr(found.value) for found in chosen}
-
-  assert feed(file)
+  selectors = 'TaskFeed', 'train', 'train_vocabulary', 'Evaluator'
+  alone = bound(selectors, file)
+  assert {selector for _, selector, _ in alone} == {*selectors}
   for other in DATA:
-    assert feed(other, file) == feed(file), other
+    assert bound(selectors, other, file) == alone, other
+
+
+@pytest.mark.parametrize('file', PARTITIONS, ids=name)
+def test_a_layout_takes_the_place_of_any_other_one(file):
+  alone = bound(['Partitioner'], file)
+  assert alone
+  for other in PARTITIONS:
+    assert bound(['Partitioner'], other, file) == alone, other
 
 
 def test_the_step_for_a_gpu_is_lowered_without_one():
@@ -244,22 +257,32 @@ def test_a_model_builds_and_every_parameter_declares_its_axes(file):
   assert None not in declared
 
 
+def operative(*files):
+  """Each value with which a model of these files is built and applied."""
+  gin.clear_config()
+  load(*files)
+  model = language_model.transform(LanguageModel)
+  params, carry = jax.eval_shape(lambda: model.init(jax.random.key(0), 1))
+  chunk = jax.ShapeDtypeStruct((1, 32), jnp.int32)
+  jax.eval_shape(model.apply, params, carry, chunk, chunk, chunk)
+  # What a step computes again changes no number, and runs set it for their memory.
+  return re.sub(r'LanguageModel.remat_policy = .*', '', gin.operative_config_str())
+
+
 @pytest.mark.parametrize('file', MODELS, ids=name)
 def test_a_model_takes_the_place_of_any_other_one(file):
-  def built(*files):
-    gin.clear_config()
-    load(*files)
-    model = language_model.transform(LanguageModel)
-    params, carry = jax.eval_shape(lambda: model.init(jax.random.key(0), 1))
-    chunk = jax.ShapeDtypeStruct((1, 32), jnp.int32)
-    jax.eval_shape(model.apply, params, carry, chunk, chunk, chunk)
-    # What a step computes again changes no number, and runs set it for their memory.
-    return re.sub(r'LanguageModel.remat_policy = .*', '', gin.operative_config_str())
-
   load(file)  # imports the modules, and an import is part of the first configuration
-  alone, others = built(file), [other for other in MODELS if other != file]
-  assert built(*others, file) == alone
-  assert built(*reversed(others), file) == alone
+  assert operative(*MODELS, file) == operative(file) == operative(*reversed(MODELS), file)
+
+
+@pytest.mark.parametrize('folder', ['mixers', 'recall'])
+def test_a_recurrence_takes_the_place_of_any_other_one(folder):
+  base = FOLDER / ('tiny_cpu.gin' if folder == 'mixers' else 'recall_cpu.gin')
+  files = sorted(FOLDER.glob(f'models/{folder}/*.gin'))
+  load(base)
+  for file in files:
+    alone = operative(base, file)
+    assert operative(base, *files, file) == alone == operative(base, *reversed(files), file)
 
 
 @pytest.mark.parametrize('file', LADDER, ids=name)
