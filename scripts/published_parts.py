@@ -22,9 +22,8 @@ import jax.numpy as jnp
 import optax
 
 from valkyrie.models.attention.longformer import LongformerAttention
-from valkyrie.models.block import Block
 from valkyrie.models.language_model import LanguageModel
-from valkyrie.models.layers import GatedMLP, parameter, project
+from valkyrie.models.layers import parameter, project
 from valkyrie.models.recurrence.convolution import CausalConvolution, ConvolvedCarry
 from valkyrie.models.tables import rows_of
 from valkyrie.training.optimizers import Optimizer
@@ -70,24 +69,6 @@ class ConvolvedAttention(hk.Module):
     convolved, tail = self._convolution(x, carry.tail, **where)
     out, state = self._attention(x + convolved, carry.state, **where)
     return out, ConvolvedCarry(tail, state)
-
-
-class _SquaredMLP(GatedMLP):
-  """relu(x w_hidden)^2 w_out, with as many parameters as a gated MLP of that width."""
-
-  def __call__(self, x):
-    (hidden,) = project(x, ('embed', 'mlp'), hidden=3 * self.width // 2)
-    (out,) = project(jnp.square(jax.nn.relu(hidden)), ('mlp', 'embed'), out=x.shape[-1])
-    return out
-
-
-@gin.configurable
-class SquaredBlock(Block):
-  """A block with squared ReLU (So et al. 2021, Primer)."""
-
-  def __init__(self, *arguments, **options):
-    super().__init__(*arguments, **options)
-    self.mlp = _SquaredMLP(self.mlp.width, name='mlp')
 
 
 _read: list[Any] = []  # the tokens of the chunk that is being read, and the vocabulary's size

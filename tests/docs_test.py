@@ -48,6 +48,7 @@ LongformerAttention.head_width = 16
 LongformerAttention.window = 32
 LongformerAttention.registers = 4
 LongformerAttention.document_start = 4
+LongformerAttention.query_key_norm = False
 GatedRecurrence.width = 32
 S5.state_size = 16
 S5.hippo_blocks = 2

@@ -151,6 +151,13 @@ def test_a_hybrid_is_no_llama(trained, tmp_path, capsys):
   assert not (tmp_path / 'out').exists()
 
 
+def test_an_mlp_without_a_gate_is_no_llama_s(run, tmp_path):
+  start = run(mixers='(@FullAttention,)', more=f'{LLAMA}Block.mlp = @SquaredReLUMLP')
+  flags = ('--run_mode=export', '--gin.export.form="huggingface"')
+  code, said = start(*flags, f'--output={tmp_path / "out"}')
+  assert code == 78 and 'MLPs of different widths or without a gate' in said
+
+
 def test_a_tokenizer_goes_with_the_model(run, tmp_path):
   tiny_run.write_tokenizer(tmp_path / 'mine.json')
   beside = {'eos_token': '<|endoftext|>', 'add_bos_token': True, 'bos_token': '!'}

@@ -14,6 +14,7 @@ from valkyrie.errors import ConfigurationError
 from valkyrie.models import language_model, layers
 from valkyrie.models.attention.full import FullAttention
 from valkyrie.models.block import Block
+from valkyrie.models.layers import GatedMLP, SquaredReLUMLP
 from valkyrie.models.model import created
 from valkyrie.types import Batch
 
@@ -436,3 +437,20 @@ def test_the_description_of_a_model():
   unembedding = tiny.VOCABULARY * 16
   reads = 2 * 4 * (tiny.WINDOW + 1 + 2 + 2) * 4 * 8
   assert model.about.forward_flops == 2 * (matrices + unembedding) + reads
+
+
+@pytest.mark.parametrize('make', [GatedMLP, SquaredReLUMLP])
+def test_an_mlp_is_its_equation_and_counts_its_operations(make):
+  x = np.random.default_rng(0).normal(size=(2, 5, 16))
+  layer = hk.transform(lambda x: (make(24, name='mlp')(x), make(24, name='of').forward_flops(16)))
+  params = layer.init(jax.random.key(0), x)
+  found, flops = layer.apply(params, None, x)
+  w = {name: np.asarray(value, np.float64) for name, value in params['mlp'].items()}
+  hidden = x @ w['hidden']
+  if make is GatedMLP:
+    gate = x @ w['gate']
+    inner = gate / (1 + np.exp(-gate)) * hidden
+  else:
+    inner = np.maximum(hidden, 0) ** 2
+  np.testing.assert_allclose(found, inner @ w['out'], rtol=1e-5, atol=1e-6)
+  assert flops == 2 * sum(each.size for each in w.values()) == 2 * 3 * 16 * 24

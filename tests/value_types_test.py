@@ -26,6 +26,7 @@ def load(binding):
     ('Block.mixers=@S5', 'several in brackets, such as (@S5,), not @S5'),
     ('Block.mixers=(@S5, @Block)', 'another part than itself, not (@S5, @Block)'),
     ('LanguageModel.pattern=(@S5,)', 'a Block, not (@S5,)'),
+    ('Block.mlp=@S5', 'a MLP, not @S5'),
     ('LanguageModel.planner=@S5', 'a Planner (S5 has no '),
     ('Block.mixers=(@Planner,)', 'a SequenceMixer (Planner has no '),
     ('Optimizer.algorithm=@S5', 'a GradientTransformation, not @S5'),

@@ -1,4 +1,4 @@
-"""One layer: pre-norm residual mixers in the given order, then a gated MLP."""
+"""One layer: pre-norm residual mixers in the given order, then an MLP."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -7,7 +7,7 @@ import haiku as hk
 
 from valkyrie.config import ranges
 from valkyrie.models import layers
-from valkyrie.models.layers import GatedMLP, RMSNorm
+from valkyrie.models.layers import MLP, GatedMLP, RMSNorm
 from valkyrie.models.mixer_check import check_members, check_result
 from valkyrie.types import Array, Carry, DType, SequenceMixer
 
@@ -17,9 +17,9 @@ class Block(hk.Module):
   """x += mixer(norm(x)) for each mixer, then x += mlp(norm(x)).
 
   `mixers` are the classes of the sequence mixers (`@S5` in gin, not `@S5()`), applied in this
-  order, and `mlp_width` is the hidden width of the MLP. `dropout` is the share of what the mixers
-  and the MLP add to the residual stream, and of the MLP's inner values, that is zeroed in training.
-  A mixer that lacks an attribute raises a ConfigurationError.
+  order, `mlp` is the class of the MLP, and `mlp_width` its width. `dropout` is the share of what
+  the mixers and the MLP add to the residual stream, and of the MLP's inner values, that is zeroed
+  in training. A mixer that lacks an attribute raises a ConfigurationError.
   """
 
   def __init__(
@@ -27,6 +27,7 @@ class Block(hk.Module):
     mixers: Sequence[Callable[[], SequenceMixer]],
     mlp_width: int,
     dropout: float = 0.0,
+    mlp: Callable[..., MLP] = GatedMLP,
     name: str | None = None,
   ):
     super().__init__(name)
@@ -35,7 +36,7 @@ class Block(hk.Module):
     self.mixers = tuple(make() for make in mixers)
     for mixer in self.mixers:
       check_members(mixer)
-    self.mlp = GatedMLP(mlp_width, dropout, name='mlp')
+    self.mlp = mlp(mlp_width, dropout, name='mlp')
 
   def initial_carry(self, batch_size: int, dtype: DType) -> tuple[Carry, ...]:
     """The carry of each mixer at a document start."""

@@ -208,11 +208,23 @@ class RMSNorm(Module):
 
 
 @dataclasses.dataclass(eq=False)
-class GatedMLP(Module):
-  """(silu(x w_gate) * x w_hidden) w_out (Shazeer 2020, SwiGLU)."""
+class MLP(Module):
+  """x [..., D] -> [..., D], each token by itself."""
 
   width: int
   dropout: float = 0.0  # the share of its inner values that is zeroed in training
+
+  def __call__(self, x: Array) -> Array:
+    raise NotImplementedError
+
+  def forward_flops(self, width: int) -> int:
+    """Operations of one token [width] in a forward pass."""
+    raise NotImplementedError
+
+
+@gin.configurable
+class GatedMLP(MLP):
+  """(silu(x w_gate) * x w_hidden) w_out (Shazeer 2020, SwiGLU)."""
 
   def __call__(self, x: Array) -> Array:
     wide = project(x, ('embed', 'mlp'), gate=self.width, hidden=self.width)
@@ -224,3 +236,21 @@ class GatedMLP(Module):
   def forward_flops(self, width: int) -> int:
     """Three matrix products of width x self.width for each token."""
     return 6 * width * self.width
+
+
+@gin.configurable
+class SquaredReLUMLP(MLP):
+  """relu(x w_hidden)^2 w_out (So et al. 2021, Primer, section 4.1).
+
+  Its inner width is 3/2 of `width`, so it has as many parameters as the gated MLP of that width.
+  """
+
+  def __call__(self, x: Array) -> Array:
+    (hidden,) = project(x, ('embed', 'mlp'), hidden=3 * self.width // 2)
+    inner = jnp.square(jax.nn.relu(checkpoint_name(hidden, 'mlp')))
+    (out,) = project(dropout(inner, self.dropout), ('mlp', 'embed'), out=x.shape[-1])
+    return out
+
+  def forward_flops(self, width: int) -> int:
+    """Two matrix products of width x 3/2 self.width for each token."""
+    return 4 * width * (3 * self.width // 2)

@@ -20,7 +20,7 @@ from valkyrie.errors import ConfigurationError, storage_errors
 from valkyrie.models.attention.full import FullAttention
 from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.language_model import LanguageModel, asked
-from valkyrie.models.layers import RMSNorm
+from valkyrie.models.layers import GatedMLP, RMSNorm
 from valkyrie.weights.named_tensors import read_json
 
 # The types of models, with the defaults that differ from a Llama's.
@@ -205,7 +205,8 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
 def gin_text(config: Mapping[str, Any]) -> str:
   """A gin file of the model, to be included in a run."""
   found = bindings(config)
-  lines = ['LanguageModel.pattern = (@Block,)', f'Block.mixers = (@{_attention(found)},)']
+  lines = ["include 'gin/models/defaults.gin'", '', 'LanguageModel.pattern = (@Block,)']
+  lines += [f'Block.mixers = (@{_attention(found)},)']
   return '\n'.join([*lines, *(f'{name} = {value!r}' for name, value in found.items())]) + '\n'
 
 
@@ -255,8 +256,9 @@ def _configuration_of(model: LanguageModel) -> tuple[dict[str, Any], float] | st
     return 'its layers have different attention'
   if first.registers or first.document_start or {*(first.dilations or (1,))} != {1}:
     return 'its attention has registers, global tokens or dilations'
-  if model.planner is not None or len({block.mlp.width for block in blocks}) > 1:
-    return 'it has a planner, or MLPs of different widths'
+  mlps = {(isinstance(block.mlp, GatedMLP), block.mlp.width) for block in blocks}
+  if model.planner is not None or mlps != {(True, blocks[0].mlp.width)}:
+    return 'it has a planner, or MLPs of different widths or without a gate'
   rotary, full = first.rotary(), isinstance(first, FullAttention)
   if first.query_key_norm and not full:
     return 'its attention has a window, and a norm of queries and keys'
