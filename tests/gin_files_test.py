@@ -42,7 +42,8 @@ PARTITIONS = [file for file in sorted(FOLDER.glob('partition/*.gin'))]
 
 
 def name(file):
-  return str(file.relative_to(FOLDER.parent))
+  inside = file.is_relative_to(FOLDER.parent)
+  return str(file.relative_to(FOLDER.parent) if inside else file)
 
 
 def load(*files, flags=()):
@@ -353,7 +354,7 @@ def test_large_models_have_their_parameters(model, least, most):
   assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
 
 
-def test_the_large_llama_is_that_of_its_configuration():
+def test_the_large_llama_is_that_of_its_configuration(tmp_path):
   config = {
     'model_type': 'llama', 'vocab_size': 128256, 'hidden_size': 4096, 'num_hidden_layers': 32,
     'intermediate_size': 14336, 'num_attention_heads': 32, 'num_key_value_heads': 8,
@@ -368,3 +369,6 @@ def test_the_large_llama_is_that_of_its_configuration():
   for binding, value in huggingface.bindings(config).items():
     if not binding.endswith(('_turns', 'max_context', '_norm')):  # defaults, and a choice
       assert gin.query_parameter(binding) == value, binding
+  # The file that is printed for it takes the place of any model, too.
+  (printed := tmp_path / 'llama.gin').write_text(huggingface.gin_text(config))
+  assert operative(*MODELS, printed) == operative(printed)
