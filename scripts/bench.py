@@ -35,6 +35,7 @@ from valkyrie.sharding.partitioner import Partitioner
 LAYOUT = 'gin/partition/single.gin'
 # What the models' files bind.
 MODULES = (
+  'valkyrie.models.attention.full',
   'valkyrie.models.attention.longformer',
   'valkyrie.models.recurrence.gated',
   'valkyrie.models.recurrence.gated_delta',

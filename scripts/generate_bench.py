@@ -28,6 +28,7 @@ from valkyrie.models.language_model import LanguageModel
 
 MODULES = (
   'valkyrie.models.language_model',
+  'valkyrie.models.attention.full',
   'valkyrie.models.attention.longformer',
   'valkyrie.models.recurrence.gated',
   'valkyrie.models.s5.layer',

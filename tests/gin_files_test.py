@@ -266,8 +266,9 @@ def operative(*files):
   params, carry = jax.eval_shape(lambda: model.init(jax.random.key(0), 1))
   chunk = jax.ShapeDtypeStruct((1, 32), jnp.int32)
   jax.eval_shape(model.apply, params, carry, chunk, chunk, chunk)
-  # What a step computes again changes no number, and runs set it for their memory.
-  return re.sub(r'LanguageModel.remat_policy = .*', '', gin.operative_config_str())
+  # Runs set these for their memory.
+  of_runs = r'LanguageModel.(remat_policy|compute_dtype) = .*'
+  return re.sub(of_runs, '', gin.operative_config_str())
 
 
 @pytest.mark.parametrize('file', MODELS, ids=name)
