@@ -30,19 +30,12 @@ import jax
 import jax.numpy as jnp
 
 from valkyrie.config.load import load_gin
+from valkyrie.config.modules import CONFIGURABLE_MODULES
 from valkyrie.sharding.partitioner import Partitioner
 
 LAYOUT = 'gin/partition/single.gin'
 # What the models' files bind.
-MODULES = (
-  'valkyrie.models.attention.full',
-  'valkyrie.models.attention.longformer',
-  'valkyrie.models.recurrence.gated',
-  'valkyrie.models.recurrence.gated_delta',
-  'valkyrie.models.recurrence.mamba2',
-  'valkyrie.models.recurrence.rg_lru',
-  'valkyrie.models.s5.layer',
-)
+MODULES = tuple(m for m in CONFIGURABLE_MODULES if m.startswith('valkyrie.models.'))
 MATRIX = 2048
 
 

@@ -17,6 +17,7 @@ import statistics
 import time
 from typing import Any
 
+from bench import MODULES
 import jax
 import numpy as np
 
@@ -26,13 +27,6 @@ from valkyrie.inference.reader import Reader, TextCarry
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
 
-MODULES = (
-  'valkyrie.models.language_model',
-  'valkyrie.models.attention.full',
-  'valkyrie.models.attention.longformer',
-  'valkyrie.models.recurrence.gated',
-  'valkyrie.models.s5.layer',
-)
 VOCABULARY = 259
 WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_WIDTH, MLP = 192, 6, 3, 1, 64, 384  # of gin/models/tiny.gin
 MIB = 2**20
