@@ -292,7 +292,7 @@ def test_the_commands_of_the_pages_name_what_exists(capsys):
 
 
 def variants():
-  files = ('screen.args', 'words.args', 'learn.args')
+  files = ('screen.args', 'widths.args', 'words.args', 'learn.args')
   for flags in (compare.parse_flags([f'@{ROOT}/scripts/{file}', '--tokens=9']) for file in files):
     yield from (pytest.param(flags, each, id=each.name) for each in flags.candidates)
 

@@ -1,11 +1,13 @@
-"""Products in int8: beside float64, in training, and where tokens or devices are divided."""
+"""Products in 8 bits: beside float64, in training, and where tokens or devices are divided."""
 
 import functools
+import types
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 from jaxprs import equations
+import ml_dtypes
 import numpy as np
 import optax
 from partitioner_test import assert_equal, gradients, layout_of, of_step
@@ -18,23 +20,28 @@ from valkyrie.models.layers import products, projections
 from valkyrie.models.lora import Lora
 from valkyrie.models.quantization import Quantization
 from valkyrie.models.sites import Sites
+from valkyrie.sharding import ambient
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 NARROW = functools.partial(Quantization, bfloat16_gradients=True)
+FLOAT8 = functools.partial(Quantization, dtype='float8_e4m3fn')
+KINDS = [pytest.param(Quantization, id='int8'), pytest.param(FLOAT8, id='float8')]
 
 
-def rounded(x, axis):
-  """x to 255 steps from the largest to its negative, along an axis; numpy."""
-  step = np.max(np.abs(x), axis, keepdims=True) / 127
-  return np.rint(x / step) * step
+def rounded(x, axis, kind=Quantization):
+  """x to 255 steps from the largest to its negative, or to float8, along an axis; numpy."""
+  largest = np.max(np.abs(x), axis, keepdims=True)
+  if kind is FLOAT8:
+    return (x * (448 / largest)).astype(ml_dtypes.float8_e4m3fn).astype(x.dtype) * largest / 448
+  return np.rint(x * (127 / largest)) * largest / 127
 
 
-def product(x, ws):
+def product(x, ws, kind=Quantization):
   """The products of x with all ws, as those of a module `mlp`."""
 
   class OfModule(hk.Module):
     def __call__(self):
-      with hk.custom_getter(Quantization().getter):
+      with hk.custom_getter(kind().getter):
         weights = projections(x, (None, None), **{f'w{n}': w.shape[1] for n, w in enumerate(ws)})
         return jnp.concatenate(products(x, weights), axis=-1)
 
@@ -42,7 +49,8 @@ def product(x, ws):
   return hk.transform(lambda: OfModule('mlp')()).apply(params, None)  # noqa: PLW0108
 
 
-def test_a_product_and_its_gradients_are_those_of_rounded_numbers():
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_product_and_its_gradients_are_those_of_rounded_numbers(kind):
   random = np.random.default_rng(0)
   x, g = random.normal(size=(3, 5, 24)), random.normal(size=(3, 5, 20))
   # Tokens and features of very different sizes: one scale of all would round most of them to 0.
@@ -52,28 +60,29 @@ def test_a_product_and_its_gradients_are_those_of_rounded_numbers():
 
     @jax.jit
     def both(x, ws, g):
-      y, back = jax.vjp(product, x, ws)
+      y, back = jax.vjp(functools.partial(product, kind=kind), x, ws)
       return y, back(g)
 
     y, (dx, dws) = jax.device_get(both(x, ws, g))
-  w = np.concatenate([rounded(w, 0) for w in ws], axis=1)
-  scales = np.max(np.abs(np.concatenate(ws, axis=1)), 0) / 127
+  w = np.concatenate([rounded(w, 0, kind) for w in ws], axis=1)
+  scales = np.max(np.abs(np.concatenate(ws, axis=1)), 0) / (448 if kind is FLOAT8 else 127)
 
   def close(found, expected, size):
     np.testing.assert_allclose(found / size, expected / size, rtol=0, atol=1e-12)
 
-  close(y, rounded(x, 2) @ w, np.abs(x).max(2, keepdims=True) * np.abs(w).max(0))
-  expected = rounded(g * scales, 2) @ (w / scales).T
+  close(y, rounded(x, 2, kind) @ w, np.abs(x).max(2, keepdims=True) * np.abs(w).max(0))
+  expected = rounded(g * scales, 2, kind) @ (w / scales).T
   close(dx, expected, np.abs(expected).max(2, keepdims=True))
   close(np.concatenate(dws, 1), np.einsum('bti,bto->io', x, g), np.abs(x).max())
 
 
-def test_rounding_hides_no_number_that_is_not_finite_and_zeros_stay():
+@pytest.mark.parametrize('kind', KINDS)
+def test_rounding_hides_no_number_that_is_not_finite_and_zeros_stay(kind):
   x = np.ones((4, 6), np.float32)
   x[1, 2], x[2, 3], x[3] = np.nan, -np.inf, 0
-  y = product(jnp.asarray(x), [jnp.eye(6)])
+  y = product(jnp.asarray(x), [jnp.eye(6)], kind)
   np.testing.assert_array_equal(np.isfinite(y).any(1), [True, False, False, True])
-  np.testing.assert_allclose(y[0], 1)
+  np.testing.assert_allclose(y[0], 1, rtol=2**-22)  # the scale is rounded
   np.testing.assert_array_equal(y[3], 0)
 
 
@@ -96,13 +105,14 @@ def program(remat_policy, quantization=Quantization):
   return jax.make_jaxpr(jax.grad(loss))(params, carry).jaxpr
 
 
+@pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('policy, products', [(None, 8), ('products', 8), ('nothing', 11)])
-def test_a_policy_that_saves_products_saves_those_of_int8_in_the_dtype_of_activations(
-  policy, products
+def test_a_policy_that_saves_products_saves_those_of_8_bits_in_the_dtype_of_activations(
+  policy, products, kind
 ):
   """Four in each pass: query, key and value; out; gate and hidden; and out, which none repeats."""
-  jaxpr = program(policy)
-  assert dots(jaxpr).count(('int8', 'int8')) == products
+  jaxpr = program(policy, kind)
+  assert dots(jaxpr).count((kind().dtype,) * 2) == products
   saved = [v.aval for e in equations(jaxpr) if e.primitive.name == 'scan' for v in e.outvars]
   of_tokens = {aval.dtype.name for aval in saved if aval.shape[1:2] == (2 * 15,)}
   assert of_tokens == ({'float32'} if policy != 'nothing' else set())
@@ -119,10 +129,11 @@ def hidden(model, params, batch, cuts=()):
   return np.concatenate(found, axis=1)
 
 
-def test_no_token_depends_on_later_ones_or_on_the_cuts_or_on_its_neighbors():
+@pytest.mark.parametrize('kind', KINDS)
+def test_no_token_depends_on_later_ones_or_on_the_cuts_or_on_its_neighbors(kind):
   with jax.enable_x64(True):
     options = {'layers': 1, 'compute_dtype': 'float64'}
-    model = tiny.model(quantization=Quantization, **options)
+    model = tiny.model(quantization=kind, **options)
     params, _ = tiny.init(model, 2)
     # A later token of another size than all others would change the scale of a whole tensor.
     params['model']['embedding'] = params['model']['embedding'].at[7].multiply(50)
@@ -147,10 +158,21 @@ def of_layout(name, **options):
   return gradients(name, 'float64', **options)[0]
 
 
-def test_a_layout_changes_no_loss_no_gradient_and_no_carry():
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_layout_changes_no_loss_no_gradient_and_no_carry(kind):
   """Parts of a weight along its inputs share the scales of the whole."""
   for name in ('fsdp', 'tensor2d'):
-    assert_equal(of_layout(name), of_layout('single'))
+    assert_equal(of_layout(name, quantization=kind), of_layout('single', quantization=kind))
+
+
+def test_float8_is_for_gpus_and_cpus():
+  FLOAT8()
+  with ambient.within(devices=[types.SimpleNamespace(platform='gpu')]):
+    FLOAT8()
+  with ambient.within(devices=[types.SimpleNamespace(platform='tpu')]):
+    Quantization()
+    with pytest.raises(ConfigurationError, match=r"slower than bfloat16 on TPUs.*Use 'int8'\."):
+      FLOAT8()
 
 
 def test_gradients_that_are_sent_in_bfloat16_are_near():

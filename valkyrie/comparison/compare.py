@@ -82,11 +82,7 @@ def peer(text: str) -> Candidate:
 
 
 def trial_of(
-  flags: argparse.Namespace,
-  candidate: Candidate,
-  title: str,
-  steps: int,
-  macros: Mapping[str, Any],
+  flags: argparse.Namespace, candidate: Candidate, title: str, steps: int, macros: Mapping[str, Any]
 ) -> Trial:
   """The trial in RESULTS/CANDIDATE/TITLE; raises a ConfigurationError as `load_gin` does.
 

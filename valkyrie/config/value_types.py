@@ -120,7 +120,7 @@ def _expected_part(value: Any, part: Any, is_callable: bool) -> str | None:
   name = getattr(part, '__name__', 'function')
   if not isinstance(value, Reference):
     is_ours = is_callable or part.__module__.startswith('valkyrie.')
-    form = f'a reference to a {name}' if is_callable else f'a {name}, such as @NAME()'
+    form = f'a reference to {name}' if is_callable else f'{name}, such as @NAME()'
     no_part = type(value) in _LITERALS or (is_callable and isinstance(value, list | tuple | None))
     return form if is_ours and no_part else None
   if value.evaluated != is_callable:
@@ -146,8 +146,8 @@ def _expected_class(reference: Reference, expected: Any) -> str | None:
       and not _accepts_arguments(getattr(target, name, None), member)
     ]
     lack = f' ({target.__name__} has no {", ".join(unfit)} with its arguments)'
-    return f'a {expected.__name__}{lack}' if unfit else None
-  return None if issubclass(target, expected) else f'a {expected.__name__}'
+    return f'{expected.__name__}{lack}' if unfit else None
+  return None if issubclass(target, expected) else expected.__name__
 
 
 def _target(reference: Reference) -> Any:

@@ -180,10 +180,9 @@ class LoadedModel:
     """What a function of the reader returns for each text; `size` texts are read at once."""
     ranges.check(find.__name__, batch_size=size)
     rows, found = self._tokens(texts, carry), []
-    for first in range(0, len(rows), size):
-      batch = rows[first : first + size]
-      begun = self._begun(carry, len(rows), range(first, first + len(batch)))
-      found += [*find(self.params if params is None else params, begun, batch)]
+    for batch in batches(range(len(rows)), size):
+      args = self._begun(carry, len(rows), batch), [rows[number] for number in batch]
+      found += [*find(self.params if params is None else params, *args)]
     return found
 
   def logits(

@@ -1,11 +1,11 @@
-"""Products in int8: each token of activations and each output feature of weights has its scale.
+"""Products in 8 bits: each token of activations and each output feature of weights has its scale.
 
     y = (x8 w8) s_x s_w    x [T, D_in] ~ x8 s_x and w [D_in, D_out] ~ w8 s_w
     dx = (g8 w8^T) s_g     g s_w ~ g8 s_g: the same w8 serves all passes
     dw = x^T g             in the dtype of x
 
 One scale for all tokens would tell a token how large later ones are. Where layers gather their
-weights (`layer_weights`), each device rounds its part, and int8 is sent.
+weights (`layer_weights`), each device rounds its part, and sends 8 bits a number.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,16 +20,20 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
+from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models.declarations import Declared
 from valkyrie.sharding import ambient, layer_weights, messages
+from valkyrie.sharding.mesh import platform
 from valkyrie.types import Array, DType
 
-_STEPS = 127  # the largest int8; sums in int32 are exact up to 133,152 features
+# The largest number of each. Sums of int8 in int32 are exact up to 133,152 features. E4M3 in all
+# passes is the choice of DeepSeek-V3 (arXiv 2412.19437, 3.3.2), too.
+_LARGEST = {'int8': 127, 'float8_e4m3fn': 448}
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-  """A matrix of this shape in int8 with scales [1, D_out]; only the gradient needs it `whole`."""
+  """A matrix of this shape in 8 bits, scales [1, D_out]; only the gradient needs it `whole`."""
 
   shape: Sequence[int]
   whole: Array
@@ -40,13 +44,22 @@ class Quantized:
 @gin.configurable
 @dataclasses.dataclass(frozen=True)
 class Quantization:
-  """The products of attention and MLPs in int8; recurrences, whose errors add up, stay wide.
+  """The products of attention and MLPs in 8 bits; recurrences, whose errors add up, stay wide.
 
-  With `bfloat16_gradients` devices send the gradients of weights that layers gather in bfloat16,
-  which also rounds their sum over devices, otherwise in float32.
+  dtype: 'int8' or 'float8_e4m3fn'.
+  bfloat16_gradients: devices send the gradients of weights that layers gather in bfloat16, which
+    also rounds their sum over devices, otherwise in float32.
   """
 
+  dtype: str = 'int8'
   bfloat16_gradients: bool = False
+
+  def __post_init__(self):
+    check_choice('Quantization.dtype', self.dtype, _LARGEST)
+    if self.dtype != 'int8' and platform() == 'tpu':
+      raise ConfigurationError(
+        f"Quantization.dtype={self.dtype!r} is slower than bfloat16 on TPUs up to v6e. Use 'int8'."
+      )
 
   def getter(self, following: Callable, part: Array, context: hk.GetterContext) -> Any:
     """A Haiku getter of `Quantized`; it precedes `layer_weights.getter`, which gathers the rest."""
@@ -56,7 +69,7 @@ class Quantization:
       return following(part)
     own = part.astype(of.cast)  # first, so that all layouts round the same numbers
     split = next((n for n, size in enumerate(shape) if part.shape[n] < size), None)
-    w8, scale = _rounded(lax.stop_gradient(own), 0, over if split == 0 else ())
+    w8, scale = _rounded(lax.stop_gradient(own), 0, self.dtype, over if split == 0 else ())
     if split is not None:
       w8 = messages.all_gather(w8, over, split)
       scale = messages.all_gather(scale, over, 1) if split == 1 else scale
@@ -88,15 +101,17 @@ _product.defvjp(_forward, _backward)
 
 
 def _by_rows(x, w8, summed):
-  """The sums over this dimension of w8, with x in int8 and a scale for each row; wide."""
-  x8, scale = _rounded(x, 1)
-  sums = lax.dot_general(x8, w8, (((1,), (summed,)), ((), ())), preferred_element_type=jnp.int32)
+  """The sums over this dimension of w8, with x in its dtype and a scale for each row; wide."""
+  x8, scale = _rounded(x, 1, w8.dtype.name)
+  of_sums = jnp.int32 if w8.dtype == jnp.int8 else scale.dtype
+  sums = lax.dot_general(x8, w8, (((1,), (summed,)), ((), ())), preferred_element_type=of_sums)
   return sums.astype(scale.dtype) * scale
 
 
-def _rounded(x, axis, over=()):
-  """x in int8, and its wide scale along an axis that devices `over` mesh axes may share."""
+def _rounded(x, axis, dtype, over=()):
+  """x in 8 bits, and its wide scale along an axis that devices `over` mesh axes may share."""
   wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
   largest = jnp.maximum(jnp.max(jnp.abs(wide), axis, keepdims=True), 1e-30)
   largest = lax.pmax(largest, over) if over else largest
-  return jnp.round(wide * (_STEPS / largest)).astype(jnp.int8), largest / _STEPS
+  x8, scale = wide * (_LARGEST[dtype] / largest), largest / _LARGEST[dtype]
+  return (jnp.round(x8) if dtype == 'int8' else x8).astype(dtype), scale
