@@ -275,7 +275,7 @@ def test_what_does_not_fit(mixture, options, message):
 
 
 SAME = 'share {} files, such as'
-HELD = 'share [123] files, such as .*, which one of them holds out'
+HELD = 'share [123] files, such as .*, which one source holds out'
 
 
 @pytest.mark.parametrize(

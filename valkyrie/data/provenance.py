@@ -146,7 +146,7 @@ def check_apart(sources: Mapping[str, Selection]) -> None:
       found = f'The sources {one[0]} and {other[0]} of the mixture share {len(both)} files'
       found = f'{found}, such as {redact.in_value(both[0])}'
       if one[1] != other[1]:
-        raise DataError(f'{found}, which one of them holds out. Name the others by a pattern.')
+        raise DataError(f'{found}, which one source holds out. Name the others by a pattern.')
       logging.warning('%s: their share of the tokens is the sum of two.', found)
 
 

@@ -149,7 +149,7 @@ class SourceFiles:
     return path
 
   def _wanted(self, found: dict[str, Any]) -> list[Any]:
-    """Those of the files of a folder, by their names, that are read."""
+    """The files of a folder that are read, selected by their names."""
     visible = {
       name: info
       for name, info in found.items()

@@ -2,7 +2,7 @@
 
   python -m valkyrie.training.sizes 50e6 --vocabulary_size=8192 > mine.gin
 
-Its pattern and query-key norm are those of gin/models/hybrid.gin. With N parameters and V tokens
+It has the pattern and query-key norm of gin/models/hybrid.gin. With N parameters and V tokens
 it has:
 
   width D     64, 128, 192, or 4 to 7 times a power of 2, as in published models: the one for which

@@ -109,7 +109,7 @@ def configuration(folder: pathlib.Path) -> dict[str, Any]:
     raise ConfigurationError(
       f'{file} is of a model of type {kind!r}. Valkyrie reads {", ".join(_TYPES)}.'
     )
-  layers = found.get('layer_types')  # None stands for full attention in all of them
+  layers = found.get('layer_types')  # None stands for full attention in all layers
   if isinstance(layers, list) and all(layer == 'full_attention' for layer in layers):
     del found['layer_types']
   _check(file, found, {**_FIELDS, 'sliding_window': int} if kind == 'mistral' else _FIELDS)
