@@ -2,8 +2,8 @@
 
   python -m valkyrie.training.sizes 50e6 --vocabulary_size=8192 > mine.gin
 
-It has the pattern and query-key norm of gin/models/hybrid.gin. With N parameters and V tokens
-it has:
+The hybrid has the pattern and query-key norm of gin/models/hybrid.gin. For N parameters and V
+tokens it has:
 
   width D     64, 128, 192, or 4 to 7 times a power of 2, as in published models: the one for which
               V D + 7.4 D^2.5, that is sqrt(D) / 2 layers of 14.8 D^2, is nearest to N. So D over
