@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from unittest import mock
 
 import gin
 import jax
@@ -129,6 +130,20 @@ def test_a_step_that_does_not_fit_ends_with_78_and_a_recommendation(tmp_path, ca
   (found,) = json.loads((tmp_path / 'run' / 'precompile.json').read_text())
   assert found['fits'] is False
   assert 'DOES NOT FIT' in capsys.readouterr().out
+
+
+def test_memory_that_a_compiler_refuses_has_the_arguments_added(tmp_path, monkeypatch):
+  """libtpu's message names only the temporaries."""
+  words = 'the total memory required for HLO temporaries (16.50G) exceeds available HBM (15.75G).'
+  error = jax.errors.JaxRuntimeError(f'RESOURCE_EXHAUSTED: Ran out of memory on HBM, {words}')
+  (c,) = ask(tmp_path / 'fits', partition='zero1')
+  monkeypatch.setattr(jax.stages.Lowered, 'compile', mock.Mock(side_effect=error))
+  with pytest.raises(ConfigurationError, match=r'Phase 0 needs 16\.50 GiB per device'):
+    ask(tmp_path / 'refused', '--gin.precompile.layouts=()', partition='zero1')
+  (refused,) = json.loads((tmp_path / 'refused' / 'precompile.json').read_text())
+  assert refused['refused'] == str(error) and not refused['fits']
+  batch = 5 * 4 * c['rows'] * c['chunks'] * c['chunk_size'] // c['chips']
+  assert refused['total_bytes'] == int(16.5 * 2**30) + c['argument_bytes'] - batch
 
 
 def test_chunks_are_shortened_until_the_step_fits(tmp_path):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 import functools
+import math
 import re
 import time
 from typing import Any
@@ -54,8 +55,10 @@ def of_step(
     refused = str(error).partition('\n')[0]
     if 'RESOURCE_EXHAUSTED' not in refused:
       raise
-    needed = re.search(r'\(([\d.]+)G\)', refused)
-    total = int(float(needed.group(1)) * chips.GIB) if needed else None
+    leaves = jax.tree.leaves(setup.state)
+    arguments = sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in leaves)
+    temporaries = re.search(r'temporaries \(([\d.]+)G\)', refused)
+    total = int(float(temporaries.group(1)) * chips.GIB) + arguments if temporaries else None
     return facts | {'total_bytes': total, 'hbm_bytes': hbm_bytes, 'fits': False, 'refused': refused}
   seconds = time.perf_counter() - began
   facts['compile_seconds'] = round(seconds, 1)

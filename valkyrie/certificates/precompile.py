@@ -104,8 +104,9 @@ def advice(
   """
   needs = gib(worst['total_bytes']) if worst['total_bytes'] else 'more memory'
   lines = [
-    f'Phase {worst["phase"]} needs {needs} per device. A device has {gib(worst["hbm_bytes"])}. '
-    'These changes were compiled:'
+    f'Phase {worst["phase"]} needs {needs} per device. '
+    + (f'A device has {gib(worst["hbm_bytes"])}. ' if worst['hbm_bytes'] else '')
+    + 'These changes were compiled:'
   ]
   tried, before = [], _run(partitioner())
   for knob in _knobs(worst, layouts):
