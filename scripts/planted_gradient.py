@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   )
   add = parser.add_argument
   add('--tokens', type=int, default=20971520, help='of the row (default: %(default)s)')
-  add('--chunk_size', type=int, default=8192, help='default: %(default)s')
+  add('--chunk_size', type=int, default=1024, help='default: %(default)s')
   add('--gin_file', default='gin/models/tiny.gin', help='the model (default: %(default)s)')
   add('--dtype', choices=['float32', 'float64'], default='float32', help='default: %(default)s')
   flags = parser.parse_args(arguments)
