@@ -1,0 +1,24 @@
+"""scripts/planted_gradient: on a short row, in float64, both derivatives are the same."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def test_the_gradient_of_a_planted_token_is_the_derivative_forwards():
+  sizes = '--gin_file=gin/models/micro.gin --tokens=4096 --chunk_size=256 --dtype=float64'
+  done = subprocess.run(
+    [sys.executable, 'scripts/planted_gradient.py', *sizes.split()],
+    cwd=ROOT, env={**os.environ, 'PYTHONPATH': str(ROOT)}, capture_output=True, text=True,
+    check=False,
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr
+  (length,) = re.findall(r'has the length (\S+),', done.stdout)
+  (difference,) = re.findall(r'they differ by (\S+)\. ', done.stdout)
+  (cut,) = re.findall(r'before chunk 8 it is (\S+)\.$', done.stdout.strip())
+  assert float(length) > 0 and float(difference) < 1e-12
+  assert abs(float(cut)) < 1e-3 * float(length)
