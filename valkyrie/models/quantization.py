@@ -26,8 +26,8 @@ from valkyrie.sharding import ambient, layer_weights, messages
 from valkyrie.sharding.mesh import platform
 from valkyrie.types import Array, DType
 
-# The largest number of each. Sums of int8 in int32 are exact up to 133,152 features. E4M3 in all
-# passes is the choice of DeepSeek-V3 (arXiv 2412.19437, 3.3.2), too.
+# The largest number of each. Sums of int8 in int32 are exact up to 133,152 features. E4M3 serves in
+# all passes, as in DeepSeek-AI 2024 (section 3.3.2).
 _LARGEST = {'int8': 127, 'float8_e4m3fn': 448}
 
 
