@@ -16,9 +16,7 @@ def test_the_gradient_of_a_planted_token_is_the_derivative_forwards():
     cwd=ROOT, env={**os.environ, 'PYTHONPATH': str(ROOT)}, capture_output=True, text=True,
     check=False,
   )  # fmt: skip
+  # It fails by itself if the gradient is zero, or does not vanish where the states are cut.
   assert done.returncode == 0, done.stderr
-  (length,) = re.findall(r'has the length (\S+),', done.stdout)
   (difference,) = re.findall(r'they differ by (\S+)\. ', done.stdout)
-  (cut,) = re.findall(r'before chunk 8 it is (\S+)\.$', done.stdout.strip())
-  assert float(length) > 0 and float(difference) < 1e-12
-  assert abs(float(cut)) < 1e-3 * float(length)
+  assert float(difference) < 1e-12
