@@ -13,6 +13,7 @@ with gated.gin of the two lines
 docs/learning.md says what each is worth.
 """
 
+import dataclasses
 from typing import Any
 
 import gin
@@ -24,8 +25,11 @@ import optax
 from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.layers import parameter, project
+from valkyrie.models.model import created
 from valkyrie.models.recurrence.convolution import CausalConvolution, ConvolvedCarry
 from valkyrie.models.tables import rows_of
+from valkyrie.training import losses
+from valkyrie.training.objective import Prediction, Term
 from valkyrie.training.optimizers import Optimizer
 
 
@@ -99,6 +103,53 @@ class ValueEmbeddedAttention(LongformerAttention):
     axes = ('vocabulary', 'embed')
     table = parameter('value_embedding', (size, self._kv_width), jnp.zeros, axes=axes)
     return q, k, v + rows_of(table, tokens).astype(v.dtype).reshape(v.shape)
+
+
+def _second_head(hidden):
+  return hidden + hk.Linear(hidden.shape[-1], name='second_token')(hidden)
+
+
+@gin.configurable
+@dataclasses.dataclass(frozen=True)
+class SecondToken(Term):
+  """The cross-entropy of the token after the next (Gloeckle et al. 2024, arXiv 2404.19737).
+
+  The last token of each chunk has none, since its target is in the next chunk.
+  """
+
+  weight: float = 0.3
+
+  def extended(self, model):
+    inputs = jnp.zeros((1, model.about.width))
+    return model.extended(self.name, *created(lambda: _second_head(inputs)))
+
+  def values(self, chunk):
+    hidden = hk.transform(_second_head).apply(chunk.params, None, chunk.features.hidden)
+    targets = jnp.roll(chunk.batch.targets, -1, axis=1)
+    known = (chunk.batch.weights * jnp.roll(chunk.batch.weights, -1, axis=1)).at[:, -1].set(0)
+    features = chunk.features._replace(hidden=hidden)
+    scores = losses.token_scores(features, targets, chunk.model.about.vocabulary_size)
+    return {'second_token': self.weight * known * scores.loss}
+
+
+_logits = losses.logits
+
+
+@gin.configurable
+@dataclasses.dataclass(frozen=True)
+class SoftCapped(Prediction):
+  """Logits between -cap and cap, in evaluations too (Gemma 2, Riviere et al. 2024, 2408.00118)."""
+
+  cap: float = 15.0
+
+  def __post_init__(self):
+    super().__post_init__()
+
+    def capped(features, vocabulary_size):
+      scores = _logits(features, vocabulary_size)
+      return jnp.where(scores > -1e30, self.cap * jnp.tanh(scores / self.cap), scores)
+
+    losses.logits = capped  # of all that this process computes
 
 
 @gin.configurable

@@ -1,6 +1,7 @@
 """Published ideas that scripts/words.args compares: each does what its paper says."""
 
 import functools
+import types
 
 import gin
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ import pytest
 
 from scripts import published_parts as parts
 from valkyrie.models.declarations import Kind
+from valkyrie.models.features import Features
 from valkyrie.models.mixer_check import check_mixer
+from valkyrie.training import losses
 from valkyrie.training.algorithms import acts_on_layers
 
 WIDTH = 16
@@ -32,6 +35,45 @@ def bindings():
 @pytest.mark.usefixtures('bindings')
 def test_each_attention_keeps_the_rules_of_mixers(name):
   check_mixer(getattr(parts, f'{name}Attention'), WIDTH)
+
+
+def features_of(random, size, padded):
+  hidden = random.normal(size=(2, 5, 4)).astype(np.float32)
+  unembedding = 9 * random.normal(size=(padded, 4)).astype(np.float32)
+  return Features(jnp.asarray(hidden), jnp.asarray(unembedding)), hidden @ unembedding[:size].T
+
+
+def test_a_soft_cap_bounds_logits_in_all_losses(monkeypatch):
+  monkeypatch.setattr(losses, 'logits', losses.logits)  # is put back
+  random = np.random.default_rng(0)
+  features, raw = features_of(random, 7, padded=8)
+  targets = random.integers(7, size=(2, 5))
+  parts.SoftCapped(cap=2.0)
+  capped = 2 * np.tanh(raw / 2)
+  assert np.abs(raw).max() > 9
+  picked = np.take_along_axis(capped, targets[..., None], -1)[..., 0]
+  loss = losses.token_scores(features, jnp.asarray(targets), 7).loss
+  np.testing.assert_allclose(loss, np.log(np.exp(capped).sum(-1)) - picked, rtol=1e-5)
+
+
+def test_the_second_token_is_the_one_after_the_target():
+  random = np.random.default_rng(0)
+  features, raw = features_of(random, 8, padded=8)
+  targets, weights = random.integers(8, size=(2, 5)), np.ones((2, 5), np.float32)
+  weights[1, 2] = 0  # padding: neither a target nor a second one
+  chunk = types.SimpleNamespace(
+    params={'second_token': {'w': jnp.zeros((4, 4)), 'b': jnp.zeros(4)}},
+    features=features,
+    batch=types.SimpleNamespace(targets=jnp.asarray(targets), weights=jnp.asarray(weights)),
+    model=types.SimpleNamespace(about=types.SimpleNamespace(vocabulary_size=8)),
+  )
+  values = parts.SecondToken(weight=0.5).values(chunk)['second_token']
+  expected = np.zeros((2, 5))
+  for row, at in np.ndindex(2, 4):
+    if weights[row, at] and weights[row, at + 1]:
+      scores = raw[row, at]
+      expected[row, at] = np.log(np.exp(scores).sum()) - scores[targets[row, at + 1]]
+  np.testing.assert_allclose(values, 0.5 * expected, rtol=1e-4)
 
 
 def test_decay_is_cautious():
