@@ -74,3 +74,22 @@ def test_the_first_process_is_the_supervisor_of_a_user_without_rights(image):
   assert 'supervise: exit code 0' in done.stderr
   names = [name for name, _ in STEPS]
   assert arguments('USER') == ['valkyrie'] and names.index('USER') < names.index('COPY')
+
+
+def test_the_set_up_replaces_only_its_own_environment(image):
+  """A .venv that somebody else made may have packages of theirs."""
+  theirs, ours = image / '.venv' / 'theirs', image / '.venv' / 'pins.txt'
+  theirs.parent.mkdir()
+  theirs.touch()
+  make = ['bash', '-c', 'source scripts/setup_environment && find_python && make_venv']
+  done = run(image, make)
+  assert done.returncode == 1 and theirs.exists()
+  assert f'{theirs.parent} was not made by these scripts' in done.stderr
+  theirs.parent.rename(image / 'renamed')
+  for _ in range(2):
+    done = run(image, make)
+    assert done.returncode == 0, done.stderr
+    assert ours.exists() and (image / '.venv' / 'bin' / 'python').exists()
+  ours.parent.joinpath('left').touch()  # an installation that was interrupted is begun anew
+  assert run(image, make).returncode == 0
+  assert not ours.parent.joinpath('left').exists()
