@@ -132,6 +132,16 @@ def test_a_step_that_does_not_fit_ends_with_78_and_a_recommendation(tmp_path, ca
   assert 'DOES NOT FIT' in capsys.readouterr().out
 
 
+def test_a_gpu_names_the_memory_that_a_program_may_use(tmp_path, monkeypatch):
+  gpu = mock.Mock(memory_stats=lambda: {'bytes_limit': 2**28})
+  monkeypatch.setattr(jax, 'local_devices', lambda: [gpu])
+  (found,) = ask(tmp_path / 'run', partition='zero1')
+  assert found['hbm_bytes'] == 2**28 and found['fits']
+  gpu.memory_stats = lambda: {}  # a GPU without a pool
+  (found,) = ask(tmp_path / 'run', partition='zero1')
+  assert found['hbm_bytes'] is None and found['fits'] is None
+
+
 def test_memory_that_a_compiler_refuses_has_the_arguments_added(tmp_path, monkeypatch):
   """libtpu's message names only the temporaries."""
   words = 'the total memory required for HLO temporaries (16.50G) exceeds available HBM (15.75G).'

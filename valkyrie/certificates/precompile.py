@@ -53,13 +53,15 @@ def precompile(
     model_dir: the directory of precompile.json.
     topology: a TPU slice, such as 'v4:4x4x2', or several, such as '2xv4:4x4x2'; None means the
       devices of this machine.
-    hbm_bytes: the memory of a device that a program may use; None takes what the chip has.
+    hbm_bytes: the memory of a device that a program may use; None takes what the chip or GPU has.
     dcn_bytes_per_second: what a chip sends over the network between slices; None takes the chip's.
     layouts: gin files of partitioners to try if a step needs more; None takes all of gin/partition.
   """
   devices = jax.devices() if topology is None else topologies.devices(topology)
   chip = chips.of_kind(devices[0].device_kind)
   offered = hbm_bytes or (chip and chip.hbm_bytes)
+  if not offered and topology is None:  # a GPU names the size of its pool, a CPU nothing
+    offered = (jax.local_devices()[0].memory_stats() or {}).get('bytes_limit')
 
   def certificates(only: int | None = None) -> list[Certificate]:
     """One for each phase, or for phase `only`; phases of one shape share a program."""

@@ -124,10 +124,7 @@ class ComponentScores(Term):
     divergence, after, attacked = nothing, last, before.place.read[0] < self.attacked_tokens
     if self.attacked_tokens:
       divergence, after = lax.cond(
-        attacked,
-        lambda carry: self._attack(read, carry),
-        lambda carry: (nothing, carry),
-        last,
+        attacked, lambda carry: self._attack(read, carry), lambda carry: (nothing, carry), last
       )
     sums = {f'{kind}/{name}': x[n] for kind, x in found.items() for n, name in enumerate(MASKINGS)}
     sums |= {f'kl/{ADVERSARIAL}': divergence, 'attacked': attacked * weight, 'weight': weight}
