@@ -277,9 +277,11 @@ def test_a_model_takes_the_place_of_any_other_one(file):
   assert operative(*MODELS, file) == operative(file) == operative(*reversed(MODELS), file)
 
 
-@pytest.mark.parametrize('folder', ['mixers', 'recall'])
-def test_a_recurrence_takes_the_place_of_any_other_one(folder):
-  base = FOLDER / ('tiny_cpu.gin' if folder == 'mixers' else 'recall_cpu.gin')
+@pytest.mark.parametrize(
+  ('run', 'folder'), [('tiny', 'mixers'), ('recall', 'recall'), ('state_tracking', 'recall')]
+)
+def test_a_recurrence_takes_the_place_of_any_other_one(run, folder):
+  base = FOLDER / f'{run}_cpu.gin'
   files = sorted(FOLDER.glob(f'models/{folder}/*.gin'))
   load(base)
   for file in files:
