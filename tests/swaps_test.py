@@ -307,6 +307,15 @@ def test_a_vocabulary_larger_than_the_models(train_run, tmp_path):
     train_run(tmp_path / 'run', '--gin.LanguageModel.vocabulary_size=200')
 
 
+@pytest.mark.parametrize('feed', ['train', 'validation'])
+@pytest.mark.parametrize('rows', [6, 9])
+def test_all_rows_of_a_feed_are_read(train_run, tmp_path, feed, rows):
+  with pytest.raises(
+    ConfigurationError, match=rf'has {rows} rows, but 8 are .*{feed}/TaskFeed and'
+  ):
+    train_run(tmp_path / 'run', f'--gin.{feed}/TaskFeed.batch_size={rows}')
+
+
 def test_a_feed_that_ends_before_the_last_step(train_run, tmp_path, capsys):
   more = 'train/TaskFeed.epochs = 1'
   steps = [*range(1, 4)]  # of 32 tokens, in rows of at most 97

@@ -103,7 +103,7 @@ class SequenceMixer(Protocol):
 class TaskFeed(Protocol):
   """Tokens as a pure function of the position in the rows.
 
-  vocabulary: the codec; vocabulary_size: ids are in [0, vocabulary_size).
+  batch_size: B, its rows; vocabulary: the codec; vocabulary_size: ids are in [0, vocabulary_size).
   tokens_per_byte: of the text, if defined; fingerprint: a hash of the content.
   row_tokens: of the longest row in one epoch.
   row_end: tokens after which all rows are padding; None if the feed is endless.
@@ -115,6 +115,7 @@ class TaskFeed(Protocol):
   The vocabulary is known at once; the other attributes may have to read the data first.
   """
 
+  batch_size: int
   vocabulary: Any
   vocabulary_size: int
 

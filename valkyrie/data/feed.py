@@ -124,9 +124,8 @@ class TaskFeed:
       enough = max(16, self.store.information['text_bytes'] // (2 * self.batch_size))
       raise ConfigurationError(
         f'{self.selection} has {units} {unit}, fewer than batch_size={self.batch_size}, but each '
-        'row needs one. Lower the batch_size of this split, such as '
-        'validation/TaskFeed.batch_size; use a larger split; or '
-        f'{more_documents(min(enough, 2048))}'
+        'row needs one. Lower batch_size (of validation: for TaskFeed and for Evaluator); use a '
+        f'larger split; or {more_documents(min(enough, 2048))}'
       )
     shortest, longest = (of(row.length for row in rows) for of in (min, max))
     if self._order.epochs is None and longest >= _UNEVEN * shortest:

@@ -110,7 +110,7 @@ class Mixture:
         "A mixture needs TaskFeed.reset_at of 'document' or 'sequence': without resets, the memory "
         'of one source would run on in another.'
       )
-    self.vocabulary = first.vocabulary
+    self.batch_size, self.vocabulary = first.batch_size, first.vocabulary
     self.vocabulary_size = first.vocabulary_size
 
   @property

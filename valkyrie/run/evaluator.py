@@ -27,7 +27,7 @@ from valkyrie.storage import whole_file
 from valkyrie.training.data_parallel import gather_params, shard_map_step
 from valkyrie.training.losses import TokenScores, token_scores
 from valkyrie.training.objective import Terms, visit
-from valkyrie.training.setup import check_documents, check_vocabulary
+from valkyrie.training.setup import check_documents, check_feed
 from valkyrie.types import Array, Batch, Carry, Params, TaskFeed
 
 _BINS = 31  # powers of two below the largest int32 position
@@ -119,13 +119,13 @@ class Evaluator:
 
     Args:
       feed: the class of the split's feed, which ends (`epochs=1`).
-      batch_size, chunk_size: rows of the split, and tokens of one forward call.
+      batch_size, chunk_size: rows of the feed, and tokens of one forward call.
       chunks: chunks of each row that a quick evaluation reads, or more up to one with a target;
         None reads all.
       terms: of `objective.evaluations`.
     """
     tokens = feed()
-    check_vocabulary(model, tokens)
+    check_feed(model, tokens, batch_size)
     self.vocabulary = tokens.vocabulary
     # A mixture is evaluated source by source.
     self.sources: Mapping[str, TaskFeed] = getattr(tokens, 'sources', {'': tokens})

@@ -29,7 +29,7 @@ from valkyrie.run.trainer import Trainer, batches
 from valkyrie.sharding import ambient
 from valkyrie.storage import whole_file
 from valkyrie.training.objective import evaluations
-from valkyrie.training.setup import Setup, StepSettings, check_mixers, check_vocabulary
+from valkyrie.training.setup import Setup, StepSettings, check_feed, check_mixers
 from valkyrie.training.spikes import RefusedSteps
 from valkyrie.types import TaskFeed
 from valkyrie.weights.initial import InitialWeights
@@ -100,7 +100,7 @@ def train(
     progress.say(*report.system_lines(), *setup.remarks())
     stack.enter_context(ambient.within(kernels=setup.check_kernels(progress.say)))
     tokens = feed()
-    check_vocabulary(setup.model, tokens)
+    check_feed(setup.model, tokens, setup.settings.batch_size)
     weights = None if initial_weights is None else InitialWeights(initial_weights)
     if weights and directory.latest_step() is None:  # a resumed run no longer needs them
       weights.check_source()

@@ -190,13 +190,8 @@ class Setup:
       f'{count:,} more parameters of the objective: {name}'
       for name, count in sums_of_parts(added, lambda count: count).items()
     ]
-    frozen = [
-      count
-      for module, group in counts.items()
-      for name, count in group.items()
-      if not self.optimizer.learns(f'{module}/{name}')
-    ]
-    if count := sum(frozen):
+    by_path = {f'{module}/{name}': n for module, of in counts.items() for name, n in of.items()}
+    if count := sum(n for path, n in by_path.items() if not self.optimizer.learns(path)):
       remarks.append(
         f'{total - count:,} of {total:,} parameters learn; groups with a learning rate of 0 are '
         'frozen'
@@ -308,8 +303,13 @@ class Setup:
       )
 
 
-def check_vocabulary(model: Model, feed: TaskFeed) -> None:
-  """Raises a ConfigurationError if the feed has tokens without an embedding in the model."""
+def check_feed(model: Model, feed: TaskFeed, rows: int) -> None:
+  """Raises a ConfigurationError for other than `rows` rows, or tokens that have no embedding."""
+  if feed.batch_size != rows:
+    raise ConfigurationError(
+      f'The feed has {feed.batch_size} rows, but {rows} are read. Give both the same batch_size: '
+      'train/TaskFeed and StepSettings, and validation/TaskFeed and Evaluator.'
+    )
   known = model.about.vocabulary_size
   if feed.vocabulary_size > known:
     raise ConfigurationError(
