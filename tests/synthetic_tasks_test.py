@@ -13,7 +13,7 @@ from valkyrie.errors import ConfigurationError
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.tasks.key_value import PAIRS, key_value
-from valkyrie.tasks.listops import listops
+from valkyrie.tasks.listops import listops, log_uniform
 from valkyrie.tasks.passkey import KEY, passkey
 from valkyrie.tasks.selective_copy import COPIED, selective_copy
 from valkyrie.tasks.state_tracking import SWAPS, parity, swaps
@@ -138,6 +138,15 @@ def test_listops_answers_are_the_values_of_their_expressions():
     deepest.append(depth)
   assert max(deepest) == 10
   assert len({answer for _, answer in found}) >= 8
+
+
+@pytest.mark.parametrize('longest', [100, 2000])
+def test_listops_of_other_lengths_are_log_uniform(longest):
+  found = problems(log_uniform, longest)
+  assert all(str(evaluated(prompt[:-1])[0]) == answer for prompt, answer in found)
+  lengths = np.array([len(prompt) - 1 for prompt, _ in found])
+  assert lengths.min() < 8 and 0.6 * longest < lengths.max() <= longest
+  assert 0.3 < (lengths < (4 * longest) ** 0.5).mean() < 0.7
 
 
 def test_a_split_is_reproducible_and_independent_of_shards():
