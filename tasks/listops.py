@@ -9,8 +9,7 @@ Long Range Arena, section 2.2.1). A symbol is one byte: X, N, D and S open a max
 median and a sum modulo 10. The most common answer is right less than one time in five.
 
 A long expression gives one answer to learn from, and a short one shows what the operations do: the
-split 'short' has expressions of 4 to 100 symbols, 'any_length' of 4 to 2000, both
-log-uniformly.
+split 'short' has expressions of 4 to 100 symbols, 'any_length' of 4 to 2000, both log-uniformly.
 """
 
 import math

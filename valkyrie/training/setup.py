@@ -304,7 +304,7 @@ class Setup:
 
 
 def check_feed(model: Model, feed: TaskFeed, rows: int) -> None:
-  """Raises a ConfigurationError for other than `rows` rows, or tokens that have no embedding."""
+  """Raises a ConfigurationError unless the feed has `rows` rows and tokens that the model knows."""
   if feed.batch_size != rows:
     raise ConfigurationError(
       f'The feed has {feed.batch_size} rows, but {rows} are read. Give both the same batch_size: '
