@@ -41,6 +41,7 @@ OPERATIONS = {
 
 def listops(random: np.random.RandomState) -> Problem:
   """A random expression of the published lengths, and its value."""
+  # Giving up would draw fewer numbers, and so change the problems after it.
   return _problem(random, MIN_SYMBOLS, MAX_SYMBOLS, math.inf)
 
 
