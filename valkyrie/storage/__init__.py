@@ -1,1 +1,1 @@
-"""Locks of runs, on a disk or in a bucket, and the objects of buckets."""
+"""Locks of runs, on a disk or in a bucket, the objects of buckets, and what this program made."""

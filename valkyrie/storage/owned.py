@@ -1,0 +1,289 @@
+"""The one place that replaces and deletes files and folders, and that knows what this program made.
+
+Three things tell what this program made; a path or the look of a name never does.
+
+1. A temporary name, which only this module makes. What is written has such a name until it is
+   complete, and its writer holds a lock on it, which the system frees when the process ends. A
+   later write beside it removes what a killed process has left:
+
+       .NAME.<16 random digits><8 of the machine><8 that check the others>      all hexadecimal
+
+2. A mark inside a folder, with the folder's name: a copy or a renamed folder is somebody else's.
+
+       FOLDER/.made_by_valkyrie        {"made_by": "valkyrie", "folder": "FOLDER"}
+
+3. A record, such as store.json, whose files the caller names one by one.
+
+No link is followed, and what this program has not made stays.
+"""
+
+from collections.abc import Iterable, Iterator
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import pathlib
+import re
+import secrets
+import shutil
+import stat
+import time
+from typing import BinaryIO
+
+from valkyrie import foreign
+from valkyrie.storage import foreign_names
+
+MARK = '.made_by_valkyrie'
+_TEMPORARY = re.compile(r'\.(.+)\.([0-9a-f]{24})([0-9a-f]{8})', re.DOTALL)
+_LONGEST_NAME = 200  # bytes of NAME in a temporary name: a file system allows 255 in all
+# Locks hold within one machine on some network file systems, and others have none: there, only
+# what was not changed for so long counts as left by a process that has ended.
+_ABANDONED_SECONDS = 24 * 3600
+
+
+@contextlib.contextmanager
+def new_file(path: pathlib.Path, *, replaces: bool = True) -> Iterator[BinaryIO]:
+  """Opens a file that appears at `path`, whole and on disk, when the block ends without an error.
+
+  It has a temporary name until then, which `.name` tells. With `replaces`, it takes the place of a
+  file (or of a link, whose target stays); otherwise FileExistsError is raised. Raises OSError.
+  """
+  remove_litter(path.parent)
+  with contextlib.ExitStack() as stack:
+    file = stack.enter_context(_locked_file(path))
+    place = pathlib.Path(file.name)
+    try:
+      yield file
+      file.flush()
+      os.fsync(file.fileno())
+      if replaces:
+        os.replace(place, path)
+      else:
+        _give_free_name(place, path)
+    except BaseException:
+      with contextlib.suppress(FileNotFoundError):
+        os.unlink(place)
+      raise
+
+
+@contextlib.contextmanager
+def new_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
+  """Makes a folder that appears at `path`, whole, when the block ends without an error.
+
+  The block fills it under a temporary name. An OSError is raised if `path` is taken.
+  """
+  path.parent.mkdir(parents=True, exist_ok=True)
+  remove_litter(path.parent)
+  place = path.with_name(_temporary_name(path.name))
+  os.mkdir(place)
+  lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+  try:
+    _lock(lock)
+    yield place
+    _give_free_name(place, path)
+  except BaseException:
+    shutil.rmtree(place, ignore_errors=True)
+    raise
+  finally:
+    os.close(lock)
+
+
+def remove_litter(folder: pathlib.Path) -> None:
+  """Removes the files and folders with temporary names that killed processes have left.
+
+  One that a living process writes stays, and so does one that cannot be removed.
+  """
+  with contextlib.suppress(OSError):  # the folder does not exist yet, or cannot be listed
+    for name in os.listdir(folder):
+      made = _TEMPORARY.fullmatch(name)
+      if made and made[3] == _check_digits(made[1], made[2]):
+        with contextlib.suppress(OSError):
+          _remove_abandoned(folder / name, is_local=made[2].endswith(_machine()))
+
+
+def mark(folder: pathlib.Path) -> None:
+  """Records in a folder that this program made it under this name; raises OSError."""
+  content = {'made_by': 'valkyrie', 'folder': folder.name}
+  with open(folder / MARK, 'xb') as file:
+    file.write(json.dumps(content).encode() + b'\n')
+
+
+def is_marked(folder: pathlib.Path) -> bool:
+  """Whether there is a folder, not a link, that this program marked under this name."""
+  if not _is_folder(folder) or (folder / MARK).is_symlink():
+    return False
+  try:
+    content = foreign.json_object(foreign.content(folder / MARK))
+  except (OSError, ValueError):
+    return False
+  return content == {'made_by': 'valkyrie', 'folder': folder.name}
+
+
+def remove_mark(folder: pathlib.Path) -> None:
+  """Removes the mark of a folder, which is complete now; raises OSError."""
+  os.unlink(folder / MARK)
+
+
+def delete_marked(folder: pathlib.Path) -> bool:
+  """Deletes a marked folder with all that is in it; returns whether it was marked.
+
+  The mark goes last, so that a killed deletion can be repeated. Raises OSError.
+  """
+  if not is_marked(folder):
+    return False
+  for name in os.listdir(folder):
+    if _is_folder(folder / name):
+      shutil.rmtree(folder / name)
+    elif name != MARK:
+      os.unlink(folder / name)
+  os.unlink(folder / MARK)
+  os.rmdir(folder)
+  return True
+
+
+def delete_recorded(folder: pathlib.Path, names: Iterable[str]) -> list[str]:
+  """Deletes the files of a record, in this order, then each folder that has become empty.
+
+  Args:
+    folder: a folder, which is not a link.
+    names: names of the files, relative to the folder. The name of the record is the last, so that
+      a killed deletion can be repeated. A name that leads out of the folder, a link, a folder of
+      that name, and a file behind a link are passed over.
+
+  Returns:
+    What stays in the folder, which this program has not made; nothing if the folder is gone.
+
+  Raises:
+    OSError: the file system refused.
+  """
+  if not _is_folder(folder):
+    return []
+  parents = {folder}
+  for name in filter(foreign_names.is_below, names):
+    between = [folder / parent for parent in pathlib.PurePath(name).parents][:-1]
+    if all(map(_is_folder, between)):
+      parents.update(between)
+      delete_file(folder / name)
+  for parent in sorted(parents, key=lambda path: len(path.parts), reverse=True):
+    if not os.listdir(parent):
+      os.rmdir(parent)
+  stays = (path for path in folder.rglob('*') if not _is_folder(path) or not os.listdir(path))
+  return sorted(path.relative_to(folder).as_posix() for path in stays)
+
+
+def delete_file(file: pathlib.Path) -> bool:
+  """Deletes a regular file that the caller has made; returns whether it did. Raises OSError."""
+  if not _is_regular(file):
+    return False
+  with contextlib.suppress(FileNotFoundError):  # another process was faster
+    os.unlink(file)
+  return True
+
+
+def move(place: pathlib.Path, target: pathlib.Path) -> None:
+  """Gives a file or a folder of this program another name; FileExistsError if that is taken."""
+  _give_free_name(place, target)
+
+
+def _locked_file(path: pathlib.Path) -> BinaryIO:
+  """A new file beside `path`, with a temporary name and a lock."""
+  while True:
+    place = path.with_name(_temporary_name(path.name))
+    file = open(place, 'x+b')  # noqa: SIM115  (the caller closes it)
+    # `remove_litter` of another process may see the file before its lock, and take it for litter.
+    if _lock(file.fileno()) is not False and _is_at(place, file.fileno()):
+      return file
+    file.close()
+
+
+def _remove_abandoned(place: pathlib.Path, is_local: bool) -> None:
+  """Removes a file or folder with a temporary name, unless a process may still write it."""
+  is_folder = _is_folder(place)
+  flags = os.O_RDONLY | os.O_DIRECTORY if is_folder else os.O_RDWR | os.O_NONBLOCK
+  descriptor = os.open(place, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
+  try:
+    is_locked = _lock(descriptor)
+    is_abandoned = is_local and is_locked
+    if is_locked is not False and not is_abandoned:
+      is_abandoned = time.time() - _last_change(place) > _ABANDONED_SECONDS
+    if not (is_abandoned and _is_at(place, descriptor)):
+      return
+    if is_folder:
+      shutil.rmtree(place)
+    elif stat.S_ISREG(os.fstat(descriptor).st_mode):
+      os.unlink(place)
+  finally:
+    os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool | None:
+  """Locks an open file or folder; False if another process has it, None if there are no locks."""
+  try:
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    return False
+  except OSError:
+    return None
+  return True
+
+
+def _last_change(place: pathlib.Path) -> float:
+  """The time of the last change of a file, or of anything in a folder, in seconds."""
+  inside = place.rglob('*') if _is_folder(place) else ()
+  return max(path.lstat().st_mtime for path in (place, *inside))
+
+
+def _give_free_name(place: pathlib.Path, target: pathlib.Path) -> None:
+  """Renames a file or folder; raises FileExistsError if the target is there, even as a link."""
+  if _is_regular(place):
+    try:
+      os.link(place, target)  # which replaces nothing, also in a race
+    except FileExistsError:
+      raise
+    except OSError:  # a file system without hard links
+      pass
+    else:
+      os.unlink(place)
+      return
+  if os.path.lexists(target):
+    raise FileExistsError(f'{target} is there already')
+  os.rename(place, target)
+
+
+def _temporary_name(name: str) -> str:
+  short = os.fsencode(name)[:_LONGEST_NAME].decode('utf-8', errors='ignore') or 'file'
+  digits = secrets.token_hex(8) + _machine()
+  return f'.{short}.{digits}{_check_digits(short, digits)}'
+
+
+def _check_digits(name: str, digits: str) -> str:
+  text = f'valkyrie {name} {digits}'.encode(errors='surrogateescape')
+  return hashlib.sha256(text).hexdigest()[:8]
+
+
+def _machine() -> str:
+  """8 digits of this start of this machine, within which a lock is certain."""
+  try:
+    boot = pathlib.Path('/proc/sys/kernel/random/boot_id').read_bytes()
+  except OSError:
+    boot = os.uname().nodename.encode()
+  return hashlib.sha256(boot).hexdigest()[:8]
+
+
+def _is_at(place: pathlib.Path, descriptor: int) -> bool:
+  """Whether an open file is the one at a path."""
+  try:
+    return os.path.samestat(os.lstat(place), os.fstat(descriptor))
+  except FileNotFoundError:
+    return False
+
+
+def _is_folder(place: pathlib.Path) -> bool:
+  """Whether there is a folder, not a link to one."""
+  return os.path.isdir(place) and not os.path.islink(place)
+
+
+def _is_regular(file: pathlib.Path) -> bool:
+  """Whether there is a regular file, not a link to one."""
+  return os.path.isfile(file) and not os.path.islink(file)
