@@ -97,7 +97,8 @@ def converted(
   try:
     yield
   except of as error:
-    raise to(f'{message} ({error}). {advice}') from error
+    reason = ' '.join(str(error).split()) or type(error).__name__
+    raise to(f'{message} ({reason}). {advice}') from error
 
 
 def regular_expression(name: str, pattern: str) -> re.Pattern[str]:

@@ -1,4 +1,7 @@
-"""JSON and lines that people, other programs or networks wrote, read within limits.
+"""The gate for files and texts that people, other programs or networks wrote.
+
+A file is regular and of bounded size before a byte of it is read, JSON has bounded depth and fields
+of known types, and a name or text in a message shows no character that a terminal would obey.
 
 A ValueError, or an OSError of a file, says why one is refused; the reader names the file.
 """
@@ -7,25 +10,85 @@ from collections.abc import Iterator
 import errno
 import json
 import os
-import pathlib
 import re
 import stat
-from typing import Any
+from typing import Any, BinaryIO
 
 LARGEST_FILE = 2**30  # bytes
 LONGEST_LINE = 2**29  # bytes: several copies of a line are in memory at once
 DEEPEST = 100  # brackets inside one another
+_LONGEST_REASON = 300  # characters of a library's text in a message
+_SYSTEM_FILE = 2**20  # bytes that are read of a file without a size, such as those in /proc
 _STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[][{}]', re.DOTALL)
+# Control characters, marks that reverse the direction of a text, line separators, half characters.
+_OBEYED = '\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff'
+_HIDDEN = re.compile(f'[{_OBEYED}]')
+# In whole texts, line ends and tabs stay. A carriage return begins a line of progress, or ends one.
+_HIDDEN_IN_LINES = re.compile(rf'(?!\n|\t|\r\n|(?<!.)\r)[{_OBEYED}]', re.DOTALL)
+_KINDS = {
+  stat.S_IFDIR: 'a folder',
+  stat.S_IFIFO: 'a pipe',
+  stat.S_IFSOCK: 'a socket',
+  stat.S_IFCHR: 'a device',
+  stat.S_IFBLK: 'a device',
+}
 
 
-def content(file: pathlib.Path) -> bytes:
-  """The bytes of a regular file of at most LARGEST_FILE; others could be endless."""
-  found = os.stat(file)
+def opened(file: str | os.PathLike, largest: int | None = None) -> BinaryIO:
+  """Opens a regular file, of at most `largest` bytes, for reading.
+
+  Nothing else is opened: a pipe could make this process wait, a device could be endless.
+
+  Raises:
+    OSError: of the system, or the file is not a regular one.
+    ValueError: it is too large.
+  """
+  _check_kind(os.stat(file), file)
+  descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+  try:
+    found = os.fstat(descriptor)  # the name may lead elsewhere by now
+    _check_kind(found, file)
+    if largest is not None and found.st_size > largest:
+      raise ValueError(f'it has {found.st_size:,} bytes, expected at most {largest:,}')
+    return open(descriptor, 'rb')
+  except BaseException:
+    os.close(descriptor)
+    raise
+
+
+def content(file: str | os.PathLike, largest: int = LARGEST_FILE) -> bytes:
+  """The bytes that a regular file has when it is opened; the errors are those of `opened`."""
+  with opened(file, largest) as stream:
+    return stream.read(os.fstat(stream.fileno()).st_size or _SYSTEM_FILE)
+
+
+def _check_kind(found: os.stat_result, file: str | os.PathLike) -> None:
   if not stat.S_ISREG(found.st_mode):
-    raise OSError(errno.EINVAL, 'it is not a regular file', str(file))
-  if found.st_size > LARGEST_FILE:
-    raise ValueError(f'it has {found.st_size:,} bytes, expected at most {LARGEST_FILE:,}')
-  return file.read_bytes()
+    kind = _KINDS.get(stat.S_IFMT(found.st_mode), 'something else')
+    raise OSError(errno.EINVAL, f'it is not a regular file, but {kind}', os.fspath(file))
+
+
+def shown(text: object) -> str:
+  """A name or text for one line of a message: hidden characters are escaped, as repr does.
+
+  Text that people read stays as it is, in any script.
+  """
+  return _HIDDEN.sub(_escaped, str(text))
+
+
+def shown_lines(text: str) -> str:
+  """As `shown`, for a text of several lines, whose line ends and tabs stay."""
+  return _HIDDEN_IN_LINES.sub(_escaped, text)
+
+
+def reason(error: BaseException) -> str:
+  """What a library or the system says of an error, on one line of at most a few hundred letters."""
+  line = shown(' '.join(str(error).split()) or type(error).__name__)
+  return line if len(line) <= _LONGEST_REASON else f'{line[:_LONGEST_REASON]}...'
+
+
+def _escaped(found: re.Match[str]) -> str:
+  return ascii(found[0])[1:-1]
 
 
 def lines(stream: Any, longest: int = LONGEST_LINE) -> Iterator[Any]:
@@ -50,11 +113,19 @@ def json_value(text: bytes) -> Any:
 
 
 def json_object(text: bytes, **kinds: Any) -> dict[str, Any]:
-  """The JSON object in a text, whose fields of these names have these types."""
-  found = json_value(text)
+  """The JSON object in a text, whose fields of these names have these types, see `fields`."""
+  return fields(json_value(text), **kinds)
+
+
+def fields(found: Any, **kinds: Any) -> dict[str, Any]:
+  """The value, if it is a JSON object whose fields of these names have these types.
+
+  A field whose type has None may be missing, and True and False are not numbers.
+  """
   if not isinstance(found, dict):
     raise ValueError(f'it has {found!r:.40}, but a JSON object was expected')
   for name, kind in kinds.items():
-    if not isinstance(found.get(name), kind):
-      raise ValueError(f'its field {name!r} has {found.get(name)!r:.40}')
+    value = found.get(name)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+      raise ValueError(f'its field {name!r} has {value!r:.40}')
   return found
