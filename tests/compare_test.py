@@ -17,23 +17,24 @@ import tiny_run
 
 from valkyrie import main
 from valkyrie.command_line import parse_command_line
-from valkyrie.comparison import compare, findings
+from valkyrie.comparison import compare, findings, trials
 from valkyrie.comparison.findings import Outcome
 from valkyrie.config.load import load_gin
 from valkyrie.data import store_writer
 from valkyrie.data.store_location import store_path
 from valkyrie.data.token_store import Selection, TokenStore
+from valkyrie.errors import ConfigurationError, ValkyrieError
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.monitoring.html_report import Run
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-# A program of someone else: a step reads 64 tokens in half a second, and the bits are its argument
-# (of rate and seed). It stops once, fails or diverges where its argument says so.
+# A program of someone else: a step reads 64 tokens. Its bits (of rate and seed) and the seconds of
+# a step are its arguments. It stops once, fails or diverges where they say so.
 PROGRAM = r"""
 import json, math, pathlib, sys
-bits = eval(sys.argv[1])
-flags = dict(flag.split('=', 1) for flag in sys.argv[2:])
+bits, seconds = eval(sys.argv[1]), eval(sys.argv[2])
+flags = dict(flag.split('=', 1) for flag in sys.argv[3:])
 rate, seed = float(flags.get('--gin.learning_rate', 0)), int(flags.get('--gin.seed', 0))
 steps, folder = int(flags['--gin.train_steps']), pathlib.Path(flags['--model_dir'])
 (folder / 'eval').mkdir(parents=True, exist_ok=True)
@@ -42,13 +43,13 @@ with (folder.parents[1] / 'started').open('a') as started:
 result = 4.0 if folder.name == 'rehearsal' else bits(rate, seed, folder)
 if isinstance(result, str):
   sys.exit(int(result))
-speed = {'step_seconds': 0.5, 'tokens_per_second_per_device': 128.0}
+speed = {'step_seconds': seconds(folder.name), 'tokens_per_second_per_device': 128.0}
 speed |= {'tflops_per_second_per_device': 0.002}
 lines = [{'step': n, 'tokens': 64 * n, 'loss': 3.0, **speed} for n in range(1, steps + 1)]
 nats = result * math.log(2)
 bins = (1, 2, 4) if 'brief' in folder.parent.name else (1, 2, 4, 8)
 by_position = {f'loss_by_position/{p}': 9.0 if p < 4 else nats for p in bins}
-by_position |= {f'targets_by_position/{p}': float(p) for p in bins}
+by_position |= {f'targets_by_position/{p}': 1000.0 * p for p in bins}
 last = {'step': steps, 'loss': nats, 'bits_per_token': result, 'bits_per_byte': result / 2}
 for name, found in (('metrics', lines), ('eval/metrics', [{**last, **by_position}])):
   (folder / f'{name}.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in found))
@@ -64,11 +65,11 @@ def common(tmp_path):
   return [f'--gin_file={file}', f'--results={tmp_path / "results"}', '--context=4']
 
 
-def peer(tmp_path, name, bits):
-  """A candidate whose trials have so many bits per token."""
-  return (
-    f"--peer={name}: {sys.executable} {tmp_path / 'program.py'} 'lambda rate, seed, at: {bits}'"
-  )
+def peer(tmp_path, name, bits, seconds='0.5'):
+  """A candidate whose trials have so many bits per token, and steps of so many seconds."""
+  program = [sys.executable, str(tmp_path / 'program.py')]
+  functions = [f'lambda rate, seed, at: {bits}', f'lambda title: {seconds}']
+  return f'--peer={name}: {shlex.join(program + functions)}'
 
 
 def started(tmp_path):
@@ -99,17 +100,77 @@ def test_a_comparison_by_two_budgets(common, tmp_path, capsys):
   assert '| good | 0.001 |  | 320 | 128 | 2.5 |' in by_tokens
   assert '0.009' not in by_tokens  # only the budget that comes first tries the rates
 
-  trials = started(tmp_path)
-  assert trials[:2] == ['good/rehearsal of 40', 'bad/rehearsal of 40']
-  assert trials[2] == 'good/seconds=10,learning_rate=0.001,seed=0 of 20'
-  assert trials[-1] == 'bad/tokens=320,learning_rate=0.003,seed=1 of 5'
-  assert len(trials) == len({*trials}) == 2 * (1 + 3 + 1 + 2)
+  done = started(tmp_path)
+  # A rehearsal and the trial for which it counts steps see the same moments of the machine.
+  assert done[:2] == [
+    'good/rehearsal of 40',
+    'good/seconds=10,learning_rate=0.001,seed=0 of 20',
+  ]
+  assert done[2] == 'bad/rehearsal of 40'
+  assert done[-1] == 'bad/tokens=320,learning_rate=0.003,seed=1 of 5'
+  assert len(done) == len({*done}) == 2 * (1 + 3 + 1 + 2)
   page = (tmp_path / 'results/compare.html').read_text()
   assert page.count('<svg') > 4 and 'good is better than bad' in page
   # Again: nothing is trained but what diverged, which no file tells.
   assert compare.main(arguments) == 0
-  assert started(tmp_path)[len(trials) :] == ['bad/seconds=10,learning_rate=0.009,seed=0 of 20']
+  assert started(tmp_path)[len(done) :] == ['bad/seconds=10,learning_rate=0.009,seed=0 of 20']
   assert capsys.readouterr().out == said
+
+
+def test_a_trial_that_took_another_time_than_planned_is_repeated(common, tmp_path, capsys):
+  steady = peer(tmp_path, 'steady', '3.0')
+  busy = peer(tmp_path, 'busy', '2.0', '1.0 if title == "rehearsal" else 0.5')
+  arguments = [*common, steady, busy, '--seconds=10', '--seeds=0,1']
+  assert compare.main(arguments) == 0
+  said = capsys.readouterr()
+  assert 'It took 5 of 10 seconds, so it is repeated with other steps.' in said.err
+  done = [each for each in started(tmp_path) if each.startswith('busy')]
+  assert done == [
+    'busy/rehearsal of 40',
+    'busy/seconds=10,seed=0 of 10',
+    'busy/seconds=10,seed=0,repeated of 20',
+    'busy/seconds=10,seed=1 of 20',  # the pace is that of the newest run
+  ]
+  assert 'busy is better than steady by 0.500 bits per byte' in said.out
+  assert 'Not all trained' not in said.out
+  assert compare.main(arguments) == 0
+  assert [each for each in started(tmp_path) if each.startswith('busy')] == done
+  assert capsys.readouterr().out == said.out
+
+
+def test_a_longer_training_wins_nothing(common, tmp_path, capsys):
+  steady = peer(tmp_path, 'steady', '3.0')
+  faster_and_faster = '0.5 if title == "rehearsal" else 0.05 if "repeated" in title else 0.1'
+  hasty = peer(tmp_path, 'hasty', '4.0', faster_and_faster)
+  assert compare.main([*common, steady, hasty, '--seconds=10', '--seeds=0']) == 0
+  said = capsys.readouterr().out
+  assert 'steady and hasty: no verdict. steady is ahead by 0.500 bits per byte, but ' in said
+  assert 'steady trained for 10.0 seconds, hasty for 5.0 seconds' in said
+  assert 'Not all trained for 10.0 seconds: hasty for 5.0 seconds.' in said
+
+
+def test_unequal_amounts_are_part_of_the_verdict():
+  scores = {'a': [2.0, 2.0], 'b': [2.5, 2.5], 'c': [2.6, 2.6], 'd': [2.7, 2.7]}
+  amounts = {'a': 7.7, 'b': 6.4, 'c': 7.2, 'd': 12.0}
+  said = findings.verdict(scores, 'bits per byte', 'seconds', amounts)
+  assert said[0].startswith('a and b: no verdict. a is ahead by 0.500')
+  assert said[1] == (
+    'a is better than c by 0.600 bits per byte; the seeds of one candidate differ by at most 0.000.'
+  )
+  assert said[2].endswith('The amounts differ: a trained for 7.7 seconds, d for 12.0 seconds.')
+  assert said[2].startswith('a is better than d by 0.700')
+
+
+def test_positions_of_a_handful_of_targets_are_left_out():
+  counts = {1: 900, 2: 256, 4: 255, 8: 3}
+  last = {'loss': 1.0, 'bits_per_token': 1.0, 'bits_per_byte': 1.0, 'step': 1}
+  for position, count in counts.items():
+    last |= {f'loss_by_position/{position}': 1.0, f'targets_by_position/{position}': count}
+  lines = [{'step': 1, 'tokens': 64, 'seconds': 0.5, 'flops': None}]
+  found = [Outcome('a', {}, 0, Run('a', lines, [last], [], '', {}, '', ()))]
+  text = findings.markdown(findings.findings('tokens', 64, found, found, 1))
+  assert '| candidate | 1 | 2 to 3 |\n' in text
+  assert 'Positions with fewer than 256 targets are left out: 4 to 7, 8 to 15.' in text
 
 
 def test_it_continues_after_a_stop_and_leaves_out_what_fails(common, tmp_path, capsys):
@@ -179,10 +240,10 @@ def test_a_trial_is_a_run_and_is_trained_once(common, tmp_path):
   arguments = [*common, '--candidate=thin: Block.mlp_width = 16', '--tokens=512']
   flags = compare.parse_flags(arguments)
   trial = compare.trial_of(flags, flags.candidates[0], 'trial', 2, {'seed': 1})
-  assert compare.recorded(trial) is None
-  assert trial.program == compare.VALKYRIE
+  assert trials.recorded(trial) is None
+  assert trial.program == trials.VALKYRIE
   main.run(trial.flags)
-  run = compare.recorded(trial)
+  run = trials.recorded(trial)
   last = tiny_run.metrics(trial.folder, 'eval')[2]
   assert findings.bits(run, 1) == pytest.approx(last['bits_per_byte'], rel=1e-6)
   weights = {p: last[f'targets_by_position/{p}'] for p in (16, 32)}
@@ -190,12 +251,10 @@ def test_a_trial_is_a_run_and_is_trained_once(common, tmp_path):
   per_byte = last['bits_per_byte'] / last['loss']
   assert findings.bits(run, 16) == pytest.approx(nats / sum(weights.values()) * per_byte)
   assert sum(last[f'targets_by_position/{2**k}'] for k in range(6)) == last['targets']
-  with pytest.raises(
-    compare.ConfigurationError, match=r'trial has a run with Block\.mlp_width = 16'
-  ):
+  with pytest.raises(ConfigurationError, match=r'trial has a run with Block\.mlp_width = 16'):
     flags = compare.parse_flags([*arguments[:-2], '--candidate=thin', '--tokens=512'])
-    compare.recorded(compare.trial_of(flags, flags.candidates[0], 'trial', 2, {'seed': 1}))
-  with pytest.raises(compare.ValkyrieError, match='no target of the validation split has 64'):
+    trials.recorded(compare.trial_of(flags, flags.candidates[0], 'trial', 2, {'seed': 1}))
+  with pytest.raises(ValkyrieError, match='no target of the validation split has 64'):
     findings.bits(run, 64)
 
 
@@ -206,7 +265,7 @@ def test_the_cost_of_a_step_is_a_median_by_phase():
     for n, s in enumerate(seconds, 1)
   ]
   run = Run('', lines, [], [], '', {}, '', ())
-  assert compare.costs(run) == {'seconds': (3 * 1.0 + 4 * 4.0) / 7, 'tokens': 50, 'flops': None}
+  assert trials.costs(run) == {'seconds': (3 * 1.0 + 4 * 4.0) / 7, 'tokens': 50, 'flops': None}
 
 
 def test_a_verdict_weighs_the_difference_against_the_seeds():

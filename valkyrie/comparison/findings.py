@@ -15,6 +15,9 @@ from valkyrie.monitoring.pictures import by_position
 from valkyrie.storage import whole_file
 
 TITLES = {'seconds': '{:g} seconds of training', 'tokens': '{:,} tokens', 'flops': '{:.3g} FLOPs'}
+_AMOUNTS = {'seconds': '{:,.1f} seconds', 'tokens': '{:,.0f} tokens', 'flops': '{:.3g} FLOPs'}
+_NEAR = 1.1  # the largest ratio of two amounts of training that count as equal
+_FEWEST_TARGETS = 256  # of a position that is shown: the mean of fewer is mostly chance
 
 
 class Outcome(NamedTuple):
@@ -72,23 +75,58 @@ def best(name: str, outcomes: Sequence[Outcome], context: int) -> dict[str, str]
   return min(own, key=lambda outcome: bits(outcome.run, context)).values
 
 
-def verdict(scores: Mapping[str, Sequence[float]], unit: str) -> list[str]:
+def spent(run: Run, budget: str) -> float | None:
+  """The seconds, tokens or FLOPs for which a run has trained; None if they are unknown."""
+  return run.lines[-1][budget]
+
+
+def is_near(one: float | None, other: float | None) -> bool:
+  """Whether two amounts of training are equal within a tenth; unknown ones count as equal."""
+  if not one or not other:
+    return True
+  return max(one, other) <= _NEAR * min(one, other)
+
+
+def verdict(
+  scores: Mapping[str, Sequence[float]],
+  unit: str,
+  budget: str = 'tokens',
+  amounts: Mapping[str, float | None] | None = None,
+) -> list[str]:
   """Compares the candidate with the lowest mean with each other one.
 
-  One is better if the difference of the means is larger than the range of the seeds of either.
+  One is better if the difference of the means is larger than the range of the seeds of either, and
+  if it has not trained for more than the other one.
 
   Args:
     scores: the score of each seed by candidate, in the order of the means.
     unit: of a score.
+    budget: 'seconds', 'tokens' or 'flops'.
+    amounts: for how much each candidate has trained, the mean over its seeds; None if unknown.
   """
   first, *others = scores
+  amounts = amounts or {}
   said = []
   for other in others:
     difference = statistics.fmean(scores[other]) - statistics.fmean(scores[first])
-    spread = max(max(scores[name]) - min(scores[name]) for name in (first, other))
+    ranges = [max(scores[name]) - min(scores[name]) for name in (first, other)]
+    spread = max(ranges)
+    used = amounts.get(first)
+    used_by_other = amounts.get(other)
     if not math.isfinite(difference):
       said.append(f'{other} diverged.')
-    elif len(scores[first]) == 1:
+      continue
+    unequal = ''
+    if used and used_by_other and not is_near(used, used_by_other):
+      form = _AMOUNTS[budget]
+      unequal = f'{first} trained for {form.format(used)}, {other} for {form.format(used_by_other)}'
+      if used > used_by_other:
+        said.append(
+          f'{first} and {other}: no verdict. {first} is ahead by {difference:.3f} {unit}, but '
+          f'{unequal}. Compare the same --tokens, or give more --seconds on an idle machine.'
+        )
+        continue
+    if len(scores[first]) == 1:
       said.append(
         f'{first} is ahead of {other} by {difference:.3f} {unit} with one seed. More --seeds show '
         'how far seeds differ.'
@@ -103,6 +141,8 @@ def verdict(scores: Mapping[str, Sequence[float]], unit: str) -> list[str]:
         f'{first} and {other}: no difference that the seeds do not explain. Their means differ by '
         f'{difference:.3f} {unit}, the seeds of one candidate by up to {spread:.3f}.'
       )
+    if unequal:
+      said[-1] += f' The amounts differ: {unequal}.'
   return said
 
 
@@ -139,6 +179,7 @@ def findings(
   names = sorted(chosen, key=lambda name: statistics.fmean(scores[name]))
   runs = {name: of for name in names if (of := [o.run for o in chosen[name] if o.run])}
   drawn = [of[0]._replace(name=name) for name, of in runs.items()]
+  amounts = {name: _mean_spent(of, budget) for name, of in runs.items()}
   unit = 'bits per byte' if all(map(_knows_bytes, drawn)) else 'bits per token'
   over = list(tried[0].values)
 
@@ -152,7 +193,8 @@ def findings(
   scored = f' with {context} or more tokens before them' if context > 1 else ''
   blocks: list[Block] = [
     f'## The same {TITLES[budget].format(amount)}',
-    *verdict({name: scores[name] for name in names}, unit),
+    *verdict({name: scores[name] for name in names}, unit, budget, amounts),
+    *_missed(budget, amount, amounts),
     Table(head, rows),
     f'Seeds {seeds}; {unit} of the targets of the whole validation split{scored}.',
   ]
@@ -164,7 +206,7 @@ def findings(
     rows = [[n, *(f'{bits(found[n, *of], context):.3f}' for of in values)] for n in names]
     head = ['candidate', *(f'{", ".join(of)}' for of in values)]
     blocks += [f'By {", ".join(over)}, with the seed {tried[0].seed}:', Table(head, rows)]
-  return [*blocks, 'By position in the document:', _by_position(runs, context), drawn]
+  return [*blocks, *_by_position(runs, context), drawn]
 
 
 def _costs(runs: Sequence[Run] | None) -> list[str]:
@@ -180,20 +222,60 @@ def _costs(runs: Sequence[Run] | None) -> list[str]:
   return [parameters, f'{tokens:,.0f}', f'{tokens / seconds:,.0f}', f'{seconds:.1f}', flops]
 
 
-def _by_position(runs: Mapping[str, Sequence[Run]], context: int) -> Table:
-  """Means over the seeds."""
-  found = {name: [dict(bits_by_position(run)) for run in of] for name, of in runs.items()}
-  bins = sorted({p for of in found.values() for seed in of for p in seed if p >= context})
+def _mean_spent(runs: Sequence[Run], budget: str) -> float | None:
+  """The mean amount of training over the seeds; None if one is unknown."""
+  amounts = [spent(run, budget) for run in runs]
+  known = [amount for amount in amounts if amount is not None]
+  return statistics.fmean(known) if len(known) == len(runs) else None
 
-  def mean(values: list[float]) -> str:
-    return f'{statistics.fmean(values):.3f}' if values else ''
 
-  # Candidates with other tokens may have other positions.
-  rows = [
-    [name, *(mean([seed[p] for seed in of if p in seed]) for p in bins)]
-    for name, of in found.items()
+def _missed(budget: str, amount: float, amounts: Mapping[str, float | None]) -> list[str]:
+  """A sentence about the candidates that did not train for the amount that was asked for."""
+  form = _AMOUNTS[budget]
+  missed = [
+    f'{name} for {form.format(used)}'
+    for name, used in amounts.items()
+    if used is not None and not is_near(used, amount)
   ]
-  return Table(['candidate', *(f'{p:,} to {2 * p - 1:,}' if p > 1 else '1' for p in bins)], rows)
+  if not missed:
+    return []
+  return [f'Not all trained for {form.format(amount)}: {", ".join(missed)}.']
+
+
+def _by_position(runs: Mapping[str, Sequence[Run]], context: int) -> list[Block]:
+  """The table of the means over the seeds, without positions that few targets have."""
+  scores = {}
+  shown = set()
+  left_out = set()
+  for name, seeds in runs.items():
+    scores[name] = [dict(bits_by_position(run)) for run in seeds]
+    counts = seeds[0].evaluations[-1]  # the same validation split for each seed
+    for position in scores[name][0]:
+      if position >= context:
+        many = counts[f'{TARGETS_BY_POSITION}{position}'] >= _FEWEST_TARGETS
+        (shown if many else left_out).add(position)
+  bins = sorted(shown)
+  rows = []
+  for name, seeds in scores.items():
+    cells = []
+    for position in bins:  # candidates with other tokens may have other positions
+      values = [seed[position] for seed in seeds if position in seed]
+      cells.append(f'{statistics.fmean(values):.3f}' if values else '')
+    rows.append([name, *cells])
+  blocks: list[Block] = []
+  if bins:
+    blocks = ['By position in the document:', Table(['candidate', *map(_positions, bins)], rows)]
+  if few := sorted(left_out - shown):
+    blocks.append(
+      f'Positions with fewer than {_FEWEST_TARGETS} targets are left out: '
+      f'{", ".join(map(_positions, few))}.'
+    )
+  return blocks
+
+
+def _positions(first: int) -> str:
+  """The positions of a bin."""
+  return f'{first:,} to {2 * first - 1:,}' if first > 1 else '1'
 
 
 def markdown(blocks: Sequence[Block]) -> str:
