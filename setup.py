@@ -34,7 +34,8 @@ setup(
     ]
   },
   scripts=['scripts/launch_gke', 'scripts/launch_slurm', 'scripts/launch_tpu_vm'],
-  # Ranges say what should work; constraints/ pins, for each Python, what the tests ran on.
+  # Ranges say what should work; constraints/ pins, for each Python, a solution of all extras, which
+  # includes what the tests ran on. Only beam needs an environment and pins of its own.
   install_requires=[
     'absl-py>=2.1',
     'chex>=0.1.90',

@@ -3,10 +3,13 @@
 import atexit
 import contextlib
 import gc
+from importlib import metadata
 import inspect
 import os
+import platform
 import shutil
 import signal
+import sys
 import tempfile
 import types
 
@@ -102,6 +105,16 @@ SLOW = {
   'test_two_steps_end_where_one_device_ends',
   'test_values_carries_and_gradients_are_those_of_one_device',
 }
+
+
+# The packages whose versions decide most of what can fail.
+NAMED_AT_THE_START = ('jax', 'dm-haiku', 'optax', 'orbax-checkpoint', 'numpy', 'tensorflow')
+
+
+def pytest_report_header():
+  """The Python and the versions that the suite runs on."""
+  versions = (f'{name} {metadata.version(name)}' for name in NAMED_AT_THE_START)
+  return f'Python {platform.python_version()} ({sys.executable}): {", ".join(versions)}'
 
 
 def pytest_collection_modifyitems(items):

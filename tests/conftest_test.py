@@ -1,12 +1,21 @@
-"""Which tests `scripts/test --fast` leaves out."""
+"""Which tests `scripts/test --fast` leaves out, and what the suite says at its start."""
 
 import pathlib
+import platform
 import re
 import subprocess
 import sys
 
-from conftest import SLOW
+from conftest import NAMED_AT_THE_START, SLOW, pytest_report_header
+import jax
 import pytest
+
+
+def test_the_suite_names_its_python_and_versions():
+  python, _, versions = pytest_report_header().partition(': ')
+  assert python == f'Python {platform.python_version()} ({sys.executable})'
+  assert f'jax {jax.__version__}, ' in versions
+  assert versions.count(', ') == len(NAMED_AT_THE_START) - 1
 
 
 def start():

@@ -1,11 +1,17 @@
 """A wheel is as whole as a clone."""
 
+import ast
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+import pytest
 
 from valkyrie import __version__
 
@@ -17,6 +23,74 @@ print(valkyrie.tasks.fineweb.__file__, valkyrie.config.paths.GIN)
 folders = ('tests', 'scripts', 'docs')
 print([name for name in folders if importlib.util.find_spec(f'valkyrie.{name}')])
 """
+
+
+PINS = {file.stem: file for file in (ROOT / 'constraints').glob('*.txt')}
+PYTHONS = sorted(name for name in PINS if name.startswith('python-'))
+
+
+def requirements():
+  """{extra: its requirements} of setup.py; those of every installation are under None."""
+  (call,) = (
+    node
+    for node in ast.walk(ast.parse((ROOT / 'setup.py').read_text()))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == 'setup'
+  )
+  values = {keyword.arg: keyword.value for keyword in call.keywords}
+  always = ast.literal_eval(values['install_requires'])
+  return {None: always, **ast.literal_eval(values['extras_require'])}
+
+
+def pins_of(*names):
+  """{package: its version}; the first of the files that has a package counts."""
+  pins = {}
+  for name in names:
+    for line in PINS[name].read_text().splitlines():
+      package, equals, version = line.partition('==')
+      if equals:
+        pins.setdefault(canonicalize_name(package), Version(version))
+  return pins
+
+
+@pytest.mark.parametrize('python', PYTHONS)
+@pytest.mark.parametrize('extra', requirements())
+def test_the_pins_are_a_solution_of_every_extra(extra, python):
+  """`bash scripts/pins` asks a registry, and tries what the packages need in turn, too."""
+  pins = pins_of(*([extra] if extra in PINS else []), python)
+  for text in [*requirements()[None], *requirements()[extra]]:
+    requirement = Requirement(text)
+    pin = pins.get(canonicalize_name(requirement.name))
+    assert pin is not None, f'{text} has no pin: run bash scripts/pins'
+    assert pin in requirement.specifier, f'{text} excludes the pin {pin}'
+
+
+def test_the_scripts_name_the_oldest_python_that_works(tmp_path):
+  def tried(release):
+    program = tmp_path / 'python'
+    program.write_text(f'#!/bin/sh\necho {release}\n')
+    program.chmod(0o755)
+    find = 'source scripts/setup_environment; find_python; echo "$PYTHON_VERSION"'
+    return subprocess.run(
+      ['bash', '-c', find],
+      cwd=ROOT,
+      env={'PATH': '/usr/bin:/bin', 'PYTHON': str(program)},
+      capture_output=True,
+      text=True,
+      check=False,
+    )
+
+  for python in PYTHONS:
+    version = python.removeprefix('python-')
+    head = PINS[python].read_text().splitlines()[0]
+    oldest = re.match(rf'# Python ({version}\.\d+) or later\.', head)[1]
+    assert tried(oldest).stdout == f'{version}\n'
+    assert f'{version} ({oldest} or later)' in tried('3.10.13').stderr
+    *_, patch = oldest.split('.')
+    if int(patch) > 0:
+      refused = tried(f'{version}.{int(patch) - 1}')
+      assert refused.returncode == 1 and f'{version} ({oldest} or later)' in refused.stderr
+    assert oldest in (ROOT / 'CONTRIBUTING.md').read_text()
+    assert oldest in (ROOT / 'README.md').read_text()
 
 
 def imported_from(folder: pathlib.Path, elsewhere: pathlib.Path) -> list[str]:
