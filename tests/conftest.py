@@ -47,6 +47,7 @@ hypothesis.settings.register_profile('first_failure', phases=[hypothesis.Phase.g
 
 # Tests that start no process, but take 4 seconds or more of a core. Others look at the same rooms.
 SLOW = {
+  'test_every_optimizer_of_optax_takes_the_steps_that_it_takes_in_optax',
   'test_a_run_that_was_stopped_is_the_same_run',
   'test_a_site_without_masks_is_the_matrix_and_masks_of_one_are_too',
   'test_ascents_raise_the_loss_and_the_step_gives_one_more',

@@ -1,6 +1,8 @@
 """Optimizers: any algorithm of optax on stacked layers, groups, schedules, and what is refused."""
 
+import inspect
 import math
+from typing import Any
 
 import gin
 import jax
@@ -13,7 +15,7 @@ import pytest
 from valkyrie.config.load import load_gin
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.declarations import Kind
-from valkyrie.training.algorithms import acts_on_layers
+from valkyrie.training.algorithms import nature
 from valkyrie.training.curriculum import Phase
 from valkyrie.training.optimizers import Group, Optimizer, recurrence_group
 
@@ -42,6 +44,64 @@ def trained(optimizer, params, kinds, gradients):
   for gradient in gradients:
     params, state = step(params, state, gradient)
   return params, state
+
+
+ALGORITHMS = [
+  getattr(module, name)
+  for module in (optax, optax.contrib)
+  for name in dir(module)
+  if inspect.isfunction(getattr(module, name))
+  and not name.startswith(('_', 'scale_by'))
+  and 'learning_rate' in inspect.signature(getattr(module, name)).parameters
+]
+WITHOUT_SCHEDULES = {'optimistic_adam', 'sm3'}  # optax itself takes only one rate for all steps
+REFUSED = {
+  'dpsgd', 'lbfgs', 'momo', 'momo_adam', 'noisy_sgd', 'polyak_sgd', 'rprop', 'schedule_free',
+  'schedule_free_adamw', 'schedule_free_sgd', 'sophia',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('algorithm', ALGORITHMS, ids=lambda algorithm: algorithm.__name__)
+def test_every_optimizer_of_optax_takes_the_steps_that_it_takes_in_optax(algorithm):
+  """Of a group with a scale, at rates that change; or it is refused by name."""
+  if algorithm.__name__ in REFUSED:
+    with pytest.raises(ConfigurationError, match=f'^{algorithm.__name__} '):
+      Optimizer(0.1, 0, 10, algorithm)
+    return
+  group = Group('w', learning_rate_scale=0.5, algorithm=algorithm)
+  optimizer = Optimizer(2.0, 4, 20, groups=[group], clip_norm=math.inf)
+  random = np.random.default_rng(0)
+  params = {'w1': random.normal(size=(4, 3)), 'w2': 0.01 * random.normal(size=(3, 5))}
+  params = {name: jnp.asarray(leaf, jnp.float32) for name, leaf in params.items()}
+  kinds = dict.fromkeys(params, Kind(True))
+  noise = [jax.tree.map(lambda p: random.normal(size=p.shape), params) for _ in range(20)]
+  gradients = [
+    jax.tree.map(lambda n, m: jnp.asarray(n + m, jnp.float32), one, noise[0]) for one in noise
+  ]
+
+  def rate(count):
+    return optimizer.learning_rate(jnp.int32(2) if constant else count)
+
+  constant = algorithm.__name__ in WITHOUT_SCHEDULES
+  direct = algorithm(learning_rate=0.5 * float(rate(0)) if constant else lambda n: 0.5 * rate(n))
+  update = jax.jit(direct.update)
+  ours = jax.jit(lambda g, s, p, r: optimizer.update(g, s, p, r, kinds))
+  expected: Any = params
+  state = direct.init(params)
+  found = params
+  our_state = optimizer.init(params, kinds)
+  for count, gradient in enumerate(gradients):
+    steps, state = update(gradient, state, expected)
+    expected = optax.apply_updates(expected, steps)
+    found, our_state = ours(gradient, our_state, found, rate(jnp.int32(count)))
+  for name, leaf in expected.items():
+    moved = jnp.linalg.norm(leaf - params[name])
+    assert jnp.linalg.norm(found[name] - leaf) <= 3e-3 * moved, name
+
+
+def test_the_optimizers_whose_steps_are_not_proportional_to_the_rate():
+  inside = [a.__name__ for a in ALGORITHMS if a.__name__ not in REFUSED and not nature(a)[1]]
+  assert inside == ['fromage', 'lars', 'cocob', 'dadapt_adamw', 'madgrad', 'prodigy']
 
 
 def split(tree):
@@ -95,10 +155,9 @@ def test_a_parameter_with_more_dimensions_is_a_stack_of_matrices(algorithm):
 
 
 def test_which_algorithms_act_on_layers():
-  assert [acts_on_layers(a) for a in (optax.nadam, optax.yogi, optax.contrib.prodigy)] == [
-    False
-  ] * 3
-  assert [acts_on_layers(a) for a in (optax.lamb, optax.contrib.muon)] == [True] * 2
+  alike = (optax.nadam, optax.yogi, optax.contrib.prodigy, optax.contrib.madgrad)
+  assert not any(nature(algorithm).by_layers for algorithm in alike)
+  assert all(nature(a).by_layers for a in (optax.lamb, optax.contrib.muon, optax.fromage))
 
 
 @pytest.mark.parametrize(

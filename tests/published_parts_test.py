@@ -14,7 +14,7 @@ from valkyrie.models.declarations import Kind
 from valkyrie.models.features import Features
 from valkyrie.models.mixer_check import check_mixer
 from valkyrie.training import losses
-from valkyrie.training.algorithms import acts_on_layers
+from valkyrie.training.algorithms import nature
 
 WIDTH = 16
 
@@ -93,7 +93,8 @@ def test_columns_of_a_step_of_normuon_are_of_one_size():
   step, _ = algorithm.update(params, algorithm.init(params), params)
   np.testing.assert_allclose(jnp.linalg.norm(step, axis=0), 0.2 * 8**0.5, rtol=1e-4)
   assert jnp.sum(step * params) < 0
-  assert acts_on_layers(parts.normuon) and not acts_on_layers(parts.cautious_adamw)
+  assert nature(parts.normuon) == (True, True)
+  assert nature(parts.cautious_adamw) == (False, True)
 
 
 def test_the_average_takes_the_place_of_the_parameters_after_the_last_step():

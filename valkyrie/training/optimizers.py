@@ -1,4 +1,8 @@
-"""Optimizer: algorithms of optax by group of parameters, clipping and a schedule."""
+"""Optimizer: algorithms of optax by group of parameters, clipping and a schedule.
+
+An algorithm whose steps are proportional to the learning rate is created with a rate of 1, and its
+steps are multiplied by the rate; another one is created with the rate, see `algorithms.Nature`.
+"""
 
 from collections.abc import Sequence
 import copy
@@ -14,7 +18,7 @@ import optax
 from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.errors import ConfigurationError, converted, regular_expression
-from valkyrie.training.algorithms import Algorithm, acts_on_layers, per_layer
+from valkyrie.training.algorithms import Algorithm, created, nature, per_layer, times
 from valkyrie.types import Array, Axes, Params, leaf_path, leaves_by_path
 
 _PLANNER = 'planner '  # the beginning of the names of groups with a planner's parameters
@@ -47,7 +51,7 @@ class Group:
     regular_expression('Group.pattern', self.pattern)
     ranges.check_fields(self)
     if self.algorithm is not None:
-      acts_on_layers(self.algorithm)  # refuses some; `Optimizer._of_leaf` uses the answer
+      nature(self.algorithm)  # refuses some; `Optimizer._of_leaf` uses the answer
 
 
 @gin.configurable
@@ -110,8 +114,8 @@ class Optimizer:
     groups = (recurrence_group(),) if groups is None else groups
     self._groups, self._clip_norm = tuple(groups), clip_norm
     self._algorithms = {True: algorithm, False: vector_algorithm}
-    for made in self._algorithms.values():
-      acts_on_layers(made)
+    for one in self._algorithms.values():
+      nature(one)
     share = schedule_of(
       schedule,
       warmup_steps=warmup_steps,
@@ -144,7 +148,8 @@ class Optimizer:
           f'parameters, such as {", ".join(paths[:3])}. Correct it, or leave the group out; '
           'model_info.txt of a run lists all paths.'
         )
-    return self._direction(params, kinds).init(params)
+    first = self.learning_rate(jnp.zeros((), jnp.int32))
+    return self._steps(params, kinds, first).init(params)
 
   def update(
     self,
@@ -162,9 +167,8 @@ class Optimizer:
     change them at a gradient of zero, too.
     """
     after: Any
-    directions, after = self._direction(params, kinds).update(gradients, state, params)
-    updates = jax.tree.map(lambda d: learning_rate * d, directions)
-    moved = optax.apply_updates(params, updates)
+    steps, after = self._steps(params, kinds, learning_rate).update(gradients, state, params)
+    moved = optax.apply_updates(params, steps)
     kept = {name: of for name, of in state[1].inner_states.items() if name.startswith(_PLANNER)}
     if plan or not kept:
       return moved, after
@@ -200,13 +204,15 @@ class Optimizer:
 
     return jax.tree_util.tree_map_with_path(of_leaf, state)
 
-  def _direction(self, params: Params, kinds: Any) -> optax.GradientTransformation:
+  def _steps(
+    self, params: Params, kinds: Any, learning_rate: Array
+  ) -> optax.GradientTransformation:
     """Clipping, then each group's algorithm; a group without parameters has no state."""
-    made: dict[str, optax.GradientTransformation] = {}
+    algorithms: dict[str, optax.GradientTransformation] = {}
 
     def label(path, leaf, kind):
-      name, transformation = self._of_leaf(leaf_path(path), leaf, kind)
-      made[name] = transformation
+      name, transformation = self._of_leaf(leaf_path(path), leaf, kind, learning_rate)
+      algorithms[name] = transformation
       return name
 
     labels = jax.tree_util.tree_map_with_path(label, params, kinds)
@@ -216,10 +222,12 @@ class Optimizer:
         lambda path, _: self._group(leaf_path(path))[1].clip_norm is None, params
       )
       clip = optax.masked(clip, with_all)
-    return optax.chain(clip, optax.partition(dict(sorted(made.items())), labels))
+    return optax.chain(clip, optax.partition(dict(sorted(algorithms.items())), labels))
 
-  def _of_leaf(self, path: str, leaf: Any, kind: Any) -> tuple[str, optax.GradientTransformation]:
-    """The name of a parameter's group, and its algorithm."""
+  def _of_leaf(
+    self, path: str, leaf: Any, kind: Any, learning_rate: Array
+  ) -> tuple[str, optax.GradientTransformation]:
+    """The name of a parameter's group, and its algorithm at a learning rate."""
     number, group = self._group(path)
     decays = kind.is_matrix and group.decay
     name = 'matrix' if decays else 'vector'
@@ -231,21 +239,23 @@ class Optimizer:
     if not group.learning_rate_scale:
       return f'{name}, frozen', optax.set_to_zero()
     algorithm = group.algorithm or self._algorithms[decays]
-    # With a learning rate of 1 the algorithms return directions; the step scales them, so that the
-    # logged number is the learning rate.
-    transformation = algorithm(learning_rate=1.0)
+    by_layers, proportional = nature(algorithm)
+    rate = 1.0 if proportional else group.learning_rate_scale * learning_rate
+    transformation = created(algorithm, rate)
     # An algorithm that acts on whole parameters gets each matrix of a stack, its last two
     # dimensions: a layer, a part of S5's C, a block of a gate. Stacks of equal sizes form a group.
-    if acts_on_layers(algorithm):
+    if by_layers:
       stack = leaf.shape[:-2] if kind.is_matrix else leaf.shape[: kind.stacked]
       for _ in stack:
         transformation = per_layer(transformation)
       name += ''.join(f', {count} of a stack' for count in stack)
     if group.clip_norm is not None:
       transformation = optax.chain(optax.clip_by_global_norm(group.clip_norm), transformation)
+    if not proportional:
+      return name, transformation
     if group.learning_rate_scale != 1:
       transformation = optax.chain(transformation, optax.scale(group.learning_rate_scale))
-    return name, transformation
+    return name, times(transformation, learning_rate)
 
 
 def schedule_of(
