@@ -38,6 +38,7 @@ from valkyrie.data import vocabularies
 from valkyrie.data.feed import TaskFeed
 from valkyrie.errors import ConfigurationError, UsageError, ValkyrieError
 from valkyrie.monitoring.json_lines import JsonLines
+from valkyrie.run import configuration_files
 from valkyrie.storage import whole_file
 from valkyrie.training.setup import StepSettings
 
@@ -134,7 +135,7 @@ def train(name: str, size: int, arguments: list[str]) -> None:
   feed, held_out = feed_of('train'), feed_of('validation')
   torch.manual_seed(bound['StepSettings.seed'])
   model = MODELS[name](size, feed.vocabulary_size, bound['LanguageModel.d_model'])
-  record.write_configuration(folder)
+  configuration_files.write_configuration(folder)
   parameters = sum(p.numel() for p in model.parameters())
   whole_file.write(folder / 'model_info.txt', f'{parameters:,} parameters in transformers\n')
   vocabularies.copy(feed.vocabulary, folder)

@@ -9,8 +9,12 @@ import pytest
 
 from valkyrie.config import check, paths
 from valkyrie.config.load import check_call, load_gin
-from valkyrie.config.record import bindings, write_configuration, write_operative_configuration
+from valkyrie.config.record import bindings
 from valkyrie.errors import ConfigurationError, StorageError
+from valkyrie.run.configuration_files import (
+  write_configuration,
+  write_operative_configuration,
+)
 
 
 @gin.configurable

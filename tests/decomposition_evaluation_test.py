@@ -20,7 +20,6 @@ import valkyrie
 from valkyrie import main
 from valkyrie.checkpoint.manager import Checkpoints
 from valkyrie.config.load import load_gin
-from valkyrie.config.record import write_configuration
 from valkyrie.data.feed import TaskFeed
 from valkyrie.decomposition import draws
 from valkyrie.decomposition.adversary import Adversary
@@ -39,6 +38,7 @@ from valkyrie.decomposition.page import (
 from valkyrie.models.declarations import Masks
 from valkyrie.models.features import SITES
 from valkyrie.models.sites import Sites, sites_of
+from valkyrie.run.configuration_files import write_configuration
 from valkyrie.run.evaluator import Evaluator, chunk_scores
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.losses import logits

@@ -14,6 +14,8 @@ import tiny_run
 
 import valkyrie
 from valkyrie import main
+from valkyrie.config import record
+from valkyrie.errors import ConfigurationError
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 
@@ -66,7 +68,7 @@ def test_the_configuration_of_a_run_names_no_file_to_read_or_write(folder, start
     'infer.output': repr(str(tmp_path / 'planted')),
     'infer.prompts': repr(str(tmp_path / 'secret')),
   }
-  (run / 'config.json').write_text(json.dumps(config))
+  (run / 'config.json').write_text(json.dumps(record.sealed(config)))
   code, out, _ = start(f'--model_dir={run}', '--run_mode=infer', '--prompt=abc')
   assert code == 0 and out.startswith('abc')
   assert not (tmp_path / 'planted').exists()
@@ -210,7 +212,7 @@ def rewritten(folder, tmp_path):
   def rewrite(change):
     data = json.loads((folder / 'narrow' / 'config.json').read_text())
     change(data)
-    (tmp_path / 'config.json').write_text(json.dumps(data))
+    (tmp_path / 'config.json').write_text(json.dumps(record.sealed(data)))
     return f'--model_dir={tmp_path}'
 
   return rewrite
@@ -248,6 +250,50 @@ def test_a_secret_is_asked_for_by_name(rewritten, start):
 def test_a_record_that_was_changed_runs_no_code(rewritten, start, change, said):
   code, _, errors = start(rewritten(lambda data: data.update(change)), '--run_mode=eval')
   assert code == 78 and said in errors and 'Traceback' not in errors
+
+
+@pytest.fixture
+def changed(folder, tmp_path):
+  """A copy of the narrow run in whose config.json one text was replaced: (its flag, its file)."""
+
+  def change(before, after, digest=True):
+    run = shutil.copytree(folder / 'narrow', tmp_path / 'run', dirs_exist_ok=True)
+    text = (folder / 'narrow' / 'config.json').read_text()
+    assert text.count(before) == 1
+    data = json.loads(text.replace(before, after))
+    if not digest:  # as versions before 0.3 wrote it
+      del data['sha256']
+    (run / 'config.json').write_text(json.dumps(data))
+    return f'--model_dir={run}', run / 'config.json'
+
+  return change
+
+
+@pytest.mark.parametrize('digest', [True, False])
+@pytest.mark.parametrize('mode', ['eval', 'infer', 'export', 'train'])
+def test_a_changed_value_of_the_configuration_is_named(changed, start, tmp_path, mode, digest):
+  flag, file = changed('"LanguageModel.layers": "1"', '"LanguageModel.layers": "3"', digest)
+  more = {'infer': ['--prompt=a'], 'export': [f'--output={tmp_path / "out"}']}
+  code, _, errors = start(flag, f'--run_mode={mode}', *more.get(mode, []))
+  assert code == 78
+  assert f'{file} was changed since the run wrote it: LanguageModel.layers is 3 in its' in errors
+  assert 'and 1 in its "bindings"' in errors
+  with pytest.raises(ConfigurationError, match=r'LanguageModel.layers is 3'):
+    valkyrie.load(file.parent)
+
+
+def test_the_advice_about_a_changed_configuration_helps(changed, start):
+  flag, file = changed('"LanguageModel.layers": "1"', '"LanguageModel.layers": "3"')
+  code, _, errors = start(flag, '--run_mode=eval', '--gin.LanguageModel.layers=1')
+  assert code == 0, errors
+  assert valkyrie.load(file.parent, bindings=['LanguageModel.layers=1']).steps == (4,)
+  flag, file = changed('"version": "', '"version": "9.')  # what is in no binding
+  code, _, errors = start(flag, '--run_mode=eval')
+  assert code == 78 and f'{file} was changed since the run wrote it' in errors
+  data = json.loads(file.read_text())
+  del data['sha256']
+  file.write_text(json.dumps(data))
+  assert start(flag, '--run_mode=eval')[0] == 0
 
 
 def test_a_directory_without_a_run(start, tmp_path):

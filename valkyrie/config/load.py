@@ -53,7 +53,8 @@ def load_gin(
   """
   statements = parse.read(files, flags, search_paths, allowed_imports)
   if run is not None:
-    statements = record.read_configuration(run, allowed_imports) + statements
+    overridden = {statement.name for statement in statements if statement.is_binding}
+    statements = record.read_configuration(run, allowed_imports, overridden) + statements
   bindings = [statement for statement in statements if statement.is_binding]
   value_types.check_flag_types(bindings)
   for module in modules:

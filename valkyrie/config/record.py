@@ -1,15 +1,16 @@
-"""The configuration as data: its files in the directory of a run, written and read back.
+"""The configuration as data: the texts of its files in the directory of a run, and back.
 
     model_dir/config.gin             the parsed statements; a copy elsewhere starts another run
     model_dir/config.json            the same as data: literals, and values with macros resolved
     model_dir/operative_config.gin   the constructed configurables, with their defaults
 
-One process writes all three, without secrets. Only config.json is read: it holds names and
-literals, no gin file. StorageError is raised if the folder cannot be written.
+`run.configuration_files` writes all three, without secrets. Only config.json is read: it holds
+names and literals, no gin file. It has each value twice, as the statement that is read and as the
+resolved binding, and a digest of all of it.
 """
 
-from collections.abc import Sequence
-import itertools
+from collections.abc import Collection, Mapping, Sequence
+import hashlib
 import json
 import os
 import pathlib
@@ -22,7 +23,9 @@ from valkyrie.config import parse
 from valkyrie.config.parse import Statement
 from valkyrie.config.paths import TOKENIZER
 from valkyrie.config.redact import redact
-from valkyrie.errors import ConfigurationError, storage_errors
+from valkyrie.errors import ConfigurationError
+
+_DIGEST = 'sha256'  # the field of config.json with the digest of the others
 
 
 def bindings() -> dict[str, Any]:
@@ -30,26 +33,35 @@ def bindings() -> dict[str, Any]:
   return _as_data(redact(gin.config_str()))['bindings']
 
 
-def write_configuration(model_dir: str | os.PathLike) -> None:
-  """Writes config.gin and config.json; keeps other earlier versions as NAME.1, NAME.2, ..."""
+def configuration_texts() -> dict[str, str]:
+  """{name: text} of config.gin and config.json."""
   text = redact(gin.config_str())
-  _write(pathlib.Path(model_dir) / 'config.gin', parse.RECORDED + '\n' + text)
-  data = json.dumps(_as_data(text), indent=2, ensure_ascii=False)
-  _write(pathlib.Path(model_dir) / 'config.json', data + '\n')
+  data = json.dumps(sealed(_as_data(text)), indent=2, ensure_ascii=False)
+  return {'config.gin': parse.RECORDED + '\n' + text, 'config.json': data + '\n'}
 
 
-def write_operative_configuration(model_dir: str | os.PathLike) -> None:
-  """Writes operative_config.gin, with the configurables that have been constructed so far."""
-  _write(pathlib.Path(model_dir) / 'operative_config.gin', redact(gin.operative_config_str()))
+def operative_configuration_text() -> str:
+  """The text of operative_config.gin, with the configurables that have been constructed so far."""
+  return redact(gin.operative_config_str())
+
+
+def sealed(data: Mapping[str, Any]) -> dict[str, Any]:
+  """The data of config.json with a digest of them, which any change breaks."""
+  fields = {name: value for name, value in data.items() if name != _DIGEST}
+  text = json.dumps(fields, sort_keys=True)
+  return {**fields, _DIGEST: hashlib.sha256(text.encode()).hexdigest()}
 
 
 def read_configuration(
-  model_dir: str | os.PathLike, allowed_imports: Sequence[str] = ()
+  model_dir: str | os.PathLike,
+  allowed_imports: Sequence[str] = (),
+  overridden: Collection[str] = (),
 ) -> list[Statement]:
   """The statements in the config.json of a run.
 
-  A ConfigurationError is raised if the run or its file is missing, the file has other content, or
-  it imports a package that is neither valkyrie nor in `allowed_imports`.
+  A ConfigurationError is raised if the run or its file is missing, the file has other content or
+  was changed since it was written, except for `overridden` values, or it imports a package that is
+  neither valkyrie nor in `allowed_imports`.
   """
   path = pathlib.Path(model_dir) / 'config.json'
   try:
@@ -59,6 +71,7 @@ def read_configuration(
     imports = [_statement(path, line) for line in data['imports']]
     bound = {**data['statements'], **_kept_tokenizer(path.parent)}
     bindings = [_statement(path, f'{name} = {value}', name) for name, value in bound.items()]
+    _check_unchanged(path, data, overridden)
   except FileNotFoundError:
     raise ConfigurationError(
       f'{model_dir} is not the directory of a run: it has no config.json. Pass one as --model_dir, '
@@ -97,18 +110,39 @@ def _as_data(text: str) -> dict[str, Any]:
   }
 
 
-def _write(path: pathlib.Path, text: str) -> None:
-  """Replaces a file atomically, and keeps an earlier version under the next free number."""
-  temporary = path.with_name(f'.{path.name}.new')
-  with storage_errors(f'{path} cannot be written', 'Make room, or pass another --model_dir.'):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-      if (old := path.read_bytes()) == text.encode():
-        return
-      versions = (path.with_name(f'{path.name}.{number}') for number in itertools.count(1))
-      next(version for version in versions if not version.exists()).write_bytes(old)
-    temporary.write_bytes(text.encode())
-    temporary.replace(path)
+def _check_unchanged(
+  path: pathlib.Path, data: Mapping[str, Any], overridden: Collection[str]
+) -> None:
+  """Raises a ConfigurationError if config.json is not as it was written.
+
+  A value is named that differs between the statements and the bindings, unless it is `overridden`.
+  Versions before 0.3 wrote no digest.
+  """
+  if data.get(_DIGEST) == sealed(data)[_DIGEST]:
+    return
+  lines = [f'{name} = {value}' for name, value in data['statements'].items()]
+  read = _as_data('\n'.join(lines))['bindings']
+  written = data['bindings']
+  names = sorted({*read, *written})
+  differing = [name for name in names if _text(read.get(name)) != _text(written.get(name))]
+  wrong = [name for name in differing if name not in overridden]
+  if wrong:
+    name = wrong[0]
+    raise ConfigurationError(
+      f'{path} was changed since the run wrote it: {name} is {read.get(name)!r:.100} in its '
+      f'"statements", and {written.get(name)!r:.100} in its "bindings". Restore the file from a '
+      f'copy, or pass the value that is right: --gin.{name}=VALUE.'
+    )
+  if _DIGEST in data and not differing:
+    raise ConfigurationError(
+      f'{path} was changed since the run wrote it: its content has another SHA-256 than '
+      f'"{_DIGEST}" says. Restore the file from a copy. If you have changed it yourself, delete '
+      f'its field "{_DIGEST}".'
+    )
+
+
+def _text(value: Any) -> str:
+  return json.dumps(value, sort_keys=True)  # in which a NaN equals itself
 
 
 def _kept_tokenizer(model_dir: pathlib.Path) -> dict[str, str]:

@@ -11,7 +11,7 @@ import jax
 from valkyrie.checkpoint.manager import Checkpoints
 from valkyrie.config import ranges
 from valkyrie.config.computation import computation, may_change_on_resume
-from valkyrie.config.record import bindings, write_configuration, write_operative_configuration
+from valkyrie.config.record import bindings
 from valkyrie.data import vocabularies
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.distributed import heartbeat
@@ -23,6 +23,7 @@ from valkyrie.monitoring.progress import Progress
 from valkyrie.monitoring.trackers import Tracker, Tracking
 from valkyrie.monitoring.training_log import Hook, TrainingLog
 from valkyrie.monitoring.writers import RunWriter, create_writers
+from valkyrie.run.configuration_files import write_configuration, write_operative_configuration
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.run.observers import Profile, Refusals, Saver, Validation
 from valkyrie.run.trainer import Trainer, batches
@@ -85,7 +86,6 @@ def train(
   ranges.check('train', eval_every=eval_every, checkpoint_every=checkpoint_every)
   profile = Profile(model_dir, profile_steps)
   with contextlib.ExitStack() as stack:
-    stack.callback(profile.close)
     stop = stack.enter_context(preemption())
     heartbeat.start(model_dir)
     check_same_bindings(computation(bindings()))
@@ -96,6 +96,7 @@ def train(
       check_mixers(setup.settings.model)
     progress = Progress(train_steps, quiet=quiet)
     directory = stack.enter_context(checkpoints.open(model_dir, progress.say))
+    stack.callback(profile.close)  # before the directory is let go
     progress.log_to(pathlib.Path(model_dir, 'log.txt') if jax.process_index() == 0 else None)
     progress.say(*report.system_lines(), *setup.remarks())
     stack.enter_context(ambient.within(kernels=setup.check_kernels(progress.say)))
