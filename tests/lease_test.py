@@ -31,7 +31,8 @@ def locks(request, monkeypatch):
   flock_in_memory = fcntl.flock
 
   def flock(file, how):
-    if pathlib.Path(file.name).parent == lease.MEMORY:
+    descriptor = file if isinstance(file, int) else file.fileno()
+    if pathlib.Path(f'/proc/self/fd/{descriptor}').readlink().parent == lease.MEMORY:
       return flock_in_memory(file, how)
     raise OSError(request.param, os.strerror(request.param))
 

@@ -1,17 +1,20 @@
 """The directory of a run: its write test, and the lock of its trainer."""
 
 import errno
+import fcntl
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from valkyrie.checkpoint import steps
 from valkyrie.checkpoint.steps import DiskSteps
-from valkyrie.errors import StorageError
+from valkyrie.errors import StorageError, Unreachable
+from valkyrie.storage import lease
 from valkyrie.storage.lease import DiskLock, lock_holder
 
 HOLD = """
@@ -46,6 +49,20 @@ def test_a_lock_names_its_holder_and_no_other_one(tmp_path):
     DiskLock(tmp_path).release()
     holders.add(lock_holder(tmp_path))
   assert len(holders) == 2
+
+
+def test_a_program_that_reads_the_lock_is_named_and_waited_for(tmp_path, monkeypatch):
+  monkeypatch.setattr(lease, 'READER_SECONDS', 0.3)
+  DiskLock(tmp_path).release()
+  with open(tmp_path / 'trainer.lock') as reader:
+    fcntl.flock(reader, fcntl.LOCK_SH)
+    with pytest.raises(Unreachable) as refusal:
+      DiskLock(tmp_path)
+    assert f'process {os.getpid()} (' in str(refusal.value)
+    assert f'a shared lock on {tmp_path}/trainer.lock' in str(refusal.value)
+    monkeypatch.setattr(lease, 'READER_SECONDS', 600.0)
+    threading.Timer(0.3, fcntl.flock, (reader, fcntl.LOCK_UN)).start()
+    DiskLock(tmp_path).release()
 
 
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path):

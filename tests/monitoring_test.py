@@ -2,11 +2,11 @@
 
 import contextlib
 import errno
+import fcntl
 import io
 import json
 import math
 import os
-import pathlib
 import pty
 import re
 import resource
@@ -162,12 +162,46 @@ def test_lines_that_a_full_disk_does_not_take_are_written_later(tmp_path):
   try:
     for step in (1, 2, 3):
       lines.write({'step': step})
-    assert path.stat().st_size == 20
+    assert read_lines(path) == [{'step': 1}], 'half a line was cut off at once'
+    assert path.read_bytes().endswith(b'\n')
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+  write(path, (7, 0.7))  # another process
   lines.write({'step': 4})
-  assert read_lines(path) == [{'step': step} for step in (1, 2, 3, 4)]
+  assert steps_of(path) == [1, 7, 2, 3, 4]
   lines.close()
+
+
+def test_a_writer_cuts_off_the_half_line_of_another_one_that_was_killed(tmp_path):
+  path = tmp_path / 'metrics.jsonl'
+  lines = JsonLines(path)
+  lines.write({'step': 1})
+  with path.open('a') as killed:
+    killed.write('{"step": 2, "lo')
+  lines.write({'step': 3})
+  lines.close()
+  assert steps_of(path) == [1, 3]
+
+
+def test_a_lock_of_another_program_does_not_hold_up_the_lines(tmp_path):
+  path = tmp_path / 'metrics.jsonl'
+  lines = JsonLines(path)
+  with path.open() as other:
+    fcntl.flock(other, fcntl.LOCK_SH)  # as of a program for backups
+    for step in range(200):
+      lines.write({'step': step})
+    assert len(read_lines(path)) == 200
+  lines.close()
+
+
+def test_an_unreadable_line_is_named_with_what_to_do(tmp_path):
+  path = tmp_path / 'metrics.jsonl'
+  write(path, (1, 0.1), (2, 0.2))
+  path.write_text('{"step": 9, "lo' + path.read_text())
+  with pytest.raises(StorageError, match=r'metrics.jsonl:1 cannot be read.* Delete this line'):
+    by_step(path)
+  path.write_text(''.join(path.read_text().splitlines(keepends=True)[1:]))
+  assert [*by_step(path)] == [2]
 
 
 def read_events(folder):
@@ -390,10 +424,16 @@ def test_a_log_that_cannot_be_written_ends_no_run(tmp_path):
   assert first.endswith('log.txt cannot be written (No such file or directory)')
   assert second == 'goes on'
   full = Progress(100, stream)
-  full.log_to(pathlib.Path('/dev/full'))
-  full.say('one', 'two')
+  full.log_to(tmp_path / 'log.txt')
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
+  try:
+    full.say('one', 'two')
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
   said = stream.getvalue().splitlines()[2:]
-  assert 'the log /dev/full cannot be written (No space left on device), and ends here' in said
+  log = tmp_path / 'log.txt'
+  assert f'the log {log} cannot be written (File too large), and ends here' in said
   assert {'one', 'two'} <= {*said} and len(said) == 3
 
 

@@ -68,7 +68,8 @@ def storage_errors(
   except (OSError, *also) as error:
     reason = reason_of(error)
     file = getattr(error, 'filename', None)
-    if file is not None and str(file) not in message:
+    # A path of `held_folder.place` tells a user nothing: the message names the file.
+    if file is not None and str(file) not in message and not str(file).startswith('/proc/self/fd/'):
       reason += f' ({file})'
     raise StorageError(f'{message}: {reason}' + (f'. {advice}' if advice else '')) from error
 

@@ -24,7 +24,7 @@ from valkyrie.command_line import FLAGS_OF_MODES, RUN_MODES, parse_command_line
 from valkyrie.config.modules import CONFIGURABLE_MODULES
 from valkyrie.distributed import console, processes
 from valkyrie.errors import UsageError, ValkyrieError, message_of
-from valkyrie.storage import run_directory
+from valkyrie.storage import held_folder, run_directory
 
 
 @console.lasting_streams()
@@ -83,7 +83,7 @@ def run(
       given['prompt'] = _read_prompt(flags.prompt)
   check_call(function, *given)
   console.raise_interrupts()
-  with run_directory.uploaded(model_dir):
+  with run_directory.uploaded(model_dir), held_folder.held(model_dir):
     function(**given)
 
 

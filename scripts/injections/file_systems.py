@@ -12,7 +12,8 @@ import errno, fcntl, os
 _flock = fcntl.flock
 
 def flock(file, how):
-  if file.name.startswith('/dev/shm/'):
+  descriptor = file if isinstance(file, int) else file.fileno()
+  if os.readlink(f'/proc/self/fd/{descriptor}').startswith('/dev/shm/'):
     return _flock(file, how)
   raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

@@ -28,7 +28,7 @@ from valkyrie import foreign
 from valkyrie.distributed import console
 from valkyrie.distributed.heartbeat import STACKS, VARIABLE, address
 from valkyrie.errors import ValkyrieError, reason_of
-from valkyrie.storage import bucket
+from valkyrie.storage import appended, bucket
 
 HANG = 86  # the exit code of a run that was killed because it was silent
 # Preempted, hung, aborted by a library, killed (by the kernel or with its machine).
@@ -176,7 +176,7 @@ class Supervisor:
         if bucket.is_bucket(status.model_dir):
           bucket.Bucket(status.model_dir).append(_REPORTS, line)
         else:
-          with open(pathlib.Path(status.model_dir, _REPORTS), 'ab') as file:
+          with appended.opened(pathlib.Path(status.model_dir, _REPORTS)) as file:
             file.write(line)
       except (OSError, ValkyrieError) as error:
         _say(f'{status.model_dir}/{_REPORTS} cannot be written ({reason_of(error)})')

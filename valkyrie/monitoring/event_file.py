@@ -20,6 +20,8 @@ from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 
+from valkyrie.storage import held_folder
+
 _number = itertools.count()  # of the files of this process
 
 
@@ -30,6 +32,7 @@ class EventFile:
   """
 
   def __init__(self, folder: pathlib.Path):
+    folder = held_folder.place(folder)
     folder.mkdir(parents=True, exist_ok=True)
     # TensorBoard reads the files of a folder in the order of their names.
     name = f'{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.{next(_number)}'

@@ -7,10 +7,16 @@ import json
 import math
 import os
 import pathlib
+import time
 from typing import Any
 
 from valkyrie import foreign
 from valkyrie.errors import storage_errors
+from valkyrie.storage import appended, held_folder
+
+_PATIENCE = 1.0  # seconds for which a lock of another program is waited for, once
+_MOMENT = 0.05  # seconds in which a process completes a line
+_BLOCK = 4096
 
 
 def read(path: pathlib.Path, **kinds: Any) -> list[dict[str, Any]]:
@@ -22,7 +28,8 @@ def read(path: pathlib.Path, **kinds: Any) -> list[dict[str, Any]]:
   with storage_errors(f'{path} cannot be read', also=(ValueError,)):
     content = foreign.content(path) if path.exists() else b''
   for number, line in enumerate(content.split(b'\n')[:-1], 1):
-    with storage_errors(f'{path}:{number} cannot be read', also=(ValueError,)):
+    message = f'{path}:{number} cannot be read'
+    with storage_errors(message, 'Delete this line of the file.', also=(ValueError,)):
       found.append(foreign.json_object(line, **kinds))
       if not all(map(_is_written, found[-1].values())):
         raise ValueError('expected only texts and numbers of 64 bits')
@@ -42,8 +49,9 @@ class JsonLines:
   """A file with one JSON object per line, to which a resumed run and other processes append.
 
   After a crash, a resumed run repeats the steps since the last checkpoint, and both lines of such a
-  step stay: readers use the later one. An incomplete last line, which a crash of the machine can
-  leave, is removed. What a full disk does not take is kept, and written with a later line.
+  step stay: readers use the later one. A full disk takes whole lines only: half a line is cut off
+  at once, and the line is kept and written with a later one. An incomplete last line, which a crash
+  can leave, is cut off before a line is appended. A lock of the file orders all this.
   JSON has no NaN or infinities: they are the strings "NaN", "Infinity" and "-Infinity".
   """
 
@@ -52,39 +60,79 @@ class JsonLines:
     message = f'{path} cannot be written'
     advice = 'Make room there, or name another --model_dir, and run the same command again.'
     self._storage_errors = functools.partial(storage_errors, message, advice)
-    self._left = b''  # to be written
+    self._path = pathlib.Path(os.path.abspath(path))
+    self._patience = _PATIENCE  # for a lock of another program
+    self._left = b''  # to be written, whole lines
     with self._storage_errors():
-      path.parent.mkdir(parents=True, exist_ok=True)
-      self._file = path.open('a+b', buffering=0)
-      self._file.seek(0)
-      content = self._file.read()
-      complete = content.rfind(b'\n') + 1
-      if complete < len(content):
-        self._file.truncate(complete)
+      held_folder.place(path.parent).mkdir(parents=True, exist_ok=True)
+      self._file = appended.opened(path)
+      self._append_left()
 
   def write(self, fields: Mapping[str, int | float | str | None]) -> None:
-    """Appends a line, in one system call."""
+    """Appends a line, in one system call.
+
+    Raises a StorageError if the run was lost to another trainer.
+    """
     known = {  # json writes NaN without quotes, which is no JSON
       key: json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value
       for key, value in fields.items()
     }
     self._left += json.dumps(known, allow_nan=False).encode() + b'\n'
     with contextlib.suppress(OSError):
-      self._write_left()
+      self._append_left()
 
-  def _write_left(self) -> None:
-    while self._left:
-      self._left = self._left[self._file.write(self._left) :]
+  def _append_left(self) -> None:
+    """Appends what is left to be written, unless the file is full; it then ends with a line."""
+    held_folder.check(self._path)
+    with appended.locked(self._file, self._patience) as is_locked:
+      # Another program that holds a lock for long is waited for only once.
+      self._patience = _PATIENCE if is_locked else 0.0
+      begin = self._cut_half_line(is_locked)
+      written = 0
+      try:
+        while written < len(self._left):
+          written += self._file.write(self._left[written:])
+      except OSError:
+        whole = self._left.rfind(b'\n', 0, written) + 1
+        if self._size() == begin + written:  # nobody has appended without the lock
+          self._file.truncate(begin + whole)
+        self._left = self._left[whole:]
+        raise
+      self._left = b''
+
+  def _cut_half_line(self, is_locked: bool) -> int:
+    """Cuts off what a crash has left of a last line; returns the size of the file."""
+    end = self._end_of_lines()
+    if end < self._size() and not is_locked:  # another process may be writing it
+      time.sleep(_MOMENT)
+      end = self._end_of_lines()
+    if end < self._size():
+      self._file.truncate(end)
+    return end
+
+  def _end_of_lines(self) -> int:
+    """The number of bytes up to the last end of a line."""
+    end = self._size()
+    while end > 0:
+      begin = max(0, end - _BLOCK)
+      block = os.pread(self._file.fileno(), end - begin, begin)
+      if b'\n' in block:
+        return begin + block.rindex(b'\n') + 1
+      end = begin
+    return 0
+
+  def _size(self) -> int:
+    return os.fstat(self._file.fileno()).st_size
 
   def sync(self) -> None:
     """Waits until all lines are on disk."""
     with self._storage_errors():
-      self._write_left()
+      self._append_left()
       os.fsync(self._file.fileno())
 
   def close(self) -> None:
     try:
       with self._storage_errors():
-        self._write_left()
+        self._append_left()
     finally:
       self._file.close()

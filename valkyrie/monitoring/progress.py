@@ -9,6 +9,9 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from valkyrie.errors import StorageError, reason_of
+from valkyrie.storage import appended, held_folder
+
 _BAR = 'step {n_fmt}/{total_fmt} |{bar:20}| {percentage:3.0f}%{postfix}'
 
 
@@ -21,6 +24,7 @@ class Progress:
     self._stream = sys.stderr if stream is None else stream
     self._quiet, self._is_terminal = quiet, self._stream.isatty()
     self._bar: tqdm | None = None
+    self._path: pathlib.Path | None = None  # of the log, once it is open
     self._early = io.StringIO()
     self._log: TextIO | None = self._early  # until the file is open
 
@@ -32,8 +36,13 @@ class Progress:
     self._log = None
     try:
       if path is not None:
-        self._log = path.open('a', buffering=1, encoding='utf-8')
+        self._path = path
+        file = appended.opened(path)
+        self._log = io.TextIOWrapper(io.BufferedWriter(file), 'utf-8', line_buffering=True)
         self._log.write(self._early.getvalue())
+    except StorageError as error:  # there is something other than a file
+      self._log = None
+      self.say(str(error))
     except OSError as error:
       self._log = None
       self.say(f'the log {path} cannot be written ({error.strerror})')
@@ -78,10 +87,12 @@ class Progress:
     if (log := self._log) is None:
       return
     try:
+      if self._path is not None:
+        held_folder.check(self._path)
       log.write(f'{time.strftime("%Y-%m-%d %H:%M:%S")} {text}\n')
-    except OSError as error:
+    except (OSError, StorageError) as error:
       self._log = None
-      self.say(f'the log {log.name} cannot be written ({error.strerror}), and ends here')
+      self.say(f'the log {self._path} cannot be written ({reason_of(error)}), and ends here')
 
 
 def describe(metrics: Mapping[str, Any]) -> list[str]:

@@ -19,6 +19,7 @@ from valkyrie.monitoring.training_log import TrainingLog
 from valkyrie.monitoring.writers import RunWriter
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.run.trainer import Lowest, Trainer
+from valkyrie.storage import held_folder
 from valkyrie.training.spikes import RefusedSteps
 from valkyrie.training.train_step import StepMetrics
 
@@ -182,7 +183,7 @@ class Profile:
     if self._first <= number <= self._last and not self._is_running:
       self._is_running = True
       self._running.enter_context(untimed())
-      self._running.enter_context(jax.profiler.trace(self._place))
+      self._running.enter_context(jax.profiler.trace(held_folder.place(self._place)))
       self._running.callback(lambda: jax.block_until_ready(jax.live_arrays()))
     yield
     if number == self._last:

@@ -21,16 +21,17 @@ import re
 import socket
 import threading
 import time
-from typing import Any
+from typing import Any, BinaryIO
 import uuid
 import weakref
 
 from valkyrie import foreign
 from valkyrie.errors import StorageError, Unreachable, ValkyrieError, storage_errors
-from valkyrie.storage import whole_file
+from valkyrie.storage import appended, held_folder, owned, whole_file
 
 BEAT_SECONDS = 10.0
 MISSED = 3  # beats, after which a lease is free
+READER_SECONDS = 5.0  # for which a program may hold a shared lock while a trainer starts
 MEMORY = pathlib.Path('/dev/shm')  # on Linux; never on a disk, which others may copy or share
 
 
@@ -160,6 +161,28 @@ def _refusal(holder: str, run: Any, process: int | None) -> ValkyrieError:
   )
 
 
+def _is_shared(file: BinaryIO) -> bool:
+  """Whether the locks of a file are shared ones: trainers take none of them."""
+  try:
+    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+  except BlockingIOError:
+    return False
+  fcntl.flock(file, fcntl.LOCK_UN)
+  return True
+
+
+def _reader_of(file: BinaryIO) -> str:
+  """Names a process with a shared lock of a file, as far as the kernel tells."""
+  inode = str(os.fstat(file.fileno()).st_ino)
+  with contextlib.suppress(OSError, ValueError):
+    for line in pathlib.Path('/proc/locks').read_text().splitlines():
+      _, kind, _, access, process, place, *_ = line.split()
+      if (kind, access) == ('FLOCK', 'READ') and place.rpartition(':')[2] == inode:
+        program = pathlib.Path('/proc', process, 'comm').read_text().strip()
+        return f'process {process} ({program!r:.40})'
+  return 'another program'
+
+
 def lock_holder(directory: pathlib.Path, process: int | None = None) -> str:
   """Names the present or last holder of a lock of a directory; '' if it was never locked."""
   with contextlib.suppress(OSError, ValueError):
@@ -184,25 +207,72 @@ class DiskLock:
       Unreachable: another process has the number.
     """
     self._path = directory / lock_name(process)
+    self._directory, self._process = directory, process
     self._lease: _FileLease | None = None
     with storage_errors(f'{self._path} cannot be locked'), contextlib.ExitStack() as stack:
-      self._file = stack.enter_context(open(self._path, 'a+'))
-      try:
-        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      except BlockingIOError as error:
-        holder = lock_holder(directory, process).partition(',')[0] or 'another process'
-        raise _refusal(holder, directory, process) from error
-      except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-          raise
-        self._lease = _FileLease(self._path.with_suffix('.lease'), directory, process)
+      self._folder = held_folder.HeldFolder(directory, self._check_lease)
+      stack.callback(self._folder.release)
+      self._file = appended.open_file(self._path)
+      stack.callback(self._close)
+      self._wait_for_readers()
+      if os.fstat(self._file.fileno()).st_nlink > 1:
+        self._replace_by_own()
       self._file.truncate(0)
       # Containers repeat PIDs and host names: the number tells this holder from those before.
       words = f'process {os.getpid()} on {socket.gethostname()}'
-      self._file.write(f'{words}, {uuid.uuid4().hex}\n')
-      self._file.flush()
+      self._file.write(f'{words}, {uuid.uuid4().hex}\n'.encode())
       os.fsync(self._file.fileno())  # other hosts that share the directory can read it now
       stack.pop_all()  # the file is held until `release`
+
+  def _wait_for_readers(self) -> None:
+    """Locks the file, or takes a lease where there are no locks; raises if another one holds it.
+
+    A program that only reads, such as one for backups, may hold a shared lock for a moment.
+    """
+    end = time.monotonic() + READER_SECONDS
+    while True:
+      try:
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return
+      except BlockingIOError as error:
+        if not _is_shared(self._file):
+          raise self._refusal() from error
+        if time.monotonic() >= end:
+          raise self._reader(error) from error
+        time.sleep(0.1)
+      except OSError as error:
+        if error.errno not in appended.NO_LOCKS:
+          raise
+        self._lease = _FileLease(self._path.with_suffix('.lease'), self._directory, self._process)
+        return
+
+  def _refusal(self) -> ValkyrieError:
+    holder = lock_holder(self._directory, self._process).partition(',')[0] or 'another process'
+    refusal = _refusal(holder, self._directory, self._process)
+    if os.fstat(self._file.fileno()).st_nlink > 1:
+      refusal = StorageError(
+        f'{refusal}\n{self._path} has other names, too, as after `cp -al`: the trainer may be that '
+        f'of another directory. In that case delete {self._path}, which changes no other name.'
+      )
+    return refusal
+
+  def _reader(self, error: OSError) -> ValkyrieError:
+    return Unreachable(
+      f'{_reader_of(self._file)} holds a shared lock on {self._path}, as a program that only reads '
+      'it may, so that nothing can train there. Nothing was changed. Wait for its end or stop it, '
+      'and run the same command again.'
+    )
+
+  def _replace_by_own(self) -> None:
+    """Replaces a file that is the lock of another directory, too; the lock is held throughout."""
+    with owned.new_file(held_folder.place(self._path)) as new:  # it is locked, too
+      file = os.fdopen(os.dup(new.fileno()), 'r+b', buffering=0)
+    self._file.close()
+    self._file = file
+
+  def _check_lease(self) -> None:
+    if self._lease is not None:
+      self._lease.check()
 
   @property
   def is_in_place(self) -> bool:
@@ -224,7 +294,11 @@ class DiskLock:
   def release(self) -> None:
     """Frees the lock."""
     if self._lease is not None:
-      self._lease.release()
+      self._lease.release()  # and its thread, which writes in the folder
+    self._folder.release()
+    self._close()
+
+  def _close(self) -> None:
     self._file.close()
 
 
@@ -284,13 +358,18 @@ def has_ended(lease: Mapping[str, Any]) -> bool | None:
   if not re.fullmatch('[0-9a-f]{32}', token):  # it would name another file
     return None
   try:
-    with open(_file(token)) as file:
+    with open(_file(token), opener=_open_literally) as file:
       fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
   except BlockingIOError:
     return False
   except OSError:
     return None
   return True
+
+
+def _open_literally(path: str, flags: int) -> int:
+  """Follows no link and waits for no other process, since strangers may write in the memory."""
+  return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _marked(token: str) -> contextlib.ExitStack:
