@@ -7,7 +7,7 @@ import pytest
 from valkyrie.checkpoint import manifest, steps
 from valkyrie.checkpoint.manager import Checkpoints, open_to_read
 from valkyrie.errors import StorageError
-from valkyrie.weights import initial
+from valkyrie.weights import source
 
 
 @pytest.fixture
@@ -88,15 +88,15 @@ def test_a_link_for_a_folder_is_found(run, folder):
 
 def test_the_step_of_something_else_has_no_weights(run, tmp_path):
   with pytest.raises(StorageError, match=r"cannot be read \(KeyError: 'params'\)"):
-    initial.open_source(str(run))
+    source.open_source(str(run))
   with Checkpoints().open(tmp_path / 'other') as checkpoints:
     checkpoints.save(1, [jnp.ones(3)], {})
   with pytest.raises(StorageError, match='cannot be read'):
-    initial.open_source(str(tmp_path / 'other'))
+    source.open_source(str(tmp_path / 'other'))
 
 
 def test_weights_of_a_record_without_a_vocabulary_have_none(tmp_path):
   with Checkpoints().open(tmp_path) as checkpoints:
     checkpoints.save(1, {'params': {'model': {'w': jnp.ones(3)}}}, {})
-  source = initial.open_source(str(tmp_path))
-  assert len(source.tensors) == 1 and source.vocabularies == ['None']
+  loaded = source.open_source(str(tmp_path))
+  assert len(loaded.tensors) == 1 and loaded.vocabularies == ['None']

@@ -28,7 +28,7 @@ from valkyrie.errors import ConfigurationError, ValkyrieError, message_of
 from valkyrie.inference import infer
 from valkyrie.monitoring import html_report, json_lines, trackers
 from valkyrie.storage import lease
-from valkyrie.weights import named_tensors
+from valkyrie.weights import tensor_files
 
 LINE = {'step': 3, 'loss': 2.5, 'tokens': 30, 'phase': 0, 'step_seconds': 0.5}
 LINE |= {'tokens_per_second_per_device': 5.0, 'tflops_per_second_per_device': 1e-3}
@@ -88,7 +88,7 @@ READERS = {
   'x.gin': lambda file: parse.read([str(file)]),
   'prompts.jsonl': infer._read_prompts,
   'prompts.txt': infer._read_prompts,
-  'index.json': named_tensors.read_json,
+  'index.json': tensor_files.read_json,
   'trainer.lock': lambda file: lease.lock_holder(file.parent),
   'trainer.lease': lambda file: lease._FileLease.__dict__['_read'](LeaseAt(file)),
   'checkpoints/3/record.json': lambda file: steps.record(steps.DiskSteps(file.parents[2]), 3),

@@ -19,7 +19,7 @@ from valkyrie.models.lora import Lora
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Group, Optimizer
 from valkyrie.training.train_step import initial_state, make_train_step
-from valkyrie.weights import named_tensors
+from valkyrie.weights import named_tensors, tensor_files
 from valkyrie.weights.initial import InitialWeights
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
@@ -168,7 +168,7 @@ def test_stored_in_bfloat16_a_small_adapter_merges_whole():
     for shape, scale in (((32, 48), 1), ((32, 4), 1), ((4, 48), 1e-4))
   )
   tensors = {'w': whole, 'w_lora_a': down, 'w_lora_b': up}
-  read = {name: named_tensors.Tensor(x.shape, x.__getitem__) for name, x in tensors.items()}
+  read = {name: tensor_files.Tensor(x.shape, x.__getitem__) for name, x in tensors.items()}
   found = named_tensors.merged(read)['w'].read((slice(None), slice(None)))
   effect = np.float64(found) - np.float64(whole)
   expected = np.float64(down) @ np.float64(up)

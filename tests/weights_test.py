@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 import tiny
 
+from valkyrie.checkpoint.manager import Checkpoints
 from valkyrie.config.load import load_gin
 from valkyrie.data.vocabularies import fingerprint
 from valkyrie.errors import ConfigurationError, StorageError
@@ -22,8 +23,9 @@ from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.recurrence.gated import GatedRecurrence
 from valkyrie.training.losses import logits
-from valkyrie.weights import huggingface, initial, named_tensors
+from valkyrie.weights import huggingface, initial, named_tensors, tensor_files
 from valkyrie.weights.initial import InitialWeights
+from valkyrie.weights.source import open_source
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 TOKENS = np.random.default_rng(3).integers(0, 50, 40).astype(np.int32)
@@ -242,6 +244,67 @@ def test_rules_rename_zero_and_leave_out(tmp_path):
     np.testing.assert_array_equal(params[attention][name], again[attention][name])
 
 
+# Of docs/finetune.md, for a model of Llama's layers by another name.
+OTHER_RULES = (
+  ('^embedding$', 'model.embed_tokens.weight'),
+  ('^unembedding$', 'lm_head.weight'),
+  ('^final_norm', 'model.norm.weight'),
+  ('^layers.([0-9]+).mixer_norm', r'model.layers.\1.input_layernorm.weight'),
+  ('^layers.([0-9]+).mlp_norm', r'model.layers.\1.post_attention_layernorm.weight'),
+  ('^layers.([0-9]+).attention.query', r'model.layers.\1.self_attn.q_proj.weight.T'),
+  ('^layers.([0-9]+).attention.key', r'model.layers.\1.self_attn.k_proj.weight.T'),
+  ('^layers.([0-9]+).attention.value', r'model.layers.\1.self_attn.v_proj.weight.T'),
+  ('^layers.([0-9]+).attention.out', r'model.layers.\1.self_attn.o_proj.weight.T'),
+  ('^layers.([0-9]+).mlp.gate', r'model.layers.\1.mlp.gate_proj.weight.T'),
+  ('^layers.([0-9]+).mlp.hidden', r'model.layers.\1.mlp.up_proj.weight.T'),
+  ('^layers.([0-9]+).mlp.out', r'model.layers.\1.mlp.down_proj.weight.T'),
+)
+
+
+def test_a_model_of_another_type_is_read_as_its_refusal_advises(tmp_path):
+  config, _ = write_llama(tmp_path / 'hf', files=2)
+  model = model_of(config, tmp_path)
+  expected, _, _ = loaded(tmp_path / 'hf', model)
+  (tmp_path / 'hf/config.json').write_text(json.dumps({**config, 'model_type': 'other'}))
+  advice = r'set train.initial_weights to its .safetensors file or index .* InitialWeights.rules'
+  with pytest.raises(ConfigurationError, match=advice):
+    open_source(str(tmp_path / 'hf'))
+  index = tmp_path / 'hf/model.safetensors.index.json'
+  for partial in (False, True):
+    with pytest.raises(ConfigurationError, match='has none of the 30 tensors of the model'):
+      loaded(index, model, partial=partial)
+  params, complete, lines = loaded(index, model, rules=OTHER_RULES)
+  assert complete and len(lines) == 1 and 'loaded 30 of the 30' in lines[0]
+  jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
+@pytest.mark.parametrize(
+  ('step', 'added', 'number'), [('latest', 2, 2), ('1', 1, 1), (1, 1, 1), (2, 2, 2)]
+)
+def test_weights_of_any_kept_step_of_a_run_are_named_by_one_binding(tmp_path, step, added, number):
+  model = tiny.model(mixers=(tiny.attention,), layers=2)
+  first = tiny.init(model, 1)[0]
+  with Checkpoints().open(tmp_path / 'run') as checkpoints:
+    for saved in (1, 2):
+      params = jax.tree.map(lambda leaf, saved=saved: leaf + saved, first)
+      checkpoints.save(saved, {'params': params}, {'vocabulary': 'bytes'})
+  make = functools.partial(LanguageModel, vocabulary_size=50, d_model=16, layers=2, pattern=(
+    functools.partial(language_model.Block, mixers=(tiny.attention,), mlp_width=24),))  # fmt: skip
+  params, complete, lines = loaded(tmp_path / 'run', model, make, step=step)
+  assert complete and lines[0].endswith(f'run, step {number}')
+  jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b + added), params, first)
+  with pytest.raises(ConfigurationError, match='step 7'):
+    loaded(tmp_path / 'run', model, make, step=7)
+
+
+def test_two_tensors_with_one_name_are_refused(tmp_path):
+  config, weights = write_llama(tmp_path / 'hf')
+  more = {'layers.0.mlp.out': np.zeros((40, 24), np.float32)}
+  write_llama(tmp_path / 'hf', config, {**weights, **more})
+  with pytest.raises(ConfigurationError, match=r"Two tensors .* have the name 'layers.0"):
+    open_source(str(tmp_path / 'hf'))
+
+
 def test_settings_that_shapes_do_not_tell_are_compared(tmp_path):
   config, _ = write_llama(tmp_path / 'hf')
   model = model_of(config, tmp_path, 'Rotary.base=10000.0', 'FullAttention.heads=2',
@@ -256,6 +319,22 @@ WRONG = [
   ({'model_type': 'gpt2'}, "of a model of type 'gpt2'"),
   ({'model_type': ['llama']}, 'of a model of type'),
   ({'hidden_act': 'gelu'}, "hidden_act: 'gelu'"),
+  *(
+    ({name: value}, f'{name}: .*, which Valkyrie does not compute or does not know')
+    for name in ('use_gate', 'attn_output_gate', 'qkv_bias', 'use_rope')
+    for value in (False, None, 0, '', [], {})
+  ),
+  *(
+    ({name: None}, f'{name}: null, but .* was expected')
+    for name in ('rope_theta', 'rms_norm_eps', 'hidden_act', 'tie_word_embeddings', 'vocab_size')
+  ),
+  ({'model_type': 'qwen3', 'head_dim': None}, 'head_dim: null, which a Qwen3 cannot have'),
+  ({'layer_types': ['full_attention']}, 'layer_types: .*, which Valkyrie does not compute'),
+  ({'layer_types': []}, 'layer_types: .*, which Valkyrie does not compute'),
+  ({'partial_rotary_factor': None}, 'partial_rotary_factor: null, which Valkyrie does not compute'),
+  ({'rope_parameters': {'rope_theta': None}}, 'rope_theta: null, but a number above 0'),
+  ({'rope_parameters': {'rope_theta': 5.0}, 'rope_scaling': llama_reference.SCALED},
+   'Remove the one that does not count'),
   ({'hidden_act': ['silu']}, 'hidden_act: .* but a string was expected'),
   *(
     ({name: value}, f'{name}: .*, which Valkyrie does not compute')
@@ -304,6 +383,8 @@ HARMLESS = {
   'torch_dtype': 'bfloat16', 'transformers_version': '4.44.0', 'initializer_range': 0.02,
   'pretraining_tp': 1, 'attention_dropout': 0.1, '_name_or_path': 'a/b', 'attention_bias': False,
   'partial_rotary_factor': 1.0, 'unsloth_version': '2024.8', 'quantization_config': None,
+  'mlp_bias': False, 'rope_interleaved': False, 'is_llama_config': True, 'pad_token_id': None,
+  'bad_words_ids': None, 'tf_legacy_loss': False, 'is_encoder_decoder': False, 'pruned_heads': {},
 }  # fmt: skip
 
 
@@ -389,7 +470,7 @@ def test_quantized_tensors_are_refused(tmp_path, kind):
 @pytest.mark.parametrize('name', ['layers.0.attention.query', 'nothing'])
 def test_half_an_adapter_is_refused(parts, name):
   def tensor(*shape):
-    return named_tensors.Tensor(shape, np.ones(shape, np.float32).__getitem__)
+    return tensor_files.Tensor(shape, np.ones(shape, np.float32).__getitem__)
 
   tensors = {'layers.0.attention.query': tensor(24, 24)}
   tensors |= {f'{name}_lora_{half}': tensor(*shape) for half, shape in parts.items()}
@@ -407,7 +488,7 @@ def test_an_index_of_another_type_is_named(tmp_path, index):
   text = index if isinstance(index, str) and len(index) > 9 else json.dumps(index)
   (tmp_path / 'hf' / 'model.safetensors.index.json').write_text(text)
   with pytest.raises(StorageError, match=r'index\.json (names|has|cannot be read)'):
-    initial.open_source(str(tmp_path / 'hf'))
+    open_source(str(tmp_path / 'hf'))
 
 
 def test_another_scaling_of_positions_is_refused():
@@ -422,16 +503,16 @@ def test_missing_and_damaged_files_are_named(tmp_path):
   whole = shard.read_bytes()
   shard.write_bytes(whole[: len(whole) // 2])
   with pytest.raises(StorageError, match=r'00002-of-00002.safetensors is not a whole'):
-    initial.open_source(str(tmp_path / 'hf'))
+    open_source(str(tmp_path / 'hf'))
   shard.unlink()
   with pytest.raises(StorageError, match=r'index.json names model-00002-of-00002.safetensors'):
-    initial.open_source(str(tmp_path / 'hf'))
+    open_source(str(tmp_path / 'hf'))
   (tmp_path / 'hf' / 'model.safetensors.index.json').write_text('{half')
   with pytest.raises(StorageError, match=r'index\.json cannot be read'):
-    initial.open_source(str(tmp_path / 'hf'))
+    open_source(str(tmp_path / 'hf'))
   (tmp_path / 'empty').mkdir()
   with pytest.raises(ConfigurationError, match=r'has no .safetensors file and no checkpoints'):
-    initial.open_source(str(tmp_path / 'empty'))
+    open_source(str(tmp_path / 'empty'))
   with pytest.raises(ConfigurationError, match='nothing are not there'):
     InitialWeights(str(tmp_path / 'nothing')).check_source()
 
@@ -492,7 +573,7 @@ def test_a_file_of_tensors_has_the_bits_of_its_arrays_or_an_error(tmp_path, monk
     'one': np.array(np.nan, np.float32),
   }
   named_tensors.write(tmp_path / 'whole.safetensors', arrays, {'a': 'b'})
-  found = named_tensors.in_files(tmp_path / 'whole.safetensors')
+  found = tensor_files.in_files(tmp_path / 'whole.safetensors').tensors
   assert found.keys() == arrays.keys()
   np.testing.assert_array_equal(
     found['wide'].read((slice(None), slice(1, 3))), arrays['wide'][:, 1:3]

@@ -8,12 +8,13 @@ norm of queries and keys.
 
 from collections.abc import Callable, Mapping, Sequence
 import json
-import math
+import os
 import pathlib
 import re
 import sys
 from typing import Any
 
+from valkyrie import foreign
 from valkyrie.data.vocabularies import fingerprint
 from valkyrie.distributed import console
 from valkyrie.errors import ConfigurationError, storage_errors
@@ -21,7 +22,8 @@ from valkyrie.models.attention.full import FullAttention
 from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.language_model import LanguageModel, asked
 from valkyrie.models.layers import GatedMLP, RMSNorm
-from valkyrie.weights.named_tensors import read_json
+from valkyrie.weights.config_fields import FETCH, check
+from valkyrie.weights.tensor_files import read_json
 
 # The types of models, with the defaults that differ from a Llama's.
 _TYPES: dict[str, dict[str, Any]] = {
@@ -55,21 +57,11 @@ _ROTARY = {name: kind for name, _, kind in _SCALING} | {
   'rope_type': str,
   'type': str,
 }
-_KINDS = {
-  int: 'an integer above 0',
-  float: 'a number above 0',
-  bool: 'true or false',
-  str: 'a string',
-  dict: 'an object',
+_WINDOWS: dict[str, dict[str, type]] = {
+  'llama': {},
+  'mistral': {'sliding_window': int},
+  'qwen3': {},
 }
-# The fields that change no logit, and those that other tools leave.
-_NO_EFFECT = re.compile(
-  r'_.*|unsloth_.*|architectures|model_type|.*_token_id|(torch_)?dtype|use_cache|return_dict|'
-  r'transformers_version|initializer_range|pretraining_tp|attention_dropout|tokenizer_class|'
-  r'output_.*|id2label|label2id|chunk_size_feed_forward|max_length|min_length|top_[kp]|temperature|'
-  r'num_(beams|beam_groups|return_sequences)|typical_p|do_sample|.*_penalty|early_stopping|'
-  r'problem_type|finetuning_task|attn_implementation|max_window_layers'
-)
 # What a token sees, in both kinds of attention.
 SIGHT = (
   'Block.mixers',
@@ -101,58 +93,58 @@ def configuration(folder: pathlib.Path) -> dict[str, Any]:
   Raises a ConfigurationError if there is none, or of a model that Valkyrie's blocks do not compute.
   """
   file = folder / 'config.json'
-  if not file.is_file():
+  if not os.path.lexists(file):
     raise ConfigurationError(f'{folder} has no config.json. Name the folder of a model.')
   found = read_json(file)
   kind = found.get('model_type')
   if kind not in [*_TYPES]:  # which may be of any type
     raise ConfigurationError(
-      f'{file} is of a model of type {kind!r}. Valkyrie reads {", ".join(_TYPES)}.'
+      f'{file} is of a model of type {kind!r:.80}. Valkyrie reads {", ".join(_TYPES)} by itself. '
+      'For another type whose layers Valkyrie has, write its model in gin, set '
+      'train.initial_weights to its .safetensors file or index instead of the folder, and name its '
+      'tensors in InitialWeights.rules: see "Names and rules" in docs/finetune.md.'
     )
-  layers = found.get('layer_types')  # None stands for full attention in all layers
-  if isinstance(layers, list) and all(layer == 'full_attention' for layer in layers):
-    del found['layer_types']
-  _check(file, found, {**_FIELDS, 'sliding_window': int} if kind == 'mistral' else _FIELDS)
-  for name in ('rope_scaling', 'rope_parameters'):
-    _check(file, found.get(name) or {}, _ROTARY)
-  # Null stands for the default, except for a window and for as many keys as queries.
-  meant = ('sliding_window', 'num_key_value_heads')
-  found = {name: value for name, value in found.items() if value is not None or name in meant}
+  check(file, _without_full_layers(found), _FIELDS | _WINDOWS[kind])
+  rotary = [found.get(name) or {} for name in ('rope_parameters', 'rope_scaling')]
+  for fields in rotary:
+    check(file, fields, _ROTARY)
+  if all(rotary) and rotary[0] != rotary[1]:
+    raise ConfigurationError(
+      f'{file} has rope_parameters: {json.dumps(rotary[0]):.80} and rope_scaling: '
+      f'{json.dumps(rotary[1]):.80}. Remove the one that does not count.'
+    )
+  if kind == 'qwen3' and 'head_dim' in found and found['head_dim'] is None:
+    raise ConfigurationError(f'{file} has head_dim: null, which a Qwen3 cannot have. {FETCH}')
   if missing := ', '.join(name for name in _NEEDED if name not in found):
-    raise ConfigurationError(f'{file} lacks {missing}, which a Llama has. Fetch it again.')
+    raise ConfigurationError(f'{file} lacks {missing}, which a Llama has. {FETCH}')
   if found.get('hidden_act', 'silu') != 'silu':
     raise ConfigurationError(
-      f'{file} has hidden_act: {found["hidden_act"]!r}, but Valkyrie has only silu.'
+      f'{file} has hidden_act: {found["hidden_act"]!r:.80}, but Valkyrie has only silu.'
     )
-  return found
+  # Null is a default, except for a window and for as many keys as queries.
+  meant = ('sliding_window', 'num_key_value_heads')
+  return {name: value for name, value in found.items() if value is not None or name in meant}
 
 
-def _check(file: pathlib.Path, fields: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
-  """Raises a ConfigurationError if a field has another type, or may change what is computed."""
-  for name, value in fields.items():
-    kind = kinds.get(name)
-    is_one = value == 1 and name.endswith(('factor', 'multiplier'))
-    if kind is None and value and not is_one and not _NO_EFFECT.fullmatch(name):
-      raise ConfigurationError(
-        f'{file} has {name}: {json.dumps(value):.80}, which Valkyrie does not compute. Take a '
-        'model without it. If it has no effect on this model, remove it from the file.'
-      )
-    if kind is None or value is None:
-      continue
-    fits = type(value) is kind or (kind is float and type(value) is int)
-    most = {int: 2**31, float: math.inf}.get(kind)
-    if not fits or (most and not 0 < value < most):
-      raise ConfigurationError(
-        f'{file} has {name}: {json.dumps(value):.80}, but {_KINDS[kind]} was expected. '
-        'Fetch it again.'
-      )
+def _without_full_layers(fields: Mapping[str, Any]) -> dict[str, Any]:
+  """The fields without those that say that every layer has full attention."""
+  left = dict(fields)
+  if left.get('layer_types') == ['full_attention'] * _count(left.get('num_hidden_layers')):
+    del left['layer_types']
+  if fields.get('model_type') == 'qwen3' and not fields.get('use_sliding_window'):
+    left.pop('sliding_window', None)  # its class ignores the number
+  return left
+
+
+def _count(value: Any) -> int:
+  return value if type(value) is int and 0 < value < 10**6 else 0
 
 
 def vocabularies(folder: pathlib.Path) -> list[str]:
   """The fingerprints of the tokenizer's files in a folder."""
   files = [folder / 'tokenizer.json', folder / 'tokenizer.model']
-  with storage_errors(f'The tokenizer in {folder} cannot be read'):
-    return [fingerprint(file, file.read_bytes()) for file in files if file.is_file()]
+  with storage_errors(f'The tokenizer in {folder} cannot be read', also=(ValueError,)):
+    return [fingerprint(file, foreign.content(file)) for file in files if os.path.lexists(file)]
 
 
 def bindings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,13 +183,19 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
   if kind == 'llama3':
     if missing := ', '.join(name for name, *_ in _SCALING if scaling.get(name) is None):
       raise ConfigurationError(
-        f"The configuration scales rotary positions by 'llama3' without {missing}. Fetch it again."
+        f"The configuration scales rotary positions by 'llama3' without {missing}. {FETCH}"
       )
     return found | {f'Rotary.{ours}': kind(scaling[theirs]) for theirs, ours, kind in _SCALING}
   if kind != 'default':
     raise ConfigurationError(
       f"The configuration scales rotary positions by rope_type {kind!r}. Valkyrie has 'llama3', or "
       'none.'
+    )
+  if scaling.get('factor', 1) != 1:
+    raise ConfigurationError(
+      f"The configuration has rotary positions of rope_type 'default' with the factor "
+      f'{scaling["factor"]!r:.40}, which this type does not use. Correct the type or remove the '
+      'factor.'
     )
   return found
 
@@ -294,15 +292,24 @@ def renamed(tensors: Mapping[str, Any], names: Mapping[str, str] = OURS) -> dict
 
   Here they are [inputs, outputs], there [outputs, inputs]. A tensor without a new name keeps its
   own: a model that has no such tensor does not ask for it.
+
+  Raises a ConfigurationError if two tensors would have the same name.
   """
-  found = {}
+  found: dict[str, Any] = {}
   for name, tensor in tensors.items():
     layer = re.search(r'(?<=layers\.)\d+', name)
     new = names.get(re.sub(r'(?<=layers\.)\d+', '#', name))
-    if new is not None and layer:
-      found[new.replace('#', layer[0])] = tensor.T if len(tensor.shape) == 2 else tensor
-    else:
-      found[new or name] = tensor
+    name_here = new or name
+    is_matrix = False
+    if new is not None and layer is not None:
+      name_here = new.replace('#', layer[0])
+      is_matrix = len(tensor.shape) == 2
+    if name_here in found:
+      raise ConfigurationError(
+        f'Two tensors of the source have the name {name_here!r:.80}, one of them as {name!r:.80}. '
+        'Remove the one that does not count.'
+      )
+    found[name_here] = tensor.T if is_matrix else tensor
   return found
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import pathlib
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import gin
 import haiku as hk
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from valkyrie.checkpoint.manager import open_to_read
+from valkyrie.checkpoint.manager import LATEST
 from valkyrie.errors import ConfigurationError, first_of, regular_expression
 from valkyrie.models.attention.longformer import WindowAttention
 from valkyrie.models.block import Block
@@ -23,38 +23,13 @@ from valkyrie.models.model import Model
 from valkyrie.models.sites import is_factor
 from valkyrie.types import Array, Params
 from valkyrie.weights import huggingface, named_tensors
-from valkyrie.weights.named_tensors import FORMAT, TABLES, Leaf, Tensor
+from valkyrie.weights.named_tensors import TABLES, Leaf
+from valkyrie.weights.source import Source, open_source
+from valkyrie.weights.tensor_files import Tensor
 
 FRESH, ZERO = 'fresh', 'zero'
 _SHOWN = 8  # tensors in a message
 _DTYPES = ('F64', 'F32', 'F16', 'BF16')  # others need scales, which are not known here
-
-
-class Source(NamedTuple):
-  """Tensors to load; the fingerprints of the tokenizer's files, if known; Hugging Face's config."""
-
-  tensors: Mapping[str, Tensor]
-  vocabularies: Sequence[str] = ()
-  config: Mapping | None = None
-
-
-def open_source(path: str) -> Source:
-  """The tensors of a run, of a safetensors file, or of a folder of safetensors files.
-
-  Raises a ConfigurationError if there are none, or of a model that Valkyrie does not compute.
-  """
-  place = pathlib.Path(path)
-  if (place / 'checkpoints').is_dir():
-    with open_to_read(path) as directory:
-      record, params = directory.latest_record() or {}, directory.restore_evaluated()
-    return Source(named_tensors.of_params(params), [str(record.get('vocabulary'))])
-  file = place / 'config.json'
-  if not file.is_file():
-    return Source(named_tensors.in_files(place))
-  if (own := named_tensors.read_json(file)).get('format') == FORMAT:
-    return Source(named_tensors.in_files(place), [str(own.get('vocabulary'))])
-  config, tensors = huggingface.configuration(place), named_tensors.in_files(place)
-  return Source(huggingface.renamed(tensors), huggingface.vocabularies(place), config)
 
 
 @gin.configurable
@@ -63,22 +38,26 @@ class InitialWeights:
   """The choice of a tensor for each of the model's, by the names of `weights.named_tensors`.
 
   Attributes:
-    source: the directory of a run, whose newest checkpoint is read; a safetensors file or a folder
-      with such files, as an export has; or a folder of Hugging Face's Llama, Mistral or Qwen3.
+    source: the directory of a run, one of whose checkpoints is read; a safetensors file or index,
+      or a folder with such files, as an export has; or a folder of Hugging Face's Llama, Mistral
+      or Qwen3.
     rules: (pattern, tensor); the first rule whose regular expression is found in the name applies.
       The tensor is 'fresh' for the model's own initialization, 'zero', or the name of the tensor in
-      the source, in which \\1 stands for a group of the pattern. Without a rule, the name stays.
+      the source, in which \\1 stands for a group of the pattern. `NAME.T` is the tensor NAME
+      transposed, since matrices here are [inputs, outputs]. Without a rule, the name stays.
     partial: tensors that the source lacks are new: outputs (`out`) are zero, so that a new layer or
       mixer adds nothing at first; others, and tokens that the source lacks, are initialized. The
       factors of a decomposition may always be new.
     any_loss: accept weights whose validation loss is as high as for guessing, as on a task that is
       new to them.
+    step: of a run: a number, 'latest' or 'best', see `checkpoint.manager.open_to_read`.
   """
 
   source: str
   rules: Sequence[tuple[str, str]] = ()
   partial: bool = False
   any_loss: bool = False
+  step: str | int = LATEST
 
   def __post_init__(self):
     for rule in self.rules:
@@ -114,10 +93,11 @@ class InitialWeights:
     ConfigurationError if a tensor is missing or has another shape, or if the source is of a model
     with other settings or of another tokenizer.
     """
-    source = open_source(self.source)
+    source = open_source(self.source, str(self.step))
     leaves = named_tensors.leaves(params)
     if not any(named_tensors.is_adapter(name) for leaf in leaves for name in leaf.tensors):
       source = source._replace(tensors=named_tensors.merged(source.tensors))
+    source = source._replace(tensors=self._with_transposed(source.tensors, leaves))
     self._check_vocabulary(source, vocabulary)
     chosen = self._chosen(leaves, source.tensors, model.about.vocabulary_size)
     self._check_settings(source, make)
@@ -172,8 +152,14 @@ class InitialWeights:
         f'{_lines(misfits)}\nBind the sizes of that model, take its weights in bfloat16, or leave '
         "tensors out with InitialWeights.rules = (('NAME', 'fresh'),)."
       )
+    unused = sorted(tensors.keys() - set(chosen.values()))
+    if not any(choice in tensors for choice in chosen.values()):
+      raise ConfigurationError(
+        f'{self.source} has none of the {len(chosen)} tensors of the model:\n{_lines([*chosen])}\n'
+        f'It has:\n{_lines(unused)}\nName the tensors to take in InitialWeights.rules, such as '
+        "(('^(.*)$', 'PREFIX.\\\\1'),), or leave the weights out to begin with new ones."
+      )
     if missing and not self.partial:
-      unused = sorted(tensors.keys() - set(chosen.values()))
       raise ConfigurationError(
         f'{self.source} lacks {len(missing)} of the {len(chosen)} tensors of the model:\n'
         f'{_lines(missing)}\n'
@@ -182,6 +168,20 @@ class InitialWeights:
         'in InitialWeights.rules.'
       )
     return chosen
+
+  def _with_transposed(
+    self, tensors: Mapping[str, Tensor], leaves: Sequence[Leaf]
+  ) -> dict[str, Tensor]:
+    """The tensors, with `NAME.T` in the place of NAME where rules ask for it."""
+    asked = {self._choice(name) for leaf in leaves for name in leaf.tensors}
+    transposed = {name[: -len('.T')] for name in asked - {*tensors} if name.endswith('.T')}
+    found = {}
+    for name, tensor in tensors.items():
+      if name in transposed:
+        found[f'{name}.T'] = tensor.T
+      if name not in transposed or name in asked:
+        found[name] = tensor
+    return found
 
   def _choice(self, name: str) -> str:
     for pattern, choice in self.rules:
@@ -221,6 +221,7 @@ class InitialWeights:
       'new, zero': zero,
       'new, initialized': fresh,
       'not loaded from there': sorted(source.tensors.keys() - set(chosen.values())),
+      'files that were not read there': source.unread,
     }
     used = len(chosen) - len(zero) - len(fresh)
     bos, has = (source.config or {}).get('bos_token_id'), vocabulary.partition('+')[2]
@@ -231,8 +232,9 @@ class InitialWeights:
         'If it was trained with that (Qwen3 was not), "add_bos_token": true in the '
         'tokenizer_config.json beside the vocabulary adds it'
       )
+    place = self.source if source.step is None else f'{self.source}, step {source.step}'
     return [
-      f'loaded {used} of the {len(chosen)} tensors of the model from {self.source}',
+      f'loaded {used} of the {len(chosen)} tensors of the model from {place}',
       *(f'{title}: {_over_layers(group)}' for title, group in groups.items() if group),
       *([begins] if has or bos is not None else []),
     ]
@@ -257,7 +259,8 @@ def with_first_carry(
     module: {n: jnp.zeros_like(p.shape) for n, p in group.items() if n not in params[module]}
     for module, group in model.parameters().items()
   }
-  weights = InitialWeights(source, ((r'^(?!.*\.first_carry)', FRESH),), partial=False)
+  rules = ((r'^(?!.*\.first_carry)', FRESH),)
+  weights = InitialWeights(source, step=LATEST, rules=rules, partial=False)
   whole = hk.data_structures.merge(params, new)
   return weights.load(model, make, whole, '', lambda line: None)[0]
 

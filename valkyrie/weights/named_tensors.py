@@ -1,4 +1,4 @@
-"""Tensors by name: of a model's parameters, one for each layer, and in safetensors files.
+"""Tensors by name: of a model's parameters, one for each layer.
 
     embedding                      model/embedding
     layers.3.attention.query       model/layers/block_1/~/longformer_attention/query [1]
@@ -7,10 +7,10 @@
 
 The right column is of a pattern of two blocks: in the model, the layers with the same block of the
 pattern are one stacked array. These names do not depend on the pattern, and both kinds of attention
-share theirs. Matrices are [inputs, outputs]. Files are read slice by slice.
+share theirs. Matrices are [inputs, outputs]. `tensor_files` reads them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 import errno
 import pathlib
 import re
@@ -20,17 +20,15 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
-from valkyrie import foreign
-from valkyrie.errors import ConfigurationError, StorageError, converted
+from valkyrie.errors import ConfigurationError
 from valkyrie.models.declarations import Parameter
 from valkyrie.models.lora import A, B
 from valkyrie.models.parts import is_of_model
-from valkyrie.storage import foreign_names
 from valkyrie.types import Params
+from valkyrie.weights.tensor_files import Tensor
 
 FORMAT = 'valkyrie'  # in the config.json of an export
 TABLES = ('embedding', 'unembedding')  # one row for each token
-_SUFFIX = '.safetensors'
 _STACKED = re.compile(r'model/(upper_)?layers/block_(\d+)(/.*)?')
 _ATTENTION = re.compile(r'\b(full|longformer)_attention\b')
 
@@ -47,23 +45,6 @@ class Leaf(NamedTuple):
   shape: tuple[int, ...]
   tensors: tuple[str, ...]
   stacked: bool
-
-
-class Tensor(NamedTuple):
-  """A tensor that is not read yet.
-
-  dtype: its name in safetensors; anything but F64, F32, F16 and BF16 is quantized, or no weight.
-  read: index, a slice for each dimension -> that part, in the dtype in which it is stored.
-  """
-
-  shape: tuple[int, ...]
-  read: Callable[[tuple[slice, ...]], np.ndarray]
-  dtype: str = 'F32'
-
-  @property
-  def T(self) -> 'Tensor':
-    """The tensor with its dimensions reversed, as numpy's."""
-    return Tensor(self.shape[::-1], lambda index: self.read(index[::-1]).T, self.dtype)
 
 
 def leaves(params: Mapping[str, Mapping[str, Any]]) -> list[Leaf]:
@@ -151,47 +132,6 @@ def merged(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
   return found
 
 
-def in_files(path: pathlib.Path) -> dict[str, Tensor]:
-  """The tensors of a safetensors file, or of all files in a folder or in its index.
-
-  Raises a StorageError if a file is missing or not whole, or is not in the folder.
-  """
-  files, named_by = _files(path)
-  tensors: dict[str, Tensor] = {}
-  for file in files:
-    if not file.exists():
-      raise StorageError(
-        f'{named_by} names {file.name}, which is not there. Fetch all files of these weights.'
-      )
-    kinds, message = (OSError, safetensors.SafetensorError), 'is not a whole safetensors file'
-    with converted(kinds, StorageError, f'{file} {message}', 'Fetch it again.'):
-      opened: Any = safetensors.safe_open(file, 'numpy')
-    for name in opened.keys():  # noqa: SIM118, it is no mapping
-      part = opened.get_slice(name)
-      tensors[name] = Tensor(tuple(part.get_shape()), part.__getitem__, part.get_dtype())
-  return tensors
-
-
-def _files(path: pathlib.Path) -> tuple[list[pathlib.Path], pathlib.Path]:
-  """The files with tensors, and the file or folder that names them."""
-  if path.suffix == _SUFFIX:
-    return [path], path.parent
-  indexes = sorted(path.glob(f'*{_SUFFIX}.index.json'))
-  files = sorted(path.glob(f'*{_SUFFIX}'))
-  if indexes:
-    listed = read_json(indexes[0]).get('weight_map')
-    names = listed.values() if isinstance(listed, dict) else [[listed]]
-    fetch = 'Fetch these weights again, from a source that you trust.'
-    found = {path / foreign_names.checked(name, indexes[0], fetch) for name in names}
-    return sorted(found), indexes[0]
-  if not files:
-    raise ConfigurationError(
-      f'{path} has no {_SUFFIX} file and no checkpoints. Name the directory of a run, a {_SUFFIX} '
-      'file, or a folder with such files.'
-    )
-  return files, path
-
-
 def write(path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata: dict[str, str]) -> None:
   """Writes a file and reads it back; raises an OSError if it has not the bits of the arrays."""
   try:
@@ -204,10 +144,3 @@ def write(path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata: dict[s
     raise OSError(errno.EIO, str(error), str(path)) from error
   if not whole:
     raise OSError(errno.EIO, 'what was written cannot be read back', str(path))
-
-
-def read_json(file: pathlib.Path) -> dict[str, Any]:
-  """The object in a file; raises a StorageError if it has none."""
-  message = f'{file} cannot be read'
-  with converted((OSError, ValueError), StorageError, message, 'Fetch it again.'):
-    return foreign.json_object(foreign.content(file))

@@ -1,0 +1,89 @@
+"""The fields of a config.json of Hugging Face: each is used, known to be harmless, or refused."""
+
+from collections.abc import Mapping
+import json
+import math
+import pathlib
+import re
+from typing import Any
+
+from valkyrie.errors import ConfigurationError, first_of
+
+FETCH = 'Fetch it again.'
+_KINDS = {
+  int: 'an integer above 0',
+  float: 'a number above 0',
+  bool: 'true or false',
+  str: 'a string',
+  dict: 'an object',
+}
+# The fields whose null the classes of these models read as a default or as "without".
+_MAY_BE_NULL = (
+  'num_key_value_heads',
+  'head_dim',
+  'sliding_window',
+  'rope_scaling',
+  'rope_parameters',
+)
+# The fields that change logits unless they have one of these values. One that is not in a table
+# here is refused whatever its value is: a class may compute something else where it is false.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+  **dict.fromkeys(('attention_bias', 'mlp_bias', 'use_sliding_window'), (False, None)),
+  **dict.fromkeys(('rope_interleaved', 'use_qk_norm', 'use_mrope'), (False, None)),
+  **dict.fromkeys(('is_encoder_decoder', 'add_cross_attention'), (False, None)),
+  **dict.fromkeys(('quantization_config', 'clip_qkv', 'auto_map'), (None,)),
+  **dict.fromkeys(('attn_logit_softcapping', 'final_logit_softcapping'), (None,)),
+  **dict.fromkeys(('cross_attention_hidden_size', 'layer_types', 'sliding_window'), (None,)),
+  **dict.fromkeys(('residual_multiplier', 'embedding_multiplier', 'logits_scaling'), (1,)),
+  'partial_rotary_factor': (1,),
+  'pruned_heads': ({}, None),
+}
+# The fields that change no logit, and those that other tools leave.
+_NO_EFFECT = re.compile(
+  r'_.*|unsloth_.*|architectures|model_type|.*_token_id|(torch_)?dtype|use_cache|return_dict|'
+  r'transformers_version|initializer_range|pretraining_tp|.*_?dropout|tokenizer_class|'
+  r'output_.*|id2label|label2id|chunk_size_feed_forward|max_length|min_length|top_[kp]|temperature|'
+  r'num_(beams|beam_groups|return_sequences)|typical_p|do_sample|.*_penalty|early_stopping|'
+  r'problem_type|finetuning_task|attn_implementation|max_window_layers|is_decoder|prefix|'
+  r'(encoder_)?no_repeat_ngram_size|bad_words_ids|(begin_)?suppress_tokens|torchscript|'
+  r'use_bfloat16|tf_legacy_loss|tie_encoder_decoder|task_specific_params|remove_invalid_values|'
+  r'is_llama_config|transformers\.js_config|name_or_path'
+)
+
+
+def check(file: pathlib.Path, fields: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
+  """Raises a ConfigurationError if a field has another type, or may change what is computed.
+
+  `kinds` are the types of the fields that the caller uses; numbers are above 0.
+  """
+  unknown = [
+    f'{json.dumps(name)[1:-1]:.80}: {json.dumps(value):.80}'
+    for name, value in fields.items()
+    if name not in kinds and not _is_neutral(name, value)
+  ]
+  if unknown:
+    raise ConfigurationError(
+      f'{file} has {", ".join(first_of(unknown, 8))}, which Valkyrie does not compute or does not '
+      'know. Take a model without it. If it has no effect on this model, remove it from the file.'
+    )
+  for name, value in fields.items():
+    kind = kinds.get(name)
+    if kind is None or (value is None and name in _MAY_BE_NULL):
+      continue
+    fits = type(value) is kind or (kind is float and type(value) is int)
+    most = {int: 2**31, float: math.inf}.get(kind)
+    if not fits or (most is not None and not _is_inside(value, most)):
+      raise ConfigurationError(
+        f'{file} has {name}: {json.dumps(value):.80}, but {_KINDS[kind]} was expected. {FETCH}'
+      )
+
+
+def _is_inside(value: Any, most: float) -> bool:
+  return 0 < value < most
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+  """Whether a field that is not used changes no logit."""
+  if name in _NEUTRAL:
+    return value in _NEUTRAL[name]
+  return _NO_EFFECT.fullmatch(name) is not None

@@ -1,0 +1,73 @@
+"""What `InitialWeights.source` names: a run, a safetensors file or index, or a folder of these."""
+
+from collections.abc import Mapping, Sequence
+import os
+import pathlib
+from typing import NamedTuple
+
+from valkyrie.checkpoint.manager import LATEST, open_to_read
+from valkyrie.errors import ConfigurationError
+from valkyrie.weights import huggingface, named_tensors, tensor_files
+from valkyrie.weights.named_tensors import FORMAT
+from valkyrie.weights.tensor_files import Tensor
+
+
+class Source(NamedTuple):
+  """Tensors to load.
+
+  Attributes:
+    tensors: by the names of `named_tensors`, or by their own.
+    vocabularies: the fingerprints of the tokenizer's files, if known.
+    config: the configuration of Hugging Face, if it is a folder of theirs.
+    step: of the run, if it is one.
+    unread: files of the folder that look like weights, and were not read.
+  """
+
+  tensors: Mapping[str, Tensor]
+  vocabularies: Sequence[str] = ()
+  config: Mapping | None = None
+  step: int | None = None
+  unread: Sequence[str] = ()
+
+
+def open_source(path: str, step: str = LATEST) -> Source:
+  """The tensors of a step of a run, of a safetensors file or index, or of a folder of such files.
+
+  Raises a ConfigurationError if there are none, or of a model that Valkyrie does not compute.
+  """
+  place = pathlib.Path(path)
+  if (place / 'checkpoints').is_dir():
+    with open_to_read(path, step) as directory:
+      record = directory.latest_record() or {}
+      params = directory.restore_evaluated()
+      number = directory.latest_step()
+    vocabularies = [str(record.get('vocabulary'))]
+    return Source(named_tensors.of_params(params), vocabularies, step=number)
+  if step != LATEST:
+    raise ConfigurationError(
+      f'InitialWeights.step is {step!r}, but {path} is not the directory of a run, and has no '
+      f'steps. Leave the binding out, or bind {LATEST!r}.'
+    )
+  file = place / 'config.json'
+  if not os.path.lexists(file):
+    tensors, unread = tensor_files.in_files(place)
+    return Source(tensors, unread=unread)
+  _check_no_adapter(place)
+  config = tensor_files.read_json(file)
+  if config.get('format') == FORMAT:
+    tensors, unread = tensor_files.in_files(place)
+    return Source(tensors, [str(config.get('vocabulary'))], unread=unread)
+  config = huggingface.configuration(place)
+  tensors, unread = tensor_files.in_files(place)
+  vocabularies = huggingface.vocabularies(place)
+  return Source(huggingface.renamed(tensors), vocabularies, config, unread=unread)
+
+
+def _check_no_adapter(folder: pathlib.Path) -> None:
+  """Raises a ConfigurationError for an adapter of peft, which other programs would add."""
+  for name in ('adapter_config.json', f'adapter_model{tensor_files.SUFFIX}', 'adapter_model.bin'):
+    if os.path.lexists(folder / name):
+      raise ConfigurationError(
+        f'{folder} has {name}, an adapter that Valkyrie would not add to the weights. Merge it by '
+        "peft's merge_and_unload() and save the result, or move the adapter's files away."
+      )
