@@ -12,6 +12,7 @@ import tiny_run
 
 from valkyrie.data.vocabularies import ByteVocabulary, load
 from valkyrie.errors import ConfigurationError, StorageError, UsageError
+from valkyrie.inference import documents
 from valkyrie.inference.attribution import Attribution
 from valkyrie.inference.generation import Continuation, Sampling
 from valkyrie.inference.loaded import LoadedModel
@@ -96,6 +97,33 @@ def test_progress_is_told_before_each_chunk_and_at_the_end(monkeypatch):
     told.clear()
     call(text(40))
     assert told == [(0, 40), (16, 40), (32, 40), (40, 40)]
+  told.clear()
+  document = loaded.read(text(40), keep='log')
+  assert told == [(0, 40), (16, 40), (32, 40), (40, 40)]
+  told.clear()
+  loaded.read(text(50), keep=document)  # goes on after the 32 tokens of a carry that was kept
+  assert told == [(32, 50), (48, 50), (50, 50)]
+
+
+def test_a_file_of_a_carry_that_is_not_what_was_saved_is_refused(tmp_path):
+  """Any byte of it; the header is not compared with anything that the file does not hold."""
+  loaded = built()
+  origin = {'weights': 'a', 'tokenizer': 'b'}
+  document = loaded.read(text(40), keep='log')
+  file = tmp_path / 'document.safetensors'
+  documents.save(file, document, origin)
+  whole = file.read_bytes()
+  jax.tree.map(
+    np.testing.assert_array_equal, documents.load(file, loaded._reader, origin), document
+  )
+  begin = 8 + int.from_bytes(whole[:8], 'little')
+  for place in np.linspace(0, len(whole) - 1, 40).astype(int):
+    changed = bytearray(whole)
+    changed[place] ^= 4
+    file.write_bytes(changed)
+    with pytest.raises((StorageError, ConfigurationError)) as error:
+      documents.load(file, loaded._reader, origin)
+    assert place < begin or 'is damaged: its content has another digest' in str(error.value)
 
 
 def test_a_text_from_nothing_begins_with_a_line_break():
@@ -331,7 +359,7 @@ def test_carries_in_files(tmp_path):
   jax.tree.map(np.testing.assert_array_equal, changed, anew)
   with pytest.raises(StorageError, match='is there already'):
     of_run.save_carry(tmp_path / 'long.safetensors', carry)
-  with pytest.raises(StorageError, match='is not a complete file'):
+  with pytest.raises(StorageError, match='is not a whole file of a carry'):
     of_run.load_carry(tmp_path / 'missing')
   (run / 'manifest.sha256').write_text('others')
   with pytest.raises(ConfigurationError, match='was saved with other weights'):

@@ -4,6 +4,7 @@ A file of a carry or a document is only for the weights and the tokenizer that m
 """
 
 from collections.abc import Mapping
+import hashlib
 import json
 import pathlib
 import re
@@ -12,12 +13,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from valkyrie.errors import ConfigurationError, StorageError, storage_errors
 from valkyrie.inference.reader import Reader, TextCarry
 from valkyrie.types import Array, Carry, Params
 from valkyrie.weights import named_tensors
+from valkyrie.weights.tensor_files import TensorFile, name_of_dtype
+
+_MOST_ROWS = 2**20
+_CONTENT = 'sha256'  # of the leaves, in the metadata of a file
 
 
 class Document(NamedTuple):
@@ -54,10 +58,12 @@ def read(
   last = len(tokens) // size * size
   steps = {size << power for power in range((last // size).bit_length())}
   marks = steps | {last - step for step in steps} | {last}
-  for end in sorted(mark for mark in marks if place < mark <= last):
-    carry = reader.read(params, carry, [tokens[place:end]])
-    kept[end], place = _copy(carry), end
-  carry = reader.read(params, carry, [tokens[place:]])
+
+  def keep(end: int, carry: TextCarry) -> None:
+    if end in marks:
+      kept[end] = _copy(carry)
+
+  carry = reader.read(params, carry, [tokens[place:]], begin=place, passed=keep)
   # Some marks lie where the other document was read without one: the carry before stands for it.
   near = {max((at for at in kept if at <= mark), default=0) for mark in marks} - {0}
   return Document(*carry, tokens, {at: kept[at] for at in sorted(near)})
@@ -75,34 +81,55 @@ def save(path: pathlib.Path, carry: AnyCarry, origin: Mapping[str, str]) -> None
   leaves = {name: np.asarray(leaf) for name, leaf in _named_leaves(carry).items()}
   with storage_errors(f'{path} cannot be written'):
     unfinished = path.with_name(f'.{path.name}.new')
-    named_tensors.write(unfinished, leaves, {**origin})
+    named_tensors.write(unfinished, leaves, {**origin, _CONTENT: _digest(leaves)})
     unfinished.replace(path)
 
 
 def load(path: pathlib.Path, reader: Reader, origin: Mapping[str, str]) -> AnyCarry:
   """Reads what was written with this origin, for this reader; for errors see `load_carry`."""
-  try:
-    with safe_open(path, 'numpy') as file:
-      made_by = file.metadata() or {}
-      found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
-  except (OSError, SafetensorError) as error:
-    raise StorageError(f'{path} is not a complete file of a carry ({error}).') from error
-  like: Any = reader.fresh(np.size(found.get('position', 0)))
-  if 'tokens' in found:
-    kept = {int(n.split('.')[1]): like for n in found if re.match(r'kept\.\d{1,18}\.', n)}
-    like = Document(*like[:3], tokens=found['tokens'], kept=kept)
-  if {name: made_by.get(name) for name in origin} != origin or _sizes(found) != _sizes(like):
+  file = TensorFile(path, 'file of a carry', 'Read the text again.')
+  shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in file.tensors.items()}
+  rows = shapes['position'][0] if 'position' in shapes else ()
+  like: Any = _fresh(reader, rows[0] if len(rows) == 1 and rows[0] < _MOST_ROWS else 1)
+  if 'tokens' in shapes:
+    kept = {int(n.split('.')[1]): like for n in shapes if re.match(r'kept\.\d{1,18}\.', n)}
+    tokens: Any = jax.ShapeDtypeStruct(shapes['tokens'][0], np.int32)
+    like = Document(*like[:3], tokens=tokens, kept=kept)
+  expected = {
+    name: (leaf.shape, name_of_dtype(leaf.dtype)) for name, leaf in _named_leaves(like).items()
+  }
+  if {name: file.metadata.get(name) for name in origin} != origin or shapes != expected:
     raise ConfigurationError(
-      f'{path} was saved with other weights or tokenizer ({json.dumps(made_by)}) than the '
-      f'loaded ones ({json.dumps(origin)}), or by a model of other sizes. Read the text again.'
+      f'{path} was saved with other weights or tokenizer ({json.dumps(file.metadata):.400}) than '
+      f'the loaded ones ({json.dumps(origin)}), or by a model of other sizes. Read the text again.'
     )
+  found = {
+    name: tensor.read((slice(None),) * len(tensor.shape)) for name, tensor in file.tensors.items()
+  }
+  # Files of earlier versions have no digest.
+  if file.metadata.get(_CONTENT, _digest(found)) != _digest(found):
+    raise StorageError(f'{path} is damaged: its content has another digest. Read the text again.')
   leaves = [found[n] if n == 'tokens' else jnp.asarray(found[n]) for n in _named_leaves(like)]
   return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
+def _fresh(reader: Reader, rows: int) -> TextCarry:
+  """The shapes of a carry of so many rows."""
+  return jax.eval_shape(lambda: reader.fresh(rows))
+
+
+def _digest(leaves: Mapping[str, np.ndarray]) -> str:
+  """SHA-256 of the names and bytes of arrays."""
+  digest = hashlib.sha256()
+  for name in sorted(leaves):
+    digest.update(f'{name}\0'.encode())
+    digest.update(np.ascontiguousarray(leaves[name]).tobytes())
+  return digest.hexdigest()
+
+
 def check(carry: AnyCarry, reader: Reader) -> None:
   """Raises a ConfigurationError if a model of other sizes has made the carry."""
-  own = jax.eval_shape(lambda: reader.fresh(len(carry.position)))
+  own = _fresh(reader, len(carry.position))
   if _sizes(TextCarry(*carry[:3])) != _sizes(own):
     raise ConfigurationError(
       'The carry was made by a model of other sizes. Read the text again with the run that goes on.'

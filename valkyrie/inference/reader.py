@@ -92,16 +92,31 @@ class Reader:
     return jax.tree.map(jnp.copy, carry)  # no buffer twice, for the calls that overwrite them
 
   def read(
-    self, params: Params, carry: TextCarry, rows: Sequence[np.ndarray], cut: str | None = None
+    self,
+    params: Params,
+    carry: TextCarry,
+    rows: Sequence[np.ndarray],
+    cut: str | None = None,
+    *,
+    begin: int = 0,
+    passed: Callable[[int, TextCarry], None] | None = None,
   ) -> TextCarry:
     """Reads more tokens of every row, int [T of the row] each, and overwrites the carry.
 
-    `cut` names a part of the carry to reset before every chunk, see `models.carry_cuts`.
+    Args:
+      params, carry, rows: of the model, the rows before, and their tokens.
+      cut: a part of the carry to reset before every chunk, see `models.carry_cuts`.
+      begin: the tokens of the text before these, which `progress` and `passed` count as well.
+      passed: called after each chunk with the tokens so far and the carry, which it must copy.
     """
     check_choice('cut', cut, (None, *CUTS))
     before = ()
-    for tokens, lengths in self.chunks(carry, rows):
+    place = begin
+    for tokens, lengths in self.chunks(carry, rows, begin):
       carry = self._read(params, carry, tokens, lengths, cut)
+      place += int(lengths.max())
+      if passed is not None:
+        passed(place, carry)
       if self.progress is not None:  # else calls run ahead of a device by dozens of chunks
         jax.block_until_ready(before)
         before = jnp.copy(carry.position)
@@ -240,15 +255,18 @@ class Reader:
     return logits(features, size)[..., :size], after
 
   def chunks(
-    self, carry: TextCarry, rows: Sequence[np.ndarray]
+    self, carry: TextCarry, rows: Sequence[np.ndarray], begin: int = 0
   ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(tokens [B, T], real tokens of each row [B]) of each chunk; raises as `check_length`."""
+    """(tokens [B, T], real tokens of each row [B]) of each chunk; raises as `check_length`.
+
+    `progress` counts from `begin`.
+    """
     lengths = np.array([len(row) for row in rows])
     self.check_length(int((np.asarray(carry.position) + lengths).max(initial=0)))
     longest = int(lengths.max(initial=0))
     for start in range(0, longest, self.chunk_size):
       if self.progress is not None:
-        self.progress(start, longest)
+        self.progress(begin + start, begin + longest)
       here = np.clip(lengths - start, 0, self.chunk_size).astype(np.int32)
       size = min(self.chunk_size, max(_SMALLEST, 1 << int(here.max() - 1).bit_length()))
       tokens = np.zeros((len(rows), size), np.int32)
@@ -256,4 +274,4 @@ class Reader:
         tokens[row, :real] = whole[start : start + real]
       yield tokens, here
     if self.progress is not None:
-      self.progress(longest, longest)
+      self.progress(begin + longest, begin + longest)
