@@ -22,7 +22,7 @@ from valkyrie.data.source_files import SourceFile, SourceFiles, access
 from valkyrie.data.token_store import Selection
 from valkyrie.distributed import heartbeat
 from valkyrie.errors import DataError, StorageError, converted
-from valkyrie.storage import whole_file
+from valkyrie.storage import file_lock, whole_file
 
 _MAX_NAMED = 5
 _PIECE = 2**24  # bytes of a file that are hashed at once
@@ -34,21 +34,24 @@ class Origin:
   The first builder records their hashes, and the others compare their files with that record.
   """
 
-  def __init__(self, files: SourceFiles, store: pathlib.Path, *, renew: bool = False):
+  def __init__(
+    self, files: SourceFiles, store: pathlib.Path, *, renew: bool = False, generation: str = ''
+  ):
     """Reads the record in the store's directory, and writes it first if no shard depends on one.
 
     With `renew`, it is also written if the files have changed: shards of the old ones are then in
-    the way of no build, see `StoreWriter`.
+    the way of no build. For `generation`, see `StoreWriter`.
 
     Raises a DataError if the files differ from the record, or one cannot be read.
     """
     self._files, self._store = files, store
     self._compared: list[SourceFile] = []
-    file = store / store_writer.SOURCE_FILE
-    lock = store_writer.locked(file.with_suffix('.lock'), heartbeat.beat)
-    with store_writer.write_errors(store), lock:
+    file = store_writer.source_file(store, generation)
+    turn = file_lock.held(store_writer.lock_of(file), f'list the source of {store}', heartbeat.beat)
+    with store_writer.write_errors(store), turn:
       known = _read(file) if file.exists() else None
-      if known is None or ((renew or not any(store.glob('shard-*'))) and _changes(known, files)):
+      is_free = renew or not any(store.glob(f'shard-*{generation}'))
+      if known is None or (is_free and _changes(known, files)):
         found = ([files.name(f), f.size, f.modified, _hash(f), f.changed] for f in files.files)
         whole_file.write(file, ''.join(f'{json.dumps(entry)}\n' for entry in found))
       self._entries = _read(file)
@@ -82,8 +85,8 @@ class Origin:
     if found := _changes(self._entries, files):
       raise DataError(
         f'The token store {self._store} is being built from other files than '
-        f'{files} has now ({found}). Restore these files, or delete that '
-        'folder, and run the same command again.'
+        f'{files} has now ({found}). Restore these files and run the same command again, or run it '
+        'with --renew, which builds its shards again from the present ones.'
       )
     self._compared = files.files
 

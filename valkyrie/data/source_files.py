@@ -130,7 +130,7 @@ class SourceFiles:
     selector = pyarrow.fs.FileSelector(root or '.', recursive=True)
     infos = [info for info in self._filesystem.get_file_info(selector) if info.is_file]
     if pattern:
-      wanted = _regex(path.removesuffix(pattern), pattern)
+      wanted = regex(path.removesuffix(pattern), pattern)
       chosen = [info for info in infos if wanted.fullmatch(posixpath.normpath(info.path))]
     else:
       index = posixpath.join(root, 'dataset_dict.json')
@@ -240,7 +240,7 @@ def _suffix(path: str) -> str:
   return posixpath.splitext(path)[1].lower()
 
 
-def _regex(root: str, pattern: str) -> re.Pattern:
+def regex(root: str, pattern: str) -> re.Pattern:
   """The paths below a root that a pattern matches: `**` any, `*` and `?` all but a slash."""
   parts = re.split(r'(\*\*/|\*\*|\*|\?|\[!?\]?[^]]*\])', posixpath.normpath(pattern))
   known = {'**/': '(?:.*/)?', '**': '.*', '*': '[^/]*', '?': '[^/]'}

@@ -10,25 +10,33 @@ builds the same store, and so do the workers of Apache Beam on other machines.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures.process import BrokenProcessPool
+import contextlib
 import functools
 import hashlib
 import multiprocessing
 import os
 import pathlib
-import shutil
 import sys
 import threading
 from typing import Any
 
 import tqdm
 
+from valkyrie import foreign
 from valkyrie.config.suggest import did_you_mean
-from valkyrie.data import document_source, provenance, store_writer, token_store
+from valkyrie.data import (
+  apart,
+  document_source,
+  provenance,
+  shard_record,
+  store_writer,
+  token_store,
+)
 from valkyrie.data.document_source import TASKS, TaskReader
 from valkyrie.data.store_writer import Report, StoreWriter
 from valkyrie.data.token_store import Selection
 from valkyrie.distributed import heartbeat
-from valkyrie.errors import ConfigurationError, DataError, Preempted, converted
+from valkyrie.errors import ConfigurationError, DataError, Preempted, converted, storage_errors
 
 DEFAULT_SHARDS = 8
 
@@ -49,22 +57,25 @@ def build(
   The arguments are the options of the command line, see `build_store`.
 
   Raises:
-    ConfigurationError: the task or split is unknown, or does not fit the other arguments; Beam is
-      not installed, or rejects its options.
+    ConfigurationError: the task or split is unknown, or does not fit the other arguments; the
+      output is not apart from the source; Beam is not installed, or rejects its options.
     DataError: the task's source is missing, damaged or empty; or Beam failed or wrote elsewhere.
   """
   pipeline = None if beam is None else _pipeline(beam)
-  if (output / token_store.STORE_FILE).exists():
-    found = _finished(selection, output)
+  apart.check_store(output, selection)
+  generation = ''
+  if os.path.lexists(output / token_store.STORE_FILE):
     if not rebuild:
+      found = _finished(selection, output)
       again = 'run the same command with --rebuild.'
       provenance.check(output, found, again, selection.places)
       return found
-    shutil.rmtree(output)
+    generation = _next_generation(selection, output)
   bos = selection.vocabulary.bos
   after = f': each document after {selection.vocabulary.file} begins with BOS, {bos}' if bos else ''
   print(f'building {output}{after}', file=sys.stderr, flush=True)
-  opened = functools.partial(Bench, selection, output, shards, renew)
+  renew |= rebuild
+  opened = functools.partial(Bench, selection, output, shards, renew, generation)
   bench = opened()
   if not renew:
     bench.writer.check_shards()
@@ -109,7 +120,14 @@ def open_task(selection: Selection) -> TaskReader:
 class Bench:
   """All that a process needs to build shards."""
 
-  def __init__(self, selection: Selection, output: pathlib.Path, shards: int, renew: bool = False):
+  def __init__(
+    self,
+    selection: Selection,
+    output: pathlib.Path,
+    shards: int,
+    renew: bool = False,
+    generation: str = '',
+  ):
     self._reader = open_task(selection)
     module, _ = document_source.loaded(selection.task)
     recorded = selection.recorded()
@@ -119,10 +137,12 @@ class Bench:
       'code_sha256': _code_hash([module, *self._reader.modules]),
     }
     files = self._reader.files
-    self.origin = files and provenance.Origin(files, output, renew=renew)
+    if files:
+      apart.check_files(output, files)
+    self.origin = files and provenance.Origin(files, output, renew=renew, generation=generation)
     if self.origin:
       source['files_sha256'] = self.origin.digest
-    self.writer = StoreWriter(output, selection, source, shards, renew)
+    self.writer = StoreWriter(output, selection, source, shards, renew, generation)
 
   def build(self, number: int, report: Report) -> None:
     """Builds a shard, unless it is there."""
@@ -265,8 +285,21 @@ def _in_pipeline(pipeline: Any, opened: Callable[[], Bench], numbers: Iterable[i
 
 
 def _finished(selection: Selection, output: pathlib.Path) -> dict[str, Any]:
-  """Reads store.json of a finished store, which must be of this selection."""
-  information = token_store.read_information(output)
+  """Reads store.json of a finished store, which must be of this selection.
+
+  Raises:
+    ConfigurationError: it is of another selection, or of another program.
+    DataError: it is damaged.
+  """
+  try:
+    information = token_store.read_information(output)
+  except DataError as error:
+    if shard_record.all_in(output):
+      raise
+    raise ConfigurationError(
+      f'{output / token_store.STORE_FILE} is not the record of a token store, and {output} has no '
+      'shards. Use another --output, or move that file away.'
+    ) from error
   source = information['source']
   found = {key: information[key] for key in ('task', 'split', 'unique')} | {
     'vocabulary': information['vocabulary']['fingerprint'],
@@ -277,7 +310,18 @@ def _finished(selection: Selection, output: pathlib.Path) -> dict[str, Any]:
   if found != expected:
     found, expected = store_writer.differences(found, expected)
     raise ConfigurationError(
-      f'{output} holds another store: found {found}, expected {expected}. Use another '
-      '--output, or delete that directory.'
+      f'{output} holds another store: found {found}, expected {expected}. Use another --output.'
     )
   return information
+
+
+def _next_generation(selection: Selection, output: pathlib.Path) -> str:
+  """The generation of the store that replaces the one in `output`; the same in all its builders.
+
+  Raises a ConfigurationError as `_finished`.
+  """
+  file = output / token_store.STORE_FILE
+  with contextlib.suppress(DataError):  # it is damaged
+    _finished(selection, output)
+  with storage_errors(f'{file} cannot be read', 'Move it away.', also=(ValueError,)):
+    return f'-{hashlib.sha256(foreign.content(file)).hexdigest()[:8]}'

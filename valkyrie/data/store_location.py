@@ -21,15 +21,14 @@ import tqdm
 
 from valkyrie import errors
 from valkyrie.config import paths, redact
-from valkyrie.data import chat_template, store_writer, token_store
+from valkyrie.data import chat_template, token_store
 from valkyrie.data.token_store import STORE_FILE, Selection, TokenStore, read_information
 from valkyrie.distributed import heartbeat
 from valkyrie.errors import DataError, StorageError
-from valkyrie.storage import whole_file
+from valkyrie.storage import file_lock, owned, whole_file
 
 _COMMAND = ('python', '-m', 'valkyrie.data.build_store')
 _BLOCK = 2**23  # bytes that are read at once
-_PART = '.part'  # the file that is being copied
 _UPLOAD = 'Upload the whole store again, store.json last.'
 
 
@@ -144,7 +143,7 @@ def _copied(remote: _RemoteStore, build: str) -> pathlib.Path:
     return local
   with (
     errors.storage_errors(f'{remote} cannot be copied to {local}', 'Complete files are kept.'),
-    store_writer.locked(local / '.lock', heartbeat.beat),
+    file_lock.held(local / '.lock', f'copy {remote} to {local}', heartbeat.beat),
   ):
     if not (local / STORE_FILE).exists():  # another process may have made the copy meanwhile
       _copy(remote, token_store.recorded_files(information), local)
@@ -154,8 +153,6 @@ def _copied(remote: _RemoteStore, build: str) -> pathlib.Path:
 
 def _copy(remote: _RemoteStore, files: Mapping[str, dict[str, Any]], local: pathlib.Path) -> None:
   """Copies the files that are missing in `local`."""
-  part = local / _PART
-  part.unlink(missing_ok=True)
   missing = {name: recorded for name, recorded in files.items() if not (local / name).exists()}
   size, free = sum(r['bytes'] for r in missing.values()), shutil.disk_usage(local).free
   if size > free:
@@ -170,19 +167,18 @@ def _copy(remote: _RemoteStore, files: Mapping[str, dict[str, Any]], local: path
     for name, recorded in missing.items():
       digest = hashlib.sha256()
       lacks = f'{remote} lacks {name}, which its {STORE_FILE} records. {_UPLOAD}'
-      with store_writer.flushed(part) as stream:
+      (local / name).parent.mkdir(exist_ok=True)
+      with owned.new_file(local / name) as stream:
         for block in remote.blocks(name, lacks):
           stream.write(block)
           digest.update(block)
           bar.update(len(block))
           heartbeat.beat()
-      if digest.hexdigest() != recorded['sha256']:
-        raise DataError(
-          f'{remote}/{name} has the SHA-256 {digest.hexdigest()}, but {recorded["sha256"]} is '
-          f'recorded in its {STORE_FILE}. {_UPLOAD}'
-        )
-      (local / name).parent.mkdir(exist_ok=True)
-      part.rename(local / name)
+        if digest.hexdigest() != recorded['sha256']:
+          raise DataError(
+            f'{remote}/{name} has the SHA-256 {digest.hexdigest()}, but {recorded["sha256"]} is '
+            f'recorded in its {STORE_FILE}. {_UPLOAD}'
+          )
 
 
 def _shown(address: str) -> str:

@@ -2,38 +2,37 @@
 
 A shard is written to a temporary directory under a lock and renamed when it is complete; store.json
 comes last. Several builders may work on one store at once, each on other shards.
+
+A store that replaces a finished one is written beside it, in shards of other names. It becomes the
+store when store.json is replaced, and then the files go that the old shards record.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import itertools
 import json
 import logging
 import os
 import pathlib
-import shutil
 import time
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from valkyrie import foreign
-from valkyrie.data import token_store
+from valkyrie.data import shard_record, token_store
 from valkyrie.data.token_store import SHARD_FILE, STORE_FILE, Selection
 from valkyrie.errors import ConfigurationError, DataError, converted, storage_errors
-from valkyrie.storage import foreign_names, whole_file
+from valkyrie.storage import file_lock, foreign_names, owned, whole_file
 
-SOURCE_FILE = '.source.jsonl'  # of an unfinished store, see `provenance.Origin`
 COUNTS = ('documents', 'tokens', 'text_bytes', 'skipped_empty', 'skipped_one_token')
 # If most documents are empty, the source is broken. A shard is judged after so many documents.
 MAX_SKIPPED = 0.5
 _JUDGED_AFTER = 1000
 _REPORT_SECONDS = 1.0  # between two reports
 _LONG = 2**16  # tokens; each longer piece of a document is followed by a report
-_PAUSE_SECONDS = 1.0  # between two attempts to lock
 Report = Callable[[int, int], None]
 
 
@@ -62,7 +61,8 @@ class StoreWriter:
 
   source: the origin of the documents. Shards of different selections and origins are never mixed:
     the methods raise a ConfigurationError for a shard of another one.
-  renew: build such shards of an unfinished store again instead.
+  renew: build such shards of an unfinished store again instead, and damaged ones.
+  generation: the end of the names of the shards; not empty in a store that replaces another one.
 
   With `selection.unique`, only the first of several documents with equal tokens stays, in the order
   of the shards.
@@ -73,12 +73,13 @@ class StoreWriter:
   source: Mapping[str, Any]
   shards: int
   renew: bool = False
+  generation: str = ''
 
   @property
   def folders(self) -> list[pathlib.Path]:
     """The folders of the shards."""
-    names = (f'shard-{shard:05d}-of-{self.shards:05d}' for shard in range(self.shards))
-    return [self.path / name for name in names]
+    end = f'of-{self.shards:05d}{self.generation}'
+    return [self.path / f'shard-{shard:05d}-{end}' for shard in range(self.shards)]
 
   def write(self, documents: Callable[[int], Iterable[Document]]) -> dict[str, Any]:
     """Writes the documents of every missing shard, then store.json; returns its content."""
@@ -101,25 +102,28 @@ class StoreWriter:
       StorageError: the file system refused a write.
     """
     folder = self.folders[shard]
-    temporary, lock = (folder.with_name(f'.{folder.name}.{kind}') for kind in ('tmp', 'lock'))
-    with write_errors(self.path), locked(lock, lambda: report(0, 0)):
-      if folder.exists():
+    turn = file_lock.held(lock_of(folder), f'build {folder}', lambda: report(0, 0))
+    with write_errors(self.path), turn:
+      replaces = None
+      if os.path.lexists(folder):
         try:
           self._read_shard(folder)
           return
-        except ConfigurationError:
-          if not self.renew:
+        except (ConfigurationError, DataError) as error:
+          record = shard_record.read(folder)
+          is_other = bool(record) and not shard_record.is_like(record, self._information())
+          if is_other or not self.renew:
             raise
-          logging.warning('Building %s again, since its source has changed.', folder)
-          shutil.rmtree(folder)
-      if temporary.exists():  # under the lock: its builder is dead
-        shutil.rmtree(temporary)
-      temporary.mkdir()
-      counts = self._write_arrays(temporary, shard, documents, report)
-      files = {file.name: _recorded(file) for file in sorted(temporary.glob('*.npy'))}
-      record = self._information() | {'name': folder.name, 'files': files} | counts
-      whole_file.write(temporary / SHARD_FILE, _json(record))
-      temporary.rename(folder)
+          logging.warning('Building %s again: %s', folder, error)
+          replaces = shard_record.files(record)
+      try:
+        with owned.new_folder(folder, replaces=replaces) as temporary:
+          counts = self._write_arrays(temporary, shard, documents, report)
+          files = {file.name: _recorded(file) for file in sorted(temporary.glob('*.npy'))}
+          record = self._information() | {'name': folder.name, 'files': files} | counts
+          whole_file.write(temporary / SHARD_FILE, _json(record))
+      except FileExistsError:  # without locks, another process was faster
+        self._read_shard(folder)
 
   def check_shards(self) -> None:
     """Raises the errors of `write_shard` for the shards that are there."""
@@ -147,6 +151,10 @@ class StoreWriter:
         f'The split {self.selection.split!r} of the task {self.selection.task!r} has no documents. '
         f'Use another split or source, or {token_store.more_documents()}'
       )
+    superseded = {}
+    if self.renew:
+      superseded = shard_record.others_in(self.path, information, folders)
+    superseded_file = self._superseded_duplicates() if self.generation else None
     kept = ('name', 'documents', 'tokens', 'files')
     information['shards'] = [{key: s[key] for key in kept} for s in shards]
     files = [s['files'] for s in shards]
@@ -155,19 +163,34 @@ class StoreWriter:
       stays = np.ones(information['documents'], bool)
       if self.selection.unique:
         stays = _first_of_equals([np.load(folder / 'hashes.npy') for folder in folders])
-        file = self.path / token_store.DUPLICATES_FILE
-        _save(file, np.flatnonzero(~stays))
-        information['duplicates'] = {'documents': int((~stays).sum())} | _recorded(file)
+        file = self.path / f'duplicates{self.generation}.npy'
+        with owned.new_file(file) as stream:
+          np.save(stream, np.flatnonzero(~stays))
+        duplicates = {'name': file.name} if self.generation else {}
+        duplicates |= {'documents': int((~stays).sum())} | _recorded(file)
+        information['duplicates'] = duplicates
         files.append(information['duplicates'])
       information['fingerprint'] = token_store.content_hash([information['vocabulary'], files])
       lengths = [np.diff(np.load(folder / 'offsets.npy')) for folder in folders]
       information['lengths'] = _histogram(np.concatenate(lengths)[stays])
       whole = information | {'sha256': token_store.content_hash(information)}
       whole_file.write(self.path / STORE_FILE, _json(whole))
-      for left in [*self.path.glob('.*.lock'), self.path / SOURCE_FILE]:
-        left.unlink(missing_ok=True)
+      source = source_file(self.path, self.generation)
+      for left in [*map(lock_of, folders), lock_of(source), source]:
+        owned.delete_file(left)
+      for folder, names in superseded.items():
+        owned.tell_what_stays(folder, owned.delete_recorded(folder, names))
+      if superseded_file is not None:
+        owned.delete_file(superseded_file)
     token_store.warn_of_ratio(self.path, information)
     return information
+
+  def _superseded_duplicates(self) -> pathlib.Path | None:
+    """The array of the store that this one replaces, if it has one."""
+    with contextlib.suppress(DataError):  # there is no such store, or its record is damaged
+      duplicates = token_store.read_information(self.path).get('duplicates')
+      return duplicates and self.path / token_store.duplicates_name(duplicates)
+    return None
 
   def _information(self) -> dict[str, Any]:
     """What all shards and store.json share."""
@@ -254,11 +277,23 @@ class StoreWriter:
     for key, expected in (self._information() | {'name': folder.name}).items():
       if record.get(key) != expected:
         found, wanted = differences(record.get(key), expected)
+        advice = 'Use another --output.'
+        if shard_record.is_like(record, self._information()):
+          advice = 'To build such shards again, run the same command with --renew.'
         raise ConfigurationError(
-          f'{folder} was built with another {key}: found {found}, expected {wanted}. '
-          'Use another output directory, or delete this store.'
+          f'{folder} was built with another {key}: found {found}, expected {wanted}. {advice}'
         )
     return record
+
+
+def source_file(store: pathlib.Path, generation: str = '') -> pathlib.Path:
+  """The record of the files of the source of an unfinished store, see `provenance.Origin`."""
+  return store / f'.source{generation}.jsonl'
+
+
+def lock_of(place: pathlib.Path) -> pathlib.Path:
+  """The file whose lock has the builder of a shard or of the record of the source."""
+  return place.with_name(f'.{place.name.lstrip(".")}.lock')
 
 
 def differences(found: Any, expected: Any) -> tuple[Any, Any]:
@@ -323,20 +358,6 @@ def flushed(file: pathlib.Path) -> Iterator[BinaryIO]:
     yield stream
     stream.flush()
     os.fsync(stream.fileno())
-
-
-@contextlib.contextmanager
-def locked(file: pathlib.Path, waits: Callable[[], None]) -> Iterator[None]:
-  """Waits for the lock, and calls `waits` meanwhile; it is released when its process dies."""
-  file.parent.mkdir(parents=True, exist_ok=True)
-  with file.open('w') as stream:
-    while True:
-      with contextlib.suppress(BlockingIOError):
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        break
-      waits()
-      time.sleep(_PAUSE_SECONDS)
-    yield
 
 
 def write_errors(path: pathlib.Path):

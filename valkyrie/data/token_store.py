@@ -16,6 +16,8 @@
   duplicates.npy                  int64, the numbers of the duplicates that are left out; only in
                                   a store that is built with `unique`
 
+In a store that has replaced another one, the names of shards and of duplicates.npy have an end.
+
 Arrays are plain .npy files, which any numpy opens; a slice of a document is one `memcpy`.
 `store_writer` writes a store, `verify` reads every byte of one again.
 """
@@ -39,14 +41,18 @@ from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError, DataError, converted
 from valkyrie.storage import foreign_names
 
-FORMAT = 'valkyrie-token-store-3'
+FORMATS = 'valkyrie-token-store-'  # of all versions
+FORMAT = f'{FORMATS}3'
 STORE_FILE = 'store.json'
 SHARD_FILE = 'shard.json'
 TOKENS_FILE = 'tokens.npy'
 PROMPTS_FILE = 'prompts.npy'
 LATER_PROMPTS_FILE = 'later_prompts.npy'
 DUPLICATES_FILE = 'duplicates.npy'
-REBUILD = "Delete the store's directory and run again to rebuild it."
+REBUILD = (
+  'Build it again by the same build_store command with --rebuild, or delete the folder if it is a '
+  'copy from a bucket.'
+)
 _INTACT, _DAMAGED = 1, 2
 _USUAL_BYTES = (0.25, 20)  # of text a token
 
@@ -148,7 +154,9 @@ class TokenStore:
     self._numbers: np.ndarray | None = None  # of the documents that stay, unless all do
     if 'duplicates' in information:
       numbers = np.arange(self._first_documents[-1])
-      kept = self._numbers = np.delete(numbers, _load(path / DUPLICATES_FILE))
+      kept = self._numbers = np.delete(
+        numbers, _load(path / duplicates_name(information['duplicates']))
+      )
     self._first_tokens = np.cumsum([0] + [shard['tokens'] for shard in self._shards])
     self._starts = np.concatenate([o[:-1] for o in offsets])[kept]
     self.lengths = np.concatenate([np.diff(o) for o in offsets])[kept]
@@ -314,8 +322,13 @@ def recorded_files(information: dict[str, Any]) -> dict[str, dict[str, Any]]:
     for name, recorded in shard['files'].items()
   }
   if 'duplicates' in information:
-    files[DUPLICATES_FILE] = information['duplicates']
+    files[duplicates_name(information['duplicates'])] = information['duplicates']
   return files
+
+
+def duplicates_name(recorded: Mapping[str, Any]) -> str:
+  """The name of the array of duplicates, of its entry in store.json."""
+  return recorded.get('name', DUPLICATES_FILE)
 
 
 def check_file(file: pathlib.Path, recorded: dict[str, Any], *, content: bool = True):

@@ -17,11 +17,14 @@ Three things tell what this program made; a path or the look of a name never doe
 No link is followed, and what this program has not made stays.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 import contextlib
+import errno
 import fcntl
 import hashlib
+import itertools
 import json
+import logging
 import os
 import pathlib
 import re
@@ -31,11 +34,12 @@ import stat
 import time
 from typing import BinaryIO
 
-from valkyrie import foreign
+from valkyrie import errors, foreign
 from valkyrie.storage import foreign_names
 
 MARK = '.made_by_valkyrie'
 _TEMPORARY = re.compile(r'\.(.+)\.([0-9a-f]{24})([0-9a-f]{8})', re.DOTALL)
+_MOST_NAMED = 5
 _LONGEST_NAME = 200  # bytes of NAME in a temporary name: a file system allows 255 in all
 # Locks hold within one machine on some network file systems, and others have none: there, only
 # what was not changed for so long counts as left by a process that has ended.
@@ -68,10 +72,14 @@ def new_file(path: pathlib.Path, *, replaces: bool = True) -> Iterator[BinaryIO]
 
 
 @contextlib.contextmanager
-def new_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
+def new_folder(
+  path: pathlib.Path, *, replaces: Iterable[str] | None = None
+) -> Iterator[pathlib.Path]:
   """Makes a folder that appears at `path`, whole, when the block ends without an error.
 
-  The block fills it under a temporary name. An OSError is raised if `path` is taken.
+  The block fills it under a temporary name. A FileExistsError is raised if `path` is taken; with
+  `replaces`, the names of the files of a record, the folder that stands there makes way at the end,
+  and goes as in `delete_recorded`: what else is in it stays beside the new one, as PATH.replaced.
   """
   path.parent.mkdir(parents=True, exist_ok=True)
   remove_litter(path.parent)
@@ -81,7 +89,13 @@ def new_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
   try:
     _lock(lock)
     yield place
+    replaced = None
+    if replaces is not None and os.path.lexists(path):
+      replaced = _free(path.with_name(f'{path.name}.replaced'))
+      os.rename(path, replaced)
     _give_free_name(place, path)
+    if replaced is not None:
+      tell_what_stays(replaced, delete_recorded(replaced, replaces or ()))
   except BaseException:
     shutil.rmtree(place, ignore_errors=True)
     raise
@@ -172,6 +186,13 @@ def delete_recorded(folder: pathlib.Path, names: Iterable[str]) -> list[str]:
   return sorted(path.relative_to(folder).as_posix() for path in stays)
 
 
+def tell_what_stays(folder: pathlib.Path, stays: Sequence[str]) -> None:
+  """Logs what `delete_recorded` has left in a folder."""
+  if stays:
+    names = ', '.join(map(foreign.shown, errors.first_of(stays, _MOST_NAMED)))
+    logging.warning('%s stays: it has %s, which this program did not make', folder, names)
+
+
 def delete_file(file: pathlib.Path) -> bool:
   """Deletes a regular file that the caller has made; returns whether it did. Raises OSError."""
   if not _is_regular(file):
@@ -179,6 +200,26 @@ def delete_file(file: pathlib.Path) -> bool:
   with contextlib.suppress(FileNotFoundError):  # another process was faster
     os.unlink(file)
   return True
+
+
+def open_lock_file(path: pathlib.Path) -> BinaryIO:
+  """Opens a file to lock, which is made if it is missing; raises OSError if it is a link.
+
+  Its content stays until `rewrite`, which its holder may call.
+  """
+  flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+  descriptor = os.open(path, flags, 0o666)
+  if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, 'it is not a regular file', str(path))
+  return open(descriptor, 'r+b', buffering=0)
+
+
+def rewrite(file: BinaryIO, content: bytes) -> None:
+  """Replaces the content of a file that this process has opened and locked."""
+  os.ftruncate(file.fileno(), 0)
+  os.pwrite(file.fileno(), content, 0)
+  os.fsync(file.fileno())  # other machines that share the folder can read it now
 
 
 def move(place: pathlib.Path, target: pathlib.Path) -> None:
@@ -232,6 +273,16 @@ def _last_change(place: pathlib.Path) -> float:
   """The time of the last change of a file, or of anything in a folder, in seconds."""
   inside = place.rglob('*') if _is_folder(place) else ()
   return max(path.lstat().st_mtime for path in (place, *inside))
+
+
+def _free(path: pathlib.Path) -> pathlib.Path:
+  """The first of PATH, PATH.1, PATH.2, ... that is not taken."""
+  free = path
+  for number in itertools.count(1):
+    if not os.path.lexists(free):
+      break
+    free = path.with_name(f'{path.name}.{number}')
+  return free
 
 
 def _give_free_name(place: pathlib.Path, target: pathlib.Path) -> None:
