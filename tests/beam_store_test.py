@@ -91,7 +91,7 @@ def test_an_error_of_a_worker_is_the_last_line(noted):
   [
     (['--processes=2', *BEAM], 'got --shard=None and --processes=2. Remove both'),
     ([*BEAM, '--unique'], 'Found --unique after --beam'),
-    (BEAM, "pip install 'valkyrie[beam]'"),
+    (BEAM, 'setup_environment beam'),
   ],
 )
 def test_mistakes_are_refused(options, message, tmp_path, monkeypatch, capsys):

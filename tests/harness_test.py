@@ -208,7 +208,7 @@ def test_without_the_package_the_command_names_it(monkeypatch, capsys):
 
   monkeypatch.setattr(harness.importlib, 'import_module', missing)
   assert harness.main() == ConfigurationError.exit_code
-  assert "pip install 'valkyrie[lm-eval]'" in capsys.readouterr().err
+  assert f'{sys.executable} -m pip install lm-eval' in capsys.readouterr().err
 
 
 def write_task(folder, name, rows, **settings):

@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 import pytest
 
-from valkyrie import __version__
+from valkyrie import __version__, packages
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 WHERE = """
@@ -62,6 +62,40 @@ def test_the_pins_are_a_solution_of_every_extra(extra, python):
     pin = pins.get(canonicalize_name(requirement.name))
     assert pin is not None, f'{text} has no pin: run bash scripts/pins'
     assert pin in requirement.specifier, f'{text} excludes the pin {pin}'
+
+
+def test_no_page_or_message_installs_the_package_of_somebody_else():
+  """`valkyrie` on the public index is not ours: a command names this clone, or what is missing."""
+  listed = subprocess.run(['git', 'ls-files', '-z'], cwd=ROOT, capture_output=True, check=False)
+  names = listed.stdout.decode().split('\0')
+  files = [ROOT / name for name in names if name] or [*ROOT.rglob('*')]  # the latter in an archive
+  command = re.compile(rb"""pip3? install (?:-[-\w]+ )*['"]?valkyrie\b(?!/|-[\d.]+-py)""")
+  found = [str(file) for file in files if file.is_file() and command.search(file.read_bytes())]
+  assert found == []
+
+
+def test_what_messages_install_is_what_an_extra_installs(monkeypatch):
+  extras = {
+    (requirement.name, *requirement.extras)
+    for texts in requirements().values()
+    for requirement in map(Requirement, texts)
+  }
+  calls = [
+    node.args[0].value
+    for file in (ROOT / 'valkyrie').rglob('*.py')
+    for node in ast.walk(ast.parse(file.read_text()))
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == 'packages.install'
+    if isinstance(node.args[0], ast.Constant)
+  ]
+  assert {'gcsfs', 'jax[tpu]', 'lm-eval', 'tokenizers'} <= {*calls}
+  for text in calls:
+    requirement = Requirement(text)
+    assert (requirement.name, *requirement.extras) in extras, text
+
+  monkeypatch.setattr(sys, 'executable', '/a b/python')
+  assert packages.install('jax[tpu]') == "'/a b/python' -m pip install 'jax[tpu]'"
+  monkeypatch.setattr(packages.importlib.util, 'find_spec', lambda name: None)
+  assert packages.install('gcsfs').startswith("'/a b/python' -m ensurepip && '/a b/python' -m pip ")
 
 
 def test_the_scripts_name_the_oldest_python_that_works(tmp_path):
@@ -145,7 +179,7 @@ def test_a_wheel_carries_the_gin_files_and_the_tasks_inside_the_package(tmp_path
     found = subprocess.run(
       [sys.executable, '-c', code], env=environment, capture_output=True, text=True, check=True
     )
-    lacks = "pip install 'valkyrie[lm-eval]'" in found.stderr and command == 'valkyrie-lm-eval'
+    lacks = 'pip install lm-eval' in found.stderr and command == 'valkyrie-lm-eval'
     assert lacks or re.search(rf'usage: ({command}|lm-eval) ', found.stdout)
   launchers = {file.name for file in (ROOT / 'scripts').glob('launch_*')}
   assert {file.name for file in installed.glob('valkyrie-*.data/scripts/*')} == launchers

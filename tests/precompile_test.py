@@ -271,7 +271,7 @@ def test_a_missing_libtpu_is_reported_with_its_installation():
     'except ConfigurationError as error:\n'
     '  print(error)\n'
   )
-  assert "pip install 'valkyrie[tpu]'" in done.stdout, done.stderr
+  assert f"{sys.executable} -m pip install 'jax[tpu]'" in done.stdout, done.stderr
 
 
 @needs_libtpu

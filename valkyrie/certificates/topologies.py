@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from valkyrie import packages
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.errors import ConfigurationError
 from valkyrie.monitoring.chips import TPUS
@@ -65,7 +66,7 @@ def devices(name: str) -> Sequence[Any]:
   if importlib.util.find_spec('libtpu') is None:
     raise ConfigurationError(
       f'--topology={name}: libtpu, the compiler for TPUs, is not installed. Install it, also on a '
-      "machine without TPUs: pip install 'valkyrie[tpu]'"
+      f'machine without TPUs: {packages.install("jax[tpu]")}'
     )
   for variable, value in _ENVIRONMENT.items():
     os.environ.setdefault(variable, value)

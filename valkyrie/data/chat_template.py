@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from valkyrie import packages
 from valkyrie.data import vocabularies
 from valkyrie.data.vocabularies import HuggingFaceVocabulary, Vocabulary
 from valkyrie.errors import ConfigurationError, DataError, converted
@@ -35,7 +36,8 @@ class ChatTemplate:
     assert isinstance(vocabulary, HuggingFaceVocabulary) and vocabulary.file
     self.ids, self._name = vocabulary.template_ids, f'the chat template of {vocabulary.file}'
     lacks = 'Conversations need the package jinja2, which is not installed'
-    with converted((ImportError,), ConfigurationError, lacks, 'Run pip install jinja2.'):
+    advice = f'Install it: {packages.install("jinja2")}'
+    with converted((ImportError,), ConfigurationError, lacks, advice):
       import jinja2.sandbox  # noqa: PLC0415  (an optional package)  # pyright: ignore
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
       trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols']

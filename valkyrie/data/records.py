@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet
 
-from valkyrie import foreign
+from valkyrie import foreign, packages
 from valkyrie.data.source_files import FORMATS, SourceFile, SourceFiles, format_of
 from valkyrie.data.vocabularies import as_utf8
 from valkyrie.errors import ConfigurationError, DataError, converted
@@ -239,7 +239,7 @@ class StreamedRecords:
 def _revision(location: str) -> Any:
   """The builder of a data set, at the revision of its first use in this process."""
   lacks = f'The source {location} needs the package datasets, which is not installed'
-  advice = 'Run pip install datasets, or use a directory of parquet shards.'
+  advice = f'Use a directory of parquet shards, or install it: {packages.install("datasets")}'
   with converted((ImportError,), ConfigurationError, lacks, advice):
     import datasets  # noqa: PLC0415  (an optional package)  # pyright: ignore
   owner, _, rest = location.removeprefix(STREAMED).partition('/')

@@ -240,7 +240,11 @@ def _end_with_the_parent() -> None:
 
 def _pipeline(options: Sequence[str]) -> Any:
   """A pipeline of Apache Beam with these options, as on its command line: --runner=NAME."""
-  advice = "Install it into an environment of its own: pip install 'valkyrie[beam]'"
+  advice = (
+    'Beam excludes packages of this environment. Make another one with the extra beam, in a clone '
+    "by bash -c 'source scripts/setup_environment; setup_environment beam', and run this there: "
+    '.venv-beam/bin/python -m valkyrie.data.build_store ...'
+  )
   lacks = '--beam needs Apache Beam, which this Python does not have'
   with converted((ImportError,), ConfigurationError, lacks, advice):
     import apache_beam  # noqa: PLC0415  (an optional package)

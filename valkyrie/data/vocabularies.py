@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import gin
 import numpy as np
 
-from valkyrie import foreign
+from valkyrie import foreign, packages
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.paths import TOKENIZER
 from valkyrie.errors import ConfigurationError, DataError, converted
@@ -161,7 +161,8 @@ class HuggingFaceVocabulary(FileVocabulary):
 
   def __init__(self, path: pathlib.Path, content: bytes):
     message = f'The vocabulary {path} needs the package tokenizers, which is not installed'
-    advice = "Run pip install tokenizers, or use vocabulary = 'bytes'."
+    install = packages.install('tokenizers')
+    advice = f"Use vocabulary = 'bytes', or install it: {install}"
     with converted((ImportError,), ConfigurationError, message, advice):
       import tokenizers  # noqa: PLC0415  (an optional package)
     message = f'The vocabulary {path} is not a Hugging Face tokenizer.json'

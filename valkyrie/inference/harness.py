@@ -2,13 +2,14 @@
 
     python -m valkyrie.inference.harness run --model valkyrie --model_args model_dir=RUN --tasks ...
 
-takes the arguments of `lm_eval` (`pip install 'valkyrie[lm-eval]'`).
+takes the arguments of `lm_eval`, and needs the package lm-eval.
 """
 
 import importlib
 import sys
 from typing import Any
 
+from valkyrie import packages
 from valkyrie.errors import ConfigurationError, ValkyrieError, message_of
 
 
@@ -18,7 +19,8 @@ def main() -> int | None:
     command: Any = importlib.import_module('lm_eval.__main__')
     importlib.import_module('valkyrie.inference.harness_model')
   except ModuleNotFoundError as error:
-    print(f"The package {error.name} is missing. pip install 'valkyrie[lm-eval]'", file=sys.stderr)
+    advice = packages.install('lm-eval')
+    print(f'valkyrie: The package {error.name} is missing. Install it: {advice}', file=sys.stderr)
     return ConfigurationError.exit_code
   try:
     return command.cli_evaluate()

@@ -11,7 +11,7 @@ import uuid
 import gin
 import jax
 
-from valkyrie import foreign
+from valkyrie import foreign, packages
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.record import bindings
 from valkyrie.errors import ConfigurationError, converted, storage_errors
@@ -111,7 +111,7 @@ class _Client:
 
   def __init__(self, package: str, **options: str | None):
     lacks = f'train.trackers needs the package {package}, which this Python does not have'
-    advice = f'Install it: pip install {package}'
+    advice = f'Install it: {packages.install(package)}'
     with converted((ImportError,), ConfigurationError, lacks, advice):
       self._package: Any = importlib.import_module(package)
     self._options = options
@@ -129,7 +129,7 @@ class _Client:
 @may_change_on_resume()
 @gin.configurable
 class WeightsAndBiases(_Client):
-  """A tracker that writes to Weights & Biases; needs pip install wandb."""
+  """A tracker that writes to Weights & Biases; needs the package wandb."""
 
   def __init__(
     self, project: str, name: str | None = None, entity: str | None = None, mode: str | None = None
@@ -152,7 +152,7 @@ class WeightsAndBiases(_Client):
 @may_change_on_resume()
 @gin.configurable
 class Trackio(_Client):
-  """A tracker that writes to Trackio, on this machine or in a Space; needs pip install trackio."""
+  """A tracker that writes to Trackio, on this machine or in a Space; needs the package trackio."""
 
   def __init__(self, project: str, name: str | None = None, space_id: str | None = None):
     """Takes arguments of trackio.init; if `name` is None, the run is named after its directory."""

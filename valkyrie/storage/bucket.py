@@ -18,6 +18,7 @@ import re
 from typing import Any, NamedTuple
 import uuid
 
+from valkyrie import packages
 from valkyrie.errors import ConfigurationError
 from valkyrie.storage import foreign_names
 from valkyrie.storage.lease import Changed
@@ -39,8 +40,8 @@ def client(address: str, **options: Any) -> Any:
     from valkyrie.storage import gcs  # noqa: PLC0415  (half a second, only for buckets)
   except ImportError as error:
     raise ConfigurationError(
-      f'{address} needs {error.name}, which this Python does not have. Install it with: '
-      "pip install 'valkyrie[gcs]'"
+      f'{address} needs {error.name}, which this Python does not have. Install it: '
+      + packages.install('gcsfs')
     ) from error
   return gcs.connected(address, **options)
 
