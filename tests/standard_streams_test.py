@@ -1,7 +1,12 @@
 """Standard streams that are full, closed or without readers."""
 
+import contextlib
+import os
+import pty
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -29,3 +34,87 @@ def test_a_reader_that_went_away_ends_nothing(tmp_path, streams):
   assert done.returncode == 0 and (tmp_path / 'done').exists(), done.stderr
   lost = 'A part of standard output was lost ('
   assert (lost in done.stderr) != ('2>' in streams) and 'Traceback' not in done.stderr
+
+
+# Writes more than a pipe holds, by every way that a run or its hooks have.
+UNREAD = """
+import faulthandler, logging, os, pathlib, sys, warnings
+from tqdm import tqdm
+from valkyrie.distributed.console import lasting_streams
+with lasting_streams():
+  for number in range(2000):
+    print(f'line {number} ' + 80 * 'e', file=sys.stderr)
+    print(f'line {number} ' + 80 * 'o')
+  warnings.warn(100_000 * 'w')
+  logging.warning(100_000 * 'l')
+  sys.stderr.buffer.write(100_000 * b'b')
+  tqdm.write(100_000 * 't')
+  for _ in tqdm(range(3), desc=70_000 * 'd', mininterval=0):
+    pass
+  if sys.argv[2] == 'also C':
+    faulthandler.dump_traceback(file=2)
+    os.write(2, 100_000 * b'c')
+  pathlib.Path(sys.argv[1]).touch()
+  sys.stdin.readline()
+  print('at the end', file=sys.stderr)
+"""
+
+
+def run_unread(tmp_path, ends, also):
+  """Runs the script, reads from its standard error when it is done, and returns what that was."""
+  reader, writer = ends
+  script, done = tmp_path / 'script.py', tmp_path / 'done'
+  script.write_text(UNREAD)
+  command = [sys.executable, str(script), str(done), also]
+  process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=writer, stderr=writer)
+  os.close(writer)
+  while not done.exists():
+    assert process.poll() is None
+    time.sleep(0.01)
+  pieces = []
+  with contextlib.suppress(OSError):  # as a terminal ends
+    while piece := os.read(reader, 2**20):
+      pieces.append(piece)
+      if sum(map(len, pieces)) > 2000 and process.stdin and not process.stdin.closed:
+        process.communicate(b'\n', timeout=60)
+  os.close(reader)
+  assert process.wait(60) == 0
+  return b''.join(pieces).decode()
+
+
+def socket_pair():
+  return [end.detach() for end in socket.socketpair()]
+
+
+@pytest.mark.parametrize(
+  ('stream', 'also'), [(os.pipe, 'also C'), (pty.openpty, 'Python'), (socket_pair, 'Python')]
+)
+def test_a_stream_that_nobody_reads_holds_up_nothing(tmp_path, stream, also):
+  said = run_unread(tmp_path, stream(), also)
+  first, last = said.splitlines()[0], said.splitlines()[-2]
+  assert first.startswith('line 0 e') and last == 'at the end', said[-300:]
+  assert '(lines missing here, since nobody read them: ' in said
+  assert 'A part of standard output was lost (nobody read it).' in said
+
+
+def test_a_result_waits_for_its_reader_also_below_a_supervisor(tmp_path):
+  script = tmp_path / 'script.py'
+  script.write_text("""
+import os, pathlib, sys
+from valkyrie.distributed import console
+with console.lasting_streams():
+  print('begun', file=sys.stderr)
+  with console.standard_output('') as file:
+    for number in range(50_000):
+      print(number, file=file)
+""")
+  supervise = [sys.executable, '-m', 'valkyrie.distributed.supervisor', '--']
+  for prefix in ([], supervise):
+    command = [*prefix, sys.executable, str(script)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    process.stderr.readline()
+    time.sleep(0.5)  # the pipe is full before anybody reads
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert output.decode().split() == [*map(str, range(50_000))]

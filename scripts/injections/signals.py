@@ -1,7 +1,9 @@
 """Signals that ask a run to stop, in every stage, and standard error that nobody reads."""
 
 from collections.abc import Iterator, Sequence
+import contextlib
 import functools
+import os
 import time
 
 from injections.harness import HANG_UP, INT, QUIT, TERM, Harness, ended, heartbeats, wait_for
@@ -128,4 +130,48 @@ def unread(harness: Harness, times: int) -> Iterator[Trial]:
     name = harness.new()
     process = harness.start(name, prefix=('bash', '-c', UNREAD[what], 'bash'))
     yield Trial(what, harness.outcome(name, process))
+    harness.forget(name)
+
+
+@contextlib.contextmanager
+def full_pipe() -> Iterator[int]:
+  """The writing end of a pipe that is full, and that nobody reads."""
+  reader, writer = os.pipe()
+  os.set_blocking(writer, False)
+  with contextlib.suppress(BlockingIOError):
+    while True:
+      os.write(writer, bytes(4096))
+  os.set_blocking(writer, True)
+  try:
+    yield writer
+  finally:
+    os.close(reader)
+    os.close(writer)
+
+
+@fault(
+  'standard streams on a full pipe that nobody reads, and a signal',
+  'the run goes on, saves on the signal, ends with 75, continues bit for bit',
+  full=4,
+  short=1,
+)
+def full_streams(harness: Harness, times: int) -> Iterator[Trial]:
+  for number in range(times):
+    name, sent = harness.new(), (TERM, INT, HANG_UP, QUIT)[number % 4]
+    redirected = 'exec env --default-signal=HUP,QUIT "$@" >&$PIPE 2>&$PIPE'
+    with full_pipe() as pipe:
+      process = harness.start(
+        name,
+        '--gin.Pace.seconds=0.05',
+        prefix=('bash', '-c', redirected, 'bash'),
+        environment={'PIPE': str(pipe)},
+        pass_fds=(pipe,),
+      )
+      wait_for(lambda name=name: len(harness.hashes(name)) >= 4, process)
+      process.send_signal(sent)
+      failure = harness.ending(name, process, PREEMPTED)
+    if failure is None and harness.saved(name)[-1:] != [harness.hashes(name)[-1][0]]:
+      failure = f'{harness.saved(name)} are saved'
+    harness.run(name)
+    yield Trial(f'{sent.name} after step 4', failure or harness.difference(name))
     harness.forget(name)

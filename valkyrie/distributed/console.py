@@ -8,6 +8,7 @@ import signal
 import sys
 from typing import Any, TextIO, cast
 
+from valkyrie.distributed.unread import UnreadStream, may_wait
 from valkyrie.errors import StorageError, ValkyrieError, reason_of, storage_errors
 
 # The signals that ask a process to save and end.
@@ -69,11 +70,26 @@ def restore_handlers(handlers: Mapping[signal.Signals, Any], stopped: bool) -> N
 
 
 class LastingStream:
-  """A stream whose reader may go away: what cannot be written is dropped, for the reason `lost`."""
+  """A stream whose reader may go away: what cannot be written is dropped, for the reason `lost`.
+
+  A reader that does not read is not waited for: see `unread`, whose stream is `raw`.
+  """
 
   def __init__(self, stream: TextIO | None):  # None: it was closed before Python started
-    self.stream, self.lost = stream, ''
+    self.stream = stream
+    self.lost = ''
     self._stream = stream or open(os.devnull, 'w')  # noqa: SIM115, for as long as the process
+    self.raw: UnreadStream | None = None
+    # Others write elsewhere than to their descriptor, such as those of a notebook.
+    if isinstance(stream, io.TextIOWrapper) and may_wait(stream.fileno()):
+      self.raw = UnreadStream(stream.fileno())
+      self._stream = io.TextIOWrapper(
+        cast(Any, self.raw),
+        encoding=stream.encoding,
+        errors='backslashreplace',
+        line_buffering=True,
+        write_through=True,
+      )
 
   def write(self, text: str) -> int:
     self._attempt(self._stream.write, text)
@@ -90,36 +106,55 @@ class LastingStream:
 
   def end(self) -> None:
     """Drops what cannot be written, which would make Python exit with 120."""
-    with contextlib.suppress(OSError, ValueError):
-      try:
-        self._stream.flush()
-      except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())
-        os.close(nowhere)
-        self._stream.flush()
+    if self.raw is not None and self.stream is not None:
+      self.raw.restore()
+      self.raw = None
+      self._stream = self.stream
+    _drop_the_rest(self._stream)
 
   def __getattr__(self, name: str) -> Any:
     return getattr(self._stream, name)
 
 
+def _drop_the_rest(stream: TextIO) -> None:
+  with contextlib.suppress(OSError, ValueError):
+    try:
+      stream.flush()
+    except OSError:
+      nowhere = os.open(os.devnull, os.O_WRONLY)
+      os.dup2(nowhere, stream.fileno())
+      os.close(nowhere)
+      stream.flush()
+
+
+def of_a_child(stream: Any) -> int | None:
+  """The descriptor of a standard stream for a child process, which may wait; None inherits it."""
+  raw = stream.raw if isinstance(stream, LastingStream) else None
+  return None if raw is None else raw.waiting
+
+
 @contextlib.contextmanager
 def standard_output(advice: str) -> Iterator[TextIO]:
-  """Standard output, in UTF-8, of a program whose result it is.
+  """Standard output, in UTF-8, of a program whose result it is, and waits for its reader.
 
   Raises a StorageError with the advice if it is closed or cannot be written.
   """
-  stream = sys.stdout.stream if isinstance(sys.stdout, LastingStream) else sys.stdout
+  stream: Any = sys.stdout
+  raw: UnreadStream | None = None
+  if isinstance(stream, LastingStream):
+    raw = stream.raw
+    stream = stream.stream
   if stream is None:
     raise StorageError(f'Standard output is closed. Open it, or {advice}')
   if isinstance(stream, io.TextIOWrapper):  # not in a notebook
     stream.reconfigure(encoding='utf-8')
-  try:
-    with storage_errors('Standard output cannot be written', f'Make room, or {advice}'):
-      yield stream
-      stream.flush()
-  finally:
-    LastingStream(stream).end()
+  with contextlib.nullcontext() if raw is None else raw.patiently():
+    try:
+      with storage_errors('Standard output cannot be written', f'Make room, or {advice}'):
+        yield stream
+        stream.flush()
+    finally:
+      _drop_the_rest(stream)
 
 
 def printed(text_of: Callable[[], str]) -> int:
@@ -136,7 +171,7 @@ def printed(text_of: Callable[[], str]) -> int:
 
 @contextlib.contextmanager
 def lasting_streams() -> Iterator[None]:
-  """A context, or a decorator, in which losing a standard stream raises nothing."""
+  """A context, or a decorator, in which a standard stream that is lost or unread ends nothing."""
   for descriptor in range(3):
     try:
       os.fstat(descriptor)
@@ -148,7 +183,7 @@ def lasting_streams() -> Iterator[None]:
       yield
   finally:
     output.flush()
-    if output.lost:
-      print(f'A part of standard output was lost ({output.lost}).', file=errors)
+    if lost := output.lost or (output.raw and output.raw.dropped and 'nobody read it'):
+      print(f'A part of standard output was lost ({lost}).', file=errors)
     output.end()
     errors.end()

@@ -120,7 +120,8 @@ class Preemption:
         processes.abort(_before_the_first_step(number))
       return
     grace = f'{self._grace_seconds:g}'
-    print(f'{name}: stopping after the running step (at most {grace} s)', file=sys.stderr)
+    # In another thread: standard error may be a stream of the user's that waits for its reader.
+    processes.say_in_a_thread(f'{name}: stopping after the running step (at most {grace} s)')
     with contextlib.suppress(RuntimeError):  # another process is lost, or misses its deadline too
       counts = processes.exchange('stop', calls, self._grace_seconds)
       self._last_call.set_result(max(counts))

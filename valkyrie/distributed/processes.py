@@ -29,6 +29,7 @@ _HEARTBEAT_SECONDS = 20  # after which jax reports a process that was killed or 
 _EXCHANGE_SECONDS = 24 * 3600.0  # a supervisor, or jax's heartbeat, ends a hang sooner
 _POLL_SECONDS = 0.5
 _LINGER_SECONDS = 5.0  # in which the processes wait for each other at their end
+_LAST_WORDS_SECONDS = 3.0  # for a message before an end
 _ENDING = 'valkyrie/ending/'  # keys of announced exit codes
 
 _client: Any = None
@@ -204,9 +205,17 @@ def say(message: str) -> None:
   print(f'valkyrie: {message}', file=sys.stderr, flush=True)
 
 
+def say_in_a_thread(message: str) -> threading.Thread:
+  """Prints a line to standard error in a thread, which a stream that waits cannot hold up."""
+  line = {'file': sys.stderr, 'flush': True}
+  thread = threading.Thread(target=print, args=(message,), kwargs=line, daemon=True)
+  thread.start()
+  return thread
+
+
 def abort(message: str) -> None:
   """Exits with 75 after a message, from any thread; the other processes save and stop."""
-  say(message)
+  say_in_a_thread(f'valkyrie: {message}').join(_LAST_WORDS_SECONDS)
   end(Preempted.exit_code)
   os._exit(Preempted.exit_code)
 

@@ -111,6 +111,8 @@ class Supervisor:
       child = self._child = subprocess.Popen(
         self.command,
         env={**os.environ, VARIABLE: address(writer)},
+        stdout=console.of_a_child(sys.stdout),
+        stderr=console.of_a_child(sys.stderr),
         pass_fds=(writer,),
         start_new_session=True,  # so that all its processes can be killed
       )
