@@ -1,14 +1,18 @@
 """A store that is built again is complete before recorded files of the old one go."""
 
+import dataclasses
+import errno
+import fcntl
 import json
+import multiprocessing.context
 import os
 import shutil
 
 import numpy as np
 import pytest
 
-from valkyrie.data import build_store, token_store, vocabularies
-from valkyrie.data.token_store import TokenStore
+from valkyrie.data import build_store, store_builder, token_store, vocabularies
+from valkyrie.data.token_store import Selection, TokenStore
 
 BYTES = vocabularies.load('bytes')
 
@@ -209,3 +213,45 @@ def test_a_folder_that_only_looks_like_a_shard_stays(tmp_path):
   assert build(tmp_path, '--renew') == 0
   assert contents(folder.with_name(f'{folder.name}.replaced')) == before
   assert words(tmp_path) == {'Text'}
+
+
+def test_a_store_is_built_without_locks(tmp_path, monkeypatch):
+  def refuse(*_):
+    raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+  monkeypatch.setattr(fcntl, 'flock', refuse)
+  write_texts(tmp_path, 'Text')
+  assert build(tmp_path) == 0
+  write_texts(tmp_path, 'Next')
+  assert build(tmp_path, '--rebuild') == 0
+  assert words(tmp_path) == {'Next'}
+
+
+def test_a_shard_that_another_process_finished_first_counts(tmp_path):
+  write_texts(tmp_path, 'Text')
+  selection = Selection('text', 'train', BYTES, f'{tmp_path}/texts', {'held_out': '1e-9'})
+  bench = store_builder.Bench(selection, tmp_path / 'store', 2)
+  folder = bench.writer.folders[0]
+
+  def while_it_is_written(*_):
+    if not folder.exists():
+      (tmp_path / 'other').mkdir()
+      other = dataclasses.replace(bench.writer, path=tmp_path / 'other')
+      other.write_shard(0, bench._documents(0))
+      (tmp_path / 'other' / folder.name).rename(folder)
+
+  bench.build(0, while_it_is_written)
+  assert build(tmp_path) == 0
+  assert words(tmp_path) == {'Text'}
+
+
+@pytest.mark.parametrize('code', [errno.ENOSPC, errno.ENOENT, errno.EACCES])
+def test_processes_need_shared_memory_and_the_message_says_so(tmp_path, monkeypatch, capsys, code):
+  def refuse(*_, **__):
+    raise OSError(code, os.strerror(code))
+
+  monkeypatch.setattr(multiprocessing.context.SpawnContext, 'SimpleQueue', refuse)
+  write_texts(tmp_path, 'Text')
+  assert build(tmp_path, '--processes=2') == 74
+  assert 'build with --processes=1' in capsys.readouterr().err
+  assert build(tmp_path, '--processes=1') == 0

@@ -193,8 +193,12 @@ def _in_processes(
 ) -> None:
   """Builds shards in `count` processes; raises the first error, and ends the others."""
   context = multiprocessing.get_context('spawn')
-  reports = context.SimpleQueue()
-  with futures.ProcessPoolExecutor(count, context, _start, (opened, reports)) as pool:
+  failed = f'--processes={count} needs semaphores of the system, in its shared memory (/dev/shm)'
+  advice = 'Make room there, or build with --processes=1.'
+  with storage_errors(failed, advice, also=(ImportError, NotImplementedError)):
+    reports = context.SimpleQueue()
+    builders = futures.ProcessPoolExecutor(count, context, _start, (opened, reports))
+  with builders as pool:
     try:
       running = {pool.submit(_build_one, number) for number in numbers}
       while running:
