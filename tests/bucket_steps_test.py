@@ -185,7 +185,19 @@ def test_a_step_that_the_lock_does_not_name_does_not_count(address, kept):
   assert_has(address, 1)
   save(address, 3)
   assert folders(address) == ['1', '3']
-  assert folders(address, 'set_aside/') == (['2'] if kept == 'manifest' else [])
+  assert folders(address, 'set_aside/') == ['2'], 'no save of this run has made it'
+
+
+def test_folders_of_a_user_beside_the_steps_stay_and_are_named(address):
+  save(address, 1)
+  run, said = Bucket(address), []
+  names = ['1.before_i_deleted', '1.unfinished-forensics', '2.deleted']
+  for name in names:
+    run.write(f'checkpoints/{name}/notes.txt', b'precious')
+  with Checkpoints().open(address, say=said.append) as checkpoints:
+    checkpoints.save(2, weights(2), {'position': 2})
+  assert sorted(folders(address)) == sorted(['1', '2', *names])
+  assert any(', '.join(names) in line for line in said)
 
 
 def test_a_second_trainer_is_refused_until_the_first_has_ended(address):

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import os
-import pathlib
 import shutil
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import pytest
 from valkyrie.checkpoint import failed_saves, manager, steps
 from valkyrie.checkpoint.manager import Checkpoints, open_to_read
 from valkyrie.errors import StorageError
+from valkyrie.storage import owned
 
 NAMES = (
   'manifest.sha256', 'record.json', 'state/_METADATA', 'state/_CHECKPOINT_METADATA',
@@ -186,9 +186,11 @@ def test_sha256sum_checks_the_manifest(run):
 
 
 @pytest.mark.invariant(11)
-@pytest.mark.parametrize('moment', ['steps.write_manifest', 'steps.sync', 'steps.shutil.rmtree'])
+@pytest.mark.parametrize(
+  'moment', ['steps.owned.mark', 'steps.write_manifest', 'steps.sync', 'steps.owned.delete_file']
+)
 def test_a_kill_during_a_save_leaves_the_steps_before(run, moment):
-  """Kills before the manifest, after the manifest, and while an old step is deleted."""
+  """Kills in an empty folder, before and after the manifest, and while an old step is deleted."""
   script = f"""
 import os, signal
 import jax.numpy as jnp
@@ -201,25 +203,25 @@ checkpoints.wait()
 """
   assert subprocess.run([sys.executable, '-c', script], check=False).returncode == -9
   assert any('.' in name for name in present(run)), 'no unfinished step was left'
-  assert_continues_after(run, 4 if 'rmtree' in moment else 3)
+  assert_continues_after(run, 4 if 'delete' in moment else 3)
   assert all(name.isdecimal() for name in present(run))
   assert not (run / 'set_aside').exists()
 
 
 def test_what_cannot_be_deleted_is_said_and_tried_again(run, monkeypatch):
-  said, stuck, remove = [], ['1'], shutil.rmtree
+  said, stuck, remove = [], ['1'], owned.delete_file
 
-  def busy(path, *arguments, **options):
-    if path.name.split('.')[0] in stuck:
-      raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
-    remove(path, *arguments, **options)
+  def busy(file):
+    if set(stuck) & {part.split('.')[0] for part in file.parts}:
+      raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(file))
+    return remove(file)
 
-  monkeypatch.setattr(shutil, 'rmtree', busy)
+  monkeypatch.setattr(owned, 'delete_file', busy)
   for step in (4, 5):
     with Checkpoints().open(run, say=said.append) as checkpoints:
       checkpoints.save(step, {'w': jnp.ones(3)}, {})
-    assert '1.deleted' in present(run)
-  message = f'{run}/checkpoints/1.deleted cannot be deleted (Device or resource busy)'
+    (left,) = [name for name in present(run) if name.startswith('1.deleted-')]
+  message = f'{run}/checkpoints/{left} cannot be deleted (Device or resource busy)'
   assert [line for line in said if message in line] == [
     f'{message}; it stays, and each save tries again'
   ] * 2  # once a run
@@ -238,14 +240,14 @@ def test_what_is_no_file_among_the_lines_of_a_run_prevents_no_save(run):
 
 
 def test_a_step_of_another_owner_stays(run, monkeypatch):
-  said, rename = [], pathlib.Path.rename
+  said, rename = [], os.rename
 
   def denied(path, target):
-    if path.name == '1':
+    if os.path.basename(path) == '1':
       raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
     return rename(path, target)
 
-  monkeypatch.setattr(pathlib.Path, 'rename', denied)
+  monkeypatch.setattr(os, 'rename', denied)
   with Checkpoints().open(run, say=said.append) as checkpoints:
     checkpoints.save(4, {'w': jnp.ones(3)}, {})
   assert present(run) == ['1', '2', '3', '4']
@@ -256,11 +258,108 @@ def test_an_unfinished_step_that_cannot_be_deleted_makes_room(run, monkeypatch):
   def busy(path):
     raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
 
-  monkeypatch.setattr(shutil, 'rmtree', busy)
-  (run / 'checkpoints' / '4.unfinished').mkdir()
+  monkeypatch.setattr(owned, 'delete_marked', busy)
   with Checkpoints(keep=9).open(run) as checkpoints:
+    place = checkpoints._steps.unfinished(4)
+    place.mkdir()
     checkpoints.save(4, {'w': jnp.ones(3)}, {})
-  assert present(run) == ['1', '2', '3', '4', '4.deleted']
+  assert present(run) == ['1', '2', '3', '4', place.name.replace('unfinished', 'deleted')]
+
+
+def test_what_no_run_has_made_stays_and_is_named(run):
+  """Copies and folders of a user, whose names begin with a step, and what 0.2.0 has left."""
+  place, token, said = run / 'checkpoints', '0' * 32, []
+  shutil.copytree(place / '3', place / '3.before_i_deleted')
+  shutil.copytree(place / '3', place / '3.deleted')
+  for name in ('3.unfinished-forensics', '4.unfinished', f'4.unfinished-{token}', '2024'):
+    (place / name).mkdir()
+    (place / name / 'notes.txt').write_text('precious')
+  owned.mark(place / '3.unfinished-forensics')
+  (place / '3.unfinished-forensics').rename(place / '3.unfinished-of-mine')  # as `mv` does
+  (place / 'readme').write_text('precious')
+  before = {
+    path.relative_to(place): path.read_bytes() for path in place.rglob('*.*') if path.is_file()
+  }
+  with Checkpoints(keep=1).open(run, say=said.append) as checkpoints:
+    assert checkpoints.latest_step() == 3
+    checkpoints.save(4, weights(4), {'position': 4})
+  assert present(run) == [
+    '3.before_i_deleted', '3.deleted', '3.unfinished-of-mine', '4', '4.unfinished',
+    f'4.unfinished-{token}', 'readme',
+  ]  # fmt: skip
+  assert (run / 'set_aside' / '2024' / 'notes.txt').read_text() == 'precious'
+  for path, content in before.items():
+    if path.parts[0] not in ('1', '2', '3', '2024'):
+      assert (place / path).read_bytes() == content
+  text = '\n'.join(said)
+  assert '3.before_i_deleted, 3.deleted, 3.unfinished-of-mine, 4.unfinished, readme' in text
+  assert f'4.unfinished-{token} has notes.txt, which this program has not made' in text
+  assert_continues_after(run, 4)
+
+
+def test_a_folder_with_the_number_of_a_step_and_no_manifest_stays(run):
+  shutil.rmtree(run / 'checkpoints' / '1')
+  (run / 'checkpoints' / '1').mkdir()
+  (run / 'checkpoints' / '1' / 'notes.txt').write_text('precious')
+  (run / 'checkpoints' / '2' / 'notes.txt').write_text('precious')
+  said = []
+  with Checkpoints(keep=1).open(run, say=said.append) as checkpoints:
+    checkpoints.save(4, weights(4), {'position': 4})
+  assert (run / 'checkpoints' / '1' / 'notes.txt').read_text() == 'precious'
+  (left,) = run.glob('checkpoints/2.deleted-*/notes.txt')
+  assert left.read_text() == 'precious' and present(run)[1] == left.parent.name
+  assert any(f'{left.parent} has notes.txt, which this program' in line for line in said)
+
+
+def test_a_folder_that_was_put_in_the_place_of_a_step_is_set_aside(run):
+  with Checkpoints(keep=9).open(run) as checkpoints:
+    (run / 'checkpoints' / '4').mkdir()
+    (run / 'checkpoints' / '4' / 'notes.txt').write_text('precious')
+    checkpoints.save(4, weights(4), {'position': 4})
+  assert (run / 'set_aside' / '4' / 'notes.txt').read_text() == 'precious'
+  assert_continues_after(run, 4)
+
+
+def test_a_damaged_step_on_another_disk_is_set_aside_there(run, tmp_path, monkeypatch, caplog):
+  other, rename = tmp_path / 'other', os.rename
+  (run / 'checkpoints').rename(other)
+  (run / 'checkpoints').symlink_to(other)
+
+  def across(path, target):
+    if os.path.dirname(target) == str(run / 'set_aside'):
+      raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(path))
+    rename(path, target)
+
+  monkeypatch.setattr(os, 'rename', across)
+  flip(other / '3' / 'record.json', 50)
+  assert_continues_after(run, 2)
+  assert (other / 'set_aside' / '3' / 'record.json').exists()
+  assert not (run / 'set_aside').exists()
+  assert f'Moved to {run}/checkpoints/set_aside/3' in caplog.text
+  with Checkpoints().open(run) as checkpoints:
+    assert checkpoints.latest_step() == 3
+
+
+@pytest.mark.parametrize('open_run', [open_to_read, Checkpoints().open])
+def test_a_step_that_cannot_be_read_is_named_with_its_file(run, monkeypatch, open_run):
+  digest = steps.hashlib.file_digest
+
+  def broken(file, algorithm):
+    if file.name.endswith('3/record.json'):
+      raise OSError(errno.EIO, os.strerror(errno.EIO))  # as a read does, without a name
+    return digest(file, algorithm)
+
+  monkeypatch.setattr(steps.hashlib, 'file_digest', broken)
+  place = run / 'checkpoints'
+  with pytest.raises(StorageError) as refusal:
+    open_run(run)
+  said = str(refusal.value)
+  assert f'Step 3 in {place} cannot be read' in said
+  assert f'Input/output error ({place}/3/record.json)' in said
+  assert f'or move {place}/3 away to use the step before' in said
+  (place / '3').rename(run / '3')
+  with open_run(run) as checkpoints:
+    assert checkpoints.latest_step() == 2
 
 
 @pytest.mark.parametrize('change', ['moved', 'moved and made anew', 'unlocked', 'locked anew'])
@@ -432,6 +531,54 @@ def test_processes_agree_on_the_step_of_the_next_save(monkeypatch):
     assert next(step for step in range(finished + 1, 12) if saves.is_due(step)) == 8
     assert saves.is_too_early(7) and not saves.is_too_early(8)
     commit.join()
+
+
+def fill(disk, left=0):
+  room = os.statvfs(disk)
+  (disk / 'ballast').write_bytes(bytes(room.f_bavail * room.f_frsize - left))
+
+
+def test_a_full_disk_has_room_when_fewer_steps_are_kept(small_disk):
+  """As docs/reliability.md says: also if not one byte is left when the run starts."""
+  run, random = small_disk / 'run', np.random.default_rng(0)
+  state = {'w': jnp.asarray(random.normal(size=50_000))}
+  with Checkpoints(keep=3).open(run) as checkpoints:
+    for step in (1, 2, 3):
+      checkpoints.save(step, state, {})
+  fill(small_disk)
+  with Checkpoints(keep=3).open(run) as checkpoints:
+    with pytest.raises(StorageError, match=r'or lower Checkpoints\.keep'):
+      checkpoints.make_room()
+    assert present(run) == ['1', '2', '3']
+  with Checkpoints(keep=1).open(run) as checkpoints:
+    assert present(run) == ['1', '2', '3'], 'a start that fails has deleted nothing'
+    checkpoints.make_room()
+    assert present(run) == ['3']
+    checkpoints.save(4, state, {})
+  assert present(run) == ['4']
+
+
+def test_on_a_full_disk_the_step_that_is_replaced_makes_room(small_disk):
+  """`keep = 2` and room for two steps: the older one goes first, the newest valid one never."""
+  run, random = small_disk / 'run', np.random.default_rng(0)
+  state, said = {'w': jnp.asarray(random.normal(size=50_000))}, []
+  with Checkpoints(keep=2).open(run, say=said.append) as checkpoints:
+    for step in (1, 2):
+      checkpoints.save(step, state, {})
+    checkpoints.wait()
+    fill(small_disk, left=8192)
+    checkpoints.save(3, state, {})
+    checkpoints.wait()
+    assert present(run) == ['1', '2'] and checkpoints.latest_step() == 2
+    checkpoints.save_now(4, state, {}, patiently=False)
+    assert present(run) == ['2', '4']
+  assert any('are deleted before it is written' in line for line in said)
+  fill(small_disk, left=8192)
+  with Checkpoints(keep=1, patience=0).open(run, say=said.append) as checkpoints:
+    assert present(run) == ['2', '4']
+    with contextlib.suppress(StorageError):
+      checkpoints.save_now(5, state, {}, patiently=False)
+    assert checkpoints.latest_step() in (4, 5) and '2' not in present(run)
 
 
 @pytest.mark.parametrize('left', range(0, 24, 4))

@@ -25,8 +25,8 @@ def _is_of_the_run(directory):
   return directory.name == 'checkpoints'
 
 
-def _half_of_a_step(place):
-  if place.suffix != '.deleted':
+def _half_of_a_step(place, *_):
+  if '.deleted-' not in place.name:
     return False
   next(path for path in sorted(place.rglob('*')) if path.is_file()).unlink()
   return True
@@ -41,7 +41,7 @@ MOMENTS = {
   'with a manifest and no number': (8, steps, 'write_manifest', _write_manifest),
   'before the new number is flushed': (8, steps, 'sync', _is_of_the_run),
   'before an old step is deleted': (16, DiskSteps, 'delete', lambda *_: True),
-  'while an old step is deleted': (16, steps.shutil, 'rmtree', _half_of_a_step),
+  'while an old step is deleted': (16, steps.owned, 'delete_recorded', _half_of_a_step),
 }
 
 

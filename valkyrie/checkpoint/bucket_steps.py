@@ -24,7 +24,7 @@ from etils import epath
 
 from valkyrie import foreign
 from valkyrie.checkpoint import manifest
-from valkyrie.checkpoint.manifest import FOLDER, SET_ASIDE, is_litter, is_step
+from valkyrie.checkpoint.manifest import FOLDER, SET_ASIDE, is_step
 from valkyrie.errors import StorageError, reason_of, storage_errors
 from valkyrie.storage import foreign_names
 from valkyrie.storage.bucket import Bucket, Object
@@ -121,7 +121,7 @@ class BucketSteps:
     with storage_errors(f'{self._bucket} cannot be read'):
       return read_lock(self._bucket)[0].get('token', '')
 
-  def check_writable(self) -> None:
+  def check_writable(self) -> bool:
     name = f'{uuid.uuid4().hex}.trial'
     with storage_errors(
       f'--model_dir={self._bucket} cannot be written',
@@ -130,6 +130,7 @@ class BucketSteps:
     ):
       written = self._bucket.write(name, b'')
       self._bucket.delete({name: Object(0, None, written)})
+    return True  # a bucket is never full
 
   def lock(self, process: int | None = None) -> BucketLock:
     lock = BucketLock(self._bucket, process)
@@ -174,6 +175,14 @@ class BucketSteps:
     self._lock.update(steps=[*self.find(), step], unfinished=others)
     self._bucket.delete(saved.objects)
 
+  def is_saved(self, step: int) -> bool:
+    return bool(manifest.recorded(self.files(step), step))
+
+  def others(self) -> list[str]:
+    objects, folders = self._bucket.browse(f'{FOLDER}/')
+    names = sorted(name.split('/')[1] for name in [*objects, *folders])
+    return [n for n in names if n and not is_step(n) and manifest.litter_of(n) is None]
+
   def _delete_safely(self, folders: Iterable[str], **fields: Any) -> None:
     """Changes the lock, then deletes folders."""
     listed = [self._bucket.objects(folder) for folder in folders]
@@ -196,15 +205,15 @@ class BucketSteps:
       self._lock.update(steps=[s for s in self.find() if s not in steps], unfinished=unfinished)
 
   def _delete_litter(self) -> None:
-    """Deletes what the lock does not list; a complete step that it does not know is set aside."""
+    """Deletes what the lock lists as unfinished; a step that it does not know is set aside."""
     _, folders = self._bucket.browse(f'{FOLDER}/')
     names = [folder.split('/')[1] for folder in folders]
     unlisted = {int(name) for name in names if is_step(name)} - {*self.find()}
     if unknown := unlisted - {*self._lock.content['unfinished']}:
-      complete = sorted(unknown & self._with_manifest())
       self._lock.update()  # if the lock is still held, it was held at the listing: they are its own
-      self.set_aside({step: f'{lock_name(None)} does not name it' for step in complete})
-    if litter := [name for name in names if is_litter(name)] + sorted(unlisted):
+      self.set_aside({step: f'{lock_name(None)} does not name it' for step in sorted(unknown)})
+    left = [name for name in names if manifest.litter_of(name) is not None]
+    if litter := left + sorted(unlisted):
       self._delete_safely(map(_folder, litter))
     if self._lock.content['unfinished']:
       self._lock.update(unfinished=[])

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import time
@@ -21,13 +22,23 @@ from typing import Any
 import gin
 import jax
 
-from valkyrie.checkpoint import state_files, steps
+from valkyrie.checkpoint import manifest, state_files, steps
 from valkyrie.checkpoint.failed_saves import FailedSaves
 from valkyrie.checkpoint.steps import BEST, LATEST, Lock
 from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.distributed import heartbeat, processes
-from valkyrie.errors import ConfigurationError, Diverged, StorageError, end_after, reason_of
+from valkyrie.errors import (
+  ConfigurationError,
+  Diverged,
+  StorageError,
+  end_after,
+  first_of,
+  reason_of,
+)
+
+_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+_SHOWN = 5  # names beside the steps
 
 
 @may_change_on_resume()
@@ -92,8 +103,7 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
     self._read_only = step is not None
     self._steps = steps.steps_of(model_dir)
     self.directory = self._steps.place
-    if not self._read_only:
-      self._steps.check_writable()
+    self._has_room = self._read_only or self._steps.check_writable()
     self._failed = FailedSaves(options.patience, str(self.directory), say)
     self._running_save: Future[None] | None = None
     self._lock: Lock | None = None  # of the run, in the process that writes more than arrays
@@ -123,9 +133,35 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
       if self._lock:
         self._steps.open()
         self._steps.set_aside(damaged)
-        self._own.update(self._steps.find())
+        self._own.update(filter(self._steps.is_saved, self._steps.find()))
         self._report(self._steps.delete(()))
+        if others := self._steps.others():
+          self._say(
+            f'{self.directory} has {", ".join(first_of(others, _SHOWN))}, which no save of this '
+            'version has made: they stay. A version before 0.3 may have left STEP.unfinished and '
+            'STEP.deleted: delete them by hand if you do not need them'
+          )
     return newest
+
+  def make_room(self) -> None:
+    """Deletes what `Checkpoints` no longer keeps if the disk was full; before anything is written.
+
+    The caller has made sure that this run continues that of the steps. Raises a StorageError if
+    there is still no room.
+    """
+    if all(processes.exchange('room', self._has_room)):
+      return
+    processes.exchange('made', self._change(self._delete_old))
+    if not self._steps.check_writable():
+      raise StorageError(
+        f'There is no room in {self.directory}, and Checkpoints.keep={self._options.keep} keeps '
+        'its steps. Nothing was written. Make room there, or lower Checkpoints.keep.'
+      )
+
+  def _delete_old(self, coming: int = 0) -> None:
+    """Deletes the steps that are not kept, with so many `coming` ones."""
+    if old := self._old(coming):
+      self._report(self._steps.delete(old))
 
   def latest_step(self) -> int | None:
     """The newest valid step on disk, without a running save."""
@@ -184,9 +220,18 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
     self._running_save = self._thread.submit(self._commit, step, record, problem, began, waited)
 
   def _prepare(self, step: int) -> None:
-    if old := self._old():  # after `Checkpoints` was lowered, perhaps since the disk is full
-      self._report(self._steps.delete(old))
+    self._delete_old()  # after `Checkpoints` was lowered, perhaps since the disk is full
+    if not self._has_room and self._old(coming=1) and self._newest_is_valid():
+      self._say(
+        f'the disk of {self.directory} is full: the steps that step {step} replaces '
+        f'(Checkpoints.keep={self._options.keep}) are deleted before it is written'
+      )
+      self._delete_old(coming=1)
     self._steps.begin(step)
+
+  def _newest_is_valid(self) -> bool:
+    newest = self._newest
+    return newest is not None and manifest.damage(self._steps.files(newest), newest) is None
 
   def save_now(self, step: int, state: Any, record: dict[str, Any], patiently: bool = True) -> None:
     """Saves a step, unless it is saved, and waits until it is on disk; raises as `save`.
@@ -216,8 +261,10 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
       with contextlib.suppress(Exception):  # Orbax may still write; its next call would raise this
         self._files.wait()
       self._change(self._steps.discard, step)
+      self._has_room = not any(reason in problem for problem in problems for reason in _FULL)
       self._failed.add(step, next(filter(None, problems)))
       return
+    self._has_room = True
     self._failed.forget()
     self._newest = step
     self._own.add(step)
@@ -237,12 +284,13 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
     """Lets the process with the lock change the steps; returns as `_problem`, raises as `save`."""
     return (_problem(self._lock.check) or _problem(change, *arguments)) if self._lock else ''
 
-  def _old(self) -> list[int]:
-    """The steps of this run that `Checkpoints` does not keep; never the newest one."""
+  def _old(self, coming: int = 0) -> list[int]:
+    """The steps that `Checkpoints` does not keep, with so many to come; never the newest one."""
     saved, period = [s for s in self._steps.find() if s in self._own], self._options.keep_period
     kept = steps.best_first(self._steps, saved)[: self._options.keep_best]
     kept += [step for step in saved if period and step % period == 0]
-    return [step for step in saved[: -self._options.keep] if step not in kept]
+    newest = max(1, self._options.keep - coming)
+    return [step for step in saved[:-newest] if step not in kept]
 
   def _report(self, problems: Sequence[str]) -> None:
     """Reports, once, what cannot be deleted: it does no harm."""

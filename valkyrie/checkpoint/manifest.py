@@ -1,7 +1,8 @@
 """The form of a step: the names of its folders, and its manifest with the digest of each file.
 
     checkpoints/400/              a saved step, valid if its files match its manifest
-    checkpoints/500.unfinished/   a running save, or the remainder of one after a crash
+    checkpoints/500.unfinished-0b9c.../   a save of the trainer with that token, or its remainder
+    checkpoints/100.deleted-0b9c.../      a step that it deletes, or its remainder
     set_aside/300/                a damaged step: moved, never deleted
 
 A manifest ends with its own digest:
@@ -24,6 +25,7 @@ from typing import Any, Protocol
 from valkyrie.storage import foreign_names
 
 FOLDER, SET_ASIDE = 'checkpoints', 'set_aside'
+_LITTER = re.compile(r'(\d{1,18})(?:\.\d+)?\.(?:unfinished|deleted)-[0-9a-f]{32}')
 SHA256, MD5 = 'sha256', 'md5'
 
 
@@ -52,9 +54,13 @@ def is_step(name: str) -> bool:
   return name.isdecimal() and name == str(int(name))
 
 
-def is_litter(name: str) -> bool:
-  """Whether a folder of that name is the remainder of a save or of a deletion."""
-  return bool(re.fullmatch(r'\d+\..*(unfinished(-.*)?|deleted)', name))
+def litter_of(name: str) -> int | None:
+  """The step of which a folder of that name may be left by a save or a deletion; None for none.
+
+  A token of 32 random digits ends the name. Folders of versions before 0.3 have none on a disk.
+  """
+  found = _LITTER.fullmatch(name)
+  return int(found[1]) if found else None
 
 
 def free(name: str, is_taken: Callable[[str], Any]) -> str:
@@ -92,20 +98,40 @@ def damage(files: Files, step: int) -> str | None:
   """
   try:
     algorithm, text = read(files)
-  except FileNotFoundError as error:
+    expected = _parsed(algorithm, text, step)
+  except (FileNotFoundError, ValueError) as error:
     return str(error)
+  return _difference(files, algorithm, expected)
+
+
+def recorded(files: Files, step: int) -> list[str]:
+  """The names of the files of a step, its manifest last; none without a whole manifest of it.
+
+  Raises an OSError if the manifest cannot be read.
+  """
+  try:
+    algorithm, text = read(files)
+    return [*_parsed(algorithm, text, step), name(algorithm)]
+  except (FileNotFoundError, ValueError):
+    return []
+
+
+def _parsed(algorithm: str, text: bytes, step: int) -> dict[str, str]:
+  """{file: digest} of the manifest of a step; a ValueError says what is wrong with it."""
   own_name = name(algorithm)
   lines = text.splitlines(keepends=True)
   if not lines or _seal(b''.join(lines[:-1])) != lines[-1]:
-    return f'{own_name} is damaged'
+    raise ValueError(f'{own_name} is damaged')
   if lines[0] != f'# step {step}\n'.encode():
-    return f'{own_name} belongs to another step'
+    raise ValueError(f'{own_name} belongs to another step')
+  pairs = [line.rstrip(b'\n').partition(b'  ') for line in lines[1:-1]]
   try:
-    pairs = (line.decode().rstrip('\n').split('  ', 1) for line in lines[1:-1])
-    expected = {file: digest for digest, file in pairs}
-  except ValueError:
-    return f'{own_name} has other lines than digests and names'
-  return _difference(files, algorithm, expected)
+    digests = {file.decode(): digest.decode() for digest, _, file in pairs}
+  except UnicodeDecodeError:
+    digests = {}
+  if len(digests) < len(pairs) or '' in digests:
+    raise ValueError(f'{own_name} has other lines than digests and names')
+  return digests
 
 
 def _difference(files: Files, algorithm: str, expected: Mapping[str, str]) -> str | None:

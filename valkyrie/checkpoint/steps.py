@@ -1,30 +1,35 @@
 """The steps of a run: each appears and disappears as a whole. On a disk a renamed folder does that.
 
-checkpoints/100.deleted/      a step that is being deleted
+Only what this program made is deleted: a save has a mark in its folder until it is whole, and a
+step has a manifest of its files. `storage.owned` deletes both.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 import contextlib
+import errno
 import hashlib
+import itertools
 import logging
 import math
 import os
 import pathlib
-import shutil
 import tempfile
 from typing import Any
 
 from valkyrie import foreign
 from valkyrie.checkpoint import manifest
 from valkyrie.checkpoint.bucket_steps import BucketLock, BucketSteps
-from valkyrie.checkpoint.manifest import FOLDER, SET_ASIDE, is_litter, is_step
-from valkyrie.errors import ConfigurationError, StorageError, storage_errors
+from valkyrie.checkpoint.manifest import FOLDER, SET_ASIDE, is_step
+from valkyrie.errors import ConfigurationError, StorageError, first_of, storage_errors
+from valkyrie.storage import owned
 from valkyrie.storage.lease import DiskLock, lock_holder
 from valkyrie.storage.run_directory import BucketDirectory, opened
 
 LATEST, BEST = 'latest', 'best'  # steps to read, beside numbers
 _READERS = 4  # threads: hashing releases Python's lock
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_SHOWN = 3  # names of files of others
 
 
 class DiskFiles:
@@ -34,7 +39,8 @@ class DiskFiles:
     self._place, self._sync = place, sync  # each file to disk after its digest
 
   def read(self, name: str) -> bytes:
-    return foreign.content(self._place / name)
+    with _named(self._place / name):
+      return foreign.content(self._place / name)
 
   def has(self, name: str) -> bool:
     # A symbolic link would leave the step.
@@ -48,7 +54,7 @@ class DiskFiles:
 
   def digests(self, names: Iterable[str], algorithm: str) -> Iterator[str]:
     def of_file(name):
-      with open(self._place / name, 'rb') as file:
+      with _named(self._place / name), open(self._place / name, 'rb') as file:
         digest = hashlib.file_digest(file, algorithm).hexdigest()
         if self._sync:
           os.fsync(file.fileno())
@@ -93,8 +99,11 @@ class DiskSteps:
     """Names the present or last trainer; '' before the first."""
     return lock_holder(self._root)
 
-  def check_writable(self) -> None:
-    """Creates the directory of the run and writes there; raises StorageError if it cannot."""
+  def check_writable(self) -> bool:
+    """Creates the directory of the run and writes there; raises StorageError if it cannot.
+
+    Returns whether there is room: a run with several steps can make some (`make_room`).
+    """
     with storage_errors(
       f'--model_dir={self._root} is not a directory that can be written',
       'Nothing was changed. Name another --model_dir, or make room there.',
@@ -103,11 +112,17 @@ class DiskSteps:
         self._root.mkdir(parents=True, exist_ok=True)
       except (FileExistsError, NotADirectoryError) as error:
         raise OSError('there is a file of that name, or above it') from error
-      with tempfile.TemporaryFile(dir=self._root) as trial:
-        trial.write(bytes(4096))
-        trial.flush()
-        os.fsync(trial.fileno())
+      try:
+        with tempfile.TemporaryFile(dir=self._root) as trial:
+          trial.write(bytes(4096))
+          trial.flush()
+          os.fsync(trial.fileno())
+      except OSError as error:
+        if error.errno not in _FULL or len(self.find()) < 2:
+          raise
+        return False
       sync(self._root)  # which some file systems refuse
+    return True
 
   def lock(self, process: int | None = None) -> DiskLock:
     """Takes the lock of the run, or of the number of a process; raises as `DiskLock`."""
@@ -115,17 +130,22 @@ class DiskSteps:
 
   def unfinished(self, step: int) -> pathlib.Path:
     """The folder of a step while it is being written, for Orbax."""
-    return self.place / f'{step}.unfinished'
+    return self.place / f'{step}.unfinished-{self._token()}'
+
+  def _token(self) -> str:
+    """The random digits of the trainer, by which all of its processes name folders."""
+    return self.holder().rpartition(' ')[2].strip()
 
   def open(self) -> None:
     """Creates the checkpoint folder. This method and all below require the lock."""
     self.place.mkdir(exist_ok=True)
 
   def begin(self, step: int) -> None:
-    """Creates the folder of an unfinished step, empty."""
+    """Creates the folder of an unfinished step, with nothing but a mark."""
     place = self.unfinished(step)
-    _free_name(place)  # of what `discard` could not delete
+    self._put_away(place, step)  # what `discard` could not delete
     place.mkdir()
+    owned.mark(place)
 
   def finish(self, step: int, record: bytes) -> None:
     """Flushes the run's JSON lines, adds record and manifest to a step, and makes it valid."""
@@ -136,38 +156,91 @@ class DiskSteps:
         if lines.is_file():
           sync(lines)
     write_manifest(place, step)
-    _free_name(self.path(step))  # of a save that failed after its rename
-    place.rename(self.path(step))
+    owned.remove_mark(place)
+    if self.is_saved(step):
+      self._put_away(self.path(step), step)  # of a save that failed after its rename
+    elif os.path.lexists(self.path(step)):
+      self.set_aside({step: 'somebody else has made it'})
+    owned.move(place, self.path(step))
     sync(self.place)
+
+  def is_saved(self, step: int) -> bool:
+    """Whether a folder is a step that a run has saved, valid or damaged, by its whole manifest."""
+    return bool(manifest.recorded(self.files(step), step))
 
   def discard(self, step: int) -> None:
     """Deletes an unfinished step, as far as it can."""
-    shutil.rmtree(self.unfinished(step), ignore_errors=True)
+    with contextlib.suppress(OSError):
+      self._delete(self.unfinished(step), step)
 
   def delete(self, steps: Iterable[int]) -> list[str]:
     """Deletes steps, and what interrupted saves and deletions have left; returns what failed."""
     problems = []
     for step in steps:
       try:
-        _free_name(self.path(step))  # a partly deleted folder has no step's name
+        self._put_away(self.path(step), step)  # a partly deleted folder has no step's name
       except OSError as error:
         problems.append(f'{self.path(step)} cannot be deleted ({error.strerror})')
     for place in self.place.iterdir():
-      if is_litter(place.name):
+      step = manifest.litter_of(place.name)
+      if step is not None:
         try:
-          shutil.rmtree(place)
+          others = self._delete(place, step)
         except OSError as error:
           problems.append(f'{place} cannot be deleted ({error.strerror})')
+          continue
+        if others:
+          shown = ', '.join(first_of(others, _SHOWN))
+          problems.append(f'{place} has {shown}, which this program has not made')
     return problems
+
+  def _put_away(self, place: pathlib.Path, step: int) -> None:
+    """Renames a folder of this program, if it is there, for `delete`."""
+    if not os.path.lexists(place):
+      return
+    token = self._token()
+    numbers = itertools.chain([''], (f'.{copies}' for copies in itertools.count(1)))
+    names = (place.with_name(f'{step}{number}.deleted-{token}') for number in numbers)
+    owned.move(place, next(name for name in names if not os.path.lexists(name)))
+
+  def _delete(self, place: pathlib.Path, step: int) -> list[str]:
+    """Deletes what this program has made of a step in a folder; returns what else is there."""
+    # The mark has the folder's first name: a folder that was put away has only its manifest.
+    if owned.delete_marked(place):
+      return []
+    names = manifest.recorded(DiskFiles(place), step)
+    if not names and DiskFiles(place).names() == [owned.MARK]:
+      names = [owned.MARK]  # half a mark, of a full disk or a kill
+    owned.delete_recorded(place, names)
+    owned.delete_empty(place)
+    return DiskFiles(place).names() if place.is_dir() else []
+
+  def others(self) -> list[str]:
+    """The names beside the steps that no save and no deletion of this version has made."""
+    names = sorted(place.name for place in self.place.iterdir())
+    ours = (SET_ASIDE,)
+    return [n for n in names if not is_step(n) and manifest.litter_of(n) is None and n not in ours]
 
   def set_aside(self, damaged: Mapping[int, str]) -> None:
     """Moves damaged steps, beside earlier ones of the same number, and logs {step: damage}."""
-    target = self._root / SET_ASIDE
     for step, damage in damaged.items():
-      target.mkdir(exist_ok=True)
-      place = target / manifest.free(str(step), lambda name: (target / name).exists())
-      self.path(step).rename(place)
+      with storage_errors(
+        f'{self.path(step)} is damaged ({damage}), and cannot be moved to {SET_ASIDE}',
+        'Move it away, and run the same command again.',
+      ):
+        place = self._moved_aside(step)
       logging.warning('%s is damaged: %s. Moved to %s', self.path(step), damage, place)
+
+  def _moved_aside(self, step: int) -> pathlib.Path:
+    """Moves a step; beside the others if `checkpoints` is a link to another disk."""
+    try:
+      return _moved_into(self._root / SET_ASIDE, self.path(step))
+    except OSError as error:
+      if error.errno != errno.EXDEV:
+        raise
+    with contextlib.suppress(OSError):
+      (self._root / SET_ASIDE).rmdir()  # if it is empty
+    return _moved_into(self.place / SET_ASIDE, self.path(step))
 
 
 Steps = DiskSteps | BucketSteps  # with the same methods, which `DiskSteps` describes
@@ -187,7 +260,12 @@ def first_valid(steps: Steps, order: Iterable[int]) -> tuple[int | None, dict[in
   """
   damaged = {}
   for step in order:
-    damage = manifest.damage(steps.files(step), step)
+    with storage_errors(
+      f'Step {step} in {steps.place} cannot be read, so that nobody can tell whether it is valid',
+      'Nothing was changed. Repair the disk and run the same command again, or move '
+      f'{steps.path(step)} away to use the step before.',
+    ):
+      damage = manifest.damage(steps.files(step), step)
     if damage is None:
       return step, damaged
     damaged[step] = damage
@@ -239,7 +317,7 @@ def record(steps: Steps, step: int) -> dict[str, Any]:
 def write_manifest(place: pathlib.Path, step: int) -> None:
   """Hashes the files of a step, writes their manifest, and flushes everything to disk."""
   files = DiskFiles(place, sync=True)
-  names = files.names()
+  names = [name for name in files.names() if name != owned.MARK]
   digests = dict(zip(names, files.digests(names, manifest.SHA256), strict=True))
   file = place / manifest.name(manifest.SHA256)
   file.write_bytes(manifest.content(step, digests))
@@ -256,9 +334,20 @@ def sync(path: pathlib.Path) -> None:
     os.close(descriptor)
 
 
-def _free_name(place: pathlib.Path) -> None:
-  """Renames a folder, if it is there, for `delete`; one that could not be deleted may stand by."""
-  number = place.name.partition('.')[0]
-  name = manifest.free(number, lambda name: place.with_name(f'{name}.deleted').exists())
-  if place.exists():
-    place.rename(place.with_name(f'{name}.deleted'))
+def _moved_into(folder: pathlib.Path, place: pathlib.Path) -> pathlib.Path:
+  """Moves a step into a folder, under a name that is free there; returns its new path."""
+  folder.mkdir(exist_ok=True)
+  target = folder / manifest.free(place.name, lambda name: os.path.lexists(folder / name))
+  os.rename(place, target)
+  return target
+
+
+@contextlib.contextmanager
+def _named(file: pathlib.Path) -> Iterator[None]:
+  """Adds the name of a file to an OSError inside that has none, as that of a read."""
+  try:
+    yield
+  except OSError as error:
+    if error.filename is None and error.errno is not None:
+      raise type(error)(error.errno, error.strerror, str(file)) from error
+    raise

@@ -107,12 +107,13 @@ def train(
       weights.check_source()
     evaluate = evaluator(setup.language_model, setup.partitioner, terms=evaluations(setup.terms))
     evaluate.open()
-    evaluate.record_data(model_dir, 'eval', may_differ=True)
 
     # State: initial, or of the newest checkpoint.
     trainer = Trainer(
       setup, tokens, directory, stop, train_steps, patience, allow_changed, weights, progress.say
     )
+    directory.make_room()
+    evaluate.record_data(model_dir, 'eval', may_differ=True)
     progress.say(*memory.lines(' with the state'), trainer.reading.plan(train_steps))
     trainer.check_weights(evaluate)
     if jax.process_index() == 0:

@@ -193,6 +193,13 @@ def tell_what_stays(folder: pathlib.Path, stays: Sequence[str]) -> None:
     logging.warning('%s stays: it has %s, which this program did not make', folder, names)
 
 
+def delete_empty(folder: pathlib.Path) -> None:
+  """Deletes a folder and those in it where no file is left; follows no link. Raises OSError."""
+  for place, _, _ in os.walk(folder, topdown=False):
+    if not os.listdir(place):
+      os.rmdir(place)
+
+
 def delete_file(file: pathlib.Path) -> bool:
   """Deletes a regular file that the caller has made; returns whether it did. Raises OSError."""
   if not _is_regular(file):
