@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pty
+import select
 import socket
 import subprocess
 import sys
@@ -72,11 +73,14 @@ def run_unread(tmp_path, ends, also):
     assert process.poll() is None
     time.sleep(0.01)
   pieces = []
+  while select.select([reader], [], [], 0.5)[0]:  # so that there is room
+    pieces.append(os.read(reader, 2**20))
+  assert process.stdin is not None
+  process.stdin.write(b'\n')
+  process.stdin.close()
   with contextlib.suppress(OSError):  # as a terminal ends
     while piece := os.read(reader, 2**20):
       pieces.append(piece)
-      if sum(map(len, pieces)) > 2000 and process.stdin and not process.stdin.closed:
-        process.communicate(b'\n', timeout=60)
   os.close(reader)
   assert process.wait(60) == 0
   return b''.join(pieces).decode()

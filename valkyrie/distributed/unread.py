@@ -67,7 +67,7 @@ class UnreadStream(io.RawIOBase):
         if not end and b'\r' in lost:  # with which a bar begins its line again
           self._drops_a_line = False
           shown = b'\r' + lost.rpartition(b'\r')[2]
-      if shown and self._unsaid and self._has_room(0.0):
+      if shown and self._unsaid and self._has_room(self._patience()):
         shown = self._notice() + shown
       left = self._send(shown)
       self._count(left)
