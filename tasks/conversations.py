@@ -6,7 +6,8 @@ what the assistant says is learned, with what ends it, such as <|im_end|>: neith
 nor one with "weight": 0. The options are
 
   column      the column of the messages (default: messages)
-  held_out    the validation split, as in the task text
+  held_out    the validation split, as in the task text (default: validation files, or 0.01)
+  splits      as in the task text
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,10 +33,17 @@ class ConversationSource(TextSource):
   """The conversations in the files at `location`."""
 
   FORMATS = ('.jsonl', '.ndjson', '.json', '.parquet', '.arrow')
-  OPTIONS = ('column', 'held_out')
+  SHARE = '0.01'
+  OPTIONS = ('column', 'held_out', 'splits')
 
-  def __init__(self, location: str | None = None, column: str = 'messages', held_out: str = '0.01'):
-    super().__init__(location, column, held_out)
+  def __init__(
+    self,
+    location: str | None = None,
+    column: str = 'messages',
+    held_out: str | None = None,
+    splits: str | None = None,
+  ):
+    super().__init__(location, column, held_out, splits=splits)
     self._template: ChatTemplate | None = None
     self._described: dict[str, Any] = {}
 

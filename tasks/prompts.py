@@ -4,7 +4,8 @@ The files are as in the task text: JSON, CSV, .parquet and .arrow, also compress
 
   prompt      the column of the prompt (default: prompt)
   answer      the column of the answer (default: answer)
-  held_out    the validation split, as in the task text
+  held_out    the validation split, as in the task text (default: validation files, or 0.01)
+  splits      as in the task text
 """
 
 from collections.abc import Iterator
@@ -16,16 +17,18 @@ from valkyrie.tasks.text import TextSource
 class PromptSource(TextSource):
   """The prompts and answers in the files at `location`."""
 
-  OPTIONS = ('prompt', 'answer', 'held_out')
+  SHARE = '0.01'
+  OPTIONS = ('prompt', 'answer', 'held_out', 'splits')
 
   def __init__(
     self,
     location: str | None = None,
     prompt: str = 'prompt',
     answer: str = 'answer',
-    held_out: str = '0.01',
+    held_out: str | None = None,
+    splits: str | None = None,
   ):
-    super().__init__(location, held_out=held_out)
+    super().__init__(location, held_out=held_out, splits=splits)
     self._columns = [prompt, answer]
 
   def documents(self, split: str, shard: int, shards: int) -> Iterator[TextDocument]:

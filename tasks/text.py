@@ -9,7 +9,10 @@ Hugging Face to stream (hf://), see `valkyrie.data.records`. The options are
   held_out    the validation split: a share of the documents, such as 0.005, by the hash of their
               content, so that a document stays in its split when files are added; of a single
               text, or with `cut` of fewer than 3 / held_out texts, the end of each; or the location
-              of other files, with which all documents of the source are for training
+              of other files, with which all documents of the source are for training. Default: the
+              files of the validation split by their names, or 0.005 where there are none
+  splits      'all': read files of every split as one text. Default: files that are of another
+              split by their names are not trained on, see `valkyrie.data.splits`
   cut         the bytes above which a document of a split is cut into several, at line ends
               (default: never); they stay together with TaskFeed.reset_at = 'sequence'
   together    a column (default: none): documents with the same text there, or with addresses of
@@ -18,6 +21,7 @@ Hugging Face to stream (hf://), see `valkyrie.data.records`. The options are
 
 from collections.abc import Iterator
 import functools
+import logging
 import math
 from typing import Any, Self
 import urllib.parse
@@ -26,9 +30,11 @@ from valkyrie.config import redact
 from valkyrie.data.document_source import DocumentSource, TextDocument, register, stable_hash
 from valkyrie.data.records import STREAMED, Records, StreamedRecords, texts
 from valkyrie.data.source_files import FORMATS, SourceFiles
+from valkyrie.data.splits import TRAIN, VALIDATION
 from valkyrie.errors import ConfigurationError, DataError
 
 _HASHES = 2**64
+_warn_once = functools.cache(logging.warning)
 _FEW = 3  # documents that a share should hold out, or the ends of texts are held out instead
 
 
@@ -37,22 +43,31 @@ class TextSource(DocumentSource):
 
   FORMATS = FORMATS
   _check = staticmethod(texts)  # of a row
-  OPTIONS: tuple[str, ...] = ('column', 'cut', 'held_out', 'together')
+  SHARE = '0.005'  # held out by default
+  OPTIONS: tuple[str, ...] = ('column', 'cut', 'held_out', 'splits', 'together')
 
   def __init__(
     self,
     location: str | None = None,
     column: str = 'text',
-    held_out: str = '0.005',
+    held_out: str | None = None,
     cut: str | None = None,
     together: str | None = None,
+    splits: str | None = None,
   ):
     super().__init__(splits=('train', 'validation'))
+    if splits not in (None, 'all'):
+      raise ConfigurationError(
+        f"splits={splits} is unknown. Use 'all' to read files of every split as one text, or leave "
+        'it out.'
+      )
     self._location = location
     self._columns = [column] if together is None else [column, together]
-    self._share = _share_of(held_out)
+    self._is_by_name = splits is None
+    self._is_default = held_out is None
+    self._share = _share_of(self.SHARE if held_out is None else held_out)
     self._elsewhere = held_out if self._share is None else None
-    self._cut = cut and _size_of(cut)
+    self._cut = _size_of(cut) if cut else None
 
   def at(self, location: str | None, **options: str) -> Self:
     if unknown := [name for name in options if name not in self.OPTIONS]:
@@ -80,7 +95,7 @@ class TextSource(DocumentSource):
   @functools.cached_property
   def _ends(self) -> float | None:
     """The share of each text to hold out at its end; None if whole documents are held out."""
-    if self._share is None or len(self._columns) > 1:
+    if self._share is None or self._has_validation_files or len(self._columns) > 1:
       return None
     few = math.ceil(_FEW / self._share) if self._cut else 2
     records = self._records('train')
@@ -92,7 +107,9 @@ class TextSource(DocumentSource):
 
   def files(self, split: str) -> SourceFiles | None:
     location = self._location_of(split)
-    return None if location.startswith(STREAMED) else SourceFiles(location, self.FORMATS)
+    if location.startswith(STREAMED):
+      return None
+    return SourceFiles(location, self.FORMATS, self._split_of_files(split))
 
   def _rows(self, split: str, shard: int, shards: int) -> Iterator[list[str]]:
     """The texts of the columns, of every row of a shard."""
@@ -103,7 +120,30 @@ class TextSource(DocumentSource):
     location = self._location_of(split)
     if location.startswith(STREAMED):
       return StreamedRecords(location, self._columns, self._check)
-    return Records(location, self._columns, self.FORMATS, self._check)
+    which = self._split_of_files(split)
+    records = Records(location, self._columns, self.FORMATS, self._check, which)
+    if which == TRAIN and VALIDATION in records.files.splits and not self._is_default:
+      _warn_once(
+        f'The source {records.files} has files of the split validation, but held_out has a value, '
+        'which says what validates.'
+      )
+    return records
+
+  @functools.cached_property
+  def _has_validation_files(self) -> bool:
+    """Whether the validation split is the files that are named so."""
+    location = self._location_of('train')
+    if not self._is_default or not self._is_by_name or location.startswith(STREAMED):
+      return False
+    return VALIDATION in SourceFiles(location, self.FORMATS, TRAIN).splits
+
+  def _split_of_files(self, split: str) -> str | None:
+    """The files at the location of a split that are read for it, as in `SourceFiles`."""
+    if not self._is_by_name:
+      return None
+    if split == VALIDATION and (self._elsewhere is not None or self._has_validation_files):
+      return VALIDATION
+    return TRAIN
 
   def _check_held_out(self) -> None:
     """Raises a DataError if text of the validation split is in the training split."""
@@ -131,7 +171,7 @@ class TextSource(DocumentSource):
     return location
 
   def _is_in(self, split: str, text: str) -> bool:
-    if self._share is None:
+    if self._share is None or self._has_validation_files:
       return True
     return (stable_hash(text) < self._share * _HASHES) == (split == 'validation')
 

@@ -464,24 +464,24 @@ def test_a_single_long_text_has_its_end_held_out(tmp_path):
 @pytest.mark.parametrize(
   ('text', 'held_out', 'both'),
   [
-    ('d', 'd/val.jsonl', True),
+    ('d', 'd/second.jsonl', True),
     ('d', 'd', True),
     ('d', 'd/', True),
-    ('d', 'd/../d/v*.jsonl', True),
+    ('d', 'd/../d/s*.jsonl', True),
     ('d', 'link', True),
     ('d', 'linked.jsonl', True),
-    ('d/train.jsonl', 'd', True),
-    ('*/train.jsonl', 'd/*.jsonl', True),
-    ('d/t*.jsonl', 'd/val.jsonl', False),
-    ('d/train.jsonl', 'd/val.jsonl', False),
+    ('d/first.jsonl', 'd', True),
+    ('*/first.jsonl', 'd/*.jsonl', True),
+    ('d/f*.jsonl', 'd/second.jsonl', False),
+    ('d/first.jsonl', 'd/second.jsonl', False),
   ],
 )
 def test_held_out_files_in_the_training_text_are_refused(tmp_path, capsys, text, held_out, both):
   (tmp_path / 'd').mkdir()
-  (tmp_path / 'd' / 'train.jsonl').write_bytes(json_lines(TEXTS[:20]))
-  (tmp_path / 'd' / 'val.jsonl').write_bytes(json_lines(TEXTS[20:]))
+  (tmp_path / 'd' / 'first.jsonl').write_bytes(json_lines(TEXTS[:20]))
+  (tmp_path / 'd' / 'second.jsonl').write_bytes(json_lines(TEXTS[20:]))
   (tmp_path / 'link').symlink_to('d')
-  (tmp_path / 'linked.jsonl').symlink_to('d/val.jsonl')
+  (tmp_path / 'linked.jsonl').symlink_to('d/second.jsonl')
   for split in 'train', 'validation':
     command = [f'--split={split}', f'--option=held_out={tmp_path}/{held_out}']
     assert build(tmp_path / split, tmp_path / text, *command) == (65 if both else 0)

@@ -244,3 +244,33 @@ def _texts(path: pathlib.Path) -> collections.Counter[str]:
   zeros = np.zeros(len(store.lengths), int)
   tokens = store.read(np.arange(len(zeros)), zeros, zeros + 3)
   return collections.Counter(map(BYTES.decode, tokens.reshape(-1, 3)))
+
+
+@fault(
+  'test and validation files beside the training text',
+  'are not trained on, and are named',
+  full=6,
+  short=2,
+)
+def other_splits(harness: Harness, times: int) -> Iterator[Trial]:
+  forms = [
+    ('train.jsonl', 'test.jsonl'),
+    ('a.jsonl', 'dev.jsonl'),
+    ('train.parquet', 'eval-00000-of-00001.parquet'),
+    ('b/a.jsonl', 'b/Test.jsonl'),
+    ('a.jsonl', 'testing/b.jsonl'),
+    ('data.jsonl', 'data.validation.parquet'),
+  ]
+  for number in range(times):
+    folder = harness.folder / harness.new()
+    train, other = (folder / 'texts' / name for name in forms[number % len(forms)])
+    for file, word in ((train, 'old'), (other, 'new')):
+      file.parent.mkdir(parents=True, exist_ok=True)
+      _write_text(file, word)
+    built = _build(folder, f'--source={folder}/texts/**/*')
+    texts = built.stderr[-300:] if built.returncode else _texts(folder / 'store')
+    failure = None if texts == {'old': 40} else f'the store has {texts}'
+    if failure is None and other.name not in built.stderr:
+      failure = f'the message is {built.stderr[-300:]}'
+    yield Trial(str(other.relative_to(folder)), failure)
+    shutil.rmtree(folder)

@@ -12,7 +12,7 @@ import re
 import urllib.parse
 
 from valkyrie.config import paths, redact
-from valkyrie.data import source_files
+from valkyrie.data import file_names
 from valkyrie.data.source_files import SourceFiles
 from valkyrie.data.token_store import Selection
 from valkyrie.distributed import heartbeat
@@ -80,7 +80,7 @@ def relation_to(
   if _is_below(real_root, place) or identity in above_root:
     return 'is above'
   if pattern:
-    matches = source_files.regex(f'{real_root.rstrip("/")}/', pattern).fullmatch
+    matches = file_names.regex(f'{real_root.rstrip("/")}/', pattern).fullmatch
     is_inside = any(matches(f'{place}/{name}') for name in written)
   else:
     above_output = {*_identities_above(place), identity} - {None}

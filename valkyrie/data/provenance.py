@@ -19,6 +19,7 @@ from valkyrie.config import paths, redact
 from valkyrie.data import store_writer, token_store
 from valkyrie.data.records import STREAMED
 from valkyrie.data.source_files import SourceFile, SourceFiles, access
+from valkyrie.data.splits import TRAIN, VALIDATION
 from valkyrie.data.token_store import Selection
 from valkyrie.distributed import heartbeat
 from valkyrie.errors import DataError, StorageError, converted
@@ -74,12 +75,14 @@ class Origin:
     return {
       'location': redact.in_value(location) if here else [*map(redact.in_value, location)],
       'formats': list(self._files.formats),
+      'split': self._files.split,
+      'splits': sorted(self._files.splits),
       'files': [entry[:-1] for entry in self._entries],
     }
 
   def check(self) -> None:
     """Raises a DataError if the files have changed since the record was written."""
-    files = SourceFiles(self._files.location, self._files.formats)
+    files = SourceFiles(self._files.location, self._files.formats, self._files.split)
     if files.files == self._compared:
       return
     if found := _changes(self._entries, files):
@@ -121,14 +124,40 @@ def check(
     for each in [location] if isinstance(location, str) else location:
       if paths.is_address(each) and each not in known:
         raise DataError(f'the run does not name the address {each!r:.200}')
-    files = SourceFiles(location, recorded['formats'])
+    files = SourceFiles(location, recorded['formats'], recorded.get('split'))
   except (DataError, StorageError) as error:
     logging.warning('The token store %s was not compared with its source: %s', path, error)
     return
-  if found := _changes(recorded['files'], files):
+  found = _changes(recorded['files'], files)
+  if VALIDATION in {*files.splits} ^ {*recorded.get('splits', files.splits)}:
+    found = found or 'files of the split validation came or went, which say what is held out'
+  if not found and 'split' not in recorded and ':' not in information['task']:
+    _check_names(path, recorded, information['source'].get('location'), rebuild)
+  if found:
     raise DataError(
       f'The token store {path} was made from other files than {files} has now '
       f'({found}). To make it again from these, {rebuild}'
+    )
+
+
+def _check_names(
+  path: pathlib.Path, recorded: Mapping[str, Any], source: str | None, rebuild: str
+) -> None:
+  """Raises a DataError if a store of an earlier version has files that are of other splits now.
+
+  `source` is the location of the training text; files of held-out text are elsewhere.
+  """
+  location = recorded['location']
+  split = TRAIN if location == source else VALIDATION
+  named = {entry[0] for entry in recorded['files']}
+  with contextlib.suppress(DataError):  # none is for training
+    files = SourceFiles(location, recorded['formats'], split)
+    named -= {files.name(file) for file in files.files}
+  if named:
+    raise DataError(
+      f'The token store {path} is of an earlier version, which read files of other splits into it: '
+      f'{_some(sorted(named))}. What was trained on it may know them, so scores on them are worth '
+      f'nothing. To make the store again without them, {rebuild}'
     )
 
 
@@ -139,10 +168,15 @@ def check_apart(sources: Mapping[str, Selection]) -> None:
   """
   listed: dict[tuple[str, bool], SourceFiles] = {}  # by source, and whether they are held out
   for name, selection in sources.items():
-    for location, held in ((selection.source, False), (selection.options.get('held_out'), True)):
+    by_name = 'splits' not in selection.options
+    given = selection.options.get('held_out')
+    held_out = selection.source if given is None and by_name else given
+    for location, split in ((selection.source, TRAIN), (held_out, VALIDATION)):
       if location and not location.startswith(STREAMED):
         with contextlib.suppress(DataError, StorageError):  # a share is no location
-          listed[name, held] = SourceFiles(location)
+          files = SourceFiles(location, split=split if by_name else None)
+          if given is not None or split == TRAIN or VALIDATION in files.splits:
+            listed[name, split == VALIDATION] = files
   for (one, files), (other, others) in itertools.combinations(listed.items(), 2):
     both = one[0] != other[0] and not (one[1] and other[1]) and files.shared_with(others)
     if both:

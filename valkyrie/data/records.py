@@ -59,6 +59,7 @@ class Records:
   column `text`. JSON is an object a line, a list of objects, or an object. `rows` divides files,
   row groups of parquet, batches of arrow and rows of JSON and CSV among the parts. `check`
   gets each row, the columns, and the row's place for errors, and returns what `rows` yields.
+  `split` is as in `SourceFiles`.
 
   Raises:
     DataError: there are no files, or the named file is corrupt, empty, no text, or lacks a column.
@@ -71,9 +72,12 @@ class Records:
     columns: Sequence[str],
     formats: Sequence[str] = FORMATS,
     check: Check = texts,
+    split: str | None = None,
   ):
     self._columns, self._check = list(columns), check
-    self.files = SourceFiles(location, formats)
+    self.files = SourceFiles(location, formats, split)
+    for note in self.files.notes:
+      _warn_once(f'The source {self.files}: {note}')
     if names := sorted(map(self.files.name, self.files.left_out)):
       _warn_once(
         f'The source {self.files} is read without {len(names)} files of the folder: '

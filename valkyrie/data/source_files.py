@@ -1,6 +1,6 @@
 """The files of a text source: found by a path, a folder or a pattern, here or in a bucket."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import fnmatch
 import os
@@ -13,15 +13,18 @@ import pyarrow as pa
 import pyarrow.fs
 
 from valkyrie.config import paths, redact
+from valkyrie.data import file_names, splits
+from valkyrie.data.file_names import COMPRESSIONS, FORMATS, ROWS, TABLES, format_of
 from valkyrie.errors import DataError, StorageError
 from valkyrie.storage import bucket
 
-# Suffixes of the formats that `records` reads, and of a compression around them.
-# A folder with files of other formats is read without its TABLES, which may describe those.
-TABLES = ('.json', '.csv', '.tsv')
-FORMATS = ('.txt', '.md', '.jsonl', '.ndjson', '.parquet', '.arrow', *TABLES)
-COMPRESSIONS = {'.gz': 'gzip', '.zst': 'zstd'}
 _WILDCARDS = re.compile(r'[*?[]')
+# In the cache of Hugging Face's hub.
+_REVISION = re.compile(r'(?P<cache>.*/(datasets|models)--[^/]+/snapshots)/(?P<revision>[^/]+)/.*')
+_NO_SPLIT = '(none)'
+_ALL_SPLITS = (
+  "To read all splits as one text, set text_splits = 'all' (--option=splits=all of build_store)."
+)
 _PUBLIC = 'anonymous@'  # before the name of a bucket
 _CLOUD_STORAGE = ('gs', 'gcs')
 _DENIED = re.compile('ACCESS_DENIED|INVALID_ACCESS|SIGNATURE')
@@ -54,19 +57,47 @@ class SourceFiles:
   slash, and `**` does not; a name that exists is no pattern. `root` is the folder of the listing,
   to which paths in messages and hashes are relative.
 
+  A file is read once, by whatever links and in whatever compressions it is there. `notes` has what
+  was left out and a user should know; `splits` has the files of each split that names tell, see
+  `valkyrie.data.splits`.
+
   Raises:
-    DataError: there are no files, or they cannot be listed.
+    DataError: there are no files, none is for training, they are of several revisions or
+      configurations of a data set, or they cannot be listed.
     StorageError: a bucket cannot be listed.
   """
 
-  def __init__(self, location: str | Sequence[str], formats: Sequence[str] = FORMATS):
-    """Lists `location`: a local path, or a URI that pyarrow supports (gs://, s3://, hdfs://)."""
-    self.location, self.formats = location, tuple(formats)
+  def __init__(
+    self,
+    location: str | Sequence[str],
+    formats: Sequence[str] = FORMATS,
+    split: str | None = None,
+  ):
+    """Lists `location`: a local path, or a URI that pyarrow supports (gs://, s3://, hdfs://).
+
+    Args:
+      location: a file, a folder or a pattern; or several files.
+      formats: the suffixes of files that a folder is read for.
+      split: which files are in `files`. None: all. 'train': those that are not of another split by
+        their names. 'validation': those of the validation split, or all where no name tells one.
+    """
+    self.location = location
+    self.formats = tuple(formats)
+    self.split = split
     self._place = location if isinstance(location, str) else location[0]
     self.left_out: list[SourceFile] = []
+    self.splits: dict[str, list[SourceFile]] = {}
+    self.notes: list[str] = []
     with access(self._place, f'The source {self} cannot be listed'):
       self._filesystem, path = filesystem_of(self._place)
       self.root, self.files = self._listed(path) if self._place == location else self._named()
+    if not self.files and self.splits:
+      others = [f'{split} ({self._some(files)})' for split, files in self.splits.items()]
+      raise DataError(
+        f'The source {self} has no files for training. By their names or by README.md they are of '
+        f'the split {"; ".join(others)}. To train on them, name a file, a folder of this name, or '
+        f'a pattern that has its word, such as test-*. {_ALL_SPLITS}'
+      )
     if not self.files:
       raise DataError(
         f'The source {self} has no files of a known format. Found nothing that ends with '
@@ -85,12 +116,12 @@ class SourceFiles:
 
   def open(self, file: SourceFile) -> Any:
     """A pyarrow stream of the content, decompressed."""
-    compression = COMPRESSIONS.get(_suffix(file.path))
+    compression = COMPRESSIONS.get(file_names.suffix(file.path))
     return self._filesystem.open_input_stream(file.path, compression=compression)
 
   def open_at_random(self, file: SourceFile) -> Any:
     """A pyarrow file with random access; a compressed one is read into memory."""
-    if _suffix(file.path) in COMPRESSIONS:
+    if file_names.suffix(file.path) in COMPRESSIONS:
       return pa.BufferReader(self.open(file).read())
     return self._filesystem.open_input_file(file.path)
 
@@ -130,7 +161,7 @@ class SourceFiles:
     selector = pyarrow.fs.FileSelector(root or '.', recursive=True)
     infos = [info for info in self._filesystem.get_file_info(selector) if info.is_file]
     if pattern:
-      wanted = regex(path.removesuffix(pattern), pattern)
+      wanted = file_names.regex(path.removesuffix(pattern), pattern)
       chosen = [info for info in infos if wanted.fullmatch(posixpath.normpath(info.path))]
     else:
       index = posixpath.join(root, 'dataset_dict.json')
@@ -139,7 +170,133 @@ class SourceFiles:
         splits = sorted({folder for folder, slash, _ in parts if slash})
         raise ValueError(f'it holds several splits; name one: {", ".join(splits)}')
       chosen = self._wanted({info.path.removeprefix(root).strip('/'): info for info in infos})
-    return root or '.', sorted(map(self._file, chosen))
+    self.root = root or '.'
+    files = sorted(map(self._file, chosen))
+    self._check_revisions(files)
+    return self.root, self._of_split(self._once(files), pattern)
+
+  def _once(self, files: list[SourceFile]) -> list[SourceFile]:
+    """Each file by one of its names, and each name in one compression."""
+    others = self._further_links(files)
+    by_name: dict[str, SourceFile] = {}
+    by_stem: dict[str, SourceFile] = {}
+    for file in sorted(files, key=lambda file: file_names.suffix(file.path) in COMPRESSIONS):
+      if file in others:
+        continue
+      first = by_name.setdefault(file_names.without_compression(file.path), file)
+      if first is not file:
+        others[file] = first
+        continue
+      first = by_stem.setdefault(file_names.without_formats(file.path), file)
+      if first is not file and {format_of(file.path), format_of(first.path)} <= {*ROWS}:
+        self.notes.append(
+          f'{self.name(file)} and {self.name(first)} differ only in their format, and both are '
+          'read. If they have the same texts, name one of them by a pattern.'
+        )
+    if others:
+      pairs = [f'{self.name(file)} is {self.name(first)}' for file, first in others.items()]
+      self.notes.append(
+        f'{len(others)} files are links to others, or compressed copies, and are not read again: '
+        f'{file_names.some(pairs)}.'
+      )
+    return [file for file in files if file not in others]
+
+  def _further_links(self, files: list[SourceFile]) -> dict[SourceFile, SourceFile]:
+    """Each name of a local file after its first one, and the first one."""
+    if not isinstance(self._filesystem, pyarrow.fs.LocalFileSystem):
+      return {}
+    similar: dict[tuple[int, int, int], list[SourceFile]] = {}
+    for file in files:
+      similar.setdefault((file.size, file.modified, file.changed), []).append(file)
+    first: dict[tuple[int, int], SourceFile] = {}
+    others: dict[SourceFile, SourceFile] = {}
+    for group in similar.values():
+      if len(group) == 1:
+        continue
+      for file in sorted(group, key=lambda file: format_of(file.path) not in self.formats):
+        status = os.stat(file.path)
+        kept = first.setdefault((status.st_dev, status.st_ino), file)
+        if kept is not file:
+          others[file] = kept
+    return others
+
+  def _check_revisions(self, files: list[SourceFile]) -> None:
+    """Raises a DataError for several revisions of a data set in the cache of Hugging Face's hub."""
+    revisions: dict[str, set[str]] = {}
+    for file in files:
+      if match := _REVISION.fullmatch(file.path):
+        revisions.setdefault(match['cache'], set()).add(match['revision'])
+    for cache, names in revisions.items():
+      if len(names) > 1:
+        raise DataError(
+          f'The source {self} has {len(names)} revisions of one data set: '
+          f'{", ".join(sorted(names))}. Name the folder of one, such as {cache}/{max(names)}.'
+        )
+
+  def _of_split(self, files: list[SourceFile], pattern: str) -> list[SourceFile]:
+    """The files of `self.split`; it fills `splits`, and notes what is left out."""
+    if self.split is None:
+      return files
+    names = {self.name(file): file for file in files}
+    known, doubtful = self._splits_of(names, is_folder=not pattern)
+    for split in splits.spelled(pattern):
+      known = {name: told for name, told in known.items() if told != split}
+    for name, split in known.items():
+      self.splits.setdefault(split, []).append(names[name])
+    if self.split == splits.VALIDATION:
+      return self.splits.get(splits.VALIDATION) or files
+    others = [
+      f'{len(found)} of the split {split} ({self._some(found)})'
+      for split, found in self.splits.items()
+      if split != splits.TRAIN
+    ]
+    if others:
+      self.notes.append(
+        'By their names or by README.md, these files are not trained on: '
+        f'{"; ".join(others)}. Those of the split validation are the validation split, unless '
+        f'held_out has a value. {_ALL_SPLITS}'
+      )
+    if doubtful and not pattern:
+      self.notes.append(
+        f'{len(doubtful)} files are named like a split for validation or tests, but have no '
+        f'counterpart for training beside them, so they are trained on: '
+        f'{file_names.some(doubtful)}. To leave them out, name the others by a pattern.'
+      )
+    return [file for name, file in names.items() if known.get(name, splits.TRAIN) == splits.TRAIN]
+
+  def _splits_of(
+    self, names: Mapping[str, SourceFile], *, is_folder: bool
+  ) -> tuple[dict[str, str], list[str]]:
+    """The splits that a dataset card or the names tell, and names that are doubtful."""
+    rows = {name for name in names if format_of(name) in ROWS}
+    stems = {name: file_names.without_formats(name) for name in names}
+    by_name = splits.named(stems, rows)
+    card = self._card() if is_folder else []
+    if len(card) > 1:
+      raise DataError(
+        f'The source {self} has {len(card)} configurations by its README.md, which may have the '
+        f'same texts: {file_names.some([one.name for one in card])}. Name the files of one by a '
+        'folder or a pattern.'
+      )
+    by_card = splits.of_configuration(card[0], names) if card else {}
+    if not by_card:
+      return by_name
+    known = {name: by_card.get(name, _NO_SPLIT) for name in names}
+    for name, split in by_card.items():
+      if not split:
+        known[name] = by_name.splits.get(name, splits.TRAIN)
+    return known, []
+
+  def _card(self) -> list[splits.Configuration]:
+    """The configurations of the README.md in the folder, as Hugging Face's hub has them."""
+    path = posixpath.join(self.root, 'README.md')
+    if not self._filesystem.get_file_info(path).is_file:
+      return []
+    with self._filesystem.open_input_stream(path, compression=None) as stream:
+      return splits.configurations(stream.read(splits.LARGEST_CARD).decode(errors='replace'))
+
+  def _some(self, files: Sequence[SourceFile]) -> str:
+    return file_names.some([self.name(file) for file in files])
 
   def _literal(self, path: str) -> str:
     """The beginning of a path before its pattern; a name that exists is no pattern."""
@@ -157,11 +314,13 @@ class SourceFiles:
       and not fnmatch.fnmatch(posixpath.basename(name), 'cache-*.arrow')
     }
     known = {name: format_of(name) for name in visible if format_of(name) in self.formats}
-    # A README may describe tables, but is no reason to leave them out.
+    # A README may describe tables and files of rows, but is no reason to leave them out.
     of_text = {name for name, kind in known.items() if kind not in TABLES}
     tables = known.keys() - of_text
-    if tables and any(not posixpath.basename(n).lower().startswith('readme') for n in of_text):
+    if any(not _is_readme(name) for name in of_text):
       wanted = of_text
+      if any(format_of(name) in ROWS for name in of_text):
+        wanted = {name for name in of_text if not _is_readme(name)}
     else:
       wanted = tables or of_text
     self.left_out = [self._file(info) for name, info in visible.items() if name not in wanted]
@@ -209,6 +368,10 @@ def filesystem_of(location: str) -> tuple[Any, str]:
   return pyarrow.fs.FileSystem.from_uri(f'{scheme}://{quoted}{"?" if query else ""}{query}')
 
 
+def _is_readme(name: str) -> bool:
+  return posixpath.basename(name).lower().startswith('readme')
+
+
 @contextlib.contextmanager
 def access(location: str, failure: str) -> Iterator[None]:
   """Converts errors of pyarrow inside: 'FAILURE (reason). ADVICE'.
@@ -228,26 +391,3 @@ def access(location: str, failure: str) -> Iterator[None]:
     elif isinstance(error, PermissionError) or _DENIED.search(str(error)):
       advice = _ADVICE.get(location.partition('://')[0].replace('gcs', 'gs'), advice)
     raise kind(f'{failure} ({reason}). {advice}') from error
-
-
-def format_of(path: str) -> str:
-  """The suffix of a file's format in lower case, without the suffix of a compression."""
-  suffix = _suffix(path)
-  return _suffix(posixpath.splitext(path)[0]) if suffix in COMPRESSIONS else suffix
-
-
-def _suffix(path: str) -> str:
-  return posixpath.splitext(path)[1].lower()
-
-
-def regex(root: str, pattern: str) -> re.Pattern:
-  """The paths below a root that a pattern matches: `**` any, `*` and `?` all but a slash."""
-  parts = re.split(r'(\*\*/|\*\*|\*|\?|\[!?\]?[^]]*\])', posixpath.normpath(pattern))
-  known = {'**/': '(?:.*/)?', '**': '.*', '*': '[^/]*', '?': '[^/]'}
-  for number, part in enumerate(parts):
-    of_class = part.replace('\\', r'\\').replace('[!', '[^')
-    parts[number] = known.get(part, of_class) if number % 2 else re.escape(part)
-  try:
-    return re.compile(re.escape(root) + ''.join(parts))
-  except re.error as error:  # such as [z-a]
-    raise ValueError(f'its pattern {pattern!r} is wrong: {error}') from error
