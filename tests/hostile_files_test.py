@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -234,7 +235,7 @@ for _ in Records(sys.argv[1], ['text']).rows(0, 1):
 def test_a_document_that_does_not_fit_into_memory_is_refused(tmp_path):
   """In a process of its own: this one gives memory back at any time, which would make room."""
   file = tmp_path / 'a.txt.gz'
-  file.write_bytes(gzip.compress(bytes(2**20) * 300))
+  file.write_bytes(gzip.compress(b'a' * 2**20 * 300))
   command = [sys.executable, '-c', LIMITED, str(file)]
   child = subprocess.run(command, check=False, capture_output=True, text=True)
   assert child.returncode
@@ -269,6 +270,49 @@ def test_files_that_never_end_are_not_read(folder, name):
     make(folder / name)
     assert 'it is not a regular file' in refusal(report, folder / name).replace('Invalid arg', '')
     (folder / name).unlink()
+
+
+@pytest.mark.parametrize('name', ['a.txt', 'a.json', 'a.jsonl', 'a.csv', 'a.arrow', 'a.parquet'])
+def test_a_text_that_is_no_file_or_immense_is_refused(tmp_path, name):
+  file = tmp_path / name
+  os.mkfifo(file)
+  assert 'it is not a regular file, but a pipe' in refusal(rows, file)
+  for target in ('/dev/zero', name, 'missing'):
+    file.unlink()
+    file.symlink_to(target)
+    assert f'{name} cannot be listed (' in refusal(rows, file)
+  file.unlink()
+  with file.open('wb') as stream:
+    stream.truncate(20 * 2**30)  # sparse
+  tracemalloc.start()
+  assert re.search('is not text|is corrupt', refusal(rows, file))
+  assert tracemalloc.get_traced_memory()[1] < 2**26
+  tracemalloc.stop()
+
+
+def test_a_folder_with_a_link_to_a_folder_above_is_refused(tmp_path):
+  (tmp_path / 'a/b').mkdir(parents=True)
+  (tmp_path / 'a/b/a.txt').write_text('text')
+  (tmp_path / 'a/c').symlink_to('b')
+  assert not refusal(rows, tmp_path / 'a/b')
+  (tmp_path / 'a/b/up').symlink_to('..')
+  assert 'b/up leads to a folder above it: remove the link' in refusal(rows, tmp_path / 'a')
+
+
+def test_folders_that_link_to_each_other_are_refused(tmp_path):
+  for one, other in ('ab', 'ba'):
+    (tmp_path / one).mkdir()
+    (tmp_path / one / other).symlink_to(f'../{other}')
+    (tmp_path / one / f'{other}2').symlink_to(f'../{other}')
+  assert 'leads to a folder above it' in refusal(rows, tmp_path / 'a')
+
+
+def test_names_of_strangers_are_shown(tmp_path):
+  file = tmp_path / 'a\x1b[31m\nvalkyrie: saved.jsonl'
+  file.write_text(json.dumps({f'{n}\x1b': '' for n in range(10**4)}))
+  said = refusal(rows, file)
+  assert said == foreign.shown(said) and len(said) < 1000
+  assert r'a\x1b[31m\nvalkyrie: saved.jsonl has no column text; it has 0\x1b, 1\x1b' in said
 
 
 def test_a_package_without_metadata_has_a_version():

@@ -187,7 +187,7 @@ def test_both_forms_of_arrow_are_read(tmp_path, compression, suffix):
     ('a.txt', 'caf\xe9'.encode('utf-16'), 'a.txt is not UTF-8: byte 0 is 0xff.*iconv'),
     ('a.txt.gz', gzip.compress(b'text')[:-9], 'a.txt.gz is corrupt'),
     ('a.png', b'image', 'no files of a known format'),
-    ('dataset_dict.json', b'{}', 'several splits; name one: '),
+    ('dataset_dict.json', b'{}', 'several splits; name one:'),
   ],
   ids=itertools.count(),
 )

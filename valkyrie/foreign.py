@@ -6,7 +6,7 @@ of known types, and a name or text in a message shows no character that a termin
 A ValueError, or an OSError of a file, says why one is refused; the reader names the file.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import errno
 import json
 import os
@@ -15,6 +15,8 @@ import stat
 from typing import Any, BinaryIO
 
 LARGEST_FILE = 2**30  # bytes
+LARGEST_TEXT = 2**32  # bytes of a text that is read into memory
+_PIECE = 2**24  # bytes of such a text that are read at once
 LONGEST_LINE = 2**29  # bytes: several copies of a line are in memory at once
 DEEPEST = 100  # brackets inside one another
 _LONGEST_REASON = 300  # characters of a library's text in a message
@@ -68,6 +70,25 @@ def _check_kind(found: os.stat_result, file: str | os.PathLike) -> None:
     raise OSError(errno.EINVAL, f'it is not a regular file, but {kind}', os.fspath(file))
 
 
+def check_tree(root: str) -> None:
+  """Checks a path that is to be a file or a folder, before the folder is listed.
+
+  Raises:
+    OSError: it is a pipe, a socket or a device.
+    ValueError: a link leads to a folder on the way to it, below which files have endless names.
+  """
+  if os.path.exists(root) and not os.path.isdir(root):
+    _check_kind(os.stat(root), root)
+  above = {root: [os.path.join(os.path.realpath(root), '')]}  # by folder, itself and those above it
+  for folder, folders, _ in os.walk(root, followlinks=True):
+    ways = above.pop(folder)
+    for path in (os.path.join(folder, name) for name in folders):
+      target = os.path.join(os.path.realpath(path), '')
+      if os.path.islink(path) and any(way.startswith(target) for way in ways):
+        raise ValueError(f'its link {path} leads to a folder above it: remove the link')
+      above[path] = [*ways, target]
+
+
 def shown(text: object) -> str:
   """A name or text for one line of a message: hidden characters are escaped, as repr does.
 
@@ -89,6 +110,22 @@ def reason(error: BaseException) -> str:
 
 def _escaped(found: re.Match[str]) -> str:
   return ascii(found[0])[1:-1]
+
+
+def whole(stream: Any, check: Callable[[bytes], None] = lambda piece: None) -> bytes:
+  """The content of a stream of at most LARGEST_TEXT bytes; `check` gets each piece when it is read.
+
+  Raises a ValueError if it is larger: a small compressed file may have any content.
+  """
+  pieces: list[bytes] = []
+  size = 0
+  while piece := stream.read(_PIECE):
+    check(piece)
+    pieces.append(piece)
+    size += len(piece)
+    if size > LARGEST_TEXT:
+      raise ValueError(f'it has more than {LARGEST_TEXT:,} bytes, which are read at once')
+  return b''.join(pieces)
 
 
 def lines(stream: Any, longest: int = LONGEST_LINE) -> Iterator[Any]:

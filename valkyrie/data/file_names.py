@@ -51,3 +51,8 @@ def regex(root: str, pattern: str) -> re.Pattern:
     return re.compile(re.escape(root) + ''.join(parts))
   except re.error as error:  # such as [z-a]
     raise ValueError(f'its pattern {pattern!r} is wrong: {error}') from error
+
+
+def is_readme(name: str) -> bool:
+  """Whether a file describes others."""
+  return posixpath.basename(name).lower().startswith('readme')

@@ -220,7 +220,7 @@ def _hash(file: SourceFile) -> str | None:
   if not file.changed:
     return None
   digest = hashlib.blake2b(digest_size=16)
-  with access(file.path, f'{file.path} cannot be read'), open(file.path, 'rb') as stream:
+  with access(file.path, f'{file} cannot be read'), foreign.opened(file.path) as stream:
     while piece := stream.read(_PIECE):
       digest.update(piece)
       heartbeat.beat()  # of the run that waits for the store

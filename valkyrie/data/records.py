@@ -13,25 +13,30 @@ import reprlib
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.ipc
-import pyarrow.parquet
 
 from valkyrie import foreign, packages
-from valkyrie.data.source_files import FORMATS, SourceFile, SourceFiles, format_of
+from valkyrie.data import columnar
+from valkyrie.data.source_files import (
+  FORMATS,
+  SourceFile,
+  SourceFiles,
+  format_of,
+)
 from valkyrie.data.vocabularies import as_utf8
-from valkyrie.errors import ConfigurationError, DataError, converted
+from valkyrie.errors import ConfigurationError, DataError, converted, first_of
+from valkyrie.foreign import shown
 
 _REPAIR = 'Mend the file, fetch it again, or leave it out of the source.'
 _SEPARATORS = {'.csv': ',', '.tsv': '\t'}
 _OF_LINES = ('.jsonl', '.ndjson', '.json', *_SEPARATORS)
-_OF_ROWS = (*_OF_LINES, '.parquet', '.arrow')
+_OF_COLUMNS = ('.parquet', '.arrow')
+_OF_ROWS = (*_OF_LINES, *_OF_COLUMNS)
 _DOCUMENTS = (b'%PDF-', b'{\\rtf')  # of letters, but not text
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _JSON = re.compile(r'\s*(\[\s*)?\{')
-_INDEXED = b'ARROW1'  # begins arrow's file form; its stream form has no index
 _MAX_NAMED = 5
+_MAX_COLUMNS = 12  # that a message names
 _LONGEST_VALUE = 2**31  # bytes of a file that is one JSON value
-_ROWS_AT_ONCE = 1024
 _BLOCK = 2**20  # bytes
 _warn_once = functools.cache(logging.warning)  # every shard lists the files of the source
 STREAMED = 'hf://'  # begins the address of a data set: hf://OWNER/NAME/CONFIGURATION
@@ -88,19 +93,22 @@ class Records:
     for file in self.files.files:
       kind = format_of(file.path)
       if not file.size and kind in _OF_ROWS:
-        raise DataError(f'{file.path} is empty. {_REPAIR}')
+        raise DataError(f'{file} is empty. {_REPAIR}')
       if kind == '.parquet':
-        self._groups += [(file, group) for group in range(self._row_groups(file))]
+        self._groups += [(file, group) for group in self._row_groups(file)]
         continue
       if kind not in _OF_ROWS:
-        _check_columns(self._columns, ['text'], file.path)
+        _check_columns(self._columns, ['text'], str(file))
       self._groups.append((file, -1))
+    if not self._groups:
+      first, *_ = self.files.files
+      raise DataError(f'{first} is empty: it has no rows, nor has any other file. {_REPAIR}')
 
   def rows(self, part: int, parts: int) -> Iterator[Row]:
     """The rows of one of `parts` parts; each row is in exactly one part."""
     for number, (file, group) in enumerate(self._groups):
       kind = format_of(file.path)
-      place = f'A row of {file.path}'
+      place = f'A row of {file}'
       if kind in _OF_LINES:  # may be one large file, so its rows are divided
         read = self._lines(file, part, parts)
       elif kind == '.arrow':
@@ -124,49 +132,37 @@ class Records:
     """The number of the files, for store.json."""
     return {'files': len(self.files.files)}
 
-  def _row_groups(self, file: SourceFile) -> int:
+  def _row_groups(self, file: SourceFile) -> list[int]:
+    """The numbers of the row groups that have rows. Some of many files may be empty."""
     with self._errors(file):
-      footer = self._parquet(file).metadata
-    if not footer.num_rows:
-      raise DataError(f'{file.path} is empty: it has no rows. {_REPAIR}')
-    _check_columns(self._columns, footer.schema.to_arrow_schema().names, file.path)
-    return footer.num_row_groups
-
-  def _parquet(self, file: SourceFile) -> pyarrow.parquet.ParquetFile:
-    return pyarrow.parquet.ParquetFile(
-      self.files.open_at_random(file), page_checksum_verification=True
-    )
+      opened = columnar.parquet_file(self.files.open_at_random(file))
+      groups = columnar.filled_groups(opened)
+      names = opened.metadata.schema.to_arrow_schema().names
+    if groups:
+      _check_columns(self._columns, names, str(file))
+    return groups
 
   def _group(self, file: SourceFile, group: int) -> Iterator[Row]:
-    table = self._parquet(file).read_row_group(group, columns=self._columns)
-    for batch in table.to_batches(max_chunksize=_ROWS_AT_ONCE):
-      yield from batch.to_pylist()
+    opened = columnar.parquet_file(self.files.open_at_random(file))
+    return columnar.parquet_rows(opened, group, self._columns)
 
   def _batches(self, file: SourceFile, part: int, parts: int) -> Iterator[Row]:
     with self.files.open(file) as stream:
-      has_index = stream.read(len(_INDEXED)) == _INDEXED
-    opened = self.files.open_at_random if has_index else self.files.open
-    read = pyarrow.ipc.open_file if has_index else pyarrow.ipc.open_stream
-    with opened(file) as stream, read(stream) as reader:
-      _check_columns(self._columns, reader.schema.names, file.path)
-      batches = map(reader.get_batch, range(reader.num_record_batches)) if has_index else reader
-      for number, batch in enumerate(batches):
-        if number % parts == part:
-          yield from batch.select(self._columns).to_pylist()
+      indexed = columnar.is_indexed(stream.read(8))
+    opened = self.files.open_at_random if indexed else self.files.open
+    with opened(file) as stream:
+      _check_columns(self._columns, columnar.arrow_names(stream, indexed=indexed), str(file))
+    with opened(file) as stream:
+      yield from columnar.arrow_rows(stream, self._columns, part, parts, indexed=indexed)
 
   def _text(self, file: SourceFile) -> Iterator[Row]:
     with self.files.open(file) as stream:
-      content = stream.read()
-    if content.startswith(_DOCUMENTS) or (b'\0' in content and not content.startswith(_UTF_16)):
-      raise DataError(
-        f'{file.path} is not text: it begins with {content[:12]!r} and has {content.count(0)} null '
-        'bytes. Extract its text to a file in UTF-8, or leave it out of the source.'
-      )
+      content = foreign.whole(stream, lambda piece: _check_text(piece, str(file)))
     text = content.decode('utf-8-sig').replace('\r\n', '\n')
     named = format_of(file.path) in FORMATS
     if not named and _JSON.match(text) and (_value(content.partition(b'\n')[0]) or _value(content)):
       raise DataError(
-        f'{file.path} is JSON, but its name does not say so. Rename it to end with .json or '
+        f'{file} is JSON, but its name does not say so. Rename it to end with .json or '
         '.jsonl: then its columns are read.'
       )
     yield {'text': text}
@@ -176,10 +172,11 @@ class Records:
     with self.files.open(file) as stream:
       # A compressed stream of pyarrow offers no lines.
       lines = io.BufferedReader(stream, _BLOCK)
+      _check_text(lines.peek(_BLOCK), str(file))
       if kind in _SEPARATORS:
-        read = _separated(lines, _SEPARATORS[kind], file.path)
+        read = _separated(lines, _SEPARATORS[kind], str(file))
       else:
-        read = _json_values(lines, file.path, may_be_one=kind == '.json')
+        read = _json_values(lines, str(file), may_be_one=kind == '.json')
       for number, (place, row) in enumerate(read):
         if number % parts != part:
           continue
@@ -201,20 +198,36 @@ class Records:
     try:
       yield
     except UnicodeDecodeError as error:
-      raise DataError(
-        f'{file.path} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}. '
-        'Convert it, for instance with iconv, or leave it out of the source.'
-      ) from error
+      self.files.check_unchanged(file)
+      raise self._not_text(file, error) from error
     except FileNotFoundError as error:
-      raise DataError(f'{file.path} is missing. {_REPAIR}') from error
+      raise DataError(f'{file} is missing. {_REPAIR}') from error
     except MemoryError as error:
       raise DataError(
-        f'A document of {file.path} is larger than the memory that is left. Cut or remove it.'
+        f'A document of {file} is larger than the memory that is left. Cut or remove it.'
       ) from error
     except (pa.ArrowException, OSError, ValueError) as error:
       self.files.check_unchanged(file)
-      raise DataError(f'{file.path} is corrupt: it cannot be read ({error}). {_REPAIR}') from error
+      reason = foreign.reason(error)
+      raise DataError(f'{file} is corrupt: it cannot be read ({reason}). {_REPAIR}') from error
     self.files.check_unchanged(file)
+
+  def _not_text(self, file: SourceFile, error: UnicodeDecodeError) -> DataError:
+    """Why a file has bytes that are not UTF-8: it is damaged, or has another encoding."""
+    wrong = f'byte {error.start} is {error.object[error.start]:#04x}'
+    damaged = format_of(file.path) in _OF_COLUMNS  # whose texts are always UTF-8
+    try:
+      with self.files.open(file) as stream:  # the checksum of a compressed file is at its end
+        while stream.read(_BLOCK):
+          pass
+    except (pa.ArrowException, OSError):
+      damaged = True
+    if damaged:
+      return DataError(f'{file} is corrupt: a text in it is not UTF-8 ({wrong}). {_REPAIR}')
+    return DataError(
+      f'{file} is not UTF-8: {wrong}. Convert it, for instance with iconv, or leave it out of the '
+      'source. If it was UTF-8 once, it is damaged: fetch it again.'
+    )
 
 
 class StreamedRecords:
@@ -255,9 +268,28 @@ def _check_columns(columns: Sequence[str], names: Sequence[str], place: str) -> 
   """Raises a DataError if a column is not among the names of a place."""
   if missing := [column for column in columns if column not in names]:
     raise DataError(
-      f'{place} has no column {", ".join(missing)}; it has {", ".join(names)}. Name the one to '
+      f'{place} has no column {", ".join(missing)}; it has {_named(names)}. Name the one to '
       'read: text_column in gin (prompt_column and answer_column of prompts, messages_column of '
       'conversations), or --option=column=NAME of build_store.'
+    )
+
+
+def _named(columns: Sequence[str]) -> str:
+  """The names of columns for a message."""
+  return ', '.join(first_of([f'{shown(name):.80}' for name in columns], _MAX_COLUMNS))
+
+
+def _check_text(content: bytes, place: str) -> None:
+  """Raises a DataError for a piece of a file that is not text, by its first bytes or null bytes.
+
+  A UnicodeDecodeError is raised for UTF-16.
+  """
+  if content.startswith(_UTF_16):
+    content.decode()
+  if content.startswith(_DOCUMENTS) or b'\0' in content:
+    raise DataError(
+      f'{place} is not text: it begins with {content[:12]!r} and has {content.count(0)} null '
+      'bytes. Extract its text to a file in UTF-8, or leave it out of the source.'
     )
 
 
@@ -276,7 +308,9 @@ def _separated(lines: Any, separator: str, path: str) -> Iterator[tuple[str, Row
         )
       yield place, dict(zip(names, row, strict=True))
   except csv.Error as error:
-    raise DataError(f'Line {rows.line_num} of {path} is wrong ({error}). {_REPAIR}') from error
+    raise DataError(
+      f'Line {rows.line_num} of {path} is wrong ({foreign.reason(error)}). {_REPAIR}'
+    ) from error
 
 
 def _json_values(lines: Any, path: str, *, may_be_one: bool) -> Iterator[tuple[str, Any]]:

@@ -12,6 +12,7 @@ import urllib.parse
 import pyarrow as pa
 import pyarrow.fs
 
+from valkyrie import foreign
 from valkyrie.config import paths, redact
 from valkyrie.data import file_names, splits
 from valkyrie.data.file_names import COMPRESSIONS, FORMATS, ROWS, TABLES, format_of
@@ -47,6 +48,10 @@ class SourceFile(NamedTuple):
   size: int
   modified: int
   changed: int
+
+  def __str__(self) -> str:
+    """The path as messages show it."""
+    return foreign.shown(self.path)
 
 
 class SourceFiles:
@@ -108,7 +113,7 @@ class SourceFiles:
   def __str__(self) -> str:
     """The location, without secrets."""
     more = '' if self._place == self.location else f' and {len(self.location) - 1} more'
-    return redact.in_value(self._place) + more
+    return foreign.shown(redact.in_value(self._place)) + more
 
   def name(self, file: SourceFile) -> str:
     """The path of a file relative to the root."""
@@ -122,7 +127,8 @@ class SourceFiles:
   def open_at_random(self, file: SourceFile) -> Any:
     """A pyarrow file with random access; a compressed one is read into memory."""
     if file_names.suffix(file.path) in COMPRESSIONS:
-      return pa.BufferReader(self.open(file).read())
+      with self.open(file) as stream:
+        return pa.BufferReader(foreign.whole(stream))
     return self._filesystem.open_input_file(file.path)
 
   def shared_with(self, other: 'SourceFiles') -> list[str]:
@@ -138,12 +144,12 @@ class SourceFiles:
 
     Times are compared in seconds, since S3 tells no more of a single file.
     """
-    with access(self._place, f'{file.path} cannot be read'):
+    with access(self._place, f'{file} cannot be read'):
       found = self._file(self._filesystem.get_file_info(file.path))
     if (found.size, found.modified // 10**9) != (file.size, file.modified // 10**9):
       now = 'it is gone' if found.size is None else f'it has {found.size} bytes'
       raise DataError(
-        f'{file.path} has changed since it was listed with {file.size} bytes: {now}. Run again '
+        f'{file} has changed since it was listed with {file.size} bytes: {now}. Run again '
         'when nobody writes to it.'
       )
 
@@ -156,6 +162,8 @@ class SourceFiles:
   def _listed(self, path: str) -> tuple[str, list[SourceFile]]:
     root = self._literal(path)
     pattern = path[len(root) :].lstrip('/')
+    if isinstance(self._filesystem, pyarrow.fs.LocalFileSystem):
+      foreign.check_tree(root)
     if not pattern and (found := self._filesystem.get_file_info(root)).is_file:
       return posixpath.dirname(path), [self._file(found)]
     selector = pyarrow.fs.FileSelector(root or '.', recursive=True)
@@ -317,10 +325,10 @@ class SourceFiles:
     # A README may describe tables and files of rows, but is no reason to leave them out.
     of_text = {name for name, kind in known.items() if kind not in TABLES}
     tables = known.keys() - of_text
-    if any(not _is_readme(name) for name in of_text):
+    if any(not file_names.is_readme(name) for name in of_text):
       wanted = of_text
       if any(format_of(name) in ROWS for name in of_text):
-        wanted = {name for name in of_text if not _is_readme(name)}
+        wanted = {name for name in of_text if not file_names.is_readme(name)}
     else:
       wanted = tables or of_text
     self.left_out = [self._file(info) for name, info in visible.items() if name not in wanted]
@@ -368,10 +376,6 @@ def filesystem_of(location: str) -> tuple[Any, str]:
   return pyarrow.fs.FileSystem.from_uri(f'{scheme}://{quoted}{"?" if query else ""}{query}')
 
 
-def _is_readme(name: str) -> bool:
-  return posixpath.basename(name).lower().startswith('readme')
-
-
 @contextlib.contextmanager
 def access(location: str, failure: str) -> Iterator[None]:
   """Converts errors of pyarrow inside: 'FAILURE (reason). ADVICE'.
@@ -382,7 +386,8 @@ def access(location: str, failure: str) -> Iterator[None]:
   try:
     yield
   except (pa.ArrowException, OSError, ValueError) as error:
-    kind, advice, reason = StorageError, 'Check the address and the network, and run again.', error
+    kind, advice = StorageError, 'Check the address and the network, and run again.'
+    reason = foreign.reason(error)
     wrong = isinstance(error, ValueError | FileNotFoundError) or 'NO_SUCH_' in str(error)
     if wrong or not paths.is_address(location):
       kind, advice = DataError, 'Check its path and its permissions.'

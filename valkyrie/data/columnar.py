@@ -1,0 +1,99 @@
+"""Rows of parquet and arrow, every batch of which is validated before a value is read.
+
+Arrow trusts what a file says of its buffers: an offset behind the end of one would read the memory
+of this process, or end it. A value that Python cannot hold, such as a date after the year 9999, is
+an error of the file, too.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet
+
+_INDEXED = b'ARROW1'  # begins arrow's file form; its stream form has no index
+_ROWS_AT_ONCE = 1024
+_MOST_VALUES = 2**26  # of the lists of these rows, of which values without content take no room
+Row = dict[str, Any]
+
+
+def parquet_file(stream: Any) -> pyarrow.parquet.ParquetFile:
+  """A file of parquet; raises errors of pyarrow, here and for its rows."""
+  return pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True)
+
+
+def filled_groups(file: pyarrow.parquet.ParquetFile) -> list[int]:
+  """The numbers of the row groups that have rows."""
+  footer = file.metadata
+  return [n for n in range(footer.num_row_groups) if footer.row_group(n).num_rows]
+
+
+def parquet_rows(
+  file: pyarrow.parquet.ParquetFile, group: int, columns: Sequence[str]
+) -> Iterator[Row]:
+  """The rows of a row group; raises errors of pyarrow, or a ValueError."""
+  table = file.read_row_group(group, columns=[*columns])
+  table.validate(full=True)
+  for batch in table.to_batches(max_chunksize=_ROWS_AT_ONCE):
+    yield from _values(batch)
+
+
+def is_indexed(begin: bytes) -> bool:
+  """Whether a file that begins so has arrow's file form, which is read at random."""
+  return begin.startswith(_INDEXED)
+
+
+def arrow_names(stream: Any, *, indexed: bool) -> list[str]:
+  """The names of the columns of an arrow file."""
+  with _open(stream, indexed) as reader:
+    return reader.schema.names
+
+
+def arrow_rows(
+  stream: Any, columns: Sequence[str], part: int, parts: int, *, indexed: bool
+) -> Iterator[Row]:
+  """The rows of every `parts`-th batch; raises errors of pyarrow, or a ValueError."""
+  with _open(stream, indexed) as reader:
+    count = reader.num_record_batches if indexed else None
+    batches = reader if count is None else map(reader.get_batch, range(count))
+    for number, batch in enumerate(batches):
+      if number % parts != part:
+        continue
+      chosen = batch.select([*columns])
+      chosen.validate(full=True)
+      for begin in range(0, chosen.num_rows, _ROWS_AT_ONCE):
+        yield from _values(chosen.slice(begin, _ROWS_AT_ONCE))
+
+
+def _open(stream: Any, indexed: bool) -> Any:
+  return pyarrow.ipc.open_file(stream) if indexed else pyarrow.ipc.open_stream(stream)
+
+
+def _values(batch: pa.RecordBatch) -> list[Row]:
+  """The rows of a validated batch as Python's values."""
+  for field, column in zip(batch.schema, batch.columns, strict=True):
+    if _count(column) > _MOST_VALUES:
+      raise ValueError(f'{batch.num_rows} rows of its column {field.name} hold too many values')
+  try:
+    return batch.to_pylist()
+  except (pa.ArrowException, MemoryError):
+    raise
+  except Exception as error:  # of any conversion, such as of a date or a time zone
+    kinds = ', '.join(f'{field.name} of {field.type}' for field in batch.schema)
+    raise ValueError(f'Python cannot hold a value of its columns {kinds}: {error}') from error
+
+
+def _count(column: pa.Array) -> int:
+  """The values of a column, with those inside its lists and structs."""
+  kind = column.type
+  if isinstance(column, pa.ExtensionArray):
+    return _count(column.storage)
+  if pa.types.is_struct(kind):
+    return sum(_count(column.field(number)) for number in range(kind.num_fields))
+  if pa.types.is_map(kind):
+    return len(column) + _count(column.keys) + _count(column.items)
+  if pa.types.is_nested(kind) and hasattr(column, 'flatten'):
+    inner = column.flatten()
+    return len(column) + (_count(inner) if isinstance(inner, pa.Array) else 0)
+  return len(column)

@@ -1,0 +1,145 @@
+"""The arrays of a token store, in files that others may have written, and may still change.
+
+Nothing is mapped into memory: a mapped file that is truncated ends its process by SIGBUS. Slices
+are read by `pread`, and a file whose size or time has changed is noticed by the next one.
+"""
+
+import errno
+import functools
+import os
+import pathlib
+from typing import BinaryIO
+
+import numpy as np
+
+from valkyrie import foreign
+from valkyrie.errors import DataError, StorageError, ValkyrieError
+
+REBUILD = "Delete the store's directory and run again to rebuild it."
+_OPEN_FILES = 64  # that stay open: a store may have more shards than a process may open files
+_OF_THE_DISK = (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT)
+_NPY = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+
+
+class ArrayFile:
+  """An array in a .npy file, of which slices along its first axis are read.
+
+  Attributes:
+    length: of the first axis.
+    changes: how often the file was found changed, so that what was checked of it counts no longer.
+  """
+
+  def __init__(self, path: pathlib.Path, dtype: np.dtype, shape: tuple[int | None, ...]):
+    """Opens a file, which must have this dtype and shape; None is any length.
+
+    Raises:
+      DataError: it has another content, or is not there.
+      StorageError: the disk refuses.
+    """
+    self.path, self._dtype = path, dtype
+    try:
+      with foreign.opened(path) as stream:
+        self._size = os.fstat(stream.fileno()).st_size
+        found = self._header(stream)
+        self._begin = stream.tell()
+    except OSError as error:
+      raise unreadable(path, error) from error
+    expected = tuple(f if n is None else n for f, n in zip(found[1], shape, strict=False))
+    if (dtype, expected) != found or len(shape) != len(found[1]):
+      wanted = f'{dtype} {["any" if n is None else n for n in shape]}'
+      raise DataError(
+        f'{path} is corrupt: it has {found[0]} {list(found[1])}, but {wanted} was written. '
+        f'{REBUILD}'
+      )
+    self._row = expected[1:]
+    self._row_bytes = dtype.itemsize * int(np.prod(self._row, dtype=np.int64))
+    self.length = int(expected[0])
+    if self._begin + self.length * self._row_bytes > self._size:
+      raise self._truncated(self._size)
+    self._version: tuple[int, int] | None = None  # inode and time
+    self.changes = 0
+
+  def read(self, begin: int, end: int) -> np.ndarray:
+    """The rows [begin, end), which must exist.
+
+    Raises:
+      DataError: the file has become shorter, or is gone.
+      StorageError: the disk refuses.
+    """
+    rows = np.empty((end - begin, *self._row), self._dtype)
+    left = memoryview(rows.reshape(-1).view(np.uint8))
+    place = self._begin + begin * self._row_bytes
+    try:
+      opened = _opened(self)
+      self._compare(os.fstat(opened.descriptor))
+      while left:
+        count = os.preadv(opened.descriptor, [left], place)
+        if not count:
+          raise self._truncated(place)
+        left = left[count:]
+        place += count
+    except OSError as error:
+      raise unreadable(self.path, error) from error
+    return rows
+
+  def _header(self, stream: BinaryIO) -> tuple[np.dtype, tuple[int, ...]]:
+    """The dtype and shape that the file says; numpy parses Python there and raises many types."""
+    try:
+      version = np.lib.format.read_magic(stream)
+      shape, in_columns, dtype = _NPY[version](stream)
+      if in_columns and len(shape) > 1:
+        raise ValueError('its order is that of Fortran')
+    except OSError:
+      raise
+    except Exception as error:
+      reason = foreign.reason(error)
+      raise DataError(f'{self.path} is not a readable array ({reason}). {REBUILD}') from error
+    return dtype, shape
+
+  def _compare(self, found: os.stat_result) -> None:
+    """Notices that the file has changed, or that another one has its name."""
+    if found.st_size != self._size:
+      raise self._truncated(found.st_size)
+    version = (found.st_ino, found.st_mtime_ns)
+    if version != self._version:
+      self.changes += self._version is not None
+      self._version = version
+
+  def _truncated(self, size: int) -> DataError:
+    return DataError(
+      f'{self.path} is truncated or altered: it has {size:,} bytes, but {self._size:,} were there '
+      f'when it was opened. {REBUILD}'
+    )
+
+
+class _OpenFile:
+  """A descriptor that is closed when nobody reads it any more."""
+
+  def __init__(self, path: pathlib.Path):
+    with foreign.opened(path) as stream:
+      self.descriptor = os.dup(stream.fileno())
+
+  def __del__(self):
+    if hasattr(self, 'descriptor'):
+      os.close(self.descriptor)
+
+
+@functools.lru_cache(_OPEN_FILES)
+def _opened(file: ArrayFile) -> _OpenFile:
+  return _OpenFile(file.path)
+
+
+def load(path: pathlib.Path, dtype: np.dtype | type, shape: tuple[int | None, ...]) -> np.ndarray:
+  """A whole array; the errors are those of `ArrayFile`."""
+  file = ArrayFile(path, np.dtype(dtype), shape)
+  return file.read(0, file.length)
+
+
+def unreadable(path: pathlib.Path, error: OSError) -> ValkyrieError:
+  """The error for a file of a store that cannot be read: the store's, or the disk's."""
+  reason = error.strerror or foreign.reason(error)
+  if isinstance(error, FileNotFoundError):
+    return DataError(f'The token store lacks {path} ({reason}). {REBUILD}')
+  if error.errno in _OF_THE_DISK:
+    return StorageError(f'{path} cannot be read ({reason}). Check its disk, and run again.')
+  return DataError(f'{path} cannot be read ({reason}). {REBUILD}')
