@@ -130,22 +130,27 @@ def test_a_page_of_two_runs(run, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-  ('tokenizers', 'data', 'comparable'),
+  ('tokenizers', 'data', 'sources', 'comparable', 'same_text'),
   [
-    ((None, None), ('a', 'a'), True),
-    ((b'x', b'x'), ('a', 'a'), True),
-    ((b'x', b'x'), (None, None), True),
-    ((b'x', b'y'), ('a', 'b'), False),
-    ((None, b'y'), (None, None), False),
-    ((b'x', b'x'), ('a', 'b'), False),  # another text
+    ((None, None), ('a', 'a'), 'tt', True, True),
+    ((b'x', b'x'), ('a', 'a'), 'tt', True, True),
+    ((b'x', b'x'), (None, None), 'tt', True, True),
+    ((b'x', b'y'), ('a', 'b'), 'tt', False, True),
+    ((None, b'y'), (None, None), 'tt', False, True),
+    ((b'x', b'x'), ('a', 'b'), 'tt', False, False),  # another text at the same place
+    ((b'x', b'y'), ('a', 'b'), 'tu', False, False),
   ],
 )
-def test_numbers_of_other_tokens_are_not_compared(run, tokenizers, data, comparable):
+def test_numbers_of_other_tokens_or_texts_are_not_compared(
+  run, tokenizers, data, sources, comparable, same_text
+):
   runs = []
-  for name, offset, tokenizer, fingerprint in zip(
-    ('a', 'b'), (0, 1), tokenizers, data, strict=True
+  for name, offset, tokenizer, fingerprint, source in zip(
+    ('a', 'b'), (0, 1), tokenizers, data, sources, strict=True
   ):
     folder = run(name, 0.1, offset)
+    bindings = {'TaskFeed.source': source, 'train/TaskFeed.source': name}
+    (folder / 'config.json').write_text(json.dumps({'version': '7', 'bindings': bindings}))
     if tokenizer is not None:
       (folder / 'tokenizer.model').write_bytes(tokenizer)
     if fingerprint is not None:
@@ -158,15 +163,34 @@ def test_numbers_of_other_tokens_are_not_compared(run, tokenizers, data, compara
     runs.append(html_report.read_run(folder))
   page = html_report.page(runs)
   rows = {row.partition('</td>')[0]: row for row in html_report._results(runs).split('<tr><td>')}
-  assert ('worse' in rows['loss']) == ('+0' in rows['median tokens_per_second']) == comparable
-  assert 'better' in rows['bits_per_byte']
+  assert ('worse' in rows['loss']) == comparable
+  assert ('not compared' in rows['loss']) == (not comparable)
+  assert ('+0' in rows['median tokens_per_second']) == (tokenizers[0] == tokenizers[1])
+  assert ('better' in rows['bits_per_byte']) == same_text
+  assert ('(other validation data, not compared)' in rows['bits_per_byte']) == (not same_text)
   figures = page.split('<figure>')[1:]
   for both in (one.partition('</figcaption>')[0] for one in figures):
     drawn = {name for name in 'ab' if f'">{name} ' in both}
-    assert len(drawn) == 2 or (not comparable and 'bits per byte' not in both)
+    assert len(drawn) == 2 or (not comparable and ('bits per byte' not in both or not same_text))
+    assert same_text or len(drawn) == 1
     colors = {name: re.search(rf'--c(\d)\)">{name} ', both)[1] for name in drawn}
     assert all(color == str('ab'.index(name)) for name, color in colors.items())
   assert ('bits per byte' in page.partition('<figure>')[2]) == (not comparable)
+
+
+def test_losses_of_training_are_compared_only_on_the_same_texts(run):
+  runs = []
+  for name, source in (('a', 't'), ('b', 't'), ('c', 'u')):
+    folder = run(name, 0.1, len(runs))
+    (folder / 'eval/metrics.jsonl').unlink()
+    bindings = {'TaskFeed.source': source, 'validation/TaskFeed.source': name}
+    (folder / 'config.json').write_text(json.dumps({'version': '7', 'bindings': bindings}))
+    runs.append(html_report.read_run(folder))
+  runs.append(html_report.read_run(run('d', 0.1, 3)))
+  (row,) = (row for row in html_report._results(runs).split('<tr>') if row.startswith('<td>loss'))
+  cells = row.split('</td>')
+  assert 'worse' in cells[2] and '(other training data, not compared)' in cells[3]
+  assert '(of validation, not compared)' in cells[4]
 
 
 def test_the_speed_of_a_run_is_the_median_of_its_lines(run):

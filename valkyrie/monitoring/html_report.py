@@ -6,12 +6,12 @@ The page needs no network and no script, and follows the light or dark setting o
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import html
-import itertools
 import json
 import os
 import pathlib
+import re
 import statistics
 import sys
 from typing import Any, NamedTuple
@@ -67,6 +67,8 @@ _DIRECTION = {'loss': -1, 'bits_per_byte': -1, 'accuracy': 1, 'tokens_per_second
 _OF_VALIDATION = ('loss', 'bits_per_byte', 'accuracy')
 _SPEEDS = ('tokens_per_second', 'mfu')
 _OF_TOKENS = ('loss', 'accuracy', 'tokens_per_second')  # mean nothing beside other tokens
+# The bindings that say which texts a run reads; those of one split are in its scope.
+_TEXTS = re.compile(r'(.*/)?(TaskFeed\.(task|source|options|split|unique)|\w*Mixture\.\w+)')
 _SAMPLES = 3  # steps whose samples are shown
 _LARGEST = 1e39  # no float32 is larger, and pictures overflow far above
 Line = dict[str, Any]
@@ -79,7 +81,8 @@ class Run(NamedTuple):
   refused: of refused_steps.jsonl.
   version, bindings: of Valkyrie, which wrote its configuration, and its {name: value}.
   about: the number of parameters, of model_info.txt.
-  tokens: its tokenizer and the fingerprints of its validation data.
+  tokenizer: its files; none if the run reads bytes.
+  data: the fingerprints of its validation data, which depend on the tokenizer; none if unknown.
   """
 
   name: str
@@ -89,7 +92,28 @@ class Run(NamedTuple):
   version: str
   bindings: Mapping[str, Any]
   about: str
-  tokens: tuple
+  tokenizer: tuple[bytes, ...]
+  data: tuple[bytes, ...]
+
+  @property
+  def tokens(self) -> tuple:
+    """What the losses of two runs must share."""
+    return self.tokenizer, self.data
+
+  def texts(self, split: str) -> dict[str, Any]:
+    """The bindings that say which texts the run reads for 'train' or for 'validation'."""
+    other = {'train': 'validation/', 'validation': 'train/'}[split]
+    return {
+      name: value
+      for name, value in self.bindings.items()
+      if _TEXTS.fullmatch(name) and not name.startswith(other)
+    }
+
+  def has_validation_text_of(self, other: 'Run') -> bool:
+    """Whether bits per byte of both can be compared: the validation texts are the same."""
+    if self.tokenizer == other.tokenizer:
+      return self.data == other.data
+    return self.texts('validation') == other.texts('validation')
 
 
 def read_run(model_dir: str | os.PathLike) -> Run:
@@ -109,12 +133,12 @@ def read_run(model_dir: str | os.PathLike) -> Run:
   with storage_errors(f'{file} cannot be read', also=(ValueError,)):
     about = foreign.content(file).decode().partition(' in ')[0] if file.exists() else ''
   with storage_errors(f'{folder} cannot be read', also=(ValueError,)):
-    files = *folder.glob(f'{TOKENIZER}.*'), *folder.glob('eval/data.json')
-    tokens = tuple(map(foreign.content, files))
+    tokenizer = tuple(map(foreign.content, sorted(folder.glob(f'{TOKENIZER}.*'))))
+    data = tuple(map(foreign.content, folder.glob('eval/data.json')))
   lines = _with_costs(lines)
   evaluations, name = _located(evaluations, lines), folder.resolve().name
   version, bindings = config.get('version', ''), config['bindings']
-  return Run(name, lines, evaluations, refused, version, bindings, about, tokens)
+  return Run(name, lines, evaluations, refused, version, bindings, about, tokenizer, data)
 
 
 def _with_costs(lines: list[Line]) -> list[Line]:
@@ -160,14 +184,17 @@ def document(title: str, parts: Sequence[str], style: str = '') -> str:
 
 def sections(runs: Sequence[Run]) -> list[str]:
   """The parts of a page about runs: results, curves and configurations."""
-  groups = [  # of the runs that can be compared; the others are empty there, and keep their colors
-    [run if run.tokens == of else run._replace(lines=[], evaluations=[]) for run in runs]
-    for of in dict.fromkeys(run.tokens for run in runs)
-  ]
+  groups = _groups(runs, lambda run, first: run.tokens == first.tokens)
+  by_text = _groups(runs, Run.has_validation_text_of)
   return [
     _results(runs),
     '<h2>Validation</h2>',
-    *(_curves(runs, 'evaluations', *_BITS, axis) for axis in _AXES[1:] if len(groups) > 1),
+    *(
+      _curves(group, 'evaluations', *_BITS, axis)
+      for axis in _AXES[1:]
+      for group in by_text
+      if len(groups) > 1
+    ),
     *(_curves(group, 'evaluations', *_VALIDATION, axis) for group in groups for axis in _AXES),
     *map(_by_position, groups),
     '<h2>Training</h2>',
@@ -178,6 +205,27 @@ def sections(runs: Sequence[Run]) -> list[str]:
     _samples(runs),
     '<h2>Configuration</h2>',
     _differences(runs),
+  ]
+
+
+def _groups(runs: Sequence[Run], belongs: Callable[[Run, Run], bool]) -> list[list[Run]]:
+  """The runs once for each group of those that can be compared with its first one.
+
+  The others are empty there, and keep their colors.
+  """
+  firsts: list[Run] = []
+  first_of: list[Run] = []
+  for run in runs:
+    first = next((one for one in firsts if belongs(run, one)), run)
+    if first is run:
+      firsts.append(run)
+    first_of.append(first)
+  return [
+    [
+      run if of is first else run._replace(lines=[], evaluations=[])
+      for run, of in zip(runs, first_of, strict=True)
+    ]
+    for first in firsts
   ]
 
 
@@ -198,17 +246,35 @@ def _results(runs: Sequence[Run]) -> str:
   for name in _RESULTS:
     first, *others = [found.get(name) for found in last]
     if any(map(_is_number, (first, *others))):
-      same = [run.tokens == runs[0].tokens or name not in _OF_TOKENS for run in runs[1:]]
-      firsts = (first if so else None for so in same)
-      compared = map(_compared, itertools.repeat(name), others, firsts)
+      compared = [
+        _compared(name, value, first, _misfit(name, run, runs[0]))
+        for value, run in zip(others, runs[1:], strict=True)
+      ]
       rows.append((f'median {name}' if name in _SPEEDS else name, first, *compared))
   return table(('', *(run.name for run in runs)), rows)
 
 
-def _compared(name: str, value: Any, first: Any) -> Any:
-  """A result of a later run beside the first run's."""
+def _misfit(name: str, run: Run, first: Run) -> str:
+  """Why a result of a run cannot be compared with the first run's; '' if it can."""
+  if name in _OF_VALIDATION:
+    of_validation = name in _last(run.evaluations)
+    if of_validation != (name in _last(first.evaluations)):
+      return 'of training' if not of_validation else 'of validation'
+    if of_validation and not run.has_validation_text_of(first):
+      return 'other validation data'
+    if not of_validation and run.texts('train') != first.texts('train'):
+      return 'other training data'
+  if name in _OF_TOKENS and run.tokenizer != first.tokenizer:
+    return 'other tokens'
+  return ''
+
+
+def _compared(name: str, value: Any, first: Any, misfit: str) -> Any:
+  """A result of a later run beside the first run's, or why it is not compared."""
   if not (_is_number(value) and _is_number(first) and name in _DIRECTION):
     return value
+  if misfit:
+    return _Cell(f'{value:,.4g} ({misfit}, not compared)', 'number')
   change = value - first
   side = _DIRECTION[name] * change
   kind = 'better' if side > 0 else 'worse' if side < 0 else ''
