@@ -409,10 +409,18 @@ def test_what_cannot_be_kept_is_named():
     loaded.read([text(9), text(8)], keep='log')
 
 
+def built_in_float64(mixers, **options):
+  """With parameters in float64, too, so that no product is rounded to float32."""
+  loaded = built(mixers, compute_dtype='float64', **options)
+  params = jax.tree.map(lambda leaf: leaf.astype(np.float64), loaded.params)
+  place = {'model_dir': '', 'steps': (1,), 'chunk_size': 16}
+  return LoadedModel(loaded.model, params, Letters(), **place)
+
+
 @pytest.mark.parametrize('mixers', MIXERS)
 def test_effects_are_gradients_times_embeddings_of_the_model_read_at_once(mixers):
   with jax.enable_x64(True):
-    loaded = built(mixers, compute_dtype='float64')
+    loaded = built_in_float64(mixers)
     parts = text(29), text(6, 1), text(5, 2)
     found = loaded.attribution(*parts)
     tokens = np.asarray(loaded.tokenizer.encode(''.join(parts)))
@@ -441,6 +449,49 @@ def test_effects_are_gradients_times_embeddings_of_the_model_read_at_once(mixers
     late = loaded.attribution(*parts, since=20)
     np.testing.assert_array_equal(late.effects[:16], 0)
     np.testing.assert_allclose(late.effects[16:], effects[16:], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize('ngrams', [None, tiny.ngrams])
+def test_effects_sum_to_the_derivative_by_a_factor_on_all_that_is_read(ngrams):
+  """x is linear in the tables, so that a factor on them is one on x; n-grams count, too."""
+  with jax.enable_x64(True):
+    loaded = built_in_float64('hybrid', ngrams=ngrams, tied=False)
+    parts = text(29), text(6, 1), text(5, 2)
+    found = loaded.attribution(*parts)
+    (tokens,) = loaded._tokens([''.join(parts)], None)
+    answer = len(parts[2])
+
+    def log_odds(factor):
+      params = jax.tree.map(lambda leaf: leaf, loaded.params)
+      for group in params.values():
+        for name in group:
+          if name == 'embedding' or name.startswith('table_'):
+            group[name] = factor * group[name]
+      scores = loaded.logits(tokens, params=params)[-1 - answer : -1]
+      log_probs = jax.nn.log_softmax(scores)[np.arange(answer), tokens[-answer:]]
+      return jnp.sum(log_probs - jnp.log1p(-jnp.exp(log_probs)))
+
+    slope = jax.grad(log_odds)(1.0)
+    assert abs(slope) > 1e-3
+    np.testing.assert_allclose(np.sum(found.effects), slope, rtol=1e-6)
+
+
+def test_what_a_planner_would_not_tell_is_refused():
+  loaded = built('hybrid', planner=tiny.planner)
+  with pytest.raises(ConfigurationError, match=r'planner .* LanguageModel.planner = None'):
+    loaded.attribution(text(29), text(6, 1), text(5, 2))
+
+
+def test_question_and_answer_are_no_passages_unless_asked_for():
+  strengths = np.zeros(40, np.float32)
+  strengths[[3, 30, 35, 38]] = 2, 3, 9, 8
+  found = Attribution(np.full(40, 3), strengths, strengths, 0.0, Letters(), document=34)
+  assert [passage.strength for passage in found.passages(width=4)] == [3, 2]
+  assert all(passage.end <= 34 for passage in found.passages(width=16))
+  assert found.passages(width=4, everywhere=True)[0].strength == 17
+  assert found._replace(document=0).passages() == []
+  loaded = built('hybrid')
+  assert loaded.attribution(text(29), text(6, 1), text(5, 2)).document == 29
 
 
 def test_passages_lie_apart_and_the_strongest_is_first(tmp_path):

@@ -230,7 +230,8 @@ class LoadedModel:
   ) -> Attribution:
     """How the log-odds of an answer depend on each token before it, to first order.
 
-    The gradient passes through the whole document, in chunks, with about 2 sqrt(n) carries of n.
+    The gradient passes through the whole document, in chunks, with about 2 sqrt(n) carries of n. It
+    is the one that training uses: roundings to 8 bits (`LanguageModel.quantization`) pass it on.
 
     Args:
       document, question, answer: texts that follow one another.
@@ -238,8 +239,14 @@ class LoadedModel:
 
     Raises:
       UsageError: the answer is empty, or `since` is not in the text.
-      Diverged, ConfigurationError: see `score`.
+      Diverged, ConfigurationError: see `score`; or the model has a planner.
     """
+    if self.model.about.plan_interval is not None:
+      raise ConfigurationError(
+        'The attribution of a model with a planner would not be its gradient: a planner lets it '
+        'pass through its last step only. Train a model with LanguageModel.planner = None to ask '
+        'what matters.'
+      )
     if isinstance(document, Document):
       document = document.tokens
     (begun,) = self._tokens([document], None)
@@ -251,7 +258,7 @@ class LoadedModel:
         'answer of one token or more, and a place in the text, from 0.'
       )
     (effects, sizes), log_prob = self._attributor(self.params, tokens, len(more[-1]), since)
-    return Attribution(tokens, effects, sizes, log_prob, self.tokenizer)
+    return Attribution(tokens, effects, sizes, log_prob, self.tokenizer, len(begun))
 
   def generate(
     self,

@@ -220,18 +220,19 @@ class Reader:
     tokens: Array,
     lengths: Array,
     activations: Sequence[str] = (),
-    inputs: Array | None = None,
+    shift: Array | None = None,
   ) -> tuple[Features, TextCarry]:
-    """Reads a chunk; `inputs` may take the place of the tokens' embeddings; pure."""
+    """Reads a chunk; `shift` is added to what the first layer reads, see `LanguageModel`; pure."""
     index = jnp.arange(tokens.shape[1])[None]
     real = index < lengths[:, None]
     features, after = self.model.apply(
       params,
       carry.carry,
-      tokens if inputs is None else inputs,
+      tokens,
       jnp.where(real, position_of(carry.position[:, None] + index), 0),
       real.astype(jnp.int32),
       activations=activations,
+      shift=shift,
     )
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
     hidden = jnp.take_along_axis(features.hidden, last, axis=1)[:, 0]

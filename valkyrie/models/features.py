@@ -23,6 +23,7 @@ class Features(NamedTuple):
 
   activations: {kind: [layers, B, T, D]} of the kinds in `ACTIVATIONS` that were asked for.
   sites: {path: [L, B, T, d_in]}, what each site multiplies, if `SITES` were asked for.
+  embedded: what the first layer reads, [B, T, D], if it was shifted.
   """
 
   hidden: Array  # [B, T, D] in the compute dtype
@@ -30,6 +31,7 @@ class Features(NamedTuple):
   drafts: Drafts | None = None
   activations: Mapping[str, Array] | None = None
   sites: Mapping[str, Array] | None = None
+  embedded: Array | None = None
 
 
 class Description(NamedTuple):

@@ -141,6 +141,7 @@ class LanguageModel(Module):
     plan: bool = True,
     activations: Sequence[str] = (),
     masks: Mapping[str, Masks] | None = None,
+    shift: Array | None = None,
   ) -> Features:
     """Reads one chunk of every row, int32 [B, T] (see `types.Batch`), and advances the carry.
 
@@ -148,6 +149,7 @@ class LanguageModel(Module):
     Without `plan`, the planner is skipped, and its carry is reset as at a document start.
     `activations` are the kinds of intermediate values to return, see `features.ACTIVATIONS`.
     `masks` of sites, by path, have a leading dimension of their layers; other sites compute x W.
+    `shift`, [B, T, D], is added to what the first layer reads, for gradients by it.
     """
     with (
       gin.config_scope(self._scope),
@@ -158,10 +160,10 @@ class LanguageModel(Module):
       hk.custom_getter(self.adapters.getter) if self.adapters else contextlib.nullcontext(),
     ):
       where = {'positions': positions, 'segment_ids': segment_ids}
-      return self._read(inputs, where, plan, activations, masks or {})
+      return self._read(inputs, where, plan, activations, masks or {}, shift)
 
   @hk.transparent
-  def _read(self, inputs, where, plan, activations, masks) -> Features:
+  def _read(self, inputs, where, plan, activations, masks, shift) -> Features:
     rows = -(-self.vocabulary_size // _LANES) * _LANES
 
     def table(name):
@@ -186,6 +188,9 @@ class LanguageModel(Module):
       added, tail = self._ngrams(inputs, carried('ngrams'), x.shape[-1], x.dtype, **where)
       hk.set_state('ngrams', tail)
       x += self.scale * added
+    if shift is not None:
+      x += shift.astype(x.dtype)
+    embedded = None if shift is None else x
 
     def layer(x, carry, masks):
       found, seen = {kind: [] for kind in activations if kind != SITES}, {}
@@ -221,7 +226,7 @@ class LanguageModel(Module):
       x, above, _ = stack(x, 'upper_layers', self.upper_repeats, 'upper_carry')
       values = {kind: jnp.concatenate([values[kind], above[kind]]) for kind in values}
     hidden = RMSNorm(name='final_norm')(x)
-    return Features(hidden, unembedding, drafts, values or None, seen or None)
+    return Features(hidden, unembedding, drafts, values or None, seen or None, embedded)
 
   def initial_carry(self, batch_size: int) -> dict[str, Any]:
     """The content of `hk.State` for rows that have read nothing, leaves [repeats, B, ...].
