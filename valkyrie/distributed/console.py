@@ -69,6 +69,16 @@ def restore_handlers(handlers: Mapping[signal.Signals, Any], stopped: bool) -> N
     signal.signal(number, signal.SIG_IGN if ends else handler)
 
 
+def _descriptor(stream: TextIO | None) -> int | None:
+  """Where a stream writes; None if that is elsewhere, as in a notebook, or kept in memory."""
+  if not isinstance(stream, io.TextIOWrapper):
+    return None
+  try:
+    return stream.fileno()
+  except io.UnsupportedOperation:
+    return None
+
+
 class LastingStream:
   """A stream whose reader may go away: what cannot be written is dropped, for the reason `lost`.
 
@@ -80,9 +90,9 @@ class LastingStream:
     self.lost = ''
     self._stream = stream or open(os.devnull, 'w')  # noqa: SIM115, for as long as the process
     self.raw: UnreadStream | None = None
-    # Others write elsewhere than to their descriptor, such as those of a notebook.
-    if isinstance(stream, io.TextIOWrapper) and may_wait(stream.fileno()):
-      self.raw = UnreadStream(stream.fileno())
+    descriptor = _descriptor(stream)
+    if isinstance(stream, io.TextIOWrapper) and descriptor is not None and may_wait(descriptor):
+      self.raw = UnreadStream(descriptor)
       self._stream = io.TextIOWrapper(
         cast(Any, self.raw),
         encoding=stream.encoding,
