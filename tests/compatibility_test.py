@@ -31,12 +31,23 @@ def test_differences_are_refused_by_name_and_allowed_ones_are_returned():
   assert "configuration: Block.mixers was ('@S5',), is not set" in message
   assert 'configuration: S5.hippo_blocks was 2, is 4' in message
   assert 'rows: was 64, is 128' in message
-  assert 'versions' not in message
-  assert '--allow_changed=configuration,rows.' in message
+  assert 'versions:' not in message
+  assert '--allow_changed=configuration,rows,versions.' in message
   assert compatibility.check(record(), now, compatibility.KINDS, 'here')[-2:] == [
     "versions: jax was '1', is '3'",
     "versions: numpy was '2', is not set",
   ]
+
+
+def test_the_advice_is_one_that_helps():
+  """What is allowed already stays allowed; nothing is offered where it cannot help."""
+  now = record(versions={'jax': '0'}, rows=99)
+  with pytest.raises(ConfigurationError, match=r'--allow_changed=configuration,rows,versions\.'):
+    compatibility.check(record(), now, ('versions',), 'here')
+  with pytest.raises(ConfigurationError) as refusal:
+    compatibility.check(record(), now, (), 'here', lambda: 'it has other arrays')
+  assert 'It cannot continue: it has other arrays' in str(refusal.value)
+  assert 'allow_changed' not in str(refusal.value)
 
 
 def test_a_binding_of_the_default_is_as_none():

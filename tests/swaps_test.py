@@ -369,8 +369,10 @@ def test_a_model_dir_that_is_a_file(train_run, tmp_path):
 @pytest.mark.invariant(15)
 def test_a_checkpoint_of_another_model(base, train_run):
   before = contents(base / 'checkpoints')
-  with pytest.raises(ConfigurationError, match=r'LanguageModel\.d_model was 16, is 32'):
+  with pytest.raises(ConfigurationError, match=r'LanguageModel\.d_model was 16, is 32') as refusal:
     train_run(base, '--gin.LanguageModel.d_model=32')
+  assert 'It cannot continue: the state of this run has other arrays' in str(refusal.value)
+  assert 'allow_changed' not in str(refusal.value), 'it would end with the same exit code'
   with pytest.raises(ConfigurationError, match=r'another model.*\n.*found .*expected '):
     train_run(base, '--gin.LanguageModel.d_model=32', allow_changed=('configuration',))
   assert contents(base / 'checkpoints') == before

@@ -1,6 +1,6 @@
 """The comparison of a checkpoint's record with the run that resumes from it."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib import metadata
 import json
 import platform
@@ -32,7 +32,11 @@ def versions() -> dict[str, str]:
 
 
 def check(
-  found: Mapping[str, Any], expected: Mapping[str, Any], allowed: Collection[str], place: str
+  found: Mapping[str, Any],
+  expected: Mapping[str, Any],
+  allowed: Collection[str],
+  place: str,
+  obstacle: Callable[[], str] = lambda: '',
 ) -> list[str]:
   """The differences, a line each, of the record of the checkpoint at `place` from this run's.
 
@@ -41,6 +45,7 @@ def check(
     expected: this run's: {kind: a value, or a dict of named values}. An 'executable', the
       fingerprints of programs, shows what nothing else records: the compiler's flags, the machine.
     allowed: the KINDS that may differ.
+    obstacle: tells why the checkpoint cannot be continued, whatever is allowed; '' if it can.
 
   Raises a ConfigurationError with all differences that are not allowed.
   """
@@ -48,10 +53,17 @@ def check(
   if refused := [kind for kind in differences if differences[kind] and kind not in allowed]:
     lines = [f'{kind}: {line}' for kind in refused for line in differences[kind]]
     shown = '\n  '.join(first_of(lines, _SHOWN))
+    needed = [kind for kind in KINDS if kind in refused or kind in allowed]
+    if reason := obstacle():
+      advice = f'Use the earlier values, or name another --model_dir. It cannot continue: {reason}'
+    else:
+      advice = (
+        'Use the earlier values, name another --model_dir, or continue anyway with '
+        f'--allow_changed={",".join(needed)}.'
+      )
     raise ConfigurationError(
       f'{place} was saved by a run that differs from this one:\n  {shown}\n'
-      'Nothing was changed. Use the earlier values, name another --model_dir, or continue anyway '
-      f'with --allow_changed={",".join(refused)}.'
+      f'Nothing was changed. {advice}'
     )
   return [f'{kind}: {line}' for kind in differences for line in differences[kind]]
 

@@ -332,6 +332,11 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
     self.wait()
     return self._files.read(self._place_of_state(step), target, partial)
 
+  def differences(self, target: Any, partial: bool = False) -> list[str]:
+    """A line for each of the first arrays for which `restore` would refuse the target."""
+    self.wait()
+    return self._files.differences(self._place_of_state(), target, partial)
+
   def restore_evaluated(self, target: Any = None) -> Any:
     """As `restore`, the parameters that evaluations use: the average, if there is one.
 

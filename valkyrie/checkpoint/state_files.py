@@ -106,16 +106,7 @@ class StateFiles:
     """Reads the state in the directory `place`; otherwise like `CheckpointDirectory.restore`."""
     with _readable(place) as path:
       item = _without_empty_arrays(target)
-      stored = _shapes(dict(self._handler.metadata(path).tree))
-      if partial:
-        stored = {field: tree for field, tree in stored.items() if field in target}
-        for field in stored.keys() & {'params', 'average'}:  # without terms that are not asked for
-          modules, asked = (stored[field] or {}).items(), target[field]
-          stored[field] = {name: of for name, of in modules if name in asked or is_of_model(name)}
-      elif hasattr(target, '_asdict'):  # an earlier version may lack a field that is empty here
-        fields = target._asdict().items()
-        absent = {name: None for name, of in fields if of is None and name not in stored}
-        stored, partial = {**stored, **absent}, bool(absent)
+      stored, partial = self._stored(path, target, partial)
       if different := _differences(stored, item):
         raise errors.ConfigurationError(
           f'{place.parent} is a checkpoint of another model. These leaves differ:\n  '
@@ -130,6 +121,26 @@ class StateFiles:
       return found if leaf.size else jnp.zeros_like(leaf, device=leaf.sharding)
 
     return jax.tree.map(with_empty_arrays, target, restored)
+
+  def differences(self, place: pathlib.Path, target: Any, partial: bool) -> list[str]:
+    """A line for each of the first leaves for which `read` would refuse the target."""
+    with _readable(place) as path:
+      stored, _ = self._stored(path, target, partial)
+      return _differences(stored, _without_empty_arrays(target))
+
+  def _stored(self, path: Any, target: Any, partial: bool) -> tuple[Any, bool]:
+    """The shapes of a state that a target is compared with, and whether it reads only a part."""
+    stored = _shapes(dict(self._handler.metadata(path).tree))
+    if partial:
+      stored = {field: tree for field, tree in stored.items() if field in target}
+      for field in stored.keys() & {'params', 'average'}:  # without terms that are not asked for
+        modules, asked = (stored[field] or {}).items(), target[field]
+        stored[field] = {name: of for name, of in modules if name in asked or is_of_model(name)}
+    elif hasattr(target, '_asdict'):  # an earlier version may lack a field that is empty here
+      fields = target._asdict().items()
+      absent = {name: None for name, of in fields if of is None and name not in stored}
+      stored, partial = {**stored, **absent}, bool(absent)
+    return stored, partial
 
   def fields(self, place: pathlib.Path) -> set[str]:
     """The fields of a state that have arrays."""

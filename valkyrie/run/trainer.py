@@ -15,6 +15,7 @@ from valkyrie.config.record import bindings
 from valkyrie.data.feed import prefetch
 from valkyrie.distributed import compilation_cache, consistency, heartbeat
 from valkyrie.distributed.preemption import Preemption
+from valkyrie.errors import ConfigurationError, message_of
 from valkyrie.monitoring import memory
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.training.curriculum import Phase
@@ -211,26 +212,55 @@ class Trainer:
     compatibility.check_form(found, self.directory.describe_newest())
     self.lowest = Lowest(*found['lowest']) if found.get('lowest') else None
     self.step = self.directory.latest_step() or 0
-    if not self._changed(found, self._facts(), self.allow_changed):
+    if not self._changed(found, self._facts(), self.allow_changed, lambda: self._obstacle(found)):
       # Only the compiler's flags and the machine can change the programs.
       self._saved_programs = found.get('executable', {})
     rows = self.setup.settings.batch_size
-    read = {name: found[name] for name in ('position', 'stretches')}
-    self.reading = Reading(self.setup.curriculum, self.feed, rows, step=self.step, **read)
+    self.reading = self._reading_on(found)
     if change := self.reading.change(self.step):
       self.say(change)
     self.say(f'resuming after step {self.step} from {self.directory.directory}')
     if found['rows'] == rows:
       return self.directory.restore(self.setup.state)
-    fields = self.setup.state._asdict()
-    del fields['carry']
     return TrainState(
-      carry=self.setup.initial_carry(), **self.directory.restore(fields, partial=True)
+      carry=self.setup.initial_carry(),
+      **self.directory.restore(self._without_carry(), partial=True),
     )
 
-  def _changed(self, found: Mapping, expected: Mapping, allowed: Collection[str]) -> bool:
+  def _reading_on(self, found: Mapping[str, Any]) -> Reading:
+    """The reading of the checkpoint with this record, continued; raises as `Reading`."""
+    read = {name: found[name] for name in ('position', 'stretches')}
+    rows = self.setup.settings.batch_size
+    return Reading(self.setup.curriculum, self.feed, rows, step=self.step, **read)
+
+  def _without_carry(self) -> dict[str, Any]:
+    """The fields of a state that a run with other rows restores."""
+    fields = self.setup.state._asdict()
+    del fields['carry']
+    return fields
+
+  def _obstacle(self, found: Mapping[str, Any]) -> str:
+    """Why the checkpoint with this record cannot be continued, whatever is allowed; or ''."""
+    try:
+      self._reading_on(found)
+    except ConfigurationError as error:
+      return message_of(error)
+    if found['rows'] == self.setup.settings.batch_size:
+      leaves = self.directory.differences(self.setup.state)
+    else:
+      leaves = self.directory.differences(self._without_carry(), partial=True)
+    return f'the state of this run has other arrays. {leaves[0]}.' if leaves else ''
+
+  def _changed(
+    self,
+    found: Mapping,
+    expected: Mapping,
+    allowed: Collection[str],
+    obstacle: Callable[[], str] = lambda: '',
+  ) -> bool:
     """Whether facts differ from the checkpoint's; raises as `compatibility.check`."""
-    lines = compatibility.check(found, expected, allowed, self.directory.describe_newest())
+    place = self.directory.describe_newest()
+    lines = compatibility.check(found, expected, allowed, place, obstacle)
     for line in lines:
       self.say(f'changed since the checkpoint: {line}')
     return bool(lines)
