@@ -1,7 +1,9 @@
 """Vocabularies: their ids, and messages about invalid files."""
 
 import functools
+import itertools
 import json
+import os
 import pickle
 import sys
 
@@ -219,3 +221,86 @@ def test_an_absurd_ratio_of_bytes_to_tokens_is_warned_of(tmp_path, caplog, size,
   store_writer.StoreWriter(tmp_path, selection, {}, shards=1).write(lambda shard: [document])
   TokenStore.open(tmp_path, selection.vocabulary)
   assert caplog.text.count(f'has {size:.3g} bytes of text a token') == 2 * warned
+
+
+def damaged(folder, **changes):
+  """A tokenizer.json with other parts."""
+  content = {'version': '1.0', 'added_tokens': [], 'model': {'type': 'WordLevel'}}
+  content['model'] |= {'vocab': {'<eos>': 0, 'a': 1}, 'unk_token': 'a'}
+  file = folder / 'tokenizer.json'
+  file.write_text(json.dumps(content | changes))
+  return file
+
+
+DOUBLING = {'type': 'Replace', 'pattern': {'String': 'a'}, 'content': 'aa'}
+NESTED = {'type': 'Sequence', 'normalizers': [{'type': 'Sequence', 'normalizers': [DOUBLING] * 20}]}
+GROWING = [
+  {'normalizer': {'type': 'Sequence', 'normalizers': [DOUBLING] * 40}},
+  {'normalizer': {'type': 'Sequence', 'normalizers': [NESTED, NESTED]}},
+  {'normalizer': DOUBLING | {'pattern': {'Regex': ''}, 'content': 'b' * 100}},
+  {'normalizer': DOUBLING | {'pattern': {'String': ''}, 'content': 'b' * 100}},
+  {'pre_tokenizer': {'type': 'Sequence', 'pretokenizers': [{'type': 'ByteLevel'}] * 40}},
+  {'decoder': {'type': 'Sequence', 'decoders': [DOUBLING] * 40}},
+  {'normalizer': {'type': 'Sequence', 'normalizers': [{'type': 'NFC'}] * 300}},
+]
+
+
+@pytest.mark.parametrize('changes', GROWING, ids=itertools.count())
+def test_a_tokenizer_that_lets_a_text_grow_is_refused_before_it_is_used(tmp_path, changes):
+  with pytest.raises(ConfigurationError, match=r'tokenizer\.json .*let a text grow .* times'):
+    vocabularies.load(str(damaged(tmp_path, **changes)))
+
+
+@pytest.mark.parametrize(
+  'changes',
+  [
+    {'model': {'type': 'BPE', 'vocab': {}, 'merges': []}},
+    {'model': {'type': 'WordLevel', 'vocab': {'<eos>': 2**31, 'a': 1}, 'unk_token': 'a'}},
+    {
+      'model': {
+        'type': 'BPE',
+        'vocab': {'a': 0, '<eos>': 1, 'a<eos>': 2},
+        'merges': [['a', '<eos>']],
+        'continuing_subword_prefix': 'a panic of Rust',
+      }
+    },
+    {'normalizer': {'type': 'Replace', 'pattern': 7, 'content': 'a'}},
+    {'normalizer': {'type': 'Sequence', 'normalizers': 7}},
+    {'normalizer': 7},
+  ],
+  ids=itertools.count(),
+)
+def test_a_damaged_tokenizer_is_refused(tmp_path, changes):
+  with pytest.raises(ConfigurationError, match=r'The vocabulary .*tokenizer\.json (has ids|is )'):
+    vocabularies.load(str(damaged(tmp_path, **changes)))
+
+
+def test_a_panic_while_a_text_is_read_is_an_error_of_the_vocabulary(tmp_path):
+  codec = vocabularies.load(str(damaged(tmp_path)))
+
+  class PanicException(BaseException):  # as the binding of Rust calls it
+    pass
+
+  def panics(_):
+    raise PanicException('index out of range')
+
+  codec._encode = codec._decode = panics
+  for use in (codec.encode, codec.ids):
+    with pytest.raises(DataError, match=r'cannot encode a text \(index out of range\)'):
+      use('a')
+  with pytest.raises(DataError, match=r'cannot decode ids \(index out of range\)'):
+    codec.decode([1])
+
+
+@pytest.mark.parametrize('name', ['tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja'])
+def test_what_is_no_file_is_refused_beside_a_tokenizer_too(tmp_path, name):
+  tokenizer = damaged(tmp_path)
+  file = tmp_path / name
+  file.unlink(missing_ok=True)
+  os.mkfifo(file)
+  with pytest.raises(ConfigurationError, match=rf'{name} .*it is not a regular file, but a pipe'):
+    vocabularies.load(str(tokenizer))
+  file.unlink()
+  file.symlink_to('missing')
+  with pytest.raises(ConfigurationError, match=rf'{name} .*No such file'):
+    vocabularies.load(str(tokenizer))

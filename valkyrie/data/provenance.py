@@ -16,7 +16,7 @@ from typing import Any
 
 from valkyrie import foreign
 from valkyrie.config import paths, redact
-from valkyrie.data import store_writer, token_store
+from valkyrie.data import store_fields, store_writer, token_store
 from valkyrie.data.records import STREAMED
 from valkyrie.data.source_files import SourceFile, SourceFiles, access
 from valkyrie.data.splits import TRAIN, VALIDATION
@@ -189,8 +189,12 @@ def check_apart(sources: Mapping[str, Selection]) -> None:
 
 def _read(file: pathlib.Path) -> list[list[Any]]:
   """The record of a build: [name, size, time of content, hash, time of the inode] of each file."""
-  with converted((ValueError,), DataError, f'{file} cannot be read', f'Delete {file.parent}.'):
-    return [foreign.json_value(line) for line in foreign.content(file).splitlines()]
+  advice = f'Delete {file.parent}.'
+  with converted((OSError, ValueError), DataError, f'{file} cannot be read', advice):
+    entries = [foreign.json_value(line) for line in foreign.content(file).splitlines()]
+    for entry in entries:
+      store_fields.check_entry(entry, inode=True)
+    return entries
 
 
 def _changes(recorded: Sequence[Sequence[Any]], files: SourceFiles) -> str:

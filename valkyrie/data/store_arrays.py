@@ -4,18 +4,23 @@ Nothing is mapped into memory: a mapped file that is truncated ends its process 
 are read by `pread`, and a file whose size or time has changed is noticed by the next one.
 """
 
+from collections.abc import Mapping
 import errno
 import functools
+import hashlib
 import os
 import pathlib
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from valkyrie import foreign
 from valkyrie.errors import DataError, StorageError, ValkyrieError
 
-REBUILD = "Delete the store's directory and run again to rebuild it."
+REBUILD = (
+  'Build it again by the same build_store command with --rebuild, or delete the folder if it is a '
+  'copy from a bucket.'
+)
 _OPEN_FILES = 64  # that stay open: a store may have more shards than a process may open files
 _OF_THE_DISK = (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT)
 _NPY = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
@@ -133,6 +138,38 @@ def load(path: pathlib.Path, dtype: np.dtype | type, shape: tuple[int | None, ..
   """A whole array; the errors are those of `ArrayFile`."""
   file = ArrayFile(path, np.dtype(dtype), shape)
   return file.read(0, file.length)
+
+
+def check_file(file: pathlib.Path, recorded: Mapping[str, Any], *, content: bool = True) -> None:
+  """Checks that a file has its recorded size and, with `content`, SHA-256.
+
+  Raises:
+    DataError: it has another one, or is not there.
+    StorageError: the disk refuses.
+  """
+  expected = recorded['bytes']
+  digest = recorded['sha256']
+  try:
+    with foreign.opened(file) as stream:
+      size = os.fstat(stream.fileno()).st_size
+      found = hashlib.file_digest(stream, 'sha256').hexdigest() if content else digest
+  except OSError as error:
+    raise unreadable(file, error) from error
+  if size != expected:
+    raise DataError(
+      f'{file} is {"truncated or altered" if size else "empty"}: it has {size} bytes, '
+      f'but {expected} were written. {REBUILD}'
+    )
+  if found != digest:
+    raise DataError(
+      f'{file} is corrupt: its SHA-256 is {found}, but {digest} was written. {REBUILD}'
+    )
+
+
+def file_sha256(file: pathlib.Path) -> str:
+  """The SHA-256 of a file."""
+  with foreign.opened(file) as stream:
+    return hashlib.file_digest(stream, 'sha256').hexdigest()
 
 
 def unreadable(path: pathlib.Path, error: OSError) -> ValkyrieError:

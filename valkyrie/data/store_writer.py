@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from valkyrie import foreign
-from valkyrie.data import shard_record, token_store
+from valkyrie.data import shard_record, store_arrays, store_fields, token_store
 from valkyrie.data.token_store import SHARD_FILE, STORE_FILE, Selection
 from valkyrie.errors import ConfigurationError, DataError, converted, storage_errors
 from valkyrie.storage import file_lock, foreign_names, owned, whole_file
@@ -144,6 +144,7 @@ class StoreWriter:
     if not all((folder / SHARD_FILE).exists() for folder in folders):
       return None
     shards = [self._read_shard(folder) for folder in folders]
+    pairs = [*zip(shards, folders, strict=True)]
     information = self._information() | {key: sum(s[key] for s in shards) for key in COUNTS}
     _check_skipped(str(self.path), information)
     if not information['documents']:
@@ -162,7 +163,7 @@ class StoreWriter:
     with write_errors(self.path):
       stays = np.ones(information['documents'], bool)
       if self.selection.unique:
-        stays = _first_of_equals([np.load(folder / 'hashes.npy') for folder in folders])
+        stays = _first_of_equals([_hashes(shard, folder) for shard, folder in pairs])
         file = self.path / f'duplicates{self.generation}.npy'
         with owned.new_file(file) as stream:
           np.save(stream, np.flatnonzero(~stays))
@@ -171,7 +172,7 @@ class StoreWriter:
         information['duplicates'] = duplicates
         files.append(information['duplicates'])
       information['fingerprint'] = token_store.content_hash([information['vocabulary'], files])
-      lengths = [np.diff(np.load(folder / 'offsets.npy')) for folder in folders]
+      lengths = [np.diff(_offsets(shard, folder)) for shard, folder in pairs]
       information['lengths'] = _histogram(np.concatenate(lengths)[stays])
       whole = information | {'sha256': token_store.content_hash(information)}
       whole_file.write(self.path / STORE_FILE, _json(whole))
@@ -271,9 +272,10 @@ class StoreWriter:
     kinds, message = dict.fromkeys(COUNTS, int), f'{folder} has no readable {SHARD_FILE}'
     with converted((OSError, ValueError), DataError, message, token_store.REBUILD):
       record = foreign.json_object(foreign.content(folder / SHARD_FILE), files=dict, **kinds)
+      store_fields.check_files(record['files'])
     for file, recorded in record['files'].items():
       foreign_names.checked(file, folder / SHARD_FILE, token_store.REBUILD, DataError)
-      token_store.check_file(folder / file, recorded, content=False)
+      store_arrays.check_file(folder / file, recorded, content=False)
     for key, expected in (self._information() | {'name': folder.name}).items():
       if record.get(key) != expected:
         found, wanted = differences(record.get(key), expected)
@@ -294,6 +296,19 @@ def source_file(store: pathlib.Path, generation: str = '') -> pathlib.Path:
 def lock_of(place: pathlib.Path) -> pathlib.Path:
   """The file whose lock has the builder of a shard or of the record of the source."""
   return place.with_name(f'.{place.name.lstrip(".")}.lock')
+
+
+def _offsets(shard: Mapping[str, Any], folder: pathlib.Path) -> np.ndarray:
+  """The starts of the documents of a finished shard, int64 [documents + 1]."""
+  file = folder / token_store.OFFSETS_FILE
+  offsets = store_arrays.load(file, np.int64, (shard['documents'] + 1,))
+  store_fields.check_offsets(file, offsets, shard['tokens'])
+  return offsets
+
+
+def _hashes(shard: Mapping[str, Any], folder: pathlib.Path) -> np.ndarray:
+  """The hashes of the documents of a finished shard, uint8 [documents, 16]."""
+  return store_arrays.load(folder / token_store.HASHES_FILE, np.uint8, (shard['documents'], 16))
 
 
 def differences(found: Any, expected: Any) -> tuple[Any, Any]:
@@ -348,7 +363,7 @@ def _json(content: dict[str, Any]) -> str:
 
 def _recorded(file: pathlib.Path) -> dict[str, Any]:
   """The entry of an array in shard.json or store.json."""
-  return {'bytes': file.stat().st_size, 'sha256': token_store.file_sha256(file)}
+  return {'bytes': file.stat().st_size, 'sha256': store_arrays.file_sha256(file)}
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Token store: a directory of tokenized documents with random access by memory map.
+"""Token store: a directory of tokenized documents with random access.
 
   store.json                      written last: the content and origin of the store, and the
                                   SHA-256 of both
@@ -18,7 +18,7 @@
 
 In a store that has replaced another one, the names of shards and of duplicates.npy have an end.
 
-Arrays are plain .npy files, which any numpy opens; a slice of a document is one `memcpy`.
+Arrays are plain .npy files, which any numpy opens; a slice of a document is one `pread`.
 `store_writer` writes a store, `verify` reads every byte of one again.
 """
 
@@ -37,6 +37,8 @@ import numpy as np
 
 from valkyrie import foreign
 from valkyrie.config import paths, redact
+from valkyrie.data import store_arrays, store_fields
+from valkyrie.data.store_arrays import REBUILD, ArrayFile
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError, DataError, converted
 from valkyrie.storage import foreign_names
@@ -46,13 +48,12 @@ FORMAT = f'{FORMATS}3'
 STORE_FILE = 'store.json'
 SHARD_FILE = 'shard.json'
 TOKENS_FILE = 'tokens.npy'
+OFFSETS_FILE = 'offsets.npy'
+HASHES_FILE = 'hashes.npy'
+KEYS_FILE = 'keys.npy'
 PROMPTS_FILE = 'prompts.npy'
 LATER_PROMPTS_FILE = 'later_prompts.npy'
 DUPLICATES_FILE = 'duplicates.npy'
-REBUILD = (
-  'Build it again by the same build_store command with --rebuild, or delete the folder if it is a '
-  'copy from a bucket.'
-)
 _INTACT, _DAMAGED = 1, 2
 _USUAL_BYTES = (0.25, 20)  # of text a token
 
@@ -135,44 +136,60 @@ class TokenStore:
     self._vocabulary_size: int = information['vocabulary']['size']
     self._shards = information['shards']
 
-    def arrays(name: str, **options: bool) -> list[np.ndarray]:
-      return [_load(path / shard['name'] / name, **options) for shard in self._shards]
+    folders = [path / shard['name'] for shard in self._shards]
+    documents = [shard['documents'] for shard in self._shards]
+    dtype = token_dtype(self._vocabulary_size)
 
-    def arrays_if_any(name: str, length: str) -> list[np.ndarray]:
-      return [
-        _load(path / shard['name'] / name)
-        if name in shard['files']
-        else np.zeros(shard.get(length, 0), np.int64)
-        for shard in self._shards
-      ]
+    def loaded(name: str, dtype: type, more: int = 0) -> list[np.ndarray]:
+      pairs = zip(folders, documents, strict=True)
+      return [store_arrays.load(folder / name, dtype, (count + more,)) for folder, count in pairs]
 
-    self._tokens = arrays(TOKENS_FILE, mapped=True)
-    self._hashes = arrays('hashes.npy', mapped=True)
-    offsets = arrays('offsets.npy')
-    self._first_documents = np.cumsum([0] + [len(o) - 1 for o in offsets])
+    self._tokens = [
+      ArrayFile(folder / TOKENS_FILE, dtype, (shard['tokens'],))
+      for folder, shard in zip(folders, self._shards, strict=True)
+    ]
+    self._hashes = [
+      ArrayFile(folder / HASHES_FILE, np.dtype(np.uint8), (count, 16))
+      for folder, count in zip(folders, documents, strict=True)
+    ]
+    offsets = loaded(OFFSETS_FILE, np.int64, 1)
+    prompts: list[np.ndarray] = []
+    later_prompts: list[np.ndarray] = []
+    for folder, shard, bounds in zip(folders, self._shards, offsets, strict=True):
+      store_fields.check_offsets(folder / OFFSETS_FILE, bounds, shard['tokens'])
+      first, turns = self._read_prompts(shard, bounds)
+      prompts.append(first)
+      later_prompts.append(turns)
+    self._first_documents = np.cumsum([0, *documents])
     kept: slice | np.ndarray = slice(None)
     self._numbers: np.ndarray | None = None  # of the documents that stay, unless all do
     if 'duplicates' in information:
-      numbers = np.arange(self._first_documents[-1])
-      kept = self._numbers = np.delete(
-        numbers, _load(path / duplicates_name(information['duplicates']))
-      )
+      duplicates = store_arrays.load(path / DUPLICATES_FILE, np.int64, (None,))
+      store_fields.check_duplicates(path / DUPLICATES_FILE, duplicates, information['documents'])
+      kept = self._numbers = np.delete(np.arange(information['documents']), duplicates)
     self._first_tokens = np.cumsum([0] + [shard['tokens'] for shard in self._shards])
     self._starts = np.concatenate([o[:-1] for o in offsets])[kept]
     self.lengths = np.concatenate([np.diff(o) for o in offsets])[kept]
-    self.sequence_keys = np.concatenate(arrays('keys.npy'))[kept]
-    self.prompts = np.concatenate(arrays_if_any(PROMPTS_FILE, 'documents'))[kept]
-    later = zip(self._first_tokens, arrays_if_any(LATER_PROMPTS_FILE, ''), strict=False)
+    self.sequence_keys = np.concatenate(loaded(KEYS_FILE, np.uint64))[kept]
+    self.prompts = np.concatenate(prompts)[kept]
+    later = zip(self._first_tokens, later_prompts, strict=False)
     self.later_prompts = np.concatenate([first + places for first, places in later])
     self.tokens = int(self.lengths.sum())
     self._checked = np.zeros(len(self.lengths), np.uint8)  # _INTACT or _DAMAGED once read
-    dtype = token_dtype(self._vocabulary_size)
-    for shard, tokens in zip(self._shards, self._tokens, strict=True):
-      if (tokens.dtype, tokens.shape) != (dtype, (shard['tokens'],)):
-        raise DataError(
-          f'{path / shard["name"] / TOKENS_FILE} is corrupt: it has {tokens.dtype} '
-          f'{list(tokens.shape)}, but {dtype} [{shard["tokens"]}] was written. {REBUILD}'
-        )
+    self._changes = 0  # of the files, up to which `_checked` counts
+
+  def _read_prompts(self, shard: Mapping[str, Any], bounds: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The prompts of a shard whose documents have these bounds, and the places of later ones."""
+    folder = self.path / shard['name']
+    prompts = np.zeros(shard['documents'], np.int64)
+    turns = np.zeros(0, np.int64)
+    if PROMPTS_FILE in shard['files']:
+      prompts = store_arrays.load(folder / PROMPTS_FILE, np.int64, prompts.shape)
+      store_fields.check_places(folder / PROMPTS_FILE, prompts, np.diff(bounds))
+    if LATER_PROMPTS_FILE in shard['files']:
+      turns = store_arrays.load(folder / LATER_PROMPTS_FILE, np.int64, (None,))
+      store_fields.check_turns(folder / LATER_PROMPTS_FILE, turns, shard['tokens'])
+    return prompts, turns
 
   @classmethod
   def open(cls, path: pathlib.Path, vocabulary: Vocabulary) -> 'TokenStore':
@@ -191,7 +208,7 @@ class TokenStore:
         f'{vocabulary.eos_id}). Use that vocabulary or another TaskFeed.data_dir.'
       )
     for name, recorded in recorded_files(information).items():
-      check_file(path / name, recorded, content=not name.endswith(TOKENS_FILE))
+      store_arrays.check_file(path / name, recorded, content=not name.endswith(TOKENS_FILE))
     try:
       warn_of_ratio(path, information)
       return cls(path, information)
@@ -208,7 +225,7 @@ class TokenStore:
     bounds = (self._shards_of(documents), begins, begins + lengths)
     pieces = [np.empty(0, np.int32)]
     for shard, begin, end in zip(*(bound.tolist() for bound in bounds), strict=True):
-      pieces.append(self._tokens[shard][begin:end])
+      pieces.append(self._tokens[shard].read(begin, end))
     return np.concatenate(pieces, dtype=np.int32, casting='unsafe')
 
   def places(self, documents: np.ndarray) -> np.ndarray:
@@ -218,8 +235,13 @@ class TokenStore:
   def damaged(self, documents: np.ndarray) -> np.ndarray:
     """Checks documents, int [documents], by their hashes -> bool [documents], True if damaged.
 
-    A document is read completely the first time that this method gets it; the result is kept.
+    A document is read completely the first time that this method gets it; the result is kept until
+    a file of the store changes.
     """
+    changes = sum(file.changes for file in (*self._tokens, *self._hashes))
+    if changes != self._changes:
+      self._changes = changes
+      self._checked[:] = 0
     for document in documents[self._checked[documents] == 0].tolist():
       self._checked[document] = _INTACT if self.damage(document) is None else _DAMAGED
     return self._checked[documents] == _DAMAGED
@@ -229,12 +251,12 @@ class TokenStore:
     shard = int(self._shards_of(document))
     number = int(self._stored(document) - self._first_documents[shard])
     begin = int(self._starts[document])
-    tokens = self._tokens[shard][begin : begin + int(self.lengths[document])]
+    tokens = self._tokens[shard].read(begin, begin + int(self.lengths[document]))
     place = f'document {number} of {self._shards[shard]["name"]} in the token store {self.path}'
     if tokens.max() >= self._vocabulary_size:
       return f'{place} has the token {tokens.max()}, but there are {self._vocabulary_size} ids'
-    digest = hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
-    if digest != self._hashes[shard][number].tobytes():
+    digest = hashlib.blake2b(tokens, digest_size=16).digest()
+    if digest != self._hashes[shard].read(number, number + 1).tobytes():
       return f'{place} does not have the hash recorded when it was written'
     return None
 
@@ -260,13 +282,15 @@ def read_information(path: pathlib.Path) -> dict[str, Any]:
   """Reads store.json; DataError if it is missing, corrupt or of another format."""
   file = path / STORE_FILE
   try:
-    return information_of(file.read_bytes(), str(file))
+    return information_of(foreign.content(file), str(file))
   except FileNotFoundError as error:
     raise DataError(
       f'{path} is not a finished token store: it has no {STORE_FILE}. Build it with '
       'python -m valkyrie.data.build_store, which continues an earlier build.'
     ) from error
   except OSError as error:
+    raise store_arrays.unreadable(file, error) from error
+  except ValueError as error:
     raise DataError(f'{file} cannot be read ({error}). {REBUILD}') from error
 
 
@@ -281,14 +305,9 @@ def information_of(content: bytes, file: str) -> dict[str, Any]:
     raise DataError(f'{file} has the format {found!r}, expected {FORMAT!r}. {REBUILD}')
   if information.pop('sha256', None) != content_hash(information):
     raise DataError(f'{file} is corrupt: its content does not match its SHA-256. {REBUILD}')
-  try:
-    shards = [shard['name'] for shard in information['shards']]
-    named = [*shards, *recorded_files(information)]
-    _ = [information['vocabulary'][name] for name in ('fingerprint', 'size', 'eos_id')]
-    for recorded in recorded_files(information).values():
-      _ = recorded['bytes'], recorded['sha256']
-  except (AttributeError, KeyError, TypeError) as error:
-    raise DataError(f'{file} does not list its shards ({error!r}). {REBUILD}') from error
+  with converted((ValueError,), DataError, f'{file} does not list its shards', REBUILD):
+    store_fields.check(information)
+  named = [*(shard['name'] for shard in information['shards']), *recorded_files(information)]
   for name in named:
     foreign_names.checked(name, file, f'No array was read. {REBUILD}', DataError)
   return information
@@ -331,41 +350,9 @@ def duplicates_name(recorded: Mapping[str, Any]) -> str:
   return recorded.get('name', DUPLICATES_FILE)
 
 
-def check_file(file: pathlib.Path, recorded: dict[str, Any], *, content: bool = True):
-  """DataError naming the file unless it has its recorded size and, with `content`, SHA-256."""
-  expected = recorded['bytes']
-  try:
-    found = file.stat().st_size
-  except OSError as error:
-    raise DataError(
-      f'The token store lacks {file} ({error.strerror}) of {expected} bytes. {REBUILD}'
-    ) from error
-  if found != expected:
-    raise DataError(
-      f'{file} is {"empty" if not found else "truncated or altered"}: it has {found} bytes, '
-      f'but {expected} were written. {REBUILD}'
-    )
-  if content and (found := file_sha256(file)) != recorded['sha256']:
-    raise DataError(
-      f'{file} is corrupt: its SHA-256 is {found}, but {recorded["sha256"]} was written. {REBUILD}'
-    )
-
-
 def verify(path: pathlib.Path) -> dict[str, Any]:
   """Reads every byte of a store and returns store.json; DataError names a bad file."""
   information = read_information(path)
   for name, recorded in recorded_files(information).items():
-    check_file(path / name, recorded)
+    store_arrays.check_file(path / name, recorded)
   return information
-
-
-def file_sha256(file: pathlib.Path) -> str:
-  with file.open('rb') as stream:
-    return hashlib.file_digest(stream, 'sha256').hexdigest()
-
-
-def _load(file: pathlib.Path, *, mapped: bool = False) -> np.ndarray:
-  # numpy parses the header as Python and raises many types.
-  with converted((Exception,), DataError, f'{file} is not a readable array', REBUILD):
-    # Slicing an np.memmap costs ten times as much as slicing an ndarray that views it.
-    return np.asarray(np.load(file, mmap_mode='r' if mapped else None, allow_pickle=False))

@@ -12,11 +12,13 @@ settings the file brings.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+import contextlib
 import filecmp
 import functools
 import hashlib
 import itertools
 import logging
+import os
 import pathlib
 import re
 from typing import Any, Protocol
@@ -27,10 +29,12 @@ import numpy as np
 from valkyrie import foreign, packages
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.paths import TOKENIZER
-from valkyrie.errors import ConfigurationError, DataError, converted
+from valkyrie.data import tokenizer_file
+from valkyrie.errors import ConfigurationError, DataError, converted, reason_of
 from valkyrie.storage import whole_file
 
 _CONFIGURATION, TEMPLATE = 'tokenizer_config.json', 'chat_template.jinja'  # beside the file
+_LARGEST = 2**26  # bytes of a configuration or a template
 _CONTEXT = 64  # characters that decide how the text after them begins
 ANY_TEXT = '#'  # stands for a text that is not known
 # The tokenizers of transformers that begin a text with BOS, unless their configuration says no.
@@ -104,13 +108,13 @@ class FileVocabulary(Vocabulary):
     Raises a DataError if the text is not Unicode, or if its EOS cannot be divided.
     """
     as_utf8(text, 'A text')
-    ids = self._encode(text)
+    ids = self._pieces(text)
     if self.eos_id in ids:
       first, rest = map(re.escape, (self._eos[:1], self._eos[1:]))
       pieces = re.split(f'(?<={first})(?={rest})', text)
-      ids = self._encode(pieces[0])
+      ids = self._pieces(pieces[0])
       for piece in pieces[1:]:
-        ids += following(self._encode, ANY_TEXT, piece)
+        ids += following(self._pieces, ANY_TEXT, piece)
     if self.eos_id in ids:
       raise DataError(
         f'A text contains what {self.file} encodes as its EOS, {self._eos!r}, which ends '
@@ -118,7 +122,23 @@ class FileVocabulary(Vocabulary):
       )
     return ids
 
+  def decode(self, ids: Iterable[int]) -> str:
+    """The text of ids; those outside the vocabulary are left out."""
+    with self._damage('decode ids'):
+      return self._decode([int(i) for i in ids if 0 <= i < self.size])
+
+  def _pieces(self, text: str) -> list[int]:
+    with self._damage('encode a text'):
+      return self._encode(text)
+
+  def _damage(self, work: str) -> contextlib.AbstractContextManager[None]:
+    """Converts what the codec raises; some damage shows only when it is used."""
+    failure = f'The vocabulary {self.file} cannot {work}'
+    return tokenizer_file.refused(failure, DataError, 'Copy it again.')
+
   def _encode(self, text: str) -> list[int]: ...
+
+  def _decode(self, ids: list[int]) -> str: ...
 
 
 class SentencePieceVocabulary(FileVocabulary):
@@ -133,6 +153,7 @@ class SentencePieceVocabulary(FileVocabulary):
     with converted((RuntimeError, OSError), ConfigurationError, message, advice):
       self._processor.LoadFromSerializedProto(content)
     self.size = self._processor.GetPieceSize()
+    _check_size(path, self.size)
     self.eos_id = self._processor.eos_id()
     if self.eos_id < 0:
       raise ConfigurationError(
@@ -147,8 +168,8 @@ class SentencePieceVocabulary(FileVocabulary):
   def _encode(self, text: str) -> list[int]:
     return self._processor.EncodeAsIds(text)
 
-  def decode(self, ids: Iterable[int]) -> str:
-    return self._processor.DecodeIds([int(i) for i in ids if 0 <= i < self.size])
+  def _decode(self, ids: list[int]) -> str:
+    return self._processor.DecodeIds(ids)
 
   @functools.cached_property
   def specials(self) -> dict[str, int]:
@@ -168,9 +189,11 @@ class HuggingFaceVocabulary(FileVocabulary):
     message = f'The vocabulary {path} is not a Hugging Face tokenizer.json'
     advice = 'Use a file that the save method of tokenizers wrote.'
     with converted((Exception,), ConfigurationError, message, advice):  # as tokenizers raises
+      tokenizer_file.check(content)
       self._tokenizer = tokenizers.Tokenizer.from_str(content.decode('utf-8'))
     ids = self._tokenizer.get_vocab(with_added_tokens=True)
-    self.size = max(ids.values()) + 1
+    self.size = max(ids.values(), default=-1) + 1
+    _check_size(path, self.size)
     config = configuration(path)
     self._eos = _eos_name(path, config, ids)
     self.eos_id = ids[self._eos]
@@ -214,12 +237,12 @@ class HuggingFaceVocabulary(FileVocabulary):
     """As `ids`, but the names of special tokens in the text are these tokens."""
     self._tokenizer.encode_special_tokens = False
     try:
-      return np.asarray(self._encode(text), np.int32)
+      return np.asarray(self._pieces(text), np.int32)
     finally:
       self._tokenizer.encode_special_tokens = True
 
-  def decode(self, ids: Iterable[int]) -> str:
-    return self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.size])
+  def _decode(self, ids: list[int]) -> str:
+    return self._tokenizer.decode(ids)
 
   @functools.cached_property
   def specials(self) -> dict[str, int]:
@@ -279,15 +302,18 @@ def load(specification: str) -> Vocabulary:
       '.model file, or the path of a Hugging Face tokenizer.json.'
     )
   try:
-    content = path.read_bytes()
-  except OSError as error:
+    content = foreign.content(path, tokenizer_file.LARGEST)
+  except (OSError, ValueError) as error:
     raise ConfigurationError(
-      f'The vocabulary file {path} cannot be read ({error.strerror}). Check its path.'
+      f'The vocabulary file {path} cannot be read ({reason_of(error)}). Check its path.'
     ) from error
   if not content:
     raise ConfigurationError(f'The vocabulary file {path} is empty. Copy or download it again.')
   _, codec = _CODECS[path.suffix]
-  vocabulary = codec(path, content)
+  with tokenizer_file.refused(
+    f'The vocabulary {path} is damaged', ConfigurationError, 'Copy it again.'
+  ):
+    vocabulary = codec(path, content)
   vocabulary.fingerprint, vocabulary.file = fingerprint(path, content, vocabulary.bos), path
   return vocabulary
 
@@ -303,7 +329,7 @@ def copy(vocabulary: Vocabulary, folder: pathlib.Path) -> None:
   for name in (vocabulary.file.name, _CONFIGURATION, TEMPLATE):
     file, copied = vocabulary.file.with_name(name), folder / names.get(name, name)
     if file.is_file() and not (copied.is_file() and filecmp.cmp(file, copied, shallow=False)):
-      whole_file.write(copied, file.read_bytes())
+      whole_file.write(copied, foreign.content(file, tokenizer_file.LARGEST))
 
 
 @may_change_on_resume('vocabulary')  # the fingerprint tells
@@ -321,21 +347,30 @@ def configuration(path: pathlib.Path) -> dict[str, Any]:
   """
   beside, template = path.with_name(_CONFIGURATION), path.with_name(TEMPLATE)
   try:
-    content = foreign.content(beside) if beside.is_file() else b'{}'
+    content = foreign.content(beside, _LARGEST) if os.path.lexists(beside) else b'{}'
     found = foreign.json_object(content, add_bos_token=bool | None)
     for name in ('bos_token', 'eos_token'):
       if isinstance(token := found.get(name), dict):
         found[name] = token.get('content')
       if not isinstance(found.get(name), str | None):
         raise ValueError(f'its field {name!r} has {token!r:.40}')
-    if template.is_file():
+    if os.path.lexists(template):
       beside = template
-      found['chat_template'] = foreign.content(template).decode()
+      found['chat_template'] = foreign.content(template, _LARGEST).decode()
   except (OSError, ValueError) as error:
     raise ConfigurationError(
-      f'{beside} is not a tokenizer configuration ({error}). Copy or download it again.'
+      f'{beside} is not a tokenizer configuration ({foreign.reason(error)}). Copy or download it '
+      'again.'
     ) from error
   return {name: value for name, value in found.items() if value is not None}
+
+
+def _check_size(path: pathlib.Path, size: int) -> None:
+  if not 0 < size <= tokenizer_file.MOST_TOKENS:
+    raise ConfigurationError(
+      f'The vocabulary {path} has ids up to {size - 1:,}, expected from 1 to '
+      f'{tokenizer_file.MOST_TOKENS:,} tokens. Copy or download it again.'
+    )
 
 
 def _bos_id(path: pathlib.Path, found: int | None) -> int:

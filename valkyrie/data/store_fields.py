@@ -1,0 +1,112 @@
+"""Checks of a token store's records and arrays, which anyone can write with hashes that fit.
+
+A ValueError says what is wrong in a record, a DataError names the file of an array.
+"""
+
+from collections.abc import Mapping
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from valkyrie import foreign
+from valkyrie.data.store_arrays import REBUILD
+from valkyrie.errors import DataError
+
+
+def check(information: Mapping[str, Any]) -> None:
+  """Raises a ValueError if a store.json lacks a field, or has one of another type or size."""
+  counts = dict.fromkeys(('documents', 'tokens', 'text_bytes'), int)
+  skipped = dict.fromkeys(('skipped_empty', 'skipped_one_token'), int | None)
+  foreign.fields(
+    information,
+    **counts,
+    **skipped,
+    task=str,
+    split=str,
+    fingerprint=str,
+    source=dict,
+    vocabulary=dict,
+    shards=list,
+    lengths=dict | None,
+    origin=dict | None,
+  )
+  foreign.fields(information['vocabulary'], fingerprint=str, size=int, eos_id=int)
+  for shard in information['shards']:
+    foreign.fields(shard, name=str, documents=int, tokens=int, files=dict)
+    check_files(shard['files'])
+  if 'duplicates' in information:
+    foreign.fields(information['duplicates'], bytes=int, sha256=str, documents=int)
+  for name in ('documents', 'tokens'):
+    found = [shard[name] for shard in information['shards']]
+    if min(found, default=-1) < 0 or sum(found) != information[name] or not sum(found):
+      raise ValueError(f'its shards have {found!r:.80} {name}, and it has {information[name]}')
+  if information['text_bytes'] < 1 or information['vocabulary']['size'] < 1:
+    raise ValueError('its text or its vocabulary is empty')
+  if any(not begin.isdecimal() or type(n) is not int for begin, n in lengths_of(information)):
+    raise ValueError(f'its field lengths has {information["lengths"]!r:.80}')
+  if information.get('origin') is not None:
+    _check_origin(information['origin'])
+
+
+def check_files(files: Mapping[str, Any]) -> None:
+  """Raises a ValueError unless each file has its size and hash."""
+  for recorded in files.values():
+    foreign.fields(recorded, bytes=int, sha256=str)
+
+
+def lengths_of(information: Mapping[str, Any]) -> list[tuple[str, Any]]:
+  """The numbers of documents by their least length, as store.json has them."""
+  return [*(information.get('lengths') or {}).items()]
+
+
+def _check_origin(origin: Mapping[str, Any]) -> None:
+  foreign.fields(origin, location=str | list, formats=list, files=list)
+  texts = [*origin['formats']]
+  if isinstance(origin['location'], list):
+    texts += origin['location'] or [None]
+  if not all(isinstance(text, str) for text in texts):
+    raise ValueError(f'its origin has {texts!r:.80}')
+  for entry in origin['files']:
+    check_entry(entry, inode=False)
+
+
+def check_entry(entry: Any, *, inode: bool) -> None:
+  """Raises a ValueError unless an entry is of a file: [name, size, time, hash, time of its inode].
+
+  The last one only if it has the time of an `inode`.
+  """
+  types = (str, int, int, str | None, *([int] if inode else []))
+  fits = isinstance(entry, list) and len(entry) == len(types)
+  if not fits or not all(isinstance(value, kind) for value, kind in zip(entry, types, strict=True)):
+    raise ValueError(f'it has {entry!r:.80} where a file was expected')
+
+
+def check_offsets(file: pathlib.Path, offsets: np.ndarray, tokens: int) -> None:
+  """Checks the starts of documents, int64 [documents + 1]: each document has a token, or more."""
+  if offsets[0] != 0 or offsets[-1] != tokens or (np.diff(offsets) < 1).any():
+    raise _corrupt(file, f'they are not the starts of documents of {tokens} tokens')
+
+
+def check_places(file: pathlib.Path, places: np.ndarray, most: np.ndarray | int) -> None:
+  """Checks prompts, int64: each is from 0 to `most`."""
+  if (places < 0).any() or (places > most).any():
+    raise _corrupt(file, 'they are not within the documents')
+
+
+def check_turns(file: pathlib.Path, turns: np.ndarray, tokens: int) -> None:
+  """Checks begins and ends of later prompts, int64 [2 * prompts], which increase."""
+  check_places(file, turns, tokens)
+  if len(turns) % 2 or (np.diff(turns) < 0).any():
+    raise _corrupt(file, 'they are not begins and ends in turns')
+
+
+def check_duplicates(file: pathlib.Path, numbers: np.ndarray, documents: int) -> None:
+  """Checks the numbers of documents that are left out, int64, which increase and are not all."""
+  check_places(file, numbers, documents - 1)
+  if len(numbers) >= documents or (np.diff(numbers) < 1).any():
+    raise _corrupt(file, f'they are not some of {documents} documents')
+
+
+def _corrupt(file: pathlib.Path, reason: str) -> DataError:
+  return DataError(f'{file} is corrupt: its numbers are wrong, since {reason}. {REBUILD}')
