@@ -1,6 +1,6 @@
 """Location of a run's token store: built on first use, or copied from a bucket.
 
-The arrays of a store are mapped into memory, so a run copies a store in a bucket to its cache. The
+A run reads slices of a store at random, so it copies a store in a bucket to its cache. The
 name of the copy contains the hash of store.json, so a replaced store is copied anew. A file gets
 its name when it is complete, and store.json comes last, so a killed copy continues where it was.
 """
