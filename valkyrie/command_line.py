@@ -43,8 +43,8 @@ _FLAGS = f"""
 --gin.NAME=VALUE  set a macro (--gin.chunk_size=8192) or bind a parameter (--gin.S5.state_size=64);
   repeatable
 --gin_search_paths DIRS  folders, separated by commas, to search for gin files and includes
---gin_allow_import PACKAGE  a package of yours that gin files may import, and thereby execute;
-  repeatable
+--gin_allow_import PACKAGE  a package of yours that gin files may import, and thereby execute; the
+  current folder is searched for it, too; repeatable
 --model_dir DIR  the directory of the run, or its address in a bucket, such as gs://BUCKET/FOLDER
   (default: runs/NAME of the gin file, below the current folder)
 --run_mode  default: train

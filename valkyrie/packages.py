@@ -1,12 +1,42 @@
-"""Optional packages: the command that installs one for the Python of this process.
+"""Packages: the command that installs a missing one, and the one that starts a module of ours.
 
-It names the package that is missing, never this one: `valkyrie` on the public index is a package of
-somebody else.
+The first names the package that is missing, never this one: `valkyrie` on the public index is a
+package of somebody else.
 """
 
+from collections.abc import Iterator
+import contextlib
 import importlib.util
+import os
+import pathlib
 import shlex
 import sys
+
+
+def start(module: str) -> list[str]:
+  """The command that runs a module of this package in a process of its own.
+
+  -P leaves out the current folder, which may be a stranger's, with a folder `valkyrie`.
+  """
+  in_current_folder = pathlib.Path(__file__).resolve().parents[1] == pathlib.Path.cwd()
+  return [sys.executable, *([] if in_current_folder else ['-P']), '-m', module]
+
+
+@contextlib.contextmanager
+def without_current_folder() -> Iterator[None]:
+  """A context, or a decorator: a Python that starts in it does not search the current folder.
+
+  The processes of multiprocessing search it for their first modules, before they have our path.
+  """
+  before = os.environ.get('PYTHONSAFEPATH')
+  os.environ['PYTHONSAFEPATH'] = '1'
+  try:
+    yield
+  finally:
+    if before is None:
+      del os.environ['PYTHONSAFEPATH']
+    else:
+      os.environ['PYTHONSAFEPATH'] = before
 
 
 def install(requirement: str) -> str:

@@ -51,6 +51,27 @@ def strangers(harness: Harness, times: int) -> Iterator[Trial]:
 
 
 @fault(
+  'a run that is resumed in its folder, which holds a numpy.py of a stranger',
+  'goes on, nothing of the folder is imported',
+  full=3,
+  short=1,
+)
+def current_folders(harness: Harness, times: int) -> Iterator[Trial]:
+  for module in ('numpy', 'gin', 'socket')[:times]:
+    name = harness.new()
+    folder = harness.folder / name
+    harness.run(name, steps=1)
+    (folder / f'{module}.py').write_text(
+      'import pathlib\npathlib.Path(__file__).with_suffix(".imported").touch()\n'
+    )
+    failure = harness.ending(name, harness.start(name, cwd=folder))
+    if (folder / f'{module}.imported').exists():
+      failure = f'{module}.py of the folder was imported'
+    yield Trial(module, failure)
+    harness.forget(name)
+
+
+@fault(
   'an include of a file that is no gin file',
   'is refused with 78, none of its lines is quoted',
   full=2,

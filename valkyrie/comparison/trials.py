@@ -10,6 +10,7 @@ import sys
 import time
 from typing import Any, NamedTuple
 
+from valkyrie import packages
 from valkyrie.config import parse, record
 from valkyrie.config.load import Configuration, load_gin
 from valkyrie.config.modules import CONFIGURABLE_MODULES
@@ -152,8 +153,8 @@ def train(trial: Trial) -> Run | None:
   log = pathlib.Path(f'{trial.folder}.log')
   log.parent.mkdir(parents=True, exist_ok=True)
   whole_file.write(_program_file(trial), shlex.join(trial.program))
-  python = [sys.executable, '-m'] if trial.program == VALKYRIE else []
-  command = [*python, *trial.program, *trial.flags]
+  program = packages.start(*VALKYRIE) if trial.program == VALKYRIE else trial.program
+  command = [*program, *trial.flags]
   # A run that was stopped during its last evaluation has no step left, only this evaluation.
   for mode in ([], ['--run_mode=eval']):
     with log.open('a') as output:

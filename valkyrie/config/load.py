@@ -17,7 +17,7 @@ from typing import Any
 import gin
 from gin import config as gin_config
 
-from valkyrie.config import check, parse, record, redact, value_types
+from valkyrie.config import check, current_folder, parse, record, redact, value_types
 from valkyrie.errors import ConfigurationError
 
 _ONE_AT_A_TIME = threading.RLock()  # gin has one configuration for all threads
@@ -48,10 +48,13 @@ def load_gin(
     flags: '--gin.NAME=VALUE' arguments; the last one of a name wins.
     run: the directory of a run, whose recorded configuration comes first.
     search_paths: folders to search for files and includes, after the current folder.
-    allowed_imports: packages that gin files may import besides valkyrie.
+    allowed_imports: packages that gin files may import besides valkyrie; the current folder is
+      searched for them, too.
     modules: the modules that define configurables, imported before gin is locked.
   """
   statements = parse.read(files, flags, search_paths, allowed_imports)
+  for package in allowed_imports:
+    current_folder.search(package)
   if run is not None:
     overridden = {statement.name for statement in statements if statement.is_binding}
     statements = record.read_configuration(run, allowed_imports, overridden) + statements

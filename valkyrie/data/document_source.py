@@ -19,6 +19,7 @@ import zlib
 
 import numpy as np
 
+from valkyrie.config import current_folder
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.data import store_writer, vocabularies
 from valkyrie.data.source_files import SourceFiles
@@ -113,6 +114,8 @@ def loaded(task: str) -> tuple[str, str]:
   if not colon:
     name = task
     module = f'{OURS}.{task.replace("/", ".").split(".")[0]}'
+  else:
+    current_folder.search(module)
   try:
     found = importlib.util.find_spec(module) is not None
   except (ImportError, ValueError):

@@ -22,7 +22,7 @@ from typing import Any
 
 import tqdm
 
-from valkyrie import foreign
+from valkyrie import foreign, packages
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.data import (
   apart,
@@ -188,6 +188,7 @@ class _Progress(tqdm.tqdm):
     self.update(shards)
 
 
+@packages.without_current_folder()
 def _in_processes(
   opened: Callable[[], Bench], numbers: Iterable[int], count: int, progress: _Progress
 ) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import tqdm
 
-from valkyrie import errors
+from valkyrie import errors, packages
 from valkyrie.config import paths, redact
 from valkyrie.data import chat_template, token_store
 from valkyrie.data.token_store import STORE_FILE, Selection, TokenStore, read_information
@@ -27,7 +27,7 @@ from valkyrie.distributed import heartbeat
 from valkyrie.errors import DataError, StorageError
 from valkyrie.storage import file_lock, owned, whole_file
 
-_COMMAND = ('python', '-m', 'valkyrie.data.build_store')
+_BUILD_STORE = 'valkyrie.data.build_store'
 _BLOCK = 2**23  # bytes that are read at once
 _UPLOAD = 'Upload the whole store again, store.json last.'
 
@@ -200,7 +200,7 @@ def build(arguments: Sequence[str], task: str) -> Any:
   # It searches packages, such as a user's own, where this process does.
   path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
   with subprocess.Popen(
-    [sys.executable, *_COMMAND[1:], '--for_a_run', *arguments],
+    [*packages.start(_BUILD_STORE), '--for_a_run', *arguments],
     stdin=subprocess.PIPE,
     stdout=subprocess.PIPE,
     text=True,
@@ -221,4 +221,4 @@ def build(arguments: Sequence[str], task: str) -> Any:
 
 
 def _command(arguments: Sequence[str]) -> str:
-  return shlex.join([*_COMMAND, *arguments])
+  return shlex.join(['python', '-m', _BUILD_STORE, *arguments])
