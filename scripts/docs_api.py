@@ -20,7 +20,9 @@ def on_config(config):
 
 
 def on_page_markdown(markdown, **_):
-  """Turns the name of a file after ``` into a title."""
+  """Turns the name of a file after ``` into a title, and links out of docs/ to the site."""
+  for name, page in REPOSITORY_PAGES.items():
+    markdown = markdown.replace(f'](../{name}.md', f']({page}.md')
   return re.sub(r'^```(\w+) (\S+)$', r'```\1 title="\2"', markdown, flags=re.MULTILINE)
 
 
@@ -29,6 +31,8 @@ def on_files(files, config):
   for source, page in REPOSITORY_PAGES.items():
     text = (ROOT / f'{source}.md').read_text()
     text = re.sub(r'\]\(docs/', '](', text)
+    # The site has no gin files: of a link to one, its text stays.
+    text = re.sub(r'\[([^]]*)\]\(gin/[^)]*\)', r'\1', text)
     for name, other in REPOSITORY_PAGES.items():
       text = text.replace(f']({name}.md', f']({other}.md')
     files.append(File.generated(config, f'{page}.md', content=text))
