@@ -154,6 +154,42 @@ def test_programs_that_another_process_deletes_meanwhile_do_not_matter(tmp_path,
   assert not [*tmp_path.iterdir()]
 
 
+def test_a_start_leaves_alone_what_another_one_has_not_sealed_yet(start, tmp_path):
+  program = SCRIPT.replace('print(hits', 'print("compiled", flush=True)\ninput()\nprint(hits')
+  environment = {'JAX_COMPILATION_CACHE_DIR': '', 'VALKYRIE_CACHE': str(tmp_path)}
+  with subprocess.Popen(
+    [sys.executable, '-c', program.replace('tanh', 'sinh')],
+    env={**os.environ, **environment},
+    cwd=pathlib.Path(__file__).parents[1],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+  ) as first:
+    assert first.stdout is not None
+    assert [first.stdout.readline() for _ in range(2)] == ['None\n', 'compiled\n']
+    made = {file: file.stat().st_ino for file in programs(tmp_path)}
+    assert made and not [*tmp_path.glob('compiled/*/*.sha256')]
+    start()
+    assert made.items() <= {file: file.stat().st_ino for file in programs(tmp_path)}.items()
+    first.communicate('\n')
+  assert not [*tmp_path.glob('compiled/*/.start*')]
+
+
+def test_the_programs_of_a_killed_start_are_removed_by_the_next(start, tmp_path):
+  program = f'{SCRIPT}\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)'
+  environment = {'JAX_COMPILATION_CACHE_DIR': '', 'VALKYRIE_CACHE': str(tmp_path)}
+  subprocess.run(
+    [sys.executable, '-c', program],
+    env={**os.environ, **environment},
+    cwd=pathlib.Path(__file__).parents[1],
+    check=False,
+  )
+  (left,) = tmp_path.glob('compiled/*/.start*')
+  assert left.is_dir() and programs(tmp_path)
+  assert start() == ('None', 0)
+  assert not [*tmp_path.glob('compiled/*/.start*')]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason='only root can give a directory away')
 def test_a_directory_of_another_user_is_not_used(start, tmp_path):
   start()

@@ -3,13 +3,14 @@
 import json
 import os
 import pathlib
+import resource
 import subprocess
 import sys
 
 import pytest
 
-from valkyrie.errors import DataError
-from valkyrie.inference.infer import _read_prompts
+from valkyrie.errors import DataError, StorageError
+from valkyrie.inference.infer import _read_prompts, _writer
 
 SCRIPT = """
 import sys
@@ -96,3 +97,35 @@ def test_a_prompt_that_is_no_text_is_named_by_its_line(tmp_path, line, message, 
   assert _read_prompts(file) == ['é', '😀']
   (tmp_path / 'prompts.txt').write_bytes('\ufeffone\r\n{"two"}'.encode())
   assert _read_prompts(tmp_path / 'prompts.txt') == ['one', '{"two"}']
+
+
+@pytest.mark.parametrize('ending', [KeyboardInterrupt, SystemExit, ValueError])
+def test_an_interrupted_output_leaves_nothing_in_the_way_of_the_next_try(tmp_path, ending):
+  output = tmp_path / 'answers.jsonl'
+  with pytest.raises(ending), _writer(str(output)) as file:
+    print('a line', file=file, flush=True)
+    raise ending
+  assert not [*tmp_path.iterdir()]
+  with _writer(str(output)) as file:
+    print('é', file=file)
+  assert output.read_text(encoding='utf-8') == 'é\n'
+  with pytest.raises(StorageError, match='is there already'), _writer(str(output)):
+    pass
+
+
+def test_an_output_that_the_disk_does_not_take_leaves_nothing(tmp_path):
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+  try:
+    with pytest.raises(StorageError, match='make room'), _writer(f'{tmp_path}/a') as file:
+      print('a line' * 100, file=file, flush=True)
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+  assert not [*tmp_path.iterdir()]
+
+
+def test_an_output_that_is_a_link_is_not_written(tmp_path):
+  (tmp_path / 'link').symlink_to(tmp_path / 'prompts.txt')
+  with pytest.raises(StorageError, match='is there already'), _writer(f'{tmp_path}/link'):
+    pass
+  assert not (tmp_path / 'prompts.txt').exists()

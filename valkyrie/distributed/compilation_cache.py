@@ -1,12 +1,14 @@
 """Compiled programs of earlier runs, kept beside the token stores by jax's compilation cache.
 
     CACHE/compiled/KEY/*-cache          a program; KEY stands for the processor and jaxlib
+    CACHE/compiled/KEY/.start.*/        empty; a process that lives, and writes programs here
     CACHE/compiled/KEY/process-*-cache  a program of a process other than 0, which jax does not keep
     CACHE/compiled/KEY/*-cache.sha256   the hash of a program
     CACHE/compiled/precompiled/*-cache  a program of --run_mode=precompile, also for other machines
 
 A program is code. So only its owner can read the directory, a directory of another owner is not
-used, and a program without a hash or with another one is deleted before jax can read it.
+used, and a program with another hash than its own is deleted before jax can read it. So is one
+without a hash, which a killed process has left, unless a process that lives may have written it.
 """
 
 import atexit
@@ -28,13 +30,15 @@ import jaxlib.version
 
 from valkyrie.config import paths
 from valkyrie.errors import StorageError
-from valkyrie.storage import whole_file
+from valkyrie.storage import owned, whole_file
 
 _PRECOMPILED = 'compiled/precompiled'
 _MAX_BYTES = 2**30  # of all programs; the oldest are deleted
 _REFUSED = 'compiled programs are not kept:'
+_START = 'start'
 _LEAST_SECONDS = 0.2  # of a compilation that is worth a file
 _jax: Any = jax.config  # whose options have no types
+_own = contextlib.ExitStack()  # the folder that shows that this process lives
 
 
 def enable() -> str | None:
@@ -48,11 +52,11 @@ def enable() -> str | None:
     return None
   if (address := str(epath.Path(directory))) != str(directory):  # as jax reads it
     return f'{_REFUSED} jax takes {directory} for {address}'
-  if problem := _private(directory) or _private(paths.cache() / _PRECOMPILED):
+  if problem := _private(paths.cache() / _PRECOMPILED) or _private(directory, is_used=True):
     return problem
   _jax.update('jax_compilation_cache_dir', str(directory))
   _jax.update('jax_persistent_cache_min_compile_time_secs', _LEAST_SECONDS)
-  atexit.register(seal)
+  atexit.register(_end)
   return None
 
 
@@ -69,7 +73,6 @@ def keep(
     _write(file, program, seconds)
   except (StorageError, ValueError, RuntimeError) as error:
     return f'{_REFUSED} {error}'
-  _seal(file.parent)
   return str(file)
 
 
@@ -87,8 +90,8 @@ def compiled(
     return lowered.compile(), None
   name = _name(lowered, devices)
   own = directory / f'process-{process}-of-{jax.process_count()}-{name}-cache'
-  for file in (precompiled / f'{name}-cache', own):
-    # There is none, or one of another jax.
+  for file in filter(_is_sealed, (precompiled / f'{name}-cache', own)):
+    # It is one of another jax.
     with contextlib.suppress(OSError, ValueError, RuntimeError, pickle.UnpicklingError):
       seconds, _, content = file.read_bytes().partition(b'\n')
       program = serialize_executable.deserialize_and_load(
@@ -106,21 +109,29 @@ def compiled(
 
 def _write(file: pathlib.Path, program: jax.stages.Compiled, seconds: float) -> None:
   content = serialize_executable.serialize(program)[0]
-  whole_file.write(file, f'{seconds:.1f}\n'.encode() + content)
+  _keep(file, f'{seconds:.1f}\n'.encode() + content)
+
+
+def _keep(file: pathlib.Path, content: bytes) -> None:
+  """Writes a program, after its hash: between the two, an earlier program counts as damaged."""
+  whole_file.write(_hash_file(file), hashlib.sha256(content).hexdigest())
+  whole_file.write(file, content)
 
 
 def seal() -> None:
   """Writes the hashes of newly compiled programs; a program without a hash is not used."""
-  if directory := _directory():
-    _seal(directory)
-
-
-def _seal(directory: pathlib.Path) -> None:
-  with contextlib.suppress(OSError):  # of a full disk: the programs are compiled again
+  if (directory := _directory()) is None:
+    return
+  with contextlib.suppress(OSError, StorageError):  # a full disk: they are compiled again
     for program in directory.glob('*-cache'):
-      hash_file = pathlib.Path(f'{program}.sha256')
-      if not hash_file.exists():
-        hash_file.write_bytes(_hash(program))
+      if not _hash_file(program).exists():
+        whole_file.write(_hash_file(program), _hash(program))
+
+
+def _end() -> None:
+  """Ends the use of the directory by this process."""
+  seal()
+  _own.close()
 
 
 def _directory() -> pathlib.Path | None:
@@ -134,8 +145,11 @@ def _is_others() -> bool:
   return bool(_jax.jax_compilation_cache_dir) or not _jax.jax_enable_compilation_cache
 
 
-def _private(directory: pathlib.Path) -> str | None:
-  """Makes a directory of programs that only its owner reads, and cleans it; returns why not."""
+def _private(directory: pathlib.Path, is_used: bool = False) -> str | None:
+  """Makes a directory of programs that only its owner reads, and cleans it; returns why not.
+
+  is_used: whether this process writes programs there from now on.
+  """
   try:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     for place in (directory.parent, directory):
@@ -145,6 +159,8 @@ def _private(directory: pathlib.Path) -> str | None:
       if found.st_mode & 0o077:
         place.chmod(0o700)
     _clean(directory)
+    if is_used:
+      _own.enter_context(owned.temporary_folder(directory / _START))
   except OSError as error:
     return f'{_REFUSED} {directory}: {error.strerror}'
   return None
@@ -163,21 +179,46 @@ def _name(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> str:
 
 
 def _clean(directory: pathlib.Path) -> None:
-  """Deletes programs that changed since they were sealed, and the oldest ones above the limit."""
-  programs = []
-  for program in directory.glob('*-cache'):
-    with contextlib.suppress(FileNotFoundError):  # another process deletes it, too
-      found = program.stat()
-      programs.append((found.st_mtime, found.st_size, program))
+  """Deletes programs that are damaged or unfinished, and the oldest ones above the limit."""
+  owned.remove_litter(directory)
+  starts = [_time(place) for place in owned.unfinished(directory, _START)]
+  others_since = min(starts, default=float('inf'))  # their programs may lack a hash still
+  programs = sorted(directory.glob('*-cache'), key=_time, reverse=True)
   total = 0
-  for _, size, program in sorted(programs, reverse=True):
-    total += size
-    hash_file = pathlib.Path(f'{program}.sha256')
-    with contextlib.suppress(FileNotFoundError):
-      if total <= _MAX_BYTES and hash_file.read_bytes() == _hash(program):
-        continue
-    for file in (program, hash_file):
-      file.unlink(missing_ok=True)
+  for program in programs:
+    is_sealed = _is_sealed(program)
+    is_others = not _hash_file(program).exists() and _time(program) >= others_since
+    total += _size(program) if is_sealed else 0
+    if not is_others and not (is_sealed and total <= _MAX_BYTES):
+      for file in (program, _hash_file(program)):
+        owned.delete_file(file)
+
+
+def _time(place: pathlib.Path) -> float:
+  """When a file or folder was written; 0 if another process has deleted it."""
+  try:
+    return place.stat().st_mtime
+  except FileNotFoundError:
+    return 0
+
+
+def _size(file: pathlib.Path) -> int:
+  try:
+    return file.stat().st_size
+  except FileNotFoundError:
+    return 0
+
+
+def _is_sealed(program: pathlib.Path) -> bool:
+  """Whether a program has the hash that was recorded with it."""
+  try:
+    return _hash_file(program).read_bytes() == _hash(program)
+  except OSError:  # there is no hash, or another process deletes the program
+    return False
+
+
+def _hash_file(program: pathlib.Path) -> pathlib.Path:
+  return program.with_name(f'{program.name}.sha256')
 
 
 def _hash(program: pathlib.Path) -> bytes:

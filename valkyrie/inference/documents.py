@@ -6,6 +6,7 @@ A file of a carry or a document is only for the weights and the tokenizer that m
 from collections.abc import Mapping
 import hashlib
 import json
+import os
 import pathlib
 import re
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import numpy as np
 
 from valkyrie.errors import ConfigurationError, StorageError, storage_errors
 from valkyrie.inference.reader import Reader, TextCarry
+from valkyrie.storage import owned
 from valkyrie.types import Array, Carry, Params
 from valkyrie.weights import named_tensors
 from valkyrie.weights.tensor_files import TensorFile, name_of_dtype
@@ -76,13 +78,12 @@ def _copy(carry: TextCarry) -> TextCarry:
 
 def save(path: pathlib.Path, carry: AnyCarry, origin: Mapping[str, str]) -> None:
   """Writes a new safetensors file; raises a StorageError if it exists or cannot be written."""
-  if path.exists():
+  if os.path.lexists(path):
     raise StorageError(f'{path} is there already. Name another file, or delete it.')
   leaves = {name: np.asarray(leaf) for name, leaf in _named_leaves(carry).items()}
-  with storage_errors(f'{path} cannot be written'):
-    unfinished = path.with_name(f'.{path.name}.new')
-    named_tensors.write(unfinished, leaves, {**origin, _CONTENT: _digest(leaves)})
-    unfinished.replace(path)
+  with storage_errors(f'{path} cannot be written'), owned.temporary_folder(path) as folder:
+    named_tensors.write(folder / path.name, leaves, {**origin, _CONTENT: _digest(leaves)})
+    owned.move(folder / path.name, path)
 
 
 def load(path: pathlib.Path, reader: Reader, origin: Mapping[str, str]) -> AnyCarry:

@@ -8,8 +8,8 @@ its importance function; a stack that has the importances of all sites is `decom
 
 from collections.abc import Callable
 import json
+import os
 import pathlib
-import shutil
 from typing import Any
 
 import gin
@@ -24,6 +24,7 @@ from valkyrie.errors import ConfigurationError, StorageError, check_choice, stor
 from valkyrie.inference.loaded import LoadedModel
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.sites import U, V, sites_of
+from valkyrie.storage import owned
 from valkyrie.weights import huggingface, named_tensors
 
 _CARD = """# {name}
@@ -77,7 +78,7 @@ def export(
   """
   check_choice('export.form', form, _USE)
   folder = pathlib.Path(output)
-  if folder.exists():
+  if os.path.lexists(folder):
     raise StorageError(f'{folder} is there already. Name another --output, or move it away.')
   theirs = huggingface.configuration_of(model) if form == 'huggingface' else None
   loaded = opened(model_dir, step)
@@ -114,16 +115,13 @@ def export(
   name = pathlib.Path(model_dir).resolve().name
   whose = "Valkyrie's" if theirs is None else "Hugging Face's"
   card = _CARD.format(name=name, parameters=count, step=steps, whose=whose, use=_USE[form])
-  with storage_errors(f'{folder} cannot be written', 'Name another --output.'):
-    unfinished = folder.with_name(f'.{folder.name}.unfinished')
-    shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
-    unfinished.mkdir(parents=True)
+  message = f'{folder} cannot be written'
+  with storage_errors(message, 'Name another --output.'), owned.new_folder(folder) as unfinished:
     # transformers asks for this format; it says nothing about the content.
     named_tensors.write(unfinished / 'model.safetensors', arrays, {'format': 'pt'})
     (unfinished / 'config.json').write_text(json.dumps(config, indent=2) + '\n')
     (unfinished / 'README.md').write_text(card)
     vocabularies.copy(loaded.tokenizer, unfinished)
-    unfinished.rename(folder)
   print(f'step {steps}: {count:,} parameters in {output}')
 
 

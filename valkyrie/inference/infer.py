@@ -3,7 +3,9 @@
 import codecs
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
+import io
 import json
+import os
 import pathlib
 from typing import Any, TextIO
 
@@ -21,6 +23,7 @@ from valkyrie.inference.generation import Sampling
 from valkyrie.inference.loaded import LoadedModel
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
+from valkyrie.storage import owned
 
 
 @may_change_on_resume()
@@ -55,7 +58,7 @@ def infer(
     prompt: a text to continue.
     prompts: a file instead: JSON lines with the field `prompt` (.jsonl), or one on each line.
     messages: a file instead: JSON lines with the field `messages`, conversations to answer.
-    output: a new file for the JSON lines; None is standard output.
+    output: a new file for the JSON lines, which appears when all are made; None is standard output.
     seed, max_tokens, samples, stop, batch_size: see `LoadedModel.generate`.
     temperature, top_k, top_p, min_p, repetition_penalty: the choice of tokens, see `Sampling`;
       greedy by default.
@@ -133,13 +136,17 @@ def _writer(output: str | None) -> Iterator[TextIO]:
     with console.standard_output('name an --output.') as file:
       yield file
     return
-  if pathlib.Path(output).exists():
+  if os.path.lexists(output):
     raise errors.StorageError(f'{output} is there already. Name another --output.')
+  # An interruption or a full disk leaves no part, which would be in the way of the next try.
   with (
-    errors.storage_errors(f'{output} cannot be written', 'Name another --output.'),
-    open(output, 'x', encoding='utf-8') as file,
+    errors.storage_errors(f'{output} cannot be written', 'Name another --output, or make room.'),
+    owned.new_file(pathlib.Path(output), replaces=False) as content,
   ):
+    file = io.TextIOWrapper(content, encoding='utf-8')
     yield file
+    file.flush()
+    file.detach()
 
 
 @gin.configurable

@@ -11,10 +11,10 @@ float64 where the devices have it: these show what the run's own precision hides
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping
+import contextlib
 import dataclasses
 import json
 import pathlib
-import shutil
 from typing import NamedTuple
 
 import gin
@@ -26,11 +26,12 @@ from valkyrie.checkpoint.manager import Checkpoints
 from valkyrie.config import paths
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.load import override_gin
-from valkyrie.errors import ConfigurationError, Disagreement, StorageError
+from valkyrie.distributed import processes
+from valkyrie.errors import ConfigurationError, Disagreement, storage_errors
 from valkyrie.run import verify_forms
 from valkyrie.run.verify_numbers import Computation, Numbers, compiler_options
 from valkyrie.sharding.partitioner import Partitioner
-from valkyrie.storage import whole_file
+from valkyrie.storage import owned, whole_file
 from valkyrie.training.setup import Setup, StepSettings
 from valkyrie.types import leaves_by_path
 
@@ -116,7 +117,7 @@ def _findings(
   (found, spread), (expected, _) = runs[0], runs[-1]
   if len(runs) > 1:
     yield _largest('beside the widest', own, found, expected, (spread,))
-  yield _restored(setup, model_dir / 'verify.unfinished')
+  yield _restored(setup, model_dir / 'verify')
 
 
 def comparisons(
@@ -162,7 +163,7 @@ def _largest(
 
 
 def _restored(setup: Setup, place: pathlib.Path) -> Finding:
-  """A step after the state was saved and restored, bit for bit."""
+  """A step after the state was saved beside `place` and restored, bit for bit."""
   phase = dataclasses.replace(
     setup.curriculum.phases[0].long,
     chunks=verify_forms.CHUNKS,
@@ -173,15 +174,15 @@ def _restored(setup: Setup, place: pathlib.Path) -> Finding:
   batch = setup.partitioner.place_batch(verify_forms.documents(rows, phase.tokens_per_row, about))
   step = setup.trace(phase).lower().compile(compiler_options())
   state, _ = step(setup.initial_state(), batch)
-  if jax.process_index() == 0 and place.exists():
-    raise StorageError(f'{place} is there already, perhaps of a run that was killed. Delete it.')
-  try:
-    with Checkpoints().open(place) as directory:
+  with contextlib.ExitStack() as stack:
+    made = None
+    if jax.process_index() == 0:
+      with storage_errors(f'{place.parent} cannot be written', 'Pass another --model_dir.'):
+        made = stack.enter_context(owned.temporary_folder(place)).name
+    first, *_ = processes.exchange('verify', made)
+    with Checkpoints().open(place.with_name(first)) as directory:
       directory.save_now(1, state, {}, patiently=False)
       restored = directory.restore(setup.state)
-  finally:
-    if jax.process_index() == 0:
-      shutil.rmtree(place, ignore_errors=True)
   # A step gives up the memory of its state.
   expected, _ = step(state, batch)
   found, _ = step(restored, batch)

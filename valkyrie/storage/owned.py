@@ -81,13 +81,7 @@ def new_folder(
   `replaces`, the names of the files of a record, the folder that stands there makes way at the end,
   and goes as in `delete_recorded`: what else is in it stays beside the new one, as PATH.replaced.
   """
-  path.parent.mkdir(parents=True, exist_ok=True)
-  remove_litter(path.parent)
-  place = path.with_name(_temporary_name(path.name))
-  os.mkdir(place)
-  lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
-  try:
-    _lock(lock)
+  with temporary_folder(path) as place:
     yield place
     replaced = None
     if replaces is not None and os.path.lexists(path):
@@ -96,10 +90,24 @@ def new_folder(
     _give_free_name(place, path)
     if replaced is not None:
       tell_what_stays(replaced, delete_recorded(replaced, replaces or ()))
-  except BaseException:
-    shutil.rmtree(place, ignore_errors=True)
-    raise
+
+
+@contextlib.contextmanager
+def temporary_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
+  """Makes a folder beside `path`, with a temporary name, that is deleted at the end of the block.
+
+  The block may give it, or a file in it, another name by `move`. Raises OSError.
+  """
+  path.parent.mkdir(parents=True, exist_ok=True)
+  remove_litter(path.parent)
+  place = path.with_name(_temporary_name(path.name))
+  os.mkdir(place)
+  lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+  try:
+    _lock(lock)
+    yield place
   finally:
+    shutil.rmtree(place, ignore_errors=True)
     os.close(lock)
 
 
@@ -114,6 +122,16 @@ def remove_litter(folder: pathlib.Path) -> None:
       if made and made[3] == _check_digits(made[1], made[2]):
         with contextlib.suppress(OSError):
           _remove_abandoned(folder / name, is_local=made[2].endswith(_machine()))
+
+
+def unfinished(folder: pathlib.Path, name: str) -> list[pathlib.Path]:
+  """What has a temporary name for `name`; after `remove_litter`, a living process has made it."""
+  found = []
+  for entry in os.listdir(folder):
+    made = _TEMPORARY.fullmatch(entry)
+    if made and made[1] == name and made[3] == _check_digits(made[1], made[2]):
+      found.append(folder / entry)
+  return found
 
 
 def mark(folder: pathlib.Path) -> None:
