@@ -18,6 +18,7 @@ class PromptSource(TextSource):
   """The prompts and answers in the files at `location`."""
 
   SHARE = '0.01'
+  COLUMNS = ('prompt', 'answer')
   OPTIONS = ('prompt', 'answer', 'held_out', 'splits')
 
   def __init__(

@@ -16,7 +16,7 @@ Hugging Face to stream (hf://), see `valkyrie.data.records`. The options are
   cut         the bytes above which a document of a split is cut into several, at line ends
               (default: never); they stay together with TaskFeed.reset_at = 'sequence'
   together    a column (default: none): documents with the same text there, or with addresses of
-              the same host, are a sequence, and in the same split
+              the same host, are a sequence, and in the same split; empty: none
 """
 
 from collections.abc import Iterator
@@ -44,6 +44,7 @@ class TextSource(DocumentSource):
   FORMATS = FORMATS
   _check = staticmethod(texts)  # of a row
   SHARE = '0.005'  # held out by default
+  COLUMNS: tuple[str, ...] = ('column', 'together')  # the options that name columns
   OPTIONS: tuple[str, ...] = ('column', 'cut', 'held_out', 'splits', 'together')
 
   def __init__(
@@ -62,12 +63,13 @@ class TextSource(DocumentSource):
         'it out.'
       )
     self._location = location
-    self._columns = [column] if together is None else [column, together]
+    self._columns = [column, together] if together else [column]
     self._is_by_name = splits is None
     self._is_default = held_out is None
     self._share = _share_of(self.SHARE if held_out is None else held_out)
     self._elsewhere = held_out if self._share is None else None
     self._cut = _size_of(cut) if cut else None
+    self._also: dict[str, bool] = {}  # columns, see `Records`
 
   def at(self, location: str | None, **options: str) -> Self:
     if unknown := [name for name in options if name not in self.OPTIONS]:
@@ -118,10 +120,11 @@ class TextSource(DocumentSource):
 
   def _records(self, split: str) -> Records | StreamedRecords:
     location = self._location_of(split)
+    columns = dict(zip(self._columns, self.COLUMNS, strict=False))
     if location.startswith(STREAMED):
-      return StreamedRecords(location, self._columns, self._check)
+      return StreamedRecords(location, columns, self._check, self._also)
     which = self._split_of_files(split)
-    records = Records(location, self._columns, self.FORMATS, self._check, which)
+    records = Records(location, columns, self.FORMATS, self._check, which, self._also)
     if which == TRAIN and VALIDATION in records.files.splits and not self._is_default:
       _warn_once(
         f'The source {records.files} has files of the split validation, but held_out has a value, '

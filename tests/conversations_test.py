@@ -70,6 +70,20 @@ def sharegpt(talk=TALK):
   return [{'from': names.get(role, role), 'value': content} for role, content in talk]
 
 
+IMAGE = {'type': 'image_url', 'image_url': {'url': 'a.png'}}
+FUNCTION = {'name': 'add', 'parameters': {'type': 'object', 'properties': {}}}
+TOOL = {'type': 'function', 'function': FUNCTION}
+CALL = {'id': 'c', 'type': 'function', 'function': {'name': 'add', 'arguments': '{"a": 1}'}}
+BAD_CALL = {'type': 'function', 'function': {'name': 'add', 'arguments': '{"a": 1'}}
+
+
+def weighted(**fields):
+  """The conversation with fields of the first answer."""
+  talk = messages()
+  talk[2] |= fields
+  return talk
+
+
 @pytest.fixture
 def tokenizer(tmp_path):
   """The path of a tokenizer.json that begins texts with BOS, with the template CHATML."""
@@ -143,6 +157,144 @@ def test_answers_without_weight_are_read_only(feed):
   assert learned(found, found.read(0, found.row_tokens)) == answers
 
 
+def test_answers_that_are_not_to_be_trained_are_read_only(feed):
+  found = feed(weighted(train=False), [*sharegpt()[:2], {**sharegpt()[2], 'train': True}])
+  answers = ['deep<|im_end|>', '\nthe deep sea\n<|im_end|>']
+  assert learned(found, found.read(0, found.row_tokens)) == answers
+
+
+# As Qwen's: tools in the first message, calls as JSON, answers of tools as messages of the user.
+OF_TOOLS = (
+  '{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}'
+  "<|im_end|>\n{% endif %}{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+  '{% if message.reasoning_content %}[{{ message.reasoning_content }}]{% endif %}'
+  '{{ message.content }}{% for call in message.tool_calls %}'
+  '{{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}'
+  "{{ '<|im_end|>\n' }}{% endfor %}"
+  "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize('earlier', [False, True])
+@pytest.mark.parametrize('as_text', [False, True])
+def test_tools_and_calls_are_given_to_the_template(feed, tokenizer, tmp_path, earlier, as_text):
+  (tokenizer.parent / 'chat_template.jinja').write_text(OF_TOOLS)
+  talk = [
+    {'role': 'user', 'content': [{'type': 'text', 'text': 'add '}, {'type': 'text', 'text': '1'}]},
+    {'role': 'assistant', 'content': None, 'reasoning_content': 'why', 'tool_calls': [CALL]},
+    {'role': 'tool', 'content': '1', 'tool_call_id': 'c', 'name': None},
+    {'role': 'assistant', 'content': 'one'},
+  ]
+  row = {'messages': talk, 'tools': [{**TOOL, 'strict': None}]}
+  if earlier:
+    talk[1] |= {'tool_calls': None, 'function_call': CALL['function']}
+    talk[2] |= {'role': 'function', 'name': 'add', 'tool_call_id': None}
+    row = {'messages': talk, 'functions': [FUNCTION]}
+  if as_text:
+    (name,) = row.keys() - {'messages'}
+    row[name] = json.dumps(row[name])
+  found = feed(messages())
+  (tmp_path / 'talks.jsonl').write_text(json.dumps(row))
+  store_builder.build(found.selection, store_path(found.selection, str(tmp_path)), rebuild=True)
+  found.__dict__.pop('store', None)
+  text = shown(found.vocabulary, found.read(0, found.row_tokens).inputs[0])
+  assert text == (
+    f'<|im_start|>system\n{json.dumps(TOOL)}<|im_end|>\n<|im_start|>user\nadd 1<|im_end|>\n'
+    '<|im_start|>assistant\n[why]add({"a": 1})<|im_end|>\n<|im_start|>tool\n1<|im_end|>\n'
+    '<|im_start|>assistant\none<|im_end|><|endoftext|>'
+  )
+  answers = ['[why]add({"a": 1})<|im_end|>', 'one<|im_end|>']
+  assert learned(found, found.read(0, found.row_tokens)) == answers
+
+
+def test_both_forms_may_stand_in_one_file(feed, tmp_path):
+  found = feed(messages())
+  rows = [
+    {'messages': messages()},
+    {'conversations': sharegpt(TALK[1:]), 'system': 'Be <kind>.'},
+    {'messages': None, 'conversations': messages()},
+  ]
+  columns = {name: [row.get(name) for row in rows] for name in ('messages', *rows[1])}
+  pq.write_table(pa.table(columns), tmp_path / 'table.parquet')
+  (tmp_path / 'lines.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+  for name in 'table.parquet', 'lines.jsonl':
+    selection = dataclasses.replace(found.selection, source=str(tmp_path / name))
+    store_builder.build(selection, tmp_path / f'{name}.store', shards=1)
+    store = TokenStore.open(tmp_path / f'{name}.store', selection.vocabulary)
+    assert len(store.lengths) == 3 and len({*store.lengths.tolist()}) == 1
+  with pytest.raises(DataError, match='no column talk; it has messages'):
+    selection = dataclasses.replace(found.selection, options={'column': 'talk'})
+    store_builder.build(selection, tmp_path / 'other', shards=1)
+
+
+def test_what_a_template_leaves_out_is_named(feed, tokenizer):
+  only = CHATML.replace('in messages %}', "in messages if message.role != 'developer' %}")
+  (tokenizer.parent / 'chat_template.jinja').write_text(only)
+  with pytest.raises(DataError, match=r'leaves out the message 1, of the role developer'):
+    feed(messages([('developer', 'Be brief.'), *TALK]))
+
+
+MARKED = (
+  '{% for m in messages %}{{ "<|im_start|>" + m.role + "\n" + m.content + "\n" }}{% endfor %}'
+)
+MARKED += '{% if add_generation_prompt %}{{ "<|im_start|>assistant\n" }}{% endif %}'
+PLAIN = '{% for m in messages %}{{ m.role + ": " + m.content + "\n" }}{% endfor %}'
+PLAIN += '{% if add_generation_prompt %}{{ "assistant: " }}{% endif %}'
+
+
+@pytest.mark.parametrize(
+  ('template', 'mark', 'stop'),
+  [(MARKED, '<|im_start|>', '<|im_start|>'), (PLAIN, 'user:', 'user:')],
+)
+def test_answers_without_an_end_are_learned_up_to_the_next_mark(
+  feed, tokenizer, template, mark, stop, caplog
+):
+  (tokenizer.parent / 'chat_template.jinja').write_text(template)
+  chat_template._warn_once.cache_clear()
+  found = feed(messages())
+  answers = [f'\nthe deep sea\n\n{mark}', f'deep\n{mark}']
+  assert learned(found, found.read(0, found.row_tokens)) == answers
+  assert ChatTemplate(found.vocabulary).stops('x') == [stop, 'x']
+  assert f'begins the next message, {stop!r}' in caplog.text
+
+
+def test_a_template_that_teaches_no_end_is_refused(feed, tokenizer):
+  (tokenizer.parent / 'chat_template.jinja').write_text(
+    '{% for m in messages %}{{ m.content }}{% endfor %}'
+  )
+  with pytest.raises(ConfigurationError, match='Nothing ends an answer'):
+    feed(messages())
+
+
+def test_named_templates(tokenizer):
+  named = [{'name': 'default', 'template': CHATML}, {'name': 'tool_use', 'template': OF_TOOLS}]
+  template = compiled(tokenizer, [*named, {'name': 'rag', 'template': '{{ 1 }}'}])
+  assert template.render(ASK, 'here', asks=False) == '<|im_start|>user\nthe sea<|im_end|>\n'
+  assert json.dumps(TOOL) in template.render(ASK, 'here', asks=False, tools=[TOOL])
+  folder = tokenizer.parent / 'additional_chat_templates'
+  folder.mkdir()
+  (folder / 'tool_use.jinja').write_text(OF_TOOLS)
+  template = compiled(tokenizer, CHATML)
+  assert json.dumps(TOOL) in template.render(ASK, 'here', asks=False, tools=[TOOL])
+  assert template.stops([]) == ['<|im_end|>']
+  (tokenizer.parent / 'run').mkdir()
+  codec = vocabularies.load(str(tokenizer))
+  vocabularies.copy(codec, tokenizer.parent / 'run')
+  kept = vocabularies.load(str(tokenizer.parent / 'run' / 'tokenizer.json'))
+  assert chat_template.described(kept) == chat_template.described(codec)
+  (folder / 'tool_use.jinja').unlink()
+  with pytest.raises(ConfigurationError, match='no chat template, only those named tool_use, rag'):
+    compiled(tokenizer, [named[1], {'name': 'rag', 'template': CHATML}])
+
+
+def test_a_store_of_an_earlier_rendering_is_refused(feed, monkeypatch):
+  with monkeypatch.context() as earlier:
+    earlier.setattr(chat_template, '_RENDERING', 1)
+    found = feed(messages())
+  with pytest.raises(ConfigurationError, match=r'(?s)a version that read no tools.*--rebuild'):
+    _ = found.store
+
+
 def test_a_table_of_messages_is_read(feed, tmp_path):
   talk = [{**message, 'weight': None} for message in messages()]
   talk[2]['weight'] = 0
@@ -212,7 +364,20 @@ def test_special_tokens_of_the_template_are_tokens(tokenizer):
     ({'messages': messages(TALK[2:3])}, r'nothing to learn'),
     ({'messages': messages([('bot', 'x'), *TALK])}, r"message 1 is .*'bot'.*expected a role"),
     ({'messages': [*messages(), {'role': 'user'}]}, r'message 7 is .*content that is a text'),
-    ({'messages': [{'role': 'user', 'content': [{'text': 'a'}]}, *messages()]}, r'message 1 is'),
+    ({'messages': [{'role': 'user', 'content': [IMAGE]}, *messages()]}, r'message 1 has the part'),
+    ({'messages': messages([('developer', 'x'), *TALK])[:1]}, r'nothing to learn'),
+    ({'messages': weighted(weight=0.5)}, r"message 3 has {'weight': 0.5}, expected 0 or 1"),
+    ({'messages': weighted(train='no')}, r"message 3 has {'train': 'no'}, expected 0 or 1"),
+    ({'messages': weighted(weight=1, train=False)}, r'message 3 has .*expected 0 or 1'),
+    ({'messages': weighted(content=None)}, r'message 3 is .*content that is a text'),
+    ({'messages': weighted(reasoning_content='why')}, r'leaves out reasoning_content of .* 3'),
+    ({'messages': weighted(tool_calls=[CALL])}, r'leaves out tool_calls of .* 3'),
+    ({'messages': weighted(tool_calls=[{'name': 'add'}])}, r'message 3 has the call'),
+    ({'messages': weighted(tool_calls=[BAD_CALL])}, r'message 3 has arguments .* not JSON'),
+    ({'messages': messages(), 'tools': [TOOL]}, r'leaves out the tools'),
+    ({'messages': messages(), 'tools': 'add'}, r'has tools which are not JSON'),
+    ({'messages': messages(), 'functions': [3]}, r'expected a list of objects'),
+    ({'conversations': 'Hello'}, r"has 'Hello' in the column conversations"),
     ({'messages': sharegpt([('bing', 'x'), *TALK])}, r"message 1 is .*'bing'"),
     ({'messages': messages([('user', 'a<|im_end|>'), *TALK])}, r'special token <\|im_end\|>'),
     ({'messages': messages([('user', '\ud83d'), *TALK])}, r'half of a character'),
@@ -238,7 +403,10 @@ def test_wrong_conversations_are_named_by_their_line(feed, row, message, tmp_pat
     ('{{ messages.append(1) }}', 'Line 1 .* unsafe'),
     ("{% include '/etc/passwd' %}", 'Line 1 .* no loader'),
     ('{% for a in range(9999) %}{{ "a" * 99999 }}{% endfor %}', 'more than 67,108,864 characters'),
-    ('{{ messages | length }}', 'Line 1 .* message 3 .* changes the text of those before it'),
+    (
+      '{{ messages | length }}{{ messages }}',
+      'Line 1 .* message 3 .* changes the text of those before it',
+    ),
   ],
 )
 def test_a_template_is_a_strangers_code(feed, tokenizer, template, message):
@@ -278,7 +446,7 @@ def test_a_run_keeps_the_template(tokenizer, tmp_path):
   (tmp_path / 'run').mkdir()
   vocabularies.copy(vocabularies.load(str(tokenizer)), tmp_path / 'run')
   kept = vocabularies.load(str(tmp_path / 'run' / 'tokenizer.json'))
-  assert chat_template.source_of(kept) == CHATML
+  assert chat_template.sources_of(kept) == {'default': CHATML}
 
 
 @pytest.fixture

@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 from valkyrie.data import build_store, provenance, records, splits
@@ -288,3 +290,18 @@ def test_a_store_is_compared_with_the_files_of_its_split(tmp_path):
   write(text, 'validation.jsonl')
   with pytest.raises(DataError, match=r'files of the split validation came.* build again'):
     provenance.check(store, information, 'build again', [])
+
+
+def test_the_advice_about_a_missing_column_of_fineweb_helps(tmp_path):
+  write(tmp_path, 'a.jsonl')
+  rows = [{'text': f'page {number}', 'host': 'a'} for number in range(9)]
+  pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / 'a.parquet')
+
+  def keys(**options):
+    source = FineWebSource(str(tmp_path), held_out='1e-9', **options)
+    return {document.sequence_key for document in source.documents('train', 0, 1)}
+
+  with pytest.raises(DataError, match=r"no column url.*TaskFeed.options = {'together': 'NAME'}"):
+    keys()
+  assert keys(together='host') == {'a'}
+  assert keys(together='') == {''}

@@ -20,6 +20,7 @@ from valkyrie.data import (
   feed,
   provenance,
   store_builder,
+  template_files,
   token_store,
   train_vocabulary,
   vocabularies,
@@ -260,7 +261,7 @@ def _pieces(folder: pathlib.Path) -> pathlib.Path:
 
 def _template(folder: pathlib.Path) -> pathlib.Path:
   _tokenizer(folder)
-  file = folder / vocabularies.TEMPLATE
+  file = folder / template_files.TEMPLATE
   file.write_text(TEMPLATE)
   return file
 

@@ -1,7 +1,7 @@
 """Rows of texts: in plain text, JSON, CSV, parquet and arrow, or streamed from Hugging Face."""
 
 import codecs
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import csv
 import functools
@@ -40,6 +40,14 @@ _LONGEST_VALUE = 2**31  # bytes of a file that is one JSON value
 _BLOCK = 2**20  # bytes
 _warn_once = functools.cache(logging.warning)  # every shard lists the files of the source
 STREAMED = 'hf://'  # begins the address of a data set: hf://OWNER/NAME/CONFIGURATION
+_NAMED_BY = {  # the option that names a column -> how to set it
+  'column': 'text_column of gin/data/text.gin, messages_column of gin/data/conversations.gin, '
+  "TaskFeed.options = {'column': 'NAME'} elsewhere, or --option=column=NAME of build_store",
+  'prompt': 'prompt_column in gin, or --option=prompt=NAME of build_store',
+  'answer': 'answer_column in gin, or --option=answer=NAME of build_store',
+  'together': "TaskFeed.options = {'together': 'NAME'} in gin, or --option=together=NAME of "
+  'build_store. An empty NAME keeps no documents together',
+}
 Row = dict[str, Any]
 Check = Callable[[Row, Sequence[str], str], Row]
 
@@ -60,11 +68,13 @@ def texts(row: Row, columns: Sequence[str], place: str) -> Row:
 class Records:
   """The rows of all files at a location; only the named columns are read.
 
+  `columns` may be a mapping with the option that names each column, for messages.
   A plain text, and one of unknown suffix that its name or a pattern selects, is one row with the
   column `text`. JSON is an object a line, a list of objects, or an object. `rows` divides files,
   row groups of parquet, batches of arrow and rows of JSON and CSV among the parts. `check`
   gets each row, the columns, and the row's place for errors, and returns what `rows` yields.
-  `split` is as in `SourceFiles`.
+  `split` is as in `SourceFiles`. `also` names columns that are read where they are, and says of
+  each whether a row that has it may lack the others.
 
   Raises:
     DataError: there are no files, or the named file is corrupt, empty, no text, or lacks a column.
@@ -74,12 +84,15 @@ class Records:
   def __init__(
     self,
     location: str,
-    columns: Sequence[str],
+    columns: Sequence[str] | Mapping[str, str],
     formats: Sequence[str] = FORMATS,
     check: Check = texts,
     split: str | None = None,
+    also: Mapping[str, bool] | None = None,
   ):
-    self._columns, self._check = list(columns), check
+    self._columns = columns
+    self._check = check
+    self._also = also or {}
     self.files = SourceFiles(location, formats, split)
     for note in self.files.notes:
       _warn_once(f'The source {self.files}: {note}')
@@ -98,7 +111,7 @@ class Records:
         self._groups += [(file, group) for group in self._row_groups(file)]
         continue
       if kind not in _OF_ROWS:
-        _check_columns(self._columns, ['text'], str(file))
+        self._present(['text'], str(file))
       self._groups.append((file, -1))
     if not self._groups:
       first, *_ = self.files.files
@@ -120,7 +133,7 @@ class Records:
         continue
       with self._errors(file):
         for place, row in read:
-          yield self._check(row, self._columns, place)
+          yield self._check(row, list(self._columns), place)
 
   def has_fewer_rows(self, count: int) -> bool:
     """Whether there are fewer rows than `count`; it reads no more than these."""
@@ -139,21 +152,22 @@ class Records:
       groups = columnar.filled_groups(opened)
       names = opened.metadata.schema.to_arrow_schema().names
     if groups:
-      _check_columns(self._columns, names, str(file))
+      self._present(names, str(file))
     return groups
 
   def _group(self, file: SourceFile, group: int) -> Iterator[Row]:
     opened = columnar.parquet_file(self.files.open_at_random(file))
-    return columnar.parquet_rows(opened, group, self._columns)
+    columns = self._present(opened.schema_arrow.names, str(file))
+    return columnar.parquet_rows(opened, group, columns)
 
   def _batches(self, file: SourceFile, part: int, parts: int) -> Iterator[Row]:
     with self.files.open(file) as stream:
       indexed = columnar.is_indexed(stream.read(8))
     opened = self.files.open_at_random if indexed else self.files.open
     with opened(file) as stream:
-      _check_columns(self._columns, columnar.arrow_names(stream, indexed=indexed), str(file))
+      columns = self._present(columnar.arrow_names(stream, indexed=indexed), str(file))
     with opened(file) as stream:
-      yield from columnar.arrow_rows(stream, self._columns, part, parts, indexed=indexed)
+      yield from columnar.arrow_rows(stream, columns, part, parts, indexed=indexed)
 
   def _text(self, file: SourceFile) -> Iterator[Row]:
     with self.files.open(file) as stream:
@@ -189,8 +203,12 @@ class Records:
             f'{place} is not a JSON object: it has {reprlib.repr(row)}. Expected an object such as '
             '{"text": "..."}.'
           )
-        _check_columns(self._columns, list(row), place)
-        yield place, {column: row[column] for column in self._columns}
+        columns = self._present(list(row), place)
+        yield place, {column: row[column] for column in columns}
+
+  def _present(self, names: Sequence[str], place: str) -> list[str]:
+    """The columns to read at a place that has these; raises a DataError if it lacks any."""
+    return _present(self._columns, self._also, names, place)
 
   @contextlib.contextmanager
   def _errors(self, file: SourceFile) -> Iterator[None]:
@@ -233,8 +251,17 @@ class Records:
 class StreamedRecords:
   """The rows of the split 'train' of a data set that Hugging Face streams; see `Records`."""
 
-  def __init__(self, location: str, columns: Sequence[str], check: Check = texts):
-    self._location, self._columns, self._check = location, columns, check
+  def __init__(
+    self,
+    location: str,
+    columns: Sequence[str] | Mapping[str, str],
+    check: Check = texts,
+    also: Mapping[str, bool] | None = None,
+  ):
+    self._location = location
+    self._columns = columns
+    self._check = check
+    self._also = also or {}
     failed = (OSError, ValueError), DataError, f'Streaming {location} failed'
     self._errors = functools.partial(converted, *failed, 'Run again to continue.')
 
@@ -243,8 +270,8 @@ class StreamedRecords:
     with self._errors():
       streamed = _revision(self._location).as_streaming_dataset(split='train')
       for row in itertools.islice(streamed, part, None, parts):
-        _check_columns(self._columns, list(row), self._location)
-        yield self._check(row, self._columns, f'A row of {self._location}')
+        _present(self._columns, self._also, list(row), self._location)
+        yield self._check(row, list(self._columns), f'A row of {self._location}')
 
   def describe(self) -> dict[str, Any]:
     """For store.json: the hash of the revision, since the files are not known."""
@@ -264,14 +291,21 @@ def _revision(location: str) -> Any:
   return datasets.load_dataset_builder(f'{owner}/{name}', configuration or None)
 
 
-def _check_columns(columns: Sequence[str], names: Sequence[str], place: str) -> None:
-  """Raises a DataError if a column is not among the names of a place."""
-  if missing := [column for column in columns if column not in names]:
+def _present(
+  columns: Sequence[str] | Mapping[str, str],
+  also: Mapping[str, bool],
+  names: Sequence[str],
+  place: str,
+) -> list[str]:
+  """The columns to read at a place that has these names; raises a DataError if it lacks any."""
+  missing = [column for column in columns if column not in names]
+  if missing and not any(also.get(name) for name in names):
+    option = columns[missing[0]] if isinstance(columns, Mapping) else 'column'
     raise DataError(
-      f'{place} has no column {", ".join(missing)}; it has {_named(names)}. Name the one to '
-      'read: text_column in gin (prompt_column and answer_column of prompts, messages_column of '
-      'conversations), or --option=column=NAME of build_store.'
+      f'{place} has no column {", ".join(missing)}; it has {_named(names)}. Name the one to read: '
+      f'{_NAMED_BY[option]}.'
     )
+  return list(dict.fromkeys(name for name in (*columns, *also) if name in names))
 
 
 def _named(columns: Sequence[str]) -> str:

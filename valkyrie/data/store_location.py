@@ -71,11 +71,14 @@ def open_store(selection: Selection, data_dir: str | None = None) -> TokenStore:
       return TokenStore.open(path, selection.vocabulary)
     make = f'run:\n  {_command([*recipe, "--rebuild"])}'
   store = TokenStore.open(path, selection.vocabulary)
-  source, known = store.information['source'], 'chat_template'
-  if known in source and source[known] != chat_template.source_of(selection.vocabulary):
-    raise errors.ConfigurationError(
-      f'The token store {path} was built with another chat template. To build it again, {make}'
-    )
+  source = store.information['source']
+  if 'chat_template' in source:
+    expected = chat_template.described(selection.vocabulary)
+    if {name: source.get(name) for name in expected} != expected:
+      raise errors.ConfigurationError(
+        f'The token store {path} was built with another chat template, or by a version that read '
+        f'no tools. To build it again, {make}'
+      )
   if store.information.get('origin') is not None or ':' in selection.task:
     from valkyrie.data import provenance  # noqa: PLC0415  (pyarrow, only for files)
 

@@ -29,12 +29,12 @@ import numpy as np
 from valkyrie import foreign, packages
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.paths import TOKENIZER
-from valkyrie.data import tokenizer_file
+from valkyrie.data import template_files, tokenizer_file
 from valkyrie.errors import ConfigurationError, DataError, converted, reason_of
 from valkyrie.storage import whole_file
 
-_CONFIGURATION, TEMPLATE = 'tokenizer_config.json', 'chat_template.jinja'  # beside the file
-_LARGEST = 2**26  # bytes of a configuration or a template
+_CONFIGURATION = 'tokenizer_config.json'  # beside the file
+_LARGEST = 2**26  # bytes of a configuration
 _CONTEXT = 64  # characters that decide how the text after them begins
 ANY_TEXT = '#'  # stands for a text that is not known
 # The tokenizers of transformers that begin a text with BOS, unless their configuration says no.
@@ -326,9 +326,13 @@ def copy(vocabulary: Vocabulary, folder: pathlib.Path) -> None:
   if vocabulary.file is None:
     return
   names = {vocabulary.file.name: TOKENIZER + vocabulary.file.suffix}
-  for name in (vocabulary.file.name, _CONFIGURATION, TEMPLATE):
-    file, copied = vocabulary.file.with_name(name), folder / names.get(name, name)
+  source = vocabulary.file.parent
+  files = [vocabulary.file, source / _CONFIGURATION, *template_files.found(source)]
+  for file in files:
+    name = str(file.relative_to(source))
+    copied = folder / names.get(name, name)
     if file.is_file() and not (copied.is_file() and filecmp.cmp(file, copied, shallow=False)):
+      copied.parent.mkdir(exist_ok=True)
       whole_file.write(copied, foreign.content(file, tokenizer_file.LARGEST))
 
 
@@ -345,7 +349,7 @@ def configuration(path: pathlib.Path) -> dict[str, Any]:
 
   A file with a chat template beside it has the entry `chat_template`.
   """
-  beside, template = path.with_name(_CONFIGURATION), path.with_name(TEMPLATE)
+  beside = path.with_name(_CONFIGURATION)
   try:
     content = foreign.content(beside, _LARGEST) if os.path.lexists(beside) else b'{}'
     found = foreign.json_object(content, add_bos_token=bool | None)
@@ -354,14 +358,12 @@ def configuration(path: pathlib.Path) -> dict[str, Any]:
         found[name] = token.get('content')
       if not isinstance(found.get(name), str | None):
         raise ValueError(f'its field {name!r} has {token!r:.40}')
-    if os.path.lexists(template):
-      beside = template
-      found['chat_template'] = foreign.content(template, _LARGEST).decode()
   except (OSError, ValueError) as error:
     raise ConfigurationError(
       f'{beside} is not a tokenizer configuration ({foreign.reason(error)}). Copy or download it '
       'again.'
     ) from error
+  found['chat_template'] = template_files.templates(path.parent, found.get('chat_template'))
   return {name: value for name, value in found.items() if value is not None}
 
 

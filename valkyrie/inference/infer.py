@@ -124,9 +124,16 @@ def _read_prompts(path: pathlib.Path) -> list[str]:
 
 def _read_conversations(location: str) -> list[dict[str, Any]]:
   """The arguments of `ChatTemplate.prompt` of each conversation in a file."""
+  from valkyrie.data import messages  # noqa: PLC0415  (only for conversations)
   from valkyrie.data.records import Records  # noqa: PLC0415  (pyarrow)
 
-  placed = Records(location, ['messages'], check=lambda row, _, place: {**row, 'place': place})
+  column = messages.COLUMNS[0]
+
+  def read(row: dict[str, Any], columns: Sequence[str], place: str) -> dict[str, Any]:
+    del columns
+    return {**messages.conversation(row, column, place)._asdict(), 'place': place}
+
+  placed = Records(location, {column: 'column'}, check=read, also=messages.also(column))
   return [*placed.rows(0, 1)]
 
 

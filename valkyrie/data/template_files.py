@@ -1,0 +1,43 @@
+"""The files of a tokenizer's chat templates, beside its configuration."""
+
+import os
+import pathlib
+from typing import Any
+
+from valkyrie import foreign
+from valkyrie.errors import ConfigurationError, converted
+
+TEMPLATE = 'chat_template.jinja'  # the default one
+FOLDER = 'additional_chat_templates'  # named ones, NAME.jinja
+_LARGEST = 2**26  # bytes of a template
+
+
+def found(folder: pathlib.Path) -> list[pathlib.Path]:
+  """The files of templates in the folder of a tokenizer, the default one first."""
+  default = folder / TEMPLATE
+  further = sorted(folder.glob(f'{FOLDER}/*.jinja'))
+  return [default, *further] if os.path.lexists(default) else further
+
+
+def templates(folder: pathlib.Path, configured: Any) -> Any:
+  """The entry `chat_template` of a configuration, with the templates in files; they go before it.
+
+  It is the text of one template, or a list of named ones, as transformers writes it. Raises a
+  ConfigurationError for a file that cannot be read.
+  """
+  files = found(folder)
+  if not files:
+    return configured
+  named: dict[Any, Any] = {}
+  if isinstance(configured, list):
+    named = {one.get('name'): one.get('template') for one in configured if isinstance(one, dict)}
+  elif configured is not None:
+    named = {'default': configured}
+  for file in files:
+    name = 'default' if file.name == TEMPLATE and file.parent == folder else file.stem
+    wrong = f'{file} is not a chat template'
+    with converted((OSError, ValueError), ConfigurationError, wrong, 'Copy or download it again.'):
+      named[name] = foreign.content(file, _LARGEST).decode()
+  if named.keys() == {'default'}:
+    return named['default']
+  return [{'name': name, 'template': text} for name, text in named.items()]
