@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import io
 import json
 import os
 import pathlib
@@ -19,7 +20,9 @@ from injections.table import Unavailable
 import pytest
 
 from valkyrie.errors import StorageError, Unreachable
-from valkyrie.storage import lease
+from valkyrie.monitoring.json_lines import JsonLines
+from valkyrie.monitoring.progress import Progress
+from valkyrie.storage import lease, whole_file
 from valkyrie.storage.lease import DiskLock
 
 BEAT = 0.05
@@ -179,6 +182,27 @@ def test_a_trainer_that_was_paused_beyond_its_lease_writes_nothing(tmp_path, mon
     first.check()
   first.release()
   assert (tmp_path / 'trainer.lease').exists()
+
+
+def test_a_trainer_without_its_lease_writes_no_line_and_no_picture(tmp_path, monkeypatch):
+  monkeypatch.setattr(lease, 'BEAT_SECONDS', 1000.0)
+  first, said = DiskLock(tmp_path), io.StringIO()
+  progress, lines = Progress(9, said), JsonLines(tmp_path / 'eval' / 'metrics.jsonl')
+  progress.log_to(tmp_path / 'log.txt')
+  progress.say('before')
+  lines.write({'step': 1})
+  write(tmp_path, host='a', token='of another')
+  before = {path: path.read_bytes() for path in tmp_path.rglob('*') if path.is_file()}
+  progress.say('after')
+  with pytest.raises(StorageError, match='no longer belongs to this run'):
+    lines.write({'step': 2})
+  with pytest.raises(StorageError, match='no longer belongs to this run'):
+    whole_file.write(tmp_path / 'loss_by_position.png', b'')
+  with pytest.raises(StorageError, match='no longer belongs to this run'):
+    lines.close()
+  assert {path: path.read_bytes() for path in tmp_path.rglob('*') if path.is_file()} == before
+  assert 'and ends here' in said.getvalue()
+  first.release()
 
 
 @pytest.mark.parametrize('lost', ['to another', 'deleted'])
