@@ -333,10 +333,16 @@ def test_a_wrong_candidate_is_refused_before_anything_is_trained(common, tmp_pat
   assert not (tmp_path / 'results/sound').exists()
 
 
-def test_the_arguments_of_a_text(common):
-  flags = compare.parse_flags([*common, "--text=it's/*.txt", '--tokens=9', '--gin.held_out=0.2'])
+def test_the_arguments_of_a_text(common, tmp_path, capsys):
+  folder = tmp_path / "it's mine"
+  folder.mkdir()
+  (folder / 'one.txt').write_text('a line of text.\n' * 1000)
+  flags = compare.parse_flags([*common, f'--text={folder}', '--tokens=9', '--gin.held_out=0.2'])
+  compare.add_text(flags)
   assert flags.gin_file[1:] == ['gin/data/text.gin']
-  assert flags.gin[0] == '--gin.text="it\'s/*.txt"' and flags.gin[-1] == '--gin.held_out=0.2'
+  values = dict(flag.removeprefix('--gin.').split('=', 1) for flag in flags.gin)
+  assert values['text'] == repr(str(folder)) and values['held_out'] == '0.2'
+  assert 'They are cut into pieces of at most ' in capsys.readouterr().err
   assert [candidate.name for candidate in flags.candidates] == ['toy']
 
 

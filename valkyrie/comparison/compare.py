@@ -32,6 +32,7 @@ from valkyrie.comparison import trials
 from valkyrie.comparison.findings import TITLES, Outcome, best, bits, is_near, spent, write
 from valkyrie.comparison.trials import Candidate, Failed, say, trial_of
 from valkyrie.config import parse
+from valkyrie.data.own_text import own_text
 from valkyrie.distributed import console
 from valkyrie.errors import Preempted, ValkyrieError, message_of
 from valkyrie.monitoring.html_report import Run
@@ -67,6 +68,7 @@ class Comparison:
     flags = self._flags
     search = next(iter(self.outcomes))
     first, *further = flags.seeds
+    self._say_what_comes(search)
     for choice in self._choices:
       self._take_turns(search, lambda _, choice=choice: choice, first)
     tried = [*self.outcomes[search]]
@@ -77,6 +79,17 @@ class Comparison:
     for budget in self.outcomes:
       for seed in further if budget == search else flags.seeds:
         self._take_turns(budget, chosen, seed)
+
+  def _say_what_comes(self, search: str) -> None:
+    """Says how many trials there are, and for how long they train."""
+    for budget in self.outcomes:
+      tried = len(self._choices) - 1 if budget == search else 0
+      count = len(self._left) * (len(self._flags.seeds) + tried)
+      amount = getattr(self._flags, budget)
+      text = f'{count} trials, each for {TITLES[budget].format(amount)}'
+      if budget == 'seconds':
+        text += f': {count * amount / 60:,.1f} minutes, and the start and validation of each'
+      say(text)
 
   def _take_turns(self, budget: str, chosen: Callable[[str], dict[str, str]], seed: int) -> None:
     """One trial of each candidate that is left, with the values that are chosen for its name."""
@@ -216,6 +229,16 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
   return flags
 
 
+def add_text(flags: argparse.Namespace) -> None:
+  """Adds the text of --text for all candidates, and says how it is read; raises as `own_text`."""
+  found = own_text(flags.text, flags.gin_file, flags.gin)
+  for sentence in found.sentences:
+    say(sentence)
+  file, *gin_flags = found.flags
+  flags.gin_file = [*flags.gin_file, file.removeprefix('--gin_file=')]
+  flags.gin = [*flags.gin, *gin_flags]
+
+
 def _values(text: str) -> tuple[str, list[str]]:
   """Reads --over."""
   name, _, values = text.partition('=')
@@ -235,6 +258,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
   if arguments is None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
   try:
+    if flags.text:
+      add_text(flags)
     comparison = Comparison(flags)
     comparison.run()
   except ValkyrieError as error:

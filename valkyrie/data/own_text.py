@@ -1,0 +1,126 @@
+"""Settings for a text of which nothing is known: how much of it validates, and whether it is cut.
+
+    python -m valkyrie.data.own_text LOCATION --gin_file=gin/words_cpu.gin [--gin.NAME=VALUE ...]
+
+prints the flags of `valkyrie.main` that make this run read the text, a line each, and says in words
+how it is read. Documents stay whole, so that a model is judged by what it remembers of them, unless
+there are too few for the rows of a batch.
+"""
+
+import argparse
+from collections.abc import Sequence
+import math
+import sys
+from typing import Any, NamedTuple
+
+from valkyrie.config import parse
+from valkyrie.data.records import STREAMED, Records
+from valkyrie.data.splits import TRAIN, VALIDATION
+from valkyrie.distributed import console
+from valkyrie.errors import ValkyrieError, message_of
+
+_DOCUMENTS_PER_ROW = 2  # that rows should have at least
+_SMALLEST_CUT = 16  # bytes: shorter pieces teach nothing
+# (bytes of the files, from which on this share validates): the validation of a large text takes
+# seconds, and that of a small one has enough targets.
+_SHARES = ((200_000_000, 0.001), (20_000_000, 0.01), (0, 0.1))
+
+
+class OwnText(NamedTuple):
+  """How a text is read: the flags of a run for it, and sentences that say the same to a user."""
+
+  flags: list[str]
+  sentences: list[str]
+
+
+def own_text(location: str, files: Sequence[str], flags: Sequence[str] = ()) -> OwnText:
+  """How a run with these gin files and flags reads the text at a location.
+
+  What the files and flags set of `held_out` and `text_cut` stays as it is.
+
+  Raises:
+    ConfigurationError: a gin file or flag cannot be read.
+    DataError: there is no text, or it is damaged.
+    StorageError: a bucket refuses.
+  """
+  statements = parse.read(files, flags)
+  macros = parse.macros_of(statements)
+  bound = {item.name: item.parsed.value for item in statements if item.is_binding}
+
+  def value_of(name: str) -> Any:
+    value, _ = parse.resolve(bound.get(name, parse.Macro(name)), macros)
+    return None if isinstance(value, parse.Macro) else value  # of no value
+
+  held_out = value_of('held_out')
+  text_cut = value_of('text_cut')
+  column = value_of('text_column') or 'text'
+  values = {'text': location, 'text_column': column, 'text_splits': value_of('text_splits')}
+  records = None  # of a stream, neither the size nor the number of documents is known
+  if not location.startswith(STREAMED):
+    which = TRAIN if values['text_splits'] is None else None
+    records = Records(location, [column], split=which)
+  sentences = []
+  if held_out is None:
+    held_out = _share(records)
+    sentences.append(
+      'The files of the split validation validate.'
+      if held_out is None
+      else f'{held_out:.1%} of the documents validate.'
+    )
+  if text_cut is None and records is not None:
+    rows = value_of('batch_size') or 1
+    needed = _DOCUMENTS_PER_ROW * rows
+    if isinstance(held_out, float):
+      validation_rows = value_of('validation/TaskFeed.batch_size') or rows
+      needed = max(needed, math.ceil(_DOCUMENTS_PER_ROW * validation_rows / held_out))
+    text_cut, sentence = _cut(records, column, needed)
+    sentences.append(sentence)
+  values |= {'held_out': held_out, 'text_cut': text_cut}
+  given = [f'{parse.FLAG}{name}={value!r}' for name, value in values.items() if value is not None]
+  return OwnText(['--gin_file=gin/data/text.gin', *given], sentences)
+
+
+def _share(records: Records | None) -> float | None:
+  """The share of documents that validates; None if files do, by their names."""
+  if records is None:
+    return _SHARES[0][1]
+  if VALIDATION in records.files.splits:
+    return None
+  size = sum(file.size for file in records.files.files)
+  return next(share for least, share in _SHARES if size >= least)
+
+
+def _cut(records: Records, column: str, needed: int) -> tuple[int | None, str]:
+  """The bytes above which documents are cut to be as many as needed, or None; and a sentence."""
+  if not records.has_fewer_rows(needed):
+    return None, 'Documents are read whole.'
+  lengths = [len((row[column] or '').encode(errors='replace')) for row in records.rows(0, 1)]
+  cut = max(_SMALLEST_CUT, sum(lengths) // needed)
+  return cut, (
+    f'The text has {len(lengths):,} documents, and the rows of the batches need {needed:,}. They '
+    f'are cut into pieces of at most {cut:,} bytes, so no longer memory is learned or measured. '
+    'Set text_cut for another size.'
+  )
+
+
+@console.lasting_streams()
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Prints the flags; returns the exit code."""
+  parser = argparse.ArgumentParser('valkyrie.data.own_text', allow_abbrev=False)
+  parser.add_argument('location')
+  parser.add_argument('--gin_file', action='append', default=[])
+  known, others = parser.parse_known_args(arguments)
+  gin_flags = [flag for flag in others if flag.startswith(parse.FLAG)]
+  try:
+    found = own_text(known.location, known.gin_file, gin_flags)
+  except ValkyrieError as error:
+    print(f'error: {message_of(error)}', file=sys.stderr)
+    return error.exit_code
+  for sentence in found.sentences:
+    print(sentence, file=sys.stderr)
+  print(*found.flags, sep='\n')
+  return 0
+
+
+if __name__ == '__main__':
+  sys.exit(main())
