@@ -3,6 +3,7 @@
 import itertools
 import re
 import threading
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -344,6 +345,28 @@ def test_prefetch_reads_the_spans_in_order(data_dir):
   for batch, span in zip(ahead, spans, strict=True):
     _assert_equal(batch, feed.read(*span, rows=[2]))
   assert not _threads()
+
+
+def test_tokens_to_learn_at_padding_are_named(data_dir):
+  class Miscounting:
+    """A feed of a user's own that counts documents from 0."""
+
+    def read(self, *span):
+      batch = _feed(data_dir).read(*span)
+      return batch._replace(segment_ids=batch.segment_ids - 1)
+
+  feed: Any = Miscounting()
+  with pytest.raises(
+    DataError, match=r'The feed Miscounting has a token to learn .* row 0 at token'
+  ):
+    next(prefetch(feed, [(0, 9)]))
+
+
+def test_too_many_rows_are_refused_at_once(data_dir):
+  for reset_at in 'document', 'sequence':
+    feed = TaskFeed('letters', 'train', 2**31 - 1, 0, reset_at=reset_at, data_dir=str(data_dir))
+    with pytest.raises(ConfigurationError, match=r'fewer than batch_size=2147483647, but'):
+      _ = feed.rows
 
 
 def test_prefetch_ends_when_closed(data_dir):

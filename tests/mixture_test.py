@@ -10,6 +10,7 @@ import pytest
 import tiny_run
 
 from valkyrie.data import build_store, vocabularies
+from valkyrie.data import mixture as mixtures
 from valkyrie.data.feed import TaskFeed
 from valkyrie.data.mixture import Mixture
 from valkyrie.data.rows import MixedRow, Units
@@ -214,13 +215,13 @@ def test_a_mixture_of_sources_that_end_is_each_of_them_once(mixture):
 
 
 def test_attributes(mixture, data_dir):
-  feed = mixture({'web': 1, 'code': 1})
+  feed = mixture({'web': 1, 'code': 1, 'books': 0})
   ratios = [feed.sources[name].tokens_per_byte for name in ('web', 'code')]
   assert feed.tokens_per_byte == pytest.approx(2 / sum(1 / ratio for ratio in ratios))
   assert feed.weights == {'web': 0.5, 'code': 0.5, 'books': 0}
-  assert feed.fingerprint == mixture({'code': 2, 'web': 2}).fingerprint
-  assert feed.fingerprint != mixture({'web': 2, 'code': 1}).fingerprint
-  assert mixture([{'web': 1}, {'code': 1}], begins=[0, 9]).tokens_per_byte is None
+  assert feed.fingerprint == mixture({'books': 0, 'code': 2, 'web': 2}).fingerprint
+  assert feed.fingerprint != mixture({'web': 2, 'code': 1, 'books': 0}).fingerprint
+  assert mixture([{'web': 1}, {'code': 1, 'books': 0}], begins=[0, 9]).tokens_per_byte is None
   said = feed.describe(100, 60)
   assert f'web is {data_dir}' in said and 'row 1: ' in said
 
@@ -262,9 +263,12 @@ def test_a_seqio_mixture(tmp_path, monkeypatch):
     ({'weights': {'web': '1'}}, 'numbers of 0 or more'),
     ({'weights': {'wiki': 1}}, 'names wiki, but Mixture.sources has web, code, books'),
     ({'weights': [{'web': 1}, {'code': 1}]}, 'of 2 phases, but the curriculum has 1'),
-    ({'weights': {'web': 1}, 'reset_at': 'never'}, "reset_at of 'document' or 'sequence'"),
+    ({'weights': {'web': 1, 'code': 3}}, r'does not name the source books\. Give it a number'),
+    ({'weights': [{'web': 1}, {'code': 1}], 'begins': [0, 9]}, 'does not name the source books'),
+    ({'weights': {'web': True, 'code': 1, 'books': 1}}, 'numbers of 0 or more'),
+    ({'weights': WEIGHTS, 'reset_at': 'never'}, "reset_at of 'document' or 'sequence'"),
     (
-      {'weights': {'web': 1}, 'sources': {**ALL, 'code': {'task': 'code', 'batch_size': 1}}},
+      {'weights': WEIGHTS, 'sources': {**ALL, 'code': {'task': 'code', 'batch_size': 1}}},
       'share batch_size, but code has 1 and web has 2',
     ),
   ],
@@ -272,6 +276,12 @@ def test_a_seqio_mixture(tmp_path, monkeypatch):
 def test_what_does_not_fit(mixture, options, message):
   with pytest.raises(ConfigurationError, match=message):
     mixture(**options)
+
+
+def test_a_source_that_is_not_trained_on_is_named(mixture, caplog):
+  mixtures._warn_once.cache_clear()
+  mixture({'web': 1, 'code': 1, 'books': 0})
+  assert 'has 0 for books: it is evaluated, and not trained on' in caplog.text
 
 
 SAME = 'share {} files, such as'

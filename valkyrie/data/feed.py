@@ -117,8 +117,7 @@ class TaskFeed:
   def rows(self) -> list[Row]:
     """The documents of each row in their order."""
     keys = None if self.reset_at == 'document' else self.store.sequence_keys
-    rows = deal(self.store.lengths, keys, self.batch_size, self._order)
-    units = sum(row.units_of_epoch for row in rows)
+    units = len(self.store.lengths if keys is None else np.unique(keys))
     if units < self.batch_size:
       unit = 'documents' if keys is None else 'sequences of documents'
       enough = max(16, self.store.information['text_bytes'] // (2 * self.batch_size))
@@ -127,6 +126,7 @@ class TaskFeed:
         'row needs one. Lower batch_size (of validation: for TaskFeed and for Evaluator); use a '
         f'larger split; or {more_documents(min(enough, 2048))}'
       )
+    rows = deal(self.store.lengths, keys, self.batch_size, self._order)
     shortest, longest = (of(row.length for row in rows) for of in (min, max))
     if self._order.epochs is None and longest >= _UNEVEN * shortest:
       logging.warning(
@@ -270,15 +270,30 @@ def prefetch(
   """Reads (position, length) spans up to `depth` batches ahead, in a background thread.
 
   The error of a failed read is raised in place of its batch. Closing the iterator ends the thread.
+  A DataError names a row that has tokens to learn at padding.
   """
   ahead: collections.deque[Future[Batch]] = collections.deque()
   reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix='prefetch')
   try:
     for position, length in spans:
-      ahead.append(reader.submit(feed.read, position, length, rows))
+      ahead.append(reader.submit(_checked, feed, position, length, rows))
       if len(ahead) > depth:
         yield ahead.popleft().result()
     while ahead:
       yield ahead.popleft().result()
   finally:
     reader.shutdown(cancel_futures=True)
+
+
+def _checked(feed: types.TaskFeed, position: int, length: int, rows: Sequence[int] | None) -> Batch:
+  """A batch, in which nothing to learn is taken for padding, which no mixer reads."""
+  batch = feed.read(position, length, rows)
+  is_lost = (np.asarray(batch.segment_ids) == 0) & (np.asarray(batch.weights) > 0)
+  if is_lost.any():
+    row, place = np.argwhere(is_lost)[0].tolist()
+    raise DataError(
+      f'The feed {type(feed).__name__} has a token to learn with segment_ids of 0, in row {row} at '
+      f'token {position + place}. 0 is padding, which the model does not read. Count the documents '
+      'of a row from 1, see valkyrie.types.Batch.'
+    )
+  return batch

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import copy
 import functools
 import itertools
+import logging
 import math
 import operator
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from valkyrie.errors import ConfigurationError
 from valkyrie.types import Batch
 
 Weights = Mapping[str, float]
+_warn_once = functools.cache(logging.warning)
 _MAX_NAMED = 8  # rows, and stretches of each row, in a message
 
 
@@ -62,8 +64,9 @@ class Mixture:
         share goes to the others. Or the name of a seqio Mixture, 'package.module:NAME', whose
         tasks are the sources.
       weights: numbers in the ratio of the tokens, by the name of the source; or several of these,
-        one for each phase of the curriculum. An unnamed source has weight 0. None takes the
-        rates of the seqio Mixture.
+        one for each phase of the curriculum. Each source is named, in one phase at least: with
+        0, or in the phases without its name, it is not read. None takes the rates of the seqio
+        Mixture.
       feed: the class of the feeds.
       phases: the class of the curriculum, with several weights. Its `begins` are the positions at
         which its phases begin, in tokens of a row.
@@ -88,6 +91,7 @@ class Mixture:
         f'{len(begins)}. Give one set of weights, or one for each phase, with '
         'Mixture.phases = @Curriculum.'
       )
+    _check_named(sources, of_phases)
     self.sources = {
       name: feed(**({'source': given} if isinstance(given, str) else given))
       for name, given in sources.items()
@@ -222,6 +226,21 @@ def mean_tokens_per_byte(weights: Weights, ratios: Mapping[str, float | None]) -
   return 1 / sum(weight / known[name] for name, weight in read.items())
 
 
+def _check_named(sources: Mapping[str, Any], of_phases: Sequence[Weights]) -> None:
+  """Raises a ConfigurationError for a source without a weight; warns of one that is not read."""
+  unnamed = [name for name in sources if not any(name in weights for weights in of_phases)]
+  if unnamed:
+    raise ConfigurationError(
+      f'Mixture.weights does not name the source {", ".join(unnamed)}. Give it a number; tokens '
+      'are read in this ratio. With 0 it is evaluated and not trained on.'
+    )
+  unread = [name for name in sources if not any(weights.get(name) for weights in of_phases)]
+  if unread:
+    _warn_once(
+      f'Mixture.weights has 0 for {", ".join(unread)}: it is evaluated, and not trained on.'
+    )
+
+
 def _shares(sources: Mapping[str, Any], weights: Weights) -> list[float]:
   """The share of each source by the weights of a phase."""
   unknown = [name for name in weights if name not in sources]
@@ -230,7 +249,8 @@ def _shares(sources: Mapping[str, Any], weights: Weights) -> list[float]:
       f'Mixture.weights names {", ".join(unknown) or "no source"}, but Mixture.sources has '
       f'{", ".join(sources) or "none"}.'
     )
-  right = all(isinstance(w, int | float) and 0 <= w < math.inf for w in weights.values())
+  numbers = weights.values()
+  right = all(isinstance(w, int | float) and w is not True and 0 <= w < math.inf for w in numbers)
   if not right or not sum(weights.values()):
     raise ConfigurationError(
       f'Mixture.weights has {dict(weights)}. Use numbers of 0 or more, at least one above 0; '
