@@ -239,7 +239,7 @@ class DiskSteps:
       if error.errno != errno.EXDEV:
         raise
     with contextlib.suppress(OSError):
-      (self._root / SET_ASIDE).rmdir()  # if it is empty
+      owned.delete_recorded(self._root / SET_ASIDE, [])  # if it is empty
     return _moved_into(self.place / SET_ASIDE, self.path(step))
 
 
@@ -338,7 +338,7 @@ def _moved_into(folder: pathlib.Path, place: pathlib.Path) -> pathlib.Path:
   """Moves a step into a folder, under a name that is free there; returns its new path."""
   folder.mkdir(exist_ok=True)
   target = folder / manifest.free(place.name, lambda name: os.path.lexists(folder / name))
-  os.rename(place, target)
+  owned.rename(place, target)
   return target
 
 

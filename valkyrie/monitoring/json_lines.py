@@ -12,7 +12,7 @@ from typing import Any
 
 from valkyrie import foreign
 from valkyrie.errors import storage_errors
-from valkyrie.storage import appended, held_folder
+from valkyrie.storage import appended, held_folder, owned
 
 _PATIENCE = 1.0  # seconds for which a lock of another program is waited for, once
 _MOMENT = 0.05  # seconds in which a process completes a line
@@ -95,7 +95,7 @@ class JsonLines:
       except OSError:
         whole = self._left.rfind(b'\n', 0, written) + 1
         if self._size() == begin + written:  # nobody has appended without the lock
-          self._file.truncate(begin + whole)
+          owned.cut(self._file, begin + whole)
         self._left = self._left[whole:]
         raise
       self._left = b''
@@ -107,7 +107,7 @@ class JsonLines:
       time.sleep(_MOMENT)
       end = self._end_of_lines()
     if end < self._size():
-      self._file.truncate(end)
+      owned.cut(self._file, end)
     return end
 
   def _end_of_lines(self) -> int:

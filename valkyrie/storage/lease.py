@@ -217,11 +217,9 @@ class DiskLock:
       self._wait_for_readers()
       if os.fstat(self._file.fileno()).st_nlink > 1:
         self._replace_by_own()
-      self._file.truncate(0)
       # Containers repeat PIDs and host names: the number tells this holder from those before.
       words = f'process {os.getpid()} on {socket.gethostname()}'
-      self._file.write(f'{words}, {uuid.uuid4().hex}\n'.encode())
-      os.fsync(self._file.fileno())  # other hosts that share the directory can read it now
+      owned.rewrite(self._file, f'{words}, {uuid.uuid4().hex}\n'.encode())
       stack.pop_all()  # the file is held until `release`
 
   def _wait_for_readers(self) -> None:
@@ -324,13 +322,15 @@ class _FileLease(Lease):
       raise Changed(errno.EAGAIN, 'another process has written it', str(self._place))
     text = json.dumps(content).encode()
     if content['ended']:
-      self._place.unlink()
+      owned.delete_file(self._place)
       return text
     new = self._place.with_name(f'{self._place.name}.{content["token"]}')
     whole_file.write(new, text)
     try:
       if found.get('token') == content['token']:
-        new.replace(self._place)  # a renewal, without a moment in which the lease is free
+        owned.replace_file(
+          new, self._place
+        )  # a renewal, without a moment in which the lease is free
       else:
         if present is not None:
           self._remove(present)
@@ -338,18 +338,18 @@ class _FileLease(Lease):
     except FileExistsError as error:
       raise Changed(errno.EEXIST, 'another process has made it', str(self._place)) from error
     finally:
-      new.unlink(missing_ok=True)
+      owned.delete_file(new)
     return text
 
   def _remove(self, version: bytes) -> None:
     """Removes an expired lease. If several processes try at once, exactly one succeeds."""
     taken = self._place.with_name(f'{self._place.name}.{uuid.uuid4().hex}')
     with contextlib.suppress(FileNotFoundError):
-      self._place.rename(taken)
+      owned.rename(self._place, taken)
       if taken.read_bytes() != version:  # another process has taken it over meanwhile
         with contextlib.suppress(FileExistsError):
           os.link(taken, self._place)
-      taken.unlink()
+      owned.delete_file(taken)
 
 
 def has_ended(lease: Mapping[str, Any]) -> bool | None:
@@ -400,4 +400,4 @@ def _file(token: str) -> pathlib.Path:
 
 def _remove(token: str) -> None:
   with contextlib.suppress(OSError):  # of another user
-    _file(token).unlink(missing_ok=True)
+    owned.delete_file(_file(token))

@@ -227,6 +227,26 @@ def delete_file(file: pathlib.Path) -> bool:
   return True
 
 
+def replace_file(new: pathlib.Path, place: pathlib.Path) -> None:
+  """Puts a whole file of this program, with a name of its own, in the place of an earlier one."""
+  os.replace(new, place)
+
+
+def rename(place: pathlib.Path, target: pathlib.Path) -> None:
+  """As `move`, but of several processes that rename the same file, one succeeds.
+
+  The others get a FileNotFoundError. No process may make the target meanwhile.
+  """
+  if os.path.lexists(target):
+    raise FileExistsError(f'{target} is there already')
+  os.rename(place, target)
+
+
+def cut(file: BinaryIO, size: int) -> None:
+  """Shortens a file that this process has opened and appends to."""
+  os.ftruncate(file.fileno(), size)
+
+
 def open_lock_file(path: pathlib.Path) -> BinaryIO:
   """Opens a file to lock, which is made if it is missing; raises OSError if it is a link.
 

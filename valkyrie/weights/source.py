@@ -1,4 +1,4 @@
-"""What `InitialWeights.source` names: a run, a safetensors file or index, or a folder of these."""
+"""The weights that `InitialWeights.source` names: of a run, a file, an index, or a folder."""
 
 from collections.abc import Mapping, Sequence
 import os
