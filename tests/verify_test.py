@@ -172,6 +172,39 @@ def test_a_form_that_does_not_fit_is_named_and_the_run_has_to_fit():
   assert 'the run in float32' in refused
 
 
+class OnlyInFloat32(Sum):
+  """Sum with a state that stays float32, as a user may write it: no loop has such a state."""
+
+  def initial_carry(self, batch_size, dtype):
+    return jnp.zeros((batch_size, 16), jnp.float32)
+
+  def __call__(self, x, carry, **where):
+    if x.dtype == jnp.float64:
+      raise TypeError('scan body function carry input and carry output must have equal types')
+    return super().__call__(x, carry, **where)
+
+
+class Both(SeesTheNext, OnlyInFloat32):
+  """It sees the next token, and computes in no other precision."""
+
+
+def test_a_model_that_computes_in_one_precision_is_compared_in_this_one(
+  tmp_path, capsys, monkeypatch
+):
+  """What is found counts, though the other precision and what follows fail."""
+
+  def fails(*_):
+    raise RuntimeError('planted')
+
+  monkeypatch.setattr(verify, '_restored', fails)
+  with pytest.raises(Disagreement, match='comparisons differ'):
+    verify.verify(str(tmp_path), settings=functools.partial(settings, Both))
+  report = json.loads((tmp_path / 'verify.json').read_text())
+  assert [row['check'] for row in report['findings'] if not row['agrees']]
+  assert 'only in the precision of the run' in report['not_possible']['the run in float64']
+  assert 'the run in float64 is not possible' in capsys.readouterr().out
+
+
 def test_the_run_mode(tmp_path, capsys):
   verify.verify(str(tmp_path), settings=functools.partial(settings, Sum))
   rows = json.loads((tmp_path / 'verify.json').read_text())['findings']

@@ -27,7 +27,7 @@ from valkyrie.config import paths
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.load import override_gin
 from valkyrie.distributed import processes
-from valkyrie.errors import ConfigurationError, Disagreement, storage_errors
+from valkyrie.errors import ConfigurationError, Disagreement, message_of, storage_errors
 from valkyrie.run import verify_forms
 from valkyrie.run.verify_numbers import Computation, Numbers, compiler_options
 from valkyrie.sharding.partitioner import Partitioner
@@ -65,24 +65,31 @@ def verify(model_dir: str, *, settings: Callable[[], StepSettings]) -> None:
   """
   setup, findings = Setup(settings()), []
   layouts, refused = _layouts(settings, setup.partitioner)
-  for found in _findings(setup, layouts, pathlib.Path(model_dir), refused):
-    findings.append(found)
-    print(
-      f'{found.check:24} {found.precision:9} {found.deviation:8.1e}   rounding explains '
-      f'{_EXPLAINED * found.rounding:8.1e}   {found.where}{"" if found.agrees else "   DIFFERS"}',
-      flush=True,
-    )
+  failure: Exception | None = None
+  try:
+    for found in _findings(setup, layouts, pathlib.Path(model_dir), refused):
+      findings.append(found)
+      print(
+        f'{found.check:24} {found.precision:9} {found.deviation:8.1e}   rounding explains '
+        f'{_EXPLAINED * found.rounding:8.1e}   {found.where}{"" if found.agrees else "   DIFFERS"}',
+        flush=True,
+      )
+  except Exception as error:  # what was found before it counts
+    failure = error
   path = pathlib.Path(model_dir) / 'verify.json'
   rows = [found._asdict() | {'agrees': found.agrees} for found in findings]
   text = json.dumps({'findings': rows, 'not_possible': refused}, indent=2)
-  whole_file.write(path, text + '\n', 'Pass another --model_dir.')
+  if rows:
+    whole_file.write(path, text + '\n', 'Pass another --model_dir.')
   if wrong := [found for found in findings if not found.agrees]:
     first = wrong[0]
     raise Disagreement(
       f'{len(wrong)} of {len(findings)} comparisons differ by more than rounding explains. The '
       f'first: {first.check}, in {first.precision}, {first.where} by {first.deviation:.1e} of its '
       f'size. {path} has all comparisons.'
-    )
+    ) from failure
+  if failure is not None:
+    raise failure
   print(f'all {len(findings)} comparisons agree')
 
 
@@ -98,7 +105,7 @@ def _layouts(
       with override_gin([f'gin/partition/{path.name}'], []):
         other = Setup(settings()).partitioner
     except ConfigurationError as error:
-      verify_forms.refuse(refused, f'layout {path.stem}', error)
+      verify_forms.refuse(refused, f'layout {path.stem}', message_of(error))
       continue
     if other.computation not in [layout.computation for layout in (own, *found.values())]:
       found[path.stem] = other
@@ -125,8 +132,9 @@ def comparisons(
 ) -> Generator[Finding, None, tuple[Numbers, Numbers] | None]:
   """All that is compared in one precision; returns the numbers of the run, and their spread.
 
-  `refused` receives the forms for which the memory is too small, and the reasons. In the run's own
-  precision the run itself has to fit, or a ConfigurationError is raised.
+  `refused` receives the forms for which the memory is too small, or which a mixer cannot compute in
+  a precision that is not the run's, and the reasons. In the run's own precision the run itself has
+  to fit, or a ConfigurationError is raised.
   """
   # A platform's own rounding of the factors of float32 products breaks no rule.
   with jax.enable_x64(precision == 'float64'), jax.default_matmul_precision('highest'):

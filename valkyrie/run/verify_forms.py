@@ -6,7 +6,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from valkyrie.errors import ConfigurationError, message_of
 from valkyrie.models.features import Description
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.setup import Setup
@@ -99,7 +98,7 @@ def _apart(batch: Batch) -> tuple[Batch, Batch]:
   return batch._replace(weights=weights), alone
 
 
-def refuse(refused: dict[str, str], name: str, error: ConfigurationError) -> None:
-  """Records and prints why a form is not possible."""
-  refused[name] = message_of(error).partition('\n')[0]
+def refuse(refused: dict[str, str], name: str, reason: str) -> None:
+  """Records and prints why a form is not possible, in the first line of the reason."""
+  refused[name] = reason.partition('\n')[0]
   print(f'{name} is not possible: {refused[name]}', flush=True)

@@ -9,7 +9,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from valkyrie.errors import ConfigurationError
+from valkyrie.errors import ConfigurationError, message_of
 from valkyrie.models import language_model
 from valkyrie.models.layers import wide
 from valkyrie.models.model import Model
@@ -39,7 +39,8 @@ class Computation:
   def __call__(self, form: Form) -> tuple[Numbers, Numbers] | None:
     """(the numbers, their largest changes if the parameters change in the last digit).
 
-    None if the memory is too small.
+    None if the memory is too small, or if the model cannot compute in a precision that is not the
+    run's, as where the module of a user keeps a state in float32.
     """
     try:
       with memory.explained(lambda: form.name):
@@ -47,8 +48,14 @@ class Computation:
     except ConfigurationError as error:
       if self._required and form.name == RUN:
         raise
-      refuse(self._refused, f'{form.name} in {self._dtype}', error)
-      return None
+      reason = message_of(error)
+    except (TypeError, ValueError) as error:
+      if self._required:
+        raise
+      first, _, _ = str(error).partition('\n')
+      reason = f'the model computes only in the precision of the run: {first}'
+    refuse(self._refused, f'{form.name} in {self._dtype}', reason)
+    return None
 
   def _numbers(self, form: Form) -> tuple[Numbers, Numbers]:
     model, layout = self._model(form), form.layout
