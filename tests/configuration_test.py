@@ -2,12 +2,13 @@
 
 import json
 import pathlib
+import re
 import textwrap
 
 import gin
 import pytest
 
-from valkyrie.config import check, paths
+from valkyrie.config import check, parse, paths
 from valkyrie.config.load import check_call, load_gin
 from valkyrie.config.record import bindings
 from valkyrie.errors import ConfigurationError, StorageError
@@ -158,7 +159,7 @@ def test_wrong_flags(flag, expected):
     ('Gadget.rate = "fast"', ["Gadget.rate takes a number, not a string ('fast')"]),
     ('Gadget.name = %size', ['(from a.gin:2)', 'takes a string or None, not an integer (8)']),
     ('Gadget.rate 3', ['not gin syntax']),
-    ('Gadget.parts = (1,', ['not gin syntax']),
+    ('Gadget.parts = (1,', ['the bracket ( is not closed']),
     ('Gadget.name = "abc', ['not gin syntax']),
     ('Gadget.rate =', ['the value is missing']),
     ('include "inner.gim"', ["no file 'inner.gim'", 'Did you mean inner.gin?']),
@@ -516,3 +517,26 @@ def test_a_folder_with_checkpoints_is_a_run(folder):
   write('run/x.gin', '')
   (folder / 'run/checkpoints').mkdir()
   assert 'is the folder of a run' in refusal("include 'run/x.gin'")
+
+
+@pytest.mark.parametrize(
+  ('text', 'line', 'bracket'),
+  [
+    ('seed = 1\nB.x = [1, 2\nC.y = 3\n', 2, '['),
+    ("a = {'x': 1\nb = 2", 1, '{'),
+    ('a = (1,\n\n\n', 1, '('),
+    ('a = (@f(), @g/h(\nb = 2\n', 1, '('),
+    ("a = ('x(',\n'b=')\nc = @f(\n", 3, '('),
+  ],
+)
+def test_a_bracket_that_is_not_closed_is_named_where_it_opens(tmp_path, text, line, bracket):
+  path = tmp_path / 'x.gin'
+  path.write_text(text)
+  message = re.escape(f'{path}:{line}: the bracket {bracket} is not closed')
+  with pytest.raises(ConfigurationError, match=message):
+    parse.read([str(path)])
+
+
+def test_a_bracket_of_a_flag_that_is_not_closed():
+  with pytest.raises(ConfigurationError, match=r'x=\(1, 2: the bracket \( is not closed'):
+    parse.read([], ['--gin.x=(1, 2'])

@@ -1,17 +1,21 @@
 """Configurables that do not fit the annotation of their parameter are refused."""
 
 import ast
+import dataclasses
 import importlib
 import re
 
 import gin
 from gin import config as gin_config
+import haiku as hk
+import jax
 import pytest
 
 from valkyrie import main
-from valkyrie.config import check, parse, ranges, value_types
+from valkyrie.config import check, parse, paths, ranges, value_types
 from valkyrie.config.load import load_gin
 from valkyrie.errors import ConfigurationError
+from valkyrie.models import layers
 
 
 def load(binding):
@@ -205,3 +209,74 @@ def test_a_number_out_of_range_ends_before_anything_is_built(tmp_path, capsys):
   assert main.main([*flags, f'--model_dir={tmp_path / "run"}']) == 78
   assert 'Optimizer.learning_rate = -1.0 is out of range' in capsys.readouterr().err
   assert not (tmp_path / 'run').exists()
+
+
+def test_a_number_of_a_users_module_has_any_range():
+  """A field named like one of ours means what its class says; an inherited one is ours."""
+
+  @dataclasses.dataclass(eq=False)
+  class Scaled(layers.GatedMLP):
+    factor: float = 0.5  # ours, of time constants, is 1 or more
+    window: int = 0
+
+  def make(**fields):
+    return hk.transform(lambda: Scaled(**fields).factor).init(jax.random.key(0))
+
+  assert ranges.RANGES['factor'] == '[1, inf)'
+  make(width=8, factor=0.25)
+  with pytest.raises(ConfigurationError, match=r'dropout = 1\.5 is out of range'):
+    make(width=8, dropout=1.5)
+
+
+def parts_in_gin_files():
+  """{(configurable, parameter): the file with a reference to a part in it}."""
+  for module in main.CONFIGURABLE_MODULES:
+    importlib.import_module(module)
+  found = {}
+  for file in sorted(paths.GIN.glob('*.gin')):
+    effective = check.effective_bindings(parse.read([str(file)]))
+    for key, statement in effective.items():
+      references = [
+        v for v in parse.leaves(statement.parsed.value) if isinstance(v, parse.Reference)
+      ]
+      if references and 'gin.macro' not in key[1] and references[0].name != 'vocabulary_size':
+        found.setdefault((key[1], key[2]), (file, key))
+  return found
+
+
+def flipped(value):
+  """The value with calls instead of references, and the other way round."""
+  if isinstance(value, parse.Reference):
+    return parse.Reference(value.name, not value.evaluated)
+  return type(value)(map(flipped, value)) if isinstance(value, list | tuple) else value
+
+
+def test_a_call_in_place_of_a_class_and_a_class_in_place_of_a_call_name_the_right_form():
+  """Of every part that a gin file names: settings, mixers, objective, optimizer, feeds, phases."""
+  found = parts_in_gin_files()
+  assert len(found) > 30
+  for file, key in found.values():
+    effective = check.effective_bindings(parse.read([str(file)], ['--gin.seed=0']))
+    statement = effective[key]
+    wrong = flipped(statement.parsed.value)
+    changed = statement._replace(parsed=statement.parsed._replace(value=wrong))
+    right = next(v for v in parse.leaves(statement.parsed.value) if isinstance(v, parse.Reference))
+    with pytest.raises(ConfigurationError, match=re.escape(f'(write {right})')):
+      value_types.check_parameter_types({key: changed})
+
+
+@pytest.mark.parametrize(
+  ('binding', 'write'),
+  [
+    ('StepSettings.loss_spikes=@LossSpikes()', '@LossSpikes'),
+    ('train.preemption=@Preemption()', '@Preemption'),
+    ('Optimizer.groups=(@recurrence_group,)', '@recurrence_group()'),
+    ('LanguageModel.ngrams=@NgramEmbedding()', '@NgramEmbedding'),
+    ('Optimizer.algorithm=@optax.lion()', '@optax.lion'),
+    ('train.hooks=(@TextSamples,)', '@TextSamples()'),
+    ('Group.algorithm=@optax.lion()', '@optax.lion'),
+  ],
+)
+def test_the_right_form_of_a_part_that_no_file_binds(binding, write):
+  with pytest.raises(ConfigurationError, match=re.escape(f'(write {write})')):
+    load(binding)

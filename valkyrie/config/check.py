@@ -120,8 +120,6 @@ def check_references(effective: Effective) -> None:
     for leaf in parse.leaves(statement.parsed.value):
       if isinstance(leaf, parse.Reference):
         find(leaf.name, where)
-        if leaf.evaluated:
-          check_buildable(leaf, where, effective)
       elif isinstance(leaf, parse.Macro) and leaf.name not in macros:
         constants = gin_config._CONSTANTS.matching_selectors(leaf.name)
         if constants == ['gin.REQUIRED']:
@@ -139,6 +137,14 @@ def check_references(effective: Effective) -> None:
         )
     if statement.is_macro and name in parse.macros_in(statement.parsed.value, macros):
       raise ConfigurationError(f'{where}: the macro %{name} is defined by itself. Give it a value.')
+
+
+def check_calls(effective: Effective) -> None:
+  """Checks that what is called has all its parameters."""
+  for statement in effective.values():
+    for leaf in parse.leaves(statement.parsed.value):
+      if isinstance(leaf, parse.Reference) and leaf.evaluated:
+        check_buildable(leaf, statement.where, effective)
 
 
 def check_tasks(effective: Effective, allowed: Sequence[str]) -> None:

@@ -71,6 +71,7 @@ def load_gin(
   check.check_references(effective)
   check.check_tasks(effective, parse.importable(allowed_imports))
   value_types.check_parameter_types(effective)
+  check.check_calls(effective)
   try:
     _bind(effective)
     gin.finalize()

@@ -16,7 +16,7 @@ from gin import config_parser
 
 from valkyrie import foreign
 from valkyrie.config import paths
-from valkyrie.config.suggest import did_you_mean, explain
+from valkyrie.config.suggest import did_you_mean, explain, unclosed
 from valkyrie.errors import ConfigurationError
 
 WRITTEN_BY = 'valkyrie'  # in config.json: identifies the folder of a run
@@ -164,6 +164,8 @@ def _read_flag(flag: str) -> Statement:
       return Statement(flag, parsed[0])
   except SyntaxError as error:
     problem = explain(error, value, lambda right: f'{FLAG}{name}={shlex.quote(right)}')
+    if bracket := unclosed(value):
+      problem = f'the bracket {bracket[1]} is not closed'
   raise ConfigurationError(f'{flag}: {problem}')
 
 
@@ -206,6 +208,10 @@ def _read_file(
     line = lines[number - 1].strip()
     name, equals, value = line.partition('=')
     problem = explain(error, value if equals else None, lambda right: f'{name.strip()} = {right}')
+    if bracket := unclosed(text):
+      number = bracket[0]
+      line = lines[number - 1].strip()
+      problem = f'the bracket {bracket[1]} is not closed'
     quoted = f'\n  {line}' if path.suffix == '.gin' else ''  # any file may be included
     raise ConfigurationError(f'{path}:{number}: {problem}{quoted}') from None
   return statements

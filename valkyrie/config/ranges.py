@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import inspect
 import numbers
 from typing import Any
 
@@ -77,6 +78,17 @@ def _check(owner: str, name: str, value: Any, where: str) -> None:
 
 
 def check_fields(settings: Any) -> None:
-  """Checks the numbers of a dataclass."""
-  values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
-  check(type(settings).__name__, **values)
+  """Checks the numbers of a dataclass in the fields that this package declares.
+
+  The class of a user may have a field of any name, which means what the user says.
+  """
+  fields = {field.name for field in dataclasses.fields(settings)}
+  for declaring in filter(is_ours, type(settings).__mro__):
+    named = type(settings) if is_ours(type(settings)) else declaring
+    for name in fields & inspect.get_annotations(declaring).keys():
+      check(named.__name__, **{name: getattr(settings, name)})
+
+
+def is_ours(configurable: Any) -> bool:
+  """Whether a class or function is of this package."""
+  return configurable.__module__.partition('.')[0] == 'valkyrie'

@@ -1,9 +1,12 @@
 """Suggestions in messages: similar names, and corrected gin statements."""
 
 from collections.abc import Callable, Iterable
+import contextlib
 import difflib
+import io
 import json
 import re
+import tokenize
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -11,6 +14,23 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
   by_lower_case = {candidate.lower(): candidate for candidate in sorted(known)}
   nearest = difflib.get_close_matches(name.lower(), by_lower_case, n=1)
   return f' Did you mean {by_lower_case[nearest[0]]}?' if nearest else ''
+
+
+def unclosed(text: str) -> tuple[int, str] | None:
+  """(the line, the bracket) of a bracket that is still open at the next statement or at the end.
+
+  A statement is known by its =, which no value has outside of strings.
+  """
+  opened: list[tuple[int, str]] = []
+  with contextlib.suppress(tokenize.TokenError, SyntaxError):
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+      if token.string in ('(', '[', '{'):
+        opened.append((token.start[0], token.string))
+      elif token.string in (')', ']', '}') and opened:
+        opened.pop()
+      elif token.string == '=' and opened:
+        break
+  return opened[-1] if opened else None
 
 
 def explain(error: SyntaxError, value: str | None, statement: Callable[[str], str]) -> str:

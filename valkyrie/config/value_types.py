@@ -100,7 +100,7 @@ def _expected(value: Any, annotation: Any) -> str | None:
   if annotation in {*_LITERALS, types.NoneType}:
     # The result of a function is of an unknown type.
     of_call = isinstance(value, Reference) and value.evaluated
-    is_result = of_call and not inspect.isclass(_target(value))
+    is_result = of_call and not inspect.isclass(_target(value)) and annotation in _LITERALS
     fits = _is_a(value, annotation) or isinstance(value, Macro) or is_result
     return None if fits else _LITERALS.get(annotation, 'None')
   if isinstance(value, Macro):
@@ -117,17 +117,49 @@ def _expected(value: Any, annotation: Any) -> str | None:
 
 def _expected_part(value: Any, part: Any, is_callable: bool) -> str | None:
   """As `_expected`, for an instance of `part`, or a callable that returns one."""
-  name = getattr(part, '__name__', 'function')
+  options = _options(part)
+  name = ' or '.join(getattr(one, '__name__', 'function') for one in options if one is not Any)
+  name = name or 'a part'
   if not isinstance(value, Reference):
     is_ours = is_callable or part.__module__.startswith('valkyrie.')
     form = f'a reference to {name}' if is_callable else f'{name}, such as @NAME()'
     no_part = type(value) in _LITERALS or (is_callable and isinstance(value, list | tuple | None))
     return form if is_ours and no_part else None
   if value.evaluated != is_callable:
-    return _expected_class(value, part)
-  if not is_callable and inspect.isclass(_target(value)):
+    if value.evaluated or inspect.isclass(_target(value)):
+      return _expected_class(value, part)
+    return None
+  if is_callable:
+    plain = str(value).removesuffix('()')
+    return f'a reference to {name} (write {plain})' if _is_result(value, part) else None
+  if inspect.isclass(_target(value)) or not _accepts_functions(part):
     return f'an instance of {name} (write {value}())'
   return None
+
+
+def _is_result(reference: Reference, part: Any) -> bool:
+  """Whether the result of a call is known to be an instance of `part`, not what makes one."""
+  target = _target(reference)
+  if inspect.isclass(target):
+    if not any('__call__' in vars(one) for one in inspect.getmro(target)):
+      return True
+  else:
+    target = inspect.signature(target).return_annotation
+  classes = [option for option in _options(part) if inspect.isclass(option)]
+  return inspect.isclass(target) and any(_lacks(target, option) is None for option in classes)
+
+
+def _options(part: Any) -> tuple[Any, ...]:
+  """The types of a union, or the one type."""
+  is_union = typing.get_origin(part) in (types.UnionType, typing.Union)
+  return typing.get_args(part) if is_union else (part,)
+
+
+def _accepts_functions(part: Any) -> bool:
+  """Whether a function may be an instance: of a protocol that only asks for a call."""
+  methods = [name for name, member in vars(part).items() if inspect.isfunction(member)]
+  known = {'__call__', '__init__', '__subclasshook__'}
+  return part is object or (getattr(part, '_is_protocol', False) and {*methods} <= known)
 
 
 def _expected_class(reference: Reference, expected: Any) -> str | None:
@@ -137,6 +169,11 @@ def _expected_class(reference: Reference, expected: Any) -> str | None:
     return f'no instance of a Haiku module (write {str(reference).removesuffix("()")})'
   if expected is Any or not (inspect.isclass(expected) and inspect.isclass(target)):
     return None
+  return _lacks(target, expected)
+
+
+def _lacks(target: type, expected: type) -> str | None:
+  """The expected type, if a class is another one, with the methods that it lacks; else None."""
   if getattr(expected, '_is_protocol', False):
     unfit = [
       name
