@@ -85,6 +85,23 @@ def test_the_log_adds_in_float64(tmp_path):
   assert line['tokens'] == 10**8 * 4096 * 2**22
 
 
+def test_an_objective_that_predicts_no_tokens_is_logged_as_what_it_is(tmp_path):
+  """Its value is no loss of a model, so it has neither perplexity nor bits."""
+  feed: Any = types.SimpleNamespace(tokens_per_byte=0.25, progress=lambda position: {})
+  about = types.SimpleNamespace(plan_interval=1, train_flops_per_token=None)
+  setup: Any = types.SimpleNamespace(model=types.SimpleNamespace(about=about))
+  reading = Reading(Curriculum([phase()]), feed, rows=2)
+  with create_writers(tmp_path, tensorboard=False) as writer:
+    log = TrainingLog(writer, setup, reading, every=1, total_steps=1)
+    one = jnp.float32(1)
+    sums = Sums(None, 4 * one, one, {'mine': one}, objective=2 * one)
+    log(1, StepMetrics(sums, one, {}, one, jnp.int32(0), jnp.bool_(False)))
+    log.flush()
+  line = json.loads((tmp_path / 'metrics.jsonl').read_text())
+  assert (line['objective'], line['targets'], line['terms/mine']) == (0.5, 4.0, 0.25)
+  assert not line.keys() & {'loss', 'perplexity', 'bits_per_token', 'bits_per_byte'}
+
+
 def test_phases_of_any_number_of_steps_have_their_own_rate():
   curriculum = Curriculum([phase(steps=LARGEST_COUNT - 2), phase(learning_rate_scale=0.5)])
   scales = [float(curriculum.learning_rate_scale(jnp.int32(LARGEST_COUNT - n))) for n in (3, 2, 1)]

@@ -1,6 +1,9 @@
 """A first carry that is learned: alone, exported, and loaded beside the weights of another run."""
 
+import functools
+
 import gin
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -10,6 +13,9 @@ import tiny_run
 import valkyrie
 from valkyrie import main
 from valkyrie.errors import ConfigurationError
+from valkyrie.models.recurrence.gated_delta import GatedDeltaNet
+from valkyrie.models.recurrence.mamba2 import Mamba2
+from valkyrie.types import leaves_by_path
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 LEARNED = "\ninclude 'gin/optimizers/first_carry.gin'\nInitialWeights.any_loss = True\n"
@@ -55,6 +61,23 @@ def test_a_task_is_one_small_file_beside_the_weights(tmp_path):
       ConfigurationError, match='no first carry that was learned with the weights'
     ):
       with_first_carry(base, source)
+
+
+def test_a_first_carry_is_no_matrix():
+  """Weight decay, and algorithms for matrices, are not for states, of whatever shape."""
+  delta = functools.partial(
+    GatedDeltaNet, heads=2, horizon=100.0, slice_size=8, key_width=4, value_width=8
+  )
+  mamba = functools.partial(
+    Mamba2, heads=2, horizon=100.0, slice_size=8, head_width=4, state_size=8
+  )
+  model = tiny.model(mixers=(delta, mamba, tiny.s5), learned_carry=True)
+  params, _ = model.init(jax.random.key(0), 1)
+  kinds = leaves_by_path(model.kinds(params))
+  first = {path: kind for path, kind in kinds.items() if '/first_carry' in path}
+  assert len(first) >= 3
+  assert not [path for path, kind in first.items() if kind.is_matrix]
+  assert [path for path, kind in kinds.items() if kind.is_matrix]
 
 
 def test_a_model_without_recurrences_has_none():

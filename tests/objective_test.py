@@ -65,7 +65,7 @@ def test_terms_add_up_and_the_loss_is_of_the_next_tokens_if_they_are_predicted(m
   np.testing.assert_allclose(both - one, 3 * BATCH.weights.sum() / TOTAL, rtol=1e-5)
   assert sums.loss == predicted.loss and {*sums.terms} == {'constant'}
   value, (_, alone) = of(Constant())
-  np.testing.assert_allclose(alone.loss, value * TOTAL)
+  np.testing.assert_allclose(alone.objective, value * TOTAL)
 
   class Same(Constant):
     name = 'another'

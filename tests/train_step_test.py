@@ -193,6 +193,16 @@ def test_long_unrolls_come_every_so_many_steps_of_their_phase():
   }  # fmt: skip
 
 
+def test_only_phases_to_come_are_compiled():
+  near = Phase(8, 1, 1, steps=5)
+  rare = Phase(8, 4, 1, steps=5, long_every=3, long_backprop_chunks=4)
+  last = Phase(16, 1, 1)
+  curriculum = Curriculum([near, rare, last])
+  assert curriculum.forms_from(4) == curriculum.forms == [near, rare, last, rare.long]
+  assert curriculum.forms_from(5) == [rare, last, rare.long]
+  assert curriculum.forms_from(10) == curriculum.forms_from(11) == [last]
+
+
 def test_losses_are_the_cross_entropy_and_slices_change_nothing(monkeypatch):
   random = np.random.default_rng(0)
   features = Features(

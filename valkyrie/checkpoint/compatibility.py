@@ -82,6 +82,9 @@ def check_form(found: Any, place: str) -> None:
     and isinstance(lowest := found.get('lowest') or [0, 0], list)
     and len(lowest) in (2, 3)
     and all(isinstance(number, float) or _is_count(number) for number in lowest)
+    and isinstance(schedule := found.get('schedule') or {'rate': 0.0, 'ends': 0}, dict)
+    and isinstance(schedule.get('rate'), float)
+    and _is_count(schedule.get('ends'))
   )
   if not is_record:
     raise StorageError(

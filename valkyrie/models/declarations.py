@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 from valkyrie.types import Array, Axes, DType
 
+FIRST_CARRY = 'first_carry'  # the first axis of a state that is learned, which is no matrix
+
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
@@ -95,6 +97,6 @@ Parameters = Mapping[str, Mapping[str, Parameter]]  # {module: {name: its parame
 class Kind:
   """What an optimizer distinguishes."""
 
-  is_matrix: bool  # it has several dimensions in its own layer, and no vector for each token
+  is_matrix: bool  # it has several dimensions in its own layer, and is no table and no state
   stacked: int = 0  # its leading dimensions that are layers
   in_planner: bool = False

@@ -20,7 +20,7 @@ import numpy as np
 
 from valkyrie.config import ranges
 from valkyrie.models import quantization
-from valkyrie.models.declarations import Adapted, Declared, Decomposed
+from valkyrie.models.declarations import FIRST_CARRY, Adapted, Declared, Decomposed
 from valkyrie.models.quantization import Quantized
 from valkyrie.sharding import ambient, sequence_parallel
 from valkyrie.sharding.split_products import split_product
@@ -64,7 +64,8 @@ class Module(hk.Module):
 
     def learned(path, part):
       name, shape = '.'.join(filter(None, ['first_carry', leaf_path(path)])), part.shape[1:]
-      return parameter(name, shape, jnp.zeros, axes=(None,) * len(shape)).astype(part.dtype)
+      axes = (FIRST_CARRY, *[None] * len(shape))[: len(shape)]
+      return parameter(name, shape, jnp.zeros, axes=axes).astype(part.dtype)
 
     is_learned = ambient.current().learned_carry
     return jax.tree_util.tree_map_with_path(learned, state) if is_learned else None

@@ -10,7 +10,7 @@ import haiku as hk
 import jax
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.models.declarations import Declared, Kind, Parameter, Parameters
+from valkyrie.models.declarations import FIRST_CARRY, Declared, Kind, Parameter, Parameters
 from valkyrie.models.features import Description, Features
 from valkyrie.models.parts import is_of_model
 from valkyrie.sharding import ambient
@@ -101,8 +101,9 @@ class Model(NamedTuple):
       shape, axes = declared[:2]
       stacked = int('layers/' in path) if axes is None else axes.count('layers')
       in_planner = planner is not None and path.startswith(f'{planner}/')
-      is_table = axes is not None and not {'vocabulary', 'ngrams'}.isdisjoint(axes)
-      return Kind(len(shape.shape) - stacked > 1 and not is_table, stacked, in_planner)
+      others = {'vocabulary', 'ngrams', FIRST_CARRY}  # a vector for each token, or a state
+      is_other = axes is not None and not others.isdisjoint(axes)
+      return Kind(len(shape.shape) - stacked > 1 and not is_other, stacked, in_planner)
 
     return self._each(kind, params)
 

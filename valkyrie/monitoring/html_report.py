@@ -53,6 +53,7 @@ _VALIDATION = ('loss', 'Validation loss', 'nats per token')
 _BITS = ('bits_per_byte', 'Validation loss', 'bits per byte')
 _TRAINING = (
   ('loss', 'Training loss', 'nats per token'),
+  ('objective', 'Training objective', ''),
   ('grad_norm', 'Gradient norm', ''),
   ('learning_rate', 'Learning rate', ''),
   ('tokens_per_second', 'Speed', 'tokens/s'),

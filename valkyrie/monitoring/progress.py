@@ -104,6 +104,7 @@ def describe(metrics: Mapping[str, Any]) -> list[str]:
   bits = 'bits_per_byte' if 'bits_per_byte' in known else 'bits_per_token'
   texts = {
     'loss': 'loss {:.4f}',
+    'objective': 'objective {:.4f}',
     bits: '{:.3f} ' + bits.replace('_', ' '),
     'perplexity': 'perplexity {:.4g}',
     'accuracy': 'accuracy {:.2%}',

@@ -109,11 +109,14 @@ class TrainingLog:
       return sum(float(getattr(s.sums, name)) for s in steps)
 
     weight, last = total('weight'), steps[-1]
+    followed = text_metrics(total('followed'), weight, self.reading.feed.tokens_per_byte)
+    if last.sums.loss is None:  # the objective predicts no tokens, so that its value is no loss
+      followed = {'objective': followed['loss'], 'targets': followed['targets']}
     terms = {n: sum(float(s.sums.terms[n]) for s in steps) for n in last.sums.terms}
     scalars: Metrics = {
       'tokens': read(step),
       **self.reading.progress(step),
-      **text_metrics(total('loss'), weight, self.reading.feed.tokens_per_byte),
+      **followed,
       'grad_norm': float(last.grad_norm),
       **{f'grad_norm/{part}': float(norm) for part, norm in last.part_norms.items()},
       'learning_rate': float(last.learning_rate),

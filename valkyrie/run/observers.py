@@ -48,7 +48,7 @@ class Refusals(contextlib.AbstractContextManager['Refusals']):
     before, self._skipped = self._skipped, int(metrics.skipped)
     if self._skipped > before and self._lines is not None:
       why = 'loss spike' if bool(metrics.spiked) else 'not finite'
-      loss = text_metrics(float(metrics.sums.loss), float(metrics.sums.weight), None)['loss']
+      loss = text_metrics(float(metrics.sums.followed), float(metrics.sums.weight), None)['loss']
       line = {'step': step, 'why': why, 'loss': loss, 'grad_norm': float(metrics.grad_norm)}
       self._lines.write({**line, 'read': self.budget.describe(step)})
       self.say(f'step {step} is refused: {why} (loss {loss:.4g})')

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 import dataclasses
+import math
 import time
 from typing import Any, NamedTuple
 
@@ -116,11 +117,11 @@ class Trainer:
       self.say(check_loss(loss, self.setup.model.about.vocabulary_size, strict))
 
   def compile(self) -> None:
-    """Compiles the step of every phase, before the first is taken; one for each shape.
+    """Compiles the step of every phase to come, before the first is taken; one for each shape.
 
     Raises a ConfigurationError if the programs differ between processes, or from the checkpoint's.
     """
-    phases, about = self.setup.curriculum.forms, self.setup.model.about
+    phases, about = self.setup.curriculum.forms_from(self.step), self.setup.model.about
     compiled: dict[tuple, jax.stages.Compiled] = {}
     devices = self.setup.partitioner.mesh.devices.flatten().tolist()
     for phase in phases:
@@ -220,6 +221,8 @@ class Trainer:
     if change := self.reading.change(self.step):
       self.say(change)
     self.say(f'resuming after step {self.step} from {self.directory.directory}')
+    if change := self._other_rate(found.get('schedule')):
+      self.say(change)
     if found['rows'] == rows:
       return self.directory.restore(self.setup.state)
     return TrainState(
@@ -250,6 +253,28 @@ class Trainer:
     else:
       leaves = self.directory.differences(self._without_carry(), partial=True)
     return f'the state of this run has other arrays. {leaves[0]}.' if leaves else ''
+
+  def _schedule(self) -> dict[str, float]:
+    """The learning rate of the next step, and the step at which the schedule ends."""
+    setup, step = self.setup, jnp.int32(self.step)
+    rate = setup.optimizer.learning_rate(step) * setup.curriculum.learning_rate_scale(step)
+    return {'rate': float(rate), 'ends': setup.optimizer.train_steps}
+
+  def _other_rate(self, saved: Mapping[str, float] | None) -> str | None:
+    """A line, if the next step has another learning rate than in the run that saved."""
+    schedule = self._schedule()
+    if saved is None or math.isclose(saved['rate'], schedule['rate'], rel_tol=1e-5):
+      return None
+    line = (
+      f'the learning rate of step {self.step + 1} is {schedule["rate"]:.4g}, where the run that '
+      f'saved had {saved["rate"]:.4g}'
+    )
+    if saved['ends'] == schedule['ends']:
+      return line
+    return (
+      f'{line}: its schedule ended at step {saved["ends"]}, and now ends at {schedule["ends"]}. To '
+      f'keep it, add --gin.Optimizer.train_steps={saved["ends"]}'
+    )
 
   def _changed(
     self,
@@ -287,6 +312,7 @@ class Trainer:
     """
     return {
       **self._facts(),
+      'schedule': self._schedule(),
       'position': self.reading.position(self.step),
       'stretches': self.reading.stretches,
       'lowest': self.lowest,

@@ -51,8 +51,10 @@ def make_mesh(axes: Sequence[tuple[str, int]], slices: int = 1) -> Mesh:
     number = f'a multiple of {fixed}' if -1 in sizes else fixed
     raise ConfigurationError(
       f'The mesh {wanted} needs {number} devices, but this process sees {len(devices)} '
-      f'({devices[0].device_kind}). Run on {number} devices, or include a layout that fits, such '
-      'as gin/partition/data.gin, which takes any number.'
+      f'({devices[0].device_kind}). Run on {number} devices{_slice_of(devices[0], fixed)}. '
+      '--run_mode=precompile with --topology=SLICE estimates the memory and the time of a step on '
+      'TPUs that are not here. A model that fits one device takes any number of them with '
+      '--gin_file=gin/partition/data.gin.'
     )
   # On a TPU, each mesh axis follows axes of the torus; elsewhere, devices keep their order.
   if slices == found > 1:
@@ -63,6 +65,13 @@ def make_mesh(axes: Sequence[tuple[str, int]], slices: int = 1) -> Mesh:
   else:
     made = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
   return Mesh(made, names)
+
+
+def _slice_of(device: Any, chips: int) -> str:
+  """The name of a TPU slice of so many chips like this one, where Google counts their two cores."""
+  families = {'TPU v4': 'v4', 'TPU v5': 'v5p', 'TPU v5p': 'v5p'}
+  family = families.get(device.device_kind)
+  return '' if family is None else f', such as the slice {family}-{2 * chips}'
 
 
 def _check_axes(axes: Any) -> None:

@@ -108,7 +108,12 @@ class Curriculum:
   @property
   def forms(self) -> list[Phase]:
     """All that `phase` returns: the phases and their long forms."""
-    return [*self.phases, *(phase.long for phase in self.phases if phase.long_every)]
+    return self.forms_from(0)
+
+  def forms_from(self, step: int) -> list[Phase]:
+    """What `phase` returns from a step on: without the phases that are over."""
+    phases = self.phases[self.index(step) :]
+    return [*phases, *(phase.long for phase in phases if phase.long_every)]
 
   def position(self, step: int) -> int:
     """Tokens of a row that the steps before `step` read: the feed's position."""

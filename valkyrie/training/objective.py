@@ -29,15 +29,25 @@ PENALTY = 'penalty'
 class Sums(NamedTuple):
   """Sums over tokens, float32: they add up over chunks, steps and hosts.
 
-  loss: the weighted nats of the next tokens where the objective predicts them, else its own value;
-  weight: of the tokens; beyond_window: weight of the tokens with more than a window of their
-  document before them; terms: what the terms report, by name.
+  loss: the weighted nats of the next tokens; None where no term of the objective predicts them.
+  weight: of the tokens.
+  beyond_window: weight of the tokens with more than a window of their document before them.
+  terms: what the terms report, by name.
+  objective: the value of an objective without a loss of tokens, times the weight; else None.
   """
 
-  loss: Array
+  loss: Array | None
   weight: Array
   beyond_window: Array
   terms: Mapping[str, Array]
+  objective: Array | None = None
+
+  @property
+  def followed(self) -> Array:
+    """The loss of the tokens, or else the objective, whose spikes are watched."""
+    followed = self.objective if self.loss is None else self.loss
+    assert followed is not None
+    return followed
 
 
 class Chunk(NamedTuple):
@@ -295,8 +305,10 @@ def read(
   loss, *more = (part.loss for part in parts)
   for other in more:
     loss += other
+  predicted = sums.pop('loss', None)
   found = Sums(
-    loss=sums.pop('loss') if 'loss' in sums else lax.stop_gradient(loss) * total,
+    loss=predicted,
+    objective=lax.stop_gradient(loss) * total if predicted is None else None,
     weight=jnp.sum(batch.weights),
     beyond_window=jnp.sum(batch.weights * (batch.positions > model.about.window)),
     terms=sums,

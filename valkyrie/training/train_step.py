@@ -166,12 +166,12 @@ def make_train_step(
     )
     params = rounding.stored(params, state.params, lambda: key_of(_ROUNDING, state.step))
 
-    healthy = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
+    healthy = jnp.isfinite(sums.followed) & jnp.isfinite(norm)
     for leaf in jax.tree.leaves(carry):
       healthy &= jnp.all(jnp.isfinite(leaf))
     spiked, recent = jnp.zeros((), bool), state.recent
     if spikes is not None and recent is not None:
-      loss = sums.loss / sums.weight  # NaN, which is not compared, without a target
+      loss = sums.followed / sums.weight  # NaN, which is not compared, without a target
       spiked, recent = detect(spikes, recent, loss)
       healthy &= ~spiked
 

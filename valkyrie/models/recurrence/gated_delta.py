@@ -58,9 +58,10 @@ class GatedDeltaNet(DecayingHeads):
     key_width: K, of the queries and keys of a head.
     value_width: Z, of the values of a head. The paper has HK = 3D/4 and HZ = 3D/2.
     write_gate: β, 'sigmoid' as published, 'hard', min(max(2 x - 1/2, 0), 1), or 'double', 2 σ(x).
-      At a hard 0 a head keeps its state exactly, through any number of tokens; weight decay closes
-      it. Above 1, I - β k kᵀ has a negative eigenvalue, which tracks parities and swaps (Grazzi et
-      al. 2024, arXiv 2411.12537).
+      At a hard 0 a token writes and erases nothing: what a head holds only decays by α, over the
+      time constants from `shortest` to `horizon`. Weight decay closes the gate. Above 1, I - β k kᵀ
+      has a negative eigenvalue, which tracks parities and swaps (Grazzi et al. 2024, arXiv
+      2411.12537).
   """
 
   key_width: int
