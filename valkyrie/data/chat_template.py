@@ -1,21 +1,21 @@
 """The chat template of a tokenizer: messages as the text that its model reads.
 
-It is a stranger's code: Jinja's sandbox gives it no files and none of Python's attributes.
+It is a stranger's code, and runs in a process of its own with little time and memory: see
+`template_program`.
 """
 
 from collections.abc import Mapping, Sequence
-import datetime
 import functools
-import json
 import logging
 import re
 from typing import Any, NoReturn
 
 import numpy as np
 
-from valkyrie import packages
+from valkyrie import foreign, packages
 from valkyrie.data import template_files, vocabularies
 from valkyrie.data.messages import SAID, conversation
+from valkyrie.data.template_process import TemplateProcess
 from valkyrie.data.vocabularies import HuggingFaceVocabulary, Vocabulary
 from valkyrie.errors import ConfigurationError, DataError, converted
 
@@ -26,10 +26,6 @@ _RENDERING = 2  # 1, which was not recorded, gave no tools to the template
 _TALK = ({'role': 'user', 'content': 'Hello'}, {'role': 'assistant', 'content': 'ANSWER'})
 _warn_once = functools.cache(logging.warning)
 _ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
-_LONGEST = 2**26  # characters of a text
-_DATE = datetime.date(2024, 7, 26)  # in Llama 3.2's template; today's would change texts every day
-# Marks answers for an extension of Jinja in transformers; here they are found without it.
-_GENERATION = re.compile(r'({%[-+]?\s*)(end)?generation(?=\s*[-+]?%})')
 
 
 class ChatTemplate:
@@ -46,31 +42,21 @@ class ChatTemplate:
     lacks = 'Conversations need the package jinja2, which is not installed'
     advice = f'Install it: {packages.install("jinja2")}'
     with converted((ImportError,), ConfigurationError, lacks, advice):
-      import jinja2.sandbox  # noqa: PLC0415  (an optional package)  # pyright: ignore
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-      trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols']
-    )
+      import jinja2  # noqa: F401, PLC0415  (an optional package)  # pyright: ignore
     names = {number: name for name, number in self.specials.items()}
     bos, config = map(names.get, vocabulary.bos), vocabularies.configuration(vocabulary.file)
-    environment.globals |= {
-      'bos_token': config.get('bos_token', ''.join(filter(None, bos))),
-      'eos_token': config.get('eos_token', names.get(vocabulary.eos_id, '')),
-      'raise_exception': _refuse,
-      'strftime_now': _DATE.strftime,
-    }
-    environment.filters['tojson'] = functools.partial(json.dumps, ensure_ascii=False)
-    wrong = f'{self._name} is wrong'
-    with converted((jinja2.TemplateError,), ConfigurationError, wrong, 'Correct it.'):
-      self._templates = {
-        name: environment.from_string(_without_marks(source)) for name, source in sources.items()
-      }
+    begins = config.get('bos_token', ''.join(filter(None, bos)))
+    ends = config.get('eos_token', names.get(vocabulary.eos_id, ''))
+    self._templates = {name: _process(text, begins, ends) for name, text in sources.items()}
+    with converted((ValueError,), ConfigurationError, f'{self._name} is wrong', 'Correct it.'):
+      for template in self._templates.values():
+        template.compile()
 
   def render(
     self, messages: Messages, place: str, *, asks: bool, tools: Tools | None = None
   ) -> str:
     """The text of messages, and what begins an answer if it `asks`; DataError names the place."""
-    known, text = '|'.join(map(re.escape, self.specials)) or '(?!)', ''
-    given = {'messages': messages, 'tools': tools, 'documents': None, 'add_generation_prompt': asks}
+    known = '|'.join(map(re.escape, self.specials)) or '(?!)'
     name = WITH_TOOLS if tools and WITH_TOOLS in self._templates else DEFAULT
     try:
       if found := re.search(known, str(tools)):
@@ -82,13 +68,10 @@ class ChatTemplate:
           _refuse(f'the message {number} is {message!r:.80}, expected {expected}')
         if found := re.search(known, str(message)):
           _refuse(f'the message {number} has the special token {found[0]} of the template')
-      for piece in self._templates[name].generate(given):
-        text += piece
-        if len(text) > _LONGEST:
-          _refuse(f'{self._name} writes more than {_LONGEST:,} characters')
+      text = self._templates[name].render(messages, asks=asks, tools=tools)
       vocabularies.as_utf8(text, 'a message')
-    except Exception as error:  # a stranger's code raises any
-      reason = str(error) or type(error).__name__
+    except (AttributeError, DataError, TypeError, ValueError) as error:
+      reason = foreign.reason(error)
       raise DataError(f'{place}: {reason}. Correct the messages, or {self._name}.') from error
     return text
 
@@ -202,9 +185,10 @@ def described(vocabulary: Vocabulary) -> dict[str, Any]:
   }
 
 
-def _without_marks(source: str) -> str:
-  """A template without the marks of answers."""
-  return _GENERATION.sub(lambda mark: mark[1] + ('endif' if mark[2] else 'if true'), source)
+@functools.lru_cache(4)
+def _process(source: str, bos: str, eos: str) -> TemplateProcess:
+  """The process of a template, which a model that answers several conversations keeps."""
+  return TemplateProcess(source, {'bos_token': bos, 'eos_token': eos})
 
 
 def _refuse(reason: str) -> NoReturn:
