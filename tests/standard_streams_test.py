@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pty
+import re
 import select
 import socket
 import subprocess
@@ -122,3 +123,37 @@ with console.lasting_streams():
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert output.decode().split() == [*map(str, range(50_000))]
+
+
+PRINTED = """
+import logging, sys
+from valkyrie.distributed import console
+with console.lasting_streams():
+  print('\\x1b]0;title\\x07 of a name\\u202e')
+  print('\\r 50%', end='', file=sys.stderr)
+  logging.warning('\\x1b[31m of a log\\rvalkyrie: saved')
+  with console.standard_output('') as file:
+    file.write('\\x9b of a model\\n\\té\\n')
+"""
+
+
+def test_a_terminal_is_shown_what_it_would_obey(tmp_path):
+  (tmp_path / 'script.py').write_text(PRINTED)
+  ours, theirs = pty.openpty()
+  command = [sys.executable, str(tmp_path / 'script.py')]
+  subprocess.run(command, check=True, stdout=theirs, stderr=theirs, stdin=theirs)
+  os.close(theirs)
+  shown = os.read(ours, 10**5).decode().replace('\r\n', '\n')
+  os.close(ours)
+  assert r'\x1b]0;title\x07 of a name\u202e' in shown and r'\x9b of a model' in shown
+  assert r'\x1b[31m of a log\rvalkyrie: saved' in shown
+  assert '\r 50%' in shown and '\n\té\n' in shown.expandtabs(1).replace(' é', '\té')
+  assert not re.search('[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202e]', shown)
+
+
+def test_a_result_in_a_file_is_as_it_is(tmp_path):
+  (tmp_path / 'script.py').write_text(PRINTED)
+  with open(tmp_path / 'out', 'wb') as file:
+    command = [sys.executable, str(tmp_path / 'script.py')]
+    subprocess.run(command, check=True, stdout=file, stderr=subprocess.PIPE)
+  assert '\x9b of a model\n\té\n' in (tmp_path / 'out').read_text()

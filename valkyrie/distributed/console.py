@@ -10,6 +10,7 @@ from typing import Any, TextIO, cast
 
 from valkyrie.distributed.unread import UnreadStream, may_wait
 from valkyrie.errors import StorageError, ValkyrieError, reason_of, storage_errors
+from valkyrie.foreign import shown_lines
 
 # The signals that ask a process to save and end.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -82,7 +83,8 @@ def _descriptor(stream: TextIO | None) -> int | None:
 class LastingStream:
   """A stream whose reader may go away: what cannot be written is dropped, for the reason `lost`.
 
-  A reader that does not read is not waited for: see `unread`, whose stream is `raw`.
+  A reader that does not read is not waited for: see `unread`, whose stream is `raw`. Characters
+  that a terminal would obey are shown instead: what is printed may quote a stranger.
   """
 
   def __init__(self, stream: TextIO | None):  # None: it was closed before Python started
@@ -102,7 +104,7 @@ class LastingStream:
       )
 
   def write(self, text: str) -> int:
-    self._attempt(self._stream.write, text)
+    self._attempt(self._stream.write, shown_lines(text))
     return len(text)
 
   def flush(self) -> None:
@@ -143,9 +145,25 @@ def of_a_child(stream: Any) -> int | None:
   return None if raw is None else raw.waiting
 
 
+class _Terminal:
+  """A terminal on which a model's text, or a stranger's, is shown rather than obeyed."""
+
+  def __init__(self, stream: TextIO):
+    self._stream = stream
+
+  def write(self, text: str) -> int:
+    self._stream.write(shown_lines(text))
+    return len(text)
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._stream, name)
+
+
 @contextlib.contextmanager
 def standard_output(advice: str) -> Iterator[TextIO]:
   """Standard output, in UTF-8, of a program whose result it is, and waits for its reader.
+
+  A file or pipe gets the result as it is. A terminal is shown the characters that it would obey.
 
   Raises a StorageError with the advice if it is closed or cannot be written.
   """
@@ -161,7 +179,7 @@ def standard_output(advice: str) -> Iterator[TextIO]:
   with contextlib.nullcontext() if raw is None else raw.patiently():
     try:
       with storage_errors('Standard output cannot be written', f'Make room, or {advice}'):
-        yield stream
+        yield cast(TextIO, _Terminal(stream)) if stream.isatty() else stream
         stream.flush()
     finally:
       _drop_the_rest(stream)
@@ -174,7 +192,7 @@ def printed(text_of: Callable[[], str]) -> int:
     with standard_output('name another file after >.') as file:
       file.write(text)
   except ValkyrieError as error:
-    print(f'valkyrie: {error}', file=sys.stderr)
+    print(shown_lines(f'valkyrie: {error}'), file=sys.stderr)
     return error.exit_code
   return 0
 

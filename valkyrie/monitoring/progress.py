@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from valkyrie import foreign
 from valkyrie.errors import StorageError, reason_of
 from valkyrie.storage import appended, held_folder
 
@@ -89,7 +90,7 @@ class Progress:
     try:
       if self._path is not None:
         held_folder.check(self._path)
-      log.write(f'{time.strftime("%Y-%m-%d %H:%M:%S")} {text}\n')
+      log.write(f'{time.strftime("%Y-%m-%d %H:%M:%S")} {foreign.shown_lines(text)}\n')
     except (OSError, StorageError) as error:
       self._log = None
       self.say(f'the log {self._path} cannot be written ({reason_of(error)}), and ends here')
