@@ -274,3 +274,27 @@ def other_splits(harness: Harness, times: int) -> Iterator[Trial]:
       failure = f'the message is {built.stderr[-300:]}'
     yield Trial(str(other.relative_to(folder)), failure)
     shutil.rmtree(folder)
+
+
+@fault(
+  'tokens.npy that is truncated under a running trainer',
+  'saves, and ends with 65 and the name of the file',
+  full=4,
+  short=1,
+)
+def truncated(harness: Harness, times: int) -> Iterator[Trial]:
+  for number in range(times):
+    name = harness.new()
+    data, store = copied(harness, name)
+    held = 6  # between two saves
+    process = harness.start_and_hold(name, held, f'--gin.TaskFeed.data_dir="{data}"')
+    for file in store.glob('*/tokens.npy'):
+      os.truncate(file, (0, 100, 130, file.stat().st_size - 1)[number % 4])
+    harness.release(name)
+    failure = harness.ending(name, process, BAD_DATA)
+    if failure is None and 'tokens.npy is truncated or altered' not in (said := harness.said(name)):
+      failure = f'the message is {said[-300:]}'
+    if failure is None and max(harness.saved(name), default=0) < held:
+      failure = f'the saved steps are {harness.saved(name)}'
+    yield Trial(f'number {number}', failure)
+    harness.forget(name)

@@ -152,7 +152,8 @@ def check_file(file: pathlib.Path, recorded: Mapping[str, Any], *, content: bool
   try:
     with foreign.opened(file) as stream:
       size = os.fstat(stream.fileno()).st_size
-      found = hashlib.file_digest(stream, 'sha256').hexdigest() if content else digest
+      hashed = content and size == expected
+      found = hashlib.file_digest(stream, 'sha256').hexdigest() if hashed else digest
   except OSError as error:
     raise unreadable(file, error) from error
   if size != expected:
@@ -162,7 +163,8 @@ def check_file(file: pathlib.Path, recorded: Mapping[str, Any], *, content: bool
     )
   if found != digest:
     raise DataError(
-      f'{file} is corrupt: its SHA-256 is {found}, but {digest} was written. {REBUILD}'
+      f'{file} is corrupt: its SHA-256 is {found}, but {foreign.shown(digest):.80} was written. '
+      f'{REBUILD}'
     )
 
 

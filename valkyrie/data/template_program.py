@@ -1,8 +1,8 @@
 """Program of the process in which a stranger's chat template runs; it imports nothing of ours.
 
-It reads JSON lines, first {"source", "names"} and then {"messages", "tools", "asks"}, and answers each with
-{"text"} or {"error"}. The sandbox of Jinja keeps the template from files and from Python's
-attributes, and the system limits the memory of this process and its time for each answer.
+It reads JSON lines, first {"source", "names"} and then {"messages", "tools", "asks"}, and answers
+each with {"text"} or {"error"}. The sandbox of Jinja keeps the template from files and from the
+attributes of Python, and the system limits the memory of this process and its time for each answer.
 """
 
 import datetime
