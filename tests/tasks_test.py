@@ -1,9 +1,11 @@
 """Stores of real tasks: the standard library, FineWeb's parquet shards, and a user's own task."""
 
 import collections
+import importlib
 import itertools
 import os
 import pathlib
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,7 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from valkyrie.data import document_source, store_builder, token_store, vocabularies
+from valkyrie.data import build_store, document_source, store_builder, token_store, vocabularies
+from valkyrie.data.document_source import TASKS
 from valkyrie.data.feed import TaskFeed
 from valkyrie.data.records import Records
 from valkyrie.data.token_store import Selection, TokenStore
@@ -223,6 +226,7 @@ def test_fineweb_pages(pages, whole, tmp_path):
 
 WAITING = """
 import pathlib
+import shlex
 import time
 
 from valkyrie.data import document_source
@@ -467,3 +471,50 @@ def test_a_users_own_task(tmp_path, monkeypatch):
   ]:
     with pytest.raises(ConfigurationError, match=message):
       _build(tmp_path / 'bad', **options)
+
+
+RIDDLES = """
+from valkyrie.data.document_source import Problem, register_problems
+
+def riddle(random):
+  return Problem(f'{random.randint(9)} and one is ', ANSWER)
+
+register_problems('riddles', {'train': (40, riddle)})
+"""
+
+
+def test_a_store_of_a_generated_task_is_compared_with_its_code(tmp_path, monkeypatch, capsys):
+  monkeypatch.syspath_prepend(tmp_path)
+  module = tmp_path / 'own_riddles.py'
+
+  def read(answer, comment=''):
+    module.write_text(RIDDLES.replace('ANSWER', repr(answer)) + comment)
+    importlib.invalidate_caches()
+    sys.modules.pop('own_riddles', None)
+    TASKS.pop('riddles', None)
+    feed = TaskFeed('own_riddles:riddles', 'train', 1, 0, data_dir=str(tmp_path / 'stores'))
+    return feed.read(0, 9)
+
+  first = read('one')
+  assert 'own_riddles' not in sys.modules  # the builder ran it
+  np.testing.assert_array_equal(read('one', '# A comment.').inputs, first.inputs)
+  with pytest.raises(DataError, match=r'own_riddles:riddles generates now') as caught:
+    read('two')
+  assert 'own_riddles' in sys.modules
+  command = shlex.split(str(caught.value).strip().splitlines()[-1])
+  assert build_store.main([*command[3:-1]]) == 65  # without --rebuild
+  assert 'generates now' in capsys.readouterr().err
+  assert build_store.main(command[3:]) == 0
+  read('two')
+
+
+def test_a_store_of_our_generated_task_has_a_sample_of_its_problems(tmp_path, monkeypatch):
+  feed = TaskFeed('passkey.64', 'validation', 1, 0, data_dir=str(tmp_path))
+  feed.read(0, 9)
+  others = {'validation': (128, lambda _: document_source.Problem('a', 'b'))}
+  source = document_source.GeneratedSource('passkey.64', others)
+  changed = document_source.DocumentTask(source, prompts=True)
+  monkeypatch.setitem(TASKS, 'passkey.64', changed)
+  del feed.store
+  with pytest.raises(DataError, match=r'passkey.64 generates now'):
+    _ = feed.store

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import hashlib
 import importlib
+import importlib.machinery
 import importlib.util
 import itertools
 import os
+import pathlib
 import pkgutil
 import sys
 import types
@@ -19,19 +21,23 @@ import zlib
 
 import numpy as np
 
+from valkyrie import foreign
 from valkyrie.config import current_folder
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.data import store_writer, vocabularies
 from valkyrie.data.source_files import SourceFiles
 from valkyrie.data.token_store import Selection
 from valkyrie.data.vocabularies import Vocabulary
-from valkyrie.errors import ConfigurationError
+from valkyrie.errors import ConfigurationError, DataError
 
 OURS = 'valkyrie.tasks'
 _PIECE = 2**22  # characters
 DISTANCES = tuple(2**power for power in range(6, 15))
 NOISE = 'abcdefghijklmnopqrstuvwxyz'
 DIGITS = '0123456789'
+SAMPLE = 'sample'  # the entry of store.json with a hash of generated problems
+MODULE = 'module'  # and with that of the module of a task without files
+_SAMPLED = 32
 
 
 class TextDocument(NamedTuple):
@@ -259,15 +265,70 @@ class GeneratedSource(DocumentSource):
     self._problems = problems
 
   def documents(self, split: str, shard: int, shards: int) -> Iterator[TextDocument]:
-    count, generate = self._problems[split]
-    seed = zlib.crc32(f'{self._name}/{split}'.encode())
+    count, _ = self._problems[split]
     for number in range(count * shard // shards, count * (shard + 1) // shards):
-      problems = generate(np.random.RandomState([seed, number]))
-      for problem in [problems] if isinstance(problems, Problem) else problems:
+      for problem in self._problem(split, number):
         yield TextDocument(problem.answer, str(number), str(number), prompt=problem.prompt)
 
   def describe(self, split: str) -> dict[str, Any]:
-    return {'kind': self._name, 'problems': self._problems[split][0]}
+    count, _ = self._problems[split]
+    return {'kind': self._name, 'problems': count, SAMPLE: self._sample(split)}
+
+  def _problem(self, split: str, number: int) -> Sequence[Problem]:
+    _, generate = self._problems[split]
+    seed = zlib.crc32(f'{self._name}/{split}'.encode())
+    problems = generate(np.random.RandomState([seed, number]))
+    return [problems] if isinstance(problems, Problem) else problems
+
+  def _sample(self, split: str) -> str:
+    """A hash of some problems, which tells whether the code generates those of a store."""
+    count, _ = self._problems[split]
+    digest = hashlib.blake2b(digest_size=16)
+    for number in np.unique(np.linspace(0, count - 1, _SAMPLED).astype(int)).tolist():
+      for problem in self._problem(split, number):
+        digest.update(f'{len(problem.prompt)} {problem.prompt}{problem.answer}\n'.encode())
+    return digest.hexdigest()
+
+
+def module_hash(task: str) -> str | None:
+  """BLAKE2b of the file of a task's own module, which is not run; None if it is not found."""
+  module, _, _ = task.partition(':')
+  places: Sequence[str] | None = None
+  spec = None
+  names = module.split('.')
+  for count in range(1, len(names) + 1):
+    spec = importlib.machinery.PathFinder.find_spec('.'.join(names[:count]), places)
+    if spec is None:
+      return None
+    places = spec.submodule_search_locations
+  try:
+    content = foreign.content(str(spec and spec.origin))
+  except (OSError, ValueError):
+    return None
+  return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def check_generated(
+  path: pathlib.Path, recorded: Mapping[str, Any], selection: Selection, rebuild: str
+) -> None:
+  """Raises a DataError if a task generates other problems now than those of a store.
+
+  A module of a user's own, which may take seconds to load, is run only if its file has changed.
+  """
+  if SAMPLE not in recorded:
+    return
+  if ':' in selection.task and module_hash(selection.task) in (None, recorded.get(MODULE)):
+    return
+  _, name = loaded(selection.task)
+  task = TASKS.get(name)
+  found = None
+  if task is not None and selection.split in task.source.splits:
+    found = task.source.describe(selection.split).get(SAMPLE)
+  if found != recorded[SAMPLE]:
+    raise DataError(
+      f'The token store {path} has other problems than the task {selection.task} generates now: '
+      f'its code has changed. To build it again, {rebuild}'
+    )
 
 
 def register_problems(name: str, problems: Mapping[str, tuple[int, Generate]]) -> None:

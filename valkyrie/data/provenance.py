@@ -16,7 +16,7 @@ from typing import Any
 
 from valkyrie import foreign
 from valkyrie.config import paths, redact
-from valkyrie.data import store_fields, store_writer, token_store
+from valkyrie.data import document_source, store_fields, store_writer, token_store
 from valkyrie.data.records import STREAMED
 from valkyrie.data.source_files import SourceFile, SourceFiles, access
 from valkyrie.data.splits import TRAIN, VALIDATION
@@ -110,11 +110,15 @@ def check(
   """
   recorded = information.get('origin')
   if recorded is None:
-    if ':' in information['task']:
+    source = information['source']
+    if ':' in information['task'] and document_source.SAMPLE not in source:
+      now = document_source.module_hash(information['task'])
+      is_edited = source.get(document_source.MODULE, now) != now
       logging.warning(
         'The token store %s was not compared with its source: the task names no files (see '
-        'DocumentSource.files). If the task or its data have changed, %s',
+        'DocumentSource.files)%s. If the task or its data have changed, %s',
         path,
+        ', and its module was edited after the store was built' if is_edited else '',
         rebuild,
       )
     return

@@ -69,6 +69,7 @@ def build(
       found = _finished(selection, output)
       again = 'run the same command with --rebuild.'
       provenance.check(output, found, again, selection.places)
+      document_source.check_generated(output, found['source'], selection, again)
       return found
     generation = _next_generation(selection, output)
   bos = selection.vocabulary.bos
@@ -142,6 +143,8 @@ class Bench:
     self.origin = files and provenance.Origin(files, output, renew=renew, generation=generation)
     if self.origin:
       source['files_sha256'] = self.origin.digest
+    elif ':' in selection.task:
+      source[document_source.MODULE] = document_source.module_hash(selection.task)
     self.writer = StoreWriter(output, selection, source, shards, renew, generation)
 
   def build(self, number: int, report: Report) -> None:

@@ -79,6 +79,10 @@ def open_store(selection: Selection, data_dir: str | None = None) -> TokenStore:
         f'The token store {path} was built with another chat template, or by a version that read '
         f'no tools. To build it again, {make}'
       )
+  if 'sample' in source:
+    from valkyrie.data import document_source  # noqa: PLC0415  (pyarrow, only for these tasks)
+
+    document_source.check_generated(path, source, selection, make)
   if store.information.get('origin') is not None or ':' in selection.task:
     from valkyrie.data import provenance  # noqa: PLC0415  (pyarrow, only for files)
 
