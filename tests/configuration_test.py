@@ -10,6 +10,7 @@ import pytest
 
 from valkyrie.config import check, parse, paths
 from valkyrie.config.load import check_call, load_gin
+from valkyrie.config.modules import CONFIGURABLE_MODULES
 from valkyrie.config.record import bindings
 from valkyrie.errors import ConfigurationError, StorageError
 from valkyrie.run.configuration_files import (
@@ -540,3 +541,41 @@ def test_a_bracket_that_is_not_closed_is_named_where_it_opens(tmp_path, text, li
 def test_a_bracket_of_a_flag_that_is_not_closed():
   with pytest.raises(ConfigurationError, match=r'x=\(1, 2: the bracket \( is not closed'):
     parse.read([], ['--gin.x=(1, 2'])
+
+
+HYBRID_WITH_TEACHER = (
+  ['gin/tiny_cpu.gin', 'gin/objectives/distillation.gin'],
+  '--gin.teacher="runs/teacher"',
+)
+
+
+def load_with_teacher(*flags):
+  gin.clear_config(clear_constants=True)
+  files, teacher = HYBRID_WITH_TEACHER
+  load_gin(files, [teacher, *flags], modules=CONFIGURABLE_MODULES)
+
+
+@pytest.mark.parametrize(
+  ('flags', 'part'),
+  [
+    (['--gin.teacher/Block.mlp_width=64'], '@local/Block, @recurrent/Block'),
+    (['--gin.teacher/S5.horizon=2.0'], '@S5'),
+    (['--gin.LanguageModel.pattern=(@Block,)', '--gin.local/Block.mlp_width=64'], '@Block'),
+  ],
+)
+def test_a_binding_in_a_scope_where_no_such_part_is_built(flags, part):
+  """A reference with a scope of its own, as @local/Block in a pattern, leaves the teacher's."""
+  message = f'has no effect, since no .* the references to it are {part}, and'
+  with pytest.raises(ConfigurationError, match=message):
+    load_with_teacher(*flags)
+
+
+def test_bindings_in_scopes_that_reach_a_part():
+  """Also where Python builds the part, and in files for a pattern that a later one overrides."""
+  load_with_teacher(
+    '--gin.teacher/LanguageModel.pattern=(@teacher/Block,)',
+    '--gin.teacher/Block.mlp_width=64',
+    '--gin.teacher/RMSNorm.epsilon=1e-5',
+    '--gin.recurrent/S5.horizon=2.0',
+  )
+  load_with_teacher('--gin.LanguageModel.pattern=(@Block,)', '--gin.Block.mixers=(@S5,)')

@@ -91,27 +91,6 @@ def effective_bindings(statements: Sequence[parse.Statement]) -> Effective:
   return effective
 
 
-def check_scopes(bindings: Sequence[parse.Statement]) -> None:
-  """Checks that each scope of a binding occurs in a reference, even in an overridden one."""
-  known = {
-    scope
-    for statement in bindings
-    for leaf in parse.leaves(statement.parsed.value)
-    if isinstance(leaf, parse.Reference)
-    for scope in leaf.name.split('/')[:-1]
-  }
-  for statement in bindings:
-    if statement.is_macro or statement.recorded:
-      continue
-    for scope in (statement.parsed.scope or '').split('/'):
-      if scope and scope not in known:
-        raise ConfigurationError(
-          f'{statement.where}: {statement.name} has no effect, since no binding refers to a '
-          f'@{scope}/{statement.parsed.selector}.{did_you_mean(scope, known)} The scopes are '
-          f'{", ".join(sorted(known)) or "none"}.'
-        )
-
-
 def check_references(effective: Effective) -> None:
   """Checks that references, macros and secrets have values."""
   macros = parse.macros_of(effective.values())

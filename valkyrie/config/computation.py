@@ -45,7 +45,7 @@ def computation(bindings: Mapping[str, Any]) -> dict[str, Any]:
   The default of an unbound parameter is a reference too.
   """
   registry = gin_config._REGISTRY
-  bound = {**_default_references(), **bindings}
+  bound = {**default_references(), **bindings}
   references = [
     (name, *_scope_and_selector(leaf[1:].removesuffix('()')))
     for name, value in bound.items()
@@ -83,7 +83,7 @@ def default_of(name: str) -> Any:
   return found.default if found else empty
 
 
-def _default_references() -> dict[str, list[str]]:
+def default_references() -> dict[str, list[str]]:
   """{parameter: references to the configurables in its default}, as bindings are."""
   registry, found = gin_config._REGISTRY, {}
   for selector, configurable in registry.items():

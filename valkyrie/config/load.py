@@ -17,7 +17,7 @@ from typing import Any
 import gin
 from gin import config as gin_config
 
-from valkyrie.config import check, current_folder, parse, record, redact, value_types
+from valkyrie.config import check, current_folder, parse, record, redact, scopes, value_types
 from valkyrie.errors import ConfigurationError
 
 _ONE_AT_A_TIME = threading.RLock()  # gin has one configuration for all threads
@@ -67,8 +67,8 @@ def load_gin(
       _import(statement)
   effective = check.effective_bindings(statements)
   check.check_macros(bindings, effective)
-  check.check_scopes(bindings)
   check.check_references(effective)
+  scopes.check_scopes(bindings, effective)
   check.check_tasks(effective, parse.importable(allowed_imports))
   value_types.check_parameter_types(effective)
   check.check_calls(effective)
