@@ -1,10 +1,14 @@
 """A store is never written among the texts that it is made from, by whatever path."""
 
+import contextlib
+import json
 import pathlib
 
 import pytest
 
-from valkyrie.data import build_store
+from valkyrie import main
+from valkyrie.data import apart, build_store
+from valkyrie.errors import ConfigurationError
 
 
 def contents(folder):
@@ -165,3 +169,45 @@ def test_a_relative_output_is_compared(place, monkeypatch):
     assert build_store.main(['--task=text', '--source=.', f'--output={output}']) == 78
   assert contents(place) == before
   assert pathlib.Path('a.txt').exists()
+
+
+FOLDERS = [
+  ('texts', 'texts'),
+  ('texts', 'texts/runs/mine'),
+  ('texts', 'link/run'),
+  ('link', 'texts/a'),
+]
+
+
+@pytest.mark.parametrize(('text', 'model_dir'), FOLDERS)
+@pytest.mark.parametrize('mode', ['train', 'vocabulary'])
+def test_a_run_in_the_folder_of_its_texts_is_refused(place, capsys, text, model_dir, mode):
+  before = contents(place)
+  flags = ['--gin_file=gin/tiny_cpu.gin', '--gin_file=gin/data/text.gin', f'--run_mode={mode}']
+  flags += [f'--gin.text="{place}/{text}"', f'--model_dir={place}/{model_dir}']
+  assert main.main([*flags, '--gin.train_vocabulary.size=300'] if mode != 'train' else flags) == 78
+  assert 'would be read as texts' in capsys.readouterr().err
+  assert contents(place) == before
+
+
+@pytest.mark.parametrize(
+  ('name', 'value', 'model_dir', 'is_refused'),
+  [
+    ('Mixture.sources', {'a': '{place}/texts'}, 'texts/run', True),
+    ('train/Mixture.sources', {'a': {'source': '{place}/texts'}}, 'texts', True),
+    ('TaskFeed.source', '{place}/texts/**/*.jsonl', 'texts/run', True),
+    ('TaskFeed.source', '{place}/texts/*.jsonl', 'texts/run', False),
+    ('TaskFeed.source', '{place}/texts/a.txt', 'texts', False),
+    ('TaskFeed.source', '{place}/texts', '.', False),
+    ('TaskFeed.source', 'gs://bucket/texts', 'texts', False),
+    ('TaskFeed.source', None, 'texts', False),
+    ('Mixture.sources', 'toys.tasks:cubes', 'texts', False),
+  ],
+)
+def test_the_directory_of_a_run_is_compared_with_all_texts(
+  place, name, value, model_dir, is_refused
+):
+  bindings = json.loads(json.dumps({name: value}).replace('{place}', str(place)))
+  may_refuse = pytest.raises(ConfigurationError) if is_refused else contextlib.nullcontext()
+  with may_refuse:
+    apart.check_run(f'{place}/{model_dir}', bindings)

@@ -64,6 +64,11 @@ def run(
     modules=modules,
   )
   model_dir = directory or run_directory.opened(_default_model_dir(flags.gin_file))
+  if flags.run_mode in ('train', 'vocabulary'):
+    from valkyrie.config import record  # noqa: PLC0415, imports gin
+    from valkyrie.data import apart  # noqa: PLC0415, imports numpy
+
+    apart.check_run(model_dir, record.bindings())
   if flags.processes is not None:
     _join(flags, model_dir)
   if flags.run_mode != 'precompile':

@@ -183,7 +183,7 @@ def other_columns(harness: Harness, times: int) -> Iterator[Trial]:
     folder.mkdir()
     pyarrow.parquet.write_table(pa.table({'text': [value] * 9}), folder / 'odd.parquet')
     text = ('--gin_file=gin/data/text.gin', f'--gin.text="{folder}"')
-    process = harness.start(name, *text, f'--gin.TaskFeed.data_dir="{folder}"')
+    process = harness.start(name, *text, f'--gin.TaskFeed.data_dir="{folder}.stores"')
     failure = harness.ending(name, process, BAD_DATA)
     message = f'odd.parquet has {value!r} in the column text, expected a text'
     if failure is None and message not in harness.said(name):

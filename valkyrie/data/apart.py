@@ -4,22 +4,23 @@ Folders are compared by what the system knows of them, so that links, `..` and s
 folder change nothing.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 import contextlib
 import os
 import pathlib
 import re
+from typing import Any
 import urllib.parse
 
 from valkyrie.config import paths, redact
 from valkyrie.data import file_names
-from valkyrie.data.source_files import SourceFiles
 from valkyrie.data.token_store import Selection
 from valkyrie.distributed import heartbeat
 from valkyrie.errors import ConfigurationError, DataError, StorageError
 from valkyrie.foreign import shown
 
 _STORE_FILES = ('store.json', 'shard-00000-of-00001/shard.json', 'shard-00000-of-00001/tokens.npy')
+_RUN_FILES = ('metrics.jsonl', 'log.txt', 'config.json', 'eval/metrics.jsonl')
 _WILDCARDS = re.compile(r'[*?[]')
 Identity = tuple[int, int]  # of a folder: its device and number
 
@@ -44,8 +45,8 @@ def check_store(output: pathlib.Path, selection: Selection) -> None:
       )
 
 
-def check_files(output: pathlib.Path, files: SourceFiles) -> None:
-  """Raises a ConfigurationError if files that a task reads are in the folder `output` or below."""
+def check_files(output: pathlib.Path, files: Any) -> None:
+  """Raises a ConfigurationError if `SourceFiles` of a task are in the folder `output` or below."""
   place = _identity(os.path.realpath(output))
   if place is not None and place in {*_identities_above_files(files)}:
     raise ConfigurationError(
@@ -53,6 +54,39 @@ def check_files(output: pathlib.Path, files: SourceFiles) -> None:
       'was written. Name a folder apart from them: by --output of build_store, or '
       'TaskFeed.data_dir of a run.'
     )
+
+
+def check_run(model_dir: str | os.PathLike, bindings: Mapping[str, Any]) -> None:
+  """Raises a ConfigurationError if a run's directory is a text that it reads, or inside one.
+
+  Its logs would be texts of the next start.
+
+  Args:
+    model_dir: the directory, or a `BucketDirectory`.
+    bindings: of the run, see `config.record.bindings`.
+  """
+  for location in _sources_of(bindings):
+    place = local_path(location)
+    relation = place and relation_to(model_dir, place, _RUN_FILES, links=False)
+    if place is not None and relation in ('is', 'is inside'):
+      raise ConfigurationError(
+        f'--model_dir={shown(model_dir)} {relation} the source of texts '
+        f'{shown(redact.in_value(place))}. The files of the run would be read as texts. Nothing '
+        'was written. Name another --model_dir.'
+      )
+
+
+def _sources_of(bindings: Mapping[str, Any]) -> Iterator[str]:
+  """The locations of texts that the bindings of a run name."""
+  for name, value in bindings.items():
+    binding = name.rpartition('/')[2]
+    if binding.endswith('TaskFeed.source') and isinstance(value, str):
+      yield value
+    if binding.endswith('Mixture.sources') and isinstance(value, Mapping):
+      for each in value.values():
+        location = each.get('source') if isinstance(each, Mapping) else each
+        if isinstance(location, str):
+          yield location
 
 
 def relation_to(
@@ -75,8 +109,11 @@ def relation_to(
     return 'is above' if pattern else 'is'
   above_root = {*_identities_above(real_root), *_identities_above(os.path.abspath(root))}
   if pattern:
+    from valkyrie.data import source_files  # noqa: PLC0415  (pyarrow, only for patterns)
+
     with contextlib.suppress(DataError, StorageError):  # which the reader of the source raises
-      above_root.update(_identities_above_files(SourceFiles(source)))
+      files = source_files.SourceFiles(source)
+      above_root.update(_identities_above_files(files))
   if _is_below(real_root, place) or identity in above_root:
     return 'is above'
   if pattern:
@@ -129,7 +166,7 @@ def _identities_above(path: str) -> Iterator[Identity]:
       yield identity
 
 
-def _identities_above_files(files: SourceFiles) -> Iterator[Identity]:
+def _identities_above_files(files: Any) -> Iterator[Identity]:
   """Of the folders above files, also by other paths to them; none above files in a bucket."""
   for folder in {os.path.dirname(file.path) for file in files.files if file.changed}:
     yield from _identities_above(f'{folder}/file')

@@ -6,6 +6,7 @@ its name when it is complete, and store.json comes last, so a killed copy contin
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
 import hashlib
 import json
 import os
@@ -51,14 +52,7 @@ def open_store(selection: Selection, data_dir: str | None = None) -> TokenStore:
       source have changed since the store was built; or the store in a bucket is not finished.
     StorageError: the bucket or the disk refuses a copy, or the disk is too small.
   """
-  recipe = [
-    f'--task={selection.task}',
-    f'--split={selection.split}',
-    f'--vocabulary={selection.vocabulary.file or "bytes"}',
-    *([] if selection.source is None else [f'--source={selection.source}']),
-    *(f'--option={name}={value}' for name, value in selection.options.items()),
-    *(['--unique'] if selection.unique else []),
-  ]
+  recipe = _recipe(selection)
   if data_dir is not None and paths.is_address(data_dir):
     make = _uploading([*recipe, f'--output={selection.name}'], data_dir, selection.name)
     path = _copied(_RemoteStore(data_dir, selection.name), f'To build it, {make}')
@@ -70,7 +64,12 @@ def open_store(selection: Selection, data_dir: str | None = None) -> TokenStore:
       _check_other_splits(path, selection)
       return TokenStore.open(path, selection.vocabulary)
     make = f'run:\n  {_command([*recipe, "--rebuild"])}'
-  store = TokenStore.open(path, selection.vocabulary)
+  try:
+    store = TokenStore.open(path, selection.vocabulary)
+  except DataError as error:
+    if data_dir is not None and paths.is_address(data_dir):
+      raise
+    raise DataError(f'{error} For this run, {make}') from error
   source = store.information['source']
   if 'chat_template' in source:
     expected = chat_template.described(selection.vocabulary)
@@ -90,6 +89,18 @@ def open_store(selection: Selection, data_dir: str | None = None) -> TokenStore:
   return store
 
 
+def _recipe(selection: Selection) -> list[str]:
+  """The arguments of build_store for a selection, without the place."""
+  return [
+    f'--task={selection.task}',
+    f'--split={selection.split}',
+    f'--vocabulary={selection.vocabulary.file or "bytes"}',
+    *([] if selection.source is None else [f'--source={selection.source}']),
+    *(f'--option={name}={value}' for name, value in selection.options.items()),
+    *(['--unique'] if selection.unique else []),
+  ]
+
+
 def _check_other_splits(path: pathlib.Path, selection: Selection) -> None:
   """Raises a DataError if another split beside a new store was built from other files."""
   from valkyrie.data import provenance  # noqa: PLC0415  (pyarrow, only for files)
@@ -99,8 +110,9 @@ def _check_other_splits(path: pathlib.Path, selection: Selection) -> None:
     if other != path and (other / STORE_FILE).exists():
       information = read_information(other)
       if information.get('origin') is not None:
-        again = 'delete that folder and run again.'
-        provenance.check(other, information, again, selection.places)
+        split = dataclasses.replace(selection, split=information['split'])
+        command = _command([*_recipe(split), f'--output={other}', '--rebuild'])
+        provenance.check(other, information, f'run:\n  {command}', selection.places)
 
 
 def _uploading(recipe: Sequence[str], data_dir: str, name: str) -> str:
