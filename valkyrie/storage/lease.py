@@ -324,7 +324,7 @@ class _FileLease(Lease):
     if content['ended']:
       owned.delete_file(self._place)
       return text
-    new = self._place.with_name(f'{self._place.name}.{content["token"]}')
+    new = self._new(content['token'])
     whole_file.write(new, text)
     try:
       if found.get('token') == content['token']:
@@ -334,12 +334,18 @@ class _FileLease(Lease):
       else:
         if present is not None:
           self._remove(present)
+          if _is_token(found.get('token')):  # its holder may have been killed in a renewal
+            owned.delete_file(self._new(found['token']))
         os.link(new, self._place)
     except FileExistsError as error:
       raise Changed(errno.EEXIST, 'another process has made it', str(self._place)) from error
     finally:
       owned.delete_file(new)
     return text
+
+  def _new(self, token: str) -> pathlib.Path:
+    """The file of a holder's next renewal, until it takes the place of the lease."""
+    return self._place.with_name(f'{self._place.name}.{token}')
 
   def _remove(self, version: bytes) -> None:
     """Removes an expired lease. If several processes try at once, exactly one succeeds."""
@@ -355,7 +361,7 @@ class _FileLease(Lease):
 def has_ended(lease: Mapping[str, Any]) -> bool | None:
   """Whether the holder of a lease has ended; None if only missed beats can tell."""
   token = str(lease.get('token'))
-  if not re.fullmatch('[0-9a-f]{32}', token):  # it would name another file
+  if not _is_token(token):  # it would name another file
     return None
   try:
     with open(_file(token), opener=_open_literally) as file:
@@ -365,6 +371,10 @@ def has_ended(lease: Mapping[str, Any]) -> bool | None:
   except OSError:
     return None
   return True
+
+
+def _is_token(text: Any) -> bool:
+  return isinstance(text, str) and bool(re.fullmatch('[0-9a-f]{32}', text))
 
 
 def _open_literally(path: str, flags: int) -> int:
