@@ -124,14 +124,16 @@ def _check_unchanged(
   read = _as_data('\n'.join(lines))['bindings']
   written = data['bindings']
   names = sorted({*read, *written})
-  differing = [name for name in names if _text(read.get(name)) != _text(written.get(name))]
+  differing = [name for name in names if _text(read, name) != _text(written, name)]
   wrong = [name for name in differing if name not in overridden]
   if wrong:
     name = wrong[0]
+    advice = 'Restore the file from a copy'
+    if name in read and name in written:  # else the name itself was changed
+      advice += f', or pass the value that is right: --gin.{name}=VALUE'
     raise ConfigurationError(
-      f'{path} was changed since the run wrote it: {name} is {read.get(name)!r:.100} in its '
-      f'"statements", and {written.get(name)!r:.100} in its "bindings". Restore the file from a '
-      f'copy, or pass the value that is right: --gin.{name}=VALUE.'
+      f'{path} was changed since the run wrote it: {name} is {_text(read, name):.100} in its '
+      f'"statements", and {_text(written, name):.100} in its "bindings". {advice}.'
     )
   if _DIGEST in data and not differing:
     raise ConfigurationError(
@@ -141,8 +143,9 @@ def _check_unchanged(
     )
 
 
-def _text(value: Any) -> str:
-  return json.dumps(value, sort_keys=True)  # in which a NaN equals itself
+def _text(values: Mapping[str, Any], name: str) -> str:
+  """A value as JSON, in which a NaN equals itself."""
+  return json.dumps(values[name], sort_keys=True) if name in values else 'missing'
 
 
 def _kept_tokenizer(model_dir: pathlib.Path) -> dict[str, str]:

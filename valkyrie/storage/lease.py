@@ -328,9 +328,8 @@ class _FileLease(Lease):
     whole_file.write(new, text)
     try:
       if found.get('token') == content['token']:
-        owned.replace_file(
-          new, self._place
-        )  # a renewal, without a moment in which the lease is free
+        # A renewal, without a moment in which the lease is free.
+        owned.replace_file(new, self._place)
       else:
         if present is not None:
           self._remove(present)
