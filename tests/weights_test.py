@@ -297,6 +297,27 @@ def test_weights_of_any_kept_step_of_a_run_are_named_by_one_binding(tmp_path, st
     loaded(tmp_path / 'run', model, make, step=7)
 
 
+def test_settings_that_an_export_has_otherwise_are_said(tmp_path):
+  config, _ = write_llama(tmp_path / 'hf')
+  model = model_of(config, tmp_path)
+  params, _, _ = loaded(tmp_path / 'hf', model)
+  tensors = named_tensors.of_params(params)
+  arrays = {name: t.read((slice(None),) * len(t.shape)) for name, t in tensors.items()}
+  bindings = huggingface.bindings(config)
+  (tmp_path / 'own').mkdir()
+  named_tensors.write(tmp_path / 'own/model.safetensors', arrays, {})
+  for change, said in (
+    ({}, []),
+    ({'Rotary.base': 9.0}, ['Rotary.base = 9.0 (here 500.0)']),
+    ({'Rotary.base': 9.0, 'far/Rotary.base': 500.0}, []),
+  ):
+    exported = {'format': 'valkyrie', 'vocabulary': 'bytes', 'model': bindings | change}
+    (tmp_path / 'own/config.json').write_text(json.dumps(exported))
+    _, complete, lines = loaded(tmp_path / 'own', model)
+    assert complete
+    assert lines[1:] == [f'warning: the source has other settings: {one}' for one in said]
+
+
 def test_two_tensors_with_one_name_are_refused(tmp_path):
   config, weights = write_llama(tmp_path / 'hf')
   more = {'layers.0.mlp.out': np.zeros((40, 24), np.float32)}
@@ -354,7 +375,7 @@ WRONG = [
   *(
     ({name: value}, f'{name}: .*, but a number above 0 was expected')
     for name in ('rms_norm_eps', 'rope_theta')
-    for value in ('1e-5', -1.0, [1.0], True, float('nan'), float('inf'))
+    for value in ('1e-5', -1.0, [1.0], True, float('nan'), float('inf'), 10**400)
   ),
   *(
     ({name: value}, f'{name}: .*, but {kind} was expected')

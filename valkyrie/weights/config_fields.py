@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 import json
-import math
 import pathlib
 import re
+import sys
 from typing import Any
 
 from valkyrie.errors import ConfigurationError, first_of
@@ -71,7 +71,7 @@ def check(file: pathlib.Path, fields: Mapping[str, Any], kinds: Mapping[str, typ
     if kind is None or (value is None and name in _MAY_BE_NULL):
       continue
     fits = type(value) is kind or (kind is float and type(value) is int)
-    most = {int: 2**31, float: math.inf}.get(kind)
+    most = {int: 2**31, float: sys.float_info.max}.get(kind)
     if not fits or (most is not None and not _is_inside(value, most)):
       raise ConfigurationError(
         f'{file} has {name}: {json.dumps(value):.80}, but {_KINDS[kind]} was expected. {FETCH}'

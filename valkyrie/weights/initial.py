@@ -101,7 +101,7 @@ class InitialWeights:
     self._check_vocabulary(source, vocabulary)
     chosen = self._chosen(leaves, source.tensors, model.about.vocabulary_size)
     self._check_settings(source, make)
-    for line in self._report(source, chosen, vocabulary):
+    for line in [*self._report(source, chosen, vocabulary), *_other_settings(source, make)]:
       say(line)
     loaded: dict[str, dict[str, Array]] = {module: dict(group) for module, group in params.items()}
     for leaf in leaves:
@@ -282,6 +282,24 @@ def check_loss(loss: float, tokens: int, strict: bool) -> str:
     'Compare configuration and vocabulary with the source. If the task is only '
     'new to them, set InitialWeights.any_loss = True.'
   )
+
+
+def _other_settings(source: Source, make: Callable[..., LanguageModel]) -> list[str]:
+  """A warning of the numbers that a run or an export binds otherwise, which shapes do not tell.
+
+  A binding that has others in scopes is left out: it may not be the one of this part.
+  """
+  bindings = source.bindings
+  differ = []
+  for name, has in _settings(make):
+    there = bindings.get(name)
+    is_scoped = any(other.endswith(f'/{name}') for other in bindings)
+    are_numbers = isinstance(there, int | float) and isinstance(has, int | float)
+    if are_numbers and there != has and not is_scoped:
+      differ.append(f'{name} = {there} (here {has})')
+  if not differ:
+    return []
+  return [f'warning: the source has other settings: {", ".join(first_of(differ, _SHOWN))}']
 
 
 def _settings(make: Callable[..., LanguageModel]) -> list[tuple[str, object]]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 import os
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from valkyrie.checkpoint.manager import LATEST, open_to_read
 from valkyrie.errors import ConfigurationError
@@ -19,6 +19,7 @@ class Source(NamedTuple):
     tensors: by the names of `named_tensors`, or by their own.
     vocabularies: the fingerprints of the tokenizer's files, if known.
     config: the configuration of Hugging Face, if it is a folder of theirs.
+    bindings: {name: value} of the run, or of the model in an export.
     step: of the run, if it is one.
     unread: files of the folder that look like weights, and were not read.
   """
@@ -26,6 +27,7 @@ class Source(NamedTuple):
   tensors: Mapping[str, Tensor]
   vocabularies: Sequence[str] = ()
   config: Mapping | None = None
+  bindings: Mapping[str, Any] = {}
   step: int | None = None
   unread: Sequence[str] = ()
 
@@ -42,7 +44,9 @@ def open_source(path: str, step: str = LATEST) -> Source:
       params = directory.restore_evaluated()
       number = directory.latest_step()
     vocabularies = [str(record.get('vocabulary'))]
-    return Source(named_tensors.of_params(params), vocabularies, step=number)
+    bindings = _bindings(place / 'config.json', 'bindings')
+    tensors = named_tensors.of_params(params)
+    return Source(tensors, vocabularies, bindings=bindings, step=number)
   if step != LATEST:
     raise ConfigurationError(
       f'InitialWeights.step is {step!r}, but {path} is not the directory of a run, and has no '
@@ -56,11 +60,18 @@ def open_source(path: str, step: str = LATEST) -> Source:
   config = tensor_files.read_json(file)
   if config.get('format') == FORMAT:
     tensors, unread = tensor_files.in_files(place)
-    return Source(tensors, [str(config.get('vocabulary'))], unread=unread)
+    bindings = _bindings(file, 'model')
+    return Source(tensors, [str(config.get('vocabulary'))], bindings=bindings, unread=unread)
   config = huggingface.configuration(place)
   tensors, unread = tensor_files.in_files(place)
   vocabularies = huggingface.vocabularies(place)
   return Source(huggingface.renamed(tensors), vocabularies, config, unread=unread)
+
+
+def _bindings(file: pathlib.Path, field: str) -> Mapping[str, Any]:
+  """The bindings in a field of a config.json; none if there is no such field."""
+  found = tensor_files.read_json(file).get(field) if os.path.lexists(file) else None
+  return found if isinstance(found, dict) else {}
 
 
 def _check_no_adapter(folder: pathlib.Path) -> None:
