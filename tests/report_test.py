@@ -178,6 +178,21 @@ def test_numbers_of_other_tokens_or_texts_are_not_compared(
   assert ('bits per byte' in page.partition('<figure>')[2]) == (not comparable)
 
 
+@pytest.mark.parametrize('value', [1e308, -1e308, 1e39, 9e38, 5e-324])
+def test_numbers_that_would_overflow_an_axis_are_left_out(run, tmp_path, value):
+  folder = run('a', 0.1)
+  for place in ('metrics.jsonl', 'eval/metrics.jsonl'):
+    lines = [json.loads(line) for line in (folder / place).read_text().splitlines()]
+    for sign, line in zip((1, -1), lines, strict=False):
+      line |= {name: sign * value for name in line if name not in ('step', 'phase')}
+    (folder / place).write_text(''.join(f'{json.dumps(line)}\n' for line in lines))
+  page = html_report.page([html_report.read_run(folder)])
+  assert page.count('<figure>') > 5 and 'nan' not in page
+  points = {'loss_by_position/1': value, 'loss_by_position/2': -value, 'loss_by_position/4': 2.0}
+  assert (len(pictures.by_position(points)) == 3) == (abs(value) < 1e39)
+  pictures.write_loss_by_position(tmp_path, {'a': points})
+
+
 def test_losses_of_training_are_compared_only_on_the_same_texts(run):
   runs = []
   for name, source in (('a', 't'), ('b', 't'), ('c', 'u')):

@@ -23,7 +23,7 @@ from valkyrie.config.paths import TOKENIZER
 from valkyrie.distributed import console
 from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError, storage_errors
 from valkyrie.monitoring.json_lines import by_step
-from valkyrie.monitoring.pictures import Curve, by_position, figure
+from valkyrie.monitoring.pictures import Curve, by_position, can_be_drawn, figure
 from valkyrie.storage import whole_file
 from valkyrie.storage.run_directory import opened
 
@@ -71,7 +71,6 @@ _OF_TOKENS = ('loss', 'accuracy', 'tokens_per_second')  # mean nothing beside ot
 # The bindings that say which texts a run reads; those of one split are in its scope.
 _TEXTS = re.compile(r'(.*/)?(TaskFeed\.(task|source|options|split|unique)|\w*Mixture\.\w+)')
 _SAMPLES = 3  # steps whose samples are shown
-_LARGEST = 1e39  # no float32 is larger, and pictures overflow far above
 Line = dict[str, Any]
 
 
@@ -146,7 +145,7 @@ def _with_costs(lines: list[Line]) -> list[Line]:
   """Lines of training with the seconds and FLOPs until then."""
   seconds, step, found = 0.0, 0, []
   for line in lines:
-    numbers = {name: value for name, value in line.items() if _is_number(value)}
+    numbers = {name: value for name, value in line.items() if can_be_drawn(value)}
     seconds += numbers.get('step_seconds', 0.0) * (line['step'] - step)
     step, speed = line['step'], numbers.get('tokens_per_second_per_device')
     rate = numbers.get('tflops_per_second_per_device')
@@ -159,7 +158,7 @@ def _located(evaluations: list[Line], lines: list[Line]) -> list[Line]:
   """Evaluations with the tokens, seconds and FLOPs until then, between two lines of training."""
   found = evaluations
   for axis, _ in _AXES:
-    known = [(line['step'], line[axis]) for line in lines if _is_number(line.get(axis))]
+    known = [(line['step'], line[axis]) for line in lines if can_be_drawn(line.get(axis))]
     steps, values = zip((0, 0.0), *known, strict=True)
     if known:
       found = [{**line, axis: float(np.interp(line['step'], steps, values))} for line in found]
@@ -237,7 +236,7 @@ def _results(runs: Sequence[Run]) -> str:
     training, validation = _last(run.lines), _last(run.evaluations)
     known = {name: validation[name] for name in _OF_VALIDATION if name in validation}
     for name in _SPEEDS:  # of one line, it would depend on the moment
-      speeds = [line[name] for line in run.lines if _is_number(line.get(name))]
+      speeds = [line[name] for line in run.lines if can_be_drawn(line.get(name))]
       known[name] = statistics.median(speeds) if speeds else None
     last.append({**training, **known})
   rows: list[Sequence[Any]] = [
@@ -246,7 +245,7 @@ def _results(runs: Sequence[Run]) -> str:
   ]
   for name in _RESULTS:
     first, *others = [found.get(name) for found in last]
-    if any(map(_is_number, (first, *others))):
+    if any(map(can_be_drawn, (first, *others))):
       compared = [
         _compared(name, value, first, _misfit(name, run, runs[0]))
         for value, run in zip(others, runs[1:], strict=True)
@@ -272,7 +271,7 @@ def _misfit(name: str, run: Run, first: Run) -> str:
 
 def _compared(name: str, value: Any, first: Any, misfit: str) -> Any:
   """A result of a later run beside the first run's, or why it is not compared."""
-  if not (_is_number(value) and _is_number(first) and name in _DIRECTION):
+  if not (can_be_drawn(value) and can_be_drawn(first) and name in _DIRECTION):
     return value
   if misfit:
     return _Cell(f'{value:,.4g} ({misfit}, not compared)', 'number')
@@ -331,7 +330,7 @@ def _curves(
       [
         (line[name], line.get(f'quick_{metric}', line[metric]))
         for line in getattr(run, stream)
-        if _is_number(line.get(metric)) and _is_number(line.get(name))
+        if can_be_drawn(line.get(metric)) and can_be_drawn(line.get(name))
       ],
     )
     for run in runs
@@ -381,15 +380,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], marked: bool = F
 
 
 def _cell(value: Any) -> str:
-  if _is_number(value):
+  if can_be_drawn(value):
     value = _Cell(f'{value:,}' if isinstance(value, int) else f'{value:,.4g}', 'number')
   if isinstance(value, _Cell):
     return f'<td class="{value.kind}">{value.text}</td>'
   return f'<td>{"" if value is None else html.escape(str(value))}</td>'
-
-
-def _is_number(value: Any) -> bool:
-  return isinstance(value, int | float) and abs(value) < _LARGEST
 
 
 @console.lasting_streams()

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 import html
 import io
 import itertools
-import math
 import pathlib
 import re
 from typing import Any, NamedTuple
@@ -31,6 +30,7 @@ _VARIABLES['#00000a'] = 'var(--line)'
 # Styles that would apply to the whole page, names that would repeat in it, fonts that it chooses.
 _NOT_OF_A_PAGE = r'<style[^<]*</style>|(?<=<g) id="[^"]*"|font-family: [^;]*; '
 _UNITS = ((1e3, 'k'), (1e6, 'M'), (1e9, 'G'), (1e12, 'T'), (1e15, 'P'))
+_LARGEST = 1e39  # no float32 is larger, and sums and axes of float64 overflow far above
 _DASHES = ('-', '--', ':')  # so that curves differ in more than color
 
 
@@ -73,14 +73,17 @@ def write_loss_by_position(
 
 
 def by_position(metrics: Mapping[str, Any]) -> list[tuple[int, float]]:
-  """(P, loss) for each bin, from position P on, whose loss is finite."""
+  """(P, loss) for each bin, from position P on, whose loss `can_be_drawn`."""
   return sorted(
     (int(name.removeprefix(BY_POSITION)), loss)
     for name, loss in metrics.items()
-    if re.fullmatch(rf'{BY_POSITION}[1-9]\d{{,17}}', name)
-    and isinstance(loss, int | float)
-    and math.isfinite(loss)
+    if re.fullmatch(rf'{BY_POSITION}[1-9]\d{{,17}}', name) and can_be_drawn(loss)
   )
+
+
+def can_be_drawn(value: Any) -> bool:
+  """Whether a value of a file is a number that a float32 could have, so that no axis overflows."""
+  return isinstance(value, int | float) and abs(value) < _LARGEST
 
 
 def write_heat_map(
