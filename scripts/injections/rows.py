@@ -18,7 +18,7 @@ from injections.table import FAULTS, Fault, Trial, Unavailable, summary
 MODULES = (
   'kills', 'signals', 'starts', 'supervision', 'supervisors', 'damage', 'hostile', 'disks',
   'file_systems', 'ownership', 'numbers', 'lengths', 'data', 'fuzz_data', 'replaced', 'world',
-  'mistakes', 'trust', 'beside', 'pairs', 'buckets',
+  'mistakes', 'trust', 'beside', 'pairs', 'buckets', 'fuzz_runs',
 )  # fmt: skip
 
 

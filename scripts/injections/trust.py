@@ -2,8 +2,12 @@
 
 from collections.abc import Iterator
 import json
+import os
 import pathlib
 import shutil
+
+import numpy as np
+from safetensors.numpy import save_file
 
 from injections.buckets import service
 from injections.data import BAD_DATA, copied
@@ -172,6 +176,66 @@ def weights(harness: Harness, times: int) -> Iterator[Trial]:
     (folder / 'model.safetensors.index.json').write_text(index)
     process = harness.start(name, f'--gin.train.initial_weights="{folder}"')
     yield Trial(named, _ending(harness, name, process, STORAGE))
+    harness.forget(name)
+
+
+def _contradiction(kind: str, folder: pathlib.Path) -> None:
+  """Files of weights that do not fit one another, or that a start would not load."""
+  tensors = {'embedding': np.ones((2, 3), np.float32)}
+  parts = [f'model-{number:05}-of-00002.safetensors' for number in (1, 2)]
+  index = folder / 'model.safetensors.index.json'
+  if kind == 'a tensor in two files':
+    for name in ('a.safetensors', 'b.safetensors'):
+      save_file(tensors, folder / name)
+  elif kind == 'an old index beside new weights':
+    save_file(tensors, folder / parts[0])
+    save_file(tensors, folder / 'model.safetensors')
+    index.write_text(json.dumps({'weight_map': {'embedding': parts[0]}}))
+  elif kind == 'one file of two':
+    save_file(tensors, folder / parts[0])
+  elif kind == 'a file without a tensor of the index':
+    save_file(tensors, folder / parts[0])
+    index.write_text(json.dumps({'weight_map': {'embedding': parts[0], 'unembedding': parts[0]}}))
+  elif kind == 'an adapter beside the weights':
+    save_file(tensors, folder / 'model.safetensors')
+    (folder / 'config.json').write_text(json.dumps({'format': 'valkyrie', 'vocabulary': 'bytes'}))
+    (folder / 'adapter_config.json').write_text('{}')
+  elif kind == 'no tensor of the model':
+    save_file({'other': tensors['embedding']}, folder / 'model.safetensors')
+  elif kind == 'a pipe':
+    os.mkfifo(folder / 'model.safetensors')
+
+
+CONTRADICTIONS = {
+  'a tensor in two files': REFUSED,
+  'an old index beside new weights': REFUSED,
+  'one file of two': STORAGE,
+  'a file without a tensor of the index': STORAGE,
+  'an adapter beside the weights': REFUSED,
+  'no tensor of the model': REFUSED,
+  'a pipe': STORAGE,
+}
+
+
+@fault(
+  'weights whose files do not fit one another, or of which nothing would be loaded',
+  'are refused with 74 or 78 and the name of a file, also with InitialWeights.partial',
+  full=len(CONTRADICTIONS),
+  short=1,
+)
+def contradictions(harness: Harness, times: int) -> Iterator[Trial]:
+  for kind in [*CONTRADICTIONS][:times]:
+    name = harness.new()
+    folder = harness.folder / f'{name}.data'
+    folder.mkdir()
+    _contradiction(kind, folder)
+    process = harness.start(
+      name, f'--gin.train.initial_weights="{folder}"', '--gin.InitialWeights.partial=True'
+    )
+    failure = harness.ending(name, process, CONTRADICTIONS[kind])
+    if failure is None and str(folder) not in harness.said(name):
+      failure = f'the message is {harness.said(name)[-300:]}'
+    yield Trial(kind, failure)
     harness.forget(name)
 
 

@@ -80,7 +80,7 @@ def read_configuration(
   except (OSError, KeyError, TypeError, AttributeError, ValueError, SyntaxError) as error:
     raise ConfigurationError(
       f'{path} cannot be read, or is not the record of a configuration ({type(error).__name__}: '
-      f'{error}). Restore it, or pass the --gin_file of the run.'
+      f'{foreign.reason(error)}). Restore it, or pass the --gin_file of the run.'
     ) from error
   for statement in imports:
     parse.check_import(statement, parse.importable(allowed_imports))
