@@ -26,6 +26,9 @@ def train(model_dir, ending='well'):
     raise ValueError('a bug')
   if ending == 'interrupt':
     raise KeyboardInterrupt
+  if ending == 'devices':
+    import jax
+    jax.devices()
 
 @gin.configurable
 def infer(model_dir, prompt, prompts, messages, output):
@@ -178,3 +181,27 @@ def test_main_runs_as_a_module(start):
   done = start(code='import runpy; runpy.run_module("valkyrie.main", run_name="__main__")')
   assert done.returncode == 2
   assert b'--gin_file is missing' in done.stderr
+
+
+@pytest.mark.parametrize('platform', ['nonsense', 'rocm'])
+def test_a_platform_without_devices_is_a_mistake_of_the_configuration(start, platform):
+  """jax raises a RuntimeError for the first, and fails an assertion for the second."""
+  code = f"import os\nos.environ['JAX_PLATFORMS'] = {platform!r}\n{START}"
+  done = start('--gin_file=a.gin', '--gin.train.ending="devices"', code=code)
+  assert done.returncode == 78
+  said = done.stderr.decode()
+  assert f'(JAX_PLATFORMS={platform}): ' in said and 'such as cpu' in said
+  assert 'Traceback' not in said and 'In call to configurable' not in said
+
+
+def test_a_python_without_assertions_is_refused(tmp_path):
+  """Haiku keeps its state in assert statements."""
+  done = subprocess.run(
+    [sys.executable, '-O', '-m', 'valkyrie.main', '--gin_file=gin/tiny_cpu.gin', '--model_dir=run'],
+    cwd=tmp_path,
+    env={**os.environ, 'PYTHONPATH': str(ROOT)},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == 78 and 'Unset PYTHONOPTIMIZE' in done.stderr

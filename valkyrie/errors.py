@@ -109,6 +109,21 @@ def regular_expression(name: str, pattern: str) -> re.Pattern[str]:
     return re.compile(pattern)
 
 
+def with_home(path: str) -> str:
+  """The path with a home directory in place of a `~` or `~USER` before its first slash.
+
+  Raises a ConfigurationError if there is no such directory: Python would leave the `~`, and a
+  folder of this name would appear.
+  """
+  expanded = os.path.expanduser(path)
+  if expanded == path and path.startswith('~') and (path == '~' or '/' in path):
+    raise ConfigurationError(
+      f'The home directory in {path!r} is unknown: HOME is not set, or the system has no entry for '
+      'this user. Set HOME, or write the path without ~.'
+    )
+  return expanded
+
+
 _LONGEST_PATH = 4096 - 512  # bytes of a directory: Linux allows 4096, less the names of its files
 
 
@@ -127,7 +142,7 @@ def usable_path(name: str, path: str) -> str:
       f'{name}={path} is the address of storage that cannot be used. Use a directory; only '
       '--model_dir may also be in a bucket of Google Cloud Storage: gs://BUCKET/FOLDER.'
     )
-  path = os.path.expanduser(path)
+  path = with_home(path)
   if (length := len(os.fsencode(os.path.abspath(path)))) > _LONGEST_PATH:
     raise ConfigurationError(
       f'{name} is a path of {length:,} bytes, but {_LONGEST_PATH:,} are the most that leave room '

@@ -22,7 +22,7 @@ import traceback
 
 from valkyrie.command_line import FLAGS_OF_MODES, RUN_MODES, parse_command_line
 from valkyrie.config.modules import CONFIGURABLE_MODULES
-from valkyrie.distributed import console, processes
+from valkyrie.distributed import backends, console, processes
 from valkyrie.errors import UsageError, ValkyrieError, message_of
 from valkyrie.storage import held_folder, run_directory
 
@@ -131,6 +131,8 @@ def _read_prompt(typed: str | None) -> str:
 
 def _explain(error: BaseException) -> int:
   """Prints the error, and returns its exit code."""
+  if not isinstance(error, ValkyrieError):
+    error = backends.misfit(error) or error
   if isinstance(error, ValkyrieError):
     notes = getattr(error, '__notes__', ())
     print(f'valkyrie: {message_of(error)}', *notes, sep='\n', file=sys.stderr)

@@ -21,7 +21,7 @@ from valkyrie import foreign
 from valkyrie.checkpoint import manifest
 from valkyrie.checkpoint.bucket_steps import BucketLock, BucketSteps
 from valkyrie.checkpoint.manifest import FOLDER, SET_ASIDE, is_step
-from valkyrie.errors import ConfigurationError, StorageError, first_of, storage_errors
+from valkyrie.errors import ConfigurationError, StorageError, first_of, storage_errors, with_home
 from valkyrie.storage import owned
 from valkyrie.storage.lease import DiskLock, lock_holder
 from valkyrie.storage.run_directory import BucketDirectory, opened
@@ -72,7 +72,7 @@ class DiskSteps:
   """The steps of a run, whose directory need not exist; OSError if the file system refuses."""
 
   def __init__(self, model_dir: str | os.PathLike):
-    self._root = pathlib.Path(os.path.abspath(os.path.expanduser(model_dir)))
+    self._root = pathlib.Path(os.path.abspath(with_home(os.fspath(model_dir))))
     self.place = self._root / FOLDER  # also for messages
 
   def find(self) -> list[int]:

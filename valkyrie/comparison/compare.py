@@ -34,7 +34,7 @@ from valkyrie.comparison.trials import Candidate, Failed, say, trial_of
 from valkyrie.config import parse
 from valkyrie.data.own_text import own_text
 from valkyrie.distributed import console
-from valkyrie.errors import Preempted, ValkyrieError, message_of
+from valkyrie.errors import Preempted, ValkyrieError, message_of, with_home
 from valkyrie.monitoring.html_report import Run
 
 REHEARSED = 40  # steps
@@ -258,6 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   if arguments is None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
   try:
+    flags.results = pathlib.Path(with_home(str(flags.results)))
     if flags.text:
       add_text(flags)
     comparison = Comparison(flags)

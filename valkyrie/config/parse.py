@@ -17,7 +17,7 @@ from gin import config_parser
 from valkyrie import foreign
 from valkyrie.config import paths
 from valkyrie.config.suggest import did_you_mean, explain, unclosed
-from valkyrie.errors import ConfigurationError
+from valkyrie.errors import ConfigurationError, with_home
 
 WRITTEN_BY = 'valkyrie'  # in config.json: identifies the folder of a run
 RECORDED = '# All bindings of a run that were in force.\n'  # the first line of config.gin
@@ -247,8 +247,9 @@ def _is_run(folder: pathlib.Path) -> bool:
 
 def _find(name: str, where: str, search_paths: Sequence[str]) -> pathlib.Path:
   # gin/x.gin is found below paths.GIN from any folder, which an installed wheel needs.
-  folders = [pathlib.Path(), *map(pathlib.Path, search_paths), paths.GIN.parent]
-  candidates = [folder / pathlib.Path(name).expanduser() for folder in folders]
+  named = [pathlib.Path(with_home(path)) for path in search_paths]
+  folders = [pathlib.Path(), *named, paths.GIN.parent]
+  candidates = [folder / with_home(name) for folder in folders]
   for path in candidates:
     if path.is_file():
       return path

@@ -3,7 +3,7 @@
 import os
 import pathlib
 
-from valkyrie.errors import usable_path
+from valkyrie.errors import ConfigurationError, usable_path, with_home
 
 _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 
@@ -17,6 +17,10 @@ def cache() -> pathlib.Path:
   if named := os.environ.get('VALKYRIE_CACHE'):
     return pathlib.Path(usable_path('VALKYRIE_CACHE', named)).absolute()
   root = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
+  try:
+    root = with_home(root)
+  except ConfigurationError as error:
+    raise ConfigurationError(f'{error} VALKYRIE_CACHE=FOLDER sets the cache alone.') from None
   return pathlib.Path(usable_path('XDG_CACHE_HOME', root)).absolute() / 'valkyrie'
 
 

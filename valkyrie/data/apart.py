@@ -16,7 +16,7 @@ from valkyrie.config import paths, redact
 from valkyrie.data import file_names
 from valkyrie.data.token_store import Selection
 from valkyrie.distributed import heartbeat
-from valkyrie.errors import ConfigurationError, DataError, StorageError
+from valkyrie.errors import ConfigurationError, DataError, StorageError, with_home
 from valkyrie.foreign import shown
 
 _STORE_FILES = ('store.json', 'shard-00000-of-00001/shard.json', 'shard-00000-of-00001/tokens.npy')
@@ -136,7 +136,7 @@ def local_path(location: str | None) -> str | None:
     return urllib.parse.unquote(rest.partition('?')[0])
   if paths.is_address(location):
     return None
-  return os.path.abspath(os.path.expanduser(location))
+  return os.path.abspath(with_home(location))
 
 
 def _literal(path: str) -> tuple[str, str]:

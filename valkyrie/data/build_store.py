@@ -32,7 +32,7 @@ from valkyrie.data import document_source, store_builder, token_store, vocabular
 from valkyrie.data.store_location import store_path
 from valkyrie.data.token_store import Selection
 from valkyrie.distributed import console
-from valkyrie.errors import ConfigurationError, Preempted, ValkyrieError
+from valkyrie.errors import ConfigurationError, Preempted, ValkyrieError, with_home
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,6 +70,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(arguments: argparse.Namespace) -> Mapping[str, Any] | None:
   """The rates of a mixture, or store.json; None while shards are missing."""
+  if arguments.output is not None:
+    arguments.output = pathlib.Path(with_home(str(arguments.output)))
   if arguments.mixture is not None:
     with document_source.quiet():
       from valkyrie.data import seqio_tasks  # noqa: PLC0415  (TensorFlow)

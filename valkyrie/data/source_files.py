@@ -16,7 +16,7 @@ from valkyrie import foreign
 from valkyrie.config import paths, redact
 from valkyrie.data import file_names, splits
 from valkyrie.data.file_names import COMPRESSIONS, FORMATS, ROWS, TABLES, format_of
-from valkyrie.errors import DataError, StorageError
+from valkyrie.errors import DataError, StorageError, with_home
 from valkyrie.storage import bucket
 
 _WILDCARDS = re.compile(r'[*?[]')
@@ -363,7 +363,7 @@ def filesystem_of(location: str) -> tuple[Any, str]:
     ConfigurationError, StorageError: as `bucket.client`.
   """
   if not paths.is_address(location):
-    return pyarrow.fs.LocalFileSystem(), os.path.abspath(os.path.expanduser(location))
+    return pyarrow.fs.LocalFileSystem(), os.path.abspath(with_home(location))
   scheme, _, rest = location.partition('://')
   path, _, query = rest.partition('?')
   if scheme in _CLOUD_STORAGE:

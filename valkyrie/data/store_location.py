@@ -25,7 +25,7 @@ from valkyrie.config import paths, redact
 from valkyrie.data import chat_template, token_store
 from valkyrie.data.token_store import STORE_FILE, Selection, TokenStore, read_information
 from valkyrie.distributed import heartbeat
-from valkyrie.errors import DataError, StorageError
+from valkyrie.errors import DataError, StorageError, with_home
 from valkyrie.storage import file_lock, owned, whole_file
 
 _BUILD_STORE = 'valkyrie.data.build_store'
@@ -41,7 +41,7 @@ def store_path(selection: Selection, data_dir: str | None) -> pathlib.Path:
       'upload that.'
     )
   root = paths.cache() if data_dir is None else pathlib.Path(data_dir)
-  return root.expanduser().absolute() / selection.name
+  return pathlib.Path(with_home(str(root))).absolute() / selection.name
 
 
 def open_store(selection: Selection, data_dir: str | None = None) -> TokenStore:

@@ -40,7 +40,7 @@ from valkyrie.config import paths, redact
 from valkyrie.data import store_arrays, store_fields
 from valkyrie.data.store_arrays import REBUILD, ArrayFile
 from valkyrie.data.vocabularies import Vocabulary
-from valkyrie.errors import ConfigurationError, DataError, converted
+from valkyrie.errors import ConfigurationError, DataError, converted, with_home
 from valkyrie.storage import foreign_names
 
 FORMATS = 'valkyrie-token-store-'  # of all versions
@@ -74,7 +74,7 @@ class Selection:
 
   def __post_init__(self):
     if self.source is not None and not paths.is_address(self.source):
-      object.__setattr__(self, 'source', os.path.abspath(os.path.expanduser(self.source)))
+      object.__setattr__(self, 'source', os.path.abspath(with_home(self.source)))
 
   def __str__(self) -> str:
     return f'{self.task}/{self.split}'

@@ -30,7 +30,7 @@ from valkyrie import foreign, packages
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.paths import TOKENIZER
 from valkyrie.data import template_files, tokenizer_file
-from valkyrie.errors import ConfigurationError, DataError, converted, reason_of
+from valkyrie.errors import ConfigurationError, DataError, converted, reason_of, with_home
 from valkyrie.storage import whole_file
 
 _CONFIGURATION = 'tokenizer_config.json'  # beside the file
@@ -295,7 +295,7 @@ def load(specification: str) -> Vocabulary:
   """Loads a vocabulary; ConfigurationError if its file is missing or invalid."""
   if specification == 'bytes':
     return ByteVocabulary()
-  path = pathlib.Path(specification).expanduser()
+  path = pathlib.Path(with_home(specification))
   if path.suffix not in _CODECS:
     raise ConfigurationError(
       f"The vocabulary {specification!r} is unknown. Use 'bytes', the path of a SentencePiece "

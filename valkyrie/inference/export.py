@@ -20,7 +20,13 @@ from valkyrie.checkpoint.manager import LATEST, open_to_read
 from valkyrie.config import check, record
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import vocabularies
-from valkyrie.errors import ConfigurationError, StorageError, check_choice, storage_errors
+from valkyrie.errors import (
+  ConfigurationError,
+  StorageError,
+  check_choice,
+  storage_errors,
+  with_home,
+)
 from valkyrie.inference.loaded import LoadedModel
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.sites import U, V, sites_of
@@ -77,7 +83,7 @@ def export(
     StorageError: the folder is there already, or cannot be written.
   """
   check_choice('export.form', form, _USE)
-  folder = pathlib.Path(output)
+  folder = pathlib.Path(with_home(output))
   if os.path.lexists(folder):
     raise StorageError(f'{folder} is there already. Name another --output, or move it away.')
   theirs = huggingface.configuration_of(model) if form == 'huggingface' else None

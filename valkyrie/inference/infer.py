@@ -70,8 +70,10 @@ def infer(
     ConfigurationError: a prompt is longer than the model can read, or the vocabulary is another.
   """
   ranges.check('infer', batch_size=batch_size)
-  talks = [] if messages is None else _read_conversations(messages)
-  texts: list[Any] = [prompt or ''] if prompts is None else _read_prompts(pathlib.Path(prompts))
+  talks = [] if messages is None else _read_conversations(errors.with_home(messages))
+  texts: list[Any] = [prompt or '']
+  if prompts is not None:
+    texts = _read_prompts(pathlib.Path(errors.with_home(prompts)))
   if messages is None and not all(texts):
     raise errors.UsageError('The prompt is empty. Pass --prompt=TEXT, or a text on standard input.')
   sampling = Sampling(repetition_penalty, temperature, top_k, top_p, min_p)
@@ -143,6 +145,7 @@ def _writer(output: str | None) -> Iterator[TextIO]:
     with console.standard_output('name an --output.') as file:
       yield file
     return
+  output = errors.with_home(output)
   if os.path.lexists(output):
     raise errors.StorageError(f'{output} is there already. Name another --output.')
   # An interruption or a full disk leaves no part, which would be in the way of the next try.

@@ -21,7 +21,13 @@ import numpy as np
 from valkyrie import foreign
 from valkyrie.config.paths import TOKENIZER
 from valkyrie.distributed import console
-from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError, storage_errors
+from valkyrie.errors import (
+  ConfigurationError,
+  StorageError,
+  ValkyrieError,
+  storage_errors,
+  with_home,
+)
 from valkyrie.monitoring.json_lines import by_step
 from valkyrie.monitoring.pictures import Curve, by_position, can_be_drawn, figure
 from valkyrie.storage import whole_file
@@ -393,19 +399,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
   about = 'Writes one page about one or more runs.'
   parser = argparse.ArgumentParser('valkyrie-report', description=about, allow_abbrev=False)
   parser.add_argument('runs', nargs='+', metavar='RUN', help='its directory or address')
-  parser.add_argument(
-    '--output', type=pathlib.Path, default='report.html', help='default: %(default)s'
-  )
+  parser.add_argument('--output', default='report.html', help='default: %(default)s')
   flags = parser.parse_args(arguments)
   try:
     text = page([read_run(opened(run)) for run in flags.runs])
-    if flags.output.exists():
-      raise StorageError(f'{flags.output} is there already. Name another --output.')
-    whole_file.write(flags.output, text.encode(errors='replace'), 'Name another --output.')
+    output = pathlib.Path(with_home(flags.output))
+    if output.exists():
+      raise StorageError(f'{output} is there already. Name another --output.')
+    whole_file.write(output, text.encode(errors='replace'), 'Name another --output.')
   except ValkyrieError as error:
     print(f'valkyrie: {error}', file=sys.stderr)
     return error.exit_code
-  print(flags.output)
+  print(output)
   return 0
 
 

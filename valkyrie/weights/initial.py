@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.checkpoint.manager import LATEST
-from valkyrie.errors import ConfigurationError, first_of, regular_expression
+from valkyrie.errors import ConfigurationError, first_of, regular_expression, with_home
 from valkyrie.models.attention.longformer import WindowAttention
 from valkyrie.models.block import Block
 from valkyrie.models.language_model import LanguageModel, asked
@@ -70,7 +70,7 @@ class InitialWeights:
 
   def check_source(self) -> None:
     """Raises a ConfigurationError if the source is not there, before anything is read."""
-    if not pathlib.Path(self.source).exists():
+    if not pathlib.Path(with_home(self.source)).exists():
       raise ConfigurationError(
         f'The weights {self.source} are not there. Name the directory of a run, a safetensors '
         'file, or a folder with such files.'

@@ -6,7 +6,7 @@ import pathlib
 from typing import Any, NamedTuple
 
 from valkyrie.checkpoint.manager import LATEST, open_to_read
-from valkyrie.errors import ConfigurationError
+from valkyrie.errors import ConfigurationError, with_home
 from valkyrie.weights import huggingface, named_tensors, tensor_files
 from valkyrie.weights.named_tensors import FORMAT
 from valkyrie.weights.tensor_files import Tensor
@@ -37,6 +37,7 @@ def open_source(path: str, step: str = LATEST) -> Source:
 
   Raises a ConfigurationError if there are none, or of a model that Valkyrie does not compute.
   """
+  path = with_home(path)
   place = pathlib.Path(path)
   if (place / 'checkpoints').is_dir():
     with open_to_read(path, step) as directory:
