@@ -1,5 +1,6 @@
 """Text of a user's own: formats, columns, held-out documents, and sources that change."""
 
+import ast
 import bz2
 import collections
 import csv
@@ -26,7 +27,14 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from valkyrie.data import build_store, provenance, records, store_builder, vocabularies
+from valkyrie.data import (
+  build_store,
+  document_source,
+  provenance,
+  records,
+  store_builder,
+  vocabularies,
+)
 from valkyrie.data.document_source import TASKS
 from valkyrie.data.feed import TaskFeed
 from valkyrie.data.records import Records
@@ -500,9 +508,28 @@ def test_the_advice_about_too_few_documents_helps(tmp_path, text):
   for split in 'train', 'validation':
     with pytest.raises(ConfigurationError, match=r'has 1 documents.*--gin.text_cut=') as said:
       feed(split, held_out=0.2).read(0, 1)
-    cut = int(re.search(r'--gin.text_cut=(\d+)', str(said.value))[1])
-    assert f"'options': {{'held_out': 0.2, 'cut': {cut}}} of a source" in str(said.value)
-    assert feed(split, held_out=0.2, cut=cut).read(0, 8).inputs.shape == (4, 8)
+    advised = ast.literal_eval(re.search(r"'options': ({.*?}) of a source", str(said.value))[1])
+    assert advised.get('held_out') == (0.4 if split == 'validation' else None)
+    assert f'--gin.text_cut={advised["cut"]}' in str(said.value)
+    assert feed(split, **{'held_out': 0.2, **advised}).read(0, 8).inputs.shape == (4, 8)
+
+
+def test_the_advice_about_an_empty_split_helps(tmp_path):
+  texts = [lines(number, 100) for number in range(12)]
+  kept = [text for text in texts if document_source.stable_hash(text) > 0.2 * 2**64]
+  for number, text in enumerate(kept[:3]):  # none is held out
+    (tmp_path / f'{number}.txt').write_text(text)
+  how = {'source': str(tmp_path / '*.txt'), 'data_dir': str(tmp_path / 'stores')}
+
+  def feed(**options):
+    return TaskFeed('text', 'validation', 1, 0, options=options, **how)
+
+  for share in 0.2, 0.01:
+    with pytest.raises(DataError, match=r'has no documents.*--gin.held_out=') as said:
+      feed(held_out=share).read(0, 1)
+    advised = ast.literal_eval(re.search(r"'options': ({.*?}) of a source", str(said.value))[1])
+    assert advised['held_out'] > share
+    assert feed(**advised).read(0, 8).inputs.shape == (1, 8)
 
 
 def test_documents_with_the_same_text_in_a_column_are_together(tmp_path):
@@ -519,7 +546,7 @@ def test_documents_with_the_same_text_in_a_column_are_together(tmp_path):
   assert train.keys() & validation.keys() == {''}  # alone, each in a split by its own hash
 
 
-def test_a_streamed_data_set(tmp_path, monkeypatch):
+def test_a_streamed_data_set(tmp_path, monkeypatch, caplog):
   pytest.importorskip('datasets', reason="only pip install '.[hf]' installs datasets")
   folder = tmp_path / 'owner' / 'pages'
   folder.mkdir(parents=True)
@@ -530,6 +557,16 @@ def test_a_streamed_data_set(tmp_path, monkeypatch):
   parts = [source.documents(split, part, 2) for split in source.splits for part in range(2)]
   assert [d.text for part in parts for d in part] == TEXTS[::2] + TEXTS[1::2]
   assert source.files('train') is None
+  records._revision.cache_clear()
+  (folder / 'test.parquet').write_bytes((folder / 'train.parquet').read_bytes())
+  assert [d.text for d in source.documents('train', 0, 1)] == TEXTS
+  assert 'Not read: test' in caplog.text
+  records._revision.cache_clear()
+  (folder / 'train.parquet').unlink()
+  with pytest.raises(DataError, match='has no split train, only test'):
+    next(source.documents('train', 0, 1))
+  (folder / 'test.parquet').rename(folder / 'train.parquet')
+  records._revision.cache_clear()
   described = source.describe('train')
   rows['text'] = TEXTS[::-1]
   pyarrow.parquet.write_table(pa.table(rows), folder / 'train.parquet')

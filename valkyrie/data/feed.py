@@ -26,6 +26,10 @@ RESETS = ('document', 'sequence', 'never')
 _SEGMENTS = 2**30  # documents with the same segment id are too far apart to meet in a step
 _UNEVEN = 4  # times the shortest row
 _MAX_NAMED = 8  # rows, and documents of each row, in a message
+_FEWER_ROWS = {
+  'train': 'Lower batch_size (--gin.batch_size)',
+  'validation': 'Lower both validation/TaskFeed.batch_size and Evaluator.batch_size',
+}
 _warn_once = functools.cache(logging.warning)
 
 
@@ -123,8 +127,8 @@ class TaskFeed:
       enough = max(16, self.store.information['text_bytes'] // (2 * self.batch_size))
       raise ConfigurationError(
         f'{self.selection} has {units} {unit}, fewer than batch_size={self.batch_size}, but each '
-        'row needs one. Lower batch_size (of validation: for TaskFeed and for Evaluator); use a '
-        f'larger split; or {more_documents(min(enough, 2048))}'
+        f'row needs one. {_FEWER_ROWS.get(self.selection.split, "Lower TaskFeed.batch_size")}; use '
+        f'a larger split; or {more_documents(self.selection, min(enough, 2048))}.'
       )
     rows = deal(self.store.lengths, keys, self.batch_size, self._order)
     shortest, longest = (of(row.length for row in rows) for of in (min, max))

@@ -263,12 +263,15 @@ class StreamedRecords:
     self._check = check
     self._also = also or {}
     failed = (OSError, ValueError), DataError, f'Streaming {location} failed'
-    self._errors = functools.partial(converted, *failed, 'Run again to continue.')
+    advice = 'If the network failed, run again to continue. Of several configurations, name one: '
+    self._errors = functools.partial(converted, *failed, f'{advice}hf://OWNER/NAME/CONFIGURATION.')
 
   def rows(self, part: int, parts: int) -> Iterator[Row]:
     """The rows of one of `parts` parts. Every part streams all rows."""
     with self._errors():
-      streamed = _revision(self._location).as_streaming_dataset(split='train')
+      builder = _revision(self._location)
+      _check_splits(self._location, builder)
+      streamed = builder.as_streaming_dataset(split='train')
       for row in itertools.islice(streamed, part, None, parts):
         _present(self._columns, self._also, list(row), self._location)
         yield self._check(row, list(self._columns), f'A row of {self._location}')
@@ -277,6 +280,21 @@ class StreamedRecords:
     """For store.json: the hash of the revision, since the files are not known."""
     with self._errors():
       return {'streamed': _revision(self._location).hash}
+
+
+def _check_splits(location: str, builder: Any) -> None:
+  """Logs which splits are not read; raises a DataError if there is none to train on."""
+  names = [str(name) for name in builder.info.splits or builder.config.data_files or ()]
+  others = ', '.join(name for name in names if name != 'train')
+  if names and 'train' not in names:
+    raise DataError(
+      f'{location} has no split train, only {others}. Download the files, and name those to train '
+      'on by a folder or a pattern.'
+    )
+  if others:
+    _warn_once(
+      f'{location}: the split train is read, and validates by held_out. Not read: {others}.'
+    )
 
 
 @functools.cache

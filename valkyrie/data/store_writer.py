@@ -150,7 +150,7 @@ class StoreWriter:
     if not information['documents']:
       raise DataError(
         f'The split {self.selection.split!r} of the task {self.selection.task!r} has no documents. '
-        f'Use another split or source, or {token_store.more_documents()}'
+        f'Use another split or source, or {token_store.more_documents(self.selection)}.'
       )
     superseded = {}
     if self.renew:

@@ -313,13 +313,38 @@ def information_of(content: bytes, file: str) -> dict[str, Any]:
   return information
 
 
-def more_documents(cut: int = 2048) -> str:
+def more_documents(selection: Selection, cut: int = 2048) -> str:
   """Advice for a split with few documents; a `cut` of so many bytes leaves enough."""
+  if selection.source is None:
+    return 'use another task'
+  given = selection.options
+  changed: dict[str, float | int] = {}
+  share = _larger_share(given.get('held_out'))
+  if selection.split == 'validation' and share is not None:
+    changed['held_out'] = share
+  if selection.task == 'text' or selection.task.startswith('fineweb'):
+    before = given.get('cut', '')
+    changed['cut'] = min(cut, int(before) // 2 or 1) if before.isdecimal() else cut
+  elsewhere = 'name other files that validate: --gin.held_out=\'"/data/validation"\''
+  if not changed:
+    return elsewhere
+  macros = {'held_out': 'held_out', 'cut': 'text_cut'}
+  flags = ' '.join(f'--gin.{macros[name]}={value}' for name, value in changed.items())
+  built = ' '.join(f'--option={name}={value}' for name, value in changed.items())
+  done = {'held_out': 'hold out a larger share', 'cut': 'cut documents that are texts'}
   return (
-    f'hold out a larger share, or cut documents that are texts, too: --gin.held_out=0.2 and '
-    f"--gin.text_cut={cut} with gin/data/text.gin, 'options': {{'held_out': 0.2, 'cut': {cut}}} of "
-    f'a source of a mixture, or --option=held_out=0.2 and --option=cut={cut} of build_store.'
+    f'{" and ".join(done[name] for name in changed)}: {flags}, with gin/data/mixture.gin '
+    f"'options': {changed} of a source, or {built} of build_store; or {elsewhere}"
   )
+
+
+def _larger_share(held_out: str | None) -> float | None:
+  """A larger share to hold out than the one that is set; None for files, or from a half on."""
+  try:
+    share = float(held_out or 0)
+  except ValueError:
+    return None
+  return max(0.2, round(min(0.5, 2 * share), 3)) if share < 0.5 else None
 
 
 def warn_of_ratio(path: pathlib.Path, information: Mapping[str, Any]) -> None:
