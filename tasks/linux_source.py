@@ -13,6 +13,7 @@ import lzma
 import tarfile
 from typing import Any, Self
 
+from valkyrie import foreign
 from valkyrie.data.document_source import DocumentSource, TextDocument, register, stable_hash
 from valkyrie.data.source_files import SourceFiles
 from valkyrie.errors import ConfigurationError, DataError, converted
@@ -22,6 +23,8 @@ HELD_OUT = (
   *('drivers/acpi', 'drivers/crypto', 'drivers/hwmon', 'drivers/md', 'drivers/mmc', 'drivers/mtd'),
   *('drivers/pci', 'drivers/tty', 'fs/btrfs', 'fs/xfs', 'mm', 'net/netfilter'),
 )
+_DAMAGE = (tarfile.TarError, lzma.LZMAError, EOFError, ValueError, OverflowError)
+_LARGEST = 2**26  # bytes of a source file
 _GENERATED = '/asic_reg/'  # 400 MB of names of registers
 
 
@@ -41,7 +44,7 @@ class LinuxSource(DocumentSource):
     files = self.files(split)
     advice = 'Install the package again, or name the .tar.xz of a kernel by TaskFeed.source.'
     with (
-      converted((tarfile.TarError, lzma.LZMAError, EOFError), DataError, f'{files}', advice),
+      converted(_DAMAGE, DataError, f'{files} cannot be read', advice),
       files.open(files.files[0]) as stream,
       tarfile.open(fileobj=stream, mode='r|*') as archive,
     ):
@@ -54,6 +57,8 @@ class LinuxSource(DocumentSource):
           continue
         if not self._has(split, subsystem) or stable_hash(key) % shards != shard:
           continue
+        if member.size > _LARGEST:
+          raise ValueError(f'its file {foreign.shown(member.name)} has {member.size:,} bytes')
         text = archive.extractfile(member).read().decode('utf-8', errors='replace')
         yield TextDocument(text, sequence_key=key, name=path)
 

@@ -315,5 +315,16 @@ def test_names_of_strangers_are_shown(tmp_path):
   assert r'a\x1b[31m\nvalkyrie: saved.jsonl has no column text; it has 0\x1b, 1\x1b' in said
 
 
+@pytest.mark.parametrize('name', ['prompts.jsonl', 'prompts.txt', 'store/store.json', 'a.model'])
+def test_files_of_data_that_never_end_are_not_read(folder, name):
+  file = folder / name
+  os.mkfifo(file)
+  assert 'it is not a regular file, but a pipe' in refusal(READERS[name], file)
+  file.unlink()
+  with file.open('wb') as stream:
+    stream.truncate(20 * 2**30)  # sparse
+  assert 'it has 21,474,836,480 bytes, expected at most' in refusal(READERS[name], file)
+
+
 def test_a_package_without_metadata_has_a_version():
   assert compatibility.version('no-such-package') == 'unknown'

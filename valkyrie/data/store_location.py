@@ -20,7 +20,7 @@ from typing import Any
 
 import tqdm
 
-from valkyrie import errors, packages
+from valkyrie import errors, foreign, packages
 from valkyrie.config import paths, redact
 from valkyrie.data import chat_template, token_store
 from valkyrie.data.token_store import STORE_FILE, Selection, TokenStore, read_information
@@ -138,12 +138,19 @@ class _RemoteStore:
   def __str__(self) -> str:
     return self._address
 
-  def blocks(self, file: str, missing: str) -> Iterator[bytes]:
-    """The content of a file; raises DataError, with the message `missing`, or StorageError."""
+  def blocks(self, file: str, missing: str, most: int = foreign.LARGEST_FILE) -> Iterator[bytes]:
+    """The content of a file of at most so many bytes.
+
+    Raises DataError, with the message `missing` if there is no such file, or StorageError.
+    """
+    read = 0
     with self._access(str(self), f'{self}/{file} cannot be read'):
       try:
         with self._filesystem.open_input_stream(f'{self._path}/{file}') as stream:
           while block := stream.read(_BLOCK):
+            read += len(block)
+            if read > most:
+              raise ValueError(f'it has more than the expected {most:,} bytes')
             yield block
       except FileNotFoundError as error:
         raise DataError(missing) from error
@@ -188,7 +195,7 @@ def _copy(remote: _RemoteStore, files: Mapping[str, dict[str, Any]], local: path
       lacks = f'{remote} lacks {name}, which its {STORE_FILE} records. {_UPLOAD}'
       (local / name).parent.mkdir(exist_ok=True)
       with owned.new_file(local / name) as stream:
-        for block in remote.blocks(name, lacks):
+        for block in remote.blocks(name, lacks, recorded['bytes']):
           stream.write(block)
           digest.update(block)
           bar.update(len(block))

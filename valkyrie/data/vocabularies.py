@@ -150,7 +150,7 @@ class SentencePieceVocabulary(FileVocabulary):
     self._processor = sentencepiece.SentencePieceProcessor()
     message = f'The vocabulary {path} is not a SentencePiece model'
     advice = 'Use a .model file that spm_train wrote.'
-    with converted((RuntimeError, OSError), ConfigurationError, message, advice):
+    with tokenizer_file.refused(message, ConfigurationError, advice):
       self._processor.LoadFromSerializedProto(content)
     self.size = self._processor.GetPieceSize()
     _check_size(path, self.size)
@@ -188,7 +188,7 @@ class HuggingFaceVocabulary(FileVocabulary):
       import tokenizers  # noqa: PLC0415  (an optional package)
     message = f'The vocabulary {path} is not a Hugging Face tokenizer.json'
     advice = 'Use a file that the save method of tokenizers wrote.'
-    with converted((Exception,), ConfigurationError, message, advice):  # as tokenizers raises
+    with tokenizer_file.refused(message, ConfigurationError, advice):
       tokenizer_file.check(content)
       self._tokenizer = tokenizers.Tokenizer.from_str(content.decode('utf-8'))
     ids = self._tokenizer.get_vocab(with_added_tokens=True)

@@ -104,10 +104,12 @@ def _read_prompts(path: pathlib.Path) -> list[str]:
   is_json = path.suffix.lower() in ('.jsonl', '.ndjson', '.json')
   wanted = 'a JSON object with the field "prompt"' if is_json else 'UTF-8 text'
   try:
-    lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
-  except (OSError, MemoryError) as error:
+    lines = foreign.content(path).removeprefix(codecs.BOM_UTF8).splitlines()
+  except (OSError, ValueError, MemoryError) as error:
     reason = errors.reason_of(error) or 'it is larger than the memory'
-    raise errors.DataError(f'The prompts {path} cannot be read ({reason}).') from error
+    raise errors.DataError(
+      f'The prompts {path} cannot be read ({reason}). Write them to a file, one on each line.'
+    ) from error
   found = []
   for number, line in enumerate(lines, 1):
     if not line.strip():

@@ -13,6 +13,7 @@ import zlib
 import gin
 import numpy as np
 
+from valkyrie import foreign
 from valkyrie.checkpoint.manager import LATEST
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.suggest import did_you_mean
@@ -128,7 +129,8 @@ def _sentences(text: str | None) -> list[str]:
   files = SourceFiles(text, ('.txt', '.md'))
   message, advice = f'The text {text} cannot be read', 'UTF-8 is expected.'
   with converted((OSError, ValueError), DataError, message, advice):
-    return sentences_of('\n'.join(files.open(file).read().decode() for file in files.files))
+    contents = [foreign.whole(files.open(file)) for file in files.files]
+    return sentences_of('\n'.join(content.decode() for content in contents))
 
 
 def _score(
