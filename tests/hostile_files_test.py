@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tracemalloc
@@ -324,6 +325,18 @@ def test_files_of_data_that_never_end_are_not_read(folder, name):
   with file.open('wb') as stream:
     stream.truncate(20 * 2**30)  # sparse
   assert 'it has 21,474,836,480 bytes, expected at most' in refusal(READERS[name], file)
+
+
+def test_a_shard_of_any_values_is_read_or_refused(information, tmp_path):
+  path, _, _ = information
+  folder = shutil.copytree(path / 'shard-00000-of-00001', tmp_path / 'store/shard-00000-of-00001')
+  file = folder / 'shard.json'
+  right = json.loads(file.read_text())
+  for name in right:
+    for value in [*VALUES, '\x1b\n']:
+      file.write_text(json.dumps(right | {name: value}))
+      said = refusal(shard, file)
+      assert said and foreign.shown(said) == said
 
 
 def test_a_package_without_metadata_has_a_version():

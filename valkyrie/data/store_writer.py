@@ -311,12 +311,13 @@ def _hashes(shard: Mapping[str, Any], folder: pathlib.Path) -> np.ndarray:
   return store_arrays.load(folder / token_store.HASHES_FILE, np.uint8, (shard['documents'], 16))
 
 
-def differences(found: Any, expected: Any) -> tuple[Any, Any]:
-  """Two values; of dicts only the different entries, since an origin may name many files."""
-  if not isinstance(found, dict):
-    return found, expected
-  keys = [key for key in found | expected if found.get(key) != expected.get(key)]
-  return {key: found.get(key) for key in keys}, {key: expected.get(key) for key in keys}
+def differences(found: Any, expected: Any) -> tuple[str, str]:
+  """Two values as texts; of dicts only the different entries: an origin may name many files."""
+  if isinstance(found, dict) and isinstance(expected, dict):
+    keys = [key for key in found | expected if found.get(key) != expected.get(key)]
+    found = {key: found.get(key) for key in keys}
+    expected = {key: expected.get(key) for key in keys}
+  return foreign.shown(found), foreign.shown(expected)
 
 
 def _check_skipped(place: str, counts: Mapping[str, int]) -> None:
