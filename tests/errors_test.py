@@ -1,7 +1,10 @@
 """Paths that begin with ~, for which this machine may know no home directory."""
 
+import os
 import pathlib
 import pwd
+import subprocess
+import sys
 
 import pytest
 
@@ -68,6 +71,25 @@ def test_commands_refuse_an_unknown_home_for_their_output(tmp_path, monkeypatch,
   assert html_report.main(['.', f'--output={NOBODY}']) == 78
   assert capsys.readouterr().err.count('~no_such_user') == 2
   assert not list(tmp_path.glob('~*'))
+
+
+def test_a_python_that_reads_names_as_ascii_is_named():
+  code = (
+    "import sys; from valkyrie.errors import usable_path; usable_path('--model_dir', sys.argv[1])"
+  )
+  locale = {'LC_ALL': 'C', 'PYTHONUTF8': '0', 'PYTHONCOERCECLOCALE': '0', 'PYTHONPATH': str(ROOT)}
+  tried = {
+    utf8: subprocess.run(
+      [sys.executable, '-c', code, 'r\u00fcn'],
+      env={**os.environ, **locale, 'PYTHONUTF8': utf8},
+      capture_output=True,
+      text=True,
+      check=False,
+    )
+    for utf8 in ('0', '1')
+  }
+  assert 'reads names as ascii: set PYTHONUTF8=1' in tried['0'].stderr
+  assert tried['1'].returncode == 0, tried['1'].stderr
 
 
 def test_one_function_knows_the_home():

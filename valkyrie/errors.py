@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import contextlib
 import os
 import re
+import sys
 from typing import Any
 
 
@@ -133,9 +134,13 @@ def usable_path(name: str, path: str) -> str:
   Raises a ConfigurationError if it is an address, no UTF-8, or too long for the names of its files.
   """
   if bad := re.search('[\0\ud800-\udfff]', path):  # bytes that are not UTF-8 become the latter
+    advice = 'Rename the directory.'
+    if sys.getfilesystemencoding() != 'utf-8':  # by the locale and PYTHONUTF8=0
+      encoding = sys.getfilesystemencoding()
+      advice = f'This Python reads names as {encoding}: set PYTHONUTF8=1, or rename the directory.'
     raise ConfigurationError(
       f'{name}={path!a} contains {bad[0]!a}, but a path must be UTF-8 without null characters. '
-      'Rename the directory.'
+      f'{advice}'
     )
   if '://' in path:
     raise ConfigurationError(
