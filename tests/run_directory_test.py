@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 
 from injections.fake_faults import on
@@ -52,6 +53,12 @@ def test_files_are_replaced_and_added_to(address):
   again = pathlib.Path(run)
   assert len((again / 'eval' / 'metrics.jsonl').read_text().splitlines()) == 3
   assert not (again / 'train').exists(), 'event files of other processes are not read'
+
+
+def test_a_machine_without_a_temporary_folder(address, tmp_path, monkeypatch):
+  monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path / 'missing'))
+  with pytest.raises(StorageError, match=r'has no place: .*set TMPDIR to a folder'):
+    opened(address)
 
 
 @pytest.mark.parametrize('deleted', [False, True])

@@ -26,11 +26,13 @@ class BucketDirectory(os.PathLike):
   """
 
   def __init__(self, address: str):
-    """Copies the files of a run; raises as `copy`."""
+    """Copies the files of a run; raises as `copy`, and StorageError without a temporary folder."""
     self.bucket = Bucket(address)
-    self._folder = tempfile.TemporaryDirectory(prefix='valkyrie-', ignore_cleanup_errors=True)
-    self._local = pathlib.Path(self._folder.name, address.rstrip('/').rpartition('/')[2])
-    self._local.mkdir()
+    advice = 'Make room, or set TMPDIR to a folder that can be written.'
+    with storage_errors(f'The local copy of {address} has no place', advice):
+      self._folder = tempfile.TemporaryDirectory(prefix='valkyrie-', ignore_cleanup_errors=True)
+      self._local = pathlib.Path(self._folder.name, address.rstrip('/').rpartition('/')[2])
+      self._local.mkdir()
     # {name: size and time of a file when it was last equal to its object, up to a part of a line}
     self._equal: dict[str, tuple[int, int]] = {}
     self._one = threading.Lock()  # upload at a time
