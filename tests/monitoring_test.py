@@ -29,6 +29,7 @@ from valkyrie.monitoring import chips, memory, report
 from valkyrie.monitoring.json_lines import JsonLines, by_step
 from valkyrie.monitoring.metrics import speed_metrics, text_metrics
 from valkyrie.monitoring.progress import Progress
+from valkyrie.monitoring.waiting import doing
 from valkyrie.monitoring.writers import create_writers
 from valkyrie.run import observers
 
@@ -390,7 +391,9 @@ def test_progress_is_plain_lines_without_a_terminal():
   progress.show(60, {'loss': math.nan, 'bits_per_token': math.nan, 'bits_per_byte': None})
   progress.show(75, {'accuracy': 0.5, 'step_seconds': 605.0})
   progress.close()
-  assert stream.getvalue().splitlines() == [
+  ends, *lines = stream.getvalue().splitlines()
+  assert re.fullmatch(r'at this speed the steps are done on [\d-]{10} [\d:]{5}; .*', ends)
+  assert lines == [
     'step 50/100 (50%): loss 1.2500, 0.900 bits per byte, 8,123 tokens/s, '
     '2 s a step, 0.0617 TFLOP/s per device, gradient 0.512, learning rate 0.0003, 01:40 left',
     'evaluated',
@@ -470,7 +473,7 @@ def test_progress_is_one_bar_on_a_terminal():
   bar = f'step 25/100 |{blocks}|  25%, loss 1.2500, 0.900 bits per byte'[:59]
   before, after = seen.split('evaluated\r\n')
   assert bar in before and before.endswith('\r'), 'the bar is cleared for the line'
-  assert before.replace(bar, '').strip() == f'step 25/100 |{blocks}|  25%'
+  assert before.replace(bar, '').strip().splitlines()[-1] == f'step 25/100 |{blocks}|  25%'
   assert after == f'\r{bar}\r{bar}\r\n'
 
 
@@ -525,3 +528,21 @@ def test_a_run_that_waits_long_for_its_saves_is_told_to_save_less_often(
   saver()
   advice = 'for the save of step 8: a larger checkpoint_every saves less often'
   assert lines == [f'the run waited {save:.1f} s of {steps + save:.1f} {advice}'] * said
+
+
+def test_what_takes_long_says_so_and_what_does_not_says_nothing():
+  said = []
+  second = threading.Event()
+
+  def say(line):
+    said.append(line)
+    if len(said) == 2:
+      second.set()
+
+  with doing('compiling', say, every=0.001):
+    assert second.wait(60)
+  number = len(said)
+  assert all(re.fullmatch(r'compiling: for \d+ s until now', line) for line in said)
+  with pytest.raises(ValueError, match='mine'), doing('something short', say):
+    raise ValueError('mine')
+  assert len(said) == number

@@ -20,6 +20,7 @@ from valkyrie.config.load import load_gin, override_gin
 from valkyrie.errors import ConfigurationError
 from valkyrie.sharding import ambient
 from valkyrie.sharding.partitioner import Partitioner
+from valkyrie.training.curriculum import Curriculum, Phase
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 
@@ -297,3 +298,14 @@ def test_the_certificate_of_a_tpu_slice(tmp_path):
   assert longest < both[0] < both[1]
   assert c['executed_instructions'] > 100
   assert 0 < c['estimated_share_of_peak'][1] < c['estimated_share_of_peak'][0] < 1
+
+
+def test_how_long_a_run_takes_by_the_estimates_of_its_phases():
+  curriculum = Curriculum([Phase(8, 1, 1, steps=100), Phase(16, 1, 1)])
+  found = [
+    {'estimated_instruction_seconds': 36.0, 'estimated_cycles_seconds': 72.0},
+    {'estimated_instruction_seconds': 3.6, 'estimated_cycles_seconds': 3.6},
+  ]
+  said = precompile.duration(curriculum, 1100, found)
+  assert said is not None and said.startswith('1,100 steps take 2.0 to 3.0 hours by')
+  assert precompile.duration(curriculum, 1100, [found[0], {}]) is None

@@ -203,6 +203,14 @@ def test_only_phases_to_come_are_compiled():
   assert curriculum.forms_from(10) == curriculum.forms_from(11) == [last]
 
 
+def test_the_steps_of_each_form_of_a_phase():
+  phases = [Phase(8, 1, 1, steps=5), Phase(8, 4, 1, steps=7, long_every=3, long_backprop_chunks=4)]
+  curriculum = Curriculum([*phases, Phase(16, 1, 1)])
+  for steps in (1, 5, 9, 12, 20):
+    taken = [curriculum.phase(step) for step in range(steps)]
+    assert curriculum.counts(steps) == [taken.count(form) for form in curriculum.forms]
+
+
 def test_losses_are_the_cross_entropy_and_slices_change_nothing(monkeypatch):
   random = np.random.default_rng(0)
   features = Features(

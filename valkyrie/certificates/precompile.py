@@ -23,9 +23,11 @@ from valkyrie.config.parse import FLAG
 from valkyrie.config.record import bindings
 from valkyrie.errors import ConfigurationError
 from valkyrie.monitoring import chips
+from valkyrie.monitoring.waiting import doing
 from valkyrie.sharding import ambient
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.storage import whole_file
+from valkyrie.training.curriculum import Curriculum
 from valkyrie.training.setup import Setup, StepSettings
 
 Certificate = Mapping[str, Any]
@@ -69,10 +71,11 @@ def precompile(
     phases = dict(enumerate(setup.curriculum.forms))
     chosen = phases if only is None else {only: phases[only]}
     programs = {phase.shape: phase for phase in chosen.values()}
-    found = {
-      shape: certificate.of_step(setup, phase, topology, offered, dcn_bytes_per_second)
-      for shape, phase in programs.items()
-    }
+    found = {}
+    for shape, phase in programs.items():
+      step = f'{phase.chunks} x {phase.chunk_size} tokens per row'
+      with doing(f'compiling a step of {step}'):
+        found[shape] = certificate.of_step(setup, phase, topology, offered, dcn_bytes_per_second)
     return [{'phase': number, **found[phase.shape]} for number, phase in chosen.items()]
 
   with ambient.within(devices=devices, kernels=range(2**31)):  # no chip is here to compare them
@@ -81,6 +84,8 @@ def precompile(
     whole_file.write(path, json.dumps(all_found, indent=2) + '\n', 'Pass another --model_dir.')
     for found in all_found:
       print(certificate.text(found), flush=True)
+    if said := duration(settings().curriculum(), settings().optimizer().train_steps, all_found):
+      print(said, flush=True)
     if over := [found for found in all_found if found['fits'] is False]:
       worst = max(over, key=lambda c: c['total_bytes'] or 0)
       raise ConfigurationError(
@@ -91,6 +96,20 @@ def precompile(
           partitioner=lambda: settings().partitioner(),
         )
       )
+
+
+def duration(curriculum: Curriculum, steps: int, found: Sequence[Certificate]) -> str | None:
+  """How long a run of so many steps takes, if each form of a phase has an estimate."""
+  kinds = ('estimated_instruction_seconds', 'estimated_cycles_seconds')
+  if not all(kind in one for one in found for kind in kinds):
+    return None
+  counts = curriculum.counts(steps)
+  sums = [sum(n * one[kind] for n, one in zip(counts, found, strict=True)) for kind in kinds]
+  hours = ' to '.join(f'{seconds / 3600:,.1f}' for seconds in sorted(sums))
+  return (
+    f'{steps:,} steps take {hours} hours by these estimates, without evaluations, saves and the '
+    'wait for data'
+  )
 
 
 def advice(

@@ -25,6 +25,7 @@ class Progress:
     self._stream = sys.stderr if stream is None else stream
     self._quiet, self._is_terminal = quiet, self._stream.isatty()
     self._bar: tqdm | None = None
+    self._has_said_the_end = False
     self._path: pathlib.Path | None = None  # of the log, once it is open
     self._early = io.StringIO()
     self._log: TextIO | None = self._early  # until the file is open
@@ -54,6 +55,7 @@ class Progress:
     if metrics.get('step_seconds') is not None:
       remaining = max(0, self._total_steps - step) * metrics['step_seconds']
       texts.append(f'{tqdm.format_interval(remaining)} left')
+      self._say_the_end(remaining)
     text = ', '.join(texts)
     line = f'step {step}/{self._total_steps} ({min(1.0, step / self._total_steps):.0%}): {text}'
     if self._quiet or not self._is_terminal:
@@ -65,6 +67,14 @@ class Progress:
       self._bar = tqdm(total=self._total_steps, initial=step, **options)
     self._bar.n = step
     self._bar.set_postfix_str(text)
+
+  def _say_the_end(self, remaining: float) -> None:
+    """Says once when the steps will be done."""
+    if self._has_said_the_end or not remaining:
+      return
+    self._has_said_the_end = True
+    ends = time.strftime('%Y-%m-%d %H:%M', time.localtime(time.time() + remaining))
+    self.say(f'at this speed the steps are done on {ends}; evaluations and saves come on top')
 
   def say(self, *lines: str) -> None:
     """Prints lines, above the bar if there is one."""

@@ -16,6 +16,7 @@ from valkyrie.monitoring.json_lines import JsonLines
 from valkyrie.monitoring.metrics import Metrics, text_metrics
 from valkyrie.monitoring.progress import describe
 from valkyrie.monitoring.training_log import TrainingLog
+from valkyrie.monitoring.waiting import doing
 from valkyrie.monitoring.writers import RunWriter
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.run.trainer import Lowest, Trainer
@@ -88,7 +89,8 @@ class Validation:
     trainer, step = self.trainer, self.trainer.step
     is_last = step == trainer.train_steps
     plan, stop = trainer.reading.curriculum.phase(step - 1).planner, trainer.should_stop
-    found = self.evaluator(trainer.state.evaluated, whole=is_last, plan=plan, stop=stop)
+    with doing(f'evaluating step {step}', trainer.say):
+      found = self.evaluator(trainer.state.evaluated, whole=is_last, plan=plan, stop=stop)
     trainer.losses[step] = loss = found.get('quick_loss', found['loss'])
     if loss is not None:
       if trainer.lowest is None or loss < trainer.lowest.loss:

@@ -22,6 +22,7 @@ from valkyrie.monitoring import memory, report
 from valkyrie.monitoring.progress import Progress
 from valkyrie.monitoring.trackers import Tracker, Tracking
 from valkyrie.monitoring.training_log import Hook, TrainingLog
+from valkyrie.monitoring.waiting import doing
 from valkyrie.monitoring.writers import RunWriter, create_writers
 from valkyrie.run.configuration_files import write_configuration, write_operative_configuration
 from valkyrie.run.evaluator import Evaluator
@@ -91,15 +92,18 @@ def train(
     check_same_bindings(computation(bindings()))
 
     # Parts. A misfit is found before anything is read, written or compiled.
-    setup = Setup(settings())
-    if setup.settings.check_mixers:
-      check_mixers(setup.settings.model)
     progress = Progress(train_steps, quiet=quiet)
+    with doing('checking the parts of the run', progress.say):
+      setup = Setup(settings())
+      if setup.settings.check_mixers:
+        check_mixers(setup.settings.model)
     directory = stack.enter_context(checkpoints.open(model_dir, progress.say))
     stack.callback(profile.close)  # before the directory is let go
     progress.log_to(pathlib.Path(model_dir, 'log.txt') if jax.process_index() == 0 else None)
     progress.say(*report.system_lines(), *setup.remarks())
-    stack.enter_context(ambient.within(kernels=setup.check_kernels(progress.say)))
+    with doing('comparing kernels', progress.say):
+      agreed = setup.check_kernels(progress.say)
+    stack.enter_context(ambient.within(kernels=agreed))
     tokens = feed()
     check_feed(setup.model, tokens, setup.settings.batch_size)
     weights = None if initial_weights is None else InitialWeights(initial_weights)
@@ -109,13 +113,15 @@ def train(
     evaluate.open()
 
     # State: initial, or of the newest checkpoint.
-    trainer = Trainer(
-      setup, tokens, directory, stop, train_steps, patience, allow_changed, weights, progress.say
-    )
+    with doing('making or restoring the state', progress.say):
+      trainer = Trainer(
+        setup, tokens, directory, stop, train_steps, patience, allow_changed, weights, progress.say
+      )
     directory.make_room()
     evaluate.record_data(model_dir, 'eval', may_differ=True)
     progress.say(*memory.lines(' with the state'), trainer.reading.plan(train_steps))
-    trainer.check_weights(evaluate)
+    with doing('evaluating the first weights', progress.say):
+      trainer.check_weights(evaluate)
     if jax.process_index() == 0:
       _write_description(pathlib.Path(model_dir), setup, tokens.vocabulary)
     if done := trainer.done():

@@ -18,6 +18,7 @@ from valkyrie.distributed import compilation_cache, consistency, heartbeat
 from valkyrie.distributed.preemption import Preemption
 from valkyrie.errors import ConfigurationError, message_of
 from valkyrie.monitoring import memory
+from valkyrie.monitoring.waiting import doing
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.training.curriculum import Phase
 from valkyrie.training.nan_hunt import hunting
@@ -133,9 +134,10 @@ class Trainer:
           f'learning rate x {phase.learning_rate_scale:g}'
         )
         began = time.perf_counter()
-        lowered = self.setup.trace(phase).lower()
-        traced = time.perf_counter()
-        compiled[phase.shape], before = compilation_cache.compiled(lowered, devices)
+        with doing('compiling a step', self.say):
+          lowered = self.setup.trace(phase).lower()
+          traced = time.perf_counter()
+          compiled[phase.shape], before = compilation_cache.compiled(lowered, devices)
         seconds = time.perf_counter() - traced
         times = f'{traced - began:.1f} s, compiled in {seconds:.1f} s'
         if before is not None:

@@ -28,6 +28,7 @@ from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.load import override_gin
 from valkyrie.distributed import processes
 from valkyrie.errors import ConfigurationError, Disagreement, message_of, storage_errors
+from valkyrie.monitoring.waiting import doing
 from valkyrie.run import verify_forms
 from valkyrie.run.verify_numbers import Computation, Numbers, compiler_options
 from valkyrie.sharding.partitioner import Partitioner
@@ -124,7 +125,9 @@ def _findings(
   (found, spread), (expected, _) = runs[0], runs[-1]
   if len(runs) > 1:
     yield _largest('beside the widest', own, found, expected, (spread,))
-  yield _restored(setup, model_dir / 'verify')
+  with doing('saved and restored'):
+    found = _restored(setup, model_dir / 'verify')
+  yield found
 
 
 def comparisons(

@@ -15,6 +15,7 @@ from valkyrie.models.layers import wide
 from valkyrie.models.model import Model
 from valkyrie.models.ngrams import mixed
 from valkyrie.monitoring import memory
+from valkyrie.monitoring.waiting import doing
 from valkyrie.run.verify_forms import RUN, Form, refuse
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training import rounding, tbptt
@@ -43,7 +44,7 @@ class Computation:
     run's, as where the module of a user keeps a state in float32.
     """
     try:
-      with memory.explained(lambda: form.name):
+      with memory.explained(lambda: form.name), doing(f'{form.name} in {self._dtype}'):
         return self._numbers(form)
     except ConfigurationError as error:
       if self._required and form.name == RUN:

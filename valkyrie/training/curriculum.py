@@ -115,6 +115,19 @@ class Curriculum:
     phases = self.phases[self.index(step) :]
     return [*phases, *(phase.long for phase in phases if phase.long_every)]
 
+  def counts(self, steps: int) -> list[int]:
+    """How many of the first steps have each of the `forms`."""
+    ends = [*self._starts[1:], steps]
+    lengths = [
+      max(0, min(end, steps) - begin) for begin, end in zip(self._starts, ends, strict=True)
+    ]
+    longs = [
+      length // phase.long_every if phase.long_every else 0
+      for length, phase in zip(lengths, self.phases, strict=True)
+    ]
+    short = [length - long for length, long in zip(lengths, longs, strict=True)]
+    return short + [n for n, phase in zip(longs, self.phases, strict=True) if phase.long_every]
+
   def position(self, step: int) -> int:
     """Tokens of a row that the steps before `step` read: the feed's position."""
     index = self.index(step)
