@@ -6,13 +6,16 @@ import fcntl
 import json
 import multiprocessing.context
 import os
+import shlex
 import shutil
 
 import numpy as np
 import pytest
 
 from valkyrie.data import build_store, store_builder, token_store, vocabularies
+from valkyrie.data.feed import TaskFeed
 from valkyrie.data.token_store import Selection, TokenStore
+from valkyrie.errors import DataError
 
 BYTES = vocabularies.load('bytes')
 
@@ -157,12 +160,17 @@ def test_duplicates_are_those_of_the_new_store(tmp_path):
   write_texts(tmp_path, 'Next')
   shutil.copy(tmp_path / 'texts' / '0.txt', tmp_path / 'texts' / '8.txt')
   shutil.copy(tmp_path / 'texts' / '0.txt', tmp_path / 'texts' / '9.txt')
+  fingerprints = set()
   for _ in range(2):
     assert build(tmp_path, '--unique', '--rebuild') == 0
+    fingerprints.add(token_store.read_information(tmp_path / 'store')['fingerprint'])
     assert words(tmp_path) == {'Next'}
     assert len(TokenStore.open(tmp_path / 'store', BYTES).lengths) == 8
     arrays = [path.name for path in (tmp_path / 'store').glob('*.npy')]
     assert arrays == [token_store.read_information(tmp_path / 'store')['duplicates']['name']]
+  assert build(tmp_path, '--unique', f'--output={tmp_path}/another') == 0
+  fingerprints.add(token_store.read_information(tmp_path / 'another')['fingerprint'])
+  assert len(fingerprints) == 1  # names of files are no content
 
 
 def test_an_unfinished_store_is_built_again_as_the_message_says(tmp_path, capsys):
@@ -255,3 +263,33 @@ def test_processes_need_shared_memory_and_the_message_says_so(tmp_path, monkeypa
   assert build(tmp_path, '--processes=2') == 74
   assert 'build with --processes=1' in capsys.readouterr().err
   assert build(tmp_path, '--processes=1') == 0
+
+
+def test_a_run_names_the_command_that_mends_its_store(tmp_path):
+  write_texts(tmp_path, 'Text')
+  how = {'source': f'{tmp_path}/texts', 'options': {'held_out': '1e-9'}}
+
+  def feed():
+    return TaskFeed('text', 'train', 1, 0, data_dir=f'{tmp_path}/stores', **how)
+
+  (array, *_) = feed().store.path.glob('shard-*/offsets.npy')
+  array.write_bytes(b'')
+  with pytest.raises(DataError, match='For this run, run:') as refused:
+    feed().read(0, 1)
+  command = shlex.split(str(refused.value).splitlines()[-1])
+  assert command[-1] == '--rebuild'
+  assert build_store.main(command[3:]) == 0
+  feed().read(0, 1)
+
+
+def test_a_record_of_the_source_that_is_damaged_is_written_again(tmp_path, capsys):
+  write_texts(tmp_path, 'Text')
+  assert build(tmp_path, '--shard=0') == 0
+  record = tmp_path / 'store' / '.source.jsonl'
+  record.write_text('[')
+  assert build(tmp_path) == 65
+  said = capsys.readouterr().err
+  assert str(record) in said and 'Delete that file, and run the same command' in said
+  record.unlink()
+  assert build(tmp_path, '--renew') == 0
+  assert words(tmp_path) == {'Text'}

@@ -193,7 +193,7 @@ def check_apart(sources: Mapping[str, Selection]) -> None:
 
 def _read(file: pathlib.Path) -> list[list[Any]]:
   """The record of a build: [name, size, time of content, hash, time of the inode] of each file."""
-  advice = f'Delete {file.parent}.'
+  advice = 'Delete that file, and run the same command of build_store with --renew.'
   with converted((OSError, ValueError), DataError, f'{file} cannot be read', advice):
     entries = [foreign.json_value(line) for line in foreign.content(file).splitlines()]
     for entry in entries:

@@ -36,7 +36,8 @@ def check(information: Mapping[str, Any]) -> None:
     foreign.fields(shard, name=str, documents=int, tokens=int, files=dict)
     check_files(shard['files'])
   if 'duplicates' in information:
-    foreign.fields(information['duplicates'], bytes=int, sha256=str, documents=int)
+    duplicates = information['duplicates']
+    foreign.fields(duplicates, bytes=int, sha256=str, documents=int, name=str | None)
   for name in ('documents', 'tokens'):
     found = [shard[name] for shard in information['shards']]
     if min(found, default=-1) < 0 or sum(found) != information[name] or not sum(found):

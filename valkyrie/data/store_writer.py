@@ -109,12 +109,12 @@ class StoreWriter:
         try:
           self._read_shard(folder)
           return
-        except (ConfigurationError, DataError) as error:
+        except (ConfigurationError, DataError):
           record = shard_record.read(folder)
           is_other = bool(record) and not shard_record.is_like(record, self._information())
           if is_other or not self.renew:
             raise
-          logging.warning('Building %s again: %s', folder, error)
+          logging.warning('Building %s again: it is damaged, or its source has changed', folder)
           replaces = shard_record.files(record)
       try:
         with owned.new_folder(folder, replaces=replaces) as temporary:
@@ -167,10 +167,10 @@ class StoreWriter:
         file = self.path / f'duplicates{self.generation}.npy'
         with owned.new_file(file) as stream:
           np.save(stream, np.flatnonzero(~stays))
-        duplicates = {'name': file.name} if self.generation else {}
-        duplicates |= {'documents': int((~stays).sum())} | _recorded(file)
-        information['duplicates'] = duplicates
-        files.append(information['duplicates'])
+        duplicates = {'documents': int((~stays).sum())} | _recorded(file)
+        files.append(duplicates)
+        name = {'name': file.name} if self.generation else {}
+        information['duplicates'] = duplicates | name
       information['fingerprint'] = token_store.content_hash([information['vocabulary'], files])
       lengths = [np.diff(_offsets(shard, folder)) for shard, folder in pairs]
       information['lengths'] = _histogram(np.concatenate(lengths)[stays])

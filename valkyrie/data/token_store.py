@@ -164,8 +164,9 @@ class TokenStore:
     kept: slice | np.ndarray = slice(None)
     self._numbers: np.ndarray | None = None  # of the documents that stay, unless all do
     if 'duplicates' in information:
-      duplicates = store_arrays.load(path / DUPLICATES_FILE, np.int64, (None,))
-      store_fields.check_duplicates(path / DUPLICATES_FILE, duplicates, information['documents'])
+      file = path / duplicates_name(information['duplicates'])
+      duplicates = store_arrays.load(file, np.int64, (None,))
+      store_fields.check_duplicates(file, duplicates, information['documents'])
       kept = self._numbers = np.delete(np.arange(information['documents']), duplicates)
     self._first_tokens = np.cumsum([0] + [shard['tokens'] for shard in self._shards])
     self._starts = np.concatenate([o[:-1] for o in offsets])[kept]

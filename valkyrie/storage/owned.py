@@ -118,20 +118,21 @@ def remove_litter(folder: pathlib.Path) -> None:
   """
   with contextlib.suppress(OSError):  # the folder does not exist yet, or cannot be listed
     for name in os.listdir(folder):
-      made = _TEMPORARY.fullmatch(name)
-      if made and made[3] == _check_digits(made[1], made[2]):
+      made = _parts(name)
+      if made is not None:
         with contextlib.suppress(OSError):
           _remove_abandoned(folder / name, is_local=made[2].endswith(_machine()))
 
 
+def is_temporary(name: str) -> bool:
+  """Whether a file or folder of this name is one that is being written, or was left by a kill."""
+  return _parts(name) is not None
+
+
 def unfinished(folder: pathlib.Path, name: str) -> list[pathlib.Path]:
   """What has a temporary name for `name`; after `remove_litter`, a living process has made it."""
-  found = []
-  for entry in os.listdir(folder):
-    made = _TEMPORARY.fullmatch(entry)
-    if made and made[1] == name and made[3] == _check_digits(made[1], made[2]):
-      found.append(folder / entry)
-  return found
+  made = {entry: _parts(entry) for entry in os.listdir(folder)}
+  return [folder / entry for entry, parts in made.items() if parts and parts[1] == name]
 
 
 def mark(folder: pathlib.Path) -> None:
@@ -351,6 +352,12 @@ def _temporary_name(name: str) -> str:
   short = os.fsencode(name)[:_LONGEST_NAME].decode('utf-8', errors='ignore') or 'file'
   digits = secrets.token_hex(8) + _machine()
   return f'.{short}.{digits}{_check_digits(short, digits)}'
+
+
+def _parts(name: str) -> re.Match[str] | None:
+  """The match of a temporary name that this module has made: NAME, digits and check digits."""
+  made = _TEMPORARY.fullmatch(name)
+  return made if made and made[3] == _check_digits(made[1], made[2]) else None
 
 
 def _check_digits(name: str, digits: str) -> str:

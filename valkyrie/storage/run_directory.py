@@ -9,7 +9,7 @@ import tempfile
 import threading
 
 from valkyrie.errors import end_after, reason_of, storage_errors, usable_path
-from valkyrie.storage import foreign_names
+from valkyrie.storage import foreign_names, owned
 from valkyrie.storage.bucket import Bucket, is_bucket
 
 _SECONDS = 30.0  # between two uploads
@@ -68,7 +68,8 @@ class BucketDirectory(os.PathLike):
     """Uploads the files that have changed; raises OSError."""
     with self._one:
       for file in sorted(self._local.rglob('*')):
-        if file.is_file():
+        parts = file.relative_to(self._local).parts
+        if file.is_file() and not any(map(owned.is_temporary, parts)):
           self._upload(file.relative_to(self._local).as_posix(), file)
 
   def _upload(self, name: str, file: pathlib.Path) -> None:
