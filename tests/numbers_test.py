@@ -9,6 +9,8 @@ import types
 from typing import Any
 
 import gin
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_run
@@ -224,6 +226,31 @@ class Number:
   def __array__(self, *_, **__):
     self.block_until_ready()
     return np.array(1.0, np.float32)
+
+
+@pytest.mark.parametrize('waits', ['always', 'never', 'every other step'])
+def test_a_dispatch_that_waits_gives_its_time_to_its_step(waits, tmp_path, monkeypatch):
+  """As on CPUs: when the log reads a step, the next one may have ended, too."""
+  device = Device()
+  monkeypatch.setattr(training_log.time, 'perf_counter', lambda: device.now)
+  feed: Any = types.SimpleNamespace(tokens_per_byte=None, progress=lambda position: {})
+  about = types.SimpleNamespace(plan_interval=None, train_flops_per_token=None)
+  layout = types.SimpleNamespace(mesh=types.SimpleNamespace(size=1))
+  setup: Any = types.SimpleNamespace(model=types.SimpleNamespace(about=about), partitioner=layout)
+  reading = Reading(Curriculum([Phase(8, 1, 1)]), feed, rows=2)
+  with create_writers(tmp_path, tensorboard=False) as writer:
+    log = TrainingLog(writer, setup, reading, every=1, total_steps=6, began=0.0)
+    log.clock(runs=True)
+    for step in range(1, 7):
+      metrics = device.step(2.0)
+      if waits == 'always' or (waits == 'every other step' and step % 2 == 0):
+        device.now = max(device.now, device.idle_at)
+        metrics = jax.block_until_ready(jax.tree.map(lambda one: jnp.float32(1), metrics))
+      log(step, metrics)
+    with log.untimed():
+      log.flush()
+  seconds = [line['step_seconds'] for line in tiny_run.metrics(tmp_path).values()]
+  assert seconds == pytest.approx(6 * [2.0])
 
 
 @pytest.mark.parametrize('seed', range(30))

@@ -164,13 +164,13 @@ def test_a_run_whose_supervisor_is_gone_saves_and_ends(supervise, tmp_path, numb
 
 
 def test_a_run_is_restarted_after_the_retryable_exit_codes(supervise, tmp_path):
-  code, said = ended(supervise('75', 'step=1 kill=6', 'saved=2 kill=9', '0'))
-  assert (code, starts(tmp_path)) == (0, 4)
+  code, said = ended(supervise('75', 'step=1 kill=6', 'saved=2 kill=9', '71', '0'))
+  assert (code, starts(tmp_path)) == (0, 5)
   for reason in ('exit code 75', 'exit code 134', 'exit code 137'):
     assert f'supervise: {reason}' in said
   lines = [json.loads(line) for line in (tmp_path / 'supervise.jsonl').read_text().splitlines()]
-  assert [line['code'] for line in lines] == [75, 134, 137, 0]
-  assert [line['saved'] for line in lines] == [-1, -1, 2, 2]
+  assert [line['code'] for line in lines] == [75, 134, 137, 71, 0]
+  assert [line['saved'] for line in lines] == [-1, -1, 2, 2, 2]
 
 
 def test_restarts_that_save_no_later_step_are_limited(supervise, tmp_path):

@@ -86,9 +86,10 @@ values of --gin.NAME=VALUE are gin's: 8192, 1e-3, True, None, (1, 2), @S5, %chun
 need quotes inside the shell's: --gin.task='"fineweb"'. There are no expressions. If a flag is
 repeated with one name, the last one wins.
 
-exit codes: 0 done; 2 usage; 65 bad data; 70 bug; 74 storage; 75 preempted and saved, or the other
-processes did not join in time (run the same command again); 76 diverged; 77 forms of a model
-differ; 78 bad configuration; 130 interrupted with nothing to save
+exit codes: 0 done; 2 usage; 65 bad data; 70 bug; 71 a device failed (run the same command again);
+74 storage; 75 preempted and saved, or the other processes did not join in time (run the same
+command again); 76 diverged; 77 forms of a model differ; 78 bad configuration; 130 interrupted with
+nothing to save
 """
 
 

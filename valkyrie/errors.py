@@ -25,6 +25,10 @@ class DataError(ValkyrieError, exit_code=65):
   """A document, shard or store is missing, damaged or of another kind."""
 
 
+class DeviceError(ValkyrieError, exit_code=71):
+  """A device or its runtime failed: a restart from the last checkpoint may succeed."""
+
+
 class StorageError(ValkyrieError, exit_code=74):
   """A file system refused, or a checkpoint is not whole."""
 

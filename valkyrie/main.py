@@ -23,6 +23,7 @@ import traceback
 from valkyrie.command_line import FLAGS_OF_MODES, RUN_MODES, parse_command_line
 from valkyrie.config.modules import CONFIGURABLE_MODULES
 from valkyrie.distributed import backends, console, processes
+from valkyrie.distributed.device_errors import device_error
 from valkyrie.errors import UsageError, ValkyrieError, message_of
 from valkyrie.storage import held_folder, run_directory
 
@@ -141,6 +142,9 @@ def _explain(error: BaseException) -> int:
     print('valkyrie: interrupted', file=sys.stderr)
     return 130
   traceback.print_exception(error)
+  if failure := device_error(error):
+    print(f'valkyrie: {failure}', file=sys.stderr)
+    return failure.exit_code
   return ValkyrieError.exit_code
 
 

@@ -146,7 +146,6 @@ sys.addaudithook(full)
 MADE = (
   'model_info.txt', 'config.gin', 'config.json', 'operative_config.gin', 'data.json',
   'metrics.jsonl', 'refused_steps.jsonl', 'trainer.lock', 'record.json', 'manifest.sha256',
-  'loss_by_position', 'events.out',
 )  # fmt: skip
 
 
@@ -166,6 +165,23 @@ def one_file(harness: Harness, times: int) -> Iterator[Trial]:
     (harness.folder / name / 'sitecustomize.py').unlink()
     harness.run(name, *flags)
     yield Trial(file, failure or harness.difference(name))
+    harness.forget(name)
+
+
+@fault(
+  'a disk that takes no picture or no event file',
+  'is reported, and the run goes on to its end, bit for bit',
+  full=2,
+)
+def one_watcher(harness: Harness, times: int) -> Iterator[Trial]:
+  for file in ('loss_by_position', 'events.out')[:times]:
+    name = harness.new()
+    world = harness.customized(name, _FULL.format(file=file, place=f'/{name}/'))
+    flags = ('--gin.create_writers.tensorboard=True', '--gin.eval_every=12')
+    failure = harness.outcome(name, harness.start(name, *flags, environment=world))
+    if failure is None and 'No space left on device' not in harness.said(name):
+      failure = 'it was not reported'
+    yield Trial(file, failure)
     harness.forget(name)
 
 

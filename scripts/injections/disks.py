@@ -317,3 +317,47 @@ def in_a_line(harness: Harness, times: int) -> Iterator[Trial]:
           failure = failure or f'{file} has {len(lines)} lines'
     yield Trial(f'after step {at}', failure or harness.difference(name))
     harness.forget(name)
+
+
+@fault(
+  'a disk that is full for seconds, under a run with TensorBoard and evaluations',
+  'the run goes on; every line, event and picture is there; all bit for bit',
+  full=3,
+)
+def full_for_seconds(harness: Harness, times: int) -> Iterator[Trial]:
+  for at in range(3, 3 + times):
+    name = harness.new()
+    with mounted(harness.folder / f'{name}.disk') as disk:
+      flags = (
+        f'--model_dir={disk / "run"}', '--gin.Pace.seconds=0.3', '--gin.checkpoint_every=100',
+        '--gin.eval_every=2', '--gin.create_writers.tensorboard=True',
+      )  # fmt: skip
+      process = harness.start(name, *flags)
+      wait_for(lambda name=name, at=at: len(harness.hashes(name)) >= at, process)
+      _fill(disk / 'ballast', 0)
+      refused = wait_for(lambda name=name: 'is tried again' in harness.said(name), process)
+      (disk / 'ballast').unlink()
+      failure = harness.ending(name, process)
+      if failure is None and not refused:
+        failure = 'nothing was refused'
+      evaluated = [
+        json.loads(line)['step']
+        for line in (disk / 'run/eval/metrics.jsonl').read_text().splitlines()
+      ]
+      if failure is None and evaluated != [*range(2, STEPS + 1, 2)]:
+        failure = f'steps {evaluated} are evaluated'
+      if failure is None and 'is left out' in harness.said(name):
+        failure = harness.said(name)[-400:]
+      if failure is None and (shown := _shown(disk / 'run/train')) != [*range(1, STEPS + 1)]:
+        failure = f'TensorBoard shows the steps {shown}'
+    yield Trial(f'after step {at}', failure or harness.difference(name))
+    harness.forget(name)
+
+
+def _shown(folder: pathlib.Path) -> list[int]:
+  """The steps whose loss TensorBoard shows."""
+  from tensorboard.backend.event_processing import plugin_event_accumulator  # noqa: PLC0415
+
+  events = plugin_event_accumulator.EventAccumulator(str(folder))
+  events.Reload()
+  return [event.step for event in events.Tensors('learning/loss')]

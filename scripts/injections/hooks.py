@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from valkyrie.distributed import heartbeat
+from valkyrie.monitoring import watcher
 
 
 def _hash(tree):
@@ -87,6 +88,10 @@ def _terminate():
   os.kill(os.getpid(), signal.SIGTERM)
 
 
+def _fail_as_a_device():
+  raise jax.errors.JaxRuntimeError('INTERNAL: CUDA_ERROR_STREAM_CAPTURE_INVALIDATED (injected)')
+
+
 def _write_garbage():
   pipe = int(os.environ[heartbeat.VARIABLE].partition(':')[0])
   for line in (b'{', b'[1]', b'{"stage": "dance"}', b'{"saved": "x"}', b'{"step": null}', bytes(9)):
@@ -97,6 +102,7 @@ _ACTIONS = {
   'terminate': _terminate,
   'kill': _kill,
   'fail': _fail,
+  'fail as a device': _fail_as_a_device,
   'stop': _stop,
   'deadlock': _deadlock,
   'garbage': _write_garbage,
@@ -112,6 +118,29 @@ class LogIn:
 
   def __call__(self, step, state, metrics):
     pass
+
+
+@gin.configurable
+class HangingTracker:
+  """A tracker that does not return from one of its methods; its run waits for seconds only."""
+
+  def __init__(self, method):
+    self._method = method
+    watcher._LONGEST_CALL = 2.0
+
+  def _called(self, method):
+    if method == self._method:
+      threading.Thread(target=time.sleep, args=(10_000,)).start()  # Python would wait for it, too
+      time.sleep(10_000)
+
+  def start(self, run):
+    self._called('start')
+
+  def write(self, stream, step, numbers):
+    self._called('write')
+
+  def end(self):
+    self._called('end')
 
 
 @gin.configurable

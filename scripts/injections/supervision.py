@@ -148,3 +148,39 @@ def _bug(
   ballast.unlink(missing_ok=True)
   harness.run(name, *act)
   yield Trial(f'at step {at}', failure or harness.difference(name), harness.repeated(name))
+
+
+@fault(
+  'an error of a device in the loop, supervised',
+  'ends with 71, is restarted, continues bit for bit',
+  full=4,
+  short=1,
+)
+def device_failed(harness: Harness, times: int) -> Iterator[Trial]:
+  for _ in range(times):
+    name, at = harness.new(), harness.random.randint(2, 23)
+    act = (f'--gin.Act.at={at}', '--gin.Act.action="fail as a device"')
+    process = harness.start(name, *act, prefix=SUPERVISE)
+    failure = harness.outcome(name, process)
+    codes = [end['code'] for end in harness.endings(name)]
+    if failure is None and (codes != [71, 0] or 'enable_command_buffer' not in harness.said(name)):
+      failure = f'exit codes {codes}: {harness.said(name)[-400:]}'
+    yield Trial(f'at step {at}', failure)
+    harness.forget(name)
+
+
+@fault(
+  'a tracker that does not return',
+  'the run goes on and ends, names the tracker, bit for bit',
+  full=3,
+)
+def tracker_hangs(harness: Harness, times: int) -> Iterator[Trial]:
+  for method in ('write', 'end', 'start')[:times]:
+    name = harness.new()
+    flags = ('--gin.train.trackers=(@HangingTracker(),)', f'--gin.HangingTracker.method="{method}"')
+    failure = harness.outcome(name, harness.start(name, *flags))
+    line = 'the tracker HangingTracker is left out, with its last calls'
+    if failure is None and line not in harness.said(name):
+      failure = harness.said(name)[-400:]
+    yield Trial(method, failure)
+    harness.forget(name)

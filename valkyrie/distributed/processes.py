@@ -29,6 +29,7 @@ _HEARTBEAT_SECONDS = 20  # after which jax reports a process that was killed or 
 _EXCHANGE_SECONDS = 24 * 3600.0  # a supervisor, or jax's heartbeat, ends a hang sooner
 _POLL_SECONDS = 0.5
 _LINGER_SECONDS = 5.0  # in which the processes wait for each other at their end
+_EXIT_SECONDS = 10.0  # for the exit handlers of a program that is held up
 _LAST_WORDS_SECONDS = 3.0  # for a message before an end
 _ENDING = 'valkyrie/ending/'  # keys of announced exit codes
 
@@ -37,6 +38,7 @@ _listener: threading.Thread | None = None
 _exits = threading.Event()
 _ending = threading.Lock()  # of the thread that ends this process
 _code: int | None = None  # with which this process exits, once `exit_with` has named it
+_is_held_up = False  # by a watcher that does not return
 _index = 0
 _count = 1
 _turns: dict[str, int] = {}
@@ -198,6 +200,19 @@ def exit_with(code: int) -> None:
   """
   global _code  # noqa: PLW0603
   _code = code
+  if _is_held_up:
+    threading.Thread(target=_exit_in_time, args=(code,), daemon=True).start()
+
+
+def exit_in_time() -> None:
+  """Lets a program end that something holds up at its exit, such as a thread of a tracker."""
+  global _is_held_up  # noqa: PLW0603
+  _is_held_up = True
+
+
+def _exit_in_time(code: int) -> None:
+  time.sleep(_EXIT_SECONDS)
+  os._exit(code)
 
 
 def say(message: str) -> None:

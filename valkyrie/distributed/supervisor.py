@@ -31,8 +31,8 @@ from valkyrie.errors import ValkyrieError, reason_of
 from valkyrie.storage import appended, bucket
 
 HANG = 86  # the exit code of a run that was killed because it was silent
-# Preempted, hung, aborted by a library, killed (by the kernel or with its machine).
-RETRYABLE = (75, HANG, 128 + signal.SIGABRT, 128 + signal.SIGKILL)
+# A failed device, preempted, hung, aborted by a library, killed (by the kernel or its machine).
+RETRYABLE = (71, 75, HANG, 128 + signal.SIGABRT, 128 + signal.SIGKILL)
 
 # The stages of a run, with the longest silence between two heartbeats.
 _SECONDS: dict[str, float] = {'start_up': 1800, 'compile': 3600, 'step': 900, 'save': 1800}

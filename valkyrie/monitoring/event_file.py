@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore  (generated, without types)
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore  (generated)
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore  (the same)
 from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.image import metadata as image_metadata
@@ -23,22 +23,31 @@ from tensorboard.util.tensor_util import make_tensor_proto
 from valkyrie.storage import held_folder
 
 _number = itertools.count()  # of the files of this process
+_MOST_BYTES = 2**26
 
 
 class EventFile:
   """A new event file in a folder, with the methods of CLU's MetricWriter that a run calls.
 
-  May raise an OSError.
+  Events are written by `flush` and `close`, which raise an OSError if the file system refuses; a
+  later call goes on at the same byte. The events that wait so are at most 64 MiB.
   """
 
-  def __init__(self, folder: pathlib.Path):
+  def __init__(self, folder: pathlib.Path, begin: int | None = None):
+    """Makes the file. TensorBoard then drops what earlier files have of the steps from `begin` on.
+
+    May raise an OSError.
+    """
     folder = held_folder.place(folder)
     folder.mkdir(parents=True, exist_ok=True)
     # TensorBoard reads the files of a folder in the order of their names.
     name = f'{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.{next(_number)}'
-    file = open(folder / f'events.out.tfevents.{name}', 'xb')  # noqa: SIM115, closed by close
-    self._records = RecordWriter(file)
+    self._file = open(folder / f'events.out.tfevents.{name}', 'xb', buffering=0)  # noqa: SIM115
+    self._left = bytearray()
+    self._records = RecordWriter(_Appended(self._left))
     self._write(file_version='brain.Event:2')
+    for _ in range(0 if begin is None else 2):  # the first one of all files drops nothing
+      self._write(step=begin, session_log=SessionLog(status=SessionLog.START))
 
   def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
     """Writes numbers in float32, the precision of TensorBoard."""
@@ -66,14 +75,28 @@ class EventFile:
 
   def flush(self) -> None:
     """Waits until everything is in the file."""
-    self._records.flush()
+    while self._left:
+      del self._left[: self._file.write(self._left)]
 
   def close(self) -> None:
     """Flushes and closes the file."""
-    self._records.close()
+    self.flush()
+    self._file.close()
 
   def _write(self, **fields: Any) -> None:
-    self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
+    if len(self._left) < _MOST_BYTES:
+      self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
+
+
+class _Appended(io.RawIOBase):
+  """A file to write, which appends to an array of bytes."""
+
+  def __init__(self, content: bytearray):
+    self._content = content
+
+  def write(self, data: Any) -> int:
+    self._content += data
+    return len(data)
 
 
 def _png(image: np.ndarray) -> bytes:

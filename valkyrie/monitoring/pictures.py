@@ -4,16 +4,20 @@ matplotlib takes a second to import, so this happens where a picture is drawn. F
 without pyplot, in any thread.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+import functools
 import html
+import importlib
 import io
 import itertools
+import os
 import pathlib
 import re
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from valkyrie.errors import ValkyrieError
 from valkyrie.monitoring.metrics import BY_POSITION, Metrics
 from valkyrie.storage import whole_file
 
@@ -41,6 +45,37 @@ class Curve(NamedTuple):
   points: Sequence[tuple[float, float]]
 
 
+def _drawn_anyhow(draw: Callable[..., Any]) -> Callable[..., Any]:
+  """Draws with matplotlib's defaults where the settings of this user do not work.
+
+  Such as `text.usetex` without LaTeX.
+  """
+
+  @functools.wraps(draw)
+  def call(*arguments: Any, **options: Any) -> Any:
+    mpl = _matplotlib()
+    try:
+      return draw(*arguments, **options)
+    except ValkyrieError:
+      raise
+    except Exception:
+      with mpl.rc_context(mpl.rcParamsDefault):
+        return draw(*arguments, **options)
+
+  return call
+
+
+def _matplotlib() -> Any:
+  """The package, which no picture shows in a window: MPLBACKEND may name anything."""
+  backend = os.environ.pop('MPLBACKEND', None)
+  try:
+    return importlib.import_module('matplotlib')
+  finally:
+    if backend is not None:
+      os.environ['MPLBACKEND'] = backend
+
+
+@_drawn_anyhow
 def write_loss_by_position(
   model_dir: pathlib.Path, curves: Mapping[str, Metrics], name: str = ''
 ) -> np.ndarray:
@@ -86,6 +121,7 @@ def can_be_drawn(value: Any) -> bool:
   return isinstance(value, int | float) and abs(value) < _LARGEST
 
 
+@_drawn_anyhow
 def write_heat_map(
   path: pathlib.Path,
   title: str,
@@ -113,6 +149,7 @@ def write_heat_map(
   _write_png(path, canvas)
 
 
+@_drawn_anyhow
 def write_spikes(path: pathlib.Path, sizes: np.ndarray, x_name: str, y_name: str) -> None:
   """Draws many sizes [N] over their places to a .png file, the largest of each pixel."""
   canvas, axes = _canvas(9.6, 3.2, 1)
@@ -124,6 +161,7 @@ def write_spikes(path: pathlib.Path, sizes: np.ndarray, x_name: str, y_name: str
   _write_png(path, canvas)
 
 
+@_drawn_anyhow
 def figure(
   title: str, x_name: str, y_name: str, curves: Sequence[Curve], logarithmic: str = ''
 ) -> str:

@@ -1,7 +1,6 @@
 """Trackers, which send the numbers of a run to services such as Weights & Biases and Trackio."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 import importlib
 import os
 import pathlib
@@ -14,7 +13,8 @@ import jax
 from valkyrie import foreign, packages
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.record import bindings
-from valkyrie.errors import ConfigurationError, converted, storage_errors
+from valkyrie.errors import ConfigurationError, StorageError, converted, storage_errors
+from valkyrie.monitoring.watcher import Watcher
 from valkyrie.storage import foreign_names, whole_file
 
 Numbers = Mapping[str, Any]
@@ -35,7 +35,10 @@ class Run(NamedTuple):
 
 
 class Tracker(Protocol):
-  """Receives the numbers of a run, in order, in a thread of process 0."""
+  """Receives the numbers of a run, in order, in a thread of process 0.
+
+  The run waits for it only at its end: for a minute for a call that does not return.
+  """
 
   def start(self, run: Run) -> None:
     """Called once, before the first step of this process."""
@@ -51,9 +54,9 @@ class Tracker(Protocol):
 
 
 class Tracking:
-  """Calls trackers in a thread of process 0, so that none delays a step.
+  """Calls trackers in process 0, each in a thread, so that none delays or ends a run.
 
-  A tracker that fails is reported and left out: it never ends a run.
+  A tracker that fails, or does not return at the end, is reported and left out.
   """
 
   def __init__(
@@ -63,11 +66,14 @@ class Tracking:
     step: int,
     say: Callable[[str], None],
   ):
-    self._say = say
-    self._active = list(trackers) if jax.process_index() == 0 else []
-    self._thread = ThreadPoolExecutor(1, thread_name_prefix='trackers')
-    if self._active:
-      run = Run(os.fspath(model_dir), _id(pathlib.Path(model_dir)), step, bindings())
+    active = list(trackers) if jax.process_index() == 0 else []
+    watchers = [
+      Watcher(f'the tracker {type(tracker).__name__}', say, leaves_after_an_error=True)
+      for tracker in active
+    ]
+    self._watched = list(zip(active, watchers, strict=True))
+    if active:
+      run = Run(os.fspath(model_dir), _id(pathlib.Path(model_dir), say), step, bindings())
       self._call('start', run)
 
   def stream(self, name: str) -> Callable[[int, Numbers], None]:
@@ -75,32 +81,27 @@ class Tracking:
     return lambda step, numbers: self._call('write', name, step, dict(numbers))
 
   def close(self) -> None:
-    """Ends the trackers, and waits for them."""
+    """Ends the trackers, and waits for them as `Watcher.close` does."""
     self._call('end')
-    self._thread.shutdown()
+    for _, watcher in self._watched:
+      watcher.close()
 
   def _call(self, method: str, *arguments: Any) -> None:
-    def call():
-      for tracker in list(self._active):
-        try:
-          getattr(tracker, method)(*arguments)
-        except Exception as error:
-          self._active.remove(tracker)
-          self._say(
-            f'warning: the tracker {type(tracker).__name__} failed in {method} and is left out '
-            f'from now on: {type(error).__name__}: {error}'
-          )
-
-    if self._active:
-      self._thread.submit(call)
+    for tracker, watcher in self._watched:
+      watcher.call(method, getattr(tracker, method), *arguments)
 
 
-def _id(model_dir: pathlib.Path) -> str:
+def _id(model_dir: pathlib.Path, say: Callable[[str], None] = print) -> str:
   """The content of model_dir/tracking_id, which is created once."""
   file = model_dir / 'tracking_id'
   with storage_errors(f'{file} cannot be used', 'Make room, or pass another --model_dir.'):
     if not file.exists():
-      whole_file.write(file, uuid.uuid4().hex)
+      new = uuid.uuid4().hex
+      try:
+        whole_file.write(file, new)
+      except StorageError as error:
+        say(f'warning: trackers take the next start for another run: {error}')
+        return new
     advice = 'Delete this file: the tracker then begins another run.'
     found = foreign.content(file).decode(errors='replace').strip()
     return foreign_names.checked(found, file, advice)

@@ -1,6 +1,6 @@
 """The log of the steps of training, read one step behind the devices, with what hooks return."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import time
@@ -8,12 +8,14 @@ from typing import Any, Protocol
 
 import jax
 
-from valkyrie.monitoring import chips, memory
+from valkyrie.monitoring import chips, hook_values, memory
 from valkyrie.monitoring.metrics import Metrics, speed_metrics, text_metrics
 from valkyrie.monitoring.writers import RunWriter
 from valkyrie.training.reading import Reading
 from valkyrie.training.setup import Setup
 from valkyrie.training.train_step import StepMetrics
+
+_MOST_SAID = 20  # lines about what hooks returned
 
 
 class Hook(Protocol):
@@ -46,8 +48,11 @@ class TrainingLog:
   total_steps: int
   check: Callable[[int, StepMetrics], None] = lambda step, metrics: None
   began: float = dataclasses.field(default_factory=time.perf_counter)
+  say: Callable[[str], None] = lambda text: None
 
   def __post_init__(self):
+    self._said: set[str] = set()
+    self._ended_at: float | None = None  # when the running step had ended, if its dispatch waited
     self._running: tuple[int, StepMetrics] | None = None
     self._steps: list[StepMetrics] = []  # that were read since the last line
     self._noted: dict[str, float | str] = {}
@@ -57,8 +62,12 @@ class TrainingLog:
 
   def __call__(self, step: int, metrics: StepMetrics) -> None:
     """Takes the metrics of step `step`, counted from 1, directly after its dispatch."""
+    ended_at = time.perf_counter() if _is_ready(metrics) else None
+    if ended_at is not None and self._ended_at is None and self._since is not None:
+      self._ended_at = (self._since + ended_at) / 2  # both steps have ended since then
     self.flush()
     self._running = step, metrics
+    self._ended_at = ended_at
     if self._since is not None:
       self._timed.append(step)
 
@@ -67,15 +76,38 @@ class TrainingLog:
     for hook in hooks:
       pauses = getattr(hook, 'pauses', lambda step: False)(step)
       with self.untimed() if pauses else contextlib.nullcontext():
-        found = hook(step, state, metrics) or {}
-      for name, value in found.items():
-        self._noted[f'hooks/{name}'] = value if isinstance(value, str) else float(value)
+        found = hook(step, state, metrics)
+      if found is not None:
+        noted, refused = hook_values.read(found)
+        self._noted |= {f'hooks/{name}': value for name, value in noted.items()}
+        self._say_once(hook, refused)
+
+  def _say_once(self, hook: Hook, refused: Sequence[str]) -> None:
+    """Says what the hook returned that cannot be logged."""
+    for text in refused:
+      line = f'warning: the hook {type(hook).__name__} returned {text}'
+      if line not in self._said and len(self._said) < _MOST_SAID:
+        self._said.add(line)
+        self.say(line)
 
   def clock(self, runs: bool) -> None:
     """Reads the clock; the time that follows counts for the speed if it `runs`."""
     now = time.perf_counter()
     self._seconds += 0.0 if self._since is None else now - self._since
     self._since = now if runs else None
+
+  def _read_clock(self) -> None:
+    """Reads the clock, as of the end of the last step.
+
+    The dispatch of a step may wait until the step has ended, as on CPUs: the time after that is the
+    next step's, although this log reads the older step only then.
+    """
+    if self._since is None:
+      return
+    now = time.perf_counter() if self._ended_at is None else self._ended_at
+    now = max(now, self._since)  # the clock stood still since then
+    self._seconds += now - self._since
+    self._since = now
 
   @contextlib.contextmanager
   def untimed(self) -> Iterator[None]:
@@ -99,7 +131,7 @@ class TrainingLog:
 
   def _write(self, step: int) -> None:
     steps, self._steps = jax.device_get(self._steps), []
-    self.clock(runs=self._since is not None)
+    self._read_clock()
     seconds, self._seconds = self._seconds, 0.0
     timed, self._timed = self._timed, []
     self._all_seconds += seconds
@@ -128,7 +160,7 @@ class TrainingLog:
       'host_memory_peak': memory.host_peak(),
       'device_memory_peak': memory.device_peak(),
     }
-    if timed:  # else the speed is unknown
+    if timed and seconds > 0:  # else the speed is unknown
       scalars |= speed_metrics(
         tokens=sum(read(number) - read(number - 1) for number in timed),
         steps=len(timed),
@@ -141,3 +173,10 @@ class TrainingLog:
     if texts := {name: value for name, value in self._noted.items() if isinstance(value, str)}:
       self.writer.write_texts(step, texts)
     self._noted = {}
+
+
+def _is_ready(metrics: StepMetrics) -> bool:
+  """Whether a step has ended; unknown for values that are not of jax."""
+  leaves: list[Any] = jax.tree.leaves(metrics)
+  are_of_jax = all(isinstance(leaf, jax.Array) for leaf in leaves)
+  return are_of_jax and all(leaf.is_ready() for leaf in leaves)

@@ -1,6 +1,6 @@
 """The run mode `eval`: a run's checkpoint on the whole validation split."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import pathlib
 import sys
@@ -18,7 +18,9 @@ from valkyrie.models.carry_cuts import CUTS
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.monitoring import pictures
 from valkyrie.monitoring.json_lines import by_step
+from valkyrie.monitoring.metrics import Metrics
 from valkyrie.monitoring.progress import describe
+from valkyrie.monitoring.watcher import Watcher
 from valkyrie.monitoring.writers import create_writers
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.sharding.partitioner import Partitioner
@@ -89,7 +91,7 @@ def evaluate(
       if jax.process_index() == 0:
         print(f'step {number}, {title}: ' + ', '.join(describe(metrics)), flush=True)
     if jax.process_index() == 0:
-      pictures.write_loss_by_position(pathlib.Path(model_dir), found, name)
+      _draw(pathlib.Path(model_dir), found, name)
 
   if not follow:
     of_step(step)
@@ -103,6 +105,13 @@ def evaluate(
       if number in steps.find():
         raise
       print(f'step {number} was deleted before it was read (Checkpoints.keep)', file=sys.stderr)
+
+
+def _draw(model_dir: pathlib.Path, found: Mapping[str, Metrics], name: str) -> None:
+  """Draws the picture, which only shows what has been written: without it the evaluation stands."""
+  watcher = Watcher('the picture', lambda text: print(text, file=sys.stderr))
+  watcher.call('draw', pictures.write_loss_by_position, model_dir, found, name)
+  watcher.close()
 
 
 def _committed(steps: Steps, done: set[int], last: int) -> Iterator[int]:

@@ -10,6 +10,7 @@ import time
 import jax
 import numpy as np
 
+from valkyrie.distributed.device_errors import device_error
 from valkyrie.errors import ConfigurationError, Diverged, Preempted, StorageError
 from valkyrie.monitoring import pictures
 from valkyrie.monitoring.json_lines import JsonLines
@@ -99,7 +100,7 @@ class Validation:
         trainer.lowest = trainer.lowest._replace(since=trainer.lowest.since + 1)
     self.writer.write_scalars(step, found)
     if jax.process_index() == 0:
-      self.writer.write_images(step, self.writer.submit(self._draw, found))
+      self.writer.draw(step, lambda: self._draw(found))
     split = 'the whole validation split' if is_last else 'validation'
     trainer.say(f'step {step}, {split}: ' + ', '.join(describe(found)))
 
@@ -153,7 +154,7 @@ class Saver:
     except (Diverged, StorageError):
       raise
     except Exception as error:
-      if jax.process_count() > 1:
+      if jax.process_count() > 1 or device_error(error):  # what the device holds is lost
         raise
       with contextlib.suppress(Exception):  # the state is worth more than a line
         self.log.flush()
@@ -168,8 +169,14 @@ class Saver:
 class Profile:
   """Writes a profile of some steps to model_dir/profile, for TensorBoard and xprof."""
 
-  def __init__(self, model_dir: str | os.PathLike, steps: tuple[int, int] | None):
+  def __init__(
+    self,
+    model_dir: str | os.PathLike,
+    steps: tuple[int, int] | None,
+    say: Callable[[str], None] = lambda text: None,
+  ):
     """Takes the numbers, from 1, of the first and the last step; None profiles nothing."""
+    self._say = say
     self._place = pathlib.Path(model_dir, 'profile')
     self._first, self._last = steps or (0, -1)
     self._is_running, self._running = False, contextlib.ExitStack()
@@ -185,11 +192,25 @@ class Profile:
     if self._first <= number <= self._last and not self._is_running:
       self._is_running = True
       self._running.enter_context(untimed())
-      self._running.enter_context(jax.profiler.trace(held_folder.place(self._place)))
-      self._running.callback(lambda: jax.block_until_ready(jax.live_arrays()))
+      with self._watching():
+        jax.profiler.start_trace(held_folder.place(self._place))
+        self._running.callback(self._stop)
     yield
     if number == self._last:
       self.close()
+
+  def _stop(self) -> None:
+    jax.block_until_ready(jax.live_arrays())
+    with self._watching():
+      jax.profiler.stop_trace()
+
+  @contextlib.contextmanager
+  def _watching(self) -> Iterator[None]:
+    """A context in which the profiler may fail: it only watches the run."""
+    try:
+      yield
+    except (OSError, RuntimeError, ValueError) as error:
+      self._say(f'warning: {self._place} cannot be written, the profile is left out: {error}')
 
   def close(self) -> None:
     """Waits for the devices and writes the profile, if one was started."""

@@ -85,14 +85,14 @@ def train(
   began = time.perf_counter()
   ranges.check('train', train_steps=train_steps, log_every=log_every, patience=patience)
   ranges.check('train', eval_every=eval_every, checkpoint_every=checkpoint_every)
-  profile = Profile(model_dir, profile_steps)
+  progress = Progress(train_steps, quiet=quiet)
+  profile = Profile(model_dir, profile_steps, progress.say)
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(preemption())
     heartbeat.start(model_dir)
     check_same_bindings(computation(bindings()))
 
     # Parts. A misfit is found before anything is read, written or compiled.
-    progress = Progress(train_steps, quiet=quiet)
     with doing('checking the parts of the run', progress.say):
       setup = Setup(settings())
       if setup.settings.check_mixers:
@@ -135,11 +135,12 @@ def train(
     # Observers.
     tracking = Tracking(trackers, model_dir, trainer.start, progress.say)
     stack.callback(tracking.close)
+    shared = {'begin': trainer.start + 1, 'say': progress.say}
     eval_writer = stack.enter_context(
-      create_writers(model_dir, name='eval', also=[tracking.stream('eval')])
+      create_writers(model_dir, name='eval', also=[tracking.stream('eval')], **shared)
     )
     writer = stack.enter_context(
-      create_writers(model_dir, also=[progress.show, tracking.stream('train')])
+      create_writers(model_dir, also=[progress.show, tracking.stream('train')], **shared)
     )
     _write_settings(writer, trainer.start)
     budget = refused_steps(
@@ -148,7 +149,7 @@ def train(
     refusals = stack.enter_context(Refusals(model_dir, budget, progress.say))
     log = TrainingLog(
       writer, setup, trainer.reading, every=log_every, total_steps=train_steps, check=refusals,
-      began=began,
+      began=began, say=progress.say,
     )  # fmt: skip
     validation = Validation(evaluate, trainer, model_dir, log, eval_writer)
     saver = Saver(trainer, log)
