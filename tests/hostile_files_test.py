@@ -26,7 +26,7 @@ from valkyrie.data.records import Records
 from valkyrie.data.token_store import Selection
 from valkyrie.distributed import heartbeat
 from valkyrie.distributed.supervisor import RunStatus
-from valkyrie.errors import ConfigurationError, ValkyrieError, message_of
+from valkyrie.errors import ConfigurationError, DataError, ValkyrieError, message_of
 from valkyrie.inference import infer
 from valkyrie.monitoring import html_report, json_lines, trackers
 from valkyrie.storage import lease
@@ -325,6 +325,13 @@ def test_files_of_data_that_never_end_are_not_read(folder, name):
   with file.open('wb') as stream:
     stream.truncate(20 * 2**30)  # sparse
   assert 'it has 21,474,836,480 bytes, expected at most' in refusal(READERS[name], file)
+
+
+def test_names_in_a_record_of_a_source_are_shown(information):
+  path, _, right = information
+  origin = right['origin'] | {'files': [['a\x1b[31m\n', 1, 1, None]]}
+  with pytest.raises(DataError, match=r'1 gone: a\\x1b\[31m\\n'):
+    provenance.check(path, right | {'origin': origin}, 'build it again.', [])
 
 
 def test_a_shard_of_any_values_is_read_or_refused(information, tmp_path):

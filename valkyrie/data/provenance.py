@@ -237,4 +237,4 @@ def _hash(file: SourceFile) -> str | None:
 
 def _some(names: Sequence[str]) -> str:
   more = f' and {len(names) - _MAX_NAMED} more' if len(names) > _MAX_NAMED else ''
-  return ', '.join(names[:_MAX_NAMED]) + more
+  return foreign.shown(', '.join(names[:_MAX_NAMED])) + more
