@@ -22,7 +22,7 @@ import traceback
 
 from valkyrie.command_line import FLAGS_OF_MODES, RUN_MODES, parse_command_line
 from valkyrie.config.modules import CONFIGURABLE_MODULES
-from valkyrie.distributed import backends, console, processes
+from valkyrie.distributed import backends, console, open_files, processes
 from valkyrie.distributed.device_errors import device_error
 from valkyrie.errors import UsageError, ValkyrieError, message_of
 from valkyrie.storage import held_folder, run_directory
@@ -53,6 +53,7 @@ def run(
 ) -> None:
   """Runs the mode that the command line selects; raises an exception unless it succeeds."""
   flags, gin_flags = parse_command_line(arguments)
+  open_files.check()
   from valkyrie.config.load import check_call, load_gin  # noqa: PLC0415, imports gin
 
   directory = run_directory.opened(flags.model_dir) if flags.model_dir else None
