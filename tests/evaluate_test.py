@@ -113,6 +113,14 @@ def evaluated(feed):
   return found, model, params
 
 
+def test_rows_that_do_not_divide_over_devices_are_named_as_of_the_evaluation(feed):
+  """Not as the rows of training, which have the same name in a run's file."""
+  every = Partitioner((('data', 8),), (('batch', 'data'),))
+  message = r'Evaluator\.batch_size=2 .* Use 8, also for validation/TaskFeed\.batch_size'
+  with pytest.raises(ConfigurationError, match=message):
+    Evaluator(tiny.model(), every, feed, ROWS, CHUNK)
+
+
 @pytest.mark.parametrize('cut', [None, *CUTS])
 def test_what_is_cut_starts_anew_in_each_chunk(evaluated, feed, cut):
   found, model, params = evaluated

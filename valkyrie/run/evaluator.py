@@ -136,7 +136,7 @@ class Evaluator:
       model = term.extended(model)
     self.model, self._partitioner, self._terms = model, partitioner, terms
     self.batch_size = batch_size
-    partitioner.check_batch(batch_size, chunk_size, owner='Evaluator.')
+    partitioner.check_batch(batch_size, chunk_size, owner='Evaluator.', feed='validation/TaskFeed')
 
     def initial_carry():
       return model.initial_carry(batch_size)

@@ -184,10 +184,13 @@ class Partitioner:
     """The number of parts into which a logical axis is split."""
     return math.prod(self.mesh.shape[name] for name in self.axes_of(axis))
 
-  def check_batch(self, batch_size: int, *chunk_sizes: int, owner: str = '') -> None:
+  def check_batch(
+    self, batch_size: int, *chunk_sizes: int, owner: str = '', feed: str = ''
+  ) -> None:
     """Raises a ConfigurationError if rows or chunks do not divide over the devices.
 
-    `owner` precedes the names of both in the message, such as 'Evaluator.'.
+    `owner` precedes the names of both in the message, such as 'Evaluator.', and `feed` is the name
+    of the feed that has the same rows.
     """
     chunks = [('chunk_size', size, self.parts_of('time')) for size in chunk_sizes]
     for name, size, parts in [('batch_size', batch_size, self.parts_of('batch')), *chunks]:
@@ -197,7 +200,8 @@ class Partitioner:
         below = size // parts * parts
         nearest = f'{below} or {below + parts}' if below else f'{parts}'
         raise ConfigurationError(
-          f'{owner}{name}={size} does not divide over {parts} devices. Use {nearest}.'
+          f'{owner}{name}={size} does not divide over {parts} devices. Use {nearest}'
+          + (f', also for {feed}.batch_size.' if feed and name == 'batch_size' else '.')
         )
     if jax.process_count() > 1 and not self.local_rows(batch_size):
       raise ConfigurationError(
