@@ -47,6 +47,7 @@ hypothesis.settings.register_profile('first_failure', phases=[hypothesis.Phase.g
 
 # Tests that start no process, but take 4 seconds or more of a core. Others look at the same rooms.
 SLOW = {
+  'test_a_store_of_a_generated_task_is_compared_with_its_code',
   'test_a_schedule_that_more_steps_stretch_is_said_and_can_be_kept',
   'test_a_model_that_computes_in_one_precision_is_compared_in_this_one',
   'test_every_optimizer_of_optax_takes_the_steps_that_it_takes_in_optax',

@@ -514,6 +514,7 @@ def test_a_store_of_our_generated_task_has_a_sample_of_its_problems(tmp_path, mo
   others = {'validation': (128, lambda _: document_source.Problem('a', 'b'))}
   source = document_source.GeneratedSource('passkey.64', others)
   changed = document_source.DocumentTask(source, prompts=True)
+  document_source.loaded('passkey.64')
   monkeypatch.setitem(TASKS, 'passkey.64', changed)
   del feed.store
   with pytest.raises(DataError, match=r'passkey.64 generates now'):
