@@ -107,7 +107,7 @@ def test_loss_gradient_and_carry_are_as_of_whole_rows(begun):
         else:
           np.testing.assert_allclose(gradient, expected[module][name], atol=1e-12, rtol=1e-9)
     loss = 0.7 * 4.0 * sums.terms['divergence'] + 0.3 * sums.terms['layers']
-    np.testing.assert_allclose([loss, sums.loss], whole * BATCH.weights.sum(), rtol=1e-12)
+    np.testing.assert_allclose([loss, sums.objective], whole * BATCH.weights.sum(), rtol=1e-12)
     where = BATCH.inputs, BATCH.positions, BATCH.segment_ids
     own = {m.removeprefix('teacher/'): p for m, p in params.items() if m.startswith('teacher/')}
     read = term._teacher.apply(own, {'model': carry['teacher']}, *where)[1]
