@@ -50,6 +50,7 @@ setup(
     'orbax-checkpoint>=0.12,<0.13',
     'pillow>=10.4',
     'pyarrow>=18',
+    'pyyaml>=6',  # the heads of dataset cards
     'safetensors>=0.6',
     'sentencepiece>=0.2',
     'seqio>=0.0.20',

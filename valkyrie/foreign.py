@@ -8,11 +8,12 @@ A ValueError, or an OSError of a file, says why one is refused; the reader names
 
 from collections.abc import Callable, Iterator
 import errno
+import io
 import json
 import os
 import re
 import stat
-from typing import Any, BinaryIO
+from typing import Any
 
 LARGEST_FILE = 2**30  # bytes
 LARGEST_TEXT = 2**32  # bytes of a text that is read into memory
@@ -36,7 +37,7 @@ _KINDS = {
 }
 
 
-def opened(file: str | os.PathLike, largest: int | None = None) -> BinaryIO:
+def opened(file: str | os.PathLike, largest: int | None = None) -> io.BufferedReader:
   """Opens a regular file, of at most `largest` bytes, for reading.
 
   Nothing else is opened: a pipe could make this process wait, a device could be endless.

@@ -72,7 +72,7 @@ class ArrayFile:
       StorageError: the disk refuses.
     """
     rows = np.empty((end - begin, *self._row), self._dtype)
-    left = memoryview(rows.reshape(-1).view(np.uint8))
+    left = rows.reshape(-1).view(np.uint8).data
     place = self._begin + begin * self._row_bytes
     try:
       opened = _opened(self)

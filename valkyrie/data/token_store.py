@@ -256,7 +256,7 @@ class TokenStore:
     place = f'document {number} of {self._shards[shard]["name"]} in the token store {self.path}'
     if tokens.max() >= self._vocabulary_size:
       return f'{place} has the token {tokens.max()}, but there are {self._vocabulary_size} ids'
-    digest = hashlib.blake2b(tokens, digest_size=16).digest()
+    digest = hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
     if digest != self._hashes[shard].read(number, number + 1).tobytes():
       return f'{place} does not have the hash recorded when it was written'
     return None
