@@ -10,9 +10,11 @@ import sys
 from typing import Any
 
 from valkyrie import packages
+from valkyrie.distributed import console
 from valkyrie.errors import ConfigurationError, ValkyrieError, message_of
 
 
+@console.lasting_streams()
 def main() -> int | None:
   """Runs the harness's own command line, with the model `valkyrie`."""
   try:

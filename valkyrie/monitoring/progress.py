@@ -1,7 +1,6 @@
 """Progress of a run for people: a bar on a terminal, plain lines elsewhere, and a log file."""
 
 from collections.abc import Mapping
-import io
 import pathlib
 import sys
 import time
@@ -10,8 +9,8 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from valkyrie import foreign
-from valkyrie.errors import StorageError, reason_of
-from valkyrie.storage import appended, held_folder
+from valkyrie.errors import StorageError
+from valkyrie.monitoring.log_file import LogFile
 
 _BAR = 'step {n_fmt}/{total_fmt} |{bar:20}| {percentage:3.0f}%{postfix}'
 
@@ -26,28 +25,28 @@ class Progress:
     self._quiet, self._is_terminal = quiet, self._stream.isatty()
     self._bar: tqdm | None = None
     self._has_said_the_end = False
-    self._path: pathlib.Path | None = None  # of the log, once it is open
-    self._early = io.StringIO()
-    self._log: TextIO | None = self._early  # until the file is open
+    self._early = ''  # lines from before the log is opened
+    self._is_early = True
+    self._log: LogFile | None = None
 
   def log_to(self, path: pathlib.Path | None) -> None:
     """Appends all lines, including earlier ones, to a file with their times; None writes no log.
 
     A file that cannot be written is reported once, and the run continues.
     """
-    self._log = None
+    early = self._early
+    self._early = ''
+    self._is_early = False
+    if path is None:
+      return
     try:
-      if path is not None:
-        self._path = path
-        file = appended.opened(path)
-        self._log = io.TextIOWrapper(io.BufferedWriter(file), 'utf-8', line_buffering=True)
-        self._log.write(self._early.getvalue())
+      self._log = LogFile(path)
     except StorageError as error:  # there is something other than a file
-      self._log = None
       self.say(str(error))
     except OSError as error:
-      self._log = None
       self.say(f'the log {path} cannot be written ({error.strerror})')
+    else:
+      self._append(early)
 
   def show(self, step: int, metrics: Mapping[str, Any]) -> None:
     """Shows the metrics of the last step, as numbers of the host."""
@@ -95,15 +94,23 @@ class Progress:
 
   def _write(self, text: str) -> None:
     """Appends a line to the log."""
-    if (log := self._log) is None:
+    line = f'{time.strftime("%Y-%m-%d %H:%M:%S")} {foreign.shown_lines(text)}\n'
+    if self._is_early:
+      self._early += line
+    else:
+      self._append(line)
+
+  def _append(self, lines: str) -> None:
+    """Appends lines to the file, and says what it has to say."""
+    if self._log is None:
       return
     try:
-      if self._path is not None:
-        held_folder.check(self._path)
-      log.write(f'{time.strftime("%Y-%m-%d %H:%M:%S")} {foreign.shown_lines(text)}\n')
-    except (OSError, StorageError) as error:
+      message = self._log.write(lines)
+    except StorageError as error:  # the run was lost to another trainer
       self._log = None
-      self.say(f'the log {self._path} cannot be written ({reason_of(error)}), and ends here')
+      message = f'the log ends here: {error}'
+    if message:
+      self.say(message)
 
 
 def describe(metrics: Mapping[str, Any]) -> list[str]:
