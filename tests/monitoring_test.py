@@ -627,7 +627,7 @@ def test_what_takes_long_says_so_and_what_does_not_says_nothing():
   with doing('compiling', say, every=0.001):
     assert second.wait(60)
   number = len(said)
-  assert all(re.fullmatch(r'compiling: for \d+ s until now', line) for line in said)
+  assert all(re.fullmatch(r'still compiling \(\d+ s\)', line) for line in said)
   with pytest.raises(ValueError, match='mine'), doing('something short', say):
     raise ValueError('mine')
   assert len(said) == number

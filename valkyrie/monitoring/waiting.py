@@ -15,7 +15,7 @@ def _print(line: str) -> None:
 
 @contextlib.contextmanager
 def doing(what: str, say: Callable[[str], None] = _print, every: float = EVERY) -> Iterator[None]:
-  """A context that says every so many seconds what is being done, and for how long.
+  """A context that says every so many seconds what is still being done, and for how long.
 
   What takes less time says nothing. `say` is called in another thread.
   """
@@ -24,7 +24,7 @@ def doing(what: str, say: Callable[[str], None] = _print, every: float = EVERY) 
 
   def tell() -> None:
     while not ended.wait(every):
-      say(f'{what}: for {time.monotonic() - began:.0f} s until now')
+      say(f'still {what} ({time.monotonic() - began:.0f} s)')
 
   thread = threading.Thread(target=tell, name='waiting', daemon=True)
   thread.start()

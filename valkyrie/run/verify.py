@@ -125,7 +125,7 @@ def _findings(
   (found, spread), (expected, _) = runs[0], runs[-1]
   if len(runs) > 1:
     yield _largest('beside the widest', own, found, expected, (spread,))
-  with doing('saved and restored'):
+  with doing('comparing what is saved and restored'):
     found = _restored(setup, model_dir / 'verify')
   yield found
 

@@ -44,7 +44,7 @@ class Computation:
     run's, as where the module of a user keeps a state in float32.
     """
     try:
-      with memory.explained(lambda: form.name), doing(f'{form.name} in {self._dtype}'):
+      with memory.explained(lambda: form.name), doing(f'computing {form.name} in {self._dtype}'):
         return self._numbers(form)
     except ConfigurationError as error:
       if self._required and form.name == RUN:
