@@ -380,9 +380,9 @@ def test_a_document_is_read_on_from_any_place(mixers, monkeypatch):
   jax.tree.map(np.testing.assert_array_equal, tuple(document)[:3], tuple(loaded.read(whole)))
   read, counts = loaded._reader.read, []
 
-  def counted(params, carry, rows, cut=None):
+  def counted(params, carry, rows, **options):
     counts.append(len(rows[0]))
-    return read(params, carry, rows, cut)
+    return read(params, carry, rows, **options)
 
   for place in (1, 15, 16, 31, 40, 63, 64, 100, 127, 128, 143, 150):
     for changed in (whole[:place], whole[:place] + text(30, 7)):

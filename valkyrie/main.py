@@ -54,7 +54,9 @@ def run(
   """Runs the mode that the command line selects; raises an exception unless it succeeds."""
   flags, gin_flags = parse_command_line(arguments)
   open_files.check()
-  from valkyrie.config.load import check_call, load_gin  # noqa: PLC0415, imports gin
+  from valkyrie.config import record  # noqa: PLC0415, imports gin
+  from valkyrie.config.load import check_call, load_gin  # noqa: PLC0415
+  from valkyrie.data import apart  # noqa: PLC0415, has configurables, for which gin is not yet locked
 
   directory = run_directory.opened(flags.model_dir) if flags.model_dir else None
   load_gin(
@@ -67,9 +69,6 @@ def run(
   )
   model_dir = directory or run_directory.opened(_default_model_dir(flags.gin_file))
   if flags.run_mode in ('train', 'vocabulary'):
-    from valkyrie.config import record  # noqa: PLC0415, imports gin
-    from valkyrie.data import apart  # noqa: PLC0415, imports numpy
-
     apart.check_run(model_dir, record.bindings())
   if flags.processes is not None:
     _join(flags, model_dir)

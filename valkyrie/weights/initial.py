@@ -290,6 +290,8 @@ def _other_settings(source: Source, make: Callable[..., LanguageModel]) -> list[
   A binding that has others in scopes is left out: it may not be the one of this part.
   """
   bindings = source.bindings
+  if not bindings:
+    return []
   differ = []
   for name, has in _settings(make):
     there = bindings.get(name)
