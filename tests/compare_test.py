@@ -167,7 +167,7 @@ def test_positions_of_a_handful_of_targets_are_left_out():
   for position, count in counts.items():
     last |= {f'loss_by_position/{position}': 1.0, f'targets_by_position/{position}': count}
   lines = [{'step': 1, 'tokens': 64, 'seconds': 0.5, 'flops': None}]
-  found = [Outcome('a', {}, 0, Run('a', lines, [last], [], '', {}, '', ()))]
+  found = [Outcome('a', {}, 0, Run('a', lines, [last], [], '', {}, '', (), ()))]
   text = findings.markdown(findings.findings('tokens', 64, found, found, 1))
   assert '| candidate | 1 | 2 to 3 |\n' in text
   assert 'Positions with fewer than 256 targets are left out: 4 to 7, 8 to 15.' in text
@@ -264,7 +264,7 @@ def test_the_cost_of_a_step_is_a_median_by_phase():
     {'step': 2 * n, 'tokens': 100 * n, 'flops': None, 'step_seconds': s, 'phase': int(n > 3)}
     for n, s in enumerate(seconds, 1)
   ]
-  run = Run('', lines, [], [], '', {}, '', ())
+  run = Run('', lines, [], [], '', {}, '', (), ())
   assert trials.costs(run) == {'seconds': (3 * 1.0 + 4 * 4.0) / 7, 'tokens': 50, 'flops': None}
 
 
@@ -286,7 +286,7 @@ def test_other_tokenizers_are_mentioned():
     last = {'loss': 1.0, 'bits_per_token': 1.4, 'bits_per_byte': 1.4, 'step': 1}
     last |= {'loss_by_position/1': 1.0, 'targets_by_position/1': 2.0}
     lines = [{'step': 1, 'tokens': 64, 'seconds': 0.5, 'flops': None}]
-    return Outcome(name, {}, 0, Run(name, lines, [last], [], '', {}, '', tokens))
+    return Outcome(name, {}, 0, Run(name, lines, [last], [], '', {}, '', tokens, ()))
 
   note = 'The tokenizers or the validation data differ'
   for others, expected in ((('x',), False), (('y',), True)):

@@ -180,7 +180,9 @@ class Supervisor:
         else:
           with appended.opened(pathlib.Path(status.model_dir, _REPORTS)) as file:
             file.write(line)
-      except (OSError, ValkyrieError) as error:
+      except ValkyrieError as error:
+        _say(str(error))
+      except OSError as error:
         _say(f'{status.model_dir}/{_REPORTS} cannot be written ({reason_of(error)})')
 
   def _forward(self, number: int, frame: Any) -> None:
