@@ -407,7 +407,8 @@ def test_a_resume_with_more_steps_and_what_is_allowed_to_change(base, train_run,
   train_run(run, *more, allow_changed=('configuration',))
   said = capsys.readouterr().err
   assert 'changed since the checkpoint: configuration: Optimizer.learning_rate was 0.003' in said
-  assert 'eval_every' not in said and 'train_steps' not in said
+  assert 'eval_every' not in said and 'train_steps was' not in said
+  assert '--gin.Optimizer.train_steps=2' in said  # which would keep the schedule
   assert list(tiny_run.metrics(run)) == [1, 2, 3]
 
 

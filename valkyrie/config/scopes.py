@@ -5,7 +5,7 @@ by a part that was built under it and refers to `@X`. A reference with a scope o
 scope of the part that has it: `@local/Block` in a teacher's pattern is not under `teacher/`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 import inspect
 
 from gin import config as gin_config
@@ -74,12 +74,32 @@ class _Reach:
         built = find(reference.name, statement.where).selector
         self._edges.setdefault(holder, set()).add((tuple(scope), built))
         self._names.setdefault(built, set()).add(reference.name)
-    bound = {item.name for item in statements if item.is_binding}
-    for name, references in default_references().items():
-      holder = find(name.rpartition('.')[0]).selector
-      for reference in references if name not in bound else ():
-        self._edges.setdefault(holder, set()).add(((), find(reference[1:]).selector))
+    self._add_defaults({item.name for item in statements if item.is_binding})
     self._built = self._under_scopes()
+
+  def _add_defaults(self, bound: Collection[str]) -> None:
+    """Adds the references in the defaults of parameters that are not bound.
+
+    A package that was imported may have parts that this configuration does not use: only parts of
+    valkyrie, which Python may build, and what they and the statements refer to count.
+    """
+    defaults: dict[str, set[str]] = {}  # of a part, by its selector
+    used = {*self._names, *self._edges}
+    for name, references in default_references().items():
+      part = find(name.rpartition('.')[0])
+      if name not in bound:
+        selectors = {find(reference[1:]).selector for reference in references}
+        defaults.setdefault(part.selector, set()).update(selectors)
+      if part.wrapped.__module__.startswith('valkyrie.'):
+        used.add(part.selector)
+    waiting = [*used]
+    while waiting:
+      holder = waiting.pop()
+      for selector in defaults.get(holder, ()):
+        self._edges.setdefault(holder, set()).add(((), selector))
+        if selector not in used:
+          used.add(selector)
+          waiting.append(selector)
 
   def _under_scopes(self) -> set[_Built]:
     """All parts that are built under a scope."""
