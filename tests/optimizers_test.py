@@ -65,7 +65,7 @@ REFUSED = {
 def test_every_optimizer_of_optax_takes_the_steps_that_it_takes_in_optax(algorithm):
   """Of a group with a scale, at rates that change; or it is refused by name."""
   if algorithm.__name__ in REFUSED:
-    with pytest.raises(ConfigurationError, match=f'^{algorithm.__name__} '):
+    with pytest.raises(ConfigurationError, match=rf'^(The steps of )?{algorithm.__name__} '):
       Optimizer(0.1, 0, 10, algorithm)
     return
   group = Group('w', learning_rate_scale=0.5, algorithm=algorithm)

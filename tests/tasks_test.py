@@ -278,8 +278,10 @@ def test_shards_built_separately_are_the_same_store(pages, whole, tmp_path):
 
 
 def test_an_error_in_one_of_several_processes(pages, tmp_path):
+  empty = tmp_path / 'empty'
+  empty.mkdir()
   with pytest.raises(DataError, match=r'no files of a known format'):
-    _build(tmp_path / 'store', source=str(tmp_path), processes=2)
+    _build(tmp_path / 'store', source=str(empty), processes=2)
   _write_pages(tmp_path / 'shards')
   file = tmp_path / 'shards' / '002.parquet'
   content = bytearray(file.read_bytes())
