@@ -73,6 +73,11 @@ class Planner(Module):
 
   def __post_init__(self):
     super().__post_init__()
+    for name in ('plan_interval', 'plan_tokens', 'mlp_width', 'cycles', 'steps', 'segments'):
+      if getattr(self, name) < 1:
+        raise ConfigurationError(
+          f'Planner.{name} = {getattr(self, name)} is out of range. Use 1 or more.'
+        )
     if POSITION_PERIOD % self.plan_interval:
       below, above = (
         next(n for n in candidates if POSITION_PERIOD % n == 0)
