@@ -46,7 +46,7 @@ _INTERVALS = {
   '[1e-30, 1e30]': 'repetition_penalty',
   '(0, inf]': 'clip_norm deviations',
   '(0, 1e9]': 'grace_seconds',
-  '[0, inf]': 'Checkpoints.patience',
+  '[0, inf]': 'Checkpoints.patience create_writers.patience',
 }
 RANGES = {name: interval for interval, names in _INTERVALS.items() for name in names.split()}
 
