@@ -26,7 +26,7 @@ setup(
     'console_scripts': [
       'valkyrie = valkyrie.main:main',
       'valkyrie-build-store = valkyrie.data.build_store:main',
-      'valkyrie-compare = valkyrie.comparison.compare:main',
+      'valkyrie-compare = valkyrie.lab.comparison.compare:main',
       'valkyrie-lm-eval = valkyrie.inference.harness:main',
       'valkyrie-report = valkyrie.monitoring.html_report:main',
       'valkyrie-sizes = valkyrie.training.sizes:main',

@@ -48,5 +48,6 @@ def _rooms():
   for path in sorted((ROOT / 'valkyrie').glob('**/*.py')):
     module = path.relative_to(ROOT).with_suffix('').parts
     parts = module[:-1] if module[-1] == '__init__' else module
-    rooms.setdefault('.'.join(parts[:2]), []).append('.'.join(parts))
+    depth = 3 if parts[:2] == ('valkyrie', 'lab') else 2
+    rooms.setdefault('.'.join(parts[:depth]), []).append('.'.join(parts))
   return rooms

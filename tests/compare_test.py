@@ -17,13 +17,13 @@ import tiny_run
 
 from valkyrie import main
 from valkyrie.command_line import parse_command_line
-from valkyrie.comparison import compare, findings, trials
-from valkyrie.comparison.findings import Outcome
 from valkyrie.config.load import load_gin
 from valkyrie.data import store_writer
 from valkyrie.data.store_location import store_path
 from valkyrie.data.token_store import Selection, TokenStore
 from valkyrie.errors import ConfigurationError, ValkyrieError
+from valkyrie.lab.comparison import compare, findings, trials
+from valkyrie.lab.comparison.findings import Outcome
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.monitoring.html_report import Run

@@ -21,12 +21,12 @@ from valkyrie import main
 from valkyrie.checkpoint.manager import Checkpoints
 from valkyrie.config.load import load_gin
 from valkyrie.data.feed import TaskFeed
-from valkyrie.decomposition import draws
-from valkyrie.decomposition.adversary import Adversary
-from valkyrie.decomposition.components import harvest
-from valkyrie.decomposition.evaluation import ComponentScores
-from valkyrie.decomposition.importance import NETS, PerComponent
-from valkyrie.decomposition.page import (
+from valkyrie.lab.decomposition import draws
+from valkyrie.lab.decomposition.adversary import Adversary
+from valkyrie.lab.decomposition.components import harvest
+from valkyrie.lab.decomposition.evaluation import ComponentScores
+from valkyrie.lab.decomposition.importance import NETS, PerComponent
+from valkyrie.lab.decomposition.page import (
   SPAN,
   Component,
   ShownSite,

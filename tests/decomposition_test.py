@@ -11,11 +11,11 @@ import tiny
 import tiny_run
 
 from valkyrie.checkpoint.manager import open_to_read
-from valkyrie.decomposition import draws, importance, masks
-from valkyrie.decomposition.adversary import Adversary
-from valkyrie.decomposition.masks import Stochastic, Tokens
-from valkyrie.decomposition.objective import Decomposition
 from valkyrie.errors import ConfigurationError
+from valkyrie.lab.decomposition import draws, importance, masks
+from valkyrie.lab.decomposition.adversary import Adversary
+from valkyrie.lab.decomposition.masks import Stochastic, Tokens
+from valkyrie.lab.decomposition.objective import Decomposition
 from valkyrie.models.block import Block
 from valkyrie.models.declarations import Masks
 from valkyrie.models.features import SITES

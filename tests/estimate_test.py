@@ -6,8 +6,8 @@ import types
 import numpy as np
 import pytest
 
-from valkyrie.certificates import collectives, topologies
-from valkyrie.certificates.collectives import Collective
+from valkyrie.lab.certificates import collectives, topologies
+from valkyrie.lab.certificates.collectives import Collective
 from valkyrie.monitoring import chips
 
 RATE = chips.TPUS['v4'].link_bytes_per_second

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
-from valkyrie.certificates import collectives, hlo, work
+from valkyrie.lab.certificates import collectives, hlo, work
 
 ROWS, WIDTH = 16, 32
 LOCAL = ROWS * WIDTH * 4  # bytes per device

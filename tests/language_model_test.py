@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tiny
 
-from valkyrie.certificates import hlo, work
 from valkyrie.errors import ConfigurationError
+from valkyrie.lab.certificates import hlo, work
 from valkyrie.models import language_model, layers
 from valkyrie.models.attention.full import FullAttention
 from valkyrie.models.block import Block

@@ -13,9 +13,9 @@ import pytest
 import tiny
 
 from valkyrie import main
-from valkyrie.certificates import collectives, hlo
 from valkyrie.config.load import load_gin
 from valkyrie.errors import ConfigurationError
+from valkyrie.lab.certificates import collectives, hlo
 from valkyrie.sharding import ambient
 from valkyrie.sharding.mesh import make_mesh
 from valkyrie.sharding.partitioner import Partitioner, constrain

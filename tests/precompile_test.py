@@ -15,9 +15,9 @@ import pytest
 import tiny_run
 
 from valkyrie import main
-from valkyrie.certificates import precompile, topologies
 from valkyrie.config.load import load_gin, override_gin
 from valkyrie.errors import ConfigurationError
+from valkyrie.lab.certificates import precompile, topologies
 from valkyrie.sharding import ambient
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.curriculum import Curriculum, Phase
@@ -265,7 +265,7 @@ def test_a_missing_libtpu_is_reported_with_its_installation():
   done = child(
     'import sys\n'
     "sys.modules['libtpu'] = None\n"
-    'from valkyrie.certificates import topologies\n'
+    'from valkyrie.lab.certificates import topologies\n'
     'from valkyrie.errors import ConfigurationError\n'
     'try:\n'
     "  topologies.devices('v4:2x2x1')\n"

@@ -14,8 +14,8 @@ from partitioner_test import assert_equal, gradients, layout_of, of_step
 import pytest
 import tiny
 
-from valkyrie.certificates import collectives, hlo
 from valkyrie.errors import ConfigurationError
+from valkyrie.lab.certificates import collectives, hlo
 from valkyrie.models.layers import products, projections
 from valkyrie.models.lora import Lora
 from valkyrie.models.quantization import Quantization

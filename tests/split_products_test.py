@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import tiny
 
-from valkyrie.certificates import collectives, hlo
-from valkyrie.certificates.collectives import mesh_axes
+from valkyrie.lab.certificates import collectives, hlo
+from valkyrie.lab.certificates.collectives import mesh_axes
 from valkyrie.models import language_model
 from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.block import Block

@@ -12,10 +12,9 @@ import pytest
 
 from valkyrie.data.vocabularies import ByteVocabulary
 from valkyrie.errors import ConfigurationError, DataError
-from valkyrie.monitoring import pictures
-from valkyrie.suites import babilong
-from valkyrie.suites.long_context import long_context
-from valkyrie.suites.problem import (
+from valkyrie.lab.suites import babilong
+from valkyrie.lab.suites.long_context import long_context
+from valkyrie.lab.suites.problem import (
   NOISE,
   SUITES,
   Problem,
@@ -28,6 +27,7 @@ from valkyrie.suites.problem import (
   register,
   sentences_of,
 )
+from valkyrie.monitoring import pictures
 
 TEXT = sentences_of(
   'The bridge is old. Nobody crosses it in winter! Does the river freeze?  It does,\n'

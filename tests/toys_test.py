@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from valkyrie.decomposition import draws, importance
-from valkyrie.decomposition.objective import faithful, unfaithfulness
 from valkyrie.errors import DataError
+from valkyrie.lab.decomposition import draws, importance
+from valkyrie.lab.decomposition.objective import faithful, unfaithfulness
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 

@@ -10,11 +10,11 @@ import pytest
 import tiny
 
 from valkyrie.errors import ConfigurationError, Disagreement
+from valkyrie.lab.verification import verify
 from valkyrie.models.attention import kv_cache
 from valkyrie.models.block import Block
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.layers import project
-from valkyrie.run import verify
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from valkyrie.certificates import hlo, work
+from valkyrie.lab.certificates import hlo, work
 from valkyrie.monitoring import chips
 
 TPU = (pathlib.Path(__file__).parent / 'tpu_program.hlo').read_text()

@@ -17,11 +17,11 @@ RUN_MODES = {
   'train': ('valkyrie.run.train', 'train'),
   'eval': ('valkyrie.run.evaluate', 'evaluate'),
   'infer': ('valkyrie.inference.infer', 'infer'),
-  'long_context': ('valkyrie.suites.long_context', 'long_context'),
+  'long_context': ('valkyrie.lab.suites.long_context', 'long_context'),
   'export': ('valkyrie.inference.export', 'export'),
-  'components': ('valkyrie.decomposition.components', 'components'),
-  'verify': ('valkyrie.run.verify', 'verify'),
-  'precompile': ('valkyrie.certificates.precompile', 'precompile'),
+  'components': ('valkyrie.lab.decomposition.components', 'components'),
+  'verify': ('valkyrie.lab.verification.verify', 'verify'),
+  'precompile': ('valkyrie.lab.certificates.precompile', 'precompile'),
 }
 
 # Flags that are arguments of some run modes.

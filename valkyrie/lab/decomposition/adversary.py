@@ -10,8 +10,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from valkyrie.decomposition.masks import Stochastic, Tokens
 from valkyrie.errors import ConfigurationError, check_choice
+from valkyrie.lab.decomposition.masks import Stochastic, Tokens
 from valkyrie.models.sites import Site
 from valkyrie.types import Array
 

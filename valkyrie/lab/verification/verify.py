@@ -28,9 +28,9 @@ from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.load import override_gin
 from valkyrie.distributed import processes
 from valkyrie.errors import ConfigurationError, Disagreement, message_of, storage_errors
+from valkyrie.lab.verification import verify_forms
+from valkyrie.lab.verification.verify_numbers import Computation, Numbers, compiler_options
 from valkyrie.monitoring.waiting import doing
-from valkyrie.run import verify_forms
-from valkyrie.run.verify_numbers import Computation, Numbers, compiler_options
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.storage import owned, whole_file
 from valkyrie.training.setup import Setup, StepSettings

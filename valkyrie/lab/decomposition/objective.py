@@ -24,12 +24,12 @@ import optax
 
 from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
-from valkyrie.decomposition import draws, importance
-from valkyrie.decomposition.adversary import Adversary, Attack
-from valkyrie.decomposition.evaluation import ComponentScores, Memory, with_memory
-from valkyrie.decomposition.importance import Importance, PerComponent
-from valkyrie.decomposition.masks import Stochastic, Tokens, masked
 from valkyrie.errors import ConfigurationError, check_choice
+from valkyrie.lab.decomposition import draws, importance
+from valkyrie.lab.decomposition.adversary import Adversary, Attack
+from valkyrie.lab.decomposition.evaluation import ComponentScores, Memory, with_memory
+from valkyrie.lab.decomposition.importance import Importance, PerComponent
+from valkyrie.lab.decomposition.masks import Stochastic, Tokens, masked
 from valkyrie.models.features import SITES
 from valkyrie.models.model import Model
 from valkyrie.models.sites import Site, U, V, sites_of

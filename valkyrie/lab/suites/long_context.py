@@ -19,11 +19,11 @@ from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.errors import ConfigurationError, DataError, check_choice, converted
 from valkyrie.inference.loaded import LoadedModel, batches
+from valkyrie.lab.suites import babilong, ruler  # noqa: F401, they register theirs
+from valkyrie.lab.suites.problem import SUITES, TooShortError, fitted, sentences_of
 from valkyrie.models.carry_cuts import CUTS
 from valkyrie.monitoring import json_lines, pictures
 from valkyrie.monitoring.json_lines import JsonLines
-from valkyrie.suites import babilong, ruler  # noqa: F401, they register theirs
-from valkyrie.suites.problem import SUITES, TooShortError, fitted, sentences_of
 
 
 class _Cell(NamedTuple):
@@ -61,7 +61,7 @@ def long_context(
   Args:
     model_dir, step: of the checkpoint, see `weights.restored`.
     seed: of the problems.
-    suites: names of `valkyrie.suites`; None for all, without a text all that need none.
+    suites: names of `valkyrie.lab.suites`; None for all, without a text all that need none.
     lengths: tokens of a problem with its answer, at most.
     depths: places of the facts, from 0 to 1.
     samples: problems of each length and depth.

@@ -9,8 +9,8 @@ import gin
 import jax.numpy as jnp
 
 from valkyrie.config import ranges
-from valkyrie.decomposition import draws
 from valkyrie.errors import ConfigurationError, check_choice
+from valkyrie.lab.decomposition import draws
 from valkyrie.models.declarations import Masks
 from valkyrie.models.features import Features
 from valkyrie.models.sites import Site

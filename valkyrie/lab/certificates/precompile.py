@@ -14,14 +14,14 @@ from typing import Any
 import gin
 import jax
 
-from valkyrie.certificates import certificate, topologies
-from valkyrie.certificates.certificate import gib
 from valkyrie.config import paths
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.load import override_gin
 from valkyrie.config.parse import FLAG
 from valkyrie.config.record import bindings
 from valkyrie.errors import ConfigurationError
+from valkyrie.lab.certificates import certificate, topologies
+from valkyrie.lab.certificates.certificate import gib
 from valkyrie.monitoring import chips
 from valkyrie.monitoring.waiting import doing
 from valkyrie.sharding import ambient

@@ -24,7 +24,7 @@ import re
 
 import numpy as np
 
-from valkyrie.certificates import collectives, hlo
+from valkyrie.lab.certificates import collectives, hlo
 from valkyrie.monitoring.chips import Chip
 
 _SCOPES = {name: re.compile(rf'(?:^|[/(]){name}(?:$|[/)])') for name in ('attention', 'scan')}

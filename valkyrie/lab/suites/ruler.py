@@ -16,8 +16,8 @@ import uuid
 
 import numpy as np
 
-from valkyrie.suites import problem
-from valkyrie.suites.problem import NOISE, Order, Problem, Question, Suite, register
+from valkyrie.lab.suites import problem
+from valkyrie.lab.suites.problem import NOISE, Order, Problem, Question, Suite, register
 
 _SHORT = 4096  # tokens, below which the words of a list are repeated less often
 

@@ -28,13 +28,13 @@ import signal
 import sys
 from typing import Any
 
-from valkyrie.comparison import trials
-from valkyrie.comparison.findings import TITLES, Outcome, best, bits, is_near, spent, write
-from valkyrie.comparison.trials import Candidate, Failed, say, trial_of
 from valkyrie.config import parse
 from valkyrie.data.own_text import own_text
 from valkyrie.distributed import console
 from valkyrie.errors import Preempted, ValkyrieError, message_of, with_home
+from valkyrie.lab.comparison import trials
+from valkyrie.lab.comparison.findings import TITLES, Outcome, best, bits, is_near, spent, write
+from valkyrie.lab.comparison.trials import Candidate, Failed, say, trial_of
 from valkyrie.monitoring.html_report import Run
 
 REHEARSED = 40  # steps

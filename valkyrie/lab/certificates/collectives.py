@@ -32,7 +32,7 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 import numpy as np
 
-from valkyrie.certificates import hlo
+from valkyrie.lab.certificates import hlo
 from valkyrie.sharding.mesh import SLICE
 
 KINDS = (

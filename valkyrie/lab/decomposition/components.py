@@ -23,9 +23,9 @@ from valkyrie.checkpoint.manager import LATEST
 from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data.feed import prefetch
-from valkyrie.decomposition.evaluation import ALIVE, ComponentScores
-from valkyrie.decomposition.page import SPAN, Component, ShownSite, Token, Window, page
 from valkyrie.errors import ConfigurationError
+from valkyrie.lab.decomposition.evaluation import ALIVE, ComponentScores
+from valkyrie.lab.decomposition.page import SPAN, Component, ShownSite, Token, Window, page
 from valkyrie.models import language_model
 from valkyrie.models.features import SITES
 from valkyrie.run.evaluator import Evaluator

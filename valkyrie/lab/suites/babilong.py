@@ -12,7 +12,7 @@ import functools
 
 import numpy as np
 
-from valkyrie.suites.problem import Order, Problem, Question, Suite, filler, placed, register
+from valkyrie.lab.suites.problem import Order, Problem, Question, Suite, filler, placed, register
 
 PEOPLE = ('Mary', 'John', 'Daniel', 'Sandra')
 ROOMS = ('bathroom', 'bedroom', 'garden', 'hallway', 'kitchen', 'office')

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.errors import ConfigurationError, message_of
+from valkyrie.lab.verification.verify_forms import RUN, Form, refuse
 from valkyrie.models import language_model
 from valkyrie.models.layers import wide
 from valkyrie.models.model import Model
 from valkyrie.models.ngrams import mixed
 from valkyrie.monitoring import memory
 from valkyrie.monitoring.waiting import doing
-from valkyrie.run.verify_forms import RUN, Form, refuse
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training import rounding, tbptt
 from valkyrie.training.data_parallel import shard_map_step

@@ -17,10 +17,10 @@ import numpy as np
 
 from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
-from valkyrie.decomposition import draws, importance
-from valkyrie.decomposition.adversary import Adversary, Sources
-from valkyrie.decomposition.importance import Importance
-from valkyrie.decomposition.masks import Stochastic, Tokens, masked
+from valkyrie.lab.decomposition import draws, importance
+from valkyrie.lab.decomposition.adversary import Adversary, Sources
+from valkyrie.lab.decomposition.importance import Importance
+from valkyrie.lab.decomposition.masks import Stochastic, Tokens, masked
 from valkyrie.models.declarations import Masks
 from valkyrie.models.features import SITES, Features
 from valkyrie.models.model import Model

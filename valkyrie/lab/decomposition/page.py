@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from valkyrie.decomposition.evaluation import ALIVE
+from valkyrie.lab.decomposition.evaluation import ALIVE
 from valkyrie.monitoring.html_report import document, table
 from valkyrie.monitoring.pictures import Curve, figure
 

@@ -1,0 +1,1 @@
+"""Studies of models and of compiled programs. Training does not need them."""

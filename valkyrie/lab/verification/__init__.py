@@ -1,0 +1,1 @@
+"""A train step compared with itself in other forms and numbers."""
