@@ -12,8 +12,9 @@ import tiny_run
 from valkyrie.data import build_store, vocabularies
 from valkyrie.data import mixture as mixtures
 from valkyrie.data.feed import TaskFeed
+from valkyrie.data.mixed_rows import MixedRow
 from valkyrie.data.mixture import Mixture
-from valkyrie.data.rows import MixedRow, Units
+from valkyrie.data.rows import Units
 from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.types import Batch
 

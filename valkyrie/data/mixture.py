@@ -13,7 +13,7 @@ import gin
 import numpy as np
 
 from valkyrie.data.feed import TaskFeed, segment_ids_of
-from valkyrie.data.rows import MixedRow
+from valkyrie.data.mixed_rows import MixedRow
 from valkyrie.data.store_location import build
 from valkyrie.data.token_store import content_hash
 from valkyrie.errors import ConfigurationError
@@ -40,7 +40,7 @@ class _Span(NamedTuple):
 
 @gin.configurable
 class Mixture:
-  """B rows, each of the documents of several sources; see `rows.MixedRow` for their order.
+  """B rows, each of the documents of several sources; see `mixed_rows.MixedRow` for their order.
 
   It has the attributes of `types.TaskFeed`, and
 

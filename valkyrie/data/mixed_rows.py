@@ -1,0 +1,239 @@
+"""A row that mixes the rows of several sources by weight, as pure arithmetic."""
+
+from collections.abc import Sequence
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from valkyrie.data.rows import Row, Units
+
+
+class Piece(NamedTuple):
+  """A unit in the mixed row.
+
+  source: the number of its source.
+  start, length: tokens of the mixed row before the unit, and tokens of the unit.
+  parts: the units that it joins.
+  before: tokens and units of every source before it, int64 [2, sources].
+  """
+
+  source: int
+  start: int
+  length: int
+  parts: int
+  before: np.ndarray
+
+  @property
+  def end(self) -> int:
+    return self.start + self.length
+
+
+class _Stage(NamedTuple):
+  """A stretch of a row with constant weights.
+
+  begin: tokens of the mixed row before it.
+  before: as in `Piece`.
+  weights: float [sources]; 0 for sources that take no part.
+  delays: tokens, float [sources].
+  """
+
+  begin: int
+  before: np.ndarray
+  weights: np.ndarray
+  delays: np.ndarray
+
+  @property
+  def active(self) -> list[int]:
+    """The numbers of the sources that take part."""
+    return np.flatnonzero(self.weights).tolist()
+
+
+class _Window(NamedTuple):
+  """The units of one source with times in an interval, [units].
+
+  before: tokens and units of the source before the first of them, int64 [2].
+  """
+
+  times: np.ndarray
+  sources: np.ndarray
+  lengths: np.ndarray
+  parts: np.ndarray
+  before: np.ndarray
+
+
+class MixedRow:
+  """A row of several sources: fair queueing by tokens (Demers, Keshav & Shenker 1989).
+
+  Every source has a row of its own; a unit is never cut. If a source has weight w and delay d, a
+  unit that begins after c tokens of the source's row has the time (c + d) / w. The mixed row reads
+  the units of all sources in the order of their times. So at any place every source has had its
+  share of the tokens, to within a unit. The delay is a random part of the first unit: without it
+  all rows would read the same source at the same time.
+
+  Weights add up to 1, so the units before a time have that many tokens, to within one unit of each
+  source. Any position is therefore found from the units of a window of constant length.
+
+  Weights change at given positions, and where a source ends. A new stage begins at the next unit
+  there, and its times count from its start.
+
+  Attributes:
+    end: tokens of the row, after which it is padding; None if it is endless.
+  """
+
+  def __init__(
+    self, sources: Sequence[Row], row: int, changes: Sequence[tuple[int, Sequence[float]]]
+  ):
+    """Takes the sources, the number of the row, and `changes`: (position, weights from there on).
+
+    Positions increase from 0. No weight is negative, and one of each set is above 0.
+    """
+    self._sources = sources
+    self._changes = changes
+    # RandomState's stream is frozen.
+    self._phases = 1 - np.random.RandomState(row).uniform(size=len(sources))
+    self._stages: list[_Stage] = []
+    stage = self._stage(np.zeros((2, len(sources)), np.int64))
+    while stage is not None:
+      self._stages.append(stage)
+      stage = self._following(stage)
+    last = self._stages[-1]
+    self.end = None
+    if not last.active:
+      self.end = last.begin
+
+  def pieces(self, begin: int, end: int) -> list[Piece]:
+    """The units that have tokens in [begin, end), in order."""
+    stage_ends = [stage.begin for stage in self._stages[1:]]
+    stage_ends.append(end)
+    pieces: list[Piece] = []
+    for stage, stage_end in zip(self._stages, stage_ends, strict=True):
+      first = max(begin, stage.begin)
+      last = min(end, stage_end)
+      if first < last:
+        pieces += self._pieces(stage, first, last)
+    return pieces
+
+  def places(self, position: int) -> np.ndarray:
+    """Tokens of every source in the first `position` tokens of the row, int64 [sources]."""
+    pieces = self.pieces(position, position + 1)
+    if not pieces:
+      return self._stages[-1].before[0]
+    piece = pieces[0]
+    places = piece.before[0].copy()
+    places[piece.source] += position - piece.start
+    return places
+
+  def _stage(self, before: np.ndarray) -> _Stage:
+    """The stage that begins after so many tokens and units of every source, int64 [2, sources]."""
+    places = before[0]
+    begin = int(places.sum())
+    begun = [weights for position, weights in self._changes if position <= begin]
+    weights = np.asarray(begun[-1], float)
+    is_read = [
+      source.end is not None and place >= source.end
+      for source, place in zip(self._sources, places, strict=True)
+    ]
+    weights = np.where(is_read, 0.0, weights)
+    delays = np.zeros(len(weights))
+    for number in np.flatnonzero(weights).tolist():
+      place = int(places[number])
+      units = self._sources[number].units(place, place + 1)
+      delays[number] = self._phases[number] * units.lengths[0]
+    if weights.any():
+      weights = weights / weights.sum()
+    return _Stage(begin, before, weights, delays)
+
+  def _following(self, stage: _Stage) -> _Stage | None:
+    """The stage after one: where the next weights begin, or the first source ends."""
+    if not stage.active:
+      return None
+    candidates = self._first_end(stage)
+    changes = [position for position, _ in self._changes if position > stage.begin]
+    if changes:
+      change = changes[0]
+      if not any(piece.end < change for piece in candidates):
+        candidates += self._pieces(stage, change - 1, change)
+    if not candidates:
+      return None
+    last = min(candidates, key=lambda piece: piece.start)
+    before = last.before.copy()
+    before[:, last.source] += last.length, last.parts
+    return self._stage(before)
+
+  def _first_end(self, stage: _Stage) -> list[Piece]:
+    """The last unit of the source that ends first; empty if all sources are endless."""
+    last_times: list[tuple[float, int]] = []
+    for number in stage.active:
+      source = self._sources[number]
+      if source.end is not None:
+        units = source.units(max(0, source.end - source.longest_unit), source.end)
+        times = self._times(stage, number, units)
+        last_times.append((times[-1], number))
+    if not last_times:
+      return []
+    time, number = min(last_times)
+    return [piece for piece in self._window(stage, time, time) if piece.source == number]
+
+  def _pieces(self, stage: _Stage, begin: int, end: int) -> list[Piece]:
+    """The units of a stage that have tokens in [begin, end)."""
+    if not stage.active:
+      return []
+    longest = sum(self._sources[number].longest_unit for number in stage.active)
+    low = max(0, begin - stage.begin - 2 * longest - 1)
+    high = end - stage.begin + longest + 1
+    window = self._window(stage, low, high)
+    return [piece for piece in window if piece.start < end and piece.end > begin]
+
+  def _window(self, stage: _Stage, low: float, high: float) -> list[Piece]:
+    """The units with times from low to high, in order."""
+    before = stage.before.copy()
+    windows = []
+    for number in stage.active:
+      window = self._window_of_source(stage, number, low, high)
+      before[:, number] = window.before
+      windows.append(window)
+    times = np.concatenate([window.times for window in windows])
+    sources = np.concatenate([window.sources for window in windows])
+    lengths = np.concatenate([window.lengths for window in windows])
+    parts = np.concatenate([window.parts for window in windows])
+
+    order = np.lexsort((sources, times))
+    sources = sources[order]
+    lengths = lengths[order]
+    parts = parts[order]
+    is_source = sources[:, None] == np.arange(len(self._sources))
+    tokens = is_source * lengths[:, None]
+    units = is_source * parts[:, None]
+    read = np.stack([tokens, units], axis=1)
+    read_before = before + np.cumsum(read, axis=0) - read  # [units, 2, sources]
+    starts = read_before[:, 0].sum(axis=1)
+    scalars = np.stack([sources, starts, lengths, parts], axis=1)
+    pieces = []
+    for numbers, unit_before in zip(scalars.tolist(), read_before, strict=True):
+      source, start, length, unit_parts = numbers
+      pieces.append(Piece(source, start, length, unit_parts, unit_before))
+    return pieces
+
+  def _window_of_source(self, stage: _Stage, number: int, low: float, high: float) -> _Window:
+    """The units of one source with times from low to high."""
+    source = self._sources[number]
+    weight = stage.weights[number]
+    place = int(stage.before[0, number])
+    start = place - stage.delays[number]
+    first = math.floor(start + low * weight) - 1
+    last = math.ceil(start + high * weight) + 2
+    last += source.longest_unit  # at least one more unit
+    units = source.units(max(place, first), last)
+    times = self._times(stage, number, units)
+    begin = np.searchsorted(times, low, 'left')
+    end = np.searchsorted(times, high, 'right')
+    before = np.array([units.starts[begin], units.numbers[begin]])
+    sources = np.full(end - begin, number)
+    lengths = units.lengths[begin:end]
+    parts = units.parts[begin:end]
+    return _Window(times[begin:end], sources, lengths, parts, before)
+
+  def _times(self, stage: _Stage, number: int, units: Units) -> np.ndarray:
+    tokens_since_begin = units.starts - stage.before[0, number]
+    return (tokens_since_begin + stage.delays[number]) / stage.weights[number]
