@@ -20,7 +20,7 @@ from valkyrie.checkpoint.bucket_steps import BucketLock
 from valkyrie.checkpoint.manager import Checkpoints, open_to_read
 from valkyrie.checkpoint.steps import steps_of
 from valkyrie.errors import ConfigurationError, StorageError, Unreachable
-from valkyrie.storage import lease
+from valkyrie.storage import holder, lease
 from valkyrie.storage.bucket import Bucket
 from valkyrie.storage.run_directory import opened
 
@@ -276,7 +276,7 @@ def test_a_trainer_that_lost_its_lock_adds_and_deletes_nothing(address, gcs, mon
   writes = gcs.hold(writes_of('.*/checkpoints/2/manifest.md5'), times=1)
   paused.save(2, weights(2), {'position': 2})
   assert writes.wait(10.0), 'the save has come to its last but one write'
-  monkeypatch.setattr(lease, 'has_ended', lambda found: True)  # as from another container, later
+  monkeypatch.setattr(holder, 'has_ended', lambda token: True)  # as from another container, later
   other = Checkpoints().open(address)
   other.save(2, weights(4), {'position': 2})
   other.wait()
@@ -295,7 +295,7 @@ def test_a_trainer_that_lost_its_lock_sets_nothing_aside(address, gcs, monkeypat
   paused = steps_of(address)
   paused.lock()
   paused.open()
-  monkeypatch.setattr(lease, 'has_ended', lambda found: True)  # as from another container, later
+  monkeypatch.setattr(holder, 'has_ended', lambda token: True)  # as from another container, later
   with Checkpoints().open(address) as other:
     other.save(2, weights(4), {'position': 2})
     other.wait()

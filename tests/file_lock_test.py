@@ -67,4 +67,4 @@ def test_without_locks_the_block_runs_and_the_log_says_so(tmp_path, monkeypatch,
   monkeypatch.setattr(fcntl, 'flock', refuse)
   with file_lock.held(tmp_path / '.lock', 'build', lambda: None):
     pass
-  assert f'{tmp_path} has no locks ({os.strerror(code)})' in caplog.text
+  assert f'The file system of {tmp_path} has no locks' in caplog.text

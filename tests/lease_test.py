@@ -22,7 +22,7 @@ import pytest
 from valkyrie.errors import StorageError, Unreachable
 from valkyrie.monitoring.json_lines import JsonLines
 from valkyrie.monitoring.progress import Progress
-from valkyrie.storage import lease, whole_file
+from valkyrie.storage import holder, lease, whole_file
 from valkyrie.storage.lease import DiskLock
 
 BEAT = 0.05
@@ -35,7 +35,7 @@ def locks(request, monkeypatch):
 
   def flock(file, how):
     descriptor = file if isinstance(file, int) else file.fileno()
-    if pathlib.Path(f'/proc/self/fd/{descriptor}').readlink().parent == lease.MEMORY:
+    if pathlib.Path(f'/proc/self/fd/{descriptor}').readlink().parent == holder.MEMORY:
       return flock_in_memory(file, how)
     raise OSError(request.param, os.strerror(request.param))
 
@@ -115,31 +115,31 @@ def test_a_trainer_in_another_container_is_refused(tmp_path):
   first.release()
 
 
-@pytest.mark.skipif(not os.path.ismount(lease.MEMORY), reason='only beats tell here')
+@pytest.mark.skipif(not os.path.ismount(holder.MEMORY), reason='only beats tell here')
 def test_the_lease_of_a_process_that_was_killed_is_free_at_once(tmp_path):
   with trainer(tmp_path) as (process, answer):
     assert answer == 'locked\n'
-    assert lease.has_ended(read(tmp_path)) is False
+    assert holder.has_ended(read(tmp_path)['token']) is False
     process.send_signal(signal.SIGSTOP)
     with pytest.raises(StorageError, match=f'process {process.pid} on .* is training in'):
       DiskLock(tmp_path)
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # still a zombie
     write(tmp_path, **{**read(tmp_path), 'process': os.getpid()})  # which has its PID by now
-    assert lease.has_ended(read(tmp_path)) is True
+    assert holder.has_ended(read(tmp_path)['token']) is True
   token = read(tmp_path)['token']
   DiskLock(tmp_path).release()
-  assert not list(lease.MEMORY.glob(f'*{token}*')), 'its file in memory is deleted'
+  assert not list(holder.MEMORY.glob(f'*{token}*')), 'its file in memory is deleted'
 
 
 def test_without_memory_of_this_kernel_beats_tell(tmp_path, monkeypatch):
   run, shown = tmp_path / 'run', tmp_path / 'shown'
   run.mkdir()
   shown.mkdir()
-  monkeypatch.setattr(lease, 'MEMORY', shown)  # as a sandbox shows a folder of its host
+  monkeypatch.setattr(holder, 'MEMORY', shown)  # as a sandbox shows a folder of its host
   monkeypatch.setattr(lease, 'MISSED', 200)
   first = DiskLock(run)
-  assert lease.has_ended(read(run)) is None
+  assert holder.has_ended(read(run)['token']) is None
   assert not list(shown.iterdir())
   with pytest.raises(StorageError, match='is training in'):
     DiskLock(run)
@@ -201,7 +201,7 @@ def test_a_trainer_without_its_lease_writes_no_line_and_no_picture(tmp_path, mon
   with pytest.raises(StorageError, match='no longer belongs to this run'):
     lines.close()
   assert {path: path.read_bytes() for path in tmp_path.rglob('*') if path.is_file()} == before
-  assert 'and ends here' in said.getvalue()
+  assert 'the log ends here' in said.getvalue()
   first.release()
 
 

@@ -6,8 +6,6 @@ A link in a folder that somebody copied or made may lead to a file of another ru
 
 from collections.abc import Iterator
 import contextlib
-import errno
-import fcntl
 import os
 import pathlib
 import shutil
@@ -16,9 +14,8 @@ import time
 from typing import BinaryIO
 
 from valkyrie.errors import StorageError
-from valkyrie.storage import held_folder, owned
+from valkyrie.storage import held_folder, locks, owned
 
-NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _PATIENCE = 1.0  # seconds for which a lock of another program is waited for
 
 
@@ -76,21 +73,12 @@ def locked(file: BinaryIO, patience: float = _PATIENCE) -> Iterator[bool]:
   longer than the patience. Neither ends or holds up the run.
   """
   end = time.monotonic() + patience
-  is_held = False
-  while not is_held:
-    try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      is_held = True
-    except BlockingIOError:
-      if time.monotonic() >= end:
-        break
-      time.sleep(0.01)
-    except OSError as error:
-      if error.errno not in NO_LOCKS:
-        raise
-      break
+  is_held = locks.attempt(file)
+  while is_held is False and time.monotonic() < end:
+    time.sleep(0.01)
+    is_held = locks.attempt(file)
   try:
-    yield is_held
+    yield bool(is_held)
   finally:
     if is_held:
-      fcntl.flock(file, fcntl.LOCK_UN)
+      locks.free(file)

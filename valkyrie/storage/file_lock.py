@@ -6,7 +6,6 @@ process 31 on a, since 2026-11-28 12:00:00 UTC
 from collections.abc import Callable, Iterator
 import contextlib
 import datetime
-import fcntl
 import logging
 import os
 import pathlib
@@ -16,7 +15,7 @@ import time
 from typing import BinaryIO
 
 from valkyrie import foreign
-from valkyrie.storage import owned
+from valkyrie.storage import locks, owned
 
 _PAUSE_SECONDS = 1.0  # between two attempts
 _FIRST_WORD_SECONDS = 3.0  # of waiting
@@ -57,16 +56,14 @@ def held(file: pathlib.Path, what: str, waits: Callable[[], None]) -> Iterator[N
 
 
 def _is_locked(stream: BinaryIO, file: pathlib.Path) -> bool:
-  try:
-    fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError:
-    return False
-  except OSError as error:
+  is_locked = locks.attempt(stream)
+  if is_locked is None:
     logging.warning(
-      '%s has no locks (%s). Another process that does the same work at the same time repeats it.',
-      *(file.parent, error.strerror),
+      'The file system of %s has no locks: if another process does the same at the same time, both '
+      'do all of the work. The result is right. To avoid that, start one process first.',
+      file.parent,
     )
-  return True
+  return is_locked is not False
 
 
 def _waiting(file: pathlib.Path, what: str) -> str:

@@ -2,22 +2,17 @@
 
     {"token": "0b9c...", "process": 31, "host": "a", "beat": 12}
 
-Containers, and copies of a virtual machine, repeat PIDs, host names, boot ids and the numbers of
-namespaces, so equal ones do not mean the same process. A holder therefore locks a file in the
-memory of its machine, named after its token. The kernel frees that lock when the process ends. A
-process that finds the file shares the kernel with the holder, and its lock tells at once whether
-the holder has ended. A process that does not find it, as in another container, waits for beats.
+`holder` tells at once whether a holder on the same machine has ended. Without an answer, a process
+waits until the holder has missed its beats.
 """
 
 import abc
 from collections.abc import Mapping
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import pathlib
-import re
 import socket
 import threading
 import time
@@ -27,12 +22,11 @@ import weakref
 
 from valkyrie import foreign
 from valkyrie.errors import StorageError, Unreachable, ValkyrieError, storage_errors
-from valkyrie.storage import appended, held_folder, owned, whole_file
+from valkyrie.storage import appended, held_folder, holder, locks, owned, whole_file
 
 BEAT_SECONDS = 10.0
 MISSED = 3  # beats, after which a lease is free
 READER_SECONDS = 5.0  # for which a program may hold a shared lock while a trainer starts
-MEMORY = pathlib.Path('/dev/shm')  # on Linux; never on a disk, which others may copy or share
 
 
 class Changed(OSError):
@@ -50,7 +44,7 @@ class Lease(abc.ABC):
     """Takes the lease at a place, which messages name; for the rest, and errors, see `DiskLock`."""
     self._place, self._run, self._process = place, run, process
     token = uuid.uuid4().hex
-    self._let_go = weakref.finalize(self, _marked(token).close)  # also if no lease is taken
+    self._let_go = weakref.finalize(self, holder.marked(token).close)  # also if no lease is taken
     self._writing = threading.Lock()
     with storage_errors(f'{place} cannot be locked'):
       self.content, self._version = self._taken(token)  # what this process wrote last
@@ -100,20 +94,20 @@ class Lease(abc.ABC):
     self._let_go()
 
   def _taken(self, token: str) -> tuple[dict[str, Any], Any]:
-    holder = {'token': token, 'process': os.getpid(), 'host': socket.gethostname(), 'beat': 0}
+    this = {'token': token, 'process': os.getpid(), 'host': socket.gethostname(), 'beat': 0}
     while True:
       found, version = self._read()
       if _is_held(found):
         self._wait_for_end(found)
-      mine = {**found, **holder, 'ended': False}
+      mine = {**found, **this, 'ended': False}
       with contextlib.suppress(Changed):  # by another process, or by the holder as it ended
         return mine, self._write(mine, version)
 
   def _wait_for_end(self, found: Mapping[str, Any]) -> None:
     """Returns when the holder has ended or released the lease; raises if it holds it."""
-    ended = has_ended(found)
+    ended = holder.has_ended(found['token'])
     if ended:
-      _remove(found['token'])
+      holder.remove(found['token'])
     elif ended is not None:
       raise self._refusal(found)
     else:
@@ -127,8 +121,8 @@ class Lease(abc.ABC):
           raise self._refusal(now)
 
   def _refusal(self, found: Mapping[str, Any]) -> ValkyrieError:
-    holder = f'process {found.get("process")} on {found.get("host")}'
-    return _refusal(holder, self._run, self._process)
+    process = f'process {found.get("process")} on {found.get("host")}'
+    return _refusal(process, self._run, self._process)
 
   def _renew(self) -> None:
     while not self._over.wait(BEAT_SECONDS):
@@ -148,27 +142,25 @@ def lock_name(process: int | None) -> str:
   return 'trainer.lock' if process is None else f'trainer-{process}.lock'
 
 
-def _refusal(holder: str, run: Any, process: int | None) -> ValkyrieError:
+def _refusal(holding: str, run: Any, process: int | None) -> ValkyrieError:
   """The error of a process whose lock another one holds."""
   if process is not None:
     return Unreachable(
-      f'{holder} is process {process} of the run in {run} already. Give each process its own '
+      f'{holding} is process {process} of the run in {run} already. Give each process its own '
       '--process. To replace it, run the same command again after its end.'
     )
   return StorageError(
-    f'{holder} is training in {run}, and two trainers would overwrite each other. Wait for it or '
+    f'{holding} is training in {run}, and two trainers would overwrite each other. Wait for it or '
     'stop it, or name another --model_dir.'
   )
 
 
 def _is_shared(file: BinaryIO) -> bool:
   """Whether the locks of a file are shared ones: trainers take none of them."""
-  try:
-    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-  except BlockingIOError:
-    return False
-  fcntl.flock(file, fcntl.LOCK_UN)
-  return True
+  is_shared = locks.attempt(file, shared=True) is True
+  if is_shared:
+    locks.free(file)
+  return is_shared
 
 
 def _reader_of(file: BinaryIO) -> str:
@@ -228,25 +220,20 @@ class DiskLock:
     A program that only reads, such as one for backups, may hold a shared lock for a moment.
     """
     end = time.monotonic() + READER_SECONDS
-    while True:
-      try:
-        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return
-      except BlockingIOError as error:
-        if not _is_shared(self._file):
-          raise self._refusal() from error
-        if time.monotonic() >= end:
-          raise self._reader(error) from error
-        time.sleep(0.1)
-      except OSError as error:
-        if error.errno not in appended.NO_LOCKS:
-          raise
-        self._lease = _FileLease(self._path.with_suffix('.lease'), self._directory, self._process)
-        return
+    is_locked = locks.attempt(self._file)
+    while is_locked is False:
+      if not _is_shared(self._file):
+        raise self._refusal()
+      if time.monotonic() >= end:
+        raise self._reader()
+      time.sleep(0.1)
+      is_locked = locks.attempt(self._file)
+    if is_locked is None:
+      self._lease = _FileLease(self._path.with_suffix('.lease'), self._directory, self._process)
 
   def _refusal(self) -> ValkyrieError:
-    holder = lock_holder(self._directory, self._process).partition(',')[0] or 'another process'
-    refusal = _refusal(holder, self._directory, self._process)
+    last = lock_holder(self._directory, self._process).partition(',')[0]
+    refusal = _refusal(last or 'another process', self._directory, self._process)
     if os.fstat(self._file.fileno()).st_nlink > 1:
       refusal = StorageError(
         f'{refusal}\n{self._path} has other names, too, as after `cp -al`: the trainer may be that '
@@ -254,7 +241,7 @@ class DiskLock:
       )
     return refusal
 
-  def _reader(self, error: OSError) -> ValkyrieError:
+  def _reader(self) -> ValkyrieError:
     return Unreachable(
       f'{_reader_of(self._file)} holds a shared lock on {self._path}, as a program that only reads '
       'it may, so that nothing can train there. Nothing was changed. Wait for its end or stop it, '
@@ -333,7 +320,7 @@ class _FileLease(Lease):
       else:
         if present is not None:
           self._remove(present)
-          if _is_token(found.get('token')):  # its holder may have been killed in a renewal
+          if holder.is_token(found.get('token')):  # its holder may have been killed in a renewal
             owned.delete_file(self._new(found['token']))
         os.link(new, self._place)
     except FileExistsError as error:
@@ -357,56 +344,5 @@ class _FileLease(Lease):
       owned.delete_file(taken)
 
 
-def has_ended(lease: Mapping[str, Any]) -> bool | None:
-  """Whether the holder of a lease has ended; None if only missed beats can tell."""
-  token = str(lease.get('token'))
-  if not _is_token(token):  # it would name another file
-    return None
-  try:
-    with open(_file(token), opener=_open_literally) as file:
-      fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-  except BlockingIOError:
-    return False
-  except OSError:
-    return None
-  return True
-
-
-def _is_token(text: Any) -> bool:
-  return isinstance(text, str) and bool(re.fullmatch('[0-9a-f]{32}', text))
-
-
-def _open_literally(path: str, flags: int) -> int:
-  """Follows no link and waits for no other process, since strangers may write in the memory."""
-  return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-
-def _marked(token: str) -> contextlib.ExitStack:
-  """Locks a holder's file in memory, until the stack is closed."""
-  lock = contextlib.ExitStack()
-  with contextlib.suppress(OSError):  # without such memory, others wait for beats
-    file = lock.enter_context(open(_file(token), 'x'))  # noqa: SIM115, closed by the stack
-    lock.callback(_remove, token)
-    fcntl.flock(file, fcntl.LOCK_EX)
-  return lock
-
-
 def _is_held(content: Mapping[str, Any]) -> bool:
   return bool(content.get('token')) and not content.get('ended')
-
-
-def _file(token: str) -> pathlib.Path:
-  """The file of a holder; raises OSError if the memory is not this kernel's.
-
-  A sandbox may show the memory of its host by another kind of file system, with locks of its own.
-  """
-  mounts = pathlib.Path('/proc/self/mounts').read_text(errors='replace').splitlines()
-  kinds = {place: kind for _, place, kind, *_ in map(str.split, mounts)}
-  if kinds.get(str(MEMORY)) != 'tmpfs':
-    raise FileNotFoundError(f'{MEMORY} is not memory')
-  return MEMORY / f'valkyrie-{token}'
-
-
-def _remove(token: str) -> None:
-  with contextlib.suppress(OSError):  # of another user
-    owned.delete_file(_file(token))

@@ -20,7 +20,6 @@ No link is followed, and what this program has not made stays.
 from collections.abc import Iterable, Iterator, Sequence
 import contextlib
 import errno
-import fcntl
 import hashlib
 import itertools
 import json
@@ -35,7 +34,7 @@ import time
 from typing import BinaryIO
 
 from valkyrie import errors, foreign
-from valkyrie.storage import foreign_names
+from valkyrie.storage import foreign_names, locks
 
 MARK = '.made_by_valkyrie'
 _TEMPORARY = re.compile(r'\.(.+)\.([0-9a-f]{24})([0-9a-f]{8})', re.DOTALL)
@@ -104,7 +103,7 @@ def temporary_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
   os.mkdir(place)
   lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
   try:
-    _lock(lock)
+    locks.attempt(lock)
     yield place
   finally:
     shutil.rmtree(place, ignore_errors=True)
@@ -277,11 +276,13 @@ def _locked_file(path: pathlib.Path) -> BinaryIO:
   """A new file beside `path`, with a temporary name and a lock."""
   while True:
     place = path.with_name(_temporary_name(path.name))
-    file = open(place, 'x+b')  # noqa: SIM115  (the caller closes it)
-    # `remove_litter` of another process may see the file before its lock, and take it for litter.
-    if _lock(file.fileno()) is not False and _is_at(place, file.fileno()):
-      return file
-    file.close()
+    with contextlib.ExitStack() as stack:
+      file = stack.enter_context(open(place, 'x+b'))
+      stack.callback(delete_file, place)
+      # `remove_litter` of another process may see the file before its lock, and take it for litter.
+      if locks.attempt(file) is not False and _is_at(place, file.fileno()):
+        stack.pop_all()  # the caller closes it
+        return file
 
 
 def _remove_abandoned(place: pathlib.Path, is_local: bool) -> None:
@@ -290,7 +291,7 @@ def _remove_abandoned(place: pathlib.Path, is_local: bool) -> None:
   flags = os.O_RDONLY | os.O_DIRECTORY if is_folder else os.O_RDWR | os.O_NONBLOCK
   descriptor = os.open(place, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
   try:
-    is_locked = _lock(descriptor)
+    is_locked = locks.attempt(descriptor)
     is_abandoned = is_local and is_locked
     if is_locked is not False and not is_abandoned:
       is_abandoned = time.time() - _last_change(place) > _ABANDONED_SECONDS
@@ -302,17 +303,6 @@ def _remove_abandoned(place: pathlib.Path, is_local: bool) -> None:
       os.unlink(place)
   finally:
     os.close(descriptor)
-
-
-def _lock(descriptor: int) -> bool | None:
-  """Locks an open file or folder; False if another process has it, None if there are no locks."""
-  try:
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError:
-    return False
-  except OSError:
-    return None
-  return True
 
 
 def _last_change(place: pathlib.Path) -> float:
