@@ -16,7 +16,7 @@ from valkyrie import types
 from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import vocabularies
-from valkyrie.data.rows import Order, Row, deal, numbers_in
+from valkyrie.data.rows import Documents, Order, Row, deal, numbers_in
 from valkyrie.data.store_location import open_store
 from valkyrie.data.token_store import REBUILD, Selection, TokenStore, more_documents
 from valkyrie.errors import ConfigurationError, DataError
@@ -24,7 +24,7 @@ from valkyrie.types import Batch, position_of
 
 RESETS = ('document', 'sequence', 'never')
 _SEGMENTS = 2**30  # documents with the same segment id are too far apart to meet in a step
-_UNEVEN = 4  # times the shortest row
+_UNEVEN = 4  # warn if the longest row has this many times the tokens of the shortest one
 _MAX_NAMED = 8  # rows, and documents of each row, in a message
 _FEWER_ROWS = {
   'train': 'Lower batch_size (--gin.batch_size)',
@@ -84,7 +84,7 @@ class TaskFeed:
       source: location of the documents, for tasks that need one (text, fineweb).
       options: options of the task's source; None leaves one out.
       unique: keep only the first of several documents with equal tokens.
-      learn_eos: give weight to the EOS after an answer, too; without a prompt it always has weight.
+      learn_eos: also train on the EOS after an answer (texts without prompts always do).
       bad_documents: most damaged documents of a row that one `read` accepts: they are logged, read
         as EOS tokens, and have weight 0.
 
@@ -112,26 +112,34 @@ class TaskFeed:
 
   @functools.cached_property
   def store(self) -> TokenStore:
-    if self.selection.task == 'synthetic':  # which has the members of a store that are used here
-      made: Any = importlib.import_module('valkyrie.tasks.synthetic').RandomTokens(self.selection)
+    if self.selection.task == 'synthetic':
+      # RandomTokens has those members of a store that a feed uses.
+      synthetic = importlib.import_module('valkyrie.tasks.synthetic')
+      made: Any = synthetic.RandomTokens(self.selection)
       return made
     return open_store(self.selection, self._data_dir)
 
   @functools.cached_property
   def rows(self) -> list[Row]:
     """The documents of each row in their order."""
-    keys = None if self.reset_at == 'document' else self.store.sequence_keys
-    units = len(self.store.lengths if keys is None else np.unique(keys))
+    keys = None
+    unit = 'documents'
+    units = len(self.store.lengths)
+    if self.reset_at != 'document':
+      keys = self.store.sequence_keys
+      unit = 'sequences of documents'
+      units = len(np.unique(keys))
     if units < self.batch_size:
-      unit = 'documents' if keys is None else 'sequences of documents'
-      enough = max(16, self.store.information['text_bytes'] // (2 * self.batch_size))
+      lower = _FEWER_ROWS.get(self.selection.split, 'Lower TaskFeed.batch_size')
+      cut = max(16, self.store.information['text_bytes'] // (2 * self.batch_size))
       raise ConfigurationError(
         f'{self.selection} has {units} {unit}, fewer than batch_size={self.batch_size}, but each '
-        f'row needs one. {_FEWER_ROWS.get(self.selection.split, "Lower TaskFeed.batch_size")}; use '
-        f'a larger split; or {more_documents(self.selection, min(enough, 2048))}.'
+        f'row needs one. {lower}; use a larger split; or '
+        f'{more_documents(self.selection, min(cut, 2048))}.'
       )
     rows = deal(self.store.lengths, keys, self.batch_size, self._order)
-    shortest, longest = (of(row.length for row in rows) for of in (min, max))
+    shortest = min(row.length for row in rows)
+    longest = max(row.length for row in rows)
     if self._order.epochs is None and longest >= _UNEVEN * shortest:
       logging.warning(
         '%s: the shortest of the %d rows has %s tokens and repeats %.3g times while the longest '
@@ -147,8 +155,10 @@ class TaskFeed:
 
   @property
   def tokens_per_byte(self) -> float | None:
-    """Tokens per byte of text, with EOS; None with prompts, whose answers are only a part of it."""
-    return None if self.store.prompts.any() else self.store.tokens_per_byte
+    """Tokens per byte of text, with EOS; None with prompts: an answer is only a part of a text."""
+    if self.store.prompts.any():
+      return None
+    return self.store.tokens_per_byte
 
   @property
   def row_tokens(self) -> int:
@@ -156,7 +166,9 @@ class TaskFeed:
 
   @property
   def row_end(self) -> int | None:
-    return None if self._order.epochs is None else self._order.epochs * self.row_tokens
+    if self._order.epochs is None:
+      return None
+    return self._order.epochs * self.row_tokens
 
   @property
   def longest(self) -> int:
@@ -165,7 +177,7 @@ class TaskFeed:
 
   def dealt(self, number: int, rows: int, begin: int) -> 'TaskFeed':
     """As `types.TaskFeed`; ConfigurationError for `epochs`, which end within one deal."""
-    del begin  # an endless feed is the same from any position of the run on
+    del begin  # an endless feed is dealt in one way, whatever the position of the run
     if self._order.epochs is not None:
       raise ConfigurationError(
         f'{self.selection} has TaskFeed.epochs={self._order.epochs}, which end in one deal of its '
@@ -182,70 +194,112 @@ class TaskFeed:
     return sum(position % row.length for row in self.rows)
 
   def progress(self, position: int) -> dict[str, float]:
-    read = sum(position if row.end is None else min(position, row.end) for row in self.rows)
+    read = 0
+    for row in self.rows:
+      if row.end is None:
+        read += position
+      else:
+        read += min(position, row.end)
     return {'epochs': read / self.store.tokens}
 
   def read(self, position: int, length: int, rows: Sequence[int] | None = None) -> Batch:
     """As `types.TaskFeed`; DataError if a row has more than `bad_documents` damaged documents."""
-    rows = range(self.batch_size) if rows is None else rows
-    dtypes = {'weights': np.float32}
-    leaves = [np.zeros((len(rows), length), dtypes.get(f, np.int32)) for f in Batch._fields]
-    for i, row in enumerate(rows):
-      self._read_row(row, position, [leaf[i] for leaf in leaves])
-    return Batch(*leaves)
+    if rows is None:
+      rows = range(self.batch_size)
+    shape = (len(rows), length)
+    batch = Batch(
+      inputs=np.zeros(shape, np.int32),
+      targets=np.zeros(shape, np.int32),
+      weights=np.zeros(shape, np.float32),
+      positions=np.zeros(shape, np.int32),
+      segment_ids=np.zeros(shape, np.int32),
+    )
+    for place, row in enumerate(rows):
+      self._read_row(row, position, Batch(*(leaf[place] for leaf in batch)))
+    return batch
 
   def describe(self, position: int, length: int) -> str:
     """Names the documents of the tokens [position, position + length) of all rows by number."""
     end = position + length
-    rows = [f'row {r}: {self.documents(r, position, end)}' for r in range(self.batch_size)]
+    rows = []
+    for row in range(self.batch_size):
+      rows.append(f'row {row}: {self.documents(row, position, end)}')
     return f'these documents of {self.store.path}: {_some(rows, "; ")}'
 
   def documents(self, row: int, begin: int, end: int) -> str:
     """The numbers in the store of the documents of the tokens [begin, end) of a row."""
-    return _some([str(number) for number in self.rows[row].documents(begin, end).numbers], ', ')
+    numbers = self.rows[row].documents(begin, end).numbers
+    return _some([str(number) for number in numbers], ', ')
 
-  def _read_row(self, row: int, position: int, leaves: list[np.ndarray]):
+  def _read_row(self, row: int, position: int, batch: Batch):
     """Fills the leaves [T], zero so far, of one row's Batch."""
-    inputs, targets, weights, positions, segment_ids = leaves
-    length = len(inputs)
+    length = len(batch.inputs)
     wanted = length + 1  # the last target is one token ahead
-    if (end := self.rows[row].end) is not None:
-      wanted = min(wanted, end - position)
+    row_end = self.rows[row].end
+    if row_end is not None:
+      wanted = min(wanted, row_end - position)
     if wanted <= 0:
       return
-    found = self.rows[row].documents(position, position + wanted)
-    documents, starts, ends, resets, units = found
-    if self.reset_at == 'never':
-      resets, units = np.zeros_like(starts), np.zeros_like(starts)
-    begins = np.maximum(starts, position)
-    counts = np.minimum(ends, position + wanted) - begins
-    tokens = self.store.read(documents, begins - starts, counts)
-    damaged = self.store.damaged(documents)
+    documents = self.rows[row].documents(position, position + wanted)
+    begins = np.maximum(documents.starts, position)
+    skipped = begins - documents.starts  # tokens of the first document that were read earlier
+    counts = np.minimum(documents.ends, position + wanted) - begins
+    tokens = self.store.read(documents.numbers, skipped, counts)
+    damaged = self.store.damaged(documents.numbers)
+    is_damaged = np.repeat(damaged, counts)
     if damaged.any():
-      self._report_damaged(row, sorted(set(documents[damaged].tolist())))
-      tokens[np.repeat(damaged, counts)] = self.vocabulary.eos_id
+      self._report_damaged(row, sorted(set(documents.numbers[damaged].tolist())))
+      tokens[is_damaged] = self.vocabulary.eos_id
     n = min(wanted, length)
-    inputs[:n] = tokens[:n]
-    targets[: wanted - 1] = tokens[1:]
-    # In a document with prompts only the answers have weight.
-    prompts = self.store.prompts[documents]
-    firsts, lasts = starts + prompts, ends if self._learn_eos else ends - (prompts > 0)
-    target = np.arange(position + 1, position + wanted + 1)
-    counted = (target >= np.repeat(firsts, counts)) & (target < np.repeat(lasts, counts))
-    counted &= ~np.repeat(damaged, counts)
-    if (later := self.store.later_prompts).size:
-      places = self.store.places(documents) + begins - starts + 1  # of the first targets
-      counted &= np.searchsorted(later, numbers_in(places, counts), side='right') % 2 == 0
-    weights[:n] = counted[:n]
-    distance = np.arange(position, position + wanted) - np.repeat(resets, counts)
-    positions[:n] = position_of(distance)[:n]
-    segment_ids[:n] = np.repeat(segment_ids_of(units + 1), counts)[:n]
+    batch.inputs[:n] = tokens[:n]
+    batch.targets[: wanted - 1] = tokens[1:]
+
+    counted = self._is_answer(documents, position, counts, skipped)
+    counted &= ~is_damaged
+    batch.weights[:n] = counted[:n]
+
+    unit_starts = documents.unit_starts
+    units = documents.unit_numbers
+    if self.reset_at == 'never':
+      unit_starts = np.zeros_like(unit_starts)
+      units = np.zeros_like(units)
+    places = np.arange(position, position + wanted)
+    distances = places - np.repeat(unit_starts, counts)
+    batch.positions[:n] = position_of(distances)[:n]
+    segment_ids = segment_ids_of(units + 1)
+    batch.segment_ids[:n] = np.repeat(segment_ids, counts)[:n]
+
+  def _is_answer(
+    self, documents: Documents, position: int, counts: np.ndarray, skipped: np.ndarray
+  ) -> np.ndarray:
+    """Which targets are learned, bool [T]: in a document with prompts only the answers.
+
+    position: tokens of the row before those that are read; each target is one token ahead.
+    counts, skipped: tokens of each document that are read, and those before them, [documents].
+    """
+    prompts = self.store.prompts[documents.numbers]
+    firsts = documents.starts + prompts
+    lasts = documents.ends
+    if not self._learn_eos:
+      lasts = lasts - (prompts > 0)
+    targets = np.arange(position + 1, position + counts.sum() + 1)
+    is_answer = targets >= np.repeat(firsts, counts)
+    is_answer &= targets < np.repeat(lasts, counts)
+    later_prompts = self.store.later_prompts
+    if later_prompts.size:
+      first_targets = self.store.places(documents.numbers) + skipped + 1
+      places = numbers_in(first_targets, counts)
+      bounds_before = np.searchsorted(later_prompts, places, side='right')
+      is_answer &= bounds_before % 2 == 0  # as many prompts have ended as begun
+    return is_answer
 
   def _report_damaged(self, row: int, damaged: list[int]):
     """Logs the damaged documents of a row; raises DataError if they are too many."""
     names = [str(self.store.damage(document)) for document in damaged[:_MAX_NAMED]]
     if len(damaged) > self._bad_documents:
-      more = f'; and {len(damaged) - _MAX_NAMED} more' if len(damaged) > _MAX_NAMED else ''
+      more = ''
+      if len(damaged) > _MAX_NAMED:
+        more = f'; and {len(damaged) - _MAX_NAMED} more'
       raise DataError(
         f'Row {row} reads {len(damaged)} damaged documents at once, but the limit is '
         f'TaskFeed.bad_documents={self._bad_documents}: {"; ".join(names)}{more}. They were '
@@ -256,8 +310,10 @@ class TaskFeed:
 
 
 def _some(names: Sequence[str], separator: str) -> str:
-  more = f'{separator}...' if len(names) > _MAX_NAMED else ''
-  return separator.join(names[:_MAX_NAMED]) + more
+  text = separator.join(names[:_MAX_NAMED])
+  if len(names) > _MAX_NAMED:
+    text += f'{separator}...'
+  return text
 
 
 def segment_ids_of(numbers: np.ndarray) -> np.ndarray:
@@ -274,7 +330,7 @@ def prefetch(
   """Reads (position, length) spans up to `depth` batches ahead, in a background thread.
 
   The error of a failed read is raised in place of its batch. Closing the iterator ends the thread.
-  A DataError names a row that has tokens to learn at padding.
+  A DataError names a row that has tokens to learn in padding.
   """
   ahead: collections.deque[Future[Batch]] = collections.deque()
   reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix='prefetch')
@@ -290,9 +346,11 @@ def prefetch(
 
 
 def _checked(feed: types.TaskFeed, position: int, length: int, rows: Sequence[int] | None) -> Batch:
-  """A batch, in which nothing to learn is taken for padding, which no mixer reads."""
+  """Reads a batch; raises a DataError for a token to learn in padding, which mixers do not read."""
   batch = feed.read(position, length, rows)
-  is_lost = (np.asarray(batch.segment_ids) == 0) & (np.asarray(batch.weights) > 0)
+  is_padding = np.asarray(batch.segment_ids) == 0
+  is_learned = np.asarray(batch.weights) > 0
+  is_lost = is_padding & is_learned
   if is_lost.any():
     row, place = np.argwhere(is_lost)[0].tolist()
     raise DataError(

@@ -7,7 +7,7 @@ import re
 from valkyrie import foreign
 
 # Suffixes of the formats that `records` reads, and of a compression around them.
-# A folder with files of other formats is read without its TABLES, which may describe those.
+# Tables beside texts are usually metadata, so a folder with both is read without its tables.
 TABLES = ('.json', '.csv', '.tsv')
 ROWS = ('.jsonl', '.ndjson', '.parquet', '.arrow', *TABLES)  # several documents in a file
 FORMATS = ('.txt', '.md', '.jsonl', '.ndjson', '.parquet', '.arrow', *TABLES)
@@ -21,13 +21,19 @@ def format_of(path: str) -> str:
 
 
 def without_compression(path: str) -> str:
-  return posixpath.splitext(path)[0] if suffix(path) in COMPRESSIONS else path
+  if suffix(path) not in COMPRESSIONS:
+    return path
+  stem, _ = posixpath.splitext(path)
+  return stem
 
 
 def without_formats(path: str) -> str:
   """A path without the suffixes of a compression and of a known format."""
   plain = without_compression(path)
-  return posixpath.splitext(plain)[0] if suffix(plain) in FORMATS else plain
+  if suffix(plain) not in FORMATS:
+    return plain
+  stem, _ = posixpath.splitext(plain)
+  return stem
 
 
 def suffix(path: str) -> str:
@@ -36,23 +42,32 @@ def suffix(path: str) -> str:
 
 def some(names: Sequence[str]) -> str:
   """The first names for a message, and the number of the others."""
-  more = f' and {len(names) - _MAX_NAMED} more' if len(names) > _MAX_NAMED else ''
-  return foreign.shown(', '.join(names[:_MAX_NAMED])) + more
+  text = foreign.shown(', '.join(names[:_MAX_NAMED]))
+  if len(names) > _MAX_NAMED:
+    text += f' and {len(names) - _MAX_NAMED} more'
+  return text
 
 
 def regex(root: str, pattern: str) -> re.Pattern:
   """The paths below a root that a pattern matches: `**` any, `*` and `?` all but a slash."""
   parts = re.split(r'(\*\*/|\*\*|\*|\?|\[!?\]?[^]]*\])', posixpath.normpath(pattern))
-  known = {'**/': '(?:.*/)?', '**': '.*', '*': '[^/]*', '?': '[^/]'}
+  wildcards = {'**/': '(?:.*/)?', '**': '.*', '*': '[^/]*', '?': '[^/]'}
+  expressions = [re.escape(root)]
   for number, part in enumerate(parts):
-    of_class = part.replace('\\', r'\\').replace('[!', '[^')
-    parts[number] = known.get(part, of_class) if number % 2 else re.escape(part)
+    is_literal = number % 2 == 0
+    if is_literal:
+      expressions.append(re.escape(part))
+    elif part in wildcards:
+      expressions.append(wildcards[part])
+    else:  # a class of characters, such as [a-z] or [!a-z]
+      expressions.append(part.replace('\\', r'\\').replace('[!', '[^'))
   try:
-    return re.compile(re.escape(root) + ''.join(parts))
+    return re.compile(''.join(expressions))
   except re.error as error:  # such as [z-a]
     raise ValueError(f'its pattern {pattern!r} is wrong: {error}') from error
 
 
 def is_readme(name: str) -> bool:
   """Whether a file describes others."""
-  return posixpath.basename(name).lower().startswith('readme')
+  base = posixpath.basename(name)
+  return base.lower().startswith('readme')

@@ -7,19 +7,19 @@ the tools that the assistant may call, as OpenAI's `tools` or earlier `functions
   tools and calls in their earlier forms become `tools`, `tool_calls` and messages of the role tool,
   arguments of a call that are JSON in a text become their value,
   a content of several texts becomes one text, and one that is null beside calls becomes empty,
-  fields that are null are left out, since tables have all fields in all rows.
+  fields that are null are left out, since every row of a table has all fields.
 """
 
 from collections.abc import Mapping, Sequence
 import json
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from valkyrie import foreign
 from valkyrie.errors import DataError
 
-COLUMNS = ('messages', 'conversations')  # of OpenAI, and of ShareGPT
+COLUMNS = ('messages', 'conversations')  # the names of OpenAI and ShareGPT
 _ROLES = {'human': 'user', 'gpt': 'assistant', 'function': 'tool', 'observation': 'tool'}
-# What an assistant says besides its content.
+# Fields of an assistant's message beside its content.
 SAID = ('tool_calls', 'reasoning_content', 'reasoning', 'thinking')
 _FLAGS = ('weight', 'train')  # whether an answer is learned
 
@@ -33,29 +33,40 @@ class Conversation(NamedTuple):
 
 def also(column: str) -> dict[str, bool]:
   """Columns to read besides the one of the messages, and whether each may take its place."""
-  others = {name: True for name in COLUMNS if name != column} if column in COLUMNS else {}
-  return others | dict.fromkeys(('tools', 'functions', 'system'), False)
+  columns: dict[str, bool] = dict.fromkeys(('tools', 'functions', 'system'), False)
+  if column not in COLUMNS:
+    return columns
+  instead = {name: True for name in COLUMNS if name != column}
+  return instead | columns
 
 
 def conversation(row: Mapping[str, Any], column: str, place: str) -> Conversation:
   """The conversation of a row; raises a DataError that names the place."""
-  names = [column, *(name for name, instead in also(column).items() if instead)]
-  given = [name for name in names if row.get(name) is not None]
-  name = given[0] if given else column
+  name = _column_in(row, column)
   messages = row.get(name)
-  if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+  if not _is_list_of_objects(messages):
     raise DataError(
       f'{place} has {messages!r:.80} in the column {name}, expected a list such as '
       '[{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}].'
     )
-  read = [
-    _message(message, f'{place}: the message {number}')
-    for number, message in enumerate(messages, 1)
-  ]
+  read = []
+  for number, message in enumerate(messages, 1):
+    read.append(_message(message, f'{place}: the message {number}'))
   system = row.get('system')
-  if system and not any(message.get('role') == 'system' for message in read):
+  roles = [message.get('role') for message in read]
+  if system and 'system' not in roles:
     read.insert(0, {'role': 'system', 'content': system})
   return Conversation(read, _tools(row, place))
+
+
+def _column_in(row: Mapping[str, Any], column: str) -> str:
+  """The column that has the messages of a row: `column`, or one that may take its place."""
+  if row.get(column) is not None:
+    return column
+  for name, may_replace in also(column).items():
+    if may_replace and row.get(name) is not None:
+      return name
+  return column
 
 
 def is_learned(message: Mapping[str, Any]) -> bool:
@@ -68,19 +79,22 @@ def _message(given: Mapping[str, Any], place: str) -> dict[str, Any]:
   if 'from' in message and 'role' not in message:
     message['role'] = message.pop('from')
     message['content'] = message.pop('value', None)
-  message['role'] = _ROLES.get(str(message.get('role')), message.get('role'))
+  role = message.get('role')
+  message['role'] = _ROLES.get(str(role), role)
   if 'function_call' in message:
-    call = message.pop('function_call')
-    message.setdefault('tool_calls', [{'type': 'function', 'function': call}])
+    function = message.pop('function_call')
+    message.setdefault('tool_calls', [_as_call(function)])
   if 'tool_calls' in message:
-    message['tool_calls'] = [_call(call, place) for call in _listed(message['tool_calls'], place)]
+    calls = _listed(message['tool_calls'], place)
+    message['tool_calls'] = [_call(call, place) for call in calls]
   content = message.get('content')
   if isinstance(content, list):
     message['content'] = ''.join(_text(part, place) for part in content)
   if content is None and any(name in message for name in SAID):
     message['content'] = ''
   flags = {name: message[name] for name in _FLAGS if name in message}
-  if any(flag not in (0, 1) for flag in flags.values()) or len({*flags.values()}) > 1:
+  is_wrong = any(flag not in (0, 1) for flag in flags.values())
+  if is_wrong or len(set(flags.values())) > 1:
     raise DataError(
       f'{place} has {flags!r:.80}, expected 0 or 1: an answer is learned, or it is only read. '
       'Correct it.'
@@ -89,8 +103,12 @@ def _message(given: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def _text(part: Any, place: str) -> str:
-  text = part.get('text') if isinstance(part, dict) else part
-  if not isinstance(text, str) or (isinstance(part, dict) and part.get('type', 'text') != 'text'):
+  text = part
+  kind = 'text'
+  if isinstance(part, dict):
+    text = part.get('text')
+    kind = part.get('type', 'text')
+  if not isinstance(text, str) or kind != 'text':
     raise DataError(
       f'{place} has the part {part!r:.80} in its content. Only texts are read: '
       '{"type": "text", "text": "Hello"}. Leave the conversation out.'
@@ -100,7 +118,9 @@ def _text(part: Any, place: str) -> str:
 
 def _call(call: Any, place: str) -> Any:
   """A call whose arguments are a value: OpenAI has them as JSON in a text."""
-  function = call.get('function') if isinstance(call, dict) else None
+  function = None
+  if isinstance(call, dict):
+    function = call.get('function')
   if not isinstance(function, dict) or not isinstance(function.get('name'), str):
     raise DataError(
       f'{place} has the call {call!r:.80}, expected one such as {{"type": "function", "function": '
@@ -109,25 +129,38 @@ def _call(call: Any, place: str) -> Any:
   arguments = function.get('arguments', {})
   if isinstance(arguments, str):
     arguments = _json(arguments or '{}', f'{place} has arguments of a call which')
-  return {**call, 'function': {**function, 'arguments': arguments}}
+  read = function | {'arguments': arguments}
+  return call | {'function': read}
+
+
+def _as_call(function: Any) -> dict[str, Any]:
+  """A function in the form of OpenAI's tools and calls."""
+  return {'type': 'function', 'function': function}
 
 
 def _tools(row: Mapping[str, Any], place: str) -> list[Any] | None:
   """The tools of a row; None if it has none."""
-  tools = row.get('tools')
-  if isinstance(tools, str):  # many tables have them so, since all rows of a column have one form
-    tools = _json(tools or 'null', f'{place} has tools which')
-  functions = row.get('functions')
-  if isinstance(functions, str):
-    functions = _json(functions or 'null', f'{place} has functions which')
-  found = _listed(tools or [], place)
-  if not found:
-    found = [{'type': 'function', 'function': one} for one in _listed(functions or [], place)]
-  return [_without_nulls(tool) for tool in found] or None
+  tools = _listed(_parsed(row, 'tools', place), place)
+  functions = _parsed(row, 'functions', place)
+  if not tools:
+    tools = [_as_call(function) for function in _listed(functions, place)]
+  return [_without_nulls(tool) for tool in tools] or None
+
+
+def _parsed(row: Mapping[str, Any], column: str, place: str) -> Any:
+  """The list in a column, which may be JSON in a text; [] for an empty column."""
+  value = row.get(column)
+  if isinstance(value, str):  # in tables, where all values of a column have one form
+    value = _json(value or 'null', f'{place} has {column} which')
+  return value or []
+
+
+def _is_list_of_objects(value: Any) -> TypeGuard[list[dict[str, Any]]]:
+  return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
 def _listed(value: Any, place: str) -> Sequence[Any]:
-  if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+  if not _is_list_of_objects(value):
     raise DataError(
       f'{place} has {value!r:.80} for tools or calls, expected a list of objects. Correct it.'
     )
@@ -143,9 +176,9 @@ def _json(text: str, place: str) -> Any:
 
 def _without_nulls(value: Any) -> Any:
   if isinstance(value, dict):
-    return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
   if isinstance(value, list):
-    return [_without_nulls(each) for each in value]
+    return [_without_nulls(inner) for inner in value]
   return value
 
 

@@ -27,15 +27,17 @@ _MAX_NAMED = 8  # rows, and stretches of each row, in a message
 class _Span(NamedTuple):
   """A stretch of a row from one source.
 
-  start, length: tokens of the row before it, and its own.
-  place: tokens of the source's row before it; others: units of the other sources before it.
+  start, length: tokens of the row before the stretch, and tokens of the stretch.
+  source: the number of the source.
+  place: tokens of the source's row before the stretch.
+  other_units: units of the other sources before the stretch.
   """
 
   start: int
   length: int
   source: int
   place: int
-  others: int
+  other_units: int
 
 
 @gin.configurable
@@ -60,11 +62,11 @@ class Mixture:
 
     Args:
       sources: arguments of `feed` by the name of the source, over those that gin binds; a string
-        stands for {'source': string}. With {'epochs': N} a source ends after N epochs, and its
+        is short for {'source': string}. With {'epochs': N} a source ends after N epochs, and its
         share goes to the others. Or the name of a seqio Mixture, 'package.module:NAME', whose
         tasks are the sources.
       weights: numbers in the ratio of the tokens, by the name of the source; or several of these,
-        one for each phase of the curriculum. Each source is named, in one phase at least: with
+        one for each phase of the curriculum. Each source is named in at least one phase: with
         0, or in the phases without its name, it is not read. None takes the rates of the seqio
         Mixture.
       feed: the class of the feeds.
@@ -75,58 +77,62 @@ class Mixture:
     """
     if isinstance(sources, str):
       rates = build([f'--mixture={sources}'], f'Reading the seqio mixture {sources}')
-      weights = rates if weights is None else weights
+      if weights is None:
+        weights = rates
       sources = {task: {'task': task} for task in rates}
     if weights is None:
       raise ConfigurationError(
         f'Mixture.weights has no value. Give each of {", ".join(sources)} a number; tokens '
         'are read in this ratio.'
       )
-    of_phases = [weights] if isinstance(weights, Mapping) else weights
-    shares = [_shares(sources, of_phase) for of_phase in of_phases]
-    begins = [0] if phases is None or len(shares) == 1 else phases().begins
+    phase_weights = weights
+    if isinstance(phase_weights, Mapping):
+      phase_weights = [phase_weights]
+    shares = [_shares(sources, weights_of_phase) for weights_of_phase in phase_weights]
+    begins = [0]
+    if phases is not None and len(shares) > 1:
+      begins = phases().begins
     if len(begins) != len(shares):
       raise ConfigurationError(
         f'Mixture.weights has the weights of {len(shares)} phases, but the curriculum has '
         f'{len(begins)}. Give one set of weights, or one for each phase, with '
         'Mixture.phases = @Curriculum.'
       )
-    _check_named(sources, of_phases)
-    self.sources = {
-      name: feed(**({'source': given} if isinstance(given, str) else given))
-      for name, given in sources.items()
-    }
+    _check_named(sources, phase_weights)
+    self.sources: dict[str, TaskFeed] = {}
+    for name, given in sources.items():
+      if isinstance(given, str):
+        self.sources[name] = feed(source=given)
+      else:
+        self.sources[name] = feed(**given)
+    _check_shared(self.sources)
     self._feeds = list(self.sources.values())
     self._begin = 0
     self.weights = dict(zip(sources, shares[-1], strict=True))
     self._changes = list(zip(begins, shares, strict=True))
-    for option in ('batch_size', 'reset_at', 'vocabulary.fingerprint'):
-      first, *others = map(operator.attrgetter(option), self._feeds)
-      for name, other in zip([*sources][1:], others, strict=True):
-        if other != first:
-          raise ConfigurationError(
-            f'The sources of a mixture share {option}, but {name} has {other!r} and '
-            f'{next(iter(sources))} has {first!r}.'
-          )
     first = self._feeds[0]
     if first.reset_at == 'never':
       raise ConfigurationError(
         "A mixture needs TaskFeed.reset_at of 'document' or 'sequence': without resets, the memory "
         'of one source would run on in another.'
       )
-    self.batch_size, self.vocabulary = first.batch_size, first.vocabulary
+    self.batch_size = first.batch_size
+    self.vocabulary = first.vocabulary
     self.vocabulary_size = first.vocabulary_size
 
   @property
   def fingerprint(self) -> str:
     """The hash of the sources' content and of the weights."""
-    return content_hash([[[n, f.fingerprint] for n, f in self.sources.items()], self._changes])
+    fingerprints = [[name, feed.fingerprint] for name, feed in self.sources.items()]
+    return content_hash([fingerprints, self._changes])
 
   @property
   def tokens_per_byte(self) -> float | None:
     """Tokens per byte of text; None if a source has none, or if the weights change."""
+    if len(self._changes) > 1:
+      return None
     ratios = {name: feed.tokens_per_byte for name, feed in self.sources.items()}
-    return mean_tokens_per_byte(self.weights, ratios) if len(self._changes) == 1 else None
+    return mean_tokens_per_byte(self.weights, ratios)
 
   @property
   def row_tokens(self) -> int:
@@ -136,8 +142,10 @@ class Mixture:
 
   @property
   def row_end(self) -> int | None:
-    ends = [row.end for row in self._rows]
-    return None if None in ends else max(end for end in ends if end is not None)
+    ends = [row.end for row in self._rows if row.end is not None]
+    if len(ends) < len(self._rows):
+      return None
+    return max(ends)
 
   @property
   def longest(self) -> int:
@@ -158,83 +166,125 @@ class Mixture:
     dealt = copy.copy(self)
     dealt.__dict__.pop('_rows', None)
     dealt.sources = {name: feed.dealt(number, rows, 0) for name, feed in self.sources.items()}
-    dealt._feeds, dealt._begin = list(dealt.sources.values()), begin
+    dealt._feeds = list(dealt.sources.values())
+    dealt._begin = begin
     return dealt
 
   def unfinished(self, position: int) -> int:
-    return sum(
-      int(place % feed.rows[row].length)
-      for row, mixed in enumerate(self._rows)
-      for feed, place in zip(self._feeds, mixed.places(position), strict=True)
-    )
+    unfinished = 0
+    for row, mixed_row in enumerate(self._rows):
+      for feed, place in zip(self._feeds, mixed_row.places(position), strict=True):
+        unfinished += int(place % feed.rows[row].length)
+    return unfinished
 
   def progress(self, position: int) -> dict[str, float]:
     """Tokens and epochs of each source before a position, over all rows."""
     places = np.array([row.places(position) for row in self._rows])
-    found = {}
+    progress = {}
     for name, feed, read in zip(self.sources, self._feeds, places.sum(axis=0), strict=True):
-      found |= {f'tokens/{name}': int(read), f'epochs/{name}': read / feed.store.tokens}
-    return found
+      progress[f'tokens/{name}'] = int(read)
+      progress[f'epochs/{name}'] = read / feed.store.tokens
+    return progress
 
   def read(self, position: int, length: int, rows: Sequence[int] | None = None) -> Batch:
-    rows = range(len(self._rows)) if rows is None else rows
+    if rows is None:
+      rows = range(len(self._rows))
     parts = [self._read_row(row, position, length) for row in rows]
-    return Batch(*(np.concatenate(leaves) for leaves in zip(*parts, strict=True)))
+    return Batch(*map(np.concatenate, zip(*parts, strict=True)))
 
   def describe(self, position: int, length: int) -> str:
     """Names the documents of the tokens [position, position + length) of all rows by number."""
-    rows, names = [], [*self.sources]
+    names = list(self.sources)
+    rows = []
     for row in range(len(self._rows))[:_MAX_NAMED]:
-      spans = itertools.islice(self._spans(row, position, position + length), _MAX_NAMED)
-      named = (
-        f'{names[number]} {self._feeds[number].documents(row, place, place + size)}'
-        for _, size, number, place, _ in spans
-      )
-      rows.append(f'row {row}: {", ".join(named)}')
+      documents = []
+      for span in itertools.islice(self._spans(row, position, position + length), _MAX_NAMED):
+        feed = self._feeds[span.source]
+        numbers = feed.documents(row, span.place, span.place + span.length)
+        documents.append(f'{names[span.source]} {numbers}')
+      rows.append(f'row {row}: {", ".join(documents)}')
     stores = ', '.join(f'{name} is {feed.store.path}' for name, feed in self.sources.items())
     return f'these documents (the first of each row; {stores}): {"; ".join(rows)}'
 
   def _read_row(self, row: int, position: int, length: int) -> Batch:
     """One row, [1, length]."""
-    leaves = Batch(*(np.zeros((1, length + 1), d) for d in ('i4', 'i4', 'f4', 'i4', 'i4')))
-    for start, size, source, place, others in self._spans(row, position, position + length + 1):
-      part = self._feeds[source].read(place, size, rows=[row])
-      numbers = part.segment_ids.astype(np.int64) + others
+    shape = (1, length + 1)
+    batch = Batch(
+      inputs=np.zeros(shape, np.int32),
+      targets=np.zeros(shape, np.int32),
+      weights=np.zeros(shape, np.float32),
+      positions=np.zeros(shape, np.int32),
+      segment_ids=np.zeros(shape, np.int32),
+    )
+    for span in self._spans(row, position, position + length + 1):
+      part = self._feeds[span.source].read(span.place, span.length, rows=[row])
+      numbers = part.segment_ids.astype(np.int64) + span.other_units
       part = part._replace(segment_ids=segment_ids_of(numbers))
-      for leaf, values in zip(leaves, part, strict=True):
-        leaf[:, start - position : start - position + size] = values
-    leaves = leaves._replace(targets=np.roll(leaves.inputs, -1))  # across sources too
-    return Batch(*(leaf[:, :length] for leaf in leaves))
+      first = span.start - position
+      last = first + span.length
+      for leaf, values in zip(batch, part, strict=True):
+        leaf[:, first:last] = values
+    # The last target of a span is the first token of the next one, of another source.
+    batch = batch._replace(targets=np.roll(batch.inputs, -1))
+    return Batch(*(leaf[:, :length] for leaf in batch))
 
   def _spans(self, row: int, begin: int, end: int) -> Iterator[_Span]:
-    """What the tokens [begin, end) of a row are, in order."""
+    """The stretches of single sources in the tokens [begin, end) of a row, in order."""
     pieces = self._rows[row].pieces(begin, end)
     for source, group in itertools.groupby(pieces, operator.attrgetter('source')):
-      units = [*group]
-      (places, numbers), first, last = units[0].before, units[0], units[-1]
-      start, stop = max(begin, first.start), min(end, last.start + last.length)
-      place, others = int(places[source]) + start - first.start, numbers.sum() - numbers[source]
-      yield _Span(start, stop - start, source, place, int(others))
+      units = list(group)
+      first = units[0]
+      start = max(begin, first.start)
+      stop = min(end, units[-1].end)
+      tokens_before, units_before = first.before
+      place = int(tokens_before[source]) + start - first.start
+      other_units = int(units_before.sum() - units_before[source])
+      yield _Span(start, stop - start, source, place, other_units)
 
 
 def mean_tokens_per_byte(weights: Weights, ratios: Mapping[str, float | None]) -> float | None:
   """Tokens per byte of a text whose tokens come from sources by weight; None if one has none."""
-  read = {name: weight for name, weight in weights.items() if weight}
-  known = {name: ratio for name, ratio in ratios.items() if ratio is not None}
-  if not read.keys() <= known.keys():
-    return None
-  return 1 / sum(weight / known[name] for name, weight in read.items())
+  bytes_per_token = 0
+  for name, weight in weights.items():
+    if weight:
+      ratio = ratios.get(name)
+      if ratio is None:
+        return None
+      bytes_per_token += weight / ratio
+  return 1 / bytes_per_token
 
 
-def _check_named(sources: Mapping[str, Any], of_phases: Sequence[Weights]) -> None:
+def _check_shared(feeds: Mapping[str, TaskFeed]) -> None:
+  """Raises a ConfigurationError if the feeds of the sources differ in what a batch shares."""
+  first_name, first_feed = next(iter(feeds.items()))
+  for option in ('batch_size', 'reset_at', 'vocabulary.fingerprint'):
+    value_of = operator.attrgetter(option)
+    expected = value_of(first_feed)
+    for name, feed in feeds.items():
+      value = value_of(feed)
+      if value != expected:
+        raise ConfigurationError(
+          f'The sources of a mixture share {option}, but {name} has {value!r} and '
+          f'{first_name} has {expected!r}.'
+        )
+
+
+def _check_named(sources: Mapping[str, Any], phase_weights: Sequence[Weights]) -> None:
   """Raises a ConfigurationError for a source without a weight; warns of one that is not read."""
-  unnamed = [name for name in sources if not any(name in weights for weights in of_phases)]
+  named: set[str] = set()
+  read: set[str] = set()
+  for weights in phase_weights:
+    for name, weight in weights.items():
+      named.add(name)
+      if weight:
+        read.add(name)
+  unnamed = [name for name in sources if name not in named]
   if unnamed:
     raise ConfigurationError(
       f'Mixture.weights does not name the source {", ".join(unnamed)}. Give it a number; tokens '
       'are read in this ratio. With 0 it is evaluated and not trained on.'
     )
-  unread = [name for name in sources if not any(weights.get(name) for weights in of_phases)]
+  unread = [name for name in sources if name not in read]
   if unread:
     _warn_once(
       f'Mixture.weights has 0 for {", ".join(unread)}: it is evaluated, and not trained on.'
@@ -249,11 +299,16 @@ def _shares(sources: Mapping[str, Any], weights: Weights) -> list[float]:
       f'Mixture.weights names {", ".join(unknown) or "no source"}, but Mixture.sources has '
       f'{", ".join(sources) or "none"}.'
     )
-  numbers = weights.values()
-  right = all(isinstance(w, int | float) and w is not True and 0 <= w < math.inf for w in numbers)
-  if not right or not sum(weights.values()):
+  if not all(map(_is_weight, weights.values())) or not sum(weights.values()):
     raise ConfigurationError(
       f'Mixture.weights has {dict(weights)}. Use numbers of 0 or more, at least one above 0; '
       'tokens are read in this ratio.'
     )
-  return [weights.get(name, 0) / sum(weights.values()) for name in sources]
+  total = sum(weights.values())
+  return [weights.get(name, 0) / total for name in sources]
+
+
+def _is_weight(value: Any) -> bool:
+  if value is True or not isinstance(value, int | float):
+    return False
+  return 0 <= value < math.inf

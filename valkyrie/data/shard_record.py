@@ -26,24 +26,34 @@ def read(folder: pathlib.Path) -> dict[str, Any]:
     record = foreign.json_object(text, format=str, name=str, files=dict)
   except (OSError, ValueError):
     return {}
-  is_ours = record['format'].startswith(token_store.FORMATS) and record['name'] == folder.name
-  return record if is_ours else {}
+  is_store = record['format'].startswith(token_store.FORMATS)
+  if not is_store or record['name'] != folder.name:
+    return {}
+  return record
 
 
 def files(record: Mapping[str, Any]) -> list[str]:
-  """The files of a shard, the record last; none of {}."""
-  return [*record['files'], SHARD_FILE] if record else []
+  """The files of a shard, the record last; [] if the record is {}."""
+  if not record:
+    return []
+  return [*record['files'], SHARD_FILE]
 
 
 def is_like(record: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
   """Whether two shards are of one task, split and vocabulary, perhaps of different sources."""
-  return bool(record) and all(record.get(key) == other[key] for key in _SELECTION)
+  if not record:
+    return False
+  return all(record.get(key) == other[key] for key in _SELECTION)
 
 
 def all_in(store: pathlib.Path) -> dict[pathlib.Path, dict[str, Any]]:
   """{folder: record} of the shards in the folder of a store."""
-  records = {folder: read(folder) for folder in store.iterdir()}
-  return {folder: record for folder, record in records.items() if record}
+  records = {}
+  for folder in store.iterdir():
+    record = read(folder)
+    if record:
+      records[folder] = record
+  return records
 
 
 def others_in(

@@ -1,32 +1,35 @@
 """Splits that the names of files tell, such as train-00000-of-00002.parquet beside test.jsonl.
 
 The words are those of Hugging Face's `datasets`: train, training; validation, valid, val, dev;
-test, testing, eval, evaluation. Words of a name are what stands between `-`, `.`, `_`, spaces and
-digits, in any case, so that contest.txt and latest.jsonl have none. `datasets` takes such a word at
-any place of a name. Folders of ordinary texts have names like libfoo-dev and testing.md, so here a
-word is a split
+test, testing, eval, evaluation. The words of a name are separated by `-`, `.`, `_`, spaces and
+digits; upper case does not matter. So contest.txt and latest.jsonl have no such word. `datasets`
+takes such a word at any place of a name. Folders of ordinary texts have names like libfoo-dev and
+testing.md, so here a word is a split
 
   in a file of rows (JSON, CSV, .parquet, .arrow), if it is the last word of the name, or all of it;
   in a folder that holds files of rows, if it is the whole name;
   anywhere else, if the same name with train or training in its place is in the same folder.
 
-A README.md with `configs` at its head (Hugging Face's dataset card) goes before names.
+A README.md with `configs` at its head (Hugging Face's dataset card) takes precedence over names.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 import fnmatch
+import itertools
 import posixpath
 import re
 from typing import Any, NamedTuple
 
-TRAIN, VALIDATION, TEST = 'train', 'validation', 'test'
+TRAIN = 'train'
+VALIDATION = 'validation'
+TEST = 'test'
 _WORDS = {
   TRAIN: ('train', 'training'),
   VALIDATION: ('validation', 'valid', 'val', 'dev'),
   TEST: ('test', 'testing', 'eval', 'evaluation'),
 }
 _SPLIT_OF_WORD = {word: split for split, words in _WORDS.items() for word in words}
-_STRICTEST = (TEST, VALIDATION, TRAIN)  # of several splits in one path
+_STRICTEST = (TEST, VALIDATION, TRAIN)  # the first one counts if a path names several
 _SHARD = re.compile(r'\d+[-_]of[-_]\d+([-_][0-9a-f]{8,})?')  # with the hash of older uploads
 _SEPARATORS = re.compile(r'[-._\s\d]+')
 LARGEST_CARD = 2**20  # bytes
@@ -34,11 +37,11 @@ _HEAD = re.compile(r'---\s*\n(.*?\n)---\s*\n', re.DOTALL)
 
 
 class Named(NamedTuple):
-  """What the names of some files tell.
+  """The splits that the names of some files tell.
 
   splits: the split of each file whose name tells one.
-  doubtful: files below or of a name that is nothing but a word of the validation or test split,
-    but without a counterpart for training beside it, so that it counts as no split.
+  doubtful: files without a split, although a name in their path is a single word for validation or
+    tests: there is no counterpart for training in the same folder.
   """
 
   splits: dict[str, str]
@@ -57,38 +60,38 @@ class Configuration(NamedTuple):
 
 def words_of(name: str) -> tuple[str, ...]:
   """The words of a name in lower case, without numbers of shards."""
-  return tuple(filter(None, _SEPARATORS.split(_SHARD.sub('-', name.lower()))))
+  without_shard = _SHARD.sub('-', name.lower())
+  words = _SEPARATORS.split(without_shard)
+  return tuple(word for word in words if word)
 
 
 def named(stems: Mapping[str, str], rows: Collection[str]) -> Named:
   """The splits of files.
 
   stems: the path of each file below the source, without the suffixes of its format.
-  rows: those of them that are files of rows.
+  rows: the files that hold rows.
   """
   siblings: dict[str, set[tuple[str, ...]]] = {}  # words of the names in each folder
   for stem in stems.values():
-    *folders, _ = _paths_of(stem)
-    for path in (*folders, stem):
+    for path in _paths_of(stem):
       folder, name = posixpath.split(path)
       siblings.setdefault(folder, set()).add(words_of(name))
   splits: dict[str, str] = {}
   doubtful: list[str] = []
   for file, stem in stems.items():
-    *folders, whole = _paths_of(stem)
     told: set[str] = set()
     may_tell = False
-    for path in (*folders, whole):
+    for path in _paths_of(stem):
       folder, name = posixpath.split(path)
       words = words_of(name)
-      certain = _split_of(words, is_file=path == whole)
+      certain = _split_of(words, is_file=path == stem)
       if certain and (file in rows or certain == TRAIN):
         told.add(certain)
       else:
-        told |= _beside_training(words, siblings[folder])
+        told |= _with_counterpart(words, siblings[folder])
       may_tell |= len(words) == 1 and certain in (VALIDATION, TEST)
     if told:
-      splits[file] = next(split for split in _STRICTEST if split in told)
+      splits[file] = _strictest(told)
     elif may_tell:
       doubtful.append(file)
   return Named(splits, doubtful)
@@ -96,27 +99,38 @@ def named(stems: Mapping[str, str], rows: Collection[str]) -> Named:
 
 def spelled(pattern: str) -> set[str]:
   """The splits whose words a pattern spells: its author knows them."""
-  words = words_of(re.sub(r'[/*?\[\]!]', ' ', pattern))
-  return {_SPLIT_OF_WORD[word] for word in words if word in _SPLIT_OF_WORD}
+  literal = re.sub(r'[/*?\[\]!]', ' ', pattern)
+  return _splits_in(literal)
 
 
 def configurations(card: str) -> list[Configuration]:
   """The configurations at the head of a dataset card; none if it has no such head."""
-  head = _HEAD.match(card[:LARGEST_CARD].removeprefix('\ufeff').replace('\r\n', '\n'))
+  text = card[:LARGEST_CARD].removeprefix('\ufeff').replace('\r\n', '\n')
+  head = _HEAD.match(text)
   if head is None or 'configs' not in head[1]:
     return []
   import yaml  # noqa: PLC0415  (only for such a card)
 
   try:
-    found = yaml.safe_load(head[1])
+    content = yaml.safe_load(head[1])
   except (yaml.YAMLError, ValueError, RecursionError):
-    return []  # a text that is no card
-  entries = found.get('configs') if isinstance(found, dict) else None
+    return []  # the text is not a card
+  if not isinstance(content, dict):
+    return []
+  entries = content.get('configs')
   if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
     return []
-  read = [_configuration(entry) for entry in entries]
-  standard = [one for one, entry in zip(read, entries, strict=True) if entry.get('default') is True]
-  return standard or [one for one in read if one.name == 'default'] or read
+  read = []
+  marked = []  # as the default of the card
+  named_default = []
+  for entry in entries:
+    configuration = _configuration(entry)
+    read.append(configuration)
+    if entry.get('default') is True:
+      marked.append(configuration)
+    if configuration.name == 'default':
+      named_default.append(configuration)
+  return marked or named_default or read
 
 
 def of_configuration(configuration: Configuration, names: Collection[str]) -> dict[str, str]:
@@ -131,8 +145,20 @@ def of_configuration(configuration: Configuration, names: Collection[str]) -> di
 
 def _paths_of(stem: str) -> list[str]:
   """The folders above a path, from the first on, and the path: a/b/c -> [a, a/b, a/b/c]."""
-  parts = stem.split('/')
-  return ['/'.join(parts[: count + 1]) for count in range(len(parts))]
+  return list(itertools.accumulate(stem.split('/'), '{}/{}'.format))
+
+
+def _splits_in(name: str) -> set[str]:
+  """The splits of all words of a name."""
+  return {_SPLIT_OF_WORD[word] for word in words_of(name) if word in _SPLIT_OF_WORD}
+
+
+def _strictest(told: Collection[str]) -> str:
+  """The split that counts where a path or a card tells several."""
+  for split in _STRICTEST:
+    if split in told:
+      return split
+  raise ValueError(f'no split is in {told}')
 
 
 def _split_of(words: Sequence[str], *, is_file: bool) -> str | None:
@@ -142,37 +168,55 @@ def _split_of(words: Sequence[str], *, is_file: bool) -> str | None:
   return _SPLIT_OF_WORD.get(words[-1])
 
 
-def _beside_training(words: tuple[str, ...], siblings: Collection[tuple[str, ...]]) -> set[str]:
-  """The splits of a name that a sibling has with a word for training in the place of theirs."""
-  found = set()
+def _with_counterpart(words: tuple[str, ...], siblings: Collection[tuple[str, ...]]) -> set[str]:
+  """The splits of those words of a name that a sibling replaces by a word for training."""
+  splits = set()
   for place, word in enumerate(words):
     split = _SPLIT_OF_WORD.get(word)
-    for other in _WORDS[TRAIN]:
-      if split is not None and (*words[:place], other, *words[place + 1 :]) in siblings:
-        found.add(split)
-  return found
+    if split is None:
+      continue
+    for training_word in _WORDS[TRAIN]:
+      counterpart = (*words[:place], training_word, *words[place + 1 :])
+      if counterpart in siblings:
+        splits.add(split)
+  return splits
 
 
 def _configuration(entry: Mapping[str, Any]) -> Configuration:
+  name = str(entry.get('config_name', 'default'))
   base = str(entry.get('data_dir') or '')
-  files = entry.get('data_files')
+  data_files = entry.get('data_files')
+  if data_files is None and base:
+    return Configuration(name, [('', posixpath.normpath(base))])
   patterns: list[tuple[str, str]] = []
-  for one in files if isinstance(files, list) else [files]:
-    split, paths = TRAIN, one
-    if isinstance(one, dict):
-      split, paths = str(one.get('split', TRAIN)), one.get('path')
-    for path in paths if isinstance(paths, list) else [paths]:
+  for files in _as_list(data_files):
+    split = TRAIN
+    paths = files
+    if isinstance(files, dict):
+      split = str(files.get('split', TRAIN))
+      paths = files.get('path')
+    for path in _as_list(paths):
       if isinstance(path, str):
-        patterns.append((_card_split(split), posixpath.normpath(posixpath.join(base, path))))
-  if files is None and base:
-    patterns.append(('', posixpath.normpath(base)))
-  return Configuration(str(entry.get('config_name', 'default')), patterns)
+        pattern = posixpath.normpath(posixpath.join(base, path))
+        patterns.append((_card_split(split), pattern))
+  return Configuration(name, patterns)
+
+
+def _as_list(value: Any) -> list[Any]:
+  if isinstance(value, list):
+    return value
+  return [value]
 
 
 def _card_split(split: str) -> str:
-  """The split to which one of a card belongs: any other than for training is not trained on."""
-  told = {_SPLIT_OF_WORD[word] for word in words_of(split) if word in _SPLIT_OF_WORD}
-  return next((known for known in _STRICTEST if known in told), split)
+  """The known split that a card's name of a split means; another name stays as it is.
+
+  Only the split TRAIN is trained on.
+  """
+  told = _splits_in(split)
+  if not told:
+    return split
+  return _strictest(told)
 
 
 def _is_selected(name: str, pattern: str) -> bool:

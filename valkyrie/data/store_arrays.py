@@ -21,7 +21,7 @@ REBUILD = (
   'Build it again by the same build_store command with --rebuild, or delete the folder if it is a '
   'copy from a bucket.'
 )
-_OPEN_FILES = 64  # that stay open: a store may have more shards than a process may open files
+_OPEN_FILES = 64  # files that stay open: a store may have more shards than a process may open
 _OF_THE_DISK = (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT)
 _NPY = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
@@ -30,8 +30,8 @@ class ArrayFile:
   """An array in a .npy file, of which slices along its first axis are read.
 
   Attributes:
-    length: of the first axis.
-    changes: how often the file was found changed, so that what was checked of it counts no longer.
+    length: rows, the size of the first axis.
+    changes: how often the file was found changed. Results of earlier checks no longer count then.
   """
 
   def __init__(self, path: pathlib.Path, dtype: np.dtype, shape: tuple[int | None, ...]):
@@ -41,24 +41,24 @@ class ArrayFile:
       DataError: it has another content, or is not there.
       StorageError: the disk refuses.
     """
-    self.path, self._dtype = path, dtype
+    self.path = path
+    self._dtype = dtype
     try:
       with foreign.opened(path) as stream:
         self._size = os.fstat(stream.fileno()).st_size
-        found = self._header(stream)
+        file_dtype, file_shape = self._header(stream)
         self._begin = stream.tell()
     except OSError as error:
       raise unreadable(path, error) from error
-    expected = tuple(f if n is None else n for f, n in zip(found[1], shape, strict=False))
-    if (dtype, expected) != found or len(shape) != len(found[1]):
-      wanted = f'{dtype} {["any" if n is None else n for n in shape]}'
+    if file_dtype != dtype or not _fits(file_shape, shape):
+      sizes = ['any' if size is None else size for size in shape]
       raise DataError(
-        f'{path} is corrupt: it has {found[0]} {list(found[1])}, but {wanted} was written. '
-        f'{REBUILD}'
+        f'{path} is corrupt: it has {file_dtype} {list(file_shape)}, but {dtype} {sizes} was '
+        f'written. {REBUILD}'
       )
-    self._row = expected[1:]
+    self._row = file_shape[1:]
     self._row_bytes = dtype.itemsize * int(np.prod(self._row, dtype=np.int64))
-    self.length = int(expected[0])
+    self.length = int(file_shape[0])
     if self._begin + self.length * self._row_bytes > self._size:
       raise self._truncated(self._size)
     self._version: tuple[int, int] | None = None  # inode and time
@@ -106,15 +106,24 @@ class ArrayFile:
     if found.st_size != self._size:
       raise self._truncated(found.st_size)
     version = (found.st_ino, found.st_mtime_ns)
-    if version != self._version:
-      self.changes += self._version is not None
-      self._version = version
+    if self._version is not None and version != self._version:
+      self.changes += 1
+    self._version = version
 
   def _truncated(self, size: int) -> DataError:
     return DataError(
       f'{self.path} is truncated or altered: it has {size:,} bytes, but {self._size:,} were there '
       f'when it was opened. {REBUILD}'
     )
+
+
+def _fits(found: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
+  """Whether a shape has the expected sizes; None fits any."""
+  if len(found) != len(expected):
+    return False
+  return all(
+    size is None or size == found_size for size, found_size in zip(expected, found, strict=True)
+  )
 
 
 class _OpenFile:
@@ -152,19 +161,20 @@ def check_file(file: pathlib.Path, recorded: Mapping[str, Any], *, content: bool
   try:
     with foreign.opened(file) as stream:
       size = os.fstat(stream.fileno()).st_size
-      hashed = content and size == expected
-      found = hashlib.file_digest(stream, 'sha256').hexdigest() if hashed else digest
+      file_digest = digest
+      if content and size == expected:
+        file_digest = hashlib.file_digest(stream, 'sha256').hexdigest()
   except OSError as error:
     raise unreadable(file, error) from error
   if size != expected:
+    damage = 'truncated or altered' if size else 'empty'
     raise DataError(
-      f'{file} is {"truncated or altered" if size else "empty"}: it has {size} bytes, '
-      f'but {expected} were written. {REBUILD}'
+      f'{file} is {damage}: it has {size} bytes, but {expected} were written. {REBUILD}'
     )
-  if found != digest:
+  if file_digest != digest:
     raise DataError(
-      f'{file} is corrupt: its SHA-256 is {found}, but {foreign.shown(digest):.80} was written. '
-      f'{REBUILD}'
+      f'{file} is corrupt: its SHA-256 is {file_digest}, but {foreign.shown(digest):.80} was '
+      f'written. {REBUILD}'
     )
 
 

@@ -1,6 +1,6 @@
 """Checks of a token store's records and arrays, which anyone can write with hashes that fit.
 
-A ValueError says what is wrong in a record, a DataError names the file of an array.
+A ValueError says which part of a record is wrong, a DataError names the file of an array.
 """
 
 from collections.abc import Mapping
@@ -16,12 +16,13 @@ from valkyrie.errors import DataError
 
 def check(information: Mapping[str, Any]) -> None:
   """Raises a ValueError if a store.json lacks a field, or has one of another type or size."""
-  counts = dict.fromkeys(('documents', 'tokens', 'text_bytes'), int)
-  skipped = dict.fromkeys(('skipped_empty', 'skipped_one_token'), int | None)
   foreign.fields(
     information,
-    **counts,
-    **skipped,
+    documents=int,
+    tokens=int,
+    text_bytes=int,
+    skipped_empty=int | None,
+    skipped_one_token=int | None,
     task=str,
     split=str,
     fingerprint=str,
@@ -39,15 +40,18 @@ def check(information: Mapping[str, Any]) -> None:
     duplicates = information['duplicates']
     foreign.fields(duplicates, bytes=int, sha256=str, documents=int, name=str | None)
   for name in ('documents', 'tokens'):
-    found = [shard[name] for shard in information['shards']]
-    if min(found, default=-1) < 0 or sum(found) != information[name] or not sum(found):
-      raise ValueError(f'its shards have {found!r:.80} {name}, and it has {information[name]}')
+    counts = [shard[name] for shard in information['shards']]
+    total = sum(counts)
+    if min(counts, default=-1) < 0 or total != information[name] or not total:
+      raise ValueError(f'its shards have {counts!r:.80} {name}, and it has {information[name]}')
   if information['text_bytes'] < 1 or information['vocabulary']['size'] < 1:
     raise ValueError('its text or its vocabulary is empty')
-  if any(not begin.isdecimal() or type(n) is not int for begin, n in lengths_of(information)):
-    raise ValueError(f'its field lengths has {information["lengths"]!r:.80}')
-  if information.get('origin') is not None:
-    _check_origin(information['origin'])
+  for least, count in lengths_of(information):
+    if not least.isdecimal() or type(count) is not int:
+      raise ValueError(f'its field lengths has {information["lengths"]!r:.80}')
+  origin = information.get('origin')
+  if origin is not None:
+    _check_origin(origin)
 
 
 def check_files(files: Mapping[str, Any]) -> None:
@@ -58,14 +62,16 @@ def check_files(files: Mapping[str, Any]) -> None:
 
 def lengths_of(information: Mapping[str, Any]) -> list[tuple[str, Any]]:
   """The numbers of documents by their least length, as store.json has them."""
-  return [*(information.get('lengths') or {}).items()]
+  lengths = information.get('lengths') or {}
+  return list(lengths.items())
 
 
 def _check_origin(origin: Mapping[str, Any]) -> None:
   foreign.fields(origin, location=str | list, formats=list, files=list)
-  texts = [*origin['formats']]
-  if isinstance(origin['location'], list):
-    texts += origin['location'] or [None]
+  texts = list(origin['formats'])
+  location = origin['location']
+  if isinstance(location, list):
+    texts += location or [None]
   if not all(isinstance(text, str) for text in texts):
     raise ValueError(f'its origin has {texts!r:.80}')
   for entry in origin['files']:
@@ -73,19 +79,22 @@ def _check_origin(origin: Mapping[str, Any]) -> None:
 
 
 def check_entry(entry: Any, *, inode: bool) -> None:
-  """Raises a ValueError unless an entry is of a file: [name, size, time, hash, time of its inode].
+  """Raises a ValueError unless an entry describes a file: [name, size, time, hash].
 
-  The last one only if it has the time of an `inode`.
+  With `inode`, the entry also has the time of the file's inode.
   """
-  types = (str, int, int, str | None, *([int] if inode else []))
-  fits = isinstance(entry, list) and len(entry) == len(types)
-  if not fits or not all(isinstance(value, kind) for value, kind in zip(entry, types, strict=True)):
+  kinds: list[Any] = [str, int, int, str | None]
+  if inode:
+    kinds.append(int)
+  fits = isinstance(entry, list) and len(entry) == len(kinds)
+  if not fits or not all(map(isinstance, entry, kinds)):
     raise ValueError(f'it has {entry!r:.80} where a file was expected')
 
 
 def check_offsets(file: pathlib.Path, offsets: np.ndarray, tokens: int) -> None:
-  """Checks the starts of documents, int64 [documents + 1]: each document has a token, or more."""
-  if offsets[0] != 0 or offsets[-1] != tokens or (np.diff(offsets) < 1).any():
+  """Checks the starts of documents, int64 [documents + 1]: each document has at least one."""
+  lengths = np.diff(offsets)
+  if offsets[0] != 0 or offsets[-1] != tokens or (lengths < 1).any():
     raise _corrupt(file, f'they are not the starts of documents of {tokens} tokens')
 
 
@@ -98,14 +107,16 @@ def check_places(file: pathlib.Path, places: np.ndarray, most: np.ndarray | int)
 def check_turns(file: pathlib.Path, turns: np.ndarray, tokens: int) -> None:
   """Checks begins and ends of later prompts, int64 [2 * prompts], which increase."""
   check_places(file, turns, tokens)
-  if len(turns) % 2 or (np.diff(turns) < 0).any():
+  distances = np.diff(turns)
+  if len(turns) % 2 or (distances < 0).any():
     raise _corrupt(file, 'they are not begins and ends in turns')
 
 
 def check_duplicates(file: pathlib.Path, numbers: np.ndarray, documents: int) -> None:
   """Checks the numbers of documents that are left out, int64, which increase and are not all."""
   check_places(file, numbers, documents - 1)
-  if len(numbers) >= documents or (np.diff(numbers) < 1).any():
+  distances = np.diff(numbers)
+  if len(numbers) >= documents or (distances < 1).any():
     raise _corrupt(file, f'they are not some of {documents} documents')
 
 
