@@ -205,9 +205,8 @@ def test_shards_of_another_split_are_not_replaced(tmp_path, capsys, more):
   assert build(tmp_path, '--split=validation', '--option=held_out=0.9', more) == 78
   assert 'another split' in capsys.readouterr().err
   kept = contents(tmp_path)
-  assert {name: kept.get(name) for name in before if 'shard-' in name} == {
-    name: text for name, text in before.items() if 'shard-' in name
-  }
+  shards = {name: text for name, text in before.items() if '/shard-' in name}
+  assert {name: kept.get(name) for name in shards} == shards
 
 
 def test_a_folder_that_only_looks_like_a_shard_stays(tmp_path):

@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from valkyrie.data import store_writer, token_store, vocabularies
+from valkyrie.data import shard_arrays, token_store, vocabularies
 from valkyrie.data.store_writer import Document, StoreWriter
 from valkyrie.data.token_store import Selection, TokenStore
 from valkyrie.errors import ConfigurationError, DataError
@@ -211,7 +211,7 @@ def test_tokens_are_plain_npy_files(store):
 
 
 def test_reports_come_by_time_and_add_up(tmp_path, monkeypatch):
-  monkeypatch.setattr(store_writer, '_REPORT_SECONDS', 0.0)
+  monkeypatch.setattr(shard_arrays, '_REPORT_SECONDS', 0.0)
   reports = []
   documents = [*_documents(0), Document(np.array([], np.int32), 0)] * 3
   _writer(tmp_path).write_shard(0, documents, lambda *read: reports.append(read))

@@ -16,9 +16,10 @@ from valkyrie import types
 from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import vocabularies
+from valkyrie.data.few_documents import more_documents
 from valkyrie.data.rows import Documents, Order, Row, deal, numbers_in
 from valkyrie.data.store_location import open_store
-from valkyrie.data.token_store import REBUILD, Selection, TokenStore, more_documents
+from valkyrie.data.token_store import REBUILD, Selection, TokenStore
 from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.types import Batch, position_of
 

@@ -54,8 +54,10 @@ KEYS_FILE = 'keys.npy'
 PROMPTS_FILE = 'prompts.npy'
 LATER_PROMPTS_FILE = 'later_prompts.npy'
 DUPLICATES_FILE = 'duplicates.npy'
-_INTACT, _DAMAGED = 1, 2
-_USUAL_BYTES = (0.25, 20)  # of text a token
+_INTACT = 1
+_DAMAGED = 2
+_LEAST_BYTES = 0.25  # bytes of text that a token usually has
+_MOST_BYTES = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,12 +90,16 @@ class Selection:
     """
     origin = f'python{platform.python_version()}'
     if self.source is not None:
-      options = f' {json.dumps(self.options, sort_keys=True)}' if self.options else ''
-      origin = hashlib.sha256(f'{self.source}{options}'.encode()).hexdigest()[:8]
+      described = self.source
+      if self.options:
+        described += f' {json.dumps(self.options, sort_keys=True)}'
+      origin = hashlib.sha256(described.encode()).hexdigest()[:8]
     kind, _, digest = self.vocabulary.fingerprint.partition('-')
     digest, plus, bos = digest.partition('+')
     vocabulary = f'{digest[:8]}{plus}{bos}'
-    words = [self.task, self.split, kind, vocabulary, origin, 'unique' if self.unique else '']
+    words = [self.task, self.split, kind, vocabulary, origin]
+    if self.unique:
+      words.append('unique')
     return '-'.join(re.sub(r'[^\w.]+', '_', word) for word in words if word)
 
   @property
@@ -102,7 +108,7 @@ class Selection:
     return self.source, *self.options.values()
 
   def recorded(self) -> dict[str, Any]:
-    """What store.json records of the selection, without secrets."""
+    """The entry of the selection in store.json, without secrets."""
     return {
       'task': self.task,
       'split': self.split,
@@ -131,62 +137,80 @@ class TokenStore:
     self.path = path
     self.information = information
     self.fingerprint: str = information['fingerprint']
-    bos = information['vocabulary']['fingerprint'].count('+') * information['documents']
-    self.tokens_per_byte: float = (information['tokens'] - bos) / information['text_bytes']
-    self._vocabulary_size: int = information['vocabulary']['size']
+    vocabulary = information['vocabulary']
+    bos_of_document = vocabulary['fingerprint'].count('+')
+    bos_tokens = bos_of_document * information['documents']
+    self.tokens_per_byte: float = (information['tokens'] - bos_tokens) / information['text_bytes']
+    self._vocabulary_size: int = vocabulary['size']
     self._shards = information['shards']
+    self._first_documents = np.cumsum([0] + [shard['documents'] for shard in self._shards])
+    self._first_tokens = np.cumsum([0] + [shard['tokens'] for shard in self._shards])
 
-    folders = [path / shard['name'] for shard in self._shards]
-    documents = [shard['documents'] for shard in self._shards]
     dtype = token_dtype(self._vocabulary_size)
+    self._tokens: list[ArrayFile] = []
+    self._hashes: list[ArrayFile] = []
+    for shard in self._shards:
+      folder = path / shard['name']
+      hashes_shape = (shard['documents'], 16)
+      self._tokens.append(ArrayFile(folder / TOKENS_FILE, dtype, (shard['tokens'],)))
+      self._hashes.append(ArrayFile(folder / HASHES_FILE, np.dtype(np.uint8), hashes_shape))
 
-    def loaded(name: str, dtype: type, more: int = 0) -> list[np.ndarray]:
-      pairs = zip(folders, documents, strict=True)
-      return [store_arrays.load(folder / name, dtype, (count + more,)) for folder, count in pairs]
-
-    self._tokens = [
-      ArrayFile(folder / TOKENS_FILE, dtype, (shard['tokens'],))
-      for folder, shard in zip(folders, self._shards, strict=True)
-    ]
-    self._hashes = [
-      ArrayFile(folder / HASHES_FILE, np.dtype(np.uint8), (count, 16))
-      for folder, count in zip(folders, documents, strict=True)
-    ]
-    offsets = loaded(OFFSETS_FILE, np.int64, 1)
+    starts: list[np.ndarray] = []
+    lengths: list[np.ndarray] = []
+    keys: list[np.ndarray] = []
     prompts: list[np.ndarray] = []
     later_prompts: list[np.ndarray] = []
-    for folder, shard, bounds in zip(folders, self._shards, offsets, strict=True):
-      store_fields.check_offsets(folder / OFFSETS_FILE, bounds, shard['tokens'])
-      first, turns = self._read_prompts(shard, bounds)
-      prompts.append(first)
-      later_prompts.append(turns)
-    self._first_documents = np.cumsum([0, *documents])
-    kept: slice | np.ndarray = slice(None)
-    self._numbers: np.ndarray | None = None  # of the documents that stay, unless all do
-    if 'duplicates' in information:
-      file = path / duplicates_name(information['duplicates'])
-      duplicates = store_arrays.load(file, np.int64, (None,))
-      store_fields.check_duplicates(file, duplicates, information['documents'])
-      kept = self._numbers = np.delete(np.arange(information['documents']), duplicates)
-    self._first_tokens = np.cumsum([0] + [shard['tokens'] for shard in self._shards])
-    self._starts = np.concatenate([o[:-1] for o in offsets])[kept]
-    self.lengths = np.concatenate([np.diff(o) for o in offsets])[kept]
-    self.sequence_keys = np.concatenate(loaded(KEYS_FILE, np.uint64))[kept]
+    for shard, first_token in zip(self._shards, self._first_tokens[:-1], strict=True):
+      offsets = self._read_offsets(shard)
+      starts.append(offsets[:-1])
+      lengths.append(np.diff(offsets))
+      keys.append(self._read_keys(shard))
+      shard_prompts, turns = self._read_prompts(shard, lengths[-1])
+      prompts.append(shard_prompts)
+      later_prompts.append(first_token + turns)
+
+    # Numbers of the documents that are not duplicates; None where all of them stay.
+    self._numbers = self._read_kept()
+    kept = slice(None) if self._numbers is None else self._numbers
+    self._starts = np.concatenate(starts)[kept]
+    self.lengths = np.concatenate(lengths)[kept]
+    self.sequence_keys = np.concatenate(keys)[kept]
     self.prompts = np.concatenate(prompts)[kept]
-    later = zip(self._first_tokens, later_prompts, strict=False)
-    self.later_prompts = np.concatenate([first + places for first, places in later])
+    self.later_prompts = np.concatenate(later_prompts)
     self.tokens = int(self.lengths.sum())
     self._checked = np.zeros(len(self.lengths), np.uint8)  # _INTACT or _DAMAGED once read
-    self._changes = 0  # of the files, up to which `_checked` counts
+    self._changes = 0  # changes of the files that `_checked` takes into account
 
-  def _read_prompts(self, shard: Mapping[str, Any], bounds: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The prompts of a shard whose documents have these bounds, and the places of later ones."""
+  def _read_offsets(self, shard: Mapping[str, Any]) -> np.ndarray:
+    """The starts of the documents of a shard, and its end."""
+    file = self.path / shard['name'] / OFFSETS_FILE
+    offsets = store_arrays.load(file, np.int64, (shard['documents'] + 1,))
+    store_fields.check_offsets(file, offsets, shard['tokens'])
+    return offsets
+
+  def _read_keys(self, shard: Mapping[str, Any]) -> np.ndarray:
+    """The sequence keys of the documents of a shard."""
+    file = self.path / shard['name'] / KEYS_FILE
+    return store_arrays.load(file, np.uint64, (shard['documents'],))
+
+  def _read_kept(self) -> np.ndarray | None:
+    """The numbers of the documents that are not duplicates; None if there are no duplicates."""
+    if 'duplicates' not in self.information:
+      return None
+    documents = self.information['documents']
+    file = self.path / duplicates_name(self.information['duplicates'])
+    duplicates = store_arrays.load(file, np.int64, (None,))
+    store_fields.check_duplicates(file, duplicates, documents)
+    return np.delete(np.arange(documents), duplicates)
+
+  def _read_prompts(self, shard: Mapping[str, Any], lengths: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The prompts of a shard whose documents have these lengths, and the places of later ones."""
     folder = self.path / shard['name']
     prompts = np.zeros(shard['documents'], np.int64)
     turns = np.zeros(0, np.int64)
     if PROMPTS_FILE in shard['files']:
       prompts = store_arrays.load(folder / PROMPTS_FILE, np.int64, prompts.shape)
-      store_fields.check_places(folder / PROMPTS_FILE, prompts, np.diff(bounds))
+      store_fields.check_places(folder / PROMPTS_FILE, prompts, lengths)
     if LATER_PROMPTS_FILE in shard['files']:
       turns = store_arrays.load(folder / LATER_PROMPTS_FILE, np.int64, (None,))
       store_fields.check_turns(folder / LATER_PROMPTS_FILE, turns, shard['tokens'])
@@ -222,10 +246,12 @@ class TokenStore:
 
     Slice i is the tokens [begins[i], begins[i] + lengths[i]) of document documents[i].
     """
+    shards = self._shards_of(documents)
     begins = self._starts[documents] + begins
-    bounds = (self._shards_of(documents), begins, begins + lengths)
+    ends = begins + lengths
+    slices = np.stack([shards, begins, ends], axis=1)
     pieces = [np.empty(0, np.int32)]
-    for shard, begin, end in zip(*(bound.tolist() for bound in bounds), strict=True):
+    for shard, begin, end in slices.tolist():
       pieces.append(self._tokens[shard].read(begin, end))
     return np.concatenate(pieces, dtype=np.int32, casting='unsafe')
 
@@ -243,8 +269,10 @@ class TokenStore:
     if changes != self._changes:
       self._changes = changes
       self._checked[:] = 0
-    for document in documents[self._checked[documents] == 0].tolist():
-      self._checked[document] = _INTACT if self.damage(document) is None else _DAMAGED
+    unchecked = documents[self._checked[documents] == 0]
+    for document in unchecked.tolist():
+      damage = self.damage(document)
+      self._checked[document] = _INTACT if damage is None else _DAMAGED
     return self._checked[documents] == _DAMAGED
 
   def damage(self, document: int) -> str | None:
@@ -257,16 +285,20 @@ class TokenStore:
     if tokens.max() >= self._vocabulary_size:
       return f'{place} has the token {tokens.max()}, but there are {self._vocabulary_size} ids'
     digest = hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
-    if digest != self._hashes[shard].read(number, number + 1).tobytes():
+    recorded = self._hashes[shard].read(number, number + 1)
+    if digest != recorded.tobytes():
       return f'{place} does not have the hash recorded when it was written'
     return None
 
   def _shards_of(self, documents: np.ndarray | int) -> np.ndarray:
-    return np.searchsorted(self._first_documents, self._stored(documents), side='right') - 1
+    stored = self._stored(documents)
+    return np.searchsorted(self._first_documents, stored, side='right') - 1
 
   def _stored(self, documents: np.ndarray | int) -> np.ndarray | int:
     """The numbers of documents among all that were stored."""
-    return documents if self._numbers is None else self._numbers[documents]
+    if self._numbers is None:
+      return documents
+    return self._numbers[documents]
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype:
@@ -276,7 +308,8 @@ def token_dtype(vocabulary_size: int) -> np.dtype:
 
 def content_hash(content: Any) -> str:
   """SHA-256 of a JSON value."""
-  return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+  text = json.dumps(content, sort_keys=True)
+  return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_information(path: pathlib.Path) -> dict[str, Any]:
@@ -302,77 +335,47 @@ def information_of(content: bytes, file: str) -> dict[str, Any]:
   """
   with converted((ValueError,), DataError, f'{file} cannot be read', REBUILD):
     information = foreign.json_object(content)
-  if (found := information.get('format')) != FORMAT:
-    raise DataError(f'{file} has the format {found!r}, expected {FORMAT!r}. {REBUILD}')
+  file_format = information.get('format')
+  if file_format != FORMAT:
+    raise DataError(f'{file} has the format {file_format!r}, expected {FORMAT!r}. {REBUILD}')
   if information.pop('sha256', None) != content_hash(information):
     raise DataError(f'{file} is corrupt: its content does not match its SHA-256. {REBUILD}')
   with converted((ValueError,), DataError, f'{file} does not list its shards', REBUILD):
     store_fields.check(information)
-  named = [*(shard['name'] for shard in information['shards']), *recorded_files(information)]
-  for name in named:
+  names = [shard['name'] for shard in information['shards']]
+  names += recorded_files(information)
+  for name in names:
     foreign_names.checked(name, file, f'No array was read. {REBUILD}', DataError)
   return information
 
 
-def more_documents(selection: Selection, cut: int = 2048) -> str:
-  """Advice for a split with few documents; a `cut` of so many bytes leaves enough."""
-  if selection.source is None:
-    return 'use another task'
-  given = selection.options
-  changed: dict[str, float | int] = {}
-  share = _larger_share(given.get('held_out'))
-  if selection.split == 'validation' and share is not None:
-    changed['held_out'] = share
-  if selection.task == 'text' or selection.task.startswith('fineweb'):
-    before = given.get('cut', '')
-    changed['cut'] = min(cut, int(before) // 2 or 1) if before.isdecimal() else cut
-  elsewhere = 'name other files that validate: --gin.held_out=\'"/data/validation"\''
-  if not changed:
-    return elsewhere
-  macros = {'held_out': 'held_out', 'cut': 'text_cut'}
-  flags = ' '.join(f'--gin.{macros[name]}={value}' for name, value in changed.items())
-  built = ' '.join(f'--option={name}={value}' for name, value in changed.items())
-  done = {'held_out': 'hold out a larger share', 'cut': 'cut documents that are texts'}
-  return (
-    f'{" and ".join(done[name] for name in changed)}: {flags}, with gin/data/mixture.gin '
-    f"'options': {changed} of a source, or {built} of build_store; or {elsewhere}"
-  )
-
-
-def _larger_share(held_out: str | None) -> float | None:
-  """A larger share to hold out than the one that is set; None for files, or from a half on."""
-  try:
-    share = float(held_out or 0)
-  except ValueError:
-    return None
-  return max(0.2, round(min(0.5, 2 * share), 3)) if share < 0.5 else None
-
-
 def warn_of_ratio(path: pathlib.Path, information: Mapping[str, Any]) -> None:
   """Warns of a store whose tokens can hardly be all of its text, or hold much else."""
-  ratio, (least, most) = information['text_bytes'] / information['tokens'], _USUAL_BYTES
-  if not least <= ratio <= most:
+  ratio = information['text_bytes'] / information['tokens']
+  if not _LEAST_BYTES <= ratio <= _MOST_BYTES:
     logging.warning(
       'The token store %s has %.3g bytes of text a token, expected %s to %s. Decode a few '
       'documents, and check the vocabulary: it may drop or add text. Build again after a change.',
-      *(path, ratio, least, most),
+      path,
+      ratio,
+      _LEAST_BYTES,
+      _MOST_BYTES,
     )
 
 
 def recorded_files(information: dict[str, Any]) -> dict[str, dict[str, Any]]:
   """{path in the store: its entry in store.json} of all arrays."""
-  files = {
-    f'{shard["name"]}/{name}': recorded
-    for shard in information['shards']
-    for name, recorded in shard['files'].items()
-  }
+  files = {}
+  for shard in information['shards']:
+    for name, recorded in shard['files'].items():
+      files[f'{shard["name"]}/{name}'] = recorded
   if 'duplicates' in information:
     files[duplicates_name(information['duplicates'])] = information['duplicates']
   return files
 
 
 def duplicates_name(recorded: Mapping[str, Any]) -> str:
-  """The name of the array of duplicates, of its entry in store.json."""
+  """The name of the array of duplicates, from its entry in store.json."""
   return recorded.get('name', DUPLICATES_FILE)
 
 

@@ -1,0 +1,51 @@
+"""Advice for a split with too few documents."""
+
+from valkyrie.data.token_store import Selection
+
+_ELSEWHERE = 'name other files that validate: --gin.held_out=\'"/data/validation"\''
+
+
+def more_documents(selection: Selection, cut: int = 2048) -> str:
+  """Ways to get more documents; if texts are cut at `cut` bytes, there are enough."""
+  if selection.source is None:
+    return 'use another task'
+  ways: list[str] = []
+  flags: list[str] = []  # of a run
+  options: dict[str, float | int] = {}  # of the task
+  share = _larger_share(selection.options.get('held_out'))
+  if selection.split == 'validation' and share is not None:
+    ways.append('hold out a larger share')
+    flags.append(f'--gin.held_out={share}')
+    options['held_out'] = share
+  if selection.task == 'text' or selection.task.startswith('fineweb'):
+    size = _smaller_cut(selection.options.get('cut', ''), cut)
+    ways.append('cut documents that are texts')
+    flags.append(f'--gin.text_cut={size}')
+    options['cut'] = size
+  if not options:
+    return _ELSEWHERE
+  built = ' '.join(f'--option={name}={value}' for name, value in options.items())
+  return (
+    f'{" and ".join(ways)}: {" ".join(flags)}, with gin/data/mixture.gin '
+    f"'options': {options} of a source, or {built} of build_store; or {_ELSEWHERE}"
+  )
+
+
+def _smaller_cut(configured: str, cut: int) -> int:
+  """At most `cut` bytes, and at most half of the bytes at which documents are cut now."""
+  if not configured.isdecimal():
+    return cut
+  half = int(configured) // 2 or 1
+  return min(cut, half)
+
+
+def _larger_share(held_out: str | None) -> float | None:
+  """A larger share to hold out than the one that is set; None for files, or from a half on."""
+  try:
+    share = float(held_out or 0)
+  except ValueError:
+    return None
+  if not share < 0.5:
+    return None
+  larger = min(0.5, 2 * share)
+  return max(0.2, round(larger, 3))
