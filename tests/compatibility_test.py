@@ -1,6 +1,7 @@
 """The comparison of a checkpoint's record with that of the resuming run."""
 
 import importlib
+from typing import NamedTuple
 
 import pytest
 
@@ -101,3 +102,42 @@ def test_a_record_of_another_form_is_a_storage_error(change):
     compatibility.check_form({**GOOD, **change}, 'runs/a/checkpoints/5')
   with pytest.raises(StorageError):
     compatibility.check_form([GOOD], 'here')
+
+
+class State(NamedTuple):
+  params: str = 'params'
+  carry: str = 'carry'
+
+
+def test_an_obstacle_is_a_reading_that_ends_or_another_array():
+  def differences(state, partial=False):
+    compared.append((state, partial))
+    return ['params/w: float32[3] there, float32[4] here']
+
+  def refuse():
+    raise ConfigurationError('there is nothing left to read')
+
+  compared = []
+  assert compatibility.obstacle(GOOD, 2, State(), differences, refuse) == (
+    'there is nothing left to read'
+  )
+  assert not compared
+  for rows in (2, 3):
+    said = compatibility.obstacle(GOOD, rows, State(), differences, lambda: None)
+    assert said == (
+      'the state of this run has other arrays. params/w: float32[3] there, float32[4] here.'
+    )
+  assert compared == [(State(), False), ({'params': 'params'}, True)]
+  assert compatibility.obstacle(GOOD, 2, State(), lambda _: [], lambda: None) == ''
+
+
+def test_another_learning_rate_is_said_with_what_keeps_it():
+  saved = {'rate': 1e-3, 'ends': 10}
+  assert compatibility.other_rate(None, saved, 5) is None
+  assert compatibility.other_rate(saved, {'rate': 1.000001e-3, 'ends': 20}, 5) is None
+  line = 'the learning rate of step 6 is 0.002, where the run that saved had 0.001'
+  assert compatibility.other_rate(saved, {'rate': 2e-3, 'ends': 10}, 5) == line
+  assert compatibility.other_rate(saved, {'rate': 2e-3, 'ends': 20}, 5) == (
+    f'{line}: its schedule ended at step 10, and now ends at 20. To keep it, add '
+    '--gin.Optimizer.train_steps=10'
+  )

@@ -22,6 +22,7 @@ import traceback
 
 from valkyrie.command_line import FLAGS_OF_MODES, RUN_MODES, parse_command_line
 from valkyrie.config.modules import CONFIGURABLE_MODULES
+from valkyrie.data import apart
 from valkyrie.distributed import backends, console, open_files, processes
 from valkyrie.distributed.device_errors import device_error
 from valkyrie.errors import UsageError, ValkyrieError, message_of
@@ -56,7 +57,6 @@ def run(
   open_files.check()
   from valkyrie.config import record  # noqa: PLC0415, imports gin
   from valkyrie.config.load import check_call, load_gin  # noqa: PLC0415
-  from valkyrie.data import apart  # noqa: PLC0415, has configurables, for which gin is not yet locked
 
   directory = run_directory.opened(flags.model_dir) if flags.model_dir else None
   load_gin(

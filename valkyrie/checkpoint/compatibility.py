@@ -3,11 +3,12 @@
 from collections.abc import Callable, Collection, Mapping
 from importlib import metadata
 import json
+import math
 import platform
 from typing import Any
 
 from valkyrie import __version__
-from valkyrie.errors import ConfigurationError, StorageError, first_of
+from valkyrie.errors import ConfigurationError, StorageError, first_of, message_of
 
 # The kinds of differences that --allow_changed accepts.
 KINDS = ('configuration', 'rows', 'store', 'vocabulary', 'mesh', 'versions', 'executable')
@@ -66,6 +67,64 @@ def check(
       f'Nothing was changed. {advice}'
     )
   return [f'{kind}: {line}' for kind in differences for line in differences[kind]]
+
+
+def obstacle(
+  found: Mapping[str, Any],
+  rows: int,
+  state: Any,
+  differences: Callable[..., list[str]],
+  read_on: Callable[[], Any],
+) -> str:
+  """Why a run cannot continue a checkpoint, whatever differences it allows; '' if it can.
+
+  Args:
+    found: the record of the checkpoint.
+    rows: the rows of the run.
+    state: the train state of the run: arrays, or their shapes.
+    differences: as `CheckpointDirectory.differences`, of the checkpoint.
+    read_on: continues the reading of the checkpoint, or raises a ConfigurationError.
+  """
+  try:
+    read_on()
+  except ConfigurationError as error:
+    return message_of(error)
+  if found['rows'] == rows:
+    lines = differences(state)
+  else:
+    lines = differences(without_carry(state), partial=True)
+  return f'the state of this run has other arrays. {lines[0]}.' if lines else ''
+
+
+def without_carry(state: Any) -> dict[str, Any]:
+  """The fields of a train state that a run with another number of rows restores."""
+  fields = state._asdict()
+  del fields['carry']
+  return fields
+
+
+def other_rate(
+  saved: Mapping[str, float] | None, schedule: Mapping[str, float], step: int
+) -> str | None:
+  """A line, if the next step has another learning rate than in the run that saved.
+
+  Args:
+    saved: the `Setup.schedule` that the checkpoint after `step` steps records; None in old ones.
+    schedule: the one of this run.
+    step: the number of steps done.
+  """
+  if saved is None or math.isclose(saved['rate'], schedule['rate'], rel_tol=1e-5):
+    return None
+  line = (
+    f'the learning rate of step {step + 1} is {schedule["rate"]:.4g}, where the run that saved had '
+    f'{saved["rate"]:.4g}'
+  )
+  if saved['ends'] == schedule['ends']:
+    return line
+  return (
+    f'{line}: its schedule ended at step {saved["ends"]}, and now ends at {schedule["ends"]}. To '
+    f'keep it, add --gin.Optimizer.train_steps={saved["ends"]}'
+  )
 
 
 def check_form(found: Any, place: str) -> None:

@@ -14,7 +14,6 @@ import urllib.parse
 
 from valkyrie.config import paths, redact
 from valkyrie.data import file_names
-from valkyrie.data.token_store import Selection
 from valkyrie.distributed import heartbeat
 from valkyrie.errors import ConfigurationError, DataError, StorageError, with_home
 from valkyrie.foreign import shown
@@ -25,14 +24,14 @@ _WILDCARDS = re.compile(r'[*?[]')
 Identity = tuple[int, int]  # of a folder: its device and number
 
 
-def check_store(output: pathlib.Path, selection: Selection) -> None:
+def check_store(output: pathlib.Path, source: str | None, options: Mapping[str, str]) -> None:
   """Raises a ConfigurationError if a store at `output` would be mixed with what it is made from.
 
   It may be neither inside the source nor above it, nor inside or above a location that an option
-  names, such as `held_out`.
+  of the task names, such as `held_out`.
   """
-  named = {'the source': selection.source}
-  named |= {f'the option {name}': value for name, value in selection.options.items()}
+  named = {'the source': source}
+  named |= {f'the option {name}': value for name, value in options.items()}
   for what, location in named.items():
     place = local_path(location)
     if place is None or (what != 'the source' and not os.path.lexists(_literal(place)[0])):

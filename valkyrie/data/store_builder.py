@@ -62,7 +62,7 @@ def build(
     DataError: the task's source is missing, damaged or empty; or Beam failed or wrote elsewhere.
   """
   pipeline = None if beam is None else _pipeline(beam)
-  apart.check_store(output, selection)
+  apart.check_store(output, selection.source, selection.options)
   generation = ''
   if os.path.lexists(output / token_store.STORE_FILE):
     if not rebuild:

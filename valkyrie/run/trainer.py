@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 import dataclasses
-import math
 import time
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ from valkyrie.config.record import bindings
 from valkyrie.data.feed import prefetch
 from valkyrie.distributed import compilation_cache, consistency, heartbeat
 from valkyrie.distributed.preemption import Preemption
-from valkyrie.errors import ConfigurationError, message_of
 from valkyrie.monitoring import memory
 from valkyrie.monitoring.waiting import doing
 from valkyrie.run.evaluator import Evaluator
@@ -215,21 +213,29 @@ class Trainer:
     compatibility.check_form(found, self.directory.describe_newest())
     self.lowest = Lowest(*found['lowest']) if found.get('lowest') else None
     self.step = self.directory.latest_step() or 0
-    if not self._changed(found, self._facts(), self.allow_changed, lambda: self._obstacle(found)):
+    rows = self.setup.settings.batch_size
+
+    def obstacle() -> str:
+      return compatibility.obstacle(
+        *(found, rows, self.setup.state, self.directory.differences),
+        lambda: self._reading_on(found),
+      )
+
+    if not self._changed(found, self._facts(), self.allow_changed, obstacle):
       # Only the compiler's flags and the machine can change the programs.
       self._saved_programs = found.get('executable', {})
-    rows = self.setup.settings.batch_size
     self.reading = self._reading_on(found)
     if change := self.reading.change(self.step):
       self.say(change)
     self.say(f'resuming after step {self.step} from {self.directory.directory}')
-    if change := self._other_rate(found.get('schedule')):
+    schedule = self.setup.schedule(self.step)
+    if change := compatibility.other_rate(found.get('schedule'), schedule, self.step):
       self.say(change)
     if found['rows'] == rows:
       return self.directory.restore(self.setup.state)
     return TrainState(
       carry=self.setup.initial_carry(),
-      **self.directory.restore(self._without_carry(), partial=True),
+      **self.directory.restore(compatibility.without_carry(self.setup.state), partial=True),
     )
 
   def _reading_on(self, found: Mapping[str, Any]) -> Reading:
@@ -237,46 +243,6 @@ class Trainer:
     read = {name: found[name] for name in ('position', 'stretches')}
     rows = self.setup.settings.batch_size
     return Reading(self.setup.curriculum, self.feed, rows, step=self.step, **read)
-
-  def _without_carry(self) -> dict[str, Any]:
-    """The fields of a state that a run with other rows restores."""
-    fields = self.setup.state._asdict()
-    del fields['carry']
-    return fields
-
-  def _obstacle(self, found: Mapping[str, Any]) -> str:
-    """Why the checkpoint with this record cannot be continued, whatever is allowed; or ''."""
-    try:
-      self._reading_on(found)
-    except ConfigurationError as error:
-      return message_of(error)
-    if found['rows'] == self.setup.settings.batch_size:
-      leaves = self.directory.differences(self.setup.state)
-    else:
-      leaves = self.directory.differences(self._without_carry(), partial=True)
-    return f'the state of this run has other arrays. {leaves[0]}.' if leaves else ''
-
-  def _schedule(self) -> dict[str, float]:
-    """The learning rate of the next step, and the step at which the schedule ends."""
-    setup, step = self.setup, jnp.int32(self.step)
-    rate = setup.optimizer.learning_rate(step) * setup.curriculum.learning_rate_scale(step)
-    return {'rate': float(rate), 'ends': setup.optimizer.train_steps}
-
-  def _other_rate(self, saved: Mapping[str, float] | None) -> str | None:
-    """A line, if the next step has another learning rate than in the run that saved."""
-    schedule = self._schedule()
-    if saved is None or math.isclose(saved['rate'], schedule['rate'], rel_tol=1e-5):
-      return None
-    line = (
-      f'the learning rate of step {self.step + 1} is {schedule["rate"]:.4g}, where the run that '
-      f'saved had {saved["rate"]:.4g}'
-    )
-    if saved['ends'] == schedule['ends']:
-      return line
-    return (
-      f'{line}: its schedule ended at step {saved["ends"]}, and now ends at {schedule["ends"]}. To '
-      f'keep it, add --gin.Optimizer.train_steps={saved["ends"]}'
-    )
 
   def _changed(
     self,
@@ -314,7 +280,7 @@ class Trainer:
     """
     return {
       **self._facts(),
-      'schedule': self._schedule(),
+      'schedule': self.setup.schedule(self.step),
       'position': self.reading.position(self.step),
       'stretches': self.reading.stretches,
       'lowest': self.lowest,

@@ -210,6 +210,12 @@ class Setup:
       f'(such as S5.horizon) to {row} or more'
     )
 
+  def schedule(self, step: int) -> dict[str, float]:
+    """The learning rate of the step after `step` steps, and the step where the schedule ends."""
+    done = jnp.int32(step)
+    rate = self.optimizer.learning_rate(done) * self.curriculum.learning_rate_scale(done)
+    return {'rate': float(rate), 'ends': self.optimizer.train_steps}
+
   def by_kernels(self) -> Iterator[tuple[Any, tuple[int, int, int], Callable[[bool], Any]]]:
     """The mixers that ask for kernels, what one device reads at once, and `kernels.results`."""
     blocks = language_model.asked(self.settings.model, lambda model: model.blocks())
