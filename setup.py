@@ -65,7 +65,10 @@ setup(
     'gcs': ['gcsfs>=2025.9'],  # runs, texts and stores in gs://
     'hf': ['datasets>=3', 'jinja2>=3.1', 'tokenizers>=0.21'],  # jinja2 renders conversations
     'lm-eval': ['lm-eval>=0.4.13'],  # EleutherAI's lm-evaluation-harness
-    'learn': ['torch>=2.6', 'transformers>=5'],  # the peers of scripts/learn and scripts/bench
+    'learn': [
+      'torch>=2.6',
+      'transformers>=5',
+    ],  # peers of the benches
     'trackers': ['wandb>=0.19', 'trackio>=0.3'],
     'tpu': ['jax[tpu]'],  # brings the libtpu that this jax was built for
     'cuda': ['jax[cuda13]'],

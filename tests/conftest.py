@@ -13,7 +13,7 @@ import sys
 import tempfile
 import types
 
-from injections import quick_compiler
+from faults import quick_compiler
 
 # Before jax is imported anywhere. A child process that a test starts inherits it.
 os.environ['XLA_FLAGS'] = ' '.join(
@@ -206,7 +206,7 @@ def hang_up():
 @pytest.fixture(scope='session')
 def gcs_server():
   """A server of Cloud Storage; one for each process, since clients keep its address."""
-  from injections.fake_gcs import FakeGcs  # noqa: PLC0415, few tests need it
+  from faults.fake_gcs import FakeGcs  # noqa: PLC0415, few tests need it
 
   with FakeGcs() as server:
     yield server

@@ -54,7 +54,7 @@ def of_kind(device_kind: str) -> Chip | None:
 def peak_flops(device_kind: str) -> float | None:
   """The dense bfloat16 peak of a JAX device kind, in FLOP/s; None if unknown.
 
-  The peak of a CPU depends on clock and load, and scripts/bench measures it.
+  The peak of a CPU depends on clock and load, and scripts/experiment bench measures it.
   """
   peaks = {chip.device_kind: chip.peak_flops for chip in TPUS.values()}
   gpu = (peak for name, peak in _GPUS.items() if device_kind.startswith(name))

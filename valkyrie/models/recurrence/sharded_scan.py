@@ -9,7 +9,7 @@ Decays that differ from step to step take the running product of a scan. Where a
 powers are more exact: Λ̄^t by repeated products accumulates up to t roundings, and exp(t log Λ̄) as
 many. Products in twofold precision, as unevaluated sums of two floats (Dekker 1971), fill two small
 tables of √T powers, and each power is one product of two entries, accurate to a few roundings at
-any t (`scripts/power_errors`).
+any t (`scripts/experiment power_errors`).
 """
 
 import functools

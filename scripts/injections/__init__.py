@@ -1,1 +1,0 @@
-"""Faults that scripts/faults.py injects, with a module for each group."""

@@ -1,0 +1,101 @@
+"""Paths that begin with ~, for which this machine may know no home directory."""
+
+import os
+import pathlib
+import pwd
+import subprocess
+import sys
+
+import pytest
+
+from valkyrie.config import parse, paths
+from valkyrie.data import build_store, vocabularies
+from valkyrie.errors import ConfigurationError, with_home
+from valkyrie.inference import infer
+from valkyrie.monitoring import html_report
+from valkyrie.weights import source
+
+ROOT = pathlib.Path(__file__).parents[2]
+NOBODY = '~no_such_user/file'
+
+
+@pytest.fixture
+def homeless(monkeypatch):
+  """A user without HOME and without an entry in the system's list, as in some containers."""
+
+  def unknown(number):
+    raise KeyError(number)
+
+  monkeypatch.delenv('HOME', raising=False)
+  for variable in ('VALKYRIE_CACHE', 'XDG_CACHE_HOME'):
+    monkeypatch.delenv(variable, raising=False)
+  monkeypatch.setattr(pwd, 'getpwuid', unknown)
+
+
+def test_a_home_is_put_in_place_of_the_sign(monkeypatch):
+  monkeypatch.setenv('HOME', '/home/me')
+  assert with_home('~/a') == '/home/me/a' and with_home('~') == '/home/me'
+  assert with_home('a~/b') == 'a~/b'
+  assert with_home('~notes.txt') == '~notes.txt'  # a name in the current folder
+
+
+def test_without_a_home_no_folder_named_by_the_sign_appears(homeless, monkeypatch):
+  for path in ('~', '~/a', NOBODY):
+    with pytest.raises(ConfigurationError, match='Set HOME, or write the path without ~'):
+      with_home(path)
+  with pytest.raises(ConfigurationError, match='VALKYRIE_CACHE=FOLDER sets the cache alone'):
+    paths.cache()
+  monkeypatch.setenv('VALKYRIE_CACHE', '/cache')
+  assert paths.cache() == pathlib.Path('/cache')
+
+
+@pytest.mark.parametrize(
+  'use',
+  [
+    lambda: parse.read([NOBODY]),
+    lambda: parse.read(['x.gin'], search_paths=[NOBODY]),
+    lambda: vocabularies.load(f'{NOBODY}.model'),
+    lambda: source.open_source(NOBODY),
+    lambda: infer._writer(NOBODY).__enter__(),
+  ],
+)
+def test_an_unknown_home_is_refused(use):
+  with pytest.raises(ConfigurationError, match=r"in '~no_such_user/.*' is unknown"):
+    use()
+
+
+def test_commands_refuse_an_unknown_home_for_their_output(tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'metrics.jsonl').write_text('{"step": 1, "step_seconds": 1.0, "loss": 2.0}\n')
+  assert build_store.main(['--task=text', f'--output={NOBODY}']) == 78
+  assert html_report.main(['.', f'--output={NOBODY}']) == 78
+  assert capsys.readouterr().err.count('~no_such_user') == 2
+  assert not list(tmp_path.glob('~*'))
+
+
+def test_a_python_that_reads_names_as_ascii_is_named():
+  code = (
+    "import sys; from valkyrie.errors import usable_path; usable_path('--model_dir', sys.argv[1])"
+  )
+  locale = {'LC_ALL': 'C', 'PYTHONUTF8': '0', 'PYTHONCOERCECLOCALE': '0', 'PYTHONPATH': str(ROOT)}
+  tried = {
+    utf8: subprocess.run(
+      [sys.executable, '-c', code, 'r\u00fcn'],
+      env={**os.environ, **locale, 'PYTHONUTF8': utf8},
+      capture_output=True,
+      text=True,
+      check=False,
+    )
+    for utf8 in ('0', '1')
+  }
+  assert 'reads names as ascii: set PYTHONUTF8=1' in tried['0'].stderr
+  assert tried['1'].returncode == 0, tried['1'].stderr
+
+
+def test_one_function_knows_the_home():
+  users = [
+    file.name
+    for file in (ROOT / 'valkyrie').rglob('*.py')
+    if any(name in file.read_text() for name in ('expanduser', 'Path.home'))
+  ]
+  assert users == ['errors.py']

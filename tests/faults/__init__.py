@@ -1,0 +1,1 @@
+"""Faults that `bash scripts/faults` injects, with a module for each group."""

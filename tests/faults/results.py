@@ -1,0 +1,83 @@
+"""Results of rows in a file of JSON lines, and the table of a commit in results.md."""
+
+from collections.abc import Sequence
+import dataclasses
+import json
+import pathlib
+import platform
+import subprocess
+from typing import Any
+
+import jax
+
+from faults.table import Fault, markdown
+from valkyrie.monitoring.json_lines import JsonLines
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PAGE = ROOT / 'tests' / 'faults' / 'results.md'
+BEGIN, END = '<!-- faults of one commit: scripts/faults -->', '<!-- end of faults -->'
+
+
+def clean_commit() -> str | None:
+  """The commit of the checkout; None if files were changed after it, or without git."""
+  command = ['git', 'describe', '--always', '--dirty', '--abbrev=12', '--exclude=*']
+  try:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+  except FileNotFoundError:
+    return None
+  found = done.stdout.strip()
+  return found if found.isalnum() else None
+
+
+@dataclasses.dataclass
+class Results:
+  """The results of one commit, form of the table and seed.
+
+  A file keeps them row by row, so that a table that was stopped goes on where it was.
+
+  Attributes:
+    file: the file, which may have results of other commits, too; None keeps none.
+    commit: None for files that no commit has, whose results are not found again.
+    rows: {name: result}.
+  """
+
+  file: pathlib.Path | None
+  commit: str | None
+  short: bool
+  seed: int
+  rows: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    self._of = {'commit': self.commit, 'short': self.short, 'seed': self.seed}
+    if self.file:
+      JsonLines(self.file).close()  # removes the rest of a line, and finds a full disk now
+      if self.commit:
+        lines = map(json.loads, self.file.read_text().splitlines())
+        found = (row for row in lines if {**row, **self._of} == row)
+        self.rows |= {row['fault']: row for row in found}
+
+  def add(self, row: dict[str, Any]) -> None:
+    """Keeps the result of a row."""
+    self.rows[row['fault']] = row
+    if self.file and 'unavailable' not in row:
+      lines = JsonLines(self.file)
+      lines.write({**self._of, **row})
+      lines.close()
+
+  def of(self, faults: Sequence[Fault]) -> list[dict[str, Any]]:
+    """The results of those rows that have one, in the order of the table."""
+    return [self.rows[row.name] for row in faults if row.name in self.rows]
+
+  def documented(self, faults: Sequence[Fault], page: str) -> str | None:
+    """The page with the table of these results; None if they are not those of the whole table."""
+    rows = self.of(faults)
+    whole = len(rows) == len(faults) and not any('unavailable' in row for row in rows)
+    if self.short or not self.commit or not whole:
+      return None
+    before, _, rest = page.partition(BEGIN)
+    minutes = sum(row['seconds'] for row in rows) / 60
+    about = (
+      f'Commit {self.commit}, {sum(row["injected"] for row in rows):,} faults in {minutes:.0f} '
+      f'minutes (Python {platform.python_version()}, jax {jax.__version__}):'
+    )
+    return f'{before}{BEGIN}\n{about}\n\n{markdown(rows)}\n{END}{rest.partition(END)[2]}'

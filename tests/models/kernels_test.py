@@ -1,0 +1,214 @@
+"""Attention by a library's kernel, in Pallas's interpreter, against the definition in float64."""
+
+import functools
+import importlib
+import types
+
+import dense_attention
+import gin
+import haiku as hk
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+import numpy as np
+import pytest
+import tiny_run
+
+from valkyrie import main
+from valkyrie.config.load import load_gin
+from valkyrie.errors import ConfigurationError, Disagreement
+from valkyrie.models.attention import kernels, kv_cache, sliding_window
+from valkyrie.models.attention.full import FullAttention
+from valkyrie.models.attention.longformer import LongformerAttention
+from valkyrie.models.attention.rotary import Rotary
+from valkyrie.models.attention.windows import windows_of
+from valkyrie.sharding import ambient
+from valkyrie.training.setup import Setup, StepSettings
+
+pytestmark = pytest.mark.usefixtures('quick_compiler')
+
+HEADS, KV_HEADS, WIDTH, WINDOW, STARTS = 2, 1, 8, 130, 3
+PIECE = 128
+
+
+def problem(time, lengths, padding):
+  """One row of documents, the first begun long before."""
+  random = np.random.default_rng(0)
+  rows = [('q', HEADS), ('k', KV_HEADS), ('v', KV_HEADS)]
+  whole = {name: random.normal(size=(1, time, heads, WIDTH)) for name, heads in rows}
+  positions = np.concatenate([np.arange(n) for n in (*lengths, padding)])
+  segments = np.repeat([*range(1, len(lengths) + 1), 0], [*lengths, padding])
+  registers = tuple(random.normal(size=(2, 2, KV_HEADS, WIDTH)))
+  return whole, registers, positions[None], segments[None]
+
+
+def attend(arrays, registers, positions, segments, cut, choice='interpret'):
+  """Chunks of `cut` tokens, one after the other -> out [1, T, H, K]."""
+  windows = [
+    seen._replace(kernels=choice)
+    for seen in windows_of((1,) * KV_HEADS, HEADS, WINDOW, 64, Rotary())
+  ]
+  dtype = arrays['q'].dtype
+  carry = kv_cache.empty_carry(1, WINDOW, STARTS, KV_HEADS, WIDTH, dtype)
+  outs = []
+  for n in range(0, positions.shape[1], cut):
+    out, carry = sliding_window.sliding_window_attention(
+      *(arrays[name][:, n : n + cut] for name in 'qkv'),
+      carry,
+      positions=positions[:, n : n + cut],
+      segment_ids=segments[:, n : n + cut],
+      registers=registers,
+      windows=windows,
+    )
+    outs.append(out)
+  return jnp.concatenate(outs, axis=1)
+
+
+def cast(tree, dtype):
+  return jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
+
+
+def of_definition(q, k, v, bias, *more, scale, **options):
+  """What cuDNN documents: softmax(q k + bias) v and the logarithm of its denominator."""
+  k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+  logits = scale * jnp.einsum('bhqk,bhnk->bhqn', q, k) + bias
+  log_total = jax.nn.logsumexp(logits, axis=-1)
+  return jnp.einsum('bhqn,bhnk->bhqk', jnp.exp(logits - log_total[..., None]), v), log_total
+
+
+def gradient_of_definition(q, k, v, bias, *more, scale, **options):
+  """Its gradient, from the outputs and the logarithm that it is given."""
+  *_, log_total, out, gradient = more
+
+  def weights(q, k):
+    k = jnp.repeat(k, q.shape[1] // k.shape[1], axis=1)
+    return jnp.exp(scale * jnp.einsum('bhqk,bhnk->bhqn', q, k) + bias - log_total[..., None])
+
+  def shared(q, k, v):  # the derivative of a softmax: p (do v - do o)
+    v = jnp.repeat(v, q.shape[1] // v.shape[1], axis=1)
+    own = jnp.sum(gradient * out, axis=-1, keepdims=True)
+    seen = jnp.einsum('bhqk,bhnk->bhqn', gradient, v) - lax.stop_gradient(own)
+    return jnp.sum(weights(q, k) * seen)
+
+  return jax.grad(shared, argnums=(0, 1, 2))(q, k, v)
+
+
+@pytest.mark.invariant(1)
+@pytest.mark.invariant(3)
+@pytest.mark.parametrize('choice', ['interpret', 'require'])
+def test_value_and_gradient_are_those_of_the_definition(choice, monkeypatch):
+  """Two chunks; documents begin in both, one exceeds the window; padding; heads share keys.
+
+  Splash attention is interpreted. No GPU is here, so cuDNN's part is computed by its definition.
+  """
+  cudnn = importlib.import_module('jax._src.cudnn.fused_attention_stablehlo')
+  for name, function in (('fwd', of_definition), ('bwd', gradient_of_definition)):
+    primitive = types.SimpleNamespace(bind=function)
+    monkeypatch.setattr(cudnn, f'_dot_product_attention_{name}_p_wrapper', primitive)
+  on_gpu = {'devices': [types.SimpleNamespace(platform='gpu')]} if choice == 'require' else {}
+  whole, registers, *where = problem(256, (20, 170, 40), padding=26)
+  expected = dense_attention.causal(
+    *whole.values(), registers, *where, WINDOW, (1,) * KV_HEADS, STARTS
+  )
+  real = where[1][..., None, None] > 0
+  weights = np.where(real, np.random.default_rng(1).normal(size=expected.shape), 0)
+
+  def loss(inputs, dtype):
+    out = attend(*inputs, *(jnp.asarray(x, jnp.int32) for x in where), cut=PIECE, choice=choice)
+    return jnp.sum(jnp.asarray(weights, dtype) * out), out
+
+  with ambient.within(kernels=(PIECE,), **on_gpu):
+    by_kernel = jax.jit(jax.grad(functools.partial(loss, dtype=jnp.float32), has_aux=True))
+    gradient, out = by_kernel(cast((whole, registers), jnp.float32))
+  with jax.enable_x64(True):  # the plain form's, which tests/models/sliding_window_test.py holds
+    plain = jax.jit(jax.grad(functools.partial(loss, dtype=jnp.float64), has_aux=True))
+    expected_gradient, _ = plain(cast((whole, registers), jnp.float64))
+  np.testing.assert_allclose(np.where(real, out, 0), np.where(real, expected, 0), atol=2e-5)
+  for found, right in zip(*map(jax.tree.leaves, (gradient, expected_gradient)), strict=True):
+    assert np.linalg.norm(found - right) <= 2e-6 * np.linalg.norm(right) > 0
+
+
+@pytest.mark.invariant(6)
+def test_pieces_of_eight_devices_are_the_whole():
+  whole, registers, *where = problem(8 * PIECE, (700, 200), padding=124)
+  arrays = cast(whole, jnp.float32), cast(registers, jnp.float32)
+  where = [jnp.asarray(x, jnp.int32) for x in where]
+  mesh, cut, same = Mesh(np.array(jax.devices()), ('t',)), PartitionSpec(None, 't'), PartitionSpec()
+
+  def body(arrays, registers, *where):
+    with ambient.within(time=('t',), kernels=(PIECE,)):
+      out = attend(arrays, registers, *where, cut=PIECE)
+    return out
+
+  specs = {'in_specs': (cut, same, cut, cut), 'out_specs': cut, 'check_vma': False}
+  pieces = jax.jit(jax.shard_map(body, mesh=mesh, **specs))(*arrays, *where)
+  expected = jax.jit(functools.partial(attend, cut=8 * PIECE))(*arrays, *where)
+  real = where[1][..., None, None] > 0
+  np.testing.assert_allclose(np.where(real, pieces, 0), np.where(real, expected, 0), atol=2e-5)
+
+
+def test_full_attention_of_a_chunk_read_alone():
+  make = functools.partial(
+    FullAttention,
+    heads=HEADS,
+    kv_heads=KV_HEADS,
+    head_width=WIDTH,
+    max_context=PIECE,
+    carried=False,
+    kernels='interpret',
+  )
+  kernel, plain = (
+    jax.jit(functools.partial(kernels.results, make, (1, PIECE, 8), jnp.float32, by))()
+    for by in (True, False)
+  )
+  for x, y in zip(kernel, plain, strict=True):
+    assert np.linalg.norm(x - y) <= 2e-6 * np.linalg.norm(y) > 0
+
+
+def setup(tmp_path, choice, *flags):
+  """A run of whole chunks of 128 tokens by one device, whose data do not exist."""
+  gin.clear_config(clear_constants=True)
+  file = tmp_path / 'run.gin'
+  file.write_text(tiny_run.gin_text(tmp_path, mixers='(@LongformerAttention,)'))
+  sizes = ('--gin.chunk_size=128', '--gin.batch_size=1', '--gin.LongformerAttention.window=128')
+  choice = f'--gin.LongformerAttention.kernels={choice!r}'
+  load_gin([str(file)], (*sizes, choice, *flags), modules=main.CONFIGURABLE_MODULES)
+  return Setup(gin.get_configurable(StepSettings)())
+
+
+def test_a_run_uses_a_kernel_only_where_it_agrees(tmp_path):
+  said = []
+  whole = setup(tmp_path, 'interpret')
+  assert whole.check_kernels(said.append) == {128}
+  assert 'of the norm from the plain form, on 1 x 128 tokens' in said[0]
+  with pytest.raises(Disagreement, match=r'1 x 128 tokens, more than 0\. Set Longformer.* = None'):
+    whole.check_kernels(said.append, bound=0.0)
+  with ambient.within(kernels={128}):
+    assert kernels.used('interpret', 128) and not kernels.used('interpret', 256)
+  assert not kernels.used('interpret', 128), 'nothing was compared here'
+
+
+def test_without_a_kernel_a_run_prefers_the_plain_form_or_ends(tmp_path):
+  said, found = [], 'the kernels are for TPUs and GPUs, and this program for a CPU'
+  assert setup(tmp_path, 'prefer').check_kernels(said.append) == set()
+  assert said == [f'LongformerAttention.kernels: {found}: the plain form is used']
+  with pytest.raises(ConfigurationError, match=f"kernels='require': {found}. Set"):
+    setup(tmp_path, 'require').check_kernels(said.append)
+  with pytest.raises(ConfigurationError, match='a device reads 96 tokens of a chunk at once'):
+    setup(tmp_path, 'interpret', '--gin.chunk_size=96').check_kernels(said.append)
+
+
+@pytest.mark.parametrize(
+  ('options', 'said'),
+  [
+    ({'dilations': (2,)}, 'kernels have no dropout, no dilations,'),
+    ({'dropout': 0.5}, 'Set LongformerAttention.kernels = None, or change these'),
+    ({'window': 9, 'document_start': 1}, 'no document_start with a window below 128'),
+    ({'kernels': 'always'}, "kernels='always' is unknown. Use one of"),
+  ],
+)
+def test_what_kernels_do_not_have_is_refused(options, said):
+  options = {'heads': 1, 'head_width': 8, 'window': 128, 'kernels': 'prefer', **options}
+  with pytest.raises(ConfigurationError, match=said):
+    hk.transform(lambda: LongformerAttention(**options)).apply({}, None)

@@ -1,0 +1,207 @@
+"""The command line: exit codes, messages, and no early import of large packages."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from valkyrie import __version__, main
+from valkyrie.errors import UsageError
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+# A module with two run modes, to test main alone.
+RUN_MODES = """
+import gin
+from valkyrie.errors import Diverged
+
+@gin.configurable
+def train(model_dir, ending='well'):
+  print('train', model_dir, ending)
+  if ending == 'diverged':
+    raise Diverged('loss is nan at step 3')
+  if ending == 'bug':
+    raise ValueError('a bug')
+  if ending == 'interrupt':
+    raise KeyboardInterrupt
+  if ending == 'devices':
+    import jax
+    jax.devices()
+
+@gin.configurable
+def infer(model_dir, prompt, prompts, messages, output):
+  print('infer', repr(prompt))
+"""
+
+START = """
+import sys
+from valkyrie import main
+modes = {'train': ('toys', 'train'), 'infer': ('toys', 'infer')}
+sys.exit(main.main(sys.argv[1:], modules=('toys',), run_modes=modes))
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+  (tmp_path / 'toys.py').write_text(RUN_MODES)
+  (tmp_path / 'a.gin').write_text("train.ending = 'well'\n")
+
+  def run(*arguments, code=START, **options):
+    return subprocess.run(
+      [sys.executable, '-c', code, *arguments],
+      cwd=tmp_path,
+      env={**os.environ, 'PYTHONPATH': f'{ROOT}{os.pathsep}{tmp_path}', 'JAX_PLATFORMS': 'cpu'},
+      capture_output=True,
+      check=False,
+      timeout=120,
+      **{'input': b'', **options},
+    )
+
+  return run
+
+
+def test_the_run_mode_gets_its_arguments(start):
+  done = start('--gin_file', 'a.gin', '--gin.train.ending="fine"', '--model_dir=here')
+  assert (done.returncode, done.stdout) == (0, b'train here fine\n')
+  assert done.stderr == b''
+
+
+def test_the_default_model_dir_is_printed(start):
+  done = start('--gin_file=a.gin', '--gin_file=a.gin')
+  assert done.stdout == b'train runs/a-a well\n'
+  assert done.stderr == b'model_dir: runs/a-a (--model_dir=DIR for another)\n'
+
+
+@pytest.mark.parametrize(
+  ('ending', 'code', 'message'),
+  [
+    ('diverged', 76, b'valkyrie: loss is nan at step 3\n'),
+    ('interrupt', 130, b'valkyrie: interrupted\n'),
+  ],
+)
+def test_errors_have_their_exit_code_and_no_traceback(start, ending, code, message):
+  done = start('--gin_file=a.gin', f'--gin.train.ending="{ending}"', '--model_dir=x')
+  assert (done.returncode, done.stderr) == (code, message)
+
+
+def test_bugs_print_their_traceback(start):
+  done = start('--gin_file=a.gin', '--gin.train.ending="bug"', '--model_dir=x')
+  assert done.returncode == 70
+  assert b'Traceback' in done.stderr
+  assert b'ValueError: a bug' in done.stderr
+
+
+def test_a_bad_configuration_prints_one_message(start):
+  done = start('--gin_file=a.gin', '--gin.train.endings="well"')
+  assert done.returncode == 78
+  assert done.stdout == b''
+  assert done.stderr.startswith(b'valkyrie: --gin.train.endings="well": train has no parameter')
+  assert b'Traceback' not in done.stderr
+
+
+def test_infer_reads_the_prompt_or_standard_input(start):
+  arguments = ('--gin_file=a.gin', '--run_mode=infer', '--model_dir=x')
+  assert start(*arguments, '--prompt=').stdout == b"infer ''\n"
+  assert start(*arguments, input='dé\nf'.encode()).stdout == "infer 'dé\\nf'\n".encode()
+  broken = start(*arguments, input=b'\xff')
+  assert (broken.returncode, b'not UTF-8' in broken.stderr) == (2, True)
+  broken = start(*arguments, b'--prompt=a\xff')
+  assert (broken.returncode, b'--prompt is not UTF-8' in broken.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'expected'),
+  [
+    (['--gin_fil=x.gin'], 'Did you mean --gin_file?'),
+    (['--modeldir', 'x', '--gin_file=a'], 'Did you mean --model_dir?'),
+    (['stray', '--gin_file=a'], 'stray'),
+    ([], '--gin_file is missing'),
+    (['--gin_file'], 'expected one argument'),
+    (['--gin.size', '3', '--gin_file=a'], 'expected --gin.NAME=VALUE, with ='),
+    (['--gin.size=', '--gin_file=a'], 'expected --gin.NAME=VALUE'),
+    (['--gin.place="\udcff"', '--gin_file=a'], 'is not UTF-8'),
+    (['--run_mode=trian', '--gin_file=a'], "'trian'"),
+    (['--prompt=x', '--gin_file=a'], '--prompt needs --run_mode=infer'),
+  ],
+)
+def test_wrong_usage_has_a_hint(arguments, expected):
+  with pytest.raises(UsageError) as caught:
+    main.parse_command_line(arguments)
+  assert expected in str(caught.value)
+
+
+def test_the_version(start):
+  done = start('--version')
+  assert (done.returncode, done.stdout.decode()) == (0, f'valkyrie {__version__}\n')
+
+
+def test_wrong_usage_exits_2(start):
+  done = start('--gin_fil=a.gin')
+  assert (done.returncode, done.stdout) == (2, b'')
+  assert done.stderr.startswith(b'valkyrie: --gin_fil=a.gin: unknown flag.')
+
+
+def test_help_is_complete_and_imports_no_large_package(start):
+  code = """
+import sys
+from valkyrie import main
+try:
+  main.main(['--help'])
+finally:
+  print('HEAVY', {'jax', 'gin', 'haiku', 'numpy', 'tensorflow', 'absl'} & set(sys.modules))
+"""
+  done = start(code=code)
+  text = done.stdout.decode()
+  assert done.returncode == 0
+  assert 'HEAVY set()' in text
+  for flag in ('gin_file', 'gin.NAME=VALUE', 'gin_search_paths', 'gin_allow_import', 'model_dir',
+               'run_mode', 'prompt'):  # fmt: skip
+    assert f'--{flag}' in text
+  assert '--gin_file=gin/tiny_cpu.gin --model_dir=runs/tiny\n' in text
+
+
+@pytest.mark.parametrize('flag', ['--gin.S5.state_sise=3', '--gin.LanguageModle.x=3', '--gin.x=3'])
+def test_a_bad_configuration_ends_before_tensorflow_data_and_devices(start, flag):
+  code = """
+import sys
+from valkyrie import main
+code = main.main(sys.argv[1:])
+heavy = {'tensorflow', 'seqio', 'clu.metric_writers'} & set(sys.modules)
+devices = 'jax' in sys.modules and sys.modules['jax']._src.xla_bridge._backends
+print(heavy or devices or 'nothing heavy')
+sys.exit(code)
+"""
+  done = start('--gin_file=a.gin', flag, code=code)
+  assert (done.returncode, done.stdout) == (78, b'nothing heavy\n'), done.stderr.decode()
+
+
+def test_main_runs_as_a_module(start):
+  done = start(code='import runpy; runpy.run_module("valkyrie.main", run_name="__main__")')
+  assert done.returncode == 2
+  assert b'--gin_file is missing' in done.stderr
+
+
+@pytest.mark.parametrize('platform', ['nonsense', 'rocm'])
+def test_a_platform_without_devices_is_a_mistake_of_the_configuration(start, platform):
+  """jax raises a RuntimeError for the first, and fails an assertion for the second."""
+  code = f"import os\nos.environ['JAX_PLATFORMS'] = {platform!r}\n{START}"
+  done = start('--gin_file=a.gin', '--gin.train.ending="devices"', code=code)
+  assert done.returncode == 78
+  said = done.stderr.decode()
+  assert f'(JAX_PLATFORMS={platform}): ' in said and 'such as cpu' in said
+  assert 'Traceback' not in said and 'In call to configurable' not in said
+
+
+def test_a_python_without_assertions_is_refused(tmp_path):
+  """Haiku keeps its state in assert statements."""
+  done = subprocess.run(
+    [sys.executable, '-O', '-m', 'valkyrie.main', '--gin_file=gin/tiny_cpu.gin', '--model_dir=run'],
+    cwd=tmp_path,
+    env={**os.environ, 'PYTHONPATH': str(ROOT)},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == 78 and 'Unset PYTHONOPTIMIZE' in done.stderr
