@@ -1,12 +1,10 @@
 """Which tests `scripts/test --fast` leaves out, and what the suite says at its start."""
 
-import pathlib
 import platform
-import re
 import subprocess
 import sys
 
-from conftest import NAMED_AT_THE_START, SLOW, pytest_report_header
+from conftest import NAMED_AT_THE_START, pytest_report_header
 import jax
 import pytest
 
@@ -39,11 +37,3 @@ def test_a_test_whose_fixture_can_start_a_process_is_marked(request, starting):
 @pytest.mark.parametrize('second', [0, 1])
 def test_a_test_is_marked_after_its_first_case(request, first, second):
   assert marks(request) == ({'further_case'} if first or second else set())
-
-
-def test_the_slow_tests_exist():
-  files = pathlib.Path(__file__).parents[1].rglob('*_test.py')
-  names = {
-    name for file in files for name in re.findall(r'^def (test_\w+)', file.read_text(), re.M)
-  }
-  assert names >= SLOW
