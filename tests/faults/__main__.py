@@ -1,7 +1,7 @@
 """Injects faults into real runs, and prints a table of the promises that were kept.
 
 The runs train a tiny model by the command line, without TensorFlow, on one core, and share its
-compiled programs. `--short` injects each fault a few times, and is part of the test suite.
+compiled programs. `--short` injects one fault for each kind of promise, as the test suite does.
 
 With `--json=FILE` the same command goes on after a stop. When FILE has all rows of a commit, the
 table is written into results.md. With `--workers=2` rows that need one core run in pairs.
@@ -69,7 +69,9 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
-  parser.add_argument('--short', action='store_true', help='inject each fault a few times')
+  parser.add_argument(
+    '--short', action='store_true', help='one fault for each kind of promise, a few times'
+  )
   parser.add_argument(
     '--only', action='append', metavar='TEXT', help='only rows whose name contains TEXT; repeatable'
   )

@@ -221,7 +221,6 @@ STRANGE = (
   'files of a stranger with 100,000 brackets, other types or bytes that are not UTF-8',
   'are read, or end with 74 or 78, the file and the reason on a line',
   full=len(STRANGE),
-  short=1,
 )
 def strange(harness: Harness, times: int) -> Iterator[Trial]:
   for file, content, expected in STRANGE[:times]:

@@ -65,7 +65,7 @@ def _nth(when, number: int):
   return lambda call: when(call) and next(counter) == number
 
 
-@fault('kill -9 in each phase of a save in a bucket', BITS, full=50, short=2, unit=REPEATED)
+@fault('kill -9 in each phase of a save in a bucket', BITS, full=50, short=1, unit=REPEATED)
 def kills(harness: Harness, times: int) -> Iterator[Trial]:
   chance = random.Random(harness.random.random())
   with service() as (server, options):
@@ -92,7 +92,7 @@ def _undisturbed(harness: Harness, server, options, name: str, *flags: str) -> s
   return _failure(harness, server, name, ended(process))
 
 
-@fault('one in ten requests to a bucket fails with 429, 500 or 503', BITS, full=6, short=1)
+@fault('one in ten requests to a bucket fails with 429, 500 or 503', BITS, full=6)
 def errors(harness: Harness, times: int) -> Iterator[Trial]:
   with service() as (server, options):
     for number in range(times):
@@ -137,7 +137,7 @@ def marks(harness: Harness, times: int) -> Iterator[Trial]:
       harness.forget(name)
 
 
-@fault('slow and torn uploads to a bucket, and answers that get lost', BITS, full=6, short=1)
+@fault('slow and torn uploads to a bucket, and answers that get lost', BITS, full=6)
 def connections(harness: Harness, times: int) -> Iterator[Trial]:
   with service() as (server, options):
     from faults.fake_faults import on  # noqa: PLC0415
@@ -154,7 +154,7 @@ def connections(harness: Harness, times: int) -> Iterator[Trial]:
       harness.forget(name)
 
 
-@fault('a credential that expires while a run trains in a bucket', BITS, full=3, short=1)
+@fault('a credential that expires while a run trains in a bucket', BITS, full=3)
 def credentials(harness: Harness, times: int) -> Iterator[Trial]:
   with service() as (server, options):
     server.require_tokens()
@@ -174,7 +174,6 @@ def credentials(harness: Harness, times: int) -> Iterator[Trial]:
   'a second trainer in a bucket, of this machine or another',
   'is refused, and the first one goes on bit for bit',
   full=4,
-  short=1,
 )
 def second_trainer(harness: Harness, times: int) -> Iterator[Trial]:
   with service() as (server, options):

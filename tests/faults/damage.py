@@ -120,7 +120,7 @@ def all_damaged(harness: Harness, times: int) -> Iterator[Trial]:
   'a save and a restore in one process',
   'no more files, threads or steps, and no more memory than tensorstore leaks',
   full=100,
-  short=20,
+  short=5,
   unit='KiB of memory',
 )
 def leaks(harness: Harness, times: int) -> Iterator[Trial]:

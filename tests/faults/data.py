@@ -85,7 +85,6 @@ def lost_files(harness: Harness, times: int) -> Iterator[Trial]:
   'a missing shard, a token out of range or an altered document, in a run',
   'ends with 65 and names it',
   full=6,
-  short=1,
 )
 def in_a_run(harness: Harness, times: int) -> Iterator[Trial]:
   for number in range(times):
@@ -196,7 +195,6 @@ def other_columns(harness: Harness, times: int) -> Iterator[Trial]:
   'a text edited at equal size between two shards of its store',
   'ends with 65, names the file, and never joins; the text as it was continues the build',
   full=8,
-  short=2,
 )
 def two_texts(harness: Harness, times: int) -> Iterator[Trial]:
   for number in range(times):
@@ -250,7 +248,6 @@ def _texts(path: pathlib.Path) -> collections.Counter[str]:
   'test and validation files beside the training text',
   'are not trained on, and are named',
   full=6,
-  short=2,
 )
 def other_splits(harness: Harness, times: int) -> Iterator[Trial]:
   forms = [

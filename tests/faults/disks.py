@@ -37,7 +37,6 @@ def _fill(ballast: pathlib.Path, left: int) -> None:
   'a full disk, freed while the run trains',
   'is reported, the last step is saved, all bit for bit',
   full=3,
-  short=1,
 )
 def freed_disk(harness: Harness, times: int) -> Iterator[Trial]:
   for left in range(4096, 4096 * (times + 1), 4096):
@@ -78,7 +77,6 @@ def broken_saves(harness: Harness, times: int) -> Iterator[Trial]:
   'an Orbax that loses its index, an array, a part or a bit of the first save',
   'is reported, the step does not count, and the run saves again, all bit for bit',
   full=4,
-  short=1,
 )
 def spoiled_save(harness: Harness, times: int) -> Iterator[Trial]:
   for lost in spoiled_arrays.LOST[:times]:
@@ -157,7 +155,6 @@ def other_names(harness: Harness, times: int) -> Iterator[Trial]:
   'a model directory that libraries read as a pattern, a bucket or another folder',
   'the same run, bit for bit',
   full=6,
-  short=1,
 )
 def odd_names(harness: Harness, times: int) -> Iterator[Trial]:
   for odd in ('lr=[1e-3]', 'a**?b', 'back\\slash', 'gs:', 'new\nline', 'a#b 100%')[:times]:
@@ -177,7 +174,6 @@ def odd_names(harness: Harness, times: int) -> Iterator[Trial]:
   'a model directory or a cache whose path is no UTF-8',
   'is refused with 78 before anything is compiled',
   full=2,
-  short=1,
 )
 def other_bytes(harness: Harness, times: int) -> Iterator[Trial]:
   for number in range(times):

@@ -27,7 +27,6 @@ def _contents(folder: pathlib.Path) -> dict[str, bytes]:
   'folders of a user beside the steps, and what 0.2.0 has left of a save',
   'stay and are named, continues bit for bit',
   full=3,
-  short=1,
 )
 def folders_beside(harness: Harness, times: int) -> Iterator[Trial]:
   for number in range(times):
@@ -53,7 +52,6 @@ def folders_beside(harness: Harness, times: int) -> Iterator[Trial]:
   'a copy of a run by hard links (cp -al), which trains on',
   'changes no file of the first one; both continue bit for bit',
   full=2,
-  short=1,
 )
 def hard_links(harness: Harness, times: int) -> Iterator[Trial]:
   for _ in range(times):

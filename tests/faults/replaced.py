@@ -39,7 +39,6 @@ def _contents(folder: pathlib.Path) -> dict[str, bytes]:
   'a store whose output is its source, inside it or above it, by any path or link',
   'ends with 78, and no file is written or deleted',
   full=12,
-  short=2,
 )
 def not_apart(harness: Harness, times: int) -> Iterator[Trial]:
   pairs = [
@@ -67,7 +66,6 @@ def not_apart(harness: Harness, times: int) -> Iterator[Trial]:
   'a rebuild of a store while its source is gone, and files of a user in the store',
   'the old store stays whole; then the new one is, and the files of the user stay',
   full=4,
-  short=1,
 )
 def rebuilt(harness: Harness, times: int) -> Iterator[Trial]:
   for number in range(times):

@@ -88,9 +88,7 @@ def say(text: str) -> None:
 
 def _harness(folder: pathlib.Path, seed: int) -> Harness:
   folder.mkdir()
-  harness = Harness(folder, seed)
-  say(f'an undisturbed run takes {harness.run_seconds:.1f} s')
-  return harness
+  return Harness(folder, seed)
 
 
 def _result(row: Row, harness: Harness, seed: int) -> dict:

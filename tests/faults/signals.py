@@ -123,7 +123,6 @@ UNREAD = {
   'standard error full, closed, or with a reader that goes away',
   'does not disturb the run',
   full=3,
-  short=1,
 )
 def unread(harness: Harness, times: int) -> Iterator[Trial]:
   for what in list(UNREAD)[:times]:
@@ -153,7 +152,6 @@ def full_pipe() -> Iterator[int]:
   'standard streams on a full pipe that nobody reads, and a signal',
   'the run goes on, saves on the signal, ends with 75, continues bit for bit',
   full=4,
-  short=1,
 )
 def full_streams(harness: Harness, times: int) -> Iterator[Trial]:
   for number in range(times):

@@ -52,7 +52,7 @@ _ENDED = f's until it ended, limit {DEADLINE} + 10'
 _PROMISE = 'ended with its stacks and the reason, restarted, continues bit for bit'
 
 
-@fault('a deadlock in Python, supervised', _PROMISE, full=4, short=1, unit=_ENDED)
+@fault('a deadlock in Python, supervised', _PROMISE, full=4, unit=_ENDED)
 def deadlock(harness: Harness, times: int) -> Iterator[Trial]:
   yield from _hangs(harness, times, 'deadlock')
 
@@ -124,7 +124,6 @@ def raised(harness: Harness, times: int) -> Iterator[Trial]:
   'an error during the emergency save',
   'the first exception is printed, continues bit for bit',
   full=5,
-  short=1,
   unit='steps repeated',
 )
 def raised_in_the_save(harness: Harness, times: int) -> Iterator[Trial]:

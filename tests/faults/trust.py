@@ -33,7 +33,6 @@ NAMES = (
   'a gin file that names a module of a stranger',
   'is refused with 78, nothing is imported',
   full=4,
-  short=1,
 )
 def strangers(harness: Harness, times: int) -> Iterator[Trial]:
   (harness.folder / 'stranger.py').write_text(
@@ -58,7 +57,6 @@ def strangers(harness: Harness, times: int) -> Iterator[Trial]:
   'a run that is resumed in its folder, which holds a numpy.py of a stranger',
   'goes on, nothing of the folder is imported',
   full=3,
-  short=1,
 )
 def current_folders(harness: Harness, times: int) -> Iterator[Trial]:
   for module in ('numpy', 'gin', 'socket')[:times]:
@@ -79,7 +77,6 @@ def current_folders(harness: Harness, times: int) -> Iterator[Trial]:
   'an include of a file that is no gin file',
   'is refused with 78, none of its lines is quoted',
   full=2,
-  short=1,
 )
 def includes(harness: Harness, times: int) -> Iterator[Trial]:
   for file in ('/etc/passwd', '/proc/self/environ')[:times]:
@@ -110,7 +107,6 @@ def _ending(harness: Harness, name: str, process, code: int) -> str | None:
   'an object of a run in a bucket whose name leads out of the run',
   'ends with 74, nothing of the run is copied',
   full=4,
-  short=1,
 )
 def objects(harness: Harness, times: int) -> Iterator[Trial]:
   with service() as (server, options):
@@ -136,7 +132,6 @@ def objects(harness: Harness, times: int) -> Iterator[Trial]:
   'a store.json, here or at an address, that names a shard outside the store',
   'ends with 65, nothing is read or copied there',
   full=4,
-  short=2,
 )
 def shards(harness: Harness, times: int) -> Iterator[Trial]:
   for number in range(times):
@@ -164,7 +159,6 @@ def shards(harness: Harness, times: int) -> Iterator[Trial]:
   'an index of safetensors that names a file outside its folder',
   'ends with 74, the file is not read',
   full=2,
-  short=1,
 )
 def weights(harness: Harness, times: int) -> Iterator[Trial]:
   for number in range(times):
@@ -221,7 +215,6 @@ CONTRADICTIONS = {
   'weights whose files do not fit one another, or of which nothing would be loaded',
   'are refused with 74 or 78 and the name of a file, also with InitialWeights.partial',
   full=len(CONTRADICTIONS),
-  short=1,
 )
 def contradictions(harness: Harness, times: int) -> Iterator[Trial]:
   for kind in [*CONTRADICTIONS][:times]:
