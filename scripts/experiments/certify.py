@@ -1,7 +1,7 @@
 """Tables of certified runs: each row shows the certificate of one precompile command.
 
-They stand in docs/performance.md: the whole runs of gin/, models that others have measured, and a
-model of 8 B parameters on other slices.
+They stand in docs/results/performance.md: the whole runs of gin/, models that others have measured,
+and a model of 8 B parameters on other slices.
 
     bash scripts/experiment certify                 all rows, 2 to 5 minutes each
     bash scripts/experiment certify --only v4_8     the rows whose command contains v4_8
@@ -20,7 +20,7 @@ import sys
 from typing import Any, NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGE = ROOT / 'docs' / 'performance.md'
+PAGE = ROOT / 'docs' / 'results' / 'performance.md'
 FOLDER = pathlib.Path('runs', 'certificates')
 GIB, GB = 2**30, 1e9
 Certificate = Mapping[str, Any]

@@ -10,7 +10,7 @@ with gated.gin of the two lines
     import scripts.experiments.published_parts
     local/Block.mixers = (@HeadGatedAttention,)
 
-docs/learning.md says what each is worth.
+docs/results/learning.md says what each is worth.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Decomposition: its rules D1 to D25 (docs/decomposition.md) against references of their own."""
+"""Decomposition: the rules D1 to D25 of valkyrie.lab.decomposition, against other references."""
 
 import functools
 import math

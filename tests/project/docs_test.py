@@ -110,7 +110,9 @@ def test_tables_from_other_trainers_name_what_exists(macros):
   for span in (span for page in OTHERS for span in typed(page)):
     found += 1
     name = span.partition(' =')[0]
-    if span.startswith(('gin/', 'bash scripts/')):
+    if span.startswith('bash scripts/experiment '):
+      assert (ROOT / 'scripts' / 'experiments' / f'{span.split()[2]}.py').exists(), span
+    elif span.startswith(('gin/', 'bash scripts/')):
       assert (ROOT / span.removeprefix('bash ')).exists(), span
     elif re.fullmatch(r'(optax\.)?\w+\.\w+', name) and not name.endswith('.jsonl'):
       selector, _, parameter = name.rpartition('.')

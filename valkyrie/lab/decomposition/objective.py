@@ -2,7 +2,7 @@
 
 The model is frozen. Of each chunk, its own pass is the clean one. Masked passes read the chunk with
 other masks, and their next-token distributions should be the clean ones; so few components as
-possible should matter for each token. docs/decomposition.md has the rules D1 to D25.
+possible should matter for each token. The rules D1 to D25 are in `valkyrie.lab.decomposition`.
 
 A masked pass carries a memory of its own through the document: what an ablated component would have
 written is missing later, as it is for the model whose weights are masked (D22).
