@@ -1,16 +1,14 @@
 """Eight virtual devices on one CPU, and nothing that JAX would rather not do silently."""
 
-import atexit
 import contextlib
 import gc
 from importlib import metadata
 import inspect
 import os
+import pathlib
 import platform
-import shutil
 import signal
 import sys
-import tempfile
 import types
 
 from faults import quick_compiler
@@ -24,21 +22,22 @@ os.environ['XLA_FLAGS'] = ' '.join(
   ]
 ).strip()
 os.environ['JAX_PLATFORMS'] = 'cpu'
-# A program that several tests need is compiled once in a run of the suite, by whichever process.
-os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.2'
-if 'PYTEST_XDIST_WORKER' not in os.environ:
-  os.environ['JAX_COMPILATION_CACHE_DIR'] = tempfile.mkdtemp(prefix='compiled-')
-  atexit.register(shutil.rmtree, os.environ['JAX_COMPILATION_CACHE_DIR'], ignore_errors=True)
+# A program that tests need is compiled once, by whichever process and run of the suite.
+os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
+if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
+  os.environ['JAX_COMPILATION_CACHE_DIR'] = str(
+    pathlib.Path(__file__).parents[1] / '.pytest_cache' / 'compiled'
+  )
 
 import gin
 import haiku as hk
 import hypothesis
 import jax
+import kept_programs
 import pytest
 
-# A child process runs a few steps and ends: most of what it compiles are small programs, which an
-# earlier child has compiled too. In this process, writing them would cost more than it saves.
-os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
+if 'PYTEST_XDIST_WORKER' not in os.environ:
+  kept_programs.check(pathlib.Path(os.environ['JAX_COMPILATION_CACHE_DIR']))
 
 # Tracing makes many objects and few cycles: seldom looking for cycles saves a tenth of the time.
 gc.freeze()

@@ -102,7 +102,12 @@ def run_tests(test: str, select: str) -> tuple[int, str]:
   assert file is not None, test
   arguments += [str(file.relative_to(ROOT)), '-k', select]
   command = [sys.executable, '-m', 'pytest', *arguments]
-  environment = {**os.environ, 'PYTHONPATH': str(_worker.folder)}
+  programs = ROOT / '.pytest_cache' / 'compiled'  # of tests that a mutant does not change
+  environment = {
+    **os.environ,
+    'PYTHONPATH': str(_worker.folder),
+    'JAX_COMPILATION_CACHE_DIR': str(programs),
+  }
   done = subprocess.run(
     command, cwd=_worker.folder, env=environment, capture_output=True, text=True, check=False
   )
