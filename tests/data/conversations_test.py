@@ -13,6 +13,7 @@ import pytest
 import tiny
 import tiny_run
 
+from valkyrie import foreign
 from valkyrie.command_line import parse_command_line
 from valkyrie.data import chat_template, store_builder, vocabularies
 from valkyrie.data.chat_template import ChatTemplate
@@ -283,8 +284,22 @@ def test_named_templates(tokenizer):
   kept = vocabularies.load(str(tokenizer.parent / 'run' / 'tokenizer.json'))
   assert chat_template.described(kept) == chat_template.described(codec)
   (folder / 'tool_use.jinja').unlink()
-  with pytest.raises(ConfigurationError, match='no chat template, only those named tool_use, rag'):
+  with pytest.raises(ConfigurationError, match="template, only those named 'tool_use', 'rag'"):
     compiled(tokenizer, [named[1], {'name': 'rag', 'template': CHATML}])
+
+
+@pytest.mark.parametrize('files', [False, True])
+@pytest.mark.parametrize('name', [['rag'], {}, None, '\x1b[31m\u202e\n\ud83d', 'r' * 10**5])
+def test_names_of_templates_are_of_a_stranger(tokenizer, name, files):
+  if files:
+    folder = tokenizer.parent / 'additional_chat_templates'
+    folder.mkdir()
+    (folder / 'other.jinja').write_text(CHATML)
+  listed = [{'name': name, 'template': CHATML}, {'name': 'tool_use', 'template': CHATML}]
+  with pytest.raises(ConfigurationError, match='no chat template, only those named') as refusal:
+    compiled(tokenizer, listed)
+  said = str(refusal.value)
+  assert foreign.shown(said) == said and len(said) < 1000
 
 
 def test_a_store_of_an_earlier_rendering_is_refused(feed, monkeypatch):

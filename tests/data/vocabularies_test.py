@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny_run
 
+from valkyrie import foreign
 from valkyrie.data import store_writer, vocabularies
 from valkyrie.data.token_store import Selection, TokenStore
 from valkyrie.errors import ConfigurationError, DataError
@@ -77,8 +78,19 @@ def test_hugging_face_eos_is_named_by_tokenizer_config(tmp_path):
   config.write_text('{"eos_token": {"content": "!"}}')
   assert vocabularies.load(str(tmp_path / 'tokenizer.json')).eos_id == 0
   config.write_text('{"eos_token": "<end>"}')
-  with pytest.raises(ConfigurationError, match='none of <end>'):
+  with pytest.raises(ConfigurationError, match="none of '<end>'"):
     vocabularies.load(str(tmp_path / 'tokenizer.json'))
+
+
+def test_the_name_of_an_eos_that_is_missing_is_shown_without_hidden_characters(tmp_path):
+  tiny_run.write_tokenizer(tmp_path / 'tokenizer.json')
+  name = '\x1b[31m\u202e\n\ud83d' + 'e' * 10**5
+  (tmp_path / 'tokenizer_config.json').write_text(json.dumps({'eos_token': name}))
+  with pytest.raises(ConfigurationError) as refusal:
+    vocabularies.load(str(tmp_path / 'tokenizer.json'))
+  said = str(refusal.value)
+  assert r"none of '\x1b[31m\u202e\n\ud83de" in said
+  assert foreign.shown(said) == said and len(said) < 1000
 
 
 def test_a_missing_tokenizers_package(tmp_path, monkeypatch):

@@ -134,12 +134,14 @@ def lower_keep(harness: Harness, times: int) -> Iterator[Trial]:
     harness.forget(name)
 
 
-# The process cannot create the file whose path has this ending.
+# The process cannot open a file to write whose name has this, below a folder whose path has this. A
+# run reaches its folder by a descriptor.
 _FULL = """
 import errno, os, sys
 def full(event, arguments):
   if event == 'open' and isinstance(arguments[0], str) and {file!r} in arguments[0]:
-    if {place!r} in arguments[0] and set(arguments[1] or '') & set('wax+'):
+    folder = os.path.realpath(os.path.dirname(arguments[0]))
+    if {place!r} in folder + '/' and arguments[2] & os.O_CREAT:
       raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), arguments[0])
 sys.addaudithook(full)
 """

@@ -42,13 +42,16 @@ class Kind(NamedTuple):
   """A kind of file.
 
   make: writes valid files into an empty folder, and returns the one that is altered.
-  read: reads that file as users do; a ValkyrieError refuses it.
+  read: reads that file as users do, and returns what was read; a ValkyrieError refuses it.
   seal: adapts what is beside the altered file, such as its hash, so that only its content is wrong.
+  is_hashed: whether a hash protects the file, so that an altered one is refused, or is read as the
+    unaltered one.
   """
 
   make: Callable[[pathlib.Path], pathlib.Path]
   read: Callable[[pathlib.Path], object]
   seal: Callable[[pathlib.Path], None] = lambda file: None
+  is_hashed: bool = False
 
 
 def trials(module: str, kinds: Mapping[str, Kind], seed: int, times: int) -> Iterator[Trial]:
@@ -234,10 +237,11 @@ def _special(file: pathlib.Path, number: int) -> None:
 SPECIAL = 7
 
 
-def _failure(read: Callable[[], object]) -> str | None:
+def _failure(read: Callable[[], object], is_right: Callable[[object], bool]) -> str | None:
   """Why a file was neither read nor refused in one sentence."""
   try:
-    read()
+    if not is_right(read()):
+      return 'other values than the unaltered ones were read'
   except ValkyrieError as error:
     message = message_of(error)
     if '\n' in message.strip() or len(message) > _LONGEST_MESSAGE:
@@ -250,6 +254,15 @@ def _failure(read: Callable[[], object]) -> str | None:
   return f'the process used {used / 2**30:.2f} GiB' if used > MEMORY else None
 
 
+def _comparison(kind: Kind, file: pathlib.Path) -> Callable[[object], bool]:
+  """Whether a value is right that was read of an altered file."""
+  if not kind.is_hashed:
+    return lambda value: True
+  expected = kind.read(file)
+  assert expected is not None
+  return lambda value: value == expected
+
+
 def main(arguments: list[str]) -> None:
   """Reads altered files, and prints a JSON line for each: the failure, or null."""
   module, name, seed, first, count = arguments
@@ -260,15 +273,18 @@ def main(arguments: list[str]) -> None:
   resource.setrlimit(resource.RLIMIT_AS, (_LIMIT, _LIMIT))
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
   with tempfile.TemporaryDirectory(prefix='fuzz-') as place:
-    made = pathlib.Path(place, 'made')
-    made.mkdir()
-    relative = kind.make(made).relative_to(made)
-    content = (made / relative).read_bytes()
+    # Each trial has the same path: a store names the place of its source.
+    folder, made = pathlib.Path(place, 'folder'), pathlib.Path(place, 'made')
+    folder.mkdir()
+    file = kind.make(folder)
+    folder.rename(made)
+    shutil.copytree(made, folder)
+    content = file.read_bytes()
+    is_right = _comparison(kind, file)
     others = [bytes(range(256)), b'PK\x03\x04', b'{"a": ' * 50, content[::-1], content * 3]
     for number in range(int(first), int(first) + int(count)):
-      folder = pathlib.Path(place, str(number))
+      shutil.rmtree(folder)  # what was read may have changed what is beside the file
       shutil.copytree(made, folder)
-      file = folder / relative
       if number < SPECIAL:
         file.unlink()
         _special(file, number)
@@ -276,9 +292,8 @@ def main(arguments: list[str]) -> None:
         file.write_bytes(altered(content, random.Random(f'{seed} {name} {number}'), others))
         with contextlib.suppress(Exception):  # what can no longer be sealed stays as it is
           kind.seal(file)
-      failure = _failure(lambda file=file: kind.read(file))
+      failure = _failure(lambda: kind.read(file), is_right)
       print(json.dumps({'failure': failure}), file=answers, flush=True)
-      shutil.rmtree(folder)
 
 
 if __name__ == '__main__':

@@ -27,6 +27,7 @@ from valkyrie.data import (
 )
 from valkyrie.data.records import Records
 from valkyrie.data.token_store import Selection, TokenStore
+from valkyrie.errors import DataError
 from valkyrie.inference import infer
 
 TEXTS = [f'The text number {number} of some words, é and 漢字.' for number in range(40)]
@@ -132,16 +133,27 @@ def _build(folder: pathlib.Path) -> pathlib.Path:
   return folder / 'store'
 
 
-def _read_store(store: pathlib.Path) -> None:
+def _read_store(store: pathlib.Path) -> tuple[list, np.ndarray]:
+  """(all that a store has, which of its documents are damaged)."""
   opened = TokenStore.open(store, BYTES)
   provenance.check(store, opened.information, 'build it again.', [])
   documents = np.arange(len(opened.lengths))
-  opened.damaged(documents)
-  opened.read(documents, np.zeros_like(documents), opened.lengths)
-  opened.places(documents)
+  damaged = opened.damaged(documents)
+  tokens = opened.read(documents, np.zeros_like(documents), opened.lengths)
+  places = opened.places(documents)
   read = feed.TaskFeed('prompts', 'train', 2, 0, reset_at='sequence', bad_documents=10**6)
   read.__dict__['store'] = opened
   read.read(0, 512)
+  fields = (opened.lengths, opened.sequence_keys, opened.prompts, opened.later_prompts)
+  return [array.tolist() for array in (tokens, places, *fields)], damaged
+
+
+def _read_intact(store: pathlib.Path) -> list:
+  """All that a store has; refuses damaged documents, as a run does."""
+  read, damaged = _read_store(store)
+  if damaged.any():
+    raise DataError('documents are damaged')
+  return read
 
 
 def _of_store(name: str, *, sealed: bool) -> Kind:
@@ -159,18 +171,25 @@ def _of_store(name: str, *, sealed: bool) -> Kind:
     information['sha256'] = token_store.content_hash(information)
     record.write_text(json.dumps(information))
 
-  def read(file: pathlib.Path) -> None:
-    _read_store(file.parents[len(pathlib.PurePath(name).parents) - 1])
+  def read(file: pathlib.Path) -> object:
+    store = file.parents[len(pathlib.PurePath(name).parents) - 1]
+    return _read_store(store) if sealed else _read_intact(store)
 
   make = Kind(lambda folder: _build(folder) / name, read)
-  return make._replace(seal=seal) if sealed else make
+  return make._replace(seal=seal) if sealed else make._replace(is_hashed=True)
 
 
-def _shard(file: pathlib.Path) -> None:
-  store = file.parents[1]
-  (store / token_store.STORE_FILE).unlink()
+def _built_further(store: pathlib.Path) -> list:
+  """Goes on with a build that was stopped, and reads the store."""
   selection = Selection('prompts', 'train', BYTES, str(store.parent / 'text.jsonl'), unique=True)
   store_builder.build(selection, store, shards=2)
+  return _read_intact(store)
+
+
+def _shard(file: pathlib.Path) -> list:
+  store = file.parents[1]
+  (store / token_store.STORE_FILE).unlink()
+  return _built_further(store)
 
 
 def _source_record(folder: pathlib.Path) -> pathlib.Path:
@@ -189,18 +208,16 @@ def _stores() -> dict[str, Kind]:
   names += [f'{shard}/{array}.npy' for array in arrays]
   kinds = {f'sealed {name.split("/")[-1]}': _of_store(name, sealed=True) for name in names}
   kinds |= {name.split('/')[-1]: _of_store(name, sealed=False) for name in names}
-  kinds['shard.json'] = Kind(lambda folder: _build(folder) / shard / 'shard.json', _shard)
-  kinds['.source.jsonl'] = Kind(_source_record, _shard_of)
+  kinds['shard.json'] = Kind(
+    lambda folder: _build(folder) / shard / 'shard.json', _shard, is_hashed=True
+  )
+  kinds['.source.jsonl'] = Kind(
+    _source_record, lambda file: _built_further(file.parent), is_hashed=True
+  )
   return kinds
 
 
-def _shard_of(file: pathlib.Path) -> None:
-  store = file.parent
-  selection = Selection('prompts', 'train', BYTES, str(store.parent / 'text.jsonl'), unique=True)
-  store_builder.build(selection, store, shards=2)
-
-
-def _tokenizer(folder: pathlib.Path) -> pathlib.Path:
+def _tokenizer(folder: pathlib.Path, template: str | list = TEMPLATE) -> pathlib.Path:
   """A tokenizer.json of byte pairs, with what tokenizers of the wild have."""
   import tokenizers  # noqa: PLC0415  (an optional package)
   from tokenizers import (  # noqa: PLC0415
@@ -232,7 +249,7 @@ def _tokenizer(folder: pathlib.Path) -> pathlib.Path:
   )
   file = folder / 'tokenizer.json'
   codec.save(str(file))
-  config = {'eos_token': '<eos>', 'bos_token': '<bos>', 'chat_template': TEMPLATE}
+  config = {'eos_token': '<eos>', 'bos_token': '<bos>', 'chat_template': template}
   config |= {'add_bos_token': True, 'tokenizer_class': 'LlamaTokenizer'}
   (folder / 'tokenizer_config.json').write_text(json.dumps(config))
   return file
@@ -266,6 +283,11 @@ def _template(folder: pathlib.Path) -> pathlib.Path:
   return file
 
 
+def _named_templates(folder: pathlib.Path) -> pathlib.Path:
+  templates = [{'name': 'default', 'template': TEMPLATE}, {'name': 'rag', 'template': TEMPLATE}]
+  return _tokenizer(folder, templates).with_name('tokenizer_config.json')
+
+
 def _named(name: str, content: bytes) -> Callable[[pathlib.Path], pathlib.Path]:
   def make(folder: pathlib.Path) -> pathlib.Path:
     (folder / name).write_bytes(content)
@@ -279,6 +301,10 @@ def _tokenizers() -> dict[str, Kind]:
     'tokenizer.json': Kind(_tokenizer, lambda file: _use(str(file), chat=True)),
     'tokenizer_config.json': Kind(
       lambda folder: _tokenizer(folder).with_name('tokenizer_config.json'),
+      lambda file: _use(str(file.with_name('tokenizer.json')), chat=True),
+    ),
+    'tokenizer_config.json with named templates': Kind(
+      _named_templates,
       lambda file: _use(str(file.with_name('tokenizer.json')), chat=True),
     ),
     'chat_template.jinja': Kind(

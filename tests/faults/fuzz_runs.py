@@ -6,6 +6,7 @@ import json
 import pathlib
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
@@ -70,6 +71,7 @@ LINE = {
   'hooks/sample_1': 'a text',
   'grad_norm': 'NaN',
 }
+SHORT_LINE = {'step': 3, 'loss': 2.5, 'tokens': 30}
 
 
 def _tensors() -> dict[str, np.ndarray]:
@@ -130,15 +132,20 @@ def _carry(folder: pathlib.Path) -> pathlib.Path:
   return folder / 'document.safetensors'
 
 
-def _read_carry(file: pathlib.Path) -> None:
-  documents.load(file, _reader(), ORIGIN)
+def _read_carry(file: pathlib.Path) -> list:
+  document = documents.load(file, _reader(), ORIGIN)
+  return [
+    (leaf.dtype, leaf.shape, leaf.tobytes()) for leaf in map(np.asarray, jax.tree.leaves(document))
+  ]
 
 
 def _run(name: str) -> Callable[[pathlib.Path], pathlib.Path]:
   """What readers look for in the folder of a run; the file `name` is altered."""
 
   def make(folder: pathlib.Path) -> pathlib.Path:
-    lines = ''.join(json.dumps(LINE | {'step': step}) + '\n' for step in (3, 6, 9))
+    # Curves take almost all of the time of a page: all are drawn where their numbers are altered.
+    line = LINE if name.endswith('metrics.jsonl') else SHORT_LINE
+    lines = ''.join(json.dumps(line | {'step': step}) + '\n' for step in (3, 6, 9))
     step = folder / 'checkpoints/9'
     (folder / 'eval').mkdir()
     (step / 'state').mkdir(parents=True)
@@ -150,14 +157,16 @@ def _run(name: str) -> Callable[[pathlib.Path], pathlib.Path]:
       'eval/data.json': json.dumps({'': '1' * 64}),
       'model_info.txt': '1,234 parameters in 3 arrays\n\ntable',
       'config.json': json.dumps(
-        {
-          'written_by': 'valkyrie',
-          'version': '0.3.0',
-          'imports': [],
-          'macros': {'seed': 1},
-          'statements': {'seed': '1', 'LanguageModel.d_model': '16'},
-          'bindings': {'LanguageModel.d_model': 16},
-        }
+        record.sealed(
+          {
+            'written_by': 'valkyrie',
+            'version': '0.3.0',
+            'imports': [],
+            'macros': {'seed': 1},
+            'statements': {'seed': '1', 'LanguageModel.d_model': '16'},
+            'bindings': {'LanguageModel.d_model': 16},
+          }
+        )
       ),
       'checkpoints/9/record.json': json.dumps(
         {
@@ -194,6 +203,11 @@ def _report(depth: int) -> Callable[[pathlib.Path], None]:
   return read
 
 
+def _read_configuration(file: pathlib.Path) -> list:
+  statements = record.read_configuration(file.parent)
+  return [(statement.name, repr(statement.parsed.value)) for statement in statements]
+
+
 def _read_record(file: pathlib.Path) -> None:
   steps.record(steps.DiskSteps(file.parents[2]), 9)
 
@@ -211,16 +225,14 @@ KINDS = {
     _folder('config.json', {'format': 'valkyrie', 'vocabulary': 'bytes'}), _read_weights
   ),
   'tokenizer.json beside weights': Kind(_folder('tokenizer.json', LLAMA), _read_weights),
-  'a carry': Kind(_carry, _read_carry),
+  'a carry': Kind(_carry, _read_carry, is_hashed=True),
   'metrics.jsonl': Kind(_run('metrics.jsonl'), _report(0)),
   'eval/metrics.jsonl': Kind(_run('eval/metrics.jsonl'), _report(1)),
   'refused_steps.jsonl': Kind(_run('refused_steps.jsonl'), _report(0)),
   'eval/data.json': Kind(_run('eval/data.json'), _report(1)),
   'model_info.txt': Kind(_run('model_info.txt'), _report(0)),
   'config.json in a report': Kind(_run('config.json'), _report(0)),
-  'config.json of a run': Kind(
-    _run('config.json'), lambda file: record.read_configuration(file.parent)
-  ),
+  'config.json of a run': Kind(_run('config.json'), _read_configuration, is_hashed=True),
   'record.json': Kind(_run('checkpoints/9/record.json'), _read_record),
   'manifest.sha256': Kind(
     _run('checkpoints/9/manifest.sha256'),

@@ -161,15 +161,16 @@ def sources_of(vocabulary: Vocabulary) -> dict[str, str]:
   if isinstance(found, str):
     found = {DEFAULT: found}
   elif isinstance(found, list):  # of named templates
-    found = {one.get('name'): one.get('template') for one in found if isinstance(one, dict)}
+    found = template_files.named_templates(found)
   if isinstance(found, dict) and len(found) == 1 and WITH_TOOLS not in found:
     found = {DEFAULT: next(iter(found.values()))}
   if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
     found = {}
   if DEFAULT not in found:
-    named = f', only those named {", ".join(map(str, found))}' if found else ''
+    listed = ', '.join(map(repr, found))
+    others = f', only those named {listed:.200}' if found else ''
     raise ConfigurationError(
-      f'The vocabulary {vocabulary.file or "bytes"} has no chat template{named}. Use a '
+      f'The vocabulary {vocabulary.file or "bytes"} has no chat template{others}. Use a '
       f'tokenizer.json with "chat_template" in tokenizer_config.json, or with '
       f'{template_files.TEMPLATE} beside it.'
     )

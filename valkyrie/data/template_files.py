@@ -28,9 +28,9 @@ def templates(folder: pathlib.Path, configured: Any) -> Any:
   files = found(folder)
   if not files:
     return configured
-  named: dict[Any, Any] = {}
+  named: dict[str, Any] = {}
   if isinstance(configured, list):
-    named = {one.get('name'): one.get('template') for one in configured if isinstance(one, dict)}
+    named = named_templates(configured)
   elif configured is not None:
     named = {'default': configured}
   for file in files:
@@ -41,3 +41,9 @@ def templates(folder: pathlib.Path, configured: Any) -> Any:
   if named.keys() == {'default'}:
     return named['default']
   return [{'name': name, 'template': text} for name, text in named.items()]
+
+
+def named_templates(listed: list[Any]) -> dict[str, Any]:
+  """{name: template} of a list in a configuration; entries whose name is no text are left out."""
+  entries = [one for one in listed if isinstance(one, dict) and isinstance(one.get('name'), str)]
+  return {one['name']: one.get('template') for one in entries}

@@ -388,8 +388,9 @@ def _eos_name(path: pathlib.Path, config: Mapping[str, Any], ids: Mapping[str, i
   names = [config['eos_token']] if 'eos_token' in config else _EOS_NAMES
   found = [name for name in names if name in ids]
   if not found:
+    listed = ', '.join(f'{name!r:.80}' for name in names)
     raise ConfigurationError(
-      f'The vocabulary {path} has none of {", ".join(names)} as the last token of a '
+      f'The vocabulary {path} has none of {listed} as the last token of a '
       f'document. Name its end-of-text token as "eos_token" in {path.with_name(_CONFIGURATION)}.'
     )
   return found[0]
