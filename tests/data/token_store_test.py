@@ -203,6 +203,22 @@ def test_mostly_empty_sources_are_refused(tmp_path):
     _writer(tmp_path / 'b').write(lambda _: [])
 
 
+@pytest.mark.parametrize('name', shard_arrays.COUNTS)
+def test_an_altered_count_of_a_shard_is_found_before_the_store_is_finished(store, name):
+  (store / 'store.json').unlink()
+  file = store / 'shard-00001-of-00003' / 'shard.json'
+  record = json.loads(file.read_text())
+  file.write_text(json.dumps(record | {name: record[name] + 1}))
+  with pytest.raises(DataError, match=r'shard\.json is corrupt: its content does not match'):
+    _writer(store).finish()
+  del record['sha256']  # as versions before 0.3 wrote it
+  file.write_text(json.dumps(record))
+  assert _writer(store).finish()
+  file.write_text(json.dumps(record | {name: 2**63}))
+  with pytest.raises(DataError, match=f"'{name}' has {2**63}, expected from 0 to"):
+    _writer(store).finish()
+
+
 def test_tokens_are_plain_npy_files(store):
   recorded = json.loads((store / 'store.json').read_text())
   for shard in recorded['shards']:

@@ -145,7 +145,8 @@ def _read_store(store: pathlib.Path) -> tuple[list, np.ndarray]:
   read.__dict__['store'] = opened
   read.read(0, 512)
   fields = (opened.lengths, opened.sequence_keys, opened.prompts, opened.later_prompts)
-  return [array.tolist() for array in (tokens, places, *fields)], damaged
+  arrays = [array.tolist() for array in (tokens, places, *fields)]
+  return [*arrays, opened.tokens_per_byte], damaged
 
 
 def _read_intact(store: pathlib.Path) -> list:

@@ -339,8 +339,9 @@ def test_a_shard_of_any_values_is_read_or_refused(information, tmp_path):
   folder = shutil.copytree(path / 'shard-00000-of-00001', tmp_path / 'store/shard-00000-of-00001')
   file = folder / 'shard.json'
   right = json.loads(file.read_text())
+  del right['sha256']  # as versions before 0.3 wrote it
   for name in right:
-    for value in [*VALUES, '\x1b\n']:
+    for value in [*VALUES, '\x1b\n', 2**62, 10**400]:
       file.write_text(json.dumps(right | {name: value}))
       said = refusal(shard, file)
       assert said and foreign.shown(said) == said

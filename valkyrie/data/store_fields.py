@@ -13,6 +13,8 @@ from valkyrie import foreign
 from valkyrie.data.store_arrays import REBUILD
 from valkyrie.errors import DataError
 
+_MOST = 2**62  # documents, tokens or bytes
+
 
 def check(information: Mapping[str, Any]) -> None:
   """Raises a ValueError if a store.json lacks a field, or has one of another type or size."""
@@ -52,6 +54,13 @@ def check(information: Mapping[str, Any]) -> None:
   origin = information.get('origin')
   if origin is not None:
     _check_origin(origin)
+
+
+def check_counts(counts: Mapping[str, int]) -> None:
+  """Raises a ValueError unless each count is one that an array of int64 can have."""
+  for name, count in counts.items():
+    if not 0 <= count <= _MOST:
+      raise ValueError(f'its field {name!r} has {count!r:.40}, expected from 0 to {_MOST}')
 
 
 def check_files(files: Mapping[str, Any]) -> None:

@@ -100,6 +100,7 @@ class StoreWriter:
           record = self._information() | counts
           record['name'] = folder.name
           record['files'] = files
+          record['sha256'] = token_store.content_hash(record)
           whole_file.write(temporary / SHARD_FILE, _json(record))
       except FileExistsError:  # without locks, another process was faster
         self._read_shard(folder)
@@ -213,7 +214,13 @@ class StoreWriter:
     message = f'{folder} has no readable {SHARD_FILE}'
     with converted((OSError, ValueError), DataError, message, token_store.REBUILD):
       record = foreign.json_object(foreign.content(file), files=dict, **kinds)
+      store_fields.check_counts({name: record[name] for name in shard_arrays.COUNTS})
       store_fields.check_files(record['files'])
+    # Versions before 0.3 wrote no digest.
+    if 'sha256' in record and record.pop('sha256') != token_store.content_hash(record):
+      raise DataError(
+        f'{file} is corrupt: its content does not match its SHA-256. {token_store.REBUILD}'
+      )
     for name, recorded in record['files'].items():
       foreign_names.checked(name, file, token_store.REBUILD, DataError)
       store_arrays.check_file(folder / name, recorded, content=False)
@@ -228,6 +235,7 @@ class StoreWriter:
         raise ConfigurationError(
           f'{folder} was built with another {field}: found {found}, expected {wanted}. {advice}'
         )
+    _lengths([folder], [record])  # its counts are of its arrays
     return record
 
 
