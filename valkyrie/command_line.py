@@ -24,6 +24,9 @@ RUN_MODES = {
   'precompile': ('valkyrie.lab.certificates.precompile', 'precompile'),
 }
 
+# The run mode that prints which file or flag set each binding, and runs nothing.
+EXPLAIN = 'explain'
+
 # Flags that are arguments of some run modes.
 FLAGS_OF_MODES = {
   'prompt': ('infer',),
@@ -47,7 +50,7 @@ _FLAGS = f"""
   current folder is searched for it, too; repeatable
 --model_dir DIR  the directory of the run, or its address in a bucket, such as gs://BUCKET/FOLDER
   (default: runs/NAME of the gin file, below the current folder)
---run_mode  default: train
+--run_mode  what to do; explain prints which file or flag set each binding (default: train)
 --allow_changed KINDS  accepted differences from the run that saved the checkpoint, separated by
   commas: {', '.join(KINDS)} (default: none)
 --prompt TEXT  the text that infer continues (default: standard input)
@@ -105,7 +108,7 @@ _PARSED_AS: dict[str, dict[str, Any]] = {
   '--gin.NAME=VALUE': {'action': 'store_true'},  # for --help: `parse_command_line` reads them
   '--gin_search_paths': {'action': 'append', 'default': []},
   '--gin_allow_import': {'action': 'append', 'default': []},
-  '--run_mode': {'choices': tuple(RUN_MODES), 'default': 'train'},
+  '--run_mode': {'choices': (*RUN_MODES, EXPLAIN), 'default': 'train'},
   '--allow_changed': {'type': _kinds},
   '--follow': {'action': 'store_true', 'default': None},
   '--process': {'type': int},

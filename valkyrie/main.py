@@ -20,7 +20,7 @@ import pathlib
 import sys
 import traceback
 
-from valkyrie.command_line import FLAGS_OF_MODES, RUN_MODES, parse_command_line
+from valkyrie.command_line import EXPLAIN, FLAGS_OF_MODES, RUN_MODES, parse_command_line
 from valkyrie.config.modules import CONFIGURABLE_MODULES
 from valkyrie.data import apart
 from valkyrie.distributed import backends, console, open_files, processes
@@ -56,10 +56,11 @@ def run(
   flags, gin_flags = parse_command_line(arguments)
   open_files.check()
   from valkyrie.config import record  # noqa: PLC0415, imports gin
+  from valkyrie.config.explain import explained  # noqa: PLC0415
   from valkyrie.config.load import check_call, load_gin  # noqa: PLC0415
 
   directory = run_directory.opened(flags.model_dir) if flags.model_dir else None
-  load_gin(
+  statements = load_gin(
     flags.gin_file or (),
     gin_flags,
     run=None if flags.gin_file else directory,
@@ -67,6 +68,9 @@ def run(
     allowed_imports=flags.gin_allow_import,
     modules=modules,
   )
+  if flags.run_mode == EXPLAIN:
+    print(explained(statements))
+    return
   model_dir = directory or run_directory.opened(_default_model_dir(flags.gin_file))
   if flags.run_mode in ('train', 'vocabulary'):
     apart.check_run(model_dir, record.bindings())

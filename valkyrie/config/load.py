@@ -38,8 +38,10 @@ def load_gin(
   search_paths: Sequence[str] = (),
   allowed_imports: Sequence[str] = (),
   modules: Sequence[str] = (),
-) -> None:
+) -> list[parse.Statement]:
   """Parses the configuration of a run, if one is named, `files`, then `flags`, and locks gin.
+
+  Returns all statements in order; the last one of a name is in force.
 
   A ConfigurationError names the flag, or the file and line, and a correction.
 
@@ -77,12 +79,13 @@ def load_gin(
     gin.finalize()
   except (SyntaxError, ValueError) as error:
     raise ConfigurationError(f'gin does not accept the configuration: {error}') from error
+  return statements
 
 
 class Configuration:
   """A configuration apart from the one of the process, in force only inside `installed`."""
 
-  def __init__(self, load: Callable[[], None]):
+  def __init__(self, load: Callable[[], object]):
     """Keeps what `load`, such as a call of `load_gin`, binds in an empty configuration."""
     with _in_force(_EMPTY):
       load()
