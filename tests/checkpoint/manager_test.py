@@ -129,6 +129,7 @@ def test_the_newest_steps_and_multiples_of_the_period_are_kept(tmp_path):
   assert sorted(p.name for p in (tmp_path / 'checkpoints').iterdir()) == ['4', '5', '6']
 
 
+# Public report google/orbax#526: best steps that push out the newest.
 def test_the_steps_of_the_lowest_validation_loss_are_kept(tmp_path):
   losses = {1: 2.5, 2: 2.0, 3: None, 4: 2.2, 5: float('nan'), 6: 'x', 7: 2.7}
   with Checkpoints(keep=1, keep_best=2).open(tmp_path) as checkpoints:

@@ -122,6 +122,7 @@ def replace_by_another_step(step):
   shutil.copytree(step.parent / '1', step)
 
 
+# Public report google/tensorstore#24: missing chunks that read as zeros.
 @pytest.mark.invariant(11)
 @pytest.mark.parametrize(
   'damage',

@@ -72,6 +72,7 @@ STORED = [(*_document(i).tolist(), EOS) for i in range(DOCUMENTS)]
 TOTAL = sum(len(document) for document in STORED)
 
 
+# Public report huggingface/datasets#7901: a resume that repeats or loses shuffled documents.
 @pytest.mark.invariant(9)
 @settings(max_examples=100, deadline=None)
 @given(

@@ -173,6 +173,7 @@ def test_far_positions_are_read_without_those_before(mixture):
   np.testing.assert_array_equal(feed.read(10**9 + 100, 300).inputs, batch.inputs[:, 100:])
 
 
+# Public report marin-community/levanter#876: a mixture that changes before its phase.
 def test_weights_change_with_the_phase(mixture):
   feed = mixture([{'web': 1}, {'code': 3, 'books': 1}], begins=[0, 1000])
   batch = feed.read(0, 20_000)

@@ -182,6 +182,7 @@ def words(path):
   codec.save(str(path))
 
 
+# Public report huggingface/transformers#31513: a prefix space inside a text.
 @pytest.mark.parametrize(
   ('name', 'write'),
   [

@@ -112,6 +112,7 @@ class Merging(Letters):
     return [{'\x01': 30, '\x02': 31}.get(one, ord(one) - ord('A')) for one in merged]
 
 
+# Public report EleutherAI/lm-evaluation-harness#4055: a token across context and continuation.
 @pytest.mark.parametrize(
   ('context', 'continuation', 'of_context'), [('DA', 'BE', 1), ('D ', 'CE', 1), ('DE', 'AB', 2)]
 )

@@ -210,6 +210,7 @@ def test_activations_of_every_layer_add_up_to_the_stream(options):
     loaded.activations('')
 
 
+# Public report huggingface/text-generation-inference#1765: a penalty for the padding of a batch.
 def test_samples_depend_on_their_numbers_alone():
   loaded = built()
   prompts = [text(5), text(9, 1), text(5)]

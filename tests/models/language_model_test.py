@@ -92,6 +92,7 @@ def test_the_carry_begins_at_zero_and_init_does_not_advance_it():
   assert {leaf.shape[:2] for leaf in jax.tree.leaves(carry)} == {(2, 3)}  # layers, rows
 
 
+# Public report NovaSky-AI/SkyRL#2056: a state that crosses packed documents.
 @pytest.mark.invariant(3)
 @pytest.mark.parametrize('mixers', MIXERS)
 def test_packed_documents_equal_the_same_documents_alone(mixers):

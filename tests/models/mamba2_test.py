@@ -88,6 +88,7 @@ def test_values_are_those_of_the_equations(slice_size):
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-9), found, expected)
 
 
+# Public report fla-org/flash-linear-attention#1142: lengths that a kernel's chunk does not divide.
 def test_the_gradient_is_that_of_the_equations():
   """Along random directions of parameters, inputs and carry, by central differences."""
   *point, positions = drawn()

@@ -122,6 +122,8 @@ def normal(*shape, seed=1):
   return np.random.default_rng(seed).normal(size=shape)
 
 
+# Public report fla-org/flash-linear-attention#1140: gradients through chunks shorter than a
+# convolution.
 @pytest.mark.invariant(1)
 @every_mixer
 @pytest.mark.usefixtures('float64')
@@ -190,6 +192,7 @@ def test_documents_begin_with_the_learned_state(name):
   np.testing.assert_array_equal(differs, np.tile(np.arange(18) >= 3, (ROWS, 1)))
 
 
+# Public report state-spaces/mamba#783: padding that changes a state.
 @pytest.mark.invariant(4)
 @every_mixer
 @pytest.mark.usefixtures('float64')

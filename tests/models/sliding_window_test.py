@@ -87,6 +87,7 @@ def assert_matches(p, window, starts, dilations=PLAIN, dtype=np.float64, **how):
   assert np.all(np.isfinite(out))
 
 
+# Public report huggingface/transformers#37574: a window's cache when it is full.
 @pytest.mark.invariant(1)
 @pytest.mark.parametrize('dilations', [PLAIN, (1, 3)])
 @pytest.mark.parametrize('cuts', [(), (5, 10), (1, 2, 3), (30,), tuple(range(1, 33))])
@@ -131,6 +132,7 @@ def test_padding_leaves_the_carry_as_it_was():
       jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), carry, padded_carry)
 
 
+# Public report pytorch/pytorch#41508: rows whose keys are all masked.
 def test_a_row_that_is_all_padding_disturbs_nothing():
   p = problem((9,))
   p['segments'][0] = 0
@@ -155,6 +157,7 @@ def test_a_document_ten_million_tokens_long():
   assert_matches(p, window=5, starts=2, cuts=(7,), slice_size=4)
 
 
+# Public report EleutherAI/gpt-neox#1003: rotary angles in low precision.
 def test_float32_far_into_a_document_is_as_exact_as_at_its_start():
   early, late = problem((64,)), problem((64,))
   late['positions'] = late['positions'] + 10_000_000

@@ -1,4 +1,4 @@
-"""Kinds of public bug reports that no other test tries; docs/testing.md has the reports."""
+"""Kinds of public bug reports that no other test tries (docs/testing.md)."""
 
 import functools
 
@@ -32,6 +32,8 @@ from valkyrie.training.train_step import initial_state, make_train_step
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 
 
+# Public report huggingface/transformers#18976: a nucleus whose sum is exactly top-p.
+# Public report flashinfer-ai/flashinfer#3774: ties at the edge of top-k and top-p.
 @pytest.mark.parametrize(
   ('shares', 'options', 'possible'),
   [
@@ -81,6 +83,7 @@ class Asked(DocumentSource):
     return {}
 
 
+# Public report huggingface/transformers#26273: an answer encoded apart from its prompt.
 def test_an_answer_gets_no_space_of_its_own(tmp_path, monkeypatch):
   codec = spaced(tmp_path)
   asked = [('A:', ' Paris'), ('A: ', 'Paris'), ('A:\n', 'Paris'), ('Pa', 'ris'), ('', 'Paris')]
@@ -107,6 +110,7 @@ class Prefixed(Letters):
     return super().encode(f'A{letters}') if letters else []
 
 
+# Public report ggml-org/llama.cpp#3664: a prefix space where a cached text goes on.
 def test_a_text_after_a_carry_is_not_begun_anew(monkeypatch):
   loaded = built('full')
   monkeypatch.setattr(loaded, 'tokenizer', Prefixed())
@@ -127,6 +131,7 @@ def store(tmp_path):
   return write
 
 
+# Public report mosaicml/composer#744: streams of unequal length.
 def test_rows_that_repeat_much_more_often_are_said(store, caplog):
   book, notes = 'b' * 4000, ['n' * (50 + n) for n in range(7)]
   feed = store([book, *notes])
@@ -142,6 +147,7 @@ def test_rows_that_repeat_much_more_often_are_said(store, caplog):
   assert not caplog.messages
 
 
+# Public report pytorch/pytorch#25162: repeated samples in a last batch.
 def test_an_epoch_has_every_target_once_and_the_next_another_order(store):
   texts = [f'{number}{"x" * number}' for number in range(3, 27)]
   feed = store(texts)
@@ -159,6 +165,7 @@ def test_an_epoch_has_every_target_once_and_the_next_another_order(store):
   )
 
 
+# Public report Open-Athena/marin-dna#499: weights applied twice in an evaluation.
 def test_weights_that_are_no_flags_count_once():
   model = tiny.model((tiny.s5,), layers=1)
   params, carry = tiny.init(model, 2)
@@ -169,6 +176,7 @@ def test_weights_that_are_no_flags_count_once():
     np.testing.assert_allclose(getattr(scaled, field), 0.1 * getattr(plain, field), rtol=1e-5)
 
 
+# Public report NVIDIA-NeMo/Automodel#3796: an optimizer step without a target.
 def test_a_step_without_a_target_is_only_read():
   """Long prompts: of three steps one has targets, and its loss is no spike among losses of 0."""
   model = tiny.model((tiny.s5,), layers=1, remat_policy=None)
@@ -201,6 +209,7 @@ def test_a_step_without_a_target_is_only_read():
   assert int(state.recent.count) == len(losses) == 8
 
 
+# Public report karpathy/llm.c#601: equal seeds of stochastic rounding.
 def test_no_two_parameters_or_steps_round_alike():
   wide = {name: jnp.full(1000, 1.001) for name in 'ab'}
   narrow = {name: leaf.astype(jnp.bfloat16) for name, leaf in wide.items()}
@@ -211,6 +220,7 @@ def test_no_two_parameters_or_steps_round_alike():
     assert not any(np.array_equal(one, other) for other in found[:n])
 
 
+# Public report huggingface/trl#1053: a quick validation without a target.
 def test_a_quick_evaluation_reads_up_to_a_target(tmp_path):
   """Prompts may be longer than its chunks."""
   texts = ['$' * 21 + '%&*%', '$' * 30 + '&&'] * 2

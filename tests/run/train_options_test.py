@@ -33,6 +33,7 @@ def start(tmp_path, capsys):
   return run
 
 
+# Public report huggingface/transformers#28544: patience that begins anew after a resume.
 def test_a_run_ends_when_validation_no_longer_improves_and_stays_ended(start, tmp_path):
   # The learning rate is too small to change a loss.
   flags = ['--gin.learning_rate=1e-30', '--gin.train_steps=9', '--gin.eval_every=1']

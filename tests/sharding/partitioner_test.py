@@ -117,6 +117,7 @@ def relative(a, b):
   )
 
 
+# Public report NVIDIA/Megatron-LM#7513: unequal masks over pieces of a sequence.
 @pytest.mark.invariant(6)
 @pytest.mark.parametrize('name', SPLIT)
 def test_a_layout_changes_no_loss_no_gradient_and_no_carry(name):
@@ -268,6 +269,7 @@ def test_the_layouts_that_a_machine_of_any_size_can_use():
   assert {'single', 'data', 'zero1', 'fsdp', 'tensor2d', 'context'} <= set(LAYOUTS)
 
 
+# Public report NVIDIA-NeMo/RL#3788: replicated gradients counted once a device.
 @pytest.mark.parametrize('name', ['zero1', 'fsdp'])
 def test_two_steps_end_where_one_device_ends(name):
   (one, expected, *_), (many, losses, *_) = trained('single'), trained(name)

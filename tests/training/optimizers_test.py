@@ -245,6 +245,7 @@ def test_schedules_that_are_refused():
     rates(schedule=lambda step: jnp.zeros(3) + step)
 
 
+# Public report google-deepmind/optax#1752: clipping at a norm of 0.
 @pytest.mark.parametrize('value', [-1.0, -1e-9, math.nan, -math.inf])
 def test_numbers_that_would_train_backwards_are_refused(value):
   for name in ('learning_rate', 'warmup_steps', 'final_learning_rate_scale', 'clip_norm'):

@@ -42,6 +42,7 @@ def rows():
   return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
 
+# Public report huggingface/transformers#24725: means over unequal micro-batches.
 def test_micro_batches_are_the_whole_batch_in_float64():
   with jax.enable_x64(True):
     state, step = built(small_model(compute_dtype='float64', planner=tiny.planner))
@@ -95,6 +96,7 @@ def test_the_z_loss_pulls_the_normalizers_to_one():
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), along, expected)
 
 
+# Public report lightly-ai/lightly-train#892: an average that begins anew after a resume.
 def test_the_average_follows_the_parameters_and_ignores_refused_steps():
   state, step = built(small_model(), with_average=True)
   step = jax.jit(step(average_decay=0.5))

@@ -122,6 +122,7 @@ def test_without_dropout_a_step_makes_no_keys():
   assert makes_keys(*dropping_step())
 
 
+# Public report salesforce/jaxformer#28: decay of stacked norm scales.
 def test_the_groups_of_s5_and_of_vectors():
   """Λ, B, log Δ: a quarter of the learning rate, no weight decay. Vectors, embedding: no decay."""
   model, _, _ = built()
@@ -158,6 +159,7 @@ def test_the_gradient_is_clipped_by_its_global_norm():
   np.testing.assert_allclose(optax.tree.norm(moved), 2.0, rtol=1e-5)
 
 
+# Public report google-research/bert#1293: a warm-up that begins at 0.
 def test_the_schedule_warms_up_and_decays():
   optimizer = Optimizer(1.0, warmup_steps=10, train_steps=110, final_learning_rate_scale=0.1)
   rates = [float(optimizer.learning_rate(jnp.int32(n))) for n in (0, 5, 10, 60, 110, 500)]
