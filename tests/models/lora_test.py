@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures('quick_compiler')
 PHASE = Phase(chunk_size=12, chunks=2, backprop_chunks=2)
 BASE = r'(?<!_lora_a)(?<!_lora_b)$'
 adapted = functools.partial(Lora, pattern='(attention/query|mlp/out)$', rank=2)
+small = functools.partial(tiny.model, (tiny.attention,))
 
 
 def split(params):
@@ -57,7 +58,7 @@ def features(model, params):
 
 
 def test_adapters_change_nothing_at_first_and_are_the_sum_of_both_matrices(tmp_path):
-  model, plain = tiny.model(lora=adapted), tiny.model()
+  model, plain = small(lora=adapted), small()
   params = tiny.init(model, 1)[0]
   adapters, base = split(params)
   assert sorted(leaf.shape for leaf in adapters.values()) == [
@@ -90,7 +91,7 @@ def test_adapters_change_nothing_at_first_and_are_the_sum_of_both_matrices(tmp_p
 
 
 def test_only_adapters_learn_and_count():
-  model = tiny.model(lora=adapted)
+  model = small(lora=adapted)
   group = Group(BASE, learning_rate_scale=0.0)
   optimizer = Optimizer(learning_rate=0.01, warmup_steps=0, train_steps=9, groups=(group,))
   state = jax.jit(lambda: initial_state(model, optimizer, 0, 2))()
@@ -116,7 +117,7 @@ def test_only_adapters_learn_and_count():
 
 
 def test_a_cast_copy_computes_the_same():
-  model = tiny.model(lora=adapted, compute_dtype='bfloat16')
+  model = small(lora=adapted, compute_dtype='bfloat16')
   params = with_values(tiny.init(model, 1)[0])
   copy = model.cast(params)
   dtypes = {leaf.dtype for path, leaf in split(copy)[0].items()}
