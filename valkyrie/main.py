@@ -55,6 +55,7 @@ def run(
   """Runs the mode that the command line selects; raises an exception unless it succeeds."""
   flags, gin_flags = parse_command_line(arguments)
   open_files.check()
+  importlib.import_module('valkyrie.models')  # refuses python -O before jax is imported
   from valkyrie.config import record  # noqa: PLC0415, imports gin
   from valkyrie.config.explain import explained  # noqa: PLC0415
   from valkyrie.config.load import check_call, load_gin  # noqa: PLC0415

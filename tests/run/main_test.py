@@ -1,5 +1,6 @@
 """The command line: exit codes, messages, and no early import of large packages."""
 
+import json
 import os
 import pathlib
 import subprocess
@@ -42,63 +43,97 @@ modes = {'train': ('toys', 'train'), 'infer': ('toys', 'infer')}
 sys.exit(main.main(sys.argv[1:], modules=('toys',), run_modes=modes))
 """
 
+# Command lines that one process runs, each with files for its output and its errors.
+COMMANDS = {
+  'arguments': ['--gin_file', 'a.gin', '--gin.train.ending="fine"', '--model_dir=here'],
+  'default': ['--gin_file=a.gin', '--gin_file=a.gin'],
+  'diverged': ['--gin_file=a.gin', '--gin.train.ending="diverged"', '--model_dir=x'],
+  'interrupt': ['--gin_file=a.gin', '--gin.train.ending="interrupt"', '--model_dir=x'],
+  'bug': ['--gin_file=a.gin', '--gin.train.ending="bug"', '--model_dir=x'],
+  'configuration': ['--gin_file=a.gin', '--gin.train.endings="well"'],
+  'usage': ['--gin_fil=a.gin'],
+}
+ONE_BY_ONE = """
+import json, os, pathlib, sys
+import gin
+from valkyrie import main
+modes = {'train': ('toys', 'train'), 'infer': ('toys', 'infer')}
+results = {}
+for name, arguments in json.loads(sys.argv[1]).items():
+  files = [pathlib.Path(f'{name}.{stream}') for stream in ('output', 'errors')]
+  for number, file in enumerate(files, 1):
+    os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY), number)
+  gin.clear_config(clear_constants=True)
+  code = main.main(arguments, modules=('toys',), run_modes=modes)
+  sys.stdout.flush()
+  results[name] = code, *(file.read_text() for file in files)
+pathlib.Path('results.json').write_text(json.dumps(results))
+"""
+
+
+def run_in(folder, code, *arguments, **options):
+  """Executes `code` in a new process whose current folder has the module and a gin file."""
+  (folder / 'toys.py').write_text(RUN_MODES)
+  (folder / 'a.gin').write_text("train.ending = 'well'\n")
+  return subprocess.run(
+    [sys.executable, '-c', code, *arguments],
+    cwd=folder,
+    env={**os.environ, 'PYTHONPATH': f'{ROOT}{os.pathsep}{folder}', 'JAX_PLATFORMS': 'cpu'},
+    capture_output=True,
+    check=False,
+    timeout=120,
+    **{'input': b'', **options},
+  )
+
 
 @pytest.fixture
 def start(tmp_path):
-  (tmp_path / 'toys.py').write_text(RUN_MODES)
-  (tmp_path / 'a.gin').write_text("train.ending = 'well'\n")
-
   def run(*arguments, code=START, **options):
-    return subprocess.run(
-      [sys.executable, '-c', code, *arguments],
-      cwd=tmp_path,
-      env={**os.environ, 'PYTHONPATH': f'{ROOT}{os.pathsep}{tmp_path}', 'JAX_PLATFORMS': 'cpu'},
-      capture_output=True,
-      check=False,
-      timeout=120,
-      **{'input': b'', **options},
-    )
+    return run_in(tmp_path, code, *arguments, **options)
 
   return run
 
 
-def test_the_run_mode_gets_its_arguments(start):
-  done = start('--gin_file', 'a.gin', '--gin.train.ending="fine"', '--model_dir=here')
-  assert (done.returncode, done.stdout) == (0, b'train here fine\n')
-  assert done.stderr == b''
+@pytest.fixture(scope='module')
+def results(tmp_path_factory):
+  """{name: [exit code, output, errors]} of the commands."""
+  folder = tmp_path_factory.mktemp('commands')
+  run_in(folder, ONE_BY_ONE, json.dumps(COMMANDS))
+  return json.loads((folder / 'results.json').read_text())
 
 
-def test_the_default_model_dir_is_printed(start):
-  done = start('--gin_file=a.gin', '--gin_file=a.gin')
-  assert done.stdout == b'train runs/a-a well\n'
-  assert done.stderr == b'model_dir: runs/a-a (--model_dir=DIR for another)\n'
+def test_the_run_mode_gets_its_arguments(results):
+  assert results['arguments'] == [0, 'train here fine\n', '']
+
+
+def test_the_default_model_dir_is_printed(results):
+  said = 'model_dir: runs/a-a (--model_dir=DIR for another)\n'
+  assert results['default'] == [0, 'train runs/a-a well\n', said]
 
 
 @pytest.mark.parametrize(
   ('ending', 'code', 'message'),
   [
-    ('diverged', 76, b'valkyrie: loss is nan at step 3\n'),
-    ('interrupt', 130, b'valkyrie: interrupted\n'),
+    ('diverged', 76, 'valkyrie: loss is nan at step 3\n'),
+    ('interrupt', 130, 'valkyrie: interrupted\n'),
   ],
 )
-def test_errors_have_their_exit_code_and_no_traceback(start, ending, code, message):
-  done = start('--gin_file=a.gin', f'--gin.train.ending="{ending}"', '--model_dir=x')
-  assert (done.returncode, done.stderr) == (code, message)
+def test_errors_have_their_exit_code_and_no_traceback(results, ending, code, message):
+  found, _, errors = results[ending]
+  assert (found, errors) == (code, message)
 
 
-def test_bugs_print_their_traceback(start):
-  done = start('--gin_file=a.gin', '--gin.train.ending="bug"', '--model_dir=x')
-  assert done.returncode == 70
-  assert b'Traceback' in done.stderr
-  assert b'ValueError: a bug' in done.stderr
+def test_bugs_print_their_traceback(results):
+  code, _, errors = results['bug']
+  assert code == 70
+  assert 'Traceback' in errors and 'ValueError: a bug' in errors
 
 
-def test_a_bad_configuration_prints_one_message(start):
-  done = start('--gin_file=a.gin', '--gin.train.endings="well"')
-  assert done.returncode == 78
-  assert done.stdout == b''
-  assert done.stderr.startswith(b'valkyrie: --gin.train.endings="well": train has no parameter')
-  assert b'Traceback' not in done.stderr
+def test_a_bad_configuration_prints_one_message(results):
+  code, output, errors = results['configuration']
+  assert (code, output) == (78, '')
+  assert errors.startswith('valkyrie: --gin.train.endings="well": train has no parameter')
+  assert 'Traceback' not in errors
 
 
 def test_infer_reads_the_prompt_or_standard_input(start):
@@ -132,15 +167,16 @@ def test_wrong_usage_has_a_hint(arguments, expected):
   assert expected in str(caught.value)
 
 
-def test_the_version(start):
-  done = start('--version')
-  assert (done.returncode, done.stdout.decode()) == (0, f'valkyrie {__version__}\n')
+def test_the_version(capsys):
+  with pytest.raises(SystemExit) as ending:
+    main.main(['--version'])
+  assert (ending.value.code, capsys.readouterr().out) == (0, f'valkyrie {__version__}\n')
 
 
-def test_wrong_usage_exits_2(start):
-  done = start('--gin_fil=a.gin')
-  assert (done.returncode, done.stdout) == (2, b'')
-  assert done.stderr.startswith(b'valkyrie: --gin_fil=a.gin: unknown flag.')
+def test_wrong_usage_exits_2(results):
+  code, output, errors = results['usage']
+  assert (code, output) == (2, '')
+  assert errors.startswith('valkyrie: --gin_fil=a.gin: unknown flag.')
 
 
 def test_help_is_complete_and_imports_no_large_package(start):
@@ -162,19 +198,20 @@ finally:
   assert '--gin_file=gin/tiny_cpu.gin --model_dir=runs/tiny\n' in text
 
 
-@pytest.mark.parametrize('flag', ['--gin.S5.state_sise=3', '--gin.LanguageModle.x=3', '--gin.x=3'])
-def test_a_bad_configuration_ends_before_tensorflow_data_and_devices(start, flag):
+def test_a_bad_configuration_ends_before_tensorflow_data_and_devices(start):
   code = """
 import sys
+import gin
 from valkyrie import main
-code = main.main(sys.argv[1:])
+for flag in sys.argv[1:]:
+  gin.clear_config(clear_constants=True)
+  print(main.main(['--gin_file=a.gin', flag]))
 heavy = {'tensorflow', 'seqio', 'clu.metric_writers'} & set(sys.modules)
 devices = 'jax' in sys.modules and sys.modules['jax']._src.xla_bridge._backends
 print(heavy or devices or 'nothing heavy')
-sys.exit(code)
 """
-  done = start('--gin_file=a.gin', flag, code=code)
-  assert (done.returncode, done.stdout) == (78, b'nothing heavy\n'), done.stderr.decode()
+  done = start('--gin.S5.state_sise=3', '--gin.LanguageModle.x=3', '--gin.x=3', code=code)
+  assert done.stdout == b'78\n78\n78\nnothing heavy\n', done.stderr.decode()
 
 
 def test_main_runs_as_a_module(start):

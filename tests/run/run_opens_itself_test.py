@@ -269,8 +269,10 @@ def changed(folder, tmp_path):
   return change
 
 
-@pytest.mark.parametrize('digest', [True, False])
-@pytest.mark.parametrize('mode', ['eval', 'infer', 'export', 'train'])
+@pytest.mark.parametrize(
+  ('mode', 'digest'),
+  [('eval', True), ('eval', False), ('infer', True), ('export', True), ('train', True)],
+)
 def test_a_changed_value_of_the_configuration_is_named(changed, start, tmp_path, mode, digest):
   flag, file = changed('"LanguageModel.layers": "1"', '"LanguageModel.layers": "3"', digest)
   more = {'infer': ['--prompt=a'], 'export': [f'--output={tmp_path / "out"}']}
