@@ -97,7 +97,7 @@ def test_readme_names_what_exists(macros):
   commands = re.findall(r'^    python -m valkyrie.main (.*)', joined, re.M)
   given = [flag for line in commands for flag in main.parse_command_line(shlex.split(line))[1]]
   bindings = re.findall(r'^    (\S+\.\S+) = .*  #', text, re.M) + given
-  assert len(commands) > 8 and len(bindings) > 15
+  assert len(commands) > 7 and len(bindings) > 13
   for binding in bindings:
     name = binding.partition('=')[0].removeprefix('--gin.').rpartition('/')[2]
     selector, _, parameter = name.rpartition('.')
