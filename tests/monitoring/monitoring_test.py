@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import inspect
 import io
 import json
 import math
@@ -25,7 +26,7 @@ import PIL.Image
 import pytest
 
 from valkyrie.errors import ConfigurationError, StorageError
-from valkyrie.monitoring import chips, memory, report
+from valkyrie.monitoring import chips, memory, metric_writer, report
 from valkyrie.monitoring.json_lines import JsonLines, by_step
 from valkyrie.monitoring.metrics import speed_metrics, text_metrics
 from valkyrie.monitoring.progress import Progress
@@ -220,8 +221,21 @@ def read_events(folder):
   return values, {tag: events.SummaryMetadata(tag).plugin_data.plugin_name for tag in tags}
 
 
-def test_tensorboard_reads_what_a_bound_writer_of_clu_writes(tmp_path):
-  from clu.metric_writers import SummaryWriter  # noqa: PLC0415 - TensorFlow, only here
+def shown_by_tensorboard(folder, tag='learning/loss'):
+  """[(step, value)] that TensorBoard itself shows of a tag, to one decimal."""
+  from tensorboard.backend.event_processing import plugin_event_accumulator  # noqa: PLC0415
+  from tensorboard.util import tensor_util  # noqa: PLC0415
+
+  events = plugin_event_accumulator.EventAccumulator(str(folder))
+  events.Reload()
+  found = [(e.step, tensor_util.make_ndarray(e.tensor_proto)) for e in events.Tensors(tag)]
+  return [
+    (step, round(float(value), 1) if value.dtype == np.float32 else value) for step, value in found
+  ]
+
+
+def test_tensorboard_and_a_bound_writer_of_clu_have_every_value(tmp_path):
+  from clu.metric_writers import SummaryWriter  # noqa: PLC0415 - TensorFlow
 
   shown = []
   with create_writers(
@@ -235,7 +249,7 @@ def test_tensorboard_reads_what_a_bound_writer_of_clu_writes(tmp_path):
       {'step': 3, 'loss': 0.5, 'skipped': 2, 'mfu': None}
     ]
     assert shown == [(3, {'loss': 0.5, 'skipped': 2, 'mfu': None})]
-    writer.write_scalars(4, {'loss': math.nan})
+    writer.write_scalars(4, {'loss': math.nan, 'tokens': 3 * 10**10 + 1})
     writer.write_texts(4, {'sample': 'def main():'})
     writer.draw(4, lambda: {'image': IMAGE})
     writer.write_hparams({'learning_rate': 0.1})
@@ -245,16 +259,17 @@ def test_tensorboard_reads_what_a_bound_writer_of_clu_writes(tmp_path):
   assert plugins == their_plugins and 'throughput/mfu' not in plugins
   assert plugins['learning/loss'] == 'scalars' and plugins['sample'] == 'text'
   assert values.pop('_hparams_/session_start_info') is not None
-  ((_, ours),), ((_, theirs),) = values.pop('image'), their_values['image']
-  assert [*ours[:2]] == [*theirs[:2]]
-  for encoded in (ours[2], theirs[2]):  # the compression may differ
-    np.testing.assert_array_equal(np.asarray(PIL.Image.open(io.BytesIO(encoded))), IMAGE[0])
   for tag, found in values.items():
     for (step, ours), (their_step, theirs) in zip(found, their_values[tag], strict=True):
       assert step == their_step
       np.testing.assert_array_equal(ours, theirs, tag)
-  (step, loss), *_ = values['learning/loss']
-  assert (step, loss.item()) == (3, 0.5)
+  ((_, image),) = values['image']
+  np.testing.assert_array_equal(np.asarray(PIL.Image.open(io.BytesIO(image[2]))), IMAGE[0])
+  (step, loss), (_, unknown) = values['learning/loss']
+  assert (step, loss.item()) == (3, 0.5) and math.isnan(unknown)
+  ((_, tokens),) = values['learning/tokens']
+  assert tokens == np.float32(3 * 10**10)
+  assert values['sample'][0][1].item() == b'def main():'
 
 
 def test_a_writer_that_fails_is_named(tmp_path):
@@ -311,7 +326,7 @@ def test_a_failure_of_tensorboard_is_said_and_ends_nothing(tmp_path):
 def test_what_a_full_disk_refuses_for_a_while_is_in_the_event_file_in_order(tmp_path):
   said = []
   limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-  with create_writers(tmp_path, say=said.append) as writer:
+  with create_writers(tmp_path, begin=1, say=said.append) as writer:
     writer.write_scalars(1, {'loss': 1.0})
     writer.flush()
     # The disk is full in the midst of a record.
@@ -327,8 +342,8 @@ def test_what_a_full_disk_refuses_for_a_while_is_in_the_event_file_in_order(tmp_
       resource.setrlimit(resource.RLIMIT_FSIZE, limits)
   assert 'flush failed, and is tried again for up to 3600 s' in said[0]
   assert said[-1].endswith('flush has succeeded')
+  assert shown_by_tensorboard(tmp_path / 'train') == [(1, 1.0), (2, 2.0), (3, 3.0)]
   values, _ = read_events(tmp_path / 'train')
-  assert [(step, loss.item()) for step, loss in values['learning/loss']] == [(1, 1), (2, 2), (3, 3)]
   assert values['picture'][0][0] == 3
 
 
@@ -338,17 +353,18 @@ def test_a_resumed_run_replaces_the_steps_that_it_repeats_in_tensorboard(tmp_pat
       for step in steps:
         writer.write_scalars(step, {'loss': begin + step / 10})
         writer.write_texts(step, {'sample': f'of {begin}'})
-  from tensorboard.backend.event_processing import plugin_event_accumulator  # noqa: PLC0415
-  from tensorboard.util import tensor_util  # noqa: PLC0415
+  folder = tmp_path / 'train'
+  assert shown_by_tensorboard(folder) == [(1, 1.1), (2, 1.2), (3, 3.3), (4, 3.4)]
+  assert [step for step, _ in shown_by_tensorboard(folder, 'sample')] == [1, 2, 3, 4]
 
-  events = plugin_event_accumulator.EventAccumulator(str(tmp_path / 'train'))
-  events.Reload()
-  shown = [
-    (e.step, round(float(tensor_util.make_ndarray(e.tensor_proto)), 1))
-    for e in events.Tensors('learning/loss')
-  ]
-  assert shown == [(1, 1.1), (2, 1.2), (3, 3.3), (4, 3.4)]
-  assert [e.step for e in events.Tensors('sample')] == [1, 2, 3, 4]
+
+def test_a_value_that_tensorflow_cannot_write_loses_no_other(tmp_path):
+  said = []
+  with create_writers(tmp_path, begin=1, say=said.append) as writer:
+    writer.write_images(1, {'image': np.zeros((1, 4, 4, 9), np.uint8)})  # nine colors
+    writer.write_scalars(2, {'loss': 2.0})
+  assert any('flush failed, and is left out' in line for line in said)
+  assert shown_by_tensorboard(tmp_path / 'train') == [(2, 2.0)]
 
 
 def test_a_line_of_metrics_that_is_refused_at_the_end_is_tried_again(tmp_path):
@@ -407,22 +423,106 @@ def test_a_full_disk_is_a_storage_error(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_run_writes_to_tensorboard_without_tensorflow(tmp_path):
+def test_only_tensorboard_and_writers_of_clu_load_tensorflow(tmp_path):
   script = f"""
 import sys
 import numpy as np
 from valkyrie.monitoring import metrics, pictures, progress, report, writers
-assert not {{'tensorboard', 'matplotlib'}} & set(sys.modules)
-with writers.create_writers({str(tmp_path)!r}) as writer:
+heavy = {{'tensorflow', 'tensorboard', 'clu.metric_writers'}}
+with writers.create_writers({str(tmp_path)!r}, tensorboard=False) as writer:
   writer.write_scalars(1, {{'loss': 1.0}})
   writer.write_texts(1, {{'sample': 'x'}})
   writer.write_images(1, {{'image': np.zeros((1, 4, 4, 3), np.uint8)}})
   writer.write_hparams({{'learning_rate': 0.1}})
-assert 'tensorboard' in sys.modules
-assert not {{'tensorflow', 'clu.metric_writers', 'matplotlib'}} & set(sys.modules)
+assert not (heavy | {{'matplotlib'}}) & set(sys.modules)
+with writers.create_writers({str(tmp_path)!r}) as writer:
+  writer.write_scalars(2, {{'loss': 1.0}})
+assert heavy <= set(sys.modules)
 """
   subprocess.run([sys.executable, '-c', script], check=True)
   assert list((tmp_path / 'train').iterdir())
+
+
+def test_our_writers_have_the_interface_of_clu(tmp_path):
+  from clu import metric_writers  # noqa: PLC0415 - TensorFlow
+
+  from valkyrie.monitoring import clu_writers  # noqa: PLC0415 - the same
+
+  theirs = metric_writers.MetricWriter
+  for name in theirs.__abstractmethods__:
+    method = inspect.signature(getattr(metric_writer.MetricWriter, name))
+    expected = inspect.signature(getattr(theirs, name))
+    described = [
+      [(p.name, p.kind, p.default) for p in signature.parameters.values()]
+      for signature in (method, expected)
+    ]
+    assert described[0] == described[1], name
+  with create_writers(tmp_path, tensorboard=False) as writer:
+    assert isinstance(writer, theirs)
+  assert issubclass(clu_writers.TensorBoard, theirs)
+
+
+def test_every_call_reaches_a_bound_writer_of_clu(tmp_path):
+  calls = []
+
+  class Recorder(metric_writer.MetricWriter):
+    def __init__(self, folder):
+      pass
+
+    def call(self, method, *arguments, **options):
+      calls.append((method, *arguments, *options.items()))
+
+  sound = {'sound': np.zeros((1, 8, 1), np.float32)}
+  with create_writers(tmp_path, tensorboard=False, clu_writers=[Recorder]) as writer:
+    writer.write_histograms(2, {'weights': np.arange(3.0)}, {'weights': 2})
+    writer.write_audios(3, sound, sample_rate=8000)
+  methods = [method for method, *_ in calls]
+  assert methods == ['write_histograms', 'flush', 'write_audios', 'flush', 'close']
+  assert calls[0][3] == {'weights': 2} and calls[2][1:] == (3, sound, ('sample_rate', 8000))
+
+
+def test_the_first_numbers_wait_for_the_import_and_hold_up_nothing(tmp_path):
+  (tmp_path / 'tensorboard.py').write_text(
+    f"""
+import pathlib, time
+while not pathlib.Path({str(tmp_path / 'go')!r}).exists():
+  time.sleep(0.01)
+del __import__('sys').modules['tensorboard'], __import__('sys').path[0]
+import tensorboard
+"""
+  )
+  script = f"""
+import pathlib
+from valkyrie.monitoring.writers import create_writers
+folder = pathlib.Path({str(tmp_path)!r})
+with create_writers(folder) as writer:
+  for step in (1, 2):
+    writer.write_scalars(step, {{'loss': float(step)}})
+  assert len((folder / 'metrics.jsonl').read_text().splitlines()) == 2
+  assert not (folder / 'train').exists()
+  (folder / 'go').touch()
+"""
+  path = os.pathsep.join([str(tmp_path), *sys.path])
+  subprocess.run([sys.executable, '-c', script], env={**os.environ, 'PYTHONPATH': path}, check=True)
+  values, _ = read_events(tmp_path / 'train')
+  assert [(step, loss.item()) for step, loss in values['learning/loss']] == [(1, 1), (2, 2)]
+
+
+def test_a_run_that_ends_before_it_writes_waits_for_no_import(tmp_path):
+  (tmp_path / 'tensorboard.py').write_text('import time\ntime.sleep(1000)')
+  script = f"""
+import os
+from valkyrie.monitoring.writers import create_writers
+try:
+  with create_writers({str(tmp_path / 'run')!r}):
+    1 / 0
+except ZeroDivisionError:
+  os._exit(3)
+"""
+  path = os.pathsep.join([str(tmp_path), *sys.path])
+  environment = {**os.environ, 'PYTHONPATH': path}
+  done = subprocess.run([sys.executable, '-c', script], env=environment, check=False)
+  assert done.returncode == 3
 
 
 def test_a_missing_package_is_named_immediately(tmp_path, monkeypatch):

@@ -70,7 +70,7 @@ class Watcher:
 
   def call(self, what: str, function: Callable[..., Any], *arguments: Any) -> None:
     """Calls a function after the calls before; returns at once, and raises nothing."""
-    size = _size(arguments)
+    size = size_of(arguments)
     is_first = False
     with self._changed:
       if self.is_left_out:
@@ -118,6 +118,15 @@ class Watcher:
       self._changed.notify_all()
     if self._lost:
       self._say(f'warning: {self.name} has missed {self._lost:,} calls')
+
+  def leave(self) -> None:
+    """Calls nothing more, and waits for nothing."""
+    with self._changed:
+      self.is_left_out = True
+      is_running = bool(self._running)
+      self._changed.notify_all()
+    if is_running:
+      processes.exit_in_time()
 
   def _serve(self) -> None:
     while True:
@@ -202,14 +211,14 @@ def _reason(error: BaseException) -> str:
   return text if len(text) <= _LONGEST_REASON else f'{text[:_LONGEST_REASON]} ...'
 
 
-def _size(value: Any) -> int:
+def size_of(value: Any) -> int:
   """About the bytes of the arguments of a call."""
   if isinstance(value, np.ndarray):
     return value.nbytes
   if isinstance(value, str):
     return len(value)
   if isinstance(value, tuple):
-    return _BYTES_OF_A_CALL + sum(map(_size, value))
+    return _BYTES_OF_A_CALL + sum(map(size_of, value))
   if isinstance(value, Mapping):
-    return sum(_size(each) + _BYTES_OF_A_CALL // 10 for each in value.values())
+    return sum(size_of(each) + _BYTES_OF_A_CALL // 10 for each in value.values())
   return 0

@@ -1,8 +1,9 @@
 """Writers of metrics to metrics.jsonl, TensorBoard and the console, with CLU's interface.
 
 metrics.jsonl, a JSON object per line and step, and the console are written immediately. Pictures,
-TensorBoard and each bound CLU writer are watchers of the run: see `watcher`. TensorBoard groups the
-numbers: learning/, throughput/, memory/ and hooks/, and validation/ of evaluations.
+CLU's SummaryWriter for TensorBoard, and each bound writer of CLU are called by watchers of the run:
+see `watcher`. TensorBoard groups the numbers: learning/, throughput/, memory/ and hooks/, and
+validation/ of evaluations.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,11 +25,14 @@ from valkyrie.config.computation import may_change_on_resume
 from valkyrie.distributed import heartbeat
 from valkyrie.errors import ConfigurationError, StorageError, end_after
 from valkyrie.monitoring.json_lines import JsonLines
+from valkyrie.monitoring.metric_writer import MetricWriter
 from valkyrie.monitoring.watcher import AT_THE_END, PATIENCE, Watcher, may_pass
 from valkyrie.storage import foreign_names
 
 Show = Callable[[int, Mapping[str, Any]], None]
 _WITHOUT = 'Install the packages of setup.py, or set create_writers.tensorboard = False.'
+_PACKAGES = ('clu', 'tensorboard', 'tensorflow')
+_LONGEST_IMPORT = 300.0  # seconds that the end of a run waits for the import
 _PAUSE = 1.0  # seconds between two attempts to write metrics.jsonl at the end
 _GROUPS = {
   'throughput': ('step_seconds', 'tokens_per_second', 'tflops_per_second', 'mfu', 'goodput'),
@@ -48,10 +52,10 @@ def create_writers(
   say: Callable[[str], None] | None = None,
   patience: float = PATIENCE,
 ) -> 'RunWriter':
-  """Returns a writer that can be used immediately, and starts to import TensorBoard's package.
+  """Returns a writer that can be used immediately, and starts to import CLU's writers.
 
-  A ConfigurationError is raised if this package is not installed, or if the name leads out of
-  model_dir; a StorageError if metrics.jsonl cannot be opened.
+  A ConfigurationError is raised if a package that TensorBoard needs is not installed, or if the
+  name leads out of model_dir; a StorageError if metrics.jsonl cannot be opened.
 
   Args:
     model_dir: the directory of the run.
@@ -66,9 +70,11 @@ def create_writers(
     say: prints what a writer has lost, by default to standard error.
     patience: seconds for which what a file system refuses is tried again.
   """
-  if tensorboard and importlib.util.find_spec('tensorboard') is None:
+  needed = _PACKAGES if tensorboard else ()
+  missing = [package for package in needed if importlib.util.find_spec(package) is None]
+  if missing:
     raise ConfigurationError(
-      'TensorBoard event files need tensorboard, which this Python does not have. ' + _WITHOUT
+      f'TensorBoard event files need {missing[0]}, which this Python does not have. {_WITHOUT}'
     )
   advice = 'Use letters, digits and dashes.'
   name = foreign_names.checked(name, 'create_writers.name', advice, ConfigurationError)
@@ -78,7 +84,7 @@ def create_writers(
   lines = JsonLines((pathlib.Path(model_dir) if name == 'train' else folder) / 'metrics.jsonl')
   outputs = [(_name_of(make), functools.partial(make, str(folder))) for make in clu_writers]
   if tensorboard:
-    outputs.insert(0, ('TensorBoard', functools.partial(_event_file, folder, begin)))
+    outputs.insert(0, ('TensorBoard', functools.partial(_tensorboard, folder, begin)))
   return RunWriter(folder, lines, also, outputs, say or _say, patience)
 
 
@@ -90,8 +96,29 @@ def _say(text: str) -> None:
   print(f'valkyrie: {text}', file=sys.stderr, flush=True)
 
 
-class _Output:
-  """A CLU writer that is opened and called by a watcher."""
+class _Lines(MetricWriter):
+  """Writes the numbers and texts of a step as a line of a file."""
+
+  def __init__(self, lines: JsonLines):
+    self._lines = lines
+
+  def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
+    self._lines.write({'step': int(step), **scalars})
+
+
+class _Console(MetricWriter):
+  """Shows the numbers of a step, by a function such as `Progress.show`."""
+
+  def __init__(self, show: Show):
+    self._show = show
+
+  def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
+    numbers = {name: value for name, value in scalars.items() if not isinstance(value, str)}
+    self._show(step, numbers)
+
+
+class _Watched(MetricWriter):
+  """Passes each call to another writer, which is opened and called by a watcher."""
 
   def __init__(self, watcher: Watcher, make: Callable[[], Any]):
     self.watcher = watcher
@@ -107,23 +134,26 @@ class _Output:
         self.watcher.leaves_after_an_error = True
       raise
 
-  def call(self, method: str, *arguments: Any) -> None:
-    """Calls a method of the writer, after the calls before."""
-    self.watcher.call(method, self._call, method, *arguments)
+  def call(self, method: str, *arguments: Any, **options: Any) -> None:
+    """Calls a method of the writer, after the calls before, and lets it write what it holds."""
+    self.watcher.call(method, self._call, method, arguments, options)
+    if method.startswith('write_'):
+      self.watcher.call('flush', self._call, 'flush', (), {})
 
-  def _call(self, method: str, *arguments: Any) -> None:
+  def _call(self, method: str, arguments: tuple, options: Mapping[str, Any]) -> None:
     if self._writer is None:
       self._open()
-    getattr(self._writer, method)(*arguments)
+    getattr(self._writer, method)(*arguments, **options)
 
 
 @dataclasses.dataclass
-class RunWriter(contextlib.AbstractContextManager['RunWriter']):
-  """A CLU MetricWriter that passes scalars to all outputs, and everything else to CLU writers.
+class RunWriter(MetricWriter, contextlib.AbstractContextManager['RunWriter']):
+  """A CLU MetricWriter that passes scalars to all outputs, and everything else to CLU's writers.
 
-  `event_file.EventFile` shows the methods that are passed on. `writers` are names and functions
-  that open a CLU writer. Only metrics.jsonl, `lines`, can end a run, when `patience` is over; it is
-  None in the processes that write nothing. A context manager that closes.
+  `writers` are names and functions that open a writer of CLU. A thread imports CLU, and calls wait
+  for it; then CLU's MultiWriter passes them to the watchers of the writers. Only metrics.jsonl,
+  `lines`, can end a run, when `patience` is over; it is None in the processes that write nothing.
+  A context manager that closes.
   """
 
   folder: pathlib.Path
@@ -134,11 +164,32 @@ class RunWriter(contextlib.AbstractContextManager['RunWriter']):
   patience: float = PATIENCE
 
   def __post_init__(self):
-    self._outputs = [_Output(self._watcher(name), make) for name, make in self.writers]
+    self._immediate: list[MetricWriter] = []
+    if self.lines is not None:
+      self._immediate = [_Lines(self.lines), *(_Console(show) for show in self.also)]
     self._pictures = self._watcher('pictures')
+    self._watched: list[_Watched] = []
+    self._clu = self._watcher("CLU's writers")
+    self._clu.longest_call = _LONGEST_IMPORT
+    self._multi_writer: MetricWriter | None = None
+    self._has_calls = False
+    if self.writers:
+      self._clu.leaves_after_an_error = True
+      self._clu.call('import', self._import)
 
   def _watcher(self, name: str) -> Watcher:
     return Watcher(f'{name} of {self.folder}', self.say, self.patience)
+
+  def _import(self) -> None:
+    """Imports CLU, and lets a watcher open each of its writers."""
+    try:
+      from valkyrie.monitoring import clu_writers  # noqa: PLC0415 - seconds of TensorFlow
+    except ImportError as error:
+      raise ConfigurationError(
+        f"CLU's writers need TensorFlow, and importing it failed: {error}. {_WITHOUT}"
+      ) from error
+    self._watched = [_Watched(self._watcher(name), make) for name, make in self.writers]
+    self._multi_writer = clu_writers.multi_writer(self._watched)
 
   def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
     """Writes numbers of Python, numpy or jax (waiting for these); None is an unknown value.
@@ -151,23 +202,23 @@ class RunWriter(contextlib.AbstractContextManager['RunWriter']):
       key: value if value is None or isinstance(value, str) else np.asarray(value).item()
       for key, value in scalars.items()
     }
-    self.lines.write({'step': int(step), **found})
-    numbers = {key: value for key, value in found.items() if not isinstance(value, str)}
-    for show in self.also:
-      show(step, numbers)
-    known = {self._tag(key): value for key, value in numbers.items() if value is not None}
-    self._call('write_scalars', step, known)
+    for writer in self._immediate:
+      writer.write_scalars(step, found)
+    known = {
+      self._tag(key): value
+      for key, value in found.items()
+      if value is not None and not isinstance(value, str)
+    }
+    self.call('write_scalars', step, known)
 
-  def _call(self, method: str, *arguments: Any) -> None:
-    """Calls a method of all CLU writers, and lets them write what they hold."""
-    for output in self._outputs:
-      output.call(method, *arguments)
-      if method.startswith('write_'):
-        output.call('flush')
+  def call(self, method: str, *arguments: Any, **options: Any) -> None:
+    """Calls a method of all writers of CLU."""
+    if self.writers:
+      self._has_calls = True
+      self._clu.call(method, self._call, method, arguments, options)
 
-  write_images = functools.partialmethod(_call, 'write_images')
-  write_texts = functools.partialmethod(_call, 'write_texts')
-  write_hparams = functools.partialmethod(_call, 'write_hparams')
+  def _call(self, method: str, arguments: tuple, options: Mapping[str, Any]) -> None:
+    getattr(self._multi_writer, method)(*arguments, **options)
 
   def draw(self, step: int, draw: Callable[[], Mapping[str, np.ndarray]]) -> None:
     """Calls a function that writes pictures, in a thread, and passes on the images it returns."""
@@ -179,9 +230,11 @@ class RunWriter(contextlib.AbstractContextManager['RunWriter']):
     if self.lines is None:
       return
     self._sync(self.lines)
-    self._call('flush')
-    for watcher in (self._pictures, *(output.watcher for output in self._outputs)):
-      watcher.wait()
+    self._pictures.wait()
+    self.call('flush')
+    self._clu.wait()
+    for watched in self._watched:
+      watched.watcher.wait()
 
   def close(self) -> None:
     """Flushes and closes; the writer cannot be used afterwards.
@@ -195,9 +248,10 @@ class RunWriter(contextlib.AbstractContextManager['RunWriter']):
     finally:
       self.lines.close()
       self._pictures.close()
-      self._call('close')
-      for output in self._outputs:
-        output.watcher.close()
+      self.call('close')
+      self._clu.close()
+      for watched in self._watched:
+        watched.watcher.close()
 
   def _sync(self, lines: JsonLines) -> None:
     """Waits until all lines are on disk, for as long as the patience."""
@@ -223,6 +277,8 @@ class RunWriter(contextlib.AbstractContextManager['RunWriter']):
   def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
     if error is not None:
       self.patience = min(self.patience, AT_THE_END)
+      if not self._has_calls:  # nothing waits for the import
+        self._clu.leave()
     end_after(self.close, error)
 
   def _tag(self, name: str) -> str:
@@ -235,11 +291,7 @@ class RunWriter(contextlib.AbstractContextManager['RunWriter']):
     return f'{group}/{name}'
 
 
-def _event_file(folder: pathlib.Path, begin: int | None) -> Any:
-  try:
-    from valkyrie.monitoring.event_file import EventFile  # noqa: PLC0415 - a second, in the thread
-  except ImportError as error:
-    raise ConfigurationError(
-      f'TensorBoard event files need tensorboard, and importing it failed: {error}. {_WITHOUT}'
-    ) from error
-  return EventFile(folder, begin)
+def _tensorboard(folder: pathlib.Path, begin: int | None) -> MetricWriter:
+  from valkyrie.monitoring.clu_writers import TensorBoard  # noqa: PLC0415 - imported before
+
+  return TensorBoard(folder, begin)

@@ -128,11 +128,7 @@ def train(
       progress.say(f'nothing to do: {done}')
       return
 
-    # Steps. Every shape is compiled before the first step is taken.
-    stack.enter_context(memory.explained(lambda: trainer.needs))
-    trainer.compile()
-
-    # Observers.
+    # Writers. They import their packages in threads while the steps are compiled.
     tracking = Tracking(trackers, model_dir, trainer.start, progress.say)
     stack.callback(tracking.close)
     shared = {'begin': trainer.start + 1, 'say': progress.say}
@@ -142,6 +138,12 @@ def train(
     writer = stack.enter_context(
       create_writers(model_dir, also=[progress.show, tracking.stream('train')], **shared)
     )
+
+    # Steps. Every shape is compiled before the first step is taken.
+    stack.enter_context(memory.explained(lambda: trainer.needs))
+    trainer.compile()
+
+    # Observers.
     _write_settings(writer, trainer.start)
     budget = refused_steps(
       int(trainer.state.skipped), lambda step: trainer.reading.describe(step - 1)
