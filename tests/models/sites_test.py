@@ -33,9 +33,14 @@ MIXERS = {
 }
 
 
-def read(model, params, carry, batch, **options):
+def reader(model):
+  """Compiles what a test asks for more than once only once."""
   apply = jax.jit(model.apply, static_argnames=('plan', 'activations'))
-  return apply(params, carry, batch.inputs, batch.positions, batch.segment_ids, **options)
+
+  def read(params, carry, batch, **options):
+    return apply(params, carry, batch.inputs, batch.positions, batch.segment_ids, **options)
+
+  return read
 
 
 def masks_of(model, rows, time, make):
@@ -50,25 +55,32 @@ def masks_of(model, rows, time, make):
   }
 
 
+@functools.cache
+def built(name):
+  """(a model with these mixers, all of whose matrices are sites, params, carry, its reader)."""
+  model = tiny.model((MIXERS[name],), sites=every)
+  return model, *tiny.init(model, 2), reader(model)
+
+
 @pytest.mark.parametrize('name', MIXERS)
 def test_a_site_without_masks_is_the_matrix_and_masks_of_one_are_too(name):
-  plain, model = (tiny.model((MIXERS[name],), sites=sites) for sites in (None, every))
-  params, carry = tiny.init(model, 2)
+  plain = tiny.model((MIXERS[name],))
+  model, params, carry, read = built(name)
   without = {
     m: {n: leaf for n, leaf in group.items() if n in plain.parameters()[m]}
     for m, group in params.items()
   }
   batch = tiny.batch((9, 15))
-  expected = read(plain, without, carry, batch)
-  found = read(model, params, carry, batch, activations=(SITES,))
+  expected = reader(plain)(without, carry, batch)
+  found = read(params, carry, batch, activations=(SITES,))
   sites = sites_of(model.parameters())
   assert {path: x.shape for path, x in found[0].sites.items()} == {
     path: (2, *batch.inputs.shape, site.d_in) for path, site in sites.items()
   }
   ones = masks_of(model, *batch.inputs.shape, jnp.ones)
   for features, after in (
-    read(model, params, carry, batch),
-    read(model, params, carry, batch, masks=ones),
+    read(params, carry, batch),
+    read(params, carry, batch, masks=ones),
   ):
     np.testing.assert_array_equal(features.hidden, expected[0].hidden)
     jax.tree.map(np.testing.assert_array_equal, after, expected[1])
@@ -87,35 +99,57 @@ def test_a_site_without_masks_is_the_matrix_and_masks_of_one_are_too(name):
 
 @pytest.mark.parametrize('name', MIXERS)
 def test_masks_of_a_site_compute_the_formula(name):
-  """Each site alone: the layer behind it gets what a changed matrix would give it."""
-  model = tiny.model((MIXERS[name],), layers=1, sites=every)
-  params, carry = tiny.init(model, 2)
+  """Each site alone, in both layers: each gets what changed matrices would give it."""
+  model, params, carry, read = built(name)
   batch, random = tiny.batch((9, 15)), np.random.default_rng(0)
-  shape = (1, *batch.inputs.shape)
+  plain, _ = read(params, carry, batch)
+  # Masks of the other sites, which nothing routes there, keep one program for all sites.
+  nothing = {
+    path: masks._replace(route=jnp.zeros_like(masks.route))
+    for path, masks in masks_of(model, *batch.inputs.shape, jnp.ones).items()
+  }
+  untouched, _ = read(params, carry, batch, masks=nothing)
+  np.testing.assert_array_equal(untouched.hidden, plain.hidden)
   for path, site in sites_of(model.parameters()).items():
+    shape = (site.layers, *batch.inputs.shape)
     m, d = random.random(C, np.float32), np.float32(0.3)
     masks = Masks(jnp.broadcast_to(m, (*shape, C)), jnp.full(shape, d), jnp.ones(shape, bool))
-    found, after = read(model, params, carry, batch, masks={path: masks})
+    found, after = read(params, carry, batch, masks={**nothing, path: masks})
     # One mask for all tokens is a matrix: V diag(m) U + d (W - V U).
-    (v,), (u,) = site.factors(params)
-    (w,) = site.target(params)
-    changed = (v * m[None]) @ u + d * (w - v @ u)
+    v, u = (np.asarray(factors) for factors in site.factors(params))
+    w = np.asarray(site.target(params))
+    changed = (v * m[None, None]) @ u + d * (w - v @ u)
     stored = params[site.module][site.name]
-    if stored.shape == (1, *changed.shape):
-      leaf = changed[None]
+    across = np.swapaxes(changed, 1, 2)
+    if stored.shape == changed.shape:
+      leaf = changed
     elif site.name == 'b':
-      leaf = jnp.stack(jnp.split(changed.T, 2))[None]
+      leaf = np.stack(np.split(across, 2, axis=1), axis=1)
     else:
-      re, im = jnp.split(changed.T, 2, axis=1)
-      leaf = jnp.stack([re, -im])[None] / (1 if 'normalized' in name else 2)
+      re, im = np.split(across, 2, axis=2)
+      leaf = np.stack([re, -im], axis=1) / np.float32(1 if 'normalized' in name else 2)
     other = {**params, site.module: {**params[site.module], site.name: leaf}}
-    expected, expected_after = read(model, other, carry, batch)
+    expected, expected_after = read(other, carry, batch)
     np.testing.assert_allclose(found.hidden, expected.hidden, atol=2e-5, err_msg=path)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), after, expected_after)
-    nothing = masks._replace(route=jnp.zeros(shape, bool))
-    untouched, _ = read(model, params, carry, batch, masks={path: nothing})
-    np.testing.assert_array_equal(untouched.hidden, read(model, params, carry, batch)[0].hidden)
-    assert np.abs(found.hidden - untouched.hidden).max() > 1e-3
+    unrouted = masks._replace(route=jnp.zeros(shape, bool))
+    same, _ = read(params, carry, batch, masks={**nothing, path: unrouted})
+    np.testing.assert_array_equal(same.hidden, plain.hidden)
+    assert np.abs(found.hidden - plain.hidden).max() > 1e-3
+
+
+def test_masks_of_one_site_alone_are_those_with_the_others_unrouted():
+  """As a decomposition gives them, which masks some sites of a pass."""
+  model, params, carry, read = built('s5')
+  batch = tiny.batch((9, 15))
+  zeros = masks_of(model, *batch.inputs.shape, jnp.zeros)
+  others = {
+    path: masks._replace(route=jnp.zeros_like(masks.route)) for path, masks in zeros.items()
+  }
+  chosen = next(path for path in zeros if path.endswith('/b'))
+  alone, _ = read(params, carry, batch, masks={chosen: zeros[chosen]})
+  among, _ = read(params, carry, batch, masks={**others, chosen: zeros[chosen]})
+  np.testing.assert_allclose(alone.hidden, among.hidden, atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +170,10 @@ def test_wrong_components_are_named(components, message):
 def test_a_mask_of_another_shape_is_named(part):
   """Shapes that would broadcast, too: they are as wrong."""
   model = tiny.model(layers=1, sites=every)
-  (params, carry), batch = tiny.init(model, 2), tiny.batch((9, 15))
+  batch = tiny.batch((9, 15))
+  params, carry = jax.eval_shape(lambda: model.init(jax.random.key(0), 2))
   path = next(iter(sites_of(model.parameters())))
   ones = masks_of(model, *batch.inputs.shape, jnp.ones)[path]
   wrong = ones._replace(**{part: getattr(ones, part)[..., :1]})
   with pytest.raises(ConfigurationError, match=f'of {path} have the shapes .* need'):
-    read(model, params, carry, batch, masks={path: wrong})
+    jax.eval_shape(reader(model), params, carry, batch, masks={path: wrong})
