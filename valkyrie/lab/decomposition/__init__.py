@@ -61,6 +61,10 @@ Memory:
   equal bit for bit.
 - D25: a write into memory that is read chunks later makes its component important where it writes.
 
+S5's B is the real map [D, 2P] to pairs of state and C the map [2P, D] from them, with the implied
+conjugates: a component of B reads one direction of the stream and writes one complex vector of
+states. The gain of the discretization scales what B's site gives.
+
 Differences from the published code (arXiv 2506.20790):
 
 - `Adversary.scope` has 'all', 'rows', 'positions' and 'tokens' for c, nsc, sc and bsc.
