@@ -1,0 +1,63 @@
+"""Runs the commands of a page of docs/results, and writes what they print below them.
+
+A command stands in a comment before its table or text, and another comment ends it:
+
+    <!-- run: bash scripts/experiment power_errors -->
+    <!-- end of run -->
+
+    bash scripts/experiment write_results design                     all commands of the page
+    bash scripts/experiment write_results memory --only recall       those that contain a text
+
+Markdown tables are written as they are, other texts as code. `certify` writes its own tables.
+"""
+# Environment: base
+
+import argparse
+from collections.abc import Sequence
+import pathlib
+import re
+import subprocess
+import sys
+
+FOLDER = pathlib.Path(__file__).parents[2] / 'docs' / 'results'
+BLOCK = re.compile(r'(<!-- run: (.*?) -->\n).*?(<!-- end of run -->)', re.DOTALL)
+
+
+def shown(printed: str) -> str:
+  """The Markdown tables in what a command printed; without any, all of it as code."""
+  lines = printed.strip('\n').splitlines()
+  table = [line for line in lines if line.startswith('|')]
+  return '\n'.join(table or [f'    {line}'.rstrip() for line in lines])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Returns 1 if a command failed; then what it had printed before stays on the page."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('page', help='its name without .md')
+  parser.add_argument('--only', default='', help='only commands that contain this text')
+  flags = parser.parse_args(arguments)
+  page = FOLDER / f'{flags.page}.md'
+  commands = [command for _, command, _ in BLOCK.findall(page.read_text())]
+  failed = False
+  for command in commands:
+    if flags.only not in command:
+      continue
+    done = subprocess.run(['bash', '-c', command], stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+      print(f'{command} ended with {done.returncode}: its results stay.', file=sys.stderr)
+      failed = True
+      continue
+    _write(page, command, shown(done.stdout))
+  return int(failed)
+
+
+def _write(page: pathlib.Path, command: str, text: str) -> None:
+  def replaced(match: re.Match) -> str:
+    begin, found, end = match.groups()
+    return f'{begin}\n{text}\n\n{end}' if found == command else match[0]
+
+  page.write_text(BLOCK.sub(replaced, page.read_text()))
+
+
+if __name__ == '__main__':
+  sys.exit(main())

@@ -1,0 +1,53 @@
+"""What commands print is written below them, and the pages of docs/results name commands."""
+
+import pathlib
+import re
+
+import pytest
+import write_results
+
+EXPERIMENTS = pathlib.Path(write_results.__file__).parent
+PAGE = """# Results
+
+<!-- run: printf 'seen:\\n| a |\\n| --- |\\n| 1 |\\n' -->
+old
+<!-- end of run -->
+
+<!-- run: echo 'two  words' -->
+old
+<!-- end of run -->
+
+<!-- run: echo half; exit 3 -->
+old
+<!-- end of run -->
+"""
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+  monkeypatch.setattr(write_results, 'FOLDER', tmp_path)
+  path = tmp_path / 'toy.md'
+  path.write_text(PAGE)
+  return path
+
+
+def test_tables_and_texts_are_written_and_a_failure_leaves_its_own(page, capsys):
+  assert write_results.main(['toy']) == 1
+  table, text, failed = page.read_text().split('<!-- run: ')[1:]
+  assert table.split('-->')[1].split('<!--')[0] == '\n\n| a |\n| --- |\n| 1 |\n\n'
+  assert text.split('-->')[1].split('<!--')[0] == '\n\n    two  words\n\n'
+  assert '\nold\n' in failed
+  assert 'ended with 3' in capsys.readouterr().err
+
+
+def test_only_some_commands_run(page):
+  assert write_results.main(['toy', '--only=words']) == 0
+  assert page.read_text() == PAGE.replace("words' -->\nold", "words' -->\n\n    two  words\n")
+
+
+def test_pages_name_experiments_that_exist():
+  folder = EXPERIMENTS.parents[1] / 'docs' / 'results'
+  texts = [path.read_text() for path in folder.glob('*.md')]
+  names = {name for text in texts for name in re.findall(r'bash scripts/experiment (\w+)', text)}
+  assert len(names) > 10
+  assert {f'{name}.py' for name in names} <= {path.name for path in EXPERIMENTS.glob('*.py')}
