@@ -128,7 +128,7 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, li
     if not flag.removeprefix('--gin.').partition('=')[2]:
       raise UsageError(f'{flag}: expected --gin.NAME=VALUE, with = and without spaces')
     if flag.encode(errors='ignore').decode() != flag:
-      raise UsageError(f'{flag!a} is not UTF-8')
+      raise UsageError(f'{flag!a} is not UTF-8: set the locale of the terminal to UTF-8')
   parser = _parser()
   flags, unknown = parser.parse_known_args([flag for flag in arguments if flag not in gin_flags])
   if unknown:
@@ -178,7 +178,7 @@ def _check(flags: argparse.Namespace) -> None:
     raise UsageError('--run_mode=export needs --output=FOLDER')
   asked = [n for n in ('prompt', 'prompts', 'messages') if getattr(flags, n) is not None]
   if len(asked) > 1:
-    raise UsageError(f'--{" and --".join(asked)} exclude each other')
+    raise UsageError(f'--{" and --".join(asked)} exclude each other: pass one of them')
   if flags.processes is None and (flags.process is not None or flags.coordinator is not None):
     raise ConfigurationError('--process and --coordinator need --processes=N')
   if flags.processes is not None and flags.run_mode not in ('train', 'eval'):

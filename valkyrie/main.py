@@ -132,7 +132,9 @@ def _read_prompt(typed: str | None) -> str:
     return (sys.stdin.buffer.read() if typed is None else os.fsencode(typed)).decode()
   except UnicodeDecodeError as error:
     place = 'standard input' if typed is None else '--prompt'
-    raise UsageError(f'{place} is not UTF-8: {error}') from None
+    raise UsageError(
+      f'{place} is not UTF-8: {error}. Convert the text, for instance with iconv.'
+    ) from None
 
 
 def _explain(error: BaseException) -> int:

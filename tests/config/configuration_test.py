@@ -443,7 +443,7 @@ def test_a_named_secret_is_told_to_its_user_and_nobody_else(folder, monkeypatch)
     login = 'env:MY_KEY'
   """
   )
-  with pytest.raises(ConfigurationError, match='there is no such variable'):
+  with pytest.raises(ConfigurationError, match='the environment has no variable'):
     operate(model_dir='x')
   monkeypatch.setenv('MY_KEY', 'swordfish')
   _, _, got = operate(model_dir='x')

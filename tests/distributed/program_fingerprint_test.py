@@ -77,7 +77,7 @@ def test_programs_of_a_compiler_that_times_kernels_may_change(tmp_path, capsys, 
   code, said = start()
   assert code == 0 and 'step 4/4' in said
   assert 'changed since the checkpoint: executable: 2 x 16 tokens per row' in said
-  assert 'XLA has timed its kernels anew' in said
+  assert 'XLA has timed its kernels again' in said
 
 
 def test_only_gpus_time_their_kernels():

@@ -24,7 +24,7 @@ from valkyrie.models import language_model
 from valkyrie.models.block import Block
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.recurrence.gated_delta import GatedDeltaNet
-from valkyrie.monitoring import html_report
+from valkyrie.monitoring import html_report, recorded_run
 from valkyrie.storage import lease
 from valkyrie.weights import huggingface
 from valkyrie.weights.source import open_source
@@ -198,7 +198,7 @@ def _report(depth: int) -> Callable[[pathlib.Path], None]:
   """Draws the page about a run, `depth` folders above the file."""
 
   def read(file: pathlib.Path) -> None:
-    html_report.page([html_report.read_run(file.parents[depth])])
+    html_report.page([recorded_run.read_run(file.parents[depth])])
 
   return read
 

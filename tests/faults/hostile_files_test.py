@@ -28,7 +28,7 @@ from valkyrie.distributed import heartbeat
 from valkyrie.distributed.supervisor import RunStatus
 from valkyrie.errors import ConfigurationError, DataError, ValkyrieError, message_of
 from valkyrie.inference import infer
-from valkyrie.monitoring import html_report, json_lines, trackers
+from valkyrie.monitoring import html_report, json_lines, recorded_run, trackers
 from valkyrie.storage import lease
 from valkyrie.weights import tensor_files
 
@@ -61,7 +61,7 @@ EOS = {'model': {'type': 'WordLevel', 'vocab': {'<eos>': 0, 'a': 1}, 'unk_token'
 
 
 def report(file):
-  html_report.read_run(file.parents[file.parent.name == 'eval'])
+  recorded_run.read_run(file.parents[file.parent.name == 'eval'])
 
 
 def rows(file):

@@ -26,7 +26,7 @@ from valkyrie.lab.comparison import compare, findings, trials
 from valkyrie.lab.comparison.findings import Outcome
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
-from valkyrie.monitoring.html_report import Run
+from valkyrie.monitoring.recorded_run import Run
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # A program of someone else: a step reads 64 tokens. Its bits (of rate and seed) and the seconds of

@@ -30,7 +30,6 @@ from valkyrie.monitoring import chips, memory, metric_writer, report
 from valkyrie.monitoring.json_lines import JsonLines, by_step
 from valkyrie.monitoring.metrics import speed_metrics, text_metrics
 from valkyrie.monitoring.progress import Progress
-from valkyrie.monitoring.waiting import doing
 from valkyrie.monitoring.writers import create_writers
 from valkyrie.run import observers
 
@@ -713,21 +712,3 @@ def test_a_run_that_waits_long_for_its_saves_is_told_to_save_less_often(
   saver()
   advice = 'for the save of step 8: a larger checkpoint_every saves less often'
   assert lines == [f'the run waited {save:.1f} s of {steps + save:.1f} {advice}'] * said
-
-
-def test_what_takes_long_says_so_and_what_does_not_says_nothing():
-  said = []
-  second = threading.Event()
-
-  def say(line):
-    said.append(line)
-    if len(said) == 2:
-      second.set()
-
-  with doing('compiling', say, every=0.001):
-    assert second.wait(60)
-  number = len(said)
-  assert all(re.fullmatch(r'still compiling \(\d+ s\)', line) for line in said)
-  with pytest.raises(ValueError, match='mine'), doing('something short', say):
-    raise ValueError('mine')
-  assert len(said) == number

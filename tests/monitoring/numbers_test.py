@@ -18,7 +18,7 @@ import tiny_run
 from valkyrie.data import store_writer, vocabularies
 from valkyrie.data.store_location import store_path
 from valkyrie.data.token_store import Selection
-from valkyrie.monitoring import html_report, training_log
+from valkyrie.monitoring import html_report, recorded_run, training_log
 from valkyrie.monitoring.progress import describe
 from valkyrie.monitoring.training_log import TrainingLog
 from valkyrie.monitoring.writers import create_writers
@@ -150,7 +150,7 @@ def test_padding_is_no_parameter_anywhere(run):
   assert f' {said} (' in log
   parts = re.search(r' parameters \((.*?)\) in float32', log)[1]
   assert sum(int(n.replace(',', '')) for n in re.findall(r' ([\d,]*\d)', parts)) == count - padding
-  assert html_report.read_run(model_dir).about == said
+  assert recorded_run.read_run(model_dir).about == said
 
 
 def test_console_tensorboard_and_report_have_the_numbers_of_the_lines(run):
@@ -180,7 +180,7 @@ def test_console_tensorboard_and_report_have_the_numbers_of_the_lines(run):
     else:
       split = 'the whole validation split' if 'quick_loss' in line else 'validation'
       assert (f'step {step}, {split}: ' + ', '.join(describe(line)) in log) or line is last
-  page = html_report._results([html_report.read_run(model_dir)])
+  page = html_report._results([recorded_run.read_run(model_dir)])
   for name in ('loss', 'bits_per_byte', 'accuracy'):
     assert f'<td>{name}</td><td class="number">{last[name]:,.4g}</td>' in page
   for said in (

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from valkyrie.monitoring import html_report, pictures
+from valkyrie.monitoring import html_report, pictures, recorded_run
 from valkyrie.monitoring.pictures import Curve, figure, short
 from valkyrie.run.observers import Refusals
 from valkyrie.training.objective import Sums
@@ -160,7 +160,7 @@ def test_numbers_of_other_tokens_or_texts_are_not_compared(
       '"bits_per_byte": 1.25', f'"bits_per_byte": {2 - offset}'
     )
     evaluations.write_text(text)
-    runs.append(html_report.read_run(folder))
+    runs.append(recorded_run.read_run(folder))
   page = html_report.page(runs)
   rows = {row.partition('</td>')[0]: row for row in html_report._results(runs).split('<tr><td>')}
   assert ('worse' in rows['loss']) == comparable
@@ -186,7 +186,7 @@ def test_numbers_that_would_overflow_an_axis_are_left_out(run, tmp_path, value):
     for sign, line in zip((1, -1), lines, strict=False):
       line |= {name: sign * value for name in line if name not in ('step', 'phase')}
     (folder / place).write_text(''.join(f'{json.dumps(line)}\n' for line in lines))
-  page = html_report.page([html_report.read_run(folder)])
+  page = html_report.page([recorded_run.read_run(folder)])
   assert page.count('<figure>') > 5 and 'nan' not in page
   points = {'loss_by_position/1': value, 'loss_by_position/2': -value, 'loss_by_position/4': 2.0}
   assert (len(pictures.by_position(points)) == 3) == (abs(value) < 1e39)
@@ -200,8 +200,8 @@ def test_losses_of_training_are_compared_only_on_the_same_texts(run):
     (folder / 'eval/metrics.jsonl').unlink()
     bindings = {'TaskFeed.source': source, 'validation/TaskFeed.source': name}
     (folder / 'config.json').write_text(json.dumps({'version': '7', 'bindings': bindings}))
-    runs.append(html_report.read_run(folder))
-  runs.append(html_report.read_run(run('d', 0.1, 3)))
+    runs.append(recorded_run.read_run(folder))
+  runs.append(recorded_run.read_run(run('d', 0.1, 3)))
   (row,) = (row for row in html_report._results(runs).split('<tr>') if row.startswith('<td>loss'))
   cells = row.split('</td>')
   assert 'worse' in cells[2] and '(other training data, not compared)' in cells[3]
@@ -215,12 +215,12 @@ def test_the_speed_of_a_run_is_the_median_of_its_lines(run):
     line['tokens_per_second'] = speed
   del lines[0]['tokens_per_second'], lines[0]['step_seconds']
   (folder / 'metrics.jsonl').write_text(''.join(f'{json.dumps(line)}\n' for line in lines))
-  found = html_report._results([html_report.read_run(folder)])
+  found = html_report._results([recorded_run.read_run(folder)])
   assert '<td>median tokens_per_second</td><td class="number">200</td>' in found
 
 
 def test_costs_and_evaluations_between_lines(run):
-  found = html_report.read_run(run('first', 0.1))
+  found = recorded_run.read_run(run('first', 0.1))
   last = found.lines[-1]
   assert (last['seconds'], last['flops']) == (20.0, pytest.approx(4000 * 1e6 / 200))
   drawn = html_report._curves([found], 'evaluations', *html_report._VALIDATION, ('tokens', 't'))

@@ -133,8 +133,8 @@ class Other(Term):
     ((Prediction, Prediction), 'each only once.*Found Prediction, Prediction'),
     ((Prediction, Other), 'each only once'),
     (type('Model', (Term,), {'name': 'model'}), "'model' is no name"),
-    (Prediction(), 'has Prediction.*no class of a Term'),
-    ((Prediction, dict), "has <class 'dict'>, which is no class of a Term"),
+    (Prediction(), 'has Prediction.*not a class of a Term'),
+    ((Prediction, dict), "has <class 'dict'>, which is not a class of a Term"),
     ('Prediction', "has 'P', which is no class"),
   ],
 )

@@ -166,7 +166,7 @@ def test_which_algorithms_act_on_layers():
     (optax.lbfgs, 'needs more than gradients and parameters'),
     (optax.contrib.momo_adam, 'needs more than gradients and parameters'),
     (optax.polyak_sgd, 'cannot be created from only a learning_rate'),
-    (optax.contrib.schedule_free_adamw, 'other parameters than those to be evaluated'),
+    (optax.contrib.schedule_free_adamw, 'evaluates other parameters than those that it trains'),
   ],
 )
 def test_algorithms_that_are_refused(algorithm, message):

@@ -50,7 +50,7 @@ def test_an_old_index_beside_new_weights_is_refused_until_one_is_moved_away(tmp_
   save(tmp_path / B, b=1)
   index(tmp_path, a=A, b=B)
   save(tmp_path / 'model.safetensors', a=2, b=2)
-  with pytest.raises(ConfigurationError, match='Move the one away that you do not mean'):
+  with pytest.raises(ConfigurationError, match='Move away the one that you do not want'):
     in_files(tmp_path)
   (tmp_path / INDEX).rename(tmp_path / 'away')
   with pytest.raises(ConfigurationError, match=r"'a' in .* and no index"):
@@ -78,7 +78,9 @@ def test_the_index_of_the_model_comes_before_any_other_and_the_rest_is_named(tmp
   assert values(tmp_path) == {'a': 5}
   (tmp_path / 'model.safetensors').unlink()
   index(tmp_path, 'model.fp16.safetensors.index.json', a=A, b=B)
-  with pytest.raises(ConfigurationError, match=r'but no model.safetensors.index.json. Move those'):
+  with pytest.raises(
+    ConfigurationError, match=r'but no model.safetensors.index.json. Move away those'
+  ):
     in_files(tmp_path)
 
 

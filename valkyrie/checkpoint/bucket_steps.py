@@ -118,7 +118,10 @@ class BucketSteps:
     return self.place / str(step)
 
   def holder(self) -> str:
-    with storage_errors(f'{self._bucket} cannot be read'):
+    with storage_errors(
+      f'{self._bucket} cannot be read',
+      'Give this machine the right to read objects there (roles/storage.objectViewer).',
+    ):
       return read_lock(self._bucket)[0].get('token', '')
 
   def check_writable(self) -> bool:

@@ -199,7 +199,10 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
 
   def _begin(self, step: int, state: Any, record: dict[str, Any], began: float) -> None:
     if self._read_only:
-      raise StorageError(f'{self.directory} was opened read-only. Nothing was saved.')
+      raise StorageError(
+        f'{self.directory} was opened to be read. Nothing was saved. Open it with '
+        'Checkpoints().open.'
+      )
     if self._newest is not None and step <= self._newest:
       raise StorageError(
         f'Step {step} cannot be saved in {self.directory}: step {self._newest} is there already, '
@@ -209,7 +212,8 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
     if paths := state_files.not_finite(state):
       raise Diverged(
         f'The state after step {step} is not finite in {", ".join(paths[:5])}. It was not saved. '
-        f'The newest checkpoint is step {self._newest}.'
+        f'The newest checkpoint is step {self._newest}. Run the same command again with a lower '
+        'learning rate; it continues from there.'
       )
     self._failed.try_again()
     problems = processes.exchange('begun', self._change(self._prepare, step))

@@ -291,7 +291,8 @@ def in_order_of_preference(steps: Steps, step: str) -> list[int]:
   if not chosen:
     missing = 'step with a validation loss' if step == BEST else f'step {step}'
     raise ConfigurationError(
-      f'{steps.place} has no {missing}. It has {", ".join(map(str, found)) or "no steps"}.'
+      f'{steps.place} has no {missing}. It has {", ".join(map(str, found)) or "no steps"}. '
+      'Name one of these, or latest.'
     )
   return chosen
 

@@ -78,7 +78,9 @@ def load_gin(
     _bind(effective)
     gin.finalize()
   except (SyntaxError, ValueError) as error:
-    raise ConfigurationError(f'gin does not accept the configuration: {error}') from error
+    raise ConfigurationError(
+      f'gin does not accept the configuration. Correct the binding that it names: {error}'
+    ) from error
   return statements
 
 
@@ -104,7 +106,11 @@ def override_gin(files: Sequence[str], flags: Sequence[str]) -> Iterator[None]:
   effective = check.effective_bindings(parse.read(files, flags))
   for name, statement in parse.macros_of(effective.values()).items():
     if (name, 'gin.macro') not in gin_config._CONFIG:
-      raise ConfigurationError(f'{statement.where}: no gin file of this run defines %{name}.')
+      macros = sorted(scope for scope, selector in gin_config._CONFIG if selector == 'gin.macro')
+      raise ConfigurationError(
+        f'{statement.where}: no gin file of this run defines %{name}.'
+        f'{check.did_you_mean(name, macros)} It defines {", ".join(macros) or "none"}.'
+      )
   with _ONE_AT_A_TIME, _in_force(_state()):
     with gin.unlock_config():
       _bind(effective)
@@ -144,8 +150,13 @@ class _Secret(str):
   """The text 'env:NAME'; a configurable gets the value of the variable, since gin copies for it."""
 
   def __deepcopy__(self, memo: dict) -> str:
-    if (secret := os.environ.get(self.partition(':')[2])) is None:
-      raise ConfigurationError(f'{self} is bound, but there is no such variable. Export it.')
+    variable = self.partition(':')[2]
+    secret = os.environ.get(variable)
+    if secret is None:
+      raise ConfigurationError(
+        f'{self} is bound, but the environment has no variable {variable}. Set it before the '
+        f'command: export {variable}=VALUE'
+      )
     return secret
 
 

@@ -150,7 +150,8 @@ def importable(allowed_imports: Sequence[str]) -> tuple[str, ...]:
   for package in allowed_imports:
     if not all(part.isidentifier() for part in package.split('.')):
       raise ConfigurationError(
-        f'--gin_allow_import={package} is not the name of a package. Write it as in `import`.'
+        f'--gin_allow_import={package} is not the name of a package. Pass the name that '
+        'Python imports, such as my_package.'
       )
   return ('valkyrie', *allowed_imports)
 
@@ -229,7 +230,9 @@ def _text(path: pathlib.Path) -> str:
   try:
     return foreign.content(path).decode('utf-8-sig')
   except OSError as error:
-    raise ConfigurationError(f'{path} cannot be read: {error.strerror}.') from error
+    raise ConfigurationError(
+      f'{path} cannot be read: {error.strerror}. Name a gin file that this user may read.'
+    ) from error
   except UnicodeDecodeError as error:
     line, byte = error.object.count(b'\n', 0, error.start) + 1, error.object[error.start]
     raise ConfigurationError(

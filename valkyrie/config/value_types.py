@@ -30,9 +30,10 @@ def check_flag_types(bindings: Sequence[Statement]) -> None:
     if value is None or isinstance(value, Macro | Reference):
       continue
     if statement.is_flag and before and not _is_a(value, type(before.parsed.value)):
+      advice = _as_integer(value) or ' Pass a value of the same type.'
       raise ConfigurationError(
         f'{statement.where} is {_shown(value)}, but {before.where} has '
-        f'{_shown(before.parsed.value)}.{_as_integer(value)}'
+        f'{_shown(before.parsed.value)}.{advice}'
       )
     earlier[statement.name] = statement
 

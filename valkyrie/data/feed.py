@@ -181,8 +181,9 @@ class TaskFeed:
     del begin  # an endless feed is dealt in one way, whatever the position of the run
     if self._order.epochs is not None:
       raise ConfigurationError(
-        f'{self.selection} has TaskFeed.epochs={self._order.epochs}, which end in one deal of its '
-        'documents. Keep the number of rows, or set TaskFeed.epochs = None.'
+        f'{self.selection} has TaskFeed.epochs={self._order.epochs}, and a run with an end cannot '
+        'deal its documents to rows again. Keep the batch_size of the run, or set TaskFeed.epochs '
+        '= None.'
       )
     dealt = copy.copy(self)
     dealt.__dict__.pop('rows', None)

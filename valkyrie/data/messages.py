@@ -171,7 +171,9 @@ def _json(text: str, place: str) -> Any:
   try:
     return foreign.json_value(text.encode())
   except ValueError as error:
-    raise DataError(f'{place} are not JSON ({foreign.reason(error)}): {text!r:.80}.') from error
+    raise DataError(
+      f'{place} are not JSON ({foreign.reason(error)}): {text!r:.80}. Correct it.'
+    ) from error
 
 
 def _without_nulls(value: Any) -> Any:

@@ -113,8 +113,8 @@ class Mixture:
     first = self._feeds[0]
     if first.reset_at == 'never':
       raise ConfigurationError(
-        "A mixture needs TaskFeed.reset_at of 'document' or 'sequence': without resets, the memory "
-        'of one source would run on in another.'
+        "TaskFeed.reset_at = 'never' would carry the memory of one source into another. Set it to "
+        "'document' or 'sequence' for a mixture."
       )
     self.batch_size = first.batch_size
     self.vocabulary = first.vocabulary
@@ -265,7 +265,7 @@ def _check_shared(feeds: Mapping[str, TaskFeed]) -> None:
       if value != expected:
         raise ConfigurationError(
           f'The sources of a mixture share {option}, but {name} has {value!r} and '
-          f'{first_name} has {expected!r}.'
+          f'{first_name} has {expected!r}. Bind the same value for both.'
         )
 
 
@@ -297,7 +297,7 @@ def _shares(sources: Mapping[str, Any], weights: Weights) -> list[float]:
   if unknown or not sources:
     raise ConfigurationError(
       f'Mixture.weights names {", ".join(unknown) or "no source"}, but Mixture.sources has '
-      f'{", ".join(sources) or "none"}.'
+      f'{", ".join(sources) or "none"}. Use the same names in both.'
     )
   if not all(map(_is_weight, weights.values())) or not sum(weights.values()):
     raise ConfigurationError(

@@ -188,7 +188,11 @@ def check_apart(sources: Mapping[str, Selection]) -> None:
       found = f'{found}, such as {redact.in_value(both[0])}'
       if one[1] != other[1]:
         raise DataError(f'{found}, which one source holds out. Name the others by a pattern.')
-      logging.warning('%s: their share of the tokens is the sum of two.', found)
+      logging.warning(
+        '%s: these files get the share of both sources. To read them once, name the files of '
+        'each source by a pattern.',
+        found,
+      )
 
 
 def _read(file: pathlib.Path) -> list[list[Any]]:

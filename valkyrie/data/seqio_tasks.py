@@ -59,7 +59,8 @@ def rates(mixture: str) -> dict[str, float]:
   known = list(seqio.MixtureRegistry.names())
   if name not in known:
     raise ConfigurationError(
-      f'The module {module} registers no seqio mixture {name!r}.{did_you_mean(name, known)}'
+      f'The module {module} registers no seqio mixture {name!r}.{did_you_mean(name, known)} Call '
+      f'seqio.MixtureRegistry.add({name!r}, ...) in that module, or correct the name.'
     )
   found = seqio.MixtureRegistry.get(name)
   return {f'{module}:{task.name}': float(found.get_rate(task)) for task in found.tasks}
@@ -174,7 +175,8 @@ def task_reader_of(name: str, selection: Selection) -> TaskReader:
         yield _document(example, 'inputs' in features, selection.vocabulary)
     except tf.errors.OpError as error:
       raise getattr(source, 'failure', None) or DataError(
-        f'Reading shard {shard} of {name} failed: {error.message}'
+        f'Reading shard {shard} of {name} failed: {error.message}. Correct the files of the task, '
+        'and run the same command again: finished shards are kept.'
       ) from error
 
   return TaskReader(description, modules, files, read)

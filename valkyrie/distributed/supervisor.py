@@ -160,8 +160,11 @@ class Supervisor:
       limit = self.seconds[status.stage]
       if silent > limit and not heard:
         if not told:
-          _say('nothing was heard from the command, which is therefore not watched: does a program '
-               'between the two close file descriptors, as subprocess of Python does?')  # fmt: skip
+          _say(
+            'nothing was heard from the command, which is therefore not watched. A program between '
+            'the two may close file descriptors, as subprocess of Python does: start the command '
+            'without it, or let it pass them on'
+          )
         told = True
       elif silent > limit:
         stage = status.stage if status.step is None else f'{status.stage} {status.step}'

@@ -81,7 +81,8 @@ def save(path: pathlib.Path, carry: AnyCarry, origin: Mapping[str, str]) -> None
   if os.path.lexists(path):
     raise StorageError(f'{path} is there already. Name another file, or delete it.')
   leaves = {name: np.asarray(leaf) for name, leaf in _named_leaves(carry).items()}
-  with storage_errors(f'{path} cannot be written'), owned.temporary_folder(path) as folder:
+  failure = storage_errors(f'{path} cannot be written', 'Name another file, or make room.')
+  with failure, owned.temporary_folder(path) as folder:
     named_tensors.write(folder / path.name, leaves, {**origin, _CONTENT: _digest(leaves)})
     owned.move(folder / path.name, path)
 

@@ -30,6 +30,7 @@ from valkyrie.errors import (
 from valkyrie.inference.loaded import LoadedModel
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.sites import U, V, sites_of
+from valkyrie.monitoring.waiting import doing
 from valkyrie.storage import owned
 from valkyrie.weights import huggingface, named_tensors
 
@@ -87,7 +88,8 @@ def export(
   if os.path.lexists(folder):
     raise StorageError(f'{folder} is there already. Name another --output, or move it away.')
   theirs = huggingface.configuration_of(model) if form == 'huggingface' else None
-  loaded = opened(model_dir, step)
+  with doing('reading the checkpoint'):
+    loaded = opened(model_dir, step)
   steps = ', '.join(map(str, loaded.steps))
   arrays = _components(loaded) if form == 'components' else _arrays(loaded)
   if form == 'first_carry':

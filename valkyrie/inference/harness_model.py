@@ -16,8 +16,8 @@ import numpy as np
 
 from valkyrie.errors import ConfigurationError
 from valkyrie.inference.generation import Sampling
-from valkyrie.inference.loaded import batches
 from valkyrie.inference.opened import load
+from valkyrie.inference.text_rows import batches
 
 _SAMPLING = [field.name for field in dataclasses.fields(Sampling)]
 _LIMITS = ('max_gen_toks', 'max_new_tokens', 'max_tokens', 'max_completion_tokens')

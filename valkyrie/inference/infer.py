@@ -23,6 +23,7 @@ from valkyrie.inference.generation import Sampling
 from valkyrie.inference.loaded import LoadedModel
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
+from valkyrie.monitoring.waiting import doing
 from valkyrie.storage import owned
 
 
@@ -78,21 +79,28 @@ def infer(
     raise errors.UsageError('The prompt is empty. Pass --prompt=TEXT, or a text on standard input.')
   sampling = Sampling(repetition_penalty, temperature, top_k, top_p, min_p)
   options = {'max_tokens': max_tokens, 'stop': stop, 'seed': seed, 'sampling': sampling}
-  loaded = opened(model_dir, step)
+  with doing('reading the checkpoint'):
+    loaded = opened(model_dir, step)
   if messages is not None:
     template = ChatTemplate(loaded.tokenizer)
     texts, options['stop'] = [template.prompt(**talk) for talk in talks], template.stops(stop)
   with _writer(output) as file:
     if prompts is None and messages is None and samples == 1 and output is None:
       pieces = loaded.stream(texts[0], **options)
-      print(texts[0] + next(pieces, ''), end='', file=file, flush=True)
+      with doing('reading the prompt'):
+        first_piece = next(pieces, '')
+      print(texts[0] + first_piece, end='', file=file, flush=True)
       for piece in pieces:
         print(piece, end='', file=file, flush=True)
       print(file=file, flush=True)
       return
     for first in range(0, len(texts), batch_size):
       batch = texts[first : first + batch_size]
-      made = loaded.generate(batch, first=first, samples=samples, batch_size=batch_size, **options)
+      numbers = f'{first + 1} to {first + len(batch)} of {len(texts)}'
+      with doing(f'continuing prompts {numbers}'):
+        made = loaded.generate(
+          batch, first=first, samples=samples, batch_size=batch_size, **options
+        )
       for one in made:
         asked = talks[one.prompt]['messages'] if talks else texts[one.prompt]
         line = {**one._asdict(), 'prompt': asked, 'tokens': len(one.tokens)}

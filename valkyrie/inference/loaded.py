@@ -1,49 +1,27 @@
 """A trained model in Python: texts are scored, continued and read by it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 import hashlib
 import os
 import pathlib
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.checkpoint import manifest
 from valkyrie.checkpoint.steps import steps_of
-from valkyrie.config import ranges
 from valkyrie.data.chat_template import ChatTemplate, Messages
-from valkyrie.data.vocabularies import ANY_TEXT, Vocabulary, as_utf8, following
+from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError, UsageError, check_choice
-from valkyrie.inference import documents
+from valkyrie.inference import continuing, documents, scoring
 from valkyrie.inference.attribution import Attribution, Attributor
+from valkyrie.inference.continuing import Generated
 from valkyrie.inference.documents import AnyCarry, Document
-from valkyrie.inference.generation import GREEDY, LENGTH, Continuation, Sampling
-from valkyrie.inference.reader import Reader, TextCarry, TextScore, check_finite
-from valkyrie.models.features import ACTIVATIONS
+from valkyrie.inference.generation import GREEDY, Sampling
+from valkyrie.inference.reader import Reader, TextCarry, TextScore
+from valkyrie.inference.text_rows import Text, TextRows
 from valkyrie.models.model import Model
 from valkyrie.types import Array, Params
-
-Text = str | np.ndarray  # or its tokens
-
-
-class Generated(NamedTuple):
-  """A continuation, with the number of its prompt, and its own among the samples of this prompt.
-
-  ended: 'eos', 'stop' (a stop string, which is left out) or 'length'.
-  """
-
-  prompt: int
-  sample: int
-  text: str
-  tokens: list[int]
-  ended: str
-
-
-def batches(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
-  """The items in their order, at most `size` at once."""
-  return [items[first : first + size] for first in range(0, len(items), size)]
 
 
 class LoadedModel:
@@ -83,6 +61,10 @@ class LoadedModel:
     self._reader = Reader(model, chunk_size)
     self._attributor = Attributor(self._reader)
 
+  @property
+  def _rows(self) -> TextRows:
+    return TextRows(self.model, self.tokenizer, self._reader)  # which a user may have replaced
+
   progress = property(
     lambda self: self._reader.progress,
     lambda self, function: setattr(self._reader, 'progress', function),
@@ -110,9 +92,9 @@ class LoadedModel:
         change in its middle, does the same, and only what follows the nearest carry that both share
         is read. The result is the same, bit for bit.
     """
-    rows = self._tokens(texts, carry)
+    rows = self._rows.tokens(texts, carry)
     if keep is None:
-      return self._reader.read(self.params, self._begun(carry, len(rows)), rows, cut)
+      return self._reader.read(self.params, self._rows.begun(carry, len(rows)), rows, cut)
     if not isinstance(keep, Document):
       check_choice('keep', keep, ('log',))
     if carry is not None or cut is not None or len(rows) != 1:
@@ -128,11 +110,7 @@ class LoadedModel:
 
     Raises an IndexError if the carry has no such row.
     """
-    documents.check(carry, self._reader)
-    index = np.arange(len(carry.position))[np.asarray(numbers)]
-    axes = self.model.carry_axes(carry.carry)
-    taken = jax.tree.map(lambda x, of: jnp.take(x, index, of.index('batch')), carry.carry, axes)
-    return TextCarry(taken, carry.position[index], carry.hidden[index])
+    return self._rows.chosen(carry, numbers)
 
   def save_carry(self, path: str | os.PathLike, carry: AnyCarry) -> None:
     """Writes a carry or a document to a new safetensors file, or raises a StorageError."""
@@ -164,7 +142,9 @@ class LoadedModel:
       ConfigurationError: a text is longer than the model can read, or has unknown tokens; the carry
         has another number of rows; or a number is out of range.
     """
-    return self._of_each(self._reader.score, texts, carry, params, batch_size)
+    return scoring.of_each(
+      *(self._rows, self._reader.score, self._params_or(params), texts, carry, batch_size)
+    )
 
   def embed(
     self, texts: Text | Sequence[Text], carry: AnyCarry | None = None, *, batch_size: int = 8
@@ -173,17 +153,10 @@ class LoadedModel:
 
     Features are what the unembedding reads. Errors: see `score`, and UsageError for an empty text.
     """
-    found = self._of_each(self._reader.embed, texts, carry, None, batch_size)
-    return np.array(found, np.float32).reshape(-1, self.model.about.width)
-
-  def _of_each(self, find: Callable, texts: Any, carry: Any, params: Any, size: int) -> list:
-    """What a function of the reader returns for each text; `size` texts are read at once."""
-    ranges.check(find.__name__, batch_size=size)
-    rows, found = self._tokens(texts, carry), []
-    for batch in batches(range(len(rows)), size):
-      args = self._begun(carry, len(rows), batch), [rows[number] for number in batch]
-      found += [*find(self.params if params is None else params, *args)]
-    return found
+    vectors = scoring.of_each(
+      *(self._rows, self._reader.embed, self.params, texts, carry, batch_size)
+    )
+    return np.array(vectors, np.float32).reshape(-1, self.model.about.width)
 
   def logits(
     self, text: Text, carry: AnyCarry | None = None, *, params: Params | None = None
@@ -193,13 +166,7 @@ class LoadedModel:
     A pure function of `params`, for gradients; padding of the vocabulary is left out. See `score`
     for the arguments and errors, but what is not finite is returned as it is.
     """
-    rows, carry = self._tokens([text], carry), self._begun(carry, 1)
-    found = [jnp.zeros((0, self.model.about.vocabulary_size))]
-    for tokens, lengths in self._reader.chunks(carry, rows):
-      args = self.params if params is None else params, carry, tokens, lengths
-      logits, carry = self._reader.predict(*args)
-      found.append(logits[0, : lengths[0]])
-    return jnp.concatenate(found)
+    return scoring.logits(self._rows, self._params_or(params), text, carry)
 
   def activations(
     self, text: Text, kinds: Sequence[str] = ('stream',), carry: AnyCarry | None = None
@@ -213,17 +180,7 @@ class LoadedModel:
       ConfigurationError: a kind is unknown, or the text is longer than the model can read.
       UsageError: the text is empty.
     """
-    rows, carry = self._tokens([text], carry), self._begun(carry, 1)
-    if not len(rows[0]):
-      raise UsageError('The text is empty, and has no activations.')
-    for kind in kinds:
-      check_choice('kind', kind, ACTIVATIONS)
-    found: dict[str, list[np.ndarray]] = {kind: [] for kind in kinds}
-    for tokens, lengths in self._reader.chunks(carry, rows):
-      features, carry = self._reader.show(self.params, carry, tokens, lengths, tuple(kinds))
-      for kind, parts in found.items():
-        parts.append(np.asarray(features.activations[kind][:, 0, : lengths[0]]))
-    return {kind: np.concatenate(parts, axis=1) for kind, parts in found.items()}
+    return scoring.activations(self._rows, self.params, text, kinds, carry)
 
   def attribution(
     self, document: Text | Document, question: Text, answer: Text, *, since: int = 0
@@ -249,8 +206,8 @@ class LoadedModel:
       )
     if isinstance(document, Document):
       document = document.tokens
-    (begun,) = self._tokens([document], None)
-    more = [self._tokens_of(text, begins=False) for text in (question, answer)]
+    (begun,) = self._rows.tokens([document], None)
+    more = [self._rows.tokens_of(text, begins=False) for text in (question, answer)]
     tokens = np.concatenate([begun, *more])
     if not len(more[-1]) or not 0 <= since < len(tokens):
       raise UsageError(
@@ -294,24 +251,21 @@ class LoadedModel:
       DataError: the messages are wrong, or the chat template refuses them.
       Diverged, ConfigurationError: see `score`.
     """
-    ranges.check('generate', batch_size=batch_size, samples=samples, first=first)
     if messages is not None:
       if len(prompts):
         raise UsageError('There are prompts and messages. Pass one of the two.')
       template = ChatTemplate(self.tokenizer)
       prompts, stop = template.prompt(messages, 'messages'), template.stops(stop)
-    numbered = dict(enumerate(self._prompts(prompts, carry), first))
-    rows = [(prompt, sample) for prompt in numbered for sample in range(samples)]
-    found = []
-    for batch in batches(rows, batch_size):
-      texts = [Continuation(self.tokenizer, stop, numbered[prompt]) for prompt, _ in batch]
-      for _ in self._continue(numbered, batch, texts, carry, sampling, seed, max_tokens):
-        pass
-      found += [
-        Generated(prompt, sample, text.text, text.tokens, str(text.ended))
-        for (prompt, sample), text in zip(batch, texts, strict=True)
-      ]
-    return found
+    return continuing.generate(
+      *(self._rows, self.params, prompts, carry),
+      samples=samples,
+      stop=stop,
+      first=first,
+      batch_size=batch_size,
+      max_tokens=max_tokens,
+      seed=seed,
+      sampling=sampling,
+    )
 
   def stream(
     self,
@@ -324,99 +278,16 @@ class LoadedModel:
     sampling: Sampling = GREEDY,
   ) -> Iterator[str]:
     """Yields the first sample of `generate` piece by piece while it is generated."""
-    prompts = dict(enumerate(self._prompts([prompt], carry)))
-    text = Continuation(self.tokenizer, stop, prompts[0])
-    for _, new in self._continue(prompts, [(0, 0)], [text], carry, sampling, seed, max_tokens):
-      yield new
+    return continuing.stream(
+      *(self._rows, self.params, prompt, carry),
+      stop=stop,
+      max_tokens=max_tokens,
+      seed=seed,
+      sampling=sampling,
+    )
 
-  def _continue(
-    self,
-    prompts: Mapping[int, np.ndarray],
-    rows: Sequence[tuple[int, int]],
-    texts: Sequence[Continuation],
-    carry: AnyCarry | None,
-    sampling: Sampling,
-    seed: int,
-    max_tokens: int,
-  ) -> Iterator[tuple[int, str]]:
-    """Extends the text of each row (prompt, sample); yields (row, its new text)."""
-    ranges.check('generate', seed=seed, max_tokens=max_tokens, first=max(prompts))
-    own = list(dict.fromkeys(prompt for prompt, _ in rows))  # to read each prompt once
-    tokens = [prompts[prompt] for prompt in own]
-    begun = self._begun(carry, len(prompts), [number - min(prompts) for number in own])
-    self._reader.check_length(int(begun.position.max()) + max(map(len, tokens)) + max_tokens)
-    begun = self._reader.read(self.params, begun, tokens)
-    of_row = [own.index(prompt) for prompt, _ in rows]
-    carry, before = self.rows(begun, of_row), [tokens[number] for number in of_row]
-    for step in self._reader.generate(
-      self.params, carry, before, sampling, seed=seed, numbers=rows, count=max_tokens
-    ):
-      for row, text in enumerate(texts):
-        if text.ended is None:
-          check_finite(step[row] >= 0)
-          if new := text.add(int(step[row])):
-            yield row, new
-      if all(text.ended for text in texts):
-        return
-    for row, text in enumerate(texts):
-      if text.ended is None:
-        yield row, text.end(LENGTH)
-
-  def _prompts(self, prompts: Any, carry: AnyCarry | None) -> list[np.ndarray]:
-    tokens = self._tokens(prompts, carry)
-    if carry is None:
-      tokens = [row if len(row) else self._tokens_of('\n', begins=True) for row in tokens]
-    if carry is None and not all(map(len, tokens)):
-      raise UsageError('A prompt has no tokens. Write a text, or continue the carry of one.')
-    return tokens
-
-  def _tokens(self, texts: Text | Sequence[Text], carry: AnyCarry | None) -> list[np.ndarray]:
-    """The tokens int32 [T] of each text, which begins a document unless the carry has read some.
-
-    A document begins with its BOS, if the vocabulary has one; tokens are taken as they are.
-
-    Raises:
-      DataError: a text is no Unicode.
-      ConfigurationError: there are tokens that the model does not have.
-    """
-    begins = carry is None or not np.any(carry.position)
-    several = [texts] if isinstance(texts, str | np.ndarray) else texts
-    return [self._tokens_of(text, begins) for text in several]
-
-  def _tokens_of(self, text: Text, begins: bool) -> np.ndarray:
-    size = self.model.about.vocabulary_size
-    if isinstance(text, str):
-      as_utf8(text, 'A text')
-      codec = self.tokenizer
-      found = codec.begun(text) if begins else following(codec.ids, ANY_TEXT, text)
-    else:
-      found = np.asarray(text)
-    if found.ndim != 1 or (found.size and found.dtype.kind not in 'iu'):
-      raise ConfigurationError(
-        f'A text is an array {list(found.shape)} of {found.dtype}. Pass strings, or one row '
-        'of integers for each text.'
-      )
-    if found.size and not 0 <= found.min() <= found.max() < size:
-      wrong = found[(found < 0) | (found >= size)][0]  # jax would clamp, fill or wrap it
-      raise ConfigurationError(
-        f'A text has the token {wrong}, but the model has the tokens 0 to {size - 1:,}. Encode the '
-        'text with the tokenizer of this run.'
-      )
-    return found.astype(np.int32)
-
-  def _begun(
-    self, carry: AnyCarry | None, texts: int, rows: Sequence[int] | None = None
-  ) -> TextCarry:
-    """The rows that so many texts begin with, by default all: copies of the rows of a carry."""
-    rows = range(texts) if rows is None else rows
-    if carry is None:
-      return self._reader.fresh(len(rows))
-    if len(carry.position) not in (1, texts):
-      raise ConfigurationError(
-        f'The carry has {len(carry.position)} rows, but {texts} texts follow. Use a carry of one '
-        'row, or of a row for each text; `rows` chooses some.'
-      )
-    return self.rows(carry, rows if len(carry.position) > 1 else [0] * len(rows))
+  def _params_or(self, params: Params | None) -> Params:
+    return self.params if params is None else params
 
   def _origin(self) -> dict[str, str]:
     """Fingerprints of what carries depend on."""

@@ -80,7 +80,9 @@ def check_mixer(make: Callable[[], SequenceMixer], width: int, tolerance: float 
   whole, after = over(x, fresh)
   check_result(name, jnp.asarray(x), fresh, whole, after)
   if not np.isfinite(whole).all():
-    raise ConfigurationError(f'The outputs of {name} are not finite.')
+    raise ConfigurationError(
+      f'The outputs of {name} for normal random inputs are not finite. Correct its __call__.'
+    )
   size = max(float(np.abs(whole).max()), 1e-6)
 
   def compare(found: Any, expected: Any, rule: str) -> None:

@@ -6,54 +6,22 @@ The page needs no network and no script, and follows the light or dark setting o
 """
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 import html
 import json
-import os
 import pathlib
-import re
 import statistics
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from valkyrie import foreign
-from valkyrie.config.paths import TOKENIZER
 from valkyrie.distributed import console
-from valkyrie.errors import (
-  ConfigurationError,
-  StorageError,
-  ValkyrieError,
-  storage_errors,
-  with_home,
-)
-from valkyrie.monitoring.json_lines import by_step
+from valkyrie.errors import StorageError, ValkyrieError, with_home
+from valkyrie.monitoring.html_page import Cell, document, table
 from valkyrie.monitoring.pictures import Curve, by_position, can_be_drawn, figure
+from valkyrie.monitoring.recorded_run import COSTS, Line, Run, read_run
 from valkyrie.storage import whole_file
 from valkyrie.storage.run_directory import opened
 
-_STYLE = """
-:root { color-scheme: light dark;
-  --text: #1b1b1b; --page: #ffffff; --line: #c8c8c8; --mark: #fff0c2;
-  --better: #d8f0dd; --worse: #fbdcd3;
-  --c0: #1f5fa8; --c1: #b3491a; --c2: #22733d; --c3: #7a3d94; --c4: #8a6500; --c5: #00707a; }
-@media (prefers-color-scheme: dark) { :root { --text: #e8e8e8; --page: #16181c; --line: #4a4d52;
-  --mark: #4d431f; --better: #1f4a2b; --worse: #5a2a1c;
-  --c0: #7db4f0; --c1: #f09a6c; --c2: #7fd19b; --c3: #cf9be3; --c4: #e3c15c;
-  --c5: #5fd0da; } }
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page);
-  max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
-figure { display: inline-block; width: 34rem; max-width: 100%; margin: 0 1rem 1.5rem 0; }
-svg { width: 100%; height: auto; } svg text { fill: var(--text); font-size: 12px; }
-table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto; }
-th, td { border-bottom: 1px solid var(--line); padding: .2rem .8rem; text-align: left; }
-td.number { text-align: right; font-variant-numeric: tabular-nums; }
-tr.differs td { background: var(--mark); }
-td.better { background: var(--better); } td.worse { background: var(--worse); }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; border-left: 3px solid var(--line);
-  padding-left: .8rem; }
-"""
 # (metric, title, unit) of the curves.
 _VALIDATION = ('loss', 'Validation loss', 'nats per token')
 _BITS = ('bits_per_byte', 'Validation loss', 'bits per byte')
@@ -67,125 +35,19 @@ _TRAINING = (
   ('host_memory_peak', 'Memory of the process, its peak', 'bytes'),
   ('device_memory_peak', 'Memory of a device, its peak', 'bytes'),
 )
-_AXES = (('tokens', 'tokens'), ('seconds', 'seconds of training'), ('flops', 'FLOPs of the model'))
 _RESULTS = ('step', 'tokens', 'loss', 'bits_per_byte', 'accuracy', 'tokens_per_second', 'mfu')
 # The results that are better when lower (-1) or higher (1).
 _DIRECTION = {'loss': -1, 'bits_per_byte': -1, 'accuracy': 1, 'tokens_per_second': 1, 'mfu': 1}
 _OF_VALIDATION = ('loss', 'bits_per_byte', 'accuracy')
 _SPEEDS = ('tokens_per_second', 'mfu')
 _OF_TOKENS = ('loss', 'accuracy', 'tokens_per_second')  # mean nothing beside other tokens
-# The bindings that say which texts a run reads; those of one split are in its scope.
-_TEXTS = re.compile(r'(.*/)?(TaskFeed\.(task|source|options|split|unique)|\w*Mixture\.\w+)')
 _SAMPLES = 3  # steps whose samples are shown
-Line = dict[str, Any]
-
-
-class Run(NamedTuple):
-  """What a run has recorded.
-
-  lines, evaluations: of metrics.jsonl and eval/metrics.jsonl, with seconds and flops until then.
-  refused: of refused_steps.jsonl.
-  version, bindings: of Valkyrie, which wrote its configuration, and its {name: value}.
-  about: the number of parameters, of model_info.txt.
-  tokenizer: its files; none if the run reads bytes.
-  data: the fingerprints of its validation data, which depend on the tokenizer; none if unknown.
-  """
-
-  name: str
-  lines: list[Line]
-  evaluations: list[Line]
-  refused: list[Line]
-  version: str
-  bindings: Mapping[str, Any]
-  about: str
-  tokenizer: tuple[bytes, ...]
-  data: tuple[bytes, ...]
-
-  @property
-  def tokens(self) -> tuple:
-    """What the losses of two runs must share."""
-    return self.tokenizer, self.data
-
-  def texts(self, split: str) -> dict[str, Any]:
-    """The bindings that say which texts the run reads for 'train' or for 'validation'."""
-    other = {'train': 'validation/', 'validation': 'train/'}[split]
-    return {
-      name: value
-      for name, value in self.bindings.items()
-      if _TEXTS.fullmatch(name) and not name.startswith(other)
-    }
-
-  def has_validation_text_of(self, other: 'Run') -> bool:
-    """Whether bits per byte of both can be compared: the validation texts are the same."""
-    if self.tokenizer == other.tokenizer:
-      return self.data == other.data
-    return self.texts('validation') == other.texts('validation')
-
-
-def read_run(model_dir: str | os.PathLike) -> Run:
-  """Reads the files of a run; raises a ValkyrieError if there are none, or one cannot be read."""
-  folder = pathlib.Path(model_dir)
-  if not (folder / 'metrics.jsonl').exists():
-    raise ConfigurationError(f'{model_dir} has no metrics.jsonl. Name the directory of a run.')
-  lines, evaluations, refused = (
-    [*by_step(folder / f'{name}.jsonl').values()]
-    for name in ('metrics', 'eval/metrics', 'refused_steps')
-  )
-  file = folder / 'config.json'
-  with storage_errors(f'{file} cannot be read', also=(ValueError,)):
-    content = foreign.content(file) if file.exists() else b'{"bindings": {}}'
-    config = foreign.json_object(content, bindings=dict)
-  file = folder / 'model_info.txt'
-  with storage_errors(f'{file} cannot be read', also=(ValueError,)):
-    about = foreign.content(file).decode().partition(' in ')[0] if file.exists() else ''
-  with storage_errors(f'{folder} cannot be read', also=(ValueError,)):
-    tokenizer = tuple(map(foreign.content, sorted(folder.glob(f'{TOKENIZER}.*'))))
-    data = tuple(map(foreign.content, folder.glob('eval/data.json')))
-  lines = _with_costs(lines)
-  evaluations, name = _located(evaluations, lines), folder.resolve().name
-  version, bindings = config.get('version', ''), config['bindings']
-  return Run(name, lines, evaluations, refused, version, bindings, about, tokenizer, data)
-
-
-def _with_costs(lines: list[Line]) -> list[Line]:
-  """Lines of training with the seconds and FLOPs until then."""
-  seconds, step, found = 0.0, 0, []
-  for line in lines:
-    numbers = {name: value for name, value in line.items() if can_be_drawn(value)}
-    seconds += numbers.get('step_seconds', 0.0) * (line['step'] - step)
-    step, speed = line['step'], numbers.get('tokens_per_second_per_device')
-    rate = numbers.get('tflops_per_second_per_device')
-    flops = 1e12 * rate / speed * numbers.get('tokens', 0) if speed and rate else None
-    found.append({**line, 'seconds': seconds, 'flops': flops})
-  return found
-
-
-def _located(evaluations: list[Line], lines: list[Line]) -> list[Line]:
-  """Evaluations with the tokens, seconds and FLOPs until then, between two lines of training."""
-  found = evaluations
-  for axis, _ in _AXES:
-    known = [(line['step'], line[axis]) for line in lines if can_be_drawn(line.get(axis))]
-    steps, values = zip((0, 0.0), *known, strict=True)
-    if known:
-      found = [{**line, axis: float(np.interp(line['step'], steps, values))} for line in found]
-  return found
 
 
 def page(runs: Sequence[Run]) -> str:
   """The text of the page."""
   title = ', '.join(run.name for run in runs)
   return document(title, [f'<h1>{html.escape(title)}</h1>', *sections(runs)])
-
-
-def document(title: str, parts: Sequence[str], style: str = '') -> str:
-  """A page of these parts, in the style of all pages, with more of its own."""
-  body = '\n'.join(filter(None, parts))
-  return (
-    '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-    '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-    f'<title>{html.escape(title)}</title>\n<style>{_STYLE}{style}</style>\n</head>\n'
-    f'<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n'
-  )
 
 
 def sections(runs: Sequence[Run]) -> list[str]:
@@ -197,15 +59,15 @@ def sections(runs: Sequence[Run]) -> list[str]:
     '<h2>Validation</h2>',
     *(
       _curves(group, 'evaluations', *_BITS, axis)
-      for axis in _AXES[1:]
+      for axis in COSTS[1:]
       for group in by_text
       if len(groups) > 1
     ),
-    *(_curves(group, 'evaluations', *_VALIDATION, axis) for group in groups for axis in _AXES),
+    *(_curves(group, 'evaluations', *_VALIDATION, axis) for group in groups for axis in COSTS),
     *map(_by_position, groups),
     '<h2>Training</h2>',
-    *(_curves(group, 'lines', *metric, _AXES[0]) for metric in _TRAINING for group in groups),
-    *(_curves(group, 'lines', *_TRAINING[0], axis) for axis in _AXES[1:] for group in groups),
+    *(_curves(group, 'lines', *metric, COSTS[0]) for metric in _TRAINING for group in groups),
+    *(_curves(group, 'lines', *_TRAINING[0], axis) for axis in COSTS[1:] for group in groups),
     _phases(runs),
     _refused(runs),
     _samples(runs),
@@ -280,11 +142,11 @@ def _compared(name: str, value: Any, first: Any, misfit: str) -> Any:
   if not (can_be_drawn(value) and can_be_drawn(first) and name in _DIRECTION):
     return value
   if misfit:
-    return _Cell(f'{value:,.4g} ({misfit}, not compared)', 'number')
+    return Cell(f'{value:,.4g} ({misfit}, not compared)', 'number')
   change = value - first
   side = _DIRECTION[name] * change
   kind = 'better' if side > 0 else 'worse' if side < 0 else ''
-  return _Cell(f'{value:,.4g} ({change:+,.2g}{kind and ", "}{kind})', f'number {kind}')
+  return Cell(f'{value:,.4g} ({change:+,.2g}{kind and ", "}{kind})', f'number {kind}')
 
 
 def _phases(runs: Sequence[Run]) -> str:
@@ -368,29 +230,6 @@ def _differences(runs: Sequence[Run]) -> str:
 
 def _last(lines: Sequence[Line]) -> Line:
   return lines[-1] if lines else {}
-
-
-class _Cell(NamedTuple):
-  """A text of a table, with its classes in the style."""
-
-  text: str
-  kind: str
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[Any]], marked: bool = False) -> str:
-  """A table of a page; numbers stand to the right, and `marked` rows have a background."""
-  head = ''.join(f'<th scope="col">{html.escape(name)}</th>' for name in header)
-  row_start = '<tr class="differs">' if marked else '<tr>'
-  body = '\n'.join(row_start + ''.join(map(_cell, row)) + '</tr>' for row in rows)
-  return f'<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>\n'
-
-
-def _cell(value: Any) -> str:
-  if can_be_drawn(value):
-    value = _Cell(f'{value:,}' if isinstance(value, int) else f'{value:,.4g}', 'number')
-  if isinstance(value, _Cell):
-    return f'<td class="{value.kind}">{value.text}</td>'
-  return f'<td>{"" if value is None else html.escape(str(value))}</td>'
 
 
 @console.lasting_streams()

@@ -25,7 +25,8 @@ def read(path: pathlib.Path, **kinds: Any) -> list[dict[str, Any]]:
   Raises a StorageError if no `JsonLines` can have written a line.
   """
   found: list[dict[str, Any]] = []
-  with storage_errors(f'{path} cannot be read', also=(ValueError,)):
+  advice = 'Restore it from a copy, or move it away.'
+  with storage_errors(f'{path} cannot be read', advice, also=(ValueError,)):
     content = foreign.content(path) if path.exists() else b''
   for number, line in enumerate(content.split(b'\n')[:-1], 1):
     message = f'{path}:{number} cannot be read'

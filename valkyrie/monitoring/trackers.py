@@ -100,7 +100,7 @@ def _id(model_dir: pathlib.Path, say: Callable[[str], None] = print) -> str:
       try:
         whole_file.write(file, new)
       except StorageError as error:
-        say(f'warning: trackers take the next start for another run: {error}')
+        say(f'warning: trackers will show the next start as another run: {error}')
         return new
     advice = 'Delete this file: the tracker then begins another run.'
     found = foreign.content(file).decode(errors='replace').strip()

@@ -14,16 +14,19 @@ def _print(line: str) -> None:
 
 
 @contextlib.contextmanager
-def doing(what: str, say: Callable[[str], None] = _print, every: float = EVERY) -> Iterator[None]:
+def doing(
+  what: str, say: Callable[[str], None] = _print, every: float | None = None
+) -> Iterator[None]:
   """A context that says every so many seconds what is still being done, and for how long.
 
   What takes less time says nothing. `say` is called in another thread.
   """
+  pause = EVERY if every is None else every
   began = time.monotonic()
   ended = threading.Event()
 
   def tell() -> None:
-    while not ended.wait(every):
+    while not ended.wait(pause):
       say(f'still {what} ({time.monotonic() - began:.0f} s)')
 
   thread = threading.Thread(target=tell, name='waiting', daemon=True)

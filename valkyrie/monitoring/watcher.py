@@ -87,7 +87,9 @@ class Watcher:
         self._thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
         self._thread.start()
     if is_first:
-      self._say(f'warning: {self.name} is too slow ({what}): what comes now is left out')
+      self._say(
+        f'warning: {self.name} is too slow ({what}): until it has caught up, calls are left out'
+      )
 
   def wait(self) -> None:
     """Waits for the calls, as long as they return; otherwise leaves the watcher out."""

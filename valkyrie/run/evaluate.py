@@ -20,6 +20,7 @@ from valkyrie.monitoring import pictures
 from valkyrie.monitoring.json_lines import by_step
 from valkyrie.monitoring.metrics import Metrics
 from valkyrie.monitoring.progress import describe
+from valkyrie.monitoring.waiting import doing
 from valkyrie.monitoring.watcher import Watcher
 from valkyrie.monitoring.writers import create_writers
 from valkyrie.run.evaluator import Evaluator
@@ -75,16 +76,20 @@ def evaluate(
   name = name or ('whole' if follow else '')
   stream = f'eval{name and "_"}{name}'
   mesh, terms = partitioner(), evaluations(terms_of(settings().objective)) if settings else ()
-  measure = evaluator(language_model.transform(model), mesh, terms=terms)
+  with doing('opening the validation data', _say):
+    measure = evaluator(language_model.transform(model), mesh, terms=terms)
 
   def of_step(step: str) -> None:
-    params, numbers = restored_params(measure.model, mesh, model_dir, measure.vocabulary, step)
+    with doing('reading the checkpoint', _say):
+      params, numbers = restored_params(measure.model, mesh, model_dir, measure.vocabulary, step)
     number = max(numbers)
     measure.record_data(model_dir, stream, may_differ=False)
     found = {}
     for cut in (None, *cuts):
       title = 'validation' if cut is None else f'validation, {cut} carry cut between chunks'
-      found[title] = metrics = measure(params, whole=True, cut=cut)
+      with doing(f'evaluating step {number}', _say):
+        metrics = measure(params, whole=True, cut=cut)
+      found[title] = metrics
       place = stream if cut is None else f'{stream}_cut_{cut}'
       with create_writers(model_dir, name=place) as writer:
         writer.write_scalars(number, metrics)
@@ -105,6 +110,11 @@ def evaluate(
       if number in steps.find():
         raise
       print(f'step {number} was deleted before it was read (Checkpoints.keep)', file=sys.stderr)
+
+
+def _say(line: str) -> None:
+  if jax.process_index() == 0:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _draw(model_dir: pathlib.Path, found: Mapping[str, Metrics], name: str) -> None:

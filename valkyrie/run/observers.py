@@ -123,7 +123,8 @@ class Saver:
     with self.log.untimed():
       self.log.flush()
       began, before = time.perf_counter(), self._saved
-      trainer.directory.save(trainer.step, trainer.state, trainer.record())
+      with doing(f'saving step {trainer.step}', trainer.say):
+        trainer.directory.save(trainer.step, trainer.state, trainer.record())
       self._saved = time.perf_counter()
     if (waited := self._saved - began) > max(1, 0.1 * (self._saved - before)):
       trainer.say(
@@ -141,7 +142,8 @@ class Saver:
     """Saves the state and waits, unless no step was taken or it is saved already."""
     trainer = self.trainer
     if trainer.step > trainer.start:
-      trainer.directory.save_now(trainer.step, trainer.state, trainer.record(), patiently)
+      with doing(f'saving step {trainer.step}', trainer.say):
+        trainer.directory.save_now(trainer.step, trainer.state, trainer.record(), patiently)
 
   @contextlib.contextmanager
   def saving_on_error(self) -> Iterator[None]:

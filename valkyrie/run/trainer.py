@@ -155,7 +155,7 @@ class Trainer:
     saved, now = {'executable': self._saved_programs}, {'executable': self._programs}
     if self._changed(saved, now, allowed) and autotuned:
       self.say(
-        'XLA has timed its kernels anew, and chosen others: the run continues, but not bit for bit'
+        'XLA has timed its kernels again, and chosen others: the run continues, but not bit for bit'
       )
     self._steps = dict(compiled)
     for phase in phases if hunt_nan else ():
@@ -208,7 +208,7 @@ class Trainer:
     """The state of the newest checkpoint, after the comparison of its record; None without one."""
     found = self.directory.latest_record()
     if found is None:
-      self.say(f'no checkpoint found in {self.directory.directory}: starting anew')
+      self.say(f'no checkpoint found in {self.directory.directory}: starting a new run')
       return None
     compatibility.check_form(found, self.directory.describe_newest())
     self.lowest = Lowest(*found['lowest']) if found.get('lowest') else None

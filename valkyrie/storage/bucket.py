@@ -65,9 +65,9 @@ class Bucket:
     is_folder = self._bucket and foreign_names.is_below(folder)
     if not (address.startswith(SCHEME) and is_folder and literal):
       raise ConfigurationError(
-        f'{address!a} is not the address of a folder for a run. Use {SCHEME}BUCKET/FOLDER without '
-        'the characters [ * ? # and backslash, unprintable ones, and folders named "", ".", ".." '
-        'and "gs:": libraries for buckets read them otherwise.'
+        f'{address!a} is not the address of a folder for a run. Use {SCHEME}BUCKET/FOLDER. '
+        'Libraries for buckets misread the characters [ * ? # and backslash, unprintable ones, and '
+        'folders named "", ".", ".." or "gs:": leave them out.'
       )
     self.address = f'{SCHEME}{self._bucket}/{folder}'
     self._prefix = f'{folder}/'

@@ -46,7 +46,8 @@ class Lease(abc.ABC):
     token = uuid.uuid4().hex
     self._let_go = weakref.finalize(self, holder.marked(token).close)  # also if no lease is taken
     self._writing = threading.Lock()
-    with storage_errors(f'{place} cannot be locked'):
+    advice = 'Make it writable, or name another --model_dir.'
+    with storage_errors(f'{place} cannot be locked', advice):
       self.content, self._version = self._taken(token)  # what this process wrote last
     self._over = threading.Event()
     self._thread = threading.Thread(target=self._renew, name='lease', daemon=True)
@@ -201,7 +202,9 @@ class DiskLock:
     self._path = directory / lock_name(process)
     self._directory, self._process = directory, process
     self._lease: _FileLease | None = None
-    with storage_errors(f'{self._path} cannot be locked'), contextlib.ExitStack() as stack:
+    advice = 'Make it writable, or name another --model_dir.'
+    failure = storage_errors(f'{self._path} cannot be locked', advice)
+    with failure, contextlib.ExitStack() as stack:
       self._folder = held_folder.HeldFolder(directory, self._check_lease)
       stack.callback(self._folder.release)
       self._file = appended.open_file(self._path)

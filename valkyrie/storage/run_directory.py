@@ -49,7 +49,10 @@ class BucketDirectory(os.PathLike):
 
     Raises StorageError if the bucket cannot be read, or an object's name leads out of the folder.
     """
-    with storage_errors(f'{self} cannot be read'):
+    advice = (
+      'Give this machine the right to list and read objects there (roles/storage.objectViewer).'
+    )
+    with storage_errors(f'{self} cannot be read', advice):
       names, folders = self.bucket.browse()
       for folder in {*folders} - _NOT_COPIED:
         names |= self.bucket.objects(folder)
@@ -123,7 +126,8 @@ def uploaded(model_dir: str | os.PathLike) -> Iterator[None]:
   def end() -> None:
     over.set()
     thread.join()
-    with storage_errors(f'The last metrics and logs of {model_dir} are lost'):
+    advice = 'Saved steps are not lost: run the same command again to continue from the newest.'
+    with storage_errors(f'The last metrics and logs of {model_dir} are lost', advice):
       model_dir.upload()
 
   thread = threading.Thread(target=upload_often, name='upload', daemon=True)

@@ -54,8 +54,9 @@ def nature(algorithm: Algorithm) -> Nature:
     return Nature(by_layers=False, proportional=True)
   if 'schedule_free' in _name(algorithm):
     raise ConfigurationError(
-      f'{_name(algorithm)} trains other parameters than those to be evaluated and saved. Use '
-      "another algorithm with Optimizer.schedule = 'constant' or 'wsd', which need no end either."
+      f'{_name(algorithm)} evaluates other parameters than those that it trains, and a run saves '
+      'only the latter. Use another algorithm. If the end of the run is open, bind '
+      "Optimizer.schedule = 'constant' or 'wsd'."
     )
   trial = _Trial(algorithm)
   proportional = trial.is_proportional()
@@ -116,7 +117,8 @@ class _Trial:
       return False
     raise ConfigurationError(
       f'The steps of {_name(self._algorithm)} are not proportional to its learning_rate, and it '
-      'takes no rate that changes from step to step, as a schedule asks for. Use another algorithm.'
+      'takes no rate that changes from step to step, as a schedule asks for. Use another '
+      'algorithm, such as @optax.adamw.'
     )
 
   def acts_on_layers(self, proportional: bool) -> bool:

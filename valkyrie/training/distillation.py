@@ -120,7 +120,7 @@ class Distillation(Term):
         if not 0 <= layer < about.layers:
           raise ConfigurationError(
             f'Distillation.match has layer {layer} of the {whose}, whose layers are 0 to '
-            f'{about.layers - 1}.'
+            f'{about.layers - 1}. Use one of these.'
           )
     with_teacher = model.extended(
       self.name,

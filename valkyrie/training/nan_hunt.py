@@ -31,7 +31,7 @@ def hunting(step: TrainStep, traceable: TrainStep) -> TrainStep:
     if int(metrics.skipped) > int(state.skipped) and not bool(metrics.spiked):
       place = first_nonfinite(traceable, state, batch)
       raise Diverged(
-        f'Step {int(state.step) + 1} has non-finite numbers. The first: '
+        f'Step {int(state.step) + 1} has numbers that are not finite. The first: '
         + (place or 'none if it runs operation by operation, so it depends on the compilation.')
       )
     return after, metrics

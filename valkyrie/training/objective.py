@@ -232,15 +232,15 @@ def terms_of(objective: Callable[[], Term] | Sequence[Callable[[], Term]]) -> tu
     term = make() if callable(make) and not isinstance(make, Term) else make
     if term is make or not isinstance(term, Term):
       raise ConfigurationError(
-        f'StepSettings.objective has {make!r:.60}, which is no class of a Term of '
+        f'StepSettings.objective has {make!r:.60}, which is not a class of a Term of '
         'training.objective. Name classes of terms, such as (@Prediction,).'
       )
     terms.append(term)
   names = [term.name for term in terms]
   if not terms or len({*names, 'model'}) <= len(names):
     raise ConfigurationError(
-      "StepSettings.objective must name at least one term, and each only once; 'model' is no name "
-      f'of a term. Found {", ".join(names) or "none"}.'
+      f'StepSettings.objective has the terms {", ".join(names) or "none"}. Name at least one term, '
+      "and each only once; a term cannot have the name 'model'."
     )
   return tuple(terms)
 
@@ -300,7 +300,10 @@ def read(
   parts = [*by_name.values()]
   names = [name for part in parts for name in part.sums]
   if len({*names}) < len(names):
-    raise ConfigurationError(f'Terms of the objective share a name: {", ".join(sorted(names))}.')
+    raise ConfigurationError(
+      f'Terms of the objective share a name: {", ".join(sorted(names))}. Let each term return sums '
+      'with names of its own.'
+    )
   sums: dict[str, Any] = {name: value for part in parts for name, value in part.sums.items()}
   loss, *more = (part.loss for part in parts)
   for other in more:

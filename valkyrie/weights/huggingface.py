@@ -119,7 +119,8 @@ def configuration(folder: pathlib.Path) -> dict[str, Any]:
     raise ConfigurationError(f'{file} lacks {missing}, which a Llama has. {FETCH}')
   if found.get('hidden_act', 'silu') != 'silu':
     raise ConfigurationError(
-      f'{file} has hidden_act: {found["hidden_act"]!r:.80}, but Valkyrie has only silu.'
+      f'{file} has hidden_act: {found["hidden_act"]!r:.80}, but Valkyrie has only silu. '
+      'Take a model with silu.'
     )
   # Null is a default, except for a window and for as many keys as queries.
   meant = ('sliding_window', 'num_key_value_heads')
@@ -188,8 +189,8 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
     return found | {f'Rotary.{ours}': kind(scaling[theirs]) for theirs, ours, kind in _SCALING}
   if kind != 'default':
     raise ConfigurationError(
-      f"The configuration scales rotary positions by rope_type {kind!r}. Valkyrie has 'llama3', or "
-      'none.'
+      f'The configuration scales rotary positions by rope_type {kind!r}, but Valkyrie has '
+      "only 'llama3' and 'default'. Take a model with one of these."
     )
   if scaling.get('factor', 1) != 1:
     raise ConfigurationError(
@@ -233,7 +234,8 @@ def configuration_of(make: Callable[..., LanguageModel]) -> tuple[dict[str, Any]
   found = asked(make, _configuration_of)
   if isinstance(found, str):
     raise ConfigurationError(
-      f"The model is no Llama, Mistral or Qwen3: {found}. Export it with export.form = 'valkyrie'."
+      f'The model is not a Llama, Mistral or Qwen3: {found}. Export it with export.form = '
+      "'valkyrie'."
     )
   return found
 

@@ -249,7 +249,7 @@ def in_files(path: pathlib.Path) -> Found:
       if name in tensors:
         raise ConfigurationError(
           f'{path} has the tensor {name!r:.80} in {file_of[name]} and in {file}, and no index that '
-          'says which one counts. Move the one away that you do not mean.'
+          'says which one counts. Move away the one that you do not want to load.'
         )
       tensors[name] = tensor
       file_of[name] = file
@@ -265,7 +265,8 @@ def _index_of(path: pathlib.Path) -> pathlib.Path | None:
     if single.exists() and single.name not in _weight_map(own).values():
       raise ConfigurationError(
         f'{path} has {single.name} and {own.name}, which names other files: one of the two is of '
-        f'other weights, perhaps of an earlier time. Move the one away that you do not mean.'
+        f'other weights, perhaps of an earlier time. Move away the one that you do not want to '
+        'load.'
       )
     return own
   if not indexes or single.exists():
@@ -273,7 +274,7 @@ def _index_of(path: pathlib.Path) -> pathlib.Path | None:
   if len(indexes) > 1:
     raise ConfigurationError(
       f'{path} has {" and ".join(first_of([index.name for index in indexes], 4))}, but no '
-      f'{own.name}. Move those away that you do not mean.'
+      f'{own.name}. Move away those that you do not want to load.'
     )
   return indexes[0]
 

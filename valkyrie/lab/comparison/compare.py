@@ -35,7 +35,7 @@ from valkyrie.errors import Preempted, ValkyrieError, message_of, with_home
 from valkyrie.lab.comparison import trials
 from valkyrie.lab.comparison.findings import TITLES, Outcome, best, bits, is_near, spent, write
 from valkyrie.lab.comparison.trials import Candidate, Failed, say, trial_of
-from valkyrie.monitoring.html_report import Run
+from valkyrie.monitoring.recorded_run import Run
 
 REHEARSED = 40  # steps
 

@@ -8,10 +8,10 @@ import statistics
 from typing import NamedTuple
 
 from valkyrie.errors import DataError
-from valkyrie.monitoring import html_report
-from valkyrie.monitoring.html_report import Run
+from valkyrie.monitoring import html_page, html_report
 from valkyrie.monitoring.metrics import TARGETS_BY_POSITION
 from valkyrie.monitoring.pictures import by_position
+from valkyrie.monitoring.recorded_run import Run
 from valkyrie.storage import whole_file
 
 TITLES = {'seconds': '{:g} seconds of training', 'tokens': '{:,} tokens', 'flops': '{:.3g} FLOPs'}
@@ -295,10 +295,10 @@ def page(blocks: Sequence[Block]) -> str:
   parts = ['<h1>Comparison</h1>']
   for block in blocks:
     if isinstance(block, Table):
-      parts.append(html_report.table(*block))
+      parts.append(html_page.table(*block))
     elif isinstance(block, str):
       kind = 'h2' if block.startswith('## ') else 'p'
       parts.append(f'<{kind}>{html.escape(block.removeprefix("## "))}</{kind}>')
     elif block:
       parts += html_report.sections(block)
-  return html_report.document('Comparison', parts)
+  return html_page.document('Comparison', parts)

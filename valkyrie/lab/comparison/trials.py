@@ -16,7 +16,7 @@ from valkyrie.config.load import Configuration, load_gin
 from valkyrie.config.modules import CONFIGURABLE_MODULES
 from valkyrie.errors import ConfigurationError, Diverged, Preempted
 from valkyrie.monitoring import json_lines
-from valkyrie.monitoring.html_report import Run, read_run
+from valkyrie.monitoring.recorded_run import Run, read_run
 from valkyrie.storage import whole_file
 
 VALKYRIE = ('valkyrie.main',)  # a module of this Python

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from valkyrie.lab.decomposition.evaluation import ALIVE
-from valkyrie.monitoring.html_report import document, table
+from valkyrie.monitoring.html_page import document, table
 from valkyrie.monitoring.pictures import Curve, figure
 
 SPAN = 41  # tokens of a window

@@ -18,7 +18,8 @@ from valkyrie.checkpoint.manager import LATEST
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.errors import ConfigurationError, DataError, check_choice, converted
-from valkyrie.inference.loaded import LoadedModel, batches
+from valkyrie.inference.loaded import LoadedModel
+from valkyrie.inference.text_rows import batches
 from valkyrie.lab.suites import babilong, ruler  # noqa: F401, they register theirs
 from valkyrie.lab.suites.problem import SUITES, TooShortError, fitted, sentences_of
 from valkyrie.models.carry_cuts import CUTS

@@ -1,0 +1,93 @@
+"""Texts as rows of tokens, and the carry that each row begins with."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from valkyrie.data.vocabularies import ANY_TEXT, Vocabulary, as_utf8, following
+from valkyrie.errors import ConfigurationError
+from valkyrie.inference import documents
+from valkyrie.inference.documents import AnyCarry
+from valkyrie.inference.reader import Reader, TextCarry
+from valkyrie.models.model import Model
+
+Text = str | np.ndarray  # or its tokens
+
+
+def batches(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
+  """The items in their order, at most `size` at once."""
+  return [items[first : first + size] for first in range(0, len(items), size)]
+
+
+class TextRows:
+  """Turns texts into what a reader of a model reads."""
+
+  def __init__(self, model: Model, tokenizer: Vocabulary, reader: Reader):
+    """Takes the parts of a `LoadedModel`."""
+    self.model, self.tokenizer, self.reader = model, tokenizer, reader
+
+  def tokens(self, texts: Text | Sequence[Text], carry: AnyCarry | None) -> list[np.ndarray]:
+    """The tokens int32 [T] of each text, which begins a document unless the carry has read some.
+
+    A document begins with its BOS, if the vocabulary has one; tokens are taken as they are.
+
+    Raises:
+      DataError: a text is not Unicode.
+      ConfigurationError: there are tokens that the model does not have.
+    """
+    begins = carry is None or not np.any(carry.position)
+    several = [texts] if isinstance(texts, str | np.ndarray) else texts
+    return [self.tokens_of(text, begins) for text in several]
+
+  def tokens_of(self, text: Text, begins: bool) -> np.ndarray:
+    """The tokens int32 [T] of a text, which begins a document or follows one; see `tokens`."""
+    size = self.model.about.vocabulary_size
+    if isinstance(text, str):
+      as_utf8(text, 'A text')
+      codec = self.tokenizer
+      found = codec.begun(text) if begins else following(codec.ids, ANY_TEXT, text)
+    else:
+      found = np.asarray(text)
+    if found.ndim != 1 or (found.size and found.dtype.kind not in 'iu'):
+      raise ConfigurationError(
+        f'A text is an array {list(found.shape)} of {found.dtype}. Pass strings, or one row '
+        'of integers for each text.'
+      )
+    if found.size and not 0 <= found.min() <= found.max() < size:
+      wrong = found[(found < 0) | (found >= size)][0]  # jax would clamp, fill or wrap it
+      raise ConfigurationError(
+        f'A text has the token {wrong}, but the model has the tokens 0 to {size - 1:,}. Encode the '
+        'text with the tokenizer of this run.'
+      )
+    return found.astype(np.int32)
+
+  def begun(
+    self, carry: AnyCarry | None, texts: int, numbers: Sequence[int] | None = None
+  ) -> TextCarry:
+    """The carry with which texts begin: empty, or copies of the rows of a carry.
+
+    Args:
+      carry: one row for all texts, or one for each; None is an empty one.
+      texts: the number of texts.
+      numbers: of the texts that are read now; None is all of them.
+    """
+    numbers = range(texts) if numbers is None else numbers
+    if carry is None:
+      return self.reader.fresh(len(numbers))
+    if len(carry.position) not in (1, texts):
+      raise ConfigurationError(
+        f'The carry has {len(carry.position)} rows, but {texts} texts follow. Use a carry of one '
+        'row, or of a row for each text; `rows` chooses some.'
+      )
+    return self.chosen(carry, numbers if len(carry.position) > 1 else [0] * len(numbers))
+
+  def chosen(self, carry: AnyCarry, numbers: Sequence[int]) -> TextCarry:
+    """The rows of a carry with these numbers; an IndexError if there is no such row."""
+    documents.check(carry, self.reader)
+    index = np.arange(len(carry.position))[np.asarray(numbers)]
+    axes = self.model.carry_axes(carry.carry)
+    taken = jax.tree.map(lambda x, of: jnp.take(x, index, of.index('batch')), carry.carry, axes)
+    return TextCarry(taken, carry.position[index], carry.hidden[index])

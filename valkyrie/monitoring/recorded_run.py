@@ -1,0 +1,113 @@
+"""What a run has recorded, with the costs until each line."""
+
+from collections.abc import Mapping
+import os
+import pathlib
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from valkyrie import foreign
+from valkyrie.config.paths import TOKENIZER
+from valkyrie.errors import ConfigurationError, storage_errors
+from valkyrie.monitoring.json_lines import by_step
+from valkyrie.monitoring.pictures import can_be_drawn
+
+# What training until a line has cost: (field, its unit).
+COSTS = (('tokens', 'tokens'), ('seconds', 'seconds of training'), ('flops', 'FLOPs of the model'))
+# The bindings that say which texts a run reads; those of one split are in its scope.
+_TEXTS = re.compile(r'(.*/)?(TaskFeed\.(task|source|options|split|unique)|\w*Mixture\.\w+)')
+Line = dict[str, Any]
+
+
+class Run(NamedTuple):
+  """What a run has recorded.
+
+  lines, evaluations: of metrics.jsonl and eval/metrics.jsonl, with seconds and flops until then.
+  refused: of refused_steps.jsonl.
+  version, bindings: of Valkyrie, which wrote its configuration, and its {name: value}.
+  about: the number of parameters, of model_info.txt.
+  tokenizer: its files; none if the run reads bytes.
+  data: the fingerprints of its validation data, which depend on the tokenizer; none if unknown.
+  """
+
+  name: str
+  lines: list[Line]
+  evaluations: list[Line]
+  refused: list[Line]
+  version: str
+  bindings: Mapping[str, Any]
+  about: str
+  tokenizer: tuple[bytes, ...]
+  data: tuple[bytes, ...]
+
+  @property
+  def tokens(self) -> tuple:
+    """What the losses of two runs must share."""
+    return self.tokenizer, self.data
+
+  def texts(self, split: str) -> dict[str, Any]:
+    """The bindings that say which texts the run reads for 'train' or for 'validation'."""
+    other = {'train': 'validation/', 'validation': 'train/'}[split]
+    return {
+      name: value
+      for name, value in self.bindings.items()
+      if _TEXTS.fullmatch(name) and not name.startswith(other)
+    }
+
+  def has_validation_text_of(self, other: 'Run') -> bool:
+    """Whether bits per byte of both can be compared: the validation texts are the same."""
+    if self.tokenizer == other.tokenizer:
+      return self.data == other.data
+    return self.texts('validation') == other.texts('validation')
+
+
+def read_run(model_dir: str | os.PathLike) -> Run:
+  """Reads the files of a run; raises a ValkyrieError if there are none, or one cannot be read."""
+  folder = pathlib.Path(model_dir)
+  if not (folder / 'metrics.jsonl').exists():
+    raise ConfigurationError(f'{model_dir} has no metrics.jsonl. Name the directory of a run.')
+  lines, evaluations, refused = (
+    [*by_step(folder / f'{name}.jsonl').values()]
+    for name in ('metrics', 'eval/metrics', 'refused_steps')
+  )
+  advice = 'Restore it from a copy, or leave the run out.'
+  file = folder / 'config.json'
+  with storage_errors(f'{file} cannot be read', advice, also=(ValueError,)):
+    content = foreign.content(file) if file.exists() else b'{"bindings": {}}'
+    config = foreign.json_object(content, bindings=dict)
+  file = folder / 'model_info.txt'
+  with storage_errors(f'{file} cannot be read', advice, also=(ValueError,)):
+    about = foreign.content(file).decode().partition(' in ')[0] if file.exists() else ''
+  with storage_errors(f'{folder} cannot be read', advice, also=(ValueError,)):
+    tokenizer = tuple(map(foreign.content, sorted(folder.glob(f'{TOKENIZER}.*'))))
+    data = tuple(map(foreign.content, folder.glob('eval/data.json')))
+  lines = _with_costs(lines)
+  evaluations, name = _located(evaluations, lines), folder.resolve().name
+  version, bindings = config.get('version', ''), config['bindings']
+  return Run(name, lines, evaluations, refused, version, bindings, about, tokenizer, data)
+
+
+def _with_costs(lines: list[Line]) -> list[Line]:
+  """Lines of training with the seconds and FLOPs until then."""
+  seconds, step, found = 0.0, 0, []
+  for line in lines:
+    numbers = {name: value for name, value in line.items() if can_be_drawn(value)}
+    seconds += numbers.get('step_seconds', 0.0) * (line['step'] - step)
+    step, speed = line['step'], numbers.get('tokens_per_second_per_device')
+    rate = numbers.get('tflops_per_second_per_device')
+    flops = 1e12 * rate / speed * numbers.get('tokens', 0) if speed and rate else None
+    found.append({**line, 'seconds': seconds, 'flops': flops})
+  return found
+
+
+def _located(evaluations: list[Line], lines: list[Line]) -> list[Line]:
+  """Evaluations with the tokens, seconds and FLOPs until then, between two lines of training."""
+  found = evaluations
+  for axis, _ in COSTS:
+    known = [(line['step'], line[axis]) for line in lines if can_be_drawn(line.get(axis))]
+    steps, values = zip((0, 0.0), *known, strict=True)
+    if known:
+      found = [{**line, axis: float(np.interp(line['step'], steps, values))} for line in found]
+  return found
