@@ -121,3 +121,12 @@ def test_a_lock_that_another_program_holds_is_not_waited_for_longer_than_asked(t
     fcntl.flock(other, fcntl.LOCK_SH)
     with appended.locked(file, 0.0) as is_held:
       assert not is_held
+
+
+def test_a_link_that_is_put_there_at_the_last_moment_is_not_followed(tmp_path, monkeypatch):
+  (tmp_path / 'other').write_text('other')
+  (tmp_path / 'log.txt').symlink_to('other')
+  monkeypatch.setattr(appended.os.path, 'lexists', lambda path: False)  # as it was a moment ago
+  with pytest.raises(OSError, match=r'symbolic links.*log\.txt'):
+    appended.opened(tmp_path / 'log.txt')
+  assert (tmp_path / 'other').read_text() == 'other'
