@@ -39,21 +39,26 @@ def wide(tree):
   return jax.tree.map(cast, tree)
 
 
-def decomposed(rows=ROWS, dtype='float64', components=C, also=(), **options):
-  """(model, term, optimizer, the state before the first step) of a small decomposition."""
+def parts(dtype='float64', components=C, also=(), **options):
+  """(model, term, optimizer) of a small decomposition."""
   term = Decomposition(0, 10, **options)
   sites = functools.partial(Sites, components=(('s5/|mlp/hidden', components), *also))
   model = tiny.model((tiny.s5,), layers=1, sites=sites, remat_policy=None, compute_dtype=dtype)
-  model = term.extended(model)
   optimizer = Optimizer(learning_rate=0.01, warmup_steps=1, train_steps=10)
-  optimizer = optimizer.preceded_by(term.groups)
+  return term.extended(model), term, optimizer.preceded_by(term.groups)
 
-  def initial():
-    kept = term.initial_state(model, rows, TIME)
-    return initial_state(model, optimizer, 0, rows, None, kept and {term.name: kept})
 
-  state = jax.jit(initial)()
-  return model, term, optimizer, wide(state) if dtype == 'float64' else state
+def start(model, term, optimizer, rows=ROWS):
+  """The state before the first step."""
+  kept = term.initial_state(model, rows, TIME)
+  return initial_state(model, optimizer, 0, rows, None, kept and {term.name: kept})
+
+
+def decomposed(rows=ROWS, dtype='float64', **options):
+  """`parts`, and the state before the first step."""
+  made = parts(dtype, **options)
+  state = jax.jit(lambda: start(*made, rows))()
+  return *made, wide(state) if dtype == 'float64' else state
 
 
 def step_of(model, term, optimizer, chunk_size=TIME, **options):
@@ -85,7 +90,7 @@ def test_squashings_and_their_gradients():
 
 @pytest.mark.parametrize('kind', [importance.PerComponent, importance.Shared])
 def test_importance_functions(kind):
-  model, *_ = decomposed()
+  model, *_ = parts()
   functions, sites = kind(width=4), sites_of(model.parameters())
   init, parameters = functions.created(sites)
   params, declared = init(jax.random.key(1))[importance.NETS], parameters()[importance.NETS]
@@ -116,12 +121,12 @@ def test_importance_functions(kind):
 
 
 def test_importance_by_blocks_reads_the_past_through_its_carry():
-  model, *_ = decomposed(dtype='float32')
+  model, *_ = parts(dtype='float32')
   sites = sites_of(model.parameters())
   block = functools.partial(Block, mixers=(tiny.attention,), mlp_width=8)
   functions = importance.Blocks(width=16, pattern=(block, block))
   init, parameters = functions.created(sites)
-  params, batch = init(jax.random.key(0)), BATCH
+  params, batch = jax.jit(init)(jax.random.key(0)), BATCH
   shapes = {m: {n: p.shape.shape for n, p in g.items()} for m, g in parameters().items()}
   assert shapes == jax.tree.map(jnp.shape, params)
   assert all(module.startswith('decomposition') for module in params)
@@ -131,12 +136,17 @@ def test_importance_by_blocks_reads_the_past_through_its_carry():
     for path, site in sites.items()
   }
   begin = functions.initial_carry(ROWS, jnp.float32)
-  whole, _ = functions(params, sites, inputs, begin, batch)
+
+  @jax.jit
+  def read(inputs, carry, batch):
+    return functions(params, sites, inputs, carry, batch)
+
+  whole, _ = read(inputs, begin, batch)
   assert {p: z.shape for p, z in whole.items()} == {p: (1, ROWS, TIME, C) for p in sites}
 
   def part(carry, begin, end):
     some = {path: x[:, :, begin:end] for path, x in inputs.items()}
-    return functions(params, sites, some, carry, tiny.cut(batch, begin, end))
+    return read(some, carry, tiny.cut(batch, begin, end))
 
   first, carry = part(begin, 0, 13)
   second, _ = part(carry, 13, TIME)
@@ -162,7 +172,7 @@ def test_draws_depend_only_on_seed_use_row_and_token():
 
 
 def test_a_subset_has_each_size_and_each_site_alike():
-  model, *_ = decomposed()
+  model, *_ = parts()
   sites = sites_of(model.parameters())
   known, tokens = (
     masks.ordered(sites),
@@ -308,12 +318,11 @@ def test_the_loss_of_a_step_and_its_gradient():
     assert not any("'lambda_re'" in key for key in moments)
 
 
-@pytest.mark.parametrize('chunk_size', [3, 12])
-def test_cuts_change_no_loss_no_gradient_and_no_adversary(chunk_size):
+def test_cuts_change_no_loss_no_gradient_and_no_adversary():
   """D22, D17; with the clean memory in masked passes they do."""
   with jax.enable_x64(True):
-    built, state, (expected, metrics) = whole()
-    found, cut = jax.jit(step_of(*built[:3], chunk_size=chunk_size))(state, BATCH)
+    built, state, (expected, metrics) = whole(clip_norm=math.inf)
+    found, cut = jax.jit(step_of(*built[:3], chunk_size=3))(state, BATCH)
     np.testing.assert_allclose(cut.sums.followed, metrics.sums.followed, rtol=1e-12)
     assert_same(cut.sums.terms, metrics.sums.terms)
     for name in ('params', 'optimizer_state', 'carry', 'objective'):
@@ -356,7 +365,7 @@ def test_masked_passes_carry_what_the_masked_model_remembers():
 
 def test_an_adversary_ascends_with_adam_inside_the_unit_interval():
   """D13, D16."""
-  model, *_ = decomposed()
+  model, *_ = parts()
   sites, adversary = sites_of(model.parameters()), Adversary(rate=0.3, warmup_steps=2)
   attack = adversary.start(sites, ROWS, TIME, 0)
   random = np.random.default_rng(0)
@@ -386,7 +395,7 @@ def test_an_adversary_ascends_with_adam_inside_the_unit_interval():
   [('all', 1, (1, 1)), ('rows', 3, (3, 1)), ('positions', 1, (1, TIME)), ('tokens', 1, (4, TIME))],
 )
 def test_scopes_of_sources(scope, sets, shape):
-  model, *_ = decomposed()
+  model, *_ = parts()
   sites, adversary = sites_of(model.parameters()), Adversary(scope=scope, sets=sets)
   sources = adversary.start(sites, 4, TIME, 0).sources
   tokens = Tokens(0, jnp.arange(4), TIME + jnp.tile(jnp.arange(TIME)[None], (4, 1)))
@@ -424,10 +433,10 @@ def test_ascents_raise_the_loss_and_the_step_gives_one_more():
 # Layouts.
 
 
-@pytest.mark.parametrize('micro_batches', [1, 2])
-def test_layouts_and_micro_batches_change_nothing(micro_batches):
+def test_layouts_and_micro_batches_change_nothing():
   """D21, in float64: rows over four devices, time over two."""
   with jax.enable_x64(True):
+    micro_batches = 2
     rows = 4 * micro_batches
     batch = jax.tree.map(lambda x: np.tile(x, (rows // 2, 1)), BATCH)
     batch = batch._replace(
@@ -448,8 +457,13 @@ def test_layouts_and_micro_batches_change_nothing(micro_batches):
       assert_same(jax.device_get(getattr(found, name)), getattr(expected, name), rtol=1e-9)
 
 
-@pytest.mark.parametrize('importance', [importance.PerComponent, importance.Shared])
-@pytest.mark.parametrize('layout', ['gathered by layer', 'split in two dimensions'])
+@pytest.mark.parametrize(
+  ('layout', 'importance'),
+  [
+    ('gathered by layer', importance.Shared),
+    ('split in two dimensions', importance.PerComponent),
+  ],
+)
 def test_split_matrices_and_factors_change_nothing(layout, importance):
   """D21, in float64, where no device holds a whole site."""
   two = layout == 'split in two dimensions'
@@ -477,17 +491,17 @@ def test_split_matrices_and_factors_change_nothing(layout, importance):
 @pytest.mark.parametrize(
   ('make', 'message'),
   [
-    (lambda: decomposed(reconstruction=()), 'reconstruction is empty'),
-    (lambda: decomposed(memory='mine'), "memory='mine' is unknown"),
-    (lambda: decomposed(minimality=-1.0), 'Decomposition.minimality = -1.0 is out of'),
+    (lambda: parts(reconstruction=()), 'reconstruction is empty'),
+    (lambda: parts(memory='mine'), "memory='mine' is unknown"),
+    (lambda: parts(minimality=-1.0), 'Decomposition.minimality = -1.0 is out of'),
     (lambda: Stochastic(live='some'), "Stochastic.live='some' is unknown"),
     (lambda: Stochastic(source=2.0), 'Stochastic.source = 2.0 is out of'),
-    (lambda: decomposed(reconstruction=(GROUPS,)), 'groups=99'),
+    (lambda: start(*parts(reconstruction=(GROUPS,))), 'groups=99'),
     (lambda: Adversary(scope='row'), "Adversary.scope='row' is unknown"),
     (lambda: Adversary(sets=2), "sets=2 needs Adversary.scope = 'rows'"),
     (lambda: Adversary(live='each'), "Adversary.live='each'"),
     (lambda: Decomposition(0, 10).extended(tiny.model(layers=1)), 'Decomposition needs sites'),
-    (lambda: decomposed(also=(('mpl/', 2),)), "has 'mpl/', but no site"),
+    (lambda: parts(also=(('mpl/', 2),)), "has 'mpl/', but no site"),
     (lambda: Adversary(scope='rows', sets=5).start({}, 4, TIME, 0), 'a step has 4 rows'),
   ],
 )  # fmt: skip
@@ -503,9 +517,10 @@ def test_importances_of_another_shape_are_named():
     def _logits(self, own, x, v):
       return super()._logits(own, x, v)[..., :1]
 
-  *parts, state = decomposed(importance=One, dtype='float32')
+  made = parts(importance=One, dtype='float32')
+  state = jax.eval_shape(lambda: start(*made))
   with pytest.raises(ConfigurationError, match=r'shape \(1, 2, 24, 1\).* give \(1, 2, 24, 3\)'):
-    jax.eval_shape(step_of(*parts), state, BATCH)
+    jax.eval_shape(step_of(*made), state, BATCH)
 
 
 # Memory and runs.
