@@ -21,17 +21,18 @@ SAMPLED = Sampling(temperature=1.0)
 def test_weights_that_give_no_numbers_end_with_an_error(value):
   loaded = built()
   leaves, structure = jax.tree.flatten(loaded.params)
+  other = LoadedModel(loaded.model, {}, Letters(), model_dir='', steps=(1,), chunk_size=16)
   for number in range(0, len(leaves), 3 if np.isnan(value) else len(leaves)):
     broken = [*leaves]
     broken[number] = leaves[number].at[...].set(value)
     params = jax.tree.unflatten(structure, broken)
-    other = LoadedModel(loaded.model, params, Letters(), model_dir='', steps=(1,), chunk_size=16)
+    other.params = params
     for ask in (
       lambda: loaded.score(text(20), params=params),  # noqa: B023
-      lambda: other.embed(text(20)),  # noqa: B023
-      lambda: other.generate(text(5), max_tokens=3),  # noqa: B023
-      lambda: other.generate(text(5), max_tokens=3, sampling=SAMPLED),  # noqa: B023
-      lambda: list(other.stream(text(5), max_tokens=3)),  # noqa: B023
+      lambda: other.embed(text(20)),
+      lambda: other.generate(text(5), max_tokens=3),
+      lambda: other.generate(text(5), max_tokens=3, sampling=SAMPLED),
+      lambda: list(other.stream(text(5), max_tokens=3)),
     ):
       with pytest.raises(Diverged, match='NaN or infinite'):
         ask()
