@@ -18,7 +18,6 @@ from valkyrie.models.layers import GatedMLP, SquaredReLUMLP
 from valkyrie.models.model import created
 from valkyrie.types import Batch
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
 full = functools.partial(FullAttention, heads=2, head_width=8, max_context=24)
 MIXERS = {
   'hybrid': (tiny.attention, tiny.s5),
