@@ -262,9 +262,11 @@ def on_eight_devices(name):
 @pytest.mark.parametrize(
   ('name', 'piece'),
   [
-    *((name, 2) for name in MIXERS),
-    *(('s5', 8), ('gated_delta', 8), ('mamba2', 8)),
-    *(('gated_delta with first', 2), ('mamba2 with first', 8)),
+    # Each mixer, form, option and length of a piece, but not each with each.
+    *(('s5', 8), ('s5_associative', 2), ('s5_selective', 2)),
+    *(('rg_lru', 2), ('rg_lru_associative', 2)),
+    *(('gated_delta', 8), ('gated_delta with first', 2)),
+    *(('mamba2', 2), ('mamba2 with first', 8)),
   ],
 )
 @pytest.mark.usefixtures('float64')
