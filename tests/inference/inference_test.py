@@ -21,18 +21,27 @@ from valkyrie.models.carry_cuts import CUTS, cut_carry
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 
 
+LONGEST = 48  # tokens of a document that is read at once: as many as full attention takes
+
+
+def features_at_once(loaded, tokens):
+  """(hidden [T, D], unembedding) of a document; padding follows it, so that one program does."""
+  length = len(tokens)
+  row, positions, segment_ids = np.zeros((3, 1, LONGEST), np.int32)
+  row[0, :length] = tokens
+  positions[0, :length] = np.arange(length)
+  segment_ids[0, :length] = 1
+  apply = jax.jit(loaded.model.apply)
+  carry = loaded.model.initial_carry(1)
+  features, _ = apply(loaded.params, carry, row, positions, segment_ids)
+  return features.hidden[0, :length], features.unembedding
+
+
 def at_once(loaded, tokens):
   """The logits of a document, [T, vocabulary size]."""
-  length = len(tokens)
-  features, _ = jax.jit(loaded.model.apply)(
-    loaded.params,
-    loaded.model.initial_carry(1),
-    np.asarray(tokens)[None],
-    np.arange(length)[None],
-    np.ones((1, length), np.int32),
-  )
-  assert features.unembedding.shape[0] == tiny.VOCABULARY  # no row of padding
-  return jnp.matmul(features.hidden, features.unembedding.T, precision='highest')[0]
+  hidden, unembedding = features_at_once(loaded, tokens)
+  assert unembedding.shape[0] == tiny.VOCABULARY  # no row of padding
+  return jnp.matmul(hidden, unembedding.T, precision='highest')
 
 
 @pytest.mark.parametrize('mixers', MIXERS)
@@ -71,13 +80,9 @@ def test_an_embedding_is_the_mean_of_the_features_of_the_model_read_at_once(mixe
   """Of texts of different lengths in one batch, and of what follows a carry."""
   loaded = built(mixers)
   texts = [text(3), text(37, 1), text(3, 2)]
-  apply = jax.jit(loaded.model.apply)
 
   def features(whole):
-    tokens, length = loaded.tokenizer.ids(whole)[None], len(whole)
-    args = tokens, np.arange(length)[None], np.ones((1, length), np.int32)
-    found, _ = apply(loaded.params, loaded.model.initial_carry(1), *args)
-    return np.asarray(found.hidden[0], np.float64)
+    return np.asarray(features_at_once(loaded, loaded.tokenizer.ids(whole))[0], np.float64)
 
   found, expected = loaded.embed(texts, batch_size=2), [*map(features, texts)]
   assert found.shape == (3, 16) and found.dtype == np.float32
