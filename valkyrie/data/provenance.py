@@ -12,20 +12,20 @@ import itertools
 import json
 import logging
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 from valkyrie import foreign
 from valkyrie.config import paths, redact
-from valkyrie.data import document_source, store_fields, store_writer, token_store
+from valkyrie.data import document_source, file_names, store_fields, store_writer, token_store
+from valkyrie.data.file_systems import access
 from valkyrie.data.records import STREAMED
-from valkyrie.data.source_files import SourceFile, SourceFiles, access
+from valkyrie.data.source_files import SourceFile, SourceFiles
 from valkyrie.data.splits import TRAIN, VALIDATION
 from valkyrie.data.token_store import Selection
 from valkyrie.distributed import heartbeat
 from valkyrie.errors import DataError, StorageError, converted
 from valkyrie.storage import file_lock, whole_file
 
-_MAX_NAMED = 5
 _PIECE = 2**24  # bytes of a file that are hashed at once
 
 
@@ -40,30 +40,40 @@ class Origin:
   ):
     """Reads the record in the store's directory, and writes it first if no shard depends on one.
 
-    With `renew`, it is also written if the files have changed: shards of the old ones are then in
-    the way of no build. For `generation`, see `StoreWriter`.
+    With `renew`, it is also written if the files have changed: such a build replaces the shards of
+    the old ones. For `generation`, see `StoreWriter`.
 
     Raises a DataError if the files differ from the record, or one cannot be read.
     """
-    self._files, self._store = files, store
+    self._files = files
+    self._store = store
     self._compared: list[SourceFile] = []
     file = store_writer.source_file(store, generation)
     turn = file_lock.held(store_writer.lock_of(file), f'list the source of {store}', heartbeat.beat)
     with store_writer.write_errors(store), turn:
-      known = _read(file) if file.exists() else None
-      is_free = renew or not any(store.glob(f'shard-*{generation}'))
-      if known is None or (is_free and _changes(known, files)):
-        found = ([files.name(f), f.size, f.modified, _hash(f), f.changed] for f in files.files)
-        whole_file.write(file, ''.join(f'{json.dumps(entry)}\n' for entry in found))
+      if self._is_outdated(file, renew, generation):
+        lines = [f'{json.dumps(_entry(files, listed))}\n' for listed in files.files]
+        whole_file.write(file, ''.join(lines))
       self._entries = _read(file)
     self.check()
+
+  def _is_outdated(self, file: pathlib.Path, renew: bool, generation: str) -> bool:
+    """Whether the record is to be written: it is not there, or is wrong and no shard needs it."""
+    if not file.exists():
+      return True
+    entries = _read(file)
+    has_shards = any(self._store.glob(f'shard-*{generation}'))
+    if has_shards and not renew:
+      return False
+    return bool(_changes(entries, self._files))
 
   @property
   def digest(self) -> str:
     """The hash of the names and contents; in a bucket, of sizes and times instead of contents."""
-    return token_store.content_hash(
-      [[name, known or [size, time]] for name, size, time, known, _ in self._entries]
-    )
+    contents = []
+    for name, size, time, digest, _ in self._entries:
+      contents.append([name, digest or [size, time]])
+    return token_store.content_hash(contents)
 
   def record(self) -> dict[str, Any]:
     """How the files were found, and [name, size, time of content, hash] of each, for store.json.
@@ -71,9 +81,12 @@ class Origin:
     A password is removed from the location, which can then not be compared.
     """
     location = self._files.location
-    here = isinstance(location, str)
+    if isinstance(location, str):
+      recorded = redact.in_value(location)
+    else:
+      recorded = [redact.in_value(path) for path in location]
     return {
-      'location': redact.in_value(location) if here else [*map(redact.in_value, location)],
+      'location': recorded,
       'formats': list(self._files.formats),
       'split': self._files.split,
       'splits': sorted(self._files.splits),
@@ -85,10 +98,11 @@ class Origin:
     files = SourceFiles(self._files.location, self._files.formats, self._files.split)
     if files.files == self._compared:
       return
-    if found := _changes(self._entries, files):
+    changes = _changes(self._entries, files)
+    if changes:
       raise DataError(
-        f'The token store {self._store} is being built from other files than '
-        f'{files} has now ({found}). Restore these files and run the same command again, or run it '
+        f'The token store {self._store} is being built from other files than {files} has now '
+        f'({changes}). Restore these files and run the same command again, or run it '
         'with --renew, which builds its shards again from the present ones.'
       )
     self._compared = files.files
@@ -99,8 +113,8 @@ def check(
 ) -> None:
   """Raises a DataError if the source of a store has changed.
 
-  If the source is gone, the store stays valid, and a warning is logged that it was not compared;
-  so too for a task of another package that names no files.
+  If the source is gone, the store stays valid, and a warning is logged that it was not compared.
+  The same happens for a task of another package that does not name its files.
 
   Args:
     information: the content of store.json.
@@ -110,38 +124,56 @@ def check(
   """
   recorded = information.get('origin')
   if recorded is None:
-    source = information['source']
-    if ':' in information['task'] and document_source.SAMPLE not in source:
-      now = document_source.module_hash(information['task'])
-      is_edited = source.get(document_source.MODULE, now) != now
-      logging.warning(
-        'The token store %s was not compared with its source: the task names no files (see '
-        'DocumentSource.files)%s. If the task or its data have changed, %s',
-        path,
-        ', and its module was edited after the store was built' if is_edited else '',
-        rebuild,
-      )
+    _warn_of_task(path, information, rebuild)
     return
   try:
     location = recorded['location']
-    known = {redact.in_value(name) for name in named if name}
-    for each in [location] if isinstance(location, str) else location:
-      if paths.is_address(each) and each not in known:
-        raise DataError(f'the run does not name the address {each!r:.200}')
+    _check_addresses(location, named)
     files = SourceFiles(location, recorded['formats'], recorded.get('split'))
   except (DataError, StorageError) as error:
     logging.warning('The token store %s was not compared with its source: %s', path, error)
     return
-  found = _changes(recorded['files'], files)
-  if VALIDATION in {*files.splits} ^ {*recorded.get('splits', files.splits)}:
-    found = found or 'files of the split validation came or went, which say what is held out'
-  if not found and 'split' not in recorded and ':' not in information['task']:
+  changes = _changes(recorded['files'], files)
+  had_validation = VALIDATION in recorded.get('splits', files.splits)
+  has_validation = VALIDATION in files.splits
+  if not changes and had_validation != has_validation:
+    changes = 'files of the split validation came or went, which say what is held out'
+  if not changes and 'split' not in recorded and ':' not in information['task']:
     _check_names(path, recorded, information['source'].get('location'), rebuild)
-  if found:
+  if changes:
     raise DataError(
       f'The token store {path} was made from other files than {files} has now '
-      f'({found}). To make it again from these, {rebuild}'
+      f'({changes}). To make it again from these, {rebuild}'
     )
+
+
+def _warn_of_task(path: pathlib.Path, information: Mapping[str, Any], rebuild: str) -> None:
+  """Warns of a store whose task is of another package and does not name its files."""
+  source = information['source']
+  if ':' not in information['task'] or document_source.SAMPLE in source:
+    return
+  module = document_source.module_hash(information['task'])
+  edit = ''
+  if source.get(document_source.MODULE, module) != module:
+    edit = ', and its module was edited after the store was built'
+  logging.warning(
+    'The token store %s was not compared with its source: the task names no files (see '
+    'DocumentSource.files)%s. If the task or its data have changed, %s',
+    path,
+    edit,
+    rebuild,
+  )
+
+
+def _check_addresses(location: str | Sequence[str], named: Iterable[str | None]) -> None:
+  """Raises a DataError if a recorded location has an address that the run does not name."""
+  addresses = {redact.in_value(name) for name in named if name}
+  places = location
+  if isinstance(location, str):
+    places = [location]
+  for place in places:
+    if paths.is_address(place) and place not in addresses:
+      raise DataError(f'the run does not name the address {place!r:.200}')
 
 
 def _check_names(
@@ -160,8 +192,8 @@ def _check_names(
   if named:
     raise DataError(
       f'The token store {path} is of an earlier version, which read files of other splits into it: '
-      f'{_some(sorted(named))}. What was trained on it may know them, so scores on them are worth '
-      f'nothing. To make the store again without them, {rebuild}'
+      f'{file_names.some(sorted(named))}. What was trained on it may know them, so scores on them '
+      f'are worth nothing. To make the store again without them, {rebuild}'
     )
 
 
@@ -170,29 +202,62 @@ def check_apart(sources: Mapping[str, Selection]) -> None:
 
   Raises a DataError if the text of one source has a file that another one holds out.
   """
-  listed: dict[tuple[str, bool], SourceFiles] = {}  # by source, and whether they are held out
+  listings: list[_Listing] = []
   for name, selection in sources.items():
     by_name = 'splits' not in selection.options
-    given = selection.options.get('held_out')
-    held_out = selection.source if given is None and by_name else given
-    for location, split in ((selection.source, TRAIN), (held_out, VALIDATION)):
-      if location and not location.startswith(STREAMED):
-        with contextlib.suppress(DataError, StorageError):  # a share is no location
-          files = SourceFiles(location, split=split if by_name else None)
-          if given is not None or split == TRAIN or VALIDATION in files.splits:
-            listed[name, split == VALIDATION] = files
-  for (one, files), (other, others) in itertools.combinations(listed.items(), 2):
-    both = one[0] != other[0] and not (one[1] and other[1]) and files.shared_with(others)
-    if both:
-      found = f'The sources {one[0]} and {other[0]} of the mixture share {len(both)} files'
-      found = f'{found}, such as {redact.in_value(both[0])}'
-      if one[1] != other[1]:
-        raise DataError(f'{found}, which one source holds out. Name the others by a pattern.')
-      logging.warning(
-        '%s: these files get the share of both sources. To read them once, name the files of '
-        'each source by a pattern.',
-        found,
-      )
+    held_out = selection.options.get('held_out')
+    training = _listed(selection.source, TRAIN if by_name else None)
+    if training is not None:
+      listings.append(_Listing(name, is_held_out=False, files=training))
+    if held_out is not None:
+      validation = _listed(held_out, VALIDATION if by_name else None)
+    elif by_name:
+      validation = _listed(selection.source, VALIDATION)
+      if validation is not None and VALIDATION not in validation.splits:
+        validation = None
+    else:
+      validation = None
+    if validation is not None:
+      listings.append(_Listing(name, is_held_out=True, files=validation))
+  for one, other in itertools.combinations(listings, 2):
+    _check_pair(one, other)
+
+
+class _Listing(NamedTuple):
+  """The files of a source of a mixture that are trained on, or held out."""
+
+  source: str
+  is_held_out: bool
+  files: SourceFiles
+
+
+def _listed(location: str | None, split: str | None) -> SourceFiles | None:
+  """The files at a location; None if there are none, or if it is a share of the documents."""
+  if not location or location.startswith(STREAMED):
+    return None
+  with contextlib.suppress(DataError, StorageError):
+    return SourceFiles(location, split=split)
+  return None
+
+
+def _check_pair(one: _Listing, other: _Listing) -> None:
+  """Raises a DataError, or warns, if two listings of a mixture share files."""
+  if one.source == other.source or (one.is_held_out and other.is_held_out):
+    return
+  shared = one.files.shared_with(other.files)
+  if not shared:
+    return
+  finding = (
+    f'The sources {one.source} and {other.source} of the mixture share {len(shared)} files, such '
+    f'as {redact.in_value(shared[0])}'
+  )
+  if one.is_held_out != other.is_held_out:
+    raise DataError(f'{finding}, which one source holds out. Name the others by a pattern.')
+  logging.warning(
+    '%s: these files get the share of both sources. To read them once, name the files of '
+    'each source by a pattern.',
+    finding,
+  )
 
 
 def _read(file: pathlib.Path) -> list[list[Any]]:
@@ -207,24 +272,36 @@ def _read(file: pathlib.Path) -> list[list[Any]]:
 
 def _changes(recorded: Sequence[Sequence[Any]], files: SourceFiles) -> str:
   """The differences between recorded files, with or without the inodes' times, and present ones."""
-  now = {files.name(file): file for file in files.files}
-  before = {name: entry for name, *entry in recorded}
+  present = {files.name(file): file for file in files.files}
+  entries = {name: entry for name, *entry in recorded}
+  in_both = present.keys() & entries.keys()
   changes = {
-    'new': now.keys() - before.keys(),
-    'gone': before.keys() - now.keys(),
-    'changed': {n for n in now.keys() & before.keys() if _differs(now[n], *before[n])},
+    'new': present.keys() - entries.keys(),
+    'gone': entries.keys() - present.keys(),
+    'changed': {name for name in in_both if _differs(present[name], *entries[name])},
   }
-  return '; '.join(
-    f'{len(names)} {word}: {_some(sorted(names))}' for word, names in changes.items() if names
-  )
+  texts = []
+  for word, names in changes.items():
+    if names:
+      texts.append(f'{len(names)} {word}: {file_names.some(sorted(names))}')
+  return '; '.join(texts)
 
 
-def _differs(now: SourceFile, size: int, modified: int, known: str | None, *changed: int) -> bool:
-  if size != now.size:
+def _differs(
+  file: SourceFile, size: int, modified: int, digest: str | None, changed: int | None = None
+) -> bool:
+  """Whether a file differs from its record, which may lack the time of the inode."""
+  if file.size != size:
     return True
-  if (modified, *changed) == (now.modified, now.changed)[: 1 + len(changed)]:
+  is_same_inode = changed is None or file.changed == changed
+  if file.modified == modified and is_same_inode:
     return False
-  return known is None or known != _hash(now)
+  return digest is None or digest != _hash(file)
+
+
+def _entry(files: SourceFiles, file: SourceFile) -> list[Any]:
+  """The record of a file, see `_read`."""
+  return [files.name(file), file.size, file.modified, _hash(file), file.changed]
 
 
 def _hash(file: SourceFile) -> str | None:
@@ -233,12 +310,7 @@ def _hash(file: SourceFile) -> str | None:
     return None
   digest = hashlib.blake2b(digest_size=16)
   with access(file.path, f'{file} cannot be read'), foreign.opened(file.path) as stream:
-    while piece := stream.read(_PIECE):
+    for piece in iter(lambda: stream.read(_PIECE), b''):
       digest.update(piece)
-      heartbeat.beat()  # of the run that waits for the store
+      heartbeat.beat()  # a run may wait for the store
   return digest.hexdigest()
-
-
-def _some(names: Sequence[str]) -> str:
-  more = f' and {len(names) - _MAX_NAMED} more' if len(names) > _MAX_NAMED else ''
-  return foreign.shown(', '.join(names[:_MAX_NAMED])) + more

@@ -1,23 +1,21 @@
 """The files of a text source: found by a path, a folder or a pattern, here or in a bucket."""
 
-from collections.abc import Iterator, Mapping, Sequence
-import contextlib
+from collections.abc import Mapping, Sequence
 import fnmatch
 import os
 import posixpath
 import re
 from typing import Any, NamedTuple
-import urllib.parse
 
 import pyarrow as pa
 import pyarrow.fs
 
 from valkyrie import foreign
-from valkyrie.config import paths, redact
+from valkyrie.config import redact
 from valkyrie.data import file_names, splits
 from valkyrie.data.file_names import COMPRESSIONS, FORMATS, ROWS, TABLES, format_of
-from valkyrie.errors import DataError, StorageError, with_home
-from valkyrie.storage import bucket
+from valkyrie.data.file_systems import access, filesystem_of
+from valkyrie.errors import DataError
 
 _WILDCARDS = re.compile(r'[*?[]')
 # In the cache of Hugging Face's hub.
@@ -26,22 +24,13 @@ _NO_SPLIT = '(none)'
 _ALL_SPLITS = (
   "To read all splits as one text, set text_splits = 'all' (--option=splits=all of build_store)."
 )
-_PUBLIC = 'anonymous@'  # before the name of a bucket
-_CLOUD_STORAGE = ('gs', 'gcs')
-_DENIED = re.compile('ACCESS_DENIED|INVALID_ACCESS|SIGNATURE')
-_ADVICE = {
-  'gs': 'Give this machine a service account that may read the bucket, or run: gcloud auth '
-  'application-default login. A public bucket has the address gs://anonymous@BUCKET.',
-  's3': 'Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, for an account that may '
-  'read the bucket.',
-}
 
 
 class SourceFile(NamedTuple):
   """A file: its path in its file system, its bytes, and its times in nanoseconds.
 
-  modified: of its content, which programs such as `cp -p` may set; changed: of its inode on this
-    machine, which only the system sets, or 0 in a bucket.
+  modified: the time of its content, which programs such as `cp -p` may set.
+  changed: the time of its inode on this machine, which only the system sets; 0 in a bucket.
   """
 
   path: str
@@ -57,13 +46,13 @@ class SourceFile(NamedTuple):
 class SourceFiles:
   """The files at a location, sorted by path, or local files named one by one.
 
-  A folder stands for all files of known formats below it, except hidden ones and the caches that
+  A folder means all files of known formats below it, except hidden ones and the caches that
   Hugging Face's `datasets` writes; `left_out` has its other files. In a pattern `*` stops at a
-  slash, and `**` does not; a name that exists is no pattern. `root` is the folder of the listing,
-  to which paths in messages and hashes are relative.
+  slash, and `**` does not. A path that exists is taken literally, even with `*` in it. `root` is
+  the folder of the listing, to which paths in messages and hashes are relative.
 
-  A file is read once, by whatever links and in whatever compressions it is there. `notes` has what
-  was left out and a user should know; `splits` has the files of each split that names tell, see
+  A file is read once, even if there are several links to it or compressed copies of it. `notes`
+  tells a user what was left out; `splits` has the files of each split that names tell, see
   `valkyrie.data.splits`.
 
   Raises:
@@ -95,7 +84,11 @@ class SourceFiles:
     self.notes: list[str] = []
     with access(self._place, f'The source {self} cannot be listed'):
       self._filesystem, path = filesystem_of(self._place)
-      self.root, self.files = self._listed(path) if self._place == location else self._named()
+      self._is_local = isinstance(self._filesystem, pyarrow.fs.LocalFileSystem)
+      if self._place == location:
+        self.root, self.files = self._listed(path)
+      else:
+        self.root, self.files = self._named()
     if not self.files and self.splits:
       others = [f'{split} ({self._some(files)})' for split, files in self.splits.items()]
       raise DataError(
@@ -112,8 +105,10 @@ class SourceFiles:
 
   def __str__(self) -> str:
     """The location, without secrets."""
-    more = '' if self._place == self.location else f' and {len(self.location) - 1} more'
-    return foreign.shown(redact.in_value(self._place)) + more
+    text = foreign.shown(redact.in_value(self._place))
+    if self._place != self.location:
+      text += f' and {len(self.location) - 1} more'
+    return text
 
   def name(self, file: SourceFile) -> str:
     """The path of a file relative to the root."""
@@ -132,12 +127,14 @@ class SourceFiles:
     return self._filesystem.open_input_file(file.path)
 
   def shared_with(self, other: 'SourceFiles') -> list[str]:
-    """The paths of the files that `other` has, too, also by another name of this machine."""
+    """The paths of the files that `other` has, too, also under another name on this machine."""
     if self._filesystem.type_name != other._filesystem.type_name:
       return []
-    named = os.path.realpath if isinstance(self._filesystem, pyarrow.fs.LocalFileSystem) else str
-    theirs = {named(file.path) for file in other.files}
-    return [file.path for file in self.files if named(file.path) in theirs]
+    real_path = str
+    if self._is_local:
+      real_path = os.path.realpath
+    others = {real_path(file.path) for file in other.files}
+    return [file.path for file in self.files if real_path(file.path) in others]
 
   def check_unchanged(self, file: SourceFile) -> None:
     """Raises a DataError if a file has changed, or a StorageError if the bucket does not answer.
@@ -145,39 +142,43 @@ class SourceFiles:
     Times are compared in seconds, since S3 tells no more of a single file.
     """
     with access(self._place, f'{file} cannot be read'):
-      found = self._file(self._filesystem.get_file_info(file.path))
-    if (found.size, found.modified // 10**9) != (file.size, file.modified // 10**9):
-      now = 'it is gone' if found.size is None else f'it has {found.size} bytes'
+      present = self._file(self._filesystem.get_file_info(file.path))
+    is_same_second = present.modified // 10**9 == file.modified // 10**9
+    if present.size != file.size or not is_same_second:
+      change = f'it has {present.size} bytes'
+      if present.size is None:
+        change = 'it is gone'
       raise DataError(
-        f'{file} has changed since it was listed with {file.size} bytes: {now}. Run again '
+        f'{file} has changed since it was listed with {file.size} bytes: {change}. Run again '
         'when nobody writes to it.'
       )
 
   def _named(self) -> tuple[str, list[SourceFile]]:
     """The named files that are there."""
-    root = posixpath.commonpath([posixpath.dirname(path) for path in self.location])
+    folders = [posixpath.dirname(path) for path in self.location]
+    root = posixpath.commonpath(folders)
     infos = self._filesystem.get_file_info(list(self.location))
-    return root, sorted(self._file(info) for info in infos if info.is_file)
+    files = [self._file(info) for info in infos if info.is_file]
+    return root, sorted(files)
 
   def _listed(self, path: str) -> tuple[str, list[SourceFile]]:
     root = self._literal(path)
     pattern = path[len(root) :].lstrip('/')
-    if isinstance(self._filesystem, pyarrow.fs.LocalFileSystem):
+    if self._is_local:
       foreign.check_tree(root)
-    if not pattern and (found := self._filesystem.get_file_info(root)).is_file:
-      return posixpath.dirname(path), [self._file(found)]
+    if not pattern:
+      info = self._filesystem.get_file_info(root)
+      if info.is_file:
+        return posixpath.dirname(path), [self._file(info)]
     selector = pyarrow.fs.FileSelector(root or '.', recursive=True)
     infos = [info for info in self._filesystem.get_file_info(selector) if info.is_file]
     if pattern:
-      wanted = file_names.regex(path.removesuffix(pattern), pattern)
-      chosen = [info for info in infos if wanted.fullmatch(posixpath.normpath(info.path))]
+      regex = file_names.regex(path.removesuffix(pattern), pattern)
+      chosen = [info for info in infos if regex.fullmatch(posixpath.normpath(info.path))]
     else:
-      index = posixpath.join(root, 'dataset_dict.json')
-      if any(info.path == index for info in infos):  # of Hugging Face's folder of several splits
-        parts = [posixpath.relpath(info.path, root).partition('/') for info in infos]
-        splits = sorted({folder for folder, slash, _ in parts if slash})
-        raise ValueError(f'it holds several splits; name one: {", ".join(splits)}')
-      chosen = self._wanted({info.path.removeprefix(root).strip('/'): info for info in infos})
+      _check_single_split(root, [info.path for info in infos])
+      by_name = {info.path.removeprefix(root).strip('/'): info for info in infos}
+      chosen = self._wanted(by_name)
     self.root = root or '.'
     files = sorted(map(self._file, chosen))
     self._check_revisions(files)
@@ -185,54 +186,58 @@ class SourceFiles:
 
   def _once(self, files: list[SourceFile]) -> list[SourceFile]:
     """Each file by one of its names, and each name in one compression."""
-    others = self._further_links(files)
+    copies = self._further_links(files)
     by_name: dict[str, SourceFile] = {}
     by_stem: dict[str, SourceFile] = {}
     for file in sorted(files, key=lambda file: file_names.suffix(file.path) in COMPRESSIONS):
-      if file in others:
+      if file in copies:
         continue
       first = by_name.setdefault(file_names.without_compression(file.path), file)
       if first is not file:
-        others[file] = first
+        copies[file] = first
         continue
       first = by_stem.setdefault(file_names.without_formats(file.path), file)
-      if first is not file and {format_of(file.path), format_of(first.path)} <= {*ROWS}:
+      both_are_rows = format_of(file.path) in ROWS and format_of(first.path) in ROWS
+      if first is not file and both_are_rows:
         self.notes.append(
           f'{self.name(file)} and {self.name(first)} differ only in their format, and both are '
           'read. If they have the same texts, name one of them by a pattern.'
         )
-    if others:
-      pairs = [f'{self.name(file)} is {self.name(first)}' for file, first in others.items()]
+    if copies:
+      pairs = [f'{self.name(copy)} is {self.name(first)}' for copy, first in copies.items()]
       self.notes.append(
-        f'{len(others)} files are links to others, or compressed copies, and are not read again: '
+        f'{len(copies)} files are links to others, or compressed copies, and are not read again: '
         f'{file_names.some(pairs)}.'
       )
-    return [file for file in files if file not in others]
+    return [file for file in files if file not in copies]
 
   def _further_links(self, files: list[SourceFile]) -> dict[SourceFile, SourceFile]:
-    """Each name of a local file after its first one, and the first one."""
-    if not isinstance(self._filesystem, pyarrow.fs.LocalFileSystem):
+    """The further names of local files, each with the first name of the same file."""
+    if not self._is_local:
       return {}
+    # Only files of equal size and times can be one file; the others need no further look.
     similar: dict[tuple[int, int, int], list[SourceFile]] = {}
     for file in files:
-      similar.setdefault((file.size, file.modified, file.changed), []).append(file)
-    first: dict[tuple[int, int], SourceFile] = {}
-    others: dict[SourceFile, SourceFile] = {}
+      facts = (file.size, file.modified, file.changed)
+      similar.setdefault(facts, []).append(file)
+    first_names: dict[tuple[int, int], SourceFile] = {}
+    further: dict[SourceFile, SourceFile] = {}
     for group in similar.values():
       if len(group) == 1:
         continue
       for file in sorted(group, key=lambda file: format_of(file.path) not in self.formats):
         status = os.stat(file.path)
-        kept = first.setdefault((status.st_dev, status.st_ino), file)
-        if kept is not file:
-          others[file] = kept
-    return others
+        first = first_names.setdefault((status.st_dev, status.st_ino), file)
+        if first is not file:
+          further[file] = first
+    return further
 
   def _check_revisions(self, files: list[SourceFile]) -> None:
     """Raises a DataError for several revisions of a data set in the cache of Hugging Face's hub."""
     revisions: dict[str, set[str]] = {}
     for file in files:
-      if match := _REVISION.fullmatch(file.path):
+      match = _REVISION.fullmatch(file.path)
+      if match:
         revisions.setdefault(match['cache'], set()).add(match['revision'])
     for cache, names in revisions.items():
       if len(names) > 1:
@@ -253,11 +258,11 @@ class SourceFiles:
       self.splits.setdefault(split, []).append(names[name])
     if self.split == splits.VALIDATION:
       return self.splits.get(splits.VALIDATION) or files
-    others = [
-      f'{len(found)} of the split {split} ({self._some(found)})'
-      for split, found in self.splits.items()
-      if split != splits.TRAIN
-    ]
+    others = []
+    for split, split_files in self.splits.items():
+      if split != splits.TRAIN:
+        named = self._some(split_files)
+        others.append(f'{len(split_files)} of the split {split} ({named})')
     if others:
       self.notes.append(
         'By their names or by README.md, these files are not trained on: '
@@ -279,14 +284,18 @@ class SourceFiles:
     rows = {name for name in names if format_of(name) in ROWS}
     stems = {name: file_names.without_formats(name) for name in names}
     by_name = splits.named(stems, rows)
-    card = self._card() if is_folder else []
+    if not is_folder:
+      return by_name
+    card = self._card()
     if len(card) > 1:
       raise DataError(
         f'The source {self} has {len(card)} configurations by its README.md, which may have the '
         f'same texts: {file_names.some([one.name for one in card])}. Name the files of one by a '
         'folder or a pattern.'
       )
-    by_card = splits.of_configuration(card[0], names) if card else {}
+    if not card:
+      return by_name
+    by_card = splits.of_configuration(card[0], names)
     if not by_card:
       return by_name
     known = {name: by_card.get(name, _NO_SPLIT) for name in names}
@@ -301,98 +310,59 @@ class SourceFiles:
     if not self._filesystem.get_file_info(path).is_file:
       return []
     with self._filesystem.open_input_stream(path, compression=None) as stream:
-      return splits.configurations(stream.read(splits.LARGEST_CARD).decode(errors='replace'))
+      content = stream.read(splits.LARGEST_CARD)
+    return splits.configurations(content.decode(errors='replace'))
 
   def _some(self, files: Sequence[SourceFile]) -> str:
     return file_names.some([self.name(file) for file in files])
 
   def _literal(self, path: str) -> str:
-    """The beginning of a path before its pattern; a name that exists is no pattern."""
-    missing = pyarrow.fs.FileType.NotFound
-    while _WILDCARDS.search(path) and self._filesystem.get_file_info(path).type == missing:
+    """The beginning of a path before its pattern; a path that exists is taken literally."""
+    while _WILDCARDS.search(path):
+      info = self._filesystem.get_file_info(path)
+      if info.type != pyarrow.fs.FileType.NotFound:
+        break
       path = posixpath.dirname(path)
     return path
 
-  def _wanted(self, found: dict[str, Any]) -> list[Any]:
+  def _wanted(self, infos: dict[str, Any]) -> list[Any]:
     """The files of a folder that are read, selected by their names."""
-    visible = {
-      name: info
-      for name, info in found.items()
-      if not any(part.startswith('.') for part in name.split('/'))
-      and not fnmatch.fnmatch(posixpath.basename(name), 'cache-*.arrow')
-    }
-    known = {name: format_of(name) for name in visible if format_of(name) in self.formats}
-    # A README may describe tables and files of rows, but is no reason to leave them out.
-    of_text = {name for name, kind in known.items() if kind not in TABLES}
-    tables = known.keys() - of_text
-    if any(not file_names.is_readme(name) for name in of_text):
-      wanted = of_text
-      if any(format_of(name) in ROWS for name in of_text):
-        wanted = {name for name in of_text if not file_names.is_readme(name)}
-    else:
-      wanted = tables or of_text
+    visible = {name: info for name, info in infos.items() if not _is_hidden(name)}
+    known = [name for name in visible if format_of(name) in self.formats]
+    tables = {name for name in known if format_of(name) in TABLES}
+    texts = set(known) - tables
+    # A README may describe tables and files of rows, but is not a reason to leave them out.
+    readmes = {name for name in texts if file_names.is_readme(name)}
+    wanted = texts
+    if texts == readmes:
+      wanted = tables or texts
+    elif any(format_of(name) in ROWS for name in texts):
+      wanted = texts - readmes
     self.left_out = [self._file(info) for name, info in visible.items() if name not in wanted]
     return [visible[name] for name in wanted]
 
   def _file(self, info: Any) -> SourceFile:
-    is_here = isinstance(self._filesystem, pyarrow.fs.LocalFileSystem)
-    changed = os.stat(info.path).st_ctime_ns if is_here and info.is_file else 0
+    changed = 0
+    if info.is_file and self._is_local:
+      changed = os.stat(info.path).st_ctime_ns
     return SourceFile(info.path, info.size, info.mtime_ns or 0, changed)
 
 
-class _CloudStorage(pyarrow.fs.FSSpecHandler):
-  """gcsfs for pyarrow. The base class would take denied access for a missing file."""
-
-  def get_file_info_selector(self, selector: Any) -> list[Any]:
-    found = self.fs.find(selector.base_dir, detail=True)
-    return [self._create_file_info(path, info) for path, info in found.items()]
-
-  def open_input_file(self, path: str) -> Any:
-    return pa.PythonFile(self.fs.open(path), mode='r')
-
-  open_input_stream = open_input_file
-
-
-def filesystem_of(location: str) -> tuple[Any, str]:
-  """The file system of a location, and its path there.
-
-  The path of a URI may have spaces, brackets and letters of any language; `%20` is a space, too.
-
-  Raises:
-    ArrowInvalid, OSError: of pyarrow.
-    ConfigurationError, StorageError: as `bucket.client`.
-  """
-  if not paths.is_address(location):
-    return pyarrow.fs.LocalFileSystem(), os.path.abspath(with_home(location))
-  scheme, _, rest = location.partition('://')
-  path, _, query = rest.partition('?')
-  if scheme in _CLOUD_STORAGE:
-    seconds = dict(urllib.parse.parse_qsl(query)).get('retry_limit_seconds')
-    patience = {'timeout': float(seconds)} if seconds else {}
-    client = bucket.client(f'gs://{path}', anonymous=path.startswith(_PUBLIC), **patience)
-    files = pyarrow.fs.PyFileSystem(_CloudStorage(client))
-    return files, urllib.parse.unquote(path.removeprefix(_PUBLIC)).rstrip('/')
-  quoted = urllib.parse.quote(path, safe="/%:@*~!$&'()+,;=")
-  return pyarrow.fs.FileSystem.from_uri(f'{scheme}://{quoted}{"?" if query else ""}{query}')
+def _check_single_split(root: str, files: Sequence[str]) -> None:
+  """Raises a ValueError for a folder in which Hugging Face's `datasets` keeps several splits."""
+  index = posixpath.join(root, 'dataset_dict.json')
+  if index not in files:
+    return
+  folders = set()
+  for file in files:
+    folder, slash, _ = posixpath.relpath(file, root).partition('/')
+    if slash:
+      folders.add(folder)
+  raise ValueError(f'it holds several splits; name one: {", ".join(sorted(folders))}')
 
 
-@contextlib.contextmanager
-def access(location: str, failure: str) -> Iterator[None]:
-  """Converts errors of pyarrow inside: 'FAILURE (reason). ADVICE'.
-
-  A missing file or bucket, and any error of this machine, is a DataError; denied access and a
-  service that does not answer are a StorageError.
-  """
-  try:
-    yield
-  except (pa.ArrowException, OSError, ValueError) as error:
-    kind, advice = StorageError, 'Check the address and the network, and run again.'
-    reason = foreign.reason(error)
-    wrong = isinstance(error, ValueError | FileNotFoundError) or 'NO_SUCH_' in str(error)
-    if wrong or not paths.is_address(location):
-      kind, advice = DataError, 'Check its path and its permissions.'
-      if isinstance(error, FileNotFoundError) and not paths.is_address(location):
-        reason = 'there is no such file or folder'
-    elif isinstance(error, PermissionError) or _DENIED.search(str(error)):
-      advice = _ADVICE.get(location.partition('://')[0].replace('gcs', 'gs'), advice)
-    raise kind(f'{failure} ({reason}). {advice}') from error
+def _is_hidden(name: str) -> bool:
+  """Whether a file below a folder is hidden, or a cache of Hugging Face's `datasets`."""
+  if any(part.startswith('.') for part in name.split('/')):
+    return True
+  return fnmatch.fnmatch(posixpath.basename(name), 'cache-*.arrow')

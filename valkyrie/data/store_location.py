@@ -128,11 +128,11 @@ class _RemoteStore:
   """The files of the store `name` in a folder of stores at an address."""
 
   def __init__(self, data_dir: str, name: str):
-    from valkyrie.data import source_files  # noqa: PLC0415  (pyarrow, only for buckets)
+    from valkyrie.data import file_systems  # noqa: PLC0415  (pyarrow, only for buckets)
 
-    self.name, self._address, self._access = name, f'{_shown(data_dir)}/{name}', source_files.access
+    self.name, self._address, self._access = name, f'{_shown(data_dir)}/{name}', file_systems.access
     with self._access(data_dir, f'{self} cannot be read'):
-      self._filesystem, folder = source_files.filesystem_of(data_dir)
+      self._filesystem, folder = file_systems.filesystem_of(data_dir)
     self._path = posixpath.join(folder, name)
 
   def __str__(self) -> str:
