@@ -21,7 +21,7 @@ from valkyrie.foreign import shown
 _STORE_FILES = ('store.json', 'shard-00000-of-00001/shard.json', 'shard-00000-of-00001/tokens.npy')
 _RUN_FILES = ('metrics.jsonl', 'log.txt', 'config.json', 'eval/metrics.jsonl')
 _WILDCARDS = re.compile(r'[*?[]')
-Identity = tuple[int, int]  # of a folder: its device and number
+Identity = tuple[int, int]  # device and inode of a folder
 
 
 def check_store(output: pathlib.Path, source: str | None, options: Mapping[str, str]) -> None:
@@ -30,15 +30,20 @@ def check_store(output: pathlib.Path, source: str | None, options: Mapping[str, 
   It may be neither inside the source nor above it, nor inside or above a location that an option
   of the task names, such as `held_out`.
   """
-  named = {'the source': source}
-  named |= {f'the option {name}': value for name, value in options.items()}
-  for what, location in named.items():
-    place = local_path(location)
-    if place is None or (what != 'the source' and not os.path.lexists(_literal(place)[0])):
+  places = {'the source': local_path(source)}
+  for option, value in options.items():
+    place = local_path(value)
+    if place is not None:
+      root, _ = _literal(place)
+      if os.path.lexists(root):
+        places[f'the option {option}'] = place
+  for role, place in places.items():
+    if place is None:
       continue
-    if relation := relation_to(output, place, _STORE_FILES, links=True):
+    relation = relation_to(output, place, _STORE_FILES, links=True)
+    if relation is not None:
       raise ConfigurationError(
-        f'The token store {shown(output)} {relation} {what}, {shown(redact.in_value(place))}. Its '
+        f'The token store {shown(output)} {relation} {role}, {shown(redact.in_value(place))}. Its '
         'files would be mixed with these texts. Nothing was written. Name a folder apart from '
         'them: by --output of build_store, or TaskFeed.data_dir or VALKYRIE_CACHE of a run.'
       )
@@ -62,12 +67,14 @@ def check_run(model_dir: str | os.PathLike, bindings: Mapping[str, Any]) -> None
 
   Args:
     model_dir: the directory, or a `BucketDirectory`.
-    bindings: of the run, see `config.record.bindings`.
+    bindings: the bindings of the run, see `config.record.bindings`.
   """
   for location in _sources_of(bindings):
     place = local_path(location)
-    relation = place and relation_to(model_dir, place, _RUN_FILES, links=False)
-    if place is not None and relation in ('is', 'is inside'):
+    if place is None:
+      continue
+    relation = relation_to(model_dir, place, _RUN_FILES, links=False)
+    if relation in ('is', 'is inside'):
       raise ConfigurationError(
         f'--model_dir={shown(model_dir)} {relation} the source of texts '
         f'{shown(redact.in_value(place))}. The files of the run would be read as texts. Nothing '
@@ -82,8 +89,10 @@ def _sources_of(bindings: Mapping[str, Any]) -> Iterator[str]:
     if binding.endswith('TaskFeed.source') and isinstance(value, str):
       yield value
     if binding.endswith('Mixture.sources') and isinstance(value, Mapping):
-      for each in value.values():
-        location = each.get('source') if isinstance(each, Mapping) else each
+      for source in value.values():
+        location = source
+        if isinstance(source, Mapping):
+          location = source.get('source')
         if isinstance(location, str):
           yield location
 
@@ -91,10 +100,10 @@ def _sources_of(bindings: Mapping[str, Any]) -> Iterator[str]:
 def relation_to(
   output: str | os.PathLike, source: str, written: Iterable[str], *, links: bool
 ) -> str | None:
-  """'is', 'is inside' or 'is above', of a folder and a source of texts; None if they are apart.
+  """How a folder lies to a source of texts: 'is', 'is inside' or 'is above'; None if apart.
 
-  A folder holds all that is below it, and with `links` what links in it lead to. A file holds
-  nothing, and a pattern what it matches.
+  A source that is a folder holds all that is below it, and with `links` also the folders to which
+  links in it lead. A file holds nothing, and a pattern holds the files that it matches.
 
   Args:
     output: a path, which need not exist.
@@ -102,28 +111,46 @@ def relation_to(
     written: names of files below `output`, for instance.
   """
   root, pattern = _literal(source)
-  place, real_root = os.path.realpath(output), os.path.realpath(root)
-  identity, root_identity = _identity(place), _identity(real_root)
-  if place == real_root or (identity is not None and identity == root_identity):
-    return 'is above' if pattern else 'is'
-  above_root = {*_identities_above(real_root), *_identities_above(os.path.abspath(root))}
+  place = os.path.realpath(output)
+  real_root = os.path.realpath(root)
+  identity = _identity(place)
+  if place == real_root or (identity is not None and identity == _identity(real_root)):
+    if pattern:
+      return 'is above'
+    return 'is'
+  above_root = set(_identities_above(real_root))
+  above_root.update(_identities_above(os.path.abspath(root)))
   if pattern:
     from valkyrie.data import source_files  # noqa: PLC0415  (pyarrow, only for patterns)
 
-    with contextlib.suppress(DataError, StorageError):  # which the reader of the source raises
+    with contextlib.suppress(DataError, StorageError):  # the reader of the source raises them
       files = source_files.SourceFiles(source)
       above_root.update(_identities_above_files(files))
   if _is_below(real_root, place) or identity in above_root:
     return 'is above'
   if pattern:
-    matches = file_names.regex(f'{real_root.rstrip("/")}/', pattern).fullmatch
-    is_inside = any(matches(f'{place}/{name}') for name in written)
+    regex = file_names.regex(f'{real_root.rstrip("/")}/', pattern)
+    is_inside = any(regex.fullmatch(f'{place}/{name}') for name in written)
   else:
-    above_output = {*_identities_above(place), identity} - {None}
-    is_inside = _is_below(place, real_root) or root_identity in above_output
-    if links and not is_inside:
-      is_inside = any(folder in above_output for folder in _folders_below(real_root))
-  return 'is inside' if is_inside else None
+    is_inside = _is_inside(place, real_root, links=links)
+  if is_inside:
+    return 'is inside'
+  return None
+
+
+def _is_inside(place: str, root: str, *, links: bool) -> bool:
+  """Whether a real path is below a folder, or with `links` below a folder that links in it name."""
+  if _is_below(place, root):
+    return True
+  above_place = set(_identities_above(place))
+  identity = _identity(place)
+  if identity is not None:
+    above_place.add(identity)
+  if _identity(root) in above_place:
+    return True
+  if not links:
+    return False
+  return any(folder in above_place for folder in _folders_below(root))
 
 
 def local_path(location: str | None) -> str | None:
@@ -139,7 +166,10 @@ def local_path(location: str | None) -> str | None:
 
 
 def _literal(path: str) -> tuple[str, str]:
-  """The beginning of a path before its pattern, and the pattern; a name that exists is none."""
+  """The beginning of a path before its pattern, and the pattern.
+
+  A path that exists is taken literally, even with `*` in it.
+  """
   root = path
   while _WILDCARDS.search(root) and not os.path.lexists(root):
     root = os.path.dirname(root)
@@ -152,32 +182,34 @@ def _is_below(path: str, folder: str) -> bool:
 
 def _identity(path: str) -> Identity | None:
   try:
-    found = os.stat(path)
+    status = os.stat(path)
   except (OSError, ValueError):
     return None
-  return found.st_dev, found.st_ino
+  return status.st_dev, status.st_ino
 
 
 def _identities_above(path: str) -> Iterator[Identity]:
-  """Of the existing folders above a path."""
+  """The identities of the existing folders above a path."""
   for folder in pathlib.PurePath(path).parents:
-    if identity := _identity(str(folder)):
+    identity = _identity(str(folder))
+    if identity is not None:
       yield identity
 
 
 def _identities_above_files(files: Any) -> Iterator[Identity]:
-  """Of the folders above files, also by other paths to them; none above files in a bucket."""
-  for folder in {os.path.dirname(file.path) for file in files.files if file.changed}:
+  """The identities of the folders above local files, also by other paths to them."""
+  folders = {os.path.dirname(file.path) for file in files.files if file.changed}
+  for folder in folders:
     yield from _identities_above(f'{folder}/file')
     yield from _identities_above(f'{os.path.realpath(folder)}/file')
 
 
 def _folders_below(root: str) -> Iterator[Identity]:
-  """Of the folders below a folder, also those that links in it lead to."""
+  """The identities of the folders below a folder, also of those that links in it lead to."""
   known: set[Identity | None] = {None}
   waiting = [root]
   while waiting:
-    heartbeat.beat()  # of the run that waits for the store
+    heartbeat.beat()  # a run may wait for the store
     folder = waiting.pop()
     identity = _identity(folder)
     if identity in known or identity is None:

@@ -1,6 +1,6 @@
 """The chat template of a tokenizer: messages as the text that its model reads.
 
-It is a stranger's code, and runs in a process of its own with little time and memory: see
+It is a stranger's code, and runs in a separate process with little time and memory: see
 `template_program`.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from valkyrie import foreign, packages
-from valkyrie.data import template_files, vocabularies
+from valkyrie.data import template_files, tokenizer_config, vocabularies
 from valkyrie.data.messages import SAID, conversation
 from valkyrie.data.template_process import TemplateProcess
 from valkyrie.data.vocabularies import HuggingFaceVocabulary, Vocabulary
@@ -21,9 +21,12 @@ from valkyrie.errors import ConfigurationError, DataError, converted
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Any]
-DEFAULT, WITH_TOOLS = 'default', 'tool_use'  # names of templates, as transformers has them
-_RENDERING = 2  # 1, which was not recorded, gave no tools to the template
+# Names of templates, as transformers has them.
+DEFAULT = 'default'
+WITH_TOOLS = 'tool_use'
+_RENDERING = 2  # 1, which was not recorded, did not give the tools to the template
 _TALK = ({'role': 'user', 'content': 'Hello'}, {'role': 'assistant', 'content': 'ANSWER'})
+_NEXT = {'role': 'user', 'content': 'NEXT'}
 _warn_once = functools.cache(logging.warning)
 _ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
 
@@ -38,16 +41,18 @@ class ChatTemplate:
     sources = sources_of(vocabulary)
     self.specials = vocabulary.specials
     assert isinstance(vocabulary, HuggingFaceVocabulary) and vocabulary.file
-    self.ids, self._name = vocabulary.template_ids, f'the chat template of {vocabulary.file}'
+    self.ids = vocabulary.template_ids
+    self._name = f'the chat template of {vocabulary.file}'
     lacks = 'Conversations need the package jinja2, which is not installed'
     advice = f'Install it: {packages.install("jinja2")}'
     with converted((ImportError,), ConfigurationError, lacks, advice):
       import jinja2  # noqa: F401, PLC0415  (an optional package)  # pyright: ignore
     names = {number: name for name, number in self.specials.items()}
-    bos, config = map(names.get, vocabulary.bos), vocabularies.configuration(vocabulary.file)
-    begins = config.get('bos_token', ''.join(filter(None, bos)))
-    ends = config.get('eos_token', names.get(vocabulary.eos_id, ''))
-    self._templates = {name: _process(text, begins, ends) for name, text in sources.items()}
+    bos_names = [names[number] for number in vocabulary.bos if number in names]
+    config = tokenizer_config.read(vocabulary.file)
+    bos = config.get('bos_token', ''.join(bos_names))
+    eos = config.get('eos_token', names.get(vocabulary.eos_id, ''))
+    self._templates = {name: _process(text, bos, eos) for name, text in sources.items()}
     with converted((ValueError,), ConfigurationError, f'{self._name} is wrong', 'Correct it.'):
       for template in self._templates.values():
         template.compile()
@@ -55,19 +60,20 @@ class ChatTemplate:
   def render(
     self, messages: Messages, place: str, *, asks: bool, tools: Tools | None = None
   ) -> str:
-    """The text of messages, and what begins an answer if it `asks`; DataError names the place."""
-    known = '|'.join(map(re.escape, self.specials)) or '(?!)'
-    name = WITH_TOOLS if tools and WITH_TOOLS in self._templates else DEFAULT
+    """The text of messages; if it `asks`, also the beginning of an answer.
+
+    Raises a DataError that names the place.
+    """
+    name = DEFAULT
+    if tools and WITH_TOOLS in self._templates:
+      name = WITH_TOOLS
     try:
-      if found := re.search(known, str(tools)):
-        _refuse(f'a tool has the special token {found[0]} of the template')
+      self._check_special('a tool', tools)
       for number, message in enumerate(messages, 1):
-        role, content = message.get('role'), message.get('content')
-        if role not in _ROLES or not isinstance(content, str):
+        if message.get('role') not in _ROLES or not isinstance(message.get('content'), str):
           expected = f'a role of {", ".join(_ROLES)}, and a content that is a text'
           _refuse(f'the message {number} is {message!r:.80}, expected {expected}')
-        if found := re.search(known, str(message)):
-          _refuse(f'the message {number} has the special token {found[0]} of the template')
+        self._check_special(f'the message {number}', message)
       text = self._templates[name].render(messages, asks=asks, tools=tools)
       vocabularies.as_utf8(text, 'a message')
     except (AttributeError, DataError, TypeError, ValueError) as error:
@@ -75,27 +81,46 @@ class ChatTemplate:
       raise DataError(f'{place}: {reason}. Correct the messages, or {self._name}.') from error
     return text
 
+  @functools.cached_property
+  def _special(self) -> re.Pattern:
+    """Matches the names of special tokens; nothing if there are none."""
+    names = [re.escape(name) for name in self.specials]
+    return re.compile('|'.join(names) or '(?!)')
+
+  def _check_special(self, part: str, value: Any) -> None:
+    """Raises a ValueError if a part of a conversation spells a special token."""
+    special = self._special.search(str(value))
+    if special:
+      _refuse(f'{part} has the special token {special[0]} of the template')
+
   def check_read(self, messages: Messages, tools: Tools | None, place: str) -> None:
     """Raises a DataError if the template leaves out a part of a conversation."""
     whole = self.render(messages, place, asks=False, tools=tools)
     if tools and whole == self.render(messages, place, asks=False):
       self._refuse_lost(place, 'the tools')
     for number, message in enumerate(messages):
-      begin = [*messages[:number]]
       content = message['content']
       if content.strip() and content.strip() not in whole:
-        other = [*begin, {**message, 'content': f'{content}.'}, *messages[number + 1 :]]
-        if whole == self.render(other, place, asks=False, tools=tools):
+        # A template may change a content. Does another content change the text?
+        changed = list(messages)
+        changed[number] = {**message, 'content': f'{content}.'}
+        if whole == self.render(changed, place, asks=False, tools=tools):
           self._refuse_lost(place, f'the message {number + 1}, of the role {message["role"]}')
-      for field in (name for name in SAID if message.get(name)):
-        others = {name: value for name, value in message.items() if name != field}
-        with_it = self.render([*begin, message], place, asks=False, tools=tools)
-        if with_it == self.render([*begin, others], place, asks=False, tools=tools):
+      for field in SAID:
+        if not message.get(field):
+          continue
+        until_message = list(messages[: number + 1])
+        without_field = list(messages[: number + 1])
+        without_field[-1] = {name: value for name, value in message.items() if name != field}
+        text = self.render(until_message, place, asks=False, tools=tools)
+        if text == self.render(without_field, place, asks=False, tools=tools):
           self._refuse_lost(place, f'{field} of the message {number + 1}')
 
   def prompt(self, messages: Any, place: str, tools: Tools | None = None) -> np.ndarray:
     """The tokens int32 [T] of a conversation to answer; raises a DataError, see `render`."""
-    last = messages[-1] if isinstance(messages, list) and messages else None
+    last = None
+    if isinstance(messages, list) and messages:
+      last = messages[-1]
     if not isinstance(last, dict) or last.get('role') not in ('user', 'tool'):
       raise DataError(
         f'{place}: nothing asks for an answer: the last message is {last!r:.80}. Expected a list '
@@ -109,12 +134,19 @@ class ChatTemplate:
 
   def stops(self, more: str | Sequence[str]) -> list[str]:
     """The text that ends an answer, such as '<|im_end|>', if there is one, and more strings."""
+    stops = []
     end = self._end or self._next_mark.strip()
-    return [*filter(None, [end]), *([more] if isinstance(more, str) else more)]
+    if end:
+      stops.append(end)
+    if isinstance(more, str):
+      stops.append(more)
+    else:
+      stops += more
+    return stops
 
   @property
   def next_mark(self) -> str:
-    """What begins the message after an answer, for a template that does not end answers itself.
+    """The mark of the message after an answer, for a template that does not end answers itself.
 
     Raises a ConfigurationError if there is nothing: such a template teaches no end.
     """
@@ -135,55 +167,63 @@ class ChatTemplate:
   @functools.cached_property
   def _end(self) -> str:
     """The text that ends an answer."""
-    return self.render(_TALK, 'An example', asks=False).rpartition('ANSWER')[2].strip()
+    talk = self.render(_TALK, 'An example', asks=False)
+    _, _, end = talk.rpartition('ANSWER')
+    return end.strip()
 
   @functools.cached_property
   def _next_mark(self) -> str:
     """The text up to the first special token after an answer, or else up to the next content."""
     answered = self.render(_TALK, 'An example', asks=False)
-    talk = [*_TALK, {'role': 'user', 'content': 'NEXT'}]
-    rest = self.render(talk, 'An example', asks=False).removeprefix(answered).partition('NEXT')[0]
-    known = '|'.join(map(re.escape, self.specials)) or '(?!)'
-    special = re.search(known, rest)
-    return rest[: special.end()] if special else rest.rstrip()
+    continued = self.render([*_TALK, _NEXT], 'An example', asks=False)
+    mark, _, _ = continued.removeprefix(answered).partition('NEXT')
+    special = self._special.search(mark)
+    if special:
+      return mark[: special.end()]
+    return mark.rstrip()
 
-  def _refuse_lost(self, place: str, what: str) -> NoReturn:
+  def _refuse_lost(self, place: str, part: str) -> NoReturn:
     raise DataError(
-      f'{place}: {self._name} leaves out {what}, so that a model never reads it. Write a template '
+      f'{place}: {self._name} leaves out {part}, so that a model never reads it. Write a template '
       'that has it to chat_template.jinja beside the tokenizer, or remove it from the file.'
     )
 
 
 def sources_of(vocabulary: Vocabulary) -> dict[str, str]:
   """The texts of the templates by name, with DEFAULT; raises a ConfigurationError without one."""
-  file = vocabulary.file if isinstance(vocabulary, HuggingFaceVocabulary) else None
-  found: Any = vocabularies.configuration(file).get('chat_template') if file else None
-  if isinstance(found, str):
-    found = {DEFAULT: found}
-  elif isinstance(found, list):  # of named templates
-    found = template_files.named_templates(found)
-  if isinstance(found, dict) and len(found) == 1 and WITH_TOOLS not in found:
-    found = {DEFAULT: next(iter(found.values()))}
-  if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
-    found = {}
-  if DEFAULT not in found:
-    listed = ', '.join(map(repr, found))
-    others = f', only those named {listed:.200}' if found else ''
+  templates: Any = None
+  if isinstance(vocabulary, HuggingFaceVocabulary) and vocabulary.file:
+    templates = tokenizer_config.read(vocabulary.file).get('chat_template')
+  if isinstance(templates, str):
+    templates = {DEFAULT: templates}
+  elif isinstance(templates, list):
+    templates = template_files.named_templates(templates)
+  if isinstance(templates, dict) and len(templates) == 1 and WITH_TOOLS not in templates:
+    (only,) = templates.values()
+    templates = {DEFAULT: only}
+  if not isinstance(templates, dict):
+    templates = {}
+  if not all(isinstance(text, str) for text in templates.values()):
+    templates = {}
+  if DEFAULT not in templates:
+    others = ''
+    if templates:
+      listed = ', '.join(map(repr, templates))
+      others = f', only those named {listed:.200}'
     raise ConfigurationError(
       f'The vocabulary {vocabulary.file or "bytes"} has no chat template{others}. Use a '
       f'tokenizer.json with "chat_template" in tokenizer_config.json, or with '
       f'{template_files.TEMPLATE} beside it.'
     )
-  return {name: str(text) for name, text in found.items() if name in (DEFAULT, WITH_TOOLS)}
+  return {name: str(text) for name, text in templates.items() if name in (DEFAULT, WITH_TOOLS)}
 
 
 def described(vocabulary: Vocabulary) -> dict[str, Any]:
-  """What store.json records of the templates."""
-  sources = sources_of(vocabulary)
-  return {
-    'chat_template': sources[DEFAULT] if len(sources) == 1 else sources,
-    'rendering': _RENDERING,
-  }
+  """The entries of the templates in store.json."""
+  templates: Any = sources_of(vocabulary)
+  if len(templates) == 1:
+    templates = templates[DEFAULT]
+  return {'chat_template': templates, 'rendering': _RENDERING}
 
 
 @functools.lru_cache(4)

@@ -1,8 +1,8 @@
-"""Rows of parquet and arrow, every batch of which is validated before a value is read.
+"""Rows of parquet and arrow files. Every batch is validated before a value is read.
 
-Arrow trusts what a file says of its buffers: an offset behind the end of one would read the memory
-of this process, or end it. A value that Python cannot hold, such as a date after the year 9999, is
-an error of the file, too.
+Arrow trusts the offsets in a file: an offset behind the end of a buffer would read other memory of
+this process, or end it. A value that Python cannot hold, such as a date after the year 9999, is an
+error of the file, too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ import pyarrow.parquet
 
 _INDEXED = b'ARROW1'  # begins arrow's file form; its stream form has no index
 _ROWS_AT_ONCE = 1024
-_MOST_VALUES = 2**26  # of the lists of these rows, of which values without content take no room
+_MOST_VALUES = 2**26  # in the lists of these rows: a small file can have many empty values
 Row = dict[str, Any]
 
 
@@ -26,7 +26,8 @@ def parquet_file(stream: Any) -> pyarrow.parquet.ParquetFile:
 def filled_groups(file: pyarrow.parquet.ParquetFile) -> list[int]:
   """The numbers of the row groups that have rows."""
   footer = file.metadata
-  return [n for n in range(footer.num_row_groups) if footer.row_group(n).num_rows]
+  groups = range(footer.num_row_groups)
+  return [group for group in groups if footer.row_group(group).num_rows]
 
 
 def parquet_rows(
@@ -55,8 +56,9 @@ def arrow_rows(
 ) -> Iterator[Row]:
   """The rows of every `parts`-th batch; raises errors of pyarrow, or a ValueError."""
   with _open(stream, indexed) as reader:
-    count = reader.num_record_batches if indexed else None
-    batches = reader if count is None else map(reader.get_batch, range(count))
+    batches = reader
+    if indexed:
+      batches = map(reader.get_batch, range(reader.num_record_batches))
     for number, batch in enumerate(batches):
       if number % parts != part:
         continue
@@ -67,7 +69,9 @@ def arrow_rows(
 
 
 def _open(stream: Any, indexed: bool) -> Any:
-  return pyarrow.ipc.open_file(stream) if indexed else pyarrow.ipc.open_stream(stream)
+  if indexed:
+    return pyarrow.ipc.open_file(stream)
+  return pyarrow.ipc.open_stream(stream)
 
 
 def _values(batch: pa.RecordBatch) -> list[Row]:
@@ -79,7 +83,7 @@ def _values(batch: pa.RecordBatch) -> list[Row]:
     return batch.to_pylist()
   except (pa.ArrowException, MemoryError):
     raise
-  except Exception as error:  # of any conversion, such as of a date or a time zone
+  except Exception as error:  # any conversion may fail, such as that of a date or a time zone
     kinds = ', '.join(f'{field.name} of {field.type}' for field in batch.schema)
     raise ValueError(f'Python cannot hold a value of its columns {kinds}: {error}') from error
 
@@ -95,5 +99,6 @@ def _count(column: pa.Array) -> int:
     return len(column) + _count(column.keys) + _count(column.items)
   if pa.types.is_nested(kind) and hasattr(column, 'flatten'):
     inner = column.flatten()
-    return len(column) + (_count(inner) if isinstance(inner, pa.Array) else 0)
+    if isinstance(inner, pa.Array):
+      return len(column) + _count(inner)
   return len(column)

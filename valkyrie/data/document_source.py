@@ -36,7 +36,7 @@ DISTANCES = tuple(2**power for power in range(6, 15))
 NOISE = 'abcdefghijklmnopqrstuvwxyz'
 DIGITS = '0123456789'
 SAMPLE = 'sample'  # the entry of store.json with a hash of generated problems
-MODULE = 'module'  # and with that of the module of a task without files
+MODULE = 'module'  # the entry of store.json with the hash of the module of a task without files
 _SAMPLED = 32
 
 
@@ -80,12 +80,13 @@ class DocumentSource(abc.ABC):
     return self
 
   def at(self, location: str | None, **options: str) -> Self:
-    """This source with its documents at `location`, and with options of its own."""
-    given = ' and '.join(
-      [f'the source {location!r}'] * (location is not None) + [f'the option {n}' for n in options]
-    )
+    """This source with its documents at `location`, and with these options."""
+    given = [f'the option {name}' for name in options]
+    if location is not None:
+      given.insert(0, f'the source {location!r}')
     raise ConfigurationError(
-      f'{type(self).__name__} has its own documents, but got {given}. Remove TaskFeed.source and '
+      f'{type(self).__name__} has its own documents, but got {" and ".join(given)}. Remove '
+      'TaskFeed.source and '
       'TaskFeed.options, or --source and --option.'
     )
 
@@ -179,32 +180,46 @@ class TaskReader(NamedTuple):
 def document_reader(task: DocumentTask, selection: Selection) -> TaskReader:
   """The reader of a task of documents. It tokenizes a long text piece by piece."""
   check_split(selection, task.source.splits)
-  source, split = relocated(task.source, selection), selection.split
+  split = selection.split
+  source = relocated(task.source, selection)
   source = source.encoded_by(selection.vocabulary)
 
   def documents(shard: int, shards: int) -> Iterator[store_writer.Document]:
-    ids = selection.vocabulary.ids
     for document in source.documents(split, shard, shards):
       if isinstance(document, store_writer.Document):
         yield document
-        continue
-      asked = [*pieces(document.prompt)] if task.prompts else []
-      answer = [*pieces(document.text)]
-      texts = itertools.pairwise(['', *asked, *answer])
-      rest = (vocabularies.following(ids, before, piece) for before, piece in texts)
-      prompt = [*itertools.islice(rest, len(asked))]
-      tokens = itertools.chain(prompt, rest)
-      if len(answer) <= 1:
-        tokens = np.concatenate([np.empty(0, np.int32), *tokens])
-      yield store_writer.Document(
-        tokens,
-        sum(len(piece.encode('utf-8', errors='replace')) for piece in [*asked, *answer]),
-        document.sequence_key or None,
-        sum(map(len, prompt)),
-      )
+      else:
+        yield _tokenized(document, selection.vocabulary, has_prompt=task.prompts)
 
   modules = [kind.__module__ for kind in type(source).__mro__]
   return TaskReader(source.describe(split), modules, source.files(split), documents)
+
+
+def _tokenized(
+  document: TextDocument, vocabulary: Vocabulary, *, has_prompt: bool
+) -> store_writer.Document:
+  """The tokens of a document; a long answer is tokenized piece by piece, as it is written."""
+  prompt = []
+  if has_prompt:
+    prompt = list(pieces(document.prompt))
+  answer = list(pieces(document.text))
+  texts = [*prompt, *answer]
+  text_bytes = sum(len(piece.encode('utf-8', errors='replace')) for piece in texts)
+
+  def ids() -> Iterator[np.ndarray]:
+    before = ''
+    for piece in texts:
+      yield vocabularies.following(vocabulary.ids, before, piece)
+      before = piece
+
+  pieces_of_ids = ids()
+  prompt_ids = list(itertools.islice(pieces_of_ids, len(prompt)))
+  prompt_tokens = sum(len(piece) for piece in prompt_ids)
+  tokens = itertools.chain(prompt_ids, pieces_of_ids)
+  if len(answer) <= 1:
+    tokens = np.concatenate([np.empty(0, np.int32), *tokens])
+  key = document.sequence_key or None
+  return store_writer.Document(tokens, text_bytes, key, prompt_tokens)
 
 
 def check_split(selection: Selection, splits: Iterable[str]) -> None:
@@ -278,20 +293,23 @@ class GeneratedSource(DocumentSource):
     _, generate = self._problems[split]
     seed = zlib.crc32(f'{self._name}/{split}'.encode())
     problems = generate(np.random.RandomState([seed, number]))
-    return [problems] if isinstance(problems, Problem) else problems
+    if isinstance(problems, Problem):
+      return [problems]
+    return problems
 
   def _sample(self, split: str) -> str:
     """A hash of some problems, which tells whether the code generates those of a store."""
     count, _ = self._problems[split]
     digest = hashlib.blake2b(digest_size=16)
-    for number in np.unique(np.linspace(0, count - 1, _SAMPLED).astype(int)).tolist():
+    numbers = np.linspace(0, count - 1, _SAMPLED).astype(int)
+    for number in np.unique(numbers).tolist():
       for problem in self._problem(split, number):
         digest.update(f'{len(problem.prompt)} {problem.prompt}{problem.answer}\n'.encode())
     return digest.hexdigest()
 
 
 def module_hash(task: str) -> str | None:
-  """BLAKE2b of the file of a task's own module, which is not run; None if it is not found."""
+  """BLAKE2b of the file of a task's module, which is not run; None if it is not found."""
   module, _, _ = task.partition(':')
   places: Sequence[str] | None = None
   spec = None
@@ -313,7 +331,7 @@ def check_generated(
 ) -> None:
   """Raises a DataError if a task generates other problems now than those of a store.
 
-  A module of a user's own, which may take seconds to load, is run only if its file has changed.
+  A user's module, which may take seconds to load, is run only if its file has changed.
   """
   if SAMPLE not in recorded:
     return
@@ -321,10 +339,11 @@ def check_generated(
     return
   _, name = loaded(selection.task)
   task = TASKS.get(name)
-  found = None
+  sample = None
   if task is not None and selection.split in task.source.splits:
-    found = task.source.describe(selection.split).get(SAMPLE)
-  if found != recorded[SAMPLE]:
+    description = task.source.describe(selection.split)
+    sample = description.get(SAMPLE)
+  if sample != recorded[SAMPLE]:
     raise DataError(
       f'The token store {path} has other problems than the task {selection.task} generates now: '
       f'its code has changed. To build it again, {rebuild}'
@@ -352,11 +371,12 @@ def register_over_distances(
       drawn = np.exp(random.uniform(np.log(nearest), np.log(distance + 1)))
       return generate(random, int(drawn))
 
-    most, few = max(1024, 2**21 // distance), max(128, 2**17 // distance)
+    training = max(1024, 2**21 // distance)
+    validation = max(128, 2**17 // distance)
     return {
-      'train': (most, near_or_far),
-      'validation': (few, lambda random: generate(random, distance)),
-      'near_and_far': (few, near_or_far),
+      'train': (training, near_or_far),
+      'validation': (validation, lambda random: generate(random, distance)),
+      'near_and_far': (validation, near_or_far),
     }
 
   for distance in DISTANCES:

@@ -1,4 +1,4 @@
-"""Settings for a text of which nothing is known: how much of it validates, and whether it is cut.
+"""Settings for an unknown text: how much of it validates, and whether it is cut.
 
     python -m valkyrie.data.own_text LOCATION --gin_file=gin/words_cpu.gin [--gin.NAME=VALUE ...]
 
@@ -19,11 +19,13 @@ from valkyrie.data.splits import TRAIN, VALIDATION
 from valkyrie.distributed import console
 from valkyrie.errors import ValkyrieError, message_of
 
-_DOCUMENTS_PER_ROW = 2  # that rows should have at least
+_DOCUMENTS_PER_ROW = 2  # at least
 _SMALLEST_CUT = 16  # bytes: shorter pieces teach nothing
 # (bytes of the files, from which on this share validates): the validation of a large text takes
 # seconds, and that of a small one has enough targets.
-_SHARES = ((200_000_000, 0.001), (20_000_000, 0.01), (0, 0.1))
+_SMALLEST_SHARE = 0.001
+_LARGEST_SHARE = 0.1
+_SHARES = ((200_000_000, _SMALLEST_SHARE), (20_000_000, 0.01))
 
 
 class OwnText(NamedTuple):
@@ -36,7 +38,7 @@ class OwnText(NamedTuple):
 def own_text(location: str, files: Sequence[str], flags: Sequence[str] = ()) -> OwnText:
   """How a run with these gin files and flags reads the text at a location.
 
-  What the files and flags set of `held_out` and `text_cut` stays as it is.
+  If the files and flags set `held_out` or `text_cut`, these values stay.
 
   Raises:
     ConfigurationError: a gin file or flag cannot be read.
@@ -49,24 +51,27 @@ def own_text(location: str, files: Sequence[str], flags: Sequence[str] = ()) -> 
 
   def value_of(name: str) -> Any:
     value, _ = parse.resolve(bound.get(name, parse.Macro(name)), macros)
-    return None if isinstance(value, parse.Macro) else value  # of no value
+    if isinstance(value, parse.Macro):  # nothing gives it a value
+      return None
+    return value
 
   held_out = value_of('held_out')
   text_cut = value_of('text_cut')
   column = value_of('text_column') or 'text'
   values = {'text': location, 'text_column': column, 'text_splits': value_of('text_splits')}
-  records = None  # of a stream, neither the size nor the number of documents is known
+  records = None  # the size and the number of documents of a stream are unknown
   if not location.startswith(STREAMED):
-    which = TRAIN if values['text_splits'] is None else None
-    records = Records(location, [column], split=which)
+    split = TRAIN
+    if values['text_splits'] is not None:
+      split = None
+    records = Records(location, [column], split=split)
   sentences = []
   if held_out is None:
     held_out = _share(records)
-    sentences.append(
-      'The files of the split validation validate.'
-      if held_out is None
-      else f'{held_out:.1%} of the documents validate.'
-    )
+    if held_out is None:
+      sentences.append('The files of the split validation validate.')
+    else:
+      sentences.append(f'{held_out:.1%} of the documents validate.')
   if text_cut is None and records is not None:
     rows = value_of('batch_size') or 1
     needed = _DOCUMENTS_PER_ROW * rows
@@ -75,29 +80,41 @@ def own_text(location: str, files: Sequence[str], flags: Sequence[str] = ()) -> 
       needed = max(needed, math.ceil(_DOCUMENTS_PER_ROW * validation_rows / held_out))
     text_cut, sentence = _cut(records, column, needed)
     sentences.append(sentence)
-  values |= {'held_out': held_out, 'text_cut': text_cut}
-  given = [f'{parse.FLAG}{name}={value!r}' for name, value in values.items() if value is not None]
-  return OwnText(['--gin_file=gin/data/text.gin', *given], sentences)
+  values['held_out'] = held_out
+  values['text_cut'] = text_cut
+  run_flags = ['--gin_file=gin/data/text.gin']
+  for name, value in values.items():
+    if value is not None:
+      run_flags.append(f'{parse.FLAG}{name}={value!r}')
+  return OwnText(run_flags, sentences)
 
 
 def _share(records: Records | None) -> float | None:
   """The share of documents that validates; None if files do, by their names."""
   if records is None:
-    return _SHARES[0][1]
+    return _SMALLEST_SHARE
   if VALIDATION in records.files.splits:
     return None
   size = sum(file.size for file in records.files.files)
-  return next(share for least, share in _SHARES if size >= least)
+  for least, share in _SHARES:
+    if size >= least:
+      return share
+  return _LARGEST_SHARE
 
 
 def _cut(records: Records, column: str, needed: int) -> tuple[int | None, str]:
   """The bytes above which documents are cut to be as many as needed, or None; and a sentence."""
   if not records.has_fewer_rows(needed):
     return None, 'Documents are read whole.'
-  lengths = [len((row[column] or '').encode(errors='replace')) for row in records.rows(0, 1)]
-  cut = max(_SMALLEST_CUT, sum(lengths) // needed)
+  documents = 0
+  size = 0
+  for row in records.rows(0, 1):
+    text = row[column] or ''
+    documents += 1
+    size += len(text.encode(errors='replace'))
+  cut = max(_SMALLEST_CUT, size // needed)
   return cut, (
-    f'The text has {len(lengths):,} documents, and the rows of the batches need {needed:,}. They '
+    f'The text has {documents:,} documents, and the rows of the batches need {needed:,}. They '
     f'are cut into pieces of at most {cut:,} bytes, so no longer memory is learned or measured. '
     'Set text_cut for another size.'
   )
@@ -112,13 +129,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
   known, others = parser.parse_known_args(arguments)
   gin_flags = [flag for flag in others if flag.startswith(parse.FLAG)]
   try:
-    found = own_text(known.location, known.gin_file, gin_flags)
+    settings = own_text(known.location, known.gin_file, gin_flags)
   except ValkyrieError as error:
     print(f'error: {message_of(error)}', file=sys.stderr)
     return error.exit_code
-  for sentence in found.sentences:
+  for sentence in settings.sentences:
     print(sentence, file=sys.stderr)
-  print(*found.flags, sep='\n')
+  print(*settings.flags, sep='\n')
   return 0
 
 

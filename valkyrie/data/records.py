@@ -96,7 +96,8 @@ class Records:
     self.files = SourceFiles(location, formats, split)
     for note in self.files.notes:
       _warn_once(f'The source {self.files}: {note}')
-    if names := sorted(map(self.files.name, self.files.left_out)):
+    names = sorted(map(self.files.name, self.files.left_out))
+    if names:
       _warn_once(
         f'The source {self.files} is read without {len(names)} files of the folder: '
         f'{", ".join(names[:_MAX_NAMED])}. To read others, name them by a pattern, or convert them '

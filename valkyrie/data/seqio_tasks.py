@@ -42,9 +42,11 @@ def publish() -> None:
         raise ConfigurationError(f'seqio has another task {name!r} already. Rename one of the two.')
       continue
     source: Any = SeqioSource(task.source)  # seqio's class breaks its own Protocol
-    # In bytes, with an EOS if it has no prompts.
+    # Texts are bytes, with an EOS if the task has no prompts.
     feature = seqio.Feature(seqio.ByteVocabulary(), add_eos=not task.prompts, dtype=tf.int32)
-    features = ('inputs', 'targets') if task.prompts else ('targets',)
+    features = ['targets']
+    if task.prompts:
+      features.insert(0, 'inputs')
     seqio.TaskRegistry.add(
       name,
       source=source,
@@ -62,8 +64,8 @@ def rates(mixture: str) -> dict[str, float]:
       f'The module {module} registers no seqio mixture {name!r}.{did_you_mean(name, known)} Call '
       f'seqio.MixtureRegistry.add({name!r}, ...) in that module, or correct the name.'
     )
-  found = seqio.MixtureRegistry.get(name)
-  return {f'{module}:{task.name}': float(found.get_rate(task)) for task in found.tasks}
+  registered = seqio.MixtureRegistry.get(name)
+  return {f'{module}:{task.name}': float(registered.get_rate(task)) for task in registered.tasks}
 
 
 class SeqioSource(seqio.DataSource):
@@ -126,7 +128,8 @@ class SeqioVocabulary(seqio.PassThroughVocabulary):
 
   def _encode_tf(self, s: tf.Tensor) -> tf.Tensor:
     def encode(text: tf.Tensor) -> np.ndarray:
-      return self._vocabulary.ids(bytes(text.numpy()).decode('utf-8', errors='replace'))
+      content = bytes(text.numpy())
+      return self._vocabulary.ids(content.decode('utf-8', errors='replace'))
 
     return tf.ensure_shape(tf.py_function(encode, [s], tf.int32), [None])
 
@@ -138,7 +141,8 @@ class SeqioVocabulary(seqio.PassThroughVocabulary):
 def task_reader_of(name: str, selection: Selection) -> TaskReader:
   """The reader of a registered task, whose documents tf.data reads."""
   original: Any = seqio.TaskRegistry.get(name)
-  split, source = selection.split, original.source
+  source = original.source
+  split = selection.split
   document_source.check_split(selection, original.splits)
   if 'targets' not in original.output_features:
     raise ConfigurationError(
@@ -148,9 +152,12 @@ def task_reader_of(name: str, selection: Selection) -> TaskReader:
   if isinstance(source, SeqioSource):
     documents = document_source.relocated(source.source, selection)
     source = SeqioSource(documents)
-    description, files = documents.describe(split), documents.files(split)
+    description = documents.describe(split)
+    files = documents.files(split)
   elif selection.source is None and not selection.options:
-    documents, description, files = source, {'kind': str(source)}, _files(source, split)
+    documents = source
+    description = {'kind': str(source)}
+    files = _files(source, split)
   else:
     raise ConfigurationError(
       f'The source of the task {name} is not of documents (valkyrie.data.document_source) and has '
@@ -158,8 +165,9 @@ def task_reader_of(name: str, selection: Selection) -> TaskReader:
       f'{dict(selection.options)}. Remove TaskFeed.source and TaskFeed.options, or --source and '
       '--option.'
     )
-  steps = [getattr(step, 'func', step) for step in original.preprocessors]
-  modules = [str(code.__module__) for code in [*type(documents).__mro__, *steps]]
+  code = list(type(documents).__mro__)
+  code += [getattr(step, 'func', step) for step in original.preprocessors]
+  modules = [str(part.__module__) for part in code]
   adapter = SeqioVocabulary(selection.vocabulary)
   features = {
     feature: dataclasses.replace(settings, vocabulary=adapter)
@@ -186,27 +194,34 @@ def _files(source: Any, split: str) -> SourceFiles | None:
   """The files of a source of seqio; None unless all are on this machine."""
   if not isinstance(source, seqio.FileDataSource):
     return None
-  found = [os.path.abspath(file) for file in source.list_shards(split)]
-  return SourceFiles(found) if found and all(map(os.path.isfile, found)) else None
+  files = [os.path.abspath(file) for file in source.list_shards(split)]
+  if not files or not all(map(os.path.isfile, files)):
+    return None
+  return SourceFiles(files)
 
 
 def _document(
   example: dict[str, Any], prompts: bool, vocabulary: Vocabulary
 ) -> store_writer.Document:
-  prompt = example['inputs'] if prompts else np.empty(0, np.int32)
+  prompt = np.empty(0, np.int32)
+  if prompts:
+    prompt = example['inputs']
   answer = example['targets']
   if len(answer) and answer[-1] == vocabulary.eos_id:  # the store adds it
     answer = answer[:-1]
   text_bytes = 0
   for feature, tokens in (('inputs', prompt), ('targets', answer)):
     text = example.get(f'{feature}_pretokenized')
-    text_bytes += len(vocabulary.decode(tokens).encode() if text is None else text)
-  key = example.get('sequence_key')
-  tokens, bos = np.concatenate([prompt, answer]), vocabulary.bos
-  added = len(bos) if tuple(tokens[: len(bos)]) == bos else 0  # the store adds it
-  return store_writer.Document(
-    tokens[added:],
-    text_bytes,
-    key.decode('utf-8', errors='replace') if key else None,
-    max(len(prompt) - added, 0),
-  )
+    if text is None:
+      text = vocabulary.decode(tokens).encode()
+    text_bytes += len(text)
+  key = example.get('sequence_key') or None
+  if key is not None:
+    key = key.decode('utf-8', errors='replace')
+  tokens = np.concatenate([prompt, answer])
+  prompt_tokens = len(prompt)
+  bos = vocabulary.bos
+  if tuple(tokens[: len(bos)]) == bos:  # the store adds it
+    tokens = tokens[len(bos) :]
+    prompt_tokens = max(prompt_tokens - len(bos), 0)
+  return store_writer.Document(tokens, text_bytes, key, prompt_tokens)

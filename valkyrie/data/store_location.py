@@ -1,7 +1,7 @@
 """Location of a run's token store: built on first use, or copied from a bucket.
 
 A run reads slices of a store at random, so it copies a store in a bucket to its cache. The
-name of the copy contains the hash of store.json, so a replaced store is copied anew. A file gets
+name of the copy contains the hash of store.json, so a replaced store is copied again. A file gets
 its name when it is complete, and store.json comes last, so a killed copy continues where it was.
 """
 
@@ -40,8 +40,10 @@ def store_path(selection: Selection, data_dir: str | None) -> pathlib.Path:
       f'A store cannot be built at {redact.in_value(data_dir)}. Build it with --output=FOLDER, and '
       'upload that.'
     )
-  root = paths.cache() if data_dir is None else pathlib.Path(data_dir)
-  return pathlib.Path(with_home(str(root))).absolute() / selection.name
+  root = data_dir
+  if root is None:
+    root = str(paths.cache())
+  return pathlib.Path(with_home(root)).absolute() / selection.name
 
 
 def open_store(selection: Selection, data_dir: str | None = None) -> TokenStore:
@@ -73,7 +75,8 @@ def open_store(selection: Selection, data_dir: str | None = None) -> TokenStore:
   source = store.information['source']
   if 'chat_template' in source:
     expected = chat_template.described(selection.vocabulary)
-    if {name: source.get(name) for name in expected} != expected:
+    recorded = {name: source.get(name) for name in expected}
+    if recorded != expected:
       raise errors.ConfigurationError(
         f'The token store {path} was built with another chat template, or by a version that read '
         f'no tools. To build it again, {make}'
@@ -91,28 +94,35 @@ def open_store(selection: Selection, data_dir: str | None = None) -> TokenStore:
 
 def _recipe(selection: Selection) -> list[str]:
   """The arguments of build_store for a selection, without the place."""
-  return [
+  arguments = [
     f'--task={selection.task}',
     f'--split={selection.split}',
     f'--vocabulary={selection.vocabulary.file or "bytes"}',
-    *([] if selection.source is None else [f'--source={selection.source}']),
-    *(f'--option={name}={value}' for name, value in selection.options.items()),
-    *(['--unique'] if selection.unique else []),
   ]
+  if selection.source is not None:
+    arguments.append(f'--source={selection.source}')
+  for name, value in selection.options.items():
+    arguments.append(f'--option={name}={value}')
+  if selection.unique:
+    arguments.append('--unique')
+  return arguments
 
 
 def _check_other_splits(path: pathlib.Path, selection: Selection) -> None:
   """Raises a DataError if another split beside a new store was built from other files."""
   from valkyrie.data import provenance  # noqa: PLC0415  (pyarrow, only for files)
 
-  task, _, *origin = path.name.split('-')
-  for other in sorted(path.parent.glob('-'.join([task, '*', *origin]))):
-    if other != path and (other / STORE_FILE).exists():
-      information = read_information(other)
-      if information.get('origin') is not None:
-        split = dataclasses.replace(selection, split=information['split'])
-        command = _command([*_recipe(split), f'--output={other}', '--rebuild'])
-        provenance.check(other, information, f'run:\n  {command}', selection.places)
+  words = path.name.split('-')
+  words[1] = '*'  # any split
+  for other in sorted(path.parent.glob('-'.join(words))):
+    if other == path or not (other / STORE_FILE).exists():
+      continue
+    information = read_information(other)
+    if information.get('origin') is not None:
+      other_selection = dataclasses.replace(selection, split=information['split'])
+      recipe = _recipe(other_selection)
+      command = _command([*recipe, f'--output={other}', '--rebuild'])
+      provenance.check(other, information, f'run:\n  {command}', selection.places)
 
 
 def _uploading(recipe: Sequence[str], data_dir: str, name: str) -> str:
@@ -130,7 +140,9 @@ class _RemoteStore:
   def __init__(self, data_dir: str, name: str):
     from valkyrie.data import file_systems  # noqa: PLC0415  (pyarrow, only for buckets)
 
-    self.name, self._address, self._access = name, f'{_shown(data_dir)}/{name}', file_systems.access
+    self.name = name
+    self._address = f'{_shown(data_dir)}/{name}'
+    self._access = file_systems.access
     with self._access(data_dir, f'{self} cannot be read'):
       self._filesystem, folder = file_systems.filesystem_of(data_dir)
     self._path = posixpath.join(folder, name)
@@ -147,7 +159,7 @@ class _RemoteStore:
     with self._access(str(self), f'{self}/{file} cannot be read'):
       try:
         with self._filesystem.open_input_stream(f'{self._path}/{file}') as stream:
-          while block := stream.read(_BLOCK):
+          for block in iter(lambda: stream.read(_BLOCK), b''):
             read += len(block)
             if read > most:
               raise ValueError(f'it has more than the expected {most:,} bytes')
@@ -164,7 +176,8 @@ def _copied(remote: _RemoteStore, build: str) -> pathlib.Path:
   unfinished = f'{remote} is not a finished token store: no {STORE_FILE}. {build}'
   content = b''.join(remote.blocks(STORE_FILE, unfinished))
   information = token_store.information_of(content, f'{remote}/{STORE_FILE}')
-  local = paths.cache() / f'{remote.name}-{hashlib.sha256(content).hexdigest()[:8]}'
+  digest = hashlib.sha256(content).hexdigest()
+  local = paths.cache() / f'{remote.name}-{digest[:8]}'
   if (local / STORE_FILE).exists():
     return local
   with (
@@ -180,7 +193,8 @@ def _copied(remote: _RemoteStore, build: str) -> pathlib.Path:
 def _copy(remote: _RemoteStore, files: Mapping[str, dict[str, Any]], local: pathlib.Path) -> None:
   """Copies the files that are missing in `local`."""
   missing = {name: recorded for name, recorded in files.items() if not (local / name).exists()}
-  size, free = sum(r['bytes'] for r in missing.values()), shutil.disk_usage(local).free
+  size = sum(recorded['bytes'] for recorded in missing.values())
+  free = shutil.disk_usage(local).free
   if size > free:
     raise StorageError(
       f'{remote} does not fit on the disk of {local}: it needs {size / 1e9:,.3g} GB, but '
@@ -209,14 +223,15 @@ def _copy(remote: _RemoteStore, files: Mapping[str, dict[str, Any]], local: path
 
 def _shown(address: str) -> str:
   """An address without its query and secrets."""
-  return redact.in_value(address.partition('?')[0].rstrip('/'))
+  place, _, _ = address.partition('?')
+  return redact.in_value(place.rstrip('/'))
 
 
 def build(arguments: Sequence[str], task: str) -> Any:
   """Runs `valkyrie.data.build_store` with arguments -> store.json, or the rates of a mixture.
 
-  It runs in a process of its own, which keeps TensorFlow out of this one. That ends with this
-  process, however this one ends: its standard input is a pipe, which the system closes. It sends
+  It runs in a separate process, which keeps TensorFlow out of this one. The new process ends with
+  this one, however this one ends: its standard input is a pipe, which the system closes. It sends
   the heartbeats of this process, and logs its progress to standard error.
 
   Raises:
@@ -242,7 +257,8 @@ def build(arguments: Sequence[str], task: str) -> Any:
     )
   answered = json.loads(answer)
   if 'error' in answered:
-    raise getattr(errors, answered['error'])(answered['message'])
+    error_class = getattr(errors, answered['error'])
+    raise error_class(answered['message'])
   return answered['done']
 
 

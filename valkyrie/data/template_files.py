@@ -15,8 +15,10 @@ _LARGEST = 2**26  # bytes of a template
 def found(folder: pathlib.Path) -> list[pathlib.Path]:
   """The files of templates in the folder of a tokenizer, the default one first."""
   default = folder / TEMPLATE
-  further = sorted(folder.glob(f'{FOLDER}/*.jinja'))
-  return [default, *further] if os.path.lexists(default) else further
+  files = sorted(folder.glob(f'{FOLDER}/*.jinja'))
+  if os.path.lexists(default):
+    files.insert(0, default)
+  return files
 
 
 def templates(folder: pathlib.Path, configured: Any) -> Any:
@@ -34,7 +36,9 @@ def templates(folder: pathlib.Path, configured: Any) -> Any:
   elif configured is not None:
     named = {'default': configured}
   for file in files:
-    name = 'default' if file.name == TEMPLATE and file.parent == folder else file.stem
+    name = file.stem
+    if file.name == TEMPLATE and file.parent == folder:
+      name = 'default'
     wrong = f'{file} is not a chat template'
     with converted((OSError, ValueError), ConfigurationError, wrong, 'Copy or download it again.'):
       named[name] = foreign.content(file, _LARGEST).decode()

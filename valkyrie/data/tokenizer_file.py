@@ -15,18 +15,20 @@ from valkyrie.errors import ValkyrieError
 LARGEST = 2**28  # bytes of a file
 MOST_TOKENS = 2**24  # and the largest id
 _MOST_STEPS = 256
-_MOST_GROWTH = 64  # of the bytes of a text
+_MOST_GROWTH = 64  # times the bytes of a text
 _ONE_AFTER_ANOTHER = ('normalizer', 'pre_tokenizer'), ('post_processor',), ('decoder',)
-_INSIDE = 'normalizers', 'pretokenizers', 'processors', 'decoders'  # of a Sequence
-_GROWTH = {'ByteLevel': 2.0, 'Precompiled': 4.0}  # of text in the wild; others hardly add to it
+_INSIDE = 'normalizers', 'pretokenizers', 'processors', 'decoders'  # the steps of a Sequence
+_GROWTH = {'ByteLevel': 2.0, 'Precompiled': 4.0}  # for usual texts; other steps hardly add to them
 
 
 def check(content: bytes) -> None:
   """Raises a ValueError if the steps of a tokenizer.json are too many, or let a text grow much."""
   try:
-    found = json.loads(content)
+    tokenizer = json.loads(content)
     for names in _ONE_AFTER_ANOTHER:
-      steps = [step for name in names for step in _steps(found.get(name))]
+      steps: list[dict[str, Any]] = []
+      for name in names:
+        steps += _steps(tokenizer.get(name))
       growth = 1.0
       for step in steps:
         growth *= _growth(step)
@@ -39,15 +41,17 @@ def check(content: bytes) -> None:
     raise ValueError(f'its steps are not of a tokenizer: {error!r:.80}') from error
 
 
-def _steps(found: Any) -> Iterator[dict[str, Any]]:
+def _steps(part: Any) -> Iterator[dict[str, Any]]:
   """The steps of a part, with those of sequences inside it."""
-  if found is None:
+  if part is None:
     return
-  inside = [each for name in _INSIDE for each in found.get(name) or []]
-  if not inside:
-    yield found
-  for each in inside:
-    yield from _steps(each)
+  inner_parts: list[Any] = []
+  for name in _INSIDE:
+    inner_parts += part.get(name) or []
+  if not inner_parts:
+    yield part
+  for inner_part in inner_parts:
+    yield from _steps(inner_part)
 
 
 def _growth(step: dict[str, Any]) -> float:
@@ -56,8 +60,12 @@ def _growth(step: dict[str, Any]) -> float:
   if kind == 'Replace':
     new = len(step['content'].encode(errors='replace'))
     ((form, pattern),) = step['pattern'].items()
-    old = len(pattern.encode(errors='replace')) if form == 'String' else 1
-    return max(1.0, new / old) if old else 1.0 + new
+    old = 1
+    if form == 'String':
+      old = len(pattern.encode(errors='replace'))
+    if old == 0:
+      return 1.0 + new
+    return max(1.0, new / old)
   if kind == 'TemplateProcessing':
     return max(1.0, sum('Sequence' in piece for piece in step['single']))
   return _GROWTH.get(str(kind), 1.0)
@@ -65,7 +73,10 @@ def _growth(step: dict[str, Any]) -> float:
 
 @contextlib.contextmanager
 def refused(message: str, error: type[ValkyrieError], advice: str) -> Iterator[None]:
-  """Converts what a codec raises: 'MESSAGE (reason). ADVICE'. A panic of Rust is no Exception."""
+  """Converts the errors of a codec: 'MESSAGE (reason). ADVICE'.
+
+  A panic of Rust is a BaseException, but not an Exception.
+  """
   try:
     yield
   except ValkyrieError:

@@ -7,18 +7,16 @@
   'path/to/tokenizer.json'    a Hugging Face tokenizer (needs the package `tokenizers`)
 
 Only EOS and the BOS of a tokenizer are special: GPT-2 has no padding, and its id 0 is the ordinary
-token '!'. No text encodes to EOS, and the ids of a text are always the same and whole, whatever
-settings the file brings.
+token '!'. Encoding never produces EOS. Truncation, padding and dropout settings in the file are
+ignored.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 import contextlib
 import filecmp
 import functools
 import hashlib
-import itertools
 import logging
-import os
 import pathlib
 import re
 from typing import Any, Protocol
@@ -29,25 +27,23 @@ import numpy as np
 from valkyrie import foreign, packages
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.paths import TOKENIZER
-from valkyrie.data import template_files, tokenizer_file
+from valkyrie.data import template_files, tokenizer_config, tokenizer_file
 from valkyrie.errors import ConfigurationError, DataError, converted, reason_of, with_home
 from valkyrie.storage import whole_file
 
-_CONFIGURATION = 'tokenizer_config.json'  # beside the file
-_LARGEST = 2**26  # bytes of a configuration
 _CONTEXT = 64  # characters that decide how the text after them begins
-ANY_TEXT = '#'  # stands for a text that is not known
+ANY_TEXT = '#'  # stand-in for preceding text that is unknown
 # The tokenizers of transformers that begin a text with BOS, unless their configuration says no.
 _WITH_BOS = re.compile('(Code)?(Llama|Gemma)Tokenizer(Fast)?')
-# Usual names of the EOS token, for a tokenizer_config.json that does not name it.
-_EOS_NAMES = ('<|endoftext|>', '</s>', '<eos>', '<|end_of_text|>', '<|eot_id|>', '<|im_end|>')
 
 
 class Vocabulary(Protocol):
-  """A codec. Ids are in [0, size); `encode` adds no EOS; `file` holds the codec; bytes have none.
+  """A codec: text to ids in [0, size) and back. `encode` does not add an EOS.
 
-  `ids` is `encode` as an int32 array [tokens]. `specials` are the tokens that no text has, {name:
-  id}; `bos` the ids before each document, usually one or none, which the fingerprint names.
+  file: the file of the codec; None for bytes.
+  bos: the ids before each document, usually one or none; the fingerprint names them.
+  specials: {name: id} of the tokens that no text has.
+  ids: `encode` as an int32 array [tokens].
   """
 
   size: int
@@ -95,7 +91,7 @@ class ByteVocabulary(Vocabulary):
 
 
 class FileVocabulary(Vocabulary):
-  """A codec in a file, whose EOS is in no text."""
+  """A tokenizer file. Encoding never produces EOS."""
 
   _eos: str  # the EOS as the file spells it
 
@@ -110,7 +106,8 @@ class FileVocabulary(Vocabulary):
     as_utf8(text, 'A text')
     ids = self._pieces(text)
     if self.eos_id in ids:
-      first, rest = map(re.escape, (self._eos[:1], self._eos[1:]))
+      first = re.escape(self._eos[:1])
+      rest = re.escape(self._eos[1:])
       pieces = re.split(f'(?<={first})(?={rest})', text)
       ids = self._pieces(pieces[0])
       for piece in pieces[1:]:
@@ -161,9 +158,10 @@ class SentencePieceVocabulary(FileVocabulary):
         'as its last token. Train it with an eos_id.'
       )
     self._eos = self._processor.IdToPiece(self.eos_id)
-    config = configuration(path)
-    if config.get('add_bos_token', _WITH_BOS.fullmatch(f'{config.get("tokenizer_class")}')):
-      self.bos = (_bos_id(path, self._processor.bos_id()),)
+    config = tokenizer_config.read(path)
+    usual = _WITH_BOS.fullmatch(str(config.get('tokenizer_class')))
+    if config.get('add_bos_token', usual):
+      self.bos = (tokenizer_config.bos_id(path, self._processor.bos_id()),)
 
   def _encode(self, text: str) -> list[int]:
     return self._processor.EncodeAsIds(text)
@@ -194,18 +192,20 @@ class HuggingFaceVocabulary(FileVocabulary):
     ids = self._tokenizer.get_vocab(with_added_tokens=True)
     self.size = max(ids.values(), default=-1) + 1
     _check_size(path, self.size)
-    config = configuration(path)
-    self._eos = _eos_name(path, config, ids)
+    config = tokenizer_config.read(path)
+    self._eos = tokenizer_config.eos_name(path, config, ids)
     self.eos_id = ids[self._eos]
     self._switch_off(path)
-    if (added := config.get('add_bos_token')) is None:
+    adds_bos = config.get('add_bos_token')
+    if adds_bos is None:
       self.bos = self._first_of_texts(ids)
-    elif added:
-      self.bos = (_bos_id(path, ids.get(config.get('bos_token', ''))),)
+    elif adds_bos:
+      self.bos = (tokenizer_config.bos_id(path, ids.get(config.get('bos_token', ''))),)
 
   def _switch_off(self, path: pathlib.Path) -> None:
     """Switches off what cuts, pads or varies the ids of a text, or makes an EOS of it."""
-    codec, model = self._tokenizer, self._tokenizer.model
+    codec = self._tokenizer
+    model = codec.model
     dropout = getattr(model, 'dropout', None)
     settings = {'truncation': codec.truncation, 'padding': codec.padding, 'dropout': dropout}
     codec.no_truncation()
@@ -217,9 +217,12 @@ class HuggingFaceVocabulary(FileVocabulary):
       settings['special=false of its EOS'] = True
       codec.add_special_tokens([self._eos])
     codec.encode_special_tokens = True  # as ordinary text
-    if found := [name for name, value in settings.items() if value]:
-      ignored = f'{" and ".join(found)}, which would change texts and is ignored.'
-      _warn_once(f'The vocabulary {path} has {ignored}')
+    ignored = [name for name, value in settings.items() if value]
+    if ignored:
+      _warn_once(
+        f'The vocabulary {path} has {" and ".join(ignored)}, which would change texts and is '
+        'ignored.'
+      )
 
   def _first_of_texts(self, known: Iterable[str]) -> tuple[int, ...]:
     """The ids that the file puts before a text."""
@@ -227,8 +230,12 @@ class HuggingFaceVocabulary(FileVocabulary):
       return ()
     text = next(filter(self._encode, ('a', *known)), '')
     framed = self._tokenizer.encode(text)
-    pairs = zip(framed.ids, framed.special_tokens_mask, strict=True)
-    return tuple(number for number, _ in itertools.takewhile(lambda pair: pair[1], pairs))
+    first: list[int] = []
+    for number, is_special in zip(framed.ids, framed.special_tokens_mask, strict=True):
+      if not is_special:
+        break
+      first.append(number)
+    return tuple(first)
 
   def _encode(self, text: str) -> list[int]:
     return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -254,20 +261,23 @@ _warn_once = functools.cache(logging.warning)  # a run loads its vocabulary seve
 
 
 def following(encode: Callable[[str], Any], before: str, text: str) -> Any:
-  """The ids of a text that follows the text `before`; `ANY_TEXT` stands for one that is not known.
+  """The ids of a text that follows the text `before`; it may be `ANY_TEXT` if it is unknown.
 
   Many codecs put a space before a text. So both texts are encoded, and the ids of `before` are
   removed; where a token would span both, `text` is encoded after a sign.
   """
-  for context in (before[-_CONTEXT:], ANY_TEXT, '\n') if before else ():
-    alone, whole = encode(context), encode(context + text)
-    if np.array_equal(whole[: len(alone)], alone):
-      return whole[len(alone) :]
+  if not before:
+    return encode(text)
+  for context in (before[-_CONTEXT:], ANY_TEXT, '\n'):
+    context_ids = encode(context)
+    ids = encode(context + text)
+    if np.array_equal(ids[: len(context_ids)], context_ids):
+      return ids[len(context_ids) :]
   return encode(text)
 
 
 def as_utf8(text: str, place: str) -> bytes:
-  """A text in UTF-8; raises a DataError that begins with its place if it is no Unicode."""
+  """A text in UTF-8; raises a DataError that begins with its place if it is not Unicode."""
   try:
     return text.encode()
   except UnicodeEncodeError as error:
@@ -288,7 +298,10 @@ _CODECS = {
 def fingerprint(path: pathlib.Path, content: bytes, bos: Iterable[int] = ()) -> str:
   """The fingerprint of a vocabulary file's codec, and of what begins a document: '...+1'."""
   kind, _ = _CODECS[path.suffix]
-  return '+'.join([f'{kind}-{hashlib.sha256(content).hexdigest()}', *map(str, bos)])
+  digest = hashlib.sha256(content).hexdigest()
+  parts = [f'{kind}-{digest}']
+  parts += map(str, bos)
+  return '+'.join(parts)
 
 
 def load(specification: str) -> Vocabulary:
@@ -314,7 +327,8 @@ def load(specification: str) -> Vocabulary:
     f'The vocabulary {path} is damaged', ConfigurationError, 'Copy it again.'
   ):
     vocabulary = codec(path, content)
-  vocabulary.fingerprint, vocabulary.file = fingerprint(path, content, vocabulary.bos), path
+  vocabulary.fingerprint = fingerprint(path, content, vocabulary.bos)
+  vocabulary.file = path
   return vocabulary
 
 
@@ -327,7 +341,7 @@ def copy(vocabulary: Vocabulary, folder: pathlib.Path) -> None:
     return
   names = {vocabulary.file.name: TOKENIZER + vocabulary.file.suffix}
   source = vocabulary.file.parent
-  files = [vocabulary.file, source / _CONFIGURATION, *template_files.found(source)]
+  files = [vocabulary.file, source / tokenizer_config.NAME, *template_files.found(source)]
   for file in files:
     name = str(file.relative_to(source))
     copied = folder / names.get(name, name)
@@ -336,35 +350,12 @@ def copy(vocabulary: Vocabulary, folder: pathlib.Path) -> None:
       whole_file.write(copied, foreign.content(file, tokenizer_file.LARGEST))
 
 
-@may_change_on_resume('vocabulary')  # the fingerprint tells
+@may_change_on_resume('vocabulary')  # a different vocabulary has a different fingerprint
 @gin.configurable
 @functools.cache  # a large tokenizer.json takes a second, and every trace of the model asks
 def vocabulary_size(vocabulary: str) -> int:
   """The number of tokens of a vocabulary, for `LanguageModel.vocabulary_size` in gin files."""
   return load(vocabulary).size
-
-
-def configuration(path: pathlib.Path) -> dict[str, Any]:
-  """The entries of the tokenizer_config.json beside a vocabulary that are not null.
-
-  A file with a chat template beside it has the entry `chat_template`.
-  """
-  beside = path.with_name(_CONFIGURATION)
-  try:
-    content = foreign.content(beside, _LARGEST) if os.path.lexists(beside) else b'{}'
-    found = foreign.json_object(content, add_bos_token=bool | None)
-    for name in ('bos_token', 'eos_token'):
-      if isinstance(token := found.get(name), dict):
-        found[name] = token.get('content')
-      if not isinstance(found.get(name), str | None):
-        raise ValueError(f'its field {name!r} has {token!r:.40}')
-  except (OSError, ValueError) as error:
-    raise ConfigurationError(
-      f'{beside} is not a tokenizer configuration ({foreign.reason(error)}). Copy or download it '
-      'again.'
-    ) from error
-  found['chat_template'] = template_files.templates(path.parent, found.get('chat_template'))
-  return {name: value for name, value in found.items() if value is not None}
 
 
 def _check_size(path: pathlib.Path, size: int) -> None:
@@ -373,24 +364,3 @@ def _check_size(path: pathlib.Path, size: int) -> None:
       f'The vocabulary {path} has ids up to {size - 1:,}, expected from 1 to '
       f'{tokenizer_file.MOST_TOKENS:,} tokens. Copy or download it again.'
     )
-
-
-def _bos_id(path: pathlib.Path, found: int | None) -> int:
-  if found is None or found < 0:
-    raise ConfigurationError(
-      f'{path.with_name(_CONFIGURATION)} wants a BOS before each text, but {path} has no such '
-      'token. Name it as "bos_token", or set "add_bos_token" to false.'
-    )
-  return found
-
-
-def _eos_name(path: pathlib.Path, config: Mapping[str, Any], ids: Mapping[str, int]) -> str:
-  names = [config['eos_token']] if 'eos_token' in config else _EOS_NAMES
-  found = [name for name in names if name in ids]
-  if not found:
-    listed = ', '.join(f'{name!r:.80}' for name in names)
-    raise ConfigurationError(
-      f'The vocabulary {path} has none of {listed} as the last token of a '
-      f'document. Name its end-of-text token as "eos_token" in {path.with_name(_CONFIGURATION)}.'
-    )
-  return found[0]
