@@ -38,7 +38,8 @@ class BucketLock(Lease):
   """The lock of a run in a bucket, with the list of its steps; the arguments are `DiskLock`'s."""
 
   def __init__(self, bucket: Bucket, process: int | None = None):
-    self._bucket, self._name = bucket, lock_name(process)
+    self._bucket = bucket
+    self._name = lock_name(process)
     super().__init__(f'{bucket}/{self._name}', bucket, process)
 
   def _read(self) -> tuple[dict[str, Any], int]:
@@ -53,30 +54,35 @@ def read_lock(bucket: Bucket, name: str = lock_name(None)) -> tuple[dict[str, An
 
   Raises a StorageError if steps or token, which become names of folders, are of another form.
   """
-  found, generation = {}, 0
+  content: dict[str, Any] = {'steps': None, 'unfinished': []}
+  generation = 0
   with contextlib.suppress(FileNotFoundError, ValueError):  # a run that was copied from a disk
     text, generation = bucket.read(name)
-    found = foreign.json_object(text)
-  found = {'steps': None, 'unfinished': [], **found}
-  steps = [found['steps'] or [], found['unfinished']]
-  numbers = all(isinstance(some, list) and all(is_step(repr(s)) for s in some) for some in steps)
-  if not (numbers and foreign_names.is_below(found.get('token', 'none'))):
+    content |= foreign.json_object(text)
+  has_steps = _are_steps(content['steps'] or []) and _are_steps(content['unfinished'])
+  if not has_steps or not foreign_names.is_below(content.get('token', 'none')):
     raise StorageError(
-      f'{bucket}/{name} is not the lock of a trainer: it has {found!r:.200}. If nothing trains '
+      f'{bucket}/{name} is not the lock of a trainer: it has {content!r:.200}. If nothing trains '
       'there, delete it: the steps with a manifest are then used.'
     )
-  return found, generation
+  return content, generation
+
+
+def _are_steps(value: Any) -> bool:
+  return isinstance(value, list) and all(is_step(repr(step)) for step in value)
 
 
 class BucketFiles:
   """The objects of a step in a folder, which ends with a slash, as `manifest.Files`."""
 
   def __init__(self, bucket: Bucket, folder: str):
-    self._bucket, self._folder = bucket, folder
+    self._bucket = bucket
+    self._folder = folder
     self.objects = bucket.objects(folder)
 
   def read(self, name: str) -> bytes:
-    return self._bucket.read(self._folder + name)[0]
+    content, _ = self._bucket.read(self._folder + name)
+    return content
 
   def has(self, name: str) -> bool:
     return self._folder + name in self.objects
@@ -87,29 +93,45 @@ class BucketFiles:
   def digests(self, names: Iterable[str], algorithm: str) -> Iterator[str]:
     """MD5 digests come from the bucket's metadata; other algorithms read the objects."""
     for name in names:
-      known = self.objects[self._folder + name].md5 if algorithm == manifest.MD5 else None
-      yield known or hashlib.new(algorithm, self.read(name)).hexdigest()
+      digest = None
+      if algorithm == manifest.MD5:
+        digest = self.objects[self._folder + name].md5
+      if not digest:
+        digest = hashlib.new(algorithm, self.read(name)).hexdigest()
+      yield digest
 
   def size(self) -> int:
-    return sum(found.size for found in self.objects.values())
+    return sum(entry.size for entry in self.objects.values())
 
 
 class BucketSteps:
   """The steps of a run, with the methods of `DiskSteps`."""
 
   def __init__(self, directory: BucketDirectory):
-    self._directory, self._bucket = directory, directory.bucket
+    self._directory = directory
+    self._bucket = directory.bucket
     self._lock: Any = None  # the BucketLock of the trainer
     self.place = epath.Path(self._bucket.address) / FOLDER
 
   def find(self) -> list[int]:
     """The steps in order."""
-    steps = (self._lock.content if self._lock else read_lock(self._bucket)[0])['steps']
-    return sorted(self._with_manifest() if steps is None else steps)
+    if self._lock:
+      content = self._lock.content
+    else:
+      content, _ = read_lock(self._bucket)
+    if content['steps'] is None:
+      return sorted(self._with_manifest())
+    return sorted(content['steps'])
 
   def _with_manifest(self) -> set[int]:
-    found = (name.split('/') for name in self._bucket.objects(f'{FOLDER}/'))
-    return {int(p[1]) for p in found if len(p) == 3 and is_step(p[1]) and p[2] in _MANIFESTS}
+    """The steps of which a manifest is there."""
+    steps = set()
+    for name in self._bucket.objects(f'{FOLDER}/'):
+      _, _, rest = name.partition('/')
+      step, _, file = rest.partition('/')
+      if is_step(step) and file in _MANIFESTS:
+        steps.add(int(step))
+    return steps
 
   def files(self, step: int) -> BucketFiles:
     return BucketFiles(self._bucket, _folder(step))
@@ -122,7 +144,8 @@ class BucketSteps:
       f'{self._bucket} cannot be read',
       'Give this machine the right to read objects there (roles/storage.objectViewer).',
     ):
-      return read_lock(self._bucket)[0].get('token', '')
+      content, _ = read_lock(self._bucket)
+    return content.get('token', '')
 
   def check_writable(self) -> bool:
     name = f'{uuid.uuid4().hex}.trial'
@@ -158,11 +181,13 @@ class BucketSteps:
   def finish(self, step: int, record: bytes) -> None:
     """Copies the objects of an unfinished step to their final names, and then lists the step."""
     self._directory.upload()  # the metrics of a step are there before the step
-    source, target = _folder(self.unfinished(step).name), _folder(step)
-    saved, others = BucketFiles(self._bucket, source), self._lock.content['unfinished']
+    source = _folder(self.unfinished(step).name)
+    target = _folder(step)
+    saved = BucketFiles(self._bucket, source)
+    unfinished = self._lock.content['unfinished']
     try:
-      # What is there is of a save that was interrupted.
-      self._delete_safely([target], unfinished=[*others, step])
+      # An interrupted save may have left objects there.
+      self._delete_safely([target], unfinished=[*unfinished, step])
       self._bucket.copy(saved.objects, source, target)
       names = saved.names()
       digests = dict(zip(names, saved.digests(names, manifest.MD5), strict=True))
@@ -170,12 +195,13 @@ class BucketSteps:
       self._bucket.write(target + 'record.json', record, replaces=0)
       text = manifest.content(step, digests)
       self._bucket.write(target + manifest.name(manifest.MD5), text, replaces=0)
-      if damage := manifest.damage(self.files(step), step):
+      damage = manifest.damage(self.files(step), step)
+      if damage:
         raise OSError(f'{self.path(step)} is not what was saved: {damage}')
     except OSError:
       self._lock.check()  # perhaps another trainer was in the way
       raise
-    self._lock.update(steps=[*self.find(), step], unfinished=others)
+    self._lock.update(steps=[*self.find(), step], unfinished=unfinished)
     self._bucket.delete(saved.objects)
 
   def is_saved(self, step: int) -> bool:
@@ -183,15 +209,20 @@ class BucketSteps:
 
   def others(self) -> list[str]:
     objects, folders = self._bucket.browse(f'{FOLDER}/')
-    names = sorted(name.split('/')[1] for name in [*objects, *folders])
-    return [n for n in names if n and not is_step(n) and manifest.litter_of(n) is None]
+    others = []
+    for path in [*objects, *folders]:
+      name = path.split('/')[1]
+      if name and not is_step(name) and manifest.litter_of(name) is None:
+        others.append(name)
+    return sorted(others)
 
   def _delete_safely(self, folders: Iterable[str], **fields: Any) -> None:
     """Changes the lock, then deletes folders."""
-    listed = [self._bucket.objects(folder) for folder in folders]
-    self._lock.update(**fields)  # raises unless still held: nothing listed is another's
-    for found in listed:
-      self._bucket.delete(found)
+    listings = [self._bucket.objects(folder) for folder in folders]
+    # Raises if the lock was lost: then these could be another trainer's objects.
+    self._lock.update(**fields)
+    for objects in listings:
+      self._bucket.delete(objects)
 
   def delete(self, steps: Iterable[int]) -> list[str]:
     try:
@@ -204,27 +235,33 @@ class BucketSteps:
   def _give_up(self, steps: list[int]) -> None:
     """Stops listing steps; the next `_delete_litter` deletes their objects."""
     if steps:
+      kept = [step for step in self.find() if step not in steps]
       unfinished = [*self._lock.content['unfinished'], *steps]
-      self._lock.update(steps=[s for s in self.find() if s not in steps], unfinished=unfinished)
+      self._lock.update(steps=kept, unfinished=unfinished)
 
   def _delete_litter(self) -> None:
-    """Deletes what the lock lists as unfinished; a step that it does not know is set aside."""
+    """Deletes the steps that the lock lists as unfinished; a step that it lacks is set aside."""
     _, folders = self._bucket.browse(f'{FOLDER}/')
     names = [folder.split('/')[1] for folder in folders]
-    unlisted = {int(name) for name in names if is_step(name)} - {*self.find()}
-    if unknown := unlisted - {*self._lock.content['unfinished']}:
-      self._lock.update()  # if the lock is still held, it was held at the listing: they are its own
+    unlisted = {int(name) for name in names if is_step(name)}
+    unlisted -= set(self.find())
+    unknown = unlisted - set(self._lock.content['unfinished'])
+    if unknown:
+      # Raises if the lock was lost: then these could be another trainer's steps.
+      self._lock.update()
       self.set_aside({step: f'{lock_name(None)} does not name it' for step in sorted(unknown)})
-    left = [name for name in names if manifest.litter_of(name) is not None]
-    if litter := left + sorted(unlisted):
+    litter: list[int | str] = [name for name in names if manifest.litter_of(name) is not None]
+    litter += sorted(unlisted)
+    if litter:
       self._delete_safely(map(_folder, litter))
     if self._lock.content['unfinished']:
       self._lock.update(unfinished=[])
 
   def set_aside(self, damaged: Mapping[int, str]) -> None:
     for step, damage in damaged.items():
-      name = manifest.free(str(step), lambda n: self._bucket.objects(f'{SET_ASIDE}/{n}/'))
-      source, target = _folder(step), f'{SET_ASIDE}/{name}/'
+      name = manifest.free(str(step), lambda name: self._bucket.objects(f'{SET_ASIDE}/{name}/'))
+      source = _folder(step)
+      target = f'{SET_ASIDE}/{name}/'
       self._bucket.copy(self._bucket.objects(source), source, target)
       self._give_up([step])
       logging.warning(

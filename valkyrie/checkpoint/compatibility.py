@@ -28,8 +28,10 @@ def version(package: str) -> str:
 
 def versions() -> dict[str, str]:
   """The versions of Valkyrie, Python and the packages that decide the computation of a step."""
-  of_packages = {package: version(package) for package in _PACKAGES}
-  return {'valkyrie': __version__, 'python': platform.python_version()} | of_packages
+  found = {'valkyrie': __version__, 'python': platform.python_version()}
+  for package in _PACKAGES:
+    found[package] = version(package)
+  return found
 
 
 def check(
@@ -43,19 +45,28 @@ def check(
 
   Args:
     found: the record of the checkpoint.
-    expected: this run's: {kind: a value, or a dict of named values}. An 'executable', the
-      fingerprints of programs, shows what nothing else records: the compiler's flags, the machine.
+    expected: this run's {kind: a value, or a dict of named values}. An 'executable', the
+      fingerprints of programs, depends on the compiler's flags and the machine, too, which nothing
+      else records.
     allowed: the KINDS that may differ.
     obstacle: tells why the checkpoint cannot be continued, whatever is allowed; '' if it can.
 
   Raises a ConfigurationError with all differences that are not allowed.
   """
-  differences = {kind: _compare(kind, found.get(kind), value) for kind, value in expected.items()}
-  if refused := [kind for kind in differences if differences[kind] and kind not in allowed]:
-    lines = [f'{kind}: {line}' for kind in refused for line in differences[kind]]
-    shown = '\n  '.join(first_of(lines, _SHOWN))
-    needed = [kind for kind in KINDS if kind in refused or kind in allowed]
-    if reason := obstacle():
+  differences: list[str] = []
+  refused_kinds: list[str] = []
+  refused: list[str] = []
+  for kind, value in expected.items():
+    lines = [f'{kind}: {line}' for line in _compare(kind, found.get(kind), value)]
+    differences += lines
+    if lines and kind not in allowed:
+      refused_kinds.append(kind)
+      refused += lines
+  if refused:
+    shown = '\n  '.join(first_of(refused, _SHOWN))
+    needed = [kind for kind in KINDS if kind in refused_kinds or kind in allowed]
+    reason = obstacle()
+    if reason:
       advice = f'Use the earlier values, or name another --model_dir. It cannot continue: {reason}'
     else:
       advice = (
@@ -66,7 +77,7 @@ def check(
       f'{place} was saved by a run that differs from this one:\n  {shown}\n'
       f'Nothing was changed. {advice}'
     )
-  return [f'{kind}: {line}' for kind in differences for line in differences[kind]]
+  return differences
 
 
 def obstacle(
@@ -129,27 +140,46 @@ def other_rate(
 
 def check_form(found: Any, place: str) -> None:
   """Raises a StorageError if no run can have written a record."""
-  is_record = (
-    isinstance(found, dict)
-    and _is_count(found.get('position'))
-    and _is_count(found.get('rows'), least=1)
-    and isinstance(stretches := found.get('stretches'), list)
-    and all(isinstance(each, list) and len(each) == 3 for each in stretches)
-    and all(_is_count(number) for each in stretches for number in each)
-    and all(_is_count(rows, least=1) for _, _, rows in stretches)
-    and isinstance(found.get('executable', {}), dict)
-    and isinstance(lowest := found.get('lowest') or [0, 0], list)
-    and len(lowest) in (2, 3)
-    and all(isinstance(number, float) or _is_count(number) for number in lowest)
-    and isinstance(schedule := found.get('schedule') or {'rate': 0.0, 'ends': 0}, dict)
-    and isinstance(schedule.get('rate'), float)
-    and _is_count(schedule.get('ends'))
-  )
-  if not is_record:
+  if not _is_record(found):
     raise StorageError(
       f'{place}/record.json is not the record of a run. Restore the step from a copy, or move it '
       'away to continue from the one before.'
     )
+
+
+def _is_record(found: Any) -> bool:
+  if not isinstance(found, dict):
+    return False
+  stretches = found.get('stretches')
+  return (
+    _is_count(found.get('position'))
+    and _is_count(found.get('rows'), least=1)
+    and isinstance(stretches, list)
+    and all(map(_is_stretch, stretches))
+    and isinstance(found.get('executable', {}), dict)
+    and _is_lowest(found.get('lowest') or [0, 0])
+    and _is_schedule(found.get('schedule') or {'rate': 0.0, 'ends': 0})
+  )
+
+
+def _is_stretch(value: Any) -> bool:
+  """Whether a value is [position, deal, rows]."""
+  if not isinstance(value, list) or len(value) != 3:
+    return False
+  return all(map(_is_count, value)) and _is_count(value[2], least=1)
+
+
+def _is_lowest(value: Any) -> bool:
+  """Whether a value has the two or three numbers of the lowest validation loss."""
+  if not isinstance(value, list) or len(value) not in (2, 3):
+    return False
+  return all(isinstance(number, float) or _is_count(number) for number in value)
+
+
+def _is_schedule(value: Any) -> bool:
+  if not isinstance(value, dict):
+    return False
+  return isinstance(value.get('rate'), float) and _is_count(value.get('ends'))
 
 
 def _is_count(value: Any, least: int = 0) -> bool:
@@ -159,23 +189,29 @@ def _is_count(value: Any, least: int = 0) -> bool:
 def _compare(kind: str, found: Any, expected: Any) -> list[str]:
   from valkyrie.config.computation import default_of  # noqa: PLC0415, imports gin: not for --help
 
-  expected = json.loads(json.dumps(expected))  # as the record was: tuples become lists
+  expected = json.loads(json.dumps(expected))  # as in the record: tuples become lists
   if kind == 'executable':  # only programs that both have: before compilation a run has none
-    both = {*(found or {})} & {*expected}
-    found, expected = ({name: programs[name] for name in both} for programs in (found, expected))
+    both = set(found or {})
+    both &= set(expected)
+    found = {name: found[name] for name in both}
+    expected = {name: expected[name] for name in both}
   if not isinstance(found, dict) or not isinstance(expected, dict):
-    return [] if found == expected else [f'was {found!r}, is {expected!r}']
+    if found == expected:
+      return []
+    return [f'was {found!r}, is {expected!r}']
 
-  def differ(name):
+  lines = []
+  for name in sorted(found.keys() | expected.keys()):
     is_bound = name in found and name in expected
-    other = default_of(name) if kind == 'configuration' and not is_bound else _NOTHING
-    return found.get(name, other) != expected.get(name, other)
-
-  return [
-    f'{name} was {_text(found, name)}, is {_text(expected, name)}'
-    for name in filter(differ, sorted({*found, *expected}))
-  ]
+    default = _NOTHING
+    if kind == 'configuration' and not is_bound:
+      default = default_of(name)
+    if found.get(name, default) != expected.get(name, default):
+      lines.append(f'{name} was {_text(found, name)}, is {_text(expected, name)}')
+  return lines
 
 
 def _text(values: Mapping[str, Any], name: str) -> str:
-  return repr(values[name]) if name in values else 'not set'
+  if name not in values:
+    return 'not set'
+  return repr(values[name])

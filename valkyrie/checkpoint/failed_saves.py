@@ -1,15 +1,40 @@
 """Failed saves: dropped, reported, and repeated at a later step on which all processes agree."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+import errno
 import math
+import os
 import time
+from typing import Any
 
+from valkyrie.checkpoint import state_files
 from valkyrie.distributed import heartbeat, processes
-from valkyrie.errors import StorageError
+from valkyrie.errors import StorageError, reason_of
 
+_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 _FIRST_PAUSE = 10.0  # seconds, doubled after each further failure
 _LONGEST_PAUSE = 300.0
+
+
+def problem_of(write: Callable[..., None], *arguments: Any) -> str:
+  """The reason if `write` fails, or ''. Tensorstore raises ValueError and RuntimeError, too."""
+  try:
+    write(*arguments)
+  except (OSError, ValueError, RuntimeError) as error:
+    return state_files.without_descriptors(reason_of(error))
+  return ''
+
+
+def first(problems: Sequence[str]) -> str:
+  """The first problem of a process; '' if there is none."""
+  return next(filter(None, problems), '')
+
+
+def is_full(problems: Sequence[str]) -> bool:
+  """Whether a problem of a process is that its disk is full."""
+  text = '\n'.join(problems)
+  return any(reason in text for reason in _FULL)
 
 
 class FailedSaves:
@@ -17,15 +42,17 @@ class FailedSaves:
 
   def __init__(self, patience: float, place: str, say: Callable[[str], None]):
     """Failures are reported by `say`, and end the run after `patience` seconds."""
-    self._patience, self._place, self._say = patience, place, say
+    self._patience = patience
+    self._place = place
+    self._say = say
     self._since: float | None = None
     self._count = 0
     self._last = ''  # the message of the last failure
     self._again_at: int | None = None  # the first step to save again
-    # Of the training loop: its last step, its first step and time, and what it waits for.
-    self._step = 0
-    self._first: tuple[int, float] | None = None
-    self._agreement: Future[None] | None = None
+    self._step = 0  # the last step of the training loop
+    self._first_step = 0  # of the training loop, and the time of its end
+    self._first_time: float | None = None
+    self._agreement: Future[None] | None = None  # the training loop waits for it
 
   @property
   def pause(self) -> float:
@@ -35,7 +62,9 @@ class FailedSaves:
   def is_due(self, step: int) -> bool:
     """Whether to save step `step` in place of one that failed; call it after each step."""
     self._step = step
-    self._first = self._first or (step, time.monotonic())
+    if self._first_time is None:
+      self._first_step = step
+      self._first_time = time.monotonic()
     if self._agreement is not None:
       self._agreement.result()
     return self._again_at is not None and step >= self._again_at
@@ -49,7 +78,9 @@ class FailedSaves:
 
   def forget(self) -> None:
     """Records that a save has succeeded."""
-    self._since, self._count, self._last = None, 0, ''
+    self._since = None
+    self._count = 0
+    self._last = ''
 
   def check(self) -> None:
     """Raises a StorageError if the last save has failed; for the end of a run."""
@@ -63,24 +94,27 @@ class FailedSaves:
     has finished, and waits after the next one until all know the largest: the next save follows it.
     Raises a StorageError if saves have failed for longer than `patience`.
     """
-    now = time.monotonic()
-    self._since = now if self._since is None else self._since
+    time_now = time.monotonic()
+    if self._since is None:
+      self._since = time_now
     self._count += 1
     # The loop writes its step before it reads the agreement: one of both sees the other.
-    agreement = self._agreement = Future[None]()
-    failed_for = now - self._since
-    first, began = self._first or (self._step, now)
-    pause = math.ceil(self.pause * (self._step - first) / max(now - began, 1e-9)) or 1  # in steps
-    mine = self._step, pause, failed_for >= self._patience
+    agreement = Future[None]()
+    self._agreement = agreement
+    failed_for = time_now - self._since
+    report = (self._step, self._pause_in_steps(time_now), failed_for >= self._patience)
     try:
-      steps, pauses, over = zip(*processes.exchange('failed', mine), strict=True)
+      reports = processes.exchange('failed', report)
     except BaseException as error:
       agreement.set_exception(error)  # which ends the loop, too
       raise
-    self._again_at = max(steps) + 1 + pauses[0]
+    last_step = max(finished for finished, _, _ in reports)
+    _, pause, is_over = reports[0]  # process 0 decides, since clocks differ
+    self._again_at = last_step + 1 + pause
     agreement.set_result(None)
-    message = self._last = f'step {step} could not be saved in {self._place}: {reason}'
-    if over[0]:
+    message = f'step {step} could not be saved in {self._place}: {reason}'
+    self._last = message
+    if is_over:
       heartbeat.beat(transient=True)
       raise StorageError(
         f'{message}. Saves have failed for {failed_for:.0f} s '
@@ -92,3 +126,11 @@ class FailedSaves:
       f'{self.pause:.0f} s, after step {self._again_at} or at the end. If saves fail for '
       f'{self._patience - failed_for:.0f} s more, the run ends'
     )
+
+  def _pause_in_steps(self, time_now: float) -> int:
+    """The steps that the training loop takes in `pause` seconds, at least 1."""
+    if self._first_time is None:
+      return 1
+    steps = self._step - self._first_step
+    seconds = max(time_now - self._first_time, 1e-9)
+    return math.ceil(self.pause * steps / seconds) or 1

@@ -4,7 +4,7 @@
     model_dir/checkpoints/<step>/record.json       configuration, feed position, mesh, versions, ...
     model_dir/checkpoints/<step>/manifest.sha256   hashes of all files, see `manifest`
 
-Orbax writes and reads the arrays, but detects no changed bit, empty directory or other dtype. This
+Orbax writes and reads the arrays, but does not detect a changed bit or another dtype. This
 module therefore verifies steps, and selects those to read and to keep. Several processes must see
 the same directory: each writes the shards of its devices, process 0 all other files.
 """
@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 import contextlib
 import dataclasses
-import errno
 import json
 import os
 import time
@@ -22,7 +21,7 @@ from typing import Any
 import gin
 import jax
 
-from valkyrie.checkpoint import manifest, state_files, steps
+from valkyrie.checkpoint import failed_saves, manifest, retention, state_files, steps
 from valkyrie.checkpoint.failed_saves import FailedSaves
 from valkyrie.checkpoint.steps import BEST, LATEST, Lock
 from valkyrie.config import ranges
@@ -37,7 +36,6 @@ from valkyrie.errors import (
   reason_of,
 )
 
-_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 _SHOWN = 5  # names beside the steps
 
 
@@ -95,7 +93,7 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
     self,
     model_dir: str | os.PathLike,
     options: Checkpoints,
-    step: str | None,  # to read; None to write
+    step: str | None,  # the step to read; None opens the run to write
     say: Callable[[str], None],
   ):
     self._say = say
@@ -106,17 +104,20 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
     self._has_room = self._read_only or self._steps.check_writable()
     self._failed = FailedSaves(options.patience, str(self.directory), say)
     self._running_save: Future[None] | None = None
-    self._lock: Lock | None = None  # of the run, in the process that writes more than arrays
-    self._own: set[int] = set()  # the steps that were here at first, or saved since
-    self._reported: set[str] = set()  # what cannot be deleted
+    self._lock: Lock | None = None  # the run's lock, in the process that writes more than arrays
+    self._known: set[int] = set()  # the steps that were here at first, or saved since
+    self._reported: set[str] = set()  # problems of deletions
     with contextlib.ExitStack() as stack:  # frees the lock if an error follows
       if not self._read_only and jax.process_index() == 0:
         self._lock = self._steps.lock()
         stack.callback(self._lock.release)
       self._files = state_files.StateFiles()
       stack.callback(self._files.close)
-      newest = self._recover(step or LATEST) if jax.process_index() == 0 else None
-      self._newest, holder = processes.exchange('checkpoints', [newest, self._steps.holder()])[0]
+      newest = None
+      if jax.process_index() == 0:
+        newest = self._recover(step or LATEST)
+      answers = processes.exchange('checkpoints', [newest, self._steps.holder()])
+      self._newest, holder = answers[0]
       if not self._read_only and self._steps.holder() != holder:
         raise StorageError(
           f'Process {jax.process_index()} does not see the files of process 0 in {model_dir}. All '
@@ -133,11 +134,12 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
       if self._lock:
         self._steps.open()
         self._steps.set_aside(damaged)
-        self._own.update(filter(self._steps.is_saved, self._steps.find()))
+        self._known.update(filter(self._steps.is_saved, self._steps.find()))
         self._report(self._steps.delete(()))
-        if others := self._steps.others():
+        strangers = self._steps.others()
+        if strangers:
           self._say(
-            f'{self.directory} has {", ".join(first_of(others, _SHOWN))}, which no save of this '
+            f'{self.directory} has {", ".join(first_of(strangers, _SHOWN))}, which no save of this '
             'version has made: they stay. A version before 0.3 may have left STEP.unfinished and '
             'STEP.deleted: delete them by hand if you do not need them'
           )
@@ -159,9 +161,10 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
       )
 
   def _delete_old(self, coming: int = 0) -> None:
-    """Deletes the steps that are not kept, with so many `coming` ones."""
-    if old := self._old(coming):
-      self._report(self._steps.delete(old))
+    """Deletes the steps that are not kept when so many more are `coming`."""
+    superseded = self._superseded(coming)
+    if superseded:
+      self._report(self._steps.delete(superseded))
 
   def latest_step(self) -> int | None:
     """The newest valid step on disk, without a running save."""
@@ -169,7 +172,9 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
 
   def describe_newest(self) -> str:
     """The path of the newest valid step, for messages."""
-    return str(self._steps.path(self._newest)) if self._newest is not None else 'none yet'
+    if self._newest is None:
+      return 'none yet'
+    return str(self._steps.path(self._newest))
 
   def is_due(self, step: int) -> bool:
     """Whether to save `step` in place of one that failed; all processes call it after each step."""
@@ -209,7 +214,8 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
         'and the steps of a run only increase. Nothing was written. To train again from an earlier '
         'step, move the later ones out of the directory, or name another --model_dir.'
       )
-    if paths := state_files.not_finite(state):
+    paths = state_files.not_finite(state)
+    if paths:
       raise Diverged(
         f'The state after step {step} is not finite in {", ".join(paths[:5])}. It was not saved. '
         f'The newest checkpoint is step {self._newest}. Run the same command again with a lower '
@@ -217,15 +223,16 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
       )
     self._failed.try_again()
     problems = processes.exchange('begun', self._change(self._prepare, step))
-    problem = next(filter(None, problems), '')
-    if not problem:  # else Orbax would wait for process 0
-      problem = _problem(self._files.write, self._steps.unfinished(step) / 'state', state)
+    problem = failed_saves.first(problems)
+    if not problem:  # after a problem Orbax would wait for process 0
+      place = self._steps.unfinished(step) / 'state'
+      problem = failed_saves.problem_of(self._files.write, place, state)
     waited = time.perf_counter() - began
     self._running_save = self._thread.submit(self._commit, step, record, problem, began, waited)
 
   def _prepare(self, step: int) -> None:
     self._delete_old()  # after `Checkpoints` was lowered, perhaps since the disk is full
-    if not self._has_room and self._old(coming=1) and self._newest_is_valid():
+    if not self._has_room and self._superseded(coming=1) and self._newest_is_valid():
       self._say(
         f'the disk of {self.directory} is full: the steps that step {step} replaces '
         f'(Checkpoints.keep={self._options.keep}) are deleted before it is written'
@@ -234,8 +241,10 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
     self._steps.begin(step)
 
   def _newest_is_valid(self) -> bool:
-    newest = self._newest
-    return newest is not None and manifest.damage(self._steps.files(newest), newest) is None
+    if self._newest is None:
+      return False
+    files = self._steps.files(self._newest)
+    return manifest.damage(files, self._newest) is None
 
   def save_now(self, step: int, state: Any, record: dict[str, Any], patiently: bool = True) -> None:
     """Saves a step, unless it is saved, and waits until it is on disk; raises as `save`.
@@ -256,7 +265,7 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
     self, step: int, record: dict[str, Any], problem: str, began: float, waited: float
   ) -> None:
     """Waits for the arrays, then makes the step valid, unless a `problem` has prevented it."""
-    problem = problem or _problem(self._files.finish)
+    problem = problem or failed_saves.problem_of(self._files.finish)
     problems = processes.exchange('written', problem)
     if not any(problems):  # a step is valid after process 0 has renamed it
       content = json.dumps(record, indent=2).encode()
@@ -265,13 +274,13 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
       with contextlib.suppress(Exception):  # Orbax may still write; its next call would raise this
         self._files.wait()
       self._change(self._steps.discard, step)
-      self._has_room = not any(reason in problem for problem in problems for reason in _FULL)
-      self._failed.add(step, next(filter(None, problems)))
+      self._has_room = not failed_saves.is_full(problems)
+      self._failed.add(step, failed_saves.first(problems))
       return
     self._has_room = True
     self._failed.forget()
     self._newest = step
-    self._own.add(step)
+    self._known.add(step)
     heartbeat.beat(saved=step)
     if self._lock:
       took = time.perf_counter() - began
@@ -280,24 +289,25 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
         self._say(
           f'saved step {step}: {size:,.1f} MiB in {took:.1f} s; the run waited {waited:.2f} s'
         )
-        self._report(self._steps.delete(self._old()))
-      except OSError as error:  # no reason to end a run that has saved
+        self._report(self._steps.delete(self._superseded()))
+      except OSError as error:  # not a reason to end a run that has saved
         self._say(f'{self.directory} cannot be read after step {step}: {reason_of(error)}')
 
   def _change(self, change: Callable[..., None], *arguments: Any) -> str:
     """Lets the process with the lock change the steps; returns as `_problem`, raises as `save`."""
-    return (_problem(self._lock.check) or _problem(change, *arguments)) if self._lock else ''
+    if self._lock is None:
+      return ''
+    return failed_saves.problem_of(self._lock.check) or failed_saves.problem_of(change, *arguments)
 
-  def _old(self, coming: int = 0) -> list[int]:
-    """The steps that `Checkpoints` does not keep, with so many to come; never the newest one."""
-    saved, period = [s for s in self._steps.find() if s in self._own], self._options.keep_period
-    kept = steps.best_first(self._steps, saved)[: self._options.keep_best]
-    kept += [step for step in saved if period and step % period == 0]
-    newest = max(1, self._options.keep - coming)
-    return [step for step in saved[:-newest] if step not in kept]
+  def _superseded(self, coming: int = 0) -> list[int]:
+    """The steps that are not kept when so many more are `coming`; never the newest one."""
+    options = self._options
+    saved = [step for step in self._steps.find() if step in self._known]
+    keep = options.keep - coming
+    return retention.superseded(self._steps, saved, keep, options.keep_period, options.keep_best)
 
   def _report(self, problems: Sequence[str]) -> None:
-    """Reports, once, what cannot be deleted: it does no harm."""
+    """Reports each problem of a deletion once: what stays does not harm the run."""
     for problem in problems:
       if problem not in self._reported:
         self._reported.add(problem)
@@ -305,7 +315,9 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
 
   def latest_record(self) -> dict[str, Any] | None:
     """The record of the newest valid step, or None; raises StorageError if it cannot be read."""
-    return None if self._newest is None else steps.record(self._steps, self._newest)
+    if self._newest is None:
+      return None
+    return steps.record(self._steps, self._newest)
 
   def nearest_valid(self, goal: int) -> int | None:
     """Step `goal`, or else the first valid one after it, or else the last one before it.
@@ -350,13 +362,16 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
     """
     self.wait()
     place = self._place_of_state()
-    field = 'average' if 'average' in self._files.fields(place) else 'params'
+    field = 'params'
+    if 'average' in self._files.fields(place):
+      field = 'average'
     if target is None:
       return self._files.read_to_host(place, field)
     return self._files.read(place, {field: target}, partial=True)[field]
 
   def _place_of_state(self, step: int | None = None) -> Any:
-    step = self._newest if step is None else step
+    if step is None:
+      step = self._newest
     if step is None:
       raise ConfigurationError(f'{self.directory} has no checkpoint. Train there first.')
     return self._steps.path(step) / 'state'
@@ -373,7 +388,8 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
     self._collect()
 
   def _collect(self) -> None:
-    save, self._running_save = self._running_save, None
+    save = self._running_save
+    self._running_save = None
     if save is not None:
       with state_files.checkpoint_errors(f'The last save in {self.directory} failed'):
         save.result()
@@ -386,12 +402,3 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
 
   def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
     end_after(self.close, error)
-
-
-def _problem(write: Callable[..., None], *arguments: Any) -> str:
-  """The reason if `write` fails, or ''. Tensorstore raises ValueError and RuntimeError, too."""
-  try:
-    write(*arguments)
-  except (OSError, ValueError, RuntimeError) as error:
-    return state_files.without_descriptors(reason_of(error))
-  return ''

@@ -18,15 +18,16 @@ bucket has MD5 digests, which the bucket computes; both are read everywhere, sin
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import hashlib
-import itertools
 import re
 from typing import Any, Protocol
 
 from valkyrie.storage import foreign_names
 
-FOLDER, SET_ASIDE = 'checkpoints', 'set_aside'
+FOLDER = 'checkpoints'
+SET_ASIDE = 'set_aside'
 _LITTER = re.compile(r'(\d{1,18})(?:\.\d+)?\.(?:unfinished|deleted)-[0-9a-f]{32}')
-SHA256, MD5 = 'sha256', 'md5'
+SHA256 = 'sha256'
+MD5 = 'md5'
 
 
 class Files(Protocol):
@@ -55,18 +56,24 @@ def is_step(name: str) -> bool:
 
 
 def litter_of(name: str) -> int | None:
-  """The step of which a folder of that name may be left by a save or a deletion; None for none.
+  """The step whose save or deletion may have left a folder of that name; None for another name.
 
   A token of 32 random digits ends the name. Folders of versions before 0.3 have none on a disk.
   """
-  found = _LITTER.fullmatch(name)
-  return int(found[1]) if found else None
+  match = _LITTER.fullmatch(name)
+  if match is None:
+    return None
+  return int(match[1])
 
 
 def free(name: str, is_taken: Callable[[str], Any]) -> str:
   """The first of NAME, NAME.1, NAME.2, ... that is not taken."""
-  numbered = (f'{name}.{copies}' for copies in itertools.count(1))
-  return next(each for each in itertools.chain([name], numbered) if not is_taken(each))
+  numbered = name
+  copies = 0
+  while is_taken(numbered):
+    copies += 1
+    numbered = f'{name}.{copies}'
+  return numbered
 
 
 def name(algorithm: str) -> str:
@@ -76,8 +83,10 @@ def name(algorithm: str) -> str:
 
 def content(step: int, digests: Mapping[str, str]) -> bytes:
   """The manifest of a step, from the digest of each file."""
-  lines = [f'{digests[file]}  {file}\n' for file in sorted(digests)]
-  text = ''.join([f'# step {step}\n', *lines]).encode()
+  lines = [f'# step {step}\n']
+  for file in sorted(digests):
+    lines.append(f'{digests[file]}  {file}\n')
+  text = ''.join(lines).encode()
   return text + _seal(text)
 
 
@@ -111,26 +120,31 @@ def recorded(files: Files, step: int) -> list[str]:
   """
   try:
     algorithm, text = read(files)
-    return [*_parsed(algorithm, text, step), name(algorithm)]
+    names = list(_parsed(algorithm, text, step))
+    names.append(name(algorithm))
+    return names
   except (FileNotFoundError, ValueError):
     return []
 
 
 def _parsed(algorithm: str, text: bytes, step: int) -> dict[str, str]:
-  """{file: digest} of the manifest of a step; a ValueError says what is wrong with it."""
-  own_name = name(algorithm)
+  """{file: digest} of the manifest of a step; a ValueError names its damage."""
+  manifest_name = name(algorithm)
   lines = text.splitlines(keepends=True)
-  if not lines or _seal(b''.join(lines[:-1])) != lines[-1]:
-    raise ValueError(f'{own_name} is damaged')
+  if not lines:
+    raise ValueError(f'{manifest_name} is damaged')
+  sealed = b''.join(lines[:-1])
+  if _seal(sealed) != lines[-1]:
+    raise ValueError(f'{manifest_name} is damaged')
   if lines[0] != f'# step {step}\n'.encode():
-    raise ValueError(f'{own_name} belongs to another step')
+    raise ValueError(f'{manifest_name} belongs to another step')
   pairs = [line.rstrip(b'\n').partition(b'  ') for line in lines[1:-1]]
   try:
     digests = {file.decode(): digest.decode() for digest, _, file in pairs}
   except UnicodeDecodeError:
     digests = {}
   if len(digests) < len(pairs) or '' in digests:
-    raise ValueError(f'{own_name} has other lines than digests and names')
+    raise ValueError(f'{manifest_name} has other lines than digests and names')
   return digests
 
 
@@ -141,11 +155,12 @@ def _difference(files: Files, algorithm: str, expected: Mapping[str, str]) -> st
       return f'{name(algorithm)} names {file!r:.200}, which is not a path below the step'
     if not files.has(file):
       return f'{file} is missing'
-  for file, found in zip(expected, files.digests(expected, algorithm), strict=True):
-    if found != expected[file]:
+  for file, digest in zip(expected, files.digests(expected, algorithm), strict=True):
+    if digest != expected[file]:
       return f'{file} has changed since it was saved'
   for file in files.names():  # Orbax, or a resumed run, might read it
-    if file.partition('/')[0] in ('state', 'record.json') and file not in expected:
+    top, _, _ = file.partition('/')
+    if top in ('state', 'record.json') and file not in expected:
       return f'{file} is not in {name(algorithm)}'
   return None
 

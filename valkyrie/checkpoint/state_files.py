@@ -21,7 +21,7 @@ import os
 import pathlib
 import re
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 from etils import epath
 import jax
@@ -43,8 +43,16 @@ _CACHE_BYTES = 100_000_000  # of the index that all arrays share
 # Tensorstore reports errors of files as ValueError and RuntimeError.
 checkpoint_errors = functools.partial(errors.storage_errors, also=(ValueError, RuntimeError))
 
-# The piece of an array that a process writes: the array's path, the slices, the hash of the values.
-_Piece = tuple[str, tuple[slice, ...], str]
+
+class _Piece(NamedTuple):
+  """The piece of an array that a process writes.
+
+  path: the path of the array; index: the slices of the piece; digest: the hash of the values.
+  """
+
+  path: str
+  index: tuple[slice, ...]
+  digest: str
 
 
 class StateFiles:
@@ -55,15 +63,16 @@ class StateFiles:
     logging.getLogger('absl').addFilter(_is_shown)
     # With named processes Orbax uses no collective of the devices as its barrier. Collectives must
     # be dispatched in the same order by all processes, which a separate thread cannot guarantee.
-    processes = ocp.options.MultiprocessingOptions(
-      active_processes=set(range(jax.process_count())) if jax.process_count() > 1 else None
-    )
+    active = None
+    if jax.process_count() > 1:
+      active = set(range(jax.process_count()))
+    processes = ocp.options.MultiprocessingOptions(active_processes=active)
     self._handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=processes)
     self._orbax = ocp.AsyncCheckpointer(self._handler, multiprocessing_options=processes)
-    # Of the state that is written: its path for Orbax, valid as long as its folder is open; leaves.
-    self._path: Any = None
+    # The state that is written:
+    self._path: Any = None  # for Orbax, valid as long as the folder is open
     self._folder = contextlib.ExitStack()
-    self._written: dict[str, jax.ShapeDtypeStruct] = {}
+    self._written: dict[str, jax.ShapeDtypeStruct] = {}  # its leaves
     self._pieces: list[_Piece] = []
     self._is_first = True  # no state was compared yet
 
@@ -71,7 +80,9 @@ class StateFiles:
     """Copies a pytree of jax arrays to the host, and starts to write it."""
     item = _without_empty_arrays(state)
     self._written = leaves_by_path(_shapes(item))
-    self._pieces = _pieces(item) if self._is_first else []
+    self._pieces = []
+    if self._is_first:
+      self._pieces = _pieces(item)
     self._folder.close()
     self._path = self._folder.enter_context(literal(place))
     self._orbax.save(self._path, args=ocp.args.PyTreeSave(item))
@@ -90,11 +101,10 @@ class StateFiles:
       return
     try:
       arrays = _opened(self._path)
-      found = {
-        leaf: jax.ShapeDtypeStruct(array.shape, array.dtype.numpy_dtype)
-        for leaf, array in arrays.items()
-      }
-      different = _differences(found, self._written) or _changed(arrays, self._pieces)
+      stored = {}
+      for leaf, array in arrays.items():
+        stored[leaf] = jax.ShapeDtypeStruct(array.shape, array.dtype.numpy_dtype)
+      different = _differences(stored, self._written) or _changed(arrays, self._pieces)
     except Exception as error:  # Orbax does not validate the files it reads
       reason = f'what was written cannot be opened ({_reason(error)})'
       raise OSError(errno.EIO, reason) from error
@@ -107,7 +117,8 @@ class StateFiles:
     with _readable(place) as path:
       item = _without_empty_arrays(target)
       stored, partial = self._stored(path, target, partial)
-      if different := _differences(stored, item):
+      different = _differences(stored, item)
+      if different:
         raise errors.ConfigurationError(
           f'{place.parent} is a checkpoint of another model. These leaves differ:\n  '
           + '\n  '.join(different)
@@ -117,8 +128,10 @@ class StateFiles:
       args = ocp.args.PyTreeRestore(item, restore_args=restore_args, partial_restore=partial)
       restored = self._orbax.restore(path, args=args)
 
-    def with_empty_arrays(leaf: jax.ShapeDtypeStruct, found: Any) -> Any:
-      return found if leaf.size else jnp.zeros_like(leaf, device=leaf.sharding)
+    def with_empty_arrays(leaf: jax.ShapeDtypeStruct, array: Any) -> Any:
+      if leaf.size:
+        return array
+      return jnp.zeros_like(leaf, device=leaf.sharding)
 
     return jax.tree.map(with_empty_arrays, target, restored)
 
@@ -133,13 +146,13 @@ class StateFiles:
     stored = _shapes(dict(self._handler.metadata(path).tree))
     if partial:
       stored = {field: tree for field, tree in stored.items() if field in target}
-      for field in stored.keys() & {'params', 'average'}:  # without terms that are not asked for
-        modules, asked = (stored[field] or {}).items(), target[field]
-        stored[field] = {name: of for name, of in modules if name in asked or is_of_model(name)}
+      for field in stored.keys() & {'params', 'average'}:
+        stored[field] = _of_model_or_asked(stored[field] or {}, target[field])
     elif hasattr(target, '_asdict'):  # an earlier version may lack a field that is empty here
-      fields = target._asdict().items()
-      absent = {name: None for name, of in fields if of is None and name not in stored}
-      stored, partial = {**stored, **absent}, bool(absent)
+      for field, value in target._asdict().items():
+        if value is None and field not in stored:
+          stored[field] = None
+          partial = True
     return stored, partial
 
   def fields(self, place: pathlib.Path) -> set[str]:
@@ -162,10 +175,17 @@ class StateFiles:
     self._folder.close()
 
 
+def _of_model_or_asked(modules: Mapping[str, Any], asked: Any) -> dict[str, Any]:
+  """The modules of the model, and those of terms of the objective that a target asks for."""
+  return {name: leaves for name, leaves in modules.items() if name in asked or is_of_model(name)}
+
+
 def not_finite(state: Any) -> list[str]:
   """The paths of the leaves that hold an infinity or a NaN; waits for the state."""
-  leaves = leaves_by_path(state)
-  inexact = {path: leaf for path, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)}
+  inexact = {}
+  for path, leaf in leaves_by_path(state).items():
+    if jnp.issubdtype(leaf.dtype, jnp.inexact):
+      inexact[path] = leaf
   finite = jax.device_get(_are_finite(inexact))
   return [path for path in inexact if not finite[path]]
 
@@ -184,8 +204,9 @@ def literal(place: Any) -> Iterator[epath.Path]:
   # The folder of the steps, since the other hosts may not see the folder of a new step yet.
   folder = place.parent.parent
   descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+  below = pathlib.Path(place).relative_to(folder)
   try:
-    yield epath.Path(_DESCRIPTORS) / str(descriptor) / pathlib.Path(place).relative_to(folder)
+    yield epath.Path(_DESCRIPTORS) / str(descriptor) / below
   finally:
     os.close(descriptor)
 
@@ -213,7 +234,9 @@ def _readable(place: pathlib.Path) -> Iterator[epath.Path]:
 
 def _reason(error: Exception) -> str:
   cause = error.__cause__ or error  # more specific if Orbax has wrapped it
-  return without_descriptors(f'{type(cause).__name__}: {cause}'.splitlines()[0])[:300]
+  text = f'{type(cause).__name__}: {cause}'
+  first_line = text.splitlines()[0]
+  return without_descriptors(first_line)[:300]
 
 
 def _opened(place: epath.Path) -> dict[str, Any]:
@@ -221,12 +244,11 @@ def _opened(place: epath.Path) -> dict[str, Any]:
 
   `PyTreeCheckpointHandler.metadata` would describe them, too, but leaks 6 KiB for each array.
   """
-  listed = json.loads((place / '_METADATA').read_text())['tree_metadata'].values()
-  keys = [
-    [key['key'] for key in leaf['key_metadata']]
-    for leaf in listed
-    if leaf['value_metadata']['value_type'] == 'jax.Array'
-  ]
+  metadata = json.loads((place / '_METADATA').read_text())
+  keys = []
+  for leaf in metadata['tree_metadata'].values():
+    if leaf['value_metadata']['value_type'] == 'jax.Array':
+      keys.append([key['key'] for key in leaf['key_metadata']])
   base = {'driver': 'file', 'path': f'{place}/'}
   if is_bucket(place):
     bucket, _, folder = str(place).removeprefix(SCHEME).partition('/')
@@ -237,37 +259,47 @@ def _opened(place: epath.Path) -> dict[str, Any]:
     store = {'driver': 'ocdbt', 'base': base, 'path': f'{name}/'}
     return tensorstore.open({'driver': 'zarr', 'kvstore': store}, read=True, context=context)
 
+  # All are opened at once, then all are queried at once.
   opening = {'/'.join(key): open_array('.'.join(key)) for key in keys}
   arrays = {leaf: array.result() for leaf, array in opening.items()}
-  stored = {leaf: a.storage_statistics(query_fully_stored=True) for leaf, a in arrays.items()}
-  for leaf, statistics in stored.items():
-    if not statistics.result().fully_stored:
+  queries = {}
+  for leaf, array in arrays.items():
+    queries[leaf] = array.storage_statistics(query_fully_stored=True)
+  for leaf, query in queries.items():
+    if not query.result().fully_stored:
       raise ValueError(f'a part of {leaf} is missing')
   return arrays
 
 
 def _pieces(state: Any) -> list[_Piece]:
   """The pieces of a pytree of jax arrays that this process writes."""
-  shards = [
-    (path, shard)
-    for path, leaf in leaves_by_path(state).items()
-    for shard in leaf.addressable_shards
-    if shard.replica_id == 0
-  ]
+  shards = []
+  for path, leaf in leaves_by_path(state).items():
+    for shard in leaf.addressable_shards:
+      if shard.replica_id == 0:
+        shards.append((path, shard))
+
   with ThreadPoolExecutor(_READERS) as threads:
-    digests = threads.map(lambda found: _digest(found[1].data), shards)
-    return [(p, shard.index, digest) for (p, shard), digest in zip(shards, digests, strict=True)]
+    digests = list(threads.map(lambda shard: _digest(shard.data), [shard for _, shard in shards]))
+  return [
+    _Piece(path, shard.index, digest) for (path, shard), digest in zip(shards, digests, strict=True)
+  ]
 
 
 def _changed(arrays: Mapping[str, Any], written: Sequence[_Piece]) -> list[str]:
   """The paths of the leaves whose pieces, read from opened arrays, have other values."""
 
-  def changed(piece: _Piece) -> set[str]:
-    path, index, digest = piece
-    return set() if _digest(arrays[path][index].read().result()) == digest else {path}
+  def is_changed(piece: _Piece) -> bool:
+    array = arrays[piece.path][piece.index]
+    return _digest(array.read().result()) != piece.digest
 
   with ThreadPoolExecutor(_READERS) as threads:
-    return sorted(set().union(*threads.map(changed, written)))
+    verdicts = list(threads.map(is_changed, written))
+  changed = set()
+  for piece, verdict in zip(written, verdicts, strict=True):
+    if verdict:
+      changed.add(piece.path)
+  return sorted(changed)
 
 
 def _digest(array: Any) -> str:
@@ -277,12 +309,14 @@ def _digest(array: Any) -> str:
 
 def _differences(stored: Any, target: Any) -> list[str]:
   """A line for each of the first leaves whose shapes or dtypes differ between two pytrees."""
-  found, expected = _describe(stored), _describe(target)
-  different = [path for path in found | expected if found.get(path) != expected.get(path)]
-  lines = [
-    f'{path}: found {found.get(path, "nothing")}, expected {expected.get(path, "nothing")}'
-    for path in different
-  ]
+  found = _describe(stored)
+  expected = _describe(target)
+  lines = []
+  for path in found | expected:
+    if found.get(path) != expected.get(path):
+      found_form = found.get(path, 'nothing')
+      expected_form = expected.get(path, 'nothing')
+      lines.append(f'{path}: found {found_form}, expected {expected_form}')
   return errors.first_of(lines, _SHOWN)
 
 
@@ -292,10 +326,12 @@ def _describe(tree: Any) -> dict[str, str]:
   def is_empty(node):
     return node is None or (isinstance(node, dict | list | tuple) and not node)
 
-  return {
-    path: 'empty' if is_empty(leaf) else f'{np.dtype(leaf.dtype).name}{list(leaf.shape)}'
-    for path, leaf in leaves_by_path(tree, is_empty).items()
-  }
+  forms = {}
+  for path, leaf in leaves_by_path(tree, is_empty).items():
+    forms[path] = 'empty'
+    if not is_empty(leaf):
+      forms[path] = f'{np.dtype(leaf.dtype).name}{list(leaf.shape)}'
+  return forms
 
 
 def _shapes(tree: Any) -> Any:
@@ -320,5 +356,5 @@ def _hide_closed_loops() -> None:
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
-  """False for Orbax's messages except warnings: a dozen lines a save, stacks of what it raises."""
+  """False for Orbax's messages except warnings: a dozen lines a save, and stacks of its errors."""
   return record.levelno == logging.WARNING or '/orbax/' not in record.pathname
