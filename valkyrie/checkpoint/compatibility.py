@@ -163,7 +163,7 @@ def _is_record(found: Any) -> bool:
 
 
 def _is_stretch(value: Any) -> bool:
-  """Whether a value is [position, deal, rows]."""
+  """Whether a value is [step, position, rows], see `training.reading`."""
   if not isinstance(value, list) or len(value) != 3:
     return False
   return all(map(_is_count, value)) and _is_count(value[2], least=1)

@@ -328,8 +328,8 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
     nearest = None
     if jax.process_index() == 0:
       with state_files.checkpoint_errors(f'{self.directory} cannot be read'):
-        found = self._steps.find()
-        order = sorted(found, key=lambda step: (step < goal, abs(step - goal)))
+        saved = self._steps.find()
+        order = sorted(saved, key=lambda step: (step < goal, abs(step - goal)))
         nearest, _ = steps.first_valid(self._steps, order)
     return processes.exchange('nearest', nearest)[0]
 

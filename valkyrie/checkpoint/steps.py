@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 import contextlib
 import errno
 import hashlib
-import itertools
 import logging
 import math
 import os
@@ -26,7 +25,9 @@ from valkyrie.storage import owned
 from valkyrie.storage.lease import DiskLock, lock_holder
 from valkyrie.storage.run_directory import BucketDirectory, opened
 
-LATEST, BEST = 'latest', 'best'  # steps to read, beside numbers
+# Steps to read, beside numbers.
+LATEST = 'latest'
+BEST = 'best'
 _READERS = 4  # threads: hashing releases Python's lock
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _SHOWN = 3  # names of files of others
@@ -36,7 +37,9 @@ class DiskFiles:
   """The files of a step in a folder, as `manifest.Files`."""
 
   def __init__(self, place: pathlib.Path, sync: bool = False):
-    self._place, self._sync = place, sync  # each file to disk after its digest
+    """With `sync`, `digests` flushes each file to disk."""
+    self._place = place
+    self._sync = sync
 
   def read(self, name: str) -> bytes:
     with _named(self._place / name):
@@ -49,8 +52,11 @@ class DiskFiles:
 
   def names(self) -> list[str]:
     # A link to a folder is listed: its files would be read, and are not in the manifest.
-    found = (path for path in self._place.rglob('*') if path.is_symlink() or not path.is_dir())
-    return sorted(path.relative_to(self._place).as_posix() for path in found)
+    names = []
+    for path in self._place.rglob('*'):
+      if path.is_symlink() or not path.is_dir():
+        names.append(path.relative_to(self._place).as_posix())
+    return sorted(names)
 
   def digests(self, names: Iterable[str], algorithm: str) -> Iterator[str]:
     def of_file(name):
@@ -77,8 +83,10 @@ class DiskSteps:
 
   def find(self) -> list[int]:
     """The steps in order, valid or damaged; raises StorageError if one is a symbolic link."""
+    if not self.place.is_dir():
+      return []
     steps = []
-    for place in self.place.iterdir() if self.place.is_dir() else ():
+    for place in self.place.iterdir():
       if is_step(place.name):
         if place.is_symlink():
           raise StorageError(
@@ -134,7 +142,8 @@ class DiskSteps:
 
   def _token(self) -> str:
     """The random digits of the trainer, by which all of its processes name folders."""
-    return self.holder().rpartition(' ')[2].strip()
+    _, _, digits = self.holder().rpartition(' ')
+    return digits.strip()
 
   def open(self) -> None:
     """Creates the checkpoint folder. This method and all below require the lock."""
@@ -158,7 +167,7 @@ class DiskSteps:
     write_manifest(place, step)
     owned.remove_mark(place)
     if self.is_saved(step):
-      self._put_away(self.path(step), step)  # of a save that failed after its rename
+      self._put_away(self.path(step), step)  # a save has failed after its rename
     elif os.path.lexists(self.path(step)):
       self.set_aside({step: 'somebody else has made it'})
     owned.move(place, self.path(step))
@@ -199,27 +208,35 @@ class DiskSteps:
     if not os.path.lexists(place):
       return
     token = self._token()
-    numbers = itertools.chain([''], (f'.{copies}' for copies in itertools.count(1)))
-    names = (place.with_name(f'{step}{number}.deleted-{token}') for number in numbers)
-    owned.move(place, next(name for name in names if not os.path.lexists(name)))
+
+    def target(name: str) -> pathlib.Path:
+      return place.with_name(f'{name}.deleted-{token}')
+
+    name = manifest.free(str(step), lambda name: os.path.lexists(target(name)))
+    owned.move(place, target(name))
 
   def _delete(self, place: pathlib.Path, step: int) -> list[str]:
-    """Deletes what this program has made of a step in a folder; returns what else is there."""
+    """Deletes the files of a step that this program has made; returns the others."""
     # The mark has the folder's first name: a folder that was put away has only its manifest.
     if owned.delete_marked(place):
       return []
     names = manifest.recorded(DiskFiles(place), step)
     if not names and DiskFiles(place).names() == [owned.MARK]:
-      names = [owned.MARK]  # half a mark, of a full disk or a kill
+      names = [owned.MARK]  # half a mark, left by a full disk or a kill
     owned.delete_recorded(place, names)
     owned.delete_empty(place)
-    return DiskFiles(place).names() if place.is_dir() else []
+    if not place.is_dir():
+      return []
+    return DiskFiles(place).names()
 
   def others(self) -> list[str]:
     """The names beside the steps that no save and no deletion of this version has made."""
-    names = sorted(place.name for place in self.place.iterdir())
-    ours = (SET_ASIDE,)
-    return [n for n in names if not is_step(n) and manifest.litter_of(n) is None and n not in ours]
+    others = []
+    for place in self.place.iterdir():
+      is_litter = manifest.litter_of(place.name) is not None
+      if not is_step(place.name) and not is_litter and place.name != SET_ASIDE:
+        others.append(place.name)
+    return sorted(others)
 
   def set_aside(self, damaged: Mapping[int, str]) -> None:
     """Moves damaged steps, beside earlier ones of the same number, and logs {step: damage}."""
@@ -250,7 +267,9 @@ Lock = DiskLock | BucketLock
 def steps_of(model_dir: str | os.PathLike) -> Steps:
   """The steps of a run, not read yet; for the argument and errors see `opened`."""
   directory = opened(model_dir)
-  return BucketSteps(directory) if isinstance(directory, BucketDirectory) else DiskSteps(directory)
+  if isinstance(directory, BucketDirectory):
+    return BucketSteps(directory)
+  return DiskSteps(directory)
 
 
 def first_valid(steps: Steps, order: Iterable[int]) -> tuple[int | None, dict[int, str]]:
@@ -281,18 +300,19 @@ def first_valid(steps: Steps, order: Iterable[int]) -> tuple[int | None, dict[in
 
 def in_order_of_preference(steps: Steps, step: str) -> list[int]:
   """The steps to read for LATEST, BEST or a number; ConfigurationError if there is none."""
-  found = steps.find()
+  saved = steps.find()
   if step == LATEST:
-    return found[::-1]
+    return saved[::-1]
   if step == BEST:
-    chosen = best_first(steps, found)
+    chosen = best_first(steps, saved)
+    missing = 'step with a validation loss'
   else:
-    chosen = [saved for saved in found if str(saved) == step]
+    chosen = [number for number in saved if str(number) == step]
+    missing = f'step {step}'
   if not chosen:
-    missing = 'step with a validation loss' if step == BEST else f'step {step}'
+    present = ', '.join(map(str, saved)) or 'no steps'
     raise ConfigurationError(
-      f'{steps.place} has no {missing}. It has {", ".join(map(str, found)) or "no steps"}. '
-      'Name one of these, or latest.'
+      f'{steps.place} has no {missing}. It has {present}. Name one of these, or latest.'
     )
   return chosen
 
@@ -322,8 +342,11 @@ def write_manifest(place: pathlib.Path, step: int) -> None:
   digests = dict(zip(names, files.digests(names, manifest.SHA256), strict=True))
   file = place / manifest.name(manifest.SHA256)
   file.write_bytes(manifest.content(step, digests))
-  for path in (file, place, *(path for path in place.rglob('*') if path.is_dir())):
-    sync(path)
+  sync(file)
+  sync(place)
+  for path in place.rglob('*'):
+    if path.is_dir():
+      sync(path)
 
 
 def sync(path: pathlib.Path) -> None:

@@ -25,7 +25,7 @@ from valkyrie.storage.lease import Changed
 
 SCHEME = 'gs://'
 _NOT_LITERAL = re.compile(r'[\[*?#]|/gs:/')
-_FOLDERS = ('/', '_$folder$')  # end objects by which consoles, mounts and Hadoop mark folders
+_FOLDERS = ('/', '_$folder$')  # the ends of names by which consoles, mounts and Hadoop mark folders
 _AT_ONCE = 8  # requests
 
 
@@ -78,22 +78,24 @@ class Bucket:
 
   def objects(self, below: str = '') -> dict[str, Object]:
     """The objects whose names begin with `below`, in the order of their names."""
-    return self.browse(below, None)[0]
+    objects, _ = self.browse(below, None)
+    return objects
 
   def browse(
     self, below: str = '', delimiter: str | None = '/'
   ) -> tuple[dict[str, Object], list[str]]:
     """The objects whose names begin with `below`, as far as the next delimiter, and the folders."""
-    objects, folders, start = {}, [], len(self._prefix)
+    objects: dict[str, Object] = {}
+    folders: list[str] = []
     query: dict[str, Any] = {'prefix': self._prefix + below, 'delimiter': delimiter}
     while True:
       page = self._client.call('GET', 'b/{}/o', self._bucket, json_out=True, **query)
-      for found in page.get('items', ()):
-        if not found['name'].endswith(_FOLDERS):
-          md5 = base64.b64decode(found['md5Hash']).hex() if 'md5Hash' in found else None
-          made = Object(int(found['size']), md5, int(found['generation']))
-          objects[found['name'][start:]] = made
-      folders += [name[start:] for name in page.get('prefixes', ())]
+      for item in page.get('items', ()):
+        name = item['name']
+        if not name.endswith(_FOLDERS):
+          objects[name.removeprefix(self._prefix)] = _object(item)
+      for name in page.get('prefixes', ()):
+        folders.append(name.removeprefix(self._prefix))
       if 'nextPageToken' not in page:
         return objects, folders
       query['pageToken'] = page['nextPageToken']
@@ -102,7 +104,8 @@ class Bucket:
     """The content of an object, and its generation."""
     headers, content = self._call('GET', name, alt='media')
     hashes = ','.join(headers.getall('X-Goog-Hash', ()))
-    if (md5 := re.search(r'md5=([^, ]+)', hashes)) and md5[1] != _md5(content):
+    md5 = re.search(r'md5=([^, ]+)', hashes)
+    if md5 and md5[1] != _md5(content):
       raise OSError(errno.EIO, 'it has another MD5 than was sent', f'{self.address}/{name}')
     return content, int(headers['X-Goog-Generation'])
 
@@ -112,10 +115,13 @@ class Bucket:
     `replaces` is the generation that must be there, 0 for none; None replaces any. Raises Changed
     if another one is there, with another content.
     """
-    mark = uuid.uuid4().hex
-    fields = json.dumps({'md5Hash': _md5(content)})  # which the service compares
-    parts = ('application/json', fields.encode()), ('application/octet-stream', content)
-    lines = [f'--{mark}\r\nContent-Type: {kind}\r\n\r\n'.encode() + part for kind, part in parts]
+    boundary = uuid.uuid4().hex
+    fields = json.dumps({'md5Hash': _md5(content)})  # the service compares it
+    parts = [
+      _part(boundary, 'application/json', fields.encode()),
+      _part(boundary, 'application/octet-stream', content),
+      f'--{boundary}--'.encode(),
+    ]
     place = self._client.base.removesuffix('storage/v1/') + 'upload/storage/v1/b/{}/o'
     try:
       made = self._client.call(
@@ -125,32 +131,36 @@ class Bucket:
         uploadType='multipart',
         name=self._prefix + name,
         ifGenerationMatch=replaces,
-        headers={'Content-Type': f'multipart/related; boundary={mark}'},
-        data=b'\r\n'.join([*lines, f'--{mark}--'.encode()]),
+        headers={'Content-Type': f'multipart/related; boundary={boundary}'},
+        data=b'\r\n'.join(parts),
         json_out=True,
       )
       return int(made['generation'])
-    except Changed:  # by this very write, if the answer to it got lost
-      found, generation = self.read(name)
-      if found != content:
+    except Changed:  # perhaps by this very write, if the answer to it got lost
+      present, generation = self.read(name)
+      if present != content:
         raise
       return generation
 
   def append(self, name: str, content: bytes) -> None:
     """Appends to an object, or creates it; several writers can do so at once."""
-    part, is_appended = f'{name}.{uuid.uuid4().hex}', False
-    uploaded = Object(len(content), None, self.write(part, content))
+    part = f'{name}.{uuid.uuid4().hex}'
+    generation = self.write(part, content)
+    uploaded = Object(len(content), None, generation)
+    is_appended = False
     try:
       while not is_appended:
-        before = self.objects(name).get(name, Object(0, None, 0))
-        sources = [name, part] if before.generation else [part]
-        parts = [{'name': self._prefix + source} for source in sources]
+        earlier = self.objects(name).get(name, Object(0, None, 0))
+        parts = [{'name': self._prefix + part}]
+        if earlier.generation:
+          parts.insert(0, {'name': self._prefix + name})
         body = {'sourceObjects': parts, 'destination': {'contentType': 'application/octet-stream'}}
         try:
-          self._call('POST', name, '/compose', json=body, ifGenerationMatch=before.generation)
+          self._call('POST', name, '/compose', json=body, ifGenerationMatch=earlier.generation)
           is_appended = True
         except Changed:  # by another writer, or by this one, to whom the answer got lost
-          is_appended = self.read(name)[0][before.size : before.size + len(content)] == content
+          present, _ = self.read(name)
+          is_appended = present[earlier.size : earlier.size + len(content)] == content
     finally:
       self.delete({part: uploaded})
 
@@ -158,9 +168,10 @@ class Bucket:
     """Copies objects below `source` to below `target`; Changed if one there has another content."""
 
     def copy_one(name: str) -> None:
-      copied, answer = target + name.removeprefix(source), {'done': False}
+      copied = target + name.removeprefix(source)
+      answer = {'done': False}
       try:
-        while not answer['done']:  # of a large object, or to another place
+        while not answer['done']:  # a large object takes several requests
           answer = self._call(
             'POST',
             name,
@@ -169,7 +180,7 @@ class Bucket:
             self._prefix + copied,
             rewriteToken=answer.get('rewriteToken'),
             ifGenerationMatch=0,
-            headers={'Content-Type': 'application/json'},  # of a body that is empty
+            headers={'Content-Type': 'application/json'},  # although the body is empty
             json_out=True,
           )
       except Changed:  # unless the answer to this copy got lost
@@ -195,6 +206,19 @@ class Bucket:
     """Sends a request about an object; `more` fills the places in `action`."""
     names = self._bucket, self._prefix + name, *more
     return self._client.call(method, 'b/{}/o/{}' + action, *names, **options)
+
+
+def _object(item: Mapping[str, Any]) -> Object:
+  """The object that an item of a listing describes."""
+  md5 = None
+  if 'md5Hash' in item:
+    md5 = base64.b64decode(item['md5Hash']).hex()
+  return Object(int(item['size']), md5, int(item['generation']))
+
+
+def _part(boundary: str, kind: str, content: bytes) -> bytes:
+  """A part of a request with several parts."""
+  return f'--{boundary}\r\nContent-Type: {kind}\r\n\r\n'.encode() + content
 
 
 def _md5(content: bytes) -> str:

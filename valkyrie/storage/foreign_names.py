@@ -5,7 +5,8 @@ from typing import Any
 
 from valkyrie.errors import StorageError, ValkyrieError
 
-_LONGEST, _LONGEST_PART = 1024, 255  # bytes: of an object's name, of a file's
+_LONGEST = 1024  # bytes of an object's name
+_LONGEST_PART = 255  # bytes of a file's name
 # A backslash separates folders on other systems. Surrogates are bytes that are not UTF-8.
 _PART = r'(?!\.\.?(?:/|\Z))[^/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]+'
 _NAME = re.compile(rf'{_PART}(?:/{_PART})*')
@@ -18,8 +19,9 @@ def is_below(name: Any) -> bool:
   """
   if not isinstance(name, str) or not _NAME.fullmatch(name):
     return False
-  parts = [len(part.encode()) for part in name.split('/')]
-  return max(parts) <= _LONGEST_PART and sum(parts) + len(parts) - 1 <= _LONGEST
+  if len(name.encode()) > _LONGEST:
+    return False
+  return all(len(part.encode()) <= _LONGEST_PART for part in name.split('/'))
 
 
 def checked(

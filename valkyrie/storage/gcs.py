@@ -34,12 +34,17 @@ class Client(GCSFileSystem):
     # An emulator has no accounts, and a refresh of a token would block the thread of all requests.
     if os.environ.get('STORAGE_EMULATOR_HOST'):
       options['token'] = 'anon'
-    super().__init__(**{'use_listings_cache': False, 'requests_timeout': _SILENCE} | options)
+    defaults: dict[str, Any] = {'use_listings_cache': False, 'requests_timeout': _SILENCE}
+    super().__init__(**defaults | options)
 
   async def _call(self, method: str, path: str, *args: str, **options: Any) -> Any:
     """Sends a request about the bucket and the object in `args`; see the class for errors."""
-    names = [*args, options['name']] if 'name' in options else args
-    place = f'gs://{"/".join(names)}' if names else path
+    names = list(args)
+    if 'name' in options:
+      names.append(options['name'])
+    place = path
+    if names:
+      place = f'gs://{"/".join(names)}'
     try:
       return await asyncio.wait_for(super()._call(method, path, *args, **options), self.timeout)
     except FileNotFoundError as error:
@@ -72,4 +77,5 @@ def connected(address: str, anonymous: bool = False, timeout: float | None = Non
   logging.getLogger('gcsfs').setLevel(logging.CRITICAL)  # it logs a stack for errors that it raises
   advice = 'Give this machine a service account, or run: gcloud auth application-default login'
   with storage_errors(f'{address} cannot be opened', advice, also=(GoogleAuthError,)):
-    return Client(token='anon' if anonymous else 'google_default', timeout=timeout)
+    token = 'anon' if anonymous else 'google_default'
+    return Client(token=token, timeout=timeout)

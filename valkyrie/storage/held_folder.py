@@ -1,4 +1,4 @@
-"""The folders of runs in which this process works: what it writes there goes there, or nowhere.
+"""The folders of runs in which this process works. It writes into these very folders, or fails.
 
 A run lasts for days, and its path may meanwhile name another folder, after `mv` or when a link was
 changed. A process therefore holds the folder itself by a descriptor, from its lock or its start on.
@@ -54,14 +54,14 @@ _held: list[HeldFolder] = []  # by this process; the last one of a path counts
 def held(folder: str | os.PathLike) -> Iterator[None]:
   """A context in which this process holds a folder, if there is one."""
   try:
-    found = HeldFolder(folder)
+    held_folder = HeldFolder(folder)
   except OSError:  # there is none, or it cannot be read: whoever needs it says so
     yield
     return
   try:
     yield
   finally:
-    found.release()
+    held_folder.release()
 
 
 def place(path: str | os.PathLike) -> pathlib.Path:
@@ -69,22 +69,25 @@ def place(path: str | os.PathLike) -> pathlib.Path:
 
   Raises a StorageError if that folder no longer belongs to this process.
   """
-  folder = _around(path)
+  folder = _folder_of(path)
   if folder is None:
     return pathlib.Path(path)
   folder.check()
-  return folder.reach() / pathlib.Path(os.path.abspath(path)).relative_to(folder.path)
+  absolute = pathlib.Path(os.path.abspath(path))
+  return folder.reach() / absolute.relative_to(folder.path)
 
 
 def check(path: str | os.PathLike) -> None:
   """Raises a StorageError if an open file is in a folder that no longer belongs to this process."""
-  folder = _around(path)
+  folder = _folder_of(path)
   if folder is not None:
     folder.check()
 
 
-def _around(path: str | os.PathLike) -> HeldFolder | None:
+def _folder_of(path: str | os.PathLike) -> HeldFolder | None:
   """The held folder in which a file is, None if there is none."""
   absolute = pathlib.Path(os.path.abspath(path))
-  around = [folder for folder in _held if absolute.is_relative_to(folder.path)]
-  return around[-1] if around else None
+  for folder in reversed(_held):
+    if absolute.is_relative_to(folder.path):
+      return folder
+  return None

@@ -1,6 +1,6 @@
-"""The one place that replaces and deletes files and folders, and that knows what this program made.
+"""The one place that replaces and deletes files and folders, and only what this program made.
 
-Three things tell what this program made; a path or the look of a name never does.
+Three things prove that this program made a file; a path or the look of a name never does.
 
 1. A temporary name, which only this module makes. What is written has such a name until it is
    complete, and its writer holds a lock on it, which the system frees when the process ends. A
@@ -117,10 +117,10 @@ def remove_litter(folder: pathlib.Path) -> None:
   """
   with contextlib.suppress(OSError):  # the folder does not exist yet, or cannot be listed
     for name in os.listdir(folder):
-      made = _parts(name)
-      if made is not None:
+      parts = _parts(name)
+      if parts is not None:
         with contextlib.suppress(OSError):
-          _remove_abandoned(folder / name, is_local=made[2].endswith(_machine()))
+          _remove_abandoned(folder / name, is_local=parts[2].endswith(_machine()))
 
 
 def is_temporary(name: str) -> bool:
@@ -130,8 +130,12 @@ def is_temporary(name: str) -> bool:
 
 def unfinished(folder: pathlib.Path, name: str) -> list[pathlib.Path]:
   """What has a temporary name for `name`; after `remove_litter`, a living process has made it."""
-  made = {entry: _parts(entry) for entry in os.listdir(folder)}
-  return [folder / entry for entry, parts in made.items() if parts and parts[1] == name]
+  places = []
+  for entry in os.listdir(folder):
+    parts = _parts(entry)
+    if parts is not None and parts[1] == name:
+      places.append(folder / entry)
+  return places
 
 
 def mark(folder: pathlib.Path) -> None:
@@ -346,8 +350,10 @@ def _temporary_name(name: str) -> str:
 
 def _parts(name: str) -> re.Match[str] | None:
   """The match of a temporary name that this module has made: NAME, digits and check digits."""
-  made = _TEMPORARY.fullmatch(name)
-  return made if made and made[3] == _check_digits(made[1], made[2]) else None
+  match = _TEMPORARY.fullmatch(name)
+  if match is None or match[3] != _check_digits(match[1], match[2]):
+    return None
+  return match
 
 
 def _check_digits(name: str, digits: str) -> str:

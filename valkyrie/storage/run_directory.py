@@ -15,7 +15,7 @@ from valkyrie.storage.bucket import Bucket, is_bucket
 _SECONDS = 30.0  # between two uploads
 # The other files are copied, since processes read them and append to them.
 _NOT_COPIED = {'checkpoints/', 'set_aside/', 'profile/'}
-_EVENTS = 'events.out.tfevents'  # each process writes files of its own
+_EVENTS = 'events.out.tfevents'  # begins the files of TensorBoard; each process has different ones
 
 
 class BucketDirectory(os.PathLike):
@@ -31,11 +31,12 @@ class BucketDirectory(os.PathLike):
     advice = 'Make room, or set TMPDIR to a folder that can be written.'
     with storage_errors(f'The local copy of {address} has no place', advice):
       self._folder = tempfile.TemporaryDirectory(prefix='valkyrie-', ignore_cleanup_errors=True)
-      self._local = pathlib.Path(self._folder.name, address.rstrip('/').rpartition('/')[2])
+      _, _, name = address.rstrip('/').rpartition('/')
+      self._local = pathlib.Path(self._folder.name, name)
       self._local.mkdir()
     # {name: size and time of a file when it was last equal to its object, up to a part of a line}
     self._equal: dict[str, tuple[int, int]] = {}
-    self._one = threading.Lock()  # upload at a time
+    self._uploading = threading.Lock()
     self.copy()
 
   def __fspath__(self) -> str:
@@ -62,36 +63,37 @@ class BucketDirectory(os.PathLike):
         if _EVENTS not in file.name and file.suffix != '.lock':
           with contextlib.suppress(FileNotFoundError):  # a process has deleted it meanwhile
             content, _ = self.bucket.read(name)
-            if content:  # else it may be the mark of a folder
+            if content:  # an empty object may be the mark of a folder
               file.parent.mkdir(parents=True, exist_ok=True)
               file.write_bytes(content)
               self._equal[name] = len(content), file.stat().st_mtime_ns
 
   def upload(self) -> None:
     """Uploads the files that have changed; raises OSError."""
-    with self._one:
+    with self._uploading:
       for file in sorted(self._local.rglob('*')):
-        parts = file.relative_to(self._local).parts
-        if file.is_file() and not any(map(owned.is_temporary, parts)):
-          self._upload(file.relative_to(self._local).as_posix(), file)
+        path = file.relative_to(self._local)
+        if file.is_file() and not any(map(owned.is_temporary, path.parts)):
+          self._upload(path.as_posix(), file)
 
   def _upload(self, name: str, file: pathlib.Path) -> None:
-    before, now = self._equal.get(name, (0, 0)), file.stat()
-    if before == (now.st_size, now.st_mtime_ns):
+    uploaded_size, uploaded_time = self._equal.get(name, (0, 0))
+    status = file.stat()
+    if (uploaded_size, uploaded_time) == (status.st_size, status.st_mtime_ns):
       return
     grows = file.suffix == '.jsonl' or file.name == 'log.txt' or _EVENTS in file.name
-    grown = grows and before[0] <= now.st_size
-    begin = before[0] if grown else 0
+    has_grown = grows and uploaded_size <= status.st_size
+    begin = uploaded_size if has_grown else 0
     with open(file, 'rb') as stream:
       stream.seek(begin)
-      content = stream.read(now.st_size - begin)
+      content = stream.read(status.st_size - begin)
     if file.suffix == '.jsonl':  # the object never ends within a line
       content = content[: content.rfind(b'\n') + 1]
-    if not grown:
+    if not has_grown:
       self.bucket.write(name, content)
     elif content:  # another process, such as an evaluation of this run, may add to it, too
       self.bucket.append(name, content)
-    self._equal[name] = begin + len(content), now.st_mtime_ns
+    self._equal[name] = (begin + len(content), status.st_mtime_ns)
 
 
 def opened(model_dir: str | os.PathLike) -> 'str | BucketDirectory':
@@ -102,7 +104,9 @@ def opened(model_dir: str | os.PathLike) -> 'str | BucketDirectory':
   if isinstance(model_dir, BucketDirectory):
     return model_dir
   path = os.fspath(model_dir)
-  return BucketDirectory(path) if is_bucket(path) else usable_path('--model_dir', path)
+  if is_bucket(path):
+    return BucketDirectory(path)
+  return usable_path('--model_dir', path)
 
 
 @contextlib.contextmanager
@@ -114,17 +118,17 @@ def uploaded(model_dir: str | os.PathLike) -> Iterator[None]:
   if not isinstance(model_dir, BucketDirectory):
     yield
     return
-  over = threading.Event()
+  has_ended = threading.Event()
 
   def upload_often() -> None:
-    while not over.wait(_SECONDS):
+    while not has_ended.wait(_SECONDS):
       try:
         model_dir.upload()
       except OSError as error:
         logging.warning('%s cannot be written (%s); it is tried again', model_dir, reason_of(error))
 
   def end() -> None:
-    over.set()
+    has_ended.set()
     thread.join()
     advice = 'Saved steps are not lost: run the same command again to continue from the newest.'
     with storage_errors(f'The last metrics and logs of {model_dir} are lost', advice):

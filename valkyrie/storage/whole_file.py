@@ -11,5 +11,7 @@ def write(path: pathlib.Path, content: bytes | str, advice: str = 'Make room the
   with storage_errors(f'{path} cannot be written', advice):
     place = held_folder.place(path)
     place.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(content, str):
+      content = content.encode()
     with owned.new_file(place) as file:
-      file.write(content.encode() if isinstance(content, str) else content)
+      file.write(content)
