@@ -24,9 +24,10 @@ RUN_MACROS = frozenset({
 })  # fmt: skip
 
 # {complete name: value}
-_OPTAX = {
-  f'{m.__name__}.{name}': getattr(m, name) for m in (optax, optax.contrib) for name in dir(m)
-}
+_OPTAX: dict[str, Any] = {}
+for _module in (optax, optax.contrib):
+  for _name in dir(_module):
+    _OPTAX[f'{_module.__name__}.{_name}'] = getattr(_module, _name)
 
 # {(scope, complete selector, parameter): statement}, with gin's keys; the key of a macro is
 # (name, 'gin.macro', 'value').
@@ -34,14 +35,18 @@ Effective = dict[tuple[str, str, str], parse.Statement]
 
 
 def check_macros(bindings: Sequence[parse.Statement], effective: Effective) -> None:
-  """Checks that bindings read the macros: bindings in force the flags' macros, any the files'."""
+  """Checks that macros are used.
+
+  An active binding must read the macro of a flag, and any binding the macro of a file.
+  """
   macros = parse.macros_of(effective.values())
   used = parse.macros_in([item.parsed.value for item in bindings], {})
   in_force = [item.parsed.value for item in effective.values() if not item.is_macro]
   read = parse.macros_in(in_force, macros)
   defined = {item.name for item in bindings if item.is_macro and not item.is_flag}
   for statement in bindings:
-    name, where = statement.name, statement.where
+    name = statement.name
+    where = statement.where
     if not statement.is_macro or name in read:
       continue
     if not statement.is_flag:
@@ -55,8 +60,10 @@ def check_macros(bindings: Sequence[parse.Statement], effective: Effective) -> N
         f'{where} has no effect: no binding in force reads %{name}. Leave it out.'
       )
     else:
+      hint = did_you_mean(name, used | defined)
       same = [item.name for item in bindings if item.parsed.arg_name == name]
-      hint = f' Did you mean {same[0]}?' if same else did_you_mean(name, used | defined)
+      if same:
+        hint = f' Did you mean {same[0]}?'
       raise ConfigurationError(
         f'{where}: no gin file defines or reads a macro {name!r}.{hint} '
         f'The macros are {", ".join(sorted(used | defined))}.'
@@ -76,12 +83,7 @@ def effective_bindings(statements: Sequence[parse.Statement]) -> Effective:
     configurable = find(parsed.selector, statement.where)
     if not statement.is_binding:  # the head of an indented block
       continue
-    parameters = parameters_of(configurable.wrapped)
-    variadic = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())
-    denied = configurable.denylist or ()
-    known = [name for name in configurable.allowlist or parameters if name not in denied]
-    if variadic and not configurable.allowlist and parsed.arg_name not in denied:
-      known.append(parsed.arg_name)
+    known = _parameters_to_bind(configurable, parsed.arg_name)
     if parsed.arg_name not in known:
       raise ConfigurationError(
         f'{statement.where}: {parsed.selector} has no parameter {parsed.arg_name!r} to bind.'
@@ -91,11 +93,25 @@ def effective_bindings(statements: Sequence[parse.Statement]) -> Effective:
   return effective
 
 
+def _parameters_to_bind(configurable: gin_config.Configurable, name: str) -> list[str]:
+  """The parameters that may be bound; with **kwargs also the named one."""
+  parameters = parameters_of(configurable.wrapped)
+  denied = configurable.denylist or ()
+  candidates = configurable.allowlist or parameters
+  known = [parameter for parameter in candidates if parameter not in denied]
+  kinds = [parameter.kind for parameter in parameters.values()]
+  takes_any = inspect.Parameter.VAR_KEYWORD in kinds and not configurable.allowlist
+  if takes_any and name not in denied:
+    known.append(name)
+  return known
+
+
 def check_references(effective: Effective) -> None:
   """Checks that references, macros and secrets have values."""
   macros = parse.macros_of(effective.values())
   for statement in effective.values():
-    where, name = statement.where, statement.name
+    where = statement.where
+    name = statement.name
     for leaf in parse.leaves(statement.parsed.value):
       if isinstance(leaf, parse.Reference):
         find(leaf.name, where)
@@ -133,12 +149,17 @@ def check_tasks(effective: Effective, allowed: Sequence[str]) -> None:
     if parameter not in ('task', 'sources'):
       continue
     value, source = parse.resolve(statement.parsed.value, macros)
-    of_sources = list(value.values()) if isinstance(value, dict) else [{'task': value}]
-    named = [found['task'] for found in of_sources if isinstance(found, dict) and 'task' in found]
-    for task, inner in (parse.resolve(found, macros) for found in named):
-      from_statement = inner or source or statement
+    sources = [{'task': value}]
+    if isinstance(value, dict):
+      sources = value.values()
+    for arguments in sources:
+      if not isinstance(arguments, dict) or 'task' not in arguments:
+        continue
+      task, inner_source = parse.resolve(arguments['task'], macros)
+      from_statement = inner_source or source or statement
       if isinstance(task, str) and ':' in task and not from_statement.is_flag:
-        parse.check_package(task.partition(':')[0], from_statement.where, allowed)
+        module, _, _ = task.partition(':')
+        parse.check_package(module, from_statement.where, allowed)
 
 
 def check_buildable(leaf: parse.Reference, where: str, effective: Effective) -> None:
@@ -146,16 +167,18 @@ def check_buildable(leaf: parse.Reference, where: str, effective: Effective) -> 
   part = find(leaf.name, where).wrapped
   # Subclasses that inherit a constructor use the bindings of their base class. A surrounding scope
   # may supply the value too, so a binding in any scope is enough.
-  classes = inspect.getmro(part) if inspect.isclass(part) else (part,)
-  made = constructor(part)
-  selectors = {
-    name
-    for name, known in gin_config._REGISTRY.items()
-    if known.wrapped in classes and constructor(known.wrapped) is made
-  }
+  classes = (part,)
+  if inspect.isclass(part):
+    classes = inspect.getmro(part)
+  part_constructor = constructor(part)
+  selectors = set()
+  for name, known in gin_config._REGISTRY.items():
+    if known.wrapped in classes and constructor(known.wrapped) is part_constructor:
+      selectors.add(name)
   bound = {parameter for _, selector, parameter in effective if selector in selectors}
   for parameter in missing(part, bound):
-    binding = f'{leaf.name.rsplit("/", 1)[-1]}.{parameter}'
+    _, _, selector = leaf.name.rpartition('/')
+    binding = f'{selector}.{parameter}'
     raise ConfigurationError(
       f'{where}: {leaf} cannot be built, since {binding} has no value. Add `{binding} = ...` to '
       'the gin file.'
@@ -168,15 +191,16 @@ def find(name: str, where: str = '') -> gin_config.Configurable:
   An unknown or ambiguous name raises a ConfigurationError, whose message begins with `where`.
   """
   registry = gin_config._REGISTRY
-  selector = name.rsplit('/', 1)[-1]
+  _, _, selector = name.rpartition('/')
   matches = registry.matching_selectors(selector)
   if not matches:
-    for dotted in (name for name in _OPTAX if selector in (name, name.rpartition('.')[2])):
-      if callable(function := _OPTAX[dotted]):
-        module, _, short = dotted.rpartition('.')
+    for complete, function in _OPTAX.items():
+      module, _, short = complete.rpartition('.')
+      if selector in (complete, short) and callable(function):
         gin.external_configurable(function, name=short, module=module)
-        return registry[dotted]
-    known = {registry.minimal_selector(complete) for complete, _ in registry.items()} | {*_OPTAX}
+        return registry[complete]
+    known = {registry.minimal_selector(complete) for complete, _ in registry.items()}
+    known.update(_OPTAX)
     raise ConfigurationError(
       f'{where}: there is no configurable {selector!r}.{did_you_mean(selector, known)}'
     )
@@ -190,8 +214,9 @@ def find(name: str, where: str = '') -> gin_config.Configurable:
 def constructor(function: Callable) -> Callable:
   """A function, or the constructor of a class, without gin's wrappers."""
   # A metaclass, such as Haiku's, may hide the signature of the class itself.
-  is_class = inspect.isclass(function)
-  callee: Any = gin_config._find_class_construction_fn(function) if is_class else function
+  callee: Any = function
+  if inspect.isclass(function):
+    callee = gin_config._find_class_construction_fn(function)
   return inspect.unwrap(callee)
 
 
@@ -206,16 +231,18 @@ def parameters_of(function: Callable) -> dict[str, inspect.Parameter]:
   except ValueError:  # a builtin without a signature
     return {}
   parameters = list(signature.parameters.items())
-  return dict(parameters[1:] if is_class else parameters)  # without self, or __new__'s class
+  if is_class:
+    del parameters[0]  # self, or the class of __new__
+  return dict(parameters)
 
 
 def missing(function: Callable, given: Collection[str]) -> list[str]:
   """The names of the parameters that have no default and are not `given`."""
   variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-  return [
-    name
-    for name, parameter in parameters_of(function).items()
-    if (parameter.default is inspect.Parameter.empty or parameter.default is gin.REQUIRED)
-    and parameter.kind not in variadic
-    and name not in given
-  ]
+  names = []
+  for name, parameter in parameters_of(function).items():
+    default = parameter.default
+    is_required = default is inspect.Parameter.empty or default is gin.REQUIRED
+    if is_required and parameter.kind not in variadic and name not in given:
+      names.append(name)
+  return names

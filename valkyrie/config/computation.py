@@ -4,9 +4,9 @@ A checkpoint records them: a resumed run must have the same ones, and so must al
 run. Logging, evaluation and hooks are not among them.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 import inspect
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from gin import config as gin_config
 
@@ -25,10 +25,13 @@ def may_change_on_resume(*parameters: str) -> Callable[[_Configurable], _Configu
 
   def declare(configurable: _Configurable) -> _Configurable:
     known = parameters_of(configurable).keys()
-    if unknown := set(parameters) - known:
+    unknown = set(parameters) - known
+    if unknown:
       raise ValueError(f'{configurable.__name__} has no parameter {", ".join(sorted(unknown))}.')
-    target = inspect.unwrap(configurable)  # which gin keeps in its registry
-    setattr(target, _DECLARED, {*getattr(target, _DECLARED, ()), *(parameters or known)})
+    target = inspect.unwrap(configurable)  # gin keeps it in its registry
+    declared: set[str] = set(getattr(target, _DECLARED, ()))
+    declared.update(parameters or known)
+    setattr(target, _DECLARED, declared)
     return configurable
 
   return declare
@@ -44,60 +47,91 @@ def computation(bindings: Mapping[str, Any]) -> dict[str, Any]:
     `Evaluator.feed = @validation/TaskFeed` every `validation/TaskFeed.*`.
   The default of an unbound parameter is a reference too.
   """
-  registry = gin_config._REGISTRY
-  bound = {**default_references(), **bindings}
-  references = [
-    (name, *_scope_and_selector(leaf[1:].removesuffix('()')))
-    for name, value in bound.items()
-    for leaf in leaves(value)
-    if isinstance(leaf, str) and leaf.startswith('@')
-  ]
-  left_out, referrers = set(), {}
+  bound: dict[str, Any] = {**default_references(), **bindings}
+  references = list(_references(bound))
+  left_out: set[str] = set()
+  referrers: dict[str, set[str]] = {}  # the bindings that refer to the part of each binding
   for name in bound:
     configurable, _, parameter = name.rpartition('.')
     scope, selector = _scope_and_selector(configurable)
-    wrapped = registry[selector].wrapped if selector in registry else None
-    if parameter in getattr(wrapped, _DECLARED, ()):
+    if parameter in _declared(selector):
       left_out.add(name)
-    referrers[name] = {
-      referrer
-      for referrer, its_scope, its_selector in references
-      if its_selector == selector and its_scope[: len(scope)] == scope
-    }
-  while more := {name for name, by in referrers.items() if by and by <= left_out} - left_out:
+    referrers[name] = set()
+    for reference in references:
+      is_in_scope = reference.scope[: len(scope)] == scope
+      if reference.selector == selector and is_in_scope:
+        referrers[name].add(reference.binding)
+  # A binding that is left out may be the last one that refers to a further part.
+  while True:
+    more = {name for name, names in referrers.items() if names and names <= left_out}
+    more -= left_out
     left_out |= more
+    if not more:
+      break
   return {name: value for name, value in bindings.items() if name not in left_out}
 
 
-def default_of(name: str) -> Any:
-  """The default of the parameter 'Selector.parameter', which is what it is without a binding.
+class _Reference(NamedTuple):
+  """A reference in the value of a binding to the part with a selector, under a scope."""
 
-  `inspect.Parameter.empty` if it has none, or in a scope, where the binding without one counts.
+  binding: str
+  scope: list[str]
+  selector: str
+
+
+def _references(bindings: Mapping[str, Any]) -> Iterator[_Reference]:
+  """The references in the values of bindings."""
+  for name, value in bindings.items():
+    for leaf in leaves(value):
+      if isinstance(leaf, str) and leaf.startswith('@'):
+        scope, selector = _scope_and_selector(leaf[1:].removesuffix('()'))
+        yield _Reference(name, scope, selector)
+
+
+def _declared(selector: str) -> Collection[str]:
+  """The parameters that a configurable declares with `may_change_on_resume`."""
+  registry = gin_config._REGISTRY
+  if selector not in registry:
+    return ()
+  return getattr(registry[selector].wrapped, _DECLARED, ())
+
+
+def default_of(name: str) -> Any:
+  """The value of the parameter 'Selector.parameter' without a binding; `Parameter.empty` if none.
+
+  A scoped name has no default of its own: the unscoped binding applies.
   """
-  configurable, _, parameter = name.rpartition('.')
+  configurable, _, name_of_parameter = name.rpartition('.')
   scope, selector = _scope_and_selector(configurable)
-  registry, empty = gin_config._REGISTRY, inspect.Parameter.empty
+  registry = gin_config._REGISTRY
   if scope or selector not in registry:
-    return empty
-  found = parameters_of(registry[selector].wrapped).get(parameter)
-  return found.default if found else empty
+    return inspect.Parameter.empty
+  parameters = parameters_of(registry[selector].wrapped)
+  if name_of_parameter not in parameters:
+    return inspect.Parameter.empty
+  return parameters[name_of_parameter].default
 
 
 def default_references() -> dict[str, list[str]]:
   """{parameter: references to the configurables in its default}, as bindings are."""
-  registry, found = gin_config._REGISTRY, {}
+  registry = gin_config._REGISTRY
+  defaults = {}
   for selector, configurable in registry.items():
+    short_selector = registry.minimal_selector(selector)
     for name, parameter in parameters_of(configurable.wrapped).items():
-      found[f'{registry.minimal_selector(selector)}.{name}'] = [
-        f'@{part.selector}'
-        for leaf in leaves(parameter.default)
-        if isinstance(leaf, Hashable) and (part := gin_config._inverse_lookup(leaf))
-      ]
-  return found
+      references = []
+      for leaf in leaves(parameter.default):
+        part = gin_config._inverse_lookup(leaf) if isinstance(leaf, Hashable) else None
+        if part:
+          references.append(f'@{part.selector}')
+      defaults[f'{short_selector}.{name}'] = references
+  return defaults
 
 
 def _scope_and_selector(name: str) -> tuple[list[str], str]:
   """(['a', 'b'], the complete selector of X) for 'a/b/X'."""
   *scope, selector = name.split('/')
   matches = gin_config._REGISTRY.matching_selectors(selector)
-  return scope, matches[0] if len(matches) == 1 else selector
+  if len(matches) == 1:
+    selector = matches[0]
+  return scope, selector

@@ -85,7 +85,7 @@ def load_gin(
 
 
 class Configuration:
-  """A configuration apart from the one of the process, in force only inside `installed`."""
+  """A configuration beside the one of the process, in force only inside `installed`."""
 
   def __init__(self, load: Callable[[], object]):
     """Keeps what `load`, such as a call of `load_gin`, binds in an empty configuration."""
@@ -150,7 +150,7 @@ class _Secret(str):
   """The text 'env:NAME'; a configurable gets the value of the variable, since gin copies for it."""
 
   def __deepcopy__(self, memo: dict) -> str:
-    variable = self.partition(':')[2]
+    _, _, variable = self.partition(':')
     secret = os.environ.get(variable)
     if secret is None:
       raise ConfigurationError(
@@ -164,8 +164,10 @@ def _with_secrets(value: Any) -> Any:
   if isinstance(value, str) and redact.NAMED.fullmatch(value):
     return _Secret(value)
   if isinstance(value, dict):
-    return {key: _with_secrets(each) for key, each in value.items()}
-  return type(value)(map(_with_secrets, value)) if isinstance(value, list | tuple) else value
+    return {key: _with_secrets(inner) for key, inner in value.items()}
+  if isinstance(value, list | tuple):
+    return type(value)(map(_with_secrets, value))
+  return value
 
 
 def _state() -> dict[str, Any]:
@@ -177,10 +179,10 @@ def _in_force(state: Mapping[str, Any]) -> Iterator[None]:
   """A context in which gin works on a copy of a state."""
   bound = {key: dict(values) for key, values in state['_CONFIG'].items()}
   with _ONE_AT_A_TIME:
-    before = _state()
+    previous = _state()
     parts = {name: copy.copy(part) for name, part in state.items()}
     gin_config.__dict__.update({**parts, '_CONFIG': bound})
     try:
       yield
     finally:
-      gin_config.__dict__.update(before)
+      gin_config.__dict__.update(previous)

@@ -42,7 +42,9 @@ class Reference:
   evaluated: bool
 
   def __repr__(self):
-    return f'@{self.name}()' if self.evaluated else f'@{self.name}'
+    if self.evaluated:
+      return f'@{self.name}()'
+    return f'@{self.name}'
 
 
 class Statement(NamedTuple):
@@ -71,8 +73,12 @@ class Statement(NamedTuple):
   @property
   def name(self) -> str:
     """The bound name as written: `chunk_size` or `scope/S5.state_size`."""
-    selector = '/'.join(filter(None, (self.parsed.scope, self.parsed.selector)))
-    return selector if self.is_macro else f'{selector}.{self.parsed.arg_name}'
+    selector = self.parsed.selector
+    if self.parsed.scope:
+      selector = f'{self.parsed.scope}/{selector}'
+    if self.is_macro:
+      return selector
+    return f'{selector}.{self.parsed.arg_name}'
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -93,17 +99,20 @@ def macros_of(statements: Iterable[Statement]) -> dict[str, Statement]:
 
 def macros_in(value: Any, macros: Mapping[str, Statement]) -> set[str]:
   """The names of the macros in a value, and in the values of these macros."""
-  found, values = set(), [value]
+  names: set[str] = set()
+  values = [value]
   while values:
-    new = {leaf.name for leaf in leaves(values) if isinstance(leaf, Macro)} - found
-    found |= new
-    values = [macros[name].parsed.value for name in new & macros.keys()]
-  return found
+    new_names = {leaf.name for leaf in leaves(values) if isinstance(leaf, Macro)}
+    new_names -= names
+    names |= new_names
+    values = [macros[name].parsed.value for name in new_names & macros.keys()]
+  return names
 
 
 def resolve(value: Any, macros: Mapping[str, Statement]) -> tuple[Any, Statement | None]:
   """The value of a macro, and the statement that defines it; any other value and None."""
-  source, seen = None, set()
+  source = None
+  seen: set[str] = set()
   while isinstance(value, Macro) and value.name in macros and value.name not in seen:
     seen.add(value.name)
     source = macros[value.name]
@@ -139,7 +148,8 @@ def read(
   folder of a run, binds a name twice or above an include that binds it, imports a module that is
   not allowed, or has a syntax error.
   """
-  statements, allowed = [], importable(allowed_imports)
+  statements = []
+  allowed = importable(allowed_imports)
   for name in files:
     statements += _read_file(name, f'--gin_file={name}', search_paths, allowed)
   return statements + [_read_flag(flag) for flag in flags]
@@ -165,8 +175,10 @@ def _read_flag(flag: str) -> Statement:
       return Statement(flag, parsed[0])
   except SyntaxError as error:
     problem = explain(error, value, lambda right: f'{FLAG}{name}={shlex.quote(right)}')
-    if bracket := unclosed(value):
-      problem = f'the bracket {bracket[1]} is not closed'
+    opened = unclosed(value)
+    if opened:
+      _, bracket = opened
+      problem = f'the bracket {bracket} is not closed'
   raise ConfigurationError(f'{flag}: {problem}')
 
 
@@ -187,11 +199,12 @@ def _read_file(
       if isinstance(parsed, config_parser.IncludeStatement):
         where = f'{statement.where}: include'
         included = _read_file(parsed.filename, where, search_paths, allowed, (*above, path))
-        for lost in (item for item in included if item.is_binding and item.name in first):
-          raise ConfigurationError(
-            f'{first[lost.name]}: {lost.name} would be lost: {lost.where}, which is included below '
-            'it, binds it again. Move this line below the include.'
-          )
+        for item in included:
+          if item.is_binding and item.name in first:
+            raise ConfigurationError(
+              f'{first[item.name]}: {item.name} would be lost: {item.where}, which is included '
+              'below it, binds it again. Move this line below the include.'
+            )
         statements += included
         continue
       if statement.is_import:
@@ -208,20 +221,26 @@ def _read_file(
     number = min(error.lineno or 1, len(lines))
     line = lines[number - 1].strip()
     name, equals, value = line.partition('=')
-    problem = explain(error, value if equals else None, lambda right: f'{name.strip()} = {right}')
-    if bracket := unclosed(text):
-      number = bracket[0]
+    given = value if equals else None
+    problem = explain(error, given, lambda right: f'{name.strip()} = {right}')
+    opened = unclosed(text)
+    if opened:
+      number, bracket = opened
       line = lines[number - 1].strip()
-      problem = f'the bracket {bracket[1]} is not closed'
-    quoted = f'\n  {line}' if path.suffix == '.gin' else ''  # any file may be included
+      problem = f'the bracket {bracket} is not closed'
+    quoted = ''
+    if path.suffix == '.gin':  # any file may be included, also one with secrets
+      quoted = f'\n  {line}'
     raise ConfigurationError(f'{path}:{number}: {problem}{quoted}') from None
   return statements
 
 
 def _text(path: pathlib.Path) -> str:
-  for folder in {*path.absolute().parents, *path.resolve().parents}:
-    near = folder in (path.absolute().parent, path.resolve().parent)
-    if (near and (folder / 'checkpoints').is_dir()) or _is_run(folder):
+  folders = set(path.absolute().parents)
+  folders.update(path.resolve().parents)
+  for folder in folders:
+    is_parent = folder in (path.absolute().parent, path.resolve().parent)
+    if (is_parent and (folder / 'checkpoints').is_dir()) or _is_run(folder):
       raise ConfigurationError(
         f'{path}: {folder} is the folder of a run, from which no gin file is loaded, since gin '
         'files can run code. Leave --gin_file out: the run opens with its own configuration. For '
@@ -234,7 +253,8 @@ def _text(path: pathlib.Path) -> str:
       f'{path} cannot be read: {error.strerror}. Name a gin file that this user may read.'
     ) from error
   except UnicodeDecodeError as error:
-    line, byte = error.object.count(b'\n', 0, error.start) + 1, error.object[error.start]
+    line = error.object.count(b'\n', 0, error.start) + 1
+    byte = error.object[error.start]
     raise ConfigurationError(
       f'{path}:{line}: byte {byte:#04x} is not UTF-8. Save the file as UTF-8.'
     ) from None
@@ -256,8 +276,10 @@ def _find(name: str, where: str, search_paths: Sequence[str]) -> pathlib.Path:
   for path in candidates:
     if path.is_file():
       return path
-  beside = pathlib.Path(name).parent
-  known = [str(beside / path.name) for other in candidates for path in other.parent.glob('*.gin')]
+  named_folder = pathlib.Path(name).parent
+  known = []
+  for candidate in candidates:
+    known += [str(named_folder / path.name) for path in candidate.parent.glob('*.gin')]
   known += [str(path.relative_to(paths.GIN.parent)) for path in paths.GIN.rglob('*.gin')]
   searched = ', '.join(dict.fromkeys(str(folder.absolute()) for folder in folders))
   raise ConfigurationError(
@@ -279,7 +301,8 @@ def check_import(statement: Statement, allowed: Sequence[str]) -> None:
 def check_package(module: str, where: str, allowed: Sequence[str]) -> None:
   """Raises a ConfigurationError if a module that a gin file names is not in an allowed package."""
   if not any(f'{module}.'.startswith(f'{package}.') for package in allowed):
+    root, _, _ = module.partition('.')
     raise ConfigurationError(
       f'{where}: a gin file may import {", ".join(allowed)}, not {module}. If you trust '
-      f'that package, pass --gin_allow_import={module.partition(".")[0]}.'
+      f'that package, pass --gin_allow_import={root}.'
     )

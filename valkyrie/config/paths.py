@@ -7,14 +7,16 @@ from valkyrie.errors import ConfigurationError, usable_path, with_home
 
 _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 
-GIN = _PACKAGE / 'gin' if (_PACKAGE / 'gin').is_dir() else _PACKAGE.parent / 'gin'
+_IN_WHEEL = _PACKAGE / 'gin'
+GIN = _IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent / 'gin'
 
 TOKENIZER = 'tokenizer'  # the file of a run or an export, without its suffix
 
 
 def cache() -> pathlib.Path:
   """The folder of token stores and compiled programs; ConfigurationError if it is unusable."""
-  if named := os.environ.get('VALKYRIE_CACHE'):
+  named = os.environ.get('VALKYRIE_CACHE')
+  if named:
     return pathlib.Path(usable_path('VALKYRIE_CACHE', named)).absolute()
   root = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
   try:

@@ -1,6 +1,7 @@
 """The ranges of numbers, by the names of parameters, which mean the same everywhere.
 
-`load_gin` checks all bindings before anything is built; what Python calls directly checks its own.
+`load_gin` checks all bindings before anything is built. Functions called from Python check their
+own arguments.
 """
 
 import dataclasses
@@ -54,41 +55,59 @@ RANGES = {name: interval for interval, names in _INTERVALS.items() for name in n
 def check(owner: str, where: str = '', /, **values: Any) -> None:
   """Raises a ConfigurationError, which begins with `where`, for a value out of its range.
 
-  None stands for no number.
+  None is in every range.
   """
   for name, value in values.items():
-    # An empty sequence is no number.
-    for number in (isinstance(value, list | tuple) and value) or [value]:
+    numbers_of_value = [value]  # an empty sequence is refused as it is
+    if isinstance(value, list | tuple) and value:
+      numbers_of_value = value
+    for number in numbers_of_value:
       _check(owner, name, number, where)
 
 
 def _check(owner: str, name: str, value: Any, where: str) -> None:
-  interval = RANGES.get(f'{owner}.{name}') or RANGES.get(name if owner != 'optax' else '')
+  interval = RANGES.get(f'{owner}.{name}')
+  if interval is None and owner != 'optax':
+    interval = RANGES.get(name)
   if interval is None or value is None:
     return
   least, most = interval[1:-1].split(', ')
-  kind = numbers.Integral if most.isdigit() and most != '1' else numbers.Real
-  fits = issubclass(type(value), kind) and type(value) is not bool
-  fits = fits and (value > float(least) or (value == float(least) and interval[0] == '['))
-  if not fits or not (value < float(most) or (value == float(most) and interval[-1] == ']')):
-    number = 'an integer' if kind is numbers.Integral else 'a number'
+  kind = numbers.Real
+  number = 'a number'
+  if most.isdigit() and most != '1':
+    kind = numbers.Integral
+    number = 'an integer'
+  is_number = issubclass(type(value), kind) and type(value) is not bool
+  if not is_number or not _is_between(value, interval, float(least), float(most)):
     raise ConfigurationError(
       f'{where}{owner}.{name} = {value!r} is out of range. Use {number} in {interval}.'
     )
 
 
+def _is_between(value: Any, interval: str, least: float, most: float) -> bool:
+  """Whether a number is between two bounds, or equal to one with a square bracket."""
+  if value == least:
+    return interval[0] == '[' and value <= most
+  if value == most:
+    return interval[-1] == ']' and value >= least
+  return least < value < most
+
+
 def check_fields(settings: Any) -> None:
   """Checks the numbers of a dataclass in the fields that this package declares.
 
-  The class of a user may have a field of any name, which means what the user says.
+  The class of a user may have a field of any name, with any meaning.
   """
   fields = {field.name for field in dataclasses.fields(settings)}
   for declaring in filter(is_ours, type(settings).__mro__):
-    named = type(settings) if is_ours(type(settings)) else declaring
+    named = declaring
+    if is_ours(type(settings)):
+      named = type(settings)
     for name in fields & inspect.get_annotations(declaring).keys():
       check(named.__name__, **{name: getattr(settings, name)})
 
 
 def is_ours(configurable: Any) -> bool:
   """Whether a class or function is of this package."""
-  return configurable.__module__.partition('.')[0] == 'valkyrie'
+  package, _, _ = configurable.__module__.partition('.')
+  return package == 'valkyrie'

@@ -69,8 +69,9 @@ def read_configuration(
     if data['written_by'] != parse.WRITTEN_BY:
       raise ValueError(f'it was written by {data["written_by"]!r}')
     imports = [_statement(path, line) for line in data['imports']]
-    bound = {**data['statements'], **_kept_tokenizer(path.parent)}
-    bindings = [_statement(path, f'{name} = {value}', name) for name, value in bound.items()]
+    values = dict(data['statements'])
+    values |= _kept_tokenizer(path.parent)
+    bindings = [_statement(path, f'{name} = {value}', name) for name, value in values.items()]
     _check_unchanged(path, data, overridden)
   except FileNotFoundError:
     raise ConfigurationError(
@@ -90,7 +91,8 @@ def read_configuration(
 def _as_data(text: str) -> dict[str, Any]:
   """The imports, macros and bindings of a gin text, as config.json holds them."""
   statements = [Statement('config.gin', parsed) for parsed in parse.parse(text)]
-  macros, bound = parse.macros_of(statements), [item for item in statements if item.is_binding]
+  macros = parse.macros_of(statements)
+  bound = [item for item in statements if item.is_binding]
 
   def plain(value):
     value, _ = parse.resolve(value, macros)
@@ -98,15 +100,25 @@ def _as_data(text: str) -> dict[str, Any]:
       return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
       return [plain(item) for item in value]
-    return value if isinstance(value, int | float | str | None) else str(value)
+    if isinstance(value, int | float | str | None):
+      return value
+    return str(value)
 
+  imports = [item.parsed.format() for item in statements if item.is_import]
+  plain_macros = {name: plain(item.parsed.value) for name, item in macros.items()}
+  texts = {}
+  plain_bindings = {}
+  for item in bound:
+    texts[item.name] = repr(item.parsed.value)
+    if not item.is_macro:
+      plain_bindings[item.name] = plain(item.parsed.value)
   return {
     'written_by': parse.WRITTEN_BY,
     'version': __version__,
-    'imports': [item.parsed.format() for item in statements if item.is_import],
-    'macros': {name: plain(item.parsed.value) for name, item in macros.items()},
-    'statements': {item.name: repr(item.parsed.value) for item in bound},
-    'bindings': {item.name: plain(item.parsed.value) for item in bound if not item.is_macro},
+    'imports': imports,
+    'macros': plain_macros,
+    'statements': texts,
+    'bindings': plain_bindings,
   }
 
 
@@ -123,13 +135,13 @@ def _check_unchanged(
   lines = [f'{name} = {value}' for name, value in data['statements'].items()]
   read = _as_data('\n'.join(lines))['bindings']
   written = data['bindings']
-  names = sorted({*read, *written})
+  names = sorted(read.keys() | written.keys())
   differing = [name for name in names if _text(read, name) != _text(written, name)]
   wrong = [name for name in differing if name not in overridden]
   if wrong:
     name = wrong[0]
     advice = 'Restore the file from a copy'
-    if name in read and name in written:  # else the name itself was changed
+    if name in read and name in written:  # otherwise the name itself was changed
       advice += f', or pass the value that is right: --gin.{name}=VALUE'
     raise ConfigurationError(
       f'{path} was changed since the run wrote it: {name} is {_text(read, name):.100} in its '
@@ -145,19 +157,26 @@ def _check_unchanged(
 
 def _text(values: Mapping[str, Any], name: str) -> str:
   """A value as JSON, in which a NaN equals itself."""
-  return json.dumps(values[name], sort_keys=True) if name in values else 'missing'
+  if name not in values:
+    return 'missing'
+  return json.dumps(values[name], sort_keys=True)
 
 
 def _kept_tokenizer(model_dir: pathlib.Path) -> dict[str, str]:
-  """The binding of the run's own copy of its tokenizer, if there is one: it moves with the run."""
-  files = (model_dir / f'{TOKENIZER}{suffix}' for suffix in ('.json', '.model'))
-  return next(({'vocabulary': repr(str(file))} for file in files if file.is_file()), {})
+  """The binding of the run's copy of its tokenizer, if there is one: it moves with the run."""
+  for suffix in ('.json', '.model'):
+    file = model_dir / f'{TOKENIZER}{suffix}'
+    if file.is_file():
+      return {'vocabulary': repr(str(file))}
+  return {}
 
 
 def _statement(path: pathlib.Path, line: str, name: str | None = None) -> Statement:
   """A line as exactly one import, or as exactly one binding of `name`."""
-  (statement,) = (Statement(f'{path}: {name or line}', p, True) for p in parse.parse(line))
-  if not (statement.is_import if name is None else statement.is_binding):
+  (parsed,) = parse.parse(line)
+  statement = Statement(f'{path}: {name or line}', parsed, recorded=True)
+  is_right = statement.is_import if name is None else statement.is_binding
+  if not is_right:
     raise ValueError(f'{line!r} is another statement')
   if name is not None and statement.name != name:
     raise ValueError(f'{line!r} binds {statement.name}')

@@ -4,7 +4,7 @@ import re
 
 REDACTED = '(redacted)'
 NAMED = re.compile(r'env:[A-Za-z_]\w*')  # a secret of the environment
-RECORDED = re.compile(rf'.*{re.escape(REDACTED)}.*|{NAMED.pattern}', re.DOTALL)  # of a secret
+RECORDED = re.compile(rf'.*{re.escape(REDACTED)}.*|{NAMED.pattern}', re.DOTALL)  # for a secret
 
 _NAME = (
   r'(?i:pass(?:w(?:or)?d|phrase)|pwd|secret|credential|authorization|bearer|cookie|web[-_]?hook'
@@ -26,7 +26,7 @@ _MACRO = re.compile(r'%([\w.]+)')
 _SECRET_IN_VALUE = re.compile(
   # user:password of a URL, whose password may have a slash or an @; no port.
   r"(?<=://)(?:[^/@\s'\":]*:(?!\d+(?:/|$))[^\s'\"]+|[^/@\s'\"]+)(?=@)"
-  # Of a signed URL, or an argument of a program.
+  # A signature or key in a URL, or in an argument of a program.
   r'|(?:(?<=[?&])|(?<=--))[\w-]*(?:signature|sig|token|key|passw(?:or)?d|passphrase|pwd|secret)'
   r"=[^&\s'\"]+"
   r'|\bbearer\s+[\w.~+/=-]{6,}'
@@ -52,15 +52,19 @@ def redact(text: str) -> str:
     name, equals, value = match.groups()
     if _SECRET_NAME.search(name) or name in macros:
       return name + equals + hidden(value)
-    shown, at = '', 0
+    shown = ''
+    place = 0
     for key in _KEY.finditer(value):
-      if key.end() > at:  # else it is in a value that is hidden already
-        end = _end(value, key.end())
-        shown, at = shown + value[at : key.end()] + hidden(value[key.end() : end]), end
-    return name + equals + shown + value[at:]
+      begin = key.end()
+      if begin > place:  # otherwise it is in a value that is hidden already
+        end = _end(value, begin)
+        shown += value[place:begin]
+        shown += hidden(value[begin:end])
+        place = end
+    return name + equals + shown + value[place:]
 
   known = -1
-  while known < len(macros):  # a macro may stand above the binding that reads it
+  while known < len(macros):  # a macro may come before the binding that reads it
     known = len(macros)
     text = _STATEMENT.sub(redacted, text)
   return in_value(text)
@@ -70,7 +74,10 @@ def _end(text: str, begin: int) -> int:
   """The end of a value that begins there: a comma or a bracket that does not belong to it."""
   depth = 0
   for token in _TOKEN.finditer(text, begin):
-    depth += (token[0] in '([{') - (token[0] in ')]}')
+    if token[0] in '([{':
+      depth += 1
+    elif token[0] in ')]}':
+      depth -= 1
     if depth < 0 or (not depth and token[0] == ','):
       return token.start()
   return len(text)

@@ -1,12 +1,13 @@
 """Checks that bindings in a scope reach something.
 
 gin reads the bindings of `scope/X` where X is built under this scope: by a reference `@scope/X`, or
-by a part that was built under it and refers to `@X`. A reference with a scope of its own leaves the
+by a part that was built under it and refers to `@X`. A reference with another scope leaves the
 scope of the part that has it: `@local/Block` in a teacher's pattern is not under `teacher/`.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import inspect
+from typing import NamedTuple
 
 from gin import config as gin_config
 
@@ -16,8 +17,12 @@ from valkyrie.config.computation import default_references
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.errors import ConfigurationError
 
-# (a scope, the complete selector of what is built under it)
-_Built = tuple[tuple[str, ...], str]
+
+class _Built(NamedTuple):
+  """A part, by its complete selector, that is built under a scope."""
+
+  scope: tuple[str, ...]
+  selector: str
 
 
 def check_scopes(bindings: Sequence[parse.Statement], effective: Effective) -> None:
@@ -26,14 +31,11 @@ def check_scopes(bindings: Sequence[parse.Statement], effective: Effective) -> N
   A binding of a file counts as used if an overridden reference would use it, as a file for another
   model may have one; a flag must be in force. Those that a run has recorded are not checked.
   """
-  known = {
-    scope
-    for statement in bindings
-    for reference in _references([statement])
-    for scope in reference.name.split('/')[:-1]
-  }
+  known: set[str] = set()
+  for reference in _references(bindings):
+    known.update(_scope_of(reference))
   from_files = _Reach(bindings)
-  in_force = _Reach([*effective.values()])
+  in_force = _Reach(list(effective.values()))
   for statement in bindings:
     scope = statement.parsed.scope
     if not scope or statement.is_macro or statement.recorded:
@@ -49,7 +51,7 @@ def check_scopes(bindings: Sequence[parse.Statement], effective: Effective) -> N
     selector = find(statement.parsed.selector, statement.where).selector
     if not reach.builds(tuple(scope.split('/')), selector):
       name = statement.parsed.selector
-      others = ', '.join(sorted(f'@{found}' for found in reach.references_to(selector)))
+      others = ', '.join(sorted(f'@{reference}' for reference in reach.references_to(selector)))
       raise ConfigurationError(
         f'{statement.where}: {statement.name} has no effect, since no {name} is built in the scope '
         f'{scope}: the references to it are {others}, and a reference has its own scope. Put '
@@ -58,73 +60,99 @@ def check_scopes(bindings: Sequence[parse.Statement], effective: Effective) -> N
 
 
 class _Reach:
-  """What is built under which scope by the references of some statements."""
+  """The parts that the references of some statements build, and under which scopes."""
 
   def __init__(self, statements: Sequence[parse.Statement]):
-    self._edges: dict[str, set[_Built]] = {}  # of the references of a part, by its selector
-    self._names: dict[str, set[str]] = {}  # of the references to a part, by its selector
-    macros = {item.name: item for item in statements if item.is_macro}
+    # {selector of a part: the parts that its bindings refer to}; '' holds those of macros.
+    self._edges: dict[str, set[_Built]] = {}
+    # {selector of a part: the names of the references to it}
+    self._names: dict[str, set[str]] = {}
+    macros = parse.macros_of(statements)
     for statement in statements:
-      if not statement.is_binding:
-        continue
-      holder = '' if statement.is_macro else find(statement.parsed.selector).selector
-      within = [macros[n] for n in parse.macros_in(statement.parsed.value, macros) & macros.keys()]
-      for reference in _references([statement, *within]):
-        *scope, _ = reference.name.split('/')
-        built = find(reference.name, statement.where).selector
-        self._edges.setdefault(holder, set()).add((tuple(scope), built))
-        self._names.setdefault(built, set()).add(reference.name)
+      if statement.is_binding:
+        self._add(statement, macros)
     self._add_defaults({item.name for item in statements if item.is_binding})
     self._built = self._under_scopes()
+
+  def _add(self, statement: parse.Statement, macros: Mapping[str, parse.Statement]) -> None:
+    """Adds the references of a binding, and those of the macros in its value."""
+    holder = ''
+    if not statement.is_macro:
+      holder = find(statement.parsed.selector).selector
+    statements = [statement]
+    for name in parse.macros_in(statement.parsed.value, macros):
+      if name in macros:
+        statements.append(macros[name])
+    for reference in _references(statements):
+      part = find(reference.name, statement.where).selector
+      built = _Built(_scope_of(reference), part)
+      self._edges.setdefault(holder, set()).add(built)
+      self._names.setdefault(part, set()).add(reference.name)
 
   def _add_defaults(self, bound: Collection[str]) -> None:
     """Adds the references in the defaults of parameters that are not bound.
 
-    A package that was imported may have parts that this configuration does not use: only parts of
-    valkyrie, which Python may build, and what they and the statements refer to count.
+    A package that was imported may have parts that this configuration does not use. So only parts
+    of valkyrie, which Python may build, and the parts that they and the statements refer to count.
     """
-    defaults: dict[str, set[str]] = {}  # of a part, by its selector
-    used = {*self._names, *self._edges}
+    defaults: dict[str, set[str]] = {}  # {selector of a part: those in its defaults}
+    used = self._names.keys() | self._edges.keys()
     for name, references in default_references().items():
-      part = find(name.rpartition('.')[0])
+      configurable, _, _ = name.rpartition('.')
+      part = find(configurable)
       if name not in bound:
         selectors = {find(reference[1:]).selector for reference in references}
         defaults.setdefault(part.selector, set()).update(selectors)
       if part.wrapped.__module__.startswith('valkyrie.'):
         used.add(part.selector)
-    waiting = [*used]
+    waiting = list(used)
     while waiting:
       holder = waiting.pop()
       for selector in defaults.get(holder, ()):
-        self._edges.setdefault(holder, set()).add(((), selector))
+        self._edges.setdefault(holder, set()).add(_Built((), selector))
         if selector not in used:
           used.add(selector)
           waiting.append(selector)
 
   def _under_scopes(self) -> set[_Built]:
     """All parts that are built under a scope."""
-    waiting = [built for edges in self._edges.values() for built in edges if built[0]]
-    # What no reference names, Python may build under any scope.
-    by_python = [selector for selector in self._edges if selector not in self._names]
-    waiting += [(scope, part) for scope, _ in waiting for part in by_python if part]
-    found: set[_Built] = set()
+    waiting: list[_Built] = []
+    for edges in self._edges.values():
+      waiting += [built for built in edges if built.scope]
+    scopes = {built.scope for built in waiting}
+    # Parts that no reference names may be built by Python, under any scope.
+    for selector in self._edges:
+      if selector and selector not in self._names:
+        waiting += [_Built(scope, selector) for scope in scopes]
+    under_scopes: set[_Built] = set()
     while waiting:
-      scope, part = built = waiting.pop()
-      if built not in found:
-        found.add(built)
-        waiting += [(own or scope, other) for own, other in self._edges.get(part, ())]
-    return found
+      built = waiting.pop()
+      if built not in under_scopes:
+        under_scopes.add(built)
+        for inner in self._edges.get(built.selector, ()):
+          waiting.append(_Built(inner.scope or built.scope, inner.selector))
+    return under_scopes
 
   def builds(self, scope: tuple[str, ...], selector: str) -> bool:
     """Whether such a part is built under a scope; parts that Python builds may be anywhere."""
     kinds = _sharing_bindings(selector)
     if kinds.isdisjoint(self._names):
       return True
-    return any(part in kinds and under[: len(scope)] == scope for under, part in self._built)
+    return any(
+      built.selector in kinds and built.scope[: len(scope)] == scope for built in self._built
+    )
 
   def references_to(self, selector: str) -> set[str]:
     """The names of the references to a part."""
-    return {name for kind in _sharing_bindings(selector) for name in self._names.get(kind, ())}
+    names: set[str] = set()
+    for kind in _sharing_bindings(selector):
+      names.update(self._names.get(kind, ()))
+    return names
+
+
+def _scope_of(reference: parse.Reference) -> tuple[str, ...]:
+  *scope, _ = reference.name.split('/')
+  return tuple(scope)
 
 
 def _references(statements: Iterable[parse.Statement]) -> Iterator[parse.Reference]:
@@ -141,11 +169,10 @@ def _sharing_bindings(selector: str) -> set[str]:
   part = registry[selector].wrapped
   if not inspect.isclass(part):
     return {selector}
-  made = constructor(part)
-  return {
-    name
-    for name, known in registry.items()
-    if inspect.isclass(known.wrapped)
-    and issubclass(known.wrapped, part)
-    and constructor(known.wrapped) is made
-  }
+  part_constructor = constructor(part)
+  selectors = set()
+  for name, known in registry.items():
+    kind = known.wrapped
+    if inspect.isclass(kind) and issubclass(kind, part) and constructor(kind) is part_constructor:
+      selectors.add(name)
+  return selectors

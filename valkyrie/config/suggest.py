@@ -13,7 +13,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
   """' Did you mean X?' with the most similar name, ignoring case; '' if none is similar."""
   by_lower_case = {candidate.lower(): candidate for candidate in sorted(known)}
   nearest = difflib.get_close_matches(name.lower(), by_lower_case, n=1)
-  return f' Did you mean {by_lower_case[nearest[0]]}?' if nearest else ''
+  if not nearest:
+    return ''
+  return f' Did you mean {by_lower_case[nearest[0]]}?'
 
 
 def unclosed(text: str) -> tuple[int, str] | None:
@@ -30,28 +32,41 @@ def unclosed(text: str) -> tuple[int, str] | None:
         opened.pop()
       elif token.string == '=' and opened:
         break
-  return opened[-1] if opened else None
+  if not opened:
+    return None
+  return opened[-1]
 
 
 def explain(error: SyntaxError, value: str | None, statement: Callable[[str], str]) -> str:
-  """The error of a statement whose text after '=' is `value`; None stands for a line without '='.
+  """The error of a statement whose text after '=' is `value`; None for a line without '='.
 
   `statement` returns the text of the statement with a corrected value.
   """
   if value is not None:
-    value = value.split('#')[0].strip()
-    right = _CONSTANTS.get(value.lower()) or _arithmetic(value)
-    if not value:
-      return 'the value is missing'
-    if right:
-      return f'{value} is not gin syntax. Write {statement(right)}'
-    if re.fullmatch(r'[\w./~:+ -]+', value) and re.search(r'[^\W\d]|/', value):
-      return f'strings need quotes. Write {statement(json.dumps(value, ensure_ascii=False))}'
-    if re.search(r'\d\s*[-+*/<]+\s*\d', value):
-      return 'gin has no expressions. Write the resulting number.'
-  if token := re.search(r"Failed to parse token '(.*)'", error.msg, re.DOTALL):
+    text, _, _ = value.partition('#')
+    explanation = _explain_value(text.strip(), statement)
+    if explanation is not None:
+      return explanation
+  token = re.search(r"Failed to parse token '(.*)'", error.msg, re.DOTALL)
+  if token:
     return f'{token[1]} is not a value: strings need quotes, references @ and macros %'
   return f'this is not gin syntax: {error.msg}'
+
+
+def _explain_value(value: str, statement: Callable[[str], str]) -> str | None:
+  """As `explain`, for a value without a comment; None for an unknown error."""
+  if not value:
+    return 'the value is missing'
+  right = _CONSTANTS.get(value.lower()) or _arithmetic(value)
+  if right:
+    return f'{value} is not gin syntax. Write {statement(right)}'
+  has_words = re.search(r'[^\W\d]|/', value)
+  if has_words and re.fullmatch(r'[\w./~:+ -]+', value):
+    quoted = json.dumps(value, ensure_ascii=False)
+    return f'strings need quotes. Write {statement(quoted)}'
+  if re.search(r'\d\s*[-+*/<]+\s*\d', value):
+    return 'gin has no expressions. Write the resulting number.'
+  return None
 
 
 _CONSTANTS = {'true': 'True', 'false': 'False', 'none': 'None', 'null': 'None'}
@@ -63,5 +78,9 @@ def _arithmetic(value: str) -> str:
     code = compile(value, 'a gin value', 'eval')
   except (SyntaxError, ValueError):
     return ''
-  is_one = len(code.co_consts) == 1 and not code.co_names
-  return repr(code.co_consts[0]) if is_one and isinstance(code.co_consts[0], int | float) else ''
+  if len(code.co_consts) != 1 or code.co_names:
+    return ''
+  (constant,) = code.co_consts
+  if not isinstance(constant, int | float):
+    return ''
+  return repr(constant)

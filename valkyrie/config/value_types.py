@@ -26,14 +26,15 @@ def check_flag_types(bindings: Sequence[Statement]) -> None:
   """Checks that the value of a flag has the type of the file's value."""
   earlier: dict[str, Statement] = {}
   for statement in bindings:
-    before, value = earlier.get(statement.name), statement.parsed.value
+    value = statement.parsed.value
     if value is None or isinstance(value, Macro | Reference):
       continue
-    if statement.is_flag and before and not _is_a(value, type(before.parsed.value)):
+    file = earlier.get(statement.name)
+    if statement.is_flag and file and not _is_a(value, type(file.parsed.value)):
       advice = _as_integer(value) or ' Pass a value of the same type.'
       raise ConfigurationError(
-        f'{statement.where} is {_shown(value)}, but {before.where} has '
-        f'{_shown(before.parsed.value)}.{advice}'
+        f'{statement.where} is {_shown(value)}, but {file.where} has '
+        f'{_shown(file.parsed.value)}.{advice}'
       )
     earlier[statement.name] = statement
 
@@ -47,26 +48,46 @@ def check_parameter_types(effective: Effective) -> None:
     if parameter is None:  # one of **kwargs
       continue
     value, source = resolve(statement.parsed.value, macros)
-    is_default = value is None and parameter.default is None
-    expected = None if is_default else _expected(value, parameter.annotation)
-    parts = value if isinstance(value, list | tuple) else [value]
-    unscoped = [p.name for p in parts if isinstance(p, Reference) and '/' not in p.name]
-    if expected is None and not scope and selector in [find(name).selector for name in unscoped]:
+    parts = [value]
+    if isinstance(value, list | tuple):
+      parts = value
+    references = [part for part in parts if isinstance(part, Reference)]
+    expected = None
+    if value is not None or parameter.default is not None:
+      expected = _expected(value, parameter.annotation)
+    if expected is None and not scope and _names(references, selector):
       expected = 'another part than itself'
-    where = statement.where + (f' (from {source.where})' if source else '')
+    where = statement.where
+    if source:
+      where += f' (from {source.where})'
     if expected is not None:
       raise ConfigurationError(
         f'{where}: {statement.name} takes {expected}, not {_shown(value)}.{_as_integer(value)}'
       )
-    package = wrapped.__module__.partition('.')[0]
-    owner = wrapped.__name__ if package == 'valkyrie' else package
-    for leaf in leaves(value) if package in ('valkyrie', 'optax') else ():
-      if isinstance(leaf, int | float) and not isinstance(leaf, bool):
-        ranges.check(owner, f'{where}: ', **{name: leaf})
+    _check_ranges(wrapped, name, value, where)
     if _makes_parts(parameter.annotation):
-      for part in parts:
-        if isinstance(part, Reference):
-          check_buildable(part, statement.where, effective)
+      for reference in references:
+        check_buildable(reference, statement.where, effective)
+
+
+def _names(references: Sequence[Reference], selector: str) -> bool:
+  """Whether a reference without a scope names the configurable with this selector."""
+  unscoped = [reference.name for reference in references if '/' not in reference.name]
+  return any(find(name).selector == selector for name in unscoped)
+
+
+def _check_ranges(wrapped: Any, name: str, value: Any, where: str) -> None:
+  """Checks the numbers in a value, if the range of the parameter is known."""
+  package, _, _ = wrapped.__module__.partition('.')
+  if package == 'valkyrie':
+    owner = wrapped.__name__
+  elif package == 'optax':
+    owner = package
+  else:
+    return
+  for leaf in leaves(value):
+    if isinstance(leaf, int | float) and not isinstance(leaf, bool):
+      ranges.check(owner, f'{where}: ', **{name: leaf})
 
 
 def _makes_parts(annotation: Any) -> bool:
@@ -85,89 +106,153 @@ def _is_a(value: Any, kind: type) -> bool:
 
 def _shown(value: Any) -> str:
   """A value as gin writes it; a literal with its type."""
-  return f'{_LITERALS[type(value)]} ({value!r})' if type(value) in _LITERALS else repr(value)
+  kind = type(value)
+  if kind not in _LITERALS:
+    return repr(value)
+  return f'{_LITERALS[kind]} ({value!r})'
 
 
 def _as_integer(value: Any) -> str:
-  return f' Write {int(value)}.' if isinstance(value, float) and value.is_integer() else ''
+  """The advice to write an integer without a point; '' for other values."""
+  if not isinstance(value, float) or not value.is_integer():
+    return ''
+  return f' Write {int(value)}.'
 
 
 def _expected(value: Any, annotation: Any) -> str | None:
-  """What an annotation expects in place of a value; None if the value may fit."""
-  origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-  if origin in (types.UnionType, typing.Union):
-    found = [_expected(value, option) for option in arguments]
-    return None if None in found else ' or '.join(filter(None, found))
-  if annotation in {*_LITERALS, types.NoneType}:
-    # The result of a function is of an unknown type.
-    of_call = isinstance(value, Reference) and value.evaluated
-    is_result = of_call and not inspect.isclass(_target(value)) and annotation in _LITERALS
-    fits = _is_a(value, annotation) or isinstance(value, Macro) or is_result
-    return None if fits else _LITERALS.get(annotation, 'None')
+  """The kind of value that an annotation expects in place of a value; None if it may fit."""
+  if _is_union(annotation):
+    return _expected_of_union(value, typing.get_args(annotation))
+  if annotation in _LITERALS or annotation is types.NoneType:
+    return _expected_literal(value, annotation)
   if isinstance(value, Macro):
     return None
+  return _expected_part(value, annotation)
+
+
+def _expected_part(value: Any, annotation: Any) -> str | None:
+  """As `_expected`, for several values, a part, or a callable that makes a part."""
+  origin = typing.get_origin(annotation)
+  arguments = typing.get_args(annotation)
   if origin in (collections.abc.Sequence, list):
-    if not isinstance(value, list | tuple):
-      return f'several in brackets, such as ({value!r},)'
-    return next(filter(None, (_expected(item, arguments[0]) for item in value)), None)
-  is_callable = origin is collections.abc.Callable
-  part = arguments[-1] if is_callable else annotation
-  is_class = origin is None and inspect.isclass(part) and part is not inspect.Parameter.empty
-  return _expected_part(value, part, is_callable) if is_callable or is_class else None
+    return _expected_items(value, arguments[0])
+  if origin is collections.abc.Callable:
+    return _expected_maker(value, arguments[-1])
+  if origin is None and inspect.isclass(annotation) and annotation is not inspect.Parameter.empty:
+    return _expected_instance(value, annotation)
+  return None
 
 
-def _expected_part(value: Any, part: Any, is_callable: bool) -> str | None:
-  """As `_expected`, for an instance of `part`, or a callable that returns one."""
-  options = _options(part)
-  name = ' or '.join(getattr(one, '__name__', 'function') for one in options if one is not Any)
-  name = name or 'a part'
+def _expected_of_union(value: Any, options: Sequence[Any]) -> str | None:
+  """As `_expected`, for a value that may fit any of several annotations."""
+  kinds = []
+  for option in options:
+    kind = _expected(value, option)
+    if kind is None:
+      return None
+    kinds.append(kind)
+  return ' or '.join(filter(None, kinds))
+
+
+def _expected_literal(value: Any, kind: type) -> str | None:
+  """As `_expected`, for a literal or None."""
+  if _is_a(value, kind) or isinstance(value, Macro):
+    return None
+  is_call = isinstance(value, Reference) and value.evaluated
+  if is_call and kind in _LITERALS and not inspect.isclass(_target(value)):
+    return None  # the result of a function is of an unknown type
+  return _LITERALS.get(kind, 'None')
+
+
+def _expected_items(value: Any, annotation: Any) -> str | None:
+  """As `_expected`, for a list or a tuple of values."""
+  if not isinstance(value, list | tuple):
+    return f'several in brackets, such as ({value!r},)'
+  for item in value:
+    kind = _expected(item, annotation)
+    if kind:
+      return kind
+  return None
+
+
+def _expected_maker(value: Any, part: Any) -> str | None:
+  """As `_expected`, for a callable that returns an instance of `part`."""
+  name = _name_of(part)
   if not isinstance(value, Reference):
-    is_ours = is_callable or part.__module__.startswith('valkyrie.')
-    form = f'a reference to {name}' if is_callable else f'{name}, such as @NAME()'
-    no_part = type(value) in _LITERALS or (is_callable and isinstance(value, list | tuple | None))
-    return form if is_ours and no_part else None
-  if value.evaluated != is_callable:
-    if value.evaluated or inspect.isclass(_target(value)):
+    if type(value) in _LITERALS or isinstance(value, list | tuple | None):
+      return f'a reference to {name}'
+    return None
+  if not value.evaluated:
+    if inspect.isclass(_target(value)):
       return _expected_class(value, part)
     return None
-  if is_callable:
-    plain = str(value).removesuffix('()')
-    return f'a reference to {name} (write {plain})' if _is_result(value, part) else None
+  if not _is_result(value, part):
+    return None
+  plain = str(value).removesuffix('()')
+  return f'a reference to {name} (write {plain})'
+
+
+def _expected_instance(value: Any, part: Any) -> str | None:
+  """As `_expected`, for an instance of `part`."""
+  name = _name_of(part)
+  if not isinstance(value, Reference):
+    if type(value) in _LITERALS and part.__module__.startswith('valkyrie.'):
+      return f'{name}, such as @NAME()'
+    return None
+  if value.evaluated:
+    return _expected_class(value, part)
   if inspect.isclass(_target(value)) or not _accepts_functions(part):
     return f'an instance of {name} (write {value}())'
   return None
+
+
+def _name_of(part: Any) -> str:
+  """The name of a type, or the names of a union, for a message."""
+  names = [getattr(kind, '__name__', 'function') for kind in _options(part) if kind is not Any]
+  return ' or '.join(names) or 'a part'
 
 
 def _is_result(reference: Reference, part: Any) -> bool:
   """Whether the result of a call is known to be an instance of `part`, not what makes one."""
   target = _target(reference)
   if inspect.isclass(target):
-    if not any('__call__' in vars(one) for one in inspect.getmro(target)):
+    if not any('__call__' in vars(kind) for kind in inspect.getmro(target)):
       return True
   else:
     target = inspect.signature(target).return_annotation
+  if not inspect.isclass(target):
+    return False
   classes = [option for option in _options(part) if inspect.isclass(option)]
-  return inspect.isclass(target) and any(_lacks(target, option) is None for option in classes)
+  return any(_lacks(target, option) is None for option in classes)
+
+
+def _is_union(annotation: Any) -> bool:
+  return typing.get_origin(annotation) in (types.UnionType, typing.Union)
 
 
 def _options(part: Any) -> tuple[Any, ...]:
   """The types of a union, or the one type."""
-  is_union = typing.get_origin(part) in (types.UnionType, typing.Union)
-  return typing.get_args(part) if is_union else (part,)
+  if _is_union(part):
+    return typing.get_args(part)
+  return (part,)
 
 
 def _accepts_functions(part: Any) -> bool:
   """Whether a function may be an instance: of a protocol that only asks for a call."""
-  methods = [name for name, member in vars(part).items() if inspect.isfunction(member)]
-  known = {'__call__', '__init__', '__subclasshook__'}
-  return part is object or (getattr(part, '_is_protocol', False) and {*methods} <= known)
+  if part is object:
+    return True
+  if not getattr(part, '_is_protocol', False):
+    return False
+  methods = {name for name, member in vars(part).items() if inspect.isfunction(member)}
+  return methods <= {'__call__', '__init__', '__subclasshook__'}
 
 
 def _expected_class(reference: Reference, expected: Any) -> str | None:
   """The expected type of a class or its instance; a protocol needs methods with its arguments."""
   target = _target(reference)
   if reference.evaluated and inspect.isclass(target) and issubclass(target, hk.Module):
-    return f'no instance of a Haiku module (write {str(reference).removesuffix("()")})'
+    plain = str(reference).removesuffix('()')
+    return f'no instance of a Haiku module (write {plain})'
   if expected is Any or not (inspect.isclass(expected) and inspect.isclass(target)):
     return None
   return _lacks(target, expected)
@@ -175,17 +260,19 @@ def _expected_class(reference: Reference, expected: Any) -> str | None:
 
 def _lacks(target: type, expected: type) -> str | None:
   """The expected type, if a class is another one, with the methods that it lacks; else None."""
-  if getattr(expected, '_is_protocol', False):
-    unfit = [
-      name
-      for name, member in vars(expected).items()
-      if inspect.isfunction(member)
-      and (not name.startswith('_') or name == '__call__')
-      and not _accepts_arguments(getattr(target, name, None), member)
-    ]
-    lack = f' ({target.__name__} has no {", ".join(unfit)} with its arguments)'
-    return f'{expected.__name__}{lack}' if unfit else None
-  return None if issubclass(target, expected) else expected.__name__
+  name = expected.__name__
+  if not getattr(expected, '_is_protocol', False):
+    return None if issubclass(target, expected) else name
+  unfit = []
+  for method_name, method in vars(expected).items():
+    is_public = not method_name.startswith('_') or method_name == '__call__'
+    if inspect.isfunction(method) and is_public:
+      target_method = getattr(target, method_name, None)
+      if not _accepts_arguments(target_method, method):
+        unfit.append(method_name)
+  if not unfit:
+    return None
+  return f'{name} ({target.__name__} has no {", ".join(unfit)} with its arguments)'
 
 
 def _target(reference: Reference) -> Any:
