@@ -40,16 +40,16 @@ class Passage(NamedTuple):
 
 
 class Attribution(NamedTuple):
-  """How an answer depends on what precedes it.
+  """How an answer depends on the text before it.
 
   tokens: int32 [N], of document, question and answer.
   effects: float32 [N], the first-order effect of each token's embedding on the log-odds of the
     answer's tokens, in nats: the gradient times the embedding, with the n-grams that end there.
-  strengths: float32 [N], the size of the gradient times the size of the embedding. To first order,
-    another token in its place hardly has a larger effect.
-  log_prob: of the answer, in nats.
-  tokenizer: of the tokens.
-  document: the number of tokens before the question; None if all are of the document.
+  strengths: float32 [N], the size of the gradient times the size of the embedding: a rough upper
+    bound on the effect of replacing the token.
+  log_prob: the log-probability of the answer, in nats.
+  tokenizer: the vocabulary of the tokens.
+  document: the number of tokens before the question; None if all tokens belong to the document.
   """
 
   tokens: np.ndarray
@@ -64,26 +64,41 @@ class Attribution(NamedTuple):
   ) -> list[Passage]:
     """The `count` strongest passages of `width` tokens, apart from one another, strongest first.
 
-    They are of the document: question and answer, on which the answer always depends most, are
-    left out, unless `everywhere`.
+    They are parts of the document: question and answer, on which the answer always depends most,
+    are left out, unless `everywhere`.
     """
-    strengths = self.strengths if everywhere else self.strengths[: self.document]
+    strengths = self.strengths
+    if not everywhere:
+      strengths = strengths[: self.document]
     width = min(width, len(strengths))
-    found: list[Passage] = []
     if not width:
-      return found
-    strength = np.convolve(strengths, np.ones(width), 'valid')
-    while len(found) < count and strength.max(initial=0) > 0:
-      begin = int(np.argmax(strength))
-      strength[max(0, begin - width + 1) : begin + width] = 0
-      span = slice(begin, begin + width)
-      text = self.tokenizer.decode(self.tokens[span].tolist())
-      found.append(Passage(begin, begin + width, float(strengths[span].sum()), text))
-    return found
+      return []
+    sums = np.convolve(strengths, np.ones(width), 'valid')
+    passages: list[Passage] = []
+    while len(passages) < count and sums.max(initial=0) > 0:
+      begin = int(np.argmax(sums))
+      end = begin + width
+      sums[max(0, begin - width + 1) : end] = 0
+      text = self.tokenizer.decode(self.tokens[begin:end].tolist())
+      strength = float(strengths[begin:end].sum())
+      passages.append(Passage(begin, end, strength, text))
+    return passages
 
   def save_picture(self, path: str | os.PathLike) -> None:
     """Draws the strengths over the places of the tokens to a .png file."""
     pictures.write_spikes(pathlib.Path(path), self.strengths, 'token', 'strength, nats')
+
+
+class _Chunk(NamedTuple):
+  """A chunk of one row.
+
+  tokens: int32 [1, T], padded; lengths: int32 [1], its tokens without padding.
+  weights: float32 [1, T], 1 for the tokens of the answer.
+  """
+
+  tokens: Any  # arrays of numpy, or of jax while a function is traced
+  lengths: Any
+  weights: Any
 
 
 class Attributor:
@@ -101,68 +116,90 @@ class Attributor:
 
     Chunks that end before token `since` are only read forwards, and have zeros.
     """
-    weights = np.zeros((1, len(tokens)), np.float32)
-    weights[:, max(len(tokens) - answer, 1) :] = 1  # a document's first token has no context
-    carry, size, chunks = self._reader.fresh(1), self._reader.chunk_size, []
-    for number, (padded, lengths) in enumerate(self._reader.chunks(carry, [tokens])):
-      now = weights[:, number * size :][:, : lengths[0]]
-      now = np.pad(now, ((0, 0), (0, padded.shape[1] - lengths[0])))
-      chunks.append((padded, lengths, now))
-    first, log_probs = since // size, []
+    chunks = self._chunks(tokens, answer)
+    size = self._reader.chunk_size
+    first = since // size
     per_segment = math.isqrt(len(chunks) - first)
-    begins: dict[int, TextCarry] = {}
+    segment_carries: dict[int, TextCarry] = {}  # by the number of the first chunk of each segment
+    log_probs = []
+    carry = self._reader.fresh(1)
     for number, chunk in enumerate(chunks):
       if number >= first and (number - first) % per_segment == 0:
-        begins[number] = carry
+        segment_carries[number] = carry
       (_, log_prob, _), carry = self._forwards(params, carry, chunk, answer)
       log_probs.append(log_prob)
-    later, found = [jnp.zeros_like(leaf) for leaf in floats_of(carry)[0]], []
-    for begin, carry in reversed(begins.items()):
-      befores, segment = [carry], chunks[begin : begin + per_segment]
+
+    last_floats, _ = floats_of(carry)
+    gradient = [jnp.zeros_like(leaf) for leaf in last_floats]
+    parts: list[np.ndarray] = []  # effects and strengths of the chunks, the last one first
+    for begin, segment_carry in reversed(segment_carries.items()):
+      segment = chunks[begin : begin + per_segment]
+      carries = [segment_carry]  # before each chunk of the segment
       for chunk in segment[:-1]:
-        befores.append(self._forwards(params, befores[-1], chunk, answer)[1])
-      for before, chunk in zip(reversed(befores), reversed(segment), strict=True):
-        later, effects = self._backwards(params, before, chunk, answer, later)
-        found.append(np.asarray(effects)[:, 0, : chunk[1][0]])
-    effects = np.concatenate([np.zeros((2, first * size), np.float32), *reversed(found)], axis=1)
-    check_finite(np.isfinite(effects))
-    return effects, float(sum(log_probs))
+        _, carry = self._forwards(params, carries[-1], chunk, answer)
+        carries.append(carry)
+      for carry, chunk in zip(reversed(carries), reversed(segment), strict=True):
+        gradient, effects = self._backwards(params, carry, chunk, answer, gradient)
+        parts.append(np.asarray(effects)[:, 0, : chunk.lengths[0]])
+    parts.append(np.zeros((2, first * size), np.float32))
+    all_effects = np.concatenate(parts[::-1], axis=1)
+    check_finite(np.isfinite(all_effects))
+    return all_effects, float(sum(log_probs))
+
+  def _chunks(self, tokens: np.ndarray, answer: int) -> list[_Chunk]:
+    """The chunks of a text, whose last `answer` tokens have weight."""
+    weights = np.zeros((1, len(tokens)), np.float32)
+    weights[:, max(len(tokens) - answer, 1) :] = 1  # a document's first token has no context
+    chunks = []
+    begin = 0
+    for padded, lengths in self._reader.chunks(self._reader.fresh(1), [tokens]):
+      length = lengths[0]
+      chunk_weights = weights[:, begin : begin + length]
+      padding = padded.shape[1] - length
+      chunks.append(_Chunk(padded, lengths, np.pad(chunk_weights, ((0, 0), (0, padding)))))
+      begin += self._reader.chunk_size
+    return chunks
 
   def _read(
-    self, params: Params, carry: TextCarry, chunk: Any, count: int, shift: Array | None = None
+    self, params: Params, carry: TextCarry, chunk: _Chunk, count: int, shift: Array | None = None
   ) -> tuple[tuple[Array, Array, Array | None], TextCarry]:
-    """((log-odds, log-probability) of at most `count` weighted tokens, the carry after it).
+    """((log-odds, log-probability) of at most `count` weighted tokens, the carry after the chunk).
 
-    With a shift, what the first layer reads is the third number.
+    With a shift, the third number is the input of the first layer.
     """
-    tokens, lengths, weights = chunk
-    features, after = self._reader.apply(params, carry, tokens, lengths, shift=shift)
-    before = jnp.concatenate([carry.hidden[:, None], features.hidden[:, :-1]], axis=1)
-    weights, places = lax.top_k(weights[0], min(count, weights.shape[1]))
-    chosen = features._replace(hidden=before[:, places])
+    features, next_carry = self._reader.apply(
+      params, carry, chunk.tokens, chunk.lengths, shift=shift
+    )
+    # The features of a token predict the next one.
+    hidden = jnp.concatenate([carry.hidden[:, None], features.hidden[:, :-1]], axis=1)
+    weights, places = lax.top_k(chunk.weights[0], min(count, chunk.weights.shape[1]))
+    chosen = features._replace(hidden=hidden[:, places])
     scores = logits(chosen, self._reader.model.about.vocabulary_size)[0]
-    is_target = jnp.arange(scores.shape[-1])[None] == tokens[0, places, None]
+    is_target = jnp.arange(scores.shape[-1])[None] == chunk.tokens[0, places, None]
     target = jnp.sum(jnp.where(is_target, scores, 0), axis=-1)
-    odds = target - jax.nn.logsumexp(jnp.where(is_target, -jnp.inf, scores), axis=-1)
+    others = jax.nn.logsumexp(jnp.where(is_target, -jnp.inf, scores), axis=-1)
+    odds = target - others
     log_prob = jnp.sum(weights * jax.nn.log_sigmoid(odds))
-    return (jnp.sum(weights * odds), log_prob, features.embedded), after
+    return (jnp.sum(weights * odds), log_prob, features.embedded), next_carry
 
   def _pulled_back(
-    self, params: Params, carry: TextCarry, chunk: Any, count: int, later: Sequence[Array]
+    self, params: Params, carry: TextCarry, chunk: _Chunk, count: int, gradient: Sequence[Array]
   ) -> tuple[Sequence[Array], Array]:
     """(The gradient of the carry before a chunk, effects and strengths), from that after it."""
     floats, rebuild = floats_of(carry)
     about = self._reader.model.about
 
-    def of(shift, floats):
-      (odds, _, embedded), after = self._read(params, rebuild(floats), chunk, count, shift)
-      return (odds, floats_of(after)[0]), embedded
+    def read(shift, floats):
+      (odds, _, embedded), next_carry = self._read(params, rebuild(floats), chunk, count, shift)
+      next_floats, _ = floats_of(next_carry)
+      return (odds, next_floats), embedded
 
-    shift = jnp.zeros((*chunk[0].shape, about.width), about.compute_dtype)
-    (odds, _), pull_back, embedded = jax.vjp(of, shift, floats, has_aux=True)
-    by_embedded, before = pull_back((jnp.ones_like(odds), later))
+    shift = jnp.zeros((*chunk.tokens.shape, about.width), about.compute_dtype)
+    (odds, _), pull_back, embedded = jax.vjp(read, shift, floats, has_aux=True)
+    by_embedded, by_carry = pull_back((jnp.ones_like(odds), gradient))
     assert embedded is not None  # since it was shifted
     embedded = embedded.astype(wide(embedded.dtype))
     by_embedded = by_embedded.astype(embedded.dtype)
-    sizes = jnp.linalg.norm(embedded, axis=-1) * jnp.linalg.norm(by_embedded, axis=-1)
-    return before, jnp.stack([jnp.sum(embedded * by_embedded, axis=-1), sizes])
+    effects = jnp.sum(embedded * by_embedded, axis=-1)
+    strengths = jnp.linalg.norm(embedded, axis=-1) * jnp.linalg.norm(by_embedded, axis=-1)
+    return by_carry, jnp.stack([effects, strengths])

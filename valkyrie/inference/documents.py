@@ -1,6 +1,6 @@
-"""Documents that were read, with the carries from which a changed document is read on; their files.
+"""Documents that were read, with carries from which a changed document is continued; their files.
 
-A file of a carry or a document is only for the weights and the tokenizer that made it.
+A file of a carry or a document is only valid with the weights and the tokenizer that made it.
 """
 
 from collections.abc import Mapping
@@ -23,15 +23,16 @@ from valkyrie.weights import named_tensors
 from valkyrie.weights.tensor_files import TensorFile, name_of_dtype
 
 _MOST_ROWS = 2**20
-_CONTENT = 'sha256'  # of the leaves, in the metadata of a file
+_CONTENT = 'sha256'  # the field with the digest of the leaves, in the metadata of a file
 
 
 class Document(NamedTuple):
-  """A text that was read from its start, and all that a `TextCarry` has; it stands for one.
+  """A text that was read from its start. Can be used wherever a `TextCarry` is accepted.
 
   Carries are kept after 1, 2, 4, 8, ... chunks, as many before the last whole one, and after it:
-  about 2 log2 of their number. Whatever shares its first p of N tokens with this document reads at
-  most p / 2 tokens, or N - p and a chunk, again, in the same chunks as if it were read anew.
+  about 2 log2 of their number. To reuse the first p of N tokens, which another document shares, at
+  most p / 2 of them are read again, or N - p and a chunk. The chunks are the same as if the other
+  document were read from its start.
   """
 
   carry: Carry
@@ -48,13 +49,11 @@ def read(
   reader: Reader, params: Params, tokens: np.ndarray, like: Document | None = None
 ) -> Document:
   """Reads the tokens [N] of a document, from the nearest carry that it shares with another one."""
-  size, old = reader.chunk_size, {} if like is None else like.kept
-  shared = 0
+  size = reader.chunk_size
+  kept: dict[int, TextCarry] = {}
   if like is not None:
-    length = min(len(tokens), len(like.tokens))
-    differs = np.flatnonzero(tokens[:length] != like.tokens[:length])
-    shared = int(differs[0]) if len(differs) else length
-  kept = {place: carry for place, carry in old.items() if place <= shared}
+    shared = _shared(tokens, like.tokens)
+    kept = {place: carry for place, carry in like.kept.items() if place <= shared}
   place = max(kept, default=0)
   carry = _copy(kept[place]) if kept else reader.fresh(1)
   last = len(tokens) // size * size
@@ -66,13 +65,27 @@ def read(
       kept[end] = _copy(carry)
 
   carry = reader.read(params, carry, [tokens[place:]], begin=place, passed=keep)
-  # Some marks lie where the other document was read without one: the carry before stands for it.
-  near = {max((at for at in kept if at <= mark), default=0) for mark in marks} - {0}
-  return Document(*carry, tokens, {at: kept[at] for at in sorted(near)})
+  # The other document kept none at some of these marks: the nearest carry before replaces it.
+  nearest: set[int] = set()
+  for mark in marks:
+    before_mark = [place for place in kept if place <= mark]
+    if before_mark:
+      nearest.add(max(before_mark))
+  kept_carries = {place: kept[place] for place in sorted(nearest)}
+  return Document(*carry, tokens, kept_carries)
+
+
+def _shared(tokens: np.ndarray, others: np.ndarray) -> int:
+  """The number of tokens at the start of two texts that are equal."""
+  length = min(len(tokens), len(others))
+  differing = np.flatnonzero(tokens[:length] != others[:length])
+  if not len(differing):
+    return length
+  return int(differing[0])
 
 
 def _copy(carry: TextCarry) -> TextCarry:
-  """The reader overwrites what it is given."""
+  """A copy of a carry, since the reader overwrites its argument."""
   return jax.tree.map(jnp.copy, carry)
 
 
@@ -88,31 +101,50 @@ def save(path: pathlib.Path, carry: AnyCarry, origin: Mapping[str, str]) -> None
 
 
 def load(path: pathlib.Path, reader: Reader, origin: Mapping[str, str]) -> AnyCarry:
-  """Reads what was written with this origin, for this reader; for errors see `load_carry`."""
+  """Reads a file with this origin, for this reader; for errors see `load_carry`."""
   file = TensorFile(path, 'file of a carry', 'Read the text again.')
-  shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in file.tensors.items()}
-  rows = shapes['position'][0] if 'position' in shapes else ()
-  like: Any = _fresh(reader, rows[0] if len(rows) == 1 and rows[0] < _MOST_ROWS else 1)
-  if 'tokens' in shapes:
-    kept = {int(n.split('.')[1]): like for n in shapes if re.match(r'kept\.\d{1,18}\.', n)}
-    tokens: Any = jax.ShapeDtypeStruct(shapes['tokens'][0], np.int32)
-    like = Document(*like[:3], tokens=tokens, kept=kept)
-  expected = {
-    name: (leaf.shape, name_of_dtype(leaf.dtype)) for name, leaf in _named_leaves(like).items()
-  }
-  if {name: file.metadata.get(name) for name in origin} != origin or shapes != expected:
+  forms = {name: (tensor.shape, tensor.dtype) for name, tensor in file.tensors.items()}
+  like = _form(reader, file)
+  expected = {}
+  for name, leaf in _named_leaves(like).items():
+    expected[name] = (leaf.shape, name_of_dtype(leaf.dtype))
+  file_origin = {name: file.metadata.get(name) for name in origin}
+  if file_origin != origin or forms != expected:
     raise ConfigurationError(
       f'{path} was saved with other weights or tokenizer ({json.dumps(file.metadata):.400}) than '
       f'the loaded ones ({json.dumps(origin)}), or by a model of other sizes. Read the text again.'
     )
-  found = {
-    name: tensor.read((slice(None),) * len(tensor.shape)) for name, tensor in file.tensors.items()
-  }
-  # Files of earlier versions have no digest.
-  if file.metadata.get(_CONTENT, _digest(found)) != _digest(found):
+  arrays = {}
+  for name, tensor in file.tensors.items():
+    arrays[name] = tensor.read((slice(None),) * len(tensor.shape))
+  digest = _digest(arrays)
+  if file.metadata.get(_CONTENT, digest) != digest:  # files of earlier versions have no digest
     raise StorageError(f'{path} is damaged: its content has another digest. Read the text again.')
-  leaves = [found[n] if n == 'tokens' else jnp.asarray(found[n]) for n in _named_leaves(like)]
+  leaves = []
+  for name in _named_leaves(like):
+    if name == 'tokens':
+      leaves.append(arrays[name])
+    else:
+      leaves.append(jnp.asarray(arrays[name]))
   return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _form(reader: Reader, file: TensorFile) -> Any:
+  """The shapes of the carry or document that a file with these names has, by this reader."""
+  rows = 1
+  position = file.tensors.get('position')
+  if position is not None and len(position.shape) == 1 and position.shape[0] < _MOST_ROWS:
+    rows = position.shape[0]
+  carry: Any = _fresh(reader, rows)
+  if 'tokens' not in file.tensors:
+    return carry
+  kept = {}
+  for name in file.tensors:
+    match = re.match(r'kept\.(\d{1,18})\.', name)
+    if match:
+      kept[int(match[1])] = carry
+  tokens: Any = jax.ShapeDtypeStruct(file.tensors['tokens'].shape, np.int32)
+  return Document(*carry[:3], tokens=tokens, kept=kept)
 
 
 def _fresh(reader: Reader, rows: int) -> TextCarry:
@@ -131,8 +163,8 @@ def _digest(leaves: Mapping[str, np.ndarray]) -> str:
 
 def check(carry: AnyCarry, reader: Reader) -> None:
   """Raises a ConfigurationError if a model of other sizes has made the carry."""
-  own = _fresh(reader, len(carry.position))
-  if _sizes(TextCarry(*carry[:3])) != _sizes(own):
+  expected = _fresh(reader, len(carry.position))
+  if _sizes(TextCarry(*carry[:3])) != _sizes(expected):
     raise ConfigurationError(
       'The carry was made by a model of other sizes. Read the text again with the run that goes on.'
     )

@@ -71,33 +71,31 @@ def export(
   """Writes the model of a checkpoint to a new folder, which appears as a whole.
 
   Args:
-    model_dir, step: of the checkpoint, or of several, see `weights.restored`.
+    model_dir, step: name the checkpoint, or several, see `weights.restored`.
     output: the folder.
     opened: opens the run.
     model: the class of the model.
-    form: 'valkyrie'; 'huggingface', of full attention (Llama, Qwen3) or only of a window (Mistral);
-      'components', of a decomposition, at one step; or 'first_carry', only of a learned carry, with
+    form: 'valkyrie'; 'huggingface', for full attention (Llama, Qwen3) or windows only (Mistral);
+      'components', for one step of a decomposition; or 'first_carry', only a learned carry, with
       the norm that tells its weights from others.
 
   Raises:
-    ConfigurationError: the run has no such step, or the model has not that form.
+    ConfigurationError: the run has no such step, or the model cannot be written in that form.
     StorageError: the folder is there already, or cannot be written.
   """
   check_choice('export.form', form, _USE)
   folder = pathlib.Path(with_home(output))
   if os.path.lexists(folder):
     raise StorageError(f'{folder} is there already. Name another --output, or move it away.')
-  theirs = huggingface.configuration_of(model) if form == 'huggingface' else None
+  theirs = None
+  if form == 'huggingface':
+    theirs = huggingface.configuration_of(model)
   with doing('reading the checkpoint'):
     loaded = opened(model_dir, step)
   steps = ', '.join(map(str, loaded.steps))
   arrays = _components(loaded) if form == 'components' else _arrays(loaded)
   if form == 'first_carry':
-    arrays = {n: a for n, a in arrays.items() if n == 'final_norm.scale' or '.first_carry' in n}
-    if len(arrays) < 2:
-      raise ConfigurationError(
-        "export.form='first_carry' needs a run with LanguageModel.learned_carry = True."
-      )
+    arrays = _first_carry(arrays)
   count = sum(array.size for array in arrays.values())
   if theirs is None:
     config: dict[str, Any] = {
@@ -113,8 +111,8 @@ def export(
     }
   else:
     config, scale = theirs
-    bos = next(iter(loaded.tokenizer.bos), None)
-    config |= {'eos_token_id': loaded.tokenizer.eos_id, 'bos_token_id': bos}
+    config['eos_token_id'] = loaded.tokenizer.eos_id
+    config['bos_token_id'] = next(iter(loaded.tokenizer.bos), None)
     if not config['tie_word_embeddings']:
       arrays.setdefault('unembedding', arrays['embedding'])
     embedding = arrays['embedding']
@@ -136,9 +134,27 @@ def export(
 def _arrays(loaded: LoadedModel) -> dict[str, np.ndarray]:
   """The arrays by name on the host: adapters merged, tables without the vocabulary's padding."""
   merged = named_tensors.merged(named_tensors.of_params(loaded.params))
-  whole = {name: tensor.read((slice(None),) * len(tensor.shape)) for name, tensor in merged.items()}
   size = loaded.model.about.vocabulary_size
-  return whole | {name: whole[name][:size] for name in named_tensors.TABLES if name in whole}
+  arrays = {}
+  for name, tensor in merged.items():
+    array = tensor.read((slice(None),) * len(tensor.shape))
+    if name in named_tensors.TABLES:
+      array = array[:size]
+    arrays[name] = array
+  return arrays
+
+
+def _first_carry(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+  """The arrays of a learned carry, and the norm that tells its weights from others."""
+  chosen = {}
+  for name, array in arrays.items():
+    if name == 'final_norm.scale' or '.first_carry' in name:
+      chosen[name] = array
+  if len(chosen) < 2:
+    raise ConfigurationError(
+      "export.form='first_carry' needs a run with LanguageModel.learned_carry = True."
+    )
+  return chosen
 
 
 def _components(loaded: LoadedModel) -> dict[str, np.ndarray]:
@@ -150,30 +166,49 @@ def _components(loaded: LoadedModel) -> dict[str, np.ndarray]:
       f'{len(loaded.steps)} steps and {len(sites)} sites. Name one --step of such a run.'
     )
   with open_to_read(loaded.model_dir, str(loaded.steps[0])) as directory:
-    params = directory.restore_evaluated()
-    functions = {  # by the path of their site, or of a stack for all
-      name if name.startswith('model/') else f'{module}/{name}': array
-      for module, group in params.items()
-      if module.partition('/')[0] == 'decomposition'
-      for name, array in group.items()
-    }
+    functions = _importance_functions(directory.restore_evaluated())
   names = named_tensors.names_of(loaded.model.parameters())
-  found = {n.replace('/', '.'): a for n, a in functions.items() if n.startswith('decomposition')}
+  arrays = {}
+  for path, array in functions.items():
+    if path.startswith('decomposition'):
+      arrays[path.replace('/', '.')] = array
   for path, site in sites.items():
     v, u = site.factors(loaded.params)
     parts = {'': site.target(loaded.params), V: v, U: u}
-    parts |= {f'_{n[len(path) + 1 :]}': a for n, a in functions.items() if n.startswith(f'{path}/')}
+    for name, array in functions.items():
+      if name.startswith(f'{path}/'):
+        parts[f'_{name.removeprefix(f"{path}/")}'] = array
     for layer, name in enumerate(names[path]):
-      found |= {name + part: np.asarray(array[layer]) for part, array in parts.items()}
-  return found
+      for part, array in parts.items():
+        arrays[name + part] = np.asarray(array[layer])
+  return arrays
+
+
+def _importance_functions(params: Any) -> dict[str, Any]:
+  """The arrays of importance functions, by the path of their site, or of a stack for all sites."""
+  arrays = {}
+  for module, group in params.items():
+    if module.partition('/')[0] != 'decomposition':
+      continue
+    for name, array in group.items():
+      path = name
+      if not name.startswith('model/'):
+        path = f'{module}/{name}'
+      arrays[path] = array
+  return arrays
 
 
 def _of_model(bindings: dict[str, Any], form: str) -> dict[str, Any]:
-  """The bindings of the model's parts, Valkyrie's and others: no path, no seed."""
-  rooms = ('models.', 'decomposition.') if form == 'components' else 'models.'
+  """The bindings of the model's parts, Valkyrie's and others: without paths and the seed."""
+  rooms = ['models.']
+  if form == 'components':
+    rooms.append('decomposition.')
 
   def is_part(name: str) -> bool:
-    package, _, rest = check.find(name.rpartition('.')[0]).wrapped.__module__.partition('.')
-    return rest.startswith(rooms) if package == 'valkyrie' else package != 'optax'
+    configurable, _, _ = name.rpartition('.')
+    package, _, rest = check.find(configurable).wrapped.__module__.partition('.')
+    if package == 'valkyrie':
+      return rest.startswith(tuple(rooms))
+    return package != 'optax'
 
   return {name: value for name, value in bindings.items() if is_part(name)}

@@ -13,11 +13,14 @@ from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError
 from valkyrie.types import Array
 
-EOS, STOP, LENGTH = 'eos', 'stop', 'length'
+# Reasons why a text is complete.
+EOS = 'eos'
+STOP = 'stop'
+LENGTH = 'length'
 _UNFINISHED = '\N{REPLACEMENT CHARACTER}'
 _FIRST_MARK = 0xD800  # half of a character, which no text has
 _LONGEST_CHARACTER = 8  # tokens; later an incomplete character is taken as it is
-_REACHED = 1 - 1e-6  # of a share, in sums that are rounded to float32
+_REACHED = 1 - 1e-6  # a share is reached from this part of it on: sums are rounded to float32
 _SMALLEST = float(np.finfo(np.float32).tiny)  # devices take smaller numbers for 0
 
 
@@ -51,18 +54,20 @@ class Sampling:
     """
     if self.repetition_penalty != 1:
       factor = self.repetition_penalty
-      logits = jnp.where(seen, jnp.where(logits > 0, logits / factor, logits * factor), logits)
+      penalized = jnp.where(logits > 0, logits / factor, logits * factor)
+      logits = jnp.where(seen, penalized, logits)
     if self.temperature == 0:
       return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = logits - jnp.max(logits, axis=-1, keepdims=True)  # the quotient may exceed float32
     logits = logits / max(self.temperature, _SMALLEST)
     if self.top_k is not None and self.top_k < logits.shape[-1]:
-      logits = _kept(logits, lax.top_k(logits, self.top_k)[1], jnp.bool(True))
+      _, largest = lax.top_k(logits, self.top_k)
+      logits = _kept(logits, largest, jnp.bool(True))
     if self.top_p < 1:
       order = jnp.argsort(logits, axis=-1, descending=True)
       shares = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
-      before = jnp.cumsum(shares, axis=-1) - shares
-      logits = _kept(logits, order, before < max(self.top_p * _REACHED, _SMALLEST))
+      likelier = jnp.cumsum(shares, axis=-1) - shares  # the sum of the shares before each
+      logits = _kept(logits, order, likelier < max(self.top_p * _REACHED, _SMALLEST))
     if self.min_p > 0:
       most = jnp.max(logits, axis=-1, keepdims=True)
       logits = jnp.where(logits < most + jnp.log(self.min_p), -jnp.inf, logits)
@@ -82,14 +87,14 @@ GREEDY = Sampling()
 
 
 class Continuation:
-  """A growing text: what a prompt and its tokens decode to, less what the prompt decodes to.
+  """A growing text: the decoded prompt and tokens, without the decoded prompt.
 
   Each token is decoded with a few neighbors, never with the whole text.
 
   Attributes:
     tokens: all tokens.
     text: the certain part, without an incomplete character or the beginning of a stop string.
-    ended: the reason why the text is complete, 'eos', 'stop' or 'length'; None before.
+    ended: the reason why the text is complete, 'eos', 'stop' or 'length'; None while it grows.
   """
 
   def __init__(
@@ -102,27 +107,37 @@ class Continuation:
 
     Raises a ConfigurationError if a stop string is empty.
     """
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(one, str) and one for one in stops):
+    stops = [stop] if isinstance(stop, str) else list(stop)
+    if not all(isinstance(string, str) and string for string in stops):
       raise ConfigurationError(
         f'stop={stop!r} has an empty string. Use strings of one letter or more.'
       )
-    specials = vocabulary.specials if stops else {}
-    named = [name for name in specials if any(name in one for one in stops)]
-    # Decoders leave special tokens out, so each stands as a mark, no character, in what is held.
-    self._marks, marked = {}, [*stops]
-    for name in sorted(named, key=len, reverse=True):  # since one name may contain another
-      mark = self._marks[specials[name]] = chr(_FIRST_MARK + len(self._marks))
-      marked = [one.replace(name, mark) for one in marked]
-    self._stop = {*stops, *marked}
+    # Decoders leave special tokens out. So a mark, which no text has, replaces each in stop strings
+    # and in the held text.
+    self._marks: dict[int, str] = {}
+    self._stop = set(stops)
+    self._stop.update(self._marked(stops, vocabulary))
     self._vocabulary = vocabulary
     self._begin = vocabulary.encode('a')  # decoders drop the first space of a text
     self._ids = [int(token) for token in prompt[-_LONGEST_CHARACTER:]]
-    self._context, self._decoded = 0, len(self._ids)  # where context and undecoded tokens begin
+    self._context = 0  # the first token that is decoded again
+    self._decoded = len(self._ids)  # the first token that was not decoded
     self._held = ''  # decoded, but perhaps the beginning of a stop string
     self.tokens: list[int] = []
     self.text = ''
     self.ended: str | None = None
+
+  def _marked(self, stops: list[str], vocabulary: Vocabulary) -> list[str]:
+    """The stop strings with marks in place of special tokens; fills the table of marks."""
+    if not stops:
+      return []
+    names = [name for name in vocabulary.specials if any(name in string for string in stops)]
+    marked = stops
+    for name in sorted(names, key=len, reverse=True):  # since one name may contain another
+      mark = chr(_FIRST_MARK + len(self._marks))
+      self._marks[vocabulary.specials[name]] = mark
+      marked = [string.replace(name, mark) for string in marked]
+    return marked
 
   def add(self, token: int) -> str:
     """Adds a token; returns the text that becomes certain."""
@@ -131,37 +146,56 @@ class Continuation:
     self.tokens.append(token)
     self._ids.append(token)
     mark = self._marks.get(token, '')
-    return self._certain(self._decode(last=bool(mark)) + mark, last=False)
+    characters = self._decode(last=bool(mark))
+    return self._certain(characters + mark, last=False)
 
   def end(self, reason: str = LENGTH) -> str:
-    """Completes the text; returns what was held back."""
-    new = self._certain(self._decode(last=True), last=True)
+    """Completes the text; returns the part that was held back."""
+    characters = self._decode(last=True)
+    certain = self._certain(characters, last=True)
     self.ended = self.ended or reason
-    return new
+    return certain
 
   def _decode(self, last: bool) -> str:
     """The new characters."""
-    before, now = (
-      self._vocabulary.decode([*self._begin, *self._ids[self._context : end]])
-      for end in (self._decoded, len(self._ids))
-    )
+    known = self._decoded_until(self._decoded)
+    text = self._decoded_until(len(self._ids))
     waits = len(self._ids) - self._decoded < _LONGEST_CHARACTER
-    if not last and waits and now.endswith(_UNFINISHED):
+    if not last and waits and text.endswith(_UNFINISHED):
       return ''
-    self._context, self._decoded = self._decoded, len(self._ids)
-    return now[len(before) :]
+    self._context = self._decoded
+    self._decoded = len(self._ids)
+    return text[len(known) :]
 
-  def _certain(self, new: str, last: bool) -> str:
-    self._held += new
-    found = [at for at in map(self._held.find, self._stop) if at >= 0]
-    if found:
-      certain, self._held, self.ended = self._held[: min(found)], '', STOP
+  def _decoded_until(self, end: int) -> str:
+    """The text of the context and the tokens after it up to `end`."""
+    return self._vocabulary.decode([*self._begin, *self._ids[self._context : end]])
+
+  def _certain(self, characters: str, last: bool) -> str:
+    """Holds new characters; returns the part that cannot be the beginning of a stop string."""
+    self._held += characters
+    places = [self._held.find(stop) for stop in self._stop]
+    stops = [place for place in places if place >= 0]
+    if stops:
+      certain = self._held[: min(stops)]
+      self._held = ''
+      self.ended = STOP
     else:
-      begun = (n for stop in self._stop for n in range(len(stop)) if self._held.endswith(stop[:n]))
-      kept = 0 if last else max(begun, default=0)
-      split = len(self._held) - kept
-      certain, self._held = self._held[:split], self._held[split:]
+      split = len(self._held)
+      if not last:
+        split -= self._begun()
+      certain = self._held[:split]
+      self._held = self._held[split:]
     for mark in self._marks.values():
       certain = certain.replace(mark, '')
     self.text += certain
     return certain
+
+  def _begun(self) -> int:
+    """The characters at the end of the held text that may begin a stop string."""
+    most = 0
+    for stop in self._stop:
+      for length in range(len(stop)):
+        if self._held.endswith(stop[:length]):
+          most = max(most, length)
+    return most

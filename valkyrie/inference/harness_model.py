@@ -8,7 +8,7 @@ import dataclasses
 import json
 import math
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
@@ -37,18 +37,19 @@ class HarnessModel(LM):
     step: str = 'latest',
     batch_size: int | str = 8,
     allow_import: str | Sequence[str] = (),
-    **of_torch: Any,
+    **ignored: Any,
   ):
     """Opens a run; see `valkyrie.load`.
 
     Args:
       batch_size: the number of continuations that are read at the same time.
-      of_torch: the harness's arguments for other models, `device` and `max_batch_size`: ignored.
+      ignored: the harness's arguments for other models, `device` and `max_batch_size`.
 
     Raises a ConfigurationError if an argument is unknown, or the run cannot be opened.
     """
     super().__init__()
-    if unknown := sorted(set(of_torch) - {'device', 'max_batch_size'}):
+    unknown = sorted(set(ignored) - {'device', 'max_batch_size'})
+    if unknown:
       raise ConfigurationError(
         f'--model_args has {unknown[0]}. Use model_dir, step, batch_size and allow_import.'
       )
@@ -72,14 +73,18 @@ class HarnessModel(LM):
       by_context[context.tobytes()].append(number)
     answers: dict[int, tuple[float, bool]] = {}
     for contexts in batches(sorted(by_context, key=len, reverse=True), self._batch_size):
-      begun = self._run.read([np.frombuffer(context, np.int32) for context in contexts])
-      asked = [(row, n) for row, context in enumerate(contexts) for n in by_context[context]]
-      for batch in batches(asked, self._batch_size):
-        carry = self._run.rows(begun, [row for row, _ in batch])
-        scores = self._run.score([rows[number][1] for _, number in batch], carry)
-        for (_, number), score in zip(batch, scores, strict=True):
+      context_carry = self._run.read([np.frombuffer(context, np.int32) for context in contexts])
+      continuations = []  # (row of the context, number of the request)
+      for row, context in enumerate(contexts):
+        continuations += [(row, number) for number in by_context[context]]
+      for batch in batches(continuations, self._batch_size):
+        carry = self._run.rows(context_carry, [row for row, _ in batch])
+        numbers = [number for _, number in batch]
+        texts = [continuation for _, continuation in (rows[number] for number in numbers)]
+        scores = self._run.score(texts, carry)
+        for number, score in zip(numbers, scores, strict=True):
           answers[number] = (self._sum(score.log_probs), bool(score.greedy.all()))
-    return self._kept('loglikelihood', requests, answers)
+    return self._answered('loglikelihood', requests, answers)
 
   def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
     """log p(text) of each text as a document.
@@ -87,18 +92,19 @@ class HarnessModel(LM):
     A text longer than the model can read is read in windows, as the harness's own models do: each
     token is scored once. A later window begins with at least one token that is not scored again.
     """
-    codec = self._run.tokenizer
-    windows = [
-      (number, new, window)
-      for number, request in enumerate(requests)
-      for new, window in _windows(codec.begun(request.args[0]), self._longest, len(codec.bos))
-    ]
-    windows.sort(key=lambda one: -len(one[2]))
-    scores = self._run.score([window for *_, window in windows], batch_size=self._batch_size)
+    tokenizer = self._run.tokenizer
+    windows: list[_Window] = []
+    for number, request in enumerate(requests):
+      ids = tokenizer.begun(request.args[0])
+      windows += _windows(number, ids, self._longest, len(tokenizer.bos))
+    windows.sort(key=lambda window: -len(window.tokens))
+    texts = [window.tokens for window in windows]
+    scores = self._run.score(texts, batch_size=self._batch_size)
     sums = dict.fromkeys(range(len(requests)), 0.0)
-    for (number, new, window), score in zip(windows, scores, strict=True):
-      sums[number] += self._sum(score.log_probs[len(window) - new :])
-    return self._kept('loglikelihood_rolling', requests, sums)
+    for window, score in zip(windows, scores, strict=True):
+      first = len(window.tokens) - window.new
+      sums[window.request] += self._sum(score.log_probs[first:])
+    return self._answered('loglikelihood_rolling', requests, sums)
 
   def generate_until(self, requests: Sequence[Any]) -> list[str]:
     """For each (context, generation settings): the text up to a stop string or the end.
@@ -107,29 +113,37 @@ class HarnessModel(LM):
     """
     by_settings: dict[str, list[int]] = defaultdict(list)
     for number, request in enumerate(requests):
-      by_settings[json.dumps(request.args[1], sort_keys=True)].append(number)
+      settings = json.dumps(request.args[1], sort_keys=True)
+      by_settings[settings].append(number)
     texts: dict[int, str] = {}
     for settings, numbers in by_settings.items():
       options = _generation(json.loads(settings))
       numbers.sort(key=lambda number: -len(requests[number].args[0]))
-      contexts = [self._shortened(requests[n].args[0], options['max_tokens']) for n in numbers]
-      made = self._run.generate(contexts, batch_size=self._batch_size, **options)
-      texts |= {number: one.text for number, one in zip(numbers, made, strict=True)}
-    return self._kept('generate_until', requests, texts)
+      contexts = []
+      for number in numbers:
+        contexts.append(self._shortened(requests[number].args[0], options['max_tokens']))
+      continuations = self._run.generate(contexts, batch_size=self._batch_size, **options)
+      for number, continuation in zip(numbers, continuations, strict=True):
+        texts[number] = continuation.text
+    return self._answered('generate_until', requests, texts)
 
   def _split(self, context: str, continuation: str) -> tuple[np.ndarray, np.ndarray]:
     """The tokens of the whole text, split at the first token that the continuation changes."""
     whole = self._run.tokenizer.begun(context + continuation)
     context_alone = self._run.tokenizer.begun(context.rstrip())  # a space belongs to the next word
     size = min(len(context_alone), len(whole))
-    split = int(np.append(context_alone[:size] == whole[:size], False).argmin())
-    begin = 0 if self._longest is None else max(0, len(whole) - self._longest)
+    is_equal = context_alone[:size] == whole[:size]
+    split = int(np.append(is_equal, False).argmin())
+    begin = 0
+    if self._longest is not None:
+      begin = max(0, len(whole) - self._longest)
     if begin >= split > 0:
       raise ConfigurationError(
         f'A continuation has {len(whole) - split} tokens, too many for the {self._longest} that '
         'the model can read (FullAttention.max_context).'
       )
-    self._cut += begin > 0
+    if begin > 0:
+      self._cut += 1
     return whole[begin:split], whole[split:]
 
   def _shortened(self, context: str, max_tokens: int) -> np.ndarray:
@@ -141,12 +155,14 @@ class HarnessModel(LM):
     return tokens[-max(1, self._longest - max_tokens) :]
 
   def _sum(self, log_probs: np.ndarray) -> float:
-    unknown = np.isnan(log_probs)
-    known = float(log_probs[~unknown].sum(dtype=np.float64))
-    return known - int(unknown.sum()) * math.log(self._run.model.about.vocabulary_size)
+    """The sum of log-probabilities, where a NaN counts as a uniform guess."""
+    is_guess = np.isnan(log_probs)
+    known = float(log_probs[~is_guess].sum(dtype=np.float64))
+    guess = math.log(self._run.model.about.vocabulary_size)
+    return known - int(is_guess.sum()) * guess
 
-  def _kept(self, kind: str, requests: Sequence[Any], answers: Mapping[int, Any]) -> list:
-    """The answers by number as a list, which the harness's own cache (`--use_cache`) gets, too."""
+  def _answered(self, kind: str, requests: Sequence[Any], answers: Mapping[int, Any]) -> list:
+    """The answers by number as a list; the harness's cache (`--use_cache`) gets them, too."""
     if self._cut:
       print(
         f'{self._cut} contexts were longer than the {self._longest} tokens that the model can '
@@ -159,18 +175,30 @@ class HarnessModel(LM):
     return [answers[number] for number in range(len(requests))]
 
 
-def _windows(ids: np.ndarray, longest: int | None, bos: int) -> Iterator[tuple[int, np.ndarray]]:
-  """(how many tokens at its end are new, a window of at most `longest` tokens), in order.
+class _Window(NamedTuple):
+  """A part of the text of a request.
 
-  The first `bos` tokens are never new.
+  request: the number of the request.
+  new: how many tokens at the end of the window are scored.
+  tokens: int32 [T].
   """
-  size = len(ids) if longest is None else longest
+
+  request: int
+  new: int
+  tokens: np.ndarray
+
+
+def _windows(request: int, ids: np.ndarray, longest: int | None, bos: int) -> Iterator[_Window]:
+  """Windows of at most `longest` tokens, in order. The first `bos` tokens are never new."""
+  size = len(ids)
+  if longest is not None:
+    size = longest
   end = min(size, len(ids))
-  yield max(end - bos, 0), ids[:end]
+  yield _Window(request, max(end - bos, 0), ids[:end])
   while end < len(ids):
     new = min(max(size - 1, 1), len(ids) - end)
     end += new
-    yield new, ids[max(0, end - size) : end]
+    yield _Window(request, new, ids[max(0, end - size) : end])
 
 
 def _generation(settings: dict[str, Any]) -> dict[str, Any]:
@@ -178,18 +206,20 @@ def _generation(settings: dict[str, Any]) -> dict[str, Any]:
   settings = {name: value for name, value in settings.items() if value is not None}
   until = settings.pop('until', ())
   limits = [settings.pop(name) for name in _LIMITS if name in settings]
-  # As the harness's own models: a temperature without do_sample samples.
-  sampled = settings.pop('do_sample', settings.get('temperature', 0) > 0)
-  if (beams := settings.pop('num_beams', 1)) != 1:
+  limits.append(_MAX_TOKENS)
+  # As in the models of the harness, a temperature without do_sample samples.
+  samples = settings.pop('do_sample', settings.get('temperature', 0) > 0)
+  beams = settings.pop('num_beams', 1)
+  if beams != 1:
     raise ConfigurationError(f'num_beams={beams}, but there is no beam search. Use num_beams=1.')
-  if unknown := [name for name in settings if name not in _SAMPLING]:
+  unknown = [name for name in settings if name not in _SAMPLING]
+  if unknown:
     raise ConfigurationError(
       f'{unknown[0]} is not a setting of the generation. Use until, do_sample, num_beams, '
       f'{", ".join((*_LIMITS, *_SAMPLING))}.'
     )
-  sampling = {'temperature': 1.0, **settings} if sampled else {**settings, 'temperature': 0.0}
-  return {
-    'stop': until or (),
-    'max_tokens': limits[0] if limits else _MAX_TOKENS,
-    'sampling': Sampling(**sampling),
-  }
+  if samples:
+    settings.setdefault('temperature', 1.0)
+  else:
+    settings['temperature'] = 0.0
+  return {'stop': until or (), 'max_tokens': limits[0], 'sampling': Sampling(**settings)}

@@ -52,10 +52,10 @@ def infer(
   """Continues prompts by a run's checkpoint.
 
   One sample of one prompt is printed behind the prompt, as it comes. Others are JSON lines with
-  prompt, sample, text, tokens (their number) and ended ('eos', 'stop' or 'length'). All is UTF-8.
+  prompt, sample, text, tokens (their number) and ended ('eos', 'stop' or 'length'), in UTF-8.
 
   Args:
-    model_dir, step: of the checkpoint, see `weights.restored`.
+    model_dir, step: name the checkpoint, see `weights.restored`.
     prompt: a text to continue.
     prompts: a file instead: JSON lines with the field `prompt` (.jsonl), or one on each line.
     messages: a file instead: JSON lines with the field `messages`, conversations to answer.
@@ -66,12 +66,14 @@ def infer(
 
   Raises:
     UsageError: a prompt is empty.
-    DataError: the file of prompts is not readable, or a prompt is no text.
+    DataError: the file of prompts is not readable, or a prompt is not a text.
     StorageError: the output is there already, or cannot be written.
     ConfigurationError: a prompt is longer than the model can read, or the vocabulary is another.
   """
   ranges.check('infer', batch_size=batch_size)
-  talks = [] if messages is None else _read_conversations(errors.with_home(messages))
+  talks = []
+  if messages is not None:
+    talks = _read_conversations(errors.with_home(messages))
   texts: list[Any] = [prompt or '']
   if prompts is not None:
     texts = _read_prompts(pathlib.Path(errors.with_home(prompts)))
@@ -83,7 +85,8 @@ def infer(
     loaded = opened(model_dir, step)
   if messages is not None:
     template = ChatTemplate(loaded.tokenizer)
-    texts, options['stop'] = [template.prompt(**talk) for talk in talks], template.stops(stop)
+    texts = [template.prompt(**talk) for talk in talks]
+    options['stop'] = template.stops(stop)
   with _writer(output) as file:
     if prompts is None and messages is None and samples == 1 and output is None:
       pieces = loaded.stream(texts[0], **options)
@@ -98,19 +101,21 @@ def infer(
       batch = texts[first : first + batch_size]
       numbers = f'{first + 1} to {first + len(batch)} of {len(texts)}'
       with doing(f'continuing prompts {numbers}'):
-        made = loaded.generate(
+        continuations = loaded.generate(
           batch, first=first, samples=samples, batch_size=batch_size, **options
         )
-      for one in made:
-        asked = talks[one.prompt]['messages'] if talks else texts[one.prompt]
-        line = {**one._asdict(), 'prompt': asked, 'tokens': len(one.tokens)}
+      for continuation in continuations:
+        number = continuation.prompt
+        line = continuation._asdict()
+        line['prompt'] = talks[number]['messages'] if talks else texts[number]
+        line['tokens'] = len(continuation.tokens)
         print(json.dumps(line, ensure_ascii=False), file=file, flush=True)
 
 
 def _read_prompts(path: pathlib.Path) -> list[str]:
   """The prompts in a file; raises a DataError that names the line."""
   is_json = path.suffix.lower() in ('.jsonl', '.ndjson', '.json')
-  wanted = 'a JSON object with the field "prompt"' if is_json else 'UTF-8 text'
+  form = 'a JSON object with the field "prompt"' if is_json else 'UTF-8 text'
   try:
     lines = foreign.content(path).removeprefix(codecs.BOM_UTF8).splitlines()
   except (OSError, ValueError, MemoryError) as error:
@@ -118,20 +123,21 @@ def _read_prompts(path: pathlib.Path) -> list[str]:
     raise errors.DataError(
       f'The prompts {path} cannot be read ({reason}). Write them to a file, one on each line.'
     ) from error
-  found = []
+  prompts = []
   for number, line in enumerate(lines, 1):
     if not line.strip():
       continue
-    message = f'{path}:{number}: {wanted} was expected, found {line[:40]!r}'
-    kinds = ValueError, KeyError, TypeError
+    message = f'{path}:{number}: {form} was expected, found {line[:40]!r}'
+    kinds = (ValueError, KeyError, TypeError)
     with errors.converted(kinds, errors.DataError, message, 'Correct the line.'):
-      found.append(foreign.json_value(line)['prompt'] if is_json else line.decode())
-    if not found[-1] or not isinstance(found[-1], str):
-      raise errors.DataError(f'{path}:{number}: "prompt" is {found[-1]!r:.40}. Write a text.')
-    vocabularies.as_utf8(found[-1], f'{path}:{number}: "prompt"')
-  if not found:
+      prompt = foreign.json_value(line)['prompt'] if is_json else line.decode()
+    if not prompt or not isinstance(prompt, str):
+      raise errors.DataError(f'{path}:{number}: "prompt" is {prompt!r:.40}. Write a text.')
+    vocabularies.as_utf8(prompt, f'{path}:{number}: "prompt"')
+    prompts.append(prompt)
+  if not prompts:
     raise errors.DataError(f'{path} has no prompts. Write one on each line.')
-  return found
+  return prompts
 
 
 def _read_conversations(location: str) -> list[dict[str, Any]]:
@@ -143,10 +149,12 @@ def _read_conversations(location: str) -> list[dict[str, Any]]:
 
   def read(row: dict[str, Any], columns: Sequence[str], place: str) -> dict[str, Any]:
     del columns
-    return {**messages.conversation(row, column, place)._asdict(), 'place': place}
+    arguments = messages.conversation(row, column, place)._asdict()
+    arguments['place'] = place
+    return arguments
 
-  placed = Records(location, {column: 'column'}, check=read, also=messages.also(column))
-  return [*placed.rows(0, 1)]
+  records = Records(location, {column: 'column'}, check=read, also=messages.also(column))
+  return list(records.rows(0, 1))
 
 
 @contextlib.contextmanager
@@ -194,9 +202,11 @@ class TextSamples:
         f'{jax.process_count()}. Continue its checkpoints by --run_mode=infer.'
       )
     ranges.check('TextSamples', every=every, max_tokens=max_tokens)
-    self._prompts, self._every = prompts, every
+    self._prompts = prompts
+    self._every = every
     self._options = {'max_tokens': max_tokens, 'sampling': Sampling(temperature=temperature)}
-    functions, tokenizer = language_model.transform(model), vocabularies.load(vocabulary)
+    functions = language_model.transform(model)
+    tokenizer = vocabularies.load(vocabulary)
     self._loaded = LoadedModel(
       functions, {}, tokenizer, model_dir='', steps=(), chunk_size=chunk_size
     )
@@ -209,7 +219,9 @@ class TextSamples:
     if not self.pauses(step):
       return None
     self._loaded.params = jax.device_put(state.evaluated, jax.local_devices()[0])
-    made = self._loaded.generate(self._prompts, seed=step, **self._options)
+    continuations = self._loaded.generate(self._prompts, seed=step, **self._options)
     self._loaded.params = {}
-    pairs = enumerate(zip(self._prompts, made, strict=True), 1)
-    return {f'sample_{number}': prompt + one.text for number, (prompt, one) in pairs}
+    samples = {}
+    for prompt, continuation in zip(self._prompts, continuations, strict=True):
+      samples[f'sample_{len(samples) + 1}'] = prompt + continuation.text
+    return samples

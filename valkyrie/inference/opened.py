@@ -35,8 +35,8 @@ def open_run(
   """The model of a run, on one device.
 
   Args:
-    model_dir, step: of the checkpoint, see `weights.restored`.
-    configuration: the one under which the model is traced; None for the process's own.
+    model_dir, step: name the checkpoint, see `weights.restored`.
+    configuration: the one under which the model is traced; None for that of the process.
     model: the class of the model.
     vocabulary: 'bytes', or the path of a SentencePiece .model or a tokenizer.json.
     chunk_size: the largest number of tokens of a row that are read at once.
@@ -54,8 +54,11 @@ def open_run(
     params = with_first_carry(functions, model, params, first_carry)
   if configuration is not None:  # the functions read gin while they are traced
     inside = configuration.installed  # a context that decorates functions
-    traced = ('init', 'initial_carry', 'apply', 'parameters')
-    functions = functions._replace(**{n: inside()(getattr(functions, n)) for n in traced})
+    traced = {}
+    for name in ('init', 'initial_carry', 'apply', 'parameters'):
+      function = getattr(functions, name)
+      traced[name] = inside()(function)
+    functions = functions._replace(**traced)
   return LoadedModel(
     functions, params, tokenizer, model_dir=model_dir, steps=steps, chunk_size=chunk_size
   )
@@ -82,7 +85,8 @@ def load(
     StorageError: the files cannot be read.
   """
   directory = opened(model_dir)
-  flags, modules = [f'--gin.{binding}' for binding in bindings], CONFIGURABLE_MODULES
+  flags = [f'--gin.{binding}' for binding in bindings]
+  modules = CONFIGURABLE_MODULES
   configuration = Configuration(
     lambda: load_gin([], flags, run=directory, allowed_imports=allow_import, modules=modules)
   )

@@ -20,7 +20,7 @@ _SMALLEST = 16  # tokens of a chunk that is not a single token; each size is com
 
 
 class TextCarry(NamedTuple):
-  """All that a model keeps of the texts that it has read, for B rows.
+  """The memory of a model after the texts that it has read, for B rows.
 
   position: int32 [B], the position of the next token: the tokens read, up to 2^30; see
     `types.Batch`.
@@ -80,7 +80,7 @@ class Reader:
     self._read = jax.jit(self._advance, static_argnums=4, donate_argnums=1)
     self._score = jax.jit(self._scored, donate_argnums=1)
     self._next = jax.jit(self._chosen, static_argnums=0, donate_argnums=(2, 3))
-    # Of chunks, like `_score`: (..., the carry after them); users take gradients through `predict`.
+    # These return (..., the carry after the chunk), as `_score`. Users take gradients of `predict`.
     self.predict = jax.jit(self._predicted)
     self.show = jax.jit(self.apply, static_argnums=4, donate_argnums=1)
 
@@ -104,39 +104,45 @@ class Reader:
     """Reads more tokens of every row, int [T of the row] each, and overwrites the carry.
 
     Args:
-      params, carry, rows: of the model, the rows before, and their tokens.
+      params: the parameters of the model.
+      carry: the rows before these tokens.
+      rows: the tokens.
       cut: a part of the carry to reset before every chunk, see `models.carry_cuts`.
       begin: the tokens of the text before these, which `progress` and `passed` count as well.
       passed: called after each chunk with the tokens so far and the carry, which it must copy.
     """
     check_choice('cut', cut, (None, *CUTS))
-    before = ()
+    previous = ()
     place = begin
     for tokens, lengths in self.chunks(carry, rows, begin):
       carry = self._read(params, carry, tokens, lengths, cut)
       place += int(lengths.max())
       if passed is not None:
         passed(place, carry)
-      if self.progress is not None:  # else calls run ahead of a device by dozens of chunks
-        jax.block_until_ready(before)
-        before = jnp.copy(carry.position)
+      if self.progress is not None:  # otherwise calls run ahead of a device by dozens of chunks
+        jax.block_until_ready(previous)
+        previous = jnp.copy(carry.position)
     return carry
 
   def score(self, params: Params, carry: TextCarry, rows: Sequence[np.ndarray]) -> list[TextScore]:
     """Like `read`, but returns the scores of the tokens of each row."""
-    is_first = np.asarray(carry.position) == 0
-    found = [(np.zeros((len(rows), 0), np.float32), np.zeros((len(rows), 0), bool))]
+    without_context = (np.asarray(carry.position) == 0).astype(int)  # tokens of each row
+    log_prob_parts = [np.zeros((len(rows), 0), np.float32)]
+    greedy_parts = [np.zeros((len(rows), 0), bool)]
     for tokens, lengths in self.chunks(carry, rows):
       (log_probs, greedy), carry = self._score(params, carry, tokens, lengths)
-      found.append((np.asarray(log_probs), np.asarray(greedy)))
-    log_probs, greedy = (np.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
-    scores = [
-      TextScore(row, log_probs[number, : len(row)], greedy[number, : len(row)])
-      for number, row in enumerate(rows)
-    ]
-    for score, first in zip(scores, is_first, strict=True):
-      check_finite(np.isfinite(score.log_probs[int(first) :]))
-      score.log_probs[: int(first)] = np.nan
+      log_prob_parts.append(np.asarray(log_probs))
+      greedy_parts.append(np.asarray(greedy))
+    all_log_probs = np.concatenate(log_prob_parts, axis=1)
+    all_greedy = np.concatenate(greedy_parts, axis=1)
+    scores = []
+    for number, row in enumerate(rows):
+      length = len(row)
+      score = TextScore(row, all_log_probs[number, :length], all_greedy[number, :length])
+      first = without_context[number]
+      check_finite(np.isfinite(score.log_probs[first:]))
+      score.log_probs[:first] = np.nan
+      scores.append(score)
     return scores
 
   def embed(self, params: Params, carry: TextCarry, rows: Sequence[np.ndarray]) -> np.ndarray:
@@ -145,10 +151,11 @@ class Reader:
     if not lengths.all():
       raise UsageError('A text is empty, and has no features. Leave it out.')
     sums = np.zeros((len(rows), self.model.about.width))
-    for tokens, here in self.chunks(carry, rows):
-      features, carry = self.show(params, carry, tokens, here, ())
-      real = np.arange(tokens.shape[1])[None, :, None] < here[:, None, None]
-      sums += jnp.sum(features.hidden, axis=1, dtype=jnp.float32, where=real)
+    for tokens, real_tokens in self.chunks(carry, rows):
+      features, carry = self.show(params, carry, tokens, real_tokens, ())
+      places = np.arange(tokens.shape[1])
+      is_real = places[None, :, None] < real_tokens[:, None, None]
+      sums += jnp.sum(features.hidden, axis=1, dtype=jnp.float32, where=is_real)
     check_finite(np.isfinite(sums))
     return (sums / lengths).astype(np.float32)
 
@@ -178,31 +185,37 @@ class Reader:
     keys = jnp.repeat(jax.random.key(seed), len(numbers))
     for number in np.asarray(numbers, np.uint32).T:
       keys = jax.vmap(jax.random.fold_in)(keys, number)
-    ahead = []
+    pending = []
     for _ in range(count):
       tokens, carry, seen = self._next(sampling, params, carry, seen, keys)
-      yield from map(np.asarray, ahead)  # while the device computes the next one
-      ahead = [tokens]
-    yield from map(np.asarray, ahead)
+      yield from map(np.asarray, pending)  # while the device computes the next one
+      pending = [tokens]
+    yield from map(np.asarray, pending)
 
   def _chosen(
     self, sampling: Sampling, params: Params, carry: TextCarry, seen: Array, keys: Array
   ) -> tuple[Array, TextCarry, Array]:
-    tables, size = params['model'], self.model.about.vocabulary_size
-    features = Features(carry.hidden[:, None], tables.get('unembedding', tables['embedding']))
-    found = logits(features, size)[:, 0, :size]
-    tokens = sampling.choose(found, seen, jax.vmap(jax.random.fold_in)(keys, carry.position))
-    tokens = jnp.where(jnp.isfinite(found).all(axis=-1), tokens, -1)
+    tables = params['model']
+    size = self.model.about.vocabulary_size
+    unembedding = tables.get('unembedding', tables['embedding'])
+    features = Features(carry.hidden[:, None], unembedding)
+    scores = logits(features, size)[:, 0, :size]
+    token_keys = jax.vmap(jax.random.fold_in)(keys, carry.position)
+    tokens = sampling.choose(scores, seen, token_keys)
+    is_finite = jnp.isfinite(scores).all(axis=-1)
+    tokens = jnp.where(is_finite, tokens, -1)
     if seen.ndim:
       seen = seen.at[jnp.arange(len(tokens)), tokens].set(True)
-    return tokens, self._advance(params, carry, tokens[:, None], jnp.ones_like(tokens)), seen
+    next_carry = self._advance(params, carry, tokens[:, None], jnp.ones_like(tokens))
+    return tokens, next_carry, seen
 
   def _advance(
     self, params: Params, carry: TextCarry, tokens: Array, lengths: Array, cut: str | None = None
   ) -> TextCarry:
     """Reads the first `lengths` [B] of the tokens [B, T], after a cut of the carry."""
-    before = cut_carry(carry.carry, self.model.initial_carry(len(tokens)), cut)
-    return self.apply(params, carry._replace(carry=before), tokens, lengths)[1]
+    model_carry = cut_carry(carry.carry, self.model.initial_carry(len(tokens)), cut)
+    _, next_carry = self.apply(params, carry._replace(carry=model_carry), tokens, lengths)
+    return next_carry
 
   def check_length(self, tokens: int) -> None:
     """Raises a ConfigurationError if a text is longer than the model can read."""
@@ -222,38 +235,42 @@ class Reader:
     activations: Sequence[str] = (),
     shift: Array | None = None,
   ) -> tuple[Features, TextCarry]:
-    """Reads a chunk; `shift` is added to what the first layer reads, see `LanguageModel`; pure."""
+    """Reads a chunk; `shift` is added to the input of the first layer, see `LanguageModel`."""
     index = jnp.arange(tokens.shape[1])[None]
-    real = index < lengths[:, None]
-    features, after = self.model.apply(
+    is_real = index < lengths[:, None]
+    positions = jnp.where(is_real, position_of(carry.position[:, None] + index), 0)
+    segment_ids = is_real.astype(jnp.int32)
+    features, model_carry = self.model.apply(
       params,
       carry.carry,
       tokens,
-      jnp.where(real, position_of(carry.position[:, None] + index), 0),
-      real.astype(jnp.int32),
+      positions,
+      segment_ids,
       activations=activations,
       shift=shift,
     )
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
     hidden = jnp.take_along_axis(features.hidden, last, axis=1)[:, 0]
     hidden = jnp.where(lengths[:, None] > 0, hidden, carry.hidden)
-    return features, TextCarry(after, position_of(carry.position + lengths), hidden)
+    next_position = position_of(carry.position + lengths)
+    return features, TextCarry(model_carry, next_position, hidden)
 
   def _scored(
     self, params: Params, carry: TextCarry, tokens: Array, lengths: Array
   ) -> tuple[tuple[Array, Array], TextCarry]:
-    features, after = self.apply(params, carry, tokens, lengths)
-    before = jnp.concatenate([carry.hidden[:, None], features.hidden[:, :-1]], axis=1)
+    features, next_carry = self.apply(params, carry, tokens, lengths)
+    # The features of a token predict the next one.
+    hidden = jnp.concatenate([carry.hidden[:, None], features.hidden[:, :-1]], axis=1)
     size = self.model.about.vocabulary_size
-    found = token_scores(Features(before, features.unembedding), tokens, size)
-    return (-found.loss, found.right), after
+    scores = token_scores(Features(hidden, features.unembedding), tokens, size)
+    return (-scores.loss, scores.right), next_carry
 
   def _predicted(
     self, params: Params, carry: TextCarry, tokens: Array, lengths: Array
   ) -> tuple[Array, TextCarry]:
-    features, after = self.apply(params, carry, tokens, lengths)
+    features, next_carry = self.apply(params, carry, tokens, lengths)
     size = self.model.about.vocabulary_size
-    return logits(features, size)[..., :size], after
+    return logits(features, size)[..., :size], next_carry
 
   def chunks(
     self, carry: TextCarry, rows: Sequence[np.ndarray], begin: int = 0
@@ -263,16 +280,19 @@ class Reader:
     `progress` counts from `begin`.
     """
     lengths = np.array([len(row) for row in rows])
-    self.check_length(int((np.asarray(carry.position) + lengths).max(initial=0)))
+    ends = np.asarray(carry.position) + lengths
+    self.check_length(int(ends.max(initial=0)))
     longest = int(lengths.max(initial=0))
     for start in range(0, longest, self.chunk_size):
       if self.progress is not None:
         self.progress(begin + start, begin + longest)
-      here = np.clip(lengths - start, 0, self.chunk_size).astype(np.int32)
-      size = min(self.chunk_size, max(_SMALLEST, 1 << int(here.max() - 1).bit_length()))
+      real_tokens = np.clip(lengths - start, 0, self.chunk_size).astype(np.int32)
+      power_of_two = 1 << int(real_tokens.max() - 1).bit_length()
+      size = min(self.chunk_size, max(_SMALLEST, power_of_two))
       tokens = np.zeros((len(rows), size), np.int32)
-      for row, (whole, real) in enumerate(zip(rows, here, strict=True)):
-        tokens[row, :real] = whole[start : start + real]
-      yield tokens, here
+      for row, text in enumerate(rows):
+        count = real_tokens[row]
+        tokens[row, :count] = text[start : start + count]
+      yield tokens, real_tokens
     if self.progress is not None:
       self.progress(begin + longest, begin + longest)
