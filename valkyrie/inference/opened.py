@@ -16,7 +16,7 @@ from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.storage.run_directory import opened
-from valkyrie.weights.initial import with_first_carry
+from valkyrie.weights.first_carry import with_first_carry
 from valkyrie.weights.restored import restored_params
 
 

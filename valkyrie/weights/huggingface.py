@@ -62,12 +62,12 @@ _WINDOWS: dict[str, dict[str, type]] = {
   'mistral': {'sliding_window': int},
   'qwen3': {},
 }
-# What a token sees, in both kinds of attention.
+# The bindings that decide which tokens a token sees, in both kinds of attention.
 SIGHT = (
   'Block.mixers',
   *(f'LongformerAttention.{name}' for name in ('window', 'document_start', 'dilations')),
 )
-# {name there: name here}; # stands for the number of a layer.
+# {name there: name here}, with # for the number of a layer.
 OURS = {
   'model.embed_tokens.weight': 'embedding',
   'model.norm.weight': 'final_norm.scale',
@@ -115,8 +115,9 @@ def configuration(folder: pathlib.Path) -> dict[str, Any]:
     )
   if kind == 'qwen3' and 'head_dim' in found and found['head_dim'] is None:
     raise ConfigurationError(f'{file} has head_dim: null, which a Qwen3 cannot have. {FETCH}')
-  if missing := ', '.join(name for name in _NEEDED if name not in found):
-    raise ConfigurationError(f'{file} lacks {missing}, which a Llama has. {FETCH}')
+  missing = [name for name in _NEEDED if name not in found]
+  if missing:
+    raise ConfigurationError(f'{file} lacks {", ".join(missing)}, which a Llama has. {FETCH}')
   if found.get('hidden_act', 'silu') != 'silu':
     raise ConfigurationError(
       f'{file} has hidden_act: {found["hidden_act"]!r:.80}, but Valkyrie has only silu. '
@@ -138,7 +139,9 @@ def _without_full_layers(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _count(value: Any) -> int:
-  return value if type(value) is int and 0 < value < 10**6 else 0
+  if type(value) is not int or not 0 < value < 10**6:
+    return 0
+  return value
 
 
 def vocabularies(folder: pathlib.Path) -> list[str]:
@@ -152,7 +155,8 @@ def bindings(config: Mapping[str, Any]) -> dict[str, Any]:
   """The gin bindings of the model that a configuration describes."""
   kind = config['model_type']
   config = {**_TYPES[kind], **config}
-  heads, width = config['num_attention_heads'], config['hidden_size']
+  heads = config['num_attention_heads']
+  width = config['hidden_size']
   window = config.get('sliding_window')
   mixer = 'LongformerAttention' if window else 'FullAttention'
   of_mixer = {
@@ -182,11 +186,15 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
   kind = scaling.get('rope_type') or scaling.get('type') or 'default'
   found = {'Rotary.base': float(base), 'Rotary.factor': 1.0}
   if kind == 'llama3':
-    if missing := ', '.join(name for name, *_ in _SCALING if scaling.get(name) is None):
+    missing = [name for name, _, _ in _SCALING if scaling.get(name) is None]
+    if missing:
       raise ConfigurationError(
-        f"The configuration scales rotary positions by 'llama3' without {missing}. {FETCH}"
+        "The configuration scales rotary positions by 'llama3' without "
+        f'{", ".join(missing)}. {FETCH}'
       )
-    return found | {f'Rotary.{ours}': kind(scaling[theirs]) for theirs, ours, kind in _SCALING}
+    for theirs, ours, number_type in _SCALING:
+      found[f'Rotary.{ours}'] = number_type(scaling[theirs])
+    return found
   if kind != 'default':
     raise ConfigurationError(
       f'The configuration scales rotary positions by rope_type {kind!r}, but Valkyrie has '
@@ -203,23 +211,25 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def gin_text(config: Mapping[str, Any]) -> str:
   """A gin file of the model, to be included in a run."""
-  found = bindings(config)
+  model_bindings = bindings(config)
   lines = ["include 'gin/models/defaults.gin'", '', 'LanguageModel.pattern = (@Block,)']
-  lines += [f'Block.mixers = (@{_attention(found)},)']
-  return '\n'.join([*lines, *(f'{name} = {value!r}' for name, value in found.items())]) + '\n'
+  lines.append(f'Block.mixers = (@{_attention(model_bindings)},)')
+  for name, value in model_bindings.items():
+    lines.append(f'{name} = {value!r}')
+  return '\n'.join(lines) + '\n'
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
   """The bindings to compare with a model's, which may have either kind of attention."""
-  found = bindings(config)
-  attention = _attention(found)
-  heads = {
-    f'{either}.{name}': found[f'{attention}.{name}']
-    for either in ('FullAttention', 'LongformerAttention')
-    for name in ('heads', 'head_width', 'query_key_norm')
-  }
-  sight = {'Block.mixers': f'(@{attention},)', 'LongformerAttention.dilations': None}
-  return found | heads | sight
+  result = bindings(config)
+  attention = _attention(result)
+  for name in ('heads', 'head_width', 'query_key_norm'):
+    value = result[f'{attention}.{name}']
+    result[f'FullAttention.{name}'] = value
+    result[f'LongformerAttention.{name}'] = value
+  result['Block.mixers'] = f'(@{attention},)'
+  result['LongformerAttention.dilations'] = None
+  return result
 
 
 def _attention(bindings: Mapping[str, Any]) -> str:
@@ -259,10 +269,13 @@ def _configuration_of(model: LanguageModel) -> tuple[dict[str, Any], float] | st
   mlps = {(isinstance(block.mlp, GatedMLP), block.mlp.width) for block in blocks}
   if model.planner is not None or mlps != {(True, blocks[0].mlp.width)}:
     return 'it has a planner, or MLPs of different widths or without a gate'
-  rotary, full = first.rotary(), isinstance(first, FullAttention)
+  rotary = first.rotary()
+  full = isinstance(first, FullAttention)
   if first.query_key_norm and not full:
     return 'its attention has a window, and a norm of queries and keys'
-  kind = 'Qwen3' if first.query_key_norm else 'Llama' if full else 'Mistral'
+  kind = 'Mistral'
+  if full:
+    kind = 'Qwen3' if first.query_key_norm else 'Llama'
   config = {
     'architectures': [f'{kind}ForCausalLM'],
     'model_type': kind.lower(),
@@ -317,7 +330,8 @@ def renamed(tensors: Mapping[str, Any], names: Mapping[str, str] = OURS) -> dict
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Prints the gin file of a folder; returns the exit code."""
-  arguments = sys.argv[1:] if arguments is None else arguments
+  if arguments is None:
+    arguments = sys.argv[1:]
   if len(arguments) != 1 or arguments[0].startswith('-'):
     print(__doc__, file=sys.stderr)
     return 2

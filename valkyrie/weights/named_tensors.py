@@ -5,9 +5,9 @@
     layers.3.mlp.out               model/layers/block_1/~/mlp/out [1]
     final_norm.scale               model/final_norm/scale
 
-The right column is of a pattern of two blocks: in the model, the layers with the same block of the
-pattern are one stacked array. These names do not depend on the pattern, and both kinds of attention
-share theirs. Matrices are [inputs, outputs]. `tensor_files` reads them.
+The right column shows a pattern of two blocks: in the model, the layers with the same block of the
+pattern are one stacked array. The names on the left do not depend on the pattern, and both kinds of
+attention share them. Matrices are [inputs, outputs]. `tensor_files` reads them.
 """
 
 from collections.abc import Mapping
@@ -47,41 +47,75 @@ class Leaf(NamedTuple):
   stacked: bool
 
 
+class _Stack(NamedTuple):
+  """The place of a stack of layers in Haiku's params.
+
+  is_upper: whether it is in the upper part of the layers.
+  block: the number of its block in the pattern.
+  module: the path of the module inside the block.
+  """
+
+  is_upper: bool
+  block: int
+  module: str
+
+
 def leaves(params: Mapping[str, Mapping[str, Any]]) -> list[Leaf]:
   """The arrays of a model; `params` has the arrays or their shapes by Haiku's names.
 
-  What a term of the objective has added is left out.
+  Arrays that a term of the objective has added are left out.
   """
-  found = [
-    (module, name, array.shape, _STACKED.fullmatch(module))
-    for module, group in params.items()
-    if is_of_model(module)
-    for name, array in group.items()
-  ]
-  stacks = [(bool(match[1]), int(match[2]), shape[0]) for *_, shape, match in found if match]
-  blocks = 1 + max((block for _, block, _ in stacks), default=0)
-  below = max((repeats for upper, _, repeats in stacks if not upper), default=0)
+  blocks = 1  # of the pattern
+  lower_repeats = 0  # of the pattern, in the layers below the upper part
+  for module, group in params.items():
+    stack = _stack(module)
+    if stack is not None:
+      blocks = max(blocks, stack.block + 1)
+      if not stack.is_upper:
+        repeats = [array.shape[0] for array in group.values()]
+        lower_repeats = max([lower_repeats, *repeats])
 
-  def leaf(module: str, name: str, shape: tuple[int, ...], match: re.Match | None) -> Leaf:
-    if match is None:
-      inside = module.removeprefix('model').strip('/')
-      return Leaf(module, name, shape, (_plain(inside, name),), False)
-    first, block = below if match[1] else 0, int(match[2])
-    inside = _plain((match[3] or '').removeprefix('/~').strip('/'), name)
-    layers = (blocks * (first + r) + block for r in range(shape[0]))
-    return Leaf(module, name, shape, tuple(f'layers.{n}.{inside}' for n in layers), True)
+  found = []
+  for module, group in params.items():
+    if not is_of_model(module):
+      continue
+    stack = _stack(module)
+    for name, array in group.items():
+      if stack is None:
+        plain_name = _plain(module.removeprefix('model').strip('/'), name)
+        found.append(Leaf(module, name, array.shape, (plain_name,), False))
+        continue
+      plain_name = _plain(stack.module, name)
+      first_repeat = lower_repeats if stack.is_upper else 0
+      tensors = []
+      for repeat in range(array.shape[0]):
+        layer = blocks * (first_repeat + repeat) + stack.block
+        tensors.append(f'layers.{layer}.{plain_name}')
+      found.append(Leaf(module, name, array.shape, tuple(tensors), True))
+  return found
 
-  return [leaf(*one) for one in found]
+
+def _stack(module: str) -> _Stack | None:
+  """The stack that a module belongs to; None for modules outside of stacks."""
+  match = _STACKED.fullmatch(module)
+  if match is None or not is_of_model(module):
+    return None
+  inside = (match[3] or '').removeprefix('/~').strip('/')
+  return _Stack(bool(match[1]), int(match[2]), inside)
 
 
 def _plain(module: str, name: str) -> str:
-  path = [*filter(None, module.replace('/~', '').split('/')), name]
+  parts = module.replace('/~', '').split('/')
+  path = [part for part in parts if part]
+  path.append(name)
   return _ATTENTION.sub('attention', '.'.join(path))
 
 
 def names_of(parameters: Mapping[str, Mapping[str, Parameter]]) -> dict[str, tuple[str, ...]]:
   """{path in Haiku's params: its `Leaf.tensors`} of declared parameters."""
-  shapes = {m: {n: p.shape for n, p in group.items()} for m, group in parameters.items()}
+  shapes = {}
+  for module, group in parameters.items():
+    shapes[module] = {name: parameter.shape for name, parameter in group.items()}
   return {f'{leaf.module}/{leaf.name}': leaf.tensors for leaf in leaves(shapes)}
 
 
@@ -111,36 +145,61 @@ def merged(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
   def with_adapter(whole: Tensor, down: Tensor, up: Tensor) -> Tensor:
     def read(index: tuple[slice, ...]) -> np.ndarray:
-      (rows, columns), every = index, slice(None)
-      parts = [whole.read(index), down.read((rows, every)), up.read((every, columns))]
-      w, a, b = (part.astype(np.promote_types(part.dtype, np.float32)) for part in parts)
+      rows, columns = index
+      every = slice(None)
+      w = _wide(whole.read(index))
+      a = _wide(down.read((rows, every)))
+      b = _wide(up.read((every, columns)))
       return w + a @ b
 
     return Tensor(whole.shape, read)
 
-  found = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
+  result = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
   for name in sorted({half[: -len(A)] for half in tensors if is_adapter(half)}):
-    parts = {part: tensors.get(part) for part in (name, name + A, name + B)}
-    whole, down, up = (part or Tensor((), lambda _: np.zeros(())) for part in parts.values())
-    if len(down.shape) != 2 or whole.shape + down.shape[1:] != down.shape[:1] + up.shape[::-1]:
-      shapes = ', '.join(f'{n}: {list(p.shape) if p else "missing"}' for n, p in parts.items())
+    whole = tensors.get(name)
+    down = tensors.get(name + A)
+    up = tensors.get(name + B)
+    if not whole or not down or not up or not _fit(whole.shape, down.shape, up.shape):
+      shapes = []
+      for part in (name, name + A, name + B):
+        shape = list(tensors[part].shape) if part in tensors else 'missing'
+        shapes.append(f'{part}: {shape}')
       raise ConfigurationError(
-        f'An adapter is not whole, or of another model: {shapes}. Expected a matrix [inputs, '
-        'outputs] with halves [inputs, rank] and [rank, outputs]. Fetch all of it.'
+        f'An adapter is not whole, or of another model: {", ".join(shapes)}. Expected a matrix '
+        '[inputs, outputs] with halves [inputs, rank] and [rank, outputs]. Fetch all of it.'
       )
-    found[name] = with_adapter(whole, down, up)
-  return found
+    result[name] = with_adapter(whole, down, up)
+  return result
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+  """An array in float32 or wider."""
+  return array.astype(np.promote_types(array.dtype, np.float32))
+
+
+def _fit(whole: tuple[int, ...], down: tuple[int, ...], up: tuple[int, ...]) -> bool:
+  """Whether a matrix [inputs, outputs] fits halves [inputs, rank] and [rank, outputs]."""
+  if len(down) != 2:
+    return False
+  inputs, rank = down
+  return (*whole, rank) == (inputs, *reversed(up))
 
 
 def write(path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata: dict[str, str]) -> None:
-  """Writes a file and reads it back; raises an OSError if it has not the bits of the arrays."""
+  """Writes a file and reads it back; raises an OSError if its bits differ from the arrays."""
+  contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
   try:
-    save_file({name: np.ascontiguousarray(a) for name, a in arrays.items()}, path, metadata)
-    with safetensors.safe_open(path, 'numpy') as file:
-      whole = {*file.keys()} == {*arrays} and all(
-        file.get_tensor(name).tobytes() == array.tobytes() for name, array in arrays.items()
-      )
+    save_file(contiguous, path, metadata)
+    is_whole = _has(path, arrays)
   except safetensors.SafetensorError as error:
     raise OSError(errno.EIO, str(error), str(path)) from error
-  if not whole:
+  if not is_whole:
     raise OSError(errno.EIO, 'what was written cannot be read back', str(path))
+
+
+def _has(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> bool:
+  """Whether a file has exactly these arrays, bit for bit."""
+  with safetensors.safe_open(path, 'numpy') as file:
+    if set(file.keys()) != set(arrays):
+      return False
+    return all(file.get_tensor(name).tobytes() == array.tobytes() for name, array in arrays.items())

@@ -32,7 +32,7 @@ def restored_params(
   """
   shapes = hk.data_structures.map(lambda _, __, declared: declared.shape, model.parameters())
   shardings = partitioner.shardings(shapes, model.parameter_axes(partitioner.parameter_axes))
-  target = jax.tree.map(lambda leaf, of: leaf.update(sharding=of), shapes, shardings)
+  target = jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), shapes, shardings)
   steps = step.split(',')
   if len({*steps}) < len(steps):
     raise ConfigurationError(f'The steps {step} name one twice. Name different ones.')
@@ -40,8 +40,8 @@ def restored_params(
   if len(steps) == 1:
     return total, tuple(numbers)
   total = rounding.wide(total)
-  for one in steps[1:]:
-    params, number = _restored(model_dir, vocabulary, one, target)
+  for name in steps[1:]:
+    params, number = _restored(model_dir, vocabulary, name, target)
     total = jax.tree.map(jnp.add, total, rounding.wide(params))
     numbers.append(number)
   mean = jax.tree.map(lambda leaf, like: (leaf / len(steps)).astype(like.dtype), total, target)
@@ -52,14 +52,16 @@ def _restored(
   model_dir: str | os.PathLike, vocabulary: Vocabulary, step: str, target: Params
 ) -> tuple[Params, int]:
   with open_to_read(model_dir, step) as directory:
-    number, record = directory.latest_step(), directory.latest_record()
+    number = directory.latest_step()
+    record = directory.latest_record()
     if record is None or number is None:
       raise ConfigurationError(
         f'{model_dir} contains no checkpoint. Train there first, or pass the --model_dir of a run.'
       )
-    if (found := record.get('vocabulary')) != vocabulary.fingerprint:
+    trained_vocabulary = record.get('vocabulary')
+    if trained_vocabulary != vocabulary.fingerprint:
       raise ConfigurationError(
-        f'{model_dir} was trained with the vocabulary {found}, but '
+        f'{model_dir} was trained with the vocabulary {trained_vocabulary}, but '
         f'{vocabulary.fingerprint} is given: its ids mean other texts, or texts begin with another '
         f'BOS (after a +). Bind the vocabulary that {model_dir}/config.gin names, with the same '
         '"add_bos_token" in the tokenizer_config.json beside it.'

@@ -1,4 +1,4 @@
-"""The weights that `InitialWeights.source` names: of a run, a file, an index, or a folder."""
+"""The weights that `InitialWeights.source` names: a run, a file, an index, or a folder."""
 
 from collections.abc import Mapping, Sequence
 import os
@@ -71,8 +71,12 @@ def open_source(path: str, step: str = LATEST) -> Source:
 
 def _bindings(file: pathlib.Path, field: str) -> Mapping[str, Any]:
   """The bindings in a field of a config.json; none if there is no such field."""
-  found = tensor_files.read_json(file).get(field) if os.path.lexists(file) else None
-  return found if isinstance(found, dict) else {}
+  if not os.path.lexists(file):
+    return {}
+  bindings = tensor_files.read_json(file).get(field)
+  if not isinstance(bindings, dict):
+    return {}
+  return bindings
 
 
 def _check_no_adapter(folder: pathlib.Path) -> None:

@@ -23,7 +23,7 @@ from valkyrie.storage import foreign_names
 
 SUFFIX = '.safetensors'
 INDEX_SUFFIX = f'{SUFFIX}.index.json'
-_OWN_NAME = 'model'  # of the file or index that is the model, where a folder has several
+_OWN_NAME = 'model'  # the stem of the file or index that is the model, where a folder has several
 # {name in a header: (bits of a value, dtype in numpy)}; other dtypes are listed, but not read.
 _DTYPES: Mapping[str, tuple[int, Any]] = {
   'F64': (64, '<f8'),
@@ -51,7 +51,7 @@ _FETCH = 'Fetch it again.'
 class Tensor(NamedTuple):
   """A tensor that is not read yet.
 
-  dtype: its name in safetensors; anything but F64, F32, F16 and BF16 is quantized, or no weight.
+  dtype: its name in safetensors; anything but F64, F32, F16 and BF16 is quantized, or not a weight.
   read: index, a slice for each dimension -> that part, in the dtype in which it is stored.
   """
 
@@ -74,7 +74,10 @@ class Found(NamedTuple):
 
 def name_of_dtype(dtype: Any) -> str:
   """The name of a dtype in a header; '' if a header cannot have it."""
-  return next((name for name, (_, one) in _DTYPES.items() if np.dtype(one) == dtype), '')
+  for name, (_, numpy_dtype) in _DTYPES.items():
+    if np.dtype(numpy_dtype) == dtype:
+      return name
+  return ''
 
 
 class TensorFile:
@@ -106,9 +109,9 @@ class TensorFile:
       self.metadata = _texts(header.pop('__metadata__', {}))
       entries = {name: _entry(name, entry) for name, entry in header.items()}
       _check_ranges(entries, size - 8 - length)
-    self.tensors = {
-      name: self._tensor(8 + length + entry.begin, entry) for name, entry in entries.items()
-    }
+    self.tensors: dict[str, Tensor] = {}
+    for name, entry in entries.items():
+      self.tensors[name] = self._tensor(8 + length + entry.begin, entry)
 
   def _tensor(self, begin: int, entry: '_Entry') -> Tensor:
     def read(index: tuple[slice, ...]) -> np.ndarray:
@@ -140,7 +143,7 @@ class _Entry(NamedTuple):
 
 
 def _state(file: Any) -> tuple[int, int]:
-  """What changes when a file is written: its size and its time."""
+  """The size and the time of a file: one of them changes when it is written."""
   status = os.fstat(file.fileno())
   return status.st_size, status.st_mtime_ns
 
@@ -159,9 +162,9 @@ def _bytes(file: Any, begin: int, count: int) -> bytes:
 
 
 def _texts(metadata: Any) -> dict[str, str]:
-  if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-    raise ValueError(f'its __metadata__ are {metadata!r:.80}, but an object of texts was expected')
-  return metadata
+  if isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values()):
+    return metadata
+  raise ValueError(f'its __metadata__ are {metadata!r:.80}, but an object of texts was expected')
 
 
 def _is_size(value: Any) -> bool:
@@ -171,8 +174,12 @@ def _is_size(value: Any) -> bool:
 def _entry(name: str, entry: Any) -> _Entry:
   if not name.isprintable():
     raise ValueError(f'a tensor has the name {name!a:.80}')
-  fields = entry if isinstance(entry, dict) else {}
-  dtype, shape, offsets = (fields.get(field) for field in ('dtype', 'shape', 'data_offsets'))
+  fields: dict[str, Any] = {}
+  if isinstance(entry, dict):
+    fields = entry
+  dtype = fields.get('dtype')
+  shape = fields.get('shape')
+  offsets = fields.get('data_offsets')
   if not isinstance(dtype, str) or not isinstance(shape, list) or not isinstance(offsets, list):
     raise ValueError(
       f'{name!r:.80} has {entry!r:.80}, but dtype, shape and data_offsets are needed'
@@ -180,9 +187,13 @@ def _entry(name: str, entry: Any) -> _Entry:
   if len(offsets) != 2 or not all(map(_is_size, (*shape, *offsets))) or len(shape) > 32:
     raise ValueError(f'{name!r:.80} has the shape {shape!r:.80} at the bytes {offsets!r:.80}')
   begin, end = offsets
-  bits = _DTYPES[dtype][0] if dtype in _DTYPES else None
-  if end < begin or (bits is not None and 8 * (end - begin) != bits * math.prod(shape)):
-    raise ValueError(f'{name!r:.80}, {dtype!r:.20} {shape!r:.80}, has {end - begin:,} bytes')
+  size = end - begin
+  fits = size >= 0
+  if dtype in _DTYPES:
+    bits, _ = _DTYPES[dtype]
+    fits = fits and 8 * size == bits * math.prod(shape)
+  if not fits:
+    raise ValueError(f'{name!r:.80}, {dtype!r:.20} {shape!r:.80}, has {size:,} bytes')
   return _Entry(dtype, tuple(shape), begin, end)
 
 
@@ -201,7 +212,8 @@ def _part(file: Any, begin: int, entry: _Entry, index: tuple[slice, ...]) -> np.
   """A part of a tensor whose first byte is at `begin`; rows are read in blocks of bounded size."""
   if entry.dtype not in _DTYPES:
     raise ValueError(f'a tensor has the dtype {entry.dtype!r:.20}')
-  dtype = np.dtype(_DTYPES[entry.dtype][1])
+  _, numpy_dtype = _DTYPES[entry.dtype]
+  dtype = np.dtype(numpy_dtype)
   if not entry.shape:
     return np.frombuffer(_bytes(file, begin, dtype.itemsize), dtype)[0]
   first, last, _ = index[0].indices(entry.shape[0])
@@ -233,13 +245,17 @@ def in_files(path: pathlib.Path) -> Found:
   if path.name.endswith(SUFFIX):
     return Found(TensorFile(path).tensors)
   files = sorted(file.name for file in path.glob(f'*{SUFFIX}'))
-  others = sorted(file.name for pattern in _OTHER_FORMATS for file in path.glob(pattern))
+  others: list[str] = []
+  for pattern in _OTHER_FORMATS:
+    others += [file.name for file in path.glob(pattern)]
+  others.sort()
   index = _index_of(path)
   if index is not None:
     return _in_index(index, path)
   if not files:
     raise ConfigurationError(_no_weights(path, others))
-  if path.joinpath(_OWN_NAME + SUFFIX).exists() and [*path.glob(f'*{INDEX_SUFFIX}')]:
+  has_index = any(path.glob(f'*{INDEX_SUFFIX}'))
+  if has_index and (path / f'{_OWN_NAME}{SUFFIX}').exists():
     files = [_OWN_NAME + SUFFIX]
   _check_complete(path, files)
   tensors: dict[str, Tensor] = {}
@@ -291,7 +307,7 @@ def _weight_map(index: pathlib.Path) -> dict[str, str]:
 def _in_index(index: pathlib.Path, folder: pathlib.Path) -> Found:
   """The tensors that an index names, in the files that it names for them."""
   file_of = _weight_map(index)
-  files = sorted({*file_of.values()})
+  files = sorted(set(file_of.values()))
   tensors: dict[str, Tensor] = {}
   for file in files:
     place = folder / file
@@ -304,9 +320,11 @@ def _in_index(index: pathlib.Path, folder: pathlib.Path) -> Found:
     missing = [name for name in named if name not in content]
     unknown = [name for name in content if name not in file_of]
     if missing or unknown:
-      what = f'lacks {_listed(missing)}' if missing else f'also has {_listed(unknown)}'
+      misfit = f'also has {_listed(unknown)}'
+      if missing:
+        misfit = f'lacks {_listed(missing)}'
       raise StorageError(
-        f'{place} does not fit {index.name}: it {what}. They are of different weights. Fetch all '
+        f'{place} does not fit {index.name}: it {misfit}. They are of different weights. Fetch all '
         'files of these weights again, or move the index away to read the files without it.'
       )
     tensors |= {name: content[name] for name in named}
@@ -323,9 +341,13 @@ def _check_complete(path: pathlib.Path, files: list[str]) -> None:
     match = _SHARD.fullmatch(file)
     if match is None:
       continue
-    stem, count = match[1], int(match[3])
-    expected = [f'{stem}-{n:05}-of-{count:05}{SUFFIX}' for n in range(1, min(count, 9999) + 1)]
-    missing = [name for name in expected if name not in files]
+    stem = match[1]
+    count = int(match[3])
+    missing = []
+    for number in range(1, min(count, 9999) + 1):
+      name = f'{stem}-{number:05}-of-{count:05}{SUFFIX}'
+      if name not in files:
+        missing.append(name)
     if missing:
       raise StorageError(
         f'{path} has {file}, but not {", ".join(first_of(missing, 3))}. Fetch all files of these '
@@ -335,9 +357,10 @@ def _check_complete(path: pathlib.Path, files: list[str]) -> None:
 
 def _unread(path: pathlib.Path, files: list[str]) -> tuple[str, ...]:
   """The files of a folder that look like weights and are not read."""
-  patterns = (f'*{SUFFIX}', *_OTHER_FORMATS)
-  names = {file.name for pattern in patterns for file in path.glob(pattern)}
-  return tuple(sorted(names - {*files}))
+  names: set[str] = set()
+  for pattern in (f'*{SUFFIX}', *_OTHER_FORMATS):
+    names.update(file.name for file in path.glob(pattern))
+  return tuple(sorted(names - set(files)))
 
 
 def _no_weights(path: pathlib.Path, others: list[str]) -> str:
@@ -364,14 +387,15 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
 
 
 def _object(content: bytes) -> dict[str, Any]:
-  """A JSON object without a field that stands twice in one object, where only the last counts."""
+  """A JSON object without a repeated field, of which only the last would count."""
   found = foreign.json_object(content)
   json.loads(content, object_pairs_hook=_check_once)
   return found
 
 
 def _check_once(pairs: list[tuple[str, Any]]) -> None:
-  names = [name for name, _ in pairs]
-  if len({*names}) < len(names):
-    twice = next(name for name in names if names.count(name) > 1)
-    raise ValueError(f'it has the field {twice!r:.80} twice in one object')
+  names: set[str] = set()
+  for name, _ in pairs:
+    if name in names:
+      raise ValueError(f'it has the field {name!r:.80} twice in one object')
+    names.add(name)

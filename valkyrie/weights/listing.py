@@ -1,0 +1,44 @@
+"""Names of tensors in messages."""
+
+from collections.abc import Sequence
+import re
+
+from valkyrie.errors import first_of
+
+_SHOWN = 8  # names in a message
+
+
+def over_layers(tensors: Sequence[str]) -> str:
+  """Names in short: 'layers.0-3.mlp.out' for four names."""
+  layers_of: dict[str, list[int]] = {}  # by the name, with # for the number of a layer
+  for name in tensors:
+    layer = re.fullmatch(r'layers\.(\d+)\.(.+)', name)
+    if layer is None:
+      layers_of[name] = []
+    else:
+      layers_of.setdefault(f'layers.#.{layer[2]}', []).append(int(layer[1]))
+  texts = []
+  for name, layers in layers_of.items():
+    texts.append(name.replace('#', _ranges(layers)) if layers else name)
+  return ', '.join(first_of(texts, _SHOWN))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+  """Numbers in short: '0-3,5'."""
+  runs: list[list[int]] = []
+  for number in sorted(numbers):
+    if runs and number == runs[-1][-1] + 1:
+      runs[-1].append(number)
+    else:
+      runs.append([number])
+  texts = []
+  for run in runs:
+    text = str(run[0])
+    if len(run) > 1:
+      text += f'-{run[-1]}'
+    texts.append(text)
+  return ','.join(texts)
+
+
+def lines(texts: Sequence[str]) -> str:
+  return '\n'.join(f'  {text}' for text in first_of(texts, _SHOWN))
