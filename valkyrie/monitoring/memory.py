@@ -17,16 +17,19 @@ _WORDS = {'bytes_in_use': 'in use', _PEAK: 'peak', 'bytes_limit': 'limit'}
 _CGROUPS = pathlib.Path('/sys/fs/cgroup')
 # The files of a limit and of what is used, in a cgroup of version 2 and of version 1.
 _FILES = (('memory.max', 'memory.current'), ('memory.limit_in_bytes', 'memory.usage_in_bytes'))
-_CACHE = ('inactive_file', 'total_inactive_file')  # what the kernel frees when memory is short
+_CACHE = ('inactive_file', 'total_inactive_file')  # memory that the kernel frees if it is short
 
 
 def host_peak() -> int:
   """The most memory that this process has held, in bytes."""
-  if (found := of_process('VmHWM')) is not None:
-    return found
+  most = of_process('VmHWM')
+  if most is not None:
+    return most
   # On Linux a child process begins with the peak of its parent here.
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-  return peak if sys.platform == 'darwin' else 1024 * peak  # elsewhere in KiB
+  if sys.platform == 'darwin':
+    return peak
+  return 1024 * peak  # elsewhere the system counts KiB
 
 
 def of_process(field: str) -> int | None:
@@ -40,42 +43,54 @@ def available() -> int | None:
 
 
 def _of_linux(path: str, field: str) -> int | None:
-  sizes = [int(line.split()[1]) for line in _lines_of(path) if line.startswith(f'{field}:')]
-  return 1024 * sizes[0] if sizes else None
+  """A field 'NAME:   SIZE kB' of a file in bytes; None if it is not there."""
+  for line in _lines_of(path):
+    if line.startswith(f'{field}:'):
+      return 1024 * int(line.split()[1])
+  return None
 
 
 def _lines_of(path: str) -> list[str]:
   file = pathlib.Path(path)
-  return file.read_text().splitlines() if file.exists() else []
+  if not file.exists():
+    return []
+  return file.read_text().splitlines()
 
 
 def device_peak() -> int | None:
   """The most memory that a local device has held, in bytes; None if none reports it (a CPU)."""
-  stats = [device.memory_stats() or {} for device in jax.local_devices()]
-  return max((found[_PEAK] for found in stats if _PEAK in found), default=None)
+  peaks = []
+  for device in jax.local_devices():
+    stats = device.memory_stats() or {}
+    if _PEAK in stats:
+      peaks.append(stats[_PEAK])
+  return max(peaks, default=None)
 
 
 def lines(when: str = '') -> list[str]:
-  """The memory of the process now and at its peak, and of each local device that reports it."""
+  """The memory of the process at present and at its peak, and of each device that reports it."""
   size = of_process('VmRSS')
-  now = '' if size is None else f'{in_units(size)} in use, '
-  found = [f'memory of this process{when}: {now}{in_units(host_peak())} peak']
+  in_use = ''
+  if size is not None:
+    in_use = f'{in_units(size)} in use, '
+  texts = [f'memory of this process{when}: {in_use}{in_units(host_peak())} peak']
   for device in jax.local_devices():
     stats = device.memory_stats() or {}
-    if facts := [f'{in_units(stats[key])} {name}' for key, name in _WORDS.items() if key in stats]:
-      found.append(f'memory of {device}{when}: {", ".join(facts)}')
-  return found
+    facts = [f'{in_units(stats[key])} {word}' for key, word in _WORDS.items() if key in stats]
+    if facts:
+      texts.append(f'memory of {device}{when}: {", ".join(facts)}')
+  return texts
 
 
 def of_program(program: jax.stages.Compiled) -> str:
   """The memory that a compiled step takes on each device."""
-  found: Any = program.memory_analysis()
-  if found is None:
+  sizes: Any = program.memory_analysis()
+  if sizes is None:
     return 'the backend does not say how much memory the program takes'
-  new = found.output_size_in_bytes - found.alias_size_in_bytes
+  new = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
   return (
-    f'on each device {in_units(found.argument_size_in_bytes)} for the state and the batch, '
-    f'{in_units(found.temp_size_in_bytes)} for temporaries, {in_units(new)} for new outputs'
+    f'on each device {in_units(sizes.argument_size_in_bytes)} for the state and the batch, '
+    f'{in_units(sizes.temp_size_in_bytes)} for temporaries, {in_units(new)} for new outputs'
   )
 
 
@@ -84,15 +99,17 @@ def shortage(program: jax.stages.Compiled) -> str | None:
 
   The kernel may kill such a process, and then there is no other message.
   """
-  found: Any = program.memory_analysis()
-  if found is None or jax.default_backend() != 'cpu':
+  sizes: Any = program.memory_analysis()
+  if sizes is None or jax.default_backend() != 'cpu':
     return None
-  new = found.output_size_in_bytes - found.alias_size_in_bytes  # besides state and batch
-  needed, left = jax.local_device_count() * (found.temp_size_in_bytes + new), room()
-  if needed <= left.left:
+  new = sizes.output_size_in_bytes - sizes.alias_size_in_bytes  # beside state and batch
+  needed = jax.local_device_count() * (sizes.temp_size_in_bytes + new)
+  smallest = room()
+  if needed <= smallest.left:
     return None
   return (
-    f'warning: a step takes {in_units(needed)} more of memory, but {left}: the run may be killed'
+    f'warning: a step takes {in_units(needed)} more of memory, but {smallest}: the run may be '
+    'killed'
   )
 
 
@@ -105,9 +122,11 @@ def explained(needs: Callable[[], str]) -> Iterator[None]:
     first = (str(error) or 'MemoryError').splitlines()[0]
     if isinstance(error, jax.errors.JaxRuntimeError) and 'RESOURCE_EXHAUSTED' not in first:
       raise
+    facts = [needs(), *lines(), str(room())]
+    known_facts = [fact for fact in facts if fact]
     refused = ConfigurationError(
       f'The memory is too small for this run: {first}\n'
-      f'{"; ".join(filter(None, (needs(), *lines(), str(room()))))}. Use a smaller batch_size or '
+      f'{"; ".join(known_facts)}. Use a smaller batch_size or '
       'chunk_size, or more StepSettings.micro_batches; --run_mode=precompile recommends a change.'
     )
     for note in getattr(error, '__notes__', ()):
@@ -132,9 +151,11 @@ def room() -> Room:
 
 
 def _rooms() -> Iterator[Room]:
-  if (free := available()) is not None:
+  free = available()
+  if free is not None:
     yield Room(free, 'the memory of the machine')
-  most, size = resource.getrlimit(resource.RLIMIT_AS)[0], of_process('VmSize')
+  most, _ = resource.getrlimit(resource.RLIMIT_AS)
+  size = of_process('VmSize')
   if most != resource.RLIM_INFINITY and size is not None:
     yield Room(most - size, f'an address space of {in_units(most)} (ulimit -v)')
   for folder in _cgroups():
@@ -143,7 +164,8 @@ def _rooms() -> Iterator[Room]:
         most = int((folder / limit).read_text())
         stat = dict(line.split() for line in _lines_of(f'{folder}/memory.stat'))
         cache = max(int(stat.get(name, 0)) for name in _CACHE)
-        taken = int((folder / used).read_text()) - cache
+        used_bytes = int((folder / used).read_text())
+        taken = used_bytes - cache
         yield Room(most - taken, f'a cgroup of {in_units(most)}')
 
 
@@ -154,12 +176,18 @@ def _cgroups() -> Iterator[pathlib.Path]:
     if controllers and 'memory' not in controllers.split(','):
       continue
     root = _CGROUPS / 'memory' if controllers else _CGROUPS
-    inside = root / path.lstrip('/')
-    yield from (inside, *(folder for folder in inside.parents if folder.is_relative_to(root)))
+    folder = root / path.lstrip('/')
+    yield folder
+    for parent in folder.parents:
+      if parent.is_relative_to(root):
+        yield parent
 
 
 def in_units(size: float) -> str:
   """'512 B', '1.5 KiB', '2.3 GiB'."""
   units = ('B', 'KiB', 'MiB', 'GiB', 'TiB')
-  power = int(min(len(units) - 1, max(0, math.log(size, 1024)))) if size else 0
-  return f'{size / 1024**power:.{1 if power else 0}f} {units[power]}'
+  if not size:
+    return '0 B'
+  power = int(min(len(units) - 1, max(0, math.log(size, 1024))))
+  digits = 1 if power else 0
+  return f'{size / 1024**power:.{digits}f} {units[power]}'

@@ -15,13 +15,19 @@ def text_metrics(loss_sum: float, weight_sum: float, tokens_per_byte: float | No
   `loss_sum` is the weighted negative log-likelihood in nats of so many targets: without any, the
   loss is NaN. Without `tokens_per_byte`, of the source's text, the bits per byte are None.
   """
-  loss = float(loss_sum) / float(weight_sum) if weight_sum else math.nan
+  loss = math.nan
+  if weight_sum:
+    loss = float(loss_sum) / float(weight_sum)
+  perplexity = math.inf if loss > _LARGEST_EXPONENT else math.exp(loss)
   bits = loss / math.log(2)
+  bits_per_byte = None
+  if tokens_per_byte is not None:
+    bits_per_byte = bits * tokens_per_byte
   return {
     'loss': loss,
-    'perplexity': math.inf if loss > _LARGEST_EXPONENT else math.exp(loss),
+    'perplexity': perplexity,
     'bits_per_token': bits,
-    'bits_per_byte': None if tokens_per_byte is None else bits * tokens_per_byte,
+    'bits_per_byte': bits_per_byte,
     'targets': float(weight_sum),
   }
 
@@ -32,12 +38,14 @@ def position_metrics(loss_sums: Sequence[float], weight_sums: Sequence[float]) -
   The sums are over the targets of each k, whose weight is targets_by_position/P; bins without
   weight are left out.
   """
-  found: Metrics = {}
-  for k, (loss, weight) in enumerate(zip(loss_sums, weight_sums, strict=True)):
+  metrics: Metrics = {}
+  position = 1
+  for loss, weight in zip(loss_sums, weight_sums, strict=True):
     if weight:
-      found[f'{BY_POSITION}{2**k}'] = float(loss / weight)
-      found[f'{TARGETS_BY_POSITION}{2**k}'] = float(weight)
-  return found
+      metrics[f'{BY_POSITION}{position}'] = float(loss / weight)
+      metrics[f'{TARGETS_BY_POSITION}{position}'] = float(weight)
+    position *= 2
+  return metrics
 
 
 def speed_metrics(
@@ -55,11 +63,17 @@ def speed_metrics(
   without recomputation, reach (Chowdhery et al. 2022, appendix B).
   """
   per_device = tokens / seconds / devices
-  flops = None if flops_per_token is None else per_device * flops_per_token
+  teraflops = None
+  mfu = None
+  if flops_per_token is not None:
+    flops = per_device * flops_per_token
+    teraflops = flops / 1e12
+    if peak_flops is not None:
+      mfu = flops / peak_flops
   return {
     'step_seconds': seconds / steps,
     'tokens_per_second': tokens / seconds,
     'tokens_per_second_per_device': per_device,
-    'tflops_per_second_per_device': None if flops is None else flops / 1e12,
-    'mfu': None if flops is None or peak_flops is None else flops / peak_flops,
+    'tflops_per_second_per_device': teraflops,
+    'mfu': mfu,
   }

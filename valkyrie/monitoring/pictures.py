@@ -23,10 +23,10 @@ from valkyrie.storage import whole_file
 
 COLORS = ('#1f5fa8', '#d1622b', '#2f8f4e', '#8a4fa3')  # of the losses by position
 MAP = 'Blues'  # the colors of scores
-_WITH_CONTEXT = 16  # the first position with some context
+_WITH_CONTEXT = 16  # from this position on, a token has some context
 _LEAST = 0.1  # nats that the axis of losses covers at least
 _DPI = 100
-_MOST_POINTS = 400  # of a curve of a page; more are averaged
+_MOST_POINTS = 400  # points of a curve of a page; more are averaged
 _PAGE_COLORS = 6  # --c0 to --c5 in the style of the page
 # The colors in which the curves of a page are drawn; each becomes a variable of its style.
 _VARIABLES = {f'#00000{n + 1}': f'var(--c{n})' for n in range(_PAGE_COLORS)}
@@ -87,12 +87,15 @@ def write_loss_by_position(
   [height, width, 3]; raises a StorageError if it cannot be written.
   """
   points = {name: by_position(metrics) for name, metrics in curves.items()}
-  last = max((position for some in points.values() for position, _ in some), default=1)
+  last = 1
+  for curve in points.values():
+    for position, _ in curve:
+      last = max(last, position)
   canvas, *parts = _canvas(9.6, 5.4, 2)
   for axes, first in zip(parts, (1, min(_WITH_CONTEXT, last)), strict=True):
     axes.set_xscale('log', base=2)
-    for color, (label, some) in zip(itertools.cycle(COLORS), points.items()):
-      shown = np.reshape([point for point in some if point[0] >= first], (-1, 2))
+    for color, (label, curve) in zip(itertools.cycle(COLORS), points.items()):
+      shown = np.reshape([point for point in curve if point[0] >= first], (-1, 2))
       axes.plot(*shown.T, 'o-', color=color, lw=3, label=label)
     low, high = axes.get_ylim()
     room = max(0, _LEAST - (high - low)) / 2
@@ -102,18 +105,20 @@ def write_loss_by_position(
     axes.set_xlabel('position in the document, from P to 2 P - 1')
   parts[0].set_ylabel('loss, nats per token')
   parts[0].legend(labelcolor='linecolor', frameon=False)
-  path = model_dir / f'loss_by_position{name and "_"}{name}.png'
+  suffix = f'_{name}' if name else ''
+  path = model_dir / f'loss_by_position{suffix}.png'
   _write_png(path, canvas)
   return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
 def by_position(metrics: Mapping[str, Any]) -> list[tuple[int, float]]:
   """(P, loss) for each bin, from position P on, whose loss `can_be_drawn`."""
-  return sorted(
-    (int(name.removeprefix(BY_POSITION)), loss)
-    for name, loss in metrics.items()
-    if re.fullmatch(rf'{BY_POSITION}[1-9]\d{{,17}}', name) and can_be_drawn(loss)
-  )
+  points = []
+  for name, loss in metrics.items():
+    if re.fullmatch(rf'{BY_POSITION}[1-9]\d{{,17}}', name) and can_be_drawn(loss):
+      position = int(name.removeprefix(BY_POSITION))
+      points.append((position, loss))
+  return sorted(points)
 
 
 def can_be_drawn(value: Any) -> bool:
@@ -176,10 +181,12 @@ def figure(
   if not drawn:
     return ''
   _, axes = _canvas(5.6, 3.2)
-  legend, colors = [], list(_VARIABLES)
+  legend = []
+  colors = list(_VARIABLES)
   for number, curve in drawn:
     xs, ys = zip(*_thinned(curve.points), strict=True)
-    color, dashes = colors[number % _PAGE_COLORS], _DASHES[number // _PAGE_COLORS % len(_DASHES)]
+    color = colors[number % _PAGE_COLORS]
+    dashes = _DASHES[number // _PAGE_COLORS % len(_DASHES)]
     axes.plot(xs, ys, dashes, color=color, lw=2, marker='o' if len(xs) == 1 else '')
     name = f'{html.escape(curve.name)} {short(curve.points[-1][1])}'
     legend.append(f'<span style="color: {_VARIABLES[color]}">{name}</span>')
@@ -196,13 +203,17 @@ def figure(
   axes.figure.patch.set_visible(False)
   axes.tick_params(length=0)
   axes.set_xlabel(x_name)
-  file, nothing = io.StringIO(), dict.fromkeys(('Creator', 'Date', 'Format', 'Type'))
+  file = io.StringIO()
+  no_metadata = dict.fromkeys(('Creator', 'Date', 'Format', 'Type'))
   with mpl.rc_context({'svg.fonttype': 'none'}):  # texts in the font and the color of the page
-    FigureCanvasSVG(axes.figure).print_svg(file, metadata=nothing)
-  # What is inside the <svg>, with its end, and with the colors of the page.
-  svg = re.sub(_NOT_OF_A_PAGE, '', file.getvalue().partition('<svg')[2].partition('>')[2])
-  svg = re.sub('|'.join(_VARIABLES), lambda found: _VARIABLES[found[0]], svg)
-  title, unit = html.escape(title), f', {html.escape(y_name)}' if y_name else ''
+    FigureCanvasSVG(axes.figure).print_svg(file, metadata=no_metadata)
+  # The content of the <svg>, with its end, and with the colors of the page.
+  _, _, element = file.getvalue().partition('<svg')
+  _, _, content = element.partition('>')
+  svg = re.sub(_NOT_OF_A_PAGE, '', content)
+  svg = re.sub('|'.join(_VARIABLES), lambda color: _VARIABLES[color[0]], svg)
+  title = html.escape(title)
+  unit = f', {html.escape(y_name)}' if y_name else ''
   return (
     f'<figure>\n<figcaption><strong>{title}</strong>{unit}: at the end {", ".join(legend)}'
     f'</figcaption>\n<svg viewBox="0 0 403.2 230.4" role="img" aria-label="{title}">'
@@ -229,12 +240,18 @@ def short(value: float) -> str:
   """A number in few characters: 1.234, 12.3k, 4.5M."""
   if not abs(value) >= 1e4:
     return f'{value:.4g}'
-  size, letter = max(pair for pair in _UNITS if abs(value) >= pair[0])
+  reached = [unit for unit in _UNITS if abs(value) >= unit[0]]
+  size, letter = reached[-1]
   return f'{value / size:.3g}{letter}'
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
   """The points, or means of neighbors where there are too many."""
   size = -(-len(points) // _MOST_POINTS)
-  groups = [points[first : first + size] for first in range(0, len(points), size)]
-  return [(group[-1][0], sum(y for _, y in group) / len(group)) for group in groups]
+  means = []
+  for first in range(0, len(points), size):
+    group = points[first : first + size]
+    last_x, _ = group[-1]
+    mean_y = sum(y for _, y in group) / len(group)
+    means.append((last_x, mean_y))
+  return means

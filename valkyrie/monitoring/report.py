@@ -1,6 +1,6 @@
 """Description of the model and the system: model_info.txt and the first lines of a run."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 import math
 import os
 import platform
@@ -14,60 +14,109 @@ from valkyrie.models.parts import is_of_model
 from valkyrie.monitoring.memory import available, in_units
 from valkyrie.types import leaves_by_path
 
+_COLUMNS = (
+  'parameter',
+  'shape',
+  'dtype',
+  'logical axes',
+  'mesh axes',
+  'bytes',
+  'bytes per device',
+)
+
 
 def model_info(parameters: Any, axes: Any, counts: Any) -> str:
   """The text of model_info.txt: totals and a table of all parameters, with shardings of one mesh.
 
-  `axes` are the logical axes of each, and `counts` of `Model.counts`, in the same structure.
+  `axes` are the logical axes of each parameter, and `counts` those of `Model.counts`, in the same
+  structure.
   """
-  rows = [('parameter', 'shape', 'dtype', 'logical axes', 'mesh axes', 'bytes', 'bytes per device')]
-  held = total = total_per_device = 0
+  rows: list[tuple[str, ...]] = [_COLUMNS]
+  held = 0  # elements, with padding
+  total = 0  # bytes
+  total_per_device = 0
   leaves = leaves_by_path(parameters)
   axes_of_leaves = jax.tree.structure(parameters).flatten_up_to(axes)
   for (path, leaf), names in zip(leaves.items(), axes_of_leaves, strict=True):
     dtype = np.dtype(leaf.dtype)
-    size = math.prod(leaf.shape) * dtype.itemsize
-    per_device = math.prod(leaf.sharding.shard_shape(leaf.shape)) * dtype.itemsize
-    logical, mesh_axes = _tuple(names), _tuple(tuple(leaf.sharding.spec))
-    about = path, _tuple(leaf.shape), str(dtype), logical, mesh_axes
-    rows.append((*about, f'{size:,}', f'{per_device:,}'))
-    held += math.prod(leaf.shape)
+    elements = math.prod(leaf.shape)
+    elements_per_device = math.prod(leaf.sharding.shard_shape(leaf.shape))
+    size = elements * dtype.itemsize
+    per_device = elements_per_device * dtype.itemsize
+    row = (
+      path,
+      _tuple(leaf.shape),
+      str(dtype),
+      _tuple(names),
+      _tuple(tuple(leaf.sharding.spec)),
+      f'{size:,}',
+      f'{per_device:,}',
+    )
+    rows.append(row)
+    held += elements
     total += size
     total_per_device += per_device
-  mesh, whole = next(iter(leaves.values())).sharding.mesh, sum(jax.tree.leaves(counts))
-  count = sum(jax.tree.leaves({m: of for m, of in counts.items() if is_of_model(m)}))
-  padding = f' and {held - whole:,} of padding' if held > whole else ''
-  padding += f' and {whole - count:,} of the objective' if whole > count else ''
+  whole = sum(jax.tree.leaves(counts))
+  model_counts = {module: count for module, count in counts.items() if is_of_model(module)}
+  count = sum(jax.tree.leaves(model_counts))
+  padding = ''
+  if held > whole:
+    padding += f' and {held - whole:,} of padding'
+  if whole > count:
+    padding += f' and {whole - count:,} of the objective'
+  mesh = next(iter(leaves.values())).sharding.mesh
   mesh_axes = ', '.join(f'{name}={size}' for name, size in mesh.shape.items())
   totals = (
     f'{count:,} parameters in {len(rows) - 1} arrays{padding}, {total:,} bytes '
     f'({in_units(total)}), {total_per_device:,} bytes ({in_units(total_per_device)}) on each of '
     f'{mesh.size} devices (mesh {mesh_axes})'
   )
+  lines = [totals, '']
+  lines += _table(rows)
+  lines.append('')
+  return '\n'.join(lines)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+  """The lines of a table whose last two columns are numbers."""
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-  sides = ['<'] * (len(widths) - 2) + ['>'] * 2  # the last two columns are numbers
-  template = '  '.join(f'{{:{side}{width}}}' for side, width in zip(sides, widths, strict=True))
-  return '\n'.join([totals, '', *(template.format(*row) for row in rows), ''])
+  lines = []
+  for row in rows:
+    cells = [cell.ljust(width) for cell, width in zip(row[:-2], widths[:-2], strict=True)]
+    cells += [cell.rjust(width) for cell, width in zip(row[-2:], widths[-2:], strict=True)]
+    lines.append('  '.join(cells))
+  return lines
 
 
 def system_lines() -> list[str]:
   """Lines with the versions, devices, processors and memory of this process."""
-  devices = jax.devices()
-  # In a container a process may use fewer processors than exist.
-  own = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+  packages = [f'{name} {version}' for name, version in versions().items()]
+  processors = os.cpu_count()
+  if hasattr(os, 'sched_getaffinity'):  # in a container a process may use fewer than exist
+    processors = len(os.sched_getaffinity(0))
   total = in_units(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))
+  system = f'{platform.platform()}, {processors} processors, {total} memory'
   free = available()
+  if free is not None:
+    system += f', {in_units(free)} available'
+  devices = jax.devices()
+  word = 'device' if len(devices) == 1 else 'devices'
   return [
-    ', '.join(f'{name} {version}' for name, version in versions().items()),
-    f'{platform.platform()}, {own} processors, {total} memory'
-    + ('' if free is None else f', {in_units(free)} available'),
-    f'{"device" if len(devices) == 1 else "devices"}: {len(devices)} x {devices[0].platform} '
-    f'({devices[0].device_kind}), {jax.local_device_count()} local, process '
-    f'{jax.process_index()} of {jax.process_count()}',
+    ', '.join(packages),
+    system,
+    f'{word}: {len(devices)} x {devices[0].platform} ({devices[0].device_kind}), '
+    f'{jax.local_device_count()} local, process {jax.process_index()} of {jax.process_count()}',
   ]
 
 
 def _tuple(values: Iterable[Any]) -> str:
   """'(layers,-,data+model)' for ('layers', None, ('data', 'model')), without spaces for `cut`."""
-  texts = ['+'.join(v) if isinstance(v, tuple) else '-' if v is None else str(v) for v in values]
+  texts = []
+  for value in values:
+    if value is None:
+      texts.append('-')
+    elif isinstance(value, tuple):
+      texts.append('+'.join(value))
+    else:
+      texts.append(str(value))
   return f'({",".join(texts)})'

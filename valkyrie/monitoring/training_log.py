@@ -36,8 +36,8 @@ class TrainingLog:
 
   Reading a number from a device waits for the device. The log therefore reads the metrics of a step
   only after the next step was dispatched, and then passes them to `check`. It writes a line every
-  `every` steps, and after the last. Speeds are only of steps: what `untimed` surrounds is left out.
-  `began` is when the process did.
+  `every` steps, and after the last. Speeds count steps only: the time inside `untimed` is left out.
+  `began` is the time at which the process began.
   """
 
   writer: RunWriter
@@ -54,19 +54,22 @@ class TrainingLog:
     self._said: set[str] = set()
     self._ended_at: float | None = None  # when the running step had ended, if its dispatch waited
     self._running: tuple[int, StepMetrics] | None = None
-    self._steps: list[StepMetrics] = []  # that were read since the last line
+    self._steps: list[StepMetrics] = []  # read since the last line
     self._noted: dict[str, float | str] = {}
     self._timed: list[int] = []  # the steps since the last line that count for its speed
-    self._seconds = self._all_seconds = 0.0  # that these took, and with the lines before
+    self._seconds = 0.0  # the time of these steps
+    self._all_seconds = 0.0  # the time of all steps before
     self._since: float | None = None  # when the clock was read; None while it stands still
 
   def __call__(self, step: int, metrics: StepMetrics) -> None:
     """Takes the metrics of step `step`, counted from 1, directly after its dispatch."""
-    ended_at = time.perf_counter() if _is_ready(metrics) else None
+    ended_at = None
+    if _is_ready(metrics):
+      ended_at = time.perf_counter()
     if ended_at is not None and self._ended_at is None and self._since is not None:
       self._ended_at = (self._since + ended_at) / 2  # both steps have ended since then
     self.flush()
-    self._running = step, metrics
+    self._running = (step, metrics)
     self._ended_at = ended_at
     if self._since is not None:
       self._timed.append(step)
@@ -76,14 +79,15 @@ class TrainingLog:
     for hook in hooks:
       pauses = getattr(hook, 'pauses', lambda step: False)(step)
       with self.untimed() if pauses else contextlib.nullcontext():
-        found = hook(step, state, metrics)
-      if found is not None:
-        noted, refused = hook_values.read(found)
-        self._noted |= {f'hooks/{name}': value for name, value in noted.items()}
+        values = hook(step, state, metrics)
+      if values is not None:
+        noted, refused = hook_values.read(values)
+        for name, value in noted.items():
+          self._noted[f'hooks/{name}'] = value
         self._say_once(hook, refused)
 
   def _say_once(self, hook: Hook, refused: Sequence[str]) -> None:
-    """Says what the hook returned that cannot be logged."""
+    """Says which results of a hook cannot be logged, each once."""
     for text in refused:
       line = f'warning: the hook {type(hook).__name__} returned {text}'
       if line not in self._said and len(self._said) < _MOST_SAID:
@@ -92,26 +96,29 @@ class TrainingLog:
 
   def clock(self, runs: bool) -> None:
     """Reads the clock; the time that follows counts for the speed if it `runs`."""
-    now = time.perf_counter()
-    self._seconds += 0.0 if self._since is None else now - self._since
-    self._since = now if runs else None
+    time_now = time.perf_counter()
+    if self._since is not None:
+      self._seconds += time_now - self._since
+    self._since = time_now if runs else None
 
   def _read_clock(self) -> None:
-    """Reads the clock, as of the end of the last step.
+    """Reads the clock at the end of the last step.
 
-    The dispatch of a step may wait until the step has ended, as on CPUs: the time after that is the
-    next step's, although this log reads the older step only then.
+    The dispatch of a step may wait until the step has ended, as on CPUs: the time after that
+    belongs to the next step, although this log reads the older step only then.
     """
     if self._since is None:
       return
-    now = time.perf_counter() if self._ended_at is None else self._ended_at
-    now = max(now, self._since)  # the clock stood still since then
-    self._seconds += now - self._since
-    self._since = now
+    end = self._ended_at
+    if end is None:
+      end = time.perf_counter()
+    end = max(end, self._since)  # the clock stood still since then
+    self._seconds += end - self._since
+    self._since = end
 
   @contextlib.contextmanager
   def untimed(self) -> Iterator[None]:
-    """Leaves what happens inside, steps too, out of the speed; waits for the steps before."""
+    """Leaves the time inside, also that of steps, out of the speed; waits for the steps before."""
     jax.block_until_ready((self._steps, self._running))
     ran = self._since is not None
     self.clock(runs=False)
@@ -120,63 +127,78 @@ class TrainingLog:
 
   def flush(self) -> None:
     """Reads the metrics of the last step, and writes a line if one is due; raises as `check`."""
-    last, self._running = self._running, None
-    if last is None:
+    running = self._running
+    self._running = None
+    if running is None:
       return
-    step, metrics = last
+    step, metrics = running
     self._steps.append(metrics)
     if step % self.every == 0 or step == self.total_steps:
       self._write(step)
     self.check(step, metrics)
 
   def _write(self, step: int) -> None:
-    steps, self._steps = jax.device_get(self._steps), []
+    steps: list[StepMetrics] = jax.device_get(self._steps)
+    self._steps = []
     self._read_clock()
-    seconds, self._seconds = self._seconds, 0.0
-    timed, self._timed = self._timed, []
-    self._all_seconds += seconds
-    read, about = self.reading.tokens, self.setup.model.about
-
-    def total(name: str) -> float:  # in float64: float32 counts only to 2^24
-      return sum(float(getattr(s.sums, name)) for s in steps)
-
-    weight, last = total('weight'), steps[-1]
-    followed = text_metrics(total('followed'), weight, self.reading.feed.tokens_per_byte)
-    if last.sums.loss is None:  # the objective predicts no tokens, so that its value is no loss
-      followed = {'objective': followed['loss'], 'targets': followed['targets']}
-    terms = {n: sum(float(s.sums.terms[n]) for s in steps) for n in last.sums.terms}
-    scalars: Metrics = {
-      'tokens': read(step),
-      **self.reading.progress(step),
-      **followed,
-      'grad_norm': float(last.grad_norm),
-      **{f'grad_norm/{part}': float(norm) for part, norm in last.part_norms.items()},
-      'learning_rate': float(last.learning_rate),
-      **{f'terms/{name}': value / max(weight, 1.0) for name, value in terms.items()},
-      'beyond_window': total('beyond_window') / max(weight, 1.0),
-      'goodput': self._all_seconds / (time.perf_counter() - self.began),
-      'phase': self.reading.curriculum.index(step - 1),
-      'skipped': int(last.skipped),
-      'host_memory_peak': memory.host_peak(),
-      'device_memory_peak': memory.device_peak(),
-    }
-    if timed and seconds > 0:  # else the speed is unknown
-      scalars |= speed_metrics(
-        tokens=sum(read(number) - read(number - 1) for number in timed),
-        steps=len(timed),
-        seconds=seconds,
-        devices=self.setup.partitioner.mesh.size,
-        flops_per_token=about.train_flops_per_token,
-        peak_flops=chips.peak_flops(jax.devices()[0].device_kind),
-      )
-    self.writer.write_scalars(step, {**scalars, **self._noted})
-    if texts := {name: value for name, value in self._noted.items() if isinstance(value, str)}:
+    self._all_seconds += self._seconds
+    scalars: dict[str, Any] = {'tokens': self.reading.tokens(step)}
+    scalars |= self.reading.progress(step)
+    scalars |= self._losses(steps)
+    scalars['goodput'] = self._all_seconds / (time.perf_counter() - self.began)
+    scalars['phase'] = self.reading.curriculum.index(step - 1)
+    scalars['skipped'] = int(steps[-1].skipped)
+    scalars['host_memory_peak'] = memory.host_peak()
+    scalars['device_memory_peak'] = memory.device_peak()
+    scalars |= self._speeds()
+    self._seconds = 0.0
+    self._timed = []
+    scalars |= self._noted
+    self.writer.write_scalars(step, scalars)
+    texts = {name: value for name, value in self._noted.items() if isinstance(value, str)}
+    if texts:
       self.writer.write_texts(step, texts)
     self._noted = {}
 
+  def _losses(self, steps: Sequence[StepMetrics]) -> Metrics:
+    """The losses of steps, and gradients and rates of the last one."""
+
+    def total(name: str) -> float:  # in float64: float32 counts only to 2^24
+      return sum(float(getattr(step.sums, name)) for step in steps)
+
+    last = steps[-1]
+    weight = total('weight')
+    metrics = text_metrics(total('followed'), weight, self.reading.feed.tokens_per_byte)
+    if last.sums.loss is None:  # the objective predicts no tokens, so its value is not a loss
+      metrics = {'objective': metrics['loss'], 'targets': metrics['targets']}
+    metrics['grad_norm'] = float(last.grad_norm)
+    for part, norm in last.part_norms.items():
+      metrics[f'grad_norm/{part}'] = float(norm)
+    metrics['learning_rate'] = float(last.learning_rate)
+    for name in last.sums.terms:
+      value = sum(float(step.sums.terms[name]) for step in steps)
+      metrics[f'terms/{name}'] = value / max(weight, 1.0)
+    metrics['beyond_window'] = total('beyond_window') / max(weight, 1.0)
+    return metrics
+
+  def _speeds(self) -> Metrics:
+    """The speed of the steps since the last line; {} if it is unknown."""
+    if not self._timed or self._seconds <= 0:
+      return {}
+    tokens = self.reading.tokens
+    return speed_metrics(
+      tokens=sum(tokens(number) - tokens(number - 1) for number in self._timed),
+      steps=len(self._timed),
+      seconds=self._seconds,
+      devices=self.setup.partitioner.mesh.size,
+      flops_per_token=self.setup.model.about.train_flops_per_token,
+      peak_flops=chips.peak_flops(jax.devices()[0].device_kind),
+    )
+
 
 def _is_ready(metrics: StepMetrics) -> bool:
-  """Whether a step has ended; unknown for values that are not of jax."""
+  """Whether a step has ended; False for values that are not jax arrays."""
   leaves: list[Any] = jax.tree.leaves(metrics)
-  are_of_jax = all(isinstance(leaf, jax.Array) for leaf in leaves)
-  return are_of_jax and all(leaf.is_ready() for leaf in leaves)
+  if not all(isinstance(leaf, jax.Array) for leaf in leaves):
+    return False
+  return all(leaf.is_ready() for leaf in leaves)
