@@ -113,9 +113,7 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
         stack.callback(self._lock.release)
       self._files = state_files.StateFiles()
       stack.callback(self._files.close)
-      newest = None
-      if jax.process_index() == 0:
-        newest = self._recover(step or LATEST)
+      newest = self._recover(step or LATEST) if jax.process_index() == 0 else None
       answers = processes.exchange('checkpoints', [newest, self._steps.holder()])
       self._newest, holder = answers[0]
       if not self._read_only and self._steps.holder() != holder:
@@ -362,9 +360,7 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
     """
     self.wait()
     place = self._place_of_state()
-    field = 'params'
-    if 'average' in self._files.fields(place):
-      field = 'average'
+    field = 'average' if 'average' in self._files.fields(place) else 'params'
     if target is None:
       return self._files.read_to_host(place, field)
     return self._files.read(place, {field: target}, partial=True)[field]

@@ -212,8 +212,7 @@ def _part(file: Any, begin: int, entry: _Entry, index: tuple[slice, ...]) -> np.
   """A part of a tensor whose first byte is at `begin`; rows are read in blocks of bounded size."""
   if entry.dtype not in _DTYPES:
     raise ValueError(f'a tensor has the dtype {entry.dtype!r:.20}')
-  _, numpy_dtype = _DTYPES[entry.dtype]
-  dtype = np.dtype(numpy_dtype)
+  dtype = np.dtype(_DTYPES[entry.dtype][1])
   if not entry.shape:
     return np.frombuffer(_bytes(file, begin, dtype.itemsize), dtype)[0]
   first, last, _ = index[0].indices(entry.shape[0])
