@@ -286,9 +286,10 @@ def test_a_new_planner_and_one_passed_over_leave_the_model_as_it_is_without():
   assert set(bare.initial_carry(2)['model']) == {'carry'}
   batch = tiny.batch((7, 15, 2))
   read = batch.inputs, batch.positions, batch.segment_ids
-  expected, _ = bare.apply(without, bare.initial_carry(2), *read)
-  new, _ = model.apply(fresh, carry, *read)
-  passed, after = model.apply(awake(fresh), carry, *read, plan=False)
+  apply = jax.jit(model.apply, static_argnames='plan')
+  expected, _ = jax.jit(bare.apply)(without, bare.initial_carry(2), *read)
+  new, _ = apply(fresh, carry, *read)
+  passed, after = apply(awake(fresh), carry, *read, plan=False)
   assert expected.drafts is passed.drafts is None and new.drafts is not None
   for features in (new, passed):
     np.testing.assert_allclose(features.hidden, expected.hidden, rtol=1e-6, atol=1e-6)
@@ -343,7 +344,8 @@ def test_decoding_token_by_token_equals_reading_at_once():
 
 @pytest.mark.invariant(8)
 def test_dtypes_under_bfloat16():
-  model, params, carry = built(compute_dtype='bfloat16')
+  model = tiny.model((), planner=tiny.planner, compute_dtype='bfloat16')
+  params, carry = jax.eval_shape(lambda: model.init(jax.random.key(0), 2))
   batch = tiny.batch((7, 15, 2))
   features, after = jax.eval_shape(
     model.apply, params, carry, batch.inputs, batch.positions, batch.segment_ids
