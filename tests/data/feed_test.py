@@ -352,6 +352,8 @@ def test_tokens_to_learn_at_padding_are_named(data_dir):
   class Miscounting:
     """A feed of a user's own that counts documents from 0."""
 
+    batch_size = ROWS
+
     def read(self, *span):
       batch = _feed(data_dir).read(*span)
       return batch._replace(segment_ids=batch.segment_ids - 1)
@@ -360,6 +362,27 @@ def test_tokens_to_learn_at_padding_are_named(data_dir):
   with pytest.raises(
     DataError, match=r'The feed Miscounting has a token to learn .* row 0 at token'
   ):
+    next(prefetch(feed, [(0, 9)]))
+
+
+@pytest.mark.parametrize(
+  ('field', 'change', 'said'),
+  [
+    ('targets', lambda x: x[:, 1:], r'int32\[4, 8\].* for 4 rows of 9 tokens .*\(4, 8\)'),
+    ('weights', lambda x: x.astype(int), 'weights of floats, and otherwise integers'),
+    ('inputs', lambda x: x.astype(float), 'float64.* expected <class .int'),
+  ],
+)
+def test_arrays_of_a_feed_that_are_no_batch_are_named(data_dir, field, change, said):
+  class Own:
+    batch_size = ROWS
+
+    def read(self, *span):
+      batch = _feed(data_dir).read(*span)
+      return batch._replace(**{field: change(getattr(batch, field))})
+
+  feed: Any = Own()
+  with pytest.raises(DataError, match=f'The feed Own returned .*{said}'):
     next(prefetch(feed, [(0, 9)]))
 
 

@@ -121,6 +121,32 @@ def test_a_term_that_computes_no_values_is_named(chunk, term, message):
     term()(chunk)
 
 
+class Own(Term):
+  """A term that returns what it is told."""
+
+  def __init__(self, part):
+    self.part = part
+
+  def __call__(self, chunk):
+    return self.part
+
+
+@pytest.mark.parametrize(
+  ('part', 'message'),
+  [
+    (Part(jnp.ones(7), {}, jnp.ones(2)), r'Own returned a loss of shape \(7,\).* of shape \(\)'),
+    (Part(jnp.ones(()), {}, jnp.ones(3)), r'carry float32\[3\], but took float32\[2\]'),
+    (Part(jnp.ones(()), {}, jnp.ones(2, int)), r'carry int32\[2\], but took float32\[2\]'),
+    (Part(jnp.ones(()), {}), r'carry None, but took float32\[2\].* the same shapes and dtypes'),
+  ],
+)
+def test_what_a_term_returns_in_another_form_is_named(model, part, message):
+  params, carry = tiny.init(model, 2)
+  carry = {**carry, 'Own': jnp.ones(2)}
+  with pytest.raises(ConfigurationError, match=message):
+    read((Own(part),), model, params, carry, BATCH)
+
+
 @dataclasses.dataclass(frozen=True)
 class Other(Term):
   name = 'Prediction'

@@ -4,6 +4,7 @@ import functools
 import math
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,9 +27,8 @@ PHASE = Phase(chunk_size=6, chunks=4, backprop_chunks=2)
 def built():
   model = tiny.model()
   optimizer = Optimizer(learning_rate=0.01, warmup_steps=2, train_steps=20)
-  step = jax.jit(
-    make_train_step(model, optimizer, Curriculum([PHASE]), PHASE, seed=0, remat_chunks=True)
-  )
+  step = make_train_step(model, optimizer, Curriculum([PHASE]), PHASE, seed=0, remat_chunks=True)
+  step = jax.jit(chex.assert_max_traces(step, n=1))
   start = jax.jit(lambda: initial_state(model, optimizer, 0, 2))
   return model, step, start
 

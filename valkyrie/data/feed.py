@@ -9,10 +9,11 @@ import importlib
 import logging
 from typing import Any
 
+import chex
 import gin
 import numpy as np
 
-from valkyrie import types
+from valkyrie import edges, types
 from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data import vocabularies
@@ -348,8 +349,22 @@ def prefetch(
 
 
 def _checked(feed: types.TaskFeed, position: int, length: int, rows: Sequence[int] | None) -> Batch:
-  """Reads a batch; raises a DataError for a token to learn in padding, which mixers do not read."""
+  """Reads a batch; raises a DataError for other arrays than those of `types.Batch`.
+
+  This includes a token to learn in padding, which mixers do not read.
+  """
   batch = feed.read(position, length, rows)
+  shape = (feed.batch_size if rows is None else len(rows), length)
+  with edges.asserted(
+    f'The feed {type(feed).__name__} returned {edges.described(batch)} for {shape[0]} rows of '
+    f'{length} tokens',
+    f'Return a valkyrie.types.Batch with arrays of shape {shape}: weights of floats, and otherwise '
+    'integers.',
+    DataError,
+  ):
+    chex.assert_shape([*batch], [shape] * len(batch))
+    kinds = [float if name == 'weights' else int for name in Batch._fields]
+    chex.assert_type([*batch], kinds)
   is_padding = np.asarray(batch.segment_ids) == 0
   is_learned = np.asarray(batch.weights) > 0
   is_lost = is_padding & is_learned

@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from valkyrie import edges
 from valkyrie.errors import ConfigurationError
 from valkyrie.types import Array, Carry, SequenceMixer
 
@@ -26,20 +28,16 @@ def check_members(mixer: SequenceMixer) -> None:
 
 def check_result(name: str, x: Array, before: Carry, y: Array, after: Carry) -> None:
   """Raises a ConfigurationError if a mixer's outputs or carry have another form than its inputs."""
-  if jnp.shape(y) != x.shape:
-    raise ConfigurationError(
-      f'The mixer {name} returned outputs of shape {jnp.shape(y)} for inputs of shape {x.shape}. '
-      'Return the shape of the inputs.'
-    )
-  found, expected = (
-    jax.tree.map(lambda leaf: f'{jnp.result_type(leaf)}{list(jnp.shape(leaf))}', carry)
-    for carry in (after, before)
+  message = (
+    f'The mixer {name} returned outputs of shape {jnp.shape(y)} for inputs of shape {x.shape}'
   )
-  if found != expected:
-    raise ConfigurationError(
-      f'The mixer {name} returned the carry {found}, but took {expected}. Return the same tree, '
-      'with the same shapes and dtypes as initial_carry.'
-    )
+  with edges.asserted(message, 'Return the shape of the inputs.'):
+    chex.assert_shape([y], [x.shape])
+  found = edges.described(after)
+  message = f'The mixer {name} returned the carry {found}, but took {edges.described(before)}'
+  advice = 'Return the same tree, with the same shapes and dtypes as initial_carry.'
+  with edges.asserted(message, advice):
+    edges.assert_same_form(after, before)
 
 
 @jax.default_matmul_precision('highest')  # a platform's own rounding breaks no rule
@@ -79,10 +77,9 @@ def check_mixer(make: Callable[[], SequenceMixer], width: int, tolerance: float 
 
   whole, after = over(x, fresh)
   check_result(name, jnp.asarray(x), fresh, whole, after)
-  if not np.isfinite(whole).all():
-    raise ConfigurationError(
-      f'The outputs of {name} for normal random inputs are not finite. Correct its __call__.'
-    )
+  message = f'The outputs of {name} for normal random inputs are not finite'
+  with edges.asserted(message, 'Correct its __call__.'):
+    chex.assert_tree_all_finite(whole)
   size = max(float(np.abs(whole).max()), 1e-6)
 
   def compare(found: Any, expected: Any, rule: str) -> None:

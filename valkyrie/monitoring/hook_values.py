@@ -5,6 +5,8 @@ import math
 import re
 from typing import Any
 
+import chex
+
 _LONGEST_NAME = 200  # characters
 _LONGEST_TEXT = 100_000
 _MOST_NAMES = 1000  # of one call
@@ -43,10 +45,11 @@ def _logged(value: Any) -> float | str | None:
   if isinstance(value, bytes | bytearray):  # float would read digits
     return None
   try:
+    chex.assert_size([value], 1)
     return float(value)
   except OverflowError:  # an integer beyond the floats
     return math.inf if value > 0 else -math.inf
-  except (TypeError, ValueError):
+  except (AssertionError, TypeError, ValueError):
     return None
 
 

@@ -8,13 +8,14 @@ import math
 import pathlib
 from typing import Any, NamedTuple, Protocol
 
+import chex
 import gin
 import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from valkyrie import foreign
+from valkyrie import edges, foreign
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.data.feed import prefetch
 from valkyrie.data.mixture import mean_tokens_per_byte
@@ -90,11 +91,11 @@ def _sums(metric: TokenMetric, scores: TokenScores, chunk: Batch) -> tuple[Array
   """The sum of the weighted values of a metric, and of their weights."""
   found: Any = metric(scores, chunk)
   shape = chunk.targets.shape
-  if not isinstance(found, tuple) or [jnp.shape(part) for part in found] != [shape, shape]:
-    raise ConfigurationError(
-      f'Evaluator.metrics has {metric.__name__}, which returned {jax.tree.map(jnp.shape, found)}. '
-      f'It has to return a pair: the values and the weights of the targets, {shape} each.'
-    )
+  with edges.asserted(
+    f'Evaluator.metrics has {metric.__name__}, which returned {jax.tree.map(jnp.shape, found)}',
+    f'It has to return a pair: the values and the weights of the targets, {shape} each.',
+  ):
+    chex.assert_shape(found, [shape, shape])
   values, weights = found
   return jnp.sum(values * weights, dtype=jnp.float32), jnp.sum(weights, dtype=jnp.float32)
 

@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
+import chex
 import gin
 import jax
 from jax import lax
 import jax.numpy as jnp
 
+from valkyrie import edges
 from valkyrie.config import ranges
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.features import Features
@@ -174,11 +176,11 @@ class Term:
     """Sums the weighted values."""
     found, weights = self.values(chunk), chunk.batch.weights
     shapes = {name: jnp.shape(values) for name, values in found.items()}
-    if {*shapes.values()} - {weights.shape}:
-      raise ConfigurationError(
-        f'{type(self).__name__}.values returned {shapes}. It has to return {{name: values}} of the '
-        f'targets, {weights.shape} each.'
-      )
+    with edges.asserted(
+      f'{type(self).__name__}.values returned {shapes}',
+      f'It has to return {{name: values}} of the targets, {weights.shape} each.',
+    ):
+      chex.assert_shape([*found.values()], [weights.shape] * len(found))
     sums = {name: jnp.sum(weights * values) for name, values in found.items()}
     return Part(sum(sums.values(), jnp.zeros(())) / chunk.total, lax.stop_gradient(sums))
 
@@ -255,6 +257,19 @@ def shared_module(term: Term) -> str:
   return f'shared/{term.name}'
 
 
+def _check_part(term: Term, part: Part, before: Carry) -> None:
+  """Raises a ConfigurationError for a loss with axes, or a carry of another form than `before`."""
+  kind = type(term).__name__
+  message = f'The term {kind} returned a loss of shape {jnp.shape(part.loss)}'
+  with edges.asserted(message, 'Return its sum over the tokens, a number of shape ().'):
+    chex.assert_shape([part.loss], [()])
+  found = edges.described(part.carry)
+  message = f'The term {kind} returned the carry {found}, but took {edges.described(before)}'
+  advice = 'Return the same tree, with the same shapes and dtypes as before.'
+  with edges.asserted(message, advice):
+    edges.assert_same_form(part.carry, before)
+
+
 def visit(
   terms: Terms,
   model: Model,
@@ -277,6 +292,9 @@ def visit(
   parts = {
     term.name: term(chunk._replace(shared=params.get(shared_module(term), {}))) for term in terms
   }
+  for term in terms:
+    part = parts[term.name]
+    _check_part(term, part, carry.get(term.name, part.carry))
   own = {name: part.carry for name, part in parts.items() if name in carry}
   return features, {**carry, **after, **own}, parts
 
