@@ -1,4 +1,4 @@
-"""What mixers, terms, metrics and feeds return, which may be code of others, asserted by chex."""
+"""Assertions of chex about what mixers, terms, metrics and feeds return, which strangers may write."""
 
 from collections.abc import Iterator
 import contextlib
