@@ -1,4 +1,4 @@
-"""Assertions of chex about what mixers, terms, metrics and feeds return, which strangers may write."""
+"""Assertions of chex about what mixers, terms, metrics and feeds return."""
 
 from collections.abc import Iterator
 import contextlib

@@ -74,7 +74,7 @@ def test_a_mixer_that_follows_the_rules_passes():
     ('cut', 'a row cut into chunks of 7 and 9 tokens'),
     ('document', 'a document depends on the one before it'),
     ('padding', 'padding changes the carry'),
-    ('finite', 'The outputs of Running are not finite'),
+    ('finite', 'The outputs of Running for normal random inputs are not finite'),
   ],
 )
 def test_a_broken_rule_is_named(broken, said):
