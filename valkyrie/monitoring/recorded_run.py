@@ -1,4 +1,4 @@
-"""What a run has recorded, with the costs until each line."""
+"""The lines that a run has recorded, with the costs until each line."""
 
 from collections.abc import Mapping
 import os
