@@ -35,8 +35,8 @@ from scipy.optimize import linear_sum_assignment
 
 from valkyrie.errors import DataError, ValkyrieError
 from valkyrie.lab.decomposition import importance
+from valkyrie.lab.decomposition.faithfulness import faithful, unfaithfulness
 from valkyrie.lab.decomposition.masks import Stochastic, Tokens
-from valkyrie.lab.decomposition.objective import faithful, unfaithfulness
 from valkyrie.models.declarations import Masks
 from valkyrie.models.layers import parameter, project
 from valkyrie.models.model import created

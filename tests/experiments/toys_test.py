@@ -11,7 +11,7 @@ import pytest
 
 from valkyrie.errors import DataError
 from valkyrie.lab.decomposition import draws, importance
-from valkyrie.lab.decomposition.objective import faithful, unfaithfulness
+from valkyrie.lab.decomposition.faithfulness import faithful, unfaithfulness
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 

@@ -23,7 +23,8 @@ from valkyrie.models.sites import Sites, sites_of
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
-from valkyrie.training.train_step import initial_state, make_train_step, state_axes
+from valkyrie.training.train_state import initial_state, state_axes
+from valkyrie.training.train_step import make_train_step
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 ROWS, TIME, C = 2, 24, 3

@@ -18,7 +18,8 @@ from valkyrie.models.layers import products
 from valkyrie.models.lora import Lora
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Group, Optimizer
-from valkyrie.training.train_step import initial_state, make_train_step
+from valkyrie.training.train_state import initial_state
+from valkyrie.training.train_step import make_train_step
 from valkyrie.weights import named_tensors, tensor_files
 from valkyrie.weights.initial import InitialWeights
 

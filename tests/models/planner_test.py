@@ -16,7 +16,8 @@ from valkyrie.errors import ConfigurationError
 from valkyrie.training import tbptt
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
-from valkyrie.training.train_step import initial_state, make_train_step
+from valkyrie.training.train_state import initial_state
+from valkyrie.training.train_step import make_train_step
 from valkyrie.types import Batch
 
 WIDTH = 8

@@ -27,7 +27,8 @@ from valkyrie.training import rounding
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.spikes import LossSpikes
-from valkyrie.training.train_step import initial_state, make_train_step
+from valkyrie.training.train_state import initial_state
+from valkyrie.training.train_step import make_train_step
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 

@@ -23,7 +23,8 @@ from valkyrie.training import tbptt
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.data_parallel import shard_map_step
 from valkyrie.training.optimizers import Optimizer
-from valkyrie.training.train_step import initial_state, make_train_step, state_axes
+from valkyrie.training.train_state import initial_state, state_axes
+from valkyrie.training.train_step import make_train_step
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 LAYOUTS = sorted(

@@ -13,7 +13,7 @@ from valkyrie.models.block import Block
 from valkyrie.models.model import Model
 from valkyrie.models.ngrams import NgramEmbedding
 from valkyrie.models.s5.layer import S5
-from valkyrie.training.train_step import state_axes
+from valkyrie.training.train_state import state_axes
 from valkyrie.types import Batch
 
 VOCABULARY = 50

@@ -26,7 +26,8 @@ from valkyrie.training.distillation import Distillation
 from valkyrie.training.objective import Prediction
 from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.setup import Setup, StepSettings
-from valkyrie.training.train_step import initial_state, make_train_step
+from valkyrie.training.train_state import initial_state
+from valkyrie.training.train_step import make_train_step
 from valkyrie.weights import named_tensors
 from valkyrie.weights.initial import open_source
 

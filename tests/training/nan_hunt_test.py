@@ -12,7 +12,8 @@ from valkyrie.errors import Diverged
 from valkyrie.training import nan_hunt
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
-from valkyrie.training.train_step import initial_state, make_train_step
+from valkyrie.training.train_state import initial_state
+from valkyrie.training.train_step import make_train_step
 
 CHUNKS = 2
 COUNTS = r'\(\d+ of [\d,]+ are NaN, \d+ infinite\)\.'

@@ -15,7 +15,8 @@ from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.objective import PREDICTION, Prediction, read, terms_of
 from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.setup import StepSettings
-from valkyrie.training.train_step import initial_state, make_train_step
+from valkyrie.training.train_state import initial_state
+from valkyrie.training.train_step import make_train_step
 
 PHASE = Phase(chunk_size=6, chunks=4, backprop_chunks=2)
 ROWS = 4

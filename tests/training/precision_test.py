@@ -13,7 +13,8 @@ from valkyrie.models.quantization import Quantization
 from valkyrie.training import rounding
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
-from valkyrie.training.train_step import initial_state, make_train_step
+from valkyrie.training.train_state import initial_state
+from valkyrie.training.train_step import make_train_step
 
 STEPS = 200
 # bfloat16 keeps 8 binary digits. Rounded activations move a loss by a few thousandths, and that

@@ -18,7 +18,8 @@ from valkyrie.models.features import Features
 from valkyrie.training import losses, train_step
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
-from valkyrie.training.train_step import initial_state, make_train_step
+from valkyrie.training.train_state import initial_state
+from valkyrie.training.train_step import make_train_step
 
 PHASE = Phase(chunk_size=6, chunks=4, backprop_chunks=2)
 

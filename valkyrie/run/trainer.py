@@ -23,7 +23,8 @@ from valkyrie.training.nan_hunt import hunting
 from valkyrie.training.objective import Start
 from valkyrie.training.reading import Reading
 from valkyrie.training.setup import Setup, check_documents
-from valkyrie.training.train_step import StepMetrics, TrainState
+from valkyrie.training.train_state import TrainState
+from valkyrie.training.train_step import StepMetrics
 from valkyrie.types import Batch, TaskFeed
 from valkyrie.weights.initial import InitialWeights, check_loss
 

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from valkyrie.errors import Diverged
-from valkyrie.training.train_step import StepMetrics, TrainState
+from valkyrie.training.train_state import TrainState
+from valkyrie.training.train_step import StepMetrics
 from valkyrie.types import Array, Batch, leaf_path
 
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]

@@ -25,8 +25,6 @@ from valkyrie.training import losses
 from valkyrie.training.optimizers import Group
 from valkyrie.types import Array, Batch, Carry, Params
 
-PENALTY = 'penalty'
-
 
 class Sums(NamedTuple):
   """Sums over tokens, float32: they add up over chunks, steps and hosts.
@@ -59,7 +57,6 @@ class Chunk(NamedTuple):
   features: of the model, with the `activations` that the term asks for.
   batch: the tokens and their weights, [B, C].
   before: the carries before the chunk: of the model as 'model', of a term by its name.
-  shared: arrays of the step, by name, that the term returned from `before`.
   rng: the key of the chunk, where the model has dropout; else None.
   total: float32, the weight of the whole step, by which a sum over tokens is divided.
   plan: whether a planner takes part.
@@ -71,16 +68,10 @@ class Chunk(NamedTuple):
   features: Features
   batch: Batch
   before: Carry
-  shared: Mapping[str, Array]
   rng: Array | None
   total: Array | float
   plan: bool
   in_one_pass: bool
-
-
-# (a term, its shared arrays) -> (their gradient over a whole step, its sums), with other parameters
-# constant.
-Measure = Callable[['Term', Mapping[str, Array]], tuple[Mapping[str, Array], Sums]]
 
 
 class Part(NamedTuple):
@@ -131,32 +122,6 @@ class Term:
     A resumed run has them in its checkpoint.
     """
     return params
-
-  def initial_state(self, model: Model, rows: int, tokens: int) -> Any:
-    """What the term keeps from step to step besides parameters and carries: a pytree, or None.
-
-    `tokens` is the largest number that a step reads of a row.
-    """
-    return None
-
-  def before(
-    self, state: Any, step: Array, batch: Batch, measure: Measure
-  ) -> tuple[Any, Mapping[str, Array]]:
-    """Before each step, with its number and tokens: (its state, arrays for `Chunk.shared`)."""
-    return state, {}
-
-  def after(
-    self, state: Any, step: Array, shared: Mapping[str, Array], gradient: Mapping[str, Array]
-  ) -> Any:
-    """After each step: its state, from the gradient of the loss by the shared arrays."""
-    return state
-
-  def penalty(self, model: Model, params: Params) -> Array | None:
-    """A value of only the float32 parameters, None for none: `Chunk.shared[PENALTY]` of each chunk.
-
-    It is computed once a step, and its gradient is added to the gradient of the chunks.
-    """
-    return None
 
   def values(self, chunk: Chunk) -> Mapping[str, Array]:
     """Values of the targets by name, [B, C] each: their weighted means are added to the loss."""
@@ -252,11 +217,6 @@ def evaluations(terms: Terms) -> tuple[Term, ...]:
   return tuple(found for term in terms if (found := term.evaluation()) is not None)
 
 
-def shared_module(term: Term) -> str:
-  """The module among the parameters that has the arrays which a term shares in a step."""
-  return f'shared/{term.name}'
-
-
 def _check_part(term: Term, part: Part, before: Carry) -> None:
   """Raises a ConfigurationError for a loss with axes, or a carry of another form than `before`."""
   kind = type(term).__name__
@@ -288,10 +248,8 @@ def visit(
   """
   kinds = tuple(dict.fromkeys(kind for term in terms for kind in term.activations))
   features, after = model.read(params, {'model': carry['model']}, batch, rng, plan, kinds)
-  chunk = Chunk(model, params, features, batch, carry, {}, rng, total, plan, in_one_pass)
-  parts = {
-    term.name: term(chunk._replace(shared=params.get(shared_module(term), {}))) for term in terms
-  }
+  chunk = Chunk(model, params, features, batch, carry, rng, total, plan, in_one_pass)
+  parts = {term.name: term(chunk) for term in terms}
   for term in terms:
     part = parts[term.name]
     _check_part(term, part, carry.get(term.name, part.carry))

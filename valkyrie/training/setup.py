@@ -21,10 +21,12 @@ from valkyrie.models.parts import sums_of_parts
 from valkyrie.sharding import ambient
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.curriculum import Curriculum, Phase
+from valkyrie.training.gradient_term import gradient_term
 from valkyrie.training.objective import Prediction, Term, terms_of
 from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.spikes import LossSpikes
-from valkyrie.training.train_step import TrainState, initial_state, make_train_step, state_axes
+from valkyrie.training.train_state import TrainState, initial_state, state_axes
+from valkyrie.training.train_step import make_train_step
 from valkyrie.types import Batch, Carry, TaskFeed
 
 
@@ -115,14 +117,15 @@ class Setup:
   def _initial_state(self) -> TrainState:
     settings, rows = self.settings, self.settings.batch_size
     tokens = max(phase.tokens_per_row for phase in self.curriculum.phases)
-    kept = {term.name: term.initial_state(self.model, rows, tokens) for term in self.terms}
+    term = gradient_term(self.terms)
+    kept = None if term is None else term.initial_state(self.model, rows, tokens)
     return initial_state(
       self.model,
       self.optimizer,
       settings.seed,
       rows,
       self.loss_spikes.initial(),
-      {name: state for name, state in kept.items() if state is not None} or None,
+      None if term is None or kept is None else {term.name: kept},
       with_average=settings.average_decay is not None,
     )
 

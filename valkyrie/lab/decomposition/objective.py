@@ -20,32 +20,43 @@ import haiku as hk
 import jax
 from jax import lax
 import jax.numpy as jnp
-import optax
 
 from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.errors import ConfigurationError, check_choice
-from valkyrie.lab.decomposition import draws, importance
 from valkyrie.lab.decomposition.adversary import Adversary, Attack
-from valkyrie.lab.decomposition.evaluation import ComponentScores, Memory, with_memory
+from valkyrie.lab.decomposition.chunk_losses import (
+  ARRAYS,
+  NAME,
+  PENALTY,
+  STEP,
+  TOKENS,
+  AttackedTerm,
+  ChunkReading,
+  MeanImportance,
+  is_array,
+  named_sources,
+  sources_of,
+)  # fmt: skip
+from valkyrie.lab.decomposition.evaluation import ComponentScores, with_memory
+from valkyrie.lab.decomposition.faithfulness import faithful, unfaithfulness
 from valkyrie.lab.decomposition.importance import Importance, PerComponent
-from valkyrie.lab.decomposition.masks import Stochastic, Tokens, masked
+from valkyrie.lab.decomposition.masks import Stochastic
 from valkyrie.models.features import SITES
 from valkyrie.models.model import Model
-from valkyrie.models.sites import Site, U, V, sites_of
-from valkyrie.training.losses import divergences
-from valkyrie.training.objective import PENALTY, Chunk, Measure, Part, Start, Term
+from valkyrie.models.sites import sites_of
+from valkyrie.training import rounding
+from valkyrie.training.gradient_term import GradientTerm, OnePass, StepGradient
+from valkyrie.training.objective import Chunk, Part, Start, Terms
 from valkyrie.training.optimizers import Group
-from valkyrie.types import Array, Batch, Carry, Params
-
-_STEP, _TOKENS = 'step', 'tokens'  # arrays of a step: its number, and how many tokens it reads
-_FREQUENCY = 'frequency/'  # begins the names of shared arrays, as the number of an adversary does
+from valkyrie.training.tbptt import Learns, learned_and_frozen
+from valkyrie.types import Array, Batch, Params
 
 
 @gin.configurable
 @may_change_on_resume('train_steps')  # it stretches the exponent's fall
 @dataclasses.dataclass(frozen=True)
-class Decomposition(Term):
+class Decomposition(GradientTerm):
   """Reconstruction under masks, few important components, and faithfulness to the matrices.
 
   Attributes:
@@ -80,7 +91,7 @@ class Decomposition(Term):
   memory: str = 'own'
   clip_norm: float = 0.01
 
-  name: ClassVar[str] = 'decomposition'
+  name: ClassVar[str] = NAME
   activations: ClassVar[Sequence[str]] = (SITES,)
 
   def __post_init__(self):
@@ -164,60 +175,105 @@ class Decomposition(Term):
     )
     return params
 
-  # Around a step.
+  # A step.
 
-  def before(
-    self, state: dict[str, Attack] | None, step: Array, batch: Batch, measure: Measure
-  ) -> tuple[dict[str, Attack] | None, Mapping[str, Array]]:
-    """The mean importances, whose logarithm needs all tokens, and the adversaries' ascents."""
-    tokens = jnp.maximum(jnp.sum(batch.segment_ids > 0), 1)
-    shared = {
-      name: jnp.asarray(value, jnp.float32) for name, value in ((_STEP, step), (_TOKENS, tokens))
-    }
-    if self.frequency:
-      _, sums = measure(_MeanImportance(self), shared)
-      shared |= {name: total / jnp.maximum(sums.weight, 1.0) for name, total in sums.terms.items()}
-    attacks = {}
-    for number, adversary in self._adversaries().items():
-
-      def gradient_of(sources, number=number):
-        found, _ = measure(_Attacked(self, number), {**shared, **_named(number, sources)})
-        return _of_number(number, found)
-
-      begun = (state or {})[number]
-      if not adversary.persistent:
-        begun = adversary.restarted(begun, self.seed, step)
-      attacks[number] = adversary.ascended(begun, step, gradient_of)
-    for number, attack in attacks.items():
-      shared |= _named(number, attack.sources)
-    return attacks or None, shared
-
-  def after(
+  def step_gradient(
     self,
+    one_pass: OnePass,
+    model: Model,
+    terms: Terms,
+    learns: Learns,
+    params: Params,
     state: dict[str, Attack] | None,
     step: Array,
-    shared: Mapping[str, Array],
-    gradient: Mapping[str, Array],
-  ) -> dict[str, Attack] | None:
-    """The last ascent, by the step's own gradient (D14)."""
-    found = dict(state or {})
+    batch: Batch,
+  ) -> StepGradient:
+    """The gradient of all losses; see `GradientTerm`.
+
+    What needs all tokens of the step comes before it: the mean importances, whose logarithm counts,
+    and the adversaries' ascents. Faithfulness, a value of only the parameters, is computed once.
+    """
+    arrays = self._arrays(one_pass, step, batch)
+    attacks = self._attacks(one_pass, arrays, state, step)
+    for number, attack in attacks.items():
+      arrays |= named_sources(number, attack.sources)
+    slope = None
+    if self.faithfulness:
+      arrays[PENALTY], slope = self._penalty(model, learns, params)
+    gradient, carry, sums = one_pass(terms, {ARRAYS: arrays}, learns)
+    by_arrays = gradient.pop(ARRAYS, {})
+    if slope is not None:
+      gradient = jax.tree.map(jnp.add, gradient, slope)
     for number, adversary in self._adversaries().items():
       if adversary.persistent and adversary.coefficient:
-        of = jax.tree.map(lambda g, by=adversary: g / by.coefficient, _of_number(number, gradient))
-        found[number] = adversary.ascend(found[number], step, of)
-    return found or None
+        attacks[number] = self._last_ascent(adversary, attacks[number], step, number, by_arrays)
+    return StepGradient(gradient, carry, sums, attacks or None)
 
-  def penalty(self, model: Model, params: Params) -> Array | None:
-    """Faithfulness."""
-    if not self.faithfulness:
-      return None
-    return self.faithfulness * unfaithfulness(params, sites_of(model.parameters()))
+  def _arrays(self, one_pass: OnePass, step: Array, batch: Batch) -> dict[str, Array]:
+    """What each chunk knows of its step: its number, its tokens, and the mean importances."""
+    tokens = jnp.maximum(jnp.sum(batch.segment_ids > 0), 1)
+    arrays = {
+      STEP: jnp.asarray(step, jnp.float32),
+      TOKENS: jnp.asarray(tokens, jnp.float32),
+    }
+    if self.frequency:
+      _, _, sums = one_pass([MeanImportance(self)], {ARRAYS: arrays}, is_array)
+      weight = jnp.maximum(sums.weight, 1.0)
+      arrays |= {name: total / weight for name, total in sums.terms.items()}
+    return arrays
+
+  def _attacks(
+    self,
+    one_pass: OnePass,
+    arrays: Mapping[str, Array],
+    state: dict[str, Attack] | None,
+    step: Array,
+  ) -> dict[str, Attack]:
+    """The attacks after the ascents before the step, by the number of the adversary."""
+    attacks = {}
+    for number, adversary in self._adversaries().items():
+      term = AttackedTerm(self, number, adversary)
+
+      def gradient_of(sources, number=number, term=term):
+        all_arrays = {**arrays, **named_sources(number, sources)}
+        gradient, _, _ = one_pass([term], {ARRAYS: all_arrays}, is_array)
+        return sources_of(number, gradient[ARRAYS])
+
+      attack = (state or {})[number]
+      if not adversary.persistent:
+        attack = adversary.restarted(attack, self.seed, step)
+      attacks[number] = adversary.ascended(attack, step, gradient_of)
+    return attacks
+
+  def _last_ascent(
+    self,
+    adversary: Adversary,
+    attack: Attack,
+    step: Array,
+    number: str,
+    by_arrays: Mapping[str, Array],
+  ) -> Attack:
+    """The attack after its last ascent, by the step's own gradient (D14)."""
+    coefficient = adversary.coefficient
+    slope = jax.tree.map(lambda g: g / coefficient, sources_of(number, by_arrays))
+    return adversary.ascend(attack, step, slope)
+
+  def _penalty(self, model: Model, learns: Learns, params: Params) -> tuple[Array, Params]:
+    """(faithfulness with its coefficient, its gradient by the parameters that learn)."""
+    learning, frozen = learned_and_frozen(rounding.wide(params), learns)
+    sites = sites_of(model.parameters())
+
+    def penalty(learning):
+      whole = hk.data_structures.merge(frozen, learning)
+      return self.faithfulness * unfaithfulness(whole, sites)
+
+    return jax.value_and_grad(penalty)(learning)
 
   # A chunk.
 
   def __call__(self, chunk: Chunk) -> Part:
     """All losses of a chunk."""
-    read = _Read(self, chunk)
+    read = ChunkReading(self, chunk)
     losses, sums = [], {}
 
     def add(name, coefficient, sum_over_tokens):
@@ -235,155 +291,9 @@ class Decomposition(Term):
     add('frequency', self.frequency, read.frequency)
     # No token has a part in it: each chunk gets its share of the weight.
     if self.faithfulness:
-      penalty = read.weight * lax.stop_gradient(chunk.shared[PENALTY])
+      penalty = read.weight * lax.stop_gradient(chunk.params[ARRAYS][PENALTY])
       sums['faithfulness'] = penalty / self.faithfulness
       losses.append(penalty / chunk.total)
     sums['alive_per_token'] = read.alive()
     loss = sum(losses, jnp.zeros(()))
     return Part(loss, sums, read.after._replace(passes=passes))
-
-
-def unfaithfulness(params: Params, sites: Mapping[str, Site]) -> Array:
-  """The mean of (W - V U)² over all elements of all sites, float32 (D10)."""
-  total, count = jnp.zeros(()), 0
-  for site in sites.values():
-    # One layer after the other: a device of a split model holds V U of one layer at a time.
-    of_layer = jax.checkpoint(lambda now: jnp.sum(jnp.square(now[0] - now[1] @ now[2])))
-    layers = lax.stop_gradient(site.target(params)), *site.factors(params)
-    total += jnp.sum(lax.map(of_layer, layers))
-    count += site.layers * site.d_in * site.d_out
-  return total / float(count)  # more than an int32 holds
-
-
-def faithful(params: Params, sites: Mapping[str, Site], steps: int, rate: float) -> Params:
-  """The parameters after steps of Adam on only `unfaithfulness`, which move the factors (D19)."""
-  optimizer = optax.adam(rate)
-  slope = jax.grad(lambda factors, rest: unfaithfulness(merge(factors, rest), sites))
-
-  def step(_, carry):
-    factors, state = carry
-    updates, state = optimizer.update(slope(factors, rest), state)
-    return optax.apply_updates(factors, updates), state
-
-  factors, rest = hk.data_structures.partition(lambda _, name, __: name[-2:] in (V, U), params)
-  merge = hk.data_structures.merge
-  factors, _ = lax.fori_loop(0, steps, step, (factors, optimizer.init(factors)))
-  return merge(factors, rest)
-
-
-class _Read:
-  """What the losses of a chunk share: importances, draws and the clean distribution."""
-
-  def __init__(self, settings: Decomposition, chunk: Chunk):
-    self.settings, self.chunk = settings, chunk
-    self.sites = sites_of(chunk.model.parameters())
-    self.before: Memory = chunk.before[settings.name]
-    time = chunk.batch.inputs.shape[1]
-    numbers, place = draws.tokens(self.before.place, time)
-    self._tokens = Tokens(settings.seed, self.before.place.row, numbers)
-    self._weights = chunk.batch.weights
-    # Importances count for all tokens, also where nothing is predicted.
-    of_step = lax.stop_gradient(chunk.shared[_TOKENS])
-    self._share = (chunk.batch.segment_ids > 0) * (chunk.total / of_step)
-    self.weight = jnp.sum(self._weights)
-    functions, inputs = settings.importance(), chunk.features.sites or {}
-    z, after = functions(chunk.params, self.sites, inputs, self.before.importance, chunk.batch)
-    self.after = self.before._replace(place=place, importance=after)
-    self.low = jax.tree.map(importance.lower, z)
-    self.high = jax.tree.map(importance.upper, z)
-
-  def reconstruction(self, number: int, loss: Stochastic) -> tuple[Array, list[Carry]]:
-    """The summed divergence of a loss, the mean over its passes, and their carries."""
-    sources = None
-    if isinstance(loss, Adversary):
-      sources = loss.of_tokens(_of_number(str(number), self.chunk.shared), self._tokens)
-    passes = [*loss.masks(number, self.low, self.sites, self._tokens, sources)]
-    own, size = self.before.passes[number], self.chunk.model.about.vocabulary_size
-    total, carries = jnp.zeros(()), []
-    for index, given in enumerate(passes):
-      features, after = masked(self.chunk, given, own[index] if own else self.chunk.before)
-      found = divergences(self.chunk.features, features, size)
-      total += jnp.sum(self._weights * found) / len(passes)
-      carries += [after] if own else []
-    return total, carries
-
-  @functools.cached_property
-  def powers(self) -> dict[str, Array]:
-    """{path: [L, C]}, sums over the tokens of the importance to some power (D11)."""
-    first, last = self.settings.exponent, self.settings.last_exponent
-    done = lax.stop_gradient(self.chunk.shared[_STEP]) / self.settings.train_steps
-    exponent = first + (last - first) * jnp.minimum(done, 1.0)
-
-    def of(high):
-      counted = importance.counted(high, exponent, self.settings.smooth)
-      return jnp.einsum('lbtc,bt->lc', counted, self._share)
-
-    return {path: of(high) for path, high in self.high.items()}
-
-  def minimality(self) -> Array:
-    """The sum over tokens and components."""
-    return sum((jnp.sum(f) for f in self.powers.values()), jnp.zeros(()))
-
-  def frequency(self) -> Array:
-    """The chunk's share of h(f) = f log2(1 + a f), of the mean f of the whole step (D12).
-
-    Its gradient is the gradient of h'(f) times the chunk's f; over all chunks, they add up to h's.
-    """
-    a, slopes, value = self.settings.reference_tokens, jnp.zeros(()), jnp.zeros(())
-    for path, of_chunk in self.powers.items():
-      f = lax.stop_gradient(self.chunk.shared[_FREQUENCY + path])
-      bits = jnp.log2(1 + a * f)
-      slopes += jnp.sum((bits + a * f / ((1 + a * f) * math.log(2))) * of_chunk)
-      value += jnp.sum(f * bits)
-    return slopes + lax.stop_gradient(value * self.weight - slopes)
-
-  def alive(self) -> Array:
-    """The components with an importance above 0.1, summed over tokens."""
-    return sum(
-      (jnp.einsum('lbtc,bt->', (low > 0.1).astype(low.dtype), self._share)
-       for low in self.low.values()),
-      jnp.zeros(()),
-    )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class _Attacked(Term):
-  """The loss of one adversary, everywhere routed, which its sources ascend."""
-
-  settings: Decomposition
-  number: str
-
-  name: ClassVar[str] = Decomposition.name
-  activations: ClassVar[Sequence[str]] = (SITES,)
-
-  def __call__(self, chunk: Chunk) -> Part:
-    read, number = _Read(self.settings, chunk), int(self.number)
-    adversary = dataclasses.replace(self.settings.losses[number], live='all')
-    total, carries = read.reconstruction(number, adversary)
-    passes = [*read.before.passes]
-    passes[number] = carries
-    return Part(total / chunk.total, {}, read.after._replace(passes=passes))
-
-
-@dataclasses.dataclass(frozen=True)
-class _MeanImportance(Term):
-  """The importance of each component, summed over the tokens of a step."""
-
-  settings: Decomposition
-
-  name: ClassVar[str] = Decomposition.name
-  activations: ClassVar[Sequence[str]] = (SITES,)
-
-  def __call__(self, chunk: Chunk) -> Part:
-    read = _Read(self.settings, chunk)
-    found = {_FREQUENCY + path: f for path, f in read.powers.items()}
-    return Part(jnp.zeros(()), found, read.after)
-
-
-def _named(number: str, sources: Mapping[str, Array]) -> dict[str, Array]:
-  return {f'{number} {path}': r for path, r in sources.items()}
-
-
-def _of_number(number: str, shared: Mapping[str, Array]) -> dict[str, Array]:
-  begin = f'{number} '
-  return {n.removeprefix(begin): r for n, r in shared.items() if n.startswith(begin)}
