@@ -218,8 +218,8 @@ class Decomposition(GradientTerm):
     }
     if self.frequency:
       _, _, sums = one_pass([MeanImportance(self)], {ARRAYS: arrays}, is_array)
-      weight = jnp.maximum(sums.weight, 1.0)
-      arrays |= {name: total / weight for name, total in sums.terms.items()}
+      for name, total in sums.terms.items():
+        arrays[name] = total / jnp.maximum(sums.weight, 1.0)
     return arrays
 
   def _attacks(
