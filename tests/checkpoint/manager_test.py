@@ -204,7 +204,7 @@ def test_a_save_says_its_size_and_how_long_the_run_waited(tmp_path):
 def test_opening_read_only_writes_nothing(tmp_path):
   with open_to_read(tmp_path / 'none') as checkpoints:
     assert checkpoints.latest_step() is None
-    with pytest.raises(StorageError, match='read-only'):
+    with pytest.raises(StorageError, match='was opened to be read'):
       checkpoints.save(1, make_state(), {})
   assert not os.listdir(tmp_path)
 
