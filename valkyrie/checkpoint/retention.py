@@ -1,4 +1,4 @@
-"""Which steps of a run are kept."""
+"""The steps of a run that are kept."""
 
 from collections.abc import Sequence
 

@@ -202,7 +202,7 @@ def _of_model(bindings: dict[str, Any], form: str) -> dict[str, Any]:
   """The bindings of the model's parts, Valkyrie's and others: without paths and the seed."""
   rooms = ['models.']
   if form == 'components':
-    rooms.append('decomposition.')
+    rooms.append('lab.decomposition.')
 
   def is_part(name: str) -> bool:
     configurable, _, _ = name.rpartition('.')

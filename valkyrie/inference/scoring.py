@@ -1,4 +1,4 @@
-"""What a model computes of texts that are there: log-probabilities, features, logits, activations.
+"""Log-probabilities, features, logits and activations of given texts.
 
 `LoadedModel` documents the arguments and errors.
 """
