@@ -514,6 +514,15 @@ def test_gin_files_in_the_folder_of_a_run_are_refused(folder, name):
   assert 'Leave --gin_file out: the run opens with its own configuration' in message
 
 
+@pytest.mark.parametrize('file', ['/etc/passwd', '/proc/self/environ'])
+def test_no_line_of_a_file_that_is_no_gin_file_is_quoted(file):
+  message = refusal(f"include '{file}'")
+  assert file in message
+  lines = pathlib.Path(file).read_text(errors='replace').replace('\0', '\n').splitlines()
+  quoted = [line for line in lines if len(line) > 12 and line in message]
+  assert lines and quoted == []
+
+
 def test_a_folder_with_checkpoints_is_a_run(folder):
   write('run/x.gin', '')
   (folder / 'run/checkpoints').mkdir()
