@@ -139,7 +139,8 @@ def lines(stream: Any, longest: int = LONGEST_LINE) -> Iterator[Any]:
 
 def json_value(text: bytes) -> Any:
   """The value of a JSON text in which at most DEEPEST brackets are inside one another."""
-  depth, some = 0, text.count(b'[') + text.count(b'{') > DEEPEST
+  depth = 0
+  some = text.count(b'[') + text.count(b'{') > DEEPEST
   for mark in _STRING_OR_BRACKET.finditer(text) if some else ():
     depth += (mark[0] in b'[{') - (mark[0] in b']}')
     if depth > DEEPEST:

@@ -184,7 +184,8 @@ def main(line: Sequence[str] | None = None) -> int:
 
 def _statistics(information: Mapping[str, Any]) -> list[str]:
   """Lines about a finished store for people."""
-  documents, tokens = information['documents'], information['tokens']
+  documents = information['documents']
+  tokens = information['tokens']
   ratio = information['text_bytes'] / tokens
   lines = [f'{documents:,} documents, {tokens:,} tokens, {ratio:.2f} bytes of text a token']
   if skipped := information['skipped_empty'] + information['skipped_one_token']:

@@ -84,7 +84,8 @@ def compiled(
   The number is the seconds that a kept program took; None for others. jax keeps only the programs
   of process 0, silently, and may name the programs of others differently.
   """
-  directory, process = _directory(), jax.process_index()
+  directory = _directory()
+  process = jax.process_index()
   precompiled = paths.cache() / _PRECOMPILED
   if directory is None or not (process or any(precompiled.glob('*-cache'))):
     return lowered.compile(), None

@@ -72,7 +72,9 @@ class TokenConsistency:
 
   def __init__(self, feed: TaskFeed, rows: Sequence[int], every: int = 100):
     ranges.check('TokenConsistency', every=every)
-    self._feed, self._every, self._rows = feed, every, list(rows)
+    self._feed = feed
+    self._every = every
+    self._rows = list(rows)
     rows_of = processes.exchange('rows', self._rows)
     self._is_alone = len(rows_of) == 1
     rows_of_next = rows_of[(rows_of.index(self._rows) + 1) % len(rows_of)]

@@ -205,7 +205,8 @@ def lasting_streams() -> Iterator[None]:
       os.fstat(descriptor)
     except OSError:  # closed: a file of the run would get its number, and foreign output
       os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-  output, errors = LastingStream(sys.stdout), LastingStream(sys.stderr)
+  output = LastingStream(sys.stdout)
+  errors = LastingStream(sys.stderr)
   try:
     with contextlib.redirect_stdout(cast(TextIO, output)), contextlib.redirect_stderr(errors):
       yield

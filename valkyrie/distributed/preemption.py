@@ -75,7 +75,8 @@ class Preemption:
       number: signal.signal(number, self._handle) for number in console.heard_signals()
     }
     # Python prints what is raised where nothing can be raised, such as in __del__.
-    self._old_unraisable, sys.unraisablehook = sys.unraisablehook, self._unraisable
+    self._old_unraisable = sys.unraisablehook
+    sys.unraisablehook = self._unraisable
     self._thread = threading.Thread(target=self._watch, name='preemption', daemon=True)
     self._thread.start()
     return self
@@ -112,7 +113,8 @@ class Preemption:
     name = signal.Signals(number).name
     until = time.monotonic() + self._grace_seconds
     with self._lock:
-      newest, calls = self._newest, self._calls
+      newest = self._newest
+      calls = self._calls
       self._signaled = True
     processes.announce(Preempted.exit_code)
     if newest is None:

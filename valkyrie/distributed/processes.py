@@ -126,7 +126,8 @@ def join(this: Member, seconds: int) -> None:
   finally:
     timer.cancel()
   _client = distributed.global_state.client
-  _index, _count = distributed.global_state.process_id, distributed.global_state.num_processes
+  _index = distributed.global_state.process_id
+  _count = distributed.global_state.num_processes
   heartbeat.beat(process=_index)
   _listener = threading.Thread(target=_listen, name='cluster', daemon=True)
   _listener.start()

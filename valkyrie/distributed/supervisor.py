@@ -88,11 +88,14 @@ class Supervisor:
       signal.signal(number, self._forward)
     if signal.getsignal(signal.SIGTSTP) is not signal.SIG_IGN:
       signal.signal(signal.SIGTSTP, self._pause)
-    status, newest, in_vain = RunStatus(), -1, 0
+    status = RunStatus()
+    newest = -1
+    in_vain = 0
     while True:
       code, reason = self._run_once(status)
       if status.saved > newest:
-        newest, in_vain = status.saved, 0
+        newest = status.saved
+        in_vain = 0
       may_succeed = code in RETRYABLE or status.transient
       again = may_succeed and not self._stopping and in_vain < self.restarts
       self._report(status, code, reason, again)
@@ -141,8 +144,14 @@ class Supervisor:
 
   def _watch(self, child: subprocess.Popen, pipe: io.FileIO, status: RunStatus) -> str | None:
     """Returns None when the child has ended, or why it is considered to hang."""
-    status.stage, status.step, status.transient = 'start_up', None, False
-    rest, silent, heard, told, last = b'', 0.0, False, False, time.monotonic()
+    status.stage = 'start_up'
+    status.step = None
+    status.transient = False
+    rest = b''
+    silent = 0.0
+    heard = False
+    told = False
+    last = time.monotonic()
     while True:
       ended = child.poll() is not None
       readable, _, _ = select.select([pipe], [], [], 0.0 if ended else 0.2)
@@ -150,7 +159,8 @@ class Supervisor:
         *lines, rest = (rest + data).split(b'\n')
         rest = rest[-65536:]  # a heartbeat is shorter
         heard |= any([status.update(line) for line in lines])
-        last, silent = time.monotonic(), 0.0
+        last = time.monotonic()
+        silent = 0.0
         continue
       if ended:
         return None

@@ -56,8 +56,11 @@ class LoadedModel:
       real = features.unembedding[: model.about.vocabulary_size]
       return features._replace(unembedding=real), carry
 
-    self.model, self.params, self.tokenizer = model._replace(apply=apply), params, tokenizer
-    self.model_dir, self.steps = model_dir, steps
+    self.model = model._replace(apply=apply)
+    self.params = params
+    self.tokenizer = tokenizer
+    self.model_dir = model_dir
+    self.steps = steps
     self._reader = Reader(model, chunk_size)
     self._attributor = Attributor(self._reader)
 
@@ -255,7 +258,8 @@ class LoadedModel:
       if len(prompts):
         raise UsageError('There are prompts and messages. Pass one of the two.')
       template = ChatTemplate(self.tokenizer)
-      prompts, stop = template.prompt(messages, 'messages'), template.stops(stop)
+      prompts = template.prompt(messages, 'messages')
+      stop = template.stops(stop)
     return continuing.generate(
       *(self._rows, self.params, prompts, carry),
       samples=samples,

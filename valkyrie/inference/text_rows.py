@@ -27,7 +27,9 @@ class TextRows:
 
   def __init__(self, model: Model, tokenizer: Vocabulary, reader: Reader):
     """Takes the parts of a `LoadedModel`."""
-    self.model, self.tokenizer, self.reader = model, tokenizer, reader
+    self.model = model
+    self.tokenizer = tokenizer
+    self.reader = reader
 
   def tokens(self, texts: Text | Sequence[Text], carry: AnyCarry | None) -> list[np.ndarray]:
     """The tokens int32 [T] of each text, which begins a document unless the carry has read some.

@@ -61,7 +61,8 @@ class Block(hk.Module):
     Adds to `found` the values of its kinds, see `features.ACTIVATIONS`. A mixer whose outputs or
     carry have another form than its inputs raises a ConfigurationError.
     """
-    begun, after = x, []
+    begun = x
+    after = []
     for mixer, before in zip(self.mixers, carry, strict=True):
       mixed, mixer_carry = mixer(
         RMSNorm(name='mixer_norm')(x), before, positions=positions, segment_ids=segment_ids
@@ -69,7 +70,8 @@ class Block(hk.Module):
       check_result(type(mixer).__name__, x, before, mixed, mixer_carry)
       x = x + layers.dropout(mixed.astype(x.dtype), self.dropout)
       after.append(mixer_carry)
-    between, of_mlp = x, layers.dropout(self.mlp(RMSNorm(name='mlp_norm')(x)), self.dropout)
+    between = x
+    of_mlp = layers.dropout(self.mlp(RMSNorm(name='mlp_norm')(x)), self.dropout)
     x = between + of_mlp
     for kind, values in (found or {}).items():
       values.append({'mixers': between - begun, 'mlp': of_mlp, 'stream': x}[kind])

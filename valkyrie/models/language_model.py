@@ -98,7 +98,8 @@ class LanguageModel(Module):
     super().__post_init__()
     check_choice('LanguageModel.remat_policy', self.remat_policy, (*_REMAT_POLICIES, None))
     check_choice('LanguageModel.compute_dtype', self.compute_dtype, _COMPUTE_DTYPES)
-    layers, length = f'LanguageModel.layers={self.layers}', len(self.pattern)
+    layers = f'LanguageModel.layers={self.layers}'
+    length = len(self.pattern)
     if self.parameter_dtype not in ('float32', self.compute_dtype):
       raise ConfigurationError(
         f'LanguageModel.parameter_dtype={self.parameter_dtype!r} with compute_dtype='
@@ -193,7 +194,8 @@ class LanguageModel(Module):
     embedded = None if shift is None else x
 
     def layer(x, carry, masks):
-      found, seen = {kind: [] for kind in activations if kind != SITES}, {}
+      found = {kind: [] for kind in activations if kind != SITES}
+      seen = {}
       prefix = f'{self.module_name}/layers/'  # Haiku names the modules of a stack relative to it
       sites = self._sites and hk.custom_getter(self._sites.getter(prefix, masks, seen))
       after = []

@@ -63,7 +63,8 @@ class Module(hk.Module):
     """What documents begin with instead of zero: parameters like a state, without B; or None."""
 
     def learned(path, part):
-      name, shape = '.'.join(filter(None, ['first_carry', leaf_path(path)])), part.shape[1:]
+      name = '.'.join(filter(None, ['first_carry', leaf_path(path)]))
+      shape = part.shape[1:]
       axes = (FIRST_CARRY, *[None] * len(shape))[: len(shape)]
       return parameter(name, shape, jnp.zeros, axes=axes).astype(part.dtype)
 
@@ -202,7 +203,8 @@ class RMSNorm(Module):
 
   def __call__(self, x: Array) -> Array:
     scale = parameter('scale', (x.shape[-1],), jnp.ones, axes=('norm',))
-    own, x = x.dtype, x.astype(wide(x.dtype))
+    own = x.dtype
+    x = x.astype(wide(x.dtype))
     mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
     scale = jnp.expand_dims(scale, range(x.ndim - 1))
     return (x * jax.lax.rsqrt(mean_square + self.epsilon) * scale).astype(own)

@@ -37,14 +37,17 @@ class Lora:
 
   def getter(self, following, whole: Array, context: hk.GetterContext) -> Any:
     """A Haiku getter: W + A B for each matrix W whose path fits the pattern."""
-    whole, declared, name = following(whole), context.original_init, context.name
+    whole = following(whole)
+    declared = context.original_init
+    name = context.name
     if not isinstance(declared, Declared) or declared.cast is None or whole.ndim != 2:
       return whole
     if not re.search(self.pattern, context.full_name) or name.endswith((A, B)):
       return whole
     (inputs, outputs), cast = declared.axes, declared.cast
     normal = hk.initializers.RandomNormal(len(whole) ** -0.5)
-    down_shape, up_shape = (whole.shape[0], self.rank), (self.rank, whole.shape[1])
+    down_shape = (whole.shape[0], self.rank)
+    up_shape = (self.rank, whole.shape[1])
     down = parameter(name + A, down_shape, normal, axes=(inputs, None), cast=cast)
     up = parameter(name + B, up_shape, jnp.zeros, axes=(None, outputs), cast=cast)
     if declared.in_products:

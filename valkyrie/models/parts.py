@@ -31,6 +31,7 @@ def sums_of_parts(params: Params, measure: Callable[..., Any]) -> dict[str, Any]
   found: dict[str, Any] = {}
   for module, parameters in params.items():
     for name, value in parameters.items():
-      part, size = part_of(module, name), measure(value)
+      part = part_of(module, name)
+      size = measure(value)
       found[part] = found[part] + size if part in found else size
   return dict(sorted(found.items()))

@@ -63,7 +63,9 @@ class Quantization:
 
   def getter(self, following: Callable, part: Array, context: hk.GetterContext) -> Any:
     """A Haiku getter of `Quantized`; it precedes `layer_weights.getter`, which gathers the rest."""
-    of, shape, over = context.original_init, context.original_shape, ambient.current().weights
+    of = context.original_init
+    shape = context.original_shape
+    over = ambient.current().weights
     named = re.search(r'(attention|mlp)(_\d+)?$', context.module_name)
     if not (named and isinstance(of, Declared) and of.in_products):
       return following(part)
@@ -113,5 +115,6 @@ def _rounded(x, axis, dtype, over=()):
   wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
   largest = jnp.maximum(jnp.max(jnp.abs(wide), axis, keepdims=True), 1e-30)
   largest = lax.pmax(largest, over) if over else largest
-  x8, scale = wide * (_LARGEST[dtype] / largest), largest / _LARGEST[dtype]
+  x8 = wide * (_LARGEST[dtype] / largest)
+  scale = largest / _LARGEST[dtype]
   return (jnp.round(x8) if dtype == 'int8' else x8).astype(dtype), scale

@@ -56,7 +56,8 @@ class Sites:
     """
 
     def get(following, whole: Array, context: hk.GetterContext) -> Any:
-      whole, declared = following(whole), context.original_init
+      whole = following(whole)
+      declared = context.original_init
       path = prefix + context.full_name
       if not isinstance(declared, Declared) or declared.matrix is None:
         return whole
@@ -76,7 +77,8 @@ class Sites:
       given = masks.get(path)
 
       def note(x):
-        inputs[path], tokens = x, x.shape[:-1]
+        inputs[path] = x
+        tokens = x.shape[:-1]
         expected = (*tokens, count), tokens, tokens
         if given is not None and (found := tuple(map(jnp.shape, given))) != expected:
           raise ConfigurationError(

@@ -28,10 +28,13 @@ def _sorted_rows(_: int, table: Array, index: Array) -> Array:
 
 def _backward(count, index, gradient):
   order = jnp.argsort(index, axis=None)
-  rows, width = index.reshape(-1)[order], gradient.shape[-1]
+  rows = index.reshape(-1)[order]
+  width = gradient.shape[-1]
   inputs = gradient.reshape(-1, 1, width)[order].astype(wide(gradient.dtype))
-  differs, one = rows[1:] != rows[:-1], jnp.ones(1, bool)
-  first, last = jnp.concatenate([one, differs]), jnp.concatenate([differs, one])
+  differs = rows[1:] != rows[:-1]
+  one = jnp.ones(1, bool)
+  first = jnp.concatenate([one, differs])
+  last = jnp.concatenate([differs, one])
   zero = jnp.zeros_like(inputs[0])
   # A growth of zero is a decay of one: the states are running sums, which begin anew at each row.
   sums = scan.diagonal_scan(zero[0], inputs, zero, first[:, None], form='associative')[:, 0]

@@ -101,7 +101,8 @@ def _results(runs: Sequence[Run]) -> str:
   """The last results, of validation where they exist, and how later runs differ from the first."""
   last: list[Line] = []
   for run in runs:
-    training, validation = _last(run.lines), _last(run.evaluations)
+    training = _last(run.lines)
+    validation = _last(run.evaluations)
     known = {name: validation[name] for name in _OF_VALIDATION if name in validation}
     for name in _SPEEDS:  # of one line, it would depend on the moment
       speeds = [line[name] for line in run.lines if can_be_drawn(line.get(name))]

@@ -84,18 +84,23 @@ def read_run(model_dir: str | os.PathLike) -> Run:
     tokenizer = tuple(map(foreign.content, sorted(folder.glob(f'{TOKENIZER}.*'))))
     data = tuple(map(foreign.content, folder.glob('eval/data.json')))
   lines = _with_costs(lines)
-  evaluations, name = _located(evaluations, lines), folder.resolve().name
-  version, bindings = config.get('version', ''), config['bindings']
+  evaluations = _located(evaluations, lines)
+  name = folder.resolve().name
+  version = config.get('version', '')
+  bindings = config['bindings']
   return Run(name, lines, evaluations, refused, version, bindings, about, tokenizer, data)
 
 
 def _with_costs(lines: list[Line]) -> list[Line]:
   """Lines of training with the seconds and FLOPs until then."""
-  seconds, step, found = 0.0, 0, []
+  seconds = 0.0
+  step = 0
+  found = []
   for line in lines:
     numbers = {name: value for name, value in line.items() if can_be_drawn(value)}
     seconds += numbers.get('step_seconds', 0.0) * (line['step'] - step)
-    step, speed = line['step'], numbers.get('tokens_per_second_per_device')
+    step = line['step']
+    speed = numbers.get('tokens_per_second_per_device')
     rate = numbers.get('tflops_per_second_per_device')
     flops = 1e12 * rate / speed * numbers.get('tokens', 0) if speed and rate else None
     found.append({**line, 'seconds': seconds, 'flops': flops})

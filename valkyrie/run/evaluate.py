@@ -75,7 +75,8 @@ def evaluate(
     )
   name = name or ('whole' if follow else '')
   stream = f'eval{name and "_"}{name}'
-  mesh, terms = partitioner(), evaluations(terms_of(settings().objective)) if settings else ()
+  mesh = partitioner()
+  terms = evaluations(terms_of(settings().objective)) if settings else ()
   with doing('opening the validation data', _say):
     measure = evaluator(language_model.transform(model), mesh, terms=terms)
 

@@ -81,7 +81,8 @@ def chunk_scores(
     return jnp.sum(jnp.where(in_bin, values[..., None], 0.0), axis=(0, 1))
 
   weights = chunk.weights
-  by_loss, right = by_position(weights * found.loss), jnp.sum(weights * found.right)
+  by_loss = by_position(weights * found.loss)
+  right = jnp.sum(weights * found.right)
   own = {metric.__name__: _sums(metric, found, chunk) for metric in metrics}
   sums = {name: part.sums for name, part in parts.items()}
   return Scores(by_loss, by_position(weights), right, own, sums), carry
@@ -135,7 +136,9 @@ class Evaluator:
     self._quick = chunks
     for term in terms:
       model = term.extended(model)
-    self.model, self._partitioner, self._terms = model, partitioner, terms
+    self.model = model
+    self._partitioner = partitioner
+    self._terms = terms
     self.batch_size = batch_size
     partitioner.check_batch(batch_size, chunk_size, owner='Evaluator.', feed='validation/TaskFeed')
 
@@ -233,7 +236,8 @@ class Evaluator:
 
     def scores(feed: TaskFeed) -> list[Scores]:
       """Of the chunks of a feed, on the host."""
-      carry, found = self._initial_carry(), []
+      carry = self._initial_carry()
+      found = []
       for chunk in prefetch(feed, self.spans(feed, whole), rows=rows):
         if stop():
           raise Preempted('stopped during an evaluation, which was abandoned')
@@ -283,7 +287,8 @@ def _sum(parts: Sequence[Scores]) -> Scores:
 
 
 def _metrics(scores: Any, tokens_per_byte: float | None) -> Metrics:
-  loss, weight = scores.loss.sum(), scores.weight.sum()
+  loss = scores.loss.sum()
+  weight = scores.weight.sum()
   return {
     **text_metrics(float(loss), float(weight), tokens_per_byte),
     'accuracy': float(scores.right / weight) if weight else math.nan,

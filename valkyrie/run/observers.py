@@ -47,7 +47,8 @@ class Refusals(contextlib.AbstractContextManager['Refusals']):
 
   def __call__(self, step: int, metrics: StepMetrics) -> None:
     """Waits for a step, and reads its metrics; raises Diverged if the budget is spent."""
-    before, self._skipped = self._skipped, int(metrics.skipped)
+    before = self._skipped
+    self._skipped = int(metrics.skipped)
     if self._skipped > before and self._lines is not None:
       why = 'loss spike' if bool(metrics.spiked) else 'not finite'
       loss = text_metrics(float(metrics.sums.followed), float(metrics.sums.weight), None)['loss']
@@ -87,9 +88,11 @@ class Validation:
       self._evaluate()
 
   def _evaluate(self) -> None:
-    trainer, step = self.trainer, self.trainer.step
+    trainer = self.trainer
+    step = self.trainer.step
     is_last = step == trainer.train_steps
-    plan, stop = trainer.reading.curriculum.phase(step - 1).planner, trainer.should_stop
+    plan = trainer.reading.curriculum.phase(step - 1).planner
+    stop = trainer.should_stop
     with doing(f'evaluating step {step}', trainer.say):
       found = self.evaluator(trainer.state.evaluated, whole=is_last, plan=plan, stop=stop)
     trainer.losses[step] = loss = found.get('quick_loss', found['loss'])
@@ -122,7 +125,8 @@ class Saver:
     trainer = self.trainer
     with self.log.untimed():
       self.log.flush()
-      began, before = time.perf_counter(), self._saved
+      began = time.perf_counter()
+      before = self._saved
       with doing(f'saving step {trainer.step}', trainer.say):
         trainer.directory.save(trainer.step, trainer.state, trainer.record())
       self._saved = time.perf_counter()
@@ -181,7 +185,8 @@ class Profile:
     self._say = say
     self._place = pathlib.Path(model_dir, 'profile')
     self._first, self._last = steps or (0, -1)
-    self._is_running, self._running = False, contextlib.ExitStack()
+    self._is_running = False
+    self._running = contextlib.ExitStack()
     if steps is not None and not 1 <= self._first <= self._last:
       raise ConfigurationError(
         f'train.profile_steps={steps}: give the first and the last step to profile, such as (10, '

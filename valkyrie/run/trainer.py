@@ -92,8 +92,10 @@ class Trainer:
 
   def _initial(self) -> TrainState:
     """The state of a new run."""
-    setup, state = self.setup, self.setup.initial_state()
-    params, vocabulary = state.params, self.feed.vocabulary.fingerprint
+    setup = self.setup
+    state = self.setup.initial_state()
+    params = state.params
+    vocabulary = self.feed.vocabulary.fingerprint
     if self.weights is not None:
       params, self._complete = self.weights.load(
         setup.model, setup.settings.model, params, vocabulary, self.say
@@ -121,7 +123,8 @@ class Trainer:
 
     Raises a ConfigurationError if the programs differ between processes, or from the checkpoint's.
     """
-    phases, about = self.setup.curriculum.forms_from(self.step), self.setup.model.about
+    phases = self.setup.curriculum.forms_from(self.step)
+    about = self.setup.model.about
     compiled: dict[tuple, jax.stages.Compiled] = {}
     devices = self.setup.partitioner.mesh.devices.flatten().tolist()
     for phase in phases:
@@ -153,7 +156,8 @@ class Trainer:
     )
     autotuned = consistency.is_autotuned(devices)  # then the programs may differ
     allowed = [*self.allow_changed, *(['executable'] if autotuned else [])]
-    saved, now = {'executable': self._saved_programs}, {'executable': self._programs}
+    saved = {'executable': self._saved_programs}
+    now = {'executable': self._programs}
     if self._changed(saved, now, allowed) and autotuned:
       self.say(
         'XLA has timed its kernels again, and chosen others: the run continues, but not bit for bit'

@@ -82,7 +82,8 @@ class Partitioner:
     self._check_layout()
 
   def _check_layout(self) -> None:
-    rows, time = self.axes_of('batch'), self.axes_of('time')
+    rows = self.axes_of('batch')
+    time = self.axes_of('time')
     if not self.manual and time:
       raise ConfigurationError(
         f"Partitioner.axis_rules splits 'time' over {time}, which needs Partitioner.manual = True: "

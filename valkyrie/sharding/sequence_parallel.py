@@ -70,7 +70,8 @@ def device_prefix_scan(piece: T, then: Callable[[T, T], T], first: T) -> tuple[T
     then: the associative composition of two effects, of leaves [m, ...]: first one, then the other.
     first: the first result on device 0, which has no piece to its left.
   """
-  composed, left = lax.associative_scan(then, all_gather(piece)), jnp.maximum(index() - 1, 0)
+  composed = lax.associative_scan(then, all_gather(piece))
+  left = jnp.maximum(index() - 1, 0)
   before = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, left, keepdims=False), composed)
   return select_first(first, before), jax.tree.map(lambda x: x[-1], composed)
 

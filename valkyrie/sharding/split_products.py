@@ -63,7 +63,8 @@ def split_product(
   # of the features that stands together.
   split = [tuple(a for a in mesh_axes if a not in over_rows) for mesh_axes in of_weights]
   gathered = [tuple(a for a in mesh_axes if a in over_rows) for mesh_axes in of_weights]
-  summed, kept = split[inputs], split[1 - inputs]
+  summed = split[inputs]
+  kept = split[1 - inputs]
   if not summed and not kept:
     return product(x, weights)
 

@@ -42,7 +42,9 @@ class Lease(abc.ABC):
 
   def __init__(self, place: Any, run: Any, process: int | None):
     """Takes the lease at a place, which messages name; for the rest, and errors, see `DiskLock`."""
-    self._place, self._run, self._process = place, run, process
+    self._place = place
+    self._run = run
+    self._process = process
     token = uuid.uuid4().hex
     self._let_go = weakref.finalize(self, holder.marked(token).close)  # also if no lease is taken
     self._writing = threading.Lock()
@@ -200,7 +202,8 @@ class DiskLock:
       Unreachable: another process has the number.
     """
     self._path = directory / lock_name(process)
-    self._directory, self._process = directory, process
+    self._directory = directory
+    self._process = process
     self._lease: _FileLease | None = None
     advice = 'Make it writable, or name another --model_dir.'
     failure = storage_errors(f'{self._path} cannot be locked', advice)

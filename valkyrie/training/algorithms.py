@@ -95,7 +95,8 @@ class _Trial:
 
     # Decays need parameters that are as large as the steps, and estimates of the distance from the
     # first parameters need small ones, which do not round it away, and gradients that agree.
-    self._params, self._gradients = {}, {}
+    self._params = {}
+    self._gradients = {}
     for size, (name, shape) in zip((1.0, 1e-3), _SHAPES.items(), strict=True):
       gradients = random.normal(size=shape) + random.normal(size=(len(_CHANGING), *shape))
       self._params[name] = jnp.asarray(size * random.normal(size=shape), jnp.float32)

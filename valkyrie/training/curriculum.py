@@ -47,7 +47,8 @@ class Phase:
         f'backprop_chunks={self.backprop_chunks} must divide chunks={self.chunks}: the gradient '
         'flows through groups of backprop_chunks consecutive chunks.'
       )
-    every, longer = self.long_every, self.long_backprop_chunks
+    every = self.long_every
+    longer = self.long_backprop_chunks
     if (every, longer) == (None, None):
       return
     fits = longer is not None and longer > self.backprop_chunks and self.chunks % longer == 0

@@ -60,7 +60,8 @@ def shard_map_step(
     total = _at_least_one(jnp.sum(batch.weights))
     return compute(params, carry, batch, total, rng, chunk_size=chunk_size)
   everywhere = partitioner.mesh.axis_names
-  rows, time = partitioner.axes_of('batch'), partitioner.axes_of('time')
+  rows = partitioner.axes_of('batch')
+  time = partitioner.axes_of('time')
 
   def specs(tree, axes):
     return jax.tree.map(lambda leaf: leaf.spec, partitioner.shardings(tree, axes))
@@ -87,7 +88,8 @@ def shard_map_step(
       gradient = jax.tree.map(reduce_scatter, gradient, learned, of(kept))
     return gradient, carry, lax.psum(sums, everywhere)
 
-  carries, batches = specs(carry, model.carry_axes(carry)), partitioner.batch_sharding().spec
+  carries = specs(carry, model.carry_axes(carry))
+  batches = partitioner.batch_sharding().spec
   return partitioner.shard_map(
     of_device,
     in_specs=(held, carries, batches, PartitionSpec()),
@@ -100,7 +102,8 @@ def gather_params(model: Model, params: Params) -> Params:
   partitioner = current_partitioner()
   if partitioner is None or not partitioner.manual:
     return params
-  kept, whole = _kept_split(model, partitioner, params), partitioner.sharding(())
+  kept = _kept_split(model, partitioner, params)
+  whole = partitioner.sharding(())
 
   def gather(keep, leaf, cast):
     return leaf if keep else jax.lax.with_sharding_constraint(cast, whole)

@@ -102,7 +102,8 @@ class Distillation(Term):
 
   def extended(self, model: Model) -> Model:
     """Adds the teacher; raises a ConfigurationError if it does not fit the student."""
-    teacher, student = self._teacher.about, model.about
+    teacher = self._teacher.about
+    student = model.about
     if teacher.vocabulary_size != student.vocabulary_size:
       raise ConfigurationError(
         f'The teacher has {teacher.vocabulary_size:,} tokens and the student '
@@ -153,7 +154,8 @@ class Distillation(Term):
 
   def __call__(self, chunk: Chunk) -> Part:
     """The divergence, and the differences of layers; no gradient reaches the teacher."""
-    batch, student = chunk.batch, chunk.features
+    batch = chunk.batch
+    student = chunk.features
     params = {module: chunk.params[_PREFIX + module] for module in self._teacher.parameters()}
     given = lax.stop_gradient((params, {'model': chunk.before[self.name]}))
     teacher, after = lax.stop_gradient(
@@ -168,7 +170,8 @@ class Distillation(Term):
     sums = {'divergence': total(found)}
     loss = self.weight * self.temperature**2 * sums['divergence']
     if self.match:
-      ours, theirs = student.activations or {}, teacher.activations or {}
+      ours = student.activations or {}
+      theirs = teacher.activations or {}
       differences = [_squared(ours[kind][one], theirs[kind][two]) for kind, one, two in self.match]
       sums['layers'] = total(sum(differences)) / len(differences)
       loss += self.match_weight * sums['layers']

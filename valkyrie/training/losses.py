@@ -85,10 +85,12 @@ def divergences(
     )
 
   def of_slice(hidden, others):
-    p, q = log_probabilities(others, target), log_probabilities(hidden, features)
+    p = log_probabilities(others, target)
+    q = log_probabilities(hidden, features)
     if top_k is not None and top_k < vocabulary_size:
       likeliest = lax.top_k(p, top_k)[1]
-      p, q = _with_rest(p, likeliest), _with_rest(q, likeliest)
+      p = _with_rest(p, likeliest)
+      q = _with_rest(q, likeliest)
     return jnp.sum(jnp.exp(p) * (p - q), axis=-1)
 
   return _in_slices(of_slice, features, features.hidden, target.hidden)
@@ -103,7 +105,8 @@ def _with_rest(logs: Array, chosen: Array) -> Array:
 
 def _in_slices(of_slice: Callable, features: Features, *arguments: Array) -> Any:
   """A function of activations [B, T, ...] in slices of time, whose logits fit into memory."""
-  size, time = _slice_length(features), features.hidden.shape[1]
+  size = _slice_length(features)
+  time = features.hidden.shape[1]
   if size >= time:
     return of_slice(*arguments)
   found = lax.map(
@@ -144,7 +147,8 @@ def weighted_loss(
     return loss / total, lax.stop_gradient(sums)
 
   arguments = (features.hidden, features.unembedding, targets, weights, total)
-  size, time = _slice_length(features), features.hidden.shape[1]
+  size = _slice_length(features)
+  time = features.hidden.shape[1]
   if size >= time or not in_one_pass:
     return of(*arguments)
 
@@ -203,7 +207,8 @@ def draft_losses(features: Features, targets: Array, vocabulary_size: int) -> Ar
   ]
   losses = jnp.stack([score.loss for score in scores])
   right = jnp.stack([score.right for score in scores])
-  halt, proceed = drafts.values[..., 0], drafts.values[..., 1]
+  halt = drafts.values[..., 0]
+  proceed = drafts.values[..., 1]
   offers = jnp.concatenate([jnp.maximum(halt, proceed)[:-1], halt[-1:]])
   total = jnp.sum(losses + cross_entropy(halt, right), axis=0)
   total += jnp.sum(cross_entropy(proceed[:-1], jax.nn.sigmoid(offers[1:])), axis=0)

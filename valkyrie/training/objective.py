@@ -139,7 +139,8 @@ class Term:
 
   def __call__(self, chunk: Chunk) -> Part:
     """Sums the weighted values."""
-    found, weights = self.values(chunk), chunk.batch.weights
+    found = self.values(chunk)
+    weights = chunk.batch.weights
     shapes = {name: jnp.shape(values) for name, values in found.items()}
     with edges.asserted(
       f'{type(self).__name__}.values returned {shapes}',
@@ -168,7 +169,9 @@ class Prediction(Term):
     ranges.check_fields(self)
 
   def __call__(self, chunk: Chunk) -> Part:
-    features, batch, size = chunk.features, chunk.batch, chunk.model.about.vocabulary_size
+    features = chunk.features
+    batch = chunk.batch
+    size = chunk.model.about.vocabulary_size
     loss, predicted = losses.weighted_loss(
       features,
       batch.targets,
@@ -183,7 +186,8 @@ class Prediction(Term):
       sums['z_loss'] = predicted.squares
     if chunk.model.about.plan_interval is not None:
       drafts = jnp.sum(batch.weights * losses.draft_losses(features, batch.targets, size))
-      loss, sums['draft_loss'] = loss + drafts / chunk.total, drafts
+      loss = loss + drafts / chunk.total
+      sums['draft_loss'] = drafts
     return Part(loss if self.weight == 1 else self.weight * loss, sums)
 
 

@@ -112,7 +112,8 @@ class Optimizer:
       clip_norm=clip_norm,
     )
     groups = (recurrence_group(),) if groups is None else groups
-    self._groups, self._clip_norm = tuple(groups), clip_norm
+    self._groups = tuple(groups)
+    self._clip_norm = clip_norm
     self.train_steps = train_steps
     self._algorithms = {True: algorithm, False: vector_algorithm}
     for one in self._algorithms.values():

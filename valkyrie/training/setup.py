@@ -115,7 +115,8 @@ class Setup:
     return self.partitioner.jit(self._initial_state, out_shardings=self._shardings)()
 
   def _initial_state(self) -> TrainState:
-    settings, rows = self.settings, self.settings.batch_size
+    settings = self.settings
+    rows = self.settings.batch_size
     tokens = max(phase.tokens_per_row for phase in self.curriculum.phases)
     term = gradient_term(self.terms)
     kept = None if term is None else term.initial_state(self.model, rows, tokens)
@@ -131,7 +132,8 @@ class Setup:
 
   def initial_carry(self) -> Carry:
     """The empty carry of all rows, on the mesh."""
-    rows, jit = self.settings.batch_size, self.partitioner.jit
+    rows = self.settings.batch_size
+    jit = self.partitioner.jit
     return jit(lambda: self.model.initial_carry(rows), out_shardings=self._shardings.carry)()
 
   def train_step(self, phase: Phase, *, remat: bool = True) -> Callable:
@@ -171,9 +173,11 @@ class Setup:
 
   def remarks(self) -> list[str]:
     """What a run says about its configuration before it starts."""
-    params, counts = self.state.params, self.language_model.counts()
+    params = self.state.params
+    counts = self.language_model.counts()
     parts = sums_of_parts(counts, lambda count: count)
-    total, by_size = sum(parts.values()), sorted(parts.items(), key=lambda item: -item[1])
+    total = sum(parts.values())
+    by_size = sorted(parts.items(), key=lambda item: -item[1])
     listed = ', '.join(f'{part} {size:,}' for part, size in by_size)
     dtypes = ' and '.join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params)}))
     mesh = ', '.join(f'{axis}={size}' for axis, size in self.partitioner.mesh.shape.items())
@@ -222,12 +226,14 @@ class Setup:
   def by_kernels(self) -> Iterator[tuple[Any, tuple[int, int, int], Callable[[bool], Any]]]:
     """The mixers that ask for kernels, what one device reads at once, and `kernels.results`."""
     blocks = language_model.asked(self.settings.model, lambda model: model.blocks())
-    about, parts_of = self.model.about, self.partitioner.parts_of
+    about = self.model.about
+    parts_of = self.partitioner.parts_of
     rows = self.settings.batch_size // parts_of('batch') // self.settings.micro_batches
     for time in sorted({phase.chunk_size // parts_of('time') for phase in self.curriculum.phases}):
       for mixer in (mixer for block in blocks for mixer in block.mixers):
         if getattr(mixer, 'kernels', None):
-          shape, anew = (rows, time, about.width), functools.partial(dataclasses.replace, mixer)
+          shape = (rows, time, about.width)
+          anew = functools.partial(dataclasses.replace, mixer)
           yield mixer, shape, functools.partial(kernels.results, anew, shape, about.compute_dtype)
 
   def check_kernels(self, say: Callable[[str], None], bound: float = 2**-6) -> set[int]:
@@ -237,9 +243,13 @@ class Setup:
     round what they multiply. Of a required kernel, a misfit is a Disagreement, and where there is
     none, a ConfigurationError.
     """
-    agreed, failed, norm = set(), set(), jnp.linalg.norm
+    agreed = set()
+    failed = set()
+    norm = jnp.linalg.norm
     for mixer, (rows, time, _), results in self.by_kernels():
-      name, found, error = f'{type(mixer).__name__}.kernels', '', ConfigurationError
+      name = f'{type(mixer).__name__}.kernels'
+      found = ''
+      error = ConfigurationError
       with ambient.within(partitioner=None if self.partitioner.manual else self.partitioner):
         misfit = kernels.why_not(mixer.kernels, time)
       if not misfit:
@@ -301,7 +311,8 @@ class Setup:
       )
 
   def _check_time_axis(self) -> None:
-    axes, parts = self.partitioner.axes_of('time'), self.model.about.needs_whole_rows
+    axes = self.partitioner.axes_of('time')
+    parts = self.model.about.needs_whole_rows
     if axes and parts:
       raise ConfigurationError(
         f"Partitioner.axis_rules splits 'time' over {axes}, but {' and '.join(parts)} must have "

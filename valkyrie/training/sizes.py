@@ -43,11 +43,13 @@ def gin_file(parameters: float, vocabulary_size: int) -> str:
   head_width = 128 if width >= 512 else 64
   unit = max(head_width, power // 8)
   inner = math.ceil(4 * width / 3 / unit) * unit
-  states, window = width // 2, min(1024, power)
+  states = width // 2
+  window = min(1024, power)
   # The parameters of a layer with a recurrence and of one with attention, without their MLP.
   recurrent = 3 * width * inner + 4 * inner * states + 5 * inner + 3 * states + 2 * width
   attending = 4 * width**2 + 2 * _REGISTERS * width + 2 * width + 2 * head_width
-  of_mixers, of_vocabulary = 2 * recurrent + attending, vocabulary_size * width + width
+  of_mixers = 2 * recurrent + attending
+  of_vocabulary = vocabulary_size * width + width
   room = parameters - of_vocabulary
   triples = max(2, round(room / (of_mixers + 27 * width**2)))
   mlp = max(1, round((room / triples - of_mixers) / (9 * width * unit))) * unit

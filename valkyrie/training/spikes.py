@@ -60,7 +60,8 @@ class LossSpikes:
 def detect(spikes: LossSpikes, recent: RecentLosses, loss: Array) -> tuple[Array, RecentLosses]:
   """(whether a step's loss is a spike, the losses with this one added if it is finite)."""
   losses, count = recent
-  mean, deviation = jnp.mean(losses), jnp.std(losses)
+  mean = jnp.mean(losses)
+  deviation = jnp.std(losses)
   spiked = (count >= spikes.window) & (loss > mean + spikes.deviations * deviation)
   finite = jnp.isfinite(loss)
   now = losses.at[count % spikes.window].set(loss)

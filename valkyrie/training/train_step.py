@@ -144,7 +144,9 @@ def read(parts: StepParts, state: TrainState, batch: Batch) -> Reading:
     found = term.step_gradient(
       one_pass, parts.model, parts.terms, parts.learns, state.params, kept, state.step, batch
     )
-    gradient, carry, sums = found.gradient, found.carry, found.sums
+    gradient = found.gradient
+    carry = found.carry
+    sums = found.sums
     objective = objective and {term.name: found.state}
   # Frozen parameters get zeros, which XLA never materializes.
   zeros = jax.tree.map(jnp.zeros_like, rounding.wide(state.params))

@@ -27,7 +27,8 @@ def of_step(
   dcn_bytes_per_second: float | None,
 ) -> dict[str, Any]:
   """Compiles the step of a phase, and returns its certificate; see `precompile`."""
-  mesh, rows = setup.partitioner.mesh, setup.settings.batch_size
+  mesh = setup.partitioner.mesh
+  rows = setup.settings.batch_size
   axes = {logical: setup.partitioner.axes_of(logical) for logical in setup.partitioner.axis_rules}
   rules = [f'{logical} over {"+".join(names)}' for logical, names in axes.items() if names]
   compiler = 'jaxlib' if topology is None else 'libtpu'
@@ -64,7 +65,8 @@ def of_step(
   facts['compile_seconds'] = round(seconds, 1)
   facts['program'] = compilation_cache.keep(compiled, lowered, [*mesh.devices.flat], seconds)
   module = hlo.parse(compiled.as_text() or '')
-  done, sent = work.of_module(module), collectives.of_module(module)
+  done = work.of_module(module)
+  sent = collectives.of_module(module)
   facts |= _memory(compiled, hbm_bytes) | _program(module, done, sent, facts)
   if topology is None:
     return facts
@@ -77,7 +79,8 @@ def _plain_cycles(setup: Setup) -> float:
 
   Only their matrix products count, with what the compiler fuses into them.
   """
-  one, found = SingleDeviceSharding(setup.partitioner.mesh.devices.flat[0]), []
+  one = SingleDeviceSharding(setup.partitioner.mesh.devices.flat[0])
+  found = []
   for _, _, results in setup.by_kernels():
     plain = jax.jit(functools.partial(results, False), out_shardings=one)
     compiled = plain.lower().compile()
@@ -214,7 +217,8 @@ def text(c: Mapping[str, Any]) -> str:
     by_part = sorted(c['estimated_seconds_by_part'].items(), key=lambda one: -one[1][1])
     axes = c['estimated_communication_seconds_by_axes'].items()
     both = (c['estimated_instruction_seconds'], c['estimated_cycles_seconds'])
-    rates, shares = c['estimated_tokens_per_second_per_chip'], c['estimated_share_of_peak']
+    rates = c['estimated_tokens_per_second_per_chip']
+    shares = c['estimated_share_of_peak']
     lines |= {
       'estimate': f'{_range(both, ".3g")} s per step, not measured; {_range(rates[::-1], ",.0f")} '
       f'tokens/s per chip, {_range(shares[::-1], ".0%")} of peak',

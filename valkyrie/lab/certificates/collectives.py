@@ -143,7 +143,8 @@ def _busiest_link(pairs: np.ndarray, network: Torus) -> int:
   for source, target in pairs:
     at = [int(place) for place in network.places[source]]
     for axis, goal in enumerate(int(place) for place in network.places[target]):
-      side, ring = network.sides[axis], network.rings[axis]
+      side = network.sides[axis]
+      ring = network.rings[axis]
       ahead = (goal - at[axis]) % side if ring else goal - at[axis]
       step = -1 if ahead < 0 or (ring and 2 * ahead > side) else 1
       while at[axis] != goal:

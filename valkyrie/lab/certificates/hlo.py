@@ -143,7 +143,8 @@ def _add(computation: Computation, line: str) -> None:
 @functools.cache
 def _array(dtype: str, bits: str, dims: str, layout: str) -> ArrayShape:
   order, _, rest = layout[1:-1].partition(':')
-  tile, space = re.match(r'T\(([\d,]+)\)', rest), re.search(r'S\((\d+)\)', rest)
+  tile = re.match(r'T\(([\d,]+)\)', rest)
+  space = re.search(r'S\((\d+)\)', rest)
   sizes = integers(dims)
   return ArrayShape(
     bits=int(bits or _BITS[dtype]),

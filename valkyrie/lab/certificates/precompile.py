@@ -129,7 +129,8 @@ def advice(
     + (f'A device has {gib(worst["hbm_bytes"])}. ' if worst['hbm_bytes'] else '')
     + 'These changes were compiled:'
   ]
-  tried, before = [], _run(partitioner())
+  tried = []
+  before = _run(partitioner())
   for knob in _knobs(worst, layouts):
     for change in knob:
       files = [flag.removeprefix(_FILE) for flag in change if flag.startswith(_FILE)]

@@ -69,7 +69,8 @@ def of_module(module: hlo.Module) -> list[Work]:
   def read(instruction: hlo.Instruction) -> Work | None:
     if instruction.opcode == 'call':
       return None
-    flops, moved = flops_of(instruction), bytes_of(instruction)
+    flops = flops_of(instruction)
+    moved = bytes_of(instruction)
     if _KERNEL in instruction.attributes:  # with an estimate by its author
       flops = int(instruction.find(r'"cost_estimate":\{[^{}]*"flops":"(\d+)"') or 0)
       if splash := _SPLASH.search(instruction.op_name):
@@ -174,7 +175,8 @@ def _multiplications(instruction: hlo.Instruction, left: Dims, right: Dims, out:
 
 def _meetings(inputs: int, kernel: int, outputs: int, window: dict[str, str]) -> int:
   """The pairs of an output and a place of the kernel that meet an input, not padding or a gap."""
-  stride, gap = int(window.get('stride', 1)), int(window.get('lhs_dilate', 1))
+  stride = int(window.get('stride', 1))
+  gap = int(window.get('lhs_dilate', 1))
   before = int(window.get('pad', '0_0').split('_')[0])
   places = int(window.get('rhs_dilate', 1)) * np.arange(kernel) - before
   met = places[:, None] + stride * np.arange(outputs)
@@ -183,7 +185,8 @@ def _meetings(inputs: int, kernel: int, outputs: int, window: dict[str, str]) ->
 
 def bytes_of(instruction: hlo.Instruction) -> int:
   """The bytes of one execution of an instruction, unless it is a call, a branch or a loop."""
-  opcode, results = instruction.opcode, instruction.arrays
+  opcode = instruction.opcode
+  results = instruction.arrays
   operands = [operand.arrays for operand in instruction.operands]
   free = opcode == 'custom-call' and any(call in instruction.attributes for call in _FREE_CALLS)
   if free or opcode in _FREE or opcode.endswith('-done'):
@@ -219,7 +222,8 @@ def _in_hbm(arrays: Iterable[hlo.ArrayShape]) -> int:
 
 def _read_inside(value: hlo.Instruction) -> int:
   """Bytes of a parameter that a fusion reads: its slices, if no instruction reads all of it."""
-  whole, read = _size(value.arrays), 0
+  whole = _size(value.arrays)
+  read = 0
   for user in value.users:
     if user.opcode in _SAME_BYTES:
       read += _read_inside(user)
@@ -238,7 +242,8 @@ def _read_inside(value: hlo.Instruction) -> int:
 
 def _written(root: hlo.Instruction, results: hlo.Arrays) -> int:
   """Bytes that a fusion writes: only the update of a buffer that it updates in place."""
-  arrays, total = iter(results), 0
+  arrays = iter(results)
+  total = 0
   for made in root.operands if root.opcode == 'tuple' else [root]:
     written = _in_hbm(itertools.islice(arrays, len(made.arrays)))
     while made.opcode in _SAME_BYTES:

@@ -153,7 +153,8 @@ def write(
   context: int,
 ) -> None:
   """Writes compare.md and compare.html; the amounts and the outcomes are by budget."""
-  tried, blocks = next(iter(outcomes.values())), list[Block]()
+  tried = next(iter(outcomes.values()))
+  blocks = list[Block]()
   for budget, found in outcomes.items():
     if found:
       blocks += findings(budget, amounts[budget], found, tried, context)
@@ -186,7 +187,9 @@ def findings(
   head = ['candidate', *over, 'parameters', 'tokens', 'tokens/s', 'seconds', 'TFLOP', unit, 'range']
   rows = []
   for name in names:
-    mean, low, high = statistics.fmean(scores[name]), min(scores[name]), max(scores[name])
+    mean = statistics.fmean(scores[name])
+    low = min(scores[name])
+    high = max(scores[name])
     results = 'diverged' if math.isinf(mean) else f'{mean:.3f}', f'{low:.3f} to {high:.3f}'
     rows.append([name, *chosen[name][0].values.values(), *_costs(runs.get(name)), *results])
   seeds = ', '.join(str(outcome.seed) for outcome in chosen[names[0]])

@@ -16,7 +16,9 @@ from valkyrie.models.sites import Site
 from valkyrie.types import Array
 
 SCOPES = ('all', 'rows', 'positions', 'tokens')
-_B1, _B2, _EPSILON = 0.5, 0.99, 1e-8
+_B1 = 0.5
+_B2 = 0.99
+_EPSILON = 1e-8
 
 Sources = Mapping[str, Array]
 

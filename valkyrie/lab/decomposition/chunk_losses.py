@@ -73,7 +73,8 @@ class ChunkReading:
     of_step = lax.stop_gradient(self._arrays[TOKENS])
     self._share = (chunk.batch.segment_ids > 0) * (chunk.total / of_step)
     self.weight = jnp.sum(self._weights)
-    functions, inputs = settings.importance(), chunk.features.sites or {}
+    functions = settings.importance()
+    inputs = chunk.features.sites or {}
     z, after = functions(chunk.params, self.sites, inputs, self.before.importance, chunk.batch)
     self.after = self.before._replace(place=place, importance=after)
     self.low = jax.tree.map(importance.lower, z)
@@ -85,8 +86,10 @@ class ChunkReading:
     if isinstance(loss, Adversary):
       sources = loss.of_tokens(sources_of(str(number), self._arrays), self._tokens)
     passes = [*loss.masks(number, self.low, self.sites, self._tokens, sources)]
-    own, size = self.before.passes[number], self.chunk.model.about.vocabulary_size
-    total, carries = jnp.zeros(()), []
+    own = self.before.passes[number]
+    size = self.chunk.model.about.vocabulary_size
+    total = jnp.zeros(())
+    carries = []
     for index, given in enumerate(passes):
       features, after = masked(self.chunk, given, own[index] if own else self.chunk.before)
       found = divergences(self.chunk.features, features, size)
@@ -97,7 +100,8 @@ class ChunkReading:
   @functools.cached_property
   def powers(self) -> dict[str, Array]:
     """{path: [L, C]}, sums over the tokens of the importance to some power (D11)."""
-    first, last = self.settings.exponent, self.settings.last_exponent
+    first = self.settings.exponent
+    last = self.settings.last_exponent
     done = lax.stop_gradient(self._arrays[STEP]) / self.settings.train_steps
     exponent = first + (last - first) * jnp.minimum(done, 1.0)
 
@@ -116,7 +120,9 @@ class ChunkReading:
 
     Its gradient is the gradient of h'(f) times the chunk's f; over all chunks, they add up to h's.
     """
-    a, slopes, value = self.settings.reference_tokens, jnp.zeros(()), jnp.zeros(())
+    a = self.settings.reference_tokens
+    slopes = jnp.zeros(())
+    value = jnp.zeros(())
     for path, of_chunk in self.powers.items():
       f = lax.stop_gradient(self._arrays[FREQUENCY + path])
       bits = jnp.log2(1 + a * f)

@@ -100,7 +100,8 @@ def harvest(
   measure: Evaluator, scores: ComponentScores, params: Params, *, shown: int, windows: int
 ) -> list[ShownSite]:
   """What the page shows of each site, from the first layer to the last."""
-  model, eos = measure.model, measure.vocabulary.eos_id
+  model = measure.model
+  eos = measure.vocabulary.eos_id
 
   @jax.jit
   def read(carry, batch):
@@ -121,7 +122,8 @@ def harvest(
 
   def chunks() -> Iterator[_Chunk]:
     for source, feed in measure.sources.items():
-      spans, fresh = measure.spans(feed, whole=True), model.initial_carry(measure.batch_size)
+      spans = measure.spans(feed, whole=True)
+      fresh = model.initial_carry(measure.batch_size)
       carry: Any = {'model': fresh['model']}, fresh[scores.name].importance
       for (position, _), batch in zip(spans, prefetch(feed, spans), strict=True):
         low, carry = read(carry, batch)
@@ -150,9 +152,11 @@ def harvest(
       for layer, g in enumerate(found):
         _collect(kept[path, layer], chunk, g, scores.threshold, eos, random)
 
-  names, sites = names_of(model.parameters()), []
+  names = names_of(model.parameters())
+  sites = []
   for path, layer in sorted(kept, key=lambda site: site[1]):
-    mean, share = means[path][layer], shares[path][layer]
+    mean = means[path][layer]
+    share = shares[path][layer]
     alive = int((mean > ALIVE).sum())
     some = [
       Component(
@@ -165,7 +169,8 @@ def harvest(
       )
       for number, of in zip(order[path][layer][:alive], kept[path, layer], strict=False)
     ]
-    active, means_down = float(share.sum()), np.sort(mean)[::-1]
+    active = float(share.sum())
+    means_down = np.sort(mean)[::-1]
     sites.append(ShownSite(names[path][layer], alive, active, means_down, some))
   return sites
 
@@ -175,8 +180,10 @@ class _Kept:
 
   def __init__(self, size: int):
     """Keeps at most `size` windows, as (key, place, window)."""
-    self.inputs, self.outputs = Counter[int](), Counter[int]()
-    self._size, self._windows = size, []
+    self.inputs = Counter[int]()
+    self.outputs = Counter[int]()
+    self._size = size
+    self._windows = []
 
   @property
   def least(self) -> float:
@@ -222,7 +229,8 @@ def _collect(
   # A candidate in each stretch of SPAN tokens: the largest importance, and random among equal ones.
   real = np.where(batch.segment_ids[..., None] > 0, g, 0)
   cut = np.pad(real, ((0, 0), (0, -time % SPAN), (0, 0))).reshape(rows, -1, SPAN, count)
-  largest, peaks = cut.max(2), cut.argmax(2)
+  largest = cut.max(2)
+  peaks = cut.argmax(2)
   keys = np.where(largest > 0, np.round(largest, 1) + random.uniform(0.01, 0.1, largest.shape), 0)
   for row, stretch, n in np.argwhere(keys > [component.least for component in kept]):
     if (key := float(keys[row, stretch, n])) > kept[n].least:

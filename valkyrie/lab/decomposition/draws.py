@@ -26,9 +26,11 @@ def start(rows: int) -> Place:
 
 def tokens(place: Place, time: int) -> tuple[Array, Place]:
   """The numbers of the tokens of a chunk in their rows, [B, T], and the places after it."""
-  devices, index = 1, 0
+  devices = 1
+  index = 0
   if sequence_parallel.axes():
-    devices, index = sequence_parallel.size(), sequence_parallel.index()
+    devices = sequence_parallel.size()
+    index = sequence_parallel.index()
   numbers = place.read[:, None] + (index * time + jnp.arange(time, dtype=jnp.int32))[None]
   return numbers, place._replace(read=place.read + devices * time)
 

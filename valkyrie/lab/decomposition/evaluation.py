@@ -99,7 +99,8 @@ class ComponentScores(Term):
     self, model: Model, params: Params, features: Features, carry: Carry, batch: Batch
   ) -> tuple[dict[str, Array], Carry]:
     """({path: g [L, B, T, C]}, the lower importances of a chunk, and the carry after it)."""
-    sites, inputs = sites_of(model.parameters()), features.sites or {}
+    sites = sites_of(model.parameters())
+    inputs = features.sites or {}
     z, after = self.importance()(params, sites, inputs, carry, batch)
     return jax.tree.map(importance.lower, z), after
 
@@ -120,8 +121,11 @@ class ComponentScores(Term):
       lambda at: read.under(read.masking(at[0], self.threshold), at[1]),
       (jnp.arange(len(MASKINGS)), jax.tree.map(lambda *leaves: jnp.stack(leaves), *own)),
     )
-    nothing, weight = jnp.zeros(()), jnp.sum(chunk.batch.weights)
-    divergence, after, attacked = nothing, last, before.place.read[0] < self.attacked_tokens
+    nothing = jnp.zeros(())
+    weight = jnp.sum(chunk.batch.weights)
+    divergence = nothing
+    after = last
+    attacked = before.place.read[0] < self.attacked_tokens
     if self.attacked_tokens:
       divergence, after = lax.cond(
         attacked, lambda carry: self._attack(read, carry), lambda carry: (nothing, carry), last
@@ -161,7 +165,8 @@ class ComponentScores(Term):
 
   def metrics(self, model: Model, sums: Mapping[str, Any]) -> dict[str, float]:
     """See docs/decomposition.md for their names and meaning."""
-    found, target = {}, _mean(sums['loss/target'], sums['weight'])
+    found = {}
+    target = _mean(sums['loss/target'], sums['weight'])
     for name in MASKINGS:
       loss = _mean(sums[f'loss/{name}'], sums['weight'])
       found |= {f'loss/{name}': loss, f'excess_loss/{name}': loss - target}
@@ -170,13 +175,16 @@ class ComponentScores(Term):
       }
     if sums['attacked']:
       found[f'kl/{ADVERSARIAL}'] = _mean(sums[f'kl/{ADVERSARIAL}'], sums['attacked'])
-    names, alive, shares = names_of(model.parameters()), [], []
+    names = names_of(model.parameters())
+    alive = []
+    shares = []
     for path in sites_of(model.parameters()):
       share = sums[f'active/{path}'] / max(sums['tokens'], 1)
       found |= {f'active/{n}': float(a) for n, a in zip(names[path], share.sum(-1), strict=True)}
       alive.append((sums[f'importance/{path}'] / max(sums['tokens'], 1) > ALIVE).ravel())
       shares.append(share.ravel())
-    lives, active = np.concatenate(alive), np.concatenate(shares)
+    lives = np.concatenate(alive)
+    active = np.concatenate(shares)
     found |= {'active': float(active.sum()), 'alive': float(lives.sum())}
     found['ever_active'] = float((active > 0).sum())
     found['density'] = _mean(active[lives].sum(), lives.sum())
@@ -219,7 +227,8 @@ class _Read(NamedTuple):
 
   def scores(self, features: Features) -> dict[str, Array]:
     """Weighted cross-entropy, right targets, and divergence from the target model, summed."""
-    batch, size = self.chunk.batch, self.chunk.model.about.vocabulary_size
+    batch = self.chunk.batch
+    size = self.chunk.model.about.vocabulary_size
     found = token_scores(features, batch.targets, size)
     return {
       'loss': jnp.sum(batch.weights * found.loss),

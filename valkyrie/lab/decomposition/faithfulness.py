@@ -14,7 +14,8 @@ from valkyrie.types import Array, Params
 
 def unfaithfulness(params: Params, sites: Mapping[str, Site]) -> Array:
   """The mean of (W - V U)² over all elements of all sites, float32 (D10)."""
-  total, count = jnp.zeros(()), 0
+  total = jnp.zeros(())
+  count = 0
   for site in sites.values():
     # One layer after the other: a device of a split model holds V U of one layer at a time.
     of_layer = jax.checkpoint(lambda now: jnp.sum(jnp.square(now[0] - now[1] @ now[2])))

@@ -140,7 +140,8 @@ class PerComponent(_Nets):
 
   def _shapes(self, site: Site) -> dict[str, tuple[tuple[int, ...], float]]:
     """{name: (shape, standard deviation)}: by fan-in, with sqrt(2) before the GELU."""
-    each, out = (site.layers, site.components, self.width), (site.layers, site.components)
+    each = (site.layers, site.components, self.width)
+    out = (site.layers, site.components)
     return {
       'w1': (each, math.sqrt(2)),
       'b1': (each, 0.0),
@@ -160,7 +161,9 @@ class Shared(_Nets):
   """A net d_in -> h -> C for each site, of its input."""
 
   def _shapes(self, site: Site) -> dict[str, tuple[tuple[int, ...], float]]:
-    layers, h, c = site.layers, self.width, site.components
+    layers = site.layers
+    h = self.width
+    c = site.components
     return {
       'w1': ((layers, site.d_in, h), math.sqrt(2 / site.d_in)),
       'b1': ((layers, h), 0.0),
@@ -179,7 +182,8 @@ class _Stack(hk.Module):
 
   def __init__(self, width: int, pattern: Sequence[Callable[..., Block]], logits: int):
     super().__init__('decomposition')
-    self._width, self._logits = width, logits
+    self._width = width
+    self._logits = logits
     self._blocks = [make(name=f'block_{i}') for i, make in enumerate(pattern)]
 
   def initial_carry(self, rows: int, dtype: DType) -> list[Carry]:
@@ -239,7 +243,8 @@ class Blocks:
     x = jnp.concatenate([flat(inputs[path]) for path in sites], axis=-1)
     read = hk.transform(lambda: self._made(sites)(x, carry, batch))
     z, after = read.apply(params, None)
-    found, begin = {}, 0
+    found = {}
+    begin = 0
     for path, site in sites.items():
       size = site.layers * site.components
       of_site = z[..., begin : begin + size].reshape(*z.shape[:2], site.layers, site.components)

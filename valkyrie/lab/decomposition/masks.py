@@ -99,7 +99,8 @@ class Stochastic:
       }
     total = sum(layers * size for layers, size in shapes.values())
     drawn = draws.uniform(tokens.seed, use, tokens.row, tokens.number, total)
-    found, begin = {}, 0
+    found = {}
+    begin = 0
     for path, (layers, size) in shapes.items():
       part = drawn[..., begin : begin + layers * size]
       found[path] = jnp.moveaxis(part.reshape(*part.shape[:2], layers, size), 2, 0)

@@ -116,7 +116,8 @@ class Decomposition(GradientTerm):
 
   def extended(self, model: Model) -> Model:
     """See `with_memory`."""
-    sites, own = sites_of(model.parameters()), self.memory == 'own'
+    sites = sites_of(model.parameters())
+    own = self.memory == 'own'
     if not sites:
       raise ConfigurationError(
         'Decomposition needs sites, but no matrix of the model is one. Set LanguageModel.sites = '
@@ -274,7 +275,8 @@ class Decomposition(GradientTerm):
   def __call__(self, chunk: Chunk) -> Part:
     """All losses of a chunk."""
     read = ChunkReading(self, chunk)
-    losses, sums = [], {}
+    losses = []
+    sums = {}
 
     def add(name, coefficient, sum_over_tokens):
       if coefficient:

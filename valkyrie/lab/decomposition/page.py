@@ -158,7 +158,8 @@ def _text(window: Window, decode: Decode) -> str:
   """The text of a window; neighbors with the same heat are one element."""
   heat = np.ceil(np.clip(window.importances, 0, 1) * _LEVELS).astype(int)
   kinds = (f'h{level}' * bool(level) + ' peak' * (n == window.peak) for n, level in enumerate(heat))
-  pairs, parts = zip(kinds, pieces(window.ids.tolist(), decode), strict=True), []
+  pairs = zip(kinds, pieces(window.ids.tolist(), decode), strict=True)
+  parts = []
   for kind, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
     text = _shown(''.join(piece for _, piece in group))
     parts.append(f'<i class="{kind}">{text}</i>' if kind else text)

@@ -27,7 +27,8 @@ class _World:
   """People and objects that move, and the sentences about it."""
 
   def __init__(self, random: np.random.Generator, objects: bool):
-    self._random, self._objects = random, objects
+    self._random = random
+    self._objects = objects
     self._holder: dict[str, str] = {}
     self.facts: list[str] = []
     self.rooms: dict[str, list[str]] = {}  # in which a person or an object has been, in order
@@ -98,7 +99,8 @@ _TASKS = {  # the fewest and the most events of a story, and its question
 def story(order: Order, task: str) -> Problem:
   """A story of the task in the order's text."""
   random = order.random
-  world, question = _World(random, objects=task != 'qa1'), None
+  world = _World(random, objects=task != 'qa1')
+  question = None
   fewest, most, ask = _TASKS[task]
   events = random.integers(fewest, most + 1)
   while question is None or len(world.facts) < events:

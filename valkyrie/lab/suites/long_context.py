@@ -77,7 +77,8 @@ def long_context(
   """
   for cut in cuts:
     check_choice('long_context.cuts', cut, CUTS)
-  names, sentences = _chosen(suites, text), _sentences(text)
+  names = _chosen(suites, text)
+  sentences = _sentences(text)
   run = opened(model_dir, step)
   steps = ', '.join(map(str, run.steps))
   folder = pathlib.Path(model_dir, 'long_context')
@@ -128,7 +129,8 @@ def _sentences(text: str | None) -> list[str]:
   from valkyrie.data.source_files import SourceFiles  # noqa: PLC0415, pyarrow
 
   files = SourceFiles(text, ('.txt', '.md'))
-  message, advice = f'The text {text} cannot be read', 'UTF-8 is expected.'
+  message = f'The text {text} cannot be read'
+  advice = 'UTF-8 is expected.'
   with converted((OSError, ValueError), DataError, message, advice):
     contents = [foreign.whole(files.open(file)) for file in files.files]
     return sentences_of('\n'.join(content.decode() for content in contents))
@@ -146,7 +148,8 @@ def _score(
   place = zlib.crc32(f'{name}, {length}, {depth}'.encode())
   seeds = [(seed, place, number) for number in range(samples)]
   problems = [fitted(name, length, depth, sentences, tokens, one) for one in seeds]
-  suite, found = SUITES[name], []
+  suite = SUITES[name]
+  found = []
   for batch in batches(problems, batch_size):
     carry = run.read([problem.context for problem in batch], cut=cut)
     asked = [(row, question) for row, one in enumerate(batch) for question in one.questions]

@@ -17,7 +17,8 @@ from valkyrie.errors import ConfigurationError
 # A unit of the haystack of noise of RULER (Hsieh et al. 2024).
 NOISE = 'The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.'
 _SAMPLE = 64  # units, to measure the tokens of one
-_CONSONANTS, _VOWELS = 'bdfgklmnprstvz', 'aeiou'
+_CONSONANTS = 'bdfgklmnprstvz'
+_VOWELS = 'aeiou'
 _SYLLABLES = [consonant + vowel for consonant in _CONSONANTS for vowel in _VOWELS]
 
 
@@ -136,7 +137,8 @@ def inserted(random: np.random.Generator, filler: Sequence[str], facts: Sequence
 
 def placed(filler: Sequence[str], facts: Sequence[str], places: Sequence[int]) -> list[str]:
   """Facts before the filler's sentences of these numbers, in ascending order."""
-  found, before = [], 0
+  found = []
+  before = 0
   for fact, place in zip(facts, places, strict=True):
     found += [*filler[before:place], fact]
     before = place

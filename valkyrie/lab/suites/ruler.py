@@ -50,9 +50,15 @@ class Needles:
       for value in of_key
     ]
     needles = [needles[number] for number in random.permutation(len(needles))]
-    kind, some, are, are_all = self.value, 'Some', 'are', 'are all'
+    kind = self.value
+    some = 'Some'
+    are = 'are'
+    are_all = 'are all'
     if self.queries * self.values == 1:
-      kind, some, are, are_all = self.value[:-1], 'A', 'is', 'is'
+      kind = self.value[:-1]
+      some = 'A'
+      are = 'is'
+      are_all = 'is'
     *others, last = (keys[number] for number in asked)
     query = f'{", ".join(others)}, and {last}' if others else last
     joined = ' ' if self.haystack == 'essay' else '\n'
@@ -182,7 +188,8 @@ for _name, _needles in {
   'niah_multivalue': Needles(values=4),
   'niah_multiquery': Needles(queries=4),
 }.items():
-  _alone, _needs_text = _needles.values * _needles.queries == 1, _needles.haystack == 'essay'
+  _alone = _needles.values * _needles.queries == 1
+  _needs_text = _needles.haystack == 'essay'
   register(_name, Suite(_needles, problem.share_of_answers, 128, _alone, _needs_text))
 register('vt', Suite(variable_tracking, problem.share_of_answers, 30, has_depth=False))
 register('cwe', Suite(common_words, problem.share_of_answers, 120, has_depth=False))

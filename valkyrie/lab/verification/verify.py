@@ -64,7 +64,8 @@ def verify(model_dir: str, *, settings: Callable[[], StepSettings]) -> None:
 
   Raises a Disagreement if rounding does not explain a difference.
   """
-  setup, findings = Setup(settings()), []
+  setup = Setup(settings())
+  findings = []
   layouts, refused = _layouts(settings, setup.partitioner)
   failure: Exception | None = None
   try:
@@ -98,7 +99,8 @@ def _layouts(
   settings: Callable[[], StepSettings], own: Partitioner
 ) -> tuple[dict[str, Partitioner], dict[str, str]]:
   """The other layouts of gin/partition for these devices, and why the rest is not possible."""
-  found, refused = {}, {}
+  found = {}
+  refused = {}
   if jax.device_count() == 1:
     return found, refused
   for path in sorted((paths.GIN / 'partition').glob('*.gin')):
@@ -181,7 +183,8 @@ def _restored(setup: Setup, place: pathlib.Path) -> Finding:
     backprop_chunks=verify_forms.CHUNKS,
     steps=None,
   )
-  rows, about = setup.settings.batch_size, setup.language_model.about
+  rows = setup.settings.batch_size
+  about = setup.language_model.about
   batch = setup.partitioner.place_batch(verify_forms.documents(rows, phase.tokens_per_row, about))
   step = setup.trace(phase).lower().compile(compiler_options())
   state, _ = step(setup.initial_state(), batch)

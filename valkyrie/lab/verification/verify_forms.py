@@ -36,7 +36,8 @@ class Form(NamedTuple):
 
 def forms(setup: Setup, layouts: Mapping[str, Partitioner]) -> Iterator[list[Form]]:
   """Lists of forms that should be the same as their first."""
-  about, layout = setup.language_model.about, setup.partitioner
+  about = setup.language_model.about
+  layout = setup.partitioner
   size = setup.curriculum.phases[0].chunk_size
   time = CHUNKS * size
   rows = min(setup.settings.batch_size, 2 * jax.device_count())

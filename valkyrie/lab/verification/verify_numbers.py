@@ -33,8 +33,11 @@ class Computation:
   """The numbers of forms in one precision; forms of one shape share a program."""
 
   def __init__(self, setup: Setup, dtype: str, refused: dict[str, str]):
-    self._settings, self._dtype, self._programs = setup.settings, dtype, {}
-    self._own, self._refused = setup.partitioner, refused
+    self._settings = setup.settings
+    self._dtype = dtype
+    self._programs = {}
+    self._own = setup.partitioner
+    self._refused = refused
     self._required = dtype == str(setup.model.about.compute_dtype)
 
   def __call__(self, form: Form) -> tuple[Numbers, Numbers] | None:
@@ -59,7 +62,8 @@ class Computation:
     return None
 
   def _numbers(self, form: Form) -> tuple[Numbers, Numbers]:
-    model, layout = self._model(form), form.layout
+    model = self._model(form)
+    layout = form.layout
     make = self._program('parameters', self._own, self._parameters(model, self._own))
     axes = model.parameter_axes(layout.parameter_axes)
     key = form.batch.inputs.shape, form.chunk_size, form.recomputes, form.learns, id(layout)

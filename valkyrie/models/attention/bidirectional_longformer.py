@@ -60,7 +60,8 @@ def bidirectional_attention(
     windows: of all heads, W tokens on each side; heads of dilation d see the distances d, 2d, ...,
       Wd. S queries, or keys of global queries, are scored at once.
   """
-  batch, outs = len(segment_ids), []
+  batch = len(segment_ids)
+  outs = []
   for number, seen in enumerate(windows):
     mine, globally = (
       Projections(q[:, :, seen.query_heads], k[:, :, seen.heads], v[:, :, seen.heads])
@@ -89,7 +90,8 @@ def _attend_windows(
   dropout: Dropout | None,
 ) -> Array:
   """Every token over its window and the global tokens."""
-  time, d = segment_ids.shape[1], seen.dilation
+  time = segment_ids.shape[1]
+  d = seen.dilation
   size = max(1, min(seen.slice_size // d, -(-time // d)))
   beside = -(-seen.width // size)  # whole slices within reach of a window, on each side
   at = jnp.broadcast_to(jnp.arange(time)[None], segment_ids.shape)
@@ -127,8 +129,10 @@ def _attend_documents(
 ) -> Array:
   """Every global token over all of its document -> [B, G, H, K]."""
   batch, chosen, heads, width = from_global.q.shape
-  reach, size = seen.width * seen.dilation, min(seen.slice_size, segment_ids.shape[1])
-  q, own = from_global.q * width**-0.5, take(segment_ids, global_tokens)
+  reach = seen.width * seen.dilation
+  size = min(seen.slice_size, segment_ids.shape[1])
+  q = from_global.q * width**-0.5
+  own = take(segment_ids, global_tokens)
   cos, sin = seen.rotary.angles(2 * reach + size, width)
   tables = [jnp.asarray(table, wide(q.dtype)) for table in (cos, sin)]
 
@@ -143,7 +147,8 @@ def _attend_documents(
     row = reach + jnp.clip(coordinate, -reach, size - 1 + reach)
     ahead = coordinate[:, :, None] - np.arange(size)[None, None]
     visible = own[:, :, None] == documents[:, None]
-    inside, edge = slice(reach, reach + size), slice(reach, reach + 1)
+    inside = slice(reach, reach + size)
+    edge = slice(reach, reach + 1)
     near = rotate(q, *(table[row] for table in tables))
     parts = (
       Part.of(near, rotated(k, inside), v, visible & (jnp.abs(ahead) <= reach)),
@@ -201,7 +206,8 @@ class BidirectionalLongformer(WindowAttention):
     self, x: Array, carry: tuple[()], *, positions: Array, segment_ids: Array
   ) -> tuple[Array, tuple[()]]:
     """Mixes a chunk; see `types.SequenceMixer`."""
-    axes, kv_width = ('embed', 'heads'), self._kv_width
+    axes = ('embed', 'heads')
+    kv_width = self._kv_width
     local = from_global = Projections(*self._project_heads(x))
     starts = (positions < self.document_start) & (segment_ids > 0)
     global_tokens = first_positions(starts, self._global_tokens)

@@ -75,8 +75,10 @@ class FullAttention(LongformerAttention):
   def _attend_in_chunk(self, q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
     """Reads only the tokens of the same document in the chunk; memory grows with S x T."""
     time, heads, width = q.shape[1:]
-    dropout, angles = self._dropout(), self._rotary.angles(time, width)
-    q, k = rotate(q * width**-0.5, *angles), rotate(k, *angles)
+    dropout = self._dropout()
+    angles = self._rotary.angles(time, width)
+    q = rotate(q * width**-0.5, *angles)
+    k = rotate(k, *angles)
     if kernels.used(self.kernels, time):
       form = (time, time, self.window, self.kernels)
       return kernels.attend(form, q, k, v, (segment_ids, segment_ids), ())

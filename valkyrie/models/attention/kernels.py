@@ -140,10 +140,12 @@ def _forward(form, q, k, v, segments, parts):
   scope, forward, _ = _kernel(form, *q.shape[:2])
   with scope:
     out, (log_total,) = forward(q, k, v, segments)
-  out, log_total = out.astype(wide(q.dtype)), log_total[..., None]
+  out = out.astype(wide(q.dtype))
+  log_total = log_total[..., None]
   if parts:
     others, log_others = (x.reshape(*q.shape[:3], -1) for x in softmax.attend(parts))
-    log_window, log_total = log_total, jnp.logaddexp(log_total, log_others)
+    log_window = log_total
+    log_total = jnp.logaddexp(log_total, log_others)
     out = jnp.exp(log_window - log_total) * out + jnp.exp(log_others - log_total) * others
   out, log_total = (checkpoint_name(x, 'attention') for x in (out, log_total))
   return out.astype(q.dtype), (q, k, v, segments, parts, out, log_total)
@@ -154,7 +156,8 @@ def _backward(form, residuals, gradient):
   scope, _, backward = _kernel(form, *q.shape[:2])
   with scope:
     d_window = backward(q, k, v, segments, out, log_total[..., 0], gradient)
-  d_parts, joint = (), (out, log_total, gradient.astype(out.dtype))
+  d_parts = ()
+  joint = (out, log_total, gradient.astype(out.dtype))
   if parts:
     out, log_total, gradient = (x.reshape(*k.shape[:2], -1, x.shape[3]) for x in joint)
     d_parts, _ = softmax.attend_backward((parts, None, out, log_total), (gradient, 0.0))

@@ -100,7 +100,8 @@ def exchange_halo(
 
 
 def _exchange_windows(window: KVCache, tokens: KVCache, length: Array) -> tuple[KVCache, KVCache]:
-  slots, time = window.segment_ids.shape[1], tokens.segment_ids.shape[1]
+  slots = window.segment_ids.shape[1]
+  time = tokens.segment_ids.shape[1]
   before = after = window
   for _ in range(min(-(-slots // time), sequence_parallel.size())):
     last = jax.tree.map(lambda x, new: jnp.concatenate([x, new], axis=1)[:, time:], before, tokens)

@@ -53,7 +53,8 @@ class WindowAttention(Module):
     super().__post_init__()
     self._kv_heads = self.kv_heads or self.heads
     self._dilations = tuple(self.dilations or (1,) * self._kv_heads)
-    self._q_width, self._kv_width = self.heads * self.head_width, self._kv_heads * self.head_width
+    self._q_width = self.heads * self.head_width
+    self._kv_width = self._kv_heads * self.head_width
     self._rotary = self.rotary()
     owner = type(self).__name__
     if self.heads % self._kv_heads or self.head_width % 2:
@@ -73,7 +74,8 @@ class WindowAttention(Module):
     """[B, T, heads · K] -> [B, T, heads, K] each; `of` begins the names of the norms."""
     q, k, v = (x.reshape(*x.shape[:2], -1, self.head_width) for x in (q, k, v))
     if self.query_key_norm:
-      q, k = RMSNorm(name=f'{of}query_norm')(q), RMSNorm(name=f'{of}key_norm')(k)
+      q = RMSNorm(name=f'{of}query_norm')(q)
+      k = RMSNorm(name=f'{of}key_norm')(k)
     return q, k, v
 
   @hk.transparent
@@ -114,7 +116,8 @@ class LongformerAttention(WindowAttention):
   def __post_init__(self):
     super().__post_init__()
     self.reach = self.window * max(self._dilations)
-    name, short = f'{type(self).__name__}.kernels', self.window < kernels.LANES
+    name = f'{type(self).__name__}.kernels'
+    short = self.window < kernels.LANES
     check_choice(name, self.kernels, kernels.CHOICES)
     refused = self.dropout or max(self._dilations) > 1 or (self.document_start and short)
     if self.kernels and refused:
@@ -140,7 +143,8 @@ class LongformerAttention(WindowAttention):
     """Mixes a chunk; see `types.SequenceMixer`."""
     q, k, v = self._project_heads(x)
     dropout = self._dropout()
-    shape, init = (self.registers, *k.shape[2:]), hk.initializers.RandomNormal(1.0)
+    shape = (self.registers, *k.shape[2:])
+    init = hk.initializers.RandomNormal(1.0)
     keys, values = (
       parameter(name, shape, init, axes=(None, None, None)) if self.registers else jnp.zeros(shape)
       for name in ('register_keys', 'register_values')

@@ -70,6 +70,7 @@ def rotate(x: Array, cos: Array | np.ndarray, sin: Array | np.ndarray) -> Array:
     heads = (1,) * (x.ndim - 3)
     return jnp.asarray(angle, first.dtype).reshape(rows, angle.shape[-2], *heads, angle.shape[-1])
 
-  c, s = broadcast(cos), broadcast(sin)
+  c = broadcast(cos)
+  s = broadcast(sin)
   rotated = jnp.concatenate([first * c - second * s, second * c + first * s], axis=-1)
   return rotated.astype(x.dtype)

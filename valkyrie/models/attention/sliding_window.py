@@ -37,7 +37,9 @@ def _global_part(
   queries: Queries, keys: _Globals, edge: tuple[np.ndarray, np.ndarray], given: Pair, seen: Windows
 ) -> list[Part]:
   """The registers and the document starts outside the window, all at the window's edge."""
-  starts, slots, count = keys.starts, keys.starts.keys.shape[1], given[0].shape[0]
+  starts = keys.starts
+  slots = keys.starts.keys.shape[1]
+  count = given[0].shape[0]
   if not count + slots:
     return []
   distance = queries.positions[:, :, None] - np.arange(slots)[None, None]
@@ -76,7 +78,8 @@ def _attend_heads(
 ) -> tuple[Array, KVCache]:
   """Heads of one dilation over a chunk -> (out [B, T, H, K], the starts after `length` [B])."""
   (batch, time), slots = queries.positions.shape, carry.starts.segment_ids.shape[1]
-  window, d = seen.width, seen.dilation
+  window = seen.width
+  d = seen.dilation
   # At most W, so that a document which starts inside a slice is wholly inside the window of the
   # slice's last query.
   size = max(1, min(seen.slice_size // d, window, -(-time // d)))
@@ -151,7 +154,8 @@ def sliding_window_attention(
   after_chunk = None
   if sequence_parallel.axes():
     carry, after_chunk = kv_cache.exchange_halo(carry, tokens, positions, length)
-  outs, starts = [], []
+  outs = []
+  starts = []
   for number, seen in enumerate(windows):
     out, started = _attend_heads(
       Queries(q[:, :, seen.query_heads], positions, segment_ids),

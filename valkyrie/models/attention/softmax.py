@@ -92,7 +92,8 @@ def _attend_forward(parts, dropout):
   largest = functools.reduce(
     jnp.maximum, [jnp.max(scores, axis=-1, keepdims=True) for scores in logits]
   )
-  total, out = jnp.zeros_like(largest), jnp.zeros_like(parts[0].q, largest.dtype)
+  total = jnp.zeros_like(largest)
+  out = jnp.zeros_like(parts[0].q, largest.dtype)
   for number, (part, scores) in enumerate(zip(parts, logits, strict=True)):
     weights = jnp.exp(scores - largest)
     total += jnp.sum(weights, axis=-1, keepdims=True)
@@ -113,7 +114,8 @@ def attend_backward(residuals, gradients):
   own = jnp.sum(gradient * out, axis=-1, keepdims=True) - d_log_total
   cotangents = []
   for number, part in enumerate(parts):
-    narrow, dtype = part.v.dtype, gradient.dtype
+    narrow = part.v.dtype
+    dtype = gradient.dtype
     # Computed anew, a large logit may be rounded above its own logarithm of the sum.
     weights = jnp.exp(jnp.minimum(_logits(part) - log_total, 0))
     d_weights = jnp.einsum(

@@ -37,7 +37,8 @@ def windows_of(
   dilations: Sequence[int], heads: int, width: int, slice_size: int, rotary: Rotary
 ) -> Iterator[Windows]:
   """The windows of each run of neighboring heads that share a dilation; H = `heads` queries."""
-  first, group = 0, heads // len(dilations)
+  first = 0
+  group = heads // len(dilations)
   for dilation, run in itertools.groupby(dilations):
     last = first + len(list(run))
     queries = slice(group * first, group * last)
@@ -79,8 +80,10 @@ def attend_windows(
   near = jax.tree.map(lambda x: slices.overlapping(x, size, sum(around) + 1), row)
   by_kernel = kernels.used(seen.kernels, time)
   draws = None if dropout is None else jax.vmap(dropout.of)(jnp.arange(len(now.q)))
-  length, first = near.keys.shape[2], around[0] * size
-  own, edge = slice(first, first + size), slice(seen.width, seen.width + 1)
+  length = near.keys.shape[2]
+  first = around[0] * size
+  own = slice(first, first + size)
+  edge = slice(seen.width, seen.width + 1)
   cos, sin = seen.rotary.angles(length, width, d)
   steps = np.arange(first, first + size)[:, None] - np.arange(length)[None]
   inside = (steps >= (-seen.width if around[1] else 0)) & (steps <= seen.width)
@@ -89,12 +92,14 @@ def attend_windows(
     now, near, beside, dropout = one
     now = now._replace(q=now.q * width**-0.5)
     same = now.segment_ids[:, :, None] == near.segment_ids[:, None]
-    keys, visible = rotate(near.keys, cos, sin), same & inside[None]
+    keys = rotate(near.keys, cos, sin)
+    visible = same & inside[None]
     q = rotate(now.q, cos[own], sin[own])
     window = Part.of(q, keys, near.values, visible)
     further = others(now, beside, (cos[edge], sin[edge]))
     if by_kernel:
-      form, segments = (size, length, seen.width, seen.kernels), (now.segment_ids, near.segment_ids)
+      form = (size, length, seen.width, seen.kernels)
+      segments = (now.segment_ids, near.segment_ids)
       return kernels.attend(form, q, keys, near.values, segments, further)
     out, _ = attend((window, *further), dropout)
     return ungroup_queries(out.astype(now.q.dtype), heads)

@@ -59,7 +59,8 @@ def lagged(carry: Tail, x: Array, segment_ids: Array) -> tuple[list[Array], Tail
   Of a device's piece x, the tail before the chunk is correct on device 0, as is the one after it.
   """
   before, after = _tails(carry.inputs, x, jnp.sum(segment_ids > 0, axis=1))
-  slots, extended = before.shape[1], jnp.concatenate([before, x], axis=1)
+  slots = before.shape[1]
+  extended = jnp.concatenate([before, x], axis=1)
   starts = range(slots, -1, -1)
   return [extended[:, start : start + x.shape[1]] for start in starts], Tail(after)
 

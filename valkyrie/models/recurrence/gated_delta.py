@@ -80,7 +80,9 @@ class GatedDeltaNet(DecayingHeads):
 
   def forward_flops(self, width: int) -> int:
     """The products with weights, the convolution, and the products of whole slices."""
-    k, z, q = self.key_width, self.value_width, self.slice_size
+    k = self.key_width
+    z = self.value_width
+    q = self.slice_size
     weights = width * (self._convolved + 2 * self.heads * (z + 1))
     # Sums of decays, the inverse, K Kᵀ and Q Kᵀ; then the products behind the inverse.
     of_slices = q * (2 * q + 2 * k) + q * (k + z) + k * (k + z) + k * k * z // q + z * (2 * k + q)
@@ -91,7 +93,8 @@ class GatedDeltaNet(DecayingHeads):
   ) -> tuple[Array, ConvolvedCarry]:
     """Mixes a chunk x [B, T, D]; see `types.SequenceMixer`."""
     batch, time, width = x.shape
-    keys, values = self.heads * self.key_width, self.heads * self.value_width
+    keys = self.heads * self.key_width
+    values = self.heads * self.value_width
     is_token = segment_ids > 0
 
     *qkv_weights, gate_weights = projections(
@@ -168,10 +171,12 @@ def gated_delta_rule(
     jnp.swapaxes(slices.cut(x, size), 2, 3) for x in (q, k, v, log_decay, beta, reset[..., None])
   )
   within, entering, growth = _decays(log_decay, reset)
-  values, across = v.shape[-1], jnp.swapaxes(k, -1, -2)
+  values = v.shape[-1]
+  across = jnp.swapaxes(k, -1, -2)
   if first is not None:  # a share is kept by the documents that start in the slice
     kept = within @ jnp.where(reset, jnp.exp(log_decay), 0)[..., None]
-    v, first = v - kept * (k @ first[None, None]), first[None, None]
+    v = v - kept * (k @ first[None, None])
+    first = first[None, None]
 
   # (I + L) U = β (V - e K S_0): solved for V and for e K at once, before S_0 is known.
   lower = jnp.tril(beta[..., None] * within * (k @ across), -1)

@@ -60,7 +60,8 @@ class Mamba2(DecayingHeads):
     self, x: Array, carry: ConvolvedCarry, *, positions: Array, segment_ids: Array
   ) -> tuple[Array, ConvolvedCarry]:
     """Mixes a chunk; see `types.SequenceMixer`."""
-    dtype, is_token = wide(x.dtype), segment_ids > 0
+    dtype = wide(x.dtype)
+    is_token = segment_ids > 0
     widths = {'z': self._inner, 'xbc': self._convolved, 'dt': self.heads}
     z, xbc, dt = project(x, ('embed', 'mlp'), **widths)
     xbc, tail = self._convolution(xbc, carry.tail, positions=positions, segment_ids=segment_ids)
@@ -105,7 +106,9 @@ def ssd(
     carry: [B, H, P, K], the state before the chunk; correct on device 0, as is the state after it.
     first: [H, P, K], the state before each document; None is zero.
   """
-  time, heads, dtype = x.shape[1], x.shape[2], log_decay.dtype
+  time = x.shape[1]
+  heads = x.shape[2]
+  dtype = log_decay.dtype
   dot = functools.partial(jnp.einsum, preferred_element_type=dtype)
   size = -(-time // -(-time // slice_size))  # the last slice is padded the least
   x, b, c = (cut(part.astype(x.dtype), size) for part in (x, b, c))
@@ -126,7 +129,8 @@ def ssd(
   written = dot('nbqp,nbqf->nbpf', b, kept.reshape(*kept.shape[:3], -1))
   slices = Piece(reads[:, :, -1, None, :, None], written.reshape(*written.shape[:3], heads, -1))
   if first is not None:  # a share is kept by the documents that start in the slice
-    kept, first = jnp.where((document > 0)[..., None], jnp.exp(total), 0), jnp.swapaxes(first, 0, 1)
+    kept = jnp.where((document > 0)[..., None], jnp.exp(total), 0)
+    first = jnp.swapaxes(first, 0, 1)
     entered = kept[:, :, -1, None, :, None] * first[None, None]
     slices = slices._replace(state=slices.state + entered)
   before, after = _between_slices(slices, jnp.swapaxes(carry, 1, 2).astype(dtype))

@@ -84,7 +84,8 @@ class RGLRU(Module):
         f'RGLRU.width={self.width} differs from its input, of width {x.shape[-1]}. Set it to '
         'that, which is GatedRecurrence.width inside a GatedRecurrence.'
       )
-    reset, length = (positions == 0).T, jnp.sum(segment_ids > 0, axis=1)
+    reset = (positions == 0).T
+    length = jnp.sum(segment_ids > 0, axis=1)
     x_over_time = jnp.swapaxes(x, 0, 1)
     recurrence_gate, input_gate = self._gates(x_over_time)
     rate = parameter('lambda', (self.width,), self._lambda_init, axes=('state',))
@@ -99,9 +100,11 @@ class RGLRU(Module):
 
   def _gates(self, x: Array) -> list[Array]:
     """r and i of x [T, B, F], both [T, B, F] in float32 or wider."""
-    block, dtype = self.width // self.heads, wide(x.dtype)
+    block = self.width // self.heads
+    dtype = wide(x.dtype)
     init = hk.initializers.RandomNormal(block**-0.5)
-    shape, gates = (self.heads, block, block), ('recurrence', 'input')
+    shape = (self.heads, block, block)
+    gates = ('recurrence', 'input')
     matrices = [
       parameter(f'{gate}_gate', shape, init, axes=('heads', None, None), cast=x.dtype)
       for gate in gates
@@ -118,12 +121,14 @@ class RGLRU(Module):
   def _lambda_init(self, shape, dtype) -> Array:
     """Λ where c softplus(Λ) / 2 is the reciprocal of a time constant in the range."""
     uniform = jax.random.uniform(hk.next_rng_key(), shape, dtype)
-    fastest, slowest = 1 / self.shortest, 1 / self.horizon
+    fastest = 1 / self.shortest
+    slowest = 1 / self.horizon
     if self.spread == 'log':
       rate = slowest * (fastest / slowest) ** uniform
     else:
       # a^c = exp(-2 rate) is uniform: by its distance to 1, which keeps the digits of slow ones.
-      low, high = -math.expm1(-2 * slowest), -math.expm1(-2 * fastest)
+      low = -math.expm1(-2 * slowest)
+      high = -math.expm1(-2 * fastest)
       rate = -jnp.log1p(-(low + (high - low) * uniform)) / 2
     return inverse_softplus(2 * rate / _C)
 

@@ -79,7 +79,8 @@ def _sequential(growth: Number, reset: Array, inputs: Number, *, reverse: bool) 
 
 
 def _associative(growth: Number, reset: Array, inputs: Number, *, reverse: bool) -> Number:
-  time, count = _length(inputs), -(-_length(inputs) // _BLOCK)
+  time = _length(inputs)
+  count = -(-_length(inputs) // _BLOCK)
   if time == 1:
     return inputs
 
@@ -143,9 +144,13 @@ def _recurrence_backward(form, reverse, residuals, cotangent):
   applies to its own recurrence, too: derivatives of every order are computed in this form.
   """
   growth, reset, states = residuals
-  first, rest, but_last = slice(None, 1), slice(1, None), slice(None, -1)
+  first = slice(None, 1)
+  rest = slice(1, None)
+  but_last = slice(None, -1)
   if reverse:
-    first, rest, but_last = slice(-1, None), slice(None, -1), slice(1, None)
+    first = slice(-1, None)
+    rest = slice(None, -1)
+    but_last = slice(1, None)
 
   def join(sooner, later):
     return jnp.concatenate([later, sooner] if reverse else [sooner, later])

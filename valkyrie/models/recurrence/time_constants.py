@@ -64,7 +64,8 @@ class DecayingHeads(Module):
       return jnp.log(jax.random.uniform(hk.next_rng_key(), shape, dtype, 1, self.largest_rate))
 
     def step_biases(shape, dtype):
-      low, high = np.log(self.shortest), np.log(self.horizon)
+      low = np.log(self.shortest)
+      high = np.log(self.horizon)
       drawn = jax.random.uniform(hk.next_rng_key(), shape, dtype, low, high)
       return inverse_softplus(jnp.exp(-drawn))
 
@@ -87,7 +88,9 @@ def root(x: Array) -> Array:
 
 def check_time_constants(mixer: Any) -> None:
   """Raises a ConfigurationError if a mixer's `horizon` is below its `shortest` time constant."""
-  owner, shortest, horizon = type(mixer).__name__, mixer.shortest, mixer.horizon
+  owner = type(mixer).__name__
+  shortest = mixer.shortest
+  horizon = mixer.horizon
   if shortest > horizon:
     raise ConfigurationError(
       f'{owner}.shortest={shortest:g} and {owner}.horizon={horizon:g}: the shortest time constant '

@@ -91,6 +91,7 @@ def log_steps(key: Array, rates: np.ndarray, shortest: float, longest: float) ->
 
   The rates are -Re Λ [P], above zero; the time constants are in tokens.
   """
-  low, high = np.log(shortest), np.log(longest)
+  low = np.log(shortest)
+  high = np.log(longest)
   drawn = jax.random.uniform(key, rates.shape, jnp.float32, low, high)
   return -drawn - np.float32(np.log(rates))

@@ -134,7 +134,8 @@ class S5(Module):
   ) -> tuple[Array, Complex | tuple[()]]:
     """Mixes a chunk; see `types.SequenceMixer`."""
     initial = carry if isinstance(carry, Complex) else self._zero_state(x.shape[0], x.dtype)
-    width, system = x.shape[-1], self._parameters(x.shape[-1])
+    width = x.shape[-1]
+    system = self._parameters(x.shape[-1])
     discrete = state_space.discretized(
       system,
       method=self.discretization,
@@ -181,7 +182,8 @@ class S5(Module):
 
     def c_init(*_):
       keys = [hk.next_rng_key() for _ in range(1 if self.causal else 2)]
-      shape, method = (basis, self.hippo_blocks, width), self.output_init
+      shape = (basis, self.hippo_blocks, width)
+      method = self.output_init
       scans = [jnp.stack(init.output_matrix(key, *shape, method=method)) for key in keys]
       return jnp.concatenate(scans, axis=-1)
 
@@ -192,7 +194,8 @@ class S5(Module):
     def constant(value):
       return hk.initializers.Constant(np.asarray(value, np.float32))
 
-    p, state = self.state_size, ('state',)
+    p = self.state_size
+    state = ('state',)
     if self.discretization == 'normalized':
       # Re Λ = -exp(log_rate): every state decays.
       log_rate = parameter('log_rate', (p,), constant(np.log(-np.real(eigenvalues))), axes=state)

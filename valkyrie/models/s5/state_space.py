@@ -47,7 +47,8 @@ def _exponential(eigenvalues: Complex, step: Array) -> tuple[Complex, Array]:
   # exp(a + iθ) - 1 without a difference of close numbers: 1 - cos θ = 2 sin²(θ/2).
   shrink = jnp.expm1(eigenvalues.re * step)
   half = eigenvalues.im * step / 2
-  sine, cosine = jnp.sin(half), jnp.cos(half)
+  sine = jnp.sin(half)
+  cosine = jnp.cos(half)
   turned = 2 * sine * sine
   growth = Complex(shrink * (1 - turned) - turned, (shrink + 1) * 2 * sine * cosine)
   return growth, shrink
@@ -67,7 +68,8 @@ def _bilinear(eigenvalues: Complex, step: Array) -> tuple[Complex, Number]:
   z = eigenvalues.map(lambda part: part * step)
   inverse = _reciprocal(Complex(1 - z.re / 2, -z.im / 2))
   # Λ̄ is near -1 for large z, and its small distance from there must keep its digits.
-  small, large = z * inverse, Complex(2 * inverse.re - 2, 2 * inverse.im)
+  small = z * inverse
+  large = Complex(2 * inverse.re - 2, 2 * inverse.im)
   is_small = z.re * z.re + z.im * z.im < 4
   growth = jax.tree.map(lambda a, b: jnp.where(is_small, a, b), small, large)
   return growth, inverse.map(lambda part: part * step)
@@ -107,7 +109,8 @@ def discretized(
     log_factor: s [T, B, P], if every step depends on its input: Δ_t = log(1 + Δ exp(s_t)), which is
       the softplus of Mamba (Gu & Dao 2023, section 3.5), and Δ exp(s_t) where that is small.
   """
-  eigenvalues, log_step = system.eigenvalues, system.log_step
+  eigenvalues = system.eigenvalues
+  log_step = system.log_step
   if clip_eigenvalues:
     eigenvalues = eigenvalues._replace(re=jnp.minimum(eigenvalues.re, -1e-4))
   if log_factor is None:
