@@ -129,7 +129,7 @@ class Loop:
     self._log = TrainingLog(
       NullWriter(),
       trainer.setup,
-      Reading(trainer.curriculum, trainer.feed, trainer.feed.rows),
+      Reading(trainer.curriculum, trainer.feed, trainer.feed.batch_size),
       every=STEPS,
       total_steps=STEPS,
     )
@@ -161,17 +161,17 @@ class MemoryFeed:
   tokens_per_byte = 1.0
 
   def __init__(self, vocabulary_size: int, document: int, rows: int):
-    self.rows = rows
+    self.batch_size = rows
     self._document = document
     self._tokens = np.random.default_rng(0).integers(0, vocabulary_size, 2**20, np.int32)
 
   def progress(self, position: int) -> dict[str, float]:
-    return {'epochs': position * self.rows / len(self._tokens)}
+    return {'epochs': position * self.batch_size / len(self._tokens)}
 
   def read(self, position: int, length: int, rows: None = None) -> Batch:
     """The tokens [position, position + length) of every row, as numpy arrays [rows, length]."""
     del rows
-    starts = position + len(self._tokens) // self.rows * np.arange(self.rows)
+    starts = position + len(self._tokens) // self.batch_size * np.arange(self.batch_size)
     at = starts[:, None] + np.arange(length + 1)
     tokens = self._tokens[at % len(self._tokens)]
     documents, positions = np.divmod(at[:, :-1], self._document)
