@@ -268,7 +268,7 @@ def test_a_seqio_mixture(tmp_path, monkeypatch):
     ({'weights': {'web': 1, 'code': 3}}, r'does not name the source books\. Give it a number'),
     ({'weights': [{'web': 1}, {'code': 1}], 'begins': [0, 9]}, 'does not name the source books'),
     ({'weights': {'web': True, 'code': 1, 'books': 1}}, 'numbers of 0 or more'),
-    ({'weights': WEIGHTS, 'reset_at': 'never'}, "reset_at of 'document' or 'sequence'"),
+    ({'weights': WEIGHTS, 'reset_at': 'never'}, "Set it to 'document' or 'sequence'"),
     (
       {'weights': WEIGHTS, 'sources': {**ALL, 'code': {'task': 'code', 'batch_size': 1}}},
       'share batch_size, but code has 1 and web has 2',

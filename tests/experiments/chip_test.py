@@ -12,18 +12,20 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_a_toy_is_measured_killed_resumed_and_checked(tmp_path):
+  # What is measured does not depend on the mixer, and S5 alone compiles in half the time.
+  model = tmp_path / 'model.gin'
+  model.write_text("include 'gin/models/toy.gin'\nBlock.mixers = (@S5,)\n")
   toy = tmp_path / 'toy.gin'
-  files = "include 'gin/h100.gin'\ninclude 'gin/models/toy.gin'\n"
-  toy.write_text(f'{files}LongformerAttention.kernels = None  # its window is too short\n')
+  toy.write_text(f"include 'gin/h100.gin'\ninclude '{model}'\n")
   results = tmp_path / 'results'
   command = [
     *(
       sys.executable,
       'scripts/experiments/chip.py',
       f'--gin_file={toy}',
-      '--model=gin/models/toy.gin',
+      f'--model={model}',
     ),
-    *(f'--results={results}', '--chunk_size=16', '--steps=600', '--tokens', '16'),
+    *(f'--results={results}', '--chunk_size=16', '--steps=300', '--tokens', '16'),
   ]
   one_device = {'XLA_FLAGS': quick_compiler.FLAGS, 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}
   options = {'cwd': ROOT, 'env': {**os.environ, **one_device}, 'capture_output': True, 'text': True}
