@@ -144,7 +144,7 @@ def test_a_hybrid_is_no_llama(trained, tmp_path, capsys):
 
   output = f'--output={tmp_path / "out"}'
   code, said = export(output, '--gin.export.form="huggingface"')
-  assert code == 78 and 'no Llama, Mistral or Qwen3: a layer has another mixer' in said
+  assert code == 78 and 'not a Llama, Mistral or Qwen3: a layer has another mixer' in said
   code, said = export(output, '--gin.export.form="onnx"')
   assert code == 78 and "export.form='onnx' is unknown" in said
   assert export()[0] == 2

@@ -155,13 +155,13 @@ class Other(Term):
 @pytest.mark.parametrize(
   ('objective', 'message'),
   [
-    ((), 'at least one term.*Found none'),
-    ((Prediction, Prediction), 'each only once.*Found Prediction, Prediction'),
+    ((), 'has the terms none. Name at least one term'),
+    ((Prediction, Prediction), 'has the terms Prediction, Prediction.*each only once'),
     ((Prediction, Other), 'each only once'),
-    (type('Model', (Term,), {'name': 'model'}), "'model' is no name"),
+    (type('Model', (Term,), {'name': 'model'}), "cannot have the name 'model'"),
     (Prediction(), 'has Prediction.*not a class of a Term'),
     ((Prediction, dict), "has <class 'dict'>, which is not a class of a Term"),
-    ('Prediction', "has 'P', which is no class"),
+    ('Prediction', "has 'P', which is not a class"),
   ],
 )
 def test_what_is_no_objective_is_named(objective, message):

@@ -117,7 +117,7 @@ def test_other_chunks_read_each_row_on(feed):
 
 def test_a_feed_that_ends(feed):
   reading = Reading(STEPS, feed(4, epochs=1), 4)
-  with pytest.raises(ConfigurationError, match=r'epochs=1.*Keep the number of rows'):
+  with pytest.raises(ConfigurationError, match=r'epochs=1.*Keep the batch_size'):
     resumed(reading, feed(2, epochs=1), 2, step=3)
   end = feed(4, epochs=1).row_end
   longer = resumed(reading, feed(4, epochs=1), 4, step=3, curriculum=LONGER)
