@@ -347,7 +347,8 @@ def test_the_arguments_of_a_text(common, tmp_path, capsys):
 
 
 def test_the_commands_of_the_pages_name_what_exists(capsys):
-  texts = [(ROOT / 'docs' / f'{page}.md').read_text() for page in ('compare', 'learning')]
+  pages = ('compare', 'learning', 'results/learning')
+  texts = [(ROOT / 'docs' / f'{page}.md').read_text() for page in pages]
   joined = '\n'.join(texts).replace('\\\n', '')
   commands = re.findall(r'^ +(?:NPROC=1 |OMP_NUM_THREADS=1 )*scripts/compare (.*)', joined, re.M)
   assert len(commands) >= 7

@@ -92,11 +92,11 @@ def test_the_slurm_launcher_writes_a_job(tmp_path):
 
 def test_the_trial_of_the_slurm_launcher_says_what_it_needs(tmp_path):
   done = subprocess.run(
-    [sys.executable, SCRIPTS / 'slurm_trial.py'],
+    [sys.executable, '-m', 'faults.slurm_trial'],
     capture_output=True,
     text=True,
     check=False,
-    env={'PATH': str(tmp_path), 'PYTHONPATH': str(SCRIPTS.parent)},
+    env={'PATH': str(tmp_path), 'PYTHONPATH': f'{SCRIPTS.parent}:{SCRIPTS.parent}/tests'},
   )
   assert done.returncode == 2 and 'apt install slurm-wlm munge' in done.stderr
   assert 'slurmctld' in done.stderr and 'Traceback' not in done.stderr
