@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 
-from faults import conclusion
+from faults.__main__ import conclusion
 from faults.cluster import Cluster
 from faults.harness import CORES, keep_to
 from faults.jobs import Jobs
