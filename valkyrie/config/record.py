@@ -69,7 +69,7 @@ def read_configuration(
     if data['written_by'] != parse.WRITTEN_BY:
       raise ValueError(f'it was written by {data["written_by"]!r}')
     imports = [_statement(path, line) for line in data['imports']]
-    values = dict(data['statements'])
+    values = dict(data['statements'].items())
     values |= _kept_tokenizer(path.parent)
     bindings = [_statement(path, f'{name} = {value}', name) for name, value in values.items()]
     _check_unchanged(path, data, overridden)
