@@ -17,7 +17,7 @@ APART = {
   # In the folder of an export or a step that has its temporary name or its mark still.
   'inference/export.py': {'write_text': 2},
   'checkpoint/steps.py': {'write_bytes': 2},
-  'data/store_writer.py': {"open 'wb'": 1},
+  'data/shard_arrays.py': {"open 'wb'": 1},
   # The copy of a run in a bucket, in a folder that this process has made in the memory of names.
   'storage/run_directory.py': {'TemporaryDirectory': 1, 'write_bytes': 1},
   # The null device, and a descriptor that is open.
