@@ -1,4 +1,4 @@
-"""How far the factors of all sites are from their matrices, and steps that bring them nearer."""
+"""The distance of the factors of all sites from their matrices, and steps that reduce it."""
 
 from collections.abc import Mapping
 
