@@ -1,6 +1,6 @@
 """Assertions of chex about what mixers, terms, metrics and feeds return."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 from typing import Any
 
@@ -13,19 +13,34 @@ from valkyrie.errors import ConfigurationError, ValkyrieError
 
 @contextlib.contextmanager
 def asserted(
-  message: str, advice: str, kind: type[ValkyrieError] = ConfigurationError
+  message: Callable[[], str], advice: str, kind: type[ValkyrieError] = ConfigurationError
 ) -> Iterator[None]:
-  """Raises KIND('MESSAGE (what chex says). ADVICE') for an assertion of chex that fails inside."""
+  """Raises KIND('MESSAGE (what chex says). ADVICE') for an assertion of chex that fails inside.
+
+  Only then `message` is called: what is asserted of every batch costs no text.
+  """
   try:
     yield
   except AssertionError as error:
     reason = ' '.join(str(error).split()).rstrip('.')
-    raise kind(f'{message} ({reason}). {advice}') from error
+    raise kind(f'{message()} ({reason}). {advice}') from error
 
 
-def assert_same_form(found: Any, expected: Any) -> None:
-  """Asserts that two pytrees have the same structure, and leaves of the same shapes and dtypes."""
-  chex.assert_trees_all_equal_shapes_and_dtypes(_forms(found), _forms(expected))
+def check_carry(owner: str, found: Any, before: Any, model: str) -> None:
+  """Raises a ConfigurationError for a carry with another tree, shape or dtype than `before`.
+
+  Args:
+    owner: of the carry, such as 'The mixer S5'.
+    found: the carry that it returned.
+    before: the carry that it took.
+    model: where a user finds the right form, such as 'initial_carry'.
+  """
+
+  def message() -> str:
+    return f'{owner} returned the carry {described(found)}, but took {described(before)}'
+
+  with asserted(message, f'Return the same tree, with the same shapes and dtypes as {model}.'):
+    chex.assert_trees_all_equal_shapes_and_dtypes(_forms(found), _forms(before))
 
 
 def described(tree: Any) -> Any:

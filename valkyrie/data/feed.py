@@ -356,8 +356,10 @@ def _checked(feed: types.TaskFeed, position: int, length: int, rows: Sequence[in
   batch = feed.read(position, length, rows)
   shape = (feed.batch_size if rows is None else len(rows), length)
   with edges.asserted(
-    f'The feed {type(feed).__name__} returned {edges.described(batch)} for {shape[0]} rows of '
-    f'{length} tokens',
+    lambda: (
+      f'The feed {type(feed).__name__} returned {edges.described(batch)} for {shape[0]} rows of '
+      f'{length} tokens'
+    ),
     f'Return a valkyrie.types.Batch with arrays of shape {shape}: weights of floats, and otherwise '
     'integers.',
     DataError,

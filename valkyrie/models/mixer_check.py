@@ -28,16 +28,15 @@ def check_members(mixer: SequenceMixer) -> None:
 
 def check_result(name: str, x: Array, before: Carry, y: Array, after: Carry) -> None:
   """Raises a ConfigurationError if a mixer's outputs or carry have another form than its inputs."""
-  message = (
-    f'The mixer {name} returned outputs of shape {jnp.shape(y)} for inputs of shape {x.shape}'
-  )
+
+  def message() -> str:
+    return (
+      f'The mixer {name} returned outputs of shape {jnp.shape(y)} for inputs of shape {x.shape}'
+    )
+
   with edges.asserted(message, 'Return the shape of the inputs.'):
     chex.assert_shape([y], [x.shape])
-  found = edges.described(after)
-  message = f'The mixer {name} returned the carry {found}, but took {edges.described(before)}'
-  advice = 'Return the same tree, with the same shapes and dtypes as initial_carry.'
-  with edges.asserted(message, advice):
-    edges.assert_same_form(after, before)
+  edges.check_carry(f'The mixer {name}', after, before, 'initial_carry')
 
 
 @jax.default_matmul_precision('highest')  # a platform's own rounding breaks no rule
@@ -77,8 +76,11 @@ def check_mixer(make: Callable[[], SequenceMixer], width: int, tolerance: float 
 
   whole, after = over(x, fresh)
   check_result(name, jnp.asarray(x), fresh, whole, after)
-  message = f'The outputs of {name} for normal random inputs are not finite'
-  with edges.asserted(message, 'Correct its __call__.'):
+
+  def not_finite() -> str:
+    return f'The outputs of {name} for normal random inputs are not finite'
+
+  with edges.asserted(not_finite, 'Correct its __call__.'):
     chex.assert_tree_all_finite(whole)
   size = max(float(np.abs(whole).max()), 1e-6)
 

@@ -93,7 +93,9 @@ def _sums(metric: TokenMetric, scores: TokenScores, chunk: Batch) -> tuple[Array
   found: Any = metric(scores, chunk)
   shape = chunk.targets.shape
   with edges.asserted(
-    f'Evaluator.metrics has {metric.__name__}, which returned {jax.tree.map(jnp.shape, found)}',
+    lambda: (
+      f'Evaluator.metrics has {metric.__name__}, which returned {jax.tree.map(jnp.shape, found)}'
+    ),
     f'It has to return a pair: the values and the weights of the targets, {shape} each.',
   ):
     chex.assert_shape(found, [shape, shape])

@@ -222,8 +222,7 @@ class Trainer:
 
     def obstacle() -> str:
       return compatibility.obstacle(
-        *(found, rows, self.setup.state, self.directory.differences),
-        lambda: self._reading_on(found),
+        found, rows, self.setup.state, self.directory.differences, lambda: self._reading_on(found)
       )
 
     if not self._changed(found, self._facts(), self.allow_changed, obstacle):

@@ -143,7 +143,7 @@ class Term:
     weights = chunk.batch.weights
     shapes = {name: jnp.shape(values) for name, values in found.items()}
     with edges.asserted(
-      f'{type(self).__name__}.values returned {shapes}',
+      lambda: f'{type(self).__name__}.values returned {shapes}',
       f'It has to return {{name: values}} of the targets, {weights.shape} each.',
     ):
       chex.assert_shape([*found.values()], [weights.shape] * len(found))
@@ -223,15 +223,13 @@ def evaluations(terms: Terms) -> tuple[Term, ...]:
 
 def _check_part(term: Term, part: Part, before: Carry) -> None:
   """Raises a ConfigurationError for a loss with axes, or a carry of another form than `before`."""
-  kind = type(term).__name__
-  message = f'The term {kind} returned a loss of shape {jnp.shape(part.loss)}'
-  with edges.asserted(message, 'Return its sum over the tokens, a number of shape ().'):
+  owner = f'The term {type(term).__name__}'
+  with edges.asserted(
+    lambda: f'{owner} returned a loss of shape {jnp.shape(part.loss)}',
+    'Return its sum over the tokens, a number of shape ().',
+  ):
     chex.assert_shape([part.loss], [()])
-  found = edges.described(part.carry)
-  message = f'The term {kind} returned the carry {found}, but took {edges.described(before)}'
-  advice = 'Return the same tree, with the same shapes and dtypes as before.'
-  with edges.asserted(message, advice):
-    edges.assert_same_form(part.carry, before)
+  edges.check_carry(owner, part.carry, before, 'before')
 
 
 def visit(
