@@ -7,7 +7,7 @@ With --alone, ours is timed without the other, and needs no torch.
 
     bash scripts/experiment generate_bench
 """
-# Environment: learn
+# Environment: learn accelerator
 
 import argparse
 from collections.abc import Callable, Sequence
