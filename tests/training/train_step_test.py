@@ -28,8 +28,15 @@ PHASE = Phase(chunk_size=6, chunks=4, backprop_chunks=2)
 def built():
   model = tiny.model()
   optimizer = Optimizer(learning_rate=0.01, warmup_steps=2, train_steps=20)
-  step = make_train_step(model, optimizer, Curriculum([PHASE]), PHASE, seed=0, remat_chunks=True)
-  step = jax.jit(chex.assert_max_traces(step, n=1))
+  take_step = make_train_step(
+    model, optimizer, Curriculum([PHASE]), PHASE, seed=0, remat_chunks=True
+  )
+
+  @jax.jit
+  @chex.assert_max_traces(n=1)
+  def step(state, batch):
+    return take_step(state, batch)
+
   start = jax.jit(lambda: initial_state(model, optimizer, 0, 2))
   return model, step, start
 
