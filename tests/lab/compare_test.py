@@ -333,6 +333,20 @@ def test_a_wrong_candidate_is_refused_before_anything_is_trained(common, tmp_pat
   assert not (tmp_path / 'results/sound').exists()
 
 
+def test_files_of_others_stay(common, tmp_path, capsys):
+  report, statements = tmp_path / 'results/compare.md', tmp_path / 'results/mine/candidate.gin'
+  statements.parent.mkdir(parents=True)
+  report.write_text('of a user')
+  statements.write_text('of a user')
+  mine = '--candidate=mine: S5.horizon = 9.0; seed = 3'
+  assert compare.main([*common, mine, '--tokens=64']) == 74
+  assert f'{report} is there, but no trial' in capsys.readouterr().err
+  assert report.read_text() == statements.read_text() == 'of a user'
+  report.rename(tmp_path / 'moved.md')  # the advice
+  assert compare.main([*common, mine, '--tokens=64']) == 78  # it sets the seed
+  assert statements.with_name('candidate.gin.1').read_text() == 'of a user'
+
+
 def test_the_arguments_of_a_text(common, tmp_path, capsys):
   folder = tmp_path / "it's mine"
   folder.mkdir()

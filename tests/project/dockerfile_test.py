@@ -93,3 +93,26 @@ def test_the_set_up_replaces_only_its_own_environment(image):
   ours.parent.joinpath('left').touch()
   assert run(image, make).returncode == 0
   assert not ours.parent.joinpath('left').exists()
+
+
+@pytest.mark.parametrize('name', ['.venv', '.venv-newest'])
+@pytest.mark.parametrize('is_link', [False, True])
+def test_an_environment_of_somebody_else_stays(tmp_path, name, is_link):
+  """A link may lead to the environment of another clone."""
+  image = tmp_path / 'clone'
+  image.mkdir()
+  shutil.copytree(ROOT / 'scripts', image / 'scripts')
+  shutil.copytree(ROOT / 'constraints', image / 'constraints')
+  shutil.copy(ROOT / 'setup.py', image)
+  theirs = image / 'theirs' if is_link else image / name
+  theirs.mkdir()
+  (theirs / 'kept').touch()
+  if is_link:
+    (theirs / 'pins.txt').touch()
+    (image / name).symlink_to(theirs)
+  newest = 'yes' if name.endswith('newest') else ''
+  begin = f'source scripts/setup_environment; newest={newest}; setup_environment'
+  done = run(image, ['bash', '-c', begin])
+  assert done.returncode == 1, done.stderr
+  assert f'{image / name} was not made by these scripts' in done.stderr
+  assert (theirs / 'kept').exists() and (image / name).is_symlink() == is_link

@@ -216,8 +216,8 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
     if paths:
       raise Diverged(
         f'The state after step {step} is not finite in {", ".join(paths[:5])}. It was not saved. '
-        f'The newest checkpoint is step {self._newest}. Run the same command again with a lower '
-        'learning rate; it continues from there.'
+        f'The newest checkpoint: {self.describe_newest()}. Run the same command again with a lower '
+        'learning rate and --allow_changed=configuration.'
       )
     self._failed.try_again()
     problems = processes.exchange('begun', self._change(self._prepare, step))

@@ -347,7 +347,7 @@ def copy(vocabulary: Vocabulary, folder: pathlib.Path) -> None:
     copied = folder / names.get(name, name)
     if file.is_file() and not (copied.is_file() and filecmp.cmp(file, copied, shallow=False)):
       copied.parent.mkdir(exist_ok=True)
-      whole_file.write(copied, foreign.content(file, tokenizer_file.LARGEST))
+      whole_file.write_version(copied, foreign.content(file, tokenizer_file.LARGEST))
 
 
 @may_change_on_resume('vocabulary')  # a different vocabulary has a different fingerprint

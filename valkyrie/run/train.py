@@ -210,5 +210,5 @@ def _write_description(model_dir: pathlib.Path, setup: Setup, vocabulary: Vocabu
   write_operative_configuration(model_dir)
   axes = setup.model.parameter_axes(setup.partitioner.parameter_axes)
   text = report.model_info(setup.state.params, axes, setup.model.counts())
-  whole_file.write(model_dir / 'model_info.txt', text)
+  whole_file.write_version(model_dir / 'model_info.txt', text.encode())
   vocabularies.copy(vocabulary, model_dir)

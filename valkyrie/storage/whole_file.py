@@ -1,7 +1,10 @@
 """Files that are there whole or not at all, however the process ends."""
 
+import itertools
+import os
 import pathlib
 
+from valkyrie import foreign
 from valkyrie.errors import storage_errors
 from valkyrie.storage import held_folder, owned
 
@@ -15,3 +18,25 @@ def write(path: pathlib.Path, content: bytes | str, advice: str = 'Make room the
       content = content.encode()
     with owned.new_file(place) as file:
       file.write(content)
+
+
+def write_version(
+  path: pathlib.Path, content: bytes, advice: str = 'Make room, or pass another --model_dir.'
+) -> None:
+  """As `write`; an earlier file with another content stays as NAME.1, NAME.2, ...
+
+  A folder that a user names may have a file of theirs under a name that a run uses.
+  """
+  with storage_errors(f'{path} cannot be written', advice, also=(ValueError,)):
+    place = held_folder.place(path)
+    if place.is_file():
+      old = foreign.content(place)
+      if old == content:
+        return
+      write(_free_number(path), old, advice)
+    write(path, content, advice)
+
+
+def _free_number(path: pathlib.Path) -> pathlib.Path:
+  versions = (path.with_name(f'{path.name}.{number}') for number in itertools.count(1))
+  return next(each for each in versions if not os.path.lexists(held_folder.place(each)))

@@ -290,7 +290,7 @@ class Setup:
     if rows % self.settings.micro_batches:
       raise ConfigurationError(
         f'StepSettings.micro_batches={self.settings.micro_batches} does not divide the {rows} rows '
-        'of each device.'
+        f'of each device. Use a divisor of {rows}.'
       )
     interval = self.model.about.plan_interval or 1
     for size in [phase.chunk_size for phase in phases if phase.planner]:

@@ -98,6 +98,7 @@ class RefusedSteps:
       raise Diverged(
         f'{refused} of the last {len(self._counts) - 1} steps were refused, more than '
         f'RefusedSteps.allowed={self.allowed}. The last was step {step}, which read '
-        f'{self.describe(step)}. No checkpoint contains an update of a refused step. Lower '
-        'learning_rate, or look at these documents.'
+        f'{self.describe(step)}. No checkpoint contains an update of a refused step. Look at these '
+        'documents, or run the same command again with a lower learning rate and '
+        '--allow_changed=configuration.'
       )

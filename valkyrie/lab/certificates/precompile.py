@@ -81,7 +81,8 @@ def precompile(
   with ambient.within(devices=devices, kernels=range(2**31)):  # no chip is here to compare them
     all_found = certificates()
     path = pathlib.Path(model_dir) / 'precompile.json'
-    whole_file.write(path, json.dumps(all_found, indent=2) + '\n', 'Pass another --model_dir.')
+    text = json.dumps(all_found, indent=2) + '\n'
+    whole_file.write_version(path, text.encode())
     for found in all_found:
       print(certificate.text(found), flush=True)
     if said := duration(settings().curriculum(), settings().optimizer().train_steps, all_found):

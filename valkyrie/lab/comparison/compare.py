@@ -33,7 +33,16 @@ from valkyrie.data.own_text import own_text
 from valkyrie.distributed import console
 from valkyrie.errors import Preempted, ValkyrieError, message_of, with_home
 from valkyrie.lab.comparison import trials
-from valkyrie.lab.comparison.findings import TITLES, Outcome, best, bits, is_near, spent, write
+from valkyrie.lab.comparison.findings import (
+  TITLES,
+  Outcome,
+  best,
+  bits,
+  check_place,
+  is_near,
+  spent,
+  write,
+)
 from valkyrie.lab.comparison.trials import Candidate, Failed, say, trial_of
 from valkyrie.monitoring.recorded_run import Run
 
@@ -50,6 +59,7 @@ class Comparison:
 
   def __init__(self, flags: argparse.Namespace):
     """Checks every configuration, before anything is trained, by a ConfigurationError."""
+    check_place(flags.results)
     self._flags = flags
     self._left: list[Candidate] = [*flags.candidates]
     self.outcomes: dict[str, list[Outcome]] = {n: [] for n in TITLES if getattr(flags, n)}

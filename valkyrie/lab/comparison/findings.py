@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 import html
 import math
+import os
 import pathlib
 import statistics
 from typing import NamedTuple
 
-from valkyrie.errors import DataError
+from valkyrie.errors import DataError, StorageError
 from valkyrie.monitoring import html_page, html_report
 from valkyrie.monitoring.metrics import TARGETS_BY_POSITION
 from valkyrie.monitoring.pictures import by_position
@@ -16,6 +17,7 @@ from valkyrie.storage import whole_file
 
 TITLES = {'seconds': '{:g} seconds of training', 'tokens': '{:,} tokens', 'flops': '{:.3g} FLOPs'}
 _AMOUNTS = {'seconds': '{:,.1f} seconds', 'tokens': '{:,.0f} tokens', 'flops': '{:.3g} FLOPs'}
+_FILES = ('compare.md', 'compare.html')
 _NEAR = 1.1  # the largest ratio of two amounts of training that count as equal
 _FEWEST_TARGETS = 256  # of a position that is shown: the mean of fewer is mostly chance
 
@@ -146,6 +148,16 @@ def verdict(
   return said
 
 
+def check_place(folder: pathlib.Path) -> None:
+  """Raises a StorageError if `write` would replace a file that no comparison has made."""
+  taken = [folder / name for name in _FILES if os.path.lexists(folder / name)]
+  if taken and not any(folder.glob('*/*.log')):  # of a trial
+    raise StorageError(
+      f'{taken[0]} is there, but no trial of a comparison is. Nothing was written. Name other '
+      '--results, or move that file away.'
+    )
+
+
 def write(
   folder: pathlib.Path,
   amounts: Mapping[str, float],
@@ -158,8 +170,8 @@ def write(
   for budget, found in outcomes.items():
     if found:
       blocks += findings(budget, amounts[budget], found, tried, context)
-  whole_file.write(folder / 'compare.md', markdown(blocks))
-  whole_file.write(folder / 'compare.html', page(blocks))
+  for name, text in zip(_FILES, (markdown(blocks), page(blocks)), strict=True):
+    whole_file.write(folder / name, text)
 
 
 def findings(

@@ -71,7 +71,7 @@ def trial_of(
   files = [*flags.gin_file]
   if candidate.statements.strip():
     files.append(str(flags.results / candidate.name / 'candidate.gin'))
-    whole_file.write(pathlib.Path(files[-1]), candidate.statements)
+    whole_file.write_version(pathlib.Path(files[-1]), candidate.statements.encode())
   given = [*flags.gin, *(f'{parse.FLAG}{name}={value}' for name, value in macros.items())]
   statements = parse.read(files, given, (), imports)
   of_all = {'seed', *dict(flags.over), *(each.name for each in parse.read((), flags.gin))}

@@ -82,7 +82,7 @@ def verify(model_dir: str, *, settings: Callable[[], StepSettings]) -> None:
   rows = [found._asdict() | {'agrees': found.agrees} for found in findings]
   text = json.dumps({'findings': rows, 'not_possible': refused}, indent=2)
   if rows:
-    whole_file.write(path, text + '\n', 'Pass another --model_dir.')
+    whole_file.write_version(path, f'{text}\n'.encode())
   if wrong := [found for found in findings if not found.agrees]:
     first = wrong[0]
     raise Disagreement(

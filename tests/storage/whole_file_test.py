@@ -1,0 +1,51 @@
+"""Whole files: what a user has under the same name stays."""
+
+import pytest
+
+from valkyrie.data import vocabularies
+from valkyrie.errors import StorageError
+from valkyrie.storage import whole_file
+
+
+def test_an_earlier_file_with_another_content_stays_under_a_number(tmp_path):
+  place = tmp_path / 'model_info.txt'
+  place.write_text('of a user')
+  for content in (b'first', b'second', b'second'):
+    whole_file.write_version(place, content)
+  contents = {file.name: file.read_text() for file in tmp_path.iterdir()}
+  assert contents == {
+    'model_info.txt': 'second', 'model_info.txt.1': 'of a user', 'model_info.txt.2': 'first',
+  }  # fmt: skip
+
+
+def test_the_target_of_a_link_stays(tmp_path):
+  (tmp_path / 'theirs').write_text('of a user')
+  (tmp_path / 'precompile.json').symlink_to('theirs')
+  whole_file.write_version(tmp_path / 'precompile.json', b'new')
+  assert (tmp_path / 'theirs').read_text() == 'of a user'
+  assert (tmp_path / 'precompile.json').read_text() == 'new'
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+  (tmp_path / 'taken').write_text('')
+  with pytest.raises(StorageError, match=r'model_info\.txt cannot be written.*another --model_dir'):
+    whole_file.write_version(tmp_path / 'taken/model_info.txt', b'')
+
+
+def test_a_run_keeps_another_tokenizer_in_its_folder(tmp_path):
+  """The folder may be that of downloaded weights, with their tokenizer."""
+  own = tmp_path / 'own'
+  own.mkdir()
+  (own / 'my.json').write_text('{"own": 1}')
+  (own / 'tokenizer_config.json').write_text('{"own": 2}')
+  for name in ('tokenizer.json', 'tokenizer_config.json'):
+    (tmp_path / name).write_text('of a user')
+  vocabularies.copy(_Vocabulary(own / 'my.json'), tmp_path)
+  for name, number in (('tokenizer.json', 1), ('tokenizer_config.json', 2)):
+    assert (tmp_path / name).read_text() == f'{{"own": {number}}}'
+    assert (tmp_path / f'{name}.1').read_text() == 'of a user'
+
+
+class _Vocabulary:
+  def __init__(self, file):
+    self.file = file
