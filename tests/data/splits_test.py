@@ -112,6 +112,21 @@ def test_plain_texts_are_a_split_only_beside_their_counterpart(tmp_path, caplog)
   assert found['train'] == ['docs/intro.md', 'docs/training.md', 'latest.md']
 
 
+@pytest.mark.parametrize(
+  ('names', 'doubtful'),
+  [
+    (('corpus.txt', 'corpus_test.txt'), 'corpus_test.txt'),
+    (('train_a.txt', 'test_a.txt', 'test_b.txt'), 'test_b.txt'),
+    (('a/train_it.md', 'a/eval_it.md', 'a/eval_of_it.md'), 'a/eval_of_it.md'),
+  ],
+)
+def test_a_name_that_may_mean_a_split_is_said(tmp_path, caplog, names, doubtful):
+  write(tmp_path, *names)
+  records._warn_once.cache_clear()
+  assert doubtful in read(tmp_path, held_out='1e-9')['train']
+  assert f'trained on: {doubtful}. To leave them out' in caplog.text
+
+
 def test_a_share_goes_before_validation_files(tmp_path, caplog):
   write(tmp_path, 'train.jsonl', 'validation.jsonl', 'test.jsonl')
   found = read(tmp_path, held_out='0.3')

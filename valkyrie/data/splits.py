@@ -13,7 +13,7 @@ testing.md, so here a word is a split
 A README.md with `configs` at its head (Hugging Face's dataset card) takes precedence over names.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 import fnmatch
 import itertools
 import posixpath
@@ -40,8 +40,8 @@ class Named(NamedTuple):
   """The splits that the names of some files tell.
 
   splits: the split of each file whose name tells one.
-  doubtful: files without a split, although a name in their path is a single word for validation or
-    tests: there is no counterpart for training in the same folder.
+  doubtful: files without a split, although a name in their path has a word for validation or tests,
+    and either no other word, or beside it a name without this word or with one for training.
   """
 
   splits: dict[str, str]
@@ -76,6 +76,9 @@ def named(stems: Mapping[str, str], rows: Collection[str]) -> Named:
     for path in _paths_of(stem):
       folder, name = posixpath.split(path)
       siblings.setdefault(folder, set()).add(words_of(name))
+  with_training = {
+    folder for folder, names in siblings.items() if _has_training(itertools.chain(*names))
+  }
   splits: dict[str, str] = {}
   doubtful: list[str] = []
   for file, stem in stems.items():
@@ -89,7 +92,7 @@ def named(stems: Mapping[str, str], rows: Collection[str]) -> Named:
         told.add(certain)
       else:
         told |= _with_counterpart(words, siblings[folder])
-      may_tell |= len(words) == 1 and certain in (VALIDATION, TEST)
+      may_tell |= _may_tell(words, siblings[folder], folder in with_training)
     if told:
       splits[file] = _strictest(told)
     elif may_tell:
@@ -180,6 +183,20 @@ def _with_counterpart(words: tuple[str, ...], siblings: Collection[tuple[str, ..
       if counterpart in siblings:
         splits.add(split)
   return splits
+
+
+def _has_training(words: Iterable[str]) -> bool:
+  return any(word in _WORDS[TRAIN] for word in words)
+
+
+def _may_tell(
+  words: tuple[str, ...], siblings: Collection[tuple[str, ...]], is_beside_training: bool
+) -> bool:
+  """Whether a name may mean a split for validation or tests, though no counterpart shows it."""
+  others = tuple(word for word in words if _SPLIT_OF_WORD.get(word) not in (VALIDATION, TEST))
+  if others == words:
+    return False
+  return not others or others in siblings or is_beside_training
 
 
 def _configuration(entry: Mapping[str, Any]) -> Configuration:
