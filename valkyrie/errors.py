@@ -58,6 +58,12 @@ def message_of(error: ValkyrieError) -> str:
   return re.sub(r'\n  In call to configurable .*', '', str(error))
 
 
+def notes_of(error: BaseException) -> list[str]:
+  """The notes of an error, without that of jax about a traceback, which is not shown."""
+  notes = getattr(error, '__notes__', ())
+  return [note for note in notes if 'JAX_TRACEBACK_FILTERING' not in note]
+
+
 def reason_of(error: Exception) -> str:
   """The reason to show: `strerror` of an OSError, otherwise the exception's own text."""
   return getattr(error, 'strerror', None) or str(error)

@@ -25,7 +25,7 @@ from valkyrie.config.modules import CONFIGURABLE_MODULES
 from valkyrie.data import apart
 from valkyrie.distributed import backends, console, open_files, processes
 from valkyrie.distributed.device_errors import device_error
-from valkyrie.errors import UsageError, ValkyrieError, message_of
+from valkyrie.errors import UsageError, ValkyrieError, message_of, notes_of
 from valkyrie.storage import held_folder, run_directory
 
 
@@ -142,8 +142,7 @@ def _explain(error: BaseException) -> int:
   if not isinstance(error, ValkyrieError):
     error = backends.misfit(error) or error
   if isinstance(error, ValkyrieError):
-    notes = getattr(error, '__notes__', ())
-    print(f'valkyrie: {message_of(error)}', *notes, sep='\n', file=sys.stderr)
+    print(f'valkyrie: {message_of(error)}', *notes_of(error), sep='\n', file=sys.stderr)
     return error.exit_code
   if isinstance(error, KeyboardInterrupt):
     print('valkyrie: interrupted', file=sys.stderr)

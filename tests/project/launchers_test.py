@@ -1,7 +1,9 @@
 """The commands of the launchers, from their dry runs, without a cluster."""
 
 import pathlib
+import re
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -123,3 +125,31 @@ def test_the_flags_for_gpus_are_known_and_yield_to_those_set_before():
 def test_missing_arguments_are_a_usage_error(name):
   done = subprocess.run([SCRIPTS / name, '--dry_run'], capture_output=True, text=True, check=False)
   assert done.returncode == 2 and f'scripts/{name}' in done.stderr
+
+
+@pytest.mark.parametrize('name', ['compare', 'report', 'supervise'])
+def test_a_script_finds_the_environment_of_its_clone(tmp_path, name):
+  """None is active: `python` is that of the system, which has no packages, or is missing."""
+  shutil.copytree(SCRIPTS, tmp_path / 'scripts')
+  system = tmp_path / 'system'
+  system.mkdir()
+  (system / 'python').write_text('#!/bin/sh\nexit 1\n')
+  (system / 'python').chmod(0o755)
+
+  def started(path):
+    command = ['bash', tmp_path / 'scripts' / name, '--flag']
+    environment = {'PATH': f'{path}:/usr/bin:/bin'}
+    return subprocess.run(
+      command, capture_output=True, text=True, check=False, env=environment, cwd=system
+    )
+
+  done = started(system)
+  assert done.returncode == 1
+  assert f'make one by `bash scripts/quickstart` in {tmp_path}' in done.stderr
+  environment = tmp_path / '.venv/bin'
+  environment.mkdir(parents=True)
+  (environment / 'python').write_text('#!/bin/sh\necho of the clone "$@"\n')
+  (environment / 'python').chmod(0o755)
+  assert re.fullmatch(r'of the clone -m valkyrie\.[\w.]+ --flag\n', started(system).stdout)
+  (system / 'python').write_text('#!/bin/sh\necho active "$@"\n')
+  assert started(system).stdout.splitlines()[-1].startswith('active -m valkyrie.')

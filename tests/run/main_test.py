@@ -30,6 +30,11 @@ def train(model_dir, ending='well'):
   if ending == 'devices':
     import jax
     jax.devices()
+  if ending == 'traced':
+    import jax
+    def step(x):
+      raise Diverged('a mistake of a traced step')
+    jax.jit(step)(1)
 
 @gin.configurable
 def infer(model_dir, prompt, prompts, messages, output):
@@ -218,6 +223,12 @@ def test_main_runs_as_a_module(start):
   done = start(code='import runpy; runpy.run_module("valkyrie.main", run_name="__main__")')
   assert done.returncode == 2
   assert b'--gin_file is missing' in done.stderr
+
+
+def test_an_error_of_a_traced_step_has_no_word_of_a_traceback(start):
+  done = start('--gin_file=a.gin', '--gin.train.ending="traced"')
+  assert done.returncode == 76
+  assert done.stderr.decode().splitlines()[-1] == 'valkyrie: a mistake of a traced step'
 
 
 @pytest.mark.parametrize('platform', ['nonsense', 'rocm'])

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from valkyrie.errors import ConfigurationError
+from valkyrie.errors import ConfigurationError, notes_of
 
 _PEAK = 'peak_bytes_in_use'
 _WORDS = {'bytes_in_use': 'in use', _PEAK: 'peak', 'bytes_limit': 'limit'}
@@ -129,9 +129,8 @@ def explained(needs: Callable[[], str]) -> Iterator[None]:
       f'{"; ".join(known_facts)}. Use a smaller batch_size or '
       'chunk_size, or more StepSettings.micro_batches; --run_mode=precompile recommends a change.'
     )
-    for note in getattr(error, '__notes__', ()):
-      if 'JAX_TRACEBACK_FILTERING' not in note:  # no traceback is printed
-        refused.add_note(note)
+    for note in notes_of(error):
+      refused.add_note(note)
     raise refused from error
 
 

@@ -344,9 +344,9 @@ def check_documents(model: Model, feed: TaskFeed) -> None:
   if sees is not None and feed.longest > sees:
     raise DataError(
       f'The longest document has {feed.longest:,} tokens, but the model sees at most {sees:,} '
-      '(FullAttention.max_context). Cut documents with text_cut = BYTES of gin/data/text.gin, set '
-      'TaskFeed.pass_carry = 0, which joins none, let each chunk be read alone by '
-      'FullAttention.carried = False, or use LongformerAttention.'
+      '(FullAttention.max_context). Cut documents with text_cut = BYTES of gin/data/text.gin, let '
+      'each chunk be read alone by FullAttention.carried = False, or use LongformerAttention. If '
+      'TaskFeed.pass_carry joins documents, set it to 0.'
     )
 
 
