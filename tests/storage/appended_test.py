@@ -1,9 +1,11 @@
 """Files that grow: neither a link, a second name nor something other than a file is written."""
 
+import errno
 import fcntl
 import io
 import os
 import pathlib
+import resource
 
 import pytest
 
@@ -121,6 +123,20 @@ def test_a_lock_that_another_program_holds_is_not_waited_for_longer_than_asked(t
     fcntl.flock(other, fcntl.LOCK_SH)
     with appended.locked(file, 0.0) as is_held:
       assert not is_held
+
+
+def test_a_full_disk_leaves_no_part_of_what_is_appended(tmp_path):
+  path = tmp_path / 'supervise.jsonl'
+  appended.append(path, b'a line\n')
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+  try:
+    with pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
+      appended.append(path, b'another line\n')
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+  appended.append(path, b'a third one\n')
+  assert path.read_text().splitlines() == ['a line', 'a third one']
 
 
 def test_a_link_that_is_put_there_at_the_last_moment_is_not_followed(tmp_path, monkeypatch):

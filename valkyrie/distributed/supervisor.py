@@ -191,8 +191,7 @@ class Supervisor:
         if bucket.is_bucket(status.model_dir):
           bucket.Bucket(status.model_dir).append(_REPORTS, line)
         else:
-          with appended.opened(pathlib.Path(status.model_dir, _REPORTS)) as file:
-            file.write(line)
+          appended.append(pathlib.Path(status.model_dir, _REPORTS), line)
       except ValkyrieError as error:
         _say(str(error))
       except OSError as error:

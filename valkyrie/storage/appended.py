@@ -50,6 +50,20 @@ def open_file(path: pathlib.Path) -> BinaryIO:
   return open(place, 'a+b', buffering=0, opener=_open_literally)
 
 
+def append(path: pathlib.Path, content: bytes) -> None:
+  """Appends to a file of a run all of the bytes, or none; raises as `opened`."""
+  with opened(path) as file, locked(file):
+    begin = os.fstat(file.fileno()).st_size
+    written = 0
+    try:
+      while written < len(content):
+        written += file.write(content[written:])
+    except OSError:
+      if os.fstat(file.fileno()).st_size == begin + written:  # nobody has appended without the lock
+        owned.cut(file, begin)
+      raise
+
+
 def _open_literally(path: str, flags: int) -> int:
   """Follows no link and waits for no other process, also if one has just put something there."""
   return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
