@@ -336,7 +336,7 @@ def test_a_build_says_which_files_of_a_folder_it_leaves_out(tmp_path, caplog):
   (tmp_path / 'b.csv').write_text('text')
   for _ in range(2):
     Records(str(tmp_path), ['text'])
-  assert caplog.text.count('is read without 1 files of the folder: b.csv.') == 1
+  assert caplog.text.count('is read without these files of the folder: b.csv.') == 1
 
 
 LITERAL = [

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from valkyrie import foreign, packages
-from valkyrie.data import columnar
+from valkyrie.data import columnar, file_names
 from valkyrie.data.source_files import (
   FORMATS,
   SourceFile,
@@ -34,7 +34,6 @@ _OF_ROWS = (*_OF_LINES, *_OF_COLUMNS)
 _DOCUMENTS = (b'%PDF-', b'{\\rtf')  # of letters, but not text
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _JSON = re.compile(r'\s*(\[\s*)?\{')
-_MAX_NAMED = 5
 _MAX_COLUMNS = 12  # that a message names
 _LONGEST_VALUE = 2**31  # bytes of a file that is one JSON value
 _BLOCK = 2**20  # bytes
@@ -99,9 +98,9 @@ class Records:
     names = sorted(map(self.files.name, self.files.left_out))
     if names:
       _warn_once(
-        f'The source {self.files} is read without {len(names)} files of the folder: '
-        f'{", ".join(names[:_MAX_NAMED])}. To read others, name them by a pattern, or convert them '
-        f'to {", ".join(FORMATS)}.'
+        f'The source {self.files} is read without these files of the folder: '
+        f'{file_names.some(names)}. To read them, name them by a pattern, or convert them to '
+        f'{", ".join(FORMATS)}.'
       )
     self._groups: list[tuple[SourceFile, int]] = []  # row groups of parquet; -1 is a whole file
     for file in self.files.files:

@@ -206,7 +206,7 @@ class SourceFiles:
     if copies:
       pairs = [f'{self.name(copy)} is {self.name(first)}' for copy, first in copies.items()]
       self.notes.append(
-        f'{len(copies)} files are links to others, or compressed copies, and are not read again: '
+        'Links to other files, and compressed copies of them, are not read again: '
         f'{file_names.some(pairs)}.'
       )
     return [file for file in files if file not in copies]
@@ -271,8 +271,8 @@ class SourceFiles:
       )
     if doubtful and not pattern:
       self.notes.append(
-        f'{len(doubtful)} files are named like a split for validation or tests, but have no '
-        f'counterpart for training beside them, so they are trained on: '
+        'These files are named like a split for validation or tests, but have no counterpart for '
+        'training beside them, so they are trained on: '
         f'{file_names.some(doubtful)}. To leave them out, name the others by a pattern.'
       )
     return [file for name, file in names.items() if known.get(name, splits.TRAIN) == splits.TRAIN]
