@@ -117,3 +117,11 @@ def test_a_schedule_that_more_steps_stretch_is_said_and_can_be_kept(start, tmp_p
   assert 'its schedule ended at step 2, and now ends at 4.' in said
   code, said = start('--gin.train_steps=5', '--gin.Optimizer.train_steps=4')
   assert code == 0 and 'resuming after step 4' in said and 'learning rate of step' not in said
+
+
+def test_a_budget_of_refused_steps_that_never_ends_a_run_is_refused_before_compilation(
+  start, tmp_path
+):
+  code, said = start('--gin.RefusedSteps.allowed=100')
+  assert code == 78 and 'RefusedSteps.allowed=100 must be at least 0 and below' in said
+  assert 'compiling' not in said and not (tmp_path / 'run' / 'config.json').exists()

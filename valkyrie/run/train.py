@@ -117,6 +117,9 @@ def train(
       trainer = Trainer(
         setup, tokens, directory, stop, train_steps, patience, allow_changed, weights, progress.say
       )
+    budget = refused_steps(
+      int(trainer.state.skipped), lambda step: trainer.reading.describe(step - 1)
+    )
     directory.make_room()
     evaluate.record_data(model_dir, 'eval', may_differ=True)
     progress.say(*memory.lines(' with the state'), trainer.reading.plan(train_steps))
@@ -145,9 +148,6 @@ def train(
 
     # Observers.
     _write_settings(writer, trainer.start)
-    budget = refused_steps(
-      int(trainer.state.skipped), lambda step: trainer.reading.describe(step - 1)
-    )
     refusals = stack.enter_context(Refusals(model_dir, budget, progress.say))
     log = TrainingLog(
       writer, setup, trainer.reading, every=log_every, total_steps=train_steps, check=refusals,
