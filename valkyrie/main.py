@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import contextlib
 import gc
 import importlib
+import importlib.util
 import os
 import pathlib
 import sys
@@ -25,7 +26,13 @@ from valkyrie.config.modules import CONFIGURABLE_MODULES
 from valkyrie.data import apart
 from valkyrie.distributed import backends, console, open_files, processes
 from valkyrie.distributed.device_errors import device_error
-from valkyrie.errors import UsageError, ValkyrieError, message_of, notes_of
+from valkyrie.errors import (
+  ConfigurationError,
+  UsageError,
+  ValkyrieError,
+  message_of,
+  notes_of,
+)
 from valkyrie.storage import held_folder, run_directory
 
 
@@ -55,6 +62,7 @@ def run(
   """Runs the mode that the command line selects; raises an exception unless it succeeds."""
   flags, gin_flags = parse_command_line(arguments)
   open_files.check()
+  _check_packages()
   importlib.import_module('valkyrie.models')  # refuses python -O before jax is imported
   from valkyrie.config import record  # noqa: PLC0415, imports gin
   from valkyrie.config.explain import explained  # noqa: PLC0415
@@ -120,6 +128,20 @@ def _default_model_dir(gin_files: Sequence[str]) -> str:
   model_dir = str(pathlib.PurePath('runs', name))
   print(f'model_dir: {model_dir} (--model_dir=DIR for another)', file=sys.stderr)
   return model_dir
+
+
+def _check_packages() -> None:
+  """Raises a ConfigurationError if this Python lacks our packages.
+
+  In a clone, the folder gin/ would be taken for the package of that name.
+  """
+  if importlib.util.find_spec('haiku') is None:
+    clone = pathlib.Path(__file__).resolve().parents[1]
+    raise ConfigurationError(
+      f'{sys.executable} lacks the packages of Valkyrie, such as dm-haiku. Activate the '
+      f'environment that has them, as by `source {clone}/.venv/bin/activate`. '
+      f'`bash {clone}/scripts/quickstart` makes this one.'
+    )
 
 
 def _read_prompt(typed: str | None) -> str:

@@ -242,6 +242,15 @@ def test_a_platform_without_devices_is_a_mistake_of_the_configuration(start, pla
   assert 'Traceback' not in said and 'In call to configurable' not in said
 
 
+def test_a_python_without_packages_is_refused():
+  """One that is not the environment's, in a clone, whose folder gin/ has the name of a package."""
+  command = [sys.executable, '-S', '-m', 'valkyrie.main', '--gin_file=gin/tiny_cpu.gin']
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+  assert done.returncode == 78
+  assert 'lacks the packages of Valkyrie, such as dm-haiku. Activate' in done.stderr
+  assert f'source {ROOT}/.venv/bin/activate' in done.stderr and 'Traceback' not in done.stderr
+
+
 def test_a_python_without_assertions_is_refused(tmp_path):
   """Haiku keeps its state in assert statements."""
   done = subprocess.run(
