@@ -77,9 +77,9 @@ def test_odd_lines_of_a_manifest_are_damage(run):
 def test_a_link_for_a_folder_is_found(run, folder):
   place = run / 'checkpoints/3'
   (place / folder).rename(run / 'elsewhere')
-  kept = [f for f in steps.DiskFiles(place).names() if not f.startswith('manifest')]
+  kept = [f for f in manifest.DiskFiles(place).names() if not f.startswith('manifest')]
   (place / folder).symlink_to(run / 'elsewhere')
-  digests = steps.DiskFiles(place).digests(kept, manifest.SHA256)
+  digests = manifest.DiskFiles(place).digests(kept, manifest.SHA256)
   text = manifest.content(3, dict(zip(kept, digests, strict=True)))
   (place / 'manifest.sha256').write_bytes(text)
   with pytest.raises(StorageError, match=rf'{folder} is not in manifest\.sha256'):

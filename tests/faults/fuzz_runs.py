@@ -185,7 +185,7 @@ def _run(name: str) -> Callable[[pathlib.Path], pathlib.Path]:
     }
     for place, content in contents.items():
       (folder / place).write_text(content)
-    files = steps.DiskFiles(step)
+    files = manifest.DiskFiles(step)
     digests = files.digests(['record.json', 'state/a'], manifest.SHA256)
     names = zip(['record.json', 'state/a'], digests, strict=True)
     (step / 'manifest.sha256').write_bytes(manifest.content(9, dict(names)))
@@ -214,7 +214,7 @@ def _read_record(file: pathlib.Path) -> None:
 
 def _read_manifest(file: pathlib.Path) -> None:
   with state_files.checkpoint_errors('The step cannot be opened'):
-    manifest.damage(steps.DiskFiles(file.parent), 9)
+    manifest.damage(manifest.DiskFiles(file.parent), 9)
 
 
 KINDS = {

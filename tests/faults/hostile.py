@@ -12,7 +12,7 @@ import tensorstore
 from faults.harness import STEPS, Harness
 from faults.mistakes import attempts
 from faults.table import Trial, fault
-from valkyrie.checkpoint import manifest, steps
+from valkyrie.checkpoint import manifest
 
 REFUSED = (74, 78)
 PRINTED = 'The Zen of Python'  # by the module `this`, if anything imports it
@@ -29,7 +29,7 @@ class _Opened:
 def _seal(step: pathlib.Path, *more: str) -> None:
   """Writes the manifest of the files of a step, and of more."""
   (step / 'manifest.sha256').unlink()
-  files = steps.DiskFiles(step)
+  files = manifest.DiskFiles(step)
   names = [name for name in files.names() if files.has(name)] + [*more]  # no links
   digests = zip(names, files.digests(names, manifest.SHA256), strict=True)
   (step / 'manifest.sha256').write_bytes(manifest.content(STEPS, dict(digests)))

@@ -94,7 +94,7 @@ READERS = {
   'trainer.lock': lambda file: lease.lock_holder(file.parent),
   'trainer.lease': lambda file: lease._FileLease.__dict__['_read'](LeaseAt(file)),
   'checkpoints/3/record.json': lambda file: steps.record(steps.DiskSteps(file.parents[2]), 3),
-  'checkpoints/3/manifest.sha256': lambda file: manifest.damage(steps.DiskFiles(file.parent), 3),
+  'checkpoints/3/manifest.sha256': lambda file: manifest.damage(manifest.DiskFiles(file.parent), 3),
   'store/store.json': lambda file: token_store.read_information(file.parent),
   'store/.source.jsonl': provenance._read,
   'store/shard-00000-of-00001/shard.json': shard,

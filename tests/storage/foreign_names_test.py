@@ -277,9 +277,9 @@ def test_a_manifest_names_no_file_elsewhere(place, request, bucket):
   algorithm = manifest.MD5 if bucket else manifest.SHA256
   address = f'gs://bucket/{letters(request.node.name)}' if bucket else str(place)
   server = request.getfixturevalue('gcs') if bucket else None
-  found = steps.DiskFiles(step)
+  found = manifest.DiskFiles(step)
   (digest,) = found.digests(['record.json'], algorithm)
-  (of_planted,) = steps.DiskFiles(place).digests(['planted'], algorithm)
+  (of_planted,) = manifest.DiskFiles(place).digests(['planted'], algorithm)
   proposed = [name for name in of_objects(place) if '\n' not in name]
   for name in proposed[::4] if bucket else proposed:
     text = manifest.content(3, {'record.json': digest, name: of_planted})
@@ -302,9 +302,9 @@ def test_a_record_that_no_manifest_names_is_not_read(place):
   step = place / 'checkpoints/3'
   step.mkdir(parents=True)
   steps.write_manifest(step, 3)
-  assert manifest.damage(steps.DiskFiles(step), 3) is None
+  assert manifest.damage(manifest.DiskFiles(step), 3) is None
   (step / 'record.json').symlink_to('/etc/hostname')
-  assert 'record.json is not in' in str(manifest.damage(steps.DiskFiles(step), 3))
+  assert 'record.json is not in' in str(manifest.damage(manifest.DiskFiles(step), 3))
 
 
 def test_no_object_of_a_run_is_copied_elsewhere(place, gcs):

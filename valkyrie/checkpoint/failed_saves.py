@@ -6,24 +6,13 @@ import errno
 import math
 import os
 import time
-from typing import Any
 
-from valkyrie.checkpoint import state_files
 from valkyrie.distributed import heartbeat, processes
-from valkyrie.errors import StorageError, reason_of
+from valkyrie.errors import StorageError
 
 _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 _FIRST_PAUSE = 10.0  # seconds, doubled after each further failure
 _LONGEST_PAUSE = 300.0
-
-
-def problem_of(write: Callable[..., None], *arguments: Any) -> str:
-  """The reason if `write` fails, or ''. Tensorstore raises ValueError and RuntimeError, too."""
-  try:
-    write(*arguments)
-  except (OSError, ValueError, RuntimeError) as error:
-    return state_files.without_descriptors(reason_of(error))
-  return ''
 
 
 def first(problems: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import gin
 import jax
 
-from valkyrie.checkpoint import failed_saves, manifest, retention, state_files, steps
+from valkyrie.checkpoint import failed_saves, manifest, state_files, steps
 from valkyrie.checkpoint.failed_saves import FailedSaves
 from valkyrie.checkpoint.steps import BEST, LATEST, Lock
 from valkyrie.config import ranges
@@ -224,7 +224,7 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
     problem = failed_saves.first(problems)
     if not problem:  # after a problem Orbax would wait for process 0
       place = self._steps.unfinished(step) / 'state'
-      problem = failed_saves.problem_of(self._files.write, place, state)
+      problem = state_files.problem_of(self._files.write, place, state)
     waited = time.perf_counter() - began
     self._running_save = self._thread.submit(self._commit, step, record, problem, began, waited)
 
@@ -263,7 +263,7 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
     self, step: int, record: dict[str, Any], problem: str, began: float, waited: float
   ) -> None:
     """Waits for the arrays, then makes the step valid, unless a `problem` has prevented it."""
-    problem = problem or failed_saves.problem_of(self._files.finish)
+    problem = problem or state_files.problem_of(self._files.finish)
     problems = processes.exchange('written', problem)
     if not any(problems):  # a step is valid after process 0 has renamed it
       content = json.dumps(record, indent=2).encode()
@@ -295,14 +295,14 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
     """Lets the process with the lock change the steps; returns as `_problem`, raises as `save`."""
     if self._lock is None:
       return ''
-    return failed_saves.problem_of(self._lock.check) or failed_saves.problem_of(change, *arguments)
+    return state_files.problem_of(self._lock.check) or state_files.problem_of(change, *arguments)
 
   def _superseded(self, coming: int = 0) -> list[int]:
     """The steps that are not kept when so many more are `coming`; never the newest one."""
     options = self._options
     saved = [step for step in self._steps.find() if step in self._known]
     keep = options.keep - coming
-    return retention.superseded(self._steps, saved, keep, options.keep_period, options.keep_best)
+    return steps.superseded(self._steps, saved, keep, options.keep_period, options.keep_best)
 
   def _report(self, problems: Sequence[str]) -> None:
     """Reports each problem of a deletion once: what stays does not harm the run."""

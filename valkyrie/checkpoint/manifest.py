@@ -1,4 +1,4 @@
-"""The form of a step: the names of its folders, and its manifest with the digest of each file.
+"""The form of a step: the names of its folders, its files, and the manifest with their digests.
 
     checkpoints/400/              a saved step, valid if its files match its manifest
     checkpoints/500.unfinished-0b9c.../   a save of the trainer with that token, or its remainder
@@ -17,10 +17,15 @@ bucket has MD5 digests, which the bucket computes; both are read everywhere, sin
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+import contextlib
 import hashlib
+import os
+import pathlib
 import re
 from typing import Any, Protocol
 
+from valkyrie import foreign
 from valkyrie.storage import foreign_names
 
 FOLDER = 'checkpoints'
@@ -28,6 +33,7 @@ SET_ASIDE = 'set_aside'
 _LITTER = re.compile(r'(\d{1,18})(?:\.\d+)?\.(?:unfinished|deleted)-[0-9a-f]{32}')
 SHA256 = 'sha256'
 MD5 = 'md5'
+_READERS = 4  # threads: hashing releases Python's lock
 
 
 class Files(Protocol):
@@ -48,6 +54,47 @@ class Files(Protocol):
   def digests(self, names: Iterable[str], algorithm: str) -> Iterator[str]:
     """The digests of files, in hexadecimal; raises OSError if a file cannot be read."""
     ...
+
+
+class DiskFiles:
+  """The files of a step in a folder, as `Files`."""
+
+  def __init__(self, place: pathlib.Path, sync: bool = False):
+    """With `sync`, `digests` flushes each file to disk."""
+    self._place = place
+    self._sync = sync
+
+  def read(self, name: str) -> bytes:
+    with _named(self._place / name):
+      return foreign.content(self._place / name)
+
+  def has(self, name: str) -> bool:
+    # A symbolic link would leave the step.
+    file = self._place / name
+    return file.is_file() and file.resolve() == self._place.resolve() / name
+
+  def names(self) -> list[str]:
+    # A link to a folder is listed: its files would be read, and are not in the manifest.
+    names = []
+    for path in self._place.rglob('*'):
+      if path.is_symlink() or not path.is_dir():
+        names.append(path.relative_to(self._place).as_posix())
+    return sorted(names)
+
+  def digests(self, names: Iterable[str], algorithm: str) -> Iterator[str]:
+    def of_file(name):
+      with _named(self._place / name), open(self._place / name, 'rb') as file:
+        digest = hashlib.file_digest(file, algorithm).hexdigest()
+        if self._sync:
+          os.fsync(file.fileno())
+      return digest
+
+    with ThreadPoolExecutor(_READERS) as readers:
+      yield from readers.map(of_file, names)
+
+  def size(self) -> int:
+    """Bytes."""
+    return sum(file.stat().st_size for file in self._place.rglob('*'))
 
 
 def is_step(name: str) -> bool:
@@ -167,3 +214,14 @@ def _difference(files: Files, algorithm: str, expected: Mapping[str, str]) -> st
 
 def _seal(text: bytes) -> bytes:
   return f'# sha256 {hashlib.sha256(text).hexdigest()}\n'.encode()
+
+
+@contextlib.contextmanager
+def _named(file: pathlib.Path) -> Iterator[None]:
+  """Adds the name of a file to an OSError inside that has none, as that of a read."""
+  try:
+    yield
+  except OSError as error:
+    if error.filename is None and error.errno is not None:
+      raise type(error)(error.errno, error.strerror, str(file)) from error
+    raise

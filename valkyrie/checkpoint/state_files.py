@@ -9,7 +9,7 @@ merge of the indexes of its processes. Its arrays are therefore opened, and the 
 state are compared with those that were to be written.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 import contextlib
 import errno
@@ -211,7 +211,16 @@ def literal(place: Any) -> Iterator[epath.Path]:
     os.close(descriptor)
 
 
-def without_descriptors(message: str) -> str:
+def problem_of(write: Callable[..., None], *arguments: Any) -> str:
+  """The reason if `write` fails, or ''. Tensorstore raises ValueError and RuntimeError, too."""
+  try:
+    write(*arguments)
+  except (OSError, ValueError, RuntimeError) as error:
+    return _without_descriptors(errors.reason_of(error))
+  return ''
+
+
+def _without_descriptors(message: str) -> str:
   """A message of Orbax or tensorstore with paths relative to the folder of the steps."""
   return re.sub(rf'{_DESCRIPTORS}/\d+/', '', message)
 
@@ -236,7 +245,7 @@ def _reason(error: Exception) -> str:
   cause = error.__cause__ or error  # more specific if Orbax has wrapped it
   text = f'{type(cause).__name__}: {cause}'
   first_line = text.splitlines()[0]
-  return without_descriptors(first_line)[:300]
+  return _without_descriptors(first_line)[:300]
 
 
 def _opened(place: epath.Path) -> dict[str, Any]:

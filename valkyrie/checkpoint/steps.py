@@ -4,11 +4,9 @@ Only what this program made is deleted: a save has a mark in its folder until it
 step has a manifest of its files. `storage.owned` deletes both.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 import contextlib
 import errno
-import hashlib
 import logging
 import math
 import os
@@ -19,7 +17,7 @@ from typing import Any
 from valkyrie import foreign
 from valkyrie.checkpoint import manifest
 from valkyrie.checkpoint.bucket_steps import BucketLock, BucketSteps
-from valkyrie.checkpoint.manifest import FOLDER, SET_ASIDE, is_step
+from valkyrie.checkpoint.manifest import FOLDER, SET_ASIDE, DiskFiles, is_step
 from valkyrie.errors import ConfigurationError, StorageError, first_of, storage_errors, with_home
 from valkyrie.storage import owned
 from valkyrie.storage.lease import DiskLock, lock_holder
@@ -28,50 +26,8 @@ from valkyrie.storage.run_directory import BucketDirectory, opened
 # Steps to read, beside numbers.
 LATEST = 'latest'
 BEST = 'best'
-_READERS = 4  # threads: hashing releases Python's lock
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _SHOWN = 3  # names of files of others
-
-
-class DiskFiles:
-  """The files of a step in a folder, as `manifest.Files`."""
-
-  def __init__(self, place: pathlib.Path, sync: bool = False):
-    """With `sync`, `digests` flushes each file to disk."""
-    self._place = place
-    self._sync = sync
-
-  def read(self, name: str) -> bytes:
-    with _named(self._place / name):
-      return foreign.content(self._place / name)
-
-  def has(self, name: str) -> bool:
-    # A symbolic link would leave the step.
-    file = self._place / name
-    return file.is_file() and file.resolve() == self._place.resolve() / name
-
-  def names(self) -> list[str]:
-    # A link to a folder is listed: its files would be read, and are not in the manifest.
-    names = []
-    for path in self._place.rglob('*'):
-      if path.is_symlink() or not path.is_dir():
-        names.append(path.relative_to(self._place).as_posix())
-    return sorted(names)
-
-  def digests(self, names: Iterable[str], algorithm: str) -> Iterator[str]:
-    def of_file(name):
-      with _named(self._place / name), open(self._place / name, 'rb') as file:
-        digest = hashlib.file_digest(file, algorithm).hexdigest()
-        if self._sync:
-          os.fsync(file.fileno())
-      return digest
-
-    with ThreadPoolExecutor(_READERS) as readers:
-      yield from readers.map(of_file, names)
-
-  def size(self) -> int:
-    """Bytes."""
-    return sum(file.stat().st_size for file in self._place.rglob('*'))
 
 
 class DiskSteps:
@@ -328,6 +284,21 @@ def best_first(steps: Steps, saved: Iterable[int]) -> list[int]:
   return sorted(losses, key=lambda step: (losses[step], step))
 
 
+def superseded(
+  steps: Steps, saved: Sequence[int], keep: int, keep_period: int | None, keep_best: int
+) -> list[int]:
+  """The steps that are not kept, of all `saved` ones in order; never the newest one.
+
+  For the numbers to keep, see `manager.Checkpoints`.
+  """
+  best = best_first(steps, saved)
+  kept = set(best[:keep_best])
+  if keep_period:
+    kept.update(step for step in saved if step % keep_period == 0)
+  kept.update(saved[-max(1, keep) :])
+  return [step for step in saved if step not in kept]
+
+
 def record(steps: Steps, step: int) -> dict[str, Any]:
   """The record of a step; raises StorageError if it cannot be read."""
   message = f'The record of step {step} in {steps.place} cannot be read'
@@ -364,14 +335,3 @@ def _moved_into(folder: pathlib.Path, place: pathlib.Path) -> pathlib.Path:
   target = folder / manifest.free(place.name, lambda name: os.path.lexists(folder / name))
   owned.rename(place, target)
   return target
-
-
-@contextlib.contextmanager
-def _named(file: pathlib.Path) -> Iterator[None]:
-  """Adds the name of a file to an OSError inside that has none, as that of a read."""
-  try:
-    yield
-  except OSError as error:
-    if error.filename is None and error.errno is not None:
-      raise type(error)(error.errno, error.strerror, str(file)) from error
-    raise
