@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 from valkyrie import __version__
-from valkyrie.checkpoint.compatibility import KINDS
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.distributed import processes
 from valkyrie.errors import ConfigurationError, UsageError
@@ -38,6 +37,9 @@ FLAGS_OF_MODES = {
   'topology': ('precompile',),
   'allow_changed': ('train',),
 }
+
+# The kinds of differences that --allow_changed accepts; `run.resume.facts` has a fact of each.
+KINDS = ('configuration', 'rows', 'store', 'vocabulary', 'mesh', 'versions', 'executable')
 
 # The flags: the name of the value stands behind one blank, the help behind two.
 _FLAGS = f"""

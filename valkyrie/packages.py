@@ -1,16 +1,38 @@
-"""Packages: the command that installs a missing one, and the one that starts a module of ours.
+"""Packages: their versions, and the commands that install one and that start a module of ours.
 
-The first names the package that is missing, never this one: `valkyrie` on the public index is a
-package of somebody else.
+The command that installs names the package that is missing, never this one: `valkyrie` on the
+public index is a package of somebody else.
 """
 
 from collections.abc import Iterator
 import contextlib
+from importlib import metadata
 import importlib.util
 import os
 import pathlib
+import platform
 import shlex
 import sys
+
+from valkyrie import __version__
+
+_COMPUTING = ('jax', 'jaxlib', 'dm-haiku', 'optax', 'orbax-checkpoint', 'numpy')
+
+
+def version(package: str) -> str:
+  """The version of a package; some ways to install one leave no metadata."""
+  try:
+    return metadata.version(package)
+  except metadata.PackageNotFoundError:
+    return 'unknown'
+
+
+def versions() -> dict[str, str]:
+  """The versions of Valkyrie, Python and the packages that decide the computation of a step."""
+  found = {'valkyrie': __version__, 'python': platform.python_version()}
+  for package in _COMPUTING:
+    found[package] = version(package)
+  return found
 
 
 def start(module: str) -> list[str]:

@@ -10,10 +10,10 @@ import pytest
 import tiny_run
 
 from valkyrie import main
-from valkyrie.checkpoint import compatibility, manifest, steps
+from valkyrie.checkpoint import manifest, steps
 from valkyrie.distributed import consistency
 from valkyrie.errors import ConfigurationError
-from valkyrie.run import trainer
+from valkyrie.run import resume, trainer
 from valkyrie.training.curriculum import Phase
 
 WHOLE = 'def f(x):\n  return jnp.tanh(x @ x).sum() + {}'
@@ -41,14 +41,14 @@ def test_another_program_for_the_same_phase_is_refused_by_name():
     return consistency.fingerprints({name: compiled(constant)})
 
   saved = {'executable': programs(1.0)}
-  compatibility.check(saved, {'executable': programs(1.0)}, (), 'here')
+  resume.check(saved, {'executable': programs(1.0)}, (), 'here')
   # The number of steps may always change.
-  compatibility.check(saved, {'executable': programs(2.0, train_steps=7)}, (), 'here')
-  compatibility.check({}, {'executable': programs(2.0)}, (), 'here')
-  (line,) = compatibility.check(saved, {'executable': programs(2.0)}, ('executable',), 'here')
+  resume.check(saved, {'executable': programs(2.0, train_steps=7)}, (), 'here')
+  resume.check({}, {'executable': programs(2.0)}, (), 'here')
+  (line,) = resume.check(saved, {'executable': programs(2.0)}, ('executable',), 'here')
   assert line.startswith('executable: 2 x 8 tokens per row')
   with pytest.raises(ConfigurationError, match='executable: 2 x 8 tokens per row') as error:
-    compatibility.check(saved, {'executable': programs(2.0)}, (), 'here')
+    resume.check(saved, {'executable': programs(2.0)}, (), 'here')
   assert '--allow_changed=executable' in str(error.value)
 
 

@@ -11,8 +11,8 @@ import tracemalloc
 
 import pytest
 
-from valkyrie import foreign
-from valkyrie.checkpoint import compatibility, manifest, steps
+from valkyrie import foreign, packages
+from valkyrie.checkpoint import manifest, steps
 from valkyrie.config import parse, record
 from valkyrie.data import (
   provenance,
@@ -348,4 +348,4 @@ def test_a_shard_of_any_values_is_read_or_refused(information, tmp_path):
 
 
 def test_a_package_without_metadata_has_a_version():
-  assert compatibility.version('no-such-package') == 'unknown'
+  assert packages.version('no-such-package') == 'unknown'

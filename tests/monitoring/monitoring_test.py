@@ -703,12 +703,10 @@ def test_a_run_that_waits_long_for_its_saves_is_told_to_save_less_often(
     clock[0] += save
 
   directory = types.SimpleNamespace(save=write)
-  trainer = types.SimpleNamespace(
-    directory=directory, say=lines.append, step=8, record=dict, state=None
-  )
+  run = types.SimpleNamespace(step=8, record=dict, state=None)
   log = types.SimpleNamespace(flush=lambda: None, untimed=contextlib.nullcontext)
-  saver = observers.Saver(trainer, log)
-  saver._saved, clock[0] = 0.0, float(steps)
+  saver = observers.Saver(run, directory, log, lines.append)
+  saver._saved_at, clock[0] = 0.0, float(steps)
   saver()
   advice = 'for the save of step 8: a larger checkpoint_every saves less often'
   assert lines == [f'the run waited {save:.1f} s of {steps + save:.1f} {advice}'] * said

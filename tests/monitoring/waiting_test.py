@@ -106,10 +106,8 @@ def test_a_save_that_takes_long_says_so(monkeypatch, name):
     assert said.wait(60)
 
   directory = types.SimpleNamespace(**{name: save})
-  trainer = types.SimpleNamespace(
-    directory=directory, say=say, step=8, start=0, record=dict, state=None
-  )
+  run = types.SimpleNamespace(step=8, start=0, record=dict, state=None)
   log = types.SimpleNamespace(flush=lambda: None, untimed=contextlib.nullcontext)
-  saver = observers.Saver(trainer, log)
+  saver = observers.Saver(run, directory, log, say)
   {'save': saver, 'save_now': saver.save_now}[name]()
   assert said.is_set()

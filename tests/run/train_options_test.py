@@ -10,7 +10,7 @@ import tiny_run
 from valkyrie import main
 from valkyrie.checkpoint.manager import open_to_read
 from valkyrie.errors import ConfigurationError
-from valkyrie.run.trainer import Lowest
+from valkyrie.run.lengths import Lowest
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 

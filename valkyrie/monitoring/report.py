@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from valkyrie.checkpoint.compatibility import versions
 from valkyrie.models.parts import is_of_model
 from valkyrie.monitoring.memory import available, in_units
+from valkyrie.packages import versions
 from valkyrie.types import leaves_by_path
 
 _COLUMNS = (

@@ -10,6 +10,7 @@ import time
 import jax
 import numpy as np
 
+from valkyrie.checkpoint.manager import CheckpointDirectory
 from valkyrie.distributed.device_errors import device_error
 from valkyrie.errors import ConfigurationError, Diverged, Preempted, StorageError
 from valkyrie.monitoring import pictures
@@ -20,7 +21,7 @@ from valkyrie.monitoring.training_log import TrainingLog
 from valkyrie.monitoring.waiting import doing
 from valkyrie.monitoring.writers import RunWriter
 from valkyrie.run.evaluator import Evaluator
-from valkyrie.run.trainer import Lowest, Trainer
+from valkyrie.run.resume import RunState
 from valkyrie.storage import held_folder
 from valkyrie.training.spikes import RefusedSteps
 from valkyrie.training.train_step import StepMetrics
@@ -76,10 +77,12 @@ class Validation:
   """
 
   evaluator: Evaluator
-  trainer: Trainer
+  run: RunState
+  should_stop: Callable[[], bool]
   model_dir: str
   log: TrainingLog
   writer: RunWriter
+  say: Callable[[str], None]
 
   def __call__(self) -> None:
     """Evaluates the state after the last step."""
@@ -88,24 +91,18 @@ class Validation:
       self._evaluate()
 
   def _evaluate(self) -> None:
-    trainer = self.trainer
-    step = self.trainer.step
-    is_last = step == trainer.train_steps
-    plan = trainer.reading.curriculum.phase(step - 1).planner
-    stop = trainer.should_stop
-    with doing(f'evaluating step {step}', trainer.say):
-      found = self.evaluator(trainer.state.evaluated, whole=is_last, plan=plan, stop=stop)
-    trainer.losses[step] = loss = found.get('quick_loss', found['loss'])
-    if loss is not None:
-      if trainer.lowest is None or loss < trainer.lowest.loss:
-        trainer.lowest = Lowest(step, loss)
-      else:
-        trainer.lowest = trainer.lowest._replace(since=trainer.lowest.since + 1)
+    run = self.run
+    step = run.step
+    is_last = step == run.lengths.train_steps
+    plan = run.reading.curriculum.phase(step - 1).planner
+    with doing(f'evaluating step {step}', self.say):
+      found = self.evaluator(run.state.evaluated, whole=is_last, plan=plan, stop=self.should_stop)
+    run.note_loss(found.get('quick_loss', found['loss']))
     self.writer.write_scalars(step, found)
     if jax.process_index() == 0:
       self.writer.draw(step, lambda: self._draw(found))
     split = 'the whole validation split' if is_last else 'validation'
-    trainer.say(f'step {step}, {split}: ' + ', '.join(describe(found)))
+    self.say(f'step {step}, {split}: ' + ', '.join(describe(found)))
 
   def _draw(self, found: Metrics) -> dict[str, np.ndarray]:
     picture = pictures.write_loss_by_position(pathlib.Path(self.model_dir), {'validation': found})
@@ -116,38 +113,42 @@ class Validation:
 class Saver:
   """Saves the state of a run between steps, in the background, after the lines of these steps."""
 
-  trainer: Trainer
+  run: RunState
+  directory: CheckpointDirectory
   log: TrainingLog
-  _saved: float = dataclasses.field(default_factory=time.perf_counter, init=False)
+  say: Callable[[str], None]
+
+  def __post_init__(self):
+    self._saved_at = time.perf_counter()
 
   def __call__(self) -> None:
     """Saves the state after the last step."""
-    trainer = self.trainer
+    run = self.run
     with self.log.untimed():
       self.log.flush()
       began = time.perf_counter()
-      before = self._saved
-      with doing(f'saving step {trainer.step}', trainer.say):
-        trainer.directory.save(trainer.step, trainer.state, trainer.record())
-      self._saved = time.perf_counter()
-    if (waited := self._saved - began) > max(1, 0.1 * (self._saved - before)):
-      trainer.say(
-        f'the run waited {waited:.1f} s of {self._saved - before:.1f} for the save of step '
-        f'{trainer.step}: a larger checkpoint_every saves less often'
+      before = self._saved_at
+      with doing(f'saving step {run.step}', self.say):
+        self.directory.save(run.step, run.state, run.record())
+      self._saved_at = time.perf_counter()
+    if (waited := self._saved_at - began) > max(1, 0.1 * (self._saved_at - before)):
+      self.say(
+        f'the run waited {waited:.1f} s of {self._saved_at - before:.1f} for the save of step '
+        f'{run.step}: a larger checkpoint_every saves less often'
       )
 
   def retry(self) -> None:
     """Saves again after a save that failed; raises if the directory is lost."""
-    if self.trainer.directory.is_due(self.trainer.step):
+    if self.directory.is_due(self.run.step):
       self()
-    self.trainer.directory.check()
+    self.directory.check()
 
   def save_now(self, patiently: bool = True) -> None:
     """Saves the state and waits, unless no step was taken or it is saved already."""
-    trainer = self.trainer
-    if trainer.step > trainer.start:
-      with doing(f'saving step {trainer.step}', trainer.say):
-        trainer.directory.save_now(trainer.step, trainer.state, trainer.record(), patiently)
+    run = self.run
+    if run.step > run.start:
+      with doing(f'saving step {run.step}', self.say):
+        self.directory.save_now(run.step, run.state, run.record(), patiently)
 
   @contextlib.contextmanager
   def saving_on_error(self) -> Iterator[None]:

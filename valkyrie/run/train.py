@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 import contextlib
 import pathlib
 import time
+from typing import NamedTuple
 
 import gin
 import jax
 
 from valkyrie.checkpoint.manager import Checkpoints
-from valkyrie.config import ranges
 from valkyrie.config.computation import computation, may_change_on_resume
 from valkyrie.config.record import bindings
 from valkyrie.data import vocabularies
@@ -26,7 +26,9 @@ from valkyrie.monitoring.waiting import doing
 from valkyrie.monitoring.writers import RunWriter, create_writers
 from valkyrie.run.configuration_files import write_configuration, write_operative_configuration
 from valkyrie.run.evaluator import Evaluator
+from valkyrie.run.lengths import Lengths
 from valkyrie.run.observers import Profile, Refusals, Saver, Validation
+from valkyrie.run.resume import Origin, RunState
 from valkyrie.run.trainer import Trainer, batches
 from valkyrie.sharding import ambient
 from valkyrie.storage import whole_file
@@ -35,6 +37,17 @@ from valkyrie.training.setup import Setup, StepSettings, check_feed, check_mixer
 from valkyrie.training.spikes import RefusedSteps
 from valkyrie.types import TaskFeed
 from valkyrie.weights.initial import InitialWeights
+
+
+class Observers(NamedTuple):
+  """What happens between the steps of a run; `train` makes them."""
+
+  log: TrainingLog
+  hooks: Sequence[Hook]
+  refusals: Refusals
+  validation: Validation
+  saver: Saver
+  profile: Profile
 
 
 @gin.configurable
@@ -46,45 +59,52 @@ from valkyrie.weights.initial import InitialWeights
 def train(
   model_dir: str,
   *,
+  # Parts.
   settings: Callable[[], StepSettings],
   feed: Callable[[], TaskFeed],
+  evaluator: Callable[..., Evaluator],
+  checkpoints: Checkpoints,
+  preemption: Callable[[], Preemption] = Preemption,
+  refused_steps: Callable[..., RefusedSteps] = RefusedSteps,
+  # Lengths.
   train_steps: int,
   log_every: int,
   eval_every: int,
   checkpoint_every: int,
-  evaluator: Callable[..., Evaluator],
-  checkpoints: Checkpoints,
-  initial_weights: str | None = None,
   patience: int | None = None,
-  profile_steps: tuple[int, int] | None = None,
+  # Origin.
+  initial_weights: str | None = None,
+  allow_changed: Sequence[str] = (),
+  # Reports.
   hooks: Sequence[Hook] = (),
   trackers: Sequence[Tracker] = (),
-  preemption: Callable[[], Preemption] = Preemption,
-  refused_steps: Callable[..., RefusedSteps] = RefusedSteps,
-  allow_changed: Sequence[str] = (),
+  profile_steps: tuple[int, int] | None = None,
   quiet: bool = False,
 ) -> None:
   """Trains until `train_steps` steps are done, from the newest checkpoint in model_dir if any.
 
   Args:
     model_dir: the directory of the run; docs/operations.md lists its files.
+    settings, feed, evaluator, preemption, refused_steps: the classes of the parts.
+    checkpoints: which steps are kept.
     train_steps: optimizer steps in all, those before a resume included.
     log_every, eval_every, checkpoint_every: steps between these; the last step does all three.
-    initial_weights: the source of the first weights, see `InitialWeights`; None initializes them.
     patience: evaluations without a lower validation loss after which the run ends; None for none.
-    profile_steps: the first and the last step to profile, into model_dir/profile.
+    initial_weights: the source of the first weights, see `InitialWeights`; None initializes them.
+    allow_changed: which differences from the run that saved to accept, see --allow_changed.
     hooks: called after every step, besides the run's own; their numbers are logged.
     trackers: receive the numbers that are logged.
-    allow_changed: of compatibility.KINDS, the accepted differences to the run that saved.
+    profile_steps: the first and the last step to profile, into model_dir/profile.
     quiet: print only errors. All lines go to model_dir/log.txt, too.
 
   Raises:
-    ValkyrieError: of the kind that names the misfit, such as too little memory.
+    ValkyrieError: a subclass says what does not fit, for example too little memory.
     Preempted: the process was asked to stop, and has saved.
   """
   began = time.perf_counter()
-  ranges.check('train', train_steps=train_steps, log_every=log_every, patience=patience)
-  ranges.check('train', eval_every=eval_every, checkpoint_every=checkpoint_every)
+  lengths = Lengths(train_steps, log_every, eval_every, checkpoint_every, patience)
+  weights = None if initial_weights is None else InitialWeights(initial_weights)
+  origin = Origin(weights, allow_changed)
   progress = Progress(train_steps, quiet=quiet)
   profile = Profile(model_dir, profile_steps, progress.say)
   with contextlib.ExitStack() as stack:
@@ -106,7 +126,6 @@ def train(
     stack.enter_context(ambient.within(kernels=agreed))
     tokens = feed()
     check_feed(setup.model, tokens, setup.settings.batch_size)
-    weights = None if initial_weights is None else InitialWeights(initial_weights)
     if weights and directory.latest_step() is None:  # a resumed run no longer needs them
       weights.check_source()
     evaluate = evaluator(setup.language_model, setup.partitioner, terms=evaluations(setup.terms))
@@ -114,27 +133,24 @@ def train(
 
     # State: initial, or of the newest checkpoint.
     with doing('making or restoring the state', progress.say):
-      trainer = Trainer(
-        setup, tokens, directory, stop, train_steps, patience, allow_changed, weights, progress.say
-      )
-    budget = refused_steps(
-      int(trainer.state.skipped), lambda step: trainer.reading.describe(step - 1)
-    )
+      run = RunState.restore(setup, tokens, lengths, directory, origin, progress.say)
+    trainer = Trainer(run, directory, origin, stop, progress.say)
+    budget = refused_steps(int(run.state.skipped), lambda step: run.reading.describe(step - 1))
     directory.make_room()
     evaluate.record_data(model_dir, 'eval', may_differ=True)
-    progress.say(*memory.lines(' with the state'), trainer.reading.plan(train_steps))
+    progress.say(*memory.lines(' with the state'), run.reading.plan(train_steps))
     with doing('evaluating the first weights', progress.say):
       trainer.check_weights(evaluate)
     if jax.process_index() == 0:
       _write_description(pathlib.Path(model_dir), setup, tokens.vocabulary)
-    if done := trainer.done():
+    if done := run.done():
       progress.say(f'nothing to do: {done}')
       return
 
     # Writers. They import their packages in threads while the steps are compiled.
-    tracking = Tracking(trackers, model_dir, trainer.start, progress.say)
+    tracking = Tracking(trackers, model_dir, run.step, progress.say)
     stack.callback(tracking.close)
-    shared = {'begin': trainer.start + 1, 'say': progress.say}
+    shared = {'begin': run.step + 1, 'say': progress.say}
     eval_writer = stack.enter_context(
       create_writers(model_dir, name='eval', also=[tracking.stream('eval')], **shared)
     )
@@ -143,56 +159,69 @@ def train(
     )
 
     # Steps. Every shape is compiled before the first step is taken.
-    stack.enter_context(memory.explained(lambda: trainer.needs))
+    stack.enter_context(memory.explained(lambda: trainer.step_memory))
     trainer.compile()
 
     # Observers.
-    _write_settings(writer, trainer.start)
+    _write_settings(writer, run.step)
     refusals = stack.enter_context(Refusals(model_dir, budget, progress.say))
     log = TrainingLog(
-      writer, setup, trainer.reading, every=log_every, total_steps=train_steps, check=refusals,
+      writer, setup, run.reading, every=log_every, total_steps=train_steps, check=refusals,
       began=began, say=progress.say,
     )  # fmt: skip
-    validation = Validation(evaluate, trainer, model_dir, log, eval_writer)
-    saver = Saver(trainer, log)
-
-    # Loop. A step is dispatched while the one before it runs, and the metrics of the older one are
-    # read then: at most two steps are in flight, and no device waits for the host.
+    validation = Validation(
+      evaluate, run, trainer.should_stop, model_dir, log, eval_writer, progress.say
+    )
+    saver = Saver(run, directory, log, progress.say)
     stop.ready(directory.describe_newest)
     progress.say(
       'handlers ready: SIGTERM, SIGINT, SIGHUP or SIGQUIT now saves, and ends with exit code 75'
     )
-    log.clock(runs=True)
-    with saver.saving_on_error():
-      for batch in batches(trainer.reading, setup, range(trainer.step, train_steps)):
-        done = trainer.done()
-        if done or trainer.should_stop():
-          break
-        with profile.step(trainer.step + 1, log.untimed):
-          metrics = trainer.take_step(batch)
-          log(trainer.step, metrics)
-        if setup.loss_spikes.action == 'rewind' and bool(metrics.spiked):
-          with log.untimed():
-            refusals.rewound(trainer.step, trainer.rewind(checkpoint_every))
-        if trainer.step == trainer.start + 2:  # whose dispatch the first one's end has followed
-          progress.say(*memory.lines(' after the first step'))
-        log.call_hooks(hooks, trainer.step, trainer.state, metrics)
-        for every, act in ((eval_every, validation), (checkpoint_every, saver)):
-          if trainer.step % every == 0 or trainer.step == train_steps:
-            act()
-        saver.retry()
-      log.flush()
+
+    _take_steps(trainer, Observers(log, hooks, refusals, validation, saver, profile))
     progress.close()
     progress.say(*memory.lines(' at the end'))
     saver.save_now()
-    done = trainer.done()
+    done = run.done()
     if not done:
       raise Preempted(
-        f'stopped after step {trainer.step} of {train_steps}; the newest checkpoint is '
+        f'stopped after step {run.step} of {train_steps}; the newest checkpoint is '
         f'{directory.describe_newest()}. Run the same command again to continue.'
       )
-    if trainer.step < train_steps:
+    if run.step < train_steps:
       progress.say(done)
+
+
+def _take_steps(trainer: Trainer, observers: Observers) -> None:
+  """Takes the steps that are left, until the run is done or is to stop.
+
+  A step is dispatched while the one before it runs, and the metrics of the older one are read then:
+  at most two steps are in flight, and no device waits for the host.
+  """
+  run = trainer.run
+  setup = run.setup
+  lengths = run.lengths
+  log, hooks, refusals, validation, saver, profile = observers
+  log.clock(runs=True)
+  with saver.saving_on_error():
+    for batch in batches(run.reading, setup, range(run.step, lengths.train_steps)):
+      if run.done() or trainer.should_stop():
+        break
+      with profile.step(run.step + 1, log.untimed):
+        metrics = trainer.take_step(batch)
+        log(run.step, metrics)
+      if setup.loss_spikes.action == 'rewind' and bool(metrics.spiked):
+        with log.untimed():
+          refusals.rewound(run.step, trainer.rewind())
+      if run.step == run.start + 2:  # by now the first step has ended
+        trainer.say(*memory.lines(' after the first step'))
+      log.call_hooks(hooks, run.step, run.state, metrics)
+      if lengths.is_due(lengths.eval_every, run.step):
+        validation()
+      if lengths.is_due(lengths.checkpoint_every, run.step):
+        saver()
+      saver.retry()
+    log.flush()
 
 
 def _write_settings(writer: RunWriter, step: int) -> None:

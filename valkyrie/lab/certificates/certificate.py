@@ -11,10 +11,10 @@ import jax
 from jax.sharding import Mesh, SingleDeviceSharding
 import numpy as np
 
-from valkyrie.checkpoint.compatibility import version
 from valkyrie.distributed import compilation_cache
 from valkyrie.lab.certificates import collectives, hlo, topologies, work
 from valkyrie.monitoring import chips
+from valkyrie.packages import version
 from valkyrie.training.curriculum import Phase
 from valkyrie.training.setup import Setup
 

@@ -5,8 +5,10 @@ from typing import NamedTuple
 
 import pytest
 
-from valkyrie.checkpoint import compatibility
+from valkyrie import packages
+from valkyrie.command_line import KINDS
 from valkyrie.errors import ConfigurationError, StorageError
+from valkyrie.run import resume
 
 
 def record(**changes):
@@ -20,13 +22,13 @@ def record(**changes):
 
 def test_equal_records_have_no_difference():
   saved = {**record(), 'configuration': {'S5.hippo_blocks': 2, 'Block.mixers': ['@S5']}}
-  assert compatibility.check({**saved, 'validation_loss': 1.5}, record(), (), 'here') == []
+  assert resume.check({**saved, 'validation_loss': 1.5}, record(), (), 'here') == []
 
 
 def test_differences_are_refused_by_name_and_allowed_ones_are_returned():
   now = record(rows=128, versions={'jax': '3'}, configuration={'S5.hippo_blocks': 4})
   with pytest.raises(ConfigurationError) as refusal:
-    compatibility.check(record(), now, ('versions',), 'runs/a/checkpoints/5')
+    resume.check(record(), now, ('versions',), 'runs/a/checkpoints/5')
   message = str(refusal.value)
   assert 'runs/a/checkpoints/5 was saved by a run that differs' in message
   assert "configuration: Block.mixers was ('@S5',), is not set" in message
@@ -34,7 +36,7 @@ def test_differences_are_refused_by_name_and_allowed_ones_are_returned():
   assert 'rows: was 64, is 128' in message
   assert 'versions:' not in message
   assert '--allow_changed=configuration,rows,versions.' in message
-  assert compatibility.check(record(), now, compatibility.KINDS, 'here')[-2:] == [
+  assert resume.check(record(), now, KINDS, 'here')[-2:] == [
     "versions: jax was '1', is '3'",
     "versions: numpy was '2', is not set",
   ]
@@ -44,9 +46,9 @@ def test_the_advice_is_one_that_helps():
   """What is allowed already stays allowed; nothing is offered where it cannot help."""
   now = record(versions={'jax': '0'}, rows=99)
   with pytest.raises(ConfigurationError, match=r'--allow_changed=configuration,rows,versions\.'):
-    compatibility.check(record(), now, ('versions',), 'here')
+    resume.check(record(), now, ('versions',), 'here')
   with pytest.raises(ConfigurationError) as refusal:
-    compatibility.check(record(), now, (), 'here', lambda: 'it has other arrays')
+    resume.check(record(), now, (), 'here', lambda: 'it has other arrays')
   assert 'It cannot continue: it has other arrays' in str(refusal.value)
   assert 'allow_changed' not in str(refusal.value)
 
@@ -55,23 +57,23 @@ def test_a_binding_of_the_default_is_as_none():
   importlib.import_module('valkyrie.data.feed')
   bare = record(configuration={})
   bound = record(configuration={'TaskFeed.reset_at': 'document', 'TaskFeed.learn_eos': False})
-  assert compatibility.check(bare, bound, (), 'here') == []
-  assert compatibility.check(bound, bare, (), 'here') == []
+  assert resume.check(bare, bound, (), 'here') == []
+  assert resume.check(bound, bare, (), 'here') == []
   # In a scope the binding without one counts; what has no default, or is unknown, always does.
   for name in ('validation/TaskFeed.reset_at', 'TaskFeed.task', 'Gone.reset_at'):
     with pytest.raises(ConfigurationError, match=f"{name} was not set, is 'document'"):
-      compatibility.check(bare, record(configuration={name: 'document'}), (), 'here')
+      resume.check(bare, record(configuration={name: 'document'}), (), 'here')
 
 
 def test_a_record_without_a_kind_differs():
   with pytest.raises(ConfigurationError, match='rows: was None, is 64'):
-    compatibility.check({}, record(), (), 'here')
+    resume.check({}, record(), (), 'here')
 
 
 def test_the_versions_are_those_of_this_process():
   import jax  # noqa: PLC0415
 
-  assert compatibility.versions()['jax'] == jax.__version__
+  assert packages.versions()['jax'] == jax.__version__
 
 
 GOOD = {
@@ -84,8 +86,8 @@ GOOD = {
 
 
 def test_the_form_of_a_record():
-  compatibility.check_form(GOOD, 'runs/a/checkpoints/5')
-  compatibility.check_form({**GOOD, 'lowest': None}, 'runs/a/checkpoints/5')
+  resume.check_form(GOOD, 'runs/a/checkpoints/5')
+  resume.check_form({**GOOD, 'lowest': None}, 'runs/a/checkpoints/5')
 
 
 @pytest.mark.parametrize(
@@ -99,9 +101,9 @@ def test_the_form_of_a_record():
 )  # fmt: skip
 def test_a_record_of_another_form_is_a_storage_error(change):
   with pytest.raises(StorageError, match=r'checkpoints/5/record\.json is not the record of a run'):
-    compatibility.check_form({**GOOD, **change}, 'runs/a/checkpoints/5')
+    resume.check_form({**GOOD, **change}, 'runs/a/checkpoints/5')
   with pytest.raises(StorageError):
-    compatibility.check_form([GOOD], 'here')
+    resume.check_form([GOOD], 'here')
 
 
 class State(NamedTuple):
@@ -118,26 +120,24 @@ def test_an_obstacle_is_a_reading_that_ends_or_another_array():
     raise ConfigurationError('there is nothing left to read')
 
   compared = []
-  assert compatibility.obstacle(GOOD, 2, State(), differences, refuse) == (
-    'there is nothing left to read'
-  )
+  assert resume.obstacle(GOOD, 2, State(), differences, refuse) == ('there is nothing left to read')
   assert not compared
   for rows in (2, 3):
-    said = compatibility.obstacle(GOOD, rows, State(), differences, lambda: None)
+    said = resume.obstacle(GOOD, rows, State(), differences, lambda: None)
     assert said == (
       'the state of this run has other arrays. params/w: float32[3] there, float32[4] here.'
     )
   assert compared == [(State(), False), ({'params': 'params'}, True)]
-  assert compatibility.obstacle(GOOD, 2, State(), lambda _: [], lambda: None) == ''
+  assert resume.obstacle(GOOD, 2, State(), lambda _: [], lambda: None) == ''
 
 
 def test_another_learning_rate_is_said_with_what_keeps_it():
   saved = {'rate': 1e-3, 'ends': 10}
-  assert compatibility.other_rate(None, saved, 5) is None
-  assert compatibility.other_rate(saved, {'rate': 1.000001e-3, 'ends': 20}, 5) is None
+  assert resume.other_rate(None, saved, 5) is None
+  assert resume.other_rate(saved, {'rate': 1.000001e-3, 'ends': 20}, 5) is None
   line = 'the learning rate of step 6 is 0.002, where the run that saved had 0.001'
-  assert compatibility.other_rate(saved, {'rate': 2e-3, 'ends': 10}, 5) == line
-  assert compatibility.other_rate(saved, {'rate': 2e-3, 'ends': 20}, 5) == (
+  assert resume.other_rate(saved, {'rate': 2e-3, 'ends': 10}, 5) == line
+  assert resume.other_rate(saved, {'rate': 2e-3, 'ends': 20}, 5) == (
     f'{line}: its schedule ended at step 10, and now ends at 20. To keep it, add '
     '--gin.Optimizer.train_steps=10'
   )
