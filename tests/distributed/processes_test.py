@@ -13,8 +13,8 @@ import subprocess
 import sys
 
 import jax
+import layouts
 import numpy as np
-import partitioner_test as layouts
 import pytest
 import tiny_run
 
@@ -103,7 +103,7 @@ def start(folder, count, *arguments, acts='0 0 none', command=(sys.executable,),
   """Starts the processes of a run, with 8 devices together."""
   address = free_address()
   tests = ROOT / 'tests'
-  folders = (ROOT, ROOT / 'docs' / 'examples', tests / 'support', tests / 'sharding', folder)
+  folders = (ROOT, ROOT / 'docs' / 'examples', tests / 'support', folder)
   return [
     subprocess.Popen(
       [*command, *arguments, *([f'--coordinator={address}', f'--process={process}',

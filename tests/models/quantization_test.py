@@ -7,10 +7,10 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 from jaxprs import equations
+from layouts import assert_equal, gradients, layout_of, of_step
 import ml_dtypes
 import numpy as np
 import optax
-from partitioner_test import assert_equal, gradients, layout_of, of_step
 import pytest
 import tiny
 

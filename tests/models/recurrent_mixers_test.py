@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 import numpy as np
 import pytest
-from sequence_parallel_test import CHUNKS, ROWS, stream
+from streams import CHUNKS, ROWS, stream
 
 from valkyrie.models.recurrence.gated import GatedRecurrence
 from valkyrie.models.recurrence.gated_delta import GatedDeltaNet

@@ -73,6 +73,19 @@ def test_modules_import_in_one_direction():
   graphlib.TopologicalSorter(imports).prepare()  # raises a CycleError that names the modules
 
 
+def test_tests_of_two_rooms_share_only_what_is_in_support():
+  tests = {file.stem: file for file in (ROOT / 'tests').rglob('*_test.py')}
+  for file in (ROOT / 'tests').rglob('*.py'):
+    for node in ast.walk(ast.parse(file.read_text())):
+      names = []
+      if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+      if isinstance(node, ast.ImportFrom):
+        names = [node.module]
+      for name in names:
+        assert name not in tests or tests[name].parent == file.parent, f'{file} imports {name}'
+
+
 def test_the_spine_imports_no_wing():
   page = (ROOT / 'docs' / 'design.md').read_text().partition('## Contracts')[0]
   wings = {*re.findall(r'^\| \d \| `([\w/]+)[/.]', page.partition('The wings,')[2], re.M)}

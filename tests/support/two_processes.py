@@ -11,8 +11,8 @@ import sys
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
+import layouts
 import numpy as np
-import partitioner_test as layouts
 import tiny
 
 from valkyrie.distributed import processes
