@@ -1,4 +1,6 @@
-"""A step over many devices under `shard_map`; each device computes with all weights.
+"""The rows of a step, over many devices and in groups one after the other.
+
+`shard_map_step` computes on every device with all weights, under `shard_map`:
 
     weights                 gathered once a step, cast parameters in the compute dtype
     rows, time              each device reads its own rows, and its own piece of every chunk
@@ -9,6 +11,8 @@ No message inside a loop is as large as a parameter. XLA's partitioner would red
 the same step once for each layer and chunk (`Partitioner.manual` chooses). With
 `Partitioner.gather_layers` the weights of layers stay split, and so do their gradients: each layer
 gathers and scatters its own, once for each chunk and pass (see `layer_weights`).
+
+`in_micro_batches` splits the rows of a device that do not fit into memory at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +28,7 @@ from jax.sharding import PartitionSpec
 from valkyrie.models.model import Model
 from valkyrie.sharding import ambient, messages, sequence_parallel
 from valkyrie.sharding.partitioner import Partitioner, as_tuple, current_partitioner
-from valkyrie.training.tbptt import Learns, learned_and_frozen
+from valkyrie.training.tbptt import Learns, learned_and_frozen, zero_gradients
 from valkyrie.types import Array, Batch, Carry, Params
 
 # The computation of one device, with all weights and its part of the other arguments, which are
@@ -95,6 +99,67 @@ def shard_map_step(
     in_specs=(held, carries, batches, PartitionSpec()),
     out_specs=(learned, carries, PartitionSpec()),
   )(gather_params(model, params), carry, batch, rng)
+
+
+def in_micro_batches(
+  compute: Compute,
+  model: Model,
+  count: int,
+  learns: Learns,
+  params: Params,
+  carry: Carry,
+  batch: Batch,
+  total: Array,
+  rng: Array | None,
+  *,
+  chunk_size: int,
+) -> tuple[Params, Carry, Any]:
+  """`compute` over `count` groups of rows; gradients and sums are added up.
+
+  Every group divides its loss by the weight of the whole step, so the gradient is the same as for
+  all rows at once, from less memory. Dropout draws other numbers than without groups.
+
+  Args:
+    compute: see `Compute`.
+    learns: the parameters whose gradients it returns.
+    params, carry, batch, total, rng, chunk_size: its arguments, of all rows.
+
+  Returns:
+    The result of `compute` for all rows.
+  """
+  if count == 1:
+    return compute(params, carry, batch, total, rng, chunk_size=chunk_size)
+  batch_axes = jax.tree.map(
+    lambda axes: axes.index('batch'),
+    model.carry_axes(carry),
+    is_leaf=lambda axes: isinstance(axes, tuple) and 'batch' in axes,
+  )
+
+  def split(x, axis):
+    # [..., B, ...] -> [count, ..., B / count, ...]. Group m has the rows m, m + count, ...: with
+    # rows over devices, each device keeps its own.
+    parts = x.reshape(*x.shape[:axis], x.shape[axis] // count, count, *x.shape[axis + 1 :])
+    return jnp.moveaxis(parts, axis + 1, 0)
+
+  def join(parts, axis):
+    x = jnp.moveaxis(parts, 0, axis + 1)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+  def add_group(gradient, group):
+    number, carry, batch = group
+    key = None if rng is None else jax.random.fold_in(rng, number)
+    more, carry, sums = compute(params, carry, batch, total, key, chunk_size=chunk_size)
+    return jax.tree.map(jnp.add, gradient, more), (carry, sums)
+
+  groups = (
+    jnp.arange(count),
+    jax.tree.map(split, carry, batch_axes),
+    jax.tree.map(lambda leaf: split(leaf, 0), batch),
+  )
+  learning, _ = learned_and_frozen(params, learns)
+  gradient, (carries, sums) = lax.scan(add_group, zero_gradients(learning), groups)
+  carry = jax.tree.map(join, carries, batch_axes)
+  return gradient, carry, jax.tree.map(lambda parts: jnp.sum(parts, axis=0), sums)
 
 
 def gather_params(model: Model, params: Params) -> Params:

@@ -19,9 +19,8 @@ from valkyrie.models.model import Model
 from valkyrie.models.parts import sums_of_parts
 from valkyrie.training import rounding, tbptt
 from valkyrie.training.curriculum import Curriculum, Phase
-from valkyrie.training.data_parallel import shard_map_step
+from valkyrie.training.data_parallel import in_micro_batches, shard_map_step
 from valkyrie.training.gradient_term import gradient_term
-from valkyrie.training.micro_batches import in_micro_batches
 from valkyrie.training.objective import PREDICTION, Sums, Terms
 from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.spikes import LossSpikes, RecentLosses, detect
