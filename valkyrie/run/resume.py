@@ -118,11 +118,13 @@ class RunState:
     changes = check(found, expected, origin.allow_changed, place, why_not)
     say_changes(changes, say)
     reading = read_on()
-    if change := reading.change(step):
-      say(change)
+    other_tokens = reading.change(step)
+    if other_tokens:
+      say(other_tokens)
     say(f'resuming after step {step} from {directory.directory}')
-    if change := other_rate(found.get('schedule'), setup.schedule(step), step):
-      say(change)
+    rate = other_rate(found.get('schedule'), setup.schedule(step), step)
+    if rate:
+      say(rate)
     state = _restored_state(setup, directory, found['rows'])
     run = cls(setup, feed, lengths, state, step, reading)
     if found.get('lowest'):

@@ -1,6 +1,6 @@
 """A training run in progress: its compiled steps, and their batches."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import time
 from typing import Any
@@ -64,31 +64,11 @@ class Trainer:
     Raises a ConfigurationError if the programs differ between processes, or from the checkpoint's.
     """
     phases = self.setup.curriculum.forms_from(self.run.step)
-    about = self.setup.model.about
-    compiled: dict[tuple, jax.stages.Compiled] = {}
     devices = self.setup.partitioner.mesh.devices.flatten().tolist()
+    compiled: dict[tuple, jax.stages.Compiled] = {}
     for phase in phases:
       if phase.shape not in compiled:
-        heartbeat.beat(stage='compile')
-        self.say(
-          f'compiling a step of {_shape_text(phase)}; {about.compute_dtype}, remat_policy '
-          f'{about.remat_policy}, planner {phase.planner and about.plan_interval is not None}, '
-          f'learning rate x {phase.learning_rate_scale:g}'
-        )
-        began = time.perf_counter()
-        with doing('compiling a step', self.say):
-          lowered = self.setup.trace(phase).lower()
-          traced = time.perf_counter()
-          compiled[phase.shape], before = compilation_cache.compiled(lowered, devices)
-        seconds = time.perf_counter() - traced
-        times = f'{traced - began:.1f} s, compiled in {seconds:.1f} s'
-        if before is not None:
-          times += f': read from a file, {before - seconds:.1f} s saved'
-        takes = memory.of_program(compiled[phase.shape])
-        self.say(f'traced in {times}; {takes}')
-        self.step_memory = f'a step of {_shape_text(phase)} takes {takes}'
-        if warning := memory.shortage(compiled[phase.shape]):
-          self.say(warning)
+        compiled[phase.shape] = self._compiled(phase, devices)
     compilation_cache.seal()
     hunt_nan = self.setup.settings.hunt_nan
     train_steps = self.run.lengths.train_steps
@@ -98,9 +78,36 @@ class Trainer:
     self.run.programs = consistency.fingerprints(programs)
     self._compare_programs(is_autotuned=consistency.is_autotuned(devices))
     self._steps = dict(compiled)
-    for phase in phases if hunt_nan else ():
-      step = self.setup.train_step(phase, remat=False)
-      self._steps[phase.shape] = hunting(compiled[phase.shape], step)
+    if hunt_nan:
+      for phase in phases:
+        step = self.setup.train_step(phase, remat=False)
+        self._steps[phase.shape] = hunting(compiled[phase.shape], step)
+
+  def _compiled(self, phase: Phase, devices: Sequence[Any]) -> jax.stages.Compiled:
+    """Compiles the step of a phase, and says how long that takes and how much memory the step."""
+    heartbeat.beat(stage='compile')
+    about = self.setup.model.about
+    plans = phase.planner and about.plan_interval is not None
+    self.say(
+      f'compiling a step of {_shape_text(phase)}; {about.compute_dtype}, remat_policy '
+      f'{about.remat_policy}, planner {plans}, learning rate x {phase.learning_rate_scale:g}'
+    )
+    began = time.perf_counter()
+    with doing('compiling a step', self.say):
+      lowered = self.setup.trace(phase).lower()
+      traced = time.perf_counter()
+      compiled, before = compilation_cache.compiled(lowered, devices)
+    seconds = time.perf_counter() - traced
+    times = f'{traced - began:.1f} s, compiled in {seconds:.1f} s'
+    if before is not None:
+      times += f': read from a file, {before - seconds:.1f} s saved'
+    step_memory = memory.of_program(compiled)
+    self.say(f'traced in {times}; {step_memory}')
+    self.step_memory = f'a step of {_shape_text(phase)} takes {step_memory}'
+    shortage = memory.shortage(compiled)
+    if shortage:
+      self.say(shortage)
+    return compiled
 
   def _compare_programs(self, is_autotuned: bool) -> None:
     """Compares the programs with the checkpoint's; the tuned ones of a GPU may be others."""
@@ -140,7 +147,9 @@ class Trainer:
       leaf.delete()  # memory does not hold it twice
     every = self.run.lengths.checkpoint_every
     due = (self.run.step - 1) // every * every
-    found = self.directory.nearest_valid(due) if due else None
+    found = None
+    if due:
+      found = self.directory.nearest_valid(due)
     if found is None:
       state, _ = resume.first_state(self.setup, self.run.feed, self.origin.weights, self.say)
       fields = _rewound(state)
