@@ -1,7 +1,8 @@
-"""The comparison of a checkpoint's record with that of the resuming run."""
+"""The record of a run, its comparison with that of the resuming run, and the end of a run."""
 
 import importlib
-from typing import NamedTuple
+import types
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -9,6 +10,7 @@ from valkyrie import packages
 from valkyrie.command_line import KINDS
 from valkyrie.errors import ConfigurationError, StorageError
 from valkyrie.run import resume
+from valkyrie.run.lengths import Lengths
 
 
 def record(**changes):
@@ -68,6 +70,35 @@ def test_a_binding_of_the_default_is_as_none():
 def test_a_record_without_a_kind_differs():
   with pytest.raises(ConfigurationError, match='rows: was None, is 64'):
     resume.check({}, record(), (), 'here')
+
+
+def test_every_kind_of_difference_is_a_fact_of_a_record():
+  mesh = types.SimpleNamespace(shape={'data': 8})
+  setup = types.SimpleNamespace(
+    settings=types.SimpleNamespace(batch_size=2), partitioner=types.SimpleNamespace(mesh=mesh)
+  )
+  vocabulary = types.SimpleNamespace(fingerprint='bytes')
+  feed = types.SimpleNamespace(fingerprint='store', vocabulary=vocabulary)
+  assert tuple(resume.facts(setup, feed, {})) == KINDS
+
+
+def test_a_run_ends_after_its_steps_or_its_patience():
+  lengths = Lengths(train_steps=9, log_every=1, eval_every=2, checkpoint_every=4, patience=2)
+  none: Any = None
+  run = resume.RunState(none, none, lengths, none, 0, none)
+  for step, loss in ((2, 1.0), (4, 1.5), (6, None)):
+    run.step = step
+    run.note_loss(loss)
+    assert run.done() is None
+  assert run.lowest == (2, 1.0, 1)
+  run.step = 8
+  run.note_loss(1.0)
+  assert 'stopped early: 2 evaluations' in str(run.done())
+  run.note_loss(0.5)
+  assert run.lowest == (8, 0.5, 0) and run.done() is None
+  run.step = 9
+  assert run.done() == 'train_steps=9 are done'
+  assert [step for step in range(1, 10) if lengths.is_due(4, step)] == [4, 8, 9]
 
 
 def test_the_versions_are_those_of_this_process():
