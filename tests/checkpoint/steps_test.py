@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from valkyrie.checkpoint import failed_saves, manager, steps
+from valkyrie.checkpoint import failed_saves, manager, manifest, steps
 from valkyrie.checkpoint.manager import Checkpoints, open_to_read
 from valkyrie.errors import StorageError
 from valkyrie.storage import owned
@@ -343,14 +343,14 @@ def test_a_damaged_step_on_another_disk_is_set_aside_there(run, tmp_path, monkey
 
 @pytest.mark.parametrize('open_run', [open_to_read, Checkpoints().open])
 def test_a_step_that_cannot_be_read_is_named_with_its_file(run, monkeypatch, open_run):
-  digest = steps.hashlib.file_digest
+  digest = manifest.hashlib.file_digest
 
   def broken(file, algorithm):
     if file.name.endswith('3/record.json'):
       raise OSError(errno.EIO, os.strerror(errno.EIO))  # as a read does, without a name
     return digest(file, algorithm)
 
-  monkeypatch.setattr(steps.hashlib, 'file_digest', broken)
+  monkeypatch.setattr(manifest.hashlib, 'file_digest', broken)
   place = run / 'checkpoints'
   with pytest.raises(StorageError) as refusal:
     open_run(run)
