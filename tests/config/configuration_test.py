@@ -1,6 +1,7 @@
 """Messages for every mistake in a configuration, and the files of a correct one."""
 
 import json
+import os
 import pathlib
 import re
 import textwrap
@@ -281,6 +282,30 @@ def test_a_missing_file_is_reported_with_the_searched_folders(folder):
   assert message.startswith("--gin_file=tinny.gin: there is no file 'tinny.gin'")
   assert str(folder / 'shelf') in message
   assert 'Did you mean tiny.gin?' in message
+
+
+@pytest.mark.parametrize(
+  ('kind', 'said'),
+  [
+    ('pipe', 'a pipe'),
+    ('folder', 'a folder'),
+    ('immense', 'expected at most'),
+    ('link', 'No such file'),
+  ],
+)
+def test_what_is_not_a_gin_file_is_refused(folder, kind, said):
+  path = folder / 'a.gin'
+  if kind == 'pipe':
+    os.mkfifo(path)
+  elif kind == 'folder':
+    path.mkdir()
+  elif kind == 'link':
+    path.symlink_to('missing')
+  else:
+    with path.open('wb') as file:
+      file.truncate(20 * 2**30)  # sparse
+  with pytest.raises(ConfigurationError, match='a.gin cannot be read: .*' + said):
+    load_gin(['a.gin'])
 
 
 def test_includes_are_found_in_search_paths():

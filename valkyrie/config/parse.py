@@ -7,6 +7,7 @@ explained. Nothing is imported, registered or bound.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
+import os
 import pathlib
 import shlex
 import tokenize
@@ -17,7 +18,7 @@ from gin import config_parser
 from valkyrie import foreign
 from valkyrie.config import paths
 from valkyrie.config.suggest import did_you_mean, explain, unclosed
-from valkyrie.errors import ConfigurationError, with_home
+from valkyrie.errors import ConfigurationError, reason_of, with_home
 
 WRITTEN_BY = 'valkyrie'  # in config.json: identifies the folder of a run
 RECORDED = '# All bindings of a run that were in force.\n'  # the first line of config.gin
@@ -247,11 +248,13 @@ def _text(path: pathlib.Path) -> str:
         'another run with it, read the file and copy it to another folder.'
       )
   try:
-    return foreign.content(path).decode('utf-8-sig')
-  except OSError as error:
+    content = foreign.content(path)
+  except (OSError, ValueError) as error:
     raise ConfigurationError(
-      f'{path} cannot be read: {error.strerror}. Name a gin file that this user may read.'
+      f'{path} cannot be read: {reason_of(error)}. Name a gin file that this user may read.'
     ) from error
+  try:
+    return content.decode('utf-8-sig')
   except UnicodeDecodeError as error:
     line = error.object.count(b'\n', 0, error.start) + 1
     byte = error.object[error.start]
@@ -273,8 +276,9 @@ def _find(name: str, where: str, search_paths: Sequence[str]) -> pathlib.Path:
   named = [pathlib.Path(with_home(path)) for path in search_paths]
   folders = [pathlib.Path(), *named, paths.GIN.parent]
   candidates = [folder / with_home(name) for folder in folders]
-  for path in candidates:
-    if path.is_file():
+  # A pipe, a folder or a broken link is refused as such when it is read.
+  for is_there in (os.path.isfile, os.path.lexists):
+    for path in filter(is_there, candidates):
       return path
   named_folder = pathlib.Path(name).parent
   known = []
