@@ -215,41 +215,39 @@ def folder(inputs):
 
 @pytest.mark.parametrize('page', [page for page, blocks in BLOCKS.items() if blocks])
 def test_examples(page, folder, cache):
+  blocks = [*BLOCKS[page], *_cells(page)]
+  for language, file, block in BLOCKS[page]:
+    if language == 'python' and not file:
+      last = ast.parse(block).body[-1]
+      assert isinstance(last, ast.Assert) or ast.unparse(last).startswith('check_')
   environment = {
     **os.environ,
     'PATH': os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ['PATH']]),
     'PYTHONPATH': os.pathsep.join([str(ROOT), str(folder)]),
     'VALKYRIE_CACHE': str(cache),
   }
-  for language, file, block in BLOCKS[page]:
-    if file:
-      (folder / file).parent.mkdir(exist_ok=True)
-      (folder / file).write_text(block)
-      continue
-    command = ['bash', '-eu', '-c', block]
-    if language == 'python':
-      last = ast.parse(block).body[-1]
-      assert isinstance(last, ast.Assert) or ast.unparse(last).startswith('check_')
-      command = [sys.executable, '-c', block]
-    done = subprocess.run(
-      command, cwd=folder, env=environment, check=False, capture_output=True, text=True
-    )
-    assert done.returncode == 0, block + done.stderr
-  notebook = ROOT / 'docs' / f'{page}.ipynb'
-  if notebook.exists():  # in the folder in which the page has trained
-    cells = [
-      cell for cell in json.loads(notebook.read_text())['cells'] if cell['cell_type'] == 'code'
-    ]
-    done = subprocess.run(
-      [sys.executable, '-c', '\n'.join(''.join(cell['source']) for cell in cells)],
-      cwd=folder,
-      env=environment,
-      check=False,
-      capture_output=True,
-      text=True,
-    )
-    assert done.returncode == 0, done.stderr
+  done = subprocess.run(
+    [sys.executable, ROOT / 'tests' / 'support' / 'page_process.py'],
+    input=json.dumps(blocks),
+    cwd=folder,
+    env=environment,
+    check=False,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
+  if _cells(page):
     assert 'bits' in done.stdout and 'layer 5' in done.stdout
+
+
+def _cells(page):
+  """The cells of the notebook of a page, which runs in the folder in which the page has trained."""
+  notebook = ROOT / 'docs' / f'{page}.ipynb'
+  if not notebook.exists():
+    return []
+  cells = json.loads(notebook.read_text())['cells']
+  code = [''.join(cell['source']) for cell in cells if cell['cell_type'] == 'code']
+  return [('python', '', '\n'.join(code))]
 
 
 def _write_conversations(folder):
