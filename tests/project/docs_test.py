@@ -54,7 +54,7 @@ S5.state_size = 16
 S5.hippo_blocks = 2
 """
 RECURRENT = HYBRID.replace('layers = 6', 'layers = 2').replace(', @local/Block', ',')
-HYBRID_PAGES = 'export', 'finetune'
+HYBRID_PAGES = 'export', 'finetune', 'optimizers'
 COMING_FROM = (ROOT / 'docs' / 'coming_from.md').read_text()
 BLOCKS = {page.stem: BLOCK.findall(page.read_text()) for page in PAGES}
 
