@@ -19,13 +19,15 @@ def test_a_toy_is_measured_killed_resumed_and_checked(tmp_path):
   toy.write_text(f"include 'gin/h100.gin'\ninclude '{model}'\n")
   results = tmp_path / 'results'
   command = [
-    *(
-      sys.executable,
-      'scripts/experiments/chip.py',
-      f'--gin_file={toy}',
-      f'--model={model}',
-    ),
-    *(f'--results={results}', '--chunk_size=16', '--steps=300', '--tokens', '16'),
+    sys.executable,
+    'tests/support/chip_process.py',
+    f'--gin_file={toy}',
+    f'--model={model}',
+    f'--results={results}',
+    '--chunk_size=16',
+    '--steps=300',
+    '--tokens',
+    '16',
   ]
   one_device = {'XLA_FLAGS': quick_compiler.FLAGS, 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}
   options = {'cwd': ROOT, 'env': {**os.environ, **one_device}, 'capture_output': True, 'text': True}
