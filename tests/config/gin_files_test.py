@@ -1,6 +1,7 @@
 """All shipped gin files load strictly and build their shapes, without allocating arrays."""
 
 import contextlib
+import functools
 import math
 import pathlib
 import re
@@ -242,12 +243,10 @@ def test_a_fresh_flagship_remembers_beyond_65536_tokens():
 def test_a_model_builds_and_every_parameter_declares_its_axes(file):
   load(file)
   model = language_model.transform(LanguageModel)
-  params, carry = jax.eval_shape(lambda: model.init(jax.random.key(0), 8))
+  params, carry, features, after = trace(model, rows=8)
   assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
   table = (FOLDER.parent / 'docs' / 'models.md').read_text()
   assert f'| `{file.stem}` | {real(params):,} |' in table
-  chunk = jax.ShapeDtypeStruct((8, 32), jnp.int32)
-  features, after = jax.eval_shape(model.apply, params, carry, chunk, chunk, chunk)
   assert features.hidden.shape == (8, 32, gin.query_parameter('LanguageModel.d_model'))
   assert jax.tree.map(shape, after) == jax.tree.map(shape, carry)
   for partition in PARTITIONS:
@@ -258,23 +257,52 @@ def test_a_model_builds_and_every_parameter_declares_its_axes(file):
   assert None not in declared
 
 
-def operative(*files):
-  """Each value with which a model of these files is built and applied."""
+@functools.cache
+def used_values(*files):
+  """{(scope, configurable): values} with which a model of these files is built and applied.
+
+  Another configuration that gives all these parameters the same values builds the same model.
+  """
   gin.clear_config()
   load(*files)
-  model = language_model.transform(LanguageModel)
-  params, carry = jax.eval_shape(lambda: model.init(jax.random.key(0), 1))
-  chunk = jax.ShapeDtypeStruct((1, 32), jnp.int32)
-  jax.eval_shape(model.apply, params, carry, chunk, chunk, chunk)
-  # Runs set these for their memory.
-  of_runs = r'LanguageModel.(remat_policy|compute_dtype) = .*'
-  return re.sub(of_runs, '', gin.operative_config_str())
+  trace(language_model.transform(LanguageModel), rows=1)
+  used = dict(gin.config._OPERATIVE_CONFIG)
+  assert any(selector.endswith('.LanguageModel') for _, selector in used)
+  return used
+
+
+def trace(model, rows):
+  """The shapes of the parameters, the carry, the features and the carry after a chunk."""
+  params, carry = jax.eval_shape(lambda: model.init(jax.random.key(0), rows))
+  chunk = jax.ShapeDtypeStruct((rows, 32), jnp.int32)
+  features, after = jax.eval_shape(model.apply, params, carry, chunk, chunk, chunk)
+  return params, carry, features, after
+
+
+def values_of(used, *files):
+  """What these files bind the used parameters to, macros among them; the rest keeps its default."""
+  gin.clear_config()
+  load(*files)
+  values = {}
+  for (scope, selector), defaults in used.items():
+    with gin.config_scope(scope or None):
+      bound_values = gin.get_bindings(selector, resolve_references=False)
+    for parameter in defaults.keys() - BOUND_BY_RUNS:
+      value = bound_values.get(parameter, defaults[parameter])
+      values[scope, selector, parameter] = repr(value)
+  assert values
+  return values
+
+
+BOUND_BY_RUNS = {'remat_policy', 'compute_dtype'}  # for their memory
 
 
 @pytest.mark.parametrize('file', MODELS, ids=name)
 def test_a_model_takes_the_place_of_any_other_one(file):
-  load(file)  # imports the modules, and an import is part of the first configuration
-  assert operative(*MODELS, file) == operative(file) == operative(*reversed(MODELS), file)
+  used = used_values(file)
+  alone = values_of(used, file)
+  assert values_of(used, *MODELS, file) == alone
+  assert values_of(used, *reversed(MODELS), file) == alone
 
 
 @pytest.mark.parametrize(
@@ -283,10 +311,11 @@ def test_a_model_takes_the_place_of_any_other_one(file):
 def test_a_recurrence_takes_the_place_of_any_other_one(run, folder):
   base = FOLDER / f'{run}_cpu.gin'
   files = sorted(FOLDER.glob(f'models/{folder}/*.gin'))
-  load(base)
   for file in files:
-    alone = operative(base, file)
-    assert operative(base, *files, file) == alone == operative(base, *reversed(files), file)
+    used = used_values(base, file)
+    alone = values_of(used, base, file)
+    assert values_of(used, base, *files, file) == alone
+    assert values_of(used, base, *reversed(files), file) == alone
 
 
 @pytest.mark.parametrize('file', LADDER, ids=name)
