@@ -402,5 +402,7 @@ def test_the_large_llama_is_that_of_its_configuration(tmp_path):
     if not binding.endswith(('_turns', 'max_context', '_norm')):  # defaults, and a choice
       assert gin.query_parameter(binding) == value, binding
   # The file that is printed for it takes the place of any model, too.
-  (printed := tmp_path / 'llama.gin').write_text(huggingface.gin_text(config))
-  assert operative(*MODELS, printed) == operative(printed)
+  printed = tmp_path / 'llama.gin'
+  printed.write_text(huggingface.gin_text(config))
+  used = used_values(printed)
+  assert values_of(used, *MODELS, printed) == values_of(used, printed)
