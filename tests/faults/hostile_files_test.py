@@ -146,6 +146,21 @@ def test_any_content_is_read_or_refused(folder, name):
       assert '\n' not in said and len(said) < 600, said
 
 
+# Their size is no reason that is told: of a gin file in the folder of a run, and of a holder.
+NOT_REASONED = ('x.gin', 'trainer.lock', 'checkpoints/3/manifest.sha256', 'beside/config.json')
+
+
+@pytest.mark.parametrize('name', [name for name, reader in READERS.items() if reader != rows])
+def test_an_immense_file_is_refused_unread(folder, name):
+  with (folder / name).open('wb') as stream:
+    stream.truncate(20 * 2**30)  # sparse
+  try:
+    said = refusal(READERS[name], folder / name)
+  except OSError as error:  # which the lock of a trainer explains
+    said = f'{name}: {error}'
+  assert ('expected at most' in said) == (name not in NOT_REASONED), said
+
+
 def test_a_report_of_any_values_is_drawn_or_refused(folder):
   names = [*LINE, *(f'loss_by_position/{p}' for p in ('2', 'x', '0', 10**18)), 'hooks/a', 'mfu']
   lines = [json.dumps(LINE | {name: value}) for name in names for value in VALUES]

@@ -94,7 +94,8 @@ class Tracking:
 def _id(model_dir: pathlib.Path, say: Callable[[str], None] = print) -> str:
   """The content of model_dir/tracking_id, which is created once."""
   file = model_dir / 'tracking_id'
-  with storage_errors(f'{file} cannot be used', 'Make room, or pass another --model_dir.'):
+  advice = 'Make room, or pass another --model_dir.'
+  with storage_errors(f'{file} cannot be used', advice, also=(ValueError,)):
     if not file.exists():
       new = uuid.uuid4().hex
       try:

@@ -305,6 +305,8 @@ class _FileLease(Lease):
       content = foreign.content(self._place)
     except FileNotFoundError:
       return {}, None
+    except ValueError as error:  # it is too large
+      raise OSError(errno.EFBIG, str(error), str(self._place)) from error
     with contextlib.suppress(ValueError):  # a machine has lost its power
       return foreign.json_object(content), content
     return {}, content
