@@ -21,8 +21,9 @@ pytestmark = pytest.mark.usefixtures('quick_compiler')
 full = functools.partial(FullAttention, heads=2, head_width=8, max_context=16)
 
 
-@pytest.mark.parametrize('make', [*MIXERS.values(), tiny.attention, full])
-def test_every_mixer_follows_the_rules(make):
+@pytest.mark.parametrize('make', [MIXERS['s5'], MIXERS['gated_delta'], tiny.attention, full])
+def test_our_mixers_follow_the_rules(make):
+  """platforms_test.py holds the others, and these, to more than the check does."""
   check_mixer(make, width=8)
 
 
