@@ -183,7 +183,10 @@ class Supervisor:
 
   def _report(self, status: RunStatus, code: int, reason: str, again: bool) -> None:
     action = 'restarting' if again else 'ending'
-    _say(f'{reason}; last saved step {status.saved}; {action}')
+    saved = (
+      f'last saved step {status.saved}' if status.saved >= 0 else 'no step saved since the start'
+    )
+    _say(f'{reason}; {saved}; {action}')
     if status.model_dir is not None:
       facts = {'time': time.time(), 'code': code, 'reason': reason, **dataclasses.asdict(status)}
       line = (json.dumps(facts) + '\n').encode()
