@@ -8,8 +8,7 @@ Letters of shapes, in names and docstrings throughout:
   K  width of a head          W  attention window       G  global keys (registers + document start)
   P  states of a recurrence   V  padded vocabulary      L  layers
   F  width inside a mixer     Z  width of a head's values, where it is not K
-  Q  tokens of a slice        R  tokens of a plan       M  segments of a planner
-  S  queries of a slice       I  tokens of an interval of a planner
+  Q  tokens of a slice        S  queries of a slice
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -10,13 +10,17 @@ state of the recurrence passes from plan to plan, and is zero at the start of a 
 
 So a token sees nothing of its own interval or later, and a plan never leaves its document. The
 unfinished interval is carried, so the cuts between chunks change nothing.
+
+Letters of shapes, beside those of `valkyrie.types`: I tokens of an interval, R tokens of a plan, M
+segments of a plan.
 """
 
 import dataclasses
 import functools
 import itertools
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
+from drafts import Drafts
 import gin
 import haiku as hk
 import hrm
@@ -28,7 +32,6 @@ import numpy as np
 
 from valkyrie.errors import ConfigurationError
 from valkyrie.models import slices
-from valkyrie.models.features import Drafts
 from valkyrie.models.layers import Module, RMSNorm, parameter, products, project, projections, wide
 from valkyrie.types import POSITION_PERIOD, Array, DType
 
@@ -52,14 +55,13 @@ class Planner(Module):
   training and in evaluation.
 
   Attributes:
-    plan_interval: I, tokens of an interval; the chunks of training are multiples of it.
+    plan_interval: I, tokens of an interval.
     plan_tokens: R, tokens of a plan.
     mlp_width: hidden width of both modules' gated MLPs.
     head_width: K of all its attention, dividing the model's width.
     cycles: steps of the slow module in a segment.
     steps: steps of the fast module in a cycle.
     segments: M, the largest number of segments.
-    draft_weight: the factor on the losses of the segments' drafts.
   """
 
   plan_interval: int
@@ -69,7 +71,8 @@ class Planner(Module):
   cycles: int = 2
   steps: int = 2
   segments: int = 2
-  draft_weight: float = 0.1
+
+  exact_gradient: ClassVar[bool] = False  # only the last two steps of a segment have one
 
   def __post_init__(self):
     super().__post_init__()
@@ -112,7 +115,7 @@ class Planner(Module):
   def __call__(
     self, x: Array, carry: PlannerCarry, *, positions: Array, segment_ids: Array
   ) -> tuple[Array, PlannerCarry, Drafts]:
-    """Reads a chunk of the residual stream, x [B, T, D]; see `features.Planner`."""
+    """Reads a chunk of the residual stream, x [B, T, D]; see `features.Insert`."""
     batch, time, width = x.shape
     if width % self.head_width:
       raise ConfigurationError(
@@ -161,7 +164,7 @@ class Planner(Module):
     drafts = Drafts(
       hidden=jnp.moveaxis(hidden.reshape(read.shape), 2, 0),
       values=jnp.moveaxis(own, 2, 0),
-      weights=jnp.where(has_plan, self.draft_weight, 0.0).astype(own.dtype),
+      has_plan=has_plan,
     )
     return out, carry, drafts
 

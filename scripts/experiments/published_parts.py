@@ -210,9 +210,9 @@ class Averaged(Optimizer):
   def init(self, params, kinds):
     return super().init(params, kinds), (jnp.zeros((), jnp.int32), params)
 
-  def update(self, gradients, state, params, learning_rate, kinds, *, plan=True):
+  def update(self, gradients, state, params, learning_rate, kinds):
     inner, (step, average) = state
-    params, inner = super().update(gradients, inner, params, learning_rate, kinds, plan=plan)
+    params, inner = super().update(gradients, inner, params, learning_rate, kinds)
     average = optax.incremental_update(params, average, self._share)
     is_last = step + 1 == self._last_step
     params = jax.tree.map(lambda new, old: jnp.where(is_last, old, new), params, average)

@@ -173,9 +173,9 @@ def test_a_default_in_code_that_a_binding_replaces_is_no_reference():
 
 
 def test_scopes_decide_which_references_a_binding_applies_to():
-  references = {'train__hooks': ['@a/b/Tool()'], 'LanguageModel__planner': '@c/Tool'}
+  references = {'train__hooks': ['@a/b/Tool()'], 'LanguageModel__insert': '@c/Tool'}
   bound = {f'{scope}Tool__size': 3 for scope in ('', 'a/', 'a/b/', 'b/', 'c/')}
-  names = {'LanguageModel.planner', 'Tool.size', 'b/Tool.size', 'c/Tool.size'}
+  names = {'LanguageModel.insert', 'Tool.size', 'b/Tool.size', 'c/Tool.size'}
   assert counted(**references, **bound) == names
 
 

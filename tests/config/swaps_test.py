@@ -27,7 +27,8 @@ FullAttention.head_width = 8
 FullAttention.max_context = {}
 """
 PLANNER = """
-LanguageModel.planner = @Planner
+LanguageModel.insert = @Planner
+StepSettings.objective = (@Prediction, @DraftLoss)
 Planner.plan_interval = {}
 Planner.plan_tokens = 2
 Planner.mlp_width = 24
@@ -173,7 +174,7 @@ def test_curriculum(base, train_run, tmp_path):
 
 def test_planner(base, train_run, tmp_path):
   """In the second phase only."""
-  more = PLANNER.format(8) + 'short/Phase.planner = False'
+  more = PLANNER.format(8) + 'short/Phase.insert = False'
   run = train_run(tmp_path / 'run', curriculum='short_then_long', layers=2, more=more)
   assert_trained(run)
   assert any('/planner/' in name for name in parameters(run))
@@ -181,14 +182,6 @@ def test_planner(base, train_run, tmp_path):
   lines = tiny_run.metrics(run)
   assert lines[1]['terms/draft_loss'] == 0 < lines[2]['terms/draft_loss']
   assert 'terms/draft_loss' not in tiny_run.metrics(base)[1]
-
-
-def test_a_chunk_that_ends_within_a_block(train_run, tmp_path):
-  with pytest.raises(
-    ConfigurationError, match=r'chunk_size=16 .*plan_interval=6.* 12 or 18'
-  ) as caught:
-    train_run(tmp_path / 'run', layers=2, more=PLANNER.format(6))
-  assert caught.value.exit_code == 78
 
 
 SPLIT = "Partitioner.manual = True\nPartitioner.axis_rules = (('time', 'data'),)"

@@ -31,7 +31,7 @@ def load(binding):
     ('Block.mixers=(@S5, @Block)', 'another part than itself, not (@S5, @Block)'),
     ('LanguageModel.pattern=(@S5,)', 'Block, not (@S5,)'),
     ('Block.mlp=@S5', 'MLP, not @S5'),
-    ('LanguageModel.planner=@S5', 'Planner (S5 has no '),
+    ('LanguageModel.insert=@S5', 'Insert (S5 has no '),
     ('Block.mixers=(@Planner,)', 'SequenceMixer (Planner has no '),
     ('Optimizer.algorithm=@S5', 'GradientTransformation, not @S5'),
     ('train.feed=@validation/S5', 'TaskFeed (S5 has no '),
@@ -65,8 +65,8 @@ def test_a_part_of_another_type_is_refused(binding, expected):
   [
     'Block.mixers=(@LongformerAttention, @S5)',
     'Optimizer.algorithm=@optax.lion',
-    'LanguageModel.planner=@Planner',
-    'LanguageModel.planner=None',
+    'LanguageModel.insert=@Planner',
+    'LanguageModel.insert=None',
     'LanguageModel.pattern=(@near/Block, @far/Block)',
   ],
 )
@@ -82,7 +82,7 @@ NOT_SET_BY_PEOPLE = {
 ZERO = {
   'seed', 'warmup_steps', 'keep_best', 'bad_documents', 'allowed', 'registers', 'document_start',
   'max_global_tokens', 'max_tokens', 'learning_rate', 'learning_rate_scale', 'dropout', 'epsilon',
-  'final_learning_rate_scale', 'z_loss', 'temperature', 'draft_weight', 'weights', 'low_turns',
+  'final_learning_rate_scale', 'z_loss', 'temperature', 'weights', 'low_turns',
   'high_turns', 'depths', 'min_p', 'cooldown', 'pass_carry', 'weight', 'ascents',
   'faithful_steps', 'coefficient', 'minimality', 'exponent', 'last_exponent', 'frequency',
   'faithfulness', 'source', 'match_weight', 'threshold', 'attacked_tokens',

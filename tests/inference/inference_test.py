@@ -194,7 +194,7 @@ def test_prompts_follow_the_rows_of_a_carry():
   assert last[0].text == whole[1].text
 
 
-@pytest.mark.parametrize('options', [{}, {'planner': tiny.planner, 'layers': 4}])
+@pytest.mark.parametrize('options', [{}, {'insert': tiny.planner, 'layers': 4}])
 def test_activations_of_every_layer_add_up_to_the_stream(options):
   loaded = built(**options)
   layers = options.get('layers', 2)
@@ -483,8 +483,8 @@ def test_effects_sum_to_the_derivative_by_a_factor_on_all_that_is_read(ngrams):
 
 
 def test_what_a_planner_would_not_tell_is_refused():
-  loaded = built('hybrid', planner=tiny.planner)
-  with pytest.raises(ConfigurationError, match=r'planner .* LanguageModel.planner = None'):
+  loaded = built('hybrid', insert=tiny.planner)
+  with pytest.raises(ConfigurationError, match=r'exact gradient .* LanguageModel.insert = None'):
     loaded.attribution(text(29), text(6, 1), text(5, 2))
 
 

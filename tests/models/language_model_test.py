@@ -434,7 +434,7 @@ def test_the_description_of_a_model():
     'FullAttention',
     'Noise',
   )
-  assert tiny.model(planner=tiny.planner).about.needs_whole_rows == ('Planner',)
+  assert tiny.model(insert=tiny.planner).about.needs_whole_rows == ('Planner',)
   # Every matrix costs two operations a weight and token; what attention reads comes on top.
   model, params, _ = built('attention')
   matrices = sum(

@@ -2,6 +2,7 @@
 
 import functools
 
+from drafts import DraftLoss
 import haiku as hk
 from hrm import Pace, Reasoner, Weights
 from hrm_test import reference as deliberate
@@ -15,6 +16,7 @@ import tiny
 from valkyrie.errors import ConfigurationError
 from valkyrie.training import tbptt
 from valkyrie.training.curriculum import Curriculum, Phase
+from valkyrie.training.objective import PREDICTION
 from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.train_state import initial_state
 from valkyrie.training.train_step import make_train_step
@@ -24,6 +26,7 @@ WIDTH = 8
 TIME = 24
 CHUNK = 12
 HEADS = 2  # as in hrm_test
+TERMS = (*PREDICTION, DraftLoss())
 planner = functools.partial(tiny.planner, head_width=WIDTH // HEADS)
 
 
@@ -134,7 +137,7 @@ def in_pieces(x, batch: Batch, lengths):
   """The planner over chunks of these lengths, each filled up to CHUNK with padding.
 
   Returns:
-    (out [B, T, D], drafts [B, T, M, D], values [B, T, M, 2], weights [B, T]).
+    (out [B, T, D], drafts [B, T, M, D], values [B, T, M, 2], has_plan [B, T]).
   """
   apply, params, carry = alone()
   pieces, begin = [], 0
@@ -149,7 +152,7 @@ def in_pieces(x, batch: Batch, lengths):
         params, piece(x), carry, piece(batch.positions), piece(batch.segment_ids)
       )
     hidden, values = (np.moveaxis(leaf, 0, 2) for leaf in (drafts.hidden, drafts.values))
-    pieces.append([leaf[:, :length] for leaf in (out, hidden, values, drafts.weights)])
+    pieces.append([leaf[:, :length] for leaf in (out, hidden, values, drafts.has_plan)])
     begin += length
   return [np.concatenate(column, axis=1) for column in zip(*pieces, strict=True)]
 
@@ -178,7 +181,7 @@ def test_however_documents_end_and_chunks_are_cut_it_equals_the_loop_over_tokens
   x = np.random.default_rng(seed).normal(size=(2, TIME, WIDTH))
   found = in_pieces(x, batch, chunks)
   stands = batch.positions >= tiny.INTERVAL
-  np.testing.assert_array_equal(found[3], np.where(stands, 0.1, 0))
+  np.testing.assert_array_equal(found[3], stands)
   _, params, _ = alone()
   for row in range(2):
     out, drafts, values = reference(params, x[row], batch.positions[row], batch.segment_ids[row])
@@ -190,15 +193,15 @@ def test_however_documents_end_and_chunks_are_cut_it_equals_the_loop_over_tokens
 def test_the_halting_head_has_chosen_every_segment_somewhere():
   """What the test above compares would else not tell the segments apart."""
   x = np.random.default_rng(0).normal(size=(2, TIME, WIDTH))
-  _, _, values, weights = in_pieces(x, tiny.batch((TIME,)), [CHUNK, CHUNK])
-  halts = values[weights > 0][..., 0] > values[weights > 0][..., 1]
+  _, _, values, has_plan = in_pieces(x, tiny.batch((TIME,)), [CHUNK, CHUNK])
+  halts = values[has_plan][..., 0] > values[has_plan][..., 1]
   halts[:, -1] = True
   assert set(np.argmax(halts, axis=-1)) == {0, 1, 2}
 
 
 @functools.cache
 def built(mixers=(), **options):
-  model = tiny.model(mixers, planner=tiny.planner, **options)
+  model = tiny.model(mixers, insert=tiny.planner, **options)
   params, carry = tiny.init(model, 2)
   return model, awake(params), carry
 
@@ -228,8 +231,7 @@ def test_a_token_depends_on_earlier_intervals_and_on_nothing_else():
       )
       tied = {**params, 'model': {'embedding': embedding}}
       features, _ = model.apply(tied, model.initial_carry(rows), inputs, positions, segment_ids)
-      assert features.drafts is not None
-      drafts = jnp.moveaxis(features.drafts.hidden, 0, 2).reshape(rows, time, -1)
+      drafts = jnp.moveaxis(features.auxiliary.hidden, 0, 2).reshape(rows, time, -1)
       return jnp.concatenate([features.hidden, drafts], axis=-1)
 
     embedding = params['model']['embedding']
@@ -258,6 +260,7 @@ def test_where_chunks_are_cut_changes_no_gradient():
           chunk_size=chunk_size,
           backprop_chunks=TIME // chunk_size,
           remat_chunks=False,
+          terms=TERMS,
         )
       )(widen(params), widen(carry), batch, batch.weights.sum())
 
@@ -287,11 +290,11 @@ def test_a_new_planner_and_one_passed_over_leave_the_model_as_it_is_without():
   assert set(bare.initial_carry(2)['model']) == {'carry'}
   batch = tiny.batch((7, 15, 2))
   read = batch.inputs, batch.positions, batch.segment_ids
-  apply = jax.jit(model.apply, static_argnames='plan')
+  apply = jax.jit(model.apply)
   expected, _ = jax.jit(bare.apply)(without, bare.initial_carry(2), *read)
   new, _ = apply(fresh, carry, *read)
-  passed, after = apply(awake(fresh), carry, *read, plan=False)
-  assert expected.drafts is passed.drafts is None and new.drafts is not None
+  passed, after = jax.jit(model.without_insert().apply)(awake(fresh), carry, *read)
+  assert expected.auxiliary is passed.auxiliary is None and new.auxiliary is not None
   for features in (new, passed):
     np.testing.assert_allclose(features.hidden, expected.hidden, rtol=1e-6, atol=1e-6)
   assert not any(np.any(leaf) for leaf in jax.tree.leaves(after))
@@ -301,11 +304,13 @@ def test_a_phase_without_it_leaves_its_parameters_and_moments_as_they_are():
   model, params, _ = built()
   optimizer = Optimizer(learning_rate=0.01, warmup_steps=2, train_steps=20)  # AdamW, with decay
   on = Phase(chunk_size=12, chunks=2, backprop_chunks=2)
-  off = Phase(chunk_size=12, chunks=2, backprop_chunks=2, planner=False)
+  off = Phase(chunk_size=12, chunks=2, backprop_chunks=2, insert=False)
   assert on.shape != off.shape
   steps = {
     phase: jax.jit(
-      make_train_step(model, optimizer, Curriculum([phase]), phase, seed=0, remat_chunks=False)
+      make_train_step(
+        model, optimizer, Curriculum([phase]), phase, seed=0, remat_chunks=False, terms=TERMS
+      )
     )
     for phase in (on, off)
   }
@@ -345,7 +350,7 @@ def test_decoding_token_by_token_equals_reading_at_once():
 
 @pytest.mark.invariant(8)
 def test_dtypes_under_bfloat16():
-  model = tiny.model((), planner=tiny.planner, compute_dtype='bfloat16')
+  model = tiny.model((), insert=tiny.planner, compute_dtype='bfloat16')
   params, carry = jax.eval_shape(lambda: model.init(jax.random.key(0), 2))
   batch = tiny.batch((7, 15, 2))
   features, after = jax.eval_shape(
@@ -367,7 +372,7 @@ def test_dtypes_under_bfloat16():
 )
 def test_what_cannot_be_built(options, message):
   with pytest.raises(ConfigurationError, match=message):
-    model = tiny.model((), planner=functools.partial(tiny.planner, **options))
+    model = tiny.model((), insert=functools.partial(tiny.planner, **options))
     jax.eval_shape(lambda: model.init(jax.random.key(0), 1))
-  with pytest.raises(ConfigurationError, match='a planner needs repeats below and above it'):
-    tiny.model((), layers=1, planner=tiny.planner)
+  with pytest.raises(ConfigurationError, match='insert needs repeats below and above it'):
+    tiny.model((), layers=1, insert=tiny.planner)

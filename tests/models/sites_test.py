@@ -35,7 +35,7 @@ MIXERS = {
 
 def reader(model):
   """Compiles what a test asks for more than once only once."""
-  apply = jax.jit(model.apply, static_argnames=('plan', 'activations'))
+  apply = jax.jit(model.apply, static_argnames=('activations',))
 
   def read(params, carry, batch, **options):
     return apply(params, carry, batch.inputs, batch.positions, batch.segment_ids, **options)

@@ -185,7 +185,7 @@ def test_console_tensorboard_and_report_have_the_numbers_of_the_lines(run):
     assert f'<td>{name}</td><td class="number">{last[name]:,.4g}</td>' in page
   for said in (
     'no checkpoint found in ',
-    'float32, remat_policy None, planner False, learning rate x 1',
+    'float32, remat_policy None, learning rate x 1',
     'memory of this process with the state: ',
     'memory of this process after the first step: ',
     'memory of this process at the end: ',
@@ -234,7 +234,7 @@ def test_a_dispatch_that_waits_gives_its_time_to_its_step(waits, tmp_path, monke
   device = Device()
   monkeypatch.setattr(training_log.time, 'perf_counter', lambda: device.now)
   feed: Any = types.SimpleNamespace(tokens_per_byte=None, progress=lambda position: {})
-  about = types.SimpleNamespace(plan_interval=None, train_flops_per_token=None)
+  about = types.SimpleNamespace(train_flops_per_token=None)
   layout = types.SimpleNamespace(mesh=types.SimpleNamespace(size=1))
   setup: Any = types.SimpleNamespace(model=types.SimpleNamespace(about=about), partitioner=layout)
   reading = Reading(Curriculum([Phase(8, 1, 1)]), feed, rows=2)
@@ -259,7 +259,7 @@ def test_speeds_are_of_steps_alone(seed, tmp_path, monkeypatch):
   monkeypatch.setattr(training_log.time, 'perf_counter', lambda: device.now)
   total, every = 40, int(random.integers(1, 9))
   feed: Any = types.SimpleNamespace(tokens_per_byte=None, progress=lambda position: {})
-  about = types.SimpleNamespace(plan_interval=None, train_flops_per_token=None)
+  about = types.SimpleNamespace(train_flops_per_token=None)
   phases = [Phase(8, 1, 1, steps=15), Phase(32, 1, 1)]
   first = int(random.integers(1, total))
   profiled = range(first, first + int(random.integers(0, 12)))

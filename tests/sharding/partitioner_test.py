@@ -55,7 +55,7 @@ def test_a_layout_changes_no_loss_no_gradient_and_no_carry(name):
 @pytest.mark.parametrize(
   'name, layout, options',
   [
-    ('fsdp', {}, {'planner': tiny.planner, 'mixers': (tiny.s5,)}),
+    ('fsdp', {}, {'insert': tiny.planner, 'mixers': (tiny.s5,)}),
     (
       'context_fsdp',
       {

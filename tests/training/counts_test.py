@@ -61,7 +61,7 @@ def test_a_text_is_read_beyond_the_largest_position():
 def test_the_log_adds_in_float64(tmp_path):
   steps = Curriculum([phase()])
   feed: Any = types.SimpleNamespace(tokens_per_byte=None, progress=lambda position: {})
-  about = types.SimpleNamespace(plan_interval=1, train_flops_per_token=None)
+  about = types.SimpleNamespace(train_flops_per_token=None)
   setup: Any = types.SimpleNamespace(model=types.SimpleNamespace(about=about))
   with create_writers(tmp_path, tensorboard=False) as writer:
     log = TrainingLog(
@@ -88,7 +88,7 @@ def test_the_log_adds_in_float64(tmp_path):
 def test_an_objective_that_predicts_no_tokens_is_logged_as_what_it_is(tmp_path):
   """Its value is no loss of a model, so it has neither perplexity nor bits."""
   feed: Any = types.SimpleNamespace(tokens_per_byte=0.25, progress=lambda position: {})
-  about = types.SimpleNamespace(plan_interval=1, train_flops_per_token=None)
+  about = types.SimpleNamespace(train_flops_per_token=None)
   setup: Any = types.SimpleNamespace(model=types.SimpleNamespace(about=about))
   reading = Reading(Curriculum([phase()]), feed, rows=2)
   with create_writers(tmp_path, tensorboard=False) as writer:

@@ -152,7 +152,7 @@ def test_names_do_not_depend_on_the_pattern():
 
 
 def test_a_planner_s_upper_layers_go_on_counting():
-  model = tiny.model(planner=tiny.planner, layers=4)
+  model = tiny.model(insert=tiny.planner, layers=4)
   found = [name for leaf in named_tensors.leaves(shapes(model)) for name in leaf.tensors]
   assert {f'layers.{n}.mlp.out' for n in range(4)} <= set(found)
   assert len(set(found)) == len(found)

@@ -87,7 +87,8 @@ def effective_bindings(statements: Sequence[parse.Statement]) -> Effective:
     if parsed.arg_name not in known:
       raise ConfigurationError(
         f'{statement.where}: {parsed.selector} has no parameter {parsed.arg_name!r} to bind.'
-        f'{did_you_mean(parsed.arg_name, known)} Its parameters are {", ".join(known)}.'
+        f'{did_you_mean(parsed.arg_name, known)} Its parameters are {", ".join(known)}. '
+        'If an earlier version had it, CHANGELOG.md has what took its place.'
       )
     effective[(parsed.scope, configurable.selector, parsed.arg_name)] = statement
   return effective

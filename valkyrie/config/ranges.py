@@ -18,7 +18,7 @@ _INTERVALS = {
     'train_steps last_step steps epochs patience profile_steps samples lengths unroll every '
     'keep keep_period vocabulary_size d_model layers heads kv_heads head_width key_width '
     'value_width mlp_width width state_size hippo_blocks slice_size dilations max_context '
-    'original_context rank taps window plan_interval plan_tokens cycles segments top_k '
+    'original_context rank taps window top_k '
     'NgramEmbedding.rows groups sets reference_tokens components.shown components.windows slices'
   ),
   '[2, 2147483647]': 'LossSpikes.window orders',
@@ -36,7 +36,7 @@ _INTERVALS = {
   '(0, 1)': 'average_decay',
   '[1, inf)': 'factor largest_rate',
   '[0, inf)': (
-    'learning_rate learning_rate_scale final_learning_rate_scale z_loss temperature draft_weight '
+    'learning_rate learning_rate_scale final_learning_rate_scale z_loss temperature '
     'weight weights match_weight low_turns high_turns optax.weight_decay optax.eps optax.eps_root '
     'coefficient minimality exponent last_exponent frequency faithfulness'
   ),

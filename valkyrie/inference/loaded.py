@@ -199,13 +199,12 @@ class LoadedModel:
 
     Raises:
       UsageError: the answer is empty, or `since` is not in the text.
-      Diverged, ConfigurationError: see `score`; or the model has a planner.
+      Diverged, ConfigurationError: see `score`; or the gradient of the model is not exact.
     """
-    if self.model.about.plan_interval is not None:
+    if not self.model.about.exact_gradient:
       raise ConfigurationError(
-        'The attribution of a model with a planner would not be its gradient: a planner lets it '
-        'pass through its last step only. Train a model with LanguageModel.planner = None to ask '
-        'what matters.'
+        'Attribution needs the exact gradient of the model, but its LanguageModel.insert passes on '
+        'only a part of it. Train a model with LanguageModel.insert = None to ask what matters.'
       )
     if isinstance(document, Document):
       document = document.tokens

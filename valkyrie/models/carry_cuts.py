@@ -13,7 +13,7 @@ def cut_carry(carry: Carry, initial: Carry, cut: str | None) -> Carry:
   """The carry with its recurrent 'state', 'all' of it or none of it (None) reset to `initial`.
 
   'state' keeps the caches of attention and the tails of convolutions, which hold a bounded number
-  of tokens, and resets a planner's carry.
+  of tokens.
   """
 
   def holds_tokens(part: Carry) -> bool:

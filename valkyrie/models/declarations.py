@@ -99,4 +99,5 @@ class Kind:
 
   is_matrix: bool  # it has several dimensions in its own layer, and is no table and no state
   stacked: int = 0  # its leading dimensions that are layers
-  in_planner: bool = False
+  part: str = ''  # the part of the model that has it, if that may rest
+  rests: bool = False  # whether that part takes no part in the step

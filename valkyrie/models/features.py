@@ -1,7 +1,7 @@
-"""Features of a language model, the facts about it, and the protocol of a planner inside it."""
+"""Features of a language model, the facts about it, and the protocol of an insert in it."""
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from valkyrie.types import Array, Carry, DType
 
@@ -10,17 +10,10 @@ ACTIVATIONS = ('mixers', 'mlp', 'stream')
 SITES = 'sites'  # asks for the inputs of the matrices that are sites of a decomposition
 
 
-class Drafts(NamedTuple):
-  """Predictions from only the plans of each segment; training adds their losses."""
-
-  hidden: Array  # [M, B, T, D], to be unembedded as `Features.hidden` is
-  values: Array  # [M, B, T, 2] float32, logits: of halting at this segment, and of continuing
-  weights: Array  # [B, T] float32, of a token's losses; 0 without a plan
-
-
 class Features(NamedTuple):
   """The output of a language model; logits are hidden @ unembedding.T.
 
+  auxiliary: what the insert returns for terms of the objective; None if it takes no part.
   activations: {kind: [layers, B, T, D]} of the kinds in `ACTIVATIONS` that were asked for.
   sites: {path: [L, B, T, d_in]}, what each site multiplies, if `SITES` were asked for.
   embedded: what the first layer reads, [B, T, D], if it was shifted.
@@ -28,7 +21,7 @@ class Features(NamedTuple):
 
   hidden: Array  # [B, T, D] in the compute dtype
   unembedding: Array  # [V, D] float32, V padded to lanes
-  drafts: Drafts | None = None
+  auxiliary: Any = None
   activations: Mapping[str, Array] | None = None
   sites: Mapping[str, Array] | None = None
   embedded: Array | None = None
@@ -47,8 +40,8 @@ class Description(NamedTuple):
   max_context: int | None  # the longest document that every mixer can read; None without a bound
   carried: bool  # False if a mixer reads every chunk by itself, as `FullAttention` can
   has_dropout: bool  # whether any block or mixer draws random numbers in training
-  plan_interval: int | None  # tokens; None without a planner
-  planner_module: str | None  # its Haiku name
+  insert: str | None  # the Haiku name of the module between the halves; None without one
+  exact_gradient: bool  # False if the insert passes on only a part of the gradient
   needs_whole_rows: tuple[str, ...]  # the kinds of parts that accept no pieces of time
   remat_policy: str | None  # what a layer saves for the backward pass
   site_patterns: tuple[str, ...]  # regular expressions, one of which finds the path of each site
@@ -62,14 +55,15 @@ class Description(NamedTuple):
     return 3 * self.forward_flops
 
 
-class Planner(Protocol):
-  """A Haiku module between the lower and the upper layers that plans over intervals of tokens.
+class Insert(Protocol):
+  """A Haiku module between the lower and the upper layers that adds to the residual stream.
 
-  Its members are as in `types.SequenceMixer`; `width` is D.
+  exact_gradient: whether its backward pass is the derivative of its forward pass.
+  The other members, and `sequence_parallel`, are as in `types.SequenceMixer`; `width` is D.
   """
 
   @property
-  def plan_interval(self) -> int: ...
+  def exact_gradient(self) -> bool: ...
 
   def initial_carry(self, batch_size: int, width: int, dtype: DType) -> Carry: ...
 
@@ -77,6 +71,9 @@ class Planner(Protocol):
 
   def __call__(
     self, x: Array, carry: Carry, *, positions: Array, segment_ids: Array
-  ) -> tuple[Array, Carry, Drafts]:
-    """x [B, T, D] -> (the addition to the residual stream [B, T, D], the carry, the drafts)."""
+  ) -> tuple[Array, Carry, Any]:
+    """x [B, T, D] -> (the addition to it [B, T, D], the carry, the auxiliary output).
+
+    A term of the objective finds the auxiliary output in `Features.auxiliary`.
+    """
     ...

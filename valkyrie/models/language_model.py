@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models.block import Block
 from valkyrie.models.declarations import Masks, stored_as
-from valkyrie.models.features import SITES, Description, Features, Planner
+from valkyrie.models.features import SITES, Description, Features, Insert
 from valkyrie.models.layers import Module, RMSNorm, parameter
 from valkyrie.models.lora import Lora
 from valkyrie.models.model import Model, created
@@ -56,8 +56,8 @@ class LanguageModel(Module):
     layers: L, a multiple of the pattern's length.
     pattern: block classes (`@Block` in gin), repeated until there are `layers` blocks.
     ngrams: a class (`@NgramEmbedding` in gin) that adds n-grams to the embeddings; None for none.
-    planner: a class (`@Planner` in gin), or None. It reads the output of the lower half of the
-      repeats, and the upper half reads its plans.
+    insert: a class of a module between the lower and the upper half of the repeats, which adds to
+      what the upper half reads (see `features.Insert`); None for none.
     embedding_scale: a factor on the embeddings of the inputs. None takes sqrt(D), which gives them
       variance 1, as in Griffin and Gemma.
     tied: logits are products with the embedding; False learns another matrix, `unembedding`.
@@ -82,7 +82,7 @@ class LanguageModel(Module):
   layers: int
   pattern: Sequence[Callable[..., Block]] = (Block,)
   ngrams: Callable[..., NgramEmbedding] | None = None
-  planner: Callable[..., Planner] | None = None
+  insert: Callable[..., Insert] | None = None
   embedding_scale: float | None = None
   tied: bool = True
   lora: Callable[[], Lora] | None = None
@@ -109,20 +109,20 @@ class LanguageModel(Module):
       raise ConfigurationError(
         f'{layers} must be a multiple of the {length} blocks of LanguageModel.pattern, at least 1.'
       )
-    if self.planner is not None and self.layers < 2 * length:
+    if self.insert is not None and self.layers < 2 * length:
       raise ConfigurationError(
-        f'{layers} is one repeat of the {length} blocks of LanguageModel.pattern, but a planner '
-        'needs repeats below and above it. Double the layers.'
+        f'{layers} is one repeat of the {length} blocks of LanguageModel.pattern, but '
+        'LanguageModel.insert needs repeats below and above it. Double the layers.'
       )
     self.repeats = self.layers // length
-    self.upper_repeats = 0 if self.planner is None else self.repeats // 2
+    self.upper_repeats = 0 if self.insert is None else self.repeats // 2
     self.scale = self.d_model**0.5 if self.embedding_scale is None else self.embedding_scale
     self.adapters = None if self.lora is None else self.lora()
     self._sites = None if self.sites is None else self.sites()
-    if self._sites is not None and (self.adapters is not None or self.planner is not None):
+    if self._sites is not None and (self.adapters is not None or self.insert is not None):
       raise ConfigurationError(
-        'LanguageModel.sites decomposes a model without adapters and without a planner. Set '
-        'LanguageModel.lora = None and LanguageModel.planner = None; `export` merges adapters.'
+        'LanguageModel.sites decomposes a model without adapters and without an insert. Set '
+        'LanguageModel.lora = None and LanguageModel.insert = None; `export` merges adapters.'
       )
     self.quantized = None if self.quantization is None else self.quantization()
     if self.quantized and (self.adapters or self._sites):
@@ -132,14 +132,14 @@ class LanguageModel(Module):
       )
     self._scope = gin.current_scope()  # of a reference such as @teacher/LanguageModel
     self._ngrams = None if self.ngrams is None else self.ngrams(name='ngrams')
-    self._planner: Any = None if self.planner is None else self.planner(name='planner')
+    self._insert: Any = None if self.insert is None else self.insert()
 
   def __call__(
     self,
     inputs: Array,
     positions: Array,
     segment_ids: Array,
-    plan: bool = True,
+    with_insert: bool = True,
     activations: Sequence[str] = (),
     masks: Mapping[str, Masks] | None = None,
     shift: Array | None = None,
@@ -147,7 +147,7 @@ class LanguageModel(Module):
     """Reads one chunk of every row, int32 [B, T] (see `types.Batch`), and advances the carry.
 
     Inputs of numbers, [B, T, D], take the place of the rows of the embedding.
-    Without `plan`, the planner is skipped, and its carry is reset as at a document start.
+    Without `with_insert`, the insert is left out, and its carry is reset as at a document start.
     `activations` are the kinds of intermediate values to return, see `features.ACTIVATIONS`.
     `masks` of sites, by path, have a leading dimension of their layers; other sites compute x W.
     `shift`, [B, T, D], is added to what the first layer reads, for gradients by it.
@@ -161,10 +161,10 @@ class LanguageModel(Module):
       hk.custom_getter(self.adapters.getter) if self.adapters else contextlib.nullcontext(),
     ):
       where = {'positions': positions, 'segment_ids': segment_ids}
-      return self._read(inputs, where, plan, activations, masks or {}, shift)
+      return self._read(inputs, where, with_insert, activations, masks or {}, shift)
 
   @hk.transparent
-  def _read(self, inputs, where, plan, activations, masks, shift) -> Features:
+  def _read(self, inputs, where, with_insert, activations, masks, shift) -> Features:
     rows = -(-self.vocabulary_size // _LANES) * _LANES
 
     def table(name):
@@ -218,23 +218,24 @@ class LanguageModel(Module):
       return x, by_layer, seen
 
     x, values, seen = stack(x, 'layers', self.repeats - self.upper_repeats, 'carry')
-    drafts = None
-    if self.planner is not None:
-      carry = fresh['planner']
-      if plan:
-        planned, carry, drafts = self._planner(x, carried('planner'), **where)
-        x += planned
-      hk.set_state('planner', carry)
+    auxiliary = None
+    if self._insert is not None:
+      name = self._insert.name
+      carry = fresh[name]
+      if with_insert:
+        added, carry, auxiliary = self._insert(x, carried(name), **where)
+        x += added
+      hk.set_state(name, carry)
       x, above, _ = stack(x, 'upper_layers', self.upper_repeats, 'upper_carry')
       values = {kind: jnp.concatenate([values[kind], above[kind]]) for kind in values}
     hidden = RMSNorm(name='final_norm')(x)
-    return Features(hidden, unembedding, drafts, values or None, seen or None, embedded)
+    return Features(hidden, unembedding, auxiliary, values or None, seen or None, embedded)
 
   def initial_carry(self, batch_size: int) -> dict[str, Any]:
     """The content of `hk.State` for rows that have read nothing, leaves [repeats, B, ...].
 
-    'carry' is a tuple over the pattern. With a planner, which has its own 'planner', it belongs to
-    the layers below, and 'upper_carry' to those above. 'ngrams' are the last tokens.
+    'carry' is a tuple over the pattern. With an insert, whose carry has its name, it belongs to the
+    layers below, and 'upper_carry' to those above. 'ngrams' are the last tokens.
     """
     carries = self.inspect(
       lambda blocks: tuple(b.initial_carry(batch_size, self.compute_dtype) for b in blocks)
@@ -246,9 +247,10 @@ class LanguageModel(Module):
     fresh = {'carry': repeated(self.repeats - self.upper_repeats)}
     if self._ngrams is not None:
       fresh['ngrams'] = self._ngrams.initial_carry(batch_size)
-    if self._planner is not None:
+    insert = self._insert
+    if insert is not None:
       fresh['upper_carry'] = repeated(self.upper_repeats)
-      fresh['planner'] = self._planner.initial_carry(batch_size, self.d_model, self.compute_dtype)
+      fresh[insert.name] = insert.initial_carry(batch_size, self.d_model, self.compute_dtype)
     return fresh
 
   def describe(self) -> Description:
@@ -264,10 +266,10 @@ class LanguageModel(Module):
         )
     carried = [mixer for mixer in mixers if getattr(mixer, 'carried', True)]
     draws = self.inspect(lambda blocks: any(of.dropout for b in blocks for of in (b, *b.mixers)))
-    planner = self._planner
-    parts = mixers if planner is None else [*mixers, planner]
+    insert = self._insert
+    parts = mixers if insert is None else [*mixers, insert]
     whole = [part for part in parts if not getattr(part, 'sequence_parallel', False)]
-    beside = [part for part in (self._ngrams, planner) if part is not None]
+    beside = [part for part in (self._ngrams, insert) if part is not None]
     flops = self.repeats * layer_flops + sum(part.forward_flops(self.d_model) for part in beside)
 
     def known(name, mixers=mixers):
@@ -285,8 +287,8 @@ class LanguageModel(Module):
       max_context=min(known('max_context', carried), default=None),
       carried=len(carried) == len(mixers),
       has_dropout=draws,
-      plan_interval=None if planner is None else planner.plan_interval,
-      planner_module=None if planner is None else planner.module_name,
+      insert=None if insert is None else insert.module_name,
+      exact_gradient=insert is None or insert.exact_gradient,
       needs_whole_rows=tuple(dict.fromkeys(type(part).__name__ for part in whole)),
       remat_policy=self.remat_policy,
       site_patterns=tuple(pattern for pattern, _ in self._sites.components) if self._sites else (),

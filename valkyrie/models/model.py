@@ -22,10 +22,11 @@ class Model(NamedTuple):
 
   init: (rng, batch_size) -> (params, carry of rows that have read nothing).
   initial_carry: batch_size -> only that carry.
-  apply: (params, carry, inputs, positions, segment_ids, rng=None, plan=True, activations=(),
-    masks=None) -> (Features, carry), see `LanguageModel`. With an rng, dropout acts. `plan` and
-    `activations` are static.
+  apply: (params, carry, inputs, positions, segment_ids, rng=None, with_insert=True,
+    activations=(), masks=None) -> (Features, carry), see `LanguageModel`. `with_insert` and
+    `activations` are static. With an rng, dropout acts.
   parameters: () -> {module: {name: Parameter}}.
+  insert_rests: whether `apply` leaves the insert out.
   """
 
   init: Callable[[Array, int], tuple[Params, Carry]]
@@ -33,6 +34,7 @@ class Model(NamedTuple):
   apply: Callable[..., tuple[Features, Carry]]
   parameters: Callable[[], Parameters]
   about: Description
+  insert_rests: bool = False
 
   def read(
     self, params: Params, carry: Carry, batch: Batch, *options: Any, **named: Any
@@ -40,6 +42,11 @@ class Model(NamedTuple):
     """`apply` to a batch."""
     where = batch.inputs, batch.positions, batch.segment_ids
     return self.apply(params, carry, *where, *options, **named)
+
+  def without_insert(self) -> 'Model':
+    """This model, whose insert takes no part: its carry is reset, and its parameters rest."""
+    apply = functools.partial(self.apply, with_insert=False)
+    return self._replace(apply=apply, insert_rests=True)
 
   def extended(
     self,
@@ -95,15 +102,18 @@ class Model(NamedTuple):
 
   def kinds(self, params: Params) -> Any:
     """A pytree like params of `declarations.Kind`, which an optimizer distinguishes."""
-    planner = self.about.planner_module
+    insert = self.about.insert
 
     def kind(path, declared, _):
       shape, axes = declared[:2]
       stacked = int('layers/' in path) if axes is None else axes.count('layers')
-      in_planner = planner is not None and path.startswith(f'{planner}/')
       others = {'vocabulary', 'ngrams', FIRST_CARRY}  # a vector for each token, or a state
       is_other = axes is not None and not others.isdisjoint(axes)
-      return Kind(len(shape.shape) - stacked > 1 and not is_other, stacked, in_planner)
+      is_matrix = len(shape.shape) - stacked > 1 and not is_other
+      if insert is None or not path.startswith(f'{insert}/'):
+        return Kind(is_matrix, stacked)
+      _, _, name = insert.rpartition('/')
+      return Kind(is_matrix, stacked, part=name, rests=self.insert_rests)
 
     return self._each(kind, params)
 

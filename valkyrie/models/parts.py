@@ -13,7 +13,7 @@ def is_of_model(module: str) -> bool:
 
 
 def part_of(module: str, name: str) -> str:
-  """The part of a parameter: 'embedding', 'norms', 'mlp', or the name of its mixer or planner.
+  """The part of a parameter: 'embedding', 'norms', 'mlp', or the name of its mixer or insert.
 
   `module` is Haiku's name, such as 'model/layers/block_0/~/gated_recurrence/~/s5'. What a term of
   the objective adds is one part, such as 'teacher'.

@@ -67,12 +67,11 @@ def chunk_scores(
   carry: Carry,
   chunk: Batch,
   *,
-  plan: bool = True,
   metrics: Sequence[TokenMetric] = (),
   terms: Terms = (),
 ) -> tuple[Scores, Carry]:
   """Reads one chunk [B, C] of every row -> (its scores, the carry after it)."""
-  features, carry, parts = visit(terms, model, params, carry, chunk, plan=plan)
+  features, carry, parts = visit(terms, model, params, carry, chunk)
   found = token_scores(features, chunk.targets, model.about.vocabulary_size)
   floor_log2 = 31 - lax.clz(chunk.positions + 1)  # a target is one position after its input
   in_bin = floor_log2[..., None] == jnp.arange(_BINS)[None, None]
@@ -147,12 +146,10 @@ class Evaluator:
     def initial_carry():
       return model.initial_carry(batch_size)
 
-    def read(params, carry, chunk, cut, plan):
+    def read(params, carry, chunk, cut):
       def of_device(params, carry, batch, *_, **__):
         own = () if cut else terms  # they measure the whole memory
-        scores, carry = chunk_scores(
-          model, params, carry, batch, plan=plan, metrics=metrics, terms=own
-        )
+        scores, carry = chunk_scores(model, params, carry, batch, metrics=metrics, terms=own)
         return (), carry, scores
 
       if cut:
@@ -168,7 +165,7 @@ class Evaluator:
     self._initial_carry = partitioner.jit(initial_carry, out_shardings=shardings)
     self._gather = partitioner.jit(lambda params: gather_params(model, params))
     self._read = partitioner.jit(
-      read, donate_argnums=1, static_argnums=(3, 4), out_shardings=(shardings, None)
+      read, donate_argnums=1, static_argnums=3, out_shardings=(shardings, None)
     )
 
   def open(self) -> None:
@@ -214,7 +211,6 @@ class Evaluator:
     *,
     whole: bool,
     cut: str | None = None,
-    plan: bool = True,
     stop: Callable[[], bool] = lambda: False,
   ) -> Metrics:
     """Evaluates the parameters on the split.
@@ -223,7 +219,6 @@ class Evaluator:
       whole: read the whole split, or its quick part.
       cut: the part of the carry that is reset before every chunk: 'state' for the recurrent states,
         or 'all'. The increase of the loss shows the use of that memory.
-      plan: whether a planner takes part, as in the phase of training.
       stop: called before each chunk; True abandons the evaluation by Preempted.
 
     Returns:
@@ -244,7 +239,7 @@ class Evaluator:
         if stop():
           raise Preempted('stopped during an evaluation, which was abandoned')
         batch = self._partitioner.place_batch(chunk, self.batch_size)
-        carry, of_chunk = self._read(params, carry, batch, cut, plan)
+        carry, of_chunk = self._read(params, carry, batch, cut)
         found.append(of_chunk)
         found[-2:-1] = jax.device_get(found[-2:-1])  # two chunks in flight, as in training
       return jax.device_get(found)

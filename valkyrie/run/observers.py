@@ -94,9 +94,8 @@ class Validation:
     run = self.run
     step = run.step
     is_last = step == run.lengths.train_steps
-    plan = run.reading.curriculum.phase(step - 1).planner
     with doing(f'evaluating step {step}', self.say):
-      found = self.evaluator(run.state.evaluated, whole=is_last, plan=plan, stop=self.should_stop)
+      found = self.evaluator(run.state.evaluated, whole=is_last, stop=self.should_stop)
     run.note_loss(found.get('quick_loss', found['loss']))
     self.writer.write_scalars(step, found)
     if jax.process_index() == 0:

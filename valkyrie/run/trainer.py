@@ -51,9 +51,8 @@ class Trainer:
     weights = self.origin.weights
     if weights is None or self.run.has_all_weights is None:
       return
-    plan = self.setup.curriculum.phase(0).planner
     params = self.run.state.evaluated
-    loss = evaluate(params, whole=False, plan=plan, stop=self.should_stop)['loss']
+    loss = evaluate(params, whole=False, stop=self.should_stop)['loss']
     if loss is not None:
       strict = self.run.has_all_weights and not weights.any_loss
       self.say(check_loss(loss, self.setup.model.about.vocabulary_size, strict))
@@ -87,10 +86,9 @@ class Trainer:
     """Compiles the step of a phase, and says how long that takes and how much memory the step."""
     heartbeat.beat(stage='compile')
     about = self.setup.model.about
-    plans = phase.planner and about.plan_interval is not None
     self.say(
       f'compiling a step of {_shape_text(phase)}; {about.compute_dtype}, remat_policy '
-      f'{about.remat_policy}, planner {plans}, learning rate x {phase.learning_rate_scale:g}'
+      f'{about.remat_policy}, learning rate x {phase.learning_rate_scale:g}'
     )
     began = time.perf_counter()
     with doing('compiling a step', self.say):
@@ -182,9 +180,12 @@ def batches(reading: Reading, setup: Setup, steps: range) -> Iterator[Batch]:
 
 
 def _shape_text(phase: Phase) -> str:
-  return (
+  text = (
     f'{phase.chunks} x {phase.chunk_size} tokens per row, gradient through {phase.backprop_chunks}'
   )
+  if not phase.insert:
+    text += ', without the insert'
+  return text
 
 
 def _program_name(phase: Phase, train_steps: int, hunt_nan: bool) -> str:
@@ -194,7 +195,4 @@ def _program_name(phase: Phase, train_steps: int, hunt_nan: bool) -> str:
   rate's schedule, the number of processes, and whether the state is donated.
   """
   kept = ', state not donated' if hunt_nan else ''
-  return (
-    f'{_shape_text(phase)}, planner {phase.planner}, of {train_steps} steps, '
-    f'{jax.process_count()} processes{kept}'
-  )
+  return f'{_shape_text(phase)}, of {train_steps} steps, {jax.process_count()} processes{kept}'

@@ -81,6 +81,18 @@ def times(algorithm: Transformation, factor: Array) -> Transformation:
   return optax.GradientTransformation(algorithm.init, update)
 
 
+def at_rest(algorithm: Transformation) -> Transformation:
+  """The algorithm at rest: it takes no step, and its state stays as it is.
+
+  Decay and momentum would move parameters at a gradient of zero, too.
+  """
+
+  def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    return jax.tree.map(jnp.zeros_like, updates), state
+
+  return optax.GradientTransformation(algorithm.init, update)
+
+
 def per_layer(algorithm: Transformation) -> Transformation:
   """The algorithm on each layer of parameters [layers, ...], all with the same layers."""
   return optax.GradientTransformation(jax.vmap(algorithm.init), jax.vmap(algorithm.update))

@@ -24,7 +24,7 @@ class Phase:
     backprop_chunks: consecutive chunks through which the gradient flows; divides N.
     steps: its number of steps; None, for the last phase, means to the end.
     learning_rate_scale: a factor on the schedule's learning rate.
-    planner: whether the model's planner takes part; if not, its parameters do not change.
+    insert: whether the insert of the model takes part; if not, its parameters do not change.
     long_every: every so many steps of the phase, the gradient flows through `long_backprop_chunks`
       chunks instead, to teach what lies farther back. None for never.
     long_backprop_chunks: divides N, and is more than `backprop_chunks`.
@@ -35,7 +35,7 @@ class Phase:
   backprop_chunks: int
   steps: int | None = None
   learning_rate_scale: float = 1.0
-  planner: bool = True
+  insert: bool = True
   long_every: int | None = None
   long_backprop_chunks: int | None = None
 
@@ -69,8 +69,8 @@ class Phase:
 
   @property
   def shape(self) -> tuple[int, int, int, bool]:
-    """(C, N, backprop_chunks, planner): phases of one shape share one compiled step."""
-    return self.chunk_size, self.chunks, self.backprop_chunks, self.planner
+    """(C, N, backprop_chunks, insert): phases of one shape share one compiled step."""
+    return self.chunk_size, self.chunks, self.backprop_chunks, self.insert
 
   @property
   def tokens_per_row(self) -> int:

@@ -1,4 +1,4 @@
-"""Logits and next-token cross-entropy of a model's features, in float32, and the drafts' losses.
+"""Logits and next-token cross-entropy of a model's features, in float32.
 
 The logits of many tokens are never held at once: they are computed in slices of time. Where the
 backward pass follows at once, training computes the gradient of a slice with its loss, while its
@@ -177,42 +177,6 @@ def weighted_loss(
   learned = jax.custom_vjp(of)
   learned.defvjp(with_gradient, pull_back)
   return learned(*arguments)
-
-
-def draft_losses(features: Features, targets: Array, vocabulary_size: int) -> Array:
-  """The loss of a planner's drafts, in nats, float32 [B, T]; zero without drafts.
-
-  Every segment ends with a plan, from which only the tokens that read it are predicted, and the
-  losses of all segments add up (Wang et al. 2025, arXiv 2506.21734, section 2, "Deep supervision";
-  the paper steps the optimizer after each segment):
-
-      L = sum over m of  -log p_m(target) + BCE(q_m(halt), r_m) + BCE(q_m(continue), best_m+1)
-
-  The value of halting is r_m = 1 if the likeliest token is the target, else 0. The value of
-  continuing is the larger value of the next segment; the last segment can only halt ("Adaptive
-  computational time"). The values of a plan are learned token by token: the head learns the share
-  of the interval that the draft predicts.
-  """
-  drafts = features.drafts
-  if drafts is None:
-    return jnp.zeros(targets.shape, jnp.float32)
-
-  def cross_entropy(logit, target):
-    # BCE of a logit with a constant probability: -p log σ(x) - (1 - p) log(1 - σ(x)).
-    return jax.nn.softplus(logit) - lax.stop_gradient(target) * logit
-
-  scores = [
-    token_scores(Features(hidden, features.unembedding), targets, vocabulary_size)
-    for hidden in drafts.hidden
-  ]
-  losses = jnp.stack([score.loss for score in scores])
-  right = jnp.stack([score.right for score in scores])
-  halt = drafts.values[..., 0]
-  proceed = drafts.values[..., 1]
-  offers = jnp.concatenate([jnp.maximum(halt, proceed)[:-1], halt[-1:]])
-  total = jnp.sum(losses + cross_entropy(halt, right), axis=0)
-  total += jnp.sum(cross_entropy(proceed[:-1], jax.nn.sigmoid(offers[1:])), axis=0)
-  return drafts.weights * total
 
 
 def _slice_length(features: Features) -> int:

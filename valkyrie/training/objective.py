@@ -59,7 +59,6 @@ class Chunk(NamedTuple):
   before: the carries before the chunk: of the model as 'model', of a term by its name.
   rng: the key of the chunk, where the model has dropout; else None.
   total: float32, the weight of the whole step, by which a sum over tokens is divided.
-  plan: whether a planner takes part.
   in_one_pass: see `losses.weighted_loss`.
   """
 
@@ -70,7 +69,6 @@ class Chunk(NamedTuple):
   before: Carry
   rng: Array | None
   total: Array | float
-  plan: bool
   in_one_pass: bool
 
 
@@ -154,7 +152,7 @@ class Term:
 @gin.configurable
 @dataclasses.dataclass(frozen=True)
 class Prediction(Term):
-  """The cross-entropy of the next tokens, with the losses of a planner's drafts.
+  """The cross-entropy of the next tokens.
 
   Attributes:
     z_loss: a factor on the mean squared logarithm of the softmax's normalizer, which is added to
@@ -169,14 +167,12 @@ class Prediction(Term):
     ranges.check_fields(self)
 
   def __call__(self, chunk: Chunk) -> Part:
-    features = chunk.features
     batch = chunk.batch
-    size = chunk.model.about.vocabulary_size
     loss, predicted = losses.weighted_loss(
-      features,
+      chunk.features,
       batch.targets,
       batch.weights,
-      size,
+      chunk.model.about.vocabulary_size,
       chunk.total,
       z_loss=self.z_loss,
       in_one_pass=chunk.in_one_pass,
@@ -184,10 +180,6 @@ class Prediction(Term):
     sums = {'loss': predicted.loss}
     if self.z_loss:
       sums['z_loss'] = predicted.squares
-    if chunk.model.about.plan_interval is not None:
-      drafts = jnp.sum(batch.weights * losses.draft_losses(features, batch.targets, size))
-      loss = loss + drafts / chunk.total
-      sums['draft_loss'] = drafts
     return Part(loss if self.weight == 1 else self.weight * loss, sums)
 
 
@@ -241,7 +233,6 @@ def visit(
   rng: Array | None = None,
   *,
   total: Array | float = 1.0,
-  plan: bool = True,
   in_one_pass: bool = False,
 ) -> tuple[Features, Carry, dict[str, Part]]:
   """Reads one chunk [B, C] of every row: (features, all carries after it, the part of each term).
@@ -249,8 +240,8 @@ def visit(
   The carry of a term that is not among `terms` stays as it is.
   """
   kinds = tuple(dict.fromkeys(kind for term in terms for kind in term.activations))
-  features, after = model.read(params, {'model': carry['model']}, batch, rng, plan, kinds)
-  chunk = Chunk(model, params, features, batch, carry, rng, total, plan, in_one_pass)
+  features, after = model.read(params, {'model': carry['model']}, batch, rng, activations=kinds)
+  chunk = Chunk(model, params, features, batch, carry, rng, total, in_one_pass)
   parts = {term.name: term(chunk) for term in terms}
   for term in terms:
     part = parts[term.name]

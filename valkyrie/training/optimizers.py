@@ -18,10 +18,8 @@ import optax
 from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.errors import ConfigurationError, converted, regular_expression
-from valkyrie.training.algorithms import Algorithm, created, nature, per_layer, times
+from valkyrie.training.algorithms import Algorithm, at_rest, created, nature, per_layer, times
 from valkyrie.types import Array, Axes, Params, leaf_path, leaves_by_path
-
-_PLANNER = 'planner '  # the beginning of the names of groups with a planner's parameters
 
 
 @gin.configurable
@@ -160,27 +158,10 @@ class Optimizer:
     params: Params,
     learning_rate: Array,
     kinds: Any,
-    *,
-    plan: bool = True,
   ) -> tuple[Params, Any]:
-    """One step: (gradients, state, params) -> (params, state).
-
-    Without `plan`, the planner's parameters and their state stay the same: decay and momentum would
-    change them at a gradient of zero, too.
-    """
-    after: Any
+    """One step: (gradients, state, params) -> (params, state)."""
     steps, after = self._steps(params, kinds, learning_rate).update(gradients, state, params)
-    moved = optax.apply_updates(params, steps)
-    kept = {name: of for name, of in state[1].inner_states.items() if name.startswith(_PLANNER)}
-    if plan or not kept:
-      return moved, after
-
-    def keep(kind, old, new):
-      return old if kind.in_planner else new
-
-    moved = jax.tree.map(keep, kinds, params, moved)
-    groups = after[1]._replace(inner_states={**after[1].inner_states, **kept})
-    return moved, (after[0], groups)
+    return optax.apply_updates(params, steps), after
 
   def learns(self, path: str) -> bool:
     """Whether a parameter belongs to a group that learns."""
@@ -214,7 +195,7 @@ class Optimizer:
 
     def label(path, leaf, kind):
       name, transformation = self._of_leaf(leaf_path(path), leaf, kind, learning_rate)
-      algorithms[name] = transformation
+      algorithms[name] = at_rest(transformation) if kind.rests else transformation
       return name
 
     labels = jax.tree_util.tree_map_with_path(label, params, kinds)
@@ -235,9 +216,9 @@ class Optimizer:
     name = 'matrix' if decays else 'vector'
     if number is not None:
       name = f'{name} of group {number}'
-    # A planner may start later than the rest, and Adam's bias correction must count its own steps.
-    if kind.in_planner:
-      name = f'{_PLANNER}{name}'
+    # A part that may rest has groups of its own: Adam's bias correction counts its own steps.
+    if kind.part:
+      name = f'{kind.part} {name}'
     if not group.learning_rate_scale:
       return f'{name}, frozen', optax.set_to_zero()
     algorithm = group.algorithm or self._algorithms[decays]

@@ -292,15 +292,6 @@ class Setup:
         f'StepSettings.micro_batches={self.settings.micro_batches} does not divide the {rows} rows '
         f'of each device. Use a divisor of {rows}.'
       )
-    interval = self.model.about.plan_interval or 1
-    for size in [phase.chunk_size for phase in phases if phase.planner]:
-      if size % interval:
-        below = size // interval * interval
-        nearest = f'{below} or {below + interval}' if below else f'{interval}'
-        raise ConfigurationError(
-          f'chunk_size={size} is not a multiple of Planner.plan_interval={interval}, as training '
-          f'chunks must be. Use {nearest}.'
-        )
 
   def _check_average(self, shapes: TrainState) -> None:
     decay = self.settings.average_decay
@@ -319,7 +310,7 @@ class Setup:
         'whole rows on one device. Include a layout that keeps rows whole, such as '
         'gin/partition/zero1.gin, or use mixers that support sequence parallelism '
         '(LongformerAttention, S5, or your own with sequence_parallel = True) and '
-        'LanguageModel.planner = None.'
+        'LanguageModel.insert = None.'
       )
 
 

@@ -46,7 +46,6 @@ def gradients(
   keep_carries: bool = False,
   terms: Terms = PREDICTION,
   learns: Learns = lambda module, name: True,
-  plan: bool = True,
 ) -> tuple[Params, Carry, Sums]:
   """The gradient of the step's mean loss, cut between groups of `backprop_chunks` chunks.
 
@@ -62,7 +61,6 @@ def gradients(
     keep_carries: keep the carries of all chunks that are recomputed.
     terms: of the objective.
     learns: the parameters without a gradient need no memory for one.
-    plan: whether a planner takes part.
 
   Returns:
     (gradients in float32 of the parameters that learn, the carry after the last chunk, the sums
@@ -90,7 +88,6 @@ def gradients(
       chunk,
       rng,
       total=total,
-      plan=plan,
       # Saved chunks would each hold a gradient of the unembedding.
       in_one_pass=recomputes or backprop_chunks == 1,
     )

@@ -112,6 +112,8 @@ def make_train_step(
   model: Model, optimizer: Optimizer, curriculum: Curriculum, phase: Phase, **settings: Any
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
   """The step of one phase: (state, batch [B, N·C]) -> (state, metrics); see `StepParts`."""
+  if not phase.insert:
+    model = model.without_insert()
   return functools.partial(train_step, StepParts(model, optimizer, curriculum, phase, **settings))
 
 
@@ -178,7 +180,6 @@ def _read_once(
     keep_carries=parts.keep_carries,
     terms=terms,
     learns=learns,
-    plan=parts.phase.planner,
   )
   of_device = functools.partial(in_micro_batches, of_rows, model, parts.micro_batches, learns)
   return shard_map_step(
@@ -216,7 +217,6 @@ def update_parameters(parts: StepParts, state: TrainState, gradient: Params) -> 
     rounding.wide(state.params),
     learning_rate,
     parts.model.kinds(state.params),
-    plan=parts.phase.planner,
   )
   params = rounding.stored(params, state.params, lambda: parts.key(_ROUNDING, state.step))
   return Update(params, optimizer_state, learning_rate)

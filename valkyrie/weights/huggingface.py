@@ -267,8 +267,8 @@ def _configuration_of(model: LanguageModel) -> tuple[dict[str, Any], float] | st
   if first.registers or first.document_start or {*(first.dilations or (1,))} != {1}:
     return 'its attention has registers, global tokens or dilations'
   mlps = {(isinstance(block.mlp, GatedMLP), block.mlp.width) for block in blocks}
-  if model.planner is not None or mlps != {(True, blocks[0].mlp.width)}:
-    return 'it has a planner, or MLPs of different widths or without a gate'
+  if model.insert is not None or mlps != {(True, blocks[0].mlp.width)}:
+    return 'it has an insert, or MLPs of different widths or without a gate'
   rotary = first.rotary()
   full = isinstance(first, FullAttention)
   if first.query_key_norm and not full:

@@ -48,7 +48,7 @@ def forms(setup: Setup, layouts: Mapping[str, Partitioner]) -> Iterator[list[For
   if about.remat_policy is not None or setup.settings.remat_chunks:
     same.append(run._replace(name='activations saved', recomputes=False))
   same += [run._replace(name=f'layout {name}', layout=other) for name, other in layouts.items()]
-  unit = (about.plan_interval or 1) * layout.parts_of('time')
+  unit = layout.parts_of('time')
   if about.carried:
     cuts = [time] if size // 2 % unit or size == 1 else [size // 2, time]
     same += [run._replace(name=f'chunks of {cut:,}', chunk_size=cut) for cut in cuts]

@@ -1,14 +1,26 @@
 """The drafts' losses against their sum, written out token by token."""
 
+import types
+
+from drafts import DraftLoss, Drafts
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from valkyrie.models.features import Drafts, Features
-from valkyrie.training.losses import draft_losses
+from valkyrie.models.features import Features
+from valkyrie.training.objective import Chunk
+from valkyrie.types import Batch
 
 VOCABULARY = 50
+
+
+def draft_losses(features, targets):
+  """The values of the term for targets [B, T]."""
+  model = types.SimpleNamespace(about=types.SimpleNamespace(vocabulary_size=VOCABULARY))
+  batch = Batch(None, targets, None, None, None)
+  chunk = Chunk(model, {}, features, batch, {}, None, 1.0, False)
+  return DraftLoss(weight=0.1).values(chunk)['draft_loss']
 
 
 def cross_entropy(logit, target):
@@ -21,7 +33,8 @@ def test_it_is_the_weighted_sum_of_every_segments_losses(segments):
   random = np.random.default_rng(segments)
   hidden = random.normal(size=(segments, 2, 5, 8))
   values = random.normal(size=(segments, 2, 5, 2))
-  weights = random.choice([0, 0.1], size=(2, 5))
+  has_plan = random.choice([False, True], size=(2, 5))
+  weights = 0.1 * has_plan
   unembedding = random.normal(size=(128, 8))
   targets = random.integers(0, VOCABULARY, (2, 5))
   targets[0] = np.argmax(hidden[-1, 0] @ unembedding[:VOCABULARY].T, axis=-1)  # some are right
@@ -44,9 +57,9 @@ def test_it_is_the_weighted_sum_of_every_segments_losses(segments):
       expected[row, t] += weights[row, t] * loss
 
   def losses(values):
-    drafts = Drafts(jnp.asarray(hidden), values, jnp.asarray(weights))
+    drafts = Drafts(jnp.asarray(hidden), values, jnp.asarray(has_plan))
     features = Features(jnp.zeros((2, 5, 8)), jnp.asarray(unembedding), drafts)
-    return draft_losses(features, jnp.asarray(targets), VOCABULARY)
+    return draft_losses(features, jnp.asarray(targets))
 
   with jax.enable_x64(True):
     found, backward = jax.vjp(losses, jnp.asarray(values))
@@ -55,6 +68,6 @@ def test_it_is_the_weighted_sum_of_every_segments_losses(segments):
     np.testing.assert_allclose(backward(jnp.ones((2, 5)))[0], d_values, rtol=1e-8, atol=1e-12)
 
 
-def test_without_a_planner_there_is_nothing_to_add():
+def test_where_the_planner_takes_no_part_there_is_nothing_to_add():
   features = Features(jnp.ones((2, 5, 8)), jnp.ones((128, 8)))
-  assert not np.any(draft_losses(features, jnp.zeros((2, 5), jnp.int32), VOCABULARY))
+  assert not np.any(draft_losses(features, jnp.zeros((2, 5), jnp.int32)))
