@@ -38,6 +38,11 @@ class Block(hk.Module):
       check_members(mixer)
     self.mlp = mlp(mlp_width, dropout, name='mlp')
 
+  @property
+  def has_dropout(self) -> bool:
+    """Whether the block or a mixer draws random numbers in training."""
+    return any(part.dropout for part in (self, *self.mixers))
+
   def initial_carry(self, batch_size: int, dtype: DType) -> tuple[Carry, ...]:
     """The carry of each mixer at a document start."""
     return tuple(mixer.initial_carry(batch_size, dtype) for mixer in self.mixers)

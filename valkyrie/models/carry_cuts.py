@@ -19,8 +19,11 @@ def cut_carry(carry: Carry, initial: Carry, cut: str | None) -> Carry:
   def holds_tokens(part: Carry) -> bool:
     return isinstance(part, AttentionCarry | Tail)
 
+  def without_state(part: Carry, start: Carry) -> Carry:
+    return part if holds_tokens(part) else start
+
   if cut == 'state':
-    return jax.tree.map(
-      lambda now, start: now if holds_tokens(now) else start, carry, initial, is_leaf=holds_tokens
-    )
-  return initial if cut == 'all' else carry
+    return jax.tree.map(without_state, carry, initial, is_leaf=holds_tokens)
+  if cut == 'all':
+    return initial
+  return carry

@@ -21,6 +21,7 @@ from valkyrie.models.declarations import Masks, stored_as
 from valkyrie.models.features import SITES, Description, Features, Insert
 from valkyrie.models.layers import Module, RMSNorm, parameter
 from valkyrie.models.lora import Lora
+from valkyrie.models.mixer_check import check_causal
 from valkyrie.models.model import Model, created
 from valkyrie.models.ngrams import NgramEmbedding
 from valkyrie.models.quantization import Quantization
@@ -115,24 +116,29 @@ class LanguageModel(Module):
         'LanguageModel.insert needs repeats below and above it. Double the layers.'
       )
     self.repeats = self.layers // length
-    self.upper_repeats = 0 if self.insert is None else self.repeats // 2
-    self.scale = self.d_model**0.5 if self.embedding_scale is None else self.embedding_scale
-    self.adapters = None if self.lora is None else self.lora()
-    self._sites = None if self.sites is None else self.sites()
+    self.upper_repeats = 0
+    if self.insert is not None:
+      self.upper_repeats = self.repeats // 2
+    self.lower_repeats = self.repeats - self.upper_repeats
+    self.scale: float = self.d_model**0.5
+    if self.embedding_scale is not None:
+      self.scale = self.embedding_scale
+    self.adapters = _made(self.lora)
+    self._sites = _made(self.sites)
     if self._sites is not None and (self.adapters is not None or self.insert is not None):
       raise ConfigurationError(
         'LanguageModel.sites decomposes a model without adapters and without an insert. Set '
         'LanguageModel.lora = None and LanguageModel.insert = None; `export` merges adapters.'
       )
-    self.quantized = None if self.quantization is None else self.quantization()
+    self.quantized = _made(self.quantization)
     if self.quantized and (self.adapters or self._sites):
       raise ConfigurationError(
         'LanguageModel.quantization excludes adapters and sites. Set LanguageModel.lora = None and '
         'LanguageModel.sites = None, or LanguageModel.quantization = None.'
       )
     self._scope = gin.current_scope()  # of a reference such as @teacher/LanguageModel
-    self._ngrams = None if self.ngrams is None else self.ngrams(name='ngrams')
-    self._insert: Any = None if self.insert is None else self.insert()
+    self._ngrams = _made(self.ngrams, name='ngrams')
+    self._insert = _made(self.insert)
 
   def __call__(
     self,
@@ -156,80 +162,102 @@ class LanguageModel(Module):
       gin.config_scope(self._scope),
       ambient.within(learned_carry=self.learned_carry),
       hk.custom_creator(stored_as(jnp.dtype(self.parameter_dtype))),
-      hk.custom_getter(self.quantized.getter) if self.quantized else contextlib.nullcontext(),
+      _through(self.quantized),
       hk.custom_getter(layer_weights.getter),
-      hk.custom_getter(self.adapters.getter) if self.adapters else contextlib.nullcontext(),
+      _through(self.adapters),
     ):
       where = {'positions': positions, 'segment_ids': segment_ids}
       return self._read(inputs, where, with_insert, activations, masks or {}, shift)
 
   @hk.transparent
   def _read(self, inputs, where, with_insert, activations, masks, shift) -> Features:
-    rows = -(-self.vocabulary_size // _LANES) * _LANES
-
-    def table(name):
-      init = hk.initializers.RandomNormal(self.d_model**-0.5)
-      return parameter(name, (rows, self.d_model), init, axes=('vocabulary', 'embed'))
-
-    embedding = table('embedding')
-    unembedding = embedding if self.tied else table('unembedding')
-    are_tokens = jnp.issubdtype(inputs.dtype, jnp.integer)
-    embedded = rows_of(embedding, inputs) if are_tokens else inputs
-    x = (self.scale * embedded).astype(self.compute_dtype)
+    embedding = self._table('embedding')
+    unembedding = embedding
+    if not self.tied:
+      unembedding = self._table('unembedding')
     fresh = self.initial_carry(inputs.shape[0])
-
-    def carried(memory: str) -> Any:
-      return hk.get_state(memory, (), init=lambda *_: fresh[memory])
-
-    if self._ngrams is not None:
-      if inputs.ndim > 2:
-        raise ConfigurationError(
-          'LanguageModel.ngrams looks up tokens, but the inputs are numbers. Set it to None.'
-        )
-      added, tail = self._ngrams(inputs, carried('ngrams'), x.shape[-1], x.dtype, **where)
-      hk.set_state('ngrams', tail)
-      x += self.scale * added
+    x = self._embed(inputs, embedding, fresh, where)
+    embedded = None
     if shift is not None:
       x += shift.astype(x.dtype)
-    embedded = None if shift is None else x
+      embedded = x
 
-    def layer(x, carry, masks):
-      found = {kind: [] for kind in activations if kind != SITES}
-      seen = {}
-      prefix = f'{self.module_name}/layers/'  # Haiku names the modules of a stack relative to it
-      sites = self._sites and hk.custom_getter(self._sites.getter(prefix, masks, seen))
-      after = []
-      with sites or contextlib.nullcontext():
-        for block, before in zip(self.blocks(), carry, strict=True):
-          x, block_carry = block(x, before, found=found, **where)
-          after.append(block_carry)
-      seen = seen if SITES in activations else {}
-      return constrain(x, 'batch', 'time', 'activation'), (tuple(after), found, seen)
-
+    layer = self._layer(where, activations)
     if self.remat_policy is not None:
       layer = hk.remat(layer, policy=_REMAT_POLICIES[self.remat_policy])
-
-    def stack(x, name, repeats, memory):
-      layers = hk.layer_stack(repeats, with_per_layer_inputs=True, unroll=self.unroll, name=name)
-      x, (carry, values, seen) = layers(layer)(x, carried(memory), masks)
-      hk.set_state(memory, carry)
-      # [repeats, ...] of each block of the pattern -> [layers, ...]
-      by_layer = {k: jnp.stack(v, axis=1).reshape(-1, *v[0].shape[1:]) for k, v in values.items()}
-      return x, by_layer, seen
-
-    x, values, seen = stack(x, 'layers', self.repeats - self.upper_repeats, 'carry')
+    stack = functools.partial(self._stack, layer, fresh, masks)
+    x, values, seen = stack(x, 'layers', self.lower_repeats, 'carry')
     auxiliary = None
     if self._insert is not None:
       name = self._insert.name
       carry = fresh[name]
       if with_insert:
-        added, carry, auxiliary = self._insert(x, carried(name), **where)
+        added, carry, auxiliary = self._insert(x, _carried(name, fresh), **where)
         x += added
       hk.set_state(name, carry)
       x, above, _ = stack(x, 'upper_layers', self.upper_repeats, 'upper_carry')
       values = {kind: jnp.concatenate([values[kind], above[kind]]) for kind in values}
     hidden = RMSNorm(name='final_norm')(x)
     return Features(hidden, unembedding, auxiliary, values or None, seen or None, embedded)
+
+  @hk.transparent
+  def _table(self, name: str) -> Array:
+    """A vector for each token, [V, D]."""
+    rows = -(-self.vocabulary_size // _LANES) * _LANES
+    init = hk.initializers.RandomNormal(self.d_model**-0.5)
+    return parameter(name, (rows, self.d_model), init, axes=('vocabulary', 'embed'))
+
+  @hk.transparent
+  def _embed(self, inputs, embedding, fresh, where) -> Array:
+    """What the first layer reads, [B, T, D]; advances the carry of the n-grams."""
+    embedded = inputs
+    if jnp.issubdtype(inputs.dtype, jnp.integer):
+      embedded = rows_of(embedding, inputs)
+    x = (self.scale * embedded).astype(self.compute_dtype)
+    if self._ngrams is None:
+      return x
+    if inputs.ndim > 2:
+      raise ConfigurationError(
+        'LanguageModel.ngrams looks up tokens, but the inputs are numbers. Set it to None.'
+      )
+    before = _carried('ngrams', fresh)
+    added, tail = self._ngrams(inputs, before, x.shape[-1], x.dtype, **where)
+    hk.set_state('ngrams', tail)
+    return x + self.scale * added
+
+  def _layer(self, where, activations) -> Callable:
+    """One repeat: (x, carry, masks) -> (x, (carry, the values by kind, those of sites))."""
+    prefix = f'{self.module_name}/layers/'  # Haiku names the modules of a stack relative to it
+
+    def layer(x, carry, masks):
+      values = {kind: [] for kind in activations if kind != SITES}
+      seen = {}
+      sites = contextlib.nullcontext()
+      if self._sites is not None:
+        sites = hk.custom_getter(self._sites.getter(prefix, masks, seen))
+      after = []
+      with sites:
+        for block, before in zip(self.blocks(), carry, strict=True):
+          x, block_carry = block(x, before, found=values, **where)
+          after.append(block_carry)
+      if SITES not in activations:
+        seen = {}
+      return constrain(x, 'batch', 'time', 'activation'), (tuple(after), values, seen)
+
+    return layer
+
+  @hk.transparent
+  def _stack(self, layer, fresh, masks, x, name, repeats, memory):
+    """Repeats of the pattern: x -> (x, the values by kind, those of sites); advances `memory`."""
+    layers = hk.layer_stack(repeats, with_per_layer_inputs=True, unroll=self.unroll, name=name)
+    x, (carry, values, seen) = layers(layer)(x, _carried(memory, fresh), masks)
+    hk.set_state(memory, carry)
+    by_layer = {}
+    for kind, of_blocks in values.items():
+      # [repeats, ...] of each block of the pattern -> [layers, ...]
+      stacked = jnp.stack(of_blocks, axis=1)
+      by_layer[kind] = stacked.reshape(-1, *stacked.shape[2:])
+    return x, by_layer, seen
 
   def initial_carry(self, batch_size: int) -> dict[str, Any]:
     """The content of `hk.State` for rows that have read nothing, leaves [repeats, B, ...].
@@ -244,7 +272,7 @@ class LanguageModel(Module):
     def repeated(times):
       return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (times, *leaf.shape)), carries)
 
-    fresh = {'carry': repeated(self.repeats - self.upper_repeats)}
+    fresh = {'carry': repeated(self.lower_repeats)}
     if self._ngrams is not None:
       fresh['ngrams'] = self._ngrams.initial_carry(batch_size)
     insert = self._insert
@@ -255,43 +283,41 @@ class LanguageModel(Module):
 
   def describe(self) -> Description:
     """The facts; raises a ConfigurationError if a mixer reads tokens that are to be predicted."""
-    layer_flops = self.inspect(lambda blocks: sum(b.forward_flops(self.d_model) for b in blocks))
     mixers = self.inspect(lambda blocks: [mixer for block in blocks for mixer in block.mixers])
-    for mixer in mixers:
-      if not mixer.causal:
-        raise ConfigurationError(
-          f'A language model predicts each token from those before it, but its mixer '
-          f'{type(mixer).__name__} also reads those after it. Use a causal mixer in Block.mixers, '
-          'such as LongformerAttention, or S5 with S5.bidirectional = False.'
-        )
+    check_causal(mixers)
     carried = [mixer for mixer in mixers if getattr(mixer, 'carried', True)]
-    draws = self.inspect(lambda blocks: any(of.dropout for b in blocks for of in (b, *b.mixers)))
-    insert = self._insert
-    parts = mixers if insert is None else [*mixers, insert]
-    whole = [part for part in parts if not getattr(part, 'sequence_parallel', False)]
-    beside = [part for part in (self._ngrams, insert) if part is not None]
-    flops = self.repeats * layer_flops + sum(part.forward_flops(self.d_model) for part in beside)
-
-    def known(name, mixers=mixers):
-      found = [getattr(mixer, name, None) for mixer in mixers]
-      return [value for value in found if value is not None]
-
+    beside = [part for part in (self._ngrams, self._insert) if part is not None]
+    parts = [*mixers]
+    insert_name = None
+    exact_gradient = True
+    if self._insert is not None:
+      parts.append(self._insert)
+      insert_name = self._insert.module_name
+      exact_gradient = self._insert.exact_gradient
+    whole = [type(part) for part in parts if not getattr(part, 'sequence_parallel', False)]
+    layer_flops = self.inspect(lambda blocks: sum(b.forward_flops(self.d_model) for b in blocks))
+    flops = self.repeats * layer_flops
+    flops += sum(part.forward_flops(self.d_model) for part in beside)
+    flops += 2 * self.d_model * self.vocabulary_size
+    site_patterns = []
+    if self._sites is not None:
+      site_patterns = [pattern for pattern, _ in self._sites.components]
     return Description(
       vocabulary_size=self.vocabulary_size,
       width=self.d_model,
       layers=self.layers,
       compute_dtype=jnp.dtype(self.compute_dtype),
-      forward_flops=flops + 2 * self.d_model * self.vocabulary_size,
-      window=max(known('reach'), default=0),
-      horizon=max(known('horizon'), default=None),
-      max_context=min(known('max_context', carried), default=None),
+      forward_flops=flops,
+      window=max(_known('reach', mixers), default=0),
+      horizon=max(_known('horizon', mixers), default=None),
+      max_context=min(_known('max_context', carried), default=None),
       carried=len(carried) == len(mixers),
-      has_dropout=draws,
-      insert=None if insert is None else insert.module_name,
-      exact_gradient=insert is None or insert.exact_gradient,
-      needs_whole_rows=tuple(dict.fromkeys(type(part).__name__ for part in whole)),
+      has_dropout=self.inspect(lambda blocks: any(block.has_dropout for block in blocks)),
+      insert=insert_name,
+      exact_gradient=exact_gradient,
+      needs_whole_rows=tuple(dict.fromkeys(kind.__name__ for kind in whole)),
       remat_policy=self.remat_policy,
-      site_patterns=tuple(pattern for pattern, _ in self._sites.components) if self._sites else (),
+      site_patterns=tuple(site_patterns),
     )
 
   @hk.transparent
@@ -304,6 +330,27 @@ class LanguageModel(Module):
     """The answer of blocks to a question that needs no parameters, outside this transform."""
     with gin.config_scope(self._scope):
       return hk.transform(lambda: ask(self.blocks())).apply({}, None)
+
+
+def _made(make: Callable | None, **named: Any) -> Any:
+  """What a class makes; None without a class."""
+  return None if make is None else make(**named)
+
+
+def _through(part: Any) -> contextlib.AbstractContextManager:
+  """A context in which parameters pass through the getter of a part, unless it is None."""
+  return contextlib.nullcontext() if part is None else hk.custom_getter(part.getter)
+
+
+def _carried(memory: str, fresh: Mapping[str, Any]) -> Any:
+  """The carry under a name in `hk.State`, which begins as in `fresh`."""
+  return hk.get_state(memory, (), init=lambda *_: fresh[memory])
+
+
+def _known(name: str, mixers: Sequence[Any]) -> list[Any]:
+  """The values of an optional attribute of the mixers that have it."""
+  values = [getattr(mixer, name, None) for mixer in mixers]
+  return [value for value in values if value is not None]
 
 
 def asked(make: Callable[..., LanguageModel], question: Callable[[LanguageModel], Any]) -> Any:

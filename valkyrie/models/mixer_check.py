@@ -1,6 +1,6 @@
 """Check of a sequence mixer: the rules that make chunks, packed documents and rows exact."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import chex
@@ -23,6 +23,17 @@ def check_members(mixer: SequenceMixer) -> None:
       raise ConfigurationError(
         f'The mixer {type(mixer).__name__} has no attribute {member}. Give it all that '
         'valkyrie.types.SequenceMixer lists.'
+      )
+
+
+def check_causal(mixers: Sequence[SequenceMixer]) -> None:
+  """Raises a ConfigurationError if a mixer reads tokens that are to be predicted."""
+  for mixer in mixers:
+    if not mixer.causal:
+      raise ConfigurationError(
+        f'A language model predicts each token from those before it, but its mixer '
+        f'{type(mixer).__name__} also reads those after it. Use a causal mixer in Block.mixers, '
+        'such as LongformerAttention, or S5 with S5.bidirectional = False.'
       )
 
 

@@ -61,15 +61,18 @@ class Model(NamedTuple):
     model have them, or they begin with 'model/'.
     """
     known = self.parameters()
-    if taken := [module for module in parameters() if module in known or is_of_model(module)]:
+    taken = [module for module in parameters() if module in known or is_of_model(module)]
+    if taken:
       raise ConfigurationError(
         f'{name} adds modules to the model whose names are taken: {", ".join(taken)}. Give them '
         "other names, which do not begin with 'model/'."
       )
 
     def carries(batch_size):
-      own = {} if initial_carry is None else {name: initial_carry(batch_size)}
-      return {**self.initial_carry(batch_size), **own}
+      carry = {**self.initial_carry(batch_size)}
+      if initial_carry is not None:
+        carry[name] = initial_carry(batch_size)
+      return carry
 
     def both(rng, batch_size):
       own = jax.random.fold_in(rng, zlib.crc32(name.encode()))
@@ -106,7 +109,9 @@ class Model(NamedTuple):
 
     def kind(path, declared, _):
       shape, axes = declared[:2]
-      stacked = int('layers/' in path) if axes is None else axes.count('layers')
+      stacked = int('layers/' in path)
+      if axes is not None:
+        stacked = axes.count('layers')
       others = {'vocabulary', 'ngrams', FIRST_CARRY}  # a vector for each token, or a state
       is_other = axes is not None and not others.isdisjoint(axes)
       is_matrix = len(shape.shape) - stacked > 1 and not is_other
@@ -177,7 +182,8 @@ def created(make: Callable[[], Any]) -> tuple[Callable[[Array], Params], Callabl
     return hk.transform_with_state(noted).init(rng)[0]
 
   def parameter(module, name, leaf):
-    if (declared := declarations.get(f'{module}/{name}')) is None:
+    declared = declarations.get(f'{module}/{name}')
+    if declared is None:
       return Parameter(leaf, None, None)
     stacked = ('layers',) * (len(leaf.shape) - len(declared.axes))
     return Parameter(leaf, stacked + declared.axes, declared.cast, declared.matrix)

@@ -23,15 +23,21 @@ def part_of(module: str, name: str) -> str:
   names = [re.sub(r'_\d+$', '', part) for part in module.split('/')]
   if '~' in names:
     return names[names.index('~') + 1]
-  return 'norms' if names[-1].endswith('norm') else name if len(names) == 1 else names[-1]
+  if names[-1].endswith('norm'):
+    return 'norms'
+  if len(names) == 1:
+    return name
+  return names[-1]
 
 
 def sums_of_parts(params: Params, measure: Callable[..., Any]) -> dict[str, Any]:
   """{part: the sum of `measure` of its parameters}."""
-  found: dict[str, Any] = {}
+  sums: dict[str, Any] = {}
   for module, parameters in params.items():
     for name, value in parameters.items():
       part = part_of(module, name)
       size = measure(value)
-      found[part] = found[part] + size if part in found else size
-  return dict(sorted(found.items()))
+      if part in sums:
+        size = sums[part] + size
+      sums[part] = size
+  return dict(sorted(sums.items()))

@@ -104,7 +104,9 @@ class Curriculum:
     index = self.index(step)
     phase = self.phases[index]
     number = step - self._starts[index] + 1
-    return phase.long if phase.long_every and number % phase.long_every == 0 else phase
+    if phase.long_every and number % phase.long_every == 0:
+      return phase.long
+    return phase
 
   @property
   def forms(self) -> list[Phase]:
@@ -122,12 +124,15 @@ class Curriculum:
     lengths = [
       max(0, min(end, steps) - begin) for begin, end in zip(self._starts, ends, strict=True)
     ]
-    longs = [
-      length // phase.long_every if phase.long_every else 0
-      for length, phase in zip(lengths, self.phases, strict=True)
-    ]
-    short = [length - long for length, long in zip(lengths, longs, strict=True)]
-    return short + [n for n, phase in zip(longs, self.phases, strict=True) if phase.long_every]
+    short = []
+    long = []
+    for length, phase in zip(lengths, self.phases, strict=True):
+      rare = 0
+      if phase.long_every:
+        rare = length // phase.long_every
+        long.append(rare)
+      short.append(length - rare)
+    return short + long
 
   def position(self, step: int) -> int:
     """Tokens of a row that the steps before `step` read: the feed's position."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from valkyrie.errors import Diverged
 from valkyrie.training.train_state import TrainState
 from valkyrie.training.train_step import StepMetrics
-from valkyrie.types import Array, Batch, leaf_path
+from valkyrie.types import Array, Batch, leaves_by_path
 
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
 
@@ -45,13 +45,14 @@ def first_nonfinite(traceable: TrainStep, state: TrainState, batch: Batch) -> st
 
   Checks the inputs, then the output of each Haiku module, and its gradient in the backward pass.
   """
-  found = [
-    f'{"carry" if path[0].idx else "parameter"} {leaf_path(path[1:])}{problem}'
-    for path, leaf in jax.tree_util.tree_leaves_with_path((state.params, state.carry))
-    if (problem := _problem(leaf))
-  ]
-  if found:
-    return f'{", ".join(found)}, before the step.'
+  places = []
+  for kind, tree in (('parameter', state.params), ('carry', state.carry)):
+    for path, leaf in leaves_by_path(tree).items():
+      problem = _problem(leaf)
+      if problem:
+        places.append(f'{kind} {path}{problem}')
+  if places:
+    return f'{", ".join(places)}, before the step.'
   calls: Counter[str] = Counter()
 
   def check_output(next_method: Callable, args: Any, kwargs: Any, context: hk.MethodContext) -> Any:
@@ -75,7 +76,8 @@ def _watch(place: str) -> Callable[[Array], Array]:
   """The identity, which ends the search at a non-finite value or cotangent."""
 
   def check(x: Array, kind: str) -> Array:
-    if problem := _problem(x):
+    problem = _problem(x)
+    if problem:
       raise _Found(f'{kind} {place}{problem}.')
     return x
 
@@ -96,5 +98,10 @@ def _is_float(x: Any) -> bool:
 
 def _problem(x: Array) -> str:
   """' (2 of 64 are NaN, 1 infinite)'; '' if all numbers are finite."""
-  nan, infinite = (int(f(x).sum()) if _is_float(x) else 0 for f in (jnp.isnan, jnp.isinf))
-  return f' ({nan:,} of {x.size:,} are NaN, {infinite:,} infinite)' if nan + infinite else ''
+  if not _is_float(x):
+    return ''
+  nan = int(jnp.isnan(x).sum())
+  infinite = int(jnp.isinf(x).sum())
+  if nan + infinite == 0:
+    return ''
+  return f' ({nan:,} of {x.size:,} are NaN, {infinite:,} infinite)'

@@ -45,9 +45,10 @@ class Sums(NamedTuple):
   @property
   def followed(self) -> Array:
     """The loss of the tokens, or else the objective, whose spikes are watched."""
-    followed = self.objective if self.loss is None else self.loss
-    assert followed is not None
-    return followed
+    if self.loss is not None:
+      return self.loss
+    assert self.objective is not None
+    return self.objective
 
 
 class Chunk(NamedTuple):
@@ -180,7 +181,9 @@ class Prediction(Term):
     sums = {'loss': predicted.loss}
     if self.z_loss:
       sums['z_loss'] = predicted.squares
-    return Part(loss if self.weight == 1 else self.weight * loss, sums)
+    if self.weight != 1:
+      loss = self.weight * loss
+    return Part(loss, sums)
 
 
 Terms = Sequence[Term]
@@ -189,11 +192,15 @@ PREDICTION: Terms = (Prediction(),)
 
 def terms_of(objective: Callable[[], Term] | Sequence[Callable[[], Term]]) -> tuple[Term, ...]:
   """The terms of `StepSettings.objective`; a ConfigurationError if they do not fit together."""
-  classes = objective if isinstance(objective, Sequence) else [objective]
+  classes = objective
+  if not isinstance(classes, Sequence):
+    classes = [classes]
   terms = []
   for make in classes:
-    term = make() if callable(make) and not isinstance(make, Term) else make
-    if term is make or not isinstance(term, Term):
+    term = None
+    if callable(make) and not isinstance(make, Term):
+      term = make()
+    if not isinstance(term, Term):
       raise ConfigurationError(
         f'StepSettings.objective has {make!r:.60}, which is not a class of a Term of '
         'training.objective. Name classes of terms, such as (@Prediction,).'
@@ -210,7 +217,8 @@ def terms_of(objective: Callable[[], Term] | Sequence[Callable[[], Term]]) -> tu
 
 def evaluations(terms: Terms) -> tuple[Term, ...]:
   """What evaluations report of the terms."""
-  return tuple(found for term in terms if (found := term.evaluation()) is not None)
+  reported = [term.evaluation() for term in terms]
+  return tuple(term for term in reported if term is not None)
 
 
 def _check_part(term: Term, part: Part, before: Carry) -> None:
@@ -278,9 +286,12 @@ def read(
   for other in more:
     loss += other
   predicted = sums.pop('loss', None)
+  value = None
+  if predicted is None:
+    value = lax.stop_gradient(loss) * total
   found = Sums(
     loss=predicted,
-    objective=lax.stop_gradient(loss) * total if predicted is None else None,
+    objective=value,
     weight=jnp.sum(batch.weights),
     beyond_window=jnp.sum(batch.weights * (batch.positions > model.about.window)),
     terms=sums,

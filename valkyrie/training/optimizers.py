@@ -109,7 +109,8 @@ class Optimizer:
       final_learning_rate_scale=final_learning_rate_scale,
       clip_norm=clip_norm,
     )
-    groups = (recurrence_group(),) if groups is None else groups
+    if groups is None:
+      groups = (recurrence_group(),)
     self._groups = tuple(groups)
     self._clip_norm = clip_norm
     self.train_steps = train_steps
@@ -195,7 +196,9 @@ class Optimizer:
 
     def label(path, leaf, kind):
       name, transformation = self._of_leaf(leaf_path(path), leaf, kind, learning_rate)
-      algorithms[name] = at_rest(transformation) if kind.rests else transformation
+      if kind.rests:
+        transformation = at_rest(transformation)
+      algorithms[name] = transformation
       return name
 
     labels = jax.tree_util.tree_map_with_path(label, params, kinds)
@@ -228,7 +231,9 @@ class Optimizer:
     # An algorithm that acts on whole parameters gets each matrix of a stack, its last two
     # dimensions: a layer, a part of S5's C, a block of a gate. Stacks of equal sizes form a group.
     if by_layers:
-      stack = leaf.shape[:-2] if kind.is_matrix else leaf.shape[: kind.stacked]
+      stack = leaf.shape[: kind.stacked]
+      if kind.is_matrix:
+        stack = leaf.shape[:-2]
       for _ in stack:
         transformation = per_layer(transformation)
       name += ''.join(f', {count} of a stack' for count in stack)

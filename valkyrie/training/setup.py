@@ -119,14 +119,18 @@ class Setup:
     rows = self.settings.batch_size
     tokens = max(phase.tokens_per_row for phase in self.curriculum.phases)
     term = gradient_term(self.terms)
-    kept = None if term is None else term.initial_state(self.model, rows, tokens)
+    objective = None
+    if term is not None:
+      kept = term.initial_state(self.model, rows, tokens)
+      if kept is not None:
+        objective = {term.name: kept}
     return initial_state(
       self.model,
       self.optimizer,
       settings.seed,
       rows,
       self.loss_spikes.initial(),
-      None if term is None or kept is None else {term.name: kept},
+      objective,
       with_average=settings.average_decay is not None,
     )
 
@@ -141,9 +145,12 @@ class Setup:
 
     With `remat` False nothing is recomputed, so that it can run operation by operation.
     """
-    plain = functools.partial(self.settings.model, remat_policy=None)
+    model = self.model
+    if not remat:
+      plain = functools.partial(self.settings.model, remat_policy=None)
+      model = self._extended(language_model.transform(plain))
     return make_train_step(
-      self.model if remat else self._extended(language_model.transform(plain)),
+      model,
       self.optimizer,
       self.curriculum,
       phase,
@@ -190,7 +197,8 @@ class Setup:
       'Partitioner.parameter_axes has no rule for it'
       for path in self.undeclared_parameters()
     ]
-    if forgetful := self.short_horizon():
+    forgetful = self.short_horizon()
+    if forgetful:
       remarks.append(f'warning: {forgetful}')
     added = {module: of for module, of in self.model.counts().items() if module not in counts}
     remarks += [
@@ -198,9 +206,10 @@ class Setup:
       for name, count in sums_of_parts(added, lambda count: count).items()
     ]
     by_path = {f'{module}/{name}': n for module, of in counts.items() for name, n in of.items()}
-    if count := sum(n for path, n in by_path.items() if not self.optimizer.learns(path)):
+    frozen = sum(n for path, n in by_path.items() if not self.optimizer.learns(path))
+    if frozen:
       remarks.append(
-        f'{total - count:,} of {total:,} parameters learn; groups with a learning rate of 0 are '
+        f'{total - frozen:,} of {total:,} parameters learn; groups with a learning rate of 0 are '
         'frozen'
       )
     return remarks
@@ -250,7 +259,10 @@ class Setup:
       name = f'{type(mixer).__name__}.kernels'
       found = ''
       error = ConfigurationError
-      with ambient.within(partitioner=None if self.partitioner.manual else self.partitioner):
+      automatic = None
+      if not self.partitioner.manual:
+        automatic = self.partitioner
+      with ambient.within(partitioner=automatic):
         misfit = kernels.why_not(mixer.kernels, time)
       if not misfit:
         error = Disagreement
@@ -263,11 +275,16 @@ class Setup:
           misfit = f'it fails ({first})'
         else:
           found = f'{apart:.2g} of the norm from the plain form, on {rows} x {time:,} tokens'
-          misfit = '' if apart <= bound else f'{found}, more than {bound:.2g}'
+          if apart > bound:
+            misfit = f'{found}, more than {bound:.2g}'
       if misfit and mixer.kernels != 'prefer':
         raise error(f'{name}={mixer.kernels!r}: {misfit}. Set {name} = None.')
-      say(f'{name}: {misfit}: the plain form is used' if misfit else f'{name}: {found}')
-      (failed if misfit else agreed).add(time)
+      if misfit:
+        say(f'{name}: {misfit}: the plain form is used')
+        failed.add(time)
+      else:
+        say(f'{name}: {found}')
+        agreed.add(time)
     return agreed - failed
 
   def undeclared_parameters(self) -> list[str]:

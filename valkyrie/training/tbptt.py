@@ -67,13 +67,19 @@ def gradients(
     over all chunks).
   """
   chunks = split_chunks(batch, chunk_size)
-  numbers = jnp.arange(chunks.inputs.shape[0])
-  rngs = None if rng is None else jax.vmap(lambda n: jax.random.fold_in(rng, n))(numbers)
+  rngs = None
+  if rng is not None:
+    numbers = jnp.arange(chunks.inputs.shape[0])
+    rngs = jax.vmap(lambda number: jax.random.fold_in(rng, number))(numbers)
   groups = jax.tree.map(lambda x: x.reshape(-1, backprop_chunks, *x.shape[1:]), (chunks, rngs))
 
   recomputes = remat_chunks and backprop_chunks > 1
-  count = 1 if keep_carries else segment_length(backprop_chunks)
-  add_gradient = functools.partial(_add_recomputed, count) if recomputes else _add_saved
+  add_gradient = _add_saved
+  if recomputes:
+    length = segment_length(backprop_chunks)
+    if keep_carries:
+      length = 1
+    add_gradient = functools.partial(_add_recomputed, length)
 
   learning, constant = learned_and_frozen(params, learns)
 
@@ -199,7 +205,8 @@ def _add_recomputed(
 
 def segment_length(count: int) -> int:
   """The chunks of a segment, dividing `count`, that minimize the saved carries."""
-  return min((n for n in range(1, count + 1) if count % n == 0), key=lambda n: n + count // n)
+  divisors = [n for n in range(1, count + 1) if count % n == 0]
+  return min(divisors, key=lambda n: n + count // n)
 
 
 def floats_of(carry: Carry) -> tuple[list[Array], Callable[[list[Array]], Carry]]:
@@ -209,8 +216,10 @@ def floats_of(carry: Carry) -> tuple[list[Array], Callable[[list[Array]], Carry]
 
   def rebuild(floats: list[Array]) -> Carry:
     new = iter(floats)
-    return structure.unflatten(
-      next(new) if flow else leaf for flow, leaf in zip(flows, leaves, strict=True)
-    )
+    rebuilt = []
+    for flow, leaf in zip(flows, leaves, strict=True):
+      rebuilt.append(next(new) if flow else leaf)
+    return structure.unflatten(rebuilt)
 
-  return [leaf for flow, leaf in zip(flows, leaves, strict=True) if flow], rebuild
+  floats = [leaf for flow, leaf in zip(flows, leaves, strict=True) if flow]
+  return floats, rebuild
