@@ -292,7 +292,7 @@ def check_learned(shares: np.ndarray) -> None:
 
 def importances(model: Model, params: Params, inputs: Mapping[str, Array]) -> dict[str, Array]:
   """{path: logits [1, B, 1, C]}, of the inputs of the sites in the clean pass."""
-  return FUNCTIONS.of_tokens(params, model.sites, inputs)
+  return FUNCTIONS.logits(params, model.sites, inputs)
 
 
 def losses(model: Model, params: Params, step: Array, seed: Array) -> dict[str, Array]:

@@ -225,7 +225,7 @@ def test_warmup_phases_and_evaluations_keep_their_shares(common, tmp_path):
       '--candidate=a: warmup_steps = 2',
     ]
   )
-  trial = compare.trial_of(flags, flags.candidates[0], 't', 200, {'seed': 7, 'S5.horizon': '9.0'})
+  trial = compare.make_trial(flags, flags.candidates[0], 't', 200, {'seed': 7, 'S5.horizon': '9.0'})
   found = {name: trial.bindings[name] for name in (
     'train.train_steps', 'Optimizer.train_steps', 'Optimizer.warmup_steps', 'train.eval_every',
     'short/Phase.steps', 'train.log_every', 'StepSettings.seed', 'S5.horizon',
@@ -239,7 +239,7 @@ def test_a_trial_is_a_run_and_is_trained_once(common, tmp_path):
   tiny_run.write_stores(tmp_path, 'letters', 'abcd')
   arguments = [*common, '--candidate=thin: Block.mlp_width = 16', '--tokens=512']
   flags = compare.parse_flags(arguments)
-  trial = compare.trial_of(flags, flags.candidates[0], 'trial', 2, {'seed': 1})
+  trial = compare.make_trial(flags, flags.candidates[0], 'trial', 2, {'seed': 1})
   assert trials.recorded(trial) is None
   assert trial.program == trials.VALKYRIE
   main.run(trial.flags)
@@ -253,7 +253,7 @@ def test_a_trial_is_a_run_and_is_trained_once(common, tmp_path):
   assert sum(last[f'targets_by_position/{2**k}'] for k in range(6)) == last['targets']
   with pytest.raises(ConfigurationError, match=r'trial has a run with Block\.mlp_width = 16'):
     flags = compare.parse_flags([*arguments[:-2], '--candidate=thin', '--tokens=512'])
-    trials.recorded(compare.trial_of(flags, flags.candidates[0], 'trial', 2, {'seed': 1}))
+    trials.recorded(compare.make_trial(flags, flags.candidates[0], 'trial', 2, {'seed': 1}))
   with pytest.raises(ValkyrieError, match='no target of the validation split has 64'):
     findings.bits(run, 64)
 
@@ -384,7 +384,7 @@ def test_every_shipped_candidate_reads_the_tokens_of_a_step(flags, candidate, tm
   flags.results = tmp_path
   # The tokenizer of a run is made by its first command. Bytes need no file.
   values = {'learning_rate': '1e-3', 'vocabulary': "'bytes'"}
-  trial = compare.trial_of(flags, candidate, 'trial', 100, values)
+  trial = compare.make_trial(flags, candidate, 'trial', 100, values)
   names = ('StepSettings.batch_size', 'Phase.chunk_size', 'Phase.chunks')
   assert math.prod(trial.bindings[name] for name in names) == 1024
   flags, gin_flags = parse_command_line(trial.flags)

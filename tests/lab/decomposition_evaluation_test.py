@@ -410,7 +410,7 @@ def test_a_run_is_evaluated_shown_and_exported(tmp_path, capsys):
   np.testing.assert_allclose(x @ w, features.activations['mlp'][0], atol=1e-5)
   g, delta = importances(x, v, *net), 0.3
   params = {**state.params, **loaded.params}
-  z = PerComponent().of_tokens(params, sites_of(loaded.model.parameters()), features.sites)
+  z = PerComponent().logits(params, sites_of(loaded.model.parameters()), features.sites)
   np.testing.assert_allclose(g, np.clip(z[path][0], 0, 1), atol=1e-5)
   given = {
     path: Masks(

@@ -400,7 +400,7 @@ def test_scopes_of_sources(scope, sets, shape):
   sites, adversary = sites_of(model.parameters()), Adversary(scope=scope, sets=sets)
   sources = adversary.start(sites, 4, TIME, 0).sources
   tokens = Tokens(0, jnp.arange(4), TIME + jnp.tile(jnp.arange(TIME)[None], (4, 1)))
-  for path, found in adversary.of_tokens(sources, tokens).items():
+  for path, found in adversary.spread(sources, tokens).items():
     assert sources[path].shape[:2] == shape
     for row, token in ((1, 5), (3, 0)):
       expected = sources[path][row % shape[0], token % shape[1]]
@@ -501,8 +501,8 @@ def test_split_matrices_and_factors_change_nothing(layout, importance):
     (lambda: Adversary(scope='row'), "Adversary.scope='row' is unknown"),
     (lambda: Adversary(sets=2), "sets=2 needs Adversary.scope = 'rows'"),
     (lambda: Adversary(live='each'), "Adversary.live='each'"),
-    (lambda: Decomposition(0, 10).extended(tiny.model(layers=1)), 'Decomposition needs sites'),
-    (lambda: parts(also=(('mpl/', 2),)), "has 'mpl/', but no site"),
+    (lambda: Decomposition(0, 10).extended(tiny.model(layers=1)), 'needs matrices to decompose'),
+    (lambda: parts(also=(('mpl/', 2),)), "the pattern 'mpl/', but no path"),
     (lambda: Adversary(scope='rows', sets=5).start({}, 4, TIME, 0), 'a step has 4 rows'),
   ],
 )  # fmt: skip

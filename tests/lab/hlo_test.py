@@ -31,7 +31,7 @@ def compiled(f, *sizes):
 
 
 def sent(f, *sizes):
-  return collectives.of_module(compiled(f, *sizes))
+  return collectives.list_collectives(compiled(f, *sizes))
 
 
 def test_bytes_of_each_kind_for_ring_algorithms():
@@ -145,7 +145,7 @@ def test_collectives_of_a_tpu_program():
   last = hlo.parse(TPU.replace('direction=LT', 'direction=LE'))  # 0, 2, .., 16
   assert hlo.trip_count(last.entry.instructions['loop']) == 9
   size = 8 * 128 * 4
-  assert collectives.by_kind(collectives.of_module(module)) == {
+  assert collectives.by_kind(collectives.list_collectives(module)) == {
     'collective-permute': 8 * size,
     'reduce-scatter': size * 3 // 4,
   }
@@ -176,14 +176,14 @@ def test_messages_between_slices():
   )
   module = hlo.parse(text)
   size = 8 * 4 * 4
-  assert collectives.by_kind(found := collectives.of_module(module)) == {
+  assert collectives.by_kind(found := collectives.list_collectives(module)) == {
     'all-reduce between slices': 2 * size * 3 / 4,
     'all-gather between slices': size * 3,
     'reduce-scatter between slices': size * 3 / 4,
     'one-to-one between slices': size,
   }
   assert all(one.between_slices for one in found)
-  parts = {one.part for one in work.of_module(module) if 's1' in one.source or 'r1' in one.source}
+  parts = {one.part for one in work.list_work(module) if 's1' in one.source or 'r1' in one.source}
   assert parts == {'communication'}
 
 
@@ -197,7 +197,7 @@ def test_an_instruction_on_several_lines():
   module = hlo.parse(TPU.replace('  ROOT %scattered', kernel + '  ROOT %scattered'))
   assert module.entry.instructions['kernel'].opcode == 'custom-call'
   assert module.entry.root.name == 'scattered'
-  assert 'splash kernel' in [m.source for m in work.of_module(module)]
+  assert 'splash kernel' in [m.source for m in work.list_work(module)]
 
 
 def test_a_loop_of_unknown_length_has_no_trip_count():
@@ -229,7 +229,7 @@ def test_memory_traffic_of_a_tpu_program():
   in_loop = counter + size + 2 * size + size  # counter, slice, permutation, write of the sum
   condition = 2 * scalar + 1
   outside = 2 * scalar + size + 8 * 128 * 4  # copy; fusion: z, and two rows padded to a tile
-  movements = work.of_module(hlo.parse(TPU))
+  movements = work.list_work(hlo.parse(TPU))
   assert hlo.total(movements) == 8 * (in_loop + condition) + outside
 
 
@@ -244,7 +244,7 @@ def test_memory_traffic_of_slices_of_a_buffer():
   module = hlo.parse(jax.jit(f).lower(shape).compile().as_text())
   whole = length * width * 4
   # Two results read each row, and write one. With whole arrays per step the factor would be 64.
-  assert 4 * whole <= hlo.total(work.of_module(module)) <= 12 * whole
+  assert 4 * whole <= hlo.total(work.list_work(module)) <= 12 * whole
 
 
 def test_text_without_a_program_is_refused():

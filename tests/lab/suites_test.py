@@ -174,7 +174,7 @@ def test_a_length_below_the_shortest_is_refused():
 
 
 def test_a_suite_keeps_its_name():
-  with pytest.raises(ConfigurationError, match='There is a suite vt already'):
+  with pytest.raises(ConfigurationError, match='A suite vt is registered already'):
     register('vt', SUITES['vt'])
 
 

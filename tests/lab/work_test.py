@@ -20,7 +20,7 @@ def flops(f, *shapes):
   """Of the compiled program of `f`, with its loops multiplied out."""
   arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
   module = hlo.parse(jax.jit(f).lower(*arguments).compile().as_text())
-  return sum(one.flops * one.times for one in work.of_module(module))
+  return sum(one.flops * one.times for one in work.list_work(module))
 
 
 def test_products_of_loops_and_fusions():
@@ -52,7 +52,7 @@ ENTRY %m (a: f32[8,16], b: f32[16,32], c: f32[32,4]) -> f32[8,4] {
   ROOT %f = f32[8,4] fusion(%a, %b, %c), kind=kOutput, calls=%inside
 }
 """
-  (fusion,) = [one for one in work.of_module(hlo.parse(text)) if one.flops]
+  (fusion,) = [one for one in work.list_work(hlo.parse(text)) if one.flops]
   assert fusion.flops == 2 * 8 * 16 * 32 + 2 * 8 * 32 * 4
 
 
@@ -110,7 +110,7 @@ KERNEL = (
 
 
 def of_parts(text):
-  found = work.of_module(hlo.parse(text))
+  found = work.list_work(hlo.parse(text))
   return {part: [one for one in found if one.part == part] for part in {one.part for one in found}}
 
 
@@ -176,7 +176,7 @@ def test_scopes_of_a_model_reach_forward_and_backward_pass():
 
   shapes = (jax.ShapeDtypeStruct((8,), jnp.float32), jax.ShapeDtypeStruct((16, 2, 8), jnp.float32))
   text = jax.jit(jax.grad(loss)).lower(*shapes).compile().as_text()
-  named = [one for one in work.of_module(hlo.parse(text)) if one.part == 'scan']
+  named = [one for one in work.list_work(hlo.parse(text)) if one.part == 'scan']
   assert any('transpose' in one.source for one in named)
   assert any('transpose' not in one.source for one in named)
   assert math.isclose(sum(one.flops for one in named), 0)

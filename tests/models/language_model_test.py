@@ -191,7 +191,7 @@ def test_what_a_policy_names_is_not_computed_again():
   def flops(remat):
     compiled, _, tokens = gradient_under(remat)
     program = hlo.parse(compiled.as_text())
-    return sum(one.flops * one.times for one in work.of_module(program)), tokens
+    return sum(one.flops * one.times for one in work.list_work(program)), tokens
 
   (attention, tokens), (mlp, _) = flops('attention'), flops('mlp')
   layers, d_model, width = 2, 16, 24

@@ -192,7 +192,7 @@ def test_layers_gather_matrices_in_int8_and_once_if_they_are_saved():
   shardings = state['params'], state['carry'], layout.batch_sharding()
   step = layout.jit(of_step(model, backprop_chunks=1), in_shardings=shardings)
   compiled = step.lower(params, carry, tiny.batch((8,), rows=8)).compile()
-  sent = collectives.by_kind(collectives.of_module(hlo.parse(compiled.as_text())))
+  sent = collectives.by_kind(collectives.list_collectives(hlo.parse(compiled.as_text())))
 
   def split(in_layers):
     return sum(

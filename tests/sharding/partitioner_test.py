@@ -38,7 +38,7 @@ def sent_by(layout, model):
   state = jax.device_put({'params': params, 'carry': carry}, placed)
   arguments = state['params'], state['carry'], layout.place_batch(batch_of('float32'))
   compiled = layout.jit(of_step(model)).lower(*arguments).compile()
-  return collectives.of_module(hlo.parse(compiled.as_text())), params, placed['params']
+  return collectives.list_collectives(hlo.parse(compiled.as_text())), params, placed['params']
 
 
 # Public report NVIDIA/Megatron-LM#7513: unequal masks over pieces of a sequence.

@@ -19,7 +19,7 @@ from valkyrie.training.curriculum import Phase
 from valkyrie.training.setup import Setup
 
 
-def of_step(
+def compile_step(
   setup: Setup,
   phase: Phase,
   topology: str | None,
@@ -28,18 +28,51 @@ def of_step(
 ) -> dict[str, Any]:
   """Compiles the step of a phase, and returns its certificate; see `precompile`."""
   mesh = setup.partitioner.mesh
+  facts = _facts(setup, phase, topology)
+  start = time.perf_counter()
+  try:
+    lowered = setup.trace(phase).lower()
+    compiled = lowered.compile()
+  except jax.errors.JaxRuntimeError as error:
+    refused, _, _ = str(error).partition('\n')
+    if 'RESOURCE_EXHAUSTED' not in refused:
+      raise
+    total = _total_bytes_of_refused(setup, refused)
+    return facts | {'total_bytes': total, 'hbm_bytes': hbm_bytes, 'fits': False, 'refused': refused}
+  seconds = time.perf_counter() - start
+  facts['compile_seconds'] = round(seconds, 1)
+  facts['program'] = compilation_cache.keep(compiled, lowered, [*mesh.devices.flat], seconds)
+  module = hlo.parse(compiled.as_text() or '')
+  works = work.list_work(module)
+  sent = collectives.list_collectives(module)
+  facts |= _memory(compiled, hbm_bytes)
+  facts |= _program(module, works, sent, facts)
+  if topology is None:
+    return facts
+  facts['plain_cycles_per_flop'] = _plain_cycles(setup)
+  return facts | _estimates(topology, works, sent, facts, mesh, dcn_bytes_per_second)
+
+
+def _facts(setup: Setup, phase: Phase, topology: str | None) -> dict[str, Any]:
+  """What is known before the step is compiled: its devices, layout, size and parameters."""
+  partitioner = setup.partitioner
+  mesh = partitioner.mesh
   rows = setup.settings.batch_size
-  axes = {logical: setup.partitioner.axes_of(logical) for logical in setup.partitioner.axis_rules}
-  rules = [f'{logical} over {"+".join(names)}' for logical, names in axes.items() if names]
   compiler = 'jaxlib' if topology is None else 'libtpu'
-  facts = {
+  rules = []
+  for logical in partitioner.axis_rules:
+    names = partitioner.axes_of(logical)
+    if names:
+      rules.append(f'{logical} over {"+".join(names)}')
+  activations = ('batch', 'time', 'activation')
+  return {
     'topology': topology,
     'compiler': f'{compiler} {version(compiler)}',
     'device_kind': mesh.devices.flat[0].device_kind,
     'chips': mesh.size,
     'mesh': dict(mesh.shape),
     'layout': ', '.join(rules) or 'whole on one device',
-    'activations': {a: setup.partitioner.axes_of(a) for a in ('batch', 'time', 'activation')},
+    'activations': {logical: partitioner.axes_of(logical) for logical in activations},
     'rows': rows,
     'chunk_size': phase.chunk_size,
     'chunks': phase.chunks,
@@ -48,30 +81,18 @@ def of_step(
     'parameters': sum(jax.tree.leaves(setup.language_model.counts())),
     'flops_per_token': setup.model.about.train_flops_per_token,
   }
-  began = time.perf_counter()
-  try:
-    lowered = setup.trace(phase).lower()
-    compiled = lowered.compile()
-  except jax.errors.JaxRuntimeError as error:
-    refused = str(error).partition('\n')[0]
-    if 'RESOURCE_EXHAUSTED' not in refused:
-      raise
-    leaves = jax.tree.leaves(setup.state)
-    arguments = sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in leaves)
-    temporaries = re.search(r'temporaries \(([\d.]+)G\)', refused)
-    total = int(float(temporaries.group(1)) * chips.GIB) + arguments if temporaries else None
-    return facts | {'total_bytes': total, 'hbm_bytes': hbm_bytes, 'fits': False, 'refused': refused}
-  seconds = time.perf_counter() - began
-  facts['compile_seconds'] = round(seconds, 1)
-  facts['program'] = compilation_cache.keep(compiled, lowered, [*mesh.devices.flat], seconds)
-  module = hlo.parse(compiled.as_text() or '')
-  done = work.of_module(module)
-  sent = collectives.of_module(module)
-  facts |= _memory(compiled, hbm_bytes) | _program(module, done, sent, facts)
-  if topology is None:
-    return facts
-  facts['plain_cycles_per_flop'] = _plain_cycles(setup)
-  return facts | _estimates(topology, done, sent, facts, mesh, dcn_bytes_per_second)
+
+
+def _total_bytes_of_refused(setup: Setup, refused: str) -> int | None:
+  """The memory that a step needs which the compiler refused; None if its message does not say."""
+  temporaries = re.search(r'temporaries \(([\d.]+)G\)', refused)
+  if temporaries is None:
+    return None
+  arguments = 0
+  for leaf in jax.tree.leaves(setup.state):
+    shape_on_device = leaf.sharding.shard_shape(leaf.shape)
+    arguments += leaf.dtype.itemsize * math.prod(shape_on_device)
+  return int(float(temporaries.group(1)) * chips.GIB) + arguments
 
 
 def _plain_cycles(setup: Setup) -> float:
@@ -79,40 +100,43 @@ def _plain_cycles(setup: Setup) -> float:
 
   Only their matrix products count, with what the compiler fuses into them.
   """
-  one = SingleDeviceSharding(setup.partitioner.mesh.devices.flat[0])
-  found = []
+  one_device = SingleDeviceSharding(setup.partitioner.mesh.devices.flat[0])
+  flops = 0
+  cycles = 0
   for _, _, results in setup.by_kernels():
-    plain = jax.jit(functools.partial(results, False), out_shardings=one)
+    plain = jax.jit(functools.partial(results, False), out_shardings=one_device)
     compiled = plain.lower().compile()
-    found += work.of_module(hlo.parse(compiled.as_text() or ''))
-  products = [one for one in found if one.flops and one.part == 'attention']
-  flops = sum(one.flops * one.times for one in products)
-  return sum(one.cycles * one.times for one in products) / max(flops, 1)
+    for step in work.list_work(hlo.parse(compiled.as_text() or '')):
+      if step.flops and step.part == 'attention':
+        flops += step.flops * step.times
+        cycles += step.cycles * step.times
+  return cycles / max(flops, 1)
 
 
 def _memory(compiled: jax.stages.Compiled, hbm_bytes: int | None) -> dict[str, Any]:
   """Memory per chip, where total_bytes is arguments + temporaries + outputs - aliased."""
-  used = compiled.memory_analysis()
-  assert used is not None, 'CPUs, GPUs and TPUs have a memory analysis'
+  analysis = compiled.memory_analysis()
+  assert analysis is not None, 'CPUs, GPUs and TPUs have a memory analysis'
   sizes = {
-    'argument_bytes': used.argument_size_in_bytes,
-    'temporary_bytes': used.temp_size_in_bytes,
-    'output_bytes': used.output_size_in_bytes,
+    'argument_bytes': analysis.argument_size_in_bytes,
+    'temporary_bytes': analysis.temp_size_in_bytes,
+    'output_bytes': analysis.output_size_in_bytes,
   }
-  total = sum(sizes.values()) - used.alias_size_in_bytes
+  total = sum(sizes.values()) - analysis.alias_size_in_bytes
+  fits = None if hbm_bytes is None else total <= hbm_bytes
   return {
     **sizes,
-    'alias_bytes': used.alias_size_in_bytes,
+    'alias_bytes': analysis.alias_size_in_bytes,
     'total_bytes': total,
     'hbm_bytes': hbm_bytes,
-    'fits': None if hbm_bytes is None else total <= hbm_bytes,
-    'code_bytes': used.generated_code_size_in_bytes,
+    'fits': fits,
+    'code_bytes': analysis.generated_code_size_in_bytes,
   }
 
 
 def _program(
   module: hlo.Module,
-  done: Sequence[work.Work],
+  works: Sequence[work.Work],
   sent: Sequence[collectives.Collective],
   facts: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -123,22 +147,26 @@ def _program(
   collective_bytes: bytes sent, by kind.
   """
   largest = collectives.largest_in_loops(sent)
-  most = sorted(done, key=lambda one: -one.bytes * one.times)[:5]
+  largest_in_loops = None
+  if largest:
+    largest_in_loops = {'kind': largest.kind, **_transfer(largest)}
+  by_traffic = sorted(works, key=lambda step: step.bytes * step.times, reverse=True)
+  flops_of_step = facts['flops_per_token'] * facts['tokens_per_step']
   return {
     'instructions': sum(len(c.instructions) for c in module.computations.values()),
-    'executed_instructions': sum(one.times for one in done),
-    'useful_flops': facts['flops_per_token'] * facts['tokens_per_step'] // facts['chips'],
-    'executed_flops': sum(one.flops * one.times for one in done),
+    'executed_instructions': sum(step.times for step in works),
+    'useful_flops': flops_of_step // facts['chips'],
+    'executed_flops': sum(step.flops * step.times for step in works),
     'collective_bytes': collectives.by_kind(sent),
-    'largest_collective_in_loops': largest and {'kind': largest.kind, **_shown(largest)},
-    'hbm_traffic_bytes': hlo.total(done),
-    'largest_hbm_traffic': [_shown(one) for one in most],
+    'largest_collective_in_loops': largest_in_loops,
+    'hbm_traffic_bytes': hlo.total(works),
+    'largest_hbm_traffic': [_transfer(step) for step in by_traffic[:5]],
   }
 
 
 def _estimates(
   topology: str,
-  done: Sequence[work.Work],
+  works: Sequence[work.Work],
   sent: Sequence[collectives.Collective],
   facts: Mapping[str, Any],
   mesh: Mesh,
@@ -153,84 +181,119 @@ def _estimates(
   """
   _, name, sides = topologies.parse(topology)
   chip = chips.TPUS[name]
+  places = [device.coords[: len(sides)] for device in mesh.devices.flat]
   network = collectives.Torus(
-    places=np.asarray([device.coords[: len(sides)] for device in mesh.devices.flat]),
+    places=np.asarray(places),
     rings=topologies.wraps(name, sides),
     sides=sides,
     dcn_bytes_per_second=dcn_bytes_per_second or chip.dcn_bytes_per_second,
   )
-  axes = collectives.by_mesh_axes(sent, mesh, network, chip.link_bytes_per_second)
-  communication = sum(axes.values())
-  parts = work.seconds(done, chip, facts['plain_cycles_per_flop'])
-  sums = [communication + sum(column) for column in zip(*parts.values(), strict=True)]
-  rates = [facts['tokens_per_step'] / mesh.size / seconds for seconds in sums]
+  between_slices = [collective for collective in sent if collective.between_slices]
+  seconds_by_axes = collectives.by_mesh_axes(sent, mesh, network, chip.link_bytes_per_second)
+  communication = sum(seconds_by_axes.values())
+  parts = work.seconds(works, chip, facts['plain_cycles_per_flop'])
+  seconds = [communication + sum(column) for column in zip(*parts.values(), strict=True)]
+  tokens_per_chip = facts['tokens_per_step'] / mesh.size
+  rates = [tokens_per_chip / total for total in seconds]
+  shares = [rate * facts['flops_per_token'] / chip.peak_flops for rate in rates]
   return {
-    'dcn_bytes': round(hlo.total(one for one in sent if one.between_slices)),
+    'dcn_bytes': round(hlo.total(between_slices)),
     'dcn_bytes_per_second': network.dcn_bytes_per_second,
     'estimated_seconds_by_part': {**parts, 'communication': [communication] * 2},
     'estimated_compute_seconds': facts['executed_flops'] / chip.peak_flops,
     'estimated_memory_seconds': facts['hbm_traffic_bytes'] / chip.hbm_bytes_per_second,
     'estimated_communication_seconds': communication,
-    'estimated_communication_seconds_by_axes': axes,
-    'estimated_instruction_seconds': sums[0],
-    'estimated_cycles_seconds': sums[1],
+    'estimated_communication_seconds_by_axes': seconds_by_axes,
+    'estimated_instruction_seconds': seconds[0],
+    'estimated_cycles_seconds': seconds[1],
     'estimated_tokens_per_second_per_chip': rates,
-    'estimated_share_of_peak': [
-      rate * facts['flops_per_token'] / chip.peak_flops for rate in rates
-    ],
+    'estimated_share_of_peak': shares,
   }
 
 
-def _shown(one: hlo.Transfer) -> dict[str, Any]:
-  return {'bytes': one.bytes, 'times': one.times, 'source': one.source}
+def _transfer(transfer: hlo.Transfer) -> dict[str, Any]:
+  """The entry of a transfer in a certificate."""
+  return {'bytes': transfer.bytes, 'times': transfer.times, 'source': transfer.source}
 
 
-def text(c: Mapping[str, Any]) -> str:
+def text(certificate: Mapping[str, Any]) -> str:
   """A paragraph with the step, its memory, program, operations, traffic and estimated time."""
+  c = certificate
   step = (
     f'phase {c["phase"]}: {c["rows"]} rows of {c["chunks"]} x {c["chunk_size"]:,} tokens, gradient '
     f'through {c["backprop_chunks"]} chunks, on {c["chips"]} x {c["device_kind"]}: {c["layout"]}'
   )
   if 'refused' in c:
     return f'{step}\n  does not fit: {c["refused"]}'
-  offered = f' of {gib(c["hbm_bytes"])}' if c['hbm_bytes'] else ''
-  verdict = {True: ': fits', False: ': DOES NOT FIT', None: ''}[c['fits']]
-  sent = c['collective_bytes']
-  kinds = ', '.join(f'{kind} {size / 1e9:.3g}' for kind, size in sent.items()) or 'none'
   lines = {
-    'memory per chip': f'{gib(c["total_bytes"])}{offered}{verdict} (arguments '
-    f'{gib(c["argument_bytes"])}, temporaries {gib(c["temporary_bytes"])})',
-    'program': f'{c["parameters"]:,} parameters; {c["compiler"]}, in {c["compile_seconds"]} s: '
-    f'{c["instructions"]:,} instructions, {c["code_bytes"] / 1e6:.1f} MB of code',
-    'products': f'{c["useful_flops"] / 1e12:.3g} TFLOP per chip and step for the model; '
-    f'the program executes {c["executed_flops"] / c["useful_flops"]:.2f} times as much',
+    'memory per chip': _memory_text(c),
+    'program': (
+      f'{c["parameters"]:,} parameters; {c["compiler"]}, in {c["compile_seconds"]} s: '
+      f'{c["instructions"]:,} instructions, {c["code_bytes"] / 1e6:.1f} MB of code'
+    ),
+    'products': (
+      f'{c["useful_flops"] / 1e12:.3g} TFLOP per chip and step for the model; '
+      f'the program executes {c["executed_flops"] / c["useful_flops"]:.2f} times as much'
+    ),
     'kept for the run': c['program'],
     'memory traffic': f'{c["hbm_traffic_bytes"] / 1e12:.3g} TB per chip and step',
-    'bytes sent': f'{sum(sent.values()) / 1e9:.3g} GB per chip and step ({kinds})',
+    'bytes sent': _sent_text(c['collective_bytes']),
   }
-  if largest := c['largest_collective_in_loops']:
+  largest = c['largest_collective_in_loops']
+  if largest:
+    source = largest['source'][-80:]  # paths differ at their ends
     lines['largest in a loop'] = (
-      f'{largest["kind"]} of {largest["bytes"] / 1e6:.1f} MB, {largest["times"]:,} times: '
-      f'{largest["source"][-80:]}'  # paths differ at their ends
+      f'{largest["kind"]} of {largest["bytes"] / 1e6:.1f} MB, {largest["times"]:,} times: {source}'
     )
-  if 'estimated_instruction_seconds' in c:  # docs/performance.md explains the two times
-    by_part = sorted(c['estimated_seconds_by_part'].items(), key=lambda one: -one[1][1])
-    axes = c['estimated_communication_seconds_by_axes'].items()
-    both = (c['estimated_instruction_seconds'], c['estimated_cycles_seconds'])
-    rates = c['estimated_tokens_per_second_per_chip']
-    shares = c['estimated_share_of_peak']
-    lines |= {
-      'estimate': f'{_range(both, ".3g")} s per step, not measured; {_range(rates[::-1], ",.0f")} '
-      f'tokens/s per chip, {_range(shares[::-1], ".0%")} of peak',
-      'seconds by part': ', '.join(f'{name} {_range(times, ".2g")}' for name, times in by_part),
-      'seconds on links': ', '.join(f'{name} {seconds:.2g}' for name, seconds in axes) or 'none',
-    }
+  if 'estimated_instruction_seconds' in c:
+    lines |= _estimate_texts(c)
   return '\n'.join([step, *(f'  {name:<19} {value}' for name, value in lines.items())])
 
 
+def _memory_text(c: Mapping[str, Any]) -> str:
+  memory = gib(c['total_bytes'])
+  if c['hbm_bytes']:
+    memory += f' of {gib(c["hbm_bytes"])}'
+  if c['fits'] is not None:
+    memory += ': fits' if c['fits'] else ': DOES NOT FIT'
+  arguments = gib(c['argument_bytes'])
+  temporaries = gib(c['temporary_bytes'])
+  return f'{memory} (arguments {arguments}, temporaries {temporaries})'
+
+
+def _sent_text(bytes_by_kind: Mapping[str, int]) -> str:
+  total = sum(bytes_by_kind.values())
+  kinds = [f'{kind} {size / 1e9:.3g}' for kind, size in bytes_by_kind.items()]
+  return f'{total / 1e9:.3g} GB per chip and step ({", ".join(kinds) or "none"})'
+
+
+def _estimate_texts(c: Mapping[str, Any]) -> dict[str, str]:
+  """The lines about time; docs/performance.md explains the two times."""
+  seconds = _range((c['estimated_instruction_seconds'], c['estimated_cycles_seconds']), '.3g')
+  slow_first = c['estimated_tokens_per_second_per_chip'][::-1]
+  rates = _range(slow_first, ',.0f')
+  shares = _range(c['estimated_share_of_peak'][::-1], '.0%')
+  longest_first = sorted(
+    c['estimated_seconds_by_part'].items(), key=lambda item: item[1][1], reverse=True
+  )
+  parts = [f'{name} {_range(times, ".2g")}' for name, times in longest_first]
+  by_axes = c['estimated_communication_seconds_by_axes']
+  axes = [f'{name} {spent:.2g}' for name, spent in by_axes.items()]
+  return {
+    'estimate': (
+      f'{seconds} s per step, not measured; {rates} tokens/s per chip, {shares} of peak'
+    ),
+    'seconds by part': ', '.join(parts),
+    'seconds on links': ', '.join(axes) or 'none',
+  }
+
+
 def _range(pair: Sequence[float], form: str) -> str:
-  """'1.2 to 3.4', or one number if they are equal."""
-  return ' to '.join(dict.fromkeys(f'{number:{form}}' for number in pair))
+  """'1.2 to 3.4', or one number if both are written the same."""
+  first, second = (f'{number:{form}}' for number in pair)
+  if first == second:
+    return first
+  return f'{first} to {second}'
 
 
 def gib(size: float) -> str:

@@ -9,9 +9,9 @@ least possible; n is the number of chips in a group:
   all-to-all           (n-1)/n of its operand
   collective-permute   its operand
 
-An operation that is split into a start and a done is counted once. What crosses slices, libtpu
-divides into collectives within each slice and one between chips at the same place in each, a `send`
-to its host; n is then the number of slices.
+An operation that is split into a start and a done is counted once. libtpu divides a collective that
+crosses slices into collectives within each slice, and one between the chips at the same place of
+each slice: a `send` to their hosts. Its n is the number of slices.
 
 The time is an estimate, not a measurement: links have their full bandwidth, and nothing overlaps
 with other work. A collective over several axes of a torus uses the links of all these axes at once,
@@ -25,6 +25,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from typing import NamedTuple
@@ -40,6 +41,7 @@ KINDS = (
   'collective-broadcast', 'ragged-all-to-all',
 )  # fmt: skip
 _ORDER = r'\[([\d,]+)\](?:T\(([\d,]+)\))?'  # `[2,2,8]T(1,0,2)`: reshape and transpose
+_SLICES = r'_xla_megascale_target="?\{+([\d,]+)\}'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,21 +62,25 @@ class Collective(hlo.Transfer):
   between_slices: bool = False
 
 
-def of_module(module: hlo.Module) -> list[Collective]:
+def list_collectives(module: hlo.Module) -> list[Collective]:
   """All collectives; a conditional takes the branch that sends least."""
   read = functools.partial(_read, partitions=module.partitions)
-  return [one for one in hlo.transfers(module, read) if one.bytes]
+  collectives = hlo.transfers(module, read)
+  return [collective for collective in collectives if collective.bytes]
 
 
 def by_kind(collectives: Sequence[Collective]) -> dict[str, int]:
-  """The `hlo.total` of each kind of collective."""
-  kinds = dict.fromkeys(c.kind for c in collectives)
-  return {kind: round(hlo.total(c for c in collectives if c.kind == kind)) for kind in kinds}
+  """The bytes per step of each kind of collective."""
+  sums: dict[str, float] = defaultdict(float)
+  for collective in collectives:
+    sums[collective.kind] += collective.bytes * collective.times
+  return {kind: round(total) for kind, total in sums.items()}
 
 
 def largest_in_loops(collectives: Sequence[Collective]) -> Collective | None:
   """The largest collective in a loop. If it has the size of a parameter, the layout is wrong."""
-  return max((c for c in collectives if c.in_loop), key=lambda c: c.bytes, default=None)
+  in_loops = [collective for collective in collectives if collective.in_loop]
+  return max(in_loops, key=lambda collective: collective.bytes, default=None)
 
 
 class Torus(NamedTuple):
@@ -101,11 +107,11 @@ def seconds(collective: Collective, network: Torus, link_bytes_per_second: float
     return load * collective.operand_bytes / link_bytes_per_second
   group = network.places[collective.groups[0]]
   spans = [len(set(along)) for along in group.T]
-  links = {
-    axis: 2 if network.rings[axis] and span == network.sides[axis] else 1
-    for axis, span in enumerate(spans)
-    if span > 1
-  }
+  links = {}  # of a chip along each axis that the group crosses
+  for axis, span in enumerate(spans):
+    if span > 1:
+      is_whole_ring = network.rings[axis] and span == network.sides[axis]
+      links[axis] = 2 if is_whole_ring else 1
   if not links:
     return 0.0
   if collective.kind.endswith('all-to-all'):
@@ -113,7 +119,8 @@ def seconds(collective: Collective, network: Torus, link_bytes_per_second: float
     longest = max(links, key=lambda axis: spans[axis] / links[axis])
     rate = 4 * links[longest] * link_bytes_per_second / spans[longest]
     return collective.operand_bytes / rate
-  used = sorted(links.values(), reverse=True)[: collective.dimensions or len(links)]
+  most_first = sorted(links.values(), reverse=True)
+  used = most_first[: collective.dimensions or len(links)]
   return collective.bytes / (sum(used) * link_bytes_per_second)
 
 
@@ -121,74 +128,123 @@ def mesh_axes(collective: Collective, mesh: Mesh) -> tuple[str, ...]:
   """The mesh axes that a collective crosses."""
   if collective.between_slices:
     return (SLICE,)
-  group = np.stack(np.unravel_index(collective.groups, mesh.devices.shape))  # [axes, groups, n]
-  crossed = (group != group[..., :1]).any(axis=(1, 2))
-  return tuple(name for name, is_one in zip(mesh.axis_names, crossed, strict=True) if is_one)
+  places = np.stack(np.unravel_index(collective.groups, mesh.devices.shape))  # [axes, groups, n]
+  differs = places != places[..., :1]
+  crossed = differs.any(axis=(1, 2))
+  return tuple(itertools.compress(mesh.axis_names, crossed))
 
 
 def by_mesh_axes(
   collectives: Sequence[Collective], mesh: Mesh, network: Torus, link_bytes_per_second: float
 ) -> dict[str, float]:
   """Seconds per step by the mesh axes crossed, e.g. {'x+y': 0.1}."""
-  spent: dict[str, float] = defaultdict(float)
+  sums: dict[str, float] = defaultdict(float)
   for collective in collectives:
     once = seconds(collective, network, link_bytes_per_second)
-    spent['+'.join(mesh_axes(collective, mesh))] += collective.times * once
-  return spent
+    axes = '+'.join(mesh_axes(collective, mesh))
+    sums[axes] += collective.times * once
+  return sums
 
 
 def _busiest_link(pairs: np.ndarray, network: Torus) -> int:
   """The number of messages of a permutation on its busiest link."""
   load = Counter()
   for source, target in pairs:
-    at = [int(place) for place in network.places[source]]
-    for axis, goal in enumerate(int(place) for place in network.places[target]):
-      side = network.sides[axis]
-      ring = network.rings[axis]
-      ahead = (goal - at[axis]) % side if ring else goal - at[axis]
-      step = -1 if ahead < 0 or (ring and 2 * ahead > side) else 1
-      while at[axis] != goal:
-        load[(*at, axis, step)] += 1
-        at[axis] = (at[axis] + step) % side if ring else at[axis] + step
+    place = network.places[source].tolist()
+    for axis, goal in enumerate(network.places[target].tolist()):
+      step = _step_toward(goal, place[axis], axis, network)
+      while place[axis] != goal:
+        load[(*place, axis, step)] += 1
+        place[axis] += step
+        if network.rings[axis]:
+          place[axis] %= network.sides[axis]
   return max(load.values(), default=0)
+
+
+def _step_toward(goal: int, place: int, axis: int, network: Torus) -> int:
+  """1 or -1: the direction of the shortest route along an axis."""
+  distance = goal - place
+  if network.rings[axis]:
+    side = network.sides[axis]
+    distance %= side
+    if 2 * distance > side:
+      return -1
+  return -1 if distance < 0 else 1
 
 
 def _read(instruction: hlo.Instruction, partitions: int) -> Collective | None:
   kind = instruction.opcode.removesuffix('-start')
-  between = kind == 'send' and instruction.find(r'_xla_megascale_transfer_type="(\w+)"')
-  if kind not in KINDS and not between:
+  if kind == 'send':
+    return _read_send(instruction)
+  if kind not in KINDS:
     return None
-  size = sum(array.bytes for operand in instruction.operands for array in operand.arrays)
-  if between:
-    kind = between.lower().replace('_', '-')
-    slices = instruction.find(r'_xla_megascale_target="?\{+([\d,]+)\}') or '0,1'  # a permutation
-    groups = np.arange(len(slices.split(',')))[None]
-  elif kind == 'collective-permute':
-    pairs = instruction.find(r'source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}')
-    groups = np.asarray(re.findall(r'\{(\d+),(\d+)\}', pairs), int).reshape(-1, 2)
+  if kind == 'collective-permute':
+    groups = _permuted_pairs(instruction)
   else:
     groups = replica_groups(instruction.attributes, partitions)
   if kind == 'all-reduce' and instruction.computation.name.startswith('all-reduce-scatter'):
     # On TPUs a reduce-scatter is a fusion of this name: an all-reduce and a slice of its result.
     kind = 'reduce-scatter'
-  n = groups.shape[1]
-  sent = {
-    'all-gather': size * (n - 1),
-    'all-reduce': 2 * size * (n - 1) / n,
-    'collective-broadcast': size * (n > 1),
-    'collective-permute': size * np.ptp(groups, axis=1).any(),  # unless none leaves its chip
-    'one-to-one': size,
-  }
   dimensions = instruction.find(r'"(?:emitter|strategy)":"[^"]*?(\d)D')
+  size = _operand_bytes(instruction)
   return Collective(
-    kind=f'{kind} between slices' if between else kind,
+    kind=kind,
     operand_bytes=size,
-    bytes=float(sent.get(kind, size * (n - 1) / n)),
+    bytes=_sent_bytes(kind, size, groups),
     groups=groups,
     source=instruction.op_name or instruction.name,
     dimensions=int(dimensions) if dimensions else None,
-    between_slices=bool(between),
   )
+
+
+def _read_send(instruction: hlo.Instruction) -> Collective | None:
+  """The collective between slices that a `send` to a host starts; None for another `send`."""
+  transfer_type = instruction.find(r'_xla_megascale_transfer_type="(\w+)"')
+  if not transfer_type:
+    return None
+  kind = transfer_type.lower().replace('_', '-')
+  slices = instruction.find(_SLICES) or '0,1'  # a permutation names none
+  groups = np.arange(len(slices.split(',')))[None]
+  size = _operand_bytes(instruction)
+  return Collective(
+    kind=f'{kind} between slices',
+    operand_bytes=size,
+    bytes=_sent_bytes(kind, size, groups),
+    groups=groups,
+    source=instruction.op_name or instruction.name,
+    between_slices=True,
+  )
+
+
+def _operand_bytes(instruction: hlo.Instruction) -> int:
+  return sum(array.bytes for operand in instruction.operands for array in operand.arrays)
+
+
+def _permuted_pairs(instruction: hlo.Instruction) -> np.ndarray:
+  """The (source, target) pairs of a permutation, [pairs, 2]."""
+  text = instruction.find(r'source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}')
+  pairs = re.findall(r'\{(\d+),(\d+)\}', text)
+  return np.asarray(pairs, int).reshape(-1, 2)
+
+
+def _sent_bytes(kind: str, size: int, groups: np.ndarray) -> float:
+  """The bytes that a chip sends for operands of `size` bytes; see the module's docstring."""
+  n = groups.shape[1]
+  match kind:
+    case 'all-gather':
+      sent = size * (n - 1)
+    case 'all-reduce':
+      sent = 2 * size * (n - 1) / n
+    case 'collective-broadcast':
+      sent = size * (n > 1)
+    case 'collective-permute':
+      leaves_its_chip = np.ptp(groups, axis=1) > 0
+      sent = size * leaves_its_chip.any()
+    case 'one-to-one':
+      sent = size
+    case _:
+      sent = size * (n - 1) / n
+  return float(sent)
 
 
 def replica_groups(attributes: str, partitions: int) -> np.ndarray:
@@ -199,36 +255,48 @@ def replica_groups(attributes: str, partitions: int) -> np.ndarray:
   device_ids=([2,2]T(1,0)) {'y'}`, a group has the partitions, in this order on the mesh, that
   differ only along the named axes. For another notation a ValueError is raised.
   """
-  text = attributes.partition('replica_groups=')[2]
-  if listed := re.match(r'\{((?:\{[\d,]*\},?)*)\}', text):
-    rows = [row.split(',') for row in re.findall(r'\{([\d,]+)\}', listed.group(1))]
-    return np.asarray(rows or [range(partitions)], int)
-  if iota := re.match(rf'\[([\d,]+)\]<={_ORDER}', text):
+  _, _, text = attributes.partition('replica_groups=')
+  listed = re.match(r'\{((?:\{[\d,]*\},?)*)\}', text)
+  if listed:
+    rows = re.findall(r'\{([\d,]+)\}', listed.group(1))
+    groups = [hlo.integers(row) for row in rows]
+    return np.asarray(groups or [range(partitions)], int)
+  iota = re.match(rf'\[([\d,]+)\]<={_ORDER}', text)
+  if iota:
     sizes, dims, order = iota.groups()
-    return _in_order(dims, order).reshape(hlo.integers(sizes))
+    return _in_order(hlo.integers(dims), order).reshape(hlo.integers(sizes))
   mesh = re.match(rf'mesh\[([^\]]*)\](?:, *device_ids=\({_ORDER}\))? *\{{([^}}]*)\}}', text)
   if mesh is None:
     raise ValueError(f'The notation of the replica groups is unknown: {text[:120]!r}.')
-  axes, dims, order, over = mesh.groups()
+  axes, dims, order, group_axes = mesh.groups()
   sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
-  return _over_axes(_in_order(dims or str(math.prod(sizes.values())), order), sizes, over)
+  shape = hlo.integers(dims) if dims else tuple(sizes.values())
+  return _groups_over_axes(_in_order(shape, order), sizes, group_axes)
 
 
-def _in_order(dims: str, order: str | None) -> np.ndarray:
+def _in_order(shape: tuple[int, ...], order: str | None) -> np.ndarray:
   """The numbers from 0 on, reshaped, transposed if `order` is given, and flattened."""
-  numbers = np.arange(math.prod(hlo.integers(dims))).reshape(hlo.integers(dims))
-  return (numbers.transpose(hlo.integers(order)) if order else numbers).reshape(-1)
+  numbers = np.arange(math.prod(shape)).reshape(shape)
+  if order:
+    numbers = numbers.transpose(hlo.integers(order))
+  return numbers.reshape(-1)
 
 
-def _over_axes(devices: np.ndarray, sizes: Mapping[str, int], axes: str) -> np.ndarray:
+def _groups_over_axes(devices: np.ndarray, sizes: Mapping[str, int], axes: str) -> np.ndarray:
   """Groups over axes such as `'x','y':(2)4`: all of x, and the factor 4 of y after a factor 2."""
   places = np.arange(devices.size)
-  first, n, stride = places, 1, devices.size  # first: the place of the first device of the group
+  first = places  # the place of the first device of the group
+  n = 1
   parts = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes)
+  stride = devices.size
   for name, size in sizes.items():
-    for before, count in ((int(b or 1), int(c or size)) for own, b, c in parts if own == name):
-      step = stride // (before * count)
-      first = first - step * (places // step % count)
-      n *= count
+    for part_name, factor_before, factor in parts:
+      if part_name == name:
+        count = int(factor or size)
+        step = stride // (int(factor_before or 1) * count)
+        index = places // step % count
+        first = first - step * index
+        n *= count
     stride //= size
-  return devices[np.argsort(first, stable=True)].reshape(-1, n)
+  by_group = np.argsort(first, stable=True)
+  return devices[by_group].reshape(-1, n)

@@ -7,6 +7,7 @@ its grammar that is necessary to follow data through loops and to count the iter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 import re
@@ -37,12 +38,14 @@ class ArrayShape(NamedTuple):
   def padded_bytes(self) -> int:
     """Bytes in memory, with the most minor dimensions rounded up to whole tiles."""
     dims = [self.dims[number] for number in self.minor_to_major]
-    for place, tile in enumerate(self.tile[::-1][: len(dims)]):
-      dims[place] = -(-dims[place] // tile) * tile
+    minor_tiles = self.tile[::-1]
+    for place, tile in enumerate(minor_tiles[: len(dims)]):
+      tiles = -(-dims[place] // tile)  # rounded up
+      dims[place] = tiles * tile
     return math.prod(dims) * self.bits // 8
 
 
-Arrays = tuple[ArrayShape, ...]  # of a value, including those inside nested tuples
+Arrays = tuple[ArrayShape, ...]  # the arrays of a value, also those inside nested tuples
 
 
 @dataclasses.dataclass(eq=False, repr=False)  # they refer to one another
@@ -60,13 +63,14 @@ class Instruction:
 
   def find(self, pattern: str) -> str:
     """The first group of a regular expression in the attributes, or ''."""
-    found = re.search(pattern, self.attributes)
-    return found.group(1) if found else ''
+    match = re.search(pattern, self.attributes)
+    return match.group(1) if match else ''
 
   def called(self, *attributes: str) -> list['Computation']:
     """The computations of attributes such as body=%x or branch_computations={%a, %b}."""
     values = [self.find(rf'\b{name}=(\{{[^}}]*\}}|%?[\w.-]+)') for name in attributes]
-    return [self.computation.others[name] for name in re.findall(r'[\w.-]+', ' '.join(values))]
+    names = re.findall(r'[\w.-]+', ' '.join(values))
+    return [self.computation.others[name] for name in names]
 
   @property
   def op_name(self) -> str:
@@ -101,7 +105,7 @@ _INSTRUCTION = re.compile(
   r'\s+(ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([a-z][\w-]*)\((.*?)\)(?:, (?=[\w-]+=)(.*))?'
 )
 _ARRAY = re.compile(r'(pred|token|opaque|[a-z]+(\d+)\w*)\[([\d,<=]*)\](\{[^{}]*\})?')
-_BITS = {'pred': 8, 'token': 0, 'opaque': 0}  # the names of other types have theirs: f8e4m3fn
+_BITS = {'pred': 8, 'token': 0, 'opaque': 0}  # other types say it in their names: f8e4m3fn
 
 
 def parse(text: str) -> Module:
@@ -111,33 +115,46 @@ def parse(text: str) -> Module:
   for is_entry, name, body in _COMPUTATION.findall(text):
     # A line without indent continues the line before: the metadata of a Pallas kernel is JSON.
     lines = re.sub(r'\n(?=\S)', '', body).splitlines()
-    computations[name] = computation = Computation(name, computations)
+    computation = Computation(name, computations)
+    computations[name] = computation
     for line in filter(str.strip, lines):
       _add(computation, line)
-    entry = computation if is_entry else entry
+    if is_entry:
+      entry = computation
   if entry is None:
     raise ValueError('The text has no ENTRY computation.')
   partitions = re.match(r'.*num_partitions=(\d+)', text)
-  return Module(entry, computations, int(partitions.group(1)) if partitions else 1)
+  count = int(partitions.group(1)) if partitions else 1
+  return Module(entry, computations, count)
 
 
 def _add(computation: Computation, line: str) -> None:
   """Adds the instruction of a line, whose operands stand above it."""
-  found = _INSTRUCTION.fullmatch(line)
-  arrays = _ARRAY.findall(found[3]) if found else []
-  if found is None or len(arrays) != found[3].count('['):
+  match = _INSTRUCTION.fullmatch(line)
+  if match is None:
     raise ValueError(f'Expected an instruction, found {line[:200]!r}.')
-  is_root, name, _, opcode, inside, attributes = found.groups()
-  operands = [computation.instructions[name] for name in re.findall(r'%([\w.-]+)', inside)]
-  shapes = tuple(_array(*array) for array in arrays)
-  made = Instruction(computation, name, shapes, opcode, operands, inside, attributes or '')
-  computation.instructions[name] = made
+  is_root, name, shape, opcode, inside, attributes = match.groups()
+  arrays = _ARRAY.findall(shape)
+  if len(arrays) != shape.count('['):
+    raise ValueError(f'Expected an instruction, found {line[:200]!r}.')
+  operand_names = re.findall(r'%([\w.-]+)', inside)
+  operands = [computation.instructions[operand] for operand in operand_names]
+  instruction = Instruction(
+    computation=computation,
+    name=name,
+    arrays=tuple(_array(*array) for array in arrays),
+    opcode=opcode,
+    operands=operands,
+    literal=inside,
+    attributes=attributes or '',
+  )
+  computation.instructions[name] = instruction
   for operand in dict.fromkeys(operands):
-    operand.users.append(made)
+    operand.users.append(instruction)
   if opcode == 'parameter':
-    computation.parameters[int(inside)] = made
+    computation.parameters[int(inside)] = instruction
   if is_root:
-    computation.root = made
+    computation.root = instruction
 
 
 @functools.cache
@@ -146,10 +163,11 @@ def _array(dtype: str, bits: str, dims: str, layout: str) -> ArrayShape:
   tile = re.match(r'T\(([\d,]+)\)', rest)
   space = re.search(r'S\((\d+)\)', rest)
   sizes = integers(dims)
+  row_major = tuple(reversed(range(len(sizes))))
   return ArrayShape(
     bits=int(bits or _BITS[dtype]),
     dims=sizes,
-    minor_to_major=integers(order) or tuple(reversed(range(len(sizes)))),
+    minor_to_major=integers(order) or row_major,
     tile=integers(tile[1]) if tile else (),
     space=int(space[1]) if space else 0,
   )
@@ -162,9 +180,10 @@ def integers(text: str) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transfer:
-  """An instruction that moves data, or does other work of a subclass.
+  """An instruction that moves data; a subclass may have other work, too.
 
-  bytes, source: moved in one execution, and the operation's name in jax.
+  bytes: moved in one execution.
+  source: the operation's name in jax.
   times: executions per step.
   """
 
@@ -186,32 +205,41 @@ def transfers(module: Module, read: Callable[[Instruction], _Transfer | None]) -
   """
 
   @functools.cache
-  def within(computation: Computation) -> list[_Transfer]:
-    return [part for i in computation.instructions.values() for part in of_one(i)]
+  def in_computation(computation: Computation) -> list[_Transfer]:
+    instructions = computation.instructions.values()
+    return list(itertools.chain.from_iterable(map(in_instruction, instructions)))
 
-  def of_one(instruction: Instruction) -> Iterator[_Transfer]:
+  def in_instruction(instruction: Instruction) -> Iterator[_Transfer]:
     if instruction.opcode == 'while':
-      trips = trip_count(instruction)
-      for computation in instruction.called('body', 'condition'):
-        for part in within(computation):
-          times = part.times * (1 if trips is None else trips)
-          yield dataclasses.replace(part, times=times, in_loop=True)
-    elif instruction.opcode == 'conditional':
+      yield from in_loop(instruction)
+      return
+    if instruction.opcode == 'conditional':
       names = ('branch_computations', 'true_computation', 'false_computation')
-      usual = min(map(within, instruction.called(*names)), key=total)
+      branches = map(in_computation, instruction.called(*names))
+      usual = min(branches, key=total)
       yield from usual
-    elif (one := read(instruction)) is not None:
-      yield one
+      return
+    transfer = read(instruction)
+    if transfer is not None:
+      yield transfer
     elif instruction.opcode in ('call', 'fusion', 'async-start'):
       for computation in instruction.called('calls', 'to_apply'):
-        yield from within(computation)
+        yield from in_computation(computation)
 
-  return within(module.entry)
+  def in_loop(loop: Instruction) -> Iterator[_Transfer]:
+    trips = trip_count(loop)
+    if trips is None:
+      trips = 1
+    for computation in loop.called('body', 'condition'):
+      for transfer in in_computation(computation):
+        yield dataclasses.replace(transfer, times=transfer.times * trips, in_loop=True)
+
+  return in_computation(module.entry)
 
 
-def total(found: Iterable[Transfer]) -> float:
+def total(transfers: Iterable[Transfer]) -> float:
   """Bytes per step."""
-  return sum(t.bytes * t.times for t in found)
+  return sum(transfer.bytes * transfer.times for transfer in transfers)
 
 
 _SAME_VALUE = (
@@ -228,41 +256,51 @@ _MOST_TRIPS = 10**6
 def trip_count(loop: Instruction) -> int | None:
   """The number of iterations of a `while`; None if the text does not show it.
 
-  CPUs and GPUs write it. Otherwise the loop is executed, as far as its condition reads it.
+  The compilers for CPUs and GPUs write it into the text. For a TPU the loop is executed, as far as
+  its condition reads the carry.
   """
-  if known := loop.find(r'known_trip_count.{1,4}n":"(\d+)"'):
+  known = loop.find(r'known_trip_count.{1,4}n":"(\d+)"')
+  if known:
     return int(known)
   condition, body = loop.called('condition', 'body')
-  carry = functools.partial(_evaluated, loop.operands[0], ())
+  carry = functools.partial(_evaluate, loop.operands[0], ())
   for trips in range(_MOST_TRIPS):
-    goes_on = _evaluated(condition.root, (carry,))
+    goes_on = _evaluate(condition.root, (carry,))
+    if goes_on is None:
+      return None
     if not goes_on:
-      return None if goes_on is None else trips
-    carry = functools.cache(functools.partial(_evaluated, body.root, (carry,)))
+      return trips
+    carry = functools.cache(functools.partial(_evaluate, body.root, (carry,)))
   return None
 
 
-def _evaluated(made: Instruction, arguments: Sequence[Callable[[], Any]]) -> Any:
+def _evaluate(instruction: Instruction, arguments: Sequence[Callable[[], Any]]) -> Any:
   """A number, or the functions that return the elements of a tuple; None if it is unknown."""
   operands = [
-    functools.cache(functools.partial(_evaluated, operand, arguments)) for operand in made.operands
+    functools.cache(functools.partial(_evaluate, operand, arguments))
+    for operand in instruction.operands
   ]
-  operation = _OPERATIONS.get(made.find(r'direction=(\w\w)') or made.opcode)
+  opcode = instruction.opcode
+  operation = _OPERATIONS.get(instruction.find(r'direction=(\w\w)') or opcode)
   value = None
-  if made.opcode in _SAME_VALUE:
+  if opcode in _SAME_VALUE:
     value = operands[0]()
-  elif made.opcode == 'tuple':
+  elif opcode == 'tuple':
     value = operands
-  elif made.opcode == 'get-tuple-element':
+  elif opcode == 'get-tuple-element':
     elements = operands[0]()
-    value = elements and elements[int(made.find(r'index=(\d+)'))]()
-  elif made.opcode == 'parameter' and arguments:
-    value = arguments[int(made.literal)]()
-  elif made.opcode == 'fusion':
-    value = _evaluated(made.called('calls')[0].root, operands)
-  elif made.opcode == 'constant' and re.fullmatch(r'-?\d+', made.literal):
-    value = int(made.literal)
+    if elements:
+      index = int(instruction.find(r'index=(\d+)'))
+      value = elements[index]()
+  elif opcode == 'parameter' and arguments:
+    value = arguments[int(instruction.literal)]()
+  elif opcode == 'fusion':
+    (inner,) = instruction.called('calls')
+    value = _evaluate(inner.root, operands)
+  elif opcode == 'constant' and re.fullmatch(r'-?\d+', instruction.literal):
+    value = int(instruction.literal)
   elif operation is not None:
     numbers = [operand() for operand in operands]
-    value = None if None in numbers else operation(*numbers)
+    if None not in numbers:
+      value = operation(*numbers)
   return value

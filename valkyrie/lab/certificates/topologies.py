@@ -18,9 +18,10 @@ from valkyrie.monitoring.chips import TPUS
 # The slices that Google offers, with their sides in ascending order: cloud.google.com/tpu/docs. The
 # larger ones of v4 and v5p consist of whole cubes of 4 x 4 x 4 chips.
 _CUBES = itertools.combinations_with_replacement(range(4, 33, 4), 3)
+_WHOLE_CUBES = [shape for shape in _CUBES if math.prod(shape) <= 512]
 _SHAPES: Mapping[int | None, Sequence[tuple[int, ...]]] = {  # by the axes of the network
   2: [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)],
-  3: [(1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 4, 4)] + [s for s in _CUBES if math.prod(s) <= 512],
+  3: [(1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 4, 4), *_WHOLE_CUBES],
 }
 _ENVIRONMENT = {
   'TPU_SKIP_MDS_QUERY': '1',  # do not ask the metadata server for the type of this machine
@@ -35,9 +36,13 @@ def parse(name: str) -> tuple[int, str, tuple[int, ...]]:
 
   Raises a ConfigurationError if there is no such slice.
   """
-  count, _, one = name.partition('x')
-  slices, one = (int(count), one) if re.fullmatch(r'[1-9]\d{0,2}', count) else (1, name)
-  chip, _, shape = one.partition(':')
+  slices = 1
+  one_slice = name
+  count, _, rest = name.partition('x')
+  if re.fullmatch(r'[1-9]\d{0,2}', count):
+    slices = int(count)
+    one_slice = rest
+  chip, _, shape = one_slice.partition(':')
   if chip not in TPUS:
     raise ConfigurationError(
       f'--topology={name}: the chip {chip!r} is unknown. Use one of {", ".join(TPUS)}, as in '
@@ -50,14 +55,31 @@ def parse(name: str) -> tuple[int, str, tuple[int, ...]]:
       f'{_name(chip, shapes[2])}.'
     )
   sides = tuple(int(side) for side in shape.split('x'))
-  if tuple(sorted(sides)) not in shapes or (len(sides) == 3 and (sides[0] | sides[1]) % 2):
-    size = math.log(max(math.prod(sides), 1))
-    nearest = sorted(shapes, key=lambda shape: abs(math.log(math.prod(shape)) - size))[:3]
+  if not _exists(sides, shapes):
+    nearest = ', '.join(
+      f'{_name(chip, shape)} ({math.prod(shape)} chips)' for shape in _nearest(sides, shapes)
+    )
     raise ConfigurationError(
-      f'--topology={name}: {chip} has no slice of this shape. Use one of the nearest: '
-      + ', '.join(f'{_name(chip, one)} ({math.prod(one)} chips)' for one in nearest)
+      f'--topology={name}: {chip} has no slice of this shape. Use one of the nearest: {nearest}'
     )
   return slices, chip, sides
+
+
+def _exists(sides: tuple[int, ...], shapes: Sequence[tuple[int, ...]]) -> bool:
+  """Whether there is such a slice; in three dimensions, the first two sides have to be even."""
+  if len(sides) == 3 and (sides[0] % 2 or sides[1] % 2):
+    return False
+  return tuple(sorted(sides)) in shapes
+
+
+def _nearest(sides: tuple[int, ...], shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+  """The three shapes whose numbers of chips differ from the asked one by the smallest factors."""
+  chips = math.log(max(math.prod(sides), 1))
+
+  def distance(shape):
+    return abs(math.log(math.prod(shape)) - chips)
+
+  return sorted(shapes, key=distance)[:3]
 
 
 def devices(name: str) -> Sequence[Any]:
@@ -70,20 +92,25 @@ def devices(name: str) -> Sequence[Any]:
     )
   for variable, value in _ENVIRONMENT.items():
     os.environ.setdefault(variable, value)
-  cores = 2 if TPUS[chip].axes == 3 else 1
-  os.environ.setdefault('TPU_ACCELERATOR_TYPE', f'{chip}-{cores * math.prod(sides)}')
+  chips = math.prod(sides)
+  cores = 1
+  options = {}
+  if TPUS[chip].axes == 3:  # v4 and v5p chips have two cores, which form one device
+    cores = 2
+    options['chip_config_name'] = 'megacore'
+  os.environ.setdefault('TPU_ACCELERATOR_TYPE', f'{chip}-{cores * chips}')
   # Otherwise the first computation would make JAX search for chips on this machine.
   jax.config.update('jax_platforms', 'cpu')
   from jax.experimental import topologies  # noqa: PLC0415, after the variables that it reads
 
-  return topologies.get_topology_desc(
+  topology = topologies.get_topology_desc(
     platform='tpu',
-    topology_name=f'{chip}:{"x".join(map(str, sides))}',
+    topology_name=f'{chip}:{_joined(sides)}',
     num_slices=slices,
-    chips_per_host_bounds=(1, 1, 1) if math.prod(sides) == 1 else (2, 2, 1),
-    # One device per chip: v4 and v5p chips have two cores.
-    **({'chip_config_name': 'megacore'} if cores == 2 else {}),
-  ).devices
+    chips_per_host_bounds=(1, 1, 1) if chips == 1 else (2, 2, 1),
+    **options,
+  )
+  return topology.devices
 
 
 def wraps(chip: str, sides: Sequence[int]) -> tuple[bool, ...]:
@@ -101,4 +128,10 @@ def wraps(chip: str, sides: Sequence[int]) -> tuple[bool, ...]:
 
 
 def _name(chip: str, shape: Sequence[int]) -> str:
-  return f'{chip}:{"x".join(map(str, sorted(shape, reverse=True)))}'
+  longest_first = sorted(shape, reverse=True)
+  return f'{chip}:{_joined(longest_first)}'
+
+
+def _joined(sides: Sequence[int]) -> str:
+  """'4x4x2'."""
+  return 'x'.join(map(str, sides))

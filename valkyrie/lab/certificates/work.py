@@ -29,17 +29,19 @@ from valkyrie.monitoring.chips import Chip
 
 _SCOPES = {name: re.compile(rf'(?:^|[/(]){name}(?:$|[/)])') for name in ('attention', 'scan')}
 _KERNEL = 'custom_call_target="tpu_custom_call"'
+_COST_ESTIMATE = r'"cost_estimate":\{[^{}]*"flops":"(\d+)"'
 # The scope of `models.attention.kernels`: the logits that a splash attention computes, and the
-# queries, or keys, of a block. The kernels compute each logit with so many products.
+# queries, or keys, of a block. Each kernel computes a logit with so many products.
 _SPLASH = re.compile(r'splash_(\d+)_(\d+)/.*splash_mha_(fwd|dq|dkv)')
 _PRODUCTS = {'fwd': 2, 'dq': 3, 'dkv': 4}
 
-# No traffic: these name a value, wait, or end an operation that was counted at its start.
+# These move no bytes: they name a value, wait, or end an operation that was counted at its start.
 _FREE = (
   'parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'after-all', 'partition-id',
   'replica-id', 'optimization-barrier', 'add-dependency', 'domain',
 )  # fmt: skip
 _FREE_CALLS = ('AllocateBuffer', 'ConcatBitcast', 'AssumeGatherIndicesInBound', 'Sharding')
+_PRODUCT_OPCODES = ('dot', 'convolution')
 _SLICES = ('dynamic-slice', 'slice', 'gather')
 _SAME_BYTES = ('bitcast', 'optimization-barrier')
 
@@ -63,57 +65,82 @@ class Work(hlo.Transfer):
   cycles: int
 
 
-def of_module(module: hlo.Module) -> list[Work]:
+def list_work(module: hlo.Module) -> list[Work]:
   """All instructions with work; a conditional takes the branch that moves least."""
-
-  def read(instruction: hlo.Instruction) -> Work | None:
-    if instruction.opcode == 'call':
-      return None
-    flops = flops_of(instruction)
-    moved = bytes_of(instruction)
-    if _KERNEL in instruction.attributes:  # with an estimate by its author
-      flops = int(instruction.find(r'"cost_estimate":\{[^{}]*"flops":"(\d+)"') or 0)
-      if splash := _SPLASH.search(instruction.op_name):
-        flops, again = _of_splash(instruction, *splash.groups())
-        moved += again
-    return Work(
-      bytes=moved,
-      source=f'{instruction.op_name} {instruction.name}'.strip(),
-      part=_part(instruction, flops),
-      flops=flops,
-      int8=_is_int8(instruction),
-      cycles=int(instruction.find(r'"estimated_cycles":"(\d+)"') or 0),
-    )
-
-  found = hlo.transfers(module, read)
-  return [one for one in found if one.bytes or one.flops or one.cycles]
+  works = hlo.transfers(module, _read)
+  return [work for work in works if work.bytes or work.flops or work.cycles]
 
 
-def _of_splash(instruction: hlo.Instruction, logits: str, block: str, kind: str) -> tuple[int, int]:
+def _read(instruction: hlo.Instruction) -> Work | None:
+  """The work of an instruction; None for a call, whose instructions have it."""
+  if instruction.opcode == 'call':
+    return None
+  flops = flops_of(instruction)
+  moved_bytes = bytes_of(instruction)
+  if _is_kernel(instruction):
+    flops = _number(instruction, _COST_ESTIMATE)  # by its author
+    splash = _SPLASH.search(instruction.op_name)
+    if splash:
+      flops, bytes_again = _splash_work(instruction, *splash.groups())
+      moved_bytes += bytes_again
+  return Work(
+    bytes=moved_bytes,
+    source=f'{instruction.op_name} {instruction.name}'.strip(),
+    part=_part(instruction, flops),
+    flops=flops,
+    int8=_is_int8(instruction),
+    cycles=_number(instruction, r'"estimated_cycles":"(\d+)"'),
+  )
+
+
+def _number(instruction: hlo.Instruction, pattern: str) -> int:
+  """The number that a pattern finds in the attributes; 0 without one."""
+  return int(instruction.find(pattern) or 0)
+
+
+def _is_kernel(instruction: hlo.Instruction) -> bool:
+  return _KERNEL in instruction.attributes
+
+
+def _splash_work(
+  instruction: hlo.Instruction, logits: str, block: str, kind: str
+) -> tuple[int, int]:
   """The operations of a kernel, and the bytes that it reads more than once.
 
   For each block of logits it reads a block of keys and values again, or of queries and gradients.
   """
   largest = max(instruction.arrays, key=lambda array: len(array.dims))
-  products = 2 * int(logits) * largest.dims[-1]
-  again = products // int(block) * largest.bits // 8
-  return _PRODUCTS[kind] * products, again
+  width = largest.dims[-1]
+  flops_of_product = 2 * int(logits) * width
+  values_again = flops_of_product // int(block)
+  bytes_again = values_again * largest.bits // 8
+  return _PRODUCTS[kind] * flops_of_product, bytes_again
 
 
 def _part(instruction: hlo.Instruction, flops: int) -> str:
-  if instruction.opcode.removesuffix('-start') in (*collectives.KINDS, 'send', 'recv'):
+  opcode = instruction.opcode.removesuffix('-start')
+  if opcode in collectives.KINDS or opcode in ('send', 'recv'):
     return 'communication'
-  if _KERNEL in instruction.attributes:
+  if _is_kernel(instruction):
     return 'kernels'
-  scopes = (name for name, scope in _SCOPES.items() if scope.search(instruction.op_name))
-  return next(scopes, 'products' if flops else 'memory')
+  for name, scope in _SCOPES.items():
+    if scope.search(instruction.op_name):
+      return name
+  if flops:
+    return 'products'
+  return 'memory'
 
 
 def _is_int8(instruction: hlo.Instruction) -> bool:
   if instruction.opcode == 'fusion':
-    return any(map(_is_int8, instruction.called('calls')[0].instructions.values()))
-  is_product = instruction.opcode in ('dot', 'convolution')
+    return any(map(_is_int8, _fused(instruction)))
+  is_product = instruction.opcode in _PRODUCT_OPCODES
   return is_product and all(factor.arrays[0].bits == 8 for factor in instruction.operands)
+
+
+def _fused(fusion: hlo.Instruction) -> Iterable[hlo.Instruction]:
+  (computation,) = fusion.called('calls')
+  return computation.instructions.values()
 
 
 def seconds(works: Sequence[Work], chip: Chip, plain_cycles: float = 0.0) -> dict[str, list[float]]:
@@ -124,31 +151,34 @@ def seconds(works: Sequence[Work], chip: Chip, plain_cycles: float = 0.0) -> dic
   compiler expects. A Pallas kernel is assumed to take `plain_cycles` for each operation, as the
   same products take without it, or its roofline if they are 0.
   """
-  spent: dict[str, list[float]] = {}
-  for one in works:
-    if one.part != 'communication':
-      peak = chip.peak_int8 if one.int8 else chip.peak_flops
-      roofline = max(one.flops / peak, one.bytes / chip.hbm_bytes_per_second)
-      expected = one.flops * plain_cycles if one.part == 'kernels' else one.cycles
-      cycles = expected / chip.cycles_per_second or roofline * (one.part == 'kernels')
-      both = spent.setdefault(one.part, [0.0, 0.0])
-      both[0] += one.times * roofline
-      both[1] += one.times * cycles
-  return spent
+  parts: dict[str, list[float]] = {}
+  for work in works:
+    if work.part == 'communication':
+      continue
+    peak = chip.peak_int8 if work.int8 else chip.peak_flops
+    by_roofline = max(work.flops / peak, work.bytes / chip.hbm_bytes_per_second)
+    by_cycles = work.cycles / chip.cycles_per_second
+    if work.part == 'kernels':
+      by_cycles = work.flops * plain_cycles / chip.cycles_per_second or by_roofline
+    sums = parts.setdefault(work.part, [0.0, 0.0])
+    sums[0] += work.times * by_roofline
+    sums[1] += work.times * by_cycles
+  return parts
 
 
 def flops_of(instruction: hlo.Instruction) -> int:
   """Operations of one execution, including those inside a fusion; 0 for a call, branch or loop."""
   if instruction.opcode == 'fusion':
-    return sum(map(flops_of, instruction.called('calls')[0].instructions.values()))
-  if instruction.opcode not in ('dot', 'convolution'):
+    return sum(map(flops_of, _fused(instruction)))
+  if instruction.opcode not in _PRODUCT_OPCODES:
     return 0
   left, right = (operand.arrays[0].dims for operand in instruction.operands)
   out = instruction.arrays[0].dims
   if instruction.opcode == 'convolution':
     return 2 * _multiplications(instruction, left, right, out)
-  contracted = instruction.find(r'lhs_contracting_dims=\{([\d,]*)\}').split(',')
-  return 2 * math.prod(out) * math.prod(left[int(number)] for number in contracted if number)
+  contracted = hlo.integers(instruction.find(r'lhs_contracting_dims=\{([\d,]*)\}'))
+  depth = math.prod(left[dimension] for dimension in contracted)
+  return 2 * math.prod(out) * depth
 
 
 def _multiplications(instruction: hlo.Instruction, left: Dims, right: Dims, out: Dims) -> int:
@@ -158,18 +188,19 @@ def _multiplications(instruction: hlo.Instruction, left: Dims, right: Dims, out:
   and o are features, and numbers are dimensions of the window.
   """
   labels = re.split(r'_|->', instruction.find(r'dim_labels=([\w?>-]+)'))
-  inputs, kernel, outputs = (
-    dict(zip(names, dims, strict=True))
-    for names, dims in zip(labels, (left, right, out), strict=True)
-  )
+  of_input, of_kernel, of_output = labels
+  inputs = dict(zip(of_input, left, strict=True))
+  kernel = dict(zip(of_kernel, right, strict=True))
+  outputs = dict(zip(of_output, out, strict=True))
   groups = int(instruction.find(r'batch_group_count=(\d+)') or 1)
   count = outputs['b'] * outputs['f'] * kernel['i'] // groups
   # `window={size=2x3 stride=1x2 pad=0_0x1_1}` as {'size': ['2', '3'], ...}.
-  found = re.findall(r'(\w+)=(\S+)', instruction.find(r'window=\{([^}]*)\}'))
-  window = {name: values.split('x') for name, values in found}
-  for number in (label for label in labels[0] if label.isdecimal()):
-    of_place = {name: values[int(number)] for name, values in window.items()}
-    count *= _meetings(inputs[number], kernel[number], outputs[number], of_place)
+  settings = re.findall(r'(\w+)=(\S+)', instruction.find(r'window=\{([^}]*)\}'))
+  window = {name: values.split('x') for name, values in settings}
+  for label in of_input:
+    if label.isdecimal():
+      of_dimension = {name: values[int(label)] for name, values in window.items()}
+      count *= _meetings(inputs[label], kernel[label], outputs[label], of_dimension)
   return count
 
 
@@ -177,38 +208,71 @@ def _meetings(inputs: int, kernel: int, outputs: int, window: dict[str, str]) ->
   """The pairs of an output and a place of the kernel that meet an input, not padding or a gap."""
   stride = int(window.get('stride', 1))
   gap = int(window.get('lhs_dilate', 1))
-  before = int(window.get('pad', '0_0').split('_')[0])
-  places = int(window.get('rhs_dilate', 1)) * np.arange(kernel) - before
+  spacing = int(window.get('rhs_dilate', 1))
+  padding, _, _ = window.get('pad', '0_0').partition('_')
+  places = spacing * np.arange(kernel) - int(padding)
   met = places[:, None] + stride * np.arange(outputs)
-  return int(((met >= 0) & (met <= gap * (inputs - 1)) & (met % gap == 0)).sum())
+  is_inside = (met >= 0) & (met <= gap * (inputs - 1))
+  is_input = is_inside & (met % gap == 0)
+  return int(is_input.sum())
 
 
 def bytes_of(instruction: hlo.Instruction) -> int:
   """The bytes of one execution of an instruction, unless it is a call, a branch or a loop."""
-  opcode = instruction.opcode
+  if _is_free(instruction):
+    return 0
   results = instruction.arrays
   operands = [operand.arrays for operand in instruction.operands]
-  free = opcode == 'custom-call' and any(call in instruction.attributes for call in _FREE_CALLS)
-  if free or opcode in _FREE or opcode.endswith('-done'):
-    return 0
-  if opcode == 'fusion':
-    (inner,) = instruction.called('calls')
-    read = [
-      _read_inside(inner.parameters[n]) for n, operand in enumerate(operands) if _in_hbm(operand)
-    ]
-    return sum(read) + _written(inner.root, results)
-  if opcode in ('dynamic-update-slice', 'scatter'):
-    updates = operands[1 if opcode == 'dynamic-update-slice' else -1]
-    accesses = 2 if opcode == 'scatter' else 1
-    return _in_hbm(updates) + (accesses * _size(updates) if _in_hbm(results) else 0)
-  if opcode in (*_SLICES, 'copy-start', 'slice-start'):
-    # copy-start: (destination, source, semaphore); slice-start: ((source), destination, semaphore)
-    made = {'copy-start': results[:1], 'slice-start': results[1:2]}.get(opcode, results)
-    return (_size(made) if _in_hbm(operands[0]) else 0) + _in_hbm(made)
-  read = sum(map(_in_hbm, operands))
-  if opcode.endswith('-start'):  # repeats the operands; the result is the largest part
-    return read + max(_in_hbm([array]) for array in results)
-  return read + _in_hbm(results)
+  match instruction.opcode:
+    case 'fusion':
+      moved = _bytes_of_fusion(instruction)
+    case 'dynamic-update-slice':
+      moved = _bytes_of_update(operands[1], results, accesses=1)
+    case 'scatter':
+      moved = _bytes_of_update(operands[-1], results, accesses=2)  # it reads what it adds to
+    case 'dynamic-slice' | 'slice' | 'gather':
+      moved = _bytes_of_slice(operands[0], results)
+    case 'copy-start':  # (destination, source, semaphore)
+      moved = _bytes_of_slice(operands[0], results[:1])
+    case 'slice-start':  # ((source), destination, semaphore)
+      moved = _bytes_of_slice(operands[0], results[1:2])
+    case opcode if opcode.endswith('-start'):  # repeats the operands; the largest part is new
+      moved = sum(map(_in_hbm, operands)) + max(_in_hbm([array]) for array in results)
+    case _:
+      moved = sum(map(_in_hbm, operands)) + _in_hbm(results)
+  return moved
+
+
+def _is_free(instruction: hlo.Instruction) -> bool:
+  opcode = instruction.opcode
+  if opcode == 'custom-call':
+    return any(call in instruction.attributes for call in _FREE_CALLS)
+  return opcode in _FREE or opcode.endswith('-done')
+
+
+def _bytes_of_fusion(fusion: hlo.Instruction) -> int:
+  (inner,) = fusion.called('calls')
+  read = 0
+  for number, operand in enumerate(fusion.operands):
+    if _in_hbm(operand.arrays):
+      read += _read_inside(inner.parameters[number])
+  return read + _written(inner.root, fusion.arrays)
+
+
+def _bytes_of_update(updates: hlo.Arrays, results: hlo.Arrays, accesses: int) -> int:
+  """The bytes of a part of a buffer that is read, and accessed so often in the buffer."""
+  read = _in_hbm(updates)
+  if _in_hbm(results):
+    return read + accesses * _size(updates)
+  return read
+
+
+def _bytes_of_slice(source: hlo.Arrays, results: Sequence[hlo.ArrayShape]) -> int:
+  """The bytes of a part of a buffer that is read and written elsewhere."""
+  written = _in_hbm(results)
+  if _in_hbm(source):
+    return _size(results) + written
+  return written
 
 
 def _size(arrays: Iterable[hlo.ArrayShape]) -> int:
@@ -242,13 +306,18 @@ def _read_inside(value: hlo.Instruction) -> int:
 
 def _written(root: hlo.Instruction, results: hlo.Arrays) -> int:
   """Bytes that a fusion writes: only the update of a buffer that it updates in place."""
+  values = [root]
+  if root.opcode == 'tuple':
+    values = root.operands
   arrays = iter(results)
   total = 0
-  for made in root.operands if root.opcode == 'tuple' else [root]:
-    written = _in_hbm(itertools.islice(arrays, len(made.arrays)))
-    while made.opcode in _SAME_BYTES:
-      made = made.operands[0]  # noqa: PLW2901
-    if written and made.opcode == 'dynamic-update-slice':
-      written = _size(made.operands[1].arrays)
+  for value in values:
+    written = _in_hbm(itertools.islice(arrays, len(value.arrays)))
+    source = value
+    while source.opcode in _SAME_BYTES:
+      source = source.operands[0]
+    if written and source.opcode == 'dynamic-update-slice':
+      updates = source.operands[1]
+      written = _size(updates.arrays)
     total += written
   return total

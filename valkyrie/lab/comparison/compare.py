@@ -4,16 +4,16 @@
       --candidate='s5: local/Block.mixers = (@GatedRecurrence,)' \\
       --over=learning_rate=1.5e-3,3e-3 --seconds=90 --results=runs/s5
 
-A candidate is "NAME: STATEMENTS", gin statements between semicolons that follow the --gin_file; or
-NAME.gin, a gin file; or NAME, the --gin_file as it is. --gin.NAME=VALUE is for all candidates.
-@FILE reads further arguments, one in each line.
+A candidate is "NAME: STATEMENTS", gin statements, separated by semicolons, that are applied after
+the --gin_file; or NAME.gin, a gin file; or NAME, the --gin_file as it is. --gin.NAME=VALUE is for
+all candidates. @FILE reads further arguments, one in each line.
 
 Each trial is an ordinary run in a folder of --results, with its own `seed` and `train_steps`.
 Macros that count steps, such as `warmup_steps`, and `eval_every` keep their shares of the steps. A
 candidate is trained with every value of --over and the first seed, and with the other seeds at the
-values that validate best. Its newest run says how many steps the next one can make; a run of
-{steps} steps comes before the first. A trial that took another amount than planned, by more than a
-tenth, is trained once more with other steps.
+values that validate best. The speed of its newest run decides how many steps the next trial has; a
+rehearsal of {steps} steps precedes the first trial. A trial whose amount differs from the planned
+one by more than a tenth is trained once more, with other steps.
 
 The same command continues after any interruption. compare.md and compare.html in --results have the
 findings so far. A candidate whose trial fails is left out, and the exit code is 1 at the end.
@@ -22,6 +22,7 @@ findings so far. A candidate whose trial fails is left out, and the exit code is
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 import itertools
+import math
 import pathlib
 import re
 import signal
@@ -43,7 +44,7 @@ from valkyrie.lab.comparison.findings import (
   spent,
   write,
 )
-from valkyrie.lab.comparison.trials import Candidate, Failed, say, trial_of
+from valkyrie.lab.comparison.trials import Candidate, Failed, make_trial, say
 from valkyrie.monitoring.recorded_run import Run
 
 REHEARSED = 40  # steps
@@ -53,112 +54,118 @@ class Comparison:
   """The trials of a comparison, in turns, so that slow hours of the machine affect all candidates.
 
   Attributes:
-    outcomes: of the trials that are done, by budget.
+    outcomes: the outcomes of the trials that are done, by budget.
     failed: the names of candidates with a trial that failed.
   """
 
   def __init__(self, flags: argparse.Namespace):
-    """Checks every configuration, before anything is trained, by a ConfigurationError."""
+    """Checks every configuration before anything is trained; raises a ConfigurationError."""
     check_place(flags.results)
     self._flags = flags
-    self._left: list[Candidate] = [*flags.candidates]
-    self.outcomes: dict[str, list[Outcome]] = {n: [] for n in TITLES if getattr(flags, n)}
+    self._left: list[Candidate] = list(flags.candidates)
+    self._budgets = {name: getattr(flags, name) for name in TITLES if getattr(flags, name)}
+    self.outcomes: dict[str, list[Outcome]] = {name: [] for name in self._budgets}
     self.failed: list[str] = []
     # What a step of a candidate costs, as its newest run has shown: by name and timed values.
     self._paces: dict[tuple[str, str], dict[str, float | None]] = {}
-    over = dict(flags.over)
-    self._choices = [
-      dict(zip(over, each, strict=True)) for each in itertools.product(*over.values())
-    ]
-    for choice, candidate in itertools.product(self._choices, self._left):
-      trial_of(flags, candidate, 'checked', REHEARSED, choice)
+    self._choices = _combinations(dict(flags.over))
+    for choice in self._choices:
+      for candidate in self._left:
+        make_trial(flags, candidate, 'checked', REHEARSED, choice)
 
   def run(self) -> None:
     """Trains what is not done, and writes the findings after each turn."""
     flags = self._flags
-    search = next(iter(self.outcomes))
+    search = next(iter(self._budgets))
     first, *further = flags.seeds
-    self._say_what_comes(search)
+    self._announce(search)
     for choice in self._choices:
       self._take_turns(search, lambda _, choice=choice: choice, first)
     tried = [*self.outcomes[search]]
 
-    def chosen(name: str) -> dict[str, str]:
+    def best_choice(name: str) -> dict[str, str]:
       return best(name, tried, flags.context)
 
-    for budget in self.outcomes:
-      for seed in further if budget == search else flags.seeds:
-        self._take_turns(budget, chosen, seed)
+    for budget in self._budgets:
+      seeds = further if budget == search else flags.seeds
+      for seed in seeds:
+        self._take_turns(budget, best_choice, seed)
 
-  def _say_what_comes(self, search: str) -> None:
+  def _announce(self, search: str) -> None:
     """Says how many trials there are, and for how long they train."""
-    for budget in self.outcomes:
-      tried = len(self._choices) - 1 if budget == search else 0
-      count = len(self._left) * (len(self._flags.seeds) + tried)
-      amount = getattr(self._flags, budget)
+    for budget, amount in self._budgets.items():
+      trials_each = len(self._flags.seeds)
+      if budget == search:
+        trials_each += len(self._choices) - 1
+      count = len(self._left) * trials_each
       text = f'{count} trials, each for {TITLES[budget].format(amount)}'
       if budget == 'seconds':
         text += f': {count * amount / 60:,.1f} minutes, and the start and validation of each'
       say(text)
 
-  def _take_turns(self, budget: str, chosen: Callable[[str], dict[str, str]], seed: int) -> None:
-    """One trial of each candidate that is left, with the values that are chosen for its name."""
+  def _take_turns(self, budget: str, choose: Callable[[str], dict[str, str]], seed: int) -> None:
+    """Runs one trial of each candidate that is left, with the values chosen for its name."""
     for candidate in [*self._left]:
       try:
-        choice = chosen(candidate.name)
-        run = self._tried(candidate, budget, choice, seed)
+        choice = choose(candidate.name)
+        run = self._try(candidate, budget, choice, seed)
         self.outcomes[budget].append(Outcome(candidate.name, choice, seed, run))
       except Failed as error:
         self._leave_out(candidate, error)
-    write(self._flags.results, vars(self._flags), self.outcomes, self._flags.context)
+    write(self._flags.results, self._budgets, self.outcomes, self._flags.context)
 
-  def _tried(
+  def _try(
     self, candidate: Candidate, budget: str, choice: Mapping[str, str], seed: int
   ) -> Run | None:
-    """A trial for the budget; a second one if the first one took another amount than planned."""
-    amount = getattr(self._flags, budget)
+    """Runs a trial for the budget, and a second one if it took another amount than planned."""
+    amount = self._budgets[budget]
     macros = {**choice, 'seed': seed}
-    title = _title(f'{budget}={amount:.12g}', macros)
+    title = _folder_name(f'{budget}={amount:.12g}', macros)
     timed = _timed(choice)
-    place = candidate.name, _title('rehearsal', timed)
-    if place not in self._paces:
+    pace = candidate.name, _folder_name('rehearsal', timed)
+    if pace not in self._paces:
       self._rehearse(candidate, timed)
-    run = None
-    for each in (title, f'{title},repeated'):
-      steps = self._steps(place, budget)
-      run = self._trained(candidate, each, steps, macros)
-      if run is None:
-        return None
-      self._paces[place] = trials.costs(run)
-      took = spent(run, budget)
-      if is_near(took, amount) or self._steps(place, budget) == steps:
-        return run
-      if each == title:
-        say(f'  It took {took:.3g} of {amount:.3g} {budget}, so it is repeated with other steps.')
+
+    steps = self._steps(pace, budget)
+    run = self._trained(candidate, title, steps, macros)
+    if run is None:
+      return None
+    self._paces[pace] = trials.costs(run)
+    used = spent(run, budget)
+    steps_again = self._steps(pace, budget)
+    if is_near(used, amount) or steps_again == steps:
+      return run
+    say(f'  It took {used:.3g} of {amount:.3g} {budget}, so it is repeated with other steps.')
+    run = self._trained(candidate, f'{title},repeated', steps_again, macros)
+    if run is not None:
+      self._paces[pace] = trials.costs(run)
     return run
 
   def _rehearse(self, candidate: Candidate, timed: Mapping[str, str]) -> None:
     """Measures a step: directly before the first trial, so that both have the same machine."""
-    title = _title('rehearsal', timed)
+    title = _folder_name('rehearsal', timed)
     macros = {**timed, 'log_every': 4, 'eval_every': REHEARSED}
     run = self._trained(candidate, title, REHEARSED, macros)
     if run is None:
-      raise Failed('its rehearsal diverged')
+      raise Failed(
+        f'its rehearsal of {REHEARSED} steps diverged. Lower the learning rate in its statements '
+        'or in the --gin_file.'
+      )
     bits(run, self._flags.context)  # raises a DataError if it scores nothing
     self._paces[candidate.name, title] = trials.costs(run)
 
-  def _steps(self, place: tuple[str, str], budget: str) -> int:
+  def _steps(self, pace: tuple[str, str], budget: str) -> int:
     """The steps for which the budget lasts, by the newest run of a candidate's timed values."""
-    pace = self._paces[place][budget]
-    if not pace:
-      raise Failed(f'the {budget} of a step are unknown')
-    return max(1, round(getattr(self._flags, budget) / pace))
+    cost = self._paces[pace][budget]
+    if not cost:
+      raise Failed(f'the {budget} of a step are unknown. Compare by --tokens or --seconds.')
+    return max(1, round(self._budgets[budget] / cost))
 
   def _trained(
     self, candidate: Candidate, title: str, steps: int, macros: Mapping[str, Any]
   ) -> Run | None:
     """What a trial has recorded; it is trained unless it is done. None if it diverged."""
-    trial = trial_of(self._flags, candidate, title, steps, macros)
+    trial = make_trial(self._flags, candidate, title, steps, macros)
     run = trials.recorded(trial)
     if run is None:
       say(f'{trial.folder}: {trial.steps:,} steps')
@@ -173,19 +180,68 @@ class Comparison:
       outcomes[:] = [outcome for outcome in outcomes if outcome.candidate != candidate.name]
 
 
+def _combinations(over: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
+  """Every choice of one value for each name."""
+  products = itertools.product(*over.values())
+  return [dict(zip(over, values, strict=True)) for values in products]
+
+
 def _timed(choice: Mapping[str, str]) -> dict[str, str]:
   """The values that may change the time of a step."""
   return {name: value for name, value in choice.items() if name != 'learning_rate'}
 
 
-def _title(first: str, values: Mapping[str, Any]) -> str:
-  """The name of a folder."""
-  parts = [first, *(f'{name}={value}' for name, value in values.items())]
+def _folder_name(first: str, values: Mapping[str, Any]) -> str:
+  """'tokens=640,seed=0', with '_' for characters that are unusual in names of folders."""
+  parts = [first]
+  parts += [f'{name}={value}' for name, value in values.items()]
   return re.sub(r'[^\w.=,+-]', '_', ','.join(parts))
 
 
 def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
-  """The flags, with `candidates` and the --gin.NAME=VALUE `gin`; ends with 2 if one is wrong."""
+  """The flags, with `candidates` and the --gin.NAME=VALUE `gin`; exits with 2 if one is wrong."""
+  parser = _parser()
+  flags, others = parser.parse_known_args(arguments)
+  flags.gin = [flag for flag in others if flag.startswith(parse.FLAG)]
+  unknown = [flag for flag in others if flag not in flags.gin]
+  if unknown:
+    parser.error(f'{unknown[0]}: unknown flag. --help lists all flags.')
+  amounts = [getattr(flags, name) for name in TITLES]
+  given = [amount for amount in amounts if amount is not None]
+  if not given or not all(0 < amount < math.inf for amount in given):
+    parser.error('pass --seconds=S, --tokens=T or --flops=F, more than 0')
+  if flags.context < 1 or flags.context.bit_count() > 1:
+    parser.error(f'--context={flags.context}: expected a power of 2, such as 512')
+  if not re.fullmatch(r'\d+(,\d+)*', flags.seeds):
+    parser.error(f'--seeds={flags.seeds}: expected numbers separated by commas, such as 0,1,2')
+  seeds = map(int, flags.seeds.split(','))
+  flags.seeds = list(dict.fromkeys(seeds))
+  if not flags.candidates and flags.gin_file:
+    name = pathlib.PurePath(flags.gin_file[0]).stem
+    flags.candidates = [Candidate(name)]
+  _check_candidates(parser, flags)
+  return flags
+
+
+def _check_candidates(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
+  """Keeps the candidates of --only; exits with 2 if a name is unknown, invalid or given twice."""
+  names = [candidate.name for candidate in flags.candidates]
+  only = flags.only.split(',') if flags.only else names
+  for name in only:
+    if name not in names:
+      parser.error(f'--only={name}: the candidates are {", ".join(names)}')
+  for name in names:
+    if not re.fullmatch(r'\w[\w .+()=-]*', name):
+      parser.error(
+        f'candidate {name!r}: expected a name that begins with a letter or digit, and has only '
+        'letters, digits, spaces and . + ( ) = - _'
+      )
+    if names.count(name) > 1:
+      parser.error(f'candidate {name!r} is given twice. Give each candidate a name of its own.')
+  flags.candidates = [candidate for candidate in flags.candidates if candidate.name in only]
+
+
+def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     'valkyrie-compare',
     usage='%(prog)s --gin_file=FILE --candidate=CANDIDATE {--seconds=S | --tokens=T} [...]',
@@ -194,7 +250,7 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     fromfile_prefix_chars='@',
     allow_abbrev=False,
   )
-  parser.convert_arg_line_to_args = lambda arg_line: [arg_line] * bool(re.match('--|@', arg_line))
+  parser.convert_arg_line_to_args = _arguments_of_line
   many: dict[str, Any] = {'action': 'append', 'default': []}
 
   def add(name: str, text: str, kind: Callable[[str], Any] = str, **options: Any) -> None:
@@ -207,58 +263,46 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
   add('peer', '"NAME: COMMAND", another program with the flags and the files of a run',
       trials.peer, dest='candidates', action='append')  # fmt: skip
   add('only', 'names of candidates, separated by commas (default: all)')
-  add('over', 'NAME=VALUE,VALUE of a macro or a binding; repeatable', _values, **many)
+  add('over', 'NAME=VALUE,VALUE of a macro or a binding; repeatable', _parse_over, **many)
   add('seconds', 'of training, without startup, compilation and validation', float)
   add('tokens', 'of training', int)
   add('flops', 'of training, forward and backward', float)
   add('seeds', 'separated by commas (default: 0,1,2)', default='0,1,2')
   add('context', 'score targets with so many tokens before them: a power of 2', int, default=1)
   add('results', 'default: %(default)s', pathlib.Path, default=pathlib.Path('runs/compare'))
-  flags, others = parser.parse_known_args(arguments)
-  flags.gin = [flag for flag in others if flag.startswith(parse.FLAG)]
-  if unknown := [flag for flag in others if flag not in flags.gin]:
-    parser.error(f'{unknown[0]}: unknown flag')
-  numbers = [getattr(flags, name) for name in TITLES if getattr(flags, name) is not None]
-  if not numbers or not all(0 < number < float('inf') for number in numbers):
-    parser.error('pass --seconds=S, --tokens=T or --flops=F, more than 0')
-  if flags.context < 1 or flags.context & (flags.context - 1):
-    parser.error(f'--context={flags.context}: expected a power of 2, such as 512')
-  if not re.fullmatch(r'\d+(,\d+)*', flags.seeds):
-    parser.error(f'--seeds={flags.seeds}: expected numbers separated by commas')
-  flags.seeds = list(dict.fromkeys(map(int, flags.seeds.split(','))))
-  if not flags.candidates and flags.gin_file:
-    flags.candidates = [Candidate(pathlib.PurePath(flags.gin_file[0]).stem)]
-  names = [candidate.name for candidate in flags.candidates]
-  only = flags.only.split(',') if flags.only else names
-  if unknown := {*only} - {*names}:
-    parser.error(f'--only={unknown.pop()}: the candidates are {", ".join(names)}')
-  for name in names:
-    if not re.fullmatch(r'\w[\w .+()=-]*', name) or names.count(name) > 1:
-      parser.error(f'candidate {name!r}: expected a name of its own, of letters and digits')
-  flags.candidates = [candidate for candidate in flags.candidates if candidate.name in only]
-  return flags
+  return parser
+
+
+def _arguments_of_line(line: str) -> list[str]:
+  """The argument in a line of an @FILE; other lines are comments."""
+  if line.startswith(('--', '@')):
+    return [line]
+  return []
 
 
 def add_text(flags: argparse.Namespace) -> None:
   """Adds the text of --text for all candidates, and says how it is read; raises as `own_text`."""
-  found = own_text(flags.text, flags.gin_file, flags.gin)
-  for sentence in found.sentences:
+  text = own_text(flags.text, flags.gin_file, flags.gin)
+  for sentence in text.sentences:
     say(sentence)
-  file, *gin_flags = found.flags
+  file, *gin_flags = text.flags
   flags.gin_file = [*flags.gin_file, file.removeprefix('--gin_file=')]
   flags.gin = [*flags.gin, *gin_flags]
 
 
-def _values(text: str) -> tuple[str, list[str]]:
-  """Reads --over."""
-  name, _, values = text.partition('=')
+def _parse_over(text: str) -> tuple[str, list[str]]:
+  """Reads --over: (name, its values as gin writes them)."""
+  name, _, list_of_values = text.partition('=')
   try:
-    found = [value for item in parse.parse(f'values = [{values}]') for value in item.value]
-  except SyntaxError:
-    found = []
-  if not (name and found):
-    raise argparse.ArgumentTypeError(f'{text}: expected NAME=VALUE,VALUE as in gin')
-  return name, list(dict.fromkeys(map(repr, found)))
+    (statement,) = parse.parse(f'values = [{list_of_values}]')
+    values = [repr(value) for value in statement.value]
+  except (SyntaxError, ValueError):
+    values = []
+  if not (name and values):
+    raise argparse.ArgumentTypeError(
+      f'{text}: expected NAME=VALUE,VALUE as in gin, such as learning_rate=1e-3,3e-3'
+    )
+  return name, list(dict.fromkeys(values))
 
 
 @console.lasting_streams()
@@ -281,7 +325,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(stopped, file=sys.stderr, flush=True)
     return Preempted.exit_code
   if any(comparison.outcomes.values()):
-    print((flags.results / 'compare.md').read_text(), flags.results / 'compare.html', sep='\n')
+    print((flags.results / 'compare.md').read_text())
+    print(flags.results / 'compare.html')
   return 1 if comparison.failed else 0
 
 

@@ -23,7 +23,11 @@ _FEWEST_TARGETS = 256  # of a position that is shown: the mean of fewer is mostl
 
 
 class Outcome(NamedTuple):
-  """What a trial has recorded; a `run` of None diverged. `values` are what --over gave, by name."""
+  """What a trial has recorded.
+
+  values: the values that --over gave it, by name.
+  run: None if it diverged.
+  """
 
   candidate: str
   values: dict[str, str]
@@ -47,23 +51,32 @@ def bits(run: Run | None, context: int) -> float:
 
   They are bits per token if the bytes of the text are unknown. Raises a DataError without a target.
   """
-  last = run.evaluations[-1] if run else {}
-  if run is None or not isinstance(last.get('loss'), int | float):  # a NaN is a text there
+  if run is None:
     return math.inf
-  of = [(x, last[f'{TARGETS_BY_POSITION}{p}']) for p, x in bits_by_position(run) if p >= context]
-  if not of:
+  last = run.evaluations[-1]
+  if not isinstance(last.get('loss'), int | float):  # a NaN is recorded as a text
+    return math.inf
+  total = 0
+  targets = 0
+  for position, score in bits_by_position(run):
+    if position >= context:
+      count = last[f'{TARGETS_BY_POSITION}{position}']
+      total += score * count
+      targets += count
+  if not targets:
     raise DataError(
       f'{run.name}: no target of the validation split has {context} tokens before it. Lower '
       '--context, or validate on longer documents.'
     )
-  return sum(loss * weight for loss, weight in of) / sum(weight for _, weight in of)
+  return total / targets
 
 
 def bits_by_position(run: Run) -> list[tuple[int, float]]:
   """(P, bits per byte, or per token) of the targets at the positions P to 2 P - 1."""
   last = run.evaluations[-1]
-  known = _knows_bytes(run) and last['bits_per_token']
-  ratio = last['bits_per_byte'] / last['bits_per_token'] if known else 1.0
+  ratio = 1.0
+  if _knows_bytes(run) and last['bits_per_token']:
+    ratio = last['bits_per_byte'] / last['bits_per_token']
   return [(position, nats / math.log(2) * ratio) for position, nats in by_position(last)]
 
 
@@ -73,8 +86,9 @@ def _knows_bytes(run: Run) -> bool:
 
 def best(name: str, outcomes: Sequence[Outcome], context: int) -> dict[str, str]:
   """The values with which a candidate validates best."""
-  own = [outcome for outcome in outcomes if outcome.candidate == name]
-  return min(own, key=lambda outcome: bits(outcome.run, context)).values
+  of_candidate = [outcome for outcome in outcomes if outcome.candidate == name]
+  lowest = min(of_candidate, key=lambda outcome: bits(outcome.run, context))
+  return lowest.values
 
 
 def spent(run: Run, budget: str) -> float | None:
@@ -82,11 +96,11 @@ def spent(run: Run, budget: str) -> float | None:
   return run.lines[-1][budget]
 
 
-def is_near(one: float | None, other: float | None) -> bool:
+def is_near(first: float | None, second: float | None) -> bool:
   """Whether two amounts of training are equal within a tenth; unknown ones count as equal."""
-  if not one or not other:
+  if not first or not second:
     return True
-  return max(one, other) <= _NEAR * min(one, other)
+  return max(first, second) <= _NEAR * min(first, second)
 
 
 def verdict(
@@ -102,59 +116,74 @@ def verdict(
 
   Args:
     scores: the score of each seed by candidate, in the order of the means.
-    unit: of a score.
+    unit: the unit of the scores.
     budget: 'seconds', 'tokens' or 'flops'.
-    amounts: for how much each candidate has trained, the mean over its seeds; None if unknown.
+    amounts: how much each candidate has trained, the mean over its seeds; None if unknown.
   """
   first, *others = scores
-  amounts = amounts or {}
-  said = []
-  for other in others:
-    difference = statistics.fmean(scores[other]) - statistics.fmean(scores[first])
-    ranges = [max(scores[name]) - min(scores[name]) for name in (first, other)]
-    spread = max(ranges)
-    used = amounts.get(first)
-    used_by_other = amounts.get(other)
-    if not math.isfinite(difference):
-      said.append(f'{other} diverged.')
-      continue
-    unequal = ''
-    if used and used_by_other and not is_near(used, used_by_other):
-      form = _AMOUNTS[budget]
-      unequal = f'{first} trained for {form.format(used)}, {other} for {form.format(used_by_other)}'
-      if used > used_by_other:
-        said.append(
-          f'{first} and {other}: no verdict. {first} is ahead by {difference:.3f} {unit}, but '
-          f'{unequal}. Compare the same --tokens, or give more --seconds on an idle machine.'
-        )
-        continue
-    if len(scores[first]) == 1:
-      said.append(
-        f'{first} is ahead of {other} by {difference:.3f} {unit} with one seed. More --seeds show '
-        'how far seeds differ.'
+  return [_compare(first, other, scores, unit, budget, amounts or {}) for other in others]
+
+
+def _compare(
+  first: str,
+  other: str,
+  scores: Mapping[str, Sequence[float]],
+  unit: str,
+  budget: str,
+  amounts: Mapping[str, float | None],
+) -> str:
+  """What can be said about two candidates, where the first has the lower mean."""
+  mean_of_first = statistics.fmean(scores[first])
+  difference = statistics.fmean(scores[other]) - mean_of_first
+  if not math.isfinite(difference):
+    return f'{other} diverged.'
+  used_by_first = amounts.get(first)
+  used_by_other = amounts.get(other)
+  unequal = ''
+  if used_by_first and used_by_other and not is_near(used_by_first, used_by_other):
+    form = _AMOUNTS[budget]
+    unequal = (
+      f'{first} trained for {form.format(used_by_first)}, {other} for {form.format(used_by_other)}'
+    )
+    if used_by_first > used_by_other:
+      return (
+        f'{first} and {other}: no verdict. {first} is ahead by {difference:.3f} {unit}, but '
+        f'{unequal}. Compare the same --tokens, or give more --seconds on an idle machine.'
       )
-    elif difference > spread:
-      said.append(
-        f'{first} is better than {other} by {difference:.3f} {unit}; the seeds of one candidate '
-        f'differ by at most {spread:.3f}.'
-      )
-    else:
-      said.append(
-        f'{first} and {other}: no difference that the seeds do not explain. Their means differ by '
-        f'{difference:.3f} {unit}, the seeds of one candidate by up to {spread:.3f}.'
-      )
-    if unequal:
-      said[-1] += f' The amounts differ: {unequal}.'
-  return said
+  spread = max(_range(scores[first]), _range(scores[other]))
+  if len(scores[first]) == 1:
+    sentence = (
+      f'{first} is ahead of {other} by {difference:.3f} {unit} with one seed. More --seeds show '
+      'how far seeds differ.'
+    )
+  elif difference > spread:
+    sentence = (
+      f'{first} is better than {other} by {difference:.3f} {unit}; the seeds of one candidate '
+      f'differ by at most {spread:.3f}.'
+    )
+  else:
+    sentence = (
+      f'{first} and {other}: no difference that the seeds do not explain. Their means differ by '
+      f'{difference:.3f} {unit}, the seeds of one candidate by up to {spread:.3f}.'
+    )
+  if unequal:
+    sentence += f' The amounts differ: {unequal}.'
+  return sentence
+
+
+def _range(values: Sequence[float]) -> float:
+  return max(values) - min(values)
 
 
 def check_place(folder: pathlib.Path) -> None:
   """Raises a StorageError if `write` would replace a file that no comparison has made."""
-  taken = [folder / name for name in _FILES if os.path.lexists(folder / name)]
-  if taken and not any(folder.glob('*/*.log')):  # of a trial
+  files = [folder / name for name in _FILES]
+  existing = [file for file in files if os.path.lexists(file)]
+  has_trials = any(folder.glob('*/*.log'))
+  if existing and not has_trials:
     raise StorageError(
-      f'{taken[0]} is there, but no trial of a comparison is. Nothing was written. Name other '
-      '--results, or move that file away.'
+      f'{existing[0]} exists, but {folder} has no trial of a comparison. Nothing was written. Name '
+      'other --results, or move that file away.'
     )
 
 
@@ -167,9 +196,9 @@ def write(
   """Writes compare.md and compare.html; the amounts and the outcomes are by budget."""
   tried = next(iter(outcomes.values()))
   blocks = list[Block]()
-  for budget, found in outcomes.items():
-    if found:
-      blocks += findings(budget, amounts[budget], found, tried, context)
+  for budget, of_budget in outcomes.items():
+    if of_budget:
+      blocks += findings(budget, amounts[budget], of_budget, tried, context)
   for name, text in zip(_FILES, (markdown(blocks), page(blocks)), strict=True):
     whole_file.write(folder / name, text)
 
@@ -180,68 +209,113 @@ def findings(
   """The findings of a budget.
 
   Args:
-    outcomes: of the budget; each candidate counts at its best values.
-    tried: of the budget with which the values were tried, with the first seed.
+    budget: 'seconds', 'tokens' or 'flops'.
+    amount: the amount of it that was asked for.
+    outcomes: its trials; each candidate counts at its best values.
+    tried: the trials of the budget with which the values were tried, with the first seed.
     context: the first position that is scored.
   """
+  chosen = _at_best_values(outcomes, tried, context)
+  scores = {
+    name: [bits(outcome.run, context) for outcome in seeds] for name, seeds in chosen.items()
+  }
+  names = sorted(chosen, key=lambda name: statistics.fmean(scores[name]))
+  runs = {}
+  for name in names:
+    of_candidate = [outcome.run for outcome in chosen[name] if outcome.run]
+    if of_candidate:
+      runs[name] = of_candidate
+  drawn = [seeds[0]._replace(name=name) for name, seeds in runs.items()]
+  amounts = {name: _mean_spent(seeds, budget) for name, seeds in runs.items()}
+  unit = 'bits per byte' if all(map(_knows_bytes, drawn)) else 'bits per token'
+
+  blocks: list[Block] = [f'## The same {TITLES[budget].format(amount)}']
+  blocks += verdict({name: scores[name] for name in names}, unit, budget, amounts)
+  blocks += _missed(budget, amount, amounts)
+  blocks.append(_results(names, chosen, scores, runs, unit))
+  seeds = ', '.join(str(outcome.seed) for outcome in chosen[names[0]])
+  note = f'Seeds {seeds}; {unit} of the targets of the whole validation split'
+  if context > 1:
+    note += f' with {context} or more tokens before them'
+  blocks.append(f'{note}.')
+  if len({run.tokens for run in drawn}) > 1:
+    blocks.append('The tokenizers or the validation data differ: only equal texts are comparable.')
+  if outcomes is tried:
+    blocks += _by_values(names, tried, context)
+  blocks += _by_position(runs, context)
+  blocks.append(drawn)
+  return blocks
+
+
+def _at_best_values(
+  outcomes: Sequence[Outcome], tried: Sequence[Outcome], context: int
+) -> dict[str, list[Outcome]]:
+  """The outcomes of each candidate with its best values: one for each seed."""
   chosen: dict[str, list[Outcome]] = {}
   for outcome in outcomes:
     if outcome.values == best(outcome.candidate, tried, context):
       chosen.setdefault(outcome.candidate, []).append(outcome)
-  scores = {name: [bits(o.run, context) for o in of] for name, of in chosen.items()}
-  names = sorted(chosen, key=lambda name: statistics.fmean(scores[name]))
-  runs = {name: of for name in names if (of := [o.run for o in chosen[name] if o.run])}
-  drawn = [of[0]._replace(name=name) for name, of in runs.items()]
-  amounts = {name: _mean_spent(of, budget) for name, of in runs.items()}
-  unit = 'bits per byte' if all(map(_knows_bytes, drawn)) else 'bits per token'
-  over = list(tried[0].values)
+  return chosen
 
-  head = ['candidate', *over, 'parameters', 'tokens', 'tokens/s', 'seconds', 'TFLOP', unit, 'range']
+
+def _results(
+  names: Sequence[str],
+  chosen: Mapping[str, Sequence[Outcome]],
+  scores: Mapping[str, Sequence[float]],
+  runs: Mapping[str, Sequence[Run]],
+  unit: str,
+) -> Table:
+  """A row for each candidate: its values, its costs and its scores."""
+  values_of_first = chosen[names[0]][0].values
+  costs = ['parameters', 'tokens', 'tokens/s', 'seconds', 'TFLOP']
+  head = ['candidate', *values_of_first, *costs, unit, 'range']
   rows = []
   for name in names:
+    values = chosen[name][0].values.values()
     mean = statistics.fmean(scores[name])
-    low = min(scores[name])
-    high = max(scores[name])
-    results = 'diverged' if math.isinf(mean) else f'{mean:.3f}', f'{low:.3f} to {high:.3f}'
-    rows.append([name, *chosen[name][0].values.values(), *_costs(runs.get(name)), *results])
-  seeds = ', '.join(str(outcome.seed) for outcome in chosen[names[0]])
-  scored = f' with {context} or more tokens before them' if context > 1 else ''
-  blocks: list[Block] = [
-    f'## The same {TITLES[budget].format(amount)}',
-    *verdict({name: scores[name] for name in names}, unit, budget, amounts),
-    *_missed(budget, amount, amounts),
-    Table(head, rows),
-    f'Seeds {seeds}; {unit} of the targets of the whole validation split{scored}.',
-  ]
-  if len({run.tokens for run in drawn}) > 1:
-    blocks.append('The tokenizers or the validation data differ: only equal texts are comparable.')
-  if outcomes is tried and len({(*o.values.values(),) for o in tried}) > 1:
-    found = {(o.candidate, *o.values.values()): o.run for o in reversed(tried)}  # of the first seed
-    values = list(dict.fromkeys((*o.values.values(),) for o in tried))
-    rows = [[n, *(f'{bits(found[n, *of], context):.3f}' for of in values)] for n in names]
-    head = ['candidate', *(f'{", ".join(of)}' for of in values)]
-    blocks += [f'By {", ".join(over)}, with the seed {tried[0].seed}:', Table(head, rows)]
-  return [*blocks, *_by_position(runs, context), drawn]
+    mean_text = 'diverged' if math.isinf(mean) else f'{mean:.3f}'
+    range_text = f'{min(scores[name]):.3f} to {max(scores[name]):.3f}'
+    rows.append([name, *values, *_costs(runs.get(name)), mean_text, range_text])
+  return Table(head, rows)
+
+
+def _by_values(names: Sequence[str], tried: Sequence[Outcome], context: int) -> list[Block]:
+  """The table of the first seed's scores by the values that were tried; none if it was one."""
+  over = ', '.join(tried[0].values)
+  columns: dict[tuple[str, ...], dict[str, str]] = {}  # the scores by values and candidate
+  for outcome in tried:
+    values = tuple(outcome.values.values())
+    column = columns.setdefault(values, {})
+    column.setdefault(outcome.candidate, f'{bits(outcome.run, context):.3f}')
+  if len(columns) < 2:
+    return []
+  head = ['candidate', *map(', '.join, columns)]
+  rows = [[name, *(column[name] for column in columns.values())] for name in names]
+  return [f'By {over}, with the seed {tried[0].seed}:', Table(head, rows)]
 
 
 def _costs(runs: Sequence[Run] | None) -> list[str]:
   """Parameters, tokens, tokens/s, seconds and TFLOP, means over the seeds; '' if unknown."""
   if not runs:
     return [''] * 5
-  last = [run.lines[-1] for run in runs]
-  tokens, seconds = (
-    statistics.fmean(line[name] for line in last) for name in ('tokens', 'seconds')
-  )
-  flops = '' if last[0]['flops'] is None else f'{last[0]["flops"] / 1e12:,.3g}'
-  parameters = runs[0].about.partition(' parameters')[0]
-  return [parameters, f'{tokens:,.0f}', f'{tokens / seconds:,.0f}', f'{seconds:.1f}', flops]
+  last_lines = [run.lines[-1] for run in runs]
+  tokens = statistics.fmean(line['tokens'] for line in last_lines)
+  seconds = statistics.fmean(line['seconds'] for line in last_lines)
+  flops = last_lines[0]['flops']
+  teraflops = '' if flops is None else f'{flops / 1e12:,.3g}'
+  parameters, _, _ = runs[0].about.partition(' parameters')
+  return [parameters, f'{tokens:,.0f}', f'{tokens / seconds:,.0f}', f'{seconds:.1f}', teraflops]
 
 
 def _mean_spent(runs: Sequence[Run], budget: str) -> float | None:
   """The mean amount of training over the seeds; None if one is unknown."""
-  amounts = [spent(run, budget) for run in runs]
-  known = [amount for amount in amounts if amount is not None]
-  return statistics.fmean(known) if len(known) == len(runs) else None
+  amounts = []
+  for run in runs:
+    amount = spent(run, budget)
+    if amount is None:
+      return None
+    amounts.append(amount)
+  return statistics.fmean(amounts)
 
 
 def _missed(budget: str, amount: float, amounts: Mapping[str, float | None]) -> list[str]:
@@ -259,38 +333,42 @@ def _missed(budget: str, amount: float, amounts: Mapping[str, float | None]) -> 
 
 def _by_position(runs: Mapping[str, Sequence[Run]], context: int) -> list[Block]:
   """The table of the means over the seeds, without positions that few targets have."""
-  scores = {}
   shown = set()
-  left_out = set()
-  for name, seeds in runs.items():
-    scores[name] = [dict(bits_by_position(run)) for run in seeds]
-    counts = seeds[0].evaluations[-1]  # the same validation split for each seed
-    for position in scores[name][0]:
+  rare = set()
+  for seeds in runs.values():
+    last = seeds[0].evaluations[-1]  # the same validation split for each seed
+    for position, _ in bits_by_position(seeds[0]):
       if position >= context:
-        many = counts[f'{TARGETS_BY_POSITION}{position}'] >= _FEWEST_TARGETS
-        (shown if many else left_out).add(position)
-  bins = sorted(shown)
-  rows = []
-  for name, seeds in scores.items():
-    cells = []
-    for position in bins:  # candidates with other tokens may have other positions
-      values = [seed[position] for seed in seeds if position in seed]
-      cells.append(f'{statistics.fmean(values):.3f}' if values else '')
-    rows.append([name, *cells])
+        targets = last[f'{TARGETS_BY_POSITION}{position}']
+        (shown if targets >= _FEWEST_TARGETS else rare).add(position)
+  columns = sorted(shown)
+  left_out = sorted(rare - shown)
   blocks: list[Block] = []
-  if bins:
-    blocks = ['By position in the document:', Table(['candidate', *map(_positions, bins)], rows)]
-  if few := sorted(left_out - shown):
-    blocks.append(
-      f'Positions with fewer than {_FEWEST_TARGETS} targets are left out: '
-      f'{", ".join(map(_positions, few))}.'
-    )
+  if columns:
+    rows = [[name, *_means(seeds, columns)] for name, seeds in runs.items()]
+    head = ['candidate', *map(_positions, columns)]
+    blocks += ['By position in the document:', Table(head, rows)]
+  if left_out:
+    positions = ', '.join(map(_positions, left_out))
+    blocks.append(f'Positions with fewer than {_FEWEST_TARGETS} targets are left out: {positions}.')
   return blocks
+
+
+def _means(runs: Sequence[Run], positions: Sequence[int]) -> list[str]:
+  """The mean score at each position over the runs; '' where no run has such a position."""
+  scores = [dict(bits_by_position(run)) for run in runs]
+  cells = []
+  for position in positions:  # candidates with other tokens may have other positions
+    values = [score[position] for score in scores if position in score]
+    cells.append(f'{statistics.fmean(values):.3f}' if values else '')
+  return cells
 
 
 def _positions(first: int) -> str:
   """The positions of a bin."""
-  return f'{first:,} to {2 * first - 1:,}' if first > 1 else '1'
+  if first == 1:
+    return '1'
+  return f'{first:,} to {2 * first - 1:,}'
 
 
 def markdown(blocks: Sequence[Block]) -> str:
@@ -298,8 +376,9 @@ def markdown(blocks: Sequence[Block]) -> str:
   parts = []
   for block in blocks:
     if isinstance(block, Table):
-      lines = block.head, ['---'] * len(block.head), *block.rows
-      parts.append('\n'.join(f'| {" | ".join(cells)} |' for cells in lines))
+      rule = ['---'] * len(block.head)
+      lines = [f'| {" | ".join(cells)} |' for cells in (block.head, rule, *block.rows)]
+      parts.append('\n'.join(lines))
     elif isinstance(block, str):
       parts.append(block)
   return '\n\n'.join(parts) + '\n'
@@ -312,8 +391,9 @@ def page(blocks: Sequence[Block]) -> str:
     if isinstance(block, Table):
       parts.append(html_page.table(*block))
     elif isinstance(block, str):
-      kind = 'h2' if block.startswith('## ') else 'p'
-      parts.append(f'<{kind}>{html.escape(block.removeprefix("## "))}</{kind}>')
+      tag = 'h2' if block.startswith('## ') else 'p'
+      text = html.escape(block.removeprefix('## '))
+      parts.append(f'<{tag}>{text}</{tag}>')
     elif block:
       parts += html_report.sections(block)
   return html_page.document('Comparison', parts)

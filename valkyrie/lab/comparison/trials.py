@@ -1,7 +1,7 @@
 """The trials of a comparison: ordinary runs in folders of its results, and what they cost."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import pathlib
 import shlex
 import statistics
@@ -42,7 +42,7 @@ class Trial(NamedTuple):
 
 
 class Failed(Exception):
-  """A trial did not end well."""
+  """A trial failed; the message says why and what to do."""
 
 
 def candidate(text: str) -> Candidate:
@@ -51,7 +51,8 @@ def candidate(text: str) -> Candidate:
   if name.endswith('.gin'):
     statements = f'include {name!r}'
     name = pathlib.PurePath(name).stem
-  return Candidate(name, ''.join(f'{line.strip()}\n' for line in statements.split(';')))
+  lines = [f'{statement.strip()}\n' for statement in statements.split(';')]
+  return Candidate(name, ''.join(lines))
 
 
 def peer(text: str) -> Candidate:
@@ -60,7 +61,7 @@ def peer(text: str) -> Candidate:
   return Candidate(name, program=tuple(shlex.split(command)))
 
 
-def trial_of(
+def make_trial(
   flags: argparse.Namespace, candidate: Candidate, title: str, steps: int, macros: Mapping[str, Any]
 ) -> Trial:
   """The trial in RESULTS/CANDIDATE/TITLE; raises a ConfigurationError as `load_gin` does.
@@ -69,36 +70,52 @@ def trial_of(
   """
   imports = flags.gin_allow_import
   files = [*flags.gin_file]
+  candidate_file = flags.results / candidate.name / 'candidate.gin'
   if candidate.statements.strip():
-    files.append(str(flags.results / candidate.name / 'candidate.gin'))
-    whole_file.write_version(pathlib.Path(files[-1]), candidate.statements.encode())
-  given = [*flags.gin, *(f'{parse.FLAG}{name}={value}' for name, value in macros.items())]
-  statements = parse.read(files, given, (), imports)
-  of_all = {'seed', *dict(flags.over), *(each.name for each in parse.read((), flags.gin))}
-  for bound in (each for each in statements if each.is_binding and each.name in of_all):
-    if bound.where.startswith(f'{flags.results / candidate.name}/candidate.gin:'):
-      raise ConfigurationError(
-        f'The candidate {candidate.name} sets {bound.name}, but --gin.{bound.name}, --over or '
-        '--seeds sets it for all candidates. Leave one of them out.'
-      )
-  stretched = _stretched(parse.macros_of(statements), steps)
-  given += [
-    f'{parse.FLAG}{name}={value}' for name, value in stretched.items() if name not in macros
-  ]
+    files.append(str(candidate_file))
+    whole_file.write_version(candidate_file, candidate.statements.encode())
+  settings = flags.gin + _gin_flags(macros)
+  statements = parse.read(files, settings, (), imports)
+  _check_only_one_sets(flags, candidate, candidate_file, statements)
+  scaled = _scale_steps(parse.macros_of(statements), steps)
+  settings += _gin_flags({name: value for name, value in scaled.items() if name not in macros})
   configuration = Configuration(
-    lambda: load_gin(files, given, allowed_imports=imports, modules=CONFIGURABLE_MODULES)
+    lambda: load_gin(files, settings, allowed_imports=imports, modules=CONFIGURABLE_MODULES)
   )
   with configuration.installed():
     bindings = record.bindings()
   folder = flags.results / candidate.name / title
-  passed = [f'--gin_file={file}' for file in files] + given
-  passed += [f'--gin_allow_import={package}' for package in imports]
-  passed.append(f'--model_dir={folder}')
-  return Trial(folder, candidate.program, passed, steps, bindings)
+  run_flags = [f'--gin_file={file}' for file in files] + settings
+  run_flags += [f'--gin_allow_import={package}' for package in imports]
+  run_flags.append(f'--model_dir={folder}')
+  return Trial(folder, candidate.program, run_flags, steps, bindings)
 
 
-def _stretched(macros: Mapping[str, parse.Statement], steps: int) -> dict[str, int]:
-  """The macros that count steps, for a run of so many steps."""
+def _gin_flags(values: Mapping[str, Any]) -> list[str]:
+  return [f'{parse.FLAG}{name}={value}' for name, value in values.items()]
+
+
+def _check_only_one_sets(
+  flags: argparse.Namespace,
+  candidate: Candidate,
+  candidate_file: pathlib.Path,
+  statements: Iterable[parse.Statement],
+) -> None:
+  """Raises a ConfigurationError if a candidate binds what the flags bind for all candidates."""
+  set_for_all = {'seed', *dict(flags.over)}
+  set_for_all |= {statement.name for statement in parse.read((), flags.gin)}
+  for statement in statements:
+    if not (statement.is_binding and statement.where.startswith(f'{candidate_file}:')):
+      continue
+    if statement.name in set_for_all:
+      raise ConfigurationError(
+        f'The candidate {candidate.name} sets {statement.name}, but --gin.{statement.name}, --over '
+        'or --seeds sets it for all candidates. Remove it from the candidate or from the flags.'
+      )
+
+
+def _scale_steps(macros: Mapping[str, parse.Statement], steps: int) -> dict[str, int]:
+  """The macros that count steps, in proportion for a run of so many steps."""
   counts = {}
   for name in macros:
     if name.endswith('_steps') or name == 'eval_every':
@@ -137,7 +154,9 @@ def recorded(trial: Trial) -> Run | None:
         f'{trial.folder} has a run with {name} = {before.get(name)!r}, which is '
         f'{after.get(name)!r} in this comparison. Name other --results, or delete that folder.'
       )
-  return run if run.evaluations and run.evaluations[-1]['step'] == trial.steps else None
+  if run.evaluations and run.evaluations[-1]['step'] == trial.steps:
+    return run
+  return None
 
 
 def _program_file(trial: Trial) -> pathlib.Path:
@@ -169,15 +188,17 @@ def train(trial: Trial) -> Run | None:
     if code == Preempted.exit_code:
       raise Preempted(f'{trial.folder} was asked to stop, and saved. Run the same command again.')
     if code:
-      end = '\n  '.join(log.read_text(errors='replace').splitlines()[-5:])
+      lines = log.read_text(errors='replace').splitlines()
+      end = '\n  '.join(lines[-5:])
       raise Failed(f'exit code {code}. The end of {log}:\n  {end}')
-    if run := recorded(trial):
+    run = recorded(trial)
+    if run:
       return run
-  raise Failed(f'{trial.folder} has no evaluation of step {trial.steps}; {log} has its output')
+  raise Failed(f'{trial.folder} has no evaluation of step {trial.steps}. Its output is in {log}.')
 
 
 def _watched(process: subprocess.Popen[bytes], trial: Trial) -> int:
-  """Waits for the process of a trial, and says every 15 seconds how far it is."""
+  """The exit code of a process, for which it waits and says every 15 seconds how far it is."""
   while True:
     try:
       return process.wait(_SECONDS_BETWEEN_LINES)
@@ -193,13 +214,16 @@ def say(text: str) -> None:
 
 def costs(run: Run) -> dict[str, float | None]:
   """{budget: its amount in a step}, without compilation; None if it is unknown."""
-  phases: dict[int, list[float]] = {}
+  seconds_by_phase: dict[int, list[float]] = {}
   for line in run.lines:
-    phases.setdefault(line.get('phase', 0), []).append(line['step_seconds'])
+    seconds_by_phase.setdefault(line.get('phase', 0), []).append(line['step_seconds'])
   # Slow moments of the machine leave a median as it is; each phase has its share of the lines.
-  seconds = []
-  for seconds_of_phase in phases.values():
-    seconds += [statistics.median(seconds_of_phase)] * len(seconds_of_phase)
+  typical_seconds = []
+  for seconds in seconds_by_phase.values():
+    typical_seconds += [statistics.median(seconds)] * len(seconds)
+  step_costs: dict[str, float | None] = {'seconds': statistics.fmean(typical_seconds)}
   last = run.lines[-1]
-  others = {name: last[name] and last[name] / last['step'] for name in ('tokens', 'flops')}
-  return {'seconds': statistics.fmean(seconds), **others}
+  for budget in ('tokens', 'flops'):
+    amount = last[budget]
+    step_costs[budget] = amount / last['step'] if amount else None
+  return step_costs

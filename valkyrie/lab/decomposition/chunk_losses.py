@@ -22,8 +22,8 @@ from valkyrie.training.objective import Chunk, Part, Term
 from valkyrie.types import Array, Carry
 
 NAME = 'decomposition'
-# The module of the arrays that all chunks of a step read, and their names. Names of the means of
-# importances begin with FREQUENCY, those of an adversary's sources with its number.
+# The module of the arrays that all chunks of a step read, and their names. The name of a mean
+# importance begins with FREQUENCY, the name of an adversary's source with its number.
 ARRAYS = f'shared/{NAME}'
 STEP = 'step'
 TOKENS = 'tokens'
@@ -57,86 +57,99 @@ class Settings(Protocol):
 
 
 class ChunkReading:
-  """What the losses of a chunk share: importances, draws and the clean distribution."""
+  """What the losses of a chunk share: importances, draws and the clean distribution.
+
+  Attributes:
+    before, after: the memory of the decomposition before the chunk and after it; the carries of
+      masked passes come from `reconstruction`.
+    weight: the summed weight of the chunk's targets.
+    low, high: the two importances, {path: g [L, B, T, C]}.
+  """
 
   def __init__(self, settings: Settings, chunk: Chunk):
-    self.settings = settings
-    self.chunk = chunk
+    self._settings = settings
+    self._chunk = chunk
     self._arrays = chunk.params[ARRAYS]
-    self.sites = sites_of(chunk.model.parameters())
+    self._sites = sites_of(chunk.model.parameters())
     self.before: Memory = chunk.before[NAME]
     time = chunk.batch.inputs.shape[1]
     numbers, place = draws.tokens(self.before.place, time)
     self._tokens = Tokens(settings.seed, self.before.place.row, numbers)
     self._weights = chunk.batch.weights
-    # Importances count for all tokens, also where nothing is predicted.
-    of_step = lax.stop_gradient(self._arrays[TOKENS])
-    self._share = (chunk.batch.segment_ids > 0) * (chunk.total / of_step)
     self.weight = jnp.sum(self._weights)
+    # Importances count for all tokens, also where nothing is predicted.
+    tokens_of_step = lax.stop_gradient(self._arrays[TOKENS])
+    is_real = chunk.batch.segment_ids > 0
+    self._share = is_real * (chunk.total / tokens_of_step)
     functions = settings.importance()
     inputs = chunk.features.sites or {}
-    z, after = functions(chunk.params, self.sites, inputs, self.before.importance, chunk.batch)
+    z, after = functions(chunk.params, self._sites, inputs, self.before.importance, chunk.batch)
     self.after = self.before._replace(place=place, importance=after)
     self.low = jax.tree.map(importance.lower, z)
     self.high = jax.tree.map(importance.upper, z)
 
   def reconstruction(self, number: int, loss: Stochastic) -> tuple[Array, list[Carry]]:
-    """The summed divergence of a loss, the mean over its passes, and their carries."""
+    """(The summed divergence of a loss, the mean over its passes; the carries of the passes)."""
     sources = None
     if isinstance(loss, Adversary):
-      sources = loss.of_tokens(sources_of(str(number), self._arrays), self._tokens)
-    passes = [*loss.masks(number, self.low, self.sites, self._tokens, sources)]
-    own = self.before.passes[number]
-    size = self.chunk.model.about.vocabulary_size
+      sources = loss.spread(sources_of(str(number), self._arrays), self._tokens)
+    passes = [*loss.masks(number, self.low, self._sites, self._tokens, sources)]
+    carries = self.before.passes[number]  # none with the memory 'clean'
+    size = self._chunk.model.about.vocabulary_size
     total = jnp.zeros(())
-    carries = []
+    carries_after = []
     for index, given in enumerate(passes):
-      features, after = masked(self.chunk, given, own[index] if own else self.chunk.before)
-      found = divergences(self.chunk.features, features, size)
-      total += jnp.sum(self._weights * found) / len(passes)
-      carries += [after] if own else []
-    return total, carries
+      carry = carries[index] if carries else self._chunk.before
+      features, after = masked(self._chunk, given, carry)
+      divergence = divergences(self._chunk.features, features, size)
+      total += jnp.sum(self._weights * divergence) / len(passes)
+      if carries:
+        carries_after.append(after)
+    return total, carries_after
 
   @functools.cached_property
   def powers(self) -> dict[str, Array]:
-    """{path: [L, C]}, sums over the tokens of the importance to some power (D11)."""
-    first = self.settings.exponent
-    last = self.settings.last_exponent
-    done = lax.stop_gradient(self._arrays[STEP]) / self.settings.train_steps
-    exponent = first + (last - first) * jnp.minimum(done, 1.0)
-
-    def of(high):
-      counted = importance.counted(high, exponent, self.settings.smooth)
-      return jnp.einsum('lbtc,bt->lc', counted, self._share)
-
-    return {path: of(high) for path, high in self.high.items()}
+    """{path: [L, C]}, the sum over tokens of a power of each importance (D11)."""
+    first = self._settings.exponent
+    last = self._settings.last_exponent
+    progress = lax.stop_gradient(self._arrays[STEP]) / self._settings.train_steps
+    exponent = first + (last - first) * jnp.minimum(progress, 1.0)
+    powers = {}
+    for path, high in self.high.items():
+      counted = importance.counted(high, exponent, self._settings.smooth)
+      powers[path] = jnp.einsum('lbtc,bt->lc', counted, self._share)
+    return powers
 
   def minimality(self) -> Array:
-    """The sum over tokens and components."""
-    return sum((jnp.sum(f) for f in self.powers.values()), jnp.zeros(()))
+    """The sum of all powers over tokens and components."""
+    total = jnp.zeros(())
+    for power in self.powers.values():
+      total += jnp.sum(power)
+    return total
 
   def frequency(self) -> Array:
-    """The chunk's share of h(f) = f log2(1 + a f), of the mean f of the whole step (D12).
+    """The chunk's share of h(f) = f log2(1 + a f), with the mean f of the whole step (D12).
 
-    Its gradient is the gradient of h'(f) times the chunk's f; over all chunks, they add up to h's.
+    Its gradient is h'(f) times the gradient of the chunk's f; summed over chunks it is h's.
     """
-    a = self.settings.reference_tokens
-    slopes = jnp.zeros(())
+    a = self._settings.reference_tokens
+    linear = jnp.zeros(())
     value = jnp.zeros(())
-    for path, of_chunk in self.powers.items():
+    for path, power in self.powers.items():
       f = lax.stop_gradient(self._arrays[FREQUENCY + path])
       bits = jnp.log2(1 + a * f)
-      slopes += jnp.sum((bits + a * f / ((1 + a * f) * math.log(2))) * of_chunk)
+      slope = bits + a * f / ((1 + a * f) * math.log(2))
+      linear += jnp.sum(slope * power)
       value += jnp.sum(f * bits)
-    return slopes + lax.stop_gradient(value * self.weight - slopes)
+    return linear + lax.stop_gradient(value * self.weight - linear)
 
   def alive(self) -> Array:
-    """The components with an importance above 0.1, summed over tokens."""
-    return sum(
-      (jnp.einsum('lbtc,bt->', (low > 0.1).astype(low.dtype), self._share)
-       for low in self.low.values()),
-      jnp.zeros(()),
-    )  # fmt: skip
+    """The number of components with an importance above 0.1, summed over tokens."""
+    total = jnp.zeros(())
+    for low in self.low.values():
+      is_alive = (low > 0.1).astype(low.dtype)
+      total += jnp.einsum('lbtc,bt->', is_alive, self._share)
+    return total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,18 +184,21 @@ class MeanImportance(Term):
 
   def __call__(self, chunk: Chunk) -> Part:
     read = ChunkReading(self.settings, chunk)
-    found = {FREQUENCY + path: f for path, f in read.powers.items()}
-    return Part(jnp.zeros(()), found, read.after)
+    sums = {FREQUENCY + path: power for path, power in read.powers.items()}
+    return Part(jnp.zeros(()), sums, read.after)
 
 
 def is_array(module: str, name: str) -> bool:
+  """Whether a parameter is one of the arrays that all chunks of a step read."""
   return module == ARRAYS
 
 
 def named_sources(number: str, sources: Mapping[str, Array]) -> dict[str, Array]:
+  """The sources of an adversary by their names among the arrays."""
   return {f'{number} {path}': r for path, r in sources.items()}
 
 
-def sources_of(number: str, shared: Mapping[str, Array]) -> dict[str, Array]:
-  begin = f'{number} '
-  return {n.removeprefix(begin): r for n, r in shared.items() if n.startswith(begin)}
+def sources_of(number: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
+  """The sources of an adversary by path, from the arrays of a step."""
+  prefix = f'{number} '
+  return {name.removeprefix(prefix): r for name, r in arrays.items() if name.startswith(prefix)}

@@ -2,15 +2,14 @@
 
     model_dir/components_STEP.html
 
-Two passes over the validation split. The first one counts how often each component is active. The
-second one keeps, of the most frequent, the windows with the largest importances, and counts tokens.
-Memory grows with the components that are shown, not with the tokens.
+The validation split is read twice. The first pass counts how often each component is active. The
+second pass keeps, for the most frequent components, the windows with the largest importances, and
+counts their tokens. Memory grows with the components that are shown, not with the tokens.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import heapq
-import itertools
 import pathlib
 from typing import Any, NamedTuple
 
@@ -37,9 +36,10 @@ from valkyrie.types import Array, Batch, Params
 from valkyrie.weights.named_tensors import names_of
 from valkyrie.weights.restored import restored_params
 
-_SPARE = 3  # times the windows are kept, since some overlap
-_TOKENS = 8  # of a table
-_LEAST_SHARE, _LEAST_BITS = 0.02, 0.1  # of a token in it
+_SPARE = 3  # so many times the windows that are shown are kept, since some overlap
+_TOKENS = 8  # at most in a table
+_LEAST_SHARE = 0.02  # of the activity of a component, for a token in a table
+_LEAST_BITS = 0.1  # of information about this activity
 
 
 @may_change_on_resume()
@@ -56,39 +56,49 @@ def components(
   """Writes a page about the components of a run's checkpoint, on one device.
 
   Args:
+    model_dir: the directory of the run.
     evaluator: reads the split.
-    settings: of the run, whose objective decomposes the model.
-    step: of the checkpoint, see `weights.restored`.
+    settings: the settings of the run, whose objective decomposes the model.
+    step: the checkpoint, see `weights.restored`.
     shown: components of each site, the most frequent ones that are alive.
     windows: texts of each component.
 
-  Raises a ConfigurationError without such a step, or if the run decomposes nothing.
+  Raises:
+    ConfigurationError: there is no such step, or the run decomposes nothing.
   """
   ranges.check('components', shown=shown, windows=windows)
-  made = settings()
-  terms = evaluations(terms_of(made.objective))
-  scores = next((term for term in terms if isinstance(term, ComponentScores)), None)
-  if scores is None:
-    raise ConfigurationError(
-      'StepSettings.objective decomposes nothing, so there are no components to show. Name the '
-      '--model_dir of a run with @Decomposition in StepSettings.objective.'
-    )
-  device = Partitioner((('data', 1),), (), (), manual=True)
-  measure = evaluator(language_model.transform(made.model), device, terms=(scores,))
-  params, steps = restored_params(measure.model, device, model_dir, measure.vocabulary, step)
-  measure.open()
-  sites = harvest(measure, scores, params, shown=shown, windows=windows)
-  numbers = [*map(str, steps)]
-  title = f'{pathlib.Path(model_dir).resolve().name}, step {", ".join(numbers)}'
+  step_settings = settings()
+  scores = _component_scores(step_settings)
+  layout = Partitioner((('data', 1),), (), (), manual=True)
+  model = language_model.transform(step_settings.model)
+  evaluation = evaluator(model, layout, terms=(scores,))
+  vocabulary = evaluation.vocabulary
+  params, steps = restored_params(evaluation.model, layout, model_dir, vocabulary, step)
+  evaluation.open()
+  sites = harvest(evaluation, scores, params, shown=shown, windows=windows)
+  numbers = [str(number) for number in steps]
+  run_name = pathlib.Path(model_dir).resolve().name
+  text = page(f'{run_name}, step {", ".join(numbers)}', sites, vocabulary.decode)
   path = pathlib.Path(model_dir, f'components_{"_".join(numbers)}.html')
-  text = page(title, sites, measure.vocabulary.decode)
   whole_file.write(path, text.encode(errors='replace'))
   count = sum(len(site.components) for site in sites)
-  print(f'{path}: {count:,} of {sum(site.alive for site in sites):,} components that are alive')
+  alive = sum(site.alive for site in sites)
+  print(f'{path} shows {count:,} of the {alive:,} components that are alive')
+
+
+def _component_scores(settings: StepSettings) -> ComponentScores:
+  """The evaluation of the decomposition; raises a ConfigurationError without one."""
+  for term in evaluations(terms_of(settings.objective)):
+    if isinstance(term, ComponentScores):
+      return term
+  raise ConfigurationError(
+    'StepSettings.objective decomposes nothing, so there are no components to show. Name the '
+    '--model_dir of a run with @Decomposition in StepSettings.objective.'
+  )
 
 
 class _Chunk(NamedTuple):
-  """A chunk, the source and the position of its tokens, and g [L, B, T, C] by path."""
+  """A chunk, where it begins in its source, and its importances g [L, B, T, C] by path."""
 
   source: str
   position: int
@@ -97,86 +107,147 @@ class _Chunk(NamedTuple):
 
 
 def harvest(
-  measure: Evaluator, scores: ComponentScores, params: Params, *, shown: int, windows: int
+  evaluator: Evaluator, scores: ComponentScores, params: Params, *, shown: int, windows: int
 ) -> list[ShownSite]:
   """What the page shows of each site, from the first layer to the last."""
-  model = measure.model
-  eos = measure.vocabulary.eos_id
+  reader = _Reader(evaluator, scores, params)
+  counts = _count(reader)
+  # The most frequent components first, and those that are not alive last.
+  order = {}
+  for path, share in counts.shares.items():
+    mean = counts.means[path]
+    order[path] = np.lexsort((-mean, -share, mean <= ALIVE))
+  numbers = {path: first[:, :shown] for path, first in order.items()}
+  kept = _collect(reader, numbers, windows)
 
-  @jax.jit
-  def read(carry, batch):
-    of_model, of_importance = carry
-    features, of_model = model.read(params, of_model, batch, activations=(SITES,))
-    low, of_importance = scores.importances(model, params, features, of_importance, batch)
-    return low, (of_model, of_importance)
-
-  @jax.jit
-  def totals(low, batch):
-    real = (batch.segment_ids > 0).astype(jnp.float32)
-    active = jax.tree.map(lambda g: (g > scores.threshold).astype(g.dtype), low)
-    return jax.tree.map(lambda g: jnp.einsum('lbtc,bt->lc', g, real), (low, active))
-
-  @jax.jit
-  def chosen(low, numbers):
-    return {path: jnp.take_along_axis(low[path], numbers[path], axis=-1) for path in numbers}
-
-  def chunks() -> Iterator[_Chunk]:
-    for source, feed in measure.sources.items():
-      spans = measure.spans(feed, whole=True)
-      fresh = model.initial_carry(measure.batch_size)
-      carry: Any = {'model': fresh['model']}, fresh[scores.name].importance
-      for (position, _), batch in zip(spans, prefetch(feed, spans), strict=True):
-        low, carry = read(carry, batch)
-        yield _Chunk(source, position, batch, low)
-
-  sums: Any = None
-  inputs, outputs = base = np.zeros((2, model.about.vocabulary_size))
-  for chunk in chunks():
-    more = jax.device_get(totals(chunk.importances, chunk.batch))
-    sums = more if sums is None else jax.tree.map(np.add, sums, more)
-    for counts, ids in zip(base, _pairs(chunk.batch, eos), strict=True):
-      np.add.at(counts, ids, 1)
-  means, shares = jax.tree.map(lambda total: total / inputs.sum(), sums)
-  order = {  # of components, the most frequent first, and those that are not alive last
-    path: np.lexsort((-means[path], -share, means[path] <= ALIVE)) for path, share in shares.items()
-  }
-  numbers = {path: first[:, None, None, :shown] for path, first in order.items()}
-  kept = {
-    (path, layer): [_Kept(windows * _SPARE) for _ in range(first.shape[-1])]
-    for path, first in numbers.items()
-    for layer in range(len(first))
-  }
-  random = np.random.default_rng(scores.seed)
-  for chunk in chunks():
-    for path, found in jax.device_get(chosen(chunk.importances, numbers)).items():
-      for layer, g in enumerate(found):
-        _collect(kept[path, layer], chunk, g, scores.threshold, eos, random)
-
-  names = names_of(model.parameters())
+  names = names_of(evaluator.model.parameters())
   sites = []
   for path, layer in sorted(kept, key=lambda site: site[1]):
-    mean = means[path][layer]
-    share = shares[path][layer]
+    mean = counts.means[path][layer]
+    share = counts.shares[path][layer]
     alive = int((mean > ALIVE).sum())
-    some = [
-      Component(
-        int(number),
-        float(mean[number]),
-        float(share[number]),
-        of.best(windows),
-        _telling(of.inputs, inputs),
-        _telling(of.outputs, outputs),
+    components = []
+    for number, texts in zip(numbers[path][layer][:alive], kept[path, layer], strict=False):
+      components.append(
+        Component(
+          number=int(number),
+          mean=float(mean[number]),
+          share=float(share[number]),
+          windows=texts.best(windows),
+          inputs=_telling_tokens(texts.inputs, counts.inputs),
+          outputs=_telling_tokens(texts.outputs, counts.outputs),
+        )
       )
-      for number, of in zip(order[path][layer][:alive], kept[path, layer], strict=False)
-    ]
-    active = float(share.sum())
-    means_down = np.sort(mean)[::-1]
-    sites.append(ShownSite(names[path][layer], alive, active, means_down, some))
+    most_first = np.sort(mean)[::-1]
+    site = ShownSite(names[path][layer], alive, float(share.sum()), most_first, components)
+    sites.append(site)
   return sites
 
 
+class _Reader:
+  """Reads the split in chunks, with the importances of all components."""
+
+  def __init__(self, evaluator: Evaluator, scores: ComponentScores, params: Params):
+    self.scores = scores
+    self.eos = evaluator.vocabulary.eos_id
+    self.vocabulary_size = evaluator.model.about.vocabulary_size
+    self._evaluator = evaluator
+    self._params = params
+    self._read = jax.jit(self._read_chunk)
+
+  def chunks(self) -> Iterator[_Chunk]:
+    """All chunks of all sources, in order."""
+    model = self._evaluator.model
+    for source, feed in self._evaluator.sources.items():
+      spans = self._evaluator.spans(feed, whole=True)
+      initial = model.initial_carry(self._evaluator.batch_size)
+      carry: Any = ({'model': initial['model']}, initial[self.scores.name].importance)
+      for (position, _), batch in zip(spans, prefetch(feed, spans), strict=True):
+        low, carry = self._read(carry, batch)
+        yield _Chunk(source, position, batch, low)
+
+  def _read_chunk(self, carry, batch):
+    model = self._evaluator.model
+    model_carry, importance_carry = carry
+    features, model_carry = model.read(self._params, model_carry, batch, activations=(SITES,))
+    low, importance_carry = self.scores.importances(
+      model, self._params, features, importance_carry, batch
+    )
+    return low, (model_carry, importance_carry)
+
+
+class _Counts(NamedTuple):
+  """Counts over the split.
+
+  means, shares: [L, C] by path: the mean importance of each component, and the share of tokens at
+    which it is active.
+  inputs, outputs: [V], how often each token is read, and how often it follows.
+  """
+
+  means: Mapping[str, np.ndarray]
+  shares: Mapping[str, np.ndarray]
+  inputs: np.ndarray
+  outputs: np.ndarray
+
+
+def _count(reader: _Reader) -> _Counts:
+  """The first pass over the split."""
+  threshold = reader.scores.threshold
+
+  @jax.jit
+  def sum_over_tokens(low, batch):
+    real = (batch.segment_ids > 0).astype(jnp.float32)
+    active = jax.tree.map(lambda g: (g > threshold).astype(g.dtype), low)
+    return jax.tree.map(lambda g: jnp.einsum('lbtc,bt->lc', g, real), (low, active))
+
+  inputs = np.zeros(reader.vocabulary_size)
+  outputs = np.zeros(reader.vocabulary_size)
+  totals: Any = None
+  for chunk in reader.chunks():
+    sums = jax.device_get(sum_over_tokens(chunk.importances, chunk.batch))
+    if totals is not None:
+      sums = jax.tree.map(np.add, totals, sums)
+    totals = sums
+    read, following = _pairs(chunk.batch, reader.eos)
+    np.add.at(inputs, read, 1)
+    np.add.at(outputs, following, 1)
+  tokens = inputs.sum()
+  means, shares = jax.tree.map(lambda total: total / tokens, totals)
+  return _Counts(means, shares, inputs, outputs)
+
+
+def _collect(
+  reader: _Reader, numbers: Mapping[str, np.ndarray], windows: int
+) -> dict[tuple[str, int], list['_Kept']]:
+  """The second pass over the split: what is kept of the components `numbers` [L, M] by path."""
+
+  @jax.jit
+  def choose(low, numbers):
+    chosen = {}
+    for path, first in numbers.items():
+      chosen[path] = jnp.take_along_axis(low[path], first[:, None, None], axis=-1)
+    return chosen
+
+  kept = {}
+  for path, first in numbers.items():
+    for layer, of_layer in enumerate(first):
+      kept[path, layer] = [_Kept(windows * _SPARE) for _ in of_layer]
+  random = np.random.default_rng(reader.scores.seed)
+  for chunk in reader.chunks():
+    importances = jax.device_get(choose(chunk.importances, numbers))
+    for path, by_layer in importances.items():
+      for layer, g in enumerate(by_layer):
+        _add_counts(kept[path, layer], chunk.batch, g > reader.scores.threshold, reader.eos)
+        _add_windows(kept[path, layer], chunk, g, random)
+  return kept
+
+
 class _Kept:
-  """What is kept of a component: its windows, and how often each token has it active."""
+  """What is kept of a component: its windows, and how often each token has it active.
+
+  Attributes:
+    inputs, outputs: counts of the tokens at which it is active, and of those that follow.
+  """
 
   def __init__(self, size: int):
     """Keeps at most `size` windows, as (key, place, window)."""
@@ -188,66 +259,99 @@ class _Kept:
   @property
   def least(self) -> float:
     """The key that a further window has to exceed."""
-    return self._windows[0][0] if len(self._windows) == self._size else 0.0
+    if len(self._windows) < self._size:
+      return 0.0
+    return self._windows[0][0]
 
   def add(self, key: float, place: tuple[str, int, int], window: Window) -> None:
     """Adds a window around a place: (source, row, position)."""
-    add = heapq.heappush if len(self._windows) < self._size else heapq.heapreplace
-    add(self._windows, (key, place, window))
+    if len(self._windows) < self._size:
+      heapq.heappush(self._windows, (key, place, window))
+    else:
+      heapq.heapreplace(self._windows, (key, place, window))
 
   def best(self, count: int) -> list[Window]:
     """The windows with the largest keys that neither overlap nor have the same tokens."""
-    found = []
+    chosen: list[tuple[tuple[str, int, int], Window]] = []
     for _, place, window in sorted(self._windows, key=lambda kept: -kept[0]):
-      overlaps = (place[:2] == other[:2] and abs(place[2] - other[2]) < SPAN for other, _ in found)
-      same = (np.array_equal(window.ids, other.ids) for _, other in found)
-      if not any(itertools.chain(overlaps, same)):
-        found.append((place, window))
-    return [window for _, window in found[:count]]
+      overlaps = any(_overlap(place, other) for other, _ in chosen)
+      if not overlaps and not any(np.array_equal(window.ids, other.ids) for _, other in chosen):
+        chosen.append((place, window))
+    return [window for _, window in chosen[:count]]
+
+
+def _overlap(first: tuple[str, int, int], second: tuple[str, int, int]) -> bool:
+  """Whether two windows around these places (source, row, position) may have a token in common."""
+  *row, position = first
+  *other_row, other_position = second
+  return row == other_row and abs(position - other_position) < SPAN
 
 
 def _pairs(batch: Batch, eos: int, active: Any = True) -> tuple[np.ndarray, np.ndarray]:
   """The tokens that are read where `active` [B, T], and those that follow them in a document."""
   real = (batch.segment_ids > 0) & active
-  return batch.inputs[real], batch.targets[real & (batch.inputs != eos)]
+  has_next = real & (batch.inputs != eos)
+  return batch.inputs[real], batch.targets[has_next]
 
 
-def _collect(
-  kept: list[_Kept],
-  chunk: _Chunk,
-  g: np.ndarray,
-  threshold: float,
-  eos: int,
-  random: np.random.Generator,
-) -> None:
-  """Adds a chunk with importances g [B, T, M] of these M components of a site."""
-  batch, (rows, time, count) = chunk.batch, g.shape
+def _add_counts(kept: Sequence[_Kept], batch: Batch, active: np.ndarray, eos: int) -> None:
+  """Counts the tokens of a chunk at which each component is active [B, T, M]."""
   for n, component in enumerate(kept):
-    read, following = _pairs(batch, eos, g[..., n] > threshold)
+    read, following = _pairs(batch, eos, active[..., n])
     component.inputs.update(read.tolist())
     component.outputs.update(following.tolist())
-  # A candidate in each stretch of SPAN tokens: the largest importance, and random among equal ones.
+
+
+def _add_windows(
+  kept: Sequence[_Kept], chunk: _Chunk, g: np.ndarray, random: np.random.Generator
+) -> None:
+  """Adds the windows of a chunk with large importances g [B, T, M] of these M components.
+
+  A candidate in each stretch of SPAN tokens: the largest importance, and random among equal ones.
+  """
+  batch = chunk.batch
+  rows, time, count = g.shape
   real = np.where(batch.segment_ids[..., None] > 0, g, 0)
-  cut = np.pad(real, ((0, 0), (0, -time % SPAN), (0, 0))).reshape(rows, -1, SPAN, count)
-  largest = cut.max(2)
-  peaks = cut.argmax(2)
-  keys = np.where(largest > 0, np.round(largest, 1) + random.uniform(0.01, 0.1, largest.shape), 0)
-  for row, stretch, n in np.argwhere(keys > [component.least for component in kept]):
-    if (key := float(keys[row, stretch, n])) > kept[n].least:
+  padded = np.pad(real, ((0, 0), (0, -time % SPAN), (0, 0)))
+  stretches = padded.reshape(rows, -1, SPAN, count)
+  largest = stretches.max(axis=2)
+  peaks = stretches.argmax(axis=2)
+  tie_breaks = random.uniform(0.01, 0.1, largest.shape)
+  keys = np.where(largest > 0, np.round(largest, 1) + tie_breaks, 0)
+  candidates = np.argwhere(keys > [component.least for component in kept])
+  for row, stretch, n in candidates:
+    key = float(keys[row, stretch, n])
+    if key > kept[n].least:  # which earlier candidates may have raised
       peak = int(stretch * SPAN + peaks[row, stretch, n])
-      begin = max(0, min(peak - SPAN // 2, time - SPAN))
-      of = batch.segment_ids[row, begin : begin + SPAN] == batch.segment_ids[row, peak]
-      ids, values = (x[row, begin : begin + SPAN][of] for x in (batch.inputs, g[..., n]))
-      window = Window(ids, values, int(of[: peak - begin].sum()))
-      kept[n].add(key, (chunk.source, int(row), chunk.position + peak), window)
+      place = (chunk.source, int(row), chunk.position + peak)
+      kept[n].add(key, place, _window(batch, g[..., n], int(row), peak))
 
 
-def _telling(counts: Counter[int], base: np.ndarray) -> list[Token]:
-  """The tokens that say most about the activity of a component."""
-  total = sum(counts.values())
-  found = (
-    Token(float(np.log2(n * base.sum() / (total * base[token]))), n / total, token)
-    for token, n in counts.items()
-    if n >= max(2, total * _LEAST_SHARE)
+def _window(batch: Batch, importances: np.ndarray, row: int, peak: int) -> Window:
+  """The tokens around the peak that belong to its document."""
+  time = batch.inputs.shape[1]
+  begin = max(0, min(peak - SPAN // 2, time - SPAN))
+  span = slice(begin, begin + SPAN)
+  segments = batch.segment_ids[row]
+  in_document = segments[span] == segments[peak]
+  return Window(
+    ids=batch.inputs[row, span][in_document],
+    importances=importances[row, span][in_document],
+    peak=int(in_document[: peak - begin].sum()),
   )
-  return heapq.nlargest(_TOKENS, (token for token in found if token.bits > _LEAST_BITS))
+
+
+def _telling_tokens(counts: Counter[int], base: np.ndarray) -> list[Token]:
+  """The tokens that say most about the activity of a component.
+
+  counts: how often it is active at each token; base: [V], how often each token occurs.
+  """
+  total = sum(counts.values())
+  least = max(2, total * _LEAST_SHARE)
+  tokens = []
+  for token, count in counts.items():
+    if count >= least:
+      information = float(np.log2(count * base.sum() / (total * base[token])))
+      if information > _LEAST_BITS:
+        tokens.append(Token(information, count / total, token))
+  return heapq.nlargest(_TOKENS, tokens)

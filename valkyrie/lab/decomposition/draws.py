@@ -13,7 +13,7 @@ from valkyrie.types import Array
 
 
 class Place(NamedTuple):
-  """A carry: int32 [B], the number of each row, and the tokens that it has read."""
+  """A carry: int32 [B], the number of each row, and how many of its tokens were read."""
 
   row: Array
   read: Array
@@ -31,16 +31,22 @@ def tokens(place: Place, time: int) -> tuple[Array, Place]:
   if sequence_parallel.axes():
     devices = sequence_parallel.size()
     index = sequence_parallel.index()
-  numbers = place.read[:, None] + (index * time + jnp.arange(time, dtype=jnp.int32))[None]
+  in_chunk = index * time + jnp.arange(time, dtype=jnp.int32)
+  numbers = place.read[:, None] + in_chunk[None]
   return numbers, place._replace(read=place.read + devices * time)
 
 
 def uniform(seed: int | Array, use: int | Array, row: Array, number: Array, size: int) -> Array:
   """Uniform numbers in [0, 1), float32 [B, T, size], of tokens with these numbers in their rows."""
-  of_use = jax.random.fold_in(jax.random.key(seed), use)
+  key_of_use = jax.random.fold_in(jax.random.key(seed), use)
 
-  def of_row(row, numbers):
-    key = jax.random.fold_in(of_use, row)
-    return jax.vmap(lambda n: jax.random.uniform(jax.random.fold_in(key, n), (size,)))(numbers)
+  def draw_row(row, numbers):
+    key_of_row = jax.random.fold_in(key_of_use, row)
 
-  return jax.vmap(of_row)(row, number)
+    def draw_token(number):
+      key = jax.random.fold_in(key_of_row, number)
+      return jax.random.uniform(key, (size,))
+
+    return jax.vmap(draw_token)(numbers)
+
+  return jax.vmap(draw_row)(row, number)

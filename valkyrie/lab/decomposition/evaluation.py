@@ -1,7 +1,8 @@
 """Evaluations of a decomposition: the model under masks, and how many components are active.
 
-Of the targets: accuracy and cross-entropy under seven maskings, its excess over the target model's,
-and the divergence from it. Of all tokens: how many components are active, and how many are alive.
+For the targets: accuracy and cross-entropy under seven maskings, the excess of the cross-entropy
+over the target model's, and the divergence from that model. For all tokens: how many components are
+active, and how many are alive.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from valkyrie.config.computation import may_change_on_resume
 from valkyrie.lab.decomposition import draws, importance
 from valkyrie.lab.decomposition.adversary import Adversary, Sources
 from valkyrie.lab.decomposition.importance import Importance
-from valkyrie.lab.decomposition.masks import Stochastic, Tokens, masked
+from valkyrie.lab.decomposition.masks import Stochastic, Tokens, masked, smallest
 from valkyrie.models.declarations import Masks
 from valkyrie.models.features import SITES, Features
 from valkyrie.models.model import Model
@@ -35,14 +36,15 @@ from valkyrie.weights.named_tensors import names_of
 MASKINGS = ('unmasked', 'stochastic', 'important', 'rounded', 'random', 'zero', 'shuffled')
 ADVERSARIAL = 'adversarial'
 ALIVE = 1e-6  # the mean importance above which a component is alive
-_USE = 2**20  # of the first draw: no pass of training has it
+_USE = 2**20  # the use of the first draw: no pass of training has it
 
 
 class Memory(NamedTuple):
-  """The carry of a decomposition: of draws, importances, and masked passes.
+  """The carry of a decomposition: the place of its draws, and carries.
 
-  Training has the passes of each loss, an evaluation one pass of each masking and the attacked one
-  last. With the memory 'clean', masked passes have none.
+  importance: the carry of the importance functions.
+  passes: the carries of masked passes, and none with the memory 'clean'. Training has a list of
+    them for each loss; an evaluation has one for each masking, and the attacked pass's at the end.
   """
 
   place: draws.Place
@@ -56,9 +58,12 @@ def with_memory(
   """Adds the importance functions, and the carries of the masked passes, made of a fresh carry."""
 
   def initial_carry(rows):
-    one = {'model': model.initial_carry(rows)['model']}
-    of_importance = functions.initial_carry(rows, model.about.compute_dtype)
-    return Memory(draws.start(rows), of_importance, passes(one))
+    carry_of_pass = {'model': model.initial_carry(rows)['model']}
+    return Memory(
+      place=draws.start(rows),
+      importance=functions.initial_carry(rows, model.about.compute_dtype),
+      passes=passes(carry_of_pass),
+    )
 
   return model.extended(name, *functions.created(sites_of(model.parameters())), initial_carry)
 
@@ -67,7 +72,7 @@ def with_memory(
 @gin.configurable
 @dataclasses.dataclass(frozen=True)
 class ComponentScores(Term):
-  """Sums over the chunks of an evaluation; they are no loss.
+  """Sums over the chunks of an evaluation; they add nothing to the loss.
 
   Attributes:
     seed, importance, memory: see `Decomposition`.
@@ -92,8 +97,10 @@ class ComponentScores(Term):
 
   def extended(self, model: Model) -> Model:
     """See `with_memory`."""
-    count = len(MASKINGS) + 1 if self.memory == 'own' else 0
-    return with_memory(model, self.name, self.importance(), lambda one: [one] * count)
+    count = 0
+    if self.memory == 'own':
+      count = len(MASKINGS) + 1
+    return with_memory(model, self.name, self.importance(), lambda carry: [carry] * count)
 
   def importances(
     self, model: Model, params: Params, features: Features, carry: Carry, batch: Batch
@@ -109,38 +116,61 @@ class ComponentScores(Term):
     sites = sites_of(chunk.model.parameters())
     before: Memory = chunk.before[self.name]
     numbers, place = draws.tokens(before.place, chunk.batch.inputs.shape[1])
-    low, of_importance = self.importances(
+    low, importance_carry = self.importances(
       chunk.model, chunk.params, chunk.features, before.importance, chunk.batch
     )
     read = _Read(chunk, sites, low, Tokens(self.seed, place.row, numbers))
     clean = {'model': chunk.before['model']}
-    *own, last = before.passes or [clean] * (len(MASKINGS) + 1)
+    *carries, last = before.passes or [clean] * (len(MASKINGS) + 1)
+    by_masking, carries = self._under_maskings(read, carries)
 
-    # One program for all maskings, over their stacked carries.
-    found, afters = lax.map(
-      lambda at: read.under(read.masking(at[0], self.threshold), at[1]),
-      (jnp.arange(len(MASKINGS)), jax.tree.map(lambda *leaves: jnp.stack(leaves), *own)),
-    )
-    nothing = jnp.zeros(())
     weight = jnp.sum(chunk.batch.weights)
-    divergence = nothing
-    after = last
-    attacked = before.place.read[0] < self.attacked_tokens
+    is_attacked = before.place.read[0] < self.attacked_tokens
+    divergence = jnp.zeros(())
     if self.attacked_tokens:
-      divergence, after = lax.cond(
-        attacked, lambda carry: self._attack(read, carry), lambda carry: (nothing, carry), last
+      divergence, last = lax.cond(
+        is_attacked,
+        lambda carry: self._attack(read, carry),
+        lambda carry: (jnp.zeros(()), carry),
+        last,
       )
-    sums = {f'{kind}/{name}': x[n] for kind, x in found.items() for n, name in enumerate(MASKINGS)}
-    sums |= {f'kl/{ADVERSARIAL}': divergence, 'attacked': attacked * weight, 'weight': weight}
-    sums['loss/target'] = read.scores(chunk.features)['loss']
     real = (chunk.batch.segment_ids > 0).astype(jnp.float32)
-    sums['tokens'] = jnp.sum(real)
+    sums = {
+      'weight': weight,
+      'tokens': jnp.sum(real),
+      'attacked': is_attacked * weight,
+      f'kl/{ADVERSARIAL}': divergence,
+      'loss/target': read.scores(chunk.features)['loss'],
+    }
+    for kind, values in by_masking.items():
+      for number, name in enumerate(MASKINGS):
+        sums[f'{kind}/{name}'] = values[number]
     for path, g in low.items():
       active = (g > self.threshold).astype(g.dtype)
       sums[f'importance/{path}'] = jnp.einsum('lbtc,bt->lc', g, real)
       sums[f'active/{path}'] = jnp.einsum('lbtc,bt->lc', active, real)
-    own = [*(jax.tree.map(lambda leaf, n=n: leaf[n], afters) for n in range(len(MASKINGS))), after]
-    return Part(nothing, sums, Memory(place, of_importance, own if before.passes else []))
+    passes = [*carries, last] if before.passes else []
+    return Part(jnp.zeros(()), sums, Memory(place, importance_carry, passes))
+
+  def _under_maskings(
+    self, read: '_Read', carries: Sequence[Carry]
+  ) -> tuple[dict[str, Array], list[Carry]]:
+    """({kind of sum: its value by masking}, the carries after the chunk).
+
+    All maskings share one program, which runs over their stacked carries.
+    """
+
+    def under(number_and_carry):
+      number, carry = number_and_carry
+      return read.under(read.masking(number, self.threshold), carry)
+
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *carries)
+    numbers = jnp.arange(len(MASKINGS))
+    sums, stacked = lax.map(under, (numbers, stacked))
+    after = []
+    for number in range(len(MASKINGS)):
+      after.append(jax.tree.map(lambda leaf, number=number: leaf[number], stacked))
+    return sums, after
 
   def _attack(self, read: '_Read', carry: Carry) -> tuple[Array, Carry]:
     """(The summed divergence that an adversary reaches in a chunk, the carry after the chunk)."""
@@ -149,46 +179,58 @@ class ComponentScores(Term):
       rate=self.rate,
     )  # fmt: skip
 
-    def reached(sources: Sources):
-      r = adversary.of_tokens(sources, read.tokens)
+    def attack(sources: Sources):
+      r = adversary.spread(sources, read.tokens)
       (given,) = adversary.masks(0, read.low, read.sites, read.tokens, r)
-      found, after = read.under(given, carry)
-      return found['kl'], after
+      sums, after = read.under(given, carry)
+      return sums['kl'], after
 
     def gradient_of(sources: Sources):
-      gradient = jax.grad(lambda r: reached(r)[0])(sources)
+      gradient, _ = jax.grad(attack, has_aux=True)(sources)
       # Inside a `shard_map` each device has the gradient of its own tokens.
       return lax.psum(gradient, jax.sharding.get_abstract_mesh().manual_axes)
 
     start = adversary.start(read.sites, 1, 1, self.seed)
-    return reached(adversary.ascended(start, jnp.zeros((), jnp.int32), gradient_of).sources)
+    ascended = adversary.ascended(start, jnp.zeros((), jnp.int32), gradient_of)
+    return attack(ascended.sources)
 
   def metrics(self, model: Model, sums: Mapping[str, Any]) -> dict[str, float]:
     """See docs/decomposition.md for their names and meaning."""
-    found = {}
-    target = _mean(sums['loss/target'], sums['weight'])
+    metrics = {}
+    weight = sums['weight']
+    target_loss = _mean(sums['loss/target'], weight)
     for name in MASKINGS:
-      loss = _mean(sums[f'loss/{name}'], sums['weight'])
-      found |= {f'loss/{name}': loss, f'excess_loss/{name}': loss - target}
-      found |= {
-        f'{n}/{name}': _mean(sums[f'{n}/{name}'], sums['weight']) for n in ('kl', 'accuracy')
-      }
+      loss = _mean(sums[f'loss/{name}'], weight)
+      metrics[f'loss/{name}'] = loss
+      metrics[f'excess_loss/{name}'] = loss - target_loss
+      metrics[f'kl/{name}'] = _mean(sums[f'kl/{name}'], weight)
+      metrics[f'accuracy/{name}'] = _mean(sums[f'accuracy/{name}'], weight)
     if sums['attacked']:
-      found[f'kl/{ADVERSARIAL}'] = _mean(sums[f'kl/{ADVERSARIAL}'], sums['attacked'])
-    names = names_of(model.parameters())
-    alive = []
-    shares = []
-    for path in sites_of(model.parameters()):
-      share = sums[f'active/{path}'] / max(sums['tokens'], 1)
-      found |= {f'active/{n}': float(a) for n, a in zip(names[path], share.sum(-1), strict=True)}
-      alive.append((sums[f'importance/{path}'] / max(sums['tokens'], 1) > ALIVE).ravel())
-      shares.append(share.ravel())
-    lives = np.concatenate(alive)
-    active = np.concatenate(shares)
-    found |= {'active': float(active.sum()), 'alive': float(lives.sum())}
-    found['ever_active'] = float((active > 0).sum())
-    found['density'] = _mean(active[lives].sum(), lives.sum())
-    return {f'components/{name}': value for name, value in found.items()}
+      metrics[f'kl/{ADVERSARIAL}'] = _mean(sums[f'kl/{ADVERSARIAL}'], sums['attacked'])
+    metrics |= _activity(model, sums)
+    return {f'components/{name}': value for name, value in metrics.items()}
+
+
+def _activity(model: Model, sums: Mapping[str, Any]) -> dict[str, float]:
+  """How many components are active in each site and in all, and how many are alive."""
+  names = names_of(model.parameters())
+  tokens = max(sums['tokens'], 1)
+  metrics = {}
+  all_shares = []
+  all_means = []
+  for path in sites_of(model.parameters()):
+    shares = sums[f'active/{path}'] / tokens
+    for name, active in zip(names[path], shares.sum(-1), strict=True):
+      metrics[f'active/{name}'] = float(active)
+    all_shares.append(shares.ravel())
+    all_means.append((sums[f'importance/{path}'] / tokens).ravel())
+  shares = np.concatenate(all_shares)
+  is_alive = np.concatenate(all_means) > ALIVE
+  metrics['active'] = float(shares.sum())
+  metrics['alive'] = float(is_alive.sum())
+  metrics['ever_active'] = float((shares > 0).sum())
+  metrics['density'] = _mean(shares[is_alive].sum(), is_alive.sum())
+  return metrics
 
 
 class _Read(NamedTuple):
@@ -200,25 +242,14 @@ class _Read(NamedTuple):
   tokens: Tokens
 
   def masking(self, number: Array, threshold: float) -> dict[str, Masks]:
-    """The masks of MASKINGS[number] for every site, from draws of their own."""
+    """The masks of MASKINGS[number] for every site; each masking has its own draws."""
     uniform = Stochastic(live='all', source=None)
     r = uniform.sources([*self.sites], self.sites, _USE + number, self.tokens)
     (stochastic,) = uniform.masks(0, self.low, self.sites, self.tokens, r)
-
-    def of(low, path):
-      kinds = (
-        jnp.ones_like,
-        lambda _: stochastic[path].components,
-        lambda g: g,
-        lambda g: (g > threshold).astype(g.dtype),
-        lambda g: r[path][..., :-1].astype(g.dtype),
-        jnp.zeros_like,
-        lambda g: _as_many((g > threshold).sum(-1, keepdims=True), r[path]).astype(g.dtype),
-      )
-      delta = jnp.where(number == MASKINGS.index('stochastic'), stochastic[path].delta, 0)
-      return Masks(lax.switch(number, kinds, low), delta, stochastic[path].route)
-
-    return {path: of(low, path) for path, low in self.low.items()}
+    masks = {}
+    for path, low in self.low.items():
+      masks[path] = _site_masks(number, threshold, low, r[path], stochastic[path])
+    return masks
 
   def under(self, given: Mapping[str, Masks], carry: Carry) -> tuple[dict[str, Array], Carry]:
     """(The sums under masks, the carry after the chunk)."""
@@ -229,19 +260,42 @@ class _Read(NamedTuple):
     """Weighted cross-entropy, right targets, and divergence from the target model, summed."""
     batch = self.chunk.batch
     size = self.chunk.model.about.vocabulary_size
-    found = token_scores(features, batch.targets, size)
+    scores = token_scores(features, batch.targets, size)
+    divergence = divergences(self.chunk.features, features, size)
     return {
-      'loss': jnp.sum(batch.weights * found.loss),
-      'accuracy': jnp.sum(batch.weights * found.right),
-      'kl': jnp.sum(batch.weights * divergences(self.chunk.features, features, size)),
+      'loss': jnp.sum(batch.weights * scores.loss),
+      'accuracy': jnp.sum(batch.weights * scores.right),
+      'kl': jnp.sum(batch.weights * divergence),
     }
 
 
-def _as_many(count: Array, r: Array) -> Array:
-  """Where the components of a site are the `count` with the smallest r [..., C + 1]."""
-  ranks = jnp.argsort(jnp.argsort(r[..., :-1], axis=-1), axis=-1)
-  return ranks < count
+def _site_masks(number: Array, threshold: float, low: Array, r: Array, stochastic: Masks) -> Masks:
+  """The masks of a site in MASKINGS[number], from sources r [L, B, T, C + 1]."""
+  drawn = r[..., :-1]
+
+  def rounded(g):
+    return (g > threshold).astype(g.dtype)
+
+  def shuffled(g):
+    count = (g > threshold).sum(-1, keepdims=True)
+    return smallest(drawn, count).astype(g.dtype)
+
+  functions = {
+    'unmasked': jnp.ones_like,
+    'stochastic': lambda _: stochastic.components,
+    'important': lambda g: g,
+    'rounded': rounded,
+    'random': lambda g: drawn.astype(g.dtype),
+    'zero': jnp.zeros_like,
+    'shuffled': shuffled,
+  }
+  components = lax.switch(number, [functions[name] for name in MASKINGS], low)
+  delta = jnp.where(number == MASKINGS.index('stochastic'), stochastic.delta, 0)
+  return Masks(components, delta, stochastic.route)
 
 
 def _mean(total: Any, weight: Any) -> float:
-  return float(total / weight) if weight else math.nan
+  """The mean; NaN without a weight."""
+  if not weight:
+    return math.nan
+  return float(total / weight)

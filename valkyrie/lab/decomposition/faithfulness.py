@@ -17,25 +17,37 @@ def unfaithfulness(params: Params, sites: Mapping[str, Site]) -> Array:
   total = jnp.zeros(())
   count = 0
   for site in sites.values():
+    w = lax.stop_gradient(site.target(params))
+    v, u = site.factors(params)
     # One layer after the other: a device of a split model holds V U of one layer at a time.
-    of_layer = jax.checkpoint(lambda now: jnp.sum(jnp.square(now[0] - now[1] @ now[2])))
-    layers = lax.stop_gradient(site.target(params)), *site.factors(params)
-    total += jnp.sum(lax.map(of_layer, layers))
+    total += jnp.sum(lax.map(_layer_distance, (w, v, u)))
     count += site.layers * site.d_in * site.d_out
-  return total / float(count)  # more than an int32 holds
+  return total / float(count)  # an int32 could not hold the count
+
+
+@jax.checkpoint
+def _layer_distance(matrices: tuple[Array, Array, Array]) -> Array:
+  """The sum of (W - V U)² of one layer."""
+  w, v, u = matrices
+  return jnp.sum(jnp.square(w - v @ u))
 
 
 def faithful(params: Params, sites: Mapping[str, Site], steps: int, rate: float) -> Params:
   """The parameters after steps of Adam on only `unfaithfulness`, which move the factors (D19)."""
   optimizer = optax.adam(rate)
-  slope = jax.grad(lambda factors, rest: unfaithfulness(merge(factors, rest), sites))
+  factors, rest = hk.data_structures.partition(_is_factor, params)
+
+  def loss(factors):
+    return unfaithfulness(hk.data_structures.merge(factors, rest), sites)
 
   def step(_, carry):
     factors, state = carry
-    updates, state = optimizer.update(slope(factors, rest), state)
+    updates, state = optimizer.update(jax.grad(loss)(factors), state)
     return optax.apply_updates(factors, updates), state
 
-  factors, rest = hk.data_structures.partition(lambda _, name, __: name[-2:] in (V, U), params)
-  merge = hk.data_structures.merge
   factors, _ = lax.fori_loop(0, steps, step, (factors, optimizer.init(factors)))
-  return merge(factors, rest)
+  return hk.data_structures.merge(factors, rest)
+
+
+def _is_factor(module: str, name: str, value: Array) -> bool:
+  return name[-2:] in (V, U)

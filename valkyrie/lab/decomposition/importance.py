@@ -1,7 +1,7 @@
 """Causal importance: how much each token needs each component, from the clean activations.
 
-An importance function gives one logit z for each token and component. Two squashings of it are
-used: the lower one in the masks of components, the upper one in the pressure to be small (D6).
+An importance function gives one logit z for each token and component. Two functions clip it: the
+lower one for the masks of components, the upper one for the pressure to be small (D6).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +39,8 @@ def lower(z: Array) -> Array:
 
 def _lower_backward(z: Array, g: Array) -> tuple[Array]:
   below = jnp.where(g < 0, LEAK * g, 0)
-  return (jnp.where(z <= 0, below, jnp.where(z <= 1, g, 0)),)
+  inside_or_above = jnp.where(z <= 1, g, 0)
+  return (jnp.where(z <= 0, below, inside_or_above),)
 
 
 lower.defvjp(lambda z: (lower(z), z), _lower_backward)
@@ -52,8 +53,10 @@ def upper(z: Array) -> Array:
 
 def counted(high: Array, exponent: Array | float, smooth: bool = False) -> Array:
   """What minimality counts of the upper importances g: (g + 1e-12)^p, or g² / (g² + p²) (D11)."""
-  square = high * high
-  return square / (square + exponent**2) if smooth else (high + _TINY) ** exponent
+  if smooth:
+    square = high * high
+    return square / (square + exponent**2)
+  return (high + _TINY) ** exponent
 
 
 class Importance(Protocol):
@@ -79,7 +82,7 @@ class _Nets:
   """Nets of two layers with an exact GELU between them, of each token by itself.
 
   Attributes:
-    width: h, of the hidden layer.
+    width: h, the width of the hidden layer.
   """
 
   width: int = 16
@@ -91,47 +94,55 @@ class _Nets:
     """{name: (shape, standard deviation)} of the parameters of a site."""
     raise NotImplementedError
 
-  def _logits(self, own: Mapping[str, Array], x: Array, v: Callable[[], Array]) -> Array:
+  def _logits(self, params: Mapping[str, Array], x: Array, v: Callable[[], Array]) -> Array:
     """z [L, B, T, C] from the parameters of a site, its inputs [L, B, T, d_in] and its V()."""
     raise NotImplementedError
 
   def created(self, sites):
-    """Every device has the parameters whole. Each has its first values by a key of its name."""
-    shapes = {f'{path}/{n}': of for path, s in sites.items() for n, of in self._shapes(s).items()}
+    """Every device has the parameters whole. The key of a parameter depends on its name."""
+    shapes = {}
+    for path, site in sites.items():
+      for name, shape in self._shapes(site).items():
+        shapes[f'{path}/{name}'] = shape
 
     def init(rng):
-      def value(name, shape, deviation):
+      params = {}
+      for name, (shape, deviation) in shapes.items():
         key = jax.random.fold_in(rng, zlib.crc32(name.encode()))
-        return deviation * jax.random.normal(key, shape, jnp.float32)
+        params[name] = deviation * jax.random.normal(key, shape, jnp.float32)
+      return {NETS: params}
 
-      return {NETS: {name: value(name, *of) for name, of in shapes.items()}}
+    def parameters():
+      declared = {}
+      for name, (shape, _) in shapes.items():
+        struct = jax.ShapeDtypeStruct(shape, jnp.float32)
+        declared[name] = Parameter(struct, (None,) * len(shape), None)
+      return {NETS: declared}
 
-    def declared(shape, _):
-      return Parameter(jax.ShapeDtypeStruct(shape, jnp.float32), (None,) * len(shape), None)
-
-    return init, lambda: {NETS: {name: declared(*of) for name, of in shapes.items()}}
+    return init, parameters
 
   def initial_carry(self, rows, dtype):
     return ()
 
   def __call__(self, params, sites, inputs, carry, batch):
-    return self.of_tokens(params, sites, inputs), carry
+    return self.logits(params, sites, inputs), carry
 
-  def of_tokens(
-    self, params: Params, sites: Sites, inputs: Mapping[str, Array]
-  ) -> dict[str, Array]:
-    """{path: z [L, B, T, C]}: each token has its own."""
+  def logits(self, params: Params, sites: Sites, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    """{path: z [L, B, T, C]}; each token is read by itself."""
+    z = {}
+    for path, site in sites.items():
+      z[path] = self._site_logits(params, path, site, inputs[path])
+    return z
 
-    def of(path, site):
-      own = {n: params[NETS][f'{path}/{n}'] for n in ('w1', 'b1', 'w2', 'b2')}
-      shape = site.layers, site.d_in, site.components
+  def _site_logits(self, params: Params, path: str, site: Site, x: Array) -> Array:
+    net = {name: params[NETS][f'{path}/{name}'] for name in ('w1', 'b1', 'w2', 'b2')}
+    shape = site.layers, site.d_in, site.components
 
-      def v():
-        return layer_weights.whole(site.factors(params)[0], shape, inputs[path].dtype)
+    def v():
+      factor, _ = site.factors(params)
+      return layer_weights.whole(factor, shape, x.dtype)
 
-      return self._logits(own, inputs[path], v)
-
-    return {path: of(path, site) for path, site in sites.items()}
+    return self._logits(net, x, v)
 
 
 @gin.configurable
@@ -140,20 +151,22 @@ class PerComponent(_Nets):
 
   def _shapes(self, site: Site) -> dict[str, tuple[tuple[int, ...], float]]:
     """{name: (shape, standard deviation)}: by fan-in, with sqrt(2) before the GELU."""
-    each = (site.layers, site.components, self.width)
+    hidden = (site.layers, site.components, self.width)
     out = (site.layers, site.components)
     return {
-      'w1': (each, math.sqrt(2)),
-      'b1': (each, 0.0),
-      'w2': (each, self.width**-0.5),
+      'w1': (hidden, math.sqrt(2)),
+      'b1': (hidden, 0.0),
+      'w2': (hidden, self.width**-0.5),
       'b2': (out, 0.0),
     }
 
-  def _logits(self, own, x, v):
+  def _logits(self, params, x, v):
     inner = jnp.einsum('lbtd,ldc->lbtc', x, v().astype(x.dtype))
-    hidden = inner[..., None] * own['w1'][:, None, None] + own['b1'][:, None, None]
-    active = jax.nn.gelu(hidden, approximate=False)
-    return jnp.einsum('lbtch,lch->lbtc', active, own['w2']) + own['b2'][:, None, None]
+    w1 = params['w1'][:, None, None]
+    b1 = params['b1'][:, None, None]
+    hidden = jax.nn.gelu(inner[..., None] * w1 + b1, approximate=False)
+    out = jnp.einsum('lbtch,lch->lbtc', hidden, params['w2'])
+    return out + params['b2'][:, None, None]
 
 
 @gin.configurable
@@ -171,14 +184,18 @@ class Shared(_Nets):
       'b2': ((layers, c), 0.0),
     }
 
-  def _logits(self, own, x, v):
-    hidden = jnp.einsum('lbtd,ldh->lbth', x, own['w1'].astype(x.dtype))
-    active = jax.nn.gelu(hidden + own['b1'][:, None, None], approximate=False)
-    return jnp.einsum('lbth,lhc->lbtc', active, own['w2']) + own['b2'][:, None, None]
+  def _logits(self, params, x, v):
+    inner = jnp.einsum('lbtd,ldh->lbth', x, params['w1'].astype(x.dtype))
+    hidden = jax.nn.gelu(inner + params['b1'][:, None, None], approximate=False)
+    out = jnp.einsum('lbth,lhc->lbtc', hidden, params['w2'])
+    return out + params['b2'][:, None, None]
 
 
 class _Stack(hk.Module):
-  """Blocks over the inputs of all sites [B, T, D] -> the logits of all components [B, T, ...]."""
+  """Blocks that read the inputs of all sites [B, T, D] -> the logits of all components [B, T, S].
+
+  S is the sum of layers times components over the sites.
+  """
 
   def __init__(self, width: int, pattern: Sequence[Callable[..., Block]], logits: int):
     super().__init__('decomposition')
@@ -190,13 +207,14 @@ class _Stack(hk.Module):
     return [block.initial_carry(rows, dtype) for block in self._blocks]
 
   def __call__(self, x: Array, carry: list[Carry], batch: Batch) -> tuple[Array, list[Carry]]:
-    (x,), after = project(x, (None, 'embed'), stream=self._width), []
-    where = {'positions': batch.positions, 'segment_ids': batch.segment_ids}
+    (x,) = project(x, (None, 'embed'), stream=self._width)
+    carries = []
     for block, before in zip(self._blocks, carry, strict=True):
-      x, of_block = block(x, before, **where)
-      after.append(of_block)
-    (z,) = project(RMSNorm(name='final_norm')(x), ('embed', None), logits=self._logits)
-    return z, after
+      x, after = block(x, before, positions=batch.positions, segment_ids=batch.segment_ids)
+      carries.append(after)
+    x = RMSNorm(name='final_norm')(x)
+    (z,) = project(x, ('embed', None), logits=self._logits)
+    return z, carries
 
 
 @gin.configurable
@@ -205,7 +223,7 @@ class Blocks:
   """A causal stack that reads the normalized inputs of all sites, with a carry of its own.
 
   Attributes:
-    width: of its residual stream.
+    width: the width of its residual stream.
     pattern: classes of its blocks (`@importance/Block` in gin), one for each layer.
   """
 
@@ -217,37 +235,41 @@ class Blocks:
     if not self.pattern:
       raise ConfigurationError('Blocks.pattern is empty. Name at least one block.')
 
-  def _made(self, sites: Sites) -> _Stack:
+  def _stack(self, sites: Sites) -> _Stack:
     logits = sum(site.layers * site.components for site in sites.values())
     return _Stack(self.width, self.pattern, logits)
 
   def created(self, sites):
-    def read():
-      one = jnp.ones((1, 1), jnp.int32)
+    def read_a_token():
       inputs = sum(site.layers * site.d_in for site in sites.values())
-      stack = self._made(sites)
+      stack = self._stack(sites)
       carry = stack.initial_carry(1, jnp.float32)
-      stack(jnp.zeros((1, 1, inputs)), carry, Batch(one, one, jnp.ones((1, 1)), one, one))
+      one = jnp.ones((1, 1), jnp.int32)
+      batch = Batch(one, one, jnp.ones((1, 1)), one, one)
+      stack(jnp.zeros((1, 1, inputs)), carry, batch)
 
-    return created(read)
+    return created(read_a_token)
 
   def initial_carry(self, rows, dtype):
-    make = hk.transform(lambda: self._made({}).initial_carry(rows, dtype))
+    make = hk.transform(lambda: self._stack({}).initial_carry(rows, dtype))
     return make.apply({}, None)
 
   def __call__(self, params, sites, inputs, carry, batch):
-    def flat(x):  # [L, B, T, d_in] -> [B, T, L d_in], each input with a mean square of 1
-      wide = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
-      return jnp.moveaxis(wide, 0, 2).reshape(*x.shape[1:3], -1)
-
-    x = jnp.concatenate([flat(inputs[path]) for path in sites], axis=-1)
-    read = hk.transform(lambda: self._made(sites)(x, carry, batch))
-    z, after = read.apply(params, None)
-    found = {}
+    x = jnp.concatenate([_flat(inputs[path]) for path in sites], axis=-1)
+    read = hk.transform(lambda: self._stack(sites)(x, carry, batch))
+    all_logits, after = read.apply(params, None)
+    z = {}
     begin = 0
     for path, site in sites.items():
-      size = site.layers * site.components
-      of_site = z[..., begin : begin + size].reshape(*z.shape[:2], site.layers, site.components)
-      found[path] = jnp.moveaxis(of_site, 2, 0)
-      begin += size
-    return found, after
+      end = begin + site.layers * site.components
+      shape = (*all_logits.shape[:2], site.layers, site.components)
+      z[path] = jnp.moveaxis(all_logits[..., begin:end].reshape(shape), 2, 0)
+      begin = end
+    return z, after
+
+
+def _flat(x: Array) -> Array:
+  """[L, B, T, d_in] -> [B, T, L d_in], each input with a mean square of 1."""
+  mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+  normalized = x * jax.lax.rsqrt(mean_square + 1e-6)
+  return jnp.moveaxis(normalized, 0, 2).reshape(*x.shape[1:3], -1)

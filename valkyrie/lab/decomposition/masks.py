@@ -21,7 +21,7 @@ LIVE = ('all', 'each', 'subset', 'groups')
 
 
 class Tokens(NamedTuple):
-  """What the masks of a chunk depend on: the draws' seed, and row and number of each token."""
+  """What the draws of a chunk depend on: the seed, and the row and the number of each token."""
 
   seed: int | Array
   row: Array
@@ -34,11 +34,11 @@ class Stochastic:
   """Passes with masks g + (1 - g) r of random sources r; one reconstruction loss, their mean (D9).
 
   Attributes:
-    coefficient: of the loss.
+    coefficient: the coefficient of the loss.
     live: 'all' sites in one pass; 'each' site in a pass of its own; 'subset', in one pass, where a
       token uses k sites, with k uniform from 1 to all; 'groups', one pass for each group of
       consecutive sites, with a subset of it.
-    groups: their number.
+    groups: the number of groups.
     source: a number for all sources, with which the delta is left out; None draws them uniformly
       from 0 to 1.
   """
@@ -56,18 +56,19 @@ class Stochastic:
 
   def passes(self, sites: Mapping[str, Site]) -> list[list[tuple[str, int]]]:
     """The sites (path, layer) that are live in each pass."""
-    known = ordered(sites)
+    all_sites = ordered(sites)
+    count = len(all_sites)
     if self.live == 'each':
-      return [[one] for one in known]
+      return [[site] for site in all_sites]
     if self.live != 'groups':
-      return [known]
-    if self.groups > len(known):
+      return [all_sites]
+    if self.groups > count:
       raise ConfigurationError(
-        f'{type(self).__name__}.groups={self.groups}, but the model has only {len(known)} sites. '
-        f'Set groups = {len(known)} or less.'
+        f'{type(self).__name__}.groups={self.groups}, but the model has only {count} sites. '
+        f'Set groups = {count} or less.'
       )
-    ends = [round(n * len(known) / self.groups) for n in range(self.groups + 1)]
-    return [known[begin:end] for begin, end in itertools.pairwise(ends)]
+    ends = [round(number * count / self.groups) for number in range(self.groups + 1)]
+    return [all_sites[begin:end] for begin, end in itertools.pairwise(ends)]
 
   def routes(
     self, live: Sequence[tuple[str, int]], sites: Mapping[str, Site], use: int, tokens: Tokens
@@ -76,36 +77,35 @@ class Stochastic:
     shape = tokens.number.shape
     chosen = jnp.ones((len(live), *shape), bool)
     if self.live in ('subset', 'groups'):
-      drawn = draws.uniform(tokens.seed, use, tokens.row, tokens.number, len(live) + 1)
-      count = 1 + jnp.floor(drawn[..., -1] * len(live))
-      ranks = jnp.argsort(jnp.argsort(drawn[..., :-1], axis=-1), axis=-1)
-      chosen = jnp.moveaxis(ranks < count[..., None], -1, 0)
-    of = dict(zip(live, chosen, strict=True))
-    none = jnp.zeros(shape, bool)
-    return {
-      path: jnp.stack([of.get((path, layer), none) for layer in range(sites[path].layers)])
-      for path in {path: None for path, _ in live}
-    }
+      chosen = _subsets(len(live), use, tokens)
+    by_site = dict(zip(live, chosen, strict=True))
+    no_token = jnp.zeros(shape, bool)
+    routes = {}
+    for path in dict.fromkeys(path for path, _ in live):
+      layers = range(sites[path].layers)
+      routes[path] = jnp.stack([by_site.get((path, layer), no_token) for layer in layers])
+    return routes
 
   def sources(
     self, paths: Sequence[str], sites: Mapping[str, Site], use: int | Array, tokens: Tokens
   ) -> dict[str, Array]:
-    """{path: r [L, B, T, C + 1]}, the last of the delta."""
+    """{path: r [L, B, T, C + 1]}; the last source is the delta's."""
     shapes = {path: (sites[path].layers, sites[path].components + 1) for path in paths}
+    sources = {}
     if self.source is not None:
-      return {
-        path: jnp.full((layers, *tokens.number.shape, size), self.source).at[..., -1].set(0)
-        for path, (layers, size) in shapes.items()
-      }
+      for path, (layers, size) in shapes.items():
+        constant = jnp.full((layers, *tokens.number.shape, size), self.source)
+        sources[path] = constant.at[..., -1].set(0)
+      return sources
     total = sum(layers * size for layers, size in shapes.values())
     drawn = draws.uniform(tokens.seed, use, tokens.row, tokens.number, total)
-    found = {}
     begin = 0
     for path, (layers, size) in shapes.items():
-      part = drawn[..., begin : begin + layers * size]
-      found[path] = jnp.moveaxis(part.reshape(*part.shape[:2], layers, size), 2, 0)
-      begin += layers * size
-    return found
+      end = begin + layers * size
+      by_layer = drawn[..., begin:end].reshape(*drawn.shape[:2], layers, size)
+      sources[path] = jnp.moveaxis(by_layer, 2, 0)
+      begin = end
+    return sources
 
   def masks(
     self,
@@ -118,34 +118,53 @@ class Stochastic:
     """{path: masks} of each pass, with m = g + (1 - g) r and d = r of the delta (D1).
 
     Args:
-      number: of the loss among others, whose draws are independent.
+      number: the number of the loss; losses have independent draws.
       low: g, the lower importances [L, B, T, C] by path.
-      sites: of the model.
-      tokens: of the chunk.
+      sites: the sites of the model.
+      tokens: the tokens of the chunk.
       sources: r of all passes, for an adversary; None draws them for each pass.
     """
     for path, g in low.items():
       expected = (sites[path].layers, *tokens.number.shape, sites[path].components)
       if g.shape != expected:
         raise ConfigurationError(
-          f'The importances of {path} have the shape {g.shape}. Let their function give {expected}.'
+          f'The importances of {path} have the shape {g.shape}, expected {expected}: layers, rows, '
+          'tokens, components. Correct the function in Decomposition.importance.'
         )
     for index, live in enumerate(self.passes(sites)):
       use = 2 * (1000 * number + index)  # two draws each
       routes = self.routes(live, sites, use, tokens)
-      of = self.sources([*routes], sites, use + 1, tokens) if sources is None else sources
-      yield {
-        path: Masks(low[path] + (1 - low[path]) * of[path][..., :-1], of[path][..., -1], route)
-        for path, route in routes.items()
-      }
+      sources_of_pass = sources
+      if sources_of_pass is None:
+        sources_of_pass = self.sources([*routes], sites, use + 1, tokens)
+      masks = {}
+      for path, route in routes.items():
+        g = low[path]
+        r = sources_of_pass[path]
+        masks[path] = Masks(g + (1 - g) * r[..., :-1], r[..., -1], route)
+      yield masks
+
+
+def _subsets(count: int, use: int, tokens: Tokens) -> Array:
+  """bool [count, B, T]: a random subset for each token, all sizes from 1 on equally often."""
+  drawn = draws.uniform(tokens.seed, use, tokens.row, tokens.number, count + 1)
+  size = 1 + jnp.floor(drawn[..., -1] * count)
+  is_chosen = smallest(drawn[..., :-1], size[..., None])
+  return jnp.moveaxis(is_chosen, -1, 0)
+
+
+def smallest(values: Array, count: Array) -> Array:
+  """Whether each value is one of the `count` smallest along the last axis."""
+  ranks = jnp.argsort(jnp.argsort(values, axis=-1), axis=-1)
+  return ranks < count
 
 
 def ordered(sites: Mapping[str, Site]) -> list[tuple[str, int]]:
   """The sites (path, layer) from the first layer to the last, and by path."""
-  return sorted(
-    ((path, layer) for path, site in sites.items() for layer in range(site.layers)),
-    key=lambda site: (site[1], site[0]),
-  )
+  by_layer = []
+  for path, site in sites.items():
+    by_layer += [(layer, path) for layer in range(site.layers)]
+  return [(path, layer) for layer, path in sorted(by_layer)]
 
 
 def masked(chunk: Chunk, given: Mapping[str, Masks], carry: Carry) -> tuple[Features, Carry]:

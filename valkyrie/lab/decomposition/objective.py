@@ -1,8 +1,8 @@
 """The objective of a decomposition: components that reconstruct the model wherever masks ablate.
 
-The model is frozen. Of each chunk, its own pass is the clean one. Masked passes read the chunk with
-other masks, and their next-token distributions should be the clean ones; so few components as
-possible should matter for each token. The rules D1 to D25 are in `valkyrie.lab.decomposition`.
+The model is frozen. Its own pass over a chunk is the clean one. Masked passes read the chunk with
+masks, and should give the next-token distributions of the clean pass, while as few components as
+possible matter for each token. The rules D1 to D25 are in `valkyrie.lab.decomposition`.
 
 A masked pass carries a memory of its own through the document: what an ablated component would have
 written is missing later, as it is for the model whose weights are masked (D22).
@@ -60,7 +60,7 @@ class Decomposition(GradientTerm):
   """Reconstruction under masks, few important components, and faithfulness to the matrices.
 
   Attributes:
-    seed: of the draws.
+    seed: the seed of the draws.
     train_steps: the step at which the exponent has fallen to its end.
     importance: the class of the importance functions.
     reconstruction: the classes of the masked passes, `@Stochastic` or `@Adversary`.
@@ -71,7 +71,7 @@ class Decomposition(GradientTerm):
     reference_tokens: a, such as the tokens of a step.
     faithfulness: the coefficient of the mean squared difference of W and V U.
     faithful_steps, faithful_rate: steps of Adam on only this difference before the run begins.
-    memory: 'own', a carry of its own for each masked pass; 'clean', the clean one for all.
+    memory: 'own', a carry for each masked pass; 'clean', the carry of the clean pass for all.
     clip_norm: the largest norm of the components' gradient.
   """
 
@@ -99,8 +99,8 @@ class Decomposition(GradientTerm):
     check_choice('Decomposition.memory', self.memory, ('own', 'clean'))
     if not self.reconstruction:
       raise ConfigurationError(
-        'Decomposition.reconstruction is empty: nothing would hold the components to the model. '
-        'Name classes of masked passes, such as (@Stochastic,).'
+        'Decomposition.reconstruction is empty, so nothing would make the components reconstruct '
+        'the model. Name classes of masked passes, such as (@Stochastic,).'
       )
 
   @property
@@ -117,22 +117,24 @@ class Decomposition(GradientTerm):
   def extended(self, model: Model) -> Model:
     """See `with_memory`."""
     sites = sites_of(model.parameters())
-    own = self.memory == 'own'
     if not sites:
       raise ConfigurationError(
-        'Decomposition needs sites, but no matrix of the model is one. Set LanguageModel.sites = '
-        "@Sites, and Sites.components = (('PATTERN', C),) with a pattern of paths in "
-        'model_info.txt.'
+        'Decomposition needs matrices to decompose, but no matrix of the model is a site. Set '
+        "LanguageModel.sites = @Sites, and Sites.components = (('PATTERN', C),) with a regular "
+        'expression for paths in model_info.txt and the number of components of such a matrix.'
       )
     for pattern in model.about.site_patterns:
       if not any(re.search(pattern, path) for path in sites):
         raise ConfigurationError(
-          f'Sites.components has {pattern!r}, but no site: no path has it, or earlier patterns '
-          'take them all. Correct it, or leave it out; model_info.txt has the paths.'
+          f'Sites.components has the pattern {pattern!r}, but no path of a matrix contains it, or '
+          'earlier patterns match all such paths. Correct the pattern, or remove it; '
+          'model_info.txt has the paths.'
         )
 
-    def passes(one):
-      return [[one for _ in loss.passes(sites)] if own else [] for loss in self.losses]
+    def passes(carry):
+      if self.memory == 'clean':
+        return [[] for _ in self.losses]
+      return [[carry] * len(loss.passes(sites)) for loss in self.losses]
 
     return with_memory(model, self.name, self.importance(), passes)
 
@@ -147,15 +149,17 @@ class Decomposition(GradientTerm):
 
   def _adversaries(self) -> dict[str, Adversary]:
     """The adversaries, by their number among the losses."""
-    return {str(n): a for n, a in enumerate(self.losses) if isinstance(a, Adversary)}
+    return {
+      str(number): loss for number, loss in enumerate(self.losses) if isinstance(loss, Adversary)
+    }
 
   def initial_state(self, model: Model, rows: int, tokens: int) -> dict[str, Attack] | None:
-    """The attacks of the adversaries, by their number."""
+    """The attacks of the adversaries, by their number; None without an adversary."""
     sites = sites_of(model.parameters())
-    return {
-      number: adversary.start(sites, rows, tokens, self.seed)
-      for number, adversary in self._adversaries().items()
-    } or None
+    attacks = {}
+    for number, adversary in self._adversaries().items():
+      attacks[number] = adversary.start(sites, rows, tokens, self.seed)
+    return attacks or None
 
   def prepared(self, params: Params, start: Start) -> Params:
     """The parameters after Adam on only faithfulness, whose moments are forgotten (D19)."""
@@ -163,18 +167,18 @@ class Decomposition(GradientTerm):
       return params
     sites = sites_of(start.model.parameters())
 
-    def moved(params):
-      after = faithful(params, sites, self.faithful_steps, self.faithful_rate)
-      return after, unfaithfulness(params, sites), unfaithfulness(after, sites)
+    def fit(params):
+      fitted = faithful(params, sites, self.faithful_steps, self.faithful_rate)
+      return fitted, unfaithfulness(params, sites), unfaithfulness(fitted, sites)
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
-    jit = start.partitioner.jit(moved, donate_argnums=0, out_shardings=(shardings, None, None))
-    params, before, after = jit(params)
+    jit = start.partitioner.jit(fit, donate_argnums=0, out_shardings=(shardings, None, None))
+    fitted, before, after = jit(params)
     start.say(
       f'{self.faithful_steps} steps on faithfulness: the mean squared difference of W and V U went '
       f'from {float(before):.3g} to {float(after):.3g}'
     )
-    return params
+    return fitted
 
   # A step.
 
@@ -275,27 +279,26 @@ class Decomposition(GradientTerm):
   def __call__(self, chunk: Chunk) -> Part:
     """All losses of a chunk."""
     read = ChunkReading(self, chunk)
-    losses = []
     sums = {}
-
-    def add(name, coefficient, sum_over_tokens):
-      if coefficient:
-        sums[name] = sum_over_tokens()
-        losses.append(coefficient * sums[name] / chunk.total)
-
     passes = []
+    total = jnp.zeros(())
     for number, loss in enumerate(self.losses):
-      total, carries = read.reconstruction(number, loss)
-      kind = 'adversarial' if loss.adversarial else loss.live
-      add(f'reconstruction_{number}_{kind}', loss.coefficient, lambda found=total: found)
+      divergence, carries = read.reconstruction(number, loss)
       passes.append(carries)
-    add('minimality', self.minimality, read.minimality)
-    add('frequency', self.frequency, read.frequency)
-    # No token has a part in it: each chunk gets its share of the weight.
+      if loss.coefficient:
+        kind = 'adversarial' if loss.adversarial else loss.live
+        sums[f'reconstruction_{number}_{kind}'] = divergence
+        total += loss.coefficient * divergence / chunk.total
+    if self.minimality:
+      sums['minimality'] = read.minimality()
+      total += self.minimality * sums['minimality'] / chunk.total
+    if self.frequency:
+      sums['frequency'] = read.frequency()
+      total += self.frequency * sums['frequency'] / chunk.total
     if self.faithfulness:
+      # It does not depend on tokens, so each chunk has a share that is proportional to its weight.
       penalty = read.weight * lax.stop_gradient(chunk.params[ARRAYS][PENALTY])
       sums['faithfulness'] = penalty / self.faithfulness
-      losses.append(penalty / chunk.total)
+      total += penalty / chunk.total
     sums['alive_per_token'] = read.alive()
-    loss = sum(losses, jnp.zeros(()))
-    return Part(loss, sums, read.after._replace(passes=passes))
+    return Part(total, sums, read.after._replace(passes=passes))

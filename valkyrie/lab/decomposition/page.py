@@ -12,8 +12,8 @@ from valkyrie.monitoring.html_page import document, table
 from valkyrie.monitoring.pictures import Curve, figure
 
 SPAN = 41  # tokens of a window
-_LEVELS = 10  # of the heat
-_FLOOR = 1e-9  # of a mean on a logarithmic axis
+_LEVELS = 10  # colors for importances
+_FLOOR = 1e-9  # the smallest mean on a logarithmic axis
 _OPEN = 3  # components of a site that are unfolded
 _STYLE = """
 :root { --heat: 217, 95, 14; --soft: rgba(127, 127, 127, .12); } a { color: var(--c0); }
@@ -42,12 +42,12 @@ i { font-style: normal; padding: .1rem 0; } i.peak { box-shadow: inset 0 -2px 0 
 _ABOUT = f"""<p>Each box is a component: the product of a column of V and a row of U of a matrix.
 Its importance is a number from 0 to 1 for each token: with 0 it can be removed at this token. A
 component is active where its importance exceeds the threshold of the evaluation, and alive if its
-mean is above {ALIVE:g}. Texts are windows of at most {SPAN} tokens of one document, those with the
-largest importances; among equal ones they are drawn at random. The underlined token is the one for
-which the text was chosen.</p>
+mean is above {ALIVE:g}. Texts are windows of at most {SPAN} tokens of one document, chosen for the
+largest importances, and at random among equal ones. The text was chosen for its underlined token.
+</p>
 <p>Tokens are ordered by their pointwise mutual information with the activity of the component, in
 bits; the percentages are their shares of its activity. A component without such tokens is active at
-many kinds alike.</p>"""
+tokens of many kinds.</p>"""
 
 Decode = Callable[[Iterable[int]], str]
 
@@ -61,7 +61,7 @@ class Window(NamedTuple):
 
 
 class Token(NamedTuple):
-  """A token, its mutual information with the activity of a component, and its share of it."""
+  """A token, its mutual information with a component's activity, and its share of this activity."""
 
   bits: float
   share: float
@@ -69,9 +69,11 @@ class Token(NamedTuple):
 
 
 class Component(NamedTuple):
-  """What is shown of a component: its number, mean importance, and share of active tokens.
+  """What is shown of a component.
 
-  inputs, outputs: the tokens at which it is active, and those that follow them.
+  mean: the mean importance.
+  share: the share of tokens at which it is active.
+  inputs, outputs: the tokens at which it is active, and the tokens that follow.
   """
 
   number: int
@@ -83,8 +85,10 @@ class Component(NamedTuple):
 
 
 class ShownSite(NamedTuple):
-  """What is shown of a site: its alive components, and the number of active ones at a token.
+  """What is shown of a site.
 
+  alive: the number of components that are alive.
+  active: the mean number of components that are active at a token.
   means: [C], the mean importances from the largest to the smallest.
   """
 
@@ -98,86 +102,117 @@ class ShownSite(NamedTuple):
 def page(title: str, sites: Sequence[ShownSite], decode: Decode) -> str:
   """The text of the page."""
   title = f'Components of {title}'
-  scale = ''.join(f'<i class="h{n}"> {n / _LEVELS:g} </i>' for n in range(1, _LEVELS + 1))
-  counts = [(len(site.means), site.alive, site.active) for site in sites]
-  totals = [sum(of) for of in zip(*counts, strict=True)]
-  names = [*(site.name for site in sites), 'all']
-  rows = [(name, *row) for name, row in zip(names, [*counts, totals], strict=True)]
-  links = (f'<a href="#s{n}">{html.escape(site.name)}</a>' for n, site in enumerate(sites))
+  colors = [f'<i class="h{n}"> {n / _LEVELS:g} </i>' for n in range(1, _LEVELS + 1)]
+  links = []
+  sections = []
+  for number, site in enumerate(sites):
+    links.append(f'<a href="#s{number}">{html.escape(site.name)}</a>')
+    sections.append(_site(number, site, decode))
   parts = [
-    f'<h1>{html.escape(title)}</h1>\n{_ABOUT}\n<p class="text">importance{scale}</p>',
-    table(('site', 'components', 'alive', 'active at a token'), rows),
+    f'<h1>{html.escape(title)}</h1>\n{_ABOUT}\n<p class="text">importance{"".join(colors)}</p>',
+    _overview(sites),
     f'<nav>{"".join(links)}</nav>',
-    *(_site(n, site, decode) for n, site in enumerate(sites)),
+    *sections,
   ]
   return document(title, parts, _STYLE)
+
+
+def _overview(sites: Sequence[ShownSite]) -> str:
+  """The table of the sites, and of all together."""
+  rows = [(site.name, len(site.means), site.alive, site.active) for site in sites]
+  components = sum(len(site.means) for site in sites)
+  alive = sum(site.alive for site in sites)
+  active = sum(site.active for site in sites)
+  rows.append(('all', components, alive, active))
+  return table(('site', 'components', 'alive', 'active at a token'), rows)
 
 
 def _site(number: int, site: ShownSite, decode: Decode) -> str:
   size = len(site.means)
   means = [(n + 1.0, max(float(mean), _FLOOR)) for n, mean in enumerate(site.means)]
-  alive = Curve('alive above', [(1.0, ALIVE), (float(size), ALIVE)])
-  curves = [Curve('the smallest mean', means), alive]
-  return '\n'.join(
-    [
-      f'<section id="s{number}">\n<h2>{html.escape(site.name)}</h2>',
-      f'<p>{site.alive:,} of {size:,} components are alive, and {site.active:.3g} are active at a '
-      f'token. The {len(site.components)} most frequent follow.</p>',
-      figure('Mean importances', 'components, sorted', '', curves, logarithmic='y'),
-      *(_component(of, decode, unfolded=n < _OPEN) for n, of in enumerate(site.components)),
-      '</section>',
-    ]
-  )
+  threshold = [(1.0, ALIVE), (float(size), ALIVE)]
+  curves = [Curve('the smallest mean', means), Curve('alive above', threshold)]
+  parts = [
+    f'<section id="s{number}">\n<h2>{html.escape(site.name)}</h2>',
+    f'<p>{site.alive:,} of {size:,} components are alive, and {site.active:.3g} are active at a '
+    f'token. The {len(site.components)} most frequent follow.</p>',
+    figure('Mean importances', 'components, sorted', '', curves, logarithmic='y'),
+  ]
+  for rank, component in enumerate(site.components):
+    parts.append(_component(component, decode, unfolded=rank < _OPEN))
+  parts.append('</section>')
+  return '\n'.join(parts)
 
 
 def _component(component: Component, decode: Decode, *, unfolded: bool) -> str:
-  def chip(token):
-    return f'<code>{_shown(decode([token.id])).replace(" ", "␣") or f"#{token.id}"}</code>'
-
-  def numbered(token):
-    return (
-      f'<span>{chip(token)} <small>{token.bits:.1f} bits, {_percent(token.share)}</small></span>'
-    )
-
-  tables = [
-    f'<dt>{words}</dt><dd>{"".join(map(numbered, tokens))}</dd>'
-    for words, tokens in (('reads', component.inputs), ('is followed by', component.outputs))
-    if tokens
-  ]
+  tables = ''
+  if component.inputs:
+    tables += _token_table('reads', component.inputs, decode)
+  if component.outputs:
+    tables += _token_table('is followed by', component.outputs, decode)
   texts = '\n'.join(_text(window, decode) for window in component.windows)
+  chips = ' '.join(_chip(token, decode) for token in component.inputs[:4])
+  is_open = ' open' if unfolded else ''
   return (
-    f'<details{" open" if unfolded else ""}>\n<summary><b>{component.number}</b>'
+    f'<details{is_open}>\n<summary><b>{component.number}</b>'
     f'<meter value="{component.share:.4f}"></meter>active at {_percent(component.share)} of tokens'
     f'<small>mean importance {component.mean:.3g}</small>'
-    f'<span>{" ".join(map(chip, component.inputs[:4]))}</span></summary>\n'
-    f'<div><dl>{"".join(tables)}</dl>\n<div class="texts">{texts}</div></div>\n</details>'
+    f'<span>{chips}</span></summary>\n'
+    f'<div><dl>{tables}</dl>\n<div class="texts">{texts}</div></div>\n</details>'
   )
 
 
+def _token_table(title: str, tokens: Sequence[Token], decode: Decode) -> str:
+  cells = []
+  for token in tokens:
+    numbers = f'{token.bits:.1f} bits, {_percent(token.share)}'
+    cells.append(f'<span>{_chip(token, decode)} <small>{numbers}</small></span>')
+  return f'<dt>{title}</dt><dd>{"".join(cells)}</dd>'
+
+
+def _chip(token: Token, decode: Decode) -> str:
+  """The text of a token, or its number if it has none."""
+  text = _visible(decode([token.id])).replace(' ', '␣')
+  return f'<code>{text or f"#{token.id}"}</code>'
+
+
 def _text(window: Window, decode: Decode) -> str:
-  """The text of a window; neighbors with the same heat are one element."""
-  heat = np.ceil(np.clip(window.importances, 0, 1) * _LEVELS).astype(int)
-  kinds = (f'h{level}' * bool(level) + ' peak' * (n == window.peak) for n, level in enumerate(heat))
-  pairs = zip(kinds, pieces(window.ids.tolist(), decode), strict=True)
+  """The text of a window; neighbors with the same color are one element."""
+  levels = np.ceil(np.clip(window.importances, 0, 1) * _LEVELS).astype(int)
+  styles = [f'h{level}' if level else '' for level in levels]
+  styles[window.peak] += ' peak'
+  pairs = zip(styles, pieces(window.ids.tolist(), decode), strict=True)
   parts = []
-  for kind, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
-    text = _shown(''.join(piece for _, piece in group))
-    parts.append(f'<i class="{kind}">{text}</i>' if kind else text)
+  for style, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
+    text = _visible(''.join(piece for _, piece in group))
+    parts.append(f'<i class="{style}">{text}</i>' if style else text)
   return f'<p class="text">{"".join(parts)}</p>'
 
 
 def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
-  """The text of each token after those before it; the last token of a character has all of it."""
-  texts = [decode(ids[:n]).rstrip('\ufffd') for n in range(1, len(ids))] + [decode(ids)]
-  ends = [0, *itertools.accumulate(map(len, texts), max)]
-  return [texts[-1][begin:end] for begin, end in itertools.pairwise(ends)]
+  """The text that each token adds; a character of several tokens belongs to the last of these."""
+  text = decode(ids)
+  beginnings = [decode(ids[:n]).rstrip('\ufffd') for n in range(1, len(ids))]
+  lengths = map(len, [*beginnings, text])
+  ends = [0, *itertools.accumulate(lengths, max)]
+  return [text[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
-def _shown(text: str) -> str:
-  """A text with signs for what would not be seen, or change the direction of the page."""
+def _visible(text: str) -> str:
+  """A text with signs for characters that are invisible or change the direction of the page."""
   signs = {'\n': '↵', '\t': '⇥'}
-  return html.escape(''.join(signs.get(x, x if x.isprintable() else '·') for x in text))
+  characters = []
+  for character in text:
+    if character.isprintable():
+      characters.append(character)
+    else:
+      characters.append(signs.get(character, '·'))
+  return html.escape(''.join(characters))
 
 
 def _percent(share: float) -> str:
-  return f'{share:.0%}' if share >= 0.1 else f'{share:.2%}' if share >= 1e-4 else f'{share:.1e}'
+  if share >= 0.1:
+    return f'{share:.0%}'
+  if share >= 1e-4:
+    return f'{share:.2%}'
+  return f'{share:.1e}'

@@ -7,8 +7,9 @@ the beginning of its answer. An answer is right if its first sentence names the 
 one that the question does not name.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import functools
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,78 +22,109 @@ _MOVES = ('moved', 'went', 'went back', 'journeyed', 'travelled')
 _TAKES = ('got', 'grabbed', 'picked up', 'took')
 _DROPS = ('dropped', 'discarded', 'left', 'put down')
 _WIDTH = 0.2  # the part of the text that holds the story
+_MOST_TOKENS = 20  # of an answer
 
 
 class _World:
-  """People and objects that move, and the sentences about it."""
+  """People and objects that move, and the sentences about it.
+
+  Attributes:
+    facts: the sentences so far.
+    rooms: the rooms in which a person or an object has been, in order.
+  """
 
   def __init__(self, random: np.random.Generator, objects: bool):
     self._random = random
-    self._objects = objects
-    self._holder: dict[str, str] = {}
+    self._has_objects = objects
+    self._holder: dict[str, str] = {}  # the person who holds an object
     self.facts: list[str] = []
-    self.rooms: dict[str, list[str]] = {}  # in which a person or an object has been, in order
+    self.rooms: dict[str, list[str]] = {}
 
   def event(self) -> None:
     """Someone moves, takes an object from the floor, or drops one."""
     person = str(self._random.choice(PEOPLE))
+    here = self._room_of(person)
     held = [thing for thing, holder in self._holder.items() if holder == person]
-    here = self._at(person)
-    near = [thing for thing in OBJECTS if self._at(thing) in (None, here)]  # or never seen
-    free = [thing for thing in near if thing not in self._holder]
-    kind = self._random.uniform() if self._objects and here else 1.0
+    free = self._free_objects(here)
+    kind = 1.0
+    if self._has_objects and here:
+      kind = self._random.uniform()
     if kind < 0.25 and free:
       thing = str(self._random.choice(free))
       self._holder[thing] = person
-      self._seen(thing, self.rooms[person][-1])
+      self._enter(thing, self.rooms[person][-1])
       self._tell(person, _TAKES, f'the {thing} there')
     elif kind < 0.4 and held:
       thing = held[0]
       del self._holder[thing]
       self._tell(person, _DROPS, f'the {thing}')
     else:
-      room = str(self._random.choice([room for room in ROOMS if room != here]))
-      for moved in [person, *held]:
-        self._seen(moved, room)
+      other_rooms = [room for room in ROOMS if room != here]
+      room = str(self._random.choice(other_rooms))
+      self._enter(person, room)
+      for thing in held:
+        self._enter(thing, room)
       self._tell(person, _MOVES, f'to the {room}')
 
-  def _at(self, what: str) -> str | None:
-    return self.rooms[what][-1] if what in self.rooms else None
+  def _free_objects(self, room: str | None) -> list[str]:
+    """The objects that someone in this room can take. One that was never seen may lie there."""
+    return [
+      thing
+      for thing in OBJECTS
+      if thing not in self._holder and self._room_of(thing) in (None, room)
+    ]
 
-  def _seen(self, what: str, room: str) -> None:
-    if room != self._at(what):
-      self.rooms.setdefault(what, []).append(room)
+  def _room_of(self, name: str) -> str | None:
+    if name not in self.rooms:
+      return None
+    return self.rooms[name][-1]
+
+  def _enter(self, name: str, room: str) -> None:
+    if room != self._room_of(name):
+      self.rooms.setdefault(name, []).append(room)
 
   def _tell(self, person: str, verbs: Sequence[str], rest: str) -> None:
-    self.facts.append(f'{person} {self._random.choice(verbs)} {rest}.')
+    verb = self._random.choice(verbs)
+    self.facts.append(f'{person} {verb} {rest}.')
 
 
 def _where_is(names: Sequence[str], world: _World, random: np.random.Generator) -> Question | None:
+  """Where is this person or object? None while no name has a room."""
   known = [name for name in names if name in world.rooms]
   if not known:
     return None
   name = str(random.choice(known))
-  answer = [world.rooms[name][-1]]
+  answer = world.rooms[name][-1]
   if name in PEOPLE:
-    return Question(f' Where is {name}? The most recent location of {name} is', answer)
-  return Question(f' Where is the {name}? The {name} is in the', answer)
+    text = f' Where is {name}? The most recent location of {name} is'
+  else:
+    text = f' Where is the {name}? The {name} is in the'
+  return Question(text, [answer])
 
 
 def _where_was(world: _World, random: np.random.Generator) -> Question | None:
-  """Of an object before the last room that it came to, if it was in two."""
+  """Where was the object before its latest room? None if no object has been in two rooms."""
   moved = [thing for thing in OBJECTS if len(world.rooms.get(thing, ())) > 1]
   if not moved:
     return None
   thing = str(random.choice(moved))
   before, after = world.rooms[thing][-2:]
-  asked = f' Where was the {thing} before the {after}? Before the {after} the {thing} was in the'
-  return Question(asked, [before])
+  text = f' Where was the {thing} before the {after}? Before the {after} the {thing} was in the'
+  return Question(text, [before])
 
 
-_TASKS = {  # the fewest and the most events of a story, and its question
-  'qa1': (2, 10, functools.partial(_where_is, PEOPLE)),
-  'qa2': (8, 20, functools.partial(_where_is, OBJECTS)),
-  'qa3': (15, 35, _where_was),
+class _Task(NamedTuple):
+  """The fewest and the most events of a story, and the function that asks about it."""
+
+  fewest: int
+  most: int
+  ask: Callable[[_World, np.random.Generator], Question | None]
+
+
+_TASKS = {
+  'qa1': _Task(2, 10, functools.partial(_where_is, PEOPLE)),
+  'qa2': _Task(8, 20, functools.partial(_where_is, OBJECTS)),
+  'qa3': _Task(15, 35, _where_was),
 }
 
 
@@ -106,18 +138,25 @@ def story(order: Order, task: str) -> Problem:
   while question is None or len(world.facts) < events:
     world.event()
     question = ask(world, random)
+
   text = filler(order)
-  begin = (order.depth or 0.0) * (1 - _WIDTH) * len(text)
-  places = random.uniform(begin, begin + _WIDTH * len(text), size=len(world.facts))
-  return Problem(' '.join(placed(text, world.facts, sorted(map(round, places)))), [question])
+  depth = order.depth or 0.0
+  width = _WIDTH * len(text)
+  begin = depth * (1 - _WIDTH) * len(text)
+  drawn = random.uniform(begin, begin + width, size=len(world.facts))
+  places = sorted(round(place) for place in drawn)
+  sentences = placed(text, world.facts, places)
+  return Problem(' '.join(sentences), [question])
 
 
 def names_the_room(continuation: str, question: Question) -> float:
   """Whether the first sentence names the right room and no other, except rooms of the question."""
-  said = continuation.lower().split('.')[0]
-  named = {room for room in ROOMS if room in said and room not in question.text.lower()}
-  return float(named == {*question.answers})
+  sentence = continuation.lower().split('.')[0]
+  asked = question.text.lower()
+  named = {room for room in ROOMS if room in sentence and room not in asked}
+  return float(named == set(question.answers))
 
 
-for _task in _TASKS:
-  register(_task, Suite(functools.partial(story, task=_task), names_the_room, 20, needs_text=True))
+for _name in _TASKS:
+  _make = functools.partial(story, task=_name)
+  register(_name, Suite(_make, names_the_room, _MOST_TOKENS, needs_text=True))

@@ -4,10 +4,9 @@ Each measurement is a line of RUN/long_context/results.jsonl, and is not repeate
 heat map there.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 import zlib
 
 import gin
@@ -36,9 +35,12 @@ class _Cell(NamedTuple):
   cut: str | None
 
   def __str__(self) -> str:
-    depth = '' if self.depth is None else f', depth {self.depth:.0%}'
-    cut = '' if self.cut is None else f', {self.cut} cut'
-    return f'{self.suite}, {self.length:,} tokens{depth}{cut}'
+    text = f'{self.suite}, {self.length:,} tokens'
+    if self.depth is not None:
+      text += f', depth {self.depth:.0%}'
+    if self.cut is not None:
+      text += f', {self.cut} cut'
+    return text
 
 
 @may_change_on_resume()
@@ -60,10 +62,12 @@ def long_context(
   """Asks a run's checkpoint about long contexts; prints and writes the share of right answers.
 
   Args:
-    model_dir, step: of the checkpoint, see `weights.restored`.
-    seed: of the problems.
-    suites: names of `valkyrie.lab.suites`; None for all, without a text all that need none.
-    lengths: tokens of a problem with its answer, at most.
+    model_dir: the directory of the run.
+    step: the checkpoint, see `weights.restored`.
+    opened: opens the checkpoint.
+    seed: the seed of the problems.
+    suites: names of `valkyrie.lab.suites`; None for all, or without a text all that need none.
+    lengths: the most tokens of a problem with its answer.
     depths: places of the facts, from 0 to 1.
     samples: problems of each length and depth.
     cuts: parts of the carry, 'state' or 'all': for each, the same is measured with this part set
@@ -82,43 +86,64 @@ def long_context(
   run = opened(model_dir, step)
   steps = ', '.join(map(str, run.steps))
   folder = pathlib.Path(model_dir, 'long_context')
-  content = zlib.crc32('\n'.join(sentences).encode())
-  about = {'step': steps, 'samples': samples, 'seed': seed, 'text': content}
+  checksum = zlib.crc32('\n'.join(sentences).encode())
+  settings = {'step': steps, 'samples': samples, 'seed': seed, 'text': checksum}
   results = JsonLines(folder / 'results.jsonl')
-  scores = {
-    _Cell._make(map(line.get, _Cell._fields)): line['score']
-    for line in json_lines.read(folder / 'results.jsonl')
-    if about.items() <= line.items() and isinstance(line.get('score'), float)
-  }
+  scores = _recorded_scores(folder / 'results.jsonl', settings)
   for name in names:
-    places = depths if SUITES[name].has_depth else (None,)
-    for cell in itertools.starmap(_Cell, itertools.product([name], lengths, places, (None, *cuts))):
+    for cell in _cells(name, lengths, depths, cuts):
       if cell in scores:
         continue
       try:
         scores[cell] = _score(run, cell, samples, seed, sentences, batch_size)
       except TooShortError as error:
-        print(f'{error} It is left out.', flush=True)
+        print(f'{error} This length is left out.', flush=True)
         continue
-      results.write({**cell._asdict(), 'score': scores[cell], **about})
+      results.write({**cell._asdict(), 'score': scores[cell], **settings})
       print(f'{cell}: {scores[cell]:.1%}', flush=True)
     _draw(folder, name, steps, scores, lengths, cuts)
   if not scores:
-    raise ConfigurationError('No suite has a problem of long_context.lengths. Choose larger ones.')
+    raise ConfigurationError(
+      f'long_context.lengths = {tuple(lengths)}: every problem of the suites is longer. Choose '
+      'larger lengths.'
+    )
+
+
+def _recorded_scores(file: pathlib.Path, settings: Mapping[str, Any]) -> dict[_Cell, float]:
+  """The scores that an earlier call measured with the same settings."""
+  scores = {}
+  for line in json_lines.read(file):
+    if settings.items() <= line.items() and isinstance(line.get('score'), float):
+      cell = _Cell._make(map(line.get, _Cell._fields))
+      scores[cell] = line['score']
+  return scores
+
+
+def _cells(
+  name: str, lengths: Sequence[int], depths: Sequence[float], cuts: Sequence[str]
+) -> Iterator[_Cell]:
+  """All measurements of a suite, each first with the whole carry."""
+  places = depths if SUITES[name].has_depth else (None,)
+  for length in lengths:
+    for place in places:
+      for cut in (None, *cuts):
+        yield _Cell(name, length, place, cut)
 
 
 def _chosen(suites: Sequence[str] | None, text: str | None) -> list[str]:
+  """The names of the suites to run; raises a ConfigurationError."""
   if suites is None:
     return [name for name, suite in SUITES.items() if text is not None or not suite.needs_text]
   for name in suites:
     if name not in SUITES:
       raise ConfigurationError(
-        f'long_context.suites contains {name!r}.{did_you_mean(name, [*SUITES])} There are '
+        f'long_context.suites contains {name!r}.{did_you_mean(name, [*SUITES])} The suites are '
         f'{", ".join(SUITES)}.'
       )
     if text is None and SUITES[name].needs_text:
       raise ConfigurationError(
-        f'{name} hides facts in a text. Name one by long_context.text: .txt or .md files.'
+        f'The suite {name} hides facts in a text. Set long_context.text to .txt or .md files, or '
+        'leave the suite out of long_context.suites.'
       )
   return [*suites]
 
@@ -130,10 +155,10 @@ def _sentences(text: str | None) -> list[str]:
 
   files = SourceFiles(text, ('.txt', '.md'))
   message = f'The text {text} cannot be read'
-  advice = 'UTF-8 is expected.'
+  advice = 'Expected files in UTF-8: convert others, for instance by iconv.'
   with converted((OSError, ValueError), DataError, message, advice):
-    contents = [foreign.whole(files.open(file)) for file in files.files]
-    return sentences_of('\n'.join(content.decode() for content in contents))
+    contents = [foreign.whole(files.open(file)).decode() for file in files.files]
+    return sentences_of('\n'.join(contents))
 
 
 def _score(
@@ -146,25 +171,29 @@ def _score(
     return len(run.tokenizer.begun(text))
 
   place = zlib.crc32(f'{name}, {length}, {depth}'.encode())
-  seeds = [(seed, place, number) for number in range(samples)]
-  problems = [fitted(name, length, depth, sentences, tokens, one) for one in seeds]
+  problems = []
+  for number in range(samples):
+    problem_seed = (seed, place, number)
+    problems.append(fitted(name, length, depth, sentences, tokens, problem_seed))
   suite = SUITES[name]
-  found = []
+  scores = []
   for batch in batches(problems, batch_size):
     carry = run.read([problem.context for problem in batch], cut=cut)
-    asked = [(row, question) for row, one in enumerate(batch) for question in one.questions]
-    for part in batches(asked, batch_size):
+    rows_and_questions = []
+    for row, problem in enumerate(batch):
+      rows_and_questions += [(row, question) for question in problem.questions]
+    for part in batches(rows_and_questions, batch_size):
+      rows = [row for row, _ in part]
+      questions = [question for _, question in part]
       answers = run.generate(
-        [question.text for _, question in part],
-        run.rows(carry, [row for row, _ in part]),
+        [question.text for question in questions],
+        run.rows(carry, rows),
         max_tokens=suite.max_tokens,
         batch_size=batch_size,
       )
-      found += [
-        suite.score(answer.text, question)
-        for answer, (_, question) in zip(answers, part, strict=True)
-      ]
-  return sum(found) / len(found)
+      for answer, question in zip(answers, questions, strict=True):
+        scores.append(suite.score(answer.text, question))
+  return sum(scores) / len(scores)
 
 
 def _draw(
@@ -183,13 +212,18 @@ def _draw(
   rows = sorted({cell.depth for cell in cells}, key=lambda depth: depth or 0)
   panels = {}
   for cut in (None, *cuts):
-    grid = [[scores.get(_Cell(name, x, y, cut), np.nan) for x in columns] for y in rows]
-    panels['memory' if cut is None else f'{cut} cut'] = np.array(grid)
+    grid = np.full((len(rows), len(columns)), np.nan)
+    for i, depth in enumerate(rows):
+      for j, length in enumerate(columns):
+        grid[i, j] = scores.get(_Cell(name, length, depth, cut), np.nan)
+    title = 'memory' if cut is None else f'{cut} cut'
+    panels[title] = grid
+  file = folder / f'{name}.png'
   pictures.write_heat_map(
-    folder / f'{name}.png',
+    file,
     f'{name}, step {steps}: right answers by tokens and depth',
     panels,
     [f'{length:,}' for length in columns],
     ['random' if depth is None else f'{depth:.0%}' for depth in rows],
   )
-  print(folder / f'{name}.png', flush=True)
+  print(file, flush=True)

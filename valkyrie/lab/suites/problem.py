@@ -37,10 +37,10 @@ class Problem(NamedTuple):
 
 
 class Order(NamedTuple):
-  """The order for a problem of `length` tokens at most, with `units` of filler.
+  """What a problem should be: at most `length` tokens, with `units` of filler.
 
   depth: the place of the facts, from 0 (first) to 1 (last); None for random places.
-  sentences: of the text that serves as filler.
+  sentences: the sentences of the text that serves as filler.
   """
 
   random: np.random.Generator
@@ -55,6 +55,7 @@ class Suite:
   """A kind of problems.
 
   Attributes:
+    make: makes a problem.
     score: (continuation, question) -> from 0 to 1.
     max_tokens: the most tokens of an answer.
     has_depth: whether the facts lie at a depth; otherwise their places are random.
@@ -78,7 +79,7 @@ class TooShortError(ConfigurationError):
 def register(name: str, suite: Suite) -> None:
   """Adds a suite; raises a ConfigurationError if another one has its name."""
   if name in SUITES:
-    raise ConfigurationError(f'There is a suite {name} already. Choose another name.')
+    raise ConfigurationError(f'A suite {name} is registered already. Choose another name.')
   SUITES[name] = suite
 
 
@@ -98,51 +99,59 @@ def fitted(
   suite = SUITES[name]
 
   @functools.cache
-  def make(units: int) -> tuple[Problem, int]:
+  def make(units: int) -> Problem:
     order = Order(np.random.default_rng(seed), length, units, depth, sentences)
-    problem = suite.make(order)
-    asked = max(tokens(question.text) for question in problem.questions)
-    return problem, tokens(problem.context) + asked + suite.max_tokens
+    return suite.make(order)
 
-  (_, shortest), (_, longer) = make(0), make(_SAMPLE)
+  @functools.cache
+  def size(units: int) -> int:
+    problem = make(units)
+    longest_question = max(tokens(question.text) for question in problem.questions)
+    return tokens(problem.context) + longest_question + suite.max_tokens
+
+  shortest = size(0)
   if shortest > length:
     raise TooShortError(
       f'A problem of {name} has at least {shortest:,} tokens, more than the {length:,} of '
       'long_context.lengths.'
     )
-  of_unit = max(1.0, (longer - shortest) / _SAMPLE)
-  units = int((length - shortest) / of_unit)
-  while make(units)[1] > length:
-    units -= max(1, int((make(units)[1] - length) / of_unit))
-    units = max(units, 0)
-  return make(units)[0]
+  tokens_of_unit = max(1.0, (size(_SAMPLE) - shortest) / _SAMPLE)
+  units = int((length - shortest) / tokens_of_unit)
+  while size(units) > length:
+    too_many = int((size(units) - length) / tokens_of_unit)
+    units = max(0, units - max(1, too_many))
+  return make(units)
 
 
 def sentences_of(text: str) -> list[str]:
   """The sentences of a text, with single spaces inside."""
-  return re.split(r'(?<=[.!?]) ', re.sub(r'\s+', ' ', text).strip())
+  single_spaced = re.sub(r'\s+', ' ', text).strip()
+  return re.split(r'(?<=[.!?]) ', single_spaced)
 
 
 def filler(order: Order) -> list[str]:
   """As many sentences as the order has units, over and over from a random one."""
-  size = len(order.sentences)
-  begin = int(order.random.integers(size))
-  return [order.sentences[(begin + number) % size] for number in range(order.units)]
+  count = len(order.sentences)
+  first = int(order.random.integers(count))
+  return [order.sentences[(first + number) % count] for number in range(order.units)]
 
 
 def inserted(random: np.random.Generator, filler: Sequence[str], facts: Sequence[str]) -> list[str]:
   """Facts at random places of the filler, in their order."""
-  return placed(filler, facts, sorted(random.integers(len(filler) + 1, size=len(facts))))
+  places = random.integers(len(filler) + 1, size=len(facts))
+  return placed(filler, facts, sorted(places))
 
 
 def placed(filler: Sequence[str], facts: Sequence[str], places: Sequence[int]) -> list[str]:
   """Facts before the filler's sentences of these numbers, in ascending order."""
-  found = []
-  before = 0
+  sentences = []
+  begin = 0
   for fact, place in zip(facts, places, strict=True):
-    found += [*filler[before:place], fact]
-    before = place
-  return [*found, *filler[before:]]
+    sentences += filler[begin:place]
+    sentences.append(fact)
+    begin = place
+  sentences += filler[begin:]
+  return sentences
 
 
 def words(random: np.random.Generator, count: int, syllables: int = 3) -> list[str]:
@@ -151,16 +160,23 @@ def words(random: np.random.Generator, count: int, syllables: int = 3) -> list[s
   while base**syllables < 2 * count:
     syllables += 1
   numbers = random.choice(base**syllables, size=count, replace=False)
-  return [
-    ''.join(_SYLLABLES[int(number) // base**place % base] for place in range(syllables))
-    for number in numbers
-  ]
+  return [_word(int(number), syllables) for number in numbers]
+
+
+def _word(number: int, syllables: int) -> str:
+  """The word whose syllables are the digits of a number."""
+  word = ''
+  for _ in range(syllables):
+    number, digit = divmod(number, len(_SYLLABLES))
+    word += _SYLLABLES[digit]
+  return word
 
 
 def share_of_answers(continuation: str, question: Question) -> float:
   """The share of the answers that the continuation contains, in any case of letters (RULER)."""
-  found = [answer.lower() in continuation.lower() for answer in question.answers]
-  return sum(found) / len(found)
+  text = continuation.lower()
+  contained = [answer for answer in question.answers if answer.lower() in text]
+  return len(contained) / len(question.answers)
 
 
 def begins_with_answer(continuation: str, question: Question) -> float:

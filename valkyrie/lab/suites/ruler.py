@@ -1,8 +1,8 @@
 """Needles, variable tracking and common words of RULER, and the pairs of MQAR.
 
 RULER: Hsieh et al. 2024, arXiv 2404.06654. The names, numbers and prompts come from the benchmark
-(github.com/NVIDIA/RULER, Apache 2.0). The words are made up, and the haystack `essay` is a text of
-the user's.
+(github.com/NVIDIA/RULER, Apache 2.0). The words are made up, and the haystack `essay` is a text
+that the user names.
 
 MQAR: Arora et al. 2023, Zoology, arXiv 2312.04927, as text: kubo=47. gira=90. ... kubo=
 """
@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import string
+from typing import NamedTuple
 import uuid
 
 import numpy as np
@@ -19,7 +20,9 @@ import numpy as np
 from valkyrie.lab.suites import problem
 from valkyrie.lab.suites.problem import NOISE, Order, Problem, Question, Suite, register
 
-_SHORT = 4096  # tokens, below which the words of a list are repeated less often
+_SHORT = 4096  # tokens: in shorter problems, the words of a list are repeated less often
+_TRACKED = 5  # variables
+_COMMON = 10  # words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +30,11 @@ class Needles:
   """Sentences with a key and a value in a haystack; the question asks for one or several.
 
   Attributes:
-    haystack: 'noise', 'essay', or 'needle', more needles of other keys.
-    keys, values, queries: keys in the haystack, values of each, and keys that are asked for.
-    key, value: their kind: 'words', 'numbers' of seven digits or 'uuids'.
+    haystack: 'noise', 'essay', or 'needle': more needles, with other keys.
+    keys: how many keys are in the haystack.
+    values: how many values each key has.
+    queries: how many keys are asked for.
+    key, value: the kind of keys and of values: 'words', 'numbers' of seven digits or 'uuids'.
   """
 
   haystack: str = 'essay'
@@ -44,113 +49,148 @@ class Needles:
     keys = _symbols(random, self.key, max(self.keys, self.queries))
     values = [_symbols(random, self.value, self.values) for _ in keys]
     asked = random.permutation(len(keys))[: self.queries]
-    needles = [
-      (number in asked, self._sentence(keys[number], value))
-      for number, of_key in enumerate(values)
-      for value in of_key
-    ]
-    needles = [needles[number] for number in random.permutation(len(needles))]
-    kind = self.value
-    some = 'Some'
-    are = 'are'
-    are_all = 'are all'
-    if self.queries * self.values == 1:
-      kind = self.value[:-1]
-      some = 'A'
-      are = 'is'
-      are_all = 'is'
-    *others, last = (keys[number] for number in asked)
-    query = f'{", ".join(others)}, and {last}' if others else last
-    joined = ' ' if self.haystack == 'essay' else '\n'
-    question = (
-      f'\nWhat {are_all} the special magic {kind} for {query} mentioned in the provided text? '
-      f'The special magic {kind} for {query} mentioned in the provided text {are}'
+    needles = []
+    answers = []
+    for number, key in enumerate(keys):
+      for value in values[number]:
+        needles.append(_Needle(self._sentence(key, value), is_asked=number in asked))
+    for number in asked:
+      answers += values[number]
+    shuffled = [needles[number] for number in random.permutation(len(needles))]
+    question = self._question([keys[number] for number in asked])
+    separator = ' ' if self.haystack == 'essay' else '\n'
+    context = separator.join(self._context(order, shuffled))
+    return Problem(f'{self._instructions()}\n{context}', [Question(question, answers)])
+
+  @property
+  def has_one_answer(self) -> bool:
+    return self.queries * self.values == 1
+
+  def _instructions(self) -> str:
+    if self.has_one_answer:
+      kind = self.value.removesuffix('s')
+      subject = f'A special magic {kind} is'
+    else:
+      kind = self.value
+      subject = f'Some special magic {kind} are'
+    return (
+      f'{subject} hidden within the following text. Make sure to memorize it. I will quiz you '
+      f'about the {kind} afterwards.'
     )
-    return Problem(
-      f'{some} special magic {kind} {are} hidden within the following text. Make sure to '
-      f'memorize it. I will quiz you about the {kind} afterwards.\n'
-      + joined.join(self._context(order, needles)),
-      [Question(question, [value for number in asked for value in values[number]])],
-    )
+
+  def _question(self, keys: Sequence[str]) -> str:
+    *others, last = keys
+    query = last
+    if others:
+      query = f'{", ".join(others)}, and {last}'
+    if self.has_one_answer:
+      kind = self.value.removesuffix('s')
+      what_are = 'What is'
+      verb = 'is'
+    else:
+      kind = self.value
+      what_are = 'What are all'
+      verb = 'are'
+    subject = f'special magic {kind} for {query} mentioned in the provided text'
+    return f'\n{what_are} the {subject}? The {subject} {verb}'
 
   def _sentence(self, key: str, value: str) -> str:
     return f'One of the special magic {self.value} for {key} is: {value}.'
 
-  def _context(self, order: Order, needles: Sequence[tuple[bool, str]]) -> list[str]:
+  def _context(self, order: Order, needles: Sequence['_Needle']) -> list[str]:
     """The haystack with the needles; the needles asked for lie at the depth."""
-    if self.haystack == 'needle':
-      keys = _symbols(order.random, self.key, order.units)
-      values = _symbols(order.random, self.value, order.units)
-      hay = [self._sentence(key, value) for key, value in zip(keys, values, strict=True)]
-    elif self.haystack == 'noise':
-      hay = [NOISE] * order.units
-    else:
-      hay = problem.filler(order)
+    hay = self._hay(order)
     if order.depth is None:
-      return problem.inserted(order.random, hay, [sentence for _, sentence in needles])
-    wanted = [sentence for asked, sentence in needles if asked]
-    others = [sentence for asked, sentence in needles if not asked]
+      sentences = [needle.sentence for needle in needles]
+      return problem.inserted(order.random, hay, sentences)
+    asked = [needle.sentence for needle in needles if needle.is_asked]
+    others = [needle.sentence for needle in needles if not needle.is_asked]
     hay = problem.inserted(order.random, hay, others)
-    return problem.placed(hay, wanted, [round(order.depth * len(hay))] * len(wanted))
+    place = round(order.depth * len(hay))
+    return problem.placed(hay, asked, [place] * len(asked))
+
+  def _hay(self, order: Order) -> list[str]:
+    if self.haystack == 'noise':
+      return [NOISE] * order.units
+    if self.haystack == 'essay':
+      return problem.filler(order)
+    keys = _symbols(order.random, self.key, order.units)
+    values = _symbols(order.random, self.value, order.units)
+    return [self._sentence(key, value) for key, value in zip(keys, values, strict=True)]
+
+
+class _Needle(NamedTuple):
+  """A sentence in the haystack, and whether the question asks for its value."""
+
+  sentence: str
+  is_asked: bool
 
 
 def variable_tracking(order: Order) -> Problem:
   """A chain of five variables that have one value, among noise; a solved example precedes it."""
   random = order.random
-  example, asked = _tracked(random, 3, '12345', 5)
-  text, question = _tracked(random, 5, str(random.integers(10000, 99999)), order.units)
-  solved = f'{example}{asked.text} {" ".join(asked.answers)}\n'
+  example, example_question = _tracking(random, 3, '12345', 5)
+  value = str(random.integers(10000, 99999))
+  text, question = _tracking(random, 5, value, order.units)
+  solved = f'{example}{example_question.text} {" ".join(example_question.answers)}\n'
   return Problem(solved + text, [question])
 
 
-def _tracked(
+def _tracking(
   random: np.random.Generator, letters: int, value: str, units: int
 ) -> tuple[str, Question]:
+  """(A text with a chain of variables in so many units of noise, the question about it)."""
   names: list[str] = []
-  while len(names) < 5:
+  while len(names) < _TRACKED:
     name = ''.join(random.choice([*string.ascii_uppercase], letters))
-    names += [] if name in names else [name]
+    if name not in names:
+      names.append(name)
   chain = [f'VAR {names[0]} = {value}']
   chain += [f'VAR {name} = VAR {before}' for before, name in itertools.pairwise(names)]
   lines = '\n'.join(problem.inserted(random, [NOISE] * units, chain))
-  return (
+  text = (
     'Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n'
-    + lines,
-    Question(
-      f'\nQuestion: Find all variables that are assigned the value {value} in the text above. '
-      'Answer: According to the chain(s) of variable assignment in the text above, '
-      f'{len(names)} variables are assigned the value {value}, they are: ',
-      names,
-    ),
+    f'{lines}'
   )
+  question = (
+    f'\nQuestion: Find all variables that are assigned the value {value} in the text above. '
+    'Answer: According to the chain(s) of variable assignment in the text above, '
+    f'{len(names)} variables are assigned the value {value}, they are: '
+  )
+  return text, Question(question, names)
 
 
 def common_words(order: Order) -> Problem:
   """A list of words with ten more frequent ones; a solved example precedes it."""
-  few = order.length < _SHORT
-  example, asked = _list(order.random, 10, *((3, 1) if few else (10, 3)))
-  text, question = _list(order.random, order.units, *((6, 1) if few else (30, 3)))
-  answers = ' '.join(f'{number}. {word}' for number, word in enumerate(asked.answers, 1))
-  return Problem(f'{example}{asked.text} {answers}\n{text}', [question])
+  random = order.random
+  if order.length < _SHORT:
+    example, example_question = _word_list(random, 10, often=3, seldom=1)
+    text, question = _word_list(random, order.units, often=6, seldom=1)
+  else:
+    example, example_question = _word_list(random, 10, often=10, seldom=3)
+    text, question = _word_list(random, order.units, often=30, seldom=3)
+  answers = ' '.join(f'{number}. {word}' for number, word in enumerate(example_question.answers, 1))
+  return Problem(f'{example}{example_question.text} {answers}\n{text}', [question])
 
 
-def _list(
+def _word_list(
   random: np.random.Generator, others: int, often: int, seldom: int
 ) -> tuple[str, Question]:
-  """Ten words as often, others as seldom, in random order."""
-  every = problem.words(random, 10 + others)
-  listed = every[:10] * often + every[10:] * seldom
+  """(Ten words `often` times and others `seldom` times, in random order; the question)."""
+  words = problem.words(random, _COMMON + others)
+  common = words[:_COMMON]
+  listed = common * often + words[_COMMON:] * seldom
   order = random.permutation(len(listed))
-  text = ' '.join(f'{number}. {listed[place]}' for number, place in enumerate(order, 1))
-  return (
+  lines = ' '.join(f'{number}. {listed[place]}' for number, place in enumerate(order, 1))
+  text = (
     'Below is a numbered list of words. In these words, some appear more often than others. '
-    f'Memorize the ones that appear most often.\n{text}',
-    Question(
-      '\nQuestion: What are the 10 most common words in the above list? Answer: The top 10 words '
-      'that appear most often in the list are:',
-      every[:10],
-    ),
+    f'Memorize the ones that appear most often.\n{lines}'
   )
+  question = (
+    '\nQuestion: What are the 10 most common words in the above list? Answer: The top 10 words '
+    'that appear most often in the list are:'
+  )
+  return text, Question(question, common)
 
 
 def pairs(order: Order, count: int) -> Problem:
@@ -160,22 +200,25 @@ def pairs(order: Order, count: int) -> Problem:
   """
   keys = problem.words(order.random, count, syllables=2)
   values = [str(value) for value in order.random.integers(10, 100, size=count)]
+  facts = []
+  questions = []
+  for key, value in zip(keys, values, strict=True):
+    facts.append(f'{key}={value}.')
+    questions.append(Question(f'\n{key}=', [value]))
   noise = [NOISE] * order.units
-  facts = ' '.join(f'{key}={value}.' for key, value in zip(keys, values, strict=True))
-  place = round((order.depth or 0.0) * len(noise))
-  return Problem(
-    '\n'.join(problem.placed(noise, [facts], [place])),
-    [Question(f'\n{key}=', [value]) for key, value in zip(keys, values, strict=True)],
-  )
+  depth = order.depth or 0.0
+  lines = problem.placed(noise, [' '.join(facts)], [round(depth * len(noise))])
+  return Problem('\n'.join(lines), questions)
 
 
 def _symbols(random: np.random.Generator, kind: str, count: int) -> list[str]:
+  """Keys or values of a kind, at random."""
   if kind == 'numbers':
     return [str(number) for number in random.integers(10**6, 10**7, size=count)]
   if kind == 'uuids':
     return [str(uuid.UUID(bytes=random.bytes(16), version=4)) for _ in range(count)]
-  pairs = problem.words(random, 2 * count)
-  return [f'{first}-{second}' for first, second in zip(pairs[::2], pairs[1::2], strict=True)]
+  words = problem.words(random, 2 * count)
+  return [f'{first}-{second}' for first, second in zip(words[::2], words[1::2], strict=True)]
 
 
 for _name, _needles in {
@@ -188,9 +231,16 @@ for _name, _needles in {
   'niah_multivalue': Needles(values=4),
   'niah_multiquery': Needles(queries=4),
 }.items():
-  _alone = _needles.values * _needles.queries == 1
-  _needs_text = _needles.haystack == 'essay'
-  register(_name, Suite(_needles, problem.share_of_answers, 128, _alone, _needs_text))
+  register(
+    _name,
+    Suite(
+      _needles,
+      problem.share_of_answers,
+      max_tokens=128,
+      has_depth=_needles.has_one_answer,
+      needs_text=_needles.haystack == 'essay',
+    ),
+  )
 register('vt', Suite(variable_tracking, problem.share_of_answers, 30, has_depth=False))
 register('cwe', Suite(common_words, problem.share_of_answers, 120, has_depth=False))
 for _count in (4, 8, 16, 32, 64):

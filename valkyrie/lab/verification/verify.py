@@ -5,9 +5,9 @@
 Random documents are read in the run's form, with its chunks, layout and devices, in a few rows.
 Loss, gradient and carry are compared with other cuts, layouts, neighbors and lengths, and with
 reading one token after the other. Rounding explains a difference if it is not much larger than the
-difference of two runs of one form whose parameters differ in the last digit, so that all roundings
-fall differently (a random arithmetic, as Vignes 1993 has it). It explains little in float32, and in
-float64 where the devices have it: these show what the run's own precision hides.
+difference of two runs of one form whose parameters differ in the last digit, so that every rounding
+differs (stochastic arithmetic, Vignes 1993). It explains little in float32, and in float64 where
+the devices have it: these show what the run's own precision hides.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import gin
 import jax
@@ -34,15 +34,17 @@ from valkyrie.monitoring.waiting import doing
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.storage import owned, whole_file
 from valkyrie.training.setup import Setup, StepSettings
+from valkyrie.training.train_state import TrainState
 from valkyrie.types import leaves_by_path
 
 _EXPLAINED = 8.0  # times the effect of other roundings
 
 
 class Finding(NamedTuple):
-  """The difference of two forms that is the largest in terms of what rounding explains.
+  """The largest difference of two forms, as a multiple of what rounding explains.
 
-  Both are relative to the size of the array at the path `where`.
+  deviation, rounding: the difference, and the effect of rounding, both relative to the size of the
+    array at the path `where`.
   """
 
   check: str
@@ -53,8 +55,18 @@ class Finding(NamedTuple):
 
   @property
   def agrees(self) -> bool:
-    """Whether rounding explains it; a NaN does not agree."""
+    """Whether rounding explains the difference; it never explains a NaN."""
     return self.deviation <= _EXPLAINED * self.rounding
+
+  def __str__(self) -> str:
+    explained = _EXPLAINED * self.rounding
+    line = (
+      f'{self.check:24} {self.precision:9} {self.deviation:8.1e}   rounding explains '
+      f'{explained:8.1e}   {self.where}'
+    )
+    if not self.agrees:
+      line += '   DIFFERS'
+    return line
 
 
 @gin.configurable
@@ -69,21 +81,18 @@ def verify(model_dir: str, *, settings: Callable[[], StepSettings]) -> None:
   layouts, refused = _layouts(settings, setup.partitioner)
   failure: Exception | None = None
   try:
-    for found in _findings(setup, layouts, pathlib.Path(model_dir), refused):
-      findings.append(found)
-      print(
-        f'{found.check:24} {found.precision:9} {found.deviation:8.1e}   rounding explains '
-        f'{_EXPLAINED * found.rounding:8.1e}   {found.where}{"" if found.agrees else "   DIFFERS"}',
-        flush=True,
-      )
-  except Exception as error:  # what was found before it counts
+    for finding in _findings(setup, layouts, pathlib.Path(model_dir), refused):
+      findings.append(finding)
+      print(finding, flush=True)
+  except Exception as error:  # the findings before it count
     failure = error
   path = pathlib.Path(model_dir) / 'verify.json'
-  rows = [found._asdict() | {'agrees': found.agrees} for found in findings]
+  rows = [finding._asdict() | {'agrees': finding.agrees} for finding in findings]
   text = json.dumps({'findings': rows, 'not_possible': refused}, indent=2)
   if rows:
     whole_file.write_version(path, f'{text}\n'.encode())
-  if wrong := [found for found in findings if not found.agrees]:
+  wrong = [finding for finding in findings if not finding.agrees]
+  if wrong:
     first = wrong[0]
     raise Disagreement(
       f'{len(wrong)} of {len(findings)} comparisons differ by more than rounding explains. The '
@@ -96,87 +105,104 @@ def verify(model_dir: str, *, settings: Callable[[], StepSettings]) -> None:
 
 
 def _layouts(
-  settings: Callable[[], StepSettings], own: Partitioner
+  settings: Callable[[], StepSettings], layout_of_run: Partitioner
 ) -> tuple[dict[str, Partitioner], dict[str, str]]:
-  """The other layouts of gin/partition for these devices, and why the rest is not possible."""
-  found = {}
+  """(The other layouts of gin/partition for these devices, why the rest is not possible)."""
+  layouts = {}
   refused = {}
   if jax.device_count() == 1:
-    return found, refused
+    return layouts, refused
+  computations = [layout_of_run.computation]
   for path in sorted((paths.GIN / 'partition').glob('*.gin')):
     try:
       with override_gin([f'gin/partition/{path.name}'], []):
-        other = Setup(settings()).partitioner
+        layout = Setup(settings()).partitioner
     except ConfigurationError as error:
       verify_forms.refuse(refused, f'layout {path.stem}', message_of(error))
       continue
-    if other.computation not in [layout.computation for layout in (own, *found.values())]:
-      found[path.stem] = other
-  return found, refused
+    if layout.computation not in computations:
+      computations.append(layout.computation)
+      layouts[path.stem] = layout
+  return layouts, refused
 
 
 def _findings(
   setup: Setup, layouts: Mapping[str, Partitioner], model_dir: pathlib.Path, refused: dict[str, str]
 ) -> Iterator[Finding]:
-  own = str(setup.model.about.compute_dtype)
-  others = ['float32'] if jax.devices()[0].platform == 'tpu' else ['float32', 'float64']
+  precision_of_run = str(setup.model.about.compute_dtype)
+  precisions = [precision_of_run, 'float32']
+  if jax.devices()[0].platform != 'tpu':
+    precisions.append('float64')
   runs = []
-  for precision in [own, *(other for other in others if other != own)]:
+  for precision in dict.fromkeys(precisions):
     run = yield from comparisons(setup, layouts, precision, refused)
-    runs += [run] if run else []
-  (found, spread), (expected, _) = runs[0], runs[-1]
+    if run:
+      runs.append(run)
   if len(runs) > 1:
-    yield _largest('beside the widest', own, found, expected, (spread,))
+    numbers, spread = runs[0]
+    expected, _ = runs[-1]
+    yield _largest('beside the widest', precision_of_run, numbers, expected, (spread,))
   with doing('comparing what is saved and restored'):
-    found = _restored(setup, model_dir / 'verify')
-  yield found
+    finding = _restored(setup, model_dir / 'verify')
+  yield finding
 
 
 def comparisons(
   setup: Setup, layouts: Mapping[str, Partitioner], precision: str, refused: dict[str, str]
 ) -> Generator[Finding, None, tuple[Numbers, Numbers] | None]:
-  """All that is compared in one precision; returns the numbers of the run, and their spread.
+  """All comparisons in one precision; returns the numbers of the run, and their spread.
 
   `refused` receives the forms for which the memory is too small, or which a mixer cannot compute in
-  a precision that is not the run's, and the reasons. In the run's own precision the run itself has
-  to fit, or a ConfigurationError is raised.
+  a precision other than the run's, with the reasons. Raises a ConfigurationError if the run itself
+  does not fit in its own precision.
   """
   # A platform's own rounding of the factors of float32 products breaks no rule.
   with jax.enable_x64(precision == 'float64'), jax.default_matmul_precision('highest'):
     compute = Computation(setup, precision, refused)
-    of_run = None
-    for first, *forms in verify_forms.forms(setup, layouts):
+    result_of_run = None
+    for first, *others in verify_forms.forms(setup, layouts):
       expected = compute(first)
-      of_run = expected if first.name == verify_forms.RUN else of_run
-      for form in forms:
-        if expected and (found := compute(form)):
-          yield _largest(form.name, precision, found[0], expected[0], (expected[1], found[1]))
-  return of_run
+      if first.name == verify_forms.RUN:
+        result_of_run = expected
+      if expected is None:
+        continue
+      expected_numbers, expected_spread = expected
+      for form in others:
+        result = compute(form)
+        if result:
+          numbers, spread = result
+          spreads = (expected_spread, spread)
+          yield _largest(form.name, precision, numbers, expected_numbers, spreads)
+  return result_of_run
 
 
 def _largest(
-  check: str, precision: str, found: Numbers, expected: Numbers, spreads: tuple[Numbers, ...]
+  check: str, precision: str, numbers: Numbers, expected: Numbers, spreads: tuple[Numbers, ...]
 ) -> Finding:
-  """The difference that is the largest of all arrays, in terms of what rounding explains."""
-  sizes = {
-    name: np.linalg.norm(value) + 1e-300 for name, value in expected.items() if name in found
-  }
-  spread = {
-    name: max(np.linalg.norm(of[name]) for of in spreads if name in of) / size
-    for name, size in sizes.items()
-  }
+  """The largest difference of all arrays, as a multiple of what rounding explains."""
+  deviations = {}
+  roundings = {}
+  for name, value in expected.items():
+    if name in numbers:
+      size = np.linalg.norm(value) + 1e-300
+      deviations[name] = float(np.linalg.norm(numbers[name] - value) / size)
+      effects = [np.linalg.norm(spread[name]) for spread in spreads if name in spread]
+      roundings[name] = float(max(effects) / size)
   # The spread of a single number may be small by chance, but not much below all other spreads.
-  least = 0.1 * float(np.median([*spread.values()]))
+  least = 0.1 * float(np.median([*roundings.values()]))
+  findings = [
+    Finding(check, precision, name, deviation, max(roundings[name], least))
+    for name, deviation in deviations.items()
+  ]
 
-  def of(name):
-    deviation = float(np.linalg.norm(found[name] - expected[name]) / sizes[name])
-    return Finding(check, precision, name, deviation, max(float(spread[name]), least))
+  def multiple(finding):
+    return np.nan_to_num(finding.deviation / finding.rounding, nan=np.inf)
 
-  return max(map(of, sizes), key=lambda f: np.nan_to_num(f.deviation / f.rounding, nan=np.inf))
+  return max(findings, key=multiple)
 
 
 def _restored(setup: Setup, place: pathlib.Path) -> Finding:
-  """A step after the state was saved beside `place` and restored, bit for bit."""
+  """Compares a step with one after the state was saved beside `place` and restored, bit by bit."""
   phase = dataclasses.replace(
     setup.curriculum.phases[0].long,
     chunks=verify_forms.CHUNKS,
@@ -184,23 +210,34 @@ def _restored(setup: Setup, place: pathlib.Path) -> Finding:
     steps=None,
   )
   rows = setup.settings.batch_size
-  about = setup.language_model.about
-  batch = setup.partitioner.place_batch(verify_forms.documents(rows, phase.tokens_per_row, about))
+  documents = verify_forms.documents(rows, phase.tokens_per_row, setup.language_model.about)
+  batch = setup.partitioner.place_batch(documents)
   step = setup.trace(phase).lower().compile(compiler_options())
   state, _ = step(setup.initial_state(), batch)
-  with contextlib.ExitStack() as stack:
-    made = None
-    if jax.process_index() == 0:
-      with storage_errors(f'{place.parent} cannot be written', 'Pass another --model_dir.'):
-        made = stack.enter_context(owned.temporary_folder(place)).name
-    first, *_ = processes.exchange('verify', made)
-    with Checkpoints().open(place.with_name(first)) as directory:
-      directory.save_now(1, state, {}, patiently=False)
-      restored = directory.restore(setup.state)
-  # A step gives up the memory of its state.
+  restored = _saved_and_restored(setup, state, place)
+  # A step gives up the memory of its state, so `state` is saved before.
   expected, _ = step(state, batch)
-  found, _ = step(restored, batch)
-  differs = jax.jit(lambda a, b: jax.tree.map(lambda x, y: jnp.any(x != y), a, b))(found, expected)
-  wrong = [path for path, one in leaves_by_path(differs).items() if bool(one)]
+  after_restore, _ = step(restored, batch)
+  differs = leaves_by_path(_differing_leaves(after_restore, expected))
+  wrong = [path for path, leaf_differs in differs.items() if bool(leaf_differs)]
   where = wrong[0] if wrong else 'all arrays'
   return Finding('saved and restored', 'bit for bit', where, float(len(wrong)), 0.0)
+
+
+@jax.jit
+def _differing_leaves(first: Any, second: Any) -> Any:
+  """A tree of whether each array differs anywhere."""
+  return jax.tree.map(lambda x, y: jnp.any(x != y), first, second)
+
+
+def _saved_and_restored(setup: Setup, state: TrainState, place: pathlib.Path) -> TrainState:
+  """The state as a checkpoint in a temporary folder beside `place` gives it back."""
+  with contextlib.ExitStack() as stack:
+    folder_name = None
+    if jax.process_index() == 0:
+      with storage_errors(f'{place.parent} cannot be written', 'Pass another --model_dir.'):
+        folder_name = stack.enter_context(owned.temporary_folder(place)).name
+    first, *_ = processes.exchange('verify', folder_name)
+    with Checkpoints().open(place.with_name(first)) as directory:
+      directory.save_now(1, state, {}, patiently=False)
+      return directory.restore(setup.state)

@@ -20,9 +20,9 @@ class Form(NamedTuple):
   """A way to compute what the run computes.
 
   batch: [B, T] on the host; chunk_size: C, dividing T.
-  recomputes: as the run does, else all activations are saved.
-  learns: whether there are gradients.
-  carry: whether the carry after the last token should be the same.
+  recomputes: whether activations are recomputed as in the run; otherwise all are saved.
+  learns: whether gradients are compared.
+  carry: whether the carry after the last token is compared.
   """
 
   name: str
@@ -35,71 +35,98 @@ class Form(NamedTuple):
 
 
 def forms(setup: Setup, layouts: Mapping[str, Partitioner]) -> Iterator[list[Form]]:
-  """Lists of forms that should be the same as their first."""
-  about = setup.language_model.about
+  """Lists of forms. All forms of a list should give the numbers of its first."""
+  description = setup.language_model.about
   layout = setup.partitioner
   size = setup.curriculum.phases[0].chunk_size
   time = CHUNKS * size
   rows = min(setup.settings.batch_size, 2 * jax.device_count())
-  longer = documents(rows, 2 * time, about)
-  batch = jax.tree.map(lambda x: x[:, :time], longer)
+  longer = documents(rows, 2 * time, description)
+  batch = _first_tokens(longer, time)
   run = Form(RUN, batch, size, layout)
-  same = [run]
-  if about.remat_policy is not None or setup.settings.remat_chunks:
-    same.append(run._replace(name='activations saved', recomputes=False))
-  same += [run._replace(name=f'layout {name}', layout=other) for name, other in layouts.items()]
+  # The size of a chunk has to be a multiple of this.
   unit = layout.parts_of('time')
-  if about.carried:
-    cuts = [time] if size // 2 % unit or size == 1 else [size // 2, time]
-    same += [run._replace(name=f'chunks of {cut:,}', chunk_size=cut) for cut in cuts]
-    # What follows has no weight, and should change nothing.
-    masked = longer._replace(weights=longer.weights * (np.arange(2 * time) < time))
+
+  same = [run]
+  if description.remat_policy is not None or setup.settings.remat_chunks:
+    same.append(run._replace(name='activations saved', recomputes=False))
+  for name, other in layouts.items():
+    same.append(run._replace(name=f'layout {name}', layout=other))
+  if description.carried:
+    for other_size in _other_sizes(size, time, unit):
+      same.append(run._replace(name=f'chunks of {other_size:,}', chunk_size=other_size))
+    # The tokens after `time` have no weight, so they should change nothing.
+    has_weight = np.arange(2 * time) < time
+    masked = longer._replace(weights=longer.weights * has_weight)
     same.append(run._replace(name='twice the length', batch=masked, carry=False))
   yield same
-  packed, alone = _apart(batch)
+
+  packed, alone = _with_and_without_neighbors(batch)
   yield [
     run._replace(name='packed', batch=packed, carry=False),
     run._replace(name='a document alone', batch=alone, carry=False),
   ]
-  if about.carried and unit == 1:
+
+  if description.carried and unit == 1:
     few = min(size, _SINGLY)
-    begun = jax.tree.map(lambda x: x[:, :few], batch)
-    at_once = run._replace(name='at once', batch=begun, chunk_size=few, learns=False)
+    beginning = _first_tokens(batch, few)
+    at_once = run._replace(name='at once', batch=beginning, chunk_size=few, learns=False)
     yield [at_once, at_once._replace(name='token by token', chunk_size=1)]
 
 
-def documents(rows: int, time: int, about: Description) -> Batch:
-  """Random tokens of documents of all lengths, which begin anywhere."""
+def _first_tokens(batch: Batch, count: int) -> Batch:
+  return jax.tree.map(lambda x: x[:, :count], batch)
+
+
+def _other_sizes(size: int, time: int, unit: int) -> list[int]:
+  """Sizes of chunks to compare with the run's: half of it, if possible, and the whole row."""
+  half = size // 2
+  if half == 0 or half % unit:
+    return [time]
+  return [half, time]
+
+
+def documents(rows: int, time: int, description: Description) -> Batch:
+  """Random tokens in documents of all lengths, which begin anywhere: a batch [rows, time]."""
   random = np.random.default_rng(0)
-  longest = min(about.max_context or time, time // 2)
+  longest = min(description.max_context or time, time // 2)
   positions = np.zeros((rows, time), np.int32)
   for row in positions:
     begin = 0
     while begin < time:
-      length = min(int(longest ** random.random()) + 1, longest, time - begin)
+      drawn = int(longest ** random.random()) + 1
+      length = min(drawn, longest, time - begin)
       row[begin : begin + length] = np.arange(length)
       begin += length
-  tokens = random.integers(about.vocabulary_size, size=(rows, time + 1), dtype=np.int32)
+  tokens = random.integers(description.vocabulary_size, size=(rows, time + 1), dtype=np.int32)
   segments = np.cumsum(positions == 0, axis=1, dtype=np.int32)
-  same = np.diff(segments, axis=1, append=segments[:, -1:]) == 0
-  return Batch(tokens[:, :-1], tokens[:, 1:], same.astype(np.float32), positions, segments)
+  next_is_same = np.diff(segments, axis=1, append=segments[:, -1:]) == 0
+  return Batch(
+    inputs=tokens[:, :-1],
+    targets=tokens[:, 1:],
+    weights=next_is_same.astype(np.float32),
+    positions=positions,
+    segment_ids=segments,
+  )
 
 
-def _apart(batch: Batch) -> tuple[Batch, Batch]:
-  """The batch with weights in one document of each row, and this document at the row's start."""
+def _with_and_without_neighbors(batch: Batch) -> tuple[Batch, Batch]:
+  """(The batch with weights in only one document of each row, this document at the row's start)."""
   weights = np.zeros_like(batch.weights)
   alone = jax.tree.map(np.zeros_like, batch)
-  for row in range(len(weights)):
-    lengths = np.bincount(batch.segment_ids[row])
-    lengths[1] = min(lengths[1], 1)  # the first has no neighbor before it
-    chosen = np.flatnonzero(batch.segment_ids[row] == np.argmax(lengths))
-    weights[row, chosen] = batch.weights[row, chosen]
+  for row, segments in enumerate(batch.segment_ids):
+    lengths = np.bincount(segments)
+    lengths[1] = min(lengths[1], 1)  # the first document has no neighbor before it
+    longest = np.argmax(lengths)
+    tokens = np.flatnonzero(segments == longest)
+    weights[row, tokens] = batch.weights[row, tokens]
     for whole, part in zip(batch, alone, strict=True):
-      part[row, : len(chosen)] = whole[row, chosen]
+      part[row, : len(tokens)] = whole[row, tokens]
   return batch._replace(weights=weights), alone
 
 
 def refuse(refused: dict[str, str], name: str, reason: str) -> None:
-  """Records and prints why a form is not possible, in the first line of the reason."""
-  refused[name] = reason.partition('\n')[0]
-  print(f'{name} is not possible: {refused[name]}', flush=True)
+  """Prints why a form is left out, the first line of the reason, and adds it to `refused`."""
+  first_line, _, _ = reason.partition('\n')
+  refused[name] = first_line
+  print(f'{name} is not possible: {first_line}', flush=True)

@@ -24,27 +24,27 @@ from valkyrie.training.setup import Setup
 from valkyrie.types import Array, Batch, Params, leaves_by_path
 
 _MOVED = 0.02  # the deviation of what is added to parameters: a zero would hide what it multiplies
-_SKETCH = 16  # at most 16 random projections that stand for an array
+_SKETCH = 16  # random projections of an array, at most 16
 
 Numbers = Mapping[str, np.ndarray]  # by path: the loss, and sketches of gradients and carries
 
 
 class Computation:
-  """The numbers of forms in one precision; forms of one shape share a program."""
+  """Computes the numbers of forms in one precision; forms of one shape share a program."""
 
   def __init__(self, setup: Setup, dtype: str, refused: dict[str, str]):
     self._settings = setup.settings
     self._dtype = dtype
     self._programs = {}
-    self._own = setup.partitioner
+    self._layout = setup.partitioner
     self._refused = refused
     self._required = dtype == str(setup.model.about.compute_dtype)
 
   def __call__(self, form: Form) -> tuple[Numbers, Numbers] | None:
     """(the numbers, their largest changes if the parameters change in the last digit).
 
-    None if the memory is too small, or if the model cannot compute in a precision that is not the
-    run's, as where the module of a user keeps a state in float32.
+    None if the memory is too small, or if the model cannot compute in a precision other than the
+    run's: a user's module may keep a state in float32.
     """
     try:
       with memory.explained(lambda: form.name), doing(f'computing {form.name} in {self._dtype}'):
@@ -64,92 +64,103 @@ class Computation:
   def _numbers(self, form: Form) -> tuple[Numbers, Numbers]:
     model = self._model(form)
     layout = form.layout
-    make = self._program('parameters', self._own, self._parameters(model, self._own))
+    make = self._program('parameters', self._layout, self._parameters(model, self._layout))
     axes = model.parameter_axes(layout.parameter_axes)
     key = form.batch.inputs.shape, form.chunk_size, form.recomputes, form.learns, id(layout)
     read = self._program(key, layout, functools.partial(self._read, form, model))
-    batch = form.batch._replace(weights=form.batch.weights.astype(wide(self._dtype)))
-    batch = layout.place_batch(batch)
+    weights = form.batch.weights.astype(wide(self._dtype))
+    batch = layout.place_batch(form.batch._replace(weights=weights))
 
-    def numbers(seed):
+    def compute(seed):
       params = make(seed)
-      if layout is not self._own:  # whose program would round the initial values its own way
+      if layout is not self._layout:
+        # The parameters come from the run's layout: each layout rounds initial values its own way.
         params = jax.device_put(params, layout.shardings(params, axes))
-      found = jax.device_get(read(params, batch))
-      found = found if form.carry else found | {'carry': ()}
-      return {path: np.asarray(leaf, np.float64) for path, leaf in leaves_by_path(found).items()}
+      results = jax.device_get(read(params, batch))
+      if not form.carry:
+        results['carry'] = ()
+      return {path: np.asarray(leaf, np.float64) for path, leaf in leaves_by_path(results).items()}
 
-    found, *others = (numbers(seed) for seed in (0, 1, 2))
-    return found, {
-      name: np.max([np.abs(other[name] - value) for other in others], axis=0)
-      for name, value in found.items()
-    }
+    numbers = compute(0)
+    spread = {path: np.zeros_like(value) for path, value in numbers.items()}
+    for seed in (1, 2):
+      for path, value in compute(seed).items():
+        change = np.abs(value - numbers[path])
+        spread[path] = np.maximum(spread[path], change)
+    return numbers, spread
 
   def _program(self, key: Any, layout: Partitioner, function: Callable) -> Callable:
-    return self._programs.setdefault(key, layout.jit(function, compiler_options=compiler_options()))
+    """The compiled function; `key` says which forms share it."""
+    if key not in self._programs:
+      self._programs[key] = layout.jit(function, compiler_options=compiler_options())
+    return self._programs[key]
 
   def _model(self, form: Form) -> Model:
-    kept = {} if form.recomputes else {'remat_policy': None}
-    model = self._settings.model
-    return language_model.transform(
-      functools.partial(
-        model, compute_dtype=self._dtype, parameter_dtype='float32', unroll=1, **kept
-      )
-    )
+    changes: dict[str, Any] = {'compute_dtype': self._dtype, 'parameter_dtype': 'float32'}
+    changes['unroll'] = 1
+    if not form.recomputes:
+      changes['remat_policy'] = None
+    return language_model.transform(functools.partial(self._settings.model, **changes))
 
   def _parameters(self, model: Model, layout: Partitioner) -> Callable[[Array], Params]:
     """The function of a seed that makes the parameters; with 0 their last digits are unchanged."""
 
     def make(seed):
-      leaves, structure = jax.tree.flatten(rounding.wide(model.init(jax.random.key(0), 1)[0]))
+      params, _ = model.init(jax.random.key(0), 1)
+      leaves, structure = jax.tree.flatten(rounding.wide(params))
       epsilon = jnp.where(seed == 0, 0.0, float(jnp.finfo(self._dtype).eps))
       for number, leaf in enumerate(leaves):
-        own = jnp.promote_types(leaf.dtype, self._dtype)
-        moved = leaf.astype(own) + _MOVED * _uniform(leaf.shape, 3 * number).astype(own)
-        change = _uniform(leaf.shape, 3 * number + seed).astype(own)
-        leaves[number] = moved * (1 + epsilon.astype(own) * change)
-      params = structure.unflatten(leaves)
+        dtype = jnp.promote_types(leaf.dtype, self._dtype)
+        moved = leaf.astype(dtype) + _MOVED * _uniform(leaf.shape, 3 * number).astype(dtype)
+        change = _uniform(leaf.shape, 3 * number + seed).astype(dtype)
+        leaves[number] = moved * (1 + epsilon.astype(dtype) * change)
+      moved_params = structure.unflatten(leaves)
       axes = model.parameter_axes(layout.parameter_axes)
-      return lax.with_sharding_constraint(params, layout.shardings(params, axes))
+      return lax.with_sharding_constraint(moved_params, layout.shardings(moved_params, axes))
 
     return make
 
   def _read(self, form: Form, model: Model, params: Params, batch: Batch) -> dict[str, Any]:
     """The loss, gradients and carry of a form, traced."""
     rows, time = form.batch.inputs.shape
+    backprop_chunks = 1
+    if form.learns:
+      backprop_chunks = time // form.chunk_size
 
     def learns(module, name):
       return form.learns
 
-    of_device = functools.partial(
+    gradients_on_device = functools.partial(
       tbptt.gradients,
       model,
-      backprop_chunks=time // form.chunk_size if form.learns else 1,
+      backprop_chunks=backprop_chunks,
       remat_chunks=form.recomputes and self._settings.remat_chunks,
       keep_carries=self._settings.keep_carries,
       learns=learns,
     )
     carry = model.initial_carry(rows)
     gradient, carry, sums = shard_map_step(
-      of_device, model, params, carry, batch, chunk_size=form.chunk_size, learns=learns
+      gradients_on_device, model, params, carry, batch, chunk_size=form.chunk_size, learns=learns
     )
     loss = sums.loss / jnp.maximum(sums.weight, 1)
     return {'loss': loss, 'gradient': _sketches(gradient), 'carry': _sketches(carry)}
 
 
 def compiler_options() -> dict[str, Any] | None:
-  """Of the compiler: on CPU, LLVM's optimizations are most of the time that `verify` takes."""
-  return {'xla_backend_optimization_level': 0} if jax.default_backend() == 'cpu' else None
+  """The options of the compiler: on CPU, LLVM's optimizations would take most of the time."""
+  if jax.default_backend() == 'cpu':
+    return {'xla_backend_optimization_level': 0}
+  return None
 
 
 def _sketches(tree: Any) -> Any:
   """Sums of each array with _SKETCH patterns of signs: their norm is about the array's norm.
 
-  So differences of arrays that no host could hold are seen in a few numbers (Johnson and
+  So a few numbers show the differences of arrays that are too large for a host (Johnson and
   Lindenstrauss 1984).
   """
 
-  def of(leaf):
+  def sketch(leaf):
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
       return None
     shift = 16 + lax.broadcasted_iota(jnp.uint32, (_SKETCH, *leaf.shape), 0)
@@ -158,7 +169,7 @@ def _sketches(tree: Any) -> Any:
     signed = jnp.where(bits == 1, values, -values)
     return jnp.sum(signed, axis=tuple(range(1, signed.ndim))) / _SKETCH**0.5
 
-  return jax.tree.map(of, tree)
+  return jax.tree.map(sketch, tree)
 
 
 def _uniform(shape: tuple[int, ...], salt: int | Array) -> Array:
